@@ -52,6 +52,7 @@ def attention(
     seqused_k: Tensor | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
+    block_mask: Any = None,
     epilogues: Sequence[str] | Mapping[str, Any] = (),
     return_lse: bool = False,
     return_softmax: bool = False,
@@ -116,6 +117,9 @@ def attention(
         at indices that are clamped to the tensor. Indices count within a sequence. docs/functions.md lists operations.
     mask_mod : function (b, h, q_idx, kv_idx) -> bool, optional
         FlexAttention's: where it is False the key is hidden. After score_mod.
+    block_mask : torch.nn.attention.flex_attention.BlockMask, optional
+        Blocks that it does not list are hidden, full ones visible, and in partial ones its function decides. Kernels
+        visit what is listed alone, but for those of sm80 in the backward and of few queries, which visit all.
     epilogues : sequence of str, or mapping of str to arguments
         Users' registered epilogues, in order, before score_mod; arguments are tensors and numbers.
     return_lse : bool
@@ -165,6 +169,8 @@ def attention(
     """
     if score_mod is not None or mask_mod is not None:
         epilogues = with_functions(epilogues, score_mod, mask_mod, q)
+    if block_mask is not None:
+        epilogues = with_block_mask(epilogues, block_mask, q, k, seqused_k)
     tensors = (q, k, v, None, None, None, seqused_k, alibi_slopes, bias, sinks, rng_state)
     options = (
         False,
@@ -567,6 +573,22 @@ def with_functions(
     name, tensors = epilogue_of(score_mod, mask_mod, device)
     if not name:
         return epilogues
+    return {**given_epilogues(epilogues), name: tensors}
+
+
+def with_block_mask(
+    epilogues: Sequence[str] | Mapping[str, Any],
+    block_mask: Any,
+    q: Tensor,
+    k: Tensor,
+    seqused_k: Tensor | None,
+) -> Mapping[str, Any]:
+    """The epilogues and, after them, the one of a BlockMask."""
+    if seqused_k is not None:
+        raise ValueError("block_mask is given with seqused_k; accepted: one of them")
+    from cute_attn.host.block_masks import epilogue_of_block_mask  # loads torch's compiler
+
+    name, tensors = epilogue_of_block_mask(block_mask, q, k)
     return {**given_epilogues(epilogues), name: tensors}
 
 

@@ -28,6 +28,8 @@ class Epilogue:
     """Base of all score epilogues. ``forward`` and ``reference`` are required."""
 
     name: ClassVar[str] = ""
+    lists_blocks: ClassVar[bool] = False
+    """Whether it hides all keys outside listed blocks, and changes no score of a listed block without a mask."""
 
     @classmethod
     def of(cls, traits: Traits) -> "Epilogue":
@@ -50,6 +52,18 @@ class Epilogue:
     def begin(self, args: tuple, context: ScoreContext) -> Any:
         """Once a work tile, on the device: the state for the other methods, as a tuple or a frozen dataclass."""
         return args
+
+    def visiting(self) -> "Epilogue":
+        """With ``lists_blocks``: for a kernel that visits the listed blocks alone."""
+        return self
+
+    def key_blocks(self, state: Any, row0: Any, rows: int) -> Any:
+        """With ``lists_blocks`` the key blocks, of ``rows``, that the query block of ``row0`` visits: a BlockRange."""
+        raise NotImplementedError(f"epilogue {self.name!r} lists no blocks")
+
+    def query_blocks(self, state: Any, row0: Any, rows: int) -> Any:
+        """The same of the key block of ``row0``."""
+        raise NotImplementedError(f"epilogue {self.name!r} lists no blocks")
 
     def load(self, state: Any, tile: ScoreTile) -> Any:
         """Before the score tile's product: start reads of global memory for ``forward``, which gets the result.
@@ -108,6 +122,11 @@ def register_epilogue(name: str) -> Callable[[type[Epilogue]], type[Epilogue]]:
         return cls
 
     return register
+
+
+def lists_blocks(name: str) -> bool:
+    """Whether the epilogue registered under ``name`` lists the blocks that are visited."""
+    return name in _REGISTERED and _REGISTERED[name].lists_blocks
 
 
 def is_registered(name: str) -> bool:

@@ -1,5 +1,6 @@
 """All epilogues of one kernel, in the order of application."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,8 @@ from cute_attn.epilogues.sinks import Sinks
 from cute_attn.epilogues.softcap import Softcap
 from cute_attn.epilogues.tree import Tree
 from cute_attn.traits import Traits
+from cute_attn.work.block_lists import LISTED_ROWS
+from cute_attn.work.block_range import BlockRange
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,15 @@ class EpilogueChain:
     top_left: bool
     sinks: Sinks | None = None
     differentiable: bool = False  # in a backward kernel: ``forward`` returns what ``backward`` needs
+    visits_lists: bool = (
+        False  # only listed blocks are visited, and those without a mask leave out what lists them
+    )
 
     @staticmethod
-    def of(traits: Traits) -> "EpilogueChain":
+    def of(traits: Traits, block_rows: Sequence[int] = ()) -> "EpilogueChain":
         """The chain of some traits: softcap, ALiBi, bias, user epilogues in their order, mask, dropout.
+
+        block_rows: queries and keys of the blocks of a kernel that can visit listed ones.
 
         Raises:
             ValueError: no epilogue is registered under one of the traits' names.
@@ -68,8 +76,19 @@ class EpilogueChain:
         modifiers += [user_epilogue(name).of(traits) for name in traits.epilogues]
         dropout = Dropout(traits.dropout, traits.varlen) if traits.dropout else None
         sinks = Sinks(traits.sinks) if traits.sinks else None
+        listed = any(m.lists_blocks for m in modifiers)
+        visits = listed and bool(block_rows) and all(LISTED_ROWS % rows == 0 for rows in block_rows)
+        if visits:
+            modifiers = [m.visiting() if m.lists_blocks else m for m in modifiers]
         return EpilogueChain(
-            Mask.of(traits), tuple(modifiers), dropout, traits.softcap, traits.top_left, sinks, backward
+            Mask.of(traits),
+            tuple(modifiers),
+            dropout,
+            traits.softcap,
+            traits.top_left,
+            sinks,
+            backward,
+            visits,
         )
 
     @staticmethod
@@ -99,7 +118,7 @@ class EpilogueChain:
     @property
     def may_be_large(self) -> bool:
         """Whether a modifier can make scores so large that fp32 has no digit left for what Q K^T adds to them."""
-        return any(not isinstance(m, Softcap | Alibi | Tree) for m in self.modifiers)
+        return any(not (isinstance(m, Softcap | Alibi | Tree) or m.lists_blocks) for m in self.modifiers)
 
     @property
     def has_bias(self) -> bool:
@@ -187,6 +206,26 @@ class EpilogueChain:
         dropout = begun.pop() if self.dropout else None
         return ScoreState(begun[0], tuple(begun[1:]), dropout)
 
+    def _listed(self, state: ScoreState) -> tuple[Epilogue, Any]:
+        """What lists blocks, and its state."""
+        return next((m, s) for m, s in zip(self.modifiers, state.modifiers, strict=True) if m.lists_blocks)
+
+    def key_blocks(self, state: ScoreState, row0: Int32, end_row: Int32, tile_n: int) -> BlockRange:
+        """The key blocks that queries [row0, end_row), a block, visit."""
+        if self.visits_lists:
+            modifier, own = self._listed(state)
+            return modifier.key_blocks(own, row0, tile_n)
+        return BlockRange.of_queries(state.band, row0, end_row, tile_n)
+
+    def query_blocks(
+        self, state: ScoreState, key0: Int32, end_key: Int32, seqlen_q: Int32, tile_m: int
+    ) -> BlockRange:
+        """The query blocks that visit keys [key0, end_key), a block."""
+        if self.visits_lists:
+            modifier, own = self._listed(state)
+            return modifier.query_blocks(own, key0, tile_m)
+        return BlockRange.of_keys(state.band, key0, end_key, seqlen_q, tile_m)
+
     def load(self, state: ScoreState, tile: ScoreTile) -> tuple:
         """Start every modifier's reads of global memory for ``tile``."""
         return tuple(m.load(s, tile) for m, s in zip(self.modifiers, state.modifiers, strict=True))
@@ -198,6 +237,8 @@ class EpilogueChain:
         """
         saved = tuple(
             modifier.forward(own, tile, read)
+            if masked or not (self.visits_lists and modifier.lists_blocks)
+            else ()
             for modifier, own, read in zip(self.modifiers, state.modifiers, loaded, strict=True)
         )
         if masked:

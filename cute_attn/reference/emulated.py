@@ -170,13 +170,14 @@ def _query_block(ctx: QueryBlockContext, args: Any, head: Int32):
     size, buffers = ctx.kernel.tile, ctx.buffers
     end_row = cutlass.min(ctx.row0 + size.tile_m, ctx.seqlen_q * ctx.heads)
     queries = (ctx.row0 // ctx.heads, end_row // ctx.heads)
-    blocks = BlockRange.of_queries(ctx.state.band, *queries, size.tile_n)
+    blocks = ctx.kernel.epilogues.key_blocks(ctx.state, *queries, size.tile_n)
     for thread in cutlass.range(ctx.threads):
         rows = len(ctx.score_map(thread).modes.rows)
         OnlineSoftmax.make(rows, ctx.scale_log2, False, ctx.statistics(thread, rows))
     for i in cutlass.range(blocks.end - blocks.begin):
-        block = blocks.end - 1 - i
-        if block >= blocks.full_begin and block < blocks.full_end:
+        step = blocks.end - 1 - i
+        block = blocks.block(step)
+        if step >= blocks.full_begin and step < blocks.full_end:
             _key_block(ctx, block, False)
         else:
             _key_block(ctx, block, True)

@@ -14,7 +14,8 @@ class BlockRange:
     """Key blocks of one query block: [begin, end) are visited, [full_begin, full_end) of them need no mask.
 
     begin <= full_begin <= full_end <= end always; begin == end if no key is visible. With :meth:`of_keys` they are
-    query blocks of one key block.
+    query blocks of one key block. With ``listed`` these are positions in a list of blocks, see
+    :class:`cute_attn.work.block_lists.BlockLists`, of which each is so many blocks as ``parts``.
     """
 
     begin: Int32
@@ -22,9 +23,14 @@ class BlockRange:
     full_end: Int32
     end: Int32
     first: Int32 | None = None  # the block of the first step, if not ``begin``; needs begin == 0
+    listed: cute.Tensor | None = None
+    parts: Constexpr = 1
 
-    def rotated(self, step: Int32) -> Int32:
-        """The block of step begin, begin + 1, ...: rotated, so that it starts at ``first``."""
+    def block(self, step: Int32) -> Int32:
+        """The block of step begin, begin + 1, ...: from a list, or rotated, so that they start at ``first``."""
+        if self.listed is not None:
+            position = step // self.parts
+            return self.listed[position] * self.parts + (step - position * self.parts)
         if self.first is None:
             return step
         block = step + self.first

@@ -229,7 +229,7 @@ def test_a_few_concurrent_ctas_read_the_same_queries():
 def _staggered(out: cute.Tensor, first: Int32):
     blocks = BlockRange(Int32(0), Int32(0), Int32(0), Int32(out.shape[0]), first)
     for step in cutlass.range(out.shape[0]):
-        out[step] = blocks.rotated(step)
+        out[step] = blocks.block(step)
 
 
 @pytest.mark.parametrize(("count", "first"), [(1, 0), (5, 0), (5, 1), (5, 4), (64, 37)])

@@ -24,6 +24,8 @@ from cute_attn.epilogues.functions.lowering import Lowered, lower
 from cute_attn.epilogues.functions.trace import Trace
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.traits import Traits
+from cute_attn.work.block_lists import BlockLists
+from cute_attn.work.block_range import BlockRange
 
 
 class Captured(NamedTuple):
@@ -146,12 +148,77 @@ class FunctionEpilogue(Epilogue):
         return evaluate(cls.output, values, inputs.extra.get(cls.name, ())).expand_as(scores)
 
 
+@dataclass(frozen=True)
+class ListedState:
+    """Of a work tile: the mask's state, and where its lists are."""
+
+    mask: FunctionState
+    lists: tuple
+    batch: Int32
+    head: Int32
+
+
+class BlockMaskEpilogue(FunctionEpilogue):
+    """Base of traced masks with lists of the blocks that they leave: two of key blocks, then two of query blocks.
+
+    partial: what the mask is in listed blocks that need one, of its tensors but the first; None: all of it. The mask
+    alone is right as well, for a kernel that visits all blocks.
+    """
+
+    lists_blocks = True
+    partial: ClassVar[Lowered | None]
+
+    def __init__(self, differentiates: bool = False, visits: bool = False) -> None:
+        super().__init__(differentiates)
+        self._first = 0
+        if visits and self.partial is not None:
+            self.lowered, self._first = self.partial, 1  # type: ignore[misc]
+
+    def visiting(self) -> "BlockMaskEpilogue":
+        return type(self)(self.differentiates, True)
+
+    @property
+    def _slope(self) -> None:
+        """None: P is 0 at masked keys, and so is the gradient."""
+
+    def fake_args(self) -> tuple:
+        return (*super().fake_args(), *(fake_tensor("int32", 4, True) for _ in range(4)))
+
+    def begin(self, args: tuple, context: ScoreContext) -> ListedState:
+        own = len(self.captured)
+        mask = super().begin(args[self._first : own], context)
+        return ListedState(mask, args[own:], context.batch, context.head)
+
+    def key_blocks(self, state: ListedState, row0: Int32, rows: int) -> BlockRange:
+        return BlockLists(*state.lists[:2]).of(state.batch, state.head, row0, rows)
+
+    def query_blocks(self, state: ListedState, row0: Int32, rows: int) -> BlockRange:
+        return BlockLists(*state.lists[2:]).of(state.batch, state.head, row0, rows)
+
+    def forward(self, state: ListedState, tile: ScoreTile, loaded: tuple = ()) -> Any:
+        return super().forward(state.mask, tile, loaded)
+
+    def backward(self, state: ListedState, tile: ScoreTile, saved: Any) -> None:
+        """Nothing, as ``_slope`` says."""
+
+
 def register_trace(traced: Trace) -> str:
     """The name of a trace's epilogue, made where none has this graph; equal graphs share one, and its kernels."""
+    return _register(traced, "", FunctionEpilogue, {})
+
+
+def register_block_mask(traced: Trace, partial: Trace | None) -> str:
+    """The same of a mask with lists. partial: of listed blocks, see :class:`BlockMaskEpilogue`."""
+    suffix = "_listed" if partial is None else "_listed_" + digest(partial.output, [])
+    lowered = None if partial is None else lower(partial.graph, partial.output)
+    return _register(traced, suffix, BlockMaskEpilogue, {"partial": lowered})
+
+
+def _register(traced: Trace, suffix: str, base: type[FunctionEpilogue], own: dict[str, Any]) -> str:
     captured = tuple(Captured.of(x) for x in traced.tensors)
-    name = f"traced_{digest(traced.output, [repr(tuple(one)) for one in captured])}"
+    name = f"traced_{digest(traced.output, [repr(tuple(one)) for one in captured])}{suffix}"
     if not is_registered(name):
-        fields = {"output": traced.output, "captured": captured, "__module__": __name__}
+        fields = {"output": traced.output, "captured": captured, "__module__": __name__, **own}
         lowered = lower(traced.graph, traced.output)
-        register_epilogue(name)(type(name, (FunctionEpilogue,), {**fields, "lowered": lowered}))
+        register_epilogue(name)(type(name, (base,), {**fields, "lowered": lowered}))
     return name

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_attn.epilogues.functions.trace import trace
+from cute_attn.epilogues.functions.trace import Trace, trace
 
 
 class _Known(NamedTuple):
@@ -36,16 +36,49 @@ def epilogue_of(
     Raises:
         TypeError, ValueError: as :func:`cute_attn.epilogues.functions.trace.trace`.
     """
+
+    def register(traced: Trace) -> str:
+        if traced.output.op == "score":
+            return ""
+        from cute_attn.epilogues.functions.epilogue import register_trace  # loads the DSL
+
+        return register_trace(traced)
+
+    return _known_or_traced(score_mod, mask_mod, device, (), register)
+
+
+def block_mask_epilogue_of(
+    mask_mod: Callable, partial: Callable | None, device: torch.device | None
+) -> tuple[str, tuple[Tensor, ...]]:
+    """The same of a mask with lists of blocks, whose tensors follow.
+
+    partial: what ``mask_mod``, which captures one tensor more and that first, is in listed blocks that need a mask;
+    None: itself.
+    """
+
+    def register(traced: Trace) -> str:
+        from cute_attn.epilogues.functions.epilogue import register_block_mask  # loads the DSL
+
+        return register_block_mask(traced, None if partial is None else trace(None, partial, device))
+
+    return _known_or_traced(None, mask_mod, device, ("listed", partial is None), register)
+
+
+def _known_or_traced(
+    score_mod: Callable | None,
+    mask_mod: Callable | None,
+    device: torch.device | None,
+    kind: tuple,
+    register: Callable[[Trace], str],
+) -> tuple[str, tuple[Tensor, ...]]:
+    """kind: beside the functions, what ``register`` makes of their trace."""
     seen = _References()
+    seen.parts += kind
     known = _known.get(seen.key()) if seen.walk(score_mod) and seen.walk(mask_mod) else None
     if known is not None:
         return known.name, tuple([seen.tensors[i] for i in known.tensors])
     traced = trace(score_mod, mask_mod, device)
-    name = ""
-    if traced.output.op != "score":
-        from cute_attn.epilogues.functions.epilogue import register_trace  # loads the DSL
-
-        name = register_trace(traced)
+    name = register(traced)
     numbers = {id(x): i for i, x in enumerate(seen.tensors)}
     if seen.complete and all(id(x) in numbers for x in traced.tensors):
         while len(_known) >= _MOST:

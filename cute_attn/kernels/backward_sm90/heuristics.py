@@ -2,8 +2,10 @@
 
 import dataclasses
 
+from cute_attn.epilogues.base import lists_blocks
 from cute_attn.tiles import BackwardSm90Tile, padded
 from cute_attn.traits import Traits
+from cute_attn.work.block_lists import divides
 
 
 def preferred_tiles(traits: Traits) -> list[BackwardSm90Tile]:
@@ -14,9 +16,14 @@ def preferred_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     """
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
     if d > 128:
-        return _wide_tiles(traits)
-    tiles = [*tma_bias_tiles(traits, d), *(_narrow_tiles(traits) if d <= 64 else _middle_tiles(traits, d))]
-    return [_with_mask_warps(tile, traits) for tile in tiles]
+        tiles = _wide_tiles(traits)
+    else:
+        tiles = [
+            *tma_bias_tiles(traits, d),
+            *(_narrow_tiles(traits) if d <= 64 else _middle_tiles(traits, d)),
+        ]
+        tiles = [_with_mask_warps(tile, traits) for tile in tiles]
+    return [tile for tile in tiles if divides(tile)] if any(map(lists_blocks, traits.epilogues)) else tiles
 
 
 def _with_mask_warps(tile: BackwardSm90Tile, traits: Traits) -> BackwardSm90Tile:
@@ -33,7 +40,10 @@ def _with_mask_warps(tile: BackwardSm90Tile, traits: Traits) -> BackwardSm90Tile
 
 def _needs_registers(traits: Traits) -> bool:
     """Whether epilogues hold as much as the scores: what a derivative needs, a bias, the words of a mask."""
-    return bool(traits.softcap or traits.epilogues or traits.bias or traits.dropout == "mem_efficient")
+    epilogues = [
+        name for name in traits.epilogues if not lists_blocks(name)
+    ]  # a mask in blocks that need one
+    return bool(traits.softcap or epilogues or traits.bias or traits.dropout == "mem_efficient")
 
 
 def tma_bias_tiles(traits: Traits, d: int) -> list[BackwardSm90Tile]:
@@ -58,7 +68,7 @@ def _narrow_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     """For head dims up to 64."""
     tile = BackwardSm90Tile(64, 128, dq_bulk=True)
     own_rows = traits.windowed or traits.varlen or traits.alibi or traits.seqused_q
-    if _needs_registers(traits) or (traits.dropout and own_rows):
+    if _needs_registers(traits) or (traits.dropout and own_rows) or any(map(lists_blocks, traits.epilogues)):
         return [tile]
     return [dataclasses.replace(tile, tile_m=128), tile]
 

@@ -126,7 +126,7 @@ class BackwardSm90(BackwardSm90Layouts):
     @functools.cached_property
     def epilogues(self) -> EpilogueChain:
         """The score epilogues that the traits ask for."""
-        return EpilogueChain.of(self.traits)
+        return EpilogueChain.of(self.traits, (self.tile.tile_m, self.tile.tile_n))
 
     def fake_args(self) -> tuple:
         """The arguments of ``__call__`` for compiling, without the stream."""
@@ -299,8 +299,10 @@ class BackwardSm90(BackwardSm90Layouts):
         tile = self.tile
         _, state = self.begin(params, key_tile, params.query_heads(key_tile).first)
         key0 = key_tile.block * tile.tile_n
-        blocks = BlockRange.of_keys(state.band, key0, key0 + tile.tile_n, key_tile.info.seqlen_q, tile.tile_m)
-        if tile.staggered and not (self.traits.causal or self.traits.windowed):
+        blocks = self.epilogues.query_blocks(
+            state, key0, key0 + tile.tile_n, key_tile.info.seqlen_q, tile.tile_m
+        )
+        if tile.staggered and not (self.traits.causal or self.traits.windowed or self.epilogues.visits_lists):
             return replace(blocks, first=key_tile.block % cutlass.max(blocks.end, 1))
         return blocks
 
@@ -410,13 +412,14 @@ class BackwardSm90(BackwardSm90Layouts):
         """All query blocks of one head that see the key block."""
         blocks, end = ctx.blocks, ctx.blocks.end
         full_begin, full_end = blocks.full_begin, blocks.full_end
-        if cutlass.const_expr(not self.traits.windowed):
+        masked_last: Constexpr = self.traits.windowed or self.epilogues.visits_lists
+        if cutlass.const_expr(not masked_last):
             # Without a left bound, masks are needed up to some query block, or by all.
             full_begin, full_end = (full_begin if full_begin < full_end else end), end
         if cutlass.const_expr(self.tile.p_in_smem):
             self.steps(ctx, blocks.begin, full_begin, True)
             self.steps(ctx, full_begin, full_end, False)
-            if cutlass.const_expr(self.traits.windowed):
+            if cutlass.const_expr(masked_last):
                 self.steps(ctx, full_end, end, True)
         elif blocks.begin < end:
             # The first step has no dQ of a step before it; the last one's dQ follows the loop.
@@ -424,7 +427,7 @@ class BackwardSm90(BackwardSm90Layouts):
             self.step(ctx, blocks.begin, True, first=True)
             self.steps(ctx, second, full_begin, True)
             self.steps(ctx, cutlass.max(full_begin, second), full_end, False)
-            if cutlass.const_expr(self.traits.windowed):
+            if cutlass.const_expr(masked_last):
                 self.steps(ctx, cutlass.max(full_end, second), end, True)
             acc_dq, n = self.dq_accumulator(), ctx.use_of(end - 1)
             self.wait_for_ds(ctx, n)
@@ -590,7 +593,7 @@ class BackwardSm90(BackwardSm90Layouts):
         if cutlass.const_expr(self.tile.mask_warps > 0):
             mask = self.dropout_mask_of(ctx, n)
         shared.pipeline_q.consumer_wait(n)
-        self.zero_queries_out_of_bounds(ctx, ctx.blocks.rotated(block), n)
+        self.zero_queries_out_of_bounds(ctx, ctx.blocks.block(block), n)
         lse, minus_d = None, None
         if cutlass.const_expr(self.reads_lse_first):
             lse = self.row_values(ctx, shared.s_lse, shared.pipeline_q, n)
@@ -609,7 +612,7 @@ class BackwardSm90(BackwardSm90Layouts):
         """Registers for S and dP of ``block``, and what the epilogues read of global memory meanwhile."""
         shape = self.mma_scores().get_slice(0).partition_shape_C(self.scores_shape)
         acc_s, acc_dp = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
-        scores = ctx.score_map.tile(acc_s, ctx.blocks.rotated(block) * self.tile.tile_m, ctx.key0)
+        scores = ctx.score_map.tile(acc_s, ctx.blocks.block(block) * self.tile.tile_m, ctx.key0)
         if cutlass.const_expr(self.loads_bias_by_tma):
             stage = ctx.shared.pipeline_q.stage(ctx.use_of(block))
             scores = replace(scores, tma_bias=ctx.shared.bias.tile(ctx.bias_address, stage))
@@ -710,7 +713,7 @@ class BackwardSm90(BackwardSm90Layouts):
             cute.arch.fence_proxy("async.shared", space="cta")
             ctx.shared.dq_staging.producer_commit()
         else:
-            base = ctx.dq + Int64(ctx.blocks.rotated(block)) * block_floats(self.traits, self.tile)
+            base = ctx.dq + Int64(ctx.blocks.block(block)) * block_floats(self.traits, self.tile)
             add_fragment(acc_dq, base, rematerialize_each(ctx.thread, block), self.tile.dq_vector)
 
     # ---- of a key block ----

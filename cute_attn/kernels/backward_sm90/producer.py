@@ -107,7 +107,7 @@ class Producer:
                 inputs.bias, key_tile.block, head, key_tile.batch, (tile_m, kernel.tile.tile_n)
             )
         for step in cutlass.range(blocks.begin, blocks.end, unroll=1):
-            n, block = steps + (step - blocks.begin), blocks.rotated(step)
+            n, block = steps + (step - blocks.begin), blocks.block(step)
             shared.pipeline_q.producer_acquire(n)
             inputs.q.load(g_q, block, shared.s_q, shared.pipeline_q, n)
             if cutlass.const_expr(kernel.loads_bias_by_tma):

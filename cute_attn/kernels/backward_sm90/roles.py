@@ -45,7 +45,7 @@ class BackwardRole:
             for head in cutlass.range(heads.first, heads.end, unroll=1):
                 of_head = self.begin_head(key_tile, head)
                 for step in cutlass.range(blocks.begin, blocks.end, unroll=1):
-                    self.step(of_head, key_tile, blocks.rotated(step), n)
+                    self.step(of_head, key_tile, blocks.block(step), n)
                     n += 1
             self.finish_tile()
             i += 1

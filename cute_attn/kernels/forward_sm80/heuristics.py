@@ -9,8 +9,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TypeVar
 
+from cute_attn.epilogues.base import lists_blocks
 from cute_attn.tiles import ForwardSm80Tile, best_packing, first_that_fits, may_pack_heads, padded
 from cute_attn.traits import Traits
+from cute_attn.work.block_lists import divides
 
 T = TypeVar("T", bound=ForwardSm80Tile)
 Rows = Sequence[tuple[int, int, T]]
@@ -116,7 +118,8 @@ def preferred_tiles(traits: Traits) -> list[ForwardSm80Tile]:
         return _DIVIDED_FP32 if fp32 else [*few, *_DIVIDED]
     if fp32:
         return [*rows(_FP32[traits.precision], dim, pressure), *_FIT_ALWAYS_FP32]
-    return [*rows(_HALF, dim, pressure), *rows(_HALF, dim, MOST), *_FIT_ALWAYS]
+    tiles = [*rows(_HALF, dim, pressure), *rows(_HALF, dim, MOST), *_FIT_ALWAYS]
+    return [tile for tile in tiles if divides(tile)] if any(map(lists_blocks, traits.epilogues)) else tiles
 
 
 def rows(table: Rows[T], dim: int, pressure: int) -> list[T]:
@@ -133,8 +136,8 @@ MOST = 5
 def register_pressure(traits: Traits) -> int:
     """Of what the epilogues keep beside the scores, from 0 to ``MOST``, by what ptxas spills.
 
-    1: softcap or ALiBi; 2: dropout; 3: a bias, users' epilogues, or dropout with softcap or ALiBi; 4: a bias in fp32;
-    5: many Philox words, or a bias and dropout.
+    1: softcap or ALiBi; 2: dropout; 3: a bias, users' epilogues, or dropout with softcap or ALiBi; 4: a bias in fp32, a
+    mask with listed blocks; 5: many Philox words, or a bias and dropout.
     """
     modified = traits.softcap or traits.alibi
     if traits.dropout == "mem_efficient" or (traits.bias and traits.dropout):

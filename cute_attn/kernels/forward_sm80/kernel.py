@@ -113,7 +113,14 @@ class ForwardSm80:
     @functools.cached_property
     def epilogues(self) -> EpilogueChain:
         """The score epilogues that the traits ask for."""
-        return EpilogueChain.of(self.traits)
+        return EpilogueChain.of(self.traits, self.listed_rows)
+
+    @property
+    def listed_rows(self) -> tuple[int, ...]:
+        """Queries and keys of a block, if the kernel can visit listed blocks."""
+        tile = self.tile
+        plain = (tile.pack_heads, tile.key_groups, tile.warps_n) == (1, 1, 1) and not self.single
+        return (tile.tile_m, tile.tile_n) if self.traits.op == "forward" and plain else ()
 
     def fake_args(self) -> tuple:
         """The arguments of ``__call__`` for compiling, without the stream."""
@@ -281,7 +288,7 @@ class ForwardSm80:
             context = chain.context(score_args, seqlens, info, *numbers)
             state = chain.begin(score_args, context)
             end_row = cutlass.min(row0 + self.tile.queries, info.seqlen_q)
-            blocks = BlockRange.of_queries(state.band, row0, end_row, self.tile.tile_n)
+            blocks = chain.key_blocks(state, row0, end_row, self.tile.tile_n)
             shared = self.shared_memory(group)
             operands = self.products.operands(self.tiled_mma(), shared, thread, params.scales)
             width, width_v = self.row_widths
@@ -457,19 +464,24 @@ class ForwardSm80:
         if cutlass.const_expr(self.tile.num_stages == 1):
             if ctx.blocks.begin < ctx.blocks.end:
                 self.find_pages(ctx, last)
-                ctx.load_k.start(last, 0, False)
+                ctx.load_k.start(ctx.blocks.block(last), 0, False)
             cute.arch.cp_async_commit_group()
         else:
             for ahead in cutlass.range_constexpr(self.tile.num_stages - 1):
                 if last - ahead >= ctx.blocks.begin:
                     stage = self.stage(last - ahead)
                     self.find_pages(ctx, last - ahead)
-                    ctx.load_k.start(last - ahead, stage, False)
-                    ctx.load_v.start(last - ahead, stage, False)
+                    ctx.load_k.start(ctx.blocks.block(last - ahead), stage, False)
+                    ctx.load_v.start(ctx.blocks.block(last - ahead), stage, False)
                 cute.arch.cp_async_commit_group()
             if cutlass.const_expr(self.traits.paged):
                 if last - (self.tile.num_stages - 1) >= ctx.blocks.begin:
                     self.find_pages(ctx, last - (self.tile.num_stages - 1))
+
+    @property
+    def all_but_first_whole(self) -> bool:
+        """Whether all keys exist of the blocks after the first one that is visited."""
+        return not self.epilogues.visits_lists
 
     def find_pages(self, ctx: MainloopContext, block: Int32) -> None:
         """In a paged cache read the page numbers of the block that is loaded next."""
@@ -496,14 +508,14 @@ class ForwardSm80:
         """One key block; each load overlaps the other operand's product."""
         cute.arch.cp_async_wait_group(0)
         ctx.group.barrier()
-        ctx.load_v.start(block, 0, not masked)
+        ctx.load_v.start(ctx.blocks.block(block), 0, not masked)
         cute.arch.cp_async_commit_group()
         acc_s, loaded = self.scores(ctx, block, Int32(0))
         cute.arch.cp_async_wait_group(0)
         ctx.group.barrier()
         if block > ctx.blocks.begin:
             self.find_pages(ctx, block - 1)
-            ctx.load_k.start(block - 1, 0, True)
+            ctx.load_k.start(ctx.blocks.block(block - 1), 0, self.all_but_first_whole)
         cute.arch.cp_async_commit_group()
         self.accumulate(ctx, block, acc_s, loaded, Int32(0), masked)
 
@@ -516,8 +528,8 @@ class ForwardSm80:
         ctx.group.barrier()
         ahead = block - (stages - 1)
         if ahead >= ctx.blocks.begin:
-            ctx.load_k.start(ahead, self.stage(ahead), True)
-            ctx.load_v.start(ahead, self.stage(ahead), True)
+            ctx.load_k.start(ctx.blocks.block(ahead), self.stage(ahead), self.all_but_first_whole)
+            ctx.load_v.start(ctx.blocks.block(ahead), self.stage(ahead), self.all_but_first_whole)
             self.find_pages(ctx, ahead - 1)
         cute.arch.cp_async_commit_group()
         acc_s, loaded = self.scores(ctx, block, stage)
@@ -583,7 +595,8 @@ class ForwardSm80:
         """acc_s with its query and key indices."""
         tile = self.tile
         score_map = self.score_map(ctx, thread)
-        return score_map.tile(acc_s, ctx.row0, ctx.group.part_of(block) * tile.group_keys)
+        part = ctx.group.part_of(ctx.blocks.block(block))
+        return score_map.tile(acc_s, ctx.row0, part * tile.group_keys)
 
     def score_map(self, ctx: MainloopContext, thread: Int32) -> ScoreMap:
         """The scores that a thread holds."""

@@ -210,7 +210,7 @@ class MainLoop:
     def first_probabilities(self):
         """S and softmax of the last key block: its score tile, and the registers in which P is now."""
         storage, n = self.storage, self.first_use
-        scores, acc_s, loaded = self.score_tile(self.blocks.end - 1, n)
+        scores, acc_s, loaded = self.score_tile(self.blocks.block(self.blocks.end - 1), n)
         storage.pipeline_k.consumer_wait(n)
         self.start_qk(acc_s, n)
         warpgroup.wait_group(0)
@@ -219,10 +219,10 @@ class MainLoop:
         return scores, acc_s
 
     @cute.jit
-    def step(self, block: Int32, masked: Constexpr, frozen: Constexpr) -> None:
-        """S and P of ``block``, overlapped with P V of the block visited before it."""
-        storage, n = self.storage, self.first_use + (self.blocks.end - 1 - block)
-        scores, acc_s, loaded = self.score_tile(block, n)
+    def step(self, step: Int32, masked: Constexpr, frozen: Constexpr) -> None:
+        """S and P of the block of ``step``, overlapped with P V of the block visited before it."""
+        storage, n = self.storage, self.first_use + (self.blocks.end - 1 - step)
+        scores, acc_s, loaded = self.score_tile(self.blocks.block(step), n)
         storage.pipeline_k.consumer_wait(n)
         self.thread.ping_pong.sync()
         self.start_qk(acc_s, n)

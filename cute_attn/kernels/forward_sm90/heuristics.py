@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from cute_attn.epilogues.base import lists_blocks
 from cute_attn.tiles import (
     ForwardSm90Tile,
     best_packing,
@@ -10,6 +11,7 @@ from cute_attn.tiles import (
     padded,
 )
 from cute_attn.traits import Traits
+from cute_attn.work.block_lists import divides
 
 SHORT_SEQLEN = 1024
 """Longest sequences that take a smaller tile: prologue and epilogue dominate them."""
@@ -72,8 +74,13 @@ def preferred_tiles(traits: Traits) -> list[ForwardSm90Tile]:
     ``tile_n`` or leaves Q in shared memory.
     """
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
-    needs_registers = bool(traits.bias or traits.epilogues or traits.dropout == "mem_efficient")
-    return [*_tma_bias_tiles(traits, d), *_other_tiles(traits, d, needs_registers)]
+    listed = any(map(lists_blocks, traits.epilogues))
+    others = [name for name in traits.epilogues if not lists_blocks(name)]  # those compute in every step
+    needs_registers = bool(traits.bias or others or traits.dropout == "mem_efficient")
+    tiles = [*_tma_bias_tiles(traits, d), *_other_tiles(traits, d, needs_registers)]
+    if not listed:
+        return tiles
+    return [dataclasses.replace(tile, q_in_regs=False) for tile in tiles if divides(tile)]
 
 
 def _tma_bias_tiles(traits: Traits, d: int) -> list[ForwardSm90Tile]:

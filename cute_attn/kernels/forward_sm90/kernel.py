@@ -111,7 +111,13 @@ class ForwardSm90:
     @functools.cached_property
     def epilogues(self) -> EpilogueChain:
         """The score epilogues that the traits ask for."""
-        return EpilogueChain.of(self.traits)
+        return EpilogueChain.of(self.traits, self.listed_rows)
+
+    @property
+    def listed_rows(self) -> tuple[int, ...]:
+        """Queries and keys of a block, if the kernel can visit listed blocks."""
+        tile = self.tile
+        return (tile.tile_m, tile.tile_n) if self.traits.op == "forward" and tile.pack_heads == 1 else ()
 
     def fake_args(self) -> tuple:
         """The arguments of ``__call__`` for compiling, without the stream."""

@@ -102,7 +102,7 @@ class Producer(ForwardRole):
         pipeline_k, pipeline_v = storage.pipeline_k, storage.pipeline_v
         count, claimed = blocks.end - blocks.begin, Int32(0)
         pipeline_k.producer_acquire(keys)
-        inputs.k.load(g_k, last, storage.s_k, pipeline_k, keys)
+        inputs.k.load(g_k, blocks.block(last), storage.s_k, pipeline_k, keys)
         storage.q.load(inputs.q, tile, pipeline_state.queries)
         claim_at = cutlass.max(count - CLAIM_AHEAD, 1)
         for i in cutlass.range(1, count, unroll=1):
@@ -110,15 +110,15 @@ class Producer(ForwardRole):
                 if i == claim_at:
                     claimed = claims.claim()
             pipeline_k.producer_acquire(keys + i)
-            inputs.k.load(g_k, last - i, storage.s_k, pipeline_k, keys + i)
+            inputs.k.load(g_k, blocks.block(last - i), storage.s_k, pipeline_k, keys + i)
             pipeline_v.producer_acquire(keys + i - 1)
-            inputs.v.load(g_v, last - i + 1, storage.s_v, pipeline_v, keys + i - 1)
+            inputs.v.load(g_v, blocks.block(last - i + 1), storage.s_v, pipeline_v, keys + i - 1)
         if cutlass.const_expr(claims is not None):
             if count == 1:
                 claimed = claims.claim()
         end = keys + last - blocks.begin
         pipeline_v.producer_acquire(end)
-        inputs.v.load(g_v, blocks.begin, storage.s_v, pipeline_v, end)
+        inputs.v.load(g_v, blocks.block(blocks.begin), storage.s_v, pipeline_v, end)
         return claimed
 
 
@@ -140,5 +140,5 @@ class BiasProducer(ForwardRole):
         row0 = tile.row0 + self.group * ROWS
         tiles = rows_of(self.tma, row0, tile.head, tile.batch, self.kernel.tile.tile_n)
         for i in cutlass.range(count, unroll=1):
-            self.storage.bias.load(tiles, self.tma, blocks.end - 1 - i, self.group, keys + i)
+            self.storage.bias.load(tiles, self.tma, blocks.block(blocks.end - 1 - i), self.group, keys + i)
         return PipelineState(pipeline_state.queries, keys + count)

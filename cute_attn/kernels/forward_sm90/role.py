@@ -95,4 +95,4 @@ class ForwardRole:
     def key_blocks(self, tile: QueryTile, state: ScoreState) -> BlockRange:
         """The key blocks that one work tile visits."""
         end_row = cutlass.min(tile.row0 + self.kernel.tile.queries, tile.info.seqlen_q)
-        return BlockRange.of_queries(state.band, tile.row0, end_row, self.kernel.tile.tile_n)
+        return self.kernel.epilogues.key_blocks(state, tile.row0, end_row, self.kernel.tile.tile_n)

@@ -76,6 +76,11 @@ class ForwardLargeSm90(ForwardSm90):
         tile = tile_for_lengths(self.traits, self.tile, seqlen_q, group)
         return dataclasses.replace(self, tile=tile)
 
+    @property
+    def listed_rows(self) -> tuple[int, ...]:
+        """None: it visits all blocks."""
+        return ()
+
     def without_tma_bias(self) -> "ForwardLargeSm90":
         """This kernel, whose threads read a bias from global memory."""
         return self

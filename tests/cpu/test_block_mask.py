@@ -1,0 +1,195 @@
+"""Block masks: their lists, the reference, and the forward kernels' visits of listed blocks, emulated on the CPU."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from cute_attn import Traits, attention, lookup
+from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.host.block_masks import (
+    FULL,
+    LISTED_ROWS,
+    PARTIAL,
+    block_lists,
+    epilogue_of_block_mask,
+    kinds_of,
+)
+from cute_attn.reference.tilings import TILINGS, Scores
+from cute_attn.work import block_lists as device_lists
+
+DOCUMENT = torch.tensor([0] * 130 + [1] * 300 + [2] * 400)
+
+
+def causal_document(b, h, q_idx, kv_idx):
+    return (q_idx >= kv_idx) & (DOCUMENT[q_idx] == DOCUMENT[kv_idx])
+
+
+def window(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx).abs() <= 40 + 60 * (h % 2)
+
+
+def blocks_of(*rows):
+    """A BlockMask without a function: the partial blocks that each row lists."""
+    most = max(map(len, rows))
+    counts = torch.tensor([len(row) for row in rows])[None, None]
+    indices = torch.tensor([[*row, *[0] * (most - len(row))] for row in rows])[None, None]
+    columns = 1 + max(map(max, filter(None, rows)))
+    indices = torch.nn.functional.pad(indices, (0, columns - most))
+    return BlockMask.from_kv_blocks(counts, indices)
+
+
+def qkv(batch=2, seqlen_q=300, seqlen_k=300, nheads=4, nheads_kv=2, head_dim=16):
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((seqlen_q, nheads), (seqlen_k, nheads_kv), (seqlen_k, nheads_kv))
+    return [torch.randn(batch, *size, head_dim, generator=generator) for size in sizes]
+
+
+@pytest.mark.parametrize("block_size", [128, 64, (64, 256), 96])
+@pytest.mark.parametrize(("mask_mod", "heads"), [(causal_document, None), (window, 4)])
+@pytest.mark.parametrize("lengths", [(300, 300), (256, 512), (500, 390)])
+def test_equals_torch(lengths, mask_mod, heads, block_size):
+    q, k, v = qkv(seqlen_q=lengths[0], seqlen_k=lengths[1])
+    mask = create_block_mask(mask_mod, None, heads, *lengths, device="cpu", BLOCK_SIZE=block_size)
+    got, lse = attention(q, k, v, block_mask=mask, return_lse=True)
+    swapped = [x.transpose(1, 2) for x in (q, k, v)]
+    want, want_lse = flex_attention(*swapped, block_mask=mask, enable_gqa=True, return_lse=True)
+    seen = want_lse.isfinite()
+    assert torch.equal(lse.isfinite(), seen)
+    torch.testing.assert_close(lse[seen], want_lse[seen])
+    torch.testing.assert_close(got, want.transpose(1, 2).nan_to_num(0.0))
+
+
+def test_blocks_without_a_function():
+    """Where torch's eager program would see all keys."""
+    q, k, v = qkv(seqlen_q=300, seqlen_k=384)
+    rows = ((0, 2), (1,), ())
+    got = attention(q, k, v, block_mask=blocks_of(*rows))
+    visible = torch.zeros(384, 384, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        for j in row:
+            visible[i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128] = True
+    want = attention(q, k, v, bias=torch.where(visible[:300], 0.0, -torch.inf)[None, None])
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("block_size", [(128, 128), (64, 32), (256, 128), (96, 384)])
+def test_lists_are_of_the_blocks_with_visible_keys(block_size):
+    """Of blocks of 128, by the mask of every element."""
+    seqlen_q, seqlen_k, heads = 500, 700, 4
+    mask = create_block_mask(window, None, heads, seqlen_q, seqlen_k, device="cpu", BLOCK_SIZE=block_size)
+    lists = block_lists(kinds_of(mask), block_size, 1, seqlen_q, heads, seqlen_k, 2)
+    index = [torch.arange(n) for n in (heads, seqlen_q, seqlen_k)]
+    visible = window(0, index[0][:, None, None], index[1][:, None], index[2])
+    grown = torch.zeros(heads, -(-seqlen_q // 128) * 128, -(-seqlen_k // 128) * 128, dtype=torch.bool)
+    grown[:, :seqlen_q, :seqlen_k] = visible
+    seen = grown.unflatten(2, (-1, 128)).unflatten(1, (-1, 128)).any(4).any(2)
+    key_counts, key_blocks, query_counts, query_blocks = lists
+    shared = seen.unflatten(0, (2, 2)).any(1).repeat_interleave(2, 0)
+    for wanted, counts, blocks in ((seen, key_counts, key_blocks), (shared.mT, query_counts, query_blocks)):
+        for head in range(heads):
+            for row in range(wanted.shape[1]):
+                full, end = (-(-n // 128) for n in counts[0, head, row].tolist())
+                listed = blocks[0, head, row, :end].tolist()
+                assert set(listed) >= set(wanted[head, row].nonzero().flatten().tolist())
+                assert len(set(listed)) == end and 0 <= full <= end
+                if block_size == (128, 128):
+                    assert set(listed) == set(wanted[head, row].nonzero().flatten().tolist())
+                reaches = wanted.shape[2] - 1
+                if (
+                    reaches in listed
+                ):  # beyond the sequence: masked, last, and not all of its rows are visited
+                    assert listed.index(reaches) == end - 1 >= full
+                    assert counts[0, head, row, 1] % 128 == (seqlen_k if wanted is seen else seqlen_q) % 128
+
+
+def test_full_blocks_need_no_mask():
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512, device="cpu")
+    counts, blocks, _, _ = block_lists(kinds_of(mask), mask.BLOCK_SIZE, 1, 512, 1, 512, 1)
+    assert counts[0, 0].tolist() == [[128 * i, 128 * (i + 1)] for i in range(4)]
+    assert [row[: n // 128].tolist() for row, (_, n) in zip(blocks[0, 0], counts[0, 0], strict=True)] == [
+        [*range(i), i] for i in range(4)
+    ]
+    assert (kinds_of(mask)[0, 0].diagonal() == PARTIAL).all() and kinds_of(mask)[0, 0, 3, 0] == FULL
+
+
+@pytest.mark.parametrize(
+    "tiling", ["warps4x1-128x32", "warps2x2-64x64", "wgmma2-64x128-along-n", "wgmma1-64x80"]
+)
+@pytest.mark.parametrize("case", ["document", "window", "blocks", "small blocks"])
+def test_kernels_visit_listed_blocks(case, tiling):
+    """The last tiling's blocks are no parts of listed ones: it visits all."""
+    masks = {
+        "document": lambda: create_block_mask(causal_document, None, None, 300, 300, device="cpu"),
+        "window": lambda: create_block_mask(window, None, 2, 300, 300, device="cpu"),
+        "blocks": lambda: blocks_of((0, 2), (1,), ()),
+        "small blocks": lambda: create_block_mask(window, None, 2, 300, 300, device="cpu", BLOCK_SIZE=32),
+    }
+    mask = masks[case]()
+    problem = Scores.random(1, 2, 300, 300)
+    name, tensors = epilogue_of_block_mask(mask, problem.q, problem.k)
+    problem = Scores(problem.q, problem.k, problem.v, ScoreInputs(extra={name: tensors}))
+    made = TILINGS[tiling].of(name)
+    found = problem.emulate(made)
+    out, lse = problem.expected(made.traits)
+    seen = lse.isfinite()
+    assert torch.equal(found.lse.isfinite(), seen)
+    torch.testing.assert_close(found.lse[seen], lse[seen], atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(found.out, out, atol=2e-3, rtol=1e-2)
+    visits_all = tiling == "wgmma1-64x80"
+    assert made.epilogues.visits_lists != visits_all
+    if not visits_all:
+        tile, counts = made.tile, tensors[-4]
+        rows = torch.arange(-(-300 // tile.tile_m)) * tile.tile_m // LISTED_ROWS
+        listed = (counts[:, :, rows, 1] + tile.tile_n - 1) // tile.tile_n
+        assert torch.equal((found.visits > 0).sum(-1), listed.expand(1, 2, -1))
+
+
+def test_default_tiles_divide_listed_blocks():
+    mask = create_block_mask(causal_document, None, None, 300, 300, device="cpu")
+    name, _ = epilogue_of_block_mask(mask, *qkv()[:2])
+    for arch in ("sm80", "sm90"):
+        for head_dim in (32, 64, 96, 128, 192, 256):
+            kernel = lookup(Traits("forward", arch, "bf16", head_dim, epilogues=(name,)))
+            assert kernel.epilogues.visits_lists, kernel.tile
+    for head_dim in (64, 128, 256):
+        assert lookup(Traits("backward", "sm90", "bf16", head_dim, epilogues=(name,))).epilogues.visits_lists
+
+
+def test_equal_masks_share_a_kernel():
+    names = {
+        epilogue_of_block_mask(
+            create_block_mask(causal_document, None, None, n, n, device="cpu"),
+            *qkv(seqlen_q=n, seqlen_k=n)[:2],
+        )[0]
+        for n in (300, 700)
+    }
+    assert len(names) == 1
+
+
+def test_the_two_sizes_of_listed_blocks_are_one():
+    assert device_lists.LISTED_ROWS == LISTED_ROWS
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"block_mask": torch.ones(3, 3)}, TypeError, "block_mask is of Tensor; accepted: BlockMask"),
+        (
+            {"seqused_k": torch.tensor([3, 3], dtype=torch.int32)},
+            ValueError,
+            "block_mask is given with seqused_k",
+        ),
+        (
+            {"nheads": 6},
+            ValueError,
+            "block_mask has 1 x 4 x 3 x 3 blocks of 128 x 128; accepted: 1 or 2 x 1 or 6",
+        ),
+        ({"seqlen_k": 500}, ValueError, "block_mask has 1 x 4 x 3 x 3 blocks"),
+    ],
+)
+def test_a_wrong_call_is_refused(change, error, message):
+    mask = create_block_mask(window, None, 4, 300, 300, device="cpu")
+    sizes = {name: change[name] for name in ("nheads", "seqlen_k") if name in change}
+    given = {"block_mask": mask, **{name: x for name, x in change.items() if name not in sizes}}
+    with pytest.raises(error, match=message):
+        attention(*qkv(**sizes), **given)
