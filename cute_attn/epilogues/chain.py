@@ -77,7 +77,8 @@ class EpilogueChain:
         dropout = Dropout(traits.dropout, traits.varlen) if traits.dropout else None
         sinks = Sinks(traits.sinks) if traits.sinks else None
         listed = any(m.lists_blocks for m in modifiers)
-        visits = listed and bool(block_rows) and all(LISTED_ROWS % rows == 0 for rows in block_rows)
+        alone = not (traits.mask or traits.varlen or traits.seqused_q or traits.seqused_k)
+        visits = listed and alone and bool(block_rows) and all(LISTED_ROWS % rows == 0 for rows in block_rows)
         if visits:
             modifiers = [m.visiting() if m.lists_blocks else m for m in modifiers]
         return EpilogueChain(

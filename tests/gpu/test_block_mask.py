@@ -1,0 +1,106 @@
+"""block_mask on the GPU, forward and backward, against the CPU's reference in float64, repeated for equal bits."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from cute_attn import attention
+from tests.gpu.archs import runnable_archs
+
+NHEADS, NHEADS_KV = 4, 2
+
+
+def mask_of(name: str, seqlen_q: int, seqlen_k: int, device: str) -> Any:
+    document = (torch.arange(2048) // 170).to(device)
+
+    def causal_document(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q >= k) & (document[q] == document[k])
+
+    def window(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q - k).abs() <= 100 + 50 * h
+
+    if name == "blocks":
+        rows, columns = -(-seqlen_q // 128), -(-seqlen_k // 128)
+        generator = torch.Generator().manual_seed(0)
+        order = torch.rand(2, 1, rows, columns, generator=generator).argsort(-1)
+        counts = torch.randint(0, columns + 1, (2, 1, rows), generator=generator)
+        return BlockMask.from_kv_blocks(counts.to(device), order.to(device))
+    sizes = {"document": (None, None, 128), "window": (None, NHEADS, 128), "small blocks": (None, None, 64)}
+    batch, heads, size = sizes[name]
+    function = window if name == "window" else causal_document
+    return create_block_mask(function, batch, heads, seqlen_q, seqlen_k, device=device, BLOCK_SIZE=size)
+
+
+def inputs(seqlen_q: int, seqlen_k: int, head_dim: int, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = ((seqlen_q, NHEADS), (seqlen_k, NHEADS_KV), (seqlen_k, NHEADS_KV), (seqlen_q, NHEADS))
+    return [torch.randn(2, *size, head_dim, generator=generator).bfloat16() for size in sizes]
+
+
+def results(tensors: list[Tensor], **options: Any) -> list[Tensor]:
+    q, k, v, grad_out = tensors
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse = attention(*leaves, return_lse=True, **options)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+
+
+@pytest.mark.parametrize("name", ["document", "window", "blocks", "small blocks"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("arch", ["sm80", "sm90"])
+def test_equals_the_reference(arch: str, head_dim: int, name: str) -> None:
+    if arch not in runnable_archs():
+        pytest.skip(f"no GPU for {arch}")
+    for lengths in ((1000, 1000), (640, 1024), (333, 900)):
+        compare(arch, head_dim, name, lengths)
+
+
+def compare(arch: str, head_dim: int, name: str, lengths: tuple[int, int]) -> None:
+    tensors = inputs(*lengths, head_dim)
+    exact = results([x.double() for x in tensors], block_mask=mask_of(name, *lengths, "cpu"))
+    own, mask = [x.cuda() for x in tensors], mask_of(name, *lengths, "cuda")
+    torch.full((1 << 28,), float("nan"), device="cuda")  # what outputs are allocated from afterwards
+    found = results(own, block_mask=mask, kernel=arch, deterministic=True)
+    seen = exact[1].isfinite()
+    assert torch.equal(found[1].isfinite().cpu(), seen)
+    torch.testing.assert_close(found[1].cpu().double()[seen], exact[1][seen], atol=2e-3, rtol=1e-3)
+    for what, got, right in zip(
+        ("out", "dq", "dk", "dv"), (found[0], *found[2:]), (exact[0], *exact[2:]), strict=True
+    ):
+        error = float((got.cpu().double() - right).abs().max() / right.abs().max())
+        assert error < 1.5e-2, f"{what} of {lengths}: {error}"
+    for _ in range(20):
+        again = results(own, block_mask=mask, kernel=arch, deterministic=True)
+        assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True))
+
+
+def test_beside_other_features() -> None:
+    """A causal mask and a score function beside it, and a graph's replay with other tensors."""
+    tensors = inputs(640, 640, 64)
+    slopes = torch.tensor([0.5, 0.25, 0.1, 0.02])
+    outputs = []
+    for device in ("cuda", "cpu"):
+        own, on = [x.to(device) for x in tensors], slopes.to(device)
+        options = {
+            "causal": True,
+            "block_mask": mask_of("window", 640, 640, device),
+            "score_mod": lambda s, b, h, q, k, on=on: s - on[h] * (q - k).abs(),
+        }
+        outputs.append([x.float().cpu() for x in results(own, **options)])
+    for got, right in zip(*outputs, strict=True):
+        torch.testing.assert_close(got, right, atol=3e-2, rtol=3e-2)
+
+
+def test_in_a_graph() -> None:
+    q, k, v, _ = (x.cuda() for x in inputs(640, 640, 128))
+    mask = mask_of("document", 640, 640, "cuda")
+    attention(q, k, v, block_mask=mask)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(q, k, v, block_mask=mask)
+    q.copy_(inputs(640, 640, 128, seed=5)[0])
+    out.fill_(float("nan"))
+    graph.replay()
+    torch.testing.assert_close(out, attention(q, k, v, block_mask=mask), rtol=0, atol=0)
