@@ -6,6 +6,7 @@
 # make bench-backward   the same for the backward
 # make bench-decode     attention with a cache against its peers and against reading alone; ARGS="--rows 'b1-*'"
 # make bench-shapes     random shapes, forward and backward, in search of cliffs; ARGS="--seed 1" for others
+# make bench-models     the attention of real models, forward and backward; ARGS="'*llama*'" for some
 # make docs       a static site of the documents, build/site
 #
 # BASE_PYTHON=python3.12 chooses what .venv is made from. On a GPU machine whose python3 has torch with CUDA, the DSL and
@@ -21,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX := $(CURDIR)/build/pycache
 
 ready = import torch, cutlass, tvm_ffi, pytest, rich, typer, filelock; assert torch.cuda.is_available()
-ifneq (,$(filter demo test-gpu bench bench-backward bench-decode bench-shapes,$(MAKECMDGOALS)))
+ifneq (,$(filter demo test-gpu bench bench-backward bench-decode bench-shapes bench-models,$(MAKECMDGOALS)))
   ifeq (,$(PYTHON))
     PYTHON := $(shell $(BASE_PYTHON) -c "$(ready)" 2>/dev/null && command -v $(BASE_PYTHON))
   endif
@@ -33,7 +34,7 @@ ifeq (,$(PYTHON))
 endif
 run := PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
 
-.PHONY: help docs demo test test-doors cpu-tests test-gpu bench bench-backward bench-decode bench-shapes lint format types clean
+.PHONY: help docs demo test test-doors cpu-tests test-gpu bench bench-backward bench-decode bench-shapes bench-models lint format types clean
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
@@ -75,6 +76,9 @@ bench-decode: $(installed_dev)
 
 bench-shapes: $(installed_dev)
 	$(run) -m bench.shapes $(ARGS)
+
+bench-models: $(installed_dev)
+	$(run) -m bench.models $(ARGS)
 
 # No byte code: most of what is installed is never loaded, and compiling it doubles the time.
 install := $(VENV)/bin/python -m pip install -q --no-compile -c constraints.txt -e

@@ -87,7 +87,7 @@ def worst_first(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """A line a workload, worst first: the ratio, the work, all speeds, and our error."""
+    """A line a workload, worst first: the ratio, the work, all speeds, its model where it has one, and our error."""
     comparisons = compare(result)
     names = list(dict.fromkeys(row["impl"] for row in result["rows"]))
     own = list(dict.fromkeys(name.rpartition("-")[2] for name in names if _is_own(name)))
@@ -103,7 +103,8 @@ def table(result: dict[str, Any]) -> str:
         ratio = f"{c.ratio:.2f}" if c.ratio else "-"
         cells = (speeds.get(c.workload, {}).get(name) for name in columns)
         numbers = "".join(f"{cell:14.1f}" if cell is not None else f"{'-':>14}" for cell in cells)
-        lines.append(f"{ratio:>6} {c.flops / 1e12:8.4f}  {c.workload:{width}}{numbers}")
+        model = result.get("models", {}).get(c.workload, "")
+        lines.append(f"{ratio:>6} {c.flops / 1e12:8.4f}  {c.workload:{width}}{numbers}  {model}".rstrip())
         if c.error:
             lines.append(f"{'':>17}ours: {c.error}")
     return "\n".join([*lines, *_summary(comparisons)])

@@ -235,9 +235,9 @@ def workloads(shapes: Sequence[Workload], op: str) -> list[Workload]:
 
 
 def main() -> None:
-    options = _parser().parse_args()
+    options = _own_parser().parse_args()
     if options.result:
-        _show(json.loads(options.result.read_text()), options.picture or options.result.with_suffix(".png"))
+        show(json.loads(options.result.read_text()), options.picture or options.result.with_suffix(".png"))
         return
     shapes = sweep(options.count, options.seed, options.configurations)
     chosen = [w for w in workloads(shapes, options.op) if run.matches(w.name, options.patterns)]
@@ -246,30 +246,33 @@ def main() -> None:
         return
     if not chosen:
         sys.exit(f"no shape matches {options.patterns}; --list names them")
-    import torch
-
-    if not torch.cuda.is_available():
-        sys.exit("no GPU: a benchmark needs one")
-    _measure(chosen, options)
+    swept = {"seed": options.seed, "count": options.count, "configurations": options.configurations}
+    measure(chosen, options, "shapes", {"sweep": swept})
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("patterns", nargs="*", default=["*"], help="which shapes, by shell patterns")
-    parser.add_argument("--count", type=int, default=80, help="how many shapes")
-    parser.add_argument("--seed", type=int, default=0, help="which shapes")
-    parser.add_argument(
+def _own_parser() -> argparse.ArgumentParser:
+    own = parser(__doc__.splitlines()[0], "which shapes, by shell patterns")
+    own.add_argument("--count", type=int, default=80, help="how many shapes")
+    own.add_argument("--seed", type=int, default=0, help="which shapes")
+    own.add_argument(
         "--configurations",
         type=int,
         default=len(_KINDS),
         help="how many configurations they share; FA4 compiles some seconds for each",
     )
+    return own
+
+
+def parser(description: str, patterns: str, peers: tuple[str, ...] = PEERS) -> argparse.ArgumentParser:
+    """Of a benchmark's command; ``patterns``: what those choose; ``peers``: see :func:`measure`."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("patterns", nargs="*", default=["*"], help=patterns)
     parser.add_argument("--op", choices=("forward", "backward", "both"), default="both")
     parser.add_argument("--list", action="store_true", help="print the shapes' names and stop")
     parser.add_argument(
         "--impl",
         nargs="*",
-        help=f"which implementations, by shell patterns; default: our newest kernel, {', '.join(PEERS)}",
+        help=f"which implementations, by shell patterns; default: our newest kernel, {', '.join(peers)}",
     )
     parser.add_argument(
         "--milliseconds", type=float, default=20, help="how long each is timed a shape, at the most"
@@ -283,17 +286,31 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _measure(chosen: list[Workload], options: argparse.Namespace) -> None:
-    """Time the workloads; the result is written after each, in case the run is cut."""
+def measure(
+    chosen: list[Workload],
+    options: argparse.Namespace,
+    question: str,
+    about: dict[str, Any],
+    peers: tuple[str, ...] = PEERS,
+) -> None:
+    """Time the workloads, and show the result, which is written after each in case the run is cut.
+
+    Args:
+        about: what the result has beside its rows.
+        peers: the default of ``--impl``, beside our newest kernel.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("no GPU: a benchmark needs one")
     from cute_attn.lab.benchmark.results import default_path, machine, median_clock, write
 
-    names = {op: rivals(op, options.impl) for op in {w.op for w in chosen}}
+    names = {op: rivals(op, options.impl, peers) for op in {w.op for w in chosen}}
     for op, found in names.items():
         run.build([w for w in chosen if w.op == op], found)
     tasks = [Task(w, names[w.op], read_clock=i % _CLOCK_EVERY == 0) for i, w in enumerate(chosen)]
-    swept = {"seed": options.seed, "count": options.count, "configurations": options.configurations}
-    result: dict[str, Any] = machine() | {"sweep": swept, "rows": []}
-    path = options.output or default_path(run.RESULTS, "shapes", result)
+    result: dict[str, Any] = machine() | about | {"rows": []}
+    path = options.output or default_path(run.RESULTS, question, result)
     clocks: list[int | None] = []
     for rows, clock in run_tasks(timing(options.milliseconds, _MOST_CALLS), tasks, options.patience):
         for row in rows:
@@ -303,22 +320,23 @@ def _measure(chosen: list[Workload], options: argparse.Namespace) -> None:
         write(result | {"clock_mhz": median_clock(clocks)}, path)
     result = cliffs.worst_first(result | {"clock_mhz": median_clock(clocks)})
     write(result, path)
-    _show(result, options.picture or path.with_suffix(".png"))
+    show(result, options.picture or path.with_suffix(".png"))
     print(f"wrote {path}")
 
 
-def _show(result: dict[str, Any], picture: Path) -> None:
+def show(result: dict[str, Any], picture: Path) -> None:
+    """Print a result's table and draw its picture."""
     print("\n" + cliffs.table(result))
     print(f"{result['gpu']}, {result['clock_mhz']} MHz under load; wrote {cliffs.plot(result, picture)}")
 
 
-def rivals(op: str, patterns: Sequence[str] | None) -> tuple[str, ...]:
+def rivals(op: str, patterns: Sequence[str] | None, default: tuple[str, ...] = PEERS) -> tuple[str, ...]:
     """Implementations of an operation: peers first, as the first one's output is the expected one."""
     from cute_attn.lab.benchmark import peers
 
     own = peers.own_kernels(op)
     if patterns is None:
-        return (*PEERS, cliffs.newest(own))
+        return (*default, cliffs.newest(own))
     chosen = tuple(name for name in (*peers.PEERS, *own) if run.matches(name, patterns))
     if not set(own) & set(chosen):
         sys.exit(

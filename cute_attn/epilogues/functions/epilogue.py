@@ -1,7 +1,7 @@
 """A traced function as a registered epilogue."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -50,13 +50,18 @@ def _as_kernels_read(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FunctionState:
-    """Of a work tile: the captured tensors, their rows and values that it has one of, and the last positions."""
+    """Of a work tile: the captured tensors, their rows and values that it has one of, and the last positions.
+
+    lists: of a mask that lists blocks, with the (batch, head) that they are read for.
+    """
 
     tensors: tuple
     rows: tuple
     values: tuple
     last_q: Int32
     last_k: Int32
+    lists: tuple = ()
+    at: tuple[Int32, ...] = ()
 
 
 class FunctionEpilogue(Epilogue):
@@ -148,16 +153,6 @@ class FunctionEpilogue(Epilogue):
         return evaluate(cls.output, values, inputs.extra.get(cls.name, ())).expand_as(scores)
 
 
-@dataclass(frozen=True)
-class ListedState:
-    """Of a work tile: the mask's state, and where its lists are."""
-
-    mask: FunctionState
-    lists: tuple
-    batch: Int32
-    head: Int32
-
-
 class BlockMaskEpilogue(FunctionEpilogue):
     """Base of traced masks with lists of the blocks that they leave: two of key blocks, then two of query blocks.
 
@@ -184,21 +179,18 @@ class BlockMaskEpilogue(FunctionEpilogue):
     def fake_args(self) -> tuple:
         return (*super().fake_args(), *(fake_tensor("int32", 4, True) for _ in range(4)))
 
-    def begin(self, args: tuple, context: ScoreContext) -> ListedState:
+    def begin(self, args: tuple, context: ScoreContext) -> FunctionState:
         own = len(self.captured)
-        mask = super().begin(args[self._first : own], context)
-        return ListedState(mask, args[own:], context.batch, context.head)
+        state = super().begin(args[self._first : own], context)
+        return replace(state, lists=args[own:], at=(context.batch, context.head))
 
-    def key_blocks(self, state: ListedState, row0: Int32, rows: int) -> BlockRange:
-        return BlockLists(*state.lists[:2]).of(state.batch, state.head, row0, rows)
+    def key_blocks(self, state: FunctionState, row0: Int32, rows: int) -> BlockRange:
+        return BlockLists(*state.lists[:2]).of(*state.at, row0, rows)
 
-    def query_blocks(self, state: ListedState, row0: Int32, rows: int) -> BlockRange:
-        return BlockLists(*state.lists[2:]).of(state.batch, state.head, row0, rows)
+    def query_blocks(self, state: FunctionState, row0: Int32, rows: int) -> BlockRange:
+        return BlockLists(*state.lists[2:]).of(*state.at, row0, rows)
 
-    def forward(self, state: ListedState, tile: ScoreTile, loaded: tuple = ()) -> Any:
-        return super().forward(state.mask, tile, loaded)
-
-    def backward(self, state: ListedState, tile: ScoreTile, saved: Any) -> None:
+    def backward(self, state: FunctionState, tile: ScoreTile, saved: Any) -> None:
         """Nothing, as ``_slope`` says."""
 
 

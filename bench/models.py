@@ -1,0 +1,167 @@
+"""How fast is the attention of real models, forward and backward, against the fastest peer of the same run?
+
+    python -m bench.models                      every row, both ways; writes bench/results/DATE-GPU-models.json
+    python -m bench.models '*llama*' 'bwd-*'    the rows whose model or workload matches
+    python -m bench.models --op forward --impl '*sm90' fa3 cudnn
+    python -m bench.models --list               their names
+    python -m bench.models --result FILE        table and picture of an existing result; needs no GPU
+
+Needs a GPU. Sizes are those that the models' published configurations have, at lengths and batches of their use. Rows
+are timed, compared and shown as by :mod:`bench.shapes`, whose options these are.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from bench import run, shapes
+from cute_attn.lab.benchmark.workload import Workload, mixed_lengths
+
+PEERS = (*shapes.PEERS, "mem_efficient")
+"""The default of ``--impl``, beside our newest kernel; the last one has biases, and their gradients."""
+
+
+def trained() -> Iterator[tuple[str, Workload]]:
+    """Model and forward of what is trained: timed both ways."""
+    causal: dict[str, Any] = {"causal": True}
+    # Decoders with as many key heads as query heads, with groups of query heads, and with one key head.
+    yield "gpt2 124M s1024", Workload(8, 1024, 12, 64, **causal)
+    yield "gpt2-xl s1024", Workload(4, 1024, 25, 64, **causal)
+    yield "gpt3-13B s2048", Workload(2, 2048, 40, 128, **causal)
+    yield "gpt-neox-20B d96 s2048", Workload(2, 2048, 64, 96, **causal)
+    yield "pythia-6.9B s2048", Workload(2, 2048, 32, 128, **causal)
+    yield "llama2-7B s4096", Workload(1, 4096, 32, 128, **causal)
+    yield "llama3-8B s8192", Workload(1, 8192, 32, 128, nheads_kv=8, **causal)
+    yield "llama3-70B s4096", Workload(1, 4096, 64, 128, nheads_kv=8, **causal)
+    yield "llama3.2-1B s4096", Workload(2, 4096, 32, 64, nheads_kv=8, **causal)
+    yield "llama3-8B 128k, a quarter of its heads", Workload(1, 131072, 8, 128, nheads_kv=2, **causal)
+    yield "qwen2.5-7B 28 on 4", Workload(1, 8192, 28, 128, nheads_kv=4, **causal)
+    yield "qwen2.5-0.5B 14 on 2", Workload(4, 4096, 14, 64, nheads_kv=2, **causal)
+    yield "qwen3-32B 64 on 8", Workload(1, 8192, 64, 128, nheads_kv=8, **causal)
+    yield "phi-3-medium 40 on 10", Workload(2, 4096, 40, 128, nheads_kv=10, **causal)
+    yield "falcon-7B 71 on 1", Workload(8, 2048, 71, 64, nheads_kv=1, **causal)
+    yield "starcoder 48 on 1", Workload(2, 8192, 48, 128, nheads_kv=1, **causal)
+    yield "gemma-2B 8 on 1 d256", Workload(2, 8192, 8, 256, nheads_kv=1, **causal)
+    yield "gptj-6B d256", Workload(2, 2048, 16, 256, **causal)
+    yield "one short sequence", Workload(1, 1024, 8, 128, **causal)
+    # Windows, softcap, sinks, ALiBi, a latent cache.
+    yield "mistral-7B window 4096", Workload(1, 16384, 32, 128, nheads_kv=8, window=4096, **causal)
+    yield "gemma2-9B softcap d256", Workload(1, 8192, 16, 256, nheads_kv=8, softcap=True, **causal)
+    yield (
+        "gemma2-9B window and softcap d256",
+        Workload(1, 8192, 16, 256, nheads_kv=8, window=4096, softcap=True, **causal),
+    )
+    yield "gemma3-12B window 1024 d256", Workload(1, 8192, 16, 256, nheads_kv=8, window=1024, **causal)
+    yield (
+        "gpt-oss-20B window 128 with sinks",
+        Workload(1, 8192, 64, 64, nheads_kv=8, window=128, sinks="bf16", **causal),
+    )
+    yield "gpt-oss-20B with sinks", Workload(1, 8192, 64, 64, nheads_kv=8, sinks="bf16", **causal)
+    yield "window 128 without sinks", Workload(1, 8192, 64, 64, nheads_kv=8, window=128, **causal)
+    yield "mpt-7B alibi", Workload(2, 2048, 32, 128, alibi=True, **causal)
+    yield "deepseek-v3 192 x 128", Workload(1, 4096, 128, 192, head_dim_v=128, **causal)
+    yield "gemma4 global d512", Workload(1, 8192, 16, 512, nheads_kv=4, **causal)
+    # Packed sequences.
+    lengths = mixed_lengths(16384, 4096)
+    yield "llama3-8B packed", Workload(1, 1, 32, 128, nheads_kv=8, lengths=lengths, **causal)
+    yield "bert-large packed", Workload(1, 1, 16, 64, lengths=mixed_lengths(16384, 512))
+    # Encoders, vision, speech.
+    yield "bert-base s512", Workload(32, 512, 12, 64)
+    yield "bert-large s384", Workload(32, 384, 16, 64)
+    yield "modernbert window 128 s8192", Workload(2, 8192, 12, 64, window=64, window_right=64)
+    yield "modernbert global s8192", Workload(2, 8192, 12, 64)
+    yield "vit-base s197", Workload(64, 197, 12, 64)
+    yield "vit-large s577", Workload(16, 577, 16, 64)
+    yield "vit-huge d80 s257", Workload(32, 257, 16, 80)
+    yield "siglip-so400m d72 s729", Workload(16, 729, 16, 72)
+    yield "sam windows of 14 x 14", Workload(100, 196, 12, 64, bias="bf16")
+    yield "swin windows of 49", Workload(4096, 49, 4, 32, bias="bf16")
+    yield "whisper encoder s1500", Workload(8, 1500, 20, 64)
+    yield "whisper decoder across 1500", Workload(8, 448, 20, 64, seqlen_k=1500)
+    yield "q-former 32 on 257 d88", Workload(64, 32, 16, 88, seqlen_k=257)
+    yield "detr 100 on 1064", Workload(16, 100, 8, 32, seqlen_k=1064)
+    yield "perceiver 512 on 50176", Workload(4, 512, 8, 64, seqlen_k=50176)
+    # Diffusion.
+    yield "sd1.5 d40 s4096", Workload(8, 4096, 8, 40)
+    yield "sd1.5 d80 s1024", Workload(8, 1024, 8, 80)
+    yield "sd1.5 d160 s256", Workload(8, 256, 8, 160)
+    yield "sdxl s4096", Workload(4, 4096, 10, 64)
+    yield "sdxl across 77", Workload(4, 4096, 10, 64, seqlen_k=77)
+    yield "sdxl s1024", Workload(4, 1024, 20, 64)
+    yield "dit-xl d72 s256", Workload(64, 256, 16, 72)
+    yield "dit-xl d72 s1024", Workload(16, 1024, 16, 72)
+    yield "sd3 s4250", Workload(2, 4250, 24, 64)
+    yield "flux s4608", Workload(1, 4608, 24, 128)
+    yield "video s32760", Workload(1, 32760, 12, 128)
+    # T5, proteins.
+    bias: dict[str, Any] = {"bias": "bf16", "bias_grad": True}
+    yield "t5-large s512 bias", Workload(16, 512, 16, 64, **bias)
+    yield "t5-11B d128 s512 bias", Workload(4, 512, 128, 128, **bias)
+    yield "triangle attention 256 x 256 d32", Workload(256, 256, 4, 32, **bias)
+    yield "pair bias 384 d64", Workload(4, 384, 16, 64, **bias)
+    yield "atoms 32 on 128 d32", Workload(4096, 32, 4, 32, seqlen_k=128, **bias)
+
+
+def served() -> Iterator[tuple[str, Workload]]:
+    """Model and forward of what is only served."""
+    causal: dict[str, Any] = {"causal": True}
+    yield "llama3-8B prefill 512 after 8k", Workload(1, 512, 32, 128, nheads_kv=8, seqlen_k=8704, **causal)
+    yield (
+        "llama3-8B prefill 2048 after 32k",
+        Workload(1, 2048, 32, 128, nheads_kv=8, seqlen_k=34816, **causal),
+    )
+    yield (
+        "llama3-70B prefill 8192 after 8k",
+        Workload(1, 8192, 64, 128, nheads_kv=8, seqlen_k=16384, **causal),
+    )
+    yield "llama3-8B decode k4096 b32", Workload(32, 1, 32, 128, nheads_kv=8, seqlen_k=4096, **causal)
+    yield "llama3-8B decode k32768 b4", Workload(4, 1, 32, 128, nheads_kv=8, seqlen_k=32768, **causal)
+    yield "falcon-7B decode k2048 b64", Workload(64, 1, 71, 64, nheads_kv=1, seqlen_k=2048, **causal)
+    yield "gpt2 decode k300", Workload(1, 1, 12, 64, seqlen_k=300, **causal)
+    yield "speculative 8 on 4096 b16", Workload(16, 8, 32, 128, nheads_kv=8, seqlen_k=4096, **causal)
+
+
+def rows(op: str) -> list[tuple[str, Workload]]:
+    """Model and workload of an operation, "forward" or "backward", or of "both"; what is served has no backward."""
+    ops = ("forward", "backward") if op == "both" else (op,)
+    both = [
+        (model, replace(w, op=one, bias_grad=w.bias_grad and one == "backward"))
+        for model, w in trained()
+        for one in ops
+    ]
+    return both + [(model, w) for model, w in served() if "forward" in ops]
+
+
+def main() -> None:
+    parser = shapes.parser(
+        __doc__.splitlines()[0], "which rows, by shell patterns of model or workload", PEERS
+    )
+    options = parser.parse_args()
+    if options.result:
+        shapes.show(
+            json.loads(options.result.read_text()), options.picture or options.result.with_suffix(".png")
+        )
+        return
+    chosen = {
+        w.name: (model, w)
+        for model, w in rows(options.op)
+        if run.matches(model, options.patterns) or run.matches(w.name, options.patterns)
+    }
+    if options.list:
+        print("\n".join(f"{model:36} {w.name}" for model, w in chosen.values()))
+        return
+    if not chosen:
+        sys.exit(f"no row matches {options.patterns}; --list names them")
+    shapes.measure(
+        [w for _, w in chosen.values()],
+        options,
+        "models",
+        {"models": {name: model for name, (model, _) in chosen.items()}},
+        PEERS,
+    )
+
+
+if __name__ == "__main__":
+    main()
