@@ -61,7 +61,7 @@ class FunctionState:
     last_q: Int32
     last_k: Int32
     lists: tuple = ()
-    at: tuple[Int32, ...] = ()
+    at: Any = ()
 
 
 class FunctionEpilogue(Epilogue):
