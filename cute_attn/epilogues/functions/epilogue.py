@@ -185,10 +185,12 @@ class BlockMaskEpilogue(FunctionEpilogue):
         return replace(state, lists=args[own:], at=(context.batch, context.head))
 
     def key_blocks(self, state: FunctionState, row0: Int32, rows: int) -> BlockRange:
-        return BlockLists(*state.lists[:2]).of(*state.at, row0, rows)
+        batch, head = state.at
+        return BlockLists(*state.lists[:2]).of(batch, head, row0, rows)
 
     def query_blocks(self, state: FunctionState, row0: Int32, rows: int) -> BlockRange:
-        return BlockLists(*state.lists[2:]).of(*state.at, row0, rows)
+        batch, head = state.at
+        return BlockLists(*state.lists[2:]).of(batch, head, row0, rows)
 
     def backward(self, state: FunctionState, tile: ScoreTile, saved: Any) -> None:
         """Nothing, as ``_slope`` says."""
