@@ -2,12 +2,13 @@
 
 A BlockMask names, for each block of queries, the blocks of keys that are full and those that are partial: in these its
 function decides, key by key; all others are hidden. What it says of an element is a function that reads a table of
-kinds. Kernels visit lists of blocks of ``LISTED_ROWS``, made on the GPU without synchronizing, once a BlockMask.
+kinds. Kernels visit lists of blocks of ``LISTED_ROWS``. Tables and lists are made on the mask's device, without waiting
+for it, and kept as long as the mask lives.
 """
 
-import weakref
 from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -19,36 +20,30 @@ LISTED_ROWS = 128
 """As of :mod:`cute_attn.work.block_lists`, which needs the compiler."""
 PARTIAL, FULL = 1, 2
 """Kinds of blocks, beside 0: hidden."""
+_UNBOUNDED = (1 << 30, 1 << 30)
+"""The block size of FlexAttention's own masks of one block, which state lengths of 1 and fit any."""
 
 
-class _Made(NamedTuple):
-    """Of a BlockMask: its kinds, and the lists by lengths and heads."""
-
-    kinds: Tensor
-    lists: dict[tuple[int, ...], tuple[Tensor, ...]]
-
-
-_made: MutableMapping[Any, _Made] = weakref.WeakKeyDictionary()
-
-
-def epilogue_of_block_mask(block_mask: Any, q: Tensor, k: Tensor) -> tuple[str, tuple[Tensor, ...]]:
+def epilogue_of_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor) -> tuple[str, tuple[Tensor, ...]]:
     """The registered name of a BlockMask's epilogue, and its arguments for q (batch, seqlen, heads, dim) and k.
 
+    Lengths may be shorter than the mask's.
+
     Raises:
-        TypeError, ValueError: no BlockMask, or one of other sizes.
+        TypeError, ValueError: no BlockMask, or one of other sizes or on another device.
     """
-    _check(block_mask, q, k)
-    made = _made.get(block_mask)
-    if made is None:
-        made = _made[block_mask] = _Made(kinds_of(block_mask), {})
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(f"block_mask is of {type(block_mask).__name__}; accepted: torch's BlockMask, or None")
+    made = _made_of(block_mask)
+    _check(block_mask, made.kinds, q, k)
     mask_mod = _visible if block_mask.mask_mod is noop_mask else block_mask.mask_mod
     whole = all(rows % LISTED_ROWS == 0 for rows in block_mask.BLOCK_SIZE)
     function = _function(made.kinds, block_mask.BLOCK_SIZE, mask_mod)
     name, tensors = block_mask_epilogue_of(function, mask_mod if whole else None, q.device)
-    key = (*q.shape[:3], *k.shape[1:3])
-    if key not in made.lists:
-        made.lists[key] = block_lists(made.kinds, block_mask.BLOCK_SIZE, *key)
-    return name, (*tensors, *made.lists[key])
+    sizes = (*q.shape[:3], *k.shape[1:3])
+    if sizes not in made.lists:
+        made.lists[sizes] = block_lists(made.kinds, block_mask.BLOCK_SIZE, *sizes)
+    return name, (*tensors, *made.lists[sizes])
 
 
 def _visible(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> bool:
@@ -68,21 +63,84 @@ def _function(kinds: Tensor, block_size: tuple[int, int], mask_mod: Callable) ->
     return sees
 
 
-def kinds_of(block_mask: Any) -> Tensor:
-    """int32 (batch, heads, blocks of queries, blocks of keys): 0, ``PARTIAL`` or ``FULL``; sizes of 1 broadcast."""
-    indices = block_mask.kv_indices
-    kinds = indices.new_zeros((*indices.shape[:-1], indices.shape[-1] + 1), dtype=torch.int32)
-    for counts, listed, kind in (
-        (block_mask.kv_num_blocks, indices, PARTIAL),
-        (block_mask.full_kv_num_blocks, block_mask.full_kv_indices, FULL),
-    ):
-        if counts is not None:
-            last = listed.shape[-1]
-            valid = torch.arange(last, device=listed.device) < counts[..., None]
-            kinds.scatter_(-1, torch.where(valid, listed, last).long(), kind)
-    return kinds[..., :-1].contiguous()
+class _Made(NamedTuple):
+    """Of a BlockMask: what its table was made of, which holds as long as that is the same, and lists by sizes."""
+
+    source: tuple[Tensor | None, ...]
+    state: tuple
+    kinds: Tensor
+    lists: dict[tuple[int, ...], tuple[Tensor, ...]]
 
 
+_made: MutableMapping[BlockMask, _Made] = WeakKeyDictionary()
+
+
+def _made_of(block_mask: BlockMask) -> _Made:
+    """What is known of a mask, or made anew: where its lists changed, on another stream, or changes are not seen.
+
+    That is within the capture of a CUDA graph, whose replays read the mask's lists again, and of inference tensors,
+    which count no changes.
+    """
+    source = (
+        block_mask.kv_num_blocks,
+        block_mask.kv_indices,
+        block_mask.full_kv_num_blocks,
+        block_mask.full_kv_indices,
+    )
+    if _changes_unseen(source):
+        return _Made(source, (), kinds_of(block_mask), {})
+    versions = tuple(None if x is None else x._version for x in source)
+    state = (versions, block_mask.BLOCK_SIZE, block_mask.seq_lengths, _stream(source[0]))
+    known = _made.get(block_mask)
+    if known is not None and known.state == state and all(map(_is, known.source, source)):
+        return known
+    made = _Made(source, state, kinds_of(block_mask), {})
+    if type(made.kinds) is Tensor:  # no tracer's
+        _made[block_mask] = made
+    return made
+
+
+def _is(x: Any, y: Any) -> bool:
+    return x is y
+
+
+def _changes_unseen(source: tuple[Tensor | None, ...]) -> bool:
+    on_gpu = source[0] is not None and source[0].is_cuda
+    if on_gpu and torch.cuda.is_current_stream_capturing():
+        return True
+    return any(x is not None and x.is_inference() for x in source)
+
+
+def _stream(x: Tensor) -> int:
+    return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def kinds_of(block_mask: BlockMask) -> Tensor:
+    """Of all blocks, 0, ``PARTIAL`` or ``FULL``: uint8 (batch or 1, heads or 1, blocks of queries, blocks of keys)."""
+    width = block_mask.kv_indices.shape[-1]
+    if block_mask.full_kv_indices is not None:
+        width = max(width, block_mask.full_kv_indices.shape[-1])
+    columns = max(width, -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1]))  # lists may be shorter
+    kinds = _kind_where(block_mask.kv_num_blocks, block_mask.kv_indices, columns, PARTIAL)
+    if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
+        full = _kind_where(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, columns, FULL)
+        kinds = torch.maximum(kinds, full)
+    return kinds[(None,) * (4 - kinds.dim())]
+
+
+def _kind_where(counts: Tensor, indices: Tensor, columns: int, kind: int) -> Tensor:
+    """``kind`` where the first ``counts`` of ``indices`` point to, (..., blocks of queries, columns)."""
+    place = torch.arange(indices.shape[-1], device=indices.device)
+    listed = (place < counts[..., None]) & (indices >= 0) & (indices < columns)
+    column = torch.where(listed, indices, columns).long()  # one more takes what lies behind the lists
+    kinds = torch.zeros(*column.shape[:-1], columns + 1, dtype=torch.uint8, device=indices.device)
+    return kinds.scatter_(-1, column, kind)[..., :columns]
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
 def block_lists(
     kinds: Tensor,
     block_size: tuple[int, int],
@@ -130,27 +188,28 @@ def _lists(kinds: Tensor, batch: int, nheads: int, seqlen: int) -> tuple[Tensor,
     if missing:
         kinds = torch.cat((kinds[..., :-1], kinds[..., -1:].clamp(max=PARTIAL)), -1)
     full, listed = ((kinds >= kind).sum(-1) * LISTED_ROWS for kind in (FULL, PARTIAL))
-    counts = torch.stack((full, listed - (kinds[..., -1] > 0) * missing), -1).int()
+    if missing:
+        listed = listed - (kinds[..., -1] > 0) * missing
+    counts = torch.stack((full, listed), -1).int()
     blocks = torch.sort(kinds.contiguous(), dim=-1, descending=True, stable=True).indices.int()
     return counts.expand(batch, nheads, -1, -1), blocks.expand(batch, nheads, -1, -1)
 
 
-def _check(block_mask: Any, q: Tensor, k: Tensor) -> None:
-    if not isinstance(block_mask, BlockMask):
-        raise TypeError(
-            f"block_mask is of {type(block_mask).__name__}; accepted: BlockMask of torch.nn.attention.flex_attention, "
-            "or None"
-        )
+def _check(block_mask: BlockMask, kinds: Tensor, q: Tensor, k: Tensor) -> None:
     if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k)):
-        return  # refused with the other arguments
-    rows, columns = block_mask.BLOCK_SIZE
-    batch, heads, blocks_q, blocks_k = (*block_mask.kv_indices.shape[:3], block_mask.kv_indices.shape[-1])
-    sizes = (q.shape[0], q.shape[2], -(-q.shape[1] // rows), -(-k.shape[1] // columns))
-    broadcast = batch in (1, sizes[0]) and heads in (1, sizes[1])
-    if not (broadcast and blocks_q >= sizes[2] and blocks_k >= sizes[3]):
         raise ValueError(
-            f"block_mask has {batch} x {heads} x {blocks_q} x {blocks_k} blocks of {rows} x {columns}; accepted: 1 or "
-            f"{sizes[0]} x 1 or {sizes[1]} x {sizes[2]} x {sizes[3]} of those for these q and k, or more"
+            "block_mask is given with q and k that are no tensors of four dimensions; accepted: those"
         )
-    if block_mask.kv_indices.device != q.device:
-        raise ValueError(f"block_mask is on {block_mask.kv_indices.device}; accepted: {q.device}, q's device")
+    if kinds.device != q.device:
+        raise ValueError(f"block_mask is on {kinds.device}; accepted: {q.device}, where q is")
+    for what, dim, size in (("batch", 0, q.shape[0]), ("heads", 1, q.shape[2])):
+        if kinds.shape[dim] not in (1, size):
+            raise ValueError(f"block_mask has {what} {kinds.shape[dim]}; accepted: {size}, q's, or 1")
+    for i, (what, x) in enumerate((("queries", q), ("keys", k))):
+        most = kinds.shape[2 + i] * block_mask.BLOCK_SIZE[i]
+        if tuple(block_mask.BLOCK_SIZE) != _UNBOUNDED:
+            most = min(most, block_mask.seq_lengths[i])
+        if x.shape[1] > most:
+            raise ValueError(
+                f"block_mask has {most} {what}; accepted: {x.shape[1]} or more, for these q and k"
+            )
