@@ -6,7 +6,7 @@ the tensors among them, also for views of an input or an output. Launching funct
 so each call has arguments of its own while it lasts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
@@ -41,6 +41,10 @@ class Steps:
     def launch(self, function: Callable[..., None], *arguments: Any) -> None:
         """Launch on the current stream."""
         function(*arguments)
+
+    def copy(self, function: Callable[..., None], *arguments: Any) -> None:
+        """:meth:`launch` a kernel that reads and writes tensors at any address."""
+        self.launch(function, *arguments)
 
     def also(self) -> None:
         """Say that the call does more than allocate and launch, such as fill an output: a record would lack that."""
@@ -88,6 +92,7 @@ class Recording(Steps):
         self._allocations: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]] = []
         self._given = len(tensors)
         self._launches: list[tuple[Callable[..., None], list[Any]]] = []
+        self._direct: set[int] = set()
         self._work_tiles: Any = None
         self._complete = True
         self.unlike = False
@@ -108,7 +113,13 @@ class Recording(Steps):
 
     def launch(self, function: Callable[..., None], *arguments: Any) -> None:
         """As of :class:`Steps`."""
-        super().launch(function, *arguments)
+        self.copy(function, *arguments)
+        if self._complete:
+            self._direct |= set(_sources_of(self._launches[-1][1]))
+
+    def copy(self, function: Callable[..., None], *arguments: Any) -> None:
+        """As of :class:`Steps`."""
+        function(*arguments)
         if self._complete and takes_slots(function):
             self._launches.append((function, [self._record(x) for x in arguments]))
         else:
@@ -167,6 +178,8 @@ class Recording(Steps):
                 allocations[place.source - self._given] = (place.shape, place.strides, place.dtype)
                 places[i] = place._replace(whole=True)
         given = self._sources[: self._given]
+        # Of integers (lengths, tables, states of dropout masks) kernels read one at a time.
+        rows = {i for i in self._direct if i < self._given and given[i].is_floating_point()}
         used = tuple(i for i, x in enumerate(given) if x is not None)
         starts = [given[i].data_ptr() for i in used]
         first = [starts.index(start) for start in starts]
@@ -174,7 +187,11 @@ class Recording(Steps):
         return Replay(
             device=given[used[0]].get_device(),
             tensors=used,
-            aligned=tuple(i for i, start in enumerate(starts) if start % ALIGNMENT_BYTES == 0),
+            aligned=tuple(
+                i
+                for i, (source, start) in enumerate(zip(used, starts, strict=True))
+                if source in rows and start % ALIGNMENT_BYTES == 0
+            ),
             same=tuple((j, i) for i, j in enumerate(first) if i != j),
             allocations=tuple(allocations),
             own=tuple(x == y for x, y in zip(allocations, self._allocations, strict=True)),
@@ -184,6 +201,15 @@ class Recording(Steps):
             ),
             results=tuple(_numbered(x, number) for x in places),
         )
+
+
+def _sources_of(x: Any) -> Iterator[int]:
+    """The sources of a recorded argument, or of several."""
+    if isinstance(x, _Place):
+        yield x.source
+    elif isinstance(x, tuple | list):
+        for y in x:
+            yield from _sources_of(y)
 
 
 def _numbered(x: Any, number: dict[int, int]) -> Any:
@@ -236,7 +262,7 @@ class Replay:
     Attributes:
         device: the tensors', as they give it.
         tensors: which of the call's tensors are not None; they are the first sources, the allocations follow.
-        aligned: which of them started at multiples of 16 bytes, as they do in each call.
+        aligned: which of them a kernel read where they are, at multiples of 16 bytes, as in each call.
         same: which pairs of them started at one address, as they do in each call.
         allocations: shapes, strides and dtypes, in order.
         own: of each, whether kernels' arguments have this layout if they are the whole allocation.
@@ -258,7 +284,7 @@ class Replay:
     def run(self, tensors: Tensors) -> tuple[Tensor | None, ...] | None:
         """The call's results; None where a tensor starts elsewhere than kernels have been chosen for."""
         if self.device != memory.current_device():
-            with torch.cuda.device(self.device):
+            with memory.on_device(self.device):
                 return self.run(tensors)
         sources = [tensors[i] for i in self.tensors]
         starts = [x.data_ptr() for x in sources]

@@ -118,7 +118,7 @@ class Copies:
             tuple(x if wanted else tensors[some] for x, wanted in zip(tensors, both, strict=True))
             for tensors in (sources, targets)
         )
-        steps.launch(self.function, *arguments, sum(wanted << i for i, wanted in enumerate(both)), cu_seqlens)
+        steps.copy(self.function, *arguments, sum(wanted << i for i, wanted in enumerate(both)), cu_seqlens)
 
 
 def check_rows(named: dict[str, Tensor], copied: Sequence[bool]) -> None:

@@ -150,6 +150,37 @@ def test_padded_copies_are_part_of_a_record():
     assert calls.in_steps == 1
 
 
+@pytest.mark.parametrize("recorded", [0, 1], ids=["aligned", "unaligned"])
+def test_only_what_a_kernel_reads_where_it_is_has_to_be_aligned(recorded):
+    """A tensor that padding copies may start anywhere, and so may lengths, whichever way the record found them."""
+    pad = Copies(
+        kernel(partial(copy_rows, Traits("forward_pad", "sm80", "fp32", 5, 8))), (((4, 1, 8), (8, 8, 1)),) * 3
+    )
+
+    @kernel
+    def add(x, y, lengths, out):
+        out.copy_((x + y) * lengths.view(4, 1, 1))
+
+    def padded(x, y, lengths, steps):
+        out = steps.empty(x, (4, 1, 8), (8, 8, 1), x.dtype)
+        copy, own, _ = pad.pad((x, y, y), (True, False, False), steps)
+        steps.launch(add, copy, own, lengths, out)
+        return (out,)
+
+    calls = Calls(padded)
+    words, numbers, y = torch.randn(24), torch.arange(8, dtype=torch.int32), torch.randn(4, 1, 8)
+    assert words.data_ptr() % 16 == numbers.data_ptr() % 16 == y.data_ptr() % 16 == 0
+    for first in (recorded, 1 - recorded, 2, 0):
+        x, lengths = words[first : first + 20].view(4, 1, 5), numbers[first : first + 4]
+        (found,) = calls(x, y, lengths)
+        expected = (torch.nn.functional.pad(x, (0, 3)) + y) * lengths.view(4, 1, 1)
+        torch.testing.assert_close(found, expected)
+    assert calls.in_steps == 1
+    shifted = torch.randn(33)[1:].view(4, 1, 8)
+    calls(words[:20].view(4, 1, 5), shifted, numbers[:4])
+    assert calls.in_steps == 2, "a kernel that reads it where it is assumes its address"
+
+
 def test_one_tensor_as_two_arguments_is_no_record_of_two():
     def add(x, y, steps):
         out = steps.empty(x, (4, 5), (5, 1), x.dtype)
