@@ -348,12 +348,14 @@ def softmax(
     features: Features = PLAIN,
     inputs: ScoreInputs = NO_INPUTS,
     lengths: Lengths = FULL_LENGTHS,
+    precision: str = "",
 ) -> Tensor:
     """P of an attention from its LSE, some queries at a time.
 
     Args:
         lse: as :func:`attention` returns it; with sinks, of the sums with them.
         q, k, softmax_scale, features, inputs, lengths: of :func:`attention`.
+        precision: of fp32's products, whatever PyTorch's own have: that of fp32, or "tf32".
 
     Returns:
         As :func:`attention`'s softmax.
@@ -363,9 +365,7 @@ def softmax(
     batch, longest = _extents(q4, k4, lengths)
     result = q4.new_zeros((batch, q4.shape[2], *longest))
     for block in _blocks(q4, k4, lengths, features, longest):
-        own_q, own_k = (x.transpose(1, 2).to(lse.dtype) for x in (block.queries(q4), block.keys(k4)))
-        # Products of 16-bit numbers are exact in tf32 too, which scaled ones would not be.
-        products = own_q @ own_k.transpose(-1, -2)
+        products = _products(block.queries(q4), block.keys(k4), lse.dtype, precision)
         scores = modify_scores(products * softmax_scale, block.coords, features, inputs)
         own_lse = lse4[block.where, block.heads, block.rows_q].unsqueeze(-1)
         p = torch.exp(scores - own_lse)
@@ -378,6 +378,25 @@ def softmax(
             p = _with_signs(p, keep, block.coords, features, inputs)
         block.write(result, p)
     return result
+
+
+def _products(q: Tensor, k: Tensor, dtype: torch.dtype, precision: str) -> Tensor:
+    """q k^T of (batch, rows, heads, dim), in ``dtype``; no flag of PyTorch's changes a digit of it.
+
+    Products of 16-bit numbers, and of numbers rounded to tf32, are exact in tf32, which scaled ones would not be. Those
+    of fp32 are computed in float64.
+    """
+    own = torch.float64 if q.dtype == torch.float32 and precision != "tf32" else dtype
+    if precision == "tf32":
+        q, k = _rounded_to_tf32(q), _rounded_to_tf32(k)
+    q, k = (x.transpose(1, 2).to(own) for x in (q, k))
+    return (q @ k.transpose(-1, -2)).to(dtype)
+
+
+def _rounded_to_tf32(x: Tensor) -> Tensor:
+    """fp32 numbers with 11 significant bits, ties away from 0; Inf and NaN stay."""
+    rounded = ((x.contiguous().view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_attn import reference
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
@@ -325,6 +326,41 @@ def test_sixteen_bit_inputs_compute_in_float32(dtype):
     assert exact_lse.dtype == F64
     assert (lse - exact_lse).abs().max() < 1e-5 < (plain_lse - exact_lse).abs().max()
     assert (out.double() - exact.double()).abs().mean() < (plain.double() - exact.double()).abs().mean()
+
+
+class ProductsInTf32(TorchDispatchMode):
+    """As PyTorch multiplies fp32 on CUDA under ``torch.backends.cuda.matmul.fp32_precision = "tf32"``."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.bmm.default, torch.ops.aten.mm.default):
+            args = tuple(definition._rounded_to_tf32(x) if x.dtype == torch.float32 else x for x in args)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, F64])
+@pytest.mark.parametrize("precision", ["", "tf32"])
+def test_a_softmax_has_a_precision_of_its_own_whatever_pytorchs_is(dtype, precision):
+    q, k = (8 * randn(1, 40, 2, 32, seed=s, dtype=dtype) for s in (1, 2))
+    if precision == "tf32" and dtype != torch.float32:
+        return
+    _, lse, p = reference.attention(q, k, k, 0.25, return_softmax=True)
+    found = reference.softmax(q, k, lse, 0.25, precision=precision)
+    with ProductsInTf32():
+        assert torch.equal(reference.softmax(q, k, lse, 0.25, precision=precision), found)
+        followed = reference.attention(q, k, k, 0.25, return_softmax=True)[2]
+    assert torch.equal(followed, p) == (dtype != torch.float32), "the mode changes products in fp32"
+    rounded = [definition._rounded_to_tf32(x) for x in (q, k)] if precision else [q, k]
+    exact = reference.softmax(*(x.double() for x in rounded), lse.double(), 0.25)
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-4
+    torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=1e-2 * tolerance)
+
+
+def test_numbers_are_rounded_to_tf32():
+    x = torch.tensor(
+        [1.0, 1 + 2**-11, 1 + 2**-10, 1 + 2**-11 - 2**-20, -1 - 2**-11, math.inf, -math.inf, math.nan]
+    )
+    expected = torch.tensor([1.0, 1 + 2**-10, 1 + 2**-10, 1.0, -1 - 2**-10, math.inf, -math.inf, math.nan])
+    assert torch.equal(definition._rounded_to_tf32(x).nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("dropout", ["", "flash", "mem_efficient"])
