@@ -25,6 +25,7 @@ from cute_attn.api.attention import Window, attention, attention_varlen
 from cute_attn.host import doors
 from cute_attn.host.doors import served
 from cute_attn.host.head_dims import whole_head_dim
+from cute_attn.host.values import kind_of
 
 __all__ = ["NAME", "attention_forward", "attention_mask", "register", "served"]
 
@@ -186,9 +187,7 @@ def attention_forward(
         A mask has another shape, a layer does not pass its sliding window, or as :func:`cute_attn.attention`.
     """
     if cache is not None:
-        raise NotImplementedError(
-            f"cache is a {type(cache).__name__}; accepted: None, since no kernel reads it"
-        )
+        raise NotImplementedError(f"cache is {kind_of(cache)}; accepted: None, since no kernel reads it")
     if kwargs.get("output_attentions"):
         raise NotImplementedError("output_attentions is True; accepted: False, since no kernel keeps weights")
     _check_window(module, sliding_window)

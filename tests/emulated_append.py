@@ -1,15 +1,14 @@
 """The append kernel on the CPU: its own code, every thread of every CTA, behind the host code that launches it."""
 
-import contextlib
 import functools
 from typing import NamedTuple
 
 import cutlass
-import torch
 from cutlass import Constexpr, cute
 
 from cute_attn import compiler
 from cute_attn.device.key_rows import KeyRows
+from cute_attn.host import memory
 from cute_attn.kernels.append_kv import AppendKv
 from cute_attn.reference import emulate
 from cute_attn.rows.new_rows import number_of_rows
@@ -60,4 +59,4 @@ def patch(monkeypatch) -> None:
     """Launches on CUDA take CPU tensors, in fp16, and run the append kernel on the CPU."""
     monkeypatch.setattr(compiler, "compile", build)
     monkeypatch.setattr(compiler, "default_target", lambda arch: arch)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(memory, "current_device", lambda: -1)

@@ -23,6 +23,7 @@ from cute_attn.host.memory import (
     Tensors,
     overwritten,
 )
+from cute_attn.host.values import check_flags
 from cute_attn.reference import kvcache as kvcache_reference
 
 ARGUMENTS = (
@@ -64,7 +65,8 @@ def append_kv(
     k, v : Tensor (batch, rows, nheads_kv, head_dim) and head_dim_v, or packed (total, nheads_kv, head_dim)
         New rows.
     cache_seqlens : Tensor (batch,), int32
-        Rows in use before, where the new ones go. Rows beyond the capacity are written nowhere.
+        Rows in use before, where the new ones go: 0 to the capacity, which is checked on the CPU. Rows beyond the
+        capacity are written nowhere.
     page_table : Tensor (entries, pages of an entry), int32, optional
         The pages of each entry, of any size; the capacity is all of them. Entries beyond a sequence's end may have any
         values.
@@ -81,7 +83,8 @@ def append_kv(
     rotary_interleaved : bool
         Whether pairs are elements (2i, 2i + 1) (GPT-J) rather than (i, i + pairs) (GPT-NeoX).
     check_lengths : bool
-        Read lengths and tables on the host and raise where they are out of bounds. This waits for the device.
+        Read lengths and tables on the host, on CUDA as well, and raise where they or new rows are out of bounds. This
+        waits for the device.
 
     Raises
     ------
@@ -95,12 +98,13 @@ def append_kv(
         *(rotary_cos, rotary_sin, rotary_seqlens),
     )
     key, direct = ("append_kv", rotary_interleaved), no_dispatch_mode()
-    if direct and not check_lengths:
+    if direct and check_lengths is False:
         known = plans.find(key, tensors)  # of a call that was checked
         if known is not None and (known.constant or not torch.is_grad_enabled()):
             check_cache_addresses(k_cache, v_cache)
             known.plan(tensors)
             return overwritten(k_cache, v_cache)
+    check_flags(rotary_interleaved=rotary_interleaved, check_lengths=check_lengths)
     call = Call.of(ARGUMENTS, (*tensors, rotary_interleaved))
     check_tensors(call, ("k_cache", "v_cache", "k", "v", "cache_seqlens"))
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):

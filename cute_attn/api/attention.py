@@ -21,10 +21,25 @@ from cute_attn.host.call import (
     pack_epilogues,
     pytorchs_precision,
 )
-from cute_attn.host.checks import check_dense, check_flags, check_starts, check_writable, is_one_of
+from cute_attn.host.checks import check_starts, check_writable
 from cute_attn.host.dispatch import DIFFERENTIABLE, no_dispatch_mode, refuse_tangents
 from cute_attn.host.launcher import Outputs, key_of, launcher_for
 from cute_attn.host.memory import Tensors, all_plain, materialized
+from cute_attn.host.values import (
+    check_choice,
+    check_dense,
+    check_device,
+    check_flags,
+    check_present,
+    is_one_of,
+    kernel_name,
+    kind_of,
+    length,
+    number,
+    shown,
+    tensors_of,
+    tile_text,
+)
 from cute_attn.traits import DROPOUTS
 
 Result = Tensor | tuple[Tensor, ...]
@@ -111,7 +126,8 @@ def attention(
         Seed and offset of the mask, on q's device. Default: from torch's generator of that device, new ones for every
         replay of a CUDA graph. To use a mask again pass one from :func:`draw_rng_state`.
     seqused_k : Tensor (batch,), int32, optional
-        How many keys of each batch exist; what lies beyond is never read.
+        How many keys of each batch exist, 0 to seqlen_k; what lies beyond is never read. Values are checked on the CPU
+        only: reading them on CUDA would wait for the device.
     score_mod : function (score, b, h, q_idx, kv_idx) -> score, optional
         FlexAttention's: traced once, so of torch's elementwise operations and of elements of tensors that it captures,
         at indices that are clamped to the tensor. Indices count within a sequence. docs/functions.md lists operations.
@@ -125,7 +141,8 @@ def attention(
     return_lse : bool
         Also return the logarithm of each row's sum of exponentials.
     return_softmax : bool
-        Also return the softmax, for inspection. On CUDA of 16 bits, head dims up to 256 and rows of whole 16 bytes.
+        Also return the softmax, for inspection. On CUDA it is computed once more from lse, in plain torch and without a
+        gradient; with lengths, which the host reads then, not while a CUDA graph is captured.
     kernel : str, optional
         Which kernel to take, "ARCH" or "ARCH:VARIANT" such as "sm80". Default: the newest generation that supports
         the call.
@@ -242,7 +259,7 @@ def attention_varlen(
         The longest sequence, or more. On CUDA, queries beyond it would stay uncomputed. More than all rows together
         counts as that many, except for the "mem_efficient" mask, which depends on the numbers as stated.
     seqused_q, seqused_k : Tensor (batch,), int32, optional
-        How many rows of each sequence exist; what lies beyond is never read.
+        How many rows of each sequence exist, as for :func:`attention`.
     bias : Tensor (batch or 1, nheads or 1, max_seqlen_q or 1, max_seqlen_k or 1)
         As for :func:`attention`, indexed by a position in its sequence.
     softmax_scale, causal, window, alibi_slopes, sinks, softcap, dropout_p, dropout_mask, rng_state, score_mod, \
@@ -371,7 +388,7 @@ mask_mod, epilogues, kernel, deterministic, precision
     """
     if score_mod is not None or mask_mod is not None:
         epilogues = with_functions(epilogues, score_mod, mask_mod, q)
-    state = _rng_state(rng_state, q) if dropout_p else None
+    state = _rng_state(rng_state, q, number("dropout_p", dropout_p))
     tensors = (q, k, v, None, None, None, seqused_k, alibi_slopes, bias, sinks, state)
     options = _Options(
         False,
@@ -456,7 +473,7 @@ def attention_varlen_backward(
     """
     if score_mod is not None or mask_mod is not None:
         epilogues = with_functions(epilogues, score_mod, mask_mod, q)
-    state = _rng_state(rng_state, q) if dropout_p else None
+    state = _rng_state(rng_state, q, number("dropout_p", dropout_p))
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, bias, sinks, state)
     options = _Options(
         True,
@@ -500,27 +517,21 @@ def _backward(
     wanted: Sequence[str],
     into: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
-    accepted = [name for name in DIFFERENTIABLE if getattr(call, name) is not None]
-    names = wanted if isinstance(wanted, Sequence) and not isinstance(wanted, str) else (None,)
-    if len(set(names)) != len(names) or not all(name in accepted for name in names):
+    accepted = tuple(name for name in DIFFERENTIABLE if getattr(call, name) is not None)
+    names = wanted if isinstance(wanted, tuple | list) else (None,)
+    if not all(is_one_of(name, accepted) for name in names) or len(set(names)) != len(names):
         listed = ", ".join(map(repr, accepted))
-        raise ValueError(f"wanted is {wanted!r}; accepted: a tuple of {listed}, each once at most")
+        raise ValueError(f"wanted is {shown(wanted)}; accepted: a tuple of {listed}, each once at most")
     if grad_out is None and grad_lse is None:
         raise ValueError("grad_out and grad_lse are None; accepted: one of them, or both")
+    outputs = (("grad_out", grad_out), ("grad_lse", grad_lse), ("out", out), ("lse", lse))
+    check_present((*call.tensors(), *outputs), ("out", "lse"))
     needed = tuple(name in wanted for name in DIFFERENTIABLE)
     own: dict[str, Tensor] = {}
     if into is not None:
-        kinds = [type(into)] if isinstance(into, Tensor) else [type(x) for x in into]
-        if (
-            len(kinds) != len(wanted)
-            or isinstance(into, Tensor)
-            or not all(issubclass(x, Tensor) for x in kinds)
-        ):
-            given_kinds = ", ".join(kind.__name__ for kind in kinds)
-            raise TypeError(
-                f"into is of {given_kinds}; accepted: a sequence of one tensor for each of {wanted!r}"
-            )
-        own = dict(zip(wanted, into, strict=True))
+        own = dict(
+            zip(wanted, tensors_of("into", into, len(wanted), f", one for each of {wanted!r}"), strict=True)
+        )
         for name, x in own.items():
             check_writable(f"d{name}", x)
     given = tuple(own.get(name) for name in DIFFERENTIABLE)
@@ -537,16 +548,40 @@ def _packed_lse(lse: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
     return lse[batch, :, position].T.contiguous()
 
 
-def _rng_state(rng_state: RngState | None, q: Tensor) -> Tensor | None:
-    """Seed and offset as the kernels read them."""
+def _rng_state(rng_state: Any, q: Any, dropout_p: float) -> Tensor | None:
+    """Seed and offset as the kernels read them; None without dropout.
+
+    Raises:
+        TypeError, ValueError: they are not what :func:`attention_backward` describes.
+    """
     if rng_state is None or not isinstance(q, Tensor):
         return None
+    words = (rng_state,) if isinstance(rng_state, Tensor) else rng_state
+    if isinstance(rng_state, Tensor):
+        check_dense("rng_state", rng_state)
+    elif not isinstance(words, tuple | list) or len(words) != 2 or not all(map(_is_word, words)):
+        raise TypeError(
+            f"rng_state is {shown(rng_state)}; accepted: int64 or uint64 (2,), or (seed, offset), each an int or a "
+            "tensor of one such number"
+        )
+    if not q.is_meta and any(isinstance(x, Tensor) and x.is_meta for x in words):
+        raise ValueError("rng_state is on meta; accepted: a device on which it has numbers")
+    if not dropout_p:
+        return None
     if not isinstance(rng_state, Tensor):
-        words = [torch.tensor(_signed(x)) if isinstance(x, int) else x for x in rng_state]
-        rng_state = torch.stack([x.to(q.device).view(torch.int64).flatten()[0] for x in words])
+        both = [torch.tensor(_signed(x)) if isinstance(x, int) else x for x in words]
+        rng_state = torch.stack([x.to(q.device).view(torch.int64).flatten()[0] for x in both])
     if rng_state.dtype == torch.uint64:
         rng_state = rng_state.view(torch.int64)
     return rng_state.to(q.device)
+
+
+def _is_word(x: Any) -> bool:
+    """Whether ``x`` is an int of 64 bits, or a tensor of one."""
+    if isinstance(x, Tensor):
+        dense = not x.is_nested and x.layout is torch.strided
+        return dense and x.dtype in (torch.int64, torch.uint64) and x.numel() == 1
+    return isinstance(x, int) and not isinstance(x, bool) and -(2**63) <= x < 2**64
 
 
 def _signed(word: int) -> int:
@@ -558,8 +593,11 @@ def draw_rng_state(device: torch.device | str) -> Tensor:
     """A dropout mask's seed and offset, int64 (2,), from torch's generator of ``device``.
 
     As a call without ``rng_state`` would draw now. A CUDA graph captures the draw: each replay has new values.
+
+    Raises:
+        ValueError: ``device`` is none.
     """
-    return random_states.draw(torch.device(device)).clone()
+    return random_states.draw(check_device("device", device)).clone()
 
 
 def with_functions(
@@ -621,21 +659,23 @@ def _attend(tensors: Tensors, given: tuple, out: Tensor | None = None) -> Result
     """
     q = tensors[0]
     if not isinstance(q, Tensor):
-        raise TypeError(f"q is a {type(q).__name__}; accepted: a torch.Tensor")
+        raise TypeError(f"q is {kind_of(q)}; accepted: a torch.Tensor")
     if forward_ad._current_level >= 0 and q.is_cuda:
         refuse_tangents(tensors)
     if q.dtype == torch.float32 or given[_PRECISION] is not None:
         tensors, given = _in_precision(tensors, given)
         q = tensors[0]
     tensors = with_readable_bias(tensors, given[_MAX_SEQLEN_K])
-    direct = no_dispatch_mode()
-    if given[_DROPOUT_P] and tensors[-1] is None:
+    direct, dropout_p, epilogues = no_dispatch_mode(), given[_DROPOUT_P], given[_EPILOGUES]
+    if type(dropout_p) is not float:
+        dropout_p = number("dropout_p", dropout_p)
+    if dropout_p and tensors[-1] is None:
         tensors = (*tensors[:-1], random_states.draw(q.device, False if direct else None))
     if out is not None:
         call = _call_of(tensors, _Options._make(given))
         return _result(operators.forward_into(call, out), given[_RETURN_LSE])
     # A call of known metadata is checked already and has a launcher. Users' epilogues may have changed.
-    if direct and not given[_EPILOGUES]:
+    if direct and type(epilogues) in _COLLECTIONS and not epilogues:
         known = plans.find(key_of(given, tensors[BIAS]), tensors)
         if known is not None:
             return _result(operators.run(known.plan, tensors, (), known.constant), given[_RETURN_LSE])
@@ -648,6 +688,7 @@ def _attend(tensors: Tensors, given: tuple, out: Tensor | None = None) -> Result
     return _result(outputs, given[_RETURN_LSE])
 
 
+_COLLECTIONS = frozenset((tuple, list, dict))
 _MAX_SEQLEN_K, _DROPOUT_P, _EPILOGUES, _RETURN_LSE, _PRECISION = (
     _Options._fields.index(name)
     for name in ("max_seqlen_k", "dropout_p", "epilogues", "return_lse", "precision")
@@ -684,24 +725,17 @@ def _call_of(tensors: Tensors, options: _Options) -> Call:
     """The operator's parameters, with every default filled in."""
     q, k = tensors[:2]
     required = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k") if options.varlen else ("q", "k", "v")
-    for name, value in zip(Call._fields[:NUM_TENSORS], tensors, strict=True):
-        if value is not None or name in required:
-            check_dense(name, value)
-    if not isinstance(options.kernel, str | None):
-        raise TypeError(f"kernel is {options.kernel!r}; accepted: 'ARCH', 'ARCH:VARIANT', or None")
+    check_present(zip(Call._fields[:NUM_TENSORS], tensors, strict=True), required)
+    kernel = kernel_name(options.kernel)
     check_flags(
         return_lse=options.return_lse,
         return_softmax=options.return_softmax,
         deterministic=options.deterministic,
     )
-    if options.dropout_mask not in DROPOUTS:
-        raise ValueError(
-            f"dropout_mask is {options.dropout_mask!r}; accepted: {', '.join(map(repr, DROPOUTS))}"
-        )
-    tile = "" if options.tile is None else str(options.tile)
-    backward_tile = "" if options.backward_tile is None else str(options.backward_tile)
-    if q.device.type == "cpu" and (options.kernel or tile or backward_tile):
-        choose.check_words(options.kernel or "", tile=tile, backward_tile=backward_tile)
+    check_choice("dropout_mask", options.dropout_mask, DROPOUTS)
+    tile, backward_tile = tile_text("tile", options.tile), tile_text("backward_tile", options.backward_tile)
+    if q.device.type == "cpu" and (kernel or tile or backward_tile):
+        choose.check_words(kernel, forward=tile, backward=backward_tile)
     mask, window_left, window_right = resolve_mask(options.causal, options.window)
     names, epilogue_tensors, epilogue_numbers = pack_epilogues(options.epilogues)
     tensors = materialized(tensors)
@@ -713,8 +747,8 @@ def _call_of(tensors: Tensors, options: _Options) -> Call:
             *tensors[:-1],
             tensors[-1] if options.dropout_p else None,
             materialized(epilogue_tensors),
-            _length("max_seqlen_q", options.max_seqlen_q) if options.varlen else _size(q),
-            _length("max_seqlen_k", options.max_seqlen_k) if options.varlen else _size(k),
+            length("max_seqlen_q", options.max_seqlen_q) if options.varlen else _size(q),
+            length("max_seqlen_k", options.max_seqlen_k) if options.varlen else _size(k),
             number("softmax_scale", scale),
             mask,
             window_left,
@@ -725,7 +759,7 @@ def _call_of(tensors: Tensors, options: _Options) -> Call:
             names,
             epilogue_numbers,
             options.return_softmax,
-            options.kernel or "",
+            kernel,
             tile,
             bool(options.deterministic),
             backward_tile,
@@ -737,20 +771,6 @@ def _call_of(tensors: Tensors, options: _Options) -> Call:
 def _size(x: Tensor) -> int:
     """The seqlen of a batch, or 0 where x has no such dimension, which the checks reject."""
     return x.shape[1] if x.dim() > 1 else 0
-
-
-def _length(name: str, value: Any) -> int:
-    is_int = isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
-    if not is_int:
-        raise TypeError(f"{name} is {value!r}; accepted: a Python int")
-    return value
-
-
-def number(name: str, value: Any) -> float:
-    """``value``, which is a Python number, as a float; raises TypeError for another."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} is {value!r}; accepted: a Python number")
-    return float(value)
 
 
 def resolve_precision(q: Tensor, precision: str | None = None) -> str:
@@ -766,9 +786,9 @@ def resolve_precision(q: Tensor, precision: str | None = None) -> str:
         # What a compiler traces looks at PyTorch's setting when it runs.
         following = PYTORCHS if torch.compiler.is_compiling() else pytorchs_precision()
         return following if single else ""
-    if precision not in ("fp32", "tf32") or not single:
+    if not single or not is_one_of(precision, ("fp32", "tf32")):
         accepted = "'fp32', 'tf32', or None" if single else "None, for tensors that are not float32"
-        raise ValueError(f"precision is {precision!r}; accepted: {accepted}")
+        raise ValueError(f"precision is {shown(precision)}; accepted: {accepted}")
     return "" if precision == "fp32" else precision
 
 
@@ -780,25 +800,24 @@ def resolve_mask(causal: bool | str, window: Window) -> tuple[str, int, int]:
     ValueError
         causal or window is not what :func:`attention` describes.
     """
-    if not is_one_of(causal, (False, True, "bottom_right", "top_left")):
-        raise ValueError(f"causal is {causal!r}; accepted: False, True, 'bottom_right', 'top_left'")
+    check_choice("causal", causal, (False, True, "bottom_right", "top_left"))
     if not (isinstance(window, tuple | list) and len(window) == 2):
-        raise ValueError(f"window is {window!r}; accepted: (left, right), each None or a number of keys")
+        raise ValueError(f"window is {shown(window)}; accepted: (left, right), each None or a number of keys")
     left, right = (_bound(window, side) for side in (0, 1))
     where = "_top_left" if causal == "top_left" else ""
     if causal:
         if right not in (0, UNBOUNDED):
-            raise ValueError(f"window is {window!r}; accepted with causal: a right of None or 0")
+            raise ValueError(f"window is {shown(window)}; accepted with causal: a right of None or 0")
         return ("causal" + where, left, 0) if left == UNBOUNDED else ("window" + where, left, 0)
     return ("", left, right) if left == right == UNBOUNDED else ("window", left, right)
 
 
 def _bound(window: Window, side: int) -> int:
     bound = window[side]
-    if bound is None or bound == -1:
+    if bound is None:
         return UNBOUNDED
-    if isinstance(bound, bool) or not isinstance(bound, int | torch.SymInt) or bound < 0:
+    if isinstance(bound, bool) or not isinstance(bound, int | torch.SymInt) or bound < -1:
         raise ValueError(
-            f"window is {window!r}; accepted: numbers of keys from 0, or None or -1 for no bound"
+            f"window is {shown(window)}; accepted: numbers of keys from 0, or None or -1 for no bound"
         )
-    return min(bound, UNBOUNDED)
+    return UNBOUNDED if bound == -1 else min(bound, UNBOUNDED)

@@ -31,8 +31,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     NotImplementedError
         A gradient that no kernel computes is asked for.
     """
-    if not call.varlen:  # the values of cu_seqlens, which would be read on the CPU, may be batched
-        check(call)
+    check(call)
     found = _Forward.apply(call[NUM_TENSORS + 1 :], *call[:NUM_TENSORS], *call.epilogue_tensors)
     return found if call.return_softmax else (*found, None)
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from cute_attn import reference
 from cute_attn.api import append
-from cute_attn.api.attention import Window, _length, number, resolve_mask
-from cute_attn.host import memory, plans
+from cute_attn.api.attention import Window, resolve_mask
+from cute_attn.host import plans
 from cute_attn.host.append import launch as launch_append
 from cute_attn.host.cache_checks import (
     check_append_for_kernels,
@@ -23,27 +23,30 @@ from cute_attn.host.cache_checks import (
 )
 from cute_attn.host.cache_checks import check_lengths as _check_lengths
 from cute_attn.host.call import Call, schema
-from cute_attn.host.checks import (
-    MAX_SEQLEN,
-    check_apart,
-    check_dense,
-    check_flags,
-    check_starts,
-    check_writable,
-    is_one_of,
-)
+from cute_attn.host.checks import MAX_SEQLEN, check_out, check_starts, check_writable
+from cute_attn.host.choose import check_words
 from cute_attn.host.dispatch import no_dispatch_mode
 from cute_attn.host.kvcache_launcher import Plan, known_plan, plan_for
 from cute_attn.host.launch import NOW, Repeated, Steps
 from cute_attn.host.memory import (
     Tensors,
     is_aligned,
-    is_broadcast,
     is_lazy,
     is_readable,
+    on_device,
     overwritten,
     readable,
     write_owned,
+)
+from cute_attn.host.values import (
+    check_dense,
+    check_flags,
+    is_one_of,
+    kernel_name,
+    length,
+    number,
+    shown,
+    tile_text,
 )
 from cute_attn.reference import kvcache as kvcache_reference
 from cute_attn.tiles.inference import MAX_PARTIALS, SPLIT_KEYS
@@ -126,7 +129,8 @@ def attention_with_kvcache(
 check_lengths
         As for :func:`cute_attn.api.append.append_kv`; without k and v nothing is appended.
     cache_seqlens : Tensor (batch,), int32, or int, optional
-        Rows in use before the append, leftpad counted. Default, without k: the capacity.
+        Rows in use before the append, leftpad counted: 0 to the capacity. Values of a tensor on CUDA are checked with
+        check_lengths only. Default, without k: the capacity.
     cache_leftpad : Tensor (batch,), int32, optional
         The first valid row of each sequence. Positions of rotary embedding count from row 0 all the same.
     cu_seqlens_q : Tensor (batch + 1,), int32, optional
@@ -151,7 +155,7 @@ check_lengths
         Instead of num_splits: parts of so many keys, a multiple of 128, counted from row 0. Then results do not depend
         on the batch, bit for bit, while max_seqlen_q and the capacity are the same.
     out : Tensor, as returned, optional
-        Written and returned in place of a new tensor; it shares no memory with q and the cache.
+        Written and returned in place of a new tensor; it shares no memory with other arguments.
     return_lse : bool
         Also return the logarithm of each row's sum of exponentials.
     kernel, tile
@@ -194,7 +198,7 @@ check_lengths
         *(num_splits, split_keys, kernel, tile),
     )
     users = isinstance(kernel, str) and ":" in kernel  # such a class may be registered again at any time
-    if out is None and not (check_lengths or users) and no_dispatch_mode():
+    if out is None and check_lengths is False and not users and no_dispatch_mode():
         known = plans.find(key, tensors)  # of a call that was checked
         if known is not None and (known.constant or not torch.is_grad_enabled()):
             check_cache_addresses(k_cache, v_cache, k is not None)
@@ -203,26 +207,26 @@ check_lengths
                 overwritten(k_cache, v_cache)
             return found if return_lse else found[0]
     _check_splits(num_splits, split_keys)
-    if causal is not False and causal is not True and not is_one_of(causal, (False, True)):
-        raise ValueError(f"causal is {causal!r}; accepted: False or True, aligned bottom right")
+    check_flags(rotary_interleaved=rotary_interleaved, return_lse=return_lse, check_lengths=check_lengths)
+    if not is_one_of(causal, (False, True)):
+        raise ValueError(f"causal is {shown(causal)}; accepted: False or True, aligned bottom right")
     if not isinstance(q, Tensor) or not isinstance(k_cache, Tensor) or q.is_nested:
         for name, x in (("q", q), ("k_cache", k_cache)):
             check_dense(name, x)
     mask, left, right = resolve_mask(causal, window)
     packed = cu_seqlens_q is not None
     longest = q.shape[0 if packed else 1] if q.dim() > 1 else 0
+    stated = longest if max_seqlen_q is None else length("max_seqlen_q", max_seqlen_q)
     call = Call.of(_TENSORS, tensors)._replace(
         rotary_interleaved=rotary_interleaved,
-        max_seqlen_q=_length("max_seqlen_q", max_seqlen_q)
-        if packed and max_seqlen_q is not None
-        else longest,
+        max_seqlen_q=stated if packed else longest,
         softmax_scale=number("softmax_scale", _scale(q) if softmax_scale is None else softmax_scale),
         mask=mask,
         window_left=left,
         window_right=right,
         softcap=number("softcap", softcap),
-        kernel=kernel or "",
-        tile="" if tile is None else str(tile),
+        kernel=kernel_name(kernel),
+        tile=tile_text("tile", tile),
         num_splits=num_splits,
         split_keys=split_keys or 0,
     )
@@ -238,7 +242,7 @@ check_lengths
     if check_lengths:
         _check_lengths(call, cache_leftpad)
     if out is not None:
-        _check_out(out, call)
+        check_out(call, out)
     if plan is None:
         found, lse = torch.ops.cute_attn.attention_with_kvcache.default(*call.values(ARGUMENTS))
     else:
@@ -255,9 +259,8 @@ check_lengths
 def _check_arguments(call: Call) -> None:
     """Types, and what the operator cannot be called with."""
     check_tensors(call, ("q", "k_cache", "v_cache"))
-    if not isinstance(call.kernel, str):
-        raise TypeError(f"kernel is {call.kernel!r}; accepted: 'ARCH', 'ARCH:VARIANT', or None")
-    check_flags(rotary_interleaved=call.rotary_interleaved)
+    if call.q.device.type == "cpu" and (call.kernel or call.tile):
+        check_words(call.kernel, kvcache=call.tile)
     if call.k is not None:
         for name in ("k_cache", "v_cache"):
             check_writable(name, getattr(call, name))
@@ -268,31 +271,14 @@ def _is_written_directly(out: Tensor) -> bool:
     return is_readable(out) and not is_lazy(out)
 
 
-def _check_out(out: Tensor, call: Call) -> None:
-    shape, dtype, device = call.output_shapes()[0], call.q.dtype, call.q.device
-    check_dense("out", out)
-    if tuple(out.shape) != shape or out.dtype != dtype:
-        raise ValueError(f"out is {tuple(out.shape)} and {out.dtype}; accepted: {shape} and {dtype}")
-    if out.device != device:
-        raise ValueError(f"out is on {out.device}; accepted: {device}, where q is")
-    if is_broadcast(out) or (out.requires_grad and torch.is_grad_enabled()):
-        what = f"has strides {tuple(out.stride())}" if is_broadcast(out) else "requires a gradient"
-        raise ValueError(
-            f"out {what}; accepted: a tensor to write, each of whose elements has memory of its own"
-        )
-    if no_dispatch_mode():
-        read = [(name, getattr(call, name)) for name in ("q", "k_cache", "v_cache")]
-        check_apart("out", out, read)
-
-
 def _check_splits(num_splits: int, split_keys: int | None) -> None:
     if not _is_int(num_splits) or not 0 <= num_splits <= MAX_PARTIALS:
-        raise ValueError(f"num_splits is {num_splits!r}; accepted: 0 to {MAX_PARTIALS}")
+        raise ValueError(f"num_splits is {shown(num_splits)}; accepted: 0 to {MAX_PARTIALS}")
     if split_keys is None:
         return
-    if not _is_int(split_keys) or split_keys <= 0 or split_keys % SPLIT_KEYS:
+    if not _is_int(split_keys) or not 0 < split_keys <= MAX_SEQLEN or split_keys % SPLIT_KEYS:
         raise ValueError(
-            f"split_keys is {split_keys!r}; accepted: multiples of {SPLIT_KEYS} from {SPLIT_KEYS} on"
+            f"split_keys is {shown(split_keys)}; accepted: multiples of {SPLIT_KEYS} from {SPLIT_KEYS} to {MAX_SEQLEN}"
         )
     if num_splits:
         raise ValueError(
@@ -309,7 +295,7 @@ def _one_length(
 ) -> Tensor:
     """One length for all sequences as a tensor."""
     if not isinstance(cache_seqlens, int) or isinstance(cache_seqlens, bool):
-        raise TypeError(f"cache_seqlens is {cache_seqlens!r}; accepted: int32 (batch,), an int or None")
+        raise TypeError(f"cache_seqlens is {shown(cache_seqlens)}; accepted: int32 (batch,), an int or None")
     most = MAX_SEQLEN
     tables = page_table is None or (isinstance(page_table, Tensor) and page_table.dim() == 2)
     if isinstance(k_cache, Tensor) and k_cache.dim() == 4 and tables:  # otherwise the checks refuse them
@@ -387,22 +373,17 @@ def attend(call: Call, plan: Plan, out: Tensor | None = None) -> tuple[Tensor, T
 
 
 def _in_steps(call: Call, plan: Plan, out: Tensor | None, steps: Steps) -> tuple[Tensor, Tensor]:
-    if call.q.get_device() == memory.current_device():
-        return _attend(call, plan, out, steps)
-    with torch.cuda.device(call.q.device):
-        return _attend(call, plan, out, steps)
-
-
-def _attend(call: Call, plan: Plan, out: Tensor | None, steps: Steps) -> tuple[Tensor, Tensor]:
+    call = call.with_positive_scale()
     q = call.q
     rotates = call.rotary_cos is not None and q.numel() > 0
-    if call.k is not None or rotates:
-        turned = q if rotates else None
-        rotated = launch_append(call, turned, call.cu_seqlens_q, bool(call.mask), steps)
-        q = q if rotated is None else rotated
-    if not is_aligned(q):
-        steps.unlike_others()
-    return plan.launch(call, readable(q), out, steps=steps)
+    with on_device(q.get_device()):
+        if call.k is not None or rotates:
+            turned = q if rotates else None
+            rotated = launch_append(call, turned, call.cu_seqlens_q, bool(call.mask), steps)
+            q = q if rotated is None else rotated
+        if not is_aligned(q):
+            steps.unlike_others()
+        return plan.launch(call, readable(q), out, steps=steps)
 
 
 def _repeated(options: tuple, plan: Plan, tensors: Tensors, steps: Steps) -> tuple[Tensor, Tensor]:

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from cute_attn.host import plans
 from cute_attn.host.call import DTYPE_NAMES
-from cute_attn.host.checks import FLOAT_DTYPES, check_count, check_dense, check_sinks
+from cute_attn.host.checks import FLOAT_DTYPES, check_count, check_like, check_sinks
 from cute_attn.host.dispatch import no_dispatch_mode
 from cute_attn.host.launch import NOW, Repeated, Steps
-from cute_attn.host.memory import Tensors, contiguous_strides, materialized
+from cute_attn.host.memory import Tensors, contiguous_strides, materialized, on_device
 from cute_attn.host.merge import launch
+from cute_attn.host.values import check_dense, shown, tensors_of
 from cute_attn.reference import kvcache as kvcache_reference
 from cute_attn.tiles.inference import MAX_PARTIALS
 
@@ -68,7 +69,7 @@ def merge_attention(
         check_dense("sinks", sinks)
     if not isinstance(dtype, torch.dtype | None):
         raise TypeError(
-            f"dtype is {dtype!r}; accepted: torch.float16, torch.bfloat16, torch.float32, or None"
+            f"dtype is {shown(dtype)}; accepted: torch.float16, torch.bfloat16, torch.float32, or None"
         )
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (outs, lses, sinks)):
         raise NotImplementedError(
@@ -81,17 +82,16 @@ def merge_attention(
     return out, lse
 
 
-def _stacked(name: str, parts: Tensor | Sequence[Tensor]) -> Tensor:
-    if isinstance(parts, Tensor):
-        return parts
-    if not isinstance(parts, list | tuple) or not all(isinstance(x, Tensor) for x in parts):
-        raise TypeError(f"{name} is {type(parts).__name__}; accepted: a torch.Tensor, or a list of them")
-    if len({(x.shape, x.dtype, x.device) for x in parts}) != 1:
-        given = ", ".join(str(tuple(x.shape)) for x in parts)
-        raise ValueError(
-            f"{name} has shapes {given}; accepted: one or more of the same shape, dtype and device"
-        )
-    return torch.stack(list(parts))
+def _stacked(name: str, partials: Tensor | Sequence[Tensor]) -> Tensor:
+    """Partial results as one tensor."""
+    if isinstance(partials, Tensor):
+        return partials
+    found = tensors_of(name, partials, what=", or one tensor of all")
+    if not found:
+        raise ValueError(f"{name} has 0 partial results; accepted: 1 or more")
+    for i, x in enumerate(found):
+        check_like(f"{name}[{i}]", x, shape=found[0].shape, dtype=found[0].dtype, device=found[0].device)
+    return torch.stack(found)
 
 
 # ---- checks ----
@@ -166,7 +166,7 @@ def merge_cuda(outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dt
 def _in_steps(dtype: torch.dtype, tensors: Tensors, steps: Steps) -> tuple[Tensor, Tensor]:
     """The launch of a call that was checked. tensors: outs, lses and sinks."""
     outs, lses, sinks = tensors
-    with torch.cuda.device(outs.device):
+    with on_device(outs.get_device()):
         out = steps.empty(outs, *_contiguous(outs), dtype)
         lse = steps.empty(outs, *_contiguous(lses), torch.float32)
         if out.numel():

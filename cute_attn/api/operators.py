@@ -10,7 +10,7 @@ from torch import Tensor
 from cute_attn import reference
 from cute_attn.host.backward import NOTHING, Gradients, check_given, gradients, repeated_gradients
 from cute_attn.host.call import ATTENTION, NUM_TENSORS, SLOPES, Call, schema
-from cute_attn.host.checks import check, check_apart, check_gradients, check_out
+from cute_attn.host.checks import check, check_gradients, check_out
 from cute_attn.host.dispatch import DIFFERENTIABLE, NO_GRADIENT, no_dispatch_mode, transforms_are_active
 from cute_attn.host.launcher import Launcher, Outputs, launcher_for
 from cute_attn.host.memory import Tensors, all_plain, none_overrides, overwritten, write_owned
@@ -66,11 +66,9 @@ def run(
 def forward_into(call: Call, out: Tensor) -> Outputs:
     """:func:`forward`, its first result in ``out``."""
     check(call)
-    check_out(call, out)
-    if no_dispatch_mode():
-        check_apart("out", out, call.tensors())
-        if all_plain((*call[:NUM_TENSORS], *call.epilogue_tensors, out)):
-            return forward_cuda(call, out) if call.q.is_cuda else forward_cpu(call, out)
+    check_out(call, out, rows=True)
+    if no_dispatch_mode() and all_plain((*call[:NUM_TENSORS], *call.epilogue_tensors, out)):
+        return forward_cuda(call, out) if call.q.is_cuda else forward_cpu(call, out)
     result, *others = forward(call)
     return write_owned(out, result, call.cu_seqlens_q), *others  # type: ignore[return-value]
 
@@ -94,6 +92,8 @@ def backward(
     new = (grad_out, grad_lse) if launched else tensors
     if call.q.is_cuda and no_dispatch_mode() and none_overrides(tensors) and all_plain(new):
         return gradients(call, grad_out, grad_lse, out, lse, needed, into)
+    if not torch.compiler.is_compiling():
+        check(call)  # before the dispatcher, whose errors name no argument
     if any(x is not None for x in into):
         torch.ops.cute_attn.backward_into.default(
             grad_out, grad_lse, out, lse, *into, *call.values(ATTENTION)

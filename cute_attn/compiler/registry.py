@@ -68,7 +68,12 @@ SPECULATIVE_PAIR = ("terms", "fallback")
 """Variants of the package's own, launched together for large calls in fp32: :mod:`cute_attn.host.split_fp32`."""
 
 RUNS_ON = {"sm80": TARGETS, "sm90": ("sm90",)}
-"""The targets of a kernel's generation."""
+"""The targets of a kernel's generation, from the oldest one on."""
+
+
+def generations(target: str) -> list[str]:
+    """The generations whose kernels run on a target, the newest first."""
+    return [arch for arch in reversed(RUNS_ON) if target in RUNS_ON[arch]]
 
 
 class Unsupported(ValueError):

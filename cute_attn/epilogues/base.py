@@ -106,6 +106,10 @@ class Epilogue:
         raise NotImplementedError
 
 
+TRACED = "traced_"
+"""How the names begin that functions' traces are registered under, which are not for callers."""
+
+
 def register_epilogue(name: str) -> Callable[[type[Epilogue]], type[Epilogue]]:
     """Class decorator: register an epilogue under ``name``, for traits.
 
@@ -157,7 +161,8 @@ def user_epilogue(name: str) -> type[Epilogue]:
         ValueError: nothing is registered under it; the message lists what is.
     """
     if name not in _REGISTERED:
-        known = ", ".join(sorted(_REGISTERED)) or "none, before register_epilogue"
-        meant = did_you_mean(name, (*FEATURES, *_REGISTERED))
+        names = sorted(one for one in _REGISTERED if not one.startswith(TRACED))
+        known = ", ".join(names) or "none, before register_epilogue"
+        meant = did_you_mean(name, (*FEATURES, *names))
         raise ValueError(f"no epilogue is registered as {name!r}{meant}; accepted: {known}")
     return _REGISTERED[name]

@@ -1,21 +1,21 @@
 """FlashAttention's conventions in the terms of this package, for all of its functions."""
 
+import contextlib
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cute_attn.api.attention import number
 from cute_attn.api.kvcache import attention_with_kvcache
 from cute_attn.host import doors
-from cute_attn.host.checks import check_apart, check_dense, check_starts, check_writable
-from cute_attn.host.dispatch import no_dispatch_mode
+from cute_attn.host.checks import check_starts, check_writable, check_written
 from cute_attn.host.fused_qkv import unbind
 from cute_attn.host.head_dims import cut_head_dim, has_whole_head_dim, pad_head_dim
 from cute_attn.host.memory import write_owned
+from cute_attn.host.values import check_dense, is_one_of, number, shown
 
 
 class Scores(NamedTuple):
@@ -27,6 +27,11 @@ class Scores(NamedTuple):
     softcap: float
     alibi_slopes: Tensor | None = None
 
+    @property
+    def is_causal(self) -> bool:
+        """``causal`` as a flag."""
+        return flag("causal", self.causal)
+
     def arguments(self, q: Tensor) -> dict[str, Any]:
         """As :func:`cute_attn.attention` takes them. q: as the caller gave it, before its head dim is padded."""
         scale, slopes = self.softmax_scale, self.alibi_slopes
@@ -34,11 +39,25 @@ class Scores(NamedTuple):
             scale = q.shape[-1] ** -0.5
         return {
             "softmax_scale": scale,
-            "causal": bool(self.causal),
-            "window": _window(self.window_size, self.causal),
+            "causal": self.is_causal,
+            "window": _window(self.window_size, self.is_causal),
             "softcap": max(number("softcap", self.softcap), 0.0),
             "alibi_slopes": slopes.detach() if isinstance(slopes, Tensor) else slopes,
         }
+
+
+def flag(name: str, value: Any) -> bool:
+    """A flag as FlashAttention's extension takes it: what has a truth value as numbers have, and None, which is False.
+
+    Raises:
+        TypeError: it has none, as texts and lists have not.
+    """
+    if value is True or value is False:
+        return value
+    if hasattr(type(value), "__bool__"):
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # of several numbers, or of none
+            return bool(value)
+    raise TypeError(f"{name} is {shown(value)}; accepted: False or True")
 
 
 def _window(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
@@ -47,7 +66,7 @@ def _window(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
         left, right = (None if x < 0 else x for x in map(_index, window_size))
     except (TypeError, ValueError):
         raise ValueError(
-            f"window_size is {window_size!r}; accepted: (left, right), two ints, -1 for no bound"
+            f"window_size is {shown(window_size)}; accepted: (left, right), two ints, -1 for no bound"
         ) from None
     return left, 0 if causal else right
 
@@ -61,7 +80,9 @@ def whole_number(name: str, length: Any) -> Any:
     try:
         return _index(length)
     except TypeError:
-        raise TypeError(f"{name} is {length!r}; accepted: a Python int, or what is equal to one") from None
+        raise TypeError(
+            f"{name} is {shown(length)}; accepted: a Python int, or what is equal to one"
+        ) from None
 
 
 def longest(lengths: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -84,33 +105,22 @@ def check_tensors(**tensors: Any) -> None:
         check_dense(name, x)
 
 
-def check_written(name: str, x: Any, read: Iterable[tuple[str, Tensor | None]], **wanted: Any) -> None:
-    """Raise where a result cannot be copied to ``x``, as kernels' checks do for what they write themselves.
-
-    read: the call's tensors by name. wanted: attributes of ``x``, such as its shape.
-    """
-    check_dense(name, x)
-    for what, value in wanted.items():
-        own = getattr(x, what)
-        if own != value:
-            raise ValueError(f"{name} has {what} {_text(own)}; accepted: {_text(value)}")
-    given = [(other, y) for other, y in read if y is not None]
-    if torch.is_grad_enabled() and (x.requires_grad or any(y.requires_grad for _, y in given)):
-        raise ValueError(f"{name} is given where autograd records; accepted: without gradients")
-    check_writable(name, x)
-    if no_dispatch_mode():
-        check_apart(name, x, given)
-
-
-def _text(value: Any) -> str:
-    return str(tuple(value) if isinstance(value, torch.Size) else value)
+def check_table(block_table: Any) -> None:
+    """Raise for what is no table of pages."""
+    check_dense("block_table", block_table)
+    if block_table.dim() != 2:
+        raise ValueError(
+            f"block_table has shape {tuple(block_table.shape)}; accepted: (batch, pages of a sequence)"
+        )
+    if block_table.dtype != torch.int32:
+        raise TypeError(f"block_table has dtype {block_table.dtype}; accepted: torch.int32")
 
 
 def refuse(**arguments: Any) -> None:
     """Raise for the first that is given, as no kernel of this package reads it."""
     for name, value in arguments.items():
-        if value is not None and (isinstance(value, Tensor) or value):
-            what = "given" if isinstance(value, Tensor) else repr(value)
+        if value is not None and not is_one_of(value, (0,)):
+            what = "given" if isinstance(value, Tensor) else shown(value)
             raise NotImplementedError(f"{name} is {what}; accepted: its default, as no kernel here reads it")
 
 
@@ -166,8 +176,9 @@ def attend_cache(
         return found if isinstance(found, tuple) else (found, None)
     named = [("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v)]
     if k is not None:
-        check_written("k_cache", k_cache, [x for x in named if x[0] != "k_cache"])
-        check_written("v_cache", v_cache, [x for x in named if x[0] != "v_cache"])
+        for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+            check_written(name, x, [one for one in named if one[0] != name])
+            check_writable(name, x)
     if out is not None:
         shape = (*q.shape[:-1], v_cache.shape[-1])
         check_written("out", out, named, shape=shape, dtype=q.dtype, device=q.device)
@@ -196,16 +207,13 @@ def attend_pages(
         raise ValueError(f"dropout_p is {dropout_p} with a block_table; accepted: 0")
     starts_q, starts_k, *_ = lengths
     longest_q, longest_k = longest(lengths)
-    check_tensors(q=tensors[0], k=tensors[1], v=tensors[2], block_table=block_table)
-    if block_table.dim() != 2:
-        raise ValueError(
-            f"block_table has shape {tuple(block_table.shape)}; accepted: (batch, pages of a sequence)"
-        )
+    check_tensors(q=tensors[0], k=tensors[1], v=tensors[2])
+    check_table(block_table)
     check_starts("cu_seqlens_k", starts_k)
     capacity = tensors[1].shape[1] * block_table.shape[-1] if tensors[1].dim() == 4 else 0
-    if longest_k > capacity:
+    if not 0 <= longest_k <= capacity:
         raise ValueError(
-            f"max_seqlen_k is {longest_k}; accepted: up to {capacity}, the rows of a table's pages"
+            f"max_seqlen_k is {longest_k}; accepted: 0 to {capacity}, the rows of a table's pages"
         )
     if "cache_seqlens" not in options:
         options["cache_seqlens"] = starts_k.diff()

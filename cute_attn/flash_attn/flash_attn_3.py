@@ -25,7 +25,7 @@ from cute_attn.flash_attn.conventions import (
     Scores,
     attend_cache,
     check_tensors,
-    check_written,
+    flag,
     longest,
     note,
     refuse,
@@ -33,8 +33,10 @@ from cute_attn.flash_attn.conventions import (
     whole_number,
 )
 from cute_attn.flash_attn.operators import backward
+from cute_attn.host.checks import check_written
 from cute_attn.host.head_dims import cut_head_dim, pad_head_dim, whole_head_dim
 from cute_attn.host.memory import write_owned
+from cute_attn.host.values import shown
 
 __all__ = [
     "_flash_attn_backward",
@@ -81,7 +83,10 @@ def flash_attn_func(
     refuse(
         qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk
     )
-    options = {"deterministic": bool(deterministic), "return_lse": bool(return_attn_probs)}
+    options = {
+        "deterministic": flag("deterministic", deterministic),
+        "return_lse": flag("return_attn_probs", return_attn_probs),
+    }
     scores = Scores(softmax_scale, causal, window_size, softcap)
     return _attend("flash_attn_3.flash_attn_func", (q, k, v), None, scores, options)
 
@@ -118,7 +123,10 @@ def flash_attn_qkvpacked_func(
     refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
     check_tensors(qkv=qkv)
     tensors = _heads(qkv, num_heads_q) if qkv.dim() == 4 else unpack("qkv", qkv, 5, 3)
-    options = {"deterministic": bool(deterministic), "return_lse": bool(return_attn_probs)}
+    options = {
+        "deterministic": flag("deterministic", deterministic),
+        "return_lse": flag("return_attn_probs", return_attn_probs),
+    }
     scores = Scores(softmax_scale, causal, window_size, softcap)
     return _attend("flash_attn_3.flash_attn_func", tensors, None, scores, options)
 
@@ -168,11 +176,7 @@ def flash_attn_varlen_func(
         qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk
     )
     scores = Scores(softmax_scale, causal, window_size, softcap)
-    options: dict[str, Any] = {
-        "deterministic": bool(deterministic),
-        "return_lse": bool(return_attn_probs),
-    }
-    options |= {"seqused_q": seqused_q, "seqused_k": seqused_k}
+    options = _options(deterministic, return_attn_probs) | {"seqused_q": seqused_q, "seqused_k": seqused_k}
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _attend("flash_attn_3.flash_attn_varlen_func", (q, k, v), lengths, scores, options)
 
@@ -255,9 +259,9 @@ def flash_attn_with_kvcache(
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
         rotary_seqlens=None if rotary_cos is None else rotary_seqlens,
-        rotary_interleaved=rotary_interleaved,
+        rotary_interleaved=flag("rotary_interleaved", rotary_interleaved),
         num_splits=num_splits,
-        return_lse=bool(return_softmax_lse),
+        return_lse=flag("return_softmax_lse", return_softmax_lse),
     )
     given = {"cum_seq_q": cu_seqlens_q, "block_table": page_table}
     note("flash_attn_3.flash_attn_with_kvcache", (q, k_cache, v_cache), scores, **given)
@@ -392,7 +396,7 @@ def _flash_attn_forward(
     )
     scores = Scores(softmax_scale, causal, (window_size_left, window_size_right), softcap)
     door = "flash_attn_3._flash_attn_forward"
-    of_a_cache = (k_new, v_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, cu_seqlens_k_new)
+    of_a_cache = (k_new, v_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, cu_seqlens_k_new)
     if any(x is not None for x in of_a_cache) or (cu_seqlens_q is not None and cu_seqlens_k is None):
         _alone("with a cache", cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q)
         out, lse = attend_cache(
@@ -413,7 +417,7 @@ def _flash_attn_forward(
             rotary_cos=rotary_cos,
             rotary_sin=rotary_sin,
             rotary_seqlens=None if rotary_cos is None else seqlens_rotary,
-            rotary_interleaved=rotary_interleaved,
+            rotary_interleaved=flag("rotary_interleaved", rotary_interleaved),
             num_splits=num_splits,
             return_lse=True,
         )
@@ -475,6 +479,14 @@ def _flash_attn_backward(
     return backward("flash_attn_3._flash_attn_backward", tensors, (dq, dk, dv), lengths, scores, options)
 
 
+def _options(deterministic: Any, return_attn_probs: Any) -> dict[str, Any]:
+    """Flags of the public functions, as :func:`cute_attn.attention` takes them."""
+    return {
+        "deterministic": flag("deterministic", deterministic),
+        "return_lse": flag("return_attn_probs", return_attn_probs),
+    }
+
+
 def _attend(
     door: str,
     tensors: tuple[Tensor, ...],
@@ -510,8 +522,8 @@ def _heads(qkv: Tensor, num_heads_q: Any) -> tuple[Tensor, ...]:
     heads = qkv.shape[2]
     if not isinstance(num_heads_q, int) or not 0 < num_heads_q < heads or (heads - num_heads_q) % 2:
         raise ValueError(
-            f"num_heads_q is {num_heads_q!r} with a qkv of {heads} heads; accepted: an int that leaves as many heads "
-            "to k as to v"
+            f"num_heads_q is {shown(num_heads_q)} with a qkv of {heads} heads; accepted: an int that leaves as many "
+            "heads to k as to v"
         )
     keys = (heads - num_heads_q) // 2
     return qkv.split([num_heads_q, keys, keys], dim=2)

@@ -34,7 +34,9 @@ from cute_attn.flash_attn.conventions import (
     Scores,
     attend_cache,
     attend_pages,
+    check_table,
     check_tensors,
+    flag,
     longest,
     note,
     plus_infinity,
@@ -290,9 +292,9 @@ def flash_attn_with_kvcache(
     cache_leftpad : Tensor (batch,), int32, optional
         The first valid row of each sequence.
     block_table : Tensor (batch, pages of a sequence), int32, optional
-        The pages of each sequence; entries behind its end may have any values. Lengths beyond the table's pages count
-        as all of their rows, and new rows beyond them are written nowhere. FlashAttention-2 raises a RuntimeError for
-        such lengths, for which it waits until the device has written them.
+        The pages of each sequence; entries behind its end may have any values. On CUDA lengths beyond the table's pages
+        count as all of their rows, and new rows beyond them are written nowhere. FlashAttention-2 raises a RuntimeError
+        for such lengths, for which it waits until the device has written them.
     rotary_interleaved : bool
         Whether elements 2i and 2i + 1 are rotated together rather than i and i + rotary_dim / 2.
     num_splits : int
@@ -306,6 +308,8 @@ def flash_attn_with_kvcache(
         As :func:`cute_attn.api.kvcache.attention_with_kvcache`.
     """
     scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    if block_table is not None:
+        check_table(block_table)
     out, lse = attend_cache(
         q,
         k_cache,
@@ -319,9 +323,9 @@ def flash_attn_with_kvcache(
         cache_leftpad=cache_leftpad,
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
-        rotary_interleaved=rotary_interleaved,
+        rotary_interleaved=flag("rotary_interleaved", rotary_interleaved),
         num_splits=num_splits,
-        return_lse=return_softmax_lse,
+        return_lse=flag("return_softmax_lse", return_softmax_lse),
     )
     note("flash_attn.flash_attn_with_kvcache", (q, k_cache, v_cache), scores, block_table=block_table)
     return out if lse is None else (out, plus_infinity(lse))
@@ -340,10 +344,10 @@ def _attend(tensors: tuple[Tensor, ...], lengths: tuple[Any, ...] | None, option
     """tensors: q, k and v. lengths: both cu_seqlens and both longest lengths, of packed sequences."""
     q, k, v = tensors
     check_tensors(q=q, k=k, v=v)
-    dropout_p, probs = probability(options.dropout_p), bool(options.return_attn_probs)
+    dropout_p, probs = probability(options.dropout_p), flag("return_attn_probs", options.return_attn_probs)
     arguments = options.scores.arguments(q) | {
         "dropout_p": dropout_p,
-        "deterministic": bool(options.deterministic),
+        "deterministic": flag("deterministic", options.deterministic),
         "return_lse": probs,
         "return_softmax": bool(probs and dropout_p),
     }
@@ -364,8 +368,14 @@ def _attend_pages(
     tensors: tuple[Tensor, ...], lengths: tuple[Any, ...], block_table: Tensor, options: _Options
 ) -> Result:
     """Packed queries, and keys in pages."""
+    flag("deterministic", options.deterministic)
     out, lse = attend_pages(
-        tensors, lengths, block_table, options.scores, options.dropout_p, options.return_attn_probs
+        tensors,
+        lengths,
+        block_table,
+        options.scores,
+        options.dropout_p,
+        flag("return_attn_probs", options.return_attn_probs),
     )
     _note(tensors, lengths, options, block_table)
     return out if lse is None else (out, plus_infinity(lse), out.new_empty(0))

@@ -32,13 +32,14 @@ from cute_attn.flash_attn.conventions import (
     Scores,
     attend_pages,
     check_tensors,
-    check_written,
+    flag,
     longest,
     note,
     plus_infinity,
     probability,
     refuse,
 )
+from cute_attn.host.checks import check_writable, check_written
 from cute_attn.host.head_dims import cut_head_dim, has_whole_head_dim, pad_head_dim, whole_head_dim
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -205,8 +206,9 @@ def _forward(
     dropout_p = probability(dropout_p)
     state = draw_rng_state(q.device) if dropout_p else q.new_zeros(2, dtype=torch.int64)
     options |= scores.arguments(q) | {"dropout_p": dropout_p, "return_lse": True}
+    wants_softmax = flag("return_softmax", return_softmax)
     if dropout_p:
-        options |= {"rng_state": state, "return_softmax": bool(return_softmax)}
+        options |= {"rng_state": state, "return_softmax": wants_softmax}
     prepared: Any = tuple(map(whole_head_dim, tensors))
     if lengths is None:
         found: Any = attention(*prepared, **options)
@@ -242,7 +244,7 @@ def backward(
         return nothing
     options = options | scores.arguments(q)
     options["dropout_p"] = probability(options.get("dropout_p", 0.0))
-    options["deterministic"] = bool(options["deterministic"])
+    options["deterministic"] = flag("deterministic", options["deterministic"])
     direct = all(map(has_whole_head_dim, given.values()))
     with torch.no_grad():
         if not direct:
@@ -271,4 +273,5 @@ def _check_into(given: dict[str, Tensor], read: dict[str, Tensor]) -> None:
     for name, x in given.items():
         own = read[name]
         check_written(f"d{name}", x, taken, device=own.device, dtype=own.dtype, shape=own.shape)
+        check_writable(f"d{name}", x)
         taken.append((f"d{name}", x))

@@ -1,6 +1,5 @@
 """The launch of the append kernel: new keys and values into a cache, and queries rotated into a copy."""
 
-import torch
 from torch import Tensor
 
 from cute_attn.host.call import DTYPE_NAMES, Call
@@ -9,6 +8,7 @@ from cute_attn.host.launch import NOW, Steps
 from cute_attn.host.memory import (
     contiguous_strides,
     is_aligned,
+    on_device,
     readable,
     regular,
 )
@@ -50,9 +50,10 @@ def launch(
         rises: whether positions of queries rise within a sequence.
     """
     from cute_attn import compiler
+    from cute_attn.compiler import registry
 
     rotated = None
-    with torch.cuda.device(call.k_cache.device):
+    with on_device(call.k_cache.get_device()):
         if any(x is not None and not is_aligned(x) for x in (q, call.k, call.v)):
             steps.unlike_others()
         if q is not None:
@@ -62,7 +63,7 @@ def launch(
         arguments, rows = kernel_arguments(call, q, rotated, cu_seqlens_q, rises)
         if rows:
             target = compiler.default_target("sm80")
-            traits = traits_of(call, "sm90" if target == "sm90" else "sm80", q)
+            traits = traits_of(call, registry.generations(target)[0], q)
             steps.launch(compiler.compile(traits, None, target).function, *arguments)
     return rotated
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.host import fused_qkv, memory, padding, plans
+from cute_attn.host import fused_qkv, padding, plans
 from cute_attn.host.backward_splits import head_splits, key_splits
 from cute_attn.host.call import BIAS, NUM_TENSORS, Call
 from cute_attn.host.checks import (
@@ -36,6 +36,8 @@ from cute_attn.host.checks import (
     check_count,
     check_for_kernels,
     check_gradients,
+    check_like,
+    check_rows,
     check_steps,
 )
 from cute_attn.host.choose import choose_kernel, user_classes
@@ -47,7 +49,7 @@ from cute_attn.host.memory import (
     as_strided,
     contiguous_strides,
     is_aligned,
-    is_readable,
+    on_device,
     overwritten,
     rows_are_regular,
 )
@@ -239,10 +241,7 @@ class BackwardLauncher:
         steps: Steps = NOW,
     ) -> Gradients:
         """As :meth:`launch`, step by step."""
-        device = call.q.get_device()
-        if device == memory.current_device():
-            return self._launch(call, grads, outputs, into, steps)
-        with torch.cuda.device(device):
+        with on_device(call.q.get_device()):
             return self._launch(call, grads, outputs, into, steps)
 
     def ready(self) -> "BackwardLauncher":
@@ -436,7 +435,7 @@ class PaddedBackward:
         tensors = (*call[:3], grad_out, out)
         copied = (*copied, *padding.to_copy((grad_out, out)))
         padding.check_rows(dict(zip(("q", "k", "v", "grad_out", "out"), tensors, strict=True)), copied)
-        with torch.cuda.device(call.q.device):
+        with on_device(call.q.get_device()):
             pad = Copies.of("backward_pad", call, [x.shape for x in tensors])
             unpad = Copies.of("backward_unpad", call, [x.shape for x in call[:3]])
             *own, wide_grad, wide_out = pad.empty(tensors, copied)
@@ -521,20 +520,13 @@ def check_given(
         x = getattr(call, name)
         if not wanted or x is None:
             raise ValueError(f"d{name} is given, but no gradient of {name} is wanted; accepted: None")
-        for what in ("device", "dtype", "shape"):
-            if getattr(own, what) != getattr(x, what):
-                have, accepted = (str(getattr(y, what)) for y in (own, x))
-                raise ValueError(f"d{name} has {what} {have}; accepted: {accepted}, {name}'s")
+        check_like(f"d{name}", own, device=x.device, dtype=x.dtype, shape=x.shape)
         if own.requires_grad:
             raise ValueError(f"d{name} requires a gradient; accepted: a tensor to write")
         check_apart(f"d{name}", own, taken)
         taken.append((f"d{name}", own))
-        regular = not own.is_cuda or not call.aligned or is_readable(own)
-        if name in ("q", "k", "v") and not regular:
-            raise ValueError(
-                f"d{name} has strides {tuple(own.stride())} and starts {own.data_ptr() % 16} bytes past a multiple of "
-                "16; accepted: rows of contiguous elements that start at multiples of 16 bytes"
-            )
+        if name in ("q", "k", "v") and own.is_cuda and call.aligned:
+            check_rows(f"d{name}", own)
 
 
 def _readable(x: Tensor, copy: bool) -> Tensor:
@@ -679,7 +671,7 @@ def _make_launcher(
     from cute_attn.tiles import padded
 
     bias = BiasGradient.of(call, deterministic) if needed[3] else None
-    with torch.cuda.device(call.q.device):
+    with on_device(call.q.get_device()):
         target = compiler.default_target("sm80")
         kernel = choose_kernel(call, target, op="backward", bias_grad=bias is not None)
         if getattr(kernel.tile, "in_terms", False):

@@ -10,22 +10,25 @@ import math
 import torch
 from torch import Tensor
 
-from cute_attn.host.call import SINGLE_TENSORS, Call
+from cute_attn.host.call import Call
 from cute_attn.host.checks import (
     FLOAT_DTYPES,
     MAX_SEQLEN,
     check_apart,
     check_count,
     check_cumulative,
-    check_dense,
     check_int32,
+    check_range,
+    check_scale,
     check_sinks,
     check_slopes,
     check_softcap,
     check_starts,
     check_strides,
+    on_host,
 )
 from cute_attn.host.memory import is_aligned, overlap
+from cute_attn.host.values import check_present
 
 APPEND_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -35,20 +38,9 @@ APPEND_DTYPES = (torch.float16, torch.bfloat16)
 
 def check_tensors(call: Call, required: tuple[str, ...]) -> None:
     """Raise for an argument that is no dense tensor, or missing, or on another device than the first."""
-    for name in SINGLE_TENSORS:
-        value = getattr(call, name)
-        if value is not None or name in required:
-            check_dense(name, value)
-    check_devices(call)
-
-
-def check_devices(call: Call) -> None:
-    """Raise ValueError for a tensor that is on another device than the first."""
-    first = "k_cache" if call.q is None else "q"
-    device = getattr(call, first).device
-    for name, x in call.tensors():
-        if x.device != device:
-            raise ValueError(f"{name} is on {x.device}; accepted: {device}, where {first} is")
+    named = [(name, getattr(call, name)) for name in required]
+    named += [item for item in call.tensors() if item[0] not in required]
+    check_present(named, required, "q" if "q" in required else "k_cache")
 
 
 def check_append(call: Call, batch: int, leftpad: Tensor | None = None) -> None:
@@ -56,12 +48,12 @@ def check_append(call: Call, batch: int, leftpad: Tensor | None = None) -> None:
 
     leftpad: the call's ``cache_leftpad``, checked.
     """
-    check_devices(call)
+    check_tensors(call, ("k_cache", "v_cache"))
     _check_cache(call, batch)
     _check_new(call, batch)
     _check_rotary(call, batch)
-    if call.k_cache.device.type == "cpu":
-        check_tables(call, leftpad)
+    if on_host(call.k_cache):
+        check_values(call, leftpad)
 
 
 def _check_cache(call: Call, batch: int) -> None:
@@ -115,6 +107,8 @@ def _check_new(call: Call, batch: int) -> None:
         return
     if call.cache_seqlens is None:
         raise ValueError("cache_seqlens is None; accepted with k and v: rows in use before them, int32")
+    if cu_seqlens is not None:
+        check_starts("cu_seqlens_k_new", cu_seqlens)
     for name, x, cache in (("k", k, call.k_cache), ("v", v, call.v_cache)):
         heads = tuple(cache.shape[2:])
         if x.dtype != cache.dtype:
@@ -128,9 +122,7 @@ def _check_new(call: Call, batch: int) -> None:
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"v has shape {tuple(v.shape)}; accepted: k's rows, {tuple(k.shape[:-1])}")
     if cu_seqlens is not None:
-        check_int32("cu_seqlens_k_new", cu_seqlens, batch + 1)
-        if cu_seqlens.device.type == "cpu":
-            check_cumulative("cu_seqlens_k_new", cu_seqlens, k.shape[0], k.shape[0])
+        check_cumulative("cu_seqlens_k_new", cu_seqlens, batch, k.shape[0], k.shape[0])
     check_apart("k_cache", call.k_cache, ())
     check_apart("v_cache", call.v_cache, [("k_cache", call.k_cache)])
 
@@ -172,17 +164,16 @@ def _check_rotary(call: Call, batch: int) -> None:
 def check_attention(call: Call) -> None:
     """Raise TypeError or ValueError for the first wrong argument of ``attention_with_kvcache``, on any device."""
     q, k_cache, cu_seqlens = call.q, call.k_cache, call.cu_seqlens_q
-    check_devices(call)
+    check_tensors(call, ("q", "k_cache", "v_cache"))
+    if cu_seqlens is not None:
+        check_starts("cu_seqlens_q", cu_seqlens)
     if q.dim() != (4 if cu_seqlens is None else 3):
         dims = "(batch, seqlen_q, nheads, head_dim)" if cu_seqlens is None else "(total, nheads, head_dim)"
         raise ValueError(f"q has shape {tuple(q.shape)}; accepted: {dims}")
     if cu_seqlens is not None:
-        check_starts("cu_seqlens_q", cu_seqlens)
-        check_int32("cu_seqlens_q", cu_seqlens, call.batch + 1)
         if not 0 <= call.max_seqlen_q <= MAX_SEQLEN:
             raise ValueError(f"max_seqlen_q is {call.max_seqlen_q}; accepted: 0 to {MAX_SEQLEN}")
-        if cu_seqlens.device.type == "cpu":
-            check_cumulative("cu_seqlens_q", cu_seqlens, q.shape[0], call.max_seqlen_q)
+        check_cumulative("cu_seqlens_q", cu_seqlens, call.batch, q.shape[0], call.max_seqlen_q)
     if call.cache_leftpad is not None:
         check_int32("cache_leftpad", call.cache_leftpad, call.batch)
     check_append(call, call.batch, call.cache_leftpad)
@@ -195,8 +186,7 @@ def check_attention(call: Call) -> None:
         raise ValueError(f"q has {nheads} heads; accepted: a multiple of k_cache's {k_cache.shape[2]}")
     if call.longest[0] > MAX_SEQLEN:
         raise ValueError(f"q has seqlen {call.longest[0]}; accepted: up to {MAX_SEQLEN}")
-    if not (math.isfinite(call.softmax_scale) and call.softmax_scale > 0):
-        raise ValueError(f"softmax_scale is {call.softmax_scale}; accepted: a finite number above 0")
+    check_scale(call.softmax_scale)
     check_softcap(call.softcap)
     slopes = call.alibi_slopes
     if slopes is not None:
@@ -233,25 +223,33 @@ def _check_tree(call: Call, tree: Tensor) -> None:
 
 
 def check_lengths(call: Call, leftpad: Tensor | None = None) -> None:
-    """Raise ValueError where a length or an entry is out of bounds. Waits for the device."""
-    capacity = call.cache.capacity
+    """Raise ValueError where a length or an entry is out of bounds, or new rows are. Waits for the device."""
+    check_values(call, leftpad)
     after = call.lengths_after()
-    if call.cache_seqlens is not None and after is not None:
-        for b, (before, end) in enumerate(zip(call.cache_seqlens.tolist(), after.tolist(), strict=True)):
-            if before < 0 or end > capacity:
-                raise ValueError(
-                    f"cache_seqlens[{b}] is {before} and {end - before} rows are appended; accepted: from 0 to the "
-                    f"capacity, {capacity}"
-                )
-    if leftpad is not None:
-        _check_range("cache_leftpad", leftpad, capacity + 1)
-    check_tables(call, leftpad)
+    if call.cache_seqlens is None or after is None:
+        return
+    capacity = call.cache.capacity
+    for b, (before, end) in enumerate(zip(call.cache_seqlens.tolist(), after.tolist(), strict=True)):
+        if end > capacity:
+            raise ValueError(
+                f"cache_seqlens[{b}] is {before} and {end - before} rows are appended; accepted: up to the capacity, "
+                f"{capacity}, together"
+            )
 
 
-def check_tables(call: Call, leftpad: Tensor | None = None) -> None:
-    """Raise ValueError where a sequence's entry, or a page of its rows, is out of bounds. Waits for the device."""
-    if call.cache_batch_idx is not None:
-        _check_range("cache_batch_idx", call.cache_batch_idx, call.entries)
+def check_values(call: Call, leftpad: Tensor | None = None) -> None:
+    """Raise ValueError where a length, a sequence's entry or a page of its rows is out of bounds.
+
+    Rows that are appended may go beyond the capacity, where they are not written. Waits for the device.
+    """
+    bounds = (
+        ("cache_seqlens", call.cache_seqlens, call.cache.capacity),
+        ("cache_leftpad", leftpad, call.cache.capacity),
+        ("cache_batch_idx", call.cache_batch_idx, call.entries - 1),
+    )
+    for name, values, most in bounds:
+        if values is not None:
+            check_range(name, values, most, wait=True)
     if call.page_table is None:
         return
     pages, size = call.k_cache.shape[:2]
@@ -261,15 +259,9 @@ def check_tables(call: Call, leftpad: Tensor | None = None) -> None:
     entries = range(call.entries) if call.cache_batch_idx is None else call.cache_batch_idx.tolist()
     table = call.page_table.tolist()
     for entry, start, end in zip(entries, starts, ends, strict=False):
-        for i in range(max(start, 0) // size, min(-(-end // size), len(table[entry]))):
+        for i in range(start // size, min(-(-end // size), len(table[entry]))):
             if not 0 <= table[entry][i] < pages:
                 raise ValueError(f"page_table[{entry}, {i}] is {table[entry][i]}; accepted: 0 to {pages - 1}")
-
-
-def _check_range(name: str, values: Tensor, end: int) -> None:
-    for b, value in enumerate(values.tolist()):
-        if not 0 <= value < end:
-            raise ValueError(f"{name}[{b}] is {value}; accepted: 0 to {end - 1}")
 
 
 # ---- checks of what the kernels need ----

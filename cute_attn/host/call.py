@@ -4,7 +4,7 @@ A door fills in every default. What kernels a call needs, how its outputs are la
 from a :class:`Call` alone: :mod:`cute_attn.host.checks`, :mod:`cute_attn.host.cache_checks` and the plans read it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from cute_attn import reference
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.host.memory import materialized, rows_are_aligned
+from cute_attn.host.values import shown
 from cute_attn.reference.kvcache import Cache, Rotary
 from cute_attn.traits import Traits
 
@@ -31,6 +32,7 @@ def pytorchs_precision() -> str:
 
 
 _ABSENT: Any = None
+"""Of tensors that every call of a kind has and another kind lacks: who reads one knows which kind he has."""
 
 
 class Call(NamedTuple):
@@ -376,12 +378,11 @@ def given_epilogues(epilogues: Sequence[str] | Mapping[str, Any]) -> Mapping[str
     Raises:
         TypeError: they are neither names nor such a mapping.
     """
-    if isinstance(epilogues, str):
+    names = tuple(epilogues) if isinstance(epilogues, tuple | list | Mapping) else (None,)
+    if not all(isinstance(name, str) for name in names):
         raise TypeError(
-            f"epilogues is {epilogues!r}; accepted: a tuple of names, or a dict of names to arguments"
+            f"epilogues is {shown(epilogues)}; accepted: a tuple of names, or a dict of names to arguments"
         )
-    if not isinstance(epilogues, Iterable):
-        raise TypeError(f"epilogues is {epilogues!r}; accepted: names, or a dict of names to arguments")
     return epilogues if isinstance(epilogues, Mapping) else dict.fromkeys(epilogues, ())
 
 
@@ -397,6 +398,8 @@ def pack_epilogues(
     tensors: list[Tensor] = []
     numbers: list[float] = []
     for name, arguments in given.items():
+        if ":" in name:
+            raise ValueError(f"epilogues has the name {name!r}; accepted: names without a colon")
         letters = ""
         for value in arguments if isinstance(arguments, tuple | list) else (arguments,):
             if isinstance(value, Tensor):
@@ -408,7 +411,7 @@ def pack_epilogues(
                 letters += "f" if isinstance(value, float) else "i"
                 numbers.append(float(value))
             else:
-                raise TypeError(f"epilogues[{name!r}] has {value!r}; accepted: tensors, floats and ints")
+                raise TypeError(f"epilogues[{name!r}] has {shown(value)}; accepted: tensors, floats and ints")
         names.append(f"{name}:{letters}" if letters else name)
     return tuple(names), tuple(tensors), tuple(numbers)
 

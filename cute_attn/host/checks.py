@@ -4,8 +4,9 @@
 result holds for every call of the same metadata; lengths are read, and checked, only on the CPU.
 """
 
+import itertools
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,12 +17,15 @@ from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.host.call import DTYPE_NAMES, PYTORCHS, Call
 from cute_attn.host.memory import (
     ALIGNMENT_BYTES,
+    has_memory,
     is_aligned,
     is_broadcast,
     is_readable,
+    may_be_aligned,
     overlap,
     overlaps_itself,
 )
+from cute_attn.host.values import check_dense, check_present, shown
 from cute_attn.traits import (
     DROPOUTS,
     MASKS,
@@ -57,32 +61,8 @@ def check(call: Call) -> None:
     _check_score_tensors(call)
 
 
-def check_dense(name: str, tensor: Any) -> None:
-    """Raise TypeError for what is no tensor, or a sparse or a nested one."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}; accepted: a torch.Tensor")
-    if tensor.is_nested or tensor.layout is not torch.strided:
-        kind = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
-        raise TypeError(f"{name} is {kind}; accepted: a dense torch.Tensor, of layout torch.strided")
-
-
-def check_flags(**values: Any) -> None:
-    """Raise TypeError for an argument that is neither True nor False."""
-    for name, value in values.items():
-        if not is_one_of(value, (False, True)):
-            raise TypeError(f"{name} is {value!r}; accepted: False or True")
-
-
-def is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
-    """Whether ``value`` is interchangeable with one of those: a tensor equals them, but may change."""
-    return isinstance(value, Hashable) and value in frozenset(accepted)
-
-
 def _check_tensors(call: Call) -> None:
-    for name, tensor in call.tensors():
-        check_dense(name, tensor)
-        if tensor.device != call.q.device:
-            raise ValueError(f"{name} is on {tensor.device}; accepted: {call.q.device}, where q is")
+    check_present(call.tensors(), ("q", "k", "v"))
     if call.q.dtype not in FLOAT_DTYPES:
         raise TypeError(f"q has dtype {call.q.dtype}; accepted: {_list(FLOAT_DTYPES)}")
     for name, tensor in (("k", call.k), ("v", call.v)):
@@ -116,8 +96,7 @@ _ONE_IN_FLOAT32 = 1 - 2**-25
 
 
 def _check_numbers(call: Call) -> None:
-    if not math.isfinite(call.softmax_scale):
-        raise ValueError(f"softmax_scale is {call.softmax_scale}; accepted: a finite number")
+    check_scale(call.softmax_scale)
     check_softcap(call.softcap)
     if not 0 <= call.dropout_p < _ONE_IN_FLOAT32:
         raise ValueError(f"dropout_p is {call.dropout_p}; accepted: 0 <= dropout_p < 1, in float32 as well")
@@ -146,17 +125,18 @@ def _check_lengths(call: Call) -> None:
             raise ValueError(f"{name} is {value}; accepted: {x.shape[1]}, {name[-1]}'s seqlen")
     if (call.cu_seqlens_q is None) != (call.cu_seqlens_k is None):
         raise ValueError("cu_seqlens_q or cu_seqlens_k is missing; accepted: both, or neither")
-    rows = {"q": call.q.shape[0], "k": call.k.shape[0]}
-    for side in ("q", "k"):
+    for side, x in (("q", call.q), ("k", call.k)):
         cu_seqlens, seqused = getattr(call, f"cu_seqlens_{side}"), getattr(call, f"seqused_{side}")
+        rows: int | Sequence[int] | None = None if call.varlen else x.shape[1]
         if cu_seqlens is not None:
             name = f"cu_seqlens_{side}"
             check_starts(name, cu_seqlens)
-            check_int32(name, cu_seqlens, call.batch + 1)
-            if cu_seqlens.device.type == "cpu":
-                check_cumulative(name, cu_seqlens, rows[side], getattr(call, f"max_seqlen_{side}"))
+            rows = check_cumulative(
+                name, cu_seqlens, call.batch, x.shape[0], getattr(call, f"max_seqlen_{side}")
+            )
         if seqused is not None:
             check_int32(f"seqused_{side}", seqused, call.batch)
+            check_range(f"seqused_{side}", seqused, rows)
 
 
 def check_starts(name: str, cu_seqlens: Any) -> None:
@@ -178,16 +158,45 @@ def check_int32(name: str, tensor: Tensor, length: int) -> None:
         raise ValueError(f"{name} has stride {tensor.stride(0)}; accepted: 1, contiguous")
 
 
-def check_cumulative(name: str, cu_seqlens: Tensor, rows: int, max_seqlen: int) -> None:
-    """Raise ValueError for cumulative lengths, which are read, that ``rows`` or ``max_seqlen`` do not hold."""
+def check_cumulative(
+    name: str, cu_seqlens: Tensor, batch: int, rows: int, max_seqlen: int
+) -> list[int] | None:
+    """Raise for what are not cumulative lengths of ``batch`` sequences that ``rows`` and ``max_seqlen`` hold.
+
+    Returns the lengths, or None where :func:`on_host` says that they are not read.
+    """
+    check_int32(name, cu_seqlens, batch + 1)
+    if not on_host(cu_seqlens):
+        return None
     bounds = cu_seqlens.tolist()
     lengths = [end - start for start, end in pairwise(bounds)]
-    if bounds[0] < 0 or bounds[-1] > rows or any(length < 0 for length in lengths):
-        raise ValueError(f"{name} is {bounds}; accepted: rising numbers from 0 up to {rows}, the packed rows")
+    if bounds[0] < 0 or bounds[-1] > rows or any(one < 0 for one in lengths):
+        raise ValueError(
+            f"{name} is {shown(bounds)}; accepted: rising numbers from 0 up to {rows}, the packed rows"
+        )
     if lengths and max(lengths) > max_seqlen:
         raise ValueError(
             f"max_seqlen_{name[-1]} is {max_seqlen}; accepted: {max(lengths)} or more, {name}'s longest"
         )
+    return lengths
+
+
+def check_range(name: str, values: Tensor, most: int | Sequence[int] | None, *, wait: bool = False) -> None:
+    """Raise ValueError for a value below 0, or above ``most``: one bound for all, or one each, or None if unknown.
+
+    wait: read values that :func:`on_host` would not, which waits for the device.
+    """
+    if most is None or not (wait or on_host(values)):
+        return
+    bounds = itertools.repeat(most) if isinstance(most, int | torch.SymInt) else most
+    for b, (value, bound) in enumerate(zip(values.tolist(), bounds, strict=False)):
+        if not 0 <= value <= bound:
+            raise ValueError(f"{name}[{b}] is {value}; accepted: 0 to {bound}")
+
+
+def on_host(x: Tensor) -> bool:
+    """Whether lengths in ``x`` are read to be checked: on the CPU, which waits for no device and traces nothing."""
+    return x.device.type == "cpu" and has_memory(x)
 
 
 def _check_score_tensors(call: Call) -> None:
@@ -219,6 +228,12 @@ def _check_score_tensors(call: Call) -> None:
         if tuple(rng_state.shape) != (2,) or rng_state.stride(0) != 1:
             shape, stride = tuple(rng_state.shape), tuple(rng_state.stride())
             raise ValueError(f"rng_state has shape {shape}, stride {stride}; accepted: (2,), (1,)")
+
+
+def check_scale(softmax_scale: float) -> None:
+    """Raise ValueError for a factor of the products that is none."""
+    if not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale is {softmax_scale}; accepted: a finite number")
 
 
 def check_softcap(softcap: float) -> None:
@@ -353,25 +368,61 @@ def check_gradients(
             raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: {dtype}")
 
 
-def check_out(call: Call, out: Tensor) -> None:
-    """Raise where ``out`` cannot be written in place of a new output. Assumes :func:`check`."""
-    check_dense("out", out)
+def check_out(call: Call, out: Tensor, *, rows: bool = False) -> None:
+    """Raise where ``out`` cannot be written in place of a new output. Assumes that the call is checked.
+
+    rows: whether kernels write it as it is, where they read q, k and v so.
+    """
     wanted = {"device": call.q.device, "dtype": call.q.dtype, "shape": call.output_shapes()[0]}
+    check_written("out", out, call.tensors(), rows=rows and call.q.is_cuda and call.aligned, **wanted)
+
+
+def check_written(
+    name: str,
+    written: Any,
+    others: Iterable[tuple[str, Tensor | None]],
+    *,
+    rows: bool = False,
+    **wanted: Any,
+) -> None:
+    """Raise where a result cannot be written to a tensor that a caller gave.
+
+    Args:
+        others: the call's other tensors, by name.
+        rows: whether kernels write it as it is.
+        wanted: its device, dtype and shape.
+    """
+    check_like(name, written, **wanted)
+    present = [(other, x) for other, x in others if x is not None]
+    if torch.is_grad_enabled() and (written.requires_grad or any(x.requires_grad for _, x in present)):
+        raise ValueError(f"{name} is given where autograd records; accepted: without gradients")
+    check_apart(name, written, present)
+    if rows:
+        check_rows(name, written)
+
+
+def check_like(name: str, tensor: Any, **wanted: Any) -> None:
+    """Raise for what is no dense tensor of the device, dtype and shape that are wanted."""
+    check_dense(name, tensor)
     for what, value in wanted.items():
-        own = getattr(out, what)
-        if (tuple(own) if what == "shape" else own) != value:
-            raise ValueError(f"out has {what} {own}; accepted: {value}")
-    broadcast = is_broadcast(out)
-    differentiable = torch.is_grad_enabled() and any(x.requires_grad for _, x in call.tensors())
-    if out.requires_grad or differentiable:
-        raise ValueError("out is given where autograd records; accepted: without gradients")
-    regular = not out.is_cuda or not call.aligned or is_readable(out)
-    if broadcast or not regular:
-        start = f"starts {out.data_ptr() % ALIGNMENT_BYTES} bytes past a multiple of {ALIGNMENT_BYTES}"
-        raise ValueError(
-            f"out has strides {tuple(out.stride())} and {start}; accepted: rows of contiguous elements that start at "
-            f"multiples of {ALIGNMENT_BYTES} bytes"
-        )
+        own = getattr(tensor, what)
+        if own != value:
+            own, value = (tuple(x) if isinstance(x, torch.Size) else x for x in (own, value))
+            raise ValueError(f"{name} has {what} {own}; accepted: {value}")
+
+
+def check_rows(name: str, written: Tensor) -> None:
+    """Raise ValueError for a tensor that kernels do not write as it is."""
+    if is_readable(written):
+        return
+    start = ""
+    if not may_be_aligned(written):
+        past = written.data_ptr() % ALIGNMENT_BYTES
+        start = f" and starts {past} bytes past a multiple of {ALIGNMENT_BYTES}"
+    raise ValueError(
+        f"{name} has strides {tuple(written.stride())}{start}; accepted: rows of contiguous elements that start at "
+        f"multiples of {ALIGNMENT_BYTES} bytes"
+    )
 
 
 def check_has_memory(name: str, written: Tensor) -> None:
@@ -388,18 +439,19 @@ def check_writable(name: str, written: Tensor) -> None:
 
 
 def check_apart(name: str, written: Tensor, others: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError where elements of a tensor that a kernel writes share memory, or are also another argument's.
+    """Raise ValueError where elements of a tensor that is written share memory, or are also another argument's.
 
-    Of tensors with memory alone, unlike those of compilers and function transforms.
+    Addresses are compared of tensors that have some, unlike those of compilers and function transforms.
     """
     check_has_memory(name, written)
-    if overlaps_itself(written):
+    addressed = has_memory(written)
+    if overlaps_itself(written) if addressed else is_broadcast(written):
         raise ValueError(
             f"{name} has shape {tuple(written.shape)} and strides {tuple(written.stride())}, so that elements share "
             "memory; accepted: elements of which each has its own"
         )
     for other, x in others:
-        if overlap(written, x):
+        if addressed and has_memory(x) and overlap(written, x):
             raise ValueError(f"{name} shares memory with {other}; accepted: memory of its own")
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 from cute_attn.host.call import Call
@@ -44,7 +45,8 @@ def choose_kernel(
     from cute_attn.compiler import registry
 
     tile = call.tile if op == "forward" else call.backward_tile
-    names = [call.kernel] if call.kernel else [a for a in ("sm90", "sm80") if target in registry.RUNS_ON[a]]
+    check_kernel(call.kernel, ("forward", op))
+    names = [call.kernel] if call.kernel else registry.generations(target)
     reasons: list[str] = []
     for name in names:
         arch, _, variant = name.partition(":")
@@ -75,10 +77,10 @@ def choose_kernel(
     raise registry.Unsupported("; ".join(reasons))
 
 
-def check_words(kernel: str, **tiles: str) -> None:
-    """Refuse a kernel that is not registered and a tile's text that no kernel reads, for tensors that none computes.
+def check_kernel(kernel: str, ops: Iterable[str]) -> dict[str, str]:
+    """Refuse a name under which no kernel of those ops is registered; "" is none.
 
-    tiles: ``tile`` and ``backward_tile``, "" for the default ones.
+    Returns the generation of each name that is accepted.
 
     Raises:
         ValueError: with what is accepted.
@@ -86,21 +88,33 @@ def check_words(kernel: str, **tiles: str) -> None:
     from cute_attn.compiler import registry
 
     names = {
-        f"{arch}:{variant}" if variant else arch: arch
-        for op, arch, variant in registry.KERNELS
-        if op == "forward"
+        f"{arch}:{variant}" if variant else arch: arch for op, arch, variant in registry.KERNELS if op in ops
     }
     if kernel and kernel not in names:
         raise ValueError(
             f"kernel is {kernel!r}{did_you_mean(kernel, names)}; accepted: {', '.join(map(repr, names))}, or None"
         )
-    for name, op in (("tile", "forward"), ("backward_tile", "backward")):
-        if ":" in kernel and op == "forward":
+    return names
+
+
+def check_words(kernel: str, **tiles: str) -> None:
+    """Refuse a kernel that is not registered and a tile's text that no kernel reads, for tensors that none computes.
+
+    tiles: a text for each op that the call has, "" for the default tile.
+
+    Raises:
+        ValueError: with what is accepted.
+    """
+    from cute_attn.compiler import registry
+
+    names = check_kernel(kernel, tiles)
+    for op, text in tiles.items():
+        if ":" in kernel and op != "backward":
             continue  # a variant may have fields of its own
         reasons = []
         for arch in [names[kernel]] if kernel else sorted(set(names.values())):
             try:
-                registry.lookup(Traits(op, arch, "bf16", 64)).tile.override(tiles[name])
+                registry.lookup(Traits(op, arch, "bf16", 64)).tile.override(text)
                 break
             except ValueError as reason:
                 reasons.append(reason)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cute_attn.host.dispatch import no_dispatch_mode
+from cute_attn.host.memory import has_memory
 
 
 def parts_packed(tensors: Sequence[Tensor]) -> int:
@@ -65,7 +66,8 @@ class _Unbind(torch.autograd.Function):
         """One tensor, without a copy if it exists already."""
         *rows, parts, nheads, dim = ctx.shape
         strides = packed_strides((*rows, nheads, dim), parts)
-        if all(x.stride() == strides for x in grads) and are_adjacent(grads):
+        known = all(x.stride() == strides and has_memory(x) for x in grads)
+        if known and are_adjacent(grads):
             storage = grads[0].untyped_storage().data_ptr()
             if all(x.untyped_storage().data_ptr() == storage for x in grads):
                 whole = (*strides[:-2], nheads * dim, dim, 1)

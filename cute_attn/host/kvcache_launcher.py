@@ -19,7 +19,7 @@ from torch import Tensor
 from cute_attn.host import plans
 from cute_attn.host.call import DTYPE_NAMES, Call
 from cute_attn.host.checks import MAX_ROWS, check_count
-from cute_attn.host.choose import user_classes
+from cute_attn.host.choose import check_kernel, user_classes
 from cute_attn.host.counters import multiprocessors
 from cute_attn.host.launch import NOW, Layout, Steps
 from cute_attn.host.memory import (
@@ -27,6 +27,7 @@ from cute_attn.host.memory import (
     as_strided,
     clear_owned,
     contiguous_strides,
+    on_device,
     regular_strides,
     rows_are_regular,
 )
@@ -213,7 +214,7 @@ def make_plan(call: Call) -> Plan:
         return Plan(None, None, None, shapes, strides)
     from cute_attn import compiler
 
-    with torch.cuda.device(call.q.device):
+    with on_device(call.q.get_device()):
         target = compiler.default_target("sm80")
         processors = multiprocessors(call.q.get_device())
         kernel, split = choose_kernel(call, target, processors)
@@ -246,7 +247,7 @@ def _combine(
     if not split.how:
         return None
     # On Hopper its launch overlaps the end of the kernel before it, of either generation.
-    arch = "sm90" if target in registry.RUNS_ON["sm90"] else "sm80"
+    arch = registry.generations(target)[0]
     if split.how == "parts":
         plain = Traits("combine", arch, traits.dtype, traits.head_dim_v, sinks=call.sinks_dtype)
         tile = CombineTile.of(split.parts, eager=not split.part_keys)
@@ -318,6 +319,7 @@ def choose_kernel(call: Call, target: str, processors: int) -> tuple[Any, Split]
     """
     from cute_attn.compiler import registry
 
+    check_kernel(call.kernel, ("kvcache",))
     names = [call.kernel] if call.kernel else _generations(call, target)
     reasons: list[str] = []
     for name in names:
@@ -339,7 +341,7 @@ def _generations(call: Call, target: str) -> list[str]:
     """The generations of kernels that run on a target, the newest first, but for pages that TMA cannot load."""
     from cute_attn.compiler import registry
 
-    names = [name for name in ("sm90", "sm80") if target in registry.RUNS_ON[name]]
+    names = registry.generations(target)
     return names[-1:] if _page_rows(call) % BOX_ROWS else names
 
 

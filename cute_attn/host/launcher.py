@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cute_attn import reference
-from cute_attn.host import memory, padding, plans
+from cute_attn.host import padding, plans
 from cute_attn.host.call import NUM_TENSORS, SINKS, Call
 from cute_attn.host.checks import MAX_ROWS, check, check_count, check_for_kernels, check_steps
 from cute_attn.host.choose import choose_kernel, user_classes
@@ -27,6 +27,8 @@ from cute_attn.host.memory import (
     clear_owned,
     contiguous_strides,
     is_aligned,
+    none_overrides,
+    on_device,
     regular_strides,
     rows_are_regular,
     write_owned,
@@ -102,15 +104,14 @@ class Launcher(Repeatable):
         steps: Steps = NOW,
     ) -> Outputs:
         """As :meth:`launch`, step by step."""
-        device = tensors[0].get_device()
-        if device == memory.current_device():
-            return self._launch(tensors, epilogue_tensors, into, steps)
-        with torch.cuda.device(device):
+        with on_device(tensors[0].get_device()):
             return self._launch(tensors, epilogue_tensors, into, steps)
 
     def _launch(
         self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...], into: Tensor | None, steps: Steps
     ) -> Outputs:
+        if self.softmax_shape is not None and any(x is not None for x in tensors[3:7]):
+            _refuse_capture()
         if self.padding is not None:
             return self.padding.launch(self, tensors, epilogue_tensors, into, steps)
         if self.sign != 1:
@@ -150,12 +151,8 @@ class Launcher(Repeatable):
             return out, lse, None
         steps.also()
         call = self._call(tensors, epilogue_tensors)
-        if any(x is not None for x in tensors[3:7]) and torch.cuda.is_current_stream_capturing():
-            raise NotImplementedError(
-                "return_softmax is True with lengths, which it reads on the host, in a CUDA graph's capture; accepted: "
-                "without lengths, or outside a graph"
-            )
-        return out, lse, reference.softmax(q, k, lse, call.softmax_scale, *call.by_definition())
+        definition = call.by_definition()
+        return out, lse, reference.softmax(q, k, lse, call.softmax_scale, *definition, call.precision)
 
     def _call(self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...] = ()) -> Call:
         """The call's with a positive scale; ``tensors`` have the sign."""
@@ -206,7 +203,7 @@ class PaddedForward:
     def of(call: Call, copied: tuple[bool, ...]) -> "PaddedForward":
         """For a call of which those are ``copied``."""
         padding.check_rows({"q": call.q, "k": call.k, "v": call.v}, copied)
-        with torch.cuda.device(call.q.device):
+        with on_device(call.q.get_device()):
             pad = Copies.of("forward_pad", call, [x.shape for x in call[:3]])
             unpad = Copies.of("forward_unpad", call, [call.output_shapes()[0]])
             padded = Call._make((*pad.empty(call[:3], copied), *call[3:]))
@@ -234,6 +231,15 @@ class PaddedForward:
         if cuts:
             self.unpad.unpad([written], [out], steps, tensors[3])
         return out, lse, softmax
+
+
+def _refuse_capture() -> None:
+    """Raise where a CUDA graph captures a call whose softmax is wanted: the host reads its lengths."""
+    if torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            "return_softmax is True with lengths, which it reads on the host, in a CUDA graph's capture; accepted: "
+            "without lengths, or outside a graph"
+        )
 
 
 def are_aligned(tensors: Tensors) -> bool:
@@ -264,7 +270,8 @@ def key_of(options: Hashable, bias: Tensor | None) -> tuple[Hashable, ...]:
 
     Whether the bias is aligned for TMA is part of it: one that is not has another kernel, where q, k and v are padded.
     """
-    has_address = isinstance(bias, Tensor) and bias.layout is torch.strided  # the checks refuse others
+    # One of a subclass, such as a fake tensor, has no plan; the checks refuse other layouts.
+    has_address = bias is not None and none_overrides((bias,)) and bias.layout is torch.strided
     return "forward", options, not has_address or is_aligned(bias)  # type: ignore[arg-type]
 
 
@@ -328,7 +335,7 @@ def _make_launcher(call: Call, starts: tuple[bool, ...] = ()) -> Launcher:
     if any(copied):
         prefill = call.seqused_q is not None
         return replace(launcher, padding=PaddedForward.of(given, copied), prefill=prefill)
-    with torch.cuda.device(call.q.device):
+    with on_device(call.q.get_device()):
         target = compiler.default_target("sm80")
         kernel = choose_kernel(call, target)
         blocks, processors = check_query_blocks(call, kernel), multiprocessors(call.q.get_device())

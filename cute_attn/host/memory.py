@@ -1,5 +1,6 @@
 """Tensors' memory: outputs, views, and what a tensor is beside its numbers (lazy views, overlaps, versions)."""
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 Tensors = tuple[Any, ...]
 """A call's first tensors, q to rng_state; those that may be absent are None."""
@@ -20,6 +22,14 @@ _empty_strided_cuda = getattr(_guards, "_empty_strided_cuda", None)
 _reinterpret_tensor = getattr(_guards, "_reinterpret_tensor", None)
 tensor_guards = getattr(_guards, "TensorGuards", None)
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
+_HERE = contextlib.nullcontext()
+
+
+def on_device(device: int) -> contextlib.AbstractContextManager:
+    """Within it ``device``, as tensors give it, is the current one, where launches go."""
+    return _HERE if device == current_device() else torch.cuda.device(device)
 
 
 def new_empty_strided(
@@ -50,13 +60,18 @@ ALIGNMENT_BYTES = 16
 
 
 def is_aligned(x: Tensor) -> bool:
-    """Whether ``x`` starts at a multiple of 16 bytes."""
+    """Whether ``x``, which has memory, starts at a multiple of 16 bytes."""
     return x.data_ptr() % ALIGNMENT_BYTES == 0
 
 
+def may_be_aligned(x: Tensor) -> bool:
+    """:func:`is_aligned`, or True for a tensor without memory, whose address is not known yet."""
+    return not has_memory(x) or is_aligned(x)
+
+
 def rows_are_aligned(x: Tensor) -> bool:
-    """Whether rows of the last dimension are contiguous and whole 16 bytes that start at multiples of 16 bytes."""
-    return is_aligned(x) and rows_are_whole(x)
+    """Whether rows are contiguous and whole 16 bytes that start at multiples of 16 bytes, as far as that is known."""
+    return rows_are_whole(x) and may_be_aligned(x)
 
 
 def rows_are_whole(x: Tensor) -> bool:
@@ -99,8 +114,8 @@ def regular(x: Tensor) -> Tensor:
 
 
 def is_readable(x: Tensor) -> bool:
-    """Whether kernels read and write ``x`` by its strides and at its address."""
-    return rows_are_regular(x) and is_aligned(x)
+    """Whether kernels read and write ``x`` by its strides and at its address, as far as that is known."""
+    return rows_are_regular(x) and may_be_aligned(x)
 
 
 def readable(x: Tensor) -> Tensor:
@@ -120,6 +135,17 @@ def is_lazy(x: Tensor) -> bool:
     return x.is_neg() or x._is_zerotensor()
 
 
+def has_memory(x: Tensor) -> bool:
+    """Whether ``x`` has an address and numbers now, unlike meta and fake tensors and those of function transforms.
+
+    What a compiler traces has none either.
+    """
+    if torch.compiler.is_compiling() or x.is_meta or _is_wrapped(x) or torch._is_functional_tensor(x):
+        return False
+    return type(x) in _PLAIN or not is_fake(x)
+
+
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _PLAIN = frozenset((Tensor, type(None), torch.nn.Parameter))
 
 

@@ -13,6 +13,7 @@ from cute_attn.traits import Traits
 def launch(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, steps: Steps) -> None:
     """Launch the kernel: out of dtype fp16, bf16 or fp32; packed rows are a batch of one."""
     from cute_attn import compiler
+    from cute_attn.compiler import registry
 
     if not is_aligned(outs):
         steps.unlike_others()
@@ -20,8 +21,7 @@ def launch(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, sinks: Tensor |
     if outs.dim() == 4:
         outs, lses, out, lse = outs.unsqueeze(1), lses.unsqueeze(1), out.unsqueeze(0), lse.unsqueeze(0)
     target = compiler.default_target("sm80")
-    arch = "sm90" if target == "sm90" else "sm80"
-    sink_dtype = "" if sinks is None else DTYPE_NAMES[sinks.dtype]
+    arch, sink_dtype = registry.generations(target)[0], "" if sinks is None else DTYPE_NAMES[sinks.dtype]
     traits = Traits("combine", arch, DTYPE_NAMES[out.dtype], outs.shape[-1], sinks=sink_dtype)
     function = compiler.compile(traits, CombineTile.of(outs.shape[0]), target).function
     steps.launch(function, outs, lses, out, lse, sinks)

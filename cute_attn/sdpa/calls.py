@@ -168,13 +168,12 @@ def _missing_kernel(call: Call, target: str, op: str) -> str | None:
     from cute_attn.compiler import registry
 
     reasons = []
-    for arch, targets in registry.RUNS_ON.items():
-        if target in targets:
-            bias_grad = op == "backward" and call.bias is not None
-            reason = _declined(call.traits(arch, op=op, bias_grad=bias_grad), target)
-            if reason is None:
-                return None
-            reasons.append(reason)
+    for arch in registry.generations(target):
+        bias_grad = op == "backward" and call.bias is not None
+        reason = _declined(call.traits(arch, op=op, bias_grad=bias_grad), target)
+        if reason is None:
+            return None
+        reasons.append(reason)
     return "; ".join(reasons)
 
 

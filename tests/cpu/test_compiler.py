@@ -16,6 +16,7 @@ import pytest
 
 from cute_attn import compiler
 from cute_attn.compiler import cache, compile, compiled, cubin, fingerprint, registry, workers
+from cute_attn.tiles import TARGETS
 from cute_attn.traits import Traits
 from tests import processes, toy
 
@@ -30,6 +31,14 @@ def forget(monkeypatch):
 
 
 # ---- what a build reports ----
+
+
+def test_generations_of_kernels_that_run_on_a_target():
+    """The newest first, by which every op without a call's kernel is chosen."""
+    for target in TARGETS:
+        expected = ["sm90", "sm80"] if target == "sm90" else ["sm80"]
+        assert registry.generations(target) == expected
+        assert all(target in registry.RUNS_ON[arch] for arch in expected)
 
 
 @pytest.mark.parametrize("target, arch", [("sm80", "sm_80"), ("sm86", "sm_86"), ("sm90", "sm_90a")])

@@ -15,7 +15,7 @@ import torch
 
 import cute_attn.flash_attn as package
 from cute_attn import draw_rng_state, reference
-from cute_attn.flash_attn import bert_padding
+from cute_attn.flash_attn import bert_padding, rotary
 from cute_attn.host.head_dims import whole_head_dim
 
 F64 = torch.float64
@@ -460,7 +460,7 @@ def test_signatures_of_bert_padding():
     assert names(bert_padding.index_put_first_axis) == ["values", "indices", "first_axis_dim"]
 
 
-Q, QKV = randn(2, 5, 4, 16), randn(2, 5, 3, 4, 16)
+Q, QKV, COS = randn(2, 5, 4, 16), randn(2, 5, 3, 4, 16), randn(9, 8)
 WRONG = {
     "q": (lambda: package.flash_attn_func([1.0], Q, Q), TypeError, "q is a list; accepted: a torch.Tensor"),
     "dims": (
@@ -509,7 +509,7 @@ WRONG = {
     "pages": (
         lambda: package.flash_attn_varlen_func(Q[0], Q, Q, CU_Q, CU_Q, 5, 99, block_table=int32(0)[None]),
         ValueError,
-        "max_seqlen_k is 99; accepted: up to ",
+        "max_seqlen_k is 99; accepted: 0 to ",
     ),
     "kvcache": (
         lambda: package.flash_attn_with_kvcache(Q, Q, Q[..., :1, :]),
@@ -520,6 +520,46 @@ WRONG = {
         lambda: bert_padding.unpad_input(Q, torch.ones(2, 6)),
         ValueError,
         r"attention_mask has shape \(2, 6\); accepted: \(2, 5\)",
+    ),
+    "mask_list": (
+        lambda: bert_padding.unpad_input(Q, [1, 1]),
+        TypeError,
+        "attention_mask is a list; accepted: a torch.Tensor",
+    ),
+    "padding_sizes": (
+        lambda: bert_padding.pad_input(Q[0], torch.arange(5), 1, "a"),
+        TypeError,
+        "seqlen is 'a'; accepted: a Python int, or what is equal to one",
+    ),
+    "rotary_offset": (
+        lambda: rotary.apply_rotary(Q, COS, COS, "a"),
+        TypeError,
+        r"seqlen_offsets is 'a'; accepted: int32 or int64 \(2,\), or an int of 0 or more",
+    ),
+    "rotary_offset_negative": (
+        lambda: rotary.apply_rotary(Q, COS, COS, -1),
+        ValueError,
+        "seqlen_offsets is -1; accepted: int32 or int64",
+    ),
+    "rotary_offsets": (
+        lambda: rotary.apply_rotary(Q, COS, COS, int32(1)),
+        ValueError,
+        r"seqlen_offsets has shape \(1,\); accepted: int32 or int64 \(2,\)",
+    ),
+    "rotary_starts": (
+        lambda: rotary.apply_rotary(Q[0], COS, COS, cu_seqlens=[0, 5]),
+        TypeError,
+        "cu_seqlens is a list; accepted: a torch.Tensor",
+    ),
+    "rotary_flag": (
+        lambda: rotary.apply_rotary(Q, COS, COS, interleaved="no"),
+        TypeError,
+        "interleaved is 'no'; accepted: False or True",
+    ),
+    "rotary_torch": (
+        lambda: rotary.apply_rotary_emb_torch(Q, COS[:, :9], COS),
+        ValueError,
+        r"x has shape \(2, 5, 4, 16\), cos \(9, 8\) .*; accepted: \(batch, seqlen, nheads",
     ),
     "mask_in_length": (
         lambda: bert_padding.unpad_input_for_concatenated_sequences(Q, torch.ones(2, 6)),
@@ -554,6 +594,12 @@ def test_unpadding_and_padding():
     weight = randn(3, 5, 2, 4, seed=1)
     (grad,) = torch.autograd.grad((padded * weight).sum(), states)
     assert torch.equal(grad, weight * mask[:, :, None, None])
+
+
+def test_no_sequence_is_packed_to_none():
+    rows, indices, cu_seqlens, longest, used = bert_padding.unpad_input(randn(0, 5, 2), torch.ones(0, 5))
+    assert rows.shape == (0, 2) and not indices.numel() and cu_seqlens.tolist() == [0]
+    assert longest == 0 and not used.numel()
 
 
 def test_unused_rows_are_packed_and_not_counted():

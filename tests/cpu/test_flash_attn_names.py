@@ -857,7 +857,7 @@ WRONG = {
     "metadata": (
         lambda: flash_attn_3.get_scheduler_metadata(2, 1, 9, 4, 2, 64, 9),
         TypeError,
-        "cache_seqlens is a int; accepted: a torch.Tensor",
+        "cache_seqlens is an int; accepted: a torch.Tensor",
     ),
     "rotary_dims": (
         lambda: rotary.apply_rotary_emb(Q[0], randn(5, 8), randn(5, 8)),

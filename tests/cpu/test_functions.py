@@ -364,7 +364,7 @@ REFUSED = {
     ),
     "power": (score(lambda s, *_: s**2.5), TypeError, "uses __pow__ with arguments that are not traced"),
     "result": (score(lambda s, *_: None), TypeError, "score_mod returned None; accepted: traced values"),
-    "no function": (score(1.0), TypeError, r"score_mod is 1.0; accepted: a function of \(score, batch"),
+    "no function": (score(1.0), TypeError, r"score_mod is a float; accepted: a function of \(score, batch"),
     "mask": (
         {"mask_mod": lambda b, h, q, k: q - k},
         TypeError,

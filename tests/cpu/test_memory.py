@@ -1,9 +1,11 @@
 """What tensors are beside their numbers' memory: lazy views, overlaps, versions, rows that no sequence owns."""
 
+import contextlib
 import random
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cute_attn.host import memory
 from cute_attn.host.memory import all_plain, overlap, overlaps_itself, overwritten
@@ -73,6 +75,30 @@ def test_what_is_more_than_memory(name):
     if name == "conjugated":  # a copy to 16 bits is ordinary again
         lazy = torch.zeros(2, 3, dtype=torch.complex64).conj().imag
     assert not all_plain((x, lazy)) and not all_plain((x.as_subclass(type("Own", (torch.Tensor,), {})),))
+
+
+def test_fake_tensors_have_no_memory():
+    """Nor have meta tensors, those of function transforms and what a compiler traces; subclasses of memory have."""
+    x, seen = torch.ones(2, 3), []
+    with FakeTensorMode():
+        fakes = [torch.ones(2, 3, device=device) for device in ("cpu", "cuda")]
+    assert memory.has_memory(x) and memory.has_memory(x.as_subclass(type("Own", (torch.Tensor,), {})))
+    assert not any(map(memory.has_memory, (*fakes, x.to("meta"), torch._to_functional_tensor(x))))
+    torch.func.vmap(lambda y: seen.append(memory.has_memory(y)) or y)(x)
+    torch.func.grad(lambda y: seen.append(memory.has_memory(y)) or y.sum())(x)
+    torch.compile(lambda y: y + memory.has_memory(y), fullgraph=True, backend="eager")(x).equal(x)
+    assert seen == [False, False]
+    assert memory.may_be_aligned(fakes[1]) and not memory.may_be_aligned(torch.ones(3)[1:])
+
+
+def test_launches_go_to_the_tensors_device(monkeypatch):
+    entered = []
+    monkeypatch.setattr(memory, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: entered.append(index) or contextlib.nullcontext())
+    for index in (1, 0, -1):
+        with memory.on_device(index):
+            pass
+    assert entered == [0, -1]
 
 
 def test_overwritten_memory_is_told_to_autograd():

@@ -265,8 +265,14 @@ WRONG = {
     "sinks": ((OUTS, LSES), {"sinks": torch.zeros(3)}, r"sinks has shape \(3,\); accepted: \(4,\), a number a head"),
     "sinks-dtype": ((OUTS, LSES), {"sinks": torch.zeros(4).double()}, "sinks has dtype torch.float64; accepted: torch"),
     "sinks-sparse": ((OUTS, LSES), {"sinks": torch.zeros(4).to_sparse()}, "^sinks is of layout torch.sparse_coo; acc"),
-    "list": (([OUTS[0], OUTS[0, 0]], LSES), {}, r"outs has shapes \(1, 3, 4, 8\), \(3, 4, 8\); accepted: one or"),
-    "no-tensor": ((3, LSES), {}, "outs is int; accepted: a torch.Tensor, or a list of them"),
+    "list": (([OUTS[0], OUTS[0, 0]], LSES), {}, r"^outs\[1\] has shape \(3, 4, 8\); accepted: \(1, 3, 4, 8\)$"),
+    "list-dtype": (([OUTS[0], OUTS[0].half()], LSES), {}, r"^outs\[1\] has dtype torch.float16; accepted: torch.flo"),
+    "list-none": (([], []), {}, "^outs has 0 partial results; accepted: 1 or more$"),
+    "list-lses-none": ((OUTS, ()), {}, "^lses has 0 partial results; accepted: 1 or more$"),
+    "list-numbers": (([1, 2], LSES), {}, r"^outs\[0\] is an int; accepted: a torch.Tensor$"),
+    "list-sparse": (([OUTS[0].to_sparse()], LSES), {}, r"^outs\[0\] is of layout torch.sparse_coo; accepted: a dense"),
+    "generator": (((x for x in OUTS), LSES), {}, "^outs is a generator; accepted: a list or a tuple of tensors, or"),
+    "no-tensor": ((3, LSES), {}, "^outs is an int; accepted: a list or a tuple of tensors, or one tensor of all$"),
     "device": ((OUTS, LSES.to("meta")), {}, "lses is on meta; accepted: cpu, where outs is"),
 }  # fmt: skip
 

@@ -13,8 +13,8 @@ import torch
 import tvm_ffi
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_attn import attention, attention_varlen, compiler, reference
-from cute_attn.api import operators
+from cute_attn import attention, attention_varlen, attention_with_kvcache, compiler, reference
+from cute_attn.api import kvcache, operators
 from cute_attn.api.attention import draw_rng_state
 from cute_attn.compiler import registry
 from cute_attn.epilogues import base
@@ -207,6 +207,92 @@ def test_fake_tensors_need_no_kernel():
     assert out.shape == (2, 5, 4, 32) and out.dtype == BF16 and out.device.type == "cuda"
     assert lse.shape == (2, 4, 5) and lse.dtype == torch.float32
     assert softmax.shape == (2, 4, 5, 7) and softmax.dtype == BF16
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """Outputs that callers gave: without a GPU torch copies to no fake tensor on CUDA."""
+    written = []
+    for module in (operators, kvcache):
+        monkeypatch.setattr(module, "write_owned", lambda out, *_: written.append(out) or out)
+    return written
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("door", ["attention", "bias", "varlen", "kvcache", "append"])
+def test_no_address_of_a_fake_tensor_is_read(door, device, inside, written, recwarn):
+    """Nor a value of lengths, with a given output; outside of its mode a fake tensor is one all the same."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode()
+    with mode:
+        x, out, new, *caches = (
+            torch.empty(2, rows, 4, 64, dtype=BF16, device=device) for rows in (9, 9, 1, 16, 16)
+        )
+        packed, packed_out = (torch.empty(9, 4, 64, dtype=BF16, device=device) for _ in range(2))
+        bias = torch.empty(1, 4, 1, 9, device=device)
+        starts, lengths = (torch.empty(n, dtype=torch.int32, device=device) for n in (3, 2))
+    used = {"seqused_q": lengths, "seqused_k": lengths}
+    calls = {
+        "attention": lambda: attention(x, x, x, seqused_k=lengths, out=out),
+        "bias": lambda: attention(x, x, x, bias=bias),
+        "varlen": lambda: attention_varlen(
+            packed, packed, packed, starts, starts, 9, 9, **used, out=packed_out
+        ),
+        "kvcache": lambda: attention_with_kvcache(x, *caches, cache_seqlens=lengths, out=out),
+        "append": lambda: attention_with_kvcache(x, *caches, k=new, v=new, cache_seqlens=lengths, out=out),
+    }
+    with mode if inside else contextlib.nullcontext():
+        found = calls[door]()
+    assert found.shape == (packed_out if door == "varlen" else out).shape and not recwarn.list
+    assert bool(written) == (door != "bias")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_what_metadata_shows_of_a_fake_output_is_checked(device):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x, fewer = (torch.empty(2, n, 4, 64, dtype=BF16, device=device) for n in (9, 8))
+        expanded, odd = (
+            torch.empty_strided((2, 9, 4, 64), strides, dtype=BF16, device=device)
+            for strides in ((0, 256, 64, 1), (2340, 260, 65, 1))
+        )
+        with pytest.raises(ValueError, match=r"^out has shape .*, so that elements share memory; accepted"):
+            attention(x, x, x, out=expanded)
+        with pytest.raises(ValueError, match=r"^out has shape \(2, 8, 4, 64\); accepted: \(2, 9, 4, 64\)$"):
+            attention(x, x, x, out=fewer)
+        if device == "cuda":
+            with pytest.raises(
+                ValueError, match=r"^out has strides \(2340, 260, 65, 1\); accepted: rows of conti"
+            ):
+                attention(x, x, x, out=odd)
+        else:
+            assert attention(x, x, x, out=odd) is odd
+
+
+def test_a_given_output_in_one_graph():
+    """Also of packed sequences, whose lengths are read when the graph runs, and of a cache; and exported."""
+    torch.compiler.reset()
+    q, k, v = inputs()
+    cache, used = randn(2, 16, 2, 16, seed=4), torch.tensor([2, 9], dtype=torch.int32)
+    calls = [
+        lambda out: attention(q, k, v[..., :8], out=out[..., :8]),
+        lambda out: attention_varlen(
+            q[0], k[0], k[0], CU_Q, CU_K, 5, 5, seqused_k=CU_K[1:] - CU_K[:-1], out=out[0]
+        ),
+        lambda out: attention_with_kvcache(q, cache, cache, cache_seqlens=used, out=out),
+    ]
+    for call in calls:
+        expected, found = torch.zeros(2, 9, 4, 16), torch.zeros(2, 9, 4, 16)
+        call(expected)
+        torch.compile(call, fullgraph=True, backend="aot_eager")(found)
+        assert expected.any() and torch.equal(found, expected)
+    module = torch.nn.Module()
+    module.forward = lambda out: calls[0](out) * 1
+    exported = torch.export.export(module, (torch.zeros(2, 9, 4, 16),), strict=False).module()
+    assert torch.equal(exported(torch.zeros(2, 9, 4, 16)), calls[0](torch.zeros(2, 9, 4, 16)))
 
 
 def test_fake_gradients_need_no_kernel():
@@ -499,6 +585,27 @@ def test_the_softmax_follows_the_forward(recorder, monkeypatch, scale):
     assert softmax.shape == (2, 4, 9, 11) and softmax.dtype == BF16 and not softmax.requires_grad
     torch.testing.assert_close(softmax, expected)
     assert torch.equal(softmax.signbit(), expected.signbit()) and softmax.signbit().any()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_the_softmax_has_the_calls_precision(recorder, monkeypatch, precision):
+    seen = []
+    softmax = reference.softmax
+    monkeypatch.setattr(reference, "softmax", lambda *given: seen.append(given[-1]) or softmax(*given))
+    monkeypatch.setattr("cute_attn.host.split_fp32.SpeculativeKernels.wanted", lambda *given: None)
+    attention(*inputs(), precision=precision, return_softmax=True)
+    assert seen == ["tf32" if precision == "tf32" else ""]
+
+
+def test_a_captured_softmax_with_lengths_launches_nothing(recorder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    used = torch.tensor([3, 11], dtype=torch.int32)
+    with pytest.raises(
+        NotImplementedError, match=r"return_softmax is True with lengths, .* accepted: without len"
+    ):
+        attention(*kernel_inputs(), seqused_k=used, return_softmax=True)
+    assert not recorder.launched
+    attention(*kernel_inputs(), return_softmax=True)
 
 
 def test_the_second_call_reuses_the_launcher(recorder, monkeypatch):

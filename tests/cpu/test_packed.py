@@ -77,13 +77,13 @@ def test_gradients_go_into_given_tensors():
 @pytest.mark.parametrize(
     "into, message",
     [
-        (torch.empty(2, 7, 3, 8), "into is of Tensor"),
-        ([torch.empty(2, 7, 3, 8)] * 2, "into is of Tensor"),
+        (torch.empty(2, 7, 3, 8), "into is a Tensor; accepted: a list or a tuple of tensors"),
+        ([torch.empty(2, 7, 3, 8)] * 2, "into has 2 tensors; accepted: 3, one for each of"),
         ([*torch.empty(2, 2, 7, 3, 8), torch.empty(2, 7, 3, 9)], "dv has shape"),
         ([torch.empty(2, 7, 3, 8, dtype=torch.float64)] * 3, "dq has dtype"),
         ([torch.empty(2, 7, 1, 8).expand(2, 7, 3, 8)] * 3, "dq has shape .*, so that elements share memory"),
         ([torch.empty(2, 7, 3, 8, requires_grad=True)] * 3, "dq requires a gradient"),
-        (["x"] * 3, "into is of str, str, str"),
+        (["x"] * 3, r"into\[0\] is a str; accepted: a torch.Tensor"),
     ],
 )
 def test_a_wrong_tensor_is_refused(into, message):

@@ -142,7 +142,7 @@ def test_compiles_into_one_graph(mask):
 Q = randn(1, 2, 4, 8)
 SLIDING = SimpleNamespace(layer_types=["full_attention", "sliding_attention"], sliding_window=7)
 WRONG = {
-    "cache": ({"cache": 1}, NotImplementedError, "cache is a int; accepted: None, since"),
+    "cache": ({"cache": 1}, NotImplementedError, "cache is an int; accepted: None, since"),
     "weights": (
         {"output_attentions": True},
         NotImplementedError,

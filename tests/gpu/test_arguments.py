@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from cute_attn import append_kv, attention, attention_varlen, attention_with_kvcache, flash_attn
+from cute_attn import append_kv, attention, attention_varlen, attention_with_kvcache, flash_attn, reference
 from cute_attn.api.attention import attention_backward
 from cute_attn.host.kvcache_launcher import BOX_ROWS
+from cute_attn.reference import kvcache as definition
 from tests.gpu.archs import runnable_archs
 
 LAZY = {
@@ -187,8 +188,12 @@ def test_nothing_beyond_the_cache_or_the_table_is_touched(arch, page, name, spli
         q, k[0], v[0], k=new, v=new, cache_seqlens=ints(*lengths), page_table=table, kernel=arch,
         num_splits=splits, **options,
     )  # fmt: skip
-    host = {"page_table": None if table is None else table.cpu(), "cache_seqlens": ints(*lengths).cpu()}
-    whole, whole_lse = attention_with_kvcache(q.cpu(), *expected, k=new.cpu(), v=new.cpu(), **host, **options)
+    # The functions refuse such lengths where they see them, on the CPU.
+    seqlens, cache = ints(*lengths).cpu(), definition.Cache(*expected, None if table is None else table.cpu())
+    definition.append(cache, new.cpu(), new.cpu(), seqlens)
+    whole, whole_lse = definition.attention(
+        q.cpu(), cache, DIM**-0.5, definition.Lengths(seqlens + 2), reference.Features("causal")
+    )
     torch.testing.assert_close(out.cpu(), whole, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse.cpu(), whole_lse, rtol=1e-3, atol=1e-3)
     for (cache, storage), right in zip((k, v), expected, strict=True):

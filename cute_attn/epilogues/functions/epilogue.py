@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, cute
 from torch import Tensor
 
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
-from cute_attn.epilogues.base import Epilogue, is_registered, register_epilogue
+from cute_attn.epilogues.base import TRACED, Epilogue, is_registered, register_epilogue
 from cute_attn.epilogues.functions.definition import evaluate
 from cute_attn.epilogues.functions.device import (
     Expressions,
@@ -210,7 +210,7 @@ def register_block_mask(traced: Trace, partial: Trace | None) -> str:
 
 def _register(traced: Trace, suffix: str, base: type[FunctionEpilogue], own: dict[str, Any]) -> str:
     captured = tuple(Captured.of(x) for x in traced.tensors)
-    name = f"traced_{digest(traced.output, [repr(tuple(one)) for one in captured])}{suffix}"
+    name = f"{TRACED}{digest(traced.output, [repr(tuple(one)) for one in captured])}{suffix}"
     if not is_registered(name):
         fields = {"output": traced.output, "captured": captured, "__module__": __name__, **own}
         lowered = lower(traced.graph, traced.output)

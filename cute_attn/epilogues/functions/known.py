@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_attn.epilogues.functions.trace import Trace, trace
+from cute_attn.epilogues.functions.trace import Trace, check_function, trace
 
 
 class _Known(NamedTuple):
@@ -72,6 +72,9 @@ def _known_or_traced(
     register: Callable[[Trace], str],
 ) -> tuple[str, tuple[Tensor, ...]]:
     """kind: beside the functions, what ``register`` makes of their trace."""
+    for what, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        if function is not None:
+            check_function(what, function)
     seen = _References()
     seen.parts += kind
     known = _known.get(seen.key()) if seen.walk(score_mod) and seen.walk(mask_mod) else None

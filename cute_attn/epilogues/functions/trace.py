@@ -53,6 +53,15 @@ def kind_of(function: Callable) -> str:
     )
 
 
+def check_function(what: str, function: Any) -> None:
+    """Raise TypeError for a ``score_mod`` or ``mask_mod`` that is no function."""
+    if not callable(function) or isinstance(function, type):
+        given = (
+            f"the class {function.__name__}" if isinstance(function, type) else f"a {type(function).__name__}"
+        )
+        raise TypeError(f"{what} is {given}; accepted: a function of ({', '.join(SIGNATURES[what])})")
+
+
 def trace(
     score_mod: Callable | None = None,
     mask_mod: Callable | None = None,
@@ -106,10 +115,7 @@ class Recorder(TorchFunctionMode):
 
     def call(self, what: str, function: Any) -> Node:
         """The node that a function returns for the inputs of its signature."""
-        if not callable(function):
-            raise TypeError(
-                f"{what} is {function!r}; accepted: a function of ({', '.join(SIGNATURES[what])})"
-            )
+        check_function(what, function)
         self.what = what
         with self:
             result = function(*(Symbol(self, self.graph.input(name)) for name in SIGNATURES[what]))

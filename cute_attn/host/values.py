@@ -1,0 +1,131 @@
+"""The checks of one argument at a time, whatever the call: one sentence per error, which names the argument.
+
+What follows from several arguments together is checked by :mod:`cute_attn.host.checks` and
+:mod:`cute_attn.host.cache_checks`.
+"""
+
+import contextlib
+import math
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_attn.tiles import Tile
+
+_MAX_SHOWN = 100
+
+
+def check_dense(name: str, tensor: Any) -> None:
+    """Raise TypeError for what is no tensor, or a sparse or a nested one."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is {kind_of(tensor)}; accepted: a torch.Tensor")
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
+        raise TypeError(f"{name} is {kind}; accepted: a dense torch.Tensor, of layout torch.strided")
+
+
+def check_present(named: Iterable[tuple[str, Any]], required: Collection[str], first: str = "q") -> None:
+    """Raise for an argument that is no dense tensor, or missing, or on another device than ``first``."""
+    device = None
+    for name, x in sorted(named, key=lambda item: item[0] != first):
+        if x is None and name not in required:
+            continue
+        check_dense(name, x)
+        device = device or x.device
+        if x.device != device:
+            raise ValueError(f"{name} is on {x.device}; accepted: {device}, where {first} is")
+
+
+def tensors_of(name: str, values: Any, count: int | None = None, what: str = "") -> tuple[Tensor, ...]:
+    """A list or a tuple of dense tensors, ``count`` of them, each for ``what``; raises TypeError for another value."""
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"{name} is {kind_of(values)}; accepted: a list or a tuple of tensors{what}")
+    for i, x in enumerate(values):
+        check_dense(f"{name}[{i}]", x)
+    if count is not None and len(values) != count:
+        raise TypeError(f"{name} has {len(values)} tensors; accepted: {count}{what}")
+    return tuple(values)
+
+
+def kind_of(value: Any) -> str:
+    """The class of ``value`` in a sentence."""
+    kind = type(value).__name__
+    return f"an {kind}" if kind[0].lower() in "aeiou" else f"a {kind}"
+
+
+def shown(value: Any) -> str:
+    """``value`` in a sentence: on one line, and short. Of a tensor with many numbers none is read."""
+    if isinstance(value, Tensor) and (value.is_nested or value.layout is not torch.strided or value.dim()):
+        return "a nested Tensor" if value.is_nested else f"a Tensor of shape {tuple(value.shape)}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def check_flags(**values: Any) -> None:
+    """Raise TypeError for an argument that is neither True nor False."""
+    for name, value in values.items():
+        if not is_one_of(value, (False, True)):
+            raise TypeError(f"{name} is {shown(value)}; accepted: False or True")
+
+
+def check_choice(name: str, value: Any, accepted: tuple[Any, ...]) -> None:
+    """Raise ValueError for an argument that is none of those."""
+    if not is_one_of(value, accepted):
+        raise ValueError(f"{name} is {shown(value)}; accepted: {', '.join(map(repr, accepted))}")
+
+
+def is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
+    """Whether ``value`` is interchangeable with one of those: a tensor equals them, but may change."""
+    try:
+        return value in frozenset(accepted)
+    except TypeError:  # not hashable
+        return False
+
+
+def number(name: str, value: Any) -> float:
+    """``value``, which is a Python number, as a float; raises TypeError for another."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is {shown(value)}; accepted: a Python number")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def length(name: str, value: Any) -> int:
+    """``value``, which is an int of 32 bits, 0 or more, or one that a compiler does not know yet.
+
+    Raises:
+        TypeError, ValueError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+        raise TypeError(f"{name} is {shown(value)}; accepted: a Python int")
+    if isinstance(value, int) and not 0 <= value < 2**31:
+        raise ValueError(f"{name} is {value}; accepted: 0 to {2**31 - 1}")
+    return value  # type: ignore[return-value]
+
+
+def check_device(name: str, device: Any) -> torch.device:
+    """A device by its name; raises ValueError for what is none."""
+    if isinstance(device, str | torch.device):
+        with contextlib.suppress(RuntimeError):
+            return torch.device(device)
+    raise ValueError(
+        f"{name} is {shown(device)}; accepted: a torch.device, or text such as 'cpu' or 'cuda:0'"
+    )
+
+
+def kernel_name(kernel: Any) -> str:
+    """A call's ``kernel``, "" for None; raises TypeError for what is no name."""
+    if not isinstance(kernel, str | None):
+        raise TypeError(f"kernel is {shown(kernel)}; accepted: 'ARCH', 'ARCH:VARIANT', or None")
+    return kernel or ""
+
+
+def tile_text(name: str, tile: Any) -> str:
+    """A call's tile as text, "" for None; raises TypeError for what is neither a tile nor a text."""
+    if not isinstance(tile, Tile | str | None):
+        raise TypeError(f"{name} is {shown(tile)}; accepted: a Tile, text such as 'tile_n=32', or None")
+    return "" if tile is None else str(tile)
