@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cute_attn.flash_attn.conventions import check_tensors, whole_number
+
 __all__ = [
     "index_first_axis",
     "index_first_axis_residual",
@@ -40,6 +42,8 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     batch, seqlen : int
         Of the padded batch.
     """
+    check_tensors(hidden_states=hidden_states, indices=indices)
+    batch, seqlen = whole_number("batch", batch), whole_number("seqlen", seqlen)
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
 
 
@@ -70,8 +74,8 @@ def unpad_input(
 
     Raises
     ------
-    ValueError
-        A mask has another shape than hidden_states' first two dimensions.
+    TypeError, ValueError
+        An argument is no tensor, or a mask has another shape than hidden_states' first two dimensions.
     """
     for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
         if mask is not None:
@@ -99,8 +103,8 @@ def unpad_input_for_concatenated_sequences(
 
     Raises
     ------
-    ValueError
-        The mask has another shape than hidden_states' first two dimensions.
+    TypeError, ValueError
+        An argument is no tensor, or the mask has another shape than hidden_states' first two dimensions.
     """
     _check_mask("attention_mask_in_length", attention_mask_in_length, hidden_states)
     counted = attention_mask_in_length.sum(-1, keepdim=True)
@@ -110,6 +114,7 @@ def unpad_input_for_concatenated_sequences(
 
 
 def _check_mask(name: str, mask: Tensor, hidden_states: Tensor) -> None:
+    check_tensors(hidden_states=hidden_states, **{name: mask})
     if mask.shape != hidden_states.shape[:2]:
         accepted = tuple(hidden_states.shape[:2])
         raise ValueError(
@@ -125,5 +130,5 @@ def _pack(hidden_states: Tensor, counts: Tensor, lengths: Tensor) -> tuple[Tenso
         index_first_axis(hidden_states.flatten(0, 1), indices),
         indices,
         cu_seqlens,
-        int(lengths.max().item()),
+        int(lengths.max().item()) if lengths.numel() else 0,
     )

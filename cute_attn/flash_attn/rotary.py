@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.flash_attn.conventions import check_tensors
+from cute_attn.flash_attn.conventions import check_tensors, flag, whole_number
+from cute_attn.host.checks import check_starts
+from cute_attn.host.values import shown
 from cute_attn.reference.kvcache import Rotary, rotate
 
 __all__ = [
@@ -59,16 +61,36 @@ def apply_rotary(
             f"cos has shape {tuple(cos.shape)}, sin {tuple(sin.shape)}; accepted: (positions, up to "
             f"{x.shape[-1] // 2}), both alike"
         )
-    longest = x.shape[1] if cu_seqlens is None else max_seqlen
+    if cu_seqlens is not None:
+        check_starts("cu_seqlens", cu_seqlens)
+    _check_offsets(seqlen_offsets, x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+    longest = None if max_seqlen is None else whole_number("max_seqlen", max_seqlen)
+    longest = x.shape[1] if cu_seqlens is None else longest
+    interleaved, inplace = flag("interleaved", interleaved), flag("inplace", inplace)
     if isinstance(seqlen_offsets, int) and longest is not None and seqlen_offsets + longest > cos.shape[0]:
         raise ValueError(
             f"cos has {cos.shape[0]} positions; accepted: {seqlen_offsets + longest} or more, for {longest} rows from "
             f"position {seqlen_offsets} on"
         )
     positions = _positions(x, seqlen_offsets, cu_seqlens)
-    rotary = Rotary(cos, -sin if conjugate else sin, interleaved)
+    rotary = Rotary(cos, -sin if flag("conjugate", conjugate) else sin, interleaved)
     turned = rotate(x.flatten(0, -3), positions, rotary).view(x.shape)
     return _replaced(x, turned) if inplace else turned
+
+
+def _check_offsets(seqlen_offsets: Any, batch: int) -> None:
+    """Raise for what are not positions of each sequence's first row."""
+    accepted = f"int32 or int64 ({batch},), or an int of 0 or more"
+    if isinstance(seqlen_offsets, Tensor):
+        check_tensors(seqlen_offsets=seqlen_offsets)
+        if seqlen_offsets.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"seqlen_offsets has dtype {seqlen_offsets.dtype}; accepted: {accepted}")
+        if tuple(seqlen_offsets.shape) != (batch,):
+            raise ValueError(f"seqlen_offsets has shape {tuple(seqlen_offsets.shape)}; accepted: {accepted}")
+    elif not isinstance(seqlen_offsets, int | torch.SymInt) or isinstance(seqlen_offsets, bool):
+        raise TypeError(f"seqlen_offsets is {shown(seqlen_offsets)}; accepted: {accepted}")
+    elif seqlen_offsets < 0:
+        raise ValueError(f"seqlen_offsets is {seqlen_offsets}; accepted: {accepted}")
 
 
 def apply_rotary_emb(
@@ -102,8 +124,21 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
     x : Tensor (batch, seqlen, nheads, head_dim)
     cos, sin : Tensor (seqlen, rotary_dim / 2) or (batch, seqlen, rotary_dim / 2)
     interleaved : bool
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not what is described here.
     """
-    pairs = cos.shape[-1]
+    check_tensors(x=x, cos=cos, sin=sin)
+    table = (*x.shape[:2], cos.shape[-1])[-cos.dim() :] if cos.dim() else None
+    fits = x.dim() == 4 and cos.dim() in (2, 3) and tuple(cos.shape) == tuple(sin.shape) == table
+    if not fits or 2 * cos.shape[-1] > x.shape[-1]:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}, cos {tuple(cos.shape)} and sin {tuple(sin.shape)}; accepted: (batch, "
+            "seqlen, nheads, head_dim), and twice (seqlen, pairs) or (batch, seqlen, pairs), up to head_dim / 2 pairs"
+        )
+    interleaved, pairs = flag("interleaved", interleaved), cos.shape[-1]
     cos, sin, own = cos.unsqueeze(-2), sin.unsqueeze(-2), x[..., : 2 * pairs]
     first, second = (own[..., 0::2], own[..., 1::2]) if interleaved else (own[..., :pairs], own[..., pairs:])
     halves = (first * cos - second * sin, second * cos + first * sin)
@@ -145,7 +180,7 @@ def apply_rotary_emb_qkv_(
         q, k, v = qkv.split([num_heads_q, keys, qkv.shape[2] - num_heads_q - keys], dim=2)
     else:
         raise ValueError(
-            f"qkv has shape {tuple(qkv.shape)} and num_heads_q is {num_heads_q!r}; accepted: (batch, seqlen, 3, "
+            f"qkv has shape {tuple(qkv.shape)} and num_heads_q is {shown(num_heads_q)}; accepted: (batch, seqlen, 3, "
             "nheads, head_dim), or (batch, seqlen, heads, head_dim) and how many of them are q's"
         )
     own_k = (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)

@@ -16,13 +16,15 @@ class Options:
 
     def __post_init__(self) -> None:
         """Raise ValueError for what is not accepted."""
-        if isinstance(self.backends, str) or not set(self.backends) <= set(BACKENDS):
+        named = isinstance(self.backends, tuple | list) and all(isinstance(x, str) for x in self.backends)
+        if not named or not set(self.backends) <= set(BACKENDS):
             raise ValueError(
                 f"backends is {self.backends!r}; accepted: a tuple of {', '.join(map(repr, BACKENDS))}"
             )
         choices = {"unsupported": ("fall_back", "error"), "rng": ("ours", "torch")}
         for name, accepted in choices.items():
-            if getattr(self, name) not in accepted:
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in accepted:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}; accepted: {', '.join(map(repr, accepted))}"
                 )

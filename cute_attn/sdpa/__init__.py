@@ -24,6 +24,7 @@ from torch import Tensor
 
 from cute_attn.host.activation import BACKENDS, Options
 from cute_attn.host.doors import served
+from cute_attn.host.values import check_dense, check_flags, number
 from cute_attn.sdpa import overrides
 from cute_attn.sdpa.calls import Inputs, request_of, why_not
 from cute_attn.sdpa.overrides import Activation
@@ -65,6 +66,7 @@ def activate(
         An argument is not what is described here; or with ``strict`` there is no GPU that kernels are built for.
         Nothing is changed then.
     """
+    check_flags(strict=strict)
     options = Options(backends, unsupported, rng)
     why = _why_not_here()
     if why is not None:
@@ -119,7 +121,18 @@ def reason(
 
     Takes that function's arguments, of which it reads shapes, dtypes and devices; fake tensors will do. A call with a
     mask, or causal with different lengths, is taken for one of memory-efficient attention, others for flash attention.
+
+    Raises
+    ------
+    TypeError
+        An argument is of another type than that function takes.
     """
+    check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
+    dropout_p, scale = number("dropout_p", dropout_p), None if scale is None else number("scale", scale)
+    given = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
+    for name, x in given.items():
+        if x is not None or name != "attn_mask":
+            check_dense(name, x)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 4:
             return f"{name} has shape {tuple(x.shape)}; accepted: (batch, heads, seqlen, head_dim)"

@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -890,14 +891,34 @@ def test_a_gpu_that_kernels_are_not_built_for(monkeypatch):
     [
         ({"backends": "flash"}, "backends is 'flash'; accepted: a tuple of 'flash', 'efficient', 'cudnn'"),
         ({"backends": ("math",)}, r"backends is \('math',\)"),
+        ({"backends": 3}, "backends is 3; accepted: a tuple of 'flash'"),
+        ({"backends": ([],)}, r"backends is \(\[\],\); accepted: a tuple of 'flash'"),
+        ({"unsupported": np.ones(2)}, r"unsupported is array\(.*\); accepted: 'fall_back', 'error'"),
         ({"unsupported": "raise"}, "unsupported is 'raise'; accepted: 'fall_back', 'error'"),
         ({"rng": "cuda"}, "rng is 'cuda'; accepted: 'ours', 'torch'"),
+        ({"strict": "no"}, "strict is 'no'; accepted: False or True"),
     ],
 )
 def test_wrong_options(options, message, with_a_gpu):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         sdpa.activate(**options)
     assert not serving()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"query": 3}, "query is an int; accepted: a torch.Tensor"),
+        ({"attn_mask": [1]}, "attn_mask is a list; accepted: a torch.Tensor"),
+        ({"dropout_p": "a"}, "dropout_p is 'a'; accepted: a Python number"),
+        ({"scale": torch.ones(2)}, r"scale is a Tensor of shape \(2,\); accepted: a Python number"),
+        ({"is_causal": "yes"}, "is_causal is 'yes'; accepted: False or True"),
+    ],
+)
+def test_a_wrong_question_for_a_reason(given, message):
+    x = torch.randn(1, 2, 8, 16)
+    with pytest.raises(TypeError, match=f"^{message}"):
+        sdpa.reason(**({"query": x, "key": x, "value": x} | given))
 
 
 @pytest.mark.parametrize(
