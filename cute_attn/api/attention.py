@@ -624,6 +624,10 @@ def with_block_mask(
     """The epilogues and, after them, the one of a BlockMask."""
     if seqused_k is not None:
         raise ValueError("block_mask is given with seqused_k; accepted: one of them")
+    for name, x in (("q", q), ("k", k)):
+        check_dense(name, x)
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; accepted: (batch, seqlen, heads, head_dim)")
     from cute_attn.host.block_masks import epilogue_of_block_mask  # loads torch's compiler
 
     name, tensors = epilogue_of_block_mask(block_mask, q, k)

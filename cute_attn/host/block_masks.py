@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from cute_attn.epilogues.functions.known import block_mask_epilogue_of
+from cute_attn.host.values import kind_of
 
 LISTED_ROWS = 128
 """As of :mod:`cute_attn.work.block_lists`, which needs the compiler."""
@@ -33,7 +34,7 @@ def epilogue_of_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor) -> tuple
         TypeError, ValueError: no BlockMask, or one of other sizes or on another device.
     """
     if not isinstance(block_mask, BlockMask):
-        raise TypeError(f"block_mask is of {type(block_mask).__name__}; accepted: torch's BlockMask, or None")
+        raise TypeError(f"block_mask is {kind_of(block_mask)}; accepted: torch's BlockMask, or None")
     made = _made_of(block_mask)
     _check(block_mask, made.kinds, q, k)
     mask_mod = _visible if block_mask.mask_mod is noop_mask else block_mask.mask_mod
@@ -196,10 +197,6 @@ def _lists(kinds: Tensor, batch: int, nheads: int, seqlen: int) -> tuple[Tensor,
 
 
 def _check(block_mask: BlockMask, kinds: Tensor, q: Tensor, k: Tensor) -> None:
-    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k)):
-        raise ValueError(
-            "block_mask is given with q and k that are no tensors of four dimensions; accepted: those"
-        )
     if kinds.device != q.device:
         raise ValueError(f"block_mask is on {kinds.device}; accepted: {q.device}, where q is")
     for what, dim, size in (("batch", 0, q.shape[0]), ("heads", 1, q.shape[2])):

@@ -166,6 +166,24 @@ def test_equal_masks_share_a_kernel():
     assert len(names) == 1
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": 3}, "q is an int; accepted: a torch.Tensor"),
+        (
+            {"q": torch.ones(300, 4, 16)},
+            r"q has shape \(300, 4, 16\); accepted: \(batch, seqlen, heads, head_dim\)",
+        ),
+        ({"k": None}, "k is a NoneType; accepted: a torch.Tensor"),
+        ({"k": torch.ones(4)}, r"k has shape \(4,\); accepted: \(batch, seqlen, heads, head_dim\)"),
+    ],
+)
+def test_tensors_that_no_block_mask_is_for(change, message):
+    mask, x = create_block_mask(window, None, 4, 300, 300, device="cpu"), torch.ones(1, 300, 4, 16)
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        attention(**({"q": x, "k": x, "v": x, "block_mask": mask} | change))
+
+
 def test_the_two_sizes_of_listed_blocks_are_one():
     assert device_lists.LISTED_ROWS == LISTED_ROWS
 
@@ -173,7 +191,7 @@ def test_the_two_sizes_of_listed_blocks_are_one():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"block_mask": torch.ones(3, 3)}, TypeError, "block_mask is of Tensor; accepted: torch's BlockMask"),
+        ({"block_mask": torch.ones(3, 3)}, TypeError, "block_mask is a Tensor; accepted: torch's BlockMask"),
         (
             {"seqused_k": torch.tensor([3, 3], dtype=torch.int32)},
             ValueError,

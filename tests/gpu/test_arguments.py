@@ -144,6 +144,69 @@ def test_rows_of_no_sequence_keep_what_out_has():
                 assert out[3:30].equal(expected[3:30])
 
 
+# ---- one meaning for every function, and on every device ----
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_a_softmax_has_the_calls_precision(precision, allowed, monkeypatch):
+    """Whatever PyTorch's products have."""
+    q, k, v = (8 * randn(1, 300, 2, 64, seed=i, dtype=torch.float32) for i in range(3))
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", not allowed)
+    _, expected = attention(q, k, v, precision=precision, return_softmax=True)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
+    _, found = attention(q, k, v, precision=precision, return_softmax=True)
+    assert found.equal(expected)
+    sums = found.double().sum(-1)
+    torch.testing.assert_close(sums, torch.ones_like(sums), rtol=1e-4, atol=1e-4)
+    if precision == "fp32":
+        scores = q.transpose(1, 2).double() @ k.transpose(1, 2).double().mT / 8
+        torch.testing.assert_close(found.double(), scores.softmax(-1), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize("new", [False, True])
+def test_a_cache_takes_any_scale_that_attention_takes(new, scale):
+    given = cached() | {"softmax_scale": scale, "causal": True}
+    if new:
+        given |= {"k": randn(2, 1, 2, 64, seed=7), "v": randn(2, 1, 2, 64, seed=8)}
+    host = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+    expected = attention_with_kvcache(**host)
+    for _ in range(3):  # the same rows are appended again
+        found = attention_with_kvcache(**given)
+        torch.testing.assert_close(found.cpu(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("kernel", ["sm70", "sm80:nothing"])
+def test_a_kernel_that_there_is_not_is_refused(kernel):
+    for call, make in CALLS.values():
+        if call is not flash_attn.flash_attn_func:
+            with pytest.raises(ValueError, match=f"^kernel is '{kernel}'.*; accepted: 'sm80', 'sm90'"):
+                call(**make(), kernel=kernel)
+
+
+def test_a_given_output_in_one_graph():
+    tensors, cache = dense(), cached()
+    calls = [
+        (lambda out: attention(**tensors, out=out), (2, 70, 4, 64)),
+        (lambda out: attention_with_kvcache(**cache, out=out), (2, 1, 4, 64)),
+    ]
+    for call, shape in calls:
+        expected, found = (torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        call(expected)
+        torch.compile(call, fullgraph=True, backend="aot_eager")(found)
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_repeated_calls_copy_rows_that_start_anywhere():
+    """Rows of head dim 59 are copied from any address, whichever the record of the first calls had."""
+    storage = [randn(2 * 70 * 4 * 59 + 8, seed=i) for i in range(3)]
+    for first in (0, 0, 0, 1, 4, 0):
+        q, k, v = (x[first : first + 2 * 70 * 4 * 59].view(2, 70, 4, 59) for x in storage)
+        expected = attention(q.clone(), k.clone(), v.clone())
+        assert attention(q, k, v).equal(expected)
+
+
 # ---- around the cache and the table ----
 
 ENTRIES, CAPACITY, HEADS, DIM = 3, 192, 2, 64
