@@ -198,7 +198,8 @@ check_lengths
         *(num_splits, split_keys, kernel, tile),
     )
     users = isinstance(kernel, str) and ":" in kernel  # such a class may be registered again at any time
-    if out is None and check_lengths is False and not users and no_dispatch_mode():
+    flags = check_lengths is False and type(return_lse) is bool  # which no plan depends on
+    if out is None and flags and not users and no_dispatch_mode():
         known = plans.find(key, tensors)  # of a call that was checked
         if known is not None and (known.constant or not torch.is_grad_enabled()):
             check_cache_addresses(k_cache, v_cache, k is not None)

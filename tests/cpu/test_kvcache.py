@@ -183,6 +183,15 @@ def test_a_tile_changes_the_one_of_the_call(cuda_on_cpu):
     assert (tile.num_stages, tile.pack_heads, tile.page_rows) == (4, 4, 16)
 
 
+@pytest.mark.parametrize("flag", ["return_lse", "check_lengths"])
+def test_flags_are_checked_of_a_known_call_as_well(flag, monkeypatch):
+    problem, known = Problem(CASES["plain"]), plans.Known(lambda tensors: ("out", "lse"), True)
+    monkeypatch.setattr(plans, "find", lambda *_: known)
+    assert run(problem) == ("out", "lse"), "the plan is taken"
+    with pytest.raises(TypeError, match=f"^{flag} is 'yes'; accepted: False or True$"):
+        attention_with_kvcache(problem.q, problem.k, problem.v, **problem.options() | {flag: "yes"})
+
+
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
 def test_a_kernel_gets_a_positive_scale(scale, cuda_on_cpu):
     """And q times the sign, rotated or not, as attention's kernels do."""
