@@ -339,6 +339,7 @@ def attention_backward(
     seqused_k: Tensor | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
+    block_mask: Any = None,
     epilogues: Sequence[str] | Mapping[str, Any] = (),
     kernel: str | None = None,
     tile: Any = None,
@@ -373,7 +374,7 @@ def attention_backward(
         Tensors to write the wanted gradients into, in that order, such as parts of one tensor; rows start at multiples
         of 16 bytes, in memory of their own. Default: new ones, which are parts of one tensor where q, k and v are.
     softmax_scale, causal, window, alibi_slopes, bias, sinks, softcap, dropout_p, dropout_mask, seqused_k, score_mod, \
-mask_mod, epilogues, kernel, deterministic, precision
+mask_mod, block_mask, epilogues, kernel, deterministic, precision
         As the forward's.
 
     Returns
@@ -388,6 +389,8 @@ mask_mod, epilogues, kernel, deterministic, precision
     """
     if score_mod is not None or mask_mod is not None:
         epilogues = with_functions(epilogues, score_mod, mask_mod, q)
+    if block_mask is not None:
+        epilogues = with_block_mask(epilogues, block_mask, q, k, seqused_k)
     state = _rng_state(rng_state, q, number("dropout_p", dropout_p))
     tensors = (q, k, v, None, None, None, seqused_k, alibi_slopes, bias, sinks, state)
     options = _Options(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from cute_attn import Traits, attention, lookup
+from cute_attn import Traits, attention, attention_backward, lookup
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.host.block_masks import (
     FULL,
@@ -57,6 +57,21 @@ def test_equals_torch(lengths, mask_mod, heads, block_size):
     assert torch.equal(lse.isfinite(), seen)
     torch.testing.assert_close(lse[seen], want_lse[seen])
     torch.testing.assert_close(got, want.transpose(1, 2).nan_to_num(0.0))
+
+
+def test_gradients_are_those_of_the_function():
+    q, k, v = (x.requires_grad_() for x in qkv())
+    mask = create_block_mask(causal_document, None, None, 300, 300, device="cpu")
+    out, lse = attention(q, k, v, block_mask=mask, return_lse=True)
+    grad_out = torch.randn_like(out)
+    by_autograd = torch.autograd.grad(out, (q, k, v), grad_out)
+    with torch.no_grad():
+        alone = attention_backward(grad_out, q, k, v, out, lse, block_mask=mask)
+    of_function = attention(q, k, v, mask_mod=causal_document)
+    expected = torch.autograd.grad(of_function, (q, k, v), grad_out)
+    for found in (by_autograd, alone):
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y)
 
 
 def test_blocks_without_a_function():
