@@ -58,6 +58,7 @@ def difference_of_two(
     ] = None,
     target: Target = None,
     as_json: AsJson = False,
+    verbose: Verbose = False,
 ) -> None:
     """How two kernels' machine code differs: verdicts, opcodes, source lines, and the steady steps side by side.
 
@@ -76,7 +77,7 @@ def difference_of_two(
     if as_json:
         print(found.json())
     else:
-        show(found)
+        show(found.shown(verbose=is_verbose()))
 
 
 def _verdict_at(revision: str, side: "Side", target: str | None) -> Any:

@@ -335,7 +335,7 @@ def check_kernel(name: Name, tile: TileText = "", target: Target = None) -> None
     console.print(cost_table(compiled))
     problems = list(compiled.warnings)
     if compiled.resources.spill_store_bytes or compiled.resources.local_bytes:
-        problems.append("it spills registers")
+        problems.append(f"it spills registers; `cute-attn tune {traits} --static` lists tiles that do not")
     declared = compiled.tile.smem_bytes(traits)
     if compiled.resources.shared_memory_bytes > declared:
         problems.append(f"it takes more shared memory than the {declared} bytes its tile states")

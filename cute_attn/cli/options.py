@@ -62,7 +62,10 @@ def is_verbose() -> bool:
 Verbose = Annotated[
     bool,
     typer.Option(
-        "-v", "--verbose", callback=_set_verbose, help="All fields of tiles; of an error, all its frames."
+        "-v",
+        "--verbose",
+        callback=_set_verbose,
+        help="All fields of tiles, all rows of a diff; of an error, all its frames.",
     ),
 ]
 

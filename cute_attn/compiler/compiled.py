@@ -381,7 +381,10 @@ Request = tuple[Traits, Any, str | None]
 
 
 def prebuild(
-    requests: Iterable[Request], workers: int | None = None, *, lines: bool = False
+    requests: Iterable[tuple[Traits | str, Any, str | None]],
+    workers: int | None = None,
+    *,
+    lines: bool = False,
 ) -> Iterator[Prebuilt]:
     """Build many kernels into the disk cache in parallel processes; yields each when built.
 
@@ -389,12 +392,12 @@ def prebuild(
     with a class of the script are built by this process.
 
     Args:
-        requests: (traits, tile or None, target or None) each.
+        requests: (traits or their name, tile or its text or None, target or None) each, as of :func:`compile`.
         workers: processes; by default one a core.
         lines: with line info, as of :func:`compile`.
 
     Raises:
-        ValueError: the disk cache is off or cannot be used, or a loaded file calls this.
+        ValueError: the disk cache is off or cannot be used, a name is not one, or a loaded file calls this.
     """
     if in_prebuild_worker:
         raise ValueError(
@@ -404,7 +407,12 @@ def prebuild(
     if cache is None:
         raise ValueError("CUTE_ATTN_CACHE is '0'; prebuilding needs the disk cache")
     cache.prepare()
-    wanted = list(dict.fromkeys(requests))
+    wanted: list[Request] = list(
+        dict.fromkeys(
+            (Traits.parse(traits) if isinstance(traits, str) else traits, tile, target)
+            for traits, tile, target in requests
+        )
+    )
     modules = {request: user_modules(request) for request in wanted}
     own = [request for request in wanted if "__main__" in modules[request]]
     yield from _build_in_processes(

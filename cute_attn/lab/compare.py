@@ -5,9 +5,11 @@ print(compare(verdict(name, "tile_n=128", lines=True), verdict(name, "tile_n=160
 
 import difflib
 import io
+import itertools
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,6 +20,8 @@ from cute_attn.lab.sass import Instruction, Step
 from cute_attn.lab.tables import Table
 from cute_attn.lab.verdict import Verdict, lines_of, shown
 
+MOST_ROWS = 40
+"""Of two steps side by side that are shown, unless all are asked for."""
 CONTEXT = 3
 """Equal instructions that are shown around a difference."""
 
@@ -84,14 +88,20 @@ class Difference:
         return json.dumps(self.as_dict(), indent=1)
 
     def __rich__(self) -> Group:
-        parts: list[Any] = [shown(self.a, self.b)]
+        return self.shown()
+
+    def shown(self, *, verbose: bool = False) -> Group:
+        """The verdicts, what differs in opcodes and source lines, and the steps side by side: the first
+        :data:`MOST_ROWS` rows of them, or with ``verbose`` all, and all fields of the tiles.
+        """
+        parts: list[Any] = [shown(self.a, self.b, verbose=verbose)]
         for title, counts in (("opcodes of a steady step", self.opcodes), ("source lines", self.lines)):
             if counts:
                 parts.append(_count_table(title, counts))
         if self.equal:
             parts.append(Text("The steady steps are equal but for registers' numbers."))
         elif self.rows:
-            parts.append(_side_by_side(self.rows))
+            parts.append(_side_by_side(self.rows, None if verbose else MOST_ROWS))
         return Group(*parts)
 
     def __repr__(self) -> str:
@@ -186,20 +196,24 @@ def _count_table(title: str, counts: tuple[Count, ...]) -> Table:
     return made
 
 
-def _side_by_side(rows: tuple[Row, ...]) -> Table:
-    """Differences with some equal instructions around them."""
+def _side_by_side(rows: tuple[Row, ...], most: int | None) -> Table:
+    """Differences with some equal instructions around them; most: rows, or None for all."""
     made = Table("a", "b", title="steady steps, registers' numbers ignored", show_lines=False)
-    near = {m for n, row in enumerate(rows) if not row.same for m in range(n - CONTEXT, n + CONTEXT + 1)}
-    skipped = 0
-    for n, row in enumerate(rows):
-        if n not in near:
-            skipped += 1
-            continue
-        if skipped:
-            made.add_row(Text(f"... {skipped} equal", style="dim"), "")
-            skipped = 0
-        style_a, style_b = ("", "") if row.same else ("red", "green")
-        made.add_row(Text(row.a, style=style_a), Text(row.b, style=style_b))
-    if skipped:
-        made.add_row(Text(f"... {skipped} equal", style="dim"), "")
+    excerpt = list(_excerpt(rows))
+    for a, b in excerpt[:most]:
+        made.add_row(a, b)
+    if most is not None and len(excerpt) > most:
+        made.caption = f"{len(excerpt) - most} more rows are left out; `cute-attn diff -v` shows all"
     return made
+
+
+def _excerpt(rows: tuple[Row, ...]) -> Iterator[tuple[Text, Text]]:
+    """What is shown of two steps: rows that differ, those near them, and how many lie between."""
+    near = {m for n, row in enumerate(rows) if not row.same for m in range(n - CONTEXT, n + CONTEXT + 1)}
+    for is_near, group in itertools.groupby(enumerate(rows), lambda item: item[0] in near):
+        if not is_near:
+            yield Text(f"... {len(list(group))} equal", style="dim"), Text("")
+            continue
+        for _, row in group:
+            style_a, style_b = ("", "") if row.same else ("red", "green")
+            yield Text(row.a, style=style_a), Text(row.b, style=style_b)

@@ -1,9 +1,11 @@
 """What verdicts say in sentences: which tile is faster, whether that means anything, what bounds it, what to try."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from cute_attn.lab.rank import NOISE, Verdict, estimates, relative
+from cute_attn.traits import Traits
 
 _TRY = {
     "tensor cores": "which is the best a kernel can have: what is left to gain is the waiting beside them",
@@ -19,22 +21,26 @@ _NEAR = 0.9
 
 
 def findings(*verdicts: Verdict) -> list[str]:
-    """One to three sentences on verdicts of tiles side by side; none where no tile fits or none has a steady step."""
+    """A few sentences on verdicts side by side; none where no tile fits or none has a steady step.
+
+    Of tiles of one kernel: the best, and what bounds it. Of two kernels: what bounds each, and before that which is the
+    better one, where both compute the same.
+    """
     known = [one for one in verdicts if one.fits and one.step is not None]
     if not known:
         return []
-    best = known[0]
-    said = []
-    if len(known) > 1 and len({(one.name, one.target) for one in known}) == 1:
+    compared, best = [], known[0]
+    if len(known) > 1 and len({_computes(one) for one in known}) == 1:
         sentence, best = _comparison(known)
-        said.append(sentence)
-        said.append(_bound(best, "Its steady step"))
-    elif len(known) == 2:
-        return [_bound(one, f"The steady step of {one.name}{_at(one)}") for one in known]
-    else:
-        said.append(_bound(best, "The steady step"))
-    fault = _fault(best)
-    return [*said, fault] if fault else said
+        compared.append(sentence)
+    if len(known) == 2 and len({one.name for one in known}) == 2:
+        return [*compared, *(said for one in known for said in _on(one, f"The steady step of {_label(one)}"))]
+    return [*compared, *_on(best, "Its steady step" if compared else "The steady step")]
+
+
+def _computes(one: Verdict) -> tuple[Traits, str]:
+    """What verdicts have in common whose estimates may be compared: traits but for the variant, and the target."""
+    return replace(Traits.parse(one.name), variant=""), one.target
 
 
 def _comparison(verdicts: Sequence[Verdict]) -> tuple[str, Verdict]:
@@ -48,20 +54,28 @@ def _comparison(verdicts: Sequence[Verdict]) -> tuple[str, Verdict]:
         if one.spills_in_step and not first.spills_in_step:
             said.append(f"{name} spills in the step" + (f" and is {gap:.1%} slower" if gap >= NOISE else ""))
         elif abs(gap) < NOISE:
-            ties.append(f"{name} is {abs(gap):.1%} away, and less than {NOISE:.0%} means nothing")
+            ties.append(f"{name} {_away(abs(gap))}")
         else:
             said.append(f"{name} is {gap:.1%} slower")
     only_ties = bool(ties) and not said
+    what = "tiles" if len({one.name for one in verdicts}) == 1 else "kernels"
     begin = (
-        "By their code the tiles are equal"
+        f"By their code the {what} are equal"
         if only_ties
         else f"By its code {_short(first, verdicts)} is the best"
     )
     return f"{begin}: {'; '.join([*said, *ties])}. `cute-attn ab` measures it on a GPU.", first
 
 
+def _away(gap: float) -> str:
+    """How far a tile is that is within the noise."""
+    return f"is {gap:.1%} away, and less than {NOISE:.0%} means nothing" if gap else "costs the same"
+
+
 def _short(one: Verdict, verdicts: Sequence[Verdict]) -> str:
-    """What a tile has that not all have."""
+    """What a tile has that not all have, or the kernel where they differ."""
+    if len({other.name for other in verdicts}) > 1:
+        return _label(one)
     if one.revision:
         return f"the one at {one.revision}"
     common = set.intersection(*(set(other.tile.split(",")) for other in verdicts))
@@ -69,8 +83,13 @@ def _short(one: Verdict, verdicts: Sequence[Verdict]) -> str:
     return ",".join(own) or one.brief()
 
 
-def _at(one: Verdict) -> str:
-    return f" at {one.revision}" if one.revision else ""
+def _label(one: Verdict) -> str:
+    return one.name + (f" at {one.revision}" if one.revision else "")
+
+
+def _on(one: Verdict, subject: str) -> list[str]:
+    """What bounds a tile's step, and what should not be."""
+    return [_bound(one, subject), *_faults(one)]
 
 
 def _bound(one: Verdict, subject: str) -> str:
@@ -84,6 +103,8 @@ def _bound(one: Verdict, subject: str) -> str:
         )
     also = [unit for unit, count in clocks.units.items() if _near(clocks, unit, count)]
     beside = f" ({', '.join(also)} nearly as much)" if also else ""
+    if clocks.bound == "shared memory" and _conflicts(one):  # the fault that follows says what to try
+        return f"{subject} is bound by shared memory{beside}, which bank conflicts make slower."
     return f"{subject} is bound by {clocks.bound}{beside}, {_TRY[clocks.bound]}."
 
 
@@ -97,13 +118,15 @@ def _near(clocks: Any, unit: str, count: float) -> bool:
     return unit != clocks.bound and count >= _NEAR * clocks.units[clocks.bound]
 
 
-def _fault(one: Verdict) -> str:
+def _conflicts(one: Verdict) -> list[str]:
+    return [f"{copy.name} {copy.ways}-way" for copy in one.copies if copy.ways > 1]
+
+
+def _faults(one: Verdict) -> Iterator[str]:
     """What should not be: spills, bank conflicts, warnings of ptxas."""
-    conflicts = [f"{copy.name} {copy.ways}-way" for copy in one.copies if copy.ways > 1]
     if one.spills_in_step:
-        return f"It spills {one.spills_in_step} times a step: try a smaller tile_n, more warps, or fewer fragments."
-    if conflicts:
-        return f"Its copies have bank conflicts ({', '.join(conflicts)}): try another swizzle or padded rows."
+        yield f"It spills {one.spills_in_step} times a step: try a smaller tile_n, more warps, or fewer fragments."
+    if conflicts := _conflicts(one):
+        yield f"Its copies have bank conflicts ({', '.join(conflicts)}): try another swizzle or padded rows."
     if one.warnings:
-        return f"ptxas warns: {' '.join(one.warnings)}."
-    return ""
+        yield f"ptxas warns: {' '.join(one.warnings)}."

@@ -73,7 +73,7 @@ def verdict_at(revision: str, traits: Traits, tile: str = "", target: str | None
             Resources(**facts["resources"]),
             tuple(facts["warnings"]),
         )
-        found = judge(built, _content(facts["content"], traits, built), ())
+        found = judge(built, _content(facts["content"], traits, built), (), sources)
         return replace(found, revision=revision)
 
 

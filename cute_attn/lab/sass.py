@@ -22,6 +22,9 @@ import networkx as nx
 from cute_attn.compiler import cubin as _cubin
 from cute_attn.kernels.step import Loops, StepContent
 
+PACKAGES = ("cute_attn", "layouts")
+SOURCES = Path(__file__).resolve().parents[2]
+"""The folder of the running packages."""
 BYTES = 16
 """Of an instruction."""
 MMA = ("HMMA", "HGMMA")
@@ -126,14 +129,20 @@ class Code:
     name: str = field(default="", compare=False)
 
     @staticmethod
-    def of(cubin: bytes, name: str = "") -> "Code":
-        """The code of a cubin with one kernel; ``name``: the kernel's, for messages.
+    def of(cubin: bytes, name: str = "", sources: Path = SOURCES) -> "Code":
+        """The code of a cubin with one kernel.
+
+        Args:
+            cubin: the file.
+            name: the kernel's, for messages.
+            sources: the folder of the packages that it is made of. Line info names the files of the process that built
+                the kernel, which the cache may have from another checkout with the same sources.
 
         Raises:
             FileNotFoundError: nvdisasm is not installed.
             ValueError: the cubin or nvdisasm's output has an unknown form.
         """
-        return Code(tuple(_instructions(cubin)), name)
+        return Code(tuple(_instructions(cubin, sources)), name)
 
     @functools.cached_property
     def blocks(self) -> dict[int, tuple[Instruction, ...]]:
@@ -236,9 +245,10 @@ class Code:
         return tuple(weighted for node in path for weighted in bodies[node])
 
 
-def _instructions(cubin: bytes) -> Iterator[Instruction]:
+def _instructions(cubin: bytes, sources: Path) -> Iterator[Instruction]:
     """Read a cubin."""
     functions, files = _disassembled(cubin)
+    files = [str(_source(Path(file), sources)) for file in files]
     sections = {name: (offset, size) for name, offset, size in _cubin.sections(cubin)}
     if len(functions) != 1:
         raise ValueError(f"the cubin has {len(functions)} functions; accepted: one kernel")
@@ -278,6 +288,13 @@ def _disassembled(cubin: bytes) -> tuple[list[Any], list[str]]:
     except (TypeError, ValueError, KeyError, IndexError) as error:
         raise ValueError(f"nvdisasm's JSON has an unknown form: {error!r}") from error
     return functions, files
+
+
+def _source(file: Path, sources: Path) -> Path:
+    """A package's file as ``sources`` has it; another file as it is."""
+    package = next((folder for folder in file.parents if folder.name in PACKAGES), None)
+    here = sources / file.relative_to(package.parent) if package else file
+    return here if here.is_file() else file
 
 
 def _only_retries(block: Iterable[Instruction]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from cute_attn.lab.race import Comparison
 from cute_attn.lab.rank import NOISE
-from cute_attn.lab.tables import Table
+from cute_attn.lab.tables import Table, brief_tile
 from cute_attn.tiles import Tile
 
 Status = Literal["timed", "ranked", "built", "failed", "wrong", "not reached"]
@@ -118,11 +118,12 @@ class Study:
         return f"{self.name}: the default tile stays; {self.verdict.sentence}"
 
     def table(self, most: int = 20) -> Table:
-        """The best ``most`` candidates, and all that failed."""
+        """The default tile, which the others are measured by, the best ``most`` candidates, and all that failed."""
         timed = self.workloads if self.gpu else ()
-        shown = Table("tile", *(f"speed, {name}" for name in timed), "estimate", "spills", "note")
-        default = self.default.replace(",", ", ")
-        shown.title = f"{self.name} on {self.gpu or self.target}, against its default tile\n{default}"
+        shown = Table("tile", *(f"speed, {name}" for name in timed), "estimated time", "spills", "note")
+        shown.title = f"{self.name} on {self.gpu or self.target}"
+        default = brief_tile(self.name, self.target, self.default).replace(",", ", ")
+        shown.add_row(default, *("0%" for _ in timed), "1", "", "the default")
         bad = [c for c in self.candidates if c.status in ("failed", "wrong")]
         good = [c for c in self.candidates if c not in bad and c.status != "not reached"]
         for one in (*good[:most], *bad):

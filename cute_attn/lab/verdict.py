@@ -29,14 +29,13 @@ from cute_attn.lab.copies import Conflicts, conflicts
 from cute_attn.lab.findings import findings
 from cute_attn.lab.gpu import MULTIPROCESSORS, SCHEDULERS, SHARED_BYTES, SPECIAL, resident_blocks
 from cute_attn.lab.proxies import ProxyOrder, proxy_order
-from cute_attn.lab.sass import MMA, Code, Instruction, Step, StepNotFound
-from cute_attn.lab.tables import Table
+from cute_attn.lab.sass import MMA, PACKAGES, SOURCES, Code, Instruction, Step, StepNotFound
+from cute_attn.lab.tables import Table, brief_tile
 from cute_attn.traits import Traits
 
 if TYPE_CHECKING:
     from cute_attn.compiler import CompiledKernel
 
-_PACKAGE, _LAYOUTS = "cute_attn", "layouts"
 _SPECIAL = ("MUFU", "F2F", "I2F", "F2I")  # conversions of one number go through the same unit
 SPILLS = ("LDL", "STL")
 _MEMORY = ("LDS", "STS", "LDGSTS", "STG", "RED", "REDG", "ATOMG", *SPILLS)
@@ -110,11 +109,6 @@ class StepCost:
         return self.instructions / self.elements
 
 
-def _package_of(path: Path) -> Path:
-    """The package's folder that a file lies in, or else its own folder."""
-    return next((folder for folder in path.parents if folder.name == _PACKAGE), path.parent)
-
-
 @dataclass(frozen=True)
 class LineCost:
     """Instructions of a steady step, and their stalls in clocks, that come from one line of the source."""
@@ -129,7 +123,8 @@ class LineCost:
     def place(self) -> str:
         """Such as ``epilogues/softmax.py:100``."""
         path = Path(self.file)
-        within = path.parents[1] if path.parent.name == _LAYOUTS else _package_of(path)
+        package = next((folder for folder in path.parents if folder.name in PACKAGES), path.parent)
+        within = package.parent if package.name == "layouts" else package
         return f"{path.relative_to(within).as_posix()}:{self.line}"
 
 
@@ -195,13 +190,7 @@ class Verdict:
 
     def brief(self) -> str:
         """The tile without the fields that have their class's default; all where its class is not known."""
-        from cute_attn.compiler import registry
-
-        try:
-            kind = type(registry.lookup(Traits.parse(self.name), None, self.target).tile)
-        except ValueError:  # a variant that is not registered here, or text in place of a tile
-            return self.tile
-        return ",".join(item for item in self.tile.split(",") if item not in kind.inert_fields()) or self.tile
+        return brief_tile(self.name, self.target, self.tile)
 
     def __rich__(self) -> Group:
         return shown(self)
@@ -271,7 +260,9 @@ def content_of(kernel: Any) -> StepContent | str:
     return kernel.step_content()
 
 
-def judge(built: Any, content: StepContent | str, copies: tuple[Conflicts, ...]) -> Verdict:
+def judge(
+    built: Any, content: StepContent | str, copies: tuple[Conflicts, ...], sources: Path = SOURCES
+) -> Verdict:
     """The verdict on machine code.
 
     Args:
@@ -279,8 +270,9 @@ def judge(built: Any, content: StepContent | str, copies: tuple[Conflicts, ...])
             warnings.
         content: of the steady step, or why there is none.
         copies: the kernel's, with their bank conflicts.
+        sources: the folder of the packages that it was built from.
     """
-    code = Code.of(built.cubin, built.name)
+    code = Code.of(built.cubin, built.name, sources)
     steady, no_step = _steady(code, content)
     used = built.resources
     blocks, limited_by = resident_blocks(

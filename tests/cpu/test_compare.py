@@ -9,7 +9,7 @@ from cute_attn import compiler
 from cute_attn.cli import code
 from cute_attn.cli.code import _sides
 from cute_attn.lab import revision
-from cute_attn.lab.compare import Row, compare, normalized
+from cute_attn.lab.compare import MOST_ROWS, Row, compare, normalized
 from cute_attn.lab.sass import BYTES, Instruction, Loop, Step
 from cute_attn.lab.verdict import Verdict, verdict
 from cute_attn.traits import Traits
@@ -88,6 +88,16 @@ def test_two_tiles_of_a_kernel():
     assert changes["HMMA.16816.F32.BF16"] == (128, 64) and changes["MUFU.EX2"] == (132, 68)
     assert found.lines == () and len(found.rows) > 100
     assert "steady steps, registers' numbers ignored" in str(found)
+    excerpt = shown_rows(found.shown(verbose=True))
+    assert len(excerpt) > MOST_ROWS and shown_rows(found.shown()) == excerpt[:MOST_ROWS]
+    left = f"{len(excerpt) - MOST_ROWS} more rows are left out; `cute-attn diff -v` shows all"
+    assert left in " ".join(str(found).split())
+
+
+def shown_rows(parts):
+    """The rows of the last table, two cells each, as text."""
+    *_, table = parts.renderables
+    return list(zip(*([str(cell) for cell in column.cells] for column in table.columns), strict=True))
 
 
 # ---- another revision ----

@@ -345,7 +345,7 @@ def test_each_prebuilt_kernel_has_a_result(fresh_cache, tmp_path, monkeypatch):
 
     deadly = Traits.parse("forward-sm80:deadly-bf16-d64")
     wrong = dataclasses.replace(TRAITS, head_dim=128, head_dim_v=128)
-    requests = [(deadly, None), (TRAITS, None), (TRAITS, "values=4"), (wrong, None)]
+    requests = [(deadly, None), (TRAITS, None), (TRAITS.name, "values=4"), (wrong, None)]
     compile(TRAITS, None, "sm80")
     try:
         built = compiler.prebuild([(*request, "sm80") for request in requests], 1)

@@ -92,6 +92,43 @@ def test_bank_conflicts_are_said():
     assert len(found) == 2
 
 
+CONFLICTS = (Conflicts("K by ldmatrix", "LDSM", 8, 1, 8),)
+
+
+def test_conflicts_are_the_advice_where_they_bound_the_step():
+    bound, fault = findings(made(shared=1500.0, copies=CONFLICTS))
+    assert bound == "The steady step is bound by shared memory, which bank conflicts make slower."
+    assert "another swizzle" in fault
+    _, spilled, conflicts = findings(made(spills=3, copies=CONFLICTS))
+    assert spilled.startswith("It spills 3 times") and conflicts == fault
+
+
+def test_a_variant_is_compared_with_its_kernel_and_both_are_explained():
+    slow = dataclasses.replace(
+        made(shared=3000.0, copies=CONFLICTS), name="forward-sm80:mine-bf16-d64", revision="HEAD~1"
+    )
+    first, own, others, fault = findings(made(), slow)
+    gap = relative(estimates(slow), estimates(made())) - 1
+    label = "forward-sm80:mine-bf16-d64 at HEAD~1"
+    assert first.startswith(f"By its code {NAME} is the best: {label} is {gap:.1%} slower. `cute-attn ab`")
+    assert own.startswith(f"The steady step of {NAME} is bound by tensor cores")
+    assert others.startswith(f"The steady step of {label} is bound by shared memory") and "8-way" in fault
+    same = dataclasses.replace(made(), name="forward-sm80:mine-bf16-d64")
+    first, *_ = findings(made(), same)
+    assert (
+        first == f"By their code the kernels are equal: {same.name} costs the same. "
+        "`cute-attn ab` measures it on a GPU."
+    )
+
+
+def test_kernels_that_compute_something_else_are_not_compared():
+    other = dataclasses.replace(made(), name="forward-sm80-bf16-d64-causal")
+    first, second = findings(made(), other)
+    assert first.startswith(f"The steady step of {NAME} ") and second.startswith(
+        f"The steady step of {other.name} "
+    )
+
+
 def test_nothing_is_said_of_a_tile_that_does_not_fit():
     assert findings(Verdict(NAME, "sm90", "tile_n=4096", "too large")) == []
     assert len(findings(made(), Verdict(NAME, "sm90", "tile_n=4096", "too large"))) == 1

@@ -395,6 +395,9 @@ def test_a_study_is_a_table_and_json(kept):
     console.print(study.table(most=3))
     text = console.export_text()
     assert "tile_n=64" in text and "it does not build" in text and "slower ones are left out" in text
+    title, *rows = [line.strip() for line in text.splitlines() if "tile_" in line or NAME in line]
+    assert title == f"{NAME} on {study.gpu}" and rows[0].startswith("│ tile_m=128, tile_n=")
+    assert "│ 1 " in rows[0] and "the default" in rows[0] and "swizzle_bits" not in text
     values = json.loads(json.dumps(study.to_json()))
     assert values["kind"] == "study" and Study.from_json(values) == study
 

@@ -6,6 +6,7 @@ import pytest
 from cute_attn.compiler import compile, cubin
 from cute_attn.kernels.step import StepContent
 from cute_attn.lab.sass import BYTES, Code, Instruction, Loop, StepNotFound
+from layouts import mma as layouts_mma
 from tests import toy
 
 # ---- instructions ----
@@ -31,6 +32,27 @@ def test_a_load_is_waited_for(fresh_cache):
     users = [i for i in code.instructions if i.opcode == "FMUL" and i.operands[1] in loaded]
     assert users and any(i.waits for i in users)
     assert all(0 <= bit < 6 for i in code.instructions for bit in i.waits)
+
+
+def test_source_lines_are_those_of_the_packages_at_hand(monkeypatch, tmp_path):
+    """Whichever checkout built the kernel; a user's file stays where it is."""
+    built_at = "/gone/cute_attn/cute_attn/device", "/gone/layouts", "/home/me"
+    files = [{"dir-idx": n, "file": "mma.py"} for n in range(3)]
+    lines = [{"opcode": "NOP", "source-line": 7, "source-file-id": n} for n in range(3)]
+    functions = [{"function-name": "k", "sass-instructions": lines}]
+    sources = [{"directories": list(built_at), "files": files}]
+    monkeypatch.setattr(cubin, "disassemble_json", lambda cubin: [{}, functions, *sources])
+    monkeypatch.setattr(cubin, "sections", lambda cubin: [(".text.k", 0, 48)])
+    here = tmp_path / "cute_attn/device/mma.py"
+    here.parent.mkdir(parents=True)
+    here.touch()
+    assert [i.file for i in Code.of(bytes(48), sources=tmp_path).instructions] == [
+        str(here),
+        "/gone/layouts/mma.py",
+        "/home/me/mma.py",
+    ]
+    running = [i.file for i in Code.of(bytes(48)).instructions]
+    assert running[1] == layouts_mma.__file__ and running[0].startswith("/gone/")
 
 
 def instruction(
