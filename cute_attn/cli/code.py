@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 # Modules that load torch or the DSL are imported inside the commands: --help needs neither.
-from cute_attn.cli.options import AsJson, Name, Target, Verbose, is_verbose, show, working
+from cute_attn.cli.options import AsJson, Name, Target, Verbose, import_kernels, is_verbose, show, working
 
 Tiles = Annotated[
     list[str] | None,
@@ -35,12 +35,12 @@ def verdict_of_tiles(
     verbose: Verbose = False,
 ) -> None:
     """What tiles cost, from their machine code; needs no GPU. The default tile, or a column for each --tile."""
-    from cute_attn.lab.verdict import line_table, shown
-
     found = _verdicts([(name, tile or None) for tile in tiles or [""]], target, lines)
     if as_json:
         print(json.dumps([one.as_dict() for one in found], indent=1))
         return
+    from cute_attn.lab.verdict import line_table, shown
+
     show(shown(*found, verbose=is_verbose()), *(line_table(one) for one in found if one.lines))
 
 
@@ -65,14 +65,14 @@ def difference_of_two(
     The sides are two tiles (of one --tile, the default is the other), NAME and NAME2, each with the --tile at its
     place, or NAME as a git revision has it and as it is now, or as two revisions have it.
     """
-    from cute_attn.lab.compare import compare
-
     revisions = at or []
     if len(revisions) > 2:
         raise ValueError(f"--at is given {len(revisions)} times; accepted: two revisions at most")
     sides = _sides(name, other, tiles or [], bool(revisions))
     old = [_verdict_at(revision, side, target) for revision, side in zip(revisions, sides, strict=False)]
     a, b = [*old, *_verdicts(sides[len(old) :], target, lines=True)]
+    from cute_attn.lab.compare import compare
+
     found = compare(a, b)
     if as_json:
         print(found.json())
@@ -95,6 +95,7 @@ def _verdicts(sides: Sequence["Side"], target: str | None, lines: bool) -> list[
     if not sides:
         return []
     with working("loading the compiler") as say:
+        import_kernels()
         from cute_attn.lab.builds import build_at_once
         from cute_attn.lab.verdict import verdict
 

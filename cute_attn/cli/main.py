@@ -28,6 +28,7 @@ from cute_attn.cli.options import (
     Target,
     TileText,
     Verbose,
+    import_kernels,
     is_verbose,
     make_console,
     show,
@@ -107,6 +108,8 @@ def load(
     ] = False,
     verbose: Verbose = False,
 ) -> None:
+    if files:
+        import_kernels()
     for file in files or ():
         _load(file)
 
@@ -128,6 +131,7 @@ def list_kernels(
 
     Below a default tile, the tiles that replace it for some calls, and for which.
     """
+    import_kernels()
     from cute_attn.compiler import registry
     from cute_attn.tiles import TARGETS
 
@@ -234,6 +238,7 @@ def compile_kernel(
 ) -> None:
     """Build a kernel, with or without a GPU, and print what it costs."""
     with working(f"building {name}: seconds, the first time"):
+        import_kernels()
         from cute_attn.compiler import compile
 
         compiled = compile(name, tile or None, target)
@@ -310,6 +315,7 @@ def check_kernel(name: Name, tile: TileText = "", target: Target = None) -> None
     """Check a tile's fit, the layouts of shared memory, a build for spills and, on a GPU, against the reference."""
     import torch
 
+    import_kernels()
     from cute_attn.compiler import compile, default_target, registry
     from cute_attn.compiler.smem_layouts import smem_reasons
     from cute_attn.tiles import SHARED_MEMORY_BYTES
@@ -439,6 +445,7 @@ def draw_kernel(
     svg: Annotated[bool, typer.Option("--svg", help="Draw SVG instead of PNG.")] = False,
 ) -> None:
     """Draw a kernel's shared-memory layouts, copies and MMA."""
+    import_kernels()
     from cute_attn.compiler import registry
     from cute_attn.lab.pictures import pictures
 

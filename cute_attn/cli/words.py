@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from cute_attn.cli.options import complete_name, show, working
+from cute_attn.cli.options import complete_name, import_kernels, show, working
 from cute_attn.lab.tables import Table
 
 # Modules that load the DSL are imported inside the commands.
@@ -28,6 +28,7 @@ def explain_words(
     """What a kernel's name, a field of its tile, or a row of its verdict means."""
     table = Table("word", "what it means")
     with working("reading docstrings"):
+        import_kernels()
         from cute_attn.lab.explain import explain
 
         for word in words:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from cute_attn.compiler import registry
-from cute_attn.lab.verdict import ROWS
 from cute_attn.tiles import Tile
 from cute_attn.traits import ARCHS, DTYPES, FEATURES, Traits, did_you_mean, field_of, ops_of
 
@@ -41,7 +40,7 @@ def explain(word: str) -> list[tuple[str, str]]:
         found = list(of(word))
         if found:
             return found
-    known = [*FEATURES, *_OPS_OF, *(name for cls in tile_classes() for name in _fields(cls)), *ROWS]
+    known = [*FEATURES, *_OPS_OF, *(name for cls in tile_classes() for name in _fields(cls)), *_rows()]
     raise ValueError(
         f"the word is {word!r}{did_you_mean(word, known)}; accepted: a kernel's name or its beginning, such as "
         "forward-sm80, a feature of one, a field of a tile, a row of a verdict"
@@ -142,7 +141,14 @@ def _field(word: str) -> Iterator[tuple[str, str]]:
 
 def _row(word: str) -> Iterator[tuple[str, str]]:
     """Rows of a verdict, by their whole names or a part of them."""
-    yield from ((row, text) for row, text in ROWS.items() if word and word.lower() in row.lower())
+    yield from ((row, text) for row, text in _rows().items() if word and word.lower() in row.lower())
+
+
+def _rows() -> dict[str, str]:
+    """A verdict's rows, with what they say."""
+    from cute_attn.lab.verdict import ROWS  # what reads machine code, which other words do without
+
+    return ROWS
 
 
 def _first_paragraph(text: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from cute_attn.compiler.cubin import Resources
 from cute_attn.kernels.step import StepContent
+from cute_attn.lab.sass import Code
 from cute_attn.lab.verdict import Verdict, content_of, judge
 from cute_attn.traits import Traits
 
@@ -27,7 +28,6 @@ class Built:
     name: str
     target: str
     tile: str
-    cubin: bytes
     ptx: str
     resources: Resources
     warnings: tuple[str, ...]
@@ -68,12 +68,12 @@ def verdict_at(revision: str, traits: Traits, tile: str = "", target: str | None
             facts["name"],
             facts["target"],
             facts["tile"],
-            (result / "kernel.cubin").read_bytes(),
             (result / "kernel.ptx").read_text(),
             Resources(**facts["resources"]),
             tuple(facts["warnings"]),
         )
-        found = judge(built, _content(facts["content"], traits, built), (), sources)
+        code = Code.of((result / "kernel.cubin").read_bytes(), traits.name, sources)
+        found = judge(built, code, _content(facts["content"], traits, built), ())
         return replace(found, revision=revision)
 
 

@@ -15,6 +15,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from html import escape
 from pathlib import Path
@@ -29,7 +30,7 @@ from cute_attn.lab.copies import Conflicts, conflicts
 from cute_attn.lab.findings import findings
 from cute_attn.lab.gpu import MULTIPROCESSORS, SCHEDULERS, SHARED_BYTES, SPECIAL, resident_blocks
 from cute_attn.lab.proxies import ProxyOrder, proxy_order
-from cute_attn.lab.sass import MMA, PACKAGES, SOURCES, Code, Instruction, Step, StepNotFound
+from cute_attn.lab.sass import MMA, PACKAGES, Code, Instruction, Step, StepNotFound
 from cute_attn.lab.tables import Table, brief_tile
 from cute_attn.traits import Traits
 
@@ -250,7 +251,10 @@ def _of_compiled(compiled: "CompiledKernel") -> Verdict:
     from cute_attn.compiler import registry
 
     kernel = registry.lookup(compiled.traits, compiled.tile, compiled.target)
-    return judge(compiled, content_of(kernel), conflicts(kernel))
+    with ThreadPoolExecutor(1) as beside:  # nvdisasm is a process, which takes as long as what follows
+        code = beside.submit(Code.of, compiled.cubin, compiled.name)
+        copies = conflicts(kernel)
+        return judge(compiled, code.result(), content_of(kernel), copies)
 
 
 def content_of(kernel: Any) -> StepContent | str:
@@ -260,19 +264,16 @@ def content_of(kernel: Any) -> StepContent | str:
     return kernel.step_content()
 
 
-def judge(
-    built: Any, content: StepContent | str, copies: tuple[Conflicts, ...], sources: Path = SOURCES
-) -> Verdict:
+def judge(built: Any, code: Code, content: StepContent | str, copies: tuple[Conflicts, ...]) -> Verdict:
     """The verdict on machine code.
 
     Args:
-        built: a :class:`CompiledKernel`, or an object with its attributes name, target, tile, cubin, ptx, resources and
+        built: a :class:`CompiledKernel`, or an object with its attributes name, target, tile, ptx, resources and
             warnings.
+        code: of its cubin.
         content: of the steady step, or why there is none.
         copies: the kernel's, with their bank conflicts.
-        sources: the folder of the packages that it was built from.
     """
-    code = Code.of(built.cubin, built.name, sources)
     steady, no_step = _steady(code, content)
     used = built.resources
     blocks, limited_by = resident_blocks(

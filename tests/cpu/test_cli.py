@@ -39,6 +39,44 @@ def ok(done):
     return done.stdout
 
 
+LOADED = """
+import gc, sys
+from cute_attn.__main__ import main
+try:
+    main()
+finally:
+    heavy = "torch", "cutlass", "matplotlib", "networkx", "jinja2", "cute_attn.lab.verdict"
+    print(*(name for name in heavy if name in sys.modules), file=sys.stderr)
+    print(gc.isenabled(), gc.get_freeze_count() > 100_000, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "loaded"),
+    [
+        (["--version"], ""),
+        (["cache", "list"], ""),
+        (["list"], "cutlass"),
+        (["explain", "forward-sm80", "causal"], "cutlass"),
+        ([*LOAD, "verdict", TOY, "--target", "sm80"], "cutlass networkx cute_attn.lab.verdict"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_command_loads_what_it_needs(command, loaded, tmp_path):
+    """A verdict, of a kernel that is built already. The kernels' objects are none that garbage is looked for among."""
+    environment = os.environ | {"CUTE_ATTN_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(processes.ROOT)}
+    if "verdict" in command:
+        ok(processes.run("-m", "cute_attn", *command, environment={"CUTE_ATTN_CACHE_DIR": str(tmp_path)}))
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, *command],
+        cwd=processes.ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and done.stderr == f"{loaded}\nTrue {'cutlass' in loaded}\n", done.stderr
+
+
 def test_list(run):
     text = ok(run("list"))
     assert text.count("\n") < 40 and "--all" in text
