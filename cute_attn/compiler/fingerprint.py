@@ -1,7 +1,8 @@
 """The key under which a compiled kernel is cached: everything that decides its code, hashed.
 
 Traits, tile, target, the toolchain's versions, ``CUTE_DSL_*`` variables and sources: this package's and ``layouts``'
-(the folders that shape a kernel) and, for a user's kernel or epilogue, its file and the user's files that it imports.
+(the folders that shape a kernel) and, for a user's kernel or epilogue, its file and the user's files that it imports,
+or its code where it was typed in a notebook.
 """
 
 import builtins
@@ -23,6 +24,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from cute_attn import _imported_at
+from cute_attn.compiler.typed import is_typed, typed_parts
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LAYOUTS = _PACKAGE.parent / "layouts"
@@ -109,10 +111,17 @@ def package_sources() -> str:
 
 
 def user_sources(classes: Iterable[type]) -> str:
-    """Digest of the files, outside the package, that the classes and their bases come from and import."""
-    pending = {
-        module for cls in classes for base in cls.__mro__ if (module := sys.modules.get(base.__module__))
-    }
+    """Digest of the files, outside the package, that the classes and their bases come from and import.
+
+    Of a class that no file has, its code.
+    """
+    bases = [base for cls in classes for base in cls.__mro__]
+    pending = {module for base in bases if (module := sys.modules.get(base.__module__))}
+    typed: list[bytes] = []
+    for base in filter(is_typed, bases):
+        parts, modules = typed_parts(base)
+        typed += parts
+        pending |= modules
     files: dict[str, bytes] = {}
     while pending:
         module = pending.pop()
@@ -121,7 +130,9 @@ def user_sources(classes: Iterable[type]) -> str:
             files[str(path)] = path.read_bytes()
             pending |= _imported_modules(module, files[str(path)])
     # A file's folder does not shape code; its name and its contents do.
-    return digest(*sorted(Path(name).name.encode() + b"\0" + source for name, source in files.items()))
+    return digest(
+        *sorted(Path(name).name.encode() + b"\0" + source for name, source in files.items()), *typed
+    )
 
 
 @functools.cache

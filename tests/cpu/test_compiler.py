@@ -1,6 +1,7 @@
 """Building without a GPU, reports of builds, and the cache's key."""
 
 import ast
+import builtins
 import dataclasses
 import json
 import os
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -544,3 +546,75 @@ def test_metadata_is_plain_json(fresh_cache):
         meta = json.loads(file.readline())["meta"]
     assert meta["name"] == toy.NAME and meta["tile"] == {"values": 8, "staged": True}
     assert meta["toolchain"] == fingerprint.toolchain()
+
+
+# ---- classes that no file has ----
+
+CELL = """
+import layouts
+from tests import toy
+
+{constant}
+
+def helper(x):
+    return x * {factor}
+
+class Mine:
+    {attribute}
+
+    def smem_layout(self, rows):
+        return [helper(row) for row in range(rows)], WIDTH, layouts.BANKS
+
+    @staticmethod
+    def kernel():
+        return toy.NAME in {{"a", "b", "c"}}
+"""
+
+
+def key_of_a_cell(monkeypatch, before="", constant="WIDTH = 8", factor=2, attribute="stages = 3"):
+    """Of a class as a notebook's cell makes it: in a module without a file."""
+    module = types.ModuleType("typed_in_a_cell")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    text = before + CELL.format(constant=constant, factor=factor, attribute=attribute)
+    exec(builtins.compile(text, f"<cell {len(text)}>", "exec"), module.__dict__)
+    return fingerprint.user_sources([module.Mine])
+
+
+def test_a_typed_class_is_known_by_its_code_and_what_that_names(monkeypatch):
+    first = key_of_a_cell(monkeypatch)
+    assert key_of_a_cell(monkeypatch, before="# the same cell, further down\n\n") == first
+    changes = [
+        {"constant": "WIDTH = 9"},
+        {"constant": "WIDTH = (8, 1.5)"},
+        {"factor": 3},
+        {"attribute": "stages = 4"},
+        {"attribute": "@property\n    def stages(self):\n        return 3"},
+        {"constant": "from tests import processes as WIDTH"},
+    ]
+    keys = {first, *(key_of_a_cell(monkeypatch, **change) for change in changes)}
+    assert len(keys) == 1 + len(changes)
+
+
+def test_a_typed_class_with_an_object_is_never_taken_for_another(monkeypatch):
+    assert key_of_a_cell(monkeypatch, constant="WIDTH = object()") != key_of_a_cell(
+        monkeypatch, constant="WIDTH = object()"
+    )
+
+
+def test_a_typed_classes_key_is_that_of_another_process(monkeypatch):
+    code = (
+        "import pytest\nfrom tests.cpu import test_compiler\n"
+        "with pytest.MonkeyPatch.context() as patch: print(test_compiler.key_of_a_cell(patch))"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=processes.ROOT,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in "12"
+    }
+    assert found == {key_of_a_cell(monkeypatch) + "\n"}

@@ -1,0 +1,98 @@
+"""Classes that no file has: typed at a prompt, or in a cell of a notebook.
+
+Their code stands for their source, with that of the typed functions and classes that it names, and the values of typed
+constants. A value of another kind stands for itself alone: a kernel that depends on one is built anew.
+"""
+
+import inspect
+import os
+import sys
+from collections.abc import Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...))
+
+
+def is_typed(cls: Any) -> bool:
+    """Whether a class or a function comes from no file."""
+    module = sys.modules.get(cls.__module__)
+    return module is None or (
+        getattr(module, "__file__", None) is None and module.__name__ not in sys.builtin_module_names
+    )
+
+
+def typed_parts(cls: type) -> tuple[list[bytes], set[ModuleType]]:
+    """What shapes a typed class: its code and values, in an order that stays, and the modules that it names."""
+    parts: list[bytes] = []
+    modules: set[ModuleType] = set()
+    seen: set[int] = set()
+    pending: list[tuple[str, Any]] = [(cls.__qualname__, cls)]
+    while pending:
+        name, value = pending.pop()
+        value = inspect.unwrap(
+            getattr(value, "__func__", value)
+        )  # of static methods, and of what is decorated
+        if isinstance(value, _PLAIN):
+            parts.append(f"{name}={value!r}".encode())
+        elif id(value) in seen:
+            continue
+        elif isinstance(value, ModuleType):
+            modules.add(value)
+        elif isinstance(value, (type, FunctionType)) and not is_typed(value):
+            parts.append(f"{name}={value.__module__}.{value.__qualname__}".encode())
+            modules.add(sys.modules[value.__module__])
+        elif isinstance(value, (tuple, list)):
+            pending += [(f"{name}[{i}]", item) for i, item in enumerate(value)]
+        elif isinstance(value, property):
+            pending += [(f"{name}.{kind}", getattr(value, kind)) for kind in ("fget", "fset")]
+        elif isinstance(value, type):
+            pending += [
+                (f"{name}.{key}", item) for key, item in vars(value).items() if _is_written(key, item)
+            ]
+        elif isinstance(value, FunctionType):
+            parts.append(f"{name}: {list(_of_code(value.__code__))}".encode())
+            pending += [(f"{name}.{key}", item) for key, item in _named(value)]
+        else:
+            parts.append(os.urandom(16))
+        seen.add(id(value))
+    return parts, modules
+
+
+def _is_written(name: str, value: Any) -> bool:
+    """Whether a class's attribute is one that its text has, and not one that Python or a dataclass adds."""
+    if not name.startswith("__"):
+        return not type(value).__name__.endswith("_descriptor")
+    return isinstance(value, FunctionType) and value.__code__.co_filename != "<string>"
+
+
+def _named(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function refers to: globals, what encloses it, defaults."""
+    names = dict.fromkeys(name for code in _codes(function.__code__) for name in code.co_names)
+    yield from ((name, function.__globals__[name]) for name in names if name in function.__globals__)
+    closure = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    yield from ((name, cell.cell_contents) for name, cell in closure if name != "__class__")
+    yield from (
+        ("default", value)
+        for value in (function.__defaults__ or (), *(function.__kwdefaults__ or {}).values())
+    )
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of the functions inside."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _of_code(code: CodeType) -> Iterator[str]:
+    """What code does, but for the place that it was typed at."""
+    for one in _codes(code):
+        constants = [_constant(x) for x in one.co_consts if not isinstance(x, CodeType)]
+        yield repr((one.co_code, constants, one.co_names, one.co_varnames, one.co_freevars, one.co_argcount))
+
+
+def _constant(value: Any) -> str:
+    """A constant, sets in an order that stays."""
+    return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)
