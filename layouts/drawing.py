@@ -1,9 +1,10 @@
 """Draws panels of coloured, labelled cells with matplotlib. Lengths are in inches."""
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 SUFFIXES = (".png", ".svg")
 INK, FAINT, RULE = "#1f2933", "#6b7785", "#39434f"
@@ -74,21 +75,46 @@ def tint(color: str, strength: float) -> Color:
     return red, green, blue
 
 
-def draw(grid: Sequence[Sequence[Panel | None]], title: str, legend: Legend, path: str | Path) -> Path:
-    """Draws a grid of panels with a title and writes the file.
+@dataclass(frozen=True, repr=False)
+class Picture:
+    """A grid of panels with a title; the legend is below, or in the top left corner if the grid has no panel there.
 
-    The legend is below, or in the top left corner if the grid has no panel there. Raises ValueError unless the path
-    ends in .png or .svg, ImportError without matplotlib.
+    A notebook shows it.
     """
-    path = Path(path)
-    if path.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"path={str(path)!r}: accepted suffixes are {', '.join(SUFFIXES)}")
+
+    grid: Sequence[Sequence[Panel | None]]
+    title: str
+    legend: Legend
+
+    def save(self, path: str | Path) -> Path:
+        """Write the file and return its path.
+
+        Raises ValueError unless the path ends in .png or .svg, ImportError without matplotlib.
+        """
+        path = Path(path)
+        if path.suffix.lower() not in SUFFIXES:
+            raise ValueError(f"path={str(path)!r}: accepted suffixes are {', '.join(SUFFIXES)}")
+        _draw(self, path, path.suffix[1:].lower())
+        return path
+
+    def _repr_svg_(self) -> str:
+        out = io.StringIO()
+        _draw(self, out, "svg")
+        return out.getvalue()
+
+    def __repr__(self) -> str:
+        return f"Picture({self.title!r})"
+
+
+def _draw(picture: Picture, to: Path | IO[str], kind: str) -> None:
+    """Draw it with matplotlib, as ``"png"`` or ``"svg"``."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("pictures need matplotlib; pip install 'cute-attn[lab]' brings it") from error
 
+    grid, legend = picture.grid, picture.legend
     heights = [max(panel.height for panel in row if panel) for row in grid]
     widths = [max(panel.width for row in grid if (panel := row[i])) for i in range(len(grid[0]))]
     width = max(sum(widths) + _GAP * (len(widths) - 1), _LEAST_WIDTH)
@@ -109,7 +135,9 @@ def draw(grid: Sequence[Sequence[Panel | None]], title: str, legend: Legend, pat
         axes.set_xlim(0, total[0])
         axes.set_ylim(total[1], 0)
         axes.axis("off")
-        axes.text(_MARGIN, _MARGIN + 0.12, title, fontsize=13, fontweight="bold", color=INK, va="center")
+        axes.text(
+            _MARGIN, _MARGIN + 0.12, picture.title, fontsize=13, fontweight="bold", color=INK, va="center"
+        )
         _draw_lines(axes, legend.lines, _MARGIN + 0.4)
         for row, row_height in zip(grid, heights, strict=True):
             left = _MARGIN
@@ -120,9 +148,8 @@ def draw(grid: Sequence[Sequence[Panel | None]], title: str, legend: Legend, pat
             top += row_height + _GAP
         _draw_strips(axes, legend.strips, places)
         _draw_lines(axes, legend.notes, notes_top)
-        metadata = {"Date": None} if path.suffix.lower() == ".svg" else {"Software": None}
-        figure.savefig(path, dpi=160, metadata=metadata)
-    return path
+        metadata = {"Date": None} if kind == "svg" else {"Software": None}
+        figure.savefig(to, format=kind, dpi=160, metadata=metadata)
 
 
 def _draw_panel(axes: Any, panel: Panel, left: float, top: float) -> None:

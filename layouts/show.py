@@ -3,6 +3,7 @@
 Both run outside a trace, on functions that build the objects. matplotlib is loaded on the first picture.
 
     show(lambda: smem_layout(128, 64, BFloat16), "smem.png", dtype=BFloat16)
+    picture(lambda: smem_layout(128, 64, BFloat16), dtype=BFloat16)                 # what a notebook shows
     bank_conflicts(lambda: ldmatrix_copy_b(tiled_mma_sm80(BFloat16, 4), BFloat16),
                    lambda: smem_layout(128, 64, BFloat16), BFloat16).extra
 """
@@ -16,11 +17,11 @@ import numpy as np
 from cutlass import cute
 
 from .banks import BankConflicts, bank_conflicts
-from .drawing import BANK_HUES, WARP_HUES, Cell, Color, Legend, Panel, draw, tint
+from .drawing import BANK_HUES, WARP_HUES, Cell, Color, Legend, Panel, Picture, tint
 from .model import COPY_SIDES, MMA_OPERANDS, SmemMap, ThreadValueMap, read_copy, read_mma, read_smem, trace
 from .swizzle import BANK_BYTES
 
-__all__ = ["BankConflicts", "bank_conflicts", "show"]
+__all__ = ["BankConflicts", "Picture", "bank_conflicts", "picture", "show"]
 
 _WARP = 32
 _STRENGTH = 0.62
@@ -35,9 +36,16 @@ _INSTRUCTIONS = {
 }
 
 
-def show(
+def show(thing: Callable[[], Any], path: str | Path, **options: Any) -> Path:
+    """Draws a shared-memory layout, a tiled copy or a tiled MMA into a .png or .svg file and returns its path.
+
+    Arguments and errors are those of :func:`picture`, and ValueError for another suffix.
+    """
+    return picture(thing, **options).save(path)
+
+
+def picture(
     thing: Callable[[], Any],
-    path: str | Path,
     *,
     dtype: Any = None,
     tile: tuple[int, int] | None = None,
@@ -45,14 +53,14 @@ def show(
     cols: int | None = None,
     title: str | None = None,
     arch: str = "sm_90a",
-) -> Path:
-    """Draws a shared-memory layout, a tiled copy or a tiled MMA into a .png or .svg file and returns its path.
+) -> Picture:
+    """A picture of a shared-memory layout, a tiled copy or a tiled MMA, which a notebook shows.
 
     thing: a function that builds it, called in a trace: ``lambda: smem_layout(128, 64, cutlass.BFloat16)``.
     dtype: the element type, required for shared memory, drawn as 4-byte words with their bank.
     tile: (rows, cols) over which a copy or an accumulator is repeated; by default one step.
     rows, cols: the part of each tile to draw; by default enough for the pattern.
-    Raises ValueError for another suffix or a missing dtype, TypeError for other objects.
+    Raises ValueError for a missing dtype or another tile, TypeError for other objects.
     """
 
     def read() -> Any:
@@ -72,18 +80,16 @@ def show(
     found = trace(read, arch)
     crop = (rows, cols)
     if isinstance(found, SmemMap):
-        return _show_smem(found, path, crop, title)
+        return _smem_picture(found, crop, title)
     if "C" in found:
-        return _show_mma(found, path, tile, crop, title)
-    return _show_copy(found, path, tile, crop, title)
+        return _mma_picture(found, tile, crop, title)
+    return _copy_picture(found, tile, crop, title)
 
 
 # Shared memory
 
 
-def _show_smem(
-    smem: SmemMap, path: str | Path, crop: tuple[int | None, int | None], title: str | None
-) -> Path:
+def _smem_picture(smem: SmemMap, crop: tuple[int | None, int | None], title: str | None) -> Picture:
     offsets = smem.offsets if smem.offsets.ndim == 2 else smem.offsets[:, :, 0]
     axes = ("row", "column")
     if offsets[0, 1] - offsets[0, 0] != 1:
@@ -118,8 +124,8 @@ def _show_smem(
         [f"A box is 16 bytes by 8 {axes[0]}s, one 8 x 8 matrix of ldmatrix: it is read {verdict}."],
         [f"{smem.text}, {smem.width}-bit elements" + (", stage 0" if smem.offsets.ndim == 3 else "")],
     )
-    return draw(
-        [[panel]], title or f"Shared memory, {smem.offsets.shape[0]} x {smem.offsets.shape[1]}", legend, path
+    return Picture(
+        [[panel]], title or f"Shared memory, {smem.offsets.shape[0]} x {smem.offsets.shape[1]}", legend
     )
 
 
@@ -137,13 +143,12 @@ def _column_ways(banks: np.ndarray, piece: int) -> int:
 # Threads and values
 
 
-def _show_mma(
+def _mma_picture(
     maps: dict[str, ThreadValueMap],
-    path: str | Path,
     tile: tuple[int, int] | None,
     crop: tuple[int | None, int | None],
     title: str | None,
-) -> Path:
+) -> Picture:
     a, b, c = (maps[operand] for operand in MMA_OPERANDS)
     from_smem = [name for name in "AB" if _held_by_all(maps[name])]
     panel_c = _panel(_repeat(c, tile), "C", ("m", "n"), crop)
@@ -164,16 +169,15 @@ def _show_mma(
     )
     below: list[Panel | None] = [panel_c] if panel_a is None else [panel_a, panel_c]
     grid = [below] if panel_b is None else [[None, panel_b], below]
-    return draw(grid, title or f"Tiled MMA, {threads // _WARP} warps", legend, path)
+    return Picture(grid, title or f"Tiled MMA, {threads // _WARP} warps", legend)
 
 
-def _show_copy(
+def _copy_picture(
     maps: dict[str, ThreadValueMap],
-    path: str | Path,
     tile: tuple[int, int] | None,
     crop: tuple[int | None, int | None],
     title: str | None,
-) -> Path:
+) -> Picture:
     src, dst = maps["src"], maps["dst"]
     same = src.row.shape == dst.row.shape and (src.row == dst.row).all() and (src.col == dst.col).all()
     named = {"source and destination": src} if same else {"source": src, "destination": dst}
@@ -185,11 +189,10 @@ def _show_copy(
     if copies > 1:
         notes.append(f"{copies} threads read each element; the first is named.")
     line = f"a step is {src.shape[0]} x {src.shape[1]} elements by {threads} threads, {values} values each"
-    return draw(
+    return Picture(
         [panels],
         title or f"Tiled copy, {_INSTRUCTIONS.get(kind, kind)}",
         Legend(_warp_strips(panels), notes, [line]),
-        path,
     )
 
 

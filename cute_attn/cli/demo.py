@@ -18,9 +18,9 @@ from cute_attn import reference
 from cute_attn.cli.options import make_console, working
 from cute_attn.compiler import registry
 from cute_attn.epilogues.inputs import ScoreInputs
-from cute_attn.lab import pictures
 from cute_attn.lab.benchmark.workload import Workload
 from cute_attn.lab.builds import build_at_once
+from cute_attn.lab.pictures import pictures
 from cute_attn.lab.verdict import shown, verdict
 from cute_attn.reference import emulate
 from cute_attn.traits import Traits
@@ -55,7 +55,7 @@ def main() -> None:
     console.print(shown(*costs))
     heading(f"Layouts, copies and matrix products of {HOPPER}: `cute-attn show`")
     with working("drawing"):
-        drawn = list(pictures.pictures(registry.lookup(Traits.parse(HOPPER)), PICTURES))
+        drawn = list(pictures(HOPPER).save(PICTURES))
     console.print(f"  {len(drawn)} pictures in {PICTURES}, such as {drawn[0].name}", highlight=False)
     if torch.cuda.is_available():
         wrong += kernel_against_torch()

@@ -446,12 +446,10 @@ def draw_kernel(
 ) -> None:
     """Draw a kernel's shared-memory layouts, copies and MMA."""
     import_kernels()
-    from cute_attn.compiler import registry
     from cute_attn.lab.pictures import pictures
 
-    kernel = registry.lookup(Traits.parse(name), tile or None, target)
     with working("drawing"):
-        paths = list(pictures(kernel, output, ".svg" if svg else ".png"))
+        paths = list(pictures(name, tile or None, target).save(output, ".svg" if svg else ".png"))
     print(*paths, sep="\n")
 
 

@@ -1,39 +1,81 @@
-"""Pictures of a kernel's layouts, copies and MMAs, drawn from its methods: a variant's show its changes."""
+"""Pictures of a kernel's layouts, copies and MMAs, drawn from its methods: a variant's show its changes.
+
+pictures("forward-sm80-bf16-d64")["smem-k"]
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from cute_attn.compiler import registry
 from cute_attn.compiler.smem_layouts import smem_layouts
+from cute_attn.lab import plots
 from cute_attn.tiles import padded
+from cute_attn.traits import Traits
+
+if TYPE_CHECKING:
+    from layouts.show import Picture
 
 Things = dict[str, Callable[[], Any]]
 """What to draw: by name the function that builds the layout, copy or MMA in a trace. TMA copies have no threads."""
 
 
-def pictures(kernel: Any, folder: Path, suffix: str = ".png") -> Iterator[Path]:
-    """Draw the shared-memory layouts, copies and MMAs of a kernel; yields each file when written.
+class Pictures(dict[str, "Picture"]):
+    """A kernel's pictures by name, such as ``"smem-k"`` and ``"mma"``; a notebook shows them all.
+
+    Attributes:
+        name: the kernel's.
+    """
+
+    def __init__(self, name: str, drawn: dict[str, "Picture"]) -> None:
+        super().__init__(drawn)
+        self.name = name
+
+    def save(self, folder: Path, suffix: str = ".png") -> Iterator[Path]:
+        """Write each into a file of the folder, which is made; yields it when written. suffix: ".png" or ".svg"."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for what, one in self.items():
+            yield one.save(folder / f"{self.name.replace(':', '_')}-{what}{suffix}")
+
+    def inline(self) -> Iterator[tuple[str, str]]:
+        """Each name, and its picture as an element of a page."""
+        for what, one in self.items():
+            yield what, plots.inline(one._repr_svg_(), what)
+
+    def _repr_html_(self) -> str:
+        return "\n".join(text for _, text in self.inline())
+
+    def __repr__(self) -> str:
+        return f"Pictures of {self.name}: {', '.join(self)}"
+
+
+def pictures(kernel: Traits | str, tile: Any = None, target: str | None = None) -> Pictures:
+    """The shared-memory layouts, copies and MMAs of a kernel, drawn.
 
     Args:
-        kernel: a kernel object, from ``registry.lookup``.
-        folder: where the files go; it is made.
-        suffix: ".png" or ".svg".
+        kernel: traits or their name.
+        tile: a tile, or text that changes the default one.
+        target: as of :func:`cute_attn.compile`.
 
     Raises:
-        ValueError: the kernel has none.
+        ValueError: the kernel has none; or the name, the target or the tile's text is not one.
+        Unsupported: no kernel supports the traits, or the tile does not fit.
     """
-    from layouts.show import show
+    from layouts.show import picture
 
-    traits = kernel.traits
+    traits = Traits.parse(kernel) if isinstance(kernel, str) else kernel
     things = _THINGS.get((traits.op, traits.arch))
     if things is None:
         drawn = ", ".join(f"{op}-{arch}" for op, arch in _THINGS)
         raise ValueError(f"{traits} has no shared-memory layout and no MMA to draw; accepted: {drawn}")
-    folder.mkdir(parents=True, exist_ok=True)
-    base = traits.name.replace(":", "_")
-    for what, thing in things(kernel).items():
-        path = folder / f"{base}-{what}{suffix}"
-        yield show(thing, path, dtype=kernel.dtype, title=f"{traits.name}: {what}")
+    found = registry.lookup(traits, tile, target)
+    return Pictures(
+        traits.name,
+        {
+            what: picture(thing, dtype=found.dtype, title=f"{traits.name}: {what}")
+            for what, thing in things(found).items()
+        },
+    )
 
 
 def _smem(kernel: Any) -> Things:

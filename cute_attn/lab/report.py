@@ -5,7 +5,6 @@ cute-attn report study.json -o study.html
 """
 
 import json
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -275,22 +274,16 @@ def _steps(pair: Sequence[Contender], shape: Any, target: str | None) -> list[Se
 
 def _layouts(one: Contender, shape: Any, target: str | None) -> Section:
     """Pictures of shared memory with its banks, of copies and of the MMA."""
-    from cute_attn.compiler import registry
     from cute_attn.lab.pictures import pictures
 
-    traits = Traits.parse(one.kernel)
-    kernel = registry.lookup(traits, tile_at(one, shape, target), target)
     drawn: list[str] = []
     left_out, size = [], 0
-    with tempfile.TemporaryDirectory(prefix="cute_attn-") as folder:
-        for path in pictures(kernel, Path(folder), ".svg"):
-            what = path.stem.split(traits.name.replace(":", "_") + "-")[-1]
-            text = plots.inline(path.read_text(), what)
-            if size + len(text) > _FOR_PICTURES:
-                left_out.append(what)
-                continue
-            drawn.append(text)
-            size += len(text)
+    for what, text in pictures(one.kernel, tile_at(one, shape, target), target).inline():
+        if size + len(text) > _FOR_PICTURES:
+            left_out.append(what)
+            continue
+        drawn.append(text)
+        size += len(text)
     texts = [f"{one}: shared memory coloured by bank, copies and MMA by warp."]
     if left_out:
         texts.append(

@@ -205,8 +205,7 @@ class Verdict:
         return f"Verdict({self.name} on {self.target}, {self.brief()}: {_in_short(self)})"
 
     def _repr_html_(self) -> str:
-        said = "".join(f"<p>{escape(sentence)}</p>" for sentence in findings(self))
-        return html.table(f"{self.name} on {self.target}", [self.brief()], [_plain(_rows(self))]) + said
+        return shown(self)._repr_html_()
 
 
 def verdict(
@@ -433,25 +432,44 @@ def lines_of(step: Step) -> list[LineCost]:
 # ---- tables ----
 
 
-def shown(*verdicts: Verdict, verbose: bool = False) -> Group:
+class Shown(Group):
+    """Verdicts side by side, and what follows from them in a few sentences: for rich to print, and for notebooks."""
+
+    def __init__(self, verdicts: Sequence[Verdict], verbose: bool) -> None:
+        sentences = findings(*verdicts)
+        super().__init__(table(*verdicts, verbose=verbose), *map(Text, sentences))
+        title, heads = _heads(verdicts, verbose)
+        self._html = html.table(title or "", heads, [_plain(_rows(one)) for one in verdicts])
+        self._html += "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
+
+    def _repr_html_(self) -> str:
+        return self._html
+
+
+def shown(*verdicts: Verdict, verbose: bool = False) -> Shown:
     """Verdicts side by side, and what follows from them in a few sentences; verbose: with all fields of the tiles."""
-    return Group(table(*verdicts, verbose=verbose), *(Text(sentence) for sentence in findings(*verdicts)))
+    return Shown(verdicts, verbose)
 
 
 def table(*verdicts: Verdict, verbose: bool = False) -> Table:
     """Verdicts side by side, a column each; verbose: with all fields of the tiles."""
-    tiles = [one.tile if verbose else one.brief() for one in verdicts]
     rows = [_rows(one) for one in verdicts]
-    names = {(one.name, one.target) for one in verdicts}
-    title = "{} on {}".format(*next(iter(names))) if len(names) == 1 else None
-    named = zip(verdicts, tiles, strict=True)
-    heads = (
-        _tiles(verdicts, tiles) if title else [f"{one.name} on {one.target}, {tile}" for one, tile in named]
-    )
-    made = Table("", *(head.replace(",", ", ") for head in heads), title=title)
+    title, heads = _heads(verdicts, verbose)
+    made = Table("", *heads, title=title)
     for what in dict.fromkeys(key for column in rows for key in column):
         made.add_row(what, *(column.get(what, "-") for column in rows))
     return made
+
+
+def _heads(verdicts: Sequence[Verdict], verbose: bool) -> tuple[str | None, list[str]]:
+    """A table's title, where all verdicts are on one kernel, and its heads."""
+    tiles = [one.tile if verbose else one.brief() for one in verdicts]
+    if len({(one.name, one.target) for one in verdicts}) == 1:
+        title, heads = f"{verdicts[0].name} on {verdicts[0].target}", _tiles(verdicts, tiles)
+    else:
+        title, named = None, zip(verdicts, tiles, strict=True)
+        heads = [f"{one.name} on {one.target},{tile}" for one, tile in named]
+    return title, [head.replace(",", ", ") for head in heads]
 
 
 def _tiles(verdicts: Sequence[Verdict], shown: Sequence[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """The examples run, and their claims hold: a layout and an epilogue from outside the package."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from cute_attn.kernels.forward_sm80 import ForwardSm80
 from cute_attn.reference import emulate
 from cute_attn.reference.tilings import TILINGS, Scores
 from cute_attn.traits import Traits
-from tests import processes
+from tests import notebook, processes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -46,6 +47,25 @@ def test_an_experiment_is_twenty_lines_without_a_guard():
     done = processes.run(str(EXAMPLES / "experiment.py"))
     assert done.returncode == 0, done.stderr
     assert "8-way" in done.stdout and "none in 7 copies" in done.stdout and "No GPU here" in done.stdout
+
+
+def test_a_notebook_runs_up_to_its_measurement():
+    """And what its cells show is what a notebook draws; outputs are stripped."""
+    path = EXAMPLES / "walkthrough.ipynb"
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in notebook.cells(path))
+    done = processes.run("-m", "tests.notebook", str(path))
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if not line.startswith('"')]
+    assert (
+        sum(line.endswith(" ok") for line in said) == 4 and "backward" in said[-1]
+    )  # the epilogue's comparisons
+    default, tiles, swizzled, plain, layouts, _, leaky, shapes, measured = map(
+        json.loads, [line for line in done.stdout.splitlines() if line.startswith('"')]
+    )
+    assert default.startswith("_repr_html_") and "<th>tile_n=128</th>" in tiles
+    assert "without a bank conflict" in swizzled and "a bank conflict of 8 ways" in plain
+    assert "By its code forward-sm80-bf16-d64-causal is the best" in layouts and "8-way" in layouts
+    assert "-leaky on sm90" in leaky and shapes.count("Size") == 2 and measured.startswith("'No GPU here")
 
 
 # ---- a layout ----

@@ -10,7 +10,7 @@ from cute_attn.lab.copies import Conflicts
 from cute_attn.lab.findings import findings
 from cute_attn.lab.rank import NOISE, estimates, relative
 from cute_attn.lab.study import Candidate, Study
-from cute_attn.lab.verdict import Clocks, StepCost, Verdict
+from cute_attn.lab.verdict import Clocks, StepCost, Verdict, shown
 from tests import toy  # registers the kernel
 
 NAME = "forward-sm80-bf16-d64"
@@ -159,6 +159,9 @@ def test_notebooks_show_tables_and_short_reprs():
         and "[bold]" not in html
         and "<p>The steady" in html
     )
+    both = shown(one, made(128))._repr_html_()
+    assert "<th>tile_m=128, tile_n=96, num_stages=2</th><th>tile_n=128</th>" in both
+    assert "".join(f"<p>{sentence}</p>" for sentence in findings(one, made(128))) in both
     difference = compare(one, made(128))
     assert len(repr(difference)) < 400 and repr(difference).startswith("Difference(Verdict(")
     assert "<pre" in difference._repr_html_() and "tile_n=128" in difference._repr_html_()

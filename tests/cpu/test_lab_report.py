@@ -6,12 +6,14 @@ import json
 import re
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from cute_attn.compiler import registry
 from cute_attn.lab import ledger, report
 from cute_attn.lab.card import Contender
+from cute_attn.lab.pictures import Pictures
 from cute_attn.lab.race import ab
 from cute_attn.lab.study import Candidate, Study
 from cute_attn.traits import Traits
@@ -165,13 +167,10 @@ def test_both_steps_and_the_layouts_are_on_the_page(tmp_path):
 
 
 def test_what_would_make_the_page_too_large_is_left_out_and_named(tmp_path, monkeypatch):
-    def pictures(kernel, folder, suffix):
-        for what in ("smem-q", "smem-k", "mma"):
-            path = folder / f"{kernel.traits.name}-{what}{suffix}"
-            path.write_text(f'<?xml version="1.0"?>\n<svg width="9pt"><g id="{"a" * 1000}"/></svg>')
-            yield path
-
-    monkeypatch.setattr("cute_attn.lab.pictures.pictures", pictures)
+    text = f'<?xml version="1.0"?>\n<svg width="9pt"><g id="{"a" * 1000}"/></svg>'
+    one = SimpleNamespace(_repr_svg_=lambda: text)
+    drawn = Pictures("forward-sm80-bf16-d64", dict.fromkeys(("smem-q", "smem-k", "mma"), one))
+    monkeypatch.setattr("cute_attn.lab.pictures.pictures", lambda *kernel: drawn)
     monkeypatch.setattr(report, "_FOR_PICTURES", 2500)
     shape = report.parse("s512", Traits.parse("forward-sm80-bf16-d64"))
     section = report._layouts(Contender("forward-sm80-bf16-d64"), shape, "sm80")
