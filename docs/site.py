@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 START = Path("README.md")  # the site's first page
 PAGES, SITE = Path("build/pages"), Path("build/site")
-_LINK = re.compile(r"\]\(([^)\s:#]+)\)")
+_LINK = re.compile(r"\]\(([^)\s:#]+)(?:#[^)\s]*)?\)")
 
 
 def linked(page: Path) -> list[Path]:

@@ -7,12 +7,24 @@ from typing import Annotated, Any
 import typer
 
 # Modules that load torch or the DSL are imported inside the commands: --help needs neither.
-from cute_attn.cli.options import AsJson, Name, Target, Verbose, import_kernels, is_verbose, show, working
+from cute_attn.cli.options import (
+    AsJson,
+    Name,
+    Target,
+    Verbose,
+    complete_tile,
+    import_kernels,
+    is_verbose,
+    show,
+    working,
+)
 
 Tiles = Annotated[
     list[str] | None,
     typer.Option(
-        "--tile", help="Fields of the default tile to change: tile_n=128,num_stages=2; may be repeated."
+        "--tile",
+        autocompletion=complete_tile,
+        help="Fields of the default tile to change: tile_n=128,num_stages=2; may be repeated.",
     ),
 ]
 

@@ -12,6 +12,7 @@ from cute_attn.cli.options import (
     AsJson,
     Name,
     Target,
+    complete_tile,
     live_progress,
     make_console,
     show,
@@ -52,7 +53,9 @@ def ab_of_tiles(
     tiles: Annotated[
         list[str] | None,
         typer.Option(
-            "--tile", help="Fields to change: A's, and if repeated B's; B's default is the default tile."
+            "--tile",
+            autocompletion=complete_tile,
+            help="Fields to change: A's, and if repeated B's; B's default is the default tile.",
         ),
     ] = None,
     peer: Annotated[

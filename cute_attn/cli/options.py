@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from cute_attn.traits import ARCHS, DTYPES, FEATURES, OPS
+from cute_attn.tiles import TARGETS
+from cute_attn.traits import ARCHS, DTYPES, FEATURES, OPS, Traits
 
 
 def complete_name(text: str) -> list[str]:
@@ -23,6 +25,29 @@ def complete_name(text: str) -> list[str]:
     steps = (OPS, ARCHS, DTYPES, [f"d{dim}" for dim in (32, 64, 96, 128, 192, 256)])
     nexts = steps[len(words)] if len(words) < len(steps) else [word for word in FEATURES if word not in words]
     return [found for found in ("-".join([*words, one]) for one in nexts) if found.startswith(text)]
+
+
+def complete_tile(context: typer.Context, text: str) -> list[str]:
+    """What a shell offers for the beginning of a tile's text: the fields of the kernel's tile that it has not yet."""
+    import_kernels()
+    from cute_attn.compiler import registry
+
+    done, _, begun = text.rpartition(",")
+    name = next(
+        filter(None, (context.params.get("name"), *context.args)), ""
+    )  # not parsed beside what is begun
+    try:
+        tile = registry.lookup(Traits.parse(name), None).tile
+    except ValueError:  # no name yet, or none of a kernel
+        return []
+    before = f"{done}," if done else ""
+    given = {item.partition("=")[0] for item in done.split(",")}
+    names = [field.name for field in fields(tile) if field.name not in given]
+    return [f"{before}{name}=" for name in names if name.startswith(begun)]
+
+
+def _complete_target(text: str) -> list[str]:
+    return [target for target in TARGETS if target.startswith(text)]
 
 
 Name = Annotated[
@@ -36,12 +61,16 @@ Names = Annotated[
     typer.Argument(metavar="[NAME]...", autocompletion=complete_name, help="Kernels; by default all."),
 ]
 TileText = Annotated[
-    str, typer.Option("--tile", help="Fields of the tile to change: tile_n=128,num_stages=2.")
+    str,
+    typer.Option(
+        "--tile", autocompletion=complete_tile, help="Fields of the tile to change: tile_n=128,num_stages=2."
+    ),
 ]
 Target = Annotated[
     str | None,
     typer.Option(
         "--target",
+        autocompletion=_complete_target,
         help="sm80, sm86, sm89 or sm90; by default the GPU that is present, or the kernel's generation.",
     ),
 ]
@@ -71,14 +100,14 @@ Verbose = Annotated[
 ]
 
 
-def writable_file(path: Path | None) -> Path | None:
-    """An option's file, tried before the work whose result it is for; its folder is made.
+def writable_file(context: typer.Context, path: Path | None) -> Path | None:
+    """An option's file, tried before the work whose result it is for; its folder is made, unless a shell completes.
 
     Raises:
         ValueError: it cannot be written.
     """
-    if path is None:
-        return None
+    if path is None or context.resilient_parsing:
+        return path
     is_new = not path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,10 +119,10 @@ def writable_file(path: Path | None) -> Path | None:
     return path
 
 
-def writable_folder(path: Path | None) -> Path | None:
+def writable_folder(context: typer.Context, path: Path | None) -> Path | None:
     """:func:`writable_file` of a folder."""
-    if path is None:
-        return None
+    if path is None or context.resilient_parsing:
+        return path
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):

@@ -6,6 +6,7 @@ import typer
 
 from cute_attn.cli.options import complete_name, import_kernels, show, working
 from cute_attn.lab.tables import Table
+from cute_attn.traits import FEATURES
 
 # Modules that load the DSL are imported inside the commands.
 
@@ -15,12 +16,16 @@ def add_to(app: typer.Typer) -> None:
     app.command("explain")(explain_words)
 
 
+def _complete_word(text: str) -> list[str]:
+    return [*complete_name(text), *(feature for feature in FEATURES if feature.startswith(text))]
+
+
 def explain_words(
     words: Annotated[
         list[str],
         typer.Argument(
             metavar="WORD...",
-            autocompletion=complete_name,
+            autocompletion=_complete_word,
             help="forward-sm80, a kernel's name, a feature, a tile's field, or a row of a verdict.",
         ),
     ],
@@ -40,7 +45,6 @@ def explain_words(
 def features_table() -> Table:
     """Every word that a kernel's name may have after its head dims."""
     from cute_attn.lab.explain import feature_text
-    from cute_attn.traits import FEATURES
 
     table = Table("feature", "what it means", title="OP-ARCH-DTYPE-dDIM[xDIM_V][-FEATURE...]")
     for feature in FEATURES:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -383,11 +384,14 @@ def test_a_result_that_cannot_be_written_is_refused_before_the_work(run, tmp_pat
 def test_an_option_that_may_be_written_is_left_as_it_was(tmp_path):
     from cute_attn.cli.options import writable_file, writable_folder
 
+    called, completed = SimpleNamespace(resilient_parsing=False), SimpleNamespace(resilient_parsing=True)
     old = tmp_path / "old.json"
     old.write_text("{}")
-    assert writable_file(old).read_text() == "{}"
-    assert not writable_file(tmp_path / "new" / "new.json").exists() and (tmp_path / "new").is_dir()
-    assert list(writable_folder(tmp_path / "folder").iterdir()) == []
+    assert writable_file(called, old).read_text() == "{}"
+    assert not writable_file(called, tmp_path / "new" / "new.json").exists() and (tmp_path / "new").is_dir()
+    assert list(writable_folder(called, tmp_path / "folder").iterdir()) == []
+    for function in (writable_file, writable_folder):  # a shell that completes writes nothing
+        assert not function(completed, tmp_path / "begun").exists()
 
 
 def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path):

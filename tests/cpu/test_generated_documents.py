@@ -1,11 +1,15 @@
 """What scripts generate of the documents is what they generate today: the package's picture, the support tables."""
 
+import importlib
+import inspect
 import json
 import re
 from pathlib import Path
 
 import pytest
 
+import cute_attn
+import layouts
 from docs import architecture, site
 from tests import processes
 
@@ -76,6 +80,29 @@ def test_the_site_has_every_page():
     assert sorted(nav) == sorted(str(path) for path in found if path.suffix == ".md")
     written = [path.relative_to(ROOT) for path in (ROOT / "docs").glob("*.md")]
     assert set(written) <= set(found) and len(found) > 20
+
+
+ENTRIES = re.findall(r"^::: (\S+)$", (ROOT / "docs/api.md").read_text(), re.M)
+"""What docs/api.md has the docstrings of."""
+
+
+def test_the_page_of_functions_has_every_public_name_once():
+    public = {f"cute_attn.{name}" for name in cute_attn.__all__ if name != "__version__"}
+    public |= {f"layouts.{name}" for name in layouts.__all__ if name != "BANKS"}
+    assert public <= set(ENTRIES) and len(ENTRIES) == len(set(ENTRIES))
+    assert not [name for name in ENTRIES if any(part.startswith("_") for part in name.split("."))]
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_what_the_page_of_functions_names_has_a_docstring(name):
+    module, _, last = name.rpartition(".")
+    assert len(inspect.getdoc(getattr(importlib.import_module(module), last))) > 40
+
+
+def test_links_into_the_page_of_functions_are_its_entries():
+    pages = [path for path in site.files() if path.suffix == ".md"]
+    links = [link for path in pages for link in re.findall(r"api\.md#([\w.]+)", (ROOT / path).read_text())]
+    assert links and set(links) <= set(ENTRIES)
 
 
 def test_the_site_keeps_links(tmp_path):

@@ -8,6 +8,7 @@ import tomllib
 import pytest
 
 import cute_attn
+import layouts
 from cute_attn.compiler import registry
 from tests import processes
 
@@ -31,21 +32,24 @@ def test_names_are_listed_and_loaded_on_first_use():
         "print(cute_attn.lab.verdict.__name__, cute_attn.lab.statistics.__name__, 'race' in dir(cute_attn.lab))\n"
     )
     assert text == "\ncute_attn.lab.verdict cute_attn.lab.statistics True\n"
+    assert {*layouts.__all__} <= {*dir(layouts)}
     with pytest.raises(AttributeError, match="no attribute 'atention'"):
         cute_attn.atention  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'verdct'"):
         cute_attn.lab.verdct  # noqa: B018
 
 
-def test_type_checkers_see_every_name_where_it_is():
-    tree = ast.parse((ROOT / "cute_attn/__init__.pyi").read_text())
+@pytest.mark.parametrize("package", [cute_attn, layouts], ids=lambda package: package.__name__)
+def test_type_checkers_see_every_name_where_it_is(package):
+    own = package.__name__
+    tree = ast.parse((ROOT / own / "__init__.pyi").read_text())
     imports = [x for x in tree.body if isinstance(x, ast.ImportFrom)]
-    seen = {alias.name: node.module for node in imports for alias in node.names if node.module != "cute_attn"}
-    assert seen == {name: f"cute_attn.{module}" for name, module in cute_attn._HOME.items()}
-    modules = {alias.name for node in imports for alias in node.names if node.module == "cute_attn"}
-    assert modules == set(cute_attn._MODULES)
+    seen = {alias.name: node.module for node in imports for alias in node.names if node.module != own}
+    assert seen == {name: f"{own}.{module}" for name, module in package._HOME.items()}
+    modules = {alias.name for node in imports for alias in node.names if node.module == own}
+    assert modules == set(getattr(package, "_MODULES", ()))
     (names,) = (x for x in tree.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "__all__")
-    assert ast.literal_eval(names.value) == cute_attn.__all__
+    assert ast.literal_eval(names.value) == sorted(package.__all__)
 
 
 def test_what_is_installed_is_typed_and_described(tmp_path):
@@ -53,7 +57,7 @@ def test_what_is_installed_is_typed_and_described(tmp_path):
     for package in ("cute_attn", "layouts"):
         assert (ROOT / package / "py.typed").exists()
         assert "py.typed" in settings["tool"]["setuptools"]["package-data"][package]
-    assert "*.pyi" in settings["tool"]["setuptools"]["package-data"]["cute_attn"]
+        assert "*.pyi" in settings["tool"]["setuptools"]["package-data"][package]
     assert {"Typing :: Typed", "Operating System :: POSIX :: Linux"} <= set(
         settings["project"]["classifiers"]
     )
@@ -91,6 +95,13 @@ def test_shells_complete_commands_and_names():
     assert offered("cute-attn ver") == ["verdict"]
     assert offered("cute-attn verdict backward-sm") == ["backward-sm80", "backward-sm90"]
     assert "forward-sm80-bf16-d128-causal" in offered("cute-attn check forward-sm80-bf16-d128-ca")
+    assert offered("cute-attn verdict forward-sm80-bf16-d128 --target sm9") == ["sm90"]
+    assert offered("cute-attn cache l") == ["list"] and "--static" in offered("cute-attn tune x --s")
+    assert offered("cute-attn explain alib") == ["alibi"]
+    tile = "cute-attn verdict forward-sm80-bf16-d64 --tile "
+    assert offered(tile + "num_st") == ["num_stages="]
+    assert offered(tile + "tile_n=64,qk_") == ["tile_n=64,qk_unroll="]
+    assert offered(tile + "num_stages=2,num_st") == [] == offered("cute-attn verdict nothing --tile num_st")
     assert offered("cute-attn list forward-sm80-bf16-d128-causal-ali") == [
         "forward-sm80-bf16-d128-causal-alibi"
     ]
