@@ -197,9 +197,7 @@ class Verdict:
         return shown(self)
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        Console(file=out, width=120).print(shown(self), *(line_table(self) for _ in self.lines[:1]))
-        return out.getvalue()
+        return _text(shown(self), *(line_table(self) for _ in self.lines[:1]))
 
     def __repr__(self) -> str:
         return f"Verdict({self.name} on {self.target}, {self.brief()}: {_in_short(self)})"
@@ -442,8 +440,18 @@ class Shown(Group):
         self._html = html.table(title or "", heads, [_plain(_rows(one)) for one in verdicts])
         self._html += "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
 
+    def __str__(self) -> str:
+        return _text(self)
+
     def _repr_html_(self) -> str:
         return self._html
+
+
+def _text(*parts: Any) -> str:
+    """What rich prints, in 120 columns."""
+    out = io.StringIO()
+    Console(file=out, width=120).print(*parts)
+    return out.getvalue()
 
 
 def shown(*verdicts: Verdict, verbose: bool = False) -> Shown:

@@ -159,6 +159,7 @@ def test_notebooks_show_tables_and_short_reprs():
         and "[bold]" not in html
         and "<p>The steady" in html
     )
+    assert str(shown(one)) == str(one) and "tile_n=128" in str(shown(one, made(128)))
     both = shown(one, made(128))._repr_html_()
     assert "<th>tile_m=128, tile_n=96, num_stages=2</th><th>tile_n=128</th>" in both
     assert "".join(f"<p>{sentence}</p>" for sentence in findings(one, made(128))) in both
