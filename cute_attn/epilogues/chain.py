@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Constexpr, Float16, Float32, Int32
+from cutlass import Boolean, Constexpr, Float16, Float32, Int32
 
 from cute_attn.device.band import Band
 from cute_attn.device.math import LOG2_E
@@ -23,6 +23,13 @@ from cute_attn.epilogues.tree import Tree
 from cute_attn.traits import Traits
 from cute_attn.work.block_lists import LISTED_ROWS
 from cute_attn.work.block_range import BlockRange
+
+
+@cute.jit
+def run_if(condition: Boolean, action: Constexpr) -> None:
+    """``action()``, which changes registers alone, where the condition holds."""
+    if condition:
+        action()
 
 
 @dataclass(frozen=True)
@@ -231,20 +238,43 @@ class EpilogueChain:
         """Start every modifier's reads of global memory for ``tile``."""
         return tuple(m.load(s, tile) for m, s in zip(self.modifiers, state.modifiers, strict=True))
 
-    def forward(self, state: ScoreState, tile: ScoreTile, loaded: tuple, masked: Constexpr) -> tuple:
+    def forward(
+        self,
+        state: ScoreState,
+        tile: ScoreTile,
+        loaded: tuple,
+        masked: Constexpr,
+        partial: Boolean | None = None,
+    ) -> tuple:
         """Q K^T in ``tile.acc`` becomes scores in units of :meth:`scale_log2`, with the mask if ``masked``.
+
+        partial: in a masked step, whether the mask of listed blocks counts as well: ``BlockRange.partial``.
 
         Returns what :meth:`backward` needs, from each modifier: registers, or None; () in a forward kernel.
         """
         saved = tuple(
-            modifier.forward(own, tile, read)
-            if masked or not (self.visits_lists and modifier.lists_blocks)
-            else ()
+            self._modify(modifier, own, tile, read, masked, partial)
             for modifier, own, read in zip(self.modifiers, state.modifiers, loaded, strict=True)
         )
         if masked:
             self.mask.forward(state.band, tile)
         return saved if self.differentiable else ()
+
+    def _modify(
+        self,
+        modifier: Epilogue,
+        state: Any,
+        tile: ScoreTile,
+        read: Any,
+        masked: bool,
+        partial: Boolean | None,
+    ) -> Any:
+        if not (self.visits_lists and modifier.lists_blocks):
+            return modifier.forward(state, tile, read)
+        if masked:
+            assert partial is not None
+            run_if(partial, lambda: modifier.forward(state, tile, read))
+        return ()
 
     def backward(self, state: ScoreState, tile: ScoreTile, saved: tuple) -> None:
         """Gradients by the scores after all modifiers become gradients by the scores before, in ``tile.acc``.

@@ -182,17 +182,18 @@ def _in_listed_blocks(kinds: Tensor, dim: int, seqlen: int, rows: int) -> Tensor
 def _lists(kinds: Tensor, batch: int, nheads: int, seqlen: int) -> tuple[Tensor, Tensor]:
     """Counts and blocks along the last dimension, of ``seqlen`` rows.
 
-    The last block counts as partial if it ends beyond them. So it comes last in each list that has it, and kernels
-    whose blocks are smaller visit none that begins there.
+    The last block counts as one that needs a mask if it ends beyond them. So it comes last in each list that has it,
+    and kernels whose blocks are smaller visit none that begins there.
     """
-    missing = -seqlen % LISTED_ROWS
+    missing, hides = -seqlen % LISTED_ROWS, kinds == PARTIAL
     if missing:
         kinds = torch.cat((kinds[..., :-1], kinds[..., -1:].clamp(max=PARTIAL)), -1)
     full, listed = ((kinds >= kind).sum(-1) * LISTED_ROWS for kind in (FULL, PARTIAL))
     if missing:
         listed = listed - (kinds[..., -1] > 0) * missing
     counts = torch.stack((full, listed), -1).int()
-    blocks = torch.sort(kinds.contiguous(), dim=-1, descending=True, stable=True).indices.int()
+    blocks = torch.sort(kinds.contiguous(), dim=-1, descending=True, stable=True).indices
+    blocks = (2 * blocks + hides.gather(-1, blocks)).int()
     return counts.expand(batch, nheads, -1, -1), blocks.expand(batch, nheads, -1, -1)
 
 

@@ -177,10 +177,12 @@ def _query_block(ctx: QueryBlockContext, args: Any, head: Int32):
     for i in cutlass.range(blocks.end - blocks.begin):
         step = blocks.end - 1 - i
         block = blocks.block(step)
-        if step >= blocks.full_begin and step < blocks.full_end:
+        # On Hopper the first step is masked whatever its block is.
+        first = ctx.kernel.epilogues.visits_lists and step == blocks.end - 1
+        if step >= blocks.full_begin and step < blocks.full_end and not first:
             _key_block(ctx, block, False)
         else:
-            _key_block(ctx, block, True)
+            _key_block(ctx, block, True, blocks.partial(step))
         if cutlass.const_expr(ctx.kernel.epilogues.dropout is not None):
             for thread in cutlass.range(ctx.threads):
                 _drop(ctx, thread, block)
@@ -200,23 +202,25 @@ def _query_block(ctx: QueryBlockContext, args: Any, head: Int32):
 
 
 @cute.jit
-def _key_block(ctx: QueryBlockContext, block: Int32, masked: Constexpr):
+def _key_block(ctx: QueryBlockContext, block: Int32, masked: Constexpr, partial: Boolean | None = None):
     """All threads in lock-step; they exchange their maxima in between."""
     ctx.buffers.visits[ctx.row0 // ctx.kernel.tile.tile_m, block] = Int32(MASKED if masked else UNMASKED)
     for thread in cutlass.range(ctx.threads):
-        _score(ctx, thread, block, masked)
+        _score(ctx, thread, block, masked, partial)
     for thread in cutlass.range(ctx.threads):
         _exponentiate(ctx, thread, block, masked)
 
 
 @cute.jit
-def _score(ctx: QueryBlockContext, thread: Int32, block: Int32, masked: Constexpr):
+def _score(
+    ctx: QueryBlockContext, thread: Int32, block: Int32, masked: Constexpr, partial: Boolean | None = None
+):
     """Products become scores."""
     chain, acc = ctx.kernel.epilogues, ctx.fragment(thread, Float32)
     tile, rows = ctx.score_tile(thread, acc, block * ctx.kernel.tile.tile_n), ctx.rows(thread)
     loaded = chain.load(ctx.state, tile)
     _copy(ctx.part(ctx.buffers.products, thread, block), acc)
-    chain.forward(ctx.state, tile, loaded, masked)
+    chain.forward(ctx.state, tile, loaded, masked, partial)
     _copy(acc, ctx.part(ctx.buffers.scores, thread, block))
     softmax = ctx.online_softmax(thread, len(tile.rows)).load_stats()
     maxima = ctx.buffers.maxima

@@ -24,7 +24,8 @@ class BlockLists:
     Attributes:
         counts: int32 (batch, nheads, blocks, 2): how many rows of a block's list need no mask, and how many it has; the
             block that reaches beyond the sequence is its last, and only its rows within count.
-        blocks: int32 (batch, nheads, blocks, most): those without a mask first.
+        blocks: int32 (batch, nheads, blocks, most): twice each block's number, and 1 more where the mask hides keys of
+            it; those without any mask first.
     """
 
     counts: cute.Tensor

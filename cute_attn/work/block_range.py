@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Int32
+from cutlass import Boolean, Constexpr, Int32
 
 from cute_attn.device.band import Band
 
@@ -30,11 +30,15 @@ class BlockRange:
         """The block of step begin, begin + 1, ...: from a list, or rotated, so that they start at ``first``."""
         if self.listed is not None:
             position = step // self.parts
-            return self.listed[position] * self.parts + (step - position * self.parts)
+            return (self.listed[position] >> 1) * self.parts + (step - position * self.parts)
         if self.first is None:
             return step
         block = step + self.first
         return cutlass.select_(block >= self.end, block - self.end, block)
+
+    def partial(self, step: Int32) -> Boolean | None:
+        """Whether the listed block of a step is one that the list's own mask hides keys of; None without a list."""
+        return None if self.listed is None else (self.listed[step // self.parts] & 1) == 1
 
     @cute.jit
     def clipped(self, begin: Int32, end: Int32) -> "BlockRange":

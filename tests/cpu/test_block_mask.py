@@ -38,6 +38,16 @@ def blocks_of(*rows):
     return BlockMask.from_kv_blocks(counts, indices)
 
 
+def full_blocks(mask_mod):
+    """A BlockMask whose full blocks hide nothing, whatever its function says: of each row the last, none partial."""
+    none, indices = (
+        torch.zeros(1, 1, 3, dtype=torch.int32),
+        torch.arange(3).expand(1, 1, 3, 3).int().contiguous(),
+    )
+    last = indices.flip(-1).contiguous()
+    return BlockMask.from_kv_blocks(none, indices, none + 1, last, mask_mod=mask_mod)
+
+
 def qkv(batch=2, seqlen_q=300, seqlen_k=300, nheads=4, nheads_kv=2, head_dim=16):
     generator = torch.Generator().manual_seed(0)
     sizes = ((seqlen_q, nheads), (seqlen_k, nheads_kv), (seqlen_k, nheads_kv))
@@ -104,7 +114,7 @@ def test_lists_are_of_the_blocks_with_visible_keys(block_size):
         for head in range(heads):
             for row in range(wanted.shape[1]):
                 full, end = (-(-n // 128) for n in counts[0, head, row].tolist())
-                listed = blocks[0, head, row, :end].tolist()
+                listed = (blocks[0, head, row, :end] // 2).tolist()
                 assert set(listed) >= set(wanted[head, row].nonzero().flatten().tolist())
                 assert len(set(listed)) == end and 0 <= full <= end
                 if block_size == (128, 128):
@@ -121,22 +131,23 @@ def test_full_blocks_need_no_mask():
     mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512, device="cpu")
     counts, blocks, _, _ = block_lists(kinds_of(mask), mask.BLOCK_SIZE, 1, 512, 1, 512, 1)
     assert counts[0, 0].tolist() == [[128 * i, 128 * (i + 1)] for i in range(4)]
-    assert [row[: n // 128].tolist() for row, (_, n) in zip(blocks[0, 0], counts[0, 0], strict=True)] == [
-        [*range(i), i] for i in range(4)
-    ]
+    assert [
+        (row[: n // 128] // 2).tolist() for row, (_, n) in zip(blocks[0, 0], counts[0, 0], strict=True)
+    ] == [[*range(i), i] for i in range(4)]
     assert (kinds_of(mask)[0, 0].diagonal() == PARTIAL).all() and kinds_of(mask)[0, 0, 3, 0] == FULL
 
 
 @pytest.mark.parametrize(
     "tiling", ["warps4x1-128x32", "warps2x2-64x64", "wgmma2-64x128-along-n", "wgmma1-64x80"]
 )
-@pytest.mark.parametrize("case", ["document", "window", "blocks", "small blocks"])
+@pytest.mark.parametrize("case", ["document", "window", "blocks", "full blocks", "small blocks"])
 def test_kernels_visit_listed_blocks(case, tiling):
     """The last tiling's blocks are no parts of listed ones: it visits all."""
     masks = {
         "document": lambda: create_block_mask(causal_document, None, None, 300, 300, device="cpu"),
         "window": lambda: create_block_mask(window, None, 2, 300, 300, device="cpu"),
         "blocks": lambda: blocks_of((0, 2), (1,), ()),
+        "full blocks": lambda: full_blocks(causal_document),
         "small blocks": lambda: create_block_mask(window, None, 2, 300, 300, device="cpu", BLOCK_SIZE=32),
     }
     mask = masks[case]()

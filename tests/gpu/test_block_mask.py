@@ -27,7 +27,12 @@ def mask_of(name: str, seqlen_q: int, seqlen_k: int, device: str) -> Any:
         generator = torch.Generator().manual_seed(0)
         order = torch.rand(2, 1, rows, columns, generator=generator).argsort(-1)
         counts = torch.randint(0, columns + 1, (2, 1, rows), generator=generator)
-        return BlockMask.from_kv_blocks(counts.to(device), order.to(device))
+        full = torch.minimum(
+            counts, torch.randint(0, 2, counts.shape, generator=generator)
+        )  # whatever is hidden there
+        lists = counts - full, order, full, order.flip(-1)
+        counts, order, full, others = (x.int().contiguous().to(device) for x in lists)
+        return BlockMask.from_kv_blocks(counts, order, full, others, mask_mod=causal_document)
     sizes = {"document": (None, None, 128), "window": (None, NHEADS, 128), "small blocks": (None, None, 64)}
     batch, heads, size = sizes[name]
     function = window if name == "window" else causal_document

@@ -542,7 +542,8 @@ class BackwardSm90(BackwardSm90Layouts):
         if cutlass.const_expr(lse is None and not self.loads_bias_by_tma):
             lse = self.row_values(ctx, shared.s_lse, shared.pipeline_q, n)
         warpgroup.wait_group(1)
-        saved = self.epilogues.forward(ctx.state, scores, loaded, masked)
+        partial = ctx.blocks.partial(block) if cutlass.const_expr(masked) else None
+        saved = self.epilogues.forward(ctx.state, scores, loaded, masked, partial)
         if cutlass.const_expr(
             lse is None
         ):  # only here, where the registers of a TMA-loaded bias are free again

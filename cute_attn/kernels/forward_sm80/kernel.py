@@ -547,7 +547,8 @@ class ForwardSm80:
         acc_s, loaded = self.scores(ctx, block, Int32(0))
         thread = rematerialize(ctx.thread)
         scores = self.score_tile(ctx, block, acc_s, thread)
-        self.epilogues.forward(ctx.state, scores, loaded, masked)
+        partial = ctx.blocks.partial(block) if cutlass.const_expr(masked) else None
+        self.epilogues.forward(ctx.state, scores, loaded, masked, partial)
         stored = self.stored_softmax(ctx, thread)
         softmax, exchange = stored.load_stats(), self.row_exchange(ctx, thread)
         maxima = cute.make_rmem_tensor(cute.make_layout(cute.size(scores.acc, mode=[0])), Float32)
@@ -632,7 +633,8 @@ class ForwardSm80:
         # Otherwise coordinates and addresses stay in registers from step to step.
         thread = rematerialize(ctx.thread)
         scores = self.score_tile(ctx, block, acc_s, thread)
-        chain.forward(ctx.state, scores, loaded, masked)
+        partial = ctx.blocks.partial(block) if cutlass.const_expr(masked) else None
+        chain.forward(ctx.state, scores, loaded, masked, partial)
         stored = self.stored_softmax(ctx, thread)
         softmax = stored.load_stats()
         if cutlass.const_expr(self.products.scales_output):

@@ -215,7 +215,7 @@ class MainLoop:
         self.start_qk(acc_s, n)
         warpgroup.wait_group(0)
         storage.pipeline_k.consumer_release(n, Accessed.BY_WGMMA)
-        self.probabilities(scores, loaded, True, False)
+        self.probabilities(scores, loaded, True, False, self.blocks.partial(self.blocks.end - 1))
         return scores, acc_s
 
     @cute.jit
@@ -231,7 +231,8 @@ class MainLoop:
         self.thread.ping_pong.arrive()
         warpgroup.wait_group(1)
         storage.pipeline_k.consumer_release(n, Accessed.BY_WGMMA)
-        self.probabilities(scores, loaded, masked, frozen)
+        partial = self.blocks.partial(step) if cutlass.const_expr(masked) else None
+        self.probabilities(scores, loaded, masked, frozen, partial)
         warpgroup.wait_group(0)
         storage.pipeline_v.consumer_release(n - 1, Accessed.BY_WGMMA)
         self.convert(scores, acc_s)
@@ -273,9 +274,19 @@ class MainLoop:
         start_gemm(self.kernel.mma_pv(), op.acc_o, op.p_operand, op.v[None, None, None, stage], True)
 
     @cute.jit
-    def probabilities(self, scores: ScoreTile, loaded: tuple, masked: Constexpr, frozen: Constexpr) -> None:
-        """Scores to probabilities; unless ``frozen``, ``factors`` become O's rescaling factors."""
-        self.kernel.epilogues.forward(self.state, scores, loaded, masked)
+    def probabilities(
+        self,
+        scores: ScoreTile,
+        loaded: tuple,
+        masked: Constexpr,
+        frozen: Constexpr,
+        partial: Boolean | None = None,
+    ) -> None:
+        """Scores to probabilities; unless ``frozen``, ``factors`` become O's rescaling factors.
+
+        partial: as of :meth:`EpilogueChain.forward`.
+        """
+        self.kernel.epilogues.forward(self.state, scores, loaded, masked, partial)
         if cutlass.const_expr(frozen):
             self.softmax.advance_frozen(scores.acc)
         else:
