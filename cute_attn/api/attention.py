@@ -611,7 +611,12 @@ def with_functions(
 ) -> Sequence[str] | Mapping[str, Any]:
     """The epilogues and, after them, the one that functions are traced to."""
     device = q.device if isinstance(q, Tensor) else None
-    name, tensors = epilogue_of(score_mod, mask_mod, device)
+    if torch.compiler.is_compiling():
+        from cute_attn.api import outside_graphs
+
+        name, tensors = outside_graphs.epilogue_of(score_mod, mask_mod, device)
+    else:
+        name, tensors = epilogue_of(score_mod, mask_mod, device)
     if not name:
         return epilogues
     return {**given_epilogues(epilogues), name: tensors}

@@ -385,9 +385,8 @@ def _differentiate_operator(
     wanted = tuple(bool(ctx.needs_input_grad[index]) for index in _INDICES)
     grads = dict(zip(_INDICES, _differentiate(ctx, grad_out, grad_lse, wanted), strict=True))
     own = len(ctx.saved_tensors) - 2 - NUM_TENSORS
-    lists = {NUM_TENSORS: own} | {
-        i: len(x) for i, x in enumerate(ctx.rest, NUM_TENSORS + 1) if isinstance(x, tuple)
-    }
+    # torch wants a list for a list of tensors, empty ones of all kinds among them, and one None for another list.
+    lists = {i: 0 for i, x in enumerate(ctx.rest, NUM_TENSORS + 1) if x == ()} | {NUM_TENSORS: own}
     return tuple([None] * lists[i] if i in lists else grads.get(i) for i in range(len(ATTENTION)))
 
 

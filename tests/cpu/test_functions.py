@@ -224,6 +224,24 @@ def test_functions_inside_torch_compile():
     torch.testing.assert_close(compiled(q, k, v), attention(q, k, v, score_mod=alibi, mask_mod=document) * 2)
 
 
+def test_a_function_of_what_a_graph_computes():
+    """Captured tensors are results of the graph before; the call is an operator of the graph after, with a gradient."""
+    q, k, v = (x.float() for x in inputs(30, 30, 3, 3))
+
+    def model(q, k, v, slopes):
+        steeper = slopes * 2
+        return attention(q + 1, k, v, score_mod=lambda s, b, h, i, j: s - steeper[h] * (i - j).abs())
+
+    def gradient(function, slopes):
+        out = function(q, k, v, slopes)
+        return torch.autograd.grad((out * out).sum(), (q, k, v))
+
+    compiled = torch.compile(model, backend="aot_eager")
+    for slopes in (torch.rand(3), torch.rand(3)):
+        for got, expected in zip(gradient(compiled, slopes), gradient(model, slopes), strict=True):
+            torch.testing.assert_close(got, expected)
+
+
 # ---- identity ----
 
 
