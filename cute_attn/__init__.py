@@ -6,7 +6,7 @@
     kernel = cute_attn.compile("forward-sm80-bf16-d128-causal", "tile_n=128")       what it runs, and what that costs
     kernel.resources, kernel.instructions, kernel.ptx, kernel.sass
     cute_attn.sdpa.activate()                                                       PyTorch's attention on the kernels
-    cute_attn.flash_attn, cute_attn.transformers                                    FlashAttention's, Hugging Face's
+    cute_attn.flex, cute_attn.flash_attn, cute_attn.transformers                    FlexAttention's and others' names
     cute_attn.lab                                                                   what a tile costs, and which is best
 
 Names are imported on first use: ``import cute_attn`` itself loads neither torch nor the DSL.
@@ -41,7 +41,7 @@ _HOME = {
     "append_kv": "api.append",
     "merge_attention": "api.merge",
 }
-_MODULES = ("flash_attn", "lab", "sdpa", "transformers")
+_MODULES = ("flash_attn", "flex", "lab", "sdpa", "transformers")
 # Spelled out, which type checkers and linters need.
 __all__ = [
     "CompiledKernel",

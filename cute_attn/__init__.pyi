@@ -1,6 +1,7 @@
 """What the package imports on first use, for type checkers and editors."""
 
 from cute_attn import flash_attn as flash_attn
+from cute_attn import flex as flex
 from cute_attn import lab as lab
 from cute_attn import sdpa as sdpa
 from cute_attn import transformers as transformers

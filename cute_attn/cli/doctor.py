@@ -148,14 +148,16 @@ def _cache() -> Iterator[Finding]:
 
 def _doors() -> Iterator[Finding]:
     """the drop-ins"""
-    from cute_attn.sdpa import overrides
+    from cute_attn import flex, sdpa
 
-    active = overrides.serving() is not None
-    yield Finding(
-        "scaled_dot_product_attention",
-        "served by cute_attn" if active else "PyTorch's own",
-        "" if active else "cute_attn.sdpa.activate(), or cute-attn run PROGRAM",
+    doors = (
+        ("scaled_dot_product_attention", "sdpa", sdpa.overrides.serving()),
+        ("flex_attention", "flex", flex.overrides.serving()),
     )
+    for name, module, activation in doors:
+        found = "PyTorch's own" if activation is None else "served by cute_attn"
+        fix = f"cute_attn.{module}.activate(), or cute-attn run PROGRAM" if activation is None else ""
+        yield Finding(name, found, fix)
     for name, door in (
         ("flash_attn", "cute_attn.flash_attn.install() before it is imported"),
         ("flash_attn_interface", "the same: FlashAttention-3"),

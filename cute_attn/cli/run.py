@@ -51,7 +51,7 @@ def run(
     ] = 0,
     output: Annotated[Path | None, typer.Option("--json", help="Write the table into this file.")] = None,
 ) -> None:
-    """Run a program with scaled_dot_product_attention and varlen_attn on the kernels.
+    """Run a program with scaled_dot_product_attention, varlen_attn and flex_attention on the kernels.
 
     Afterwards a table on stderr has its calls by signature, those through cute_attn.transformers and
     cute_attn.flash_attn as well: how often, served or why not and, with --shadow, the largest difference from PyTorch's
@@ -125,11 +125,24 @@ class Execution:
         from cute_attn.sdpa.overrides import Activation
 
         self._observer = Observer(self.shadow)
-        if torch.cuda.is_available():
+        device = "cuda" if torch.cuda.is_available() else ""
+        never_mind = after_import(
+            "torch.nn.attention.flex_attention", functools.partial(self._begin_flex, device)
+        )
+        self._active.callback(never_mind)
+        if device:
             self._active.callback(Activation(self.options).remove)
             self._active.enter_context(self._observer.watching())
         else:
             self._active.enter_context(self._observer.watching_functions())
+
+    @without_starting_cuda()
+    def _begin_flex(self, device: str) -> None:
+        """The same of flex_attention, whose module was loaded. device: as of its Activation."""
+        from cute_attn.flex import overrides
+
+        if overrides.why_not_replaced() is None:
+            self._active.callback(overrides.Activation(self.options, device).remove)
 
     def end(self) -> None:
         """Report, and end as the program did. A forked process does neither."""
@@ -148,12 +161,17 @@ class Execution:
 # ---- the program ----
 
 
-def after_import(name: str, then: Callable[[], None]) -> None:
-    """Call ``then`` once the module ``name`` is loaded, at once if it is."""
+def after_import(name: str, then: Callable[[], None]) -> Callable[[], None]:
+    """Call ``then`` once the module ``name`` is loaded, at once if it is.
+
+    Returns what stops waiting for it.
+    """
     if name in sys.modules:
         then()
-    else:
-        sys.meta_path.insert(0, _Finder(name, then))
+        return lambda: None
+    finder = _Finder(name, then)
+    sys.meta_path.insert(0, finder)
+    return finder.stop
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -179,8 +197,13 @@ class _Finder(importlib.abc.MetaPathFinder):
     def _execute(self, loader: Any, module: Any) -> None:
         del loader.exec_module  # its class's is left
         loader.exec_module(module)
-        sys.meta_path.remove(self)
+        self.stop()
         self.then()
+
+    def stop(self) -> None:
+        """Find it no longer."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
 
 
 def check_program(name: str, module: bool) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -55,3 +56,29 @@ def note(door: str, given: dict[str, Any]) -> None:
     served.add(door, reason)
     if watcher is not None:
         watcher(door, given, reason)
+
+
+# ---- activation ----
+
+
+def why_nothing_is_served() -> str | None:
+    """Why no call can be served on this machine, as one sentence, or None."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device; accepted: a GPU of compute capability 8.0 to 9.0"
+    from cute_attn.compiler import default_target
+
+    try:
+        default_target("sm90")
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+_warned: set[str] = set()
+
+
+def warn_once(what: str, text: str) -> None:
+    """Warn whoever called the caller, unless ``what`` was warned of before."""
+    if what not in _warned:
+        _warned.add(what)
+        warnings.warn(text, stacklevel=3)

@@ -15,13 +15,13 @@ this module registers it with PyTorch: ``torch.nn.attention.activate_flash_atten
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cute_attn.host import doors
 from cute_attn.host.activation import BACKENDS, Options
 from cute_attn.host.doors import served
 from cute_attn.host.values import check_dense, check_flags, number
@@ -68,11 +68,11 @@ def activate(
     """
     check_flags(strict=strict)
     options = Options(backends, unsupported, rng)
-    why = _why_not_here()
+    why = doors.why_nothing_is_served()
     if why is not None:
         if strict:
             raise ValueError(why)
-        _warn_once(why)
+        doors.warn_once("cute_attn.sdpa", f"cute_attn.sdpa.activate() does nothing here: {why}")
     else:
         _register(options)
         try:
@@ -169,35 +169,13 @@ def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
 
 # ---- where and how ----
 
-_warned = False
-
 
 def _start(options: Options) -> Activation:
     """Activate, in place of an earlier activation; PyTorch keeps the handle."""
-    why = _why_not_here()
+    why = doors.why_nothing_is_served()
     if why is not None:
         raise ValueError(why)
     return Activation(options)
-
-
-def _why_not_here() -> str | None:
-    """Why nothing can be served on this machine, as one sentence, or None."""
-    if not torch.cuda.is_available():
-        return "there is no CUDA device; accepted: a GPU of compute capability 8.0 to 9.0"
-    from cute_attn.compiler import default_target
-
-    try:
-        default_target("sm90")
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _warn_once(why: str) -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        warnings.warn(f"cute_attn.sdpa.activate() does nothing here: {why}", stacklevel=3)
 
 
 def _register(options: Options) -> None:

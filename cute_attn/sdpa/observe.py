@@ -1,8 +1,8 @@
 """What a program's attention calls are, which of them kernels serve, and how they compare with PyTorch's.
 
-:class:`Observer` stands between PyTorch's dispatcher and :mod:`cute_attn.sdpa` while it is watching, and is told of the
-calls that come by other doors, :mod:`cute_attn.transformers` and :mod:`cute_attn.flash_attn`. Where there is no GPU it
-watches ``scaled_dot_product_attention`` itself.
+:class:`Observer` stands between PyTorch's functions and :mod:`cute_attn.sdpa` and :mod:`cute_attn.flex` while it is
+watching, and is told of the calls that come by other doors, :mod:`cute_attn.transformers` and
+:mod:`cute_attn.flash_attn`. Where there is no GPU it watches ``scaled_dot_product_attention`` itself.
 """
 
 import contextlib
@@ -223,7 +223,7 @@ def describe(given: dict[str, Any]) -> str:
     for name in ("dropout_p", "window_size_left", "window_size_right", "softcap"):
         if given.get(name) not in (None, -1, 0.0):
             words.append(f"{name} {given[name]}")
-    for name in ("seqused_k", "alibi_slopes", "block_table"):
+    for name in ("seqused_k", "alibi_slopes", "block_table", "score_mod", "block_mask"):
         if given.get(name) is not None:
             words.append(name)
     return ", ".join(words)

@@ -145,7 +145,7 @@ def test_doctor(run, tmp_path):
     environment = {"CUTE_ATTN_CACHE_DIR": str(tmp_path / "file" / "cache")}
     done = processes.run("-m", "cute_attn", "doctor", "--json", environment=environment)
     found = {one["what"]: one for one in json.loads(done.stdout)}
-    assert {"CUTLASS DSL", "torch", "GPU", "scaled_dot_product_attention"} <= set(found)
+    assert {"CUTLASS DSL", "torch", "GPU", "scaled_dot_product_attention", "flex_attention"} <= set(found)
     assert found["attention on the CPU"]["found"].startswith("right")
     assert "cannot be written" in found["cache"]["found"] and "CUTE_ATTN_CACHE_DIR" in found["cache"]["fix"]
 

@@ -24,7 +24,7 @@ def in_a_new_process(code):
 
 
 def test_names_are_listed_and_loaded_on_first_use():
-    assert {*cute_attn.__all__, "lab", "sdpa", "flash_attn", "transformers"} <= set(dir(cute_attn))
+    assert {*cute_attn.__all__, "lab", "sdpa", "flex", "flash_attn", "transformers"} <= set(dir(cute_attn))
     assert set(cute_attn._HOME) == {*cute_attn.__all__} - {"__version__"}
     text = in_a_new_process(
         "import sys, cute_attn\n"

@@ -821,7 +821,7 @@ def test_only_the_named_backends_are_served(on_cpu):
 @pytest.fixture
 def with_a_gpu(monkeypatch):
     """Lets :func:`sdpa.activate` serve CUDA on a machine without it, until the end."""
-    monkeypatch.setattr(sdpa, "_why_not_here", lambda: None)
+    monkeypatch.setattr(doors, "why_nothing_is_served", lambda: None)
     yield
     sdpa.restore()
 
@@ -861,7 +861,7 @@ def test_pytorchs_own_functions_activate_and_restore(with_a_gpu):
 
 def test_activation_without_a_gpu_warns_once_and_does_nothing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sdpa, "_warned", False)
+    monkeypatch.setattr(doors, "_warned", set())
     with pytest.warns(UserWarning, match="activate.. does nothing here: there is no CUDA device") as warned:
         sdpa.activate()
     assert warned[0].filename == __file__

@@ -1,0 +1,150 @@
+"""PyTorch's FlexAttention on the kernels of this package.
+
+    from cute_attn.flex import flex_attention    instead of PyTorch's
+    cute_attn.flex.activate()                    every flex_attention of this process, eager and compiled
+    cute_attn.flex.served                        how often it was called, and why some calls fell through
+    cute_attn.flex.restore()
+
+Functions of scores and masks are those of ``attention(..., score_mod=, mask_mod=)``; docs/functions.md lists what they
+may do. A BlockMask is one more such function: hidden blocks are computed and masked, not skipped, yet.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+
+from cute_attn.flex import overrides
+from cute_attn.flex.calls import Result, attend
+from cute_attn.host import doors
+from cute_attn.host.activation import Options
+from cute_attn.host.doors import served
+
+__all__ = ["activate", "active", "flex_attention", "restore", "served"]
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Result:
+    """``torch.nn.attention.flex_attention.flex_attention``, as one call of :func:`cute_attn.attention`.
+
+    Parameters
+    ----------
+    query : Tensor (batch, nheads, seqlen_q, head_dim)
+        fp16, bf16 or fp32 on CUDA, any float dtype on the CPU, where the definition computes it in plain torch.
+    key : Tensor (batch or 1, nheads_kv, seqlen_k, head_dim)
+    value : Tensor (batch or 1, nheads_kv, seqlen_k, head_dim_v)
+    score_mod : function (score, b, h, q_idx, kv_idx) -> score, optional
+        As of :func:`cute_attn.attention`; h counts query heads.
+    block_mask : BlockMask, optional
+        For these lengths or longer ones, of which it takes the first, and of query's batch and heads or 1. Full blocks
+        are seen whole, partial ones where its mask_mod says so, and those that it does not list not at all.
+    scale : float, optional
+        Factor of the products. Default 1 / sqrt(head_dim).
+    enable_gqa : bool
+        Whether nheads may be a multiple of nheads_kv: consecutive query heads share a key head.
+    return_lse : bool
+        Also return lse.
+    kernel_options : dict, optional
+        Of PyTorch's kernels; not read.
+    return_aux : AuxRequest, optional
+        Also return an AuxOutput, with lse where it asks for that. There are no max_scores.
+
+    Returns
+    -------
+    out : Tensor (batch, nheads, seqlen_q, head_dim_v), query's dtype
+        Its dimensions lie in memory in the order of query's. 0 in rows that see no key.
+    lse : Tensor (batch, nheads, seqlen_q), float32 (float64 for float64 query)
+        Natural logarithm of each row's sum of exponentials, -inf in rows that see no key.
+
+    out and lse are differentiable in query, key and value; on the CPU also in tensors that functions capture.
+
+    Raises
+    ------
+    TypeError, ValueError, Unsupported
+        An argument is not what is described here, or as :func:`cute_attn.attention`.
+    NotImplementedError
+        max_scores are asked for, or a captured CUDA tensor requires a gradient.
+
+    Source: torch.nn.attention.flex_attention of torch 2.13, and Dong et al. 2024, arXiv:2412.05496.
+    """
+    arguments = (
+        query,
+        key,
+        value,
+        score_mod,
+        block_mask,
+        scale,
+        enable_gqa,
+        return_lse,
+        kernel_options,
+    )
+    if torch.compiler.is_compiling() and (score_mod is not None or block_mask is not None):
+        from cute_attn.flex import outside_graphs
+
+        return outside_graphs.flex_attention(*arguments, return_aux=return_aux)
+    found = attend(*arguments, return_aux=return_aux)
+    given = {"query": query, "key": key, "value": value, "score_mod": score_mod, "block_mask": block_mask}
+    doors.note("flex.flex_attention", given)
+    return found
+
+
+def activate(*, unsupported: str = "fall_back", strict: bool = False) -> None:
+    """Serve ``torch.nn.attention.flex_attention.flex_attention`` from now on, also where it was imported before.
+
+    A second call replaces the options of the first. Where nothing can be served, as on a machine without a GPU, the
+    first call warns and none does anything. Inside ``torch.compile`` a call runs between two graphs; one that may not
+    break the graph, under ``fullgraph=True`` or an export, is PyTorch's.
+
+    Parameters
+    ----------
+    unsupported : {"fall_back", "error"}
+        What happens to a call that no kernel supports: PyTorch computes it, compiled where the call was, and the first
+        one warns; or ``Unsupported`` is raised.
+    strict : bool
+        Whether to raise where nothing can be served.
+
+    Raises
+    ------
+    ValueError
+        An argument is not what is described here; or with ``strict`` there is no GPU that kernels are built for, or
+        PyTorch's function has other arguments. Nothing is changed then.
+    """
+    options = Options(unsupported=unsupported)
+    why = doors.why_nothing_is_served() or overrides.why_not_replaced()
+    if why is None:
+        overrides.Activation(options)
+    elif strict:
+        raise ValueError(why)
+    else:
+        doors.warn_once("cute_attn.flex", f"cute_attn.flex.activate() does nothing here: {why}")
+
+
+def restore() -> None:
+    """Let PyTorch compute everything again; without :func:`activate` before it nothing happens."""
+    activation = overrides.serving()
+    if activation is not None:
+        activation.remove()
+
+
+@contextlib.contextmanager
+def active(**options: Any) -> Iterator[None]:
+    """:func:`activate` with these options for a ``with`` block, then :func:`restore`."""
+    activate(**options)
+    try:
+        yield
+    finally:
+        restore()

@@ -1,0 +1,102 @@
+"""One call of FlexAttention as one of :func:`cute_attn.attention`: its checks, and the layouts of both."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+
+from cute_attn.api.attention import attention
+from cute_attn.flex.masks import mask_mod_of
+from cute_attn.host.checks import check_dense, check_flags
+
+Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Result:
+    """As of :func:`cute_attn.flex.flex_attention`."""
+    check_flags(enable_gqa=enable_gqa, return_lse=return_lse)
+    _check_tensors(query, key, value, enable_gqa)
+    _check_outputs(return_lse, kernel_options, return_aux)
+    mask_mod = None if block_mask is None else mask_mod_of(block_mask, query, key)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if k.shape[0] != q.shape[0]:
+        k, v = (x.expand(q.shape[0], -1, -1, -1) for x in (k, v))
+    found = attention(
+        q,
+        k,
+        v,
+        softmax_scale=scale,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        return_lse=return_lse if return_aux is None else return_aux.lse,
+    )
+    out, lse = found if isinstance(found, tuple) else (found, None)
+    out = _in_order_of(query, out.transpose(1, 2))
+    if return_aux is not None:
+        return out, AuxOutput(lse=lse)
+    return out if lse is None else (out, lse)
+
+
+def _in_order_of(query: Tensor, out: Tensor) -> Tensor:
+    """``out``, copied where its dimensions do not lie in memory in the order of query's: programs may view it so."""
+    order = (*sorted(range(3), key=query.stride, reverse=True), 3)
+    stored = out.permute(order)
+    if stored.is_contiguous():
+        return out
+    return stored.contiguous().permute([order.index(dim) for dim in range(4)])
+
+
+# ---- checks: what attention's own would name otherwise, or not see ----
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_dense(name, x)
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; accepted: (batch, heads, seqlen, head_dim)")
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name} has dtype {x.dtype}; accepted: {query.dtype}, query's")
+        if x.device != query.device:
+            raise ValueError(f"{name} is on {x.device}; accepted: {query.device}, where query is")
+    batch, heads, _, head_dim = query.shape
+    heads_kv = key.shape[1]
+    if key.shape[0] not in (batch, 1):
+        raise ValueError(f"key has batch {key.shape[0]}; accepted: {batch}, query's, or 1")
+    if value.shape[:3] != key.shape[:3]:
+        raise ValueError(
+            f"value has shape {tuple(value.shape)}; accepted: {tuple(key.shape[:3])} and a head dim, as key"
+        )
+    if key.shape[3] != head_dim:
+        raise ValueError(f"key has head dim {key.shape[3]}; accepted: {head_dim}, query's")
+    if not enable_gqa and heads_kv != heads:
+        raise ValueError(f"key has {heads_kv} heads; accepted without enable_gqa: {heads}, query's")
+    if heads % heads_kv if heads_kv else heads:
+        raise ValueError(f"query has {heads} heads; accepted with enable_gqa: a multiple of key's {heads_kv}")
+
+
+def _check_outputs(return_lse: bool, kernel_options: Any, return_aux: Any) -> None:
+    if kernel_options is not None and not isinstance(kernel_options, dict):
+        raise TypeError(f"kernel_options is {kernel_options!r}; accepted: a dict, which is not read, or None")
+    if return_aux is not None and not isinstance(return_aux, AuxRequest):
+        raise TypeError(f"return_aux is {return_aux!r}; accepted: an AuxRequest, or None")
+    if return_aux is None:
+        return
+    if return_lse:
+        raise ValueError("return_lse is True with return_aux; accepted: one of them")
+    if return_aux.max_scores:
+        raise NotImplementedError(
+            "return_aux asks for max_scores, which no kernel here keeps; accepted: AuxRequest(lse=True)"
+        )

@@ -1,0 +1,39 @@
+"""What ``torch.compile`` makes of the calls: they run between two graphs. Importing this module loads its compiler.
+
+A graph would need functions of scores as graphs of their own, where here a function's tensors and closures are read
+when it is called.
+"""
+
+import torch
+
+from cute_attn import flex
+from cute_attn.flex import overrides
+
+_REASON = "cute_attn computes flex_attention between two graphs"
+
+flex_attention = torch.compiler.disable(flex.flex_attention, reason=_REASON)
+serve = torch.compiler.disable(overrides.serve_compiled, reason=_REASON)
+
+
+@torch.compiler.assume_constant_result
+def stays_whole() -> bool:
+    """Whether the graph that is being traced may not be broken, as under ``fullgraph=True``, or is exported.
+
+    Raises:
+        Unsupported: if it may not, and the options of :func:`cute_attn.flex.activate` say so.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        tracer = InstructionTranslator.current_tx()
+    except AttributeError:  # another tracer
+        whole = True
+    else:
+        whole = bool(tracer.one_graph or tracer.error_on_graph_break)
+    activation = overrides.serving()
+    if whole and activation is not None:
+        overrides.fall_through(
+            activation.options,
+            "it is in a graph that may not be broken; accepted: without fullgraph=True or an export",
+        )
+    return whole

@@ -1,0 +1,191 @@
+"""PyTorch's ``flex_attention`` with another code, while it is served.
+
+The function stays the object that programs imported, wrapped or compiled before: its code is replaced. Compilers guard
+on the code, so that graphs made before are not taken for it either.
+"""
+
+import functools
+import threading
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.attention.flex_attention as _module
+
+from cute_attn.flex.calls import Result, attend
+from cute_attn.host import doors
+from cute_attn.host.activation import Options
+
+NAME = "flex_attention"
+
+_function: Any = _module.flex_attention
+_stock = _function.__code__
+
+pytorchs: Callable[..., Result] = FunctionType(_stock, _function.__globals__, NAME, _function.__defaults__)
+"""PyTorch's, whatever stands in its place."""
+pytorchs.__kwdefaults__ = _function.__kwdefaults__
+
+
+def flex_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: Any = None,
+    enable_gqa: Any = False,
+    return_lse: Any = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """Its code is what PyTorch's function has; it sees the globals of PyTorch's module."""
+    from cute_attn.flex.overrides import _route
+
+    return _route(
+        query,
+        key,
+        value,
+        score_mod,
+        block_mask,
+        scale,
+        enable_gqa,
+        return_lse,
+        kernel_options,
+        return_aux=return_aux,
+    )
+
+
+_own = flex_attention.__code__
+
+
+def why_not_replaced() -> str | None:
+    """Why PyTorch's function cannot have another code, or None."""
+    theirs, ours = map(_arguments, (_stock, _own))
+    if theirs == ours and not _stock.co_freevars:
+        return None
+    return f"PyTorch's flex_attention takes {', '.join(theirs)}; accepted: {', '.join(ours)}"
+
+
+def _arguments(code: Any) -> tuple[str, ...]:
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+# ---- on and off ----
+
+_serving: "Activation | None" = None
+_switching = threading.RLock()
+
+
+def serving() -> "Activation | None":
+    """The activation."""
+    return _serving
+
+
+class Activation:
+    """Calls are served until :meth:`remove` or another activation.
+
+    Attributes:
+        options: of :func:`cute_attn.flex.activate`.
+        device: the type of the tensors whose calls are served; "" where calls are watched only.
+    """
+
+    def __init__(self, options: Options, device: str = "cuda") -> None:
+        """Arguments: as above."""
+        global _serving
+        self.options, self.device = options, device
+        with _switching:
+            _serving = self
+            _function.__code__ = _own
+
+    def attend(
+        self,
+        options: Options,
+        query: Any,
+        key: Any,
+        value: Any,
+        score_mod: Any = None,
+        block_mask: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Result | str:
+        """The result, or why PyTorch computes it, as one sentence."""
+        if not isinstance(query, torch.Tensor):
+            return f"query is a {type(query).__name__}; accepted: a torch.Tensor"
+        if query.device.type != self.device:
+            return f"query is on {query.device}; accepted: cuda"
+        try:
+            return attend(query, key, value, score_mod, block_mask, *args, **kwargs)
+        except (TypeError, ValueError, NotImplementedError) as error:  # every refusal comes before a launch
+            return str(error)
+
+    def remove(self) -> None:
+        """Let PyTorch compute all calls; nothing happens a second time, or after another activation."""
+        global _serving
+        with _switching:
+            if _serving is self:
+                _function.__code__ = _stock
+                _serving = None
+
+
+# ---- a call ----
+
+
+def _route(*args: Any, **kwargs: Any) -> Result:
+    """A call of PyTorch's function."""
+    activation = _serving
+    if activation is None:  # restored meanwhile
+        return pytorchs(*args, **kwargs)
+    if not torch.compiler.is_compiling():
+        return _serve(activation, pytorchs, args, kwargs)
+    from cute_attn.flex import outside_graphs
+
+    if not activation.device or outside_graphs.stays_whole():
+        return pytorchs(*args, **kwargs)
+    return outside_graphs.serve(*args, **kwargs)
+
+
+def serve_compiled(*args: Any, **kwargs: Any) -> Result:
+    """A call out of compiled code, which PyTorch's function computes compiled where it has to."""
+    activation = _serving
+    if activation is None:
+        return _compiled()(*args, **kwargs)
+    return _serve(activation, _compiled(), args, kwargs)
+
+
+@functools.cache
+def _compiled() -> Callable[..., Result]:
+    return torch.compile(pytorchs)
+
+
+def _serve(activation: Activation, stock: Callable[..., Result], args: tuple, kwargs: dict) -> Result:
+    """stock: PyTorch's function, for a call that is not served."""
+    options, observer, watcher = activation.options, doors.observer, doors.watcher
+    if observer is not None:
+        found = observer(NAME, activation.attend, options, stock, args, kwargs)
+    else:
+        found = activation.attend(options, *args, **kwargs)
+    reason = found if isinstance(found, str) else ""
+    if observer is None and watcher is not None:
+        watcher(NAME, dict(zip(_arguments(_own), args, strict=False)), reason)
+    if not reason:
+        doors.served.add(NAME)
+        return found
+    fall_through(options, reason)
+    return stock(*args, **kwargs)
+
+
+def fall_through(options: Options, reason: str) -> None:
+    """Count a call that PyTorch computes, and warn of the first where nobody watches.
+
+    Raises:
+        Unsupported: if the options say so.
+    """
+    doors.served.add(NAME, reason)
+    if options.unsupported == "error":
+        from cute_attn.compiler.registry import Unsupported
+
+        raise Unsupported(f"{NAME} is not served: {reason}")
+    if doors.watcher is None:  # who watches is told of each
+        doors.warn_once(NAME, f"PyTorch computes a call of {NAME}: {reason}")

@@ -1,0 +1,697 @@
+"""FlexAttention on the reference: against PyTorch's own, block masks, gradients, compiled, in PyTorch's place."""
+
+import gc
+import inspect
+import itertools
+import json
+import warnings
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention as pytorch
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, create_block_mask, or_masks
+
+from cute_attn import flex
+from cute_attn.compiler.registry import Unsupported
+from cute_attn.flex import masks, overrides
+from cute_attn.host import doors
+from cute_attn.host.activation import Options
+from cute_attn.reference.check_epilogue import for_each
+from cute_attn.sdpa.observe import Observer
+from tests import processes
+
+BATCH, NHEADS, SEQLEN_Q, SEQLEN_K = 2, 4, 100, 150
+GENERATOR = torch.Generator().manual_seed(0)
+SLOPES = torch.exp2(-2.0 * torch.arange(1, NHEADS + 1)).double()
+TABLE = torch.randn(NHEADS, 65, generator=GENERATOR, dtype=torch.float64)
+DOCUMENT = torch.randint(0, 3, (BATCH, SEQLEN_K), generator=GENERATOR).sort().values
+PREFIX = torch.tensor([20, 70])
+WIDTH = 10
+
+
+@pytest.fixture(autouse=True)
+def eagerly(monkeypatch):
+    """PyTorch's function runs its definition as it is, without a compiler."""
+    monkeypatch.setattr(pytorch, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+
+
+@pytest.fixture
+def on_cpu():
+    """PyTorch's function is served for CPU tensors, which the reference computes, and nothing is compiled yet."""
+    torch._dynamo.reset()
+    flex.served.clear()
+    activation = overrides.Activation(Options(), "cpu")
+    yield activation
+    activation.remove()
+
+
+def inputs(nheads_kv=NHEADS, dtype=torch.float64, lengths=(SEQLEN_Q, SEQLEN_K), batch=BATCH, grad=False):
+    shapes = ((BATCH, NHEADS, lengths[0], 16), *[(batch, nheads_kv, lengths[1], 16)] * 2)
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_(grad) for shape in shapes]
+
+
+def dense(q, k, v, score_mod=None, shown=None):
+    """The definition, differentiable. shown: bool, or None for all."""
+    k, v = (x.expand(q.shape[0], -1, -1, -1).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if score_mod is not None:
+        scores = for_each(score_mod, True)(scores, *(torch.arange(n) for n in scores.shape))
+    if shown is not None:
+        scores = scores.masked_fill(~shown, -torch.inf)
+    seen = scores.isfinite().any(-1, keepdim=True)
+    return torch.where(seen, scores, 0.0).softmax(-1) * seen @ v, scores.logsumexp(-1)
+
+
+# ---- functions as programs have them ----
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def sliding_window(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx).abs() <= 20
+
+
+def prefix_lm(b, h, q_idx, kv_idx):
+    return (kv_idx < PREFIX[b]) | (q_idx >= kv_idx)
+
+
+def document(b, h, q_idx, kv_idx):
+    return DOCUMENT[b, q_idx] == DOCUMENT[b, kv_idx]
+
+
+def natten(b, h, q_idx, kv_idx):
+    q_x, q_y = q_idx // WIDTH, q_idx % WIDTH
+    kv_x, kv_y = kv_idx // WIDTH, kv_idx % WIDTH
+    return ((q_x.clamp(2, 7) - kv_x).abs() <= 2) & ((q_y.clamp(2, 7) - kv_y).abs() <= 2)
+
+
+def dilated(b, h, q_idx, kv_idx):
+    d = q_idx - kv_idx
+    return (d.abs() <= 40) & (d % 2 == 0)
+
+
+def by_head(b, h, q_idx, kv_idx):
+    return (q_idx >= kv_idx) | (h % 2 == 0)
+
+
+MASKS = {x.__name__: x for x in (causal, sliding_window, prefix_lm, document, natten, dilated, by_head)}
+MASKS["both"] = and_masks(causal, document)
+MASKS["either"] = or_masks(sliding_window, lambda b, h, q_idx, kv_idx: kv_idx < 4)
+
+
+def alibi(score, b, h, q_idx, kv_idx):
+    return score + SLOPES[h] * (kv_idx - q_idx)
+
+
+def softcap(score, b, h, q_idx, kv_idx):
+    return 5 * torch.tanh(score / 5)
+
+
+def relative(score, b, h, q_idx, kv_idx):
+    return score + TABLE[h, (kv_idx - q_idx).clamp(-32, 32) + 32]
+
+
+def checkerboard(score, b, h, q_idx, kv_idx):
+    score = torch.where((q_idx - kv_idx).abs() % 2 == 1, score * 0.5, score)
+    return torch.where(kv_idx == q_idx, score * 2.0, score)
+
+
+def causal_score(score, b, h, q_idx, kv_idx):
+    return torch.where(q_idx >= kv_idx, score, -float("inf"))
+
+
+@pytest.mark.parametrize("score_mod", [alibi, softcap, relative, checkerboard, causal_score])
+def test_score_functions_equal_pytorchs(score_mod):
+    x = inputs()
+    both = [
+        f(*x, score_mod, return_aux=AuxRequest(lse=True))
+        for f in (flex.flex_attention, pytorch.flex_attention)
+    ]
+    for ours, theirs in zip((both[0][0], both[0][1].lse), (both[1][0], both[1][1].lse), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert both[0][1].max_scores is None
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("block_size", [128, (64, 128), (32, 16)], ids=str)
+def test_masks_equal_pytorchs(name, block_size):
+    mask = create_block_mask(
+        MASKS[name], BATCH, NHEADS, SEQLEN_Q, SEQLEN_K, device="cpu", BLOCK_SIZE=block_size
+    )
+    x = inputs(nheads_kv=2)
+    for ours, theirs in zip(
+        *(
+            f(*x, alibi, mask, enable_gqa=True, scale=0.3, return_lse=True)
+            for f in (flex.flex_attention, pytorch.flex_attention)
+        ),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_other_precisions_equal_pytorchs(dtype):
+    mask = create_block_mask(causal, None, None, SEQLEN_Q, SEQLEN_K, device="cpu")
+    x = inputs(dtype=dtype)
+    ours, theirs = (f(*x, softcap, mask) for f in (flex.flex_attention, pytorch.flex_attention))
+    tolerance = {"atol": 2e-2, "rtol": 2e-2} if dtype != torch.float32 else {}
+    torch.testing.assert_close(ours, theirs, **tolerance)
+
+
+def test_rows_without_keys_are_pytorchs():
+    mask = create_block_mask(lambda b, h, q, k: q > k + 9, None, None, SEQLEN_Q, SEQLEN_K, device="cpu")
+    ours, theirs = (
+        f(*inputs(), None, mask, return_lse=True) for f in (flex.flex_attention, pytorch.flex_attention)
+    )
+    torch.testing.assert_close(ours[0], theirs[0])
+    torch.testing.assert_close(ours[1], theirs[1])
+    assert ours[1].isneginf().sum() == 10 * BATCH * NHEADS and not ours[0][:, :, :10].any()
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_the_output_lies_in_memory_as_pytorchs(order):
+    q, k, v = inputs()
+    stored = q.permute(*order, 3).contiguous().permute(*map(order.index, range(3)), 3)
+    ours, theirs = (f(stored, k, v) for f in (flex.flex_attention, pytorch.flex_attention))
+    assert ours.stride() == theirs.stride()
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_the_arguments_are_pytorchs():
+    def arguments(function):
+        return [(x.name, x.kind, x.default) for x in inspect.signature(function).parameters.values()]
+
+    assert arguments(flex.flex_attention) == arguments(pytorch.flex_attention)
+    assert arguments(flex.flex_attention) == arguments(overrides.flex_attention)
+
+
+# ---- block masks ----
+
+
+def lists_of(listed, width=None):
+    """Counts and indices of the blocks that a bool tensor (..., rows, columns) lists."""
+    indices = torch.argsort(listed.int(), dim=-1, descending=True, stable=True).int()
+    return listed.sum(-1).int(), indices[..., :width].contiguous()
+
+
+def random_mask(sizes, block_size, mask_mod, seed=0, width=None, **options):
+    """A BlockMask of blocks of all kinds, and what it shows."""
+    blocks = [-(-n // size) for n, size in zip((SEQLEN_Q, SEQLEN_K), block_size, strict=True)]
+    kinds = torch.randint(0, 3, (*sizes, *blocks), generator=torch.Generator().manual_seed(seed))
+    mask = BlockMask.from_kv_blocks(
+        *lists_of(kinds == 1, width),
+        *lists_of(kinds == 2, width),
+        BLOCK_SIZE=block_size,
+        mask_mod=mask_mod,
+        seq_lengths=(SEQLEN_Q, SEQLEN_K),
+        **options,
+    )
+    at = [kinds.repeat_interleave(block_size[0], -2).repeat_interleave(block_size[1], -1)]
+    at = at[0][..., :SEQLEN_Q, :SEQLEN_K]
+    positions = (torch.arange(n) for n in (BATCH, NHEADS, SEQLEN_Q, SEQLEN_K))
+    partial = True if mask_mod is None else for_each(mask_mod)(*positions)
+    return mask, ((at == 2) | ((at == 1) & partial)).expand(BATCH, NHEADS, -1, -1)
+
+
+@pytest.mark.parametrize("mask_mod", [None, causal, document], ids=lambda x: getattr(x, "__name__", "none"))
+@pytest.mark.parametrize("sizes", [(1, 1), (BATCH, 1), (1, NHEADS), (BATCH, NHEADS)], ids=str)
+@pytest.mark.parametrize("block_size", [(64, 128), (16, 32)], ids=str)
+def test_blocks_are_hidden_partial_or_full(sizes, block_size, mask_mod):
+    mask, shown = random_mask(sizes, block_size, mask_mod)
+    x = inputs(nheads_kv=2)
+    out, lse = flex.flex_attention(*x, relative, mask, enable_gqa=True, return_lse=True)
+    for ours, expected in zip((out, lse), dense(*x, relative, shown), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+def test_lists_shorter_than_rows_of_blocks():
+    kinds = torch.zeros(1, 1, 7, 5, dtype=torch.int64)
+    kinds[..., 1], kinds[..., 4] = 1, 2
+    lists = *lists_of(kinds == 1, 1), *lists_of(kinds == 2, 1)
+    options = {"BLOCK_SIZE": (16, 32), "seq_lengths": (SEQLEN_Q, SEQLEN_K), "compute_q_blocks": False}
+    mask = BlockMask.from_kv_blocks(*lists, mask_mod=causal, **options)
+    table = masks.kinds_of(mask)
+    assert table.dtype == torch.uint8 and torch.equal(table.long(), kinds)
+
+
+def test_what_lies_behind_the_lists_is_not_read():
+    counts = torch.tensor([[[1, 2]]], dtype=torch.int32)
+    indices = torch.tensor([[[[1, 999, -7], [2, 0, 1]]]], dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(counts, indices, compute_q_blocks=False)
+    assert masks.kinds_of(mask).tolist() == [[[[0, 1, 0], [1, 0, 1]]]]
+
+
+def test_lengths_shorter_than_the_masks():
+    mask, shown = random_mask((BATCH, 1), (32, 64), causal)
+    x = inputs(lengths=(70, 90))
+    out = flex.flex_attention(*x, block_mask=mask)
+    torch.testing.assert_close(out, dense(*x, shown=shown[..., :70, :90])[0])
+    torch.testing.assert_close(out, flex.flex_attention(*x, block_mask=mask._adjust(70, 90)))
+
+
+def test_pytorchs_mask_of_one_block_hides_nothing():
+    x = inputs()
+    mask = pytorch._create_empty_block_mask(*x[:2])
+    torch.testing.assert_close(flex.flex_attention(*x, block_mask=mask), dense(*x)[0])
+
+
+def test_a_sliced_mask_has_its_mask_mod_from_its_owner():
+    mask = create_block_mask(document, BATCH, None, SEQLEN_Q, SEQLEN_K, device="cpu", BLOCK_SIZE=32)
+    q, k, v = (x[1:] for x in inputs())
+    part = mask[1:]
+    with pytest.raises(RuntimeError, match="Cannot use mask_mod from a sliced BlockMask"):
+        flex.flex_attention(q, k, v, block_mask=part)
+    part.mask_mod = lambda b, h, q_idx, kv_idx: document(b + 1, h, q_idx, kv_idx)
+    ours, theirs = (f(q, k, v, block_mask=part) for f in (flex.flex_attention, pytorch.flex_attention))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_table_is_made_once_and_again_where_lists_change():
+    mask = create_block_mask(causal, None, None, SEQLEN_Q, SEQLEN_K, device="cpu", BLOCK_SIZE=32)
+    first = masks.kinds_of(mask)
+    assert masks.kinds_of(mask) is first and first[0, 0, 0].tolist() == [1, 0, 0, 0, 0]
+    mask.kv_num_blocks[..., 0] = 2
+    assert masks.kinds_of(mask)[0, 0, 0].tolist() == [1, 1, 0, 0, 0]
+    mask.kv_num_blocks = torch.zeros_like(mask.kv_num_blocks)
+    assert masks.kinds_of(mask)[0, 0, 0].tolist() == [0, 0, 0, 0, 0]
+    other = mask.to("cpu")
+    assert torch.equal(masks.kinds_of(other), masks.kinds_of(mask))
+    before = len(masks._tables)
+    del mask, other
+    gc.collect()
+    assert len(masks._tables) == before - 2
+
+
+def test_a_mask_of_inference_tensors_serves_training():
+    with torch.inference_mode():
+        mask = create_block_mask(sliding_window, None, None, SEQLEN_Q, SEQLEN_K, device="cpu", BLOCK_SIZE=32)
+        assert masks.kinds_of(mask)[0, 0, 0].tolist() == [1, 1, 0, 0, 0]
+        mask.kv_num_blocks[..., 0] = 1  # which no version counts
+        assert masks.kinds_of(mask)[0, 0, 0].tolist() == [1, 0, 0, 0, 0]
+    assert not masks.kinds_of(mask).is_inference()
+    x = inputs(grad=True)
+    flex.flex_attention(*x, block_mask=mask).sum().backward()
+    assert x[1].grad.isfinite().all()
+
+
+# ---- gradients ----
+
+
+@pytest.mark.parametrize("batch", [BATCH, 1])
+def test_gradients(batch):
+    """Of keys that batches share and of heads that share them too; lse has one as well."""
+    mask, shown = random_mask((BATCH, NHEADS), (32, 64), document)
+    x = inputs(nheads_kv=2, batch=batch, grad=True)
+    slopes = SLOPES.clone().requires_grad_()
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return 3 * torch.tanh(score / 3) - slopes[h] * (q_idx - kv_idx).abs()
+
+    out, lse = flex.flex_attention(*x, score_mod, mask, enable_gqa=True, return_lse=True)
+    expected = dense(*x, score_mod, shown)
+    grads = torch.randn_like(out), torch.where(lse.isfinite(), torch.randn_like(lse), 0.0)
+    found = torch.autograd.grad((out, lse), (*x, slopes), grads)
+    for ours, theirs in zip(found, torch.autograd.grad(expected, (*x, slopes), grads), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_keys_that_batches_share_are_pytorchs():
+    mask = create_block_mask(document, BATCH, None, SEQLEN_Q, SEQLEN_K, device="cpu")
+    x = inputs(batch=1)
+    ours, theirs = (f(*x, block_mask=mask) for f in (flex.flex_attention, pytorch.flex_attention))
+    torch.testing.assert_close(ours, theirs)
+
+
+# ---- wrong calls ----
+
+CPU_MASK = create_block_mask(causal, 1, 1, SEQLEN_Q, SEQLEN_K, device="cpu")
+
+
+def meta(*x):
+    return [y.to("meta") for y in x]
+
+
+WRONG = {
+    "no tensor": (lambda q, k, v: ([1], k, v), {}, TypeError, "query is a list; accepted: a torch.Tensor"),
+    "dims": (
+        lambda q, k, v: (q, k[0], v),
+        {},
+        ValueError,
+        r"key has shape \(4, 150, 16\); accepted: \(batch, heads",
+    ),
+    "dtype": (
+        lambda q, k, v: (q, k, v.half()),
+        {},
+        TypeError,
+        "value has dtype torch.float16; accepted: torch.float64",
+    ),
+    "device": (
+        lambda q, k, v: (q, *meta(k, v)),
+        {},
+        ValueError,
+        "key is on meta; accepted: cpu, where query is",
+    ),
+    "batch": (
+        lambda q, k, v: (q, *(x.repeat(2, 1, 1, 1) for x in (k, v))),
+        {},
+        ValueError,
+        "key has batch 4; accepted: 2",
+    ),
+    "value": (
+        lambda q, k, v: (q, k, v[:, :, 1:]),
+        {},
+        ValueError,
+        r"value has shape .* accepted: \(2, 4, 150\) and a",
+    ),
+    "head dim": (
+        lambda q, k, v: (q, k[..., 1:], v),
+        {},
+        ValueError,
+        "key has head dim 15; accepted: 16, query's",
+    ),
+    "heads": (
+        lambda q, k, v: (q, k[:, :2], v[:, :2]),
+        {},
+        ValueError,
+        "key has 2 heads; accepted without enable_gqa: 4",
+    ),
+    "groups": (
+        lambda q, k, v: (q, k[:, :3], v[:, :3]),
+        {"enable_gqa": True},
+        ValueError,
+        "query has 4 heads; accepted with",
+    ),
+    "gqa": (None, {"enable_gqa": 1.5}, TypeError, "enable_gqa is 1.5; accepted: False or True"),
+    "scale": (None, {"scale": "1"}, TypeError, "softmax_scale is '1'; accepted: a Python number"),
+    "kernel options": (
+        None,
+        {"kernel_options": 3},
+        TypeError,
+        "kernel_options is 3; accepted: a dict, which is not read",
+    ),
+    "aux": (None, {"return_aux": True}, TypeError, "return_aux is True; accepted: an AuxRequest, or None"),
+    "both": (
+        None,
+        {"return_aux": AuxRequest(), "return_lse": True},
+        ValueError,
+        "return_lse is True with return_aux",
+    ),
+    "max": (
+        None,
+        {"return_aux": AuxRequest(max_scores=True)},
+        NotImplementedError,
+        "max_scores, which no kernel here keeps",
+    ),
+    "mask": (
+        None,
+        {"block_mask": causal},
+        TypeError,
+        "block_mask is a function; accepted: a BlockMask, or None",
+    ),
+    "longer": (
+        lambda q, k, v: (k, k, v),
+        {"block_mask": CPU_MASK},
+        ValueError,
+        "query has seqlen 150; accepted: up to 100",
+    ),
+    "mask's rows": (
+        None,
+        {
+            "block_mask": BlockMask.from_kv_blocks(
+                torch.ones(1, 1, 1).int(),
+                torch.zeros(1, 1, 1, 1).int(),
+                BLOCK_SIZE=64,
+                seq_lengths=(100, 150),
+            )
+        },
+        ValueError,
+        "query has seqlen 100; accepted: up to 64, block_mask's",
+    ),
+    "mask's device": (
+        meta,
+        {"block_mask": CPU_MASK},
+        ValueError,
+        "block_mask is on cpu; accepted: meta, where query is",
+    ),
+    "mask's batch": (
+        None,
+        {"block_mask": create_block_mask(causal, 3, 1, SEQLEN_Q, SEQLEN_K, device="cpu")},
+        ValueError,
+        "block_mask has batch 3; accepted: 2, query's, or 1",
+    ),
+    "mask's heads": (
+        None,
+        {"block_mask": create_block_mask(causal, 1, 2, SEQLEN_Q, SEQLEN_K, device="cpu")},
+        ValueError,
+        "block_mask has heads 2; accepted: 4, query's, or 1",
+    ),
+    "function": (None, {"score_mod": lambda s, *_: torch.erf(s)}, TypeError, "score_mod uses erf; accepted"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_call_is_one_sentence(case):
+    change, options, error, message = WRONG[case]
+    x = inputs()
+    with pytest.raises(error, match=message) as caught:
+        flex.flex_attention(*(x if change is None else change(*x)), **options)
+    assert "\n" not in str(caught.value)
+
+
+# ---- compiled ----
+
+
+def model(flex_attention):
+    """A layer whose functions capture what it computes."""
+
+    def layer(q, k, v, slopes, mask):
+        steeper = slopes * 2
+
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return score - steeper[h] * (q_idx - kv_idx).abs()
+
+        return flex_attention(q + 1, k, v, score_mod, mask) * 2
+
+    return layer
+
+
+def test_compiled():
+    mask, shown = random_mask((BATCH, 1), (32, 64), causal)
+    x = inputs(dtype=torch.float32, grad=True)
+    compiled = torch.compile(model(flex.flex_attention), backend="aot_eager")
+    for slopes in (torch.rand(NHEADS), torch.rand(NHEADS)):
+        out = compiled(*x, slopes, mask)
+        expected = model(lambda q, k, v, score_mod, _: dense(q, k, v, score_mod, shown)[0])(*x, slopes, mask)
+        torch.testing.assert_close(out, expected)
+        grads = (torch.autograd.grad(y.square().sum(), x) for y in (out, expected))
+        for ours, theirs in zip(*grads, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_compiled_without_functions_is_one_graph():
+    x = inputs(dtype=torch.float32)
+    compiled = torch.compile(flex.flex_attention, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*x, scale=0.5), flex.flex_attention(*x, scale=0.5))
+
+
+# ---- in the place of PyTorch's ----
+
+
+def served():
+    return {
+        reason.partition(" ")[0]: count
+        for (door, reason), count in flex.served.items()
+        if door == overrides.NAME
+    }
+
+
+def unsupported(score, b, h, q_idx, kv_idx):
+    return score * torch.erf(score)
+
+
+def test_pytorchs_function_is_served_where_it_was_imported_before(on_cpu):
+    x, mask = inputs(nheads_kv=2), CPU_MASK
+    ours = pytorch.flex_attention(*x, alibi, mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    assert served() == {"": 1}
+    theirs = overrides.pytorchs(*x, alibi, mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    torch.testing.assert_close(ours[0], theirs[0])
+    torch.testing.assert_close(ours[1].lse, theirs[1].lse)
+    on_cpu.remove()
+    on_cpu.remove()
+    assert not torch.equal(pytorch.flex_attention(*x, enable_gqa=True), ours[0]) and served() == {"": 1}
+
+
+def test_compiled_programs_are_served(on_cpu):
+    """Also those that were compiled before, with what a graph computes, and again once it is restored."""
+    on_cpu.remove()
+    x = inputs(dtype=torch.float32)
+    slopes = torch.rand(NHEADS)
+    layer = model(pytorch.flex_attention)
+    compiled = torch.compile(layer, backend="eager")
+    before = compiled(*x, slopes, CPU_MASK)
+    with_grad = [y.clone().requires_grad_() for y in x]
+    activation = overrides.Activation(Options(), "cpu")
+    try:
+        torch.testing.assert_close(compiled(*x, slopes, CPU_MASK), before)
+        assert served() == {"": 1}
+        grads = torch.autograd.grad(compiled(*with_grad, slopes, CPU_MASK).sum(), with_grad)
+        assert served() == {"": 2}
+    finally:
+        activation.remove()
+    assert all(y.isfinite().all() for y in grads)
+    torch.testing.assert_close(compiled(*x, slopes, CPU_MASK), before)
+    assert served() == {"": 2}
+
+
+def test_lengths_that_change_compile_nothing(on_cpu):
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(pytorch.flex_attention, backend=counter, dynamic=False)
+    for length in range(20, 40):
+        compiled(*inputs(lengths=(length, length)), lambda s, b, h, i, j: s * 2)
+    assert served() == {"": 20} and counter.frame_count == 0
+
+
+def test_a_graph_that_may_not_be_broken_is_pytorchs(on_cpu, monkeypatch):
+    monkeypatch.setattr(doors, "_warned", set())
+    x = inputs(dtype=torch.float32)
+    compiled = torch.compile(model(pytorch.flex_attention), backend="eager", fullgraph=True)
+    with pytest.warns(
+        UserWarning, match="PyTorch computes a call of flex_attention: it is in a graph that may not be"
+    ):
+        out = compiled(*x, SLOPES.float(), CPU_MASK)
+    assert served() == {"it": 1}
+    torch.testing.assert_close(out, model(overrides.pytorchs)(*x, SLOPES.float(), CPU_MASK))
+
+
+def test_what_is_not_served_is_pytorchs_and_warns_once(on_cpu, monkeypatch):
+    monkeypatch.setattr(doors, "_warned", set())
+    x = inputs(dtype=torch.float32)
+    with pytest.warns(
+        UserWarning, match="PyTorch computes a call of flex_attention: score_mod uses erf"
+    ) as warned:
+        out = pytorch.flex_attention(*x, unsupported)
+    assert len(warned) == 1
+    torch.testing.assert_close(out, overrides.pytorchs(*x, unsupported))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pytorch.flex_attention(*x, unsupported)
+        with pytest.raises(ValueError, match="Expect query and key/value to have the same number of heads"):
+            pytorch.flex_attention(x[0][:, :2], *x[1:])
+    assert served() == {"score_mod": 2, "key": 1}
+
+
+def test_what_falls_out_of_compiled_code_is_compiled(on_cpu, monkeypatch):
+    """PyTorch's function by itself would hold all scores."""
+    calls = []
+    monkeypatch.setattr(
+        overrides, "_compiled", lambda: lambda *args, **kwargs: calls.append(kwargs) or args[0] * 0
+    )
+    x = inputs(dtype=torch.float32)
+    compiled = torch.compile(pytorch.flex_attention, backend="eager")
+    assert not compiled(*x, unsupported).any() and calls == [{"return_aux": None}]
+
+
+def test_what_is_not_served_can_be_an_error(on_cpu):
+    overrides.Activation(Options(unsupported="error"), "cpu")
+    message = "flex_attention is not served: score_mod uses erf"
+    for function in (pytorch.flex_attention, torch.compile(pytorch.flex_attention, backend="eager")):
+        with pytest.raises(Unsupported, match=message):
+            function(*inputs(), unsupported)
+    on_cpu.remove()  # another one took its place
+    assert overrides.serving() is not None
+    flex.restore()
+    assert overrides.serving() is None
+
+
+def test_tensors_of_another_device_are_pytorchs(on_cpu):
+    activation = overrides.Activation(Options())
+    pytorch.flex_attention(*inputs())
+    assert served() == {"query": 1}
+    activation.remove()
+
+
+def test_activate_and_restore(monkeypatch):
+    monkeypatch.setattr(doors, "why_nothing_is_served", lambda: None)
+    with flex.active(unsupported="error"):
+        assert overrides.serving().options == Options(unsupported="error")
+        assert overrides.serving().device == "cuda" and pytorch.flex_attention.__code__ is overrides._own
+        flex.activate()
+        assert overrides.serving().options == Options()
+    assert overrides.serving() is None and pytorch.flex_attention.__code__ is overrides._stock
+    flex.restore()
+    with pytest.raises(ValueError, match="unsupported is 'raise'; accepted: 'fall_back', 'error'"):
+        flex.activate(unsupported="raise")
+
+
+def test_activation_where_nothing_is_served_warns_once(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doors, "_warned", set())
+    with pytest.warns(
+        UserWarning, match="flex.activate.. does nothing here: there is no CUDA device"
+    ) as warned:
+        flex.activate()
+    assert warned[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flex.activate()
+    with pytest.raises(ValueError, match="there is no CUDA device; accepted: a GPU of compute capability"):
+        flex.activate(strict=True)
+    assert overrides.serving() is None
+
+
+def test_a_function_of_other_arguments_is_left_alone(monkeypatch):
+    monkeypatch.setattr(doors, "why_nothing_is_served", lambda: None)
+    monkeypatch.setattr(overrides, "_stock", (lambda query, key, window: None).__code__)
+    with pytest.raises(
+        ValueError, match="PyTorch's flex_attention takes query, key, window; accepted: query, key"
+    ):
+        flex.activate(strict=True)
+
+
+# ---- watched ----
+
+
+def test_calls_are_compared_with_pytorchs(on_cpu):
+    observer, x = Observer(shadow=1), inputs(dtype=torch.float32)
+    with observer.watching():
+        for score_mod in (softcap, softcap, unsupported):
+            pytorch.flex_attention(*x, score_mod, CPU_MASK)
+        flex.flex_attention(*x)
+    rows = {(row.operator, row.signature, row.calls): row for row in observer.rows.values()}
+    sizes = "fp32, 2x4x100x16, k 2x4x150x16, v 2x4x150x16"
+    assert set(rows) == {
+        ("flex_attention", f"{sizes}, score_mod, block_mask", 3),
+        ("flex.flex_attention", sizes, 1),
+    }
+    row = rows["flex_attention", f"{sizes}, score_mod, block_mask", 3]
+    assert row.difference < 1e-5 and len(row.ours_us) == len(row.pytorch_us) == 1
+    assert row.reason.startswith("score_mod uses erf")
+
+
+PROGRAM = """if True:
+    import torch
+    import torch.nn.attention.flex_attention as module, warnings
+    warnings.simplefilter("error")
+    from torch.nn.attention.flex_attention import flex_attention
+    module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+    q = torch.randn(1, 2, 16, 8)
+    for _ in range(2):
+        flex_attention(q, q, q)
+    flex_attention(q, q, q, lambda score, b, h, i, j: score * 2)
+"""
+
+
+def test_a_programs_calls_are_listed(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    results = str(tmp_path / "out.json")
+    done = processes.run("-m", "cute_attn", "run", "--json", results, str(tmp_path / "program.py"))
+    assert done.returncode == 0, done.stderr
+    sizes = "fp32, 1x2x16x8, k 1x2x16x8, v 1x2x16x8"
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [(row["operator"], row["signature"], row["calls"], row["reason"]) for row in rows] == [
+        ("flex_attention", sizes, 2, "query is on cpu; accepted: cuda"),
+        ("flex_attention", f"{sizes}, score_mod", 1, "query is on cpu; accepted: cuda"),
+    ]
