@@ -22,6 +22,7 @@ CAPTIONS = {
     "cli": "the command cute-attn",
     "lab": "verdict, A/B, tuning",
     "sdpa": "PyTorch's operators",
+    "flex": "FlexAttention's function",
     "flash_attn": "FlashAttention's functions",
     "transformers": "Hugging Face's",
     "api": "attention, caches, append",

@@ -68,6 +68,16 @@ def test_a_notebook_runs_up_to_its_measurement():
     assert "-leaky on sm90" in leaky and shapes.count("Size") == 2 and measured.startswith("'No GPU here")
 
 
+def test_a_program_of_flex_attention(monkeypatch, capsys):
+    import torch.nn.attention.flex_attention as pytorch
+
+    monkeypatch.setattr(pytorch, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # no compiler is loaded
+    load("flex_attention").main()
+    printed = capsys.readouterr().out
+    assert "3 images, 301 patches" in printed and "No GPU here" in printed
+    assert float(printed.partition("PyTorch's ")[2].split()[0]) < 1e-5
+
+
 # ---- a layout ----
 
 

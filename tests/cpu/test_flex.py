@@ -11,7 +11,7 @@ import torch
 import torch.nn.attention.flex_attention as pytorch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, create_block_mask, or_masks
 
-from cute_attn import flex
+from cute_attn import check_epilogue, flex
 from cute_attn.compiler.registry import Unsupported
 from cute_attn.flex import masks, overrides
 from cute_attn.host import doors
@@ -20,6 +20,7 @@ from cute_attn.reference.check_epilogue import for_each
 from cute_attn.sdpa.observe import Observer
 from tests import processes
 
+pytestmark = pytest.mark.filterwarnings("ignore:return_lse is deprecated:FutureWarning")
 BATCH, NHEADS, SEQLEN_Q, SEQLEN_K = 2, 4, 100, 150
 GENERATOR = torch.Generator().manual_seed(0)
 SLOPES = torch.exp2(-2.0 * torch.arange(1, NHEADS + 1)).double()
@@ -225,6 +226,13 @@ def test_blocks_are_hidden_partial_or_full(sizes, block_size, mask_mod):
     out, lse = flex.flex_attention(*x, relative, mask, enable_gqa=True, return_lse=True)
     for ours, expected in zip((out, lse), dense(*x, relative, shown), strict=True):
         torch.testing.assert_close(ours, expected)
+
+
+def test_device_code_of_a_block_mask_equals_torch():
+    mask = random_mask((BATCH, 1), (16, 32), document)[0]
+    q, k = torch.empty(BATCH, 3, 80, 8), torch.empty(BATCH, 3, 100, 8)  # as check_epilogue has them
+    found = check_epilogue(masks.mask_mod_of(mask, q, k), seqlen_q=80)
+    assert found.passed and len(found.comparisons) == 6, str(found)
 
 
 def test_lists_shorter_than_rows_of_blocks():
@@ -586,6 +594,7 @@ def test_what_is_not_served_is_pytorchs_and_warns_once(on_cpu, monkeypatch):
 def test_what_falls_out_of_compiled_code_is_compiled(on_cpu, monkeypatch):
     """PyTorch's function by itself would hold all scores."""
     calls = []
+    monkeypatch.setattr(doors, "_warned", {overrides.NAME})
     monkeypatch.setattr(
         overrides, "_compiled", lambda: lambda *args, **kwargs: calls.append(kwargs) or args[0] * 0
     )

@@ -1,0 +1,186 @@
+"""cute_attn.flex on the GPU: block masks against dense torch in float64, and PyTorch's function served in its place.
+
+Kernels are built here, one after the other: the processes that build for other tests know no traced functions.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention as pytorch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
+
+from cute_attn import flex
+from cute_attn.flex import masks, overrides
+from cute_attn.host import doors
+from tests.gpu.test_functions import dense, tensors
+
+BATCH, NHEADS, SEQLEN, HEAD_DIM = 2, 4, 300, 64
+DOCUMENT = tensors("cuda")["document"] if torch.cuda.is_available() else torch.zeros(BATCH, SEQLEN)
+SLOPES = tensors("cuda")["slopes"] if torch.cuda.is_available() else torch.zeros(NHEADS)
+
+
+def document(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (DOCUMENT[b, q] == DOCUMENT[b, k]) & (q >= k)
+
+
+def alibi(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return s - SLOPES[h] * (q - k).abs()
+
+
+@pytest.fixture
+def activated() -> Iterator[None]:
+    flex.served.clear()
+    with flex.active(strict=True):
+        yield
+
+
+def inputs(
+    batch: int = BATCH, heads_kv: int = 2, dtype: torch.dtype = torch.bfloat16, *, grad: bool = True
+) -> list[Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(BATCH, NHEADS, SEQLEN, HEAD_DIM), *[(batch, heads_kv, SEQLEN, HEAD_DIM)] * 2]
+    return [
+        torch.randn(shape, device="cuda", generator=generator).to(dtype).requires_grad_(grad)
+        for shape in shapes
+    ]
+
+
+def random_mask(sizes: tuple[int, int], block_size: tuple[int, int], mask_mod: Any) -> tuple[BlockMask, Any]:
+    """A BlockMask of blocks of all kinds, and the same as a mask function."""
+    blocks = [-(-SEQLEN // size) for size in block_size]
+    kinds = torch.randint(0, 3, (*sizes, *blocks), generator=torch.Generator().manual_seed(1)).cuda()
+    lists = []
+    for kind in (1, 2):
+        listed = (kinds == kind).int()
+        lists += [listed.sum(-1).int(), torch.argsort(listed, dim=-1, descending=True, stable=True).int()]
+    mask = BlockMask.from_kv_blocks(
+        *lists, BLOCK_SIZE=block_size, mask_mod=mask_mod, seq_lengths=(SEQLEN, SEQLEN)
+    )
+    kinds = kinds.expand(BATCH, NHEADS, -1, -1)
+
+    def shown(b: Any, h: Any, q: Any, k: Any) -> Any:
+        kind = kinds[b, h, q // block_size[0], k // block_size[1]]
+        return (kind == 2) | ((kind == 1) & (True if mask_mod is None else mask_mod(b, h, q, k)))
+
+    return mask, shown
+
+
+def close(ours: Tensor, exact: Tensor, rounded: Tensor, what: str) -> None:
+    error, allowed = (float((x.detach().double() - exact.detach()).abs().max()) for x in (ours, rounded))
+    floor = 2**-8 * float(exact.detach().abs().max())
+    assert error <= 3 * allowed + floor, f"{what}: {error} for torch's {allowed}"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "block_size", "mask_mod"),
+    [((1, 1), (128, 128), None), ((BATCH, 1), (64, 128), document), ((BATCH, NHEADS), (32, 16), document)],
+    ids=str,
+)
+def test_block_masks_equal_dense_torch(sizes: Any, block_size: Any, mask_mod: Any) -> None:
+    mask, shown = random_mask(sizes, block_size, mask_mod)
+    leaves = inputs()
+    out, lse = flex.flex_attention(*leaves, alibi, mask, enable_gqa=True, return_lse=True)  # type: ignore[misc]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    rounded = [x.detach().requires_grad_() for x in leaves]
+    right, torchs = (
+        dense(*(x.transpose(1, 2) for x in own), alibi, shown)  # type: ignore[arg-type]
+        for own in (exact, rounded)
+    )
+    seen = right[1].isfinite()
+    assert torch.equal(lse.isfinite(), seen)
+    torch.testing.assert_close(lse[seen].double(), right[1][seen], atol=2e-3, rtol=1e-3)
+    close(out, right[0].transpose(1, 2), torchs[0].transpose(1, 2), "out")
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, leaves, grad)
+    expected = torch.autograd.grad(right[0], exact, grad.transpose(1, 2).double())
+    theirs = torch.autograd.grad(torchs[0], rounded, grad.transpose(1, 2).to(torchs[0].dtype))
+    for what, *three in zip(("dq", "dk", "dv"), found, expected, theirs, strict=True):
+        close(*three, what)
+
+
+def test_keys_that_batches_share() -> None:
+    mask = create_block_mask(document, BATCH, None, SEQLEN, SEQLEN, device="cuda")
+    leaves = inputs(batch=1)
+    out = flex.flex_attention(*leaves, block_mask=mask, enable_gqa=True)
+    copies = [x.detach().expand(BATCH, -1, -1, -1).contiguous().requires_grad_() for x in leaves]
+    expected = flex.flex_attention(*copies, block_mask=mask, enable_gqa=True)
+    assert torch.equal(out, expected)  # type: ignore[arg-type]
+    found, theirs = (torch.autograd.grad(y.sum(), x) for y, x in ((out, leaves), (expected, copies)))  # type: ignore[union-attr]
+    for ours, one in zip(found[1:], theirs[1:], strict=True):
+        torch.testing.assert_close(ours.float(), one.float().sum(0, keepdim=True), atol=5e-2, rtol=2e-2)
+
+
+def test_a_table_is_made_without_waiting_and_again_within_a_graph() -> None:
+    mask = create_block_mask(document, BATCH, None, SEQLEN, SEQLEN, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        first = masks.kinds_of(mask)
+        assert masks.kinds_of(mask) is first
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert masks.kinds_of(mask) is not first
+    x = inputs(grad=False)
+    eager = flex.flex_attention(*x, block_mask=mask, enable_gqa=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flex.flex_attention(*x, block_mask=mask, enable_gqa=True)
+    graph.replay()
+    assert torch.equal(out, eager)  # type: ignore[arg-type]
+    for counts in (mask.kv_num_blocks, mask.full_kv_num_blocks):
+        counts[..., 1] = 0  # type: ignore[index]
+    graph.replay()
+    assert not out[:, :, 128:256].any() and torch.equal(out[:, :, :128], eager[:, :, :128])  # type: ignore[union-attr,index,call-overload]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_pytorchs_function_is_served(activated: None, compiled: bool) -> None:
+    """Its own result is the eager definition's."""
+    mask = create_block_mask(document, BATCH, None, SEQLEN, SEQLEN, device="cuda")
+    leaves = inputs()
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Any:
+        steeper = slopes * 2
+        return pytorch.flex_attention(
+            q * 0.5,
+            k,
+            v,
+            lambda s, b, h, i, j: s - steeper[h] * (i - j).abs(),
+            mask,
+            enable_gqa=True,
+            return_aux=AuxRequest(lse=True),
+        )
+
+    function = torch.compile(layer, backend="aot_eager") if compiled else layer
+    out, aux = function(*leaves, SLOPES)
+    grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert flex.served[overrides.NAME, ""] == 1
+    flex.restore()
+    theirs, their_aux = layer(*leaves, SLOPES)
+    assert flex.served.total() == 1
+    torch.testing.assert_close(out, theirs, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(aux.lse, their_aux.lse, atol=2e-2, rtol=2e-2)
+    for ours, one in zip(grads, torch.autograd.grad(theirs, leaves, torch.ones_like(out)), strict=True):
+        torch.testing.assert_close(ours.float(), one.float(), atol=1e-1, rtol=5e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_precisions_and_layouts(activated: None, dtype: torch.dtype) -> None:
+    x = inputs(dtype=dtype, grad=False)
+    for q in (x[0], x[0].transpose(1, 2).contiguous().transpose(1, 2)):
+        found = pytorch.flex_attention(q, *x[1:], alibi, enable_gqa=True)
+        theirs = overrides.pytorchs(q, *x[1:], alibi, enable_gqa=True)
+        assert found.stride() == theirs.stride()  # type: ignore[union-attr]
+        torch.testing.assert_close(found, theirs, atol=5e-3, rtol=5e-3)
+
+
+def test_a_learned_bias_is_pytorchs(activated: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "_warned", set())
+    slopes = SLOPES.clone().requires_grad_()
+    with pytest.warns(UserWarning, match="alibi_slopes or an epilogue's tensor requires a gradient"):
+        out = pytorch.flex_attention(*inputs(), lambda s, b, h, i, j: s - slopes[h], enable_gqa=True)
+    out.sum().backward()
+    assert slopes.grad is not None
