@@ -16,6 +16,7 @@ import torch.nn.attention.flex_attention as _module
 from cute_attn.flex.calls import Result, attend
 from cute_attn.host import doors
 from cute_attn.host.activation import Options
+from cute_attn.host.memory import none_overrides
 
 NAME = "flex_attention"
 
@@ -111,8 +112,9 @@ class Activation:
         **kwargs: Any,
     ) -> Result | str:
         """The result, or why PyTorch computes it, as one sentence."""
-        if not isinstance(query, torch.Tensor):
-            return f"query is a {type(query).__name__}; accepted: a torch.Tensor"
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if not none_overrides((x,)) or x is None:
+                return f"{name} is a {type(x).__name__}; accepted: a plain torch.Tensor"
         if query.device.type != self.device:
             return f"query is on {query.device}; accepted: cuda"
         try:

@@ -615,11 +615,24 @@ def test_what_is_not_served_can_be_an_error(on_cpu):
     assert overrides.serving() is None
 
 
-def test_tensors_of_another_device_are_pytorchs(on_cpu):
+def test_tensors_of_another_device_are_pytorchs(on_cpu, monkeypatch):
+    monkeypatch.setattr(doors, "_warned", {overrides.NAME})
     activation = overrides.Activation(Options())
     pytorch.flex_attention(*inputs())
     assert served() == {"query": 1}
     activation.remove()
+
+
+def test_tensors_that_override_operators_are_pytorchs(on_cpu):
+    """Such as a DTensor, for which PyTorch's function has ways of its own."""
+
+    class Own(torch.Tensor):
+        pass
+
+    q, k, v = inputs()
+    own = k.as_subclass(Own)
+    assert on_cpu.attend(Options(), q, own, v) == "key is a Own; accepted: a plain torch.Tensor"
+    assert on_cpu.attend(Options(), q, k, None) == "value is a NoneType; accepted: a plain torch.Tensor"
 
 
 def test_activate_and_restore(monkeypatch):
