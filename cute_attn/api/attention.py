@@ -636,9 +636,14 @@ def with_block_mask(
         check_dense(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; accepted: (batch, seqlen, heads, head_dim)")
-    from cute_attn.host.block_masks import epilogue_of_block_mask  # loads torch's compiler
+    if torch.compiler.is_compiling():
+        from cute_attn.api import outside_graphs
 
-    name, tensors = epilogue_of_block_mask(block_mask, q, k)
+        name, tensors = outside_graphs.epilogue_of_block_mask(block_mask, q, k)
+    else:
+        from cute_attn.host import block_masks  # loads torch's compiler
+
+        name, tensors = block_masks.epilogue_of_block_mask(block_mask, q, k)
     return {**given_epilogues(epilogues), name: tensors}
 
 

@@ -2,9 +2,10 @@
 
 import torch
 
-from cute_attn.epilogues.functions.known import epilogue_of as _epilogue_of
+from cute_attn.epilogues.functions import known
+from cute_attn.host import block_masks
 
-epilogue_of = torch.compiler.disable(
-    _epilogue_of, reason="cute_attn traces score_mod and mask_mod outside of graphs"
-)
-"""As of :mod:`cute_attn.epilogues.functions.known`."""
+_REASON = "cute_attn traces score_mod, mask_mod and block_mask outside of graphs"
+
+epilogue_of = torch.compiler.disable(known.epilogue_of, reason=_REASON)
+epilogue_of_block_mask = torch.compiler.disable(block_masks.epilogue_of_block_mask, reason=_REASON)

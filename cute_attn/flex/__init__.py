@@ -5,8 +5,7 @@
     cute_attn.flex.served                        how often it was called, and why some calls fell through
     cute_attn.flex.restore()
 
-Functions of scores and masks are those of ``attention(..., score_mod=, mask_mod=)``; docs/functions.md lists what they
-may do. A BlockMask is one more such function: hidden blocks are computed and masked, not skipped, yet.
+Functions and BlockMasks are those of ``attention(..., score_mod=, block_mask=)``; docs/functions.md describes both.
 """
 
 import contextlib
@@ -22,6 +21,7 @@ from cute_attn.flex.calls import Result, attend
 from cute_attn.host import doors
 from cute_attn.host.activation import Options
 from cute_attn.host.doors import served
+from cute_attn.host.values import check_flags
 
 __all__ = ["activate", "active", "flex_attention", "restore", "served"]
 
@@ -123,6 +123,7 @@ def activate(*, unsupported: str = "fall_back", strict: bool = False) -> None:
         An argument is not what is described here; or with ``strict`` there is no GPU that kernels are built for, or
         PyTorch's function has other arguments. Nothing is changed then.
     """
+    check_flags(strict=strict)
     options = Options(unsupported=unsupported)
     why = doors.why_nothing_is_served() or overrides.why_not_replaced()
     if why is None:

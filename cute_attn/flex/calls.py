@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from cute_attn.api.attention import attention
-from cute_attn.flex.masks import mask_mod_of
-from cute_attn.host.checks import check_dense, check_flags
+from cute_attn.host.values import check_dense, check_flags, shown
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
 
@@ -30,7 +29,6 @@ def attend(
     check_flags(enable_gqa=enable_gqa, return_lse=return_lse)
     _check_tensors(query, key, value, enable_gqa)
     _check_outputs(return_lse, kernel_options, return_aux)
-    mask_mod = None if block_mask is None else mask_mod_of(block_mask, query, key)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if k.shape[0] != q.shape[0]:
         k, v = (x.expand(q.shape[0], -1, -1, -1) for x in (k, v))
@@ -40,7 +38,7 @@ def attend(
         v,
         softmax_scale=scale,
         score_mod=score_mod,
-        mask_mod=mask_mod,
+        block_mask=block_mask,
         return_lse=return_lse if return_aux is None else return_aux.lse,
     )
     out, lse = found if isinstance(found, tuple) else (found, None)
@@ -89,9 +87,11 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
 
 def _check_outputs(return_lse: bool, kernel_options: Any, return_aux: Any) -> None:
     if kernel_options is not None and not isinstance(kernel_options, dict):
-        raise TypeError(f"kernel_options is {kernel_options!r}; accepted: a dict, which is not read, or None")
+        raise TypeError(
+            f"kernel_options is {shown(kernel_options)}; accepted: a dict, which is not read, or None"
+        )
     if return_aux is not None and not isinstance(return_aux, AuxRequest):
-        raise TypeError(f"return_aux is {return_aux!r}; accepted: an AuxRequest, or None")
+        raise TypeError(f"return_aux is {shown(return_aux)}; accepted: an AuxRequest, or None")
     if return_aux is None:
         return
     if return_lse:

@@ -17,6 +17,7 @@ from cute_attn.flex.calls import Result, attend
 from cute_attn.host import doors
 from cute_attn.host.activation import Options
 from cute_attn.host.memory import none_overrides
+from cute_attn.host.values import kind_of
 
 NAME = "flex_attention"
 
@@ -114,7 +115,7 @@ class Activation:
         """The result, or why PyTorch computes it, as one sentence."""
         for name, x in (("query", query), ("key", key), ("value", value)):
             if not none_overrides((x,)) or x is None:
-                return f"{name} is a {type(x).__name__}; accepted: a plain torch.Tensor"
+                return f"{name} is {kind_of(x)}; accepted: a plain torch.Tensor"
         if query.device.type != self.device:
             return f"query is on {query.device}; accepted: cuda"
         try:

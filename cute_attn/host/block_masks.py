@@ -21,6 +21,7 @@ LISTED_ROWS = 128
 """As of :mod:`cute_attn.work.block_lists`, which needs the compiler."""
 PARTIAL, FULL = 1, 2
 """Kinds of blocks, beside 0: hidden."""
+_MOST_LISTS = 8
 _UNBOUNDED = (1 << 30, 1 << 30)
 """The block size of FlexAttention's own masks of one block, which state lengths of 1 and fit any."""
 
@@ -43,6 +44,8 @@ def epilogue_of_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor) -> tuple
     name, tensors = block_mask_epilogue_of(function, mask_mod if whole else None, q.device)
     sizes = (*q.shape[:3], *k.shape[1:3])
     if sizes not in made.lists:
+        while len(made.lists) >= _MOST_LISTS:  # lengths may differ from call to call
+            made.lists.pop(next(iter(made.lists)))
         made.lists[sizes] = block_lists(made.kinds, block_mask.BLOCK_SIZE, *sizes)
     return name, (*tensors, *made.lists[sizes])
 

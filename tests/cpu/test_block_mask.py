@@ -6,6 +6,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from cute_attn import Traits, attention, attention_backward, lookup
 from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.host import block_masks
 from cute_attn.host.block_masks import (
     FULL,
     LISTED_ROWS,
@@ -208,6 +209,31 @@ def test_tensors_that_no_block_mask_is_for(change, message):
     mask, x = create_block_mask(window, None, 4, 300, 300, device="cpu"), torch.ones(1, 300, 4, 16)
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         attention(**({"q": x, "k": x, "v": x, "block_mask": mask} | change))
+
+
+def test_inside_torch_compile():
+    """With what a graph computes, and a gradient."""
+    q, k, v = (x.requires_grad_() for x in qkv())
+
+    def model(document):
+        twice = document * 2
+        made = create_block_mask(causal_document, None, None, 300, 300, device="cpu")
+        made.mask_mod = lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (twice[q_idx] == twice[kv_idx])
+        return attention(q * 2, k, v, block_mask=made)
+
+    compiled = torch.compile(model, backend="aot_eager")(DOCUMENT)
+    expected = model(DOCUMENT)
+    torch.testing.assert_close(compiled, expected)
+    grads = (torch.autograd.grad(x.sum(), (q, k, v)) for x in (compiled, expected))
+    for got, want in zip(*grads, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_lists_of_a_few_lengths_are_kept():
+    mask = create_block_mask(causal_document, None, None, 300, 300, device="cpu")
+    for n in range(100, 120):
+        epilogue_of_block_mask(mask, *qkv(seqlen_q=n, seqlen_k=n)[:2])
+    assert len(block_masks._made_of(mask).lists) == 8
 
 
 def test_the_two_sizes_of_listed_blocks_are_one():

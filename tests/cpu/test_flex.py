@@ -11,10 +11,10 @@ import torch
 import torch.nn.attention.flex_attention as pytorch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, create_block_mask, or_masks
 
-from cute_attn import check_epilogue, flex
+from cute_attn import flex
 from cute_attn.compiler.registry import Unsupported
-from cute_attn.flex import masks, overrides
-from cute_attn.host import doors
+from cute_attn.flex import overrides
+from cute_attn.host import block_masks, doors
 from cute_attn.host.activation import Options
 from cute_attn.reference.check_epilogue import for_each
 from cute_attn.sdpa.observe import Observer
@@ -228,28 +228,20 @@ def test_blocks_are_hidden_partial_or_full(sizes, block_size, mask_mod):
         torch.testing.assert_close(ours, expected)
 
 
-def test_device_code_of_a_block_mask_equals_torch():
-    mask = random_mask((BATCH, 1), (16, 32), document)[0]
-    q, k = torch.empty(BATCH, 3, 80, 8), torch.empty(BATCH, 3, 100, 8)  # as check_epilogue has them
-    found = check_epilogue(masks.mask_mod_of(mask, q, k), seqlen_q=80)
-    assert found.passed and len(found.comparisons) == 6, str(found)
-
-
 def test_lists_shorter_than_rows_of_blocks():
     kinds = torch.zeros(1, 1, 7, 5, dtype=torch.int64)
     kinds[..., 1], kinds[..., 4] = 1, 2
     lists = *lists_of(kinds == 1, 1), *lists_of(kinds == 2, 1)
     options = {"BLOCK_SIZE": (16, 32), "seq_lengths": (SEQLEN_Q, SEQLEN_K), "compute_q_blocks": False}
     mask = BlockMask.from_kv_blocks(*lists, mask_mod=causal, **options)
-    table = masks.kinds_of(mask)
-    assert table.dtype == torch.uint8 and torch.equal(table.long(), kinds)
+    assert torch.equal(block_masks.kinds_of(mask).long(), kinds)
 
 
 def test_what_lies_behind_the_lists_is_not_read():
     counts = torch.tensor([[[1, 2]]], dtype=torch.int32)
     indices = torch.tensor([[[[1, 999, -7], [2, 0, 1]]]], dtype=torch.int32)
     mask = BlockMask.from_kv_blocks(counts, indices, compute_q_blocks=False)
-    assert masks.kinds_of(mask).tolist() == [[[[0, 1, 0], [1, 0, 1]]]]
+    assert block_masks.kinds_of(mask).tolist() == [[[[0, 1, 0], [1, 0, 1]]]]
 
 
 def test_lengths_shorter_than_the_masks():
@@ -279,27 +271,27 @@ def test_a_sliced_mask_has_its_mask_mod_from_its_owner():
 
 def test_a_table_is_made_once_and_again_where_lists_change():
     mask = create_block_mask(causal, None, None, SEQLEN_Q, SEQLEN_K, device="cpu", BLOCK_SIZE=32)
-    first = masks.kinds_of(mask)
-    assert masks.kinds_of(mask) is first and first[0, 0, 0].tolist() == [1, 0, 0, 0, 0]
+    first = block_masks._made_of(mask).kinds
+    assert block_masks._made_of(mask).kinds is first and first[0, 0, 0].tolist() == [1, 0, 0, 0, 0]
     mask.kv_num_blocks[..., 0] = 2
-    assert masks.kinds_of(mask)[0, 0, 0].tolist() == [1, 1, 0, 0, 0]
+    assert block_masks._made_of(mask).kinds[0, 0, 0].tolist() == [1, 1, 0, 0, 0]
     mask.kv_num_blocks = torch.zeros_like(mask.kv_num_blocks)
-    assert masks.kinds_of(mask)[0, 0, 0].tolist() == [0, 0, 0, 0, 0]
+    assert block_masks._made_of(mask).kinds[0, 0, 0].tolist() == [0, 0, 0, 0, 0]
     other = mask.to("cpu")
-    assert torch.equal(masks.kinds_of(other), masks.kinds_of(mask))
-    before = len(masks._tables)
+    assert torch.equal(block_masks._made_of(other).kinds, block_masks._made_of(mask).kinds)
+    before = len(block_masks._made)
     del mask, other
     gc.collect()
-    assert len(masks._tables) == before - 2
+    assert len(block_masks._made) == before - 2
 
 
 def test_a_mask_of_inference_tensors_serves_training():
     with torch.inference_mode():
         mask = create_block_mask(sliding_window, None, None, SEQLEN_Q, SEQLEN_K, device="cpu", BLOCK_SIZE=32)
-        assert masks.kinds_of(mask)[0, 0, 0].tolist() == [1, 1, 0, 0, 0]
+        assert block_masks._made_of(mask).kinds[0, 0, 0].tolist() == [1, 1, 0, 0, 0]
         mask.kv_num_blocks[..., 0] = 1  # which no version counts
-        assert masks.kinds_of(mask)[0, 0, 0].tolist() == [1, 0, 0, 0, 0]
-    assert not masks.kinds_of(mask).is_inference()
+        assert block_masks._made_of(mask).kinds[0, 0, 0].tolist() == [1, 0, 0, 0, 0]
+    assert not block_masks._made_of(mask).kinds.is_inference()
     x = inputs(grad=True)
     flex.flex_attention(*x, block_mask=mask).sum().backward()
     assert x[1].grad.isfinite().all()
@@ -417,13 +409,13 @@ WRONG = {
         None,
         {"block_mask": causal},
         TypeError,
-        "block_mask is a function; accepted: a BlockMask, or None",
+        "block_mask is .*; accepted: torch's BlockMask, or None",
     ),
     "longer": (
         lambda q, k, v: (k, k, v),
         {"block_mask": CPU_MASK},
         ValueError,
-        "query has seqlen 150; accepted: up to 100",
+        "block_mask has 100 queries; accepted: 150 or more",
     ),
     "mask's rows": (
         None,
@@ -436,25 +428,25 @@ WRONG = {
             )
         },
         ValueError,
-        "query has seqlen 100; accepted: up to 64, block_mask's",
+        "block_mask has 64 queries; accepted: 100 or more",
     ),
     "mask's device": (
         meta,
         {"block_mask": CPU_MASK},
         ValueError,
-        "block_mask is on cpu; accepted: meta, where query is",
+        "block_mask is on cpu; accepted: meta, where q is",
     ),
     "mask's batch": (
         None,
         {"block_mask": create_block_mask(causal, 3, 1, SEQLEN_Q, SEQLEN_K, device="cpu")},
         ValueError,
-        "block_mask has batch 3; accepted: 2, query's, or 1",
+        "block_mask has batch 3; accepted: 2, q's, or 1",
     ),
     "mask's heads": (
         None,
         {"block_mask": create_block_mask(causal, 1, 2, SEQLEN_Q, SEQLEN_K, device="cpu")},
         ValueError,
-        "block_mask has heads 2; accepted: 4, query's, or 1",
+        "block_mask has heads 2; accepted: 4, q's, or 1",
     ),
     "function": (None, {"score_mod": lambda s, *_: torch.erf(s)}, TypeError, "score_mod uses erf; accepted"),
 }
@@ -631,7 +623,7 @@ def test_tensors_that_override_operators_are_pytorchs(on_cpu):
 
     q, k, v = inputs()
     own = k.as_subclass(Own)
-    assert on_cpu.attend(Options(), q, own, v) == "key is a Own; accepted: a plain torch.Tensor"
+    assert on_cpu.attend(Options(), q, own, v) == "key is an Own; accepted: a plain torch.Tensor"
     assert on_cpu.attend(Options(), q, k, None) == "value is a NoneType; accepted: a plain torch.Tensor"
 
 
@@ -646,6 +638,8 @@ def test_activate_and_restore(monkeypatch):
     flex.restore()
     with pytest.raises(ValueError, match="unsupported is 'raise'; accepted: 'fall_back', 'error'"):
         flex.activate(unsupported="raise")
+    with pytest.raises(TypeError, match="strict is 2; accepted: False or True"):
+        flex.activate(strict=2)
 
 
 def test_activation_where_nothing_is_served_warns_once(monkeypatch):

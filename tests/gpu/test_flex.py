@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 
 from cute_attn import flex
-from cute_attn.flex import masks, overrides
+from cute_attn.flex import overrides
 from cute_attn.host import doors
+from cute_attn.host.block_masks import _made_of
 from tests.gpu.test_functions import dense, tensors
 
 BATCH, NHEADS, SEQLEN, HEAD_DIM = 2, 4, 300, 64
@@ -113,16 +114,16 @@ def test_keys_that_batches_share() -> None:
         torch.testing.assert_close(ours.float(), one.float().sum(0, keepdim=True), atol=5e-2, rtol=2e-2)
 
 
-def test_a_table_is_made_without_waiting_and_again_within_a_graph() -> None:
+def test_lists_are_made_without_waiting_and_again_within_a_graph() -> None:
     mask = create_block_mask(document, BATCH, None, SEQLEN, SEQLEN, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        first = masks.kinds_of(mask)
-        assert masks.kinds_of(mask) is first
+        first = _made_of(mask).kinds
+        assert _made_of(mask).kinds is first
     finally:
         torch.cuda.set_sync_debug_mode("default")
     with torch.cuda.stream(torch.cuda.Stream()):
-        assert masks.kinds_of(mask) is not first
+        assert _made_of(mask).kinds is not first
     x = inputs(grad=False)
     eager = flex.flex_attention(*x, block_mask=mask, enable_gqa=True)
     graph = torch.cuda.CUDAGraph()
