@@ -185,7 +185,7 @@ def cost_of_heads(call: "Call") -> tuple[float, float]:
     head_dim = call.q.shape[-1]
     if not call.mask or call.q.numel() * 8 <= _L2_BYTES:  # Q, dO and dQ
         return 0.0, 0.0
-    return 256 / head_dim, head_dim * 2.2e-4
+    return 384 / head_dim, head_dim * 2.5e-4
 
 
 def makespan(costs: Iterable[float], machines: int) -> float:

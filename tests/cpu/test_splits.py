@@ -58,7 +58,7 @@ def test_key_splits():
     ("params", "fewest", "most"),
     [
         (call(8192, 8192, 16, 16), 1, 1),
-        (call(8192, 8192, 32, 8, mask="causal"), 1, 2),
+        (call(8192, 8192, 32, 8, mask="causal"), 1, 1),
         (call(7053, 7053, 16, 1), 4, 16),  # 56 key blocks for 132 multiprocessors
         (call(2048, 2048, 71, 1, 8, "causal"), 6, 32),  # 128, the longest twice the mean
         (call(2048, 2048, 10, 2, 8, "causal"), 1, 1),  # the longest come first
