@@ -87,7 +87,7 @@ def worst_first(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """A line a workload, worst first: the ratio, the work, all speeds, its model where it has one, and our error."""
+    """A line per workload, worst first: the ratio, the work, all speeds, its model where it has one, and our error."""
     comparisons = compare(result)
     names = list(dict.fromkeys(row["impl"] for row in result["rows"]))
     own = list(dict.fromkeys(name.rpartition("-")[2] for name in names if _is_own(name)))

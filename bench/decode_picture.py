@@ -37,7 +37,7 @@ def ceiling(result: Mapping[str, Any]) -> float:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """A line a row: our time, its GB/s and part of the ceiling, each peer's time, and the fastest peer's over ours."""
+    """A line per row: our time, GB/s and part of the ceiling, each peer's time, and the fastest peer's over ours."""
     found, most = speeds(result), ceiling(result)
     impls = list(dict.fromkeys(line["impl"] for line in result["rows"] if line["workload"] != "read-only"))
     own = [name for name in impls if name.startswith("cute_attn/")]

@@ -3,8 +3,8 @@
     python -m bench.host_time                     every row
     python -m bench.host_time '*dropout*'         the rows whose name matches
 
-Needs a GPU. The problems are so small that host time dominates. Prints microseconds a call, the median and the least of
-many short runs: of the forward alone, and of the forward and ``torch.autograd.grad``. PyTorch's
+Needs a GPU. The problems are so small that host time dominates. Prints microseconds per call, the median and the least
+of many short runs: of the forward alone, and of the forward and ``torch.autograd.grad``. PyTorch's
 scaled_dot_product_attention comes first, as long as no operator is overridden. Then each of its rows comes twice: with
 cute_attn.sdpa active, and after ``restore()``. Their runs alternate, since a busy host slows all; where it is busy the
 least is the figure to read.

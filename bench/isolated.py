@@ -145,5 +145,5 @@ def _main(work: Work, tasks: Sequence[Task], sender: Connection) -> None:
 
 
 def timing(milliseconds: float, most: int) -> Work:
-    """:func:`time_tasks` for so many milliseconds, and at most so many calls a round, of each implementation."""
+    """:func:`time_tasks` for so many milliseconds, and at most so many calls per round, of each implementation."""
     return functools.partial(time_tasks, milliseconds=milliseconds, most=most)

@@ -27,7 +27,7 @@ class ReadOnly:
     Attributes:
         threads: of a CTA.
         unroll: loads of a thread in flight.
-        blocks_per_sm: CTAs a multiprocessor.
+        blocks_per_sm: CTAs per multiprocessor.
     """
 
     threads: int = 512

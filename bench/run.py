@@ -97,7 +97,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def print_table(result: dict[str, Any]) -> None:
-    """A line a workload: each kernel's speed, and the best one's ratio to each peer's."""
+    """A line per workload: each kernel's speed, and the best one's ratio to each peer's."""
     names = list(dict.fromkeys(row["impl"] for row in result["rows"]))
     own = [name for name in names if name.startswith("cute_attn/")]
     peers = [name for name in names if name not in own]

@@ -10,8 +10,8 @@ Needs a GPU. Prints each row, and last the ratios of our speed to the fastest pe
 the result. Forward and backward are timed on the same shapes. Outputs are compared with those of the first peer that
 computes the shape. A peer that hangs or ends the process costs its row: see :mod:`bench.isolated`.
 
-FlashAttention-4 compiles a kernel for each configuration of head dims, query heads a key head, mask and features, some
-seconds each, so the shapes of a run share a few configurations; another seed has others.
+FlashAttention-4 compiles a kernel for each configuration of head dims, query heads per key head, mask and features,
+some seconds each, so the shapes of a run share a few configurations; another seed has others.
 """
 
 import argparse

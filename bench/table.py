@@ -51,7 +51,7 @@ SHORT_ROWS = (
 
 
 def table(result: dict[str, Any], patterns: tuple[str, ...] = ("*",)) -> str:
-    """A Markdown table: TFLOP/s of our kernels and the peers that were run, a row a workload; a dash for a failure."""
+    """A Markdown table: TFLOP/s of our kernels and the peers that ran, a row per workload; a dash for a failure."""
     speeds = {
         workload: values
         for workload, values in _by_workload(result, "value").items()
@@ -83,7 +83,7 @@ def table(result: dict[str, Any], patterns: tuple[str, ...] = ("*",)) -> str:
 
 
 def decode_table(result: dict[str, Any]) -> str:
-    """A Markdown table: microseconds of each implementation, a row a call; a dash where it cannot compute the call."""
+    """A Markdown table: microseconds of each implementation, a row per call; a dash where it cannot compute it."""
     titles = decode_picture.NAMES
     found = decode_picture.speeds(result)
     names = [name for name in titles if any(name in by_impl for by_impl in found.values())]

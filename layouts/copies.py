@@ -40,12 +40,12 @@ def gmem_tiled_copy(
 
 
 def ldmatrix_copy_a(tiled_mma: cute.TiledMma, dtype: Any, transpose: bool = False) -> cute.TiledCopy:
-    """ldmatrix.x4 of the A operand, 16 x 32 bytes a warp. transpose: M is contiguous, 16-bit types only."""
+    """ldmatrix.x4 of the A operand, 16 x 32 bytes per warp. transpose: M is contiguous, 16-bit types only."""
     return cute.make_tiled_copy_A(_ldmatrix(dtype, transpose), tiled_mma)
 
 
 def ldmatrix_copy_b(tiled_mma: cute.TiledMma, dtype: Any, transpose: bool = False) -> cute.TiledCopy:
-    """ldmatrix.x4 of the B operand, 16 x 32 bytes a warp. transpose: N is contiguous, 16-bit types only.
+    """ldmatrix.x4 of the B operand, 16 x 32 bytes per warp. transpose: N is contiguous, 16-bit types only.
 
     For P V with V stored (keys, dims), use ``transposed(sV)`` as the (N, K) tensor and ``transpose=True``.
     """

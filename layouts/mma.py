@@ -18,7 +18,7 @@ def tiled_mma_sm80(dtype: Any, num_warps: int, *, warps_n: int = 1) -> cute.Tile
 
     m16n8k16 of 16-bit types, or of Float32 m16n8k8, which multiplies in tf32.
 
-    A tile has 16 rows a warp along M and 16 columns a warp along N: one ldmatrix.x4 loads B for two instructions.
+    A tile has 16 rows per warp along M and 16 columns per warp along N: one ldmatrix.x4 loads B for two instructions.
     """
     if warps_n < 1 or num_warps < 1 or num_warps % warps_n:
         raise ValueError(f"num_warps={num_warps}: must be a positive multiple of warps_n={warps_n}")

@@ -156,7 +156,7 @@ def _mma_picture(
     panel_b = None if "B" in from_smem else _panel(_flip(b), "B", ("k", "n"), (None, crop[1]))
     notes = [_VALUES]
     notes += [
-        f"{name} is held by {n} threads an element; the first is named."
+        f"{name} is held by {n} threads per element; the first is named."
         for name in "AB"
         if (n := _copies(maps[name])) > 1 and name not in from_smem
     ]

@@ -152,7 +152,7 @@ def attention(
     deterministic : bool
         Whether gradients repeat bit for bit (the output always does). Also on under
         ``torch.use_deterministic_algorithms(True)``. The backward then takes up to 16 times q's size in fp32
-        instead of once, and for the gradient of a broadcast bias 4 bytes a score: see :mod:`cute_attn.host.backward`.
+        instead of once, and for the gradient of a broadcast bias 4 bytes per score: see :mod:`cute_attn.host.backward`.
     backward_tile : Tile or str, optional
         As tile, for the backward.
     precision : {"fp32", "tf32"}, optional

@@ -279,8 +279,8 @@ def _costs(compiled: Any) -> dict[str, str]:
     spills = f"{resources.spill_store_bytes} bytes stored, {resources.spill_load_bytes} loaded"
     costs = {
         "tile": _spaced(compiled.tile if is_verbose() else compiled.tile.brief()),
-        "registers a thread": str(resources.registers),
-        "shared memory a block": f"{resources.shared_memory_bytes:,} bytes",
+        "registers per thread": str(resources.registers),
+        "shared memory per block": f"{resources.shared_memory_bytes:,} bytes",
         "spills": f"[red]{spills}" if resources.spill_store_bytes else "none",
         "local memory a thread": f"{resources.local_bytes} bytes",
     }

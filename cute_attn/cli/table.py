@@ -80,7 +80,7 @@ def _short(tile: Any) -> str:
     warps = tile.num_threads // 32
     words = [f"{tile.tile_m} x {tile.tile_n}, {warps} warps"]
     if getattr(tile, "columns", 0):
-        words.append(f"streamed, {tile.columns} columns a CTA")
+        words.append(f"streamed, {tile.columns} columns per CTA")
     elif getattr(tile, "dq_passes", 1) > 1:
         words.append(f"dQ in {tile.dq_passes} passes")
     return ", ".join(words)

@@ -251,7 +251,7 @@ def _not_own(path: Path, status: os.stat_result) -> str | None:
 
 
 def warn_once(reason: str) -> None:
-    """Warn, once a process for each reason."""
+    """Warn, once per process for each reason."""
     if reason not in _warned:
         _warned.add(reason)
         warnings.warn(reason, stacklevel=2)

@@ -160,8 +160,8 @@ class CompiledKernel:
         used = self.resources
         costs = {
             "tile": self.tile.brief().replace(",", ", "),
-            "registers a thread": str(used.registers),
-            "shared memory a block": f"{used.shared_memory_bytes:,} bytes",
+            "registers per thread": str(used.registers),
+            "shared memory per block": f"{used.shared_memory_bytes:,} bytes",
             "spills": f"{used.spill_store_bytes} bytes stored, {used.spill_load_bytes} loaded",
             "local memory a thread": f"{used.local_bytes} bytes",
             "built": "from the cache" if self.from_cache else f"in {self.seconds:.1f} s",

@@ -43,7 +43,7 @@ class Resources:
     """Resources of one thread, or one CTA, of a compiled kernel.
 
     Attributes:
-        registers: 32-bit registers a thread.
+        registers: 32-bit registers per thread.
         shared_memory_bytes: static and dynamic shared memory a CTA, without the system's.
         spill_store_bytes, spill_load_bytes: registers written to and read from local memory, as ptxas counts them.
         local_bytes: stack and local memory a thread.

@@ -92,7 +92,7 @@ def digest(*parts: bytes) -> str:
 
 @functools.cache
 def package_sources() -> str:
-    """Digest of the package's own sources, read once a process.
+    """Digest of the package's own sources, read once per process.
 
     Where one changed after this process imported the package, what runs may be older than what is read: then the
     digest is unique, so that no later process finds a stale kernel under it.

@@ -1,7 +1,7 @@
 """A process that builds kernels for :func:`cute_attn.compiler.prebuild`: lines of JSON in, lines of JSON out.
 
     [DIRECTORY, ...]                                                                    first: the module path
-    {"traits": NAME, "tile": TEXT or null, "target": ..., "modules": {NAME: FILE}}      then a kernel a line
+    {"traits": NAME, "tile": TEXT or null, "target": ..., "modules": {NAME: FILE}}      then a kernel per line
     {"seconds": ..., "error": TEXT or null}                                             the result of each
 
 A kernel may have ``"lines": true``, for line info. ``modules`` register its variant and epilogues. Not a spawned copy

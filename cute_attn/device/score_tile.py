@@ -1,7 +1,7 @@
 """A thread's part of a score tile as (query, key) elements, for any MMA.
 
 Epilogues see ``acc[r, c]`` with the query index of row r and the key index of column c. An index is the thread's first
-one plus a static offset, so that a mask is one comparison a column.
+one plus a static offset, so that a mask is one comparison per column.
 """
 
 from dataclasses import dataclass, replace

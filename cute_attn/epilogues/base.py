@@ -1,11 +1,11 @@
 """The protocol of score epilogues: operations on a score tile in registers between the two matrix products.
 
 An epilogue is a small frozen object made from traits. On the host it adds arguments to a kernel. On the device it
-begins once a work tile, and is applied to each of its score tiles.
+begins once per work tile, and is applied to each of its score tiles.
 
 To add one, subclass :class:`Epilogue`, decorate the class with :func:`register_epilogue`, and name it in
 ``Traits(..., epilogues=("my_name",))`` or in ``attention(..., epilogues=("my_name",))``. With a ``backward`` it is
-differentiable. Tiles are transposed or not (``ScoreTile``), with any number of rows and columns a thread: write
+differentiable. Tiles are transposed or not (``ScoreTile``), with any number of rows and columns per thread: write
 an epilogue in terms of ``tile.rows`` and ``tile.cols``.
 
 Tiles reach beyond the sequences: an epilogue that indexes a tensor must clamp its indices. Query ``tile.row0 +

@@ -250,7 +250,7 @@ class Bias(Epilogue):
             for a in cutlass.range_constexpr(begin, last, 2):
                 if cutlass.const_expr(
                     self.dtype == "bf16"
-                ):  # one instruction an element; a conversion takes two
+                ):  # one instruction per element; a conversion takes two
                     word = loaded[a // 2, line]
                     pair[0] = word << Int32(16)
                     pair[1] = word & Int32(-(1 << 16))

@@ -291,7 +291,7 @@ class EpilogueChain:
             self.dropout.forward(state.dropout, tile, p)
 
     def dropout_mask(self, state: ScoreState, tile: ScoreTile) -> tuple:
-        """The tile's dropout mask, a bit an element, for :meth:`zero_dropped` and :meth:`dropped_pair`; () without any.
+        """The tile's dropout mask, a bit per element, for :meth:`zero_dropped` and :meth:`dropped_pair`; () for none.
 
         ``tile.acc`` is not read, so that products may still run. By whole warps, with shuffles.
         """

@@ -4,7 +4,7 @@
 lane of an mma.sync or wgmma accumulator holds exactly those 16 elements. An element is kept iff its byte <=
 floor(255 (1 - p)). In a transposed accumulator a lane holds 4 of the elements of each of 4 calls.
 
-**mem_efficient** (xformers, curand): Philox4x32-10, one word an element, numbered as
+**mem_efficient** (xformers, curand): Philox4x32-10, one word per element, numbered as
 :mod:`cute_attn.epilogues.numbering` says; kept iff the word as a uniform in (0, 1] is > p.
 
 Both masks are applied to P after its conversion to 16 bits, two elements a register: the row sum has been taken from
@@ -327,7 +327,7 @@ def _flash_words(
 def _mem_efficient_untransposed(state: DropoutState, tile: ScoreTile):
     """Four neighbouring scores of a row share a Philox call, and two lanes of a quad hold them.
 
-    So the lanes of a quad divide the calls of its columns and exchange a bit a score, 32 columns a word.
+    So the lanes of a quad divide the calls of its columns and exchange a bit per score, 32 columns per word.
     """
     lane = (tile.col0 & 7) >> 1
     groups: dict[int, int] = {}  # of 8 columns, in each word
@@ -360,7 +360,7 @@ def _mem_efficient_untransposed(state: DropoutState, tile: ScoreTile):
 def _mem_efficient_transposed(state: DropoutState, tile: ScoreTile):
     """8 lanes hold 16 neighbouring keys, of the same two neighbouring queries.
 
-    The lanes divide the 4 calls of either query and exchange a bit a score, 16 a query.
+    The lanes divide the 4 calls of either query and exchange a bit per score, 16 per query.
     """
     lane = tile.col0 & 7
     number = _rows_below(state, Uint64(state.first_word), rematerialize(tile.row0)) + Uint64(

@@ -44,7 +44,7 @@ class Mask(Epilogue):
         return Band(False, self.causal, Int32(0), context.shift + 1, context.seqlen_k, context.first_key)
 
     def forward(self, state: Band, tile: ScoreTile, loaded=()) -> None:
-        """Bounds are computed once a column if transposed, else once a row: a thread has fewer of these."""
+        """Bounds are computed once per column if transposed, else once per row: a thread has fewer of these."""
         if tile.transposed:
             self._bound_queries(state, tile)
         else:

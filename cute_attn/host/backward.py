@@ -1,6 +1,6 @@
 """From the gradients of out and lse to those of q, k, v and bias on CUDA: three launches and their workspace.
 
-    preprocess   out, grad_out, lse, grad_lse  ->  two numbers a query, and dQ accumulators of zeros
+    preprocess   out, grad_out, lse, grad_lse  ->  two numbers per query, and dQ accumulators of zeros
     main         dK, dV, the bias's gradient; adds to the accumulators
     convert      accumulators  ->  dQ
 

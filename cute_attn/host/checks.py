@@ -243,7 +243,7 @@ def check_softcap(softcap: float) -> None:
 
 
 def check_slopes(slopes: Tensor, batch: int, nheads: int) -> None:
-    """Raise ValueError for ALiBi slopes but one number a head, or a sequence and head."""
+    """Raise ValueError for ALiBi slopes but one number per head, or per sequence and head."""
     if tuple(slopes.shape) not in ((nheads,), (batch, nheads)):
         raise ValueError(
             f"alibi_slopes has shape {tuple(slopes.shape)}; accepted: ({nheads},) or ({batch}, {nheads})"
@@ -251,12 +251,12 @@ def check_slopes(slopes: Tensor, batch: int, nheads: int) -> None:
 
 
 def check_sinks(sinks: Tensor, nheads: int, dtype: torch.dtype = torch.float32) -> None:
-    """Raise TypeError or ValueError for attention sinks but one number a head, of ``dtype`` or up to 32 bits."""
+    """Raise TypeError or ValueError for attention sinks but one number per head, of ``dtype`` or up to 32 bits."""
     accepted = tuple(dict.fromkeys((*DTYPE_NAMES, dtype)))
     if sinks.dtype not in accepted:
         raise TypeError(f"sinks has dtype {sinks.dtype}; accepted: {_list(accepted)}")
     if tuple(sinks.shape) != (nheads,):
-        raise ValueError(f"sinks has shape {tuple(sinks.shape)}; accepted: ({nheads},), a number a head")
+        raise ValueError(f"sinks has shape {tuple(sinks.shape)}; accepted: ({nheads},), a number per head")
 
 
 def _list(items: Sequence[Any]) -> str:

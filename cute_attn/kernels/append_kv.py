@@ -6,7 +6,7 @@
 All new rows are written, whether a query sees them or not, in a launch of its own before attention: no thread of
 attention waits for another's rows, and both archs share this file. Rows beyond the capacity are written nowhere.
 
-A CTA handles one row of all heads, of keys and values or of queries, 16 bytes a thread; a second extent of the grid
+A CTA handles one row of all heads, of keys and values or of queries, 16 bytes per thread; a second extent of the grid
 divides rows that are longer than a CTA. The rows' addresses come from ``KeyRows``.
 
 Rotation is in fp32 and rounds once. With cosines and sines of 16 bits, products are exact in fp32, so that it does not

@@ -12,7 +12,7 @@ memory. So does +inf, which some libraries use instead. Where all did, out is 0 
 NaN.
 
 A CTA merges a few rows. The threads of a row load its LSEs to shared memory and turn them into weights there. Then
-groups of threads each add up every groups-th partial row, 16 bytes a thread and several rows in flight, and the first
+groups of threads each add up every groups-th partial row, 16 bytes per thread and several rows in flight, and the first
 group adds the groups' sums in their order. So the order of all sums depends on the number of partial results and the
 tile alone: results repeat bit for bit.
 
@@ -524,7 +524,7 @@ class CombineShares(Combine):
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> CombineSharesTile:
-        """The tile after a kernel with 64 rows and keys a block; calls have one that follows the kernel's."""
+        """The tile after a kernel with 64 rows and keys per block; calls have one that follows the kernel's."""
         return CombineSharesTile()
 
     def fake_args(self) -> tuple:

@@ -14,7 +14,7 @@ them.
 All rows count, whether a sequence owns them or not: a large number in a row that no sequence owns costs time, as
 another kernel has to compute then, and never changes a result.
 
-A CTA takes rows at equal distances, eight adjacent threads a row. Both kernels are bound by memory bandwidth.
+A CTA takes rows at equal distances, eight adjacent threads per row. Both kernels are bound by memory bandwidth.
 
 Limits: fp32; head dims up to 576; rows 16-byte aligned with a contiguous last dimension, otherwise of any strides.
 """

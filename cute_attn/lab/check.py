@@ -47,7 +47,7 @@ class Accuracy:
 
 
 def small_workloads(traits: Traits) -> list[Workload]:
-    """A few sizes around a tile's, with two query heads a key head, for a kernel of those traits.
+    """A few sizes around a tile's, with two query heads per key head, for a kernel of those traits.
 
     Raises:
         ValueError: no workload has such traits.

@@ -12,7 +12,7 @@ _TRY = {
     "special functions": "which compute the exponentials: no tile has fewer of them, so try to have more warps wait "
     "for them at a time",
     "issue": "which issue every instruction: try a larger tile_n, which spends fewer instructions on an element",
-    "shared memory": "where operands are read more than once: try more rows a warp (a larger tile_m for the same "
+    "shared memory": "where operands are read more than once: try more rows per warp (a larger tile_m for the same "
     "warps), or operands in registers",
 }
 """Unit -> what follows where it bounds a step."""
@@ -99,7 +99,7 @@ def _bound(one: Verdict, subject: str) -> str:
     if _waits(one):
         return (
             f"{subject} waits: one warp's stalls take {clocks.warp:,.0f} clocks, what the units need of all resident "
-            f"warps {one.blocks * clocks.estimate:,.0f}; try more blocks a multiprocessor, more warps or more stages."
+            f"warps {one.blocks * clocks.estimate:,.0f}; try more blocks per multiprocessor, more warps or more stages."
         )
     also = [unit for unit, count in clocks.units.items() if _near(clocks, unit, count)]
     beside = f" ({', '.join(also)} nearly as much)" if also else ""
@@ -125,7 +125,7 @@ def _conflicts(one: Verdict) -> list[str]:
 def _faults(one: Verdict) -> Iterator[str]:
     """What should not be: spills, bank conflicts, warnings of ptxas."""
     if one.spills_in_step:
-        yield f"It spills {one.spills_in_step} times a step: try a smaller tile_n, more warps, or fewer fragments."
+        yield f"It spills {one.spills_in_step} times per step: try a smaller tile_n, more warps, or fewer fragments."
     if conflicts := _conflicts(one):
         yield f"Its copies have bank conflicts ({', '.join(conflicts)}): try another swizzle or padded rows."
     if one.warnings:

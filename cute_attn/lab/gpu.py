@@ -12,9 +12,9 @@ REGISTERS = 65_536
 RESERVED_SHARED_MEMORY = 1024
 """Of each block, by the system, in bytes."""
 SCHEDULERS = 4
-"""Warp schedulers, each of which issues one instruction a clock."""
+"""Warp schedulers, each of which issues one instruction per clock."""
 SPECIAL = 16
-"""Lanes of a special-function instruction a clock."""
+"""Lanes of a special-function instruction per clock."""
 SHARED_BYTES = 128
 """Bytes of shared memory a clock: a wavefront."""
 _REGISTER_UNIT = 256  # registers are given to warps in units

@@ -47,7 +47,7 @@ class Measured:
         workload: its name.
         outcome: what may be said of a.
         ratio, low, high: a's speed over b's, its median and the interval of that: see :class:`Interval`.
-        rounds, void: samples of both, four a round; and rounds that did not count, because heat slowed the GPU.
+        rounds, void: samples of both, four per round; and rounds that did not count, because heat slowed the GPU.
         ms_a, ms_b: median milliseconds of a call.
         state: clock, power and heat under load.
     """
@@ -120,7 +120,7 @@ class Comparison:
         return f"{self.a} against {self.b}: {'; '.join(parts)}{_conditions(state)}"
 
     def table(self) -> Table:
-        """A row a workload."""
+        """A row per workload."""
         table = Table(
             "workload",
             "outcome",

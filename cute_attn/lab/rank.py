@@ -10,9 +10,9 @@ The model has few parts, and no constant of a single kernel:
 * No launch is faster than its operands come from memory.
 
 What it cannot model, and where the ledger (bench/notes.md) has it wrong: in which order products, reductions and reads
-of shared memory queue up (additions to dQ in bulk or from registers); how ptxas schedules (144 keys a step); latencies
-of loads beyond what stalls say (one stage or two at head dim 256); power, which bounds head dim 256; values that reach
-shared memory conflict-free but late. Differences below ``NOISE`` mean nothing: an A/B on the GPU decides.
+of shared memory queue up (additions to dQ in bulk or from registers); how ptxas schedules (144 keys per step);
+latencies of loads beyond what stalls say (one stage or two at head dim 256); power, which bounds head dim 256; values
+that reach shared memory conflict-free but late. Differences below ``NOISE`` mean nothing: an A/B on the GPU decides.
 """
 
 import math

@@ -37,7 +37,7 @@ class Timing:
     """What was measured under a key.
 
     Attributes:
-        log_ratios: of the kernel's speed over the default's, one a round.
+        log_ratios: of the kernel's speed over the default's, one per round.
         ms: median milliseconds of a call.
     """
 

@@ -105,7 +105,7 @@ class StepCost:
     clocks: Clocks
 
     @property
-    def instructions_an_element(self) -> float:
+    def instructions_per_element(self) -> float:
         """Of a thread, matrix instructions included."""
         return self.instructions / self.elements
 
@@ -494,12 +494,12 @@ def _rows(one: Verdict) -> dict[str, str]:
     """A verdict's column."""
     if not one.fits:
         return {"fits": f"[red]no: {one.reason}"}
-    spills = f"{one.spills_in_step} in the step, {one.spills_outside} instructions outside"
+    spills = f"{one.spills_in_step} in the step, {one.spills_outside} outside"
     rows = {
         "fits": "yes",
-        "blocks a multiprocessor": f"{one.blocks}, limited by {one.limited_by}",
-        "registers a thread": str(one.registers),
-        "shared memory a block": f"{one.shared_memory_bytes:,} bytes",
+        "blocks per multiprocessor": f"{one.blocks}, limited by {one.limited_by}",
+        "registers per thread": str(one.registers),
+        "shared memory per block": f"{one.shared_memory_bytes:,} bytes",
         "spills": f"[red]{spills}" if one.spills_in_step + one.spills_outside else "none",
         "bank conflicts": _bank_conflicts(one),
     }
@@ -512,14 +512,14 @@ def _rows(one: Verdict) -> dict[str, str]:
         return rows | {"steady step": one.no_step}
     step, units = one.step, one.step.clocks.units
     rows["steady step"] = (
-        f"{step.instructions} instructions a warp, {step.mma} of them matrix products, {step.exp2} exponentials"
+        f"{step.instructions} instructions per warp, {step.mma} of them matrix products, {step.exp2} exponentials"
     )
-    rows["instructions an element"] = f"{step.instructions_an_element:.2f}"
+    rows["instructions per element"] = f"{step.instructions_per_element:.2f}"
     for unit, count in units.items():
         share = count / units[step.clocks.bound]
         bound = "  [bold]bound" if unit == step.clocks.bound else f"  {share:.0%}"
-        rows[f"clocks a step: {unit}"] = f"{count:,.0f}{bound}"
-    rows["clocks a step: one warp's stalls"] = f"{step.clocks.warp:,.0f}"
+        rows[f"clocks per step: {unit}"] = f"{count:,.0f}{bound}"
+    rows["clocks per step: one warp's stalls"] = f"{step.clocks.warp:,.0f}"
     least, estimate = (1000 * x / step.scores for x in (units[step.clocks.bound], step.clocks.estimate))
     rows["clocks for 1,000 scores"] = f"at least {least:.0f}, estimated {estimate:.0f}"
     return rows
@@ -541,24 +541,24 @@ def _in_short(one: Verdict) -> str:
 
 ROWS = {
     "fits": "whether the tile's shared memory and its estimated registers are within the target's",
-    "blocks a multiprocessor": "blocks (CTAs) that a multiprocessor holds at a time, and what limits them; others run "
-    "while one waits",
-    "registers a thread": "of at most 255, as ptxas gave them out",
-    "shared memory a block": "bytes, of those that one block may have on the target",
+    "blocks per multiprocessor": "blocks (CTAs) that a multiprocessor holds at a time, and what limits them; "
+    "others run while one waits",
+    "registers per thread": "of at most 255, as ptxas gave them out",
+    "shared memory per block": "bytes, of those that one block may have on the target",
     "spills": "instructions that keep a value in local memory for want of a register; in the step they cost every time",
     "bank conflicts": "copies to and from shared memory whose threads meet in a bank: n-way takes n times as long",
     "proxy fences": "whether what TMA fills and threads read is ordered by fence.proxy.async",
     "ptxas": "warnings of ptxas: wgmma that it serialised, or setmaxnreg that it ignored",
     "steady step": "the main loop's code for one block of keys (in a backward of queries) that no mask cuts",
-    "instructions an element": "instructions of a thread for one of its scores, matrix products included",
-    "clocks a step: tensor cores": "clocks that the tensor cores need for one block's step; the unit with the most "
+    "instructions per element": "instructions of a thread for one of its scores, matrix products included",
+    "clocks per step: tensor cores": "clocks that the tensor cores need for one block's step; the unit with the most "
     "bounds the loop, the others have their share of it",
-    "clocks a step: special functions": "those of the special-function units: exponentials, conversions",
-    "clocks a step: issue": "those of the warp schedulers, each of which issues one instruction a clock",
-    "clocks a step: shared memory": "those of shared memory and the L1 cache, with bank conflicts: copies, ldmatrix, "
-    "operands of wgmma",
-    "clocks a step: one warp's stalls": "the sum of the waits that ptxas wrote into one warp's code; other warps issue "
-    "meanwhile. Above all units' clocks, latency bounds the step",
+    "clocks per step: special functions": "those of the special-function units: exponentials, conversions",
+    "clocks per step: issue": "those of the warp schedulers, each of which issues one instruction per clock",
+    "clocks per step: shared memory": "those of shared memory and the L1 cache, with bank conflicts: copies, "
+    "ldmatrix, operands of wgmma",
+    "clocks per step: one warp's stalls": "the sum of the waits that ptxas wrote into one warp's code; other warps "
+    "issue meanwhile. Above all units' clocks, latency bounds the step",
     "clocks for 1,000 scores": "the bounding unit's clocks for 1,000 scores, and an estimate for units that overlap "
     "only in part: what tiles of different size are compared by",
 }

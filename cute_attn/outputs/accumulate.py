@@ -1,7 +1,7 @@
 """Atomic addition of register fragments to fp32 memory that several CTAs add to, and reading the sums.
 
 Memory holds fragments in thread order, not in matrix order, one warp after the other. Value i of lane l, with ``size``
-values a thread, is float
+values per thread, is float
 
     (i // vector * 32 + l) * vector + i % vector        of the warp's 32 * size,
 

@@ -94,7 +94,7 @@ TRANSPOSED = {
     "wgmma3-64x192-transposed": _warpgroups(64, 192, 3, 1, True),
     "wgmma2-64x64-along-n-transposed": _warpgroups(64, 64, 2, 2, True),
 }
-# Few registers a thread, for epilogues that take long to compile.
+# Few registers per thread, for epilogues that take long to compile.
 TINY = {
     "warps2x1-32x32": _warps(32, 32, 2),
     "warps2x1-32x32-transposed": _warps(32, 32, 2, 1, True),

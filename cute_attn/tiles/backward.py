@@ -512,7 +512,7 @@ class BackwardSm90Tile(Tile):
             )
         if self.registers(traits) > self.compute_registers:
             return (
-                f"tile {self} needs about {self.registers(traits)} registers a thread for {traits}; with "
+                f"tile {self} needs about {self.registers(traits)} registers per thread for {traits}; with "
                 f"{self.warpgroups} warpgroups there are {self.compute_registers}"
             )
         return None
@@ -525,7 +525,7 @@ class BackwardPreprocessTile(Tile):
     Attributes:
         tile_m: the main kernel's queries of a step, whose multiples sequences are padded to in the workspace.
         rows: queries of a CTA, a divisor of tile_m.
-        num_threads: threads of a CTA, at least one a row.
+        num_threads: threads of a CTA, at least one per row.
     """
 
     tile_m: int = 128

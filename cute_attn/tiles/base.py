@@ -89,7 +89,7 @@ class Tile:
         return max(end for _, end in self.smem_areas(traits).values())
 
     def registers(self, traits: Traits) -> int:
-        """Estimated registers a thread, from the fragments that are live in the main loop."""
+        """Estimated registers per thread, from the fragments that are live in the main loop."""
         raise NotImplementedError
 
     def shape_reason(self, traits: Traits) -> str | None:
@@ -106,7 +106,7 @@ class Tile:
             return f"tile {self} needs {needed} bytes of shared memory for {traits}; {target} has {capacity}"
         if self.registers(traits) > REGISTERS_PER_THREAD:
             return (
-                f"tile {self} needs about {self.registers(traits)} registers a thread for {traits}; "
+                f"tile {self} needs about {self.registers(traits)} registers per thread for {traits}; "
                 f"there are {REGISTERS_PER_THREAD}"
             )
         return None

@@ -65,11 +65,11 @@ class ForwardSm80Tile(WarpTile):
     """Tile of the Ampere forward.
 
     Attributes:
-        tile_m: rows of a CTA, a multiple of 16 a warp.
+        tile_m: rows of a CTA, a multiple of 16 per warp.
         tile_n: keys of a step, a multiple of 16 (of 32 with the flash dropout mask) for each of ``key_groups``.
         num_warps: warps that divide the rows; each has tile_m / num_warps of them.
         num_stages: stages of K and V. 1: K of the next step loads during the softmax and V during Q K^T, two barriers
-            a step; 2 or more: K and V load num_stages - 1 steps ahead, one barrier a step.
+            a step; 2 or more: K and V load num_stages - 1 steps ahead, one barrier per step.
         q_in_regs: Q is read from shared memory once and kept in registers.
         share_qk_smem: K reuses Q's shared memory, and Q is kept in registers.
         qk_unroll: steps of 16 (in fp32 of 8) along head_dim whose operands Q K^T reads at a time; 0 for all of them.
@@ -413,7 +413,7 @@ class ForwardSm90Tile(Tile):
             return f"num_stages is {self.num_stages}; accepted: stages whose barriers fit {self.BROADCAST_START} bytes"
         if self.registers(traits) > self.compute_registers:
             return (
-                f"tile {self} needs about {self.registers(traits)} registers a thread for {traits}; with "
+                f"tile {self} needs about {self.registers(traits)} registers per thread for {traits}; with "
                 f"{self.warpgroups} warpgroups there are {self.compute_registers}"
             )
         return None
@@ -421,7 +421,7 @@ class ForwardSm90Tile(Tile):
 
 @dataclass(frozen=True)
 class ForwardLargeTile(Tile):
-    """Tile of the Hopper forward for head dims above 256: 64 rows a CTA.
+    """Tile of the Hopper forward for head dims above 256: 64 rows per CTA.
 
     Attributes:
         tile_n: keys of a step, a multiple of 16 (of 32 with the flash dropout mask), at most 256.
@@ -490,7 +490,7 @@ class ForwardLargeTile(Tile):
             return reason
         if self.registers(traits) > self.compute_registers:
             return (
-                f"tile {self} needs about {self.registers(traits)} registers a thread for {traits}; there are "
+                f"tile {self} needs about {self.registers(traits)} registers per thread for {traits}; there are "
                 f"{self.compute_registers}"
             )
         return None

@@ -289,7 +289,7 @@ class WorkClaims:
 
     @cute.jit
     def index(self, claimed: Int32) -> Int32:
-        """The index of a claimed work tile; the first ones, one a CTA, are not claimed."""
+        """The index of a claimed work tile; the first ones, one per CTA, are not claimed."""
         return cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(claimed, 0)
 
     @cute.jit

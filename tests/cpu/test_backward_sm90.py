@@ -250,7 +250,7 @@ def test_staggered_ctas_visit_every_query_block_once(count, first):
     st.sampled_from((1, 2, 8)),
 )
 def test_every_varlen_key_block_once(lengths, before, behind, heads, together, longest_first, splits):
-    """With 8 ``splits``, one CTA a key block, the grid does not grow with the longest sequence."""
+    """With 8 ``splits``, one CTA per key block, the grid does not grow with the longest sequence."""
     ends = [*itertools.accumulate(lengths, initial=before)]
     longest = max(1, *lengths)
     k = torch.empty(ends[-1] + behind, heads, 1)

@@ -229,7 +229,7 @@ def test_compile_as_json(run):
 
 def test_compile_as_a_table_and_files(run, tmp_path):
     text = ok(run(*LOAD, "compile", TOY, "--target", "sm80", "-o", str(tmp_path / "out")))
-    assert "registers a thread" in text and "512 bytes" in text and "none" in text
+    assert "registers per thread" in text and "512 bytes" in text and "none" in text
     names = {path.suffix: path for path in (tmp_path / "out").iterdir()}
     assert ".target sm_80" in names[".ptx"].read_text() and "FFMA" in names[".sass"].read_text()
     assert names[".cubin"].read_bytes().startswith(b"\x7fELF")
@@ -398,7 +398,7 @@ def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path):
     (tmp_path / "file").touch()
     folder = {"CUTE_ATTN_CACHE_DIR": str(tmp_path / "file" / "cache")}
     done = processes.run("-m", "cute_attn", *LOAD, "compile", TOY, environment=folder)
-    assert done.returncode == 0 and "registers a thread" in done.stdout
+    assert done.returncode == 0 and "registers per thread" in done.stdout
     assert done.stderr.startswith("warning: compiled kernels stay in this process: the cache ")
     assert done.stderr.count("\n") == 1
 

@@ -82,7 +82,7 @@ def test_a_side_without_code_is_one_sentence():
 
 
 def test_two_tiles_of_a_kernel():
-    """Half as many keys a step: half of the products and exponentials."""
+    """Half as many keys per step: half of the products and exponentials."""
     found = compare(verdict(SMALL, target="sm80"), verdict(SMALL, "tile_n=64", "sm80"))
     changes = {one.what: (one.a, one.b) for one in found.opcodes}
     assert changes["HMMA.16816.F32.BF16"] == (128, 64) and changes["MUFU.EX2"] == (132, 68)

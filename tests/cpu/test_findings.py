@@ -64,7 +64,7 @@ def test_a_tile_that_spills_in_the_step_is_not_the_best():
     assert first.startswith("By its code num_stages=2 is the best: num_stages=3 spills in the step.")
     assert (
         findings(fast)[-1]
-        == "It spills 7 times a step: try a smaller tile_n, more warps, or fewer fragments."
+        == "It spills 7 times per step: try a smaller tile_n, more warps, or fewer fragments."
     )
 
 

@@ -187,7 +187,7 @@ WRONG = {
     "sinks_shape": (
         dense(sinks=randn(2, 4)),
         ValueError,
-        r"sinks has shape \(2, 4\); accepted: \(4,\), a number a head",
+        r"sinks has shape \(2, 4\); accepted: \(4,\), a number per head",
     ),
     "sinks_dtype": (
         dense(sinks=randn(4).double()),

@@ -265,7 +265,7 @@ def test_gmem_copy_moves_each_element_once_in_whole_rows(num_threads, rows, cols
         coords
         == coordinate_table(lambda t: make().get_slice(t).partition_D(identity(rows, cols)), num_threads)
     ).all()
-    # 16 contiguous bytes a thread, aligned; a row's piece by adjacent threads.
+    # 16 contiguous bytes per thread, aligned; a row's piece by adjacent threads.
     vector = 128 // dtype.width
     vectors = coords.reshape(num_threads, -1, vector, 2)
     assert (vectors[..., 0] == vectors[..., :1, 0]).all()

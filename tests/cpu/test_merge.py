@@ -262,7 +262,7 @@ WRONG = {
     "none": ((OUTS[:0], LSES[:0]), {}, "outs has 0 partial results; accepted: 1 or more"),
     "dtype": ((OUTS, LSES), {"dtype": torch.int32}, "dtype is torch.int32; accepted: torch.float16"),
     "lse": ((OUTS, LSES.half()), {}, "lses has dtype torch.float16; accepted: torch.float32"),
-    "sinks": ((OUTS, LSES), {"sinks": torch.zeros(3)}, r"sinks has shape \(3,\); accepted: \(4,\), a number a head"),
+    "sinks": ((OUTS, LSES), {"sinks": torch.zeros(3)}, r"sinks has shape \(3,\); accepted: \(4,\), a number per head"),
     "sinks-dtype": ((OUTS, LSES), {"sinks": torch.zeros(4).double()}, "sinks has dtype torch.float64; accepted: torch"),
     "sinks-sparse": ((OUTS, LSES), {"sinks": torch.zeros(4).to_sparse()}, "^sinks is of layout torch.sparse_coo; acc"),
     "list": (([OUTS[0], OUTS[0, 0]], LSES), {}, r"^outs\[1\] has shape \(3, 4, 8\); accepted: \(1, 3, 4, 8\)$"),

@@ -101,7 +101,7 @@ def test_stmatrix_into_a_wgmma_tile(cols, expected):
 
 
 def test_a_plain_padded_layout():
-    """136 elements a row shift each row by 4 banks: eight rows have no conflict, unlike with 128."""
+    """136 elements per row shift each row by 4 banks: eight rows have no conflict, unlike with 128."""
     for stride, ways in ((136, 1), (128, 8), (132, None)):
 
         def smem(stride=stride):
@@ -198,7 +198,7 @@ def test_mma_picture_shows_three_operands(tmp_path):
     cells = Counter(text for text in shown if re.fullmatch(r"T\d+ v\d+-\d+", text))
     # A and C both hold two values at a time: four pairs a thread each.
     assert cells == Counter({f"T{t} v{v}-{v + 1}": 2 for t in range(128) for v in (0, 2, 4, 6)})
-    assert "B is held by 4 threads an element; the first is named." in shown
+    assert "B is held by 4 threads per element; the first is named." in shown
 
 
 def test_wgmma_picture_leaves_out_what_no_thread_holds(tmp_path):

@@ -142,8 +142,8 @@ def test_a_wrong_text_is_refused(text, message):
             "sm89",
             "needs 131072 bytes of shared memory .* sm89 has 101376",
         ),
-        (ForwardSm80Tile(128, 128), D128, "sm90", "needs about 304 registers a thread .* there are 255"),
-        (ForwardSm80Tile(q_in_regs=True), D128, "sm90", "registers a thread"),
+        (ForwardSm80Tile(128, 128), D128, "sm90", "needs about 304 registers per thread .* there are 255"),
+        (ForwardSm80Tile(q_in_regs=True), D128, "sm90", "registers per thread"),
     ],
 )
 def test_a_tile_that_cannot_work_is_refused_in_one_sentence(tile, value, target, message):

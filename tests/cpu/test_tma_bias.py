@@ -203,7 +203,7 @@ def test_lane_addresses_of_rows_match_tmas_layout(cols):
 
 @pytest.mark.parametrize("queries, groups", [(48, 2), (64, 1), (128, 2), (64, 3)])
 def test_lane_addresses_of_queries_match_tmas_layout(queries, groups):
-    """The same for the backward: 16 keys a warp, eight queries at a time."""
+    """The same for the backward: 16 keys per warp, eight queries at a time."""
     bytewise, wrong = layouts.Swizzle(3, 4, 3), []
 
     def compare():

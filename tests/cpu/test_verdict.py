@@ -46,7 +46,7 @@ def test_an_ampere_forward():
     assert step.clocks.warp > step.instructions
     assert step.clocks.bound == "tensor cores"
     assert len(one.copies) == 7 and all(copy.ways == 1 for copy in one.copies)
-    assert 8 < step.instructions_an_element < 11
+    assert 8 < step.instructions_per_element < 11
 
 
 def test_a_hopper_forward():
@@ -59,7 +59,7 @@ def test_a_hopper_forward():
     assert step.clocks.special == 64 * 8 * 2
     assert step.clocks.issue == step.instructions * 8 / 4
     assert step.clocks.shared == (2 * (32768 + 32768) + 2 * 32768) / 128  # reads of K and V; TMA's writes
-    assert 4 < step.instructions_an_element < 6
+    assert 4 < step.instructions_per_element < 6
 
 
 def test_every_copy_of_every_kernel_is_read(fresh_cache):
@@ -146,7 +146,7 @@ def test_a_users_kernel_without_a_step_says_so(fresh_cache):
 def test_spills_outside_the_step_are_counted(fresh_cache):
     one = verdict(compiler.compile(toy.NAME, "values=256", "sm80"))
     assert one.spills_in_step == 0 and one.spills_outside > 10
-    assert f"0 in the step, {one.spills_outside} instructions outside" in str(one)
+    assert f"0 in the step, {one.spills_outside} outside" in str(one)
 
 
 def test_a_step_that_is_not_in_the_code_is_said(fresh_cache, monkeypatch):
@@ -232,7 +232,7 @@ def test_clocks_of_a_step():
     ],
 )
 def test_resident_blocks(target, threads, registers, shared_memory, expected):
-    """By the limits of the programming guide: 65,536 registers in units of 256 a warp, 1 KB reserved a block."""
+    """By the limits of the programming guide: 65,536 registers in units of 256 per warp, 1 KB reserved per block."""
     blocks, limit = resident_blocks(target, threads, registers, shared_memory)
     assert (blocks, limit) == expected
 
@@ -247,7 +247,7 @@ def test_the_command(tmp_path):
     done = processes.run("-m", "cute_attn", *arguments, name, *both, environment=environment)
     assert done.returncode == 0, done.stderr
     text = " ".join(done.stdout.split())
-    assert "blocks a multiprocessor" in text and "values is 0; accepted: 1 or more" in " ".join(
+    assert "blocks per multiprocessor" in text and "values is 0; accepted: 1 or more" in " ".join(
         word for word in text.split() if word not in "│┃"
     )
     done = processes.run("-m", "cute_attn", *arguments, name, *both, "--json", environment=environment)
@@ -274,7 +274,7 @@ def test_a_users_epilogue_and_layout():
     steps = (epilogue["step"], plain["step"])
     assert [(step["mma"], step["elements"]) for step in steps] == [(128, 64), (192, 96)]
     with_addition, without = (step["instructions"] / step["elements"] for step in steps)
-    assert with_addition > without + 1  # an addition an element, and more
+    assert with_addition > without + 1  # an addition per element, and more
     assert plain["step"]["bound"] == "shared memory" and not epilogue["no_step"]
     assert {copy["ways"] for copy in plain["copies"] if copy["opcode"] == "LDSM"} == {8}
 

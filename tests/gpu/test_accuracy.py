@@ -58,7 +58,7 @@ class Setting:
         words = [f"{case.dtype} d{case.head_dim} s{case.seqlen_q} {self.inputs}"]
         words += ["causal"] if case.causal else []
         words += ["dropout"] if case.dropout_p else []
-        words += [f"bias with {self.visible} keys a row"] if case.bias else []
+        words += [f"bias with {self.visible} keys per row"] if case.bias else []
         words += ["against mem-efficient"] if self.peer == "mem-efficient" else []
         return " ".join(words)
 
@@ -282,7 +282,7 @@ def lines(found: list[Ratio]) -> Iterator[str]:
 
     def group(ratio: Ratio) -> tuple[str, str, str]:
         case = ratio.setting.case
-        kind = f"bias, {ratio.setting.visible} keys a row" if case.bias else ratio.setting.inputs
+        kind = f"bias, {ratio.setting.visible} keys per row" if case.bias else ratio.setting.inputs
         kind += ", dropout" if case.dropout_p else ""
         by_peer = ratio.setting.peer == "mem-efficient" and not case.bias
         return ratio.arch, case.dtype, kind + (", over mem-efficient's" if by_peer else "")

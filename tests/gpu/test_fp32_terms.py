@@ -237,7 +237,7 @@ def test_sections_of_heads_under_a_causal_mask(launch_only, matmul_precision):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_ctas_of_the_exact_kernel_claim_work_tiles(causal, launch_only, matmul_precision):
-    """More work tiles than four a multiprocessor; twice, since the first launch resets the counter of claims."""
+    """More work tiles than four per multiprocessor; twice, since the first launch resets the counter of claims."""
     matmul_precision("fp32")
     q, k, v = (randn(8, 600, 32, 64, seed=i) for i in range(3))
     k[0, 3, 0] *= 1e-8

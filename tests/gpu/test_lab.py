@@ -92,7 +92,7 @@ def test_a_study_of_a_few_tiles_ends_with_a_checked_winner(tmp_path):
 def test_an_ab_with_a_prediction_is_in_the_ledger(tmp_path):
     book, result = tmp_path / "ledger.jsonl", tmp_path / "ab.json"
     arguments = ("--workload", "b2-s2048-h16", "--budget", "5", "--ledger", str(book), "-o", str(result))
-    prediction = ("--predict=-90..-5%", "--why", "a quarter of the keys a step")
+    prediction = ("--predict=-90..-5%", "--why", "a quarter of the keys per step")
     command = (sys.executable, "-m", "cute_attn", "ab", NAME, "--tile", SLOW, *arguments, *prediction)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

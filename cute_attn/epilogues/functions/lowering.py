@@ -1,7 +1,7 @@
 """A graph as kernels compute it: on scores in a tile's units, with what is cheap on the device in place of what is not.
 
 A tile holds scores over ``context.score_scale``. Factors that do not vary with the score, or with the query and the
-key, are multiplied with each other first, once a work tile, a row or a column: a bias costs one multiply-add an
+key, are multiplied with each other first, once per work tile, row or column: a bias costs one multiply-add per
 element, as in an epilogue written by hand.
 """
 
@@ -95,7 +95,7 @@ class Lowered:
 
 
 def varies(node: Node) -> bool:
-    """Whether a value is computed for each element, not once a row, a column or a work tile."""
+    """Whether a value is computed for each element, not once per row, column or work tile."""
     return bool(node.parts & SCORE) or node.parts & (QUERY | KEY) == QUERY | KEY
 
 

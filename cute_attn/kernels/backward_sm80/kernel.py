@@ -14,7 +14,7 @@ query blocks that see these keys, for every query head of the group:
     dV += P^T dO; dK += dS^T Q
     dQ[i] += dS K                                   fp32 reductions into global memory
 
-Dropout's mask is computed before S, when few registers are live, and kept as one bit an element.
+Dropout's mask is computed before S, when few registers are live, and kept as one bit per element.
 
 With ``p_in_regs`` the scores are computed transposed and P and dS are the register operands of dV and dK: only dS goes
 through shared memory, for dQ. Follows FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691).

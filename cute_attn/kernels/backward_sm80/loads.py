@@ -88,7 +88,7 @@ class BlockLoad:
 
     @cute.jit
     def row_statistics(self, block: Int32, stage: Int32) -> None:
-        """LSE or D of ``block``, 16 bytes a thread; the workspace is padded to whole blocks."""
+        """LSE or D of ``block``, 16 bytes per thread; the workspace is padded to whole blocks."""
         tile_m = cute.size(self.s_row, mode=[0])
         thread = below_1024(rematerialize(self.thread))
         if thread < tile_m // 4:

@@ -82,7 +82,7 @@ def _middle_tiles(traits: Traits, d: int) -> list[BackwardSm90Tile]:
 
 
 def _wide_tiles(traits: Traits) -> list[BackwardSm90Tile]:
-    """For head dims above 128. More keys a step where dK and dV leave registers for them."""
+    """For head dims above 128. More keys per step where dK and dV leave registers for them."""
     tile = BackwardSm90Tile(64, 64, p_in_smem=True, staggered=True)
     transposed = dataclasses.replace(tile, dkv_transposed=True)
     more_keys = [

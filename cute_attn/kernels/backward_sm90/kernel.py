@@ -12,7 +12,7 @@ The kernel is persistent: each CTA claims key blocks until none is left. For a k
 that see it, of every query head of the group, and accumulates dK and dV in registers. dQ is accumulated in fp32 in
 global memory by atomic additions of all CTAs; another kernel converts it.
 
-The producer warp claims the next key block (an atomic counter), broadcasts it, and loads: K and V once a key block,
+The producer warp claims the next key block (an atomic counter), broadcasts it, and loads: K and V once per key block,
 through pipelines Q with LSE and a 16-bit bias, and dO with D. The next K is loaded when no product reads the last one
 any more, and the next Q while dK and dV are stored; V only after dV, which is stored from the same memory. The two
 consumer warpgroups compute S and dP transposed, each for 64 keys, so that the accumulators of P and dS are the register
@@ -154,7 +154,7 @@ class BackwardSm90(BackwardSm90Layouts):
     def rematerializes_thread(self) -> bool:
         """Whether the thread index is recomputed for each key block instead of kept in a register.
 
-        Without it the kernel of head dim 64 with dropout spills 8 bytes a thread.
+        Without it the kernel of head dim 64 with dropout spills 8 bytes per thread.
         """
         traits = self.traits
         epilogue = traits.windowed or traits.varlen or traits.alibi or traits.dropout
@@ -165,7 +165,7 @@ class BackwardSm90(BackwardSm90Layouts):
         """Whether a step reads LSE before it starts S and dP: later, the read waits behind them, in one queue.
 
         The values then occupy registers beside both products. Read first, those of the kernel of head dim 64 with a
-        TMA-loaded bias spill 48 bytes a thread. Nor beside a softcap's derivative, or a mask generated meanwhile.
+        TMA-loaded bias spill 48 bytes per thread. Nor beside a softcap's derivative, or a mask generated meanwhile.
         """
         generates_mask = self.traits.dropout and not self.tile.mask_warps
         return not (self.loads_bias_by_tma or generates_mask or self.traits.softcap)

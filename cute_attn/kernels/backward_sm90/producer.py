@@ -1,4 +1,4 @@
-"""The producer warp of the Hopper backward: K and V once a key block, Q with LSE and a bias, dO with D."""
+"""The producer warp of the Hopper backward: K and V once per key block, Q with LSE and a bias, dO with D."""
 
 from dataclasses import dataclass
 

@@ -26,7 +26,7 @@ def _tile(tile_m: int, tile_n: int, num_warps: int, num_stages: int, qk_unroll: 
     return ForwardSm80Tile(tile_m, tile_n, num_warps, num_stages, qk_unroll=qk_unroll)
 
 
-# 32 rows a warp read K and V from shared memory half as often as 16 (#7: -10%), and two stages save a barrier.
+# 32 rows per warp read K and V from shared memory half as often as 16 (#7: -10%), and two stages save a barrier.
 _HALF: Rows[ForwardSm80Tile] = (
     (32, 0, _tile(128, 128, 4, 2)),
     (32, 2, _tile(128, 64, 4, 2)),
@@ -52,13 +52,13 @@ _HALF: Rows[ForwardSm80Tile] = (
     (192, 3, _tile(128, 64, 8, 1)),
     (192, 4, _tile(64, 64, 4, 1)),
     (192, 5, _tile(64, 32, 4, 1)),
-    (256, 4, _tile(64, 64, 4, 1)),  # 332/316, #5; 32 rows a warp do not fit, #7
+    (256, 4, _tile(64, 64, 4, 1)),  # 332/316, #5; 32 rows per warp do not fit, #7
     (256, 5, _tile(64, 32, 4, 1, 4)),
 )
 _FIT_ALWAYS = [_tile(64, 32, 4, 1), _tile(32, 32, 2, 1)]
 
-# fp32 in tf32, by precision, of small calls and where parts do not serve: two CTAs or eight warps a multiprocessor. Not
-# searched.
+# fp32 in tf32, by precision, of small calls and where parts do not serve: two CTAs or eight warps per multiprocessor.
+# Not searched.
 _FP32: dict[str, Rows[ForwardSm80Tile]] = {
     "": (
         (32, 0, _tile(128, 64, 4, 2, 2)),

@@ -1,6 +1,6 @@
 """The consumer warpgroups of the Hopper forward: O and LSE of 64 rows of each work tile.
 
-:class:`Consumer` has what happens once a work tile, :class:`MainLoop` the steps over its key blocks, last one first.
+:class:`Consumer` has what happens once per work tile, :class:`MainLoop` the steps over its key blocks, last one first.
 """
 
 import dataclasses

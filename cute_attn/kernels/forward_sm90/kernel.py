@@ -5,7 +5,7 @@
     O = dropout(P) V                           (seqlen_q, head_dim_v)
 
 The kernel is persistent: each CTA claims work tiles (a query block of a head) until none is left. The producer warp
-claims and broadcasts them and loads Q once a work tile, then K and V block by block, last block first, into pipelines
+claims and broadcasts them and loads Q once per work tile, then K and V block by block, last block first, into pipelines
 of ``num_stages`` stages. One to three consumer warpgroups take 64 rows of the tile each:
 
     S[0] = Q K[0]; softmax                              the first key block

@@ -6,7 +6,7 @@ from cute_attn.kernels.forward_sm80.heuristics import Rows, preferred_tiles, reg
 from cute_attn.tiles import ForwardTermsTile, padded
 from cute_attn.traits import Traits
 
-# Of two terms. 32 rows a warp read K and V from shared memory half as often as 16, and of two CTAs of four warps a
+# Of two terms. 32 rows per warp read K and V from shared memory half as often as 16, and of two CTAs of four warps per
 # multiprocessor one's softmax overlaps the other's products. Numbers are ratios to PyTorch's memory-efficient kernel,
 # from "The rest of the memory-efficient family, measured" in bench/notes.md; rows without one only do not spill.
 _TWO_TERMS: Rows[ForwardTermsTile] = (

@@ -14,7 +14,7 @@ TILE_ROWS = 64
 
 
 def default_cache_tile(traits: Traits) -> KvcacheSm90Tile:
-    """For one query a sequence, of one head a key head."""
+    """For one query per sequence, of one head per key head."""
     return cache_tile(traits, CacheCall(page_size=64 if traits.paged else 0))
 
 

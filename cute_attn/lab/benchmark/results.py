@@ -180,7 +180,7 @@ def commit() -> str:
 
 
 def write(result: dict[str, Any], path: Path) -> Path:
-    """Write a result as JSON, one row a line."""
+    """Write a result as JSON, one row per line."""
     rows = ",\n".join("  " + json.dumps(row) for row in result["rows"])
     head = json.dumps({key: value for key, value in result.items() if key != "rows"}, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
