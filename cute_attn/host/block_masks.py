@@ -41,7 +41,8 @@ def epilogue_of_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor) -> tuple
     mask_mod = _visible if block_mask.mask_mod is noop_mask else block_mask.mask_mod
     whole = all(rows % LISTED_ROWS == 0 for rows in block_mask.BLOCK_SIZE)
     function = _function(made.kinds, block_mask.BLOCK_SIZE, mask_mod)
-    name, tensors = block_mask_epilogue_of(function, mask_mod if whole else None, q.device)
+    unites = made.kinds.shape[1] > 1 and q.shape[2] > k.shape[2]
+    name, tensors = block_mask_epilogue_of(function, mask_mod if whole else None, unites, q.device)
     sizes = (*q.shape[:3], *k.shape[1:3])
     if sizes not in made.lists:
         while len(made.lists) >= _MOST_LISTS:  # lengths may differ from call to call
@@ -166,7 +167,8 @@ def block_lists(
         groups = kinds.unflatten(1, (nheads_kv, -1))
         seen, full = (groups > 0).any(2), (groups == FULL).all(2)
         shared = (seen.int() + full.int()).repeat_interleave(nheads // nheads_kv, 1)
-    return (*_lists(kinds, batch, nheads, seqlen_k), *_lists(shared.mT, batch, nheads, seqlen_q))
+    of_keys = _lists(shared.mT, batch, nheads, seqlen_q, last_is_masked=seqlen_k % LISTED_ROWS > 0)
+    return (*_lists(kinds, batch, nheads, seqlen_k), *of_keys)
 
 
 def _in_listed_blocks(kinds: Tensor, dim: int, seqlen: int, rows: int) -> Tensor:
@@ -182,20 +184,28 @@ def _in_listed_blocks(kinds: Tensor, dim: int, seqlen: int, rows: int) -> Tensor
     return seen.any(0).int() + full.all(0).int()
 
 
-def _lists(kinds: Tensor, batch: int, nheads: int, seqlen: int) -> tuple[Tensor, Tensor]:
+def _lists(
+    kinds: Tensor, batch: int, nheads: int, seqlen: int, *, last_is_masked: bool = False
+) -> tuple[Tensor, Tensor]:
     """Counts and blocks along the last dimension, of ``seqlen`` rows.
 
     The last block counts as one that needs a mask if it ends beyond them. So it comes last in each list that has it,
     and kernels whose blocks are smaller visit none that begins there.
+
+    last_is_masked: whether all blocks of the last list need a mask, that of a key block that reaches beyond the
+    sequence: of scores of 0 P is infinite where a query's others are far below, and its dQ would be NaN.
     """
     missing, hides = -seqlen % LISTED_ROWS, kinds == PARTIAL
+    kinds = kinds.clone(memory_format=torch.contiguous_format)  # strides of 1 also where there is one block
     if missing:
-        kinds = torch.cat((kinds[..., :-1], kinds[..., -1:].clamp(max=PARTIAL)), -1)
+        kinds[..., -1].clamp_(max=PARTIAL)
+    if last_is_masked:
+        kinds[..., -1, :].clamp_(max=PARTIAL)
     full, listed = ((kinds >= kind).sum(-1) * LISTED_ROWS for kind in (FULL, PARTIAL))
     if missing:
         listed = listed - (kinds[..., -1] > 0) * missing
     counts = torch.stack((full, listed), -1).int()
-    blocks = torch.sort(kinds.contiguous(), dim=-1, descending=True, stable=True).indices
+    blocks = torch.sort(kinds, dim=-1, descending=True, stable=True).indices
     blocks = (2 * blocks + hides.gather(-1, blocks)).int()
     return counts.expand(batch, nheads, -1, -1), blocks.expand(batch, nheads, -1, -1)
 
@@ -206,6 +216,9 @@ def _check(block_mask: BlockMask, kinds: Tensor, q: Tensor, k: Tensor) -> None:
     for what, dim, size in (("batch", 0, q.shape[0]), ("heads", 1, q.shape[2])):
         if kinds.shape[dim] not in (1, size):
             raise ValueError(f"block_mask has {what} {kinds.shape[dim]}; accepted: {size}, q's, or 1")
+    nheads, nheads_kv = q.shape[2], k.shape[2]
+    if nheads % nheads_kv if nheads_kv else nheads:
+        raise ValueError(f"q has {nheads} heads; accepted: a multiple of k's {nheads_kv}")
     for i, (what, x) in enumerate((("queries", q), ("keys", k))):
         most = kinds.shape[2 + i] * block_mask.BLOCK_SIZE[i]
         if tuple(block_mask.BLOCK_SIZE) != _UNBOUNDED:

@@ -18,7 +18,6 @@ from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.epilogues.softmax import OnlineSoftmax
-from cute_attn.work.block_range import BlockRange
 
 UNVISITED, UNMASKED, MASKED = 0, 1, 2
 
@@ -303,22 +302,32 @@ def every_key_block(buffers: GradientBuffers, seqlens: Seqlens, args: Any, scale
             state = chain.begin(args, context)
             plane = _plane(buffers, batch, head)
             for col0 in cutlass.range(0, info.seqlen_k, size.tile_n):
-                blocks = BlockRange.of_keys(state.band, col0, col0 + size.tile_n, info.seqlen_q, size.tile_m)
-                for block in cutlass.range(blocks.begin, blocks.end):
+                blocks = chain.query_blocks(state, col0, col0 + size.tile_n, info.seqlen_q, size.tile_m)
+                for step in cutlass.range(blocks.begin, blocks.end):
+                    block = blocks.block(step)
                     row0, scale_log2 = block * size.tile_m, chain.scale_log2(context.score_scale)
                     ctx = QueryBlockContext(plane, state, row0, info.seqlen_q, scale_log2, kernel)
-                    masked = (block < blocks.full_begin) | (block >= blocks.full_end)
+                    masked = (step < blocks.full_begin) | (step >= blocks.full_end)
                     visit = Int32(MASKED) if masked else Int32(UNMASKED)
                     plane.visits[block, col0 // size.tile_n] = visit
+                    column, partial = col0 // size.tile_n, blocks.partial(step)
                     for thread in cutlass.range(ctx.threads):
-                        _differentiate(ctx, thread, col0 // size.tile_n, masked)
+                        if cutlass.const_expr(not chain.visits_lists):
+                            _differentiate(ctx, thread, column, masked)
+                        elif masked:
+                            _differentiate(ctx, thread, column, masked, partial)
+                        else:
+                            _differentiate(ctx, thread, column, masked)
 
 
 @cute.jit
-def _differentiate(ctx: QueryBlockContext, thread: Int32, block: Int32, masked: Boolean):
+def _differentiate(
+    ctx: QueryBlockContext, thread: Int32, block: Int32, masked: Boolean, partial: Boolean | None = None
+):
     """A thread's products become P, and dP becomes dS.
 
-    The mask is a branch of its own, so that the rest is compiled once for all blocks.
+    The mask is a branch of its own, so that the rest is compiled once for all blocks; not of listed blocks, where the
+    epilogues of a masked one differ: ``partial`` is given of those.
     """
     chain, score_map, buffers = ctx.kernel.epilogues, ctx.score_map(thread), ctx.buffers
     acc, dp = ctx.fragment(thread, Float32), ctx.fragment(thread, Float32)
@@ -331,9 +340,11 @@ def _differentiate(ctx: QueryBlockContext, thread: Int32, block: Int32, masked: 
         lse_log2[r], minus_d[r] = buffers.lse_log2[row], buffers.minus_d[row]
     loaded, dropout_mask = chain.load(ctx.state, tile), chain.dropout_mask(ctx.state, tile)
     _copy(ctx.part(buffers.products, thread, block), acc)
-    saved = chain.forward(ctx.state, tile, loaded, False)
-    if masked:
-        chain.mask.forward(ctx.state.band, tile)
+    listed: Constexpr = partial is not None
+    saved = chain.forward(ctx.state, tile, loaded, listed, partial)
+    if cutlass.const_expr(not listed):
+        if masked:
+            chain.mask.forward(ctx.state.band, tile)
     visible_keys = ctx.state.band.visible_keys if chain.may_be_large else None
     probabilities(tile, lse_log2, ctx.scale_log2, visible_keys)
     convert_to_16_bits(acc, p)

@@ -53,9 +53,7 @@ class Tiling:
     @property
     def epilogues(self) -> EpilogueChain:
         assert self.traits is not None
-        # The emulated backward visits all blocks.
-        rows = (self.tile.tile_m, self.tile.tile_n) if self.traits.op == "forward" else ()
-        return EpilogueChain.of(self.traits, rows)
+        return EpilogueChain.of(self.traits, (self.tile.tile_m, self.tile.tile_n))
 
 
 def _warps(tile_m: int, tile_n: int, num_warps: int, warps_n: int = 1, transposed: bool = False) -> Tiling:

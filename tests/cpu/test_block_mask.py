@@ -15,7 +15,7 @@ from cute_attn.host.block_masks import (
     epilogue_of_block_mask,
     kinds_of,
 )
-from cute_attn.reference.tilings import TILINGS, Scores
+from cute_attn.reference.tilings import TILINGS, TRANSPOSED, Scores
 from cute_attn.work import block_lists as device_lists
 
 DOCUMENT = torch.tensor([0] * 130 + [1] * 300 + [2] * 400)
@@ -171,6 +171,52 @@ def test_kernels_visit_listed_blocks(case, tiling):
         assert torch.equal((found.visits > 0).sum(-1), listed.expand(1, 2, -1))
 
 
+@pytest.mark.parametrize("tiling", ["warps4x1-64x64-transposed", "wgmma2-64x128-transposed"])
+@pytest.mark.parametrize("case", ["document", "window", "full blocks", "blocks of each head"])
+def test_backward_kernels_visit_listed_blocks(case, tiling):
+    """The heads share a kv head: a key block is visited with the query blocks that either of them lists."""
+    heads = {"document": None, "window": 2}
+    if case in heads:
+        function = causal_document if case == "document" else window
+        mask = create_block_mask(function, None, heads[case], 300, 300, device="cpu")
+    elif case == "full blocks":
+        mask = full_blocks(causal_document)
+    else:  # without a function, which would hide what a head does not list
+        one, other = (blocks_of(*rows) for rows in (((0, 2), (1,), (2,)), ((1,), (0, 2), (0,))))
+        lists = ((x.kv_num_blocks, x.kv_indices) for x in (one, other))
+        mask = BlockMask.from_kv_blocks(*(torch.cat(both, 1) for both in zip(*lists, strict=True)))
+    problem = Scores.random(1, 2, 300, 300)
+    name, tensors = epilogue_of_block_mask(mask, problem.q, problem.k[:, :, :1])
+    problem = Scores(problem.q, problem.k, problem.v, ScoreInputs(extra={name: tensors}))
+    made = TRANSPOSED[tiling].of(name, op="backward")
+    grad_out = torch.randn(problem.q.shape, generator=torch.Generator().manual_seed(7))
+    expected = problem.expected_gradients(made.traits, grad_out)
+    found = problem.differentiate(made, grad_out, expected.lse, -expected.dpsum)
+    assert made.epilogues.visits_lists
+    listed = (tensors[-2][0, 0, :, 1] + made.tile.tile_m - 1) // made.tile.tile_m
+    of_key_blocks = listed.repeat_interleave(LISTED_ROWS // made.tile.tile_n)[: found.visits.shape[3]]
+    assert torch.equal((found.visits > 0).sum(2), of_key_blocks.expand(1, 2, -1))
+    torch.testing.assert_close(found.p.double(), expected.p, atol=6e-8, rtol=2**-10)
+    torch.testing.assert_close(found.scores.double(), expected.scores, atol=1e-4, rtol=1e-4)
+
+
+def test_keys_beyond_the_sequence_are_masked_for_all_queries():
+    """Their P, of scores of 0, may be infinite where the others' are far below, and dQ then NaN."""
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512, device="cpu")
+    _, _, counts, blocks = block_lists(kinds_of(mask), mask.BLOCK_SIZE, 1, 512, 1, 200, 1)
+    assert counts[0, 0].tolist() == [[384, 512], [0, 384]]
+    # The first of those is partial, the others full: their own mask hides nothing.
+    assert blocks[0, 0, 1, :3].tolist() == [2 * 1 + 1, 2 * 2, 2 * 3]
+
+
+@pytest.mark.parametrize("lengths", [(128, 512), (512, 128), (128, 128)])
+def test_lists_have_unit_strides(lengths):
+    """As kernels are compiled for, where there is one block as well."""
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, *lengths, device="cpu")
+    made = block_lists(kinds_of(mask), mask.BLOCK_SIZE, 2, lengths[0], 4, lengths[1], 2)
+    assert [x.stride(-1) for x in made] == [1] * 4
+
+
 def test_default_tiles_divide_listed_blocks():
     mask = create_block_mask(causal_document, None, None, 300, 300, device="cpu")
     name, _ = epilogue_of_block_mask(mask, *qkv()[:2])
@@ -254,12 +300,14 @@ def test_the_two_sizes_of_listed_blocks_are_one():
             ValueError,
             "block_mask has heads 4; accepted: 6, q's, or 1",
         ),
+        ({"nheads_kv": 3}, ValueError, "q has 4 heads; accepted: a multiple of k's 3"),
+        ({"nheads_kv": 0}, ValueError, "q has 4 heads; accepted: a multiple of k's 0"),
         ({"seqlen_k": 500}, ValueError, "block_mask has 300 keys; accepted: 500 or more"),
     ],
 )
 def test_a_wrong_call_is_refused(change, error, message):
     mask = create_block_mask(window, None, 4, 300, 300, device="cpu")
-    sizes = {name: change[name] for name in ("nheads", "seqlen_k") if name in change}
+    sizes = {name: change[name] for name in ("nheads", "nheads_kv", "seqlen_k") if name in change}
     given = {"block_mask": mask, **{name: x for name, x in change.items() if name not in sizes}}
     with pytest.raises(error, match=message):
         attention(*qkv(**sizes), **given)

@@ -158,15 +158,18 @@ class BlockMaskEpilogue(FunctionEpilogue):
 
     partial: what the mask is in listed blocks that need one, of its tensors but the first; None: all of it. The mask
     alone is right as well, for a kernel that visits all blocks.
+    unites: whether the query blocks of a key block are those of any query head of its kv head, so that a backward
+    visits blocks that a head does not list, where ``partial`` may be true.
     """
 
     lists_blocks = True
     partial: ClassVar[Lowered | None]
+    unites: ClassVar[bool]
 
     def __init__(self, differentiates: bool = False, visits: bool = False) -> None:
         super().__init__(differentiates)
         self._first = 0
-        if visits and self.partial is not None:
+        if visits and self.partial is not None and not (differentiates and self.unites):
             self.lowered, self._first = self.partial, 1  # type: ignore[misc]
 
     def visiting(self) -> "BlockMaskEpilogue":
@@ -201,11 +204,12 @@ def register_trace(traced: Trace) -> str:
     return _register(traced, "", FunctionEpilogue, {})
 
 
-def register_block_mask(traced: Trace, partial: Trace | None) -> str:
-    """The same of a mask with lists. partial: of listed blocks, see :class:`BlockMaskEpilogue`."""
-    suffix = "_listed" if partial is None else "_listed_" + digest(partial.output, [])
+def register_block_mask(traced: Trace, partial: Trace | None, unites: bool) -> str:
+    """The same of a mask with lists. partial: of listed blocks, see :class:`BlockMaskEpilogue`, as is unites."""
+    suffix = "_united" if unites else "_listed"
+    suffix += "" if partial is None else "_" + digest(partial.output, [])
     lowered = None if partial is None else lower(partial.graph, partial.output)
-    return _register(traced, suffix, BlockMaskEpilogue, {"partial": lowered})
+    return _register(traced, suffix, BlockMaskEpilogue, {"partial": lowered, "unites": unites})
 
 
 def _register(traced: Trace, suffix: str, base: type[FunctionEpilogue], own: dict[str, Any]) -> str:

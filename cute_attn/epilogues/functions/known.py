@@ -48,20 +48,20 @@ def epilogue_of(
 
 
 def block_mask_epilogue_of(
-    mask_mod: Callable, partial: Callable | None, device: torch.device | None
+    mask_mod: Callable, partial: Callable | None, unites: bool, device: torch.device | None
 ) -> tuple[str, tuple[Tensor, ...]]:
     """The same of a mask with lists of blocks, whose tensors follow.
 
     partial: what ``mask_mod``, which captures one tensor more and that first, is in listed blocks that need a mask;
-    None: itself.
+    None: itself. unites: whether lists of query blocks are unions of several heads'.
     """
 
     def register(traced: Trace) -> str:
         from cute_attn.epilogues.functions.epilogue import register_block_mask  # loads the DSL
 
-        return register_block_mask(traced, None if partial is None else trace(None, partial, device))
+        return register_block_mask(traced, None if partial is None else trace(None, partial, device), unites)
 
-    return _known_or_traced(None, mask_mod, device, ("listed", partial is None), register)
+    return _known_or_traced(None, mask_mod, device, ("listed", partial is None, unites), register)
 
 
 def _known_or_traced(
