@@ -128,7 +128,7 @@ class BiasGradient:
             x is not None for x in (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)
         )
         if not shared:
-            clear = bool(call.mask) or lengths_differ
+            clear = bool(call.mask) or lengths_differ or call.lists_blocks
             return BiasGradient(
                 shape, call.bias.dtype, (full, contiguous_strides(full)), clear, (), call.bias.dtype
             )

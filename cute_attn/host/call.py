@@ -253,6 +253,15 @@ class Call(NamedTuple):
         """Names of the users' epilogues."""
         return tuple(item.partition(":")[0] for item in self.epilogues)
 
+    @property
+    def lists_blocks(self) -> bool:
+        """Whether kernels may leave out blocks that an epilogue does not list."""
+        if not self.epilogues:
+            return False
+        from cute_attn.epilogues.base import lists_blocks  # loads the DSL
+
+        return any(map(lists_blocks, self.epilogue_names))
+
     def by_definition(self) -> tuple[reference.Features, ScoreInputs, reference.Lengths]:
         """What :mod:`cute_attn.reference` takes beside q, k, v and the scale."""
         epilogues: tuple[reference.Epilogue, ...] = ()

@@ -5,8 +5,10 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from cute_attn import Traits, attention, attention_backward, lookup
+from cute_attn.api import operators
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.host import block_masks
+from cute_attn.host.backward import BiasGradient
 from cute_attn.host.block_masks import (
     FULL,
     LISTED_ROWS,
@@ -215,6 +217,16 @@ def test_lists_have_unit_strides(lengths):
     mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, *lengths, device="cpu")
     made = block_lists(kinds_of(mask), mask.BLOCK_SIZE, 2, lengths[0], 4, lengths[1], 2)
     assert [x.stride(-1) for x in made] == [1] * 4
+
+
+def test_a_bias_gradient_is_zero_where_no_block_is_listed(monkeypatch):
+    calls, (q, k, v) = [], qkv()
+    monkeypatch.setattr(operators, "forward", lambda call: calls.append(call) or (call.q, call.q, None))
+    mask = create_block_mask(causal_document, None, None, 300, 300, device="cpu")
+    bias = torch.zeros(2, 4, 300, 300)
+    for block_mask in (None, mask):
+        attention(q, k, v, bias=bias, block_mask=block_mask)
+    assert [BiasGradient.of(call, False).clear for call in calls] == [False, True]
 
 
 def test_default_tiles_divide_listed_blocks():
