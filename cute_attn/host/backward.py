@@ -228,7 +228,7 @@ class BackwardLauncher:
         if self.repeats is not None and grads[1] is None and not any(x is not None for x in into or ()):
             tensors = (*call[:NUM_TENSORS], grads[0], *outputs, *call.epilogue_tensors)
             return self.repeats[self._packs(call[:3], into)].run(  # type: ignore[return-value]
-                tensors, lambda steps: self.run(call, grads, outputs, into, steps)
+                tensors, lambda steps: self.run(call, grads, outputs, into, steps), len(call.epilogue_tensors)
             )
         return self.run(call, grads, outputs, into)
 

@@ -83,14 +83,15 @@ class _WorkTiles:
 class Recording(Steps):
     """Executes a call, and records it."""
 
-    def __init__(self, tensors: Tensors) -> None:
-        """tensors: the call's, some of them None.
+    def __init__(self, tensors: Tensors, users: int = 0) -> None:
+        """tensors: the call's, some of them None, the last ``users`` of them users' epilogues'.
 
         A record keeps none of them. ``unlike``: whether :meth:`unlike_others` was called.
         """
         self._sources: list[Any] = list(tensors)
         self._allocations: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]] = []
         self._given = len(tensors)
+        self._own = self._given - users
         self._launches: list[tuple[Callable[..., None], list[Any]]] = []
         self._direct: set[int] = set()
         self._work_tiles: Any = None
@@ -178,8 +179,9 @@ class Recording(Steps):
                 allocations[place.source - self._given] = (place.shape, place.strides, place.dtype)
                 places[i] = place._replace(whole=True)
         given = self._sources[: self._given]
-        # Of integers (lengths, tables, states of dropout masks) kernels read one at a time.
-        rows = {i for i in self._direct if i < self._given and given[i].is_floating_point()}
+        # Of integers (lengths, tables, states of dropout masks) kernels read one at a time; users' may read more.
+        direct = (i for i in self._direct if i < self._given)
+        rows = {i for i in direct if i >= self._own or given[i].is_floating_point()}
         used = tuple(i for i, x in enumerate(given) if x is not None)
         starts = [given[i].data_ptr() for i in used]
         first = [starts.index(start) for start in starts]
@@ -376,15 +378,19 @@ class Repeats:
         self._tried = False
 
     def run(
-        self, tensors: Tensors, call: Callable[[Steps], tuple[Tensor | None, ...]]
+        self, tensors: Tensors, call: Callable[[Steps], tuple[Tensor | None, ...]], users: int = 0
     ) -> tuple[Tensor | None, ...]:
-        """The call's results. tensors: all that it reads and writes but its results; ``call`` makes it in steps."""
+        """The call's results.
+
+        tensors: all that it reads and writes but its results, the last ``users`` of them users' epilogues'; ``call``
+        makes it in steps.
+        """
         if self.replay is not None:
             found = self.replay.run(tensors)
             return call(NOW) if found is None else found
         if self._tried:
             return call(NOW)
-        recording = Recording(tensors)
+        recording = Recording(tensors, users)
         found = call(recording)
         self.replay, self._tried = recording.replay(found), not recording.unlike
         return found

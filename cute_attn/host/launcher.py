@@ -93,7 +93,9 @@ class Launcher(Repeatable):
         """
         if self.repeats is not None and into is None:
             given = (*tensors, *epilogue_tensors) if epilogue_tensors else tensors
-            return self.repeats.run(given, lambda steps: self.run(tensors, epilogue_tensors, None, steps))  # type: ignore[return-value]
+            return self.repeats.run(  # type: ignore[return-value]
+                given, lambda steps: self.run(tensors, epilogue_tensors, None, steps), len(epilogue_tensors)
+            )
         return self.run(tensors, epilogue_tensors, into)
 
     def run(

@@ -181,6 +181,30 @@ def test_only_what_a_kernel_reads_where_it_is_has_to_be_aligned(recorded):
     assert calls.in_steps == 2, "a kernel that reads it where it is assumes its address"
 
 
+@pytest.mark.parametrize(("users", "in_steps"), [(0, 1), (1, 2)])
+def test_integers_of_users_have_to_be_aligned_as_recorded(users, in_steps):
+    """A user's epilogue may read several at a time, such as a mask's words; a record's launch checks no address."""
+
+    @kernel
+    def add(x, words, out):
+        out.copy_(x + words)
+
+    def step(x, words, steps):
+        out = steps.empty(x, (4,), (1,), x.dtype)
+        steps.launch(add, x, words, out)
+        return (out,)
+
+    repeats, taken, x = Repeats(), [], torch.randn(4)
+    numbers = torch.arange(8, dtype=torch.int32)
+    for first in (0, 1):
+        words = numbers[first : first + 4]
+        (found,) = repeats.run(
+            (x, words), lambda steps, words=words: taken.append(1) or step(x, words, steps), users
+        )
+        torch.testing.assert_close(found, x + words)
+    assert len(taken) == in_steps
+
+
 def test_one_tensor_as_two_arguments_is_no_record_of_two():
     def add(x, y, steps):
         out = steps.empty(x, (4, 5), (5, 1), x.dtype)
