@@ -22,11 +22,12 @@ def mask_of(name: str, seqlen_q: int, seqlen_k: int, device: str) -> Any:
     def window(b: Any, h: Any, q: Any, k: Any) -> Any:
         return (q - k).abs() <= 100 + 50 * h
 
-    if name == "blocks":
+    if name.startswith("blocks"):
+        heads = NHEADS if name == "blocks of heads" else 1
         rows, columns = -(-seqlen_q // 128), -(-seqlen_k // 128)
         generator = torch.Generator().manual_seed(0)
-        order = torch.rand(2, 1, rows, columns, generator=generator).argsort(-1)
-        counts = torch.randint(0, columns + 1, (2, 1, rows), generator=generator)
+        order = torch.rand(2, heads, rows, columns, generator=generator).argsort(-1)
+        counts = torch.randint(0, columns + 1, (2, heads, rows), generator=generator)
         full = torch.minimum(
             counts, torch.randint(0, 2, counts.shape, generator=generator)
         )  # whatever is hidden there
@@ -52,7 +53,7 @@ def results(tensors: list[Tensor], **options: Any) -> list[Tensor]:
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad_out)]
 
 
-@pytest.mark.parametrize("name", ["document", "window", "blocks", "small blocks"])
+@pytest.mark.parametrize("name", ["document", "window", "blocks", "blocks of heads", "small blocks"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("arch", ["sm80", "sm90"])
 def test_equals_the_reference(arch: str, head_dim: int, name: str) -> None:
@@ -96,6 +97,33 @@ def test_beside_other_features() -> None:
         outputs.append([x.float().cpu() for x in results(own, **options)])
     for got, right in zip(*outputs, strict=True):
         torch.testing.assert_close(got, right, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("kernel", runnable_archs())
+def test_a_bias_gradient_is_zero_in_hidden_blocks(kernel: str) -> None:
+    q, k, v, grad_out = (x.cuda() for x in inputs(640, 640, 64))
+    mask, bias = mask_of("document", 640, 640, "cuda"), torch.randn(2, NHEADS, 640, 640, device="cuda")
+    bias = bias.bfloat16().requires_grad_()
+    stale = torch.full((1 << 26,), float("nan"), device="cuda")  # what the gradient is allocated from
+    out = attention(q, k, v, bias=bias, block_mask=mask, kernel=kernel)
+    del stale
+    (found,) = torch.autograd.grad(out, bias, grad_out)
+    document, index = torch.arange(640, device="cuda") // 170, torch.arange(640, device="cuda")
+    visible = (index[:, None] >= index) & (document[:, None] == document)
+    assert found.isfinite().all() and not found[:, :, ~visible].any() and found[:, :, visible].any()
+
+
+@pytest.mark.parametrize("kernel", runnable_archs())
+def test_keys_beyond_the_sequence_where_all_scores_are_low(kernel: str) -> None:
+    """A mask of more keys than there are, whose last block is full for most queries."""
+    q, k, v, grad_out = (x.cuda() for x in inputs(1024, 200, 64))
+    q, k = torch.full_like(q, 4.0), torch.full_like(k, -4.0) + k / 16  # scores of -128
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 1024, 1024, device="cuda")
+    found = results([q, k, v, grad_out], block_mask=mask, kernel=kernel)
+    own = create_block_mask(lambda b, h, i, j: i >= j, None, None, 1024, 1024, device="cpu")
+    exact = results([x.cpu().double() for x in (q, k, v, grad_out)], block_mask=own)
+    for got, right in zip(found, exact, strict=True):
+        torch.testing.assert_close(got.cpu().double(), right, atol=5e-2, rtol=5e-2)
 
 
 def test_in_a_graph() -> None:
