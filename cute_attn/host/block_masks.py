@@ -44,11 +44,14 @@ def epilogue_of_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor) -> tuple
     unites = made.kinds.shape[1] > 1 and q.shape[2] > k.shape[2]
     name, tensors = block_mask_epilogue_of(function, mask_mod if whole else None, unites, q.device)
     sizes = (*q.shape[:3], *k.shape[1:3])
-    if sizes not in made.lists:
+    lists = made.lists.get(sizes)
+    if lists is None:
+        lists = block_lists(made.kinds, block_mask.BLOCK_SIZE, *sizes)
         while len(made.lists) >= _MOST_LISTS:  # lengths may differ from call to call
             made.lists.pop(next(iter(made.lists)))
-        made.lists[sizes] = block_lists(made.kinds, block_mask.BLOCK_SIZE, *sizes)
-    return name, (*tensors, *made.lists[sizes])
+        if all(type(x) is Tensor for x in lists):  # no tracer's
+            made.lists[sizes] = lists
+    return name, (*tensors, *lists)
 
 
 def _visible(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from cute_attn import Traits, attention, attention_backward, lookup
@@ -292,6 +293,16 @@ def test_lists_of_a_few_lengths_are_kept():
     for n in range(100, 120):
         epilogue_of_block_mask(mask, *qkv(seqlen_q=n, seqlen_k=n)[:2])
     assert len(block_masks._made_of(mask).lists) == 8
+
+
+def test_lists_of_fake_tensors_are_not_kept():
+    """Of a mask that has been used, and then traced with other lengths."""
+    mask, (q, k, v) = create_block_mask(causal_document, None, None, 300, 300, device="cpu"), qkv()
+    expected = attention(q, k, v, block_mask=mask)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        epilogue_of_block_mask(mask, *(fake.from_tensor(x[:, :200]) for x in (q, k)))
+    shorter = attention(q[:, :200], k[:, :200], v[:, :200], block_mask=mask)
+    torch.testing.assert_close(shorter, expected[:, :200])
 
 
 def test_the_two_sizes_of_listed_blocks_are_one():

@@ -145,6 +145,7 @@ def dense(q, k, v, score_mod=None, mask_mod=None, bias=None, causal=False):
 
 
 def inputs(seqlen_q=20, seqlen_k=30, nheads=4, nheads_kv=2):
+    torch.manual_seed(0)
     shapes = ((2, seqlen_q, nheads, 8), (2, seqlen_k, nheads_kv, 8), (2, seqlen_k, nheads_kv, 8))
     return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
