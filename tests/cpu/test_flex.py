@@ -20,7 +20,6 @@ from cute_attn.reference.check_epilogue import for_each
 from cute_attn.sdpa.observe import Observer
 from tests import processes
 
-pytestmark = pytest.mark.filterwarnings("ignore:return_lse is deprecated:FutureWarning")
 BATCH, NHEADS, SEQLEN_Q, SEQLEN_K = 2, 4, 100, 150
 GENERATOR = torch.Generator().manual_seed(0)
 SLOPES = torch.exp2(-2.0 * torch.arange(1, NHEADS + 1)).double()
