@@ -242,7 +242,7 @@ def test_resident_blocks(target, threads, registers, shared_memory, expected):
 
 def test_the_command(tmp_path):
     name, arguments = "forward-sm80:toy-bf16-d64", ("--load", "tests/toy.py", "verdict")
-    environment = {"CUTE_ATTN_CACHE_DIR": str(tmp_path)}
+    environment = {"CUTE_ATTN_CACHE_DIR": str(tmp_path), "COLUMNS": "120"}
     both = ("--tile", "values=4", "--tile", "values=0", "--target", "sm80")
     done = processes.run("-m", "cute_attn", *arguments, name, *both, environment=environment)
     assert done.returncode == 0, done.stderr
