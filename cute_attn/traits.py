@@ -55,6 +55,8 @@ DROPOUTS = ("flash", "mem_efficient")
 ROW_BYTES = 16
 """Rows of head-dim elements, and their strides, are multiples of so many bytes, but where padding copies read or write
 the call's own."""
+LISTED_ROWS = 128
+"""Queries and keys of a block that a sparse mask lists. A kernel's blocks are that or a divisor, or it visits all."""
 MAX_HEAD_DIM = 576
 """The largest head dim that any kernel takes; each kernel's ``supports`` has its own."""
 

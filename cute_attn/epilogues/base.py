@@ -14,7 +14,7 @@ tile.rows[r]`` is out of bounds from ``context.seqlen_q`` on and key ``tile.col0
 leaves there is masked or not stored. A ``backward`` that writes must skip those elements.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
@@ -128,9 +128,14 @@ def register_epilogue(name: str) -> Callable[[type[Epilogue]], type[Epilogue]]:
     return register
 
 
-def lists_blocks(name: str) -> bool:
-    """Whether the epilogue registered under ``name`` lists the blocks that are visited."""
-    return name in _REGISTERED and _REGISTERED[name].lists_blocks
+def in_every_step(names: Iterable[str]) -> list[str]:
+    """Those of some registered epilogues that compute in every step, and not in blocks with a mask alone."""
+    return [name for name in names if name not in _REGISTERED or not _REGISTERED[name].lists_blocks]
+
+
+def lists_blocks(names: Sequence[str]) -> bool:
+    """Whether one of some registered epilogues lists the blocks that are visited."""
+    return len(in_every_step(names)) < len(names)
 
 
 def is_registered(name: str) -> bool:

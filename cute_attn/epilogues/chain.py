@@ -1,6 +1,5 @@
 """All epilogues of one kernel, in the order of application."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from cute_attn.epilogues.sinks import Sinks
 from cute_attn.epilogues.softcap import Softcap
 from cute_attn.epilogues.tree import Tree
 from cute_attn.traits import Traits
-from cute_attn.work.block_lists import LISTED_ROWS
+from cute_attn.work.block_lists import divides
 from cute_attn.work.block_range import BlockRange
 
 
@@ -52,15 +51,13 @@ class EpilogueChain:
     top_left: bool
     sinks: Sinks | None = None
     differentiable: bool = False  # in a backward kernel: ``forward`` returns what ``backward`` needs
-    visits_lists: bool = (
-        False  # only listed blocks are visited, and those without a mask leave out what lists them
-    )
+    visits_lists: bool = False  # listed blocks alone, of which those without a mask leave out what lists them
 
     @staticmethod
-    def of(traits: Traits, block_rows: Sequence[int] = ()) -> "EpilogueChain":
+    def of(traits: Traits, tile: Any = None) -> "EpilogueChain":
         """The chain of some traits: softcap, ALiBi, bias, user epilogues in their order, mask, dropout.
 
-        block_rows: queries and keys of the blocks of a kernel that can visit listed ones.
+        tile: of a kernel that can visit listed blocks, if they are whole blocks of the tile's; None: of another.
 
         Raises:
             ValueError: no epilogue is registered under one of the traits' names.
@@ -85,7 +82,7 @@ class EpilogueChain:
         sinks = Sinks(traits.sinks) if traits.sinks else None
         listed = any(m.lists_blocks for m in modifiers)
         alone = not (traits.mask or traits.varlen or traits.seqused_q or traits.seqused_k)
-        visits = listed and alone and bool(block_rows) and all(LISTED_ROWS % rows == 0 for rows in block_rows)
+        visits = listed and alone and tile is not None and divides(tile)
         if visits:
             modifiers = [m.visiting() if m.lists_blocks else m for m in modifiers]
         return EpilogueChain(

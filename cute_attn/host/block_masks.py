@@ -16,9 +16,8 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from cute_attn.epilogues.functions.known import block_mask_epilogue_of
 from cute_attn.host.values import kind_of
+from cute_attn.traits import LISTED_ROWS
 
-LISTED_ROWS = 128
-"""As of :mod:`cute_attn.work.block_lists`, which needs the compiler."""
 PARTIAL, FULL = 1, 2
 """Kinds of blocks, beside 0: hidden."""
 _MOST_LISTS = 8

@@ -260,7 +260,7 @@ class Call(NamedTuple):
             return False
         from cute_attn.epilogues.base import lists_blocks  # loads the DSL
 
-        return any(map(lists_blocks, self.epilogue_names))
+        return lists_blocks(self.epilogue_names)
 
     def by_definition(self) -> tuple[reference.Features, ScoreInputs, reference.Lengths]:
         """What :mod:`cute_attn.reference` takes beside q, k, v and the scale."""

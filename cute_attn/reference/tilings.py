@@ -53,7 +53,7 @@ class Tiling:
     @property
     def epilogues(self) -> EpilogueChain:
         assert self.traits is not None
-        return EpilogueChain.of(self.traits, (self.tile.tile_m, self.tile.tile_n))
+        return EpilogueChain.of(self.traits, self.tile)
 
 
 def _warps(tile_m: int, tile_n: int, num_warps: int, warps_n: int = 1, transposed: bool = False) -> Tiling:

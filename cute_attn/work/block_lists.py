@@ -6,10 +6,8 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Constexpr, Int32
 
+from cute_attn.traits import LISTED_ROWS
 from cute_attn.work.block_range import BlockRange
-
-LISTED_ROWS = 128
-"""Queries and keys of a listed block. A kernel's blocks are that or a divisor, or it visits all."""
 
 
 def divides(tile: Any) -> bool:

@@ -12,14 +12,13 @@ from cute_attn.host import block_masks
 from cute_attn.host.backward import BiasGradient
 from cute_attn.host.block_masks import (
     FULL,
-    LISTED_ROWS,
     PARTIAL,
     block_lists,
     epilogue_of_block_mask,
     kinds_of,
 )
 from cute_attn.reference.tilings import TILINGS, TRANSPOSED, Scores
-from cute_attn.work import block_lists as device_lists
+from cute_attn.traits import LISTED_ROWS
 
 DOCUMENT = torch.tensor([0] * 130 + [1] * 300 + [2] * 400)
 
@@ -303,10 +302,6 @@ def test_lists_of_fake_tensors_are_not_kept():
         epilogue_of_block_mask(mask, *(fake.from_tensor(x[:, :200]) for x in (q, k)))
     shorter = attention(q[:, :200], k[:, :200], v[:, :200], block_mask=mask)
     torch.testing.assert_close(shorter, expected[:, :200])
-
-
-def test_the_two_sizes_of_listed_blocks_are_one():
-    assert device_lists.LISTED_ROWS == LISTED_ROWS
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from cute_attn.epilogues.base import lists_blocks
+from cute_attn.epilogues.base import in_every_step, lists_blocks
 from cute_attn.tiles import BackwardSm90Tile, padded
 from cute_attn.traits import Traits
 from cute_attn.work.block_lists import divides
@@ -23,7 +23,7 @@ def preferred_tiles(traits: Traits) -> list[BackwardSm90Tile]:
             *(_narrow_tiles(traits) if d <= 64 else _middle_tiles(traits, d)),
         ]
         tiles = [_with_mask_warps(tile, traits) for tile in tiles]
-    return [tile for tile in tiles if divides(tile)] if any(map(lists_blocks, traits.epilogues)) else tiles
+    return [tile for tile in tiles if divides(tile)] if lists_blocks(traits.epilogues) else tiles
 
 
 def _with_mask_warps(tile: BackwardSm90Tile, traits: Traits) -> BackwardSm90Tile:
@@ -40,9 +40,7 @@ def _with_mask_warps(tile: BackwardSm90Tile, traits: Traits) -> BackwardSm90Tile
 
 def _needs_registers(traits: Traits) -> bool:
     """Whether epilogues hold as much as the scores: what a derivative needs, a bias, the words of a mask."""
-    epilogues = [
-        name for name in traits.epilogues if not lists_blocks(name)
-    ]  # a mask in blocks that need one
+    epilogues = in_every_step(traits.epilogues)
     return bool(traits.softcap or epilogues or traits.bias or traits.dropout == "mem_efficient")
 
 
@@ -68,7 +66,7 @@ def _narrow_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     """For head dims up to 64."""
     tile = BackwardSm90Tile(64, 128, dq_bulk=True)
     own_rows = traits.windowed or traits.varlen or traits.alibi or traits.seqused_q
-    if _needs_registers(traits) or (traits.dropout and own_rows) or any(map(lists_blocks, traits.epilogues)):
+    if _needs_registers(traits) or (traits.dropout and own_rows) or lists_blocks(traits.epilogues):
         return [tile]
     return [dataclasses.replace(tile, tile_m=128), tile]
 

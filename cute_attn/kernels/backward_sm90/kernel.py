@@ -126,7 +126,7 @@ class BackwardSm90(BackwardSm90Layouts):
     @functools.cached_property
     def epilogues(self) -> EpilogueChain:
         """The score epilogues that the traits ask for."""
-        return EpilogueChain.of(self.traits, (self.tile.tile_m, self.tile.tile_n))
+        return EpilogueChain.of(self.traits, self.tile)
 
     def fake_args(self) -> tuple:
         """The arguments of ``__call__`` for compiling, without the stream."""

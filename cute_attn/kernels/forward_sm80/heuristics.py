@@ -119,7 +119,7 @@ def preferred_tiles(traits: Traits) -> list[ForwardSm80Tile]:
     if fp32:
         return [*rows(_FP32[traits.precision], dim, pressure), *_FIT_ALWAYS_FP32]
     tiles = [*rows(_HALF, dim, pressure), *rows(_HALF, dim, MOST), *_FIT_ALWAYS]
-    return [tile for tile in tiles if divides(tile)] if any(map(lists_blocks, traits.epilogues)) else tiles
+    return [tile for tile in tiles if divides(tile)] if lists_blocks(traits.epilogues) else tiles
 
 
 def rows(table: Rows[T], dim: int, pressure: int) -> list[T]:

@@ -113,14 +113,13 @@ class ForwardSm80:
     @functools.cached_property
     def epilogues(self) -> EpilogueChain:
         """The score epilogues that the traits ask for."""
-        return EpilogueChain.of(self.traits, self.listed_rows)
+        return EpilogueChain.of(self.traits, self.tile if self.can_visit_lists else None)
 
     @property
-    def listed_rows(self) -> tuple[int, ...]:
-        """Queries and keys of a block, if the kernel can visit listed blocks."""
-        tile = self.tile
-        plain = (tile.pack_heads, tile.key_groups, tile.warps_n) == (1, 1, 1) and not self.single
-        return (tile.tile_m, tile.tile_n) if self.traits.op == "forward" and plain else ()
+    def can_visit_lists(self) -> bool:
+        """Whether it can visit listed blocks alone."""
+        plain = (self.tile.pack_heads, self.tile.key_groups, self.tile.warps_n) == (1, 1, 1)
+        return self.traits.op == "forward" and plain and not self.single
 
     def fake_args(self) -> tuple:
         """The arguments of ``__call__`` for compiling, without the stream."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from cute_attn.epilogues.base import lists_blocks
+from cute_attn.epilogues.base import in_every_step, lists_blocks
 from cute_attn.tiles import (
     ForwardSm90Tile,
     best_packing,
@@ -74,11 +74,11 @@ def preferred_tiles(traits: Traits) -> list[ForwardSm90Tile]:
     ``tile_n`` or leaves Q in shared memory.
     """
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
-    listed = any(map(lists_blocks, traits.epilogues))
-    others = [name for name in traits.epilogues if not lists_blocks(name)]  # those compute in every step
-    needs_registers = bool(traits.bias or others or traits.dropout == "mem_efficient")
+    needs_registers = bool(
+        traits.bias or in_every_step(traits.epilogues) or traits.dropout == "mem_efficient"
+    )
     tiles = [*_tma_bias_tiles(traits, d), *_other_tiles(traits, d, needs_registers)]
-    if not listed:
+    if not lists_blocks(traits.epilogues):
         return tiles
     return [dataclasses.replace(tile, q_in_regs=False) for tile in tiles if divides(tile)]
 

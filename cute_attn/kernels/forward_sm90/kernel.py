@@ -111,13 +111,12 @@ class ForwardSm90:
     @functools.cached_property
     def epilogues(self) -> EpilogueChain:
         """The score epilogues that the traits ask for."""
-        return EpilogueChain.of(self.traits, self.listed_rows)
+        return EpilogueChain.of(self.traits, self.tile if self.can_visit_lists else None)
 
     @property
-    def listed_rows(self) -> tuple[int, ...]:
-        """Queries and keys of a block, if the kernel can visit listed blocks."""
-        tile = self.tile
-        return (tile.tile_m, tile.tile_n) if self.traits.op == "forward" and tile.pack_heads == 1 else ()
+    def can_visit_lists(self) -> bool:
+        """Whether it can visit listed blocks alone."""
+        return self.traits.op == "forward" and self.tile.pack_heads == 1
 
     def fake_args(self) -> tuple:
         """The arguments of ``__call__`` for compiling, without the stream."""

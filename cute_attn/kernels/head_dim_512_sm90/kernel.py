@@ -77,9 +77,9 @@ class ForwardLargeSm90(ForwardSm90):
         return dataclasses.replace(self, tile=tile)
 
     @property
-    def listed_rows(self) -> tuple[int, ...]:
-        """None: it visits all blocks."""
-        return ()
+    def can_visit_lists(self) -> bool:
+        """No: it visits all blocks."""
+        return False
 
     def without_tma_bias(self) -> "ForwardLargeSm90":
         """This kernel, whose threads read a bias from global memory."""
