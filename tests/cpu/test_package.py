@@ -1,6 +1,7 @@
 """The package as others meet it: names, types, completion, metadata."""
 
 import ast
+import importlib
 import subprocess
 import sys
 import tomllib
@@ -63,6 +64,13 @@ def test_what_is_installed_is_typed_and_described(tmp_path):
     )
     for name in ("CHANGELOG.md", "CITATION.cff"):
         assert cute_attn.__version__ in (ROOT / name).read_text(), name
+
+
+@pytest.mark.parametrize("module", sorted(path.stem for path in (ROOT / "tests/gpu").glob("test_*.py")))
+def test_gpu_tests_can_be_collected_without_a_gpu(module):
+    if module == "test_transformers":
+        pytest.importorskip("transformers")
+    importlib.import_module(f"tests.gpu.{module}")
 
 
 def test_a_change_runs_what_has_to_pass():

@@ -78,7 +78,7 @@ def close(ours: Tensor, exact: Tensor, rounded: Tensor, what: str) -> None:
 @pytest.mark.parametrize(
     ("sizes", "block_size", "mask_mod"),
     [((1, 1), (128, 128), None), ((BATCH, 1), (64, 128), document), ((BATCH, NHEADS), (32, 16), document)],
-    ids=str,
+    ids=["one-for-all", "by-sequence", "by-head"],
 )
 def test_block_masks_equal_dense_torch(sizes: Any, block_size: Any, mask_mod: Any) -> None:
     mask, shown = random_mask(sizes, block_size, mask_mod)

@@ -13,7 +13,7 @@ from cute_attn.compiler import registry
 from cute_attn.host.backward import kernels_of
 from cute_attn.traits import Traits
 from tests.checks import Errors
-from tests.gpu.test_fp32_backward import BY_NAME, PARTS, assert_alike, run
+from tests.gpu.test_fp32_backward import BY_NAME, TERMS, assert_alike, run
 from tests.problem import Case, Problem, Start
 
 CASES = {
@@ -39,7 +39,7 @@ def needed_kernels(params: dict[str, Any], target: str) -> Iterator[tuple[Traits
 def compare(problem: Problem, start: Start) -> None:
     """Errors of gradients in terms are at most RATIO of those by the other kernels, as a whole and of most rows."""
     exact = problem.expected_gradients(start, torch.float64)
-    own, tf32 = (run(problem, start, precision="tf32", tile=tile) for tile in (PARTS, None))
+    own, tf32 = (run(problem, start, precision="tf32", tile=tile) for tile in (TERMS, None))
     for name, value in own.items():
         right = exact[name]
         assert not value.isnan().any(), name
@@ -120,7 +120,7 @@ def test_any_score_gradients_have_a_scale(factor: float) -> None:
     grad_out, q, k, v, out, lse = small_problem()
     given = (grad_out, q, k, v, factor * out, lse + 3.0)
     options = {"causal": True, "precision": "tf32"}
-    found = attention_backward(*given, tile=PARTS, **options)  # type: ignore[arg-type]
+    found = attention_backward(*given, tile=TERMS, **options)  # type: ignore[arg-type]
     whole = attention_backward(*given, **options)  # type: ignore[arg-type]
     assert_alike(found, whole, 4e-3)
 
@@ -130,7 +130,7 @@ def test_infinity_stays_in_its_rows() -> None:
     grad_out, q, k, v, out, lse = small_problem()
     out[0, 70, 1, 3] = torch.inf
     options = {"causal": True, "precision": "tf32"}
-    found = attention_backward(grad_out, q, k, v, out, lse, tile=PARTS, **options)  # type: ignore[arg-type]
+    found = attention_backward(grad_out, q, k, v, out, lse, tile=TERMS, **options)  # type: ignore[arg-type]
     whole = attention_backward(grad_out, q, k, v, out, lse, **options)  # type: ignore[arg-type]
     assert_alike(found, whole, 4e-3, all_finite=False)
 
@@ -147,7 +147,7 @@ def test_large_calls_take_it_by_themselves_and_repeat_bit_for_bit(small_row: boo
     options = {"precision": "tf32", "deterministic": True}
     found = [
         attention_backward(grad_out, q, k, v, out, lse, tile=tile, **options)  # type: ignore[arg-type]
-        for tile in (None, None, PARTS)
+        for tile in (None, None, TERMS)
     ]
     for first, *others in zip(*found, strict=True):
         assert first is not None and first.isfinite().all()
