@@ -128,8 +128,8 @@ def repeated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     def keep_ready(key: Any, tensors: Any, plan: Any) -> Any:
         return keep(key, tensors, plan.ready() if hasattr(plan, "ready") else plan)
 
-    def run_twice(self: Repeats, tensors: Any, call: Any) -> Any:
-        found = run(self, tensors, call)
+    def run_twice(self: Repeats, tensors: Any, *recorded: Any) -> Any:
+        found = run(self, tensors, *recorded)
         again = None if self.replay is None else self.replay.run(tensors)
         return found if again is None else again
 
