@@ -381,12 +381,12 @@ def softmax(
 
 
 def _products(q: Tensor, k: Tensor, dtype: torch.dtype, precision: str) -> Tensor:
-    """q k^T of (batch, rows, heads, dim), in ``dtype``; no flag of PyTorch's changes a digit of it.
+    """q k^T of (batch, rows, heads, dim), in ``dtype``; no flag of PyTorch's makes them less precise.
 
-    Products of 16-bit numbers, and of numbers rounded to tf32, are exact in tf32, which scaled ones would not be. Those
-    of fp32 are computed in float64.
+    Products of 16-bit numbers are exact in tf32 too, which scaled ones would not be. Those of fp32 numbers, rounded to
+    tf32 or not, are summed in float64.
     """
-    own = torch.float64 if q.dtype == torch.float32 and precision != "tf32" else dtype
+    own = torch.float64 if q.dtype == torch.float32 else dtype
     if precision == "tf32":
         q, k = _rounded_to_tf32(q), _rounded_to_tf32(k)
     q, k = (x.transpose(1, 2).to(own) for x in (q, k))
