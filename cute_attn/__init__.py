@@ -31,6 +31,8 @@ _HOME = {
     "register": "compiler.registry",
     "Epilogue": "epilogues.base",
     "register_epilogue": "epilogues.base",
+    "mask_mod": "epilogues.functions.registered",
+    "score_mod": "epilogues.functions.registered",
     "check_epilogue": "reference.check_epilogue",
     "attention": "api.attention",
     "attention_backward": "api.attention",
@@ -61,10 +63,12 @@ __all__ = [
     "defaults",
     "draw_rng_state",
     "lookup",
+    "mask_mod",
     "merge_attention",
     "prebuild",
     "register",
     "register_epilogue",
+    "score_mod",
 ]
 
 

@@ -18,6 +18,7 @@ from cute_attn.api.merge import merge_attention
 from cute_attn.compiler import CompiledKernel, Resources, compile, prebuild
 from cute_attn.compiler.registry import Unsupported, defaults, lookup, register
 from cute_attn.epilogues.base import Epilogue, register_epilogue
+from cute_attn.epilogues.functions.registered import mask_mod, score_mod
 from cute_attn.reference.check_epilogue import check_epilogue
 from cute_attn.traits import Traits
 
@@ -41,8 +42,10 @@ __all__ = [
     "defaults",
     "draw_rng_state",
     "lookup",
+    "mask_mod",
     "merge_attention",
     "prebuild",
     "register",
     "register_epilogue",
+    "score_mod",
 ]

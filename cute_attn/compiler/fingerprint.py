@@ -67,7 +67,7 @@ def cache_key(traits: Any, tile: Any, target: str, options: str, classes: Iterab
         "tile": [type(tile).__qualname__, asdict(tile)],
         "target": target,
         "options": options,
-        "classes": [cls.__qualname__ for cls in classes],
+        "classes": [cls.__qualname__ + getattr(cls, "code_digest", "") for cls in classes],
         "toolchain": toolchain(),
         "environment": _environment(),
         "package": package_sources(),
@@ -118,7 +118,9 @@ def user_sources(classes: Iterable[type]) -> str:
     bases = [base for cls in classes for base in cls.__mro__]
     pending = {module for base in bases if (module := sys.modules.get(base.__module__))}
     typed: list[bytes] = []
-    for base in filter(is_typed, bases):
+    for base in bases:
+        if not is_typed(base) or "code_digest" in vars(base):
+            continue
         parts, modules = typed_parts(base)
         typed += parts
         pending |= modules

@@ -28,6 +28,8 @@ class Epilogue:
     """Base of all score epilogues. ``forward`` and ``reference`` are required."""
 
     name: ClassVar[str] = ""
+    code_digest: ClassVar[str] = ""
+    """Of a class that is made by code: what tells it from others of its name, as its source does elsewhere."""
     lists_blocks: ClassVar[bool] = False
     """Whether it hides all keys outside listed blocks, and changes no score of a listed block without a mask."""
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_attn import attention, attention_varlen
+from cute_attn import attention, attention_varlen, score_mod
 from cute_attn.reference.check_epilogue import for_each
 from tests.gpu.archs import runnable_archs
 
@@ -106,6 +106,30 @@ def test_equals_dense_torch(name: str, head_dim: int, arch: str) -> None:
         )
         floor = 2**-8 * float(exact_one.abs().max())
         assert error <= 3 * allowed + floor, f"{what}: {error} for torch's {allowed}"
+
+
+@score_mod("scaled_relative", example=lambda batch, nheads, *_: (torch.randn(nheads, 257), 0.5))
+def scaled_relative(s: Any, b: Any, h: Any, q: Any, k: Any, table: Any, strength: Any) -> Any:
+    reach = table.shape[1] // 2
+    return s + strength * table[h, (k - q).clamp(-reach, reach) + reach]
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm90"])
+def test_a_registered_function_is_the_function_of_its_arguments(arch: str) -> None:
+    if arch not in runnable_archs():
+        pytest.skip(f"no GPU for {arch}")
+    leaves = inputs(64, torch.bfloat16)
+    for length, strength in ((257, 0.5), (33, -2)):
+        table = torch.randn(NHEADS, length, device="cuda")
+
+        def captured(*at: Any, table: Tensor = table, strength: float = strength) -> Any:
+            return scaled_relative(*at, table, strength)
+
+        given = ({"epilogues": {"scaled_relative": (table, strength)}}, {"score_mod": captured})
+        outs = [attention(*leaves, causal=True, kernel=arch, **one) for one in given]  # type: ignore[arg-type]
+        grads = [torch.autograd.grad(out, leaves, torch.ones_like(out)) for out in outs]
+        for found, expected in zip((outs[0], *grads[0]), (outs[1], *grads[1]), strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
 
 
 def test_composes_with_what_attention_has() -> None:

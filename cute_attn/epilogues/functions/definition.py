@@ -31,7 +31,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def evaluate(output: Node, inputs: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> Tensor:
+def evaluate(output: Node, inputs: Mapping[str, Tensor], tensors: Sequence[Tensor | float]) -> Tensor:
     """The output for inputs that broadcast to the scores' shape; floats in the scores' dtype, integers in int64."""
     scores = inputs["score"]
     values: dict[Node, Tensor] = {}
@@ -45,10 +45,15 @@ def evaluate(output: Node, inputs: Mapping[str, Tensor], tensors: Sequence[Tenso
             value = inputs[node.op]
         elif node.op == "const":
             value = typed(torch.full((), node.value, device=scores.device), node.kind)
+        elif node.op == "extent":
+            number, axis = node.value
+            value = torch.full((), tensors[number].shape[axis], device=scores.device)
         elif node.op == "cast":
             value = typed(args[0], node.kind)
         elif node.op == "load":
             table = tensors[node.value]
+            if not isinstance(table, Tensor):
+                table = torch.full((), table, dtype=torch.float64, device=scores.device)
             index = [x.clamp(0, size - 1) for x, size in zip(args, table.shape, strict=True)]
             value = typed(table[tuple(index)] if index else table, node.kind)
         else:

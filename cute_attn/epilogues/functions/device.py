@@ -30,8 +30,14 @@ ELEMENTS: dict[str, Any] = {
 """Of torch's dtypes by name."""
 
 
-def fake_tensor(dtype: str, rank: int, unit_stride: bool) -> cute.Tensor:
-    """A captured tensor to compile with."""
+NUMBERS: dict[str, Any] = {"int": Int32, "float": Float32}
+"""Of numbers that a launch passes, by Python's types."""
+
+
+def fake_tensor(dtype: str, rank: int, unit_stride: bool) -> Any:
+    """A captured tensor, or a number of the call, to compile with."""
+    if dtype in NUMBERS:
+        return NUMBERS[dtype](1)
     stride = [cute.sym_int64() for _ in range(rank)]
     if unit_stride:
         stride[-1] = 1
@@ -97,14 +103,17 @@ class Expressions:
             return TYPES[node.kind](node.value)
         if node.op == "load":
             return self._load(node, args)
+        if node.op == "extent":
+            number, axis = node.value
+            return Int32(self.tensors[number].shape[axis])
         if node.op == "cast":
             return TYPES[node.kind](args[0])
         return TYPES[node.kind](_OPERATIONS[node.op](*args))
 
     def _load(self, node: Node, args: list) -> Any:
         tensor = self.tensors[node.value]
-        if not args:  # a number
-            element = tensor[0]
+        if not args:
+            element = tensor[0] if isinstance(tensor, cute.Tensor) else tensor
         else:
             indices = list(zip(node.args, args, tensor.shape, strict=True))
             row = row_of(node)

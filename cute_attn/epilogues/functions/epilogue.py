@@ -36,13 +36,18 @@ class Captured(NamedTuple):
     unit_stride: bool
 
     @staticmethod
-    def of(tensor: Tensor) -> "Captured":
-        """Of one; a number counts as one of one dimension."""
+    def of(tensor: Tensor | float) -> "Captured":
+        """Of one; a tensor of no dimensions counts as one of one. Of a number of the call its type."""
+        if not isinstance(tensor, Tensor):
+            return Captured(type(tensor).__name__, 0, True)
         unit = tensor.dim() == 0 or tensor.stride(-1) == 1
         return Captured(str(tensor.dtype).removeprefix("torch."), max(tensor.dim(), 1), unit)
 
 
-def _as_kernels_read(tensor: Tensor) -> Tensor:
+def as_kernels_read(tensor: Tensor | float) -> Tensor | float:
+    """An argument of :class:`Captured`'s kinds as a launch takes it."""
+    if not isinstance(tensor, Tensor):
+        return tensor
     tensor = tensor.detach()
     tensor = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
     return tensor.view(1) if tensor.dim() == 0 else tensor
@@ -85,7 +90,7 @@ class FunctionEpilogue(Epilogue):
         return tuple(fake_tensor(*one) for one in self.captured)
 
     def host_args(self, inputs: ScoreInputs) -> tuple:
-        return tuple(_as_kernels_read(x) for x in inputs.extra.get(self.name, ()))
+        return tuple(as_kernels_read(x) for x in inputs.extra.get(self.name, ()))
 
     @property
     def _slope(self) -> Node | None:
@@ -148,9 +153,14 @@ class FunctionEpilogue(Epilogue):
 
     @classmethod
     def reference(cls, scores: Any, coords: Any, inputs: ScoreInputs) -> Any:
+        return cls.evaluated(scores, coords, inputs.extra.get(cls.name, ()))
+
+    @classmethod
+    def evaluated(cls, scores: Any, coords: Any, args: tuple) -> Any:
+        """The reference with these arguments."""
         names = ("batch", "head", "query", "key")
         values = {"score": scores, **{name: getattr(coords, name) for name in names}}
-        return evaluate(cls.output, values, inputs.extra.get(cls.name, ())).expand_as(scores)
+        return evaluate(cls.output, values, args).expand_as(scores)
 
 
 class BlockMaskEpilogue(FunctionEpilogue):

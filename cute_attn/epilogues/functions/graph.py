@@ -40,10 +40,10 @@ class Node:
     """One value. Nodes of a graph are equal where they are identical.
 
     Attributes:
-        op: "const", "load", a name of ``INPUTS``, or an operation.
+        op: "const", "load", "extent" (a tensor's size), a name of ``INPUTS``, or an operation.
         kind: of ``KINDS``.
         args: operands; of a load its indices.
-        value: a constant's; of a load which tensor.
+        value: a constant's; of a load which tensor; of an extent which tensor and dimension.
         parts: of ``SCORE``, ``QUERY`` and ``KEY``, those that it varies with.
     """
 

@@ -31,6 +31,7 @@ _BOUNDED = frozenset(
         "query",
         "key",
         "const",
+        "extent",
         "unit",
         "inverse",
         "cast",
@@ -254,7 +255,7 @@ def _rank(x: Node) -> int:
 def least(x: Node) -> float:
     """A number that no value of an integer node is below."""
     args = [least(arg) for arg in x.args] if x.op in _LEAST else []
-    if x.op in ("query", "key", "batch", "head") or x.kind == BOOL:
+    if x.op in ("query", "key", "batch", "head", "extent") or x.kind == BOOL:
         return 0
     if x.op == "const":
         return x.value

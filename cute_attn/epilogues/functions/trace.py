@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,11 +25,14 @@ ACCEPTED = (
 
 @dataclass(frozen=True)
 class Trace:
-    """What functions do with a score: the output's graph, and the captured tensors that its loads number."""
+    """What functions do with a score: the output's graph, and the captured tensors that its loads number.
+
+    Of a function with arguments those, in its order, are in the place of captured tensors.
+    """
 
     graph: Graph
     output: Node
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Any, ...]
 
 
 def kind_of(function: Callable) -> str:
@@ -74,6 +77,27 @@ def trace(
         ValueError: it takes an element of a tensor without any.
     """
     recorder = Recorder(device or torch.device("cpu"))
+    return _renumbered(recorder, _output(recorder, score_mod, mask_mod))
+
+
+def trace_with_arguments(
+    arguments: Sequence[Any], score_mod: Callable | None, mask_mod: Callable | None
+) -> Trace:
+    """The same of functions that take tensors and numbers after their signature's arguments, and refer to no others.
+
+    arguments: of any call's dtypes and numbers of dimensions; no size and no number of theirs is recorded.
+
+    Raises:
+        TypeError: also where one refers to another tensor.
+    """
+    recorder = Recorder(torch.device("cpu"), arguments)
+    output = _output(recorder, score_mod, mask_mod)
+    if len(recorder.tensors) > len(arguments):
+        recorder.refuse("refers to a tensor that is none of its arguments", "tensors as arguments")
+    return Trace(recorder.graph, output, tuple(arguments))
+
+
+def _output(recorder: "Recorder", score_mod: Callable | None, mask_mod: Callable | None) -> Node:
     graph = recorder.graph
     output = graph.input("score")
     if score_mod is not None:
@@ -87,7 +111,7 @@ def trace(
                 f"mask_mod returned {_THE_KINDS[seen.kind]}; accepted: a bool, such as q_idx >= kv_idx"
             )
         output = graph.where(seen, output, graph.const(-math.inf))
-    return _renumbered(recorder, output)
+    return output
 
 
 _THE_KINDS = {BOOL: "a bool", INT: "an integer", LONG: "an integer", FLOAT: "a float"}
@@ -107,10 +131,11 @@ def _renumbered(recorder: "Recorder", output: Node) -> Trace:
 class Recorder(TorchFunctionMode):
     """Records one trace. As a mode it sees what happens to real tensors with symbols, such as ``table[h, q - k]``."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, arguments: Sequence[Any] = ()) -> None:
         super().__init__()
         self.graph, self.device = Graph(), device
-        self.tensors: list[Tensor] = []
+        self.tensors: list[Any] = list(arguments)
+        self.arguments = [self._argument(number, x) for number, x in enumerate(arguments)]
         self.what = ""
 
     def call(self, what: str, function: Any) -> Node:
@@ -118,8 +143,15 @@ class Recorder(TorchFunctionMode):
         check_function(what, function)
         self.what = what
         with self:
-            result = function(*(Symbol(self, self.graph.input(name)) for name in SIGNATURES[what]))
-            return self.node(result, "returned")
+            inputs = [Symbol(self, self.graph.input(name)) for name in SIGNATURES[what]]
+            return self.node(function(*inputs, *self.arguments), "returned")
+
+    def _argument(self, number: int, x: Any) -> "Symbol | Argument":
+        """What stands for an argument of a function behind those of its signature."""
+        if isinstance(x, Tensor) and x.dim():
+            return Argument(self, x, ())
+        kind = LOADED.get(x.dtype, FLOAT) if isinstance(x, Tensor) else FLOAT if isinstance(x, float) else INT
+        return Symbol(self, self.graph.make("load", kind, (), number))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -162,7 +194,7 @@ class Recorder(TorchFunctionMode):
         if isinstance(x, Tensor) and x.dim() == 0:
             return self.load(x, ())
         if isinstance(x, Tensor | Row):
-            shape = tuple(x.shape)
+            shape = tuple(x.shape if isinstance(x, Tensor) else x.tensor.shape[len(x.indices) :])
             return self.refuse(
                 f"{did} a tensor of shape {shape} as a whole", "its elements, such as table[h, q_idx]"
             )
@@ -197,14 +229,16 @@ class Recorder(TorchFunctionMode):
             if node.kind not in (INT, LONG):
                 return self.refuse(f"indexes a tensor by {_THE_KINDS[node.kind]}", "traced integers")
             if node.op == "const" and node.value < 0 and len(nodes) < tensor.dim():
-                node = self.graph.const(node.value + tensor.shape[len(nodes)])
+                size = table.shape[len(nodes) - len(first)]
+                node = self.node(size + (node.value if isinstance(size, int) else Symbol(self, node)))
             nodes.append(node)
         if len(nodes) > tensor.dim():
             return self.refuse(
                 f"indexes a tensor of {tensor.dim()} dimensions by {len(nodes)} integers", "one each"
             )
         if len(nodes) < tensor.dim():
-            return Row(self, tensor, tuple(nodes))
+            kind = Argument if isinstance(table, Argument) else Row
+            return kind(self, tensor, tuple(nodes))
         return Symbol(self, self.load(tensor, tuple(nodes)))
 
 
@@ -237,6 +271,29 @@ class Row:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         row = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Row))
         return row.recorder.node(row)
+
+
+class Argument(Row):
+    """A tensor that a function is called with: a call's own one has other sizes, so that these are traced too."""
+
+    @property
+    def shape(self) -> Any:
+        number = next(i for i, x in enumerate(self.recorder.tensors) if x is self.tensor)
+        axes = range(len(self.indices), self.tensor.dim())
+        graph = self.recorder.graph
+        return tuple(Symbol(self.recorder, graph.make("extent", INT, (), (number, axis))) for axis in axes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.recorder.refuse(f"uses {name} of a whole tensor", "its elements, shape and dtype")
 
 
 class Symbol:
@@ -304,6 +361,7 @@ for _name in (
     *("rlshift", "rrshift", "lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "abs", "invert"),
 ):
     setattr(Symbol, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(Row, f"__{_name}__", lambda self, *others: self.recorder.node(self))
 
 
 # ---- operations by torch's names ----

@@ -1,0 +1,144 @@
+"""Functions of scores under names: epilogues for every kernel name, command and call, whose arguments calls pass.
+
+@score_mod("relative_position", example=lambda batch, nheads, *_: (torch.randn(nheads, 257),))
+def relative_position(score, b, h, q_idx, kv_idx, table):
+    reach = table.shape[1] // 2
+    return score + table[h, (kv_idx - q_idx).clamp(-reach, reach) + reach]
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+from torch import Tensor
+
+from cute_attn.epilogues.base import register_epilogue
+from cute_attn.epilogues.functions.epilogue import Captured, FunctionEpilogue, as_kernels_read
+from cute_attn.epilogues.functions.graph import digest
+from cute_attn.epilogues.functions.lowering import lower
+from cute_attn.epilogues.functions.trace import SIGNATURES, check_function, trace_with_arguments
+from cute_attn.epilogues.inputs import ScoreInputs
+
+Function = TypeVar("Function", bound=Callable)
+Example = Callable[[int, int, int, int], tuple]
+
+
+class RegisteredFunction(FunctionEpilogue):
+    """Base of registered functions' classes.
+
+    parameters: names of the call's arguments, which ``captured`` describes; dimensions: of tensors, as calls have them.
+    """
+
+    parameters: ClassVar[tuple[str, ...]]
+    dimensions: ClassVar[tuple[int, ...]]
+    example: ClassVar[Example]
+
+    @classmethod
+    def example_args(cls, batch: int, nheads: int, seqlen_q: int, seqlen_k: int) -> tuple:
+        return cls.example(batch, nheads, seqlen_q, seqlen_k)
+
+    @classmethod
+    def given(cls, inputs: ScoreInputs) -> tuple:
+        """A call's arguments.
+
+        Raises:
+            TypeError: they are others than the function's.
+        """
+        given = inputs.extra.get(cls.name, ())
+        if len(given) != len(cls.parameters):
+            wanted = ", ".join(cls.parameters) or "none"
+            raise TypeError(f"epilogue {cls.name!r} is given {len(given)} arguments; accepted: {wanted}")
+        return tuple(map(cls._checked, given, cls.parameters, cls.captured, cls.dimensions))
+
+    @classmethod
+    def _checked(cls, x: Any, parameter: str, wanted: Captured, dimensions: int) -> Any:
+        if wanted.dtype == "float" and isinstance(x, int):
+            return float(x)
+        if Captured.of(x) != wanted or (isinstance(x, Tensor) and x.dim() != dimensions):
+            accepted = _described(wanted, dimensions, wanted.unit_stride)
+            own = Captured.of(x)
+            is_strided = own.unit_stride or dimensions == 0
+            found = _described(own, x.dim() if isinstance(x, Tensor) else 0, is_strided)
+            raise TypeError(f"argument {parameter} of epilogue {cls.name!r} is {found}; accepted: {accepted}")
+        return x
+
+    def host_args(self, inputs: ScoreInputs) -> tuple:
+        return tuple(as_kernels_read(x) for x in self.given(inputs))
+
+    @classmethod
+    def reference(cls, scores: Any, coords: Any, inputs: ScoreInputs) -> Any:
+        return cls.evaluated(scores, coords, cls.given(inputs))
+
+
+def _described(one: Captured, dimensions: int, unit_stride: bool) -> str:
+    if not one.rank:
+        return f"a {one.dtype}" if one.dtype == "float" else f"an {one.dtype}"
+    last = "" if unit_stride else ", its last stride not 1"
+    return f"a tensor of {one.dtype} with {dimensions} dimensions{last}"
+
+
+def score_mod(name: str, *, example: Example | None = None) -> Callable[[Function], Function]:
+    """Function decorator: register a function of a score as an epilogue, forward and backward, on every kernel.
+
+    The function is FlexAttention's score_mod: of ``(score, b, h, q_idx, kv_idx)``, all scalars, it returns the new
+    score. What follows in its signature are tensors, which it reads by element, and numbers, which a call passes:
+    ``attention(..., epilogues={name: (table, 0.5)})``. A call's have the dtypes and numbers of dimensions of the
+    example's; sizes and numbers may differ, and compile nothing. ``name`` is accepted in kernel names too.
+
+    Args:
+        name: for traits and calls.
+        example: of (batch, nheads, seqlen_q, seqlen_k) the arguments of a call of these sizes, as a tuple, its tensors
+            on the CPU. Checks, timings and tuning by name call the function with them. None: it has no arguments.
+
+    Raises:
+        TypeError: the function does what cannot be traced, refers to a tensor that is none of its arguments, or has
+            other arguments than the example.
+        ValueError: the name is taken by another function or class.
+    """
+    return _registering("score_mod", name, example)
+
+
+def mask_mod(name: str, *, example: Example | None = None) -> Callable[[Function], Function]:
+    """As :func:`score_mod` for a function of ``(b, h, q_idx, kv_idx)`` that returns whether the key is seen."""
+    return _registering("mask_mod", name, example)
+
+
+def _registering(what: str, name: str, example: Example | None) -> Callable[[Function], Function]:
+    def register(function: Function) -> Function:
+        check_function(what, function)
+        arguments = () if example is None else example(2, 4, 128, 128)
+        parameters = _parameters_of(what, function)
+        if not isinstance(arguments, tuple) or len(arguments) != len(parameters):
+            given = f"{len(arguments)} arguments" if isinstance(arguments, tuple) else repr(arguments)
+            wanted = f"a tuple of {', '.join(parameters)}" if parameters else "none"
+            raise TypeError(f"example of {what} {name!r} returns {given}; accepted: {wanted}")
+        pair = (function, None) if what == "score_mod" else (None, function)
+        traced = trace_with_arguments(arguments, *pair)
+        captured = tuple(Captured.of(x) for x in arguments)
+        fields = {
+            "output": traced.output,
+            "captured": captured,
+            "lowered": lower(traced.graph, traced.output),
+            "parameters": parameters,
+            "dimensions": tuple(x.dim() if isinstance(x, Tensor) else 0 for x in arguments),
+            "example": staticmethod(example or (lambda *sizes: ())),
+            "code_digest": digest(traced.output, [repr(tuple(one)) for one in captured]),
+            "__module__": function.__module__,
+            "__qualname__": function.__qualname__,
+        }
+        register_epilogue(name)(type(function.__name__, (RegisteredFunction,), fields))
+        return function
+
+    return register
+
+
+def _parameters_of(what: str, function: Callable) -> tuple[str, ...]:
+    """Names of what a function takes after its signature's arguments."""
+    parameters = list(inspect.signature(function).parameters.values())
+    own = len(SIGNATURES[what])
+    if len(parameters) < own or any(x.kind is not x.POSITIONAL_OR_KEYWORD for x in parameters):
+        raise TypeError(
+            f"{what} {function.__name__!r} takes {inspect.signature(function)}; accepted: "
+            f"({', '.join(SIGNATURES[what])}) and then names of tensors and numbers"
+        )
+    return tuple(x.name for x in parameters[own:])
