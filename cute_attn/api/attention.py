@@ -173,7 +173,8 @@ def attention(
     softmax : Tensor (batch, nheads, seqlen_q, seqlen_k), q's dtype
         Before dropout. The sign bit of an element that its query sees is set where dropout drops it.
 
-    out and lse are differentiable in q, k, v, bias and sinks; the CPU's also in slopes and in epilogues' tensors.
+    out and lse are differentiable in q, k, v, bias, sinks and tensors of functions; the CPU's also in slopes and in
+    epilogues' tensors.
 
     Raises
     ------

@@ -101,7 +101,7 @@ class _Backward(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         given = (grad_out, grad_lse, out, lse, list(needed))
         grads = torch.ops.cute_attn.backward.default(*given, *_call(rest, tensors).values(ATTENTION))
-        return tuple(x for x, wanted in zip(grads, needed, strict=True) if wanted)
+        return tuple(x for x, wanted in zip(grads[:-1], needed, strict=True) if wanted)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:

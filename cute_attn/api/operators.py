@@ -1,5 +1,6 @@
 """The torch operators ``cute_attn::forward`` and ``::backward``: for CUDA, the CPU, fake tensors, and autograd."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from cute_attn.host.backward import NOTHING, Gradients, check_given, gradients, 
 from cute_attn.host.call import ATTENTION, NUM_TENSORS, SLOPES, Call, schema
 from cute_attn.host.checks import check, check_gradients, check_out
 from cute_attn.host.dispatch import DIFFERENTIABLE, NO_GRADIENT, no_dispatch_mode, transforms_are_active
+from cute_attn.host.epilogue_gradients import check_wanted, with_targets
 from cute_attn.host.launcher import Launcher, Outputs, launcher_for
 from cute_attn.host.memory import Tensors, all_plain, none_overrides, overwritten, write_owned
 
@@ -21,7 +23,8 @@ _TAGS = (torch.Tag.pt2_compliant_tag,)
 _library.define(f"forward({_ARGUMENTS}) -> (Tensor out, Tensor lse, Tensor softmax)", tags=_TAGS)
 _library.define(
     f"backward(Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor lse, bool[] needed, {_ARGUMENTS}) "
-    "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor grad_sinks)",
+    "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor grad_sinks, "
+    "Tensor[] grad_epilogue_tensors)",
     tags=_TAGS,
 )
 _INTO = "Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, Tensor(e!)? dsinks"
@@ -30,6 +33,7 @@ _library.define(
     tags=_TAGS,
 )
 _INDICES = tuple(Call._fields.index(name) for name in DIFFERENTIABLE)
+_NAMED = len(DIFFERENTIABLE)
 
 
 def forward(call: Call) -> Outputs:
@@ -58,7 +62,7 @@ def run(
 
     constant: no tensor requires a gradient.
     """
-    if not constant and torch.is_grad_enabled() and _requires_grad(tensors, epilogue_tensors):
+    if not constant and torch.is_grad_enabled() and _requires_grad(tensors, epilogue_tensors, launcher.rest):
         return Attention.apply(launcher, *tensors, *epilogue_tensors)
     return launcher.launch(tensors, epilogue_tensors)
 
@@ -82,16 +86,17 @@ def backward(
     needed: tuple[bool, ...],
     launched: bool = False,
     into: Gradients = NOTHING,
-) -> Gradients:
+) -> tuple[Tensor | None, ...]:
     """The needed gradients of q, k, v, bias and sinks; through the dispatcher where something observes operators.
 
+    needed: of these, and perhaps of the epilogues' tensors, whose gradients follow then.
     launched: whether a kernel has read and written all but the outputs' gradients as they are.
     into: tensors to write gradients into, of all that are needed or of none.
     """
     tensors = (*call[:NUM_TENSORS], *call.epilogue_tensors, grad_out, grad_lse, out, lse, *into)
     new = (grad_out, grad_lse) if launched else tensors
     if call.q.is_cuda and no_dispatch_mode() and none_overrides(tensors) and all_plain(new):
-        return gradients(call, grad_out, grad_lse, out, lse, needed, into)
+        return _all_gradients(call, grad_out, grad_lse, out, lse, needed, into)
     if not torch.compiler.is_compiling():
         check(call)  # before the dispatcher, whose errors name no argument
     if any(x is not None for x in into):
@@ -99,10 +104,29 @@ def backward(
             grad_out, grad_lse, out, lse, *into, *call.values(ATTENTION)
         )
         return into
-    grads = torch.ops.cute_attn.backward.default(
+    *grads, own = torch.ops.cute_attn.backward.default(
         grad_out, grad_lse, out, lse, list(needed), *call.values(ATTENTION)
     )
-    return tuple(x if wanted else None for x, wanted in zip(grads, needed, strict=True))  # type: ignore[return-value]
+    return tuple(x if wanted else None for x, wanted in zip((*grads, *own), needed, strict=False))
+
+
+def _all_gradients(
+    call: Call,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    needed: tuple[bool, ...],
+    into: Gradients = NOTHING,
+) -> tuple[Tensor | None, ...]:
+    """:func:`backward` on CUDA, without the dispatcher."""
+    named, own = needed[:_NAMED], needed[_NAMED:]
+    if not any(own):
+        return (*gradients(call, grad_out, grad_lse, out, lse, named, into), *(None for _ in own))
+    asked, targets = with_targets(call, own)
+    found = gradients(asked, grad_out, grad_lse, out, lse, named, into)
+    pairs = zip(targets, call.epilogue_tensors, strict=True)
+    return (*found, *(None if target is None else target.to(x.dtype) for target, x in pairs))
 
 
 def forward_cuda(call: Call, into: Tensor | None = None) -> Outputs:
@@ -181,7 +205,7 @@ def _backward_cuda(
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
     call = _call_of(arguments)
-    return _filled(call, gradients(call, grad_out, grad_lse, out, lse, tuple(needed)))
+    return _filled(call, _all_gradients(call, grad_out, grad_lse, out, lse, tuple(needed)))
 
 
 def _backward_cpu(
@@ -197,20 +221,23 @@ def _backward_cpu(
     check_gradients(call, grad_out, grad_lse, out, lse)
     inputs = {
         name: getattr(call, name).detach().requires_grad_()
-        for name, wanted in zip(DIFFERENTIABLE, needed, strict=True)
+        for name, wanted in zip(DIFFERENTIABLE, needed, strict=False)
         if wanted
     }
+    flags = itertools.chain(needed[_NAMED:], itertools.repeat(False))
+    pairs = zip(call.epilogue_tensors, flags, strict=False)
+    own = tuple(x.detach().requires_grad_() if wanted else x for x, wanted in pairs)
     # A mode or a tracer may run this below the dispatcher's autograd, which is then enabled again.
     views = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
     graph = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
     with views, graph, torch.enable_grad():
-        outputs = forward_cpu(call._replace(**inputs, return_softmax=False))[:2]
+        outputs = forward_cpu(call._replace(**inputs, epilogue_tensors=own, return_softmax=False))[:2]
         loss = _loss(outputs, (out, lse), (grad_out, grad_lse))
     grads: dict[str, Tensor | None] = dict.fromkeys(DIFFERENTIABLE)
-    if inputs:
-        found = torch.autograd.grad(loss, tuple(inputs.values()), materialize_grads=True)
-        grads |= {name: x.contiguous() for name, x in zip(inputs, found, strict=True)}
-    return _filled(call, tuple(grads.values()))  # type: ignore[arg-type]
+    leaves = (*inputs.values(), *(x for x in own if x.requires_grad))
+    found = iter(torch.autograd.grad(loss, leaves, materialize_grads=True) if leaves else ())
+    grads |= {name: next(found).contiguous() for name in inputs}
+    return _filled(call, (*grads.values(), *(next(found) if x.requires_grad else None for x in own)))
 
 
 def _loss(
@@ -234,9 +261,11 @@ def _loss(
     return total - (delta * share).sum()
 
 
-def _filled(call: Call, grads: Gradients) -> tuple[Tensor, ...]:
-    """One tensor for each, as an operator returns; those not needed are empty."""
-    return tuple(call.q.new_empty(0) if x is None else x for x in grads)
+def _filled(call: Call, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """One tensor for each, as an operator returns, and a list of the epilogues'; those not needed are empty."""
+    missing = (None,) * (_NAMED + len(call.epilogue_tensors) - len(grads))
+    filled = [call.q.new_empty(0) if x is None else x for x in (*grads, *missing)]
+    return (*filled[:_NAMED], filled[_NAMED:])
 
 
 def _into(arguments: tuple) -> tuple[Gradients, tuple]:
@@ -259,7 +288,7 @@ def _backward_into_cpu(
     needed = tuple(x is not None for x in into)
     check_given(_call_of(rest), into, needed, (grad_out, grad_lse, out, lse))
     found = _backward_cpu(grad_out, grad_lse, out, lse, list(needed), *rest)
-    for own, gradient in zip(into, found, strict=True):
+    for own, gradient in zip(into, found[:_NAMED], strict=True):
         if own is not None:
             own.copy_(gradient)
 
@@ -282,23 +311,24 @@ def _backward_fake(
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
     call = _call_of(arguments)
-    tensors = (getattr(call, name) for name in DIFFERENTIABLE)
-    return tuple(
-        x.new_empty(x.shape) if wanted else call.q.new_empty(0)
-        for x, wanted in zip(tensors, needed, strict=True)
-    )
+    tensors = (*(getattr(call, name) for name in DIFFERENTIABLE), *call.epilogue_tensors)
+    pairs = zip(tensors, needed, strict=False)
+    return _filled(call, [x.new_empty(x.shape) if wanted else None for x, wanted in pairs])
 
 
-def _requires_grad(tensors: Tensors, epilogue_tensors: Sequence[Tensor]) -> bool:
-    """Whether autograd records a call of these.
+def _requires_grad(tensors: Tensors, epilogue_tensors: Sequence[Tensor], rest: tuple) -> bool:
+    """Whether autograd records a call of these. rest: the call's other arguments.
 
     Raises:
         NotImplementedError: a tensor requires a gradient that no kernel computes.
     """
     slopes = tensors[SLOPES]
-    if (slopes is not None and slopes.requires_grad) or any(x.requires_grad for x in epilogue_tensors):
+    own = [x.requires_grad for x in epilogue_tensors]
+    if slopes is not None and slopes.requires_grad:
         raise NotImplementedError(NO_GRADIENT)
-    return any(x is not None and x.requires_grad for x in (tensors[index] for index in _INDICES))
+    if any(own):
+        check_wanted(Call._make((*tensors, tuple(epilogue_tensors), *rest)), own)
+    return any(own) or any(x is not None and x.requires_grad for x in (tensors[index] for index in _INDICES))
 
 
 def _save(
@@ -316,15 +346,16 @@ def _save(
 
 def _differentiate(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, wanted: tuple[bool, ...]
-) -> Gradients:
+) -> tuple[Tensor | None, ...]:
+    """wanted: as ``needed`` of :func:`backward`."""
     if grad_out is None and grad_lse is None:
-        return None, None, None, None, None
+        return (None,) * len(wanted)
     *tensors, out, lse = ctx.saved_tensors
     launched = ctx.launcher is not None
     if launched and grad_out is not None and grad_lse is None and not torch.is_grad_enabled():
         options = ctx.launcher.options
         if options is not None and no_dispatch_mode():
-            found = repeated_gradients(options, tuple(tensors), grad_out, (out, lse), wanted)
+            found = repeated_gradients(options, tuple(tensors), grad_out, (out, lse), wanted[:_NAMED])
             if found is not None:
                 return found
     call = Call._make((*tensors[:NUM_TENSORS], tuple(tensors[NUM_TENSORS:]), *ctx.rest))
@@ -332,7 +363,7 @@ def _differentiate(
         return backward(call, grad_out, grad_lse, out, lse, wanted, launched)
     with torch.no_grad():
         grads = backward(call, grad_out, grad_lse, out, lse, wanted, launched)
-    return tuple(None if x is None else _Once.apply(x.requires_grad_()) for x in grads)  # type: ignore[return-value]
+    return tuple(None if x is None else _Once.apply(x.requires_grad_()) for x in grads)
 
 
 class _Once(torch.autograd.Function):
@@ -366,8 +397,9 @@ class Attention(torch.autograd.Function):
         """A gradient, or None, for each argument of forward."""
         needed = ctx.needs_input_grad[1:]
         found: list[Tensor | None] = [None] * (1 + len(needed))
-        wanted = tuple([needed[index] for index in _INDICES])
-        for index, gradient in zip(_INDICES, _differentiate(ctx, grad_out, grad_lse, wanted), strict=True):
+        places = (*_INDICES, *range(NUM_TENSORS, len(needed)))
+        wanted = tuple([needed[index] for index in places])
+        for index, gradient in zip(places, _differentiate(ctx, grad_out, grad_lse, wanted), strict=True):
             found[1 + index] = gradient
         return tuple(found)
 
@@ -375,19 +407,21 @@ class Attention(torch.autograd.Function):
 def _save_operator(ctx: Any, inputs: tuple, output: tuple) -> None:
     call = _call_of(inputs)
     # On the CPU the reference is differentiable in every tensor; this is reached under a compiler.
-    _requires_grad(call[:NUM_TENSORS], call.epilogue_tensors)
+    _requires_grad(call[:NUM_TENSORS], call.epilogue_tensors, call[NUM_TENSORS + 1 :])
     _save(ctx, (*call[:NUM_TENSORS], *call.epilogue_tensors), call[NUM_TENSORS + 1 :], output)
 
 
 def _differentiate_operator(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None
 ) -> tuple:
-    wanted = tuple(bool(ctx.needs_input_grad[index]) for index in _INDICES)
-    grads = dict(zip(_INDICES, _differentiate(ctx, grad_out, grad_lse, wanted), strict=True))
-    own = len(ctx.saved_tensors) - 2 - NUM_TENSORS
+    own = tuple(map(bool, ctx.needs_input_grad[NUM_TENSORS]))
+    wanted = (*(bool(ctx.needs_input_grad[index]) for index in _INDICES), *own)
+    found = _differentiate(ctx, grad_out, grad_lse, wanted)
+    grads: dict[int, Any] = dict(zip(_INDICES, found[:_NAMED], strict=True))
     # torch wants a list for a list of tensors, empty ones of all kinds among them, and one None for another list.
-    lists = {i: 0 for i, x in enumerate(ctx.rest, NUM_TENSORS + 1) if x == ()} | {NUM_TENSORS: own}
-    return tuple([None] * lists[i] if i in lists else grads.get(i) for i in range(len(ATTENTION)))
+    grads |= {i: [] for i, x in enumerate(ctx.rest, NUM_TENSORS + 1) if x == ()}
+    grads[NUM_TENSORS] = list(found[_NAMED:])
+    return tuple(grads.get(i) for i in range(len(ATTENTION)))
 
 
 torch.library.register_autograd(

@@ -99,6 +99,15 @@ class Epilogue:
         """Whether the class has a backward of its own."""
         return cls.backward is not Epilogue.backward
 
+    @classmethod
+    def with_gradients(cls, wanted: tuple[int, ...]) -> str | None:
+        """The name of an epilogue for backward kernels that also computes gradients of a call's arguments.
+
+        It takes the same arguments and then, for each that is ``wanted`` by its number, fp32 zeros of its shape, to
+        which its backward adds. None: there is none.
+        """
+        return None
+
     @staticmethod
     def reference(scores: Any, coords: Any, inputs: ScoreInputs) -> Any:
         """``forward`` on torch tensors: scores (batch, nheads, seqlen_q, seqlen_k) in natural units -> the same shape.

@@ -70,14 +70,14 @@ def flex_attention(
     lse : Tensor (batch, nheads, seqlen_q), float32 (float64 for float64 query)
         Natural logarithm of each row's sum of exponentials, -inf in rows that see no key.
 
-    out and lse are differentiable in query, key and value; on the CPU also in tensors that functions capture.
+    out and lse are differentiable in query, key and value, and in tensors that functions capture.
 
     Raises
     ------
     TypeError, ValueError, Unsupported
         An argument is not what is described here, or as :func:`cute_attn.attention`.
     NotImplementedError
-        max_scores are asked for, or a captured CUDA tensor requires a gradient.
+        max_scores are asked for, or the gradient of a captured CUDA tensor that has to repeat bit for bit.
 
     Source: torch.nn.attention.flex_attention of torch 2.13, and Dong et al. 2024, arXiv:2412.05496.
     """

@@ -10,8 +10,8 @@ DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 """The arguments with a gradient."""
 
 NO_GRADIENT = (
-    "alibi_slopes or an epilogue's tensor requires a gradient, which the operator does not give; "
-    "accepted: tensors without one, or CPU tensors outside torch.compile"
+    "alibi_slopes or an epilogue's tensor requires a gradient, which the operator does not give; accepted: tensors "
+    "without one, tensors of functions outside torch.func, or CPU tensors outside torch.compile"
 )
 
 

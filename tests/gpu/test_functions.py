@@ -192,10 +192,72 @@ def test_other_tensors_are_launched_by_the_same_kernel() -> None:
     assert not torch.allclose(outputs[0], outputs[1], atol=1e-2)  # type: ignore[arg-type]
 
 
-def test_a_gradient_of_a_captured_tensor_is_refused() -> None:
-    slopes = torch.rand(NHEADS, device="cuda", requires_grad=True)
-    with pytest.raises(NotImplementedError):
-        attention(*inputs(64, torch.bfloat16), score_mod=lambda s, b, h, q, k: s - slopes[h])
+LEARNED = {
+    "relative": ("table", lambda t: lambda s, b, h, q, k: s + t[h, (k - q).clamp(-128, 128) + 128]),
+    "near": ("table", lambda t: lambda s, b, h, q, k: s + t[h, (k - q) % 257]),
+    "slopes": ("slopes", lambda t: lambda s, b, h, q, k: s - t[h] * (q - k).abs() / 64),
+    "temperature": ("slopes", lambda t: lambda s, b, h, q, k: s * t[h]),
+    "cap": ("cap", lambda t: lambda s, b, h, q, k: t * torch.tanh(s / t)),
+    "keys": ("document", lambda t: lambda s, b, h, q, k: s + t[b, k] * t[b, q]),
+}
+
+
+def learned(name: str, device: str) -> Tensor:
+    """The captured tensor of such a case, which requires a gradient."""
+    return tensors(device)[LEARNED[name][0]].float().requires_grad_()
+
+
+@pytest.mark.parametrize(("arch", "head_dim"), [("sm80", 64), ("sm90", 64), ("sm90", 128)])
+@pytest.mark.parametrize("name", LEARNED)
+def test_captured_tensors_have_gradients(name: str, head_dim: int, arch: str) -> None:
+    if arch not in runnable_archs():
+        pytest.skip(f"no GPU for {arch}")
+    leaves, grad = inputs(head_dim, torch.bfloat16), torch.randn(2, SEQLEN, NHEADS, head_dim, device="cuda")
+    own = learned(name, "cuda")
+    out = attention(*leaves, score_mod=LEARNED[name][1](own), causal=True, kernel=arch)
+    found = torch.autograd.grad(out, (*leaves, own), grad.bfloat16())  # type: ignore[arg-type]
+    results = []
+    for dtype in (torch.float64, torch.bfloat16):
+        exact = [x.detach().to(dtype).requires_grad_() for x in leaves]
+        table = own.detach().to(torch.float64).requires_grad_()
+        right = dense(*exact, LEARNED[name][1](table), lambda b, h, q, k: q >= k)[0]  # type: ignore[misc]
+        results.append(torch.autograd.grad(right, (*exact, table), grad.to(right.dtype)))
+    for ours, exact_one, torchs in zip(found, *results, strict=True):
+        error, allowed = (float((x.double() - exact_one).abs().max()) for x in (ours, torchs))
+        assert error <= 3 * allowed + 2**-7 * float(exact_one.abs().max()), f"{error} for torch's {allowed}"
+    again = torch.autograd.grad(  # the tensors' other dtype, and nothing but theirs
+        attention(*(x.detach() for x in leaves), score_mod=LEARNED[name][1](own), causal=True, kernel=arch),  # type: ignore[misc]
+        own,
+        grad.bfloat16(),
+    )
+    torch.testing.assert_close(again[0], found[-1], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("how", ["profiled", "compiled", "varlen"])
+def test_a_learned_bias_in_other_calls(how: str) -> None:
+    leaves, own = inputs(64, torch.bfloat16), learned("relative", "cuda")
+    score_mod = LEARNED["relative"][1](own)
+    expected = torch.autograd.grad(attention(*leaves, score_mod=score_mod).sum(), own)[0]  # type: ignore[union-attr]
+    if how == "profiled":
+        with torch.profiler.profile():
+            found = torch.autograd.grad(attention(*leaves, score_mod=score_mod).sum(), own)[0]  # type: ignore[union-attr]
+    elif how == "compiled":
+        compiled = torch.compile(lambda *x: attention(*x, score_mod=score_mod).sum())  # type: ignore[union-attr]
+        found = torch.autograd.grad(compiled(*leaves), own)[0]
+    else:
+        starts = torch.tensor([0, SEQLEN, 2 * SEQLEN], dtype=torch.int32, device="cuda")
+        packed = (x.flatten(0, 1) for x in leaves)
+        out = attention_varlen(*packed, starts, starts, SEQLEN, SEQLEN, score_mod=score_mod)  # type: ignore[misc]
+        found = torch.autograd.grad(out.sum(), own)[0]
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+
+
+def test_gradients_that_repeat_are_refused() -> None:
+    score_mod = LEARNED["relative"][1](learned("relative", "cuda"))
+    with pytest.raises(
+        NotImplementedError, match="of an epilogue's tensor is asked for with deterministic=True"
+    ):
+        attention(*inputs(64, torch.bfloat16), score_mod=score_mod, deterministic=True)
 
 
 def test_a_tensor_on_another_device_is_refused() -> None:

@@ -72,14 +72,14 @@ def rows_of(*outputs: Node) -> list[Row]:
 class Expressions:
     """Computes nodes from the values of others.
 
-    values: of the inputs, and all that is computed; tensors: the captured ones; rows: parts of these, as of
+    values: of the inputs, and all that is computed; tensors: the captured ones by number; rows: parts of these, as of
     :func:`row_of`.
     """
 
     def __init__(
         self,
         values: dict[Node, Any],
-        tensors: Sequence[cute.Tensor],
+        tensors: Sequence[Any] | Mapping[int, Any],
         rows: Mapping[Row, cute.Tensor] | None = None,
     ) -> None:
         self.values, self.tensors, self.rows = values, tensors, rows or {}
@@ -88,7 +88,7 @@ class Expressions:
         """The part of a tensor behind the indices of a work tile."""
         number, indices = row
         tensor = self.tensors[number]
-        first = [_within(x, self.of(x), size) for x, size in zip(indices, tensor.shape, strict=False)]
+        first = [within(x, self.of(x), size) for x, size in zip(indices, tensor.shape, strict=False)]
         return tensor[(*first, *(None,) * (len(tensor.shape) - len(first)))]
 
     def of(self, node: Node, known: Callable[[Node], dict[Node, Any]] | None = None) -> Any:
@@ -119,11 +119,11 @@ class Expressions:
             row = row_of(node)
             if row is not None and row in self.rows:
                 tensor, indices = self.rows[row], indices[len(row[1]) :]
-            element = tensor[tuple(_within(*one) for one in indices)]
+            element = tensor[tuple(within(*one) for one in indices)]
         return element != 0 if node.kind == BOOL else TYPES[node.kind](element)
 
 
-def _within(node: Node, index: Any, size: Any) -> Any:
+def within(node: Node, index: Any, size: Any) -> Any:
     """An index clamped to a dimension."""
     index = cutlass.min(index, type(index)(size - 1))
     return Int32(index if least(node) >= 0 else cutlass.max(index, type(index)(0)))

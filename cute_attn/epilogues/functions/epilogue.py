@@ -1,5 +1,6 @@
 """A traced function as a registered epilogue."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
@@ -19,8 +20,9 @@ from cute_attn.epilogues.functions.device import (
     rows_of,
     uniform_roots,
 )
-from cute_attn.epilogues.functions.graph import Node, digest, ordered
-from cute_attn.epilogues.functions.lowering import Lowered, lower
+from cute_attn.epilogues.functions.gradients import add_elements, amount_of, offset_in
+from cute_attn.epilogues.functions.graph import SCORE, Graph, Node, digest, ordered
+from cute_attn.epilogues.functions.lowering import Lowered, Term, lower
 from cute_attn.epilogues.functions.trace import Trace
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.traits import Traits
@@ -58,6 +60,7 @@ class FunctionState:
     """Of a work tile: the captured tensors, their rows and values that it has one of, and the last positions.
 
     lists: of a mask that lists blocks, with the (batch, head) that they are read for.
+    targets: of each term the part of its gradient that the work tile adds to, with the gradients' factor.
     """
 
     tensors: tuple
@@ -67,6 +70,8 @@ class FunctionState:
     last_k: Int32
     lists: tuple = ()
     at: Any = ()
+    targets: tuple = ()
+    scale: Any = ()
 
 
 class FunctionEpilogue(Epilogue):
@@ -75,6 +80,7 @@ class FunctionEpilogue(Epilogue):
     differentiates: whether it is a backward kernel's. A forward needs no slopes, and stores no rows beyond sequences.
     """
 
+    graph: ClassVar[Graph]
     output: ClassVar[Node]
     lowered: ClassVar[Lowered]
     captured: ClassVar[tuple[Captured, ...]]
@@ -85,6 +91,18 @@ class FunctionEpilogue(Epilogue):
     @classmethod
     def of(cls, traits: Traits) -> "FunctionEpilogue":
         return cls(traits.op == "backward")
+
+    @classmethod
+    def with_gradients(cls, wanted: tuple[int, ...]) -> str:
+        name = f"{TRACED}gradient_{'_'.join(map(str, wanted))}_{cls.name}{cls.code_digest}"
+        if not is_registered(name):
+            fields = {
+                "wanted": wanted,
+                "lowered": lower(cls.graph, cls.output, wanted),
+                "__module__": __name__,
+            }
+            register_epilogue(name)(type(name, (GradientEpilogue, cls), fields))
+        return name
 
     def fake_args(self) -> tuple:
         return tuple(fake_tensor(*one) for one in self.captured)
@@ -209,6 +227,79 @@ class BlockMaskEpilogue(FunctionEpilogue):
         """Nothing, as ``_slope`` says."""
 
 
+class GradientEpilogue(FunctionEpilogue):
+    """Base of a backward's epilogues that add to the gradients of captured tensors, in fp32, which follow them."""
+
+    wanted: ClassVar[tuple[int, ...]]
+
+    def fake_args(self) -> tuple:
+        ranks = (self.captured[number].rank for number in self.wanted)
+        return (*super().fake_args(), *(fake_tensor("float32", rank, True) for rank in ranks))
+
+    def host_args(self, inputs: ScoreInputs) -> tuple:
+        return tuple(as_kernels_read(x) for x in inputs.extra[self.name])
+
+    def _all(self) -> tuple[Node, ...]:
+        terms = [x for term in self.lowered.terms for x in (*term.indices, term.slope)]
+        return (*super()._all(), *terms)
+
+    @property
+    def _kept(self) -> list[Node]:
+        """What the forward computes for the backward: slopes that vary with the score, the scores' own first."""
+        slopes = [self._slope, *(term.slope for term in self.lowered.terms)]
+        return list(dict.fromkeys(x for x in slopes if x is not None and x.parts & SCORE))
+
+    def begin(self, args: tuple, context: ScoreContext) -> FunctionState:
+        count = len(self.captured)
+        state = super().begin(args[:count], context)
+        values = dict(zip(uniform_roots(*self._all()), state.values, strict=True))
+        expressions = Expressions(values, dict(zip(self.wanted, args[count:], strict=True)))
+        targets = tuple(expressions.row((term.number, self._first(term))) for term in self.lowered.terms)
+        return replace(state, targets=targets, scale=context.gradient_scale)
+
+    @staticmethod
+    def _first(term: Term) -> tuple[Node, ...]:
+        """A term's indices that a work tile has one of; the last index is left."""
+        return tuple(itertools.takewhile(lambda x: not x.parts, term.indices[:-1]))
+
+    def forward(self, state: FunctionState, tile: ScoreTile, loaded: tuple = ()) -> tuple:
+        shape = cute.make_layout((len(tile.rows), len(tile.cols)))
+        saved = tuple(cute.make_rmem_tensor(shape, Float32) for _ in self._kept)
+
+        def write(r: int, c: int, score: Float32, *slopes: Float32) -> None:
+            tile.acc[r, c] = score
+            for own, slope in zip(saved, slopes, strict=True):
+                own[r, c] = slope
+
+        self._over(state, tile, (self.lowered.forward, *self._kept), write)
+        return saved
+
+    def backward(self, state: FunctionState, tile: ScoreTile, saved: tuple) -> None:
+        kept: dict[Node | None, Any] = dict(zip(self._kept, saved, strict=True))
+        for term, target in zip(self.lowered.terms, state.targets, strict=True):
+            self._add(state, tile, term, target, kept.get(term.slope))
+        super().backward(state, tile, kept.get(self.lowered.slope))
+
+    def _add(self, state: FunctionState, tile: ScoreTile, term: Term, target: cute.Tensor, kept: Any) -> None:
+        """Add to a term's gradient. kept: the slopes that the forward has computed, or None."""
+        indices = term.indices[len(self._first(term)) :]
+        computed = (*indices, *((term.slope,) if kept is None else ()))
+
+        def elements(use: Callable[[Int32, Float32], None]) -> None:
+            def write(r: int, c: int, *values: Any) -> None:
+                exists = tile.row0 + tile.rows[r] <= state.last_q
+                exists = exists & (tile.col0 + tile.cols[c] <= state.last_k)
+                slope = values[-1] if kept is None else kept[r, c]
+                use(
+                    offset_in(target, indices, values[: len(indices)]),
+                    amount_of(term, tile, (r, c), slope, exists),
+                )
+
+            self._over(state, tile, computed, write)
+
+        add_elements(target.iterator, state.scale, elements)
+
+
 def register_trace(traced: Trace) -> str:
     """The name of a trace's epilogue, made where none has this graph; equal graphs share one, and its kernels."""
     return _register(traced, "", FunctionEpilogue, {})
@@ -226,7 +317,8 @@ def _register(traced: Trace, suffix: str, base: type[FunctionEpilogue], own: dic
     captured = tuple(Captured.of(x) for x in traced.tensors)
     name = f"{TRACED}{digest(traced.output, [repr(tuple(one)) for one in captured])}{suffix}"
     if not is_registered(name):
-        fields = {"output": traced.output, "captured": captured, "__module__": __name__, **own}
+        fields = {"graph": traced.graph, "output": traced.output, "captured": captured, **own}
         lowered = lower(traced.graph, traced.output)
-        register_epilogue(name)(type(name, (base,), {**fields, "lowered": lowered}))
+        fields |= {"lowered": lowered, "__module__": __name__}
+        register_epilogue(name)(type(name, (base,), fields))
     return name

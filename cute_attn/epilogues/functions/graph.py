@@ -161,26 +161,31 @@ def digest(output: Node, tensors: Sequence[str]) -> str:
 # ---- the derivative ----
 
 
-def derivative(graph: Graph, output: Node) -> Node | None:
-    """d(output) / d(score) as a graph, None for 0.
+def derivative(graph: Graph, output: Node, by: Node | None = None) -> Node | None:
+    """d(output) / d(by) as a graph, None for 0. by: a load, or None for the score.
 
     Where the output is -inf the derivative is any finite number: the gradient that it multiplies is 0 there.
     """
-    return _Derivative(graph).of(output, True)
+    by = graph.input("score") if by is None else by
+    depending = {by}
+    for node in ordered(output):
+        if not depending.isdisjoint(node.args):
+            depending.add(node)
+    return _Derivative(graph, by, depending).of(output, True)
 
 
 class _Derivative:
     """Forward mode: one value, so that dual numbers need one more node for each."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, by: Node, depending: set[Node]) -> None:
+        self.graph, self.by, self.depending = graph, by, depending
         self._known: dict[tuple[Node, bool], Node | None] = {}
 
     def of(self, x: Node, outermost: bool = False) -> Node | None:
         """outermost: -inf of this value is -inf of the output."""
-        if x.op == "score":
+        if x is self.by:
             return self.graph.const(1.0)
-        if not x.parts & SCORE or x.kind != FLOAT or x.op not in _RULES:
+        if x not in self.depending or x.kind != FLOAT or x.op not in _RULES:
             return None  # constants, integers, and steps: floor, ceil, trunc
         key = (x, outermost)
         if key not in self._known:

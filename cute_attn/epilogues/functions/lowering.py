@@ -6,7 +6,7 @@ element, as in an epilogue written by hand.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from cute_attn.device.math import LN_2, LOG2_E, TANH_UNIT
@@ -74,10 +74,26 @@ _EXACT = 1 << 24
 
 
 @dataclass(frozen=True, eq=False)
+class Term:
+    """What the gradient of one load's tensor gets of each score.
+
+    Attributes:
+        number: of the tensor.
+        indices: of its element.
+        slope: the derivative of the score after by the element, in natural units.
+    """
+
+    number: int
+    indices: tuple[Node, ...]
+    slope: Node
+
+
+@dataclass(frozen=True, eq=False)
 class Lowered:
     """What an epilogue computes.
 
     Attributes:
+        terms: of the gradients of captured tensors.
         forward: what replaces an element of the accumulator, "acc".
         slope: the derivative, in natural units; None where it is 0.
         clamps_q, clamps_k: whether positions beyond the sequences are replaced by the last ones. Rows there have
@@ -88,6 +104,7 @@ class Lowered:
     slope: Node | None
     clamps_q: bool
     clamps_k: bool
+    terms: tuple[Term, ...] = ()
 
     @property
     def keeps_slope(self) -> bool:
@@ -100,15 +117,22 @@ def varies(node: Node) -> bool:
     return bool(node.parts & SCORE) or node.parts & (QUERY | KEY) == QUERY | KEY
 
 
-def lower(graph: Graph, output: Node) -> Lowered:
-    """A traced graph for the device."""
+def lower(graph: Graph, output: Node, wanted: Collection[int] = ()) -> Lowered:
+    """A traced graph for the device. wanted: numbers of tensors with a gradient."""
     slope = derivative(graph, output)
+    loads = [x for x in ordered(output) if x.op == "load" and x.value in wanted]
+    slopes = [(load, derivative(graph, output, load)) for load in loads]
     lowering = _Lowering(graph)
     forward = lowering.scaled(lowering.of(output))
     lowered_slope = None if slope is None else lowering.of(slope)
     unbounded = _may_be_nan(forward) or (lowered_slope is not None and _may_be_nan(lowered_slope))
     factor = lowered_slope is not None and not lowered_slope.is_const()
-    return Lowered(forward, lowered_slope, unbounded, unbounded and factor)
+    terms = tuple(
+        Term(load.value, tuple(map(lowering.of, load.args)), lowering.of(by_load))
+        for load, by_load in slopes
+        if by_load is not None
+    )
+    return Lowered(forward, lowered_slope, unbounded, unbounded and factor, terms)
 
 
 def _may_be_nan(output: Node) -> bool:

@@ -116,6 +116,7 @@ def _registering(what: str, name: str, example: Example | None) -> Callable[[Fun
         traced = trace_with_arguments(arguments, *pair)
         captured = tuple(Captured.of(x) for x in arguments)
         fields = {
+            "graph": traced.graph,
             "output": traced.output,
             "captured": captured,
             "lowered": lower(traced.graph, traced.output),

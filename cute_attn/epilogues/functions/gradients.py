@@ -1,0 +1,80 @@
+"""The gradients of captured tensors: in a backward, what each score adds to the elements that its score loaded.
+
+Scores that load one element are added up first, in registers and then by shuffles, where a warp's scores of a tile all
+do: such as those of far keys under a clamped distance. Else each score adds its own, atomically and in any order.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Constexpr, Float32, Int32, Pointer, cute
+
+from cute_attn.device.lanes import add_to, adds_for, lanes_sum
+from cute_attn.device.math import on_device
+from cute_attn.device.score_tile import ScoreTile
+from cute_attn.epilogues.functions.device import within
+from cute_attn.epilogues.functions.graph import Node
+from cute_attn.epilogues.functions.lowering import Term
+
+LANES = (1, 2, 4, 8, 16)
+
+Elements = Callable[[Callable[[Int32, Float32], None]], None]
+"""Calls its argument for each of a thread's scores: with an offset in the target, and what to add there."""
+
+
+def offset_in(target: cute.Tensor, nodes: tuple[Node, ...], indices: tuple[Any, ...]) -> Int32:
+    """Of an element, its indices clamped to the tensor; of a tensor of no dimensions 0."""
+    offset = Int32(0)
+    for node, index, size, step in zip(nodes, indices, target.shape, target.stride, strict=False):
+        offset = offset + within(node, index, size) * Int32(step)
+    return offset
+
+
+def amount_of(term: Term, tile: ScoreTile, at: tuple[int, int], slope: Any, exists: Boolean) -> Float32:
+    """What a score adds to its element, but for factors of all scores; 0 for one beyond the sequences."""
+    gradient = tile.acc[at] if term.slope.is_const(1.0) else tile.acc[at] * slope
+    return cutlass.select_(exists, gradient, Float32(0.0))
+
+
+def add_elements(target: Pointer, scale: Float32, elements: Elements) -> None:
+    """Add a thread's scores of one tile, by whole warps."""
+    lowest, highest, total = Int32(2**31 - 1), Int32(-1), Float32(0.0)
+
+    def see(offset: Int32, amount: Float32) -> None:
+        nonlocal lowest, highest, total
+        lowest, highest = cutlass.min(lowest, offset), cutlass.max(highest, offset)
+        total = total + amount
+
+    elements(see)
+    _add(target, scale, _all_share(lowest, highest), lowest, total, elements)
+
+
+def _all_share(lowest: Int32, highest: Int32) -> Boolean:
+    """Whether the offsets of all scores of a warp are one; on the host those of a thread."""
+    share = lowest == highest
+    if not on_device():
+        return share
+    return Boolean(cute.arch.vote_all_sync(share & (lowest == cute.arch.shuffle_sync(lowest, 0))))
+
+
+@cute.jit
+def _add(
+    target: Pointer, scale: Float32, share: Boolean, offset: Int32, total: Float32, elements: Constexpr
+) -> None:
+    if share:
+        total = lanes_sum(total, LANES)
+        if adds_for(_lane()):
+            add_to(target + offset, total * scale)
+    else:
+        elements(lambda own, amount: _add_one(target + own, amount * scale))
+
+
+@cute.jit
+def _add_one(target: Pointer, amount: Float32) -> None:
+    if amount != 0.0:
+        add_to(target, amount)
+
+
+def _lane() -> Int32:
+    return cute.arch.lane_idx() if on_device() else Int32(0)

@@ -1,0 +1,95 @@
+"""Gradients of the tensors that users' epilogues are given, of those that say how: traced functions."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cute_attn.host.call import Call
+from cute_attn.host.dispatch import NO_GRADIENT
+
+MAX_ELEMENTS = 2**31 - 1
+"""Of a tensor with a gradient, whose offsets have 32 bits."""
+
+
+@dataclass(frozen=True)
+class _Given:
+    """One epilogue of a call, with the places of its tensors among all epilogues'.
+
+    Attributes:
+        name, letters: as of :func:`cute_attn.host.call.pack_epilogues`.
+        first: the place of the first.
+    """
+
+    name: str
+    letters: str
+    first: int
+
+    @property
+    def tensors(self) -> slice:
+        return slice(self.first, self.first + self.letters.count("t"))
+
+    def arguments(self, wanted: Sequence[bool]) -> tuple[int, ...]:
+        """Numbers of those of its arguments that are wanted tensors."""
+        numbers = [i for i, letter in enumerate(self.letters) if letter == "t"]
+        return tuple(i for i, own in zip(numbers, wanted[self.tensors], strict=True) if own)
+
+    def with_gradients(self, wanted: Sequence[bool]) -> str | None:
+        """The name of what computes them in a backward, its own where none is wanted; None: there is nothing."""
+        from cute_attn.epilogues.base import user_epilogue  # loads the DSL
+
+        arguments = self.arguments(wanted)
+        return user_epilogue(self.name).with_gradients(arguments) if arguments else self.name
+
+
+def _given(epilogues: Sequence[str]) -> Iterator[_Given]:
+    first = 0
+    for item in epilogues:
+        name, _, letters = item.partition(":")
+        yield _Given(name, letters, first)
+        first += letters.count("t")
+
+
+def check_wanted(call: Call, wanted: Sequence[bool]) -> None:
+    """Raise where kernels do not compute the gradients of these of the epilogues' tensors.
+
+    Raises:
+        NotImplementedError: an epilogue does not say how, or gradients have to repeat bit for bit, which additions in
+            any order do not.
+        ValueError: a tensor has too many elements.
+    """
+    if any(one.with_gradients(wanted) is None for one in _given(call.epilogues)):
+        raise NotImplementedError(NO_GRADIENT)
+    if call.deterministic or torch.are_deterministic_algorithms_enabled():
+        raise NotImplementedError(
+            "the gradient of an epilogue's tensor is asked for with deterministic=True; accepted: False, or tensors "
+            "without one"
+        )
+    for x, own in zip(call.epilogue_tensors, wanted, strict=True):
+        if own and x.numel() > MAX_ELEMENTS:
+            raise ValueError(
+                f"an epilogue's tensor of shape {tuple(x.shape)} requires a gradient; accepted: at most {MAX_ELEMENTS} "
+                "elements"
+            )
+
+
+def with_targets(call: Call, wanted: Sequence[bool]) -> tuple[Call, list[Tensor | None]]:
+    """A call whose backward adds the wanted gradients to tensors, and these: fp32 of the epilogues' tensors' shapes.
+
+    Raises:
+        NotImplementedError, ValueError: as of :func:`check_wanted`.
+    """
+    check_wanted(call, wanted)
+    targets = [
+        torch.zeros(x.shape, dtype=torch.float32, device=x.device) if own else None
+        for x, own in zip(call.epilogue_tensors, wanted, strict=True)
+    ]
+    names: list[str] = []
+    tensors: list[Tensor] = []
+    for one in _given(call.epilogues):
+        added = [x for x in targets[one.tensors] if x is not None]
+        letters = one.letters + "t" * len(added)
+        names.append(f"{one.with_gradients(wanted)}:{letters}" if letters else one.name)
+        tensors += [*call.epilogue_tensors[one.tensors], *added]
+    return call._replace(epilogues=tuple(names), epilogue_tensors=tuple(tensors)), targets

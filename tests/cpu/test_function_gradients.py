@@ -1,0 +1,137 @@
+"""Gradients of tensors that functions capture: on score tiles, in calls of a backward, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cute_attn import attention, score_mod
+from cute_attn.api import operators
+from cute_attn.epilogues.base import user_epilogue
+from cute_attn.epilogues.functions.known import epilogue_of
+from cute_attn.host.call import ATTENTION, NUM_TENSORS
+from cute_attn.host.epilogue_gradients import MAX_ELEMENTS, check_wanted, with_targets
+from cute_attn.reference.check_epilogue import BACKWARD, Scores
+from cute_attn.reference.tilings import TINY
+from tests.cpu.test_ops import call
+
+
+def randn(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+TABLE, SLOPES, CAP, WEIGHTS = randn(3, 33), randn(3), torch.tensor(2.0), randn(2, 90)
+FUNCTIONS = {
+    "relative": lambda s, b, h, q, k: s + TABLE[h, (k - q).clamp(-4, 4) + 4],
+    "each-score-its-own": lambda s, b, h, q, k: s + TABLE[h, (7 * k - q) % 33] * TABLE[h, q % 33],
+    "softcap-and-slopes": lambda s, b, h, q, k: CAP * torch.tanh(s * SLOPES[h] / CAP),
+    "keys-where": lambda s, b, h, q, k: torch.where(q >= k, s + WEIGHTS[b, k], s * WEIGHTS[b, q]),
+}
+
+
+@pytest.mark.parametrize("tiling", BACKWARD)
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_score_tiles_add_up_to_the_gradient(function, tiling):
+    name, tensors = epilogue_of(function, None)
+    own = user_epilogue(name).with_gradients(tuple(range(len(tensors))))
+    problem = Scores.random(2, 3, 70, 90, extra={name: tensors})
+    traits = TINY[tiling].of(name, op="backward").traits
+    grad_out = torch.randn(problem.q.shape, generator=torch.Generator().manual_seed(1))
+    leaves = tuple(x.double().requires_grad_() for x in tensors)
+    expected = _with(problem, name, leaves).expected_gradients(traits, grad_out)
+    targets = tuple(torch.zeros(x.shape) for x in tensors)
+    got = _with(problem, own, (*tensors, *targets)).differentiate(
+        TINY[tiling].of(own, op="backward"), grad_out, expected.lse, -expected.dpsum
+    )
+    torch.testing.assert_close(got.scores, expected.scores.float(), atol=1e-4, rtol=1e-4)
+    for found, leaf in zip(targets, leaves, strict=True):
+        largest = float(leaf.grad.abs().max())
+        torch.testing.assert_close(found.double(), leaf.grad, atol=2e-5 * largest, rtol=1e-4)
+
+
+def _with(problem, name, given):
+    return replace(problem, inputs=replace(problem.inputs, extra={name: given}))
+
+
+@score_mod(
+    "scaled_and_shifted", example=lambda batch, nheads, *_: (0.5, torch.randn(nheads), torch.ones(4).int())
+)
+def scaled_and_shifted(score, b, h, q_idx, kv_idx, scale, shift, table):
+    return scale * score + shift[h] * table[kv_idx % 4]
+
+
+def _called(shift, **options):
+    """A call with an epilogue of a number and two tensors after one with a tensor."""
+    q, k, v = (randn(1, 8, 3, 16) for _ in range(3))
+    name, tensors = epilogue_of(FUNCTIONS["relative"], None)
+    own = {"epilogues": (f"{name}:t", "scaled_and_shifted:ftt"), "epilogue_numbers": (0.5,), **options}
+    return call(q, k, v)._replace(epilogue_tensors=(*tensors, shift, torch.ones(4).int()), **own)
+
+
+def test_a_backward_gets_tensors_to_add_to():
+    given = _called(randn(3).half())
+    asked, targets = with_targets(given, (True, True, False))
+    table, shift, numbers = given.epilogue_tensors
+    assert [x if x is None else (x.dtype, x.shape) for x in targets] == [
+        (torch.float32, table.shape),
+        (torch.float32, shift.shape),
+        None,
+    ]
+    assert [x.partition(":")[2] for x in asked.epilogues] == ["tt", "fttt"]
+    order = (table, targets[0], shift, numbers, targets[1])
+    assert all(x is y for x, y in zip(asked.epilogue_tensors, order, strict=True))
+    inputs = asked.score_inputs()
+    for item, other in zip(asked.epilogues, given.epilogues, strict=True):
+        epilogue = user_epilogue(item.partition(":")[0])(differentiates=True)
+        assert len(epilogue.host_args(inputs)) == len(epilogue.fake_args()), other
+    second = user_epilogue(asked.epilogues[1].partition(":")[0])
+    assert second.wanted == (1,) and issubclass(second, user_epilogue("scaled_and_shifted"))
+    alone, targets = with_targets(given, (False, True, False))
+    assert alone.epilogues[0] == given.epilogues[0] and targets[0] is None
+
+
+def test_the_operator_returns_them():
+    """As where something observes operators, or a compiler traces them; on the CPU by the reference."""
+    shift = randn(3).requires_grad_()
+    given = _called(shift)
+    out, lse, _ = torch.ops.cute_attn.forward.default(*given.values(ATTENTION))
+    (found,) = torch.autograd.grad(out.sum(), shift)
+    (expected,) = torch.autograd.grad(operators.forward_cpu(given)[0].sum(), shift)
+    torch.testing.assert_close(found, expected)
+    assert expected.abs().max() > 0
+    needed = (False,) * 5 + (False, True, False)
+    detached = (x.detach() for x in (torch.ones_like(out), out, lse))
+    grad, *others = operators.backward(given, next(detached), None, *detached, needed)[-2:-4:-1]
+    torch.testing.assert_close(grad, expected)
+    assert others == [None]
+
+
+def test_in_a_compiled_program():
+    q, k, v = (randn(1, 40, 3, 16) for _ in range(3))
+    table = TABLE.clone().requires_grad_()
+
+    def bias(score, b, h, q_idx, kv_idx):
+        return score + table[h, (kv_idx - q_idx).clamp(-4, 4) + 4]
+
+    def loss(q):
+        return attention(2 * q, k, v, score_mod=bias).square().sum()
+
+    (expected,) = torch.autograd.grad(loss(q), table)
+    (found,) = torch.autograd.grad(torch.compile(loss, backend="aot_eager")(q), table)
+    torch.testing.assert_close(found, expected)
+
+
+def test_what_is_refused(monkeypatch):
+    wanted = (True, True, False)
+    with pytest.raises(NotImplementedError, match="asked for with deterministic=True; accepted: False"):
+        check_wanted(_called(SLOPES, deterministic=True), wanted)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    with pytest.raises(NotImplementedError, match="asked for with deterministic=True; accepted: False"):
+        with_targets(_called(SLOPES), wanted)
+    monkeypatch.undo()
+    with pytest.raises(
+        ValueError, match=f"of shape .2147483648,. .* accepted: at most {MAX_ELEMENTS} elements"
+    ):
+        check_wanted(_called(torch.zeros(1).expand(2**31)), wanted)
+    check_wanted(_called(torch.zeros(1).expand(2**31)), (True, False, False))
+    assert len(_called(SLOPES)[:NUM_TENSORS]) == NUM_TENSORS
