@@ -1,4 +1,4 @@
-"""From traits and a tile to a kernel that runs: the registry, the build and the cache on disk."""
+"""From traits and a tile to a kernel that runs: the registry, the build, the cache on disk and bundles."""
 
 from cute_attn.compiler.compiled import (
     CompiledKernel,
