@@ -85,12 +85,12 @@ def _python() -> Iterator[Finding]:
 
 def _versions() -> Iterator[Finding]:
     """the compiler and torch"""
-    from cute_attn import without_dsl
+    from cute_attn import _without_dsl
     from cute_attn.compiler import toolchain
     from cute_attn.compiler.bundle import find_bundle
     from cute_attn.compiler.cubin import cuda_tool
 
-    if without_dsl.is_installed():
+    if _without_dsl.is_installed():
         versions = toolchain()
         found = f"{versions['cutlass_dsl']}, tvm-ffi {versions['tvm_ffi']}"
         yield Finding("CUTLASS DSL", f"{found}, its compiler is CUDA {versions['ptx_toolkit']}")
@@ -208,7 +208,7 @@ def _self_test() -> Iterator[Finding]:
     import torch
 
     import cute_attn
-    from cute_attn import without_dsl
+    from cute_attn import _without_dsl
 
     q, k, v = (torch.randn(1, 70, heads, 32) for heads in (4, 2, 2))
     ours: Any = cute_attn.attention(q, k, v, causal=True)
@@ -216,7 +216,7 @@ def _self_test() -> Iterator[Finding]:
     torchs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     error = float((ours - torchs.transpose(1, 2)).abs().max())
     yield _within("attention on the CPU", error, 1e-5)
-    if without_dsl.is_installed():
+    if _without_dsl.is_installed():
         built = cute_attn.compile(SMALL)
         how = "from the cache" if built.from_cache else f"in {built.seconds:.1f} s"
         yield Finding("a kernel", f"{SMALL} built {how}: {built.resources.registers} registers")

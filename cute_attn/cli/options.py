@@ -86,8 +86,6 @@ Like = Annotated[
     Path | None,
     typer.Option(
         "--like",
-        exists=True,
-        dir_okay=False,
         help="A file of `cute-attn run --json`: the kernels that it lists.",
     ),
 ]

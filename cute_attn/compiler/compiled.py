@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cute_attn import without_dsl
+from cute_attn import _without_dsl
 from cute_attn.compiler import cubin as _cubin
 from cute_attn.compiler import html
 from cute_attn.compiler.bundle import VARIABLE, BundleUnusable, find_bundle, load_function
@@ -231,7 +231,7 @@ def build(kernel: Any, target: str, *, lines: bool = False) -> CompiledKernel:
     bundled = None if lines else _bundled(kernel, target)
     if bundled is not None:
         return bundled
-    if not without_dsl.is_installed():
+    if not _without_dsl.is_installed():
         raise BundleUnusable(_why_not_built(kernel, target))
     key = key_of(kernel, target, lines=lines)
     known = _kernels.get(key)
@@ -263,7 +263,7 @@ def _bundled(kernel: Any, target: str) -> CompiledKernel | None:
             return known
         entry = bundle.get(key)
     except BundleUnusable as reason:
-        if not without_dsl.is_installed():
+        if not _without_dsl.is_installed():
             raise
         warn_once(f"kernels are built here: {reason}")
         return None
@@ -278,7 +278,7 @@ def _why_not_built(kernel: Any, target: str) -> str:
     where = f"{VARIABLE} names no bundle" if bundle is None else f"the bundle {bundle.root} does not hold it"
     return (
         f"{kernel.traits.name} for {target} with tile {kernel.tile} cannot be loaded: {where}, and "
-        f"{without_dsl.REASON}; accepted: a bundle of `cute-attn bundle` that holds it, or nvidia-cutlass-dsl"
+        f"{_without_dsl.REASON}; accepted: a bundle of `cute-attn bundle` that holds it, or nvidia-cutlass-dsl"
     )
 
 

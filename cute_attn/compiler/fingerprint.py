@@ -23,7 +23,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from cute_attn import _imported_at, without_dsl
+from cute_attn import _imported_at, _without_dsl
 from cute_attn.compiler.typed import is_typed, typed_parts
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -45,8 +45,8 @@ def toolchain() -> dict[str, str]:
     Raises:
         RuntimeError: the DSL is not installed.
     """
-    if not without_dsl.is_installed():
-        raise RuntimeError(without_dsl.REASON)
+    if not _without_dsl.is_installed():
+        raise RuntimeError(_without_dsl.REASON)
     from cutlass import CUDA_VERSION
 
     return {

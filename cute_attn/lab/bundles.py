@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import cute_attn
-from cute_attn import without_dsl
+from cute_attn import _without_dsl
 from cute_attn.compiler import bundle, compiled, registry
 from cute_attn.compiler.cache import CUBIN, LIBRARY, OBJECT, DiskCache, Entry, default_cache
 from cute_attn.compiler.compiled import Prebuilt, Request, default_target, prebuild, toolchain, user_modules
@@ -102,7 +102,7 @@ def like(path: Path) -> list[Request]:
     try:
         rows = json.loads(path.read_bytes())["kernels"]
         found = [(Traits.parse(row["name"]), row["tile"], row["target"]) for row in rows]
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--like is {str(path)!r}, which is not one ({error}); {accepted}") from None
     if not found:
         raise ValueError(f"--like is {str(path)!r}, which lists no kernel; {accepted}")
@@ -126,8 +126,8 @@ def make_bundle(requests: Iterable[Request], output: Path, workers: int | None =
             cache is off; there is no C compiler; or a kernel failed.
     """
     _check_output(output)
-    if not without_dsl.is_installed():
-        raise ValueError(f"{without_dsl.REASON}; accepted: `cute-attn bundle` where it is")
+    if not _without_dsl.is_installed():
+        raise ValueError(f"{_without_dsl.REASON}; accepted: `cute-attn bundle` where it is")
     _run([*compiler(), "--version"], Path())
     cache = default_cache()
     if cache is None:

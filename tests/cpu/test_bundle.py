@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_attn import Traits, lookup, without_dsl
+from cute_attn import Traits, _without_dsl, lookup
 from cute_attn.compiler import bundle, cache, compiled, fingerprint
 from cute_attn.compiler.bundle import BundleUnusable, open_bundle
 from cute_attn.compiler.cache import CUBIN, LIBRARY
@@ -50,7 +50,7 @@ def copy(made, tmp_path):
 @pytest.fixture
 def no_dsl(monkeypatch):
     """As where the DSL is not installed, as far as the compiler asks."""
-    monkeypatch.setattr(without_dsl, "is_installed", lambda: False)
+    monkeypatch.setattr(_without_dsl, "is_installed", lambda: False)
 
 
 def build(traits=APPEND):
