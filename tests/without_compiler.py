@@ -22,6 +22,7 @@ import cute_attn
 from cute_attn import attention, compiler, reference
 from cute_attn.host import counters, kvcache_launcher, launcher, memory
 from cute_attn.host.call import NUM_TENSORS, Call
+from cute_attn.host.slots import slot
 
 BF16 = torch.bfloat16
 found = {}
@@ -71,6 +72,12 @@ def calls():
         kvcache_launcher.plan_for(cache)
 
 
+def on_a_gpu(*shape, dtype=BF16):
+    """A contiguous tensor that says so, without memory."""
+    strides = torch.empty(shape, device="meta").stride()
+    return slot(shape, strides, dtype, torch.device("cuda", 0)).tensor
+
+
 def kernels(runtime):
     """Kernels themselves, in libraries that are told apart."""
     kernel = cute_attn.compile("append-sm80-bf16-d64", target="sm80")
@@ -81,6 +88,9 @@ def kernels(runtime):
     for name, one in (("append", kernel), ("forward", forward)):
         with sentence(f"{name} without arguments"):
             one.function()
+    caches, new = ((on_a_gpu(2, rows, 2, 64), on_a_gpu(2, rows, 2, 64)) for rows in (8, 1))
+    with sentence("append on a GPU"):
+        kernel.function(*caches, None, (*new, on_a_gpu(2, dtype=torch.int32), None), None, None)
     with sentence("ptx"):
         kernel.ptx  # noqa: B018
     found["registers"] = kernel.resources.registers

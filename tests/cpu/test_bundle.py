@@ -76,13 +76,11 @@ def found(made, tmp_path_factory):
         text=True,
         check=True,
     )
-    names = [name for name in done.stdout.split() if name.startswith("cuda")]
-    texts = "".join(f'const char *{x}(int e) {{ return "{x}"; }}\n' for x in names if "GetError" in x)
-    others = "".join(
-        f"int {x}(void) {{ return 35; }}\n" for x in names if "GetErrorN" not in x and "String" not in x
-    )
-    texts = "".join(line + "\n" for line in texts.splitlines() if "GetLastError" not in line)
-    (folder / "runtime.c").write_text(texts + others)
+    names = {name for name in done.stdout.split() if name.startswith("cuda")}
+    texts = {"cudaGetErrorName", "cudaGetErrorString"}
+    failing = [f"int {name}(void) {{ return 35; }}" for name in names - texts]
+    source = [*failing, *(f'const char *{name}(int e) {{ return "{name}"; }}' for name in texts)]
+    (folder / "runtime.c").write_text("\n".join(source))
     stub = folder / "runtime.so"
     subprocess.run(
         [*bundles.compiler(), "-w", "-shared", "-fPIC", "-o", stub, folder / "runtime.c"], check=True
@@ -115,6 +113,13 @@ def test_calls_take_kernels_of_the_bundle(found):
 
 def test_libraries_are_told_apart(found):
     assert "mKcache" in found["append without arguments"] and "mQ" in found["forward without arguments"]
+
+
+def test_a_kernel_reaches_the_runtime_and_reports_its_error(found):
+    assert (
+        found["append on a GPU"]
+        == "RuntimeError: Got Cuda Runtime Error: cudaGetErrorName cudaGetErrorString"
+    )
 
 
 @pytest.mark.parametrize(
