@@ -18,7 +18,7 @@ from rich.console import Console
 import cute_attn
 
 # Modules that load torch or the DSL are imported inside the commands: --help and the cache need neither.
-from cute_attn.cli import bundle, code, doctor, gpu, hub, run, table, words
+from cute_attn.cli import bundle, code, doctor, export, gpu, hub, run, table, words
 from cute_attn.cli.errors import described
 from cute_attn.cli.options import (
     AsJson,
@@ -541,5 +541,6 @@ table.add_to(app)
 run.add_to(app)
 hub.add_to(app)
 bundle.add_to(app)
+export.add_to(app)
 words.add_to(app)
 doctor.add_to(app)

@@ -36,7 +36,7 @@ LICENCE = {
     "License Agreement, which has to allow it before a bundle is given to others",
 }
 
-_RAISE_CUDA_ERROR = r"""
+RAISE_CUDA_ERROR = r"""
 /* What kernels call of the DSL's large runtime, as its CuteDSLRuntime.h declares it: raise an error of CUDA. */
 #include <stdint.h>
 #include <stdio.h>
@@ -126,23 +126,33 @@ def make_bundle(requests: Iterable[Request], output: Path, workers: int | None =
             cache is off; there is no C compiler; or a kernel failed.
     """
     _check_output(output)
-    if not _without_dsl.is_installed():
-        raise ValueError(f"{_without_dsl.REASON}; accepted: `cute-attn bundle` where it is")
+    wanted = check_requests(requests)
     _run([*compiler(), "--version"], Path())
     cache = default_cache()
     if cache is None:
         raise ValueError("CUTE_ATTN_CACHE is '0'; bundling needs the disk cache")
+    return _make(wanted, output, workers, cache)
+
+
+def check_requests(requests: Iterable[Request]) -> list[Request]:
+    """Each request once.
+
+    Raises:
+        ValueError: the DSL is not installed, or a kernel is none of the package's.
+    """
+    if not _without_dsl.is_installed():
+        raise ValueError(f"{_without_dsl.REASON}; accepted: a machine where it is")
     wanted = list(dict.fromkeys(requests))
     for request in wanted:
         if user_modules(request):
             raise ValueError(f"{request[0]} is a kernel of your own; accepted in a bundle: the package's")
-    return _make(wanted, output, workers, cache)
+    return wanted
 
 
 def _make(wanted: list[Request], output: Path, workers: int | None, cache: DiskCache) -> Iterator[Prebuilt]:
     kernels: dict[str, tuple[dict[str, Any], bytes]] = {}
     failed = 0
-    with _without_bundle(), concurrent.futures.ThreadPoolExecutor() as pool:
+    with without_bundle(), concurrent.futures.ThreadPoolExecutor() as pool:
         linking = []
 
         def add(traits: Any, tile: Any, target: str) -> None:
@@ -174,7 +184,7 @@ def _make(wanted: list[Request], output: Path, workers: int | None, cache: DiskC
 
 
 @contextlib.contextmanager
-def _without_bundle() -> Iterator[None]:
+def without_bundle() -> Iterator[None]:
     """Meanwhile this process and those it starts build kernels, whose objects are linked."""
     before = os.environ.get(bundle.VARIABLE)
     os.environ[bundle.VARIABLE] = "0"
@@ -227,7 +237,7 @@ def link(object_file: bytes) -> bytes:
     with tempfile.TemporaryDirectory(prefix="cute_attn-") as name:
         folder = Path(name)
         (folder / OBJECT).write_bytes(object_file)
-        (folder / "raise.c").write_text(_RAISE_CUDA_ERROR)
+        (folder / "raise.c").write_text(RAISE_CUDA_ERROR)
         (folder / "exported").write_text(_EXPORTED)
         options = ["-shared", "-fPIC", "-O1", "-s", "-o", LIBRARY, OBJECT, "raise.c", str(runtime_archive())]
         _run([*compiler(), *options, "-Wl,--version-script=exported"], folder)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import checks
+from tests import checks, exported
 from tests.gpu import bundled
+from tests.gpu.archs import runnable_archs
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,3 +83,11 @@ def test_the_bundle_has_what_the_program_needed(folder):
     ops = {one["name"].partition("-")[0] for one in kernels}
     assert ops >= {"forward", "backward", "backward_preprocess", "backward_convert", "append", "kvcache"}
     assert not (folder / "no-cache").exists()
+
+
+@pytest.mark.skipif("sm90" not in runnable_archs(), reason="the example's kernels are Hopper's")
+def test_a_program_in_cpp(tmp_path):
+    exported.export(tmp_path / "kernels")
+    program = exported.build_example(tmp_path / "kernels", tmp_path / "build")
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
