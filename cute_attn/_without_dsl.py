@@ -24,7 +24,7 @@ def is_installed() -> bool:
     """Whether there is a DSL to build kernels with."""
     try:
         return importlib.util.find_spec("cutlass") is not None
-    except ImportError:
+    except (ImportError, ValueError):  # the latter of a module that was made by hand
         return False
 
 

@@ -6,7 +6,16 @@ from typing import Annotated
 import typer
 
 # Modules that load torch or the DSL are imported inside the command: --help needs neither.
-from cute_attn.cli.options import Like, Names, TileText, Workers, import_kernels, show_building, working
+from cute_attn.cli.options import (
+    Like,
+    Names,
+    TileText,
+    Workers,
+    import_kernels,
+    requests_like,
+    show_building,
+    working,
+)
 
 TARGETS = "sm80,sm90"
 """What --all is for."""
@@ -42,7 +51,7 @@ def bundle(
     kernels that its calls launch. Kernels are built in parallel processes and linked by the C compiler. Calls may need
     other tiles than the default ones, for their lengths and on their GPU: --like has exactly what a program needed.
     """
-    if (bool(names), everything, like is not None).count(True) != 1:
+    if (bool(names), everything, bool(like)).count(True) != 1:
         raise ValueError("what to bundle is not one of NAMEs, --all and --like; accepted: one of them")
     if tile and not names:
         raise ValueError(f"--tile is {tile!r}; accepted beside NAMEs alone")
@@ -57,8 +66,8 @@ def bundle(
                 raise ValueError(
                     f"--target is {targets!r}; accepted: some of {', '.join(ACCEPTED)}, with commas"
                 )
-        if like is not None:
-            requests = [one for one in bundles.like(like) if not wanted or one[2] in wanted]
+        if like:
+            requests = [one for one in requests_like(like) if not wanted or one[2] in wanted]
         elif everything:
             requests = bundles.default_requests(wanted or TARGETS.split(","))
         else:

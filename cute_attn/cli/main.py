@@ -32,6 +32,7 @@ from cute_attn.cli.options import (
     import_kernels,
     is_verbose,
     make_console,
+    requests_like,
     show,
     show_building,
     working,
@@ -513,12 +514,10 @@ def cache_prebuild(
     from cute_attn.compiler import prebuild, registry
 
     requests: list[tuple[Traits, Any, str | None]]
-    if like is not None:
-        from cute_attn.lab import bundles
-
+    if like:
         if names or tile or target:
             raise ValueError("--like is given beside NAMEs, --tile or --target; accepted: --like alone")
-        requests = [*bundles.like(like)]
+        requests = requests_like(like)
     elif names:
         requests = [(Traits.parse(n), tile or None, target) for n in names]
     else:

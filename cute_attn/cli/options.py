@@ -83,10 +83,10 @@ Target = Annotated[
     ),
 ]
 Like = Annotated[
-    Path | None,
+    list[Path] | None,
     typer.Option(
         "--like",
-        help="A file of `cute-attn run --json`: the kernels that it lists.",
+        help="A file of `cute-attn run --json`: the kernels that it lists; may be repeated.",
     ),
 ]
 Workers = Annotated[int | None, typer.Option(help="Processes; by default one a core.")]
@@ -178,6 +178,16 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
     with live_progress(*columns) as progress:
         task = progress.add_task(text)
         yield lambda now: progress.update(task, description=now)
+
+
+def requests_like(paths: list[Path]) -> list[Any]:
+    """The requests of ``--like``; says which kernels are none of the package's."""
+    from cute_attn.lab import bundles
+
+    requests, left_out = bundles.like(paths)
+    for name in left_out:
+        print(f"left out: {name}, a kernel of your own", file=sys.stderr)
+    return requests
 
 
 def show_building(builds: Iterable[Any], total: int) -> None:

@@ -14,6 +14,7 @@ from cute_attn.compiler.compiled import (
     prebuild,
     toolchain,
     user_modules,
+    why_no_kernels,
 )
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "prebuild",
     "toolchain",
     "user_modules",
+    "why_no_kernels",
 ]

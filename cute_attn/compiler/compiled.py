@@ -272,6 +272,19 @@ def _bundled(kernel: Any, target: str) -> CompiledKernel | None:
     return _kernels.setdefault(key, CompiledKernel(kernel, target, entry, from_cache=True))
 
 
+def why_no_kernels() -> str | None:
+    """Why no kernel at all can be loaded here, as one sentence, or None."""
+    if _without_dsl.is_installed():
+        return None
+    try:
+        found = find_bundle()
+    except BundleUnusable as reason:
+        return str(reason)
+    if found is None:
+        return f"there is no bundle of kernels, and {_without_dsl.REASON}; accepted: one of them"
+    return None
+
+
 def _why_not_built(kernel: Any, target: str) -> str:
     """Without a DSL, of a kernel that is not bundled."""
     bundle = find_bundle()

@@ -92,12 +92,27 @@ def _distinct(groups: Iterable[list[Request]]) -> list[Request]:
     return list(dict.fromkeys(itertools.chain.from_iterable(groups)))
 
 
-def like(path: Path) -> list[Request]:
-    """The kernels that a program's calls needed, from the file that ``cute-attn run --json`` wrote of it.
+def like(paths: Iterable[Path]) -> tuple[list[Request], list[str]]:
+    """The kernels that programs' calls needed, from the files that ``cute-attn run --json`` wrote of them.
+
+    Returns:
+        the package's kernels, and the names of those of users, which are not bundled.
 
     Raises:
-        ValueError: it is not such a file, or lists no kernel.
+        ValueError: one is not such a file, or lists no kernel.
     """
+    found: dict[Request, None] = {}
+    left_out: dict[str, None] = {}
+    for path in paths:
+        for traits, tile, target in _listed(path):
+            if traits.epilogues or traits.variant not in ("", *registry.SPECULATIVE_PAIR):
+                left_out[traits.name] = None
+            else:
+                found[traits, registry.lookup(traits, tile, target).tile, target] = None
+    return list(found), list(left_out)
+
+
+def _listed(path: Path) -> list[tuple[Traits, str, str]]:
     accepted = "accepted: a file of `cute-attn run --json` from a machine with a GPU"
     try:
         rows = json.loads(path.read_bytes())["kernels"]
@@ -106,7 +121,7 @@ def like(path: Path) -> list[Request]:
         raise ValueError(f"--like is {str(path)!r}, which is not one ({error}); {accepted}") from None
     if not found:
         raise ValueError(f"--like is {str(path)!r}, which lists no kernel; {accepted}")
-    return [(traits, registry.lookup(traits, tile, target).tile, target) for traits, tile, target in found]
+    return found
 
 
 # ---- making it ----

@@ -252,8 +252,13 @@ def test_a_compiler_builds_what_a_bundle_cannot_give_and_says_so(copy, monkeypat
     assert build(FORWARD).how_built == "from a bundle"
 
 
-def test_without_a_bundle_and_a_compiler(no_dsl, monkeypatch):
+def test_without_a_bundle_and_a_compiler(no_dsl, monkeypatch, made):
+    monkeypatch.setenv(bundle.VARIABLE, str(made))
+    assert compiled.why_no_kernels() is None
+    monkeypatch.setenv(bundle.VARIABLE, "/none")
+    assert "cannot be read" in compiled.why_no_kernels()
     monkeypatch.setenv(bundle.VARIABLE, "0")
+    assert compiled.why_no_kernels().startswith("there is no bundle of kernels, and building kernels needs")
     with pytest.raises(
         BundleUnusable, match="cannot be loaded: CUTE_ATTN_BUNDLE names no bundle, and building"
     ):
@@ -388,7 +393,7 @@ def test_a_programs_kernels_are_listed_and_bundled(tmp_path, made):
     )
     assert done.returncode == 0, done.stderr
     tile = lookup(APPEND, "num_threads=64").tile
-    assert bundles.like(listed) == [(APPEND, tile, "sm80")]
+    assert bundles.like([listed, listed]) == ([(APPEND, tile, "sm80")], [])
     for command, text in (
         (("bundle", "-o", str(tmp_path / "made")), "1 kernels"),
         (("cache", "prebuild"), "1/1"),
@@ -399,7 +404,12 @@ def test_a_programs_kernels_are_listed_and_bundled(tmp_path, made):
     assert meta["tile"] == {"num_threads": 64}
     listed.write_text('{"kernels": []}')
     with pytest.raises(ValueError, match="which lists no kernel; accepted"):
-        bundles.like(listed)
+        bundles.like([listed])
+    own = {"name": "forward-sm80:toy-bf16-d64", "tile": "", "target": "sm80"}
+    listed.write_text(
+        json.dumps({"kernels": [own, {"name": APPEND.name, "tile": str(tile), "target": "sm80"}]})
+    )
+    assert bundles.like([listed]) == ([(APPEND, tile, "sm80")], [own["name"]])
 
 
 def test_doctor_names_the_bundle(made):
