@@ -16,8 +16,13 @@ import time
 from importlib import import_module
 from typing import Any
 
+from cute_attn import _without_dsl
+
 __version__ = "0.1.0"
 _imported_at = time.time()  # sources that changed later may not be what runs
+
+if not _without_dsl.is_installed():
+    _without_dsl.install()
 
 _HOME = {
     "Traits": "traits",

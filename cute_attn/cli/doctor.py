@@ -85,14 +85,19 @@ def _python() -> Iterator[Finding]:
 
 def _versions() -> Iterator[Finding]:
     """the compiler and torch"""
+    from cute_attn import _without_dsl
     from cute_attn.compiler import toolchain
+    from cute_attn.compiler.bundle import find_bundle
     from cute_attn.compiler.cubin import cuda_tool
 
-    versions = toolchain()
-    yield Finding(
-        "CUTLASS DSL",
-        f"{versions['cutlass_dsl']}, tvm-ffi {versions['tvm_ffi']}, its compiler is CUDA {versions['ptx_toolkit']}",
-    )
+    if _without_dsl.is_installed():
+        versions = toolchain()
+        found = f"{versions['cutlass_dsl']}, tvm-ffi {versions['tvm_ffi']}"
+        yield Finding("CUTLASS DSL", f"{found}, its compiler is CUDA {versions['ptx_toolkit']}")
+    else:
+        bundled = find_bundle() is not None
+        fix = "to build kernels: " if bundled else "a bundle of `cute-attn bundle`, or "
+        yield Finding("CUTLASS DSL", "not installed", f"{fix}{_reinstall()}", broken=not bundled)
     import torch
 
     cuda = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for the CPU"
@@ -124,6 +129,28 @@ def _gpu() -> Iterator[Finding]:
         yield Finding("GPU", f"{name}, driver {driver}, kernels are built for {default_target('sm80')}")
     except ValueError as error:
         yield Finding("GPU", f"{name}: {error}", "another GPU; calls stay PyTorch's here")
+
+
+def _bundle() -> Iterator[Finding]:
+    """the bundle of compiled kernels"""
+    from cute_attn.compiler.bundle import VARIABLE, BundleUnusable, find_bundle
+
+    try:
+        bundle = find_bundle()
+    except BundleUnusable as reason:
+        yield Finding("bundle", str(reason), f"another bundle, or {VARIABLE}=0", broken=True)
+        return
+    if bundle is None:
+        yield Finding(
+            "bundle", "none: kernels are built at their first call", f"cute-attn bundle, {VARIABLE}"
+        )
+        return
+    targets = " and ".join(sorted({meta["target"] for meta in bundle.kernels.values()}))
+    yield Finding(
+        "bundle",
+        f"{len(bundle.kernels)} kernels for {targets}, {bundle.size / 1e6:.1f} MB in {bundle.root}, built by CUTLASS "
+        f"DSL {bundle.toolchain['cutlass_dsl']} of CUDA {bundle.toolchain['ptx_toolkit']}",
+    )
 
 
 def _cache() -> Iterator[Finding]:
@@ -181,6 +208,7 @@ def _self_test() -> Iterator[Finding]:
     import torch
 
     import cute_attn
+    from cute_attn import _without_dsl
 
     q, k, v = (torch.randn(1, 70, heads, 32) for heads in (4, 2, 2))
     ours: Any = cute_attn.attention(q, k, v, causal=True)
@@ -188,9 +216,10 @@ def _self_test() -> Iterator[Finding]:
     torchs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     error = float((ours - torchs.transpose(1, 2)).abs().max())
     yield _within("attention on the CPU", error, 1e-5)
-    built = cute_attn.compile(SMALL)
-    how = "from the cache" if built.from_cache else f"in {built.seconds:.1f} s"
-    yield Finding("a kernel", f"{SMALL} built {how}: {built.resources.registers} registers")
+    if _without_dsl.is_installed():
+        built = cute_attn.compile(SMALL)
+        how = "from the cache" if built.from_cache else f"in {built.seconds:.1f} s"
+        yield Finding("a kernel", f"{SMALL} built {how}: {built.resources.registers} registers")
     if torch.cuda.is_available():
         x = torch.randn(1, 130, 4, 64, dtype=torch.bfloat16, device="cuda")
         got: Any = cute_attn.attention(x, x, x, causal=True)
@@ -204,4 +233,12 @@ def _within(what: str, error: float, most: float) -> Finding:
     return Finding(what, f"wrong: {error:.0e} from torch's", _reinstall(), broken=True)
 
 
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_python, _versions, _gpu, _cache, _doors, _self_test)
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    _python,
+    _versions,
+    _gpu,
+    _bundle,
+    _cache,
+    _doors,
+    _self_test,
+)

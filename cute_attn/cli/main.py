@@ -14,24 +14,27 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import cute_attn
 
 # Modules that load torch or the DSL are imported inside the commands: --help and the cache need neither.
-from cute_attn.cli import code, doctor, gpu, hub, run, table, words
+from cute_attn.cli import bundle, code, doctor, export, gpu, hub, run, table, words
 from cute_attn.cli.errors import described
 from cute_attn.cli.options import (
     AsJson,
+    Like,
     Name,
     Names,
     Target,
     TileText,
     Verbose,
+    Workers,
     import_kernels,
     is_verbose,
     make_console,
+    requests_like,
     show,
+    show_building,
     working,
     writable_folder,
 )
@@ -504,30 +507,22 @@ def cache_prebuild(
     names: Names = None,
     tile: TileText = "",
     target: Target = None,
-    workers: Annotated[int | None, typer.Option(help="Processes; by default one a core.")] = None,
+    like: Like = None,
+    workers: Workers = None,
 ) -> None:
-    """Build NAMEs, or every default kernel, in parallel processes."""
+    """Build NAMEs, the kernels of a program, or every default kernel, in parallel processes."""
     from cute_attn.compiler import prebuild, registry
 
-    if names:
-        requests: list[tuple[Traits, Any, str | None]] = [
-            (Traits.parse(n), tile or None, target) for n in names
-        ]
+    requests: list[tuple[Traits, Any, str | None]]
+    if like:
+        if names or tile or target:
+            raise ValueError("--like is given beside NAMEs, --tile or --target; accepted: --like alone")
+        requests = requests_like(like)
+    elif names:
+        requests = [(Traits.parse(n), tile or None, target) for n in names]
     else:
         requests = [(t, tile or None, on) for t, on in registry.defaults() if target in (None, on)]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    failed = 0
-    with Progress(*columns) as progress:
-        task = progress.add_task("building", total=len(requests))
-        for built in prebuild(requests, workers):
-            progress.advance(task)
-            if built.error is not None:
-                failed += 1
-                progress.console.print(f"[red]{built.traits.name}: {built.error}")
-            elif built.seconds:
-                progress.console.print(f"{built.traits.name}  {built.seconds:.1f} s")
-    if failed:
-        raise ValueError(f"{failed} of {len(requests)} kernels could not be built")
+    show_building(prebuild(requests, workers), len(requests))
 
 
 def _cache() -> Any:
@@ -544,5 +539,7 @@ gpu.add_to(app)
 table.add_to(app)
 run.add_to(app)
 hub.add_to(app)
+bundle.add_to(app)
+export.add_to(app)
 words.add_to(app)
 doctor.add_to(app)

@@ -5,14 +5,22 @@ import gc
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from cute_attn.tiles import TARGETS
 from cute_attn.traits import ARCHS, DTYPES, FEATURES, OPS, Traits
@@ -74,6 +82,14 @@ Target = Annotated[
         help="sm80, sm86, sm89 or sm90; by default the GPU that is present, or the kernel's generation.",
     ),
 ]
+Like = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--like",
+        help="A file of `cute-attn run --json`: the kernels that it lists; may be repeated.",
+    ),
+]
+Workers = Annotated[int | None, typer.Option(help="Processes; by default one a core.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 _verbose = False
@@ -162,6 +178,37 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
     with live_progress(*columns) as progress:
         task = progress.add_task(text)
         yield lambda now: progress.update(task, description=now)
+
+
+def requests_like(paths: list[Path]) -> list[Any]:
+    """The requests of ``--like``; says which kernels are none of the package's."""
+    from cute_attn.lab import bundles
+
+    requests, left_out = bundles.like(paths)
+    for name in left_out:
+        print(f"left out: {name}, a kernel of your own", file=sys.stderr)
+    return requests
+
+
+def show_building(builds: Iterable[Any], total: int) -> None:
+    """A progress bar of what :func:`cute_attn.prebuild` yields.
+
+    Raises:
+        ValueError: some could not be built.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    failed = 0
+    with Progress(*columns) as progress:
+        task = progress.add_task("building", total=total)
+        for built in builds:
+            progress.advance(task)
+            if built.error is not None:
+                failed += 1
+                progress.console.print(f"[red]{built.traits.name}: {built.error}")
+            elif built.seconds:
+                progress.console.print(f"{built.traits.name}  {built.seconds:.1f} s")
+    if failed:
+        raise ValueError(f"{failed} of {total} kernels could not be built")
 
 
 def live_progress(*columns: ProgressColumn) -> Progress:

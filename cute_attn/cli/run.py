@@ -316,4 +316,12 @@ def summary(rows: list[Any], program: str, seconds: float, gains: list[float]) -
         "torch": None if torch is None else torch.__version__,
         "cute_attn": cute_attn.__version__,
         "rows": [row.as_dict() for row in rows],
+        "kernels": kernels(),
     }
+
+
+def kernels() -> list[dict[str, str]]:
+    """Name, tile and target of each kernel that the program's calls needed: :func:`cute_attn.lab.bundles.like`."""
+    compiled = sys.modules.get("cute_attn.compiler.compiled")
+    loaded = [] if compiled is None else compiled.loaded_kernels()
+    return [{"name": one.name, "tile": str(one.tile), "target": one.target} for one in loaded]

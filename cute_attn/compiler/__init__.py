@@ -1,4 +1,4 @@
-"""From traits and a tile to a kernel that runs: the registry, the build and the cache on disk."""
+"""From traits and a tile to a kernel that runs: the registry, the build, the cache on disk and bundles."""
 
 from cute_attn.compiler.compiled import (
     CompiledKernel,
@@ -14,6 +14,7 @@ from cute_attn.compiler.compiled import (
     prebuild,
     toolchain,
     user_modules,
+    why_no_kernels,
 )
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "prebuild",
     "toolchain",
     "user_modules",
+    "why_no_kernels",
 ]

@@ -23,6 +23,7 @@ from typing import Any
 from cute_attn.compiler.fingerprint import digest
 
 OBJECT, CUBIN, PTX = "kernel.o", "kernel.cubin", "kernel.ptx"
+LIBRARY = "kernel.so"
 ELSEWHERE = "CUTE_ATTN_CACHE_DIR names another folder"
 _PARTS = (OBJECT, CUBIN, PTX)
 _NAMES = ("kernels", "locks")
@@ -37,7 +38,7 @@ class Entry:
     Attributes:
         key: what it is found under.
         meta: name, target, tile, resources, warnings, seconds, ...
-        parts: its ``OBJECT``, ``CUBIN`` and ``PTX``.
+        parts: its ``OBJECT``, ``CUBIN`` and ``PTX``; of a bundle its ``LIBRARY`` and ``CUBIN``.
     """
 
     key: str

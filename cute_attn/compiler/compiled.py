@@ -1,4 +1,4 @@
-"""From traits and a tile to a kernel that runs, cached in memory and on disk.
+"""From traits and a tile to a kernel that runs, taken from a bundle or cached in memory and on disk.
 
     compiled = compile("forward-sm80-bf16-d128-causal", target="sm90")
     compiled.resources.registers, compiled.instructions["HMMA"], compiled.ptx
@@ -22,11 +22,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cute_attn import _without_dsl
 from cute_attn.compiler import cubin as _cubin
 from cute_attn.compiler import html
+from cute_attn.compiler.bundle import VARIABLE, BundleUnusable, find_bundle, load_function
 from cute_attn.compiler.cache import (
     CUBIN,
     ELSEWHERE,
+    LIBRARY,
     OBJECT,
     PTX,
     CacheUnusable,
@@ -37,7 +40,7 @@ from cute_attn.compiler.cache import (
     warn_once,
 )
 from cute_attn.compiler.cubin import Resources
-from cute_attn.compiler.fingerprint import cache_key, toolchain
+from cute_attn.compiler.fingerprint import cache_key, source_key, toolchain
 from cute_attn.compiler.workers import Worker
 from cute_attn.traits import Traits
 
@@ -93,7 +96,7 @@ class CompiledKernel:
         warnings: ptxas's: serialised wgmma (C7510 to C7518) or ignored setmaxnreg (C7508).
         key: the key it is cached under.
         seconds: what building it took.
-        from_cache: whether this process found it on disk.
+        from_cache: whether this process found it on disk, or in a bundle.
         not_stored: why later processes will not find it on disk, or None.
     """
 
@@ -119,20 +122,28 @@ class CompiledKernel:
     @functools.cached_property
     def function(self) -> Callable[..., None]:
         """The launching function, loaded on first use; a hot path keeps it."""
+        parts, name = self._entry.parts, self._entry.meta["function"]
+        if LIBRARY in parts:
+            return load_function(parts[LIBRARY], name, self._entry.meta["toolchain"])
         from cutlass.cute.runtime import load_module
 
         # From memory: the file may have gone, or be another, since it was checked.
         with open(os.memfd_create("cute_attn"), "wb") as file:
-            file.write(self._entry.parts[OBJECT])
+            file.write(parts[OBJECT])
             file.flush()
             module = load_module(f"/proc/self/fd/{file.fileno()}", enable_tvm_ffi=True)
-        return getattr(module, self._entry.meta["function"])
+        return getattr(module, name)
 
     def __call__(self, *args: Any) -> None:
         self.function(*args)
 
     @property
     def ptx(self) -> str:
+        if PTX not in self._entry.parts:
+            raise ValueError(
+                f"{self.name} comes from a bundle, which holds no PTX; accepted: {VARIABLE}=0, with which "
+                "nvidia-cutlass-dsl builds it"
+            )
         return self._entry.parts[PTX].decode().rstrip("\0")
 
     @property
@@ -149,6 +160,13 @@ class CompiledKernel:
         """Machine instructions in the code, by mnemonic, most frequent first."""
         return _cubin.count_instructions(self.sass)
 
+    @property
+    def how_built(self) -> str:
+        """Where it comes from, or how long building it took."""
+        if LIBRARY in self._entry.parts:
+            return "from a bundle"
+        return "from the cache" if self.from_cache else f"in {self.seconds:.1f} s"
+
     def __repr__(self) -> str:
         used = self.resources
         return (
@@ -164,7 +182,7 @@ class CompiledKernel:
             "shared memory per block": f"{used.shared_memory_bytes:,} bytes",
             "spills": f"{used.spill_store_bytes} bytes stored, {used.spill_load_bytes} loaded",
             "local memory a thread": f"{used.local_bytes} bytes",
-            "built": "from the cache" if self.from_cache else f"in {self.seconds:.1f} s",
+            "built": self.how_built,
         }
         if self.warnings:
             costs["ptxas"] = " ".join(self.warnings)
@@ -203,7 +221,18 @@ def compile(
 
 
 def build(kernel: Any, target: str, *, lines: bool = False) -> CompiledKernel:
-    """As :func:`compile`, for a kernel that ``registry.lookup`` returned for that target."""
+    """As :func:`compile`, for a kernel that ``registry.lookup`` returned for that target.
+
+    It is taken from the bundle, if there is one that has it, else from the disk cache, else built.
+
+    Raises:
+        BundleUnusable: the DSL is not installed, and there is no bundle with that kernel.
+    """
+    bundled = None if lines else _bundled(kernel, target)
+    if bundled is not None:
+        return bundled
+    if not _without_dsl.is_installed():
+        raise BundleUnusable(_why_not_built(kernel, target))
     key = key_of(kernel, target, lines=lines)
     known = _kernels.get(key)
     if known is not None:
@@ -218,10 +247,67 @@ def build(kernel: Any, target: str, *, lines: bool = False) -> CompiledKernel:
         return _kernels[key]
 
 
+def _bundled(kernel: Any, target: str) -> CompiledKernel | None:
+    """The bundle's, or None. A bundle that cannot be used is a warning where there is a DSL to build with.
+
+    Raises:
+        BundleUnusable: it cannot be used, and there is none.
+    """
+    try:
+        bundle = find_bundle()
+        if bundle is None:
+            return None
+        key = bundle_key(kernel, target)
+        known = _kernels.get(key)
+        if known is not None:
+            return known
+        entry = bundle.get(key)
+    except BundleUnusable as reason:
+        if not _without_dsl.is_installed():
+            raise
+        warn_once(f"kernels are built here: {reason}")
+        return None
+    if entry is None:
+        return None
+    return _kernels.setdefault(key, CompiledKernel(kernel, target, entry, from_cache=True))
+
+
+def why_no_kernels() -> str | None:
+    """Why no kernel at all can be loaded here, as one sentence, or None."""
+    if _without_dsl.is_installed():
+        return None
+    try:
+        found = find_bundle()
+    except BundleUnusable as reason:
+        return str(reason)
+    if found is None:
+        return f"there is no bundle of kernels, and {_without_dsl.REASON}; accepted: one of them"
+    return None
+
+
+def _why_not_built(kernel: Any, target: str) -> str:
+    """Without a DSL, of a kernel that is not bundled."""
+    bundle = find_bundle()
+    where = f"{VARIABLE} names no bundle" if bundle is None else f"the bundle {bundle.root} does not hold it"
+    return (
+        f"{kernel.traits.name} for {target} with tile {kernel.tile} cannot be loaded: {where}, and "
+        f"{_without_dsl.REASON}; accepted: a bundle of `cute-attn bundle` that holds it, or nvidia-cutlass-dsl"
+    )
+
+
 def key_of(kernel: Any, target: str, *, lines: bool = False) -> str:
     """The key that :func:`build` caches it under."""
+    return cache_key(*_what(kernel, target, lines))
+
+
+def bundle_key(kernel: Any, target: str) -> str:
+    """The key that it has in a bundle."""
+    return source_key(*_what(kernel, target, lines=False))
+
+
+def _what(kernel: Any, target: str, lines: bool) -> tuple[Traits, Any, str, str, tuple[type, ...]]:
     classes = kernel_classes(type(kernel), kernel.traits)
-    return cache_key(kernel.traits, kernel.tile, target, _options(target, lines), classes)
+    return kernel.traits, kernel.tile, target, _options(target, lines), classes
 
 
 def _options(target: str, lines: bool) -> str:
@@ -229,7 +315,9 @@ def _options(target: str, lines: bool) -> str:
 
 
 def is_built(kernel: Any, target: str, *, lines: bool = False) -> bool:
-    """Whether :func:`build` would find it, in memory or on disk."""
+    """Whether :func:`build` would find it, in the bundle, in memory or on disk."""
+    if not lines and _bundled(kernel, target) is not None:
+        return True
     key, cache = key_of(kernel, target, lines=lines), usable_cache()
     return key in _kernels or (cache is not None and cache.get(key) is not None)
 
@@ -243,6 +331,11 @@ def kernel_classes(kernel_class: type, traits: Traits) -> tuple[type, ...]:
 
     current = registry.kernel_class(traits) or kernel_class
     return (current, *(user_epilogue(name) for name in traits.epilogues))
+
+
+def loaded_kernels() -> list[CompiledKernel]:
+    """All kernels that this process has built or found, in that order."""
+    return list(_kernels.values())
 
 
 def default_target(arch: str) -> str:

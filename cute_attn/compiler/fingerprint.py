@@ -23,7 +23,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from cute_attn import _imported_at
+from cute_attn import _imported_at, _without_dsl
 from cute_attn.compiler.typed import is_typed, typed_parts
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -41,19 +41,29 @@ def toolchain() -> dict[str, str]:
     """Versions of what turns a kernel's source into code, by name.
 
     ``ptx_toolkit`` is the CUDA version inside the DSL's compiler: its cu12 and cu13 flavours emit different PTX.
+
+    Raises:
+        RuntimeError: the DSL is not installed.
     """
+    if not _without_dsl.is_installed():
+        raise RuntimeError(_without_dsl.REASON)
     from cutlass import CUDA_VERSION
 
     return {
         **{name: importlib.metadata.version(wheel) for name, wheel in _DISTRIBUTIONS.items()},
         "ptx_toolkit": f"{CUDA_VERSION.major}.{CUDA_VERSION.minor}",
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
-        "platform": f"{sys.platform}-{platform.machine()}",
+        "platform": machine(),
     }
 
 
-def cache_key(traits: Any, tile: Any, target: str, options: str, classes: Iterable[type]) -> str:
-    """The key of a kernel that is about to be built, as 40 hexadecimal digits.
+def machine() -> str:
+    """The system and processor that host code runs on, such as ``"linux-x86_64"``."""
+    return f"{sys.platform}-{platform.machine()}"
+
+
+def source_key(traits: Any, tile: Any, target: str, options: str, classes: Iterable[type]) -> str:
+    """The digest of what a kernel is, whatever builds it, as 40 hexadecimal digits.
 
     Args:
         traits, tile: dataclasses; each of their fields counts.
@@ -68,10 +78,18 @@ def cache_key(traits: Any, tile: Any, target: str, options: str, classes: Iterab
         "target": target,
         "options": options,
         "classes": [cls.__qualname__ + getattr(cls, "code_digest", "") for cls in classes],
-        "toolchain": toolchain(),
-        "environment": _environment(),
         "package": package_sources(),
         "user": user_sources(classes),
+    }
+    return digest(json.dumps(parts, sort_keys=True).encode())
+
+
+def cache_key(traits: Any, tile: Any, target: str, options: str, classes: Iterable[type]) -> str:
+    """The key of a kernel that is about to be built here, from what :func:`source_key` has and what builds it."""
+    parts = {
+        "source": source_key(traits, tile, target, options, classes),
+        "toolchain": toolchain(),
+        "environment": _environment(),
     }
     return digest(json.dumps(parts, sort_keys=True).encode())
 

@@ -65,13 +65,13 @@ def why_nothing_is_served() -> str | None:
     """Why no call can be served on this machine, as one sentence, or None."""
     if not torch.cuda.is_available():
         return "there is no CUDA device; accepted: a GPU of compute capability 8.0 to 9.0"
-    from cute_attn.compiler import default_target
+    from cute_attn.compiler import default_target, why_no_kernels
 
     try:
         default_target("sm90")
     except ValueError as error:
         return str(error)
-    return None
+    return why_no_kernels()
 
 
 _warned: set[str] = set()

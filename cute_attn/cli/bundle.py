@@ -1,0 +1,77 @@
+"""The command ``cute-attn bundle``: compiled kernels for machines without a compiler."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+# Modules that load torch or the DSL are imported inside the command: --help needs neither.
+from cute_attn.cli.options import (
+    Like,
+    Names,
+    TileText,
+    Workers,
+    import_kernels,
+    requests_like,
+    show_building,
+    working,
+)
+
+TARGETS = "sm80,sm90"
+"""What --all is for."""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("bundle", no_args_is_help=True)(bundle)
+
+
+def bundle(
+    output: Annotated[
+        Path,
+        typer.Option("-o", "--output", help="The folder or the wheel (a name that ends in .whl) to write."),
+    ],
+    names: Names = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every default kernel.")] = False,
+    like: Like = None,
+    tile: TileText = "",
+    targets: Annotated[
+        str,
+        typer.Option(
+            "--target",
+            help=f"Such as {TARGETS}, which --all is for; by default of NAMEs the GPU that is present, or the kernel's "
+            "generation.",
+        ),
+    ] = "",
+    workers: Workers = None,
+) -> None:
+    """Write compiled kernels for machines without the DSL: NAMEs, those of a program, or every default.
+
+    Such a machine finds them by CUTE_ATTN_BUNDLE=FOLDER, or by the wheel that is installed. A backward comes with the
+    kernels that its calls launch. Kernels are built in parallel processes and linked by the C compiler. Calls may need
+    other tiles than the default ones, for their lengths and on their GPU: --like has exactly what a program needed.
+    """
+    if (bool(names), everything, bool(like)).count(True) != 1:
+        raise ValueError("what to bundle is not one of NAMEs, --all and --like; accepted: one of them")
+    if tile and not names:
+        raise ValueError(f"--tile is {tile!r}; accepted beside NAMEs alone")
+    with working("choosing kernels"):
+        import_kernels()
+        from cute_attn.lab import bundles
+        from cute_attn.tiles import TARGETS as ACCEPTED
+
+        wanted = list(filter(None, targets.split(",")))
+        for target in wanted:
+            if target not in ACCEPTED:
+                raise ValueError(
+                    f"--target is {targets!r}; accepted: some of {', '.join(ACCEPTED)}, with commas"
+                )
+        if like:
+            requests = [one for one in requests_like(like) if not wanted or one[2] in wanted]
+        elif everything:
+            requests = bundles.default_requests(wanted or TARGETS.split(","))
+        else:
+            requests = bundles.named_requests(names or (), tile, wanted)
+    show_building(bundles.make_bundle(requests, output, workers), len(requests))
+    print(f"{len(requests)} kernels, {bundles.size_of(output) / 1e6:.1f} MB in {output}")
+    print(f"licence: {bundles.LICENCE['kernels']}; {bundles.LICENCE['runtime']}")

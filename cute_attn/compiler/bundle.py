@@ -1,0 +1,199 @@
+"""Compiled kernels that are shipped: a folder to read, where :func:`cute_attn.compiler.build` looks first.
+
+    index.json      versions, licence, and of each kernel its name, tile, target, size and SHA-256
+    kernels/KEY     a shared library, compressed by zlib
+
+A bundle is named by ``CUTE_ATTN_BUNDLE``, or installed as the package ``cute_attn_bundle``. ``cute-attn bundle`` linked
+its kernels, so that they need TVM FFI and torch's CUDA runtime, and no DSL. They are found by what they are
+(:func:`cute_attn.compiler.fingerprint.source_key`), whatever Python or DSL is here. The index covers its own contents
+and each file by hashes: what is damaged, or was made of other sources, is refused.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import itertools
+import json
+import os
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cute_attn.compiler.cache import CUBIN, LIBRARY, Entry
+from cute_attn.compiler.fingerprint import machine, package_sources
+
+FORMAT = 1
+INDEX, KERNELS = "index.json", "kernels"
+PACKAGE = "cute_attn_bundle"
+VARIABLE = "CUTE_ATTN_BUNDLE"
+
+
+class BundleUnusable(RuntimeError):
+    """A bundle, or a kernel of one, is not loaded; the message says why."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle that fits this version of the package.
+
+    Attributes:
+        root: its folder.
+        toolchain: versions of what built its kernels.
+        kernels: by key, an :class:`Entry`'s ``meta`` and what describes the file: ``size`` and ``sha256``, and in the
+            library the cubin's place, ``cubin``.
+    """
+
+    root: Path
+    toolchain: dict[str, str]
+    kernels: dict[str, dict[str, Any]]
+
+    def get(self, key: str) -> Entry | None:
+        """The entry of that key, checked, or None where the bundle has none.
+
+        Raises:
+            BundleUnusable: its file is not what the index says.
+        """
+        meta = self.kernels.get(key)
+        if meta is None:
+            return None
+        try:
+            packed = (self.root / KERNELS / key).read_bytes()
+        except OSError as error:
+            raise BundleUnusable(
+                f"the bundle {self.root} lists {meta['name']}, whose file cannot be read ({error.strerror or error}); "
+                f"accepted: the whole bundle"
+            ) from None
+        found = hashlib.sha256(packed).hexdigest()
+        if found != meta["sha256"]:
+            raise BundleUnusable(
+                f"{meta['name']} in the bundle {self.root} is damaged: its file's SHA-256 begins with {found[:12]}, "
+                f"the index has {meta['sha256'][:12]}; accepted: the file that was bundled"
+            )
+        library = zlib.decompress(packed)
+        begin, size = meta["cubin"]
+        return Entry(
+            key,
+            meta | {"toolchain": self.toolchain},
+            {LIBRARY: library, CUBIN: library[begin : begin + size]},
+        )
+
+    @property
+    def size(self) -> int:
+        """Bytes of its kernels' files."""
+        return sum(meta["size"] for meta in self.kernels.values())
+
+
+def find_bundle() -> Bundle | None:
+    """The bundle of ``CUTE_ATTN_BUNDLE``, else the installed one; None where there is none, or the variable is ``0``.
+
+    Raises:
+        BundleUnusable: it cannot be read, is damaged, or was made by or for another version.
+    """
+    given = os.environ.get(VARIABLE) or _installed()
+    return None if given in (None, "0") else open_bundle(given)
+
+
+@functools.cache
+def _installed() -> str | None:
+    """The folder of the package."""
+    spec = importlib.util.find_spec(PACKAGE)
+    return next(iter(spec.submodule_search_locations or ()), None) if spec else None
+
+
+@functools.cache
+def open_bundle(root: str) -> Bundle:
+    """The bundle in a folder; as of :func:`find_bundle`."""
+    folder = Path(root).expanduser().absolute()
+    try:
+        index = json.loads((folder / INDEX).read_bytes())
+        content = {name: value for name, value in index.items() if name != "digest"}
+        reason = _reason(content, index["digest"])
+        found = Bundle(folder, index["toolchain"], index["kernels"])
+    except OSError as error:
+        raise BundleUnusable(
+            f"the bundle {folder} cannot be read ({error.strerror or error}); accepted as {VARIABLE}: a folder that "
+            "`cute-attn bundle` wrote, or 0 for none"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        reason = "its index is damaged; accepted: the one that was written with it"
+    if reason:
+        raise BundleUnusable(f"the bundle {folder} is not used: {reason}")
+    return found
+
+
+def _reason(content: dict[str, Any], digest: str) -> str:
+    """Why a bundle with that index cannot be used here, or empty."""
+    if content["format"] != FORMAT:
+        return f"its format is {content['format']!r}; accepted: {FORMAT}"
+    if index_digest(content) != digest:
+        return "its index is damaged; accepted: the one that was written with it"
+    built_on = content["toolchain"]["platform"]
+    if built_on != machine():
+        return f"it was made on {built_on}; accepted: one made on {machine()}"
+    sources = package_sources()
+    if content["sources"] != sources:
+        return (
+            f"it was made of other sources of cute_attn ({content['version']}, fingerprint {content['sources'][:12]}); "
+            f"accepted: one made by the version that is installed, of fingerprint {sources[:12]}"
+        )
+    return ""
+
+
+def index_digest(content: dict[str, Any]) -> str:
+    """SHA-256 of an index without its digest, as hexadecimal digits."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+# ---- loading ----
+
+_loaded = itertools.count()
+
+
+def load_function(library: bytes, name: str, toolchain: dict[str, str]) -> Callable[..., None]:
+    """The launching function of a linked kernel.
+
+    toolchain: what built it.
+
+    Raises:
+        BundleUnusable: there is no CUDA runtime of torch's that has what it needs, or the driver is older.
+    """
+    import tvm_ffi
+
+    _check_driver(toolchain["ptx_toolkit"])
+    # From memory: the file may have gone, or be another, since it was checked.
+    with open(os.memfd_create("cute_attn"), "wb") as file:
+        file.write(library)
+        file.flush()
+        # The loader takes a path that it has seen for the library of that time, and numbers of files return: so each
+        # library's path is spelt in its own way.
+        dots = "".join("./" if bit == "1" else "/" for bit in f"{next(_loaded):024b}")
+        try:
+            loaded = ctypes.CDLL(f"/proc/self/{dots}fd/{file.fileno()}")
+        except OSError as error:
+            reason = str(error).partition(": ")[2]
+            raise BundleUnusable(
+                f"a kernel of the bundle cannot be loaded ({reason}); accepted: torch for CUDA 12.8 or newer"
+            ) from None
+    address = ctypes.cast(loaded[f"__tvm_ffi_{name}"], ctypes.c_void_p).value
+    return tvm_ffi.Function.__from_extern_c__(address, keep_alive_object=loaded)
+
+
+@functools.cache
+def _check_driver(toolkit: str) -> None:
+    """Refuse machine code of a newer major version of CUDA than the driver's. torch's CUDA runtime is visible then."""
+    import torch
+
+    major = (torch.version.cuda or "").partition(".")[0]
+    if major:
+        with contextlib.suppress(OSError):  # torch has loaded it, perhaps for itself alone
+            ctypes.CDLL(f"libcudart.so.{major}", mode=ctypes.RTLD_GLOBAL)
+        driver = torch._C._cuda_getDriverVersion() // 1000  # type: ignore[attr-defined]
+        if driver < int(toolkit.partition(".")[0]):
+            raise BundleUnusable(
+                f"the bundle's kernels were built by CUDA {toolkit}, and the GPU's driver is of CUDA {driver}; "
+                "accepted: a newer driver, or a bundle made by the DSL's flavour for this one, nvidia-cutlass-dsl[cu12]"
+            )

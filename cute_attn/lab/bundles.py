@@ -1,0 +1,355 @@
+"""Make a bundle: build kernels, link each with the DSL's small runtime to a shared library, and write an index.
+
+What a bundle is, and how it is read: :mod:`cute_attn.compiler.bundle`.
+"""
+
+import base64
+import concurrent.futures
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import re
+import shlex
+import subprocess
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cute_attn
+from cute_attn import _without_dsl
+from cute_attn.compiler import bundle, compiled, registry
+from cute_attn.compiler.cache import CUBIN, LIBRARY, OBJECT, DiskCache, Entry, default_cache
+from cute_attn.compiler.compiled import Prebuilt, Request, default_target, prebuild, toolchain, user_modules
+from cute_attn.compiler.fingerprint import machine, package_sources
+from cute_attn.host.backward import kernels_of
+from cute_attn.traits import Traits
+
+RUNTIME = "libcuda_dialect_runtime_static.a"
+LICENCE = {
+    "kernels": "BSD-3-Clause",
+    "runtime": "each library contains parts of the runtime of nvidia-cutlass-dsl, under that package's NVIDIA Software "
+    "License Agreement, which has to allow it before a bundle is given to others",
+}
+
+RAISE_CUDA_ERROR = r"""
+/* What kernels call of the DSL's large runtime, as its CuteDSLRuntime.h declares it: raise an error of CUDA. */
+#include <stdint.h>
+#include <stdio.h>
+
+void CuteDSLRT_TVMFFISetRaisedCudaError(void (*raise)(const char *, const char **, int32_t), int32_t code) {
+  char text[96];
+  const char *parts[] = {text};
+  snprintf(text, sizeof text, "a kernel of a bundle could not be launched: CUDA error %d", (int)code);
+  raise("RuntimeError", parts, 1);
+}
+"""
+_EXPORTED = "{ global: __tvm_ffi_*; local: *; };"
+_KNOWN_SYMBOL = re.compile(
+    r"TVMFFI\w+|cu(da)?[A-Z]\w+|\w+@GLIBC_[\d.]+|_ITM_\w+|__gmon_start__|__cxa_finalize.*"
+)
+"""What a library may leave to TVM FFI, to the CUDA runtime and to the C library."""
+
+
+# ---- what to bundle ----
+
+
+def default_requests(targets: Iterable[str]) -> list[Request]:
+    """The default kernels for these targets, and of each backward the kernels that its calls launch."""
+    wanted = set(targets)
+    return _distinct(_with_its_parts(traits, None, on) for traits, on in registry.defaults() if on in wanted)
+
+
+def named_requests(names: Iterable[str], tile: str, targets: Iterable[str]) -> list[Request]:
+    """Kernels by their names, each for those of the targets that it runs on, by default for the GPU that is present.
+
+    A backward comes with the kernels that its calls launch.
+
+    Raises:
+        ValueError, Unsupported: a name is not one, or no kernel supports its traits, the tile or any of the targets.
+    """
+    groups = []
+    for traits in map(Traits.parse, names):
+        given = list(targets) or [default_target(traits.arch)]
+        fitting = [on for on in given if on in registry.RUNS_ON[traits.arch]]
+        groups += [_with_its_parts(traits, tile or None, on) for on in fitting or given]
+    return _distinct(groups)
+
+
+def _with_its_parts(traits: Traits, tile: str | None, target: str) -> list[Request]:
+    kernel = registry.lookup(traits, tile, target)
+    if traits.op != "backward":
+        return [(traits, kernel.tile, target)]
+    beside = [one for lse_grad in (False, True) for one in kernels_of(kernel, lse_grad=lse_grad)]
+    return [(part, own or registry.lookup(part, None, target).tile, target) for part, own in beside]
+
+
+def _distinct(groups: Iterable[list[Request]]) -> list[Request]:
+    return list(dict.fromkeys(itertools.chain.from_iterable(groups)))
+
+
+def like(paths: Iterable[Path]) -> tuple[list[Request], list[str]]:
+    """The kernels that programs' calls needed, from the files that ``cute-attn run --json`` wrote of them.
+
+    Returns:
+        the package's kernels, and the names of those of users, which are not bundled.
+
+    Raises:
+        ValueError: one is not such a file, or lists no kernel.
+    """
+    found: dict[Request, None] = {}
+    left_out: dict[str, None] = {}
+    for path in paths:
+        for traits, tile, target in _listed(path):
+            if traits.epilogues or traits.variant not in ("", *registry.SPECULATIVE_PAIR):
+                left_out[traits.name] = None
+            else:
+                found[traits, registry.lookup(traits, tile, target).tile, target] = None
+    return list(found), list(left_out)
+
+
+def _listed(path: Path) -> list[tuple[Traits, str, str]]:
+    accepted = "accepted: a file of `cute-attn run --json` from a machine with a GPU"
+    try:
+        rows = json.loads(path.read_bytes())["kernels"]
+        found = [(Traits.parse(row["name"]), row["tile"], row["target"]) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--like is {str(path)!r}, which is not one ({error}); {accepted}") from None
+    if not found:
+        raise ValueError(f"--like is {str(path)!r}, which lists no kernel; {accepted}")
+    return found
+
+
+# ---- making it ----
+
+
+def make_bundle(requests: Iterable[Request], output: Path, workers: int | None = None) -> Iterator[Prebuilt]:
+    """Build kernels in parallel processes, through the disk cache, and bundle them; yields each when linked.
+
+    Args:
+        requests: as of :func:`cute_attn.prebuild`.
+        output: a folder, or a wheel by its file name, ``wheel_name()``. It is written at the end, unless a kernel
+            failed.
+        workers: processes; by default one a core.
+
+    Raises:
+        ValueError: ``output`` is neither, or a folder with something else in it; the DSL is not installed; the disk
+            cache is off; there is no C compiler; or a kernel failed.
+    """
+    _check_output(output)
+    wanted = check_requests(requests)
+    _run([*compiler(), "--version"], Path())
+    cache = default_cache()
+    if cache is None:
+        raise ValueError("CUTE_ATTN_CACHE is '0'; bundling needs the disk cache")
+    return _make(wanted, output, workers, cache)
+
+
+def check_requests(requests: Iterable[Request]) -> list[Request]:
+    """Each request once.
+
+    Raises:
+        ValueError: the DSL is not installed, or a kernel is none of the package's.
+    """
+    if not _without_dsl.is_installed():
+        raise ValueError(f"{_without_dsl.REASON}; accepted: a machine where it is")
+    wanted = list(dict.fromkeys(requests))
+    for request in wanted:
+        if user_modules(request):
+            raise ValueError(f"{request[0]} is a kernel of your own; accepted in a bundle: the package's")
+    return wanted
+
+
+def _make(wanted: list[Request], output: Path, workers: int | None, cache: DiskCache) -> Iterator[Prebuilt]:
+    kernels: dict[str, tuple[dict[str, Any], bytes]] = {}
+    failed = 0
+    with without_bundle(), concurrent.futures.ThreadPoolExecutor() as pool:
+        linking = []
+
+        def add(traits: Any, tile: Any, target: str) -> None:
+            kernel = registry.lookup(traits, tile, target)
+            entry = cache.get(compiled.key_of(kernel, target))
+            if entry is None:
+                raise ValueError(
+                    f"{traits} is no longer in the cache {cache.root}; accepted: no pruning meanwhile"
+                )
+            kernels[compiled.bundle_key(kernel, target)] = _packed(entry)
+
+        for built in prebuild(wanted, workers):
+            failed += built.error is not None
+            if built.error is None:
+                target = built.target or default_target(built.traits.arch)
+                linking.append(pool.submit(add, built.traits, built.tile, target))
+            yield built
+        for future in linking:
+            future.result()
+    if failed:
+        raise ValueError(f"{failed} of {len(wanted)} kernels could not be built, and nothing was written")
+    index = make_index({key: meta for key, (meta, _) in sorted(kernels.items())})
+    files = {f"{bundle.KERNELS}/{key}": packed for key, (_, packed) in sorted(kernels.items())}
+    files[bundle.INDEX] = json.dumps(index, indent=1).encode()
+    if output.suffix == ".whl":
+        _write_wheel(output, files)
+    else:
+        _write_folder(output, files)
+
+
+@contextlib.contextmanager
+def without_bundle() -> Iterator[None]:
+    """Meanwhile this process and those it starts build kernels, whose objects are linked."""
+    before = os.environ.get(bundle.VARIABLE)
+    os.environ[bundle.VARIABLE] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(bundle.VARIABLE)
+        if before is not None:
+            os.environ[bundle.VARIABLE] = before
+
+
+def make_index(kernels: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A bundle's index; kernels: by key."""
+    content = {
+        "format": bundle.FORMAT,
+        "version": cute_attn.__version__,
+        "sources": package_sources(),
+        "toolchain": toolchain(),
+        "licence": LICENCE,
+        "kernels": kernels,
+    }
+    return content | {"digest": bundle.index_digest(content)}
+
+
+def _packed(entry: Entry) -> tuple[dict[str, Any], bytes]:
+    """What the index has of a kernel, and its file."""
+    library = link(entry.parts[OBJECT])
+    packed = zlib.compress(library, 9)
+    cubin = entry.parts[CUBIN]
+    meta = {name: value for name, value in entry.meta.items() if name != "toolchain"}
+    place = library.find(cubin)
+    if place < 0:
+        raise RuntimeError(f"{entry.meta['name']}'s object does not contain its cubin as it is")
+    return meta | {
+        "size": len(packed),
+        "sha256": hashlib.sha256(packed).hexdigest(),
+        "cubin": [place, len(cubin)],
+    }, packed
+
+
+# ---- linking ----
+
+
+def link(object_file: bytes) -> bytes:
+    """A shared library of a kernel's object, which needs TVM FFI and a CUDA runtime of the process, and no more.
+
+    Raises:
+        ValueError: there is no C compiler, it failed, or the object needs something else.
+    """
+    with tempfile.TemporaryDirectory(prefix="cute_attn-") as name:
+        folder = Path(name)
+        (folder / OBJECT).write_bytes(object_file)
+        (folder / "raise.c").write_text(RAISE_CUDA_ERROR)
+        (folder / "exported").write_text(_EXPORTED)
+        options = ["-shared", "-fPIC", "-O1", "-s", "-o", LIBRARY, OBJECT, "raise.c", str(runtime_archive())]
+        _run([*compiler(), *options, "-Wl,--version-script=exported"], folder)
+        for line in _run(["nm", "--dynamic", "--undefined-only", LIBRARY], folder).splitlines():
+            symbol = line.split()[-1]
+            if not _KNOWN_SYMBOL.fullmatch(symbol):
+                raise ValueError(
+                    f"a kernel needs {symbol}, which {RUNTIME} of nvidia-cutlass-dsl "
+                    f"{toolchain()['cutlass_dsl']} has not; accepted: another version of it"
+                )
+        return (folder / LIBRARY).read_bytes()
+
+
+def compiler() -> list[str]:
+    """The C compiler's command: ``CC``, or ``cc``."""
+    return shlex.split(os.environ.get("CC", "")) or ["cc"]
+
+
+def runtime_archive() -> Path:
+    """The runtime that kernels are linked with, of the DSL's flavour that is in use."""
+    from cutlass.runtime import find_runtime_libraries
+
+    return Path(find_runtime_libraries(enable_tvm_ffi=False)[0]).parent / RUNTIME
+
+
+def _run(command: list[str], folder: Path) -> str:
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    except OSError as error:
+        raise ValueError(
+            f"kernels are linked by {command[0]!r}, which cannot be run ({error.strerror}); accepted: a C compiler and "
+            "binutils, by CC or as cc"
+        ) from None
+    if done.returncode:
+        raise ValueError(f"{command[0]} failed: {done.stderr.strip().splitlines()[-1:]}")
+    return done.stdout
+
+
+# ---- writing ----
+
+
+def size_of(output: Path) -> int:
+    """Bytes of a bundle's files."""
+    files = [output] if output.is_file() else [output / bundle.INDEX, *(output / bundle.KERNELS).iterdir()]
+    return sum(path.stat().st_size for path in files)
+
+
+def wheel_name() -> str:
+    """The file name of a wheel for this version and machine."""
+    return f"{bundle.PACKAGE}-{cute_attn.__version__}-py3-none-{machine().replace('-', '_')}.whl"
+
+
+def _check_output(output: Path) -> None:
+    if output.suffix == ".whl":
+        if output.name != wheel_name():
+            raise ValueError(f"-o is {output.name!r}; accepted: a folder, or {wheel_name()}")
+    elif output.exists() and not (output / bundle.INDEX).is_file():
+        if not output.is_dir() or any(output.iterdir()):
+            raise ValueError(f"-o is {str(output)!r}; accepted: a new or empty folder, or one with a bundle")
+
+
+def _write_folder(folder: Path, files: dict[str, bytes]) -> None:
+    """Kernels first, then the index that names them; a reader sees the old bundle or the new one."""
+    (folder / bundle.KERNELS).mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        scratch = folder / f".{Path(name).name}.{os.getpid()}"
+        scratch.write_bytes(content)
+        os.replace(scratch, folder / name)
+    for path in (folder / bundle.KERNELS).iterdir():
+        if f"{bundle.KERNELS}/{path.name}" not in files:
+            path.unlink()
+
+
+def _write_wheel(path: Path, files: dict[str, bytes]) -> None:
+    """Layout: https://packaging.python.org/en/latest/specifications/binary-distribution-format."""
+    version = cute_attn.__version__
+    about = f"{bundle.PACKAGE}-{version}.dist-info"
+    summary = "Compiled kernels of cute-attn"
+    texts = {
+        f"{bundle.PACKAGE}/__init__.py": f'"""{summary}: see cute_attn.compiler.bundle."""\n',
+        f"{about}/METADATA": f"Metadata-Version: 2.1\nName: {bundle.PACKAGE.replace('_', '-')}\nVersion: {version}\n"
+        f"Summary: {summary}\n",
+        f"{about}/WHEEL": f"Wheel-Version: 1.0\nGenerator: cute-attn {version}\nRoot-Is-Purelib: false\n"
+        f"Tag: {path.stem.partition(version)[2][1:]}\n",
+        f"{about}/LICENSE": "\n".join(f"{name}: {text}" for name, text in LICENCE.items()) + "\n",
+    }
+    content = {f"{bundle.PACKAGE}/{name}": data for name, data in files.items()}
+    content |= {name: text.encode() for name, text in texts.items()}
+    record = [f"{name},sha256={_record_digest(data)},{len(data)}" for name, data in content.items()]
+    content[f"{about}/RECORD"] = "\n".join([*record, f"{about}/RECORD,,", ""]).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    with zipfile.ZipFile(scratch, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in content.items():
+            archive.writestr(zipfile.ZipInfo(name), data)  # of a date that does not change
+    os.replace(scratch, path)
+
+
+def _record_digest(data: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()

@@ -1,0 +1,135 @@
+"""Kernels for programs in C and C++: objects, a header, the DSL's small runtime, and what CMake needs to link them.
+
+Each kernel is one function by TVM FFI's calling convention, ``TVMFFISafeCallType`` of its ``tvm/ffi/c_api.h``. The
+header has a name, a tile and the arguments of each, as the kernel itself states them where a call is wrong.
+"""
+
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from cute_attn.compiler import compiled
+from cute_attn.compiler.cache import OBJECT, default_cache
+from cute_attn.compiler.compiled import CompiledKernel, Request, default_target, prebuild
+from cute_attn.lab.bundles import (
+    LICENCE,
+    RAISE_CUDA_ERROR,
+    RUNTIME,
+    check_requests,
+    runtime_archive,
+    without_bundle,
+)
+from cute_attn.traits import Traits
+
+HEADER, LISTS = "cute_attn_kernels.h", "CMakeLists.txt"
+
+_HEADER = """\
+/* Kernels of cute_attn. {kernels}; {runtime}. */
+#pragma once
+
+#include <tvm/ffi/c_api.h>
+
+#ifdef __cplusplus
+extern "C" {{
+#endif
+{declarations}
+#ifdef __cplusplus
+}}
+#endif
+"""
+
+_DECLARATION = """
+/* {name} for {target}: {registers} registers, {memory} bytes of shared memory.
+   {arguments} */
+int {function}(void *, const TVMFFIAny *, int32_t, TVMFFIAny *);
+#define {macro} {function}
+{tile}
+"""
+
+_CMAKE = """\
+# The library cute_attn_kernels, of the kernels in this folder: add_subdirectory() it. TVM FFI is found by its Python
+# package, or by -Dtvm_ffi_ROOT=$(tvm-ffi-config --cmakedir).
+cmake_minimum_required(VERSION 3.20)
+project(cute_attn_kernels LANGUAGES C CXX)
+
+find_package(CUDAToolkit 12.8 REQUIRED)
+if(NOT TARGET tvm_ffi::shared)
+  find_package(tvm_ffi CONFIG REQUIRED)
+endif()
+set(OBJECTS
+  {objects})
+set_source_files_properties(${{OBJECTS}} PROPERTIES EXTERNAL_OBJECT TRUE GENERATED TRUE)
+add_library(cute_attn_kernels STATIC raise.c ${{OBJECTS}})
+target_include_directories(cute_attn_kernels PUBLIC ${{CMAKE_CURRENT_SOURCE_DIR}})
+target_link_libraries(cute_attn_kernels PUBLIC
+  ${{CMAKE_CURRENT_SOURCE_DIR}}/{runtime} tvm_ffi::shared tvm_ffi::header CUDA::cudart)
+"""
+
+
+def export(requests: Iterable[Request], folder: Path, workers: int | None = None) -> list[CompiledKernel]:
+    """Build kernels in parallel processes, write them and what links them to ``folder``; returns them.
+
+    Raises:
+        ValueError: as of :func:`cute_attn.lab.bundles.make_bundle`.
+    """
+    wanted = check_requests(requests)
+    names = [macro_name(traits, target or default_target(traits.arch)) for traits, _, target in wanted]
+    for (traits, _, _), name in zip(wanted, names, strict=True):
+        if names.count(name) > 1:
+            raise ValueError(f"{traits} is exported more than once; accepted: one tile of a name and target")
+    cache = default_cache()
+    if cache is None:
+        raise ValueError("CUTE_ATTN_CACHE is '0'; exporting needs the disk cache")
+    with without_bundle():
+        for built in prebuild(wanted, workers):
+            if built.error is not None:
+                raise ValueError(f"{built.traits} could not be built: {built.error}")
+        kernels = [compiled.compile(*request) for request in wanted]
+    entries = [cache.get(kernel.key) for kernel in kernels]
+    folder.mkdir(parents=True, exist_ok=True)
+    declarations = []
+    for kernel, name, entry in zip(kernels, names, entries, strict=True):
+        if entry is None:
+            raise ValueError(f"{kernel.name} is no longer in the cache; accepted: no pruning meanwhile")
+        (folder / f"{name}.o").write_bytes(entry.parts[OBJECT])
+        declarations.append(declaration(kernel, entry.meta["function"]))
+    (folder / HEADER).write_text(_HEADER.format(**LICENCE, declarations="".join(declarations)))
+    (folder / "raise.c").write_text(RAISE_CUDA_ERROR)
+    shutil.copyfile(runtime_archive(), folder / RUNTIME)
+    objects = "\n  ".join(f"${{CMAKE_CURRENT_SOURCE_DIR}}/{name}.o" for name in names)
+    (folder / LISTS).write_text(_CMAKE.format(objects=objects, runtime=RUNTIME))
+    return kernels
+
+
+def macro_name(traits: Traits, target: str) -> str:
+    """A kernel's name in C: ``forward_sm90_bf16_d128_causal``, with the target if that is not its generation."""
+    return re.sub(r"\W", "_", traits.name) + ("" if target == traits.arch else f"_on_{target}")
+
+
+def declaration(kernel: CompiledKernel, symbol: str) -> str:
+    """A kernel in the header: what it costs, its arguments, its function, and its tile as constants."""
+    name = macro_name(kernel.traits, kernel.target)
+    tile = (f"#define {name}_{field} {int(value)}" for field, value in asdict(kernel.tile).items())
+    return _DECLARATION.format(
+        name=kernel.name,
+        target=kernel.target,
+        registers=kernel.resources.registers,
+        memory=kernel.resources.shared_memory_bytes,
+        arguments=arguments(kernel),
+        function=f"__tvm_ffi_{symbol}",
+        macro=name,
+        tile="\n".join(tile),
+    )
+
+
+def arguments(kernel: CompiledKernel) -> str:
+    """The arguments' names and types, as the kernel says them of a call without any."""
+    try:
+        kernel.function()
+    except TypeError as error:
+        stated = re.search(r"`__call__(\(.*\))`", str(error), re.S)
+        if stated is not None:
+            return stated[1]
+    raise RuntimeError(f"{kernel.name} does not state its arguments")

@@ -1,0 +1,421 @@
+"""Bundles of compiled kernels: made here, and read where there is no compiler."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+import zlib
+from pathlib import Path
+
+import pytest
+
+from cute_attn import Traits, _without_dsl, lookup
+from cute_attn.compiler import bundle, cache, compiled, fingerprint
+from cute_attn.compiler.bundle import BundleUnusable, open_bundle
+from cute_attn.compiler.cache import CUBIN, LIBRARY
+from cute_attn.lab import bundles
+from tests import processes, toy  # noqa: F401  # registers the kernel
+
+APPEND, FORWARD = (Traits.parse(name) for name in ("append-sm80-bf16-d64", "forward-sm80-bf16-d64-causal"))
+REQUESTS = [(APPEND, None, "sm80"), (FORWARD, None, "sm80")]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A bundle of two small kernels."""
+    folder = tmp_path_factory.mktemp("bundles") / "two"
+    for built in bundles.make_bundle(REQUESTS, folder):
+        assert built.error is None
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def unseen(monkeypatch):
+    """Nothing in the compiler's memory; no bundle unless a test names one."""
+    monkeypatch.delenv(bundle.VARIABLE, raising=False)
+    monkeypatch.setattr(compiled, "_requests", {})
+    monkeypatch.setattr(compiled, "_kernels", {})
+    monkeypatch.setattr(cache, "_warned", set())
+    open_bundle.cache_clear()
+
+
+@pytest.fixture
+def copy(made, tmp_path):
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(made, tmp_path / "copy"))
+
+
+@pytest.fixture
+def no_dsl(monkeypatch):
+    """As where the DSL is not installed, as far as the compiler asks."""
+    monkeypatch.setattr(_without_dsl, "is_installed", lambda: False)
+
+
+def build(traits=APPEND):
+    return compiled.build(lookup(traits, None, "sm80"), "sm80")
+
+
+def key(traits=APPEND):
+    return compiled.bundle_key(lookup(traits, None, "sm80"), "sm80")
+
+
+# ---- a machine without a compiler ----
+
+
+@pytest.fixture(scope="module")
+def found(made, tmp_path_factory):
+    """What a process without the DSL finds, by the sentences of ``tests/without_compiler.py``."""
+    folder = tmp_path_factory.mktemp("runtime")
+    library = open_bundle(str(made)).get(key()).parts[LIBRARY]
+    (folder / "kernel.so").write_bytes(library)
+    done = subprocess.run(
+        ["nm", "--dynamic", "--undefined-only", folder / "kernel.so"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    names = {name for name in done.stdout.split() if name.startswith("cuda")}
+    texts = {"cudaGetErrorName", "cudaGetErrorString"}
+    failing = [f"int {name}(void) {{ return 35; }}" for name in names - texts]
+    source = [*failing, *(f'const char *{name}(int e) {{ return "{name}"; }}' for name in texts)]
+    (folder / "runtime.c").write_text("\n".join(source))
+    stub = folder / "runtime.so"
+    subprocess.run(
+        [*bundles.compiler(), "-w", "-shared", "-fPIC", "-o", stub, folder / "runtime.c"], check=True
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.without_compiler", stub],
+        cwd=processes.ROOT,
+        env=os.environ | {bundle.VARIABLE: str(made), "PYTHONPATH": str(processes.ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_placeholders_are_for_this_package_alone(found):
+    assert found["import cutlass"] == "ModuleNotFoundError: No module named 'cutlass'"
+    assert not found["cutlass is found"] and not found["cutlass is loaded"]
+
+
+def test_calls_on_the_cpu_need_no_compiler(found):
+    assert found["attention on the CPU"]
+
+
+def test_calls_take_kernels_of_the_bundle(found):
+    name, function = found["planned"]
+    assert name == FORWARD.name and "tvm_ffi" in function
+    assert "mQ" in found["launch"] and "device" in found["launch"]  # the kernel's own check of its arguments
+
+
+def test_libraries_are_told_apart(found):
+    assert "mKcache" in found["append without arguments"] and "mQ" in found["forward without arguments"]
+
+
+def test_a_kernel_reaches_the_runtime_and_reports_its_error(found):
+    assert (
+        found["append on a GPU"]
+        == "RuntimeError: Got Cuda Runtime Error: cudaGetErrorName cudaGetErrorString"
+    )
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("not bundled", "forward-sm80-bf16-d64 for sm80 with tile tile_m=128,"),
+        (
+            "not bundled",
+            "does not hold it, and building kernels needs nvidia-cutlass-dsl, which is not installed",
+        ),
+        ("cache not bundled", "kvcache-sm80-bf16-d64"),
+        ("no CUDA runtime", "undefined symbol: cuda"),
+        (
+            "a call of the DSL",
+            "RuntimeError: cutlass.Float32 is called; building kernels needs nvidia-cutlass-dsl",
+        ),
+        ("ptx", "append-sm80-bf16-d64 comes from a bundle, which holds no PTX"),
+    ],
+)
+def test_what_is_missing_is_one_sentence(found, what, text):
+    assert text in found[what] and "\n" not in found[what]
+
+
+def test_resources_come_with_a_kernel(found):
+    assert found["registers"] == build().resources.registers
+    assert found["how built"] == "from a bundle"
+
+
+# ---- where there is a compiler ----
+
+
+def test_a_bundle_comes_before_the_cache(made, monkeypatch, fresh_cache):
+    monkeypatch.setenv(bundle.VARIABLE, str(made))
+    monkeypatch.setattr(compiled, "_build", None)
+    kernel = build()
+    assert kernel.how_built == "from a bundle" and kernel is build() and not fresh_cache.exists()
+    assert compiled.is_built(lookup(APPEND, None, "sm80"), "sm80")
+    assert kernel.cubin[:4] == b"\x7fELF" and len(kernel.cubin) < len(kernel._entry.parts[LIBRARY])
+    assert not compiled.is_built(lookup(APPEND, None, "sm90"), "sm90")
+
+
+def test_the_machine_code_is_what_was_built(made):
+    for traits in (APPEND, FORWARD):
+        assert open_bundle(str(made)).get(key(traits)).parts[CUBIN] == build(traits).cubin
+
+
+def test_what_builds_a_kernel_does_not_change_its_key_in_a_bundle(monkeypatch):
+    before = key()
+    monkeypatch.setattr(fingerprint, "toolchain", lambda: {"cutlass_dsl": "other"})
+    monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
+    assert key() == before != key(FORWARD)
+
+
+def test_zero_is_no_bundle(made, monkeypatch):
+    monkeypatch.setattr(bundle, "_installed", lambda: str(made))
+    assert bundle.find_bundle().root == made
+    monkeypatch.setenv(bundle.VARIABLE, "0")
+    assert bundle.find_bundle() is None
+
+
+# ---- refusals ----
+
+
+def edit(**changes):
+    """Change fields of the index; its digest follows."""
+
+    def change(folder):
+        content = json.loads((folder / bundle.INDEX).read_text()) | changes
+        content.pop("digest")
+        (folder / bundle.INDEX).write_text(json.dumps(content | {"digest": bundle.index_digest(content)}))
+
+    return change
+
+
+def edit_without_digest(folder):
+    text = (folder / bundle.INDEX).read_text()
+    (folder / bundle.INDEX).write_text(text.replace('"sm80"', '"sm90"'))
+
+
+def overwrite(folder):
+    (folder / bundle.INDEX).write_text('{"format": 1}')
+
+
+DAMAGES = {
+    "format": (edit(format=2), "its format is 2; accepted: 1"),
+    "sources": (
+        edit(sources="f" * 40),
+        "made of other sources of cute_attn (0.1.0, fingerprint ffffffffffff)",
+    ),
+    "machine": (
+        edit(toolchain={"platform": "linux-aarch64"}),
+        "it was made on linux-aarch64; accepted: one made on",
+    ),
+    "edited": (edit_without_digest, "its index is damaged"),
+    "index": (overwrite, "its index is damaged"),
+    "gone": (
+        shutil.rmtree,
+        "cannot be read (No such file or directory); accepted as CUTE_ATTN_BUNDLE: a folder",
+    ),
+    "kernel": (
+        lambda folder: (folder / bundle.KERNELS / key()).write_bytes(b"other"),
+        "is damaged: its file's SHA-256",
+    ),
+    "kernel gone": (
+        lambda folder: (folder / bundle.KERNELS / key()).unlink(),
+        "whose file cannot be read (No such",
+    ),
+    "another": (
+        lambda folder: shutil.copy(folder / bundle.KERNELS / key(FORWARD), folder / bundle.KERNELS / key()),
+        "append-sm80-bf16-d64 in the bundle",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_or_foreign_bundle_is_refused(damage, copy, monkeypatch, no_dsl):
+    change, text = DAMAGES[damage]
+    change(copy)
+    monkeypatch.setenv(bundle.VARIABLE, str(copy))
+    with pytest.raises(BundleUnusable) as error:
+        build()
+    assert text in str(error.value) and str(copy) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_compiler_builds_what_a_bundle_cannot_give_and_says_so(copy, monkeypatch):
+    monkeypatch.setenv(bundle.VARIABLE, str(copy))
+    (copy / bundle.KERNELS / key()).write_bytes(b"other")
+    with pytest.warns(UserWarning, match="kernels are built here: append-sm80-bf16-d64 in the bundle"):
+        assert build().how_built != "from a bundle"
+    assert build(FORWARD).how_built == "from a bundle"
+
+
+def test_without_a_bundle_and_a_compiler(no_dsl, monkeypatch, made):
+    monkeypatch.setenv(bundle.VARIABLE, str(made))
+    assert compiled.why_no_kernels() is None
+    monkeypatch.setenv(bundle.VARIABLE, "/none")
+    assert "cannot be read" in compiled.why_no_kernels()
+    monkeypatch.setenv(bundle.VARIABLE, "0")
+    assert compiled.why_no_kernels().startswith("there is no bundle of kernels, and building kernels needs")
+    with pytest.raises(
+        BundleUnusable, match="cannot be loaded: CUTE_ATTN_BUNDLE names no bundle, and building"
+    ):
+        build()
+
+
+def test_an_older_driver_is_refused(monkeypatch):
+    import torch
+
+    bundle._check_driver.cache_clear()
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12080, raising=False)
+    with pytest.raises(BundleUnusable, match=r"built by CUDA 13\.4, and the GPU's driver is of CUDA 12"):
+        bundle._check_driver("13.4")
+    bundle._check_driver("12.9")
+
+
+# ---- making one ----
+
+
+def test_what_a_bundle_says_of_itself(made):
+    index = json.loads((made / bundle.INDEX).read_text())
+    assert index["toolchain"] == fingerprint.toolchain() and "NVIDIA" in index["licence"]["runtime"]
+    for name, meta in index["kernels"].items():
+        file = made / bundle.KERNELS / name
+        assert file.stat().st_size == meta["size"] and zlib.decompress(file.read_bytes())[:4] == b"\x7fELF"
+    assert {meta["name"] for meta in index["kernels"].values()} == {APPEND.name, FORWARD.name}
+
+
+def test_a_wheel_installs_and_is_found(tmp_path, monkeypatch):
+    wheel, site = tmp_path / bundles.wheel_name(), tmp_path / "site"
+    list(bundles.make_bundle(REQUESTS[:1], wheel))
+    pip = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", site, wheel]
+    subprocess.run(
+        [sys.executable, *pip], check=True, env=os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    )
+    with zipfile.ZipFile(wheel) as archive:
+        assert any(name.endswith("dist-info/LICENSE") for name in archive.namelist())
+    monkeypatch.syspath_prepend(site)
+    bundle._installed.cache_clear()
+    try:
+        found = bundle.find_bundle()
+        assert found.root == site / "cute_attn_bundle" and list(found.kernels) == [key()]
+        assert build().how_built == "from a bundle"
+    finally:
+        bundle._installed.cache_clear()
+
+
+def test_a_bundle_is_replaced_and_nothing_else_is(copy):
+    stale = copy / bundle.KERNELS / key(FORWARD)
+    list(bundles.make_bundle(REQUESTS[:1], copy))
+    assert not stale.exists() and list(open_bundle(str(copy)).kernels) == [key()]
+    (copy / bundle.INDEX).unlink()
+    with pytest.raises(ValueError, match="accepted: a new or empty folder, or one with a bundle"):
+        bundles.make_bundle(REQUESTS[:1], copy)
+
+
+def test_an_object_that_needs_more_is_refused(tmp_path):
+    (tmp_path / "a.c").write_text(
+        "extern int CuteDSLRT_New(void); int __tvm_ffi_f(void) { return CuteDSLRT_New(); }"
+    )
+    subprocess.run([*bundles.compiler(), "-c", "-fPIC", "-o", tmp_path / "a.o", tmp_path / "a.c"], check=True)
+    with pytest.raises(
+        ValueError, match="a kernel needs CuteDSLRT_New, which libcuda_dialect_runtime_static"
+    ):
+        bundles.link((tmp_path / "a.o").read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            (APPEND.name, "--all"),
+            "what to bundle is not one of NAMEs, --all and --like; accepted: one of them",
+        ),
+        ((APPEND.name, "--target", "sm80,sm70"), "--target is 'sm80,sm70'; accepted: some of sm80, sm86"),
+        (("append-sm90-bf16-d64", "--target", "sm80"), "append-sm90 runs on sm90, not on sm80"),
+        (("--all", "--tile", "tile_n=64"), "--tile is 'tile_n=64'; accepted beside NAMEs alone"),
+        (
+            ("--load", "tests/toy.py", "forward-sm80:toy-bf16-d64"),
+            "is a kernel of your own; accepted in a bundle: the",
+        ),
+        (("--like", "pyproject.toml"), "--like is 'pyproject.toml', which is not one"),
+    ],
+)
+def test_wrong_commands(tmp_path, arguments, text):
+    before, rest = (arguments[:2], arguments[2:]) if arguments[0] == "--load" else ((), arguments)
+    done = processes.run("-m", "cute_attn", *before, "bundle", *rest, "-o", str(tmp_path / "made"))
+    assert done.returncode == 2 and text in done.stderr, done.stderr
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("name", ["made.whl", "."])
+def test_wrong_outputs(tmp_path, name):
+    (tmp_path / "something").touch()
+    with pytest.raises(ValueError, match=r"-o is .*; accepted: a"):
+        bundles.make_bundle(REQUESTS, tmp_path / name)
+
+
+def test_no_c_compiler(tmp_path, monkeypatch):
+    monkeypatch.setenv("CC", "no-such-compiler -O2")
+    with pytest.raises(ValueError, match="linked by 'no-such-compiler', which cannot be run"):
+        bundles.make_bundle(REQUESTS, tmp_path / "made")
+
+
+def test_a_backward_comes_with_the_kernels_beside_it():
+    found = bundles.named_requests(["backward-sm80-bf16-d64-causal"], "", ["sm80", "sm90"])
+    names = {traits.name for traits, _, target in found if target == "sm80"}
+    assert names == {
+        "backward-sm80-bf16-d64-causal",
+        "backward_preprocess-sm80-bf16-d64",
+        "backward_preprocess-sm80-bf16-d64-lse_grad",
+        "backward_convert-sm80-bf16-d64",
+    }
+    assert len(found) == 2 * len(names)
+    assert {
+        target for _, _, target in bundles.named_requests(["append-sm90-bf16-d64"], "", ["sm80", "sm90"])
+    } == {"sm90"}
+    everything = bundles.default_requests(["sm80", "sm90"])
+    assert len(set(everything)) == len(everything) > 200
+    assert all(lookup(traits, tile, target) for traits, tile, target in everything)
+
+
+def test_a_programs_kernels_are_listed_and_bundled(tmp_path, made):
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"import torch, cute_attn\ncute_attn.compile({APPEND.name!r}, 'num_threads=64', 'sm80')\n"
+    )
+    listed = tmp_path / "run.json"
+    done = processes.run(
+        *("-m", "cute_attn", "run", "--json", str(listed), str(program)), environment={bundle.VARIABLE: "0"}
+    )
+    assert done.returncode == 0, done.stderr
+    tile = lookup(APPEND, "num_threads=64").tile
+    assert bundles.like([listed, listed]) == ([(APPEND, tile, "sm80")], [])
+    for command, text in (
+        (("bundle", "-o", str(tmp_path / "made")), "1 kernels"),
+        (("cache", "prebuild"), "1/1"),
+    ):
+        done = processes.run("-m", "cute_attn", *command, "--like", str(listed))
+        assert done.returncode == 0 and text in done.stdout, done.stderr
+    (meta,) = open_bundle(str(tmp_path / "made")).kernels.values()
+    assert meta["tile"] == {"num_threads": 64}
+    listed.write_text('{"kernels": []}')
+    with pytest.raises(ValueError, match="which lists no kernel; accepted"):
+        bundles.like([listed])
+    own = {"name": "forward-sm80:toy-bf16-d64", "tile": "", "target": "sm80"}
+    listed.write_text(
+        json.dumps({"kernels": [own, {"name": APPEND.name, "tile": str(tile), "target": "sm80"}]})
+    )
+    assert bundles.like([listed]) == ([(APPEND, tile, "sm80")], [own["name"]])
+
+
+def test_doctor_names_the_bundle(made):
+    done = processes.run("-m", "cute_attn", "doctor", "--json", environment={bundle.VARIABLE: str(made)})
+    findings = {one["what"]: one for one in json.loads(done.stdout)}
+    assert findings["bundle"]["found"].startswith("2 kernels for sm80, 0.0 MB in") and done.returncode == 0
+    done = processes.run("-m", "cute_attn", "doctor", "--json", environment={bundle.VARIABLE: "/none"})
+    findings = {one["what"]: one for one in json.loads(done.stdout)}
+    assert findings["bundle"]["broken"] and done.returncode == 1
