@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from cutlass import Float32
+
 from cute_attn.compiler import registry
 from cute_attn.kernels.arguments import forward_fake_args
 from cute_attn.kernels.step import StepContent, mma_sync_count, wgmma_count
@@ -92,11 +94,11 @@ class Level:
 
     def fake_args(self) -> tuple:
         """The arguments of ``__call__`` for compiling, without the stream."""
-        return forward_fake_args(self.traits, ())
+        return forward_fake_args(self.traits, (Float32(1.0),))
 
     def score_args(self, inputs: Any) -> tuple:
-        """No epilogue of a level has arguments."""
-        return ()
+        """Of epilogues, whose arguments no level reads; the DSL takes no empty tuple."""
+        return (1.0,)
 
 
 @dataclass(frozen=True)

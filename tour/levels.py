@@ -8,6 +8,10 @@ from cute_attn.compiler.registry import KERNELS
 from cute_attn.traits import Traits
 from tour import level1, level2, level3, level4, level5, level6, level7, level8
 
+SHORT = (
+    *("scalar", "mma.sync", "shared memory", "cp.async", "TMA, wgmma", "specialised", "ping-pong"),
+    "speculation",
+)
 MODULES = (level1, level2, level3, level4, level5, level6, level7, level8)
 
 
@@ -38,6 +42,11 @@ class Entry:
     def title(self) -> str:
         """The first line of its docstring, without the level's number."""
         return (self.module.__doc__ or "").splitlines()[0].partition(": ")[2].rstrip(".")
+
+    @property
+    def short(self) -> str:
+        """One or two words, for a picture."""
+        return SHORT[self.number - 1]
 
     @property
     def text(self) -> str:
