@@ -4,7 +4,7 @@ A level is registered as a variant of ``forward-sm80`` or ``forward-sm90``, so t
 
     import tour.levels
     attention(q, k, v, causal=True, kernel="sm90:tour5")
-    cute-attn --load tour/levels.py verdict forward-sm90:tour5-bf16-d128-causal --lines
+    PYTHONPATH=. cute-attn --load tour/levels.py verdict forward-sm90:tour5-bf16-d128-causal --lines
 
 Arguments of ``__call__``, as of ``cute_attn.kernels.arguments``: mQ, mO (batch, seqlen_q, nheads, head_dim); mK, mV
 (batch, seqlen_k, nheads_kv, head_dim); mLSE (batch, nheads, seqlen_q) fp32; softmax_scale; schedule, whose
@@ -65,7 +65,7 @@ class Level:
     tile: TourTile
 
     TILE: ClassVar[TourTile]
-    SCORE_MOD: ClassVar[Callable[[Any, Any, Any, Any], Any] | None] = None
+    SCORE_MOD: ClassVar[Any] = None
     """The epilogue of levels 4 to 7: (scaled score, query, key, head) -> score. ``with_epilogue`` sets it."""
 
     @property

@@ -1,4 +1,4 @@
-"""All levels, registered: ``cute-attn --load tour/levels.py verdict forward-sm90:tour5-bf16-d128-causal``."""
+"""All levels, registered: ``PYTHONPATH=. cute-attn --load tour/levels.py list`` has them."""
 
 from dataclasses import dataclass
 from types import ModuleType

@@ -25,10 +25,11 @@ under `tour/`, a complete kernel that a call can ask for, and its text says what
     python -m tour                       the levels
     python -m tour 4                     build one and print what it costs; with a GPU, check it and time it
     python -m tour --measure -o FILE     all of them against the shipped kernel, on a GPU
-    cute-attn --load tour/levels.py verdict forward-sm90:tour5-bf16-d128-causal --lines
-    cute-attn --load tour/levels.py ab forward-sm90:tour6-bf16-d128 forward-sm90:tour7-bf16-d128 --predict=5..30%
+    PYTHONPATH=. cute-attn --load tour/levels.py verdict forward-sm90:tour5-bf16-d128-causal --lines
+    PYTHONPATH=. cute-attn --load tour/levels.py ab forward-sm90:tour6-bf16-d128 forward-sm90:tour7-bf16-d128
 
-In Python, after `import tour.levels`, `attention(q, k, v, causal=True, kernel="sm90:tour5")` runs level 5.
+Levels 1 to 4 run on any GPU from Ampere on, the others on Hopper. In Python, after `import tour.levels`,
+`attention(q, k, v, causal=True, kernel="sm90:tour5")` runs level 5. This page is written by `make tour`.
 """
 
 CLOCKS = """Costs are of the causal kernel at head dim 128, built for sm90. Clocks are `verdict`'s lower bound for
@@ -97,6 +98,7 @@ def section(entry: Entry, found: Mapping[str, Any], result: Mapping[str, Any] | 
             f" Measured: {reached_text(rows.get('full'))} TFLOP/s, causal {reached_text(rows.get('causal'))}."
         )
     text = entry.text.replace("``", "`").replace(":meth:", "")
+    text = text.replace("docs/a_kernel.md", "[docs/a_kernel.md](a_kernel.md)")
     return f'<a id="level-{entry.number}"></a>\n\n## {entry.number}. {entry.title}\n\n{text}\n\n{cost}\n'
 
 

@@ -28,7 +28,7 @@ SHAPES = (
     (1, 1, 777, 4, 4),
     (3, 257, 1, 2, 1),
 )
-TIMED = {"batch": 4, "seqlen": 4096, "nheads": 16, "head_dim": 128}
+TIMED: dict[str, Any] = {"batch": 4, "seqlen": 4096, "nheads": 16, "head_dim": 128}
 CHECK_SECONDS = 300.0
 """A check that takes longer hangs."""
 
@@ -77,9 +77,9 @@ def check(entry: Entry) -> Iterator[tuple[str, Accuracy]]:
             )
             for causal in (False, True):
                 out, lse = attention_of(entry, q, k, v, causal)
-                features = reference.Features("causal" if causal else "", "", ())
+                features = reference.Features("causal" if causal else "")
                 exact, plain = (
-                    reference.attention(*(x.to(dtype) for x in (q, k, v)), head_dim**-0.5, features)
+                    reference.attention(q.to(dtype), k.to(dtype), v.to(dtype), head_dim**-0.5, features)
                     for dtype in (torch.float64, torch.bfloat16)
                 )
                 shape = f"b{batch} s{seqlen_q}x{seqlen_k} h{nheads}x{nheads_kv} d{head_dim}"

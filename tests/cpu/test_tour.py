@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,9 @@ from cute_attn.compiler import compile, registry, toolchain
 from cute_attn.device.math import LOG2_E
 from cute_attn.epilogues import softmax as package_softmax
 from cute_attn.epilogues.softmax import OnlineSoftmax, multiply_rows
+from cute_attn.lab.verdict import verdict
 from layouts.model import no_arguments
+from tests import processes
 from tour import page, report
 from tour.common import with_epilogue
 from tour.levels import LEVELS
@@ -88,6 +91,42 @@ def test_a_level_declines_in_one_sentence_what_it_does_not_compute():
     ):
         with pytest.raises(registry.Unsupported, match=message):
             registry.lookup(LEVELS[number].traits(), tile, "sm90")
+
+
+def test_a_launch_takes_the_arguments_of_the_package():
+    """``attention`` launches a level as any forward: by its place, with tuples of the same form."""
+
+    def signature(number):
+        compiled, x = compile(LEVELS[number].traits(128, True), None, "sm90"), torch.zeros(1, 1, 1, 128)
+        with pytest.raises((ValueError, TypeError)) as refused:
+            compiled.function(x, x, x, x, x, None, 0.0, None, None)
+        types = re.search(r"__call__\((.*)\)`", str(refused.value))[1]
+        return re.sub(r"\w+: ", "", types).partition(", Tuple[float32")[0]
+
+    shipped = signature(8)
+    assert shipped.count("Tuple") == 2 and shipped.count("Tensor") == 6
+    assert {number: signature(number) for number in OWN} == dict.fromkeys(OWN, shipped)
+    taken = (
+        registry.lookup(LEVELS[7].traits()).score_args(None),
+        registry.lookup(LEVELS[7].traits()).fake_args()[-1],
+    )
+    assert [len(x) for x in taken] == [1, 1]
+
+
+def test_the_laboratory_takes_the_levels():
+    """Each clock bound is below that of the level before, down to the tensor cores' own."""
+    judged = {
+        number: verdict(compile(LEVELS[number].traits(128, True), None, "sm90")) for number in range(2, 8)
+    }
+    per_score = [max(one.step.clocks.units.values()) / one.step.scores for one in judged.values()]
+    assert per_score == sorted(per_score, reverse=True) and len(set(per_score)) == 5
+    assert judged[7].step.clocks.bound == "tensor cores" == judged[6].step.clocks.bound
+    assert str(judged[7].proxies) == "none needed: no thread accesses what TMA fills"
+
+
+def test_the_command_lists_the_levels_and_measures_nothing_without_a_gpu():
+    done = processes.run("-m", "tour", "--measure")
+    assert done.returncode == 1 and done.stderr.startswith("no GPU: ")
 
 
 def test_an_epilogue_is_a_function_of_a_file():
