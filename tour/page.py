@@ -35,7 +35,8 @@ Levels 1 to 4 run on any GPU from Ampere on, the others on Hopper. In Python, af
 CLOCKS = """Costs are of the causal kernel at head dim 128, built for sm90. Clocks are `verdict`'s lower bound for
 1,000 scores, from the machine code of the loop over key blocks: of the tensor cores, the special function units, the
 schedulers and the shared memory (and L1) of one multiprocessor, the one that needs the most. The tensor cores alone
-need 125 for wgmma. What is left between that bound and a measured time is waiting.
+need 125 for wgmma. What is left between that bound and a measured time is waiting. Levels 6 to 8 start with 168
+registers a thread, of which `setmaxnreg` takes all but 24 from the producer's warps and makes 240 for the consumers.
 """
 
 
@@ -99,6 +100,13 @@ def section(entry: Entry, found: Mapping[str, Any], result: Mapping[str, Any] | 
         )
     text = entry.text.replace("``", "`").replace(":meth:", "")
     text = text.replace("docs/a_kernel.md", "[docs/a_kernel.md](a_kernel.md)")
+    if entry.number == 3:
+        ways = found["bank_conflict_ways"]
+        swizzled = "no bank conflicts" if ways["swizzled"] == 1 else f"{ways['swizzled']}-way bank conflicts"
+        cost += (
+            f" An ldmatrix of K has {swizzled}, without the swizzle {ways['plain']}-way ones:\n\n"
+            "![Rows without a swizzle: eight rows of an ldmatrix in the same banks](layout.png)"
+        )
     return f'<a id="level-{entry.number}"></a>\n\n## {entry.number}. {entry.title}\n\n{text}\n\n{cost}\n'
 
 

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cutlass import BFloat16
 
+import layouts
 from cute_attn import attention, reference
 from cute_attn.compiler import compile, toolchain
 from cute_attn.lab.check import Accuracy
 from cute_attn.lab.verdict import verdict
+from layouts.banks import bank_conflicts
 from tour.levels import LEVELS, Entry
 
 COUNTED = (
@@ -54,9 +57,23 @@ def facts(entry: Entry, head_dim: int = 128, causal: bool = True) -> dict[str, A
     return found
 
 
+def bank_conflict_ways() -> dict[str, int]:
+    """Of level 3's ldmatrix of a block of K, with its swizzle and without one."""
+
+    def ways(bits: int | None) -> int:
+        return bank_conflicts(
+            lambda: layouts.ldmatrix_copy_b(layouts.tiled_mma_sm80(BFloat16, 4), BFloat16),
+            lambda: layouts.smem_layout(64, 128, BFloat16, swizzle_bits=bits),
+            BFloat16,
+        ).ways
+
+    return {"swizzled": ways(None), "plain": ways(0)}
+
+
 def all_facts() -> dict[str, Any]:
     """Of all levels, causal at head dim 128, and what built them."""
-    return {"toolchain": toolchain(), "levels": {str(n): facts(entry) for n, entry in LEVELS.items()}}
+    levels = {str(n): facts(entry) for n, entry in LEVELS.items()}
+    return {"toolchain": toolchain(), "bank_conflict_ways": bank_conflict_ways(), "levels": levels}
 
 
 def attention_of(entry: Entry, q: Any, k: Any, v: Any, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -144,6 +144,7 @@ def test_an_epilogue_is_a_function_of_a_file():
 def test_the_page_is_of_todays_texts_and_numbers():
     facts = json.loads((page.ROOT / page.FACTS).read_text())
     assert (page.ROOT / page.PAGE).read_text() == page.page(facts, page.newest_result()), "make tour"
+    assert facts["bank_conflict_ways"] == report.bank_conflict_ways() == {"swizzled": 1, "plain": 8}
     if facts["toolchain"] == toolchain():
         assert facts["levels"]["7"] == report.facts(LEVELS[7]), "make tour"
 
