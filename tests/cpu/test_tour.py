@@ -19,8 +19,8 @@ from cute_attn.device.math import LOG2_E
 from cute_attn.epilogues import softmax as package_softmax
 from cute_attn.epilogues.softmax import OnlineSoftmax, multiply_rows
 from cute_attn.lab.verdict import verdict
-from layouts.model import no_arguments
-from tests import processes
+from layouts.model import no_arguments, trace
+from tour import __main__ as command
 from tour import page, report
 from tour.common import with_epilogue
 from tour.levels import LEVELS
@@ -124,9 +124,42 @@ def test_the_laboratory_takes_the_levels():
     assert str(judged[7].proxies) == "none needed: no thread accesses what TMA fills"
 
 
-def test_the_command_lists_the_levels_and_measures_nothing_without_a_gpu():
-    done = processes.run("-m", "tour", "--measure")
-    assert done.returncode == 1 and done.stderr.startswith("no GPU: ")
+def test_the_command_measures_nothing_without_a_gpu(monkeypatch, capsys):
+    for words, message in ((["--measure"], "no GPU: "), (["4", "--check"], "no GPU: ")):
+        monkeypatch.setattr("sys.argv", ["tour", *words])
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        with pytest.raises(SystemExit, match=message):
+            command.main()
+    monkeypatch.setattr("sys.argv", ["tour"])
+    command.main()
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == [
+        entry.name for entry in LEVELS.values()
+    ]
+
+
+@pytest.mark.parametrize("number", [4, 5, 6, 7])
+def test_layouts_and_products_are_those_of_the_packages_kernels(number):
+    """Which run on GPUs: shared memory, where K and V lie, and both MMAs."""
+    level, d = kernel_of(number, head_dim=128), 128
+    rows, keys, stages = level.tile.tile_m, level.tile.tile_n, level.tile.num_stages
+    arch = LEVELS[number].arch
+    tile = f"tile_m={rows},tile_n={keys},num_stages={stages}"
+    tile += ",num_warps=4" if arch == "sm80" else ",q_in_regs=false,speculative=false"
+    package = registry.lookup(registry.Traits("forward", arch, "bf16", d), tile, "sm90")
+
+    def of(kernel):
+        if number == 4:
+            return [
+                str(
+                    kernel.smem_layout(keys, stages)
+                    if kernel is level
+                    else kernel.smem_layout(keys, d, stages)
+                )
+            ]
+        own = (keys, stages) if kernel is level else (keys, d, stages)
+        return [str(kernel.smem_layout(*own)), str(kernel.mma_qk()), str(kernel.mma_pv())]
+
+    assert trace(lambda: of(level)) == trace(lambda: of(package))
 
 
 def test_an_epilogue_is_a_function_of_a_file():
