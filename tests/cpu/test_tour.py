@@ -157,7 +157,8 @@ def test_layouts_and_products_are_those_of_the_packages_kernels(number):
                 )
             ]
         own = (keys, stages) if kernel is level else (keys, d, stages)
-        return [str(kernel.smem_layout(*own)), str(kernel.mma_qk()), str(kernel.mma_pv())]
+        products = [(str(mma.op), str(mma.thr_layout_vmnk)) for mma in (kernel.mma_qk(), kernel.mma_pv())]
+        return [str(kernel.smem_layout(*own)), *products]
 
     assert trace(lambda: of(level)) == trace(lambda: of(package))
 
