@@ -7,6 +7,7 @@
 # make bench-decode     attention with a cache against its peers and against reading alone; ARGS="--rows 'b1-*'"
 # make bench-shapes     random shapes, forward and backward, in search of cliffs; ARGS="--seed 1" for others
 # make bench-models     the attention of real models, forward and backward; ARGS="'*llama*'" for some
+# make tour       docs/tour.md again, from the levels under tour/ and their newest measurement
 # make docs       a static site of the documents, build/site
 #
 # BASE_PYTHON=python3.12 chooses what .venv is made from. On a GPU machine whose python3 has torch with CUDA, the DSL and
@@ -34,7 +35,7 @@ ifeq (,$(PYTHON))
 endif
 run := PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
 
-.PHONY: help docs demo test test-doors cpu-tests test-gpu bench bench-backward bench-decode bench-shapes bench-models lint format types clean
+.PHONY: help docs tour demo test test-doors cpu-tests test-gpu bench bench-backward bench-decode bench-shapes bench-models lint format types clean
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
@@ -101,6 +102,9 @@ $(VENV)/installed-docs: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/installed-doors: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(install) ".[dev,dev-doors]"
 	@touch $@ $(VENV)/installed-dev $(VENV)/installed
+
+tour: $(installed_dev)
+	$(run) -m tour --page
 
 docs: $(VENV)/installed-docs
 	PYTHONPATH=$(CURDIR) $(VENV)/bin/python -m docs.site

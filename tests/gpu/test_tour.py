@@ -1,0 +1,119 @@
+"""The levels of the tour on the GPU: against the reference at odd lengths, with an epilogue, and again and again."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cutlass import Float32
+
+from cute_attn import attention, compiler, reference
+from cute_attn.compiler import registry
+from tests.checks import check, check_forward
+from tour.common import with_epilogue
+from tour.levels import LEVELS, Entry
+
+TARGET = compiler.default_target("sm90")
+HERE = [entry for entry in LEVELS.values() if TARGET in registry.RUNS_ON[entry.arch]]
+SHAPES = {
+    # batch, seqlen_q, seqlen_k, query heads, key heads
+    "one": (2, 1, 1, 2, 2),
+    "63": (2, 63, 63, 4, 2),
+    "129": (2, 129, 129, 4, 2),
+    "1000": (1, 1000, 1000, 4, 1),
+    "more-keys": (2, 100, 443, 3, 1),
+    "fewer-keys": (2, 443, 100, 2, 2),
+    "many-tiles": (16, 300, 300, 16, 4),
+}
+DIMS_AND_MASKS = [(128, False), (128, True), (64, False), (64, True)]
+
+
+def nearer(score: Any, query: Any, key: Any, head: Any) -> Any:
+    """An epilogue: scores fall with the distance, by head."""
+    return score - 0.05 * Float32(head + 1) * Float32(query - key)
+
+
+NEARER = {
+    entry.number: with_epilogue(entry.kernel, nearer) for entry in LEVELS.values() if 4 <= entry.number < 8
+}
+
+
+def needed_kernels(params: dict[str, Any], target: str) -> Iterator[tuple[Any, Any, str]]:
+    """What the fixture ``built`` builds in parallel."""
+    entry = params.get("entry")
+    if entry is not None and target in registry.RUNS_ON[entry.arch]:
+        for head_dim, causal in [params.get("dim_and_mask", (128, True))]:
+            yield entry.traits(head_dim, causal), None, target
+
+
+def inputs(
+    batch: int, seqlen_q: int, seqlen_k: int, nheads: int, nheads_kv: int, head_dim: int
+) -> list[torch.Tensor]:
+    torch.manual_seed(seqlen_q)
+    shapes = ((seqlen_q, nheads), (seqlen_k, nheads_kv), (seqlen_k, nheads_kv))
+    return [torch.randn(batch, n, h, head_dim, device="cuda", dtype=torch.bfloat16) for n, h in shapes]
+
+
+def by_definition(q: Any, k: Any, v: Any, causal: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    features = reference.Features("causal" if causal else "")
+    out, lse, _ = reference.attention(*(x.to(dtype) for x in (q, k, v)), q.shape[-1] ** -0.5, features)
+    return {"out": out, "lse": lse}
+
+
+@pytest.mark.parametrize("dim_and_mask", DIMS_AND_MASKS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("entry", HERE, ids=lambda entry: f"level{entry.number}")
+def test_a_level_against_the_reference(entry: Entry, shape: str, dim_and_mask: tuple[int, bool]) -> None:
+    head_dim, causal = dim_and_mask
+    q, k, v = inputs(*SHAPES[shape], head_dim)
+    out, lse = attention(q, k, v, causal=causal, return_lse=True, kernel=entry.name)
+    dtypes = (torch.float64, torch.bfloat16, torch.float32)
+    check_forward({"out": out, "lse": lse}, *(by_definition(q, k, v, causal, dtype) for dtype in dtypes))
+
+
+@pytest.mark.parametrize("entry", HERE, ids=lambda entry: f"level{entry.number}")
+def test_values_beyond_the_sequences_do_not_matter(entry: Entry) -> None:
+    """q, k and v are parts of larger tensors whose other rows are NaN."""
+    parts = []
+    for x in inputs(2, 77, 205, 4, 2, 128):
+        whole = torch.full((2, x.shape[1] + 130, *x.shape[2:]), torch.nan, device="cuda", dtype=x.dtype)
+        whole[:, : x.shape[1]] = x
+        parts.append(whole[:, : x.shape[1]])
+    out = attention(*parts, causal=True, kernel=entry.name)
+    assert torch.equal(out, attention(*(x.contiguous() for x in parts), causal=True, kernel=entry.name))
+    assert not out.isnan().any()
+
+
+@pytest.mark.parametrize("number", [number for number in NEARER if LEVELS[number] in HERE])
+def test_an_epilogue_changes_the_scores(number: int) -> None:
+    q, k, v = inputs(2, 300, 300, 4, 2, 128)
+    out = attention(q, k, v, causal=True, kernel=LEVELS[number].name + "_nearer")
+
+    def expected(dtype: torch.dtype) -> torch.Tensor:
+        wide = [x.to(dtype).repeat_interleave(4 // x.shape[2], 2).transpose(1, 2) for x in (q, k, v)]
+        n = torch.arange(300, device="cuda")
+        slopes = 0.05 * (1 + torch.arange(4, device="cuda", dtype=dtype))
+        scores = wide[0] @ wide[1].mT * 128**-0.5 - slopes[:, None, None] * (n[:, None] - n).to(dtype)
+        scores = scores.masked_fill(n[:, None] < n, -torch.inf)
+        return (scores.softmax(-1) @ wide[2]).transpose(1, 2)
+
+    check("out", out, expected(torch.float64), expected(torch.bfloat16))
+
+
+@pytest.mark.unguarded
+@pytest.mark.parametrize("dim_and_mask", DIMS_AND_MASKS, ids=str)
+@pytest.mark.parametrize(
+    "entry", [entry for entry in HERE if 3 <= entry.number < 8], ids=lambda e: f"level{e.number}"
+)
+def test_repeats_give_equal_bits(entry: Entry, dim_and_mask: tuple[int, bool]) -> None:
+    """With a warm L2 and with a flushed one: a race loses rarely."""
+    head_dim, causal = dim_and_mask
+    q, k, v = inputs(8, 1024, 1024, 16, 4, head_dim)
+    flush = torch.empty(64 << 20, dtype=torch.int32, device="cuda")
+    first = attention(q, k, v, causal=causal, kernel=entry.name)
+    different = 0
+    for i in range(100):
+        if i % 2:
+            flush.zero_()
+        different += not torch.equal(attention(q, k, v, causal=causal, kernel=entry.name), first)
+    assert different == 0

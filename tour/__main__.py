@@ -1,0 +1,104 @@
+"""Eight levels from a scalar loop to the shipped Hopper forward.
+
+python -m tour                       the levels
+python -m tour 4                     build level 4 and print what it costs; with a GPU, check it and time it
+python -m tour 4 --check             only check it, on a GPU
+python -m tour --measure -o FILE     check all, and time them in one run with the shipped kernel, on a GPU
+python -m tour --page                write docs/tour.md again; or: make tour
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tour", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("level", nargs="?", type=int, choices=range(1, 9), help="1 to 8")
+    parser.add_argument("--head-dim", type=int, choices=(64, 128), default=128)
+    parser.add_argument("--causal", action="store_true", help="with a causal mask")
+    parser.add_argument("--check", action="store_true", help="only check it, on a GPU")
+    parser.add_argument("--measure", action="store_true", help="check and time all levels, on a GPU")
+    parser.add_argument("--page", action="store_true", help="write docs/tour.md again")
+    parser.add_argument(
+        "-o", "--output", type=Path, help="of --measure; else bench/results/DATE-GPU-tour.json"
+    )
+    options = parser.parse_args()
+
+    import torch
+
+    if (options.check or options.measure) and not torch.cuda.is_available():
+        sys.exit("no GPU: a level is checked and timed on one")
+    if options.check and options.level is None:
+        sys.exit("--check without a level; accepted: python -m tour 1 --check, up to 8")
+    if options.page:
+        from tour import page
+
+        page.write()
+        print(f"wrote {page.PAGE}")
+    elif options.measure:
+        measure(options.output)
+    elif options.level is None:
+        from tour.levels import LEVELS
+
+        for entry in LEVELS.values():
+            print(f"{entry.number}  {entry.title:60} {entry.name}")
+    elif options.check:
+        check(options.level)
+    else:
+        show(options.level, options.head_dim, options.causal)
+
+
+def show(level: int, head_dim: int, causal: bool) -> None:
+    """What a level costs; on a GPU also whether it is right, and how fast."""
+    import torch
+
+    from tour.levels import LEVELS
+    from tour.report import facts, time_one
+
+    entry = LEVELS[level]
+    print(f"level {level}: {entry.title}\n\n{entry.text}\n")
+    for name, value in facts(entry, head_dim, causal).items():
+        shown = {key: count for key, count in value.items() if count} if isinstance(value, dict) else value
+        print(f"{name.replace('_', ' '):26} {shown}")
+    if not torch.cuda.is_available():
+        print("\nNo GPU here: with one, it would now be checked and timed.")
+        return
+    check(level)
+    print(time_one(entry, head_dim, causal))
+
+
+def check(level: int) -> None:
+    """Compare a level with the definition; the exit status is 1 where it is wrong."""
+    from tour.levels import LEVELS
+    from tour.report import check as compare
+
+    results = list(compare(LEVELS[level]))
+    wrong = [(name, accuracy) for name, accuracy in results if not accuracy.passed]
+    for name, accuracy in wrong:
+        print(f"{name}: error {accuracy.error:.2e}, allowed {accuracy.allowed:.2e}")
+    if wrong:
+        sys.exit(f"wrong in {len(wrong)} of {len(results)} comparisons, first {wrong[0][0]}")
+    print(f"right in {len(results)} comparisons")
+
+
+def measure(output: Path | None) -> None:
+    """Check and time all levels; write the result, print the table and draw the climb beside it."""
+    from cute_attn.lab.benchmark.results import default_path, write
+    from tour.report import measure as run
+    from tour.report import plot, table
+
+    result = run()
+    path = write(result, output or default_path(ROOT / "bench" / "results", "tour", result))
+    print(table(result))
+    print(f"{result['gpu']}; wrote {path}")
+    print(f"wrote {plot(result, path.with_suffix('.png'))}")
+
+
+if __name__ == "__main__":
+    main()

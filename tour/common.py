@@ -1,0 +1,136 @@
+"""What makes a level a kernel of the package: its traits, its tile and the arguments of its ``__call__``.
+
+A level is registered as a variant of ``forward-sm80`` or ``forward-sm90``, so that the whole laboratory serves it:
+
+    import tour.levels
+    attention(q, k, v, causal=True, kernel="sm90:tour5")
+    PYTHONPATH=. cute-attn --load tour/levels.py verdict forward-sm90:tour5-bf16-d128-causal --lines
+
+Arguments of ``__call__``, as of ``cute_attn.kernels.arguments``: mQ, mO (batch, seqlen_q, nheads, head_dim); mK, mV
+(batch, seqlen_k, nheads_kv, head_dim); mLSE (batch, nheads, seqlen_q) fp32; softmax_scale; schedule, whose
+``multiprocessors`` level 7 reads. No level reads seqlens or score_args, which serve features that levels decline.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from cutlass import Float32
+
+from cute_attn.compiler import registry
+from cute_attn.kernels.arguments import forward_fake_args
+from cute_attn.kernels.step import StepContent, mma_sync_count, wgmma_count
+from cute_attn.tiles import Tile
+from cute_attn.traits import Traits
+
+HEAD_DIMS = (64, 128)
+
+
+@dataclass(frozen=True)
+class TourTile(Tile):
+    """tile_m queries times tile_n keys at a time, by num_warps warps that compute, K and V in num_stages stages."""
+
+    tile_m: int
+    tile_n: int
+    num_warps: int
+    num_stages: int = 0
+
+    def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
+        """Barriers, Q, and the stages of K and V; nothing without stages."""
+        rows = self.tile_m + 2 * self.tile_n * self.num_stages
+        return {"all": (0, 1024 + 2 * traits.head_dim * rows if self.num_stages else 0)}
+
+    def registers(self, traits: Traits) -> int:
+        """Scores, probabilities and O of a thread, and some 40 beside them."""
+        return 40 + 3 * self.tile_n // 4 + traits.head_dim // 2
+
+    def shape_reason(self, traits: Traits) -> str | None:
+        """A level is written for its own rows and warps; its keys and, where it has a pipeline, its stages may vary."""
+        own: TourTile = registry.kernel_class(traits).TILE
+        if (self.tile_m, self.num_warps) != (own.tile_m, own.num_warps):
+            return f"tile_m is {self.tile_m} with {self.num_warps} warps; accepted: {own.tile_m} with {own.num_warps}"
+        if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
+            return f"tile_n is {self.tile_n}; accepted: multiples of 16 up to 256"
+        if self.num_stages < own.num_stages or (own.num_stages < 2 and self.num_stages > own.num_stages):
+            more = "or more" if own.num_stages > 1 else "alone"
+            return f"num_stages is {self.num_stages}; accepted: {own.num_stages} {more}"
+        return None
+
+
+@dataclass(frozen=True)
+class Level:
+    """Forward attention of bf16, full or causal; a subclass has the kernel."""
+
+    traits: Traits
+    tile: TourTile
+
+    TILE: ClassVar[TourTile]
+    SCORE_MOD: ClassVar[Any] = None
+    """The epilogue of levels 4 to 7: (scaled score, query, key, head) -> score. ``with_epilogue`` sets it."""
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """(tile_m, tile_n, head_dim, num_stages)."""
+        return self.tile.tile_m, self.tile.tile_n, self.traits.head_dim, self.tile.num_stages
+
+    @classmethod
+    def supports(cls, traits: Traits) -> str | None:
+        """Why no level serves ``traits``, or None."""
+        plain = Traits(
+            "forward", traits.arch, "bf16", traits.head_dim, mask=traits.mask, variant=traits.variant
+        )
+        if traits != plain or traits.mask not in ("", "causal") or traits.head_dim not in HEAD_DIMS:
+            return "accepted by a level of the tour: bf16, head dims 64 and 128, full or causal, nothing else"
+        return None
+
+    @classmethod
+    def default_tile(cls, traits: Traits, target: str) -> TourTile:
+        """The level's tile."""
+        return cls.TILE
+
+    def for_lengths(self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm90") -> "Level":
+        """The same for all lengths."""
+        return self
+
+    def fake_args(self) -> tuple:
+        """The arguments of ``__call__`` for compiling, without the stream."""
+        return forward_fake_args(self.traits, (Float32(1.0),))
+
+    def score_args(self, inputs: Any) -> tuple:
+        """Of epilogues, whose arguments no level reads; the DSL takes no empty tuple."""
+        return (1.0,)
+
+
+@dataclass(frozen=True)
+class Tiled(Level):
+    """A level whose loops have tensor core products: levels 2 to 7."""
+
+    FACTORS: ClassVar[int] = 2
+    """Exponentials of a step beside the scores': what O is rescaled by, of a thread's two rows."""
+
+    def step_content(self) -> StepContent:
+        """What a step of the loop over key blocks holds, by which ``verdict`` finds it in the machine code."""
+        tile_m, tile_n, d, _ = self.sizes
+        warps = self.tile.num_warps
+        elements = tile_m * tile_n // (32 * warps)
+        if self.traits.arch == "sm80":
+            mma, loaded = 2 * mma_sync_count(tile_m, tile_n, d, warps), 0
+        else:
+            mma = wgmma_count(tile_m, tile_n, d, warps // 4) + wgmma_count(tile_m, d, tile_n, warps // 4)
+            loaded = 4 * tile_n * d
+        return StepContent(mma, elements + self.FACTORS, elements, warps, async_bytes=loaded)
+
+
+def with_epilogue(level: type[Level], score_mod: Callable[[Any, Any, Any, Any], Any]) -> type[Level]:
+    """``level`` with a function of a file as its epilogue, registered as ``NAME_FUNCTION``.
+
+    Raises:
+        ValueError: the function has no name in a file, by which its kernel could be kept.
+    """
+    name = score_mod.__name__
+    if score_mod.__qualname__ != name or not name.isidentifier():
+        raise ValueError(f"score_mod is {score_mod.__qualname__}; accepted: a function at the top of a file")
+    fields = {"SCORE_MOD": staticmethod(score_mod), "__module__": score_mod.__module__}
+    changed = type(f"{level.__name__}_{name}", (level,), fields)
+    ((_, arch, variant),) = (key for key, cls in registry.KERNELS.items() if cls is level)
+    return registry.register(changed, variant=f"{variant}_{name.lower()}", op="forward", arch=arch)

@@ -1,0 +1,21 @@
+"""Level 8: the shipped kernel, and speculation.
+
+What level 7 wasted: in every step each score passes through a maximum, and a row's maximum through two shuffles, all of
+it between Q K^T and the first exponential.
+
+The maximum only keeps exponentials within fp32's range, and after the first blocks of a row it hardly ever grows. So
+``forward-sm90`` freezes the row maxima after the blocks that have a mask (``speculative``), and exponentiates against
+them. fp32 has room: sums up to 2^40 lose no digit. A work tile with a larger sum is computed again, exactly, at the end
+of its section of work tiles (``cute_attn.work.replay``); random inputs have none.
+
+What else it has, and level 7 does not: Q in registers at head dim 128, three warpgroups at 64, work tiles that are
+claimed from a counter, longest first, by sections of heads whose K and V stay in L2, O stored by TMA beside the next
+tile, and the heads of a group packed as rows where queries are few. And every feature of the package: other dtypes and
+head dims, windows, biases, dropout, packed and paged sequences. Line by line: docs/a_kernel.md.
+
+    attention(q, k, v, causal=True, kernel="sm90")
+"""
+
+from cute_attn.kernels.forward_sm90 import ForwardSm90
+
+SHIPPED = ForwardSm90

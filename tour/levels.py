@@ -1,0 +1,69 @@
+"""All levels, registered: ``PYTHONPATH=. cute-attn --load tour/levels.py list`` has them."""
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from cute_attn.compiler.registry import KERNELS
+from cute_attn.traits import Traits
+from tour import level1, level2, level3, level4, level5, level6, level7, level8
+
+SHORT = (
+    *("scalar", "mma.sync", "shared memory", "cp.async", "TMA, wgmma", "specialised", "ping-pong"),
+    "speculation",
+)
+MODULES = (level1, level2, level3, level4, level5, level6, level7, level8)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A level: its number, its file and its kernel's class."""
+
+    number: int
+    module: ModuleType
+    kernel: Any
+
+    @property
+    def arch(self) -> str:
+        """The generation it is written for, ``"sm80"`` or ``"sm90"``."""
+        return "sm80" if self.number < 5 else "sm90"
+
+    @property
+    def variant(self) -> str:
+        """The name under which it is registered; of the shipped kernel none."""
+        return "tour" + str(self.number) if self.number < 8 else ""
+
+    @property
+    def name(self) -> str:
+        """What ``attention`` takes as ``kernel``."""
+        return f"{self.arch}:{self.variant}" if self.variant else self.arch
+
+    @property
+    def title(self) -> str:
+        """The first line of its docstring, without the level's number."""
+        return (self.module.__doc__ or "").splitlines()[0].partition(": ")[2].rstrip(".")
+
+    @property
+    def short(self) -> str:
+        """One or two words, for a picture."""
+        return SHORT[self.number - 1]
+
+    @property
+    def text(self) -> str:
+        """Its docstring without the first line."""
+        return (self.module.__doc__ or "").partition("\n")[2].strip()
+
+    def traits(self, head_dim: int = 128, causal: bool = False) -> Traits:
+        """Its kernel's traits."""
+        mask = "causal" if causal else ""
+        return Traits("forward", self.arch, "bf16", head_dim, mask=mask, variant=self.variant)
+
+
+LEVELS = {
+    number: Entry(
+        number,
+        module,
+        KERNELS["forward", "sm80" if number < 5 else "sm90", f"tour{number}" if number < 8 else ""],
+    )
+    for number, module in enumerate(MODULES, 1)
+}
