@@ -20,7 +20,9 @@ def python(*arguments: object, **variables: str) -> str:
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        | variables,
         capture_output=True,
         text=True,
     )
