@@ -1,6 +1,7 @@
 """Changes to the DSL under which the tests build in less time: no kernel's code is another.
 
-``cpu/test_harness.py`` compares kernels, and what emulated code computes, with and without them.
+``cpu/test_harness.py`` compares kernels, and what emulated code computes, with and without them. Processes that
+``prebuild`` starts make them too: they run this file.
 """
 
 from collections.abc import Callable
@@ -9,6 +10,9 @@ from typing import Any
 from cutlass.base_dsl import dsl
 from cutlass.base_dsl.compiler import Compiler
 from cutlass.cutlass_dsl import tvm_ffi_provider
+
+from cute_attn.compiler import compiled, prebuild_worker
+from cute_attn.compiler.workers import Worker
 
 JIT, EXPORTER = Compiler.jit, tvm_ffi_provider._aot_support
 
@@ -40,3 +44,9 @@ def apply(set_attribute: Callable[[Any, str, Any], Any] = setattr) -> None:
     set_attribute(dsl, "_set_enable_frame_filtering", _no_source_locations)
     set_attribute(Compiler, "jit", _jit_without_optimisation)
     set_attribute(tvm_ffi_provider, "_aot_support", _Exporter)
+    set_attribute(compiled, "Worker", lambda module: Worker("tests.quick_builds"))
+
+
+if __name__ == "__main__":
+    apply()
+    prebuild_worker.main()
