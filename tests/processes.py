@@ -77,6 +77,7 @@ def _serve() -> None:
 
     quick_builds.apply()
     builds.build_at_once = lambda *args, **options: None  # processes that load the DSL again, on busy cores
+    os.cpu_count = lambda: 1
     with contextlib.redirect_stdout(None), contextlib.suppress(SystemExit):
         _run(
             "-m", "cute_attn", "list", "--json"
