@@ -207,6 +207,7 @@ def _cost(default: Default) -> float:
     if traits.op not in ATTENDS:
         return 1
     dearer = {
+        4.0: traits.bias_grad,
         1.75: getattr(tile, "speculative", False),  # the loop is there twice
         1.4: traits.head_dim > 256,
         1.3: (traits.op, traits.arch) == ("backward", "sm90"),
