@@ -2,12 +2,14 @@
 
 Building all of them takes three quarters of an hour of two cores. The cover has, for each op and arch:
 
-- every default tile, for one of the targets that it is the default of; of tiles that differ in ``STORAGE`` alone, one
-  that has each value of it;
-- every value of every trait that occurs in the list, and every target;
+- every default tile that takes more than ``ROOMY`` of a thread's registers, by the tile's own estimate, for one of the
+  targets that it is the default of; of tiles that differ in ``STORAGE`` alone, one that has each value of it; of other
+  tiles, which spill only after a mistake that shows in these too, each value of each field that is no number;
+- every value of every trait that occurs in the list, and every target; of head dims with one tile the largest, which
+  needs the most registers. Kernels that are the same on both generations are one kernel in this;
 - the causal kernels of head dims 64 and 128, which most users run;
 - of every Ampere forward and backward, built for the GPU it is named after, each feature that costs registers at each
-  head dim of ``EVERYDAY``: ptxas spills on one target what it keeps on another.
+  head dim of ``EVERYDAY``, several at once where the tile stays: ptxas spills on one target what it keeps on another.
 
 Spills and serialised wgmma depend on the tile, and on the registers that features take beside it. How many stages a
 tile has, how many heads it packs or how it adds to dQ says where data lies, and takes next to none. What covers most
@@ -17,11 +19,14 @@ together, may be missed: ``pytest tests/cpu/test_defaults.py --every-default`` b
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
 from cute_attn.compiler import registry
+from cute_attn.tiles.base import REGISTERS_PER_THREAD
 from cute_attn.tiles.inference import CacheCall
 from cute_attn.traits import Traits
 
@@ -41,7 +46,7 @@ class Default:
     target: str
     lengths: tuple[int, ...] = ()
 
-    @property
+    @functools.cached_property
     def kernel(self) -> Any:
         """The kernel and its tile."""
         kernel = registry.lookup(self.traits, None, self.target)
@@ -125,6 +130,8 @@ STORAGE = (
     *("pack_heads", "page_rows", "share_qo_smem", "dq_vector"),
 )
 """Fields of tiles that say where data lies or how it is addressed, and hardly how many registers hold it."""
+ATTENDS = ("forward", "backward", "kvcache")
+"""Operations of kernels with products of matrices."""
 AMPERE_TARGETS = ("sm80", "sm86", "sm90")
 """What Ampere kernels are built for: one of the GPUs of each size of shared memory, and the one that has most of it."""
 EVERYDAY_DIMS = (64, 128)
@@ -134,13 +141,17 @@ EVERYDAY = tuple(
     for dim in EVERYDAY_DIMS
     for mask, feature in (
         *itertools.product(
-            ("", "-causal"), ("", "-softcap", "-alibi", "-bias_bf16", "-dropout", "-varlen-seqused_k")
+            ("", "-causal"),
+            ("", "-softcap", "-alibi", "-softcap-alibi", "-bias_bf16", "-dropout", "-varlen-seqused_k"),
         ),
         ("-window", ""),
         ("-window", "-varlen-seqused_k"),
+        *([("-window", "-softcap-alibi-varlen-seqused_k")] if op == "forward" else []),
     )
 )
-"""Ampere kernels with the features that programs use, one at a time."""
+"""Ampere kernels with the features that programs use, one at a time, and those that share a tile at once."""
+ROOMY = 0.7
+"""Part of a thread's registers up to which a tile of 16 bits is far from spills, by its own estimate."""
 
 
 def every() -> list[Default]:
@@ -191,17 +202,25 @@ def cover() -> tuple[Default, ...]:
 
 
 def _cost(default: Default) -> float:
-    """Roughly what building it takes, in units of a small kernel, from the sizes of their PTX."""
-    traits = default.traits
-    if traits.op not in ("forward", "backward", "kvcache"):
+    """Roughly what building it takes, in units of a small kernel: fitted to the seconds of 120 of them."""
+    traits, tile = default.traits, default.kernel.tile
+    if traits.op not in ATTENDS:
         return 1
-    features = (traits.dropout, traits.dropout == "mem_efficient", traits.alibi, traits.bias, traits.windowed)
-    return (9 if traits.arch == "sm90" else 5) * 1.35 ** sum(map(bool, features))
+    dearer = {
+        4.0: traits.bias_grad,
+        1.75: getattr(tile, "speculative", False),  # the loop is there twice
+        1.4: traits.head_dim > 256,
+        1.3: (traits.op, traits.arch) == ("backward", "sm90"),
+        1.25: traits.dropout,
+        1.15: traits.bias,
+        1.1: traits.varlen,
+    }
+    return 7 * math.prod(factor for factor, applies in dearer.items() if applies)
 
 
 def covering(
     items: Iterable[Item],
-    demands: Callable[[Item], set[Hashable]],
+    demands: Callable[[Item], AbstractSet[Hashable]],
     cost: Callable[[Item], float] = lambda _: 1,
     always: Sequence[Item] = (),
 ) -> list[Item]:
@@ -211,7 +230,7 @@ def covering(
     """
     pool = list(items)
     chosen = [i for i, item in enumerate(pool) if item in always]
-    done = set().union(*(demands(item) for item in always))
+    done: set[Hashable] = set().union(*(demands(item) for item in always))
     missing = [demands(item) - done for item in pool]
     while any(missing):
         best = max(range(len(pool)), key=lambda i: (len(missing[i]) / cost(pool[i]), len(demands(pool[i]))))
@@ -225,14 +244,49 @@ def covering(
     return [pool[i] for i in sorted(chosen)]
 
 
-def demands(default: Default) -> set[Hashable]:
+@functools.cache
+def demands(default: Default) -> frozenset[Hashable]:
     """What a kernel covers: its tile, its target and each of its traits."""
-    traits, tile, kernel = default.traits, default.kernel.tile, (default.traits.op, default.traits.arch)
+    traits, tile, kernel = default.traits, default.kernel.tile, _kind(default)
     values: dict[str, Hashable] = {field.name: getattr(traits, field.name) for field in fields(traits)}
-    values |= {"target": default.target, "tile": _without_storage(tile)}
+    if not _has_largest_head_dim(default):
+        del values["head_dim"], values["head_dim_v"]
+    values |= {"target": default.target} | _storage(tile)
+    values |= _switches(tile) if _is_roomy(default) else {"tile": _without_storage(tile)}
     found: set[Hashable] = {(kernel, name, value) for name, value in values.items() if value}
-    found |= {(kernel, *pair) for pair in _storage(tile).items()}
-    return found | {(kernel, traits.head_dim, feature) for feature in _costly_features(default)}
+    return frozenset(found | {(kernel, traits.head_dim, feature) for feature in _costly_features(default)})
+
+
+def _kind(default: Default) -> tuple[str, str]:
+    """A kernel's op and generation; a kernel without MMA is the same on both."""
+    traits = default.traits
+    return traits.op, traits.arch if traits.op in ATTENDS else ""
+
+
+def _is_roomy(default: Default) -> bool:
+    """Far from spills; estimates for fp32 are up to 40% too low to say so."""
+    tile, traits = default.kernel.tile, default.traits
+    available = getattr(tile, "compute_registers", REGISTERS_PER_THREAD)
+    return traits.dtype != "fp32" and bool(tile.registers(traits) <= ROOMY * available)
+
+
+def _has_largest_head_dim(default: Default) -> bool:
+    """Of the default kernels with its tile."""
+    return _head_dims(default) == _largest_head_dims()[_kind(default), _without_storage(default.kernel.tile)]
+
+
+@functools.cache
+def _largest_head_dims() -> dict[Hashable, tuple[int, int]]:
+    """The largest head dims of each op's and generation's tiles."""
+    found: dict[Hashable, tuple[int, int]] = {}
+    for default in representative():
+        key = _kind(default), _without_storage(default.kernel.tile)
+        found[key] = max(_head_dims(default), found.get(key, (0, 0)))
+    return found
+
+
+def _head_dims(default: Default) -> tuple[int, int]:
+    return default.traits.head_dim, default.traits.head_dim_v
 
 
 def _costly_features(default: Default) -> Iterator[str]:
@@ -254,6 +308,11 @@ def _storage(tile: Any) -> dict[str, int]:
     """A tile's ``STORAGE``; heads it packs are 1 or 2: more of them differ by a shift."""
     found = {name: getattr(tile, name) for name in STORAGE if hasattr(tile, name)}
     return found | {name: min(n, 2) for name, n in found.items() if name == "pack_heads"}
+
+
+def _switches(tile: Any) -> dict[str, Hashable]:
+    """A tile's fields that are no numbers."""
+    return {name: value for name, value in asdict(tile).items() if isinstance(value, bool | str)}
 
 
 def _without_storage(tile: Any) -> str:

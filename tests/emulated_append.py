@@ -1,19 +1,17 @@
 """The append kernel on the CPU: its own code, every thread of every CTA, behind the host code that launches it."""
 
 import functools
-from typing import NamedTuple
 
 import cutlass
 from cutlass import Constexpr, cute
 
-from cute_attn import compiler
 from cute_attn.device.key_rows import KeyRows
-from cute_attn.host import memory
 from cute_attn.kernels.append_kv import AppendKv
 from cute_attn.reference import emulate
 from cute_attn.rows.new_rows import number_of_rows
 from cute_attn.tiles.inference import AppendTile
 from cute_attn.traits import Traits
+from tests import machine
 
 
 @cute.jit
@@ -43,20 +41,13 @@ def compiled(traits: Traits):
     return cute.compile(host, emulate._values(fakes), options="--gpu-arch sm_90a"), fakes
 
 
-class Compiled(NamedTuple):
-    """What the compiler returns, as far as a launch looks at it."""
-
-    function: object
-
-
-def build(traits: Traits, tile: object, target: str) -> Compiled:
-    """In the compiler's place: a kernel whose launch runs it on the CPU; tensors are checked against its fakes."""
-    function, fakes = compiled(traits)
-    return Compiled(lambda *given: function(emulate._values(fakes, given)))
+def launched(kernel: AppendKv, target: str):
+    """In a launch's place: runs it on the CPU; tensors are checked against the kernel's fakes."""
+    function, fakes = compiled(kernel.traits)
+    return lambda *given: function(emulate._values(fakes, given))
 
 
 def patch(monkeypatch) -> None:
     """Launches on CUDA take CPU tensors, in fp16, and run the append kernel on the CPU."""
-    monkeypatch.setattr(compiler, "compile", build)
-    monkeypatch.setattr(compiler, "default_target", lambda arch: arch)
-    monkeypatch.setattr(memory, "current_device", lambda: -1)
+    machine.device(monkeypatch)
+    machine.kernels(monkeypatch, launched)

@@ -7,14 +7,11 @@ import math
 
 import torch
 
-from cute_attn import compiler, reference
+from cute_attn import reference
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
-from cute_attn.host import counters, kvcache_launcher, memory, plans
-from cute_attn.kernels.combine import Combine, CombineShares
 from cute_attn.reference import emulate
 from cute_attn.reference import kvcache as ref
-from cute_attn.tiles.inference import CombineSharesTile
-from tests import emulated_append
+from tests import emulated_append, machine
 
 PROCESSORS = 4
 
@@ -83,38 +80,29 @@ def merge(kernel, arguments):
     lse.copy_(found_lse)
 
 
-def combine_shares(compiled_traits, arguments):
+def combine_shares(kernel, arguments):
     """All results are whole here."""
-    check_arguments(CombineShares(compiled_traits, CombineSharesTile()).fake_args(), arguments)
+    check_arguments(kernel.fake_args(), arguments)
     partials, out, lse, sinks, seqlens, _, heads_kv, slots = arguments
-    assert (sinks is not None) == bool(compiled_traits.sinks)
+    assert (sinks is not None) == bool(kernel.traits.sinks)
     assert 2 * slots == partials.out.shape[0] and out.shape[-2] % heads_kv == 0
-    assert (seqlens.cu_seqlens_q is not None) == compiled_traits.varlen and lse.dtype == torch.float32
+    assert (seqlens.cu_seqlens_q is not None) == kernel.traits.varlen and lse.dtype == torch.float32
 
 
 def patch(monkeypatch) -> list:
     """Launches on CUDA take CPU tensors; returns the kvcache kernels that were chosen."""
-    emulated_append.patch(monkeypatch)
     chosen = []
 
-    def build(kernel, target):
+    def launched(kernel, target):
+        if kernel.traits.op == "append":
+            return emulated_append.launched(kernel, target)
+        if kernel.traits.op == "combine":
+            return lambda *arguments: merge(kernel, arguments)
+        if kernel.traits.op == "combine_shares":
+            return lambda *arguments: combine_shares(kernel, arguments)
         chosen.append(kernel)
-        return emulated_append.Compiled(lambda *arguments: attend(kernel, arguments))
+        return lambda *arguments: attend(kernel, arguments)
 
-    def compile(traits, tile, target):
-        if traits.op == "append":
-            return emulated_append.build(traits, tile, target)
-        if traits.op == "combine":
-            return emulated_append.Compiled(lambda *arguments: merge(Combine(traits, tile), arguments))
-        assert traits.op == "combine_shares" and tile.reject(traits, target) is None
-        return emulated_append.Compiled(lambda *arguments: combine_shares(traits, arguments))
-
-    monkeypatch.setattr(compiler, "build", build)
-    monkeypatch.setattr(compiler, "compile", compile)
-    monkeypatch.setattr(compiler, "default_target", lambda arch: "sm90")
-    monkeypatch.setattr(memory, "current_device", lambda: -1)
-    monkeypatch.setattr(plans, "_plans", {})
-    monkeypatch.setattr(plans, "_guarded", {})
-    monkeypatch.setattr(kvcache_launcher, "multiprocessors", lambda device: PROCESSORS)
-    monkeypatch.setattr(counters, "schedule", lambda device: (torch.zeros(4, dtype=torch.int32), PROCESSORS))
+    machine.device(monkeypatch, PROCESSORS, target="sm90")
+    machine.kernels(monkeypatch, launched)
     return chosen

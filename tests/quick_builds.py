@@ -1,16 +1,22 @@
 """Changes to the DSL under which the tests build in less time: no kernel's code is another.
 
-``cpu/test_harness.py`` compares kernels, and what emulated code computes, with and without them.
+``cpu/test_harness.py`` compares kernels, and what emulated code computes, with and without them. Processes that
+``prebuild`` starts make them too: they run this file.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+from cutlass._mlir_helpers import op
 from cutlass.base_dsl import dsl
 from cutlass.base_dsl.compiler import Compiler
 from cutlass.cutlass_dsl import tvm_ffi_provider
 
+from cute_attn.compiler import compiled, prebuild_worker
+from cute_attn.compiler.workers import Worker
+
 JIT, EXPORTER = Compiler.jit, tvm_ffi_provider._aot_support
+LOG, LOOK = op.log, op._pyir_auto_load_arg
 
 
 class _Exporter:
@@ -35,8 +41,28 @@ def _no_source_locations(enable: bool) -> None:
     """
 
 
+class _Silent:
+    """A logger whose messages nobody reads; it is asked at each operation."""
+
+    @staticmethod
+    def debug(*message: Any) -> None: ...
+
+
+def _as_it_is(argument: Any, **options: Any) -> Any:
+    """Arguments are looked through for the DSL's PyIR, which is switched off."""
+    return argument
+
+
 def apply(set_attribute: Callable[[Any, str, Any], Any] = setattr) -> None:
     """Make the changes, with ``setattr`` or pytest's, which takes them back."""
     set_attribute(dsl, "_set_enable_frame_filtering", _no_source_locations)
+    set_attribute(op, "log", lambda: _Silent)
+    set_attribute(op, "_pyir_auto_load_arg", _as_it_is)
     set_attribute(Compiler, "jit", _jit_without_optimisation)
     set_attribute(tvm_ffi_provider, "_aot_support", _Exporter)
+    set_attribute(compiled, "Worker", lambda module: Worker("tests.quick_builds"))
+
+
+if __name__ == "__main__":
+    apply()
+    prebuild_worker.main()

@@ -11,11 +11,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_attn import Unsupported, attention, attention_varlen, compiler, reference
+from cute_attn import Unsupported, attention, attention_varlen, reference
 from cute_attn.api import operators
 from cute_attn.compiler import registry
 from cute_attn.epilogues.inputs import ScoreInputs
-from cute_attn.host import backward, memory, plans
+from cute_attn.host import backward, plans
 from cute_attn.host.backward import (
     BiasGradient,
     Workspace,
@@ -26,6 +26,7 @@ from cute_attn.host.backward import (
 from cute_attn.host.call import NUM_TENSORS
 from cute_attn.tiles import BackwardSm80Tile, padded
 from cute_attn.traits import PADDED_TENSORS
+from tests import machine
 from tests.padded_rows import copy_rows
 from tests.problem import Case
 
@@ -44,14 +45,19 @@ class Torch:
     def __init__(self):
         self.built, self.launched = [], []
 
-    def compile(self, traits, tile, target):
+    def kernel(self, kernel, target):
+        """What the launch of a kernel runs."""
+        traits, tile = kernel.traits, kernel.tile
         self.built.append((traits, tile))
-        kernels = {"backward": self.main}
-        kernels |= {"backward_preprocess": self.preprocess, "backward_convert": self.convert}
-        kernels |= {"backward_split": self.split}
-        kernels |= dict.fromkeys(PADDED_TENSORS, lambda traits, tile, *rows: copy_rows(traits, *rows))
-        tile = tile or registry.lookup(traits, None, target).tile
-        return Compiled(kernels[traits.op], traits, tile, self.launched)
+        functions = {"backward": self.main, "backward_split": self.split}
+        functions |= {"backward_preprocess": self.preprocess, "backward_convert": self.convert}
+        functions |= dict.fromkeys(PADDED_TENSORS, lambda traits, tile, *rows: copy_rows(traits, *rows))
+
+        def function(*arguments):
+            self.launched.append((traits, tile, arguments))
+            functions[traits.op](traits, tile, *arguments)
+
+        return function
 
     @staticmethod
     def sequences(traits, tile, seqlens, q, k=None):
@@ -222,36 +228,13 @@ class Torch:
                 (scale * total[..., : traits.head_dim]).transpose(0, 1).to(dq.dtype)
             )
 
-    def build(self, kernel, target):
-        return self.compile(kernel.traits, kernel.tile, target)
-
-
-class Compiled:
-    def __init__(self, kernel, traits, tile, launched):
-        self.kernel, self.traits, self.tile, self.launched = kernel, traits, tile, launched
-
-    def function(self, *arguments):
-        self.launched.append((self.traits, self.tile, arguments))
-        self.kernel(self.traits, self.tile, *arguments)
-
 
 @pytest.fixture
 def torch_kernels(monkeypatch):
     kernels = Torch()
-    monkeypatch.setattr(compiler, "compile", kernels.compile)
-    monkeypatch.setattr(compiler, "build", kernels.build)
-    monkeypatch.setattr(compiler, "default_target", lambda arch: "sm90")
-    monkeypatch.setattr(plans, "_plans", {})
-    monkeypatch.setattr(plans, "_guarded", {})
-    monkeypatch.setattr(backward, "multiprocessors", lambda device: 3)
-    monkeypatch.setattr(memory, "current_device", lambda: -1)
-
-    def poisoned(like, shape, strides, dtype):
-        poison = math.nan if dtype.is_floating_point else -1
-        return torch.full((math.prod(shape),), poison, dtype=dtype).as_strided(shape, strides)
-
-    monkeypatch.setattr(memory, "new_empty_strided", poisoned)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    machine.device(monkeypatch, multiprocessors=3, target="sm90")
+    machine.kernels(monkeypatch, kernels.kernel)
+    machine.poison(monkeypatch)
     return kernels
 
 
@@ -484,8 +467,7 @@ def test_small_calls_in_fp32_have_whole_operands(torch_kernels, monkeypatch, pre
     grad_out, needed = torch.rand(out.shape), (True, True, True, False, False)
 
     def operands(call):
-        monkeypatch.setattr(plans, "_plans", {})
-        monkeypatch.setattr(plans, "_guarded", {})
+        machine.forget_plans(monkeypatch)
         found = backward.launcher_for(call, grad_out, None, out, lse, needed)
         return found.kernel.tile.operands, found.split is not None, found.fallback is not None
 
@@ -620,7 +602,6 @@ def test_the_callers_kernel_and_tile_are_used(torch_kernels):
 
 def test_variants(torch_kernels, monkeypatch):
     """A forward's variant leaves the backward its arch's default kernel; a backward's variant is used."""
-    from cute_attn.compiler import registry
     from cute_attn.kernels.backward_sm80.kernel import BackwardSm80
     from cute_attn.kernels.forward_sm80 import ForwardSm80
 

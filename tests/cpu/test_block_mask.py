@@ -141,9 +141,21 @@ def test_full_blocks_need_no_mask():
 
 
 @pytest.mark.parametrize(
-    "tiling", ["warps4x1-128x32", "warps2x2-64x64", "wgmma2-64x128-along-n", "wgmma1-64x80"]
+    ("case", "tiling"),
+    [
+        ("document", "warps4x1-128x32"),
+        ("document", "wgmma2-64x128-along-n"),
+        ("document", "wgmma1-64x80"),
+        ("window", "warps2x2-64x64"),
+        ("window", "wgmma1-64x80"),
+        ("blocks", "warps4x1-128x32"),
+        ("blocks", "wgmma2-64x128-along-n"),
+        ("full blocks", "warps4x1-128x32"),
+        ("full blocks", "wgmma2-64x128-along-n"),
+        ("small blocks", "warps2x2-64x64"),
+        ("small blocks", "wgmma2-64x128-along-n"),
+    ],
 )
-@pytest.mark.parametrize("case", ["document", "window", "blocks", "full blocks", "small blocks"])
 def test_kernels_visit_listed_blocks(case, tiling):
     """The last tiling's blocks are no parts of listed ones: it visits all."""
     masks = {

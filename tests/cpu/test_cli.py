@@ -14,8 +14,9 @@ import typer
 
 from cute_attn import defaults, lookup
 from cute_attn.compiler import registry
+from cute_attn.lab.pictures import pictures
 from cute_attn.tiles import ForwardSm80Tile
-from cute_attn.traits import FEATURES
+from cute_attn.traits import FEATURES, Traits
 from tests import processes, toy  # noqa: F401  # registers the kernel
 
 TOY = "forward-sm80:toy-bf16-d64"
@@ -135,7 +136,7 @@ def test_every_word_has_an_explanation():
     assert len(explain.tile_classes()) > 8 and {"tile_m", "qk_unroll"} <= set(
         explain.attribute_docs(ForwardSm80Tile)
     )
-    for name in (TOY, "forward-sm80-bf16-d64", "forward-sm90-bf16-d64"):
+    for name in (TOY, "forward-sm80-bf16-d64-causal", "forward-sm90-bf16-d64-causal"):
         assert set(_rows(verdict(name))) <= set(ROWS)
 
 
@@ -257,10 +258,23 @@ PICTURES = {
 }
 
 
-@pytest.mark.parametrize("name", PICTURES)
-def test_show(run, tmp_path, name):
-    names = ok(run("show", name, "-o", str(tmp_path), "--svg")).split()
-    assert len(names) == PICTURES[name]
+def test_kernels_have_their_pictures():
+    """One of each kind is drawn for each generation, which takes a second."""
+    drawn = set()
+    for name, count in PICTURES.items():
+        found = pictures(name)
+        assert len(found) == count
+        for what, one in found.items():
+            kind = Traits.parse(name).arch, what.partition("-")[0]
+            if kind not in drawn:
+                drawn.add(kind)
+                assert one._repr_svg_().startswith("<?xml")
+    assert len(drawn) > 4
+
+
+def test_show(run, tmp_path):
+    names = ok(run("show", "backward_convert-sm90-bf16-d96", "-o", str(tmp_path), "--svg")).split()
+    assert len(names) == PICTURES["backward_convert-sm90-bf16-d96"]
     assert all(Path(path).read_text().startswith("<?xml") for path in names)
 
 

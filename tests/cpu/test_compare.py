@@ -15,7 +15,7 @@ from cute_attn.lab.verdict import Verdict, verdict
 from cute_attn.traits import Traits
 from tests import processes, toy
 
-SMALL = "forward-sm80-bf16-d32"
+SMALL = "forward-sm80-bf16-d32-causal"
 
 
 def step(*lines: str, line: int = 0) -> Step:

@@ -6,7 +6,7 @@ import torch
 from cute_attn.api import operators
 from cute_attn.api.attention import _call_of, _Options
 from cute_attn.compiler import registry
-from cute_attn.host import divided, kvcache_launcher, launcher, memory
+from cute_attn.host import divided, kvcache_launcher, launcher
 from cute_attn.host.call import NUM_TENSORS
 from cute_attn.host.launch import NOW
 from cute_attn.host.launcher import check_query_blocks, choose_kernel
@@ -139,7 +139,6 @@ def test_rows_that_no_sequence_owns_stay(monkeypatch):
         "sign": 1,
     }
     own |= {"strides": (contiguous_strides(shape), contiguous_strides(lse_shape)), "aligned": True}
-    monkeypatch.setattr(memory, "current_device", lambda: -1)
     plan = launcher.Launcher(**own | {"prefill": False, "rest": params[NUM_TENSORS + 1 :]})
     out = torch.full(shape, 7.0).half()
     plan.run(params[:NUM_TENSORS], (), out)

@@ -440,15 +440,16 @@ def test_mem_efficient_dropout_keeps_a_word_equal_to_its_threshold(monkeypatch):
         assert torch.equal(problem.emulate(tiling).dropped, words < threshold)
 
 
-@pytest.mark.parametrize("version", [(2, 13), (2, 14)])
+USED_K = (90, 131, 8, 0, 63)
+
+
 @pytest.mark.parametrize(
-    ("name", "used_k"),
+    ("name", "used_k", "version"),
     [
-        (SMALL, ()),
-        ("wgmma1-80x64-transposed", ()),
-        *((name, (90, 131, 8, 0, 63)) for name in (SMALL, "wgmma2-128x112", "warps2x1-32x32-transposed")),
+        *((SMALL, used_k, version) for used_k in ((), USED_K) for version in ((2, 13), (2, 14))),
+        ("wgmma1-80x64-transposed", (), (2, 13)),
+        *((name, USED_K, (2, 14)) for name in ("wgmma2-128x112", "warps2x1-32x32-transposed")),
     ],
-    ids=lambda value: ("all", "seqused_k")[bool(value)] if isinstance(value, tuple) else value,
 )
 def test_mem_efficient_dropout_of_varlen_sequences(monkeypatch, used_k, name, version):
     """A sequence's rows are as long as it has keys, and the maxima, which are longer than all of them, count."""

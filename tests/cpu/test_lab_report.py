@@ -2,6 +2,7 @@
 
 import functools
 import html.parser
+import itertools
 import json
 import re
 import socket
@@ -13,7 +14,7 @@ import pytest
 from cute_attn.compiler import registry
 from cute_attn.lab import ledger, report
 from cute_attn.lab.card import Contender
-from cute_attn.lab.pictures import Pictures
+from cute_attn.lab.pictures import Pictures, pictures
 from cute_attn.lab.race import ab
 from cute_attn.lab.study import Candidate, Study
 from cute_attn.traits import Traits
@@ -155,8 +156,13 @@ def test_a_ledger_is_a_page(tmp_path):
     ]
 
 
-def test_both_steps_and_the_layouts_are_on_the_page(tmp_path):
-    """Of a default that test_defaults.py builds too, and of another tile."""
+def test_both_steps_and_the_layouts_are_on_the_page(tmp_path, monkeypatch):
+    """Of a default that test_defaults.py builds too, and of another tile; each layout takes a second to draw."""
+
+    def one_picture(*kernel):
+        return Pictures(NAME, dict(itertools.islice(pictures(*kernel).items(), 1)))
+
+    monkeypatch.setattr("cute_attn.lab.pictures.pictures", one_picture)
     read = page(comparison(), tmp_path)
     _, opcodes, steps = read.tables
     assert opcodes[0] == ["opcode", "a", "b", "change"] and all(

@@ -9,10 +9,11 @@ import pytest
 import torch
 import tvm_ffi
 
-from cute_attn.host import counters, memory
+from cute_attn.host import counters
 from cute_attn.host.launch import NOW, Recording, Repeats
 from cute_attn.host.padding import Copies
 from cute_attn.traits import Traits
+from tests import machine
 from tests.padded_rows import copy_rows
 
 
@@ -29,8 +30,7 @@ def kernel(function):
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
-    monkeypatch.setattr(memory, "current_device", lambda: -1)
-    monkeypatch.setattr(counters, "schedule", lambda device: tvm_ffi.convert((7,)))
+    machine.device(monkeypatch, schedule=tvm_ffi.convert((7,)))
 
 
 @kernel
@@ -298,7 +298,7 @@ def test_work_tiles_are_those_of_the_moment(monkeypatch):
 
     calls = Calls(run)
     for number in (1, 2, 3):
-        monkeypatch.setattr(counters, "schedule", lambda device, n=number: tvm_ffi.convert((n,)))
+        machine.device(monkeypatch, schedule=tvm_ffi.convert((number,)))
         calls(*inputs(0))
     assert seen == [(1,), (2,), (3,)] and calls.in_steps == 1
 

@@ -6,25 +6,25 @@ import functools
 import math
 import warnings
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
 import tvm_ffi
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_attn import attention, attention_varlen, attention_with_kvcache, compiler, reference
+from cute_attn import attention, attention_varlen, attention_with_kvcache, reference
 from cute_attn.api import kvcache, operators
 from cute_attn.api.attention import draw_rng_state
 from cute_attn.compiler import registry
 from cute_attn.epilogues import base
 from cute_attn.epilogues.inputs import ScoreInputs
-from cute_attn.host import counters, launcher, memory, plans
+from cute_attn.host import launcher, memory, plans
 from cute_attn.host.call import ATTENTION, NUM_TENSORS, Call
 from cute_attn.host.checks import check_steps
 from cute_attn.host.dispatch import no_dispatch_mode
 from cute_attn.tiles import ForwardSm90Tile
 from cute_attn.traits import PADDED_TENSORS
+from tests import machine
 from tests.padded_rows import copy_rows
 
 BF16 = torch.bfloat16
@@ -318,20 +318,17 @@ def test_other_devices_are_refused():
 # ---- kernels' arguments: CPU tensors on the CUDA path, with a kernel that records them ----
 
 
-COUNTERS = torch.zeros(4, dtype=torch.int32)
-
-
 class Recorder:
-    """Replaces the compiler and every kernel that it builds; padding copies are torch's."""
+    """Every kernel that is built and launched; padding copies are torch's."""
 
     def __init__(self):
         self.built, self.launched = [], []
 
-    def build(self, kernel, target):
+    def kernel(self, kernel, target):
         if kernel.traits.op in PADDED_TENSORS:
-            return SimpleNamespace(function=functools.partial(copy_rows, kernel.traits))
+            return functools.partial(copy_rows, kernel.traits)
         self.built.append((kernel.traits, kernel.tile, target))
-        return self
+        return self.function
 
     def function(self, *arguments):
         self.launched.append(arguments)
@@ -340,14 +337,8 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch):
     recorder = Recorder()
-    monkeypatch.setattr(compiler, "build", recorder.build)
-    monkeypatch.setattr(compiler, "default_target", lambda arch: "sm90")
-    monkeypatch.setattr(plans, "_plans", {})
-    monkeypatch.setattr(plans, "_guarded", {})
-    monkeypatch.setattr(memory, "current_device", lambda: -1)
-    monkeypatch.setattr(counters, "schedule", lambda device: (COUNTERS, 132))
-    monkeypatch.setattr(launcher, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    machine.device(monkeypatch, target="sm90")
+    machine.kernels(monkeypatch, recorder.kernel)
     monkeypatch.setattr(operators, "forward_cpu", operators.forward_cuda)
     return recorder
 
@@ -367,7 +358,10 @@ def test_a_kernel_gets_the_calls_arguments(recorder):
     m_q, m_k, m_v, m_o, m_lse, seqlens, scale, schedule, score_args = arguments
     assert m_q is q and m_k is k and m_v is v and m_o is out and m_lse is lse
     assert out.shape == (2, 9, 4, 8) and lse.shape == (2, 4, 9) and scale == 0.3
-    assert tuple(seqlens) == (None, None, None, None, 9, 11, None, None) and schedule == (COUNTERS, 132)
+    assert tuple(seqlens) == (None, None, None, None, 9, 11, None, None) and schedule == (
+        machine.COUNTERS,
+        132,
+    )
     assert not any(
         isinstance(x, torch.Tensor) for part in score_args for x in (part if isinstance(part, tuple) else ())
     )
@@ -376,7 +370,7 @@ def test_a_kernel_gets_the_calls_arguments(recorder):
 def test_constant_arguments_are_made_once_for_tvm_ffi(recorder, monkeypatch):
     seen = []
     function = tvm_ffi.convert(lambda *arguments: seen.append(arguments))
-    monkeypatch.setattr(compiler, "build", lambda kernel, target: SimpleNamespace(function=function))
+    machine.kernels(monkeypatch, lambda kernel, target: function)
     for bias in (None, randn(1, 4, 1, 11)):
         attention(*kernel_inputs(), causal=True, bias=bias)
     for made, arguments, constant in zip(plans._plans.values(), seen, (True, False), strict=True):
@@ -852,11 +846,8 @@ def test_wrong_metadata_never_reaches_a_kernel(recorder):
     assert [m_q is q for m_q, *_ in recorder.launched] == [True, False, False]
 
 
-def test_divided_keys_are_read_from_aligned_rows(recorder, monkeypatch):
+def test_divided_keys_are_read_from_aligned_rows(recorder):
     """What does not start at a multiple of 16 bytes is padded before, in calls without work tiles enough as well."""
-    monkeypatch.setattr("cute_attn.host.kvcache_launcher.multiprocessors", lambda device: 132)
-    combine = SimpleNamespace(function=lambda *arguments: None)
-    monkeypatch.setattr(compiler, "compile", lambda *request: combine)
     storage = [torch.zeros(1 * 8192 * 2 * 64 + 1, dtype=BF16)[1:].view(1, 8192, 2, 64) for _ in range(2)]
     attention(randn(1, 1, 8, 64, dtype=BF16), *storage)
     launched = [x for arguments in recorder.launched for x in arguments[:3] if isinstance(x, torch.Tensor)]
@@ -921,9 +912,7 @@ def test_a_tile_too_large_for_a_smaller_gpu(recorder, monkeypatch):
     q = randn(1, 9, 2, 128, dtype=BF16)
     options = {"kernel": "sm80", "tile": "tile_m=128,tile_n=128,num_warps=8,num_stages=1"}
     attention(q, q, q, **options)
-    monkeypatch.setattr(plans, "_plans", {})
-    monkeypatch.setattr(plans, "_guarded", {})
-    monkeypatch.setattr(compiler, "default_target", lambda arch: "sm86")
+    machine.device(monkeypatch, target="sm86")
     with pytest.raises(Unsupported, match=r"needs \d+ bytes of shared memory .*; sm86 has 101376"):
         attention(q, q, q, **(options | {"tile": options["tile"].replace("stages=1", "stages=2")}))
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cute_attn.host import plans
+from tests import machine
 
 KEY = ("some", 0.5, None)
 PLANS = [object() for _ in range(12)]
@@ -11,8 +12,7 @@ PLANS = [object() for _ in range(12)]
 
 @pytest.fixture(autouse=True)
 def no_plans(monkeypatch):
-    monkeypatch.setattr(plans, "_plans", {})
-    monkeypatch.setattr(plans, "_guarded", {})
+    machine.forget_plans(monkeypatch)
 
 
 def tensors(seqlen=5, **given):

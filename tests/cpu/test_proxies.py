@@ -56,7 +56,7 @@ def test_a_verdict_says_it():
         and str(order) == f"at each of the {order.by_threads} releases after accesses by threads"
     )
     assert "proxy fences" in str(verdict(BIAS)) and str(order) in verdict(BIAS).json()
-    assert verdict("forward-sm80-bf16-d32").proxies is None
+    assert verdict("forward-sm80-bf16-d32-causal").proxies is None
 
 
 # ---- code by hand ----

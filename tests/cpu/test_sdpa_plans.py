@@ -14,7 +14,7 @@ import torch
 import tvm_ffi
 
 from cute_attn import reference
-from cute_attn.host import backward, counters, fused_qkv, launcher, memory
+from cute_attn.host import backward, fused_qkv, launcher, memory
 from cute_attn.host import plans as known
 from cute_attn.host.backward import NOTHING, BackwardLauncher, BiasGradient, Workspace
 from cute_attn.host.call import NUM_TENSORS, Call, pack_epilogues
@@ -26,6 +26,7 @@ from cute_attn.kernels.backward_preprocess import BackwardPreprocess
 from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.sdpa import operators, plans
 from cute_attn.sdpa.operators import Options
+from tests import machine
 
 OPTIONS = Options()
 aten = torch.ops.aten
@@ -95,7 +96,7 @@ def ready_at_once(make):
     return lambda *arguments, **options: make(*arguments, **options).ready()
 
 
-class Machine:
+class Launchers:
     """Stands for the kernels: launchers by the reference, which note where they wrote.
 
     launches: by functions of TVM FFI, on prepared arguments, or of Python.
@@ -110,14 +111,8 @@ class Machine:
         monkeypatch.setattr(plans, "runs_kernels", lambda q: True)
         monkeypatch.setattr(plans, "launcher_for", self.forward)
         monkeypatch.setattr(backward, "launcher_for", self.backward)
-        monkeypatch.setattr(memory, "current_device", lambda: -1)
-        monkeypatch.setattr(counters, "schedule", lambda device: None)
-        monkeypatch.setattr(memory, "new_empty_strided", self.poisoned)
-
-    @staticmethod
-    def poisoned(like, shape, strides, dtype):
-        x = like.new_empty_strided(shape, strides, dtype=dtype)
-        return x.fill_(math.nan if dtype.is_floating_point else 77)
+        machine.device(monkeypatch)
+        machine.poison(monkeypatch)
 
     def forward(self, params):
         def run(q, k, v, out, lse, seqlens, scale, schedule, score_args):
@@ -206,8 +201,8 @@ class Machine:
 
 
 @pytest.fixture(params=["python", "tvm_ffi"])
-def machine(request, monkeypatch):
-    return Machine(monkeypatch, request.param == "tvm_ffi")
+def launchers(request, monkeypatch):
+    return Launchers(monkeypatch, request.param == "tvm_ffi")
 
 
 def check(name, arguments, function):
@@ -245,24 +240,24 @@ def with_reference(function, *arguments):
 
 @pytest.mark.parametrize("gap", [0, 8])
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_flash_writes_outputs_and_gradients_in_place(order, gap, machine):
+def test_flash_writes_outputs_and_gradients_in_place(order, gap, launchers):
     q, k, v = (
         in_order((2, h, n, 16), order, seed=i, gap=gap) for i, (h, n) in enumerate(((4, 9), (2, 11), (2, 11)))
     )
     name, arguments = "_scaled_dot_product_flash_attention", (q, k, v, 0.0, True)
     outputs = check(name, arguments, operators.flash_forward)
     same(outputs, with_reference(operators.flash_forward, *arguments))
-    assert machine.written == [outputs[0].data_ptr()]
+    assert launchers.written == [outputs[0].data_ptr()]
     saved = (outputs[0], q, k, v, *outputs[:2], None, None, 9, 11, 0.0, True, outputs[6], outputs[7])
-    machine.written.clear()
+    launchers.written.clear()
     grads = check(name + "_backward", saved, operators.flash_backward)
     same(grads, with_reference(operators.flash_backward, *saved))
-    assert sorted(machine.written) == sorted(x.data_ptr() for x in grads)
+    assert sorted(launchers.written) == sorted(x.data_ptr() for x in grads)
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 9, 11), (1, 1, 9, 11), (2, 1, 1, 11)])
 @pytest.mark.parametrize("rows", [9, 64])
-def test_efficient_pads_lse_and_narrows_a_bias(shape, rows, machine):
+def test_efficient_pads_lse_and_narrows_a_bias(shape, rows, launchers):
     q, k, v = (
         in_order((2, 4, n, d), (0, 2, 1), seed=i) for i, (n, d) in enumerate(((rows, 16), (11, 16), (11, 24)))
     )
@@ -273,7 +268,7 @@ def test_efficient_pads_lse_and_narrows_a_bias(shape, rows, machine):
     arguments = (q, k, v, expanded, True)
     name = "_scaled_dot_product_efficient_attention"
     outputs = check(name, arguments, operators.efficient_forward)
-    assert (outputs[1][:, :, rows:] == math.inf).all() and machine.written == [outputs[0].data_ptr()]
+    assert (outputs[1][:, :, rows:] == math.inf).all() and launchers.written == [outputs[0].data_ptr()]
     same(outputs, with_reference(operators.efficient_forward, *arguments))
     saved = (outputs[0], q, k, v, expanded, *outputs, 0.0, [True, True, True, True])
     grads = operators.efficient_backward(OPTIONS, *saved)
@@ -285,20 +280,20 @@ def test_efficient_pads_lse_and_narrows_a_bias(shape, rows, machine):
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_cudnn_writes_outputs_and_gradients_in_place(order, machine):
+def test_cudnn_writes_outputs_and_gradients_in_place(order, launchers):
     q, k, v = (
         in_order((2, 4, n, d), order, seed=i) for i, (n, d) in enumerate(((9, 16), (11, 16), (11, 24)))
     )
     name, arguments = "_scaled_dot_product_cudnn_attention", (q, k, v, None, True)
     outputs = check(name, arguments, operators.cudnn_forward)
-    assert machine.written == [outputs[0].data_ptr()]
+    assert launchers.written == [outputs[0].data_ptr()]
     saved = (outputs[0], q, k, v, *outputs[:2], outputs[6], outputs[7], None, None, None, 9, 11, 0.0, False)
     grads = check(name + "_backward", saved, operators.cudnn_backward)
     same(grads, with_reference(operators.cudnn_backward, *saved))
 
 
 @pytest.mark.parametrize("heads_first", [False, True])
-def test_packed_rows_are_written_in_place(heads_first, machine):
+def test_packed_rows_are_written_in_place(heads_first, launchers):
     cu = torch.tensor([0, 5, 16], dtype=torch.int32)
     q, k = randn(16, 4, 16), randn(16, 2, 16, seed=1)
     if heads_first:
@@ -306,19 +301,19 @@ def test_packed_rows_are_written_in_place(heads_first, machine):
     arguments = (q, k, k, cu, cu, 11, 11, 0.0, True, False)
     outputs = check("_flash_attention_forward", arguments, operators.rows_forward)
     same(outputs, with_reference(operators.rows_forward, *arguments))
-    assert machine.written == [outputs[0].data_ptr()]
+    assert launchers.written == [outputs[0].data_ptr()]
     saved = (outputs[0], q, k, k, *outputs[:2], cu, cu, 11, 11, 0.0, True, outputs[2], outputs[3])
     grads = check("_flash_attention_backward", saved, operators.rows_backward)
     same(grads, with_reference(operators.rows_backward, *saved))
 
 
-def test_what_kernels_cannot_read_or_write_is_copied(machine):
+def test_what_kernels_cannot_read_or_write_is_copied(launchers):
     turned = randn(2, 4, 16, 9).transpose(2, 3)  # a last stride of 9
     unaligned = randn(2, 4, 9, 24)[..., 1:17]
     for x in (turned, unaligned):
         outputs = check("_scaled_dot_product_flash_attention", (x, x, x), operators.flash_forward)
         same(outputs, with_reference(operators.flash_forward, x, x, x))
-    assert machine.launches == 2
+    assert launchers.launches == 2
 
 
 def test_tensors_are_in_the_order_of_the_parameters():
@@ -328,7 +323,7 @@ def test_tensors_are_in_the_order_of_the_parameters():
     assert {name: name if name in names else None for name in Call._fields[:NUM_TENSORS]} == found
 
 
-def test_strides_of_dimensions_of_size_1_cost_no_copy(machine):
+def test_strides_of_dimensions_of_size_1_cost_no_copy(launchers):
     q, k, v = (randn(1, 2, n, 16, seed=n).as_strided((1, 2, n, 16), (3, n * 16, 16, 1)) for n in (5, 7, 7))
     same(operators.flash_forward(OPTIONS, q, k, v), with_reference(operators.flash_forward, q, k, v))
     read = plans._readable(q)
@@ -358,7 +353,7 @@ def inputs_of(seed):
 @pytest.mark.parametrize("name", ["flash", "efficient"])
 @pytest.mark.parametrize("prepared", [False, True])
 def test_a_warm_call_is_launched_on_its_own_memory(name, prepared, monkeypatch):
-    machine = Machine(monkeypatch, prepared)
+    launchers = Launchers(monkeypatch, prepared)
     found, wanted = [], []
     for seed in (0, 10, 20):
         bias = [] if name == "flash" else [randn(1, 4, 9, 11, seed=seed).expand(2, 4, 9, 11), True]
@@ -372,14 +367,14 @@ def test_a_warm_call_is_launched_on_its_own_memory(name, prepared, monkeypatch):
             known._plans, known._guarded = kept
     for ours, theirs in zip(found, wanted, strict=True):
         same(ours, theirs)
-    assert [replay is not None for replay in replays()] == [prepared] * 2 and machine.launches == 3
+    assert [replay is not None for replay in replays()] == [prepared] * 2 and launchers.launches == 3
 
 
 @pytest.mark.parametrize("heads, heads_kv, rows", [(4, 2, 1), (1, 1, 9), (4, 1, 9)])
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1)])
 def test_dimensions_of_size_1_are_not_exchanged(heads, heads_kv, rows, order, monkeypatch):
     """Rows and heads: then layouts differ, though strides may not."""
-    Machine(monkeypatch, prepared=True)
+    Launchers(monkeypatch, prepared=True)
     for seed in range(4):
         q, k, v = (
             in_order((2, h, n, 16), order).copy_(randn(2, h, n, 16, seed=seed + i))
@@ -390,8 +385,7 @@ def test_dimensions_of_size_1_are_not_exchanged(heads, heads_kv, rows, order, mo
         grads = operators.flash_backward(OPTIONS, *saved)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(plans, "runs_kernels", lambda q: False)
-            patch.setattr(known, "_plans", {})
-            patch.setattr(known, "_guarded", {})
+            machine.forget_plans(patch)
             same(outputs[:1], operators.flash_forward(OPTIONS, q, k, v)[:1])
             same(grads, operators.flash_backward(OPTIONS, *saved))
     assert None not in replays()
@@ -401,7 +395,7 @@ def replays():
     return [plan.repeats and plan.repeats.replay for plan in known._plans.values()]
 
 
-def test_an_unaligned_gradient_is_copied(machine):
+def test_an_unaligned_gradient_is_copied(launchers):
     q, k, v = inputs_of(0)
     outputs = operators.flash_forward(OPTIONS, q, k, v)
     grad = randn(q.numel() + 1)[1:].view(q.shape).copy_(outputs[0])
@@ -423,8 +417,8 @@ def made(shapes=None, seed=0):
 
 
 def test_a_launch_is_prepared_when_its_call_comes_again(monkeypatch):
-    machine = Machine(monkeypatch)
-    machine.function = as_tvm
+    launchers = Launchers(monkeypatch)
+    launchers.function = as_tvm
     q, k, v = made()
     seen = []
     for _ in range(3):
@@ -435,18 +429,18 @@ def test_a_launch_is_prepared_when_its_call_comes_again(monkeypatch):
     assert seen[0] == [None, None] and None not in seen[1] and seen[1] == seen[2]
 
 
-def test_a_warm_call_decides_and_plans_once(machine, monkeypatch):
+def test_a_warm_call_decides_and_plans_once(launchers, monkeypatch):
     q, k, v = made()
     operators.flash_forward(OPTIONS, q, k, v)
     monkeypatch.setattr(operators, "why_not", None)
     monkeypatch.setattr(operators, "plan_forward", None)
     operators.flash_forward(OPTIONS, *made(seed=3))
-    assert machine.launches == 2
+    assert launchers.launches == 2
     with pytest.raises(TypeError):
         operators.flash_forward(OPTIONS, q, k, v, 0.0, True)
 
 
-def test_alignment_and_determinism_are_part_of_a_plan(machine):
+def test_alignment_and_determinism_are_part_of_a_plan(launchers):
     q, k, v = made()
     operators.flash_forward(OPTIONS, q, k, v)
     storage = randn(2 * 4 * 9 * 16 + 1)
@@ -471,9 +465,9 @@ def a_call(q, k, v, epilogues=()):
     return Call(q, k, v, *[None] * 8, tensors, *rest)
 
 
-def repeated_backward(machine, call, **changed):
+def repeated_backward(launchers, call, **changed):
     needed = (True,) * 3 + (False, False)
-    made = machine.backward(call._replace(epilogues=()), call.q, None, call.q, None, needed)
+    made = launchers.backward(call._replace(epilogues=()), call.q, None, call.q, None, needed)
     return dataclasses.replace(made, **changed).ready()
 
 
@@ -501,7 +495,7 @@ def test_what_a_users_class_derives_is_derived_in_each_call(monkeypatch):
         )
         if made is None:
             own = {"kernel": Kernel, "score_args": None, "main": main, "convert": nothing}
-            made = repeated_backward(Machine(monkeypatch, prepared=True), call, **own)
+            made = repeated_backward(Launchers(monkeypatch, prepared=True), call, **own)
         launch(made, call, NOTHING)
     assert seen == [1.0, 2.0, 4.0]
 
@@ -509,13 +503,13 @@ def test_what_a_users_class_derives_is_derived_in_each_call(monkeypatch):
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_repeated_backward_is_found_by_its_options_and_tensors(packed, monkeypatch):
     """From the second call on, which leaves a record."""
-    launcher_for, machine = backward.launcher_for, Machine(monkeypatch, prepared=True)
+    launcher_for, launchers = backward.launcher_for, Launchers(monkeypatch, prepared=True)
     apart = [randn(1, 8, 2, 16, seed=i).half() for i in range(3)]
     call = a_call(*(torch.stack(apart, 2).unbind(2) if packed else apart))
     needed, grad_out, lse = (True,) * 3 + (False, False), torch.ones_like(call.q), torch.ones(1, 2, 8)
     options, inputs, outputs = known.Options(call[NUM_TENSORS + 1 :]), call[:NUM_TENSORS], (call.q, lse)
     key = backward._key(options, inputs, needed)
-    known.keep(key, (*inputs, grad_out, None, *outputs), repeated_backward(machine, call, parts=3 * packed))
+    known.keep(key, (*inputs, grad_out, None, *outputs), repeated_backward(launchers, call, parts=3 * packed))
     monkeypatch.setattr(backward, "launcher_for", launcher_for)
 
     def found(options=options, inputs=inputs, grad_out=grad_out):
@@ -533,7 +527,7 @@ def test_a_repeated_backward_is_found_by_its_options_and_tensors(packed, monkeyp
 def test_a_call_that_adds_up_divided_heads_leaves_no_record(monkeypatch):
     """dK and dV are summed by torch, perhaps into memory of the call's own, which no launch of a record writes."""
     call = a_call(*(randn(1, 8, 2, 16, seed=i).half() for i in range(3)))
-    made = repeated_backward(Machine(monkeypatch, prepared=True), call)
+    made = repeated_backward(Launchers(monkeypatch, prepared=True), call)
     shapes = (made.shapes[0], *[(1, 8, 4, 16)] * 2)
     own = {
         "shapes": shapes,
@@ -557,8 +551,8 @@ def test_gradients_are_packed_where_inputs_are_and_it_may_be(order, monkeypatch)
         whole = [torch.randn(1, 8, 3, 2, 16).half() for _ in range(3)]
         return whole[0].unbind(2) if adjacent else tuple(x.unbind(2)[0] for x in whole)
 
-    machine, first = Machine(monkeypatch, prepared=True), a_call(*inputs(True))
-    made = repeated_backward(machine, first, parts=fused_qkv.parts_packed(first[:3]))
+    launchers, first = Launchers(monkeypatch, prepared=True), a_call(*inputs(True))
+    made = repeated_backward(launchers, first, parts=fused_qkv.parts_packed(first[:3]))
     kinds = ((True, NOTHING, True), (False, NOTHING, False), (True, None, False))
     for i in (*order, *order, *order):
         adjacent, into, packs = kinds[i]

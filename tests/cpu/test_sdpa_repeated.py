@@ -19,7 +19,7 @@ from cute_attn.host import plans as known
 from cute_attn.host.activation import Options
 from cute_attn.sdpa import operators, repeated
 from tests import processes
-from tests.cpu.test_sdpa_plans import Machine
+from tests.cpu.test_sdpa_plans import Launchers
 
 FLASH = ("_scaled_dot_product_flash_attention", "")
 
@@ -78,7 +78,7 @@ def test_grouped_heads():
 
 @pytest.mark.parametrize("prepared", [False, True])
 def test_kernels_write_the_result_in_the_operators_layout(prepared, monkeypatch):
-    machine = Machine(monkeypatch, prepared)
+    machine = Launchers(monkeypatch, prepared)
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs())
     for _ in range(2):
         check(q, k, v)

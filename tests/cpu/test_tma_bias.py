@@ -230,7 +230,7 @@ def with_constants(ptx: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "name", ["d64-bias_bf16-bias_grad", "d128-bias_bf16-bias_grad", "d96-softcap-bias_bf16-bias_grad"]
+    "name", ["d64-bias_bf16-bias_grad", "d128-bias_bf16-bias_grad", "d32-softcap-bias_bf16-bias_grad"]
 )
 def test_a_backward_reads_a_tma_bias_transposed_and_stores_its_gradient_by_tma(name):
     traits = Traits.parse(f"backward-sm90-bf16-{name}")
