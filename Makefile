@@ -1,5 +1,6 @@
 # make demo       what the project does (half a minute after its installs; on a GPU, against torch)
 # make test       lint, types and the CPU tests (no GPU needed; some 10 minutes on two idle cores)
+# make test-slow  the CPU tests that build most: the other default kernels, bundles, a notebook, the documents' commands
 # make test-doors the CPU tests that need transformers or Hugging Face's kernels, after installing both
 # make test-gpu   the kernels against the reference, on a GPU
 # make bench      the forward kernels against their peers, on a GPU; writes bench/results
@@ -35,7 +36,7 @@ ifeq (,$(PYTHON))
 endif
 run := PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
 
-.PHONY: help docs tour demo test test-doors cpu-tests test-gpu bench bench-backward bench-decode bench-shapes bench-models lint format types clean
+.PHONY: help docs tour demo test test-slow test-doors cpu-tests test-gpu bench bench-backward bench-decode bench-shapes bench-models lint format types clean
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
@@ -46,7 +47,11 @@ test: lint
 	@$(MAKE) --no-print-directory -j 2 types cpu-tests
 
 cpu-tests: $(installed_dev)
-	$(run) -m pytest tests/cpu -n $(JOBS) --dist worksteal -q $(ARGS)
+	$(run) -m pytest tests/cpu -n $(JOBS) --dist worksteal -q -m "not slow" $(ARGS)
+
+# The rest: default kernels beyond one of each kind, dtype and feature, and whole programs.
+test-slow: $(installed_dev)
+	$(run) -m pytest tests/cpu -n $(JOBS) --dist worksteal -q -m slow $(ARGS)
 
 # Their libraries take 140 MB, and over a minute where the package index is slow, so `make test` does without them.
 test-doors: $(VENV)/installed-doors

@@ -39,14 +39,32 @@ SASS = {
 
 
 COVER = cover()
+LOOPS = ("forward", "backward", "kvcache")
 
 
 def pytest_generate_tests(metafunc):
     whole = metafunc.config.getoption("--every-default", default=False)
     if "default" in metafunc.fixturenames:
-        metafunc.parametrize("default", every() if whole else COVER, ids=str)
+        metafunc.parametrize("default", every() if whole else marked(COVER), ids=str)
     if "disassembled" in metafunc.fixturenames:
-        metafunc.parametrize("disassembled", every() if whole else to_disassemble(), ids=str)
+        metafunc.parametrize("disassembled", every() if whole else marked(to_disassemble()), ids=str)
+
+
+def marked(defaults: list[Default]) -> list:
+    """Some of the cover as parameters: those beyond one of each kind, dtype and feature are slow tests."""
+    first = covering(COVER, kinds)
+    return [x if x in first else pytest.param(x, marks=pytest.mark.slow) for x in defaults]
+
+
+def kinds(default: Default) -> set[Hashable]:
+    """An operation on a generation, each with a dtype, a size of head dim and each feature that its loop has."""
+    traits = default.traits
+    own = (traits.op, traits.arch if traits.op in LOOPS else "")
+    if traits.op not in LOOPS:
+        return {(*own, traits.dtype)}
+    sizes = (traits.head_dim > 128) + (traits.head_dim > 256)
+    features = ("dropout", "softcap", "alibi", "bias", "varlen", "windowed", "causal", "sinks", "paged")
+    return {(*own, x) for x in (traits.dtype, sizes, *(x for x in features if getattr(traits, x)))}
 
 
 def to_disassemble() -> list[Default]:
