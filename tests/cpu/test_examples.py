@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import cute_attn.flex
 from cute_attn import attention, lookup
 from cute_attn.compiler import registry
 from cute_attn.epilogues.base import user_epilogue
@@ -39,6 +40,14 @@ def test_runs_as_a_script(name):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(" 0 bytes spilled") == 3, done.stdout
     assert "No GPU here" in done.stdout
+
+
+def test_a_learned_bias_is_learned_alike():
+    """As with a dense bias, on the CPU; the table's gradient is what finds the token."""
+    example = load("learned_bias")
+    runs = [example.train(f, "cpu", 6, 40) for f in (example.dense, cute_attn.flex.flex_attention)]
+    torch.testing.assert_close(*(torch.tensor(losses) for losses, _ in runs), atol=1e-4, rtol=1e-4)
+    assert all((table[:, :8] != 0).all() for _, table in runs)
 
 
 def test_an_experiment_is_twenty_lines_without_a_guard():
