@@ -4,6 +4,7 @@
     cute_attn.flex.activate()                    every flex_attention of this process, eager and compiled
     cute_attn.flex.served                        how often it was called, and why some calls fell through
     cute_attn.flex.restore()
+    cute_attn.flex.interval_mask(begin, end, n)  a BlockMask of the keys that each query sees from one to another
 
 Functions and BlockMasks are those of ``attention(..., score_mod=, block_mask=)``; docs/functions.md describes both.
 """
@@ -18,12 +19,13 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from cute_attn.flex import overrides
 from cute_attn.flex.calls import Result, attend
+from cute_attn.flex.intervals import interval_mask
 from cute_attn.host import doors
 from cute_attn.host.activation import Options
 from cute_attn.host.doors import served
 from cute_attn.host.values import check_flags
 
-__all__ = ["activate", "active", "flex_attention", "restore", "served"]
+__all__ = ["activate", "active", "flex_attention", "interval_mask", "restore", "served"]
 
 
 def flex_attention(

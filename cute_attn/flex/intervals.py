@@ -1,0 +1,102 @@
+"""A BlockMask of the keys that each query sees from one to another, made on their device without waiting for it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from cute_attn.host.values import kind_of
+from cute_attn.traits import LISTED_ROWS
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def interval_mask(begin: Tensor, end: Tensor, seqlen_k: int) -> BlockMask:
+    """The BlockMask of queries that see the keys ``begin <= key < end``, for ``attention`` and ``flex_attention``.
+
+    No (seqlen_q, seqlen_k) tensor is made: blocks of 128 x 128 follow from the least and the largest of their queries'
+    bounds. Inside a CUDA graph's capture the lists are made again in each replay.
+
+    Parameters
+    ----------
+    begin, end : Tensor (batch or 1, nheads or 1, seqlen_q), int32 or int64
+        A query with ``begin >= end`` sees no key. Bounds may lie beyond the sequence.
+    seqlen_k : int
+        Keys of each sequence.
+
+    Returns
+    -------
+    BlockMask
+        Its function reads ``begin`` and ``end``, which must not change while it is used.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not what is described here.
+    """
+    _check(begin, end, seqlen_k)
+    sizes = [max(pair) for pair in zip(begin.shape, end.shape, strict=True)]
+    with torch.no_grad():
+        kinds = [x[..., None] for x in _bounds(begin.expand(sizes), end.expand(sizes))]
+        first = torch.arange(-(-seqlen_k // LISTED_ROWS), device=begin.device) * LISTED_ROWS
+        last = (first + LISTED_ROWS).clamp(max=seqlen_k)
+        least_begin, most_begin, least_end, most_end = kinds
+        listed = (least_begin < last) & (most_end > first)
+        full = (most_begin <= first) & (least_end >= last)
+        lists = [x for chosen in (listed & ~full, full) for x in _ordered(chosen)]
+    one_batch, one_head = (size == 1 for size in sizes[:2])
+
+    def sees(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        at = (0 if one_batch else b, 0 if one_head else h, q_idx)
+        return (kv_idx >= first_key[at]) & (kv_idx < last_key[at])
+
+    first_key, last_key = begin.expand(sizes), end.expand(sizes)
+    return BlockMask.from_kv_blocks(
+        *lists, BLOCK_SIZE=LISTED_ROWS, mask_mod=sees, seq_lengths=(sizes[2], seqlen_k)
+    )
+
+
+def _check(begin: Any, end: Any, seqlen_k: Any) -> None:
+    for name, x in (("begin", begin), ("end", end)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is {kind_of(x)}; accepted: a tensor (batch, nheads, seqlen_q)")
+        if x.dtype not in _INTEGERS:
+            raise TypeError(f"{name} has dtype {x.dtype}; accepted: torch.int32, torch.int64")
+        if x.dim() != 3 or x.shape[2] == 0:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; accepted: (batch, nheads, seqlen_q)")
+    if end.device != begin.device:
+        raise ValueError(f"end is on {end.device}; accepted: {begin.device}, where begin is")
+    alike = all(
+        m == n or (axis < 2 and 1 in (m, n)) for axis, (m, n) in enumerate(zip(begin.shape, end.shape))
+    )
+    if not alike:
+        raise ValueError(
+            f"end has shape {tuple(end.shape)}; accepted: {tuple(begin.shape)}, begin's, with 1 for the batch or heads"
+        )
+    if not isinstance(seqlen_k, int) or isinstance(seqlen_k, bool) or seqlen_k < 1:
+        raise ValueError(f"seqlen_k is {seqlen_k!r}; accepted: an int of 1 or more")
+
+
+def _bounds(begin: Tensor, end: Tensor) -> tuple[Tensor, ...]:
+    """Of the queries of each block the least and the largest begin, and the same of the end.
+
+    A query without keys has the largest begin and the least end: it lists no block, and its block is not full.
+    """
+    empty, most = begin >= end, 1 << 30
+    bounds = (begin.masked_fill(empty, most), end.masked_fill(empty, -most))
+    missing = -begin.shape[-1] % LISTED_ROWS
+    found = []
+    for x in bounds:
+        # Rows beyond the queries are as their last one.
+        blocks = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], missing)], -1).unflatten(
+            -1, (-1, LISTED_ROWS)
+        )
+        found += [blocks.amin(-1), blocks.amax(-1)]
+    return tuple(found)
+
+
+def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """How many of the last dimension are chosen, and their places, first."""
+    places = torch.sort(chosen.int(), dim=-1, descending=True, stable=True).indices
+    return chosen.sum(-1).int(), places.int()
