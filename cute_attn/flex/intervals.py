@@ -44,7 +44,7 @@ def interval_mask(begin: Tensor, end: Tensor, seqlen_k: int) -> BlockMask:
         least_begin, most_begin, least_end, most_end = kinds
         listed = (least_begin < last) & (most_end > first)
         full = (most_begin <= first) & (least_end >= last)
-        lists = [x for chosen in (listed & ~full, full) for x in _ordered(chosen)]
+        partial_lists, full_lists = _ordered(listed & ~full), _ordered(full)
     one_batch, one_head = (size == 1 for size in sizes[:2])
 
     def sees(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -53,7 +53,11 @@ def interval_mask(begin: Tensor, end: Tensor, seqlen_k: int) -> BlockMask:
 
     first_key, last_key = begin.expand(sizes), end.expand(sizes)
     return BlockMask.from_kv_blocks(
-        *lists, BLOCK_SIZE=LISTED_ROWS, mask_mod=sees, seq_lengths=(sizes[2], seqlen_k)
+        *partial_lists,
+        *full_lists,
+        BLOCK_SIZE=LISTED_ROWS,
+        mask_mod=sees,
+        seq_lengths=(sizes[2], seqlen_k),
     )
 
 
@@ -67,9 +71,8 @@ def _check(begin: Any, end: Any, seqlen_k: Any) -> None:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; accepted: (batch, nheads, seqlen_q)")
     if end.device != begin.device:
         raise ValueError(f"end is on {end.device}; accepted: {begin.device}, where begin is")
-    alike = all(
-        m == n or (axis < 2 and 1 in (m, n)) for axis, (m, n) in enumerate(zip(begin.shape, end.shape))
-    )
+    pairs = enumerate(zip(begin.shape, end.shape, strict=True))
+    alike = all(m == n or (axis < 2 and 1 in (m, n)) for axis, (m, n) in pairs)
     if not alike:
         raise ValueError(
             f"end has shape {tuple(end.shape)}; accepted: {tuple(begin.shape)}, begin's, with 1 for the batch or heads"
