@@ -8,6 +8,7 @@ all of them first would gain nothing: there are as many test processes as cores.
 import gc
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,14 @@ def pytest_runtest_setup(item):
         (module,) = mark.args
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"no {module}, which `make test-doors` installs")
+
+
+@pytest.fixture(autouse=True)
+def search_path():
+    """Stays as it is: `cute-attn run` in a test's own process adds its program's folder."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
 
 
 @pytest.fixture(scope="session", autouse=True)

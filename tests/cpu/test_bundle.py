@@ -288,6 +288,7 @@ def test_what_a_bundle_says_of_itself(made):
     assert {meta["name"] for meta in index["kernels"].values()} == {APPEND.name, FORWARD.name}
 
 
+@pytest.mark.slow
 def test_a_wheel_installs_and_is_found(tmp_path, monkeypatch):
     wheel, site = tmp_path / bundles.wheel_name(), tmp_path / "site"
     list(bundles.make_bundle(REQUESTS[:1], wheel))
@@ -382,6 +383,7 @@ def test_a_backward_comes_with_the_kernels_beside_it():
     assert all(lookup(traits, tile, target) for traits, tile, target in everything)
 
 
+@pytest.mark.slow
 def test_a_programs_kernels_are_listed_and_bundled(tmp_path, made):
     program = tmp_path / "program.py"
     program.write_text(

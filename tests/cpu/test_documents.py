@@ -185,8 +185,17 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.S | re.M)
 
 
+SLOW_PAGES = ("tiles.md",)
+
+
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] if page.name in SLOW_PAGES else [])
+        for page in PAGES
+        if blocks(page, "python")
+    ],
+    ids=lambda page: page.name,
 )
 def test_a_pages_python_runs(page, tmp_path):
     """One after the other, as a reader types them; on a CPU, and without what only some readers have."""

@@ -58,6 +58,7 @@ def test_an_experiment_is_twenty_lines_without_a_guard():
     assert "8-way" in done.stdout and "none in 7 copies" in done.stdout and "No GPU here" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_notebook_runs_up_to_its_measurement():
     """And what its cells show is what a notebook draws; outputs are stripped."""
     path = EXAMPLES / "walkthrough.ipynb"

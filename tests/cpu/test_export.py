@@ -40,6 +40,9 @@ int cudaGetDriverEntryPointByVersion(const char *s, void **f, unsigned v, unsign
 """
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     folder = tmp_path_factory.mktemp("exported")
