@@ -1,6 +1,6 @@
 # make demo       what the project does (half a minute after its installs; on a GPU, against torch)
 # make test       lint, types and the CPU tests (no GPU needed; some 9 minutes on two idle cores)
-# make test-slow  the CPU tests that build most: the other default kernels, bundles, a notebook, the documents' commands
+# make test-slow  the CPU tests that build most: the other default kernels' tiles, exports, a notebook
 # make test-doors the CPU tests that need transformers or Hugging Face's kernels, after installing both
 # make test-gpu   the kernels against the reference, on a GPU
 # make bench      the forward kernels against their peers, on a GPU; writes bench/results
