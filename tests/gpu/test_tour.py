@@ -24,13 +24,8 @@ SHAPES = {
     "more-keys": (2, 100, 443, 3, 1),
     "fewer-keys": (2, 443, 100, 2, 2),
     "many-tiles": (16, 300, 300, 16, 4),
-    "many-tiles-some-empty": (
-        16,
-        700,
-        130,
-        16,
-        4,
-    ),  # causal: 0, 1 or 2 key blocks, in turns for a persistent CTA
+    # causal: tiles of 0, 1 and 2 key blocks, one after the other in a persistent CTA
+    "many-tiles-some-empty": (16, 700, 130, 16, 4),
 }
 DIMS_AND_MASKS = [(128, False), (128, True), (64, False), (64, True)]
 DTYPES = (torch.float64, torch.bfloat16, torch.float32)
@@ -84,7 +79,7 @@ def test_a_level_against_the_reference(entry: Entry, shape: str, dim_and_mask: t
     "entry", [entry for entry in HERE if 4 <= entry.number < 8], ids=lambda entry: f"level{entry.number}"
 )
 def test_a_pipeline_of_other_stages(entry: Entry, tile: str, shape: str) -> None:
-    """Stages that are no power of two, and blocks of keys that divide no block of queries."""
+    """Three stages, whose number is no power of two, and smaller blocks of keys."""
     q, k, v = inputs(*SHAPES[shape], 64)
     out, lse = attention(q, k, v, causal=True, return_lse=True, kernel=entry.name, tile=tile)
     check_forward({"out": out, "lse": lse}, *(by_definition(q, k, v, True, dtype) for dtype in DTYPES))
@@ -100,9 +95,9 @@ def test_values_beyond_the_sequences_do_not_matter(entry: Entry, dim_and_mask: t
         whole = torch.full((2, x.shape[1] + 130, *x.shape[2:]), torch.nan, device="cuda", dtype=x.dtype)
         whole[:, : x.shape[1]] = x
         parts.append(whole[:, : x.shape[1]])
-    whole_tensors = [x.contiguous() for x in parts]
+    copies = [x.contiguous() for x in parts]
     found, expected = (
-        attention(*x, causal=causal, return_lse=True, kernel=entry.name) for x in (parts, whole_tensors)
+        attention(*x, causal=causal, return_lse=True, kernel=entry.name) for x in (parts, copies)
     )
     assert all(map(torch.equal, found, expected))
     assert not any(x.isnan().any() for x in found)
