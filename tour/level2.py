@@ -1,7 +1,7 @@
 """Level 2: the same in tiles of mma.sync.
 
-What level 1 wasted: every product, four multiply-adds at a time, was the CUDA cores', which have a fifteenth of the
-tensor cores' rate, and every row of K and V was read for one query.
+What level 1 wasted: the CUDA cores did all multiplications, at a fifteenth of the tensor cores' rate, and each row of K
+and V that was read served a single query.
 
 Here four warps take 64 queries, 16 each, against 16 keys at a time. Both products are mma.sync m16n8k16: a warp
 multiplies 16 x 16 by 16 x 8, and each lane holds a few elements of every operand, wherever the instruction wants them.
@@ -11,8 +11,9 @@ is (row, column) coords[i]. So a fragment is loaded straight from global memory,
 The accumulator of S is an operand of P V as it is: lane by lane, the two fragments hold the same rows and columns. P
 never leaves the registers (``layouts.as_operand_a``).
 
-What to look at: the loads. Q's and K's pairs lie side by side, so a load has 4 bytes; the pairs of V lie along the
-keys, in two rows, so each load has 2. And all four warps load all of K and V: count LDG against HMMA.
+What to look at: the loads. An operand's elements come in pairs along the dimension that is summed over. Those of Q and
+K are neighbours in memory, so that a load is 4 bytes wide; those of V are in two rows, so that a load is 2 bytes wide.
+And each of the four warps loads all of K and V: count LDG against HMMA.
 
 Any lengths: rows beyond the end are read from the last row, their keys masked, their queries not stored. So no address
 is out of bounds, and no NaN of foreign memory reaches a product.
@@ -40,7 +41,10 @@ class Tensorcores(Tiled):
     def __call__(self, mQ, mK, mV, mO, mLSE, seqlens, scale: Float32, schedule, score_args: tuple, stream):
         ctas = cute.ceil_div(mQ.shape[1], self.tile.tile_m) * mQ.shape[2] * mQ.shape[0]
         self.kernel(mQ, mK, mV, mO, mLSE, scale * LOG2_E).launch(
-            grid=[ctas, 1, 1], block=[32 * self.tile.num_warps, 1, 1], stream=stream
+            grid=[ctas, 1, 1],
+            block=[32 * self.tile.num_warps, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,  # or ptxas saves registers for another CTA, and spills
         )
 
     @cute.kernel

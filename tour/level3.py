@@ -13,7 +13,7 @@ eight rows of an ldmatrix would take eight turns. The swizzle permutes the 16-by
 an ordinary one: nothing else of the kernel knows.
 
 What to look at: LDSM in place of LDG, and the bank conflicts with ``swizzle_bits=0`` in :meth:`Shared.smem_layout`.
-Every load is waited for: two barriers for each block, and no product runs while a block is loaded.
+Every load is waited for: two barriers for each block, and no product of the CTA runs while a block is loaded.
 
 Any lengths: rows of K and V beyond the end are zeros in shared memory, and masked; queries there are not stored.
 """

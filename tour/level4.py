@@ -10,8 +10,8 @@ larger maximum m' only changes the units:
 
 ``cp.async`` copies 16 bytes from global to shared memory without a register in between, while the warp goes on. K and
 V have ``num_stages`` places: while block j is computed, block j + 1 arrives. Copies are committed in groups and waited
-for by count, all but the newest n, so a group is committed even where nothing is left to load. A barrier for each block
-says that it has arrived for all, and that the last one has been read by all: its place may be overwritten.
+for by count, all but the newest n, so a group is committed even where nothing is left to load. One barrier for each
+block tells all threads that it has arrived, and that all have read the block before it, whose place may be overwritten.
 
 Only blocks that the mask's edge crosses need a mask, so there are two loops. Between the two products, where a score is
 in a register and its query and key are known, scores may be changed: SCORE_MOD is a plain Python function.

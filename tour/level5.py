@@ -1,7 +1,7 @@
 """Level 5: TMA and wgmma.
 
 What level 4 wasted: every thread computed addresses and issued copies, each warp read all of K and V from shared memory
-into registers of its own, and mma.sync of one warp reaches a good half of what Hopper's tensor cores do.
+into registers of its own, and mma.sync reaches little more than half of the rate of Hopper's tensor cores.
 
 TMA copies a box of a tensor with one instruction of one thread. The host describes the tensor (address, sizes, strides,
 swizzle), the kernel names coordinates; rows beyond the tensor arrive as zeros. An mbarrier counts the bytes: a thread
@@ -9,10 +9,10 @@ announces how many to expect, others wait for the barrier's phase. Phases altern
 
 wgmma multiplies 64 rows of a warpgroup (four warps) with B straight from shared memory, in one of four swizzles
 (``layouts.wgmma_smem_layout``), and A from there or from registers. It is asynchronous: ``fence`` before it,
-``commit_group`` and ``wait_group`` after it, and in between its registers must not be touched.
+``commit_group`` and ``wait_group`` after it, and in between its registers must not be accessed.
 
-What to look at: few UTMALDG and HGMMA, no LDSM. A step is still one thing after another; in a softmax only another
-CTA's products use the tensor cores. Any lengths; 64 queries and keys at a time.
+What to look at: few UTMALDG and HGMMA, no LDSM. A step is still one thing after another: during a CTA's softmax only
+other CTAs use the tensor cores. Any lengths; 64 queries and keys at a time.
 """
 
 from dataclasses import dataclass

@@ -1,16 +1,16 @@
 """Level 6: warp specialisation.
 
-What level 5 wasted: the tensor cores idled in every softmax, and every step began with a barrier of all warps, so that
-the one who loads could know that all had read.
+What level 5 wasted: a CTA left the tensor cores idle during every softmax, and every step began with a barrier of all
+warps, from which the one that loads learned that all had read the block before.
 
 Here warps have roles. One warp, the producer, does nothing but start TMA loads: as many blocks ahead as there are
-stages. Two warpgroups, the consumers, take 64 of the tile's 128 queries each; neither waits for the other, so that one
-may multiply while the other exponentiates. ``setmaxnreg`` moves registers from the producer's warpgroup, which needs
-24, to the consumers, who get 240.
+stages. Two warpgroups, the consumers, take 64 of the tile's 128 queries each. No barrier joins them, so that one may
+multiply while the other exponentiates. ``setmaxnreg`` moves registers from the producer's warpgroup, whose threads keep
+24, to the consumers, whose threads get 240.
 
 Roles meet in pipelines (``cute_attn.device.pipeline``): each stage has two mbarriers. Full: TMA has written the bytes.
-Empty: each consumer warp has arrived, since its products have read them. Use n of a pipeline is in stage n mod stages,
-and both sides wait by the parity of n div stages: the producer for the parity before, so that its first waits pass.
+Empty: each consumer warp has arrived, once its products had read them. Use n of a pipeline is in stage n mod stages,
+and both sides wait by the parity of n div stages: the producer for the opposite one, so that its first waits pass.
 
     producer                             consumers
     acquire K[n]: wait empty, expect     wait full K[n];  S = Q K[n]^T;  release K[n]: arrive at empty

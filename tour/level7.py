@@ -7,9 +7,10 @@ Overlap within a warpgroup: S[j] = Q K[j]^T and O += P[j-1] V[j-1] are issued to
 beside the latter: ``wait_group(1)`` waits for the older one alone. Ping-pong (FlashAttention-3, arXiv:2407.08608):
 named barriers let the warpgroups issue in turns: one has the tensor cores while the other exponentiates.
 
-Persistent: a CTA for each multiprocessor takes every so-many-th work tile, and its producer loads the next tile while
-the consumers store the last one. What levels 4 to 6 wrote out is imported from the package. Its softmax keeps a row's
-maximum until a score exceeds it by 2^8: O is rarely rescaled, and no digits are lost, since only the units differ.
+Persistent: each of n CTAs, one per multiprocessor, takes every n-th work tile; its producer loads the next one while
+the consumers finish the last. What levels 4 to 6 wrote out is imported from the package. Its softmax keeps a row's
+maximum until an exponential would exceed 2^8: O is rarely rescaled, and no digits are lost, as only the units differ.
+
 What to look at: the order of HGMMA, MUFU and the waits between. Any lengths; 128 queries and keys at a time.
 """
 
@@ -96,9 +97,8 @@ class Overlapped(Tiled):
             cute.arch.setmaxregister_decrease(24)
             if warp == 0:
                 use_q, use = Int32(0), Int32(0)  # of Q's pipeline, and of K's and V's
-                for index in cutlass.range(
-                    cute.arch.block_idx()[0], tiles, cute.arch.grid_dim()[0], unroll=1
-                ):
+                first, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+                for index in cutlass.range(first, tiles, ctas, unroll=1):
                     m_block, head, head_kv, batch, n_blocks, _ = self.work(index, mO, mK)
                     gQ, gK = tma_q.sequence(0, head, batch), tma_k.sequence(0, head_kv, batch)
                     gV = tma_v.sequence(0, head_kv, batch)

@@ -56,9 +56,10 @@ NEW = {1: "SHFL", 2: "HMMA", 3: "LDSM", 4: "LDGSTS", 5: "HGMMA", 6: "USETMAXREG"
 """An instruction that the level before has none of; the seventh has named barriers."""
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("number", OWN)
-def test_a_level_builds_without_spills_and_with_its_own_instructions(number):
-    compiled = compile(LEVELS[number].traits(128, True), None, "sm90")
+def test_a_level_builds_without_spills_and_with_its_own_instructions(number, causal):
+    compiled = compile(LEVELS[number].traits(128, causal), None, "sm90")
     used, count = compiled.resources, compiled.instructions
     assert (used.spill_store_bytes, used.spill_load_bytes, used.local_bytes, compiled.warnings) == (
         0,

@@ -9,7 +9,7 @@ from cutlass import Float32
 
 from cute_attn import attention, compiler, reference
 from cute_attn.compiler import registry
-from tests.checks import check, check_forward
+from tests.checks import check_forward
 from tour.common import with_epilogue
 from tour.levels import LEVELS, Entry
 
@@ -24,8 +24,12 @@ SHAPES = {
     "more-keys": (2, 100, 443, 3, 1),
     "fewer-keys": (2, 443, 100, 2, 2),
     "many-tiles": (16, 300, 300, 16, 4),
+    # causal: tiles of 0, 1 and 2 key blocks, one after the other in a persistent CTA
+    "many-tiles-some-empty": (16, 700, 130, 16, 4),
 }
 DIMS_AND_MASKS = [(128, False), (128, True), (64, False), (64, True)]
+DTYPES = (torch.float64, torch.bfloat16, torch.float32)
+"""Of the definition, of plain torch for the output, and for LSE."""
 
 
 def nearer(score: Any, query: Any, key: Any, head: Any) -> Any:
@@ -42,8 +46,7 @@ def needed_kernels(params: dict[str, Any], target: str) -> Iterator[tuple[Any, A
     """What the fixture ``built`` builds in parallel."""
     entry = params.get("entry")
     if entry is not None and target in registry.RUNS_ON[entry.arch]:
-        for head_dim, causal in [params.get("dim_and_mask", (128, True))]:
-            yield entry.traits(head_dim, causal), None, target
+        yield entry.traits(*params.get("dim_and_mask", (64, True))), params.get("tile"), target
 
 
 def inputs(
@@ -67,37 +70,54 @@ def test_a_level_against_the_reference(entry: Entry, shape: str, dim_and_mask: t
     head_dim, causal = dim_and_mask
     q, k, v = inputs(*SHAPES[shape], head_dim)
     out, lse = attention(q, k, v, causal=causal, return_lse=True, kernel=entry.name)
-    dtypes = (torch.float64, torch.bfloat16, torch.float32)
-    check_forward({"out": out, "lse": lse}, *(by_definition(q, k, v, causal, dtype) for dtype in dtypes))
+    check_forward({"out": out, "lse": lse}, *(by_definition(q, k, v, causal, dtype) for dtype in DTYPES))
 
 
+@pytest.mark.parametrize("shape", ["1000", "many-tiles-some-empty"])
+@pytest.mark.parametrize("tile", ["tile_n=48,num_stages=3", "tile_n=16,num_stages=2"])
+@pytest.mark.parametrize(
+    "entry", [entry for entry in HERE if 4 <= entry.number < 8], ids=lambda entry: f"level{entry.number}"
+)
+def test_a_pipeline_of_other_stages(entry: Entry, tile: str, shape: str) -> None:
+    """Three stages, whose number is no power of two, and smaller blocks of keys."""
+    q, k, v = inputs(*SHAPES[shape], 64)
+    out, lse = attention(q, k, v, causal=True, return_lse=True, kernel=entry.name, tile=tile)
+    check_forward({"out": out, "lse": lse}, *(by_definition(q, k, v, True, dtype) for dtype in DTYPES))
+
+
+@pytest.mark.parametrize("dim_and_mask", DIMS_AND_MASKS, ids=str)
 @pytest.mark.parametrize("entry", HERE, ids=lambda entry: f"level{entry.number}")
-def test_values_beyond_the_sequences_do_not_matter(entry: Entry) -> None:
+def test_values_beyond_the_sequences_do_not_matter(entry: Entry, dim_and_mask: tuple[int, bool]) -> None:
     """q, k and v are parts of larger tensors whose other rows are NaN."""
+    head_dim, causal = dim_and_mask
     parts = []
-    for x in inputs(2, 77, 205, 4, 2, 128):
+    for x in inputs(2, 77, 205, 4, 2, head_dim):
         whole = torch.full((2, x.shape[1] + 130, *x.shape[2:]), torch.nan, device="cuda", dtype=x.dtype)
         whole[:, : x.shape[1]] = x
         parts.append(whole[:, : x.shape[1]])
-    out = attention(*parts, causal=True, kernel=entry.name)
-    assert torch.equal(out, attention(*(x.contiguous() for x in parts), causal=True, kernel=entry.name))
-    assert not out.isnan().any()
+    copies = [x.contiguous() for x in parts]
+    found, expected = (
+        attention(*x, causal=causal, return_lse=True, kernel=entry.name) for x in (parts, copies)
+    )
+    assert all(map(torch.equal, found, expected))
+    assert not any(x.isnan().any() for x in found)
 
 
 @pytest.mark.parametrize("number", [number for number in NEARER if LEVELS[number] in HERE])
 def test_an_epilogue_changes_the_scores(number: int) -> None:
-    q, k, v = inputs(2, 300, 300, 4, 2, 128)
-    out = attention(q, k, v, causal=True, kernel=LEVELS[number].name + "_nearer")
+    """LSE tells a wrong query, which shifts all scores of its row alike: the softmax is the same."""
+    q, k, v = inputs(2, 200, 300, 4, 2, 128)
+    out, lse = attention(q, k, v, causal=True, return_lse=True, kernel=LEVELS[number].name + "_nearer")
 
-    def expected(dtype: torch.dtype) -> torch.Tensor:
+    def expected(dtype: torch.dtype) -> dict[str, torch.Tensor]:
         wide = [x.to(dtype).repeat_interleave(4 // x.shape[2], 2).transpose(1, 2) for x in (q, k, v)]
-        n = torch.arange(300, device="cuda")
+        query, key = (torch.arange(n, device="cuda") for n in (200, 300))
         slopes = 0.05 * (1 + torch.arange(4, device="cuda", dtype=dtype))
-        scores = wide[0] @ wide[1].mT * 128**-0.5 - slopes[:, None, None] * (n[:, None] - n).to(dtype)
-        scores = scores.masked_fill(n[:, None] < n, -torch.inf)
-        return (scores.softmax(-1) @ wide[2]).transpose(1, 2)
+        scores = wide[0] @ wide[1].mT * 128**-0.5 - slopes[:, None, None] * (query[:, None] - key).to(dtype)
+        scores = scores.masked_fill(query[:, None] + 100 < key, -torch.inf)
+        return {"out": (scores.softmax(-1) @ wide[2]).transpose(1, 2), "lse": scores.logsumexp(-1)}
 
-    check("out", out, expected(torch.float64), expected(torch.bfloat16))
+    check_forward({"out": out, "lse": lse}, *map(expected, DTYPES))
 
 
 @pytest.mark.unguarded
