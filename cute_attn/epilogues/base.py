@@ -11,7 +11,7 @@ an epilogue in terms of ``tile.rows`` and ``tile.cols``.
 Tiles reach beyond the sequences: an epilogue that indexes a tensor must clamp its indices. Query ``tile.row0 +
 tile.rows[r]`` is out of bounds from ``context.seqlen_q`` on and key ``tile.col0 + tile.cols[c]`` from
 ``context.seqlen_k`` on, so index with ``min(query, seqlen_q - 1)`` and ``min(key, seqlen_k - 1)``; what ``forward``
-leaves there is masked or not stored. A ``backward`` that writes must skip those elements.
+leaves there is masked or not stored. ``add_gradients`` must skip those elements.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -81,11 +81,22 @@ class Epilogue:
         """
         raise NotImplementedError(f"epilogue {self.name!r} has no forward")
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there is something to do in :meth:`add_gradients`."""
+        return type(self).add_gradients is not Epilogue.add_gradients
+
+    def add_gradients(self, state: Any, tile: ScoreTile, saved: Any) -> None:
+        """Before ``backward``, of the same arguments: store or add the gradients of a call's tensors; nothing by default.
+
+        Where several CTAs compute one score, the first of them alone calls it. It leaves ``tile.acc`` as it is.
+        """
+
     def backward(self, state: Any, tile: ScoreTile, saved: Any) -> None:
         """Convert d(loss)/d(score after) in ``tile.acc`` into d(loss)/d(score before), in place, both in natural units.
 
         ``saved`` is the result of ``forward`` for the same tile; it occupies registers in between. Gradients in
-        ``tile.acc`` lack the factor ``context.gradient_scale``: multiply by it any gradient that the epilogue writes.
+        ``tile.acc`` lack the factor ``context.gradient_scale``: multiply by it any gradient that ``add_gradients`` writes.
 
         Raises:
             NotImplementedError: by default; an epilogue without a derivative serves forward kernels only.
@@ -100,11 +111,11 @@ class Epilogue:
         return cls.backward is not Epilogue.backward
 
     @classmethod
-    def with_gradients(cls, wanted: tuple[int, ...]) -> str | None:
-        """The name of an epilogue for backward kernels that also computes gradients of a call's arguments.
+    def with_gradients(cls, wanted: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
+        """An epilogue for backward kernels that also computes gradients of a call's arguments, by its name.
 
-        It takes the same arguments and then, for each that is ``wanted`` by its number, fp32 zeros of its shape, to
-        which its backward adds. None: there is none.
+        Beside it those of the ``wanted`` numbers whose gradients are not always 0. It takes the same arguments and
+        then, for each of those, fp32 zeros of its shape, to which it adds. None: there is none.
         """
         return None
 

@@ -280,6 +280,7 @@ class EpilogueChain:
         """
         steps = list(zip(self.modifiers, state.modifiers, saved, strict=True))
         for modifier, own, kept in reversed(steps):
+            modifier.add_gradients(own, tile, kept)
             modifier.backward(own, tile, kept)
 
     def drop(self, state: ScoreState, tile: ScoreTile, p: cute.Tensor) -> None:
