@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
 from cute_attn.epilogues.inputs import ScoreInputs
-from cute_attn.traits import FEATURES, Traits, did_you_mean
+from cute_attn.traits import FEATURES, Traits, did_you_mean, is_word
 
 _REGISTERED: dict[str, type["Epilogue"]] = {}
 
@@ -87,16 +87,17 @@ class Epilogue:
         return type(self).add_gradients is not Epilogue.add_gradients
 
     def add_gradients(self, state: Any, tile: ScoreTile, saved: Any) -> None:
-        """Before ``backward``, of the same arguments: store or add the gradients of a call's tensors; nothing by default.
+        """Before ``backward``, of the same arguments: store or add the gradients of a call's tensors.
 
-        Where several CTAs compute one score, the first of them alone calls it. It leaves ``tile.acc`` as it is.
+        Nothing by default. Where several CTAs compute one score, the first of them alone calls it. It leaves
+        ``tile.acc`` as it is.
         """
 
     def backward(self, state: Any, tile: ScoreTile, saved: Any) -> None:
         """Convert d(loss)/d(score after) in ``tile.acc`` into d(loss)/d(score before), in place, both in natural units.
 
         ``saved`` is the result of ``forward`` for the same tile; it occupies registers in between. Gradients in
-        ``tile.acc`` lack the factor ``context.gradient_scale``: multiply by it any gradient that ``add_gradients`` writes.
+        ``tile.acc`` lack the factor ``context.gradient_scale``: ``add_gradients`` multiplies what it writes by it.
 
         Raises:
             NotImplementedError: by default; an epilogue without a derivative serves forward kernels only.
@@ -132,12 +133,21 @@ TRACED = "traced_"
 """How the names begin that functions' traces are registered under, which are not for callers."""
 
 
+def check_name(name: Any) -> None:
+    """Raise ValueError for what cannot be an epilogue's word in a kernel's name."""
+    if not isinstance(name, str) or not is_word(name) or name in FEATURES:
+        raise ValueError(
+            f"an epilogue's name is {name!r}; accepted: lower-case words like 'my_bias' that are not traits' own"
+        )
+
+
 def register_epilogue(name: str) -> Callable[[type[Epilogue]], type[Epilogue]]:
     """Class decorator: register an epilogue under ``name``, for traits.
 
     Raises:
-        ValueError: the name is taken by another class.
+        ValueError: the name is taken by another class, or cannot be a word of a kernel's name.
     """
+    check_name(name)
 
     def register(cls: type[Epilogue]) -> type[Epilogue]:
         known = _REGISTERED.get(name)

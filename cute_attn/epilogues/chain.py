@@ -26,7 +26,7 @@ from cute_attn.work.block_range import BlockRange
 
 @cute.jit
 def run_if(condition: Boolean, action: Constexpr) -> None:
-    """``action()``, which changes registers alone, where the condition holds."""
+    """``action()``, which changes registers or memory alone, where the condition holds."""
     if condition:
         action()
 
