@@ -95,7 +95,7 @@ class FunctionEpilogue(Epilogue):
 
     @classmethod
     def with_gradients(cls, wanted: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-        return _with_gradients(cls, wanted)
+        return _with_gradients(cls, wanted)  # type: ignore[arg-type]
 
     def fake_args(self) -> tuple:
         return tuple(fake_tensor(*one) for one in self.captured)

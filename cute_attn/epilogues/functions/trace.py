@@ -221,9 +221,8 @@ class Recorder(TorchFunctionMode):
         """``table[index]``: an element, or what is left to index."""
         if isinstance(table, Symbol):
             return self.refuse("indexes a traced value", "captured tensors as tables")
-        tensor, first, number = table, (), None
-        if isinstance(table, Row):
-            tensor, first, number = table.tensor, table.indices, table.number
+        row = table if isinstance(table, Row) else Row(self, table, ())
+        tensor, first, number = row.tensor, row.indices, row.number
         items = index if isinstance(index, tuple) else (index,)
         nodes = list(first)
         for item in items:
