@@ -38,6 +38,10 @@ class Epilogue:
         """The object that a kernel of these traits uses, such as by whether it is a backward's."""
         return cls()
 
+    @classmethod
+    def check(cls, inputs: ScoreInputs) -> None:
+        """Raise TypeError or ValueError for a call's wrong arguments; once for all calls of the same metadata."""
+
     def fake_args(self) -> tuple:
         """Fake tensors and scalars to compile with, in the order of ``host_args``; () by default."""
         return ()

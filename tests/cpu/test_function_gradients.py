@@ -151,6 +151,16 @@ def test_the_operator_returns_them():
     assert others == [None]
 
 
+@pytest.mark.parametrize("tensor", [TABLE, CAP], ids=["table", "number"])
+def test_calls_that_read_no_element_have_a_gradient_of_zeros(tensor):
+    """As on a GPU."""
+    own = tensor.clone().requires_grad_()
+    q = randn(1, 8, 3, 16)
+    out = attention(q, q, q, mask_mod=lambda b, h, i, j: (own[h, i] if own.dim() else own + i) > -9)
+    (found,) = torch.autograd.grad(out.sum(), own)
+    assert torch.equal(found, torch.zeros_like(own))
+
+
 def test_in_a_compiled_program():
     q, k, v = (randn(1, 40, 3, 16) for _ in range(3))
     table = TABLE.clone().requires_grad_()

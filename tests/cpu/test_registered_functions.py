@@ -9,7 +9,10 @@ from cute_attn import attention, check_epilogue, mask_mod, score_mod
 from cute_attn.compiler import registry
 from cute_attn.compiler.compiled import key_of, user_modules
 from cute_attn.epilogues.base import user_epilogue
+from cute_attn.host.checks import check
+from cute_attn.host.epilogue_gradients import with_targets
 from cute_attn.traits import Traits
+from tests.cpu.test_ops import call
 
 
 def _table(batch, nheads, *_):
@@ -143,6 +146,17 @@ def test_numbers_and_tensors_out_of_range_are_refused(given, message):
     q = randn(1, 8, 4, 64)
     with pytest.raises((TypeError, ValueError), match=message):
         attention(q, q, q, epilogues={"blocks_of_keys": given})
+
+
+def test_arguments_are_checked_before_a_kernel_is_built():
+    q, table = randn(1, 8, 4, 16), randn(4, 9)
+    given = call(q, q, q)._replace(
+        epilogues=("relative_by_function:tf",), epilogue_tensors=(table,), epilogue_numbers=(0.5,)
+    )
+    check(given)
+    check(with_targets(given, (True,))[0])
+    with pytest.raises(TypeError, match=r"argument table .* is a tensor of float16"):
+        check(given._replace(epilogue_tensors=(table.half(),)))
 
 
 LOOSE = torch.ones(4)

@@ -239,6 +239,10 @@ class GradientEpilogue(FunctionEpilogue):
 
     wanted: ClassVar[tuple[int, ...]]
 
+    @classmethod
+    def check(cls, inputs: ScoreInputs) -> None:
+        """Nothing: a forward's arguments, which it has checked, and tensors of the package's own."""
+
     def fake_args(self) -> tuple:
         ranks = (self.captured[number].rank for number in self.wanted)
         return (*super().fake_args(), *(fake_tensor("float32", rank, True) for rank in ranks))

@@ -74,6 +74,10 @@ class RegisteredFunction(FunctionEpilogue):
             )
         return x
 
+    @classmethod
+    def check(cls, inputs: ScoreInputs) -> None:
+        cls.given(inputs)
+
     def host_args(self, inputs: ScoreInputs) -> tuple:
         return tuple(as_kernels_read(x) for x in self.given(inputs))
 
