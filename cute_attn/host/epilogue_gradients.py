@@ -59,9 +59,11 @@ def check_wanted(call: Call, wanted: Sequence[bool]) -> None:
             any order do not.
         ValueError: a tensor has too many elements.
     """
-    if any(one.with_gradients(wanted) is None for one in _given(call.epilogues)):
+    found = [one.with_gradients(wanted) for one in _given(call.epilogues)]
+    if None in found:
         raise NotImplementedError(NO_GRADIENT)
-    if call.deterministic or torch.are_deterministic_algorithms_enabled():
+    adds = any(one is not None and one[1] for one in found)
+    if adds and (call.deterministic or torch.are_deterministic_algorithms_enabled()):
         raise NotImplementedError(
             "the gradient of an epilogue's tensor is asked for with deterministic=True; accepted: False, or tensors "
             "without one"
