@@ -105,6 +105,11 @@ _ONLY_IN: dict[str, tuple[str, ...]] = {
 _TOKEN_OF = {value: token for token, value in _TOKENS.items()}
 
 
+def is_word(name: str) -> bool:
+    """Whether ``name`` can be a word of a kernel's name."""
+    return _WORD.fullmatch(name) is not None and _DIMS.fullmatch(name) is None
+
+
 def field_of(feature: str) -> tuple[str, object]:
     """The field of :class:`Traits` that one of ``FEATURES`` sets, and its value."""
     return _TOKENS[feature]
@@ -249,7 +254,7 @@ class Traits:
                 "bias_grad is True without a bias; accepted: with bias " + " or ".join(BIAS_DTYPES)
             )
         for name in (*self.epilogues, *([self.variant] if self.variant else [])):
-            if not _WORD.fullmatch(name) or _DIMS.fullmatch(name):
+            if not is_word(name):
                 raise ValueError(
                     f"{name!r} cannot be part of a name; accepted: lower-case words like 'my_bias'"
                 )

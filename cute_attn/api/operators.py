@@ -151,7 +151,7 @@ def forward_cpu(call: Call, into: Tensor | None = None) -> Outputs:
     if into is not None:
         return write_owned(into, out, call.cu_seqlens_q), lse, softmax
     # As on CUDA all inputs have gradients: zeros for v where only lse is used, and for all where nothing is computed.
-    inputs = [getattr(call, name) for name in DIFFERENTIABLE]
+    inputs = [*(getattr(call, name) for name in DIFFERENTIABLE), *call.epilogue_tensors]
     return out if out.requires_grad else _dependent(out, inputs), _dependent(lse, inputs), softmax
 
 
@@ -160,7 +160,7 @@ def _dependent(output: Tensor, inputs: Sequence[Tensor | None]) -> Tensor:
     wanted = [x for x in inputs if x is not None and x.requires_grad]
     if not (wanted and torch.is_grad_enabled()):
         return output
-    return output + sum(x[..., :0].sum().to(output.dtype) for x in wanted)
+    return output + sum(x.flatten()[:0].sum().to(output.dtype) for x in wanted)
 
 
 # ---- the operator's implementations ----

@@ -11,7 +11,7 @@ an epilogue in terms of ``tile.rows`` and ``tile.cols``.
 Tiles reach beyond the sequences: an epilogue that indexes a tensor must clamp its indices. Query ``tile.row0 +
 tile.rows[r]`` is out of bounds from ``context.seqlen_q`` on and key ``tile.col0 + tile.cols[c]`` from
 ``context.seqlen_k`` on, so index with ``min(query, seqlen_q - 1)`` and ``min(key, seqlen_k - 1)``; what ``forward``
-leaves there is masked or not stored. A ``backward`` that writes must skip those elements.
+leaves there is masked or not stored. ``add_gradients`` must skip those elements.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
 from cute_attn.epilogues.inputs import ScoreInputs
-from cute_attn.traits import FEATURES, Traits, did_you_mean
+from cute_attn.traits import FEATURES, Traits, did_you_mean, is_word
 
 _REGISTERED: dict[str, type["Epilogue"]] = {}
 
@@ -37,6 +37,10 @@ class Epilogue:
     def of(cls, traits: Traits) -> "Epilogue":
         """The object that a kernel of these traits uses, such as by whether it is a backward's."""
         return cls()
+
+    @classmethod
+    def check(cls, inputs: ScoreInputs) -> None:
+        """Raise TypeError or ValueError for a call's wrong arguments; once for all calls of the same metadata."""
 
     def fake_args(self) -> tuple:
         """Fake tensors and scalars to compile with, in the order of ``host_args``; () by default."""
@@ -81,11 +85,23 @@ class Epilogue:
         """
         raise NotImplementedError(f"epilogue {self.name!r} has no forward")
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there is something to do in :meth:`add_gradients`."""
+        return type(self).add_gradients is not Epilogue.add_gradients
+
+    def add_gradients(self, state: Any, tile: ScoreTile, saved: Any) -> None:
+        """Before ``backward``, of the same arguments: store or add the gradients of a call's tensors.
+
+        Nothing by default. Where several CTAs compute one score, the first of them alone calls it. It leaves
+        ``tile.acc`` as it is.
+        """
+
     def backward(self, state: Any, tile: ScoreTile, saved: Any) -> None:
         """Convert d(loss)/d(score after) in ``tile.acc`` into d(loss)/d(score before), in place, both in natural units.
 
         ``saved`` is the result of ``forward`` for the same tile; it occupies registers in between. Gradients in
-        ``tile.acc`` lack the factor ``context.gradient_scale``: multiply by it any gradient that the epilogue writes.
+        ``tile.acc`` lack the factor ``context.gradient_scale``: ``add_gradients`` multiplies what it writes by it.
 
         Raises:
             NotImplementedError: by default; an epilogue without a derivative serves forward kernels only.
@@ -100,11 +116,11 @@ class Epilogue:
         return cls.backward is not Epilogue.backward
 
     @classmethod
-    def with_gradients(cls, wanted: tuple[int, ...]) -> str | None:
-        """The name of an epilogue for backward kernels that also computes gradients of a call's arguments.
+    def with_gradients(cls, wanted: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
+        """An epilogue for backward kernels that also computes gradients of a call's arguments, by its name.
 
-        It takes the same arguments and then, for each that is ``wanted`` by its number, fp32 zeros of its shape, to
-        which its backward adds. None: there is none.
+        Beside it those of the ``wanted`` numbers whose gradients are not always 0. It takes the same arguments and
+        then, for each of those, fp32 zeros of its shape, to which it adds. None: there is none.
         """
         return None
 
@@ -121,12 +137,21 @@ TRACED = "traced_"
 """How the names begin that functions' traces are registered under, which are not for callers."""
 
 
+def check_name(name: Any) -> None:
+    """Raise ValueError for what cannot be an epilogue's word in a kernel's name."""
+    if not isinstance(name, str) or not is_word(name) or name in FEATURES:
+        raise ValueError(
+            f"an epilogue's name is {name!r}; accepted: lower-case words like 'my_bias' that are not traits' own"
+        )
+
+
 def register_epilogue(name: str) -> Callable[[type[Epilogue]], type[Epilogue]]:
     """Class decorator: register an epilogue under ``name``, for traits.
 
     Raises:
-        ValueError: the name is taken by another class.
+        ValueError: the name is taken by another class, or cannot be a word of a kernel's name.
     """
+    check_name(name)
 
     def register(cls: type[Epilogue]) -> type[Epilogue]:
         known = _REGISTERED.get(name)

@@ -260,8 +260,15 @@ class Bias(Epilogue):
                     index = (a + i, line) if cutlass.const_expr(tile.transposed) else (line, a + i)
                     tile.acc[index] = tile.acc[index] * state.score_scale + wide[i]
 
-    @cute.jit
+    @property
+    def has_gradients(self) -> bool:
+        return self.gradient
+
     def backward(self, state: BiasRows, tile: ScoreTile, saved: Any) -> None:
+        """Nothing: a sum's derivative is 1."""
+
+    @cute.jit
+    def add_gradients(self, state: BiasRows, tile: ScoreTile, saved: Any) -> None:
         """Store or add the score's gradient, which is the bias's too, unless the kernel does (``takes_gradient``)."""
         if cutlass.const_expr(
             self.gradient and not (tile.tma_bias is not None and tile.tma_bias.takes_gradient)

@@ -26,7 +26,7 @@ from cute_attn.work.block_range import BlockRange
 
 @cute.jit
 def run_if(condition: Boolean, action: Constexpr) -> None:
-    """``action()``, which changes registers alone, where the condition holds."""
+    """``action()``, which changes registers or memory alone, where the condition holds."""
     if condition:
         action()
 
@@ -280,6 +280,7 @@ class EpilogueChain:
         """
         steps = list(zip(self.modifiers, state.modifiers, saved, strict=True))
         for modifier, own, kept in reversed(steps):
+            modifier.add_gradients(own, tile, kept)
             modifier.backward(own, tile, kept)
 
     def drop(self, state: ScoreState, tile: ScoreTile, p: cute.Tensor) -> None:

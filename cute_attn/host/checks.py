@@ -59,6 +59,17 @@ def check(call: Call) -> None:
     _check_numbers(call)
     _check_lengths(call)
     _check_score_tensors(call)
+    _check_epilogues(call)
+
+
+def _check_epilogues(call: Call) -> None:
+    if not call.epilogues:
+        return
+    from cute_attn.epilogues.base import user_epilogue  # loads the DSL
+
+    inputs = call.score_inputs()
+    for name in call.epilogue_names:
+        user_epilogue(name).check(inputs)
 
 
 def _check_tensors(call: Call) -> None:

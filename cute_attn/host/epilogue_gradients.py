@@ -35,12 +35,12 @@ class _Given:
         numbers = [i for i, letter in enumerate(self.letters) if letter == "t"]
         return tuple(i for i, own in zip(numbers, wanted[self.tensors], strict=True) if own)
 
-    def with_gradients(self, wanted: Sequence[bool]) -> str | None:
-        """The name of what computes them in a backward, its own where none is wanted; None: there is nothing."""
+    def with_gradients(self, wanted: Sequence[bool]) -> tuple[str, tuple[int, ...]] | None:
+        """The name of what computes them in a backward, its own where there are none, and which; None: nothing does."""
         from cute_attn.epilogues.base import user_epilogue  # loads the DSL
 
         arguments = self.arguments(wanted)
-        return user_epilogue(self.name).with_gradients(arguments) if arguments else self.name
+        return user_epilogue(self.name).with_gradients(arguments) if arguments else (self.name, ())
 
 
 def _given(epilogues: Sequence[str]) -> Iterator[_Given]:
@@ -59,9 +59,11 @@ def check_wanted(call: Call, wanted: Sequence[bool]) -> None:
             any order do not.
         ValueError: a tensor has too many elements.
     """
-    if any(one.with_gradients(wanted) is None for one in _given(call.epilogues)):
+    found = [one.with_gradients(wanted) for one in _given(call.epilogues)]
+    if None in found:
         raise NotImplementedError(NO_GRADIENT)
-    if call.deterministic or torch.are_deterministic_algorithms_enabled():
+    adds = any(one is not None and one[1] for one in found)
+    if adds and (call.deterministic or torch.are_deterministic_algorithms_enabled()):
         raise NotImplementedError(
             "the gradient of an epilogue's tensor is asked for with deterministic=True; accepted: False, or tensors "
             "without one"
@@ -88,8 +90,9 @@ def with_targets(call: Call, wanted: Sequence[bool]) -> tuple[Call, list[Tensor 
     names: list[str] = []
     tensors: list[Tensor] = []
     for one in _given(call.epilogues):
-        added = [x for x in targets[one.tensors] if x is not None]
+        name, arguments = one.with_gradients(wanted)  # type: ignore[misc]
+        added = [targets[one.first + one.letters.count("t", 0, number)] for number in arguments]
         letters = one.letters + "t" * len(added)
-        names.append(f"{one.with_gradients(wanted)}:{letters}" if letters else one.name)
-        tensors += [*call.epilogue_tensors[one.tensors], *added]
+        names.append(f"{name}:{letters}" if letters else name)
+        tensors += [*call.epilogue_tensors[one.tensors], *added]  # type: ignore[list-item]
     return call._replace(epilogues=tuple(names), epilogue_tensors=tuple(tensors)), targets

@@ -1,16 +1,20 @@
 """Gradients of tensors that functions capture: on score tiles, in calls of a backward, and what is refused."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from cutlass import Int32, cute
 
 from cute_attn import attention, score_mod
 from cute_attn.api import operators
 from cute_attn.epilogues.base import user_epilogue
-from cute_attn.epilogues.functions.known import epilogue_of
+from cute_attn.epilogues.chain import EpilogueChain
+from cute_attn.epilogues.functions.known import block_mask_epilogue_of, epilogue_of
 from cute_attn.host.call import ATTENTION, NUM_TENSORS
 from cute_attn.host.epilogue_gradients import MAX_ELEMENTS, check_wanted, with_targets
+from cute_attn.kernels.backward_sm80.streamed import Streamed
 from cute_attn.reference.check_epilogue import BACKWARD, Scores
 from cute_attn.reference.tilings import TINY
 from tests.cpu.test_ops import call
@@ -33,7 +37,8 @@ FUNCTIONS = {
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_score_tiles_add_up_to_the_gradient(function, tiling):
     name, tensors = epilogue_of(function, None)
-    own = user_epilogue(name).with_gradients(tuple(range(len(tensors))))
+    own, numbers = user_epilogue(name).with_gradients(tuple(range(len(tensors))))
+    assert numbers == tuple(range(len(tensors)))
     problem = Scores.random(2, 3, 70, 90, extra={name: tensors})
     traits = TINY[tiling].of(name, op="backward").traits
     grad_out = torch.randn(problem.q.shape, generator=torch.Generator().manual_seed(1))
@@ -51,6 +56,48 @@ def test_score_tiles_add_up_to_the_gradient(function, tiling):
 
 def _with(problem, name, given):
     return replace(problem, inputs=replace(problem.inputs, extra={name: given}))
+
+
+def test_one_of_several_ctas_with_the_same_scores_adds(monkeypatch):
+    """CTAs of wide head dims, which divide columns: all of them need the scores' own gradients."""
+
+    def backward(chain, state, tile, saved):
+        kernel = Streamed(SimpleNamespace(epilogues=chain))
+        for part in range(3):
+            other = tile.of(cute.make_rmem_tensor_like(tile.acc))
+            for i in range(cute.size(tile.acc)):
+                other.acc[i] = tile.acc[i]
+            kernel.epilogues_backward(SimpleNamespace(state=state, part=Int32(part)), other, saved)
+        for i in range(cute.size(tile.acc)):
+            tile.acc[i] = other.acc[i]
+
+    monkeypatch.setattr(EpilogueChain, "backward", backward)
+    test_score_tiles_add_up_to_the_gradient(FUNCTIONS["softcap-and-slopes"], BACKWARD[0])
+
+
+@pytest.mark.parametrize("masks", ["mask", "blocks", "index"])
+def test_what_masks_and_indices_read_has_a_gradient_of_zeros(masks):
+    weights = randn(2, 90).requires_grad_()
+
+    def seen(b, h, q, k):
+        return weights[b, k] > 0.3
+
+    if masks == "blocks":
+        name, tensors = block_mask_epilogue_of(seen, None, False, torch.device("cpu"))
+        tensors = (*tensors, *(torch.zeros(1, 1, 1, 1).int() for _ in range(4)))
+    elif masks == "mask":
+        name, tensors = epilogue_of(None, seen)
+    else:
+        name, tensors = epilogue_of(lambda s, b, h, q, k: s + TABLE[h, weights[b, k].int()], None)
+    letters = "t" * len(tensors)
+    q = randn(1, 8, 3, 16)
+    given = call(q, q, q)._replace(
+        epilogues=(f"{name}:{letters}",), epilogue_tensors=tensors, deterministic=True
+    )
+    wanted = tuple(x is weights for x in tensors)
+    asked, targets = with_targets(given, wanted)
+    assert asked.epilogues == given.epilogues and asked.epilogue_tensors == tensors
+    assert [x is not None for x in targets] == list(wanted)
 
 
 @score_mod(
@@ -104,6 +151,16 @@ def test_the_operator_returns_them():
     grad, *others = operators.backward(given, next(detached), None, *detached, needed)[-2:-4:-1]
     torch.testing.assert_close(grad, expected)
     assert others == [None]
+
+
+@pytest.mark.parametrize("tensor", [TABLE, CAP], ids=["table", "number"])
+def test_calls_that_read_no_element_have_a_gradient_of_zeros(tensor):
+    """As on a GPU."""
+    own = tensor.clone().requires_grad_()
+    q = randn(1, 8, 3, 16)
+    out = attention(q, q, q, mask_mod=lambda b, h, i, j: (own[h, i] if own.dim() else own + i) > -9)
+    (found,) = torch.autograd.grad(out.sum(), own)
+    assert torch.equal(found, torch.zeros_like(own))
 
 
 def test_in_a_compiled_program():

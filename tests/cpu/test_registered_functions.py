@@ -1,5 +1,7 @@
 """Functions of scores under names: on score tiles, in calls and kernels' keys, and wrong ones."""
 
+import functools
+
 import pytest
 import torch
 
@@ -7,7 +9,10 @@ from cute_attn import attention, check_epilogue, mask_mod, score_mod
 from cute_attn.compiler import registry
 from cute_attn.compiler.compiled import key_of, user_modules
 from cute_attn.epilogues.base import user_epilogue
+from cute_attn.host.checks import check
+from cute_attn.host.epilogue_gradients import with_targets
 from cute_attn.traits import Traits
+from tests.cpu.test_ops import call
 
 
 def _table(batch, nheads, *_):
@@ -82,6 +87,78 @@ def test_other_arguments_are_refused(given, message):
         attention(q, q, q, epilogues={"relative_by_function": given})
 
 
+def test_one_tensor_may_be_two_arguments_of_the_example():
+    x = torch.ones(4)
+
+    @score_mod("scaled_and_biased", example=lambda *_: (x, x))
+    def scaled_and_biased(score, b, h, q_idx, kv_idx, scale, bias):
+        return score * scale[h] + bias[kv_idx % bias.shape[0]]
+
+    q, scale, bias = randn(1, 40, 4, 64), randn(4), randn(7)
+    found = attention(q, q, q, epilogues={"scaled_and_biased": (scale, bias)})
+    wanted = attention(q, q, q, score_mod=lambda *scores: scaled_and_biased(*scores, scale, bias))
+    torch.testing.assert_close(found, wanted)
+    with pytest.raises(TypeError, match="refers to a tensor that is none of its arguments"):
+        score_mod("scaled_and_loose", example=lambda *_: (x,))(lambda s, b, h, q, k, y: s * x[h] + y[h])
+
+
+class Scaled:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        return score * self.factor
+
+
+def test_objects_and_partial_functions_are_functions():
+    functions = {"by_an_object": Scaled(2.0), "partial_one": functools.partial(Scaled.__call__, Scaled(2.0))}
+    for name, function in functions.items():
+        assert score_mod(name)(function) is function
+        assert user_epilogue(name).__module__ == __name__ and user_epilogue(name).lowered.slope.is_const(2.0)
+
+
+@pytest.mark.parametrize("name", ["causal", "my-bias", "d64", "", "Bias", relative])
+def test_names_that_no_kernel_can_have_are_refused(name):
+    with pytest.raises(ValueError, match=r"an epilogue's name is .*; accepted: lower-case words"):
+        score_mod(name)
+
+
+def test_an_example_leaves_random_numbers_alone():
+    state = torch.get_rng_state()
+    score_mod("random_example", example=lambda *_: (torch.randn(3),))(lambda s, b, h, q, k, x: s + x[h])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@mask_mod("blocks_of_keys", example=lambda *_: (3, torch.ones(4)))
+def blocks_of_keys(b, h, q_idx, kv_idx, size, weights):
+    return (kv_idx // size % 2 == 0) | (weights[h] > 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((2**31, torch.ones(4)), "argument size .* is 2147483648; accepted: ints of 32 bits"),
+        ((3.0, torch.ones(4)), "argument size .* is a float; accepted: an int"),
+        ((3, torch.ones(0)), r"argument weights .* has shape \(0,\); accepted: elements"),
+    ],
+)
+def test_numbers_and_tensors_out_of_range_are_refused(given, message):
+    q = randn(1, 8, 4, 64)
+    with pytest.raises((TypeError, ValueError), match=message):
+        attention(q, q, q, epilogues={"blocks_of_keys": given})
+
+
+def test_arguments_are_checked_before_a_kernel_is_built():
+    q, table = randn(1, 8, 4, 16), randn(4, 9)
+    given = call(q, q, q)._replace(
+        epilogues=("relative_by_function:tf",), epilogue_tensors=(table,), epilogue_numbers=(0.5,)
+    )
+    check(given)
+    check(with_targets(given, (True,))[0])
+    with pytest.raises(TypeError, match=r"argument table .* is a tensor of float16"):
+        check(given._replace(epilogue_tensors=(table.half(),)))
+
+
 LOOSE = torch.ones(4)
 
 
@@ -95,6 +172,13 @@ LOOSE = torch.ones(4)
             "example of score_mod 'wrong' returns 0 arguments; accepted: a tup",
         ),
         (lambda s, b, h, q, k: s, LOOSE, "returns tensor.*; accepted: none"),
+        (
+            lambda s, b, h, q, k, x: s,
+            (True,),
+            "returns True for x; accepted: floats, ints of 32 bits, and den",
+        ),
+        (lambda s, b, h, q, k, x: s, (2**31,), "returns 2147483648 for x; accepted"),
+        (lambda s, b, h, q, k, x: s, (LOOSE.cfloat(),), "a tensor of torch.complex64, .* for x; accepted"),
         (lambda s, b, h, q, k, x: s + (2 * x)[h], (LOOSE,), "a tensor of shape .4,. as a whole"),
         (lambda s, b, h, q, k, x: s + x.sum(), (LOOSE,), "uses sum of a whole tensor; accepted: its elem"),
         (lambda s, b, h, q, k, x: s if x.shape[0] else -s, (LOOSE,), "asks for the number of a traced value"),
@@ -111,6 +195,11 @@ def test_wrong_functions_are_refused(function, example, message):
     made = None if example is None else lambda *sizes: example
     with pytest.raises(TypeError, match=message):
         score_mod("wrong", example=made)(function)
+
+
+def test_an_example_is_a_function():
+    with pytest.raises(TypeError, match="example of score_mod 'wrong' is 3; accepted: a function of"):
+        score_mod("wrong", example=3)(lambda s, b, h, q, k, x: s)
 
 
 def test_a_name_belongs_to_one_function():

@@ -1,5 +1,6 @@
 """A traced function as a registered epilogue."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -93,16 +94,8 @@ class FunctionEpilogue(Epilogue):
         return cls(traits.op == "backward")
 
     @classmethod
-    def with_gradients(cls, wanted: tuple[int, ...]) -> str:
-        name = f"{TRACED}gradient_{'_'.join(map(str, wanted))}_{cls.name}{cls.code_digest}"
-        if not is_registered(name):
-            fields = {
-                "wanted": wanted,
-                "lowered": lower(cls.graph, cls.output, wanted),
-                "__module__": __name__,
-            }
-            register_epilogue(name)(type(name, (GradientEpilogue, cls), fields))
-        return name
+    def with_gradients(cls, wanted: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+        return _with_gradients(cls, wanted)  # type: ignore[arg-type]
 
     def fake_args(self) -> tuple:
         return tuple(fake_tensor(*one) for one in self.captured)
@@ -227,10 +220,28 @@ class BlockMaskEpilogue(FunctionEpilogue):
         """Nothing, as ``_slope`` says."""
 
 
+@functools.cache
+def _with_gradients(cls: type[FunctionEpilogue], wanted: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """:meth:`FunctionEpilogue.with_gradients`. A mask's tensors, and those that make indices alone, have none."""
+    lowered = lower(cls.graph, cls.output, wanted)
+    wanted = tuple(number for number in wanted if any(term.number == number for term in lowered.terms))
+    if not wanted:
+        return cls.name, ()
+    name = f"{TRACED}gradient_{'_'.join(map(str, wanted))}_{cls.name}{cls.code_digest}"
+    if not is_registered(name):
+        fields = {"wanted": wanted, "lowered": lowered, "__module__": __name__}
+        register_epilogue(name)(type(name, (GradientEpilogue, cls), fields))
+    return name, wanted
+
+
 class GradientEpilogue(FunctionEpilogue):
     """Base of a backward's epilogues that add to the gradients of captured tensors, in fp32, which follow them."""
 
     wanted: ClassVar[tuple[int, ...]]
+
+    @classmethod
+    def check(cls, inputs: ScoreInputs) -> None:
+        """Nothing: a forward's arguments, which it has checked, and tensors of the package's own."""
 
     def fake_args(self) -> tuple:
         ranks = (self.captured[number].rank for number in self.wanted)
@@ -274,10 +285,13 @@ class GradientEpilogue(FunctionEpilogue):
         self._over(state, tile, (self.lowered.forward, *self._kept), write)
         return saved
 
-    def backward(self, state: FunctionState, tile: ScoreTile, saved: tuple) -> None:
-        kept: dict[Node | None, Any] = dict(zip(self._kept, saved, strict=True))
+    def add_gradients(self, state: FunctionState, tile: ScoreTile, saved: tuple) -> None:
+        kept = dict(zip(self._kept, saved, strict=True))
         for term, target in zip(self.lowered.terms, state.targets, strict=True):
             self._add(state, tile, term, target, kept.get(term.slope))
+
+    def backward(self, state: FunctionState, tile: ScoreTile, saved: tuple) -> None:
+        kept: dict[Node | None, Any] = dict(zip(self._kept, saved, strict=True))
         super().backward(state, tile, kept.get(self.lowered.slope))
 
     def _add(self, state: FunctionState, tile: ScoreTile, term: Term, target: cute.Tensor, kept: Any) -> None:

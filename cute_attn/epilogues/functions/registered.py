@@ -6,21 +6,24 @@ def relative_position(score, b, h, q_idx, kv_idx, table):
     return score + table[h, (kv_idx - q_idx).clamp(-reach, reach) + reach]
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor
 
-from cute_attn.epilogues.base import register_epilogue
+from cute_attn.epilogues.base import check_name, register_epilogue
 from cute_attn.epilogues.functions.epilogue import Captured, FunctionEpilogue, as_kernels_read
-from cute_attn.epilogues.functions.graph import digest
+from cute_attn.epilogues.functions.graph import LOADED, digest
 from cute_attn.epilogues.functions.lowering import lower
 from cute_attn.epilogues.functions.trace import SIGNATURES, check_function, trace_with_arguments
 from cute_attn.epilogues.inputs import ScoreInputs
 
 Function = TypeVar("Function", bound=Callable)
 Example = Callable[[int, int, int, int], tuple]
+_INT32 = range(-(2**31), 2**31)
 
 
 class RegisteredFunction(FunctionEpilogue):
@@ -54,13 +57,26 @@ class RegisteredFunction(FunctionEpilogue):
     def _checked(cls, x: Any, parameter: str, wanted: Captured, dimensions: int) -> Any:
         if wanted.dtype == "float" and isinstance(x, int):
             return float(x)
+        if wanted.dtype == "int" and type(x) is int and x not in _INT32:
+            raise ValueError(
+                f"argument {parameter} of epilogue {cls.name!r} is {x}; accepted: ints of 32 bits"
+            )
         if Captured.of(x) != wanted or (isinstance(x, Tensor) and x.dim() != dimensions):
             accepted = _described(wanted, dimensions, wanted.unit_stride)
             own = Captured.of(x)
             is_strided = own.unit_stride or dimensions == 0
             found = _described(own, x.dim() if isinstance(x, Tensor) else 0, is_strided)
             raise TypeError(f"argument {parameter} of epilogue {cls.name!r} is {found}; accepted: {accepted}")
+        if isinstance(x, Tensor) and not x.numel():
+            shape = tuple(x.shape)
+            raise ValueError(
+                f"argument {parameter} of epilogue {cls.name!r} has shape {shape}; accepted: elements"
+            )
         return x
+
+    @classmethod
+    def check(cls, inputs: ScoreInputs) -> None:
+        cls.given(inputs)
 
     def host_args(self, inputs: ScoreInputs) -> tuple:
         return tuple(as_kernels_read(x) for x in self.given(inputs))
@@ -72,7 +88,7 @@ class RegisteredFunction(FunctionEpilogue):
 
 def _described(one: Captured, dimensions: int, unit_stride: bool) -> str:
     if not one.rank:
-        return f"a {one.dtype}" if one.dtype == "float" else f"an {one.dtype}"
+        return f"an {one.dtype}" if one.dtype == "int" else f"a {one.dtype}"
     last = "" if unit_stride else ", its last stride not 1"
     return f"a tensor of {one.dtype} with {dimensions} dimensions{last}"
 
@@ -93,7 +109,7 @@ def score_mod(name: str, *, example: Example | None = None) -> Callable[[Functio
     Raises:
         TypeError: the function does what cannot be traced, refers to a tensor that is none of its arguments, or has
             other arguments than the example.
-        ValueError: the name is taken by another function or class.
+        ValueError: the name is taken by another function or class, or cannot be a word of a kernel's name.
     """
     return _registering("score_mod", name, example)
 
@@ -104,14 +120,12 @@ def mask_mod(name: str, *, example: Example | None = None) -> Callable[[Function
 
 
 def _registering(what: str, name: str, example: Example | None) -> Callable[[Function], Function]:
+    check_name(name)
+
     def register(function: Function) -> Function:
         check_function(what, function)
-        arguments = () if example is None else example(2, 4, 128, 128)
-        parameters = _parameters_of(what, function)
-        if not isinstance(arguments, tuple) or len(arguments) != len(parameters):
-            given = f"{len(arguments)} arguments" if isinstance(arguments, tuple) else repr(arguments)
-            wanted = f"a tuple of {', '.join(parameters)}" if parameters else "none"
-            raise TypeError(f"example of {what} {name!r} returns {given}; accepted: {wanted}")
+        parameters = _parameters_of(what, name, function)
+        arguments = _arguments_of(f"example of {what} {name!r}", example, parameters)
         pair = (function, None) if what == "score_mod" else (None, function)
         traced = trace_with_arguments(arguments, *pair)
         captured = tuple(Captured.of(x) for x in arguments)
@@ -124,22 +138,56 @@ def _registering(what: str, name: str, example: Example | None) -> Callable[[Fun
             "dimensions": tuple(x.dim() if isinstance(x, Tensor) else 0 for x in arguments),
             "example": staticmethod(example or (lambda *sizes: ())),
             "code_digest": digest(traced.output, [repr(tuple(one)) for one in captured]),
-            "__module__": function.__module__,
-            "__qualname__": function.__qualname__,
         }
-        register_epilogue(name)(type(function.__name__, (RegisteredFunction,), fields))
+        written = _written(function)
+        fields |= {"__module__": written.__module__, "__qualname__": written.__qualname__}
+        register_epilogue(name)(type(written.__name__, (RegisteredFunction,), fields))
         return function
 
     return register
 
 
-def _parameters_of(what: str, function: Callable) -> tuple[str, ...]:
+def _written(function: Callable) -> Any:
+    """What has the name and the module of a function: itself, or of a partial one or an object what was written."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function if hasattr(function, "__qualname__") else type(function)
+
+
+def _arguments_of(whose: str, example: Example | None, parameters: tuple[str, ...]) -> tuple:
+    """What an example returns. whose: the beginning of an error's sentence."""
+    if example is not None and not callable(example):
+        raise TypeError(
+            f"{whose} is {example!r}; accepted: a function of (batch, nheads, seqlen_q, seqlen_k)"
+        )
+    with torch.random.fork_rng(devices=()):  # a program's own numbers stay as they are
+        arguments = () if example is None else example(2, 4, 128, 128)
+    if not isinstance(arguments, tuple) or len(arguments) != len(parameters):
+        given = f"{len(arguments)} arguments" if isinstance(arguments, tuple) else repr(arguments)
+        wanted = f"a tuple of {', '.join(parameters)}" if parameters else "none"
+        raise TypeError(f"{whose} returns {given}; accepted: {wanted}")
+    for parameter, x in zip(parameters, arguments, strict=True):
+        if isinstance(x, Tensor):
+            right = x.dtype in LOADED and x.layout is torch.strided and not x.is_nested
+        else:
+            right = type(x) is float or (type(x) is int and x in _INT32)
+        if not right:
+            dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in LOADED)
+            given = f"a tensor of {x.dtype}, {x.layout}" if isinstance(x, Tensor) else repr(x)
+            raise TypeError(
+                f"{whose} returns {given} for {parameter}; accepted: floats, ints of 32 bits, and dense tensors of "
+                f"{dtypes}"
+            )
+    return arguments
+
+
+def _parameters_of(what: str, name: str, function: Callable) -> tuple[str, ...]:
     """Names of what a function takes after its signature's arguments."""
     parameters = list(inspect.signature(function).parameters.values())
     own = len(SIGNATURES[what])
     if len(parameters) < own or any(x.kind is not x.POSITIONAL_OR_KEYWORD for x in parameters):
         raise TypeError(
-            f"{what} {function.__name__!r} takes {inspect.signature(function)}; accepted: "
+            f"{what} {name!r} takes {inspect.signature(function)}; accepted: "
             f"({', '.join(SIGNATURES[what])}) and then names of tensors and numbers"
         )
     return tuple(x.name for x in parameters[own:])

@@ -149,7 +149,7 @@ class Recorder(TorchFunctionMode):
     def _argument(self, number: int, x: Any) -> "Symbol | Argument":
         """What stands for an argument of a function behind those of its signature."""
         if isinstance(x, Tensor) and x.dim():
-            return Argument(self, x, ())
+            return Argument(self, x, (), number)
         kind = LOADED.get(x.dtype, FLOAT) if isinstance(x, Tensor) else FLOAT if isinstance(x, float) else INT
         return Symbol(self, self.graph.make("load", kind, (), number))
 
@@ -200,8 +200,8 @@ class Recorder(TorchFunctionMode):
             )
         return self.refuse(f"{did} {x!r}", "traced values, numbers and elements of captured tensors")
 
-    def load(self, tensor: Tensor, indices: tuple[Node, ...]) -> Node:
-        """An element of a captured tensor."""
+    def load(self, tensor: Tensor, indices: tuple[Node, ...], number: int | None = None) -> Node:
+        """An element of a captured tensor, or of the argument of that number, which may be another one's as well."""
         kind = LOADED.get(tensor.dtype)
         if kind is None or tensor.is_nested or tensor.layout is not torch.strided:
             accepted = f"dense ones of {', '.join(map(str, LOADED))}"
@@ -210,7 +210,9 @@ class Recorder(TorchFunctionMode):
             raise ValueError(
                 f"{self.what} captures a tensor of shape {tuple(tensor.shape)}; accepted: one with elements"
             )
-        number = next((i for i, known in enumerate(self.tensors) if known is tensor), len(self.tensors))
+        if number is None:
+            captured = range(len(self.arguments), len(self.tensors))
+            number = next((i for i in captured if self.tensors[i] is tensor), len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(tensor)
         return self.graph.make("load", kind, indices, number)
@@ -219,7 +221,8 @@ class Recorder(TorchFunctionMode):
         """``table[index]``: an element, or what is left to index."""
         if isinstance(table, Symbol):
             return self.refuse("indexes a traced value", "captured tensors as tables")
-        tensor, first = (table.tensor, table.indices) if isinstance(table, Row) else (table, ())
+        row = table if isinstance(table, Row) else Row(self, table, ())
+        tensor, first, number = row.tensor, row.indices, row.number
         items = index if isinstance(index, tuple) else (index,)
         nodes = list(first)
         for item in items:
@@ -238,8 +241,8 @@ class Recorder(TorchFunctionMode):
             )
         if len(nodes) < tensor.dim():
             kind = Argument if isinstance(table, Argument) else Row
-            return kind(self, tensor, tuple(nodes))
-        return Symbol(self, self.load(tensor, tuple(nodes)))
+            return kind(self, tensor, tuple(nodes), number)
+        return Symbol(self, self.load(tensor, tuple(nodes), number))
 
 
 class _Refused(Exception):
@@ -259,6 +262,7 @@ class Row:
     recorder: Recorder
     tensor: Tensor
     indices: tuple[Node, ...]
+    number: int | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -278,10 +282,11 @@ class Argument(Row):
 
     @property
     def shape(self) -> Any:
-        number = next(i for i, x in enumerate(self.recorder.tensors) if x is self.tensor)
         axes = range(len(self.indices), self.tensor.dim())
         graph = self.recorder.graph
-        return tuple(Symbol(self.recorder, graph.make("extent", INT, (), (number, axis))) for axis in axes)
+        return tuple(
+            Symbol(self.recorder, graph.make("extent", INT, (), (self.number, axis))) for axis in axes
+        )
 
     @property
     def dtype(self) -> torch.dtype:

@@ -11,6 +11,7 @@ A chunk is 128 bytes of a row, or 64 where head dims are odd multiples of that. 
 head dims, and registers depend on ``columns``: 64 x 64 scores and any head dim fit every target.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,7 @@ from cute_attn.device.math import rematerialize, rematerialize_each
 from cute_attn.device.probabilities import score_gradient
 from cute_attn.device.score_tile import ScoreTile
 from cute_attn.device.seqlen import existing_rows, padded_row0, sequence, workspace_rows
-from cute_attn.epilogues.bias import Bias
-from cute_attn.epilogues.chain import ScoreState
+from cute_attn.epilogues.chain import ScoreState, run_if
 from cute_attn.kernels.backward_sm80.params import BackwardParams
 from cute_attn.kernels.backward_sm80.products import Operand, Products
 from cute_attn.kernels.backward_sm80.storage import ScaleStorage, factor_of, gradient_factors
@@ -389,15 +389,13 @@ class Streamed:
 
     @cute.jit
     def epilogues_backward(self, ctx: StreamedContext, dp: ScoreTile, saved: tuple) -> None:
-        """The epilogues' derivatives; a bias' gradient by one of the CTAs that have the same scores."""
+        """The epilogues' derivatives; gradients of tensors by one of the CTAs that have the same scores."""
         chain, modifiers = self.kernel.epilogues, ctx.state.modifiers
         for i in cutlass.range_constexpr(len(chain.modifiers) - 1, -1, -1):
-            modifier = chain.modifiers[i]
-            if cutlass.const_expr(isinstance(modifier, Bias) and modifier.gradient):
-                if ctx.part == 0:
-                    modifier.backward(modifiers[i], dp, saved[i])
-            else:
-                modifier.backward(modifiers[i], dp, saved[i])
+            modifier, own, kept = chain.modifiers[i], modifiers[i], saved[i]
+            if cutlass.const_expr(modifier.has_gradients):
+                run_if(ctx.part == 0, functools.partial(modifier.add_gradients, own, dp, kept))
+            modifier.backward(own, dp, kept)
 
     @cute.jit
     def add_dq(
