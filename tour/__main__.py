@@ -21,7 +21,7 @@ def main() -> None:
     )
     parser.add_argument("level", nargs="?", type=int, choices=range(1, 9), help="1 to 8")
     parser.add_argument("--head-dim", type=int, choices=(64, 128), default=128)
-    parser.add_argument("--causal", action="store_true", help="with a causal mask")
+    parser.add_argument("--full", action="store_true", help="without the causal mask of the page's figures")
     parser.add_argument("--check", action="store_true", help="only check it, on a GPU")
     parser.add_argument("--measure", action="store_true", help="check and time all levels, on a GPU")
     parser.add_argument("--page", action="store_true", help="write docs/tour.md again")
@@ -51,7 +51,7 @@ def main() -> None:
     elif options.check:
         check(options.level)
     else:
-        show(options.level, options.head_dim, options.causal)
+        show(options.level, options.head_dim, not options.full)
 
 
 def show(level: int, head_dim: int, causal: bool) -> None:

@@ -14,6 +14,7 @@ tile.rows[r]`` is out of bounds from ``context.seqlen_q`` on and key ``tile.col0
 leaves there is masked or not stored. ``add_gradients`` must skip those elements.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -149,19 +150,25 @@ def register_epilogue(name: str) -> Callable[[type[Epilogue]], type[Epilogue]]:
     """Class decorator: register an epilogue under ``name``, for traits.
 
     Raises:
-        ValueError: the name is taken by another class, or cannot be a word of a kernel's name.
+        ValueError: the name is taken by a class of another name or file, or cannot be a word of a kernel's name.
     """
     check_name(name)
 
     def register(cls: type[Epilogue]) -> type[Epilogue]:
         known = _REGISTERED.get(name)
-        if known is not None and known.__qualname__ != cls.__qualname__:
+        if known is not None and (known.__qualname__ != cls.__qualname__ or _file_of(known) != _file_of(cls)):
             raise ValueError(f"epilogue name {name!r} is taken by {known.__module__}.{known.__qualname__}")
         cls.name = name
         _REGISTERED[name] = cls
         return cls
 
     return register
+
+
+def _file_of(cls: type) -> str:
+    """Where a class comes from, which may be run and imported, or in a notebook be changed and run again."""
+    module = sys.modules.get(cls.__module__)
+    return getattr(module, "__file__", None) or cls.__module__
 
 
 def in_every_step(names: Iterable[str]) -> list[str]:

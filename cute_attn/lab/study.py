@@ -99,16 +99,18 @@ class Study:
             first = next((c for c in self.candidates if c.status == "ranked"), None)
             if first is None or first.estimate is None:
                 return f"{self.name}: no tile was ranked"
+            seen = [c for c in self.candidates if c.status != "not reached"]
+            among = "" if len(seen) == len(self.candidates) else f" of the {len(seen)} that were reached"
             if first.estimate >= 1:
-                return f"{self.name}: by its code no tile is faster than the default; nothing was run"
+                return f"{self.name}: by its code no tile{among} is faster than the default; nothing was run"
             if first.estimate > 1 / (1 + NOISE):
                 return (
-                    f"{self.name}: by its code no tile is faster than the default: the next, {first.change}, is at "
-                    f"{first.estimate:.3f} of its time, and less than {NOISE:.0%} means nothing; nothing was run"
+                    f"{self.name}: by its code no tile{among} is faster than the default: the next, {first.change}, "
+                    f"is at {first.estimate:.3f} of its time, and less than {NOISE:.0%} means nothing; nothing was run"
                 )
             return (
-                f"{self.name}: by its code {first.change} is the fastest, at {first.estimate:.3f} of the default's "
-                "time; nothing was run"
+                f"{self.name}: by its code {first.change} is the fastest{among}, at {first.estimate:.3f} of the "
+                "default's time; nothing was run"
             )
         if self.best:
             assert self.verdict is not None

@@ -134,9 +134,15 @@ def test_nothing_is_said_of_a_tile_that_does_not_fit():
     assert len(findings(made(), Verdict(NAME, "sm90", "tile_n=4096", "too large"))) == 1
 
 
-def study(estimate):
-    candidate = Candidate("tile_n=80", "tile_n=80", "ranked", estimate=estimate)
-    return Study(NAME, "sm90", "", "", ("w",), "d", (candidate,), {}, "", "", None, 1.0, (), "now")
+def study(estimate, *others):
+    candidates = (Candidate("tile_n=80", "tile_n=80", "ranked", estimate=estimate), *others)
+    return Study(NAME, "sm90", "", "", ("w",), "d", candidates, {}, "", "", None, 1.0, (), "now")
+
+
+def test_a_study_that_was_cut_short_says_so():
+    missed = Candidate("tile_n=96", "tile_n=96", "not reached")
+    assert "tile_n=80 is the fastest of the 1 that were reached, at" in study(0.9, missed).sentence
+    assert "no tile of the 1 that were reached is faster" in study(1.1, missed).sentence
 
 
 def test_a_study_says_the_same_of_small_differences():

@@ -1,6 +1,8 @@
 """Functions of scores under names: on score tiles, in calls and kernels' keys, and wrong ones."""
 
 import functools
+import sys
+import types
 
 import pytest
 import torch
@@ -221,3 +223,19 @@ def test_kernels_are_kept_by_what_the_function_does():
     assert registered(0.5)[0] == key != registered(0.25)[0]
     assert set(modules) == {__name__}, "processes that build load its file"
     assert user_epilogue("scaled_by_function").lowered.slope.is_const(0.25)
+
+
+def test_a_name_belongs_to_one_file(tmp_path, monkeypatch):
+    """Another file's function of that name is another one; the same file may be loaded again."""
+    text = "import cute_attn\n\n@cute_attn.mask_mod('first_by_file')\ndef first(b, h, q, k):\n    return k < {}\n"
+
+    def load(name, number):
+        module = types.ModuleType(name)
+        module.__file__ = str(tmp_path / f"{name}.py")
+        monkeypatch.setitem(sys.modules, name, module)
+        exec(text.format(number), vars(module))
+
+    load("one", 1)
+    load("one", 2)
+    with pytest.raises(ValueError, match=r"'first_by_file' is taken by one\.first"):
+        load("two", 1)
