@@ -49,9 +49,8 @@ def verdict_at(revision: str, traits: Traits, tile: str = "", target: str | None
     """
     if traits.variant or traits.epilogues:
         raise ValueError(
-            f"{traits} is not the package's own; accepted with a revision, which is one of cute_attn's repository: "
-            "kernels without a variant and without epilogues of yours; versions of these under two names are compared "
-            "by `diff NAME OTHER_NAME`"
+            f"{traits} is not the package's own; accepted with a revision: kernels without a variant or an epilogue of "
+            "yours, whose versions under two names `diff NAME OTHER_NAME` compares"
         )
     with tempfile.TemporaryDirectory(prefix="cute_attn-") as folder:
         sources, result = Path(folder) / "sources", Path(folder) / "result"
