@@ -694,6 +694,8 @@ def _attend(tensors: Tensors, given: tuple, out: Tensor | None = None) -> Result
         return _result(operators.forward_into(call, out), given[_RETURN_LSE])
     # A call of known metadata is checked already and has a launcher. Users' epilogues may have changed.
     if direct and type(epilogues) in _COLLECTIONS and not epilogues:
+        if type(epilogues) is not tuple:  # no part of a key
+            given = (*given[:_EPILOGUES], (), *given[_EPILOGUES + 1 :])
         known = plans.find(key_of(given, tensors[BIAS]), tensors)
         if known is not None:
             return _result(operators.run(known.plan, tensors, (), known.constant), given[_RETURN_LSE])

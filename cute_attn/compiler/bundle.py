@@ -182,6 +182,13 @@ def load_function(library: bytes, name: str, toolchain: dict[str, str]) -> Calla
     return tvm_ffi.Function.__from_extern_c__(address, keep_alive_object=loaded)
 
 
+def _drivers_cuda() -> int:
+    """The newest major version of CUDA that the driver runs."""
+    version = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value // 1000
+
+
 @functools.cache
 def _check_driver(toolkit: str) -> None:
     """Refuse machine code of a newer major version of CUDA than the driver's. torch's CUDA runtime is visible then."""
@@ -191,7 +198,7 @@ def _check_driver(toolkit: str) -> None:
     if major:
         with contextlib.suppress(OSError):  # torch has loaded it, perhaps for itself alone
             ctypes.CDLL(f"libcudart.so.{major}", mode=ctypes.RTLD_GLOBAL)
-        driver = torch._C._cuda_getDriverVersion() // 1000  # type: ignore[attr-defined]
+        driver = _drivers_cuda()
         if driver < int(toolkit.partition(".")[0]):
             raise BundleUnusable(
                 f"the bundle's kernels were built by CUDA {toolkit}, and the GPU's driver is of CUDA {driver}; "

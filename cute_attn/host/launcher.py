@@ -35,6 +35,7 @@ from cute_attn.host.memory import (
 )
 from cute_attn.host.padding import Copies
 from cute_attn.host.slots import prepared
+from cute_attn.host.values import is_hashable
 
 Outputs = tuple[Tensor, Tensor, Tensor | None]
 
@@ -280,13 +281,14 @@ def key_of(options: Hashable, bias: Tensor | None) -> tuple[Hashable, ...]:
 def launcher_for(call: Call, options: Hashable = None) -> Launcher:
     """The launcher of a call, which is checked; kept under its metadata and ``options``, by default the parameters'.
 
-    Users' classes are part of the key: they may be registered again at any time.
+    Users' classes are part of the key: they may be registered again at any time. So are the parameters where options
+    cannot be hashed, such as a window in a list.
 
     Raises:
         TypeError, ValueError, Unsupported: a parameter is wrong, or no kernel supports the call.
     """
     tensors, classes = call[:NUM_TENSORS], user_classes(call)
-    if options is None or classes:
+    if options is None or classes or not is_hashable(options):
         options = (call[NUM_TENSORS + 1 :], *classes)
         tensors = (*tensors, *call.epilogue_tensors)
     key = key_of(options, call.bias)

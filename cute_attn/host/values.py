@@ -78,10 +78,16 @@ def check_choice(name: str, value: Any, accepted: tuple[Any, ...]) -> None:
 
 def is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
     """Whether ``value`` is interchangeable with one of those: a tensor equals them, but may change."""
+    return is_hashable(value) and value in frozenset(accepted)
+
+
+def is_hashable(value: Any) -> bool:
+    """Whether ``value`` can be part of a key; a tuple can if all that is in it can."""
     try:
-        return value in frozenset(accepted)
-    except TypeError:  # not hashable
+        hash(value)
+    except TypeError:
         return False
+    return True
 
 
 def number(name: str, value: Any) -> float:

@@ -270,7 +270,7 @@ def test_an_older_driver_is_refused(monkeypatch):
 
     bundle._check_driver.cache_clear()
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12080, raising=False)
+    monkeypatch.setattr(bundle, "_drivers_cuda", lambda: 12)
     with pytest.raises(BundleUnusable, match=r"built by CUDA 13\.4, and the GPU's driver is of CUDA 12"):
         bundle._check_driver("13.4")
     bundle._check_driver("12.9")

@@ -614,6 +614,16 @@ def test_the_second_call_reuses_the_launcher(recorder, monkeypatch):
     assert len(plans._plans) == 1, "launchers of ever new shapes do not pile up"
 
 
+@pytest.mark.parametrize("given", [{"epilogues": {}}, {"epilogues": []}, {"window": [3, None]}], ids=str)
+def test_options_that_cannot_be_hashed_are_planned_once(recorder, monkeypatch, given):
+    monkeypatch.setattr(operators, "forward", lambda call: pytest.fail("not the way of CUDA tensors"))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(memory, "_empty_strided_cuda", None)
+    for _ in range(3):
+        attention(*kernel_inputs(), **given)
+    assert len(recorder.built) == 1 and len(recorder.launched) == 3
+
+
 def test_tensors_of_the_moment_reach_a_planned_kernel(recorder):
     q, k, v = kernel_inputs()
     states = [draw_rng_state("cpu") for _ in range(2)]
