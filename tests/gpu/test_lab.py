@@ -21,10 +21,8 @@ SLOW = {"sm80": "tile_m=64,tile_n=16", "sm90": "tile_m=64,tile_n=32,num_stages=1
 WORKLOAD = Workload(2, 2048, 16, 128, causal=True)
 ROOT = Path(__file__).parents[2]
 
-
-@pytest.fixture(autouse=True)
-def guarded_outputs():
-    """No guards: they would keep the outputs of thousands of calls."""
+# What is timed is one call, and guards would keep the outputs of thousands.
+pytestmark = pytest.mark.unguarded
 
 
 def test_a_kernel_against_itself_is_not_faster():
@@ -96,7 +94,7 @@ def test_an_ab_with_a_prediction_is_in_the_ledger(tmp_path):
     command = (sys.executable, "-m", "cute_attn", "ab", NAME, "--tile", SLOW, *arguments, *prediction)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "% slower than its default tile" in done.stdout.replace("\n", " ")
+    assert "% slower than its default tile" in " ".join(done.stdout.split())
     (entry,) = ledger.entries(book)
     assert entry.outcome == "right" and json.loads(result.read_text())["kind"] == "comparison"
     assert entry.static and "opcodes" in entry.static
