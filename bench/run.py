@@ -63,12 +63,13 @@ def build(workloads: list[Workload], rivals: Iterable[str]) -> None:
             continue
         arch = name.rpartition("-")[2]
         for workload in workloads:
-            lengths = (workload.longest, workload.longest_k, workload.nheads // workload.nheads_kv)
             try:
                 forward = registry.lookup(workload.traits(arch, "forward"), None, target)
-                requests.append((forward.traits, forward.for_lengths(*lengths, target).tile, target))
+                forward = forward.for_lengths(*workload.chosen_by, target, workload.pairs)
+                requests.append((forward.traits, forward.tile, target))
                 if workload.op == "backward":
                     kernel = registry.lookup(workload.traits(arch), None, target)
+                    kernel = kernel.for_lengths(*workload.chosen_by, target, workload.pairs)
                     requests += [(*one, target) for one in kernels_of(kernel)]
             except registry.Unsupported:
                 continue

@@ -38,8 +38,8 @@ class Default:
     """A kernel's traits, target and lengths, for which a tile is chosen.
 
     Attributes:
-        lengths: (seqlen_q, seqlen_k, query heads of a key head) that the tile is chosen for; () for long sequences.
-            Of a kvcache kernel the fields of ``CacheCall``.
+        lengths: (seqlen_q, seqlen_k, query heads of a key head) that the tile is chosen for, and perhaps how many
+            sequences and heads there are; () for many long sequences. Of a kvcache kernel the fields of ``CacheCall``.
     """
 
     traits: Traits
@@ -52,7 +52,8 @@ class Default:
         kernel = registry.lookup(self.traits, None, self.target)
         if self.lengths and self.traits.op == "kvcache":
             return kernel.for_cache(CacheCall(*self.lengths), self.target)
-        return kernel.for_lengths(*self.lengths, self.target) if self.lengths else kernel
+        lengths, pairs = self.lengths[:3], self.lengths[3:]
+        return kernel.for_lengths(*lengths, self.target, *pairs) if lengths else kernel
 
     def __str__(self) -> str:
         return "-".join(
@@ -85,6 +86,9 @@ FURTHER = [
     "backward-sm80-fp32-d512-causal",
     "backward-sm80-bf16-d512-causal",
     "forward-sm80-bf16-d96-causal-softcap",
+    "forward-sm90-bf16-d72",
+    "forward-sm90-bf16-d88-causal",
+    "forward-sm90-bf16-d104-window",
     "forward-sm90-fp16-d64-causal-dropout",
     "forward-sm90-bf16-d32-causal-softcap-alibi-bias_bf16-dropout",
     "forward-sm90-bf16-d64-causal-softcap-alibi",
@@ -111,6 +115,12 @@ BY_LENGTHS = {
     CHUNK: ("d64-causal", "d128-causal-alibi", "d256-causal-softcap"),
     (1, 4096, 1): ("d128",),
     (4096, 77, 1): ("d64", "d128-causal_top_left", "d192x128"),
+    (64, 64, 1): ("d32-bias_bf16", "d64-causal-bias_fp16", "d64-bias_bf16", "d128-causal-bias_bf16"),
+    (2048, 2048, 1, 8): tuple(f"d{dim}{mask}" for dim in (64, 128, 256) for mask in ("", "-causal")),
+    (512, 50176, 1, 32): ("d64", "d64-window"),
+}
+BACKWARD_BY_LENGTHS = {
+    (64, 128, 1): ("d32-bias_bf16-bias_grad", "d64", "d64-causal-dropout", "d64-bias_bf16-bias_grad"),
 }
 
 
@@ -173,6 +183,11 @@ def representative() -> list[Default]:
         *(
             Default(Traits.parse(f"forward-sm90-bf16-{rest}"), "sm90", lengths)
             for lengths, names in BY_LENGTHS.items()
+            for rest in names
+        ),
+        *(
+            Default(Traits.parse(f"backward-sm90-bf16-{rest}"), "sm90", lengths)
+            for lengths, names in BACKWARD_BY_LENGTHS.items()
             for rest in names
         ),
         Default(Traits.parse("backward-sm80-fp32-d256-causal"), "sm80"),

@@ -99,6 +99,11 @@ class Case:
         return (max(self.lengths_q), max(self.lengths_k)) if self.varlen else (self.seqlen_q, self.seqlen_k)
 
     @property
+    def pairs(self) -> int | None:
+        """Sequences times query heads; None for packed ones."""
+        return None if self.varlen else self.batch * self.nheads
+
+    @property
     def group(self) -> int:
         """Query heads a kv head."""
         return self.nheads // self.nheads_kv

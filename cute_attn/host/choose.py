@@ -58,8 +58,9 @@ def choose_kernel(
                 tile or None,
                 target,
             )
-            if op == "forward" and not tile:
-                kernel = kernel.for_lengths(*call.longest, call.group, target)
+            if not tile:
+                pairs = None if call.varlen else call.batch * call.nheads
+                kernel = kernel.for_lengths(*call.longest, call.group, target, pairs)
             reason = _tma_bias_reason(call, kernel)
             if reason and tile:
                 raise registry.Unsupported(f"{reason} with tile {kernel.tile}")

@@ -342,16 +342,17 @@ def _make_launcher(call: Call, starts: tuple[bool, ...] = ()) -> Launcher:
     with on_device(call.q.get_device()):
         target = compiler.default_target("sm80")
         kernel = choose_kernel(call, target)
-        blocks, processors = check_query_blocks(call, kernel), multiprocessors(call.q.get_device())
+        blocks = check_query_blocks(call, kernel)
         if kernel.traits.arch == "sm90":
-            check_steps(call, blocks, kernel.tile, processors)
-        from cute_attn.host import divided
+            from cute_attn.host import divided
 
-        if divided.is_wanted(call, kernel, blocks, processors):
-            plan = divided.plan_for_attention(call)
-            divided_views = tuple(views(call))
-            own = {"divided": plan, "kernel": plan.kernel, "views": divided_views}
-            return replace(launcher, **own, aligned=True, prefill=False)
+            processors = multiprocessors(call.q.get_device())
+            check_steps(call, blocks, kernel.tile, processors)
+            if divided.is_wanted(call, kernel, whole_blocks(call, kernel, target), processors):
+                plan = divided.plan_for_attention(call)
+                divided_views = tuple(views(call))
+                own = {"divided": plan, "kernel": plan.kernel, "views": divided_views}
+                return replace(launcher, **own, aligned=True, prefill=False)
         from cute_attn.host.split_fp32 import SpeculativeForward, SpeculativeKernels
 
         function: Callable[..., None]
@@ -375,6 +376,16 @@ def _make_launcher(call: Call, starts: tuple[bool, ...] = ()) -> Launcher:
         aligned=True,
         prefill=call.seqused_q is not None,
     )
+
+
+def whole_blocks(call: Call, kernel: Any, target: str) -> int:
+    """Query blocks of the tile that the kernel takes where there is work for all multiprocessors."""
+    from cute_attn.compiler import registry
+
+    if call.tile:
+        return check_query_blocks(call, kernel)
+    whole = registry.lookup(kernel.traits, None, target).for_lengths(*call.longest, call.group, target)
+    return check_query_blocks(call, whole)
 
 
 def check_query_blocks(call: Call, kernel: Any) -> int:

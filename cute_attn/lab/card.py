@@ -260,10 +260,9 @@ def tile_at(contender: Contender, workload: Workload, target: str | None = None)
     traits = Traits.parse(contender.kernel)
     target = target or default_target(traits.arch)
     kernel = registry.lookup(traits, contender.tile or None, target)
-    if contender.tile or traits.op != "forward":
+    if contender.tile or traits.op not in ("forward", "backward"):
         return kernel.tile
-    group = workload.nheads // workload.nheads_kv
-    return kernel.for_lengths(workload.longest, workload.longest_k, group, target).tile
+    return kernel.for_lengths(*workload.chosen_by, target, workload.pairs).tile
 
 
 def needed_kernels(

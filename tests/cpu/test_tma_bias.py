@@ -16,7 +16,6 @@ from cute_attn.host import choose, launcher
 from cute_attn.host.call import Call
 from cute_attn.kernels.backward_sm90.heuristics import tma_bias_tiles
 from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
-from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.rows.tma_bias import ROW_COLS, ROWS, lane_address, lane_address_transposed
 from cute_attn.tiles import BackwardSm90Tile, ForwardSm90Tile, padded
 from cute_attn.traits import Traits
@@ -64,17 +63,14 @@ OTHERS = {
 }
 
 
-@pytest.fixture
-def tma_default(monkeypatch):
-    """The forward's default tile loads the bias by TMA."""
-    monkeypatch.setattr(ForwardSm90, "default_tile", classmethod(lambda cls, traits, target: TMA_TILE))
-
-
+@pytest.mark.parametrize("seqlen_k", [64, 4096])
 @pytest.mark.parametrize("name", [*READABLE, *OTHERS])
-def test_a_bias_is_loaded_by_tma_where_tma_can_read_it(tma_default, name):
+def test_a_bias_is_loaded_by_tma_where_tma_can_read_it(name, seqlen_k):
+    """By the tile for short sequences, and by the one for long ones."""
     bias = (READABLE | OTHERS)[name]
-    kernel = choose.choose_kernel(call(bias), "sm90")
-    assert (kernel.tile == TMA_TILE) == (name in READABLE)
+    kernel = choose.choose_kernel(call(bias)._replace(max_seqlen_k=seqlen_k), "sm90")
+    assert kernel.loads_bias_by_tma == (name in READABLE)
+    assert (kernel.tile.tile_m == 64) == (seqlen_k == 64)
     assert kernel.tile.reject(kernel.traits, "sm90") is None
 
 

@@ -61,9 +61,10 @@ def forward_requests(
     if tile:
         yield traits, tile, target
         return
-    yield traits, kernel.for_lengths(*case.longest, case.group, target).tile, target
+    chosen = kernel.for_lengths(*case.longest, case.group, target, case.pairs)
+    yield traits, chosen.tile, target
     if arch == "sm90" and traits.bias:
-        yield traits, kernel.without_tma_bias().tile, target
+        yield traits, chosen.without_tma_bias().tile, target
 
 
 def backward_requests(
@@ -75,6 +76,8 @@ def backward_requests(
         main = registry.lookup(case.traits(arch, "backward"), tile, target)
     except registry.Unsupported:  # as the test will find out
         return
+    if not tile:
+        main = main.for_lengths(*case.longest, case.group, target, case.pairs)
     if getattr(main.tile, "in_terms", False) and not tile:
         main = main.of_whole_operands(target)  # as small calls have
     yield from ((traits, own, target) for traits, own in kernels_of(main))

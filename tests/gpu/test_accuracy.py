@@ -418,6 +418,6 @@ def needed_kernels(params: dict[str, Any], target: str) -> Iterator[tuple]:
         cases = plain_cases(dtype, head_dim)
     for case in cases:
         forward = registry.lookup(case.traits(arch), None, target)
-        yield forward.traits, forward.for_lengths(*case.longest, case.group, target).tile, target
+        yield forward.traits, forward.for_lengths(*case.longest, case.group, target, case.pairs).tile, target
         backward = registry.lookup(replace(case.traits(arch, "backward"), bias_grad=bias_grad), None, target)
         yield from ((traits, tile, target) for traits, tile in kernels_of(backward))

@@ -49,9 +49,9 @@ LONG = "pack_heads=1"
 
 
 def has_short_tile(case: Case, arch: str) -> bool:
-    """Whether the kernel has another tile for the case's lengths."""
+    """Whether the kernel has another tile for the case's lengths and heads."""
     kernel = registry.lookup(case.traits(arch))
-    return kernel.for_lengths(*case.longest, case.group).tile != kernel.tile
+    return kernel.for_lengths(*case.longest, case.group, arch, case.pairs).tile != kernel.tile
 
 
 SHORT = [(case, arch) for case in CASES for arch in ARCHS if case.launches and has_short_tile(case, arch)]

@@ -196,7 +196,7 @@ def needed_kernels(params: dict[str, Any], target: str) -> Iterator[tuple[Traits
             except (registry.Unsupported, ValueError):
                 continue
             if op == "forward":
-                yield kernel.traits, kernel.for_lengths(*of.longest, of.group).tile, target
+                yield kernel.traits, kernel.for_lengths(*of.longest, of.group, target, of.pairs).tile, target
             else:
                 yield from ((traits, tile, target) for traits, tile in kernels_of(kernel))
             break

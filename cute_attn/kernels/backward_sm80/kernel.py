@@ -103,6 +103,10 @@ class BackwardSm80:
             [*tiles, FIT_ALWAYS[0]] if traits.element_bytes == 2 else tiles, traits, target
         )
 
+    def for_lengths(self, *lengths: Any) -> "BackwardSm80":
+        """This kernel: its default tile does not depend on lengths."""
+        return self
+
     def terms_pay(self, rows: int, seqlen_k: int) -> bool:
         """Whether a call is large enough for operands in terms; rows: queries of all heads and sequences."""
         dims = 3 * self.traits.head_dim + 2 * self.traits.head_dim_v

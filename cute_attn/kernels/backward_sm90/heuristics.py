@@ -7,6 +7,9 @@ from cute_attn.tiles import BackwardSm90Tile, padded
 from cute_attn.traits import Traits
 from cute_attn.work.block_lists import divides
 
+FEW_QUERIES = 64
+"""Longest sequences of queries that take a tile of no more."""
+
 
 def preferred_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     """Best first; the first one that fits is the default. bench/notes.md has what others did.

@@ -75,7 +75,7 @@ from cute_attn.device.wgmma import start_gemm
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.arguments import backward_fake_args
-from cute_attn.kernels.backward_sm90.heuristics import preferred_tiles
+from cute_attn.kernels.backward_sm90.heuristics import FEW_QUERIES, preferred_tiles
 from cute_attn.kernels.backward_sm90.layouts import BackwardSm90Layouts
 from cute_attn.kernels.backward_sm90.params import (
     BackwardInputs,
@@ -117,6 +117,19 @@ class BackwardSm90(BackwardSm90Layouts):
     def default_tile(cls, traits: Traits, target: str) -> BackwardSm90Tile:
         """The tile for calls that name none."""
         return first_that_fits(preferred_tiles(traits), traits, target)
+
+    def for_lengths(
+        self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm90", pairs: int | None = None
+    ) -> "BackwardSm90":
+        """This kernel, which has its default tile, with fewer queries per step for sequences of no more."""
+        if seqlen_q > FEW_QUERIES or self.tile.tile_m <= FEW_QUERIES:
+            return self
+        fewer = [
+            tile
+            for tile in preferred_tiles(self.traits)
+            if tile.tile_m <= FEW_QUERIES and tile.bias_stages == self.tile.bias_stages
+        ]
+        return replace(self, tile=first_that_fits(fewer, self.traits, "sm90")) if fewer else self
 
     def without_tma_bias(self) -> "BackwardSm90":
         """This kernel, which has its default tile, for a bias that TMA cannot read, or not store the gradient of."""

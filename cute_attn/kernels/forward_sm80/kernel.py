@@ -97,11 +97,13 @@ class ForwardSm80:
         """The tile for calls that name none."""
         return first_that_fits(preferred_tiles(traits), traits, target)
 
-    def for_lengths(self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm80") -> "ForwardSm80":
+    def for_lengths(
+        self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm80", pairs: int | None = None
+    ) -> "ForwardSm80":
         """This kernel, which has its default tile, with the tile for sequences of at most these lengths.
 
         ``group``: query heads per key head. In fp32 and for large head dims the default tile does not depend on them,
-        and a variant keeps its own, whose layouts may be others.
+        and on ``pairs``, of sequences and query heads, none does. A variant keeps its own, whose layouts may be others.
         """
         traits = self.traits
         if self.single or self.tile.warps_n > 1 or traits.variant:

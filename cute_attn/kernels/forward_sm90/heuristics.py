@@ -16,13 +16,31 @@ from cute_attn.work.block_lists import divides
 SHORT_SEQLEN = 1024
 """Longest sequences that take a smaller tile: prologue and epilogue dominate them."""
 
+SHORT_BIASED = 512
+"""The same with a bias that TMA loads; 192 rows gain on 64 from there on."""
+
 FEW_KEYS = (64, 80, 96)
 """Keys of a step for sequences of no more, such as a text's 77."""
 
+MULTIPROCESSORS = 132
+"""Of an H100 SXM and an H200; others have as many, give or take a sixth."""
 
-def tile_for_lengths(traits: Traits, seqlen_q: int, seqlen_k: int, group: int) -> ForwardSm90Tile | None:
-    """The tile for sequences of at most these lengths, ``group`` query heads per key head; None: the default one."""
-    tile = _tile_for_queries(traits, seqlen_q, seqlen_k, group)
+GAIN = 1.1
+"""By how much, as estimated, another number of rows has to pay for its tile to be taken."""
+
+
+def tile_for_lengths(
+    traits: Traits, seqlen_q: int, seqlen_k: int, group: int, pairs: int | None = None
+) -> ForwardSm90Tile | None:
+    """The tile for sequences of at most these lengths, ``group`` query heads per key head; None: the default one.
+
+    pairs: of a sequence and a query head; None: more than enough of them.
+    """
+    short = short_tile(traits, seqlen_q, seqlen_k)
+    tile = _packing_tile(traits, seqlen_q, group, short)
+    if tile is None and pairs is not None and not (_has_epilogue(traits) or traits.varlen):
+        tile = _tile_for_work(traits, short, seqlen_q, seqlen_k, pairs)
+    tile = tile or short
     if seqlen_k > max(FEW_KEYS) or traits.bias:
         return tile
     chosen = tile or first_that_fits(preferred_tiles(traits), traits, "sm90")
@@ -32,13 +50,20 @@ def tile_for_lengths(traits: Traits, seqlen_q: int, seqlen_k: int, group: int) -
     return dataclasses.replace(chosen, tile_n=enough[0]) if enough else tile
 
 
-def _tile_for_queries(traits: Traits, seqlen_q: int, seqlen_k: int, group: int) -> ForwardSm90Tile | None:
-    short = short_tile(traits) if max(seqlen_q, seqlen_k) <= SHORT_SEQLEN else None
+def _has_epilogue(traits: Traits) -> bool:
+    return bool(traits.bias or traits.epilogues or traits.dropout or traits.softcap or traits.alibi)
+
+
+# ---- packed heads ----
+
+
+def _packing_tile(
+    traits: Traits, seqlen_q: int, group: int, short: ForwardSm90Tile | None
+) -> ForwardSm90Tile | None:
     if not may_pack_heads(traits):
-        return short
+        return None
     plain = short or first_that_fits(preferred_tiles(traits), traits, "sm90")
-    packing = _packing_tiles(traits, short)
-    return best_packing(packing, plain, seqlen_q, group, traits.varlen) or short
+    return best_packing(_packing_tiles(traits, short), plain, seqlen_q, group, traits.varlen)
 
 
 def _packing_tiles(traits: Traits, short: ForwardSm90Tile | None) -> list[ForwardSm90Tile]:
@@ -56,11 +81,59 @@ def _one_warpgroup(d: int) -> ForwardSm90Tile:
     return dataclasses.replace(tile, blocks_per_sm=2) if d <= 128 else tile
 
 
-def short_tile(traits: Traits) -> ForwardSm90Tile | None:
-    """For sequences of up to ``SHORT_SEQLEN``: narrow key blocks waste less at the edges, small CTAs overlap."""
+# ---- little work ----
+
+
+def _tile_for_work(
+    traits: Traits, short: ForwardSm90Tile | None, seqlen_q: int, seqlen_k: int, pairs: int
+) -> ForwardSm90Tile | None:
+    """A tile of fewer rows where larger ones leave multiprocessors idle, or rows of theirs empty."""
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
-    has_epilogue = traits.bias or traits.epilogues or traits.dropout or traits.softcap or traits.alibi
-    if has_epilogue or 64 < d <= 128:
+    if short and d <= 64:
+        return None
+    plain = short or first_that_fits(preferred_tiles(traits), traits, "sm90")
+    # A row's time in another tile, over that in the default one: where CTAs fill a multiprocessor, and of one alone.
+    # Ratios of large calls and of single tiles: bench/notes.md.
+    others: list[tuple[ForwardSm90Tile, float, float]] = []
+    if plain.tile_m > 128:
+        slower = 1.13 if d <= 64 else {72: 1.25, 88: 1.2, 104: 1.08}[traits.head_dim]
+        others.append((first_that_fits(_two_warpgroups(traits, d), traits, "sm90"), slower, slower))
+    if _count(plain, seqlen_q, pairs) <= MULTIPROCESSORS:  # of short sequences many would load too much
+        others.append((_one_warpgroup(d), 1.16 if d <= 64 else 1.08 if d <= 128 else 1.45, 1.45))
+    if not others:
+        return None
+    ragged = traits.causal and seqlen_k < 2 * seqlen_q
+
+    def estimate(tile: ForwardSm90Tile, shared: float, alone: float) -> float:
+        """Rows that a multiprocessor computes one after the other, in time of the default tile's."""
+        blocks = _count(tile, seqlen_q, pairs)
+        if ragged:  # half of the keys on average, the longest first
+            return tile.tile_m * max(alone, blocks * shared / (2 * MULTIPROCESSORS))
+        rounds, rest = divmod(-(-blocks // MULTIPROCESSORS), tile.blocks_per_sm)
+        return tile.tile_m * (rounds * tile.blocks_per_sm * shared + rest * alone)
+
+    best = min(others, key=lambda other: estimate(*other))
+    return best[0] if GAIN * estimate(*best) < estimate(plain, 1.0, 1.0) else None
+
+
+def _count(tile: ForwardSm90Tile, seqlen_q: int, pairs: int) -> int:
+    """Work tiles."""
+    return -(-seqlen_q // tile.tile_m) * pairs
+
+
+# ---- tiles ----
+
+
+def short_tile(traits: Traits, seqlen_q: int, seqlen_k: int) -> ForwardSm90Tile | None:
+    """For short sequences, else None: narrow key blocks waste less at the edges, small CTAs overlap."""
+    d = max(padded(traits.head_dim), padded(traits.head_dim_v))
+    if _tma_bias_tiles(traits, d):
+        tile = ForwardSm90Tile(64, 64, bias_stages=2, speculative=True, blocks_per_sm=3)
+        if d <= 64:
+            return tile if max(seqlen_q, seqlen_k) <= SHORT_BIASED else None
+        wide = dataclasses.replace(tile, rescale_threshold=8, blocks_per_sm=2)
+        return wide if seqlen_q <= wide.tile_m else None
+    if max(seqlen_q, seqlen_k) > SHORT_SEQLEN or _has_epilogue(traits) or 64 < d <= 128:
         return None
     if d <= 64:
         return ForwardSm90Tile(64, 64, speculative=True, blocks_per_sm=3)
@@ -104,24 +177,32 @@ def _other_tiles(traits: Traits, d: int, needs_registers: bool) -> list[ForwardS
             tile_n = 64
         return [
             ForwardSm90Tile(192, tile_n, num_stages=3, speculative=not needs_registers),
-            ForwardSm90Tile(128, 128, speculative=not needs_registers),
-            ForwardSm90Tile(128, 64),
+            *_two_warpgroups(traits, d, needs_registers),
         ]
     if d <= 128:
-        tile_n = 96 if traits.bias == "fp32" else 128
-        return [
-            ForwardSm90Tile(
-                128,
-                tile_n,
-                q_in_regs=not needs_registers,
-                rescale_threshold=8,
-                speculative=not needs_registers,
-            ),
-            ForwardSm90Tile(128, 64, rescale_threshold=8),
-        ]
+        return [*_three_warpgroups(traits), *_two_warpgroups(traits, d, needs_registers)]
     plain = ForwardSm90Tile(128, 80, rescale_threshold=8, share_qo_smem=True)
     more_keys = padded(traits.head_dim_v) <= 192 and not needs_registers
     return [
         *(dataclasses.replace(plain, tile_n=n, speculative=True) for n in (128, 112, 96) if more_keys),
         *(dataclasses.replace(plain, tile_n=n) for n in (80, 64, 32)),
+    ]
+
+
+def _three_warpgroups(traits: Traits) -> list[ForwardSm90Tile]:
+    """Where rows begin within sectors of L2, whose traffic then bounds the kernel: more rows share what is loaded."""
+    tile_n = {72: 96, 88: 80, 104: 64}.get(traits.head_dim)
+    if tile_n is None or traits.head_dim_v > traits.head_dim or _has_epilogue(traits):
+        return []
+    return [ForwardSm90Tile(192, tile_n, num_stages=3, rescale_threshold=8, speculative=True)]
+
+
+def _two_warpgroups(traits: Traits, d: int, needs_registers: bool = False) -> list[ForwardSm90Tile]:
+    """For head dims up to 128."""
+    if d <= 64:
+        return [ForwardSm90Tile(128, 128, speculative=not needs_registers), ForwardSm90Tile(128, 64)]
+    tile_n, plain = 96 if traits.bias == "fp32" else 128, not needs_registers
+    return [
+        ForwardSm90Tile(128, tile_n, q_in_regs=plain, rescale_threshold=8, speculative=plain),
+        ForwardSm90Tile(128, 64, rescale_threshold=8),
     ]

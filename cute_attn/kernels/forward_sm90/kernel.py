@@ -90,16 +90,24 @@ class ForwardSm90:
         """The tile for calls that name none."""
         return first_that_fits(preferred_tiles(traits), traits, target)
 
-    def for_lengths(self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm90") -> "ForwardSm90":
+    def for_lengths(
+        self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm90", pairs: int | None = None
+    ) -> "ForwardSm90":
         """This kernel, which has its default tile, with the tile for sequences of at most these lengths.
 
-        ``group``: query heads per key head.
+        Args:
+            group: query heads per key head.
+            pairs: of a sequence and a query head; None: enough to fill any GPU.
         """
-        tile = tile_for_lengths(self.traits, seqlen_q, seqlen_k, group)
+        tile = tile_for_lengths(self.traits, seqlen_q, seqlen_k, group, pairs)
         return dataclasses.replace(self, tile=tile) if tile else self
 
     def without_tma_bias(self) -> "ForwardSm90":
-        """This kernel, which has its default tile, with a tile whose threads read the bias from global memory."""
+        """This kernel, which has its default tile or that for lengths, with threads that read the bias from memory."""
+        if self.tile.blocks_per_sm > 1:
+            return dataclasses.replace(
+                self, tile=dataclasses.replace(self.tile, bias_stages=0, speculative=False)
+            )
         tiles = [tile for tile in preferred_tiles(self.traits) if not tile.bias_stages]
         return dataclasses.replace(self, tile=first_that_fits(tiles, self.traits, "sm90"))
 

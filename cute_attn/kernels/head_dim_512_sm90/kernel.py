@@ -70,7 +70,7 @@ class ForwardLargeSm90(ForwardSm90):
         return first_that_fits(preferred_tiles(traits), traits, target)
 
     def for_lengths(
-        self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm90"
+        self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm90", pairs: int | None = None
     ) -> "ForwardLargeSm90":
         """This kernel, which has its default tile, with the tile for sequences of at most these lengths."""
         tile = tile_for_lengths(self.traits, self.tile, seqlen_q, group)

@@ -90,6 +90,16 @@ class Workload:
         return max(self.lengths_k or self.lengths, default=self.seqlen_k or self.seqlen)
 
     @property
+    def chosen_by(self) -> tuple[int, int, int]:
+        """What a kernel's default tile depends on beside its traits: the longest lengths, query heads per key head."""
+        return self.longest, self.longest_k, self.nheads // self.nheads_kv
+
+    @property
+    def pairs(self) -> int | None:
+        """Sequences times query heads, which may change the default tile too; None for packed sequences."""
+        return None if self.lengths else self.batch * self.nheads
+
+    @property
     def sequences(self) -> tuple[tuple[int, int], ...]:
         """Queries and keys of each sequence."""
         if self.lengths:
