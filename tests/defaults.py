@@ -116,7 +116,7 @@ BY_LENGTHS = {
     (1, 4096, 1): ("d128",),
     (4096, 77, 1): ("d64", "d128-causal_top_left", "d192x128"),
     (64, 64, 1): ("d32-bias_bf16", "d64-causal-bias_fp16", "d64-bias_bf16", "d128-causal-bias_bf16"),
-    (2048, 2048, 1, 8): tuple(f"d{dim}{mask}" for dim in (64, 128, 256) for mask in ("", "-causal")),
+    (2048, 2048, 1, 4): tuple(f"d{dim}{mask}" for dim in (64, 128, 256) for mask in ("", "-causal")),
     (512, 50176, 1, 32): ("d64", "d64-window"),
 }
 BACKWARD_BY_LENGTHS = {

@@ -170,9 +170,9 @@ def test_the_cover_has_what_costs_registers_on_each_everyday_ampere_kernel():
     assert wanted <= found
 
 
-def test_few_queries_have_tiles_of_their_own():
+def test_few_queries_and_little_work_have_tiles_of_their_own():
     for default in every():
         if default.lengths:
             tile = default.kernel.tile
             assert tile != Default(default.traits, default.target).kernel.tile, str(default)
-            assert tile.pack_heads == default.lengths[2], str(default)
+            assert getattr(tile, "pack_heads", 1) == default.lengths[2], str(default)
