@@ -17,10 +17,8 @@ and both sides wait by the parity of n div stages: the producer for the opposite
     load K[n]                            softmax
     acquire V[n]; load V[n]              wait full V[n];  O += P V[n];   release V[n]
 
-K and V have pipelines of their own: Q K^T starts when K is there.
-
-By itself this gains little. Two CTAs of level 5 share a multiprocessor, and one multiplies while the other exponentiates
-just as the two consumers do here. But those meet by chance, and consumers of one CTA can agree: that is level 7.
+K and V have pipelines of their own: Q K^T starts when K is there. By itself all this gains little: two CTAs of level 5
+that share a multiprocessor overlap as the two consumers do. But only consumers of one CTA can agree, as in level 7.
 
 What to look at: two roles in one kernel are two loops side by side in the machine code; USETMAXREG. Any lengths; 128
 queries, 128 keys at a time.
