@@ -88,7 +88,9 @@ class Level:
         """The level's tile."""
         return cls.TILE
 
-    def for_lengths(self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm90") -> "Level":
+    def for_lengths(
+        self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm90", pairs: int | None = None
+    ) -> "Level":
         """The same for all lengths."""
         return self
 

@@ -182,10 +182,19 @@ def load_function(library: bytes, name: str, toolchain: dict[str, str]) -> Calla
     return tvm_ffi.Function.__from_extern_c__(address, keep_alive_object=loaded)
 
 
-def _drivers_cuda() -> int:
-    """The newest major version of CUDA that the driver runs."""
+def _driver_cuda_major() -> int:
+    """The newest major version of CUDA that the driver runs.
+
+    Raises:
+        BundleUnusable: there is no driver, or it does not say.
+    """
     version = ctypes.c_int()
-    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    try:
+        status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError) as error:
+        raise BundleUnusable(f"a kernel of the bundle needs a CUDA driver ({error})") from None
+    if status:
+        raise BundleUnusable(f"the CUDA driver does not say its version (error {status})")
     return version.value // 1000
 
 
@@ -198,7 +207,7 @@ def _check_driver(toolkit: str) -> None:
     if major:
         with contextlib.suppress(OSError):  # torch has loaded it, perhaps for itself alone
             ctypes.CDLL(f"libcudart.so.{major}", mode=ctypes.RTLD_GLOBAL)
-        driver = _drivers_cuda()
+        driver = _driver_cuda_major()
         if driver < int(toolkit.partition(".")[0]):
             raise BundleUnusable(
                 f"the bundle's kernels were built by CUDA {toolkit}, and the GPU's driver is of CUDA {driver}; "

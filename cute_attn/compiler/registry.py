@@ -6,7 +6,8 @@ kernel's reason.
 The default tile follows from traits and target. A call that names no tile may get another tile of the same kernel,
 which the logger ``cute_attn`` reports at level DEBUG:
 
-* in the forward, for the sequences' lengths and the heads of a group: the kernel's ``for_lengths``;
+* for the sequences' lengths, the heads of a group and how many sequences and heads there are: the kernel's
+  ``for_lengths``, if its class has one;
 * in a backward in fp32 of few operations, or of too many rows to split them into terms: the default tile of whole
   operands;
 * where the default tile loads a bias by TMA (or stores its gradient) and the bias has a single row, or strides or an

@@ -58,7 +58,7 @@ def choose_kernel(
                 tile or None,
                 target,
             )
-            if not tile:
+            if not tile and hasattr(kernel, "for_lengths"):  # a user's may have one tile
                 pairs = None if call.varlen else call.batch * call.nheads
                 kernel = kernel.for_lengths(*call.longest, call.group, target, pairs)
             reason = _tma_bias_reason(call, kernel)

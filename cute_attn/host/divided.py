@@ -31,7 +31,7 @@ def is_wanted(call: Call, kernel: Any, query_blocks: int, multiprocessors: int) 
 
     Args:
         kernel: the forward kernel that would serve the call.
-        query_blocks: its work tiles, with as many rows as in a large call.
+        query_blocks: its work tiles, counted with the tile of a large call.
     """
     if kernel.traits.arch != "sm90" or call.kernel or call.tile or call.q.dtype not in KERNEL_DTYPES:
         return False

@@ -348,7 +348,7 @@ def _make_launcher(call: Call, starts: tuple[bool, ...] = ()) -> Launcher:
 
             processors = multiprocessors(call.q.get_device())
             check_steps(call, blocks, kernel.tile, processors)
-            if divided.is_wanted(call, kernel, whole_blocks(call, kernel, target), processors):
+            if divided.is_wanted(call, kernel, blocks_of_large_call(call, kernel, target), processors):
                 plan = divided.plan_for_attention(call)
                 divided_views = tuple(views(call))
                 own = {"divided": plan, "kernel": plan.kernel, "views": divided_views}
@@ -378,7 +378,7 @@ def _make_launcher(call: Call, starts: tuple[bool, ...] = ()) -> Launcher:
     )
 
 
-def whole_blocks(call: Call, kernel: Any, target: str) -> int:
+def blocks_of_large_call(call: Call, kernel: Any, target: str) -> int:
     """Query blocks of the tile that the kernel takes where there is work for all multiprocessors."""
     from cute_attn.compiler import registry
 

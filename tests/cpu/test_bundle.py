@@ -270,10 +270,19 @@ def test_an_older_driver_is_refused(monkeypatch):
 
     bundle._check_driver.cache_clear()
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(bundle, "_drivers_cuda", lambda: 12)
+    monkeypatch.setattr(bundle, "_driver_cuda_major", lambda: 12)
     with pytest.raises(BundleUnusable, match=r"built by CUDA 13\.4, and the GPU's driver is of CUDA 12"):
         bundle._check_driver("13.4")
     bundle._check_driver("12.9")
+
+
+def test_without_a_driver_a_bundle_says_so(monkeypatch):
+    def missing(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(bundle.ctypes, "CDLL", missing)
+    with pytest.raises(BundleUnusable, match=r"needs a CUDA driver \(libcuda.so.1: cannot open"):
+        bundle._driver_cuda_major()
 
 
 # ---- making one ----

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 import layouts
 from cute_attn.compiler import compile, registry
+from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
 from cute_attn.kernels.forward_sm80 import ForwardSm80
+from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.tiles import (
     SHARED_MEMORY_BYTES,
     TARGETS,
@@ -214,3 +216,68 @@ def test_a_lookup_names_the_reason_for_a_declined_tile():
         registry.Unsupported, match="forward-sm80 declined forward-sm80-bf16-d64: tile_n is 40"
     ):
         registry.lookup(D64, "tile_n=40")
+
+
+# ---- tiles by lengths and by work ----
+
+
+@pytest.mark.parametrize(
+    "features, seqlen_q, seqlen_k, pairs, rows",
+    [
+        ("d64", 512, 50176, 32, 128),
+        ("d64", 512, 50176, 3200, 192),
+        ("d64", 512, 50176, None, 192),
+        ("d64-causal", 2048, 2048, 8, 64),
+        ("d64-softcap", 2048, 2048, 8, 192),
+        ("d64-varlen", 2048, 2048, 8, 192),
+        ("d128-causal", 1024, 1024, 8, 64),
+        ("d128-causal", 1024, 1024, 64, 128),
+        ("d256", 1024, 1024, 8, 64),
+        ("d72", 1024, 1024, 256, 192),
+        ("d72", 256, 256, 1024, 128),
+        ("d80", 1024, 1024, 256, 128),
+        ("d32-bias_bf16", 32, 128, 16384, 64),
+        ("d64-bias_bf16", 513, 512, 16384, 192),
+        ("d128-bias_bf16", 64, 4096, 8, 64),
+        ("d128-bias_bf16", 65, 4096, 8, 128),
+    ],
+)
+def test_rows_of_a_work_tile_follow_the_work(features, seqlen_q, seqlen_k, pairs, rows):
+    kernel = registry.lookup(Traits.parse(f"forward-sm90-bf16-{features}"))
+    assert kernel.for_lengths(seqlen_q, seqlen_k, 1, "sm90", pairs).tile.tile_m == rows
+
+
+def test_few_queries_take_a_backward_of_64():
+    kernel = registry.lookup(Traits.parse("backward-sm90-bf16-d64"))
+    rows = [kernel.for_lengths(n, 4096, 1).tile.tile_m for n in (1, 64, 65)]
+    assert rows == [64, 64, 128]
+
+
+@pytest.mark.parametrize("parent", [ForwardSm90, BackwardSm90])
+def test_a_variant_keeps_a_default_tile_of_its_own(parent):
+    op, change = {ForwardSm90: ("forward", "num_stages=4"), BackwardSm90: ("backward", "num_stages_q=1")}[
+        parent
+    ]
+    own = registry.lookup(Traits(op, "sm90", "bf16", 64)).tile.override(change)
+    kernel = type("Own", (parent,), {"default_tile": classmethod(lambda cls, traits, target: own)})
+    made = kernel(Traits(op, "sm90", "bf16", 64), own)
+    assert made.for_lengths(32, 32, 1, "sm90", 1).tile == own
+
+
+@given(st.data())
+def test_every_tile_by_lengths_and_work_fits(data):
+    draw = data.draw
+    op, dim = draw(st.sampled_from(["forward", "backward"])), draw(st.integers(1, 32)) * 8
+    features = {name: draw(st.booleans()) for name in ("softcap", "alibi", "varlen", "seqused_k")}
+    features |= {
+        "mask": draw(st.sampled_from(["", *MASKS])),
+        "bias": draw(st.sampled_from(["", *BIAS_DTYPES])),
+    }
+    features |= {"dropout": draw(st.sampled_from(["", *DROPOUTS]))}
+    traits = Traits(op, "sm90", draw(st.sampled_from(["fp16", "bf16"])), dim, **features)
+    kernel = registry.lookup(traits)
+    lengths = [draw(st.sampled_from([1, 7, 49, 64, 77, 96, 196, 512, 1024, 2048, 50176])) for _ in range(2)]
+    pairs = draw(st.sampled_from([None, 1, 8, 32, 132, 1000]))
+    chosen = kernel.for_lengths(*lengths, draw(st.sampled_from([1, 4, 7])), "sm90", pairs)
+    others = [chosen.without_tma_bias()] if traits.bias else []
+    assert [one.tile.reject(traits, "sm90") for one in (chosen, *others)] == [None] * (1 + len(others))

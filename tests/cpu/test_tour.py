@@ -18,6 +18,8 @@ from cute_attn.compiler import compile, registry, toolchain
 from cute_attn.device.math import LOG2_E
 from cute_attn.epilogues import softmax as package_softmax
 from cute_attn.epilogues.softmax import OnlineSoftmax, multiply_rows
+from cute_attn.host.call import Call
+from cute_attn.host.choose import choose_kernel
 from cute_attn.lab.verdict import verdict
 from layouts.model import no_arguments, trace
 from tour import __main__ as command
@@ -112,6 +114,15 @@ def test_a_launch_takes_the_arguments_of_the_package():
         registry.lookup(LEVELS[7].traits()).fake_args()[-1],
     )
     assert [len(x) for x in taken] == [1, 1]
+
+
+@pytest.mark.parametrize("number", LEVELS)
+def test_a_call_gets_the_level_it_asks_for(number):
+    q = torch.empty(1, 2048, 8, 128, dtype=torch.bfloat16)
+    entry = LEVELS[number]
+    call = Call(q, q, q, max_seqlen_q=2048, max_seqlen_k=2048, kernel=entry.name)
+    kernel = choose_kernel(call, "sm90")
+    assert f"{kernel.traits.arch}:{kernel.traits.variant}".rstrip(":") == entry.name
 
 
 def test_the_laboratory_takes_the_levels():

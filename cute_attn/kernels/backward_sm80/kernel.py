@@ -103,7 +103,9 @@ class BackwardSm80:
             [*tiles, FIT_ALWAYS[0]] if traits.element_bytes == 2 else tiles, traits, target
         )
 
-    def for_lengths(self, *lengths: Any) -> "BackwardSm80":
+    def for_lengths(
+        self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm80", pairs: int | None = None
+    ) -> "BackwardSm80":
         """This kernel: its default tile does not depend on lengths."""
         return self
 

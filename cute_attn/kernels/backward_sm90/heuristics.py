@@ -8,7 +8,7 @@ from cute_attn.traits import Traits
 from cute_attn.work.block_lists import divides
 
 FEW_QUERIES = 64
-"""Longest sequences of queries that take a tile of no more."""
+"""Up to so many queries, tiles have no more rows than that."""
 
 
 def preferred_tiles(traits: Traits) -> list[BackwardSm90Tile]:

@@ -121,15 +121,19 @@ class BackwardSm90(BackwardSm90Layouts):
     def for_lengths(
         self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm90", pairs: int | None = None
     ) -> "BackwardSm90":
-        """This kernel, which has its default tile, with fewer queries per step for sequences of no more."""
-        if seqlen_q > FEW_QUERIES or self.tile.tile_m <= FEW_QUERIES:
+        """This kernel, which has its default tile, with one of at most ``FEW_QUERIES`` where no sequence has more.
+
+        A variant with a default tile of its own keeps it.
+        """
+        own = self.tile != first_that_fits(preferred_tiles(self.traits), self.traits, target)
+        if own or seqlen_q > FEW_QUERIES or self.tile.tile_m <= FEW_QUERIES:
             return self
         fewer = [
             tile
             for tile in preferred_tiles(self.traits)
             if tile.tile_m <= FEW_QUERIES and tile.bias_stages == self.tile.bias_stages
         ]
-        return replace(self, tile=first_that_fits(fewer, self.traits, "sm90")) if fewer else self
+        return replace(self, tile=first_that_fits(fewer, self.traits, target)) if fewer else self
 
     def without_tma_bias(self) -> "BackwardSm90":
         """This kernel, which has its default tile, for a bias that TMA cannot read, or not store the gradient of."""

@@ -102,8 +102,9 @@ class ForwardSm80:
     ) -> "ForwardSm80":
         """This kernel, which has its default tile, with the tile for sequences of at most these lengths.
 
-        ``group``: query heads per key head. In fp32 and for large head dims the default tile does not depend on them,
-        and on ``pairs``, of sequences and query heads, none does. A variant keeps its own, whose layouts may be others.
+        ``group``: query heads per key head. ``pairs``, of sequences and query heads, change nothing. In fp32 and for
+        large head dims the default tile does not depend on lengths, and a variant keeps its own, whose layouts may be
+        others.
         """
         traits = self.traits
         if self.single or self.tile.warps_n > 1 or traits.variant:

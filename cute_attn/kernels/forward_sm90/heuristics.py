@@ -17,16 +17,22 @@ SHORT_SEQLEN = 1024
 """Longest sequences that take a smaller tile: prologue and epilogue dominate them."""
 
 SHORT_BIASED = 512
-"""The same with a bias that TMA loads; 192 rows gain on 64 from there on."""
+"""The same with a bias that TMA loads: beyond it 192 rows are faster than 64."""
 
 FEW_KEYS = (64, 80, 96)
 """Keys of a step for sequences of no more, such as a text's 77."""
 
 MULTIPROCESSORS = 132
-"""Of an H100 SXM and an H200; others have as many, give or take a sixth."""
+"""How many an H100 SXM and an H200 have."""
 
-GAIN = 1.1
-"""By how much, as estimated, another number of rows has to pay for its tile to be taken."""
+LEAST_GAIN = 1.1
+"""How much faster a tile of another number of rows has to be, by the estimate, to be taken."""
+
+MANY_ROWS = {72: (96, 1.25), 88: (80, 1.2), 104: (64, 1.08)}
+"""Head dims that take 192 rows: keys of a step, and the time of a row in a tile of 128 over that in this one.
+
+Their rows begin within sectors of L2, whose traffic then bounds the kernel: more rows share what is loaded.
+"""
 
 
 def tile_for_lengths(
@@ -34,7 +40,7 @@ def tile_for_lengths(
 ) -> ForwardSm90Tile | None:
     """The tile for sequences of at most these lengths, ``group`` query heads per key head; None: the default one.
 
-    pairs: of a sequence and a query head; None: more than enough of them.
+    pairs: the number of (sequence, query head) pairs; None: unknown, taken as enough to fill the GPU.
     """
     short = short_tile(traits, seqlen_q, seqlen_k)
     tile = _packing_tile(traits, seqlen_q, group, short)
@@ -96,24 +102,24 @@ def _tile_for_work(
     # Ratios of large calls and of single tiles: bench/notes.md.
     others: list[tuple[ForwardSm90Tile, float, float]] = []
     if plain.tile_m > 128:
-        slower = 1.13 if d <= 64 else {72: 1.25, 88: 1.2, 104: 1.08}[traits.head_dim]
+        slower = 1.13 if d <= 64 else MANY_ROWS[traits.head_dim][1]
         others.append((first_that_fits(_two_warpgroups(traits, d), traits, "sm90"), slower, slower))
-    if _count(plain, seqlen_q, pairs) <= MULTIPROCESSORS:  # of short sequences many would load too much
+    if _count(plain, seqlen_q, pairs) <= MULTIPROCESSORS:  # many short sequences would load K and V too often
         others.append((_one_warpgroup(d), 1.16 if d <= 64 else 1.08 if d <= 128 else 1.45, 1.45))
     if not others:
         return None
-    ragged = traits.causal and seqlen_k < 2 * seqlen_q
+    triangular = traits.causal and (traits.top_left or seqlen_k < 2 * seqlen_q)
 
     def estimate(tile: ForwardSm90Tile, shared: float, alone: float) -> float:
         """Rows that a multiprocessor computes one after the other, in time of the default tile's."""
         blocks = _count(tile, seqlen_q, pairs)
-        if ragged:  # half of the keys on average, the longest first
+        if triangular:  # half of the keys on average, the longest first
             return tile.tile_m * max(alone, blocks * shared / (2 * MULTIPROCESSORS))
         rounds, rest = divmod(-(-blocks // MULTIPROCESSORS), tile.blocks_per_sm)
         return tile.tile_m * (rounds * tile.blocks_per_sm * shared + rest * alone)
 
     best = min(others, key=lambda other: estimate(*other))
-    return best[0] if GAIN * estimate(*best) < estimate(plain, 1.0, 1.0) else None
+    return best[0] if LEAST_GAIN * estimate(*best) < estimate(plain, 1.0, 1.0) else None
 
 
 def _count(tile: ForwardSm90Tile, seqlen_q: int, pairs: int) -> int:
@@ -190,9 +196,9 @@ def _other_tiles(traits: Traits, d: int, needs_registers: bool) -> list[ForwardS
 
 
 def _three_warpgroups(traits: Traits) -> list[ForwardSm90Tile]:
-    """Where rows begin within sectors of L2, whose traffic then bounds the kernel: more rows share what is loaded."""
-    tile_n = {72: 96, 88: 80, 104: 64}.get(traits.head_dim)
-    if tile_n is None or traits.head_dim_v > traits.head_dim or _has_epilogue(traits):
+    """For head dims in ``MANY_ROWS``, without an epilogue."""
+    tile_n, _ = MANY_ROWS.get(traits.head_dim, (0, 0.0))
+    if not tile_n or traits.head_dim_v > traits.head_dim or _has_epilogue(traits):
         return []
     return [ForwardSm90Tile(192, tile_n, num_stages=3, rescale_threshold=8, speculative=True)]
 

@@ -97,8 +97,12 @@ class ForwardSm90:
 
         Args:
             group: query heads per key head.
-            pairs: of a sequence and a query head; None: enough to fill any GPU.
+            pairs: the number of (sequence, query head) pairs; None: unknown, taken as enough to fill the GPU.
+
+        A variant with a default tile of its own keeps it.
         """
+        if self.tile != first_that_fits(preferred_tiles(self.traits), self.traits, target):
+            return self
         tile = tile_for_lengths(self.traits, seqlen_q, seqlen_k, group, pairs)
         return dataclasses.replace(self, tile=tile) if tile else self
 

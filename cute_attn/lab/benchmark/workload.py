@@ -90,8 +90,8 @@ class Workload:
         return max(self.lengths_k or self.lengths, default=self.seqlen_k or self.seqlen)
 
     @property
-    def chosen_by(self) -> tuple[int, int, int]:
-        """What a kernel's default tile depends on beside its traits: the longest lengths, query heads per key head."""
+    def tile_lengths(self) -> tuple[int, int, int]:
+        """The longest lengths and the query heads per key head, by which a kernel chooses its default tile."""
         return self.longest, self.longest_k, self.nheads // self.nheads_kv
 
     @property
