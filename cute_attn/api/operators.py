@@ -160,7 +160,7 @@ def _dependent(output: Tensor, inputs: Sequence[Tensor | None]) -> Tensor:
     wanted = [x for x in inputs if x is not None and x.requires_grad]
     if not (wanted and torch.is_grad_enabled()):
         return output
-    return output + sum(x.flatten()[:0].sum().to(output.dtype) for x in wanted)
+    return output + sum(torch.atleast_1d(x)[..., :0].sum().to(output.dtype) for x in wanted)
 
 
 # ---- the operator's implementations ----

@@ -323,6 +323,24 @@ def check_count(what: str, count: int, most: int = _MAX_INT32) -> None:
         raise ValueError(f"{what}, {count} in all; accepted on CUDA: up to {most}")
 
 
+def check_query_blocks(call: Call, kernel: Any) -> int:
+    """The number of query blocks of a forward kernel; raises where they exceed 32 bits."""
+    queries = getattr(kernel.tile, "queries", kernel.tile.tile_m)
+    packs = call.k.shape[-2] * -(-call.group // getattr(kernel.tile, "pack_heads", 1))
+    if call.varlen and kernel.traits.arch == "sm90":  # its work tiles are the blocks of all sequences
+        blocks = call.q.shape[0] // queries + call.batch
+        each = f"rows in {call.batch} sequences, each padded to blocks of {queries}"
+        check_count(f"q has {call.q.shape[0]} {each}", blocks * queries, MAX_ROWS)
+        check_count(f"q has {packs} heads of {call.q.shape[0]} {each}: blocks", blocks * packs, MAX_ROWS)
+        return blocks * packs
+    blocks = -(-call.longest[0] // queries)
+    what = (
+        f"{call.stated('q')}{call.batch} sequences of {packs} heads of {blocks} blocks of {queries} queries"
+    )
+    check_count(what, call.batch * packs * blocks, MAX_ROWS)
+    return call.batch * packs * blocks
+
+
 def check_steps(call: Call, query_blocks: int, tile: Any, multiprocessors: int) -> None:
     """Raise where a CTA of a persistent kernel would count its steps beyond 32 bits.
 

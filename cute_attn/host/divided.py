@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from cute_attn.host.call import Call
-from cute_attn.host.checks import KERNEL_DTYPES
+from cute_attn.host.checks import KERNEL_DTYPES, check_query_blocks
 from cute_attn.host.kvcache_launcher import Plan, make_plan
 from cute_attn.host.launch import Steps
 from cute_attn.kernels.limits import LARGE_HEAD_DIM
@@ -26,12 +26,12 @@ def as_cache(call: Call) -> Call:
     return kept._replace(k=None, v=None, seqused_k=None)
 
 
-def is_wanted(call: Call, kernel: Any, query_blocks: int, multiprocessors: int) -> bool:
+def is_wanted(call: Call, kernel: Any, target: str, multiprocessors: int) -> bool:
     """Whether keys are to be divided: few work tiles, many keys, and nothing that kernels for a cache lack.
 
     Args:
         kernel: the forward kernel that would serve the call.
-        query_blocks: its work tiles, counted with the tile of a large call.
+        target: what it is built for.
     """
     if kernel.traits.arch != "sm90" or call.kernel or call.tile or call.q.dtype not in KERNEL_DTYPES:
         return False
@@ -41,7 +41,13 @@ def is_wanted(call: Call, kernel: Any, query_blocks: int, multiprocessors: int) 
         return False
     if call.bias is not None or call.dropout or call.epilogues or call.seqused_q is not None:
         return False
-    return query_blocks <= FEW_TILES * multiprocessors and call.longest[1] >= LEAST_KEYS
+    if call.longest[1] < LEAST_KEYS:
+        return False
+    from cute_attn.compiler import registry
+
+    # Few work tiles are those of a large call's tile: `kernel` may have fewer rows because there are few.
+    large = registry.lookup(kernel.traits, None, target).for_lengths(*call.longest, call.group, target)
+    return check_query_blocks(call, large) <= FEW_TILES * multiprocessors
 
 
 def plan_for_attention(call: Call) -> Plan:

@@ -16,7 +16,7 @@ from torch import Tensor
 from cute_attn import reference
 from cute_attn.host import padding, plans
 from cute_attn.host.call import NUM_TENSORS, SINKS, Call
-from cute_attn.host.checks import MAX_ROWS, check, check_count, check_for_kernels, check_steps
+from cute_attn.host.checks import check, check_for_kernels, check_query_blocks, check_steps
 from cute_attn.host.choose import choose_kernel, user_classes
 from cute_attn.host.counters import multiprocessors
 from cute_attn.host.launch import NOW, Repeatable, Repeats, ScoreArgs, Steps
@@ -348,7 +348,7 @@ def _make_launcher(call: Call, starts: tuple[bool, ...] = ()) -> Launcher:
 
             processors = multiprocessors(call.q.get_device())
             check_steps(call, blocks, kernel.tile, processors)
-            if divided.is_wanted(call, kernel, blocks_of_large_call(call, kernel, target), processors):
+            if divided.is_wanted(call, kernel, target, processors):
                 plan = divided.plan_for_attention(call)
                 divided_views = tuple(views(call))
                 own = {"divided": plan, "kernel": plan.kernel, "views": divided_views}
@@ -376,34 +376,6 @@ def _make_launcher(call: Call, starts: tuple[bool, ...] = ()) -> Launcher:
         aligned=True,
         prefill=call.seqused_q is not None,
     )
-
-
-def blocks_of_large_call(call: Call, kernel: Any, target: str) -> int:
-    """Query blocks of the tile that the kernel takes where there is work for all multiprocessors."""
-    from cute_attn.compiler import registry
-
-    if call.tile:
-        return check_query_blocks(call, kernel)
-    whole = registry.lookup(kernel.traits, None, target).for_lengths(*call.longest, call.group, target)
-    return check_query_blocks(call, whole)
-
-
-def check_query_blocks(call: Call, kernel: Any) -> int:
-    """The number of query blocks of a forward kernel; raises where they exceed 32 bits."""
-    queries = getattr(kernel.tile, "queries", kernel.tile.tile_m)
-    packs = call.k.shape[-2] * -(-call.group // getattr(kernel.tile, "pack_heads", 1))
-    if call.varlen and kernel.traits.arch == "sm90":  # its work tiles are the blocks of all sequences
-        blocks = call.q.shape[0] // queries + call.batch
-        each = f"rows in {call.batch} sequences, each padded to blocks of {queries}"
-        check_count(f"q has {call.q.shape[0]} {each}", blocks * queries, MAX_ROWS)
-        check_count(f"q has {packs} heads of {call.q.shape[0]} {each}: blocks", blocks * packs, MAX_ROWS)
-        return blocks * packs
-    blocks = -(-call.longest[0] // queries)
-    what = (
-        f"{call.stated('q')}{call.batch} sequences of {packs} heads of {blocks} blocks of {queries} queries"
-    )
-    check_count(what, call.batch * packs * blocks, MAX_ROWS)
-    return call.batch * packs * blocks
 
 
 def views(call: Call) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:

@@ -9,7 +9,7 @@ from cute_attn.compiler import registry
 from cute_attn.host import divided, kvcache_launcher, launcher
 from cute_attn.host.call import NUM_TENSORS
 from cute_attn.host.launch import NOW
-from cute_attn.host.launcher import blocks_of_large_call, choose_kernel
+from cute_attn.host.launcher import choose_kernel
 from cute_attn.host.memory import contiguous_strides
 from tests import emulated_kvcache
 
@@ -47,7 +47,7 @@ def call(seqlen_q, seqlen_k, heads=(4, 4), dim=64, batch=1, packed=False, dtype=
 
 def wanted(params):
     kernel = choose_kernel(params, "sm90")
-    return divided.is_wanted(params, kernel, blocks_of_large_call(params, kernel, "sm90"), PROCESSORS)
+    return divided.is_wanted(params, kernel, "sm90", PROCESSORS)
 
 
 WANTED = {
@@ -147,7 +147,7 @@ def test_rows_that_no_sequence_owns_stay(monkeypatch):
 
 def test_ampere_keeps_its_forward():
     params = call(1, 8192)
-    assert not divided.is_wanted(params, choose_kernel(params, "sm80"), 4, PROCESSORS)
+    assert not divided.is_wanted(params, choose_kernel(params, "sm80"), "sm80", PROCESSORS)
     traits = kvcache_launcher.traits_of(divided.as_cache(call(1, 8192, packed=True)), "sm80", "shares")
     with pytest.raises(registry.Unsupported, match="varlen_k is True"):
         registry.lookup(traits)

@@ -420,4 +420,5 @@ def needed_kernels(params: dict[str, Any], target: str) -> Iterator[tuple]:
         forward = registry.lookup(case.traits(arch), None, target)
         yield forward.traits, forward.for_lengths(*case.longest, case.group, target, case.pairs).tile, target
         backward = registry.lookup(replace(case.traits(arch, "backward"), bias_grad=bias_grad), None, target)
+        backward = backward.for_lengths(*case.longest, case.group, target, case.pairs)
         yield from ((traits, tile, target) for traits, tile in kernels_of(backward))

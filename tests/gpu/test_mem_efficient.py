@@ -195,8 +195,9 @@ def needed_kernels(params: dict[str, Any], target: str) -> Iterator[tuple[Traits
                 kernel = registry.lookup(of.traits(arch, op), None, target)
             except (registry.Unsupported, ValueError):
                 continue
+            kernel = kernel.for_lengths(*of.longest, of.group, target, of.pairs)
             if op == "forward":
-                yield kernel.traits, kernel.for_lengths(*of.longest, of.group, target, of.pairs).tile, target
+                yield kernel.traits, kernel.tile, target
             else:
                 yield from ((traits, tile, target) for traits, tile in kernels_of(kernel))
             break

@@ -125,7 +125,7 @@ class BackwardSm90(BackwardSm90Layouts):
 
         A variant with a default tile of its own keeps it.
         """
-        own = self.tile != first_that_fits(preferred_tiles(self.traits), self.traits, target)
+        own = self.tile != BackwardSm90.default_tile(self.traits, target)
         if own or seqlen_q > FEW_QUERIES or self.tile.tile_m <= FEW_QUERIES:
             return self
         fewer = [

@@ -36,24 +36,34 @@ Their rows begin within sectors of L2, whose traffic then bounds the kernel: mor
 
 
 def tile_for_lengths(
-    traits: Traits, seqlen_q: int, seqlen_k: int, group: int, pairs: int | None = None
-) -> ForwardSm90Tile | None:
-    """The tile for sequences of at most these lengths, ``group`` query heads per key head; None: the default one.
+    default: ForwardSm90Tile,
+    traits: Traits,
+    seqlen_q: int,
+    seqlen_k: int,
+    group: int,
+    pairs: int | None = None,
+) -> ForwardSm90Tile:
+    """The tile for sequences of at most these lengths.
 
-    pairs: the number of (sequence, query head) pairs; None: unknown, taken as enough to fill the GPU.
+    Args:
+        default: the tile for many long sequences.
+        group: query heads per key head.
+        pairs: the number of (sequence, query head) pairs; None: unknown, taken as enough to fill the GPU.
     """
     short = short_tile(traits, seqlen_q, seqlen_k)
-    tile = _packing_tile(traits, seqlen_q, group, short)
+    plain = short or default
+    tile = None
+    if may_pack_heads(traits):
+        tile = best_packing(_packing_tiles(traits, short), plain, seqlen_q, group, traits.varlen)
     if tile is None and pairs is not None and not (_has_epilogue(traits) or traits.varlen):
-        tile = _tile_for_work(traits, short, seqlen_q, seqlen_k, pairs)
-    tile = tile or short
+        tile = _tile_for_work(plain, traits, seqlen_q, seqlen_k, pairs)
+    tile = tile or plain
     if seqlen_k > max(FEW_KEYS) or traits.bias:
         return tile
-    chosen = tile or first_that_fits(preferred_tiles(traits), traits, "sm90")
     enough = [
-        n for n in FEW_KEYS if seqlen_k <= n < chosen.tile_n and (n % 32 == 0 or traits.dropout != "flash")
+        n for n in FEW_KEYS if seqlen_k <= n < tile.tile_n and (n % 32 == 0 or traits.dropout != "flash")
     ]
-    return dataclasses.replace(chosen, tile_n=enough[0]) if enough else tile
+    return dataclasses.replace(tile, tile_n=enough[0]) if enough else tile
 
 
 def _has_epilogue(traits: Traits) -> bool:
@@ -61,15 +71,6 @@ def _has_epilogue(traits: Traits) -> bool:
 
 
 # ---- packed heads ----
-
-
-def _packing_tile(
-    traits: Traits, seqlen_q: int, group: int, short: ForwardSm90Tile | None
-) -> ForwardSm90Tile | None:
-    if not may_pack_heads(traits):
-        return None
-    plain = short or first_that_fits(preferred_tiles(traits), traits, "sm90")
-    return best_packing(_packing_tiles(traits, short), plain, seqlen_q, group, traits.varlen)
 
 
 def _packing_tiles(traits: Traits, short: ForwardSm90Tile | None) -> list[ForwardSm90Tile]:
@@ -91,13 +92,12 @@ def _one_warpgroup(d: int) -> ForwardSm90Tile:
 
 
 def _tile_for_work(
-    traits: Traits, short: ForwardSm90Tile | None, seqlen_q: int, seqlen_k: int, pairs: int
+    plain: ForwardSm90Tile, traits: Traits, seqlen_q: int, seqlen_k: int, pairs: int
 ) -> ForwardSm90Tile | None:
-    """A tile of fewer rows where larger ones leave multiprocessors idle, or rows of theirs empty."""
-    d = max(padded(traits.head_dim), padded(traits.head_dim_v))
-    if short and d <= 64:
+    """A tile of fewer rows where those of ``plain`` leave multiprocessors idle, or rows of theirs empty."""
+    if plain.tile_m == 64:
         return None
-    plain = short or first_that_fits(preferred_tiles(traits), traits, "sm90")
+    d = max(padded(traits.head_dim), padded(traits.head_dim_v))
     # A row's time in another tile, over that in the default one: where CTAs fill a multiprocessor, and of one alone.
     # Ratios of large calls and of single tiles: bench/notes.md.
     others: list[tuple[ForwardSm90Tile, float, float]] = []

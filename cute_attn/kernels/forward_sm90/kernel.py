@@ -101,10 +101,10 @@ class ForwardSm90:
 
         A variant with a default tile of its own keeps it.
         """
-        if self.tile != first_that_fits(preferred_tiles(self.traits), self.traits, target):
+        if self.tile != ForwardSm90.default_tile(self.traits, target):
             return self
-        tile = tile_for_lengths(self.traits, seqlen_q, seqlen_k, group, pairs)
-        return dataclasses.replace(self, tile=tile) if tile else self
+        tile = tile_for_lengths(self.tile, self.traits, seqlen_q, seqlen_k, group, pairs)
+        return dataclasses.replace(self, tile=tile)
 
     def without_tma_bias(self) -> "ForwardSm90":
         """This kernel, which has its default tile or that for lengths, with threads that read the bias from memory."""
