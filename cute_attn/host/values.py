@@ -78,7 +78,10 @@ def check_choice(name: str, value: Any, accepted: tuple[Any, ...]) -> None:
 
 def is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
     """Whether ``value`` is interchangeable with one of those: a tensor equals them, but may change."""
-    return is_hashable(value) and value in frozenset(accepted)
+    try:  # hash() itself is nothing that torch.compile of PyTorch 2.11 can trace
+        return value in frozenset(accepted)
+    except TypeError:
+        return False
 
 
 def is_hashable(value: Any) -> bool:
