@@ -11,6 +11,7 @@ from cute_attn.cli.options import (
     Names,
     TileText,
     Workers,
+    counted,
     import_kernels,
     requests_like,
     show_building,
@@ -73,5 +74,5 @@ def bundle(
         else:
             requests = bundles.named_requests(names or (), tile, wanted)
     show_building(bundles.make_bundle(requests, output, workers), len(requests))
-    print(f"{len(requests)} kernels, {bundles.size_of(output) / 1e6:.1f} MB in {output}")
+    print(f"{counted(len(requests), 'kernel')}, {bundles.size_of(output) / 1e6:.1f} MB in {output}")
     print(f"licence: {bundles.LICENCE['kernels']}; {bundles.LICENCE['runtime']}")

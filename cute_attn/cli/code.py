@@ -135,4 +135,7 @@ def _sides(name: str, other: str | None, tiles: list[str], at_revision: bool) ->
     elif len(given) == 1:
         given *= 2
     first, second = given or [None, None]
-    return (name, first), (other or name, second)
+    sides = (name, first), (other or name, second)
+    if sides[0] == sides[1] and not at_revision:
+        raise ValueError(f"both sides are {' '.join(filter(None, sides[0]))}; accepted: two that differ")
+    return sides

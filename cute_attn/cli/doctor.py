@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from cute_attn.cli.options import AsJson, make_console, working
+from cute_attn.cli.options import AsJson, counted, make_console, working
 from cute_attn.lab.tables import Table
 
 # Modules that load torch or the DSL are imported inside the checks: one that is broken is a finding.
@@ -148,8 +148,8 @@ def _bundle() -> Iterator[Finding]:
     targets = " and ".join(sorted({meta["target"] for meta in bundle.kernels.values()}))
     yield Finding(
         "bundle",
-        f"{len(bundle.kernels)} kernels for {targets}, {bundle.size / 1e6:.1f} MB in {bundle.root}, built by CUTLASS "
-        f"DSL {bundle.toolchain['cutlass_dsl']} of CUDA {bundle.toolchain['ptx_toolkit']}",
+        f"{counted(len(bundle.kernels), 'kernel')} for {targets}, {bundle.size / 1e6:.1f} MB in {bundle.root}, "
+        f"built by CUTLASS DSL {bundle.toolchain['cutlass_dsl']} of CUDA {bundle.toolchain['ptx_toolkit']}",
     )
 
 
@@ -170,7 +170,9 @@ def _cache() -> Iterator[Finding]:
         yield Finding("cache", f"cannot be written: {error}", fix)
         return
     size = sum(one.size for one in entries) / 1e6
-    yield Finding("cache", f"{len(entries)} kernels, {size:.0f} MB in {cache.root}, which can be written")
+    yield Finding(
+        "cache", f"{counted(len(entries), 'kernel')}, {size:.0f} MB in {cache.root}, which can be written"
+    )
 
 
 def _doors() -> Iterator[Finding]:

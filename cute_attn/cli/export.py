@@ -11,6 +11,7 @@ from cute_attn.cli.options import (
     TileText,
     Workers,
     complete_name,
+    counted,
     import_kernels,
     working,
     writable_folder,
@@ -51,5 +52,6 @@ def export(
     for kernel in kernels:
         print(f"{exports.macro_name(kernel.traits, kernel.target)}  {kernel.tile.brief()}")
     print(
-        f"{len(kernels)} kernels in {output}; licence: {bundles.LICENCE['kernels']}; {bundles.LICENCE['runtime']}"
+        f"{counted(len(kernels), 'kernel')} in {output}; licence: {bundles.LICENCE['kernels']}; "
+        f"{bundles.LICENCE['runtime']}"
     )

@@ -29,6 +29,7 @@ from cute_attn.cli.options import (
     TileText,
     Verbose,
     Workers,
+    counted,
     import_kernels,
     is_verbose,
     make_console,
@@ -469,17 +470,17 @@ def cache_list(
             json.dumps([{"key": entry.key, "bytes": entry.size} | entry.meta for entry in entries], indent=1)
         )
         return
-    title = f"{len(entries)} kernels, {sum(entry.size for entry in entries) / 1e6:.1f} MB in {cache.root}"
+    title = f"{counted(len(entries), 'kernel')}, {sum(entry.size for entry in entries) / 1e6:.1f} MB in {cache.root}"
     if not everything:
-        counted = Table("kernel", "kernels", "MB", "seconds to build", title=title)
-        counted.caption = "`cute-attn cache list --all` has each of them"
+        by_kernel = Table("kernel", "kernels", "MB", "seconds to build", title=title)
+        by_kernel.caption = "`cute-attn cache list --all` has each of them"
         groups: dict[str, list[Any]] = {}
         for entry in entries:
             groups.setdefault("-".join(entry.meta["name"].split("-")[:2]), []).append(entry)
         for label, those in sorted(groups.items()):
             size, seconds = sum(one.size for one in those) / 1e6, sum(one.meta["seconds"] for one in those)
-            counted.add_row(label, str(len(those)), f"{size:.1f}", f"{seconds:.0f}")
-        show(counted)
+            by_kernel.add_row(label, str(len(those)), f"{size:.1f}", f"{seconds:.0f}")
+        show(by_kernel)
         return
     table = Table("kernel", "target", "tile", "built in", "key", title=title)
     for entry in entries:
@@ -499,7 +500,7 @@ def cache_prune(
     """Remove kernels that are no longer used, and broken ones."""
     cache = _cache()
     count, size = cache.prune(None if everything else older_than * 86400)
-    print(f"removed {count} kernels, {size / 1e6:.1f} MB from {cache.root}")
+    print(f"removed {counted(count, 'kernel')}, {size / 1e6:.1f} MB from {cache.root}")
 
 
 @cache_app.command("prebuild")

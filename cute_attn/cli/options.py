@@ -165,6 +165,11 @@ def import_kernels() -> None:
     gc.freeze()
 
 
+def counted(count: int, noun: str) -> str:
+    """ "1 kernel", "2 kernels": of a noun whose plural takes an s."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def make_console() -> Console:
     """120 columns where the output is no terminal."""
     console = Console()

@@ -149,8 +149,11 @@ def lookup(traits: Traits, tile: Tile | str | None = None, target: str | None = 
         user_epilogue(name)
     kernel = kernel_class(traits)
     if kernel is None:
-        others = "; ".join(f"{label(other)} {_difference(other, traits)}" for other in KERNELS)
-        raise Unsupported(f"no kernel computes {traits}: none is registered as {label(key)}; {others}")
+        others = ", ".join(label(other) for other in KERNELS if other[0] == traits.op) or "none of this op"
+        hint = "; a variant is registered by the file that defines it (--load FILE)" if traits.variant else ""
+        raise Unsupported(
+            f"no kernel computes {traits}: none is registered as {label(key)}; accepted: {others}{hint}"
+        )
     if target not in RUNS_ON[traits.arch]:
         raise Unsupported(f"{label(key)} runs on {', '.join(RUNS_ON[traits.arch])}, not on {target}")
     reason = kernel.supports(traits)
@@ -167,16 +170,6 @@ def kernel_class(traits: Traits) -> Any:
     large = max(traits.head_dim, traits.head_dim_v) > LARGE_HEAD_DIM and not traits.variant
     found = LARGE_HEAD_DIMS.get((traits.op, traits.arch)) if large else None
     return found or KERNELS.get((traits.op, traits.arch, traits.variant))
-
-
-def _difference(key: tuple[str, str, str], traits: Traits) -> str:
-    """How a registered kernel differs from the traits."""
-    op, arch, variant = key
-    if op != traits.op:
-        return f"computes {op}"
-    if arch != traits.arch:
-        return f"is {arch}'s"
-    return f"is variant {variant!r}" if variant else "is no variant"
 
 
 def other_tiles(kernel: Any) -> list[tuple[str, Tile]]:

@@ -18,6 +18,8 @@ _TRY = {
 """Unit -> what follows where it bounds a step."""
 _NEAR = 0.9
 """Of the bounding unit's clocks: units above it bound a step as well."""
+_MOST = 0.5
+"""Of the clocks of shared memory and L1: loads from global memory above it are what bounds them."""
 
 
 def findings(*verdicts: Verdict) -> list[str]:
@@ -103,6 +105,11 @@ def _bound(one: Verdict, subject: str) -> str:
         )
     also = [unit for unit, count in clocks.units.items() if _near(clocks, unit, count)]
     beside = f" ({', '.join(also)} nearly as much)" if also else ""
+    if clocks.bound == "shared memory" and clocks.global_loads >= _MOST:
+        return (
+            f"{subject} is bound by the L1 cache{beside}: {clocks.global_loads:.0%} of its clocks are threads' loads "
+            "from global memory, such as a bias or a table; try to load fewer bytes per score."
+        )
     if clocks.bound == "shared memory" and _conflicts(one):  # the fault that follows says what to try
         return f"{subject} is bound by shared memory{beside}, which bank conflicts make slower."
     return f"{subject} is bound by {clocks.bound}{beside}, {_TRY[clocks.bound]}."

@@ -56,6 +56,7 @@ class Clocks:
         shared: shared memory, and the L1 cache, which is the same memory: accesses of threads, wgmma, cp.async and
             TMA, with bank conflicts.
         warp: the sum of a warp's stalls. The other warps of its scheduler issue meanwhile.
+        global_loads: the share of ``shared`` that threads' loads from global memory take, such as a bias or a table.
     """
 
     tensor: float
@@ -63,6 +64,7 @@ class Clocks:
     issue: float
     shared: float
     warp: float
+    global_loads: float = 0.0
 
     @property
     def units(self) -> dict[str, float]:
@@ -346,12 +348,13 @@ def _threads(built: Any) -> int:
 def clocks(step: Step, content: StepContent, target: str, copies: Sequence[Conflicts] = ()) -> Clocks:
     """Lower bounds of a step's clocks on one multiprocessor, for one block."""
     machine = MULTIPROCESSORS[target]
-    tensor = wavefronts = 0.0
+    tensor = wavefronts = loads = 0.0
     factor = _conflict_factors(copies)
     for i, times in step.instructions:
         if i.opcode in MMA:
             tensor += times * _flops(i) / (machine.wgmma if i.opcode == "HGMMA" else machine.mma_sync)
         wavefronts += times * _wavefronts(i) * factor.get(i.opcode, 1.0)
+        loads += times * _wavefronts(i) * (i.opcode == "LDG")
     warps, steps = content.warps, step.steps
     tensor, wavefronts = tensor * warps / steps, wavefronts * warps / steps
     others, n = content.other_wgmma
@@ -359,12 +362,14 @@ def clocks(step: Step, content: StepContent, target: str, copies: Sequence[Confl
         other = Instruction(0, "HGMMA", (f"64x{n}x16",), ("", "gdesc"), "", 0, ())
         tensor += 4 * others * _flops(other) / machine.wgmma
         wavefronts += 4 * others * _wavefronts(other)
+    shared = wavefronts + content.async_bytes / SHARED_BYTES
     return Clocks(
         tensor=tensor,
         special=step.count(*_SPECIAL) * warps * 32 / SPECIAL,
         issue=step.count() * warps / SCHEDULERS,
-        shared=wavefronts + content.async_bytes / SHARED_BYTES,
+        shared=shared,
         warp=step.stalls,
+        global_loads=loads * warps / steps / shared if shared else 0.0,
     )
 
 

@@ -406,7 +406,7 @@ def test_a_programs_kernels_are_listed_and_bundled(tmp_path, made):
     tile = lookup(APPEND, "num_threads=64").tile
     assert bundles.like([listed, listed]) == ([(APPEND, tile, "sm80")], [])
     for command, text in (
-        (("bundle", "-o", str(tmp_path / "made")), "1 kernels"),
+        (("bundle", "-o", str(tmp_path / "made")), "1 kernel,"),
         (("cache", "prebuild"), "1/1"),
     ):
         done = processes.run("-m", "cute_attn", *command, "--like", str(listed))

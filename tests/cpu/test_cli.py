@@ -288,7 +288,7 @@ def test_the_cache_commands(run, tmp_path):
     (row,) = [line.split() for line in ok(run("cache", "list")).splitlines() if line.startswith("│")]
     assert row[1:5] == ["forward-sm80:toy", "│", "1", "│"]
     assert "removed 0 kernels" in ok(run("cache", "prune", "--older-than", "1"))
-    assert "removed 1 kernels" in ok(run("cache", "prune", "--all"))
+    assert "removed 1 kernel," in ok(run("cache", "prune", "--all"))
 
 
 WRONG = {
@@ -299,7 +299,7 @@ WRONG = {
         "compile",
         "forward-sm80:mine-bf16-d64",
     ): "no kernel computes forward-sm80:mine-bf16-d64: none is registered as "
-    "forward-sm80:mine; forward-sm80 is no variant; forward-sm90 is sm90's; backward-sm80 computes backward;",
+    "forward-sm80:mine; accepted: forward-sm80, forward-sm90,",
     ("compile", "forward-sm80-bf16-d64", "--tile", "rows=3"): "tile has 'rows=3'",
     ("compile", "forward-sm80-bf16-d128", "--tile", "tile_n=2048"): "bytes of shared memory",
     ("compile", "forward-sm80-bf16-d64", "--target", "sm75"): "target is 'sm75'; accepted: sm80",

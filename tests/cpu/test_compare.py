@@ -240,6 +240,11 @@ def test_the_command(tmp_path):
     assert "values=8" in found["a"]["tile"] and "values=4" in found["b"]["tile"] and found["rows"] == []
     for arguments, message in (
         ((toy.NAME,), "there is nothing to compare; accepted: two tiles, two names, or --at a revision"),
+        ((toy.NAME, toy.NAME), f"both sides are {toy.NAME}; accepted: two that differ"),
+        (
+            (toy.NAME, *["--tile", "values=4"] * 2),
+            f"both sides are {toy.NAME} values=4; accepted: two that differ",
+        ),
         ((toy.NAME, *["--tile", "values=4"] * 3), "--tile is given 3 times; accepted: two tiles at most"),
         ((toy.NAME, "--tile", "values=0"), "there is no code to compare: "),
     ):

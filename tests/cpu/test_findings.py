@@ -47,6 +47,16 @@ def test_a_difference_below_noise_means_nothing():
                     "gain is the waiting beside them."]  # fmt: skip
 
 
+def test_loads_from_global_memory_are_no_shared_memory():
+    one = made(shared=3000.0)
+    assert "is bound by shared memory, where operands are read" in findings(one)[0]
+    clocks = dataclasses.replace(one.step.clocks, global_loads=0.8)
+    (said,) = findings(dataclasses.replace(one, step=dataclasses.replace(one.step, clocks=clocks)))
+    assert said.startswith(
+        "The steady step is bound by the L1 cache: 80% of its clocks are threads' loads from global"
+    )
+
+
 def test_the_best_tile_and_by_how_much():
     slow = dataclasses.replace(
         made(96, tensor=2000.0), tile=made().tile.replace("num_stages=2", "num_stages=1")
