@@ -9,10 +9,12 @@
     cute_attn.flex, cute_attn.flash_attn, cute_attn.transformers                    FlexAttention's and others' names
     cute_attn.lab                                                                   what a tile costs, and which is best
 
-Names are imported on first use: ``import cute_attn`` itself loads neither torch nor the DSL.
+Names are imported on first use: ``import cute_attn`` itself loads neither torch nor the DSL. Where there is a bundle
+and no DSL it loads all that a call needs, so that the first call waits for its kernels alone.
 """
 
 import time
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -48,6 +50,16 @@ _HOME = {
     "append_kv": "api.append",
     "merge_attention": "api.merge",
 }
+_CALLS = (
+    "api.attention",
+    "api.kvcache",
+    "api.append",
+    "api.merge",
+    "host.divided",
+    "host.split_fp32",
+    "compiler.registry",
+)
+"""What calls on a GPU import, some of it when they need it."""
 _MODULES = ("flash_attn", "flex", "lab", "sdpa", "transformers")
 # Spelled out, which type checkers and linters need.
 __all__ = [
@@ -87,3 +99,17 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*__all__, *_MODULES, *(name for name in globals() if name.startswith("__"))})
+
+
+def _load_for_calls() -> None:
+    """Import what calls need, where there is a bundle. The first call reports one that cannot be used."""
+    from cute_attn.compiler.bundle import BundleUnusable, find_bundle
+
+    with suppress(BundleUnusable):
+        if find_bundle() is not None:
+            for name in _CALLS:
+                import_module(f".{name}", __name__)
+
+
+if not _without_dsl.is_installed():
+    _load_for_calls()

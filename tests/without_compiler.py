@@ -19,6 +19,9 @@ sys.path[:] = [path for path in sys.path if "nvidia_cutlass_dsl" not in path]
 import torch
 
 import cute_attn
+
+loaded = set(sys.modules)
+
 from cute_attn import attention, compiler, reference
 from cute_attn.host import counters, kvcache_launcher, launcher, memory
 from cute_attn.host.call import NUM_TENSORS, Call
@@ -104,4 +107,7 @@ on_the_cpu()
 kernels(sys.argv[1])
 calls()
 imports()
+found["imported since"] = sorted(
+    name for name in {*sys.modules} - loaded if name.startswith(("cute_attn", "layouts"))
+)
 print(json.dumps(found))

@@ -111,6 +111,11 @@ def test_calls_take_kernels_of_the_bundle(found):
     assert "mQ" in found["launch"] and "device" in found["launch"]  # the kernel's own check of its arguments
 
 
+def test_calls_import_nothing_more(found):
+    """All of the package that they need came with ``import cute_attn``."""
+    assert found["imported since"] == []
+
+
 def test_libraries_are_told_apart(found):
     assert "mKcache" in found["append without arguments"] and "mQ" in found["forward without arguments"]
 
