@@ -14,7 +14,6 @@ and no DSL it loads all that a call needs, so that the first call waits for its 
 """
 
 import time
-from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -22,9 +21,6 @@ from cute_attn import _without_dsl
 
 __version__ = "0.1.0"
 _imported_at = time.time()  # sources that changed later may not be what runs
-
-if not _without_dsl.is_installed():
-    _without_dsl.install()
 
 _HOME = {
     "Traits": "traits",
@@ -101,15 +97,15 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *_MODULES, *(name for name in globals() if name.startswith("__"))})
 
 
-def _load_for_calls() -> None:
-    """Import what calls need, where there is a bundle. The first call reports one that cannot be used."""
-    from cute_attn.compiler.bundle import BundleUnusable, find_bundle
+def _do_without_dsl() -> None:
+    """Install placeholders for it, and where a bundle can be used import what calls need."""
+    _without_dsl.install()
+    from cute_attn.compiler import why_no_kernels
 
-    with suppress(BundleUnusable):
-        if find_bundle() is not None:
-            for name in _CALLS:
-                import_module(f".{name}", __name__)
+    if why_no_kernels() is None:
+        for name in _CALLS:
+            import_module(f".{name}", __name__)
 
 
 if not _without_dsl.is_installed():
-    _load_for_calls()
+    _do_without_dsl()

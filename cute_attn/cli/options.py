@@ -166,7 +166,7 @@ def import_kernels() -> None:
 
 
 def counted(count: int, noun: str) -> str:
-    """ "1 kernel", "2 kernels": of a noun whose plural takes an s."""
+    """The count with its noun, such as 1 kernel and 2 kernels; the plural takes an s."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 

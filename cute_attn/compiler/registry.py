@@ -149,7 +149,7 @@ def lookup(traits: Traits, tile: Tile | str | None = None, target: str | None = 
         user_epilogue(name)
     kernel = kernel_class(traits)
     if kernel is None:
-        others = ", ".join(label(other) for other in KERNELS if other[0] == traits.op) or "none of this op"
+        others = ", ".join(label(other) for other in KERNELS if other[0] == traits.op)
         hint = "; a variant is registered by the file that defines it (--load FILE)" if traits.variant else ""
         raise Unsupported(
             f"no kernel computes {traits}: none is registered as {label(key)}; accepted: {others}{hint}"

@@ -353,10 +353,12 @@ def clocks(step: Step, content: StepContent, target: str, copies: Sequence[Confl
     for i, times in step.instructions:
         if i.opcode in MMA:
             tensor += times * _flops(i) / (machine.wgmma if i.opcode == "HGMMA" else machine.mma_sync)
-        wavefronts += times * _wavefronts(i) * factor.get(i.opcode, 1.0)
-        loads += times * _wavefronts(i) * (i.opcode == "LDG")
+        own = times * _wavefronts(i) * factor.get(i.opcode, 1.0)
+        wavefronts += own
+        if i.opcode == "LDG":
+            loads += own
     warps, steps = content.warps, step.steps
-    tensor, wavefronts = tensor * warps / steps, wavefronts * warps / steps
+    tensor, wavefronts, loads = (x * warps / steps for x in (tensor, wavefronts, loads))
     others, n = content.other_wgmma
     if others:
         other = Instruction(0, "HGMMA", (f"64x{n}x16",), ("", "gdesc"), "", 0, ())
@@ -369,7 +371,7 @@ def clocks(step: Step, content: StepContent, target: str, copies: Sequence[Confl
         issue=step.count() * warps / SCHEDULERS,
         shared=shared,
         warp=step.stalls,
-        global_loads=loads * warps / steps / shared if shared else 0.0,
+        global_loads=loads / shared if shared else 0.0,
     )
 
 

@@ -253,14 +253,15 @@ def test_few_queries_take_a_backward_of_64():
     assert rows == [64, 64, 128]
 
 
-@pytest.mark.parametrize("parent", [ForwardSm90, BackwardSm90])
-def test_a_variant_keeps_a_default_tile_of_its_own(parent):
-    op, change = {ForwardSm90: ("forward", "num_stages=4"), BackwardSm90: ("backward", "num_stages_q=1")}[
-        parent
-    ]
-    own = registry.lookup(Traits(op, "sm90", "bf16", 64)).tile.override(change)
+@pytest.mark.parametrize(
+    "parent, op, change",
+    [(ForwardSm90, "forward", "num_stages=4"), (BackwardSm90, "backward", "num_stages_q=1")],
+)
+def test_a_variant_keeps_its_own_default_tile(parent, op, change):
+    traits = Traits(op, "sm90", "bf16", 64)
+    own = registry.lookup(traits).tile.override(change)
     kernel = type("Own", (parent,), {"default_tile": classmethod(lambda cls, traits, target: own)})
-    made = kernel(Traits(op, "sm90", "bf16", 64), own)
+    made = kernel(traits, own)
     assert made.for_lengths(32, 32, 1, "sm90", 1).tile == own
 
 
@@ -269,11 +270,8 @@ def test_every_tile_by_lengths_and_work_fits(data):
     draw = data.draw
     op, dim = draw(st.sampled_from(["forward", "backward"])), draw(st.integers(1, 32)) * 8
     features = {name: draw(st.booleans()) for name in ("softcap", "alibi", "varlen", "seqused_k")}
-    features |= {
-        "mask": draw(st.sampled_from(["", *MASKS])),
-        "bias": draw(st.sampled_from(["", *BIAS_DTYPES])),
-    }
-    features |= {"dropout": draw(st.sampled_from(["", *DROPOUTS]))}
+    choices = {"mask": MASKS, "bias": BIAS_DTYPES, "dropout": DROPOUTS}
+    features |= {name: draw(st.sampled_from(["", *accepted])) for name, accepted in choices.items()}
     traits = Traits(op, "sm90", draw(st.sampled_from(["fp16", "bf16"])), dim, **features)
     kernel = registry.lookup(traits)
     lengths = [draw(st.sampled_from([1, 7, 49, 64, 77, 96, 196, 512, 1024, 2048, 50176])) for _ in range(2)]
