@@ -1,5 +1,6 @@
 """All epilogues of one kernel, in the order of application."""
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -273,14 +274,19 @@ class EpilogueChain:
             run_if(partial, lambda: modifier.forward(state, tile, read))
         return ()
 
-    def backward(self, state: ScoreState, tile: ScoreTile, saved: tuple) -> None:
+    def backward(self, state: ScoreState, tile: ScoreTile, saved: tuple, adds: Boolean | None = None) -> None:
         """Gradients by the scores after all modifiers become gradients by the scores before, in ``tile.acc``.
 
         Scores are in natural units; gradients lack the factor ``context.gradient_scale``.
+
+        adds: whether this CTA adds the gradients of tensors, where several have the same scores; None: it does.
         """
         steps = list(zip(self.modifiers, state.modifiers, saved, strict=True))
         for modifier, own, kept in reversed(steps):
-            modifier.add_gradients(own, tile, kept)
+            if adds is None:
+                modifier.add_gradients(own, tile, kept)
+            elif modifier.has_gradients:
+                run_if(adds, functools.partial(modifier.add_gradients, own, tile, kept))
             modifier.backward(own, tile, kept)
 
     def drop(self, state: ScoreState, tile: ScoreTile, p: cute.Tensor) -> None:

@@ -680,7 +680,7 @@ def _make_launcher(
         in_terms = getattr(tile, "in_terms", False)
         wanted = kernels_of(kernel, lse_grad=grad_lse is not None)
         blocks = -(-call.longest[1] // tile.tile_n)
-        processors = multiprocessors(call.q.get_device())
+        processors = multiprocessors(call.q.get_device()) // getattr(tile, "cluster", 1)
         heads_dkv = call.k.shape[-2] * head_splits(call, tile, processors)
         planes = call.batch * heads_dkv
         num_splits = key_splits(blocks, planes, processors) if deterministic else blocks

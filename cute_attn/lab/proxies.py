@@ -25,6 +25,8 @@ from cute_attn.lab.sass import Code, Instruction
 _ACCESSES = ("LDS", "LDSM", "STS", "STSM", "ATOMS")
 _WRITES = ("STS", "STSM", "ATOMS")
 _TMA_READS = ("UTMASTG", "UTMAREDG", "UBLKCP", "UBLKRED")
+_STORE_TO_PEER = "STAS"
+_FILLS = ("UTMALDG", _STORE_TO_PEER)
 _OFFSET = re.compile(r"\[(?:[^\]]*?\+)?(0x[0-9a-f]+)\]")
 
 
@@ -195,11 +197,12 @@ class _Walk:
 def _pipelines(code: Code) -> tuple[TmaPipeline, ...]:
     """The pipelines that TMA fills, by their producers: wait for an empty barrier, announce bytes at a full one."""
     barriers = sorted({_offset(i) for i in code.instructions if i.name.startswith("SYNCS.EXCH")})
+    from_peer = _announced_of_peer(code)
     found, empty = set(), None
     for i in code.instructions:
         if _is_wait(i):
             empty = _offset(i)
-        elif _announces_bytes(i):
+        elif _announces_bytes(i) and i.address not in from_peer:
             full = _offset(i)
             if empty is None or full not in barriers or empty not in barriers or empty <= full:
                 raise ValueError(f"which mbarriers the producer uses at {i.address:#x} is not clear")
@@ -210,6 +213,23 @@ def _pipelines(code: Code) -> tuple[TmaPipeline, ...]:
     if any(a.empty > b.full for a, b in itertools.pairwise(pipelines)):
         raise ValueError(f"the mbarriers of pipelines overlap: {pipelines}")
     return pipelines
+
+
+def _announced_of_peer(code: Code) -> set[int]:
+    """Addresses of arrivals that announce bytes from another CTA of the cluster, which stores them as threads do.
+
+    Of an exchange: the warp's own stores to the other CTA follow, or its wait for the same barrier.
+    """
+    found = set()
+    for at, i in enumerate(code.instructions):
+        if _announces_bytes(i):
+            following = (x for x in code.instructions[at + 1 :] if x.opcode in _FILLS or _is_wait(x))
+            after = next(following, None)
+            if after and (
+                after.opcode == _STORE_TO_PEER or (_is_wait(after) and _offset(after) == _offset(i))
+            ):
+                found.add(i.address)
+    return found
 
 
 def _barriers_before_stores(code: Code, pipelines: tuple[TmaPipeline, ...]) -> frozenset[int]:

@@ -9,7 +9,7 @@ so that a warp accesses whole cache lines, whatever MMA the fragment is of. A re
 
 :func:`add_fragment` adds registers directly, by one reduction a vector, in the same memory queue as the warp's reads of
 shared memory. :func:`stage_fragment` copies them to shared memory instead, and :func:`add_staged` adds them from there
-by one asynchronous bulk reduction.
+by one asynchronous bulk reduction. :func:`send_fragment` stores them to shared memory of another CTA of the cluster.
 """
 
 from cutlass import Float32, Int32, cute
@@ -62,6 +62,22 @@ def add_staged(staged: cute.Pointer, base: cute.Pointer, floats: int) -> None:
         read_only_args=[base.toint(), staged.toint()],
     )
     cute.arch.cp_async_bulk_commit_group()
+
+
+def send_fragment(acc: cute.Tensor, base: Int32, barrier: Int32, thread: Int32, vector: int) -> None:
+    """Start storing ``acc`` to the fragment of ``thread`` at ``base``, in shared memory of a CTA of the cluster.
+
+    The stores count their bytes at the mbarrier at ``barrier``, of the same CTA.
+    """
+    values = _flat(acc, vector)
+    first = base + 4 * _first_float(thread, cute.size(values), vector)
+    operands = ", ".join(f"{{$r{j + 2}}}" for j in range(vector))
+    for i in range(0, cute.size(values), vector):
+        cute.arch.inline_ptx(
+            f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v{vector}.f32 "
+            f"[{{$r0}} + {4 * i * WARP}], {{{operands}}}, [{{$r1}}];",
+            read_only_args=[first, barrier, *(values[i + j] for j in range(vector))],
+        )
 
 
 def _first_float(thread: Int32, size: int, vector: int) -> Int32:

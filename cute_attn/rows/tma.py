@@ -86,7 +86,7 @@ class TmaTiles:
         return TmaTiles(atom, coords, shape, varlen, heads)
 
     @cute.jit
-    def sequence(self, first_row: Int32, head: Int32, batch: Int32, column: Constexpr = 0) -> cute.Tensor:
+    def sequence(self, first_row: Int32, head: Int32, batch: Int32, column: Int32 | int = 0) -> cute.Tensor:
         """All tiles of one head from ``first_row`` on, the ``column``-th along columns: (rows, columns, n)."""
         where = () if cutlass.const_expr(self.varlen) else (batch,)
         plane = cute.domain_offset((first_row, 0), self.tensor[(None, None, head, *where)])

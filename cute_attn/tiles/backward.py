@@ -331,6 +331,10 @@ class BackwardSm90Tile(Tile):
             0: threads read the bias from global memory. If its gradient equals dS, TMA stores that from dS.
         mask_warps: warps of the producer warpgroup that compute the flash dropout mask, at most 3, or 1 with
             ``dq_bulk``; 0: each consumer thread computes its own. Not with ``p_in_smem``.
+        cluster: CTAs that divide the columns of Q, K, V, dO, dQ, dK and dV; 2 exchange their parts of S and dP. Padded
+            head dims are then multiples of 64, and ``scores_ahead`` is true.
+        scores_ahead: with ``p_in_smem``, products run all the time: a query block's dP beside its P, dV beside dS, and
+            the next one's S beside the addition of dQ. Takes two stages of Q.
         staggered: where all queries see every key block, CTAs start at different query blocks, so that those of one
             head do not add to the same dQ at the same time.
     """
@@ -346,6 +350,8 @@ class BackwardSm90Tile(Tile):
     dq_bulk: bool = False
     bias_stages: int = choice(0, 0, 1, 2, 3)
     mask_warps: int = choice(0, 0, 1, 2, 3)
+    cluster: int = choice(1, 1, 2)
+    scores_ahead: bool = False
     staggered: bool = False
 
     BARRIER_BYTES: ClassVar[int] = 1024
@@ -353,6 +359,15 @@ class BackwardSm90Tile(Tile):
     warpgroups: ClassVar[int] = 2  # consumers; there is one producer warpgroup beside them
     mma_threads: ClassVar[int] = 256
     dq_vector: ClassVar[int] = 4  # floats of dQ that one reduction adds
+
+    def columns(self, head_dim: int) -> int:
+        """Columns of a CTA: of the padded head dim, or its part of them."""
+        return padded(head_dim) // self.cluster
+
+    @property
+    def dq_passes(self) -> int:
+        """Parts of head_dim with a dQ accumulator each: a CTA's."""
+        return self.cluster
 
     def for_convert(self) -> "BackwardSm90Tile":
         """The convert's tile: this one with the fields reset that do not affect dQ's order in memory."""
@@ -401,7 +416,7 @@ class BackwardSm90Tile(Tile):
         Not where TMA may still be storing dS as the bias's gradient.
         """
         room = self.tile_m * self.num_stages_ds * (2 if self.p_in_smem else 1)
-        return room >= padded(traits.head_dim) and not (self.bias_stages and traits.bias_grad)
+        return room >= self.columns(traits.head_dim) and not (self.bias_stages and traits.bias_grad)
 
     @property
     def row_stride(self) -> int:
@@ -420,7 +435,7 @@ class BackwardSm90Tile(Tile):
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
         """Name -> first byte and end of each area of shared memory. dV reuses V's; for dK see ``dk_leaves_k``."""
-        d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
+        d, dv = self.columns(traits.head_dim), self.columns(traits.head_dim_v)
         sizes = {
             "barriers": self.BARRIER_BYTES,
             "k": 2 * self.tile_n * d,
@@ -431,6 +446,7 @@ class BackwardSm90Tile(Tile):
             "p": 2 * self.tile_m * self.tile_n * self.num_stages_ds if self.p_in_smem else 0,
             "bias": 2 * self.tile_m * self.tile_n * self.bias_stages,
             "dq": 4 * self.tile_m * d if self.dq_bulk else 0,
+            "sums": 4 * self.tile_m * self.tile_n * (2 if self.cluster > 1 else 0),
             "lse": 4 * self.row_stride * self.num_stages_q,
             "minus_d": 4 * self.row_stride * self.num_stages_do,
             "mask": 4 * self.mask_words * self.mma_threads * (self.MASK_STAGES if self.mask_warps else 0),
@@ -444,11 +460,11 @@ class BackwardSm90Tile(Tile):
         return areas
 
     def registers(self, traits: Traits) -> int:
-        d, dv, threads = padded(traits.head_dim), padded(traits.head_dim_v), self.mma_threads
+        d, dv, threads = self.columns(traits.head_dim), self.columns(traits.head_dim_v), self.mma_threads
         acc_dkv, acc_s = self.tile_n * (d + dv) // threads, self.tile_m * self.tile_n // threads
         acc_dq = self.tile_m * d // threads
         if self.p_in_smem:  # where S and dP are gone when dQ comes
-            return acc_dkv + max(2 * acc_s, acc_dq) + 28
+            return acc_dkv + max(2 * acc_s + 28, acc_dq + (acc_s + 16 if self.scores_ahead else 28))
         return acc_dkv + max(2 * acc_s, acc_dq + acc_s) + 20
 
     @property
@@ -457,7 +473,16 @@ class BackwardSm90Tile(Tile):
         return 8 if self.dkv_transposed and self.tile_n % 32 else 16
 
     def shape_reason(self, traits: Traits) -> str | None:
-        d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
+        d, dv = self.columns(traits.head_dim), self.columns(traits.head_dim_v)
+        if self.cluster not in (1, 2) or any(
+            padded(dim) % (32 * self.cluster) for dim in (traits.head_dim, traits.head_dim_v)
+        ):
+            return (
+                f"cluster is {self.cluster}; accepted: 1, or with padded head dims in multiples of 64 also 2, "
+                f"for {traits}"
+            )
+        if self.cluster > 1 and not self.scores_ahead:
+            return "cluster is 2; accepted: with scores_ahead"
         keys = 16 if self.dkv_transposed else 64 if self.p_in_smem else 128
         if self.tile_n <= 0 or self.tile_n % keys or (not self.p_in_smem and self.tile_n != keys):
             return f"tile_n is {self.tile_n}; accepted: {keys} with p_in_smem={str(self.p_in_smem).lower()}"
@@ -497,6 +522,8 @@ class BackwardSm90Tile(Tile):
             return f"num_stages_ds is {self.num_stages_ds}; accepted: 2 with p_in_smem=false"
         if self.p_in_smem and self.dq_bulk:
             return "dq_bulk is true; accepted: with p_in_smem=false"
+        if self.scores_ahead and not (self.p_in_smem and self.num_stages_q > 1):
+            return "scores_ahead is true; accepted: with p_in_smem and 2 or more num_stages_q"
         if self.bias_stages and (traits.bias not in ("fp16", "bf16") or self.p_in_smem):
             return (
                 f"bias_stages is {self.bias_stages}; accepted: 0, or with a bias of 16 bits and p_in_smem=false, "

@@ -22,7 +22,7 @@ class BackwardSchedule(NamedTuple):
         num_splits: a work tile is every num_splits-th key block of a (batch, kv head).
         split_stride: floats between the accumulators of dQ of two splits; 0: all splits add to one accumulator.
         counter: 4 bytes, 0 before the launch: work tiles claimed beyond each CTA's first one.
-        multiprocessors: of the GPU.
+        multiprocessors: of the GPU, or clusters of them.
     """
 
     num_splits: Int32

@@ -240,7 +240,7 @@ def check_captured(
     ("arch", "head_dim", "name"),
     [
         *((*kernel, name) for kernel in (("sm80", 64), ("sm90", 64), ("sm90", 128)) for name in LEARNED),
-        ("sm80", 512, "temperature"),  # several CTAs have the same scores
+        *((arch, 512, "temperature") for arch in ("sm80", "sm90")),  # several CTAs have the same scores
     ],
 )
 def test_captured_tensors_have_gradients(name: str, head_dim: int, arch: str) -> None:

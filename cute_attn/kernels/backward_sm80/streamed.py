@@ -11,7 +11,6 @@ A chunk is 128 bytes of a row, or 64 where head dims are odd multiples of that. 
 head dims, and registers depend on ``columns``: 64 x 64 scores and any head dim fit every target.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +22,8 @@ from cute_attn.device.band import Band
 from cute_attn.device.gemm import SmemResult, below_1024
 from cute_attn.device.math import rematerialize, rematerialize_each
 from cute_attn.device.probabilities import score_gradient
-from cute_attn.device.score_tile import ScoreTile
 from cute_attn.device.seqlen import existing_rows, padded_row0, sequence, workspace_rows
-from cute_attn.epilogues.chain import ScoreState, run_if
+from cute_attn.epilogues.chain import ScoreState
 from cute_attn.kernels.backward_sm80.params import BackwardParams
 from cute_attn.kernels.backward_sm80.products import Operand, Products
 from cute_attn.kernels.backward_sm80.storage import ScaleStorage, factor_of, gradient_factors
@@ -382,20 +380,10 @@ class Streamed:
         op.p_out.store(self.products.operand_of_p(p))
         chain.zero_dropped(ahead.dropped, dp.acc)
         score_gradient(scores.acc, dp.acc, kernel.row_numbers(ctx, block, 0, ctx.smem.minus_d))
-        self.epilogues_backward(ctx, dp, saved)
+        chain.backward(ctx.state, dp, saved, adds=ctx.part == 0)  # other CTAs have the same scores
         ds, factor = kernel.operand_of_ds(ctx, acc_dp, dk, lambda: ctx.thread)
         op.ds_out.store(ds)
         return factor
-
-    @cute.jit
-    def epilogues_backward(self, ctx: StreamedContext, dp: ScoreTile, saved: tuple) -> None:
-        """The epilogues' derivatives; gradients of tensors by one of the CTAs that have the same scores."""
-        chain, modifiers = self.kernel.epilogues, ctx.state.modifiers
-        for i in cutlass.range_constexpr(len(chain.modifiers) - 1, -1, -1):
-            modifier, own, kept = chain.modifiers[i], modifiers[i], saved[i]
-            if cutlass.const_expr(modifier.has_gradients):
-                run_if(ctx.part == 0, functools.partial(modifier.add_gradients, own, dp, kept))
-            modifier.backward(own, dp, kept)
 
     @cute.jit
     def add_dq(

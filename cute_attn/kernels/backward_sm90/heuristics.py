@@ -18,7 +18,9 @@ def preferred_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     would have; how many a user's needs is not known here.
     """
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
-    if d > 128:
+    if d > 256:
+        tiles = _divided_tiles()
+    elif d > 128:
         tiles = _wide_tiles(traits)
     else:
         tiles = [
@@ -97,4 +99,13 @@ def _wide_tiles(traits: Traits) -> list[BackwardSm90Tile]:
         dataclasses.replace(tile, num_stages_do=1),
         dataclasses.replace(tile, num_stages_do=1, num_stages_ds=1),
         dataclasses.replace(tile, num_stages_q=1, num_stages_do=1, num_stages_ds=1),
+    ]
+
+
+def _divided_tiles() -> list[BackwardSm90Tile]:
+    """For head dims above 256."""
+    tile = BackwardSm90Tile(64, 64, p_in_smem=True, staggered=True, scores_ahead=True, cluster=2)
+    stages = [(2, 2, 1), (2, 1, 1)]
+    return [
+        dataclasses.replace(tile, num_stages_q=q, num_stages_do=do, num_stages_ds=ds) for q, do, ds in stages
     ]

@@ -45,8 +45,13 @@ bias gradient, if that is dS.
 Above head dim 128 dK and dV of 64 keys exceed a warpgroup's registers. P goes through shared memory too
 (``p_in_smem``): the warpgroups divide the keys of S, and the columns of dV, dK and dQ, which is not a step late.
 
-Limits: fp16 and bf16; head dims up to 256, multiples of 8, padded to multiples of 32 in shared memory; rows 16-byte
-aligned with a contiguous last dimension.
+Above 256 not even those fit, nor do K, V, Q and dO fit shared memory: two CTAs (``cluster``) divide the columns of all
+of them, and of dK, dV and dQ. Each computes S and dP of its columns and sends them to its peer in fp32; both add what
+they receive, so both have the whole S and dP, with equal bits, and all that follows from them. S travels while dP is
+computed, dP while P is.
+
+Limits: fp16 and bf16; head dims up to 576, multiples of 8, padded to multiples of 32 in shared memory, or of 64 where
+one is above 256; rows 16-byte aligned with a contiguous last dimension.
 """
 
 import functools
@@ -88,16 +93,28 @@ from cute_attn.kernels.backward_sm90.params import (
 )
 from cute_attn.kernels.backward_sm90.producer import Producer
 from cute_attn.kernels.backward_sm90.roles import BiasGradientStorer, DqAdder, PhiloxProducer
-from cute_attn.kernels.limits import beyond
+from cute_attn.kernels.limits import LARGE_HEAD_DIM, beyond
 from cute_attn.outputs.accumulate import add_fragment, stage_fragment
 from cute_attn.outputs.dq_order import block_floats, make_accumulator
+from cute_attn.outputs.peer_sum import cluster_barrier
 from cute_attn.rows.tma import TmaTiles, TmaVectors
 from cute_attn.rows.tma_bias import bias_tma
 from cute_attn.tiles import BackwardSm90Tile, first_that_fits, padded
-from cute_attn.traits import Traits
+from cute_attn.traits import MAX_HEAD_DIM, Traits
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.broadcast import KeyTile
 from cute_attn.work.key_tiles import BackwardSchedule, HeadSplits, KeyTileOrder
+
+
+def _undivided(traits: Traits) -> str | None:
+    """Why two CTAs cannot divide large head dims, or None."""
+    dims = traits.head_dim, traits.head_dim_v
+    if max(dims) <= LARGE_HEAD_DIM or all(padded(dim) % 64 == 0 for dim in dims):
+        return None
+    return (
+        f"head_dim, head_dim_v are {dims}; accepted with one above {LARGE_HEAD_DIM}: "
+        "those whose next multiple of 32 is one of 64"
+    )
 
 
 @dataclass(frozen=True)
@@ -111,7 +128,7 @@ class BackwardSm90(BackwardSm90Layouts):
         """Why this kernel cannot serve ``traits``, or None."""
         if (traits.op, traits.arch) != ("backward", "sm90"):
             return f"it computes backward-sm90, not {traits.op}-{traits.arch}"
-        return beyond(traits) or EpilogueChain.decline(traits)
+        return beyond(traits, most=MAX_HEAD_DIM) or _undivided(traits) or EpilogueChain.decline(traits)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> BackwardSm90Tile:
@@ -218,7 +235,7 @@ class BackwardSm90(BackwardSm90Layouts):
         """Launch. Shapes and units: see ``cute_attn.kernels.arguments``."""
         traits, tile = self.traits, self.tile
         nheads = mQ.shape[-2]
-        head_bytes = Int64(seqlens.max_seqlen_q) * (4 * self.dims[0])
+        head_bytes = Int64(seqlens.max_seqlen_q) * (4 * padded(traits.head_dim))
         order = KeyTileOrder.make(seqlens, mDK, schedule, head_bytes, tile.tile_n, traits.causal)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         d, dv = self.dims
@@ -246,12 +263,14 @@ class BackwardSm90(BackwardSm90Layouts):
         params = BackwardParams(
             seqlens, softmax_scale, score_args, order, schedule.counter, nheads, head_splits
         )
+        clusters = {"cluster": [tile.cluster, 1, 1]} if tile.cluster > 1 else {}
         self.kernel(params, inputs, outputs).launch(
-            grid=[cutlass.min(order.blocks, schedule.multiprocessors), 1, 1],
+            grid=[cutlass.min(order.blocks, schedule.multiprocessors) * tile.cluster, 1, 1],
             block=[tile.num_threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=True,
+            **clusters,
         )
 
     def rows(self, op: Any, tensor: cute.Tensor, layout: Any, rows: int, head_dim: int) -> TmaTiles:
@@ -279,8 +298,15 @@ class BackwardSm90(BackwardSm90Layouts):
                     shared.pipeline_mask.init(4 * self.tile.warpgroups, self.tile.mask_warps)
                 shared.ds_buffer.init(4 * self.tile.warpgroups + (1 if self.stores_bias_gradient else 0))
                 shared.dq_staging.init(4 * self.tile.warpgroups)
+                if cutlass.const_expr(self.tile.cluster > 1):
+                    shared.peer_s.init()
+                    shared.peer_dp.init()
+                    shared.cluster_claims.init()
             cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        if cutlass.const_expr(self.tile.cluster > 1):
+            cluster_barrier()
+        else:
+            cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()  # the convert kernel, which waits for this one's end
         cute.arch.griddepcontrol_wait()  # for the preprocess kernel's outputs
         if warp < 4:
@@ -300,6 +326,12 @@ class BackwardSm90(BackwardSm90Layouts):
         else:
             cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
             self.compute_all(params, outputs, shared, thread - WARPGROUP)
+            if cutlass.const_expr(self.tile.cluster > 1):
+                cluster_barrier()  # a CTA's memory may be written until its peer has read the last sums
+
+    def part(self) -> Int32 | int:
+        """Which of the cluster's parts of the head dims is this CTA's."""
+        return cute.arch.block_idx_in_cluster() if self.tile.cluster > 1 else 0
 
     def begin(
         self, params: BackwardParams, key_tile: KeyTile, head: Int32
@@ -380,7 +412,9 @@ class BackwardSm90(BackwardSm90Layouts):
             cute.select(accum.layout, mode=[1, 2] if packed else [1, 2, 3]),
         )
         row0 = padded_row0(params.seqlens, key_tile.info, key_tile.batch, self.tile.tile_m)
-        return workspace_rows(split, key_tile.batch, head, row0, self.dims[0], packed).iterator
+        width = padded(self.traits.head_dim)
+        rows = workspace_rows(split, key_tile.batch, head, row0, width, packed)
+        return rows.iterator + self.part() * (block_floats(self.traits, self.tile) // self.tile.cluster)
 
     def score_map(self, thread: Int32) -> ScoreMap:
         """The scores that a consumer thread holds."""
@@ -433,7 +467,17 @@ class BackwardSm90(BackwardSm90Layouts):
         if cutlass.const_expr(not masked_last):
             # Without a left bound, masks are needed up to some query block, or by all.
             full_begin, full_end = (full_begin if full_begin < full_end else end), end
-        if cutlass.const_expr(self.tile.p_in_smem):
+        if cutlass.const_expr(self.tile.scores_ahead):
+            if blocks.begin < end:
+                # Of the last step there is no next S.
+                acc_s, last = self.first_scores(ctx), end - 1
+                full_begin, full_end = cutlass.min(full_begin, last), cutlass.min(full_end, last)
+                self.steps_ahead(ctx, acc_s, blocks.begin, full_begin, True)
+                self.steps_ahead(ctx, acc_s, full_begin, full_end, False)
+                if cutlass.const_expr(masked_last):
+                    self.steps_ahead(ctx, acc_s, full_end, last, True)
+                self.step_with_scores_ahead(ctx, acc_s, last, True, last=True)
+        elif cutlass.const_expr(self.tile.p_in_smem):
             self.steps(ctx, blocks.begin, full_begin, True)
             self.steps(ctx, full_begin, full_end, False)
             if cutlass.const_expr(masked_last):
@@ -509,6 +553,83 @@ class BackwardSm90(BackwardSm90Layouts):
         shared.pipeline_q.consumer_release(n, Accessed.BY_THREADS_FENCED)
 
     @cute.jit
+    def first_scores(self, ctx: HeadContext) -> cute.Tensor:
+        """The first query block's S, on its way to the peer."""
+        acc_s, begin = self.scores_accumulator(), ctx.blocks.begin
+        self.start_s(ctx, acc_s, begin)
+        warpgroup.wait_group(0)
+        self.send_s(ctx, acc_s, ctx.use_of(begin))
+        return acc_s
+
+    @cute.jit
+    def steps_ahead(
+        self, ctx: HeadContext, acc_s: cute.Tensor, begin: Int32, end: Int32, masked: Constexpr
+    ) -> None:
+        """Query blocks [begin, end), each with S of the next one; acc_s: S of the first one."""
+        for block in cutlass.range(begin, end, unroll=1):
+            self.step_with_scores_ahead(ctx, acc_s, block, masked)
+
+    @cute.jit
+    def step_with_scores_ahead(
+        self, ctx: HeadContext, acc_s: cute.Tensor, block: Int32, masked: Constexpr, last: Constexpr = False
+    ) -> None:
+        """One query block, whose S is in ``acc_s``, and S of the next one unless it is the ``last``.
+
+        Stages of P and dS are free when they are written: all warpgroups have passed the barrier of the last step's dS
+        after its dV, which reads P, and that of this step's P after the last step's dQ and dK, which read dS.
+        """
+        shared, n = ctx.shared, ctx.use_of(block)
+        scores, acc_dp = self.score_tile(ctx, acc_s, block), self.scores_accumulator()
+        loaded = self.epilogues.load(ctx.state, scores)
+        lse = self.row_values(ctx, shared.s_lse, shared.pipeline_q, n)
+        self.start_dp(ctx, acc_dp, block)
+        mask = self.epilogues.dropout_mask(ctx.state, scores)
+        if cutlass.const_expr(self.tile.cluster > 1):
+            shared.peer_s.add(acc_s, rematerialize_each(ctx.thread, n), n)
+        partial = ctx.blocks.partial(block) if cutlass.const_expr(masked) else None
+        saved = self.epilogues.forward(ctx.state, scores, loaded, masked, partial)
+        visible_keys = ctx.state.band.visible_keys if self.epilogues.may_be_large else None
+        probabilities(scores, lse, ctx.scale_log2, visible_keys)
+        p = self.p_in_16_bits(ctx, acc_s, mask)
+        warpgroup.wait_group(0)
+        if cutlass.const_expr(self.tile.cluster > 1):
+            shared.peer_dp.send(acc_dp, rematerialize_each(ctx.thread, n))
+        self.store_scores(ctx, p, shared.s_p, n)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        consumer_barrier(self.tile.warpgroups)
+
+        self.start_dv(ctx, p, n)
+        if cutlass.const_expr(self.tile.cluster > 1):
+            shared.peer_dp.add(acc_dp, rematerialize_each(ctx.thread, n), n)
+        ds = self.to_gradients(ctx, scores, acc_dp, saved, mask, n)
+        self.store_scores(ctx, ds, shared.s_ds, n)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        warpgroup.wait_group(0)
+        shared.pipeline_do.consumer_release(n, Accessed.BY_THREADS_FENCED)
+        consumer_barrier(self.tile.warpgroups)
+
+        acc_dq = self.dq_accumulator()
+        self.start_dq(ctx, acc_dq, n)
+        self.start_dk(ctx, ds, n)
+        warpgroup.wait_group(1)
+        self.add_dq(ctx, acc_dq, block)
+        if cutlass.const_expr(not last):
+            self.start_s(ctx, acc_s, block + 1)  # only here are there registers for it
+            warpgroup.wait_group(1)
+        else:
+            warpgroup.wait_group(0)
+        shared.pipeline_q.consumer_release(n, Accessed.BY_THREADS_FENCED)
+        if cutlass.const_expr(not last):
+            warpgroup.wait_group(0)
+            self.send_s(ctx, acc_s, n + 1)
+
+    @cute.jit
+    def send_s(self, ctx: HeadContext, acc_s: cute.Tensor, n: Int32) -> None:
+        """Send the CTA's part of S of step n to its peer, if there is one."""
+        if cutlass.const_expr(self.tile.cluster > 1):
+            ctx.shared.peer_s.send(acc_s, rematerialize_each(ctx.thread, n))
+
+    @cute.jit
     def wait_for_ds(self, ctx: HeadContext, n: Int32) -> None:
         """Wait until all warpgroups have written dS of step n, and until its dQ may be staged."""
         ctx.shared.ds_buffer.wait(n)
@@ -518,19 +639,22 @@ class BackwardSm90(BackwardSm90Layouts):
     # ---- what steps are made of ----
 
     @cute.jit
-    def zero_queries_out_of_bounds(self, ctx: HeadContext, block: Int32, n: Int32) -> None:
-        """Zero Q, dO and the bias beyond the sequence's last query."""
+    def zero_queries_out_of_bounds(
+        self, ctx: HeadContext, block: Int32, n: Int32, q: Constexpr = True, do: Constexpr = True
+    ) -> None:
+        """Zero Q with the bias, and dO, beyond the sequence's last query."""
         if cutlass.const_expr(self.traits.varlen or self.traits.seqused_q):
             rows = ctx.seqlen_q - block * self.tile.tile_m
             if rows < self.tile.tile_m:
                 shared = ctx.shared
-                shared.pipeline_do.consumer_wait(n)
-                self.zero_rows(shared.s_q[None, None, shared.pipeline_q.stage(n)], rows, ctx.thread)
-                self.zero_rows(shared.s_do[None, None, shared.pipeline_do.stage(n)], rows, ctx.thread)
-                if cutlass.const_expr(self.loads_bias_by_tma):
-                    self.zero_rows(
-                        shared.bias.tensor[None, None, shared.pipeline_q.stage(n)], rows, ctx.thread
-                    )
+                stage_q = shared.pipeline_q.stage(n)
+                if cutlass.const_expr(do):
+                    shared.pipeline_do.consumer_wait(n)
+                    self.zero_rows(shared.s_do[None, None, shared.pipeline_do.stage(n)], rows, ctx.thread)
+                if cutlass.const_expr(q):
+                    self.zero_rows(shared.s_q[None, None, stage_q], rows, ctx.thread)
+                if cutlass.const_expr(q and self.loads_bias_by_tma):
+                    self.zero_rows(shared.bias.tensor[None, None, stage_q], rows, ctx.thread)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 consumer_barrier(self.tile.warpgroups)
 
@@ -551,7 +675,9 @@ class BackwardSm90(BackwardSm90Layouts):
     ) -> tuple[cute.Tensor, cute.Tensor]:
         """P, dropped elements zero, and dS of a query block, in 16 bits."""
         shared, n = ctx.shared, ctx.use_of(block)
-        scores, acc_s, acc_dp, loaded = self.score_tile(ctx, block)
+        acc_s, acc_dp = self.scores_accumulator(), self.scores_accumulator()
+        scores = self.score_tile(ctx, acc_s, block)
+        loaded = self.epilogues.load(ctx.state, scores)
         mask, lse = self.start_s_and_dp(ctx, acc_s, acc_dp, block)
         # While S and dP run, the reads that were not issued before them.
         if cutlass.const_expr(mask is None):
@@ -595,7 +721,8 @@ class BackwardSm90(BackwardSm90Layouts):
         ds_tile = scores.of(ctx.score_map.view(acc_dp))
         self.epilogues.zero_dropped(mask, ds_tile.acc)
         score_gradient(scores.acc, ds_tile.acc, minus_d)
-        self.epilogues.backward(ctx.state, ds_tile, saved)
+        adds = self.part() == 0 if cutlass.const_expr(self.tile.cluster > 1) else None
+        self.epilogues.backward(ctx.state, ds_tile, saved, adds)
         return converted(acc_dp, self.dtype)
 
     @cute.jit
@@ -618,7 +745,6 @@ class BackwardSm90(BackwardSm90Layouts):
         if cutlass.const_expr(self.dp_starts_from_d):
             shared.pipeline_do.consumer_wait(n)
             minus_d = self.row_values(ctx, shared.s_minus_d, shared.pipeline_do, n)
-        if cutlass.const_expr(self.dp_starts_from_d):
             start_from(ctx.score_map.view(acc_dp), minus_d)
         self.start_scores(op.a_scores, op.b_scores, acc_s, shared.pipeline_q.stage(n), False)
         if cutlass.const_expr(not self.dp_starts_from_d):
@@ -626,15 +752,40 @@ class BackwardSm90(BackwardSm90Layouts):
         self.start_scores(op.a_dp, op.b_dp, acc_dp, shared.pipeline_do.stage(n), self.dp_starts_from_d)
         return mask, lse
 
-    def score_tile(self, ctx: HeadContext, block: Int32) -> tuple[ScoreTile, cute.Tensor, cute.Tensor, tuple]:
-        """Registers for S and dP of ``block``, and what the epilogues read of global memory meanwhile."""
-        shape = self.mma_scores().get_slice(0).partition_shape_C(self.scores_shape)
-        acc_s, acc_dp = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
+    @cute.jit
+    def start_s(self, ctx: HeadContext, acc_s: cute.Tensor, block: Int32) -> None:
+        """Start S of a query block."""
+        op, pipeline, n = ctx.fragments, ctx.shared.pipeline_q, ctx.use_of(block)
+        pipeline.consumer_wait(n)
+        self.zero_queries_out_of_bounds(ctx, ctx.blocks.block(block), n, do=False)
+        self.start_scores(op.a_scores, op.b_scores, acc_s, pipeline.stage(n), False)
+
+    @cute.jit
+    def start_dp(self, ctx: HeadContext, acc_dp: cute.Tensor, block: Int32) -> None:
+        """Start dP of a query block."""
+        op, pipeline, n = ctx.fragments, ctx.shared.pipeline_do, ctx.use_of(block)
+        pipeline.consumer_wait(n)
+        self.zero_queries_out_of_bounds(ctx, ctx.blocks.block(block), n, q=False)
+        if cutlass.const_expr(self.dp_starts_from_d):
+            minus_d = self.row_values(ctx, ctx.shared.s_minus_d, pipeline, n)
+            if cutlass.const_expr(self.tile.cluster > 1):  # once in the sum
+                minus_d.store(minus_d.load() * Float32(self.part() == 0))
+            start_from(ctx.score_map.view(acc_dp), minus_d)
+        self.start_scores(op.a_dp, op.b_dp, acc_dp, pipeline.stage(n), self.dp_starts_from_d)
+
+    def scores_accumulator(self) -> cute.Tensor:
+        """Registers for S or dP of a query block."""
+        return cute.make_rmem_tensor(
+            self.mma_scores().get_slice(0).partition_shape_C(self.scores_shape), Float32
+        )
+
+    def score_tile(self, ctx: HeadContext, acc_s: cute.Tensor, block: Int32) -> ScoreTile:
+        """S of ``block`` in ``acc_s``, with its place."""
         scores = ctx.score_map.tile(acc_s, ctx.blocks.block(block) * self.tile.tile_m, ctx.key0)
         if cutlass.const_expr(self.loads_bias_by_tma):
             stage = ctx.shared.pipeline_q.stage(ctx.use_of(block))
             scores = replace(scores, tma_bias=ctx.shared.bias.tile(ctx.bias_address, stage))
-        return scores, acc_s, acc_dp, self.epilogues.load(ctx.state, scores)
+        return scores
 
     @cute.jit
     def start_scores(
@@ -794,7 +945,7 @@ class BackwardSm90(BackwardSm90Layouts):
             self.store_rows(shared.s_v, outputs.mDV, self.traits.head_dim_v, key_tile, rows, thread)
             consumer_barrier(self.tile.warpgroups)
         elif thread < 32:
-            where = (Int32(0), key_tile.head_dkv, key_tile.batch)
+            where = (Int32(0), key_tile.head_dkv, key_tile.batch, self.part())
             outputs.tma_dv.store(shared.s_v[None, None, 0], outputs.tma_dv.sequence(*where), block)
             outputs.tma_dk.store(shared.s_dk[None, None, 0], outputs.tma_dk.sequence(*where), block)
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -831,9 +982,12 @@ class BackwardSm90(BackwardSm90Layouts):
         thread: Int32,
     ) -> None:
         """Store the first ``rows`` keys of a key tile to varlen ``target``."""
-        cols = padded(head_dim)
+        cols = self.tile.columns(head_dim)
         # Which need not be a multiple of the rows of one copy.
         rows = cutlass.min(rows, self.tile.tile_n)
         plane = sequence(target, key_tile.batch, key_tile.head_dkv, key_tile.info.offset_k, True)
-        tiles = cute.local_tile(plane, (self.tile.tile_n, cols), (key_tile.block, 0))
-        RowCopy(self.gmem_store(cols), thread, cols, head_dim).copy(source[None, None, 0], tiles, rows, False)
+        for part in cutlass.range_constexpr(self.tile.cluster):
+            tiles = cute.local_tile(plane, (self.tile.tile_n, cols), (key_tile.block, part))
+            exist: Constexpr = min(head_dim - part * cols, cols)
+            own = rows if cutlass.const_expr(self.tile.cluster == 1) else rows * Int32(self.part() == part)
+            RowCopy(self.gmem_store(cols), thread, cols, exist).copy(source[None, None, 0], tiles, own, False)

@@ -10,7 +10,7 @@ from cute_attn.device.wgmma import operand_layout
 from cute_attn.kernels.arguments import CUTE_DTYPES
 from cute_attn.kernels.step import StepContent, wgmma_count
 from cute_attn.outputs.dq_order import mma_dq
-from cute_attn.tiles import BackwardSm90Tile, padded
+from cute_attn.tiles import BackwardSm90Tile
 from cute_attn.traits import Traits
 
 
@@ -47,8 +47,8 @@ class BackwardSm90Layouts:
 
     @property
     def dims(self) -> tuple[int, int]:
-        """head_dim and head_dim_v as shared memory and registers hold them."""
-        return padded(self.traits.head_dim), padded(self.traits.head_dim_v)
+        """A CTA's columns of head_dim and head_dim_v, as shared memory and registers hold them."""
+        return self.tile.columns(self.traits.head_dim), self.tile.columns(self.traits.head_dim_v)
 
     def layout_k(self) -> cute.ComposedLayout:
         """K, (tile_n, head_dim): an operand of S, and transposed of dQ. dK takes it over."""

@@ -11,10 +11,12 @@ from cute_attn.device.seqlen import Seqlens
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.kernels.arguments import CUTE_DTYPES
 from cute_attn.outputs.dq_staging import DqStaging
+from cute_attn.outputs.peer_sum import PeerSum
 from cute_attn.rows.tma import TmaTiles, TmaVectors
 from cute_attn.rows.tma_bias import TmaBiasOfQueries
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.broadcast import KeyTile, KeyTileBroadcast
+from cute_attn.work.cluster_claims import ClusterClaims
 from cute_attn.work.key_tiles import HeadSplits, KeyTileOrder, QueryHeads
 
 
@@ -32,6 +34,8 @@ class BackwardStorage:
     s_dq: cute.Pointer  # a query block's dQ in register order, with tile.dq_bulk
     s_lse: cute.Tensor  # (tile_m, stage)
     s_minus_d: cute.Tensor  # (tile_m, stage)
+    peer_s: PeerSum  # with a cluster
+    peer_dp: PeerSum
     s_mask: cute.Tensor  # 16 bits, (2, thread, word, stage); unused without mask_warps
     pipeline_k: Pipeline
     pipeline_v: Pipeline
@@ -41,6 +45,7 @@ class BackwardStorage:
     ds_buffer: SharedDoubleBuffer  # of s_ds, unless p_in_smem
     dq_staging: DqStaging  # of s_dq
     work: KeyTileBroadcast
+    cluster_claims: ClusterClaims
     bias: Any  # TmaBiasOfQueries, in Q's pipeline, or None
 
 
@@ -156,6 +161,9 @@ def shared_memory(kernel: Any) -> BackwardStorage:
     ):
         pipelines.append(Pipeline(barriers, stages, stage_bytes, per_lane_arrivals=stage_bytes == 0))
         barriers = barriers + Pipeline.barrier_bytes(stages) // 8
+    sum_bytes = 4 * tile.tile_m * tile.tile_n
+    received = cute.recast_ptr(start["sums"], dtype=Float32)
+    sums = [PeerSum(received + i * (sum_bytes // 4), barriers + 8 + i, sum_bytes) for i in range(2)]
     return BackwardStorage(
         operand("k", kernel.layout_k()),
         operand("v", kernel.layout_v()),
@@ -167,6 +175,8 @@ def shared_memory(kernel: Any) -> BackwardStorage:
         cute.recast_ptr(start["dq"], dtype=Float32),
         rows("lse", tile.num_stages_q),
         rows("minus_d", tile.num_stages_do),
+        sums[0],
+        sums[1],
         cute.make_tensor(cute.recast_ptr(start["mask"], dtype=Int16), mask),
         pipelines[0],
         pipelines[1],
@@ -176,5 +186,6 @@ def shared_memory(kernel: Any) -> BackwardStorage:
         SharedDoubleBuffer(barriers),
         DqStaging(barriers + 2),
         KeyTileBroadcast(cute.recast_ptr(barriers + 4, dtype=Int32), pipelines[0]),
+        ClusterClaims(cute.recast_ptr(barriers + 12, dtype=Int32), barriers + 10),
         bias,
     )

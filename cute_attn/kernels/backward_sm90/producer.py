@@ -36,8 +36,9 @@ class Producer:
         order, splits = params.order, params.order.num_splits.divisor
         counter = cute.recast_ptr(params.counter.iterator, dtype=Int32)
         claims = WorkClaims(cute.make_tensor(counter, cute.make_layout(1)))
-        position = cute.arch.block_idx()[0]
+        position = cute.arch.block_idx()[0] // self.kernel.tile.cluster
         n, steps = Int32(0), Int32(0)  # uses so far of the pipelines of K and V, of Q and dO
+        claimed = Int32(0)  # by a cluster
         while position < order.blocks:
             found = order.find(position, params.seqlens.cu_seqlens_k)
             first, head_dkv, batch = (cute.arch.make_warp_uniform(x) for x in found)
@@ -47,7 +48,11 @@ class Producer:
                 key_tile = KeyTile(block, first, head_dkv, batch, info)
                 steps = self.load_block(key_tile, n, steps)
                 n += 1
-            position = claims.index(claims.claim())
+            if cutlass.const_expr(self.kernel.tile.cluster == 1):
+                position = claims.index(claims.claim())
+            else:
+                position = self.shared.cluster_claims.claim(claims, claimed)
+                claimed += 1
         self.shared.work.write_end(n)
 
     @cute.jit
@@ -85,7 +90,7 @@ class Producer:
     def of_keys(self, rows: TmaTiles, key_tile: KeyTile) -> cute.Tensor:
         """Blocks of K or V in the sequence and for the kv head of a work tile."""
         head_kv = self.params.query_heads(key_tile).head_kv
-        return rows.sequence(key_tile.info.offset_k, head_kv, key_tile.batch)
+        return rows.sequence(key_tile.info.offset_k, head_kv, key_tile.batch, self.kernel.part())
 
     @cute.jit
     def load_queries(
@@ -97,8 +102,8 @@ class Producer:
         """
         kernel, inputs, shared = self.kernel, self.inputs, self.shared
         info, tile_m = key_tile.info, kernel.tile.tile_m
-        g_q = inputs.q.sequence(info.offset_q, head, key_tile.batch)
-        g_do = inputs.do.sequence(info.offset_q, head, key_tile.batch)
+        g_q = inputs.q.sequence(info.offset_q, head, key_tile.batch, kernel.part())
+        g_do = inputs.do.sequence(info.offset_q, head, key_tile.batch, kernel.part())
         first_rows = padded_row0(self.params.seqlens, info, key_tile.batch, tile_m) // tile_m
         g_lse = inputs.lse.sequence(head, key_tile.batch)
         g_minus_d = inputs.minus_d.sequence(head, key_tile.batch)
