@@ -199,8 +199,8 @@ def defaults() -> list[tuple[Traits, str]]:
     """(traits, target) pairs that represent the default tiles; tests build a cover of them.
 
     Every head dim, plain and causal, for the oldest and the newest target; every feature at the two commonest head
-    dims; on the targets with the least shared memory what needs the most. A few of the backward's preprocess and
-    convert.
+    dims; of Hopper one large head dim; on the targets with the least shared memory what needs the most. A few of the
+    backward's preprocess and convert.
     """
     pairs: list[tuple[Traits, str]] = []
     for op, arch, variant in KERNELS:
@@ -238,6 +238,8 @@ def defaults() -> list[tuple[Traits, str]]:
                     pairs.append((Traits(op, arch, "bf16", head_dim, mask=mask), target))
         for head_dim in (64, 128):
             pairs += [(Traits(op, arch, "bf16", head_dim, **extra), targets[-1]) for extra in _features(op)]
+        if arch == "sm90":
+            pairs.append((Traits(op, arch, "bf16", 512, mask="causal"), targets[-1]))
         if "sm86" in targets:
             pairs += [(Traits(op, arch, "bf16", dim, mask="causal"), "sm86") for dim in (64, 128, 256)]
             pairs.append((Traits(op, arch, "fp16", 128, mask="causal"), "sm89"))

@@ -112,6 +112,7 @@ ORDERS = {
     "sm90": ("sm90", 96, BackwardSm90Tile(64, 128)),
     "sm90-along-m": ("sm90", 64, BackwardSm90Tile(128, 128)),
     "sm90-along-n": ("sm90", 192, BackwardSm90Tile(64, 64, p_in_smem=True)),
+    "sm90-cluster": ("sm90", 384, BackwardSm90Tile(64, 64, p_in_smem=True, scores_ahead=True, cluster=2)),
     "sm90-transposed": ("sm90", 128, BackwardSm90Tile(80, 128, dq_transposed=True)),
 }
 
@@ -148,7 +149,7 @@ def test_fragments_are_stored_as_documented_and_load_back(name):
     traits = Traits("backward", arch, "fp16", head_dim)
     m, n = dq.accumulator_shape(traits, tile)
     size = m * n // tile.mma_threads
-    assert dq.block_floats(traits, tile) == m * n == tile.tile_m * padded(head_dim)
+    assert dq.block_floats(traits, tile) == m * n * dq.passes(tile) == tile.tile_m * padded(head_dim)
     memory, values, matrix = torch.zeros(m * n), torch.zeros(tile.mma_threads, size), torch.zeros(m, n)
     given = [from_dlpack(x, assumed_align=16) for x in (memory, values, matrix)]
     cute.compile[ARCH[arch]](add_and_load, *given, traits, tile)(*given)
@@ -179,7 +180,7 @@ def add_and_stage(added: cute.Tensor, staged: cute.Tensor, traits: Constexpr, ti
 def test_staged_and_added_fragments_have_the_same_layout(name):
     arch, head_dim, tile = ORDERS[name]
     traits = Traits("backward", arch, "fp16", head_dim)
-    added, staged = (torch.zeros(dq.block_floats(traits, tile)) for _ in range(2))
+    added, staged = (torch.zeros(math.prod(dq.accumulator_shape(traits, tile))) for _ in range(2))
     given = [from_dlpack(x, assumed_align=16) for x in (added, staged)]
     cute.compile[ARCH[arch]](add_and_stage, *given, traits, tile)(*given)
     assert torch.equal(added, staged) and torch.equal(

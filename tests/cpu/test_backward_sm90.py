@@ -45,13 +45,17 @@ def traits_of(rest):
 
 def test_every_combination_has_a_tile():
     dims = (8, 32, 40, 64, 72, 96, 104, 128, 136, 160, 192, 224, 256)
-    for d, dv, feature in itertools.product(dims, dims, FEATURES):
+    large = [
+        (d, dv) for d in (64, 256, 264, 320, 512, 576) for dv in (64, 256, 320, 384, 512) if max(d, dv) > 256
+    ]
+    pairs = [*itertools.product(dims, dims), *large]
+    for (d, dv), feature in itertools.product(pairs, FEATURES):
         traits = traits_of(f"d{d}" + (f"x{dv}" if d != dv else "") + feature)
         tile = BackwardSm90.default_tile(traits, "sm90")
         assert tile.reject(traits, "sm90") is None, (traits, tile.reject(traits, "sm90"))
 
 
-@pytest.mark.parametrize("rest", ["d64", "d64-dropout", "d128-causal", "d256", "d40x136", "d192x128"])
+@pytest.mark.parametrize("rest", ["d64", "d64-dropout", "d128-causal", "d256", "d40x136", "d192x128", "d512"])
 def test_shared_memory_areas_follow_each_other_aligned(rest):
     traits = traits_of(rest)
     tile = BackwardSm90.default_tile(traits, "sm90")
@@ -67,7 +71,8 @@ def test_shared_memory_areas_follow_each_other_aligned(rest):
         assert start % (1024 if name not in ("lse", "minus_d", "mask") else 128) == 0
         end = stop
     assert end == tile.smem_bytes(traits) <= SHARED_MEMORY_BYTES["sm90"]
-    assert areas["q"][1] - areas["q"][0] == tile.num_stages_q * tile.tile_m * padded(traits.head_dim) * 2
+    columns = padded(traits.head_dim) // tile.cluster
+    assert areas["q"][1] - areas["q"][0] == tile.num_stages_q * tile.tile_m * columns * 2
 
 
 @pytest.mark.parametrize(
@@ -90,6 +95,10 @@ def test_shared_memory_areas_follow_each_other_aligned(rest):
         ("d256-dropout", "mask_warps=1", "mask_warps is 1"),
         ("d128", "tile_m=128", "registers"),
         ("d256", "num_stages_q=3", "shared memory"),
+        ("d224", "cluster=2", "cluster is 2; accepted: 1, or with padded head dims in multiples of 64"),
+        ("d256", "cluster=2", "cluster is 2; accepted: with scores_ahead"),
+        ("d256", "scores_ahead=true,num_stages_q=1", "scores_ahead is true"),
+        ("d64", "scores_ahead=true", "scores_ahead is true"),
         ("d256", "p_in_smem=false,tile_n=128", "registers"),
     ],
 )
@@ -97,6 +106,12 @@ def test_a_rejected_tile_names_the_reason(rest, text, words):
     traits = traits_of(rest)
     tile = BackwardSm90.default_tile(traits, "sm90").override(text)
     assert words in (tile.reject(traits, "sm90") or "")
+
+
+def test_head_dims_that_a_cluster_cannot_divide_are_declined():
+    reason = BackwardSm90.supports(traits_of("d96x512"))
+    assert reason is not None and "head_dim, head_dim_v are (96, 512)" in reason
+    assert BackwardSm90.supports(traits_of("d120x264")) is None
 
 
 # ---- layouts ----

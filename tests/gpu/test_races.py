@@ -97,6 +97,8 @@ BACKWARD = [
     Case("varlen-d128", head_dim=128, **PACKED),
     Case("varlen-d256", causal=True, head_dim=256, **PACKED),
     Case("d512", causal=True, head_dim=512, **(GQA | {"batch": 2})),
+    Case("d512-varlen", head_dim=512, **PACKED),
+    Case("d384-bias-of-heads", head_dim=384, bias="bf16", bias_broadcast="b", **(SHORT | {"batch": 8})),
     Case("fp32-d64", causal=True, dtype="fp32", **(GQA | {"batch": 2})),
 ]
 AMPERE = ("bias-of-heads-d64", "causal-d128-gqa", "everything-d64", "varlen-d64", "dropout-d64")

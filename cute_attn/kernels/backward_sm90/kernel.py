@@ -50,8 +50,8 @@ of them, and of dK, dV and dQ. Each computes S and dP of its columns and sends t
 they receive, so both have the whole S and dP, with equal bits, and all that follows from them. S travels while dP is
 computed, dP while P is.
 
-Limits: fp16 and bf16; head dims up to 576, multiples of 8, padded to multiples of 32 in shared memory, or of 64 where
-one is above 256; rows 16-byte aligned with a contiguous last dimension.
+Limits: fp16 and bf16; head dims up to 576, multiples of 8, padded to multiples of 32 in shared memory, which above 256
+and beside such a one have to be multiples of 64; rows 16-byte aligned with a contiguous last dimension.
 """
 
 import functools
@@ -112,8 +112,8 @@ def _undivided(traits: Traits) -> str | None:
     if max(dims) <= LARGE_HEAD_DIM or all(padded(dim) % 64 == 0 for dim in dims):
         return None
     return (
-        f"head_dim, head_dim_v are {dims}; accepted with one above {LARGE_HEAD_DIM}: "
-        "those whose next multiple of 32 is one of 64"
+        f"head_dim, head_dim_v are {dims}; accepted beside one above {LARGE_HEAD_DIM}: "
+        "those whose next multiple of 32 is also one of 64"
     )
 
 
