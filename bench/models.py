@@ -19,8 +19,9 @@ from typing import Any
 from bench import run, shapes
 from cute_attn.lab.benchmark.workload import Workload, mixed_lengths
 
-PEERS = (*shapes.PEERS, "mem_efficient")
-"""The default of ``--impl``, beside our newest kernel; the last one has biases, and their gradients."""
+PEERS = (*shapes.PEERS, "mem_efficient", "ffpa")
+"""The default of ``--impl``, beside our newest kernel; mem_efficient has biases and their gradients, ffpa head dims
+above 256."""
 
 
 def trained() -> Iterator[tuple[str, Workload]]:

@@ -31,7 +31,14 @@ END = {
     "backward": "<!-- end of backward speed table -->",
     "decode": "<!-- end of decode table -->",
 }
-PEERS = {"fa2": "FA2", "mem_efficient": "mem-eff.", "cudnn": "cuDNN", "fa3": "FA3", "fa4": "FA4"}
+PEERS = {
+    "fa2": "FA2",
+    "mem_efficient": "mem-eff.",
+    "cudnn": "cuDNN",
+    "fa3": "FA3",
+    "fa4": "FA4",
+    "ffpa": "ffpa",
+}
 ROWS = ("*-bf16-*-s2048-*", "*-bf16-*-s8192-*", "*-bf16-*varlen*")
 """The rows of docs/speed.md."""
 SHORT_BEGIN, SHORT_END = "<!-- short speed table -->", "<!-- end of short speed table -->"

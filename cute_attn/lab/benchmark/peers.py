@@ -256,6 +256,40 @@ def _fa3_lacks(workload: Workload, sm8x: bool, flags: Mapping[str, bool]) -> str
     return None
 
 
+def ffpa(workload: Workload, x: Inputs) -> Run:
+    """ffpa-attn's kernels in the CuTe DSL, of head dims above 256; PyTorch's serve smaller ones behind its function."""
+    _needs(
+        "ffpa",
+        workload,
+        "window",
+        "bias",
+        "alibi",
+        "softcap",
+        "sinks",
+        "dropout",
+        "varlen",
+        "unequal head dims",
+    )
+    if workload.head_dim <= 256:
+        raise Declined("ffpa has kernels of its own above head dim 256")
+    try:
+        from ffpa_attn import ffpa_attn_func  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise Declined(f"ffpa-attn is not installed ({error})") from error
+    options: dict[str, Any] = {
+        "is_causal": workload.causal,
+        "enable_gqa": workload.nheads != workload.nheads_kv,
+        "backend": "cutedsl",
+    }
+
+    def forward(x: Inputs) -> Tensor:
+        return ffpa_attn_func(*(tensor.transpose(1, 2) for tensor in (x.q, x.k, x.v)), **options).transpose(
+            1, 2
+        )
+
+    return _run(workload, x, forward)
+
+
 def _first(result: Any) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
 
@@ -266,6 +300,7 @@ PEERS: dict[str, Implementation] = {
     "cudnn": cudnn,
     "fa3": fa3,
     "fa4": fa4,
+    "ffpa": ffpa,
 }
 
 
@@ -293,6 +328,7 @@ def versions() -> dict[str, str]:
         "cudnn": str(torch.backends.cudnn.version()),
         "fa3": _installed("flash-attn-3") or _fa3_commit() or "not installed",
         "fa4": _installed("flash-attn-4") or "not installed",
+        "ffpa": _installed("ffpa-attn") or "not installed",
     }
 
 
