@@ -59,7 +59,7 @@ def ab_of_tiles(
         ),
     ] = None,
     peer: Annotated[
-        str | None, typer.Option("--peer", help="B: fa4, fa3, cudnn, fa2 or mem_efficient.")
+        str | None, typer.Option("--peer", help="B: fa4, fa3, cudnn, fa2, mem_efficient or ffpa.")
     ] = None,
     workloads: Workloads = None,
     resolution: Annotated[

@@ -20,6 +20,7 @@ class StepContent:
         async_bytes: what TMA and bulk reductions write to or read from shared memory in a step.
         other_wgmma: (how many, n) wgmma of 64 x n x 16, both operands in shared memory, that the CTA's other warpgroups
             issue in a step.
+        ctas: of a cluster that have the same scores.
     """
 
     mma: int
@@ -29,6 +30,7 @@ class StepContent:
     loops: Loops = ()
     async_bytes: int = 0
     other_wgmma: tuple[int, int] = (0, 0)
+    ctas: int = 1
 
 
 def mma_sync_count(m: int, n: int, k: int, warps: int, depth: int = 16) -> int:

@@ -65,7 +65,8 @@ def estimate(verdict: Verdict, workload: "Workload | None" = None) -> float:
         steps * clocks_of_step + alone / 2 + LATENCY: count
         for steps, count in work_tiles(workload, _fields(verdict)).items()
     }
-    return max(makespan(tiles, blocks * machine.count), operand_bytes(workload) / machine.bytes)
+    machines = blocks * machine.count // _fields(verdict).get("cluster", 1)
+    return max(makespan(tiles, machines), operand_bytes(workload) / machine.bytes)
 
 
 def estimates(verdict: Verdict) -> dict[str, float]:

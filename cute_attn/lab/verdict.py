@@ -94,7 +94,7 @@ class StepCost:
     Attributes:
         address: of its loop's first instruction.
         instructions, mma, exp2: of one warp.
-        elements: scores of a thread; ``scores``: of a block.
+        elements: scores of a thread; ``scores``: of a block, or its share of its cluster's.
         clocks: see :class:`Clocks`.
     """
 
@@ -332,7 +332,7 @@ def step_cost(step: Step, content: StepContent, target: str, copies: Sequence[Co
         step.count(*MMA),
         step.count("MUFU.EX2"),
         content.elements,
-        32 * content.warps * content.elements,
+        32 * content.warps * content.elements // content.ctas,
         clocks(step, content, target, copies),
     )
 

@@ -37,8 +37,9 @@ class BackwardSm90Layouts:
         elements = tile.tile_m * tile.tile_n // tile.mma_threads
         moved = 2 * tile.tile_m * (d + dv + (tile.tile_n if tile.bias_stages else 0))
         moved += 4 * tile.tile_m * (2 + (d if tile.dq_bulk else 0))  # LSE and D; dQ
+        moved += 8 * tile.tile_m * tile.tile_n if tile.cluster > 1 else 0  # a peer's S and dP
         exp2 = elements * (1 + self.traits.softcap)
-        return StepContent(mma, exp2, elements, 4 * groups, async_bytes=moved)
+        return StepContent(mma, exp2, elements, 4 * groups, async_bytes=moved, ctas=tile.cluster)
 
     @property
     def dtype(self) -> Any:
