@@ -16,10 +16,8 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from cute_attn.epilogues.functions.known import block_mask_epilogue_of
 from cute_attn.host.values import kind_of
-from cute_attn.traits import LISTED_ROWS
+from cute_attn.traits import FULL, LISTED_ROWS, PARTIAL
 
-PARTIAL, FULL = 1, 2
-"""Kinds of blocks, beside 0: hidden."""
 _MOST_LISTS = 8
 _UNBOUNDED = (1 << 30, 1 << 30)
 """The block size of FlexAttention's own masks of one block, which state lengths of 1 and fit any."""

@@ -22,6 +22,8 @@ PTX = {
     "append": ("ld.global.v4", "st.global.v4"),
     **dict.fromkeys(SPLIT_TENSORS, ("ld.global.v4", "redux.sync.max", "cvt.rn.f16", "st.global")),
     **dict.fromkeys(PADDED_TENSORS, ("ld.global", "st.global.v")),
+    "block_kinds": ("st.global.b8",),
+    "block_lists": ("vote.sync.ballot", "popc", "ld.global.b8", "st.global"),
     "combine": ("ld.global.v4", "ex2.approx", "st.global"),
     "combine_shares": ("ld.global.v4", "ex2.approx", "st.global"),
 }
@@ -33,6 +35,8 @@ SASS = {
     "append": ("LDG", "STG"),
     **dict.fromkeys(SPLIT_TENSORS, ("LDG", "REDUX", "STG")),
     **dict.fromkeys(PADDED_TENSORS, ("LDG", "STG")),
+    "block_kinds": ("STG",),
+    "block_lists": ("VOTE", "POPC", "LDG", "STG"),
     "combine": ("LDG", "LDS", "MUFU", "STG"),
     "combine_shares": ("LDG", "LDS", "MUFU", "STG"),
 }
