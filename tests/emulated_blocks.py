@@ -12,6 +12,7 @@ from cute_attn.epilogues.functions.intervals import unknown
 from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.kernels.block_kinds import BlockKinds
 from cute_attn.kernels.block_lists import BlockCounts, ListBlocks
+from cute_attn.kernels.block_visits import BlockSizes, ListVisits
 from cute_attn.tiles.blocks import BlockKindsTile, BlockListsTile
 from cute_attn.traits import LISTED_ROWS, Traits
 from layouts.model import no_arguments
@@ -103,3 +104,26 @@ def _list(kernel: Constexpr, kinds: cute.Tensor, of_queries: tuple, of_keys: tup
     lines = batch * nheads * (rows + columns)
     for line in cutlass.range(lines + 3):  # the last CTA may have warps beyond them
         kernel.write(kinds, BlockCounts(*of_queries), BlockCounts(*of_keys), Int32(line))
+
+
+def emulated_visits(kinds, block_size, batch, seqlen_q, nheads, seqlen_k, nheads_kv):
+    """What :func:`cute_attn.host.block_masks.block_lists` returns."""
+    kernel = ListVisits(Traits("block_visits", "sm80", "bf16", LISTED_ROWS), BlockListsTile())
+    rows, columns = (-(-n // LISTED_ROWS) for n in (seqlen_q, seqlen_k))
+    shapes = ((rows, 2), (rows, columns), (columns, 2), (columns, rows))
+    lists = [torch.full((*kinds.shape[:2], *shape), -7, dtype=torch.int32) for shape in shapes]
+    group = nheads // nheads_kv if kinds.shape[1] > 1 else 1
+    table, *written = map(dynamic, (kinds, *lists))
+    numbers = seqlen_q, seqlen_k, *block_size, group
+    with no_arguments():
+        compiled = cute.compile(_visit, kernel, table, tuple(written[:2]), tuple(written[2:]), numbers)
+    compiled(table, tuple(written[:2]), tuple(written[2:]))
+    return tuple(x.expand(batch, nheads, -1, -1) for x in lists)
+
+
+@cute.jit
+def _visit(kernel: Constexpr, kinds: cute.Tensor, of_queries: tuple, of_keys: tuple, numbers: Constexpr):
+    lines = kinds.shape[0] * kinds.shape[1] * (of_queries[0].shape[2] + of_keys[0].shape[2])
+    sizes = BlockSizes(*(Int32(n) for n in numbers))
+    for line in cutlass.range(lines + 3):
+        kernel.write(kinds, of_queries, of_keys, sizes, Int32(line))

@@ -26,6 +26,7 @@ from cute_attn.kernels.backward_sm80.kernel import BackwardSm80
 from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
 from cute_attn.kernels.block_kinds import BlockKinds
 from cute_attn.kernels.block_lists import ListBlocks
+from cute_attn.kernels.block_visits import ListVisits
 from cute_attn.kernels.combine import Combine, CombineShares
 from cute_attn.kernels.forward_sm80 import ForwardSm80
 from cute_attn.kernels.forward_sm90 import ForwardSm90
@@ -61,6 +62,7 @@ KERNELS: dict[tuple[str, str, str], Any] = {
     **{(op, "sm80", ""): PadRows for op in PADDED_TENSORS},
     ("block_kinds", "sm80", ""): BlockKinds,
     ("block_lists", "sm80", ""): ListBlocks,
+    ("block_visits", "sm80", ""): ListVisits,
     ("forward", "sm80", "terms"): ForwardTerms,
     ("forward", "sm80", "fallback"): ForwardFallback,
 }

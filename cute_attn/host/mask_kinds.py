@@ -17,6 +17,7 @@ from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.epilogues.functions.predicate import Predicate, predicate_of
 from cute_attn.epilogues.functions.trace import Trace, trace
 from cute_attn.host import memory
+from cute_attn.host.block_masks import remember
 from cute_attn.host.checks import check_count
 from cute_attn.host.launch import NOW
 from cute_attn.traits import FULL, LISTED_ROWS, PARTIAL, Traits
@@ -46,7 +47,9 @@ def made_block_mask(
     else:
         kinds = _kinds_by_definition(trace(None, mask_mod, device), sizes, block_size, device)
     of_queries, of_keys = lists_of(kinds)
-    return BlockMask(sizes[2:], *of_queries, *of_keys, BLOCK_SIZE=block_size, mask_mod=mask_mod)
+    mask = BlockMask(sizes[2:], *of_queries, *of_keys, BLOCK_SIZE=block_size, mask_mod=mask_mod)
+    remember(mask, kinds)
+    return mask
 
 
 def _check_captured(tensors: tuple[Tensor, ...], device: torch.device) -> None:

@@ -152,6 +152,17 @@ def block_lists_fake_args() -> tuple:
     return (plain_fake(cutlass.Uint8, 4), *lists)
 
 
+def block_visits_fake_args() -> tuple:
+    """``__call__``'s arguments of the kernel that lists what kernels visit, without the stream.
+
+    mKinds as of :func:`block_kinds_fake_args`, for blocks of block_q queries and block_k keys; of_queries and of_keys:
+    counts and blocks as of ``cute_attn.work.block_lists.BlockLists``; seqlen_q, seqlen_k; block_q, block_k; group:
+    query heads of a kv head, 1 where mKinds has one head.
+    """
+    lists = tuple((plain_fake(Int32, 4), plain_fake(Int32, 4)) for _ in range(2))
+    return (plain_fake(cutlass.Uint8, 4), *lists, *(Int32(1) for _ in range(5)))
+
+
 def forward_fake_args(traits: Traits, score_args: tuple) -> tuple:
     """``__call__``'s arguments of a forward kernel, without the stream."""
     ndim = 3 if traits.varlen else 4

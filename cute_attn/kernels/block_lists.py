@@ -92,10 +92,10 @@ class ListBlocks:
         b, h = number // nheads, number % nheads
         if b < batch:
             if at < rows:
-                self.write_line(mKinds[b, h, at, None], *(_of_line(x, b, h, at) for x in of_queries))
+                self.write_line(mKinds[b, h, at, None], *(of_line(x, b, h, at) for x in of_queries))
             else:
                 at = at - rows
-                self.write_line(mKinds[b, h, None, at], *(_of_line(x, b, h, at) for x in of_keys))
+                self.write_line(mKinds[b, h, None, at], *(of_line(x, b, h, at) for x in of_keys))
 
     @cute.jit
     def write_line(
@@ -138,7 +138,7 @@ def _kinds(kinds: cute.Tensor, block: Int32, size: Int32) -> tuple[Boolean, Bool
     return (kind == PARTIAL) & (block < size), (kind == FULL) & (block < size)
 
 
-def _of_line(x: cute.Tensor, b: Int32, h: Int32, at: Int32) -> cute.Tensor:
+def of_line(x: cute.Tensor, b: Int32, h: Int32, at: Int32) -> cute.Tensor:
     """A line's list, or its count as a tensor of one."""
     if cute.rank(x) == 4:
         return x[b, h, at, None]

@@ -55,7 +55,7 @@ class BlockKindsTile(Tile):
 
 @dataclass(frozen=True)
 class BlockListsTile(Tile):
-    """Tile of the kernel that lists blocks by their kinds.
+    """Tile of the kernels that list blocks by their kinds.
 
     Attributes:
         num_warps: warps of a CTA; each writes the lists of a row or column of blocks.
@@ -75,8 +75,8 @@ class BlockListsTile(Tile):
         return 48
 
     def shape_reason(self, traits: Traits) -> str | None:
-        if traits.op != BLOCK_OPS[1]:
-            return f"op is {traits.op}; accepted: {BLOCK_OPS[1]}"
+        if traits.op not in BLOCK_OPS[1:]:
+            return f"op is {traits.op}; accepted: {', '.join(BLOCK_OPS[1:])}"
         if not 1 <= self.num_warps <= 32:
             return f"num_warps is {self.num_warps}; accepted: 1 to 32"
         return None

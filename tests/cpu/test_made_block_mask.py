@@ -1,5 +1,6 @@
 """block_mask: the kernels' device code on the CPU, with bounds of blocks, against the definition and torch's lists."""
 
+import copy
 import operator
 import random
 
@@ -11,9 +12,11 @@ from cute_attn import Traits, attention, block_mask, lookup
 from cute_attn.api import outside_graphs
 from cute_attn.compiler.registry import Unsupported
 from cute_attn.epilogues.functions.known import epilogue_of
+from cute_attn.host import block_masks
+from cute_attn.host.block_masks import block_lists, epilogue_of_block_mask, kinds_of
 from cute_attn.host.mask_kinds import lists_of
 from cute_attn.traits import FULL, LISTED_ROWS, PARTIAL
-from tests.emulated_blocks import ByBounds, Evaluating, emulated_kinds, emulated_lists
+from tests.emulated_blocks import ByBounds, Evaluating, emulated_kinds, emulated_lists, emulated_visits
 
 CPU = torch.device("cpu")
 BATCH, NHEADS = 2, 3
@@ -366,7 +369,37 @@ def test_device_code_lists_blocks_in_order(shape):
             assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("block_size", [(128, 128), (64, 256), (32, 96)])
+@pytest.mark.parametrize(("heads", "heads_kv"), [(1, 2), (4, 4), (4, 2), (3, 1)])
+@pytest.mark.parametrize("lengths", [(500, 1300), (256, 200), (90, 128)])
+def test_device_code_lists_what_kernels_visit(lengths, heads, heads_kv, block_size):
+    """heads: of the table; one stands for four."""
+    sizes = (2, lengths[0], max(heads, 4) if heads == 1 else heads, lengths[1], heads_kv)
+    rows, columns = (-(-n // size) for n, size in zip(lengths, block_size, strict=True))
+    chances = torch.rand(2, heads, rows, columns, generator=generator)
+    kinds = (chances > 0.2).byte() + (chances > 0.5).byte()
+    for found, expected in zip(
+        emulated_visits(kinds, block_size, *sizes), block_lists(kinds, block_size, *sizes), strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
 # ---- calls ----
+
+
+def test_its_kinds_are_known(monkeypatch):
+    """To attention, until a list changes: then they follow from the lists."""
+    made, (q, k) = [], (torch.ones(1, 300, 2, 16) for _ in range(2))
+    monkeypatch.setattr(block_masks, "kinds_of", lambda mask: made.append(mask) or kinds_of(mask))
+    mask = block_mask(causal, 1, None, 300, 300, device="cpu")
+    found = epilogue_of_block_mask(mask, q, k)[1]
+    assert not made
+    for x, y in zip(found, epilogue_of_block_mask(copy.copy(mask), q, k)[1], strict=True):
+        assert torch.equal(x, y)
+    assert len(made) == 1
+    mask.full_kv_num_blocks[..., 1] = 0
+    changed = epilogue_of_block_mask(mask, q, k)[1]
+    assert len(made) == 2 and changed[-4][0, 0, :, 1].tolist() == [128, 128, 300]
 
 
 def test_attention_takes_it():
