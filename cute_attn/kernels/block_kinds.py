@@ -26,7 +26,6 @@ from cutlass import Boolean, Constexpr, Int32, Int64, Uint8, cute, memory
 from cute_attn.device import warp
 from cute_attn.epilogues.base import user_epilogue
 from cute_attn.epilogues.functions.blocks import BlockPredicate, Extremes, MaskState, kept_type
-from cute_attn.epilogues.functions.epilogue import FunctionEpilogue
 from cute_attn.epilogues.functions.graph import Graph
 from cute_attn.epilogues.functions.intervals import Interval
 from cute_attn.epilogues.functions.predicate import Predicate, predicate_of
@@ -243,5 +242,7 @@ def _predicate(traits: Traits) -> Predicate | None:
     if not traits.epilogues:
         graph = Graph()
         return predicate_of(graph, graph.input("score"))
+    from cute_attn.epilogues.functions.epilogue import FunctionEpilogue  # loads torch
+
     cls = user_epilogue(traits.epilogues[0])
     return predicate_of(cls.graph, cls.output) if issubclass(cls, FunctionEpilogue) else None
