@@ -45,6 +45,7 @@ _HOME = {
     "attention_with_kvcache": "api.kvcache",
     "append_kv": "api.append",
     "merge_attention": "api.merge",
+    "block_mask": "api.block_mask",
 }
 _CALLS = (
     "api.attention",
@@ -71,6 +72,7 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_backward",
     "attention_with_kvcache",
+    "block_mask",
     "check_epilogue",
     "compile",
     "defaults",

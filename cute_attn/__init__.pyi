@@ -13,6 +13,7 @@ from cute_attn.api.attention import (
     attention_varlen_backward,
     draw_rng_state,
 )
+from cute_attn.api.block_mask import block_mask
 from cute_attn.api.kvcache import attention_with_kvcache
 from cute_attn.api.merge import merge_attention
 from cute_attn.compiler import CompiledKernel, Resources, compile, prebuild
@@ -37,6 +38,7 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_backward",
     "attention_with_kvcache",
+    "block_mask",
     "check_epilogue",
     "compile",
     "defaults",

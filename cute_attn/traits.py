@@ -20,6 +20,7 @@ OPS = (
     *("forward", "backward", "backward_preprocess", "backward_convert"),
     *("kvcache", "combine", "combine_shares", "append", "forward_split", "backward_split"),
     *("forward_pad", "forward_unpad", "backward_pad", "backward_unpad"),
+    *("block_kinds", "block_lists", "block_visits"),
 )
 PARTS = ("backward_preprocess", "backward_convert")
 PART_FIELDS = ("arch", "dtype", "head_dim", "head_dim_v", "varlen", "seqused_q")
@@ -41,6 +42,12 @@ PADDED_TENSORS = {
 }
 """The ops that copy rows of any head dim and strides to padded ones, or back, and the trait with the head dim of each
 tensor: q, k, v (and dO, O); O; dQ, dK, dV."""
+
+BLOCK_OPS = ("block_kinds", "block_lists", "block_visits")
+"""The ops that make block masks, and the lists that kernels visit. They read no rows of a head dim: for them the dtype
+is bf16 and the head dim 128."""
+PARTIAL, FULL = 1, 2
+"""Kinds of a mask's blocks, beside 0: hidden."""
 
 ARCHS = ("sm80", "sm90")
 ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}

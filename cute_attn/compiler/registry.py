@@ -24,6 +24,9 @@ from cute_attn.kernels.backward_convert import BackwardConvert
 from cute_attn.kernels.backward_preprocess import BackwardPreprocess
 from cute_attn.kernels.backward_sm80.kernel import BackwardSm80
 from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
+from cute_attn.kernels.block_kinds import BlockKinds
+from cute_attn.kernels.block_lists import ListBlocks
+from cute_attn.kernels.block_visits import ListVisits
 from cute_attn.kernels.combine import Combine, CombineShares
 from cute_attn.kernels.forward_sm80 import ForwardSm80
 from cute_attn.kernels.forward_sm90 import ForwardSm90
@@ -35,7 +38,7 @@ from cute_attn.kernels.limits import LARGE_HEAD_DIM
 from cute_attn.kernels.pad_rows import PadRows
 from cute_attn.kernels.split_fp32 import SplitFp32
 from cute_attn.tiles import TARGETS, Tile
-from cute_attn.traits import PADDED_TENSORS, PARTS, SPLIT_TENSORS, Traits
+from cute_attn.traits import BLOCK_OPS, LISTED_ROWS, PADDED_TENSORS, PARTS, SPLIT_TENSORS, Traits
 
 KERNELS: dict[tuple[str, str, str], Any] = {
     ("forward", "sm80", ""): ForwardSm80,
@@ -57,6 +60,9 @@ KERNELS: dict[tuple[str, str, str], Any] = {
     ("forward_split", "sm80", ""): SplitFp32,
     ("backward_split", "sm80", ""): SplitFp32,
     **{(op, "sm80", ""): PadRows for op in PADDED_TENSORS},
+    ("block_kinds", "sm80", ""): BlockKinds,
+    ("block_lists", "sm80", ""): ListBlocks,
+    ("block_visits", "sm80", ""): ListVisits,
     ("forward", "sm80", "terms"): ForwardTerms,
     ("forward", "sm80", "fallback"): ForwardFallback,
 }
@@ -231,6 +237,9 @@ def defaults() -> list[tuple[Traits, str]]:
         if op in PADDED_TENSORS:
             pairs.append((Traits(op, arch, "bf16", 59, varlen=True), targets[-1]))
             pairs.append((Traits(op, arch, "fp32", 574), targets[0]))
+            continue
+        if op in BLOCK_OPS:
+            pairs += [(Traits(op, arch, "bf16", LISTED_ROWS), target) for target in (targets[0], targets[-1])]
             continue
         for head_dim in (32, 64, 96, 128, 192, 256):
             for mask in ("", "causal"):

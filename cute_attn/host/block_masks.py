@@ -6,6 +6,7 @@ kinds. Kernels visit lists of blocks of ``LISTED_ROWS``. Tables and lists are ma
 for it, and kept as long as the mask lives.
 """
 
+import functools
 from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -14,12 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
+from cute_attn import _without_dsl
 from cute_attn.epilogues.functions.known import block_mask_epilogue_of
+from cute_attn.host import memory
+from cute_attn.host.checks import check_count
+from cute_attn.host.launch import NOW
 from cute_attn.host.values import kind_of
-from cute_attn.traits import LISTED_ROWS
+from cute_attn.traits import FULL, LISTED_ROWS, PARTIAL, Traits
 
-PARTIAL, FULL = 1, 2
-"""Kinds of blocks, beside 0: hidden."""
 _MOST_LISTS = 8
 _UNBOUNDED = (1 << 30, 1 << 30)
 """The block size of FlexAttention's own masks of one block, which state lengths of 1 and fit any."""
@@ -83,39 +86,67 @@ _made: MutableMapping[BlockMask, _Made] = WeakKeyDictionary()
 
 
 def _made_of(block_mask: BlockMask) -> _Made:
-    """What is known of a mask, or made anew: where its lists changed, on another stream, or changes are not seen.
+    """What is known of a mask, or made anew: where its lists changed, or changes are not seen, as of inference tensors.
 
-    That is within the capture of a CUDA graph, whose replays read the mask's lists again, and of inference tensors,
-    which count no changes.
+    Also on another stream, and in another capture of a CUDA graph, whose replays read the mask's lists again.
     """
-    source = (
+    source = _source_of(block_mask)
+    state = _state_of(block_mask)
+    if state is None:
+        return _Made(source, (), kinds_of(block_mask), {})
+    known = _made.get(block_mask)
+    if known is not None and known.state == state and all(map(_is, known.source, source)):
+        return known
+    return remember(block_mask, kinds_of(block_mask))
+
+
+def remember(block_mask: BlockMask, kinds: Tensor) -> _Made:
+    """Keep a mask's table of kinds as long as it lives and its lists do not change."""
+    made = _Made(_source_of(block_mask), _state_of(block_mask) or (), kinds, {})
+    if made.state and type(kinds) is Tensor:  # no tracer's
+        _made[block_mask] = made
+    return made
+
+
+def _source_of(block_mask: BlockMask) -> tuple[Tensor | None, ...]:
+    return (
         block_mask.kv_num_blocks,
         block_mask.kv_indices,
         block_mask.full_kv_num_blocks,
         block_mask.full_kv_indices,
     )
-    if _changes_unseen(source):
-        return _Made(source, (), kinds_of(block_mask), {})
+
+
+def _state_of(block_mask: BlockMask) -> tuple | None:
+    """What a table of kinds holds for; None where that cannot be told."""
+    source = _source_of(block_mask)
+    capture = _capture(block_mask.kv_num_blocks)
+    if capture is None or any(x is not None and x.is_inference() for x in source):
+        return None
     versions = tuple(None if x is None else x._version for x in source)
-    state = (versions, block_mask.BLOCK_SIZE, block_mask.seq_lengths, _stream(source[0]))
-    known = _made.get(block_mask)
-    if known is not None and known.state == state and all(map(_is, known.source, source)):
-        return known
-    made = _Made(source, state, kinds_of(block_mask), {})
-    if type(made.kinds) is Tensor:  # no tracer's
-        _made[block_mask] = made
-    return made
+    return (
+        versions,
+        block_mask.BLOCK_SIZE,
+        block_mask.seq_lengths,
+        _stream(block_mask.kv_num_blocks),
+        capture,
+    )
 
 
 def _is(x: Any, y: Any) -> bool:
     return x is y
 
 
-def _changes_unseen(source: tuple[Tensor | None, ...]) -> bool:
-    on_gpu = source[0] is not None and source[0].is_cuda
-    if on_gpu and torch.cuda.is_current_stream_capturing():
-        return True
-    return any(x is not None and x.is_inference() for x in source)
+def _capture(x: Tensor | None) -> int | None:
+    """The number of the CUDA graph's capture that a tensor is read in, 0 for none, None where that is not known."""
+    if x is None or not x.is_cuda or not torch.cuda.is_current_stream_capturing():
+        return 0
+    if not _without_dsl.is_installed():
+        return None
+    from cuda.bindings import driver  # comes with the DSL
+
+    result, _, number, *_ = driver.cuStreamGetCaptureInfo(driver.CUstream(_stream(x)))
+    return None if result != driver.CUresult.CUDA_SUCCESS else int(number)
 
 
 def _stream(x: Tensor) -> int:
@@ -160,8 +191,11 @@ def block_lists(
     """Counts and blocks of the key blocks of each query block, then those of the query blocks of each key block.
 
     As :class:`cute_attn.work.block_lists.BlockLists` has them. A key block is visited for all query heads of its kv
-    head at a time: its list is the union of theirs.
+    head at a time: its list is the union of theirs. On a GPU by a kernel; what follows here is the definition.
     """
+    some = kinds.numel() and seqlen_q and seqlen_k
+    if type(kinds) is Tensor and kinds.is_cuda and some and _without_dsl.is_installed():
+        return _lists_by_kernel(kinds, block_size, batch, seqlen_q, nheads, seqlen_k, nheads_kv)
     for dim, seqlen, rows in ((2, seqlen_q, block_size[0]), (3, seqlen_k, block_size[1])):
         kinds = _in_listed_blocks(kinds, dim, seqlen, rows)
     shared = kinds
@@ -171,6 +205,40 @@ def block_lists(
         shared = (seen.int() + full.int()).repeat_interleave(nheads // nheads_kv, 1)
     of_keys = _lists(shared.mT, batch, nheads, seqlen_q, last_is_masked=seqlen_k % LISTED_ROWS > 0)
     return (*_lists(kinds, batch, nheads, seqlen_k), *of_keys)
+
+
+def _lists_by_kernel(
+    kinds: Tensor,
+    block_size: tuple[int, int],
+    batch: int,
+    seqlen_q: int,
+    nheads: int,
+    seqlen_k: int,
+    nheads_kv: int,
+) -> tuple[Tensor, ...]:
+    """:func:`block_lists` in one launch. A bundle may lack that kernel: without the DSL the definition is computed."""
+    shared, (rows, columns) = kinds.shape[:2], (-(-n // LISTED_ROWS) for n in (seqlen_q, seqlen_k))
+    shapes = ((rows, 2), (rows, columns), (columns, 2), (columns, rows))
+    lists = [torch.empty((*shared, *shape), dtype=torch.int32, device=kinds.device) for shape in shapes]
+    group = nheads // nheads_kv if shared[1] > 1 else 1
+    check_count("block_mask has rows and columns of blocks", shared[0] * shared[1] * (rows + columns))
+    with memory.on_device(kinds.get_device()):
+        function = _visits_function(kinds.get_device())
+        NOW.launch(
+            function, kinds, tuple(lists[:2]), tuple(lists[2:]), seqlen_q, seqlen_k, *block_size, group
+        )
+    return tuple(x.expand(batch, nheads, -1, -1) for x in lists)
+
+
+@functools.lru_cache(16)
+def _visits_function(device: int) -> Callable[..., None]:
+    """What launches the kernel on a device, the current one."""
+    from cute_attn import compiler
+    from cute_attn.compiler import registry
+
+    target = compiler.default_target("sm80")
+    kernel = registry.lookup(Traits("block_visits", "sm80", "bf16", LISTED_ROWS), None, target)
+    return compiler.build(kernel, target).function
 
 
 def _in_listed_blocks(kinds: Tensor, dim: int, seqlen: int, rows: int) -> Tensor:

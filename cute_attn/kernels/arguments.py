@@ -133,6 +133,36 @@ def pad_rows_fake_args(traits: Traits) -> tuple:
     )
 
 
+def block_kinds_fake_args(mask_args: tuple | None) -> tuple:
+    """``__call__``'s arguments of the kernel that finds kinds of blocks, without the stream.
+
+    mKinds (batch or 1, nheads or 1, blocks of queries, blocks of keys) uint8; seqlen_q, seqlen_k; groups: CTAs of a
+    block of queries; mask_args: the mask's captured tensors, None where it has none.
+    """
+    return (plain_fake(cutlass.Uint8, 4), Int32(1), Int32(1), Int32(1), mask_args)
+
+
+def block_lists_fake_args() -> tuple:
+    """``__call__``'s arguments of the kernel that lists blocks, without the stream.
+
+    mKinds as of :func:`block_kinds_fake_args`; of_queries and of_keys: as of ``BlockCounts``, the blocks of keys of
+    each block of queries and the reverse.
+    """
+    lists = tuple(tuple(plain_fake(Int32, ndim) for ndim in (3, 4, 3, 4)) for _ in range(2))
+    return (plain_fake(cutlass.Uint8, 4), *lists)
+
+
+def block_visits_fake_args() -> tuple:
+    """``__call__``'s arguments of the kernel that lists what kernels visit, without the stream.
+
+    mKinds as of :func:`block_kinds_fake_args`, for blocks of block_q queries and block_k keys; of_queries and of_keys:
+    counts and blocks as of ``cute_attn.work.block_lists.BlockLists``; seqlen_q, seqlen_k; block_q, block_k; group:
+    query heads of a kv head, 1 where mKinds has one head.
+    """
+    lists = tuple((plain_fake(Int32, 4), plain_fake(Int32, 4)) for _ in range(2))
+    return (plain_fake(cutlass.Uint8, 4), *lists, *(Int32(1) for _ in range(5)))
+
+
 def forward_fake_args(traits: Traits, score_args: tuple) -> tuple:
     """``__call__``'s arguments of a forward kernel, without the stream."""
     ndim = 3 if traits.varlen else 4

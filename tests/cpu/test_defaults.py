@@ -10,7 +10,7 @@ from cute_attn.compiler import compile
 from cute_attn.lab import sass
 from cute_attn.lab.proxies import proxy_order
 from cute_attn.lab.sass import BYTES, Code, StepNotFound
-from cute_attn.traits import PADDED_TENSORS, SPLIT_TENSORS
+from cute_attn.traits import BLOCK_OPS, PADDED_TENSORS, SPLIT_TENSORS
 from tests.defaults import Default, cover, covering, every, representative
 
 # Instructions that kernels must have, in PTX and in SASS.
@@ -22,6 +22,8 @@ PTX = {
     "append": ("ld.global.v4", "st.global.v4"),
     **dict.fromkeys(SPLIT_TENSORS, ("ld.global.v4", "redux.sync.max", "cvt.rn.f16", "st.global")),
     **dict.fromkeys(PADDED_TENSORS, ("ld.global", "st.global.v")),
+    "block_kinds": ("st.global.b8",),
+    **dict.fromkeys(BLOCK_OPS[1:], ("vote.sync.ballot", "popc", "ld.global.b8", "st.global")),
     "combine": ("ld.global.v4", "ex2.approx", "st.global"),
     "combine_shares": ("ld.global.v4", "ex2.approx", "st.global"),
 }
@@ -33,6 +35,8 @@ SASS = {
     "append": ("LDG", "STG"),
     **dict.fromkeys(SPLIT_TENSORS, ("LDG", "REDUX", "STG")),
     **dict.fromkeys(PADDED_TENSORS, ("LDG", "STG")),
+    "block_kinds": ("STG",),
+    **dict.fromkeys(BLOCK_OPS[1:], ("VOTE", "POPC", "LDG", "STG")),
     "combine": ("LDG", "LDS", "MUFU", "STG"),
     "combine_shares": ("LDG", "LDS", "MUFU", "STG"),
 }

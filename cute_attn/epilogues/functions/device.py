@@ -108,6 +108,10 @@ class Expressions:
             return Int32(self.tensors[number].shape[axis])
         if node.op == "cast":
             return TYPES[node.kind](args[0])
+        if node.op == "distance":
+            return TYPES[node.kind](args[0] - args[1])
+        if node.op == "order":
+            return TYPES[node.kind](_OPERATIONS[node.value](*args))
         return TYPES[node.kind](_OPERATIONS[node.op](*args))
 
     def _load(self, node: Node, args: list) -> Any:

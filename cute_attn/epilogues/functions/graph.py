@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 BOOL, INT, LONG, FLOAT = "bool", "int", "long", "float"
 KINDS = (BOOL, INT, LONG, FLOAT)
 """Types in the order of promotion. On the device: a predicate, 32 bits, 64 bits, fp32."""
@@ -25,14 +23,6 @@ INPUTS = {
     "query": (INT, QUERY),
     "key": (INT, KEY),
 }
-
-LOADED = {
-    torch.bool: BOOL,
-    **dict.fromkeys((torch.uint8, torch.int8, torch.int16, torch.int32), INT),
-    torch.int64: LONG,
-    **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), FLOAT),
-}
-"""The dtypes of captured tensors, and what their elements are in a graph."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

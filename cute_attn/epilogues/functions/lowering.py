@@ -135,6 +135,11 @@ def lower(graph: Graph, output: Node, wanted: Collection[int] = ()) -> Lowered:
     return Lowered(forward, lowered_slope, unbounded, unbounded and factor, terms)
 
 
+def lower_predicate(graph: Graph, predicate: Node) -> Node:
+    """What a mask_mod returns, for the device."""
+    return _Lowering(graph).of(predicate)
+
+
 def _may_be_nan(output: Node) -> bool:
     """Whether a value that varies within a tile may be NaN beyond the sequences, where tensors may hold anything."""
     nodes = (x for x in ordered(output) if x.parts)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from cute_attn.epilogues.base import check_name, register_epilogue
 from cute_attn.epilogues.functions.epilogue import Captured, FunctionEpilogue, as_kernels_read
-from cute_attn.epilogues.functions.graph import LOADED, digest
+from cute_attn.epilogues.functions.graph import digest
 from cute_attn.epilogues.functions.lowering import lower
-from cute_attn.epilogues.functions.trace import SIGNATURES, check_function, trace_with_arguments
+from cute_attn.epilogues.functions.trace import LOADED, SIGNATURES, check_function, trace_with_arguments
 from cute_attn.epilogues.inputs import ScoreInputs
 
 Function = TypeVar("Function", bound=Callable)

@@ -10,12 +10,19 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, LOADED, LONG, Graph, Node, ordered
+from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, LONG, Graph, Node, ordered
 
 SIGNATURES = {
     "score_mod": ("score", "batch", "head", "query", "key"),
     "mask_mod": ("batch", "head", "query", "key"),
 }
+LOADED = {
+    torch.bool: BOOL,
+    **dict.fromkeys((torch.uint8, torch.int8, torch.int16, torch.int32), INT),
+    torch.int64: LONG,
+    **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), FLOAT),
+}
+"""The dtypes of captured tensors, and what their elements are in a graph."""
 ACCEPTED = (
     "+ - * / // % ** by a constant, comparisons, & | ^ ~ << >>, where, abs, sign, minimum, maximum, min, max, clamp, "
     "exp, exp2, log, log2, sqrt, rsqrt, square, reciprocal, tanh, sigmoid, relu, sin, cos, floor, ceil, trunc, casts, "

@@ -1,0 +1,101 @@
+""":func:`block_mask`: FlexAttention's BlockMask of a function, made by two kernels."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from cute_attn.epilogues.functions.trace import check_function
+from cute_attn.host.mask_kinds import made_block_mask
+from cute_attn.host.values import check_device, shown
+from cute_attn.traits import LISTED_ROWS
+
+_UNIT, _MOST_ROWS, _MOST_LENGTH = 32, 512, 1 << 30
+
+
+def block_mask(
+    mask_mod: Callable[..., Any],
+    b: int | None,
+    h: int | None,
+    q_len: int,
+    kv_len: int,
+    *,
+    block_size: int | tuple[int, int] = LISTED_ROWS,
+    device: torch.device | str | None = None,
+) -> BlockMask:
+    """The BlockMask of a function, for ``attention(..., block_mask=)`` and FlexAttention: create_block_mask's.
+
+    On a GPU no (q_len, kv_len) tensor is made: a kernel decides most blocks by bounds of what the function compares,
+    and evaluates the others until they are decided; another lists them. Nothing is read by the host. So a mask may be
+    made in a CUDA graph, of whose captured tensors each replay reads the values.
+
+    Parameters
+    ----------
+    mask_mod : function (b, h, q_idx, kv_idx) -> bool
+        As of :func:`cute_attn.attention`: traced once, its captured tensors on ``device``.
+    b, h : int or None
+        Sequences and query heads. None, or where the function does not differ between them: the mask has one, which
+        stands for all.
+    q_len, kv_len : int
+        Queries and keys of each sequence.
+    block_size : int or (int, int)
+        Queries and keys of a block: multiples of 32 up to 512. Kernels visit blocks of 128.
+    device : torch.device or str, optional
+        Default the current GPU, or the CPU where there is none. On the CPU the function is evaluated for every query
+        and key.
+
+    Returns
+    -------
+    BlockMask
+        With full and partial blocks apart, and the lists of both directions. A block that reaches beyond a sequence is
+        not full.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not what is described here; the message names it, its value and what is accepted.
+    Unsupported
+        The function reads more values of a query than the kernel keeps, 32.
+    """
+    check_function("mask_mod", mask_mod)
+    sizes = (
+        1 if b is None else _count("b", b),
+        1 if h is None else _count("h", h),
+        _count("q_len", q_len),
+        _count("kv_len", kv_len),
+    )
+    where = _device(device)
+    if torch.compiler.is_compiling():
+        from cute_attn.api import outside_graphs
+
+        return outside_graphs.made_block_mask(mask_mod, sizes, _block_size(block_size), where)
+    return made_block_mask(mask_mod, sizes, _block_size(block_size), where)
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {shown(value)}; accepted: a Python int")
+    if not 1 <= value <= _MOST_LENGTH:
+        raise ValueError(f"{name} is {value}; accepted: 1 to {_MOST_LENGTH}")
+    return value
+
+
+def _block_size(given: Any) -> tuple[int, int]:
+    both = given if isinstance(given, tuple | list) else (given, given)
+    right = len(both) == 2 and all(isinstance(x, int) and not isinstance(x, bool) for x in both)
+    if not right or any(x % _UNIT or not _UNIT <= x <= _MOST_ROWS for x in both):
+        accepted = f"a multiple of {_UNIT} up to {_MOST_ROWS}, or two, of queries and of keys"
+        raise ValueError(f"block_size is {shown(given)}; accepted: {accepted}")
+    return both[0], both[1]
+
+
+def _device(given: Any) -> torch.device:
+    if given is None:
+        given = "cuda" if torch.cuda.is_available() else "cpu"
+    device = check_device("device", given)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if device.type not in ("cuda", "cpu"):
+        raise ValueError(f"device is {device}; accepted: a GPU's or the CPU")
+    return device

@@ -1,0 +1,82 @@
+"""What the lanes of a warp find together: votes, and the least and the largest of their numbers.
+
+On the host, where threads run one after the other, a warp has one lane.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from cute_attn.device.math import on_device
+
+LANES = 32
+
+
+def width() -> int:
+    """Lanes of a warp."""
+    return LANES if on_device() else 1
+
+
+def lane() -> Int32:
+    """The thread's number in its warp."""
+    return Int32(cute.arch.lane_idx()) if on_device() else Int32(0)
+
+
+def ballot(x: Boolean) -> Int32:
+    """A bit for each lane."""
+    return Int32(cute.arch.vote_ballot_sync(x)) if on_device() else Int32(x)
+
+
+def count(bits: Int32) -> Int32:
+    """How many lanes a :func:`ballot` has."""
+    return Int32(cute.arch.popc(bits)) if on_device() else bits
+
+
+def count_before(bits: Int32) -> Int32:
+    """How many of them come before this lane."""
+    return count(bits & Int32(cute.arch.lanemask_lt())) if on_device() else Int32(0)
+
+
+def any_of(x: Boolean) -> Boolean:
+    """Whether it holds for a lane."""
+    return Boolean(cute.arch.vote_any_sync(x)) if on_device() else x
+
+
+def least(x: Any) -> Any:
+    """The least of the lanes' Int32, Int64 or Float32, none of which is NaN, in all of them."""
+    return _reduced(x, "min")
+
+
+def largest(x: Any) -> Any:
+    """The same of the largest."""
+    return _reduced(x, "max")
+
+
+def _reduced(x: Any, kind: str) -> Any:
+    if not on_device():
+        return x
+    if isinstance(x, Int32):
+        return Int32(cute.arch.warp_redux_sync(x, kind=kind))
+    for step in range(LANES.bit_length() - 1):
+        other = cute.arch.shuffle_sync_bfly(x, offset=1 << step)
+        x = lesser(x, other) if kind == "min" else greater(x, other)
+    return x
+
+
+def lesser(a: Any, b: Any) -> Any:
+    """The lesser of two numbers, neither of which is NaN."""
+    return picked(a < b, a, b)
+
+
+def greater(a: Any, b: Any) -> Any:
+    """The greater of two numbers, neither of which is NaN."""
+    return picked(a > b, a, b)
+
+
+def picked(condition: Any, a: Any, b: Any) -> Any:
+    """a where the condition holds, else b, of one type."""
+    kind = type(a)
+    assert kind in (Int32, Int64, Float32)
+    return kind(cutlass.select_(condition, a, b))

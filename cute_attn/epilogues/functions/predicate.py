@@ -1,0 +1,68 @@
+"""A traced mask as a predicate of a query and a key: what of it follows from either alone. Imports no compiler."""
+
+import math
+from dataclasses import dataclass
+
+from cute_attn.epilogues.functions.graph import BOOL, KEY, QUERY, SCORE, Graph, Node, ordered
+from cute_attn.epilogues.functions.lowering import lower_predicate
+
+
+@dataclass(frozen=True, eq=False)
+class Predicate:
+    """Whether a query sees a key.
+
+    Attributes:
+        traced: the predicate as it was traced.
+        sees: the same for the device, in terms of the following.
+        of_queries: its largest parts that vary with the query alone; the query's own index is no part.
+        of_keys: the same of the key.
+        indices: of the query's and the key's own index, those that it reads.
+        batched, headed: whether it differs between sequences, and between heads.
+    """
+
+    traced: Node
+    sees: Node
+    of_queries: tuple[Node, ...]
+    of_keys: tuple[Node, ...]
+    indices: tuple[Node, ...]
+    batched: bool
+    headed: bool
+
+
+def predicate_of(graph: Graph, output: Node) -> Predicate | None:
+    """Of an epilogue's graph; None where it does more to scores than hide them by a mask."""
+    seen = _seen(graph, output)
+    if seen is None or any(node.parts & SCORE for node in ordered(seen)):
+        return None
+    sees = lower_predicate(graph, seen)
+    ops = {node.op for node in ordered(sees)}
+    leaves = _one_sided(sees)
+    indices = tuple(x for x in leaves if x.op in ("query", "key"))
+    of_queries, of_keys = (
+        tuple(x for x in leaves if x.parts == part and x not in indices) for part in (QUERY, KEY)
+    )
+    return Predicate(seen, sees, of_queries, of_keys, indices, "batch" in ops, "head" in ops)
+
+
+def _seen(graph: Graph, output: Node) -> Node | None:
+    if output.op == "score":
+        return graph.const(True)
+    if output.is_const(-math.inf):
+        return graph.const(False)
+    hides = output.op == "where" and output.args[1].op == "score" and output.args[2].is_const(-math.inf)
+    return output.args[0] if hides and output.args[0].kind == BOOL else None
+
+
+def _one_sided(root: Node) -> list[Node]:
+    """The largest parts that vary with the query or the key alone."""
+    found: dict[Node, None] = {}
+    pending, known = [root], {root}
+    while pending:
+        node = pending.pop()
+        if node.parts in (QUERY, KEY):
+            found[node] = None
+            continue
+        fresh = [x for x in reversed(node.args) if x.parts and x not in known]
+        known.update(fresh)
+        pending += fresh
+    return list(found)

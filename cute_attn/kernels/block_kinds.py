@@ -1,0 +1,248 @@
+"""Kinds of a mask's blocks: hidden, partial or full. Runs on every target.
+
+    kind[b, h, i, j] = FULL where all queries of block i see all keys of block j, 0 where none sees any, else PARTIAL
+
+The mask is a traced ``mask_mod``. Most blocks are decided without evaluating it: what of it varies with the query
+alone, such as a query's document, is computed for a block's queries, and its least and largest value; so for the keys;
+and of these bounds follow those of the predicate (``epilogues.functions.intervals``), which say that all of the block
+is seen, none, or that it has to be looked at. A causal mask evaluates the blocks on the diagonal, a mask of documents
+those where one ends. Such a block is evaluated by a warp, rows far from each other first, until one key is seen and
+one is not.
+
+A CTA takes one block of queries and every n-th block of keys, a warp each. The values of queries are computed once
+and kept in shared memory; a lane keeps those of its keys in registers. Queries and keys beyond the sequences count as
+the last ones, so that no element has to be left out; a block that reaches beyond them is partial, not full.
+
+Limits: blocks of multiples of 32 up to 512 queries and keys; up to 32 values of a query.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Boolean, Constexpr, Int32, Int64, Uint8, cute, memory
+
+from cute_attn.device import warp
+from cute_attn.epilogues.base import user_epilogue
+from cute_attn.epilogues.functions.blocks import BlockPredicate, Extremes, MaskState, kept_type
+from cute_attn.epilogues.functions.graph import Graph
+from cute_attn.epilogues.functions.intervals import Interval
+from cute_attn.epilogues.functions.predicate import Predicate, predicate_of
+from cute_attn.kernels.arguments import block_kinds_fake_args
+from cute_attn.tiles.blocks import BlockKindsTile
+from cute_attn.traits import BLOCK_OPS, FULL, LISTED_ROWS, PARTIAL, Traits
+
+_STRIDE = 37
+"""Rows are evaluated so far apart, modulo those of a block: a divisor of no block, of which masks' edges cut few."""
+
+
+@dataclass(frozen=True)
+class BlockKinds:
+    """Kinds of blocks of (traits, tile); ``__call__`` launches it."""
+
+    traits: Traits
+    tile: BlockKindsTile
+
+    # ---- what it serves ----
+
+    @classmethod
+    def supports(cls, traits: Traits) -> str | None:
+        """Why this kernel cannot serve ``traits``, or None."""
+        if traits.op != BLOCK_OPS[0]:
+            return f"it computes {BLOCK_OPS[0]}, not {traits.op}"
+        plain = Traits(traits.op, "sm80", "bf16", LISTED_ROWS, epilogues=traits.epilogues)
+        if traits != plain:
+            return f"it reads no rows and uses no score features; accepted: {plain}"
+        if len(traits.epilogues) > 1:
+            return f"epilogues is {traits.epilogues}; accepted: one mask_mod"
+        predicate = _predicate(traits)
+        if predicate is None:
+            return f"epilogue {traits.epilogues[0]!r} does more than hide keys; accepted: a mask_mod"
+        values, most = len(predicate.of_queries), BlockKindsTile.MOST_VALUES
+        if values > most:
+            return f"the mask has {values} values of a query; accepted: up to {most}"
+        return None
+
+    @classmethod
+    def default_tile(cls, traits: Traits, target: str) -> BlockKindsTile:
+        """That of blocks that kernels list."""
+        return BlockKindsTile()
+
+    @property
+    def predicate(self) -> Predicate:
+        """The mask."""
+        found = _predicate(self.traits)
+        assert found is not None
+        return found
+
+    def fake_args(self) -> tuple:
+        """The arguments of ``__call__`` for compiling, without the stream."""
+        mask = tuple(arg for name in self.traits.epilogues for arg in user_epilogue(name)().fake_args())
+        return block_kinds_fake_args(mask or None)
+
+    # ---- host ----
+
+    @cute.jit
+    def __call__(
+        self,
+        mKinds: cute.Tensor,
+        seqlen_q: Int32,
+        seqlen_k: Int32,
+        groups: Int32,
+        mask_args: Any,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch. groups: CTAs of a block of queries. Shapes: see ``cute_attn.kernels.arguments``."""
+        batch, nheads, rows, _ = mKinds.shape
+        self.kernel(mKinds, seqlen_q, seqlen_k, groups, mask_args).launch(
+            grid=[groups * rows * nheads * batch, 1, 1],
+            block=[self.tile.num_threads, 1, 1],
+            stream=stream,
+        )
+
+    # ---- device ----
+
+    @cute.kernel
+    def kernel(
+        self, mKinds: cute.Tensor, seqlen_q: Int32, seqlen_k: Int32, groups: Int32, mask_args: Any
+    ) -> None:
+        thread, warps = cute.arch.thread_idx()[0], self.tile.num_warps
+        block, (_, nheads, rows, _) = cute.arch.block_idx()[0], mKinds.shape
+        number, group = block // groups, block % groups
+        number, row = number // rows, number % rows
+        batch, head = number // nheads, number % nheads
+        values = self.shared_values()
+        captured = () if cutlass.const_expr(mask_args is None) else mask_args
+        state = MaskState.begin(self.predicate, captured, batch, head)
+        self.keep_queries(state, values, row, seqlen_q, thread, self.tile.num_threads)
+        cute.arch.barrier()
+        kinds = mKinds[batch, head, row, None]
+        first = group * warps + thread // warp.LANES
+        self.find(state, values, kinds, row, seqlen_q, seqlen_k, first, groups * warps)
+
+    def shared_values(self) -> tuple[cute.Tensor, ...]:
+        """Of each of the predicate's values of queries a column of shared memory."""
+        nodes = self.predicate.of_queries
+        if not nodes:
+            return ()
+        types = [kept_type(node) for node in nodes]
+        starts = [sum(x.width // 8 for x in types[:i]) * self.tile.tile_m for i in range(len(types) + 1)]
+        base = memory.SmemAllocator().allocate(starts[-1], byte_alignment=16)
+        return tuple(
+            cute.make_tensor(cute.recast_ptr(base + start, dtype=x), cute.make_layout(self.tile.tile_m))
+            for x, start in zip(types, starts, strict=False)
+        )
+
+    # ---- device code that tests also run on the host ----
+
+    @cute.jit
+    def keep_queries(
+        self,
+        state: MaskState,
+        values: tuple,
+        row: Int32,
+        seqlen_q: Int32,
+        thread: Int32,
+        threads: Constexpr,
+    ) -> None:
+        """Write the values of a block's queries, by one of so many threads."""
+        for i in cutlass.range(thread, self.tile.tile_m, threads):
+            found = self.mask(state).of_query(self.query(row, i, seqlen_q))
+            for kept, value in zip(values, found, strict=True):
+                kept[i] = value
+
+    def mask(self, state: MaskState) -> BlockPredicate:
+        """The predicate with what is known of a (batch, head)."""
+        return BlockPredicate(self.predicate, state)
+
+    def query(self, row: Int32, i: Int32, seqlen_q: Int32) -> Int32:
+        """The index of a block's i-th query."""
+        return cutlass.min(row * self.tile.tile_m + i, seqlen_q - 1)
+
+    def key(self, column: Int32, i: Int32, seqlen_k: Int32) -> Int32:
+        """The index of a block's i-th key."""
+        return cutlass.min(column * self.tile.tile_n + i, seqlen_k - 1)
+
+    @cute.jit
+    def find(
+        self,
+        state: MaskState,
+        values: tuple,
+        kinds: cute.Tensor,
+        row: Int32,
+        seqlen_q: Int32,
+        seqlen_k: Int32,
+        first: Int32,
+        step: Int32,
+    ) -> None:
+        """The kinds of every step-th block from ``first`` on, by a warp."""
+        lane, (tile_m, tile_n) = warp.lane(), (self.tile.tile_m, self.tile.tile_n)
+        queries = _between(row * tile_m, self.query(row, tile_m - 1, seqlen_q))
+        bounds_q = self.bounds_of_queries(state, values, lane)
+        whole_q = (row + 1) * tile_m <= seqlen_q
+        for column in cutlass.range(first, cute.size(kinds), step, unroll=1):
+            places = [
+                self.key(column, lane + i * warp.width(), seqlen_k) for i in range(tile_n // warp.width())
+            ]
+            of_keys = [self.mask(state).of_key(place) for place in places]
+            bounds_k = _bounds(self.predicate.of_keys, of_keys)
+            keys = _between(column * tile_n, self.key(column, tile_n - 1, seqlen_k))
+            always, maybe = self.mask(state).bounds(queries, bounds_q, keys, bounds_k)
+            seen, hidden = maybe, always == Boolean(False)
+            if seen & hidden:
+                seen, hidden = self.evaluate(state, values, places, of_keys, row, seqlen_q)
+            if lane == 0:
+                whole = whole_q & ((column + 1) * tile_n <= seqlen_k)
+                listed = Int32(PARTIAL) if hidden | (whole == Boolean(False)) else Int32(FULL)
+                kinds[column] = Uint8(listed if seen else Int32(0))
+
+    def bounds_of_queries(self, state: MaskState, values: tuple, lane: Int32) -> list[Interval]:
+        """Of what :meth:`keep_queries` wrote, by a warp."""
+        lanes = warp.width()
+        own = [[x[lane + i * lanes] for x in values] for i in range(self.tile.tile_m // lanes)]
+        return _bounds(self.predicate.of_queries, own)
+
+    @cute.jit
+    def evaluate(
+        self,
+        state: MaskState,
+        values: Constexpr,
+        places: Constexpr,
+        of_keys: Constexpr,
+        row: Int32,
+        seqlen_q: Int32,
+    ):
+        """Whether a query of a block sees a key, and whether one does not, by a warp whose lanes have those keys."""
+        tile_m: Constexpr = self.tile.tile_m
+        seen, hidden, at = Boolean(False), Boolean(False), Int32(0)
+        while at < tile_m * _STRIDE:
+            for _ in cutlass.range_constexpr(self.tile.rows):
+                i = at % tile_m
+                query, of_query = self.query(row, i, seqlen_q), [x[i] for x in values]
+                for place, of_key in zip(places, of_keys, strict=True):
+                    sees = self.mask(state).sees(query, of_query, place, of_key)
+                    seen, hidden = seen | sees, hidden | (sees == Boolean(False))
+                at += _STRIDE
+            seen, hidden = warp.any_of(seen), warp.any_of(hidden)
+            at = tile_m * _STRIDE if seen & hidden else at
+        return seen, hidden
+
+
+def _between(first: Int32, last: Int32) -> Interval:
+    return Interval(Int64(first), Int64(last))
+
+
+def _bounds(nodes: tuple, values: list[list[Any]]) -> list[Interval]:
+    """By a warp, of whose lanes each has some queries' or keys' values."""
+    return [Extremes.of(node, [one[number] for one in values]).of_warp() for number, node in enumerate(nodes)]
+
+
+def _predicate(traits: Traits) -> Predicate | None:
+    if not traits.epilogues:
+        graph = Graph()
+        return predicate_of(graph, graph.input("score"))
+    from cute_attn.epilogues.functions.epilogue import FunctionEpilogue  # loads torch
+
+    cls = user_epilogue(traits.epilogues[0])
+    return predicate_of(cls.graph, cls.output) if issubclass(cls, FunctionEpilogue) else None

@@ -1,0 +1,145 @@
+"""Lists of a mask's blocks by their kinds, as FlexAttention's BlockMask has them. Runs on every target.
+
+    partial_count[b, h, i], partial[b, h, i, :]     the partial key blocks of query block i, in order, then the others
+    full_count[b, h, i], full[b, h, i, :]           the full ones
+    and the same of the query blocks of each key block
+
+A warp takes a row or a column of the table of kinds, 32 blocks at a time: it counts those of either kind, and then
+each lane writes its block where it comes, which votes of the lanes before it say. So lists are in order without a
+sort, and no thread waits for another warp's.
+
+Limits: none but 32-bit numbers of blocks.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Boolean, Int32, cute
+
+from cute_attn.device import warp
+from cute_attn.kernels.arguments import block_lists_fake_args
+from cute_attn.tiles.blocks import BlockListsTile
+from cute_attn.traits import BLOCK_OPS, FULL, LISTED_ROWS, PARTIAL, Traits
+
+
+class BlockCounts(NamedTuple):
+    """Of each query block, or of each key block, its blocks of the other side.
+
+    partial_count, full_count: int32 (batch, nheads, blocks); partial, full: int32 (batch, nheads, blocks, others).
+    """
+
+    partial_count: cute.Tensor
+    partial: cute.Tensor
+    full_count: cute.Tensor
+    full: cute.Tensor
+
+
+@dataclass(frozen=True)
+class ListBlocks:
+    """Lists of blocks of (traits, tile); ``__call__`` launches it."""
+
+    traits: Traits
+    tile: BlockListsTile
+
+    # ---- what it serves ----
+
+    @classmethod
+    def supports(cls, traits: Traits) -> str | None:
+        """Why this kernel cannot serve ``traits``, or None."""
+        if traits.op != BLOCK_OPS[1]:
+            return f"it computes {BLOCK_OPS[1]}, not {traits.op}"
+        plain = Traits(traits.op, "sm80", "bf16", LISTED_ROWS)
+        return None if traits == plain else f"it reads kinds of blocks alone; accepted: {plain}"
+
+    @classmethod
+    def default_tile(cls, traits: Traits, target: str) -> BlockListsTile:
+        """The only default."""
+        return BlockListsTile()
+
+    def fake_args(self) -> tuple:
+        """The arguments of ``__call__`` for compiling, without the stream."""
+        return block_lists_fake_args()
+
+    # ---- host ----
+
+    @cute.jit
+    def __call__(self, mKinds: cute.Tensor, of_queries: tuple, of_keys: tuple, stream: cuda.CUstream) -> None:
+        """Launch. of_queries, of_keys: as of ``BlockCounts``. Shapes: see ``cute_attn.kernels.arguments``."""
+        batch, nheads, rows, columns = mKinds.shape
+        lines = batch * nheads * (rows + columns)
+        self.kernel(mKinds, of_queries, of_keys).launch(
+            grid=[cute.ceil_div(lines, self.tile.num_warps), 1, 1],
+            block=[self.tile.num_threads, 1, 1],
+            stream=stream,
+        )
+
+    # ---- device ----
+
+    @cute.kernel
+    def kernel(self, mKinds: cute.Tensor, of_queries: tuple, of_keys: tuple) -> None:
+        line = cute.arch.block_idx()[0] * self.tile.num_warps + cute.arch.thread_idx()[0] // warp.LANES
+        self.write(mKinds, BlockCounts(*of_queries), BlockCounts(*of_keys), line)
+
+    # ---- device code that tests also run on the host ----
+
+    @cute.jit
+    def write(self, mKinds: cute.Tensor, of_queries: BlockCounts, of_keys: BlockCounts, line: Int32) -> None:
+        """The lists of one line of the table, by a warp: rows and then columns of each (batch, head)."""
+        batch, nheads, rows, columns = mKinds.shape
+        number, at = line // (rows + columns), line % (rows + columns)
+        b, h = number // nheads, number % nheads
+        if b < batch:
+            if at < rows:
+                self.write_line(mKinds[b, h, at, None], *(of_line(x, b, h, at) for x in of_queries))
+            else:
+                at = at - rows
+                self.write_line(mKinds[b, h, None, at], *(of_line(x, b, h, at) for x in of_keys))
+
+    @cute.jit
+    def write_line(
+        self,
+        kinds: cute.Tensor,
+        partial_count: cute.Tensor,
+        partial: cute.Tensor,
+        full_count: cute.Tensor,
+        full: cute.Tensor,
+    ) -> None:
+        """Counts and blocks of a line of kinds."""
+        lane, lanes, size = warp.lane(), warp.width(), cute.size(kinds)
+        partials, fulls = Int32(0), Int32(0)
+        for start in cutlass.range(0, size, lanes):
+            is_partial, is_full = _kinds(kinds, start + lane, size)
+            partials += warp.count(warp.ballot(is_partial))
+            fulls += warp.count(warp.ballot(is_full))
+        if lane == 0:
+            partial_count[0] = partials
+            full_count[0] = fulls
+        partials_before, fulls_before = Int32(0), Int32(0)
+        for start in cutlass.range(0, size, lanes):
+            block = start + lane
+            is_partial, is_full = _kinds(kinds, block, size)
+            votes, full_votes = warp.ballot(is_partial), warp.ballot(is_full)
+            before = partials_before + warp.count_before(votes)
+            full_before = fulls_before + warp.count_before(full_votes)
+            place = before if is_partial else partials + block - before
+            full_place = full_before if is_full else fulls + block - full_before
+            if block < size:
+                partial[place] = block
+                full[full_place] = block
+            partials_before += warp.count(votes)
+            fulls_before += warp.count(full_votes)
+
+
+def _kinds(kinds: cute.Tensor, block: Int32, size: Int32) -> tuple[Boolean, Boolean]:
+    """Whether a block is partial, and whether it is full; one beyond the line is neither."""
+    kind = Int32(kinds[cutlass.min(block, size - 1)])
+    return (kind == PARTIAL) & (block < size), (kind == FULL) & (block < size)
+
+
+def of_line(x: cute.Tensor, b: Int32, h: Int32, at: Int32) -> cute.Tensor:
+    """A line's list, or its count as a tensor of one."""
+    if cute.rank(x) == 4:
+        return x[b, h, at, None]
+    return cute.make_tensor(x.iterator + cute.crd2idx((b, h, at), x.layout), cute.make_layout(1))

@@ -1,0 +1,209 @@
+"""Lists of the blocks that attention kernels visit, from the kinds of a mask's blocks. Runs on every target.
+
+    counts[b, h, i] = (rows of key blocks without a mask, rows of all listed ones),   blocks[b, h, i, :] = 2 j + hides
+    and the same of the query blocks of each key block
+
+as :class:`cute_attn.work.block_lists.BlockLists` describes them, in blocks of ``LISTED_ROWS``. A mask's own blocks may
+be smaller or larger, and have others' bounds: a listed block is full where all blocks that it overlaps are, hidden
+where all are, else partial. The query blocks of a key block are those that any query head of its kv head lists.
+
+A warp takes a list, 32 blocks at a time, and counts full and partial ones; then each lane writes its block: full ones
+first, partial ones behind them, then hidden ones, each in order. A block that reaches beyond the sequence needs a mask
+and is the last one listed, and all queries need one that see the last key block if that does.
+"""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Boolean, Constexpr, Int32, cute
+
+from cute_attn.device import warp
+from cute_attn.kernels.arguments import block_visits_fake_args
+from cute_attn.tiles.blocks import BlockListsTile
+from cute_attn.traits import BLOCK_OPS, FULL, LISTED_ROWS, PARTIAL, Traits
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """Of a call and its mask: lengths, the mask's blocks, and query heads of a kv head."""
+
+    seqlen_q: Int32
+    seqlen_k: Int32
+    block_q: Int32
+    block_k: Int32
+    group: Int32
+
+
+@dataclass(frozen=True)
+class VisitLine:
+    """One list: of a query block, or of a key block.
+
+    Attributes:
+        batch, head: of the table; heads: so many, from ``head`` on, count together.
+        block: the query or key block.
+        size: blocks of the other side.
+        missing: rows that the last of these has beyond the sequence.
+        is_masked: whether all of them need a mask.
+    """
+
+    batch: Int32
+    head: Int32
+    heads: Int32
+    block: Int32
+    size: Int32
+    missing: Int32
+    is_masked: Boolean
+
+
+@dataclass(frozen=True)
+class ListVisits:
+    """Lists of visits of (traits, tile); ``__call__`` launches it."""
+
+    traits: Traits
+    tile: BlockListsTile
+
+    # ---- what it serves ----
+
+    @classmethod
+    def supports(cls, traits: Traits) -> str | None:
+        """Why this kernel cannot serve ``traits``, or None."""
+        if traits.op != BLOCK_OPS[2]:
+            return f"it computes {BLOCK_OPS[2]}, not {traits.op}"
+        plain = Traits(traits.op, "sm80", "bf16", LISTED_ROWS)
+        return None if traits == plain else f"it reads kinds of blocks alone; accepted: {plain}"
+
+    @classmethod
+    def default_tile(cls, traits: Traits, target: str) -> BlockListsTile:
+        """The only default."""
+        return BlockListsTile()
+
+    def fake_args(self) -> tuple:
+        """The arguments of ``__call__`` for compiling, without the stream."""
+        return block_visits_fake_args()
+
+    # ---- host ----
+
+    @cute.jit
+    def __call__(
+        self,
+        mKinds: cute.Tensor,
+        of_queries: tuple,
+        of_keys: tuple,
+        seqlen_q: Int32,
+        seqlen_k: Int32,
+        block_q: Int32,
+        block_k: Int32,
+        group: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch. Shapes: see ``cute_attn.kernels.arguments``."""
+        sizes = BlockSizes(seqlen_q, seqlen_k, block_q, block_k, group)
+        lines = mKinds.shape[0] * mKinds.shape[1] * (of_queries[0].shape[2] + of_keys[0].shape[2])
+        self.kernel(mKinds, of_queries, of_keys, sizes).launch(
+            grid=[cute.ceil_div(lines, self.tile.num_warps), 1, 1],
+            block=[self.tile.num_threads, 1, 1],
+            stream=stream,
+        )
+
+    # ---- device ----
+
+    @cute.kernel
+    def kernel(self, mKinds: cute.Tensor, of_queries: tuple, of_keys: tuple, sizes: BlockSizes) -> None:
+        line = cute.arch.block_idx()[0] * self.tile.num_warps + cute.arch.thread_idx()[0] // warp.LANES
+        self.write(mKinds, of_queries, of_keys, sizes, line)
+
+    # ---- device code that tests also run on the host ----
+
+    @cute.jit
+    def write(
+        self, mKinds: cute.Tensor, of_queries: tuple, of_keys: tuple, sizes: BlockSizes, line: Int32
+    ) -> None:
+        """One list, by a warp: of the query blocks and then of the key blocks of each (batch, head)."""
+        batch, nheads, _, _ = mKinds.shape
+        rows, columns = Int32(of_queries[0].shape[2]), Int32(of_keys[0].shape[2])
+        number, at = line // (rows + columns), line % (rows + columns)
+        b, h = number // nheads, number % nheads
+        missing_q, missing_k = rows * LISTED_ROWS - sizes.seqlen_q, columns * LISTED_ROWS - sizes.seqlen_k
+        if b < batch:
+            if at < rows:
+                one = VisitLine(b, h, Int32(1), at, columns, missing_k, Boolean(False))
+                self.write_line(
+                    mKinds, one, sizes, True, of_queries[0][b, h, at, None], of_queries[1][b, h, at, None]
+                )
+            else:
+                at = at - rows
+                first = h // sizes.group * sizes.group
+                is_masked = (at == columns - 1) & (missing_k > 0)
+                one = VisitLine(b, first, sizes.group, at, rows, missing_q, is_masked)
+                self.write_line(
+                    mKinds, one, sizes, False, of_keys[0][b, h, at, None], of_keys[1][b, h, at, None]
+                )
+
+    @cute.jit
+    def write_line(
+        self,
+        mKinds: cute.Tensor,
+        line: VisitLine,
+        sizes: BlockSizes,
+        of_query: Constexpr,
+        counts: cute.Tensor,
+        blocks: cute.Tensor,
+    ) -> None:
+        """A list's counts and blocks. of_query: whether it is a query block's."""
+        lane, lanes = warp.lane(), warp.width()
+        fulls, partials, last = Int32(0), Int32(0), Int32(0)
+        for start in cutlass.range(0, line.size, lanes, unroll=1):
+            kind, as_listed = self.kind(mKinds, line, sizes, of_query, start + lane)
+            fulls += warp.count(warp.ballot(as_listed == FULL))
+            partials += warp.count(warp.ballot(as_listed == PARTIAL))
+            is_last = (start + lane == line.size - 1) & (kind > 0)
+            last += warp.count(warp.ballot(is_last))
+        if lane == 0:
+            counts[0] = fulls * LISTED_ROWS
+            counts[1] = (fulls + partials) * LISTED_ROWS - last * line.missing
+        fulls_before, partials_before = Int32(0), Int32(0)
+        for start in cutlass.range(0, line.size, lanes, unroll=1):
+            block = start + lane
+            kind, as_listed = self.kind(mKinds, line, sizes, of_query, block)
+            full_votes, votes = warp.ballot(as_listed == FULL), warp.ballot(as_listed == PARTIAL)
+            full_before = fulls_before + warp.count_before(full_votes)
+            before = partials_before + warp.count_before(votes)
+            place = fulls + partials + block - full_before - before
+            place = fulls + before if as_listed == PARTIAL else place
+            place = full_before if as_listed == FULL else place
+            if block < line.size:
+                blocks[place] = 2 * block + Int32(kind == PARTIAL)
+            fulls_before += warp.count(full_votes)
+            partials_before += warp.count(votes)
+
+    @cute.jit
+    def kind(
+        self,
+        mKinds: cute.Tensor,
+        line: VisitLine,
+        sizes: BlockSizes,
+        of_query: Constexpr,
+        other: Int32,
+    ):
+        """The kind of one of a list's blocks, and the one that it is listed as; 0 for one beyond them."""
+        block = cutlass.min(other, line.size - 1)
+        row, column = (line.block, block) if of_query else (block, line.block)
+        first_row, last_row = overlapped(row, sizes.block_q, sizes.seqlen_q, mKinds.shape[2])
+        first_column, last_column = overlapped(column, sizes.block_k, sizes.seqlen_k, mKinds.shape[3])
+        most, least = Int32(0), Int32(FULL)
+        for head in cutlass.range(line.head, line.head + line.heads, unroll=1):
+            for i in cutlass.range(first_row, last_row + 1, unroll=1):
+                for j in cutlass.range(first_column, last_column + 1, unroll=1):
+                    one = Int32(mKinds[line.batch, head, i, j])
+                    most, least = cutlass.max(most, one), cutlass.min(least, one)
+        kind = least if least == FULL else cutlass.min(most, PARTIAL)
+        kind = kind if other < line.size else Int32(0)
+        needs_mask = line.is_masked | ((block == line.size - 1) & (line.missing > 0))
+        return kind, cutlass.min(kind, PARTIAL) if needs_mask else kind
+
+
+def overlapped(block: Int32, size: Int32, seqlen: Int32, count: Int32) -> tuple[Int32, Int32]:
+    """The first and the last of a mask's ``count`` blocks, of so many rows, that a listed block overlaps."""
+    first, last = block * LISTED_ROWS, cutlass.min(block * LISTED_ROWS + LISTED_ROWS, seqlen) - 1
+    return cutlass.min(first // size, count - 1), cutlass.min(last // size, count - 1)

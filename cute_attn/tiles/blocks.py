@@ -1,0 +1,82 @@
+"""Tiles of the kernels that make block masks."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from cute_attn.tiles.base import Tile, choice
+from cute_attn.traits import BLOCK_OPS, Traits
+
+WARP = 32
+
+
+@dataclass(frozen=True)
+class BlockKindsTile(Tile):
+    """Tile of the kernel that finds the kinds of a mask's blocks.
+
+    Attributes:
+        tile_m, tile_n: queries and keys of a block, of which the result has one kind each.
+        num_warps: warps of a CTA; each takes a block at a time.
+        rows: of a block that is evaluated, those between two looks at whether it is decided.
+    """
+
+    tile_m: int = 128
+    tile_n: int = 128
+    num_warps: int = choice(4, 2, 4, 8)
+    rows: int = choice(4, 2, 4, 8)
+
+    MOST_VALUES: ClassVar[int] = 32
+    """What of a query is kept in shared memory, in numbers of up to 8 bytes."""
+
+    @property
+    def num_threads(self) -> int:
+        """Of a CTA."""
+        return self.num_warps * WARP
+
+    def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
+        """At most; a mask of fewer values takes less."""
+        return {"queries": (0, 8 * self.MOST_VALUES * self.tile_m)}
+
+    def registers(self, traits: Traits) -> int:
+        return 64 + 4 * self.tile_n // WARP
+
+    def shape_reason(self, traits: Traits) -> str | None:
+        if traits.op != BLOCK_OPS[0]:
+            return f"op is {traits.op}; accepted: {BLOCK_OPS[0]}"
+        for name in ("tile_m", "tile_n"):
+            size = getattr(self, name)
+            if size <= 0 or size % WARP or size > 512:
+                return f"{name} is {size}; accepted: multiples of {WARP} up to 512"
+        if not 1 <= self.num_warps <= 32:
+            return f"num_warps is {self.num_warps}; accepted: 1 to 32"
+        if self.rows < 1 or self.tile_m % self.rows:
+            return f"rows is {self.rows}; accepted: divisors of tile_m, {self.tile_m}"
+        return None
+
+
+@dataclass(frozen=True)
+class BlockListsTile(Tile):
+    """Tile of the kernels that list blocks by their kinds.
+
+    Attributes:
+        num_warps: warps of a CTA; each writes the lists of a row or column of blocks.
+    """
+
+    num_warps: int = choice(4, 1, 2, 4, 8)
+
+    @property
+    def num_threads(self) -> int:
+        """Of a CTA."""
+        return self.num_warps * WARP
+
+    def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
+        return {"none": (0, 0)}
+
+    def registers(self, traits: Traits) -> int:
+        return 48
+
+    def shape_reason(self, traits: Traits) -> str | None:
+        if traits.op not in BLOCK_OPS[1:]:
+            return f"op is {traits.op}; accepted: {', '.join(BLOCK_OPS[1:])}"
+        if not 1 <= self.num_warps <= 32:
+            return f"num_warps is {self.num_warps}; accepted: 1 to 32"
+        return None

@@ -1,0 +1,477 @@
+"""block_mask: the kernels' device code on the CPU, with bounds of blocks, against the definition and torch's lists."""
+
+import copy
+import operator
+import random
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+from cute_attn import Traits, attention, block_mask, lookup
+from cute_attn.api import outside_graphs
+from cute_attn.compiler.registry import Unsupported
+from cute_attn.epilogues.functions.known import epilogue_of
+from cute_attn.host import block_masks
+from cute_attn.host.block_masks import block_lists, epilogue_of_block_mask, kinds_of
+from cute_attn.host.mask_kinds import lists_of
+from cute_attn.traits import FULL, LISTED_ROWS, PARTIAL
+from tests.emulated_blocks import ByBounds, Evaluating, emulated_kinds, emulated_lists, emulated_visits
+
+CPU = torch.device("cpu")
+BATCH, NHEADS = 2, 3
+LISTS = (
+    *("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),
+    *("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"),
+)
+generator = torch.Generator().manual_seed(0)
+DOCUMENT = torch.tensor([0] * 37 + [1] * 90 + [2] * 64 + [3] * 200)
+SHUFFLED = torch.randint(0, 50, (BATCH, 400), generator=generator, dtype=torch.int16)
+PREFIX = torch.tensor([17, 130], dtype=torch.int32)
+BLOCKS = torch.rand(NHEADS, 9, 9, generator=generator) > 0.5
+PADDED = torch.arange(400) < torch.tensor([[170], [64]])
+TIME = torch.cumsum(torch.randint(0, 2**33, (400,), generator=generator), 0)
+PLACE = torch.rand(400, 2, generator=generator)
+PLACE[100] = float("nan")
+SPAN = torch.tensor(0.2)
+ELSEWHERE = torch.ones(3, device="meta")
+
+
+def causal(b, h, q, k):
+    return q >= k
+
+
+def window(b, h, q, k):
+    return (q - k <= 50) & (k - q < 20)
+
+
+def documents(b, h, q, k):
+    return (q >= k) & (DOCUMENT[q] == DOCUMENT[k])
+
+
+def shuffled(b, h, q, k):
+    return SHUFFLED[b, q] == SHUFFLED[b, k]
+
+
+def neighbourhood(b, h, q, k):
+    return ((q // 20 - k // 20).abs() <= 3) & ((q % 20 - k % 20).abs() <= 3)
+
+
+def prefix(b, h, q, k):
+    return (k < PREFIX[b]) | (q >= k)
+
+
+def dilated(b, h, q, k):
+    return ((q - k).abs() < 90) & ((q - k) % 16 == 0)
+
+
+def of_heads(b, h, q, k):
+    return torch.where(h == 0, q >= k, (q - k).abs() <= 32 * h)
+
+
+def of_a_table(b, h, q, k):
+    return BLOCKS[h, q // 48, k // 48]
+
+
+def padded(b, h, q, k):
+    return PADDED[b, k] & PADDED[b, q]
+
+
+def in_time(b, h, q, k):
+    return (TIME[q] - TIME[k] < 2**36) & (TIME[q] >= TIME[k])
+
+
+def near(b, h, q, k):
+    x, y = PLACE[q, 0] - PLACE[k, 0], PLACE[q, 1] - PLACE[k, 1]
+    return (x * x + y * y < SPAN) & (x.abs() + 0.5 * q < y + 3.0 * k)
+
+
+def everywhere(b, h, q, k):
+    return q >= 0
+
+
+def always(b, h, q, k):
+    return torch.ones((), dtype=torch.bool) | (q == k)
+
+
+def nowhere(b, h, q, k):
+    return (q < k) & (q > k + 10)
+
+
+def of_queries(b, h, q, k):
+    return (q % 64 < 32) & (h < 2)
+
+
+def bits(b, h, q, k):
+    return ((q ^ k) & 64 == 0) & ((q | 1) - (k << 1) < 100) & ((~q >> 3) + (k >> 2) < 40)
+
+
+MASKS = (
+    *(causal, window, documents, shuffled, neighbourhood, prefix, dilated, of_heads, of_a_table, padded),
+    *(in_time, near, everywhere, always, nowhere, of_queries, bits),
+)
+
+
+def kinds_of_elements(mask_mod, batch, nheads, lengths, block_size):
+    """By brute force: the function of every element."""
+    index = torch.meshgrid(*map(torch.arange, (batch, nheads, *lengths)), indexing="ij")
+    seen = torch.as_tensor(mask_mod(*index)).expand(batch, nheads, *lengths)
+    beyond = [-n % size for n, size in zip(lengths, block_size, strict=True)]
+    seen = torch.nn.functional.pad(seen, (0, beyond[1], 0, beyond[0]))
+    blocks = seen.unflatten(3, (-1, block_size[1])).unflatten(2, (-1, block_size[0]))
+    some, whole = blocks.any(5).any(3), blocks.all(5).all(3)
+    return PARTIAL * (some & ~whole) + FULL * whole
+
+
+@pytest.mark.parametrize("mask_mod", MASKS, ids=lambda mask_mod: mask_mod.__name__)
+@pytest.mark.parametrize(
+    ("lengths", "block_size"), [((200, 250), (16, 32)), ((97, 384), (32, 64)), ((384, 13), (64, 16))]
+)
+def test_device_code_finds_the_kinds(mask_mod, lengths, block_size):
+    found = emulated_kinds(mask_mod, BATCH, NHEADS, lengths, block_size)
+    expected = kinds_of_elements(mask_mod, BATCH, NHEADS, lengths, block_size)
+    assert torch.equal(found.expand_as(expected), expected)
+
+
+@pytest.mark.parametrize("mask_mod", MASKS, ids=lambda mask_mod: mask_mod.__name__)
+@pytest.mark.parametrize(
+    ("lengths", "block_size"), [((200, 250), 32), ((384, 96), (64, 96)), ((40, 390), 128)]
+)
+def test_on_the_cpu_it_is_torch_s(mask_mod, lengths, block_size):
+    mask = block_mask(mask_mod, BATCH, NHEADS, *lengths, block_size=block_size, device="cpu")
+    expected = create_block_mask(mask_mod, BATCH, NHEADS, *lengths, device="cpu", BLOCK_SIZE=block_size)
+    for name in LISTS:
+        found, wanted = getattr(mask, name), getattr(expected, name)
+        assert torch.equal(found.expand_as(wanted), wanted), name
+        assert found.dtype == wanted.dtype and found.is_contiguous()
+    for name in ("seq_lengths", "BLOCK_SIZE", "mask_mod"):
+        assert getattr(mask, name) == getattr(expected, name)
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "batch", "nheads"), [(causal, 1, 1), (of_heads, 1, NHEADS), (padded, BATCH, 1)]
+)
+def test_sequences_and_heads_that_are_alike_share_a_mask(mask_mod, batch, nheads):
+    mask = block_mask(mask_mod, BATCH, NHEADS, 200, 200, device="cpu")
+    assert mask.kv_num_blocks.shape[:2] == (batch, nheads)
+    assert block_mask(mask_mod, None, None, 200, 200, device="cpu").kv_num_blocks.shape[:2] == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "distances"),
+    [(causal, {0}), (window, {-2, -1, 3, 4}), (everywhere, set()), (nowhere, {0}), (of_a_table, set())],
+)
+def test_bounds_decide_all_blocks_but_those_at_edges(mask_mod, distances):
+    """Those so many blocks below the diagonal."""
+    evaluated = emulated_kinds(mask_mod, 1, 1, (256, 256), (16, 16), ByBounds)[0, 0] == PARTIAL
+    rows, columns = evaluated.nonzero().T.tolist()
+    assert {i - j for i, j in zip(rows, columns, strict=True)} == distances
+
+
+def test_bounds_of_documents_are_those_of_their_ends():
+    evaluated = emulated_kinds(documents, 1, 1, (384, 384), (16, 16), ByBounds)[0, 0] == PARTIAL
+    ends = {37 // 16, 127 // 16, 191 // 16}
+    rows, columns = evaluated.nonzero().T.tolist()
+    assert all(i == j or ends & {i, j} for i, j in zip(rows, columns, strict=True))
+    assert evaluated.sum() < 24 + 3 * 24
+
+
+# ---- random functions: what bounds decide is what evaluation finds ----
+
+TABLES = {
+    "int": torch.randint(-40, 40, (120,), generator=generator, dtype=torch.int32),
+    "long": torch.randint(-(2**62), 2**62, (120,), generator=generator),
+    "float": torch.randn(120, generator=generator) * 30,
+    "huge": torch.where(torch.rand(120, generator=generator) < 0.05, torch.inf, 1e38),
+    "bool": torch.rand(120, generator=generator) > 0.1,
+    "pairs": torch.randint(-20, 20, (8, 8), generator=generator),
+    "nan": torch.where(torch.rand(120, generator=generator) < 0.05, torch.nan, 20.0),
+}
+
+
+THRESHOLDS = torch.tensor([-9000, -300, -90, -41, -17, -5, -1, 0, 1, 3, 6, 15, 33, 80, 250, 7000])
+
+
+def random_mask(seed):
+    """A mask_mod of random operations on indices, numbers and tables, many of which wrap, or are NaN."""
+    draw = random.Random(seed)
+
+    def integer(depth):
+        kind = draw.randrange(16) if depth else draw.randrange(5)
+        a, b = (integer(depth - 1), integer(depth - 1)) if depth else (None, None)
+        number, large = draw.randrange(-30, 30), draw.choice((3, 2**14, 2**29))
+        if kind < 1:
+            return lambda q, k: q - 2 * k
+        if kind < 3:
+            return lambda q, k: q * number + k
+        if kind == 3:
+            return lambda q, k: TABLES["int"][q] - k
+        if kind == 4:
+            return lambda q, k: TABLES["int"][k] * number
+        if kind == 5:
+            return lambda q, k: TABLES["pairs"][a(q, k) // 16, b(q, k) // 16]
+        if kind == 6:
+            return lambda q, k: a(q, k) * large
+        if kind == 7:
+            return lambda q, k: a(q, k) // (abs(number) + 1)
+        if kind == 8:
+            return lambda q, k: a(q, k) % (b(q, k).abs() + 1)
+        if kind == 9:
+            return lambda q, k: torch.where(a(q, k) < number, a(q, k), b(q, k))
+        if kind == 10:
+            return lambda q, k: (a(q, k) >> draw_shift) + (b(q, k) << draw_shift)
+        if kind == 11:
+            return lambda q, k: float_of(q, k).to(torch.int32)
+        op = draw.choice(
+            (operator.add, operator.sub, operator.mul, operator.and_, operator.or_, operator.xor)
+        )
+        op = draw.choice((op, torch.minimum, torch.maximum))
+        return lambda q, k: op(a(q, k), -b(q, k) if number > 15 else b(q, k).abs() if number > 0 else b(q, k))
+
+    def real(depth):
+        a = integer(depth)
+        table, factor = draw.choice(("float", "huge")), draw.choice((0.37, -2.5, 1e30))
+        if draw.randrange(3):
+            return lambda q, k: (a(q, k) * factor + TABLES[table][q]).abs() - TABLES["float"][k] * a(q, k)
+        return lambda q, k: torch.clamp(a(q, k).float() * 0.25, -9.5, 40.0).floor() * TABLES[table][k]
+
+    draw_shift = draw.randrange(1, 4)
+    float_of = real(0)
+
+    def boolean(depth):
+        kind = draw.randrange(9) if depth else 0
+        compare = draw.choice((operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne))
+        if kind < 2:
+            a, b = integer(2), integer(draw.randrange(2))
+            return lambda q, k: compare(a(q, k), THRESHOLDS[head[0]] if kind else b(q, k))
+        if kind == 2:
+            a, b = real(1), real(1)
+            return lambda q, k: compare(a(q, k), b(q, k))
+        if kind == 3:
+            a = integer(1)
+            return lambda q, k: compare(TABLES["long"][q] - TABLES["long"][k], a(q, k) * 2**40)
+        if kind == 4:
+            return lambda q, k: TABLES["bool"][k] | TABLES["bool"][q]
+        a, b, c = boolean(depth - 1), boolean(depth - 1), boolean(depth - 1)
+        if kind == 5:
+            return lambda q, k: torch.where(a(q, k), b(q, k), ~c(q, k))
+        op = draw.choice((operator.and_, operator.or_, operator.xor))
+        return lambda q, k: op(a(q, k), b(q, k))
+
+    root, head = boolean(2), [0]
+
+    def mask_mod(b, h, q, k):
+        head[0] = h
+        return root(q, k)
+
+    return mask_mod
+
+
+OPERATIONS = {
+    "add": lambda q, k: q + k,
+    "sub": lambda q, k: 2 * q - k,
+    "mul": lambda q, k: (q - 50) * (k - 30),
+    "neg": lambda q, k: -(q - k),
+    "abs": lambda q, k: (q - 2 * k + 9).abs(),
+    "floordiv": lambda q, k: (q - k) // 7,
+    "floordiv by both": lambda q, k: (q - 50) // (k // 16 + 1),
+    "mod": lambda q, k: (q // 16 - k) % 37,
+    "mod by both": lambda q, k: (q - k) % (k // 16 + 30),
+    "and": lambda q, k: (q - k) & (k // 2 + 20),
+    "and of the signed": lambda q, k: (q - k) & (k - 40),
+    "or": lambda q, k: (q * 2) | (k + 3),
+    "xor": lambda q, k: q ^ (k * 3),
+    "not": lambda q, k: ~(q - k),
+    "shl": lambda q, k: (q - k) << 2,
+    "shl by a table": lambda q, k: (q + k) << (TABLES["pairs"][q // 16, k // 16].int().abs() % 4),
+    "shr": lambda q, k: (q - k) >> 3,
+    "minimum": lambda q, k: torch.minimum(q, 2 * k),
+    "maximum": lambda q, k: torch.maximum(-q, k - 50),
+    "clamp": lambda q, k: (q - k).clamp(-20, 35),
+    "where": lambda q, k: torch.where(q > k + 20, -q, k // 2),
+    "load": lambda q, k: TABLES["pairs"][q // 48, k // 32] * 9,
+    "long": lambda q, k: TABLES["long"][q] // 2**54 - TABLES["long"][k] // 2**56,
+    "bools": lambda q, k: ((q > 40) ^ (k > 60)).int() * 5,
+    "float": lambda q, k: (q - k).float() * 0.71 - q,
+    "product of floats": lambda q, k: (q * 0.5 - 20.0) * (k - 40.0) + q * k,
+    "neg and abs of floats": lambda q, k: -((q - 1.5 * k).abs()),
+    "floor": lambda q, k: ((q - k) * 0.3).floor(),
+    "ceil": lambda q, k: ((q - k) * 0.3).ceil(),
+    "trunc": lambda q, k: ((q - k) * 0.3).trunc().int(),
+    "min and max of floats": lambda q, k: torch.minimum(torch.maximum(q * 0.5, k * 1.0), q + k * 0.1),
+    "where of floats": lambda q, k: torch.where(q > k, q * 0.5, -k * 1.5),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("compare", [operator.lt, operator.ge], ids=["lt", "ge"])
+def test_bounds_of_each_operation(name, compare):
+    """Of numbers of either sign and several thresholds: they decide most blocks as the same code does without them."""
+    made = OPERATIONS[name]
+    mask = lambda b, h, q, k: compare(made(q, k), THRESHOLDS[h]), 1, len(THRESHOLDS), (96, 112), (16, 16)
+    by_bounds, right = emulated_kinds(*mask, ByBounds), emulated_kinds(*mask, Evaluating)
+    known = by_bounds != PARTIAL
+    assert torch.equal(by_bounds[known], right[known])
+    assert known.sum() > 0.6 * (right != PARTIAL).sum()
+
+
+BEYOND = {
+    "products": lambda q, k: (q - k) * 2**26,
+    "sums": lambda q, k: q * 2**24 + k * 2**24,
+    "shifts": lambda q, k: (q + k) << 25,
+    "sums of 64 bits": lambda q, k: TABLES["long"][q] * 2 + TABLES["long"][k],
+    "products of 64 bits": lambda q, k: (TABLES["long"][q] // 2**20) * (k - 50),
+    "integers of 64 bits": lambda q, k: TABLES["long"][q].to(torch.int32) - k,
+    "infinities": lambda q, k: TABLES["huge"][q] * (k * 0.5) - TABLES["huge"][k] * 9.0,
+    "infinite products": lambda q, k: (TABLES["huge"][q] * 1.0) * (TABLES["huge"][k] - 1e38),
+    "NaN": lambda q, k: torch.maximum(TABLES["nan"][q], TABLES["nan"][k] + q),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+@pytest.mark.parametrize("compare", [operator.lt, operator.ge], ids=["lt", "ge"])
+def test_bounds_of_what_wraps_or_is_no_number(name, compare):
+    made = BEYOND[name]
+    mask = lambda b, h, q, k: compare(made(q, k), THRESHOLDS[h]), 1, len(THRESHOLDS), (96, 112), (16, 16)
+    by_bounds, right = emulated_kinds(*mask, ByBounds), emulated_kinds(*mask, Evaluating)
+    known = by_bounds != PARTIAL
+    assert torch.equal(by_bounds[known], right[known])
+
+
+@pytest.mark.parametrize("compare", [operator.le, operator.gt, operator.eq, operator.ne])
+def test_bounds_of_comparisons(compare):
+    mask = lambda b, h, q, k: compare(q // 16 - k // 16, THRESHOLDS[h]), 1, 16, (96, 112), (16, 16)
+    by_bounds, right = emulated_kinds(*mask, ByBounds), emulated_kinds(*mask, Evaluating)
+    assert torch.equal(by_bounds, right) and len(right.unique()) == 2
+
+
+@pytest.mark.parametrize("first", range(0, 32, 8))
+def test_bounds_are_sound(first):
+    """Also where numbers wrap, overflow or are NaN: what they decide is what the same code finds without them."""
+    decided = 0
+    for seed in range(first, first + 8):
+        mask = random_mask(seed), 1, len(THRESHOLDS), (96, 112), (16, 16)
+        by_bounds, right = emulated_kinds(*mask, ByBounds), emulated_kinds(*mask, Evaluating)
+        known = by_bounds != PARTIAL
+        assert torch.equal(by_bounds[known], right[known]), seed
+        decided += int(known.sum())
+    assert decided > 300  # of 5376
+
+
+# ---- lists ----
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 7, 5), (2, 3, 1, 40), (1, 2, 33, 64), (2, 1, 3, 1)])
+def test_device_code_lists_blocks_in_order(shape):
+    kinds = torch.randint(0, 3, shape, generator=generator, dtype=torch.uint8)
+    for found, expected in zip(emulated_lists(kinds), lists_of(kinds), strict=True):
+        for x, y in zip(found, expected, strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("block_size", [(128, 128), (64, 256), (32, 96)])
+@pytest.mark.parametrize(("heads", "heads_kv"), [(1, 2), (4, 4), (4, 2), (3, 1)])
+@pytest.mark.parametrize("lengths", [(500, 1300), (256, 200), (90, 128)])
+def test_device_code_lists_what_kernels_visit(lengths, heads, heads_kv, block_size):
+    """heads: of the table; one stands for four."""
+    sizes = (2, lengths[0], max(heads, 4) if heads == 1 else heads, lengths[1], heads_kv)
+    rows, columns = (-(-n // size) for n, size in zip(lengths, block_size, strict=True))
+    chances = torch.rand(2, heads, rows, columns, generator=generator)
+    kinds = (chances > 0.2).byte() + (chances > 0.5).byte()
+    for found, expected in zip(
+        emulated_visits(kinds, block_size, *sizes), block_lists(kinds, block_size, *sizes), strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
+# ---- calls ----
+
+
+def test_its_kinds_are_known(monkeypatch):
+    """To attention, until a list changes: then they follow from the lists."""
+    made, (q, k) = [], (torch.ones(1, 300, 2, 16) for _ in range(2))
+    monkeypatch.setattr(block_masks, "kinds_of", lambda mask: made.append(mask) or kinds_of(mask))
+    mask = block_mask(causal, 1, None, 300, 300, device="cpu")
+    found = epilogue_of_block_mask(mask, q, k)[1]
+    assert not made
+    for x, y in zip(found, epilogue_of_block_mask(copy.copy(mask), q, k)[1], strict=True):
+        assert torch.equal(x, y)
+    assert len(made) == 1
+    mask.full_kv_num_blocks[..., 1] = 0
+    changed = epilogue_of_block_mask(mask, q, k)[1]
+    assert len(made) == 2 and changed[-4][0, 0, :, 1].tolist() == [128, 128, 300]
+
+
+def test_attention_takes_it():
+    q, k, v = (torch.randn(BATCH, 300, 4, 16, generator=generator, requires_grad=True) for _ in range(3))
+    mask = block_mask(padded, BATCH, None, 300, 300, device="cpu")
+    outputs = attention(q, k, v, block_mask=mask), attention(q, k, v, mask_mod=padded)
+    torch.testing.assert_close(*outputs)
+    grads = (torch.autograd.grad(out.sum(), (q, k, v)) for out in outputs)
+    for x, y in zip(*grads, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_inside_torch_compile():
+    def lists(document):
+        twice = document * 2
+        mask = block_mask(lambda b, h, q, k: twice[q] == twice[k], None, None, 390, 390, device="cpu")
+        return mask.kv_indices + 1, mask.full_kv_num_blocks
+
+    assert callable(outside_graphs.made_block_mask)
+    compiled = torch.compile(lists, backend="aot_eager")(DOCUMENT)
+    for x, y in zip(compiled, lists(DOCUMENT), strict=True):
+        assert torch.equal(x, y)
+
+
+def many_values(b, h, q, k):
+    found = q == k
+    for i in range(33):
+        found = found | (q % (i + 3) == k)
+    return found
+
+
+GOOD = {"mask_mod": causal, "b": 1, "h": None, "q_len": 200, "kv_len": 300, "device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"mask_mod": 3}, TypeError, r"mask_mod is a int; accepted: a function of .batch, head, query, key."),
+        ({"mask_mod": lambda b, h, q, k: q - k}, TypeError, "mask_mod returned an integer; accepted: a bool"),
+        ({"mask_mod": lambda b, h, q, k: q.sort()}, TypeError, "mask_mod uses sort; accepted"),
+        ({"b": 0}, ValueError, "b is 0; accepted: 1 to 1073741824"),
+        ({"h": True}, TypeError, "h is True; accepted: a Python int"),
+        ({"q_len": None}, TypeError, "q_len is None; accepted: a Python int"),
+        ({"kv_len": 2.0}, TypeError, "kv_len is 2.0; accepted: a Python int"),
+        ({"block_size": 48}, ValueError, "block_size is 48; accepted: a multiple of 32 up to 512, or two"),
+        ({"block_size": (128, 1024)}, ValueError, r"block_size is \(128, 1024\); accepted"),
+        ({"block_size": None}, ValueError, "block_size is None; accepted"),
+        ({"device": "nowhere"}, ValueError, "device is 'nowhere'; accepted: a torch.device"),
+        ({"device": "meta"}, ValueError, "device is meta; accepted: a GPU's or the CPU"),
+        (
+            {"mask_mod": lambda b, h, q, k, t=ELSEWHERE: t[q] > 0},
+            ValueError,
+            "mask_mod captures a tensor on meta; accepted: cpu, the mask's device",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused(change, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        block_mask(**(GOOD | change))
+
+
+def test_which_masks_the_kernel_takes():
+    name, _ = epilogue_of(None, many_values, CPU)
+    with pytest.raises(Unsupported, match="the mask has 33 values of a query; accepted: up to 32"):
+        lookup(Traits("block_kinds", "sm80", "bf16", LISTED_ROWS, epilogues=(name,)))
+    name, _ = epilogue_of(lambda score, b, h, q, k: score * 2, causal, CPU)
+    with pytest.raises(Unsupported, match="does more than hide keys; accepted: a mask_mod"):
+        lookup(Traits("block_kinds", "sm80", "bf16", LISTED_ROWS, epilogues=(name,)))
+    with pytest.raises(Unsupported, match="accepted: block_kinds-sm80-bf16-d128"):
+        lookup(Traits.parse("block_kinds-sm80-bf16-d64"))
+    with pytest.raises(Unsupported, match="accepted: block_lists-sm80-bf16-d128"):
+        lookup(Traits.parse("block_lists-sm80-bf16-d128-causal"))
+    for tile, message in (("tile_m=48", "multiples of 32 up to 512"), ("rows=3", "divisors of tile_m, 128")):
+        with pytest.raises(Unsupported, match=message):
+            lookup(Traits.parse("block_kinds-sm80-bf16-d128"), tile)
