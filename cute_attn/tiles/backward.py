@@ -360,7 +360,7 @@ class BackwardSm90Tile(Tile):
     mma_threads: ClassVar[int] = 256
     dq_vector: ClassVar[int] = 4  # floats of dQ that one reduction adds
 
-    def columns(self, head_dim: int) -> int:
+    def columns_of(self, head_dim: int) -> int:
         """Columns of a CTA: of the padded head dim, or its part of them."""
         return padded(head_dim) // self.cluster
 
@@ -416,7 +416,7 @@ class BackwardSm90Tile(Tile):
         Not where TMA may still be storing dS as the bias's gradient.
         """
         room = self.tile_m * self.num_stages_ds * (2 if self.p_in_smem else 1)
-        return room >= self.columns(traits.head_dim) and not (self.bias_stages and traits.bias_grad)
+        return room >= self.columns_of(traits.head_dim) and not (self.bias_stages and traits.bias_grad)
 
     @property
     def row_stride(self) -> int:
@@ -435,7 +435,7 @@ class BackwardSm90Tile(Tile):
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
         """Name -> first byte and end of each area of shared memory. dV reuses V's; for dK see ``dk_leaves_k``."""
-        d, dv = self.columns(traits.head_dim), self.columns(traits.head_dim_v)
+        d, dv = self.columns_of(traits.head_dim), self.columns_of(traits.head_dim_v)
         sizes = {
             "barriers": self.BARRIER_BYTES,
             "k": 2 * self.tile_n * d,
@@ -460,7 +460,11 @@ class BackwardSm90Tile(Tile):
         return areas
 
     def registers(self, traits: Traits) -> int:
-        d, dv, threads = self.columns(traits.head_dim), self.columns(traits.head_dim_v), self.mma_threads
+        d, dv, threads = (
+            self.columns_of(traits.head_dim),
+            self.columns_of(traits.head_dim_v),
+            self.mma_threads,
+        )
         acc_dkv, acc_s = self.tile_n * (d + dv) // threads, self.tile_m * self.tile_n // threads
         acc_dq = self.tile_m * d // threads
         if self.p_in_smem:  # where S and dP are gone when dQ comes
@@ -473,7 +477,7 @@ class BackwardSm90Tile(Tile):
         return 8 if self.dkv_transposed and self.tile_n % 32 else 16
 
     def shape_reason(self, traits: Traits) -> str | None:
-        d, dv = self.columns(traits.head_dim), self.columns(traits.head_dim_v)
+        d, dv = self.columns_of(traits.head_dim), self.columns_of(traits.head_dim_v)
         if self.cluster not in (1, 2) or any(
             padded(dim) % (32 * self.cluster) for dim in (traits.head_dim, traits.head_dim_v)
         ):

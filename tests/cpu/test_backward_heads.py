@@ -92,7 +92,7 @@ class Shared:
 class HeadOfKeys:
     """Rows of K and V as the head that is loaded."""
 
-    def sequence(self, offset: Int32, head_kv: Int32, batch: Int32) -> Int32:
+    def sequence(self, offset: Int32, head_kv: Int32, batch: Int32, part: int) -> Int32:
         return head_kv
 
 

@@ -982,7 +982,7 @@ class BackwardSm90(BackwardSm90Layouts):
         thread: Int32,
     ) -> None:
         """Store the first ``rows`` keys of a key tile to varlen ``target``."""
-        cols = self.tile.columns(head_dim)
+        cols = self.tile.columns_of(head_dim)
         # Which need not be a multiple of the rows of one copy.
         rows = cutlass.min(rows, self.tile.tile_n)
         plane = sequence(target, key_tile.batch, key_tile.head_dkv, key_tile.info.offset_k, True)

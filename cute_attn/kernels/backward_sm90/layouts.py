@@ -49,7 +49,7 @@ class BackwardSm90Layouts:
     @property
     def dims(self) -> tuple[int, int]:
         """A CTA's columns of head_dim and head_dim_v, as shared memory and registers hold them."""
-        return self.tile.columns(self.traits.head_dim), self.tile.columns(self.traits.head_dim_v)
+        return self.tile.columns_of(self.traits.head_dim), self.tile.columns_of(self.traits.head_dim_v)
 
     def layout_k(self) -> cute.ComposedLayout:
         """K, (tile_n, head_dim): an operand of S, and transposed of dQ. dK takes it over."""
