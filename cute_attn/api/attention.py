@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cute_attn.api import operators
-from cute_attn.epilogues.functions.known import epilogue_of
+from cute_attn.epilogues.functions.known import epilogue_of, hold
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.host import choose, plans, random_states
 from cute_attn.host.bias import with_readable_bias
@@ -618,9 +618,17 @@ def with_functions(
         name, tensors = outside_graphs.epilogue_of(score_mod, mask_mod, device)
     else:
         name, tensors = epilogue_of(score_mod, mask_mod, device)
+        _hold_for_graphs(name, q)
     if not name:
         return epilogues
     return {**given_epilogues(epilogues), name: tensors}
+
+
+def _hold_for_graphs(name: str, q: Any) -> None:
+    """Keep a function's epilogue that a graph or a tracer may name, or whose kernel a CUDA graph captures."""
+    captures = isinstance(q, Tensor) and q.is_cuda and torch.cuda.is_current_stream_capturing()
+    if name and (captures or not no_dispatch_mode()):
+        hold(name)
 
 
 def with_block_mask(
@@ -629,7 +637,7 @@ def with_block_mask(
     q: Tensor,
     k: Tensor,
     seqused_k: Tensor | None,
-) -> Mapping[str, Any]:
+) -> Sequence[str] | Mapping[str, Any]:
     """The epilogues and, after them, the one of a BlockMask."""
     if seqused_k is not None:
         raise ValueError("block_mask is given with seqused_k; accepted: one of them")
@@ -645,7 +653,8 @@ def with_block_mask(
         from cute_attn.host import block_masks  # loads torch's compiler
 
         name, tensors = block_masks.epilogue_of_block_mask(block_mask, q, k)
-    return {**given_epilogues(epilogues), name: tensors}
+        _hold_for_graphs(name, q)
+    return {**given_epilogues(epilogues), name: tensors} if name else epilogues
 
 
 class _Options(NamedTuple):

@@ -34,6 +34,8 @@ _library.define(
 )
 _INDICES = tuple(Call._fields.index(name) for name in DIFFERENTIABLE)
 _NAMED = len(DIFFERENTIABLE)
+_EPILOGUES = Call._fields.index("epilogues") - NUM_TENSORS - 1
+"""Place among a call's arguments behind its tensors."""
 
 
 def forward(call: Call) -> Outputs:
@@ -340,8 +342,17 @@ def _save(
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, out, lse)
     ctx.rest = rest
+    ctx.epilogues = _registered(rest[_EPILOGUES])  # a traced function's lives until its gradient
     if softmax is not None:
         ctx.mark_non_differentiable(softmax)
+
+
+def _registered(epilogues: Sequence[str]) -> tuple[Any, ...]:
+    if not epilogues:
+        return ()
+    from cute_attn.epilogues.base import user_epilogue  # loads the DSL
+
+    return tuple(user_epilogue(item.partition(":")[0]) for item in epilogues)
 
 
 def _differentiate(

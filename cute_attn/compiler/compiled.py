@@ -216,6 +216,7 @@ def compile(
 
     from cute_attn.compiler import registry  # loads the kernels, and with them the DSL
 
+    _let_go(traits)
     compiled = _requests[request] = build(registry.lookup(traits, tile, target), target, lines=lines)
     return compiled
 
@@ -243,6 +244,7 @@ def build(kernel: Any, target: str, *, lines: bool = False) -> CompiledKernel:
         return _kernels.setdefault(key, CompiledKernel(kernel, target, entry, from_cache=True))
     with _alone():
         if key not in _kernels:  # another thread may have built it meanwhile
+            _let_go(kernel.traits)
             _kernels[key] = _build_once(cache, kernel, target, key, _options(target, lines))
         return _kernels[key]
 
@@ -322,15 +324,32 @@ def is_built(kernel: Any, target: str, *, lines: bool = False) -> bool:
     return key in _kernels or (cache is not None and cache.get(key) is not None)
 
 
-def kernel_classes(kernel_class: type, traits: Traits) -> tuple[type, ...]:
-    """The classes whose sources shape a kernel: its own, and its traits' users' epilogues."""
+def kernel_classes(kernel_class: type, traits: Traits) -> tuple[Any, ...]:
+    """The classes whose sources shape a kernel: its own, and its traits' users' epilogues, or objects of functions.
+
+    Not those of traced functions, whose names are digests of what they do.
+    """
     if not (traits.variant or traits.epilogues):
         return (kernel_class,)
     from cute_attn.compiler import registry
-    from cute_attn.epilogues.base import user_epilogue
+    from cute_attn.epilogues.base import TRACED, user_epilogue
 
     current = registry.kernel_class(traits) or kernel_class
-    return (current, *(user_epilogue(name) for name in traits.epilogues))
+    return (current, *(user_epilogue(name) for name in traits.epilogues if not name.startswith(TRACED)))
+
+
+def _let_go(traits: Traits) -> None:
+    """Before another kernel of a traced function comes, drop those whose functions no call needs any more."""
+    from cute_attn.epilogues.base import TRACED, is_registered
+
+    def is_dead(name: str) -> bool:
+        return name.startswith(TRACED) and not is_registered(name)
+
+    if any(name.startswith(TRACED) for name in traits.epilogues):
+        for known in (_requests, _kernels):
+            for key, kernel in list(known.items()):
+                if any(map(is_dead, kernel.traits.epilogues)):
+                    known.pop(key, None)  # type: ignore[call-overload]
 
 
 def loaded_kernels() -> list[CompiledKernel]:
@@ -531,13 +550,14 @@ def user_modules(request: Request) -> dict[str, str]:
     from cute_attn.compiler import registry
 
     traits, tile, _ = request
-    classes: tuple[type, ...] = () if tile is None else (type(tile),)
+    classes: tuple[Any, ...] = () if tile is None else (type(tile),)
     base = registry.kernel_class(traits)
     if base is not None and (traits.variant or traits.epilogues):
         with contextlib.suppress(KeyError):  # building it reports what is not registered
             classes += kernel_classes(base, traits)
     ours = ("cute_attn", "builtins")
-    names = dict.fromkeys(cls.__module__ for cls in classes if cls.__module__.partition(".")[0] not in ours)
+    homes = [getattr(x, "written", x).__module__ for x in classes]  # of a function's object, the function's
+    names = dict.fromkeys(home for home in homes if home.partition(".")[0] not in ours)
     return {name: getattr(sys.modules.get(name), "__file__", None) or "" for name in names}
 
 

@@ -62,7 +62,7 @@ def machine() -> str:
     return f"{sys.platform}-{platform.machine()}"
 
 
-def source_key(traits: Any, tile: Any, target: str, options: str, classes: Iterable[type]) -> str:
+def source_key(traits: Any, tile: Any, target: str, options: str, classes: Iterable[Any]) -> str:
     """The digest of what a kernel is, whatever builds it, as 40 hexadecimal digits.
 
     Args:
@@ -77,14 +77,14 @@ def source_key(traits: Any, tile: Any, target: str, options: str, classes: Itera
         "tile": [type(tile).__qualname__, asdict(tile)],
         "target": target,
         "options": options,
-        "classes": [cls.__qualname__ + getattr(cls, "code_digest", "") for cls in classes],
+        "classes": [_class_of(x).__qualname__ + getattr(x, "code_digest", "") for x in classes],
         "package": package_sources(),
         "user": user_sources(classes),
     }
     return digest(json.dumps(parts, sort_keys=True).encode())
 
 
-def cache_key(traits: Any, tile: Any, target: str, options: str, classes: Iterable[type]) -> str:
+def cache_key(traits: Any, tile: Any, target: str, options: str, classes: Iterable[Any]) -> str:
     """The key of a kernel that is about to be built here, from what :func:`source_key` has and what builds it."""
     parts = {
         "source": source_key(traits, tile, target, options, classes),
@@ -128,12 +128,17 @@ def package_sources() -> str:
     return digest(*parts)
 
 
-def user_sources(classes: Iterable[type]) -> str:
+def _class_of(x: Any) -> type:
+    """A class, or that of an object in the place of one."""
+    return x if isinstance(x, type) else type(x)
+
+
+def user_sources(classes: Iterable[Any]) -> str:
     """Digest of the files, outside the package, that the classes and their bases come from and import.
 
     Of a class that no file has, its code.
     """
-    bases = [base for cls in classes for base in cls.__mro__]
+    bases = [base for x in classes for base in _class_of(x).__mro__]
     pending = {module for base in bases if (module := sys.modules.get(base.__module__))}
     typed: list[bytes] = []
     for base in bases:

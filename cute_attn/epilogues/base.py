@@ -15,6 +15,7 @@ leaves there is masked or not stored. ``add_gradients`` must skip those elements
 """
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -22,7 +23,9 @@ from cute_attn.device.score_tile import ScoreContext, ScoreTile
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.traits import FEATURES, Traits, did_you_mean, is_word
 
-_REGISTERED: dict[str, type["Epilogue"]] = {}
+_REGISTERED: dict[str, Any] = {}
+_TRACED: weakref.WeakValueDictionary[str, "Epilogue"] = weakref.WeakValueDictionary()
+"""Of functions that calls bring along, which live as long as a call needs them."""
 
 
 class Epilogue:
@@ -155,9 +158,7 @@ def register_epilogue(name: str) -> Callable[[type[Epilogue]], type[Epilogue]]:
     check_name(name)
 
     def register(cls: type[Epilogue]) -> type[Epilogue]:
-        known = _REGISTERED.get(name)
-        if known is not None and (known.__qualname__ != cls.__qualname__ or _file_of(known) != _file_of(cls)):
-            raise ValueError(f"epilogue name {name!r} is taken by {known.__module__}.{known.__qualname__}")
+        check_free(name, cls)
         cls.name = name
         _REGISTERED[name] = cls
         return cls
@@ -165,15 +166,41 @@ def register_epilogue(name: str) -> Callable[[type[Epilogue]], type[Epilogue]]:
     return register
 
 
-def _file_of(cls: type) -> str:
-    """Where a class comes from, which may be run and imported, or in a notebook be changed and run again."""
-    module = sys.modules.get(cls.__module__)
-    return getattr(module, "__file__", None) or cls.__module__
+def register_function(name: str, epilogue: Any) -> None:
+    """Register a function's epilogue, which is an object in the place of a class; ``epilogue.written`` has its place.
+
+    Raises:
+        ValueError: as :func:`register_epilogue`.
+    """
+    check_name(name)
+    check_free(name, epilogue)
+    _REGISTERED[name] = epilogue
+
+
+def register_traced(epilogue: Any) -> Any:
+    """Register an epilogue under its own name, weakly; returns the one that has the name."""
+    return _TRACED.setdefault(epilogue.name, epilogue)
+
+
+def check_free(name: str, epilogue: Any) -> None:
+    """Raise ValueError for a name that is taken by what has another name or file."""
+    known = _REGISTERED.get(name)
+    if known is None:
+        return
+    (known, own) = (getattr(x, "written", x) for x in (known, epilogue))
+    if known.__qualname__ != own.__qualname__ or _file_of(known) != _file_of(own):
+        raise ValueError(f"epilogue name {name!r} is taken by {known.__module__}.{known.__qualname__}")
+
+
+def _file_of(written: Any) -> str:
+    """Where a class or function comes from, which may be run and imported, or in a notebook be run again."""
+    module = sys.modules.get(written.__module__)
+    return getattr(module, "__file__", None) or str(written.__module__)
 
 
 def in_every_step(names: Iterable[str]) -> list[str]:
     """Those of some registered epilogues that compute in every step, and not in blocks with a mask alone."""
-    return [name for name in names if name not in _REGISTERED or not _REGISTERED[name].lists_blocks]
+    return [name for name in names if not is_registered(name) or not user_epilogue(name).lists_blocks]
 
 
 def lists_blocks(names: Sequence[str]) -> bool:
@@ -183,7 +210,7 @@ def lists_blocks(names: Sequence[str]) -> bool:
 
 def is_registered(name: str) -> bool:
     """Whether an epilogue is registered under ``name``."""
-    return name in _REGISTERED
+    return name in _REGISTERED or name in _TRACED
 
 
 def example_args(name: str, batch: int, nheads: int, seqlen_q: int, seqlen_k: int) -> tuple:
@@ -193,7 +220,8 @@ def example_args(name: str, batch: int, nheads: int, seqlen_q: int, seqlen_k: in
         ValueError: it takes arguments, and its class has none for a call.
     """
     cls = user_epilogue(name)
-    args, taken = cls.example_args(batch, nheads, seqlen_q, seqlen_k), len(cls().fake_args())
+    epilogue = cls() if isinstance(cls, type) else cls
+    args, taken = cls.example_args(batch, nheads, seqlen_q, seqlen_k), len(epilogue.fake_args())
     if not args and taken:
         raise ValueError(
             f"epilogue {name!r} takes {taken} arguments; accepted without them: a class with "
@@ -202,15 +230,16 @@ def example_args(name: str, batch: int, nheads: int, seqlen_q: int, seqlen_k: in
     return args
 
 
-def user_epilogue(name: str) -> type[Epilogue]:
-    """The class registered under ``name``.
+def user_epilogue(name: str) -> Any:
+    """The class registered under ``name``, or a function's object, whose methods are those that a class has.
 
     Raises:
         ValueError: nothing is registered under it; the message lists what is.
     """
-    if name not in _REGISTERED:
-        names = sorted(one for one in _REGISTERED if not one.startswith(TRACED))
+    found = _REGISTERED.get(name) or _TRACED.get(name)
+    if found is None:
+        names = sorted(_REGISTERED)
         known = ", ".join(names) or "none, before register_epilogue"
         meant = did_you_mean(name, (*FEATURES, *names))
         raise ValueError(f"no epilogue is registered as {name!r}{meant}; accepted: {known}")
-    return _REGISTERED[name]
+    return found

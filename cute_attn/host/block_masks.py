@@ -31,6 +31,8 @@ _UNBOUNDED = (1 << 30, 1 << 30)
 def epilogue_of_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor) -> tuple[str, tuple[Tensor, ...]]:
     """The registered name of a BlockMask's epilogue, and its arguments for q (batch, seqlen, heads, dim) and k.
 
+    ("", ()) where there are no scores.
+
     Lengths may be shorter than the mask's.
 
     Raises:
@@ -40,6 +42,8 @@ def epilogue_of_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor) -> tuple
         raise TypeError(f"block_mask is {kind_of(block_mask)}; accepted: torch's BlockMask, or None")
     made = _made_of(block_mask)
     _check(block_mask, made.kinds, q, k)
+    if not all((*q.shape[:3], *k.shape[1:3])):
+        return "", ()
     mask_mod = _visible if block_mask.mask_mod is noop_mask else block_mask.mask_mod
     whole = all(rows % LISTED_ROWS == 0 for rows in block_mask.BLOCK_SIZE)
     function = _function(made.kinds, block_mask.BLOCK_SIZE, mask_mod)

@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,15 +14,19 @@ _log = logging.getLogger("cute_attn")
 
 
 def user_classes(call: Call, op: str = "forward") -> tuple[Any, ...]:
-    """The users' classes that a call names: part of its plan's key, since they may be registered again at any time."""
+    """The users' classes that a call names: part of its plan's key, since they may be registered again at any time.
+
+    Of a traced function a weak reference, so that a plan does not keep it.
+    """
     if not (call.epilogues or ":" in call.kernel):
         return ()
     from cute_attn.compiler import registry
-    from cute_attn.epilogues.base import user_epilogue
+    from cute_attn.epilogues.base import TRACED, user_epilogue
 
     arch, _, variant = call.kernel.partition(":")
     kernel = registry.KERNELS.get((op, arch, variant))
-    return (kernel, *(user_epilogue(name) for name in call.epilogue_names))
+    found = ((name, user_epilogue(name)) for name in call.epilogue_names)
+    return (kernel, *(weakref.ref(x) if name.startswith(TRACED) else x for name, x in found))
 
 
 def choose_kernel(

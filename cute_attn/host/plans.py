@@ -7,6 +7,7 @@ plan, in five times that time.
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -92,6 +93,8 @@ def keep(key: Hashable, tensors: Tensors, plan: Any) -> Any:
     """
     if len(_plans) >= _MAX_PLANS:
         forget()
+    if any(isinstance(x, weakref.ref) for x in _flat(key)):
+        _forget_dead()
     with contextlib.suppress(TypeError):  # an option that cannot be hashed, such as a window as a list
         _plans[_full_key(key, tensors)] = plan
         del _guarded.get((key, tuple(map(type, tensors))), [])[_MAX_GUARDS - 1 :]  # room for this one's
@@ -108,6 +111,18 @@ def forget(owner: Any = None) -> None:
         for full in list(kept):
             if isinstance(full[0], tuple) and full[0] and full[0][0] is owner:
                 kept.pop(full, None)
+
+
+def _forget_dead() -> None:
+    """Forget plans of traced functions that are let go, and with them their kernels."""
+    for kept in (_plans, _guarded):
+        for full in list(kept):
+            if any(isinstance(x, weakref.ref) and x() is None for x in _flat(full[0])):
+                kept.pop(full, None)
+
+
+def _flat(key: Any) -> list[Any]:
+    return [one for x in key for one in _flat(x)] if isinstance(key, tuple) else [key]
 
 
 def _full_key(key: Hashable, tensors: Tensors) -> tuple[Hashable, ...]:

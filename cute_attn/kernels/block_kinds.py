@@ -78,7 +78,9 @@ class BlockKinds:
 
     def fake_args(self) -> tuple:
         """The arguments of ``__call__`` for compiling, without the stream."""
-        mask = tuple(arg for name in self.traits.epilogues for arg in user_epilogue(name)().fake_args())
+        mask = tuple(
+            arg for name in self.traits.epilogues for arg in user_epilogue(name).of(self.traits).fake_args()
+        )
         return block_kinds_fake_args(mask or None)
 
     # ---- host ----
@@ -244,5 +246,5 @@ def _predicate(traits: Traits) -> Predicate | None:
         return predicate_of(graph, graph.input("score"))
     from cute_attn.epilogues.functions.epilogue import FunctionEpilogue  # loads torch
 
-    cls = user_epilogue(traits.epilogues[0])
-    return predicate_of(cls.graph, cls.output) if issubclass(cls, FunctionEpilogue) else None
+    epilogue = user_epilogue(traits.epilogues[0])
+    return predicate_of(epilogue.graph, epilogue.output) if isinstance(epilogue, FunctionEpilogue) else None

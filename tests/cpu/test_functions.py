@@ -346,7 +346,7 @@ def score(function):
 REFUSED = {
     "operation": (score(lambda s, *_: torch.erf(s)), TypeError, r"score_mod uses erf; accepted: \+ - "),
     "method": (score(lambda s, *_: s.erfc()), TypeError, "score_mod uses erfc; accepted"),
-    "in place": (score(lambda s, *_: s.clamp_(0)), TypeError, "changes a value in place by clamp_"),
+    "in place": (score(lambda s, *_: s + SLOPES.add_(s)), TypeError, "changes a value in place by add_"),
     "if": (
         score(lambda s, b, h, q, k: s if q > k else 0.0),
         TypeError,
@@ -381,7 +381,7 @@ REFUSED = {
         ValueError,
         r"of shape \(0,\); accepted: one with",
     ),
-    "power": (score(lambda s, *_: s**2.5), TypeError, "uses __pow__ with arguments that are not traced"),
+    "power": (score(lambda s, *_: s**2.5), TypeError, "uses pow with arguments that are not traced"),
     "result": (score(lambda s, *_: None), TypeError, "score_mod returned None; accepted: traced values"),
     "no function": (score(1.0), TypeError, r"score_mod is a float; accepted: a function of \(score, batch"),
     "mask": (

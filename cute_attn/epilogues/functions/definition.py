@@ -19,6 +19,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "maximum": torch.maximum,
     "clamp_min": lambda x, least: torch.clamp(x, min=least),
     "clamp_max": lambda x, most: torch.clamp(x, max=most),
+    "detach": torch.detach,
     "and": torch.bitwise_and,
     "or": torch.bitwise_or,
     "xor": torch.bitwise_xor,

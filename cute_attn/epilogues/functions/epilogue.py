@@ -1,17 +1,16 @@
 """A traced function as a registered epilogue."""
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from cutlass import Float32, Int32, cute
 from torch import Tensor
 
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
-from cute_attn.epilogues.base import TRACED, Epilogue, is_registered, register_epilogue
+from cute_attn.epilogues.base import TRACED, Epilogue, register_traced
 from cute_attn.epilogues.functions.definition import evaluate
 from cute_attn.epilogues.functions.device import (
     Expressions,
@@ -75,27 +74,37 @@ class FunctionState:
     scale: Any = ()
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class FunctionEpilogue(Epilogue):
-    """Base of traced functions' classes, which differ in what they compute alone.
+    """A traced function: an object in the place of an epilogue's class, which is let go with the calls that need it.
 
-    differentiates: whether it is a backward kernel's. A forward needs no slopes, and stores no rows beyond sequences.
+    Attributes:
+        name: under which it is registered.
+        graph, output: the trace.
+        captured: of each tensor that it captures.
+        lowered: what kernels compute.
+        differentiates: whether it is a backward kernel's. A forward needs no slopes, and stores no rows beyond
+            sequences.
+        with_terms: by wanted tensors, what computes their gradients as well.
     """
 
-    graph: ClassVar[Graph]
-    output: ClassVar[Node]
-    lowered: ClassVar[Lowered]
-    captured: ClassVar[tuple[Captured, ...]]
+    name: str = field()  # type: ignore[misc]
+    graph: Graph
+    output: Node
+    captured: tuple[Captured, ...]
+    lowered: Lowered
+    differentiates: bool = False
+    with_terms: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
-    def __init__(self, differentiates: bool = False) -> None:
-        self.differentiates = differentiates
+    def of(self, traits: Traits) -> "FunctionEpilogue":  # type: ignore[override]
+        return replace(self, differentiates=traits.op == "backward")
 
-    @classmethod
-    def of(cls, traits: Traits) -> "FunctionEpilogue":
-        return cls(traits.op == "backward")
-
-    @classmethod
-    def with_gradients(cls, wanted: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-        return _with_gradients(cls, wanted)  # type: ignore[arg-type]
+    def with_gradients(self, wanted: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:  # type: ignore[override]
+        """A mask's tensors, and those that make indices alone, have none."""
+        if wanted not in self.with_terms:
+            self.with_terms[wanted] = _with_gradients(self, wanted)
+        found = self.with_terms[wanted]
+        return (found.name, found.wanted) if found is not None else (self.name, ())
 
     def fake_args(self) -> tuple:
         return tuple(fake_tensor(*one) for one in self.captured)
@@ -162,39 +171,36 @@ class FunctionEpilogue(Epilogue):
 
             self._over(state, tile, (slope,), write)
 
-    @classmethod
-    def reference(cls, scores: Any, coords: Any, inputs: ScoreInputs) -> Any:
-        return cls.evaluated(scores, coords, inputs.extra.get(cls.name, ()))
+    def reference(self, scores: Any, coords: Any, inputs: ScoreInputs) -> Any:  # type: ignore[override]
+        return self.evaluated(scores, coords, inputs.extra.get(self.name, ()))
 
-    @classmethod
-    def evaluated(cls, scores: Any, coords: Any, args: tuple) -> Any:
+    def evaluated(self, scores: Any, coords: Any, args: tuple) -> Any:
         """The reference with these arguments."""
         names = ("batch", "head", "query", "key")
         values = {"score": scores, **{name: getattr(coords, name) for name in names}}
-        return evaluate(cls.output, values, args).expand_as(scores)
+        return evaluate(self.output, values, args).expand_as(scores)
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class BlockMaskEpilogue(FunctionEpilogue):
-    """Base of traced masks with lists of the blocks that they leave: two of key blocks, then two of query blocks.
+    """A traced mask with lists of the blocks that it leaves: two of key blocks, then two of query blocks.
 
     partial: what the mask is in listed blocks that need one, of its tensors but the first; None: all of it. The mask
     alone is right as well, for a kernel that visits all blocks.
     unites: whether the query blocks of a key block are those of any query head of its kv head, so that a backward
     visits blocks that a head does not list, where ``partial`` may be true.
+    first: of the captured tensors, the first that is read.
     """
 
     lists_blocks = True
-    partial: ClassVar[Lowered | None]
-    unites: ClassVar[bool]
-
-    def __init__(self, differentiates: bool = False, visits: bool = False) -> None:
-        super().__init__(differentiates)
-        self._first = 0
-        if visits and self.partial is not None and not (differentiates and self.unites):
-            self.lowered, self._first = self.partial, 1  # type: ignore[misc]
+    partial: Lowered | None
+    unites: bool
+    first: int = 0
 
     def visiting(self) -> "BlockMaskEpilogue":
-        return type(self)(self.differentiates, True)
+        if self.partial is None or (self.differentiates and self.unites):
+            return self
+        return replace(self, lowered=self.partial, first=1)
 
     @property
     def _slope(self) -> None:
@@ -205,7 +211,7 @@ class BlockMaskEpilogue(FunctionEpilogue):
 
     def begin(self, args: tuple, context: ScoreContext) -> FunctionState:
         own = len(self.captured)
-        state = super().begin(args[self._first : own], context)
+        state = super().begin(args[self.first : own], context)
         return replace(state, lists=args[own:], at=(context.batch, context.head))
 
     def key_blocks(self, state: FunctionState, row0: Int32, rows: int) -> BlockRange:
@@ -220,28 +226,28 @@ class BlockMaskEpilogue(FunctionEpilogue):
         """Nothing, as ``_slope`` says."""
 
 
-@functools.cache
-def _with_gradients(cls: type[FunctionEpilogue], wanted: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """:meth:`FunctionEpilogue.with_gradients`. A mask's tensors, and those that make indices alone, have none."""
-    lowered = lower(cls.graph, cls.output, wanted)
+def _with_gradients(epilogue: FunctionEpilogue, wanted: tuple[int, ...]) -> "GradientEpilogue | None":
+    lowered = lower(epilogue.graph, epilogue.output, wanted)
     wanted = tuple(number for number in wanted if any(term.number == number for term in lowered.terms))
     if not wanted:
-        return cls.name, ()
-    name = f"{TRACED}gradient_{'_'.join(map(str, wanted))}_{cls.name}{cls.code_digest}"
-    if not is_registered(name):
-        fields = {"wanted": wanted, "lowered": lowered, "__module__": __name__}
-        register_epilogue(name)(type(name, (GradientEpilogue, cls), fields))
-    return name, wanted
+        return None
+    numbers = "_".join(map(str, wanted))
+    made = GradientEpilogue(
+        name=f"{TRACED}gradient_{numbers}_{epilogue.name}{epilogue.code_digest}",
+        graph=epilogue.graph,
+        output=epilogue.output,
+        captured=epilogue.captured,
+        lowered=lowered,
+        wanted=wanted,
+    )
+    return register_traced(made)
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class GradientEpilogue(FunctionEpilogue):
-    """Base of a backward's epilogues that add to the gradients of captured tensors, in fp32, which follow them."""
+    """A backward's, which also adds to the gradients of captured tensors, in fp32; these follow the tensors."""
 
-    wanted: ClassVar[tuple[int, ...]]
-
-    @classmethod
-    def check(cls, inputs: ScoreInputs) -> None:
-        """Nothing: a forward's arguments, which it has checked, and tensors of the package's own."""
+    wanted: tuple[int, ...]
 
     def fake_args(self) -> tuple:
         ranks = (self.captured[number].rank for number in self.wanted)
@@ -314,25 +320,31 @@ class GradientEpilogue(FunctionEpilogue):
         add_elements(target.iterator, state.scale, elements)
 
 
-def register_trace(traced: Trace) -> str:
-    """The name of a trace's epilogue, made where none has this graph; equal graphs share one, and its kernels."""
-    return _register(traced, "", FunctionEpilogue, {})
+def register_trace(traced: Trace) -> FunctionEpilogue:
+    """A trace's epilogue; equal graphs share one, and its kernels."""
+    return register_traced(FunctionEpilogue(**_fields(traced, "")))
 
 
-def register_block_mask(traced: Trace, partial: Trace | None, unites: bool) -> str:
+def register_block_mask(traced: Trace, partial: Trace | None, unites: bool) -> BlockMaskEpilogue:
     """The same of a mask with lists. partial: of listed blocks, see :class:`BlockMaskEpilogue`, as is unites."""
     suffix = "_united" if unites else "_listed"
     suffix += "" if partial is None else "_" + digest(partial.output, [])
     lowered = None if partial is None else lower(partial.graph, partial.output)
-    return _register(traced, suffix, BlockMaskEpilogue, {"partial": lowered, "unites": unites})
+    made = BlockMaskEpilogue(**_fields(traced, suffix), partial=lowered, unites=unites)
+    return register_traced(made)
 
 
-def _register(traced: Trace, suffix: str, base: type[FunctionEpilogue], own: dict[str, Any]) -> str:
+def _fields(traced: Trace, suffix: str) -> dict[str, Any]:
     captured = tuple(Captured.of(x) for x in traced.tensors)
-    name = f"{TRACED}{digest(traced.output, [repr(tuple(one)) for one in captured])}{suffix}"
-    if not is_registered(name):
-        fields = {"graph": traced.graph, "output": traced.output, "captured": captured, **own}
-        lowered = lower(traced.graph, traced.output)
-        fields |= {"lowered": lowered, "__module__": __name__}
-        register_epilogue(name)(type(name, (base,), fields))
-    return name
+    return {
+        "name": f"{TRACED}{digest_of(traced.output, captured)}{suffix}",
+        "graph": traced.graph,
+        "output": traced.output,
+        "captured": captured,
+        "lowered": lower(traced.graph, traced.output),
+    }
+
+
+def digest_of(output: Node, captured: Sequence[Captured]) -> str:
+    """Of what a function computes, from tensors of these kinds."""
+    return digest(output, [repr(tuple(one)) for one in captured])

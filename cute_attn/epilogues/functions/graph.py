@@ -117,6 +117,10 @@ class Graph:
             return self.const(-x.value if op == "neg" else abs(x.value))
         return self.make(op, x.kind, (x,))
 
+    def detached(self, x: Node) -> Node:
+        """x without a derivative, as torch's detach."""
+        return x if x.kind != FLOAT or x.op in ("const", "detach") else self.make("detach", FLOAT, (x,))
+
     def where(self, condition: Node, a: Node, b: Node) -> Node:
         """a where the condition holds, else b."""
         a, b = self.promoted(a, b)

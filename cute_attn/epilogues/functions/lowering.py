@@ -165,6 +165,8 @@ class _Lowering:
         g, args = self.graph, [self.of(arg) for arg in node.args]
         if node.op == "score":
             return self.score
+        if node.op == "detach":
+            return args[0]
         if {arg.op for arg in args} == {"query", "key"} and len(args) == 2:
             if node.op == "sub":
                 return g.make("distance", INT, args)

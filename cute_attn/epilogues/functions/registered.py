@@ -9,15 +9,16 @@ def relative_position(score, b, h, q_idx, kv_idx, table):
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from cute_attn.epilogues.base import check_name, register_epilogue
-from cute_attn.epilogues.functions.epilogue import Captured, FunctionEpilogue, as_kernels_read
-from cute_attn.epilogues.functions.graph import digest
+from cute_attn.epilogues.base import check_name, register_function
+from cute_attn.epilogues.functions.epilogue import Captured, FunctionEpilogue, as_kernels_read, digest_of
 from cute_attn.epilogues.functions.lowering import lower
+from cute_attn.epilogues.functions.reads import Reads
 from cute_attn.epilogues.functions.trace import LOADED, SIGNATURES, check_function, trace_with_arguments
 from cute_attn.epilogues.inputs import ScoreInputs
 
@@ -26,64 +27,88 @@ Example = Callable[[int, int, int, int], tuple]
 _INT32 = range(-(2**31), 2**31)
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class RegisteredFunction(FunctionEpilogue):
-    """Base of registered functions' classes.
+    """A registered function.
 
-    parameters: names of the call's arguments, which ``captured`` describes; dimensions: of tensors, as calls have them.
+    Attributes:
+        parameters: names of the call's arguments, which ``captured`` describes.
+        dimensions: of tensors, as calls have them.
+        example: see :func:`score_mod`.
+        written: what has the function's name and module.
+        functions: the score_mod or the mask_mod, and None.
+        arguments: such as the function is called with where it is traced.
+        was_read: what it read when it was registered, as :class:`.reads.Reads` has it; None: that has no key.
+        code_digest: what tells it from others of its name.
     """
 
-    parameters: ClassVar[tuple[str, ...]]
-    dimensions: ClassVar[tuple[int, ...]]
-    example: ClassVar[Example]
+    parameters: tuple[str, ...]
+    dimensions: tuple[int, ...]
+    example: Example
+    written: Any
+    functions: tuple[Callable | None, Callable | None]
+    arguments: tuple
+    was_read: tuple | None
+    code_digest: str = field()  # type: ignore[misc]
 
-    @classmethod
-    def example_args(cls, batch: int, nheads: int, seqlen_q: int, seqlen_k: int) -> tuple:
-        return cls.example(batch, nheads, seqlen_q, seqlen_k)
+    def example_args(self, batch: int, nheads: int, seqlen_q: int, seqlen_k: int) -> tuple:  # type: ignore[override]
+        return self.example(batch, nheads, seqlen_q, seqlen_k)
 
-    @classmethod
-    def given(cls, inputs: ScoreInputs) -> tuple:
+    def given(self, inputs: ScoreInputs) -> tuple:
         """A call's arguments.
 
         Raises:
             TypeError: they are others than the function's.
+            ValueError: the function refers to a value that has changed since it was registered.
         """
-        given = inputs.extra.get(cls.name, ())
-        if len(given) != len(cls.parameters):
-            wanted = ", ".join(cls.parameters) or "none"
-            raise TypeError(f"epilogue {cls.name!r} is given {len(given)} arguments; accepted: {wanted}")
-        return tuple(map(cls._checked, given, cls.parameters, cls.captured, cls.dimensions))
+        self._check_unchanged()
+        given = inputs.extra.get(self.name, ())
+        if len(given) != len(self.parameters):
+            wanted = ", ".join(self.parameters) or "none"
+            raise TypeError(f"epilogue {self.name!r} is given {len(given)} arguments; accepted: {wanted}")
+        return tuple(map(self._checked, given, self.parameters, self.captured, self.dimensions))
 
-    @classmethod
-    def _checked(cls, x: Any, parameter: str, wanted: Captured, dimensions: int) -> Any:
+    def _checked(self, x: Any, parameter: str, wanted: Captured, dimensions: int) -> Any:
         if wanted.dtype == "float" and isinstance(x, int):
             return float(x)
         if wanted.dtype == "int" and type(x) is int and x not in _INT32:
             raise ValueError(
-                f"argument {parameter} of epilogue {cls.name!r} is {x}; accepted: ints of 32 bits"
+                f"argument {parameter} of epilogue {self.name!r} is {x}; accepted: ints of 32 bits"
             )
         if Captured.of(x) != wanted or (isinstance(x, Tensor) and x.dim() != dimensions):
             accepted = _described(wanted, dimensions, wanted.unit_stride)
             own = Captured.of(x)
             is_strided = own.unit_stride or dimensions == 0
             found = _described(own, x.dim() if isinstance(x, Tensor) else 0, is_strided)
-            raise TypeError(f"argument {parameter} of epilogue {cls.name!r} is {found}; accepted: {accepted}")
+            raise TypeError(
+                f"argument {parameter} of epilogue {self.name!r} is {found}; accepted: {accepted}"
+            )
         if isinstance(x, Tensor) and not x.numel():
             shape = tuple(x.shape)
             raise ValueError(
-                f"argument {parameter} of epilogue {cls.name!r} has shape {shape}; accepted: elements"
+                f"argument {parameter} of epilogue {self.name!r} has shape {shape}; accepted: elements"
             )
         return x
 
-    @classmethod
-    def check(cls, inputs: ScoreInputs) -> None:
-        cls.given(inputs)
+    def check(self, inputs: ScoreInputs) -> None:  # type: ignore[override]
+        self.given(inputs)
+
+    def _check_unchanged(self) -> None:
+        reads = Reads(*self.functions)
+        if reads.complete and reads.key == self.was_read:
+            return
+        traced = trace_with_arguments(self.arguments, *self.functions)
+        if digest_of(traced.output, self.captured) != self.code_digest:
+            raise ValueError(
+                f"epilogue {self.name!r} refers to a value that has changed since it was registered; accepted: that "
+                "value as an argument of the function"
+            )
 
     def host_args(self, inputs: ScoreInputs) -> tuple:
         return tuple(as_kernels_read(x) for x in self.given(inputs))
 
-    @classmethod
-    def reference(cls, scores: Any, coords: Any, inputs: ScoreInputs) -> Any:
-        return cls.evaluated(scores, coords, cls.given(inputs))
+    def reference(self, scores: Any, coords: Any, inputs: ScoreInputs) -> Any:  # type: ignore[override]
+        return self.evaluated(scores, coords, self.given(inputs))
 
 
 def _described(one: Captured, dimensions: int, unit_stride: bool) -> str:
@@ -128,20 +153,23 @@ def _registering(what: str, name: str, example: Example | None) -> Callable[[Fun
         arguments = _arguments_of(f"example of {what} {name!r}", example, parameters)
         pair = (function, None) if what == "score_mod" else (None, function)
         traced = trace_with_arguments(arguments, *pair)
-        captured = tuple(Captured.of(x) for x in arguments)
-        fields = {
-            "graph": traced.graph,
-            "output": traced.output,
-            "captured": captured,
-            "lowered": lower(traced.graph, traced.output),
-            "parameters": parameters,
-            "dimensions": tuple(x.dim() if isinstance(x, Tensor) else 0 for x in arguments),
-            "example": staticmethod(example or (lambda *sizes: ())),
-            "code_digest": digest(traced.output, [repr(tuple(one)) for one in captured]),
-        }
-        written = _written(function)
-        fields |= {"__module__": written.__module__, "__qualname__": written.__qualname__}
-        register_epilogue(name)(type(written.__name__, (RegisteredFunction,), fields))
+        captured, reads = tuple(Captured.of(x) for x in arguments), Reads(*pair)
+        made = RegisteredFunction(
+            name=name,
+            graph=traced.graph,
+            output=traced.output,
+            captured=captured,
+            lowered=lower(traced.graph, traced.output),
+            parameters=parameters,
+            dimensions=tuple(x.dim() if isinstance(x, Tensor) else 0 for x in arguments),
+            example=example or (lambda *sizes: ()),
+            written=_written(function),
+            functions=pair,
+            arguments=tuple(x.to("meta") if isinstance(x, Tensor) else x for x in arguments),
+            was_read=reads.key if reads.complete else None,
+            code_digest=digest_of(traced.output, captured),
+        )
+        register_function(name, made)
         return function
 
     return register

@@ -1,16 +1,20 @@
 """A score function of FlexAttention's signature, called once with symbols that record what it does with them."""
 
+import functools
 import inspect
 import math
+import numbers
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
-from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, LONG, Graph, Node, ordered
+from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, KINDS, LONG, Graph, Node, ordered
 
 SIGNATURES = {
     "score_mod": ("score", "batch", "head", "query", "key"),
@@ -35,11 +39,13 @@ class Trace:
     """What functions do with a score: the output's graph, and the captured tensors that its loads number.
 
     Of a function with arguments those, in its order, are in the place of captured tensors.
+    reads: see :class:`Recorder`.
     """
 
     graph: Graph
     output: Node
     tensors: tuple[Any, ...]
+    reads: str = ""
 
 
 def kind_of(function: Callable) -> str:
@@ -99,7 +105,7 @@ def trace_with_arguments(
     """
     recorder = Recorder(torch.device("cpu"), arguments)
     output = _output(recorder, score_mod, mask_mod)
-    if len(recorder.tensors) > len(arguments):
+    if len(recorder.tensors) > len(arguments) or recorder.reads:
         recorder.refuse("refers to a tensor that is none of its arguments", "tensors as arguments")
     return Trace(recorder.graph, output, tuple(arguments))
 
@@ -132,76 +138,176 @@ def _renumbered(recorder: "Recorder", output: Node) -> Trace:
         if node.op == "load":
             value = used.setdefault(value, len(used))
         changed[node] = graph.make(node.op, node.kind, [changed[x] for x in node.args], value, node.parts)
-    return Trace(graph, changed[output], tuple(recorder.tensors[i] for i in used))
+    tensors = tuple(recorder.tensors[i] for i in used)
+    return Trace(graph, changed[output], tensors, recorder.reads)
 
 
 class Recorder(TorchFunctionMode):
-    """Records one trace. As a mode it sees what happens to real tensors with symbols, such as ``table[h, q - k]``."""
+    """Records one trace. As a mode it also sees what a function does with real tensors, such as ``table[h, q - k]``.
+
+    Attributes:
+        reads: what the function read that the dtype, shape, strides and device of its tensors do not determine, such
+            as a tensor's value by ``item``; "" for nothing. The trace holds for that value alone.
+    """
 
     def __init__(self, device: torch.device, arguments: Sequence[Any] = ()) -> None:
         super().__init__()
         self.graph, self.device = Graph(), device
         self.tensors: list[Any] = list(arguments)
         self.arguments = [self._argument(number, x) for number, x in enumerate(arguments)]
-        self.what = ""
+        self.what = self.reads = ""
+        self._is_open = False
+        self._refusal: TypeError | None = None
+        # None without autograd, where values have no derivative that could be another.
+        self._has_gradients: bool | None = None
 
     def call(self, what: str, function: Any) -> Node:
         """The node that a function returns for the inputs of its signature."""
         check_function(what, function)
-        self.what = what
-        with self:
-            inputs = [Symbol(self, self.graph.input(name)) for name in SIGNATURES[what]]
-            return self.node(function(*inputs, *self.arguments), "returned")
+        self.what, self._is_open = what, True
+        self._has_gradients = True if torch.is_grad_enabled() else None
+        try:
+            with self:
+                inputs = [self.symbol(self.graph.input(name)) for name in SIGNATURES[what]]
+                return self.node(function(*inputs, *self.arguments), "returned")
+        except Exception as error:
+            # Python's operators turn a TypeError into one of their own.
+            raise error if self._refusal is None else self._refusal from None
+        finally:
+            self._is_open = False
+
+    def symbol(self, node: Node, dtype: torch.dtype | None = None) -> "Symbol":
+        """A traced value. dtype: of an element of a tensor."""
+        return Symbol(self, node, dtype)
 
     def _argument(self, number: int, x: Any) -> "Symbol | Argument":
         """What stands for an argument of a function behind those of its signature."""
         if isinstance(x, Tensor) and x.dim():
             return Argument(self, x, (), number)
         kind = LOADED.get(x.dtype, FLOAT) if isinstance(x, Tensor) else FLOAT if isinstance(x, float) else INT
-        return Symbol(self, self.graph.make("load", kind, (), number))
+        return self.symbol(self.graph.make("load", kind, (), number))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not _has_symbol((args, tuple(kwargs.values()))):
-            return func(*args, **kwargs)
-        return self.apply(getattr(func, "__name__", str(func)), args, kwargs)
+        if _first_traced((args, tuple(kwargs.values()))) is None:
+            return self._on_tensors(func, args, kwargs)
+        return self.operation(func, args, kwargs)
 
-    def apply(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """An operation by its name."""
+    def _on_tensors(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What a function does with its own tensors, or with torch's state."""
+        if func is torch._C._set_grad_enabled and self._has_gradients is not None:
+            self._has_gradients = args[0]
+        if _is_random(func):
+            self.refuse(
+                f"draws random numbers by {_name_of(func)}", "numbers that are drawn before, as a table"
+            )
+        result = func(*args, **kwargs)
+        makes_tensors = isinstance(result, Tensor) or (
+            isinstance(result, tuple | list) and result and all(isinstance(x, Tensor) for x in result)
+        )
+        name = _name_of(func)
+        if "out" in kwargs or _is_in_place(name) or not (makes_tensors or name in _METADATA):
+            self.reads = self.reads or name
+        return result
+
+    def operation(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """An operation with traced values, which ``func`` is by its identity: names are users' as well."""
+        if not self._is_open:
+            # Python's operators would turn a TypeError into their own.
+            raise RuntimeError(
+                f"{_name_of(func)} uses a traced value after the end of {self.what}, which kept it"
+            )
+        if self._has_gradients is not None and torch.is_grad_enabled() != self._has_gradients:
+            self.refuse(
+                "runs where something else than torch.no_grad has turned gradients off, such as a "
+                "torch.autograd.Function, whose backward would be ignored",
+                "torch's own operations",
+            )
+        name = _name_of(func)
         if name == "__getitem__":
             return self.lookup(*args)
-        plain = name.strip("_")
-        if name.endswith("_") and not name.endswith("__"):
+        if name in _METADATA:
+            return self._metadata(name, func, args, kwargs)
+        if name in ("__repr__", "__format__"):
+            return f"<traced {self.node(args[0]).kind}>"
+        if name in _VALUES:
+            self.refuse(
+                f"asks for the number of a traced value by {name} (if, and, or, not, int(), float(), range())",
+                "torch.where, &, |, ~, .to(dtype)",
+            )
+        in_place = _is_in_place(name)
+        made = _OPERATIONS.get(name[:-1]) if in_place else _made_by(func)
+        if in_place and (made is None or func is not getattr(Tensor, name) or not self._is_writable(args[0])):
             self.refuse(f"changes a value in place by {name}")
-        made = _OPERATIONS.get(plain) or _OPERATIONS.get(plain.removeprefix("r"))
         if made is None:
+            if isinstance(args[0], Row):
+                self.refuse(f"uses {name} of a whole tensor", "its elements, shape and dtype")
             return self.refuse(f"uses {name}")
-        reverse = plain not in _OPERATIONS
         try:
-            return Symbol(self, made(self, *(args[::-1] if reverse else args), **kwargs))
+            node = made(self, *args, **kwargs)
         except _Refused:
             self.refuse(f"uses {name} with arguments that are not traced")
         except TypeError as error:
             if "unexpected keyword" in str(error) or "positional argument" in str(error):
                 self.refuse(f"uses {name} with arguments that are not traced")
             raise
+        if in_place:
+            return self._written(args[0], node, name)
+        if name in _ALIASES and isinstance(args[0], Symbol):
+            if node is args[0].node:
+                return args[0]
+            args[0].has_alias = name in ("detach", "data")
+        result = self.symbol(self._differentiable(node))
+        result.has_alias = name in ("detach", "data")
+        return result
+
+    def _differentiable(self, node: Node) -> Node:
+        return node if self._has_gradients is not False else self.graph.detached(node)
+
+    def _is_writable(self, x: Any) -> bool:
+        """Whether a value may change in place: it is a traced one, and no other one is in the same memory."""
+        return isinstance(x, Symbol) and not x.has_alias and self._has_gradients is not False
+
+    def _written(self, x: "Symbol", node: Node, name: str) -> "Symbol":
+        """A value that an operation changed in place; it keeps its dtype, as torch's."""
+        if KINDS.index(node.kind) > KINDS.index(x.node.kind) and (node.kind, x.node.kind) != (LONG, INT):
+            was, new = _THE_KINDS[x.node.kind], _THE_KINDS[node.kind]
+            self.refuse(f"writes {new} in place of {was} by {name}", "results of the value's own dtype")
+        x.node = self.graph.cast(node, x.node.kind)
+        return x
+
+    def _metadata(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A traced value's dtype, device and shape are those of its tensor object, but for an argument's sizes."""
+        if isinstance(args[0], Argument) and name in _SIZES:
+            if name in ("stride", "is_contiguous"):
+                self.refuse(
+                    f"uses {name} of an argument, which calls may have of other strides", "its elements"
+                )
+            return args[0].extent(name, *args[1:], **kwargs)
+        with torch._C.DisableTorchFunction():
+            return func(*args, **kwargs)
 
     def refuse(self, what: str, accepted: str = ACCEPTED) -> Any:
         """Raise the sentence."""
-        raise TypeError(f"{self.what} {what}; accepted: {accepted}") from None
+        self._refusal = self._refusal or TypeError(f"{self.what} {what}; accepted: {accepted}")
+        raise self._refusal from None
 
     # ---- values ----
 
     def node(self, x: Any, did: str = "uses") -> Node:
         """The node of a symbol, a number, or a tensor of no dimensions."""
         if isinstance(x, Symbol):
+            if x.recorder is not self:
+                self.refuse(f"{did} a traced value of another call", "those of its own arguments")
             return x.node
         if isinstance(x, bool | int | float):
             return self.graph.const(x)
-        if isinstance(x, Tensor) and x.dim() == 0:
+        if isinstance(x, numbers.Real):  # NumPy's
+            return self.graph.const(x.item())  # type: ignore[attr-defined]
+        if isinstance(x, Tensor) and not isinstance(x, Row) and x.dim() == 0:
             return self.load(x, ())
-        if isinstance(x, Tensor | Row):
-            shape = tuple(x.shape if isinstance(x, Tensor) else x.tensor.shape[len(x.indices) :])
+        if isinstance(x, Tensor):
+            shape = tuple(x.tensor.shape[len(x.first) :] if isinstance(x, Row) else x.shape)
             return self.refuse(
                 f"{did} a tensor of shape {shape} as a whole", "its elements, such as table[h, q_idx]"
             )
@@ -229,7 +335,7 @@ class Recorder(TorchFunctionMode):
         if isinstance(table, Symbol):
             return self.refuse("indexes a traced value", "captured tensors as tables")
         row = table if isinstance(table, Row) else Row(self, table, ())
-        tensor, first, number = row.tensor, row.indices, row.number
+        tensor, first, number = row.tensor, row.first, row.number
         items = index if isinstance(index, tuple) else (index,)
         nodes = list(first)
         for item in items:
@@ -238,9 +344,14 @@ class Recorder(TorchFunctionMode):
             node = self.node(item, "indexes a tensor by")
             if node.kind not in (INT, LONG):
                 return self.refuse(f"indexes a tensor by {_THE_KINDS[node.kind]}", "traced integers")
+            if isinstance(item, Symbol) and item.own_dtype in _NO_INDICES:
+                return self.refuse(
+                    f"indexes a tensor by a {item.own_dtype}, which torch takes for a mask or refuses",
+                    "int32 and int64, such as x.int()",
+                )
             if node.op == "const" and node.value < 0 and len(nodes) < tensor.dim():
                 size = table.shape[len(nodes) - len(first)]
-                node = self.node(size + (node.value if isinstance(size, int) else Symbol(self, node)))
+                node = self.node(size + (node.value if isinstance(size, int) else self.symbol(node)))
             nodes.append(node)
         if len(nodes) > tensor.dim():
             return self.refuse(
@@ -249,74 +360,56 @@ class Recorder(TorchFunctionMode):
         if len(nodes) < tensor.dim():
             kind = Argument if isinstance(table, Argument) else Row
             return kind(self, tensor, tuple(nodes), number)
-        return Symbol(self, self.load(tensor, tuple(nodes), number))
+        node = self.load(tensor, tuple(nodes), number)
+        return self.symbol(self._differentiable(node), tensor.dtype)
 
 
 class _Refused(Exception):
     """An operation is traced, but not with these arguments."""
 
 
-def _has_symbol(x: Any) -> bool:
+def _first_traced(x: Any) -> "Symbol | Row | None":
+    """A traced value among arguments, which may be lists of some."""
     if isinstance(x, tuple | list):
-        return any(map(_has_symbol, x))
-    return isinstance(x, Symbol | Row)
+        return next((found for one in x if (found := _first_traced(one)) is not None), None)
+    return x if isinstance(x, Symbol | Row) else None
 
 
-@dataclass(frozen=True, eq=False)
-class Row:
-    """A captured tensor with its first indices: ``table[h]``, before ``[q_idx]``."""
+class _Traced(Tensor):
+    """Base of what stands for tensors in a trace. All that is done with it is the recorder's, by identity or by name.
+
+    It is a tensor without memory, so that functions which ask whether something is one get the right answer.
+    """
 
     recorder: Recorder
-    tensor: Tensor
-    indices: tuple[Node, ...]
-    number: int | None = None
 
-    @property
-    def shape(self) -> torch.Size:
-        return self.tensor.shape[len(self.indices) :]
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.recorder.lookup(self, index)
+    @staticmethod
+    def _of(cls: Any, recorder: Recorder, shape: Sequence[int], dtype: torch.dtype) -> Any:
+        made = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=recorder.device)
+        made.recorder = recorder
+        return made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        row = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Row))
-        return row.recorder.node(row)
+        kwargs = kwargs or {}
+        traced = _first_traced((args, tuple(kwargs.values())))
+        return traced.recorder.operation(func, args, kwargs)  # type: ignore[union-attr]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        traced = _first_traced((args, tuple((kwargs or {}).values())))
+        return traced.recorder.refuse(f"uses {func}")  # type: ignore[union-attr]
 
 
-class Argument(Row):
-    """A tensor that a function is called with: a call's own one has other sizes, so that these are traced too."""
+class Symbol(_Traced):
+    """A scalar of a trace: a tensor of no dimensions."""
 
-    @property
-    def shape(self) -> Any:
-        axes = range(len(self.indices), self.tensor.dim())
-        graph = self.recorder.graph
-        return tuple(
-            Symbol(self.recorder, graph.make("extent", INT, (), (self.number, axis))) for axis in axes
-        )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self.recorder.refuse(f"uses {name} of a whole tensor", "its elements, shape and dtype")
-
-
-class Symbol:
-    """A scalar of a trace, with the operators and methods of a tensor of no dimensions."""
-
-    def __init__(self, recorder: Recorder, node: Node) -> None:
-        self.recorder, self.node = recorder, node
-
-    shape: ClassVar[torch.Size] = torch.Size(())
-    ndim: ClassVar[int] = 0
-    requires_grad: ClassVar[bool] = False
+    node: Node
+    own_dtype: torch.dtype
+    has_alias = False
+    """Whether another value is in the same memory, as one that was detached."""
     _DTYPES: ClassVar[dict[str, torch.dtype]] = {
         BOOL: torch.bool,
         INT: torch.int32,
@@ -324,56 +417,124 @@ class Symbol:
         FLOAT: torch.float32,
     }
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._DTYPES[self.node.kind]
-
-    @property
-    def device(self) -> torch.device:
-        return self.recorder.device
-
-    def dim(self) -> int:
-        return 0
-
-    def size(self) -> torch.Size:
-        return self.shape
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise AssertionError("a symbol outlived its trace")
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *args, **kwargs: self.recorder.apply(name, (self, *args), kwargs)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.recorder.lookup(self, index)
-
-    def _needs_its_value(self, *_: Any) -> Any:
-        self.recorder.refuse(
-            "asks for the number of a traced value (if, and, or, not, int(), float(), range())",
-            "torch.where, &, |, ~, .to(dtype)",
-        )
-
-    __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = item = tolist = _needs_its_value
-    __hash__ = object.__hash__
+    def __new__(cls, recorder: Recorder, node: Node, dtype: torch.dtype | None = None) -> "Symbol":
+        dtype = dtype or cls._DTYPES[node.kind]
+        made = cls._of(cls, recorder, (), dtype)
+        made.node, made.own_dtype = node, dtype
+        return made
 
 
-def _operator(name: str) -> Callable[..., Any]:
-    def method(self: Symbol, *args: Any) -> Any:
-        return self.recorder.apply(name, (self, *args), {})
+class Row(_Traced):
+    """A captured tensor with its first indices: ``table[h]``, before ``[q_idx]``."""
 
-    return method
+    tensor: Tensor
+    first: tuple[Node, ...]
+    number: int | None
+
+    def __new__(
+        cls, recorder: Recorder, tensor: Tensor, first: tuple[Node, ...], number: int | None = None
+    ) -> "Row":
+        made = cls._of(cls, recorder, tensor.shape[len(first) :], tensor.dtype)
+        made.tensor, made.first, made.number = tensor, first, number
+        return made
 
 
-for _name in (
-    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"),
-    *(f"r{x}" for x in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")),
-    *("rlshift", "rrshift", "lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "abs", "invert"),
-):
-    setattr(Symbol, f"__{_name}__", _operator(f"__{_name}__"))
-    setattr(Row, f"__{_name}__", lambda self, *others: self.recorder.node(self))
+class Argument(Row):
+    """A tensor that a function is called with: a call's own one has other sizes, so that these are traced too."""
+
+    def extent(self, name: str, dim: int | None = None) -> Any:
+        """Its ``shape``, ``size``, ``__len__`` or ``numel``."""
+        made = self.recorder.graph.make
+        axes = range(len(self.first), self.tensor.dim())
+        sizes = tuple(self.recorder.symbol(made("extent", INT, (), (self.number, axis))) for axis in axes)
+        if name == "__len__":
+            return self.recorder.refuse(
+                "asks for the len of an argument, whose calls' own have others", "x.shape[0]"
+            )
+        if name == "numel":
+            return functools.reduce(operator.mul, sizes)
+        return sizes if dim is None else sizes[dim]
+
+
+# ---- what torch's functions are ----
+
+_NO_INDICES = frozenset((torch.uint8, torch.int8, torch.int16))
+_ALIASES = frozenset(
+    (
+        *("contiguous", "to", "type", "type_as", "float", "double", "int", "long", "bool", "positive"),
+        *("detach", "data"),
+    )
+)
+"""Operations that return the value itself where it has the dtype that they are asked for."""
+_SIZES = frozenset((*("shape", "size", "numel", "nelement", "__len__", "stride", "is_contiguous"),))
+_METADATA = _SIZES | frozenset(
+    (
+        *("dtype", "device", "ndim", "dim", "ndimension", "layout", "itemsize", "element_size"),
+        *("get_device", "is_floating_point", "is_complex", "is_cuda", "is_cpu", "is_sparse"),
+        *("is_quantized", "is_nested"),
+    )
+)
+"""Attributes and methods that follow from dtype, shape, strides and device."""
+_VALUES = frozenset(
+    (
+        *("__bool__", "__int__", "__float__", "__index__", "__complex__", "__len__", "__iter__"),
+        *("__contains__", "__array__", "item", "tolist", "numpy", "is_nonzero", "equal", "allclose"),
+    )
+)
+
+
+def _name_of(func: Any) -> str:
+    """What a function of torch is called: an attribute, an operator with the name of its library, or a method."""
+    if isinstance(func, OpOverload):
+        func = func.overloadpacket
+    if isinstance(func, OpOverloadPacket):
+        library, _, name = func._qualified_op_name.partition("::")
+        return name if library == "aten" else f"{library}::{name}"
+    name = getattr(func, "__name__", str(func))
+    return getattr(func.__self__, "__name__", name) if name == "__get__" else name
+
+
+def _is_in_place(name: str) -> bool:
+    return name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
+
+
+@functools.lru_cache(1024)
+def _is_random(func: Any) -> bool:
+    """Whether two calls may differ: torch.rand, dropout and such."""
+    name = _name_of(func)
+    packet = (
+        getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
+    )
+    overloads = [getattr(packet, one) for one in packet.overloads()] if packet is not None else []
+    return any(torch.Tag.nondeterministic_seeded in one.tags for one in overloads)
+
+
+def _made_by(func: Any) -> "Make | None":
+    """What an operation with traced values makes, for a function of torch."""
+    if isinstance(func, OpOverload | OpOverloadPacket):
+        return _OPERATIONS.get(_name_of(func))
+    return _by_identity().get(func)
+
+
+@functools.cache
+def _by_identity() -> "dict[Any, Make]":
+    """Torch's functions, methods and operators of the names below, and of operators those with reversed operands."""
+    found: dict[Any, Make] = {}
+    for name, made in _OPERATIONS.items():
+        for place in (torch, Tensor, torch.nn.functional):
+            for one in (name, f"__{name}__"):
+                if callable(function := getattr(place, one, None)):
+                    found.setdefault(function, made)
+    for name in ("sub", "div", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and", "or", "xor"):
+        for function in (getattr(Tensor, f"__r{name}__", None), getattr(torch, f"r{name}", None)):
+            if function is not None:
+                found.setdefault(function, _reversed(_OPERATIONS[name]))
+    found[Tensor.data.__get__] = _detach  # type: ignore[attr-defined]
+    return found
+
+
+def _reversed(made: "Make") -> "Make":
+    return lambda t, input, other: made(t, other, input)
 
 
 # ---- operations by torch's names ----
@@ -547,6 +708,17 @@ def _to(t: Recorder, input: Any, *args: Any, dtype: Any = None, device: Any = No
     return _cast(t, x, INT if kind == LONG and x.kind == BOOL else kind)
 
 
+def _type(t: Recorder, input: Any, dtype: Any = None) -> Node:
+    """As another tensor's dtype, or that one; without any it would be a text."""
+    if not isinstance(dtype, torch.dtype | Tensor):
+        raise _Refused
+    return _to(t, input, dtype)
+
+
+def _detach(t: Recorder, input: Any) -> Node:
+    return t.graph.detached(t.node(input))
+
+
 def _filled(value: Any) -> Make:
     """new_ones(()), zeros_like(x) and such: of the dtype of x unless one is named. value: None for an argument."""
 
@@ -621,10 +793,20 @@ _OPERATIONS: dict[str, Make] = {
     "long": _cast_to(LONG),
     "bool": _cast_to(BOOL),
     "to": _to,
-    "type": _to,
-    "type_as": _to,
+    "type": _type,
+    "type_as": _type,
+    "detach": _detach,
     **dict.fromkeys(("pos", "positive", "clone", "contiguous"), _same),
     **{name: _filled(1) for name in ("ones_like", "new_ones")},
     **{name: _filled(0) for name in ("zeros_like", "new_zeros")},
     **{name: _filled(None) for name in ("full_like", "new_full", "new_tensor")},
 }
+
+KNOWN_NAMES = (
+    _METADATA
+    | _OPERATIONS.keys()
+    | {x for x in dir(math) if not x.startswith("_")}
+    | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
+    | {"Tensor", "no_grad", "enable_grad", "nn", "functional", "special", "data", "inf", "nan", "newaxis"}
+)
+"""Names of attributes that mean the same in every call: operations, metadata, and constants of torch and math."""

@@ -1,0 +1,200 @@
+"""What functions refer to, and how a later call compares it: the key of a trace. Imports no compiler.
+
+A function's trace holds for every call in which the function would do the same: its code, and what that code reads
+from closures, defaults, globals and attributes. Those values are the key. What has no comparable value (an object of
+another class, the environment, torch's state) makes the key incomplete; such a function is traced in each call.
+"""
+
+import dis
+import functools
+import sys
+from collections.abc import Callable
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_attn.epilogues.functions.trace import KNOWN_NAMES
+
+_ATTRIBUTES = KNOWN_NAMES | {"append", "extend", "items", "keys", "values", "get", "index", "count"}
+"""Of torch and math, and methods of lists and dicts: a trace that changes one is not kept."""
+_PLAIN = frozenset((int, bool, str, type(None), torch.dtype, torch.device))
+_LIBRARIES = frozenset(("torch", "math", "operator"))
+_TYPES = frozenset((int, bool, float, str, tuple, list))
+_BUILTINS = frozenset(
+    (
+        *("abs", "all", "any", "bool", "enumerate", "float", "int", "isinstance", "len", "list", "map"),
+        *("max", "min", "pow", "range", "reversed", "round", "sum", "tuple", "zip", "TypeError"),
+        *("ValueError",),
+    )
+)
+"""Builtins whose results follow from their operands alone."""
+_MOST_PARTS = 4096
+"""Maximum length of a key; with more, tracing costs less than comparing."""
+
+
+class Reads:
+    """The key of some functions, with their tensors in the order of their first reference.
+
+    Tensors count by dtype, shape, strides and device, so that others take their place.
+
+    Attributes:
+        parts: the key's values, in the order of reading.
+        tensors: those that the functions refer to, each once.
+        kept: objects that the key names by their id.
+        complete: whether the key determines what the functions do.
+    """
+
+    def __init__(self, *functions: Callable | None, state: tuple = ()) -> None:
+        """state: values that the trace depends on beside the functions."""
+        # A number takes torch's default dtype where it meets an integer.
+        self.parts: list[Any] = [torch.get_default_dtype(), *state]
+        self.tensors: list[Tensor] = []
+        self.kept: list[Any] = []
+        self.complete = True
+        self._places: dict[int, int] = {}
+        self._active: set[int] = set()
+        for function in functions:
+            self._walk(function)
+
+    @property
+    def key(self) -> tuple:
+        """What later calls compare."""
+        return tuple(self.parts)
+
+    def _walk(self, x: Any) -> None:
+        kind = type(x)
+        if not self.complete:
+            return
+        if len(self.parts) > _MOST_PARTS:
+            self.complete = False
+        elif kind in _PLAIN:
+            self.parts += (kind, x)
+        elif kind is float:
+            self.parts.append(repr(x))  # -0.0 is not 0.0, and NaN is NaN
+        elif kind is Tensor or kind is torch.nn.Parameter:
+            self._tensor(x)
+        elif kind is FunctionType:
+            self._nested(x, self._function)
+        elif kind is tuple or kind is list:
+            self._nested(x, self._items)
+        elif kind is dict:
+            self._nested(x, lambda own: self._items([*own.keys(), *own.values()]))
+        elif x is Tensor or (kind is type and x in _TYPES):
+            self._identity(x)
+        elif kind is functools.partial:
+            self._nested(x, lambda own: self._items((own.func, own.args, own.keywords, vars(own))))
+        elif _is_known_function(x) or (kind is ModuleType and x.__name__.partition(".")[0] in _LIBRARIES):
+            self._identity(x)
+        else:
+            self.complete = False
+
+    def _nested(self, x: Any, read: Callable[[Any], None]) -> None:
+        """Read what x contains, which may be x itself: a function that calls itself."""
+        if id(x) in self._active:
+            self._identity(x)
+            return
+        self._active.add(id(x))
+        read(x)
+        self._active.discard(id(x))
+
+    def _items(self, items: tuple | list) -> None:
+        self.parts += (type(items), len(items))
+        for item in items:
+            self._walk(item)
+
+    def _identity(self, x: Any) -> None:
+        self.parts.append(id(x))
+        self.kept.append(x)
+
+    def _tensor(self, x: Tensor) -> None:
+        place = self._places.setdefault(id(x), len(self.tensors))
+        self.parts.append(place)
+        if place < len(self.tensors):
+            return
+        self.tensors.append(x)
+        if x.layout is not torch.strided or x.is_nested or vars(x):
+            self.complete = False
+        else:
+            self.parts += (x.dtype, x.shape, x.stride(), x.device)
+
+    def _function(self, function: FunctionType) -> None:
+        code = function.__code__
+        self._identity(code)
+        scope, names = function.__globals__, _names_of(code)
+        if _is_of_torch(scope) and function in _torchs_functions():
+            return
+        self.complete = self.complete and names.known
+        for cell in function.__closure__ or ():
+            try:
+                self._walk(cell.cell_contents)
+            except ValueError:  # empty
+                self.complete = False
+        for own in (function.__defaults__, function.__kwdefaults__, function.__dict__):
+            if own:
+                self._walk(own)
+        for name in names.read:
+            if name in scope:
+                self.parts.append(name)
+                self._walk(scope[name])
+            elif name not in _BUILTINS:
+                self.complete = False
+
+
+def _is_of_torch(scope: dict[str, Any]) -> bool:
+    """Whether a function's globals are those of a module of torch."""
+    name = scope.get("__name__")
+    if not isinstance(name, str) or name.partition(".")[0] != "torch":
+        return False
+    return getattr(sys.modules.get(name), "__dict__", None) is scope
+
+
+def _is_known_function(x: Any) -> bool:
+    return type(x) is BuiltinFunctionType and x in _torchs_functions()
+
+
+@functools.cache
+def _torchs_functions() -> frozenset[Any]:
+    """Functions of torch, math and operator whose names mean the same in every call."""
+    import math
+    import operator
+
+    places = (torch, torch.nn.functional, torch.special, math)
+    known = [getattr(place, name, None) for place in places for name in KNOWN_NAMES]
+    known += [getattr(operator, name) for name in dir(operator)]
+    return frozenset(x for x in known if isinstance(x, BuiltinFunctionType | FunctionType))
+
+
+class _Names(NamedTuple):
+    """What code reads by name. known: whether it is compared: no import, no attribute of unknown meaning, no store."""
+
+    code: CodeType
+    read: tuple[str, ...]
+    known: bool
+
+
+_MOST_NAMES = 1024
+_names: dict[int, _Names] = {}
+
+
+def _names_of(code: CodeType) -> _Names:
+    """The globals that a function may read, its inner functions' too."""
+    found = _names.get(id(code))
+    if found is None or found.code is not code:
+        read: dict[str, None] = {}
+        known, pending = True, [code]
+        while pending:
+            inner = pending.pop()
+            pending += [x for x in inner.co_consts if isinstance(x, CodeType)]
+            for one in dis.get_instructions(inner):
+                if one.opcode not in dis.hasname:
+                    continue
+                if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                    read[one.argval] = None
+                elif one.opname not in ("LOAD_ATTR", "LOAD_METHOD") or one.argval not in _ATTRIBUTES:
+                    known = False
+        if len(_names) >= _MOST_NAMES:
+            _names.clear()
+        found = _names[id(code)] = _Names(code, tuple(read), known)
+    return found

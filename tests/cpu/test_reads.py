@@ -1,0 +1,557 @@
+"""What a function reads is what it has in each call: nothing that was read once is kept where it may have changed."""
+
+import functools
+import gc
+import operator
+import os
+import sys
+import threading
+import types
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cute_attn import attention, block_mask, check_epilogue, score_mod
+from cute_attn.compiler import compiled
+from cute_attn.epilogues import base
+from cute_attn.epilogues.functions import known
+from cute_attn.epilogues.functions.known import epilogue_of
+from cute_attn.host import plans
+
+GLOBAL = 1.0
+TABLE = torch.tensor([1.0, 1.0])
+QUERIES, KEYS, VALUES = torch.randn(3, 1, 12, 2, 16, generator=torch.Generator().manual_seed(0)).unbind()
+
+
+def by_vmap(function):
+    """Attention of Q, K and V with the scores that torch computes for a score_mod, one at a time."""
+    scores = torch.einsum("bihd,bjhd->bhij", QUERIES, KEYS) / 4
+    indices = [torch.arange(n) for n in (*scores.shape[:3], scores.shape[3])]
+    for axis in (3, 2, 1, 0):
+        function = torch.vmap(function, (0, *(0 if axis == i else None for i in range(4))))
+    return torch.einsum("bhij,bjhd->bihd", function(scores, *indices).softmax(-1), VALUES)
+
+
+def check(function):
+    torch.testing.assert_close(attention(QUERIES, KEYS, VALUES, score_mod=function), by_vmap(function))
+
+
+def helper(s):
+    return s * GLOBAL
+
+
+class Config:
+    factor = 1.0
+
+
+@dataclass
+class Scaled:
+    factor: float
+
+    def __call__(self, s, b, h, i, j):
+        return s * self.factor
+
+    def method(self, s, b, h, i, j):
+        return s * self.factor + self.factor
+
+
+def _global():
+    return lambda s, b, h, i, j: s * GLOBAL + i - j, lambda x: globals().__setitem__("GLOBAL", x)
+
+
+def _helpers_global():
+    return lambda s, b, h, i, j: helper(s) + i, lambda x: globals().__setitem__("GLOBAL", x)
+
+
+def _cell():
+    factor = 1.0
+
+    def change(x):
+        nonlocal factor
+        factor = x
+
+    return lambda s, b, h, i, j: s * factor, change
+
+
+def _default():
+    def function(s, b, h, i, j, factor=1.0):
+        return s * factor
+
+    return function, lambda x: setattr(function, "__defaults__", (x,))
+
+
+def _keyword_default():
+    def function(s, b, h, i, j, *, factor=1.0):
+        return s * factor
+
+    return function, lambda x: function.__kwdefaults__.update(factor=x)
+
+
+def _own_attribute():
+    def function(s, b, h, i, j):
+        return s * function.factor
+
+    function.factor = 1.0
+    return function, lambda x: setattr(function, "factor", x)
+
+
+def _code():
+    def function(s, b, h, i, j):
+        return s * 2
+
+    def change(x):
+        exec(f"def new(s, b, h, i, j): return s * {x!r}", {}, found := {})
+        function.__code__ = found["new"].__code__
+
+    return function, change
+
+
+def _module():
+    module = types.ModuleType("settings")
+    module.factor = 1.0
+    return lambda s, b, h, i, j: s * module.factor, lambda x: setattr(module, "factor", x)
+
+
+def _dict():
+    values = {"factor": 1.0}
+    return lambda s, b, h, i, j: s * values["factor"], lambda x: values.update(factor=x)
+
+
+def _nested_list():
+    values = [[1.0]]
+    return lambda s, b, h, i, j: s * values[0][0], lambda x: operator.setitem(values[0], 0, x)
+
+
+def _class_attribute():
+    return lambda s, b, h, i, j: s * Config.factor, lambda x: setattr(Config, "factor", x)
+
+
+def _object():
+    scaled = Scaled(1.0)
+    return scaled, lambda x: setattr(scaled, "factor", x)
+
+
+def _bound_method():
+    scaled = Scaled(1.0)
+    return scaled.method, lambda x: setattr(scaled, "factor", x)
+
+
+def _partial():
+    values = [1.0]
+    return functools.partial(lambda values, s, b, h, i, j: s * values[0], values), lambda x: operator.setitem(
+        values, 0, x
+    )
+
+
+def _environment():
+    os.environ["FACTOR"] = "1.0"
+    return lambda s, b, h, i, j: s * float(os.environ["FACTOR"]), lambda x: os.environ.update(FACTOR=str(x))
+
+
+def _by_name():
+    def function(s, b, h, i, j):
+        return s * globals()["GLOBAL"]
+
+    return function, lambda x: globals().__setitem__("GLOBAL", x)
+
+
+def _import():
+    module = types.ModuleType("changing_settings")
+    sys.modules["changing_settings"] = module
+
+    def function(s, b, h, i, j):
+        from changing_settings import factor
+
+        return s * factor
+
+    module.factor = 1.0
+    return function, lambda x: setattr(module, "factor", x)
+
+
+def _tensor(read):
+    def make():
+        tensor = torch.tensor([1.0, 1.0])
+        return lambda s, b, h, i, j: s * read(tensor), lambda x: tensor.fill_(x)
+
+    return make
+
+
+def _tensors_attribute():
+    tensor = torch.ones(2)
+    tensor.factor = 1.0
+    return lambda s, b, h, i, j: s * tensor.factor, lambda x: setattr(tensor, "factor", x)
+
+
+SOURCES = {
+    "global": _global,
+    "a helper's global": _helpers_global,
+    "closure": _cell,
+    "default": _default,
+    "keyword default": _keyword_default,
+    "attribute of the function": _own_attribute,
+    "code": _code,
+    "module": _module,
+    "dict": _dict,
+    "nested list": _nested_list,
+    "class attribute": _class_attribute,
+    "object": _object,
+    "bound method": _bound_method,
+    "partial": _partial,
+    "environment": _environment,
+    "globals()": _by_name,
+    "import": _import,
+    "attribute of a tensor": _tensors_attribute,
+    "tensor": _tensor(lambda t: t[0]),
+    "derived tensor": _tensor(lambda t: t.max()),
+    "item": _tensor(lambda t: t[0].item()),
+    "float": _tensor(lambda t: float(t[1])),
+    "tolist": _tensor(lambda t: sum(t.tolist())),
+    "if": _tensor(lambda t: 3.0 if t[0] > 2 else 1.0),
+    "int of a maximum": _tensor(lambda t: int(t.max())),
+    "any": _tensor(lambda t: 2.0 if (t > 2).any() else 1.0),
+    "numpy": _tensor(lambda t: float(t.numpy()[0])),
+    "text": _tensor(lambda t: float(str(t[0].item()))),
+    "equal": _tensor(lambda t: 2.0 if torch.equal(t, torch.ones(2)) else 1.0),
+}
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(sorted(SOURCES)), st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=2, max_size=4)
+)
+def test_a_value_that_changes_is_read_in_each_call(source, values):
+    function, change = SOURCES[source]()
+    for value in values:
+        change(value)
+        check(function)
+
+
+@pytest.mark.parametrize("source", sorted(SOURCES))
+def test_each_source_of_values(source):
+    function, change = SOURCES[source]()
+    for value in (2.0, 3.0, 2.0):
+        change(value)
+        check(function)
+    change(1.0)
+
+
+def test_another_tensor_of_a_new_closure_is_read():
+    def bounded(n):
+        return lambda s, b, h, i, j: torch.where(j < n.item(), s, -torch.inf)
+
+    for n in (12, 3, 7):
+        check(bounded(torch.tensor(n)))
+
+
+def test_a_block_mask_reads_its_function_anew():
+    n = torch.tensor(500)
+    q, k, v = torch.randn(3, 1, 512, 2, 16)
+    for keys in (500, 100):
+        n.fill_(keys)
+        mask = block_mask(lambda b, h, i, j: (j < n.item()) & (i > -1), 1, None, 512, 512, device="cpu")
+        torch.testing.assert_close(
+            attention(q, k, v, block_mask=mask), attention(q, k[:, :keys], v[:, :keys])
+        )
+
+
+def test_torchs_default_dtype_and_grad_mode_are_read_in_each_call():
+    def function(s, b, h, i, j):
+        if torch.is_grad_enabled():
+            return s * 2
+        return s * (3.0 if torch.get_default_dtype() == torch.float64 else 1.0)
+
+    check(function)
+    with torch.no_grad():
+        check(function)
+        torch.set_default_dtype(torch.float64)
+        try:
+            check(function)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+BYTES = torch.tensor([0, 1], dtype=torch.uint8)
+
+
+@torch.library.custom_op("test_reads::square", mutates_args=())
+def tripled(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+class Floor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.floor(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Unchanged(Floor):
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+
+KEPT = []
+
+
+def keeps(s, b, h, i, j):
+    KEPT.append(s)
+    return s
+
+
+def without_gradients(s, b, h, i, j):
+    with torch.inference_mode():
+        return s * 2
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda s, *_: torch.ops.test_reads.square(s), "uses test_reads::square"),
+        (lambda s, *_: tripled(s), "uses test_reads::square"),
+        (lambda s, *_: Floor.apply(s), "a torch.autograd.Function, whose backward would be ignored"),
+        (lambda s, *_: Unchanged.apply(s), "a torch.autograd.Function, whose backward would be ignored"),
+        (without_gradients, "something else than torch.no_grad has turned gradients off"),
+        (lambda s, *_: s * torch.rand(()), "draws random numbers by rand"),
+        (lambda s, *_: s * torch.bernoulli(TABLE)[0], "draws random numbers by bernoulli"),
+        (lambda s, *_: torch.nn.functional.dropout(s), "uses dropout"),
+        (lambda s, *_: s if s.requires_grad else s * 2, "uses requires_grad"),
+        (lambda s, *_: s.grad_fn, "uses grad_fn"),
+        (lambda s, *_: s if s > 0 else -s, "asks for the number of a traced value by __bool__"),
+        (lambda s, *_: s * float(s), "asks for the number of a traced value by __float__"),
+        (lambda s, b, h, i, j: s * [1, 2][h], "asks for the number of a traced value by __index__"),
+        (lambda s, *_: s.type() and s, "uses type with arguments that are not traced"),
+        (lambda s, b, h, i, j: s + TABLE.add_(i), "changes a value in place by add_"),
+        (lambda s, b, h, i, j: s + i.mul_(0.5), "writes a float in place of an integer by mul_"),
+        (lambda s, *_: s.detach().add_(1) + s, "changes a value in place by add_"),
+        (lambda s, b, h, i, j: s + TABLE[BYTES[h]], "indexes a tensor by a torch.uint8"),
+        (lambda s, *_: s * (TABLE.sum() * s).sum() * TABLE, "a tensor of shape .* as a whole|uses sum"),
+    ],
+)
+def test_refused(function, message):
+    with pytest.raises(TypeError, match=message):
+        attention(QUERIES, KEYS, VALUES, score_mod=function)
+
+
+def test_a_traced_value_is_of_one_trace():
+    attention(QUERIES, KEYS, VALUES, score_mod=keeps)
+    with pytest.raises(TypeError, match="uses a traced value of another call"):
+        attention(QUERIES, KEYS, VALUES, score_mod=lambda s, *_: s + KEPT[0])
+    with pytest.raises(
+        RuntimeError, match="add uses a traced value after the end of score_mod, which kept it"
+    ):
+        KEPT[0] + 1
+
+
+def as_number(x):
+    return x * 2 if isinstance(x, torch.Tensor) else x * 0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s, *_: as_number(s),
+        lambda s, *_: s * 2 if torch.is_tensor(s) else s * 0,
+        lambda s, *_: s * 0 if s.is_cuda else s * 2,
+        lambda s, *_: s * 2 if hasattr(s, "clamp") and not hasattr(s, "clmap") else s,
+        lambda s, *_: s * 2 if s.dim() == s.ndim == 0 and s.shape == () and s.is_floating_point() else s,
+        lambda s, b, h, i, j: s + TABLE[h] if isinstance(TABLE[h], torch.Tensor) else s,
+        lambda s, *_: torch.ops.aten.tanh(s) + torch.ops.aten.mul.Scalar(s, 2.0),
+        lambda s, *_: operator.mul(s, 2) - operator.neg(s),
+    ],
+)
+def test_a_traced_value_is_a_tensor(function):
+    check(function)
+
+
+def gradients(function, *tensors):
+    q = QUERIES.double().requires_grad_()
+    k, v = KEYS.double(), VALUES.double()
+    return torch.autograd.grad(attention(q, k, v, score_mod=function).square().sum(), (q, *tensors))
+
+
+def dense_gradients(function, *tensors):
+    q = QUERIES.double().requires_grad_()
+    scores = function(torch.einsum("bihd,bjhd->bhij", q, KEYS.double()) / 4, 0, 0, 0, 0)
+    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), VALUES.double())
+    return torch.autograd.grad(out.square().sum(), (q, *tensors))
+
+
+def in_place(s, b, h, i, j):
+    same = s.contiguous().float() if s.dtype == torch.float32 else s
+    other = s.clone()
+    s += other.tanh_()
+    s.mul_(2).clamp_(-1, 1.5)
+    return same + s - other
+
+
+def gated(s, b, h, i, j):
+    with torch.no_grad():
+        gate = torch.sigmoid(s)
+    return s * gate
+
+
+LEARNED = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+
+
+def learned_gate(s, *_):
+    with torch.no_grad():
+        gate = torch.sigmoid(s * LEARNED)
+    with torch.enable_grad():
+        return s * gate + LEARNED * s.tanh()
+
+
+@pytest.mark.parametrize(
+    ("function", "tensors"),
+    [
+        (gated, ()),
+        (lambda s, *_: s * s.detach(), ()),
+        (lambda s, *_: s * s.data + torch.tanh(s), ()),
+        (lambda s, *_: s + torch.no_grad()(torch.tanh)(s), ()),
+        (in_place, ()),
+        (learned_gate, (LEARNED,)),
+        (lambda s, *_: s * LEARNED.detach() + LEARNED * s, (LEARNED,)),
+    ],
+)
+def test_what_is_detached_has_no_derivative(function, tensors):
+    found, wanted = gradients(function, *tensors), dense_gradients(function, *tensors)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def by_floor(s, b, h, i, j):
+    return Floor.apply(s)
+
+
+def test_a_trace_without_gradients_serves_calls_with_some():
+    function = learned_gate
+    known._known.clear()
+    with torch.no_grad():
+        attention(QUERIES.double(), KEYS.double(), VALUES.double(), score_mod=function)
+    torch.testing.assert_close(gradients(function, LEARNED), dense_gradients(function, LEARNED))
+    with torch.no_grad():  # without gradients a Function's forward is all that counts
+        check(by_floor)
+
+
+def test_detached_values_are_checked_on_the_device():
+    assert check_epilogue(gated).passed
+
+
+# ---- registered functions ----
+
+
+def test_a_registered_function_refuses_a_value_that_changed():
+    factor = [2.0]
+
+    @score_mod("scaled_by_a_list")
+    def scaled(score, b, h, q_idx, kv_idx):
+        return score * factor[0]
+
+    attention(QUERIES, KEYS, VALUES, epilogues=("scaled_by_a_list",))
+    factor[0] = 3.0
+    with pytest.raises(ValueError, match="'scaled_by_a_list' refers to a value that has changed since"):
+        attention(QUERIES, KEYS, VALUES, epilogues=("scaled_by_a_list",))
+    with pytest.raises(TypeError, match="refers to a tensor that is none of its arguments"):
+        score_mod("scaled_by_an_item")(lambda s, b, h, q, k: s * TABLE[0].item())
+
+
+# ---- how long an epilogue lives ----
+
+
+def test_functions_are_let_go():
+    def annealed(factor):
+        return lambda s, b, h, i, j: s * factor
+
+    gc.collect()
+    before = len(base._TRACED)
+    for n in range(3 * known._MOST):
+        epilogue_of(annealed(1.5 + n), None)
+    assert len(base._TRACED) <= before + known._MOST and len(known._known) <= known._MOST
+    assert len({epilogue_of(annealed(2.5), None)[0] for _ in range(10)}) == 1
+
+
+def test_a_gradient_keeps_its_function():
+    q = QUERIES.double().requires_grad_()
+    factor = torch.tensor(2.0, dtype=torch.float64)
+    out = attention(q, KEYS.double(), VALUES.double(), score_mod=lambda s, *_: s * factor)
+    for n in range(2 * known._MOST):
+        epilogue_of(lambda s, b, h, i, j, n=n: s * (n + 2.5), None)
+    (grad,) = torch.autograd.grad(out.sum(), q)
+    assert grad.isfinite().all()
+
+
+def test_what_graphs_name_is_held():
+    name, _ = epilogue_of(lambda s, *_: s * 7.25, None)
+    known.hold(name)
+    known._known.clear()
+    gc.collect()
+    assert base.user_epilogue(name).name == name
+
+
+class Kernel:
+    def __init__(self, name):
+        self.traits = types.SimpleNamespace(epilogues=(name,))
+
+
+def test_kernels_and_plans_go_with_their_function(monkeypatch):
+    kernels = {"a": Kernel("traced_gone"), "b": Kernel("scaled_by_a_list"), "c": Kernel("traced_gone")}
+    monkeypatch.setattr(compiled, "_kernels", kernels)
+    monkeypatch.setattr(compiled, "_requests", {})
+    name, _ = epilogue_of(lambda s, *_: s * 9.25, None)
+    kernels["d"] = Kernel(name)
+    compiled._let_go(kernels["b"].traits)
+    assert len(kernels) == 4  # nothing is asked where no traced function's kernel comes
+    compiled._let_go(kernels["d"].traits)
+    assert set(kernels) == {"b", "d"}
+
+
+def test_plans_go_with_their_function():
+    import weakref
+
+    epilogue = Kernel("")
+    plans.keep(("forward", ((), weakref.ref(epilogue)), True), (), "plan")
+    assert plans.find(("forward", ((), weakref.ref(epilogue)), True), ()).plan == "plan"
+    count, other = len(plans._plans), Kernel("")
+    del epilogue
+    plans.keep(("forward", ((), weakref.ref(other)), True), (), "other plan")
+    assert len(plans._plans) == count
+
+
+def test_functions_come_from_many_threads(monkeypatch):
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    table, errors = torch.randn(4, 64), []
+
+    def work(number):
+        try:
+            for n in range(100):
+                shaped = torch.empty(4, 5 + number * 1000 + n)
+                epilogue_of(lambda s, b, h, i, j, x=shaped: s + x[h, i] * table[h, 0], None)
+        except BaseException as error:
+            errors.append(error)
+
+    monkeypatch.setattr(known, "_MOST", 16)
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    try:
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors and len(known._known) <= 16
+
+
+def test_functions_of_no_module_and_lists_that_hold_themselves():
+    exec("def f(s, b, h, i, j): return s * 2", found := {})
+    found["f"].__module__ = None
+    check(found["f"])
+    values = [2.0]
+    values.append(values)
+    check(lambda s, b, h, i, j: s * values[1][1][0])
