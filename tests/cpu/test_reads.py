@@ -436,7 +436,8 @@ def test_a_trace_without_gradients_serves_calls_with_some():
         attention(QUERIES.double(), KEYS.double(), VALUES.double(), score_mod=function)
     torch.testing.assert_close(gradients(function, LEARNED), dense_gradients(function, LEARNED))
     with torch.no_grad():  # without gradients a Function's forward is all that counts
-        check(by_floor)
+        found = attention(QUERIES, KEYS, VALUES, score_mod=by_floor)
+    torch.testing.assert_close(found, by_vmap(lambda s, *_: torch.floor(s)))
 
 
 def test_detached_values_are_checked_on_the_device():
