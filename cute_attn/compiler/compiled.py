@@ -202,8 +202,8 @@ def compile(
         lines: build it with line info: the same machine code, and the source line of each instruction beside it.
 
     Raises:
-        ValueError: the name, the tile's text or the target is not one; or a user's kernel has a shared-memory layout
-            with two elements in one place, or with more memory than its tile has for it.
+        ValueError: the name, the tile's text or the target is not one; or a method of a user's kernel returns a layout,
+            copy or MMA that it cannot use, such as a layout with two elements in one place.
         Unsupported: no kernel supports the traits, or the tile does not fit them or the target.
     """
     if isinstance(traits, str):
@@ -411,7 +411,7 @@ def _build(kernel: Any, target: str, key: str, options: str) -> Entry:
     from layouts.model import no_arguments
 
     start = time.perf_counter()
-    _check_layouts(kernel)
+    check_layouts(kernel)
     function = f"cute_attn_{key[:16]}"  # loaded kernels must not share a symbol
     with tempfile.TemporaryDirectory(prefix="cute_attn-") as name:
         folder = Path(name)
@@ -441,13 +441,17 @@ def _build(kernel: Any, target: str, key: str, options: str) -> Entry:
     return Entry(key, meta, parts)
 
 
-def _check_layouts(kernel: Any) -> None:
-    """Of a user's kernel, whose layouts no test has seen: elements in one place would be computed without a sign."""
-    from cute_attn.compiler.smem_layouts import smem_reasons
+def check_layouts(kernel: Any) -> None:
+    """Of a user's kernel, whose layouts no test has seen: elements in one place would be computed without a sign.
+
+    Raises:
+        ValueError: what is wrong with the first layout, copy or MMA of its methods that is.
+    """
+    from cute_attn.compiler.smem_layouts import reasons
 
     if type(kernel).__module__.startswith("cute_attn."):
         return
-    reason = next(smem_reasons(kernel), None)
+    reason = next(reasons(kernel), None)
     if reason is not None:
         raise ValueError(f"{kernel.traits}: {reason}")
 

@@ -253,7 +253,7 @@ PICTURES = {
     "forward-sm80-bf16-d64": 6,
     "forward-sm90-bf16-d64-bias_bf16": 7,
     "backward-sm80-bf16-d64": 9,
-    "backward-sm90-bf16-d256x64": 9,
+    "backward-sm90-bf16-d256x64": 12,
     "backward_convert-sm90-bf16-d96": 3,
 }
 
