@@ -359,7 +359,7 @@ def test_a_sentence_about_a_loaded_file_has_its_line(run, tmp_path):
     done = run("--load", str(file), "list")
     assert done.returncode == 2
     first, second = done.stderr.splitlines()
-    assert first == "error: variant is ''; accepted: a name for the changed kernel, such as 'padded'"
+    assert first == "error: variant is ''; accepted: a lower-case word such as 'padded' or 'my_layout'"
     assert f'"{file}", line 2' in second and second.endswith("cute_attn.register(object, variant='')")
 
 

@@ -11,7 +11,8 @@ import pytest
 import cute_attn
 import layouts
 from cute_attn.compiler import registry
-from tests import processes
+from cute_attn.kernels.forward_sm80 import ForwardSm80
+from tests import processes, toy
 
 ROOT = processes.ROOT
 
@@ -147,8 +148,57 @@ def test_a_variant_of_a_class_for_two_generations_says_which(monkeypatch):
         cute_attn.register(mine, variant="mine")
     cute_attn.register(mine, variant="mine", arch="sm90")
     assert registry.KERNELS["combine", "sm90", "mine"] is mine
-    cute_attn.register(type("Other", (), {}), variant="other")
-    assert ("forward", "sm80", "other") in registry.KERNELS
+    other = type("Other", (), dict.fromkeys(("supports", "default_tile", "fake_args", "__call__"), print))
+    cute_attn.register(other, variant="other")
+    assert registry.KERNELS["forward", "sm80", "other"] is other
+
+
+NO_KERNEL = "accepted: a class that extends one of the package's kernels, such as ForwardSm80"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "named", "error", "message"),
+    [
+        (3, {"variant": "x"}, TypeError, f"^kernel is 3; {NO_KERNEL}$"),
+        (None, {"variant": "x"}, TypeError, f"^kernel is None; {NO_KERNEL}$"),
+        (
+            type("X", (), {}),
+            {"variant": "x"},
+            TypeError,
+            f"^kernel is X, without supports, fake_args, __call__, default_tile; {NO_KERNEL}, or has its methods$",
+        ),
+        (dict, {"variant": "x"}, TypeError, f"^kernel is dict, without supports, .*{NO_KERNEL}"),
+        (
+            ForwardSm80,
+            {"variant": "my variant-2"},
+            ValueError,
+            "^variant is 'my variant-2'; accepted: a lower-case word",
+        ),
+        (ForwardSm80, {"variant": "Mine"}, ValueError, "^variant is 'Mine'; accepted: a lower-case word"),
+        (ForwardSm80, {"variant": "a:b"}, ValueError, "^variant is 'a:b'; accepted: a lower-case word"),
+        (ForwardSm80, {"variant": ""}, ValueError, "^variant is ''; accepted: a lower-case word"),
+        (ForwardSm80, {"variant": 3}, ValueError, "^variant is 3; accepted: a lower-case word"),
+        (
+            toy.Toy,
+            {"variant": "x", "op": "sideways"},
+            ValueError,
+            "^op is 'sideways'; accepted: forward, backward,",
+        ),
+        (toy.Toy, {"variant": "x", "arch": "sm75"}, ValueError, "^arch is 'sm75'; accepted: sm80, sm90$"),
+        (
+            registry.AppendKv,
+            {"variant": "x", "op": "forward"},
+            ValueError,
+            "op is 'forward' .* 'append' and 'sm80'",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_no_kernel_is_not_registered(kernel, named, error, message):
+    before = dict(registry.KERNELS)
+    with pytest.raises(error, match=message):
+        cute_attn.register(kernel, **named)
+    assert before == registry.KERNELS
 
 
 def test_a_misspelled_feature_is_refused_with_the_one_that_was_meant():
