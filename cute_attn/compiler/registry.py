@@ -37,7 +37,7 @@ from cute_attn.kernels.kvcache_sm90 import KvcacheSm90
 from cute_attn.kernels.limits import LARGE_HEAD_DIM
 from cute_attn.kernels.pad_rows import PadRows
 from cute_attn.kernels.split_fp32 import SplitFp32
-from cute_attn.tiles import TARGETS, Tile
+from cute_attn.tiles import TARGETS, Tile, check_target, check_tile
 from cute_attn.traits import (
     BLOCK_OPS,
     LISTED_ROWS,
@@ -169,18 +169,21 @@ def label(key: tuple[str, str, str]) -> str:
     return f"{op}-{arch}" + (f":{variant}" if variant else "")
 
 
-def lookup(traits: Traits, tile: Tile | str | None = None, target: str | None = None) -> Any:
-    """The kernel for ``traits`` with its tile: the default one, the one given, or the default changed by a text.
+def lookup(traits: Traits | str, tile: Tile | str | None = None, target: str | None = None) -> Any:
+    """The kernel for traits, or their name, with its tile: the default one, the one given, or one changed by a text.
 
     The default target is the kernel's generation.
 
     Raises:
         Unsupported: with the reason of every registered kernel.
-        ValueError: the target or the tile's text is not one, or no epilogue is registered under a name in the traits.
+        TypeError: the traits or the tile are none, or the tile is another kernel's.
+        ValueError: the name, the target or the tile's text is not one, or no epilogue is registered under a name in the
+            traits.
     """
+    traits = Traits.of(traits, "traits")
     target = target or traits.arch
-    if target not in TARGETS:
-        raise ValueError(f"target is {target!r}; accepted: {', '.join(TARGETS)}")
+    check_target(target)
+    check_tile(tile)
     key = (traits.op, traits.arch, traits.variant)
     for name in traits.epilogues:
         user_epilogue(name)
@@ -218,10 +221,15 @@ def other_tiles(kernel: Any) -> list[tuple[str, Tile]]:
 
 
 def _tile(kernel: Any, traits: Traits, tile: Tile | str | None, target: str) -> Tile:
-    if isinstance(tile, Tile):
-        return tile
     default = _default_tile(kernel, traits, target)
-    return default.override(tile) if tile else default
+    if not isinstance(tile, Tile):
+        return default.override(tile) if tile else default
+    if not {field.name for field in dataclasses.fields(default)} <= vars(tile).keys():  # type: ignore[arg-type]
+        raise TypeError(
+            f"tile is a {type(tile).__name__}; accepted for {label((traits.op, traits.arch, traits.variant))}: a "
+            f"{type(default).__name__}"
+        )
+    return tile
 
 
 def _default_tile(kernel: Any, traits: Traits, target: str) -> Tile:

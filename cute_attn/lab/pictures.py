@@ -61,7 +61,7 @@ def pictures(kernel: Traits | str, tile: Any = None, target: str | None = None) 
     """
     from layouts.show import picture
 
-    traits = Traits.parse(kernel) if isinstance(kernel, str) else kernel
+    traits = Traits.of(kernel)
     found = registry.lookup(traits, tile, target)
     compiler.check_layouts(found)
     things = _things(found)
