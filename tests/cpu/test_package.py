@@ -7,10 +7,11 @@ import sys
 import tomllib
 
 import pytest
+import torch
 
 import cute_attn
 import layouts
-from cute_attn.compiler import registry
+from cute_attn.compiler import registry, variants
 from cute_attn.kernels.forward_sm80 import ForwardSm80
 from tests import processes, toy
 
@@ -206,3 +207,60 @@ def test_a_misspelled_feature_is_refused_with_the_one_that_was_meant():
         ValueError, match=r"no epilogue is registered as 'casual' \(did you mean 'causal'\?\)"
     ):
         cute_attn.lookup(cute_attn.Traits.parse("forward-sm80-bf16-d64-casual"))
+
+
+class Narrower(ForwardSm80):
+    """Layouts, tiles and names of its own: the definition computes the same."""
+
+    PAD = 8
+
+    def smem_layout(self, rows, head_dim, stages=1):
+        return super().smem_layout(rows, head_dim, stages)
+
+    @classmethod
+    def default_tile(cls, traits, target):
+        return super().default_tile(traits, target)
+
+
+class Capped(Narrower):
+    def score_args(self, inputs):
+        return ()
+
+
+class Called(ForwardSm80):
+    def __call__(self, *args):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("kernel", "reason"),
+    [
+        (Narrower, None),
+        (type("Copied", (registry.KvcacheSm80,), {"gmem_load": ForwardSm80.gmem_load}), None),
+        (Capped, "Capped overrides score_args"),
+        (Called, "Called overrides __call__"),
+        (type("Typed", (ForwardSm80,), {"dtype": None, "kernel": None}), "Typed overrides dtype, kernel"),
+        (type("Produced", (registry.ForwardSm90,), {"PRODUCER": None}), "Produced overrides PRODUCER"),
+        (toy.Toy, "Toy extends no kernel of the package"),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_a_variant_computes_on_the_cpu_what_it_means_or_is_refused(monkeypatch, kernel, reason):
+    monkeypatch.setattr(registry, "KERNELS", dict(registry.KERNELS))
+    cute_attn.register(kernel, variant="mine")
+    ((op, arch, _),) = (key for key in registry.KERNELS if key[2] == "mine")
+    q = torch.randn(1, 16, 2, 64)
+    call = cute_attn.attention if op == "forward" else cute_attn.attention_with_kvcache
+    if reason is None:
+        assert torch.equal(call(q, q, q, kernel=f"{arch}:mine"), call(q, q, q))
+        return
+    with pytest.raises(
+        ValueError, match=f"^kernel is '{arch}:mine', and {reason}; accepted on the CPU"
+    ) as error:
+        call(q, q, q, kernel=f"{arch}:mine")
+    assert str(error.value).endswith("others need a GPU")
+
+
+def test_each_method_that_decides_how_is_one_of_a_kernel():
+    kernels = {*registry.KERNELS.values(), *registry.LARGE_HEAD_DIMS.values()}
+    assert not [name for name in variants.HOW if not any(hasattr(one, name) for one in kernels)]
