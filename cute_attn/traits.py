@@ -287,6 +287,22 @@ class Traits:
         return [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "epilogues"]
 
     @classmethod
+    def of(cls, kernel: "Traits | str", named: str = "kernel") -> "Traits":
+        """The traits of ``kernel``, an argument that is called ``named`` and is traits or their name.
+
+        Raises:
+            TypeError: it is neither.
+            ValueError: the text is not a kernel's name.
+        """
+        if isinstance(kernel, cls):
+            return kernel
+        if isinstance(kernel, str):
+            return cls.parse(kernel)
+        raise TypeError(
+            f"{named} is {kernel!r:.100}; accepted: Traits, or a name such as 'forward-sm80-bf16-d128-causal'"
+        )
+
+    @classmethod
     def parse(cls, name: str) -> "Traits":
         """Read a name such as ``forward-sm80-bf16-d192x128-causal`` back.
 

@@ -1,5 +1,6 @@
 """The public functions: :func:`attention` on batches, :func:`attention_varlen` on packed sequences."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -771,7 +772,7 @@ def _call_of(tensors: Tensors, options: _Options) -> Call:
     scale = options.softmax_scale
     if scale is None:
         scale = q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
-    return Call(
+    call = Call(
         *(
             *tensors[:-1],
             tensors[-1] if options.dropout_p else None,
@@ -795,6 +796,10 @@ def _call_of(tensors: Tensors, options: _Options) -> Call:
             options.precision or "",
         )
     )
+    if q.device.type == "cpu" and (tile or backward_tile):
+        for op, text in (("forward", tile), ("backward", backward_tile)):
+            choose.check_tile(kernel, op, text, functools.partial(call.traits, op=op))
+    return call
 
 
 def _size(x: Tensor) -> int:

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 import cute_attn
 
@@ -321,7 +322,7 @@ def check_kernel(name: Name, tile: TileText = "", target: Target = None) -> None
 
     import_kernels()
     from cute_attn.compiler import compile, default_target, registry
-    from cute_attn.compiler.smem_layouts import smem_reasons
+    from cute_attn.compiler.smem_layouts import reasons
     from cute_attn.tiles import SHARED_MEMORY_BYTES
 
     traits = Traits.parse(name)
@@ -337,8 +338,8 @@ def check_kernel(name: Name, tile: TileText = "", target: Target = None) -> None
     console.print(table)
 
     kernel = registry.lookup(traits, tile or None, target or default_target(traits.arch))
-    if reasons := list(smem_reasons(kernel)):
-        console.print(f"[red]failed: {'; '.join(reasons)}")
+    if wrong := next(reasons(kernel), None):
+        console.print(f"[red]failed: {escape(wrong)}")
         raise typer.Exit(1)
     with working(f"building {traits}: seconds, the first time"):
         compiled = compile(traits, tile or None, target)

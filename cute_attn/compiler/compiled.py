@@ -42,6 +42,7 @@ from cute_attn.compiler.cache import (
 from cute_attn.compiler.cubin import Resources
 from cute_attn.compiler.fingerprint import cache_key, source_key, toolchain
 from cute_attn.compiler.workers import Worker
+from cute_attn.tiles import check_target, check_tile
 from cute_attn.traits import Traits
 
 __all__ = ["CompiledKernel", "Resources", "compile", "default_target", "prebuild", "toolchain"]
@@ -202,13 +203,15 @@ def compile(
         lines: build it with line info: the same machine code, and the source line of each instruction beside it.
 
     Raises:
-        ValueError: the name, the tile's text or the target is not one; or a user's kernel has a shared-memory layout
-            with two elements in one place, or with more memory than its tile has for it.
+        TypeError: the traits or the tile are none, or the tile is another kernel's.
+        ValueError: the name, the tile's text or the target is not one; or a method of a user's kernel returns a layout,
+            copy or MMA that it cannot use, such as a layout with two elements in one place.
         Unsupported: no kernel supports the traits, or the tile does not fit them or the target.
     """
-    if isinstance(traits, str):
-        traits = Traits.parse(traits)
+    traits = Traits.of(traits, "traits")
+    check_tile(tile)
     target = target or default_target(traits.arch)
+    check_target(target)
     request = (traits, tile, target, lines)
     known = _requests.get(request)
     if known is not None and known._classes == kernel_classes(known._classes[0], traits):
@@ -430,7 +433,7 @@ def _build(kernel: Any, target: str, key: str, options: str) -> Entry:
     from layouts.model import no_arguments
 
     start = time.perf_counter()
-    _check_layouts(kernel)
+    check_layouts(kernel)
     function = f"cute_attn_{key[:16]}"  # loaded kernels must not share a symbol
     with tempfile.TemporaryDirectory(prefix="cute_attn-") as name:
         folder = Path(name)
@@ -460,13 +463,17 @@ def _build(kernel: Any, target: str, key: str, options: str) -> Entry:
     return Entry(key, meta, parts)
 
 
-def _check_layouts(kernel: Any) -> None:
-    """Of a user's kernel, whose layouts no test has seen: elements in one place would be computed without a sign."""
-    from cute_attn.compiler.smem_layouts import smem_reasons
+def check_layouts(kernel: Any) -> None:
+    """Of a user's kernel, whose layouts no test has seen: elements in one place would be computed without a sign.
+
+    Raises:
+        ValueError: what is wrong with the first layout, copy or MMA of its methods that is.
+    """
+    from cute_attn.compiler.smem_layouts import reasons
 
     if type(kernel).__module__.startswith("cute_attn."):
         return
-    reason = next(smem_reasons(kernel), None)
+    reason = next(reasons(kernel), None)
     if reason is not None:
         raise ValueError(f"{kernel.traits}: {reason}")
 
@@ -493,7 +500,7 @@ Request = tuple[Traits, Any, str | None]
 
 
 def prebuild(
-    requests: Iterable[tuple[Traits | str, Any, str | None]],
+    requests: Iterable[Traits | str | tuple],
     workers: int | None = None,
     *,
     lines: bool = False,
@@ -504,11 +511,13 @@ def prebuild(
     with a class of the script are built by this process.
 
     Args:
-        requests: (traits or their name, tile or its text or None, target or None) each, as of :func:`compile`.
+        requests: of each kernel the traits or their name, or (traits or their name, tile or its text or None[, target
+            or None]), as of :func:`compile`.
         workers: processes; by default one a core.
         lines: with line info, as of :func:`compile`.
 
     Raises:
+        TypeError: a request is none.
         ValueError: the disk cache is off or cannot be used, a name is not one, or a loaded file calls this.
     """
     if in_prebuild_worker:
@@ -519,12 +528,7 @@ def prebuild(
     if cache is None:
         raise ValueError("CUTE_ATTN_CACHE is '0'; prebuilding needs the disk cache")
     cache.prepare()
-    wanted: list[Request] = list(
-        dict.fromkeys(
-            (Traits.parse(traits) if isinstance(traits, str) else traits, tile, target)
-            for traits, tile, target in requests
-        )
-    )
+    wanted = as_requests(requests)
     modules = {request: user_modules(request) for request in wanted}
     own = [request for request in wanted if "__main__" in modules[request]]
     yield from _build_in_processes(
@@ -532,6 +536,31 @@ def prebuild(
     )
     for request in own:
         yield Prebuilt(*request, *build_for_later(*request, lines=lines))
+
+
+def as_requests(requests: Any) -> list[Request]:
+    """Each request once: traits or their name, alone or before a tile or its text and a target.
+
+    Raises:
+        TypeError: it is none, or they are not in a list.
+        ValueError: a name or a target is not one.
+    """
+    accepted = (
+        "kernels' names such as 'forward-sm80-bf16-d128', or tuples (name, tile or None, target or None)"
+    )
+    if isinstance(requests, str | Traits) or not isinstance(requests, Iterable):
+        raise TypeError(f"requests is {requests!r:.100}; accepted: a list of {accepted}")
+    found: dict[Request, None] = {}
+    for one in requests:
+        parts = tuple(one) if isinstance(one, tuple | list) else (one,)
+        if not 1 <= len(parts) <= 3 or not isinstance(parts[0], str | Traits):
+            raise TypeError(f"requests has {one!r:.100}; accepted: {accepted}")
+        traits, tile, target = (*parts, None, None)[:3]
+        check_tile(tile)
+        if target is not None:
+            check_target(target)
+        found[Traits.of(traits), tile, target] = None
+    return list(found)
 
 
 def build_for_later(

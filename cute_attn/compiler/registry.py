@@ -37,8 +37,17 @@ from cute_attn.kernels.kvcache_sm90 import KvcacheSm90
 from cute_attn.kernels.limits import LARGE_HEAD_DIM
 from cute_attn.kernels.pad_rows import PadRows
 from cute_attn.kernels.split_fp32 import SplitFp32
-from cute_attn.tiles import TARGETS, Tile
-from cute_attn.traits import BLOCK_OPS, LISTED_ROWS, PADDED_TENSORS, PARTS, SPLIT_TENSORS, Traits
+from cute_attn.tiles import TARGETS, Tile, check_target, check_tile
+from cute_attn.traits import (
+    BLOCK_OPS,
+    LISTED_ROWS,
+    OPS,
+    PADDED_TENSORS,
+    PARTS,
+    SPLIT_TENSORS,
+    Traits,
+    is_word,
+)
 
 KERNELS: dict[tuple[str, str, str], Any] = {
     ("forward", "sm80", ""): ForwardSm80,
@@ -91,17 +100,22 @@ def register(kernel: Any, *, variant: str, op: str = "", arch: str = "") -> Any:
     """Register a kernel class for traits with that ``variant``.
 
     Args:
-        kernel: the class.
-        variant: its name, which a kernel's name has after the arch: ``forward-sm80:variant-bf16-d128``.
+        kernel: the class: a subclass of a kernel's of the package, or a class with the same methods.
+        variant: its name, a lower-case word, which a kernel's name has after the arch:
+            ``forward-sm80:variant-bf16-d128``.
         op, arch: what it computes and its generation; by default those of the package's class that it extends, and of
             a class that extends none ``"forward"`` and ``"sm80"``.
 
     Raises:
-        ValueError: the name is taken by another class, or empty; the class extends one of another op or arch, or one
-            that serves two, and neither is given.
+        TypeError: ``kernel`` is no class, or lacks a method of kernels.
+        ValueError: the name is taken by another class, or not a word; the class extends one of another op or arch, or
+            one that serves two, and neither is given; or there is no such op or arch.
     """
-    if not variant:
-        raise ValueError("variant is ''; accepted: a name for the changed kernel, such as 'padded'")
+    if not isinstance(variant, str) or not is_word(variant):
+        raise ValueError(
+            f"variant is {variant!r}; accepted: a lower-case word such as 'padded' or 'my_layout'"
+        )
+    _check_class(kernel)
     op, arch = _computed(kernel, op, arch)
     key = (op, arch, variant)
     known = KERNELS.get(key)
@@ -113,18 +127,35 @@ def register(kernel: Any, *, variant: str, op: str = "", arch: str = "") -> Any:
     return kernel
 
 
+def _check_class(kernel: Any) -> None:
+    """Of what is not the package's: whether it is a class with the methods that a lookup and a build call."""
+    accepted = "accepted: a class that extends one of the package's kernels, such as ForwardSm80"
+    if not isinstance(kernel, type):
+        raise TypeError(f"kernel is {kernel!r}; {accepted}")
+    has = {name for base in kernel.__mro__[:-1] for name, value in vars(base).items() if value is not None}
+    missing = [name for name in ("supports", "fake_args", "__call__") if name not in has]
+    missing += [] if has & {"default_tile", "beside"} else ["default_tile"]
+    if missing:
+        raise TypeError(
+            f"kernel is {kernel.__qualname__}, without {', '.join(missing)}; {accepted}, or has its methods"
+        )
+
+
 def _computed(kernel: Any, op: str, arch: str) -> tuple[str, str]:
-    """The op and arch of a class that extends one of the package's, or those given."""
+    """The op and arch of a class that extends one of the package's or is one, or those given."""
     classes = [*KERNELS.items(), *(((*key, ""), cls) for key, cls in LARGE_HEAD_DIMS.items())]
     bases = (
-        [key[:2] for key, cls in classes if cls is base]
-        for base in kernel.__mro__[1:]
-        if isinstance(base, type)
+        [key[:2] for key, cls in classes if cls is base and not (cls is kernel and key[2])]
+        for base in kernel.__mro__
     )
     extended = next(filter(None, bases), [])
     fitting = [one for one in extended if one[0] == (op or one[0]) and one[1] == (arch or one[1])]
     if not extended:
-        return op or "forward", arch or "sm80"
+        op, arch = op or "forward", arch or "sm80"
+        for name, value, accepted in (("op", op, OPS), ("arch", arch, tuple(RUNS_ON))):
+            if value not in accepted:
+                raise ValueError(f"{name} is {value!r}; accepted: {', '.join(accepted)}")
+        return op, arch
     if len(set(fitting)) == 1:
         return fitting[0]
     given = f"op is {op!r} and arch {arch!r}"
@@ -138,18 +169,21 @@ def label(key: tuple[str, str, str]) -> str:
     return f"{op}-{arch}" + (f":{variant}" if variant else "")
 
 
-def lookup(traits: Traits, tile: Tile | str | None = None, target: str | None = None) -> Any:
-    """The kernel for ``traits`` with its tile: the default one, the one given, or the default changed by a text.
+def lookup(traits: Traits | str, tile: Tile | str | None = None, target: str | None = None) -> Any:
+    """The kernel for traits, or their name, with its tile: the default one, the one given, or one changed by a text.
 
     The default target is the kernel's generation.
 
     Raises:
         Unsupported: with the reason of every registered kernel.
-        ValueError: the target or the tile's text is not one, or no epilogue is registered under a name in the traits.
+        TypeError: the traits or the tile are none, or the tile is another kernel's.
+        ValueError: the name, the target or the tile's text is not one, or no epilogue is registered under a name in the
+            traits.
     """
+    traits = Traits.of(traits, "traits")
     target = target or traits.arch
-    if target not in TARGETS:
-        raise ValueError(f"target is {target!r}; accepted: {', '.join(TARGETS)}")
+    check_target(target)
+    check_tile(tile)
     key = (traits.op, traits.arch, traits.variant)
     for name in traits.epilogues:
         user_epilogue(name)
@@ -187,10 +221,15 @@ def other_tiles(kernel: Any) -> list[tuple[str, Tile]]:
 
 
 def _tile(kernel: Any, traits: Traits, tile: Tile | str | None, target: str) -> Tile:
-    if isinstance(tile, Tile):
-        return tile
     default = _default_tile(kernel, traits, target)
-    return default.override(tile) if tile else default
+    if not isinstance(tile, Tile):
+        return default.override(tile) if tile else default
+    if not {field.name for field in dataclasses.fields(default)} <= vars(tile).keys():  # type: ignore[arg-type]
+        raise TypeError(
+            f"tile is a {type(tile).__name__}; accepted for {label((traits.op, traits.arch, traits.variant))}: a "
+            f"{type(default).__name__}"
+        )
+    return tile
 
 
 def _default_tile(kernel: Any, traits: Traits, target: str) -> Tile:

@@ -39,10 +39,12 @@ class Worker:
         """The answer; where the process ends instead, ``{"error": ...}``, and a new one takes the next message."""
         _send(self._process, message)
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = ""
+        with contextlib.suppress(ValueError):  # another thread has stopped it and closed the pipe
+            line = self._process.stdout.readline()
         if line:
             return json.loads(line)
-        status = self._process.wait()
+        status = _ended(self._process)
         if not self._stopped:
             self._process = self._start()
         return {"error": f"the process that built it ended with status {status}"}
@@ -55,12 +57,22 @@ class Worker:
         """At once: what a process writes to the cache is written whole or not at all."""
         self._stopped = True
         self._process.terminate()
-        self._process.wait()
+        _ended(self._process)
+
+
+def _ended(process: "subprocess.Popen[str]") -> int:
+    """The status of a process that ends, whose pipes are closed then."""
+    status = process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with contextlib.suppress(BrokenPipeError):  # what it has not read
+            pipe.close()
+    return status
 
 
 def _send(process: "subprocess.Popen[str]", message: Any) -> None:
     """One line; the missing answer shows that a process has ended."""
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(BrokenPipeError, ValueError):
         process.stdin.write(json.dumps(message) + "\n")
         process.stdin.flush()

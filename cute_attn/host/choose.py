@@ -1,14 +1,15 @@
 """Which kernel computes a call, with which tile."""
 
+import dataclasses
 import logging
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from cute_attn.host.call import Call
 from cute_attn.host.memory import ALIGNMENT_BYTES, is_aligned
-from cute_attn.traits import Traits, did_you_mean
+from cute_attn.traits import Traits, aligned_head_dim, did_you_mean
 
 _log = logging.getLogger("cute_attn")
 
@@ -114,6 +115,8 @@ def check_words(kernel: str, **tiles: str) -> None:
     from cute_attn.compiler import registry
 
     names = check_kernel(kernel, tiles)
+    if ":" in kernel:
+        _check_variant(kernel, tiles)
     for op, text in tiles.items():
         if ":" in kernel and op != "backward":
             continue  # a variant may have fields of its own
@@ -126,6 +129,57 @@ def check_words(kernel: str, **tiles: str) -> None:
                 reasons.append(reason)
         else:
             raise reasons[-1]
+
+
+def _check_variant(kernel: str, ops: Iterable[str]) -> None:
+    """Refuse a variant whose result the definition may not have."""
+    from cute_attn.compiler import registry
+    from cute_attn.compiler.variants import changes_the_result
+
+    arch, _, variant = kernel.partition(":")
+    for op in ops:
+        registered = registry.KERNELS.get((op, arch, variant))
+        reason = registered and changes_the_result(registered)
+        if reason:
+            raise ValueError(
+                f"kernel is {kernel!r}, and {reason}; accepted on the CPU, where the definition computes: a class that "
+                "overrides layouts, copies, MMAs and tiles alone; others need a GPU"
+            )
+
+
+def check_tile(kernel: str, op: str, text: str, traits_of: Callable[[str, str], Traits]) -> None:
+    """Refuse a tile's text with which no kernel would serve a call on a GPU, for tensors that none computes.
+
+    Where no kernel serves it with its default tile either, it is the GPU's to say why. traits_of: the call's, from arch
+    and variant.
+
+    Raises:
+        Unsupported: the reason of the oldest kernel.
+    """
+    from cute_attn.compiler import registry
+
+    reasons: list[ValueError] = []
+    for name in [kernel] if kernel else registry.generations("sm90") if text else []:
+        arch, _, variant = name.partition(":")
+        target = registry.RUNS_ON[arch][-1]
+        try:
+            traits = _aligned(traits_of(arch, variant if (op, arch, variant) in registry.KERNELS else ""))
+            registry.lookup(traits, None, target)
+        except (KeyError, ValueError):
+            continue
+        try:
+            registry.lookup(traits, text, target)
+            return
+        except ValueError as reason:
+            reasons.append(reason)
+    if reasons:
+        raise reasons[-1]
+
+
+def _aligned(traits: Traits) -> Traits:
+    """With the head dims that rows are padded to."""
+    dims = (aligned_head_dim(traits.dtype, dim) for dim in (traits.head_dim, traits.head_dim_v))
+    return dataclasses.replace(traits, **dict(zip(("head_dim", "head_dim_v"), dims, strict=True)))
 
 
 def _tma_bias_reason(call: Call, kernel: Any) -> str | None:

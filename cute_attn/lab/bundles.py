@@ -24,7 +24,15 @@ import cute_attn
 from cute_attn import _without_dsl
 from cute_attn.compiler import bundle, compiled, registry
 from cute_attn.compiler.cache import CUBIN, LIBRARY, OBJECT, DiskCache, Entry, default_cache
-from cute_attn.compiler.compiled import Prebuilt, Request, default_target, prebuild, toolchain, user_modules
+from cute_attn.compiler.compiled import (
+    Prebuilt,
+    Request,
+    as_requests,
+    default_target,
+    prebuild,
+    toolchain,
+    user_modules,
+)
 from cute_attn.compiler.fingerprint import machine, package_sources
 from cute_attn.host.backward import kernels_of
 from cute_attn.traits import Traits
@@ -149,15 +157,20 @@ def make_bundle(requests: Iterable[Request], output: Path, workers: int | None =
     return _make(wanted, output, workers, cache)
 
 
-def check_requests(requests: Iterable[Request]) -> list[Request]:
+def check_requests(requests: Iterable[Any]) -> list[Request]:
     """Each request once.
 
     Raises:
+        TypeError: a request is none.
         ValueError: the DSL is not installed, or a kernel is none of the package's.
     """
     if not _without_dsl.is_installed():
         raise ValueError(f"{_without_dsl.REASON}; accepted: a machine where it is")
-    wanted = list(dict.fromkeys(requests))
+    given = (
+        (traits, tile, target or default_target(traits.arch))
+        for traits, tile, target in as_requests(requests)
+    )
+    wanted = list(dict.fromkeys(given))
     for request in wanted:
         if user_modules(request):
             raise ValueError(f"{request[0]} is a kernel of your own; accepted in a bundle: the package's")

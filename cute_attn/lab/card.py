@@ -16,7 +16,7 @@ from cute_attn.lab.benchmark.timing import Clock, query_gpu
 from cute_attn.lab.benchmark.workload import Inputs, Workload
 from cute_attn.lab.check import Expected, small_workloads
 from cute_attn.lab.sensors import State, sensor
-from cute_attn.tiles import Tile
+from cute_attn.tiles import Tile, check_tile
 from cute_attn.traits import Traits
 
 Run = Callable[[], Any]
@@ -51,21 +51,22 @@ class Contender:
     peer: str = ""
 
     @staticmethod
-    def of(what: "Contender | str | tuple[str, Tile | str | None]") -> "Contender":
+    def of(what: "Contender | Traits | str | tuple[Traits | str, Tile | str | None]") -> "Contender":
         """From a peer's or a kernel's name, or (kernel's name, tile).
 
         Raises:
-            ValueError: it is none of these.
+            TypeError, ValueError: it is none of these.
         """
         if isinstance(what, Contender):
             return what
-        name, tile = (what, None) if isinstance(what, str) else what
+        name, tile = what if isinstance(what, tuple | list) and len(what) == 2 else (what, None)
+        check_tile(tile)
         if name in peers.PEERS and tile is None:
             return Contender(peer=name)
         try:
-            return Contender(Traits.parse(name).name, str(tile or ""))
-        except ValueError as error:
-            raise ValueError(f"{error}; or a peer: {', '.join(peers.PEERS)}") from None
+            return Contender(Traits.of(name).name, str(tile or ""))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{error}; or a peer: {', '.join(peers.PEERS)}") from None
 
     def __str__(self) -> str:
         return self.peer or (f"{self.kernel} {self.tile}" if self.tile else f"{self.kernel} (default tile)")

@@ -7,17 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cute_attn import compiler
 from cute_attn.compiler import registry
-from cute_attn.compiler.smem_layouts import smem_layouts
+from cute_attn.compiler.smem_layouts import DRAWN, copies_and_mmas, smem_layouts
 from cute_attn.lab import plots
-from cute_attn.tiles import padded
 from cute_attn.traits import Traits
 
 if TYPE_CHECKING:
     from layouts.show import Picture
-
-Things = dict[str, Callable[[], Any]]
-"""What to draw: by name the function that builds the layout, copy or MMA in a trace. TMA copies have no threads."""
 
 
 class Pictures(dict[str, "Picture"]):
@@ -58,80 +55,33 @@ def pictures(kernel: Traits | str, tile: Any = None, target: str | None = None) 
         target: as of :func:`cute_attn.compile`.
 
     Raises:
-        ValueError: the kernel has none; or the name, the target or the tile's text is not one.
+        ValueError: the kernel has none; one of a user's cannot be right; or the name, the target or the tile's text is
+            not one.
         Unsupported: no kernel supports the traits, or the tile does not fit.
     """
     from layouts.show import picture
 
-    traits = Traits.parse(kernel) if isinstance(kernel, str) else kernel
-    things = _THINGS.get((traits.op, traits.arch))
-    if things is None:
-        drawn = ", ".join(f"{op}-{arch}" for op, arch in _THINGS)
-        raise ValueError(f"{traits} has no shared-memory layout and no MMA to draw; accepted: {drawn}")
+    traits = Traits.of(kernel)
     found = registry.lookup(traits, tile, target)
+    compiler.check_layouts(found)
+    things = _things(found)
+    if not things:
+        raise ValueError(
+            f"{traits} has no shared-memory layout and no MMA to draw; accepted: {', '.join(DRAWN)}, and classes that "
+            "extend them"
+        )
     return Pictures(
         traits.name,
         {
             what: picture(thing, dtype=found.dtype, title=f"{traits.name}: {what}")
-            for what, thing in things(found).items()
+            for what, thing in things.items()
         },
     )
 
 
-def _smem(kernel: Any) -> Things:
-    """The operands' shared memory: what results are stored through is laid out as they are."""
-    results = ("o",) if kernel.traits.op == "forward" else ("p", "dk", "dv")
-    found = smem_layouts(kernel)
-    return {f"smem-{name}": layout.make for name, layout in found.items() if name not in results}
-
-
-def _forward_sm80(kernel: Any) -> Things:
-    traits = kernel.traits
-    return _smem(kernel) | {
-        "copy-gmem-to-smem": lambda: kernel.gmem_load(traits.head_dim),
-        "copy-smem-to-gmem": lambda: kernel.gmem_store(traits.head_dim_v),
-        "mma": kernel.tiled_mma,
-    }
-
-
-def _forward_sm90(kernel: Any) -> Things:
-    others = {"copy-smem-to-gmem": kernel.gmem_store, "mma-qk": kernel.mma_qk, "mma-pv": kernel.mma_pv}
-    return _smem(kernel) | others
-
-
-def _backward_sm80(kernel: Any) -> Things:
-    d = padded(kernel.traits.head_dim)
-    return _smem(kernel) | {
-        "copy-gmem-to-smem": lambda: kernel.gmem_copy(d, True),
-        "mma-sdp": kernel.mma_sdp,
-        "mma-dkv": kernel.mma_dkv,
-        "mma-dq": kernel.mma_dq,
-    }
-
-
-def _backward_sm90(kernel: Any) -> Things:
-    d, dv = kernel.dims
-    return _smem(kernel) | {
-        "mma-scores": kernel.mma_scores,
-        "mma-dk": lambda: kernel.mma_dkv(d),
-        "mma-dv": lambda: kernel.mma_dkv(dv),
-        "mma-dq": kernel.mma_dq,
-    }
-
-
-def _convert(kernel: Any) -> Things:
-    return {
-        "smem-dq": kernel.smem_layout,
-        "copy-registers-to-smem": lambda: kernel.store_copy(kernel.tiled_mma()),
-        "mma-dq": kernel.tiled_mma,
-    }
-
-
-_THINGS: dict[tuple[str, str], Callable[[Any], Things]] = {
-    ("forward", "sm80"): _forward_sm80,
-    ("forward", "sm90"): _forward_sm90,
-    ("backward", "sm80"): _backward_sm80,
-    ("backward", "sm90"): _backward_sm90,
-    ("backward_convert", "sm80"): _convert,
-    ("backward_convert", "sm90"): _convert,
-}
+def _things(kernel: Any) -> dict[str, Callable[[], Any]]:
+    """What to draw by name. Of shared memory the operands: what results are stored through is laid out as they are."""
+    results = ("p", "dk", "dv") if kernel.traits.op == "backward" else ("o",)
+    areas = {name: layout for name, layout in smem_layouts(kernel).items() if name not in results}
+    things = {f"smem-{name}": layout.make for name, layout in areas.items()}
+    return things | {name: part.make for name, part in copies_and_mmas(kernel).items()}

@@ -110,7 +110,7 @@ def tune(
         Lost: a candidate ended the GPU's context; it is left out when the study is called again.
     """
     began = time.monotonic()
-    traits = Traits.parse(name)
+    traits = Traits.of(name, "name")
     shapes = workloads_of([Contender(traits.name)], workloads)
     search = Search.of(traits, space, target, shapes, seed)
     if equipment is None and not static_only:

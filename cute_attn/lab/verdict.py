@@ -237,7 +237,7 @@ def verdict(
         if lines:
             kernel = compile(kernel.traits, kernel.tile, kernel.target, lines=True)
         return _of_compiled(kernel)
-    traits = Traits.parse(kernel) if isinstance(kernel, str) else kernel
+    traits = Traits.of(kernel)
     target = target or default_target(traits.arch)
     try:
         return _of_compiled(compile(traits, tile, target, lines=lines))

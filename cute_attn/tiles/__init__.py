@@ -1,7 +1,15 @@
 """Tiles: *how* a kernel computes: tile sizes, warps, stages, operands in registers, swizzle."""
 
 from cute_attn.tiles.backward import BackwardPreprocessTile, BackwardSm80Tile, BackwardSm90Tile
-from cute_attn.tiles.base import SHARED_MEMORY_BYTES, TARGETS, Tile, first_that_fits, padded
+from cute_attn.tiles.base import (
+    SHARED_MEMORY_BYTES,
+    TARGETS,
+    Tile,
+    check_target,
+    check_tile,
+    first_that_fits,
+    padded,
+)
 from cute_attn.tiles.forward import (
     ForwardLargeTile,
     ForwardSm80Tile,
@@ -25,6 +33,8 @@ __all__ = [
     "KvcacheSm90Tile",
     "Tile",
     "best_packing",
+    "check_target",
+    "check_tile",
     "first_that_fits",
     "may_pack_heads",
     "padded",

@@ -179,6 +179,18 @@ def _parse(name: str, value: str, kind: type) -> Any:
     )
 
 
+def check_tile(tile: Any) -> None:
+    """Raise TypeError for a tile that is neither a tile nor text that changes the default one, nor None."""
+    if not isinstance(tile, Tile | str | None):
+        raise TypeError(f"tile is {tile!r:.100}; accepted: a Tile, text such as 'tile_n=32', or None")
+
+
+def check_target(target: Any) -> None:
+    """Raise ValueError for what is no target's name."""
+    if target not in TARGETS:
+        raise ValueError(f"target is {target!r}; accepted: {', '.join(TARGETS)}")
+
+
 T = TypeVar("T", bound=Tile)
 
 

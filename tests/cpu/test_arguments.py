@@ -189,6 +189,13 @@ WRONG = {
     "cache-no-kernel": (cached(kernel="sm70"), r"kernel is 'sm70' \(did you mean 'sm.0'.*; accepted: 'sm80', 'sm90'"),
     "cache-no-tile": (cached(tile="nonsense"), "tile has 'nonsense'; accepted: FIELD=VALUE with a field of tile_m"),
     "cache-tile-of-another": (cached(tile="num_warps=8", kernel="sm90"), "tile has 'num_warps=8'; accepted: FIELD=VAL"),
+    "tile-33": (lambda: attention(Q, K, V, tile="tile_n=33"), "forward-sm80 declined .* tile_n is 33; accepted: "),
+    "tile-negative": (lambda: attention(Q, K, V, tile="tile_n=-16"), "forward-sm80 .* tile_n is -16; accepted: multip"),
+    "tile-backward": (lambda: attention(Q, K, V, backward_tile="tile_n=33"), "backward-sm80 declined .*; accepted: "),
+    "cache-tile-33": (
+        cached(**{name: ones(3, 16, 2, 16).bfloat16() for name in ("q", "k_cache", "v_cache")}, tile="tile_n=33"),
+        "kvcache-sm80 declined .* tile_n is 33; accepted: multiples of 16",
+    ),
     "cache-tile-number": (cached(tile=3), "tile is 3; accepted: a Tile, text such as"),
     "cache-kernel-list": (cached(kernel=[]), r"kernel is \[\]; accepted: 'ARCH', 'ARCH:VARIANT', or None"),
     "cache-longest": (cached(max_seqlen_q="a"), "max_seqlen_q is 'a'; accepted: a Python int"),

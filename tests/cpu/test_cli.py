@@ -253,7 +253,7 @@ PICTURES = {
     "forward-sm80-bf16-d64": 6,
     "forward-sm90-bf16-d64-bias_bf16": 7,
     "backward-sm80-bf16-d64": 9,
-    "backward-sm90-bf16-d256x64": 9,
+    "backward-sm90-bf16-d256x64": 12,
     "backward_convert-sm90-bf16-d96": 3,
 }
 
@@ -359,7 +359,7 @@ def test_a_sentence_about_a_loaded_file_has_its_line(run, tmp_path):
     done = run("--load", str(file), "list")
     assert done.returncode == 2
     first, second = done.stderr.splitlines()
-    assert first == "error: variant is ''; accepted: a name for the changed kernel, such as 'padded'"
+    assert first == "error: variant is ''; accepted: a lower-case word such as 'padded' or 'my_layout'"
     assert f'"{file}", line 2' in second and second.endswith("cute_attn.register(object, variant='')")
 
 

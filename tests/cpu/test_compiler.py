@@ -3,6 +3,7 @@
 import ast
 import builtins
 import dataclasses
+import gc
 import json
 import os
 import re
@@ -16,8 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from cute_attn import compiler
+from cute_attn import compiler, lookup, prebuild
 from cute_attn.compiler import cache, compile, compiled, cubin, fingerprint, registry, workers
+from cute_attn.lab.card import Contender
+from cute_attn.lab.pictures import pictures
+from cute_attn.lab.verdict import verdict
 from cute_attn.tiles import TARGETS
 from cute_attn.traits import Traits
 from tests import processes, toy
@@ -621,3 +625,90 @@ def test_a_typed_classes_key_is_that_of_another_process(monkeypatch):
         for seed in "12"
     }
     assert found == {key_of_a_cell(monkeypatch) + "\n"}
+
+
+NAME = "forward-sm80-bf16-d64"
+NO_TRAITS = "accepted: Traits, or a name such as 'forward-sm80-bf16-d128-causal'"
+NO_TILE = "accepted: a Tile, text such as 'tile_n=32', or None"
+CALLS = {
+    "compile": (compile, "traits"),
+    "lookup": (lookup, "traits"),
+    "verdict": (verdict, "kernel"),
+    "pictures": (pictures, "kernel"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("value", [3, None, ["forward-sm80-bf16-d64"], {"op": "forward"}], ids=str)
+def test_what_is_no_kernel_is_refused(call, value):
+    function, named = CALLS[call]
+    with pytest.raises(TypeError, match=f"^{named} is {re.escape(repr(value))}; {NO_TRAITS}$"):
+        function(value)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("tile", [{"tile_n": 32}, 3, ["tile_n=32"], b"tile_n=32"], ids=str)
+def test_what_is_no_tile_is_refused(call, tile):
+    with pytest.raises(TypeError, match=f"^tile is {re.escape(repr(tile))}; {NO_TILE}$"):
+        CALLS[call][0](NAME, tile)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_is_no_target_is_refused(call):
+    for target in (["sm80"], "sm75", 80):
+        with pytest.raises(
+            ValueError, match=f"^target is {re.escape(repr(target))}; accepted: sm80, sm86, sm89, sm90$"
+        ):
+            CALLS[call][0](NAME, None, target)
+
+
+def test_another_kernels_tile_is_refused():
+    tile = lookup("backward-sm80-bf16-d64").tile
+    with pytest.raises(
+        TypeError, match=r"^tile is a BackwardSm80Tile; accepted for forward-sm80: a ForwardSm80Tile$"
+    ):
+        lookup(NAME, tile)
+
+
+def test_a_lookup_takes_a_name():
+    assert lookup(NAME) == lookup(Traits.parse(NAME))
+    assert Contender.of(Traits.parse(NAME)) == Contender.of(NAME)
+    with pytest.raises(TypeError, match=f"^kernel is 3; {NO_TRAITS}; or a peer: "):
+        Contender.of(3)
+
+
+ASKED = "kernels' names such as 'forward-sm80-bf16-d128', or tuples"
+
+
+@pytest.mark.parametrize(
+    ("requests", "error", "message"),
+    [
+        (NAME, TypeError, f"^requests is '{NAME}'; accepted: a list of {ASKED}"),
+        (3, TypeError, f"^requests is 3; accepted: a list of {ASKED}"),
+        ([3], TypeError, f"^requests has 3; accepted: {ASKED}"),
+        ([()], TypeError, rf"^requests has \(\); accepted: {ASKED}"),
+        (
+            [(NAME, None, None, None)],
+            TypeError,
+            rf"^requests has \('{NAME}', None, None, None\); accepted: {ASKED}",
+        ),
+        ([(NAME, 3)], TypeError, f"^tile is 3; {NO_TILE}$"),
+        ([(NAME, None, "sm75")], ValueError, "^target is 'sm75'; accepted"),
+        (["nonsense"], ValueError, "^name is 'nonsense'; accepted"),
+    ],
+    ids=str,
+)
+def test_what_is_no_request_is_not_prebuilt(fresh_cache, requests, error, message):
+    with pytest.raises(error, match=message):
+        list(prebuild(requests))
+
+
+@pytest.mark.filterwarnings("error")
+def test_prebuild_takes_names_and_leaves_no_pipe_open(fresh_cache):
+    asked = [toy.NAME, (toy.NAME,), (TRAITS, None), (toy.NAME, "values=4", "sm80")]
+    done = list(prebuild(asked, 1))
+    assert {(one.tile, one.target, one.error) for one in done} == {
+        (None, None, None),
+        ("values=4", "sm80", None),
+    }
+    gc.collect()

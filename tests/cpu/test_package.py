@@ -7,11 +7,13 @@ import sys
 import tomllib
 
 import pytest
+import torch
 
 import cute_attn
 import layouts
-from cute_attn.compiler import registry
-from tests import processes
+from cute_attn.compiler import registry, variants
+from cute_attn.kernels.forward_sm80 import ForwardSm80
+from tests import processes, toy
 
 ROOT = processes.ROOT
 
@@ -147,8 +149,57 @@ def test_a_variant_of_a_class_for_two_generations_says_which(monkeypatch):
         cute_attn.register(mine, variant="mine")
     cute_attn.register(mine, variant="mine", arch="sm90")
     assert registry.KERNELS["combine", "sm90", "mine"] is mine
-    cute_attn.register(type("Other", (), {}), variant="other")
-    assert ("forward", "sm80", "other") in registry.KERNELS
+    other = type("Other", (), dict.fromkeys(("supports", "default_tile", "fake_args", "__call__"), print))
+    cute_attn.register(other, variant="other")
+    assert registry.KERNELS["forward", "sm80", "other"] is other
+
+
+NO_KERNEL = "accepted: a class that extends one of the package's kernels, such as ForwardSm80"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "named", "error", "message"),
+    [
+        (3, {"variant": "x"}, TypeError, f"^kernel is 3; {NO_KERNEL}$"),
+        (None, {"variant": "x"}, TypeError, f"^kernel is None; {NO_KERNEL}$"),
+        (
+            type("X", (), {}),
+            {"variant": "x"},
+            TypeError,
+            f"^kernel is X, without supports, fake_args, __call__, default_tile; {NO_KERNEL}, or has its methods$",
+        ),
+        (dict, {"variant": "x"}, TypeError, f"^kernel is dict, without supports, .*{NO_KERNEL}"),
+        (
+            ForwardSm80,
+            {"variant": "my variant-2"},
+            ValueError,
+            "^variant is 'my variant-2'; accepted: a lower-case word",
+        ),
+        (ForwardSm80, {"variant": "Mine"}, ValueError, "^variant is 'Mine'; accepted: a lower-case word"),
+        (ForwardSm80, {"variant": "a:b"}, ValueError, "^variant is 'a:b'; accepted: a lower-case word"),
+        (ForwardSm80, {"variant": ""}, ValueError, "^variant is ''; accepted: a lower-case word"),
+        (ForwardSm80, {"variant": 3}, ValueError, "^variant is 3; accepted: a lower-case word"),
+        (
+            toy.Toy,
+            {"variant": "x", "op": "sideways"},
+            ValueError,
+            "^op is 'sideways'; accepted: forward, backward,",
+        ),
+        (toy.Toy, {"variant": "x", "arch": "sm75"}, ValueError, "^arch is 'sm75'; accepted: sm80, sm90$"),
+        (
+            registry.AppendKv,
+            {"variant": "x", "op": "forward"},
+            ValueError,
+            "op is 'forward' .* 'append' and 'sm80'",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_no_kernel_is_not_registered(kernel, named, error, message):
+    before = dict(registry.KERNELS)
+    with pytest.raises(error, match=message):
+        cute_attn.register(kernel, **named)
+    assert before == registry.KERNELS
 
 
 def test_a_misspelled_feature_is_refused_with_the_one_that_was_meant():
@@ -156,3 +207,60 @@ def test_a_misspelled_feature_is_refused_with_the_one_that_was_meant():
         ValueError, match=r"no epilogue is registered as 'casual' \(did you mean 'causal'\?\)"
     ):
         cute_attn.lookup(cute_attn.Traits.parse("forward-sm80-bf16-d64-casual"))
+
+
+class Narrower(ForwardSm80):
+    """Layouts, tiles and names of its own: the definition computes the same."""
+
+    PAD = 8
+
+    def smem_layout(self, rows, head_dim, stages=1):
+        return super().smem_layout(rows, head_dim, stages)
+
+    @classmethod
+    def default_tile(cls, traits, target):
+        return super().default_tile(traits, target)
+
+
+class Capped(Narrower):
+    def score_args(self, inputs):
+        return ()
+
+
+class Called(ForwardSm80):
+    def __call__(self, *args):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("kernel", "reason"),
+    [
+        (Narrower, None),
+        (type("Copied", (registry.KvcacheSm80,), {"gmem_load": ForwardSm80.gmem_load}), None),
+        (Capped, "Capped overrides score_args"),
+        (Called, "Called overrides __call__"),
+        (type("Typed", (ForwardSm80,), {"dtype": None, "kernel": None}), "Typed overrides dtype, kernel"),
+        (type("Produced", (registry.ForwardSm90,), {"PRODUCER": None}), "Produced overrides PRODUCER"),
+        (toy.Toy, "Toy extends no kernel of the package"),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_a_variant_computes_on_the_cpu_what_it_means_or_is_refused(monkeypatch, kernel, reason):
+    monkeypatch.setattr(registry, "KERNELS", dict(registry.KERNELS))
+    cute_attn.register(kernel, variant="mine")
+    ((op, arch, _),) = (key for key in registry.KERNELS if key[2] == "mine")
+    q = torch.randn(1, 16, 2, 64)
+    call = cute_attn.attention if op == "forward" else cute_attn.attention_with_kvcache
+    if reason is None:
+        assert torch.equal(call(q, q, q, kernel=f"{arch}:mine"), call(q, q, q))
+        return
+    with pytest.raises(
+        ValueError, match=f"^kernel is '{arch}:mine', and {reason}; accepted on the CPU"
+    ) as error:
+        call(q, q, q, kernel=f"{arch}:mine")
+    assert str(error.value).endswith("others need a GPU")
+
+
+def test_each_method_that_decides_how_is_one_of_a_kernel():
+    kernels = {*registry.KERNELS.values(), *registry.LARGE_HEAD_DIMS.values()}
+    assert not [name for name in variants.HOW if not any(hasattr(one, name) for one in kernels)]

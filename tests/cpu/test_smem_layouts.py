@@ -1,6 +1,7 @@
-"""Layouts of shared memory: no two elements in one place, and no more memory than the tile has for them."""
+"""A user's layouts, copies and MMAs: a wrong one gets a sentence with its method, its operand and what is accepted."""
 
 import dataclasses
+import re
 
 import pytest
 from cutlass import cute
@@ -8,9 +9,10 @@ from cutlass import cute
 import layouts
 from cute_attn import compile, lookup
 from cute_attn.compiler import registry
-from cute_attn.compiler.smem_layouts import smem_layouts, smem_reasons
+from cute_attn.compiler.smem_layouts import copies_and_mmas, reasons, smem_layouts
 from cute_attn.kernels.forward_sm80 import ForwardSm80
 from cute_attn.kernels.forward_sm90 import ForwardSm90
+from cute_attn.lab.pictures import pictures
 from cute_attn.tiles import ForwardSm80Tile, padded
 from cute_attn.traits import Traits
 from tests import processes
@@ -44,12 +46,12 @@ class RoomElsewhere(ForwardSm80Tile):
 
 @pytest.fixture
 def variant(monkeypatch):
-    """Register a class as a variant for the test; returns its traits."""
+    """Register a class as a variant of forward-sm80, or of another kernel, for the test; returns its traits."""
 
-    def add(kernel):
+    def add(kernel, traits=PLAIN):
         name = kernel.__name__.lower()
-        monkeypatch.setitem(registry.KERNELS, ("forward", "sm80", name), kernel)
-        return dataclasses.replace(PLAIN, variant=name)
+        monkeypatch.setitem(registry.KERNELS, (traits.op, traits.arch, name), kernel)
+        return dataclasses.replace(traits, variant=name)
 
     return add
 
@@ -63,50 +65,186 @@ ONE_EACH = {
 
 @pytest.mark.parametrize("default", ONE_EACH.values(), ids=str)
 def test_the_packages_layouts_are_right(default):
-    assert list(smem_reasons(default.kernel)) == []
+    assert copies_and_mmas(default.kernel)
+    assert list(reasons(default.kernel)) == []
 
 
-def test_rows_that_overlap(variant):
-    first, *_ = smem_reasons(lookup(variant(Overlapping)))
-    assert first == "the layout of q in shared memory has elements (0, 32, 0) and (1, 0, 0) in one place"
+def forward(layout):
+    """A class of forward-sm80 whose layouts are ``layout(rows, columns, stages)``."""
+
+    class Mine(ForwardSm80):
+        def smem_layout(self, rows, head_dim, stages=1):
+            return layout(rows, padded(head_dim), stages)
+
+    return Mine
+
+
+def strided(*strides):
+    return lambda *shape: cute.make_layout(shape, stride=tuple(f(*shape) for f in strides))
+
+
+def missing(*shape):
+    return {}["missing"]
+
+
+SHAPE = r"accepted: a layout of \(rows, columns, stages\) = \(128, 64, 1\)"
+ONE = (lambda r, c, s: 1,)
+WRONG = {
+    "no stages": (lambda r, c, s: cute.make_layout((r, c)), rf"returns a layout of \(128, 64\); {SHAPE}"),
+    "other stages": (
+        lambda r, c, s: cute.make_layout((r, c, 2)),
+        rf"returns a layout of \(128, 64, 2\); {SHAPE}",
+    ),
+    "one mode": (lambda r, c, s: cute.make_layout(r * c), rf"returns a layout of \(8192,\); {SHAPE}"),
+    "transposed": (
+        lambda r, c, s: cute.make_layout((c, r, s), stride=(r, 1, r * c)),
+        rf"returns a layout of \(64, 128, 1\); {SHAPE}",
+    ),
+    "coordinates": (
+        lambda *shape: cute.make_identity_layout(shape),
+        rf"returns \S+; {SHAPE} with integers alone",
+    ),
+    "None": (lambda *shape: None, rf"returns None; {SHAPE}, or a swizzle over one"),
+    "a number": (lambda *shape: 3, rf"returns a int; {SHAPE}, or a swizzle over one"),
+    "raises": (missing, rf"raises KeyError: 'missing' \(test_smem_layouts.py, line \d+\); {SHAPE}"),
+    "column-major": (
+        strided(*ONE, lambda r, c, s: r, lambda r, c, s: r * c),
+        r"returns \(128,64,1\):\S+, in which the 16 bytes at element \(0, 0, 0\) are not contiguous and aligned; "
+        "accepted: rows of whole 16 bytes",
+    ),
+    "rows of 130 bytes": (
+        strided(lambda r, c, s: c + 1, *ONE, lambda r, c, s: r * (c + 1)),
+        r"returns \S+, in which the 16 bytes at element \(1, 0, 0\) are not contiguous and aligned; accepted: rows",
+    ),
+    "overlap": (
+        strided(lambda r, c, s: c // 2, *ONE, lambda r, c, s: r * c // 2),
+        r"has elements \(0, 32, 0\) and \(1, 0, 0\) in one place; accepted: a place for each",
+    ),
+    "negative": (
+        strided(lambda r, c, s: -c, *ONE, lambda r, c, s: r * c),
+        r"takes \S+ bytes of shared memory; accepted: at most 16,384",
+    ),
+}
+
+
+@pytest.mark.parametrize(("layout", "message"), WRONG.values(), ids=WRONG)
+def test_a_wrong_layout_is_not_compiled(variant, layout, message):
+    with pytest.raises(ValueError, match=rf"^forward-sm80:mine-bf16-d64: smem_layout of q {message}.*$"):
+        compile(variant(forward(layout)), "tile_m=128")
+
+
+NAMES = (
+    "forward-sm80-bf16-d64",
+    "forward-sm80-fp32-d64",
+    "kvcache-sm80-bf16-d128-seqused_k-split_shares",
+    "backward-sm80-bf16-d64",
+    "backward-sm80-fp32-d512",
+    "backward_convert-sm80-bf16-d64",
+    "forward-sm90-bf16-d128-bias_bf16",
+    "forward-sm90-bf16-d512",
+    "kvcache-sm90-bf16-d128-seqused_k-split_shares",
+    "backward-sm90-bf16-d128-bias_bf16",
+    "backward-sm90-bf16-d192",
+    "backward_convert-sm90-bf16-d96",
+)
+METHODS = {"smem_layout", "bias_layout", "values_layout", "probabilities_layout", "gradient_layout"} | {
+    f"layout_{name}" for name in ("k", "v", "q", "do", "ds", "bias")
+}
+PARTS = {
+    "gmem_load",
+    "gmem_store",
+    "tiled_mma",
+    "mma_qk",
+    "mma_pv",
+    "gmem_copy",
+    "mma_sdp",
+    "mma_dkv",
+    "mma_dq",
+}
+PARTS |= {"mma_scores", "scores_store", "gradient_store", "store_copy"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_method_of_each_kernel_is_named(name):
+    kernel = lookup(Traits.parse(name))
+    methods = {method for method in METHODS | PARTS if hasattr(kernel, method)}
+    called = {layout.method for layout in smem_layouts(kernel).values()}
+    called |= {part.call.partition("(")[0] for part in copies_and_mmas(kernel).values()}
+    unused = set() if "bias" in name else {"bias_layout", "layout_bias"}
+    assert called == methods - unused
+    for method in called:
+        mine = type("Mine", (type(kernel),), {method: lambda self, *args, **kwargs: None})
+        found = list(reasons(mine(kernel.traits, kernel.tile)))
+        assert any(re.match(rf"{method}(\([^)]*\)| of \w+) returns None; accepted: a ", one) for one in found)
+
+
+class FewThreads(ForwardSm80):
+    def tiled_mma(self):
+        return layouts.tiled_mma_sm80(self.dtype, 2)
+
+
+class AcrossWarps(ForwardSm80):
+    def tiled_mma(self):
+        return layouts.tiled_mma_sm80(self.dtype, 4, warps_n=2)
+
+
+class NoMma(ForwardSm80):
+    def tiled_mma(self):
+        return self.gmem_load(64)
+
+
+class NoCopy(ForwardSm80):
+    def gmem_load(self):
+        return None
+
+
+PART_MESSAGES = {
+    FewThreads: r"tiled_mma\(\) is of 64 threads; accepted: a cute.TiledMma of 128 threads, which its tile has",
+    AcrossWarps: r"tiled_mma\(\) divides the columns of a row over 2 warps; accepted: 1, its tile's warps_n",
+    NoMma: r"tiled_mma\(\) returns a TiledCopy; accepted: a cute.TiledMma of 128 threads",
+    NoCopy: r"gmem_load\(64\) raises TypeError: .*takes 1 positional argument.*; accepted: a cute.TiledCopy of 128",
+}
+
+
+@pytest.mark.parametrize("kernel", PART_MESSAGES, ids=lambda kernel: kernel.__name__)
+def test_a_wrong_mma_or_copy_is_not_compiled(variant, kernel):
+    with pytest.raises(ValueError, match=rf"^forward-sm80:\w+-bf16-d64: {PART_MESSAGES[kernel]}"):
+        compile(variant(kernel), "num_warps=4")
 
 
 def test_more_memory_than_the_tile_states(variant):
-    reasons = list(smem_reasons(lookup(variant(Twice))))
-    assert [reason.split()[3] for reason in reasons] == ["q", "k", "v", "o"]
-    assert reasons[0] == (
-        "the layout of q takes 32,640 bytes of shared memory; its tile's smem_areas has 16,384 for it"
+    found = list(reasons(lookup(variant(Twice))))
+    assert [reason.split()[2] for reason in found] == ["q", "k", "v", "o"]
+    assert found[0] == (
+        "smem_layout of q takes 32,640 bytes of shared memory; accepted: at most 16,384, which its tile's smem_areas "
+        "has for it"
     )
     tile = RoomElsewhere(**vars(lookup(PLAIN).tile))
-    assert list(smem_reasons(Twice(variant(Twice), tile))) == reasons
-
-
-@pytest.mark.parametrize("kernel", [Overlapping, Twice])
-def test_a_wrong_layout_is_not_compiled(variant, kernel):
-    with pytest.raises(ValueError, match=r"forward-sm80:\w+-bf16-d64: the layout of q "):
-        compile(variant(kernel))
+    assert list(reasons(Twice(variant(Twice), tile))) == found
 
 
 FILE = """
 from cute_attn import register
-from cute_attn.kernels.forward_sm80 import ForwardSm80
-from cute_attn.kernels.forward_sm90 import ForwardSm90
 from tests.cpu.test_smem_layouts import Overlapping
 
 register(Overlapping, variant="overlapping")
 """
 
 
-def test_check_says_it(tmp_path):
+@pytest.mark.parametrize("command", ["check", "compile", "verdict", "show"])
+def test_each_command_says_it(command, tmp_path):
     (tmp_path / "mine.py").write_text(FILE)
     done = processes.run(
         *("-m", "cute_attn", "--load", str(tmp_path / "mine.py")),
-        "check",
-        "forward-sm80:overlapping-bf16-d64",
+        *(command, "forward-sm80:overlapping-bf16-d64", "--target", "sm80"),
+        environment={"CUTE_ATTN_CACHE_DIR": str(tmp_path)},
     )
-    assert done.returncode == 1, done.stderr
-    assert "failed: the layout of q in shared memory has elements" in done.stdout.replace("\n", " ")
-    assert "passed" not in done.stdout
+    assert done.returncode == (1 if command == "check" else 2), done.stderr
+    said = " ".join((done.stdout if command == "check" else done.stderr).split())
+    assert (
+        "smem_layout of q has elements (0, 32, 0) and (1, 0, 0) in one place; accepted: a place for" in said
+    )
+    assert "passed" not in done.stdout and "Traceback" not in done.stderr
 
 
 def test_an_unswizzled_layout_is_right(variant):
@@ -114,19 +252,62 @@ def test_an_unswizzled_layout_is_right(variant):
         def smem_layout(self, rows, head_dim, stages=1):
             return layouts.smem_layout(rows, padded(head_dim), self.dtype, stages=stages, swizzle_bits=0)
 
-    assert list(smem_reasons(lookup(variant(Unswizzled)))) == []
+    assert list(reasons(lookup(variant(Unswizzled)))) == []
 
 
-class PlainSm90(ForwardSm90):
-    """Rows that are not swizzled, which TMA and wgmma cannot take."""
-
-    def smem_layout(self, rows, head_dim, stages=1):
-        return cute.make_layout((rows, head_dim, stages), stride=(head_dim, 1, rows * head_dim))
+def plain(rows, cols, stages, dtype):
+    return cute.make_layout((rows, cols, stages), stride=(cols, 1, rows * cols))
 
 
-def test_a_layout_that_wgmma_cannot_read_is_refused_with_what_it_needs(monkeypatch):
-    monkeypatch.setattr(registry, "KERNELS", dict(registry.KERNELS))
-    registry.register(PlainSm90, variant="plain")
-    with pytest.raises(ValueError, match="accepted on sm90: a swizzle over a plain layout") as error:
-        compile("forward-sm90:plain-bf16-d64")
+def amperes(rows, cols, stages, dtype):
+    return layouts.smem_layout(rows, cols, dtype, stages=stages)
+
+
+def long_rows(rows, cols, stages, dtype):
+    """Rows of 256 bytes with a swizzle of 128: eight rows of an atom lie apart."""
+    return cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, plain(rows, cols, stages, dtype))
+
+
+def shifted_stages(rows, cols, stages, dtype):
+    """The second stage starts within an atom."""
+    one = layouts.wgmma_smem_layout(rows, cols, dtype)
+    stage = cute.make_layout(stages, stride=rows * cols + 8)
+    return cute.make_composed_layout(one.inner, 0, cute.append(one.outer, stage))
+
+
+@pytest.mark.parametrize("layout", [plain, amperes, long_rows, shifted_stages])
+def test_a_layout_that_wgmma_cannot_read_is_refused_with_what_it_needs(variant, layout):
+    class Mine(ForwardSm90):
+        def smem_layout(self, rows, head_dim, stages=1):
+            return layout(rows, head_dim, stages, self.dtype)
+
+    with pytest.raises(
+        ValueError, match=r"smem_layout of k returns .*; accepted on sm90: a swizzle of"
+    ) as error:
+        compile(variant(Mine, Traits.parse("forward-sm90-bf16-d128")))
     assert "layouts.wgmma_smem_layout" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_narrower_swizzle_is_right_on_hopper(variant):
+    class Narrow(ForwardSm90):
+        def smem_layout(self, rows, head_dim, stages=1):
+            atom = layouts.wgmma_smem_layout(8, 32, self.dtype)
+            return cute.tile_to_shape(atom, (rows, padded(head_dim), stages), order=(0, 1, 2))
+
+    assert list(reasons(lookup(variant(Narrow, Traits.parse("forward-sm90-bf16-d128"))))) == []
+
+
+def test_a_class_that_extends_no_kernel_of_the_package_has_no_pictures(variant):
+    class Other:
+        dtype = None
+
+        def __init__(self, traits, tile):
+            self.traits, self.tile = traits, tile
+
+        supports = classmethod(lambda cls, traits: None)
+        default_tile = classmethod(lambda cls, traits, target: lookup(PLAIN).tile)
+
+    with pytest.raises(
+        ValueError, match="has no shared-memory layout and no MMA to draw; accepted: forward-sm80,"
+    ):
+        pictures(variant(Other))

@@ -1,0 +1,36 @@
+"""What a user's kernel class changes: the definition computes the same for other layouts, copies, MMAs and tiles."""
+
+from typing import Any
+
+HOW = frozenset(
+    (
+        *("smem_layout", "bias_layout", "values_layout", "probabilities_layout", "gradient_layout"),
+        *(f"layout_{name}" for name in ("k", "v", "q", "do", "ds", "bias")),
+        *("gmem_load", "gmem_store", "gmem_copy", "store_copy", "scores_store", "gradient_store"),
+        *("tiled_mma", "mma_qk", "mma_pv", "mma_sdp", "mma_scores", "mma_dkv", "mma_dq"),
+        *("swizzle_bits", "unroll", "step_content", "supports", "default_tile", "for_lengths", "beside"),
+    )
+)
+"""Methods of kernels that decide how a result is computed, and not which one."""
+
+
+def changes_the_result(kernel: type) -> str | None:
+    """What of a class may change what its kernel computes, or None.
+
+    New names are not called by the package, and change nothing by themselves.
+    """
+    bases = [base for base in kernel.__mro__ if _is_ours(base)]
+    if not bases:
+        return f"{kernel.__qualname__} extends no kernel of the package"
+    own = (name for base in kernel.__mro__[:-1] if not _is_ours(base) for name in vars(base))
+    changed = [name for name in dict.fromkeys(own) if _is_of(bases[0], name) and name not in HOW]
+    return f"{kernel.__qualname__} overrides {', '.join(changed)}" if changed else None
+
+
+def _is_ours(base: Any) -> bool:
+    return base.__module__.startswith("cute_attn.")
+
+
+def _is_of(base: type, name: str) -> bool:
+    """Whether the package calls it; what a dataclass has anyway is not asked."""
+    return hasattr(base, name) and (name == "__call__" or not name.startswith("__"))
