@@ -16,7 +16,7 @@ from cute_attn.api.attention import (
 from cute_attn.api.block_mask import block_mask
 from cute_attn.api.kvcache import attention_with_kvcache
 from cute_attn.api.merge import merge_attention
-from cute_attn.compiler import CompiledKernel, Resources, compile, prebuild
+from cute_attn.compiler import CompiledKernel, Resources, SpillWarning, compile, prebuild
 from cute_attn.compiler.registry import Unsupported, defaults, lookup, register
 from cute_attn.epilogues.base import Epilogue, register_epilogue
 from cute_attn.epilogues.functions.registered import mask_mod, score_mod
@@ -29,6 +29,7 @@ __all__ = [
     "CompiledKernel",
     "Epilogue",
     "Resources",
+    "SpillWarning",
     "Traits",
     "Unsupported",
     "__version__",

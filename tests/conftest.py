@@ -26,4 +26,5 @@ def fresh_cache(tmp_path, monkeypatch):
     monkeypatch.delenv("CUTE_ATTN_CACHE", raising=False)
     monkeypatch.setattr(compiled, "_requests", {})
     monkeypatch.setattr(compiled, "_kernels", {})
+    monkeypatch.setattr(compiled, "_spilling", set())
     return tmp_path / "cache"

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,7 +46,15 @@ from cute_attn.compiler.workers import Worker
 from cute_attn.tiles import check_target, check_tile
 from cute_attn.traits import Traits
 
-__all__ = ["CompiledKernel", "Resources", "compile", "default_target", "prebuild", "toolchain"]
+__all__ = [
+    "CompiledKernel",
+    "Resources",
+    "SpillWarning",
+    "compile",
+    "default_target",
+    "prebuild",
+    "toolchain",
+]
 
 # The compiler's names of the targets.
 _GPU_ARCH = {"sm80": "sm_80", "sm86": "sm_86", "sm89": "sm_89", "sm90": "sm_90a"}
@@ -57,6 +66,8 @@ _LINE_INFO = " --generate-line-info"
 
 _requests: dict[tuple[Any, Any, Any, bool], "CompiledKernel"] = {}
 _kernels: dict[str, "CompiledKernel"] = {}
+_spilling: set[tuple[Traits, Any, str]] = set()
+"""Kernels that a :class:`SpillWarning` has named."""
 # The compiler replaces the process's stdout and stderr while it works, so a process builds one kernel at a time; see
 # prebuild.
 _building = threading.RLock()
@@ -86,6 +97,10 @@ def _leave_build_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_build_to_parent)
 in_prebuild_worker = False
 """Whether this process is one of :func:`prebuild`'s, where users' modules must not call it again."""
+
+
+class SpillWarning(UserWarning):
+    """A kernel keeps values in local memory for want of registers. Once a kernel and process, when it is first loaded."""
 
 
 class CompiledKernel:
@@ -232,6 +247,44 @@ def build(kernel: Any, target: str, *, lines: bool = False) -> CompiledKernel:
     Raises:
         BundleUnusable: the DSL is not installed, and there is no bundle with that kernel.
     """
+    compiled = _built(kernel, target, lines)
+    _warn_of_spills(compiled)
+    return compiled
+
+
+def _warn_of_spills(compiled: CompiledKernel) -> None:
+    used, kernel = compiled.resources, (compiled.traits, compiled.tile, compiled.target)
+    if not (used.spill_store_bytes or used.spill_load_bytes) or kernel in _spilling:
+        return
+    _spilling.add(kernel)
+    warnings.warn(
+        f"{compiled.name} for {compiled.target} keeps {used.local_bytes} bytes of each thread in local memory, which "
+        f"costs time: registers do not suffice for tile {compiled.tile.brief()}; {_without_spills(compiled)}",
+        SpillWarning,
+        stacklevel=4,
+    )
+
+
+def _without_spills(compiled: CompiledKernel) -> str:
+    """Which tile does not spill: the package's default ones do not, but nobody knows what a user's class takes."""
+    from cute_attn.compiler import registry
+    from cute_attn.epilogues.base import TRACED
+
+    traits = compiled.traits
+    if any(name.startswith(TRACED) for name in traits.epilogues):
+        return (
+            "no tile without spills is known, and `cute-attn tune NAME --static` lists some of a function with a name, "
+            "which score_mod gives it"
+        )
+    if not (traits.epilogues or traits.variant):
+        with contextlib.suppress(ValueError):  # a target on which the default tile does not fit
+            default = registry.lookup(traits, None, compiled.target).tile
+            if default != compiled.tile:
+                return f"its default tile, {default.brief()}, does without"
+    return f"no tile without spills is known, and `cute-attn tune {traits} --static` lists some"
+
+
+def _built(kernel: Any, target: str, lines: bool) -> CompiledKernel:
     bundled = None if lines else _bundled(kernel, target)
     if bundled is not None:
         return bundled

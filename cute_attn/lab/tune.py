@@ -16,6 +16,7 @@ import os
 import random
 import statistics
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from cute_attn.compiler import SpillWarning
 from cute_attn.lab.benchmark.workload import Workload
 from cute_attn.lab.builds import Builds, Built, WorkerBuilds
 from cute_attn.lab.card import Card, Contender, Gpu, Lost, Run, Wrong, needed_kernels, tile_at
@@ -132,7 +134,9 @@ def tune(
         budget_s -= time.monotonic() - began  # starting the GPU takes seconds too
     study = _Study(search, equipment, Timings(resume), budget_s, static_only, watch)
     try:
-        return study.run()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SpillWarning)  # the study says which tiles spill
+            return study.run()
     finally:
         equipment.builds.close()
 

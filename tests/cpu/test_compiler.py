@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ def forget(monkeypatch):
     """Empty the compiler's memory, as in a new process."""
     monkeypatch.setattr(compiled, "_requests", {})
     monkeypatch.setattr(compiled, "_kernels", {})
+    monkeypatch.setattr(compiled, "_spilling", set())
 
 
 # ---- what a build reports ----
@@ -67,6 +69,7 @@ def test_a_temporary_folder_with_a_space(fresh_cache, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("target", ["sm80", "sm90"])
 @pytest.mark.parametrize("tile", ["values=8", "values=256", "values=8,staged=false"])
+@pytest.mark.filterwarnings("ignore::cute_attn.SpillWarning")
 def test_resources_equal_cuobjdump(fresh_cache, tmp_path, target, tile):
     compiled = compile(toy.NAME, tile, target)
     (tmp_path / "kernel.cubin").write_bytes(compiled.cubin)
@@ -80,12 +83,50 @@ def test_resources_equal_cuobjdump(fresh_cache, tmp_path, target, tile):
     assert resources.shared_memory_bytes == compiled.tile.smem_bytes(TRAITS)
 
 
+@pytest.mark.filterwarnings("ignore::cute_attn.SpillWarning")
 def test_spills_are_reported(fresh_cache):
     spilling, lean = compile(toy.NAME, "values=256", "sm80"), compile(toy.NAME, target="sm80")
     assert spilling.resources.spill_store_bytes > 0 and spilling.instructions["STL"] > 0
     assert spilling.resources.spill_load_bytes > 0 and spilling.instructions["LDL"] > 0
     assert lean.resources.spill_store_bytes == lean.resources.spill_load_bytes == 0
     assert not lean.instructions.keys() & {"STL", "LDL"}
+
+
+def test_a_kernel_that_spills_warns_once(fresh_cache, monkeypatch):
+    text = (
+        f"{toy.NAME} for sm80 keeps [0-9]+ bytes of each thread in local memory, .* tile values=256; no tile without "
+        f"spills is known, and `cute-attn tune {toy.NAME} --static` lists some"
+    )
+    with pytest.warns(compiler.SpillWarning, match=text) as warned:
+        built = compile(toy.NAME, "values=256", "sm80")
+    assert [x.filename for x in warned if x.category is compiler.SpillWarning] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert compile(toy.NAME, "values=256", "sm80") is built
+        assert compile(toy.NAME, target="sm80").resources.spill_store_bytes == 0
+    forget(monkeypatch)
+    with pytest.warns(compiler.SpillWarning, match=text):  # as a call of an operator loads it, in a new process
+        found = compiler.build(registry.lookup(TRAITS, "values=256", "sm80"), "sm80")
+    assert found.from_cache
+
+
+ANOTHER = "tile_n=80"
+WITHOUT_SPILLS = {
+    "forward-sm80-bf16-d64-causal": "its default tile, tile_m=128,tile_n=96,num_stages=2, does without$",
+    "forward-sm80-bf16-d64-causal-rational": "`cute-attn tune forward-sm80-bf16-d64-causal-rational --static` lists",
+    "forward-sm80-bf16-d64-traced_0": "no tile without spills is known, .* NAME --static` lists some of a function with",
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_SPILLS)
+def test_the_warning_names_a_tile_that_does_not_spill(name, monkeypatch):
+    forget(monkeypatch)
+    traits = Traits.parse(name)
+    tile = registry.lookup(dataclasses.replace(traits, epilogues=()), ANOTHER, "sm80").tile
+    used = compiler.Resources(255, 1024, 8, 8, 16)
+    kernel = types.SimpleNamespace(name=name, traits=traits, tile=tile, target="sm80", resources=used)
+    with pytest.warns(compiler.SpillWarning, match=WITHOUT_SPILLS[name]):
+        compiled._warn_of_spills(kernel)
 
 
 def test_serialised_wgmma_is_reported(fresh_cache):

@@ -134,6 +134,7 @@ def test_a_greedy_cover():
 @pytest.mark.parametrize(
     "name, tile", [(toy.NAME, "values=256"), ("backward_convert-sm80-bf16-d64", None)], ids=["spills", "real"]
 )
+@pytest.mark.filterwarnings("ignore::cute_attn.SpillWarning")
 def test_quick_builds_yield_the_same_kernels(name, tile, fresh_cache, tmp_path, monkeypatch):
     quick = compiler.compile(name, tile, "sm90")
     monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path / "another"))
