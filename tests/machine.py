@@ -1,7 +1,7 @@
 """A machine with a GPU, where there is none: calls go the way of CUDA tensors up to the launch, with CPU tensors.
 
 ``device`` answers what a call asks the machine: its GPU, counters, how many multiprocessors. ``kernels`` stands for
-the compiler: what a kernel's launch runs is a function of the test. ``poison`` fills new memory with what no kernel
+the compiler: what a kernel's launch runs is a function of the test. ``gpu`` does both at every door. ``poison`` fills new memory with what no kernel
 leaves there. Nothing of this is patched anywhere else.
 """
 
@@ -12,10 +12,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import tvm_ffi
 
 from cute_attn import compiler
+from cute_attn.api import kvcache
 from cute_attn.compiler import registry
 from cute_attn.host import backward, counters, kvcache_launcher, launcher, memory, plans
+from cute_attn.sdpa import plans as sdpa_plans
 
 MULTIPROCESSORS = 132
 COUNTERS = torch.zeros(4, dtype=torch.int32)
@@ -78,3 +81,32 @@ def poison(patch: pytest.MonkeyPatch) -> None:
         return torch.full((size,), filling, dtype=dtype).as_strided(shape, strides)
 
     patch.setattr(memory, "new_empty_strided", poisoned)
+
+
+def gpu(patch: pytest.MonkeyPatch, launched: Callable[[Any, str], Callable[..., object]]) -> None:
+    """CPU tensors are a Hopper GPU's at every door; ``launched``: as of :func:`kernels`.
+
+    Of PyTorch's fused attention the operators are served, ``torch.ops.aten._scaled_dot_product_flash_attention`` and
+    others: its function finds no backend for CPU tensors.
+    """
+    device(patch, schedule=tvm_ffi.convert((COUNTERS, MULTIPROCESSORS)), target="sm90")
+    kernels(patch, lambda kernel, target: tvm_ffi.convert(launched(kernel, target)))
+    patch.setattr(torch.Tensor, "is_cuda", property(lambda x: True), raising=False)
+    patch.setattr(memory, "_empty_strided_cuda", None)
+    patch.setattr(sdpa_plans, "runs_kernels", lambda q: True)
+    patch.setattr(kvcache, "known_plan", _checked_plan)
+    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+
+
+def _checked_plan(call: Any) -> Any:
+    """Of a call with a cache; the dispatcher would call the definition for CPU tensors."""
+    kvcache.check_attention(call)
+    return kvcache_launcher.plan_for(call)
+
+
+def as_torch(x: Any) -> Any:
+    """What TVM FFI gives a function, as torch's tensors and tuples."""
+    if isinstance(x, tvm_ffi.Tensor):
+        return torch.from_dlpack(x)
+    return tuple(map(as_torch, x)) if isinstance(x, tvm_ffi.Array) else x

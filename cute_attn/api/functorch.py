@@ -136,7 +136,7 @@ def _needs_loop(info: Any, rest: tuple, tensors: Sequence[Any], dims: Dims, quer
         A dropout mask is drawn under ``randomness="error"``, vmap's default.
     """
     call, of = _call(rest, tensors), dict(zip(_FIELDS, dims, strict=False))
-    if call.cu_seqlens_q is not None or call.epilogues or of["sinks"] is not None:
+    if info.batch_size == 0 or call.cu_seqlens_q is not None or call.epilogues or of["sinks"] is not None:
         return True
     if not call.dropout:
         return False
@@ -146,9 +146,11 @@ def _needs_loop(info: Any, rest: tuple, tensors: Sequence[Any], dims: Dims, quer
 
 
 def _looped(call: Any, size: int, given: Sequence[Any], dims: Dims) -> list[Tensor]:
-    """The results of each call, stacked."""
+    """The results of each call, stacked; of none, as many as a call of zeros has, without elements."""
     if size == 0:
-        raise ValueError("vmap has a batch of 0 such calls; accepted: 1 or more")
+        zeros = zip(given, dims, strict=True)
+        one = call([x if dim is None else x.new_zeros(x.movedim(dim, 0).shape[1:]) for x, dim in zeros])
+        return [x.new_empty((0, *x.shape)) for x in one]
     found = [
         call([x if dim is None else x.select(dim, i) for x, dim in zip(given, dims, strict=True)])
         for i in range(size)

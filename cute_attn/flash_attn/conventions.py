@@ -136,8 +136,10 @@ def unpack(name: str, packed: Any, dims: int, parts: int) -> tuple[Tensor, ...]:
 
 
 def contiguous(x: Any) -> Any:
-    """``x``, copied where its last dimension is not contiguous."""
-    return x.contiguous() if isinstance(x, Tensor) and x.dim() and x.stride(-1) != 1 else x
+    """``x``, copied where its last dimension is not contiguous, also where it has no elements."""
+    if not isinstance(x, Tensor) or not x.dim() or x.stride(-1) == 1:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def plus_infinity(lse: Tensor) -> Tensor:

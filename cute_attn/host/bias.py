@@ -49,5 +49,7 @@ def four_dims(bias: Tensor) -> Tensor:
 
 
 def last_contiguous(bias: Tensor) -> Tensor:
-    """A copy where elements of the last dimension are not neighbours."""
-    return bias if bias.stride(-1) == 1 or bias.shape[-1] <= 1 else bias.contiguous()
+    """A copy where elements of the last dimension are not neighbours, also of a bias without elements."""
+    if bias.stride(-1) == 1 or bias.shape[-1] <= 1:
+        return bias
+    return bias.clone(memory_format=torch.contiguous_format)

@@ -55,6 +55,11 @@ class Request(NamedTuple):
         """Whether sequences are packed one after the other."""
         return self.lengths[0] is not None
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is launched: PyTorch's cuDNN attention returns None where there is no sequence or head."""
+        return 0 in (*self.q, *self.k)
+
 
 class Inputs(NamedTuple):
     """A call's tensors, q, k and v with rows before heads."""
@@ -81,6 +86,8 @@ def why_not(request: Request) -> str | None:
         check_for_kernels(call)
     except (TypeError, ValueError) as error:
         return str(error)
+    if request.empty:
+        return None
     missing = _missing_kernel(call, request.target, "forward") or _missing_kernel(
         call, request.target, "backward"
     )
@@ -94,8 +101,8 @@ def _stated_reason(request: Request) -> str | None:
         return f"tensors are on {devices}; accepted: one cuda device"
     if not request.target:
         return "no kernel is built for this GPU; accepted: compute capability 8.0 to 9.0"
-    if 0 in (*request.q, *request.k, *request.v):
-        return f"q and k have shapes {request.q} and {request.k}; accepted: no empty dimension"
+    if 0 in (request.q[-1], request.v[-1]):
+        return f"q and v have head dims {request.q[-1]} and {request.v[-1]}; accepted: 1 or more"
     if (request.lengths[0] is None) != (request.lengths[1] is None):
         return "one of cum_seq_q and cum_seq_k is missing; accepted: both, or neither"
     if request.backend == "flash" and request.q[-1] != request.v[-1]:

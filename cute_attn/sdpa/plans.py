@@ -324,6 +324,8 @@ def _may_see_nothing(request: Request, seqused_k: Tensor | None) -> bool:
     """Whether there may be a query that sees no key."""
     if request.bias is not None or request.packed or seqused_k is not None or max(request.window) >= 0:
         return True
+    if not request.longest[1]:
+        return True
     return request.causal and request.backend == "flash" and request.longest[0] > request.longest[1]
 
 

@@ -175,7 +175,7 @@ DECLINED = {
     "odd": ("efficient", {name: empty(2, 8, 4, 20) for name in "qkv"}, "q has head_dim 20; accepted: mult"),
     "v_dim": ("flash", {"v": empty(2, 128, 2, 32)}, "v has head_dim 32; accepted by flash attention: 64"),
     "heads": ("flash", {"q": empty(2, 128, 3, 64)}, "q has 3 heads; accepted: a multiple of k's 2"),
-    "empty": ("flash", {"q": empty(2, 0, 4, 64)}, "accepted: no empty dimension"),
+    "empty": ("flash", {name: empty(2, 8, 4, 0) for name in "qkv"}, "q and v have head dims 0 and 0; acc"),
     "dims": ("flash", {"q": empty(2, 4, 64)}, r"q has shape \(2, 4, 64\)"),
     "devices": (
         "flash",

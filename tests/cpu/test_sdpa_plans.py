@@ -69,16 +69,9 @@ def made_of(kind, **fields):
     return kind(**dict.fromkeys(names) | {"sign": 1} | fields)
 
 
-def as_torch(x):
-    """What TVM FFI gives a function, as torch's tensors and tuples."""
-    if isinstance(x, tvm_ffi.Tensor):
-        return torch.from_dlpack(x)
-    return tuple(map(as_torch, x)) if isinstance(x, tvm_ffi.Array) else x
-
-
 def as_tvm(function):
     """As a launching function of TVM FFI, which takes slots."""
-    return tvm_ffi.convert(lambda *arguments: function(*map(as_torch, arguments)))
+    return tvm_ffi.convert(lambda *arguments: function(*map(machine.as_torch, arguments)))
 
 
 def with_arguments_of(kernel, function):

@@ -186,3 +186,24 @@ def test_wrong_calls():
         grad(lambda x: grad(loss)(x, k[0], v[0]).sum())(q[0])
     with pytest.raises(NotImplementedError, match="alibi_slopes"):
         grad(lambda x: loss(q[0], k[0], v[0], alibi_slopes=x))(randn(4))
+
+
+@pytest.mark.parametrize("kind", ["plain", "bias", "sinks", "dropout", "packed"])
+def test_a_batch_of_no_calls(kind):
+    own, of_all = inputs(0), {}
+    if kind in ("bias", "sinks"):
+        of_all = {kind: randn(2, 4, 5, 6) if kind == "bias" else randn(4)}
+    elif kind == "dropout":
+        of_all = {"dropout_p": 0.5}
+    call = loss
+    if kind == "packed":
+        starts = torch.tensor([0, 2, 2], dtype=torch.int32)
+        own = tuple(x[:, 0] for x in own)
+
+        def call(q, k, v):
+            return attention_varlen(q, k, v, starts, starts, 2, 2).sum()
+
+    found = vmap(lambda *x: call(*x, **of_all), randomness="different")(*own)
+    assert found.shape == (0,)
+    found = vmap(grad(lambda *x: call(*x, **of_all), argnums=(0, 1, 2)), randomness="different")(*own)
+    assert [x.shape for x in found] == [x.shape for x in own]
