@@ -109,6 +109,8 @@ def draw_case(choices: Choices, doors: dict[str, Any], known: Sequence[str] = ()
         own["used"] = tuple(choices.number(n + 1) for _, n in counts)
     if "causal" in takes:
         own["causal"] = pick((False, False, True, "top_left") if "top_left" in takes else (False, True))
+    if "causal_as_pytorch" in takes:
+        own["causal"] = pick((False, "top_left"))
     if "window" in takes and choices.one_in(4):
         own["window"] = pick(((2, 0), (0, None), (None, 0), (3, 0))) if own["causal"] else pick(((2, 1), (0, 0), (None, 3)))
     if "scale" in takes and choices.one_in(3):
@@ -128,6 +130,8 @@ def draw_case(choices: Choices, doors: dict[str, Any], known: Sequence[str] = ()
     for kind in ("score", "mask"):
         if kind in takes and (f"only_{kind}" in takes or choices.one_in(2)):
             own[kind] = draw_body(choices, kind[0].replace("s", "f"), known)
+    if own.get("score") and own.get("bias") == "bool":
+        own["bias"] = "same"  # a function may make -inf finite
     if own.get("score") or own.get("mask"):
         own["form"] = pick(FORMS)
     case = Case(**own, extra=choices.number(64), seed=choices.number(1000))

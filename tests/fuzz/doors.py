@@ -1,8 +1,10 @@
 """The doors: how a case becomes a call of each, and which of its features each takes. A new door is a new row."""
 
+import contextlib
 import functools
+import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +13,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import cute_attn
-from cute_attn import attention, attention_varlen, flash_attn
+from cute_attn import attention, attention_varlen, flash_attn, sdpa
 from cute_attn.flex import flex_attention
+from cute_attn.host.activation import Options
 from tests.fuzz.case import DTYPES, SIGNATURES, Case, Functions, Inputs
 
 Results = dict[str, Tensor]
@@ -26,11 +29,18 @@ class NotDrawn(Exception):
 
 @dataclass(frozen=True)
 class Door:
-    """call: out, and lse where the case's door returns it, as ``attention``'s. takes: features that cases may have."""
+    """A way to call attention.
+
+    Attributes:
+        call: out, and lse where the door returns it, with ``attention``'s dimensions.
+        takes: features that cases may have.
+        around: what is active during a call and its backward.
+    """
 
     call: Callable[[Case, Inputs, Functions], Results]
     takes: tuple[str, ...]
     dtypes: tuple[str, ...] = ("fp64", *ALL)
+    around: Callable[[], Any] = contextlib.nullcontext
 
 
 def _options(case: Case, inputs: Inputs) -> dict[str, Any]:
@@ -79,9 +89,12 @@ def _made_mask(case: Case, inputs: Inputs, functions: Functions, name: str, make
     return make(functions.mask_mod, *sizes, case.seqlen_q, case.seqlen_k, device=inputs.q.device, **block)
 
 
-def _torchs_mask(*args: Any, **options: Any) -> Any:
+def _torchs_mask(mask_mod: Any, *args: Any, **options: Any) -> Any:
+    if not inspect.isfunction(mask_mod) or mask_mod.__defaults__:  # which it refuses
+        own = mask_mod
+        mask_mod = lambda b, h, q_idx, kv_idx: own(b, h, q_idx, kv_idx)  # noqa: E731
     try:
-        return create_block_mask(*args, **options)
+        return create_block_mask(mask_mod, *args, **options)
     except Exception as error:
         raise NotDrawn(f"create_block_mask: {error}") from error
 
@@ -102,25 +115,29 @@ def _flex(case: Case, inputs: Inputs, functions: Functions) -> Results:
     return {"out": out.transpose(1, 2), "lse": lse}
 
 
-def _sdpa(case: Case, inputs: Inputs, functions: Functions) -> Results:
-    from cute_attn import sdpa
-    from cute_attn.host.activation import Options
-
-    q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
-    if q.is_cuda:
-        own = {"is_causal": bool(case.causal), "scale": case.scale, "enable_gqa": True}
+@contextlib.contextmanager
+def _serving_sdpa() -> Iterator[None]:
+    """On the CPU the operators that CUDA tensors get to, which the reference computes."""
+    if torch.cuda.is_available():
         with sdpa.active():
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, inputs.bias, **own)
-        return {"out": out.transpose(1, 2)}
-    activation = sdpa.Activation(Options(unsupported="error"), "CPU")  # the operators that CUDA tensors get to
-    try:
-        own = {"is_causal": bool(case.causal), "scale": case.scale}
-        bias = None if inputs.bias is None else inputs.bias.expand(*q.shape[:3], k.shape[2])
-        operator = torch.ops.aten._scaled_dot_product_efficient_attention
-        out, lse, *_ = operator(q, k, v, bias, True, 0.0, **own)
-        return {"out": out.transpose(1, 2), "lse": lse[..., : q.shape[2]]}
-    finally:
-        activation.remove()
+            yield
+    else:
+        activation = sdpa.Activation(Options(unsupported="error"), "CPU")
+        try:
+            yield
+        finally:
+            activation.remove()
+
+
+def _sdpa(case: Case, inputs: Inputs, functions: Functions) -> Results:
+    q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
+    own = {"is_causal": bool(case.causal), "scale": case.scale}
+    if q.is_cuda:
+        found = torch.nn.functional.scaled_dot_product_attention(q, k, v, inputs.bias, **own)
+        return {"out": found.transpose(1, 2)}
+    bias = None if inputs.bias is None else inputs.bias.expand(*q.shape[:3], k.shape[2])
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, **own)
+    return {"out": out.transpose(1, 2), "lse": lse[..., : q.shape[2]]}
 
 
 def _flash_options(case: Case, inputs: Inputs) -> dict[str, Any]:
@@ -135,8 +152,16 @@ def _minus_infinity(out: Tensor, lse: Tensor) -> Results:
 
 
 def _flash(case: Case, inputs: Inputs, functions: Functions) -> Results:
-    options = _flash_options(case, inputs) | {"return_attn_probs": True}
-    return _minus_infinity(*flash_attn.flash_attn_func(inputs.q, inputs.k, inputs.v, **options)[:2])
+    """Also of keys and values, or all three, in one tensor."""
+    q, k, v, options = inputs.q, inputs.k, inputs.v, _flash_options(case, inputs) | {"return_attn_probs": True}
+    alike = case.head_dim == case.head_dim_v
+    if alike and q.shape == k.shape and case.extra % 3 == 1:
+        found = flash_attn.flash_attn_qkvpacked_func(torch.stack((q, k, v), 2), **options)
+    elif alike and case.extra % 3 == 2:
+        found = flash_attn.flash_attn_kvpacked_func(q, torch.stack((k, v), 2), **options)
+    else:
+        found = flash_attn.flash_attn_func(q, k, v, **options)
+    return _minus_infinity(*found[:2])
 
 
 def _flash_varlen(case: Case, inputs: Inputs, functions: Functions) -> Results:
@@ -251,7 +276,9 @@ DOORS = {
     ),
     "flex_attention": Door(_flex, ("scale", "gqa", "layout", "head_dim_v", "score", "mask", "grads")),
     "registered": Door(_registered, (*SCORES, "bias", "any_bias", "score", "only_score", "mask", "grads")),
-    "sdpa": Door(_sdpa, ("causal", "causal_top_left", "scale", "layout", "bias", "grads"), ALL),
+    "sdpa": Door(
+        _sdpa, ("causal_as_pytorch", "scale", "layout", "bias", "grads"), ("fp32", "fp16", "bf16"), _serving_sdpa
+    ),
     "flash_attn_func": Door(_flash, (*SCORES, "grads"), ALL),
     "flash_attn_varlen_func": Door(_flash_varlen, (*SCORES, "lengths", "grads"), ALL),
     "flash_attn_with_kvcache": Door(_flash_kvcache, (*SCORES, "used"), ALL),

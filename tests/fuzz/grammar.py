@@ -94,6 +94,7 @@ KNOWN = {
     "negative index": ("f", "table[h, -1 - {@9}]", "rows[q_idx - {@}]"),
     "value on the host": ("f", "{f} * float(cap)", "{f} * temperature.item()", "({f} if flag else {f})"),
     "isinstance": ("f", "({f} if isinstance(score, torch.Tensor) else 0 * {f})",),
+    "alias in place": ("f", "    x{k} = score\n    x{k} += {f}", "    x{k} = {f} + 1\n    y = x{k}\n    y *= {c}"),
     "16-bit casts": ("f", "({f}).half().float()", "({f}).bfloat16() * 1.0"),
 }
 """Rules for what is known to be wrong: a fault's name, the rules' kind, and the rules. Left out unless asked for."""
@@ -106,7 +107,7 @@ LINES = (
     ("    x{k} = {f}", "f"),
     ("    n{k} = {i}", "i"),
     ("    m{k} = {m}", "m"),
-    ("    x{k} = score\n    x{k} += {f}", "f"),
+    ("    x{k} = score * 1.5\n    x{k} += {f}", "f"),
     ("    x{k} = score\n    for step in range(steps):\n        x{k} = x{k} + step * {f}", "f"),
     ("    if on and factor > 0.5:\n        x{k} = {f}\n    else:\n        x{k} = {f}", "f"),
     ("    n{k}, x{k} = {i}, {f}", "f"),
@@ -129,15 +130,17 @@ class _Body:
         self.choices, self.what = choices, what
         self.leaves = {kind: [x for x in LEAVES[kind] if self._has(x)] for kind in LEAVES}
         self.rules = {kind: [x for x in RULES[kind] if self._has(x)] for kind in RULES}
+        self.lines = [x for x in LINES if self._has(x[0])]
         for fault in known:
             kind, *rules = KNOWN[fault]
-            self.rules[kind] += [x for x in rules if self._has(x)] * 6
+            self.rules[kind] += [x for x in rules if self._has(x) and x[0] != " "] * 6
+            self.lines += [(x, kind) for x in rules if self._has(x) and x[0] == " "] * 2
 
     def _has(self, rule: str) -> bool:
         return self.what == "score" or "score" not in rule
 
     def line(self, k: int) -> str:
-        text, kind = self.choices.of([x for x in LINES if self._has(x[0])])
+        text, kind = self.choices.of(self.lines)
         made = self.filled(text.replace("{k}", str(k)), 1)
         self.leaves[kind] += [f"{'x' if kind == 'f' else 'n' if kind == 'i' else 'm'}{k}"] * 4
         return made
@@ -152,10 +155,11 @@ class _Body:
             return self.choices.of(("2", "3", "5", "7", "16", "steps"))
         if kind[0] == "@":
             return self._index(int(kind[1:] or 1), depth)
-        rules = self.leaves[kind] if depth <= 0 or self.choices.one_in(3) else self.rules[kind]
+        rules = self.leaves[kind] if depth <= 0 or self.choices.number(3) == 0 else self.rules[kind]
         return self.filled(self.choices.of(rules), depth - 1)
 
     def _index(self, n: int, depth: int) -> str:
         form = self.choices.of(("({i}).clamp(0, %d)", "({i}) %% %d", "torch.clamp({i}, 0, %d)", "abs({i}) %% %d", "%d"))
         bound = n - 1 if "clamp" in form or form == "%d" else n
-        return self.filled(form % bound, min(depth, 1) - 1)
+        index = self.filled(form % bound, min(depth, 1) - 1)
+        return f"({index}).long()" if "signed" in index else index  # torch takes no such integers

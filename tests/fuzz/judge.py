@@ -68,8 +68,9 @@ def _called(case: Case, inputs: Inputs, functions: Functions) -> Results | Outco
     given = [x for x in (inputs.q, inputs.k, inputs.v, *functions.values.values()) if isinstance(x, Tensor)]
     versions = [x._version for x in given]
     try:
-        found = DOORS[case.door].call(case, inputs, functions)
-        gradients = _gradients(case, found, leaves)
+        with DOORS[case.door].around():
+            found = DOORS[case.door].call(case, inputs, functions)
+            gradients = _gradients(case, found, leaves)
     except NotDrawn as error:
         return Outcome("invalid", str(error))
     except CLEAN as error:

@@ -37,19 +37,24 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """out (rows, heads, head_dim_v) and lse (heads, rows) of sequence ``batch``, of q (rows, heads, head_dim).
 
-    dtype: of scores and all that follows.
+    dtype: of scores and all that follows. shift: the own key of query 0.
     """
-    heads, rows, keys = q.shape[1], q.shape[0], k.shape[0]
-    group = heads // k.shape[1]
+    group = q.shape[1] // k.shape[1]
     k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.to(dtype), k) * options.scale
+    products = torch.einsum("qhd,khd->hqk", q.to(dtype), k) * options.scale
+    return weighted(modified(products, options, batch, shift), v, options.sinks)
+
+
+def modified(scores: Tensor, options: Options, batch: int, shift: int) -> Tensor:
+    """Scores (heads, rows, keys) after all that happens to them before the softmax; -inf where one is hidden."""
+    heads, rows, keys = scores.shape
     if options.softcap:
         scores = options.softcap * torch.tanh(scores / options.softcap)
-    at = torch.meshgrid(*(torch.arange(n, device=q.device) for n in scores.shape), indexing="ij")
-    head, row, key = at
+    at = (torch.arange(n, device=scores.device) for n in scores.shape)
+    head, row, key = torch.meshgrid(*at, indexing="ij")
     if options.alibi is not None:
         slopes = options.alibi if options.alibi.dim() == 1 else options.alibi[batch]
-        scores = scores - slopes.to(dtype)[:, None, None] * (row + shift - key).abs()
+        scores = scores - slopes.to(scores.dtype)[:, None, None] * (row + shift - key).abs()
     left, right = options.window
     seen = torch.ones_like(head, dtype=torch.bool)
     if left is not None:
@@ -62,28 +67,34 @@ def attend(
         if bias.dtype == torch.bool:
             seen = seen & bias
         else:
-            scores = scores + bias.to(dtype)
+            scores = scores + bias.to(scores.dtype)
     places = [torch.full_like(head, batch)[seen], head[seen], row[seen], key[seen]]
     if options.mask_mod is not None and len(places[0]):
-        seen[seen.clone()] = torch.vmap(_tensor_of(options.mask_mod))(*places).bool()
+        seen = seen.masked_scatter(seen, _of_each(options.mask_mod, *places).bool())
         places = [torch.full_like(head, batch)[seen], head[seen], row[seen], key[seen]]
     kept = scores[seen]
     if options.score_mod is not None and len(kept):
-        kept = torch.vmap(_tensor_of(options.score_mod))(kept.clone(), *places).to(dtype)
-    scores = torch.full_like(scores, -torch.inf).masked_scatter(seen, kept)
-    others = scores if options.sinks is None else _with_sinks(scores, options.sinks.to(dtype))
+        kept = _of_each(options.score_mod, kept.clone(), *places).to(scores.dtype)
+    return torch.full_like(scores, -torch.inf).masked_scatter(seen, kept)
+
+
+def weighted(scores: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """out and lse of modified scores and v (keys, heads, head_dim_v): 0 and -inf where a row has no key and no sink."""
+    others = scores
+    if sinks is not None:
+        others = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:2], 1)], -1)
     empty = (others == -torch.inf).all(-1)
     lse = torch.where(empty, -torch.inf, others.masked_fill(empty[..., None], 0.0).logsumexp(-1))
-    p = torch.where(seen & (scores != -torch.inf), (scores - lse.masked_fill(empty, 0.0)[..., None]).exp(), 0.0)
-    return torch.einsum("hqk,khd->qhd", p, v), lse
+    p = (scores - lse.masked_fill(empty, 0.0)[..., None]).exp()
+    return torch.einsum("hqk,khd->qhd", torch.where(scores == -torch.inf, 0.0, p), v), lse
 
 
-def _with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
-    return torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:2], 1)], -1)
-
-
-def _tensor_of(function: Callable[..., Any]) -> Callable[..., Tensor]:
-    return lambda *args: torch.as_tensor(function(*args))
+def _of_each(function: Callable[..., Any], *args: Tensor) -> Tensor:
+    """A function's value for each element of its arguments."""
+    found = torch.vmap(lambda *each: torch.as_tensor(function(*each)))(*args)
+    if found.shape != args[0].shape:
+        raise ValueError(f"a function of {tuple(args[0].shape)} scores returns {tuple(found.shape)} values")
+    return found
 
 
 @contextlib.contextmanager
