@@ -42,7 +42,7 @@ def main() -> int:
     doors = {name: door for name, door in DOORS.items() if not options.door or name in options.door}
     counts: dict[str, collections.Counter[str]] = {name: collections.Counter() for name in doors}
     details: collections.Counter[str] = collections.Counter()
-    faults: list[str] = []
+    faults: collections.Counter[str] = collections.Counter()
 
     def draw(data: bytes) -> Case:
         return draw_case(Choices(data), doors, options.known)
@@ -65,8 +65,10 @@ def main() -> int:
         """Print a fault, and the smallest case of the same kind."""
         fault = fault_of(draw(data), by, True)
         if fault:
-            faults.append(fault)
             kind, door = _kind(fault), draw(data).door
+            faults[kind] += 1
+            if faults[kind] > 3:
+                return
             found = draw(shrunk(data, draw, lambda x: x.door == door and _kind(fault_of(x, by)) == kind))
             print(f"{options.seed}/{number}: {fault}\n    {found!r}\n    {fault_of(found, by)}", flush=True)
 
@@ -77,11 +79,13 @@ def main() -> int:
         if emulations and (draw(data).score or draw(data).mask):
             emulations -= 1
             report(number, data, emulated.judge)
+    for kind, times in faults.items():
+        print(f"{times:6} faults: {kind}")
     for name, count in counts.items():
         print(f"{name:26}", dict(count))
     for detail, count in details.most_common(60):
         print(f"{count:6} {detail}")
-    return len(faults)
+    return faults.total()
 
 
 if __name__ == "__main__":

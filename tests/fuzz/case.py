@@ -5,7 +5,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,10 +98,12 @@ def draw_case(choices: Choices, doors: dict[str, Any], known: Sequence[str] = ()
     own["nheads_kv"] = pick((2, 1, 3))
     own["nheads"] = own["nheads_kv"] * (pick((1, 2, 3)) if "gqa" in takes else 1)
     own["head_dim"] = own["head_dim_v"] = pick((8, 16, 40, 64, 104, 7, 33, 256))
-    if "same" in takes:
-        own["seqlen_k"] = own["seqlen_q"]
+    if "nonempty" in takes:
+        own |= {name: max(1, own[name]) for name in ("batch", "seqlen_q", "seqlen_k")}
+    if "aligned" in takes:
+        own["head_dim"] = own["head_dim_v"] = own["head_dim"] & ~7 or 8
     if "head_dim_v" in takes and choices.one_in(3):
-        own["head_dim_v"] = pick((8, 24, 65, 128))
+        own["head_dim_v"] = pick((8, 24, 128, 128 if "aligned" in takes else 65))
     if "lengths" in takes:
         own["lengths"] = tuple((pick((3, 0, 1, 8)), pick((4, 0, 1, 9))) for _ in range(1 + own["batch"]))
     if "used" in takes and choices.one_in(4):
@@ -135,6 +137,9 @@ def draw_case(choices: Choices, doors: dict[str, Any], known: Sequence[str] = ()
     if own.get("score") or own.get("mask"):
         own["form"] = pick(FORMS)
     case = Case(**own, extra=choices.number(64), seed=choices.number(1000))
+    if "own_grads" in takes:
+        names = ("q", "k", "v", *(x for x in ("bias", "sinks") if getattr(case, x) not in ("", "bool")))
+        return replace(case, grads=tuple(x for x in names if not choices.one_in(3)))
     floats = [name for name in case.captured if SOURCES[name].is_float]
     leaves = ["q", "k", "v", *(x for x in ("bias", "sinks", "alibi") if getattr(case, x) not in ("", "bool")), *floats]
     if "grads" in takes and choices.one_in(2):
@@ -199,6 +204,11 @@ SOURCES = {
     "count": _integers(torch.int64, 1, 6),
     "kept": Source(lambda case, g: torch.rand(_shape(case, ("l",)), generator=g) > 0.3),
     "flag": Source(lambda case, g: torch.rand((), generator=g) > 0.5),
+    "tables": Source(lambda case, g: [torch.randn(n, 3, generator=g) for n in _shape(case, ("b", "h"))]),
+    "named": Source(lambda case, g: {"cap": torch.randn((), generator=g)}),
+    "holder": Source(
+        lambda case, g: SimpleNamespace(slopes=torch.rand(_shape(case, ("h",)), generator=g), factor=case.seed % 7 / 4)
+    ),
     "factor": Source(lambda: 0.75, other=0.25),
     "steps": Source(lambda: 3, other=2),
     "on": Source(lambda: True, other=False),
@@ -246,12 +256,11 @@ class Functions:
 
     def wide(self) -> "Functions":
         """The same with captured floats in float64."""
-        wide = {
-            name: x.detach().double().requires_grad_(x.requires_grad)
-            if isinstance(x, Tensor) and x.is_floating_point()
-            else x
-            for name, x in self.values.items()
-        }
+
+        def widened(x: Tensor) -> Tensor:
+            return x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
+
+        wide = {name: _mapped(x, widened) for name, x in self.values.items()}
         made = Functions(self.case, wide)
         made.define()
         return made
@@ -262,17 +271,18 @@ class Functions:
         old = self.values[name]
         generator = torch.Generator().manual_seed(case.seed + 1)
         new = _on(SOURCES[name].value(case, generator, True), getattr(old, "device", "cpu"))
-        if case.replace or not isinstance(old, Tensor | list | dict):
+        if case.replace or not isinstance(old, Tensor | list | dict | SimpleNamespace):
             if isinstance(new, Tensor):
-                new.requires_grad_(old.requires_grad)
+                new = _otherwise(new, case.extra % 3).requires_grad_(old.requires_grad)
             self.values[name] = new
             self._place(name, new)
         elif isinstance(old, Tensor):
             with torch.no_grad():
                 old.copy_(new)
+        elif isinstance(old, list):
+            old[:] = new
         else:
-            old.clear()
-            old.update(new) if isinstance(old, dict) else old.extend(new)
+            (old if isinstance(old, dict) else vars(old)).update(new if isinstance(old, dict) else vars(new))
 
     def _place(self, name: str, new: Any) -> None:
         """Where the function has it; what nobody can change in a closure or a default is a new function's."""
@@ -287,8 +297,30 @@ class Functions:
             self.define()
 
 
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The value with its tensors changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list):
+        return [_mapped(x, change) for x in value]
+    if isinstance(value, dict):
+        return {name: _mapped(x, change) for name, x in value.items()}
+    if isinstance(value, SimpleNamespace):
+        return SimpleNamespace(**_mapped(vars(value), change))
+    return value
+
+
 def _on(value: Any, device: Any) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
+    return _mapped(value, lambda x: x.to(device))
+
+
+def _otherwise(x: Tensor, how: int) -> Tensor:
+    """The values as they are, with other strides, or floats of another dtype."""
+    if how == 1 and x.dim():
+        return torch.stack((x, x), -1)[..., 0]
+    if how == 2 and x.is_floating_point():
+        return x.to(torch.float32 if x.dtype != torch.float32 else torch.float16)
+    return x
 
 
 def _defined(scope: dict[str, Any], kind: str, body: str, form: str, values: dict[str, Any]) -> Any:

@@ -72,6 +72,35 @@ def _cu_seqlens(case: Case, inputs: Inputs) -> tuple[Tensor, ...]:
     return tuple(counts[:, i].cumsum(0, dtype=torch.int32) for i in (0, 1))
 
 
+class _ByBackward(torch.autograd.Function):
+    """``attention`` whose backward is ``attention_backward``."""
+
+    @staticmethod
+    def forward(ctx: Any, own: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> Any:
+        given = own | dict(zip(("bias", "sinks"), others, strict=True))
+        out, lse = attention(q, k, v, **given)
+        ctx.own = own
+        ctx.save_for_backward(q, k, v, out, lse, *others)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        *tensors, bias, sinks = ctx.saved_tensors
+        names = ("q", "k", "v", "bias", "sinks")
+        wanted = [name for name, needed in zip(names, ctx.needs_input_grad[1:], strict=True) if needed]
+        own = {name: x for name, x in ctx.own.items() if name != "return_lse"} | {"bias": bias, "sinks": sinks}
+        found = cute_attn.attention_backward(grads[0], *tensors, grad_lse=grads[1], wanted=wanted, **own)
+        by_name = dict(zip(wanted, found, strict=True))
+        return (None, *(by_name.get(name) for name in names))
+
+
+def _backward(case: Case, inputs: Inputs, functions: Functions) -> Results:
+    own = _options(case, inputs) | {"score_mod": functions.score_mod, "mask_mod": functions.mask_mod}
+    own |= {"seqused_k": _lengths(case, inputs)}
+    others = own.pop("bias"), own.pop("sinks")
+    return _named(_ByBackward.apply(own, inputs.q, inputs.k, inputs.v, *others))
+
+
 def _varlen(case: Case, inputs: Inputs, functions: Functions) -> Results:
     own = _options(case, inputs) | {"score_mod": functions.score_mod, "mask_mod": functions.mask_mod}
     own["seqused_k"] = _lengths(case, inputs)
@@ -231,7 +260,7 @@ def _registered(case: Case, inputs: Inputs, functions: Functions) -> Results:
     given = {}
     for kind, body in (("score", case.score), ("mask", case.mask)):
         names = [x for x in case.captured if x in body.replace("\n", " ")]
-        if any(isinstance(functions.values[x], bool | list | dict) for x in names):
+        if any(not isinstance(functions.values[x], Tensor | float | int) or functions.values[x] is True for x in names):
             raise NotDrawn("arguments are tensors, floats and ints")
         values = tuple(functions.values[x] for x in names)
         if body:
@@ -263,6 +292,9 @@ DOORS = {
         _with_functions,
         (*SCORES, "top_left", "head_dim_v", "bias", "any_bias", "sinks", "used", "score", "mask", "grads"),
     ),
+    "attention_backward": Door(
+        _backward, (*SCORES, "top_left", "head_dim_v", "bias", "any_bias", "sinks", "used", "score", "mask", "own_grads")
+    ),
     "attention_varlen": Door(
         _varlen,
         (*SCORES, "top_left", "head_dim_v", "bias", "any_bias", "sinks", "used", "score", "mask", "lengths", "grads"),
@@ -277,7 +309,7 @@ DOORS = {
     "flex_attention": Door(_flex, ("scale", "gqa", "layout", "head_dim_v", "score", "mask", "grads")),
     "registered": Door(_registered, (*SCORES, "bias", "any_bias", "score", "only_score", "mask", "grads")),
     "sdpa": Door(
-        _sdpa, ("causal_as_pytorch", "scale", "layout", "bias", "grads"), ("fp32", "fp16", "bf16"), _serving_sdpa
+        _sdpa, ("nonempty", "aligned", "causal_as_pytorch", "scale", "layout", "bias", "grads"), ("fp32", "fp16", "bf16"), _serving_sdpa
     ),
     "flash_attn_func": Door(_flash, (*SCORES, "grads"), ALL),
     "flash_attn_varlen_func": Door(_flash_varlen, (*SCORES, "lengths", "grads"), ALL),

@@ -35,11 +35,15 @@ LEAVES = {
         *("rows[q_idx]", "cube[b, h, {@5}]", "halves[h, kv_idx]", "halves16[q_idx % 6, {@3}]", "doubles[{@7}]"),
         *("temperature", "(cap * factor)", "(score + pair[1])", "(score * options['slope'])", "cube[b][h][{@5}]"),
         *("rows[kv_idx % rows.shape[0]]", "table[h][{@9}]", "torch.tensor({c})", "torch.full_like(score, {c})"),
-        *("score.new_tensor({c})", "strided[{@4}, b]", "keys[b][q_idx % keys.size(1)]"),
+        *("score.new_tensor({c})", "strided[{@4}, b]", "keys[b][q_idx % keys.size(1)]", "tables[1][h, {@3}]"),
+        *("table.T[{@9}, h]", "table.flatten()[h * 9 + {@9}]", "(rows * 2)[q_idx]", "table[:, 0][h]", "named['cap']"),
+        *("torch.exp(slopes)[h]", "torch.linspace(0, 1, 5)[{@5}]", "holder.slopes[h]", "(score * holder.factor)"),
+        *("rows.max()", "(score * len(pair))", "table[0].sum()", "torch.stack([cap, named['cap']])[{@2}]"),
     ),
     "i": (
         *("(q_idx - kv_idx)", "q_idx", "kv_idx", "h", "b", "(q_idx + {n})", "document[b, q_idx]", "lengths[b]"),
         *("signed[{@6}]", "unsigned[{@8}]", "count", "(q_idx - lengths[b])", "torch.zeros_like(q_idx)"),
+        *("torch.arange(9)[{@9}]", "(kv_idx + table.shape[1])", "document.long()[b, kv_idx]"),
     ),
     "m": (
         *("(q_idx >= kv_idx)", "(document[b, q_idx] == document[b, kv_idx])", "kept[kv_idx]", "(h == 1)"),
@@ -95,6 +99,7 @@ KNOWN = {
     "value on the host": ("f", "{f} * float(cap)", "{f} * temperature.item()", "({f} if flag else {f})"),
     "isinstance": ("f", "({f} if isinstance(score, torch.Tensor) else 0 * {f})",),
     "alias in place": ("f", "    x{k} = score\n    x{k} += {f}", "    x{k} = {f} + 1\n    y = x{k}\n    y *= {c}"),
+    "methods of rows": ("i", "document[b].max()", "document[b].long()[q_idx]", "document[b].sum() % 7"),
     "16-bit casts": ("f", "({f}).half().float()", "({f}).bfloat16() * 1.0"),
 }
 """Rules for what is known to be wrong: a fault's name, the rules' kind, and the rules. Left out unless asked for."""
@@ -141,7 +146,7 @@ class _Body:
 
     def line(self, k: int) -> str:
         text, kind = self.choices.of(self.lines)
-        made = self.filled(text.replace("{k}", str(k)), 1)
+        made = self.filled(text.replace("{k}", str(k)), self.choices.of((1, 2, 3)))
         self.leaves[kind] += [f"{'x' if kind == 'f' else 'n' if kind == 'i' else 'm'}{k}"] * 4
         return made
 
