@@ -1,0 +1,208 @@
+"""Whether a case's door is right: each call twice, with a value changed in between, against the oracle each time."""
+
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cute_attn
+from tests import checks
+from tests.fuzz import oracle
+from tests.fuzz.case import DTYPES, Case, Functions, Inputs
+from tests.fuzz.doors import DOORS, NotDrawn, Results
+
+CLEAN = (TypeError, ValueError, NotImplementedError, IndexError)
+LARGEST = {"fp64": 1e5, "fp32": 200.0, "fp16": 30.0, "bf16": 30.0}
+"""Scores above are left out: their rounding alone is larger than what is compared."""
+FLOOR = {"fp64": 1e-9, "fp32": 1e-5, "fp16": 1e-4, "bf16": 1e-4}
+
+
+class Fault(Exception):
+    """Neither right nor refused."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """kind: "right", "refused", or "invalid" where torch or the oracle have no value. detail: why."""
+
+    kind: str
+    detail: str = ""
+
+
+def judge(case: Case, device: str = "cpu") -> Outcome:
+    """The outcome of a case.
+
+    Raises:
+        Fault: the call is wrong.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        inputs, functions = Inputs.of(case, device), Functions.of(case, device)
+        outcome = first = None
+        for again in (False, True):
+            if again and case.change:
+                functions.change()
+            try:
+                right = _expected(case, inputs, functions)
+            except Exception as error:  # what torch refuses
+                right = Outcome("invalid", f"torch: {type(error).__name__}: {error}")
+            if isinstance(right, Outcome):
+                return right
+            got = _called(case, inputs, functions)
+            if isinstance(got, Outcome):
+                outcome = outcome or got
+                continue
+            _compare(case, got, *right)
+            if first is not None and not case.change and device == "cpu" and not _equal(first, got):
+                raise Fault("a second call gives other bits")
+            first, outcome = got, outcome or Outcome("right")
+    assert outcome is not None
+    return outcome
+
+
+def _called(case: Case, inputs: Inputs, functions: Functions) -> Results | Outcome:
+    """What the door returns, with gradients."""
+    leaves = inputs.leaves(case, functions)
+    given = [x for x in (inputs.q, inputs.k, inputs.v, *functions.values.values()) if isinstance(x, Tensor)]
+    versions = [x._version for x in given]
+    try:
+        with DOORS[case.door].around():
+            found = DOORS[case.door].call(case, inputs, functions)
+            gradients = _gradients(case, found, leaves)
+    except NotDrawn as error:
+        return Outcome("invalid", str(error))
+    except CLEAN as error:
+        sentence = str(error)
+        if "accepted" not in sentence or ("\n" in sentence and not isinstance(error, cute_attn.Unsupported)):
+            raise Fault(f"{type(error).__name__}, no sentence of what is accepted: {sentence!r}") from error
+        return Outcome("refused", f"{type(error).__name__}: {sentence}")
+    except Exception as error:
+        raise Fault(f"{type(error).__name__}: {error}") from error
+    if versions != [x._version for x in given]:
+        raise Fault("an argument is changed")
+    return found | gradients
+
+
+def _expected(case: Case, inputs: Inputs, functions: Functions) -> tuple[Results, Results] | Outcome:
+    """Exact results and plain torch's, or why there are none."""
+    wide = functions.wide()
+    with oracle.default_dtype(torch.float64):
+        exact = _defined(case, _copied(case, inputs, torch.float64), wide, torch.float64)
+    plain = _defined(case, _copied(case, inputs), functions, DTYPES[case.dtype])
+    finite = exact["lse"][exact["lse"].isfinite()].abs()
+    if finite.numel() and float(finite.max()) > LARGEST[case.dtype]:
+        return Outcome("invalid", "large scores")
+    for name, x in exact.items():
+        if x.isnan().any() or not plain[name].isfinite().equal(x.isfinite()):
+            return Outcome("invalid", "torch's own result is not finite")
+    return exact, plain
+
+
+def _copied(case: Case, inputs: Inputs, dtype: torch.dtype | None = None) -> Inputs:
+    """Leaves of their own, floats of ``dtype``."""
+    made = {}
+    for name in ("q", "k", "v", "bias", "sinks", "alibi"):
+        x = getattr(inputs, name)
+        if x is not None:
+            x = x.detach().to(dtype) if dtype is not None and x.is_floating_point() else x.detach()
+            made[name] = x.requires_grad_(name in case.grads)
+    return replace(inputs, **made)
+
+
+def _defined(case: Case, inputs: Inputs, functions: Functions, dtype: torch.dtype) -> Results:
+    """The oracle's results for all sequences, with gradients."""
+    outs, lses, starts = [], [], [0, 0]
+    for b, (rows, keys) in enumerate(case.sequences):
+        q, k, v = inputs.q, inputs.k, inputs.v
+        if case.lengths:
+            q = q[starts[0] : starts[0] + rows]
+            k, v = (x[starts[1] : starts[1] + keys] for x in (k, v))
+            starts = [starts[0] + rows, starts[1] + keys]
+        else:
+            q, k, v = q[b], k[b], v[b]
+        if case.used:
+            k, v = k[: case.used[b]], v[: case.used[b]]
+        shift = 0 if case.causal == "top_left" else k.shape[0] - rows
+        left, right = case.window
+        options = oracle.Options(
+            scale=case.head_dim**-0.5 if case.scale is None else case.scale,
+            softcap=case.softcap,
+            alibi=inputs.alibi,
+            bias=inputs.bias,
+            score_mod=functions.score_mod,
+            mask_mod=functions.mask_mod,
+            window=(left, 0 if case.causal else right),
+            sinks=inputs.sinks,
+        )
+        out, lse = oracle.attend(q, k, v, options, dtype, b, shift)
+        outs.append(out)
+        lses.append(lse)
+    if case.lengths:
+        found = {"out": torch.cat(outs), "lse": torch.cat(lses, -1)}
+    else:
+        rows, heads = case.seqlen_q, case.nheads
+        empty = inputs.q.new_zeros
+        found = {
+            "out": torch.stack(outs) if outs else empty(0, rows, heads, case.head_dim_v, dtype=dtype),
+            "lse": torch.stack(lses) if lses else empty(0, heads, rows, dtype=dtype),
+        }
+    return found | _gradients(case, found, inputs.leaves(case, functions))
+
+
+def _gradients(case: Case, found: Results, leaves: dict[str, Tensor]) -> Results:
+    """Of the leaves, for random gradients of out and, where the case's seed is odd, lse."""
+    generator = torch.Generator().manual_seed(case.seed)
+    outputs = [found["out"]] + ([found["lse"]] if "lse" in found and case.seed % 2 and case.door != "sdpa" else [])
+    weights = [torch.randn(x.shape, generator=generator).to(x) for x in outputs]
+    pairs = [pair for pair in zip(outputs, weights, strict=True) if pair[0].requires_grad]
+    if not leaves or not pairs:
+        return {f"d{name}": torch.zeros_like(x) for name, x in leaves.items()}
+    outputs, weights = zip(*pairs, strict=True)
+    gradients = torch.autograd.grad(outputs, tuple(leaves.values()), weights, materialize_grads=True, allow_unused=True)
+    return {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}
+
+
+def _compare(case: Case, got: Results, exact: Results, plain: Results) -> None:
+    for name, found in got.items():
+        is_gradient = name.startswith("d")
+        finite = exact[name].detach()[exact[name].isfinite()].abs()
+        size = max(1.0, float(finite.max()) if finite.numel() else 0.0)
+        try:
+            checks.check(
+                name,
+                found.detach(),
+                exact[name].detach(),
+                plain[name].detach(),
+                factor=checks.GRADIENT if is_gradient else checks.FORWARD,
+                roundings=32 if name == "lse" else 2,
+                floor=FLOOR[case.dtype] * size,
+            )
+        except AssertionError as error:
+            raise Fault(str(error)) from None
+
+
+def _equal(first: Results, second: Results) -> bool:
+    return all(torch.equal(x.detach(), second[name].detach()) for name, x in first.items())
+
+
+def shrunk(data: bytes, draw: Any, fails: Any, tries: int = 400) -> bytes:
+    """The simplest decisions found for which ``fails(draw(data))``: fewer of them, and smaller ones."""
+    found = list(zip(data[::2], data[1::2], strict=True))
+    while found and found[-1] == (0, 0):
+        found.pop()
+    step = max(1, len(found) // 2)
+    while tries > 0:
+        improved = False
+        for i in range(0, len(found), step):
+            for other in ([], [(0, 0)] * step, [(0, 1)] * step):
+                trial = found[:i] + other + found[i + step :]
+                tries -= 1
+                if len(trial) <= len(found) and trial != found and fails(draw(bytes(sum(trial, ())))):
+                    found, improved = trial, True
+                    break
+        if step == 1 and not improved:
+            break
+        step = max(1, step // 2)
+    return bytes(sum(found, ()))
