@@ -32,9 +32,13 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def evaluate(output: Node, inputs: Mapping[str, Tensor], tensors: Sequence[Tensor | float]) -> Tensor:
-    """The output for inputs that broadcast to the scores' shape; floats in the scores' dtype, integers in int64."""
+    """The output for inputs that broadcast to the scores' shape; floats in the scores' dtype, integers in int64.
+
+    Where the output gets no gradient, such as at keys that a mask hides, nothing does, whatever the slopes are there.
+    """
     scores = inputs["score"]
     values: dict[Node, Tensor] = {}
+    reached = _Reached(torch.broadcast_shapes(*(x.shape for x in inputs.values())))
 
     def typed(x: Tensor, kind: str) -> Tensor:
         return x.to(scores.dtype if kind == FLOAT else torch.bool if kind == BOOL else torch.int64)
@@ -58,5 +62,31 @@ def evaluate(output: Node, inputs: Mapping[str, Tensor], tensors: Sequence[Tenso
             value = typed(table[tuple(index)] if index else table, node.kind)
         else:
             value = _OPERATIONS[node.op](*args)
-        values[node] = value
-    return values[output]
+        values[node] = reached.only(value)
+    return reached.noticed(values[output])
+
+
+class _Reached:
+    """In a backward: the scores that get a gradient. Others get none by a slope, which may be NaN there."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        self.shape, self.scores = shape, torch.empty(0)
+
+    def noticed(self, output: Tensor) -> Tensor:
+        """The output, whose gradient says which."""
+
+        def notice(gradient: Tensor) -> None:
+            self.scores = gradient != 0
+
+        return self._hooked(output, notice)
+
+    def only(self, x: Tensor) -> Tensor:
+        """A value with a gradient of its own for each score, which are summed afterwards."""
+        return self._hooked(x, lambda gradient: torch.where(self.scores, gradient, 0.0))
+
+    def _hooked(self, x: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Tensor:
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        x = x.expand(self.shape)
+        x.register_hook(hook)
+        return x

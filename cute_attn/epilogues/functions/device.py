@@ -166,21 +166,17 @@ def over_tile(
 
 
 class Positions:
-    """The inputs that vary within a tile: query, key, what follows from both, and the accumulator.
+    """The inputs that vary within a tile: query, key, what follows from both, and the accumulator."""
 
-    last_q, last_k: what positions are clamped to, or None.
-    """
-
-    def __init__(self, nodes: Iterable[Node], last_q: Int32 | None, last_k: Int32 | None) -> None:
+    def __init__(self, nodes: Iterable[Node]) -> None:
         self.inputs = [x for x in nodes if x.op in ("query", "key", "acc", "distance", "order")]
-        self.last_q, self.last_k = last_q, last_k
         self._known: dict[tuple, Any] = {}
 
     def of_row(self, tile: ScoreTile, r: int) -> dict[Node, Any]:
-        return {x: self._query(tile, r) for x in self.inputs if x.op == "query"}
+        return {x: tile.row0 + tile.rows[r] for x in self.inputs if x.op == "query"}
 
     def of_col(self, tile: ScoreTile, c: int) -> dict[Node, Any]:
-        return {x: self._key(tile, c) for x in self.inputs if x.op == "key"}
+        return {x: tile.col0 + tile.cols[c] for x in self.inputs if x.op == "key"}
 
     def of_element(self, tile: ScoreTile, r: int, c: int) -> dict[Node, Any]:
         values: dict[Node, Any] = {x: tile.acc[r, c] for x in self.inputs if x.op == "acc"}
@@ -192,16 +188,6 @@ class Positions:
                 values[x] = _OPERATIONS[x.value](*self._ordered(tile, r, c))
         return values
 
-    def _query(self, tile: ScoreTile, r: int) -> Int32:
-        return _at_most(tile.row0 + tile.rows[r], self.last_q)
-
-    def _key(self, tile: ScoreTile, c: int) -> Int32:
-        return _at_most(tile.col0 + tile.cols[c], self.last_k)
-
-    @property
-    def _clamps(self) -> bool:
-        return self.last_q is not None or self.last_k is not None
-
     def _kept(self, key: tuple, make: Callable[[], Any]) -> Any:
         if key not in self._known:
             self._known[key] = make()
@@ -209,9 +195,6 @@ class Positions:
 
     def _distance(self, tile: ScoreTile, r: int, c: int, kind: Any) -> Any:
         """query - key, as a number of that type: of a row's or a column's, where these are fewer, and a constant."""
-        if self._clamps:
-            query = self._kept(("query", r, kind), lambda: kind(self._query(tile, r)))
-            return query - self._kept(("key", c, kind), lambda: kind(self._key(tile, c)))
         if len(tile.rows) <= len(tile.cols):
             of_row = self._kept(("row", r, kind), lambda: kind(tile.row0 + tile.rows[r] - tile.col0))
             return of_row - kind(tile.cols[c])
@@ -220,18 +203,11 @@ class Positions:
 
     def _ordered(self, tile: ScoreTile, r: int, c: int) -> tuple[Int32, Int32]:
         """Two numbers that compare as query and key do, one of them a constant."""
-        if self._clamps:
-            return self._query(tile, r), self._key(tile, c)
         if len(tile.rows) <= len(tile.cols):
             first = self._kept(("row", r, Int32), lambda: tile.row0 + tile.rows[r] - tile.col0)
             return first, Int32(tile.cols[c])
-        return self._kept(("col", c, Int32), lambda: tile.row0 - tile.col0 - tile.cols[c]), Int32(
-            -tile.rows[r]
-        )
-
-
-def _at_most(position: Int32, last: Int32 | None) -> Int32:
-    return position if last is None else cutlass.min(position, last)
+        of_col = self._kept(("col", c, Int32), lambda: tile.row0 - tile.col0 - tile.cols[c])
+        return of_col, Int32(-tile.rows[r])
 
 
 # ---- operations ----

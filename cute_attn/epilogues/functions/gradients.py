@@ -15,7 +15,7 @@ from cute_attn.device.math import on_device
 from cute_attn.device.score_tile import ScoreTile
 from cute_attn.epilogues.functions.device import within
 from cute_attn.epilogues.functions.graph import Node
-from cute_attn.epilogues.functions.lowering import Term
+from cute_attn.epilogues.functions.lowering import Slope, Term
 
 LANES = (1, 2, 4, 8, 16)
 
@@ -31,10 +31,18 @@ def offset_in(target: cute.Tensor, nodes: tuple[Node, ...], indices: tuple[Any, 
     return offset
 
 
+def times_slope(gradient: Float32, factor: Any, slope: Slope) -> Float32:
+    """The gradient times a slope's value; 0 of a score that has none, such as one that a mask hides."""
+    if slope.node.is_const(1.0):
+        return gradient
+    if not slope.unbounded:
+        return gradient * factor
+    return cutlass.select_(gradient == 0.0, Float32(0.0), gradient * factor)
+
+
 def amount_of(term: Term, tile: ScoreTile, at: tuple[int, int], slope: Any, exists: Boolean) -> Float32:
     """What a score adds to its element, but for factors of all scores; 0 for one beyond the sequences."""
-    gradient = tile.acc[at] if term.slope.is_const(1.0) else tile.acc[at] * slope
-    return cutlass.select_(exists, gradient, Float32(0.0))
+    return cutlass.select_(exists, times_slope(tile.acc[at], slope, term.slope), Float32(0.0))
 
 
 def add_elements(target: Pointer, scale: Float32, elements: Elements) -> None:

@@ -74,6 +74,14 @@ _EXACT = 1 << 24
 
 
 @dataclass(frozen=True, eq=False)
+class Slope:
+    """A derivative, in natural units. unbounded: whether it may be NaN or infinite where a mask hides the key."""
+
+    node: Node
+    unbounded: bool
+
+
+@dataclass(frozen=True, eq=False)
 class Term:
     """What the gradient of one load's tensor gets of each score.
 
@@ -85,7 +93,7 @@ class Term:
 
     number: int
     indices: tuple[Node, ...]
-    slope: Node
+    slope: "Slope"
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,21 +103,20 @@ class Lowered:
     Attributes:
         terms: of the gradients of captured tensors.
         forward: what replaces an element of the accumulator, "acc".
-        slope: the derivative, in natural units; None where it is 0.
-        clamps_q, clamps_k: whether positions beyond the sequences are replaced by the last ones. Rows there have
-            P = 0 and no gradient, but not where a score is NaN; keys there are masked, but not the slope.
+        slope: the derivative by the score; None where it is 0.
+        unbounded: whether ``forward`` may be NaN or infinite beyond the sequences. Keys there are masked; queries
+            have P = 0, but not where their score is NaN.
     """
 
     forward: Node
-    slope: Node | None
-    clamps_q: bool
-    clamps_k: bool
+    slope: Slope | None
+    unbounded: bool
     terms: tuple[Term, ...] = ()
 
     @property
     def keeps_slope(self) -> bool:
         """Whether the backward needs the slope from the forward: it varies with the score."""
-        return self.slope is not None and bool(self.slope.parts & SCORE)
+        return self.slope is not None and bool(self.slope.node.parts & SCORE)
 
 
 def varies(node: Node) -> bool:
@@ -119,20 +126,19 @@ def varies(node: Node) -> bool:
 
 def lower(graph: Graph, output: Node, wanted: Collection[int] = ()) -> Lowered:
     """A traced graph for the device. wanted: numbers of tensors with a gradient."""
-    slope = derivative(graph, output)
-    loads = [x for x in ordered(output) if x.op == "load" and x.value in wanted]
-    slopes = [(load, derivative(graph, output, load)) for load in loads]
     lowering = _Lowering(graph)
+
+    def slope(by: Node | None = None) -> Slope | None:
+        found = derivative(graph, output, by)
+        if found is None:
+            return None
+        node = lowering.of(found)
+        return Slope(node, _may_be_nan(node))
+
     forward = lowering.scaled(lowering.of(output))
-    lowered_slope = None if slope is None else lowering.of(slope)
-    unbounded = _may_be_nan(forward) or (lowered_slope is not None and _may_be_nan(lowered_slope))
-    factor = lowered_slope is not None and not lowered_slope.is_const()
-    terms = tuple(
-        Term(load.value, tuple(map(lowering.of, load.args)), lowering.of(by_load))
-        for load, by_load in slopes
-        if by_load is not None
-    )
-    return Lowered(forward, lowered_slope, unbounded, unbounded and factor, terms)
+    loads = [(x, slope(x)) for x in ordered(output) if x.op == "load" and x.value in wanted]
+    terms = [Term(x.value, tuple(map(lowering.of, x.args)), own) for x, own in loads if own is not None]
+    return Lowered(forward, slope(), _may_be_nan(forward, True), tuple(terms))
 
 
 def lower_predicate(graph: Graph, predicate: Node) -> Node:
@@ -140,10 +146,25 @@ def lower_predicate(graph: Graph, predicate: Node) -> Node:
     return _Lowering(graph).of(predicate)
 
 
-def _may_be_nan(output: Node) -> bool:
-    """Whether a value that varies within a tile may be NaN beyond the sequences, where tensors may hold anything."""
-    nodes = (x for x in ordered(output) if x.parts)
-    return any(x.kind == FLOAT if x.op == "load" else x.op not in _BOUNDED for x in nodes)
+def _may_be_nan(x: Node, outermost: bool = False) -> bool:
+    """Whether a float may be NaN or infinite in scores that are hidden: tensors may hold anything for these.
+
+    outermost: -inf of this value is -inf of the score, which is no NaN.
+    """
+    if x.op == "const":
+        return not math.isfinite(x.value) and not (outermost and x.value < 0)
+    if x.kind != FLOAT or (x.op == "cast" and x.args[0].kind != FLOAT):
+        return False
+    if not x.parts:  # of all scores of a head, unless heads differ
+        by_head = any(y.op in ("batch", "head") for y in ordered(x))
+        return by_head and any(y.op != "load" and y.op not in _BOUNDED for y in ordered(x))
+    if x.op not in _BOUNDED:
+        return True
+    scaled = x.op == "mul" and x.args[1].op in ("inverse", "unit")
+    outermost = outermost and (
+        scaled or x.op in ("add", "where", "minimum", "maximum", "clamp_min", "clamp_max")
+    )
+    return any(_may_be_nan(arg, outermost) for arg in x.args)
 
 
 class _Lowering:
