@@ -12,7 +12,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from cute_attn.device.math import exp2, fabs, fma, log2, reciprocal, tanh_base2
 from cute_attn.device.score_tile import ScoreTile
 from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, KEY, LONG, QUERY, Node, ordered
-from cute_attn.epilogues.functions.lowering import least, varies
+from cute_attn.epilogues.functions.lowering import bounds, varies
 
 TYPES: dict[str, Any] = {BOOL: Boolean, INT: Int32, LONG: Int64, FLOAT: Float32}
 ELEMENTS: dict[str, Any] = {
@@ -88,7 +88,7 @@ class Expressions:
         """The part of a tensor behind the indices of a work tile."""
         number, indices = row
         tensor = self.tensors[number]
-        first = [within(x, self.of(x), size) for x, size in zip(indices, tensor.shape, strict=False)]
+        first = [element_index(x, self.of(x), size) for x, size in zip(indices, tensor.shape, strict=False)]
         return tensor[(*first, *(None,) * (len(tensor.shape) - len(first)))]
 
     def of(self, node: Node, known: Callable[[Node], dict[Node, Any]] | None = None) -> Any:
@@ -123,14 +123,17 @@ class Expressions:
             row = row_of(node)
             if row is not None and row in self.rows:
                 tensor, indices = self.rows[row], indices[len(row[1]) :]
-            element = tensor[tuple(within(*one) for one in indices)]
+            element = tensor[tuple(element_index(*one) for one in indices)]
         return element != 0 if node.kind == BOOL else TYPES[node.kind](element)
 
 
-def within(node: Node, index: Any, size: Any) -> Any:
-    """An index clamped to a dimension."""
-    index = cutlass.min(index, type(index)(size - 1))
-    return Int32(index if least(node) >= 0 else cutlass.max(index, type(index)(0)))
+def element_index(node: Node, index: Any, size: Any) -> Any:
+    """An index as Python's, a negative one from the end; beyond a dimension the nearest one."""
+    kind = type(index)
+    if bounds(node)[0] < 0:
+        index = cutlass.select_(index < 0, index + kind(size), index)
+        return Int32(cutlass.max(cutlass.min(index, kind(size - 1)), kind(0)))
+    return Int32(cutlass.min(index, kind(size - 1)))
 
 
 def over_tile(

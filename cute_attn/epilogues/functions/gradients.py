@@ -13,7 +13,7 @@ from cutlass import Boolean, Constexpr, Float32, Int32, Pointer, cute
 from cute_attn.device.lanes import add_to, adds_for, lanes_sum
 from cute_attn.device.math import on_device
 from cute_attn.device.score_tile import ScoreTile
-from cute_attn.epilogues.functions.device import within
+from cute_attn.epilogues.functions.device import element_index
 from cute_attn.epilogues.functions.graph import Node
 from cute_attn.epilogues.functions.lowering import Slope, Term
 
@@ -27,7 +27,7 @@ def offset_in(target: cute.Tensor, nodes: tuple[Node, ...], indices: tuple[Any, 
     """Of an element, its indices clamped to the tensor; of a tensor of no dimensions 0."""
     offset = Int32(0)
     for node, index, size, step in zip(nodes, indices, target.shape, target.stride, strict=False):
-        offset = offset + within(node, index, size) * Int32(step)
+        offset = offset + element_index(node, index, size) * Int32(step)
     return offset
 
 

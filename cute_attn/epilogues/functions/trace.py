@@ -131,7 +131,8 @@ def _renumbered(recorder: "Recorder", output: Node) -> Trace:
         value = node.value
         if node.op == "load":
             value = used.setdefault(value, len(used))
-        changed[node] = graph.make(node.op, node.kind, [changed[x] for x in node.args], value, node.parts)
+        args = [changed[x] for x in node.args]
+        changed[node] = graph.make(node.op, node.kind, args, value, node.parts, node.dtype)
     return Trace(graph, changed[output], tuple(recorder.tensors[i] for i in used))
 
 
@@ -158,7 +159,8 @@ class Recorder(TorchFunctionMode):
         if isinstance(x, Tensor) and x.dim():
             return Argument(self, x, (), number)
         kind = LOADED.get(x.dtype, FLOAT) if isinstance(x, Tensor) else FLOAT if isinstance(x, float) else INT
-        return Symbol(self, self.graph.make("load", kind, (), number))
+        dtype = _name_of(x.dtype) if isinstance(x, Tensor) else ""
+        return Symbol(self, self.graph.make("load", kind, (), number, dtype=dtype))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -222,7 +224,7 @@ class Recorder(TorchFunctionMode):
             number = next((i for i in captured if self.tensors[i] is tensor), len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(tensor)
-        return self.graph.make("load", kind, indices, number)
+        return self.graph.make("load", kind, indices, number, dtype=_name_of(tensor.dtype))
 
     def lookup(self, table: Any, index: Any) -> Any:
         """``table[index]``: an element, or what is left to index."""
@@ -254,6 +256,10 @@ class Recorder(TorchFunctionMode):
 
 class _Refused(Exception):
     """An operation is traced, but not with these arguments."""
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _has_symbol(x: Any) -> bool:
@@ -319,14 +325,14 @@ class Symbol:
     requires_grad: ClassVar[bool] = False
     _DTYPES: ClassVar[dict[str, torch.dtype]] = {
         BOOL: torch.bool,
-        INT: torch.int32,
+        INT: torch.int64,
         LONG: torch.int64,
         FLOAT: torch.float32,
     }
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._DTYPES[self.node.kind]
+        return getattr(torch, self.node.dtype) if self.node.dtype else self._DTYPES[self.node.kind]
 
     @property
     def device(self) -> torch.device:
@@ -523,16 +529,19 @@ def _reciprocal(t: Recorder, input: Any) -> Node:
     return t.graph.binary("div", t.graph.const(1.0), t.node(input), FLOAT)
 
 
-def _cast_to(kind: str) -> Make:
-    return lambda t, input: _cast(t, t.node(input), kind)
+def _cast_to(dtype: torch.dtype) -> Make:
+    return lambda t, input: _cast(t, t.node(input), dtype)
 
 
-def _cast(t: Recorder, x: Node, kind: str) -> Node:
+def _cast(t: Recorder, x: Node, dtype: torch.dtype) -> Node:
     """An integer of 32 bits is not widened: its value is the same."""
-    return x if (x.kind, kind) == (INT, LONG) else t.graph.cast(x, kind)
+    kind = LOADED[dtype]
+    if kind == LONG and x.kind in (BOOL, INT):
+        kind = INT
+    return t.graph.cast(x, kind, _name_of(dtype))
 
 
-_DTYPE_KINDS = {**LOADED, torch.uint8: None, torch.int8: None, torch.int16: None}
+_NARROW = (torch.uint8, torch.int8, torch.int16)
 
 
 def _to(t: Recorder, input: Any, *args: Any, dtype: Any = None, device: Any = None, **_: Any) -> Node:
@@ -541,10 +550,9 @@ def _to(t: Recorder, input: Any, *args: Any, dtype: Any = None, device: Any = No
     x = t.node(input)
     if not dtypes:
         return x
-    kind = _DTYPE_KINDS.get(dtypes[0])
-    if kind is None:
+    if dtypes[0] not in LOADED or dtypes[0] in _NARROW:
         raise _Refused  # narrower integers would wrap
-    return _cast(t, x, INT if kind == LONG and x.kind == BOOL else kind)
+    return _cast(t, x, dtypes[0])
 
 
 def _filled(value: Any) -> Make:
@@ -615,11 +623,11 @@ _OPERATIONS: dict[str, Make] = {
     "relu": _relu,
     "square": _square,
     "reciprocal": _reciprocal,
-    "float": _cast_to(FLOAT),
-    "double": _cast_to(FLOAT),
-    "int": _cast_to(INT),
-    "long": _cast_to(LONG),
-    "bool": _cast_to(BOOL),
+    "float": _cast_to(torch.float32),
+    "double": _cast_to(torch.float64),
+    "int": _cast_to(torch.int32),
+    "long": _cast_to(torch.int64),
+    "bool": _cast_to(torch.bool),
     "to": _to,
     "type": _to,
     "type_as": _to,
