@@ -7,6 +7,7 @@ default dtype counts as float32 whatever it is: what a call computes does not de
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,21 +48,25 @@ _STEPS = frozenset(("floor", "ceil", "trunc", "lt", "le", "gt", "ge", "eq", "ne"
 Value = Tensor | bool | int | float
 
 
+@dataclass(frozen=True)
 class Precision:
-    """How :func:`evaluate` computes floats: as torch does, or as kernels may differ from that.
+    """How :func:`evaluate` computes: as torch does, or as kernels may differ from that.
 
-    floats: the dtype of all floats, in place of their own. nudge: relative error of what steps, comparisons and
-    integers are made of.
+    Attributes:
+        floats: the dtype of all floats, in place of their own.
+        nudge: relative error of floats that steps, comparisons and integers are made of.
+        wraps: whether integers have 32 bits.
     """
 
-    def __init__(self, floats: torch.dtype | None = None, nudge: float = 0.0) -> None:
-        self.floats, self.nudge = floats, nudge
+    floats: torch.dtype | None = None
+    nudge: float = 0.0
+    wraps: bool = False
 
     def of(self, x: Value) -> Value:
-        """A captured element, or the result of a cast."""
-        if self.floats is None or not _is_float(x):
-            return x
-        return x.to(self.floats)
+        """A value that has its dtype from a tensor or a cast."""
+        if self.floats is not None and _is_float(x):
+            return x.to(self.floats)  # type: ignore[union-attr]
+        return x.int().long() if self.wraps and isinstance(x, Tensor) and x.dtype == torch.int64 else x
 
     def before_step(self, x: Value) -> Value:
         """An operand of a step."""
@@ -108,7 +113,7 @@ def evaluate(
         else:
             if node.op in _STEPS:
                 args[0] = precision.before_step(args[0])
-            value = _computed(node, args, scores.device)
+            value = precision.of(_computed(node, args, scores.device))
         values[node] = reached.only(value)
     found = reached.noticed(_tensor(values[output], scores.device))
     return found if output.kind == BOOL else found.to(scores.dtype)

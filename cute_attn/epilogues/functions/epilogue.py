@@ -14,7 +14,7 @@ from torch import Tensor
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
 from cute_attn.epilogues.base import TRACED, Epilogue, is_registered, register_epilogue
 from cute_attn.epilogues.chain import run_if
-from cute_attn.epilogues.functions.definition import evaluate
+from cute_attn.epilogues.functions.definition import AS_TORCH, Precision, evaluate
 from cute_attn.epilogues.functions.device import (
     Expressions,
     Positions,
@@ -183,11 +183,11 @@ class FunctionEpilogue(Epilogue):
         return cls.evaluated(scores, coords, inputs.extra.get(cls.name, ()))
 
     @classmethod
-    def evaluated(cls, scores: Any, coords: Any, args: tuple) -> Any:
+    def evaluated(cls, scores: Any, coords: Any, args: tuple, precision: Precision = AS_TORCH) -> Any:
         """The reference with these arguments."""
         names = ("batch", "head", "query", "key")
         values = {"score": scores, **{name: getattr(coords, name) for name in names}}
-        return evaluate(cls.output, values, args).expand_as(scores)
+        return evaluate(cls.output, values, args, precision).expand_as(scores)
 
 
 class BlockMaskEpilogue(FunctionEpilogue):
