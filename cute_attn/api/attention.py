@@ -613,12 +613,13 @@ def with_functions(
 ) -> Sequence[str] | Mapping[str, Any]:
     """The epilogues and, after them, the one that functions are traced to."""
     device = q.device if isinstance(q, Tensor) else None
+    dtype = torch.float64 if isinstance(q, Tensor) and q.dtype == torch.float64 else torch.float32
     if torch.compiler.is_compiling():
         from cute_attn.api import outside_graphs
 
-        name, tensors = outside_graphs.epilogue_of(score_mod, mask_mod, device)
+        name, tensors = outside_graphs.epilogue_of(score_mod, mask_mod, device, dtype)
     else:
-        name, tensors = epilogue_of(score_mod, mask_mod, device)
+        name, tensors = epilogue_of(score_mod, mask_mod, device, dtype)
         _hold_for_graphs(name, q)
     if not name:
         return epilogues

@@ -4,18 +4,23 @@ print(check_epilogue("relative_position", table))
 print(check_epilogue(score_mod))  # against torch's evaluation of the function
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
+from cute_attn import reference
 from cute_attn.epilogues.base import Epilogue, example_args, user_epilogue
+from cute_attn.epilogues.functions.definition import Precision
+from cute_attn.epilogues.functions.epilogue import FunctionEpilogue
+from cute_attn.epilogues.functions.graph import ordered
 from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.epilogues.functions.trace import kind_of
-from cute_attn.reference.tilings import SMALL, TILINGS, TINY, Scores, Tiling
+from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.reference.tilings import SMALL, TILINGS, TINY, Gradients, Scores, Tiling
+from cute_attn.traits import Traits
 
 FORWARD = (SMALL, "wgmma1-64x80")
 BACKWARD = ("warps2x1-32x32", "wgmma1-32x64-transposed")
@@ -29,18 +34,26 @@ class Checked:
     """What an epilogue's device code computed beside its reference.
 
     Attributes:
-        what: "forward" or "backward", and the tiling.
+        what: "forward", "backward" or "gradient of" a captured tensor, and the tiling.
         error: the largest absolute difference; infinite where one side masks a score that the other does not.
         allowed: the largest one that rounding explains.
+        precision: what of kernels' arithmetic explains a larger one, such as that they do not round to 16 bits.
     """
 
     what: str
     error: float
     allowed: float
+    precision: str = ""
 
     @property
     def passed(self) -> bool:
-        return self.error <= self.allowed  # False for NaN
+        return self.error <= self.allowed or bool(self.precision)  # False for NaN
+
+    @property
+    def verdict(self) -> str:
+        if self.error <= self.allowed:
+            return "ok"
+        return f"differs in precision: {self.precision}" if self.precision else "wrong"
 
 
 @dataclass(frozen=True)
@@ -63,8 +76,7 @@ class EpilogueCheck:
 
     def __str__(self) -> str:
         lines = [
-            f"{one.what:40} largest difference {one.error:.1e}, allowed {one.allowed:.1e}  "
-            + ("ok" if one.passed else "wrong")
+            f"{one.what:40} largest difference {one.error:.1e}, allowed {one.allowed:.1e}  {one.verdict}"
             for one in self.comparisons
         ]
         if not self.differentiable:
@@ -83,9 +95,11 @@ def check_epilogue(
     """Run a registered epilogue's device code on the CPU, for every thread, and compare it with its ``reference``.
 
     Of a score_mod or a mask_mod that reference is compared, too: with what torch computes where it calls the function
-    by vmap, its lookups clamped, and with autograd's derivative of that.
+    by vmap, and with autograd's derivative of that. Kernels compute its floats in fp32, without rounding to 16 bits. A
+    difference that this explains is said to be one of precision; it is no error.
 
-    Scores, and with a ``backward`` their gradients, on tilings of Ampere and of Hopper. Needs no GPU; takes seconds.
+    Scores, and with a ``backward`` their gradients and those of captured tensors, on tilings of Ampere and of Hopper.
+    Needs no GPU; takes seconds.
 
     Args:
         epilogue: the class, or the name that it is registered under; or a function as ``attention`` takes it for
@@ -96,6 +110,7 @@ def check_epilogue(
 
     Raises:
         ValueError: nothing is registered under the name, or it takes arguments and there are none.
+        IndexError: a function reads an element that its tensor does not have, for one of the scores.
     """
     sizes, found = (batch, nheads, seqlen_q, seqlen_k), []
     if isinstance(epilogue, str):
@@ -104,28 +119,18 @@ def check_epilogue(
         name = epilogue.name  # type: ignore[attr-defined]
     else:
         kind = kind_of(epilogue)
-        name, args = epilogue_of(*((epilogue, None) if kind == "score_mod" else (None, epilogue)))
+        score_mod, mask_mod = (epilogue, None) if kind == "score_mod" else (None, epilogue)
+        name, args = epilogue_of(score_mod, mask_mod, dtype=torch.float64)  # that of the reference below
         if not name:
             return EpilogueCheck("", (), True)
         found = _function(epilogue, kind, Scores.random(*sizes, extra={name: args}), name)
-    cls = user_epilogue(name)
     problem = Scores.random(*sizes, extra={name: args or example_args(name, *sizes)})
-    found += [_forward(problem, TILINGS[tiling].of(name), tiling) for tiling in FORWARD]
-    if cls.differentiable():
-        found += [_backward(problem, TINY[tiling].of(name, op="backward"), tiling) for tiling in BACKWARD]
-    return EpilogueCheck(name, tuple(found), cls.differentiable())
-
-
-class _ClampedLookups(TorchFunctionMode):
-    """``tensor[indices]`` with indices clamped to the tensor's bounds."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__getitem__:
-            table, index = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
-            if all(isinstance(x, Tensor) and not x.is_floating_point() for x in index):
-                clamped = [x.clamp(0, n - 1) for x, n in zip(index, table.shape, strict=False)]
-                return table[tuple(clamped)]
-        return func(*args, **(kwargs or {}))
+    check = _Check(problem, name)
+    found += [check.forward(TILINGS[tiling].of(name), tiling) for tiling in FORWARD]
+    if check.cls.differentiable():
+        for tiling in BACKWARD:
+            found += check.backward(tiling)
+    return EpilogueCheck(name, tuple(found), check.cls.differentiable())
 
 
 def for_each(function: Callable, takes_score: bool = False) -> Callable[..., Tensor]:
@@ -152,41 +157,165 @@ def _function(function: Callable, kind: str, problem: Scores, name: str) -> list
     indices = [x.flatten() for x in (coords.batch, coords.head, coords.query, coords.key)]
     scores = [(problem.products.double() * problem.scale).requires_grad_() for _ in range(2)]
     got = user_epilogue(name).reference(scores[0], coords, problem.inputs)
-    with _ClampedLookups():
-        if kind == "mask_mod":
-            expected = scores[1].masked_fill(~for_each(function)(*indices), -torch.inf)
-        else:
-            expected = for_each(function, True)(scores[1], *indices).double()
-    checked = [_compared("forward, the trace", got.detach(), expected.detach(), 1.0)]
+    if kind == "mask_mod":
+        expected = scores[1].masked_fill(~for_each(function)(*indices), -torch.inf)
+    else:
+        expected = for_each(function, True)(scores[1], *indices).double()
+    rounding = _rounding_of(name)
+    checked = [_compared("forward, the trace", got.detach(), expected.detach(), 1.0, rounding)]
     if expected.requires_grad:
         seen = expected.detach().isfinite()
         for result in (got, expected):
             result.backward(torch.where(seen, 1.0, 0.0).double())
         slope, right = (torch.zeros_like(x) if x.grad is None else x.grad for x in scores)
-        checked.append(_compared("backward, the trace", slope, right, 1.0))
+        checked.append(_compared("backward, the trace", slope, right, 1.0, rounding))
     return checked
 
 
-def _forward(problem: Scores, tiling: Tiling, name: str) -> Checked:
-    assert tiling.traits is not None
-    got, expected = problem.emulate(tiling).scores, problem.expected_scores(tiling.traits)
-    return _compared(f"forward, {name}", got, expected, 1.0)
+def _rounding_of(name: str) -> float:
+    """Of 16-bit numbers, which torch's vmap rounds in other places; 0 where a function has none."""
+    dtypes = {x.dtype for x in ordered(user_epilogue(name).output)}
+    return max(
+        (4 * torch.finfo(getattr(torch, x)).eps for x in dtypes & {"float16", "bfloat16"}), default=0.0
+    )
 
 
-def _backward(problem: Scores, tiling: Tiling, name: str) -> Checked:
-    assert tiling.traits is not None
-    grad_out = torch.randn(problem.q.shape, generator=torch.Generator().manual_seed(1))
-    expected = problem.expected_gradients(tiling.traits, grad_out)
-    got = problem.differentiate(tiling, grad_out, expected.lse, -expected.dpsum)
-    # A gradient is a difference of two numbers as large as those of dO V^T.
-    largest = float(torch.einsum("bqhd,bkhd->bhqk", grad_out, problem.v).abs().max())
-    return _compared(f"backward, {name}", got.scores, expected.scores.float(), largest)
+_STEP = 4e-6
+"""Relative error of a float after some operations in fp32, beside which a step may fall on either side."""
 
 
-def _compared(what: str, got: Tensor, expected: Tensor, least: float) -> Checked:
+def _precisions(cls: type[Epilogue]) -> dict[str, list[Precision]]:
+    """How a traced function's kernels may compute, by what explains a difference."""
+    if not isinstance(cls, FunctionEpilogue):
+        return {}
+    dtypes = {x.dtype for x in ordered(cls.output)}
+    as_kernels = "kernels compute floats in fp32"
+    if dtypes & {"float16", "bfloat16"}:
+        as_kernels = "kernels do not round to 16 bits"
+    elif "float64" in dtypes:
+        as_kernels = "kernels round float64 to fp32"
+    steps = [Precision(dtype, sign * _STEP) for dtype in (None, torch.float32) for sign in (1, -1)]
+    return {
+        as_kernels: [Precision(torch.float32), Precision(torch.float64)],
+        "a step where fp32 rounds": steps,
+        "kernels have 32-bit integers here": [Precision(wraps=True)],
+    }
+
+
+class _Check:
+    """An epilogue's device code beside its reference, and where they differ beside what explains it."""
+
+    def __init__(self, problem: Scores, name: str) -> None:
+        self.problem, self.name = problem, name
+        self.cls = user_epilogue(name)
+        self.precisions = _precisions(self.cls)
+        self.computed: Tensor | None = None  # scores of kernels, where they differ from the reference's
+
+    def _features(self, traits: Traits, precision: Precision) -> reference.Features:
+        args = self.problem.inputs.extra[self.name]
+
+        def evaluated(scores: Tensor, coords: reference.ScoreCoords, inputs: ScoreInputs) -> Tensor:
+            return self.cls.evaluated(scores, coords, args, precision)
+
+        return reference.Features(traits.mask, traits.dropout, (evaluated,))
+
+    def _explained(self, found: Checked, got: Tensor, expected: Tensor, of: Callable[..., Tensor]) -> Checked:
+        """With what explains each of the elements that differ. of: the reference in a precision."""
+        if found.passed:
+            return found
+        differ, reasons = ~_equal(got, expected, found.allowed), []
+        for reason, precisions in self.precisions.items():
+            for precision in precisions:
+                explained = differ & _equal(got, of(precision), found.allowed)
+                differ = differ & ~explained
+                if explained.any() and reason not in reasons:
+                    reasons.append(reason)
+        return found if differ.any() else replace(found, precision="; ".join(reasons))
+
+    def forward(self, tiling: Tiling, what: str) -> Checked:
+        traits, problem = tiling.traits, self.problem
+        assert traits is not None
+        got, expected = problem.emulate(tiling).scores, problem.expected_scores(traits)
+        coords = problem.coords(traits)
+
+        def of(precision: Precision) -> Tensor:
+            features, raw = self._features(traits, precision), problem.products.double() * problem.scale
+            return reference.modify_scores(raw, coords, features, problem.inputs).float()
+
+        found = _compared(f"forward, {what}", got, expected, 1.0)
+        found = self._explained(found, got, expected, of)
+        if found.precision:
+            self.computed = got
+        return found
+
+    def backward(self, what: str) -> list[Checked]:
+        """Of the scores' gradients, and of those of captured tensors."""
+        found, problem, tiling = [], self.problem, TINY[what].of(self.name, op="backward")
+        assert tiling.traits is not None
+        grad_out = torch.randn(problem.q.shape, generator=torch.Generator().manual_seed(1))
+        # A gradient is a difference of two numbers as large as those of dO V^T.
+        largest = float(torch.einsum("bqhd,bkhd->bhqk", grad_out, problem.v).abs().max())
+        expected = self._gradients(tiling.traits, grad_out)
+        seen = torch.ones_like(expected.scores, dtype=torch.bool)
+        if self.computed is not None:  # a row with an infinite score has no gradient
+            seen = (self.computed.isfinite() | self.computed.isneginf()).all(-1, keepdim=True).expand_as(seen)
+
+        def of(precision: Precision) -> Tensor:
+            return self._gradients(tiling.traits, grad_out, precision).scores[seen].float()
+
+        given = problem.differentiate(tiling, grad_out, expected.lse, -expected.dpsum)
+        got, right = given.scores[seen], expected.scores[seen].float()
+        found.append(self._explained(_compared(f"backward, {what}", got, right, largest), got, right, of))
+        return found + self._captured(what, grad_out, largest)
+
+    def _gradients(
+        self,
+        traits: Traits,
+        grad_out: Tensor,
+        precision: Precision | None = None,
+        problem: Scores | None = None,
+    ) -> Gradients:
+        features = None if precision is None else self._features(traits, precision)
+        return (problem or self.problem).expected_gradients(traits, grad_out, features, self.computed)
+
+    def _captured(self, what: str, grad_out: Tensor, largest: float) -> list[Checked]:
+        """Of captured tensors with a gradient: the largest element's of each."""
+        args = self.problem.inputs.extra[self.name]
+        floats = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.is_floating_point()]
+        own, numbers = self.cls.with_gradients(tuple(floats)) or ("", ())
+        if not numbers or (
+            self.computed is not None and not self.computed.nan_to_num(neginf=0.0).isfinite().all()
+        ):
+            return []
+        leaves = [x.double().requires_grad_() if i in numbers else x for i, x in enumerate(args)]
+        tiling = TINY[what].of(self.name, op="backward")
+        assert tiling.traits is not None
+        expected = self._gradients(tiling.traits, grad_out, problem=_given(self.problem, self.name, leaves))
+        targets = [torch.zeros(leaves[i].shape) for i in numbers]
+        given = _given(self.problem, own, (*args, *targets))
+        given.differentiate(TINY[what].of(own, op="backward"), grad_out, expected.lse, -expected.dpsum)
+        return [
+            _compared(f"gradient of tensor {i}, {what}", found, leaves[i].grad.float(), largest)
+            for i, found in zip(numbers, targets, strict=True)
+        ]
+
+
+def _given(problem: Scores, name: str, args: Sequence[Any]) -> Scores:
+    return replace(problem, inputs=replace(problem.inputs, extra={name: tuple(args)}))
+
+
+def _equal(got: Tensor, expected: Tensor, allowed: float) -> Tensor:
+    """Where two are equal but for rounding; NaN and infinities are equal to themselves."""
+    return ((got - expected).abs() <= allowed) | (got == expected) | (got.isnan() & expected.isnan())
+
+
+def _compared(what: str, got: Tensor, expected: Tensor, least: float, rounding: float = 0.0) -> Checked:
+    """rounding: of 16-bit numbers, relative to the largest, which is a difference of precision."""
     finite = expected.isfinite()
-    values = expected[finite].abs()
-    allowed = _ROUNDING * max(least, float(values.max()) if values.numel() else 0.0)
-    if not torch.equal(got.isneginf(), expected.isneginf()):
-        return Checked(what, float("inf"), allowed)
-    return Checked(what, float((got - expected)[finite].abs().max()) if values.numel() else 0.0, allowed)
+    largest = max(least, float(expected[finite].abs().max()) if finite.any() else 0.0)
+    allowed = _ROUNDING * largest
+    error = float("inf")
+    if torch.equal(got.isneginf(), expected.isneginf()):
+        error = float((got - expected)[finite].abs().max()) if finite.any() else 0.0
+    rounds = allowed < error <= rounding * largest
+    return Checked(what, error, allowed, "torch rounds 16-bit numbers in other places" if rounds else "")

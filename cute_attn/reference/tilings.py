@@ -170,8 +170,17 @@ class Scores:
         )
         return out.transpose(1, 2).float(), lse.float()
 
-    def expected_gradients(self, traits: Traits, grad_out: Tensor) -> "Gradients":
-        """By autograd through the reference, in float64; lengths may be seqused ones."""
+    def expected_gradients(
+        self,
+        traits: Traits,
+        grad_out: Tensor,
+        features: reference.Features | None = None,
+        computed: Tensor | None = None,
+    ) -> "Gradients":
+        """By autograd through the reference, in float64; lengths may be seqused ones.
+
+        features: by default the traits'. computed: scores that take the place of the reference's, with its slopes.
+        """
         dropout_p = self.inputs.dropout_p
         raw = (self.products.double() * self.scale).requires_grad_()
         inputs, bias = self.inputs, None
@@ -179,7 +188,9 @@ class Scores:
             bias = inputs.bias.double().requires_grad_()
             inputs = replace(inputs, bias=bias)
         coords, exists = self._used_coords(traits)
-        scores = reference.modify_scores(raw, coords, self.features(traits), inputs)
+        scores = reference.modify_scores(raw, coords, features or self.features(traits), inputs)
+        if computed is not None:
+            scores = _Replaced.apply(scores, computed.double())  # type: ignore[no-untyped-call]
         scores = scores.masked_fill(~exists, -torch.inf)
         lse = scores.logsumexp(-1)
         empty = (lse == -torch.inf).unsqueeze(-1)
@@ -207,6 +218,18 @@ class Scores:
             coords = replace(coords, seqlen_k=used_k.view(batch, 1, 1, 1))  # type: ignore[arg-type]
         exists = (coords.query < coords.seqlen_q) & (coords.key < coords.seqlen_k)
         return coords, exists.expand(self.shape)
+
+
+class _Replaced(torch.autograd.Function):
+    """Other values with the same gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,9 @@ def test_a_kernel_that_spills_warns_once(fresh_cache, monkeypatch):
         assert compile(toy.NAME, "values=256", "sm80") is built
         assert compile(toy.NAME, target="sm80").resources.spill_store_bytes == 0
     forget(monkeypatch)
-    with pytest.warns(compiler.SpillWarning, match=text):  # as a call of an operator loads it, in a new process
+    with pytest.warns(
+        compiler.SpillWarning, match=text
+    ):  # as a call of an operator loads it, in a new process
         found = compiler.build(registry.lookup(TRAITS, "values=256", "sm80"), "sm80")
     assert found.from_cache
 

@@ -6,17 +6,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cutlass import Int32, cute
+from torch.nn.attention.flex_attention import create_block_mask
 
-from cute_attn import attention, score_mod
+from cute_attn import attention, attention_varlen, reference, score_mod
 from cute_attn.api import operators
 from cute_attn.epilogues.base import user_epilogue
 from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.functions.known import block_mask_epilogue_of, epilogue_of
+from cute_attn.host.block_masks import epilogue_of_block_mask
 from cute_attn.host.call import ATTENTION, NUM_TENSORS
 from cute_attn.host.epilogue_gradients import MAX_ELEMENTS, check_wanted, with_targets
 from cute_attn.kernels.backward_sm80.streamed import Streamed
 from cute_attn.reference.check_epilogue import BACKWARD, Scores
-from cute_attn.reference.tilings import TINY
+from cute_attn.reference.tilings import SMALL, TILINGS, TINY
 from tests.cpu.test_ops import call
 
 
@@ -192,3 +194,135 @@ def test_what_is_refused(monkeypatch):
         check_wanted(_called(torch.zeros(1).expand(2**31)), wanted)
     check_wanted(_called(torch.zeros(1).expand(2**31)), (True, False, False))
     assert len(_called(SLOPES)[:NUM_TENSORS]) == NUM_TENSORS
+
+
+# ---- scores that are hidden, where functions are infinite or NaN ----
+
+UNKNOWN = torch.cat([randn(3, 60), torch.full((3, 70), torch.nan)], 1)
+HIDDEN = {
+    "reciprocal": (lambda s, b, h, q, k: s / (q - k + 1), ()),
+    "kerple": (lambda s, b, h, q, k, x: s - x[h] * torch.log(1 + x[h] * (q - k)), (SLOPES.abs(),)),
+    "root": (lambda s, b, h, q, k, x: x[h] * torch.sqrt(s * 0 + (q - k + 1)) * s, (SLOPES,)),
+    "of the score": (lambda s, b, h, q, k: torch.sqrt(s + 0.1 * (q - k) + 9), ()),
+    "table": (lambda s, b, h, q, k, x: s * x[h, q] + torch.where(q >= k, x[h, k], torch.inf), (UNKNOWN,)),
+}
+ON_TILES = (
+    ("reciprocal", "causal_top_left", "wgmma1-32x64-transposed"),
+    ("reciprocal", "", "warps2x1-32x32"),
+    ("kerple", "causal_top_left", "warps2x1-32x32"),
+    ("kerple", "", "wgmma1-32x64-transposed"),
+    ("root", "causal_top_left", "wgmma1-32x64-transposed"),
+    ("of the score", "causal_top_left", "warps2x1-32x32"),
+    ("table", "causal_top_left", "warps2x1-32x32"),
+    ("table", "", "wgmma1-32x64-transposed"),
+)
+
+
+def seen_by(q, k):
+    return q >= k
+
+
+def of_visible(function, scores, seen, tensors):
+    """The function of the scores that are seen, at these alone; -inf elsewhere."""
+    at = seen.expand(scores.shape).nonzero(as_tuple=True)
+    return torch.full_like(scores, -torch.inf).index_put(at, function(scores[at], *at, *tensors))
+
+
+def with_tensors(function, tensors):
+    return lambda *cell: function(*cell, *tensors)
+
+
+@pytest.mark.parametrize(("case", "mask", "tiling"), ON_TILES)
+def test_hidden_scores_reach_no_gradient_of_a_kernel(case, mask, tiling):
+    """Neither those that a mask hides nor those beyond the lengths, which are no whole blocks."""
+    function, tensors = HIDDEN[case]
+    name, _ = epilogue_of(with_tensors(function, tensors), None if mask else lambda b, h, q, k: seen_by(q, k))
+    own, _ = user_epilogue(name).with_gradients(tuple(range(len(tensors))))
+    problem = Scores.random(2, 3, 70, 90)
+    used = torch.full((2,), 60, dtype=torch.int32)
+    problem = replace(problem, lengths=reference.Lengths(seqused_q=used, seqused_k=used))
+    leaves = [x.double().requires_grad_() for x in tensors]
+    raw = (problem.products.double() * problem.scale).requires_grad_()
+    q, k = torch.arange(70)[:, None], torch.arange(90)
+    scores = of_visible(function, raw, seen_by(q, k) & (q < 60) & (k < 60), leaves)
+    empty, lse = (q >= 60).expand(70, 1), scores.logsumexp(-1)
+    p = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    grad_out = torch.randn(problem.q.shape, generator=torch.Generator().manual_seed(1))
+    out = torch.einsum("bhqk,bkhd->bqhd", p, problem.v.double())
+    (out * grad_out).sum().backward()
+    minus_d = -(out * grad_out).sum(-1).transpose(1, 2).detach().float()
+    targets = tuple(torch.zeros(x.shape) for x in tensors)
+    tile = TINY[tiling].of(f"{mask}-seqused_q-seqused_k-{own}".removeprefix("-"), op="backward")
+    got = _with(problem, own, (*tensors, *targets)).differentiate(
+        tile, grad_out, lse.detach().float(), minus_d
+    )
+    assert got.p.isfinite().all()
+    torch.testing.assert_close(got.scores, raw.grad.float(), atol=1e-4, rtol=1e-4)
+    for found, leaf in zip(targets, leaves, strict=True):
+        largest = float(leaf.grad.abs().max())
+        torch.testing.assert_close(found.double(), leaf.grad, atol=2e-5 * largest, rtol=1e-4)
+
+
+HIDES = ("causal", "window", "mask_mod", "block_mask", "varlen", "seqused")
+
+
+@pytest.mark.parametrize("hides", HIDES)
+@pytest.mark.parametrize("case", ["reciprocal", "kerple", "root"])
+def test_hidden_scores_reach_no_gradient_on_the_cpu(case, hides):
+    function, tensors = HIDDEN[case]
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(1, 60, 3, 8, dtype=torch.float64, generator=generator) for _ in range(3))
+    leaves = [x.detach().clone().double().requires_grad_() for x in (q, k, v, *tensors)]
+    own = [x.detach().clone().requires_grad_() for x in leaves]
+    score_mod, length = with_tensors(function, own[3:]), 40 if hides == "seqused" else 60
+    if hides == "varlen":
+        starts = torch.tensor([0, 60], dtype=torch.int32)
+        packed = (x[0] for x in own[:3])
+        out = attention_varlen(*packed, starts, starts, 60, 60, causal=True, score_mod=score_mod)[None]
+    else:
+        options = {
+            "causal": {"causal": True},
+            "window": {"window": (20, 0)},
+            "mask_mod": {"mask_mod": lambda b, h, q, k: seen_by(q, k)},
+            "block_mask": {
+                "block_mask": create_block_mask(
+                    lambda b, h, q, k: seen_by(q, k), None, None, 60, 60, device="cpu", BLOCK_SIZE=16
+                )
+            },
+            "seqused": {
+                "mask_mod": lambda b, h, q, k: seen_by(q, k),
+                "seqused_k": torch.tensor([40], dtype=torch.int32),
+            },
+        }
+        out = attention(*own[:3], score_mod=score_mod, **options[hides])
+    at_q, at_k = torch.arange(60)[:, None], torch.arange(60)
+    seen = seen_by(at_q, at_k) & (at_k < length) & (at_q - at_k <= (20 if hides == "window" else 60))
+    scores = torch.einsum("bqhd,bkhd->bhqk", *leaves[:2]) * 8**-0.5
+    p = of_visible(function, scores, seen, leaves[3:]).softmax(-1)
+    expected = torch.einsum("bhqk,bkhd->bqhd", p, leaves[2])
+    weights = torch.randn(out.shape, dtype=out.dtype, generator=generator)
+    torch.testing.assert_close(out, expected)
+    got, right = (torch.autograd.grad((x * weights).sum(), of) for x, of in ((out, own), (expected, leaves)))
+    torch.testing.assert_close(got, right)
+
+
+@pytest.mark.parametrize("hides", ["causal", "blocks"])
+def test_hidden_scores_reach_no_output_of_a_kernel(hides):
+    function, tensors = HIDDEN["kerple"]
+    name, _ = epilogue_of(with_tensors(function, tensors), None)
+    problem, extra = Scores.random(1, 2, 140, 140), {name: tensors}
+    if hides == "blocks":
+        mask = create_block_mask(lambda b, h, q, k: seen_by(q, k), None, None, 140, 140, device="cpu")
+        other, lists = epilogue_of_block_mask(mask, problem.q, problem.k)
+        extra[other] = lists
+        made = TILINGS["warps4x1-128x32"].of(f"{name}-{other}")
+        assert made.epilogues.visits_lists
+    else:
+        made = TILINGS[SMALL].of(f"causal-{name}")
+    found = replace(problem, inputs=replace(problem.inputs, extra=extra)).emulate(made)
+    index = torch.arange(140)
+    scores = problem.products.double() * problem.scale
+    scores = of_visible(function, scores, seen_by(index[:, None], index), tensors)
+    torch.testing.assert_close(found.lse, scores.logsumexp(-1).float(), atol=1e-3, rtol=1e-3)
+    right = scores.softmax(-1).float() @ problem.v.transpose(1, 2)
+    torch.testing.assert_close(found.out, right, atol=2e-3, rtol=1e-2)

@@ -116,7 +116,9 @@ def test_a_wrong_derivative_is_found(monkeypatch):
 
 def test_a_wrong_trace_is_found(monkeypatch):
     monkeypatch.setattr(
-        graph.Graph, "cast", lambda self, x, kind: x if x.op != "const" else self.const(float(x.value))
+        graph.Graph,
+        "cast",
+        lambda self, x, kind, dtype="": x if x.op != "const" else self.const(float(x.value)),
     )
     found = check_epilogue(lambda s, b, h, q_idx, kv_idx: s * 1.5 + (s * 0.5).int())
     failed = [one.what for one in found.comparisons if not one.passed]

@@ -117,7 +117,7 @@ def test_objects_and_partial_functions_are_functions():
     for name, function in functions.items():
         assert score_mod(name)(function) is function
         assert user_epilogue(name).written.__module__ == __name__
-        assert user_epilogue(name).lowered.slope.is_const(2.0)
+        assert user_epilogue(name).lowered.slope.node.is_const(2.0)
 
 
 @pytest.mark.parametrize("name", ["causal", "my-bias", "d64", "", "Bias", relative])

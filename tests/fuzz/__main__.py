@@ -19,7 +19,9 @@ def _kind(fault: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--cases", type=int, default=1000)
-    parser.add_argument("--emulated", type=int, default=0, help="how many of their functions also run as device code")
+    parser.add_argument(
+        "--emulated", type=int, default=0, help="how many of their functions also run as device code"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--door", action="append", help="only these doors")
     parser.add_argument("--known", action="append", default=[], help="also draw rules of this known fault")
@@ -34,7 +36,7 @@ def main() -> int:
     from tests.fuzz.judge import FLOOR, Fault, judge, shrunk
 
     if options.floor:
-        FLOOR['fp64'] = options.floor
+        FLOOR["fp64"] = options.floor
 
     if options.case:
         print(judge(eval(options.case, {"Case": Case})))

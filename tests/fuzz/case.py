@@ -114,7 +114,11 @@ def draw_case(choices: Choices, doors: dict[str, Any], known: Sequence[str] = ()
     if "causal_as_pytorch" in takes:
         own["causal"] = pick((False, "top_left"))
     if "window" in takes and choices.one_in(4):
-        own["window"] = pick(((2, 0), (0, None), (None, 0), (3, 0))) if own["causal"] else pick(((2, 1), (0, 0), (None, 3)))
+        own["window"] = (
+            pick(((2, 0), (0, None), (None, 0), (3, 0)))
+            if own["causal"]
+            else pick(((2, 1), (0, 0), (None, 3)))
+        )
     if "scale" in takes and choices.one_in(3):
         own["scale"] = pick((0.5, 1.0, 0.0, -0.25))
     if "softcap" in takes and choices.one_in(4):
@@ -122,7 +126,9 @@ def draw_case(choices: Choices, doors: dict[str, Any], known: Sequence[str] = ()
     if "alibi" in takes and choices.one_in(4):
         own["alibi"] = pick(("heads", "batches"))
     if "bias" in takes and choices.one_in(3):
-        own["bias"] = pick(("fp32", "same", "bool", "bf16")) if "any_bias" in takes else pick(("same", "bool"))
+        own["bias"] = (
+            pick(("fp32", "same", "bool", "bf16")) if "any_bias" in takes else pick(("same", "bool"))
+        )
         own["bias_broadcast"] = "".join(x for x in "bhqk" if choices.one_in(3))
         own["bias_layout"] = pick(("contiguous", "padded", "last_dim", "expanded"))
     if "sinks" in takes and choices.one_in(4):
@@ -141,7 +147,13 @@ def draw_case(choices: Choices, doors: dict[str, Any], known: Sequence[str] = ()
         names = ("q", "k", "v", *(x for x in ("bias", "sinks") if getattr(case, x) not in ("", "bool")))
         return replace(case, grads=tuple(x for x in names if not choices.one_in(3)))
     floats = [name for name in case.captured if SOURCES[name].is_float]
-    leaves = ["q", "k", "v", *(x for x in ("bias", "sinks", "alibi") if getattr(case, x) not in ("", "bool")), *floats]
+    leaves = [
+        "q",
+        "k",
+        "v",
+        *(x for x in ("bias", "sinks", "alibi") if getattr(case, x) not in ("", "bool")),
+        *floats,
+    ]
     if "grads" in takes and choices.one_in(2):
         own["grads"] = tuple(x for x in leaves if choices.one_in(2))
     if case.captured and choices.one_in(2):
@@ -179,7 +191,7 @@ def _integers(dtype: torch.dtype, low: int, high: int, *sizes: Any) -> Source:
 
 
 def _shape(case: Case, sizes: tuple) -> list[int]:
-    """"b", "h", "q", "k" and "l" are batch, heads, queries, keys and the longer of these; at least one each."""
+    """ "b", "h", "q", "k" and "l" are batch, heads, queries, keys and the longer of these; at least one each."""
     m, n = case.longest
     named = {"b": len(case.sequences), "h": case.nheads, "q": m, "k": n, "l": max(m, n)}
     return [max(1, named[x]) if isinstance(x, str) else x for x in sizes]
@@ -197,7 +209,9 @@ SOURCES = {
     "strided": Source(lambda case, g: torch.randn(_shape(case, ("b", 4)), generator=g).T, True),
     "cap": _floats(torch.float32),
     "temperature": _floats(torch.float64),
-    "document": Source(lambda case, g: torch.randint(0, 3, _shape(case, ("b", "l")), generator=g).sort().values),
+    "document": Source(
+        lambda case, g: torch.randint(0, 3, _shape(case, ("b", "l")), generator=g).sort().values
+    ),
     "lengths": _integers(torch.int32, 1, 9, "b"),
     "signed": _integers(torch.int16, -3, 4, 6),
     "unsigned": _integers(torch.uint8, 0, 250, 8),
@@ -207,7 +221,9 @@ SOURCES = {
     "tables": Source(lambda case, g: [torch.randn(n, 3, generator=g) for n in _shape(case, ("b", "h"))]),
     "named": Source(lambda case, g: {"cap": torch.randn((), generator=g)}),
     "holder": Source(
-        lambda case, g: SimpleNamespace(slopes=torch.rand(_shape(case, ("h",)), generator=g), factor=case.seed % 7 / 4)
+        lambda case, g: SimpleNamespace(
+            slopes=torch.rand(_shape(case, ("h",)), generator=g), factor=case.seed % 7 / 4
+        )
     ),
     "factor": Source(lambda: 0.75, other=0.25),
     "steps": Source(lambda: 3, other=2),
@@ -246,7 +262,13 @@ class Functions:
 
     def define(self) -> None:
         """New functions over the values."""
-        self.scope = {"__name__": "fuzz", "torch": torch, "math": math, "functools": functools, "operator": operator}
+        self.scope = {
+            "__name__": "fuzz",
+            "torch": torch,
+            "math": math,
+            "functools": functools,
+            "operator": operator,
+        }
         exec(HELPERS, self.scope)
         made = [
             _defined(self.scope, kind, body, self.case.form, self.values) if body else None
@@ -375,7 +397,10 @@ class Inputs:
         def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.randn(shape, generator=generator).to(dtype)
 
-        rows = [(sum(x[i] for x in case.lengths),) if case.lengths else (case.batch, case.longest[i]) for i in (0, 1)]
+        rows = [
+            (sum(x[i] for x in case.lengths),) if case.lengths else (case.batch, case.longest[i])
+            for i in (0, 1)
+        ]
         made: dict[str, Any] = {
             "q": randn(*rows[0], case.nheads, case.head_dim),
             "k": randn(*rows[1], case.nheads_kv, case.head_dim),

@@ -46,7 +46,12 @@ class Door:
 def _options(case: Case, inputs: Inputs) -> dict[str, Any]:
     """Of ``attention`` and its kind."""
     own = {"softmax_scale": case.scale, "causal": case.causal, "window": case.window, "softcap": case.softcap}
-    return own | {"alibi_slopes": inputs.alibi, "bias": inputs.bias, "sinks": inputs.sinks, "return_lse": True}
+    return own | {
+        "alibi_slopes": inputs.alibi,
+        "bias": inputs.bias,
+        "sinks": inputs.sinks,
+        "return_lse": True,
+    }
 
 
 def _lengths(case: Case, inputs: Inputs) -> Tensor | None:
@@ -76,7 +81,9 @@ class _ByBackward(torch.autograd.Function):
     """``attention`` whose backward is ``attention_backward``."""
 
     @staticmethod
-    def forward(ctx: Any, own: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> Any:
+    def forward(
+        ctx: Any, own: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None
+    ) -> Any:
         given = own | dict(zip(("bias", "sinks"), others, strict=True))
         out, lse = attention(q, k, v, **given)
         ctx.own = own
@@ -88,7 +95,10 @@ class _ByBackward(torch.autograd.Function):
         *tensors, bias, sinks = ctx.saved_tensors
         names = ("q", "k", "v", "bias", "sinks")
         wanted = [name for name, needed in zip(names, ctx.needs_input_grad[1:], strict=True) if needed]
-        own = {name: x for name, x in ctx.own.items() if name != "return_lse"} | {"bias": bias, "sinks": sinks}
+        own = {name: x for name, x in ctx.own.items() if name != "return_lse"} | {
+            "bias": bias,
+            "sinks": sinks,
+        }
         found = cute_attn.attention_backward(grads[0], *tensors, grad_lse=grads[1], wanted=wanted, **own)
         by_name = dict(zip(wanted, found, strict=True))
         return (None, *(by_name.get(name) for name in names))
@@ -182,7 +192,12 @@ def _minus_infinity(out: Tensor, lse: Tensor) -> Results:
 
 def _flash(case: Case, inputs: Inputs, functions: Functions) -> Results:
     """Also of keys and values, or all three, in one tensor."""
-    q, k, v, options = inputs.q, inputs.k, inputs.v, _flash_options(case, inputs) | {"return_attn_probs": True}
+    q, k, v, options = (
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        _flash_options(case, inputs) | {"return_attn_probs": True},
+    )
     alike = case.head_dim == case.head_dim_v
     if alike and q.shape == k.shape and case.extra % 3 == 1:
         found = flash_attn.flash_attn_qkvpacked_func(torch.stack((q, k, v), 2), **options)
@@ -260,12 +275,16 @@ def _registered(case: Case, inputs: Inputs, functions: Functions) -> Results:
     given = {}
     for kind, body in (("score", case.score), ("mask", case.mask)):
         names = [x for x in case.captured if x in body.replace("\n", " ")]
-        if any(not isinstance(functions.values[x], Tensor | float | int) or functions.values[x] is True for x in names):
+        if any(
+            not isinstance(functions.values[x], Tensor | float | int) or functions.values[x] is True
+            for x in names
+        ):
             raise NotDrawn("arguments are tensors, floats and ints")
         values = tuple(functions.values[x] for x in names)
         if body:
             of = tuple(
-                (x.dtype, x.dim(), x.dim() and x.stride(-1)) if isinstance(x, Tensor) else type(x) for x in values
+                (x.dtype, x.dim(), x.dim() and x.stride(-1)) if isinstance(x, Tensor) else type(x)
+                for x in values
             )
             given[_registered_name(kind, body, tuple(names), of, functions)] = values
     return _attention(case, inputs, functions, epilogues=given)
@@ -293,23 +312,51 @@ DOORS = {
         (*SCORES, "top_left", "head_dim_v", "bias", "any_bias", "sinks", "used", "score", "mask", "grads"),
     ),
     "attention_backward": Door(
-        _backward, (*SCORES, "top_left", "head_dim_v", "bias", "any_bias", "sinks", "used", "score", "mask", "own_grads")
+        _backward,
+        (
+            *SCORES,
+            "top_left",
+            "head_dim_v",
+            "bias",
+            "any_bias",
+            "sinks",
+            "used",
+            "score",
+            "mask",
+            "own_grads",
+        ),
     ),
     "attention_varlen": Door(
         _varlen,
-        (*SCORES, "top_left", "head_dim_v", "bias", "any_bias", "sinks", "used", "score", "mask", "lengths", "grads"),
+        (
+            *SCORES,
+            "top_left",
+            "head_dim_v",
+            "bias",
+            "any_bias",
+            "sinks",
+            "used",
+            "score",
+            "mask",
+            "lengths",
+            "grads",
+        ),
     ),
     "block_mask": Door(
         functools.partial(_block_mask, "block_size"),
         (*SCORES, "bias", "sinks", "used", "score", "mask", "only_mask", "grads"),
     ),
     "create_block_mask": Door(
-        functools.partial(_block_mask, "BLOCK_SIZE"), (*SCORES, "sinks", "score", "mask", "only_mask", "grads")
+        functools.partial(_block_mask, "BLOCK_SIZE"),
+        (*SCORES, "sinks", "score", "mask", "only_mask", "grads"),
     ),
     "flex_attention": Door(_flex, ("scale", "gqa", "layout", "head_dim_v", "score", "mask", "grads")),
     "registered": Door(_registered, (*SCORES, "bias", "any_bias", "score", "only_score", "mask", "grads")),
     "sdpa": Door(
-        _sdpa, ("nonempty", "aligned", "causal_as_pytorch", "scale", "layout", "bias", "grads"), ("fp32", "fp16", "bf16"), _serving_sdpa
+        _sdpa,
+        ("nonempty", "aligned", "causal_as_pytorch", "scale", "layout", "bias", "grads"),
+        ("fp32", "fp16", "bf16"),
+        _serving_sdpa,
     ),
     "flash_attn_func": Door(_flash, (*SCORES, "grads"), ALL),
     "flash_attn_varlen_func": Door(_flash_varlen, (*SCORES, "lengths", "grads"), ALL),

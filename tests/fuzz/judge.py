@@ -154,13 +154,17 @@ def _defined(case: Case, inputs: Inputs, functions: Functions, dtype: torch.dtyp
 def _gradients(case: Case, found: Results, leaves: dict[str, Tensor]) -> Results:
     """Of the leaves, for random gradients of out and, where the case's seed is odd, lse."""
     generator = torch.Generator().manual_seed(case.seed)
-    outputs = [found["out"]] + ([found["lse"]] if "lse" in found and case.seed % 2 and case.door != "sdpa" else [])
+    outputs = [found["out"]] + (
+        [found["lse"]] if "lse" in found and case.seed % 2 and case.door != "sdpa" else []
+    )
     weights = [torch.randn(x.shape, generator=generator).to(x) for x in outputs]
     pairs = [pair for pair in zip(outputs, weights, strict=True) if pair[0].requires_grad]
     if not leaves or not pairs:
         return {f"d{name}": torch.zeros_like(x) for name, x in leaves.items()}
     outputs, weights = zip(*pairs, strict=True)
-    gradients = torch.autograd.grad(outputs, tuple(leaves.values()), weights, materialize_grads=True, allow_unused=True)
+    gradients = torch.autograd.grad(
+        outputs, tuple(leaves.values()), weights, materialize_grads=True, allow_unused=True
+    )
     return {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}
 
 

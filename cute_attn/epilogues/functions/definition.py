@@ -1,6 +1,13 @@
-"""A graph as torch operations on tensors of scores and indices: the reference of a traced function."""
+"""A graph as torch operations on tensors of scores and indices: the reference of a traced function.
 
+Values have the dtypes that torch gives them where it calls the function for one score: indices are int64, captured
+elements have their tensor's dtype, a Python number takes no part in promotion, and a 16-bit result is rounded. Torch's
+default dtype counts as float32 whatever it is: what a call computes does not depend on it.
+"""
+
+import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,56 +15,200 @@ from torch import Tensor
 
 from cute_attn.epilogues.functions.graph import BOOL, FLOAT, Node, ordered
 
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "add": torch.add,
-    "sub": torch.sub,
-    "mul": torch.mul,
-    "div": torch.div,
-    "floordiv": torch.floor_divide,
-    "mod": torch.remainder,
-    "minimum": torch.minimum,
-    "maximum": torch.maximum,
+_NUMBERS: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "floordiv": operator.floordiv,
+    "mod": operator.mod,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+    "shl": operator.lshift,
+    "shr": operator.rshift,
+    "neg": operator.neg,
+    "abs": abs,
+    "where": torch.where,
+    **{name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")},
+}
+"""What takes Python's numbers beside tensors."""
+_TENSORS: dict[str, Callable[..., Tensor]] = {
     "clamp_min": lambda x, least: torch.clamp(x, min=least),
     "clamp_max": lambda x, most: torch.clamp(x, max=most),
     "detach": torch.detach,
-    "and": torch.bitwise_and,
-    "or": torch.bitwise_or,
-    "xor": torch.bitwise_xor,
     "not": torch.bitwise_not,
-    "shl": torch.bitwise_left_shift,
-    "shr": torch.bitwise_right_shift,
-    **{name: getattr(torch, name) for name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "where")},
-    **{name: getattr(torch, name) for name in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh")},
-    **{name: getattr(torch, name) for name in ("sigmoid", "sin", "cos", "floor", "ceil", "trunc")},
+    **{name: getattr(torch, name) for name in ("minimum", "maximum", "exp", "exp2", "log", "log2", "sqrt")},
+    **{
+        name: getattr(torch, name)
+        for name in ("rsqrt", "tanh", "sigmoid", "sin", "cos", "floor", "ceil", "trunc")
+    },
 }
+_STEPS = frozenset(("floor", "ceil", "trunc", "lt", "le", "gt", "ge", "eq", "ne"))
+
+Value = Tensor | bool | int | float
 
 
-def evaluate(output: Node, inputs: Mapping[str, Tensor], tensors: Sequence[Tensor | float]) -> Tensor:
-    """The output for inputs that broadcast to the scores' shape; floats in the scores' dtype, integers in int64."""
+@dataclass(frozen=True)
+class Precision:
+    """How :func:`evaluate` computes: as torch does, or as kernels may differ from that.
+
+    Attributes:
+        floats: the dtype of all floats, in place of their own.
+        nudge: relative error of floats that steps, comparisons and integers are made of.
+        wraps: whether integers have 32 bits.
+    """
+
+    floats: torch.dtype | None = None
+    nudge: float = 0.0
+    wraps: bool = False
+
+    def of(self, x: Value) -> Value:
+        """A value that has its dtype from a tensor or a cast."""
+        if self.floats is not None and _is_float(x):
+            return x.to(self.floats)  # type: ignore[union-attr]
+        return x.int().long() if self.wraps and isinstance(x, Tensor) and x.dtype == torch.int64 else x
+
+    def before_step(self, x: Value) -> Value:
+        """An operand of a step."""
+        return x + abs(x) * self.nudge if self.nudge and _is_float(x) else x
+
+
+AS_TORCH = Precision()
+
+
+def evaluate(
+    output: Node,
+    inputs: Mapping[str, Tensor],
+    tensors: Sequence[Tensor | float],
+    precision: Precision = AS_TORCH,
+) -> Tensor:
+    """The output for inputs that broadcast to the scores' shape: a predicate, or scores in their own dtype.
+
+    Where the output gets no gradient, such as at keys that a mask hides, nothing does, whatever the slopes are there.
+
+    Raises:
+        IndexError: on the CPU, a score, hidden or not, reads an element that its tensor does not have. Elsewhere the
+            nearest one is read, as by kernels.
+    """
     scores = inputs["score"]
-    values: dict[Node, Tensor] = {}
-
-    def typed(x: Tensor, kind: str) -> Tensor:
-        return x.to(scores.dtype if kind == FLOAT else torch.bool if kind == BOOL else torch.int64)
-
+    values: dict[Node, Value] = {}
+    reached = _Reached(torch.broadcast_shapes(*(x.shape for x in inputs.values())))
     for node in ordered(output):
         args = [values[arg] for arg in node.args]
         if node.op in inputs:
-            value = inputs[node.op]
+            value: Value = precision.of(inputs[node.op])
         elif node.op == "const":
-            value = typed(torch.full((), node.value, device=scores.device), node.kind)
+            value = node.value
         elif node.op == "extent":
             number, axis = node.value
-            value = torch.full((), tensors[number].shape[axis], device=scores.device)
+            value = _tensor_of(tensors, number).shape[axis]
         elif node.op == "cast":
-            value = typed(args[0], node.kind)
+            x = args[0] if node.kind == FLOAT else precision.before_step(args[0])
+            dtype = (
+                getattr(torch, node.dtype) if node.dtype else None
+            )  # None: operations promote by themselves
+            value = precision.of(x if dtype is None else _tensor(x, scores.device, dtype))
         elif node.op == "load":
-            table = tensors[node.value]
-            if not isinstance(table, Tensor):
-                table = torch.full((), table, dtype=torch.float64, device=scores.device)
-            index = [x.clamp(0, size - 1) for x, size in zip(args, table.shape, strict=True)]
-            value = typed(table[tuple(index)] if index else table, node.kind)
+            value = precision.of(_element(tensors[node.value], args, scores.device))
         else:
-            value = _OPERATIONS[node.op](*args)
-        values[node] = value
-    return values[output]
+            if node.op in _STEPS:
+                args[0] = precision.before_step(args[0])
+            value = precision.of(_computed(node, args, scores.device))
+        values[node] = reached.only(value)
+    found = reached.noticed(_tensor(values[output], scores.device))
+    return found if output.kind == BOOL else found.to(scores.dtype)
+
+
+def _tensor_of(tensors: Sequence[Tensor | float], number: int) -> Tensor:
+    tensor = tensors[number]
+    assert isinstance(tensor, Tensor)
+    return tensor
+
+
+def _is_float(x: Value) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _tensor(x: Value, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A Python number as a tensor, of the dimensions that all others have."""
+    if isinstance(x, Tensor):
+        return x if dtype is None else x.to(dtype)
+    if dtype is None:
+        dtype = torch.bool if isinstance(x, bool) else torch.int64 if isinstance(x, int) else torch.float32
+    return torch.full((1, 1, 1, 1), x, dtype=dtype, device=device)
+
+
+def _element(table: Tensor | float, index: Sequence[Value], device: torch.device) -> Value:
+    if not isinstance(table, Tensor):
+        return table
+    if not index:
+        return table.view(1, 1, 1, 1)
+    places = []
+    for axis, (one, size) in enumerate(zip(index, table.shape, strict=True)):
+        place = _tensor(one, device).long()
+        if device.type == "cpu":
+            _check_index(place, table.shape, axis)
+        else:
+            place = torch.where(place < 0, place + size, place).clamp(0, size - 1)
+        places.append(place)
+    return table[tuple(places)]
+
+
+def _check_index(index: Tensor, shape: torch.Size, axis: int) -> None:
+    if not index.numel():
+        return
+    size, ends = shape[axis], [int(x) for x in index.aminmax()]
+    for end in ends:
+        if not -size <= end < size:
+            raise IndexError(
+                f"a function reads index {end} of dimension {axis} of its tensor of shape {tuple(shape)}, for one of "
+                f"the scores, hidden ones included; accepted: {-size} to {size - 1}"
+            )
+
+
+def _computed(node: Node, args: list[Value], device: torch.device) -> Value:
+    """An operation's result: with tensors in place of numbers, and floats of integers, where it needs them."""
+    floats = node.kind == FLOAT or any(isinstance(x, float) for x in args)
+    own = args[1:] if node.op == "where" else args
+    if floats and not any(map(_is_float, own)):
+        own = [_tensor(x, device, torch.float32) for x in own]
+    elif node.op in ("sub", "neg") and any(isinstance(x, Tensor) and x.dtype == torch.bool for x in own):
+        own = [x.long() if isinstance(x, Tensor) and x.dtype == torch.bool else x for x in own]
+    if node.op in _TENSORS:
+        typed = [x for x in own if isinstance(x, Tensor)] or [_tensor(own[0], device)]
+        own = [
+            x if isinstance(x, Tensor) else _tensor(x, device, torch.result_type(typed[0], x)) for x in own
+        ]
+        return _TENSORS[node.op](*own)
+    if node.op == "where":
+        return torch.where(_tensor(args[0], device), *own)  # type: ignore[arg-type]
+    return _NUMBERS[node.op](*own)
+
+
+class _Reached:
+    """In a backward: the scores that get a gradient. Others get none by a slope, which may be NaN there."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        self.shape, self.scores = shape, torch.empty(0)
+
+    def noticed(self, output: Tensor) -> Tensor:
+        """The output, whose gradient says which."""
+
+        def notice(gradient: Tensor) -> None:
+            self.scores = gradient != 0
+
+        return self._hooked(output, notice)
+
+    def only(self, x: Value) -> Value:
+        """A value with a gradient of its own for each score, which are summed afterwards."""
+        if not isinstance(x, Tensor):
+            return x
+        return self._hooked(x, lambda gradient: torch.where(self.scores, gradient, 0.0))
+
+    def _hooked(self, x: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Tensor:
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        x = x.expand(self.shape)
+        x.register_hook(hook)
+        return x

@@ -12,7 +12,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from cute_attn.device.math import exp2, fabs, fma, log2, reciprocal, tanh_base2
 from cute_attn.device.score_tile import ScoreTile
 from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, KEY, LONG, QUERY, Node, ordered
-from cute_attn.epilogues.functions.lowering import least, varies
+from cute_attn.epilogues.functions.lowering import bounds, varies
 
 TYPES: dict[str, Any] = {BOOL: Boolean, INT: Int32, LONG: Int64, FLOAT: Float32}
 ELEMENTS: dict[str, Any] = {
@@ -88,7 +88,7 @@ class Expressions:
         """The part of a tensor behind the indices of a work tile."""
         number, indices = row
         tensor = self.tensors[number]
-        first = [within(x, self.of(x), size) for x, size in zip(indices, tensor.shape, strict=False)]
+        first = [element_index(x, self.of(x), size) for x, size in zip(indices, tensor.shape, strict=False)]
         return tensor[(*first, *(None,) * (len(tensor.shape) - len(first)))]
 
     def of(self, node: Node, known: Callable[[Node], dict[Node, Any]] | None = None) -> Any:
@@ -123,14 +123,17 @@ class Expressions:
             row = row_of(node)
             if row is not None and row in self.rows:
                 tensor, indices = self.rows[row], indices[len(row[1]) :]
-            element = tensor[tuple(within(*one) for one in indices)]
+            element = tensor[tuple(element_index(*one) for one in indices)]
         return element != 0 if node.kind == BOOL else TYPES[node.kind](element)
 
 
-def within(node: Node, index: Any, size: Any) -> Any:
-    """An index clamped to a dimension."""
-    index = cutlass.min(index, type(index)(size - 1))
-    return Int32(index if least(node) >= 0 else cutlass.max(index, type(index)(0)))
+def element_index(node: Node, index: Any, size: Any) -> Any:
+    """An index as Python's, a negative one from the end; beyond a dimension the nearest one."""
+    kind = type(index)
+    if bounds(node)[0] < 0:
+        index = cutlass.select_(index < 0, index + kind(size), index)
+        return Int32(cutlass.max(cutlass.min(index, kind(size - 1)), kind(0)))
+    return Int32(cutlass.min(index, kind(size - 1)))
 
 
 def over_tile(
@@ -166,21 +169,17 @@ def over_tile(
 
 
 class Positions:
-    """The inputs that vary within a tile: query, key, what follows from both, and the accumulator.
+    """The inputs that vary within a tile: query, key, what follows from both, and the accumulator."""
 
-    last_q, last_k: what positions are clamped to, or None.
-    """
-
-    def __init__(self, nodes: Iterable[Node], last_q: Int32 | None, last_k: Int32 | None) -> None:
+    def __init__(self, nodes: Iterable[Node]) -> None:
         self.inputs = [x for x in nodes if x.op in ("query", "key", "acc", "distance", "order")]
-        self.last_q, self.last_k = last_q, last_k
         self._known: dict[tuple, Any] = {}
 
     def of_row(self, tile: ScoreTile, r: int) -> dict[Node, Any]:
-        return {x: self._query(tile, r) for x in self.inputs if x.op == "query"}
+        return {x: tile.row0 + tile.rows[r] for x in self.inputs if x.op == "query"}
 
     def of_col(self, tile: ScoreTile, c: int) -> dict[Node, Any]:
-        return {x: self._key(tile, c) for x in self.inputs if x.op == "key"}
+        return {x: tile.col0 + tile.cols[c] for x in self.inputs if x.op == "key"}
 
     def of_element(self, tile: ScoreTile, r: int, c: int) -> dict[Node, Any]:
         values: dict[Node, Any] = {x: tile.acc[r, c] for x in self.inputs if x.op == "acc"}
@@ -192,16 +191,6 @@ class Positions:
                 values[x] = _OPERATIONS[x.value](*self._ordered(tile, r, c))
         return values
 
-    def _query(self, tile: ScoreTile, r: int) -> Int32:
-        return _at_most(tile.row0 + tile.rows[r], self.last_q)
-
-    def _key(self, tile: ScoreTile, c: int) -> Int32:
-        return _at_most(tile.col0 + tile.cols[c], self.last_k)
-
-    @property
-    def _clamps(self) -> bool:
-        return self.last_q is not None or self.last_k is not None
-
     def _kept(self, key: tuple, make: Callable[[], Any]) -> Any:
         if key not in self._known:
             self._known[key] = make()
@@ -209,9 +198,6 @@ class Positions:
 
     def _distance(self, tile: ScoreTile, r: int, c: int, kind: Any) -> Any:
         """query - key, as a number of that type: of a row's or a column's, where these are fewer, and a constant."""
-        if self._clamps:
-            query = self._kept(("query", r, kind), lambda: kind(self._query(tile, r)))
-            return query - self._kept(("key", c, kind), lambda: kind(self._key(tile, c)))
         if len(tile.rows) <= len(tile.cols):
             of_row = self._kept(("row", r, kind), lambda: kind(tile.row0 + tile.rows[r] - tile.col0))
             return of_row - kind(tile.cols[c])
@@ -220,18 +206,11 @@ class Positions:
 
     def _ordered(self, tile: ScoreTile, r: int, c: int) -> tuple[Int32, Int32]:
         """Two numbers that compare as query and key do, one of them a constant."""
-        if self._clamps:
-            return self._query(tile, r), self._key(tile, c)
         if len(tile.rows) <= len(tile.cols):
             first = self._kept(("row", r, Int32), lambda: tile.row0 + tile.rows[r] - tile.col0)
             return first, Int32(tile.cols[c])
-        return self._kept(("col", c, Int32), lambda: tile.row0 - tile.col0 - tile.cols[c]), Int32(
-            -tile.rows[r]
-        )
-
-
-def _at_most(position: Int32, last: Int32 | None) -> Int32:
-    return position if last is None else cutlass.min(position, last)
+        of_col = self._kept(("col", c, Int32), lambda: tile.row0 - tile.col0 - tile.cols[c])
+        return of_col, Int32(-tile.rows[r])
 
 
 # ---- operations ----

@@ -5,13 +5,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import cutlass
 import torch
 from cutlass import Float32, Int32, cute
 from torch import Tensor
 
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
 from cute_attn.epilogues.base import TRACED, Epilogue, register_traced
-from cute_attn.epilogues.functions.definition import evaluate
+from cute_attn.epilogues.chain import run_if
+from cute_attn.epilogues.functions.definition import AS_TORCH, Precision, evaluate
 from cute_attn.epilogues.functions.device import (
     Expressions,
     Positions,
@@ -20,7 +22,7 @@ from cute_attn.epilogues.functions.device import (
     rows_of,
     uniform_roots,
 )
-from cute_attn.epilogues.functions.gradients import add_elements, amount_of, offset_in
+from cute_attn.epilogues.functions.gradients import add_elements, amount_of, offset_in, times_slope
 from cute_attn.epilogues.functions.graph import SCORE, Graph, Node, digest, ordered
 from cute_attn.epilogues.functions.lowering import Lowered, Term, lower
 from cute_attn.epilogues.functions.trace import Trace
@@ -114,7 +116,8 @@ class FunctionEpilogue(Epilogue):
 
     @property
     def _slope(self) -> Node | None:
-        return self.lowered.slope if self.differentiates else None
+        slope = self.lowered.slope
+        return slope.node if slope is not None and self.differentiates else None
 
     def _all(self) -> tuple[Node, ...]:
         return (self.lowered.forward,) if self._slope is None else (self.lowered.forward, self._slope)
@@ -137,10 +140,22 @@ class FunctionEpilogue(Epilogue):
     ) -> None:
         values = dict(zip(uniform_roots(*self._all()), state.values, strict=True))
         rows = dict(zip(rows_of(*self._all()), state.rows, strict=True))
-        last_q = state.last_q if self.differentiates and self.lowered.clamps_q else None
-        last_k = state.last_k if self.differentiates and self.lowered.clamps_k else None
-        positions = Positions(ordered(*outputs), last_q, last_k)
-        over_tile(tile, Expressions(values, state.tensors, rows), positions, outputs, write)
+        over_tile(
+            tile, Expressions(values, state.tensors, rows), Positions(ordered(*outputs)), outputs, write
+        )
+
+    def _finish(self, state: FunctionState, tile: ScoreTile) -> None:
+        """Hide queries beyond the sequence from a backward, where their scores may be NaN."""
+        if not (self.differentiates and self.lowered.unbounded):
+            return
+        last = state.last_q - tile.row0
+
+        def hide() -> None:
+            for r, row in enumerate(tile.rows):
+                for c in range(len(tile.cols)):
+                    tile.acc[r, c] = cutlass.select_(row <= last, tile.acc[r, c], -Float32.inf)
+
+        run_if(last < max(tile.rows), hide)
 
     def forward(self, state: FunctionState, tile: ScoreTile, loaded: tuple = ()) -> Any:
         outputs = self._all() if self.lowered.keeps_slope else (self.lowered.forward,)
@@ -154,6 +169,7 @@ class FunctionEpilogue(Epilogue):
                 slopes[r, c] = slope[0]
 
         self._over(state, tile, outputs, write)
+        self._finish(state, tile)
         return slopes
 
     def backward(self, state: FunctionState, tile: ScoreTile, saved: Any) -> None:
@@ -163,22 +179,22 @@ class FunctionEpilogue(Epilogue):
         elif self.lowered.keeps_slope:
             for r in range(len(tile.rows)):
                 for c in range(len(tile.cols)):
-                    tile.acc[r, c] = tile.acc[r, c] * saved[r, c]
-        elif not slope.is_const(1.0):
+                    tile.acc[r, c] = times_slope(tile.acc[r, c], saved[r, c], slope)
+        elif not slope.node.is_const(1.0):
 
             def write(r: int, c: int, factor: Float32) -> None:
-                tile.acc[r, c] = tile.acc[r, c] * factor
+                tile.acc[r, c] = times_slope(tile.acc[r, c], factor, slope)
 
-            self._over(state, tile, (slope,), write)
+            self._over(state, tile, (slope.node,), write)
 
     def reference(self, scores: Any, coords: Any, inputs: ScoreInputs) -> Any:  # type: ignore[override]
         return self.evaluated(scores, coords, inputs.extra.get(self.name, ()))
 
-    def evaluated(self, scores: Any, coords: Any, args: tuple) -> Any:
+    def evaluated(self, scores: Any, coords: Any, args: tuple, precision: Precision = AS_TORCH) -> Any:
         """The reference with these arguments."""
         names = ("batch", "head", "query", "key")
         values = {"score": scores, **{name: getattr(coords, name) for name in names}}
-        return evaluate(self.output, values, args).expand_as(scores)
+        return evaluate(self.output, values, args, precision).expand_as(scores)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -257,13 +273,13 @@ class GradientEpilogue(FunctionEpilogue):
         return tuple(as_kernels_read(x) for x in inputs.extra[self.name])
 
     def _all(self) -> tuple[Node, ...]:
-        terms = [x for term in self.lowered.terms for x in (*term.indices, term.slope)]
+        terms = [x for term in self.lowered.terms for x in (*term.indices, term.slope.node)]
         return (*super()._all(), *terms)
 
     @property
     def _kept(self) -> list[Node]:
         """What the forward computes for the backward: slopes that vary with the score, the scores' own first."""
-        slopes = [self._slope, *(term.slope for term in self.lowered.terms)]
+        slopes = [self._slope, *(term.slope.node for term in self.lowered.terms)]
         return list(dict.fromkeys(x for x in slopes if x is not None and x.parts & SCORE))
 
     def begin(self, args: tuple, context: ScoreContext) -> FunctionState:
@@ -289,21 +305,22 @@ class GradientEpilogue(FunctionEpilogue):
                 own[r, c] = slope
 
         self._over(state, tile, (self.lowered.forward, *self._kept), write)
+        self._finish(state, tile)
         return saved
 
     def add_gradients(self, state: FunctionState, tile: ScoreTile, saved: tuple) -> None:
         kept = dict(zip(self._kept, saved, strict=True))
         for term, target in zip(self.lowered.terms, state.targets, strict=True):
-            self._add(state, tile, term, target, kept.get(term.slope))
+            self._add(state, tile, term, target, kept.get(term.slope.node))
 
     def backward(self, state: FunctionState, tile: ScoreTile, saved: tuple) -> None:
         kept: dict[Node | None, Any] = dict(zip(self._kept, saved, strict=True))
-        super().backward(state, tile, kept.get(self.lowered.slope))
+        super().backward(state, tile, kept.get(self._slope))
 
     def _add(self, state: FunctionState, tile: ScoreTile, term: Term, target: cute.Tensor, kept: Any) -> None:
         """Add to a term's gradient. kept: the slopes that the forward has computed, or None."""
         indices = term.indices[len(self._first(term)) :]
-        computed = (*indices, *((term.slope,) if kept is None else ()))
+        computed = (*indices, *((term.slope.node,) if kept is None else ()))
 
         def elements(use: Callable[[Int32, Float32], None]) -> None:
             def write(r: int, c: int, *values: Any) -> None:

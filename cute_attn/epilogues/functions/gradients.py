@@ -13,9 +13,9 @@ from cutlass import Boolean, Constexpr, Float32, Int32, Pointer, cute
 from cute_attn.device.lanes import add_to, adds_for, lanes_sum
 from cute_attn.device.math import on_device
 from cute_attn.device.score_tile import ScoreTile
-from cute_attn.epilogues.functions.device import within
+from cute_attn.epilogues.functions.device import element_index
 from cute_attn.epilogues.functions.graph import Node
-from cute_attn.epilogues.functions.lowering import Term
+from cute_attn.epilogues.functions.lowering import Slope, Term
 
 LANES = (1, 2, 4, 8, 16)
 
@@ -27,14 +27,22 @@ def offset_in(target: cute.Tensor, nodes: tuple[Node, ...], indices: tuple[Any, 
     """Of an element, its indices clamped to the tensor; of a tensor of no dimensions 0."""
     offset = Int32(0)
     for node, index, size, step in zip(nodes, indices, target.shape, target.stride, strict=False):
-        offset = offset + within(node, index, size) * Int32(step)
+        offset = offset + element_index(node, index, size) * Int32(step)
     return offset
+
+
+def times_slope(gradient: Float32, factor: Any, slope: Slope) -> Float32:
+    """The gradient times a slope's value; 0 of a score that has none, such as one that a mask hides."""
+    if slope.node.is_const(1.0):
+        return gradient
+    if not slope.unbounded:
+        return gradient * factor
+    return cutlass.select_(gradient == 0.0, Float32(0.0), gradient * factor)
 
 
 def amount_of(term: Term, tile: ScoreTile, at: tuple[int, int], slope: Any, exists: Boolean) -> Float32:
     """What a score adds to its element, but for factors of all scores; 0 for one beyond the sequences."""
-    gradient = tile.acc[at] if term.slope.is_const(1.0) else tile.acc[at] * slope
-    return cutlass.select_(exists, gradient, Float32(0.0))
+    return cutlass.select_(exists, times_slope(tile.acc[at], slope, term.slope), Float32(0.0))
 
 
 def add_elements(target: Pointer, scale: Float32, elements: Elements) -> None:

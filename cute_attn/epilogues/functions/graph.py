@@ -35,6 +35,8 @@ class Node:
         args: operands; of a load its indices.
         value: a constant's; of a load which tensor; of an extent which tensor and dimension.
         parts: of ``SCORE``, ``QUERY`` and ``KEY``, those that it varies with.
+        dtype: torch's name of an integer's dtype, "" of a Python number's; also of a captured float, and of the one
+            that a function casts to.
     """
 
     op: str
@@ -42,6 +44,7 @@ class Node:
     args: tuple["Node", ...]
     value: Any
     parts: int
+    dtype: str = ""
 
     def is_const(self, value: float | None = None) -> bool:
         """Whether it is a constant, or that one."""
@@ -54,14 +57,24 @@ class Graph:
     def __init__(self) -> None:
         self._made: dict[tuple, Node] = {}
 
-    def make(self, op: str, kind: str, args: Sequence[Node] = (), value: Any = None, parts: int = 0) -> Node:
-        """The node of these fields; ``parts`` beside its operands'."""
-        key = (op, kind, tuple(map(id, args)), type(value), repr(value))
+    def make(
+        self,
+        op: str,
+        kind: str,
+        args: Sequence[Node] = (),
+        value: Any = None,
+        parts: int = 0,
+        dtype: str = "",
+    ) -> Node:
+        """The node of these fields; ``parts`` beside its operands', dtype of an integer as torch promotes theirs."""
+        if kind in (INT, LONG) and op not in _OF_NO_DTYPE:
+            dtype = dtype or _promoted_dtype(args)
+        key = (op, kind, tuple(map(id, args)), type(value), repr(value), dtype)
         found = self._made.get(key)
         if found is None:
             for arg in args:
                 parts |= arg.parts
-            found = self._made[key] = Node(op, kind, tuple(args), value, parts)
+            found = self._made[key] = Node(op, kind, tuple(args), value, parts, dtype)
         return found
 
     def input(self, name: str) -> Node:
@@ -76,15 +89,18 @@ class Graph:
             kind = LONG
         return self.make("const", kind, value=value)
 
-    def cast(self, x: Node, kind: str) -> Node:
-        """x as another type: numbers become True where they are not 0, fp32 loses its fraction as an integer."""
-        if x.kind == kind:
+    def cast(self, x: Node, kind: str, dtype: str = "") -> Node:
+        """x as another type: numbers become True where they are not 0, fp32 loses its fraction as an integer.
+
+        dtype: that a function asks for; "" where torch's operations promote.
+        """
+        if x.kind == kind and (kind == BOOL or dtype in ("", x.dtype)):
             return x
         if x.op == "const":
             return self.make("const", kind, value={BOOL: bool, FLOAT: float}.get(kind, int)(x.value))
         if kind == BOOL:
             return self.compare("ne", x, self.const(0))
-        return self.make("cast", kind, (x,))
+        return self.make("cast", kind, (x,), dtype=dtype)
 
     def promoted(self, *args: Node, least: str = BOOL) -> tuple[Node, ...]:
         """All as the highest type among them, and at least that."""
@@ -119,7 +135,11 @@ class Graph:
 
     def detached(self, x: Node) -> Node:
         """x without a derivative, as torch's detach."""
-        return x if x.kind != FLOAT or x.op in ("const", "detach") else self.make("detach", FLOAT, (x,))
+        return (
+            x
+            if x.kind != FLOAT or x.op in ("const", "detach")
+            else self.make("detach", FLOAT, (x,), dtype=x.dtype)
+        )
 
     def where(self, condition: Node, a: Node, b: Node) -> Node:
         """a where the condition holds, else b."""
@@ -127,6 +147,19 @@ class Graph:
         if condition.op == "const" or a is b:
             return a if a is b or condition.value else b
         return self.make("where", a.kind, (condition, a, b))
+
+
+_OF_NO_DTYPE = frozenset(("const", "extent", "load"))
+"""Python's numbers, and what has the dtype that it is given."""
+WIDTHS = {"uint8": 8, "int8": 8, "int16": 16, "int32": 32, "int64": 64}
+
+
+def _promoted_dtype(args: Sequence[Node]) -> str:
+    """Of an operation's integers; bools and Python's numbers take no part."""
+    found = {x.dtype for x in args if x.dtype in WIDTHS}
+    if found == {"uint8", "int8"}:
+        return "int16"
+    return max(found, key=lambda name: WIDTHS[name], default="int64")
 
 
 def ordered(*outputs: Node) -> list[Node]:
@@ -148,7 +181,7 @@ def digest(output: Node, tensors: Sequence[str]) -> str:
     """16 hexadecimal digits of a graph, whose loads are numbered by ``tensors``' descriptions."""
     nodes = ordered(output)
     number = {node: i for i, node in enumerate(nodes)}
-    lines = [f"{x.op} {x.kind} {[number[arg] for arg in x.args]} {x.value!r}" for x in nodes]
+    lines = [f"{x.op} {x.kind} {x.dtype} {[number[arg] for arg in x.args]} {x.value!r}" for x in nodes]
     return hashlib.sha256("\n".join([*tensors, *lines]).encode()).hexdigest()[:16]
 
 

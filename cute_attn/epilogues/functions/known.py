@@ -29,12 +29,15 @@ _lock = threading.Lock()
 
 
 def epilogue_of(
-    score_mod: Callable | None, mask_mod: Callable | None, device: torch.device | None = None
+    score_mod: Callable | None,
+    mask_mod: Callable | None,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[str, tuple[Tensor, ...]]:
     """The registered name of functions, and the tensors that they capture; ("", ()) where they leave scores alone.
 
     Functions are traced once for each value of what they read, see :mod:`.reads`, and in each call where that cannot
-    be compared. An epilogue lives as long as one of the last functions, a gradient to come, or :func:`hold` needs it.
+    be compared. dtype: of scores. An epilogue lives as long as one of the last functions, a gradient to come, or :func:`hold` needs it.
 
     Raises:
         TypeError, ValueError: as :func:`cute_attn.epilogues.functions.trace.trace`.
@@ -47,7 +50,7 @@ def epilogue_of(
 
         return register_trace(traced)
 
-    return _known_or_traced(score_mod, mask_mod, device, (), register)
+    return _known_or_traced(score_mod, mask_mod, device, (dtype,), register)
 
 
 def block_mask_epilogue_of(
@@ -64,7 +67,7 @@ def block_mask_epilogue_of(
 
         return register_block_mask(traced, None if partial is None else trace(None, partial, device), unites)
 
-    return _known_or_traced(None, mask_mod, device, ("listed", partial is None, unites), register)
+    return _known_or_traced(None, mask_mod, device, (torch.float32, partial is None, unites), register)
 
 
 def hold(name: str) -> None:
@@ -81,7 +84,7 @@ def _known_or_traced(
     kind: tuple,
     register: Callable[[Trace], Any],
 ) -> tuple[str, tuple[Tensor, ...]]:
-    """kind: beside the functions, what ``register`` makes of their trace."""
+    """kind: the scores' dtype, and what else ``register`` makes of a trace."""
     for what, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if function is not None:
             check_function(what, function)
@@ -97,7 +100,7 @@ def _known_or_traced(
             return known.epilogue.name if known.epilogue is not None else "", tensors
     # What is kept serves calls with gradients as well; what serves this call alone sees torch's state as it is.
     with torch.set_grad_enabled(torch.is_grad_enabled() or reads.complete):
-        traced = trace(score_mod, mask_mod, device)
+        traced = trace(score_mod, mask_mod, device, kind[0])
         epilogue = register(traced)
     places = {id(x): i for i, x in enumerate(reads.tensors)}
     lasts = reads.complete and not traced.reads and all(id(x) in places for x in traced.tensors)

@@ -6,7 +6,7 @@ element, as in an epilogue written by hand.
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from cute_attn.device.math import LN_2, LOG2_E, TANH_UNIT
@@ -15,8 +15,10 @@ from cute_attn.epilogues.functions.graph import (
     FLOAT,
     INT,
     KEY,
+    LONG,
     QUERY,
     SCORE,
+    WIDTHS,
     Graph,
     Node,
     derivative,
@@ -71,6 +73,16 @@ _MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "
 """A comparison of a and b as one of b and a."""
 _EXACT = 1 << 24
 """Integers up to this are exact in fp32, and so are sequences' positions."""
+Bounds = tuple[float, float]
+"""What an integer is at least and at most."""
+
+
+@dataclass(frozen=True, eq=False)
+class Slope:
+    """A derivative, in natural units. unbounded: whether it may be NaN or infinite where a mask hides the key."""
+
+    node: Node
+    unbounded: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +97,7 @@ class Term:
 
     number: int
     indices: tuple[Node, ...]
-    slope: Node
+    slope: "Slope"
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,21 +107,20 @@ class Lowered:
     Attributes:
         terms: of the gradients of captured tensors.
         forward: what replaces an element of the accumulator, "acc".
-        slope: the derivative, in natural units; None where it is 0.
-        clamps_q, clamps_k: whether positions beyond the sequences are replaced by the last ones. Rows there have
-            P = 0 and no gradient, but not where a score is NaN; keys there are masked, but not the slope.
+        slope: the derivative by the score; None where it is 0.
+        unbounded: whether ``forward`` may be NaN or infinite beyond the sequences. Keys there are masked; queries
+            have P = 0, but not where their score is NaN.
     """
 
     forward: Node
-    slope: Node | None
-    clamps_q: bool
-    clamps_k: bool
+    slope: Slope | None
+    unbounded: bool
     terms: tuple[Term, ...] = ()
 
     @property
     def keeps_slope(self) -> bool:
         """Whether the backward needs the slope from the forward: it varies with the score."""
-        return self.slope is not None and bool(self.slope.parts & SCORE)
+        return self.slope is not None and bool(self.slope.node.parts & SCORE)
 
 
 def varies(node: Node) -> bool:
@@ -119,20 +130,19 @@ def varies(node: Node) -> bool:
 
 def lower(graph: Graph, output: Node, wanted: Collection[int] = ()) -> Lowered:
     """A traced graph for the device. wanted: numbers of tensors with a gradient."""
-    slope = derivative(graph, output)
-    loads = [x for x in ordered(output) if x.op == "load" and x.value in wanted]
-    slopes = [(load, derivative(graph, output, load)) for load in loads]
     lowering = _Lowering(graph)
+
+    def slope(by: Node | None = None) -> Slope | None:
+        found = derivative(graph, output, by)
+        if found is None:
+            return None
+        node = lowering.of(found)
+        return Slope(node, _may_be_nan(node))
+
     forward = lowering.scaled(lowering.of(output))
-    lowered_slope = None if slope is None else lowering.of(slope)
-    unbounded = _may_be_nan(forward) or (lowered_slope is not None and _may_be_nan(lowered_slope))
-    factor = lowered_slope is not None and not lowered_slope.is_const()
-    terms = tuple(
-        Term(load.value, tuple(map(lowering.of, load.args)), lowering.of(by_load))
-        for load, by_load in slopes
-        if by_load is not None
-    )
-    return Lowered(forward, lowered_slope, unbounded, unbounded and factor, terms)
+    loads = [(x, slope(x)) for x in ordered(output) if x.op == "load" and x.value in wanted]
+    terms = [Term(x.value, tuple(map(lowering.of, x.args)), own) for x, own in loads if own is not None]
+    return Lowered(forward, slope(), _may_be_nan(forward, True), tuple(terms))
 
 
 def lower_predicate(graph: Graph, predicate: Node) -> Node:
@@ -140,10 +150,25 @@ def lower_predicate(graph: Graph, predicate: Node) -> Node:
     return _Lowering(graph).of(predicate)
 
 
-def _may_be_nan(output: Node) -> bool:
-    """Whether a value that varies within a tile may be NaN beyond the sequences, where tensors may hold anything."""
-    nodes = (x for x in ordered(output) if x.parts)
-    return any(x.kind == FLOAT if x.op == "load" else x.op not in _BOUNDED for x in nodes)
+def _may_be_nan(x: Node, outermost: bool = False) -> bool:
+    """Whether a float may be NaN or infinite in scores that are hidden: tensors may hold anything for these.
+
+    outermost: -inf of this value is -inf of the score, which is no NaN.
+    """
+    if x.op == "const":
+        return not math.isfinite(x.value) and not (outermost and x.value < 0)
+    if x.kind != FLOAT or (x.op == "cast" and x.args[0].kind != FLOAT):
+        return False
+    if not x.parts:  # of all scores of a head, unless heads differ
+        by_head = any(y.op in ("batch", "head") for y in ordered(x))
+        return by_head and any(y.op != "load" and y.op not in _BOUNDED for y in ordered(x))
+    if x.op not in _BOUNDED:
+        return True
+    scaled = x.op == "mul" and x.args[1].op in ("inverse", "unit")
+    outermost = outermost and (
+        scaled or x.op in ("add", "where", "minimum", "maximum", "clamp_min", "clamp_max")
+    )
+    return any(_may_be_nan(arg, outermost) for arg in x.args)
 
 
 class _Lowering:
@@ -153,6 +178,7 @@ class _Lowering:
         self.inverse = graph.make("inverse", FLOAT)
         self.score = self.mul(self.acc, graph.make("unit", FLOAT))
         self._known: dict[Node, Node] = {}
+        self._bounds: dict[Node, Bounds] = {}
 
     def of(self, node: Node) -> Node:
         """The node's value in natural units."""
@@ -173,8 +199,12 @@ class _Lowering:
             if node.op in _MIRRORED:
                 ordered_op = node.op if args[0].op == "query" else _MIRRORED[node.op]
                 return g.make("order", BOOL, sorted(args, key=lambda x: x.op != "query"), ordered_op)
+        if node.kind in (INT, LONG) and node.args and node.op != "load":
+            return self._integer(node, args)
+        if node.kind == BOOL and len(args) == 2:
+            args = [*_of_one_width(g, args)]
         if node.op == "cast" and node.kind == FLOAT:
-            return self._float(args[0])
+            return args[0] if args[0].kind == FLOAT else self._float(args[0])
         if node.kind == FLOAT:
             if node.op == "mul":
                 return self.mul(*args)
@@ -245,7 +275,36 @@ class _Lowering:
             return self._is_free(x.args[0])
         return x.op == "mul" and any(map(self._is_free, x.args))
 
-    # ---- integers to fp32 ----
+    # ---- integers ----
+
+    def _integer(self, node: Node, args: list[Node]) -> Node:
+        """An integer as torch computes it: in 32 bits where that holds it, else in 64, and wrapped to its dtype."""
+        g, dtype = self.graph, RANGES[node.dtype]
+        if node.op == "cast" and args[0].kind in (INT, LONG) and within(self.bounds(node.args[0]), dtype):
+            return g.cast(args[0], node.kind if args[0].kind == INT or node.dtype != "int64" else LONG)
+        exact = exact_bounds(node, [self.bounds(arg) for arg in node.args if arg.kind != FLOAT])
+        kind = node.kind
+        if node.op != "cast":
+            shifts = node.op in ("shl", "shr") and not within(self.bounds(node.args[1]), (0, 31))
+            wide = node.dtype == "int64" and (shifts or not within(exact, RANGES["int32"]))
+            first = int(node.op == "where")
+            args = [*args[:first], *_of_one_width(g, args[first:], LONG if wide else kind)]
+            kind = args[-1].kind
+        made = g.make(node.op, kind, args, node.value, node.parts)
+        if within(exact, dtype) or node.dtype in ("int32", "int64"):
+            return made
+        return self._wrapped(made, node.dtype)
+
+    def _wrapped(self, x: Node, dtype: str) -> Node:
+        """The last bits of an integer of 32 bits, with their sign."""
+        g, unused = self.graph, self.graph.const(32 - WIDTHS[dtype])
+        if dtype == "uint8":
+            return g.make("and", INT, (x, g.const(255)))
+        return g.make("shr", INT, (g.make("shl", INT, (x, unused)), unused))
+
+    def bounds(self, node: Node) -> Bounds:
+        """Of a traced integer."""
+        return bounds(node, self._bounds)
 
     def _float(self, x: Node) -> Node:
         """x in fp32; of positions each on its own: a conversion costs as much as four additions."""
@@ -283,27 +342,111 @@ def _rank(x: Node) -> int:
     return 3 if varies(x) else 2 if x.parts else 1
 
 
-def least(x: Node) -> float:
-    """A number that no value of an integer node is below."""
-    args = [least(arg) for arg in x.args] if x.op in _LEAST else []
-    if x.op in ("query", "key", "batch", "head", "extent") or x.kind == BOOL:
-        return 0
-    if x.op == "const":
-        return x.value
-    return _LEAST[x.op](x, args) if args else -math.inf
+def _of_one_width(graph: Graph, args: Sequence[Node], least: str = INT) -> Sequence[Node]:
+    """Integers of 64 bits where one has these."""
+    if all(x.kind in (INT, LONG) for x in args):
+        kind = LONG if LONG in (least, *(x.kind for x in args)) else INT
+        return [x if x.kind == kind else graph.cast(x, kind) for x in args]
+    return args
 
 
-_LEAST: dict[str, Callable[[Node, list[float]], float]] = {
-    "add": lambda x, args: args[0] + args[1],
-    "abs": lambda x, args: 0,
-    "maximum": lambda x, args: max(args),
-    "clamp_min": lambda x, args: max(args),
-    "minimum": lambda x, args: min(args),
-    "clamp_max": lambda x, args: min(args),
-    "where": lambda x, args: min(args[1:]),
-    "mod": lambda x, args: 0 if args[1] > 0 else -math.inf,
-    "floordiv": lambda x, args: 0 if args[0] >= 0 and args[1] > 0 else -math.inf,
-    "and": lambda x, args: 0 if max(args) >= 0 else -math.inf,
-    "cast": lambda x, args: args[0] if x.args[0].kind in (BOOL, INT) else -math.inf,
+# ---- bounds of integers ----
+
+RANGES: dict[str, Bounds] = {
+    "uint8": (0, 2**8 - 1),
+    **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32, 64)},
 }
-"""Bounds from the operands'; sums of positions do not reach 32 bits."""
+_POSITION, _SIZE, _ELEMENT = 1 << 24, 1 << 30, 1 << 29
+"""Of sequences' positions, of captured tensors' dimensions, and of their 32-bit elements, which are taken for numbers
+whose sums with positions have 32 bits; products with them are computed in 64."""
+
+
+def within(x: Bounds, of: Bounds) -> bool:
+    return of[0] <= x[0] and x[1] <= of[1]
+
+
+def bounds(node: Node, known: dict[Node, Bounds] | None = None) -> Bounds:
+    """Of an integer, or a predicate as one, traced or lowered."""
+    known = {} if known is None else known
+    if node.kind == BOOL:
+        return (0, 1)
+    if node not in known:
+        args = [bounds(arg, known) for arg in node.args if arg.kind != FLOAT]
+        exact, own = exact_bounds(node, args), RANGES[node.dtype or "int64"]
+        known[node] = exact if within(exact, own) else own
+    return known[node]
+
+
+def exact_bounds(node: Node, args: Sequence[Bounds]) -> Bounds:
+    """Of a result before it is wrapped."""
+    if node.op == "const":
+        return (node.value, node.value)
+    if node.op in ("query", "key", "batch", "head"):
+        return (0, _POSITION)
+    if node.op == "extent":
+        return (0, _SIZE)
+    if node.op == "load" or not args:
+        dtype = node.dtype or "int32"
+        return (-_ELEMENT, _ELEMENT) if dtype == "int32" else RANGES[dtype]
+    rule = _BOUNDS.get(node.op)
+    return (-math.inf, math.inf) if rule is None else rule(*args)
+
+
+def _corners(op: Callable[[float, float], float]) -> Callable[[Bounds, Bounds], Bounds]:
+    def rule(a: Bounds, b: Bounds) -> Bounds:
+        found = [op(x, y) for x in a for y in b]
+        return (min(found), max(found))
+
+    return rule
+
+
+def _largest(*xs: Bounds) -> float:
+    return max(abs(end) for x in xs for end in x)
+
+
+def _mod_bounds(a: Bounds, b: Bounds) -> Bounds:
+    if b[0] > 0:
+        return (0, min(b[1] - 1, a[1]) if a[0] >= 0 else b[1] - 1)
+    return (1 - _largest(b), _largest(b) - 1)
+
+
+def _bits_bounds(a: Bounds, b: Bounds) -> Bounds:
+    """Of or and xor: no bit above the operands' is set, but for the sign."""
+    most = 2 ** int(_largest(a, b)).bit_length() - 1
+    return (0 if min(a[0], b[0]) >= 0 else -most - 1, most)
+
+
+def _and_bounds(a: Bounds, b: Bounds) -> Bounds:
+    positive = [x[1] for x in (a, b) if x[0] >= 0]
+    return (0, min(positive)) if positive else _bits_bounds(a, b)
+
+
+def _shl_bounds(a: Bounds, b: Bounds) -> Bounds:
+    if not within(b, (0, 63)):
+        return (-math.inf, math.inf)
+    return _corners(lambda x, y: x * 2**y)(a, b)
+
+
+_BOUNDS: dict[str, Callable[..., Bounds]] = {
+    "add": lambda a, b: (a[0] + b[0], a[1] + b[1]),
+    "sub": lambda a, b: (a[0] - b[1], a[1] - b[0]),
+    "distance": lambda a, b: (a[0] - b[1], a[1] - b[0]),
+    "mul": _corners(lambda x, y: x * y),
+    "neg": lambda a: (-a[1], -a[0]),
+    "not": lambda a: (-a[1] - 1, -a[0] - 1),
+    "abs": lambda a: (max(a[0], -a[1], 0), _largest(a)),
+    "minimum": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
+    "maximum": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
+    "clamp_max": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
+    "clamp_min": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
+    "floordiv": lambda a, b: (0 if a[0] >= 0 and b[0] > 0 else -_largest(a), _largest(a)),
+    "mod": _mod_bounds,
+    "and": _and_bounds,
+    "or": _bits_bounds,
+    "xor": _bits_bounds,
+    "shl": _shl_bounds,
+    "shr": lambda a, b: (min(a[0], 0), max(a[1], 0)) if b[0] >= 0 else (-math.inf, math.inf),
+    "where": lambda c, a, b: (min(a[0], b[0]), max(a[1], b[1])),
+    "cast": lambda a: a,
+}
+"""Of an operation's operands the result's."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
-from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, KINDS, LONG, Graph, Node, ordered
+from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, KINDS, LONG, SCORE, Graph, Node, ordered
 
 SIGNATURES = {
     "score_mod": ("score", "batch", "head", "query", "key"),
@@ -82,14 +82,15 @@ def trace(
     score_mod: Callable | None = None,
     mask_mod: Callable | None = None,
     device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Trace:
-    """The graph of ``score_mod``, then ``mask_mod``, which hides keys by -inf.
+    """The graph of ``score_mod``, then ``mask_mod``, which hides keys by -inf. dtype: of scores.
 
     Raises:
         TypeError: a function does what has no node; the sentence names it.
         ValueError: it takes an element of a tensor without any.
     """
-    recorder = Recorder(device or torch.device("cpu"))
+    recorder = Recorder(device or torch.device("cpu"), dtype)
     return _renumbered(recorder, _output(recorder, score_mod, mask_mod))
 
 
@@ -103,7 +104,7 @@ def trace_with_arguments(
     Raises:
         TypeError: also where one refers to another tensor.
     """
-    recorder = Recorder(torch.device("cpu"), arguments)
+    recorder = Recorder(torch.device("cpu"), torch.float32, arguments)
     output = _output(recorder, score_mod, mask_mod)
     if len(recorder.tensors) > len(arguments) or recorder.reads:
         recorder.refuse("refers to a tensor that is none of its arguments", "tensors as arguments")
@@ -137,7 +138,8 @@ def _renumbered(recorder: "Recorder", output: Node) -> Trace:
         value = node.value
         if node.op == "load":
             value = used.setdefault(value, len(used))
-        changed[node] = graph.make(node.op, node.kind, [changed[x] for x in node.args], value, node.parts)
+        args = [changed[x] for x in node.args]
+        changed[node] = graph.make(node.op, node.kind, args, value, node.parts, node.dtype)
     tensors = tuple(recorder.tensors[i] for i in used)
     return Trace(graph, changed[output], tensors, recorder.reads)
 
@@ -150,9 +152,9 @@ class Recorder(TorchFunctionMode):
             as a tensor's value by ``item``; "" for nothing. The trace holds for that value alone.
     """
 
-    def __init__(self, device: torch.device, arguments: Sequence[Any] = ()) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, arguments: Sequence[Any] = ()) -> None:
         super().__init__()
-        self.graph, self.device = Graph(), device
+        self.graph, self.device, self.dtype = Graph(), device, dtype
         self.tensors: list[Any] = list(arguments)
         self.arguments = [self._argument(number, x) for number, x in enumerate(arguments)]
         self.what = self.reads = ""
@@ -176,16 +178,17 @@ class Recorder(TorchFunctionMode):
         finally:
             self._is_open = False
 
-    def symbol(self, node: Node, dtype: torch.dtype | None = None) -> "Symbol":
-        """A traced value. dtype: of an element of a tensor."""
-        return Symbol(self, node, dtype)
+    def symbol(self, node: Node) -> "Symbol":
+        """A traced value."""
+        return Symbol(self, node)
 
     def _argument(self, number: int, x: Any) -> "Symbol | Argument":
         """What stands for an argument of a function behind those of its signature."""
         if isinstance(x, Tensor) and x.dim():
             return Argument(self, x, (), number)
         kind = LOADED.get(x.dtype, FLOAT) if isinstance(x, Tensor) else FLOAT if isinstance(x, float) else INT
-        return self.symbol(self.graph.make("load", kind, (), number))
+        dtype = _dtype_name(x.dtype) if isinstance(x, Tensor) else ""
+        return self.symbol(self.graph.make("load", kind, (), number, dtype=dtype))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -273,7 +276,7 @@ class Recorder(TorchFunctionMode):
         if KINDS.index(node.kind) > KINDS.index(x.node.kind) and (node.kind, x.node.kind) != (LONG, INT):
             was, new = _THE_KINDS[x.node.kind], _THE_KINDS[node.kind]
             self.refuse(f"writes {new} in place of {was} by {name}", "results of the value's own dtype")
-        x.node = self.graph.cast(node, x.node.kind)
+        x.node = self.graph.cast(node, x.node.kind, x.node.dtype)
         return x
 
     def _metadata(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -328,7 +331,7 @@ class Recorder(TorchFunctionMode):
             number = next((i for i in captured if self.tensors[i] is tensor), len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(tensor)
-        return self.graph.make("load", kind, indices, number)
+        return self.graph.make("load", kind, indices, number, dtype=_dtype_name(tensor.dtype))
 
     def lookup(self, table: Any, index: Any) -> Any:
         """``table[index]``: an element, or what is left to index."""
@@ -361,11 +364,15 @@ class Recorder(TorchFunctionMode):
             kind = Argument if isinstance(table, Argument) else Row
             return kind(self, tensor, tuple(nodes), number)
         node = self.load(tensor, tuple(nodes), number)
-        return self.symbol(self._differentiable(node), tensor.dtype)
+        return self.symbol(self._differentiable(node))
 
 
 class _Refused(Exception):
     """An operation is traced, but not with these arguments."""
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _first_traced(x: Any) -> "Symbol | Row | None":
@@ -412,13 +419,16 @@ class Symbol(_Traced):
     """Whether another value is in the same memory, as one that was detached."""
     _DTYPES: ClassVar[dict[str, torch.dtype]] = {
         BOOL: torch.bool,
-        INT: torch.int32,
+        INT: torch.int64,
         LONG: torch.int64,
         FLOAT: torch.float32,
     }
 
-    def __new__(cls, recorder: Recorder, node: Node, dtype: torch.dtype | None = None) -> "Symbol":
-        dtype = dtype or cls._DTYPES[node.kind]
+    def __new__(cls, recorder: Recorder, node: Node) -> "Symbol":
+        if node.dtype:
+            dtype = getattr(torch, node.dtype)
+        else:
+            dtype = recorder.dtype if node.parts & SCORE and node.kind == FLOAT else cls._DTYPES[node.kind]
         made = cls._of(cls, recorder, (), dtype)
         made.node, made.own_dtype = node, dtype
         return made
@@ -684,16 +694,21 @@ def _reciprocal(t: Recorder, input: Any) -> Node:
     return t.graph.binary("div", t.graph.const(1.0), t.node(input), FLOAT)
 
 
-def _cast_to(kind: str) -> Make:
-    return lambda t, input: _cast(t, t.node(input), kind)
+def _cast_to(dtype: torch.dtype) -> Make:
+    return lambda t, input: _cast(t, t.node(input), dtype)
 
 
-def _cast(t: Recorder, x: Node, kind: str) -> Node:
+def _cast(t: Recorder, x: Node, dtype: torch.dtype) -> Node:
     """An integer of 32 bits is not widened: its value is the same."""
-    return x if (x.kind, kind) == (INT, LONG) else t.graph.cast(x, kind)
+    if x.op == "score" and dtype == t.dtype:
+        return x
+    kind = LOADED[dtype]
+    if kind == LONG and x.kind in (BOOL, INT):
+        kind = INT
+    return t.graph.cast(x, kind, _dtype_name(dtype))
 
 
-_DTYPE_KINDS = {**LOADED, torch.uint8: None, torch.int8: None, torch.int16: None}
+_NARROW = (torch.uint8, torch.int8, torch.int16)
 
 
 def _to(t: Recorder, input: Any, *args: Any, dtype: Any = None, device: Any = None, **_: Any) -> Node:
@@ -702,10 +717,9 @@ def _to(t: Recorder, input: Any, *args: Any, dtype: Any = None, device: Any = No
     x = t.node(input)
     if not dtypes:
         return x
-    kind = _DTYPE_KINDS.get(dtypes[0])
-    if kind is None:
+    if dtypes[0] not in LOADED or dtypes[0] in _NARROW:
         raise _Refused  # narrower integers would wrap
-    return _cast(t, x, INT if kind == LONG and x.kind == BOOL else kind)
+    return _cast(t, x, dtypes[0])
 
 
 def _type(t: Recorder, input: Any, dtype: Any = None) -> Node:
@@ -787,11 +801,11 @@ _OPERATIONS: dict[str, Make] = {
     "relu": _relu,
     "square": _square,
     "reciprocal": _reciprocal,
-    "float": _cast_to(FLOAT),
-    "double": _cast_to(FLOAT),
-    "int": _cast_to(INT),
-    "long": _cast_to(LONG),
-    "bool": _cast_to(BOOL),
+    "float": _cast_to(torch.float32),
+    "double": _cast_to(torch.float64),
+    "int": _cast_to(torch.int32),
+    "long": _cast_to(torch.int64),
+    "bool": _cast_to(torch.bool),
     "to": _to,
     "type": _type,
     "type_as": _type,
