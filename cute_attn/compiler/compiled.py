@@ -100,7 +100,7 @@ in_prebuild_worker = False
 
 
 class SpillWarning(UserWarning):
-    """A kernel keeps values in local memory for want of registers. Once a kernel and process, when it is first loaded."""
+    """A kernel keeps values in local memory for want of registers; said once per process, when it is loaded."""
 
 
 class CompiledKernel:

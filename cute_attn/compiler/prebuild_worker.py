@@ -19,7 +19,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Build until the input ends. What users' modules print goes to stderr. Kernels that spill warn whoever runs them."""
+    """Build until the input ends. What users' modules print goes to stderr. Who runs a kernel is told of its spills."""
     from cute_attn.compiler import SpillWarning
 
     warnings.simplefilter("ignore", SpillWarning)

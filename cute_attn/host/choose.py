@@ -178,8 +178,8 @@ def check_tile(kernel: str, op: str, text: str, traits_of: Callable[[str, str], 
 
 def _aligned(traits: Traits) -> Traits:
     """With the head dims that rows are padded to."""
-    dims = (aligned_head_dim(traits.dtype, dim) for dim in (traits.head_dim, traits.head_dim_v))
-    return dataclasses.replace(traits, **dict(zip(("head_dim", "head_dim_v"), dims, strict=True)))
+    head_dim, head_dim_v = (aligned_head_dim(traits.dtype, x) for x in (traits.head_dim, traits.head_dim_v))
+    return dataclasses.replace(traits, head_dim=head_dim, head_dim_v=head_dim_v)
 
 
 def _tma_bias_reason(call: Call, kernel: Any) -> str | None:

@@ -166,11 +166,11 @@ def check_requests(requests: Iterable[Any]) -> list[Request]:
     """
     if not _without_dsl.is_installed():
         raise ValueError(f"{_without_dsl.REASON}; accepted: a machine where it is")
-    given = (
-        (traits, tile, target or default_target(traits.arch))
-        for traits, tile, target in as_requests(requests)
-    )
-    wanted = list(dict.fromkeys(given))
+    wanted: list[Request] = []
+    for traits, tile, target in as_requests(requests):
+        request = (traits, tile, target or default_target(traits.arch))
+        if request not in wanted:
+            wanted.append(request)
     for request in wanted:
         if user_modules(request):
             raise ValueError(f"{request[0]} is a kernel of your own; accepted in a bundle: the package's")

@@ -116,7 +116,7 @@ ANOTHER = "tile_n=80"
 WITHOUT_SPILLS = {
     "forward-sm80-bf16-d64-causal": "its default tile, tile_m=128,tile_n=96,num_stages=2, does without$",
     "forward-sm80-bf16-d64-causal-rational": "`cute-attn tune forward-sm80-bf16-d64-causal-rational --static` lists",
-    "forward-sm80-bf16-d64-traced_0": "no tile without spills is known, .* NAME --static` lists some of a function with",
+    "forward-sm80-bf16-d64-traced_0": "no tile without spills is known, .* NAME --static` lists some of a function",
 }
 
 

@@ -349,6 +349,24 @@ def test_a_traced_value_is_of_one_trace():
         KEPT[0] + 1
 
 
+def chained(count):
+    def function(s, b, h, i, j):
+        for n in range(count):
+            s = torch.tanh(s) if n % 2 else s + i * 0.001
+        return s
+
+    return function
+
+
+def test_long_chains_are_traced_or_refused():
+    check(chained(200))
+    q = QUERIES.clone().requires_grad_()
+    attention(q, KEYS, VALUES, score_mod=chained(200)).sum().backward()
+    assert q.grad.isfinite().all()
+    with pytest.raises(TypeError, match="score_mod chains too many operations; accepted: up to 256"):
+        attention(QUERIES, KEYS, VALUES, score_mod=chained(400))
+
+
 def as_number(x):
     return x * 2 if isinstance(x, torch.Tensor) else x * 0
 

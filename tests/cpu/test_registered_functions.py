@@ -46,7 +46,7 @@ def randn(*shape):
 @pytest.mark.parametrize("name", ["relative_by_function", "document_by_function", "even_by_function"])
 def test_device_code_is_the_function(name):
     found = check_epilogue(name)
-    assert found.passed and found.differentiable and len(found.comparisons) == 4
+    assert found.passed and found.differentiable and len(found.comparisons) in (4, 6)
 
 
 @pytest.mark.parametrize(("length", "strength"), [(33, 0.25), (7, 2), (257, -1.0)])
@@ -223,7 +223,7 @@ def test_kernels_are_kept_by_what_the_function_does():
     key, modules = registered(0.5)
     assert registered(0.5)[0] == key != registered(0.25)[0]
     assert set(modules) == {__name__}, "processes that build load its file"
-    assert user_epilogue("scaled_by_function").lowered.slope.is_const(0.25)
+    assert user_epilogue("scaled_by_function").lowered.slope.node.is_const(0.25)
 
 
 def test_a_name_belongs_to_one_file(tmp_path, monkeypatch):

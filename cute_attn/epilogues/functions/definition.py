@@ -71,7 +71,7 @@ class Precision:
 
     def before_step(self, x: Value) -> Value:
         """An operand of a step."""
-        return x + abs(x) * self.nudge if self.nudge and _is_float(x) else x
+        return x + abs(x) * self.nudge if self.nudge and _is_float(x) else x  # type: ignore[operator]
 
 
 AS_TORCH = Precision()
@@ -182,7 +182,7 @@ def _computed(node: Node, args: list[Value], device: torch.device) -> Value:
         ]
         return _TENSORS[node.op](*own)
     if node.op == "where":
-        return torch.where(_tensor(args[0], device), *own)  # type: ignore[arg-type]
+        return torch.where(_tensor(args[0], device), own[0], own[1])
     return _NUMBERS[node.op](*own)
 
 

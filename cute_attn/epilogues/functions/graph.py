@@ -165,15 +165,14 @@ def _promoted_dtype(args: Sequence[Node]) -> str:
 def ordered(*outputs: Node) -> list[Node]:
     """Every node that the outputs need, operands first."""
     found: dict[Node, None] = {}
-
-    def visit(node: Node) -> None:
-        if node not in found:
-            for arg in node.args:
-                visit(arg)
-            found[node] = None
-
-    for output in outputs:
-        visit(output)
+    pending = list(reversed(outputs))
+    while pending:
+        node = pending[-1]
+        fresh = [arg for arg in reversed(node.args) if arg not in found]
+        if node in found or not fresh:
+            found[pending.pop()] = None
+        else:
+            pending += fresh
     return list(found)
 
 

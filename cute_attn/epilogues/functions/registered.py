@@ -107,9 +107,6 @@ class RegisteredFunction(FunctionEpilogue):
     def host_args(self, inputs: ScoreInputs) -> tuple:
         return tuple(as_kernels_read(x) for x in self.given(inputs))
 
-    def reference(self, scores: Any, coords: Any, inputs: ScoreInputs) -> Any:  # type: ignore[override]
-        return self.evaluated(scores, coords, self.given(inputs))
-
 
 def _described(one: Captured, dimensions: int, unit_stride: bool) -> str:
     if not one.rank:

@@ -128,6 +128,8 @@ def _output(recorder: "Recorder", score_mod: Callable | None, mask_mod: Callable
     return output
 
 
+_MOST_IN_A_ROW = 256
+"""What reads a graph calls itself for operands, at most three times an operation, and Python stops at 1,000 calls."""
 _THE_KINDS = {BOOL: "a bool", INT: "an integer", LONG: "an integer", FLOAT: "a float"}
 
 
@@ -160,6 +162,7 @@ class Recorder(TorchFunctionMode):
         self.what = self.reads = ""
         self._is_open = False
         self._refusal: TypeError | None = None
+        self._depths: dict[Node, int] = {}
         # None without autograd, where values have no derivative that could be another.
         self._has_gradients: bool | None = None
 
@@ -180,7 +183,16 @@ class Recorder(TorchFunctionMode):
 
     def symbol(self, node: Node) -> "Symbol":
         """A traced value."""
+        if self._depth(node) > _MOST_IN_A_ROW:
+            self.refuse(
+                "chains too many operations", f"up to {_MOST_IN_A_ROW}, each on the result of the last"
+            )
         return Symbol(self, node)
+
+    def _depth(self, node: Node) -> int:
+        if node not in self._depths:
+            self._depths[node] = 1 + max(map(self._depth, node.args), default=0)
+        return self._depths[node]
 
     def _argument(self, number: int, x: Any) -> "Symbol | Argument":
         """What stands for an argument of a function behind those of its signature."""
