@@ -201,6 +201,10 @@ def show_ledger(
     """What was predicted, and what was measured."""
     from cute_attn.lab import ledger
 
+    if ledger_file is not None and not ledger_file.is_file():
+        raise ValueError(
+            f"--ledger is {str(ledger_file)!r}, which is no file; accepted: one that `cute-attn ab --predict` wrote"
+        )
     if see is not None:
         ledger.see(see, words, path=ledger_file)
     if as_json:

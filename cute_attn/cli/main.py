@@ -528,11 +528,11 @@ def cache_prebuild(
 
 
 def _cache() -> Any:
-    from cute_attn.compiler.cache import default_cache
+    from cute_attn.compiler.cache import default_cache, switched_off
 
     cache = default_cache()
     if cache is None:
-        raise ValueError("CUTE_ATTN_CACHE is '0'; the cache commands need the disk cache")
+        raise ValueError(f"{switched_off()}; the cache commands need the disk cache")
     return cache
 
 

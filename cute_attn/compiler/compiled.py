@@ -36,6 +36,7 @@ from cute_attn.compiler.cache import (
     DiskCache,
     Entry,
     default_cache,
+    switched_off,
     usable_cache,
     warn_once,
 )
@@ -507,7 +508,7 @@ def prebuild(
         )
     cache = default_cache()
     if cache is None:
-        raise ValueError("CUTE_ATTN_CACHE is '0'; prebuilding needs the disk cache")
+        raise ValueError(f"{switched_off()}; prebuilding needs the disk cache")
     cache.prepare()
     wanted = as_requests(requests)
     modules = {request: user_modules(request) for request in wanted}
