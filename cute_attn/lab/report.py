@@ -73,7 +73,9 @@ def read(path: Path) -> Study | Comparison | dict[str, Any]:
         return Comparison.from_json(values)
     if kind == "benchmark":
         return values
-    raise ValueError(f"{path} is no result; accepted: files of ab, tune or the benchmarks, or a ledger.jsonl")
+    raise ValueError(
+        f"{path} does not hold a result; accepted: files of ab, tune or the benchmarks, or a ledger.jsonl"
+    )
 
 
 def write(result: Study | Comparison | dict[str, Any], path: Path, *, kernels: bool = True) -> Path:

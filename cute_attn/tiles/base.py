@@ -71,7 +71,7 @@ class Tile:
         types = {f.name: type(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]
         changes: dict[str, Any] = {}
         for item in filter(None, (part.strip() for part in text.split(","))):
-            name, equals, value = item.partition("=")
+            name, equals, value = (word.strip() for word in item.partition("="))
             if not equals or name not in types:
                 meant = "" if name in types else did_you_mean(name, types)
                 raise ValueError(

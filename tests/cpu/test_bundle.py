@@ -347,7 +347,7 @@ def test_an_object_that_needs_more_is_refused(tmp_path):
     [
         (
             (APPEND.name, "--all"),
-            "what to bundle is not one of NAMEs, --all and --like; accepted: one of them",
+            "NAMEs and --all is given; accepted: NAMEs, --all or --like alone",
         ),
         ((APPEND.name, "--target", "sm80,sm70"), "--target is 'sm80,sm70'; accepted: some of sm80, sm86"),
         (("append-sm90-bf16-d64", "--target", "sm80"), "append-sm90 runs on sm90, not on sm80"),

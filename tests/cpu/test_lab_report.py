@@ -193,7 +193,7 @@ def test_contenders_by_their_texts():
 @pytest.mark.parametrize("text", ["", "[]", "{}", "not json"])
 def test_other_files_are_refused(text, tmp_path):
     (tmp_path / "file.json").write_text(text)
-    with pytest.raises(ValueError, match=r"file.json is no result; accepted: files of ab, tune"):
+    with pytest.raises(ValueError, match=r"file.json does not hold a result; accepted: files of ab, tune"):
         report.read(tmp_path / "file.json")
 
 

@@ -88,7 +88,7 @@ def test_what_a_kernel_does_not_vary_is_no_field_of_its_tile(tile, change):
 
 
 def test_a_partial_text_overrides():
-    tile = ForwardSm80Tile(64, 32).override(" tile_n=96, q_in_regs=true,swizzle_bits=-1 ")
+    tile = ForwardSm80Tile(64, 32).override(" tile_n = 96, q_in_regs=true,swizzle_bits= -1 ")
     assert tile == ForwardSm80Tile(64, 96, q_in_regs=True)
 
 
