@@ -325,4 +325,4 @@ def kernels() -> list[dict[str, str]]:
     """Name, tile and target of each kernel that the program's calls needed: :func:`cute_attn.lab.bundles.like`."""
     compiled = sys.modules.get("cute_attn.compiler.compiled")
     loaded = [] if compiled is None else compiled.loaded_kernels()
-    return [{"name": one.name, "tile": str(one.tile), "target": one.target} for one in loaded]
+    return [{"name": one.name, "tile": one.tile.text, "target": one.target} for one in loaded]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.tiles import Tile
+from cute_attn.tiles import Tile, text_of
 from cute_attn.traits import kind_of as kind_of
 
 _MAX_SHOWN = 100
@@ -132,4 +132,4 @@ def tile_text(name: str, tile: Any) -> str:
     """A call's tile as text, "" for None; raises TypeError for what is neither a tile nor a text."""
     if not isinstance(tile, Tile | str | None):
         raise TypeError(f"{name} is {shown(tile)}; accepted: a Tile, text such as 'tile_n=32', or None")
-    return "" if tile is None else str(tile)
+    return text_of(tile)

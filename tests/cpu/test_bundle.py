@@ -423,7 +423,7 @@ def test_a_programs_kernels_are_listed_and_bundled(tmp_path, made):
         bundles.like([listed])
     own = {"name": "forward-sm80:toy-bf16-d64", "tile": "", "target": "sm80"}
     listed.write_text(
-        json.dumps({"kernels": [own, {"name": APPEND.name, "tile": str(tile), "target": "sm80"}]})
+        json.dumps({"kernels": [own, {"name": APPEND.name, "tile": tile.text, "target": "sm80"}]})
     )
     assert bundles.like([listed]) == ([(APPEND, tile, "sm80")], [own["name"]])
 

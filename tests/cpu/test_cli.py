@@ -86,7 +86,7 @@ def test_list(run):
     own = {key for key, cls in registry.KERNELS.items() if cls.__module__.startswith("cute_attn.")}
     assert set(rows) == {registry.label(key) for key in own}  # other tests register theirs
     own = [(traits, on) for traits, on in defaults() if (traits.op, traits.arch) == ("forward", "sm80")]
-    tiles = {str(lookup(traits, None, on).tile) for traits, on in own}
+    tiles = {lookup(traits, None, on).tile.text for traits, on in own}
     assert rows["forward-sm80"][-4:-1] == [str(len(tiles)), "│", "forward-sm80-bf16-d128"]
 
 

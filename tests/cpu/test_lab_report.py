@@ -42,7 +42,7 @@ def study(name=NAME, gpu="a GPU", best=""):
     )
     declined = {"need more shared memory than sm90 has": 12}
     verdict = comparison() if gpu else None
-    default = str(registry.lookup(Traits.parse(name)).tile)
+    default = registry.lookup(Traits.parse(name)).tile.text
     notes, started = ("1 candidates were not reached within the budget",), "2026-01-01T00:00:00+00:00"
     return Study(
         name,

@@ -70,7 +70,8 @@ def test_a_traits_name_parses_back(value):
 
 @given(tiles)
 def test_a_tiles_text_parses_back(tile):
-    assert ForwardSm80Tile().override(str(tile)) == tile
+    assert ForwardSm80Tile(16, 16, q_in_regs=True).override(tile.text) == tile
+    assert str(ForwardSm80Tile(64, 96, num_stages=2)) == "tile_m=64,tile_n=96,num_stages=2"
     assert tile.override("") == tile
 
 
