@@ -152,9 +152,9 @@ def _computed(kernel: Any, op: str, arch: str) -> tuple[str, str]:
     fitting = [one for one in extended if one[0] == (op or one[0]) and one[1] == (arch or one[1])]
     if not extended:
         op, arch = op or "forward", arch or "sm80"
-        for name, value, accepted in (("op", op, OPS), ("arch", arch, tuple(RUNS_ON))):
-            if value not in accepted:
-                raise ValueError(f"{name} is {value!r}; accepted: {', '.join(accepted)}")
+        for name, value, known in (("op", op, OPS), ("arch", arch, tuple(RUNS_ON))):
+            if value not in known:
+                raise ValueError(f"{name} is {value!r}; accepted: {', '.join(known)}")
         return op, arch
     if len(set(fitting)) == 1:
         return fitting[0]

@@ -173,8 +173,8 @@ def check_tile(call: Call, op: str, text: str) -> None:
 
 def _aligned(traits: Traits) -> Traits:
     """With the head dims that rows are padded to."""
-    dims = (aligned_head_dim(traits.dtype, dim) for dim in (traits.head_dim, traits.head_dim_v))
-    return dataclasses.replace(traits, **dict(zip(("head_dim", "head_dim_v"), dims, strict=True)))
+    d, dv = (aligned_head_dim(traits.dtype, dim) for dim in (traits.head_dim, traits.head_dim_v))
+    return dataclasses.replace(traits, head_dim=d, head_dim_v=dv)
 
 
 def _tma_bias_reason(call: Call, kernel: Any) -> str | None:

@@ -170,7 +170,7 @@ def check_requests(requests: Iterable[Any]) -> list[Request]:
         (traits, tile, target or default_target(traits.arch))
         for traits, tile, target in as_requests(requests)
     )
-    wanted = list(dict.fromkeys(given))
+    wanted: list[Request] = list(dict.fromkeys(given))
     for request in wanted:
         if user_modules(request):
             raise ValueError(f"{request[0]} is a kernel of your own; accepted in a bundle: the package's")
