@@ -69,6 +69,7 @@ format: $(VENV)/installed-dev
 	$(VENV)/bin/ruff format .
 
 test-gpu: $(installed_dev)
+	@$(run) -c "import sys, torch; torch.cuda.is_available() or sys.exit('error: there is no GPU, which these tests need')"
 	$(run) -m pytest tests/gpu -q $(ARGS)
 
 bench: $(installed_dev)

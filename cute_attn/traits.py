@@ -133,6 +133,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
+def kind_of(value: object) -> str:
+    """The class of ``value`` in a sentence: ``"an int"``."""
+    kind = type(value).__name__
+    return f"an {kind}" if kind[0].lower() in "aeiou" or kind.startswith("nd") else f"a {kind}"
+
+
 def head_dim_multiple(dtype: str) -> int:
     """Elements of ``dtype`` whose multiples fill aligned rows."""
     return ROW_BYTES // ELEMENT_BYTES[dtype]

@@ -152,6 +152,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20, help="timed forwards and backwards")
     parser.add_argument("--json", type=Path, help="write the rows into this file")
     options = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error(
+            "RANK is not set; accepted: processes that torchrun starts, as the first lines of --help have it"
+        )
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")

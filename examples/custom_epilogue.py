@@ -9,6 +9,7 @@ is the whole epilogue. Its registered name is accepted in kernel names and by ``
     cute-attn --load examples/custom_epilogue.py check forward-sm80-bf16-d64-causal-relative_position
 """
 
+import argparse
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,4 +122,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()

@@ -8,6 +8,7 @@ counted without a GPU; with one, the kernels are run and timed.
     cute-attn --load examples/custom_layout.py show forward-sm80:padded-bf16-d64
 """
 
+import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -118,4 +119,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()

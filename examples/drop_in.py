@@ -217,13 +217,12 @@ def main() -> None:
     for name in CASES.keys() - rows.keys():
         print(f"{name:14} not run: transformers is not installed")
     if device == "cpu":
-        print("No GPU here: nothing is served, and both times are of PyTorch's attention")
+        print("No GPU here: nothing is served, and times would be of PyTorch's attention alone")
     for name, row in rows.items():
-        times = "" if device == "cpu" else f"{row['after'] / row['before']:.2f} times, "
-        print(
-            f"{name:14} {row['before']:10.1f} -> {row['after']:10.1f} {row['unit']}, {times}"
-            f"error {row['before_error']:.1e} -> {row['after_error']:.1e}, {row['after_served']} calls served"
-        )
+        rates = f"{row['before']:10.1f} -> {row['after']:10.1f} {row['unit']}"
+        times = "" if device == "cpu" else f"{rates}, {row['after'] / row['before']:.2f} times, "
+        errors = f"error {row['before_error']:.1e} -> {row['after_error']:.1e}"
+        print(f"{name:14} {times}{errors}, {row['after_served']} calls served")
         for reason, count in row["after_fell_through"].items():
             print(f"    {count} calls fell through: {reason}")
     if options.json is not None:

@@ -6,6 +6,7 @@ A patch sees patches of its own image up to REACH rows and columns away, farther
 All that is this package's stands in ``main``: one line, ``cute_attn.flex.activate()``.
 """
 
+import argparse
 import math
 from collections.abc import Callable
 from typing import Any
@@ -89,4 +90,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()

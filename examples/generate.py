@@ -265,6 +265,8 @@ def main() -> None:
     ):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device is 'cuda', and there is no GPU; accepted here: --device cpu")
     device, dtype = options.device, torch.bfloat16 if options.device == "cuda" else torch.float32
     exact = Llama(options.layers, options.width, options.heads_kv, options.seed).to(device)
     model = Llama(options.layers, options.width, options.heads_kv, options.seed).to(device, dtype)

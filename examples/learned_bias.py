@@ -8,6 +8,7 @@ The task is to repeat the token of LAG positions before. Queries and keys know n
 find it: its gradient decides. Both runs start from the same weights and see the same tokens.
 """
 
+import argparse
 import math
 from collections.abc import Callable
 from typing import Any
@@ -98,4 +99,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()

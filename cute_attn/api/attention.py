@@ -1,6 +1,5 @@
 """The public functions: :func:`attention` on batches, :func:`attention_varlen` on packed sequences."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -799,7 +798,7 @@ def _call_of(tensors: Tensors, options: _Options) -> Call:
     )
     if q.device.type == "cpu" and (tile or backward_tile):
         for op, text in (("forward", tile), ("backward", backward_tile)):
-            choose.check_tile(kernel, op, text, functools.partial(call.traits, op=op))
+            choose.check_tile(call, op, text)
     return call
 
 

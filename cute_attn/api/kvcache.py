@@ -24,9 +24,9 @@ from cute_attn.host.cache_checks import (
 from cute_attn.host.cache_checks import check_lengths as _check_lengths
 from cute_attn.host.call import Call, schema
 from cute_attn.host.checks import MAX_SEQLEN, check_out, check_starts, check_writable
-from cute_attn.host.choose import check_tile, check_words
+from cute_attn.host.choose import check_words
 from cute_attn.host.dispatch import no_dispatch_mode
-from cute_attn.host.kvcache_launcher import Plan, known_plan, plan_for, traits_of
+from cute_attn.host.kvcache_launcher import Plan, known_plan, plan_for
 from cute_attn.host.launch import NOW, Repeated, Steps
 from cute_attn.host.memory import (
     Tensors,
@@ -262,9 +262,6 @@ def _check_arguments(call: Call) -> None:
     check_tensors(call, ("q", "k_cache", "v_cache"))
     if call.q.device.type == "cpu" and (call.kernel or call.tile):
         check_words(call.kernel, kvcache=call.tile)
-        check_tile(
-            call.kernel, "kvcache", call.tile, lambda arch, variant: traits_of(call, arch, "", variant)
-        )
     if call.k is not None:
         for name in ("k_cache", "v_cache"):
             check_writable(name, getattr(call, name))

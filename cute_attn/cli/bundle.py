@@ -52,8 +52,11 @@ def bundle(
     kernels that its calls launch. Kernels are built in parallel processes and linked by the C compiler. Calls may need
     other tiles than the default ones, for their lengths and on their GPU: --like has exactly what a program needed.
     """
-    if (bool(names), everything, bool(like)).count(True) != 1:
-        raise ValueError("what to bundle is not one of NAMEs, --all and --like; accepted: one of them")
+    given = [what for what, there in (("NAMEs", names), ("--all", everything), ("--like", like)) if there]
+    if len(given) != 1:
+        raise ValueError(
+            f"{' and '.join(given) or 'nothing'} is given; accepted: NAMEs, --all or --like alone"
+        )
     if tile and not names:
         raise ValueError(f"--tile is {tile!r}; accepted beside NAMEs alone")
     with working("choosing kernels"):

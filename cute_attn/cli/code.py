@@ -48,6 +48,8 @@ def verdict_of_tiles(
 ) -> None:
     """What tiles cost, from their machine code; needs no GPU. The default tile, or a column for each --tile."""
     found = _verdicts([(name, tile or None) for tile in tiles or [""]], target, lines)
+    if not any(one.fits for one in found):
+        raise ValueError("; ".join(dict.fromkeys(one.reason for one in found)))
     if as_json:
         print(json.dumps([one.as_dict() for one in found], indent=1))
         return

@@ -155,13 +155,13 @@ def _bundle() -> Iterator[Finding]:
 
 def _cache() -> Iterator[Finding]:
     """the cache of compiled kernels"""
-    from cute_attn.compiler.cache import CacheUnusable, default_cache
+    from cute_attn.compiler.cache import CacheUnusable, default_cache, switched_off
 
     fix = "CUTE_ATTN_CACHE_DIR names a folder that can be written; without one every process builds its kernels anew"
     try:
         cache = default_cache()
         if cache is None:
-            yield Finding("cache", "off: CUTE_ATTN_CACHE is '0'", "unset CUTE_ATTN_CACHE")
+            yield Finding("cache", f"off: {switched_off()}", "unset CUTE_ATTN_CACHE")
             return
         cache.prepare()
         with tempfile.TemporaryFile(dir=cache.root):

@@ -50,7 +50,7 @@ def export(
         requests = bundles.named_requests(names, tile, [target] if target else [])
         kernels = exports.export(requests, output, workers)
     for kernel in kernels:
-        print(f"{exports.macro_name(kernel.traits, kernel.target)}  {kernel.tile.brief()}")
+        print(f"{exports.macro_name(kernel.traits, kernel.target)}  {kernel.tile}")
     print(
         f"{counted(len(kernels), 'kernel')} in {output}; licence: {bundles.LICENCE['kernels']}; "
         f"{bundles.LICENCE['runtime']}"

@@ -120,7 +120,7 @@ def _static(a: Any, b: Any, shape: Any) -> dict[str, Any] | None:
     if a.peer or b.peer:
         return None
     try:
-        found = compare(*(verdict(one.kernel, str(tile_at(one, shape))) for one in (a, b)))
+        found = compare(*(verdict(one.kernel, tile_at(one, shape)) for one in (a, b)))
     except (OSError, ValueError) as error:  # no nvdisasm, say: what was measured counts all the same
         return {"unknown": str(error)}
     return {"opcodes": {one.what: [one.a, one.b] for one in found.opcodes}, "same_step": found.equal}
@@ -201,6 +201,10 @@ def show_ledger(
     """What was predicted, and what was measured."""
     from cute_attn.lab import ledger
 
+    if ledger_file is not None and not ledger_file.is_file():
+        raise ValueError(
+            f"--ledger is {str(ledger_file)!r}, which is no file; accepted: one that `cute-attn ab --predict` wrote"
+        )
     if see is not None:
         ledger.see(see, words, path=ledger_file)
     if as_json:

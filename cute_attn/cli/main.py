@@ -190,7 +190,7 @@ def _counts(target: str | None) -> Table:
     for traits, on in registry.defaults():
         if on == (target or on):
             key = (traits.op, traits.arch)
-            tiles.setdefault(key, set()).add(str(registry.lookup(traits, None, on).tile))
+            tiles.setdefault(key, set()).add(registry.lookup(traits, None, on).tile.text)
             names.setdefault(key, []).append(traits)
     for op, arch, variant in registry.KERNELS:
         label, runs_on = registry.label((op, arch, variant)), " ".join(registry.RUNS_ON[arch])
@@ -220,10 +220,10 @@ def _listed(traits: Traits, target: str) -> dict[str, Any]:
     except registry.Unsupported as error:
         return row | {"reason": str(error)}
     return row | {
-        "tile": str(kernel.tile),
+        "tile": kernel.tile.text,
         "shared_memory_bytes": kernel.tile.smem_bytes(traits),
         "registers": kernel.tile.registers(traits),
-        "other_tiles": [{"for": when, "tile": str(tile)} for when, tile in registry.other_tiles(kernel)],
+        "other_tiles": [{"for": when, "tile": tile.text} for when, tile in registry.other_tiles(kernel)],
     }
 
 
@@ -283,7 +283,7 @@ def _costs(compiled: Any) -> dict[str, str]:
     resources, instructions = compiled.resources, compiled.instructions
     spills = f"{resources.spill_store_bytes} bytes stored, {resources.spill_load_bytes} loaded"
     costs = {
-        "tile": _spaced(compiled.tile if is_verbose() else compiled.tile.brief()),
+        "tile": _spaced(compiled.tile.text if is_verbose() else compiled.tile),
         "registers per thread": str(resources.registers),
         "shared memory per block": f"{resources.shared_memory_bytes:,} bytes",
         "spills": f"[red]{spills}" if resources.spill_store_bytes else "none",
@@ -306,7 +306,7 @@ def _shown(name: str, tile: str) -> str:
         from cute_attn.compiler import registry
 
         traits = Traits.parse(name)
-        tile = registry.lookup(traits, None, registry.RUNS_ON[traits.arch][-1]).tile.override(tile).brief()
+        tile = registry.lookup(traits, None, registry.RUNS_ON[traits.arch][-1]).tile.override(tile)
     return _spaced(tile)
 
 
@@ -528,11 +528,11 @@ def cache_prebuild(
 
 
 def _cache() -> Any:
-    from cute_attn.compiler.cache import default_cache
+    from cute_attn.compiler.cache import default_cache, switched_off
 
     cache = default_cache()
     if cache is None:
-        raise ValueError("CUTE_ATTN_CACHE is '0'; the cache commands need the disk cache")
+        raise ValueError(f"{switched_off()}; the cache commands need the disk cache")
     return cache
 
 

@@ -27,6 +27,7 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.console import Console
 
+from cute_attn.cli.options import counted
 from cute_attn.host.activation import Options
 from cute_attn.lab.tables import Table
 
@@ -287,7 +288,7 @@ def table(rows: list[Any], seconds: float) -> Table:
     """Calls by signature."""
     served = sum(row.calls for row in rows if row.reason is None)
     calls = sum(row.calls for row in rows)
-    title = f"{calls} attention calls, {served} on the kernels, in {seconds:.1f} s"
+    title = f"{counted(calls, 'attention call')}, {served} on the kernels, in {seconds:.1f} s"
     names = ("operator", "signature", "calls", "served", "us", "PyTorch's us", "difference", "a call gains")
     found = Table(*names, title=title)
     for row in rows:
@@ -324,4 +325,4 @@ def kernels() -> list[dict[str, str]]:
     """Name, tile and target of each kernel that the program's calls needed: :func:`cute_attn.lab.bundles.like`."""
     compiled = sys.modules.get("cute_attn.compiler.compiled")
     loaded = [] if compiled is None else compiled.loaded_kernels()
-    return [{"name": one.name, "tile": str(one.tile), "target": one.target} for one in loaded]
+    return [{"name": one.name, "tile": one.tile.text, "target": one.target} for one in loaded]

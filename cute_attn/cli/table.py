@@ -54,7 +54,7 @@ def print_table(
     with working("choosing default tiles"):
         rows = mem_efficient(target) if like else list(grid(op, arch, target))
     if as_json:
-        print(json.dumps([{**vars(one), "tile": one.tile and str(one.tile)} for one in rows], indent=1))
+        print(json.dumps([{**vars(one), "tile": one.tile and one.tile.text} for one in rows], indent=1))
     else:
         show(_table(rows))
 

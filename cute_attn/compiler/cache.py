@@ -281,15 +281,30 @@ def _home() -> Path:
     return Path(home).absolute()
 
 
+_SWITCH = "CUTE_ATTN_CACHE"
+_ON, _OFF = ("", "1", "on", "true", "yes"), ("0", "off", "false", "no")
+
+
+def switched_off() -> str | None:
+    """What switches the disk cache off, such as ``"CUTE_ATTN_CACHE is '0'"``, or None."""
+    given = os.environ.get(_SWITCH, "")
+    word = given.strip().lower()
+    if word not in (*_ON, *_OFF):
+        warn_once(
+            f"{_SWITCH} is {given!r}, which leaves the cache on; accepted: {', '.join((*_ON[1:], *_OFF))}"
+        )
+    return f"{_SWITCH} is {given!r}" if word in _OFF else None
+
+
 def default_cache() -> DiskCache | None:
     """The user's cache: ``CUTE_ATTN_CACHE_DIR``, or ``cute_attn`` in the user's folder for caches.
 
-    None where ``CUTE_ATTN_CACHE`` is ``0``.
+    None where ``CUTE_ATTN_CACHE`` is 0, off, false or no.
 
     Raises:
         CacheUnusable: the user has no home.
     """
-    if os.environ.get("CUTE_ATTN_CACHE", "1") == "0":
+    if switched_off():
         return None
     given = os.environ.get("CUTE_ATTN_CACHE_DIR")
     if not given:

@@ -37,13 +37,14 @@ from cute_attn.compiler.cache import (
     DiskCache,
     Entry,
     default_cache,
+    switched_off,
     usable_cache,
     warn_once,
 )
 from cute_attn.compiler.cubin import Resources
 from cute_attn.compiler.fingerprint import cache_key, source_key, toolchain
 from cute_attn.compiler.workers import Worker
-from cute_attn.tiles import check_target, check_tile
+from cute_attn.tiles import check_target, check_tile, text_of
 from cute_attn.traits import Traits
 
 __all__ = [
@@ -186,14 +187,14 @@ class CompiledKernel:
     def __repr__(self) -> str:
         used = self.resources
         return (
-            f"CompiledKernel({self.name} on {self.target}, {self.tile.brief()}: {used.registers} registers, "
+            f"CompiledKernel({self.name} on {self.target}, {self.tile}: {used.registers} registers, "
             f"{used.shared_memory_bytes:,} bytes of shared memory, {used.spill_store_bytes} bytes spilled)"
         )
 
     def _repr_html_(self) -> str:
         used = self.resources
         costs = {
-            "tile": self.tile.brief().replace(",", ", "),
+            "tile": str(self.tile).replace(",", ", "),
             "registers per thread": str(used.registers),
             "shared memory per block": f"{used.shared_memory_bytes:,} bytes",
             "spills": f"{used.spill_store_bytes} bytes stored, {used.spill_load_bytes} loaded",
@@ -579,7 +580,7 @@ def prebuild(
         )
     cache = default_cache()
     if cache is None:
-        raise ValueError("CUTE_ATTN_CACHE is '0'; prebuilding needs the disk cache")
+        raise ValueError(f"{switched_off()}; prebuilding needs the disk cache")
     cache.prepare()
     wanted = as_requests(requests)
     modules = {request: user_modules(request) for request in wanted}
@@ -676,5 +677,5 @@ def _build_in_processes(
 def as_message(request: Request, modules: dict[str, str]) -> dict[str, Any]:
     """A request and its :func:`user_modules` as :mod:`cute_attn.compiler.prebuild_worker` reads them."""
     traits, tile, target = request
-    text = None if tile is None else str(tile)
+    text = None if tile is None else text_of(tile)
     return {"traits": traits.name, "tile": text, "target": target, "modules": modules}

@@ -152,15 +152,15 @@ def _computed(kernel: Any, op: str, arch: str) -> tuple[str, str]:
     fitting = [one for one in extended if one[0] == (op or one[0]) and one[1] == (arch or one[1])]
     if not extended:
         op, arch = op or "forward", arch or "sm80"
-        for name, given, accepted in (("op", op, OPS), ("arch", arch, tuple(RUNS_ON))):
-            if given not in accepted:
-                raise ValueError(f"{name} is {given!r}; accepted: {', '.join(accepted)}")
+        for name, value, known in (("op", op, OPS), ("arch", arch, tuple(RUNS_ON))):
+            if value not in known:
+                raise ValueError(f"{name} is {value!r}; accepted: {', '.join(known)}")
         return op, arch
     if len(set(fitting)) == 1:
         return fitting[0]
-    pair = f"op is {op!r} and arch {arch!r}"
+    given = f"op is {op!r} and arch {arch!r}"
     accepted = " or ".join(f"{one[0]!r} and {one[1]!r}" for one in dict.fromkeys(extended))
-    raise ValueError(f"{pair} for {kernel.__qualname__}; accepted of what it extends: {accepted}")
+    raise ValueError(f"{given} for {kernel.__qualname__}; accepted of what it extends: {accepted}")
 
 
 def label(key: tuple[str, str, str]) -> str:

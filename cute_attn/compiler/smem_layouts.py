@@ -16,6 +16,7 @@ from cute_attn.compiler import registry
 from cute_attn.kernels.arguments import CUTE_DTYPES
 from cute_attn.outputs import dq_order
 from cute_attn.tiles import padded
+from cute_attn.traits import kind_of
 from layouts.model import read_mma, read_smem, table, trace
 
 
@@ -214,7 +215,7 @@ def _raised(error: Exception) -> str:
 
 
 def _text(made: Any) -> str:
-    return "None" if made is None else f"a {type(made).__name__}"
+    return "None" if made is None else kind_of(made)
 
 
 def _extent(mode: Any) -> int:

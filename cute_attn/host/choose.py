@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from cute_attn.host.call import Call
@@ -147,23 +147,23 @@ def _check_variant(kernel: str, ops: Iterable[str]) -> None:
             )
 
 
-def check_tile(kernel: str, op: str, text: str, traits_of: Callable[[str, str], Traits]) -> None:
-    """Refuse a tile's text with which no kernel would serve a call on a GPU, for tensors that none computes.
+def check_tile(call: Call, op: str, text: str) -> None:
+    """Refuse a tile's text with which no kernel would serve the call on a GPU, for tensors that none computes.
 
-    Where no kernel serves it with its default tile either, it is the GPU's to say why. traits_of: the call's, from arch
-    and variant.
+    Where no kernel serves it with its default tile either, it is the GPU's to say why.
 
     Raises:
-        Unsupported: the reason of the oldest kernel.
+        Unsupported: the reason of the newest kernel whose tile has the fields.
     """
     from cute_attn.compiler import registry
 
     reasons: list[ValueError] = []
-    for name in [kernel] if kernel else registry.generations("sm90") if text else []:
+    for name in [call.kernel] if call.kernel else registry.generations("sm90") if text else []:
         arch, _, variant = name.partition(":")
         target = registry.RUNS_ON[arch][-1]
         try:
-            traits = _aligned(traits_of(arch, variant if (op, arch, variant) in registry.KERNELS else ""))
+            traits = call.traits(arch, variant if (op, arch, variant) in registry.KERNELS else "", op=op)
+            traits = _aligned(traits)
             registry.lookup(traits, None, target)
         except (KeyError, ValueError):
             continue
@@ -173,13 +173,13 @@ def check_tile(kernel: str, op: str, text: str, traits_of: Callable[[str, str], 
         except ValueError as reason:
             reasons.append(reason)
     if reasons:
-        raise reasons[-1]
+        raise next((reason for reason in reasons if isinstance(reason, registry.Unsupported)), reasons[-1])
 
 
 def _aligned(traits: Traits) -> Traits:
     """With the head dims that rows are padded to."""
-    head_dim, head_dim_v = (aligned_head_dim(traits.dtype, x) for x in (traits.head_dim, traits.head_dim_v))
-    return dataclasses.replace(traits, head_dim=head_dim, head_dim_v=head_dim_v)
+    d, dv = (aligned_head_dim(traits.dtype, dim) for dim in (traits.head_dim, traits.head_dim_v))
+    return dataclasses.replace(traits, head_dim=d, head_dim_v=dv)
 
 
 def _tma_bias_reason(call: Call, kernel: Any) -> str | None:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.tiles import Tile
+from cute_attn.tiles import Tile, text_of
+from cute_attn.traits import kind_of as kind_of
 
 _MAX_SHOWN = 100
 
@@ -47,12 +48,6 @@ def tensors_of(name: str, values: Any, count: int | None = None, what: str = "")
     if count is not None and len(values) != count:
         raise TypeError(f"{name} has {len(values)} tensors; accepted: {count}{what}")
     return tuple(values)
-
-
-def kind_of(value: Any) -> str:
-    """The class of ``value`` in a sentence."""
-    kind = type(value).__name__
-    return f"an {kind}" if kind[0].lower() in "aeiou" else f"a {kind}"
 
 
 def shown(value: Any) -> str:
@@ -137,4 +132,4 @@ def tile_text(name: str, tile: Any) -> str:
     """A call's tile as text, "" for None; raises TypeError for what is neither a tile nor a text."""
     if not isinstance(tile, Tile | str | None):
         raise TypeError(f"{name} is {shown(tile)}; accepted: a Tile, text such as 'tile_n=32', or None")
-    return "" if tile is None else str(tile)
+    return text_of(tile)

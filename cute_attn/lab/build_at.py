@@ -22,7 +22,7 @@ def main(name: str, tile: str, target: str, folder: str) -> None:
     facts = {
         "name": compiled.name,
         "target": compiled.target,
-        "tile": str(compiled.tile),
+        "tile": getattr(compiled.tile, "text", str(compiled.tile)),
         "resources": asdict(compiled.resources),
         "warnings": list(compiled.warnings),
         "content": None if content is None else asdict(content()),

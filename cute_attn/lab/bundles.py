@@ -23,7 +23,7 @@ from typing import Any
 import cute_attn
 from cute_attn import _without_dsl
 from cute_attn.compiler import bundle, compiled, registry
-from cute_attn.compiler.cache import CUBIN, LIBRARY, OBJECT, DiskCache, Entry, default_cache
+from cute_attn.compiler.cache import CUBIN, LIBRARY, OBJECT, DiskCache, Entry, default_cache, switched_off
 from cute_attn.compiler.compiled import (
     Prebuilt,
     Request,
@@ -153,7 +153,7 @@ def make_bundle(requests: Iterable[Request], output: Path, workers: int | None =
     _run([*compiler(), "--version"], Path())
     cache = default_cache()
     if cache is None:
-        raise ValueError("CUTE_ATTN_CACHE is '0'; bundling needs the disk cache")
+        raise ValueError(f"{switched_off()}; bundling needs the disk cache")
     return _make(wanted, output, workers, cache)
 
 
@@ -166,11 +166,11 @@ def check_requests(requests: Iterable[Any]) -> list[Request]:
     """
     if not _without_dsl.is_installed():
         raise ValueError(f"{_without_dsl.REASON}; accepted: a machine where it is")
-    wanted: list[Request] = []
-    for traits, tile, target in as_requests(requests):
-        request = (traits, tile, target or default_target(traits.arch))
-        if request not in wanted:
-            wanted.append(request)
+    given = (
+        (traits, tile, target or default_target(traits.arch))
+        for traits, tile, target in as_requests(requests)
+    )
+    wanted: list[Request] = list(dict.fromkeys(given))
     for request in wanted:
         if user_modules(request):
             raise ValueError(f"{request[0]} is a kernel of your own; accepted in a bundle: the package's")

@@ -16,7 +16,7 @@ from cute_attn.lab.benchmark.timing import Clock, query_gpu
 from cute_attn.lab.benchmark.workload import Inputs, Workload
 from cute_attn.lab.check import Expected, small_workloads
 from cute_attn.lab.sensors import State, sensor
-from cute_attn.tiles import Tile, check_tile
+from cute_attn.tiles import Tile, check_tile, text_of
 from cute_attn.traits import Traits
 
 Run = Callable[[], Any]
@@ -64,7 +64,7 @@ class Contender:
         if name in peers.PEERS and tile is None:
             return Contender(peer=name)
         try:
-            return Contender(Traits.of(name).name, str(tile or ""))
+            return Contender(Traits.of(name).name, text_of(tile))
         except (TypeError, ValueError) as error:
             raise type(error)(f"{error}; or a peer: {', '.join(peers.PEERS)}") from None
 
@@ -211,7 +211,7 @@ class Checks:
             if workload not in self._small:
                 self._small[workload] = Expected.of(workload)
             expected = self._small[workload]
-            accuracy = expected.accuracy(expected.run(kernel_of(traits), str(tile)))
+            accuracy = expected.accuracy(expected.run(kernel_of(traits), tile.text))
             if not accuracy.passed:
                 raise Wrong(
                     f"{contender} is wrong on {workload.name}: its error is {accuracy.error:.2g}, "

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from cute_attn.compiler import compiled
-from cute_attn.compiler.cache import OBJECT, default_cache
+from cute_attn.compiler.cache import OBJECT, default_cache, switched_off
 from cute_attn.compiler.compiled import CompiledKernel, Request, default_target, prebuild
 from cute_attn.lab.bundles import (
     LICENCE,
@@ -81,7 +81,7 @@ def export(requests: Iterable[Request], folder: Path, workers: int | None = None
             raise ValueError(f"{traits} is exported more than once; accepted: one tile of a name and target")
     cache = default_cache()
     if cache is None:
-        raise ValueError("CUTE_ATTN_CACHE is '0'; exporting needs the disk cache")
+        raise ValueError(f"{switched_off()}; exporting needs the disk cache")
     with without_bundle():
         for built in prebuild(wanted, workers):
             if built.error is not None:

@@ -73,7 +73,9 @@ def read(path: Path) -> Study | Comparison | dict[str, Any]:
         return Comparison.from_json(values)
     if kind == "benchmark":
         return values
-    raise ValueError(f"{path} is no result; accepted: files of ab, tune or the benchmarks, or a ledger.jsonl")
+    raise ValueError(
+        f"{path} does not hold a result; accepted: files of ab, tune or the benchmarks, or a ledger.jsonl"
+    )
 
 
 def write(result: Study | Comparison | dict[str, Any], path: Path, *, kernels: bool = True) -> Path:
@@ -251,7 +253,7 @@ def _steps(pair: Sequence[Contender], shape: Any, target: str | None) -> list[Se
     from cute_attn.lab.compare import compare
     from cute_attn.lab.verdict import verdict
 
-    a, b = (verdict(one.kernel, str(tile_at(one, shape, target)), target) for one in pair)
+    a, b = (verdict(one.kernel, tile_at(one, shape, target), target) for one in pair)
     found = compare(a, b)
     counts = [(one.what, str(one.a), str(one.b), f"{one.change:+d}") for one in found.opcodes]
     texts = [f"a is {pair[0]}; b is {pair[1]}."]

@@ -158,7 +158,7 @@ def changed_fields(base: Tile, tile: Tile) -> dict[str, Any]:
 
 def change_text(base: Tile, tile: Tile) -> str:
     """What ``--tile`` takes to change one tile into another: ``"tile_n=112,q_in_regs=false"``."""
-    items = (item for item in str(tile).split(",") if item not in str(base).split(","))
+    items = (item for item in tile.text.split(",") if item not in base.text.split(","))
     return ",".join(items)
 
 

@@ -290,7 +290,7 @@ class _Study:
         new = []
         for tile in tiles:
             if tile not in self.entries and tile != self.search.space.tile:
-                candidate = Candidate(str(tile), self.search.change(tile))
+                candidate = Candidate(tile.text, self.search.change(tile))
                 self.entries[tile] = _Entry(tile, candidate)
                 new.append(self.entries[tile])
         return new
@@ -483,7 +483,7 @@ class _Study:
             self.card.gpu if self.card is not None else "",
             self.card.driver if self.card is not None else "",
             tuple(workload.name for workload in self.search.workloads),
-            str(self.search.space.tile),
+            self.search.space.tile.text,
             tuple(ordered),
             dict(self.search.declined),
             "" if tile is None else self.search.change(tile),

@@ -32,6 +32,7 @@ from cute_attn.lab.gpu import MULTIPROCESSORS, SCHEDULERS, SHARED_BYTES, SPECIAL
 from cute_attn.lab.proxies import ProxyOrder, proxy_order
 from cute_attn.lab.sass import MMA, PACKAGES, Code, Instruction, Step, StepNotFound
 from cute_attn.lab.tables import Table, brief_tile
+from cute_attn.tiles import text_of
 from cute_attn.traits import Traits
 
 if TYPE_CHECKING:
@@ -242,7 +243,7 @@ def verdict(
     try:
         return _of_compiled(compile(traits, tile, target, lines=lines))
     except registry.Unsupported as error:
-        return Verdict(traits.name, target, str(tile or "the default"), str(error))
+        return Verdict(traits.name, target, text_of(tile) or "the default", str(error))
 
 
 def _of_compiled(compiled: "CompiledKernel") -> Verdict:
@@ -283,7 +284,7 @@ def judge(built: Any, code: Code, content: StepContent | str, copies: tuple[Conf
     return Verdict(
         built.name,
         built.target,
-        str(built.tile),
+        text_of(built.tile),
         blocks=blocks,
         limited_by=limited_by,
         registers=used.registers,

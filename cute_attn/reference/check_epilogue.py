@@ -109,14 +109,20 @@ def check_epilogue(
         batch, nheads, seqlen_q, seqlen_k: sizes of the scores, which are random.
 
     Raises:
+        TypeError: it is none of these.
         ValueError: nothing is registered under the name, or it takes arguments and there are none.
         IndexError: a function reads an element that its tensor does not have, for one of the scores.
     """
     sizes, found = (batch, nheads, seqlen_q, seqlen_k), []
     if isinstance(epilogue, str):
         name = epilogue
-    elif isinstance(epilogue, type):
-        name = epilogue.name  # type: ignore[attr-defined]
+    elif isinstance(epilogue, type) and issubclass(epilogue, Epilogue) and hasattr(epilogue, "name"):
+        name = epilogue.name
+    elif isinstance(epilogue, type) or not callable(epilogue):
+        raise TypeError(
+            f"epilogue is {epilogue!r}; accepted: a registered Epilogue or its name, or a function as attention takes "
+            "it for score_mod or mask_mod"
+        )
     else:
         kind = kind_of(epilogue)
         score_mod, mask_mod = (epilogue, None) if kind == "score_mod" else (None, epilogue)

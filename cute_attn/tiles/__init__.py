@@ -9,6 +9,7 @@ from cute_attn.tiles.base import (
     check_tile,
     first_that_fits,
     padded,
+    text_of,
 )
 from cute_attn.tiles.forward import (
     ForwardLargeTile,
@@ -38,4 +39,5 @@ __all__ = [
     "first_that_fits",
     "may_pack_heads",
     "padded",
+    "text_of",
 ]

@@ -1,8 +1,8 @@
 """Base classes of all tiles.
 
-A tile is a frozen value that prints as text and parses back. It computes its shared memory and registers before
-anything is compiled, and gives the reason why it does not fit some traits or target. Tiles change a result by
-the order of its roundings only.
+A tile is a frozen value with a text that parses back; printed it is shorter. It computes its shared memory and
+registers before anything is compiled, and gives the reason why it does not fit some traits or target. Tiles change a
+result by the order of its roundings only.
 """
 
 import dataclasses
@@ -46,12 +46,14 @@ class Tile:
     """Base of all tiles: conversion to and from text, and the checks of shared memory and registers."""
 
     def __str__(self) -> str:
-        return ",".join(f"{f.name}={_text(getattr(self, f.name))}" for f in fields(self))  # type: ignore[arg-type]
+        """:attr:`text` without the fields that have their class's default, but with the block's size."""
+        hidden, text = self.inert_fields(), self.text
+        return ",".join(item for item in text.split(",") if item not in hidden) or text
 
-    def brief(self) -> str:
-        """:meth:`__str__` without the fields that have their class's default, but with the block's size."""
-        hidden = self.inert_fields()
-        return ",".join(item for item in str(self).split(",") if item not in hidden) or str(self)
+    @property
+    def text(self) -> str:
+        """All fields, which change any tile of the class into this one."""
+        return ",".join(f"{f.name}={_text(getattr(self, f.name))}" for f in fields(self))  # type: ignore[arg-type]
 
     @classmethod
     def inert_fields(cls) -> frozenset[str]:
@@ -71,7 +73,7 @@ class Tile:
         types = {f.name: type(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]
         changes: dict[str, Any] = {}
         for item in filter(None, (part.strip() for part in text.split(","))):
-            name, equals, value = item.partition("=")
+            name, equals, value = (word.strip() for word in item.partition("="))
             if not equals or name not in types:
                 meant = "" if name in types else did_you_mean(name, types)
                 raise ValueError(
@@ -183,6 +185,11 @@ def check_tile(tile: Any) -> None:
     """Raise TypeError for a tile that is neither a tile nor text that changes the default one, nor None."""
     if not isinstance(tile, Tile | str | None):
         raise TypeError(f"tile is {tile!r:.100}; accepted: a Tile, text such as 'tile_n=32', or None")
+
+
+def text_of(tile: "Tile | str | None") -> str:
+    """A tile's whole text, or the text as it is; "" for none."""
+    return tile.text if isinstance(tile, Tile) else tile or ""
 
 
 def check_target(target: Any) -> None:

@@ -192,10 +192,8 @@ WRONG = {
     "tile-33": (lambda: attention(Q, K, V, tile="tile_n=33"), "forward-sm80 declined .* tile_n is 33; accepted: "),
     "tile-negative": (lambda: attention(Q, K, V, tile="tile_n=-16"), "forward-sm80 .* tile_n is -16; accepted: multip"),
     "tile-backward": (lambda: attention(Q, K, V, backward_tile="tile_n=33"), "backward-sm80 declined .*; accepted: "),
-    "cache-tile-33": (
-        cached(**{name: ones(3, 16, 2, 16).bfloat16() for name in ("q", "k_cache", "v_cache")}, tile="tile_n=33"),
-        "kvcache-sm80 declined .* tile_n is 33; accepted: multiples of 16",
-    ),
+    "q-of-numpy": (lambda: attention(np.ones(3), K, V), "q is an ndarray; accepted: a torch.Tensor"),
+    "score-mod-number": (lambda: attention(Q, K, V, score_mod=3), "score_mod is an int; accepted: a function of"),
     "cache-tile-number": (cached(tile=3), "tile is 3; accepted: a Tile, text such as"),
     "cache-kernel-list": (cached(kernel=[]), r"kernel is \[\]; accepted: 'ARCH', 'ARCH:VARIANT', or None"),
     "cache-longest": (cached(max_seqlen_q="a"), "max_seqlen_q is 'a'; accepted: a Python int"),

@@ -383,3 +383,23 @@ def test_the_default_folder(monkeypatch, tmp_path, given, root):
     found = cache.default_cache().root
     monkeypatch.chdir("/")
     assert found == Path(root.format(here=tmp_path, own=pwd.getpwuid(os.getuid()).pw_dir))
+
+
+@pytest.mark.parametrize("word", ["0", "no", "No", "OFF", "false", "False", " 0 "])
+def test_words_that_switch_the_cache_off(monkeypatch, word):
+    monkeypatch.setenv("CUTE_ATTN_CACHE", word)
+    assert cache.default_cache() is None and cache.switched_off() == f"CUTE_ATTN_CACHE is {word!r}"
+
+
+@pytest.mark.parametrize("word", ["", "1", "yes", "On", "TRUE"])
+def test_words_that_leave_the_cache_on(monkeypatch, word, recwarn):
+    monkeypatch.setenv("CUTE_ATTN_CACHE", word)
+    assert cache.default_cache() is not None and not recwarn
+
+
+def test_another_word_is_a_warning(monkeypatch):
+    monkeypatch.setenv("CUTE_ATTN_CACHE", "never")
+    with pytest.warns(
+        UserWarning, match="^CUTE_ATTN_CACHE is 'never', which leaves the cache on; accepted: 1, on,"
+    ):
+        assert cache.default_cache() is not None

@@ -93,6 +93,11 @@ def test_a_wrong_call_is_one_sentence():
         check_epilogue(ForwardWrong)
     with pytest.raises(ValueError, match="no epilogue is registered as 'absent'"):
         check_epilogue("absent")
+    for wrong in (3, int, None):
+        with pytest.raises(
+            TypeError, match=f"^epilogue is {wrong!r}; accepted: a registered Epilogue or its name, or"
+        ):
+            check_epilogue(wrong)
 
 
 # ---- by name ----

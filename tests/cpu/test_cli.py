@@ -86,7 +86,7 @@ def test_list(run):
     own = {key for key, cls in registry.KERNELS.items() if cls.__module__.startswith("cute_attn.")}
     assert set(rows) == {registry.label(key) for key in own}  # other tests register theirs
     own = [(traits, on) for traits, on in defaults() if (traits.op, traits.arch) == ("forward", "sm80")]
-    tiles = {str(lookup(traits, None, on).tile) for traits, on in own}
+    tiles = {lookup(traits, None, on).tile.text for traits, on in own}
     assert rows["forward-sm80"][-4:-1] == [str(len(tiles)), "│", "forward-sm80-bf16-d128"]
 
 
@@ -311,6 +311,21 @@ WRONG = {
     ("show", "backward_preprocess-sm80-bf16-d64"): "has no shared-memory layout and no MMA to draw",
     ("--load", "absent.py", "list"): "--load is 'absent.py'",
     ("cache", "prebuild", "nonsense"): "name is 'nonsense'",
+    ("verdict", "forward-sm80-bf16-d128", "--tile", "tile_n=1024"): "bytes of shared memory",
+    ("verdict", "forward-sm80-bf16-d64", "--tile", "tile_n=33"): "tile_n is 33; accepted: multiples of 16",
+    (
+        "verdict",
+        "forward-sm80-bf16-d64",
+        "--tile",
+        "tile_n=33",
+        "--tile",
+        "tile_n=-16",
+    ): "tile_n is -16; accepted",
+    (
+        "ledger",
+        "--ledger",
+        "/nonexistent",
+    ): "--ledger is '/nonexistent', which is no file; accepted: one that",
 }
 
 
@@ -420,8 +435,9 @@ def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path):
 
 
 def test_the_cache_switched_off(run):
-    done = run("cache", "list", cache="0")
-    assert done.returncode == 2 and "CUTE_ATTN_CACHE is '0'" in done.stderr
+    for word in ("0", "no"):
+        done = run("cache", "list", cache=word)
+        assert done.returncode == 2 and f"CUTE_ATTN_CACHE is '{word}'; the cache commands need" in done.stderr
 
 
 def test_prebuild_says_what_failed(run):

@@ -35,6 +35,7 @@ def test_models_before_and_after(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "No GPU here: nothing is served" in done.stdout and " times, " not in done.stdout
+    assert "images/s" not in done.stdout and "tokens/s" not in done.stdout
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert "dit" in rows
     for row in rows.values():

@@ -42,6 +42,31 @@ def test_runs_as_a_script(name):
     assert "No GPU here" in done.stdout
 
 
+NEEDS = {
+    "generate.py": "--device is 'cuda', and there is no GPU; accepted here: --device cpu",
+    "context_parallel.py": "RANK is not set; accepted: processes that torchrun starts",
+}
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_what_an_example_needs_is_one_sentence(name):
+    done = processes.run(str(EXAMPLES / name))
+    assert done.returncode == 2 and f"{name}: error: {NEEDS[name]}" in done.stderr
+    assert "Traceback" not in done.stderr and done.stdout == ""
+
+
+PROGRAMS = {path.stem for path in EXAMPLES.glob("*.py")} - {
+    "experiment"
+}  # twenty lines, which take no arguments
+
+
+@pytest.mark.parametrize("name", sorted(PROGRAMS))
+def test_help_runs_nothing(name):
+    done = processes.run(str(EXAMPLES / f"{name}.py"), "--help")
+    assert done.returncode == 0 and done.stdout.startswith("usage: "), done.stderr
+    assert "No GPU here" not in done.stdout
+
+
 def test_a_learned_bias_is_learned_alike():
     """As with a dense bias, on the CPU; the table's gradient is what finds the token."""
     example = load("learned_bias")

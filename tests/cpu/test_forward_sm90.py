@@ -41,7 +41,7 @@ def test_a_tile_that_cannot_work_is_refused_in_one_sentence(tile, traits, messag
 
 def test_the_text_parses_back():
     tile = ForwardSm90Tile(64, 80, speculative=True, pack_heads=4)
-    assert ForwardSm90Tile().override(str(tile)) == tile
+    assert ForwardSm90Tile().override(tile.text) == tile
 
 
 def test_large_head_dims_have_a_kernel_of_their_own():

@@ -42,7 +42,7 @@ def study(name=NAME, gpu="a GPU", best=""):
     )
     declined = {"need more shared memory than sm90 has": 12}
     verdict = comparison() if gpu else None
-    default = str(registry.lookup(Traits.parse(name)).tile)
+    default = registry.lookup(Traits.parse(name)).tile.text
     notes, started = ("1 candidates were not reached within the budget",), "2026-01-01T00:00:00+00:00"
     return Study(
         name,
@@ -193,7 +193,7 @@ def test_contenders_by_their_texts():
 @pytest.mark.parametrize("text", ["", "[]", "{}", "not json"])
 def test_other_files_are_refused(text, tmp_path):
     (tmp_path / "file.json").write_text(text)
-    with pytest.raises(ValueError, match=r"file.json is no result; accepted: files of ab, tune"):
+    with pytest.raises(ValueError, match=r"file.json does not hold a result; accepted: files of ab, tune"):
         report.read(tmp_path / "file.json")
 
 

@@ -68,7 +68,7 @@ class SimulatedBuilds:
         if tile in self.failing:
             return Built(tile, error="DSLRuntimeError: it does not build")
         rank = {"no_rank": "no step"} if self.estimate is None else {"estimates": {"w": self.estimate(tile)}}
-        return Built(tile, str(tile), self.seconds, spills_in_step=3 * (tile in self.spilling), **rank)
+        return Built(tile, tile.text, self.seconds, spills_in_step=3 * (tile in self.spilling), **rank)
 
     def close(self):
         self.closed = True

@@ -437,7 +437,11 @@ GOOD = {"mask_mod": causal, "b": 1, "h": None, "q_len": 200, "kv_len": 300, "dev
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"mask_mod": 3}, TypeError, r"mask_mod is a int; accepted: a function of .batch, head, query, key."),
+        (
+            {"mask_mod": 3},
+            TypeError,
+            r"mask_mod is an int; accepted: a function of .batch, head, query, key.",
+        ),
         ({"mask_mod": lambda b, h, q, k: q - k}, TypeError, "mask_mod returned an integer; accepted: a bool"),
         ({"mask_mod": lambda b, h, q, k: q.sort()}, TypeError, "mask_mod uses sort; accepted"),
         ({"b": 0}, ValueError, "b is 0; accepted: 1 to 1073741824"),

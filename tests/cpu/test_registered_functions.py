@@ -172,7 +172,7 @@ LOOSE = torch.ones(4)
         (
             lambda s, b, h, q, k, x: s,
             None,
-            "example of score_mod 'wrong' returns 0 arguments; accepted: a tup",
+            r"example of score_mod 'wrong' is None; accepted for arguments \(x\): a function of \(batch, nheads,",
         ),
         (lambda s, b, h, q, k: s, LOOSE, "returns tensor.*; accepted: none"),
         (

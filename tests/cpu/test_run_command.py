@@ -192,7 +192,7 @@ def test_an_interrupted_program_ends_by_the_signal(tmp_path):
     )
     done = processes.run("-m", "cute_attn", "run", str(path))
     assert (done.returncode, done.stdout) == (-signal.SIGINT, "bye\n")
-    assert "KeyboardInterrupt" in done.stderr and "1 attention calls" in done.stderr
+    assert "KeyboardInterrupt" in done.stderr and "1 attention call," in done.stderr
     assert "runpy" not in done.stderr
 
 

@@ -105,7 +105,7 @@ WRONG = {
         rf"returns \S+; {SHAPE} with integers alone",
     ),
     "None": (lambda *shape: None, rf"returns None; {SHAPE}, or a swizzle over one"),
-    "a number": (lambda *shape: 3, rf"returns a int; {SHAPE}, or a swizzle over one"),
+    "a number": (lambda *shape: 3, rf"returns an int; {SHAPE}, or a swizzle over one"),
     "raises": (missing, rf"raises KeyError: 'missing' \(test_smem_layouts.py, line \d+\); {SHAPE}"),
     "column-major": (
         strided(*ONE, lambda r, c, s: r, lambda r, c, s: r * c),

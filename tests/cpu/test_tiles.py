@@ -70,7 +70,8 @@ def test_a_traits_name_parses_back(value):
 
 @given(tiles)
 def test_a_tiles_text_parses_back(tile):
-    assert ForwardSm80Tile().override(str(tile)) == tile
+    assert ForwardSm80Tile(16, 16, q_in_regs=True).override(tile.text) == tile
+    assert str(ForwardSm80Tile(64, 96, num_stages=2)) == "tile_m=64,tile_n=96,num_stages=2"
     assert tile.override("") == tile
 
 
@@ -88,7 +89,7 @@ def test_what_a_kernel_does_not_vary_is_no_field_of_its_tile(tile, change):
 
 
 def test_a_partial_text_overrides():
-    tile = ForwardSm80Tile(64, 32).override(" tile_n=96, q_in_regs=true,swizzle_bits=-1 ")
+    tile = ForwardSm80Tile(64, 32).override(" tile_n = 96, q_in_regs=true,swizzle_bits= -1 ")
     assert tile == ForwardSm80Tile(64, 96, q_in_regs=True)
 
 

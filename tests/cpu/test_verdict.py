@@ -302,7 +302,7 @@ def test_tiles_of_one_verdict_are_built_at_the_same_time(fresh_cache, monkeypatc
     assert asked == []
     build_at_once([*tiles, (toy.NAME, "values=-1")], "sm80", lines=True)
     ((requests, how),) = asked
-    assert [str(tile) for _, tile, _ in requests] == ["values=4,staged=true", "values=6,staged=true"]
+    assert [tile.text for _, tile, _ in requests] == ["values=4,staged=true", "values=6,staged=true"]
     assert how == {"lines": True}
 
 

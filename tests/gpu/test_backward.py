@@ -158,7 +158,7 @@ def tma_bias_cases() -> list:
             traits = replace(case.traits("sm90", OP), bias_grad=True)
             tile = registry.lookup(traits, None, "sm90").tile
             assert tile.bias_stages, f"{case.name} is given {tile}"
-            params.append(pytest.param("sm90", str(tile), case, id=case.name))
+            params.append(pytest.param("sm90", tile.text, case, id=case.name))
     return params if "sm90" in ARCHS else []
 
 

@@ -57,7 +57,7 @@ def long_tile(case: Case, arch: str) -> str:
     kernel = registry.lookup(case.traits(arch))
     if getattr(kernel.tile, "bias_stages", 0) and case.longest[1] % 8:  # TMA cannot load such rows
         kernel = kernel.without_tma_bias()
-    return str(kernel.tile)
+    return kernel.tile.text
 
 
 SHORT = [(case, arch) for case in CASES for arch in ARCHS if case.launches and has_short_tile(case, arch)]

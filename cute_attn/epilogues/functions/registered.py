@@ -188,6 +188,11 @@ def _arguments_of(whose: str, example: Example | None, parameters: tuple[str, ..
     with torch.random.fork_rng(devices=()):  # a program's own numbers stay as they are
         arguments = () if example is None else example(2, 4, 128, 128)
     if not isinstance(arguments, tuple) or len(arguments) != len(parameters):
+        if example is None:
+            raise TypeError(
+                f"{whose} is None; accepted for arguments ({', '.join(parameters)}): a function of (batch, nheads, "
+                "seqlen_q, seqlen_k) that returns them in a tuple"
+            )
         given = f"{len(arguments)} arguments" if isinstance(arguments, tuple) else repr(arguments)
         wanted = f"a tuple of {', '.join(parameters)}" if parameters else "none"
         raise TypeError(f"{whose} returns {given}; accepted: {wanted}")

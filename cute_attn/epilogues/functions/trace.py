@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
+from cute_attn import traits
 from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, KINDS, LONG, SCORE, Graph, Node, ordered
 
 SIGNATURES = {
@@ -72,9 +73,7 @@ def kind_of(function: Callable) -> str:
 def check_function(what: str, function: Any) -> None:
     """Raise TypeError for a ``score_mod`` or ``mask_mod`` that is no function."""
     if not callable(function) or isinstance(function, type):
-        given = (
-            f"the class {function.__name__}" if isinstance(function, type) else f"a {type(function).__name__}"
-        )
+        given = f"the class {function.__name__}" if isinstance(function, type) else traits.kind_of(function)
         raise TypeError(f"{what} is {given}; accepted: a function of ({', '.join(SIGNATURES[what])})")
 
 
