@@ -1,7 +1,8 @@
 """A machine with a GPU, where there is none: calls go the way of CUDA tensors up to the launch, with CPU tensors.
 
 ``device`` answers what a call asks the machine: its GPU, counters, how many multiprocessors. ``kernels`` stands for
-the compiler: what a kernel's launch runs is a function of the test. ``gpu`` does both at every door. ``poison`` fills new memory with what no kernel
+the compiler: what a kernel's launch runs is a function of the test. ``gpu`` does both at
+every door. ``poison`` fills new memory with what no kernel
 leaves there. Nothing of this is patched anywhere else.
 """
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.autograd import Info, make_autograd_impl
 
 from cute_attn import reference
 from cute_attn.host.backward import NOTHING, Gradients, check_given, gradients, repeated_gradients
@@ -167,8 +168,15 @@ def _dependent(output: Tensor, inputs: Sequence[Tensor | None]) -> Tensor:
 
 
 def _call_of(arguments: tuple) -> Call:
-    values: Any = (tuple(x) if isinstance(x, list) else x for x in arguments)
+    values: Any = (tuple(x) if isinstance(x, list) else x for x in _with_list(arguments))
     return Call(*values).resolved()
+
+
+def _with_list(arguments: tuple) -> tuple:
+    """The operator's arguments, of which AOTInductor's packages give None for a list without tensors."""
+    if arguments[NUM_TENSORS] is not None:
+        return arguments
+    return (*arguments[:NUM_TENSORS], [], *arguments[NUM_TENSORS + 1 :])
 
 
 def _operator(
@@ -424,6 +432,13 @@ def _differentiate_operator(
     return tuple(grads.get(i) for i in range(len(ATTENTION)))
 
 
-torch.library.register_autograd(
-    "cute_attn::forward", _differentiate_operator, setup_context=_save_operator, lib=_library
+_with_gradient = make_autograd_impl(
+    torch.ops.cute_attn.forward.default, Info(_differentiate_operator, _save_operator)
+)
+# As torch.library.register_autograd does, which would hand None on.
+_library.impl(
+    "forward",
+    lambda keyset, *arguments: _with_gradient(keyset, *_with_list(arguments)),
+    "Autograd",
+    with_keyset=True,
 )
