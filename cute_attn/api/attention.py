@@ -31,11 +31,13 @@ from cute_attn.host.values import (
     check_device,
     check_flags,
     check_present,
+    is_int,
     is_one_of,
     kernel_name,
     kind_of,
     length,
     number,
+    python_number,
     shown,
     tensors_of,
     tile_text,
@@ -561,6 +563,8 @@ def _rng_state(rng_state: Any, q: Any, dropout_p: float) -> Tensor | None:
     if rng_state is None or not isinstance(q, Tensor):
         return None
     words = (rng_state,) if isinstance(rng_state, Tensor) else rng_state
+    if isinstance(words, tuple | list):
+        words = tuple(map(python_number, words))
     if isinstance(rng_state, Tensor):
         check_dense("rng_state", rng_state)
     elif not isinstance(words, tuple | list) or len(words) != 2 or not all(map(_is_word, words)):
@@ -585,7 +589,7 @@ def _is_word(x: Any) -> bool:
     if isinstance(x, Tensor):
         dense = not x.is_nested and x.layout is torch.strided
         return dense and x.dtype in (torch.int64, torch.uint64) and x.numel() == 1
-    return isinstance(x, int) and not isinstance(x, bool) and -(2**63) <= x < 2**64
+    return is_int(x) and -(2**63) <= x < 2**64
 
 
 def _signed(word: int) -> int:
@@ -778,7 +782,7 @@ def _call_of(tensors: Tensors, options: _Options) -> Call:
             number("dropout_p", options.dropout_p),
             names,
             epilogue_numbers,
-            options.return_softmax,
+            bool(options.return_softmax),
             kernel,
             tile,
             bool(options.deterministic),
@@ -833,10 +837,10 @@ def resolve_mask(causal: bool | str, window: Window) -> tuple[str, int, int]:
 
 
 def _bound(window: Window, side: int) -> int:
-    bound = window[side]
+    bound = python_number(window[side])
     if bound is None:
         return UNBOUNDED
-    if isinstance(bound, bool) or not isinstance(bound, int | torch.SymInt) or bound < -1:
+    if not (is_int(bound) or isinstance(bound, torch.SymInt)) or bound < -1:
         raise ValueError(
             f"window is {shown(window)}; accepted: numbers of keys from 0, or None or -1 for no bound"
         )
