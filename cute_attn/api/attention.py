@@ -113,7 +113,8 @@ def attention(
         dimension is whole and contiguous; of another, and of bool, a copy is made. -inf hides a key. A finite number
         does not, be it the dtype's smallest: where all keys that a query sees have it, out is their average, as in
         fp32 (and on CUDA the backward of a row whose LSE leaves no digit for the logarithm of their sum takes all that
-        the mask shows as equal).
+        the mask shows as equal). NaN or Inf in a key that a bias hides shows, as in PyTorch; mask_mod and seqused_k
+        hide it.
     sinks : Tensor (nheads,), fp16, bf16 or fp32, optional
         Attention sinks: exp(sink) of its head joins each row's sum of exponentials, and so lse; as one more key that
         every query sees, whose value is 0 (gpt-oss, arXiv:2508.10925).

@@ -146,6 +146,7 @@ def forward_cpu(call: Call, into: Tensor | None = None) -> Outputs:
     if call.q.device.type != "cpu":
         raise ValueError(f"q is on {call.q.device}; accepted: cuda and cpu tensors")
     check(call)
+    call = call._replace(**{name: _with_contiguous_gradient(getattr(call, name)) for name in DIFFERENTIABLE})
     out, lse, softmax = reference.attention(
         *call[:3], call.softmax_scale, *call.by_definition(), return_softmax=call.return_softmax
     )
@@ -154,6 +155,13 @@ def forward_cpu(call: Call, into: Tensor | None = None) -> Outputs:
     # As on CUDA all inputs have gradients: zeros for v where only lse is used, and for all where nothing is computed.
     inputs = [*(getattr(call, name) for name in DIFFERENTIABLE), *call.epilogue_tensors]
     return out if out.requires_grad else _dependent(out, inputs), _dependent(lse, inputs), softmax
+
+
+def _with_contiguous_gradient(x: Tensor | None) -> Tensor | None:
+    """``x``, whose gradient is contiguous, as kernels write it and compilers expect it: reshaping copies it."""
+    if x is None or not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    return x.reshape(-1).view(x.shape)
 
 
 def _dependent(output: Tensor, inputs: Sequence[Tensor | None]) -> Tensor:

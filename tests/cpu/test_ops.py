@@ -339,6 +339,26 @@ def test_an_aotinductor_package_finds_the_operators(tmp_path):
     load(tmp_path, "saved.pt2", "torch._inductor.aoti_load_package")
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["rows first", "heads first"])
+def test_gradients_have_the_strides_of_fake_ones(order):
+    """Those of eager calls on the CPU, compiled ones and kernels: contiguous."""
+    q, k, v = (x.permute(order).contiguous().permute(order).requires_grad_() for x in inputs())
+    bias, sinks = randn(1, 4, 9, 11).requires_grad_(), randn(4).requires_grad_()
+    for tensors, call in (
+        ((q, k, v, bias, sinks), lambda q, k, v, bias, sinks: attention(q, k, v, bias=bias, sinks=sinks)),
+        ((q, k, v), lambda *x: attention_varlen(*(y.flatten(0, 1) for y in x), 9 * CU_2, 11 * CU_2, 9, 11)),
+    ):
+        torch._dynamo.reset()
+        for run in (call, torch.compile(call, backend="aot_eager")):
+            out = run(*tensors)
+            grad_out = torch.randn(out.shape).transpose(0, 1).contiguous().transpose(0, 1)
+            found = torch.autograd.grad(out, tensors, grad_out)
+            assert all(x.is_contiguous() for x in found)
+
+
+CU_2 = torch.arange(3, dtype=torch.int32)
+
+
 def test_fake_gradients_need_no_kernel():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
