@@ -9,8 +9,9 @@
     cute_attn.flex, cute_attn.flash_attn, cute_attn.transformers                    FlexAttention's and others' names
     cute_attn.lab                                                                   what a tile costs, and which is best
 
-Names are imported on first use: ``import cute_attn`` itself loads neither torch nor the DSL. Where there is a bundle
-and no DSL it loads all that a call needs, so that the first call waits for its kernels alone.
+Names are imported on first use: ``import cute_attn`` itself loads neither torch nor the DSL. Programs that
+``torch.export`` and AOTInductor saved find the operators all the same. Where there is a bundle and no DSL it loads all
+that a call needs, so that the first call waits for its kernels alone.
 """
 
 import time
@@ -18,6 +19,7 @@ from importlib import import_module
 from typing import Any
 
 from cute_attn import _without_dsl
+from cute_attn.host.imports import after_import
 
 __version__ = "0.1.0"
 _imported_at = time.time()  # sources that changed later may not be what runs
@@ -48,11 +50,10 @@ _HOME = {
     "merge_attention": "api.merge",
     "block_mask": "api.block_mask",
 }
+_OPERATORS = ("api.attention", "api.kvcache", "api.append", "api.merge")
+"""What registers torch's operators."""
 _CALLS = (
-    "api.attention",
-    "api.kvcache",
-    "api.append",
-    "api.merge",
+    *_OPERATORS,
     "host.divided",
     "host.split_fp32",
     "compiler.registry",
@@ -107,9 +108,15 @@ def _do_without_dsl() -> None:
     from cute_attn.compiler import why_no_kernels
 
     if why_no_kernels() is None:
-        for name in _CALLS:
-            import_module(f".{name}", __name__)
+        _import(_CALLS)
+
+
+def _import(names: tuple[str, ...]) -> None:
+    for name in names:
+        import_module(f".{name}", __name__)
 
 
 if not _without_dsl.is_installed():
     _do_without_dsl()
+# By which torch.export.load and aoti_load_package read what they load.
+after_import("torch.export.pt2_archive._package", lambda: _import(_OPERATORS))

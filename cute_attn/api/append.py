@@ -105,7 +105,7 @@ def append_kv(
             known.plan(tensors)
             return overwritten(k_cache, v_cache)
     check_flags(rotary_interleaved=rotary_interleaved, check_lengths=check_lengths)
-    call = Call.of(ARGUMENTS, (*tensors, rotary_interleaved))
+    call = Call.of(ARGUMENTS, (*tensors, bool(rotary_interleaved)))
     check_tensors(call, ("k_cache", "v_cache", "k", "v", "cache_seqlens"))
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_writable(name, x)

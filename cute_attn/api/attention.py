@@ -31,11 +31,13 @@ from cute_attn.host.values import (
     check_device,
     check_flags,
     check_present,
+    is_int,
     is_one_of,
     kernel_name,
     kind_of,
     length,
     number,
+    python_number,
     shown,
     tensors_of,
     tile_text,
@@ -111,7 +113,8 @@ def attention(
         dimension is whole and contiguous; of another, and of bool, a copy is made. -inf hides a key. A finite number
         does not, be it the dtype's smallest: where all keys that a query sees have it, out is their average, as in
         fp32 (and on CUDA the backward of a row whose LSE leaves no digit for the logarithm of their sum takes all that
-        the mask shows as equal).
+        the mask shows as equal). NaN or Inf in a key that a bias hides shows, as in PyTorch; mask_mod and seqused_k
+        hide it.
     sinks : Tensor (nheads,), fp16, bf16 or fp32, optional
         Attention sinks: exp(sink) of its head joins each row's sum of exponentials, and so lse; as one more key that
         every query sees, whose value is 0 (gpt-oss, arXiv:2508.10925).
@@ -561,6 +564,8 @@ def _rng_state(rng_state: Any, q: Any, dropout_p: float) -> Tensor | None:
     if rng_state is None or not isinstance(q, Tensor):
         return None
     words = (rng_state,) if isinstance(rng_state, Tensor) else rng_state
+    if isinstance(words, tuple | list):
+        words = tuple(map(python_number, words))
     if isinstance(rng_state, Tensor):
         check_dense("rng_state", rng_state)
     elif not isinstance(words, tuple | list) or len(words) != 2 or not all(map(_is_word, words)):
@@ -585,7 +590,7 @@ def _is_word(x: Any) -> bool:
     if isinstance(x, Tensor):
         dense = not x.is_nested and x.layout is torch.strided
         return dense and x.dtype in (torch.int64, torch.uint64) and x.numel() == 1
-    return isinstance(x, int) and not isinstance(x, bool) and -(2**63) <= x < 2**64
+    return is_int(x) and -(2**63) <= x < 2**64
 
 
 def _signed(word: int) -> int:
@@ -788,7 +793,7 @@ def _call_of(tensors: Tensors, options: _Options) -> Call:
             number("dropout_p", options.dropout_p),
             names,
             epilogue_numbers,
-            options.return_softmax,
+            bool(options.return_softmax),
             kernel,
             tile,
             bool(options.deterministic),
@@ -847,10 +852,10 @@ def resolve_mask(causal: bool | str, window: Window) -> tuple[str, int, int]:
 
 
 def _bound(window: Window, side: int) -> int:
-    bound = window[side]
+    bound = python_number(window[side])
     if bound is None:
         return UNBOUNDED
-    if isinstance(bound, bool) or not isinstance(bound, int | torch.SymInt) or bound < -1:
+    if not (is_int(bound) or isinstance(bound, torch.SymInt)) or bound < -1:
         raise ValueError(
             f"window is {shown(window)}; accepted: numbers of keys from 0, or None or -1 for no bound"
         )

@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from cute_attn.epilogues.functions.trace import check_function
 from cute_attn.host.mask_kinds import made_block_mask
-from cute_attn.host.values import check_device, shown
+from cute_attn.host.values import check_device, is_int, python_number, shown
 from cute_attn.traits import LISTED_ROWS
 
 _UNIT, _MOST_ROWS, _MOST_LENGTH = 32, 512, 1 << 30
@@ -74,7 +74,8 @@ def block_mask(
 
 
 def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    value = python_number(value)
+    if not is_int(value):
         raise TypeError(f"{name} is {shown(value)}; accepted: a Python int")
     if not 1 <= value <= _MOST_LENGTH:
         raise ValueError(f"{name} is {value}; accepted: 1 to {_MOST_LENGTH}")
@@ -82,8 +83,8 @@ def _count(name: str, value: Any) -> int:
 
 
 def _block_size(given: Any) -> tuple[int, int]:
-    both = given if isinstance(given, tuple | list) else (given, given)
-    right = len(both) == 2 and all(isinstance(x, int) and not isinstance(x, bool) for x in both)
+    both = tuple(map(python_number, given if isinstance(given, tuple | list) else (given, given)))
+    right = len(both) == 2 and all(map(is_int, both))
     if not right or any(x % _UNIT or not _UNIT <= x <= _MOST_ROWS for x in both):
         accepted = f"a multiple of {_UNIT} up to {_MOST_ROWS}, or two, of queries and of keys"
         raise ValueError(f"block_size is {shown(given)}; accepted: {accepted}")

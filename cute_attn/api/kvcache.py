@@ -41,10 +41,12 @@ from cute_attn.host.memory import (
 from cute_attn.host.values import (
     check_dense,
     check_flags,
+    is_int,
     is_one_of,
     kernel_name,
     length,
     number,
+    python_number,
     shown,
     tile_text,
 )
@@ -207,6 +209,7 @@ check_lengths
             if k is not None:
                 overwritten(k_cache, v_cache)
             return found if return_lse else found[0]
+    num_splits, split_keys = python_number(num_splits), python_number(split_keys)
     _check_splits(num_splits, split_keys)
     check_flags(rotary_interleaved=rotary_interleaved, return_lse=return_lse, check_lengths=check_lengths)
     if not is_one_of(causal, (False, True)):
@@ -219,7 +222,7 @@ check_lengths
     longest = q.shape[0 if packed else 1] if q.dim() > 1 else 0
     stated = longest if max_seqlen_q is None else length("max_seqlen_q", max_seqlen_q)
     call = Call.of(_TENSORS, tensors)._replace(
-        rotary_interleaved=rotary_interleaved,
+        rotary_interleaved=bool(rotary_interleaved),
         max_seqlen_q=stated if packed else longest,
         softmax_scale=number("softmax_scale", _scale(q) if softmax_scale is None else softmax_scale),
         mask=mask,
@@ -273,11 +276,11 @@ def _is_written_directly(out: Tensor) -> bool:
 
 
 def _check_splits(num_splits: int, split_keys: int | None) -> None:
-    if not _is_int(num_splits) or not 0 <= num_splits <= MAX_PARTIALS:
+    if not is_int(num_splits) or not 0 <= num_splits <= MAX_PARTIALS:
         raise ValueError(f"num_splits is {shown(num_splits)}; accepted: 0 to {MAX_PARTIALS}")
     if split_keys is None:
         return
-    if not _is_int(split_keys) or not 0 < split_keys <= MAX_SEQLEN or split_keys % SPLIT_KEYS:
+    if not is_int(split_keys) or not 0 < split_keys <= MAX_SEQLEN or split_keys % SPLIT_KEYS:
         raise ValueError(
             f"split_keys is {shown(split_keys)}; accepted: multiples of {SPLIT_KEYS} from {SPLIT_KEYS} to {MAX_SEQLEN}"
         )
@@ -287,15 +290,12 @@ def _check_splits(num_splits: int, split_keys: int | None) -> None:
         )
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _one_length(
     cache_seqlens: Any, q: Tensor, cu_seqlens_q: Tensor | None, k_cache: Any, page_table: Any
 ) -> Tensor:
     """One length for all sequences as a tensor."""
-    if not isinstance(cache_seqlens, int) or isinstance(cache_seqlens, bool):
+    cache_seqlens = python_number(cache_seqlens)
+    if not is_int(cache_seqlens):
         raise TypeError(f"cache_seqlens is {shown(cache_seqlens)}; accepted: int32 (batch,), an int or None")
     most = MAX_SEQLEN
     tables = page_table is None or (isinstance(page_table, Tensor) and page_table.dim() == 2)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.autograd import Info, make_autograd_impl
 
 from cute_attn import reference
 from cute_attn.host.backward import NOTHING, Gradients, check_given, gradients, repeated_gradients
@@ -147,6 +148,7 @@ def forward_cpu(call: Call, into: Tensor | None = None) -> Outputs:
     if call.q.device.type != "cpu":
         raise ValueError(f"q is on {call.q.device}; accepted: cuda and cpu tensors")
     check(call)
+    call = call._replace(**{name: _with_contiguous_gradient(getattr(call, name)) for name in DIFFERENTIABLE})
     out, lse, softmax = reference.attention(
         *call[:3], call.softmax_scale, *call.by_definition(), return_softmax=call.return_softmax
     )
@@ -155,6 +157,13 @@ def forward_cpu(call: Call, into: Tensor | None = None) -> Outputs:
     # As on CUDA all inputs have gradients: zeros for v where only lse is used, and for all where nothing is computed.
     inputs = [*(getattr(call, name) for name in DIFFERENTIABLE), *call.epilogue_tensors]
     return out if out.requires_grad else _dependent(out, inputs), _dependent(lse, inputs), softmax
+
+
+def _with_contiguous_gradient(x: Tensor | None) -> Tensor | None:
+    """``x``, whose gradient is contiguous, as kernels write it and compilers expect it: reshaping copies it."""
+    if x is None or not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    return x.reshape(-1).view(x.shape)
 
 
 def _dependent(output: Tensor, inputs: Sequence[Tensor | None]) -> Tensor:
@@ -169,8 +178,15 @@ def _dependent(output: Tensor, inputs: Sequence[Tensor | None]) -> Tensor:
 
 
 def _call_of(arguments: tuple) -> Call:
-    values: Any = (tuple(x) if isinstance(x, list) else x for x in arguments)
+    values: Any = (tuple(x) if isinstance(x, list) else x for x in _with_list(arguments))
     return Call(*values).resolved()
+
+
+def _with_list(arguments: tuple) -> tuple:
+    """The operator's arguments, of which AOTInductor's packages give None for a list without tensors."""
+    if arguments[NUM_TENSORS] is not None:
+        return arguments
+    return (*arguments[:NUM_TENSORS], [], *arguments[NUM_TENSORS + 1 :])
 
 
 def _operator(
@@ -435,6 +451,13 @@ def _differentiate_operator(
     return tuple(grads.get(i) for i in range(len(ATTENTION)))
 
 
-torch.library.register_autograd(
-    "cute_attn::forward", _differentiate_operator, setup_context=_save_operator, lib=_library
+_with_gradient = make_autograd_impl(
+    torch.ops.cute_attn.forward.default, Info(_differentiate_operator, _save_operator)
+)
+# As torch.library.register_autograd does, which would hand None on.
+_library.impl(
+    "forward",
+    lambda keyset, *arguments: _with_gradient(keyset, *_with_list(arguments)),
+    "Autograd",
+    with_keyset=True,
 )

@@ -36,7 +36,7 @@ from cute_attn.flash_attn.operators import backward
 from cute_attn.host.checks import check_written
 from cute_attn.host.head_dims import cut_head_dim, pad_head_dim, whole_head_dim
 from cute_attn.host.memory import write_owned
-from cute_attn.host.values import shown
+from cute_attn.host.values import python_number, shown
 
 __all__ = [
     "_flash_attn_backward",
@@ -519,7 +519,7 @@ def _attend(
 
 def _heads(qkv: Tensor, num_heads_q: Any) -> tuple[Tensor, ...]:
     """q, k and v of one tensor in which heads follow each other."""
-    heads = qkv.shape[2]
+    heads, num_heads_q = qkv.shape[2], python_number(num_heads_q)
     if not isinstance(num_heads_q, int) or not 0 < num_heads_q < heads or (heads - num_heads_q) % 2:
         raise ValueError(
             f"num_heads_q is {shown(num_heads_q)} with a qkv of {heads} heads; accepted: an int that leaves as many "

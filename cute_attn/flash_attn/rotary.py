@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cute_attn.flash_attn.conventions import check_tensors, flag, whole_number
 from cute_attn.host.checks import check_starts
-from cute_attn.host.values import shown
+from cute_attn.host.values import is_int, python_number, shown
 from cute_attn.reference.kvcache import Rotary, rotate
 
 __all__ = [
@@ -63,6 +63,7 @@ def apply_rotary(
         )
     if cu_seqlens is not None:
         check_starts("cu_seqlens", cu_seqlens)
+    seqlen_offsets = python_number(seqlen_offsets)
     _check_offsets(seqlen_offsets, x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
     longest = None if max_seqlen is None else whole_number("max_seqlen", max_seqlen)
     longest = x.shape[1] if cu_seqlens is None else longest
@@ -87,7 +88,7 @@ def _check_offsets(seqlen_offsets: Any, batch: int) -> None:
             raise TypeError(f"seqlen_offsets has dtype {seqlen_offsets.dtype}; accepted: {accepted}")
         if tuple(seqlen_offsets.shape) != (batch,):
             raise ValueError(f"seqlen_offsets has shape {tuple(seqlen_offsets.shape)}; accepted: {accepted}")
-    elif not isinstance(seqlen_offsets, int | torch.SymInt) or isinstance(seqlen_offsets, bool):
+    elif not (is_int(seqlen_offsets) or isinstance(seqlen_offsets, torch.SymInt)):
         raise TypeError(f"seqlen_offsets is {shown(seqlen_offsets)}; accepted: {accepted}")
     elif seqlen_offsets < 0:
         raise ValueError(f"seqlen_offsets is {seqlen_offsets}; accepted: {accepted}")
@@ -173,6 +174,7 @@ def apply_rotary_emb_qkv_(
         An argument is not what is described here.
     """
     check_tensors(qkv=qkv, cos=cos, sin=sin)
+    num_heads_q = python_number(num_heads_q)
     if qkv.dim() == 5 and qkv.shape[2] == 3:
         q, k, v = qkv.unbind(2)
     elif qkv.dim() == 4 and isinstance(num_heads_q, int) and 0 < num_heads_q < qkv.shape[2]:
@@ -312,6 +314,7 @@ class RotaryEmbedding(torch.nn.Module):
         -------
         qkv, or with kv (q, kv)
         """
+        seqlen_offset = python_number(seqlen_offset)
         if max_seqlen is None and isinstance(seqlen_offset, int):
             max_seqlen = qkv.shape[1] + seqlen_offset
         if max_seqlen is not None:

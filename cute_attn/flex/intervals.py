@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from cute_attn.host.values import kind_of
+from cute_attn.host.values import is_int, kind_of, python_number
 from cute_attn.traits import LISTED_ROWS
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -35,6 +35,7 @@ def interval_mask(begin: Tensor, end: Tensor, seqlen_k: int) -> BlockMask:
     TypeError, ValueError
         An argument is not what is described here.
     """
+    seqlen_k = python_number(seqlen_k)
     _check(begin, end, seqlen_k)
     sizes = [max(pair) for pair in zip(begin.shape, end.shape, strict=True)]
     with torch.no_grad():
@@ -77,7 +78,7 @@ def _check(begin: Any, end: Any, seqlen_k: Any) -> None:
         raise ValueError(
             f"end has shape {tuple(end.shape)}; accepted: {tuple(begin.shape)}, begin's, with 1 for the batch or heads"
         )
-    if not isinstance(seqlen_k, int) or isinstance(seqlen_k, bool) or seqlen_k < 1:
+    if not is_int(seqlen_k) or seqlen_k < 1:
         raise ValueError(f"seqlen_k is {seqlen_k!r}; accepted: an int of 1 or more")
 
 

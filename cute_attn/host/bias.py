@@ -5,6 +5,7 @@ from torch import Tensor
 
 from cute_attn.host.call import BIAS
 from cute_attn.host.memory import Tensors
+from cute_attn.host.values import python_number
 
 
 def with_readable_bias(tensors: Tensors, max_seqlen_k: int | None) -> Tensors:
@@ -15,7 +16,7 @@ def with_readable_bias(tensors: Tensors, max_seqlen_k: int | None) -> Tensors:
     q, k, bias = tensors[0], tensors[1], tensors[BIAS]
     if not isinstance(bias, Tensor) or not isinstance(k, Tensor) or k.dim() < 2 or k.is_nested:
         return tensors
-    seqlen_k = k.shape[1] if max_seqlen_k is None else max_seqlen_k
+    seqlen_k = k.shape[1] if max_seqlen_k is None else python_number(max_seqlen_k)
     # What is wrong is for the checks to say.
     fine = isinstance(seqlen_k, int | torch.SymInt) and 0 <= seqlen_k < 2**31 and q.is_floating_point()
     if not fine or bias.layout is not torch.strided or bias.is_nested or not 2 <= bias.dim() <= 4:

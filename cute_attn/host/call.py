@@ -13,7 +13,7 @@ from torch import Tensor
 from cute_attn import reference
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.host.memory import materialized, rows_are_aligned
-from cute_attn.host.values import shown
+from cute_attn.host.values import python_number, shown
 from cute_attn.reference.kvcache import Cache, Rotary
 from cute_attn.traits import Traits
 
@@ -410,7 +410,7 @@ def pack_epilogues(
         if ":" in name:
             raise ValueError(f"epilogues has the name {name!r}; accepted: names without a colon")
         letters = ""
-        for value in arguments if isinstance(arguments, tuple | list) else (arguments,):
+        for value in map(python_number, arguments if isinstance(arguments, tuple | list) else (arguments,)):
             if isinstance(value, Tensor):
                 letters += "t"
                 tensors.append(value)

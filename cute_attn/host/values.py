@@ -88,8 +88,21 @@ def is_hashable(value: Any) -> bool:
     return True
 
 
+def python_number(value: Any) -> Any:
+    """A number of numpy's as Python's; another value as it is, also a tensor, whose reading may wait for a device."""
+    if isinstance(value, Tensor) or getattr(value, "ndim", None) != 0 or not hasattr(value, "item"):
+        return value
+    return value.item()
+
+
+def is_int(value: Any) -> bool:
+    """Whether ``value`` is an int, and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def number(name: str, value: Any) -> float:
-    """``value``, which is a Python number, as a float; raises TypeError for another."""
+    """``value``, which is a number of Python's or numpy's, as a float; raises TypeError for another."""
+    value = python_number(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} is {shown(value)}; accepted: a Python number")
     try:
@@ -104,11 +117,12 @@ def length(name: str, value: Any) -> int:
     Raises:
         TypeError, ValueError: it is not.
     """
+    value = python_number(value)
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         raise TypeError(f"{name} is {shown(value)}; accepted: a Python int")
     if isinstance(value, int) and not 0 <= value < 2**31:
         raise ValueError(f"{name} is {value}; accepted: 0 to {2**31 - 1}")
-    return value  # type: ignore[return-value]
+    return value
 
 
 def check_device(name: str, device: Any) -> torch.device:

@@ -1,9 +1,19 @@
 """What holds at every door, by the definition and where CPU tensors go the way of a GPU's."""
 
+import numpy as np
 import pytest
 import torch
 
-from cute_attn import sdpa
+from cute_attn import (
+    attention,
+    attention_backward,
+    attention_varlen,
+    attention_with_kvcache,
+    flash_attn,
+    flex,
+    sdpa,
+)
+from cute_attn.flash_attn import flash_attn_3, rotary
 from cute_attn.host.activation import Options
 from tests import machine
 from tests.doors import DOORS, EMPTY, OPERATORS, Sizes, given, leaves, results
@@ -31,7 +41,9 @@ class Launches:
 def _digest(x):
     if isinstance(x, tuple):
         return tuple(map(_digest, x))
-    return x.double().nan_to_num().sum().item() if isinstance(x, torch.Tensor) else None
+    if isinstance(x, torch.Tensor):
+        return x.double().nan_to_num().sum().item()
+    return x if isinstance(x, float) else None
 
 
 @pytest.fixture
@@ -196,3 +208,81 @@ def test_nothing_gives_zeros_compiled(name):
         torch._dynamo.reset()
         compiled = door._replace(call=torch.compile(door.call, backend="aot_eager"))
         check_nothing(door, EMPTY[what], call_of(door, EMPTY[what]), call_of(compiled, EMPTY[what]))
+
+
+# ---- numbers ----
+
+Q, CACHE, CU = (
+    torch.randn(2, 6, 2, 16),
+    torch.randn(2, 128, 2, 16),
+    torch.tensor([0, 6, 12], dtype=torch.int32),
+)
+ROWS, TURNS, LSE = Q.flatten(0, 1), torch.rand(16, 8), torch.zeros(2, 2, 6)
+NUMBERS = {
+    "scale": (0.3, lambda n: attention(Q, Q, Q, softmax_scale=n)),
+    "softcap": (2.0, lambda n: attention(Q, Q, Q, softcap=n)),
+    "dropout": (0.5, lambda n: attention(Q, Q, Q, dropout_p=n, rng_state=torch.tensor([4, 8]))),
+    "window": (2, lambda n: attention(Q, Q, Q, window=(n, n))),
+    "longest": (6, lambda n: attention_varlen(ROWS, ROWS, ROWS, CU, CU, n, n, bias=torch.ones(1, 1, 6, 1))),
+    "words": (
+        4,
+        lambda n: attention_backward(Q, Q, Q, Q, Q, LSE, dropout_p=0.5, rng_state=(n, n))[0],
+    ),
+    "cache": (
+        2,
+        lambda n: attention_with_kvcache(
+            Q, CACHE, CACHE, cache_seqlens=n, num_splits=n, softmax_scale=n, softcap=n, window=(n, n)
+        ),
+    ),
+    "split_keys": (128, lambda n: attention_with_kvcache(Q, CACHE, CACHE, split_keys=n)),
+    "packed cache": (
+        6,
+        lambda n: attention_with_kvcache(ROWS, CACHE, CACHE, cu_seqlens_q=CU, max_seqlen_q=n),
+    ),
+    "flash_attn": (2, lambda n: flash_attn.flash_attn_func(Q, Q, Q, 0.0, n, window_size=(n, n), softcap=n)),
+    "flash_attn scale": (0.3, lambda n: flash_attn.flash_attn_func(Q, Q, Q, softmax_scale=n)),
+    "flash_attn varlen": (6, lambda n: flash_attn.flash_attn_varlen_func(ROWS, ROWS, ROWS, CU, CU, n, n)),
+    "flash_attn cache": (
+        9,
+        lambda n: flash_attn.flash_attn_with_kvcache(Q, CACHE, CACHE, cache_seqlens=n, num_splits=n),
+    ),
+    "flash_attn_3 heads": (
+        2,
+        lambda n: flash_attn_3.flash_attn_qkvpacked_func(torch.ones(2, 6, 6, 16), num_heads_q=n),
+    ),
+    "rotary": (3, lambda n: rotary.apply_rotary_emb(Q, TURNS, TURNS, seqlen_offsets=n)),
+    "flex": (0.3, lambda n: flex.flex_attention(Q, Q, Q, scale=n)),
+    "interval_mask": (
+        6,
+        lambda n: flex.interval_mask(*torch.zeros(2, 1, 1, 6, dtype=torch.int32), seqlen_k=n).kv_indices,
+    ),
+    "reason": (0.3, lambda n: torch.tensor(sdpa.reason(Q, Q, Q, scale=n, dropout_p=n) is None)),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numpys_numbers_are_numbers(name):
+    value, call = NUMBERS[name]
+    kinds = (
+        (np.int64, np.int32, np.asarray) if isinstance(value, int) else (np.float64, np.float32, np.asarray)
+    )
+    for kind in kinds:
+        number = kind(value)
+        assert torch.equal(call(number), call(number.item())), kind
+
+
+def test_numpys_numbers_find_plans(launches):
+    q = Q.half()
+    for _ in range(3):
+        for scale in (np.float32(0.3), np.float32(0.5), 0.5):
+            attention(q, q, q, softmax_scale=scale)
+    given = [one[7] for one in launches.seen]
+    assert given == [float(np.float32(0.3)), 0.5, 0.5] * 3
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap", "dropout", "longest", "cache", "packed cache"])
+def test_a_tensor_is_no_number(name):
+    """Reading it would wait for the device, and a learnt one would have no gradient."""
+    value, call = NUMBERS[name]
+    with pytest.raises((TypeError, ValueError), match="accepted: "):
+        call(torch.tensor(value))

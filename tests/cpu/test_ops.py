@@ -4,6 +4,9 @@ import contextlib
 import dataclasses
 import functools
 import math
+import subprocess
+import sys
+import textwrap
 import warnings
 import weakref
 
@@ -24,7 +27,7 @@ from cute_attn.host.checks import check_steps
 from cute_attn.host.dispatch import no_dispatch_mode
 from cute_attn.tiles import ForwardSm90Tile
 from cute_attn.traits import PADDED_TENSORS
-from tests import machine
+from tests import machine, processes
 from tests.padded_rows import copy_rows
 
 BF16 = torch.bfloat16
@@ -293,6 +296,67 @@ def test_a_given_output_in_one_graph():
     module.forward = lambda out: calls[0](out) * 1
     exported = torch.export.export(module, (torch.zeros(2, 9, 4, 16),), strict=False).module()
     assert torch.equal(exported(torch.zeros(2, 9, 4, 16)), calls[0](torch.zeros(2, 9, 4, 16)))
+
+
+class Causal(torch.nn.Module):
+    def forward(self, q, k, v):
+        return attention(q, k, v, causal=True)
+
+
+def program(tmp_path):
+    """An exported program, its inputs and its result; the latter two are saved."""
+    inputs = tuple(torch.randn(1, 9, 2, 16) for _ in range(3))
+    torch.save((inputs, attention(*inputs, causal=True)), tmp_path / "call")
+    return torch.export.export(Causal(), inputs)
+
+
+LOADED = """
+    import sys, cute_attn, torch
+    inputs, out = torch.load(sys.argv[2])
+    assert "cute_attn.api.operators" not in sys.modules
+    torch.testing.assert_close({load}(sys.argv[1]){module}(*inputs), out)
+    assert "cutlass" not in sys.modules
+"""
+
+
+def load(tmp_path, saved, how, module=""):
+    """In a new process, which imports the package and nothing of it."""
+    script = textwrap.dedent(LOADED.format(load=how, module=module))
+    command = [sys.executable, "-c", script, str(tmp_path / saved), str(tmp_path / "call")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=processes.ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_saved_export_finds_the_operators(tmp_path):
+    torch.export.save(program(tmp_path), tmp_path / "saved.pt2")
+    load(tmp_path, "saved.pt2", "torch.export.load", ".module()")
+
+
+@pytest.mark.slow
+def test_an_aotinductor_package_finds_the_operators(tmp_path):
+    """Which hands None over for an empty list of tensors."""
+    torch._inductor.aoti_compile_and_package(program(tmp_path), package_path=str(tmp_path / "saved.pt2"))
+    load(tmp_path, "saved.pt2", "torch._inductor.aoti_load_package")
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["rows first", "heads first"])
+def test_gradients_have_the_strides_of_fake_ones(order):
+    """Those of eager calls on the CPU, compiled ones and kernels: contiguous."""
+    q, k, v = (x.permute(order).contiguous().permute(order).requires_grad_() for x in inputs())
+    bias, sinks = randn(1, 4, 9, 11).requires_grad_(), randn(4).requires_grad_()
+    for tensors, call in (
+        ((q, k, v, bias, sinks), lambda q, k, v, bias, sinks: attention(q, k, v, bias=bias, sinks=sinks)),
+        ((q, k, v), lambda *x: attention_varlen(*(y.flatten(0, 1) for y in x), 9 * CU_2, 11 * CU_2, 9, 11)),
+    ):
+        torch._dynamo.reset()
+        for run in (call, torch.compile(call, backend="aot_eager")):
+            out = run(*tensors)
+            grad_out = torch.randn(out.shape).transpose(0, 1).contiguous().transpose(0, 1)
+            found = torch.autograd.grad(out, tensors, grad_out)
+            assert all(x.is_contiguous() for x in found)
+
+
+CU_2 = torch.arange(3, dtype=torch.int32)
 
 
 def test_fake_gradients_need_no_kernel():
