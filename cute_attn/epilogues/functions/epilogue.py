@@ -183,11 +183,18 @@ class FunctionEpilogue(Epilogue):
         return cls.evaluated(scores, coords, inputs.extra.get(cls.name, ()))
 
     @classmethod
-    def evaluated(cls, scores: Any, coords: Any, args: tuple, precision: Precision = AS_TORCH) -> Any:
-        """The reference with these arguments."""
+    def evaluated(
+        cls,
+        scores: Any,
+        coords: Any,
+        args: tuple,
+        precision: Precision = AS_TORCH,
+        output: Node | None = None,
+    ) -> Any:
+        """The reference with these arguments. output: another node's value in place of the function's."""
         names = ("batch", "head", "query", "key")
         values = {"score": scores, **{name: getattr(coords, name) for name in names}}
-        return evaluate(cls.output, values, args, precision).expand_as(scores)
+        return evaluate(output or cls.output, values, args, precision).expand_as(scores)
 
 
 class BlockMaskEpilogue(FunctionEpilogue):
