@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cute_attn import reference
 from cute_attn.epilogues.base import Epilogue, example_args, user_epilogue
-from cute_attn.epilogues.functions.definition import Precision
+from cute_attn.epilogues.functions.definition import AS_TORCH, Precision
 from cute_attn.epilogues.functions.epilogue import FunctionEpilogue
 from cute_attn.epilogues.functions.graph import FLOAT, ordered
 from cute_attn.epilogues.functions.known import epilogue_of
@@ -210,8 +210,10 @@ class _Check:
         self.precisions = _precisions(self.cls)
         self.computed: Tensor | None = None  # scores of kernels, where they differ from the reference's
 
-    def _features(self, traits: Traits, precision: Precision) -> reference.Features:
-        args = self.problem.inputs.extra[self.name]
+    def _features(
+        self, traits: Traits, precision: Precision, args: Sequence[Any] | None = None
+    ) -> reference.Features:
+        args = self.problem.inputs.extra[self.name] if args is None else args
 
         def evaluated(scores: Tensor, coords: reference.ScoreCoords, inputs: ScoreInputs) -> Tensor:
             return self.cls.evaluated(scores, coords, args, precision)  # type: ignore[attr-defined]
@@ -278,7 +280,7 @@ class _Check:
         grad_out = torch.randn(problem.q.shape, generator=torch.Generator().manual_seed(1))
         # A gradient is a difference of two numbers as large as those of dO V^T.
         largest = float(torch.einsum("bqhd,bkhd->bhqk", grad_out, problem.v).abs().max())
-        expected = self._gradients(tiling.traits, grad_out)
+        expected = self._gradients(tiling.traits, grad_out, AS_TORCH)
         seen = torch.ones_like(expected.scores, dtype=torch.bool)
         if self.computed is not None:  # a row with an infinite score has no gradient
             seen = (self.computed.isfinite() | self.computed.isneginf()).all(-1, keepdim=True).expand_as(seen)
@@ -294,20 +296,16 @@ class _Check:
         return [found, *self._captured(what, grad_out, largest)]
 
     def _gradients(
-        self,
-        traits: Traits,
-        grad_out: Tensor,
-        precision: Precision | None = None,
-        problem: Scores | None = None,
+        self, traits: Traits, grad_out: Tensor, precision: Precision, args: Sequence[Any] | None = None
     ) -> Gradients:
-        features = None if precision is None else self._features(traits, precision)
-        return (problem or self.problem).expected_gradients(traits, grad_out, features, self.computed)
+        features = self._features(traits, precision, args) if self.precisions else None
+        return self.problem.expected_gradients(traits, grad_out, features, self.computed)
 
     def _captured(self, what: str, grad_out: Tensor, largest: float) -> list[Checked]:
         """Of captured tensors with a gradient: the largest element's of each."""
         args = self.problem.inputs.extra[self.name]
-        floats = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.is_floating_point()]
-        own, numbers = self.cls.with_gradients(tuple(floats)) or ("", ())
+        floats = tuple(i for i, x in enumerate(args) if isinstance(x, Tensor) and x.is_floating_point())
+        own, numbers = (self.precisions and self.cls.with_gradients(floats)) or ("", ())
         overflows = self.computed is not None and not (self.computed < torch.inf).all()
         if not numbers or overflows:
             return []
@@ -316,18 +314,15 @@ class _Check:
         ]
         tiling = TINY[what].of(self.name, op="backward")
         assert tiling.traits is not None
-        expected = self._gradients(tiling.traits, grad_out, problem=_given(self.problem, self.name, leaves))
+        expected = self._gradients(tiling.traits, grad_out, AS_TORCH, leaves)
         targets = [torch.zeros(leaves[i].shape) for i in numbers]
-        given = _given(self.problem, own, (*args, *targets))
+        inputs = replace(self.problem.inputs, extra={own: (*args, *targets)})
+        given = replace(self.problem, inputs=inputs)
         given.differentiate(TINY[what].of(own, op="backward"), grad_out, expected.lse, -expected.dpsum)
         return [
             _compared(f"gradient of tensor {i}, {what}", found, leaves[i].grad.float(), largest)
             for i, found in zip(numbers, targets, strict=True)
         ]
-
-
-def _given(problem: Scores, name: str, args: Sequence[Any]) -> Scores:
-    return replace(problem, inputs=replace(problem.inputs, extra={name: tuple(args)}))
 
 
 def _equal(got: Tensor, expected: Tensor, allowed: float) -> Tensor:
