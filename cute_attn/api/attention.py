@@ -133,7 +133,8 @@ def attention(
         only: reading them on CUDA would wait for the device.
     score_mod : function (score, b, h, q_idx, kv_idx) -> score, optional
         FlexAttention's: traced once, so of torch's elementwise operations and of elements of tensors that it captures,
-        at indices that are clamped to the tensor. Indices count within a sequence. docs/functions.md lists operations.
+        negative indices counting from the end. q_idx and kv_idx count within a sequence. docs/functions.md lists
+        operations.
     mask_mod : function (b, h, q_idx, kv_idx) -> bool, optional
         FlexAttention's: where it is False the key is hidden. After score_mod.
     block_mask : torch.nn.attention.flex_attention.BlockMask, optional

@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
+from torch.nn.attention.flex_attention import and_masks, flex_attention, noop_mask, or_masks
 
 from cute_attn import Traits, attention, attention_backward, attention_varlen, check_epilogue, compile, lookup
 from cute_attn.epilogues.base import user_epilogue
-from cute_attn.epilogues.functions import graph
+from cute_attn.epilogues.functions import epilogue as gradients_of
+from cute_attn.epilogues.functions import gradients, graph
 from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.host.call import Call
 from cute_attn.host.launcher import user_classes
@@ -123,6 +124,114 @@ def test_a_wrong_trace_is_found(monkeypatch):
     found = check_epilogue(lambda s, b, h, q_idx, kv_idx: s * 1.5 + (s * 0.5).int())
     failed = [one.what for one in found.comparisons if not one.passed]
     assert "forward, the trace" in failed
+
+
+# ---- values as torch has them ----
+
+BYTES, SIGNED = torch.arange(100).mul(37).to(torch.uint8), torch.arange(100).mul(91).to(torch.int8)
+WORDS, LONGS = torch.arange(1, 101).mul(2**31 // 101).int(), torch.arange(100) * 2**33 + 5
+DOUBLES, HALF = torch.randn(100, dtype=torch.float64), torch.tensor(0.3, dtype=torch.float16)
+AROUND = torch.randn(NHEADS, 201)
+
+
+def hashed(s, b, h, i, j):
+    wide = (i * 1000003 + j * 998244353) % 97 + (i + 40000) * (j + 70000) % 7 + ((i << 40) >> 38) + (i >> 33)
+    narrow = (BYTES[i] - BYTES[j]) + SIGNED[i] * SIGNED[j] + WORDS[i] * WORDS[j] % 7 + LONGS[i] * 3 % 5
+    return s + (wide + narrow + i.int() * 1000003 * 4001 % 11 + WORDS[i].long() * WORDS[j] % 13) * 0.1
+
+
+def buckets(s, b, h, i, j):
+    near = torch.log(((j - i).abs() + 1).to(torch.float32) / 8) / math.log(16) * 8
+    return s + near.to(torch.int32) + torch.where((i - j) % 2 == 0, 0.4, 0.0)
+
+
+def promoted(s, b, h, i, j):
+    halves = HALF * BIAS[h, j] + BIAS[h, i] * BIAS[h, j] + s.to(torch.bfloat16)
+    whole = i / 3 + i // 3 + torch.sqrt(i + 1) + torch.minimum(s, s * 0 + 1) + (i < j) * 1.5
+    return s * DOUBLES[i] + halves + whole - (i < j).to(torch.float32) + torch.clamp(s, -1, 1.5)
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("function", [hashed, buckets, promoted, t5, integers])
+def test_the_definition_has_torchs_values(function, dtype, default):
+    """Its dtypes and roundings, as under a default dtype of float32 whichever there is."""
+    name, tensors = epilogue_of(function, None)
+    problem = Scores.random(2, NHEADS, 90, 100, extra={name: tensors})
+    scores = torch.randn(problem.shape, dtype=dtype)
+    expected = for_each(function, True)(scores, *(torch.arange(n) for n in scores.shape)).to(dtype)
+    torch.set_default_dtype(default)
+    try:
+        coords = problem.coords(Traits.parse("forward-sm80-fp16-d64"))
+        got = user_epilogue(name).reference(scores, coords, problem.inputs)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(got, expected, atol=0, rtol=0)
+
+
+def test_integers_of_kernels_are_torchs():
+    found = check_epilogue(hashed)
+    assert found.passed and not any(one.precision for one in found.comparisons), str(found)
+
+
+@pytest.mark.parametrize("function", [sliding_window, document, alibi, integers])
+def test_usual_indices_have_32_bits_in_kernels(function):
+    names = (None, function) if function in (sliding_window, document) else (function, None)
+    lowered = user_epilogue(epilogue_of(*names)[0]).lowered
+    wide = [x for x in graph.ordered(lowered.forward) if x.kind == graph.LONG and x.op != "load"]
+    assert not wide
+
+
+def test_a_difference_of_precision_is_no_error():
+    table = torch.arange(200).double() + 2.0**30
+    found = check_epilogue(lambda s, b, h, i, j: s + BIAS[h, j] * BIAS[h, i] + table[i] - table[j])
+    assert found.passed, str(found)
+    assert "differs in precision: kernels do not round to 16 bits" in str(found)
+
+
+def test_a_wrong_gradient_of_a_captured_tensor_is_found(monkeypatch):
+    offset = gradients.offset_in
+    monkeypatch.setattr(gradients_of, "offset_in", lambda *args: offset(*args) + 1)
+    found = check_epilogue(lambda s, b, h, i, j: s * AROUND[h, i - j])
+    failed = [one.what for one in found.comparisons if not one.passed]
+    assert len(failed) == 2 and all(one.startswith("gradient of tensor 0") for one in failed), str(found)
+
+
+# ---- indices ----
+
+
+def test_negative_indices_count_from_the_end():
+    """As FlexAttention's; on the kernels' tiles as well, where the gradient of the table follows."""
+
+    def around(score, b, h, q_idx, kv_idx):
+        return score + AROUND[h, q_idx - kv_idx]
+
+    q, k, v = (torch.randn(2, NHEADS, n, 16) for n in (64, 96, 96))
+    expected = flex_attention(q, k, v, score_mod=around)
+    got = attention(*(x.transpose(1, 2) for x in (q, k, v)), score_mod=around)
+    torch.testing.assert_close(got.transpose(1, 2), expected, atol=1e-5, rtol=1e-5)
+    found = check_epilogue(around)
+    assert found.passed, str(found)
+    assert [one.what for one in found.comparisons if "tensor 0" in one.what]
+
+
+@pytest.mark.parametrize(("shift", "index"), [(100, 119), (-110, -139)])
+def test_an_index_beyond_a_tensor_is_an_error_on_the_cpu(shift, index):
+    q, k, v = (x.detach() for x in inputs())
+    table = torch.randn(4, 110)
+    sentence = rf"index {index} of dimension 1 of its tensor of shape \(4, 110\).*; accepted: -110 to 109"
+    with pytest.raises(IndexError, match=sentence):
+        attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h, i - j + shift], causal=True)
+    with pytest.raises(IndexError, match="dimension 1"):
+        check_epilogue(lambda s, b, h, i, j: s + table[h, i + 100])
+
+
+def test_indices_of_rows_that_no_sequence_has_are_none():
+    q, k, v = (x.detach() for x in inputs())
+    table, used = torch.randn(10), torch.tensor([10, 10], dtype=torch.int32)
+    out = attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[j], seqused_k=used)
+    expected = dense(q, k[:, :10], v[:, :10], lambda s, b, h, i, j: s + table[j])[0]
+    torch.testing.assert_close(out, expected)
 
 
 # ---- attention on the CPU ----

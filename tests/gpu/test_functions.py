@@ -189,6 +189,73 @@ def test_what_lies_beyond_the_sequences_reaches_no_gradient() -> None:
         assert grad.isfinite().all()
 
 
+HIDDEN = {
+    "reciprocal": lambda t: lambda s, b, h, q, k: s * t[h] / (q - k + 1),
+    "kerple": lambda t: lambda s, b, h, q, k: s - t[h] * torch.log(1 + t[h] * (q - k)),
+    "of the score": lambda t: lambda s, b, h, q, k: torch.sqrt(t[h] * (q - k) + 20 + s),
+}
+
+
+@pytest.mark.parametrize("hides", ["causal", "mask_mod", "window", "varlen"])
+@pytest.mark.parametrize("arch", ["sm80", "sm90"])
+@pytest.mark.parametrize("name", HIDDEN)
+def test_hidden_scores_reach_no_gradient(name: str, arch: str, hides: str) -> None:
+    """Functions that are infinite or NaN at keys that a mask hides, against float64 of the others alone."""
+    if arch not in runnable_archs():
+        pytest.skip(f"no GPU for {arch}")
+    leaves, own = inputs(64, torch.bfloat16), learned("slopes", "cuda")
+    score_mod, options = HIDDEN[name](own), {"kernel": arch}
+    if hides == "varlen":
+        starts = torch.tensor([0, SEQLEN, 2 * SEQLEN], dtype=torch.int32, device="cuda")
+        packed = [x.flatten(0, 1) for x in leaves]
+        rows = attention_varlen(
+            *packed, starts, starts, SEQLEN, SEQLEN, score_mod=score_mod, causal=True, **options
+        )
+        out: Tensor = rows.view(2, SEQLEN, NHEADS, 64)  # type: ignore[union-attr]
+    else:
+        masks = {"causal": {"causal": True}, "window": {"window": (100, 0)}, "mask_mod": {"mask_mod": causal}}
+        out = attention(*leaves, score_mod=score_mod, **masks[hides], **options)  # type: ignore[assignment]
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, (*leaves, own), grad)
+    q, k, v = (x.detach().double().requires_grad_() for x in leaves)
+    table = own.detach().double().requires_grad_()
+    scores = dense_scores(q, k, None, None)
+    at = torch.arange(SEQLEN, device="cuda")
+    distance = at[:, None] - at
+    seen = (distance >= 0) & (distance <= (100 if hides == "window" else SEQLEN))
+    cells = seen.expand(scores.shape).nonzero(as_tuple=True)
+    scores = torch.full_like(scores, -torch.inf).index_put(cells, HIDDEN[name](table)(scores[cells], *cells))
+    p = scores.softmax(-1)
+    right = torch.einsum("bhqk,bkhd->bqhd", p, v.repeat_interleave(2, 2))
+    expected = torch.autograd.grad(right, (q, k, v, table), grad.double())
+    torch.testing.assert_close(out.double(), right, atol=2e-2, rtol=2e-2)
+    for ours, exact in zip(found[:3], expected[:3], strict=True):
+        torch.testing.assert_close(ours.double(), exact, atol=2e-2 * float(exact.abs().max()), rtol=2e-2)
+    assert found[3].isfinite().all()
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm90"])
+def test_negative_indices_count_from_the_end(arch: str) -> None:
+    """And the gradient of the table is added there; beyond the table its last element counts."""
+    if arch not in runnable_archs():
+        pytest.skip(f"no GPU for {arch}")
+    leaves = inputs(64, torch.bfloat16)
+    table = torch.randn(NHEADS, 2 * SEQLEN - 1, device="cuda", requires_grad=True)
+    wrapped = attention(*leaves, score_mod=lambda s, b, h, q, k: s + table[h, q - k], kernel=arch)
+    plain = attention(
+        *leaves, score_mod=lambda s, b, h, q, k: s + table[h, (q - k) % (2 * SEQLEN - 1)], kernel=arch
+    )
+    torch.testing.assert_close(wrapped, plain)
+    grad = torch.randn_like(plain)  # type: ignore[arg-type]
+    found, expected = (torch.autograd.grad(x, table, grad)[0] for x in (wrapped, plain))  # type: ignore[arg-type]
+    torch.testing.assert_close(found, expected, atol=1e-4 * float(expected.abs().max()), rtol=1e-4)
+    beyond = attention(*leaves, score_mod=lambda s, b, h, q, k: s + table[h, q + 500], kernel=arch)
+    last = attention(
+        *leaves, score_mod=lambda s, b, h, q, k: s + table[h, (q + 500).clamp(0, 598)], kernel=arch
+    )
+    torch.testing.assert_close(beyond, last)
+
+
 def test_other_tensors_are_launched_by_the_same_kernel() -> None:
     leaves = [t.detach() for t in inputs(64, torch.bfloat16)]
     outputs = []

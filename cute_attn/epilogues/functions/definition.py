@@ -102,12 +102,11 @@ def evaluate(
             value = node.value
         elif node.op == "extent":
             number, axis = node.value
-            value = _tensor_of(tensors, number).shape[axis]
+            value = tensors[number].shape[axis]  # type: ignore[union-attr]
         elif node.op == "cast":
             x = args[0] if node.kind == FLOAT else precision.before_step(args[0])
-            dtype = (
-                getattr(torch, node.dtype) if node.dtype else None
-            )  # None: operations promote by themselves
+            # Without a dtype it is a promotion, which torch's operations do by themselves.
+            dtype = getattr(torch, node.dtype) if node.dtype else None
             value = precision.of(x if dtype is None else _tensor(x, scores.device, dtype))
         elif node.op == "load":
             value = precision.of(_element(tensors[node.value], args, scores.device))
@@ -118,12 +117,6 @@ def evaluate(
         values[node] = reached.only(value)
     found = reached.noticed(_tensor(values[output], scores.device))
     return found if output.kind == BOOL else found.to(scores.dtype)
-
-
-def _tensor_of(tensors: Sequence[Tensor | float], number: int) -> Tensor:
-    tensor = tensors[number]
-    assert isinstance(tensor, Tensor)
-    return tensor
 
 
 def _is_float(x: Value) -> bool:

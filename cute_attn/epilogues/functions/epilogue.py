@@ -190,11 +190,18 @@ class FunctionEpilogue(Epilogue):
     def reference(self, scores: Any, coords: Any, inputs: ScoreInputs) -> Any:  # type: ignore[override]
         return self.evaluated(scores, coords, inputs.extra.get(self.name, ()))
 
-    def evaluated(self, scores: Any, coords: Any, args: tuple, precision: Precision = AS_TORCH) -> Any:
-        """The reference with these arguments."""
+    def evaluated(
+        self,
+        scores: Any,
+        coords: Any,
+        args: tuple,
+        precision: Precision = AS_TORCH,
+        output: Node | None = None,
+    ) -> Any:
+        """The reference with these arguments. output: another node's value in place of the function's."""
         names = ("batch", "head", "query", "key")
         values = {"score": scores, **{name: getattr(coords, name) for name in names}}
-        return evaluate(self.output, values, args, precision).expand_as(scores)
+        return evaluate(output or self.output, values, args, precision).expand_as(scores)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
