@@ -146,9 +146,11 @@ def over_tile(
     """``write(r, c, *values)`` for each of a thread's elements.
 
     What varies with the row or the column alone is computed once for each: the more numerous of the two one after the
-    other, so that few registers hold the others'.
+    other, so that few registers hold the others'. What varies with the distance alone is computed once a diagonal.
     """
     outputs = tuple(outputs)
+    with_distance = positions.with_distance(ordered(*outputs))
+    of_diagonal: dict[int, dict[Node, Any]] = {}
     rows, cols = range(len(tile.rows)), range(len(tile.cols))
     of_row: dict[int, dict[Node, Any]] = {r: positions.of_row(tile, r) for r in rows}
     of_col: dict[int, dict[Node, Any]] = {c: positions.of_col(tile, c) for c in cols}
@@ -159,10 +161,13 @@ def over_tile(
     )
     for r, c in pairs:
         of_element: dict[Node, Any] = positions.of_element(tile, r, c)
+        diagonal = of_diagonal.setdefault(tile.rows[r] - tile.cols[c], dict(of_element))
 
-        def known(node: Node, r: int = r, c: int = c, element: dict = of_element) -> dict[Node, Any]:
+        def known(
+            node: Node, r: int = r, c: int = c, element: dict = of_element, diagonal: dict = diagonal
+        ) -> dict[Node, Any]:
             if varies(node):
-                return element
+                return diagonal if node in with_distance else element
             return of_row[r] if node.parts & QUERY else of_col[c] if node.parts & KEY else expressions.values
 
         write(r, c, *(expressions.of(output, known) for output in outputs))
@@ -174,6 +179,18 @@ class Positions:
     def __init__(self, nodes: Iterable[Node]) -> None:
         self.inputs = [x for x in nodes if x.op in ("query", "key", "acc", "distance", "order")]
         self._known: dict[tuple, Any] = {}
+
+    def with_distance(self, nodes: Iterable[Node]) -> set[Node]:
+        """Those that vary with query - key alone: none where positions are clamped.
+
+        nodes: operands first.
+        """
+        found: set[Node] = set()
+        for x in () if self._clamps else nodes:
+            varying = [arg for arg in x.args if arg.parts]
+            if x.op in ("distance", "order") or (varying and found.issuperset(varying)):
+                found.add(x)
+        return found
 
     def of_row(self, tile: ScoreTile, r: int) -> dict[Node, Any]:
         return {x: tile.row0 + tile.rows[r] for x in self.inputs if x.op == "query"}

@@ -330,18 +330,22 @@ class GradientEpilogue(FunctionEpilogue):
         computed = (*indices, *((term.slope.node,) if kept is None else ()))
 
         def elements(use: Callable[[Int32, Float32], None]) -> None:
+            sums: dict[tuple[int, ...], tuple[tuple[Any, ...], Float32]] = {}
+
             def write(r: int, c: int, *values: Any) -> None:
                 exists = tile.row0 + tile.rows[r] <= state.last_q
                 exists = exists & (tile.col0 + tile.cols[c] <= state.last_k)
                 slope = values[-1] if kept is None else kept[r, c]
-                use(
-                    offset_in(target, indices, values[: len(indices)]),
-                    amount_of(term, tile, (r, c), slope, exists),
-                )
+                amount, at = amount_of(term, tile, (r, c), slope, exists), values[: len(indices)]
+                same = tuple(map(id, at))  # one value for a row, a column, a diagonal or all
+                sums[same] = (at, sums[same][1] + amount) if same in sums else (at, amount)
 
             self._over(state, tile, computed, write)
+            for at, amount in sums.values():
+                use(offset_in(target, indices, at), amount)
 
-        add_elements(target.iterator, state.scale, elements)
+        spread = any(x.parts for x in indices)
+        add_elements(target.iterator, state.scale, elements, spread)
 
 
 def register_trace(traced: Trace) -> FunctionEpilogue:

@@ -1,7 +1,8 @@
 """The gradients of captured tensors: in a backward, what each score adds to the elements that its score loaded.
 
-Scores that load one element are added up first, in registers and then by shuffles, where a warp's scores of a tile all
-do: such as those of far keys under a clamped distance. Else each score adds its own, atomically and in any order.
+Scores that load one element are added up first: in registers where the index is one value for a row, a column, a
+diagonal or all, and by shuffles where a warp's scores of a tile all load it, such as those of far keys under a clamped
+distance. What is left is added atomically and in any order.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from cute_attn.epilogues.functions.lowering import Slope, Term
 LANES = (1, 2, 4, 8, 16)
 
 Elements = Callable[[Callable[[Int32, Float32], None]], None]
-"""Calls its argument for each of a thread's scores: with an offset in the target, and what to add there."""
+"""Calls its argument for each of a thread's sums: with an offset in the target, and what to add there."""
 
 
 def offset_in(target: cute.Tensor, nodes: tuple[Node, ...], indices: tuple[Any, ...]) -> Int32:
@@ -45,8 +46,8 @@ def amount_of(term: Term, tile: ScoreTile, at: tuple[int, int], slope: Any, exis
     return cutlass.select_(exists, times_slope(tile.acc[at], slope, term.slope), Float32(0.0))
 
 
-def add_elements(target: Pointer, scale: Float32, elements: Elements) -> None:
-    """Add a thread's scores of one tile, by whole warps."""
+def add_elements(target: Pointer, scale: Float32, elements: Elements, spread: bool) -> None:
+    """Add a thread's scores of one tile, by whole warps. spread: whether they load several elements of the target."""
     lowest, highest, total = Int32(2**31 - 1), Int32(-1), Float32(0.0)
 
     def see(offset: Int32, amount: Float32) -> None:
@@ -55,7 +56,10 @@ def add_elements(target: Pointer, scale: Float32, elements: Elements) -> None:
         total = total + amount
 
     elements(see)
-    _add(target, scale, _all_share(lowest, highest), lowest, total, elements)
+    if spread:
+        _add(target, scale, _all_share(lowest, highest), lowest, total, elements)
+    else:
+        _add_sum(target + lowest, total, scale)
 
 
 def _all_share(lowest: Int32, highest: Int32) -> Boolean:
@@ -71,11 +75,16 @@ def _add(
     target: Pointer, scale: Float32, share: Boolean, offset: Int32, total: Float32, elements: Constexpr
 ) -> None:
     if share:
-        total = lanes_sum(total, LANES)
-        if adds_for(_lane()):
-            add_to(target + offset, total * scale)
+        _add_sum(target + offset, total, scale)
     else:
         elements(lambda own, amount: _add_one(target + own, amount * scale))
+
+
+@cute.jit
+def _add_sum(target: Pointer, total: Float32, scale: Float32) -> None:
+    total = lanes_sum(total, LANES)
+    if adds_for(_lane()):
+        add_to(target, total * scale)
 
 
 @cute.jit
