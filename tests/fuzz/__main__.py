@@ -77,7 +77,7 @@ def main() -> int:
     emulations = options.emulated
     with contextlib.suppress(KeyboardInterrupt):
         for number in range(options.cases):
-            data = random.Random(options.seed * 1_000_003 + number).randbytes(600)
+            data = random.Random(options.seed * 1_000_003 + number).randbytes(1200)
             report(number, data, judge)
             if emulations and (draw(data).score or draw(data).mask):
                 emulations -= 1

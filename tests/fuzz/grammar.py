@@ -42,7 +42,7 @@ LEAVES = {
     ),
     "i": (
         *("(q_idx - kv_idx)", "q_idx", "kv_idx", "h", "b", "(q_idx + {n})", "document[b, q_idx]", "lengths[b]"),
-        *("signed[{@6}]", "unsigned[{@8}]", "count", "(q_idx - lengths[b])", "torch.zeros_like(q_idx)"),
+        *("signed[{@6}]", "unsigned[{@8}].int()", "count", "(q_idx - lengths[b])", "torch.zeros_like(q_idx)"),
         *("torch.arange(9)[{@9}]", "(kv_idx + table.shape[1])", "document.long()[b, kv_idx]"),
     ),
     "m": (
@@ -100,6 +100,7 @@ KNOWN = {
     "isinstance": ("f", "({f} if isinstance(score, torch.Tensor) else 0 * {f})",),
     "alias in place": ("f", "    x{k} = score\n    x{k} += {f}", "    x{k} = {f} + 1\n    y = x{k}\n    y *= {c}"),
     "methods of rows": ("i", "document[b].max()", "document[b].long()[q_idx]", "document[b].sum() % 7"),
+    "narrow integers": ("i", "unsigned[{@8}] * 3", "(2 - unsigned[{@8}])", "~unsigned[{@8}]", "unsigned[{@8}] << 1"),
     "16-bit casts": ("f", "({f}).half().float()", "({f}).bfloat16() * 1.0"),
 }
 """Rules for what is known to be wrong: a fault's name, the rules' kind, and the rules. Left out unless asked for."""
@@ -125,7 +126,7 @@ FORMS = ("closure", "globals", "partial", "object", "method", "defaults", "modul
 def draw_body(choices: Choices, kind: str, known: Sequence[str] = ()) -> str:
     """Lines of a function that return a score ("f") or a bool ("m")."""
     made = _Body(choices, "score" if kind == "f" else "mask", known)
-    lines = [made.line(k) for k in range(choices.of((0, 0, 1, 2)))]
+    lines = [made.line(k) for k in range(choices.of((0, 1, 2, 3)))]
     text = choices.of(RETURNS) if kind == "f" else "{m}"
     return "\n".join([*lines, f"    return {made.filled(text, choices.of((1, 2, 3)))}"])
 
@@ -160,7 +161,7 @@ class _Body:
             return self.choices.of(("2", "3", "5", "7", "16", "steps"))
         if kind[0] == "@":
             return self._index(int(kind[1:] or 1), depth)
-        rules = self.leaves[kind] if depth <= 0 or self.choices.number(3) == 0 else self.rules[kind]
+        rules = self.leaves[kind] if depth <= 0 or self.choices.number(5) == 0 else self.rules[kind]
         return self.filled(self.choices.of(rules), depth - 1)
 
     def _index(self, n: int, depth: int) -> str:
