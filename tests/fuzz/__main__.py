@@ -29,6 +29,7 @@ def main() -> int:
     parser.add_argument("--show", help="print cases whose detail has this text")
     parser.add_argument("--floor", type=float, help="another absolute error of fp64 that is allowed")
     options = parser.parse_args()
+    from tests import quick_builds
     from tests.fuzz import emulated
     from tests.fuzz.case import Case, draw_case
     from tests.fuzz.doors import DOORS
@@ -38,6 +39,7 @@ def main() -> int:
     if options.floor:
         FLOOR["fp64"] = options.floor
 
+    quick_builds.apply()
     if options.case:
         print(judge(eval(options.case, {"Case": Case})))
         return 0
@@ -75,12 +77,13 @@ def main() -> int:
             print(f"{options.seed}/{number}: {fault}\n    {found!r}\n    {fault_of(found, by)}", flush=True)
 
     emulations = options.emulated
-    for number in range(options.cases):
-        data = random.Random(options.seed * 1_000_003 + number).randbytes(600)
-        report(number, data, judge)
-        if emulations and (draw(data).score or draw(data).mask):
-            emulations -= 1
-            report(number, data, emulated.judge)
+    with contextlib.suppress(KeyboardInterrupt):
+        for number in range(options.cases):
+            data = random.Random(options.seed * 1_000_003 + number).randbytes(1200)
+            report(number, data, judge)
+            if emulations and (draw(data).score or draw(data).mask):
+                emulations -= 1
+                report(number, data, emulated.judge)
     for kind, times in faults.items():
         print(f"{times:6} faults: {kind}")
     for name, count in counts.items():

@@ -136,7 +136,7 @@ def draw_case(choices: Choices, doors: dict[str, Any], known: Sequence[str] = ()
     if "layout" in takes:
         own["layout"] = pick(("contiguous", *LAYOUTS))
     for kind in ("score", "mask"):
-        if kind in takes and (f"only_{kind}" in takes or choices.one_in(2)):
+        if kind in takes and (f"only_{kind}" in takes or choices.number(3)):
             own[kind] = draw_body(choices, kind[0].replace("s", "f"), known)
     if own.get("score") and own.get("bias") == "bool":
         own["bias"] = "same"  # a function may make -inf finite
@@ -156,7 +156,7 @@ def draw_case(choices: Choices, doors: dict[str, Any], known: Sequence[str] = ()
     ]
     if "grads" in takes and choices.one_in(2):
         own["grads"] = tuple(x for x in leaves if choices.one_in(2))
-    if case.captured and choices.one_in(2):
+    if case.captured and choices.number(4):
         own |= {"change": pick(case.captured), "replace": choices.one_in(2)}
     return Case(**own, extra=case.extra, seed=case.seed)
 
