@@ -102,7 +102,7 @@ def evaluate(
             value = node.value
         elif node.op == "extent":
             number, axis = node.value
-            value = tensors[number].shape[axis]  # type: ignore[union-attr]
+            value = tensors[number].shape[axis]
         elif node.op == "cast":
             x = args[0] if node.kind == FLOAT else precision.before_step(args[0])
             # Without a dtype it is a promotion, which torch's operations do by themselves.

@@ -181,12 +181,9 @@ class Positions:
         self._known: dict[tuple, Any] = {}
 
     def with_distance(self, nodes: Iterable[Node]) -> set[Node]:
-        """Those that vary with query - key alone: none where positions are clamped.
-
-        nodes: operands first.
-        """
+        """Those that vary with query - key alone. nodes: operands first."""
         found: set[Node] = set()
-        for x in () if self._clamps else nodes:
+        for x in nodes:
             varying = [arg for arg in x.args if arg.parts]
             if x.op in ("distance", "order") or (varying and found.issuperset(varying)):
                 found.add(x)

@@ -37,7 +37,9 @@ def epilogue_of(
     """The registered name of functions, and the tensors that they capture; ("", ()) where they leave scores alone.
 
     Functions are traced once for each value of what they read, see :mod:`.reads`, and in each call where that cannot
-    be compared. dtype: of scores. An epilogue lives as long as one of the last functions, a gradient to come, or :func:`hold` needs it.
+    be compared. An epilogue lives as long as one of the last functions, a gradient to come, or :func:`hold` needs it.
+
+    dtype: of scores.
 
     Raises:
         TypeError, ValueError: as :func:`cute_attn.epilogues.functions.trace.trace`.

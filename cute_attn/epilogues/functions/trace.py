@@ -156,14 +156,14 @@ class Recorder(TorchFunctionMode):
     def __init__(self, device: torch.device, dtype: torch.dtype, arguments: Sequence[Any] = ()) -> None:
         super().__init__()
         self.graph, self.device, self.dtype = Graph(), device, dtype
-        self.tensors: list[Any] = list(arguments)
-        self.arguments = [self._argument(number, x) for number, x in enumerate(arguments)]
         self.what = self.reads = ""
         self._is_open = False
         self._refusal: TypeError | None = None
         self._depths: dict[Node, int] = {}
         # None without autograd, where values have no derivative that could be another.
         self._has_gradients: bool | None = None
+        self.tensors: list[Any] = list(arguments)
+        self.arguments = [self._argument(number, x) for number, x in enumerate(arguments)]
 
     def call(self, what: str, function: Any) -> Node:
         """The node that a function returns for the inputs of its signature."""
