@@ -146,7 +146,8 @@ def forward_cpu(call: Call, into: Tensor | None = None) -> Outputs:
     if call.q.device.type != "cpu":
         raise ValueError(f"q is on {call.q.device}; accepted: cuda and cpu tensors")
     check(call)
-    call = call._replace(**{name: _with_contiguous_gradient(getattr(call, name)) for name in DIFFERENTIABLE})
+    learnt: dict[str, Any] = {name: _with_contiguous_gradient(getattr(call, name)) for name in DIFFERENTIABLE}
+    call = call._replace(**learnt)
     out, lse, softmax = reference.attention(
         *call[:3], call.softmax_scale, *call.by_definition(), return_softmax=call.return_softmax
     )

@@ -127,7 +127,7 @@ def length(name: str, value: Any) -> int:
         raise TypeError(f"{name} is {shown(value)}; accepted: a Python int")
     if isinstance(value, int) and not 0 <= value < 2**31:
         raise ValueError(f"{name} is {value}; accepted: 0 to {2**31 - 1}")
-    return value
+    return value  # type: ignore[return-value]
 
 
 def check_device(name: str, device: Any) -> torch.device:
