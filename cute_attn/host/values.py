@@ -90,9 +90,9 @@ def is_hashable(value: Any) -> bool:
 
 def python_number(value: Any) -> Any:
     """A number of numpy's as Python's; another value as it is, also a tensor, whose reading may wait for a device."""
-    if isinstance(value, Tensor) or getattr(value, "ndim", None) != 0 or not hasattr(value, "item"):
+    if isinstance(value, int | float | Tensor):  # first: compilers trace no attributes of their numbers
         return value
-    return value.item()
+    return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 
 def is_int(value: Any) -> bool:

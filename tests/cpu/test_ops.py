@@ -314,7 +314,10 @@ LOADED = """
     import sys, cute_attn, torch
     inputs, out = torch.load(sys.argv[2])
     assert "cute_attn.api.operators" not in sys.modules
-    torch.testing.assert_close({load}(sys.argv[1]){module}(*inputs), out)
+    module = {load}(sys.argv[1]){module}
+    torch.testing.assert_close(module(*inputs), out)
+    with torch.inference_mode():
+        torch.testing.assert_close(module(*inputs), out)
     assert "cutlass" not in sys.modules
 """
 
