@@ -276,17 +276,18 @@ class _Check:
     def backward(self, what: str) -> list[Checked]:
         """Of the scores' gradients, and of those of captured tensors."""
         problem, tiling = self.problem, TINY[what].of(self.name, op="backward")
-        assert tiling.traits is not None
+        traits = tiling.traits
+        assert traits is not None
         grad_out = torch.randn(problem.q.shape, generator=torch.Generator().manual_seed(1))
         # A gradient is a difference of two numbers as large as those of dO V^T.
         largest = float(torch.einsum("bqhd,bkhd->bhqk", grad_out, problem.v).abs().max())
-        expected = self._gradients(tiling.traits, grad_out, AS_TORCH)
+        expected = self._gradients(traits, grad_out, AS_TORCH)
         seen = torch.ones_like(expected.scores, dtype=torch.bool)
         if self.computed is not None:  # a row with an infinite score has no gradient
             seen = (self.computed.isfinite() | self.computed.isneginf()).all(-1, keepdim=True).expand_as(seen)
 
         def of(precision: Precision) -> Tensor:
-            return self._gradients(tiling.traits, grad_out, precision).scores[seen].float()
+            return self._gradients(traits, grad_out, precision).scores[seen].float()
 
         scores = problem.differentiate(tiling, grad_out, expected.lse, -expected.dpsum).scores
         if not seen.all():  # slopes beside scores that overflow may overflow, too

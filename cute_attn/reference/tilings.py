@@ -190,7 +190,7 @@ class Scores:
         coords, exists = self._used_coords(traits)
         scores = reference.modify_scores(raw, coords, features or self.features(traits), inputs)
         if computed is not None:
-            scores = _Replaced.apply(scores, computed.double())  # type: ignore[no-untyped-call]
+            scores = _Replaced.apply(scores, computed.double())
         scores = scores.masked_fill(~exists, -torch.inf)
         lse = scores.logsumexp(-1)
         empty = (lse == -torch.inf).unsqueeze(-1)

@@ -70,7 +70,9 @@ class Precision:
 
     def before_step(self, x: Value) -> Value:
         """An operand of a step."""
-        return x + abs(x) * self.nudge if self.nudge and _is_float(x) else x
+        if self.nudge and isinstance(x, Tensor) and x.is_floating_point():
+            return x + x.abs() * self.nudge
+        return x
 
 
 AS_TORCH = Precision()
@@ -79,7 +81,7 @@ AS_TORCH = Precision()
 def evaluate(
     output: Node,
     inputs: Mapping[str, Tensor],
-    tensors: Sequence[Tensor | float],
+    tensors: Sequence[Any],
     precision: Precision = AS_TORCH,
 ) -> Tensor:
     """The output for inputs that broadcast to the scores' shape: a predicate, or scores in their own dtype.
@@ -101,7 +103,7 @@ def evaluate(
             value = node.value
         elif node.op == "extent":
             number, axis = node.value
-            value = tensors[number].shape[axis]  # type: ignore[union-attr]
+            value = tensors[number].shape[axis]
         elif node.op == "cast":
             x = args[0] if node.kind == FLOAT else precision.before_step(args[0])
             # Without a dtype it is a promotion, which torch's operations do by themselves.
@@ -174,7 +176,7 @@ def _computed(node: Node, args: list[Value], device: torch.device) -> Value:
         ]
         return _TENSORS[node.op](*own)
     if node.op == "where":
-        return torch.where(_tensor(args[0], device), *own)  # type: ignore[arg-type]
+        own = [_tensor(args[0], device), *own]
     return _NUMBERS[node.op](*own)
 
 
