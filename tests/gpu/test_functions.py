@@ -189,7 +189,7 @@ def test_what_lies_beyond_the_sequences_reaches_no_gradient() -> None:
         assert grad.isfinite().all()
 
 
-HIDDEN = {
+HIDDEN: dict[str, Callable[[Tensor], Callable[..., Any]]] = {
     "reciprocal": lambda t: lambda s, b, h, q, k: s * t[h] / (q - k + 1),
     "kerple": lambda t: lambda s, b, h, q, k: s - t[h] * torch.log(1 + t[h] * (q - k)),
     "of the score": lambda t: lambda s, b, h, q, k: torch.sqrt(t[h] * (q - k) + 20 + s),
@@ -204,7 +204,7 @@ def test_hidden_scores_reach_no_gradient(name: str, arch: str, hides: str) -> No
     if arch not in runnable_archs():
         pytest.skip(f"no GPU for {arch}")
     leaves, own = inputs(64, torch.bfloat16), learned("slopes", "cuda")
-    score_mod, options = HIDDEN[name](own), {"kernel": arch}
+    score_mod, options = HIDDEN[name](own), dict[str, Any](kernel=arch)
     if hides == "varlen":
         starts = torch.tensor([0, SEQLEN, 2 * SEQLEN], dtype=torch.int32, device="cuda")
         packed = [x.flatten(0, 1) for x in leaves]
@@ -213,7 +213,11 @@ def test_hidden_scores_reach_no_gradient(name: str, arch: str, hides: str) -> No
         )
         out: Tensor = rows.view(2, SEQLEN, NHEADS, 64)  # type: ignore[union-attr]
     else:
-        masks = {"causal": {"causal": True}, "window": {"window": (100, 0)}, "mask_mod": {"mask_mod": causal}}
+        masks: dict[str, dict[str, Any]] = {
+            "causal": {"causal": True},
+            "window": {"window": (100, 0)},
+            "mask_mod": {"mask_mod": causal},
+        }
         out = attention(*leaves, score_mod=score_mod, **masks[hides], **options)  # type: ignore[assignment]
     grad = torch.randn_like(out)
     found = torch.autograd.grad(out, (*leaves, own), grad)

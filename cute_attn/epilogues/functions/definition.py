@@ -71,7 +71,9 @@ class Precision:
 
     def before_step(self, x: Value) -> Value:
         """An operand of a step."""
-        return x + abs(x) * self.nudge if self.nudge and _is_float(x) else x  # type: ignore[operator]
+        if self.nudge and isinstance(x, Tensor) and x.is_floating_point():
+            return x + x.abs() * self.nudge
+        return x
 
 
 AS_TORCH = Precision()
@@ -80,7 +82,7 @@ AS_TORCH = Precision()
 def evaluate(
     output: Node,
     inputs: Mapping[str, Tensor],
-    tensors: Sequence[Tensor | float],
+    tensors: Sequence[Any],
     precision: Precision = AS_TORCH,
 ) -> Tensor:
     """The output for inputs that broadcast to the scores' shape: a predicate, or scores in their own dtype.
@@ -175,7 +177,7 @@ def _computed(node: Node, args: list[Value], device: torch.device) -> Value:
         ]
         return _TENSORS[node.op](*own)
     if node.op == "where":
-        return torch.where(_tensor(args[0], device), own[0], own[1])
+        own = [_tensor(args[0], device), *own]
     return _NUMBERS[node.op](*own)
 
 

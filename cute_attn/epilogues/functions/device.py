@@ -130,10 +130,11 @@ class Expressions:
 def element_index(node: Node, index: Any, size: Any) -> Any:
     """An index as Python's, a negative one from the end; beyond a dimension the nearest one."""
     kind = type(index)
-    if bounds(node)[0] < 0:
-        index = cutlass.select_(index < 0, index + kind(size), index)
-        return Int32(cutlass.max(cutlass.min(index, kind(size - 1)), kind(0)))
-    return Int32(cutlass.min(index, kind(size - 1)))
+    index = cutlass.min(index, kind(size - 1))
+    if bounds(node)[0] >= 0:
+        return Int32(index)
+    index = Int32(cutlass.max(index, -kind(size)))  # so that 64 bits are left before the end is added
+    return cutlass.select_(index < 0, index + Int32(size), index)
 
 
 def over_tile(

@@ -150,25 +150,41 @@ def lower_predicate(graph: Graph, predicate: Node) -> Node:
     return _Lowering(graph).of(predicate)
 
 
-def _may_be_nan(x: Node, outermost: bool = False) -> bool:
+_SIGNED = frozenset(("add", "where", "minimum", "maximum", "clamp_min", "clamp_max"))
+"""Operations of which -inf as an operand makes no NaN."""
+
+
+def _may_be_nan(output: Node, is_score: bool = False) -> bool:
     """Whether a float may be NaN or infinite in scores that are hidden: tensors may hold anything for these.
 
-    outermost: -inf of this value is -inf of the score, which is no NaN.
+    is_score: -inf hides, and is no NaN.
     """
+    known: dict[tuple[Node, bool], bool] = {}
+
+    def of(x: Node, hides: bool) -> bool:
+        if (x, hides) not in known:
+            scaled = x.op == "mul" and x.args[1].op in ("inverse", "unit")
+            inner = hides and (scaled or x.op in _SIGNED)
+            known[x, hides] = _makes_nan(x, hides) or (_is_computed(x) and any(of(y, inner) for y in x.args))
+        return known[x, hides]
+
+    return of(output, is_score)
+
+
+def _is_computed(x: Node) -> bool:
+    """Whether a float is computed from floats that vary within a head's scores."""
+    return bool(x.parts) and x.kind == FLOAT and (x.op != "cast" or x.args[0].kind == FLOAT)
+
+
+def _makes_nan(x: Node, hides: bool) -> bool:
+    """Whether it may be NaN or infinite for other operands than such."""
     if x.op == "const":
-        return not math.isfinite(x.value) and not (outermost and x.value < 0)
-    if x.kind != FLOAT or (x.op == "cast" and x.args[0].kind != FLOAT):
-        return False
-    if not x.parts:  # of all scores of a head, unless heads differ
-        by_head = any(y.op in ("batch", "head") for y in ordered(x))
-        return by_head and any(y.op != "load" and y.op not in _BOUNDED for y in ordered(x))
-    if x.op not in _BOUNDED:
-        return True
-    scaled = x.op == "mul" and x.args[1].op in ("inverse", "unit")
-    outermost = outermost and (
-        scaled or x.op in ("add", "where", "minimum", "maximum", "clamp_min", "clamp_max")
-    )
-    return any(_may_be_nan(arg, outermost) for arg in x.args)
+        return not math.isfinite(x.value) and not (hides and x.value < 0)
+    if _is_computed(x):
+        return x.op not in _BOUNDED
+    inner = ordered(x) if x.kind == FLOAT and not x.parts else []
+    by_head = any(y.op in ("batch", "head") for y in inner)  # else all scores are
+    return by_head and any(y.op != "load" and y.op not in _BOUNDED for y in inner)
 
 
 class _Lowering:
