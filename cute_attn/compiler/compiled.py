@@ -99,7 +99,7 @@ in_prebuild_worker = False
 
 
 class SpillWarning(UserWarning):
-    """A kernel keeps values in local memory for want of registers. Once a kernel and process, when it is first loaded."""
+    """A kernel keeps values in local memory for want of registers: said once a process, when it is first loaded."""
 
 
 class CompiledKernel:

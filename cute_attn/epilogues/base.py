@@ -56,6 +56,11 @@ class Epilogue:
         """Arguments of a call of these sizes, its tensors on the CPU: what checks and timings by name call it with."""
         return ()
 
+    @classmethod
+    def held(cls, backward: bool) -> int:
+        """Numbers that a thread holds for each score, or each query and key: what default tiles are chosen by."""
+        return int(backward)
+
     def begin(self, args: tuple, context: ScoreContext) -> Any:
         """Once a work tile, on the device: the state for the other methods, as a tuple or a frozen dataclass."""
         return args
@@ -174,6 +179,11 @@ def _file_of(cls: type) -> str:
 def in_every_step(names: Iterable[str]) -> list[str]:
     """Those of some registered epilogues that compute in every step, and not in blocks with a mask alone."""
     return [name for name in names if name not in _REGISTERED or not _REGISTERED[name].lists_blocks]
+
+
+def held(names: Iterable[str], op: str) -> int:
+    """Numbers that registered epilogues hold: :meth:`Epilogue.held`."""
+    return sum(_REGISTERED[name].held(op == "backward") for name in names if name in _REGISTERED)
 
 
 def lists_blocks(names: Sequence[str]) -> bool:

@@ -101,7 +101,9 @@ def test_a_kernel_that_spills_warns_once(fresh_cache, monkeypatch):
         assert compile(toy.NAME, "values=256", "sm80") is built
         assert compile(toy.NAME, target="sm80").resources.spill_store_bytes == 0
     forget(monkeypatch)
-    with pytest.warns(compiler.SpillWarning, match=text):  # as a call of an operator loads it, in a new process
+    with pytest.warns(
+        compiler.SpillWarning, match=text
+    ):  # as a call of an operator loads it, in a new process
         found = compiler.build(registry.lookup(TRAITS, "values=256", "sm80"), "sm80")
     assert found.from_cache
 
@@ -110,7 +112,7 @@ ANOTHER = "tile_n=80"
 WITHOUT_SPILLS = {
     "forward-sm80-bf16-d64-causal": "its default tile, tile_m=128,tile_n=96,num_stages=2, does without$",
     "forward-sm80-bf16-d64-causal-rational": "`cute-attn tune forward-sm80-bf16-d64-causal-rational --static` lists",
-    "forward-sm80-bf16-d64-traced_0": "no tile without spills is known, .* NAME --static` lists some of a function with",
+    "forward-sm80-bf16-d64-traced_0": "no tile without spills is known, .* NAME --static` lists some of a function",
 }
 
 

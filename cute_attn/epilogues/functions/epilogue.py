@@ -22,13 +22,16 @@ from cute_attn.epilogues.functions.device import (
     uniform_roots,
 )
 from cute_attn.epilogues.functions.gradients import add_elements, amount_of, offset_in
-from cute_attn.epilogues.functions.graph import SCORE, Graph, Node, digest, ordered
-from cute_attn.epilogues.functions.lowering import Lowered, Term, lower
+from cute_attn.epilogues.functions.graph import KEY, QUERY, SCORE, Graph, Node, digest, ordered
+from cute_attn.epilogues.functions.lowering import Lowered, Term, lower, varies
 from cute_attn.epilogues.functions.trace import Trace
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.traits import Traits
 from cute_attn.work.block_lists import BlockLists
 from cute_attn.work.block_range import BlockRange
+
+LONG_INDEX = 14
+"""Operations for each score: on Hopper T5's buckets of one direction, 12, do not spill, and those of both, 17, do."""
 
 
 class Captured(NamedTuple):
@@ -96,6 +99,16 @@ class FunctionEpilogue(Epilogue):
     @classmethod
     def with_gradients(cls, wanted: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
         return _with_gradients(cls, wanted)  # type: ignore[arg-type]
+
+    @classmethod
+    def held(cls, backward: bool) -> int:
+        """Elements that are loaded for a query, or a key, and in a backward slopes that vary with the score."""
+        return cls._loads() + (backward and cls.lowered.keeps_slope)
+
+    @classmethod
+    def _loads(cls) -> int:
+        loads = [x.parts for x in ordered(cls.lowered.forward) if x.op == "load"]
+        return max(loads.count(QUERY), loads.count(KEY))
 
     def fake_args(self) -> tuple:
         return tuple(fake_tensor(*one) for one in self.captured)
@@ -238,6 +251,13 @@ class GradientEpilogue(FunctionEpilogue):
     """Base of a backward's epilogues that add to the gradients of captured tensors, in fp32, which follow them."""
 
     wanted: ClassVar[tuple[int, ...]]
+
+    @classmethod
+    def held(cls, backward: bool) -> int:
+        """The slopes of all terms too, one more for sums, and two of what is kept of an index that takes long."""
+        operations = ordered(*(index for term in cls.lowered.terms for index in term.indices))
+        takes_long = sum(map(varies, operations)) > LONG_INDEX
+        return cls._loads() + len(cls(True)._kept) + 1 + 2 * takes_long
 
     @classmethod
     def check(cls, inputs: ScoreInputs) -> None:

@@ -2,10 +2,13 @@
 
 import dataclasses
 
-from cute_attn.epilogues.base import in_every_step, lists_blocks
+from cute_attn.epilogues.base import held, in_every_step, lists_blocks
 from cute_attn.tiles import BackwardSm90Tile, padded
 from cute_attn.traits import Traits
 from cute_attn.work.block_lists import divides
+
+MANY = 3
+"""Numbers that users' epilogues hold for each score, or query and key, from which on tiles of head dim 128 are smaller; and above which those of 64 are."""
 
 FEW_QUERIES = 64
 """Up to so many queries, tiles have no more rows than that."""
@@ -69,6 +72,8 @@ def tma_bias_tiles(traits: Traits, d: int) -> list[BackwardSm90Tile]:
 
 def _narrow_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     """For head dims up to 64."""
+    if held(traits.epilogues, traits.op) > MANY:
+        return [BackwardSm90Tile(64, 64, p_in_smem=True)]
     tile = BackwardSm90Tile(64, 128, dq_bulk=True)
     own_rows = traits.windowed or traits.varlen or traits.alibi or traits.seqused_q
     if _needs_registers(traits) or (traits.dropout and own_rows) or lists_blocks(traits.epilogues):
@@ -80,7 +85,10 @@ def _middle_tiles(traits: Traits, d: int) -> list[BackwardSm90Tile]:
     """For head dims up to 128. Without a mask, CTAs that share a head add to the same dQ unless they are staggered."""
     tile = BackwardSm90Tile(64, 128, staggered=not (traits.causal or traits.windowed))
     if d == 128 and _needs_registers(traits):
-        return [BackwardSm90Tile(48, 128, dq_transposed=True), tile]
+        rows = (
+            (32,) if held(traits.epilogues, traits.op) >= MANY else (48, 32)
+        )  # listed blocks are no multiple of 48
+        return [*(BackwardSm90Tile(m, 128, dq_transposed=True) for m in rows), tile]
     return [tile]
 
 

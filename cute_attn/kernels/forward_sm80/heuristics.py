@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TypeVar
 
-from cute_attn.epilogues.base import lists_blocks
+from cute_attn.epilogues.base import held, lists_blocks
 from cute_attn.tiles import ForwardSm80Tile, best_packing, first_that_fits, may_pack_heads, padded
 from cute_attn.traits import Traits
 from cute_attn.work.block_lists import divides
@@ -136,13 +136,14 @@ MOST = 5
 def register_pressure(traits: Traits) -> int:
     """Of what the epilogues keep beside the scores, from 0 to ``MOST``, by what ptxas spills.
 
-    1: softcap or ALiBi; 2: dropout; 3: a bias, users' epilogues, or dropout with softcap or ALiBi; 4: a bias in fp32, a
-    mask with listed blocks; 5: many Philox words, or a bias and dropout.
+    1: softcap or ALiBi; 2: dropout; 3: a bias, users' epilogues, or dropout with softcap or ALiBi; 4: a bias in fp32,
+    or two elements that functions load for a query or a key; 5: more, many Philox words, or a bias and dropout.
     """
     modified = traits.softcap or traits.alibi
-    if traits.dropout == "mem_efficient" or (traits.bias and traits.dropout):
+    numbers = held(traits.epilogues, traits.op)
+    if traits.dropout == "mem_efficient" or (traits.bias and traits.dropout) or numbers > 2:
         return MOST
-    if traits.bias == "fp32":
+    if traits.bias == "fp32" or numbers == 2:
         return 4
     if traits.bias or traits.epilogues or (traits.dropout and modified):
         return 3
