@@ -30,9 +30,6 @@ from cute_attn.traits import Traits
 from cute_attn.work.block_lists import BlockLists
 from cute_attn.work.block_range import BlockRange
 
-LONG_INDEX = 14
-"""Operations for each score: on Hopper T5's buckets of one direction, 12, do not spill, and those of both, 17, do."""
-
 
 class Captured(NamedTuple):
     """What is compiled in of a captured tensor: torch's name of its dtype, dimensions, whether rows are dense."""
@@ -102,13 +99,15 @@ class FunctionEpilogue(Epilogue):
 
     @classmethod
     def held(cls, backward: bool) -> int:
-        """Elements that are loaded for a query, or a key, and in a backward slopes that vary with the score."""
-        return cls._loads() + (backward and cls.lowered.keeps_slope)
+        """In a forward three more for much that is computed for each score, in a backward two for a slope."""
+        if backward:
+            return cls._loads() + 2 * cls.lowered.keeps_slope
+        return cls._loads() + 3 * _takes_long(cls.lowered.forward, most=12)
 
     @classmethod
     def _loads(cls) -> int:
-        loads = [x.parts for x in ordered(cls.lowered.forward) if x.op == "load"]
-        return max(loads.count(QUERY), loads.count(KEY))
+        """Elements of tensors for a query, and for a key."""
+        return sum(x.op == "load" and x.parts in (QUERY, KEY) for x in ordered(cls.lowered.forward))
 
     def fake_args(self) -> tuple:
         return tuple(fake_tensor(*one) for one in self.captured)
@@ -233,6 +232,11 @@ class BlockMaskEpilogue(FunctionEpilogue):
         """Nothing, as ``_slope`` says."""
 
 
+def _takes_long(*outputs: Node, most: int) -> bool:
+    """Whether more than ``most`` operations are computed for each score, such as for T5's buckets of distances."""
+    return sum(map(varies, ordered(*outputs))) > most
+
+
 @functools.cache
 def _with_gradients(cls: type[FunctionEpilogue], wanted: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
     """:meth:`FunctionEpilogue.with_gradients`. A mask's tensors, and those that make indices alone, have none."""
@@ -254,10 +258,9 @@ class GradientEpilogue(FunctionEpilogue):
 
     @classmethod
     def held(cls, backward: bool) -> int:
-        """The slopes of all terms too, one more for sums, and two of what is kept of an index that takes long."""
-        operations = ordered(*(index for term in cls.lowered.terms for index in term.indices))
-        takes_long = sum(map(varies, operations)) > LONG_INDEX
-        return cls._loads() + len(cls(True)._kept) + 1 + 2 * takes_long
+        """Two for each slope, two for sums, and four of what is kept of indices that take long."""
+        indices = [index for term in cls.lowered.terms for index in term.indices]
+        return cls._loads() + 2 * len(cls(True)._kept) + 2 + 4 * _takes_long(*indices, most=14)
 
     @classmethod
     def check(cls, inputs: ScoreInputs) -> None:

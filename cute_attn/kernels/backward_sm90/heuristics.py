@@ -7,8 +7,8 @@ from cute_attn.tiles import BackwardSm90Tile, padded
 from cute_attn.traits import Traits
 from cute_attn.work.block_lists import divides
 
-MANY = 3
-"""Numbers that users' epilogues hold for each score, or query and key, from which on tiles of head dim 128 are smaller; and above which those of 64 are."""
+MANY = 6
+"""Numbers that functions hold from which on head dim 128 has fewer queries at a time; above it all have fewer keys."""
 
 FEW_QUERIES = 64
 """Up to so many queries, tiles have no more rows than that."""
@@ -23,7 +23,7 @@ def preferred_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
     if d > 256:
         tiles = _divided_tiles()
-    elif d > 128:
+    elif d > 128 or held(traits.epilogues, traits.op) > MANY:
         tiles = _wide_tiles(traits)
     else:
         tiles = [
@@ -72,8 +72,6 @@ def tma_bias_tiles(traits: Traits, d: int) -> list[BackwardSm90Tile]:
 
 def _narrow_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     """For head dims up to 64."""
-    if held(traits.epilogues, traits.op) > MANY:
-        return [BackwardSm90Tile(64, 64, p_in_smem=True)]
     tile = BackwardSm90Tile(64, 128, dq_bulk=True)
     own_rows = traits.windowed or traits.varlen or traits.alibi or traits.seqused_q
     if _needs_registers(traits) or (traits.dropout and own_rows) or lists_blocks(traits.epilogues):

@@ -119,6 +119,8 @@ def preferred_tiles(traits: Traits) -> list[ForwardSm80Tile]:
     if fp32:
         return [*rows(_FP32[traits.precision], dim, pressure), *_FIT_ALWAYS_FP32]
     tiles = [*rows(_HALF, dim, pressure), *rows(_HALF, dim, MOST), *_FIT_ALWAYS]
+    if held(traits.epilogues, traits.op) == 3 and 96 < dim <= 128 and pressure == 3:
+        tiles.insert(0, _tile(128, 48, 4, 2, 1))  # T5's buckets: 8 bytes of spills with 64 keys
     return [tile for tile in tiles if divides(tile)] if lists_blocks(traits.epilogues) else tiles
 
 
@@ -137,13 +139,13 @@ def register_pressure(traits: Traits) -> int:
     """Of what the epilogues keep beside the scores, from 0 to ``MOST``, by what ptxas spills.
 
     1: softcap or ALiBi; 2: dropout; 3: a bias, users' epilogues, or dropout with softcap or ALiBi; 4: a bias in fp32,
-    or two elements that functions load for a query or a key; 5: more, many Philox words, or a bias and dropout.
+    or functions that hold four numbers of a query and a key; 5: more, many Philox words, or a bias and dropout.
     """
     modified = traits.softcap or traits.alibi
     numbers = held(traits.epilogues, traits.op)
-    if traits.dropout == "mem_efficient" or (traits.bias and traits.dropout) or numbers > 2:
+    if traits.dropout == "mem_efficient" or (traits.bias and traits.dropout) or numbers > 4:
         return MOST
-    if traits.bias == "fp32" or numbers == 2:
+    if traits.bias == "fp32" or numbers == 4:
         return 4
     if traits.bias or traits.epilogues or (traits.dropout and modified):
         return 3

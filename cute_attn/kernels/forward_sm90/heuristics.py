@@ -157,7 +157,7 @@ def preferred_tiles(traits: Traits) -> list[ForwardSm90Tile]:
         traits.bias or in_every_step(traits.epilogues) or traits.dropout == "mem_efficient"
     )
     tiles = [*_tma_bias_tiles(traits, d), *_other_tiles(traits, d, needs_registers)]
-    if held(traits.epilogues, traits.op) >= 2:
+    if held(traits.epilogues, traits.op) >= 4:
         tiles = [tile for tile in tiles if tile.tile_n <= 80]
     if not lists_blocks(traits.epilogues):
         return tiles
@@ -181,7 +181,7 @@ def _other_tiles(traits: Traits, d: int, needs_registers: bool) -> list[ForwardS
     if d <= 64:
         several = sum(map(bool, (traits.softcap, traits.alibi, traits.bias, traits.dropout))) > 1
         tile_n = 96 if traits.epilogues or several else 128
-        if held(traits.epilogues, traits.op) == 2:
+        if held(traits.epilogues, traits.op) == 4:
             tile_n = 80
         if traits.dropout == "mem_efficient":
             tile_n = 64
