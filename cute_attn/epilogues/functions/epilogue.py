@@ -99,10 +99,10 @@ class FunctionEpilogue(Epilogue):
 
     @classmethod
     def held(cls, backward: bool) -> int:
-        """In a forward three more for much that is computed for each score, in a backward two for a slope."""
+        """In a forward one more where much is computed for each score, in a backward two for a slope."""
         if backward:
             return cls._loads() + 2 * cls.lowered.keeps_slope
-        return cls._loads() + 3 * _takes_long(cls.lowered.forward, most=12)
+        return cls._loads() + _takes_long(cls.lowered.forward, most=12)
 
     @classmethod
     def _loads(cls) -> int:

@@ -83,10 +83,8 @@ def _middle_tiles(traits: Traits, d: int) -> list[BackwardSm90Tile]:
     """For head dims up to 128. Without a mask, CTAs that share a head add to the same dQ unless they are staggered."""
     tile = BackwardSm90Tile(64, 128, staggered=not (traits.causal or traits.windowed))
     if d == 128 and _needs_registers(traits):
-        rows = (
-            (32,) if held(traits.epilogues, traits.op) >= MANY else (48, 32)
-        )  # listed blocks are no multiple of 48
-        return [*(BackwardSm90Tile(m, 128, dq_transposed=True) for m in rows), tile]
+        tile_m = 32 if held(traits.epilogues, traits.op) >= MANY else 48
+        return [BackwardSm90Tile(tile_m, 128, dq_transposed=True), tile]
     return [tile]
 
 

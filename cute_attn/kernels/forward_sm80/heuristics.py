@@ -55,6 +55,8 @@ _HALF: Rows[ForwardSm80Tile] = (
     (256, 4, _tile(64, 64, 4, 1)),  # 332/316, #5; 32 rows per warp do not fit, #7
     (256, 5, _tile(64, 32, 4, 1, 4)),
 )
+_TAKES_LONG = (_tile(128, 48, 4, 2, 1), _tile(128, 32, 4, 2, 4))
+"""Of head dim 128 with a function such as T5's buckets, without and with listed blocks: 8 and 60 bytes with 64 keys."""
 _FIT_ALWAYS = [_tile(64, 32, 4, 1), _tile(32, 32, 2, 1)]
 
 # fp32 in tf32, by precision, of small calls and where parts do not serve: two CTAs or eight warps per multiprocessor.
@@ -119,8 +121,8 @@ def preferred_tiles(traits: Traits) -> list[ForwardSm80Tile]:
     if fp32:
         return [*rows(_FP32[traits.precision], dim, pressure), *_FIT_ALWAYS_FP32]
     tiles = [*rows(_HALF, dim, pressure), *rows(_HALF, dim, MOST), *_FIT_ALWAYS]
-    if held(traits.epilogues, traits.op) == 3 and 96 < dim <= 128 and pressure == 3:
-        tiles.insert(0, _tile(128, 48, 4, 2, 1))  # T5's buckets: 8 bytes of spills with 64 keys
+    if held(traits.epilogues, traits.op) in (1, 3) and 96 < dim <= 128 and pressure == 3:
+        tiles = [*_TAKES_LONG, *tiles]
     return [tile for tile in tiles if divides(tile)] if lists_blocks(traits.epilogues) else tiles
 
 

@@ -157,8 +157,11 @@ def preferred_tiles(traits: Traits) -> list[ForwardSm90Tile]:
         traits.bias or in_every_step(traits.epilogues) or traits.dropout == "mem_efficient"
     )
     tiles = [*_tma_bias_tiles(traits, d), *_other_tiles(traits, d, needs_registers)]
-    if held(traits.epilogues, traits.op) >= 4:
+    numbers = held(traits.epilogues, traits.op)
+    if numbers >= 4:
         tiles = [tile for tile in tiles if tile.tile_n <= 80]
+    if numbers > 6 and 64 < d <= 128:
+        tiles = [ForwardSm90Tile(64, 64, rescale_threshold=8)]
     if not lists_blocks(traits.epilogues):
         return tiles
     return [dataclasses.replace(tile, q_in_regs=False) for tile in tiles if divides(tile)]
