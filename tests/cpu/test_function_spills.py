@@ -143,7 +143,7 @@ def check(function, op, arch, target, head_dim, mask, pages):
     traits = Traits.parse(f"{kernel}-{arch}-bf16-d{head_dim}{mask}-{words_of(function, op, pages)}")
     compiled = compile(traits, target=target)
     used = compiled.resources
-    assert (used.spill_store_bytes, used.spill_load_bytes) == (0, 0), f"{compiled.tile.brief()}: {used}"
+    assert (used.spill_store_bytes, used.spill_load_bytes) == (0, 0), f"{compiled.tile}: {used}"
 
 
 SAMPLE = [
