@@ -101,7 +101,7 @@ in_prebuild_worker = False
 
 
 class SpillWarning(UserWarning):
-    """A kernel keeps values in local memory for want of registers; said once per process, when it is loaded."""
+    """A kernel keeps values in local memory for want of registers: said once a process, when it is first loaded."""
 
 
 class CompiledKernel:

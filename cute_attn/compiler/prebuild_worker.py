@@ -19,10 +19,10 @@ from typing import Any
 
 
 def main() -> None:
-    """Build until the input ends. What users' modules print goes to stderr. Who runs a kernel is told of its spills."""
+    """Build until the input ends. What users' modules print goes to stderr."""
     from cute_attn.compiler import SpillWarning
 
-    warnings.simplefilter("ignore", SpillWarning)
+    warnings.simplefilter("ignore", SpillWarning)  # for whoever runs the kernel
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.path[:] = json.loads(sys.stdin.readline())

@@ -59,6 +59,11 @@ class Epilogue:
         """Arguments of a call of these sizes, its tensors on the CPU: what checks and timings by name call it with."""
         return ()
 
+    @classmethod
+    def held(cls, backward: bool) -> int:
+        """Numbers that a thread holds beside each score, or for each query or key: what default tiles are chosen by."""
+        return 2 * backward
+
     def begin(self, args: tuple, context: ScoreContext) -> Any:
         """Once a work tile, on the device: the state for the other methods, as a tuple or a frozen dataclass."""
         return args
@@ -201,6 +206,11 @@ def _file_of(written: Any) -> str:
 def in_every_step(names: Iterable[str]) -> list[str]:
     """Those of some registered epilogues that compute in every step, and not in blocks with a mask alone."""
     return [name for name in names if not is_registered(name) or not user_epilogue(name).lists_blocks]
+
+
+def held(names: Iterable[str], op: str) -> int:
+    """Numbers that registered epilogues hold: :meth:`Epilogue.held`."""
+    return sum(user_epilogue(name).held(op == "backward") for name in names if is_registered(name))
 
 
 def lists_blocks(names: Sequence[str]) -> bool:

@@ -8,11 +8,12 @@ from torch.nn.attention.flex_attention import and_masks, flex_attention, noop_ma
 
 from cute_attn import Traits, attention, attention_backward, attention_varlen, check_epilogue, compile, lookup
 from cute_attn.epilogues.base import user_epilogue
-from cute_attn.epilogues.functions import epilogue as gradients_of
-from cute_attn.epilogues.functions import gradients, graph
+from cute_attn.epilogues.functions import device, epilogue, gradients, graph
 from cute_attn.epilogues.functions.known import epilogue_of
+from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.host.call import Call
 from cute_attn.host.launcher import user_classes
+from cute_attn.reference import emulate
 from cute_attn.reference.check_epilogue import for_each
 from cute_attn.reference.tilings import TINY, Scores
 from tests.cpu.test_examples import load
@@ -191,7 +192,7 @@ def test_a_difference_of_precision_is_no_error():
 
 def test_a_wrong_gradient_of_a_captured_tensor_is_found(monkeypatch):
     offset = gradients.offset_in
-    monkeypatch.setattr(gradients_of, "offset_in", lambda *args: offset(*args) + 1)
+    monkeypatch.setattr(epilogue, "offset_in", lambda *args: offset(*args) + 1)
     found = check_epilogue(lambda s, b, h, i, j: s * AROUND[h, i - j])
     failed = [one.what for one in found.comparisons if not one.passed]
     assert len(failed) == 2 and all(one.startswith("gradient of tensor 0") for one in failed), str(found)
@@ -538,6 +539,21 @@ def test_a_kernel_costs_what_one_by_hand_costs():
     )
     assert traced.resources.spill_store_bytes == 0
     assert sum(traced.instructions.values()) < 1.1 * sum(by_hand.instructions.values())
+
+
+def test_distances_are_looked_up_once_a_diagonal(monkeypatch):
+    loads, tiles = [], []
+    load, over_tile = device.Expressions._load, epilogue.over_tile
+    monkeypatch.setattr(device.Expressions, "_load", lambda *args: loads.append(args) or load(*args))
+    monkeypatch.setattr(
+        epilogue, "over_tile", lambda tile, *args: tiles.append(tile) or over_tile(tile, *args)
+    )
+    name, tensors = epilogue_of(t5, None)
+    kernel = lookup(Traits.parse(f"forward-sm80-bf16-d64-{name}"))
+    emulate.scores_on_host(kernel, torch.randn(1, NHEADS, 128, 96), 0.1, ScoreInputs(extra={name: tensors}))
+    diagonals = [{row - col for row in tile.rows for col in tile.cols} for tile in tiles]
+    assert tiles and len(loads) == sum(map(len, diagonals))
+    assert 2 * len(loads) < sum(len(tile.rows) * len(tile.cols) for tile in tiles)
 
 
 def test_a_hopper_kernel_has_room_for_a_relative_bias():

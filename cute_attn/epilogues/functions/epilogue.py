@@ -23,8 +23,8 @@ from cute_attn.epilogues.functions.device import (
     uniform_roots,
 )
 from cute_attn.epilogues.functions.gradients import add_elements, amount_of, offset_in, times_slope
-from cute_attn.epilogues.functions.graph import SCORE, Graph, Node, digest, ordered
-from cute_attn.epilogues.functions.lowering import Lowered, Term, lower
+from cute_attn.epilogues.functions.graph import KEY, QUERY, SCORE, Graph, Node, digest, ordered
+from cute_attn.epilogues.functions.lowering import Lowered, Term, lower, varies
 from cute_attn.epilogues.functions.trace import Trace
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.traits import Traits
@@ -107,6 +107,16 @@ class FunctionEpilogue(Epilogue):
             self.with_terms[wanted] = _with_gradients(self, wanted)
         found = self.with_terms[wanted]
         return (found.name, found.wanted) if found is not None else (self.name, ())
+
+    def held(self, backward: bool) -> int:  # type: ignore[override]
+        """In a forward one more where much is computed for each score, in a backward two for a slope."""
+        if backward:
+            return self._loads() + 2 * self.lowered.keeps_slope
+        return self._loads() + _takes_long(self.lowered.forward, most=12)
+
+    def _loads(self) -> int:
+        """Elements of tensors for a query, and for a key."""
+        return sum(x.op == "load" and x.parts in (QUERY, KEY) for x in ordered(self.lowered.forward))
 
     def fake_args(self) -> tuple:
         return tuple(fake_tensor(*one) for one in self.captured)
@@ -249,6 +259,11 @@ class BlockMaskEpilogue(FunctionEpilogue):
         """Nothing, as ``_slope`` says."""
 
 
+def _takes_long(*outputs: Node, most: int) -> bool:
+    """Whether more than ``most`` operations are computed for each score, such as for T5's buckets of distances."""
+    return sum(map(varies, ordered(*outputs))) > most
+
+
 def _with_gradients(epilogue: FunctionEpilogue, wanted: tuple[int, ...]) -> "GradientEpilogue | None":
     lowered = lower(epilogue.graph, epilogue.output, wanted)
     wanted = tuple(number for number in wanted if any(term.number == number for term in lowered.terms))
@@ -271,6 +286,16 @@ class GradientEpilogue(FunctionEpilogue):
     """A backward's, which also adds to the gradients of captured tensors, in fp32; these follow the tensors."""
 
     wanted: tuple[int, ...]
+
+    def held(self, backward: bool) -> int:  # type: ignore[override]
+        """Two for each slope, two for sums, and four of what is kept of indices that take long."""
+        indices = [index for term in self.lowered.terms for index in term.indices]
+        slopes = replace(self, differentiates=True)._kept
+        return self._loads() + 2 * len(slopes) + 2 + 4 * _takes_long(*indices, most=14)
+
+    @classmethod
+    def check(cls, inputs: ScoreInputs) -> None:
+        """Nothing: a forward's arguments, which it has checked, and tensors of the package's own."""
 
     def fake_args(self) -> tuple:
         ranks = (self.captured[number].rank for number in self.wanted)

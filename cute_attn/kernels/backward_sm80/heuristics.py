@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from cute_attn.tiles import BackwardSm80Tile, padded
+from cute_attn.epilogues.base import held
+from cute_attn.tiles import TARGETS, BackwardSm80Tile, padded
 from cute_attn.traits import Traits
 
 Rows = Sequence[tuple[int, int, BackwardSm80Tile]]
@@ -93,6 +94,13 @@ _HALF_SMALL: Rows = (  # sm86 and sm89, with less shared memory: what fits and d
     (160, 5, _tile(64, 64, 8, (4, 4, 4), stages=ONE)),
     (192, 5, _tile(64, 32, 8, (4, 2, 2), stages=ONE)),
     (256, 5, _tile(64, 32, 8, (4, 2, 2), (0, 0, 1), ONE, v_in_regs=True)),
+)
+# Of users' functions: targets, head dims, numbers that are held beside a score, what does not spill; clocks for 1,000
+# scores, and those of the next row of the table that does not.
+_FUNCTIONS = (
+    (("sm80",), range(65), range(4, 6), _in_regs(16, (0, 0, 4), (1, 2))),  # 702, not 713
+    (("sm80",), range(97, 129), range(2, 6), _tile(64, 128, 8, (2, 4, 2), (1, 0, 2))),  # 1026, not 1303
+    (TARGETS, range(97, 129), range(6, 99), _tile(32, 128, 8, (2, 4, 2), (4, 0, 2))),  # 1231, not 1303
 )
 FIT_ALWAYS = (
     _tile(64, 64, 8, (4, 4, 4), stages=ONE),
@@ -196,7 +204,14 @@ def _half_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
     """Of 16-bit elements."""
     table = {"sm80": _HALF_SM80, "sm90": _HALF}.get(target, _HALF_SMALL)
     pressure = max(_pressure(traits), _least_pressure(traits, target))
-    return _rows(table, traits, pressure)
+    functions = () if traits.dropout or traits.bias else _FUNCTIONS
+    largest, numbers = max(traits.head_dim, traits.head_dim_v), held(traits.epilogues, traits.op)
+    own = [
+        tile
+        for targets, dims, values, tile in functions
+        if target in targets and largest in dims and numbers in values
+    ]
+    return [*own, *_rows(table, traits, pressure)]
 
 
 def _fp32_tiles(traits: Traits) -> list[BackwardSm80Tile]:
@@ -250,8 +265,8 @@ def _streamed_terms(traits: Traits) -> BackwardSm80Tile:
 def _pressure(traits: Traits) -> int:
     """Register pressure of the epilogues, from 0 to 5, by what ptxas spills.
 
-    1: ALiBi, or lengths with wide gradients; 2: a bias; 3: values saved for a derivative, or a dropout mask; 4: a
-    dropout mask or a window, with lengths or many Philox words; 5: dropout and another epilogue.
+    1: ALiBi, or lengths with wide gradients; 2: a bias; 3: values saved for a derivative, or a dropout mask; 4: many
+    of them, or a dropout mask or a window with lengths or many Philox words; 5: dropout and another epilogue.
     """
     saves, lengths = _saves(traits), _has_lengths(traits)
     large = traits.head_dim + traits.head_dim_v > 128
@@ -262,7 +277,7 @@ def _pressure(traits: Traits) -> int:
             return 5
         return 4 if (lengths if large else many_words) else 3
     if saves:
-        return 3
+        return 4 if held(traits.epilogues, traits.op) > 5 else 3
     if traits.bias:
         return 2
     if traits.windowed and lengths and not large:

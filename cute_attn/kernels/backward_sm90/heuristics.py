@@ -2,10 +2,13 @@
 
 import dataclasses
 
-from cute_attn.epilogues.base import in_every_step, lists_blocks
+from cute_attn.epilogues.base import held, in_every_step, lists_blocks
 from cute_attn.tiles import BackwardSm90Tile, padded
 from cute_attn.traits import Traits
 from cute_attn.work.block_lists import divides
+
+MANY = 6
+"""Numbers that functions hold from which on head dim 128 has fewer queries at a time; above it all have fewer keys."""
 
 FEW_QUERIES = 64
 """Up to so many queries, tiles have no more rows than that."""
@@ -20,7 +23,7 @@ def preferred_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
     if d > 256:
         tiles = _divided_tiles()
-    elif d > 128:
+    elif d > 128 or held(traits.epilogues, traits.op) > MANY:
         tiles = _wide_tiles(traits)
     else:
         tiles = [
@@ -80,7 +83,8 @@ def _middle_tiles(traits: Traits, d: int) -> list[BackwardSm90Tile]:
     """For head dims up to 128. Without a mask, CTAs that share a head add to the same dQ unless they are staggered."""
     tile = BackwardSm90Tile(64, 128, staggered=not (traits.causal or traits.windowed))
     if d == 128 and _needs_registers(traits):
-        return [BackwardSm90Tile(48, 128, dq_transposed=True), tile]
+        tile_m = 32 if held(traits.epilogues, traits.op) >= MANY else 48
+        return [BackwardSm90Tile(tile_m, 128, dq_transposed=True), tile]
     return [tile]
 
 

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TypeVar
 
-from cute_attn.epilogues.base import lists_blocks
+from cute_attn.epilogues.base import held, lists_blocks
 from cute_attn.tiles import ForwardSm80Tile, best_packing, first_that_fits, may_pack_heads, padded
 from cute_attn.traits import Traits
 from cute_attn.work.block_lists import divides
@@ -55,6 +55,8 @@ _HALF: Rows[ForwardSm80Tile] = (
     (256, 4, _tile(64, 64, 4, 1)),  # 332/316, #5; 32 rows per warp do not fit, #7
     (256, 5, _tile(64, 32, 4, 1, 4)),
 )
+_TAKES_LONG = (_tile(128, 48, 4, 2, 1), _tile(128, 32, 4, 2, 4))
+"""Of head dim 128 with a function such as T5's buckets, without and with listed blocks: 8 and 60 bytes with 64 keys."""
 _FIT_ALWAYS = [_tile(64, 32, 4, 1), _tile(32, 32, 2, 1)]
 
 # fp32 in tf32, by precision, of small calls and where parts do not serve: two CTAs or eight warps per multiprocessor.
@@ -119,6 +121,8 @@ def preferred_tiles(traits: Traits) -> list[ForwardSm80Tile]:
     if fp32:
         return [*rows(_FP32[traits.precision], dim, pressure), *_FIT_ALWAYS_FP32]
     tiles = [*rows(_HALF, dim, pressure), *rows(_HALF, dim, MOST), *_FIT_ALWAYS]
+    if held(traits.epilogues, traits.op) in (1, 3) and 96 < dim <= 128 and pressure == 3:
+        tiles = [*_TAKES_LONG, *tiles]
     return [tile for tile in tiles if divides(tile)] if lists_blocks(traits.epilogues) else tiles
 
 
@@ -136,13 +140,14 @@ MOST = 5
 def register_pressure(traits: Traits) -> int:
     """Of what the epilogues keep beside the scores, from 0 to ``MOST``, by what ptxas spills.
 
-    1: softcap or ALiBi; 2: dropout; 3: a bias, users' epilogues, or dropout with softcap or ALiBi; 4: a bias in fp32, a
-    mask with listed blocks; 5: many Philox words, or a bias and dropout.
+    1: softcap or ALiBi; 2: dropout; 3: a bias, users' epilogues, or dropout with softcap or ALiBi; 4: a bias in fp32,
+    or functions that hold four numbers of a query and a key; 5: more, many Philox words, or a bias and dropout.
     """
     modified = traits.softcap or traits.alibi
-    if traits.dropout == "mem_efficient" or (traits.bias and traits.dropout):
+    numbers = held(traits.epilogues, traits.op)
+    if traits.dropout == "mem_efficient" or (traits.bias and traits.dropout) or numbers > 4:
         return MOST
-    if traits.bias == "fp32":
+    if traits.bias == "fp32" or numbers == 4:
         return 4
     if traits.bias or traits.epilogues or (traits.dropout and modified):
         return 3

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from cute_attn.epilogues.base import in_every_step, lists_blocks
+from cute_attn.epilogues.base import held, in_every_step, lists_blocks
 from cute_attn.tiles import (
     ForwardSm90Tile,
     best_packing,
@@ -157,6 +157,11 @@ def preferred_tiles(traits: Traits) -> list[ForwardSm90Tile]:
         traits.bias or in_every_step(traits.epilogues) or traits.dropout == "mem_efficient"
     )
     tiles = [*_tma_bias_tiles(traits, d), *_other_tiles(traits, d, needs_registers)]
+    numbers = held(traits.epilogues, traits.op)
+    if numbers >= 4:
+        tiles = [tile for tile in tiles if tile.tile_n <= 80]
+    if numbers > 6 and 64 < d <= 128:
+        tiles = [ForwardSm90Tile(64, 64, rescale_threshold=8)]
     if not lists_blocks(traits.epilogues):
         return tiles
     return [dataclasses.replace(tile, q_in_regs=False) for tile in tiles if divides(tile)]
@@ -179,6 +184,8 @@ def _other_tiles(traits: Traits, d: int, needs_registers: bool) -> list[ForwardS
     if d <= 64:
         several = sum(map(bool, (traits.softcap, traits.alibi, traits.bias, traits.dropout))) > 1
         tile_n = 96 if traits.epilogues or several else 128
+        if held(traits.epilogues, traits.op) == 4:
+            tile_n = 80
         if traits.dropout == "mem_efficient":
             tile_n = 64
         return [

@@ -1,0 +1,177 @@
+"""Kernels of the functions that documents and examples show: no default tile spills with one, or with its gradients.
+
+A few are built each time, all of them with the slow tests.
+"""
+
+import ast
+import importlib.util
+import itertools
+import sys
+
+import pytest
+import torch
+
+from cute_attn import Traits, compile
+from cute_attn.epilogues.base import user_epilogue
+from cute_attn.epilogues.functions.known import block_mask_epilogue_of, epilogue_of
+from tests.cpu.test_documents import ROOT, blocks
+from tests.cpu.test_examples import load
+from tests.cpu.test_functions import t5
+from tests.defaults import AMPERE_TARGETS
+
+PAGES = ("README.md", "docs/functions.md", "docs/epilogues.md")
+CALLS = {"attention", "compile", "block_mask", "create_block_mask", "interval_mask"}
+"""What pages do with their functions."""
+
+
+def definitions(page):
+    """A page's imports, functions, classes and tensors, without its calls and under names of its own."""
+    body = [node for block in blocks(ROOT / page, "python") for node in ast.parse(block).body]
+    kept = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign)
+    names = [{getattr(x, "id", "") for x in ast.walk(node)} for node in body]
+    lines = [
+        ast.unparse(node) for node, used in zip(body, names, strict=True)
+        if isinstance(node, kept) and (isinstance(node, ast.ClassDef | ast.FunctionDef) or not used & CALLS)
+    ]  # fmt: skip
+    return (
+        "\n".join(lines)
+        .replace("@score_mod('", "@score_mod('shown_")
+        .replace("@register_epilogue('", "@register_epilogue('shown_")
+    )
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """What pages define, as modules: kernels with a class are cached by its file."""
+    found = {}
+    for page in PAGES:
+        name = "shown_" + page.rpartition("/")[2].removesuffix(".md").lower()
+        path = tmp_path_factory.mktemp("pages") / f"{name}.py"
+        path.write_text(definitions(page))
+        spec = importlib.util.spec_from_file_location(name, path)
+        found[page] = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(found[page])
+    return found
+
+
+TABLE, SLOPES, CAP, FAR = torch.randn(16, 257), torch.rand(16), torch.tensor(30.0), torch.randn(16, 4096)
+DOCUMENTS = torch.arange(4096) // 300
+
+
+def clamped_distances(score, b, h, q_idx, kv_idx):
+    return score + TABLE[h, (kv_idx - q_idx).clamp(-128, 128) + 128]
+
+
+def slopes(score, b, h, q_idx, kv_idx):
+    return score - SLOPES[h] * (q_idx - kv_idx).abs()
+
+
+def scattered(score, b, h, q_idx, kv_idx):
+    return score + FAR[h, (q_idx - kv_idx).clamp(0, 4095)]
+
+
+def learned_cap(score, b, h, q_idx, kv_idx):
+    return CAP * torch.tanh(score / CAP)
+
+
+def amplitude(score, b, h, q_idx, kv_idx):
+    return score * SLOPES[h]
+
+
+def causal_bias(score, b, h, q_idx, kv_idx):
+    return score + TABLE[h, load("learned_bias").bucket((q_idx - kv_idx).clamp(min=0))]
+
+
+def softcap(score, b, h, q_idx, kv_idx):
+    return 30 * torch.tanh(score / 30)
+
+
+def same_document(b, h, q_idx, kv_idx):
+    return (DOCUMENTS[q_idx] == DOCUMENTS[kv_idx]) & (q_idx >= kv_idx)
+
+
+def images():
+    """examples/flex_attention.py's function of scores and its mask."""
+    example = load("flex_attention")
+    score_mod, mask = example.neighbourhood(*example.packed([(12, 16), (8, 8)], "cpu"))
+    return score_mod, mask.mask_mod
+
+
+def listed(mask_mod):
+    return block_mask_epilogue_of(mask_mod, None, False, torch.device("cpu"))[0]
+
+
+def traced(score_mod, mask_mod=None):
+    return epilogue_of(score_mod, mask_mod)[0]
+
+
+FUNCTIONS = {
+    **{
+        function.__name__: lambda pages, function=function: traced(function)
+        for function in (*(clamped_distances, slopes, scattered, learned_cap, amplitude, causal_bias, t5),)
+    },
+    "distance": lambda pages: pages["README.md"].distance and "shown_distance",
+    "alibi-and-document": lambda pages: traced(
+        pages["docs/functions.md"].alibi, pages["docs/functions.md"].same_document
+    ),
+    "relative": lambda pages: "shown_relative",
+    "rational": lambda pages: "shown_rational",
+    "relative_position": lambda pages: load("custom_epilogue").RelativePosition.name,
+    "softcap-and-document": lambda pages: traced(softcap, same_document),
+    "images": lambda pages: traced(images()[0]),
+    "document-blocks": lambda pages: listed(same_document),
+    "causal_bias-blocks": lambda pages: f"{traced(causal_bias)}-{listed(same_document)}",
+    "image-blocks": lambda pages: f"{traced(images()[0])}-{listed(images()[1])}",
+}
+"""Names -> of the pages' modules the words of a kernel's name."""
+GRADIENTS = [*itertools.islice(FUNCTIONS, 7), "relative"]
+"""Functions of which captured tensors' gradients are wanted; those of images are not."""
+
+
+def words_of(function, op, pages):
+    words = FUNCTIONS[function](pages)
+    if op != "gradients":
+        return words
+    cls = user_epilogue(words)
+    name, numbers = cls.with_gradients(tuple(range(len(cls.captured))))
+    assert numbers
+    return name
+
+
+def check(function, op, arch, target, head_dim, mask, pages):
+    kernel = "forward" if op == "forward" else "backward"
+    traits = Traits.parse(f"{kernel}-{arch}-bf16-d{head_dim}{mask}-{words_of(function, op, pages)}")
+    compiled = compile(traits, target=target)
+    used = compiled.resources
+    assert (used.spill_store_bytes, used.spill_load_bytes) == (0, 0), f"{compiled.tile}: {used}"
+
+
+SAMPLE = [
+    ("t5", "forward", "sm80", "sm80", 64, "-causal"),
+    ("t5", "gradients", "sm90", "sm90", 64, "-causal"),
+    ("learned_cap", "gradients", "sm90", "sm90", 128, "-causal"),
+    ("image-blocks", "forward", "sm90", "sm90", 64, ""),
+]
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=lambda case: "-".join(map(str, case)))
+def test_a_function_does_not_spill(case, pages):
+    check(*case, pages)
+
+
+GENERATIONS = [*(("sm80", target) for target in AMPERE_TARGETS), ("sm90", "sm90")]
+KERNELS = [
+    (function, op, *generation, head_dim, mask)
+    for generation in GENERATIONS
+    for op in ("forward", "backward", "gradients")
+    for function in FUNCTIONS
+    for head_dim in (64, 128)
+    for mask in (("",) if "blocks" in function else ("", "-causal"))
+    if op != "gradients" or function in GRADIENTS
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", KERNELS, ids=lambda case: "-".join(map(str, case)))
+def test_no_function_spills(case, pages):
+    check(*case, pages)
