@@ -34,8 +34,8 @@ LEAVES = {
         *("score", "score", "slopes[h]", "q_idx * 0.125", "table[h, {@9}]", "keys[b, kv_idx]", "cap"),
         *("rows[q_idx]", "cube[b, h, {@5}]", "halves[h, kv_idx]", "halves16[q_idx % 6, {@3}]", "doubles[{@7}]"),
         *("temperature", "(cap * factor)", "(score + pair[1])", "(score * options['slope'])", "cube[b][h][{@5}]"),
-        *("rows[kv_idx % rows.shape[0]]", "table[h][{@9}]", "torch.tensor({c})", "torch.full_like(score, {c})"),
-        *("score.new_tensor({c})", "strided[{@4}, b]", "keys[b][q_idx % keys.size(1)]", "tables[1][h, {@3}]"),
+        *("rows[kv_idx % rows.shape[0]]", "table[h][{@9}]", "torch.tensor({c})"),
+        *("strided[{@4}, b]", "keys[b][q_idx % keys.size(1)]", "tables[1][h, {@3}]"),
         *("table.T[{@9}, h]", "table.flatten()[h * 9 + {@9}]", "(rows * 2)[q_idx]", "table[:, 0][h]", "named['cap']"),
         *("torch.exp(slopes)[h]", "torch.linspace(0, 1, 5)[{@5}]", "holder.slopes[h]", "(score * holder.factor)"),
         *("rows.max()", "(score * len(pair))", "table[0].sum()", "torch.stack([cap, named['cap']])[{@2}]"),
@@ -101,6 +101,7 @@ KNOWN = {
     "alias in place": ("f", "    x{k} = score\n    x{k} += {f}", "    x{k} = {f} + 1\n    y = x{k}\n    y *= {c}"),
     "methods of rows": ("i", "document[b].max()", "document[b].long()[q_idx]", "document[b].sum() % 7"),
     "narrow integers": ("i", "unsigned[{@8}] * 3", "(2 - unsigned[{@8}])", "~unsigned[{@8}]", "unsigned[{@8}] << 1"),
+    "numbers of score's dtype": ("f", "torch.tanh(torch.full_like(score, {c}))", "torch.tanh(score.new_tensor({c}))"),
     "16-bit casts": ("f", "({f}).half().float()", "({f}).bfloat16() * 1.0"),
 }
 """Rules for what is known to be wrong: a fault's name, the rules' kind, and the rules. Left out unless asked for."""
