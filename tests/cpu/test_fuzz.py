@@ -22,7 +22,13 @@ def test_the_oracle_imports_torch_alone():
     tree = ast.parse(Path(oracle.__file__).read_text())
     found = {x.module for x in ast.walk(tree) if isinstance(x, ast.ImportFrom)}
     found |= {name.name for x in ast.walk(tree) if isinstance(x, ast.Import) for name in x.names}
-    assert {name.partition(".")[0] for name in found} == {"collections", "contextlib", "dataclasses", "torch", "typing"}
+    assert {name.partition(".")[0] for name in found} == {
+        "collections",
+        "contextlib",
+        "dataclasses",
+        "torch",
+        "typing",
+    }
 
 
 def drawn(seed):
@@ -58,7 +64,11 @@ def each_rule():
     for kind in "fim":
         for rule in (*grammar.LEAVES[kind], *grammar.RULES[kind]):
             text = grammar._Body(Choices(b""), "score", ()).filled(rule, 0)
-            made = {"f": f"score + {text}", "i": f"score + ({text}) * 0.1", "m": f"torch.where({text}, score, -1.5)"}
+            made = {
+                "f": f"score + {text}",
+                "i": f"score + ({text}) * 0.1",
+                "m": f"torch.where({text}, score, -1.5)",
+            }
             yield Case(score=f"    return {made[kind]}", grads=("q", "k"))
 
 
@@ -87,7 +97,9 @@ def test_each_rule_as_device_code(part):
 NEGATIVE = "    return score + table[h, -1 - q_idx % 9]"
 FOUND = {
     "an alias changed in place": Case(score="    x = score\n    x += 1.0 + q_idx\n    return score * x"),
-    "a traced value changed in place": Case(score="    x = score * 2\n    y = x\n    y *= slopes[h]\n    return x"),
+    "a traced value changed in place": Case(
+        score="    x = score * 2\n    y = x\n    y *= slopes[h]\n    return x"
+    ),
     "uint8 wraps": Case(score="    return score - unsigned[kv_idx % 8] * 3 * 0.01"),
     "uint8 shifts": Case(score="    return score - (unsigned[kv_idx % 8] << 1) * 0.01"),
     "a method of a row": Case(score="    return score + table[h].max()"),
@@ -97,14 +109,18 @@ FOUND = {
     "a number that changes": Case(score="    return score * cap.item()", change="cap"),
     "a branch that changes": Case(score="    return score * (1 if flag else 2)", change="flag", seed=2),
     "isinstance": Case(score="    return score if isinstance(score, torch.Tensor) else score * 2"),
-    "hidden poles": Case(causal=True, seqlen_k=5, score="    return score / (q_idx - kv_idx + 1)", grads=("q", "k")),
+    "hidden poles": Case(
+        causal=True, seqlen_k=5, score="    return score / (q_idx - kv_idx + 1)", grads=("q", "k")
+    ),
     "hidden logarithms": Case(
         causal=True,
         seqlen_k=5,
         score="    return score + slopes[h] * torch.log(q_idx - kv_idx + 1.0)",
         grads=("q", "slopes"),
     ),
-    "no_grad": Case(score="    with torch.no_grad():\n        x = score * 2\n    return score + x", grads=("q",)),
+    "no_grad": Case(
+        score="    with torch.no_grad():\n        x = score * 2\n    return score + x", grads=("q",)
+    ),
     "a boolean bias hides": Case(bias="bool", score="    return score.clip(-2, 2)"),
     "numbers of score's dtype": Case(score="    return score + torch.tanh(score.new_tensor(0.5))"),
 }
@@ -115,7 +131,13 @@ NOT_MENDED = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=pytest.mark.xfail(strict=True, raises=Fault, reason=NOT_MENDED[x])) if x in NOT_MENDED else x for x in FOUND]
+    "name",
+    [
+        pytest.param(x, marks=pytest.mark.xfail(strict=True, raises=Fault, reason=NOT_MENDED[x]))
+        if x in NOT_MENDED
+        else x
+        for x in FOUND
+    ],
 )
 def test_found(name):
     assert judge(FOUND[name]).kind in ("right", "refused")
@@ -223,7 +245,9 @@ def test_a_change_is_one_of_values():
     """In place, or another object in its place, wherever a function has it."""
     for form in grammar.FORMS:
         for other in (False, True):
-            case = Case(score="    return score * factor + slopes[h]", form=form, change="slopes", replace=other)
+            case = Case(
+                score="    return score * factor + slopes[h]", form=form, change="slopes", replace=other
+            )
             functions = Functions.of(case)
             before = functions.values["slopes"]
             old = before.clone()

@@ -32,6 +32,7 @@ class Case:
         change: what is changed between two calls: a captured name, or "" for nothing; replace: by another one instead
             of in place.
         extra: what only some doors read.
+        room: sequences, heads and rows that captured tensors have at least, where fewer are drawn.
     """
 
     door: str = "attention"
@@ -62,6 +63,7 @@ class Case:
     change: str = ""
     replace: bool = False
     extra: int = 0
+    room: tuple[int, int, int] = (1, 1, 1)
     seed: int = 0
 
     def __repr__(self) -> str:
@@ -98,7 +100,7 @@ def draw_case(choices: Choices, doors: dict[str, Any], known: Sequence[str] = ()
     own["nheads_kv"] = pick((2, 1, 3))
     own["nheads"] = own["nheads_kv"] * (pick((1, 2, 3)) if "gqa" in takes else 1)
     own["head_dim"] = own["head_dim_v"] = pick((8, 16, 40, 64, 104, 7, 33, 256))
-    if "nonempty" in takes:
+    if "nonempty" in takes or ("mostly_nonempty" in takes and choices.number(4)):
         own |= {name: max(1, own[name]) for name in ("batch", "seqlen_q", "seqlen_k")}
     if "aligned" in takes:
         own["head_dim"] = own["head_dim_v"] = own["head_dim"] & ~7 or 8
@@ -114,7 +116,11 @@ def draw_case(choices: Choices, doors: dict[str, Any], known: Sequence[str] = ()
     if "causal_as_pytorch" in takes:
         own["causal"] = pick((False, "top_left"))
     if "window" in takes and choices.one_in(4):
-        own["window"] = pick(((2, 0), (0, None), (None, 0), (3, 0))) if own["causal"] else pick(((2, 1), (0, 0), (None, 3)))
+        own["window"] = (
+            pick(((2, 0), (0, None), (None, 0), (3, 0)))
+            if own["causal"]
+            else pick(((2, 1), (0, 0), (None, 3)))
+        )
     if "scale" in takes and choices.one_in(3):
         own["scale"] = pick((0.5, 1.0, 0.0, -0.25))
     if "softcap" in takes and choices.one_in(4):
@@ -122,7 +128,9 @@ def draw_case(choices: Choices, doors: dict[str, Any], known: Sequence[str] = ()
     if "alibi" in takes and choices.one_in(4):
         own["alibi"] = pick(("heads", "batches"))
     if "bias" in takes and choices.one_in(3):
-        own["bias"] = pick(("fp32", "same", "bool", "bf16")) if "any_bias" in takes else pick(("same", "bool"))
+        own["bias"] = (
+            pick(("fp32", "same", "bool", "bf16")) if "any_bias" in takes else pick(("same", "bool"))
+        )
         own["bias_broadcast"] = "".join(x for x in "bhqk" if choices.one_in(3))
         own["bias_layout"] = pick(("contiguous", "padded", "last_dim", "expanded"))
     if "sinks" in takes and choices.one_in(4):
@@ -141,7 +149,15 @@ def draw_case(choices: Choices, doors: dict[str, Any], known: Sequence[str] = ()
         names = ("q", "k", "v", *(x for x in ("bias", "sinks") if getattr(case, x) not in ("", "bool")))
         return replace(case, grads=tuple(x for x in names if not choices.one_in(3)))
     floats = [name for name in case.captured if SOURCES[name].is_float]
-    leaves = ["q", "k", "v", *(x for x in ("bias", "sinks", "alibi") if getattr(case, x) not in ("", "bool")), *floats]
+    leaves = [
+        "q",
+        "k",
+        "v",
+        *(x for x in ("bias", "sinks", "alibi") if getattr(case, x) not in ("", "bool")),
+        *floats,
+    ]
+    if "flash" in door:
+        leaves = ["q", "k", "v"]  # FlashAttention's slopes have no gradient
     if "grads" in takes and choices.one_in(2):
         own["grads"] = tuple(x for x in leaves if choices.one_in(2))
     if case.captured and choices.number(4):
@@ -179,10 +195,11 @@ def _integers(dtype: torch.dtype, low: int, high: int, *sizes: Any) -> Source:
 
 
 def _shape(case: Case, sizes: tuple) -> list[int]:
-    """"b", "h", "q", "k" and "l" are batch, heads, queries, keys and the longer of these; at least one each."""
-    m, n = case.longest
-    named = {"b": len(case.sequences), "h": case.nheads, "q": m, "k": n, "l": max(m, n)}
-    return [max(1, named[x]) if isinstance(x, str) else x for x in sizes]
+    """ "b", "h", "q", "k" and "l" are batch, heads, queries, keys and the longer of these; at least one each."""
+    (m, n), (batch, heads, rows) = case.longest, case.room
+    named = {"b": max(batch, len(case.sequences)), "h": max(heads, case.nheads)}
+    named |= {"q": max(rows, m), "k": max(rows, n), "l": max(rows, m, n)}
+    return [named[x] if isinstance(x, str) else x for x in sizes]
 
 
 SOURCES = {
@@ -197,7 +214,9 @@ SOURCES = {
     "strided": Source(lambda case, g: torch.randn(_shape(case, ("b", 4)), generator=g).T, True),
     "cap": _floats(torch.float32),
     "temperature": _floats(torch.float64),
-    "document": Source(lambda case, g: torch.randint(0, 3, _shape(case, ("b", "l")), generator=g).sort().values),
+    "document": Source(
+        lambda case, g: torch.randint(0, 3, _shape(case, ("b", "l")), generator=g).sort().values
+    ),
     "lengths": _integers(torch.int32, 1, 9, "b"),
     "signed": _integers(torch.int16, -3, 4, 6),
     "unsigned": _integers(torch.uint8, 0, 250, 8),
@@ -207,7 +226,9 @@ SOURCES = {
     "tables": Source(lambda case, g: [torch.randn(n, 3, generator=g) for n in _shape(case, ("b", "h"))]),
     "named": Source(lambda case, g: {"cap": torch.randn((), generator=g)}),
     "holder": Source(
-        lambda case, g: SimpleNamespace(slopes=torch.rand(_shape(case, ("h",)), generator=g), factor=case.seed % 7 / 4)
+        lambda case, g: SimpleNamespace(
+            slopes=torch.rand(_shape(case, ("h",)), generator=g), factor=case.seed % 7 / 4
+        )
     ),
     "factor": Source(lambda: 0.75, other=0.25),
     "steps": Source(lambda: 3, other=2),
@@ -246,7 +267,13 @@ class Functions:
 
     def define(self) -> None:
         """New functions over the values."""
-        self.scope = {"__name__": "fuzz", "torch": torch, "math": math, "functools": functools, "operator": operator}
+        self.scope = {
+            "__name__": "fuzz",
+            "torch": torch,
+            "math": math,
+            "functools": functools,
+            "operator": operator,
+        }
         exec(HELPERS, self.scope)
         made = [
             _defined(self.scope, kind, body, self.case.form, self.values) if body else None
@@ -375,7 +402,10 @@ class Inputs:
         def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.randn(shape, generator=generator).to(dtype)
 
-        rows = [(sum(x[i] for x in case.lengths),) if case.lengths else (case.batch, case.longest[i]) for i in (0, 1)]
+        rows = [
+            (sum(x[i] for x in case.lengths),) if case.lengths else (case.batch, case.longest[i])
+            for i in (0, 1)
+        ]
         made: dict[str, Any] = {
             "q": randn(*rows[0], case.nheads, case.head_dim),
             "k": randn(*rows[1], case.nheads_kv, case.head_dim),

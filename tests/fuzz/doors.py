@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -46,7 +47,12 @@ class Door:
 def _options(case: Case, inputs: Inputs) -> dict[str, Any]:
     """Of ``attention`` and its kind."""
     own = {"softmax_scale": case.scale, "causal": case.causal, "window": case.window, "softcap": case.softcap}
-    return own | {"alibi_slopes": inputs.alibi, "bias": inputs.bias, "sinks": inputs.sinks, "return_lse": True}
+    return own | {
+        "alibi_slopes": inputs.alibi,
+        "bias": inputs.bias,
+        "sinks": inputs.sinks,
+        "return_lse": True,
+    }
 
 
 def _lengths(case: Case, inputs: Inputs) -> Tensor | None:
@@ -76,7 +82,9 @@ class _ByBackward(torch.autograd.Function):
     """``attention`` whose backward is ``attention_backward``."""
 
     @staticmethod
-    def forward(ctx: Any, own: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> Any:
+    def forward(
+        ctx: Any, own: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None
+    ) -> Any:
         given = own | dict(zip(("bias", "sinks"), others, strict=True))
         out, lse = attention(q, k, v, **given)
         ctx.own = own
@@ -88,7 +96,10 @@ class _ByBackward(torch.autograd.Function):
         *tensors, bias, sinks = ctx.saved_tensors
         names = ("q", "k", "v", "bias", "sinks")
         wanted = [name for name, needed in zip(names, ctx.needs_input_grad[1:], strict=True) if needed]
-        own = {name: x for name, x in ctx.own.items() if name != "return_lse"} | {"bias": bias, "sinks": sinks}
+        own = {name: x for name, x in ctx.own.items() if name != "return_lse"} | {
+            "bias": bias,
+            "sinks": sinks,
+        }
         found = cute_attn.attention_backward(grads[0], *tensors, grad_lse=grads[1], wanted=wanted, **own)
         by_name = dict(zip(wanted, found, strict=True))
         return (None, *(by_name.get(name) for name in names))
@@ -161,7 +172,7 @@ def _serving_sdpa() -> Iterator[None]:
 def _sdpa(case: Case, inputs: Inputs, functions: Functions) -> Results:
     q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
     own = {"is_causal": bool(case.causal), "scale": case.scale}
-    if q.is_cuda:
+    if q.device.type == "cuda":
         found = torch.nn.functional.scaled_dot_product_attention(q, k, v, inputs.bias, **own)
         return {"out": found.transpose(1, 2)}
     bias = None if inputs.bias is None else inputs.bias.expand(*q.shape[:3], k.shape[2])
@@ -182,7 +193,12 @@ def _minus_infinity(out: Tensor, lse: Tensor) -> Results:
 
 def _flash(case: Case, inputs: Inputs, functions: Functions) -> Results:
     """Also of keys and values, or all three, in one tensor."""
-    q, k, v, options = inputs.q, inputs.k, inputs.v, _flash_options(case, inputs) | {"return_attn_probs": True}
+    q, k, v, options = (
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        _flash_options(case, inputs) | {"return_attn_probs": True},
+    )
     alike = case.head_dim == case.head_dim_v
     if alike and q.shape == k.shape and case.extra % 3 == 1:
         found = flash_attn.flash_attn_qkvpacked_func(torch.stack((q, k, v), 2), **options)
@@ -247,7 +263,7 @@ def _merge(case: Case, inputs: Inputs, functions: Functions) -> Results:
     ends = sorted([0, case.extra % (case.seqlen_k + 1), case.extra // 3 % (case.seqlen_k + 1), case.seqlen_k])
     parts = [
         attention(inputs.q, inputs.k[:, a:b], inputs.v[:, a:b], **options)
-        for a, b in zip(ends, ends[1:], strict=False)
+        for a, b in itertools.pairwise(ends)
     ]
     outs, lses = zip(*parts, strict=True)
     if case.dtype == "fp64":
@@ -260,12 +276,16 @@ def _registered(case: Case, inputs: Inputs, functions: Functions) -> Results:
     given = {}
     for kind, body in (("score", case.score), ("mask", case.mask)):
         names = [x for x in case.captured if x in body.replace("\n", " ")]
-        if any(not isinstance(functions.values[x], Tensor | float | int) or functions.values[x] is True for x in names):
+        if any(
+            not isinstance(functions.values[x], Tensor | float | int) or functions.values[x] is True
+            for x in names
+        ):
             raise NotDrawn("arguments are tensors, floats and ints")
         values = tuple(functions.values[x] for x in names)
         if body:
             of = tuple(
-                (x.dtype, x.dim(), x.dim() and x.stride(-1)) if isinstance(x, Tensor) else type(x) for x in values
+                (x.dtype, x.dim(), x.dim() and x.stride(-1)) if isinstance(x, Tensor) else type(x)
+                for x in values
             )
             given[_registered_name(kind, body, tuple(names), of, functions)] = values
     return _attention(case, inputs, functions, epilogues=given)
@@ -293,27 +313,57 @@ DOORS = {
         (*SCORES, "top_left", "head_dim_v", "bias", "any_bias", "sinks", "used", "score", "mask", "grads"),
     ),
     "attention_backward": Door(
-        _backward, (*SCORES, "top_left", "head_dim_v", "bias", "any_bias", "sinks", "used", "score", "mask", "own_grads")
+        _backward,
+        (
+            *SCORES,
+            "top_left",
+            "head_dim_v",
+            "bias",
+            "any_bias",
+            "sinks",
+            "used",
+            "score",
+            "mask",
+            "own_grads",
+        ),
     ),
     "attention_varlen": Door(
         _varlen,
-        (*SCORES, "top_left", "head_dim_v", "bias", "any_bias", "sinks", "used", "score", "mask", "lengths", "grads"),
+        (
+            *SCORES,
+            "top_left",
+            "head_dim_v",
+            "bias",
+            "any_bias",
+            "sinks",
+            "used",
+            "score",
+            "mask",
+            "lengths",
+            "grads",
+        ),
     ),
     "block_mask": Door(
         functools.partial(_block_mask, "block_size"),
-        (*SCORES, "bias", "sinks", "used", "score", "mask", "only_mask", "grads"),
+        (*SCORES, "bias", "sinks", "score", "mask", "only_mask", "mostly_nonempty", "grads"),
     ),
     "create_block_mask": Door(
-        functools.partial(_block_mask, "BLOCK_SIZE"), (*SCORES, "sinks", "score", "mask", "only_mask", "grads")
+        functools.partial(_block_mask, "BLOCK_SIZE"),
+        (*SCORES, "sinks", "score", "mask", "only_mask", "mostly_nonempty", "grads"),
     ),
     "flex_attention": Door(_flex, ("scale", "gqa", "layout", "head_dim_v", "score", "mask", "grads")),
     "registered": Door(_registered, (*SCORES, "bias", "any_bias", "score", "only_score", "mask", "grads")),
     "sdpa": Door(
-        _sdpa, ("nonempty", "aligned", "causal_as_pytorch", "scale", "layout", "bias", "grads"), ("fp32", "fp16", "bf16"), _serving_sdpa
+        _sdpa,
+        ("nonempty", "aligned", "causal_as_pytorch", "scale", "layout", "bias", "grads"),
+        ("fp32", "fp16", "bf16"),
+        _serving_sdpa,
     ),
     "flash_attn_func": Door(_flash, (*SCORES, "grads"), ALL),
     "flash_attn_varlen_func": Door(_flash_varlen, (*SCORES, "lengths", "grads"), ALL),
-    "flash_attn_with_kvcache": Door(_flash_kvcache, (*SCORES, "used"), ALL),
-    "attention_with_kvcache": Door(_kvcache, (*SCORES, "head_dim_v", "sinks", "used"), ALL),
+    "flash_attn_with_kvcache": Door(_flash_kvcache, (*SCORES, "aligned", "mostly_nonempty", "used"), ALL),
+    "attention_with_kvcache": Door(
+        _kvcache, (*SCORES, "aligned", "mostly_nonempty", "head_dim_v", "sinks", "used"), ALL
+    ),
     "merge_attention": Door(_merge, ("scale", "softcap", "gqa", "layout", "head_dim_v", "sinks"), ALL),
 }

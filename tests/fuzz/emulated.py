@@ -35,7 +35,10 @@ def judge(case: Case) -> Outcome:
     finite = exact["scores"][exact["scores"].isfinite()]
     if finite.numel() and float(finite.abs().max()) > 100:
         return Outcome("invalid", "large scores")
-    if any(not x.isfinite().equal(exact[name].isfinite()) or exact[name].isnan().any() for name, x in plain.items()):
+    if any(
+        not x.isfinite().equal(exact[name].isfinite()) or exact[name].isnan().any()
+        for name, x in plain.items()
+    ):
         return Outcome("invalid", "torch's own result is not finite")
     try:
         got = _emulated(case, functions, exact)
@@ -76,7 +79,11 @@ def _expected(case: Case, functions: Functions, dtype: torch.dtype) -> dict[str,
     )
     for x in leaves.values():
         x.requires_grad_(False)
-    found = {"scores": torch.stack(scores), "lse": lse, "dpsum": (out * grad_out.to(dtype)).sum(-1).transpose(1, 2)}
+    found = {
+        "scores": torch.stack(scores),
+        "lse": lse,
+        "dpsum": (out * grad_out.to(dtype)).sum(-1).transpose(1, 2),
+    }
     found["dp"] = torch.einsum("bqhd,bkhd->bhqk", grad_out.to(dtype), v)
     found |= dict(zip(("dscores", *(f"d{name}" for name in leaves)), grads, strict=True))
     return {name: x.detach() for name, x in found.items()}
@@ -100,7 +107,9 @@ def _emulated(case: Case, functions: Functions, exact: dict[str, Tensor]) -> dic
     targets = tuple(torch.zeros(tensors[i].shape) for i in numbers)
     given = replace(problem, inputs=replace(problem.inputs, extra={own: (*tensors, *targets)}))
     lse, minus_d = exact["lse"].float(), -exact["dpsum"].float()
-    found["dscores"] = given.differentiate(TINY[BACKWARD[tiling]].of(own, op="backward"), grad_out, lse, minus_d).scores
+    found["dscores"] = given.differentiate(
+        TINY[BACKWARD[tiling]].of(own, op="backward"), grad_out, lse, minus_d
+    ).scores
     names = {id(x): f"d{name}" for name, x in functions.values.items()}  # others are computed from these
     pairs = zip(numbers, targets, strict=True)
     return found | {names[id(tensors[i])]: x for i, x in pairs if id(tensors[i]) in names}
