@@ -32,6 +32,7 @@ class Case:
         change: what is changed between two calls: a captured name, or "" for nothing; replace: by another one instead
             of in place.
         extra: what only some doors read.
+        room: sequences, heads and rows that captured tensors have at least, where fewer are drawn.
     """
 
     door: str = "attention"
@@ -62,6 +63,7 @@ class Case:
     change: str = ""
     replace: bool = False
     extra: int = 0
+    room: tuple[int, int, int] = (1, 1, 1)
     seed: int = 0
 
     def __repr__(self) -> str:
@@ -98,7 +100,7 @@ def draw_case(choices: Choices, doors: dict[str, Any], known: Sequence[str] = ()
     own["nheads_kv"] = pick((2, 1, 3))
     own["nheads"] = own["nheads_kv"] * (pick((1, 2, 3)) if "gqa" in takes else 1)
     own["head_dim"] = own["head_dim_v"] = pick((8, 16, 40, 64, 104, 7, 33, 256))
-    if "nonempty" in takes:
+    if "nonempty" in takes or ("mostly_nonempty" in takes and choices.number(4)):
         own |= {name: max(1, own[name]) for name in ("batch", "seqlen_q", "seqlen_k")}
     if "aligned" in takes:
         own["head_dim"] = own["head_dim_v"] = own["head_dim"] & ~7 or 8
@@ -154,6 +156,8 @@ def draw_case(choices: Choices, doors: dict[str, Any], known: Sequence[str] = ()
         *(x for x in ("bias", "sinks", "alibi") if getattr(case, x) not in ("", "bool")),
         *floats,
     ]
+    if "flash" in door:
+        leaves = ["q", "k", "v"]  # FlashAttention's slopes have no gradient
     if "grads" in takes and choices.one_in(2):
         own["grads"] = tuple(x for x in leaves if choices.one_in(2))
     if case.captured and choices.number(4):
@@ -192,9 +196,10 @@ def _integers(dtype: torch.dtype, low: int, high: int, *sizes: Any) -> Source:
 
 def _shape(case: Case, sizes: tuple) -> list[int]:
     """ "b", "h", "q", "k" and "l" are batch, heads, queries, keys and the longer of these; at least one each."""
-    m, n = case.longest
-    named = {"b": len(case.sequences), "h": case.nheads, "q": m, "k": n, "l": max(m, n)}
-    return [max(1, named[x]) if isinstance(x, str) else x for x in sizes]
+    (m, n), (batch, heads, rows) = case.longest, case.room
+    named = {"b": max(batch, len(case.sequences)), "h": max(heads, case.nheads)}
+    named |= {"q": max(rows, m), "k": max(rows, n), "l": max(rows, m, n)}
+    return [named[x] if isinstance(x, str) else x for x in sizes]
 
 
 SOURCES = {

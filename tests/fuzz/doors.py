@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -171,7 +172,7 @@ def _serving_sdpa() -> Iterator[None]:
 def _sdpa(case: Case, inputs: Inputs, functions: Functions) -> Results:
     q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
     own = {"is_causal": bool(case.causal), "scale": case.scale}
-    if q.is_cuda:
+    if q.device.type == "cuda":
         found = torch.nn.functional.scaled_dot_product_attention(q, k, v, inputs.bias, **own)
         return {"out": found.transpose(1, 2)}
     bias = None if inputs.bias is None else inputs.bias.expand(*q.shape[:3], k.shape[2])
@@ -262,7 +263,7 @@ def _merge(case: Case, inputs: Inputs, functions: Functions) -> Results:
     ends = sorted([0, case.extra % (case.seqlen_k + 1), case.extra // 3 % (case.seqlen_k + 1), case.seqlen_k])
     parts = [
         attention(inputs.q, inputs.k[:, a:b], inputs.v[:, a:b], **options)
-        for a, b in zip(ends, ends[1:], strict=False)
+        for a, b in itertools.pairwise(ends)
     ]
     outs, lses = zip(*parts, strict=True)
     if case.dtype == "fp64":
@@ -344,11 +345,11 @@ DOORS = {
     ),
     "block_mask": Door(
         functools.partial(_block_mask, "block_size"),
-        (*SCORES, "bias", "sinks", "used", "score", "mask", "only_mask", "grads"),
+        (*SCORES, "bias", "sinks", "score", "mask", "only_mask", "mostly_nonempty", "grads"),
     ),
     "create_block_mask": Door(
         functools.partial(_block_mask, "BLOCK_SIZE"),
-        (*SCORES, "sinks", "score", "mask", "only_mask", "grads"),
+        (*SCORES, "sinks", "score", "mask", "only_mask", "mostly_nonempty", "grads"),
     ),
     "flex_attention": Door(_flex, ("scale", "gqa", "layout", "head_dim_v", "score", "mask", "grads")),
     "registered": Door(_registered, (*SCORES, "bias", "any_bias", "score", "only_score", "mask", "grads")),
@@ -360,7 +361,9 @@ DOORS = {
     ),
     "flash_attn_func": Door(_flash, (*SCORES, "grads"), ALL),
     "flash_attn_varlen_func": Door(_flash_varlen, (*SCORES, "lengths", "grads"), ALL),
-    "flash_attn_with_kvcache": Door(_flash_kvcache, (*SCORES, "used"), ALL),
-    "attention_with_kvcache": Door(_kvcache, (*SCORES, "head_dim_v", "sinks", "used"), ALL),
+    "flash_attn_with_kvcache": Door(_flash_kvcache, (*SCORES, "aligned", "mostly_nonempty", "used"), ALL),
+    "attention_with_kvcache": Door(
+        _kvcache, (*SCORES, "aligned", "mostly_nonempty", "head_dim_v", "sinks", "used"), ALL
+    ),
     "merge_attention": Door(_merge, ("scale", "softcap", "gqa", "layout", "head_dim_v", "sinks"), ALL),
 }

@@ -37,12 +37,12 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """out (rows, heads, head_dim_v) and lse (heads, rows) of sequence ``batch``, of q (rows, heads, head_dim).
 
-    dtype: of scores and all that follows. shift: the own key of query 0.
+    dtype: of products; what lies between them is fp32 or better. shift: the own key of query 0.
     """
     group = q.shape[1] // k.shape[1]
     k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (k, v))
-    products = torch.einsum("qhd,khd->hqk", q.to(dtype), k) * options.scale
-    return weighted(modified(products, options, batch, shift), v, options.sinks)
+    products = torch.einsum("qhd,khd->hqk", q.to(dtype), k).to(torch.promote_types(dtype, torch.float32))
+    return weighted(modified(products * options.scale, options, batch, shift), v, options.sinks)
 
 
 def modified(scores: Tensor, options: Options, batch: int, shift: int) -> Tensor:
@@ -86,7 +86,7 @@ def weighted(scores: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Te
     empty = (others == -torch.inf).all(-1)
     lse = torch.where(empty, -torch.inf, others.masked_fill(empty[..., None], 0.0).logsumexp(-1))
     p = (scores - lse.masked_fill(empty, 0.0)[..., None]).exp()
-    return torch.einsum("hqk,khd->qhd", torch.where(scores == -torch.inf, 0.0, p), v), lse
+    return torch.einsum("hqk,khd->qhd", torch.where(scores == -torch.inf, 0.0, p).to(v.dtype), v), lse
 
 
 def _of_each(function: Callable[..., Any], *args: Tensor) -> Tensor:
