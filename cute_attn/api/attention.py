@@ -11,7 +11,7 @@ from cute_attn.api import operators
 from cute_attn.epilogues.functions.known import epilogue_of, hold
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.host import choose, plans, random_states
-from cute_attn.host.bias import with_readable_bias
+from cute_attn.host.bias import additive, with_readable_bias
 from cute_attn.host.call import (
     BIAS,
     NUM_TENSORS,
@@ -133,7 +133,8 @@ def attention(
         only: reading them on CUDA would wait for the device.
     score_mod : function (score, b, h, q_idx, kv_idx) -> score, optional
         FlexAttention's: traced once, so of torch's elementwise operations and of elements of tensors that it captures,
-        negative indices counting from the end. q_idx and kv_idx count within a sequence. docs/functions.md lists
+        negative indices counting from the end. q_idx and kv_idx count within a sequence. It comes after bias, whose
+        -inf it sees as a score; mask_mod hides a key whatever score_mod makes of it. docs/functions.md lists
         operations.
     mask_mod : function (b, h, q_idx, kv_idx) -> bool, optional
         FlexAttention's: where it is False the key is hidden. After score_mod.
@@ -397,7 +398,7 @@ mask_mod, block_mask, epilogues, kernel, deterministic, precision
     if block_mask is not None:
         epilogues = with_block_mask(epilogues, block_mask, q, k, seqused_k)
     state = _rng_state(rng_state, q, number("dropout_p", dropout_p))
-    tensors = (q, k, v, None, None, None, seqused_k, alibi_slopes, bias, sinks, state)
+    tensors = (q, k, v, None, None, None, seqused_k, alibi_slopes, _given_bias(bias, q, wanted), sinks, state)
     options = _Options(
         False,
         None,
@@ -482,7 +483,19 @@ def attention_varlen_backward(
     if score_mod is not None or mask_mod is not None:
         epilogues = with_functions(epilogues, score_mod, mask_mod, q)
     state = _rng_state(rng_state, q, number("dropout_p", dropout_p))
-    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, bias, sinks, state)
+    tensors = (
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        alibi_slopes,
+        _given_bias(bias, q, wanted),
+        sinks,
+        state,
+    )
     options = _Options(
         True,
         max_seqlen_q,
@@ -514,6 +527,17 @@ def attention_varlen_backward(
             )
         lse = _packed_lse(lse, cu_seqlens_q, q.shape[0])
     return _backward(call, grad_out, grad_lse, out, lse, wanted, into)
+
+
+def _given_bias(bias: Any, q: Any, wanted: Any) -> Any:
+    """A backward's bias; one of bool as kernels read it."""
+    if not isinstance(bias, Tensor) or not isinstance(q, Tensor) or bias.dtype != torch.bool:
+        return bias
+    if isinstance(wanted, tuple | list) and "bias" in wanted:
+        raise ValueError(
+            f"wanted is {wanted!r} with a bias of bool, which has no gradient; accepted: the others"
+        )
+    return additive(bias, q.dtype)
 
 
 def _backward(

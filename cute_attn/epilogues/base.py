@@ -16,7 +16,7 @@ leaves there is masked or not stored. ``add_gradients`` must skip those elements
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
@@ -45,6 +45,10 @@ class Epilogue:
     @classmethod
     def check(cls, inputs: ScoreInputs) -> None:
         """Raise TypeError or ValueError for a call's wrong arguments; once for all calls of the same metadata."""
+
+    @classmethod
+    def warn_of_indices(cls, inputs: ScoreInputs, sizes: Mapping[str, int]) -> None:
+        """Say what a kernel reads elsewhere than the definition, for a call of these sizes; see ``functions``."""
 
     def fake_args(self) -> tuple:
         """Fake tensors and scalars to compile with, in the order of ``host_args``; () by default."""

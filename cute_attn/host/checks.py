@@ -69,7 +69,15 @@ def _check_epilogues(call: Call) -> None:
 
     inputs = call.score_inputs()
     for name in call.epilogue_names:
-        user_epilogue(name).check(inputs)
+        epilogue = user_epilogue(name)
+        epilogue.check(inputs)
+        if call.q.is_cuda:
+            nheads, lengths = call.nheads, (call.max_seqlen_q, call.max_seqlen_k)
+            if not any(isinstance(x, torch.SymInt) for x in (call.batch, nheads, *lengths)):
+                sizes = (call.batch, nheads, *lengths)
+                epilogue.warn_of_indices(
+                    inputs, dict(zip(("batch", "head", "query", "key"), sizes, strict=True))
+                )
 
 
 def _check_tensors(call: Call) -> None:

@@ -1,7 +1,8 @@
 """A traced function as a registered epilogue."""
 
 import itertools
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -23,8 +24,8 @@ from cute_attn.epilogues.functions.device import (
     uniform_roots,
 )
 from cute_attn.epilogues.functions.gradients import add_elements, amount_of, offset_in, times_slope
-from cute_attn.epilogues.functions.graph import KEY, QUERY, SCORE, Graph, Node, digest, ordered
-from cute_attn.epilogues.functions.lowering import Lowered, Term, lower, varies
+from cute_attn.epilogues.functions.graph import FLOAT, KEY, QUERY, SCORE, Graph, Node, digest, ordered
+from cute_attn.epilogues.functions.lowering import Lowered, Term, bounds, lower, varies
 from cute_attn.epilogues.functions.trace import Trace
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.traits import Traits
@@ -46,6 +47,11 @@ class Captured(NamedTuple):
             return Captured(type(tensor).__name__, 0, True)
         unit = tensor.dim() == 0 or tensor.stride(-1) == 1
         return Captured(str(tensor.dtype).removeprefix("torch."), max(tensor.dim(), 1), unit)
+
+
+def _shape(given: Sequence[Any], number: int) -> tuple[int, ...]:
+    x = given[number] if number < len(given) else None
+    return tuple(x.shape) if isinstance(x, Tensor) else ()
 
 
 def as_kernels_read(tensor: Tensor | float) -> Tensor | float:
@@ -117,6 +123,26 @@ class FunctionEpilogue(Epilogue):
     def _loads(self) -> int:
         """Elements of tensors for a query, and for a key."""
         return sum(x.op == "load" and x.parts in (QUERY, KEY) for x in ordered(self.lowered.forward))
+
+    def warn_of_indices(self, inputs: ScoreInputs, sizes: Mapping[str, int]) -> None:
+        """Name an index that leaves its tensor for some position of a call, where a kernel reads the nearest element.
+
+        Those alone that follow from positions: what tensors hold is not known here. sizes: of INPUTS' names.
+        """
+        known = {x: (0, sizes[x.op] - 1) for x in ordered(self.output) if x.op in sizes}
+        given = inputs.extra.get(self.name, ())
+        for load in (x for x in ordered(self.output) if x.op == "load"):
+            for axis, (index, size) in enumerate(zip(load.args, _shape(given, load.value), strict=False)):
+                if any(x.kind == FLOAT or x.op in ("load", "extent") for x in ordered(index)):
+                    continue
+                low, high = bounds(index, dict(known))
+                if low < -size or high >= size:
+                    warnings.warn(
+                        f"a function reads dimension {axis} of a tensor of shape {tuple(given[load.value].shape)} at "
+                        f"{low} to {high}; kernels read the nearest element in place of those beyond, where the CPU "
+                        "raises IndexError",
+                        stacklevel=2,
+                    )
 
     def fake_args(self) -> tuple:
         return tuple(fake_tensor(*one) for one in self.captured)

@@ -5,9 +5,11 @@ key, are multiplied with each other first, once per work tile, row or column: a 
 element, as in an epilogue written by hand.
 """
 
+import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cute_attn.device.math import LN_2, LOG2_E, TANH_UNIT
 from cute_attn.epilogues.functions.graph import (
@@ -187,8 +189,22 @@ def _makes_nan(x: Node, hides: bool) -> bool:
     return by_head and any(y.op != "load" and y.op not in _BOUNDED for y in inner)
 
 
+def _once(method: Callable[[Any, Node], Any]) -> Callable[[Any, Node], Any]:
+    """Compute a method once for each node: graphs share nodes, and paths through them are many."""
+
+    @functools.wraps(method)
+    def known(self: Any, x: Node) -> Any:
+        found = self.found.setdefault(method.__name__, {})
+        if x not in found:
+            found[x] = method(self, x)
+        return found[x]
+
+    return known
+
+
 class _Lowering:
     def __init__(self, graph: Graph) -> None:
+        self.found: dict[str, dict[Node, Any]] = {}
         self.graph = graph
         self.acc = graph.make("acc", FLOAT, parts=SCORE)
         self.inverse = graph.make("inverse", FLOAT)
@@ -257,6 +273,7 @@ class _Lowering:
                 return g.binary("mul", a.args[0], inner)
         return g.binary("mul", a, b)
 
+    @_once
     def scaled(self, x: Node) -> Node:
         """x over the tile's unit. Sums without the score are scaled as a whole: positions cancel exactly before."""
         g = self.graph
@@ -279,6 +296,7 @@ class _Lowering:
             return g.binary("mul", self.scaled(x.args[0]), x.args[1])
         return self.mul(x, self.inverse)
 
+    @_once
     def _is_free(self, x: Node) -> bool:
         """Whether :meth:`scaled` adds nothing that is computed for each element."""
         if x is self.score or not varies(x):
@@ -324,10 +342,11 @@ class _Lowering:
 
     def _float(self, x: Node) -> Node:
         """x in fp32; of positions each on its own: a conversion costs as much as four additions."""
-        if _is_exact(x):
+        if self._is_exact(x):
             return self._exact(x)
         return self.graph.cast(x, FLOAT)
 
+    @_once
     def _exact(self, x: Node) -> Node:
         if x.op == "const":
             return self.graph.const(float(x.value))
@@ -337,18 +356,18 @@ class _Lowering:
             return self.graph.cast(x, FLOAT)
         return self.graph.make(x.op, FLOAT, [self._exact(arg) for arg in x.args])
 
-
-def _is_exact(x: Node) -> bool:
-    """Whether x is computed from positions and numbers in fp32 without rounding."""
-    if x.kind != INT:
-        return False
-    if x.op in ("query", "key", "batch", "head"):
-        return True
-    if x.op == "const":
-        return abs(x.value) < _EXACT
-    return x.op in ("distance", "add", "sub", "neg", "abs", "minimum", "maximum") and all(
-        map(_is_exact, x.args)
-    )
+    @_once
+    def _is_exact(self, x: Node) -> bool:
+        """Whether x is computed from positions and numbers in fp32 without rounding."""
+        if x.kind != INT:
+            return False
+        if x.op in ("query", "key", "batch", "head"):
+            return True
+        if x.op == "const":
+            return abs(x.value) < _EXACT
+        return x.op in ("distance", "add", "sub", "neg", "abs", "minimum", "maximum") and all(
+            map(self._is_exact, x.args)
+        )
 
 
 def _rank(x: Node) -> int:

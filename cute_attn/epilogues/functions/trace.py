@@ -758,7 +758,13 @@ def _filled(value: Any) -> Make:
         kind = t.node(input).kind if dtype is None else LOADED.get(dtype)
         if kind is None:
             raise _Refused
-        return t.graph.cast(t.node(fill), kind)
+        node = t.graph.cast(t.node(fill), kind)
+        if torch.float64 in (
+            dtype,
+            input.dtype if dtype is None else None,
+        ):  # no weak number, as those of Python
+            return t.graph.make("cast", FLOAT, (node,), dtype="float64")
+        return node
 
     return make
 
