@@ -258,9 +258,10 @@ class GradientEpilogue(FunctionEpilogue):
 
     @classmethod
     def held(cls, backward: bool) -> int:
-        """Two for each slope, two for sums, and four of what is kept of indices that take long."""
+        """Two for each slope, two for sums, two for indices of scores, and two more where these take long."""
         indices = [index for term in cls.lowered.terms for index in term.indices]
-        return cls._loads() + 2 * len(cls(True)._kept) + 2 + 4 * _takes_long(*indices, most=14)
+        spread, long = any(map(varies, indices)), _takes_long(*indices, most=14)
+        return cls._loads() + 2 * (len(cls(True)._kept) + 1 + spread + long)
 
     @classmethod
     def check(cls, inputs: ScoreInputs) -> None:
