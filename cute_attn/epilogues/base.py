@@ -66,7 +66,7 @@ class Epilogue:
     @classmethod
     def held(cls, backward: bool) -> int:
         """Numbers that a thread holds beside each score, or for each query or key: what default tiles are chosen by."""
-        return 2 * backward
+        return 4 * backward
 
     def begin(self, args: tuple, context: ScoreContext) -> Any:
         """Once a work tile, on the device: the state for the other methods, as a tuple or a frozen dataclass."""

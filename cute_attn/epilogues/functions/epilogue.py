@@ -124,7 +124,9 @@ class FunctionEpilogue(Epilogue):
         """Elements of tensors for a query, and for a key."""
         return sum(x.op == "load" and x.parts in (QUERY, KEY) for x in ordered(self.lowered.forward))
 
-    def warn_of_indices(self, inputs: ScoreInputs, sizes: Mapping[str, int]) -> None:
+    def warn_of_indices(  # type: ignore[override]
+        self, inputs: ScoreInputs, sizes: Mapping[str, int]
+    ) -> None:
         """Name an index that leaves its tensor for some position of a call, where a kernel reads the nearest element.
 
         Those alone that follow from positions: what tensors hold is not known here. sizes: of INPUTS' names.
@@ -314,10 +316,10 @@ class GradientEpilogue(FunctionEpilogue):
     wanted: tuple[int, ...]
 
     def held(self, backward: bool) -> int:  # type: ignore[override]
-        """Two for each slope, two for sums, and four of what is kept of indices that take long."""
+        """Two for each slope, two for sums, two for indices of scores, and two more where these take long."""
         indices = [index for term in self.lowered.terms for index in term.indices]
-        slopes = replace(self, differentiates=True)._kept
-        return self._loads() + 2 * len(slopes) + 2 + 4 * _takes_long(*indices, most=14)
+        spread, long = any(map(varies, indices)), _takes_long(*indices, most=14)
+        return self._loads() + 2 * (len(replace(self, differentiates=True)._kept) + 1 + spread + long)
 
     @classmethod
     def check(cls, inputs: ScoreInputs) -> None:

@@ -98,7 +98,7 @@ _HALF_SMALL: Rows = (  # sm86 and sm89, with less shared memory: what fits and d
 # Of users' functions: targets, head dims, numbers that are held beside a score, what does not spill; clocks for 1,000
 # scores, and those of the next row of the table that does not.
 _FUNCTIONS = (
-    (("sm80",), range(65), range(4, 6), _in_regs(16, (0, 0, 4), (1, 2))),  # 702, not 713
+    (("sm80",), range(65), range(2, 6), _in_regs(16, (0, 0, 4), (1, 2))),  # 702, not 713
     (("sm80",), range(97, 129), range(2, 6), _tile(64, 128, 8, (2, 4, 2), (1, 0, 2))),  # 1026, not 1303
     (TARGETS, range(97, 129), range(6, 99), _tile(32, 128, 8, (2, 4, 2), (4, 0, 2))),  # 1231, not 1303
 )
