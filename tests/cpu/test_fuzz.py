@@ -63,7 +63,7 @@ def each_rule():
     """The smallest case with each rule of the grammar."""
     for kind in "fim":
         for rule in (*grammar.LEAVES[kind], *grammar.RULES[kind]):
-            text = grammar._Body(Choices(b""), "score", ()).filled(rule, 0)
+            text = grammar.Body(Choices(b""), "score", ()).filled(rule, 0)
             made = {
                 "f": f"score + {text}",
                 "i": f"score + ({text}) * 0.1",
@@ -141,6 +141,18 @@ NOT_MENDED = {
 )
 def test_found(name):
     assert judge(FOUND[name]).kind in ("right", "refused")
+
+
+BYTES = Case(score="    return score + large[kv_idx % 8] * 0.01")
+
+
+@pytest.mark.xfail(strict=True, raises=Fault, reason="device code reads bytes above 127 as negative numbers")
+def test_large_bytes_as_device_code():
+    assert emulated.judge(BYTES).kind == "right"
+
+
+def test_large_bytes():
+    assert judge(BYTES).kind == "right"
 
 
 @pytest.mark.xfail(strict=True, reason="refused by a sentence that accepts it")

@@ -16,11 +16,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     add = parser.add_argument
-    add("--cases", type=int, default=300)
+    add("--cases", type=int, default=1000)
     add("--emulated", type=int, default=0, help="how many of their functions also run as device code")
     add("--seed", type=int, default=0)
     add("--door", action="append", help="only these doors")
-    add("--known", action="append", default=[], help="also draw what grammar.KNOWN has of this name")
+    add("--fault", action="append", help="of grammar.FAULTS draw these alone")
     add("--case", help="judge one Case(...), as a failure prints it")
     add("--show", help="print cases whose outcome has this text")
     add("--gpu", action="store_true", help="the GPU's cases, on a GPU")
@@ -85,7 +85,7 @@ def main() -> int:
     from tests.fuzz import emulated, gpu
     from tests.fuzz.case import Case, draw_case
     from tests.fuzz.doors import DOORS
-    from tests.fuzz.grammar import Choices
+    from tests.fuzz.grammar import DRAWN, Choices
     from tests.fuzz.judge import judge, shrunk
 
     runner = Runner(options.show)
@@ -106,7 +106,7 @@ def main() -> int:
             data = random.Random(options.seed * 1_000_003 + number).randbytes(1200)
 
             def draw(data: bytes) -> Case:
-                return draw_case(Choices(data), doors, options.known)
+                return draw_case(Choices(data), doors, options.fault or DRAWN)
 
             def smallest(fails: Any, data: bytes = data) -> Case:
                 return draw(shrunk(data, draw, fails))

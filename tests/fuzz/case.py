@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.fuzz.grammar import FORMS, Choices, draw_body
+from tests.fuzz.grammar import DRAWN, FORMS, Choices, draw_body
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LAYOUTS = ("contiguous", "heads_first", "fused", "padded", "expanded", "odd", "last_dim")
@@ -91,7 +91,7 @@ class Case:
 # ---- drawing ----
 
 
-def draw_case(choices: Choices, doors: dict[str, Any], known: Sequence[str] = ()) -> Case:
+def draw_case(choices: Choices, doors: dict[str, Any], faults: Sequence[str] = DRAWN) -> Case:
     """A random case of one of the doors, with the features that it takes."""
     pick, door = choices.of, choices.of(tuple(doors))
     takes = doors[door].takes
@@ -139,7 +139,7 @@ def draw_case(choices: Choices, doors: dict[str, Any], known: Sequence[str] = ()
         own["layout"] = pick(("contiguous", *LAYOUTS))
     for kind in ("score", "mask"):
         if kind in takes and (f"only_{kind}" in takes or choices.number(3)):
-            own[kind] = draw_body(choices, kind[0].replace("s", "f"), known)
+            own[kind] = draw_body(choices, kind[0].replace("s", "f"), faults)
     if own.get("score") and own.get("bias") == "bool":
         own["bias"] = "same"  # a function may make -inf finite
     if own.get("score") or own.get("mask"):
@@ -219,7 +219,8 @@ SOURCES = {
     ),
     "lengths": _integers(torch.int32, 1, 9, "b"),
     "signed": _integers(torch.int16, -3, 4, 6),
-    "unsigned": _integers(torch.uint8, 0, 250, 8),
+    "unsigned": _integers(torch.uint8, 0, 128, 8),
+    "large": _integers(torch.uint8, 128, 250, 8),
     "count": _integers(torch.int64, 1, 6),
     "kept": Source(lambda case, g: torch.rand(_shape(case, ("l",)), generator=g) > 0.3),
     "flag": Source(lambda case, g: torch.rand((), generator=g) > 0.5),

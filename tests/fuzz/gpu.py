@@ -1,7 +1,7 @@
 """The same cases on a GPU: few functions and many calls, so that kernels are built before, in parallel, without one.
 
-    python -m tests.fuzz --gpu --compile 0/16 &  ...  python -m tests.fuzz --gpu --compile 15/16 &  wait
-    python -m tests.fuzz --gpu
+python -m tests.fuzz --gpu --compile 0/16 &  ...  python -m tests.fuzz --gpu --compile 15/16 &  wait
+python -m tests.fuzz --gpu
 """
 
 import contextlib
@@ -34,7 +34,15 @@ def cases(functions: int = FUNCTIONS, calls: int = CALLS, seed: int = 0) -> list
         wide = choices.of((64, 128)) if case.head_dim_v != case.head_dim else size
         grads = tuple(x for x in case.grads if x != "alibi")
         dtype = choices.of(("bf16", "fp16", "bf16", "fp32")) if case.dtype == "fp64" else case.dtype
-        case = replace(case, head_dim=size, head_dim_v=wide, dtype=dtype, grads=grads, scale=abs(case.scale or 0.125), room=ROOM)
+        case = replace(
+            case,
+            head_dim=size,
+            head_dim_v=wide,
+            dtype=dtype,
+            grads=grads,
+            scale=abs(case.scale or 0.125),
+            room=ROOM,
+        )
         found.append([_another(case, random.Random(number * calls + i)) for i in range(calls)])
     return found
 
@@ -43,7 +51,12 @@ def _another(case: Case, draw: random.Random) -> Case:
     """The case with other sizes and values."""
     batch, heads = draw.choice((1, 2, 2, 3, 0)), draw.choice((1, 2, 4))
     group = case.nheads // case.nheads_kv
-    own: dict[str, Any] = {"batch": batch, "nheads": heads * group, "nheads_kv": heads, "seed": draw.randrange(1000)}
+    own: dict[str, Any] = {
+        "batch": batch,
+        "nheads": heads * group,
+        "nheads_kv": heads,
+        "seed": draw.randrange(1000),
+    }
     lengths = (1, 17, 64, 129, 200, 300, 0)
     own |= {"seqlen_q": draw.choice(lengths), "seqlen_k": draw.choice(lengths), "extra": draw.randrange(64)}
     if case.lengths:

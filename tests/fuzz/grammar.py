@@ -29,279 +29,107 @@ class Choices:
         return self.number(n) == n - 1
 
 
+def _rules(text: str) -> tuple[str, ...]:
+    return tuple(rule.strip() for rule in text.split(";"))
+
+
 LEAVES = {
-    "f": (
-        *("score", "score", "slopes[h]", "q_idx * 0.125", "table[h, {@9}]", "keys[b, kv_idx]", "cap"),
-        *(
-            "rows[q_idx]",
-            "cube[b, h, {@5}]",
-            "halves[h, kv_idx]",
-            "halves16[q_idx % 6, {@3}]",
-            "doubles[{@7}]",
-        ),
-        *(
-            "temperature",
-            "(cap * factor)",
-            "(score + pair[1])",
-            "(score * options['slope'])",
-            "cube[b][h][{@5}]",
-        ),
-        *("rows[kv_idx % rows.shape[0]]", "table[h][{@9}]", "torch.tensor({c})"),
-        *("strided[{@4}, b]", "keys[b][q_idx % keys.size(1)]", "tables[1][h, {@3}]"),
-        *(
-            "table.T[{@9}, h]",
-            "table.flatten()[h * 9 + {@9}]",
-            "(rows * 2)[q_idx]",
-            "table[:, 0][h]",
-            "named['cap']",
-        ),
-        *(
-            "torch.exp(slopes)[h]",
-            "torch.linspace(0, 1, 5, device=q_idx.device)[{@5}]",
-            "holder.slopes[h]",
-            "(score * holder.factor)",
-        ),
-        *("rows.max()", "(score * len(pair))", "table[0].sum()", "torch.stack([cap, named['cap']])[{@2}]"),
-    ),
-    "i": (
-        *(
-            "(q_idx - kv_idx)",
-            "q_idx",
-            "kv_idx",
-            "h",
-            "b",
-            "(q_idx + {n})",
-            "document[b, q_idx]",
-            "lengths[b]",
-        ),
-        *("signed[{@6}]", "unsigned[{@8}].int()", "count", "(q_idx - lengths[b])", "torch.zeros_like(q_idx)"),
-        *("torch.arange(9, device=q_idx.device)[{@9}]", "(kv_idx + table.shape[1])", "document.long()[b, kv_idx]"),
-    ),
-    "m": (
-        *("(q_idx >= kv_idx)", "(document[b, q_idx] == document[b, kv_idx])", "kept[kv_idx]", "(h == 1)"),
-        *(
-            "((q_idx - kv_idx).abs() <= {n})",
-            "(kv_idx < lengths[b])",
-            "flag",
-            "torch.logical_not(kept[kv_idx])",
-        ),
-    ),
+    "f": _rules("""
+        score; score; slopes[h]; q_idx * 0.125; table[h, {@9}]; keys[b, kv_idx]; cap; rows[q_idx];
+        cube[b, h, {@5}]; halves[h, kv_idx]; halves16[q_idx % 6, {@3}]; doubles[{@7}]; temperature;
+        (cap * factor); (score + pair[1]); (score * options['slope']); cube[b][h][{@5}];
+        rows[kv_idx % rows.shape[0]]; table[h][{@9}]; torch.tensor({c}); strided[{@4}, b];
+        keys[b][q_idx % keys.size(1)]; tables[1][h, {@3}]; table.T[{@9}, h]; table.flatten()[h * 9 + {@9}];
+        (rows * 2)[q_idx]; table[:, 0][h]; named['cap']; torch.exp(slopes)[h];
+        torch.linspace(0, 1, 5, device=q_idx.device)[{@5}]; holder.slopes[h]; (score * holder.factor);
+        rows.max(); (score * len(pair)); table[0].sum(); torch.stack([cap, named['cap']])[{@2}]
+    """),
+    "i": _rules("""
+        (q_idx - kv_idx); q_idx; kv_idx; h; b; (q_idx + {n}); document[b, q_idx]; lengths[b]; signed[{@6}];
+        unsigned[{@8}].int(); count; (q_idx - lengths[b]); torch.zeros_like(q_idx);
+        torch.arange(9, device=q_idx.device)[{@9}]; (kv_idx + table.shape[1]); document.long()[b, kv_idx]
+    """),
+    "m": _rules("""
+        (q_idx >= kv_idx); (document[b, q_idx] == document[b, kv_idx]); kept[kv_idx]; (h == 1);
+        ((q_idx - kv_idx).abs() <= {n}); (kv_idx < lengths[b]); flag; torch.logical_not(kept[kv_idx])
+    """),
 }
 RULES = {
-    "f": (
-        *("({f} + {f})", "({f} - {f})", "({f} * {c})", "-{f}", "+{f}", "({c} - {f})", "torch.add({f}, {f})"),
-        *(
-            "torch.tanh({f})",
-            "({f}).tanh() * {c}",
-            "torch.sigmoid({f})",
-            "({f}).sigmoid()",
-            "({f} * torch.tanh({f}))",
-        ),
-        *("torch.exp(-({f}).abs())", "({f}).clamp(max=2.0).exp()", "torch.exp2(({f}).clamp(-3, 2))"),
-        *(
-            "torch.log(({f}).abs() + 0.5)",
-            "torch.log2({f} * {f} + 1)",
-            "(({f}) ** 2 + 1).log()",
-            "({f}).square()",
-        ),
-        *("torch.sqrt(({f}).abs() + 0.25)", "(({f}).square() + 1) ** 0.5", "torch.rsqrt(({f}) ** 2 + 0.5)"),
-        *("({f} / (1.5 + abs({f})))", "torch.div({f}, 2 + ({f}).abs())", "torch.reciprocal(({f}).abs() + 1)"),
-        *("torch.where({m}, {f}, {f})", "torch.where({m}, {f}, {c})", "torch.where({m}, {c}, {f})"),
-        *(
-            "({f}).where({m}, {f})",
-            "torch.where({m}, {c}, 0.0)",
-            "torch.clamp({f}, -1.5, {c})",
-            "({f}).clamp(min={c})",
-        ),
-        *(
-            "({f}).clip(-2, 2)",
-            "torch.clamp({f}, min=slopes[h])",
-            "torch.clamp_min({f}, -1)",
-            "({f}).clamp_max(1.25)",
-        ),
-        *(
-            "torch.minimum({f}, {f})",
-            "torch.maximum({f}, {f} * 0.5)",
-            "torch.abs({f})",
-            "({f}).abs()",
-            "abs({f})",
-        ),
-        *(
-            "torch.relu({f})",
-            "({f}).relu()",
-            "torch.sign({f})",
-            "torch.sin({f})",
-            "({f}).cos()",
-            "torch.neg({f})",
-        ),
-        *(
-            "torch.floor({f} * 3)",
-            "({f} * 2).ceil()",
-            "torch.trunc({f})",
-            "({f} // 1)",
-            "({f} % 1.5)",
-            "({f}) ** 3",
-        ),
-        *(
-            "torch.remainder({f}, -1.25)",
-            "({i}) * {c}",
-            "({i}) / {n}",
-            "torch.tanh(({i}) / 8)",
-            "({i}).float() * 0.1",
-        ),
-        *(
-            "({i}).to(torch.float32) * 0.05",
-            "({i}).to(score.dtype) * 0.05",
-            "({i}).double() / 16",
-            "({m}).float()",
-        ),
-        *("({i}).type_as(score) / 32", "{m} * {f}", "{f} * ({m})", "2.0 ** -({i} % 5)", "torch.pow({f}, 2)"),
-        *(
-            "torch.mul({f}, {c})",
-            "torch.sub({f}, {f})",
-            "({f}).mul({c}).add({f})",
-            "torch.true_divide({f}, 3)",
-        ),
-        *("helper({f})", "partial_helper({f})", "functools.reduce(torch.add, [{f}, {f}])", "sum([{f}, {f}])"),
-        *(
-            "({f} if on else {f})",
-            "({f} * math.sqrt(factor + 1))",
-            "torch.where({m}, {f}, -1)",
-            "({f}).float()",
-        ),
-        *("torch.lt({f}, {f}).float()", "({i}).abs().float().sqrt()"),
-        *(
-            "torch.where({m}, {f}, torch.zeros_like(score))",
-            "max(factor, {c}) * {f}",
-            "operator.mul({f}, {c})",
-        ),
-        *("({f}).true_divide({c} + 3)", "torch.zeros_like({f}) + {f}", "({f}).to(torch.float64)"),
-    ),
-    "i": (
-        *("({i} + {i})", "({i} - {n})", "({n} - {i})", "({i} * 3)", "-({i})", "({i} // {n})", "({i} % {n})"),
-        *("torch.div({i}, {n}, rounding_mode='floor')", "torch.floor_divide({i}, {n})", "({i} % -{n})"),
-        *(
-            "torch.remainder({i}, {n})",
-            "({i} & 5)",
-            "({i} | 3)",
-            "({i} ^ {i})",
-            "~({i})",
-            "({i} >> 1)",
-            "({i} << 2)",
-        ),
-        *("torch.bitwise_and({i}, 6)", "torch.bitwise_or({i}, 1)", "torch.bitwise_xor({i}, {i})", "abs({i})"),
-        *("torch.bitwise_right_shift({i}, 2)", "torch.bitwise_left_shift({i}, 1)", "torch.bitwise_not({i})"),
-        *(
-            "({i}).clamp(-3, {n})",
-            "torch.clamp({i}, max={n})",
-            "torch.minimum({i}, {i})",
-            "torch.maximum({i}, {i})",
-        ),
-        *(
-            "torch.where({m}, {i}, {i})",
-            "torch.where({m}, {i}, {n})",
-            "({f}).clamp(-9, 9).int()",
-            "({f}).trunc().int()",
-        ),
-        *(
-            "({f}).floor().to(torch.int32)",
-            "({i}).to(torch.long)",
-            "({i}).long() // 2",
-            "({m}).int()",
-            "({m}).long()",
-        ),
-        *(
-            "torch.sign({i})",
-            "({i}).square() % 11",
-            "({i}) ** 2 % 13",
-            "({i}).abs() // {n}",
-            "{m} + {i}",
-            "({i} // -{n})",
-        ),
-        *("({i}).sub({i})", "({i} + steps)", "({i}).to(torch.int64) >> 1", "(({i} > 0) & ({i} < 5)).int()"),
-    ),
-    "m": (
-        *(
-            "({m} & {m})",
-            "({m} | {m})",
-            "~({m})",
-            "({m} ^ {m})",
-            "torch.logical_and({m}, {m})",
-            "({i} <= {i})",
-        ),
-        *(
-            "torch.logical_or({m}, {m})",
-            "torch.logical_xor({m}, {m})",
-            "({i} < {n})",
-            "({i} != {i})",
-            "({i} == {n})",
-        ),
-        *(
-            "({f} > {c})",
-            "({f} <= {f})",
-            "torch.lt({f}, {c})",
-            "torch.ge({i}, {n})",
-            "({i}).eq({n})",
-            "({i}).bool()",
-        ),
-        *(
-            "torch.where({m}, {m}, {m})",
-            "({m}) == ({m})",
-            "({i} % 3).to(torch.bool)",
-            "torch.greater({i}, {i})",
-        ),
-        *(
-            "({n} < {i})",
-            "({c} >= {f})",
-            "({m} & on)",
-            "torch.logical_and({i}, {m})",
-            "torch.not_equal({i}, {n})",
-        ),
-    ),
+    "f": _rules("""
+        ({f} + {f}); ({f} - {f}); ({f} * {c}); -{f}; +{f}; ({c} - {f}); torch.add({f}, {f});
+        torch.tanh({f}); ({f}).tanh() * {c}; torch.sigmoid({f}); ({f}).sigmoid(); ({f} * torch.tanh({f}));
+        torch.exp(-({f}).abs()); ({f}).clamp(max=2.0).exp(); torch.exp2(({f}).clamp(-3, 2));
+        torch.log(({f}).abs() + 0.5); torch.log2({f} * {f} + 1); (({f}) ** 2 + 1).log(); ({f}).square();
+        torch.sqrt(({f}).abs() + 0.25); (({f}).square() + 1) ** 0.5; torch.rsqrt(({f}) ** 2 + 0.5);
+        ({f} / (1.5 + abs({f}))); torch.div({f}, 2 + ({f}).abs()); torch.reciprocal(({f}).abs() + 1);
+        torch.where({m}, {f}, {f}); torch.where({m}, {f}, {c}); torch.where({m}, {c}, {f});
+        ({f}).where({m}, {f}); torch.where({m}, {c}, 0.0); torch.clamp({f}, -1.5, {c});
+        ({f}).clamp(min={c}); ({f}).clip(-2, 2); torch.clamp({f}, min=slopes[h]); torch.clamp_min({f}, -1);
+        ({f}).clamp_max(1.25); torch.minimum({f}, {f}); torch.maximum({f}, {f} * 0.5); torch.abs({f});
+        ({f}).abs(); abs({f}); torch.relu({f}); ({f}).relu(); torch.sign({f}); torch.sin({f}); ({f}).cos();
+        torch.neg({f}); torch.floor({f} * 3); ({f} * 2).ceil(); torch.trunc({f}); (q_idx * 0.375 // 1); ({f} % 1.5);
+        ({f}) ** 3; torch.remainder({f}, -1.25); ({i}) * {c}; ({i}) / {n}; torch.tanh(({i}) / 8);
+        ({i}).float() * 0.1; ({i}).to(torch.float32) * 0.05; ({i}).to(score.dtype) * 0.05;
+        ({i}).double() / 16; ({m}).float(); ({i}).type_as(score) / 32; {m} * {f}; {f} * ({m});
+        2.0 ** -({i} % 5); torch.pow({f}, 2); torch.mul({f}, {c}); torch.sub({f}, {f});
+        ({f}).mul({c}).add({f}); torch.true_divide({f}, 3); helper({f}); partial_helper({f});
+        functools.reduce(torch.add, [{f}, {f}]); sum([{f}, {f}]); ({f} if on else {f});
+        ({f} * math.sqrt(factor + 1)); torch.where({m}, {f}, -1); ({f}).float(); torch.lt({f}, {f}).float();
+        ({i}).abs().float().sqrt(); torch.where({m}, {f}, torch.zeros_like(score)); max(factor, {c}) * {f};
+        operator.mul({f}, {c}); ({f}).true_divide({c} + 3); torch.zeros_like({f}) + {f};
+        ({f}).to(torch.float64)
+    """),
+    "i": _rules("""
+        ({i} + {i}); ({i} - {n}); ({n} - {i}); ({i} * 3); -({i}); ({i} // {n}); ({i} % {n});
+        torch.div({i}, {n}, rounding_mode='floor'); torch.floor_divide({i}, {n}); ({i} % -{n});
+        torch.remainder({i}, {n}); ({i} & 5); ({i} | 3); ({i} ^ {i}); ~({i}); ({i} >> 1); ({i} << 2);
+        torch.bitwise_and({i}, 6); torch.bitwise_or({i}, 1); torch.bitwise_xor({i}, {i}); abs({i});
+        torch.bitwise_right_shift({i}, 2); torch.bitwise_left_shift({i}, 1); torch.bitwise_not({i});
+        ({i}).clamp(-3, {n}); torch.clamp({i}, max={n}); torch.minimum({i}, {i}); torch.maximum({i}, {i});
+        torch.where({m}, {i}, {i}); torch.where({m}, {i}, {n}); ({f}).clamp(-9, 9).int();
+        ({f}).trunc().int(); ({f}).floor().to(torch.int32); ({i}).to(torch.long); ({i}).long() // 2;
+        ({m}).int(); ({m}).long(); torch.sign({i}); ({i}).square() % 11; ({i}) ** 2 % 13;
+        ({i}).abs() // {n}; {m} + {i}; ({i} // -{n}); ({i}).sub({i}); ({i} + steps);
+        ({i}).to(torch.int64) >> 1; (({i} > 0) & ({i} < 5)).int()
+    """),
+    "m": _rules("""
+        ({m} & {m}); ({m} | {m}); ~({m}); ({m} ^ {m}); torch.logical_and({m}, {m}); ({i} <= {i});
+        torch.logical_or({m}, {m}); torch.logical_xor({m}, {m}); ({i} < {n}); ({i} != {i}); ({i} == {n});
+        ({f} > {c}); ({f} <= {f}); torch.lt({f}, {c}); torch.ge({i}, {n}); ({i}).eq({n}); ({i}).bool();
+        torch.where({m}, {m}, {m}); ({m}) == ({m}); ({i} % 3).to(torch.bool); torch.greater({i}, {i});
+        ({n} < {i}); ({c} >= {f}); ({m} & on); torch.logical_and({i}, {m}); torch.not_equal({i}, {n})
+    """),
 }
-KNOWN = {
-    "negative index": ("f", "table[h, -1 - {@9}]", "rows[q_idx - {@}]"),
+FAULTS = {
+    "negative index": ("f", "table[h, -1 - {@9}]", "rows[q_idx - rows.shape[0]]"),
     "value on the host": ("f", "{f} * float(cap)", "{f} * temperature.item()", "({f} if flag else {f})"),
-    "isinstance": (
-        "f",
-        "({f} if isinstance(score, torch.Tensor) else 0 * {f})",
-    ),
+    "isinstance": ("f", "({f} if isinstance(score, torch.Tensor) else 0 * {f})"),
     "alias in place": (
         "f",
         "    x{k} = score\n    x{k} += {f}",
         "    x{k} = {f} + 1\n    y = x{k}\n    y *= {c}",
     ),
-    "methods of rows": ("i", "document[b].max()", "document[b].long()[q_idx]", "document[b].sum() % 7"),
     "narrow integers": (
         "i",
-        "unsigned[{@8}] * 3",
-        "(2 - unsigned[{@8}])",
-        "~unsigned[{@8}]",
-        "unsigned[{@8}] << 1",
+        *_rules("unsigned[{@8}] * 3; (2 - unsigned[{@8}]); ~unsigned[{@8}]; unsigned[{@8}] << 1"),
     ),
+    "methods of rows": ("i", *_rules("document[b].max(); document[b].long()[q_idx]; document[b].sum() % 7")),
+    "16-bit casts": ("f", "({f}).half().float()", "({f}).bfloat16() * 1.0"),
     "numbers of score's dtype": (
         "f",
         "torch.tanh(torch.full_like(score, {c}))",
         "torch.tanh(score.new_tensor({c}))",
     ),
-    "16-bit casts": ("f", "({f}).half().float()", "({f}).bfloat16() * 1.0"),
+    "bytes above 127": ("i", "large[{@8}].int()"),
 }
-"""Rules for what is known to be wrong: a fault's name, the rules' kind, and the rules. Left out unless asked for."""
-RETURNS = (
-    *(
-        "score + {f}",
-        "{f}",
-        "score + torch.tanh({f})",
-        "score * torch.sigmoid({f})",
-        "torch.where({m}, score, {f})",
-    ),
-    *(
-        "torch.where({m}, score, -torch.inf)",
-        "torch.where({m}, score + {f}, float('-inf'))",
-        "score - abs({i}) * 0.1",
-    ),
-    "{f} + score * 0.5",
-)
+"""What was once wrong: the kind of its rules, and these."""
+DRAWN = tuple(FAULTS)[:5]
+"""Those that are always drawn; others are refused, or not mended."""
+RETURNS = _rules("""
+    score + {f}; {f}; score + torch.tanh({f}); score * torch.sigmoid({f}); torch.where({m}, score, {f});
+    torch.where({m}, score, -torch.inf); torch.where({m}, score + {f}, float('-inf')); score - abs({i}) * 0.1;
+    {f} + score * 0.5
+""")
 LINES = (
     ("    x{k} = {f}", "f"),
     ("    n{k} = {i}", "i"),
@@ -316,24 +144,24 @@ FORMS = ("closure", "globals", "partial", "object", "method", "defaults", "modul
 """Where a function has what it captures."""
 
 
-def draw_body(choices: Choices, kind: str, known: Sequence[str] = ()) -> str:
+def draw_body(choices: Choices, kind: str, faults: Sequence[str] = DRAWN) -> str:
     """Lines of a function that return a score ("f") or a bool ("m")."""
-    made = _Body(choices, "score" if kind == "f" else "mask", known)
+    made = Body(choices, "score" if kind == "f" else "mask", faults)
     lines = [made.line(k) for k in range(choices.of((0, 1, 2, 3)))]
     text = choices.of(RETURNS) if kind == "f" else "{m}"
     return "\n".join([*lines, f"    return {made.filled(text, choices.of((1, 2, 3)))}"])
 
 
-class _Body:
-    def __init__(self, choices: Choices, what: str, known: Sequence[str]) -> None:
+class Body:
+    def __init__(self, choices: Choices, what: str, faults: Sequence[str]) -> None:
         self.choices, self.what = choices, what
         self.leaves = {kind: [x for x in LEAVES[kind] if self._has(x)] for kind in LEAVES}
         self.rules = {kind: [x for x in RULES[kind] if self._has(x)] for kind in RULES}
         self.lines = [x for x in LINES if self._has(x[0])]
-        for fault in known:
-            kind, *rules = KNOWN[fault]
-            self.rules[kind] += [x for x in rules if self._has(x) and x[0] != " "] * 6
-            self.lines += [(x, kind) for x in rules if self._has(x) and x[0] == " "] * 2
+        for fault in faults:
+            kind, *rules = FAULTS[fault]
+            self.rules[kind] += [x for x in rules if self._has(x) and x[0] != " "] * 2
+            self.lines += [(x, kind) for x in rules if self._has(x) and x[0] == " "]
 
     def _has(self, rule: str) -> bool:
         return self.what == "score" or "score" not in rule
