@@ -553,7 +553,7 @@ def test_distances_are_looked_up_once_a_diagonal(monkeypatch):
     emulate.scores_on_host(kernel, torch.randn(1, NHEADS, 128, 96), 0.1, ScoreInputs(extra={name: tensors}))
     diagonals = [{row - col for row in tile.rows for col in tile.cols} for tile in tiles]
     assert tiles and len(loads) == sum(map(len, diagonals))
-    assert 2 * len(loads) < sum(len(tile.rows) * len(tile.cols) for tile in tiles)
+    assert 3 * len(loads) < 2 * sum(len(tile.rows) * len(tile.cols) for tile in tiles)
 
 
 def test_a_hopper_kernel_has_room_for_a_relative_bias():

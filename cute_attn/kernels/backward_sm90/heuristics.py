@@ -8,7 +8,7 @@ from cute_attn.traits import Traits
 from cute_attn.work.block_lists import divides
 
 MANY = 6
-"""Numbers that functions hold from which on head dim 128 has fewer queries at a time; above it all have fewer keys."""
+"""Numbers that functions hold from which on P is in shared memory, or queries are fewer; above it keys are fewer."""
 
 FEW_QUERIES = 64
 """Up to so many queries, tiles have no more rows than that."""
@@ -72,6 +72,8 @@ def tma_bias_tiles(traits: Traits, d: int) -> list[BackwardSm90Tile]:
 
 def _narrow_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     """For head dims up to 64."""
+    if held(traits.epilogues, traits.op) >= MANY:
+        return [BackwardSm90Tile(64, 128, p_in_smem=True)]
     tile = BackwardSm90Tile(64, 128, dq_bulk=True)
     own_rows = traits.windowed or traits.varlen or traits.alibi or traits.seqused_q
     if _needs_registers(traits) or (traits.dropout and own_rows) or lists_blocks(traits.epilogues):

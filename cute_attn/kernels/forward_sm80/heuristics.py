@@ -121,8 +121,11 @@ def preferred_tiles(traits: Traits) -> list[ForwardSm80Tile]:
     if fp32:
         return [*rows(_FP32[traits.precision], dim, pressure), *_FIT_ALWAYS_FP32]
     tiles = [*rows(_HALF, dim, pressure), *rows(_HALF, dim, MOST), *_FIT_ALWAYS]
-    if held(traits.epilogues, traits.op) in (1, 3) and 96 < dim <= 128 and pressure == 3:
-        tiles = [*_TAKES_LONG, *tiles]
+    if held(traits.epilogues, traits.op) in (1, 3) and pressure == 3:
+        tiles = [
+            *([_tile(128, 64, 4, 2, 2)] if dim <= 64 else _TAKES_LONG if 96 < dim <= 128 else []),
+            *tiles,
+        ]
     return [tile for tile in tiles if divides(tile)] if lists_blocks(traits.epilogues) else tiles
 
 
