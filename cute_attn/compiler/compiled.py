@@ -260,7 +260,7 @@ def _warn_of_spills(compiled: CompiledKernel) -> None:
     _spilling.add(kernel)
     warnings.warn(
         f"{compiled.name} for {compiled.target} keeps {used.local_bytes} bytes of each thread in local memory, which "
-        f"costs time: registers do not suffice for tile {compiled.tile.brief()}; {_without_spills(compiled)}",
+        f"costs time: registers do not suffice for tile {compiled.tile}; {_without_spills(compiled)}",
         SpillWarning,
         stacklevel=4,
     )
@@ -281,7 +281,7 @@ def _without_spills(compiled: CompiledKernel) -> str:
         with contextlib.suppress(ValueError):  # a target on which the default tile does not fit
             default = registry.lookup(traits, None, compiled.target).tile
             if default != compiled.tile:
-                return f"its default tile, {default.brief()}, does without"
+                return f"its default tile, {default}, does without"
     return f"no tile without spills is known, and `cute-attn tune {traits} --static` lists some"
 
 

@@ -474,7 +474,11 @@ _BOUNDS: dict[str, Callable[..., Bounds]] = {
     "maximum": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
     "clamp_max": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
     "clamp_min": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
-    "floordiv": lambda a, b: (0 if a[0] >= 0 and b[0] > 0 else -_largest(a), _largest(a)),
+    "floordiv": lambda a, b: (
+        _corners(lambda x, y: x if math.isinf(x) else x // y)(a, b)
+        if b[0] > 0
+        else (-_largest(a), _largest(a))
+    ),
     "mod": _mod_bounds,
     "and": _and_bounds,
     "or": _bits_bounds,
