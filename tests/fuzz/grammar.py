@@ -75,8 +75,8 @@ RULES = {
         ({f}).mul({c}).add({f}); torch.true_divide({f}, 3); helper({f}); partial_helper({f});
         functools.reduce(torch.add, [{f}, {f}]); sum([{f}, {f}]); ({f} if on else {f});
         ({f} * math.sqrt(factor + 1)); torch.where({m}, {f}, -1); ({f}).float(); torch.lt({f}, {f}).float();
-        ({i}).abs().float().sqrt(); torch.where({m}, {f}, torch.zeros_like(score)); max(factor, {c}) * {f};
-        operator.mul({f}, {c}); ({f}).true_divide({c} + 3); torch.zeros_like({f}) + {f};
+        ({i}).abs().float().sqrt(); max(factor, {c}) * {f};
+        operator.mul({f}, {c}); ({f}).true_divide({c} + 3);
         ({f}).to(torch.float64)
     """),
     "i": _rules("""
@@ -120,8 +120,10 @@ FAULTS = {
     "16-bit casts": ("f", "({f}).half().float()", "({f}).bfloat16() * 1.0"),
     "numbers of score's dtype": (
         "f",
-        "torch.tanh(torch.full_like(score, {c}))",
-        "torch.tanh(score.new_tensor({c}))",
+        *_rules("""
+            torch.tanh(torch.full_like(score, {c})); torch.tanh(score.new_tensor({c})); torch.sign({f});
+            torch.where({m}, {f}, torch.zeros_like(score)); torch.zeros_like({f}) + {f}
+        """),
     ),
     "bytes above 127": ("i", "large[{@8}].int()"),
 }
