@@ -123,10 +123,14 @@ FOUND = {
     ),
     "a boolean bias hides": Case(bias="bool", score="    return score.clip(-2, 2)"),
     "numbers of score's dtype": Case(score="    return score + torch.tanh(score.new_tensor(0.5))"),
+    "a uint8 and a bool": Case(score="    return score - (-(unsigned[kv_idx % 8] + (q_idx > 2))) * 0.01"),
+    "the sign of a score": Case(score="    return table[h, 0] + torch.sign(score)"),
 }
 NOT_MENDED = {
     "a boolean bias hides": "a function makes its -inf finite",
     "numbers of score's dtype": "they are fp32 where it is fp64",
+    "a uint8 and a bool": "their sum does not wrap",
+    "the sign of a score": "it is fp32 where the score is fp64",
 }
 
 

@@ -129,7 +129,9 @@ def draw_case(choices: Choices, doors: dict[str, Any], faults: Sequence[str] = D
         own["alibi"] = pick(("heads", "batches"))
     if "bias" in takes and choices.one_in(3):
         own["bias"] = (
-            pick(("fp32", "same", "bool", "bf16")) if "any_bias" in takes else pick(("same", "bool"))
+            pick(("fp32", "same", "bool", "bf16"))
+            if "any_bias" in takes
+            else pick(("same", "same", "same", "bool"))
         )
         own["bias_broadcast"] = "".join(x for x in "bhqk" if choices.one_in(3))
         own["bias_layout"] = pick(("contiguous", "padded", "last_dim", "expanded"))
@@ -139,7 +141,7 @@ def draw_case(choices: Choices, doors: dict[str, Any], faults: Sequence[str] = D
         own["layout"] = pick(("contiguous", *LAYOUTS))
     for kind in ("score", "mask"):
         if kind in takes and (f"only_{kind}" in takes or choices.number(3)):
-            own[kind] = draw_body(choices, kind[0].replace("s", "f"), faults)
+            own[kind] = draw_body(choices, kind[0].replace("s", "f"), faults, "arguments" in takes)
     if own.get("score") and own.get("bias") == "bool":
         own["bias"] = "same"  # a function may make -inf finite
     if own.get("score") or own.get("mask"):

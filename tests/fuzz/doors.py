@@ -352,7 +352,9 @@ DOORS = {
         (*SCORES, "sinks", "score", "mask", "only_mask", "mostly_nonempty", "grads"),
     ),
     "flex_attention": Door(_flex, ("scale", "gqa", "layout", "head_dim_v", "score", "mask", "grads")),
-    "registered": Door(_registered, (*SCORES, "bias", "any_bias", "score", "only_score", "mask", "grads")),
+    "registered": Door(
+        _registered, (*SCORES, "bias", "any_bias", "score", "only_score", "arguments", "mask", "grads")
+    ),
     "sdpa": Door(
         _sdpa,
         ("nonempty", "aligned", "causal_as_pytorch", "scale", "layout", "bias", "grads"),

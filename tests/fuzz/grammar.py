@@ -66,7 +66,7 @@ RULES = {
         ({f}).where({m}, {f}); torch.where({m}, {c}, 0.0); torch.clamp({f}, -1.5, {c});
         ({f}).clamp(min={c}); ({f}).clip(-2, 2); torch.clamp({f}, min=slopes[h]); torch.clamp_min({f}, -1);
         ({f}).clamp_max(1.25); torch.minimum({f}, {f}); torch.maximum({f}, {f} * 0.5); torch.abs({f});
-        ({f}).abs(); abs({f}); torch.relu({f}); ({f}).relu(); torch.sign({f}); torch.sin({f}); ({f}).cos();
+        ({f}).abs(); abs({f}); torch.relu({f}); ({f}).relu(); torch.sign({f}) * {f}; torch.sin({f}); ({f}).cos();
         torch.neg({f}); torch.floor({f} * 3); ({f} * 2).ceil(); torch.trunc({f}); (q_idx * 0.375 // 1); ({f} % 1.5);
         ({f}) ** 3; torch.remainder({f}, -1.25); ({i}) * {c}; ({i}) / {n}; torch.tanh(({i}) / 8);
         ({i}).float() * 0.1; ({i}).to(torch.float32) * 0.05; ({i}).to(score.dtype) * 0.05;
@@ -75,8 +75,8 @@ RULES = {
         ({f}).mul({c}).add({f}); torch.true_divide({f}, 3); helper({f}); partial_helper({f});
         functools.reduce(torch.add, [{f}, {f}]); sum([{f}, {f}]); ({f} if on else {f});
         ({f} * math.sqrt(factor + 1)); torch.where({m}, {f}, -1); ({f}).float(); torch.lt({f}, {f}).float();
-        ({i}).abs().float().sqrt(); torch.where({m}, {f}, torch.zeros_like(score)); max(factor, {c}) * {f};
-        operator.mul({f}, {c}); ({f}).true_divide({c} + 3); torch.zeros_like({f}) + {f};
+        ({i}).abs().float().sqrt(); max(factor, {c}) * {f};
+        operator.mul({f}, {c}); ({f}).true_divide({c} + 3);
         ({f}).to(torch.float64)
     """),
     "i": _rules("""
@@ -106,19 +106,24 @@ FAULTS = {
     "isinstance": ("f", "({f} if isinstance(score, torch.Tensor) else 0 * {f})"),
     "alias in place": (
         "f",
-        "    x{k} = score\n    x{k} += {f}",
-        "    x{k} = {f} + 1\n    y = x{k}\n    y *= {c}",
+        "    x{k} = score + 0\n    y = x{k}\n    y += {f}",
+        "    x{k} = ({f}) * 1.0 + 1\n    y = x{k}\n    y *= {c}",
     ),
-    "narrow integers": (
+    "narrow integers": (  # cast at once: vmap does not promote them with tensors of no dimensions as torch does
         "i",
-        *_rules("unsigned[{@8}] * 3; (2 - unsigned[{@8}]); ~unsigned[{@8}]; unsigned[{@8}] << 1"),
+        *_rules("""
+            (unsigned[{@8}] * 3).int(); (2 - unsigned[{@8}]).int(); (~unsigned[{@8}]).int();
+            (unsigned[{@8}] << 1).int()
+        """),
     ),
     "methods of rows": ("i", *_rules("document[b].max(); document[b].long()[q_idx]; document[b].sum() % 7")),
     "16-bit casts": ("f", "({f}).half().float()", "({f}).bfloat16() * 1.0"),
     "numbers of score's dtype": (
         "f",
-        "torch.tanh(torch.full_like(score, {c}))",
-        "torch.tanh(score.new_tensor({c}))",
+        *_rules("""
+            torch.tanh(torch.full_like(score, {c})); torch.tanh(score.new_tensor({c})); torch.sign({f});
+            torch.where({m}, {f}, torch.zeros_like(score)); torch.zeros_like({f}) + {f}
+        """),
     ),
     "bytes above 127": ("i", "large[{@8}].int()"),
 }
@@ -144,17 +149,26 @@ FORMS = ("closure", "globals", "partial", "object", "method", "defaults", "modul
 """Where a function has what it captures."""
 
 
-def draw_body(choices: Choices, kind: str, faults: Sequence[str] = DRAWN) -> str:
-    """Lines of a function that return a score ("f") or a bool ("m")."""
-    made = Body(choices, "score" if kind == "f" else "mask", faults)
+_NOT_ARGUMENTS = re.compile(
+    r"\b(on|pair|options|tables|named|holder|flag|item|float\(cap|max\(|T|flatten|sum|stack|linspace|arange|long)\b"
+    r"|range|rows \* 2|:, 0|exp\(slopes|math"
+)
+"""What functions cannot do with tensors and numbers that calls pass."""
+
+
+def draw_body(choices: Choices, kind: str, faults: Sequence[str] = DRAWN, arguments: bool = False) -> str:
+    """Lines of a function that return a score ("f") or a bool ("m"). arguments: what it captures is passed to it."""
+    made = Body(choices, "score" if kind == "f" else "mask", faults, arguments)
     lines = [made.line(k) for k in range(choices.of((0, 1, 2, 3)))]
     text = choices.of(RETURNS) if kind == "f" else "{m}"
     return "\n".join([*lines, f"    return {made.filled(text, choices.of((1, 2, 3)))}"])
 
 
 class Body:
-    def __init__(self, choices: Choices, what: str, faults: Sequence[str]) -> None:
-        self.choices, self.what = choices, what
+    def __init__(
+        self, choices: Choices, what: str, faults: Sequence[str] = (), arguments: bool = False
+    ) -> None:
+        self.choices, self.what, self.arguments = choices, what, arguments
         self.leaves = {kind: [x for x in LEAVES[kind] if self._has(x)] for kind in LEAVES}
         self.rules = {kind: [x for x in RULES[kind] if self._has(x)] for kind in RULES}
         self.lines = [x for x in LINES if self._has(x[0])]
@@ -164,6 +178,8 @@ class Body:
             self.lines += [(x, kind) for x in rules if self._has(x) and x[0] == " "]
 
     def _has(self, rule: str) -> bool:
+        if self.arguments and _NOT_ARGUMENTS.search(rule):
+            return False
         return self.what == "score" or "score" not in rule
 
     def line(self, k: int) -> str:
@@ -177,7 +193,9 @@ class Body:
 
     def _hole(self, kind: str, depth: int) -> str:
         if kind == "c":
-            return self.choices.of(("0.5", "0.75", "-0.3", "1", "2", "1e-3", "factor", "pair[0]"))
+            return self.choices.of(
+                ("0.5", "0.75", "-0.3", "1", "2", "1e-3", *("factor", "pair[0]") * (not self.arguments))
+            )
         if kind == "n":
             return self.choices.of(("2", "3", "5", "7", "16", "steps"))
         if kind[0] == "@":
