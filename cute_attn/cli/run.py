@@ -18,9 +18,8 @@ import runpy
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -29,6 +28,7 @@ from rich.console import Console
 
 from cute_attn.cli.options import counted
 from cute_attn.host.activation import Options
+from cute_attn.host.imports import after_import
 from cute_attn.lab.tables import Table
 
 _HELP = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -160,51 +160,6 @@ class Execution:
 
 
 # ---- the program ----
-
-
-def after_import(name: str, then: Callable[[], None]) -> Callable[[], None]:
-    """Call ``then`` once the module ``name`` is loaded, at once if it is.
-
-    Returns what stops waiting for it.
-    """
-    if name in sys.modules:
-        then()
-        return lambda: None
-    finder = _Finder(name, then)
-    sys.meta_path.insert(0, finder)
-    return finder.stop
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module as the others do, and calls a function after it was executed.
-
-    Libraries look for a module's specification long before it is imported, so that this stays until then.
-    """
-
-    def __init__(self, name: str, then: Callable[[], None]) -> None:
-        self.name, self.then = name, then
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
-        """The module's specification, with a loader that calls the function."""
-        if name != self.name:
-            return None
-        others = [x for x in sys.meta_path if x is not self and hasattr(x, "find_spec")]
-        found = (finder.find_spec(name, path, target) for finder in others)
-        spec = next((spec for spec in found if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = functools.partial(self._execute, spec.loader)  # type: ignore[method-assign]
-        return spec
-
-    def _execute(self, loader: Any, module: Any) -> None:
-        del loader.exec_module  # its class's is left
-        loader.exec_module(module)
-        self.stop()
-        self.then()
-
-    def stop(self) -> None:
-        """Find it no longer."""
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
 
 
 def check_program(name: str, module: bool) -> None:

@@ -313,6 +313,7 @@ def without_gradients(s, b, h, i, j):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
+        (lambda s: s, r"score_mod takes \(s\); accepted: \(score, batch, head, query, key\)"),
         (lambda s, *_: torch.ops.test_reads.square(s), "uses test_reads::square"),
         (lambda s, *_: tripled(s), "uses test_reads::square"),
         (lambda s, *_: Floor.apply(s), "a torch.autograd.Function, whose backward would be ignored"),

@@ -12,7 +12,7 @@ import cutlass
 from cutlass import Boolean, Constexpr, Float32, Int32, Pointer, cute
 
 from cute_attn.device.lanes import add_to, adds_for, lanes_sum
-from cute_attn.device.math import on_device
+from cute_attn.device.math import fabs, on_device
 from cute_attn.device.score_tile import ScoreTile
 from cute_attn.epilogues.functions.device import element_index
 from cute_attn.epilogues.functions.graph import Node
@@ -36,6 +36,8 @@ def times_slope(gradient: Float32, factor: Any, slope: Slope) -> Float32:
     """The gradient times a slope's value; 0 of a score that has none, such as one that a mask hides."""
     if slope.node.is_const(1.0):
         return gradient
+    if not slope.node.parts:  # of a head all of whose scores are hidden; visible ones were not finite, either
+        factor = cutlass.select_(fabs(factor) < Float32.inf, factor, Float32(0.0))
     if not slope.unbounded:
         return gradient * factor
     return cutlass.select_(gradient == 0.0, Float32(0.0), gradient * factor)

@@ -169,6 +169,7 @@ class Recorder(TorchFunctionMode):
         """The node that a function returns for the inputs of its signature."""
         check_function(what, function)
         self.what, self._is_open = what, True
+        self._check_arguments(function)
         self._has_gradients = True if torch.is_grad_enabled() else None
         try:
             with self:
@@ -179,6 +180,16 @@ class Recorder(TorchFunctionMode):
             raise error if self._refusal is None else self._refusal from None
         finally:
             self._is_open = False
+
+    def _check_arguments(self, function: Any) -> None:
+        wanted = (*SIGNATURES[self.what], *(f"argument {i + 1}" for i in range(len(self.arguments))))
+        try:
+            inspect.signature(function).bind(*wanted)
+        except ValueError:  # no signature is known
+            return
+        except TypeError:
+            given = inspect.signature(function)
+            raise TypeError(f"{self.what} takes {given}; accepted: ({', '.join(wanted)})") from None
 
     def symbol(self, node: Node) -> "Symbol":
         """A traced value."""
