@@ -65,7 +65,7 @@ def each_rule():
         for rule in (*grammar.LEAVES[kind], *grammar.RULES[kind]):
             text = grammar.Body(Choices(b""), "score", ()).filled(rule, 0)
             made = {
-                "f": f"score + {text}",
+                "f": f"score + ({text}) * 0.1",
                 "i": f"score + ({text}) * 0.1",
                 "m": f"torch.where({text}, score, -1.5)",
             }
