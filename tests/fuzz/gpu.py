@@ -19,7 +19,7 @@ from tests.fuzz.doors import DOORS
 from tests.fuzz.grammar import Choices
 from tests.fuzz.judge import _gradients
 
-FUNCTIONS, CALLS = 150, 20
+FUNCTIONS, CALLS = 60, 50
 ROOM = (4, 12, 300)
 """How many cases are drawn, and how often each is called with other lengths, heads, layouts and values."""
 

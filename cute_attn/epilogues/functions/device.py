@@ -124,7 +124,11 @@ class Expressions:
             if row is not None and row in self.rows:
                 tensor, indices = self.rows[row], indices[len(row[1]) :]
             element = tensor[tuple(element_index(*one) for one in indices)]
-        return element != 0 if node.kind == BOOL else TYPES[node.kind](element)
+        if node.kind == BOOL:
+            return element != 0
+        if node.dtype == "uint8":  # the DSL extends its sign
+            return Int32(element) & 255
+        return TYPES[node.kind](element)
 
 
 def element_index(node: Node, index: Any, size: Any) -> Any:

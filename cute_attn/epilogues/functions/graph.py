@@ -67,7 +67,7 @@ class Graph:
         dtype: str = "",
     ) -> Node:
         """The node of these fields; ``parts`` beside its operands', dtype of an integer as torch promotes theirs."""
-        if kind in (INT, LONG) and op not in _OF_NO_DTYPE:
+        if kind in (INT, LONG) and op not in _OF_NO_DTYPE and not (op == "cast" and args[0].kind == BOOL):
             dtype = dtype or _promoted_dtype(args)
         key = (op, kind, tuple(map(id, args)), type(value), repr(value), dtype)
         found = self._made.get(key)

@@ -313,7 +313,10 @@ class _Lowering:
 
     def _integer(self, node: Node, args: list[Node]) -> Node:
         """An integer as torch computes it: in 32 bits where that holds it, else in 64, and wrapped to its dtype."""
-        g, dtype = self.graph, RANGES[node.dtype]
+        g, dtype = (
+            self.graph,
+            RANGES[node.dtype or "int64"],
+        )  # of a bool as a number, which takes no part in promotion
         if node.op == "cast" and args[0].kind in (INT, LONG) and within(self.bounds(node.args[0]), dtype):
             return g.cast(args[0], node.kind if args[0].kind == INT or node.dtype != "int64" else LONG)
         exact = exact_bounds(node, [self.bounds(arg) for arg in node.args if arg.kind != FLOAT])
@@ -325,7 +328,7 @@ class _Lowering:
             args = [*args[:first], *_of_one_width(g, args[first:], LONG if wide else kind)]
             kind = args[-1].kind
         made = g.make(node.op, kind, args, node.value, node.parts)
-        if within(exact, dtype) or node.dtype in ("int32", "int64"):
+        if within(exact, dtype) or node.dtype in ("", "int32", "int64"):
             return made
         return self._wrapped(made, node.dtype)
 

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from cute_attn.epilogues.base import check_name, register_function
+from cute_attn.epilogues.functions.definition import AS_TORCH, Precision
 from cute_attn.epilogues.functions.epilogue import Captured, FunctionEpilogue, as_kernels_read, digest_of
+from cute_attn.epilogues.functions.graph import Node
 from cute_attn.epilogues.functions.lowering import lower
 from cute_attn.epilogues.functions.reads import Reads
 from cute_attn.epilogues.functions.trace import LOADED, SIGNATURES, check_function, trace_with_arguments
@@ -103,6 +105,19 @@ class RegisteredFunction(FunctionEpilogue):
                 f"epilogue {self.name!r} refers to a value that has changed since it was registered; accepted: that "
                 "value as an argument of the function"
             )
+
+    def evaluated(
+        self,
+        scores: Any,
+        coords: Any,
+        args: tuple,
+        precision: Precision = AS_TORCH,
+        output: Node | None = None,
+    ) -> Any:
+        """As of a traced function; of float64 scores by a trace of its own, which may ask for their dtype."""
+        if output is None and scores.dtype == torch.float64:
+            output = trace_with_arguments(self.arguments, *self.functions, dtype=torch.float64).output
+        return super().evaluated(scores, coords, args, precision, output)
 
     def host_args(self, inputs: ScoreInputs) -> tuple:
         return tuple(as_kernels_read(x) for x in self.given(inputs))

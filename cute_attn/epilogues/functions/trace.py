@@ -94,7 +94,10 @@ def trace(
 
 
 def trace_with_arguments(
-    arguments: Sequence[Any], score_mod: Callable | None, mask_mod: Callable | None
+    arguments: Sequence[Any],
+    score_mod: Callable | None,
+    mask_mod: Callable | None,
+    dtype: torch.dtype = torch.float32,
 ) -> Trace:
     """The same of functions that take tensors and numbers after their signature's arguments, and refer to no others.
 
@@ -103,7 +106,7 @@ def trace_with_arguments(
     Raises:
         TypeError: also where one refers to another tensor.
     """
-    recorder = Recorder(torch.device("cpu"), torch.float32, arguments)
+    recorder = Recorder(torch.device("cpu"), dtype, arguments)
     output = _output(recorder, score_mod, mask_mod)
     if len(recorder.tensors) > len(arguments) or recorder.reads:
         recorder.refuse("refers to a tensor that is none of its arguments", "tensors as arguments")
@@ -697,7 +700,7 @@ def _not(t: Recorder, input: Any) -> Node:
 
 def _sign(t: Recorder, input: Any) -> Node:
     x, g = t.node(input), t.graph
-    one = g.const(1.0 if x.kind == FLOAT else 1)
+    one = _typed(t, g.const(1.0), input.dtype) if x.kind == FLOAT else g.const(1)
     below = g.where(g.compare("lt", x, g.const(0)), g.unary("neg", one), g.cast(g.const(0), one.kind))
     return g.where(g.compare("gt", x, g.const(0)), one, below)
 
@@ -755,6 +758,11 @@ def _detach(t: Recorder, input: Any) -> Node:
     return t.graph.detached(t.node(input))
 
 
+def _typed(t: Recorder, number: Node, dtype: torch.dtype | None) -> Node:
+    """A number of float64, which takes part in promotion as no number of Python's does; others are as precise."""
+    return t.graph.make("cast", FLOAT, (number,), dtype="float64") if dtype == torch.float64 else number
+
+
 def _filled(value: Any) -> Make:
     """new_ones(()), zeros_like(x) and such: of the dtype of x unless one is named. value: None for an argument."""
 
@@ -769,13 +777,7 @@ def _filled(value: Any) -> Make:
         kind = t.node(input).kind if dtype is None else LOADED.get(dtype)
         if kind is None:
             raise _Refused
-        node = t.graph.cast(t.node(fill), kind)
-        if torch.float64 in (
-            dtype,
-            input.dtype if dtype is None else None,
-        ):  # no weak number, as those of Python
-            return t.graph.make("cast", FLOAT, (node,), dtype="float64")
-        return node
+        return _typed(t, t.graph.cast(t.node(fill), kind), input.dtype if dtype is None else dtype)
 
     return make
 
