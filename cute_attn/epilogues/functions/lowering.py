@@ -250,7 +250,8 @@ class _Lowering:
                 return g.make("exp2", FLOAT, (self._times(args[0], LOG2_E),))
             if node.op == "log":
                 return self._times(g.make("log2", FLOAT, args), LN_2)
-        return g.make(node.op, node.kind, args, node.value, node.parts)
+        dtype = node.dtype if node.op == "load" else ""
+        return g.make(node.op, node.kind, args, node.value, node.parts, dtype)
 
     def _times(self, x: Node, factor: float) -> Node:
         return self.mul(x, self.graph.const(factor))
