@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from cute_attn import compiler
-from cute_attn.compiler import cache, compiled, cubin
+from cute_attn.compiler import SpillWarning, cache, compiled, cubin
 from cute_attn.compiler.cache import CUBIN, OBJECT, PTX, CacheUnusable, DiskCache, Entry
 from tests import processes, toy
 
@@ -237,6 +237,8 @@ from cute_attn.compiler import compiled
 from cute_attn.compiler.cache import CUBIN, OBJECT, PTX, Entry
 from tests import toy
 
+pytestmark = pytest.mark.filterwarnings("ignore::cute_attn.compiler.SpillWarning")  # the toy's own
+
 def build(kernel, target, key, options):
     if threading.current_thread() is thread:
         sys.stderr, own = io.StringIO(), sys.stderr  # as the compiler does
@@ -330,7 +332,7 @@ def unwritable(request, fresh_cache, monkeypatch):
 def test_a_kernel_that_cannot_be_stored_is_kept(built, unwritable):
     with pytest.warns(UserWarning, match=f"compiled kernels stay in this process: .*{unwritable}") as seen:
         first, second = (compiler.compile(toy.NAME, f"values={n}", "sm80") for n in (1, 2))
-    assert len(seen) == 1 and len(built) == 2
+    assert sum(one.category is not SpillWarning for one in seen) == 1 and len(built) == 2
     assert first.not_stored and second.not_stored
     assert compiler.compile(toy.NAME, "values=1", "sm80") is first and len(built) == 2
 

@@ -247,7 +247,7 @@ def test_check_fails_on_spills(run):
     done = run(*LOAD, "check", TOY, "--tile", "values=256")
     assert done.returncode == 1 and "it spills registers" in done.stdout and "Traceback" not in done.stderr
     assert f"`cute-attn tune {TOY} --static` lists tiles that do not" in done.stdout
-    assert done.stderr.count("SpillWarning: ") == 1
+    assert done.stderr.count("bytes of each thread in local memory") == 1
 
 
 PICTURES = {
