@@ -18,6 +18,7 @@ from cute_attn.compiler import SpillWarning, cache, compiled, cubin
 from cute_attn.compiler.cache import CUBIN, OBJECT, PTX, CacheUnusable, DiskCache, Entry
 from tests import processes, toy
 
+pytestmark = pytest.mark.filterwarnings("ignore::cute_attn.compiler.SpillWarning")  # the toy's own
 PARTS = {OBJECT: b"object", CUBIN: b"cubin", PTX: b"ptx"}
 
 
@@ -237,7 +238,6 @@ from cute_attn.compiler import compiled
 from cute_attn.compiler.cache import CUBIN, OBJECT, PTX, Entry
 from tests import toy
 
-pytestmark = pytest.mark.filterwarnings("ignore::cute_attn.compiler.SpillWarning")  # the toy's own
 
 def build(kernel, target, key, options):
     if threading.current_thread() is thread:
