@@ -89,7 +89,8 @@ def bias_scores(scores: Tensor, coords: ScoreCoords, bias: Tensor) -> Tensor:
         index.clamp(max=size - 1)
         for index, size in zip((coords.batch, coords.head, coords.query, coords.key), bias.shape, strict=True)
     )
-    return scores + bias[batch, head, query, key].to(scores.dtype)
+    # As scores first: where rows share an element, its gradient is their sum.
+    return scores + bias.to(scores.dtype)[batch, head, query, key]
 
 
 def visible(coords: ScoreCoords, mask: str, window_left: int, window_right: int) -> Tensor | None:
