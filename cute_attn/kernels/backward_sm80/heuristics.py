@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from cute_attn.epilogues.base import held
-from cute_attn.tiles import TARGETS, BackwardSm80Tile, padded
+from cute_attn.tiles import BackwardSm80Tile, padded
 from cute_attn.traits import Traits
 
 Rows = Sequence[tuple[int, int, BackwardSm80Tile]]
@@ -95,12 +95,13 @@ _HALF_SMALL: Rows = (  # sm86 and sm89, with less shared memory: what fits and d
     (192, 5, _tile(64, 32, 8, (4, 2, 2), stages=ONE)),
     (256, 5, _tile(64, 32, 8, (4, 2, 2), (0, 0, 1), ONE, v_in_regs=True)),
 )
-# Of users' functions: targets, head dims, numbers that are held beside a score, what does not spill; clocks for 1,000
-# scores, and those of the next row of the table that does not.
+# Of users' functions on sm80 and sm90: head dims, numbers that are held beside a score, what does not spill with any;
+# clocks of 1,000 scores, and of what spills with some.
 _FUNCTIONS = (
-    (("sm80",), range(65), range(2, 6), _in_regs(16, (0, 0, 4), (1, 2))),  # 702, not 713
-    (("sm80",), range(97, 129), range(2, 6), _tile(64, 128, 8, (2, 4, 2), (1, 0, 2))),  # 1026, not 1303
-    (TARGETS, range(97, 129), range(6, 99), _tile(32, 128, 8, (2, 4, 2), (4, 0, 2))),  # 1231, not 1303
+    (range(65), range(1), _in_regs(32, (1, 2, 2), (1, 2))),  # 577, not 576
+    (range(65), range(1, 99), _in_regs(16, (2, 0, 2), (1, 2))),  # 563, not 500
+    (range(97, 129), range(6), _tile(64, 128, 8, (2, 4, 2), (1, 0, 2))),  # 991, not 967
+    (range(97, 129), range(6, 99), _tile(32, 128, 8, (2, 4, 2), (4, 0, 2))),  # 1152, not 1022
 )
 FIT_ALWAYS = (
     _tile(64, 64, 8, (4, 4, 4), stages=ONE),
@@ -204,14 +205,15 @@ def _half_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
     """Of 16-bit elements."""
     table = {"sm80": _HALF_SM80, "sm90": _HALF}.get(target, _HALF_SMALL)
     pressure = max(_pressure(traits), _least_pressure(traits, target))
-    functions = () if traits.dropout or traits.bias else _FUNCTIONS
+    return [*_tiles_of_functions(traits, target), *_rows(table, traits, pressure)]
+
+
+def _tiles_of_functions(traits: Traits, target: str) -> list[BackwardSm80Tile]:
+    """With users' functions alone, where shared memory suffices."""
+    if not traits.epilogues or traits.dropout or traits.bias or target not in ("sm80", "sm90"):
+        return []
     largest, numbers = max(traits.head_dim, traits.head_dim_v), held(traits.epilogues, traits.op)
-    own = [
-        tile
-        for targets, dims, values, tile in functions
-        if target in targets and largest in dims and numbers in values
-    ]
-    return [*own, *_rows(table, traits, pressure)]
+    return [tile for dims, values, tile in _FUNCTIONS if largest in dims and numbers in values]
 
 
 def _fp32_tiles(traits: Traits) -> list[BackwardSm80Tile]:

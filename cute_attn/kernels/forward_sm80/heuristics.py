@@ -55,8 +55,9 @@ _HALF: Rows[ForwardSm80Tile] = (
     (256, 4, _tile(64, 64, 4, 1)),  # 332/316, #5; 32 rows per warp do not fit, #7
     (256, 5, _tile(64, 32, 4, 1, 4)),
 )
-_TAKES_LONG = (_tile(128, 48, 4, 2, 1), _tile(128, 32, 4, 2, 4))
-"""Of head dim 128 with a function such as T5's buckets, without and with listed blocks: 8 and 60 bytes with 64 keys."""
+_FUNCTIONS = ((range(65), _tile(128, 80, 4, 2, 1)), (range(97, 129), _tile(128, 48, 4, 2, 1)))
+"""Head dims, and what spills with none of users' functions that hold and compute little: up to 5% more clocks than the
+rows of pressure 3, which spill up to 24 bytes with reads of a table by distance."""
 _FIT_ALWAYS = [_tile(64, 32, 4, 1), _tile(32, 32, 2, 1)]
 
 # fp32 in tf32, by precision, of small calls and where parts do not serve: two CTAs or eight warps per multiprocessor.
@@ -121,12 +122,17 @@ def preferred_tiles(traits: Traits) -> list[ForwardSm80Tile]:
     if fp32:
         return [*rows(_FP32[traits.precision], dim, pressure), *_FIT_ALWAYS_FP32]
     tiles = [*rows(_HALF, dim, pressure), *rows(_HALF, dim, MOST), *_FIT_ALWAYS]
-    if held(traits.epilogues, traits.op) in (1, 3) and pressure == 3:
-        tiles = [
-            *([_tile(128, 64, 4, 2, 2)] if dim <= 64 else _TAKES_LONG if 96 < dim <= 128 else []),
-            *tiles,
-        ]
+    if traits.epilogues and pressure == 3:
+        tiles = [*_tiles_of_functions(traits), *tiles]
     return [tile for tile in tiles if divides(tile)] if lists_blocks(traits.epilogues) else tiles
+
+
+def _tiles_of_functions(traits: Traits) -> list[ForwardSm80Tile]:
+    """At pressure 3. Functions that take long, or hold numbers beside listed blocks, take tiles of pressure 4."""
+    dim, numbers = traits.head_dim_v, held(traits.epilogues, traits.op)
+    if numbers % 2 or (numbers and lists_blocks(traits.epilogues)):
+        return rows(_HALF, dim, 4) if dim <= 128 else []
+    return [tile for dims, tile in _FUNCTIONS if dim in dims]
 
 
 def rows(table: Rows[T], dim: int, pressure: int) -> list[T]:
