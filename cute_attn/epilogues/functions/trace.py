@@ -162,6 +162,7 @@ class Recorder(TorchFunctionMode):
         self.what = self.reads = ""
         self._is_open = False
         self._refusal: TypeError | None = None
+        self._is_refused = False
         self._depths: dict[Node, int] = {}
         # None without autograd, where values have no derivative that could be another.
         self._has_gradients: bool | None = None
@@ -177,12 +178,15 @@ class Recorder(TorchFunctionMode):
         try:
             with self:
                 inputs = [self.symbol(self.graph.input(name)) for name in SIGNATURES[what]]
-                return self.node(function(*inputs, *self.arguments), "returned")
+                output = self.node(function(*inputs, *self.arguments), "returned")
         except Exception as error:
             # Python's operators turn a TypeError into one of their own.
             raise error if self._refusal is None else self._refusal from None
         finally:
             self._is_open = False
+        if self._refusal is not None and self._is_refused:  # the function caught it, and did something else
+            raise self._refusal
+        return output
 
     def _check_arguments(self, function: Any) -> None:
         wanted = (*SIGNATURES[self.what], *(f"argument {i + 1}" for i in range(len(self.arguments))))
@@ -315,8 +319,9 @@ class Recorder(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             return func(*args, **kwargs)
 
-    def refuse(self, what: str, accepted: str = ACCEPTED) -> Any:
-        """Raise the sentence."""
+    def refuse(self, what: str, accepted: str = ACCEPTED, *, as_torch: bool = False) -> Any:
+        """Raise the sentence. as_torch: torch raises a TypeError, too, such as for ``x == None``; Python catches it."""
+        self._is_refused = self._is_refused or not as_torch
         self._refusal = self._refusal or TypeError(f"{self.what} {what}; accepted: {accepted}")
         raise self._refusal from None
 
@@ -339,7 +344,8 @@ class Recorder(TorchFunctionMode):
             return self.refuse(
                 f"{did} a tensor of shape {shape} as a whole", "its elements, such as table[h, q_idx]"
             )
-        return self.refuse(f"{did} {x!r}", "traced values, numbers and elements of captured tensors")
+        accepted = "traced values, numbers and elements of captured tensors"
+        return self.refuse(f"{did} {x!r}", accepted, as_torch=True)
 
     def load(self, tensor: Tensor, indices: tuple[Node, ...], number: int | None = None) -> Node:
         """An element of a captured tensor, or of the argument of that number, which may be another one's as well."""
