@@ -115,9 +115,11 @@ class FunctionEpilogue(Epilogue):
         return (found.name, found.wanted) if found is not None else (self.name, ())
 
     def held(self, backward: bool) -> int:  # type: ignore[override]
-        """In a forward one more where much is computed for each score, in a backward two for a slope."""
+        """In a forward one more where much is computed for each score, in a backward two for a slope, or then four."""
         if backward:
-            return self._loads() + 2 * self.lowered.keeps_slope
+            derived = replace(self, differentiates=True)
+            long = _takes_long(*derived._all(), most=14)
+            return self._loads() + 2 * self.lowered.keeps_slope * (1 + long)
         return self._loads() + _takes_long(self.lowered.forward, most=12)
 
     def _loads(self) -> int:
@@ -257,6 +259,10 @@ class BlockMaskEpilogue(FunctionEpilogue):
     partial: Lowered | None
     unites: bool
     first: int = 0
+
+    def held(self, backward: bool) -> int:  # type: ignore[override]
+        """Two more where listed blocks need the whole mask, which reads their kinds."""
+        return super().held(backward) + 2 * (self.partial is None or (backward and self.unites))
 
     def visiting(self) -> "BlockMaskEpilogue":
         if self.partial is None or (self.differentiates and self.unites):

@@ -8,7 +8,10 @@ from cute_attn.traits import Traits
 from cute_attn.work.block_lists import divides
 
 MANY = 6
-"""Numbers that functions hold from which on P is in shared memory, or queries are fewer; above it keys are fewer."""
+"""Numbers that functions hold from which on P is in shared memory; above it keys are fewer."""
+
+SEVERAL = 4
+"""The same from which on queries are fewer at head dim 128: 48 of them spill 48 bytes with an index modulo a length."""
 
 FEW_QUERIES = 64
 """Up to so many queries, tiles have no more rows than that."""
@@ -84,8 +87,9 @@ def _narrow_tiles(traits: Traits) -> list[BackwardSm90Tile]:
 def _middle_tiles(traits: Traits, d: int) -> list[BackwardSm90Tile]:
     """For head dims up to 128. Without a mask, CTAs that share a head add to the same dQ unless they are staggered."""
     tile = BackwardSm90Tile(64, 128, staggered=not (traits.causal or traits.windowed))
-    if d == 128 and _needs_registers(traits):
-        tile_m = 32 if held(traits.epilogues, traits.op) >= MANY else 48
+    several = held(traits.epilogues, traits.op) >= SEVERAL
+    if d == 128 and (several or _needs_registers(traits)):
+        tile_m = 32 if several else 48
         return [BackwardSm90Tile(tile_m, 128, dq_transposed=True), tile]
     return [tile]
 
