@@ -184,7 +184,7 @@ def _other_tiles(traits: Traits, d: int, needs_registers: bool) -> list[ForwardS
     if d <= 64:
         several = sum(map(bool, (traits.softcap, traits.alibi, traits.bias, traits.dropout))) > 1
         tile_n = 96 if traits.epilogues or several else 128
-        if held(traits.epilogues, traits.op) == 4:
+        if held(traits.epilogues, traits.op) in (1, 4):  # T5's buckets spill 24 bytes with 96 keys
             tile_n = 80
         if traits.dropout == "mem_efficient":
             tile_n = 64
