@@ -87,7 +87,9 @@ def epilogues_on_the_cpu() -> str:
         traits = Traits.parse(f"forward-{arch}-bf16-d128-{features}")
         ours = emulate.scores_on_host(registry.lookup(traits), products, scale, inputs)
         coords = emulate.all_coords(traits, shape)
-        expected = reference.modify_scores(products * scale, coords, reference.Features(traits.mask), inputs)
+        # In float64: torch's first float32 tanh of a process is at times off by 1e-4 on some of its threads.
+        raw = products.double() * scale
+        expected = reference.modify_scores(raw, coords, reference.Features(traits.mask), inputs).float()
         wrong += _compare(f"{arch} {features}", ours, expected)
     return wrong
 
