@@ -765,8 +765,11 @@ def _detach(t: Recorder, input: Any) -> Node:
 
 
 def _typed(t: Recorder, number: Node, dtype: torch.dtype | None) -> Node:
-    """A number of float64, which takes part in promotion as no number of Python's does; others are as precise."""
-    return t.graph.make("cast", FLOAT, (number,), dtype="float64") if dtype == torch.float64 else number
+    """A number of a tensor's dtype, which takes part in promotion as no number of Python's does."""
+    wide = dtype == torch.float64 or (dtype == torch.float32 and number.kind == FLOAT)
+    if not wide or number.op != "const" or not math.isfinite(number.value):  # -inf hides, whatever its dtype
+        return number
+    return t.graph.make("cast", FLOAT, (number,), dtype=_dtype_name(dtype))
 
 
 def _filled(value: Any) -> Make:
