@@ -769,7 +769,7 @@ def _typed(t: Recorder, number: Node, dtype: torch.dtype | None) -> Node:
     wide = dtype == torch.float64 or (dtype == torch.float32 and number.kind == FLOAT)
     if not wide or number.op != "const" or not math.isfinite(number.value):  # -inf hides, whatever its dtype
         return number
-    return t.graph.make("cast", FLOAT, (number,), dtype=_dtype_name(dtype))
+    return t.graph.make("cast", FLOAT, (number,), dtype=_dtype_name(dtype))  # type: ignore[arg-type]
 
 
 def _filled(value: Any) -> Make:
