@@ -657,8 +657,9 @@ def with_functions(
 
 def _hold_for_graphs(name: str, q: Any) -> None:
     """Keep a function's epilogue that a graph or a tracer may name, or whose kernel a CUDA graph captures."""
-    captures = isinstance(q, Tensor) and q.is_cuda and torch.cuda.is_current_stream_capturing()
-    if name and (captures or not no_dispatch_mode()):
+    if not name or not isinstance(q, Tensor):
+        return
+    if not no_dispatch_mode() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         hold(name)
 
 

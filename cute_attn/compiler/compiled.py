@@ -518,7 +518,7 @@ def _build(kernel: Any, target: str, key: str, options: str) -> Entry:
 
 
 def check_layouts(kernel: Any) -> None:
-    """Of a user's kernel, whose layouts no test has seen: elements in one place would be computed without a sign.
+    """Check a user's kernel, whose layouts no test has seen: two elements in one place would compute in silence.
 
     Raises:
         ValueError: what is wrong with the first layout, copy or MMA of its methods that is.

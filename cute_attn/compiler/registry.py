@@ -128,7 +128,7 @@ def register(kernel: Any, *, variant: str, op: str = "", arch: str = "") -> Any:
 
 
 def _check_class(kernel: Any) -> None:
-    """Of what is not the package's: whether it is a class with the methods that a lookup and a build call."""
+    """Whether a user's object is a class with the methods that a lookup and a build call."""
     accepted = "accepted: a class that extends one of the package's kernels, such as ForwardSm80"
     if not isinstance(kernel, type):
         raise TypeError(f"kernel is {kernel!r}; {accepted}")

@@ -243,7 +243,7 @@ class _Areas:
     def layout(
         self, area: str, method: str, args: tuple, shape: tuple[int, ...], dtype: Any, copies: int = 1
     ) -> SmemLayout:
-        """Of ``copies`` that share the area."""
+        """The same area, for ``copies`` that share it."""
         return SmemLayout(method, _call(self._kernel, method, *args), shape, dtype, self.room(area) // copies)
 
 

@@ -25,7 +25,7 @@ from cute_attn.traits import FEATURES, Traits, did_you_mean, is_word
 
 _REGISTERED: dict[str, Any] = {}
 _TRACED: weakref.WeakValueDictionary[str, "Epilogue"] = weakref.WeakValueDictionary()
-"""Of functions that calls bring along, which live as long as a call needs them."""
+"""Epilogues of functions that calls bring along; they live as long as a call needs them."""
 
 
 class Epilogue:

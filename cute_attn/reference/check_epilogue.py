@@ -179,7 +179,7 @@ def _function(function: Callable, kind: str, problem: Scores, name: str) -> list
 
 
 def _rounding_of(name: str) -> float:
-    """Of 16-bit numbers, which torch's vmap rounds in other places; 0 where a function has none."""
+    """Relative error of 16-bit numbers, which torch's vmap rounds in other places; 0 if a function has none."""
     dtypes = {x.dtype for x in ordered(user_epilogue(name).output)}
     return max(
         (4 * torch.finfo(getattr(torch, x)).eps for x in dtypes & {"float16", "bfloat16"}), default=0.0
@@ -190,7 +190,7 @@ _STEP = 4e-6
 """Relative error of a float after some operations in fp32, beside which a step may fall on either side."""
 
 
-def _precisions(cls: type[Epilogue]) -> dict[str, list[Precision]]:
+def _precisions(cls: Any) -> dict[str, list[Precision]]:
     """How a traced function's kernels may compute, by what explains a difference."""
     if not isinstance(cls, FunctionEpilogue):
         return {}
@@ -255,7 +255,7 @@ class _Check:
         return found if differ.any() else replace(found, precision="; ".join(reasons))
 
     def _rounding(self, coords: reference.ScoreCoords) -> Tensor:
-        """Of some operations in fp32 on numbers as large as a function computes for each score."""
+        """Error of a few fp32 operations on the largest number that a function computes for each score."""
         raw, args = self.problem.products.double() * self.problem.scale, self.problem.inputs.extra[self.name]
         largest = torch.zeros_like(raw)
         for node in ordered(self.cls.output):
@@ -281,7 +281,7 @@ class _Check:
         return found
 
     def backward(self, what: str) -> list[Checked]:
-        """Of the scores' gradients, and of those of captured tensors."""
+        """Compare the scores' gradients, and those of captured tensors."""
         problem, tiling = self.problem, TINY[what].of(self.name, op="backward")
         traits = tiling.traits
         assert traits is not None
@@ -310,7 +310,7 @@ class _Check:
         return self.problem.expected_gradients(traits, grad_out, features, self.computed)
 
     def _captured(self, what: str, grad_out: Tensor, largest: float) -> list[Checked]:
-        """Of captured tensors with a gradient: the largest element's of each."""
+        """Compare the gradients of captured tensors."""
         args = self.problem.inputs.extra[self.name]
         floats = tuple(i for i, x in enumerate(args) if isinstance(x, Tensor) and x.is_floating_point())
         own, numbers = (self.precisions and self.cls.with_gradients(floats)) or ("", ())

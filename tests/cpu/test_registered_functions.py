@@ -243,3 +243,13 @@ def test_a_name_belongs_to_one_file(tmp_path, monkeypatch):
     load("one", 2)
     with pytest.raises(ValueError, match=r"'first_by_file' is taken by one\.first"):
         load("two", 1)
+
+
+def test_the_elements_of_an_argument_are_counted():
+    @score_mod("scaled_by_count", example=lambda *_: (torch.randn(3, 2),))
+    def scaled_by_count(score, b, h, q_idx, kv_idx, x):
+        return score * x.nelement() / x.numel() * 2
+
+    q = randn(1, 8, 2, 16)
+    found = attention(q, q, q, epilogues={"scaled_by_count": (randn(5, 7),)})
+    torch.testing.assert_close(found, attention(q, q, q, softmax_scale=2 / 4))

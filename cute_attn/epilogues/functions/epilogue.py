@@ -433,5 +433,5 @@ def _fields(traced: Trace, suffix: str) -> dict[str, Any]:
 
 
 def digest_of(output: Node, captured: Sequence[Captured]) -> str:
-    """Of what a function computes, from tensors of these kinds."""
+    """Digest of the function's graph and of the kinds of its tensors."""
     return digest(output, [repr(tuple(one)) for one in captured])

@@ -155,7 +155,7 @@ WIDTHS = {"uint8": 8, "int8": 8, "int16": 16, "int32": 32, "int64": 64}
 
 
 def _promoted_dtype(args: Sequence[Node]) -> str:
-    """Of an operation's integers; bools and Python's numbers take no part."""
+    """The dtype of an operation's integer result; bools and Python's numbers take no part."""
     found = {x.dtype for x in args if x.dtype in WIDTHS}
     if found == {"uint8", "int8"}:
         return "int16"

@@ -341,7 +341,7 @@ class _Lowering:
         return g.make("shr", INT, (g.make("shl", INT, (x, unused)), unused))
 
     def bounds(self, node: Node) -> Bounds:
-        """Of a traced integer."""
+        """Bounds of a traced integer."""
         return bounds(node, self._bounds)
 
     def _float(self, x: Node) -> Node:
@@ -396,8 +396,8 @@ RANGES: dict[str, Bounds] = {
     **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32, 64)},
 }
 _POSITION, _SIZE, _ELEMENT = 1 << 24, 1 << 30, 1 << 29
-"""Of sequences' positions, of captured tensors' dimensions, and of their 32-bit elements, which are taken for numbers
-whose sums with positions have 32 bits; products with them are computed in 64."""
+"""Bounds that are assumed of positions, of captured tensors' dimensions and of their 32-bit elements: sums with
+positions have 32 bits, and products with them are computed in 64."""
 
 
 def within(x: Bounds, of: Bounds) -> bool:
@@ -405,7 +405,7 @@ def within(x: Bounds, of: Bounds) -> bool:
 
 
 def bounds(node: Node, known: dict[Node, Bounds] | None = None) -> Bounds:
-    """Of an integer, or a predicate as one, traced or lowered."""
+    """Bounds of an integer, or of a predicate as one, traced or lowered."""
     known = {} if known is None else known
     if node.kind == BOOL:
         return (0, 1)
@@ -417,7 +417,7 @@ def bounds(node: Node, known: dict[Node, Bounds] | None = None) -> Bounds:
 
 
 def exact_bounds(node: Node, args: Sequence[Bounds]) -> Bounds:
-    """Of a result before it is wrapped."""
+    """Bounds of a result before it is wrapped."""
     if node.op == "const":
         return (node.value, node.value)
     if node.op in ("query", "key", "batch", "head"):
@@ -450,7 +450,7 @@ def _mod_bounds(a: Bounds, b: Bounds) -> Bounds:
 
 
 def _bits_bounds(a: Bounds, b: Bounds) -> Bounds:
-    """Of or and xor: no bit above the operands' is set, but for the sign."""
+    """Bounds of or and xor: they set no bit above the operands', except the sign."""
     most = 2 ** int(_largest(a, b)).bit_length() - 1
     return (0 if min(a[0], b[0]) >= 0 else -most - 1, most)
 
@@ -492,4 +492,4 @@ _BOUNDS: dict[str, Callable[..., Bounds]] = {
     "where": lambda c, a, b: (min(a[0], b[0]), max(a[1], b[1])),
     "cast": lambda a: a,
 }
-"""Of an operation's operands the result's."""
+"""Bounds of an operation's result from its operands'."""

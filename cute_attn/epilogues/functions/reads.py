@@ -18,17 +18,14 @@ from torch import Tensor
 from cute_attn.epilogues.functions.trace import KNOWN_NAMES
 
 _ATTRIBUTES = KNOWN_NAMES | {"append", "extend", "items", "keys", "values", "get", "index", "count"}
-"""Of torch and math, and methods of lists and dicts: a trace that changes one is not kept."""
+"""Names in torch and math, and methods of lists and dicts: a trace that changes one is not kept."""
 _PLAIN = frozenset((int, bool, str, type(None), torch.dtype, torch.device))
 _LIBRARIES = frozenset(("torch", "math", "operator"))
 _TYPES = frozenset((int, bool, float, str, tuple, list))
-_BUILTINS = frozenset(
-    (
-        *("abs", "all", "any", "bool", "enumerate", "float", "int", "isinstance", "len", "list", "map"),
-        *("max", "min", "pow", "range", "reversed", "round", "sum", "tuple", "zip", "TypeError"),
-        *("ValueError",),
-    )
-)
+_BUILTINS = frozenset(("int", "bool", "float", "tuple", "list")) | {
+    *("abs", "all", "any", "enumerate", "isinstance", "len", "map", "max", "min", "pow", "range", "reversed"),
+    *("round", "sum", "zip", "TypeError", "ValueError"),
+}
 """Builtins whose results follow from their operands alone."""
 _MOST_PARTS = 4096
 """Maximum length of a key; with more, tracing costs less than comparing."""

@@ -106,6 +106,11 @@ class RegisteredFunction(FunctionEpilogue):
                 "value as an argument of the function"
             )
 
+    @functools.cached_property
+    def _of_float64(self) -> Node:
+        """The trace of float64 scores: once, since a function that has changed is refused before."""
+        return trace_with_arguments(self.arguments, *self.functions, dtype=torch.float64).output
+
     def evaluated(
         self,
         scores: Any,
@@ -116,7 +121,7 @@ class RegisteredFunction(FunctionEpilogue):
     ) -> Any:
         """As of a traced function; of float64 scores by a trace of its own, which may ask for their dtype."""
         if output is None and scores.dtype == torch.float64:
-            output = trace_with_arguments(self.arguments, *self.functions, dtype=torch.float64).output
+            output = self._of_float64
         return super().evaluated(scores, coords, args, precision, output)
 
     def host_args(self, inputs: ScoreInputs) -> tuple:

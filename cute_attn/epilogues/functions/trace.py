@@ -484,7 +484,7 @@ class Argument(Row):
     """A tensor that a function is called with: a call's own one has other sizes, so that these are traced too."""
 
     def extent(self, name: str, dim: int | None = None) -> Any:
-        """Its ``shape``, ``size``, ``__len__`` or ``numel``."""
+        """Its ``shape``, ``size`` or ``numel``; its ``len`` is refused, which Python wants as a number."""
         made = self.recorder.graph.make
         axes = range(len(self.first), self.tensor.dim())
         sizes = tuple(self.recorder.symbol(made("extent", INT, (), (self.number, axis))) for axis in axes)
@@ -492,7 +492,7 @@ class Argument(Row):
             return self.recorder.refuse(
                 "asks for the len of an argument, whose calls' own have others", "x.shape[0]"
             )
-        if name == "numel":
+        if name in ("numel", "nelement"):
             return functools.reduce(operator.mul, sizes)
         return sizes if dim is None else sizes[dim]
 
@@ -502,26 +502,33 @@ class Argument(Row):
 _NO_INDICES = frozenset((torch.uint8, torch.int8, torch.int16))
 _ALIASES = frozenset(
     (
-        *("contiguous", "to", "type", "type_as", "float", "double", "int", "long", "bool", "positive"),
-        *("detach", "data"),
+        "contiguous",
+        "to",
+        "type",
+        "type_as",
+        "float",
+        "double",
+        "int",
+        "long",
+        "bool",
+        "positive",
+        "detach",
+        "data",
     )
 )
 """Operations that return the value itself where it has the dtype that they are asked for."""
-_SIZES = frozenset((*("shape", "size", "numel", "nelement", "__len__", "stride", "is_contiguous"),))
-_METADATA = _SIZES | frozenset(
-    (
-        *("dtype", "device", "ndim", "dim", "ndimension", "layout", "itemsize", "element_size"),
-        *("get_device", "is_floating_point", "is_complex", "is_cuda", "is_cpu", "is_sparse"),
-        *("is_quantized", "is_nested"),
-    )
+_SIZES = frozenset(("shape", "size", "numel", "nelement", "__len__", "stride", "is_contiguous"))
+_TYPES = frozenset(
+    ("dtype", "device", "layout", "itemsize", "element_size", "get_device", "is_floating_point")
 )
+_KINDS = frozenset(("is_complex", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_nested"))
+_METADATA = _SIZES | _TYPES | _KINDS | {"ndim", "dim", "ndimension"}
 """Attributes and methods that follow from dtype, shape, strides and device."""
-_VALUES = frozenset(
-    (
-        *("__bool__", "__int__", "__float__", "__index__", "__complex__", "__len__", "__iter__"),
-        *("__contains__", "__array__", "item", "tolist", "numpy", "is_nonzero", "equal", "allclose"),
-    )
-)
+_CONVERSIONS = frozenset(("__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__"))
+_VALUES = _CONVERSIONS | {
+    *("__iter__", "__contains__", "item", "tolist", "numpy", "is_nonzero", "equal", "allclose"),
+}
+"""What needs the number of a traced value."""
 
 
 def _name_of(func: Any) -> str:

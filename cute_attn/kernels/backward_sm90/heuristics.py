@@ -8,10 +8,10 @@ from cute_attn.traits import Traits
 from cute_attn.work.block_lists import divides
 
 MANY = 6
-"""Numbers that functions hold from which on P is in shared memory; above it keys are fewer."""
+"""Minimum of numbers that functions hold for which P is in shared memory; above it, tiles have fewer keys."""
 
 SEVERAL = 4
-"""The same from which on queries are fewer at head dim 128: 48 of them spill 48 bytes with an index modulo a length."""
+"""Minimum for which tiles of head dim 128 have fewer queries: 48 spill 48 bytes with an index modulo a length."""
 
 FEW_QUERIES = 64
 """Up to so many queries, tiles have no more rows than that."""
