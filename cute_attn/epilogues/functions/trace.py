@@ -492,7 +492,7 @@ class Argument(Row):
             return self.recorder.refuse(
                 "asks for the len of an argument, whose calls' own have others", "x.shape[0]"
             )
-        if name in ("numel", "nelement"):
+        if name == "numel":
             return functools.reduce(operator.mul, sizes)
         return sizes if dim is None else sizes[dim]
 
