@@ -123,6 +123,9 @@ FOUND = {
     ),
     "numbers of score's dtype": Case(score="    return score + torch.tanh(score.new_tensor(0.5))"),
     "a uint8 and a bool": Case(score="    return score - (-(unsigned[kv_idx % 8] + (q_idx > 2))) * 0.01"),
+    "the dtype of a step on a number": Case(
+        score="    return torch.sign(torch.tanh(torch.full_like(score, 0.5))) * q_idx * 0.1 + score"
+    ),
     "the sign of a score": Case(score="    return table[h, 0] + torch.sign(score)"),
 }
 
@@ -132,15 +135,28 @@ def test_found(name):
     assert judge(FOUND[name]).kind in ("right", "refused")
 
 
-BYTES = Case(score="    return score + large[kv_idx % 8] * 0.01")
+INTEGERS = {
+    "large bytes": Case(score="    return score + large[kv_idx % 8] * 0.01"),
+    "shifts to the right by any number": Case(
+        score="    return score - ((q_idx - kv_idx) >> (1 - q_idx)) * 0.1", seqlen_q=9
+    ),
+    "shifts to the left by any number": Case(
+        score="    return score - ((q_idx - kv_idx) << (62 + q_idx)).clamp(-3, 3) * 0.1", seqlen_q=9
+    ),
+    "bytes shifted by any number": Case(
+        score="    return score - (unsigned[kv_idx % 8] >> (4 - signed[q_idx % 6])) * 0.1", seqlen_q=9
+    ),
+}
 
 
-def test_large_bytes_as_device_code():
-    assert emulated.judge(BYTES).kind == "right"
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_as_device_code(name):
+    assert emulated.judge(INTEGERS[name]).kind == "right"
 
 
-def test_large_bytes():
-    assert judge(BYTES).kind == "right"
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers(name):
+    assert judge(INTEGERS[name]).kind == "right"
 
 
 def test_a_backward_with_a_boolean_bias():

@@ -328,10 +328,23 @@ class _Lowering:
             first = int(node.op == "where")
             args = [*args[:first], *_of_one_width(g, args[first:], LONG if wide else kind)]
             kind = args[-1].kind
-        made = g.make(node.op, kind, args, node.value, node.parts)
+        made = self._shifted(node, args) if node.op in ("shl", "shr") else None
+        if made is None:
+            made = g.make(node.op, kind, args, node.value, node.parts)
         if within(exact, dtype) or node.dtype in ("", "int32", "int64"):
             return made
         return self._wrapped(made, node.dtype)
+
+    def _shifted(self, node: Node, args: Sequence[Node]) -> Node | None:
+        """A shift by a number of bits that may be none of the dtype's: torch leaves its sign, or 0; else None."""
+        g, (x, bits), dtype = self.graph, args, node.dtype or "int64"
+        most = WIDTHS[dtype] - (node.op == "shl" or dtype != "uint8")
+        if within(self.bounds(node.args[1]), (0, most)):
+            return None
+        last, zero = (g.cast(g.const(value), bits.kind) for value in (most, 0))
+        outside = g.binary("or", g.compare("lt", bits, zero), g.compare("gt", bits, last), BOOL)
+        shifted = g.make(node.op, x.kind, (x, g.where(outside, last, bits)), None, node.parts)
+        return shifted if node.op == "shr" else g.where(outside, g.cast(zero, x.kind), shifted)
 
     def _wrapped(self, x: Node, dtype: str) -> Node:
         """The last bits of an integer of 32 bits, with their sign."""

@@ -15,7 +15,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from cute_attn import traits
-from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, KINDS, LONG, SCORE, Graph, Node, ordered
+from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, KINDS, LONG, Graph, Node, ordered
 
 SIGNATURES = {
     "score_mod": ("score", "batch", "head", "query", "key"),
@@ -164,6 +164,7 @@ class Recorder(TorchFunctionMode):
         self._refusal: TypeError | None = None
         self._is_refused = False
         self._depths: dict[Node, int] = {}
+        self._dtypes: dict[Node, torch.dtype] = {}
         # None without autograd, where values have no derivative that could be another.
         self._has_gradients: bool | None = None
         self.tensors: list[Any] = list(arguments)
@@ -205,6 +206,22 @@ class Recorder(TorchFunctionMode):
                 "chains too many operations", f"up to {_MOST_IN_A_ROW}, each on the result of the last"
             )
         return Symbol(self, node)
+
+    def dtype_of(self, node: Node) -> torch.dtype:
+        """A value's dtype, which torch promotes from its operands': numbers and integers take no part in a float's."""
+        if node.dtype:
+            return getattr(torch, node.dtype)
+        if node.kind != FLOAT:
+            return _DTYPES[node.kind]
+        if node not in self._dtypes:
+            found = [
+                self.dtype_of(x)
+                for x in node.args
+                if x.kind == FLOAT and x.op != "const" and (x.op != "cast" or x.dtype)
+            ]
+            own = self.dtype if node.op == "score" else _DTYPES[FLOAT]
+            self._dtypes[node] = functools.reduce(torch.promote_types, found) if found else own
+        return self._dtypes[node]
 
     def _depth(self, node: Node) -> int:
         if node not in self._depths:
@@ -402,6 +419,9 @@ class _Refused(Exception):
     """An operation is traced, but not with these arguments."""
 
 
+_DTYPES = {BOOL: torch.bool, INT: torch.int64, LONG: torch.int64, FLOAT: torch.float32}
+
+
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -448,18 +468,9 @@ class Symbol(_Traced):
     own_dtype: torch.dtype
     has_alias = False
     """Whether another value is in the same memory, as one that was detached."""
-    _DTYPES: ClassVar[dict[str, torch.dtype]] = {
-        BOOL: torch.bool,
-        INT: torch.int64,
-        LONG: torch.int64,
-        FLOAT: torch.float32,
-    }
 
     def __new__(cls, recorder: Recorder, node: Node) -> "Symbol":
-        if node.dtype:
-            dtype = getattr(torch, node.dtype)
-        else:
-            dtype = recorder.dtype if node.parts & SCORE and node.kind == FLOAT else cls._DTYPES[node.kind]
+        dtype = recorder.dtype_of(node)
         made = cls._of(cls, recorder, (), dtype)
         made.node, made.own_dtype = node, dtype
         return made
