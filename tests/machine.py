@@ -17,7 +17,7 @@ import tvm_ffi
 from cute_attn import compiler
 from cute_attn.api import kvcache
 from cute_attn.compiler import registry
-from cute_attn.host import backward, counters, kvcache_launcher, launcher, memory, plans
+from cute_attn.host import backward, counters, kvcache_launcher, launcher, memory, plans, record
 from cute_attn.sdpa import plans as sdpa_plans
 
 MULTIPROCESSORS = 132
@@ -53,8 +53,8 @@ def device(
 
 def forget_plans(patch: pytest.MonkeyPatch) -> None:
     """Calls are planned anew."""
-    patch.setattr(plans, "_plans", {})
-    patch.setattr(plans, "_guarded", {})
+    for known in ("_plans", "_records", "_guarded", "_kept"):
+        patch.setattr(plans, known, {})
 
 
 def kernels(patch: pytest.MonkeyPatch, launched: Callable[[Any, str], Callable[..., object]]) -> None:
@@ -80,7 +80,7 @@ def poison(patch: pytest.MonkeyPatch) -> None:
         )
         return torch.full((size,), filling, dtype=dtype).as_strided(shape, strides)
 
-    patch.setattr(memory, "new_empty_strided", poisoned)
+    patch.setattr(record, "new_empty_strided", poisoned)
 
 
 def gpu(patch: pytest.MonkeyPatch, launched: Callable[[Any, str], Callable[..., object]]) -> None:
@@ -92,7 +92,7 @@ def gpu(patch: pytest.MonkeyPatch, launched: Callable[[Any, str], Callable[..., 
     device(patch, schedule=tvm_ffi.convert((COUNTERS, MULTIPROCESSORS)), target="sm90")
     kernels(patch, lambda kernel, target: tvm_ffi.convert(launched(kernel, target)))
     patch.setattr(torch.Tensor, "is_cuda", property(lambda x: True), raising=False)
-    patch.setattr(memory, "_empty_strided_cuda", None)
+    patch.setattr(record, "_empty_strided_cuda", None)
     patch.setattr(sdpa_plans, "runs_kernels", lambda q: True)
     patch.setattr(kvcache, "known_plan", _checked_plan)
     patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

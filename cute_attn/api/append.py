@@ -1,6 +1,5 @@
 """:func:`append_kv`: new keys and values into a cache, with rotary embedding, and its torch operator."""
 
-import functools
 from typing import Any
 
 import torch
@@ -11,18 +10,13 @@ from cute_attn.host.append import launch
 from cute_attn.host.cache_checks import (
     check_append,
     check_append_for_kernels,
-    check_cache_addresses,
     check_lengths,
     check_tensors,
 )
 from cute_attn.host.call import Call, schema
 from cute_attn.host.checks import check_writable
-from cute_attn.host.dispatch import no_dispatch_mode
-from cute_attn.host.launch import Repeated, Steps
-from cute_attn.host.memory import (
-    Tensors,
-    overwritten,
-)
+from cute_attn.host.memory import Tensors
+from cute_attn.host.record import overwritten
 from cute_attn.host.values import check_flags
 from cute_attn.reference import kvcache as kvcache_reference
 
@@ -97,13 +91,16 @@ def append_kv(
         *(k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx, cu_seqlens_k_new),
         *(rotary_cos, rotary_sin, rotary_seqlens),
     )
-    key, direct = ("append_kv", rotary_interleaved), no_dispatch_mode()
-    if direct and check_lengths is False:
-        known = plans.find(key, tensors)  # of a call that was checked
-        if known is not None and (known.constant or not torch.is_grad_enabled()):
-            check_cache_addresses(k_cache, v_cache)
-            known.plan(tensors)
-            return overwritten(k_cache, v_cache)
+    if check_lengths is not False:
+        _append(tensors, rotary_interleaved, check_lengths)
+        return
+    key = ("append_kv", rotary_interleaved)
+    plans.repeat(key, tensors, lambda: _append(tensors, rotary_interleaved, check_lengths))
+
+
+def _append(tensors: Tensors, rotary_interleaved: bool, check_lengths: bool) -> tuple[()]:
+    """A call that no record is known of; tensors: the other arguments, in order."""
+    k_cache, v_cache = tensors[:2]
     check_flags(rotary_interleaved=rotary_interleaved, check_lengths=check_lengths)
     call = Call.of(ARGUMENTS, (*tensors, bool(rotary_interleaved)))
     check_tensors(call, ("k_cache", "v_cache", "k", "v", "cache_seqlens"))
@@ -115,13 +112,6 @@ def append_kv(
         check_append(call, batch_of(call))
         _check_lengths(call)
     torch.ops.cute_attn.append_kv.default(*call.values(ARGUMENTS))
-    if direct and not check_lengths and k_cache.is_cuda:
-        plans.keep(key, tensors, Repeated(functools.partial(_in_steps, rotary_interleaved)))
-
-
-def _in_steps(rotary_interleaved: bool, tensors: Tensors, steps: Steps) -> tuple[()]:
-    """The launch of a call that was checked. tensors: the other arguments, in order."""
-    launch(Call.of(ARGUMENTS, (*tensors, rotary_interleaved)), steps=steps)
     return ()
 
 

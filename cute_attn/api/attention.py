@@ -1,6 +1,7 @@
 """The public functions: :func:`attention` on batches, :func:`attention_varlen` on packed sequences."""
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +23,11 @@ from cute_attn.host.call import (
     pytorchs_precision,
 )
 from cute_attn.host.checks import check_starts, check_writable
-from cute_attn.host.dispatch import DIFFERENTIABLE, no_dispatch_mode, refuse_tangents
-from cute_attn.host.launcher import Outputs, key_of, launcher_for
-from cute_attn.host.memory import Tensors, all_plain, materialized
+from cute_attn.host.dispatch import DIFFERENTIABLE, refuse_tangents
+from cute_attn.host.launcher import Outputs
+from cute_attn.host.memory import Tensors, materialized
+from cute_attn.host.plans import no_dispatch_mode
+from cute_attn.host.record import drawn
 from cute_attn.host.values import (
     check_choice,
     check_dense,
@@ -49,6 +52,7 @@ Window = tuple[int | None, int | None]
 RngState = Tensor | tuple[Tensor | int, Tensor | int]
 ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
 MaskMod = Callable[[Any, Any, Any, Any], Any]
+Functions = tuple[ScoreMod | None, MaskMod | None, Any]
 
 
 def attention(
@@ -190,10 +194,6 @@ def attention(
     NotImplementedError
         A CUDA tensor other than q, k, v, bias and sinks requires a gradient.
     """
-    if score_mod is not None or mask_mod is not None:
-        epilogues = with_functions(epilogues, score_mod, mask_mod, q)
-    if block_mask is not None:
-        epilogues = with_block_mask(epilogues, block_mask, q, k, seqused_k)
     tensors = (q, k, v, None, None, None, seqused_k, alibi_slopes, bias, sinks, rng_state)
     options = (
         False,
@@ -214,7 +214,7 @@ def attention(
         backward_tile,
         precision,
     )
-    return _attend(tensors, options, out)
+    return _attend(tensors, options, out, (score_mod, mask_mod, block_mask))
 
 
 def attention_varlen(
@@ -285,8 +285,6 @@ mask_mod, epilogues, return_lse, return_softmax, kernel, tile, deterministic, ba
     TypeError, ValueError, Unsupported, NotImplementedError
         As :func:`attention`.
     """
-    if score_mod is not None or mask_mod is not None:
-        epilogues = with_functions(epilogues, score_mod, mask_mod, q)
     tensors = (
         q,
         k,
@@ -319,7 +317,7 @@ mask_mod, epilogues, return_lse, return_softmax, kernel, tile, deterministic, ba
         backward_tile,
         precision,
     )
-    return _attend(tensors, options, out)
+    return _attend(tensors, options, out, (score_mod, mask_mod, None))
 
 
 def attention_backward(
@@ -711,49 +709,108 @@ class _Options(NamedTuple):
     precision: str | None
 
 
-def _attend(tensors: Tensors, given: tuple, out: Tensor | None = None) -> Result:
+def _attend(
+    tensors: Tensors, given: tuple, out: Tensor | None = None, functions: Functions = (None, None, None)
+) -> Result:
     """tensors: q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, bias, sinks, rng_state.
 
-    given: the fields of _Options.
+    given: the fields of _Options. functions: score_mod, mask_mod and block_mask.
     """
-    q = tensors[0]
+    q, bias = tensors[0], tensors[BIAS]
     if not isinstance(q, Tensor):
         raise TypeError(f"q is {kind_of(q)}; accepted: a torch.Tensor")
     if forward_ad._current_level >= 0 and q.is_cuda:
         refuse_tangents(tensors)
     if q.dtype == torch.float32 or given[_PRECISION] is not None:
         tensors, given = _in_precision(tensors, given)
-        q = tensors[0]
-    tensors = with_readable_bias(tensors, given[_MAX_SEQLEN_K])
-    direct, dropout_p, epilogues = no_dispatch_mode(), given[_DROPOUT_P], given[_EPILOGUES]
+        q, bias = tensors[0], tensors[BIAS]
+    if bias is not None and not (
+        type(bias) is Tensor
+        and bias.dtype is q.dtype
+        and bias.dim() == 4
+        and bias.stride(3) == 1 < bias.shape[3]
+    ):
+        tensors = with_readable_bias(tensors, given[_MAX_SEQLEN_K])
+    dropout_p = given[_DROPOUT_P]
     if type(dropout_p) is not float:
         dropout_p = number("dropout_p", dropout_p)
     if dropout_p and tensors[-1] is None:
-        tensors = (*tensors[:-1], random_states.draw(q.device, False if direct else None))
-    if out is not None:
-        call = _call_of(tensors, _Options._make(given))
-        return _result(operators.forward_into(call, out), given[_RETURN_LSE])
-    # A call of known metadata is checked already and has a launcher. Users' epilogues may have changed.
-    if direct and type(epilogues) in _COLLECTIONS and not epilogues:
-        if type(epilogues) is not tuple:  # no part of a key
-            given = (*given[:_EPILOGUES], (), *given[_EPILOGUES + 1 :])
-        known = plans.find(key_of(given, tensors[BIAS]), tensors)
-        if known is not None:
-            return _result(operators.run(known.plan, tensors, (), known.constant), given[_RETURN_LSE])
-    call = _call_of(tensors, _Options._make(given))
-    tensors, own = call[:NUM_TENSORS], tuple(call.epilogue_tensors)
-    if direct and q.is_cuda and all_plain((*tensors, *own)):
-        outputs = operators.run(launcher_for(call, given), tensors, own)
-    else:
-        outputs = operators.forward(call)
-    return _result(outputs, given[_RETURN_LSE])
+        tensors = (*tensors[:-1], _drawn_state(q))
+    if torch.compiler.is_compiling():
+        return _result(_outputs(tensors, given, out, functions), given[_RETURN_LSE])
+    key, all_tensors, read, tables = given, tensors if out is None else (*tensors, out), (), None
+    score_mod, mask_mod, block_mask = functions
+    if given[_EPILOGUES] != () or score_mod is not None or mask_mod is not None or block_mask is not None:
+        found = _read_by(given, functions, q, tensors[1])
+        if found is None:
+            return _result(_outputs(tensors, given, out, functions), given[_RETURN_LSE])
+        key, own, read, tables = found
+        all_tensors = (*all_tensors, *own)
+    known, outputs = plans.find(key, all_tensors, read, tables), None
+    if known is not None:
+        record, found = known
+        if record.constant or not torch.is_grad_enabled():
+            outputs = record.run(found)
+        else:
+            outputs = operators.repeat(record, found)
+    if outputs is None:
+        call = functools.partial(_outputs, tensors, given, out, functions)
+        outputs = plans.recorded(key, all_tensors, call, read, tables)
+    if outputs[2] is not None:
+        return _result(outputs, given[_RETURN_LSE])
+    return outputs[:2] if given[_RETURN_LSE] else outputs[0]
 
 
-_COLLECTIONS = frozenset((tuple, list, dict))
 _MAX_SEQLEN_K, _DROPOUT_P, _EPILOGUES, _RETURN_LSE, _PRECISION = (
     _Options._fields.index(name)
     for name in ("max_seqlen_k", "dropout_p", "epilogues", "return_lse", "precision")
 )
+
+
+def _outputs(tensors: Tensors, given: tuple, out: Tensor | None, functions: Functions) -> Outputs:
+    """out, lse and perhaps softmax of a call that no record is known of. Arguments: as of :func:`_attend`."""
+    score_mod, mask_mod, block_mask = functions
+    options = _Options._make(given)
+    epilogues = options.epilogues
+    if score_mod is not None or mask_mod is not None:
+        epilogues = with_functions(epilogues, score_mod, mask_mod, tensors[0])
+    if block_mask is not None:
+        epilogues = with_block_mask(epilogues, block_mask, tensors[0], tensors[1], tensors[_SEQUSED_K])
+    call = _call_of(tensors, options._replace(epilogues=epilogues))
+    return operators.forward(call) if out is None else operators.forward_into(call, out)
+
+
+_SEQUSED_K = Call._fields.index("seqused_k")
+
+
+def _drawn_state(q: Tensor) -> Tensor:
+    """A dropout mask's seed and offset."""
+    if torch.compiler.is_compiling():
+        return random_states.draw(q.device)
+    return drawn(functools.partial(random_states.draw, q.device))
+
+
+def _read_by(
+    given: tuple, functions: Functions, q: Tensor, k: Any
+) -> tuple[Hashable, tuple[Tensor, ...], tuple, plans.Tables | None] | None:
+    """Of a call with functions or named epilogues: key, tensors, functions and tables as :func:`plans.find` takes them.
+
+    None where an epilogue is a class of a user's, which may do anything.
+    """
+    sizes = (*q.shape[:3], *k.shape[1:3]) if isinstance(k, Tensor) else ()
+    key, read, tables = plans.brought(*functions, sizes)
+    own: tuple[Tensor, ...] = ()
+    if given[_EPILOGUES]:
+        from cute_attn.epilogues.base import registered_functions  # loads the DSL
+
+        names, own, numbers = pack_epilogues(given[_EPILOGUES])
+        registered = registered_functions([name.partition(":")[0] for name in names])
+        if registered is None:
+            return None
+        key += (names, numbers, tuple(map(id, registered)))
+        read += tuple(function for one in registered for function in one.functions)
+    plain = (*given[:_EPILOGUES], (), *given[_EPILOGUES + 1 :])
+    return (plain, key), own, read, tables
 
 
 def _in_precision(tensors: Tensors, given: tuple) -> tuple[Tensors, tuple]:

@@ -4,8 +4,7 @@ On CUDA in up to three launches: the append kernel, where there is something to 
 and where the keys of a query block are divided among CTAs the combine kernel.
 """
 
-import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from cute_attn import reference
 from cute_attn.api import append
 from cute_attn.api.attention import Window, resolve_mask
-from cute_attn.host import plans
+from cute_attn.host import plans, record
 from cute_attn.host.append import launch as launch_append
 from cute_attn.host.cache_checks import (
     check_append_for_kernels,
@@ -25,19 +24,17 @@ from cute_attn.host.cache_checks import check_lengths as _check_lengths
 from cute_attn.host.call import Call, schema
 from cute_attn.host.checks import MAX_SEQLEN, check_out, check_starts, check_writable
 from cute_attn.host.choose import check_words
-from cute_attn.host.dispatch import no_dispatch_mode
 from cute_attn.host.kvcache_launcher import Plan, known_plan, plan_for
-from cute_attn.host.launch import NOW, Repeated, Steps
 from cute_attn.host.memory import (
     Tensors,
     is_aligned,
     is_lazy,
     is_readable,
     on_device,
-    overwritten,
     readable,
     write_owned,
 )
+from cute_attn.host.plans import no_dispatch_mode
 from cute_attn.host.values import (
     check_dense,
     check_flags,
@@ -195,21 +192,44 @@ check_lengths
             tree_mask,
         ),
     )
-    key = (
-        *("attention_with_kvcache", rotary_interleaved, max_seqlen_q, softmax_scale, causal, window, softcap),
-        *(num_splits, split_keys, kernel, tile),
+    options = _Options(
+        *(rotary_interleaved, max_seqlen_q, softmax_scale, causal, window, softcap, num_splits, split_keys),
+        *(kernel, tile, check_lengths, return_lse),
     )
     users = isinstance(kernel, str) and ":" in kernel  # such a class may be registered again at any time
-    flags = check_lengths is False and type(return_lse) is bool  # which no plan depends on
-    if out is None and flags and not users and no_dispatch_mode():
-        known = plans.find(key, tensors)  # of a call that was checked
-        if known is not None and (known.constant or not torch.is_grad_enabled()):
-            check_cache_addresses(k_cache, v_cache, k is not None)
-            found = known.plan(tensors)
-            if k is not None:
-                overwritten(k_cache, v_cache)
-            return found if return_lse else found[0]
-    num_splits, split_keys = python_number(num_splits), python_number(split_keys)
+    if users or check_lengths is not False or type(return_lse) is not bool:
+        found = _attend(tensors, out, options)
+    else:
+        given = tensors if out is None else (*tensors, out)
+        key = ("attention_with_kvcache", options)
+        found = plans.repeat(key, given, lambda: _attend(tensors, out, options))
+    return found if return_lse else found[0]
+
+
+class _Options(NamedTuple):
+    """A call's arguments beside its tensors, as the caller wrote them."""
+
+    rotary_interleaved: bool
+    max_seqlen_q: int | None
+    softmax_scale: float | None
+    causal: bool
+    window: Window
+    softcap: float
+    num_splits: int
+    split_keys: int | None
+    kernel: str | None
+    tile: Any
+    check_lengths: bool
+    return_lse: bool
+
+
+def _attend(tensors: Tensors, out: Tensor | None, options: _Options) -> tuple[Tensor, Tensor]:
+    """out and lse of a call that no record is known of; tensors: of the names of ``_TENSORS``."""
+    call = Call.of(_TENSORS, tensors)
+    q, k_cache, cu_seqlens_q = call.q, call.k_cache, call.cu_seqlens_q
+    rotary_interleaved, max_seqlen_q, softmax_scale, causal, window, softcap, *others = options
+    kernel, tile, check_lengths, return_lse = others[2:]
+    num_splits, split_keys = map(python_number, others[:2])
     _check_splits(num_splits, split_keys)
     check_flags(rotary_interleaved=rotary_interleaved, return_lse=return_lse, check_lengths=check_lengths)
     if not is_one_of(causal, (False, True)):
@@ -221,7 +241,7 @@ check_lengths
     packed = cu_seqlens_q is not None
     longest = q.shape[0 if packed else 1] if q.dim() > 1 else 0
     stated = longest if max_seqlen_q is None else length("max_seqlen_q", max_seqlen_q)
-    call = Call.of(_TENSORS, tensors)._replace(
+    call = call._replace(
         rotary_interleaved=bool(rotary_interleaved),
         max_seqlen_q=stated if packed else longest,
         softmax_scale=number("softmax_scale", _scale(q) if softmax_scale is None else softmax_scale),
@@ -244,20 +264,18 @@ check_lengths
     if check_lengths or (out is not None and plan is None and no_dispatch_mode()):
         check_attention(call)
     if check_lengths:
-        _check_lengths(call, cache_leftpad)
+        _check_lengths(call, call.cache_leftpad)
     if out is not None:
         check_out(call, out)
     if plan is None:
         found, lse = torch.ops.cute_attn.attention_with_kvcache.default(*call.values(ARGUMENTS))
     else:
-        if out is None and not (check_lengths or users):
-            options = call.values(_OPTIONS)
-            plans.keep(key, tensors, Repeated(functools.partial(_repeated, options, plan)))
         direct = out if out is not None and _is_written_directly(out) else None
         found, lse = attend(call, plan, direct)
     if out is not None and found is not out:
         found = write_owned(out, found, cu_seqlens_q)
-    return (found, lse) if return_lse else found
+        record.also()
+    return found, lse
 
 
 def _check_arguments(call: Call) -> None:
@@ -365,31 +383,26 @@ def attend_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
 def attend(call: Call, plan: Plan, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The launches of a call; out: as kernels write it, or None."""
     check_cache_addresses(call.k_cache, call.v_cache, call.k is not None)
-    found = _in_steps(call, plan, out, NOW)
+    found = _launched(call, plan, out)
     if call.k is not None:
-        overwritten(call.k_cache, call.v_cache)
+        record.overwritten(call.k_cache, call.v_cache)
     if out is not None:
-        overwritten(out)
+        record.overwritten(out)
     return found
 
 
-def _in_steps(call: Call, plan: Plan, out: Tensor | None, steps: Steps) -> tuple[Tensor, Tensor]:
+def _launched(call: Call, plan: Plan, out: Tensor | None) -> tuple[Tensor, Tensor]:
     call = call.with_positive_scale()
     q = call.q
     rotates = call.rotary_cos is not None and q.numel() > 0
     with on_device(q.get_device()):
         if call.k is not None or rotates:
             turned = q if rotates else None
-            rotated = launch_append(call, turned, call.cu_seqlens_q, bool(call.mask), steps)
+            rotated = launch_append(call, turned, call.cu_seqlens_q, bool(call.mask))
             q = q if rotated is None else rotated
         if not is_aligned(q):
-            steps.unlike_others()
-        return plan.launch(call, readable(q), out, steps=steps)
-
-
-def _repeated(options: tuple, plan: Plan, tensors: Tensors, steps: Steps) -> tuple[Tensor, Tensor]:
-    """The launches of a call that was checked; options, tensors: its fields of those names."""
-    return _in_steps(Call.of((*_TENSORS, *_OPTIONS), (*tensors, *options)), plan, None, steps)
+            record.unlike_others()
+        return plan.launch(call, readable(q), out)
 
 
 _library.impl("attention_with_kvcache", attend_cpu, "CPU")

@@ -1,16 +1,13 @@
 """:func:`merge_attention`: one result from partial ones over disjoint sets of keys, and its torch operator."""
 
-import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from cute_attn.host import plans
+from cute_attn.host import plans, record
 from cute_attn.host.call import DTYPE_NAMES
 from cute_attn.host.checks import FLOAT_DTYPES, check_count, check_like, check_sinks
-from cute_attn.host.dispatch import no_dispatch_mode
-from cute_attn.host.launch import NOW, Repeated, Steps
 from cute_attn.host.memory import Tensors, contiguous_strides, materialized, on_device
 from cute_attn.host.merge import launch
 from cute_attn.host.values import check_dense, shown, tensors_of
@@ -59,10 +56,13 @@ def merge_attention(
         A tensor requires a gradient.
     """
     outs, lses = _stacked("outs", outs), _stacked("lses", lses)
-    tensors, key, direct = (outs, lses, sinks), ("merge_attention", dtype), no_dispatch_mode()
-    known = plans.find(key, tensors) if direct else None  # of a call that was checked
-    if known is not None and (known.constant or not torch.is_grad_enabled()):
-        return known.plan(tensors)
+    tensors, key = (outs, lses, sinks), ("merge_attention", dtype)
+    return plans.repeat(key, tensors, lambda: _merge(tensors, dtype))
+
+
+def _merge(tensors: Tensors, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """A call that no record is known of; tensors: outs, lses and sinks."""
+    outs, lses, sinks = tensors
     check_dense("outs", outs)
     check_dense("lses", lses)
     if sinks is not None:
@@ -75,11 +75,7 @@ def merge_attention(
         raise NotImplementedError(
             "outs, lses or sinks requires a gradient, which merge_attention does not give; accepted: tensors without"
         )
-    of_out = outs.dtype if dtype is None else dtype
-    out, lse = torch.ops.cute_attn.merge.default(*materialized(tensors), of_out)
-    if direct and outs.is_cuda:
-        plans.keep(key, tensors, Repeated(functools.partial(_in_steps, of_out)))
-    return out, lse
+    return torch.ops.cute_attn.merge.default(*materialized(tensors), outs.dtype if dtype is None else dtype)
 
 
 def _stacked(name: str, partials: Tensor | Sequence[Tensor]) -> Tensor:
@@ -160,17 +156,11 @@ def merge_cuda(outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dt
     """By the combine kernel, on the current stream of outs' device."""
     check(outs, lses, sinks, dtype)
     check_for_kernels(outs, lses, dtype)
-    return _in_steps(dtype, (outs, lses, sinks), NOW)
-
-
-def _in_steps(dtype: torch.dtype, tensors: Tensors, steps: Steps) -> tuple[Tensor, Tensor]:
-    """The launch of a call that was checked. tensors: outs, lses and sinks."""
-    outs, lses, sinks = tensors
     with on_device(outs.get_device()):
-        out = steps.empty(outs, *_contiguous(outs), dtype)
-        lse = steps.empty(outs, *_contiguous(lses), torch.float32)
+        out = record.empty(outs, *_contiguous(outs), dtype)
+        lse = record.empty(outs, *_contiguous(lses), torch.float32)
         if out.numel():
-            launch(outs, lses, out, lse, sinks, steps)
+            launch(outs, lses, out, lse, sinks)
     return out, lse
 
 

@@ -10,13 +10,16 @@ from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
 
 from cute_attn import reference
-from cute_attn.host.backward import NOTHING, Gradients, check_given, gradients, repeated_gradients
+from cute_attn.host import fused_qkv, plans
+from cute_attn.host.backward import NOTHING, Gradients, check_given, gradients
 from cute_attn.host.call import ATTENTION, NUM_TENSORS, SLOPES, Call, schema
 from cute_attn.host.checks import check, check_gradients, check_out
-from cute_attn.host.dispatch import DIFFERENTIABLE, NO_GRADIENT, no_dispatch_mode, transforms_are_active
-from cute_attn.host.epilogue_gradients import check_wanted, with_targets
+from cute_attn.host.dispatch import DIFFERENTIABLE, NO_GRADIENT, transforms_are_active
+from cute_attn.host.epilogue_gradients import check_wanted, in_dtype_of, with_targets
 from cute_attn.host.launcher import Launcher, Outputs, launcher_for
-from cute_attn.host.memory import Tensors, all_plain, none_overrides, overwritten, write_owned
+from cute_attn.host.memory import Tensors, all_plain, none_overrides, write_owned
+from cute_attn.host.plans import no_dispatch_mode
+from cute_attn.host.record import Record, overwritten, planned
 
 _library = torch.library.Library("cute_attn", "DEF")
 _ARGUMENTS = schema(ATTENTION)
@@ -55,19 +58,20 @@ def forward(call: Call) -> Outputs:
     return out, lse, softmax if call.return_softmax else None
 
 
-def run(
-    launcher: Launcher,
-    tensors: Tensors,
-    epilogue_tensors: tuple[Tensor, ...] = (),
-    constant: bool = False,
-) -> Outputs:
-    """Launch without the dispatcher; recorded by autograd where a tensor requires a gradient.
-
-    constant: no tensor requires a gradient.
-    """
-    if not constant and torch.is_grad_enabled() and _requires_grad(tensors, epilogue_tensors, launcher.rest):
-        return Attention.apply(launcher, *tensors, *epilogue_tensors)
+def run(launcher: Launcher, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...] = ()) -> Outputs:
+    """Launch without the dispatcher; recorded by autograd where a tensor requires a gradient."""
+    planned(launcher, (*tensors, *epilogue_tensors))
+    if torch.is_grad_enabled() and _requires_grad(tensors, epilogue_tensors, launcher.rest):
+        return Attention.apply(launcher, None, (), *tensors, *epilogue_tensors)
     return launcher.launch(tensors, epilogue_tensors)
+
+
+def repeat(record: Record, given: Tensors) -> Outputs | None:
+    """What a recorded :func:`run` returned, for these tensors, recorded by autograd; None where it cannot be."""
+    if record.saved is None:
+        return None
+    saved = [None if i is None else given[i] for i in record.saved]
+    return Attention.apply(record.plan, record, given, *saved)
 
 
 def forward_into(call: Call, out: Tensor) -> Outputs:
@@ -129,7 +133,7 @@ def _all_gradients(
     asked, targets = with_targets(call, own)
     found = gradients(asked, grad_out, grad_lse, out, lse, named, into)
     pairs = zip(targets, call.epilogue_tensors, strict=True)
-    return (*found, *(None if target is None else target.to(x.dtype) for target, x in pairs))
+    return (*found, *(None if target is None else in_dtype_of(x, target) for target, x in pairs))
 
 
 def forward_cuda(call: Call, into: Tensor | None = None) -> Outputs:
@@ -379,18 +383,26 @@ def _differentiate(
     if grad_out is None and grad_lse is None:
         return (None,) * len(wanted)
     *tensors, out, lse = ctx.saved_tensors
-    launched = ctx.launcher is not None
-    if launched and grad_out is not None and grad_lse is None and not torch.is_grad_enabled():
-        options = ctx.launcher.options
-        if options is not None and no_dispatch_mode():
-            found = repeated_gradients(options, tuple(tensors), grad_out, (out, lse), wanted[:_NAMED])
-            if found is not None:
-                return found
-    call = Call._make((*tensors[:NUM_TENSORS], tuple(tensors[NUM_TENSORS:]), *ctx.rest))
+    launcher, key, given = ctx.launcher, None, (*tensors, grad_out, out, lse)
+    direct = launcher is not None and grad_out is not None and grad_lse is None
+    if direct and not torch.is_grad_enabled():
+        packs = launcher.packed and fused_qkv.are_adjacent(tensors[3 - launcher.packed : 3])
+        key = ("backward", launcher.options, wanted, packs, torch.are_deterministic_algorithms_enabled())
+        known = plans.find(key, given)
+        found = None if known is None else known[0].run(given)
+        if found is not None:
+            return found
+
+    def run() -> tuple[Tensor | None, ...]:
+        call = Call._make((*tensors[:NUM_TENSORS], tuple(tensors[NUM_TENSORS:]), *ctx.rest))
+        return backward(call, grad_out, grad_lse, out, lse, wanted, launcher is not None)
+
+    if key is not None:
+        return plans.recorded(key, given, run)
     if not torch.is_grad_enabled():
-        return backward(call, grad_out, grad_lse, out, lse, wanted, launched)
+        return run()
     with torch.no_grad():
-        grads = backward(call, grad_out, grad_lse, out, lse, wanted, launched)
+        grads = run()
     return tuple(None if x is None else _Once.apply(x.requires_grad_()) for x in grads)
 
 
@@ -410,25 +422,33 @@ class _Once(torch.autograd.Function):
         )
 
 
+_FIRST = 3
+"""Arguments of :meth:`Attention.forward` before its tensors."""
+
+
 class Attention(torch.autograd.Function):
     """Autograd's node of a direct call; the operator has its own."""
 
     @staticmethod
-    def forward(ctx: Any, launcher: Launcher, *tensors: Any) -> Outputs:
-        """tensors: q to rng_state, and the epilogues' own."""
-        outputs = launcher.launch(tensors[:NUM_TENSORS], tensors[NUM_TENSORS:])
+    def forward(
+        ctx: Any, launcher: Launcher, record: Record | None, given: Tensors, *tensors: Any
+    ) -> Outputs:
+        """tensors: q to rng_state, and the epilogues' own; given: all that a record of the call takes."""
+        outputs = None if record is None else record.run(given)
+        if outputs is None:
+            outputs = launcher.launch(tensors[:NUM_TENSORS], tensors[NUM_TENSORS:])
         _save(ctx, tensors, launcher.rest, outputs, launcher)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> tuple:
         """A gradient, or None, for each argument of forward."""
-        needed = ctx.needs_input_grad[1:]
-        found: list[Tensor | None] = [None] * (1 + len(needed))
+        needed = ctx.needs_input_grad[_FIRST:]
+        found: list[Tensor | None] = [None] * (_FIRST + len(needed))
         places = (*_INDICES, *range(NUM_TENSORS, len(needed)))
         wanted = tuple([needed[index] for index in places])
         for index, gradient in zip(places, _differentiate(ctx, grad_out, grad_lse, wanted), strict=True):
-            found[1 + index] = gradient
+            found[_FIRST + index] = gradient
         return tuple(found)
 
 

@@ -222,6 +222,12 @@ def lists_blocks(names: Sequence[str]) -> bool:
     return len(in_every_step(names)) < len(names)
 
 
+def registered_functions(names: Sequence[str]) -> list[Any] | None:
+    """The epilogues of functions under these names; None where one is a class, or nothing is registered under it."""
+    found = [_REGISTERED.get(name) for name in names]
+    return None if any(one is None or isinstance(one, type) for one in found) else found
+
+
 def is_registered(name: str) -> bool:
     """Whether an epilogue is registered under ``name``."""
     return name in _REGISTERED or name in _TRACED

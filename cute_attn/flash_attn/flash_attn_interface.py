@@ -41,6 +41,7 @@ from cute_attn.flash_attn.conventions import (
     note,
     plus_infinity,
     probability,
+    repeat,
     unpack,
 )
 from cute_attn.flash_attn.operators import (
@@ -101,7 +102,7 @@ def flash_attn_func(
     """
     scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
     options = _Options(scores, dropout_p, deterministic, return_attn_probs)
-    return _attend((q, k, v), None, options)
+    return _repeat((q, k, v), (), options)
 
 
 def flash_attn_kvpacked_func(
@@ -125,7 +126,7 @@ def flash_attn_kvpacked_func(
     """
     scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
     options = _Options(scores, dropout_p, deterministic, return_attn_probs)
-    return _attend((q, *unpack("kv", kv, 5, 2)), None, options)
+    return _repeat((q, kv), (), options)
 
 
 def flash_attn_qkvpacked_func(
@@ -148,7 +149,7 @@ def flash_attn_qkvpacked_func(
     """
     scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
     options = _Options(scores, dropout_p, deterministic, return_attn_probs)
-    return _attend(unpack("qkv", qkv, 5, 3), None, options)
+    return _repeat((qkv,), (), options)
 
 
 def flash_attn_varlen_func(
@@ -190,9 +191,7 @@ def flash_attn_varlen_func(
     scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
     options = _Options(scores, dropout_p, deterministic, return_attn_probs)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    if block_table is not None:
-        return _attend_pages((q, k, v), lengths, block_table, options)
-    return _attend((q, k, v), lengths, options)
+    return _repeat((q, k, v), lengths, options, block_table)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -221,7 +220,7 @@ def flash_attn_varlen_kvpacked_func(
     scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
     options = _Options(scores, dropout_p, deterministic, return_attn_probs)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _attend((q, *unpack("kv", kv, 4, 2)), lengths, options)
+    return _repeat((q, kv), lengths, options)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -246,7 +245,7 @@ def flash_attn_varlen_qkvpacked_func(
     """
     scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
     options = _Options(scores, dropout_p, deterministic, return_attn_probs)
-    return _attend(unpack("qkv", qkv, 4, 3), (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), options)
+    return _repeat((qkv,), (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), options)
 
 
 def flash_attn_with_kvcache(
@@ -308,27 +307,48 @@ def flash_attn_with_kvcache(
         As :func:`cute_attn.api.kvcache.attention_with_kvcache`.
     """
     scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    if block_table is not None:
-        check_table(block_table)
-    out, lse = attend_cache(
+
+    def call() -> Result:
+        if block_table is not None:
+            check_table(block_table)
+        out, lse = attend_cache(
+            q,
+            k_cache,
+            v_cache,
+            scores,
+            k=k,
+            v=v,
+            cache_seqlens=cache_seqlens,
+            page_table=block_table,
+            cache_batch_idx=cache_batch_idx,
+            cache_leftpad=cache_leftpad,
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            rotary_interleaved=flag("rotary_interleaved", rotary_interleaved),
+            num_splits=num_splits,
+            return_lse=flag("return_softmax_lse", return_softmax_lse),
+        )
+        note("flash_attn.flash_attn_with_kvcache", (q, k_cache, v_cache), scores, block_table=block_table)
+        return out if lse is None else (out, plus_infinity(lse))
+
+    *numbers, slopes = scores
+    given = (
         q,
         k_cache,
         v_cache,
-        scores,
-        k=k,
-        v=v,
-        cache_seqlens=cache_seqlens,
-        page_table=block_table,
-        cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad,
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
-        rotary_interleaved=flag("rotary_interleaved", rotary_interleaved),
-        num_splits=num_splits,
-        return_lse=flag("return_softmax_lse", return_softmax_lse),
+        k,
+        v,
+        rotary_cos,
+        rotary_sin,
+        cache_batch_idx,
+        cache_leftpad,
+        block_table,
+        slopes,
     )
-    note("flash_attn.flash_attn_with_kvcache", (q, k_cache, v_cache), scores, block_table=block_table)
-    return out if lse is None else (out, plus_infinity(lse))
+    if isinstance(cache_seqlens, int):  # of which a tensor is made in each call
+        return call()
+    options = ("cache", *numbers, rotary_interleaved, num_splits, return_softmax_lse)
+    return repeat(options, (*given, cache_seqlens), call)
 
 
 class _Options(NamedTuple):
@@ -340,8 +360,42 @@ class _Options(NamedTuple):
     return_attn_probs: bool
 
 
+def _repeat(
+    tensors: tuple[Tensor, ...],
+    lengths: tuple[Any, ...],
+    options: _Options,
+    block_table: Tensor | None = None,
+) -> Result:
+    """A call's result, from the record of an earlier one if there is one.
+
+    tensors: q, k and v, or what they are parts of; lengths: of packed sequences as of :func:`_attend`, or ().
+    """
+    scores, *others = options
+    *numbers, slopes = scores
+    given = (*tensors, slopes, block_table, *lengths[:2])
+
+    def call() -> Result:
+        q, k, v = _parts(tensors, packed=bool(lengths))
+        if block_table is not None:
+            return _attend_pages((q, k, v), lengths, block_table, options)
+        return _attend((q, k, v), lengths or None, options)
+
+    return repeat((*numbers, *others, *lengths[2:]), given, call)
+
+
+def _parts(tensors: tuple[Tensor, ...], *, packed: bool) -> tuple[Tensor, ...]:
+    """q, k and v, of which some may be parts of one tensor."""
+    dims = 4 if packed else 5
+    if len(tensors) == 1:
+        return unpack("qkv", tensors[0], dims, 3)
+    return (tensors[0], *unpack("kv", tensors[1], dims, 2)) if len(tensors) == 2 else tensors
+
+
 def _attend(tensors: tuple[Tensor, ...], lengths: tuple[Any, ...] | None, options: _Options) -> Result:
-    """tensors: q, k and v. lengths: both cu_seqlens and both longest lengths, of packed sequences."""
+    """A call that no record is known of.
+
+    tensors: q, k and v. lengths: both cu_seqlens and both longest lengths, of packed sequences.
+    """
     q, k, v = tensors
     check_tensors(q=q, k=k, v=v)
     dropout_p, probs = probability(options.dropout_p), flag("return_attn_probs", options.return_attn_probs)

@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from cute_attn.flex import overrides
 from cute_attn.flex.calls import Result, attend
 from cute_attn.flex.intervals import interval_mask
-from cute_attn.host import doors
+from cute_attn.host import doors, plans
 from cute_attn.host.activation import Options
 from cute_attn.host.doors import served
 from cute_attn.host.values import check_flags
@@ -98,10 +98,24 @@ def flex_attention(
         from cute_attn.flex import outside_graphs
 
         return outside_graphs.flex_attention(*arguments, return_aux=return_aux)
-    found = attend(*arguments, return_aux=return_aux)
-    given = {"query": query, "key": key, "value": value, "score_mod": score_mod, "block_mask": block_mask}
-    doors.note("flex.flex_attention", given)
-    return found
+
+    def call() -> Result:
+        found = attend(*arguments, return_aux=return_aux)
+        given = {"query": query, "key": key, "value": value, "score_mod": score_mod, "block_mask": block_mask}
+        doors.note("flex.flex_attention", given)
+        return found
+
+    if return_aux is not None or kernel_options is not None or doors.watcher is not None:
+        return call()
+    options = ("flex_attention", scale, enable_gqa, return_lse)
+    if score_mod is None and block_mask is None:
+        return plans.repeat(options, (query, key, value), call)
+    if not isinstance(query, Tensor) or not isinstance(key, Tensor) or not query.dim() == key.dim() == 4:
+        return call()
+    batch, nheads, seqlen_q, _ = query.shape
+    sizes = (batch, seqlen_q, nheads, key.shape[2], key.shape[1])
+    own, functions, tables = plans.brought(score_mod, None, block_mask, sizes)
+    return plans.repeat((*options, own), (query, key, value), call, functions, tables)
 
 
 def activate(*, unsupported: str = "fall_back", strict: bool = False) -> None:

@@ -21,6 +21,7 @@ class Options:
             raise ValueError(
                 f"backends is {self.backends!r}; accepted: a tuple of {', '.join(map(repr, BACKENDS))}"
             )
+        object.__setattr__(self, "backends", tuple(self.backends))
         choices = {"unsupported": ("fall_back", "error"), "rng": ("ours", "torch")}
         for name, accepted in choices.items():
             value = getattr(self, name)

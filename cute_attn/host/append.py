@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
+from cute_attn.host import record
 from cute_attn.host.call import DTYPE_NAMES, Call
 from cute_attn.host.checks import check_count
-from cute_attn.host.launch import NOW, Steps
 from cute_attn.host.memory import (
     contiguous_strides,
     is_aligned,
@@ -39,7 +39,6 @@ def launch(
     q: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     rises: bool = False,
-    steps: Steps = NOW,
 ) -> Tensor | None:
     """Launch the kernel: append, and with ``q`` return its rotated copy.
 
@@ -55,16 +54,16 @@ def launch(
     rotated = None
     with on_device(call.k_cache.get_device()):
         if any(x is not None and not is_aligned(x) for x in (q, call.k, call.v)):
-            steps.unlike_others()
+            record.unlike_others()
         if q is not None:
             q = readable(q)
             shape = tuple(q.shape)
-            rotated = steps.empty(q, shape, contiguous_strides(shape), q.dtype)
+            rotated = record.empty(q, shape, contiguous_strides(shape), q.dtype)
         arguments, rows = kernel_arguments(call, q, rotated, cu_seqlens_q, rises)
         if rows:
             target = compiler.default_target("sm80")
             traits = traits_of(call, registry.generations(target)[0], q)
-            steps.launch(compiler.compile(traits, None, target).function, *arguments)
+            record.launch(compiler.compile(traits, None, target).function, *arguments)
     return rotated
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.host import fused_qkv, padding, plans
+from cute_attn.host import fused_qkv, padding, plans, record
 from cute_attn.host.backward_splits import head_splits, key_splits
 from cute_attn.host.call import BIAS, NUM_TENSORS, Call
 from cute_attn.host.checks import (
@@ -42,18 +42,17 @@ from cute_attn.host.checks import (
 )
 from cute_attn.host.choose import choose_kernel, user_classes
 from cute_attn.host.counters import multiprocessors
-from cute_attn.host.launch import NOW, Repeats, ScoreArgs, Steps
-from cute_attn.host.launcher import are_aligned, views
+from cute_attn.host.launcher import are_aligned, are_functions, views
 from cute_attn.host.memory import (
     Tensors,
     as_strided,
     contiguous_strides,
     is_aligned,
     on_device,
-    overwritten,
     rows_are_regular,
 )
 from cute_attn.host.padding import Copies
+from cute_attn.host.record import ScoreArgs, overwritten
 from cute_attn.host.slots import prepared
 from cute_attn.host.split_fp32 import MAX_ROWS as MAX_SPLIT_ROWS
 from cute_attn.host.split_fp32 import SplitLauncher, can_split
@@ -138,23 +137,32 @@ class BiasGradient:
         strides = tuple(0 if dim in shared else step for dim, step in enumerate(contiguous_strides(shape)))
         return BiasGradient(shape, torch.float32, (full, strides), True, (), call.bias.dtype)
 
-    def allocate(self, like: Tensor, given: Tensor | None, steps: Steps) -> Tensor:
+    def allocate(self, like: Tensor, given: Tensor | None) -> Tensor:
         """The tensor that the kernel writes: ``given`` if it can be."""
+        gradient = given
+        fits = given is not None and (tuple(given.shape), given.dtype) == (self.shape, self.dtype)
+        if gradient is None or not (fits and gradient.is_contiguous() and is_aligned(gradient)):
+            gradient = record.empty(like, self.shape, contiguous_strides(self.shape), self.dtype)
         if self.clear:
-            steps.also()
-        if given is not None and (tuple(given.shape), given.dtype) == (self.shape, self.dtype):
-            if given.is_contiguous() and is_aligned(given):
-                return given.zero_() if self.clear else given
-        gradient = steps.empty(like, self.shape, contiguous_strides(self.shape), self.dtype)
-        return gradient.zero_() if self.clear else gradient
+            record.step(Tensor.zero_, gradient)
+        return gradient
 
     def finish(self, gradient: Tensor, given: Tensor | None = None) -> Tensor:
         """The bias's gradient from what the kernel wrote, in ``given`` if there is one."""
         if self.sum_over:
-            gradient = gradient.sum(self.sum_over, keepdim=True)
-        if given is None or given is gradient:
-            return gradient.to(self.result)
-        return given.copy_(gradient)
+            shape = tuple(1 if dim in self.sum_over else size for dim, size in enumerate(gradient.shape))
+            summed = record.empty(gradient, shape, contiguous_strides(shape), gradient.dtype)
+            record.step(_sum_into, gradient, self.sum_over, summed, True)
+            gradient = summed
+        if given is None and gradient.dtype == self.result:
+            return gradient
+        shape = tuple(gradient.shape)
+        found = (
+            record.empty(gradient, shape, contiguous_strides(shape), self.result) if given is None else given
+        )
+        if found is not gradient:
+            record.step(Tensor.copy_, found, gradient)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +188,6 @@ class BackwardLauncher:
         rest: the call's arguments that are not tensors.
         padding: launches with padded copies, where no kernel reads the tensors as they are; or None.
         sign, softmax_scale: as of :class:`cute_attn.host.launcher.Launcher`.
-        repeats: as of :class:`cute_attn.host.launcher.Launcher`, of calls that pack gradients the second.
     """
 
     preprocess: Callable[..., None] | None
@@ -208,7 +215,6 @@ class BackwardLauncher:
     rest: tuple
     padding: "PaddedBackward | None" = None
     sign: int = 1
-    repeats: tuple[Repeats, Repeats] | None = None
 
     def launch(
         self,
@@ -225,28 +231,8 @@ class BackwardLauncher:
             into: tensors to write gradients into, None for those to allocate; without ``into``, none of those to
                 allocate is a part of another.
         """
-        if self.repeats is not None and grads[1] is None and not any(x is not None for x in into or ()):
-            tensors = (*call[:NUM_TENSORS], grads[0], *outputs, *call.epilogue_tensors)
-            return self.repeats[self._packs(call[:3], into)].run(  # type: ignore[return-value]
-                tensors, lambda steps: self.run(call, grads, outputs, into, steps), len(call.epilogue_tensors)
-            )
-        return self.run(call, grads, outputs, into)
-
-    def run(
-        self,
-        call: Call,
-        grads: tuple[Tensor, Tensor | None],
-        outputs: tuple[Tensor, Tensor],
-        into: Gradients | None = None,
-        steps: Steps = NOW,
-    ) -> Gradients:
-        """As :meth:`launch`, step by step."""
         with on_device(call.q.get_device()):
-            return self._launch(call, grads, outputs, into, steps)
-
-    def ready(self) -> "BackwardLauncher":
-        """The launcher for calls that repeat."""
-        return self if self.repeats is not None else replace(self, repeats=(Repeats(), Repeats()))
+            return self._launch(call, grads, outputs, into)
 
     def _schedule(self, counter: Any) -> tuple:
         """A ``BackwardSchedule``."""
@@ -258,37 +244,35 @@ class BackwardLauncher:
         grads: tuple[Tensor, Tensor | None],
         outputs: tuple[Tensor, Tensor],
         into: Gradients | None,
-        steps: Steps,
     ) -> Gradients:
         q = call.q
         given = into or NOTHING
         if self.padding is not None:
-            return self.padding.launch(self, call, grads, outputs, into, steps)
+            return self.padding.launch(self, call, grads, outputs, into)
         if self.main is None or self.workspace is None:
-            steps.also()
+            record.also()
             return self._without_keys(call, grads[1], outputs[1], given)
         call = call.with_positive_scale()
         grad_out, out = grads[0], outputs[0]
         if not are_aligned(call):  # a launcher that is kept under other tensors' metadata
             check_alignment(*call[:3])
         if not (is_aligned(grad_out) and is_aligned(out)):
-            steps.unlike_others()
+            record.unlike_others()
         grad_out, out = _readable(grad_out, self.copy[0]), _readable(out, self.copy[1])
         lse = outputs[1]
         if lse.stride(-1) != 1:
             lse = lse.clone(memory_format=torch.contiguous_format)
-        dq, dk, dv = self._allocate(call, given, self._packs(call[:3], into), steps)
+        dq, dk, dv = self._allocate(call, given, self._packs(call[:3], into))
         space = self.workspace
-        workspace = steps.empty(q, (space.size,), (1,), torch.float32)
+        workspace = record.empty(q, (space.size,), (1,), torch.float32)
         lse_log2 = as_strided(workspace, *space.lse_log2)
         minus_d = as_strided(workspace, *space.minus_d)
         accumulators = as_strided(workspace, *space.dq)
         counter = as_strided(workspace, *space.next)
         if self.needed[4] and (self.varlen or call.seqused_q is not None):
             # Rows between sequences, which the preprocess leaves unwritten.
-            steps.also()
-            workspace[: space.dq[2]].zero_()
-        dbias = self.bias.allocate(q, given[3], steps) if self.bias is not None else None
+            record.step(Tensor.zero_, workspace[: space.dq[2]])
+        dbias = self.bias.allocate(q, given[3]) if self.bias is not None else None
         if self.views:
             viewed: list[Any] = list(call)
             for index, shape, strides in self.views:
@@ -298,7 +282,7 @@ class BackwardLauncher:
         keep = 1.0 - self.dropout_p
         assert self.preprocess is not None
         cleared = (dq, dk, dv) if self.varlen else None
-        steps.launch(
+        record.launch(
             self.preprocess,
             grad_out,
             out,
@@ -321,20 +305,17 @@ class BackwardLauncher:
             seqlens,
             self.softmax_scale,
             self._schedule(counter),
-            self._score_args(call, dbias, steps),
+            self._score_args(call, dbias),
         )
-        self._main((*call[:3], grad_out), shared, steps)
+        self._main((*call[:3], grad_out), shared)
         if self.convert is not None:
             scale = self.softmax_scale / keep
-            steps.launch(self.convert, accumulators, dq, part_seqlens, scale)
+            record.launch(self.convert, accumulators, dq, part_seqlens, scale)
             if self.sign != 1:
-                steps.also()
-                dq.mul_(self.sign)
+                record.step(Tensor.mul_, dq, self.sign)
         if dbias is not None and self.bias is not None:
             dbias = self.bias.finish(dbias, given[3])
         needed, nheads_kv = self.needed, call.k.shape[-2]
-        if dk.shape[-2] != nheads_kv:
-            steps.also()  # sums, perhaps into a tensor that was given
         return (
             dq if needed[0] else None,
             _sum_splits(dk, nheads_kv, given[1]) if needed[1] else None,
@@ -343,18 +324,17 @@ class BackwardLauncher:
             _sinks_gradient(call.sinks, lse_log2, minus_d, keep, given[4]) if needed[4] else None,
         )
 
-    def _main(self, operands: tuple[Tensor, ...], shared: tuple, steps: Steps) -> None:
+    def _main(self, operands: tuple[Tensor, ...], shared: tuple) -> None:
         """Launch the main kernel on (q, k, v, grad_out), or on their terms and then the fallback."""
         assert self.main is not None
         if self.split is None:
             no_scales = (None,) if self.kernel.traits.arch == "sm80" else ()
-            steps.launch(self.main, *operands, *shared, *no_scales)
+            record.launch(self.main, *operands, *shared, *no_scales)
             return
-        steps.also()
         assert self.fallback is not None
         terms, scales = self.split.launch(operands)
-        self.main(*terms, *shared, scales)
-        self.fallback(*operands, *shared, scales)
+        record.launch(self.main, *terms, *shared, scales)
+        record.launch(self.fallback, *operands, *shared, scales)
 
     def _packs(self, inputs: Tensors, into: Gradients | None) -> bool:
         """Whether gradients become parts of one tensor, which the addresses of q, k and v decide as well."""
@@ -365,28 +345,28 @@ class BackwardLauncher:
             and fused_qkv.are_adjacent(inputs[3 - self.parts : 3])
         )
 
-    def _allocate(self, call: Call, given: Gradients, packs: bool, steps: Steps) -> list[Tensor]:
+    def _allocate(self, call: Call, given: Gradients, packs: bool) -> list[Tensor]:
         """What the kernels write dq, dk and dv into."""
         parts, shapes, found = self.parts, self.shapes, []
         together: Tensor | None = None
         if packs:
             shape = (*shapes[2][:-2], parts, *shapes[2][-2:])
-            together = steps.empty(call.q, shape, contiguous_strides(shape), call.q.dtype)
+            together = record.empty(call.q, shape, contiguous_strides(shape), call.q.dtype)
         for i, (shape, strides) in enumerate(zip(shapes, self.strides, strict=True)):
             own = given[i]
             if together is not None and i >= 3 - parts:
                 first = (i + parts - 3) * shape[-1] * shape[-2]
                 own = as_strided(together, shape, fused_qkv.packed_strides(shape, parts), first)
             elif own is None or tuple(own.shape) != shape:  # heads are divided, and added up afterwards
-                own = steps.empty(call.q, shape, strides, call.q.dtype)
+                own = record.empty(call.q, shape, strides, call.q.dtype)
             found.append(own)
         return found
 
-    def _score_args(self, call: Call, dbias: Tensor | None, steps: Steps) -> tuple:
+    def _score_args(self, call: Call, dbias: Tensor | None) -> tuple:
         if self.score_args is not None:
             return self.score_args.fill(call)
-        if call.epilogues or self.kernel.traits.variant:
-            steps.also()  # users' classes may read what they are given
+        if not are_functions(self.kernel.traits):
+            record.also()  # users' classes may read what they are given
         if dbias is not None and self.bias is not None:
             dbias = as_strided(dbias, *self.bias.seen)
         return self.kernel.score_args(call.score_inputs(dbias))
@@ -450,18 +430,17 @@ class PaddedBackward:
         grads: tuple[Tensor, Tensor | None],
         outputs: tuple[Tensor, Tensor],
         into: Gradients | None,
-        steps: Steps,
     ) -> Gradients:
-        """As :meth:`BackwardLauncher.run` of ``outer``, whose field this is."""
+        """As :meth:`BackwardLauncher.launch` of ``outer``, whose field this is."""
         given = into or NOTHING
-        results = outer._allocate(call, given, outer._packs(call[:3], into), steps)
+        results = outer._allocate(call, given, outer._packs(call[:3], into))
         cut = [cut or not padding.is_writable(x) for cut, x in zip(self.cut, results, strict=True)]
         written: Any = (*(None if cut else x for cut, x in zip(cut, results, strict=True)), *given[3:])
-        copies = self.pad.pad((*call[:3], grads[0], outputs[0]), self.copied, steps)
+        copies = self.pad.pad((*call[:3], grads[0], outputs[0]), self.copied)
         padded = Call._make((*copies[:3], *call[3:]))
-        found = self.launcher._launch(padded, (copies[3], grads[1]), (copies[4], outputs[1]), written, steps)
+        found = self.launcher._launch(padded, (copies[3], grads[1]), (copies[4], outputs[1]), written)
         wide = [x if cut else None for cut, x in zip(cut, found, strict=False)]
-        self.unpad.unpad(wide, results, steps)
+        self.unpad.unpad(wide, results)
         own = (x if wanted else None for x, wanted in zip(results, outer.needed, strict=False))
         return (*own, *found[3:])  # type: ignore[return-value]
 
@@ -487,18 +466,30 @@ def _sinks_gradient(
         given: what to write the gradient into, or None.
     """
     assert sinks is not None
+    if given is None:
+        given = record.empty(sinks, tuple(sinks.shape), (1,), sinks.dtype)
+    record.step(_sinks_gradient_into, sinks, lse_log2, minus_d, keep, given)
+    return given
+
+
+def _sinks_gradient_into(sinks: Tensor, lse_log2: Tensor, minus_d: Tensor, keep: float, out: Tensor) -> None:
     shares = torch.exp2(sinks.float()[:, None] * math.log2(math.e) - lse_log2)
-    found = (shares * minus_d).sum(-1 if lse_log2.dim() == 2 else (0, 2))
-    found = (found / keep).to(sinks.dtype)
-    return found if given is None else given.copy_(found)
+    out.copy_((shares * minus_d).sum(-1 if lse_log2.dim() == 2 else (0, 2)) / keep)
 
 
 def _sum_splits(gradient: Tensor, nheads_kv: int, given: Tensor | None) -> Tensor:
     """dK or dV of each kv head, from (..., nheads_kv * splits, dim), in ``given`` if there is one."""
     if gradient.shape[-2] == nheads_kv:
         return gradient
-    divided = gradient.unflatten(-2, (nheads_kv, -1))
-    return divided.sum(-2) if given is None else torch.sum(divided, -2, out=given)
+    shape = (*gradient.shape[:-2], nheads_kv, gradient.shape[-1])
+    if given is None:
+        given = record.empty(gradient, shape, contiguous_strides(shape), gradient.dtype)
+    record.step(_sum_into, gradient.unflatten(-2, (nheads_kv, -1)), -2, given)
+    return given
+
+
+def _sum_into(x: Tensor, dim: int | tuple[int, ...], out: Tensor, keepdim: bool = False) -> None:
+    torch.sum(x, dim, keepdim=keepdim, out=out)
 
 
 def check_given(
@@ -584,14 +575,15 @@ def launcher_for(
     options, inputs = plans.Options(call[NUM_TENSORS + 1 :]), call[:NUM_TENSORS]
     key = (*_key(options, inputs, needed), *user_classes(call, "backward"))
     tensors = (*inputs, grad_out, grad_lse, out, lse, *call.epilogue_tensors)
-    known = plans.find(key, tensors)
-    if known is not None:
-        return known.plan
-    check(call)
-    check_for_kernels(call, unaligned=True)
-    check_gradients(call, grad_out, grad_lse, out, lse)
-    deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
-    return plans.keep(key, tensors, _make_launcher(call, grad_out, grad_lse, out, needed, deterministic))
+
+    def make() -> BackwardLauncher:
+        check(call)
+        check_for_kernels(call, unaligned=True)
+        check_gradients(call, grad_out, grad_lse, out, lse)
+        deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
+        return _make_launcher(call, grad_out, grad_lse, out, needed, deterministic)
+
+    return plans.plan(key, tensors, make)
 
 
 def _key(options: plans.Options, inputs: Tensors, needed: tuple[bool, ...]) -> tuple[Hashable, ...]:
@@ -599,28 +591,6 @@ def _key(options: plans.Options, inputs: Tensors, needed: tuple[bool, ...]) -> t
     bias = inputs[BIAS]
     starts = are_aligned(inputs) or tuple(map(is_aligned, inputs[:3])), bias is None or is_aligned(bias)
     return "backward", options, needed, torch.are_deterministic_algorithms_enabled(), starts
-
-
-def repeated_gradients(
-    options: plans.Options,
-    inputs: Tensors,
-    grad_out: Tensor,
-    outputs: tuple[Tensor, Tensor],
-    needed: tuple[bool, ...],
-) -> Gradients | None:
-    """:func:`gradients` of a call that has been made before, from its record; None for another.
-
-    Args:
-        options: the call's but its tensors, which name no class of a user's.
-        inputs: q to rng_state.
-        outputs: out and lse.
-    """
-    known = plans.find(_key(options, inputs, needed), (*inputs, grad_out, None, *outputs))
-    if known is None:
-        return None
-    plan: BackwardLauncher = known.plan
-    replay = None if plan.repeats is None else plan.repeats[plan._packs(inputs, NOTHING)].replay
-    return None if replay is None else replay.run((*inputs, grad_out, *outputs))  # type: ignore[return-value]
 
 
 def _make_launcher(

@@ -17,9 +17,8 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from cute_attn import _without_dsl
 from cute_attn.epilogues.functions.known import block_mask_epilogue_of
-from cute_attn.host import memory
+from cute_attn.host import memory, record
 from cute_attn.host.checks import check_count
-from cute_attn.host.launch import NOW
 from cute_attn.host.values import kind_of
 from cute_attn.traits import FULL, LISTED_ROWS, PARTIAL, Traits
 
@@ -58,6 +57,28 @@ def epilogue_of_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor) -> tuple
         if all(type(x) is Tensor for x in lists):  # no tracer's
             made.lists[sizes] = lists
     return name, (*tensors, *lists)
+
+
+def tables_of(block_mask: BlockMask, sizes: tuple[int, ...]) -> tuple[Tensor, ...] | None:
+    """The table of kinds and the lists that an earlier call of these sizes was given, where they still hold.
+
+    Outside captures of CUDA graphs. sizes: batch, queries, heads, keys and kv heads.
+    """
+    known = _made.get(block_mask)
+    if known is None:
+        return None
+    versions, *shape, stream, capture = known.state
+    if capture or shape != [block_mask.BLOCK_SIZE, block_mask.seq_lengths]:
+        return None
+    source = (block_mask.kv_num_blocks, block_mask.kv_indices)
+    source += (block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    for x, known_x, version in zip(source, known.source, versions, strict=True):
+        if x is not known_x or (x is not None and x._version != version):
+            return None
+    kinds, lists = known.kinds, known.lists.get(sizes)
+    if lists is None or (kinds.is_cuda and torch._C._cuda_getCurrentRawStream(kinds.get_device()) != stream):
+        return None
+    return kinds, *lists
 
 
 def _visible(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> bool:
@@ -228,7 +249,7 @@ def _lists_by_kernel(
     check_count("block_mask has rows and columns of blocks", shared[0] * shared[1] * (rows + columns))
     with memory.on_device(kinds.get_device()):
         function = _visits_function(kinds.get_device())
-        NOW.launch(
+        record.launch(
             function, kinds, tuple(lists[:2]), tuple(lists[2:]), seqlen_q, seqlen_k, *block_size, group
         )
     return tuple(x.expand(batch, nheads, -1, -1) for x in lists)

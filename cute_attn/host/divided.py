@@ -11,7 +11,6 @@ from torch import Tensor
 from cute_attn.host.call import Call
 from cute_attn.host.checks import KERNEL_DTYPES, check_query_blocks
 from cute_attn.host.kvcache_launcher import Plan, make_plan
-from cute_attn.host.launch import Steps
 from cute_attn.kernels.limits import LARGE_HEAD_DIM
 
 FEW_TILES = 0.5
@@ -55,6 +54,6 @@ def plan_for_attention(call: Call) -> Plan:
     return make_plan(as_cache(call))
 
 
-def launch(plan: Plan, call: Call, out: Tensor, lse: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
+def launch(plan: Plan, call: Call, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Into out and lse; call: with the tensors' strides as kernels assume them."""
-    return plan.launch(as_cache(call), call.q, out, lse, steps)
+    return plan.launch(as_cache(call), call.q, out, lse)

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from cute_attn.host.record import thread
+
 
 class Served(Counter[tuple[str, str]]):
     """Counts that threads add to at the same time.
@@ -19,21 +21,22 @@ class Served(Counter[tuple[str, str]]):
     kv count as those with separate tensors, calls of the extension ``flash_attn_2_cuda`` as those of private functions.
     """
 
+    lock: threading.Lock
+    """Of all that counts calls; not to be kept, since a forked process has another."""
+
     def add(self, door: str, reason: str = "") -> None:
-        """One more call."""
-        with lock:
+        """One more call, also of each that repeats it from a record."""
+        with self.lock:
             self[door, reason] += 1
-
-
-lock = threading.Lock()
-"""Of all that counts calls; not to be kept, since a forked process has another."""
+        if thread.recording is not None:
+            thread.recording.counts.append((self, (door, reason)))
 
 
 def _new_lock() -> None:
-    global lock
-    lock = threading.Lock()
+    Served.lock = threading.Lock()
 
 
+_new_lock()
 os.register_at_fork(after_in_child=_new_lock)  # another thread may have held it
 
 

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cute_attn.host import record
 from cute_attn.host.call import Call
 from cute_attn.host.dispatch import NO_GRADIENT
+from cute_attn.host.memory import contiguous_strides, on_device
 
 MAX_ELEMENTS = 2**31 - 1
 """Of a tensor with a gradient, whose offsets have 32 bits."""
@@ -76,6 +78,23 @@ def check_wanted(call: Call, wanted: Sequence[bool]) -> None:
             )
 
 
+def _zeros_like(x: Tensor) -> Tensor:
+    with on_device(x.get_device()):
+        made = record.empty(x, tuple(x.shape), contiguous_strides(tuple(x.shape)), torch.float32)
+        record.step(Tensor.zero_, made)
+    return made
+
+
+def in_dtype_of(x: Tensor, target: Tensor) -> Tensor:
+    """A gradient in the dtype of its tensor."""
+    if target.dtype == x.dtype:
+        return target
+    with on_device(x.get_device()):
+        made = record.empty(x, tuple(x.shape), contiguous_strides(tuple(x.shape)), x.dtype)
+        record.step(Tensor.copy_, made, target)
+    return made
+
+
 def with_targets(call: Call, wanted: Sequence[bool]) -> tuple[Call, list[Tensor | None]]:
     """A call whose backward adds the wanted gradients to tensors, and these: fp32 of the epilogues' tensors' shapes.
 
@@ -83,10 +102,7 @@ def with_targets(call: Call, wanted: Sequence[bool]) -> tuple[Call, list[Tensor 
         NotImplementedError, ValueError: as of :func:`check_wanted`.
     """
     check_wanted(call, wanted)
-    targets = [
-        torch.zeros(x.shape, dtype=torch.float32, device=x.device) if own else None
-        for x, own in zip(call.epilogue_tensors, wanted, strict=True)
-    ]
+    targets = [_zeros_like(x) if own else None for x, own in zip(call.epilogue_tensors, wanted, strict=True)]
     names: list[str] = []
     tensors: list[Tensor] = []
     for one in _given(call.epilogues):

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.host.dispatch import no_dispatch_mode
 from cute_attn.host.memory import has_memory
+from cute_attn.host.plans import no_dispatch_mode
 
 
 def parts_packed(tensors: Sequence[Tensor]) -> int:

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.host import plans
+from cute_attn.host import plans, record
 from cute_attn.host.call import DTYPE_NAMES, Call
 from cute_attn.host.checks import MAX_ROWS, check_count
 from cute_attn.host.choose import check_kernel, user_classes
 from cute_attn.host.counters import multiprocessors
-from cute_attn.host.launch import NOW, Layout, Steps
 from cute_attn.host.memory import (
     Tensors,
+    all_plain,
     as_strided,
     clear_owned,
     contiguous_strides,
@@ -31,6 +31,7 @@ from cute_attn.host.memory import (
     regular_strides,
     rows_are_regular,
 )
+from cute_attn.host.record import Layout
 from cute_attn.tiles.inference import MAX_PARTIALS, SPLIT_KEYS, CacheCall, CombineSharesTile, CombineTile
 from cute_attn.traits import Traits
 
@@ -94,7 +95,6 @@ class Plan:
         q: Tensor,
         out: Tensor | None = None,
         lse: Tensor | None = None,
-        steps: Steps = NOW,
     ) -> tuple[Tensor, Tensor]:
         """Launch on the current stream.
 
@@ -104,21 +104,21 @@ class Plan:
         """
         starts = None if out is None else call.cu_seqlens_q
         if out is None:
-            out = steps.empty(q, self.shapes[0], self.strides[0], q.dtype)
+            out = record.empty(q, self.shapes[0], self.strides[0], q.dtype)
         if lse is None:
-            lse = steps.empty(q, self.shapes[1], self.strides[1], torch.float32)
+            lse = record.empty(q, self.shapes[1], self.strides[1], torch.float32)
         if self.function is None:
-            steps.also()
+            record.also()
             out = clear_owned(out, starts)
             if call.sinks is None:
                 return out, lse.fill_(-math.inf)
             return out, lse.copy_(call.sinks[:, None].expand_as(lse))
         seqlens, tables, partials = self._seqlens(call), _tables(call), None
         if self.partials:
-            partials = self._partials(q, steps)
-        tiles, score_args = steps.work_tiles(q.get_device()), self.score_args
+            partials = self._partials(q)
+        tiles, score_args = record.work_tiles(q.get_device()), self.score_args
         if self.kernel.traits.variant:
-            steps.also()  # a user's class may read what it is given
+            record.also()  # a user's class may read what it is given
         if score_args is None:
             score_args = self.kernel.score_args(_score_inputs(call))
         k, v = (
@@ -126,14 +126,14 @@ class Plan:
             for x, view in zip((call.k_cache, call.v_cache), self.views, strict=True)
         )
         arguments = (q, k, v, out, lse, seqlens, tables, call.softmax_scale, tiles, score_args, partials)
-        steps.launch(self.function, *arguments)
+        record.launch(self.function, *arguments)
         if self.split.how == "parts":
             outs, lses = (out.unsqueeze(0), lse.unsqueeze(0)) if out.dim() == 3 else (out, lse)
-            steps.launch(self.combine, partials.out, partials.lse, outs, lses, call.sinks)  # type: ignore[arg-type, union-attr]
+            record.launch(self.combine, partials.out, partials.lse, outs, lses, call.sinks)  # type: ignore[arg-type, union-attr]
         elif self.split.how == "shares":
             slots = self.partials[0][0][0] // 2
             mask_args = score_args[1] or None  # the DSL takes no empty tuple
-            steps.launch(
+            record.launch(
                 self.combine,  # type: ignore[arg-type]
                 *(partials, out, lse, call.sinks, seqlens, mask_args, k.shape[-2], slots),
             )
@@ -145,11 +145,11 @@ class Plan:
         lengths = (call.cu_seqlens_q, call.cu_seqlens_k, None, call.lengths)
         return Seqlens(*lengths, *self.longest, call.cache_leftpad, call.added)
 
-    def _partials(self, q: Tensor, steps: Steps) -> Any:
+    def _partials(self, q: Tensor) -> Any:
         """The workspace; the caching allocator keeps it for the stream, or for the graph that captures the call."""
         from cute_attn.work.key_parts import Partials
 
-        out, lse = (steps.empty(q, *layout, torch.float32) for layout in self.partials)
+        out, lse = (record.empty(q, *layout, torch.float32) for layout in self.partials)
         return Partials(out, lse, self.split.parts, self.split.part_keys)
 
 
@@ -191,8 +191,8 @@ def _key_and_tensors(call: Call) -> tuple[Hashable, Tensors]:
 
 def known_plan(call: Call) -> Plan | None:
     """The plan of an earlier call with this metadata, or None; None where a tensor is more than its memory."""
-    known = plans.find(*_key_and_tensors(call))
-    return None if known is None else known.plan
+    key, tensors = _key_and_tensors(call)
+    return plans.known_plan(key, tensors) if all_plain(tensors) else None
 
 
 def plan_for(call: Call) -> Plan:
@@ -201,8 +201,7 @@ def plan_for(call: Call) -> Plan:
     Raises:
         ValueError, Unsupported: sizes are beyond the kernels' integers, or no kernel supports the call.
     """
-    known = known_plan(call)
-    return plans.keep(*_key_and_tensors(call), make_plan(call)) if known is None else known
+    return plans.plan(*_key_and_tensors(call), lambda: make_plan(call))
 
 
 def make_plan(call: Call) -> Plan:

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from cute_attn import reference
-from cute_attn.host import padding, plans
+from cute_attn.host import fused_qkv, padding, plans, record
 from cute_attn.host.call import NUM_TENSORS, SINKS, Call
 from cute_attn.host.checks import check, check_for_kernels, check_query_blocks, check_steps
 from cute_attn.host.choose import choose_kernel, user_classes
 from cute_attn.host.counters import multiprocessors
-from cute_attn.host.launch import NOW, Repeatable, Repeats, ScoreArgs, Steps
 from cute_attn.host.memory import (
     ALIGNMENT_BYTES,
     Tensors,
@@ -34,8 +33,8 @@ from cute_attn.host.memory import (
     write_owned,
 )
 from cute_attn.host.padding import Copies
+from cute_attn.host.record import ScoreArgs
 from cute_attn.host.slots import prepared
-from cute_attn.host.values import is_hashable
 
 Outputs = tuple[Tensor, Tensor, Tensor | None]
 
@@ -43,7 +42,7 @@ Outputs = tuple[Tensor, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Launcher(Repeatable):
+class Launcher:
     """What follows from a call's metadata. Launchers compare by identity.
 
     Attributes:
@@ -56,14 +55,15 @@ class Launcher(Repeatable):
         views: (index, shape, strides) of those tensors that the kernel reads through other strides.
         score_args: the epilogues' arguments, or None where each call makes its own.
         prefill: whether some rows are written by no thread, so that outputs are filled beforehand.
+        in_terms: whether ``function`` is a ``SpeculativeForward``, which launches several kernels.
         sign, softmax_scale: the call's scale as kernels have it: see :meth:`Call.with_positive_scale`.
         rest: the call's arguments that are not tensors.
-        options: ``rest`` for the key of a backward; None where the call names a class of a user's.
+        options: ``rest`` and the users' classes that the call names, for the key of a backward.
+        packed: how many of q, k and v are parts of one tensor, if they lie side by side: their gradients are, too.
         aligned: whether calls may come whose q, k or v does not start at a multiple of 16 bytes, which metadata does
             not show: these are padded.
         divided: a ``kvcache_launcher.Plan`` that divides keys among CTAs, in place of ``function``; or None.
         padding: launches with padded copies, where no kernel reads q, k and v as they are; or None.
-        repeats: as of :class:`cute_attn.host.launch.Repeatable`.
     """
 
     function: Callable[..., None] | None
@@ -78,12 +78,13 @@ class Launcher(Repeatable):
     prefill: bool
     softmax_scale: float
     rest: tuple
-    options: plans.Options | None = None
+    options: plans.Options
+    packed: int = 0
     aligned: bool = False
     divided: Any = None
     sign: int = 1
+    in_terms: bool = False
     padding: "PaddedForward | None" = None
-    repeats: Repeats | None = None
 
     def launch(
         self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...] = (), into: Tensor | None = None
@@ -92,49 +93,31 @@ class Launcher(Repeatable):
 
         into: out's memory, which :func:`cute_attn.host.checks.check_out` accepts.
         """
-        if self.repeats is not None and into is None:
-            given = (*tensors, *epilogue_tensors) if epilogue_tensors else tensors
-            return self.repeats.run(  # type: ignore[return-value]
-                given, lambda steps: self.run(tensors, epilogue_tensors, None, steps), len(epilogue_tensors)
-            )
-        return self.run(tensors, epilogue_tensors, into)
-
-    def run(
-        self,
-        tensors: Tensors,
-        epilogue_tensors: tuple[Tensor, ...] = (),
-        into: Tensor | None = None,
-        steps: Steps = NOW,
-    ) -> Outputs:
-        """As :meth:`launch`, step by step."""
         with on_device(tensors[0].get_device()):
-            return self._launch(tensors, epilogue_tensors, into, steps)
+            return self._launch(tensors, epilogue_tensors, into)
 
-    def _launch(
-        self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...], into: Tensor | None, steps: Steps
-    ) -> Outputs:
+    def _launch(self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...], into: Tensor | None) -> Outputs:
         if self.softmax_shape is not None and any(x is not None for x in tensors[3:7]):
             _refuse_capture()
         if self.padding is not None:
-            return self.padding.launch(self, tensors, epilogue_tensors, into, steps)
+            return self.padding.launch(self, tensors, epilogue_tensors, into)
         if self.sign != 1:
             tensors = ((tensors[0] * self.sign).contiguous(), *tensors[1:])
         q, k, v = tensors[:3]
         if self.aligned and not are_aligned(tensors):
-            steps.unlike_others()
+            record.unlike_others()
             call = self._call(tensors, epilogue_tensors)
             return _padded_launcher(self, call).launch(tensors, epilogue_tensors, into)
-        out = steps.empty(q, self.shapes[0], self.strides[0], q.dtype) if into is None else into
-        lse = steps.empty(q, self.shapes[1], self.strides[1], torch.float32)
+        out = record.empty(q, self.shapes[0], self.strides[0], q.dtype) if into is None else into
+        lse = record.empty(q, self.shapes[1], self.strides[1], torch.float32)
         if self.prefill:
-            steps.also()
-            clear_owned(out, None if into is None else tensors[3])
-            lse.fill_(-math.inf)
+            record.step(clear_owned, out, None if into is None else tensors[3])
+            record.step(Tensor.fill_, lse, -math.inf)
         if self.divided is not None:
             keeps_rows = into is not None and tensors[3] is not None
-            return self._launch_divided(tensors, out, lse, steps, keeps_rows=keeps_rows)
+            return self._launch_divided(tensors, out, lse, keeps_rows=keeps_rows)
         if self.function is None:
-            steps.also()
+            record.also()
             if tensors[SINKS] is not None:
                 _fill_with_sinks(lse, tensors)
             return out, lse, None if self.softmax_shape is None else q.new_zeros(self.softmax_shape)
@@ -143,16 +126,21 @@ class Launcher(Repeatable):
         if self.score_args is not None:
             score_args = self.score_args.fill(tensors)
         else:
-            steps.also()  # users' classes may read what they are given
+            if not are_functions(self.kernel.traits):
+                record.also()  # users' classes may read what they are given
             score_args = self.kernel.score_args(self._call(tensors, epilogue_tensors).score_inputs())
         seqlens = self.seqlens
         if callable(seqlens):
             seqlens = seqlens(*tensors[3:7], *self.longest)
-        tiles = steps.work_tiles(q.get_device())
-        steps.launch(self.function, q, k, v, out, lse, seqlens, self.softmax_scale, tiles, score_args)
+        tiles = record.work_tiles(q.get_device())
+        arguments = (q, k, v, out, lse, seqlens, self.softmax_scale, tiles, score_args)
+        if self.in_terms:
+            self.function(*arguments)
+        else:
+            record.launch(self.function, *arguments)
         if self.softmax_shape is None:
             return out, lse, None
-        steps.also()
+        record.also()
         call = self._call(tensors, epilogue_tensors)
         definition = call.by_definition()
         return out, lse, reference.softmax(q, k, lse, call.softmax_scale, *definition, call.precision)
@@ -171,17 +159,15 @@ class Launcher(Repeatable):
             viewed[index] = as_strided(viewed[index], shape, strides)
         return tuple(viewed)
 
-    def _launch_divided(
-        self, tensors: Tensors, out: Tensor, lse: Tensor, steps: Steps, *, keeps_rows: bool
-    ) -> Outputs:
+    def _launch_divided(self, tensors: Tensors, out: Tensor, lse: Tensor, *, keeps_rows: bool) -> Outputs:
         """keeps_rows: rows of ``out`` that no sequence owns stay, which the combine kernel would write."""
         from cute_attn.host import divided
 
         call, written = self._call(self._viewed(tensors)), out
         if keeps_rows:
-            steps.also()
-            written = steps.empty(out, self.shapes[0], self.strides[0], out.dtype)
-        divided.launch(self.divided, call, written, lse, steps)
+            record.also()
+            written = record.empty(out, self.shapes[0], self.strides[0], out.dtype)
+        divided.launch(self.divided, call, written, lse)
         return write_owned(out, written, tensors[3]) if keeps_rows else out, lse, None
 
 
@@ -218,21 +204,19 @@ class PaddedForward:
         tensors: Tensors,
         epilogue_tensors: tuple[Tensor, ...],
         into: Tensor | None,
-        steps: Steps,
     ) -> Outputs:
-        """As :meth:`Launcher.run` of ``outer``, whose field this is."""
+        """As :meth:`Launcher.launch` of ``outer``, whose field this is."""
         q = tensors[0]
-        out = steps.empty(q, outer.shapes[0], outer.strides[0], q.dtype) if into is None else into
+        out = record.empty(q, outer.shapes[0], outer.strides[0], q.dtype) if into is None else into
         if outer.prefill and into is None:  # rows without an owner, too
-            steps.also()
-            out.zero_()
-        copies = self.pad.pad(tensors[:3], self.copied, steps)
+            record.step(Tensor.zero_, out)
+        copies = self.pad.pad(tensors[:3], self.copied)
         cuts = self.cuts or not padding.is_writable(into)
-        written = steps.empty(q, *self.unpad.layouts[0], q.dtype) if cuts else out
+        written = record.empty(q, *self.unpad.layouts[0], q.dtype) if cuts else out
         launch = self.launcher._launch
-        _, lse, softmax = launch((*copies, *tensors[3:]), epilogue_tensors, written, steps)
+        _, lse, softmax = launch((*copies, *tensors[3:]), epilogue_tensors, written)
         if cuts:
-            self.unpad.unpad([written], [out], steps, tensors[3])
+            self.unpad.unpad([written], [out], tensors[3])
         return out, lse, softmax
 
 
@@ -265,6 +249,13 @@ def _fill_with_sinks(lse: Tensor, tensors: Tensors) -> None:
     lse.copy_(torch.where(exists, sinks[:, None].to(lse.dtype), -math.inf))
 
 
+def are_functions(traits: Any) -> bool:
+    """Whether a kernel computes what the package wrote or traced, and no class of a user's."""
+    from cute_attn.epilogues.base import user_epilogue
+
+    return not traits.variant and not any(isinstance(user_epilogue(name), type) for name in traits.epilogues)
+
+
 # ---- launchers by metadata ----
 
 
@@ -278,33 +269,29 @@ def key_of(options: Hashable, bias: Tensor | None) -> tuple[Hashable, ...]:
     return "forward", options, not has_address or is_aligned(bias)  # type: ignore[arg-type]
 
 
-def launcher_for(call: Call, options: Hashable = None) -> Launcher:
-    """The launcher of a call, which is checked; kept under its metadata and ``options``, by default the parameters'.
+def launcher_for(call: Call) -> Launcher:
+    """The launcher of a call, which is checked; kept under its metadata.
 
-    Users' classes are part of the key: they may be registered again at any time. So are the parameters where options
-    cannot be hashed, such as a window in a list.
+    Users' classes are part of the key: they may be registered again at any time.
 
     Raises:
         TypeError, ValueError, Unsupported: a parameter is wrong, or no kernel supports the call.
     """
-    tensors, classes = call[:NUM_TENSORS], user_classes(call)
-    if options is None or classes or not is_hashable(options):
-        options = (call[NUM_TENSORS + 1 :], *classes)
-        tensors = (*tensors, *call.epilogue_tensors)
-    key = key_of(options, call.bias)
-    known = plans.find(key, tensors)
-    return plans.keep(key, tensors, _make_launcher(call)) if known is None else known.plan
+    key = key_of((call[NUM_TENSORS + 1 :], *user_classes(call)), call.bias)
+    tensors = (*call[:NUM_TENSORS], *call.epilogue_tensors)
+    return plans.plan(key, tensors, lambda: _make_launcher(call))
 
 
 def _padded_launcher(launcher: Launcher, call: Call) -> Launcher:
     """The launcher for calls of a launcher's metadata of which q, k or v start as in ``call``, some unaligned."""
     starts = tuple(map(is_aligned, call[:3]))
     key = ("padded forward", launcher, starts)
-    known = plans.find(key, ())
-    if known is not None:
-        return known.plan
-    made = _make_launcher(call, starts)
-    return plans.keep(key, (), replace(made, shapes=launcher.shapes, strides=launcher.strides))
+
+    def make() -> Launcher:
+        made = _make_launcher(call, starts)
+        return replace(made, shapes=launcher.shapes, strides=launcher.strides)
+
+    return plans.plan(key, (), make)
 
 
 def _make_launcher(call: Call, starts: tuple[bool, ...] = ()) -> Launcher:
@@ -328,7 +315,8 @@ def _make_launcher(call: Call, starts: tuple[bool, ...] = ()) -> Launcher:
         softmax_scale=call.softmax_scale,
         sign=sign,
         rest=rest,
-        options=None if user_classes(call) else plans.Options(rest),
+        options=plans.Options((rest, *user_classes(call))),
+        packed=fused_qkv.parts_packed(call[:3]),
     )
     if 0 in (call.batch, *call.longest, math.prod(out_shape), math.prod(call.k.shape)):
         return launcher
@@ -367,6 +355,7 @@ def _make_launcher(call: Call, starts: tuple[bool, ...] = ()) -> Launcher:
     return replace(
         launcher,
         function=function,
+        in_terms=speculative is not None,
         kernel=kernel,
         seqlens=Seqlens
         if any(x is not None for x in lengths)

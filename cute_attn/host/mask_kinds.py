@@ -16,10 +16,9 @@ from cute_attn.epilogues.functions.definition import evaluate
 from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.epilogues.functions.predicate import Predicate, predicate_of
 from cute_attn.epilogues.functions.trace import Trace, trace
-from cute_attn.host import memory
+from cute_attn.host import memory, record
 from cute_attn.host.block_masks import remember
 from cute_attn.host.checks import check_count
-from cute_attn.host.launch import NOW
 from cute_attn.traits import FULL, LISTED_ROWS, PARTIAL, Traits
 
 _MOST_CTAS = 1024
@@ -114,7 +113,7 @@ def _kinds_by_kernel(
         check_count("block_mask has blocks of queries", blocks_q * groups)
         kinds = torch.empty(shape, dtype=torch.uint8, device=device)
         captured = tuple(as_kernels_read(x) for x in tensors) or None
-        NOW.launch(function, kinds, *sizes[2:], groups, captured)
+        record.launch(function, kinds, *sizes[2:], groups, captured)
         return kinds
 
 
@@ -163,7 +162,7 @@ def lists_of(kinds: Tensor) -> tuple[Lists, Lists]:
             for n, others in ((rows, columns), (columns, rows))
         )
         check_count("block_mask has rows and columns of blocks", batch * nheads * (rows + columns))
-        NOW.launch(_lists_function(kinds.get_device()), kinds, of_queries, of_keys)
+        record.launch(_lists_function(kinds.get_device()), kinds, of_queries, of_keys)
     return of_queries, of_keys  # type: ignore[return-value]
 
 

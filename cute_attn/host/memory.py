@@ -18,7 +18,6 @@ Tensors = tuple[Any, ...]
 # What torch.compile's generated code calls: a third of the time of the public functions, which go through the
 # dispatcher and are used where torch has none of these. TensorGuards compares all metadata of some tensors at once.
 _guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-_empty_strided_cuda = getattr(_guards, "_empty_strided_cuda", None)
 _reinterpret_tensor = getattr(_guards, "_reinterpret_tensor", None)
 tensor_guards = getattr(_guards, "TensorGuards", None)
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
@@ -29,16 +28,7 @@ _HERE = contextlib.nullcontext()
 
 def on_device(device: int) -> contextlib.AbstractContextManager:
     """Within it ``device``, as tensors give it, is the current one, where launches go."""
-    return _HERE if device == current_device() else torch.cuda.device(device)
-
-
-def new_empty_strided(
-    like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
-) -> Tensor:
-    """Memory for an output on the current device, ``like``'s. Tests replace it to find unwritten elements."""
-    if _empty_strided_cuda is None or not like.is_cuda:
-        return like.new_empty_strided(shape, strides, dtype=dtype)
-    return _empty_strided_cuda(shape, strides, dtype)
+    return _HERE if device < 0 or device == current_device() else torch.cuda.device(device)
 
 
 def _as_strided(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], first: int = 0) -> Tensor:
@@ -166,14 +156,6 @@ def materialized(tensors: Iterable[Any]) -> tuple[Any, ...]:
     if torch.compiler.is_compiling():
         return tuple(tensors)
     return tuple(x.clone() if isinstance(x, Tensor) and is_lazy(x) else x for x in tensors)
-
-
-def overwritten(*tensors: Tensor) -> None:
-    """Raise the version counters of tensors that a kernel has written.
-
-    By these autograd knows that memory which it saved for a backward has changed. Tensors of inference mode have none.
-    """
-    torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
 
 
 # ---- rows of packed sequences ----

@@ -3,20 +3,20 @@
 import torch
 from torch import Tensor
 
+from cute_attn.host import record
 from cute_attn.host.call import DTYPE_NAMES
-from cute_attn.host.launch import Steps
 from cute_attn.host.memory import is_aligned, readable
 from cute_attn.tiles.inference import CombineTile
 from cute_attn.traits import Traits
 
 
-def launch(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, steps: Steps) -> None:
+def launch(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
     """Launch the kernel: out of dtype fp16, bf16 or fp32; packed rows are a batch of one."""
     from cute_attn import compiler
     from cute_attn.compiler import registry
 
     if not is_aligned(outs):
-        steps.unlike_others()
+        record.unlike_others()
     outs = readable(outs.to(torch.float32))
     if outs.dim() == 4:
         outs, lses, out, lse = outs.unsqueeze(1), lses.unsqueeze(1), out.unsqueeze(0), lse.unsqueeze(0)
@@ -24,4 +24,4 @@ def launch(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, sinks: Tensor |
     arch, sink_dtype = registry.generations(target)[0], "" if sinks is None else DTYPE_NAMES[sinks.dtype]
     traits = Traits("combine", arch, DTYPE_NAMES[out.dtype], outs.shape[-1], sinks=sink_dtype)
     function = compiler.compile(traits, CombineTile.of(outs.shape[0]), target).function
-    steps.launch(function, outs, lses, out, lse, sinks)
+    record.launch(function, outs, lses, out, lse, sinks)

@@ -15,16 +15,16 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from cute_attn.host import memory
+from cute_attn.host import record
 from cute_attn.host.call import DTYPE_NAMES, Call
 from cute_attn.host.checks import check_count
-from cute_attn.host.launch import Layout, Steps
 from cute_attn.host.memory import (
     as_strided,
     contiguous_strides,
     is_readable,
     rows_are_whole,
 )
+from cute_attn.host.record import Layout
 from cute_attn.traits import Traits, aligned_head_dim, head_dim_multiple
 
 MAX_ROWS = 2**31 - 2**16
@@ -72,29 +72,28 @@ class Copies:
     def empty(self, tensors: Sequence[Tensor], copied: Sequence[bool]) -> list[Tensor]:
         """``tensors`` as :meth:`pad` returns them, without their values: for the plan of a call."""
         return [
-            memory.new_empty_strided(x, *layout, x.dtype) if wanted else x
+            record.new_empty_strided(x, *layout, x.dtype) if wanted else x
             for x, layout, wanted in zip(tensors, self.layouts, copied, strict=True)
         ]
 
-    def pad(self, tensors: Sequence[Tensor], copied: Sequence[bool], steps: Steps) -> list[Tensor]:
+    def pad(self, tensors: Sequence[Tensor], copied: Sequence[bool]) -> list[Tensor]:
         """``tensors``, of some of them padded copies, all in one allocation: each is whole 16 bytes."""
         if not any(copied):
             return list(tensors)
         sizes = [math.prod(shape) * wanted for (shape, _), wanted in zip(self.layouts, copied, strict=True)]
-        together = steps.empty(tensors[0], (sum(sizes),), (1,), tensors[0].dtype)
+        together = record.empty(tensors[0], (sum(sizes),), (1,), tensors[0].dtype)
         firsts = accumulate(sizes, initial=0)
         padded = [
             as_strided(together, *layout, first) if wanted else None
             for layout, first, wanted in zip(self.layouts, firsts, copied, strict=False)
         ]
-        self._launch(tensors, padded, None, steps)
+        self._launch(tensors, padded, None)
         return [x if copy is None else copy for x, copy in zip(tensors, padded, strict=True)]
 
     def unpad(
         self,
         padded: Sequence[Tensor | None],
         results: Sequence[Tensor | None],
-        steps: Steps,
         cu_seqlens: Tensor | None = None,
     ) -> None:
         """Write results from their padded ones, where there are such.
@@ -102,14 +101,13 @@ class Copies:
         cu_seqlens: of packed queries, of whose O rows without an owner stay as they are; other results have none.
         """
         if any(x is not None for x in padded):
-            self._launch(padded, results, cu_seqlens, steps)
+            self._launch(padded, results, cu_seqlens)
 
     def _launch(
         self,
         sources: Sequence[Tensor | None],
         targets: Sequence[Tensor | None],
         cu_seqlens: Tensor | None,
-        steps: Steps,
     ) -> None:
         """Of pairs of two tensors; the kernel looks at none of the others, in whose places it gets any tensors."""
         both = [x is not None and y is not None for x, y in zip(sources, targets, strict=True)]
@@ -118,7 +116,7 @@ class Copies:
             tuple(x if wanted else tensors[some] for x, wanted in zip(tensors, both, strict=True))
             for tensors in (sources, targets)
         )
-        steps.copy(self.function, *arguments, sum(wanted << i for i, wanted in enumerate(both)), cu_seqlens)
+        record.copy(self.function, *arguments, sum(wanted << i for i, wanted in enumerate(both)), cu_seqlens)
 
 
 def check_rows(named: dict[str, Tensor], copied: Sequence[bool]) -> None:

@@ -1,44 +1,56 @@
-"""The plans of calls, found by what is known of a call before any check: its options and its tensors' metadata.
+"""What is known of calls that came before: the records and plans of those with the same metadata.
 
-A plan is all that follows from those: checks that passed, kernels, layouts, constant arguments. A call that repeats an
-earlier one is recognized by torch's guards, those of compiled code, which compare types, dtypes, devices, shapes,
-strides and the dispatcher's state of all tensors at once. Where no guard matches, a key of the same metadata finds the
-plan, in five times that time.
+A call that repeats an earlier one is recognized before any check, by its arguments as given. Torch's guards, those of
+compiled code, compare types, dtypes, devices, shapes, strides and the dispatcher's state of all tensors at once; what
+the functions among the arguments read is compared step by step (:mod:`cute_attn.epilogues.functions.reads`). Where no
+guard matches, a key of the same metadata finds the record, in five times that time. A call is recorded when it comes
+for the second time.
 """
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from cute_attn.epilogues.functions.known import traces_alone
+from cute_attn.epilogues.functions.reads import Reads, Step
 from cute_attn.host.memory import Tensors, all_plain, tensor_guards
+from cute_attn.host.record import Record, Recording, thread
 
-_MAX_PLANS = 4096
-_MAX_GUARDS = 8
-"""Of calls with the same key and the same tensors present, the last ones first; a new plan takes the oldest's place."""
+_MOST = 4096
+_MOST_GUARDS = 8
+"""Of calls with the same key and the same tensors present, the last first; a new record takes the oldest's place."""
+
+Tables = Callable[[], Tensors | None]
+"""The tensors of a BlockMask's blocks, where they are made and still hold."""
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """An earlier call's plan.
+def no_dispatch_mode() -> bool:
+    """Whether, for plain tensors, an implementation called directly equals the operator.
 
-    Attributes:
-        plan: what :func:`keep` was given.
-        constant: whether none of the call's tensors requires a gradient.
-        check: torch's guards of the tensors that ``pick`` selects; None where a key found the plan.
-        pick: selects the tensors that were present, each once.
-        same: places of tensors that are one and the same, which guards cannot tell.
+    The dispatcher costs more time than the launch. It is needed where something observes or transforms operators:
+    compilers, tracers, modes, function transforms, profilers. The node of :mod:`cute_attn.api.operators` records
+    the direct call for autograd.
     """
+    return not (
+        torch.compiler.is_compiling()
+        or _dispatch_modes()
+        or _function_modes()
+        or _function_transforms() is not None
+        or _tracing_state() is not None
+        or _profiler_enabled()
+    )
 
-    plan: Any
-    constant: bool
-    check: Callable[..., bool] | None = None
-    pick: Callable[[Tensors], Tensors] | None = None
-    same: tuple[tuple[int, int], ...] = ()
+
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_function_transforms, _tracing_state = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+_profiler_enabled = torch.autograd._profiler_enabled
 
 
 class Options:
@@ -57,102 +69,260 @@ class Options:
         return self is other or (isinstance(other, Options) and self.values == other.values)
 
 
-_plans: dict[tuple[Any, ...], Any] = {}
-_guarded: dict[tuple[Any, ...], list[Known]] = {}
+Brought = tuple[tuple, tuple, "Tables | None"]
+"""Part of a key, functions and tables, as :func:`find` takes them."""
 
 
-def find(key: Hashable, tensors: Tensors) -> Known | None:
-    """The plan that was kept for ``key`` and for tensors of this metadata; None also for arguments of wrong types.
+def brought(score_mod: Any, mask_mod: Any, block_mask: Any, sizes: tuple[int, ...]) -> Brought:
+    """What a call's functions are found by. sizes: batch, queries, heads, keys and kv heads."""
+    # A number takes torch's default dtype where it meets an integer.
+    key = (
+        torch.get_default_dtype(),
+        id(getattr(score_mod, "__code__", None)),
+        id(getattr(mask_mod, "__code__", None)),
+    )
+    if block_mask is None:
+        return key, (score_mod, mask_mod), None
+    from cute_attn.host import block_masks  # loads torch's compiler
 
-    Memory is all there is to the tensors of a call with a plan (:func:`cute_attn.host.memory.all_plain`).
+    size, lengths = getattr(block_mask, "BLOCK_SIZE", None), getattr(block_mask, "seq_lengths", None)
+    tables = functools.partial(block_masks.tables_of, block_mask, sizes)
+    return (*key, size, lengths), (score_mod, mask_mod, getattr(block_mask, "mask_mod", None)), tables
 
-    key: all that the plan depends on beside the tensors' metadata.
+
+# ---- records ----
+
+
+@dataclass(frozen=True, slots=True)
+class _Guarded:
+    """A record, and which calls it is for.
+
+    Attributes:
+        record: of an earlier call.
+        check: torch's guards of the tensors that ``pick`` selects.
+        pick: selects the tensors that were present, each once.
+        same: places of tensors that are one and the same, which guards cannot tell.
+        reads: how what functions read is compared, and what keeps the objects that are compared by identity.
+        tables: whether the tensors of a BlockMask's blocks are among the call's.
     """
+
+    record: Record
+    check: Callable[..., bool]
+    pick: Callable[[Tensors], Tensors]
+    same: tuple[tuple[int, int], ...]
+    reads: tuple[Step, ...] = ()
+    kept: tuple = ()
+    tables: bool = False
+
+
+_guarded: dict[tuple[Any, ...], list[_Guarded]] = {}
+_records: dict[tuple[Any, ...], Record | bool] = {}
+"""By all metadata; True of a call that came once, False of one that has no record."""
+_kept: dict[tuple[Any, ...], tuple] = {}
+"""Objects whose ids are part of a key of ``_records``."""
+
+
+def find(
+    key: Hashable, tensors: Tensors, functions: tuple = (), tables: Tables | None = None
+) -> tuple[Record, Tensors] | None:
+    """The record of an earlier call with this key and metadata, and the tensors that it takes.
+
+    None also for arguments of wrong types, within a recording, and where something observes or transforms operators.
+    Memory is all there is to the tensors of a call with a record (:func:`cute_attn.host.memory.all_plain`).
+
+    Args:
+        key: the arguments as given, but for tensors and functions.
+        functions: which the record's epilogues are traced of, each of them or None.
+        tables: of a BlockMask among the arguments.
+    """
+    if not no_dispatch_mode() or thread.recording is not None:
+        return None
     try:
-        for known in _guarded.get((key, tuple(map(type, tensors))), ()):
-            if known.check(*known.pick(tensors)) and (  # type: ignore[misc]
-                not known.same or all(tensors[i] is tensors[j] for i, j in known.same)
+        guarded = _guarded.get((key, tuple(map(type, tensors))), ())
+        if (
+            guarded and functions and torch.cuda.is_current_stream_capturing()
+        ):  # a graph holds its functions' kernels for good
+            return None
+        for known in guarded:
+            given = tensors
+            if known.reads:
+                read = _read(known.reads, functions)
+                if read is None:
+                    continue
+                given = (*tensors, *read)
+            if known.tables:
+                made = tables()  # type: ignore[misc]
+                if made is None:
+                    return None
+                given = (*given, *made)
+            if known.check(*known.pick(given)) and (
+                not known.same or all(given[i] is given[j] for i, j in known.same)
             ):
-                return known
-        full = _full_key(key, tensors)
-        plan = _plans.get(full)
-        if plan is None or not all_plain(tensors):
+                return known.record, given
+        if functions:
+            return None
+        record = _records.get(_full_key(key, tensors, gradients=True))
+        if type(record) is not Record or not all_plain(tensors):
             return None
     except (TypeError, AttributeError, RuntimeError):  # not hashable, no tensor, or one without memory
         return None
-    if hasattr(plan, "ready"):
-        plan = _plans[full] = plan.ready()
-    return _guard(key, tensors, plan)
+    _guard(key, tensors, record)
+    return record, tensors
 
 
-def keep(key: Hashable, tensors: Tensors, plan: Any) -> Any:
-    """Let :func:`find` find a plan; returns it.
+def _read(steps: tuple[Step, ...], functions: tuple) -> list[Tensor] | None:
+    """The tensors that functions refer to; None where they read other values than when ``steps`` were noted."""
+    values: list[Any] = [functions]
+    found: list[Tensor] = []
+    try:
+        for parent, get, kind, test in steps:
+            x = get(values[parent])
+            if type(x) is not kind or (test is not None and not test(x)):
+                return None
+            values.append(x)
+            if kind is Tensor or kind is torch.nn.Parameter:
+                found.append(x)
+    except (LookupError, ValueError, AttributeError):  # a name or a cell without a value
+        return None
+    return found
 
-    What pays only for calls that repeat is made when one does: guards, and what the plan's method ``ready`` returns, a
-    plan that takes its place.
+
+def repeat(
+    key: Hashable,
+    tensors: Tensors,
+    call: Callable[[], Any],
+    functions: tuple = (),
+    tables: Tables | None = None,
+) -> Any:
+    """A call's results, from the record of an earlier one or as :func:`recorded`: of a call without gradients.
+
+    One with gradients is left to the functions that ``call`` calls. Arguments: as of :func:`recorded`.
     """
-    if len(_plans) >= _MAX_PLANS:
-        forget()
-    if any(isinstance(x, weakref.ref) for x in _flat(key)):
+    known = find(key, tensors, functions, tables)
+    if known is not None and (known[0].constant or not torch.is_grad_enabled()):
+        found = known[0].run(known[1])
+        if found is not None:
+            return found
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
+        return call()
+    return recorded(key, tensors, call, functions, tables)
+
+
+def recorded(
+    key: Hashable,
+    tensors: Tensors,
+    call: Callable[[], Any],
+    functions: tuple = (),
+    tables: Tables | None = None,
+) -> Any:
+    """The results of a call that :func:`find` does not know, and for later ones its record, when it comes again.
+
+    Args:
+        key, tensors, functions, tables: as of :func:`find`.
+        call: makes it.
+    """
+    if not no_dispatch_mode() or thread.recording is not None or not _on_gpu(tensors):
+        return call()
+    if functions:
+        return _recorded_with_functions(key, tensors, call, functions, tables)
+    try:
+        full = _full_key(key, tensors, gradients=True)
+        known = _records.get(full)
+    except (TypeError, AttributeError, RuntimeError):
+        return call()
+    if known is not True:
+        found = call()
+        if known is None:
+            _remember(full, True)
+        return found
+    found, record, repeats = _record(tensors, call)
+    if record is not None:
+        _remember(full, record)
+        del _guarded.get((key, tuple(map(type, tensors))), [])[_MOST_GUARDS - 1 :]  # room for its guards
+    elif repeats:
+        _remember(full, False)
+    return found
+
+
+def _recorded_with_functions(
+    key: Hashable,
+    tensors: Tensors,
+    call: Callable[[], Any],
+    functions: tuple,
+    tables: Tables | None,
+) -> Any:
+    """:func:`recorded` with functions, whose traces hold for later calls where none served its call alone."""
+    own, before = Reads(*functions), traces_alone()
+    try:
+        full = _full_key((key, own.key), tensors, gradients=True)
+        known, made = _records.get(full), () if tables is None else tables()
+    except (TypeError, AttributeError, RuntimeError):
+        return call()
+    if not own.complete or made is None or known is not True:
+        found = call()
+        if own.complete and known is None and traces_alone() == before:
+            _remember(full, True, own.kept)
+        return found
+    given = (*tensors, *own.references, *made)
+    found, record, repeats = _record(given, call, len(given) - len(tensors))
+    if traces_alone() != before:
+        return found
+    if record is not None:
         _forget_dead()
-    with contextlib.suppress(TypeError):  # an option that cannot be hashed, such as a window as a list
-        _plans[_full_key(key, tensors)] = plan
-        del _guarded.get((key, tuple(map(type, tensors))), [])[_MAX_GUARDS - 1 :]  # room for this one's
-    return plan
+        _guard(key, given, record, len(tensors), own, tables is not None)
+    elif repeats:
+        _remember(full, False, own.kept)
+    return found
 
 
-def forget(owner: Any = None) -> None:
-    """Forget all plans, or those whose keys begin with ``owner``."""
-    if owner is None:
-        _plans.clear()
-        _guarded.clear()
-        return
-    for kept in (_plans, _guarded):
-        for full in list(kept):
-            if isinstance(full[0], tuple) and full[0] and full[0][0] is owner:
-                kept.pop(full, None)
+def _record(tensors: Tensors, call: Callable[[], Any], users: int = 0) -> tuple[Any, Record | None, bool]:
+    """The call's results, its record or None, and whether calls with its metadata are like it."""
+    if not all_plain(tensors):
+        return call(), None, True
+    with Recording(tensors, users) as recording:
+        found = call()
+    constant = not any(x is not None and x.requires_grad for x in tensors)
+    return found, recording.record(found, constant=constant), not recording.unlike
 
 
-def _forget_dead() -> None:
-    """Forget plans of traced functions that are let go, and with them their kernels."""
-    for kept in (_plans, _guarded):
-        for full in list(kept):
-            if any(isinstance(x, weakref.ref) and x() is None for x in _flat(full[0])):
-                kept.pop(full, None)
+def _on_gpu(tensors: Tensors) -> bool:
+    return bool(tensors) and type(tensors[0]) in (Tensor, torch.nn.Parameter) and tensors[0].is_cuda
 
 
-def _flat(key: Any) -> list[Any]:
-    return [one for x in key for one in _flat(x)] if isinstance(key, tuple) else [key]
+def _remember(full: tuple, known: Record | bool, kept: Sequence[Any] = ()) -> None:
+    if len(_records) >= _MOST:
+        forget()
+    _records[full] = known
+    if kept:
+        _kept[full] = tuple(kept)
 
 
-def _full_key(key: Hashable, tensors: Tensors) -> tuple[Hashable, ...]:
-    full: list[Any] = [key]
-    for x in tensors:  # one flat tuple, for speed
-        if x is None:
-            full.append(None)
-        else:
-            full += (type(x), x.dtype, x.get_device(), x.shape, x.stride())
-    return tuple(full)
-
-
-def _guard(key: Hashable, tensors: Tensors, plan: Any) -> Known:
-    """The plan, which guards find from now on."""
+def _guard(
+    key: Hashable,
+    tensors: Tensors,
+    record: Record,
+    given: int | None = None,
+    reads: Reads | None = None,
+    tables: bool = False,
+) -> None:
+    """Let guards find a record from now on. given: how many of the tensors are arguments; the others are read."""
     first: dict[int, int] = {}
     same = []
     for place, x in enumerate(tensors):
         if x is not None and first.setdefault(id(x), place) != place:
             same.append((first[id(x)], place))
     places = tuple(first.values())
-    present = [tensors[place] for place in places]
-    constant = not any(x.requires_grad for x in present)
-    found = _guarded.get((key, tuple(map(type, tensors))), [])
-    if tensor_guards is None or len(places) < 2 or len(found) >= _MAX_GUARDS:  # making guards takes long
-        return Known(plan, constant)
-    known = Known(plan, constant, guards(present), itemgetter(*places), tuple(same))
-    if len(_guarded) >= _MAX_PLANS:
+    bucket = (key, tuple(map(type, tensors[:given])))
+    found = _guarded.get(bucket, [])
+    if tensor_guards is None or len(places) < 2 or (len(found) >= _MOST_GUARDS and reads is None):
+        return  # making guards takes long
+    if len(_guarded) >= _MOST:
         _guarded.clear()
-    _guarded.setdefault((key, tuple(map(type, tensors))), found).insert(0, known)
-    return known
+    del found[_MOST_GUARDS - 1 :]
+    steps, kept = ((), ()) if reads is None else (tuple(reads.steps), tuple(reads.kept))
+    check = guards([tensors[place] for place in places])
+    known = _Guarded(record, check, itemgetter(*places), tuple(same), steps, kept, tables)
+    _guarded.setdefault(bucket, found).insert(0, known)
 
 
 def guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
@@ -160,3 +330,77 @@ def guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     assert tensor_guards is not None
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
     return tensor_guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
+# ---- plans ----
+
+_plans: dict[tuple[Any, ...], Any] = {}
+
+
+def known_plan(key: Hashable, tensors: Tensors) -> Any:
+    """What was made for an earlier call with this key and metadata, or None."""
+    with contextlib.suppress(
+        TypeError, AttributeError, RuntimeError
+    ):  # such as an option that cannot be hashed
+        return _plans.get(_full_key(key, tensors))
+    return None
+
+
+def plan(key: Hashable, tensors: Tensors, make: Callable[[], Any]) -> Any:
+    """The same, or what ``make`` makes of checks that pass: kernels, layouts, constant arguments."""
+    made = known_plan(key, tensors)
+    if made is not None:
+        return made
+    made = make()
+    if len(_plans) >= _MOST:
+        forget()
+    if any(isinstance(x, weakref.ref) for x in _flat(key)):
+        _forget_dead()
+    with contextlib.suppress(TypeError):
+        _plans[_full_key(key, tensors)] = made
+    return made
+
+
+def forget(owner: Any = None) -> None:
+    """Forget all that is known, or what has a key that begins with ``owner``."""
+    for kept in (_plans, _records, _guarded, _kept):
+        for full in list(kept):
+            if owner is None or (isinstance(full[0], tuple) and full[0] and full[0][0] is owner):
+                kept.pop(full, None)  # type: ignore[attr-defined]
+
+
+def _forget_dead() -> None:
+    """Forget what was made for traced functions that are let go, and with it their kernels."""
+    for kept in (_plans, _records, _guarded):
+        for full in list(kept):
+            if _is_dead(full[0]):
+                kept.pop(full, None)  # type: ignore[attr-defined]
+    for bucket, found in list(_guarded.items()):
+        alive = [one for one in found if one.record.plan is None or not _is_dead(one.record.plan.options)]
+        if alive:
+            _guarded[bucket] = alive
+        else:
+            _guarded.pop(bucket, None)
+
+
+def _is_dead(key: Any) -> bool:
+    return any(isinstance(x, weakref.ref) and x() is None for x in _flat(key))
+
+
+def _flat(key: Any) -> list[Any]:
+    if isinstance(key, Options):
+        key = key.values
+    return [one for x in key for one in _flat(x)] if isinstance(key, tuple) else [key]
+
+
+def _full_key(key: Hashable, tensors: Tensors, *, gradients: bool = False) -> tuple[Hashable, ...]:
+    """gradients: whether it matters which of the tensors require one."""
+    full: list[Any] = [key]
+    if gradients:
+        full.append(tuple([x is not None and x.requires_grad for x in tensors]))
+    for x in tensors:  # one flat tuple, for speed
+        if x is None:
+            full.append(None)
+        else:
+            full += (type(x), x.dtype, x.get_device(), x.shape, x.stride())
+    return tuple(full)

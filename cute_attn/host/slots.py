@@ -20,8 +20,13 @@ TYPES = {  # DLDataType: code and bits
     torch.float16: (2, 16),
     torch.bfloat16: (4, 16),
     torch.float32: (2, 32),
+    torch.float64: (2, 64),
+    torch.int8: (0, 8),
+    torch.int16: (0, 16),
     torch.int32: (0, 32),
     torch.int64: (0, 64),
+    torch.uint8: (1, 8),
+    torch.bool: (6, 8),
 }
 _DEVICES = {"cpu": 1, "cuda": 2}  # DLDeviceType
 _HEADER_BYTES = 24  # of a TVMFFIObject, which a DLTensor follows

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_attn.host import memory
+from cute_attn.host import record
 from cute_attn.host.call import Call
 from cute_attn.host.memory import as_strided, contiguous_strides
 from cute_attn.traits import MEASURED_TENSORS, SPLIT_TENSORS, Traits
@@ -69,18 +69,16 @@ class SplitLauncher:
         shapes = [(*x.shape[:-1], self.terms, dim) for x, dim in zip(split, self.dims, strict=True)]
         sizes = [math.prod(shape) for shape in shapes]
         # One allocation; terms of any tensor are whole 64 bytes.
-        together = memory.new_empty_strided(like, (sum(sizes),), (1,), torch.float16)
+        together = record.empty(like, (sum(sizes),), (1,), torch.float16)
         terms = tuple(
             as_strided(together, shape, contiguous_strides(shape), sum(sizes[:i]))
             for i, shape in enumerate(shapes)
         )
         partials_shape = (len(tensors), 2, self.blocks)
-        partials = memory.new_empty_strided(
-            like, partials_shape, contiguous_strides(partials_shape), torch.int32
-        )
-        scales = memory.new_empty_strided(like, (len(tensors),), (1,), torch.float32)
+        partials = record.empty(like, partials_shape, contiguous_strides(partials_shape), torch.int32)
+        scales = record.empty(like, (len(tensors),), (1,), torch.float32)
         arguments: tuple[Any, ...] = (tuple(tensors), terms, partials, scales)
-        self.function(*arguments)
+        record.launch(self.function, *arguments)
         return Terms(terms, scales)
 
 
@@ -110,8 +108,8 @@ class SpeculativeForward:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
         """rest: the forward's arguments from out on."""
         terms, scales = self.split.launch((q, k, v))
-        self.speculative(q, *map(as_rows, terms), *rest, scales)
-        self.fallback(q, k, v, *rest, scales)
+        record.launch(self.speculative, q, *map(as_rows, terms), *rest, scales)
+        record.launch(self.fallback, q, k, v, *rest, scales)
 
     @staticmethod
     def of(kernels: "SpeculativeKernels", target: str) -> "SpeculativeForward":

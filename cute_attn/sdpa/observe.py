@@ -155,7 +155,7 @@ class Observer:
             text = describe(given)
         except Exception as error:  # a tensor that is no ordinary one
             text = f"not described: {type(error).__name__}"
-        with doors.lock:
+        with doors.served.lock:
             row = self.rows.setdefault((name, text), Row(name, text, None))
             row.calls += 1
             return row, row.calls

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cute_attn.host import memory, plans
+from cute_attn.host import memory, plans, record
 from cute_attn.host.activation import Options
 from cute_attn.host.bias import four_dims
 from cute_attn.sdpa.calls import Inputs, Request, _is_capturing, request_of, why_not, why_not_drawn
@@ -94,10 +94,10 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None
 def forward_plan(question: tuple, options: Options, inputs: tuple) -> ForwardPlan | str:
     """The plan of a forward, or the reason why kernels do not serve it; arguments: as of :func:`_key`."""
     key = _key(question, options, inputs, "forward")
-    known = plans.find(key, inputs)
-    if known is not None:
-        return known.plan
-    asked = Question(*question)
+    return plans.plan(key, inputs, lambda: _make_forward(Question(*question), options, inputs))
+
+
+def _make_forward(asked: Question, options: Options, inputs: tuple) -> ForwardPlan | str:
     request = _request(asked, inputs)
     reason = (
         why_not(request)
@@ -105,9 +105,9 @@ def forward_plan(question: tuple, options: Options, inputs: tuple) -> ForwardPla
         or _debug_mask_reason(asked.debug, asked.dropout_p)
     )
     if reason is not None:
-        return plans.keep(key, inputs, reason)
+        return reason
     rows = request.longest[0]
-    made = plan_forward(
+    return plan_forward(
         request,
         inputs,
         options.rng,
@@ -116,7 +116,6 @@ def forward_plan(question: tuple, options: Options, inputs: tuple) -> ForwardPla
         lse_rows=-(-rows // 32) * 32 if asked.backend == "efficient" and asked.wants_lse else rows,
         return_softmax=asked.debug,
     )
-    return plans.keep(key, inputs, made)
 
 
 def _backward(
@@ -124,19 +123,15 @@ def _backward(
 ) -> BackwardPlan | str:
     """The same of a backward; grads: of out, then out and lse."""
     kind = "deterministic" if torch.are_deterministic_algorithms_enabled() else "backward"
-    key, tensors = _key(question, options, inputs, kind), (*grads, *inputs)
-    known = plans.find(key, tensors)
-    if known is not None:
-        return known.plan
-    asked = Question(*question)
-    request = _request(asked, inputs)
-    reason = why_not(request)
-    if reason is not None:
-        return plans.keep(key, tensors, reason)
-    made = plan_backward(
-        request, inputs, grads, heads_first=asked.heads_first, bias_gradient=asked.bias_gradient
-    )
-    return plans.keep(key, tensors, made)
+
+    def make() -> BackwardPlan | str:
+        asked = Question(*question)
+        request = _request(asked, inputs)
+        return why_not(request) or plan_backward(
+            request, inputs, grads, heads_first=asked.heads_first, bias_gradient=asked.bias_gradient
+        )
+
+    return plans.plan(_key(question, options, inputs, kind), (*grads, *inputs), make)
 
 
 def _debug_mask_reason(return_debug_mask: bool, dropout_p: float) -> str | None:
@@ -149,7 +144,7 @@ def _debug_mask_reason(return_debug_mask: bool, dropout_p: float) -> str | None:
 def _fresh(like: Tensor, *kinds: tuple) -> list[Tensor]:
     """Memory that is never read, on ``like``'s device; kinds: shapes, strides and dtypes."""
     if like.is_cuda and like.get_device() == memory.current_device():
-        return [memory.new_empty_strided(like, *kind) for kind in kinds]
+        return [record.empty(like, *kind) for kind in kinds]
     return [like.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in kinds]
 
 
@@ -164,7 +159,9 @@ def _numbers(found: Results) -> Sequence[Tensor]:
     """
     if found.state is None:
         return _fresh(found.out, _NUMBER, _NUMBER)
-    return found.state[0].view(torch.uint64), found.state[1].clone().view(torch.uint64)
+    (offset,) = _fresh(found.out, _NUMBER)
+    record.step(Tensor.copy_, offset, found.state[1])
+    return found.state[0].view(torch.uint64), offset.view(torch.uint64)
 
 
 def drawn_here(seed: Tensor) -> bool:
@@ -270,7 +267,8 @@ def efficient_forward(
     found = plan.run(inputs)
     lse = found.lse
     if not compute_log_sumexp:
-        lse = lse.new_empty((*lse.shape[:2], 0))
+        shape = (*lse.shape[:2], 0)
+        (lse,) = _fresh(lse, (shape, memory.contiguous_strides(shape), lse.dtype))
     return found.out, lse, *_numbers(found)
 
 
@@ -305,7 +303,10 @@ def efficient_backward(
 def _in_rows_of_16(x: Tensor) -> Tensor:
     """A copy whose rows lie a multiple of 16 elements apart."""
     shape = (*x.shape[:-1], -(-x.shape[-1] // 16) * 16)
-    return x.new_empty(shape)[..., : x.shape[-1]].copy_(x)
+    (wide,) = _fresh(x, (shape, memory.contiguous_strides(shape), x.dtype))
+    found = wide[..., : x.shape[-1]]
+    record.step(Tensor.copy_, found, x)
+    return found
 
 
 def _four_dims(bias: Tensor | None) -> Tensor | None:
@@ -457,7 +458,7 @@ def rows_forward_into(
     )
     if isinstance(found, str):
         return found
-    out.copy_(found[0])
+    record.step(Tensor.copy_, out, found[0])
     return found[1]
 
 

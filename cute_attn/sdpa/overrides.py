@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.host import doors
+from cute_attn.host import doors, plans
 from cute_attn.host.activation import Options
 from cute_attn.sdpa import function, repeated
 from cute_attn.sdpa.operators import OPERATORS, STATES, drawn_here
@@ -51,12 +51,13 @@ class Override:
                 raise NotImplementedError(f"aten::{self.name} has no kernel of PyTorch's for these tensors")
         observer = doors.observer
         if observer is None:
-            found = self.implementation(options, *args, **kwargs)
+            found = self._served(options, args, kwargs)
         else:
             pytorch = None if stock is None else functools.partial(_call_pytorch, stock, keyset)
             found = observer(self.name, self.implementation, options, pytorch, args, kwargs)
+            if not isinstance(found, str):
+                doors.served.add(self.name)
         if not isinstance(found, str):
-            doors.served.add(self.name)
             return found
         doors.served.add(self.name, found)
         if stock is None or options.unsupported == "error":
@@ -64,6 +65,23 @@ class Override:
 
             raise Unsupported(f"aten::{self.name} is not served: {found}")
         return _call_pytorch(stock, keyset, *args, **kwargs)
+
+    def _served(self, options: Options, args: tuple, kwargs: dict[str, Any]) -> tuple | Tensor | str:
+        """The outputs, from the record of an earlier call if there is one, or why PyTorch computes the call."""
+
+        def call() -> tuple | Tensor | str:
+            found = self.implementation(options, *args, **kwargs)
+            if not isinstance(found, str):
+                doors.served.add(self.name)
+            return found
+
+        given = (*args, *kwargs.values())
+        tensors = tuple([x for x in given if isinstance(x, Tensor)])
+        others = [tuple(x) if type(x) is list else None if isinstance(x, Tensor) else x for x in given]
+        key = (self, options, *kwargs, *others, torch.are_deterministic_algorithms_enabled())
+        known = plans.find(key, tensors)
+        found = None if known is None else known[0].run(known[1])
+        return plans.recorded(key, tensors, call) if found is None else found
 
 
 _DEFAULT = Options()

@@ -4,6 +4,7 @@ A call is then a lookup, a view of each input with rows before heads, outputs al
 promises, and the launch. Inputs that kernels cannot read are copied; CPU tensors are computed by the reference.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,18 +15,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cute_attn.api import operators
-from cute_attn.host import backward, random_states
+from cute_attn.host import backward, random_states, record
 from cute_attn.host.bias import last_contiguous
 from cute_attn.host.call import ATTENTION, NUM_TENSORS, Call
-from cute_attn.host.launch import NOW, Layout, Repeatable, Repeats, Steps
 from cute_attn.host.launcher import Launcher, launcher_for
 from cute_attn.host.memory import (
     ALIGNMENT_BYTES,
     as_strided,
     contiguous_strides,
+    on_device,
     readable,
     regular,
 )
+from cute_attn.host.record import Layout
 from cute_attn.sdpa.calls import Inputs, Request, translated
 
 # ---- inputs as kernels read them ----
@@ -100,7 +102,10 @@ def laid_out(x: Tensor, layout: Layout) -> Tensor:
         return x
     if all(size == 1 or a == b for size, a, b in zip(shape, own, strides, strict=True)):
         return as_strided(x, shape, strides)
-    return x.new_empty_strided(shape, strides).copy_(x)
+    with on_device(x.get_device()):
+        made = record.empty(x, shape, strides, x.dtype)
+        record.step(Tensor.copy_, made, x)
+    return made
 
 
 def rows_first(x: Tensor) -> Tensor:
@@ -177,7 +182,7 @@ class Results(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardPlan(Repeatable):
+class ForwardPlan:
     """A forward that kernels serve.
 
     Attributes:
@@ -190,7 +195,6 @@ class ForwardPlan(Repeatable):
         lse_rows: rows of lse, of which kernels write the first; +inf follows.
         empty_rows: whether lse is wanted and some query may see no key.
         return_softmax: whether softmax is wanted.
-        repeats: as of :class:`cute_attn.host.launch.Repeatable`.
     """
 
     request: Request
@@ -201,35 +205,27 @@ class ForwardPlan(Repeatable):
     lse_rows: int
     empty_rows: bool
     return_softmax: bool
-    repeats: Repeats | None = None
 
     def run(self, inputs: tuple) -> Results:
         """inputs: q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes as PyTorch gives them."""
+        state = None
         if self.request.dropout_p:
-            state = draw(self.request, inputs[0].device, self.rng)
-        else:
-            state = None
+            state = record.drawn(functools.partial(draw, self.request, inputs[0].device, self.rng))
         if self.launcher is None:
             return self._by_reference(inputs, state)
         out, lse, softmax = self.launch(inputs, state)
         if self.empty_rows:
-            lse.nan_to_num_(math.nan, math.inf, math.inf)
-        if self.lse_rows > self.request.longest[0]:
-            lse.narrow(2, self.request.longest[0], self.lse_rows - self.request.longest[0]).fill_(math.inf)
+            record.step(Tensor.nan_to_num_, lse, math.nan, math.inf, math.inf)
+        rows = self.request.longest[0]
+        if self.lse_rows > rows:
+            record.step(Tensor.fill_, lse.narrow(2, rows, self.lse_rows - rows), math.inf)
         return Results(out, lse, state, softmax)
 
     def launch(self, inputs: tuple, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """out, as PyTorch promises it, lse as kernels leave it, and softmax."""
-        if self.repeats is None:
-            return self._launch(inputs, state)
-        return self.repeats.run((*inputs, state), lambda steps: self._launch(inputs, state, steps))  # type: ignore[return-value]
-
-    def _launch(
-        self, inputs: tuple, state: Tensor | None, steps: Steps = NOW
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
         assert self.launcher is not None
         tensors = _launched(inputs, self.views, self._kernel_inputs, state)
-        written, lse, softmax = self.launcher.run(tensors, steps=steps)
+        written, lse, softmax = self.launcher.launch(tensors)
         return self.out.of_rows(written), lse, softmax
 
     def _kernel_inputs(self, inputs: tuple) -> Inputs:
@@ -299,7 +295,7 @@ def plan_forward(
         return plan
     state = _any_state(request, inputs)
     made = launcher_for(translated(request, prepared, state)._replace(return_softmax=return_softmax))
-    made = replace(made, aligned=False, repeats=None)  # the plan's key says where rows start
+    made = replace(made, aligned=False)  # the plan's key says where rows start
     if out.written is not None:
         made = replace(made, strides=(out.written, made.strides[1]))
         plan = replace(plan, out=replace(out, in_place=True))
@@ -363,14 +359,22 @@ def _joined(rng_state: Tensor | tuple[Tensor, Tensor], device: torch.device) -> 
     """Seed and offset as one int64 tensor."""
     if isinstance(rng_state, Tensor):
         return rng_state.view(torch.int64).to(device)
-    return torch.stack([x.view(torch.int64).to(device) for x in rng_state])
+    numbers = tuple(x.view(torch.int64).to(device) for x in rng_state)
+    with on_device(numbers[0].get_device()):
+        both = record.empty(numbers[0], (2,), (1,), torch.int64)
+        record.step(_stack_into, numbers, both)
+    return both
+
+
+def _stack_into(numbers: tuple[Tensor, ...], out: Tensor) -> None:
+    torch.stack(numbers, out=out)
 
 
 # ---- the backward ----
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardPlan(Repeatable):
+class BackwardPlan:
     """A backward that kernels serve.
 
     Attributes:
@@ -382,7 +386,6 @@ class BackwardPlan(Repeatable):
         launcher: None on the CPU.
         rest: the parameters after the tensors.
         bias_gradient: whether the bias's gradient is wanted.
-        repeats: as of :class:`ForwardPlan`.
     """
 
     request: Request
@@ -392,7 +395,6 @@ class BackwardPlan(Repeatable):
     launcher: backward.BackwardLauncher | None
     rest: tuple
     bias_gradient: bool
-    repeats: Repeats | None = None
 
     def run(
         self, inputs: tuple, grads: tuple[Tensor, Tensor, Tensor], rng_state: Tensor | tuple[Tensor, Tensor]
@@ -402,15 +404,6 @@ class BackwardPlan(Repeatable):
         inputs: as of :meth:`ForwardPlan.run`; grads: of out, then out and lse, in layouts of the call that was planned.
         """
         state = _joined(rng_state, inputs[0].device) if self.request.dropout_p else None
-        if self.repeats is None or self.launcher is None:
-            return self._launch(inputs, grads, state)
-        return self.repeats.run(  # type: ignore[return-value]
-            (*inputs, *grads, state), lambda steps: self._launch(inputs, grads, state, steps)
-        )
-
-    def _launch(
-        self, inputs: tuple, grads: tuple[Tensor, Tensor, Tensor], state: Tensor | None, steps: Steps = NOW
-    ) -> tuple[Tensor, ...]:
         grad_out, out, lse = map(_viewed, grads, self.outputs)
         if self.launcher is None:
             call = translated(self.request, self._kernel_inputs(inputs), state)
@@ -419,7 +412,7 @@ class BackwardPlan(Repeatable):
                 grad_out, None, out, lse, needed, *call.values(ATTENTION)
             )
         else:
-            found = self.launcher.run(self._call(inputs, state), (grad_out, None), (out, lse), steps=steps)
+            found = self.launcher.launch(self._call(inputs, state), (grad_out, None), (out, lse))
         dq, dk, dv = map(Output.of_rows, self.grads, found)
         return (dq, dk, dv, found[3]) if self.bias_gradient else (dq, dk, dv)
 
@@ -475,7 +468,7 @@ def plan_backward(
         plan,
         grads=placed,  # type: ignore[arg-type]
         views=_views(inputs[:4], prepared[:4]),
-        launcher=replace(made, strides=strides, repeats=None),
+        launcher=replace(made, strides=strides),
         rest=call[NUM_TENSORS:],
     )
 

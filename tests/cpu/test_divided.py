@@ -8,7 +8,6 @@ from cute_attn.api.attention import _call_of, _Options
 from cute_attn.compiler import registry
 from cute_attn.host import divided, kvcache_launcher, launcher
 from cute_attn.host.call import NUM_TENSORS
-from cute_attn.host.launch import NOW
 from cute_attn.host.launcher import choose_kernel
 from cute_attn.host.memory import contiguous_strides
 from tests import emulated_kvcache
@@ -115,7 +114,7 @@ def test_launches_equal_the_definition(name, monkeypatch):
     out_shape, lse_shape = params.output_shapes()
     out, lse = torch.full(out_shape, torch.nan).half(), torch.full((*lse_shape[:-1], 8), torch.nan)
     lse = lse[..., : lse_shape[-1]]
-    divided.launch(plan, params, out, lse, NOW)
+    divided.launch(plan, params, out, lse)
     for one, whole in zip((out, lse), operators.forward_cpu(params), strict=False):
         torch.testing.assert_close(one, whole, rtol=1e-3, atol=1e-3)
 

@@ -8,7 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cute_attn.host import memory
-from cute_attn.host.memory import all_plain, overlap, overlaps_itself, overwritten
+from cute_attn.host.memory import all_plain, overlap, overlaps_itself
+from cute_attn.host.record import overwritten
 
 LAZY = {
     "negated": lambda x: torch._neg_view(x),

@@ -1,18 +1,24 @@
-"""Plans found by torch's guards, and by the whole key of a call."""
+"""Records found by torch's guards, and by the whole key of a call."""
 
 import pytest
 import torch
+import tvm_ffi
 
-from cute_attn.host import plans
+from cute_attn.host import plans, record
 from tests import machine
 
 KEY = ("some", 0.5, None)
-PLANS = [object() for _ in range(12)]
+NUMBERS = [float(n) for n in range(12)]
 
 
 @pytest.fixture(autouse=True)
-def no_plans(monkeypatch):
-    machine.forget_plans(monkeypatch)
+def on_gpu(monkeypatch):
+    machine.gpu(monkeypatch, lambda kernel, target: lambda *arguments: None)
+
+
+@tvm_ffi.convert
+def fill(out, number):
+    machine.as_torch(out).fill_(number)
 
 
 def tensors(seqlen=5, **given):
@@ -23,36 +29,50 @@ def tensors(seqlen=5, **given):
 
 
 def seen(call, key=KEY):
+    """The number that the call's record writes, or None."""
     found = plans.find(key, call)
-    return found and found.plan
+    out = None if found is None else found[0].run(found[1])
+    return None if out is None else out.item()
 
 
 def guarded(call, key=KEY):
     """Found by guards alone."""
-    whole, plans._plans = plans._plans, {}
+    whole, plans._records = plans._records, {}
     try:
         return seen(call, key)
     finally:
-        plans._plans = whole
+        plans._records = whole
+
+
+def learn(call, number, key=KEY):
+    """Record a call that writes a number, as one that comes for the second time."""
+
+    def run():
+        out = record.empty(call[0], (1,), (1,), torch.float32)
+        record.launch(fill, out, number)
+        return out
+
+    for _ in range(2):
+        assert plans.recorded(key, call, run).item() == number
 
 
 @pytest.fixture(params=[True, False], ids=["guards", "keys"])
 def keep(request, monkeypatch):
-    """Keep a plan, to be found by guards or by keys."""
+    """Record a call, to be found by guards or by keys."""
     if not request.param:
         monkeypatch.setattr(plans, "tensor_guards", None)
 
-    def keep(call, plan, key=KEY):
-        plans.keep(key, call, plan)
-        assert seen(call, key) is plan and (guarded(call, key) is plan) == request.param
+    def keep(call, number, key=KEY):
+        learn(call, number, key)
+        assert seen(call, key) == number and (guarded(call, key) == number) == request.param
 
     return keep
 
 
-def test_an_equal_call_finds_the_plan(keep):
+def test_an_equal_call_finds_the_record(keep):
     assert seen(tensors()) is None
-    keep(tensors(), PLANS[0])
-    assert seen(tensors()) is PLANS[0]
+    keep(tensors(), NUMBERS[0])
+    assert seen(tensors()) == NUMBERS[0]
     assert seen(tensors(), ("other",)) is None
 
 
@@ -79,76 +99,127 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_different_call_finds_none(keep, name):
-    keep(tensors(), PLANS[0])
+    keep(tensors(), NUMBERS[0])
     other = OTHERS[name]()
     assert seen(other) is None
     if name not in ("subclass", "negative view", "no tensor", "a number"):
-        keep(other, PLANS[1])
-        assert seen(OTHERS[name]()) is PLANS[1]
-        assert seen(tensors()) is PLANS[0]
+        keep(other, NUMBERS[1])
+        assert seen(OTHERS[name]()) == NUMBERS[1]
+        assert seen(tensors()) == NUMBERS[0]
 
 
 def test_tensors_that_are_more_than_memory_have_no_plan():
     for name in ("subclass", "negative view"):
         call = OTHERS[name]()
-        plans.keep(KEY, call, PLANS[0])
+        learn(call, NUMBERS[0])
         assert seen(call) is None, name
 
 
 def test_arguments_of_the_same_metadata_are_not_confused(keep):
     for place, name in enumerate(("used_q", "used_k")):
-        keep(tensors(**{name: lengths(3, 4)}), PLANS[place])
-    assert seen(tensors(used_q=lengths(1, 2))) is PLANS[0]
-    assert seen(tensors(used_k=lengths(1, 2))) is PLANS[1]
+        keep(tensors(**{name: lengths(3, 4)}), NUMBERS[place])
+    assert seen(tensors(used_q=lengths(1, 2))) == NUMBERS[0]
+    assert seen(tensors(used_k=lengths(1, 2))) == NUMBERS[1]
 
 
 def test_one_tensor_may_be_two_arguments(keep):
     starts, other = lengths(0, 5), lengths(0, 5)
-    keep(tensors(cu_q=starts, cu_k=starts), PLANS[0])
-    assert seen(tensors(cu_q=other, cu_k=other)) is PLANS[0]
-    assert seen(tensors(cu_q=other, cu_k=starts)) is PLANS[0]
+    keep(tensors(cu_q=starts, cu_k=starts), NUMBERS[0])
+    assert seen(tensors(cu_q=other, cu_k=other)) == NUMBERS[0]
+    assert seen(tensors(cu_q=other, cu_k=starts)) is None, "the record's launch got one address"
     assert seen(tensors(cu_q=other, cu_k=lengths(0, 5, 7))) is None
     assert seen(tensors(cu_q=starts, cu_k=starts.long())) is None
 
 
 def test_whether_a_gradient_is_required_is_known(keep):
-    keep(tensors(), PLANS[0])
-    assert plans.find(KEY, tensors()).constant
+    keep(tensors(), NUMBERS[0])
+    assert plans.find(KEY, tensors())[0].constant
     q = torch.randn(2, 5, 4, 8).requires_grad_()
-    assert not plans.find(KEY, tensors(q=q)).constant
-    assert not plans.find(KEY, tensors(q=q)).constant and plans.find(KEY, tensors()).constant
+    assert plans.find(KEY, tensors(q=q)) is None
+    learn(tensors(q=q), NUMBERS[1])
+    assert not plans.find(KEY, tensors(q=q))[0].constant and plans.find(KEY, tensors())[0].constant
 
 
 def test_guards_of_the_last_few_calls_are_kept(monkeypatch):
-    for n, kept in enumerate(PLANS):
-        plans.keep(KEY, tensors(n + 1), kept)
-        assert seen(tensors(n + 1)) is kept
-    assert [guarded(tensors(n + 1)) for n in range(12)] == [None] * 4 + PLANS[4:]
-    assert [seen(tensors(n + 1)) for n in range(12)] == PLANS
-    monkeypatch.setattr(plans, "_MAX_PLANS", 3)
+    for n, kept in enumerate(NUMBERS):
+        learn(tensors(n + 1), kept)
+        assert seen(tensors(n + 1)) == kept
+    assert [guarded(tensors(n + 1)) for n in range(12)] == [None] * 4 + NUMBERS[4:]
+    assert [seen(tensors(n + 1)) for n in range(12)] == NUMBERS
+    monkeypatch.setattr(plans, "_MOST", 3)
     for n in range(5):
-        plans.keep((n,), tensors(), PLANS[n])
+        learn(tensors(), NUMBERS[n], (n,))
         seen(tensors(), (n,))
-    assert len(plans._plans) <= 3 and len(plans._guarded) <= 3
+        plans.plan((n,), tensors(), list)
+    assert all(0 < len(kept) <= 3 for kept in (plans._plans, plans._records, plans._guarded))
 
 
 def test_keys_that_cannot_be_hashed():
     assert plans.find(([],), tensors()) is None
-    assert plans.keep(([],), tensors(), PLANS[0]) is PLANS[0] and not plans._plans
+    made = object()
+    assert plans.plan(([],), tensors(), lambda: made) is made and not plans._plans
+    learn(tensors(), NUMBERS[0], ([],))
+    assert not plans._records
 
 
 def test_an_owners_plans_are_forgotten_alone():
     first, second = object(), object()
     for owner in (first, second):
-        plans.keep((owner, 1), tensors(), PLANS[0])
-        assert seen(tensors(), (owner, 1)) is PLANS[0]
+        learn(tensors(), NUMBERS[0], (owner, 1))
+        assert seen(tensors(), (owner, 1)) == NUMBERS[0]
     plans.forget(first)
-    assert seen(tensors(), (first, 1)) is None and seen(tensors(), (second, 1)) is PLANS[0]
+    assert seen(tensors(), (first, 1)) is None and seen(tensors(), (second, 1)) == NUMBERS[0]
 
 
 def test_more_calls_in_turn_than_have_guards_make_no_guards_anew(monkeypatch):
-    for n, kept in enumerate(PLANS):
-        plans.keep(KEY, tensors(n + 1), kept)
+    for n, kept in enumerate(NUMBERS):
+        learn(tensors(n + 1), kept)
         seen(tensors(n + 1))
     monkeypatch.setattr(plans, "guards", None)
-    assert [seen(tensors(n + 1)) for n in range(12)] == PLANS
+    assert [seen(tensors(n + 1)) for n in range(12)] == NUMBERS
+
+
+def test_a_plan_is_made_once():
+    made = [plans.plan(KEY, tensors(n), object) for n in (5, 5, 6)]
+    assert made[0] is made[1] is not made[2] and plans.known_plan(KEY, tensors()) is made[0]
+
+
+def test_a_call_within_a_recorded_one_is_part_of_it():
+    """It is neither looked up nor recorded by itself."""
+    inner, outer = tensors(), tensors(7)
+
+    def call():
+        plans.repeat(("inner",), inner, lambda: learn(inner, 2.0, ("innermost",)) or torch.zeros(1))
+        out = record.empty(outer[0], (1,), (1,), torch.float32)
+        record.launch(fill, out, 3.0)
+        return out
+
+    for _ in range(3):
+        assert plans.repeat(KEY, outer, call).item() == 3.0
+    assert seen(outer) == 3.0 and seen(inner, ("inner",)) is None
+
+
+def test_what_functions_read_is_compared():
+    """Of a function that is made anew: an equal one is known, another value or code is not, tensors may be others."""
+
+    def made(number, table):
+        return lambda score, b, h, i, j: score * number + table[j]
+
+    call, runs = tensors(), []
+
+    def attend(function):
+        def run():
+            runs.append(function)
+            out = record.empty(call[0], (1,), (1,), torch.float32)
+            record.launch(fill, out, function(1.0, 0, 0, 0, 0).item())
+            return out
+
+        return plans.repeat(KEY, call, run, (function,)).item()
+
+    for _ in range(3):
+        attend(made(2.0, torch.tensor([5.0])))
+    assert len(runs) == 2
+    assert attend(made(2.0, torch.tensor([5.0]))) == 7.0 and len(runs) == 2
+    assert attend(made(3.0, torch.tensor([5.0]))) == 8.0 and len(runs) == 3
+    assert attend(lambda score, b, h, i, j: score * 2.0 + torch.tensor(9.0)) == 11.0 and len(runs) == 4
+    assert attend(made(2.0, torch.ones(1).double())) == 3.0 and len(runs) == 5

@@ -548,11 +548,11 @@ def test_plans_go_with_their_function():
     import weakref
 
     epilogue = Kernel("")
-    plans.keep(("forward", ((), weakref.ref(epilogue)), True), (), "plan")
-    assert plans.find(("forward", ((), weakref.ref(epilogue)), True), ()).plan == "plan"
+    key = ("forward", ((), weakref.ref(epilogue)), True)
+    assert plans.plan(key, (), lambda: "plan") == plans.known_plan(key, ()) == "plan"
     count, other = len(plans._plans), Kernel("")
-    del epilogue
-    plans.keep(("forward", ((), weakref.ref(other)), True), (), "other plan")
+    del epilogue, key
+    plans.plan(("forward", ((), weakref.ref(other)), True), (), lambda: "other plan")
     assert len(plans._plans) == count
 
 

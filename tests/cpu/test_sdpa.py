@@ -1007,7 +1007,7 @@ def add(counts, times):
 
 
 def test_a_fork_counts_while_another_thread_does():
-    with doors.lock:
+    with doors.served.lock:
         child = os.fork()
         if child == 0:
             doors.served.add("door")

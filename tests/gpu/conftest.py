@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from cute_attn import compiler
+from cute_attn.api import operators
 from cute_attn.compiler import registry
-from cute_attn.host import memory, plans
+from cute_attn.host import plans, record
 from cute_attn.host.backward import kernels_of
-from cute_attn.host.launch import Repeats
 from cute_attn.traits import Traits
 from tests.gpu.archs import runnable_archs
 from tests.problem import Case
@@ -110,7 +110,7 @@ def guarded_outputs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
         outputs.append((storage, size))
         return storage[GUARD : GUARD + size].view(dtype).as_strided(shape, strides)
 
-    monkeypatch.setattr(memory, "new_empty_strided", allocate)
+    monkeypatch.setattr(record, "new_empty_strided", allocate)
     yield
     for storage, size in outputs:
         for part, where in ((storage[:GUARD], "before"), (storage[GUARD + size :], "behind")):
@@ -126,19 +126,30 @@ def repeated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     """
     if request.node.get_closest_marker("once") or request.node.get_closest_marker("unguarded"):
         return
-    keep, run = plans.keep, Repeats.run
+    recorded = plans.recorded
 
-    def keep_ready(key: Any, tensors: Any, plan: Any) -> Any:
-        return keep(key, tensors, plan.ready() if hasattr(plan, "ready") else plan)
-
-    def run_twice(self: Repeats, tensors: Any, *recorded: Any) -> Any:
-        found = run(self, tensors, *recorded)
-        again = None if self.replay is None else self.replay.run(tensors)
+    def recorded_and_repeated(key: Any, tensors: Any, call: Any, *functions: Any) -> Any:
+        found = recorded(key, tensors, call, *functions)
+        known = None if isinstance(found, str) else plans.find(key, tensors, *functions)
+        if known is None:
+            return found
+        record, given = known
+        if record.constant or not torch.is_grad_enabled() or record.plan is None:
+            again = record.run(given)
+        else:
+            again = operators.repeat(record, given)
         return found if again is None else again
 
     plans.forget()
-    monkeypatch.setattr(plans, "keep", keep_ready)
-    monkeypatch.setattr(Repeats, "run", run_twice)
+    monkeypatch.setattr(plans, "_records", Seen())
+    monkeypatch.setattr(plans, "recorded", recorded_and_repeated)
+
+
+class Seen(dict):
+    """Records of calls that have all come once."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get(key, True)
 
 
 @pytest.fixture

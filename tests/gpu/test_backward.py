@@ -10,7 +10,7 @@ from cute_attn import attention, attention_backward, attention_varlen, attention
 from cute_attn.api.attention import draw_rng_state
 from cute_attn.compiler import registry
 from cute_attn.epilogues.inputs import ScoreInputs
-from cute_attn.host import backward, memory
+from cute_attn.host import backward, record
 from tests.cases import BACKWARD_CASES, BY_NAME, FOR_EVERY_TILE
 from tests.checks import GRADIENT, check, check_backward
 from tests.gpu.archs import runnable_archs
@@ -19,7 +19,7 @@ from tests.problem import Case, Problem, Start
 
 OP = "backward"  # what tests/gpu/conftest.py builds beforehand
 ARCHS = runnable_archs(OP)
-ALLOCATE = memory.new_empty_strided
+ALLOCATE = record.new_empty_strided
 _BARE = "dq_bulk=false,mask_warps=0"
 _PLAIN = "p_in_regs=false,v_in_regs=false,queries_at_once=0"
 D256, D96_D256 = ("causal-d256",), ("causal-d96", "causal-d256")
@@ -131,7 +131,7 @@ def test_deterministic_gradients_of_unevenly_divided_heads_repeat_bitwise(case, 
     planned = divide_heads(monkeypatch, 4)
     check_case(case, kernel=arch, deterministic=True)
     assert planned
-    monkeypatch.setattr(memory, "new_empty_strided", ALLOCATE)  # guarded memory is kept until the test ends
+    monkeypatch.setattr(record, "new_empty_strided", ALLOCATE)  # guarded memory is kept until the test ends
     problem, start, _, _ = prepared(case)
     first = problem.gradients(start, kernel=arch, deterministic=True)
     for _ in range(200):
@@ -193,7 +193,7 @@ REPEATED += [
 @pytest.mark.parametrize("case", REPEATED, ids=lambda case: case.name)
 def test_deterministic_gradients_repeat_bitwise(case, arch, monkeypatch):
     check_case(case, kernel=arch, deterministic=True)
-    monkeypatch.setattr(memory, "new_empty_strided", ALLOCATE)  # guarded memory is kept until the test ends
+    monkeypatch.setattr(record, "new_empty_strided", ALLOCATE)  # guarded memory is kept until the test ends
     problem, start, _, _ = prepared(case)
     first = problem.gradients(start, kernel=arch, deterministic=True)
     for _ in range(1000):
@@ -470,7 +470,7 @@ def tensors():
 
 def test_the_operator_passes_opcheck(tensors, monkeypatch):
     # opcheck compares storage offsets, and a guarded output has one of its own.
-    monkeypatch.setattr(memory, "new_empty_strided", ALLOCATE)
+    monkeypatch.setattr(record, "new_empty_strided", ALLOCATE)
     bias = torch.randn(1, 4, 1, 203, dtype=torch.bfloat16, device="cuda")
     state = torch.tensor([1, 2], device="cuda")
     sinks = torch.randn(4, device="cuda")
@@ -604,7 +604,7 @@ def test_a_second_device(tensors):
 
 
 def test_wrong_calls_on_the_gpu(tensors, monkeypatch):
-    monkeypatch.setattr(memory, "new_empty_strided", ALLOCATE)  # guarded outputs are views
+    monkeypatch.setattr(record, "new_empty_strided", ALLOCATE)  # guarded outputs are views
     slopes = torch.rand(4, device="cuda", requires_grad=True)
     with pytest.raises(NotImplementedError, match="alibi_slopes or an epilogue's tensor requires a gradient"):
         attention(*tensors, alibi_slopes=slopes)

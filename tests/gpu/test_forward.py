@@ -8,7 +8,7 @@ import torch
 
 from cute_attn import attention, attention_varlen
 from cute_attn.compiler import registry
-from cute_attn.host import memory
+from cute_attn.host import record
 from tests.cases import BY_NAME, CASES
 from tests.checks import check_forward
 from tests.gpu.archs import runnable_archs
@@ -16,7 +16,7 @@ from tests.gpu.tile_cases import tile_cases
 from tests.problem import Case, Problem
 
 ARCHS = runnable_archs()
-ALLOCATE = memory.new_empty_strided
+ALLOCATE = record.new_empty_strided
 D256 = ("causal-d256",)
 EPILOGUES_OF_A_HEAD = ("dropout-causal", "everything-causal-dropout", "everything-window-mem_efficient")
 TILES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -144,7 +144,7 @@ FULL_GPU.append(
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("case", FULL_GPU, ids=lambda case: case.name)
 def test_a_full_gpu_repeats_bitwise(case, arch, monkeypatch):
-    monkeypatch.setattr(memory, "new_empty_strided", ALLOCATE)  # guarded memory is kept until the test ends
+    monkeypatch.setattr(record, "new_empty_strided", ALLOCATE)  # guarded memory is kept until the test ends
     problem = case.build("cuda")
     first = problem.run(kernel=arch)
     for _ in range(200):
@@ -241,7 +241,7 @@ def tensors():
 
 def test_the_operator_passes_opcheck(tensors, monkeypatch):
     # opcheck compares storage offsets, and a guarded output has one of its own.
-    monkeypatch.setattr(memory, "new_empty_strided", ALLOCATE)
+    monkeypatch.setattr(record, "new_empty_strided", ALLOCATE)
     q, k, v = tensors
     bias = torch.randn(1, 4, 1, 203, dtype=torch.bfloat16, device="cuda")
     state = torch.tensor([1, 2], device="cuda")

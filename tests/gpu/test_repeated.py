@@ -3,8 +3,19 @@
 import pytest
 import torch
 
-from cute_attn import append_kv, attention, attention_varlen, attention_with_kvcache, merge_attention, sdpa
+from cute_attn import (
+    append_kv,
+    attention,
+    attention_varlen,
+    attention_with_kvcache,
+    flash_attn,
+    flex,
+    merge_attention,
+    score_mod,
+    sdpa,
+)
 from cute_attn.host import plans
+from cute_attn.host.record import Record
 
 pytestmark = pytest.mark.once  # each call is made several times here
 
@@ -42,6 +53,12 @@ def packed_of_two_lengths(seed):
     starts, others = lengths(0, 30 + seed, 130), lengths(0, 90 - seed, 140)
     tensors = rows(seed, q=(130, 4, 64), k=(140, 2, 64))
     return attention_varlen(*tensors, starts, others, 130, 140, causal=True, return_lse=True)
+
+
+def with_rows_used(seed):
+    starts = lengths(0, 30, 130)
+    options = {"seqused_q": lengths(20 + seed, 60), "seqused_k": lengths(25, 90 - seed), "causal": True}
+    return attention_varlen(*rows(seed, q=(130, 4, 64), k=(130, 2, 64)), starts, starts, 100, 100, **options)
 
 
 def gradients(**options):
@@ -100,6 +117,77 @@ def by_pytorch(q=(2, 130, 4, 64), **options):
     return call
 
 
+@score_mod("repeated_slope", example=lambda batch, nheads, *_: (torch.randn(nheads), 0.5))
+def repeated_slope(score, b, h, q_idx, kv_idx, slopes, factor):
+    return score - slopes[h] * factor * (q_idx - kv_idx).abs()
+
+
+def distances(table):
+    return lambda s, b, h, i, j: s + table[h, (j - i).clamp(-8, 8) + 8]
+
+
+def with_function(call=attention, **options):
+    """A function that is made anew in each call, with a table of its own."""
+    return lambda seed: call(*rows(seed), score_mod=distances(randn(4, 17, seed=seed)), **options)
+
+
+def with_its_gradients(seed):
+    leaves, table = rows(seed, leaves=True), randn(4, 17, seed=seed).float().requires_grad_()
+    out = attention(*leaves, score_mod=distances(table), causal=True)
+    return torch.autograd.grad(out, [*leaves, table], randn(*out.shape, seed=seed + 9))
+
+
+NEAR = torch.nn.attention.flex_attention.create_block_mask(
+    lambda b, h, i, j: (i - j).abs() < 70, None, None, 130, 140, device="cuda"
+)
+
+
+def by_flex(**options):
+    def call(seed):
+        q, k, v = (x.transpose(1, 2) for x in rows(seed))
+        return flex.flex_attention(q, k, v, enable_gqa=True, return_lse=True, **options)
+
+    return call
+
+
+def by_flash(**options):
+    return lambda seed: flash_attn.flash_attn_func(*rows(seed), causal=True, **options)
+
+
+def by_flash_with_cache(seed):
+    q, caches = randn(2, 1, 8, 128, seed=seed), [randn(2, 500, 2, 128, seed=seed + i) for i in (1, 2)]
+    new = [randn(2, 1, 2, 128, seed=seed + i) for i in (3, 4)]
+    out = flash_attn.flash_attn_with_kvcache(
+        q, *caches, *new, cache_seqlens=lengths(60 + seed, 40), causal=True
+    )
+    return (out, *caches)
+
+
+def into(seed):
+    out = torch.empty(2, 130, 4, 64, dtype=torch.bfloat16, device="cuda")
+    assert attention(*rows(seed), causal=True, out=out) is out
+    return out
+
+
+def shared_bias_gradients(seed):
+    leaves, bias = rows(seed, leaves=True), randn(1, 4, 130, 140, seed=seed + 5).requires_grad_()
+    out = attention(*leaves, bias=bias, deterministic=True)
+    return torch.autograd.grad(out, [*leaves, bias], randn(*out.shape, seed=seed + 9))
+
+
+def grouped_gradients(seed):
+    """Of query heads that are divided among work tiles, whose dK and dV are added up."""
+    leaves = rows(seed, q=(1, 300, 16, 128), k=(1, 300, 1, 128), leaves=True)
+    out = attention(*leaves, deterministic=True)
+    return torch.autograd.grad(out, leaves, randn(*out.shape, seed=seed + 9))
+
+
+def fp32(seed):
+    return attention(
+        *(x.float() for x in rows(seed, q=(2, 1030, 4, 64), k=(2, 1030, 2, 64))), precision="fp32"
+    )
+
+
 BACKENDS = torch.nn.attention.SDPBackend
 CALLS = {
     "dense": (dense(), True),
@@ -121,7 +209,30 @@ CALLS = {
     "gradients, sm80": (gradients(causal=True, kernel="sm80"), True),
     "gradients of packed qkv": (packed_gradients, True),
     "gradients, scale below zero": (gradients(softmax_scale=-0.1), False),
+    "gradients of a shared bias": (shared_bias_gradients, True),
+    "gradients of divided heads": (grouped_gradients, True),
     "return_softmax": (dense(return_softmax=True), False),
+    "rows used": (with_rows_used, True),
+    "out": (into, True),
+    "fp32": (fp32, True),
+    "dropout, drawn": (lambda seed: torch.manual_seed(seed) and attention(*rows(seed), dropout_p=0.3), True),
+    "score_mod": (with_function(causal=True), True),
+    "score_mod and its gradients": (with_its_gradients, True),
+    "BlockMask": (lambda seed: attention(*rows(seed), block_mask=NEAR), True),
+    "a registered function": (
+        lambda seed: attention(*rows(seed), epilogues={"repeated_slope": (randn(4, seed=seed).float(), 0.5)}),
+        True,
+    ),
+    "flex": (by_flex(), True),
+    "flex, BlockMask": (by_flex(block_mask=NEAR), True),
+    "flash": (by_flash(), True),
+    "flash, window": (by_flash(window_size=(30, 0)), True),
+    "flash, lse": (by_flash(return_attn_probs=True), True),
+    "flash, packed qkv": (
+        lambda seed: flash_attn.flash_attn_qkvpacked_func(randn(2, 130, 3, 4, 64, seed=seed), causal=True),
+        True,
+    ),
+    "flash, cache": (by_flash_with_cache, True),
     "cache": (cached(), True),
     "cache, several queries": (cached(queries=5), True),
     "cache in parts": (cached(num_splits=3), True),
@@ -138,12 +249,6 @@ CALLS = {
     "SDPA cuDNN": (by_pytorch(backend=BACKENDS.CUDNN_ATTENTION), True),
 }
 """A call for a seed, and whether it is repeated from a record."""
-
-
-def repeats_of(plan):
-    """The records of a plan: one, of packed gradients a second, or none."""
-    found = getattr(plan, "repeats", None) or ()
-    return found if isinstance(found, tuple) else (found,)
 
 
 def flat(results):
@@ -165,6 +270,6 @@ def test_a_repeated_call_equals_a_first_one(name):
             assert a.stride() == b.stride() and a.dtype == b.dtype, (seed, i)
             tolerance = 2e-2 if name.startswith("SDPA") else 0  # their backward adds up in any order
             torch.testing.assert_close(a, b, rtol=0, atol=tolerance, equal_nan=True)
-    kept = [one for plan in plans._plans.values() for one in repeats_of(plan)]
-    replays = [repeats.replay for repeats in kept if repeats.replay is not None]
-    assert bool(replays) == is_recorded, f"{len(kept)} plans repeat, {len(replays)} from a record"
+    records = [one for one in plans._records.values() if isinstance(one, Record)]
+    records += [one.record for found in plans._guarded.values() for one in found]
+    assert bool(records) == is_recorded

@@ -11,7 +11,7 @@ import torch
 from cute_attn import reference
 from cute_attn.api.kvcache import attention_with_kvcache
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
-from cute_attn.host import kvcache_launcher, memory
+from cute_attn.host import kvcache_launcher, record
 from cute_attn.reference import kvcache as ref
 from tests.gpu.archs import runnable_archs
 
@@ -22,12 +22,12 @@ SPLITS = [{}, {"num_splits": 1}, {"num_splits": 3}, {"split_keys": 128}]
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Results and workspaces are NaN before a launch."""
-    allocate = memory.new_empty_strided
+    allocate = record.new_empty_strided
 
     def poisoned(*arguments):
         return allocate(*arguments).fill_(math.nan)
 
-    monkeypatch.setattr(memory, "new_empty_strided", poisoned)
+    monkeypatch.setattr(record, "new_empty_strided", poisoned)
 
 
 def int32(values):

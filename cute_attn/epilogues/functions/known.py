@@ -28,6 +28,18 @@ _held: dict[str, Any] = {}
 _lock = threading.Lock()
 
 
+class _Thread(threading.local):
+    alone = 0
+
+
+_thread = _Thread()
+
+
+def traces_alone() -> int:
+    """How many traces of this thread served their call alone, since no later call can be compared."""
+    return _thread.alone
+
+
 def epilogue_of(
     score_mod: Callable | None,
     mask_mod: Callable | None,
@@ -113,5 +125,6 @@ def _known_or_traced(
             while len(_known) > _MOST:
                 _known.popitem(last=False)
     else:
+        _thread.alone += 1
         _recent.append(epilogue)
     return epilogue.name if epilogue is not None else "", traced.tensors

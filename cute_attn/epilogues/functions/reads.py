@@ -7,6 +7,7 @@ another class, the environment, torch's state) makes the key incomplete; such a 
 
 import dis
 import functools
+import operator
 import sys
 from collections.abc import Callable
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
@@ -31,6 +32,22 @@ _MOST_PARTS = 4096
 """Maximum length of a key; with more, tracing costs less than comparing."""
 
 
+class Step(NamedTuple):
+    """How one value that functions read is found again and compared.
+
+    Attributes:
+        parent: the place of what it is read from: 0 for the functions, or one more than a step's number.
+        get: reads it from that.
+        kind: its type.
+        test: whether it is the same value; None where what is in it has steps of its own.
+    """
+
+    parent: int
+    get: Callable[[Any], Any]
+    kind: type
+    test: Callable[[Any], bool] | None = None
+
+
 class Reads:
     """The key of some functions, with their tensors in the order of their first reference.
 
@@ -38,7 +55,9 @@ class Reads:
 
     Attributes:
         parts: the key's values, in the order of reading.
+        steps: how a later call reads and compares them without a key: in :mod:`cute_attn.host.plans`.
         tensors: those that the functions refer to, each once.
+        references: the same for each reference.
         kept: objects that the key names by their id.
         complete: whether the key determines what the functions do.
     """
@@ -47,65 +66,98 @@ class Reads:
         """state: values that the trace depends on beside the functions."""
         # A number takes torch's default dtype where it meets an integer.
         self.parts: list[Any] = [torch.get_default_dtype(), *state]
+        self.steps: list[Step] = []
         self.tensors: list[Tensor] = []
+        self.references: list[Tensor] = []
         self.kept: list[Any] = []
         self.complete = True
         self._places: dict[int, int] = {}
         self._active: set[int] = set()
-        for function in functions:
-            self._walk(function)
+        for place, function in enumerate(functions):
+            self._walk(function, 0, operator.itemgetter(place))
 
     @property
     def key(self) -> tuple:
         """What later calls compare."""
         return tuple(self.parts)
 
-    def _walk(self, x: Any) -> None:
+    def _step(self, x: Any, parent: int, get: Callable[[Any], Any], test: Callable | None = None) -> int:
+        """Where a value is that later calls read; test: as of :class:`Step`."""
+        self.steps.append(Step(parent, get, type(x), test))
+        return len(self.steps)
+
+    def _walk(self, x: Any, parent: int, get: Callable[[Any], Any]) -> None:
+        """Read a value, which ``get`` reads from the value at ``parent``."""
         kind = type(x)
         if not self.complete:
             return
         if len(self.parts) > _MOST_PARTS:
             self.complete = False
         elif kind in _PLAIN:
-            self.parts += (kind, x)
+            self._equal(x, parent, get)
         elif kind is float:
             self.parts.append(repr(x))  # -0.0 is not 0.0, and NaN is NaN
+            self._step(x, parent, get, functools.partial(_has_text, repr(x)))
         elif kind is Tensor or kind is torch.nn.Parameter:
+            self._step(x, parent, get, _is_bare)
             self._tensor(x)
         elif kind is FunctionType:
-            self._nested(x, self._function)
+            self._nested(x, parent, get, self._function)
         elif kind is tuple or kind is list:
-            self._nested(x, self._items)
+            self._nested(x, parent, get, self._items)
         elif kind is dict:
-            self._nested(x, lambda own: self._items([*own.keys(), *own.values()]))
-        elif x is Tensor or (kind is type and x in _TYPES):
-            self._identity(x)
+            self._nested(x, parent, get, self._entries)
         elif kind is functools.partial:
-            self._nested(x, lambda own: self._items((own.func, own.args, own.keywords, vars(own))))
-        elif _is_known_function(x) or (kind is ModuleType and x.__name__.partition(".")[0] in _LIBRARIES):
-            self._identity(x)
+            self._nested(x, parent, get, self._partial)
+        elif (
+            x is Tensor
+            or (kind is type and x in _TYPES)
+            or _is_known_function(x)
+            or (kind is ModuleType and x.__name__.partition(".")[0] in _LIBRARIES)
+        ):
+            self._identity(x, parent, get)
         else:
             self.complete = False
 
-    def _nested(self, x: Any, read: Callable[[Any], None]) -> None:
+    def _nested(
+        self, x: Any, parent: int, get: Callable[[Any], Any], read: Callable[[Any, int], None]
+    ) -> None:
         """Read what x contains, which may be x itself: a function that calls itself."""
         if id(x) in self._active:
-            self._identity(x)
+            self._identity(x, parent, get)
             return
         self._active.add(id(x))
-        read(x)
+        read(x, self._step(x, parent, get))
         self._active.discard(id(x))
 
-    def _items(self, items: tuple | list) -> None:
+    def _items(self, items: tuple | list, place: int) -> None:
         self.parts += (type(items), len(items))
-        for item in items:
-            self._walk(item)
+        self._step(len(items), place, len, functools.partial(operator.eq, len(items)))
+        for number, item in enumerate(items):
+            self._walk(item, place, operator.itemgetter(number))
 
-    def _identity(self, x: Any) -> None:
+    def _entries(self, entries: dict, place: int) -> None:
+        self._items_of(tuple(entries), place, tuple)
+        self._items_of(tuple(entries.values()), place, _values)
+
+    def _items_of(self, items: tuple, parent: int, get: Callable[[Any], Any]) -> None:
+        self._items(items, self._step(items, parent, get))
+
+    def _partial(self, x: functools.partial, place: int) -> None:
+        for name in ("func", "args", "keywords", "__dict__"):
+            self._walk(getattr(x, name), place, operator.attrgetter(name))
+
+    def _equal(self, x: Any, parent: int, get: Callable[[Any], Any]) -> None:
+        self.parts += (type(x), x)
+        self._step(x, parent, get, functools.partial(operator.eq, x))
+
+    def _identity(self, x: Any, parent: int, get: Callable[[Any], Any]) -> None:
         self.parts.append(id(x))
         self.kept.append(x)
+        self._step(x, parent, get, functools.partial(operator.is_, x))
 
     def _tensor(self, x: Tensor) -> None:
+        self.references.append(x)
         place = self._places.setdefault(id(x), len(self.tensors))
         self.parts.append(place)
         if place < len(self.tensors):
@@ -116,27 +168,50 @@ class Reads:
         else:
             self.parts += (x.dtype, x.shape, x.stride(), x.device)
 
-    def _function(self, function: FunctionType) -> None:
+    def _function(self, function: FunctionType, place: int) -> None:
         code = function.__code__
-        self._identity(code)
+        self._identity(code, place, operator.attrgetter("__code__"))
         scope, names = function.__globals__, _names_of(code)
-        if _is_of_torch(scope) and function in _torchs_functions():
+        if _is_of_torch(scope) and (function in _torchs_functions() or function.__name__ == "noop_mask"):
             return
         self.complete = self.complete and names.known
-        for cell in function.__closure__ or ():
-            try:
-                self._walk(cell.cell_contents)
-            except ValueError:  # empty
-                self.complete = False
-        for own in (function.__defaults__, function.__kwdefaults__, function.__dict__):
+        if function.__closure__:
+            cells = self._step(function.__closure__, place, operator.attrgetter("__closure__"))
+            for number, cell in enumerate(function.__closure__):
+                own = self._step(cell, cells, operator.itemgetter(number))
+                try:
+                    self._walk(cell.cell_contents, own, operator.attrgetter("cell_contents"))
+                except ValueError:  # empty
+                    self.complete = False
+        for name in ("__defaults__", "__kwdefaults__", "__dict__"):
+            own = getattr(function, name)
             if own:
-                self._walk(own)
-        for name in names.read:
-            if name in scope:
-                self.parts.append(name)
-                self._walk(scope[name])
-            elif name not in _BUILTINS:
-                self.complete = False
+                self._walk(own, place, operator.attrgetter(name))
+            else:
+                self._step(own, place, operator.attrgetter(name), operator.not_)
+        if names.read:
+            globals_ = self._step(scope, place, operator.attrgetter("__globals__"))
+            for name in names.read:
+                if name in scope:
+                    self.parts.append(name)
+                    self._walk(scope[name], globals_, operator.itemgetter(name))
+                elif name in _BUILTINS:
+                    self._step(False, globals_, operator.methodcaller("__contains__", name), operator.not_)
+                else:
+                    self.complete = False
+
+
+def _has_text(text: str, x: Any) -> bool:
+    return repr(x) == text
+
+
+def _is_bare(x: Tensor) -> bool:
+    """Whether a tensor has no attributes of a program's own."""
+    return not x.__dict__
+
+
+def _values(entries: dict) -> tuple:
+    return tuple(entries.values())
 
 
 def _is_of_torch(scope: dict[str, Any]) -> bool:

@@ -9,9 +9,9 @@ import pytest
 import torch
 import tvm_ffi
 
-from cute_attn.host import counters
-from cute_attn.host.launch import NOW, Recording, Repeats
+from cute_attn.host import counters, record
 from cute_attn.host.padding import Copies
+from cute_attn.host.record import Recording
 from cute_attn.traits import Traits
 from tests import machine
 from tests.padded_rows import copy_rows
@@ -41,12 +41,12 @@ def scale_and_add(x, more, out, numbers):
         out.add_(more[0] * more[1])
 
 
-def call(x, y, steps, function=scale_and_add):
+def call(x, y, function=scale_and_add):
     """(2x + 3y transposed, 2x)."""
-    out = steps.empty(x, (4, 5), (5, 1), x.dtype)
-    second = steps.empty(x, (4, 5), (5, 1), x.dtype)
-    steps.launch(function, x, (y.t(), 3.0), out, (2.0,))
-    steps.launch(function, x, (None, 0.0), second, (2.0,))
+    out = record.empty(x, (4, 5), (5, 1), x.dtype)
+    second = record.empty(x, (4, 5), (5, 1), x.dtype)
+    record.launch(function, x, (y.t(), 3.0), out, (2.0,))
+    record.launch(function, x, (None, 0.0), second, (2.0,))
     return out.t(), second
 
 
@@ -58,15 +58,20 @@ def inputs(seed):
 class Calls:
     """Repeated calls, and how many ran step by step."""
 
-    def __init__(self, call=call):
-        self.repeats, self.in_steps, self.call = Repeats(), 0, call
+    def __init__(self, call=call, users=0):
+        self.record, self.tried, self.in_steps, self.call, self.users = None, False, 0, call, users
 
     def __call__(self, *tensors):
-        def run(steps):
-            self.in_steps += 1
-            return self.call(*tensors, steps)
-
-        return self.repeats.run(tensors, run)
+        found = None if self.record is None else self.record.run(tensors)
+        if found is not None:
+            return found
+        self.in_steps += 1
+        if self.tried:
+            return self.call(*tensors)
+        with Recording(tensors, self.users) as recording:
+            found = self.call(*tensors)
+        self.record, self.tried = recording.record(found), not recording.unlike
+        return found
 
 
 def check(found, x, y):
@@ -90,10 +95,10 @@ def test_a_result_is_allocated_in_the_layout_that_is_returned():
 
 
 def test_parts_of_one_allocation_are_results():
-    def parts(x, y, steps):
-        whole = steps.empty(x, (2, 4, 5), (20, 5, 1), x.dtype)
-        steps.launch(scale_and_add, x, (y.t(), 1.0), whole[0], (1.0,))
-        steps.launch(scale_and_add, x, (y.t(), 2.0), whole[1], (1.0,))
+    def parts(x, y):
+        whole = record.empty(x, (2, 4, 5), (20, 5, 1), x.dtype)
+        record.launch(scale_and_add, x, (y.t(), 1.0), whole[0], (1.0,))
+        record.launch(scale_and_add, x, (y.t(), 2.0), whole[1], (1.0,))
         return whole[1], None, whole[0]
 
     calls = Calls(parts)
@@ -107,9 +112,9 @@ def test_parts_of_one_allocation_are_results():
 
 
 def test_views_of_an_input_follow_it():
-    def later_rows(x, y, steps):
-        out = steps.empty(x, (3, 5), (5, 1), x.dtype)
-        steps.launch(scale_and_add, x[1:], (None, 0.0), out, (1.0,))
+    def later_rows(x, y):
+        out = record.empty(x, (3, 5), (5, 1), x.dtype)
+        record.launch(scale_and_add, x[1:], (None, 0.0), out, (1.0,))
         return (out,)
 
     calls = Calls(later_rows)
@@ -131,13 +136,13 @@ def test_padded_copies_are_part_of_a_record():
     def add(x, y, out):
         out.copy_(x + y)
 
-    def padded(x, y, steps):
-        out = steps.empty(x, (4, 1, 5), (5, 5, 1), x.dtype)
-        wide = steps.empty(x, *layouts[0], x.dtype)
-        _, second, third = pad.pad((x, x, y), (True, True, False), steps)
+    def padded(x, y):
+        out = record.empty(x, (4, 1, 5), (5, 5, 1), x.dtype)
+        wide = record.empty(x, *layouts[0], x.dtype)
+        _, second, third = pad.pad((x, x, y), (True, True, False))
         assert third is y
-        steps.launch(add, second, y, wide)
-        unpad.unpad((wide, None, None), (out, None, None), steps)
+        record.launch(add, second, y, wide)
+        unpad.unpad((wide, None, None), (out, None, None))
         return (out,)
 
     calls = Calls(padded)
@@ -161,10 +166,10 @@ def test_only_what_a_kernel_reads_where_it_is_has_to_be_aligned(recorded):
     def add(x, y, lengths, out):
         out.copy_((x + y) * lengths.view(4, 1, 1))
 
-    def padded(x, y, lengths, steps):
-        out = steps.empty(x, (4, 1, 8), (8, 8, 1), x.dtype)
-        copy, own, _ = pad.pad((x, y, y), (True, False, False), steps)
-        steps.launch(add, copy, own, lengths, out)
+    def padded(x, y, lengths):
+        out = record.empty(x, (4, 1, 8), (8, 8, 1), x.dtype)
+        copy, own, _ = pad.pad((x, y, y), (True, False, False))
+        record.launch(add, copy, own, lengths, out)
         return (out,)
 
     calls = Calls(padded)
@@ -189,26 +194,24 @@ def test_integers_of_users_have_to_be_aligned_as_recorded(users, in_steps):
     def add(x, words, out):
         out.copy_(x + words)
 
-    def step(x, words, steps):
-        out = steps.empty(x, (4,), (1,), x.dtype)
-        steps.launch(add, x, words, out)
+    def step(x, words):
+        out = record.empty(x, (4,), (1,), x.dtype)
+        record.launch(add, x, words, out)
         return (out,)
 
-    repeats, taken, x = Repeats(), [], torch.randn(4)
+    calls, x = Calls(step, users), torch.randn(4)
     numbers = torch.arange(8, dtype=torch.int32)
     for first in (0, 1):
         words = numbers[first : first + 4]
-        (found,) = repeats.run(
-            (x, words), lambda steps, words=words: taken.append(1) or step(x, words, steps), users
-        )
+        (found,) = calls(x, words)
         torch.testing.assert_close(found, x + words)
-    assert len(taken) == in_steps
+    assert calls.in_steps == in_steps
 
 
 def test_one_tensor_as_two_arguments_is_no_record_of_two():
-    def add(x, y, steps):
-        out = steps.empty(x, (4, 5), (5, 1), x.dtype)
-        steps.launch(scale_and_add, x, (y, 1.0), out, (1.0,))
+    def add(x, y):
+        out = record.empty(x, (4, 5), (5, 1), x.dtype)
+        record.launch(scale_and_add, x, (y, 1.0), out, (1.0,))
         return (out,)
 
     calls = Calls(add)
@@ -220,9 +223,9 @@ def test_one_tensor_as_two_arguments_is_no_record_of_two():
 
 
 def test_views_of_tensors_with_one_memory_are_not_recorded():
-    def rows(x, y, steps):
-        out = steps.empty(x, (3, 5), (5, 1), x.dtype)
-        steps.launch(scale_and_add, x[1:], (y[1:], 1.0), out, (1.0,))
+    def rows(x, y):
+        out = record.empty(x, (3, 5), (5, 1), x.dtype)
+        record.launch(scale_and_add, x[1:], (y[1:], 1.0), out, (1.0,))
         return (out,)
 
     calls = Calls(rows)
@@ -248,16 +251,16 @@ def test_a_tensor_that_starts_elsewhere_is_no_repeat():
     "kind", ["python", "more", "unknown", "dtype", "copied result", "given result", "nothing"]
 )
 def test_what_a_record_would_lack_runs_in_steps(kind):
-    def odd(x, y, steps):
+    def odd(x, y):
         if kind == "more":
-            steps.also()
+            record.also()
         function = (lambda *a: scale_and_add(*a)) if kind == "python" else scale_and_add
         given = y.t().clone() if kind == "unknown" else y.t()
         given = given.double() if kind == "dtype" else given
-        out = steps.empty(x, (4, 5), (5, 1), x.dtype)
+        out = record.empty(x, (4, 5), (5, 1), x.dtype)
         if kind == "nothing":
             return (out.copy_(x * 2 + 3 * given),)
-        steps.launch(function, x, (given, 3.0), out, (2.0,))
+        record.launch(function, x, (given, 3.0), out, (2.0,))
         if kind == "given result":
             return (y.t().copy_(out),)
         return (out.clone() if kind == "copied result" else out,)
@@ -273,10 +276,10 @@ def test_what_a_record_would_lack_runs_in_steps(kind):
 def test_a_call_unlike_others_leaves_the_record_to_another():
     odd = [True]
 
-    def run(x, y, steps):
+    def run(x, y):
         if odd.pop() if odd else False:
-            steps.unlike_others()
-        return call(x, y, steps)
+            record.unlike_others()
+        return call(x, y)
 
     calls = Calls(run)
     for seed in range(4):
@@ -291,9 +294,9 @@ def test_work_tiles_are_those_of_the_moment(monkeypatch):
     def note(x, tiles, out):
         seen.append(tuple(tiles))
 
-    def run(x, y, steps):
-        out = steps.empty(x, (1,), (1,), x.dtype)
-        steps.launch(note, x, steps.work_tiles(-1), out)
+    def run(x, y):
+        out = record.empty(x, (1,), (1,), x.dtype)
+        record.launch(note, x, record.work_tiles(-1), out)
         return (out,)
 
     calls = Calls(run)
@@ -328,9 +331,9 @@ def test_a_record_keeps_no_counters(monkeypatch):
     def note(x, tiles, out):
         assert tiles[1] == 132
 
-    def run(x, y, steps):
-        out = steps.empty(x, (1,), (1,), x.dtype)
-        steps.launch(note, x, steps.work_tiles(-1), out)
+    def run(x, y):
+        out = record.empty(x, (1,), (1,), x.dtype)
+        record.launch(note, x, record.work_tiles(-1), out)
         return (out,)
 
     monkeypatch.setattr(counters, "schedule", schedule)
@@ -355,7 +358,7 @@ def test_calls_at_one_time_have_arguments_of_their_own():
         if more[0] is not None:
             out.add_(more[0] * more[1])
 
-    calls.call = lambda x, y, steps: call(x, y, steps, slow)
+    calls.call = lambda x, y: call(x, y, slow)
     calls(*inputs(0))
     thread = threading.Thread(target=lambda: results.update(slow=calls(*inputs(1))), name="slow")
     thread.start()
@@ -367,9 +370,92 @@ def test_calls_at_one_time_have_arguments_of_their_own():
     assert calls.in_steps == 1
 
 
-def test_without_a_record_steps_execute_alone():
+def test_what_torch_writes_is_part_of_a_record():
+    """In place, into memory of the call's own: fills, sums and copies."""
+
+    def run(x, y):
+        whole = record.empty(x, (2, 4, 5), (20, 5, 1), x.dtype)
+        record.step(torch.Tensor.fill_, whole[1], 1.0)
+        record.launch(scale_and_add, x, (y.t(), 3.0), whole[0], (2.0,))
+        out = record.empty(x, (5, 4), (4, 1), x.dtype)
+        record.step(lambda parts, out: torch.sum(parts, 0, out=out.t()), whole, out)
+        return out, 7
+
+    calls = Calls(run)
+    for seed in range(3):
+        x, y = inputs(seed)
+        found, number = calls(x, y)
+        torch.testing.assert_close(found.t(), 2 * x + 3 * y.t() + 1)
+        assert number == 7
+    assert calls.in_steps == 1
+
+
+def test_what_a_call_draws_is_drawn_again():
+    states = iter([torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([3.0])])
+
+    def run(x, y):
+        factor = record.drawn(lambda: next(states))
+        out = record.empty(x, (4, 5), (5, 1), x.dtype)
+        record.launch(scale_and_add, x, (factor.expand(4, 5), 1.0), out, (0.0,))
+        return (out,)
+
+    calls = Calls(run)
+    assert [calls(*inputs(0))[0][0, 0].item() for _ in range(3)] == [1.0, 2.0, 3.0]
+    assert calls.in_steps == 1
+
+
+def test_what_is_written_of_the_given_tensors():
+    """Versions rise, and tensors that overlap by now are another call."""
+
+    def run(x, out):
+        record.launch(scale_and_add, x, (None, 0.0), out, (2.0,))
+        record.overwritten(out)
+        return out
+
+    calls, whole = Calls(run), torch.zeros(8, 5)
+    for _ in range(3):
+        x, out = inputs(0)[0], torch.zeros(4, 5)
+        version = out._version
+        assert calls(x, out) is out and out._version == version + 1
+        torch.testing.assert_close(out, 2 * x)
+    assert calls.in_steps == 1
+    calls(whole[:4], whole[4:])
+    assert calls.in_steps == 1, "one memory, but apart"
+    calls(whole[:4], whole[2:6])
+    assert calls.in_steps == 2
+
+
+def test_what_changes_a_given_tensor_unseen_is_no_record():
+    def run(x, y):
+        y.add_(1.0)
+        return call(x, y)
+
+    calls = Calls(run)
+    for seed in range(3):
+        x, y = inputs(seed)
+        check(calls(x, y), x, y)
+    assert calls.in_steps == 3
+
+
+def test_counts_are_those_of_each_call():
+    from cute_attn.host.doors import Served
+
+    served = Served()
+
+    def run(x, y):
+        served.add("door")
+        return call(x, y)
+
+    calls = Calls(run)
+    for seed in range(3):
+        calls(*inputs(seed))
+    assert served == {("door", ""): 3} and calls.in_steps == 1
+
+
+def test_without_a_recording_steps_execute_alone():
     x, y = inputs(0)
-    check(call(x, y, NOW), x, y)
-    recording = Recording((x, y))
-    recording.also()
-    assert recording.replay(call(x, y, recording)) is None
+    check(call(x, y), x, y)
+    with Recording((x, y)) as recording:
+        record.also()
+        found = call(x, y)
+    assert recording.record(found) is None and record.thread.recording is None

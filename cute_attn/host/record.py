@@ -1,0 +1,555 @@
+"""What a call does on the GPU: allocations and launches, executed, recorded, and repeated from the record.
+
+A call that repeats an earlier one needs none of the Python between its arguments and its launches: it allocates what
+that one allocated, sets addresses, and launches with arguments made once. Whatever allocates and launches does so by
+the functions of this module. While a thread records, they note what they do, so that the record of a door's call holds
+all of it, however deep it was done. Slots (:mod:`cute_attn.host.slots`) stand for the tensors among the arguments, also
+for views of an input or an output. Launching functions run without the interpreter's lock, so each call has arguments
+of its own while it lasts.
+"""
+
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from cute_attn.host import counters, memory
+from cute_attn.host.call import Call
+from cute_attn.host.memory import ALIGNMENT_BYTES, Tensors, as_strided, overlap
+from cute_attn.host.slots import TYPES, Slot, array, current_stream, prepared, slot, takes_slots
+
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape and strides."""
+
+
+# ---- what a call does ----
+
+
+class _Thread(threading.local):
+    recording: "Recording | None" = None
+
+
+thread = _Thread()
+"""The recording of this thread's call, or None."""
+
+
+def new_empty_strided(
+    like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """Memory on the current device, ``like``'s. Tests replace it to find unwritten elements."""
+    if _empty_strided_cuda is None or not like.is_cuda:
+        return like.new_empty_strided(shape, strides, dtype=dtype)
+    return _empty_strided_cuda(shape, strides, dtype)
+
+
+_empty_strided_cuda = getattr(
+    getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cuda", None
+)
+"""What torch.compile's code calls: a third of the time of the public function, which goes through the dispatcher."""
+
+
+def empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """:func:`new_empty_strided` as part of a call."""
+    made = new_empty_strided(like, shape, strides, dtype)
+    if thread.recording is not None:
+        thread.recording.add_source(made, (shape, strides, dtype))
+    return made
+
+
+def drawn(draw: Callable[[], Tensor]) -> Tensor:
+    """A tensor that each call makes anew, such as the state of a dropout mask."""
+    made = draw()
+    if thread.recording is not None:
+        thread.recording.add_source(made, draw)
+    return made
+
+
+def work_tiles(device: int) -> Any:
+    """A ``ForwardSchedule`` for one launch."""
+    found = counters.schedule(device)
+    if thread.recording is not None:
+        thread.recording.work_tiles = found
+    return found
+
+
+def launch(function: Callable[..., None], *arguments: Any) -> None:
+    """Launch on the current stream."""
+    function(*arguments)
+    if thread.recording is not None:
+        thread.recording.add_launch(function, arguments, direct=True)
+
+
+def copy(function: Callable[..., None], *arguments: Any) -> None:
+    """:func:`launch` a kernel that reads and writes tensors at any address."""
+    function(*arguments)
+    if thread.recording is not None:
+        thread.recording.add_launch(function, arguments)
+
+
+def step(function: Callable[..., Any], *arguments: Any) -> None:
+    """Run a function of torch's tensors that writes some of them in place."""
+    function(*arguments)
+    if thread.recording is not None:
+        thread.recording.add_launch(function, arguments, of_torch=True)
+
+
+def overwritten(*tensors: Tensor) -> None:
+    """Raise the version counters of a call's own tensors that a kernel has written.
+
+    By these autograd knows that memory which it saved for a backward has changed. Tensors of inference mode have none.
+    """
+    torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
+    if thread.recording is not None:
+        thread.recording.written += tensors
+
+
+def also() -> None:
+    """Say that the call does what no record has, such as read a number of a tensor on the host."""
+    if thread.recording is not None:
+        thread.recording.complete = False
+
+
+def unlike_others() -> None:
+    """Say that this call takes another way than most with its metadata, which another one may record."""
+    if thread.recording is not None:
+        thread.recording.complete, thread.recording.unlike = False, True
+
+
+def planned(plan: Any, tensors: Tensors) -> None:
+    """Name the plan of a call that autograd may record, and the tensors that it saves."""
+    if thread.recording is not None:
+        thread.recording.plan, thread.recording.saved = plan, tensors
+
+
+# ---- recordings ----
+
+
+class _Place(NamedTuple):
+    """Where a tensor among a launch's arguments lies.
+
+    Attributes:
+        source: index among the call's tensors and, behind them, its allocations.
+        offset: bytes from the source's first element.
+        whole: whether it is the source itself, as torch has it.
+        shape, strides, dtype, device: its metadata.
+    """
+
+    source: int
+    offset: int
+    whole: bool
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _WorkTiles:
+    """Stands for :func:`work_tiles` among recorded arguments."""
+
+
+class Recording:
+    """Notes what a call does within a ``with`` block.
+
+    Attributes:
+        work_tiles: what :func:`work_tiles` returned.
+        complete: whether a record can have all that the call did.
+        unlike: whether :func:`unlike_others` was called.
+        written: of :func:`overwritten`.
+        counts: counters of served calls and the entries to which the call added one.
+        plan, saved: of :func:`planned`.
+    """
+
+    def __init__(self, tensors: Tensors, users: int = 0) -> None:
+        """tensors: the call's, some of them None, the last ``users`` of them users' epilogues'. A record keeps none."""
+        self._sources: list[Any] = list(tensors)
+        self._made: list[Any] = []
+        self._given = len(tensors)
+        self._versions = [_version(x) for x in tensors]
+        self._own = self._given - users
+        self._launches: list[tuple[Callable[..., None], list[Any], bool]] = []
+        self._direct: set[int] = set()
+        self.work_tiles: Any = None
+        self.complete, self.unlike = True, False
+        self.written: tuple[Tensor, ...] = ()
+        self.counts: list[tuple[Any, Hashable]] = []
+        self.plan: Any = None
+        self.saved: Tensors = ()
+
+    def __enter__(self) -> Self:
+        thread.recording = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        thread.recording = None
+
+    def add_source(self, made: Tensor, by: Any) -> None:
+        """by: shape, strides and dtype of an allocation, or the function that made a tensor."""
+        self._made.append(by)
+        self._sources.append(made)
+
+    def add_launch(
+        self, function: Callable[..., Any], arguments: tuple, *, direct: bool = False, of_torch: bool = False
+    ) -> None:
+        """direct: a kernel reads tensors where they are; of_torch: as of :func:`step`."""
+        if not self.complete or not (of_torch or takes_slots(function)):
+            self.complete = False
+            return
+        self._launches.append((function, [self._recorded(x) for x in arguments], of_torch))
+        if direct:
+            self._direct |= set(_sources_of(self._launches[-1][1]))
+
+    def _recorded(self, x: Any) -> Any:
+        if x is self.work_tiles and x is not None:
+            return _WorkTiles
+        if isinstance(x, Tensor):
+            self.complete = self.complete and x.dtype in TYPES
+            return self._place(x)
+        return tuple(map(self._recorded, x)) if isinstance(x, tuple) else x
+
+    def _place(self, x: Tensor) -> _Place | None:
+        """Where ``x`` lies; where that cannot be told, the call is not repeated from its record."""
+        first, metadata = x.data_ptr(), (tuple(x.shape), tuple(x.stride()), x.dtype, x.device)
+        sources = [(i, y) for i, y in enumerate(self._sources) if y is not None and _share_memory(x, y)]
+        for source, y in sources:
+            if y is x:
+                return _Place(source, 0, True, *metadata)
+        if len(sources) == 1 and x.numel():
+            source, y = sources[0]
+            return _Place(source, first - y.data_ptr(), False, *metadata)
+        for source, y in sources:  # such as q, k and v of one tensor, whose distances may vary
+            if y.data_ptr() == first and x.numel() >= y.numel() > 0:
+                return _Place(source, 0, False, *metadata)
+        self.complete = False
+        return None
+
+    def record(self, results: Any, *, constant: bool = True) -> "Record | None":
+        """Repeats the call; None where it does more than was recorded.
+
+        Args:
+            results: what the call returns: a tensor, or a tuple of allocations, views of such, tensors that it was
+                given to write, and what is no tensor.
+            constant: whether none of the call's tensors requires a gradient.
+        """
+        single = isinstance(results, Tensor)
+        returned = (results,) if single else tuple(results)
+        places = [self._place(x) if isinstance(x, Tensor) else x for x in returned]
+        made, given = list(self._made), self._sources[: self._given]
+        changed = [x for x, version in zip(given, self._versions, strict=True) if _version(x) != version]
+        if any(not any(x is y for y in self.written) for x in changed):  # by what no step notes
+            return None
+        if not (self.complete and self._launches) or not all(map(self._is_own, places)):
+            return None
+        count = [place.source for place in places if isinstance(place, _Place)]
+        for i, place in enumerate(places):
+            # What is returned in another layout of all its memory is allocated in that layout.
+            if not isinstance(place, _Place) or place.whole or place.offset or count.count(place.source) > 1:
+                continue
+            source = self._sources[place.source]
+            layout = made[place.source - self._given]
+            if (
+                source.numel() == returned[i].numel()
+                and source.dtype == place.dtype
+                and isinstance(layout, tuple)
+            ):
+                made[place.source - self._given] = (place.shape, place.strides, place.dtype)
+                places[i] = place._replace(whole=True)
+        # Of integers (lengths, tables, states of dropout masks) kernels read one at a time; users' may read more.
+        direct = (i for i in self._direct if i < self._given)
+        rows = {i for i in direct if i >= self._own or given[i].is_floating_point()}
+        used = tuple(i for i, x in enumerate(given) if x is not None)
+        starts = [given[i].data_ptr() for i in used]
+        first = [starts.index(start) for start in starts]
+        number = {source: i for i, source in enumerate((*used, *range(self._given, len(self._sources))))}
+        written = tuple(number[i] for i in used if any(x is given[i] for x in self.written))
+        return Record(
+            device=given[used[0]].get_device(),
+            tensors=used,
+            aligned=tuple(
+                i
+                for i, (source, start) in enumerate(zip(used, starts, strict=True))
+                if source in rows and start % ALIGNMENT_BYTES == 0
+            ),
+            same=tuple((j, i) for i, j in enumerate(first) if i != j),
+            made=tuple(made),
+            own=tuple(x == y for x, y in zip(made, self._made, strict=True)),
+            launches=tuple(
+                (function, tuple(_numbered(x, number) for x in arguments), of_torch)
+                for function, arguments, of_torch in self._launches
+            ),
+            results=tuple(_numbered(x, number) for x in places),
+            single=single,
+            written=written,
+            others=tuple((i, j) for i in written for j in range(len(used)) if i != j),
+            counts=tuple(self.counts),
+            constant=constant,
+            plan=self.plan,
+            saved=self._saved(given),
+        )
+
+    def _is_own(self, place: Any) -> bool:
+        """Whether a result is no part of what the call was given, but for a tensor that it wrote."""
+        if not isinstance(place, _Place) or place.source >= self._given:
+            return True
+        return place.whole and any(x is self._sources[place.source] for x in self.written)
+
+    def _saved(self, given: list[Any]) -> tuple[int | None, ...] | None:
+        """Where the tensors that autograd saves are among the call's; None where one is not."""
+        places = {id(x): i for i, x in enumerate(given) if x is not None}
+        found = tuple(None if x is None else places.get(id(x), -1) for x in self.saved)
+        return None if self.plan is None or -1 in found else found
+
+
+def _version(x: Tensor | None) -> int:
+    return 0 if x is None or x.is_inference() else x._version
+
+
+def _sources_of(x: Any) -> Iterator[int]:
+    """The sources of a recorded argument, or of several."""
+    if isinstance(x, _Place):
+        yield x.source
+    elif isinstance(x, tuple | list):
+        for y in x:
+            yield from _sources_of(y)
+
+
+def _numbered(x: Any, number: dict[int, int]) -> Any:
+    """A recorded argument, whose sources are numbered anew."""
+    if isinstance(x, _Place):
+        return x._replace(source=number[x.source])
+    return tuple(_numbered(y, number) for y in x) if isinstance(x, tuple) else x
+
+
+_share_memory = torch._C._is_alias_of  # type: ignore[attr-defined]
+
+
+# ---- records ----
+
+
+class _BoundLaunch(NamedTuple):
+    """A launch's arguments for one call at a time.
+
+    Attributes:
+        function: launches the kernel.
+        arguments: a list; those of the two places below are filled in by each call.
+        whole: (place, source) of a tensor that is passed as torch has it, by which TVM FFI finds the current stream.
+        work_tiles: the place of a ``ForwardSchedule``, or None.
+        of_torch: whether the arguments are those of :func:`step`, with places of tensors.
+    """
+
+    function: Callable[..., None]
+    arguments: list[Any]
+    whole: tuple[int, int] | None
+    work_tiles: int | None
+    of_torch: bool = False
+
+
+class _Bound(NamedTuple):
+    """The arguments of one call at a time.
+
+    Attributes:
+        launches: of the call.
+        addresses: (address, source, offset) of the slots among their arguments.
+        streams: whether each launch finds the current stream by itself.
+    """
+
+    launches: tuple[_BoundLaunch, ...]
+    addresses: tuple[tuple[Any, int, int], ...]
+    streams: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A recorded call, for others with tensors of the same metadata.
+
+    Attributes:
+        device: the tensors', as they give it.
+        tensors: which of the call's tensors are not None; they are the first sources, what it makes follows.
+        aligned: which of them a kernel read where they are, at multiples of 16 bytes, as in each call.
+        same: which pairs of them started at one address, as they do in each call.
+        made: shape, strides and dtype of each allocation, or the function that makes a tensor, in order.
+        own: of each, whether kernels' arguments have this layout if they are the whole allocation.
+        launches: functions, their recorded arguments, and whether they are of :func:`step`.
+        results: where the results lie, or what is no tensor.
+        single: whether the result is one tensor instead of a tuple.
+        written: which of the tensors are overwritten.
+        others: pairs of one that is written and another, which must not overlap.
+        counts: as of :class:`Recording`.
+        constant: whether none of the call's tensors requires a gradient.
+        plan, saved: of :func:`planned`, tensors by their places; None where the call's are others.
+        free: arguments that no call has.
+    """
+
+    device: int
+    tensors: tuple[int, ...]
+    aligned: tuple[int, ...]
+    same: tuple[tuple[int, int], ...]
+    made: tuple[Any, ...]
+    own: tuple[bool, ...]
+    launches: tuple[tuple[Callable[..., None], tuple, bool], ...]
+    results: tuple[Any, ...]
+    single: bool
+    written: tuple[int, ...]
+    others: tuple[tuple[int, int], ...]
+    counts: tuple[tuple[Any, Hashable], ...]
+    constant: bool
+    plan: Any
+    saved: tuple[int | None, ...] | None
+    free: list[_Bound] = field(default_factory=list)
+
+    def run(self, tensors: Tensors) -> Any:
+        """The call's results; None where a tensor lies elsewhere than kernels have been chosen for."""
+        if self.device != memory.current_device():
+            with memory.on_device(self.device):
+                return self.run(tensors)
+        sources = [tensors[i] for i in self.tensors]
+        starts = [x.data_ptr() for x in sources]
+        unaligned = 0
+        for i in self.aligned:
+            unaligned |= starts[i]
+        if unaligned % ALIGNMENT_BYTES or (self.same and any(starts[i] != starts[j] for i, j in self.same)):
+            return None
+        for i, j in self.others:
+            if _share_memory(sources[i], sources[j]) and overlap(sources[i], sources[j]):
+                return None
+        like = sources[0]
+        for by in self.made:
+            made = new_empty_strided(like, *by) if type(by) is tuple else by()
+            sources.append(made)
+            starts.append(made.data_ptr())
+        try:
+            bound = self.free.pop()
+        except IndexError:
+            bound = self._bind()
+        for address, source, offset in bound.addresses:
+            address.value = starts[source] + offset
+        if bound.streams:
+            self._launch(bound, sources)
+        else:
+            with current_stream(self.device):
+                self._launch(bound, sources)
+        self.free.append(bound)
+        for counter, entry in self.counts:
+            with counter.lock:
+                counter[entry] += 1
+        if self.written:
+            overwritten(*[sources[i] for i in self.written])
+        found = []
+        for x in self.results:
+            if type(x) is _Place:
+                x = sources[x.source] if x.whole else _view(x, sources[x.source])
+            found.append(x)
+        return found[0] if self.single else tuple(found)
+
+    def _launch(self, bound: _Bound, sources: list[Tensor]) -> None:
+        for function, arguments, whole, work_tiles, of_torch in bound.launches:
+            if of_torch:
+                function(*[_with_tensors(x, sources) for x in arguments])
+                continue
+            if work_tiles is not None:
+                arguments[work_tiles] = counters.schedule(self.device)
+            if whole is None:
+                function(*arguments)
+            else:
+                arguments[whole[0]] = sources[whole[1]]
+                function(*arguments)
+                arguments[whole[0]] = None  # keep no tensor alive
+            if work_tiles is not None:
+                arguments[work_tiles] = None  # nor counters, which a CUDA graph's capture allocates
+
+    def _bind(self) -> _Bound:
+        addresses: list[tuple[Any, int, int]] = []
+
+        def bind(x: Any) -> Any:
+            if isinstance(x, _Place):
+                one: Slot = slot(x.shape, x.strides, x.dtype, x.device)
+                addresses.append((one.address, x.source, x.offset))
+                return one.tensor
+            return tuple(map(bind, x)) if isinstance(x, tuple) else x
+
+        launches = []
+        for function, recorded, of_torch in self.launches:
+            if of_torch:
+                launches.append(_BoundLaunch(function, list(recorded), None, None, True))
+                continue
+            whole, work_tiles, arguments = None, None, []
+            for i, x in enumerate(recorded):
+                if x is _WorkTiles:
+                    work_tiles, value = i, None
+                elif whole is None and isinstance(x, _Place) and self._is_torchs(x):
+                    whole, value = (i, x.source), None
+                else:
+                    value = bind(x)
+                arguments.append(array(value) if isinstance(value, tuple) else value)
+            launches.append(_BoundLaunch(function, arguments, whole, work_tiles))
+        streams = self.device < 0 or all(one.of_torch or one.whole is not None for one in launches)
+        return _Bound(tuple(launches), tuple(addresses), streams)
+
+    def _is_torchs(self, place: _Place) -> bool:
+        """Whether a call has that very tensor, rather than a view of it."""
+        given = len(self.tensors)
+        return place.whole and (place.source < given or self.own[place.source - given])
+
+
+def _view(place: _Place, made: Tensor) -> Tensor:
+    found = as_strided(made, place.shape, place.strides, place.offset // made.element_size())
+    return found if found.dtype is place.dtype else found.view(place.dtype)
+
+
+def _with_tensors(x: Any, sources: list[Tensor]) -> Any:
+    """A recorded argument of torch's function, in its own layout also where an allocation has another."""
+    if isinstance(x, _Place):
+        made = sources[x.source]
+        return as_strided(made, x.shape, x.strides, x.offset // made.element_size())
+    return tuple(_with_tensors(y, sources) for y in x) if isinstance(x, tuple) else x
+
+
+# ---- epilogues' arguments ----
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreArgs:
+    """The epilogues' arguments, made once; each call substitutes its tensors.
+
+    Attributes:
+        parts: the arguments, a tuple of them for each epilogue; an array where no tensor is substituted.
+        places: (part, index in the part, index among the call's tensors) of each tensor.
+    """
+
+    parts: tuple
+    places: tuple[tuple[int, int, int], ...]
+
+    def fill(self, tensors: Tensors) -> tuple:
+        """The arguments with ``tensors`` substituted."""
+        if not self.places:
+            return self.parts
+        parts = list(self.parts)
+        for part, place, tensor in self.places:
+            own = list(parts[part])
+            own[place] = tensors[tensor]
+            parts[part] = tuple(own)
+        return tuple(parts)
+
+    @classmethod
+    def of(cls, kernel: Any, call: Call, function: Any) -> "ScoreArgs | None":
+        """Of the package's own epilogues, which pass the call's tensors on unchanged, for a launching function.
+
+        None with users' classes, which may derive other tensors.
+        """
+        if call.epilogues or kernel.traits.variant:
+            return None
+        given = {name: getattr(call, name) for name in _SCORE_TENSORS}
+        # One tensor may be two arguments, which objects of their own tell apart.
+        call = call._replace(**{name: x.detach() for name, x in given.items() if x is not None})
+        own = {id(getattr(call, name)): Call._fields.index(name) for name in _SCORE_TENSORS}
+        parts, places = list(kernel.score_args(call.score_inputs())), []
+        for i, part in enumerate(parts):
+            if isinstance(part, tuple):
+                places += [(i, j, own[id(x)]) for j, x in enumerate(part) if isinstance(x, Tensor)]
+                parts[i] = tuple(None if isinstance(x, Tensor) else x for x in part)  # keep no tensor alive
+        return cls(tuple(parts) if places else prepared(function, tuple(parts)), tuple(places))
+
+
+_SCORE_TENSORS = ("alibi_slopes", "bias", "sinks", "rng_state")
