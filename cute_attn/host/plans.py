@@ -75,9 +75,10 @@ Brought = tuple[tuple, tuple, "Tables | None"]
 
 def brought(score_mod: Any, mask_mod: Any, block_mask: Any, sizes: tuple[int, ...]) -> Brought:
     """What a call's functions are found by. sizes: batch, queries, heads, keys and kv heads."""
-    # A number takes torch's default dtype where it meets an integer.
+    # A number takes torch's default dtype where it meets an integer; a captured tensor's gradient repeats in no order.
     key = (
         torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
         id(getattr(score_mod, "__code__", None)),
         id(getattr(mask_mod, "__code__", None)),
     )

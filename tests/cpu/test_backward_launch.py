@@ -727,6 +727,7 @@ def test_the_node_computes_only_needed_gradients(monkeypatch):
 
     class Launcher:
         rest = options = None
+        packed = 0
 
         def launch(self, tensors, epilogue_tensors=()):
             call = the_case._replace(q=tensors[0], k=tensors[1], v=tensors[2])
@@ -744,17 +745,19 @@ def test_the_node_computes_only_needed_gradients(monkeypatch):
     launcher = Launcher()
     launcher.rest = the_case[NUM_TENSORS + 1 :]
     q = the_case.q.clone().requires_grad_()
-    out, _, softmax = operators.Attention.apply(launcher, q, *the_case[1:NUM_TENSORS])
+    out, _, softmax = operators.Attention.apply(launcher, None, (), q, *the_case[1:NUM_TENSORS])
     assert softmax is None
     out.sum().backward()
-    lse2 = operators.Attention.apply(launcher, q, *the_case[1:NUM_TENSORS])[1]
+    lse2 = operators.Attention.apply(launcher, None, (), q, *the_case[1:NUM_TENSORS])[1]
     lse2.sum().backward()
     assert (
         calls[0][1] is None and calls[0][0] is not None and calls[0][2] == (True, False, False, False, False)
     )
     assert calls[1][0] is None and calls[1][1] is not None
     (again,) = torch.autograd.grad(
-        operators.Attention.apply(launcher, q, *the_case[1:NUM_TENSORS])[0].sum(), q, create_graph=True
+        operators.Attention.apply(launcher, None, (), q, *the_case[1:NUM_TENSORS])[0].sum(),
+        q,
+        create_graph=True,
     )
     with pytest.raises(NotImplementedError, match="a second derivative of attention is asked for"):
         again.sum().backward()

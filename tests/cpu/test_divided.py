@@ -138,9 +138,9 @@ def test_rows_that_no_sequence_owns_stay(monkeypatch):
         "sign": 1,
     }
     own |= {"strides": (contiguous_strides(shape), contiguous_strides(lse_shape)), "aligned": True}
-    plan = launcher.Launcher(**own | {"prefill": False, "rest": params[NUM_TENSORS + 1 :]})
+    plan = launcher.Launcher(**own | {"prefill": False, "rest": params[NUM_TENSORS + 1 :], "options": None})
     out = torch.full(shape, 7.0).half()
-    plan.run(params[:NUM_TENSORS], (), out)
+    plan.launch(params[:NUM_TENSORS], (), out)
     assert out[3:].eq(7.0).all() and not out[:3].eq(7.0).any()
 
 

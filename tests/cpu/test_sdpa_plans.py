@@ -4,6 +4,7 @@ The launchers here compute by the reference and write their outputs where a kern
 """
 
 import dataclasses
+import functools
 import inspect
 import itertools
 import math
@@ -14,18 +15,19 @@ import torch
 import tvm_ffi
 
 from cute_attn import reference
-from cute_attn.host import backward, fused_qkv, launcher, memory
+from cute_attn.host import backward, fused_qkv, launcher, memory, record
 from cute_attn.host import plans as known
 from cute_attn.host.backward import NOTHING, BackwardLauncher, BiasGradient, Workspace
 from cute_attn.host.call import NUM_TENSORS, Call, pack_epilogues
-from cute_attn.host.launch import Recording, ScoreArgs
 from cute_attn.host.launcher import Launcher
 from cute_attn.host.memory import contiguous_strides
+from cute_attn.host.record import Record, Recording, ScoreArgs
 from cute_attn.kernels.backward_convert import BackwardConvert
 from cute_attn.kernels.backward_preprocess import BackwardPreprocess
 from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.sdpa import operators, plans
 from cute_attn.sdpa.operators import Options
+from cute_attn.sdpa.overrides import Override
 from tests import machine
 
 OPTIONS = Options()
@@ -85,10 +87,6 @@ def with_arguments_of(kernel, function):
     return run
 
 
-def ready_at_once(make):
-    return lambda *arguments, **options: make(*arguments, **options).ready()
-
-
 class Launchers:
     """Stands for the kernels: launchers by the reference, which note where they wrote.
 
@@ -98,9 +96,8 @@ class Launchers:
     def __init__(self, monkeypatch, prepared=False):
         self.written, self.launches = [], 0
         self.function = as_tvm if prepared else lambda function: function
-        if prepared:  # at once, and not when a call comes again
-            for name in ("plan_forward", "plan_backward"):
-                monkeypatch.setattr(operators, name, ready_at_once(getattr(plans, name)))
+        monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True), raising=False)
+        monkeypatch.setattr(record, "_empty_strided_cuda", None)
         monkeypatch.setattr(plans, "runs_kernels", lambda q: True)
         monkeypatch.setattr(plans, "launcher_for", self.forward)
         monkeypatch.setattr(backward, "launcher_for", self.backward)
@@ -133,6 +130,9 @@ class Launchers:
             prefill=False,
             softmax_scale=params.softmax_scale,
             rest=params[launcher.NUM_TENSORS + 1 :],
+            options=known.Options(params[launcher.NUM_TENSORS + 1 :]),
+            packed=0,
+            in_terms=False,
         )
 
     def backward(self, params, grad_out, grad_lse, out, lse, needed):
@@ -158,7 +158,7 @@ class Launchers:
             self.written.append(dq.data_ptr())
 
         class Kernel:
-            traits = SimpleNamespace(arch="sm90", variant="")
+            traits = SimpleNamespace(arch="sm90", variant="", epilogues=())
 
             @staticmethod
             def score_args(inputs):
@@ -323,20 +323,34 @@ def test_strides_of_dimensions_of_size_1_cost_no_copy(launchers):
     assert read.data_ptr() == q.data_ptr() and read.stride() == (0, 80, 16, 1)
 
 
-# ---- launches with prepared arguments ----
+# ---- calls that repeat ----
+
+
+@functools.cache
+def override(function):
+    return Override(function.__name__, function, None)
+
+
+def serve(function, *arguments):
+    """An operator's outputs as its override gives them, from a record where its call comes for the third time."""
+    return override(function)._served(OPTIONS, arguments, {})
+
+
+def records():
+    return [one for one in known._records.values() if isinstance(one, Record)]
 
 
 def in_turn(name, *arguments):
     """Outputs of a flash or memory-efficient forward, and gradients of its backward."""
     forward = operators.OPERATORS[name][f"_scaled_dot_product_{name}_attention"]
     backward = operators.OPERATORS[name][f"_scaled_dot_product_{name}_attention_backward"]
-    outputs = forward(OPTIONS, *arguments)
+    outputs = serve(forward, *arguments)
     q, k, v, *rest = arguments
     if name == "flash":
         saved = (q, k, v, *outputs[:2], None, None, 9, 11, 0.0, False, outputs[6], outputs[7])
     else:
         saved = (q, k, v, rest[0], *outputs, 0.0, [True, True, True, False])
-    return [outputs[0], outputs[1], *backward(OPTIONS, outputs[0], *saved)[:3]]
+    return [outputs[0], outputs[1], *serve(backward, outputs[0], *saved)[:3]]
 
 
 def inputs_of(seed):
@@ -354,13 +368,11 @@ def test_a_warm_call_is_launched_on_its_own_memory(name, prepared, monkeypatch):
         found.append(in_turn(name, *arguments))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(plans, "runs_kernels", lambda q: False)
-            kept = known._plans.copy(), known._guarded.copy()
-            known.forget()
+            machine.forget_plans(patch)
             wanted.append(in_turn(name, *arguments))
-            known._plans, known._guarded = kept
     for ours, theirs in zip(found, wanted, strict=True):
         same(ours, theirs)
-    assert [replay is not None for replay in replays()] == [prepared] * 2 and launchers.launches == 3
+    assert len(records()) == 2 * prepared and launchers.launches == 3
 
 
 @pytest.mark.parametrize("heads, heads_kv, rows", [(4, 2, 1), (1, 1, 9), (4, 1, 9)])
@@ -373,19 +385,15 @@ def test_dimensions_of_size_1_are_not_exchanged(heads, heads_kv, rows, order, mo
             in_order((2, h, n, 16), order).copy_(randn(2, h, n, 16, seed=seed + i))
             for i, (h, n) in enumerate(((heads, rows), (heads_kv, 11), (heads_kv, 11)))
         )
-        outputs = operators.flash_forward(OPTIONS, q, k, v)
+        outputs = serve(operators.flash_forward, q, k, v)
         saved = (outputs[0], q, k, v, *outputs[:2], None, None, rows, 11, 0.0, False, outputs[6], outputs[7])
-        grads = operators.flash_backward(OPTIONS, *saved)
+        grads = serve(operators.flash_backward, *saved)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(plans, "runs_kernels", lambda q: False)
             machine.forget_plans(patch)
             same(outputs[:1], operators.flash_forward(OPTIONS, q, k, v)[:1])
             same(grads, operators.flash_backward(OPTIONS, *saved))
-    assert None not in replays()
-
-
-def replays():
-    return [plan.repeats and plan.repeats.replay for plan in known._plans.values()]
+    assert len(records()) == 2
 
 
 def test_an_unaligned_gradient_is_copied(launchers):
@@ -407,19 +415,6 @@ def tensors(**changed):
 
 def made(shapes=None, seed=0):
     return tuple(randn(*shape, seed=seed + i) for i, shape in enumerate(shapes or tensors()))
-
-
-def test_a_launch_is_prepared_when_its_call_comes_again(monkeypatch):
-    launchers = Launchers(monkeypatch)
-    launchers.function = as_tvm
-    q, k, v = made()
-    seen = []
-    for _ in range(3):
-        outputs = operators.flash_forward(OPTIONS, q, k, v)
-        saved = (outputs[0], q, k, v, *outputs[:2], None, None, 9, 9, 0.0, False, outputs[6], outputs[7])
-        operators.flash_backward(OPTIONS, *saved)
-        seen.append(replays())
-    assert seen[0] == [None, None] and None not in seen[1] and seen[1] == seen[2]
 
 
 def test_a_warm_call_decides_and_plans_once(launchers, monkeypatch):
@@ -461,7 +456,7 @@ def a_call(q, k, v, epilogues=()):
 def repeated_backward(launchers, call, **changed):
     needed = (True,) * 3 + (False, False)
     made = launchers.backward(call._replace(epilogues=()), call.q, None, call.q, None, needed)
-    return dataclasses.replace(made, **changed).ready()
+    return dataclasses.replace(made, **changed)
 
 
 def launch(made, call, into):
@@ -469,71 +464,51 @@ def launch(made, call, into):
     return made.launch(call, (torch.ones_like(q), None), (torch.ones_like(q), torch.ones(1, 2, 8)), into)
 
 
-def test_what_a_users_class_derives_is_derived_in_each_call(monkeypatch):
-    seen = []
-
-    class Kernel:
-        traits = SimpleNamespace(arch="sm90", variant="")
-
-        @staticmethod
-        def score_args(inputs):
-            return ((float(inputs.extra["temperature"][0].max()),),)
-
-    main = as_tvm(lambda *arguments: seen.append(arguments[-1][0][0]))
-    nothing = as_tvm(lambda *arguments: None)
-    made = None
-    for temperature in (1.0, 2.0, 4.0):
-        call = a_call(
-            *(randn(1, 8, 2, 16, seed=i) for i in range(3)), {"temperature": torch.tensor([temperature])}
-        )
-        if made is None:
-            own = {"kernel": Kernel, "score_args": None, "main": main, "convert": nothing}
-            made = repeated_backward(Launchers(monkeypatch, prepared=True), call, **own)
-        launch(made, call, NOTHING)
-    assert seen == [1.0, 2.0, 4.0]
+def recorded(made, call):
+    """Of a backward its tensors and its record, or None."""
+    q = call.q
+    given = (torch.ones_like(q), torch.ones_like(q), torch.ones(1, 2, 8))
+    tensors = (*call[:NUM_TENSORS], *given, *call.epilogue_tensors)
+    with Recording(tensors) as recording:
+        found = made.launch(call, (given[0], None), given[1:], NOTHING)
+    return tensors, recording.record(found)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_repeated_backward_is_found_by_its_options_and_tensors(packed, monkeypatch):
-    """From the second call on, which leaves a record."""
-    launcher_for, launchers = backward.launcher_for, Launchers(monkeypatch, prepared=True)
-    apart = [randn(1, 8, 2, 16, seed=i).half() for i in range(3)]
-    call = a_call(*(torch.stack(apart, 2).unbind(2) if packed else apart))
-    needed, grad_out, lse = (True,) * 3 + (False, False), torch.ones_like(call.q), torch.ones(1, 2, 8)
-    options, inputs, outputs = known.Options(call[NUM_TENSORS + 1 :]), call[:NUM_TENSORS], (call.q, lse)
-    key = backward._key(options, inputs, needed)
-    known.keep(key, (*inputs, grad_out, None, *outputs), repeated_backward(launchers, call, parts=3 * packed))
-    monkeypatch.setattr(backward, "launcher_for", launcher_for)
+def test_what_a_users_class_derives_is_not_recorded(monkeypatch):
+    """It may read a number on the host, such as a temperature here."""
+    call = a_call(*(randn(1, 8, 2, 16, seed=i) for i in range(3)), {"temperature": torch.tensor([2.0])})
+    for variant in ("", "users"):
 
-    def found(options=options, inputs=inputs, grad_out=grad_out):
-        return backward.repeated_gradients(options, inputs, grad_out, outputs, needed)
+        class Kernel:
+            traits = SimpleNamespace(arch="sm90", variant=variant, epilogues=())
 
-    assert found() is None
-    first = backward.gradients(call, grad_out, None, *outputs, needed, NOTHING)
-    assert [x.shape for x in found()[:3]] == [x.shape for x in first[:3]] and found()[3:] == (None, None)
-    assert found(options=known.Options((*options.values[:-1], 7))) is None
-    assert found(grad_out=grad_out.expand(1, 8, 2, 16)[..., :1].expand(1, 8, 2, 16)) is None
-    elsewhere = torch.zeros(8 * 2 * 16 + 1).half()[1:].view(1, 8, 2, 16)
-    assert found(inputs=(elsewhere, *inputs[1:])) is None
+            @staticmethod
+            def score_args(inputs):
+                return ((float(inputs.extra["temperature"][0].max()),),)
+
+        nothing = as_tvm(lambda *arguments: None)
+        own = {"kernel": Kernel, "score_args": None, "main": nothing, "convert": nothing}
+        made = repeated_backward(Launchers(monkeypatch, prepared=True), call, **own)
+        assert (recorded(made, call)[1] is None) == bool(variant)
 
 
-def test_a_call_that_adds_up_divided_heads_leaves_no_record(monkeypatch):
-    """dK and dV are summed by torch, perhaps into memory of the call's own, which no launch of a record writes."""
-    call = a_call(*(randn(1, 8, 2, 16, seed=i).half() for i in range(3)))
-    made = repeated_backward(Launchers(monkeypatch, prepared=True), call)
-    shapes = (made.shapes[0], *[(1, 8, 4, 16)] * 2)
-    own = {
-        "shapes": shapes,
-        "strides": tuple(map(contiguous_strides, shapes)),
-        "main": as_tvm(lambda *_: None),
-    }
-    divided = dataclasses.replace(made, **own, convert=as_tvm(lambda *_: None), repeats=None).ready()
-    q, lse = call.q, torch.ones(1, 2, 8)
-    for one, recorded in ((made, True), (divided, False)):
-        steps = Recording((*call[:NUM_TENSORS], q, q, lse))
-        own = [steps.empty(q, tuple(q.shape), contiguous_strides(tuple(q.shape)), q.dtype) for _ in range(2)]
-        found = one.run(call, (q, None), (q, lse), (None, *own, None, None), steps)
-        assert (steps.replay(found) is not None) == recorded
+def test_divided_heads_are_added_up_in_a_record(monkeypatch):
+    """dK and dV of parts of a key head's query heads, by torch, into memory of the call's own."""
+    q, k, v = (randn(1, 8, 2, 16, seed=i).half() for i in range(3))
+    call = a_call(q, k, v)
+
+    def main(*arguments):
+        for number, x in enumerate(arguments[7:9], 1):
+            x.copy_(torch.arange(4.0)[:, None].expand_as(x) * number)
+
+    shapes = ((1, 8, 2, 16), *[(1, 8, 4, 16)] * 2)
+    own = {"shapes": shapes, "strides": tuple(map(contiguous_strides, shapes))}
+    own |= {"main": as_tvm(main), "convert": as_tvm(lambda *_: None)}
+    made = repeated_backward(Launchers(monkeypatch, prepared=True), call, **own)
+    tensors, found = recorded(made, call)
+    _, dk, dv, *_ = found.run(tensors)
+    assert dk.shape == dv.shape == (1, 8, 2, 16)
+    assert (dk[..., 0, :] == 1).all() and (dk[..., 1, :] == 5).all() and dv.equal(2 * dk)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 1, 0)])
@@ -544,7 +519,7 @@ def test_gradients_are_packed_where_inputs_are_and_it_may_be(order, monkeypatch)
         whole = [torch.randn(1, 8, 3, 2, 16).half() for _ in range(3)]
         return whole[0].unbind(2) if adjacent else tuple(x.unbind(2)[0] for x in whole)
 
-    launchers, first = Launchers(monkeypatch, prepared=True), a_call(*inputs(True))
+    launchers, first = Launchers(monkeypatch), a_call(*inputs(True))
     made = repeated_backward(launchers, first, parts=fused_qkv.parts_packed(first[:3]))
     kinds = ((True, NOTHING, True), (False, NOTHING, False), (True, None, False))
     for i in (*order, *order, *order):

@@ -21,13 +21,12 @@ from cute_attn.sdpa import operators, repeated
 from tests import processes
 from tests.cpu.test_sdpa_plans import Launchers
 
-FLASH = ("_scaled_dot_product_flash_attention", "")
+pytorchs = torch._C._nn.scaled_dot_product_attention
 
 
 @pytest.fixture(autouse=True)
 def active():
-    """For CPU tensors, which the reference computes."""
-    sdpa.served.clear()
+    """For CPU tensors."""
     known.forget()
     activation = sdpa.Activation(Options(), "CPU")
     yield activation
@@ -35,55 +34,64 @@ def active():
     known.forget()
 
 
-pytorchs = torch._C._nn.scaled_dot_product_attention
-
-
 def inputs(seed=0, rows=9, dim=16, dtype=torch.bfloat16):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(2, 4, rows, dim, generator=generator).to(dtype) for _ in range(3)]
 
 
-def check(q, k, v, **options):
-    """A call's result is PyTorch's of doubles, which require a gradient so that none is a repeated call."""
-    out = F.scaled_dot_product_attention(q, k, v, **options)
-    wanted = pytorchs(q.double().requires_grad_(), k.double(), v.double(), **options)
-    torch.testing.assert_close(out.double(), wanted.double(), rtol=0, atol=2e-2)
-    return out
+class Function:
+    """The override, above a function that calls the flash operator, as PyTorch's does on a GPU.
+
+    The operator launches by the reference. calls: how many came to that function.
+    """
+
+    def __init__(self, monkeypatch):
+        self.calls, self.launchers = 0, Launchers(monkeypatch, prepared=True)
+        self.run = repeated.override(self.stock, "cpu")
+
+    def stock(
+        self, keyset, q, k, v, mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
+    ):
+        self.calls += 1
+        if attn_mask is not None or dropout_p or q.dtype == torch.float64:
+            return pytorchs(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return operators.flash_forward(Options(), q, k, v, 0.0, is_causal, scale=scale)[0]
+
+    def __call__(self, *tensors, **options):
+        return self.run(None, *tensors, **options)
+
+    def check(self, q, k, v, **options):
+        """A call's result is PyTorch's of doubles; whether it came to the function."""
+        before = self.calls
+        found = self(q, k, v, **options)
+        wanted = pytorchs(q.double(), k.double(), v.double(), **options)
+        torch.testing.assert_close(found.double(), wanted.double(), rtol=0, atol=2e-2)
+        return self.calls > before
 
 
-def calls():
-    return sdpa.served[FLASH]
+@pytest.fixture
+def function(monkeypatch):
+    return Function(monkeypatch)
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3}])
-def test_a_repeated_call_is_served_past_pytorchs_function(options, monkeypatch):
-    for _ in range(2):
-        check(*inputs(), **options)
-    assert calls() == 0
-    wanted = pytorchs(*(x.double() for x in inputs(1)), **options)
-    monkeypatch.setattr(repeated, "learn", None)
-    found = F.scaled_dot_product_attention(*inputs(1), **options)
-    assert calls() == 1
-    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=2e-2)
+def test_a_repeated_call_is_served_past_pytorchs_function(options, function):
+    assert [function.check(*inputs(seed), **options) for seed in range(4)] == [True, True, False, False]
 
 
-def test_grouped_heads():
+def test_grouped_heads(function):
     q, k, v = inputs()
-    for _ in range(3):
-        check(q, k[:, :2], v[:, :2], enable_gqa=True)
-    assert calls() == 1
+    came = [function.check(q, k[:, :2], v[:, :2], enable_gqa=True) for _ in range(3)]
+    assert came == [True, True, False]
     with pytest.raises(RuntimeError):
         F.scaled_dot_product_attention(q, k[:, :2], v[:, :2])
 
 
-@pytest.mark.parametrize("prepared", [False, True])
-def test_kernels_write_the_result_in_the_operators_layout(prepared, monkeypatch):
-    machine = Launchers(monkeypatch, prepared)
+def test_kernels_write_the_result_in_the_operators_layout(function):
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs())
-    for _ in range(2):
-        check(q, k, v)
-    out = check(q, k, v)
-    assert calls() == 1 and machine.launches == 1 and out.data_ptr() == machine.written[-1]
+    for _ in range(3):
+        out = function(q, k, v)
+    assert function.calls == 2 and out.data_ptr() == function.launchers.written[-1]
     assert out.stride() == operators.flash_forward(Options(), q, k, v)[0].stride() == q.stride()
 
 
@@ -93,86 +101,101 @@ class DispatchMode(TorchDispatchMode):
 
 
 class FunctionMode(TorchFunctionMode):
-    """As code that overrides functions: it compares what is called with what the name means."""
-
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        assert func is F.scaled_dot_product_attention is pytorchs
         return func(*args, **(kwargs or {}))
 
 
+class Deterministic:
+    def __enter__(self):
+        torch.use_deterministic_algorithms(True)
+
+    def __exit__(self, *error):
+        torch.use_deterministic_algorithms(False)
+
+
 STATES = {
+    "deterministic": Deterministic,
     "dispatch_mode": DispatchMode,
     "function_mode": FunctionMode,
-    "autocast": lambda: torch.autocast("cpu", torch.float16),
     "profiler": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
     "math": lambda: sdpa_kernel(SDPBackend.MATH),
 }
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_a_known_call_in_another_state_is_pytorchs(name):
+def test_a_known_call_in_another_state_comes_to_the_function(name, function):
     for _ in range(3):
-        check(*inputs())
-    given = inputs()
-    for _ in range(3):
-        with STATES[name]():
-            out = F.scaled_dot_product_attention(*given)
-        assert out.dtype == (torch.float16 if name == "autocast" else torch.bfloat16)
-    # The override lies below autocast, which has cast its arguments, and sees no function mode.
-    more = {"autocast": 2, "function_mode": 3}.get(name, 0)
-    assert calls() == 1 + more
-    check(*inputs())
-    assert calls() == 2 + more
+        function(*inputs())
+    with STATES[name]():
+        assert function.check(*inputs())
+    assert not function.check(*inputs())
 
 
-@pytest.mark.parametrize(
-    "kind", ["mask", "dropout", "gradient", "key", "fp32", "dim", "unaligned", "negated"]
-)
-def test_calls_that_are_always_pytorchs(kind):
-    dtype = torch.float32 if kind == "fp32" else torch.bfloat16
-    q, k, v = inputs(dim=20 if kind == "dim" else 16, dtype=dtype)
-    check(q, k, v)
-    sdpa.served.clear()
+@pytest.mark.parametrize("kind", ["mask", "dropout", "gradient", "key", "unaligned", "negated"])
+def test_calls_that_always_come_to_the_function(kind, function):
+    q, k, v = inputs()
     options = {"attn_mask": torch.ones(9, 9, dtype=torch.bool)} if kind == "mask" else {}
-    if kind == "gradient":
-        q = q.clone().requires_grad_()
-    elif kind == "key":
-        k = k.clone().requires_grad_()
+    if kind in ("gradient", "key"):
+        leaf = inputs()[0].requires_grad_()
+        q, k = (leaf, k) if kind == "gradient" else (q, leaf)
     elif kind == "unaligned":
-        q = torch.empty(q.numel() + 1, dtype=dtype)[1:].view(q.shape).copy_(q)
+        for _ in range(3):
+            function(q, k, v)
+        q = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
     elif kind == "negated":
         q = torch._neg_view(q)
+    elif kind == "dropout":
+        options = {"dropout_p": 0.5}
+    before = function.calls
     for _ in range(3):
-        if kind == "dropout":
-            F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
-        else:
-            out = check(q, k, v, **options)
-    assert not sdpa.served
+        function(q, k, v, **options)
+    assert function.calls == before + 3
     if kind == "gradient":
-        assert torch.autograd.grad(out.sum(), q)[0].shape == q.shape
         with torch.no_grad():
-            for _ in range(3):
-                check(q, k, v)
-        assert calls() == 2
+            assert [function.check(q, k, v) for _ in range(3)] == [True, True, False]
 
 
-def learnt():
-    return [plan for plan in known._plans.values() if isinstance(plan, repeated.Known)]
-
-
-def test_a_call_that_comes_once_is_not_learnt(monkeypatch):
-    monkeypatch.setattr(repeated.plans, "keep", None)
+def test_a_call_that_comes_once_is_not_recorded(function):
     for rows in range(1, 5):
-        check(*inputs(rows=rows))
-    assert not learnt()
+        assert function.check(*inputs(rows=rows))
+    assert not [one for one in known._records.values() if one is not True]
 
 
-def test_an_unaligned_call_is_not_learnt():
-    q, k, v = inputs()
-    unaligned = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
+def test_an_observer_sees_calls_at_the_dispatcher(monkeypatch, function):
     for _ in range(3):
-        check(unaligned, k, v)
-    assert not learnt()
+        function(*inputs())
+    monkeypatch.setattr(doors, "observer", lambda *arguments: None)
+    assert function.check(*inputs())
+
+
+def test_what_was_known_is_forgotten_when_it_ends(active, function):
+    for _ in range(3):
+        function(*inputs())
+    active.remove()
+    assert function.check(*inputs()) and repeated.current() is None
+    again = sdpa.Activation(Options(), "CPU")
+    assert [function.check(*inputs()) for _ in range(3)] == [True, True, False]
+    again.remove()
+    assert not [key for key in known._guarded if repeated.Memory in map(type, key[0])]
+
+
+def test_a_call_that_began_before_the_end_is_finished(active, function):
+    """Another thread may end it between two steps of a call."""
+    function(*inputs())
+    stock = function.stock
+    function.run = repeated.override(lambda *a, **k: active.remove() or stock(*a, **k), "cpu")
+    assert function.check(*inputs()) and repeated.current() is None
+
+
+# ---- in the dispatcher ----
+
+
+def check(q, k, v, **options):
+    """PyTorch's function, of which the override sees each call."""
+    out = F.scaled_dot_product_attention(q, k, v, **options)
+    wanted = pytorchs(q.double().requires_grad_(), k.double(), v.double(), **options)
+    torch.testing.assert_close(out.double(), wanted.double(), rtol=0, atol=2e-2)
+    return out
 
 
 def test_transforms_tracers_and_fake_tensors_are_pytorchs():
@@ -197,13 +220,6 @@ def test_tensors_that_are_more_than_memory_are_pytorchs():
     for _ in range(3):
         found = torch.stack(F.scaled_dot_product_attention(*nested).unbind())
         torch.testing.assert_close(found.double(), wanted, rtol=0, atol=2e-2)
-    assert not sdpa.served
-    zero = torch._efficientzerotensor(q.shape, dtype=q.dtype)
-    assert not any(
-        map(repeated._is_ordinary, (*nested, zero, torch._neg_view(q), torch._to_functional_tensor(q)))
-    )
-    with torch.inference_mode():
-        assert all(map(repeated._is_ordinary, (q, q + 1)))
 
 
 def test_tangents_reach_pytorch():
@@ -216,12 +232,13 @@ def test_tangents_reach_pytorch():
             F.scaled_dot_product_attention(dual, k, v)
 
 
-def test_inference_mode():
-    """It calls no override above autograd."""
-    with torch.inference_mode():
+def test_inference_mode_and_autocast():
+    for state in (torch.inference_mode, lambda: torch.autocast("cpu", torch.float16)):
+        given = inputs()
         for _ in range(3):
-            check(*inputs())
-    assert calls() == 0
+            with state():
+                out = F.scaled_dot_product_attention(*given)
+        assert out.dtype == (torch.bfloat16 if state is torch.inference_mode else torch.float16)
 
 
 def test_biases_that_override_the_function():
@@ -230,23 +247,6 @@ def test_biases_that_override_the_function():
     for _ in range(3):
         found = F.scaled_dot_product_attention(q, k, v, bias.causal_lower_right(9, 9))
         torch.testing.assert_close(found, wanted, rtol=0, atol=2e-2)
-
-
-def test_an_observer_sees_calls_at_the_dispatcher(monkeypatch):
-    for _ in range(3):
-        check(*inputs())
-    monkeypatch.setattr(doors, "observer", lambda *arguments: None)
-    check(*inputs())
-    assert calls() == 1
-
-
-def test_what_is_known_is_bounded(monkeypatch):
-    monkeypatch.setattr(repeated, "_MAX_KEYS", 3)
-    monkeypatch.setattr(known, "_MAX_PLANS", 3)
-    for rows in range(1, 8):
-        for _ in range(2):
-            check(*inputs(rows=rows))
-    assert 0 < len(learnt()) <= 3 and len(repeated.current().seen) <= 3
 
 
 # ---- what the override leaves as it is ----
@@ -319,9 +319,7 @@ def stock(tmp_path_factory):
 def test_what_others_see_of_a_call_stays(kind, active, stock):
     for _ in range(3):
         check(*inputs(), is_causal=True)
-    assert calls() == 1
     assert json.loads(json.dumps(recorded(kind))) == stock[kind]
-    assert calls() == 1 + (kind == "make_fx")  # once it has recorded a composite operator it calls it
     active.remove()
     assert json.loads(json.dumps(recorded(kind))) == stock[kind]
 
@@ -330,41 +328,3 @@ def test_transforms_of_a_call_stay(active):
     ours = recorded("vmap")
     active.remove()
     torch.testing.assert_close(ours, recorded("vmap"), rtol=0, atol=2e-2)
-
-
-def test_what_was_known_is_forgotten_when_it_ends(active):
-    for _ in range(3):
-        check(*inputs())
-    active.remove()
-    check(*inputs())
-    assert calls() == 1 and repeated.current() is None
-    again = sdpa.Activation(Options(), "CPU")
-    check(*inputs())
-    assert calls() == 1
-    again.remove()
-
-
-def test_a_call_that_began_before_the_end_is_finished(active, monkeypatch):
-    """Another thread may end it between two steps of a call."""
-    check(*inputs())
-    stock = torch._fused_sdp_choice
-    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *a, **k: active.remove() or stock(*a, **k))
-    check(*inputs())
-    assert repeated.current() is None
-
-
-def test_an_activation_that_ended_leaves_nothing(active):
-    for _ in range(3):
-        activation = sdpa.Activation(Options(), "CPU")
-        for _ in range(3):
-            check(*inputs())
-        activation.remove()
-        assert not learnt() and not [key for key in known._guarded if repeated.Memory in map(type, key[0])]
-
-
-def test_functional_tensors_have_no_plan():
-    for _ in range(3):
-        check(*inputs())
-    wrapped = tuple(map(torch._to_functional_tensor, inputs()))
-    for key, *_ in list(known._plans):
-        assert known.find(key, wrapped) is None
