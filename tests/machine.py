@@ -17,7 +17,7 @@ import tvm_ffi
 from cute_attn import compiler
 from cute_attn.api import kvcache
 from cute_attn.compiler import registry
-from cute_attn.host import backward, counters, kvcache_launcher, launcher, memory, plans, record
+from cute_attn.host import backward, counters, forward, kvcache_launcher, memory, plans, record
 from cute_attn.sdpa import plans as sdpa_plans
 
 MULTIPROCESSORS = 132
@@ -43,7 +43,7 @@ def device(
     """
     found = (COUNTERS, multiprocessors) if schedule is None else schedule
     patch.setattr(counters, "schedule", lambda device: found)
-    for module in (backward, kvcache_launcher, launcher):
+    for module in (backward, forward, kvcache_launcher):
         patch.setattr(module, "multiprocessors", lambda device: multiprocessors)
     patch.setattr(compiler, "default_target", lambda arch: target or arch)
     patch.setattr(memory, "current_device", lambda: -1)

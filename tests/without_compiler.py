@@ -23,8 +23,8 @@ import cute_attn
 loaded = set(sys.modules)
 
 from cute_attn import attention, compiler, reference
-from cute_attn.host import counters, kvcache_launcher, launcher, memory
-from cute_attn.host.call import NUM_TENSORS, Call
+from cute_attn.host import counters, forward, kvcache_launcher, memory
+from cute_attn.host.call import Call
 from cute_attn.host.slots import slot
 
 BF16 = torch.bfloat16
@@ -60,16 +60,16 @@ def calls():
     """Calls of tensors on the CPU, planned as if they were on a GPU: the kernels refuse them before any launch."""
     compiler.default_target = lambda arch: "sm80"
     memory.current_device = lambda: -1
-    kvcache_launcher.multiprocessors = launcher.multiprocessors = lambda device: 4
+    kvcache_launcher.multiprocessors = forward.multiprocessors = lambda device: 4
     counters.schedule = lambda device: (torch.zeros(4, dtype=torch.int32), 4)
     q = torch.randn(1, 200, 2, 64, dtype=BF16)
     call = Call(q, q, q, max_seqlen_q=200, max_seqlen_k=200, mask="causal")
-    planned = launcher.launcher_for(call)
-    found["planned"] = [planned.kernel.traits.name, str(type(planned.function))]
+    planned = forward.plan_of(call)
+    found["planned"] = [planned.kernel.traits.name, str(type(planned.functions["main"]))]
     with sentence("launch"):
-        planned.launch(call[:NUM_TENSORS])
+        forward.forward(call)
     with sentence("not bundled"):
-        launcher.launcher_for(call._replace(mask=""))
+        forward.plan_of(call._replace(mask=""))
     cache = Call(q, k_cache=q, v_cache=q, max_seqlen_q=200, max_seqlen_k=200)
     with sentence("cache not bundled"):
         kvcache_launcher.plan_for(cache)

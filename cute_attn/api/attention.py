@@ -24,7 +24,7 @@ from cute_attn.host.call import (
 )
 from cute_attn.host.checks import check_starts, check_writable
 from cute_attn.host.dispatch import DIFFERENTIABLE, refuse_tangents
-from cute_attn.host.launcher import Outputs
+from cute_attn.host.forward import Outputs
 from cute_attn.host.memory import Tensors, materialized
 from cute_attn.host.plans import no_dispatch_mode
 from cute_attn.host.record import drawn

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,11 +12,13 @@ from torch._library.autograd import Info, make_autograd_impl
 from cute_attn import reference
 from cute_attn.host import fused_qkv, plans
 from cute_attn.host.backward import NOTHING, Gradients, check_given, gradients
-from cute_attn.host.call import ATTENTION, NUM_TENSORS, SLOPES, Call, schema
+from cute_attn.host.call import ATTENTION, NUM_TENSORS, Call, schema
 from cute_attn.host.checks import check, check_gradients, check_out
+from cute_attn.host.choose import user_classes
 from cute_attn.host.dispatch import DIFFERENTIABLE, NO_GRADIENT, transforms_are_active
 from cute_attn.host.epilogue_gradients import check_wanted, in_dtype_of, with_targets
-from cute_attn.host.launcher import Launcher, Outputs, launcher_for
+from cute_attn.host.forward import Outputs
+from cute_attn.host.forward import forward as launch
 from cute_attn.host.memory import Tensors, all_plain, none_overrides, write_owned
 from cute_attn.host.plans import no_dispatch_mode
 from cute_attn.host.record import Record, overwritten, planned
@@ -45,11 +47,7 @@ _EPILOGUES = Call._fields.index("epilogues") - NUM_TENSORS - 1
 def forward(call: Call) -> Outputs:
     """out, lse, and softmax or None; through the dispatcher where something observes operators."""
     if no_dispatch_mode() and all_plain((*call[:NUM_TENSORS], *call.epilogue_tensors)):
-        return (
-            run(launcher_for(call), call[:NUM_TENSORS], tuple(call.epilogue_tensors))
-            if call.q.is_cuda
-            else forward_cpu(call)
-        )
+        return run(call) if call.q.is_cuda else forward_cpu(call)
     if transforms_are_active():
         from cute_attn.api import functorch
 
@@ -58,12 +56,13 @@ def forward(call: Call) -> Outputs:
     return out, lse, softmax if call.return_softmax else None
 
 
-def run(launcher: Launcher, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...] = ()) -> Outputs:
+def run(call: Call) -> Outputs:
     """Launch without the dispatcher; recorded by autograd where a tensor requires a gradient."""
-    planned(launcher, (*tensors, *epilogue_tensors))
-    if torch.is_grad_enabled() and _requires_grad(tensors, epilogue_tensors, launcher.rest):
-        return Attention.apply(launcher, None, (), *tensors, *epilogue_tensors)
-    return launcher.launch(tensors, epilogue_tensors)
+    node, tensors = Node.of(call), (*call[:NUM_TENSORS], *call.epilogue_tensors)
+    planned(node, tensors)
+    if torch.is_grad_enabled() and _requires_grad(call):
+        return Attention.apply(node, None, (), *tensors)
+    return launch(call)
 
 
 def repeat(record: Record, given: Tensors) -> Outputs | None:
@@ -138,7 +137,7 @@ def _all_gradients(
 
 def forward_cuda(call: Call, into: Tensor | None = None) -> Outputs:
     """Launch the call's kernel on the current stream of q's device. into: out's memory."""
-    outputs = launcher_for(call).launch(call[:NUM_TENSORS], tuple(call.epilogue_tensors), into)
+    outputs = launch(call, into)
     if into is not None:
         overwritten(into)
     return outputs
@@ -339,27 +338,50 @@ def _backward_fake(
     return _filled(call, [x.new_empty(x.shape) if wanted else None for x, wanted in pairs])
 
 
-def _requires_grad(tensors: Tensors, epilogue_tensors: Sequence[Tensor], rest: tuple) -> bool:
-    """Whether autograd records a call of these. rest: the call's other arguments.
+def _requires_grad(call: Call) -> bool:
+    """Whether autograd records a call.
 
     Raises:
         NotImplementedError: a tensor requires a gradient that no kernel computes.
     """
-    slopes = tensors[SLOPES]
-    own = [x.requires_grad for x in epilogue_tensors]
-    if slopes is not None and slopes.requires_grad:
+    own = [x.requires_grad for x in call.epilogue_tensors]
+    if call.alibi_slopes is not None and call.alibi_slopes.requires_grad:
         raise NotImplementedError(NO_GRADIENT)
     if any(own):
-        check_wanted(Call._make((*tensors, tuple(epilogue_tensors), *rest)), own)
-    return any(own) or any(x is not None and x.requires_grad for x in (tensors[index] for index in _INDICES))
+        check_wanted(call, own)
+    return any(own) or any(x is not None and x.requires_grad for x in (call[index] for index in _INDICES))
 
 
-def _save(
-    ctx: Any, tensors: Sequence[Any], rest: tuple, outputs: tuple, launcher: Launcher | None = None
-) -> None:
-    """tensors: q to rng_state, and the epilogues' own; rest: the call's other arguments; launcher: of a direct call."""
+class Node(NamedTuple):
+    """What autograd's node of a direct call keeps beside tensors.
+
+    Attributes:
+        rest: the call's arguments that are no tensors.
+        options: these and the users' classes that the call names, for the key of a backward.
+        packed: how many of q, k and v are parts of one tensor, if they lie side by side: their gradients are, too.
+    """
+
+    rest: tuple
+    options: plans.Options
+    packed: int
+
+    @staticmethod
+    def of(call: Call) -> "Node":
+        """Of a checked call, or of one that the forward checks."""
+        rest = call[NUM_TENSORS + 1 :]
+        shaped = all(x.dim() >= 3 for x in call[:3])  # what is wrong is for the checks to say
+        packed = fused_qkv.parts_packed(call[:3]) if shaped else 0
+        return Node(rest, plans.Options((rest, *user_classes(call))), packed)
+
+    def call(self, tensors: Sequence[Any]) -> Call:
+        """The call of these tensors, q to rng_state and the epilogues' own."""
+        return Call._make((*tensors[:NUM_TENSORS], tuple(tensors[NUM_TENSORS:]), *self.rest))
+
+
+def _save(ctx: Any, tensors: Sequence[Any], rest: tuple, outputs: tuple, node: Node | None = None) -> None:
+    """tensors: q to rng_state, and the epilogues' own; rest: the call's other arguments; node: of a direct call."""
     out, lse, softmax = outputs
-    ctx.launcher = launcher
+    ctx.node = node
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, out, lse)
     ctx.rest = rest
@@ -383,11 +405,11 @@ def _differentiate(
     if grad_out is None and grad_lse is None:
         return (None,) * len(wanted)
     *tensors, out, lse = ctx.saved_tensors
-    launcher, key, given = ctx.launcher, None, (*tensors, grad_out, out, lse)
-    direct = launcher is not None and grad_out is not None and grad_lse is None
+    node, key, given = ctx.node, None, (*tensors, grad_out, out, lse)
+    direct = node is not None and grad_out is not None and grad_lse is None
     if direct and not torch.is_grad_enabled():
-        packs = launcher.packed and fused_qkv.are_adjacent(tensors[3 - launcher.packed : 3])
-        key = ("backward", launcher.options, wanted, packs, torch.are_deterministic_algorithms_enabled())
+        packs = node.packed and fused_qkv.are_adjacent(tensors[3 - node.packed : 3])
+        key = ("backward", node.options, wanted, packs, torch.are_deterministic_algorithms_enabled())
         known = plans.find(key, given)
         found = None if known is None else known[0].run(given)
         if found is not None:
@@ -395,7 +417,7 @@ def _differentiate(
 
     def run() -> tuple[Tensor | None, ...]:
         call = Call._make((*tensors[:NUM_TENSORS], tuple(tensors[NUM_TENSORS:]), *ctx.rest))
-        return backward(call, grad_out, grad_lse, out, lse, wanted, launcher is not None)
+        return backward(call, grad_out, grad_lse, out, lse, wanted, node is not None)
 
     if key is not None:
         return plans.recorded(key, given, run)
@@ -430,14 +452,12 @@ class Attention(torch.autograd.Function):
     """Autograd's node of a direct call; the operator has its own."""
 
     @staticmethod
-    def forward(
-        ctx: Any, launcher: Launcher, record: Record | None, given: Tensors, *tensors: Any
-    ) -> Outputs:
+    def forward(ctx: Any, node: Node, record: Record | None, given: Tensors, *tensors: Any) -> Outputs:
         """tensors: q to rng_state, and the epilogues' own; given: all that a record of the call takes."""
         outputs = None if record is None else record.run(given)
         if outputs is None:
-            outputs = launcher.launch(tensors[:NUM_TENSORS], tensors[NUM_TENSORS:])
-        _save(ctx, tensors, launcher.rest, outputs, launcher)
+            outputs = launch(node.call(tensors))
+        _save(ctx, tensors, node.rest, outputs, node)
         return outputs
 
     @staticmethod
@@ -455,7 +475,7 @@ class Attention(torch.autograd.Function):
 def _save_operator(ctx: Any, inputs: tuple, output: tuple) -> None:
     call = _call_of(inputs)
     # On the CPU the reference is differentiable in every tensor; this is reached under a compiler.
-    _requires_grad(call[:NUM_TENSORS], call.epilogue_tensors, call[NUM_TENSORS + 1 :])
+    _requires_grad(call)
     _save(ctx, (*call[:NUM_TENSORS], *call.epilogue_tensors), call[NUM_TENSORS + 1 :], output)
 
 

@@ -8,7 +8,8 @@ fp32 q, k, v and grad_out are split into two fp16 terms before the main kernel, 
 (:mod:`cute_attn.host.split_fp32`), and another main kernel follows it, for whole fp32 operands: each reads on the GPU
 whether the tensors fit their terms, and one of them returns at once. Small calls that name no tile do without terms.
 
-As in :mod:`cute_attn.host.launcher`, what follows from metadata is kept as a :class:`BackwardLauncher` under it.
+As in :mod:`cute_attn.host.forward`, a plan is made once for the metadata of a call, and calls that repeat do not come
+here.
 
 Workspace: fp32 of q's size, head dims padded to multiples of 32 and sequences to whole blocks, and two fp32 numbers a
 query and head; the terms, of the tensors' size; where few work tiles share many query heads, dK and dV as often as
@@ -18,20 +19,18 @@ they are divided: see :func:`cute_attn.host.backward_splits.head_splits`. Determ
 """
 
 import math
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cute_attn.host import fused_qkv, padding, plans, record
 from cute_attn.host.backward_splits import head_splits, key_splits
-from cute_attn.host.call import BIAS, NUM_TENSORS, Call
+from cute_attn.host.call import NUM_TENSORS, Call
 from cute_attn.host.checks import (
     MAX_ROWS,
     check,
-    check_alignment,
     check_apart,
     check_count,
     check_for_kernels,
@@ -42,9 +41,8 @@ from cute_attn.host.checks import (
 )
 from cute_attn.host.choose import choose_kernel, user_classes
 from cute_attn.host.counters import multiprocessors
-from cute_attn.host.launcher import are_aligned, are_functions, views
+from cute_attn.host.forward import are_functions, as_kernels_read
 from cute_attn.host.memory import (
-    Tensors,
     as_strided,
     contiguous_strides,
     is_aligned,
@@ -52,8 +50,7 @@ from cute_attn.host.memory import (
     rows_are_regular,
 )
 from cute_attn.host.padding import Copies
-from cute_attn.host.record import ScoreArgs, overwritten
-from cute_attn.host.slots import prepared
+from cute_attn.host.plans import Plan
 from cute_attn.host.split_fp32 import MAX_ROWS as MAX_SPLIT_ROWS
 from cute_attn.host.split_fp32 import SplitLauncher, can_split
 from cute_attn.traits import PARTS, Traits
@@ -62,6 +59,137 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Te
 """Of q, k, v, bias and sinks; None where they are not needed."""
 
 NOTHING: Gradients = (None, None, None, None, None)
+
+Outer = tuple[Tensor, Tensor | None, Tensor, Tensor]
+"""The gradients of out and lse, out and lse."""
+
+
+def gradients(
+    call: Call,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    needed: tuple[bool, ...],
+    into: Gradients | None = None,
+) -> Gradients:
+    """The needed gradients of q, k, v, bias and sinks, from the call's ``out`` and ``lse``.
+
+    Deterministic by the parameter, or under ``torch.use_deterministic_algorithms``.
+
+    Args:
+        grad_out, grad_lse: None for one that is zero.
+        into: tensors to write gradients into, None for those to allocate; without ``into``, none of those to
+            allocate is a part of another.
+
+    Raises:
+        TypeError, ValueError, Unsupported: a parameter is wrong, or no kernel supports the call.
+    """
+    if grad_out is None:  # one row of zeros, broadcast
+        shape, _ = call.output_shapes()
+        grad_out = call.q.new_zeros(shape[-1:]).expand(shape)
+    outer = (grad_out, grad_lse, out, lse)
+    plan = plan_of(call, outer, needed)
+    written = [x for x in into or () if x is not None]
+    if into is not None and written:
+        check_given(call, into, needed, outer)
+    found = launch(plan, call, outer, needed, into)
+    if written:
+        record.overwritten(*written)
+    return found
+
+
+# ---- the plan ----
+
+
+class Division(NamedTuple):
+    """How a backward's work is divided, and where its results go.
+
+    Attributes:
+        shapes: of dq, dk and dv as the kernels write them: k's and v's heads times ``head_splits``.
+        workspace: of the launches.
+        bias: how its gradient is computed, or None without it.
+        num_splits, split_stride, multiprocessors: see ``cute_attn.work.key_tiles.BackwardSchedule``.
+        split: what splits operands into terms, or None.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    workspace: "Workspace"
+    bias: "BiasGradient | None"
+    num_splits: int
+    split_stride: int
+    multiprocessors: int
+    split: SplitLauncher | None
+
+
+def plan_of(call: Call, outer: Outer, needed: tuple[bool, ...]) -> Plan:
+    """The plan of a call, kept under its metadata."""
+    deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
+    options = (call[NUM_TENSORS + 1 :], *user_classes(call, "backward"), deterministic)
+    starts = tuple(map(is_aligned, call[:3])), call.bias is None or is_aligned(call.bias)
+    tensors = (*call[:NUM_TENSORS], *outer, *call.epilogue_tensors)
+    key = ("backward", options, needed, starts)
+    return plans.plan(key, tensors, lambda: plan_backward(call, outer, needed, deterministic))
+
+
+def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], deterministic: bool) -> Plan:
+    """Checks a call, and chooses its kernels. Without a main one there is nothing to compute.
+
+    Its functions are ``preprocess``, ``main`` and ``convert``; with terms ``fallback``; ``pad`` and ``unpad`` of a call
+    whose q, k or v no kernel reads as they are.
+    """
+    check(call)
+    check_for_kernels(call, unaligned=True)
+    grad_out, grad_lse, out, lse = outer
+    check_gradients(call, grad_out, grad_lse, out, lse)
+    call = call.with_positive_scale()
+    if 0 in (call.batch, *call.longest, out.numel(), call.k.numel()):
+        return Plan()
+    from cute_attn import compiler
+    from cute_attn.tiles import padded
+
+    with on_device(call.q.get_device()):
+        copied = padding.to_copy(call[:3])
+        if any(copied):
+            named = {"q": call.q, "k": call.k, "v": call.v, "grad_out": grad_out, "out": out}
+            padding.check_rows(named, (*copied, *padding.to_copy((grad_out, out))))
+            functions = {
+                "pad": padding.function_for("backward_pad", call),
+                "unpad": padding.function_for("backward_unpad", call),
+            }
+            return Plan(functions=functions)
+        bias = BiasGradient.of(call, deterministic) if needed[3] else None
+        target = compiler.default_target("sm80")
+        kernel = choose_kernel(call, target, op="backward", bias_grad=bias is not None)
+        if getattr(kernel.tile, "in_terms", False):
+            kernel = _in_terms_or_whole(kernel, call, grad_out, target)
+        traits, tile = kernel.traits, kernel.tile
+        wanted = kernels_of(kernel, lse_grad=grad_lse is not None)
+        blocks = -(-call.longest[1] // tile.tile_n)
+        processors = multiprocessors(call.q.get_device()) // getattr(tile, "cluster", 1)
+        heads_dkv = call.k.shape[-2] * head_splits(call, tile, processors)
+        planes = call.batch * heads_dkv
+        num_splits = key_splits(blocks, planes, processors) if deterministic else blocks
+        check_blocks(call, tile, wanted[1][1].rows, num_splits, heads_dkv)
+        if traits.arch == "sm90":
+            check_steps(call, query_blocks(call, tile.tile_m), tile, min(processors, planes * num_splits))
+        functions = {
+            "main": compiler.build(kernel, target).function,
+            "preprocess": compiler.compile(*wanted[1], target).function,
+        }
+        if needed[0]:
+            functions["convert"] = compiler.compile(*wanted[2], target).function
+        split = None
+        if getattr(tile, "in_terms", False):
+            split = SplitLauncher.of(traits, "backward_split", target)
+            functions["fallback"] = compiler.compile(*wanted[-1], target).function
+    shapes = [tuple(x.shape) for x in call[:3]]
+    shapes[1:] = [(*shape[:-2], heads_dkv, shape[-1]) for shape in shapes[1:]]
+    space = Workspace.of(call, tile.tile_m, padded(traits.head_dim), num_splits if deterministic else 1)
+    stride = space.dq[1][0] if deterministic else 0
+    return Plan(
+        kernel, functions, Division(tuple(shapes), space, bias, num_splits, stride, processors, split)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,284 +293,147 @@ class BiasGradient:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class BackwardLauncher:
-    """What follows from the metadata of a call and of its outputs' gradients, as a forward's ``Launcher``.
-
-    Attributes:
-        preprocess, main, convert: launch the kernels. convert is None where q needs no gradient, all are None where
-            there is nothing to compute.
-        split, fallback: of a main kernel whose operands are terms: what splits them, and the other main kernel.
-        kernel: the main kernel object, which makes the epilogues' arguments.
-        needed: which of the gradients of q, k, v, bias and sinks are computed.
-        shapes, strides: of those of q, k and v as the kernels write them: k's and v's heads times ``head_splits``.
-        parts: how many of those of q, k and v become parts of one tensor where q, k and v, or k and v, are; or 0.
-        varlen: whether rows of those may belong to no sequence.
-        copy: which of grad_out and out have strides that kernels do not read.
-        views: as of :class:`cute_attn.host.launcher.Launcher`.
-        workspace: or None where there is nothing to compute.
-        bias: or None without its gradient.
-        num_splits, split_stride, multiprocessors: see ``cute_attn.work.key_tiles.BackwardSchedule``.
-        seqlens: lengths for the main kernel and for the others, or None where some are tensors.
-        score_args: the epilogues' arguments, or None where each call makes its own.
-        rest: the call's arguments that are not tensors.
-        padding: launches with padded copies, where no kernel reads the tensors as they are; or None.
-        sign, softmax_scale: as of :class:`cute_attn.host.launcher.Launcher`.
-    """
-
-    preprocess: Callable[..., None] | None
-    main: Callable[..., None] | None
-    convert: Callable[..., None] | None
-    split: SplitLauncher | None
-    fallback: Callable[..., None] | None
-    kernel: Any
-    needed: tuple[bool, bool, bool, bool, bool]
-    shapes: tuple[tuple[int, ...], ...]
-    strides: tuple[tuple[int, ...], ...]
-    parts: int
-    varlen: bool
-    copy: tuple[bool, bool]
-    views: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
-    workspace: Workspace | None
-    bias: BiasGradient | None
-    num_splits: int
-    split_stride: int
-    multiprocessors: int
-    seqlens: tuple[Any, Any] | None
-    softmax_scale: float
-    dropout_p: float
-    score_args: ScoreArgs | None
-    rest: tuple
-    padding: "PaddedBackward | None" = None
-    sign: int = 1
-
-    def launch(
-        self,
-        call: Call,
-        grads: tuple[Tensor, Tensor | None],
-        outputs: tuple[Tensor, Tensor],
-        into: Gradients | None = None,
-    ) -> Gradients:
-        """Allocate everything and launch on the current stream of q's device.
-
-        Args:
-            grads: of out and lse.
-            outputs: out and lse.
-            into: tensors to write gradients into, None for those to allocate; without ``into``, none of those to
-                allocate is a part of another.
-        """
-        with on_device(call.q.get_device()):
-            return self._launch(call, grads, outputs, into)
-
-    def _schedule(self, counter: Any) -> tuple:
-        """A ``BackwardSchedule``."""
-        return self.num_splits, self.split_stride, counter, self.multiprocessors
-
-    def _launch(
-        self,
-        call: Call,
-        grads: tuple[Tensor, Tensor | None],
-        outputs: tuple[Tensor, Tensor],
-        into: Gradients | None,
-    ) -> Gradients:
-        q = call.q
-        given = into or NOTHING
-        if self.padding is not None:
-            return self.padding.launch(self, call, grads, outputs, into)
-        if self.main is None or self.workspace is None:
-            record.also()
-            return self._without_keys(call, grads[1], outputs[1], given)
-        call = call.with_positive_scale()
-        grad_out, out = grads[0], outputs[0]
-        if not are_aligned(call):  # a launcher that is kept under other tensors' metadata
-            check_alignment(*call[:3])
-        if not (is_aligned(grad_out) and is_aligned(out)):
-            record.unlike_others()
-        grad_out, out = _readable(grad_out, self.copy[0]), _readable(out, self.copy[1])
-        lse = outputs[1]
-        if lse.stride(-1) != 1:
-            lse = lse.clone(memory_format=torch.contiguous_format)
-        dq, dk, dv = self._allocate(call, given, self._packs(call[:3], into))
-        space = self.workspace
-        workspace = record.empty(q, (space.size,), (1,), torch.float32)
-        lse_log2 = as_strided(workspace, *space.lse_log2)
-        minus_d = as_strided(workspace, *space.minus_d)
-        accumulators = as_strided(workspace, *space.dq)
-        counter = as_strided(workspace, *space.next)
-        if self.needed[4] and (self.varlen or call.seqused_q is not None):
-            # Rows between sequences, which the preprocess leaves unwritten.
-            record.step(Tensor.zero_, workspace[: space.dq[2]])
-        dbias = self.bias.allocate(q, given[3]) if self.bias is not None else None
-        if self.views:
-            viewed: list[Any] = list(call)
-            for index, shape, strides in self.views:
-                viewed[index] = as_strided(viewed[index], shape, strides)
-            call = Call._make(viewed)
-        seqlens, part_seqlens = self.seqlens or _seqlens(call)
-        keep = 1.0 - self.dropout_p
-        assert self.preprocess is not None
-        cleared = (dq, dk, dv) if self.varlen else None
-        record.launch(
-            self.preprocess,
-            grad_out,
-            out,
-            lse,
-            grads[1],
-            lse_log2,
-            minus_d,
-            accumulators,
-            counter,
-            cleared,
-            part_seqlens,
-            keep,
-        )
-        shared = (
-            lse_log2,
-            minus_d,
-            accumulators,
-            dk,
-            dv,
-            seqlens,
-            self.softmax_scale,
-            self._schedule(counter),
-            self._score_args(call, dbias),
-        )
-        self._main((*call[:3], grad_out), shared)
-        if self.convert is not None:
-            scale = self.softmax_scale / keep
-            record.launch(self.convert, accumulators, dq, part_seqlens, scale)
-            if self.sign != 1:
-                record.step(Tensor.mul_, dq, self.sign)
-        if dbias is not None and self.bias is not None:
-            dbias = self.bias.finish(dbias, given[3])
-        needed, nheads_kv = self.needed, call.k.shape[-2]
-        return (
-            dq if needed[0] else None,
-            _sum_splits(dk, nheads_kv, given[1]) if needed[1] else None,
-            _sum_splits(dv, nheads_kv, given[2]) if needed[2] else None,
-            dbias,
-            _sinks_gradient(call.sinks, lse_log2, minus_d, keep, given[4]) if needed[4] else None,
-        )
-
-    def _main(self, operands: tuple[Tensor, ...], shared: tuple) -> None:
-        """Launch the main kernel on (q, k, v, grad_out), or on their terms and then the fallback."""
-        assert self.main is not None
-        if self.split is None:
-            no_scales = (None,) if self.kernel.traits.arch == "sm80" else ()
-            record.launch(self.main, *operands, *shared, *no_scales)
-            return
-        assert self.fallback is not None
-        terms, scales = self.split.launch(operands)
-        record.launch(self.main, *terms, *shared, scales)
-        record.launch(self.fallback, *operands, *shared, scales)
-
-    def _packs(self, inputs: Tensors, into: Gradients | None) -> bool:
-        """Whether gradients become parts of one tensor, which the addresses of q, k and v decide as well."""
-        return (
-            self.parts > 0
-            and into is not None
-            and not any(x is not None for x in into[:3])
-            and fused_qkv.are_adjacent(inputs[3 - self.parts : 3])
-        )
-
-    def _allocate(self, call: Call, given: Gradients, packs: bool) -> list[Tensor]:
-        """What the kernels write dq, dk and dv into."""
-        parts, shapes, found = self.parts, self.shapes, []
-        together: Tensor | None = None
-        if packs:
-            shape = (*shapes[2][:-2], parts, *shapes[2][-2:])
-            together = record.empty(call.q, shape, contiguous_strides(shape), call.q.dtype)
-        for i, (shape, strides) in enumerate(zip(shapes, self.strides, strict=True)):
-            own = given[i]
-            if together is not None and i >= 3 - parts:
-                first = (i + parts - 3) * shape[-1] * shape[-2]
-                own = as_strided(together, shape, fused_qkv.packed_strides(shape, parts), first)
-            elif own is None or tuple(own.shape) != shape:  # heads are divided, and added up afterwards
-                own = record.empty(call.q, shape, strides, call.q.dtype)
-            found.append(own)
-        return found
-
-    def _score_args(self, call: Call, dbias: Tensor | None) -> tuple:
-        if self.score_args is not None:
-            return self.score_args.fill(call)
-        if not are_functions(self.kernel.traits):
-            record.also()  # users' classes may read what they are given
-        if dbias is not None and self.bias is not None:
-            dbias = as_strided(dbias, *self.bias.seen)
-        return self.kernel.score_args(call.score_inputs(dbias))
-
-    def _without_keys(self, call: Call, grad_lse: Tensor | None, lse: Tensor, given: Gradients) -> Gradients:
-        """Zeros, but for the sinks of existing rows: their LSE is the sink."""
-        tensors = (call.q, call.k, call.v, call.bias, call.sinks)
-        *zeros, dsinks = (
-            None if not needed or x is None else x.new_zeros(x.shape) if own is None else own.zero_()
-            for x, needed, own in zip(tensors, self.needed, given, strict=True)
-        )
-        if dsinks is not None and grad_lse is not None:
-            rows = torch.where(lse == -math.inf, 0.0, grad_lse)
-            dsinks.copy_(rows.sum(-1) if rows.dim() == 2 else rows.sum((0, 2)))
-        return (*zeros, dsinks)  # type: ignore[return-value]
+# ---- launches ----
 
 
-@dataclass(frozen=True, slots=True)
-class PaddedBackward:
-    """The backward of a call whose q, k or v no kernel reads as they are: see :mod:`cute_attn.host.padding`.
+def launch(
+    plan: Plan, call: Call, outer: Outer, needed: tuple[bool, ...], into: Gradients | None = None
+) -> Gradients:
+    """The launches of a call with that plan, on q's device. Arguments: as of :func:`gradients`."""
+    with on_device(call.q.get_device()):
+        if "pad" in plan.functions:
+            return _padded(plan, call, outer, needed, into)
+        if plan.kernel is None:
+            return _without_keys(call, outer, needed, into or NOTHING)
+        return _launched(plan, call, outer, needed, into)
 
-    Attributes:
-        launcher: of the padded call.
-        copied: which of q, k, v, grad_out and out are.
-        pad, unpad: of those; of dq, dk and dv.
-        cut: which of dq, dk and dv have another head dim than the padded call's.
-    """
 
-    launcher: BackwardLauncher
-    copied: tuple[bool, ...]
-    pad: Copies
-    unpad: Copies
-    cut: tuple[bool, ...]
+def _launched(
+    plan: Plan, call: Call, outer: Outer, needed: tuple[bool, ...], into: Gradients | None
+) -> Gradients:
+    given, sign, division = into or NOTHING, call.scale_sign, plan.division
+    grad_out, grad_lse, out, lse = outer
+    call = call.with_positive_scale()
+    if not (is_aligned(grad_out) and is_aligned(out)):
+        record.unlike_others()
+    grad_out, out = _readable(grad_out), _readable(out)
+    if lse.stride(-1) != 1:
+        lse = lse.clone(memory_format=torch.contiguous_format)
+    dq, dk, dv = _results(call, division.shapes, needed, into)
+    space = division.workspace
+    workspace = record.empty(call.q, (space.size,), (1,), torch.float32)
+    lse_log2, minus_d, accumulators, counter = (
+        as_strided(workspace, *part) for part in (space.lse_log2, space.minus_d, space.dq, space.next)
+    )
+    if needed[4] and (call.varlen or call.seqused_q is not None):
+        # Rows between sequences, which the preprocess leaves unwritten.
+        record.step(Tensor.zero_, workspace[: space.dq[2]])
+    dbias = None if division.bias is None else division.bias.allocate(call.q, given[3])
+    call = as_kernels_read(call)
+    seqlens, own_seqlens = _seqlens(call)
+    keep = 1.0 - call.dropout_p
+    cleared = (dq, dk, dv) if call.varlen else None
+    numbers = (lse_log2, minus_d, accumulators)
+    record.launch(
+        plan.functions["preprocess"],
+        *(grad_out, out, lse, grad_lse, *numbers, counter, cleared, own_seqlens, keep),
+    )
+    schedule = (division.num_splits, division.split_stride, counter, division.multiprocessors)
+    scores = _score_args(plan, call, dbias)
+    shared = (*numbers, dk, dv, seqlens, call.softmax_scale, schedule, scores)
+    _launch_main(plan, (*call[:3], grad_out), shared)
+    if needed[0]:
+        record.launch(plan.functions["convert"], accumulators, dq, own_seqlens, call.softmax_scale / keep)
+        if sign != 1:
+            record.step(Tensor.mul_, dq, sign)
+    nheads_kv = call.k.shape[-2]
+    return (
+        dq if needed[0] else None,
+        _sum_splits(dk, nheads_kv, given[1]) if needed[1] else None,
+        _sum_splits(dv, nheads_kv, given[2]) if needed[2] else None,
+        None if dbias is None else division.bias.finish(dbias, given[3]),
+        _sinks_gradient(call.sinks, lse_log2, minus_d, keep, given[4]) if needed[4] else None,
+    )
 
-    @staticmethod
-    def of(
-        call: Call,
-        copied: tuple[bool, ...],
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        out: Tensor,
-        needed: tuple[bool, ...],
-        deterministic: bool,
-    ) -> "PaddedBackward":
-        """For a call of whose q, k and v those are ``copied``."""
-        tensors = (*call[:3], grad_out, out)
-        copied = (*copied, *padding.to_copy((grad_out, out)))
-        padding.check_rows(dict(zip(("q", "k", "v", "grad_out", "out"), tensors, strict=True)), copied)
-        with on_device(call.q.get_device()):
-            pad = Copies.of("backward_pad", call, [x.shape for x in tensors])
-            unpad = Copies.of("backward_unpad", call, [x.shape for x in call[:3]])
-            *own, wide_grad, wide_out = pad.empty(tensors, copied)
-        padded = Call._make((*own, *call[3:]))
-        made = _make_launcher(padded, wide_grad, grad_lse, wide_out, needed, deterministic)
-        return PaddedBackward(made, copied, pad, unpad, tuple(not padding.is_whole(x) for x in call[:3]))
 
-    def launch(
-        self,
-        outer: BackwardLauncher,
-        call: Call,
-        grads: tuple[Tensor, Tensor | None],
-        outputs: tuple[Tensor, Tensor],
-        into: Gradients | None,
-    ) -> Gradients:
-        """As :meth:`BackwardLauncher.launch` of ``outer``, whose field this is."""
-        given = into or NOTHING
-        results = outer._allocate(call, given, outer._packs(call[:3], into))
-        cut = [cut or not padding.is_writable(x) for cut, x in zip(self.cut, results, strict=True)]
-        written: Any = (*(None if cut else x for cut, x in zip(cut, results, strict=True)), *given[3:])
-        copies = self.pad.pad((*call[:3], grads[0], outputs[0]), self.copied)
-        padded = Call._make((*copies[:3], *call[3:]))
-        found = self.launcher._launch(padded, (copies[3], grads[1]), (copies[4], outputs[1]), written)
-        wide = [x if cut else None for cut, x in zip(cut, found, strict=False)]
-        self.unpad.unpad(wide, results)
-        own = (x if wanted else None for x, wanted in zip(results, outer.needed, strict=False))
-        return (*own, *found[3:])  # type: ignore[return-value]
+def _launch_main(plan: Plan, operands: tuple[Tensor, ...], shared: tuple) -> None:
+    """The main kernel on (q, k, v, grad_out), or on their terms and then the fallback."""
+    split = plan.division.split
+    if split is None:
+        no_scales = (None,) if plan.kernel.traits.arch == "sm80" else ()
+        record.launch(plan.functions["main"], *operands, *shared, *no_scales)
+        return
+    terms, scales = split.launch(operands)
+    record.launch(plan.functions["main"], *terms, *shared, scales)
+    record.launch(plan.functions["fallback"], *operands, *shared, scales)
+
+
+def _score_args(plan: Plan, call: Call, dbias: Tensor | None) -> tuple:
+    if not are_functions(plan.kernel.traits):
+        record.also()  # users' classes may read what they are given
+    if dbias is not None:
+        dbias = as_strided(dbias, *plan.division.bias.seen)
+    return plan.kernel.score_args(call.score_inputs(dbias))
+
+
+def _results(
+    call: Call, shapes: tuple[tuple[int, ...], ...], needed: tuple[bool, ...], into: Gradients | None
+) -> list[Tensor]:
+    """What the kernels write dq, dk and dv into: ``into``, or new ones, parts of one tensor where q, k and v are."""
+    given, found = into or NOTHING, []
+    parts = fused_qkv.parts_packed(call[:3]) if all(needed[:3]) and into is not None else 0
+    whole = shapes[1][-2] == call.k.shape[-2]
+    packs = parts > 0 and whole and not any(x is not None for x in given[:3])
+    together: Tensor | None = None
+    if packs and fused_qkv.are_adjacent(call[3 - parts : 3]):
+        shape = (*shapes[2][:-2], parts, *shapes[2][-2:])
+        together = record.empty(call.q, shape, contiguous_strides(shape), call.q.dtype)
+    for i, shape in enumerate(shapes):
+        own = given[i]
+        if together is not None and i >= 3 - parts:
+            first = (i + parts - 3) * shape[-1] * shape[-2]
+            own = as_strided(together, shape, fused_qkv.packed_strides(shape, parts), first)
+        elif own is None or tuple(own.shape) != shape:  # heads are divided, and added up afterwards
+            own = record.empty(call.q, shape, contiguous_strides(shape), call.q.dtype)
+        found.append(own)
+    return found
+
+
+def _without_keys(call: Call, outer: Outer, needed: tuple[bool, ...], given: Gradients) -> Gradients:
+    """Zeros, but for the sinks of existing rows: their LSE is the sink."""
+    record.also()
+    _, grad_lse, _, lse = outer
+    tensors = (call.q, call.k, call.v, call.bias, call.sinks)
+    *zeros, dsinks = (
+        None if not wanted or x is None else x.new_zeros(x.shape) if own is None else own.zero_()
+        for x, wanted, own in zip(tensors, needed, given, strict=True)
+    )
+    if dsinks is not None and grad_lse is not None:
+        rows = torch.where(lse == -math.inf, 0.0, grad_lse)
+        dsinks.copy_(rows.sum(-1) if rows.dim() == 2 else rows.sum((0, 2)))
+    return (*zeros, dsinks)  # type: ignore[return-value]
+
+
+def _padded(
+    plan: Plan, call: Call, outer: Outer, needed: tuple[bool, ...], into: Gradients | None
+) -> Gradients:
+    """A call whose q, k or v no kernel reads as they are: see :mod:`cute_attn.host.padding`."""
+    grad_out, grad_lse, out, lse = outer
+    tensors, given = (*call[:3], grad_out, out), into or NOTHING
+    copied = padding.to_copy(tensors)
+    if padding.is_by_address(tensors):
+        record.unlike_others()
+    results = _results(call, tuple(tuple(x.shape) for x in call[:3]), needed, into)
+    pad, unpad = Copies.of(plan.functions["pad"], tensors), Copies.of(plan.functions["unpad"], results)
+    cut = [not (padding.is_whole(x) and padding.is_writable(x)) for x in results]
+    written: Any = (*(None if cuts else x for cuts, x in zip(cut, results, strict=True)), *given[3:])
+    *own, wide_grad, wide_out = pad.pad(tensors, copied)
+    padded = call._replace(**dict(zip("qkv", own, strict=True)))
+    inner = (wide_grad, grad_lse, wide_out, lse)
+    found = launch(plan_of(padded, inner, needed), padded, inner, needed, written)
+    unpad.unpad([x if cuts else None for cuts, x in zip(cut, found, strict=False)], results)
+    wanted = (x if one else None for x, one in zip(results, needed, strict=False))
+    return (*wanted, *found[3:])  # type: ignore[return-value]
 
 
 def _seqlens(call: Call) -> tuple[Any, Any]:
@@ -520,174 +511,14 @@ def check_given(
             check_rows(f"d{name}", own)
 
 
-def _readable(x: Tensor, copy: bool) -> Tensor:
+def _readable(x: Tensor) -> Tensor:
     """``x``, or a copy where kernels cannot read its strides or its address."""
-    if copy or not is_aligned(x):
+    if not (rows_are_regular(x) and is_aligned(x)):
         return x.clone(memory_format=torch.contiguous_format)
     return x
 
 
-# ---- launchers by metadata ----
-
-
-def gradients(
-    call: Call,
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    needed: tuple[bool, ...],
-    into: Gradients | None = None,
-) -> Gradients:
-    """The needed gradients of q, k, v, bias and sinks, from the call's ``out`` and ``lse``.
-
-    Deterministic by the parameter, or under ``torch.use_deterministic_algorithms``.
-
-    Args:
-        grad_out, grad_lse: None for one that is zero.
-        into: see :meth:`BackwardLauncher.launch`.
-
-    Raises:
-        TypeError, ValueError, Unsupported: a parameter is wrong, or no kernel supports the call.
-    """
-    if grad_out is None:  # one row of zeros, broadcast
-        shape, _ = call.output_shapes()
-        grad_out = call.q.new_zeros(shape[-1:]).expand(shape)
-    found = launcher_for(call, grad_out, grad_lse, out, lse, needed)
-    written = [x for x in into or () if x is not None]
-    if into is not None and written:
-        check_given(call, into, needed, (grad_out, grad_lse, out, lse))
-    grads = found.launch(call, (grad_out, grad_lse), (out, lse), into)
-    if written:
-        overwritten(*written)
-    return grads
-
-
-def launcher_for(
-    call: Call,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    needed: tuple[bool, ...],
-) -> BackwardLauncher:
-    """The launcher of such a call, which is checked; kept under its metadata. Arguments as of :func:`gradients`."""
-    options, inputs = plans.Options(call[NUM_TENSORS + 1 :]), call[:NUM_TENSORS]
-    key = (*_key(options, inputs, needed), *user_classes(call, "backward"))
-    tensors = (*inputs, grad_out, grad_lse, out, lse, *call.epilogue_tensors)
-
-    def make() -> BackwardLauncher:
-        check(call)
-        check_for_kernels(call, unaligned=True)
-        check_gradients(call, grad_out, grad_lse, out, lse)
-        deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
-        return _make_launcher(call, grad_out, grad_lse, out, needed, deterministic)
-
-    return plans.plan(key, tensors, make)
-
-
-def _key(options: plans.Options, inputs: Tensors, needed: tuple[bool, ...]) -> tuple[Hashable, ...]:
-    """What a backward's plan depends on beside its tensors' metadata. inputs: q to rng_state."""
-    bias = inputs[BIAS]
-    starts = are_aligned(inputs) or tuple(map(is_aligned, inputs[:3])), bias is None or is_aligned(bias)
-    return "backward", options, needed, torch.are_deterministic_algorithms_enabled(), starts
-
-
-def _make_launcher(
-    call: Call,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    needed: tuple[bool, ...],
-    deterministic: bool,
-) -> BackwardLauncher:
-    shapes = tuple(tuple(x.shape) for x in call[:3])
-    given, copied = call, padding.to_copy(call[:3], [is_aligned(x) for x in call[:3]])
-    sign, rest = call.scale_sign, call[NUM_TENSORS + 1 :]
-    call = call.with_positive_scale()
-    backward_launcher = BackwardLauncher(
-        preprocess=None,
-        main=None,
-        convert=None,
-        split=None,
-        fallback=None,
-        kernel=None,
-        needed=needed,  # type: ignore[arg-type]
-        shapes=shapes,
-        strides=tuple(map(contiguous_strides, shapes)),
-        parts=0,
-        varlen=call.varlen,
-        copy=(not rows_are_regular(grad_out), not rows_are_regular(out)),
-        views=(),
-        workspace=None,
-        bias=None,
-        num_splits=0,
-        split_stride=0,
-        multiprocessors=0,
-        seqlens=None if any(x is not None for x in call[3:7]) else _seqlens(call),
-        softmax_scale=call.softmax_scale,
-        dropout_p=call.dropout_p,
-        score_args=None,
-        rest=rest,
-        sign=sign,
-    )
-    if 0 in (call.batch, *call.longest, out.numel(), call.k.numel()):
-        return backward_launcher
-    if any(copied):
-        packed = fused_qkv.parts_packed(call[:3]) if all(needed[:3]) else 0
-        made = PaddedBackward.of(given, copied, grad_out, grad_lse, out, needed, deterministic)
-        return replace(backward_launcher, padding=made, parts=packed)
-    from cute_attn import compiler
-    from cute_attn.tiles import padded
-
-    bias = BiasGradient.of(call, deterministic) if needed[3] else None
-    with on_device(call.q.get_device()):
-        target = compiler.default_target("sm80")
-        kernel = choose_kernel(call, target, op="backward", bias_grad=bias is not None)
-        if getattr(kernel.tile, "in_terms", False):
-            kernel = _in_terms_or_whole(kernel, call, grad_out, target)
-        traits, tile = kernel.traits, kernel.tile
-        in_terms = getattr(tile, "in_terms", False)
-        wanted = kernels_of(kernel, lse_grad=grad_lse is not None)
-        blocks = -(-call.longest[1] // tile.tile_n)
-        processors = multiprocessors(call.q.get_device()) // getattr(tile, "cluster", 1)
-        heads_dkv = call.k.shape[-2] * head_splits(call, tile, processors)
-        planes = call.batch * heads_dkv
-        num_splits = key_splits(blocks, planes, processors) if deterministic else blocks
-        check_blocks(call, tile, wanted[1][1].rows, num_splits, heads_dkv)
-        if traits.arch == "sm90":
-            check_steps(call, query_blocks(call, tile.tile_m), tile, min(processors, planes * num_splits))
-        main = compiler.build(kernel, target).function
-        preprocess, convert = (
-            compiler.compile(*one, target).function if used else None
-            for one, used in zip(wanted[1:3], (True, needed[0]), strict=True)
-        )
-        split = SplitLauncher.of(traits, "backward_split", target) if in_terms else None
-        fallback = compiler.compile(*wanted[-1], target).function if in_terms else None
-    workspace = Workspace.of(call, tile.tile_m, padded(traits.head_dim), num_splits if deterministic else 1)
-    shapes = (shapes[0], *((*shape[:-2], heads_dkv, shape[-1]) for shape in shapes[1:]))
-    return replace(
-        backward_launcher,
-        shapes=shapes,
-        strides=tuple(map(contiguous_strides, shapes)),
-        parts=fused_qkv.parts_packed(call[:3]) if all(needed[:3]) and heads_dkv == call.k.shape[-2] else 0,
-        main=main,
-        preprocess=preprocess,
-        convert=convert,
-        split=split,
-        fallback=fallback,
-        kernel=kernel,
-        views=tuple(views(call)),
-        workspace=workspace,
-        bias=bias,
-        num_splits=num_splits,
-        split_stride=workspace.dq[1][0] if deterministic else 0,
-        multiprocessors=processors,
-        score_args=ScoreArgs.of(kernel, call, main) if bias is None else None,
-        seqlens=None
-        if backward_launcher.seqlens is None
-        else tuple(prepared(main, x) for x in backward_launcher.seqlens),
-    )
+# ---- kernels and sizes ----
 
 
 def _in_terms_or_whole(kernel: Any, call: Call, grad_out: Tensor, target: str) -> Any:

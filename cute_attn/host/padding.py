@@ -22,6 +22,8 @@ from cute_attn.host.memory import (
     as_strided,
     contiguous_strides,
     is_readable,
+    may_be_aligned,
+    rows_are_aligned,
     rows_are_whole,
 )
 from cute_attn.host.record import Layout
@@ -31,12 +33,14 @@ MAX_ROWS = 2**31 - 2**16
 """The most rows of a tensor that is copied, a row being one head's of one query or key."""
 
 
-def to_copy(tensors: Sequence[Tensor], starts: Sequence[bool] = ()) -> tuple[bool, ...]:
-    """Of which tensors kernels do not load the rows; starts: whether each starts at a multiple of 16 bytes."""
-    return tuple(
-        not (rows_are_whole(x) and start)
-        for x, start in zip(tensors, starts or (True,) * len(tensors), strict=True)
-    )
+def to_copy(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
+    """Of which tensors kernels do not load the rows."""
+    return tuple(not rows_are_aligned(x) for x in tensors)
+
+
+def is_by_address(tensors: Sequence[Tensor]) -> bool:
+    """Whether :func:`to_copy` has one for its address alone, which other calls with its metadata do not have."""
+    return any(rows_are_whole(x) and not may_be_aligned(x) for x in tensors)
 
 
 def is_writable(given: Tensor | None) -> bool:
@@ -57,24 +61,10 @@ class Copies:
     layouts: tuple[Layout, ...]
 
     @staticmethod
-    def of(op: str, call: Call, shapes: Sequence[Sequence[int]]) -> "Copies":
-        """For a call's tensors, or results, of these shapes, in the order of ``PADDED_TENSORS``."""
-        from cute_attn import compiler
-        from cute_attn.compiler import registry
-
-        dims, dtype = (call.q.shape[-1], call.v.shape[-1]), DTYPE_NAMES[call.q.dtype]
-        traits = Traits(op, "sm80", dtype, *dims, varlen=call.varlen)
-        target = compiler.default_target("sm80")
-        function = compiler.build(registry.lookup(traits, None, target), target).function
-        wide = [(*shape[:-1], aligned_head_dim(dtype, shape[-1])) for shape in shapes]
+    def of(function: Callable[..., None], tensors: Sequence[Tensor]) -> "Copies":
+        """For a call's tensors, or results, in the order of ``PADDED_TENSORS``."""
+        wide = [(*x.shape[:-1], aligned_head_dim(DTYPE_NAMES[x.dtype], x.shape[-1])) for x in tensors]
         return Copies(function, tuple((shape, contiguous_strides(shape)) for shape in wide))
-
-    def empty(self, tensors: Sequence[Tensor], copied: Sequence[bool]) -> list[Tensor]:
-        """``tensors`` as :meth:`pad` returns them, without their values: for the plan of a call."""
-        return [
-            record.new_empty_strided(x, *layout, x.dtype) if wanted else x
-            for x, layout, wanted in zip(tensors, self.layouts, copied, strict=True)
-        ]
 
     def pad(self, tensors: Sequence[Tensor], copied: Sequence[bool]) -> list[Tensor]:
         """``tensors``, of some of them padded copies, all in one allocation: each is whole 16 bytes."""
@@ -117,6 +107,17 @@ class Copies:
             for tensors in (sources, targets)
         )
         record.copy(self.function, *arguments, sum(wanted << i for i, wanted in enumerate(both)), cu_seqlens)
+
+
+def function_for(op: str, call: Call) -> Callable[..., None]:
+    """What launches the kernel of an op for a call's traits."""
+    from cute_attn import compiler
+    from cute_attn.compiler import registry
+
+    dims, dtype = (call.q.shape[-1], call.v.shape[-1]), DTYPE_NAMES[call.q.dtype]
+    target = compiler.default_target("sm80")
+    kernel = registry.lookup(Traits(op, "sm80", dtype, *dims, varlen=call.varlen), None, target)
+    return compiler.build(kernel, target).function
 
 
 def check_rows(named: dict[str, Tensor], copied: Sequence[bool]) -> None:

@@ -10,10 +10,11 @@ for the second time.
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -334,6 +335,21 @@ def guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 # ---- plans ----
+
+
+class Plan(NamedTuple):
+    """What follows from a call's metadata: its checks passed, and these kernels serve it.
+
+    Attributes:
+        kernel: the main one, which makes the epilogues' arguments; None where no kernel computes anything.
+        functions: launch kernels, by their part in the call.
+        division: how work is divided among CTAs, where the host says that.
+    """
+
+    kernel: Any = None
+    functions: Mapping[str, Callable[..., None]] = MappingProxyType({})
+    division: Any = None
+
 
 _plans: dict[tuple[Any, ...], Any] = {}
 

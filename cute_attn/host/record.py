@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from cute_attn.host import counters, memory
-from cute_attn.host.call import Call
 from cute_attn.host.memory import ALIGNMENT_BYTES, Tensors, as_strided, overlap
-from cute_attn.host.slots import TYPES, Slot, array, current_stream, prepared, slot, takes_slots
+from cute_attn.host.slots import TYPES, Slot, array, current_stream, slot, takes_slots
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
 """Shape and strides."""
@@ -504,52 +503,3 @@ def _with_tensors(x: Any, sources: list[Tensor]) -> Any:
         made = sources[x.source]
         return as_strided(made, x.shape, x.strides, x.offset // made.element_size())
     return tuple(_with_tensors(y, sources) for y in x) if isinstance(x, tuple) else x
-
-
-# ---- epilogues' arguments ----
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreArgs:
-    """The epilogues' arguments, made once; each call substitutes its tensors.
-
-    Attributes:
-        parts: the arguments, a tuple of them for each epilogue; an array where no tensor is substituted.
-        places: (part, index in the part, index among the call's tensors) of each tensor.
-    """
-
-    parts: tuple
-    places: tuple[tuple[int, int, int], ...]
-
-    def fill(self, tensors: Tensors) -> tuple:
-        """The arguments with ``tensors`` substituted."""
-        if not self.places:
-            return self.parts
-        parts = list(self.parts)
-        for part, place, tensor in self.places:
-            own = list(parts[part])
-            own[place] = tensors[tensor]
-            parts[part] = tuple(own)
-        return tuple(parts)
-
-    @classmethod
-    def of(cls, kernel: Any, call: Call, function: Any) -> "ScoreArgs | None":
-        """Of the package's own epilogues, which pass the call's tensors on unchanged, for a launching function.
-
-        None with users' classes, which may derive other tensors.
-        """
-        if call.epilogues or kernel.traits.variant:
-            return None
-        given = {name: getattr(call, name) for name in _SCORE_TENSORS}
-        # One tensor may be two arguments, which objects of their own tell apart.
-        call = call._replace(**{name: x.detach() for name, x in given.items() if x is not None})
-        own = {id(getattr(call, name)): Call._fields.index(name) for name in _SCORE_TENSORS}
-        parts, places = list(kernel.score_args(call.score_inputs())), []
-        for i, part in enumerate(parts):
-            if isinstance(part, tuple):
-                places += [(i, j, own[id(x)]) for j, x in enumerate(part) if isinstance(x, Tensor)]
-                parts[i] = tuple(None if isinstance(x, Tensor) else x for x in part)  # keep no tensor alive
-        return cls(tuple(parts) if places else prepared(function, tuple(parts)), tuple(places))
-
-
-_SCORE_TENSORS = ("alibi_slopes", "bias", "sinks", "rng_state")

@@ -117,11 +117,6 @@ def array(values: Any) -> Any:
     return tvm_ffi.convert(values)
 
 
-def prepared(function: Any, values: tuple) -> Any:
-    """Constant arguments as ``function`` takes them: an array for one of TVM FFI, which would make it at each call."""
-    return array(values) if takes_slots(function) else values
-
-
 def current_stream(device: int) -> contextlib.AbstractContextManager:
     """Within it functions launch on torch's current stream of a GPU, which they otherwise find by torch's tensors.
 

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from cute_attn.host import record
 from cute_attn.host.call import Call
+from cute_attn.host.checks import check_query_blocks
 from cute_attn.host.memory import as_strided, contiguous_strides
+from cute_attn.host.plans import Plan
 from cute_attn.traits import MEASURED_TENSORS, SPLIT_TENSORS, Traits
 
 MAX_ROWS = 2**31 - 2**16
@@ -90,35 +92,29 @@ def can_split(tensors: Sequence[Tensor]) -> bool:
 # ---- the forward ----
 
 
-@dataclass(frozen=True, slots=True)
-class SpeculativeForward:
-    """Splits q, k and v, and launches both kernels of :mod:`cute_attn.kernels.fp32_sm80.kernel`.
+def plan_forward(call: Call, kernel: Any, target: str) -> Plan | None:
+    """Of a call that both kernels of :mod:`cute_attn.kernels.fp32_sm80.kernel` serve in place of ``kernel``, or None."""
+    from cute_attn import compiler
+    from cute_attn.compiler import registry
 
-    Called as a forward kernel's function is.
+    kernels = SpeculativeKernels.wanted(call, kernel, target)
+    if kernels is None:
+        return None
+    check_query_blocks(call, kernels.speculative)
+    main, fallback = (compiler.build(one, target).function for one in kernels)
+    plain = registry.lookup(replace(kernel.traits, variant=""), None, target)
+    split = SplitLauncher.of(kernels.fallback.traits, "forward_split", target)
+    return Plan(plain, {"main": main, "fallback": fallback}, split)
 
-    Attributes:
-        split: for q, k and v.
-        speculative, fallback: launch the kernel that reads terms, and the one that computes where they do not serve.
+
+def launch_forward(plan: Plan, tensors: Sequence[Tensor], rest: tuple) -> None:
+    """Split q, k and v, and launch the kernel that reads terms and the one that computes where they do not serve.
+
+    rest: the forward's arguments from out on.
     """
-
-    split: SplitLauncher
-    speculative: Callable[..., None]
-    fallback: Callable[..., None]
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
-        """rest: the forward's arguments from out on."""
-        terms, scales = self.split.launch((q, k, v))
-        record.launch(self.speculative, q, *map(as_rows, terms), *rest, scales)
-        record.launch(self.fallback, q, k, v, *rest, scales)
-
-    @staticmethod
-    def of(kernels: "SpeculativeKernels", target: str) -> "SpeculativeForward":
-        """Builds the kernels."""
-        from cute_attn import compiler
-
-        split = SplitLauncher.of(kernels.fallback.traits, "forward_split", target)
-        functions = (compiler.build(kernel, target).function for kernel in kernels)
-        return SpeculativeForward(split, *functions)
+    terms, scales = plan.division.launch(tensors)
+    record.launch(plan.functions["main"], tensors[0], *map(as_rows, terms), *rest, scales)
+    record.launch(plan.functions["fallback"], *tensors, *rest, scales)
 
 
 def as_rows(terms: Tensor) -> Tensor:

@@ -5,25 +5,19 @@ compilers rely on; the one exception is a dtype in :func:`_numbers`. They run be
 :func:`cute_attn.attention`, which would record a second graph. CPU tensors are computed by :mod:`cute_attn.reference`.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cute_attn.host import memory, plans, record
+from cute_attn.host import memory, record
 from cute_attn.host.activation import Options
 from cute_attn.host.bias import four_dims
 from cute_attn.sdpa.calls import Inputs, Request, _is_capturing, request_of, why_not, why_not_drawn
-from cute_attn.sdpa.plans import (
-    BackwardPlan,
-    ForwardPlan,
-    Results,
-    plan_backward,
-    plan_forward,
-)
+from cute_attn.sdpa.plans import Results, backward, forward
 
-# ---- plans of calls ----
+# ---- calls ----
 
 
 class Question(NamedTuple):
@@ -55,23 +49,6 @@ _LEARNS = Question("", False, 0.0, None, learns=True)[4:]
 """The fields behind the operator's own, of a call with a backward."""
 
 
-def _key(question: tuple, options: Options, inputs: tuple, kind: Hashable) -> tuple:
-    """What a plan depends on beside the tensors' metadata.
-
-    question: fields of :class:`Question`, a tuple for speed. inputs: as of :meth:`ForwardPlan.run`. kind: of plans.
-    """
-    q, k, v, bias, *_ = inputs
-    aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
-    masked = None if bias is None else bias.data_ptr() & 15
-    key: tuple = (kind, question, aligned, masked)
-    if question[_DROPOUT_P] and options.rng == "torch":
-        key = (*key, "torch", _is_capturing(q.device))
-    return key
-
-
-_DROPOUT_P = Question._fields.index("dropout_p")
-
-
 def _request(question: Question, inputs: tuple) -> Request:
     return request_of(
         question.backend,
@@ -91,13 +68,9 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None
     return Inputs(q, k, v, bias)
 
 
-def forward_plan(question: tuple, options: Options, inputs: tuple) -> ForwardPlan | str:
-    """The plan of a forward, or the reason why kernels do not serve it; arguments: as of :func:`_key`."""
-    key = _key(question, options, inputs, "forward")
-    return plans.plan(key, inputs, lambda: _make_forward(Question(*question), options, inputs))
-
-
-def _make_forward(asked: Question, options: Options, inputs: tuple) -> ForwardPlan | str:
+def _forward(question: tuple, options: Options, inputs: tuple) -> tuple[Results, Request] | str:
+    """A forward's results, or the reason why kernels do not serve it. question: fields of :class:`Question`."""
+    asked = Question(*question)
     request = _request(asked, inputs)
     reason = (
         why_not(request)
@@ -107,7 +80,7 @@ def _make_forward(asked: Question, options: Options, inputs: tuple) -> ForwardPl
     if reason is not None:
         return reason
     rows = request.longest[0]
-    return plan_forward(
+    found = forward(
         request,
         inputs,
         options.rng,
@@ -116,22 +89,21 @@ def _make_forward(asked: Question, options: Options, inputs: tuple) -> ForwardPl
         lse_rows=-(-rows // 32) * 32 if asked.backend == "efficient" and asked.wants_lse else rows,
         return_softmax=asked.debug,
     )
+    return found, request
 
 
 def _backward(
-    question: tuple, options: Options, inputs: tuple, grads: tuple[Tensor, Tensor, Tensor]
-) -> BackwardPlan | str:
-    """The same of a backward; grads: of out, then out and lse."""
-    kind = "deterministic" if torch.are_deterministic_algorithms_enabled() else "backward"
-
-    def make() -> BackwardPlan | str:
-        asked = Question(*question)
-        request = _request(asked, inputs)
-        return why_not(request) or plan_backward(
-            request, inputs, grads, heads_first=asked.heads_first, bias_gradient=asked.bias_gradient
-        )
-
-    return plans.plan(_key(question, options, inputs, kind), (*grads, *inputs), make)
+    question: tuple,
+    inputs: tuple,
+    outer: tuple[Tensor, Tensor, Tensor],
+    state: Tensor | tuple[Tensor, Tensor],
+) -> tuple[Tensor, ...] | str:
+    """The same of a backward; outer: the gradient of out, out and lse."""
+    asked = Question(*question)
+    request = _request(asked, inputs)
+    return why_not(request) or backward(
+        request, inputs, outer, state, heads_first=asked.heads_first, bias_gradient=asked.bias_gradient
+    )
 
 
 def _debug_mask_reason(return_debug_mask: bool, dropout_p: float) -> str | None:
@@ -213,11 +185,11 @@ def flash_forward(
     """``aten::_scaled_dot_product_flash_attention``."""
     inputs = (query, key, value, None, None, None, None, None)
     question = ("flash", is_causal, dropout_p, scale, True, True, return_debug_mask)
-    plan = forward_plan(question, options, inputs)
-    if isinstance(plan, str):
-        return plan
-    found = plan.run(inputs)
-    return found.out, found.lse, None, None, *plan.request.longest, *_flash_state(found)
+    served = _forward(question, options, inputs)
+    if isinstance(served, str):
+        return served
+    found, request = served
+    return found.out, found.lse, None, None, *request.longest, *_flash_state(found)
 
 
 def flash_backward(
@@ -241,10 +213,7 @@ def flash_backward(
 ) -> tuple | str:
     """``aten::_scaled_dot_product_flash_attention_backward``."""
     inputs, grads = (query, key, value, None, None, None, None, None), (grad_out, out, logsumexp)
-    plan = _backward(("flash", is_causal, dropout_p, scale), options, inputs, grads)
-    if isinstance(plan, str):
-        return plan
-    return plan.run(inputs, grads, philox_seed)
+    return _backward(("flash", is_causal, dropout_p, scale), inputs, grads, philox_seed)
 
 
 def efficient_forward(
@@ -261,10 +230,10 @@ def efficient_forward(
 ) -> tuple | str:
     """``aten::_scaled_dot_product_efficient_attention``."""
     inputs = (query, key, value, attn_bias, None, None, None, None)
-    plan = forward_plan(("efficient", is_causal, dropout_p, scale, True, compute_log_sumexp), options, inputs)
-    if isinstance(plan, str):
-        return plan
-    found = plan.run(inputs)
+    served = _forward(("efficient", is_causal, dropout_p, scale, True, compute_log_sumexp), options, inputs)
+    if isinstance(served, str):
+        return served
+    found, _ = served
     lse = found.lse
     if not compute_log_sumexp:
         shape = (*lse.shape[:2], 0)
@@ -293,10 +262,11 @@ def efficient_backward(
     inputs, grads = (query, key, value, attn_bias, None, None, None, None), (grad_out, out, logsumexp)
     bias_gradient = attn_bias is not None and bool(grad_input_mask[3])
     question = ("efficient", is_causal, dropout_p, scale, True, True, False, bias_gradient)
-    plan = _drawn_by_pytorch(dropout_p, philox_seed) or _backward(question, options, inputs, grads)
-    if isinstance(plan, str):
-        return plan
-    dq, dk, dv, *dbias = plan.run(inputs, grads, (philox_seed, philox_offset))
+    state = (philox_seed, philox_offset)
+    found = _drawn_by_pytorch(dropout_p, philox_seed) or _backward(question, inputs, grads, state)
+    if isinstance(found, str):
+        return found
+    dq, dk, dv, *dbias = found
     return dq, dk, dv, _in_rows_of_16(dbias[0]) if dbias else None
 
 
@@ -330,11 +300,11 @@ def cudnn_forward(
     """``aten::_scaled_dot_product_cudnn_attention``."""
     inputs = (query, key, value, _four_dims(attn_bias), None, None, None, None)
     question: tuple = ("cudnn", is_causal, dropout_p, scale)
-    plan = forward_plan((*question, *_LEARNS) if compute_log_sumexp else question, options, inputs)
-    if isinstance(plan, str):
-        return plan
-    found = plan.run(inputs)
-    return found.out, found.lse.unsqueeze(-1), None, None, *plan.request.longest, *_numbers(found), None
+    served = _forward((*question, *_LEARNS) if compute_log_sumexp else question, options, inputs)
+    if isinstance(served, str):
+        return served
+    found, request = served
+    return found.out, found.lse.unsqueeze(-1), None, None, *request.longest, *_numbers(found), None
 
 
 def cudnn_backward(
@@ -361,10 +331,8 @@ def cudnn_backward(
     inputs = (query, key, value, _four_dims(attn_bias), None, None, None, None)
     grads = (grad_out, out, logsumexp.reshape(logsumexp.shape[:3]))
     question = ("cudnn", is_causal, dropout_p, scale, *_LEARNS)
-    plan = _drawn_by_pytorch(dropout_p, philox_seed) or _backward(question, options, inputs, grads)
-    if isinstance(plan, str):
-        return plan
-    return plan.run(inputs, grads, (philox_seed, philox_offset))
+    state = (philox_seed, philox_offset)
+    return _drawn_by_pytorch(dropout_p, philox_seed) or _backward(question, inputs, grads, state)
 
 
 def rows_forward(
@@ -406,10 +374,10 @@ def rows_forward(
         window=(window_size_left, window_size_right),
         longest=None if cum_seq_q is None else (max_q, max_k),  # ignored on batches
     )
-    plan = forward_plan(question, options, inputs)
-    if isinstance(plan, str):
-        return plan
-    found = plan.run(inputs)
+    served = _forward(question, options, inputs)
+    if isinstance(served, str):
+        return served
+    found, _ = served
     return found.out, found.lse, *_flash_state(found)
 
 
@@ -495,10 +463,7 @@ def rows_backward(
         window=(window_size_left, window_size_right),
         longest=None if cum_seq_q is None else (max_q, max_k),  # ignored on batches
     )
-    plan = _backward(question, options, inputs, grads)
-    if isinstance(plan, str):
-        return plan
-    return plan.run(inputs, grads, rng_state)
+    return _backward(question, inputs, grads, rng_state)
 
 
 OPERATORS: dict[str, dict[str, Callable[..., tuple | Tensor | str]]] = {

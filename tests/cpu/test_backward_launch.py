@@ -1,4 +1,4 @@
-"""The host side of the backward: its launchers on CPU tensors, with kernels in plain torch instead of the real ones.
+"""The host side of the backward on CPU tensors, with kernels in plain torch instead of the real ones.
 
 They take and write the same arguments as the real ones, with another layout of the workspace: gradients are right only
 if every shape, stride, offset and constant is.
@@ -468,8 +468,8 @@ def test_small_calls_in_fp32_have_whole_operands(torch_kernels, monkeypatch, pre
 
     def operands(call):
         machine.forget_plans(monkeypatch)
-        found = backward.launcher_for(call, grad_out, None, out, lse, needed)
-        return found.kernel.tile.operands, found.split is not None, found.fallback is not None
+        found = backward.plan_of(call, (grad_out, None, out, lse), needed)
+        return found.kernel.tile.operands, found.division.split is not None, "fallback" in found.functions
 
     assert operands(call) == ("whole", False, False)
     monkeypatch.setattr("cute_attn.kernels.backward_sm80.kernel.TERMS_LEAST_FLOP", {2: 1, 1: 1})
@@ -552,7 +552,7 @@ def test_any_layout_of_the_outputs_gradient_is_accepted(torch_kernels):
         assert (given.data_ptr() == grad.data_ptr()) == (name in ("transposed", "repeated"))
 
 
-def test_the_second_call_reuses_the_launcher(torch_kernels):
+def test_the_second_call_reuses_the_plan(torch_kernels):
     call = the_call(SMALL.build("cpu"))
     out, lse, _ = operators.forward_cpu(call)
     for n in (1, 2):
@@ -722,18 +722,10 @@ def test_wrong_shapes_are_refused(torch_kernels):
 
 
 def test_the_node_computes_only_needed_gradients(monkeypatch):
-    """Attention.apply with a launcher that computes the reference."""
+    """Attention.apply, whose forward computes the reference."""
     calls = []
 
-    class Launcher:
-        rest = options = None
-        packed = 0
-
-        def launch(self, tensors, epilogue_tensors=()):
-            call = the_case._replace(q=tensors[0], k=tensors[1], v=tensors[2])
-            return operators.forward_cpu(call)
-
-    def answer(call, grad_out, grad_lse, out, lse, needed, launcher):
+    def answer(call, grad_out, grad_lse, out, lse, needed, launched):
         calls.append((grad_out, grad_lse, needed))
         return tuple(
             torch.zeros_like(x) if n else None
@@ -742,20 +734,20 @@ def test_the_node_computes_only_needed_gradients(monkeypatch):
 
     monkeypatch.setattr(operators, "backward", answer)
     the_case = the_call(SMALL.build("cpu"))
-    launcher = Launcher()
-    launcher.rest = the_case[NUM_TENSORS + 1 :]
+    monkeypatch.setattr(operators, "launch", operators.forward_cpu)
+    node = operators.Node.of(the_case)
     q = the_case.q.clone().requires_grad_()
-    out, _, softmax = operators.Attention.apply(launcher, None, (), q, *the_case[1:NUM_TENSORS])
+    out, _, softmax = operators.Attention.apply(node, None, (), q, *the_case[1:NUM_TENSORS])
     assert softmax is None
     out.sum().backward()
-    lse2 = operators.Attention.apply(launcher, None, (), q, *the_case[1:NUM_TENSORS])[1]
+    lse2 = operators.Attention.apply(node, None, (), q, *the_case[1:NUM_TENSORS])[1]
     lse2.sum().backward()
     assert (
         calls[0][1] is None and calls[0][0] is not None and calls[0][2] == (True, False, False, False, False)
     )
     assert calls[1][0] is None and calls[1][1] is not None
     (again,) = torch.autograd.grad(
-        operators.Attention.apply(launcher, None, (), q, *the_case[1:NUM_TENSORS])[0].sum(),
+        operators.Attention.apply(node, None, (), q, *the_case[1:NUM_TENSORS])[0].sum(),
         q,
         create_graph=True,
     )

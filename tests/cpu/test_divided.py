@@ -6,10 +6,9 @@ import torch
 from cute_attn.api import operators
 from cute_attn.api.attention import _call_of, _Options
 from cute_attn.compiler import registry
-from cute_attn.host import divided, kvcache_launcher, launcher
-from cute_attn.host.call import NUM_TENSORS
-from cute_attn.host.launcher import choose_kernel
-from cute_attn.host.memory import contiguous_strides
+from cute_attn.host import divided, forward, kvcache_launcher
+from cute_attn.host.choose import choose_kernel
+from cute_attn.host.plans import Plan
 from tests import emulated_kvcache
 
 PROCESSORS = 132
@@ -130,17 +129,9 @@ def test_rows_that_no_sequence_owns_stay(monkeypatch):
         cu_seqlens_q=cu,
     )
     shape, lse_shape = params.output_shapes()
-    own = dict.fromkeys(launcher.Launcher.__dataclass_fields__)
-    own |= {
-        "divided": divided.plan_for_attention(params),
-        "shapes": (shape, lse_shape),
-        "views": (),
-        "sign": 1,
-    }
-    own |= {"strides": (contiguous_strides(shape), contiguous_strides(lse_shape)), "aligned": True}
-    plan = launcher.Launcher(**own | {"prefill": False, "rest": params[NUM_TENSORS + 1 :], "options": None})
-    out = torch.full(shape, 7.0).half()
-    plan.launch(params[:NUM_TENSORS], (), out)
+    plan = divided.plan_for_attention(params)
+    out, lse = torch.full(shape, 7.0).half(), torch.empty(lse_shape)
+    forward._divided(Plan(plan.kernel, division=plan), params, out, lse, keeps_rows=True)
     assert out[3:].eq(7.0).all() and not out[:3].eq(7.0).any()
 
 

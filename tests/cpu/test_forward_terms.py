@@ -13,7 +13,8 @@ from cute_attn.compiler import compile
 from cute_attn.compiler.registry import Unsupported, lookup
 from cute_attn.device.math import LOG2_E
 from cute_attn.host.choose import choose_kernel
-from cute_attn.host.split_fp32 import SpeculativeForward, SpeculativeKernels, SplitLauncher
+from cute_attn.host.plans import Plan
+from cute_attn.host.split_fp32 import SpeculativeKernels, SplitLauncher, launch_forward
 from cute_attn.kernels.fp32_sm80.kernel import terms_serve
 from cute_attn.reference import emulate
 from cute_attn.traits import Traits
@@ -141,7 +142,8 @@ def test_launches_have_the_arguments_that_kernels_declare(name, head_dim):
     split = SplitLauncher(functions[0], (64, 64), 256, count)
     lse = torch.empty(*((4, 10) if packed else (2, 4, 5)))
     rest = (torch.empty_like(q), lse, None, 1.0, None, ())
-    SpeculativeForward(split, *functions[1:])(q, k, v, *rest)
+    plan = Plan(None, {"main": functions[1], "fallback": functions[2]}, split)
+    launch_forward(plan, (q, k, v), rest)
     (_, of_split), (_, of_parts), (_, of_exact) = launched
     assert [name for name, _ in launched] == ["split", "terms", "fallback"]
     assert of_exact[:3] == of_split[0] == (q, k, v) and of_parts[3:] == of_exact[3:]

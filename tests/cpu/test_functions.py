@@ -12,7 +12,7 @@ from cute_attn.epilogues.functions import device, epilogue, gradients, graph
 from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.host.call import Call
-from cute_attn.host.launcher import user_classes
+from cute_attn.host.choose import user_classes
 from cute_attn.reference import emulate
 from cute_attn.reference.check_epilogue import for_each
 from cute_attn.reference.tilings import TINY, Scores

@@ -15,16 +15,11 @@ import torch
 import tvm_ffi
 
 from cute_attn import reference
-from cute_attn.host import backward, fused_qkv, launcher, memory, record
+from cute_attn.host import backward, memory, record
 from cute_attn.host import plans as known
-from cute_attn.host.backward import NOTHING, BackwardLauncher, BiasGradient, Workspace
-from cute_attn.host.call import NUM_TENSORS, Call, pack_epilogues
-from cute_attn.host.launcher import Launcher
-from cute_attn.host.memory import contiguous_strides
-from cute_attn.host.record import Record, Recording, ScoreArgs
-from cute_attn.kernels.backward_convert import BackwardConvert
-from cute_attn.kernels.backward_preprocess import BackwardPreprocess
-from cute_attn.kernels.forward_sm90 import ForwardSm90
+from cute_attn.host.backward import NOTHING
+from cute_attn.host.call import NUM_TENSORS, Call
+from cute_attn.host.record import Record, Recording
 from cute_attn.sdpa import operators, plans
 from cute_attn.sdpa.operators import Options
 from cute_attn.sdpa.overrides import Override
@@ -55,142 +50,84 @@ def in_order(shape, order, seed=0, gap=0):
 # ---- launches that write where kernels would ----
 
 
-def attend(params, q, k, v, bias):
-    out, lse, _ = reference.attention(
-        *(q, k, v, params.softmax_scale),
-        reference.Features(params.mask),
-        reference.ScoreInputs(bias=bias, window_left=params.window_left, window_right=params.window_right),
-        reference.Lengths(*params[3:7], params.max_seqlen_q, params.max_seqlen_k),
-    )
-    return out, lse
-
-
-def made_of(kind, **fields):
-    """A dataclass with these fields, others None."""
-    names = (f.name for f in dataclasses.fields(kind))
-    return kind(**dict.fromkeys(names) | {"sign": 1} | fields)
-
-
 def as_tvm(function):
     """As a launching function of TVM FFI, which takes slots."""
     return tvm_ffi.convert(lambda *arguments: function(*map(machine.as_torch, arguments)))
 
 
-def with_arguments_of(kernel, function):
-    """``function``, called with the arguments of a kernel's launch; other ones raise."""
-    signature = inspect.signature(kernel.__call__)
-
-    def run(*arguments):
-        signature.bind(None, *arguments, "stream")
-        return function(*arguments)
-
-    return run
-
-
 class Launchers:
-    """Stands for the kernels: launchers by the reference, which note where they wrote.
+    """Stands for the kernels: they compute by the reference, and note where they wrote.
 
-    launches: by functions of TVM FFI, on prepared arguments, or of Python.
+    launches: by functions of TVM FFI, on prepared arguments, or of Python. heads: how often those of k and v are
+    divided in a backward.
     """
 
     def __init__(self, monkeypatch, prepared=False):
-        self.written, self.launches = [], 0
+        self.written, self.launches, self.later = [], 0, []
         self.function = as_tvm if prepared else lambda function: function
         monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True), raising=False)
         monkeypatch.setattr(record, "_empty_strided_cuda", None)
         monkeypatch.setattr(plans, "runs_kernels", lambda q: True)
-        monkeypatch.setattr(plans, "launcher_for", self.forward)
-        monkeypatch.setattr(backward, "launcher_for", self.backward)
-        machine.device(monkeypatch)
+        machine.device(monkeypatch, schedule=tvm_ffi.convert((machine.COUNTERS, 132)), target="sm90")
+        machine.kernels(monkeypatch, self.kernel)
         machine.poison(monkeypatch)
 
-    def forward(self, params):
-        def run(q, k, v, out, lse, seqlens, scale, schedule, score_args):
-            self.launches += 1
-            assert all(memory.rows_are_regular(x) for x in (q, k, v, out)) and lse.stride(-1) == 1
-            bias = score_args[0][0] if params.bias is not None else None
-            found = attend(params, q, k, v, bias)
-            out.copy_(found[0])
-            lse[..., : found[1].shape[-1]].copy_(found[1])
-            self.written.append(out.data_ptr())
+    def kernel(self, kernel, target):
+        """What the launch of a kernel runs; other arguments than its launch takes raise."""
+        functions = {"forward": self.forward, "backward": self.main, "backward_convert": self.convert}
+        run = functions.get(kernel.traits.op, lambda kernel, *arguments: None)
+        signature = inspect.signature(type(kernel).__call__)
 
-        shapes = params.output_shapes()
-        places = ((0, 0, 8),) if params.bias is not None else ()
-        return made_of(
-            Launcher,
-            function=self.function(with_arguments_of(ForwardSm90, run)),
-            kernel=None,
-            seqlens=(),
-            longest=params.longest,
-            shapes=shapes,
-            strides=tuple(map(contiguous_strides, shapes)),
-            softmax_shape=None,
-            views=tuple(launcher.views(params)),
-            score_args=ScoreArgs(((None,),), places),
-            prefill=False,
-            softmax_scale=params.softmax_scale,
-            rest=params[launcher.NUM_TENSORS + 1 :],
-            options=known.Options(params[launcher.NUM_TENSORS + 1 :]),
-            packed=0,
-            in_terms=False,
-        )
+        def launch(*arguments):
+            signature.bind(kernel, *arguments, "stream")
+            run(kernel, *arguments)
 
-    def backward(self, params, grad_out, grad_lse, out, lse, needed):
-        later = []
+        return self.function(launch)
 
-        def main(q, k, v, grad_out, *others):
-            dk, dv, bias = others[3], others[4], None
-            if params.bias is not None:
-                bias, dbias = others[-1][0]
-                bias = bias.detach().clone().requires_grad_()
-            leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-            found = torch.autograd.grad(
-                attend(params, *leaves, bias)[0], [*leaves, *([bias] if needed[3] else [])], grad_out
-            )
-            later.append(found[0])
-            dk.copy_(found[1]), dv.copy_(found[2])
-            if needed[3]:
-                dbias.copy_(found[3])
-            self.written += [dk.data_ptr(), dv.data_ptr()]
+    def forward(self, kernel, q, k, v, out, lse, seqlens, scale, schedule, score_args):
+        self.launches += 1
+        assert all(memory.rows_are_regular(x) for x in (q, k, v, out)) and lse.stride(-1) == 1
+        found = attend(kernel, q, k, v, tuple(seqlens), scale, *biases(score_args))
+        out.copy_(found[0])
+        lse[..., : found[1].shape[-1]].copy_(found[1])
+        self.written.append(out.data_ptr())
 
-        def convert(accumulators, dq, *others):
-            dq.copy_(later.pop())
-            self.written.append(dq.data_ptr())
+    def main(self, kernel, q, k, v, grad_out, *others):
+        _, _, _, dk, dv, seqlens, scale, _, score_args = others[:9]
+        bias, dbias = (*biases(score_args), None, None)[:2]
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        if dbias is not None:
+            leaves.append(bias.detach().clone().requires_grad_())
+        out = attend(kernel, *leaves[:3], tuple(seqlens), scale, leaves[3] if dbias is not None else bias)[0]
+        found = torch.autograd.grad(out, leaves, grad_out)
+        self.later.append(found[0])
+        for own, x in ((dk, found[1]), (dv, found[2])):
+            own.zero_()
+            own[..., :: own.shape[-2] // x.shape[-2], :].copy_(x)
+        if dbias is not None:
+            dbias.copy_(found[3])
+        self.written += [dk.data_ptr(), dv.data_ptr()]
 
-        class Kernel:
-            traits = SimpleNamespace(arch="sm90", variant="", epilogues=())
+    def convert(self, kernel, accumulators, dq, *others):
+        dq.copy_(self.later.pop())
+        self.written.append(dq.data_ptr())
 
-            @staticmethod
-            def score_args(inputs):
-                return ((inputs.bias, inputs.grad_bias),)
 
-        bias = BiasGradient.of(params, False) if needed[3] else None
-        places = ((0, 0, 8),) if params.bias is not None else ()
-        shapes = tuple(tuple(x.shape) for x in params[:3])
-        return made_of(
-            BackwardLauncher,
-            preprocess=self.function(with_arguments_of(BackwardPreprocess, lambda *arguments: None)),
-            main=self.function(main),
-            convert=self.function(with_arguments_of(BackwardConvert, convert)),
-            kernel=Kernel,
-            needed=needed,
-            shapes=shapes,
-            strides=tuple(map(contiguous_strides, shapes)),
-            parts=0,
-            varlen=params.varlen,
-            copy=(False, False),
-            views=tuple(launcher.views(params)),
-            workspace=Workspace.of(params, 64, 32, 1),
-            bias=bias,
-            num_splits=1,
-            split_stride=0,
-            multiprocessors=1,
-            seqlens=((), ()),
-            softmax_scale=params.softmax_scale,
-            dropout_p=0.0,
-            score_args=None if needed[3] else ScoreArgs(((None, None),), places),
-            rest=(),
-        )
+def biases(score_args):
+    """The bias, and its gradient, among the epilogues' arguments."""
+    flat = [x for part in score_args for x in (part if isinstance(part, tuple) else (part,))]
+    return [x for x in flat if isinstance(x, torch.Tensor) and x.dim() == 4]
+
+
+def attend(kernel, q, k, v, seqlens, scale, bias=None, *_):
+    """By the reference; seqlens: four tensors or None, and the longest sequences."""
+    out, lse, _ = reference.attention(
+        *(q, k, v, scale),
+        reference.Features(kernel.traits.mask),
+        reference.ScoreInputs(bias=bias),
+        reference.Lengths(*seqlens[:6]),
+    )
+    return out, lse
 
 
 @pytest.fixture(params=["python", "tvm_ffi"])
@@ -309,13 +246,6 @@ def test_what_kernels_cannot_read_or_write_is_copied(launchers):
     assert launchers.launches == 2
 
 
-def test_tensors_are_in_the_order_of_the_parameters():
-    names = ["q", "k", "v", "bias", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "alibi_slopes", "rng_state"]
-    launched = plans._launched(tuple(names[:-1]), (None,) * 4, None, names[-1])
-    found = dict(zip(Call._fields, launched, strict=False))
-    assert {name: name if name in names else None for name in Call._fields[:NUM_TENSORS]} == found
-
-
 def test_strides_of_dimensions_of_size_1_cost_no_copy(launchers):
     q, k, v = (randn(1, 2, n, 16, seed=n).as_strided((1, 2, n, 16), (3, n * 16, 16, 1)) for n in (5, 7, 7))
     same(operators.flash_forward(OPTIONS, q, k, v), with_reference(operators.flash_forward, q, k, v))
@@ -406,30 +336,11 @@ def test_an_unaligned_gradient_is_copied(launchers):
         outputs = operators.flash_forward(OPTIONS, q, k, v)
 
 
-# ---- plans by metadata ----
-
-
-def tensors(**changed):
-    return tuple((dict.fromkeys("qkv", (2, 4, 9, 16)) | changed).values())
-
-
-def made(shapes=None, seed=0):
-    return tuple(randn(*shape, seed=seed + i) for i, shape in enumerate(shapes or tensors()))
-
-
-def test_a_warm_call_decides_and_plans_once(launchers, monkeypatch):
-    q, k, v = made()
-    operators.flash_forward(OPTIONS, q, k, v)
-    monkeypatch.setattr(operators, "why_not", None)
-    monkeypatch.setattr(operators, "plan_forward", None)
-    operators.flash_forward(OPTIONS, *made(seed=3))
-    assert launchers.launches == 2
-    with pytest.raises(TypeError):
-        operators.flash_forward(OPTIONS, q, k, v, 0.0, True)
+# ---- what a plan depends on ----
 
 
 def test_alignment_and_determinism_are_part_of_a_plan(launchers):
-    q, k, v = made()
+    q, k, v = (randn(2, 4, 9, 16, seed=i) for i in range(3))
     operators.flash_forward(OPTIONS, q, k, v)
     storage = randn(2 * 4 * 9 * 16 + 1)
     shifted = storage[1:].view(2, 4, 9, 16)
@@ -447,68 +358,50 @@ def test_alignment_and_determinism_are_part_of_a_plan(launchers):
 # ---- backwards that repeat ----
 
 
-def a_call(q, k, v, epilogues=()):
-    names, tensors, numbers = pack_epilogues(epilogues)
-    rest = (8, 8, 0.25, "", 2**30, 2**30, 0.0, "", 0.0, names, numbers, False, "", "")
-    return Call(q, k, v, *[None] * 8, tensors, *rest)
+def a_call(q, k, v):
+    return Call(q, k, v, max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1], softmax_scale=0.25)
 
 
-def repeated_backward(launchers, call, **changed):
-    needed = (True,) * 3 + (False, False)
-    made = launchers.backward(call._replace(epilogues=()), call.q, None, call.q, None, needed)
-    return dataclasses.replace(made, **changed)
-
-
-def launch(made, call, into):
+def outer_of(call):
     q = call.q
-    return made.launch(call, (torch.ones_like(q), None), (torch.ones_like(q), torch.ones(1, 2, 8)), into)
+    return torch.ones_like(q), None, torch.ones_like(q), torch.ones(q.shape[0], q.shape[2], q.shape[1])
 
 
-def recorded(made, call):
-    """Of a backward its tensors and its record, or None."""
-    q = call.q
-    given = (torch.ones_like(q), torch.ones_like(q), torch.ones(1, 2, 8))
-    tensors = (*call[:NUM_TENSORS], *given, *call.epilogue_tensors)
-    with Recording(tensors) as recording:
-        found = made.launch(call, (given[0], None), given[1:], NOTHING)
-    return tensors, recording.record(found)
+NEEDED = (True, True, True, False, False)
 
 
 def test_what_a_users_class_derives_is_not_recorded(monkeypatch):
-    """It may read a number on the host, such as a temperature here."""
-    call = a_call(*(randn(1, 8, 2, 16, seed=i) for i in range(3)), {"temperature": torch.tensor([2.0])})
+    """It may read a number on the host."""
+    launchers = Launchers(monkeypatch, prepared=True)
+    call = a_call(*(randn(1, 8, 2, 64, seed=i) for i in range(3)))
+    outer = outer_of(call)
+    plan = backward.plan_of(call, outer, NEEDED)
     for variant in ("", "users"):
-
-        class Kernel:
-            traits = SimpleNamespace(arch="sm90", variant=variant, epilogues=())
-
-            @staticmethod
-            def score_args(inputs):
-                return ((float(inputs.extra["temperature"][0].max()),),)
-
-        nothing = as_tvm(lambda *arguments: None)
-        own = {"kernel": Kernel, "score_args": None, "main": nothing, "convert": nothing}
-        made = repeated_backward(Launchers(monkeypatch, prepared=True), call, **own)
-        assert (recorded(made, call)[1] is None) == bool(variant)
+        kernel = SimpleNamespace(
+            traits=dataclasses.replace(plan.kernel.traits, variant=variant), score_args=plan.kernel.score_args
+        )
+        tensors = (*call[:NUM_TENSORS], *outer)
+        with Recording(tensors) as recording:
+            found = backward.launch(plan._replace(kernel=kernel), call, outer, NEEDED)
+        assert (recording.record(found) is None) == bool(variant)
+    assert len(launchers.written) == 6
 
 
 def test_divided_heads_are_added_up_in_a_record(monkeypatch):
     """dK and dV of parts of a key head's query heads, by torch, into memory of the call's own."""
-    q, k, v = (randn(1, 8, 2, 16, seed=i).half() for i in range(3))
+    monkeypatch.setattr(backward, "head_splits", lambda *arguments: 2)
+    Launchers(monkeypatch, prepared=True)
+    q, k, v = randn(1, 8, 4, 64), randn(1, 9, 2, 64, seed=1), randn(1, 9, 2, 64, seed=2)
     call = a_call(q, k, v)
-
-    def main(*arguments):
-        for number, x in enumerate(arguments[7:9], 1):
-            x.copy_(torch.arange(4.0)[:, None].expand_as(x) * number)
-
-    shapes = ((1, 8, 2, 16), *[(1, 8, 4, 16)] * 2)
-    own = {"shapes": shapes, "strides": tuple(map(contiguous_strides, shapes))}
-    own |= {"main": as_tvm(main), "convert": as_tvm(lambda *_: None)}
-    made = repeated_backward(Launchers(monkeypatch, prepared=True), call, **own)
-    tensors, found = recorded(made, call)
-    _, dk, dv, *_ = found.run(tensors)
-    assert dk.shape == dv.shape == (1, 8, 2, 16)
-    assert (dk[..., 0, :] == 1).all() and (dk[..., 1, :] == 5).all() and dv.equal(2 * dk)
+    outer = outer_of(call)
+    tensors = (*call[:NUM_TENSORS], *outer)
+    with Recording(tensors) as recording:
+        first = backward.gradients(call, *outer, NEEDED)
+    again = recording.record(first).run(tensors)
+    for one, other in zip(first[:3], again[:3], strict=True):
+        assert one.shape == other.shape and one.data_ptr() != other.data_ptr()
+        torch.testing.assert_close(one, other)
+    assert first[1].shape == k.shape
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 1, 0)])
@@ -516,14 +409,14 @@ def test_gradients_are_packed_where_inputs_are_and_it_may_be(order, monkeypatch)
     """By functions, not by the operator, whose outputs share no memory; addresses may change from call to call."""
 
     def inputs(adjacent):
-        whole = [torch.randn(1, 8, 3, 2, 16).half() for _ in range(3)]
+        whole = [torch.randn(1, 8, 3, 2, 64).half() for _ in range(3)]
         return whole[0].unbind(2) if adjacent else tuple(x.unbind(2)[0] for x in whole)
 
-    launchers, first = Launchers(monkeypatch), a_call(*inputs(True))
-    made = repeated_backward(launchers, first, parts=fused_qkv.parts_packed(first[:3]))
+    Launchers(monkeypatch)
     kinds = ((True, NOTHING, True), (False, NOTHING, False), (True, None, False))
     for i in (*order, *order, *order):
         adjacent, into, packs = kinds[i]
-        dq, dk, dv, *_ = launch(made, a_call(*inputs(adjacent)), into)
+        call = a_call(*inputs(adjacent))
+        dq, dk, dv, *_ = backward.gradients(call, *outer_of(call), NEEDED, into)
         together = len({x.untyped_storage().data_ptr() for x in (dq, dk, dv)}) == 1
         assert together == packs and dq.is_contiguous() != packs

@@ -50,7 +50,7 @@ class Function:
         self.run = repeated.override(self.stock, "cpu")
 
     def stock(
-        self, keyset, q, k, v, mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
+        self, keyset, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
     ):
         self.calls += 1
         if attn_mask is not None or dropout_p or q.dtype == torch.float64:

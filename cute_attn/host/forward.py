@@ -1,0 +1,247 @@
+"""The forward of a call on CUDA: what follows from its metadata, its outputs and its launches.
+
+A plan is made once for the metadata of a call: checks that passed, the kernel and its tile, what launches it. Calls
+that repeat do not come here: their records have the allocations and launches (:mod:`cute_attn.host.record`).
+"""
+
+import math
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_attn import reference
+from cute_attn.host import padding, plans, record
+from cute_attn.host.call import NUM_TENSORS, Call
+from cute_attn.host.checks import check, check_for_kernels, check_query_blocks, check_steps
+from cute_attn.host.choose import choose_kernel, user_classes
+from cute_attn.host.counters import multiprocessors
+from cute_attn.host.memory import (
+    as_strided,
+    clear_owned,
+    contiguous_strides,
+    is_aligned,
+    none_overrides,
+    on_device,
+    regular_strides,
+    rows_are_regular,
+    write_owned,
+)
+from cute_attn.host.padding import Copies
+from cute_attn.host.plans import Plan
+
+Outputs = tuple[Tensor, Tensor, Tensor | None]
+
+
+def forward(
+    call: Call, out: Tensor | None = None, lse: Tensor | None = None, *, keeps_rows: bool = True
+) -> Outputs:
+    """out, lse, and the softmax or None, on the current stream of q's device.
+
+    Args:
+        call: where a tensor is lazy, its values.
+        out: memory for it, of strides that kernels write.
+        keeps_rows: whether rows of packed queries that no sequence owns stay as they are in it.
+        lse: memory for it, perhaps with more rows than there are queries, which stay.
+
+    Raises:
+        TypeError, ValueError, Unsupported: a parameter is wrong, or no kernel supports the call.
+    """
+    plan = plan_of(call)
+    with on_device(call.q.get_device()):
+        return _launched(plan, call, out, lse, keeps_rows=keeps_rows)
+
+
+def plan_of(call: Call) -> Plan:
+    """The plan of a call, kept under its metadata."""
+    # Users' classes may be registered again at any time.
+    key = key_of((call[NUM_TENSORS + 1 :], *user_classes(call)), call)
+    return plans.plan(key, (*call[:NUM_TENSORS], *call.epilogue_tensors), lambda: plan_forward(call))
+
+
+def key_of(options: Hashable, call: Call) -> tuple[Hashable, ...]:
+    """What a plan depends on beside the tensors' metadata: where q, k, v and a bias start."""
+    # A bias of a subclass, such as a fake tensor, has no plan; the checks refuse other layouts.
+    bias = call.bias
+    has_address = bias is not None and none_overrides((bias,)) and bias.layout is torch.strided
+    starts = tuple(is_aligned(x) if none_overrides((x,)) else None for x in call[:3])
+    return "forward", options, starts, not has_address or is_aligned(bias)  # type: ignore[arg-type]
+
+
+# ---- the plan ----
+
+
+def plan_forward(call: Call) -> Plan:
+    """Checks a call, and chooses its kernel. Without one there is nothing to compute.
+
+    Its functions are ``main``; ``pad`` and ``unpad`` of a call whose q, k or v no kernel reads as they are; with terms
+    (:mod:`cute_attn.host.split_fp32`) ``main`` and ``fallback``, after what its division launches. Where keys are
+    divided among CTAs (:mod:`cute_attn.host.divided`) its division is the plan of that.
+    """
+    check(call)
+    check_for_kernels(call, unaligned=True)
+    call = call.with_positive_scale()
+    out_shape, _ = call.output_shapes()
+    if 0 in (call.batch, *call.longest, math.prod(out_shape), math.prod(call.k.shape)):
+        return Plan()
+    from cute_attn import compiler
+    from cute_attn.host import divided, split_fp32
+
+    with on_device(call.q.get_device()):
+        copied = padding.to_copy(call[:3])
+        if any(copied):
+            padding.check_rows({"q": call.q, "k": call.k, "v": call.v}, copied)
+            functions = {
+                "pad": padding.function_for("forward_pad", call),
+                "unpad": padding.function_for("forward_unpad", call),
+            }
+            return Plan(functions=functions)
+        target = compiler.default_target("sm80")
+        kernel = choose_kernel(call, target)
+        blocks = check_query_blocks(call, kernel)
+        if kernel.traits.arch == "sm90":
+            processors = multiprocessors(call.q.get_device())
+            check_steps(call, blocks, kernel.tile, processors)
+            if divided.is_wanted(call, kernel, target, processors):
+                inner = divided.plan_for_attention(call)
+                return Plan(inner.kernel, division=inner)
+        terms = split_fp32.plan_forward(call, kernel, target)
+        return terms or Plan(kernel, {"main": compiler.build(kernel, target).function})
+
+
+# ---- launches ----
+
+
+def _launched(
+    plan: Plan, call: Call, out: Tensor | None, lse: Tensor | None, *, keeps_rows: bool = True
+) -> Outputs:
+    keeps_rows, q = keeps_rows and out is not None and call.varlen, call.q
+    if call.return_softmax and any(x is not None for x in call[3:7]):
+        _refuse_capture()
+    if "pad" in plan.functions:
+        return _padded(plan, call, out, lse)
+    call = call.with_positive_scale()
+    if out is None:
+        out = _empty(q, call.output_shapes()[0], q.dtype)
+    if lse is None:
+        lse = _empty(q, call.output_shapes()[1], torch.float32)
+    if plan.kernel is None or call.seqused_q is not None:  # rows that no thread writes
+        record.step(clear_owned, out, call.cu_seqlens_q if keeps_rows else None)
+        record.step(Tensor.fill_, lse, -math.inf)
+    if plan.kernel is None:
+        record.also()
+        if call.sinks is not None:
+            _fill_with_sinks(lse, call)
+        return out, lse, q.new_zeros(call.softmax_shape()) if call.return_softmax else None
+    if plan.kernel.traits.op == "kvcache":
+        return _divided(plan, call, out, lse, keeps_rows=keeps_rows)
+    from cute_attn.device.seqlen import Seqlens
+
+    call = as_kernels_read(call)
+    if not are_functions(plan.kernel.traits):
+        record.also()  # users' classes may read what they are given
+    scores = plan.kernel.score_args(call.score_inputs())
+    rest = (
+        out,
+        lse,
+        Seqlens(*call[3:7], *call.longest),
+        call.softmax_scale,
+        record.work_tiles(q.get_device()),
+    )
+    if "fallback" in plan.functions:
+        from cute_attn.host import split_fp32
+
+        split_fp32.launch_forward(plan, call[:3], (*rest, scores))
+    else:
+        record.launch(plan.functions["main"], *call[:3], *rest, scores)
+    if not call.return_softmax:
+        return out, lse, None
+    record.also()
+    inputs = call.by_definition()
+    return out, lse, reference.softmax(*call[:2], lse, call.softmax_scale, *inputs, call.precision)
+
+
+def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return record.empty(like, shape, contiguous_strides(shape), dtype)
+
+
+def _padded(plan: Plan, call: Call, out: Tensor | None, lse: Tensor | None) -> Outputs:
+    """A call whose q, k or v no kernel reads as they are: see :mod:`cute_attn.host.padding`."""
+    given, copied = out, padding.to_copy(call[:3])
+    if padding.is_by_address(call[:3]):
+        record.unlike_others()
+    if out is None:
+        out = _empty(call.q, call.output_shapes()[0], call.q.dtype)
+        if call.seqused_q is not None:  # rows without an owner, too
+            record.step(Tensor.zero_, out)
+    pad, unpad = Copies.of(plan.functions["pad"], call[:3]), Copies.of(plan.functions["unpad"], (out,))
+    padded = call._replace(**dict(zip("qkv", pad.pad(call[:3], copied), strict=True)))
+    cuts = not (padding.is_whole(call.v) and padding.is_writable(given))
+    written = record.empty(out, *unpad.layouts[0], out.dtype) if cuts else out
+    _, lse, softmax = _launched(plan_of(padded), padded, written, lse, keeps_rows=not cuts)
+    if cuts:
+        unpad.unpad([written], [out], call.cu_seqlens_q)
+    return out, lse, softmax
+
+
+def _divided(plan: Plan, call: Call, out: Tensor, lse: Tensor, *, keeps_rows: bool) -> Outputs:
+    """keeps_rows: rows of ``out`` that no sequence owns stay, which the combine kernel would write."""
+    from cute_attn.host import divided
+
+    written = _empty(out, tuple(out.shape), out.dtype) if keeps_rows else out
+    divided.launch(plan.division, as_kernels_read(call), written, lse)
+    if keeps_rows:
+        record.step(write_owned, out, written, call.cu_seqlens_q)
+    return out, lse, None
+
+
+def _refuse_capture() -> None:
+    """Raise where a CUDA graph captures a call whose softmax is wanted: the host reads its lengths."""
+    if torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            "return_softmax is True with lengths, which it reads on the host, in a CUDA graph's capture; accepted: "
+            "without lengths, or outside a graph"
+        )
+
+
+def _fill_with_sinks(lse: Tensor, call: Call) -> None:
+    """LSE of a call without keys: the head's sink in the rows of sequences."""
+    cu_seqlens_q, seqused_q, sinks = call.cu_seqlens_q, call.seqused_q, call.sinks
+    assert sinks is not None
+    if cu_seqlens_q is not None and len(cu_seqlens_q) == 1:
+        return  # no sequence has rows
+    row = torch.arange(lse.shape[-1], device=lse.device)
+    if cu_seqlens_q is None:
+        exists = row < (lse.shape[-1] if seqused_q is None else seqused_q[:, None, None])
+    else:
+        batch = torch.searchsorted(cu_seqlens_q, row, right=True) - 1
+        ends = cu_seqlens_q[1:] if seqused_q is None else cu_seqlens_q[:-1] + seqused_q
+        exists = (batch >= 0) & (row < ends[batch.clamp(0, len(ends) - 1)])
+    lse.copy_(torch.where(exists, sinks[:, None].to(lse.dtype), -math.inf))
+
+
+def are_functions(traits: Any) -> bool:
+    """Whether a kernel computes what the package wrote or traced, and no class of a user's."""
+    if traits.variant or not traits.epilogues:
+        return not traits.variant
+    from cute_attn.epilogues.base import user_epilogue
+
+    return not any(isinstance(user_epilogue(name), type) for name in traits.epilogues)
+
+
+def as_kernels_read(call: Call) -> Call:
+    """With the strides that kernels need: regular ones of dimensions of size 1, and 0 to broadcast slopes and bias."""
+    shapes = {
+        "alibi_slopes": (call.batch, call.nheads),
+        "bias": (call.batch, call.nheads, call.max_seqlen_q, call.max_seqlen_k),
+    }
+    views: dict[str, Any] = {}
+    for name in ("q", "k", "v", *shapes):
+        x = getattr(call, name)
+        if x is None or (name not in shapes and rows_are_regular(x)):
+            continue
+        shape = shapes.get(name, tuple(x.shape))
+        if name not in shapes or shape != tuple(x.shape) or x.stride(-1) != 1:
+            views[name] = as_strided(x, shape, regular_strides(x, shape))
+    return call._replace(**views) if views else call
