@@ -22,8 +22,8 @@ FA3_SPLITS = (4, 16, 32)
 _FA2_PAGE = 256
 
 
-def ours(kernel: str, tile: str | None = None) -> Implementation:
-    """``attention_with_kvcache`` with the kernels of an arch, and a tile's text."""
+def ours(kernel: str | None, tile: str | None = None) -> Implementation:
+    """``attention_with_kvcache`` with the kernels of an arch or the newest, and a tile's text or the default one."""
 
     def implementation(row: Row, x: Inputs) -> dict[str, Call]:
         from cute_attn import attention_with_kvcache

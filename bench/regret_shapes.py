@@ -59,7 +59,7 @@ class Shape:
             from bench import decode_impls, decode_rows
 
             row, (x,) = self.of, decode_rows.make_inputs(self.of, device, copies=1)
-            return lambda tile: lambda: decode_impls.ours("sm90", tile)(row, x)[""](x)
+            return lambda tile: lambda: decode_impls.ours(None, tile)(row, x)[""](x)
         from cute_attn.lab.benchmark import peers
 
         workload, inputs = self.of, self.of.inputs(device)
@@ -71,7 +71,7 @@ class Shape:
 
             sizes = (workload.longest, workload.longest_k)
             more["block_mask"] = block_mask(MASKS[self.function], None, None, *sizes, device=device)
-        return lambda tile: peers.ours("sm90", tile, **more)(workload, inputs)
+        return lambda tile: peers.ours(None, tile, **more)(workload, inputs)
 
 
 def shapes_of(op: str, seed: int, count: int) -> list[Shape]:
