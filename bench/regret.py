@@ -84,7 +84,8 @@ def forced(candidate: Candidate, known: dict[str, dict]) -> Iterator[None]:
         (kvcache_launcher, "_best_split", candidate.split),
     )
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.multiple(plans, **known))
+        for name, own in known.items():
+            stack.enter_context(mock.patch.object(plans, name, own))
         for module, name, choice in choices:
             if choice:
                 stack.enter_context(mock.patch.object(module, name, lambda *_, choice=choice: choice))
@@ -96,7 +97,9 @@ def new_plans() -> dict[str, dict]:
     return {"_plans": {}, "_guarded": {}}
 
 
-def candidates(shape: Shape, call: Callable[[], Any], target: str = "sm90") -> list[Candidate]:
+def candidates(
+    shape: Shape, prepared: Callable[[str | None], Callable[[], Any]], target: str = "sm90"
+) -> list[Candidate]:
     """What the choosers take for the shape's call, then whatever else they could, one choice changed at a time."""
     from cute_attn import compiler
     from cute_attn.host import backward, kvcache_launcher
@@ -118,7 +121,7 @@ def candidates(shape: Shape, call: Callable[[], Any], target: str = "sm90") -> l
         built = spied(compiler, "build")
         heads, keys = spied(backward, "head_splits"), spied(backward, "key_splits")
         divided = spied(kvcache_launcher, "_best_split")
-        call()
+        prepared(None)()
     kernel = next(args[0] for args, _ in reversed(built) if args[0].traits.op == shape.kernel_op)
     splits, numbers, split = ([result for _, result in calls[-1:]] for calls in (heads, keys, divided))
     chosen = Candidate(kernel.tile.text, *(splits or [0]), *(numbers or [0]), *split)
@@ -129,7 +132,7 @@ def candidates(shape: Shape, call: Callable[[], Any], target: str = "sm90") -> l
             for n in _thinned(even_splits(shape.group), splits[0])
         ]
     if numbers:
-        blocks = -(-shape.of.longest_k // kernel.tile.tile_n)
+        blocks = -(-shape.seqlen_k // kernel.tile.tile_n)
         found += [
             replace(chosen, key_splits=n) for n in _thinned(range(1, min(blocks, MAX_SPLITS) + 1), numbers[0])
         ]
@@ -210,7 +213,7 @@ def needed(chosen: Sequence[Shape]) -> dict[str, tuple[Any, str]]:
         patch.setattr(torch.Tensor, "normal_", lambda x, **options: x)
         for shape in chosen:
             prepared = shape.prepared("cpu")
-            first, *others = candidates(shape, lambda prepared=prepared: prepared(None)())
+            first, *others = candidates(shape, prepared)
             for one in (first, *others):
                 if one is first or (one.tile, one.split) != (first.tile, first.split):  # or the same kernels
                     with forced(one, new_plans()), contextlib.suppress(ValueError):  # which timing reports
@@ -246,7 +249,7 @@ def regret(
     prepared = shape.prepared(device)
     runs: dict[str, Callable[[], Any]] = {}
     declined: dict[str, str] = {}
-    chosen, *others = candidates(shape, lambda: prepared(None)())
+    chosen, *others = candidates(shape, prepared)
     for candidate in (chosen, *others):
         known = new_plans()
 

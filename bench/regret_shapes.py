@@ -53,6 +53,11 @@ class Shape:
         """Query heads of a key head."""
         return self.of.heads[0] // self.of.heads[1] if isinstance(self.of, Row) else self.of.tile_lengths[2]
 
+    @property
+    def seqlen_k(self) -> int:
+        """The most keys of a sequence."""
+        return self.of.capacity if isinstance(self.of, Row) else self.of.longest_k
+
     def prepared(self, device: str) -> Callable[[str | None], Callable[[], Any]]:
         """From a tile's text, or None for the default, the function to time, on inputs that all tiles share."""
         if isinstance(self.of, Row):

@@ -49,7 +49,7 @@ def launched(monkeypatch):
 
 def found_candidates(shape):
     prepared = shape.prepared("cpu")
-    return prepared, regret.candidates(shape, lambda: prepared(None)())
+    return prepared, regret.candidates(shape, prepared)
 
 
 # ---- shapes ----
