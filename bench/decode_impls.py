@@ -22,7 +22,7 @@ FA3_SPLITS = (4, 16, 32)
 _FA2_PAGE = 256
 
 
-def ours(kernel: str | None, tile: str | None = None) -> Implementation:
+def ours(kernel: str | None, tile: str | None = None, num_splits: int = 0) -> Implementation:
     """``attention_with_kvcache`` with the kernels of an arch or the newest, and a tile's text or the default one."""
 
     def implementation(row: Row, x: Inputs) -> dict[str, Call]:
@@ -47,6 +47,7 @@ def ours(kernel: str | None, tile: str | None = None) -> Implementation:
                 window=window,
                 kernel=kernel,
                 tile=tile,
+                num_splits=num_splits,
             )
             assert isinstance(out, Tensor)
             return out

@@ -30,6 +30,7 @@ from bench import run
 from bench.decode_rows import Row
 from bench.regret_shapes import OPS, Shape, shapes_of
 from cute_attn.host.backward_splits import MAX_SPLITS, even_splits
+from cute_attn.lab.benchmark.workload import Workload
 
 LENGTHS = (1, 4, 16, 40, 64, 80, 96, 300, 600, 3000)
 """Queries and keys, between the bounds at which any chooser takes another tile."""
@@ -63,6 +64,11 @@ class Candidate:
         if self.split is not None:
             words.append("split=" + (f"{self.split.parts}" if self.split.how != "shares" else "shares"))
         return " ".join(filter(None, words))
+
+    @property
+    def named(self) -> tuple[str, int]:
+        """Arguments of a call: its tile, and the number of splits where it has not shares."""
+        return self.tile, self.split.parts if self.split is not None and self.split.how != "shares" else 0
 
     def beside(self, other: "Candidate") -> str:
         """Those words of the name that another's has not."""
@@ -98,10 +104,11 @@ def new_plans() -> dict[str, dict]:
 
 
 def candidates(
-    shape: Shape, prepared: Callable[[str | None], Callable[[], Any]], target: str = "sm90"
+    shape: Shape, prepared: Callable[..., Callable[[], Any]], target: str = "sm90"
 ) -> list[Candidate]:
     """What the choosers take for the shape's call, then whatever else they could, one choice changed at a time."""
     from cute_attn import compiler
+    from cute_attn.compiler import registry
     from cute_attn.host import backward, kvcache_launcher
 
     with contextlib.ExitStack() as stack:
@@ -121,11 +128,20 @@ def candidates(
         built = spied(compiler, "build")
         heads, keys = spied(backward, "head_splits"), spied(backward, "key_splits")
         divided = spied(kvcache_launcher, "_best_split")
-        prepared(None)()
-    kernel = next(args[0] for args, _ in reversed(built) if args[0].traits.op == shape.kernel_op)
+        prepared()()
+    kernel = next(args[0] for args, _ in reversed(built) if args[0].traits.op in (shape.kernel_op, "kvcache"))
     splits, numbers, split = ([result for _, result in calls[-1:]] for calls in (heads, keys, divided))
+    split = split if kernel.traits.op == "kvcache" else []  # not that of the forward before a backward
     chosen = Candidate(kernel.tile.text, *(splits or [0]), *(numbers or [0]), *split)
-    found = [replace(chosen, tile=tile.text) for tile in tiles(kernel, shape, target)]
+    kept = chosen
+    if kernel.traits.op != shape.kernel_op:  # a forward that divides keys as long as it names no tile
+        assert isinstance(shape.of, Workload)
+        kernel, chosen, kept = (
+            registry.lookup(shape.of.traits("sm90"), None, target),
+            Candidate(split=split[0]),
+            Candidate(),
+        )
+    found = [replace(kept, tile=tile.text) for tile in tiles(kernel, shape, target)]
     if splits:  # another number of planes has another number of key splits
         found += [
             replace(chosen, head_splits=n, key_splits=0)
@@ -217,7 +233,7 @@ def needed(chosen: Sequence[Shape]) -> dict[str, tuple[Any, str]]:
             for one in (first, *others):
                 if one is first or (one.tile, one.split) != (first.tile, first.split):  # or the same kernels
                     with forced(one, new_plans()), contextlib.suppress(ValueError):  # which timing reports
-                        prepared(one.tile or None)()
+                        prepared(*one.named)()
     return found
 
 
@@ -259,7 +275,7 @@ def regret(
 
         try:
             with forced(candidate, known):
-                once = prepared(candidate.tile or None)
+                once = prepared(*candidate.named)
             call(once)
             runs[candidate.name] = functools.partial(call, once)
         except ValueError as reason:  # a tile that these tensors cannot have

@@ -58,13 +58,15 @@ class Shape:
         """The most keys of a sequence."""
         return self.of.capacity if isinstance(self.of, Row) else self.of.longest_k
 
-    def prepared(self, device: str) -> Callable[[str | None], Callable[[], Any]]:
-        """From a tile's text, or None for the default, the function to time, on inputs that all tiles share."""
+    def prepared(self, device: str) -> Callable[..., Callable[[], Any]]:
+        """From a tile's text, and of a cache the number of splits, the function to time. All share their inputs."""
         if isinstance(self.of, Row):
             from bench import decode_impls, decode_rows
 
             row, (x,) = self.of, decode_rows.make_inputs(self.of, device, copies=1)
-            return lambda tile: lambda: decode_impls.ours(None, tile)(row, x)[""](x)
+            return lambda tile="", splits=0: (
+                lambda: decode_impls.ours(None, tile or None, splits)(row, x)[""](x)
+            )
         from cute_attn.lab.benchmark import peers
 
         workload, inputs = self.of, self.of.inputs(device)
@@ -76,7 +78,7 @@ class Shape:
 
             sizes = (workload.longest, workload.longest_k)
             more["block_mask"] = block_mask(MASKS[self.function], None, None, *sizes, device=device)
-        return lambda tile: peers.ours(None, tile, **more)(workload, inputs)
+        return lambda tile="", splits=0: peers.ours(None, tile or None, **more)(workload, inputs)
 
 
 def shapes_of(op: str, seed: int, count: int) -> list[Shape]:

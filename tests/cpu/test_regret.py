@@ -19,11 +19,15 @@ GROUPED = Workload(2, 1000, 16, 128, nheads_kv=2, causal=True, op="backward")
 SMALL = [
     Shape("forward", Workload(2, 300, 8, 64, nheads_kv=2)),
     Shape("forward", Workload(2, 304, 4, 64, bias="bf16")),
+    Shape("forward", Workload(1, 20, 8, 64, nheads_kv=2, seqlen_k=9000)),  # whose keys are divided
     Shape("backward", GROUPED),
     Shape("backward", Workload(1, 1, 8, 256, lengths=(100, 300), op="backward", dtype="fp16")),
     Shape("deterministic", GROUPED),
     Shape("decode", Row(2, 4096)),
     Shape("decode", Row(1, 4096, page=16, causal=True, queries=64, head_dim=64, dtype="fp16")),
+    Shape(
+        "decode", Row(40, 2000, causal=True, queries=64)
+    ),  # whose keys are not divided, by a tile that shares lack
     Shape("append", Row(2, 1024, append=2, queries=2, causal=True)),
     Shape("functions", Workload(1, 256, 4, 128, op="backward"), "capped"),
     Shape("masks", Workload(1, 400, 4, 128), "sliding"),
@@ -92,19 +96,27 @@ def test_what_is_chosen_comes_first_and_every_kernel_can_be_built(shape, launche
     del launched[:]
     for one in (chosen, *others):
         with regret.forced(one, regret.new_plans()):
-            prepared(one.tile or None)()
-        kernel = next(kernel for kernel, _ in reversed(launched) if kernel.traits.op == shape.kernel_op)
+            prepared(*one.named)()
+        ops = (shape.kernel_op, "kvcache")
+        kernel = next(kernel for kernel, _ in reversed(launched) if kernel.traits.op in ops)
         assert registry.lookup(kernel.traits, kernel.tile, "sm90") == kernel
         assert not one.tile or kernel.tile.text == one.tile
 
 
+def test_a_forward_of_few_queries_chooses_between_dividing_keys_and_a_tile(launched):
+    _, (chosen, *others) = found_candidates(SMALL[2])
+    assert chosen.split and not chosen.tile
+    assert {bool(one.tile) for one in others} == {bool(one.split) for one in others} == {True, False}
+    assert not any(one.tile and one.split for one in others)
+
+
 def test_forced_splits_are_those_of_the_launch(launched):
-    prepared, (chosen, *others) = found_candidates(SMALL[2])
+    prepared, (chosen, *others) = found_candidates(SMALL[3])
     forced = {}
     for one in (chosen, *others):
         del launched[:]
         with regret.forced(one, regret.new_plans()):
-            prepared(one.tile or None)()
+            prepared(*one.named)()
         ((_, arguments),) = [(k, a) for k, a in launched if k.traits.op == "backward"]
         heads = {x.shape[-2] for x in arguments if isinstance(x, torch.Tensor) and x.dim() == 4}
         forced[one.head_splits] = 2 * one.head_splits in heads
@@ -112,20 +124,20 @@ def test_forced_splits_are_those_of_the_launch(launched):
 
 
 def test_deterministic_calls_have_candidates_for_both_kinds_of_splits(launched):
-    _, (chosen, *others) = found_candidates(SMALL[4])
+    _, (chosen, *others) = found_candidates(SMALL[5])
     assert chosen.head_splits and chosen.key_splits
     assert {one.key_splits for one in others} >= {1, 4, 8} - {chosen.key_splits}
     assert {one.head_splits for one in others} >= {1, 4, 8} - {chosen.head_splits}
-    assert not found_candidates(SMALL[2])[1][0].key_splits
+    assert not found_candidates(SMALL[3])[1][0].key_splits
 
 
 def test_a_cache_is_divided_in_all_three_ways(launched):
-    prepared, found = found_candidates(SMALL[5])
+    prepared, found = found_candidates(SMALL[6])
     kinds = set()
     for one in found:
         del launched[:]
         with regret.forced(one, regret.new_plans()):
-            prepared(one.tile or None)()
+            prepared(*one.named)()
         ops = [kernel.traits.op for kernel, _ in launched]
         combined = {"parts": "combine", "shares": "combine_shares", "": "kvcache"}[one.split.how]
         assert ops[-1] == combined
@@ -137,14 +149,14 @@ def test_a_cache_is_divided_in_all_three_ways(launched):
 
 
 def test_parts_build_what_timing_launches_each_once(launched, monkeypatch):
-    shapes = [SMALL[0], SMALL[4], SMALL[5]]
+    shapes = [SMALL[0], SMALL[5], SMALL[6]]
     wanted = regret.needed(shapes)
     del launched[:]
     for shape in shapes:
         prepared, found = found_candidates(shape)
         for one in found:
             with regret.forced(one, regret.new_plans()):
-                prepared(one.tile or None)()
+                prepared(*one.named)()
     assert {f"{kernel.traits} {kernel.tile} sm90" for kernel, _ in launched} == set(wanted)
     built = []
     monkeypatch.setattr(regret, "needed", lambda chosen: wanted)
@@ -169,7 +181,7 @@ def test_the_regret_is_of_times_that_were_taken_in_alternation(launched):
         slower = 1.0 if len(rounds) == 1 else 1.1
         return {name: slower * (3.0 - 0.01 * i) if i else 3.0 for i, name in enumerate(runs)}
 
-    row, call = regret.regret(SMALL[2], medians, 10.0, device="cpu")
+    row, call = regret.regret(SMALL[3], medians, 10.0, device="cpu")
     (first, _), (again, count) = rounds
     assert again[0] == first[0] == row["chosen"] and again[1:] == first[:-4:-1] and count > 3
     assert row["regret"] == 0 and row["best"] == "the same" and min(row["times"].values()) < row["ms"]
@@ -217,7 +229,7 @@ def test_a_run_is_written_row_by_row_and_goes_on_after_an_error(launched, tmp_pa
             return {name: 2.0 - i / 100 for i, name in enumerate(runs)}
 
     def prepared(shape, device, on=Shape.prepared):
-        if shape is SMALL[5]:
+        if shape is SMALL[6]:
             raise RuntimeError("out of memory")
         return on(shape, "cpu")
 
@@ -230,7 +242,7 @@ def test_a_run_is_written_row_by_row_and_goes_on_after_an_error(launched, tmp_pa
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(regret, "shapes_of", lambda op, *_: {"forward": SMALL[:2], "decode": SMALL[5:7]}[op])
+    monkeypatch.setattr(regret, "shapes_of", lambda op, *_: {"forward": SMALL[:2], "decode": SMALL[6:8]}[op])
     path = tmp_path / "x.json"
     monkeypatch.setattr("sys.argv", ["regret", "--op", "forward", "decode", "-o", str(path)])
     regret.main()
