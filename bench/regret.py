@@ -48,7 +48,8 @@ class Candidate:
         tile: text of the main kernel's.
         head_splits: of the query heads of a kv head, in a backward.
         key_splits: of the deterministic mode.
-        split: of the keys of a cache: a :class:`cute_attn.host.kvcache_launcher.Split`.
+        split: of the keys of a cache, or of a forward by the kernels for a cache: a
+            :class:`cute_attn.host.kvcache_launcher.Split`.
     """
 
     tile: str = ""
@@ -82,9 +83,10 @@ class Candidate:
 @contextlib.contextmanager
 def forced(candidate: Candidate, known: dict[str, dict]) -> Iterator[None]:
     """Calls are divided as the candidate says. known: plans of its own, as their keys name no such choice."""
-    from cute_attn.host import backward, kvcache_launcher, plans
+    from cute_attn.host import backward, divided, kvcache_launcher, plans
 
     choices = (
+        (divided, "is_wanted", candidate.split is not None),
         (backward, "head_splits", candidate.head_splits),
         (backward, "key_splits", candidate.key_splits),
         (kvcache_launcher, "_best_split", candidate.split),
@@ -156,6 +158,8 @@ def candidates(
         found += [
             replace(chosen, tile="", split=one) for one in _cache_splits(*divided[-1][0]) if one != split[0]
         ]
+    elif shape.may_divide_keys:
+        found.append(Candidate(split=kvcache_launcher.Split("shares")))
     return list(dict.fromkeys([chosen, *found]))
 
 

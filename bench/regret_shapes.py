@@ -20,6 +20,8 @@ CONFIGURATIONS = 8
 """Of the sweep of :mod:`bench.shapes` that forwards and backwards are."""
 MAX_BIAS = 2**28
 """Elements of a bias."""
+MAY_DIVIDE = 1024
+"""Keys of a forward from which on to divide them is a choice; the package's own bound is higher."""
 MAX_CACHE = 2**27
 """Elements of the keys of a cache."""
 
@@ -57,6 +59,12 @@ class Shape:
     def seqlen_k(self) -> int:
         """The most keys of a sequence."""
         return self.of.capacity if isinstance(self.of, Row) else self.of.longest_k
+
+    @property
+    def may_divide_keys(self) -> bool:
+        """Whether kernels for a cache could compute a forward: see :mod:`cute_attn.host.divided`."""
+        plain = isinstance(self.of, Workload) and not (self.of.bias or self.of.dropout or self.function)
+        return plain and self.kernel_op == "forward" and self.seqlen_k >= MAY_DIVIDE
 
     def prepared(self, device: str) -> Callable[..., Callable[[], Any]]:
         """From a tile's text, and of a cache the number of splits, the function to time. All share their inputs."""

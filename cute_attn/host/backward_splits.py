@@ -77,7 +77,7 @@ def head_splits(
     group, triangular = call.group, is_triangular(call)
     if group == 1:
         return 1
-    tiles, steps, longest, queries = 0, 0.0, 0.0, 0  # of one query head
+    tiles, steps, longest, queries = 0, 0.0, 0.0, 0  # of one head
     for count, seqlen_q, seqlen_k in _sequences(call):
         visited, blocks = _visited(call, seqlen_q, seqlen_k, tile.tile_n), -(-seqlen_k // tile.tile_n)
         most = -(-visited // tile.tile_m)

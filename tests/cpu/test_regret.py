@@ -110,6 +110,17 @@ def test_a_forward_of_few_queries_chooses_between_dividing_keys_and_a_tile(launc
     assert not any(one.tile and one.split for one in others)
 
 
+def test_a_forward_of_many_keys_could_divide_them(launched):
+    shape = Shape("forward", Workload(1, 500, 16, 64, seqlen_k=2000, causal=True))
+    prepared, found = found_candidates(shape)
+    (one,) = [one for one in found if one.split]
+    del launched[:]
+    with regret.forced(one, regret.new_plans()):
+        prepared(*one.named)()
+    assert [kernel.traits.op for kernel, _ in launched] == ["kvcache", "combine_shares"]
+    assert not any(one.split for one in found_candidates(SMALL[0])[1])
+
+
 def test_forced_splits_are_those_of_the_launch(launched):
     prepared, (chosen, *others) = found_candidates(SMALL[3])
     forced = {}
