@@ -4,6 +4,7 @@ Host code, run once for the metadata of a call.
 """
 
 import math
+import statistics
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,12 @@ ADDING_STEPS = 14
 """What the sums of dK and of dV cost beside their bytes, in steps of a query block with a key block: bench/notes.md."""
 BYTES_PER_STEP = 16 << 20
 """Bytes of divided dK and dV, mostly in L2, that are added up in the time of a step, 2 us."""
-NEARLY = 1.02
-"""The fewest splits of query heads whose time is at most that much of the least are as good: they take less memory."""
-NEARLY_IN_LITTLE_MEMORY = 1.05
-"""The same of key blocks, of which each split takes a dQ in fp32."""
-EVEN = 1.5
-"""Work tiles are equal enough for waves where the longest takes at most that many times the mean's steps."""
+NEARLY = 1.05
+"""The fewest splits whose time is at most that much of the least are as good: each takes memory."""
+UNEVEN = 4 / 3
+"""The longest work tile over the mean, up to which they come in waves, and CTAs stay together."""
+MOST_BLOCKS = 64
+"""Key blocks of a sequence whose queries are counted."""
 
 WHOLE, DIVIDED = 1.4, 0.7
 """Bytes in flight over those of L2, up to which heads stay undivided, and to which a division brings them: the sums
@@ -43,9 +44,7 @@ def key_splits(blocks: int, planes: int, multiprocessors: int) -> int:
     """
     splits = range(1, min(blocks, MAX_SPLITS) + 1)
     times = [-(-n * planes // multiprocessors) * -(-blocks // n) for n in splits]
-    return next(
-        n for n, time in zip(splits, times, strict=True) if time <= NEARLY_IN_LITTLE_MEMORY * min(times)
-    )
+    return next(n for n, time in zip(splits, times, strict=True) if time <= NEARLY * min(times))
 
 
 def head_splits(
@@ -74,17 +73,19 @@ def head_splits(
         l2_bytes: of the GPU.
         deterministic: whether a CTA takes several key blocks, one after the other.
     """
-    group, triangular = call.group, is_triangular(call)
-    if group == 1:
+    group = call.group
+    most, mean = queries_seen(call, *call.longest, tile.tile_n)
+    if group == 1 or not most:
         return 1
+    drifts = most > UNEVEN * mean
     tiles, steps, longest, queries = 0, 0.0, 0.0, 0  # of one head
     for count, seqlen_q, seqlen_k in _sequences(call):
-        visited, blocks = _visited(call, seqlen_q, seqlen_k, tile.tile_n), -(-seqlen_k // tile.tile_n)
-        most = -(-visited // tile.tile_m)
-        mean = most / 2 if triangular else most
+        most, mean = queries_seen(call, seqlen_q, seqlen_k, tile.tile_n)
+        blocks = -(-seqlen_k // tile.tile_n)
         own = min(blocks, MAX_SPLITS) if deterministic else blocks
-        tiles, steps, queries = tiles + count * own, steps + count * blocks * mean, queries + count * visited
-        longest = max(longest, most + mean * (-(-blocks // max(own, 1)) - 1))
+        tiles, queries = tiles + count * own, queries + count * most
+        steps += count * blocks * mean / tile.tile_m
+        longest = max(longest, (most + mean * (-(-blocks // max(own, 1)) - 1)) / tile.tile_m)
     nheads_kv, element, dims = call.k.shape[-2], call.q.element_size(), call.q.shape[-1] + call.v.shape[-1]
     gradient_bytes = element * (call.k.numel() + call.v.numel())
     query_bytes = queries * call.nheads * (element * dims + 4 * call.q.shape[-1])
@@ -93,9 +94,11 @@ def head_splits(
     def time(splits: int) -> float:
         heads = -(-group // splits)
         adding = ADDING_STEPS + (splits + 1) * gradient_bytes / BYTES_PER_STEP if splits > 1 else 0
-        if longest * tiles * group <= EVEN * steps:
-            return -(-splits * tiles // multiprocessors) * heads * longest + adding
-        return max(steps / multiprocessors, heads * longest) + adding
+        busiest = max(steps / multiprocessors, heads * longest)
+        if longest * tiles * group <= UNEVEN * steps:  # shorter tiles count as parts of whole ones
+            waves = splits * steps / (group * longest * multiprocessors)
+            busiest = math.ceil(round(waves, 6)) * heads * longest
+        return busiest + adding
 
     def in_flight(splits: int) -> float:
         return query_bytes * min(multiprocessors / max(splits * tiles, 1), 1)
@@ -103,7 +106,7 @@ def head_splits(
     options = [*even_splits(group)]
     times = [time(splits) for splits in options]
     fewest = next(n for n, own in zip(options, times, strict=True) if own <= NEARLY * min(times))
-    if not triangular or (fewest == 1 and in_flight(1) <= WHOLE * l2_bytes):
+    if not drifts or (fewest == 1 and in_flight(1) <= WHOLE * l2_bytes):
         return fewest
     return next((n for n in options if n >= fewest and in_flight(n) <= DIVIDED * l2_bytes), group)
 
@@ -117,27 +120,20 @@ def even_splits(group: int) -> Iterator[int]:
         heads = (group - 1) // splits
 
 
-def is_triangular(call: "Call") -> bool:
-    """Whether queries of key blocks differ much under the mask: the most are more than 4/3 of the mean."""
-    seqlen_q, seqlen_k = call.longest
+def queries_seen(call: "Call", seqlen_q: int, seqlen_k: int, tile_n: int) -> tuple[int, float]:
+    """The most queries that see a key block of a sequence, and the mean, of up to ``MOST_BLOCKS`` of them."""
+    left, right = UNBOUNDED, 0 if call.mask else UNBOUNDED
     if call.mask.startswith("window"):
-        return _span(call) >= seqlen_q
-    return bool(call.mask) and (
-        seqlen_q < 2 * seqlen_k if "top_left" in call.mask else seqlen_k < 2 * seqlen_q
-    )
-
-
-def _span(call: "Call") -> float:
-    """Queries that a window lets see a key."""
-    bounds = call.window_left, call.window_right
-    return math.inf if UNBOUNDED in bounds else sum(bounds) + 1
-
-
-def _visited(call: "Call", seqlen_q: int, seqlen_k: int, tile_n: int) -> int:
-    """Queries of a head that the longest key block of a sequence visits."""
-    if call.mask.startswith("window"):
-        return int(min(seqlen_q, _span(call) + tile_n))
-    return min(seqlen_q, seqlen_k) if call.mask == "causal" else seqlen_q
+        left, right = call.window_left, call.window_right
+    shift = 0 if "top_left" in call.mask else seqlen_k - seqlen_q
+    blocks = -(-seqlen_k // tile_n)
+    every = max(1, -(-blocks // MOST_BLOCKS))
+    counts = []
+    for first in range(every // 2 * tile_n, seqlen_k, every * tile_n):
+        last = min(first + tile_n, seqlen_k) - 1
+        begin, end = max(first - shift - right, 0), min(last - shift + left + 1, seqlen_q)
+        counts.append(max(end - begin, 0))
+    return max(counts, default=0), statistics.fmean(counts or [0])
 
 
 def _sequences(call: "Call") -> list[tuple[int, int, int]]:
