@@ -17,19 +17,24 @@ MAX_SPLITS = 16
 """The most dQ accumulators of the deterministic mode."""
 
 ADDING_STEPS = 14
-"""What the sums of dK and of dV cost beside their bytes, in steps of a query block with a key block: bench/notes.md."""
+"""What the sums of dK and of dV cost beside their bytes, in steps of a query block with a key block: row 55 of
+bench/history.md."""
 BYTES_PER_STEP = 16 << 20
 """Bytes of divided dK and dV, mostly in L2, that are added up in the time of a step, 2 us."""
 NEARLY = 1.05
 """The fewest splits whose time is at most that much of the least are as good: each takes memory."""
+DIVISOR_WITHIN = 1.5
+"""Up to so many times the splits that L2 asks for, a number that divides the heads evenly is better: 4 of 8 heads are 4
+to 25% faster than 3."""
 UNEVEN = 4 / 3
 """The longest work tile over the mean, up to which they come in waves, and CTAs stay together."""
 MOST_BLOCKS = 64
 """Key blocks of a sequence whose queries are counted."""
 
-WHOLE, DIVIDED = 1.4, 0.7
+WHOLE, DIVIDED = 1.6, 0.75
 """Bytes in flight over those of L2, up to which heads stay undivided, and to which a division brings them: the sums
-cost more than misses between the two. Measured on an H100 and an H200: bench/notes.md."""
+cost more than misses between the two. As good on an H100 and an H200 are 1.4 to 1.8, and 0.7 to 0.9: row 62 of
+bench/history.md."""
 
 
 def key_splits(blocks: int, planes: int, multiprocessors: int) -> int:
@@ -108,7 +113,8 @@ def head_splits(
     fewest = next(n for n, own in zip(options, times, strict=True) if own <= NEARLY * min(times))
     if not drifts or (fewest == 1 and in_flight(1) <= WHOLE * l2_bytes):
         return fewest
-    return next((n for n in options if n >= fewest and in_flight(n) <= DIVIDED * l2_bytes), group)
+    enough = next((n for n in options if n >= fewest and in_flight(n) <= DIVIDED * l2_bytes), group)
+    return next((n for n in options if enough <= n <= DIVISOR_WITHIN * enough and group % n == 0), enough)
 
 
 def even_splits(group: int) -> Iterator[int]:

@@ -98,6 +98,8 @@ def test_both_cards_were_measured():
         (call(7088, 291, 64, 4), 8, 16),  # 12
         (call(100, 2**22, 64, 1), 1, 1),
         (call(4096, 4096, 64, 8, 16, "causal"), 4, 4),  # bytes in flight count of however many work tiles
+        (call(4096, 4096, 64, 8, 1, "causal", head_dim=96), 4, 4),  # 3, 3 and 2 heads would fit as well
+        (call(4096, 4096, 56, 8, 1, "causal"), 3, 3),  # 7 are too many more
         (call(1, 5, 2**25, 1), 2, 2**14),
         (call(1, 5, 64, 1, 2**28, packed=(2**28, 2**28)), 1, 1),
         # One sequence is as long as all others.
