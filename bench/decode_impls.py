@@ -22,8 +22,8 @@ FA3_SPLITS = (4, 16, 32)
 _FA2_PAGE = 256
 
 
-def ours(kernel: str) -> Implementation:
-    """``attention_with_kvcache`` with the kernels of an arch."""
+def ours(kernel: str | None, tile: str | None = None, num_splits: int = 0) -> Implementation:
+    """``attention_with_kvcache`` with the kernels of an arch or the newest, and a tile's text or the default one."""
 
     def implementation(row: Row, x: Inputs) -> dict[str, Call]:
         from cute_attn import attention_with_kvcache
@@ -46,6 +46,8 @@ def ours(kernel: str) -> Implementation:
                 causal=row.causal,
                 window=window,
                 kernel=kernel,
+                tile=tile,
+                num_splits=num_splits,
             )
             assert isinstance(out, Tensor)
             return out

@@ -22,7 +22,7 @@ MIXED = ((2048, 4096),) * 2 + ((1, 8192),) * 64
 
 @dataclass(frozen=True)
 class Row:
-    """One call, as it is timed. Elements are bf16.
+    """One call, as it is timed.
 
     Attributes:
         batch, keys: sequences, and the keys of each after the append; the capacity too.
@@ -36,6 +36,7 @@ class Row:
         ragged: whether lengths differ, up to ``keys``.
         mixed: the sequences are :data:`MIXED`, with packed queries, instead.
         ampere: whether the Ampere kernel is timed too, on the same GPU.
+        dtype: "bf16" or "fp16".
     """
 
     batch: int
@@ -50,6 +51,7 @@ class Row:
     ragged: bool = False
     mixed: bool = False
     ampere: bool = False
+    dtype: str = "bf16"
 
     @property
     def name(self) -> str:
@@ -67,6 +69,7 @@ class Row:
             f"window{self.window}" if self.window else "",
             f"page{self.page}" if self.page else "",
             f"append{self.append}" if self.append else "",
+            "" if self.dtype == "bf16" else self.dtype,
         )
         return "-".join(filter(None, parts))
 
@@ -136,9 +139,10 @@ class Inputs:
 def make_inputs(row: Row, device: torch.device | str = "cuda", copies: int = 0) -> list[Inputs]:
     """Random inputs of so many calls, by default ``row.copies``, which differ in their caches alone."""
     generator = torch.Generator(device).manual_seed(0)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[row.dtype]
 
     def randn(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+        return torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
 
     def int32(values: Any) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
@@ -156,9 +160,7 @@ def make_inputs(row: Row, device: torch.device | str = "cuda", copies: int = 0) 
     if row.append:
         shared |= {name: randn(batch, row.append, nheads_kv, dim) for name in ("k", "v")}
         angles = torch.outer(torch.arange(row.capacity), 1e-4 ** (torch.arange(dim // 2) / (dim // 2)))
-        shared |= {
-            f"rotary_{name}": getattr(angles, name)().to(device, torch.bfloat16) for name in ("cos", "sin")
-        }
+        shared |= {f"rotary_{name}": getattr(angles, name)().to(device, dtype) for name in ("cos", "sin")}
     shared |= {"cache_seqlens": int32([length - row.append for length in lengths])}
     shape: tuple[int, ...] = (batch, row.capacity)
     if row.page:

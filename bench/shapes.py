@@ -156,7 +156,7 @@ def _shape(rng: random.Random, configuration: Configuration, relation: str) -> W
     unit = _unit(rng, configuration, relation)
     wanted = math.exp(rng.uniform(*map(math.log, MILLISECONDS)))
     units = max(1, round(wanted / estimate(unit)))
-    nheads_kv = min(units, _log_uniform(rng, 1, MAX_NHEADS // configuration.group))
+    nheads_kv = min(units, log_uniform(rng, 1, MAX_NHEADS // configuration.group))
     return replace(
         unit,
         batch=1 if unit.lengths else min(max(1, units // nheads_kv), MAX_BATCH),
@@ -186,7 +186,7 @@ def _unit(rng: random.Random, configuration: Configuration, relation: str) -> Wo
     )
     if not configuration.varlen:
         return unit
-    lengths = _ragged(rng, _log_uniform(rng, 2, MAX_SEQUENCES), seqlen_q)
+    lengths = _ragged(rng, log_uniform(rng, 2, MAX_SEQUENCES), seqlen_q)
     lengths_k = (
         tuple(length + seqlen_k - seqlen_q for length in lengths)
         if relation in ("equal", "shifted")
@@ -198,32 +198,30 @@ def _unit(rng: random.Random, configuration: Configuration, relation: str) -> Wo
 def _seqlens(rng: random.Random, relation: str) -> tuple[int, int]:
     """Queries and keys."""
     if relation == "round":
-        return 128 * _log_uniform(rng, 1, MAX_SEQLEN_Q // 128), 128 * _log_uniform(
-            rng, 1, MAX_SEQLEN_K // 128
-        )
-    seqlen_q = _log_uniform(rng, 1, MAX_SEQLEN_Q)
+        return 128 * log_uniform(rng, 1, MAX_SEQLEN_Q // 128), 128 * log_uniform(rng, 1, MAX_SEQLEN_K // 128)
+    seqlen_q = log_uniform(rng, 1, MAX_SEQLEN_Q)
     if relation == "equal":
         return seqlen_q, seqlen_q
     if relation == "independent":
-        return seqlen_q, _log_uniform(rng, 1, MAX_SEQLEN_K)
-    blocks = _log_uniform(rng, 1, (MAX_SEQLEN_K - MAX_SEQLEN_Q) // 128) - 1
+        return seqlen_q, log_uniform(rng, 1, MAX_SEQLEN_K)
+    blocks = log_uniform(rng, 1, (MAX_SEQLEN_K - MAX_SEQLEN_Q) // 128) - 1
     return seqlen_q, seqlen_q + 128 * blocks + rng.choice((63, 127))
 
 
 def _window_side(rng: random.Random) -> int:
     """Keys on one side: any number, or one at or just below a multiple of 64."""
-    side = _log_uniform(rng, 16, 8192)
+    side = log_uniform(rng, 16, 8192)
     return rng.choice((side, side // 128 * 128 + rng.choice((63, 64, 127, 128))))
 
 
 def _ragged(rng: random.Random, count: int, longest: int) -> tuple[int, ...]:
     """``count`` lengths down to a sixteenth of the longest."""
-    lengths = [longest, *(_log_uniform(rng, max(1, longest // 16), longest) for _ in range(count - 1))]
+    lengths = [longest, *(log_uniform(rng, max(1, longest // 16), longest) for _ in range(count - 1))]
     rng.shuffle(lengths)
     return tuple(lengths)
 
 
-def _log_uniform(rng: random.Random, low: int, high: int) -> int:
+def log_uniform(rng: random.Random, low: int, high: int) -> int:
     """Both ends included."""
     return min(high, int(math.exp(rng.uniform(math.log(low), math.log(high + 1)))))
 

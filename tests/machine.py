@@ -1,6 +1,6 @@
 """A machine with a GPU, where there is none: calls go the way of CUDA tensors up to the launch, with CPU tensors.
 
-``device`` answers what a call asks the machine: its GPU, counters, how many multiprocessors. ``kernels`` stands for
+``device`` answers what a call asks the machine: its GPU, counters, how many multiprocessors, L2. ``kernels`` stands for
 the compiler: what a kernel's launch runs is a function of the test. ``gpu`` does both at every door. ``poison`` fills
 new memory with what no kernel leaves there. Nothing of this is patched anywhere else.
 """
@@ -21,6 +21,7 @@ from cute_attn.host import backward, counters, forward, kvcache_launcher, memory
 from cute_attn.sdpa import plans as sdpa_plans
 
 MULTIPROCESSORS = 132
+L2_BYTES = 50 << 20
 COUNTERS = torch.zeros(4, dtype=torch.int32)
 """By which persistent kernels claim work tiles; none does here."""
 
@@ -45,6 +46,7 @@ def device(
     patch.setattr(counters, "schedule", lambda device: found)
     for module in (backward, forward, kvcache_launcher):
         patch.setattr(module, "multiprocessors", lambda device: multiprocessors)
+    patch.setattr(backward, "l2_bytes", lambda device: L2_BYTES)
     patch.setattr(compiler, "default_target", lambda arch: target or arch)
     patch.setattr(memory, "current_device", lambda: -1)
     patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())

@@ -40,7 +40,7 @@ from cute_attn.host.checks import (
     check_steps,
 )
 from cute_attn.host.choose import choose_kernel, user_classes
-from cute_attn.host.counters import multiprocessors
+from cute_attn.host.counters import l2_bytes, multiprocessors
 from cute_attn.host.forward import are_functions, as_kernels_read
 from cute_attn.host.memory import (
     as_strided,
@@ -167,7 +167,8 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
         wanted = kernels_of(kernel, lse_grad=grad_lse is not None)
         blocks = -(-call.longest[1] // tile.tile_n)
         processors = multiprocessors(call.q.get_device()) // getattr(tile, "cluster", 1)
-        heads_dkv = call.k.shape[-2] * head_splits(call, tile, processors)
+        in_l2 = l2_bytes(call.q.get_device())
+        heads_dkv = call.k.shape[-2] * head_splits(call, tile, processors, in_l2, deterministic)
         planes = call.batch * heads_dkv
         num_splits = key_splits(blocks, planes, processors) if deterministic else blocks
         check_blocks(call, tile, wanted[1][1].rows, num_splits, heads_dkv)

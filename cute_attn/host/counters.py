@@ -93,3 +93,9 @@ def replayed_tiles() -> int:
 def multiprocessors(device: int) -> int:
     """Number of multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def l2_bytes(device: int) -> int:
+    """Bytes of a GPU's L2."""
+    return torch.cuda.get_device_properties(device).L2_cache_size

@@ -56,6 +56,25 @@ def gains(study: Study) -> str:
     return svg(figure)
 
 
+def regrets(result: dict[str, Any]) -> str:
+    """Which share of the shapes of each op has at most so much regret."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    rows = [row for row in result["rows"] if len(row.get("times", ())) > 1]  # that left a choice
+    for op in dict.fromkeys(row["op"] for row in rows):
+        own = sorted(100 * row["regret"] for row in rows if row["op"] == op)
+        shares = [100 * (i + 1) / len(own) for i in range(len(own))]
+        axes.step(own, shares, where="post", label=f"{op}, mean {statistics.fmean(own):.1f}%")
+    axes.set_xlabel("time of what is chosen over that of the best candidate, % more")
+    axes.set_ylabel("shapes, %")
+    axes.grid(color="#eaeef2")
+    if rows:
+        axes.legend(fontsize=8)
+    return svg(figure)
+
+
 def speeds(result: dict[str, Any]) -> str:
     """The speed of each implementation on each workload of a benchmark's result."""
     from matplotlib.figure import Figure

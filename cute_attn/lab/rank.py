@@ -15,12 +15,12 @@ latencies of loads beyond what stalls say (one stage or two at head dim 256); po
 that reach shared memory conflict-free but late. Differences below ``NOISE`` mean nothing: an A/B on the GPU decides.
 """
 
+import heapq
 import math
 import statistics
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from cute_attn.host import backward_splits
 from cute_attn.lab.gpu import MULTIPROCESSORS
 from cute_attn.traits import Traits
 
@@ -108,11 +108,13 @@ def work_tiles(workload: "Workload", tile: dict[str, int]) -> Counter[int]:
 def _steps(
     rows: int, cols: int, block: int, step: int, offset: int, before: int | None, after: int | None
 ) -> Counter[int]:
-    """Steps of each block of rows: blocks of columns from ``before`` before its own column to ``after`` after it."""
+    """Steps of each block of rows, of which row r sees the columns from r + offset - before to r + offset + after."""
     found = Counter[int]()
     for first in range(0, rows, block):
         last = min(first + block, rows) - 1
-        found[backward_splits.steps_of_block(first, last, cols, step, offset, before, after)] += 1
+        begin = 0 if before is None else max(first + offset - before, 0)
+        end = cols if after is None else min(last + offset + after + 1, cols)
+        found[-(-end // step) - begin // step if begin < end else 0] += 1
     return found
 
 
@@ -122,10 +124,11 @@ def makespan(tiles: dict[float, int], slots: int) -> float:
     count = sum(tiles.values())
     if count > MOST_SIMULATED:
         return total / slots + total / count / 2
-    longest_first = sorted(tiles, reverse=True)
-    return backward_splits.makespan(
-        (duration for duration in longest_first for _ in range(tiles[duration])), slots
-    )
+    ends = [0.0] * slots
+    for duration in sorted(tiles, reverse=True):
+        for _ in range(tiles[duration]):
+            heapq.heapreplace(ends, ends[0] + duration)
+    return max(ends)
 
 
 def operand_bytes(workload: "Workload") -> int:

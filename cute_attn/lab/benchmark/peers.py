@@ -76,17 +76,19 @@ def call_options(workload: Workload, x: Inputs) -> dict[str, Any]:
     }
 
 
-def ours(kernel: str | None, tile: str | None = None, precision: str | None = None) -> Implementation:
+def ours(
+    kernel: str | None, tile: str | None = None, precision: str | None = None, **more: Any
+) -> Implementation:
     """This package's kernel, ``"sm80"`` or ``"sm80:variant"``, through the operator; None for the newest.
 
-    tile: of the timed op. precision: of fp32 products.
+    tile: of the timed op. precision: of fp32 products. more: arguments of the operator that no workload has.
     """
 
     def implementation(workload: Workload, x: Inputs) -> Run:
         from cute_attn.api import attention as interface
 
         which = "tile" if workload.op == "forward" else "backward_tile"
-        options = call_options(workload, x) | {"kernel": kernel, which: tile, "precision": precision}
+        options = call_options(workload, x) | {"kernel": kernel, which: tile, "precision": precision} | more
 
         def forward(x: Inputs) -> Tensor:
             if x.cu_seqlens is None or x.cu_seqlens_k is None:

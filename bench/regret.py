@@ -1,0 +1,388 @@
+"""How good is what the package chooses by itself? Its time over that of the best it could have chosen: the regret.
+
+    python -m bench.regret                         24 shapes of every op; writes bench/results/DATE-GPU-regret.json
+    python -m bench.regret --op backward --seed 3 --rows 60 -o FILE
+    python -m bench.regret --op decode --compile 3/16    build a 16th of the kernels that this needs, without a GPU
+    python -m bench.regret --list                  the shapes
+
+Timing needs a Hopper GPU, and is short where all kernels are in the disk cache before. Candidates are what the chooser
+takes for some call: tiles of the kernel's table for its traits, whatever the lengths; splits of keys; splits of query
+heads; packs of heads in the tiles. One choice is changed at a time. Each is timed on a cold L2, and what was chosen and
+the three fastest are timed again in alternation: the fastest of a dozen looks 2 to 3% too good by noise alone.
+"""
+
+import argparse
+import contextlib
+import functools
+import itertools
+import re
+import statistics
+import sys
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from bench import run
+from bench.decode_rows import Row
+from bench.regret_shapes import OPS, Shape, shapes_of
+from cute_attn.host.backward_splits import MAX_SPLITS, even_splits
+from cute_attn.lab.benchmark.workload import Workload
+
+LENGTHS = (1, 4, 16, 40, 64, 80, 96, 300, 600, 3000)
+"""Queries and keys, between the bounds at which any chooser takes another tile."""
+CLOCK_EVERY = 10
+FINALISTS, MOST_CALLS = 3, 30
+"""Candidates that are timed again beside the chosen one; calls of each in a round, which each flush the L2."""
+Medians = Callable[[dict[str, Callable[[], Any]], float, int, int], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What is chosen for a call, all of it named, or "", 0 and None for what the chooser takes beside the rest.
+
+    Attributes:
+        tile: text of the main kernel's.
+        head_splits: of the query heads of a kv head, in a backward.
+        key_splits: of the deterministic mode.
+        split: of the keys of a cache, or of a forward by the kernels for a cache: a
+            :class:`cute_attn.host.kvcache_launcher.Split`.
+    """
+
+    tile: str = ""
+    head_splits: int = 0
+    key_splits: int = 0
+    split: Any = None
+
+    @property
+    def name(self) -> str:
+        """Such as ``tile_m=64,tile_n=128 head_splits=4``."""
+        words = [self.tile]
+        words += [f"{name}={n}" for name in ("head_splits", "key_splits") if (n := getattr(self, name))]
+        if self.split is not None:
+            words.append("split=" + (f"{self.split.parts}" if self.split.how != "shares" else "shares"))
+        return " ".join(filter(None, words))
+
+    @property
+    def named(self) -> tuple[str, int]:
+        """Arguments of a call: its tile, and the number of splits where it has not shares."""
+        return self.tile, self.split.parts if self.split is not None and self.split.how != "shares" else 0
+
+    def beside(self, other: "Candidate") -> str:
+        """Those words of the name that another's has not."""
+        known = set(re.split("[ ,]", other.name))
+        return ",".join(word for word in re.split("[ ,]", self.name) if word not in known) or "the same"
+
+
+# ---- choosing ----
+
+
+@contextlib.contextmanager
+def forced(candidate: Candidate, known: dict[str, dict]) -> Iterator[None]:
+    """Calls are divided as the candidate says. known: plans of its own, as their keys name no such choice."""
+    from cute_attn.host import backward, divided, kvcache_launcher, plans
+
+    choices = (
+        (divided, "is_wanted", candidate.split is not None),
+        (backward, "head_splits", candidate.head_splits),
+        (backward, "key_splits", candidate.key_splits),
+        (kvcache_launcher, "_best_split", candidate.split),
+    )
+    with contextlib.ExitStack() as stack:
+        for name, own in known.items():
+            stack.enter_context(mock.patch.object(plans, name, own))
+        for module, name, choice in choices:
+            if choice:
+                stack.enter_context(mock.patch.object(module, name, lambda *_, choice=choice: choice))
+        yield
+
+
+def new_plans() -> dict[str, dict]:
+    """For :func:`forced`."""
+    return {name: {} for name in ("_plans", "_records", "_guarded", "_kept")}
+
+
+def candidates(
+    shape: Shape, prepared: Callable[..., Callable[[], Any]], target: str = "sm90"
+) -> list[Candidate]:
+    """What the choosers take for the shape's call, then whatever else they could, one choice changed at a time."""
+    from cute_attn import compiler
+    from cute_attn.compiler import registry
+    from cute_attn.host import backward, kvcache_launcher
+
+    with contextlib.ExitStack() as stack:
+
+        def spied(module: Any, name: str) -> list[tuple[tuple, Any]]:
+            """Arguments and result of each call of a function, from now on."""
+            function, calls = getattr(module, name), []
+
+            def spy(*args: Any, **options: Any) -> Any:
+                calls.append((args, function(*args, **options)))
+                return calls[-1][1]
+
+            stack.enter_context(mock.patch.object(module, name, spy))
+            return calls
+
+        stack.enter_context(forced(Candidate(), new_plans()))
+        built = spied(compiler, "build")
+        heads, keys = spied(backward, "head_splits"), spied(backward, "key_splits")
+        divided = spied(kvcache_launcher, "_best_split")
+        prepared()()
+    kernel = next(args[0] for args, _ in reversed(built) if args[0].traits.op in (shape.kernel_op, "kvcache"))
+    splits, numbers, split = ([result for _, result in calls[-1:]] for calls in (heads, keys, divided))
+    split = split if kernel.traits.op == "kvcache" else []  # not that of the forward before a backward
+    chosen = Candidate(kernel.tile.text, *(splits or [0]), *(numbers or [0]), *split)
+    kept = chosen
+    if kernel.traits.op != shape.kernel_op:  # a forward that divides keys as long as it names no tile
+        assert isinstance(shape.of, Workload)
+        kernel, chosen, kept = (
+            registry.lookup(shape.of.traits("sm90"), None, target),
+            Candidate(split=split[0]),
+            Candidate(),
+        )
+    found = [replace(kept, tile=tile.text) for tile in tiles(kernel, shape, target)]
+    if splits:  # another number of planes has another number of key splits
+        found += [
+            replace(chosen, head_splits=n, key_splits=0)
+            for n in _thinned(even_splits(shape.group), splits[0])
+        ]
+    if numbers:
+        blocks = -(-shape.seqlen_k // kernel.tile.tile_n)
+        found += [
+            replace(chosen, key_splits=n) for n in _thinned(range(1, min(blocks, MAX_SPLITS) + 1), numbers[0])
+        ]
+    if split:  # with which goes another default tile
+        found += [
+            replace(chosen, tile="", split=one) for one in _cache_splits(*divided[-1][0]) if one != split[0]
+        ]
+    elif shape.may_divide_keys:
+        found.append(Candidate(split=kvcache_launcher.Split("shares")))
+    return list(dict.fromkeys([chosen, *found]))
+
+
+def tiles(kernel: Any, shape: Shape, target: str) -> list[Any]:
+    """Tiles that the kernel takes for its traits and calls of any length, but for operands that TMA cannot read."""
+    from cute_attn.compiler import registry
+    from cute_attn.kernels.backward_sm90 import heuristics as backward
+    from cute_attn.kernels.forward_sm90 import heuristics as forward
+    from cute_attn.tiles.inference import CacheCall
+
+    traits, group = kernel.traits, shape.group
+    default = registry.lookup(traits, None, target)
+    if isinstance(shape.of, Row):
+        calls = [CacheCall(n, group=group, page_size=shape.of.page) for n in LENGTHS]
+        found = [default.for_cache(call, target).tile for call in calls]
+    else:
+        lengths = itertools.product(
+            LENGTHS, LENGTHS, [group], [target], [None] if traits.varlen else [1, 10**6]
+        )
+        found = [default.for_lengths(*one).tile for one in lengths]
+        table = {"forward": forward, "backward": backward}[traits.op] if traits.arch == "sm90" else None
+        found += table.preferred_tiles(traits) if table else []
+    by_tma = bool(getattr(kernel.tile, "bias_stages", 0))
+    fit = [tile for tile in dict.fromkeys(found) if tile.reject(traits, target) is None]
+    return [tile for tile in fit if by_tma or not getattr(tile, "bias_stages", 0)]
+
+
+def _thinned(numbers: Iterable[int], chosen: int) -> list[int]:
+    """All but the chosen one, without those within an eighth of the one before."""
+    found: list[int] = []
+    for n in numbers:
+        if n != chosen and (not found or n >= 1.125 * found[-1]):
+            found.append(n)
+    return found
+
+
+def _cache_splits(call: Any, tile: Any, processors: int) -> list[Any]:
+    """How the keys of a call with a cache may be divided: not, in shares, and in parts that there are CTAs for."""
+    from cute_attn.host.kvcache_launcher import Split, units
+    from cute_attn.tiles.inference import MAX_PARTIALS
+
+    blocks = -(-call.longest[1] // tile.tile_n)
+    most = min(tile.blocks_per_sm * processors // units(call, tile), blocks, MAX_PARTIALS)
+    parts = {2**n for n in range(1, 10) if 2**n <= most} | ({most} if most > 1 else set())
+    return [Split(), Split("shares"), *(Split("parts", n) for n in sorted(parts))]
+
+
+# ---- building ----
+
+
+def needed(chosen: Sequence[Shape]) -> dict[str, tuple[Any, str]]:
+    """(kernel, target) by a name of all that timing the shapes launches. Needs no GPU: nothing is computed."""
+    import pytest
+    import torch
+
+    from tests import machine
+
+    found: dict[str, tuple[Any, str]] = {}
+
+    def launched(kernel: Any, target: str) -> Callable[..., None]:
+        found[f"{kernel.traits} {kernel.tile} {target}"] = kernel, target
+        return lambda *arguments: None
+
+    def empty(*shape: Any, generator: Any = None, **options: Any) -> Any:
+        return torch.empty(*shape, **options)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        machine.gpu(patch, launched)
+        patch.setattr(torch, "randn", empty)  # memory that nobody touches costs nothing
+        patch.setattr(torch.Tensor, "normal_", lambda x, **options: x)
+        for shape in chosen:
+            prepared = shape.prepared("cpu")
+            first, *others = candidates(shape, prepared)
+            for one in (first, *others):
+                if one is first or (one.tile, one.split) != (first.tile, first.split):  # or the same kernels
+                    with forced(one, new_plans()), contextlib.suppress(ValueError):  # which timing reports
+                        prepared(*one.named)()
+    return found
+
+
+def build(chosen: Sequence[Shape], part: int, parts: int) -> int:
+    """Build a share of the kernels into the disk cache, and say how many."""
+    own = {name: it for name, it in needed(chosen).items() if zlib.crc32(name.encode()) % parts == part}
+    from cute_attn import compiler
+
+    for name, (kernel, target) in own.items():
+        try:
+            compiler.build(kernel, target)
+        except Exception as error:
+            print(f"{name}: {type(error).__name__}: {error}", flush=True)
+    return len(own)
+
+
+# ---- timing ----
+
+
+def regret(
+    shape: Shape, medians: Medians, milliseconds: float, device: str = "cuda"
+) -> tuple[dict[str, Any], Callable[[], Any]]:
+    """A row of the result, and the call as it was chosen.
+
+    Args:
+        medians: of :class:`cute_attn.lab.benchmark.timing.Clock`.
+        milliseconds: how long each candidate is timed.
+    """
+    prepared = shape.prepared(device)
+    runs: dict[str, Callable[[], Any]] = {}
+    declined: dict[str, str] = {}
+    chosen, *others = candidates(shape, prepared)
+    for candidate in (chosen, *others):
+        known = new_plans()
+
+        def call(run: Callable[[], Any], candidate: Candidate = candidate, known: Any = known) -> None:
+            with forced(candidate, known):
+                run()
+
+        try:
+            with forced(candidate, known):
+                once = prepared(*candidate.named)
+            call(once)
+            runs[candidate.name] = functools.partial(call, once)
+        except ValueError as reason:  # a tile that these tensors cannot have
+            declined[candidate.name] = str(reason)
+    times = medians(runs, milliseconds, 3, MOST_CALLS)
+    fastest = sorted(times, key=times.__getitem__)[:FINALISTS]
+    again = medians(
+        {name: runs[name] for name in dict.fromkeys([chosen.name, *fastest])}, milliseconds, 7, MOST_CALLS
+    )
+    best = min(again, key=again.__getitem__)
+    by_name = {one.name: one for one in (chosen, *others)}
+    row = {
+        "op": shape.op,
+        "workload": shape.name,
+        "chosen": chosen.name,
+        "best": by_name[best].beside(chosen),
+        "ms": round(again[chosen.name], 4),
+        "best_ms": round(again[best], 4),
+        "regret": round(again[chosen.name] / again[best] - 1, 4),
+        "times": {name: round(ms, 4) for name, ms in times.items()},
+        **({"declined": declined} if declined else {}),
+    }
+    return row, runs[chosen.name]
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Mean and worst regret of each op, of shapes that left a choice."""
+    by_op: dict[str, list[float]] = {}
+    for row in rows:
+        if len(row.get("times", ())) > 1:
+            by_op.setdefault(row["op"], []).append(row["regret"])
+    return "\n".join(
+        f"{op:14} {len(found):3} shapes, mean {statistics.fmean(found):6.1%}, worst {max(found):6.1%}"
+        for op, found in by_op.items()
+    )
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """One shape's."""
+    if "error" in row:
+        return f"{row['op']:14} {row['workload']:52} {row['error']}"
+    times = f"{row['ms']:8.4f} ms, best {row['best_ms']:8.4f}, regret {row['regret']:6.1%}"
+    return f"{row['op']:14} {row['workload']:52} {times}  {row['best']} beside {row['chosen']}"
+
+
+def measure(chosen: Sequence[Shape], options: argparse.Namespace) -> None:
+    """Time the shapes; the result is written after each, in case the run is cut."""
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("no GPU: a benchmark needs one")
+    from cute_attn.lab.benchmark.results import default_path, first_line, machine, median_clock, write
+    from cute_attn.lab.benchmark.timing import Clock, clock_under_load
+
+    clock, clocks = Clock(), list[int | None]()
+    result: dict[str, Any] = machine() | {"seed": options.seed, "rows": []}
+    ops = "" if len(options.op) == len(OPS) else "-" + "-".join(options.op)
+    path = options.output or default_path(run.RESULTS, f"regret{ops}", result)
+    for number, shape in enumerate(chosen):
+        try:
+            row, call = regret(shape, clock.medians, options.milliseconds)
+            if number % CLOCK_EVERY == 0:
+                clocks.append(clock_under_load(call, row["ms"]))
+            del call
+        except Exception as error:  # a row of the table
+            row = {"op": shape.op, "workload": shape.name, "error": first_line(error)}
+            torch.cuda.synchronize()  # raises again if the GPU's context is lost
+        print(line(row), flush=True)
+        result["rows"].append(row)
+        write(result | {"clock_mhz": median_clock(clocks)}, path)
+        torch.cuda.empty_cache()
+    print(f"\n{summary(result['rows'])}\n{result['gpu']}; wrote {path}")
+    with contextlib.suppress(ImportError):
+        from cute_attn.lab import plots
+
+        path.with_suffix(".svg").write_text(plots.regrets(result))
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command's arguments."""
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    made.add_argument("--op", nargs="*", choices=OPS, default=OPS, help="which ops; default: all")
+    made.add_argument("--seed", type=int, default=0, help="which shapes")
+    made.add_argument("--rows", type=int, default=24, help="how many shapes of an op")
+    made.add_argument(
+        "--milliseconds", type=float, default=10, help="how long each candidate is timed a shape"
+    )
+    made.add_argument("--compile", metavar="PART/PARTS", help="build a share of the kernels, without a GPU")
+    made.add_argument("--list", action="store_true", help="print the shapes and stop")
+    made.add_argument("-o", "--output", type=Path, help="the file to write")
+    return made
+
+
+def main() -> None:
+    options = parser().parse_args()
+    chosen = [shape for op in options.op for shape in shapes_of(op, options.seed, options.rows)]
+    if options.list:
+        print("\n".join(f"{shape.op:14} {shape.name}" for shape in chosen))
+    elif options.compile:
+        print(build(chosen, *map(int, options.compile.split("/"))), "kernels")
+    else:
+        measure(chosen, options)
+
+
+if __name__ == "__main__":
+    main()
