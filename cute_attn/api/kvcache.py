@@ -24,7 +24,8 @@ from cute_attn.host.cache_checks import check_lengths as _check_lengths
 from cute_attn.host.call import Call, schema
 from cute_attn.host.checks import MAX_SEQLEN, check_out, check_starts, check_writable
 from cute_attn.host.choose import check_words
-from cute_attn.host.kvcache_launcher import Plan, known_plan, plan_for
+from cute_attn.host.kvcache_launcher import known_plan, plan_for
+from cute_attn.host.kvcache_launcher import launch as launch_attention
 from cute_attn.host.memory import (
     Tensors,
     is_aligned,
@@ -34,7 +35,7 @@ from cute_attn.host.memory import (
     readable,
     write_owned,
 )
-from cute_attn.host.plans import no_dispatch_mode
+from cute_attn.host.plans import Plan, no_dispatch_mode
 from cute_attn.host.values import (
     check_dense,
     check_flags,
@@ -402,7 +403,7 @@ def _launched(call: Call, plan: Plan, out: Tensor | None) -> tuple[Tensor, Tenso
             q = q if rotated is None else rotated
         if not is_aligned(q):
             record.unlike_others()
-        return plan.launch(call, readable(q), out)
+        return launch_attention(plan, call, readable(q), out)
 
 
 _library.impl("attention_with_kvcache", attend_cpu, "CPU")

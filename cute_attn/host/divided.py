@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
+from cute_attn.host import kvcache_launcher
 from cute_attn.host.call import Call
 from cute_attn.host.checks import KERNEL_DTYPES, check_query_blocks
-from cute_attn.host.kvcache_launcher import Plan, make_plan
+from cute_attn.host.plans import Plan
 from cute_attn.kernels.limits import LARGE_HEAD_DIM
 
 FEW_TILES = 0.5
@@ -51,9 +52,9 @@ def is_wanted(call: Call, kernel: Any, target: str, multiprocessors: int) -> boo
 
 def plan_for_attention(call: Call) -> Plan:
     """The launches of a call for which :func:`is_wanted`."""
-    return make_plan(as_cache(call))
+    return kvcache_launcher.make_plan(as_cache(call))
 
 
 def launch(plan: Plan, call: Call, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Into out and lse; call: with the tensors' strides as kernels assume them."""
-    return plan.launch(as_cache(call), call.q, out, lse)
+    return kvcache_launcher.launch(plan, as_cache(call), call.q, out, lse)

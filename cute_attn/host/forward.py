@@ -77,7 +77,7 @@ def plan_forward(call: Call) -> Plan:
 
     Its functions are ``main``; ``pad`` and ``unpad`` of a call whose q, k or v no kernel reads as they are; with terms
     (:mod:`cute_attn.host.split_fp32`) ``main`` and ``fallback``, after what its division launches. Where keys are
-    divided among CTAs (:mod:`cute_attn.host.divided`) its division is the plan of that.
+    divided among CTAs the plan is that of :mod:`cute_attn.host.divided`.
     """
     check(call)
     check_for_kernels(call, unaligned=True)
@@ -104,8 +104,7 @@ def plan_forward(call: Call) -> Plan:
             processors = multiprocessors(call.q.get_device())
             check_steps(call, blocks, kernel.tile, processors)
             if divided.is_wanted(call, kernel, target, processors):
-                inner = divided.plan_for_attention(call)
-                return Plan(inner.kernel, division=inner)
+                return divided.plan_for_attention(call)
         terms = split_fp32.plan_forward(call, kernel, target)
         return terms or Plan(kernel, {"main": compiler.build(kernel, target).function})
 
@@ -190,7 +189,7 @@ def _divided(plan: Plan, call: Call, out: Tensor, lse: Tensor, *, keeps_rows: bo
     from cute_attn.host import divided
 
     written = _empty(out, tuple(out.shape), out.dtype) if keeps_rows else out
-    divided.launch(plan.division, as_kernels_read(call), written, lse)
+    divided.launch(plan, as_kernels_read(call), written, lse)
     if keeps_rows:
         record.step(write_owned, out, written, call.cu_seqlens_q)
     return out, lse, None

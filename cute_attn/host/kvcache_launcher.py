@@ -2,7 +2,7 @@
 
 They are the kvcache kernel, and where keys are divided the combine kernel after it.
 
-All that follows from metadata is computed once and kept as a :class:`Plan` under that metadata. Grid and workspace
+All that follows from metadata is computed once and kept as a plan under that metadata. Grid and workspace
 follow from the GPU and from shapes alone, and nothing is read on the host, so that a CUDA graph replays with other
 lengths and tables.
 """
@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,9 +28,10 @@ from cute_attn.host.memory import (
     clear_owned,
     contiguous_strides,
     on_device,
+    regular,
     regular_strides,
-    rows_are_regular,
 )
+from cute_attn.host.plans import Plan
 from cute_attn.host.record import Layout
 from cute_attn.tiles.inference import MAX_PARTIALS, SPLIT_KEYS, CacheCall, CombineSharesTile, CombineTile
 from cute_attn.traits import Traits
@@ -61,96 +62,56 @@ class Split:
     part_keys: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Plan:
-    """What follows from a call's metadata. Plans compare by identity.
+class Division(NamedTuple):
+    """How a plan divides keys, and the layouts of partial results' O and LSE; () without a split."""
 
-    Attributes:
-        function: launches the kvcache kernel; None where there is nothing to compute.
-        combine: launches the combine kernel, or None.
-        kernel: the kvcache kernel, which makes the epilogues' arguments.
-        shapes: of out and lse.
-        strides: of out and lse, unless they are given.
-        longest: the most queries of a sequence, and rows of the cache.
-        partials: shapes and strides of the partial results' O and LSE; () without a split.
-        split: how keys are divided.
-        views: shape and strides of k_cache and of v_cache as the kernel takes them, None for their own.
-        score_args: the epilogues' arguments, or None where each call makes its own.
+    split: Split
+    partials: tuple[Layout, ...]
+
+
+def launch(
+    plan: Plan, call: Call, q: Tensor, out: Tensor | None = None, lse: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """out and lse of a call with that plan, launched on the current stream.
+
+    Args:
+        q: the queries as kernels read them, rotated.
+        out, lse: results of any strides that kernels write, or None to allocate them.
     """
-
-    function: Callable[..., None] | None
-    combine: Callable[..., None] | None
-    kernel: Any
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    strides: tuple[tuple[int, ...], tuple[int, ...]]
-    longest: tuple[int, int] = (0, 0)
-    partials: tuple[Layout, ...] = ()
-    split: Split = Split()
-    views: tuple[Layout | None, ...] = ()
-    score_args: tuple | None = None
-
-    def launch(
-        self,
-        call: Call,
-        q: Tensor,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Launch on the current stream.
-
-        Args:
-            q: the queries as kernels read them, rotated.
-            out, lse: results of any strides that kernels write, or None to allocate them.
-        """
-        starts = None if out is None else call.cu_seqlens_q
-        if out is None:
-            out = record.empty(q, self.shapes[0], self.strides[0], q.dtype)
-        if lse is None:
-            lse = record.empty(q, self.shapes[1], self.strides[1], torch.float32)
-        if self.function is None:
-            record.also()
-            out = clear_owned(out, starts)
-            if call.sinks is None:
-                return out, lse.fill_(-math.inf)
-            return out, lse.copy_(call.sinks[:, None].expand_as(lse))
-        seqlens, tables, partials = self._seqlens(call), _tables(call), None
-        if self.partials:
-            partials = self._partials(q)
-        tiles, score_args = record.work_tiles(q.get_device()), self.score_args
-        if self.kernel.traits.variant:
-            record.also()  # a user's class may read what it is given
-        if score_args is None:
-            score_args = self.kernel.score_args(_score_inputs(call))
-        k, v = (
-            x if view is None else as_strided(x, *view)
-            for x, view in zip((call.k_cache, call.v_cache), self.views, strict=True)
+    starts, shapes = None if out is None else call.cu_seqlens_q, call.output_shapes()
+    if out is None:
+        out = record.empty(q, shapes[0], contiguous_strides(shapes[0]), q.dtype)
+    if lse is None:
+        lse = record.empty(q, shapes[1], contiguous_strides(shapes[1]), torch.float32)
+    if plan.kernel is None:
+        record.also()
+        out = clear_owned(out, starts)
+        return out, lse.fill_(-math.inf) if call.sinks is None else lse.copy_(
+            call.sinks[:, None].expand_as(lse)
         )
-        arguments = (q, k, v, out, lse, seqlens, tables, call.softmax_scale, tiles, score_args, partials)
-        record.launch(self.function, *arguments)
-        if self.split.how == "parts":
-            outs, lses = (out.unsqueeze(0), lse.unsqueeze(0)) if out.dim() == 3 else (out, lse)
-            record.launch(self.combine, partials.out, partials.lse, outs, lses, call.sinks)  # type: ignore[arg-type, union-attr]
-        elif self.split.how == "shares":
-            slots = self.partials[0][0][0] // 2
-            mask_args = score_args[1] or None  # the DSL takes no empty tuple
-            record.launch(
-                self.combine,  # type: ignore[arg-type]
-                *(partials, out, lse, call.sinks, seqlens, mask_args, k.shape[-2], slots),
-            )
-        return out, lse
+    from cute_attn.device.seqlen import Seqlens
+    from cute_attn.work.key_parts import Partials
 
-    def _seqlens(self, call: Call) -> Any:
-        from cute_attn.device.seqlen import Seqlens
-
-        lengths = (call.cu_seqlens_q, call.cu_seqlens_k, None, call.lengths)
-        return Seqlens(*lengths, *self.longest, call.cache_leftpad, call.added)
-
-    def _partials(self, q: Tensor) -> Any:
-        """The workspace; the caching allocator keeps it for the stream, or for the graph that captures the call."""
-        from cute_attn.work.key_parts import Partials
-
-        out, lse = (record.empty(q, *layout, torch.float32) for layout in self.partials)
-        return Partials(out, lse, self.split.parts, self.split.part_keys)
+    lengths = (call.cu_seqlens_q, call.cu_seqlens_k, None, call.lengths)
+    seqlens = Seqlens(*lengths, *call.longest, call.cache_leftpad, call.added)
+    (split, layouts), partials = plan.division, None
+    if layouts:  # the caching allocator keeps them for the stream, or for the graph that captures the call
+        memory = (record.empty(q, *layout, torch.float32) for layout in layouts)
+        partials = Partials(*memory, split.parts, split.part_keys)
+    if plan.kernel.traits.variant:
+        record.also()  # a user's class may read what it is given
+    tiles, scores = record.work_tiles(q.get_device()), plan.kernel.score_args(_score_inputs(call))
+    k, v = map(regular, (call.k_cache, call.v_cache))
+    arguments = (q, k, v, out, lse, seqlens, _tables(call), call.softmax_scale, tiles, scores, partials)
+    record.launch(plan.functions["main"], *arguments)
+    if split.how == "parts":
+        outs, lses = (out.unsqueeze(0), lse.unsqueeze(0)) if out.dim() == 3 else (out, lse)
+        record.launch(plan.functions["combine"], partials.out, partials.lse, outs, lses, call.sinks)  # type: ignore[union-attr]
+    elif split.how == "shares":
+        mask_args = scores[1] or None  # the DSL takes no empty tuple
+        own = (partials, out, lse, call.sinks, seqlens, mask_args, k.shape[-2], layouts[0][0][0] // 2)
+        record.launch(plan.functions["combine"], *own)
+    return out, lse
 
 
 def _tables(call: Call) -> Any:
@@ -162,11 +123,6 @@ def _tables(call: Call) -> Any:
     if table is not None and table.shape[1] == 1:
         table = as_strided(table, tuple(table.shape), (table.stride(0), 1))
     return CacheTables(table, batch_idx)
-
-
-def _view(x: Tensor) -> Layout | None:
-    """The strides that kernels assume, also of dimensions of size 1, where x has others."""
-    return None if rows_are_regular(x) else (tuple(x.shape), regular_strides(x, x.shape))
 
 
 def _score_inputs(call: Call) -> Any:
@@ -206,34 +162,22 @@ def plan_for(call: Call) -> Plan:
 
 def make_plan(call: Call) -> Plan:
     """The plan of a checked call."""
-    shapes = call.output_shapes()
-    strides = (contiguous_strides(shapes[0]), contiguous_strides(shapes[1]))
     queries, capacity = call.longest
-    if 0 in (call.batch, queries, capacity, math.prod(shapes[0]), call.k_cache.shape[0]):
-        return Plan(None, None, None, shapes, strides)
+    if 0 in (call.batch, queries, capacity, math.prod(call.output_shapes()[0]), call.k_cache.shape[0]):
+        return Plan()
     from cute_attn import compiler
 
     with on_device(call.q.get_device()):
         target = compiler.default_target("sm80")
         processors = multiprocessors(call.q.get_device())
         kernel, split = choose_kernel(call, target, processors)
-        function = compiler.build(kernel, target).function
-        partial_shapes = _partial_shapes(call, kernel, split, processors)
-        combine = _combine(kernel, split, partial_shapes, call, target)
-    tensors = (call.alibi_slopes, call.sinks, call.tree_mask)
-    constant = all(x is None for x in tensors)
-    return Plan(
-        function,
-        combine,
-        kernel,
-        shapes,
-        strides,
-        longest=(queries, capacity),
-        partials=tuple((shape, contiguous_strides(shape)) for shape in partial_shapes),
-        split=split,
-        views=(_view(call.k_cache), _view(call.v_cache)),
-        score_args=kernel.score_args(call.score_inputs()) if constant else None,
-    )
+        functions = {"main": compiler.build(kernel, target).function}
+        shapes = _partial_shapes(call, kernel, split, processors)
+        combine = _combine(kernel, split, shapes, call, target)
+        if combine is not None:
+            functions["combine"] = combine
+    partials = tuple((shape, contiguous_strides(shape)) for shape in shapes)
+    return Plan(kernel, functions, Division(split, partials))
 
 
 def _combine(

@@ -8,7 +8,6 @@ from cute_attn.api.attention import _call_of, _Options
 from cute_attn.compiler import registry
 from cute_attn.host import divided, forward, kvcache_launcher
 from cute_attn.host.choose import choose_kernel
-from cute_attn.host.plans import Plan
 from tests import emulated_kvcache
 
 PROCESSORS = 132
@@ -131,7 +130,7 @@ def test_rows_that_no_sequence_owns_stay(monkeypatch):
     shape, lse_shape = params.output_shapes()
     plan = divided.plan_for_attention(params)
     out, lse = torch.full(shape, 7.0).half(), torch.empty(lse_shape)
-    forward._divided(Plan(plan.kernel, division=plan), params, out, lse, keeps_rows=True)
+    forward._divided(plan, params, out, lse, keeps_rows=True)
     assert out[3:].eq(7.0).all() and not out[:3].eq(7.0).any()
 
 

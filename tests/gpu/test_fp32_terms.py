@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from cute_attn import attention, attention_varlen, reference
-from cute_attn.host.split_fp32 import SpeculativeForward, as_rows
+from cute_attn.host import split_fp32
+from cute_attn.host.split_fp32 import as_rows
 from tests.checks import check
 from tests.problem import Case
 
@@ -83,14 +84,14 @@ def launch_only(monkeypatch):
     """Launches one of both kernels, for one test: outputs are NaN where it leaves the call to the other."""
 
     def choose(name):
-        def launch(self, q, k, v, *rest):
-            parts, scales = self.split.launch((q, k, v))
+        def launch(plan, tensors, rest):
+            parts, scales = plan.division.launch(tensors)
             if name == "terms":
-                self.speculative(q, *map(as_rows, parts), *rest, scales)
+                plan.functions["main"](tensors[0], *map(as_rows, parts), *rest, scales)
             else:
-                self.fallback(q, k, v, *rest, scales)
+                plan.functions["fallback"](*tensors, *rest, scales)
 
-        monkeypatch.setattr(SpeculativeForward, "__call__", launch)
+        monkeypatch.setattr(split_fp32, "launch_forward", launch)
 
     return choose
 
