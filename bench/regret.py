@@ -49,7 +49,7 @@ class Candidate:
         head_splits: of the query heads of a kv head, in a backward.
         key_splits: of the deterministic mode.
         split: of the keys of a cache, or of a forward by the kernels for a cache: a
-            :class:`cute_attn.host.kvcache_launcher.Split`.
+            :class:`cute_attn.host.split_kv.Split`.
     """
 
     tile: str = ""
@@ -83,13 +83,13 @@ class Candidate:
 @contextlib.contextmanager
 def forced(candidate: Candidate, known: dict[str, dict]) -> Iterator[None]:
     """Calls are divided as the candidate says. known: plans of its own, as their keys name no such choice."""
-    from cute_attn.host import backward, divided, kvcache_launcher, plans
+    from cute_attn.host import backward, divided, split_kv, plans
 
     choices = (
         (divided, "is_wanted", candidate.split is not None),
         (backward, "head_splits", candidate.head_splits),
         (backward, "key_splits", candidate.key_splits),
-        (kvcache_launcher, "_best_split", candidate.split),
+        (split_kv, "_best_split", candidate.split),
     )
     with contextlib.ExitStack() as stack:
         for name, own in known.items():
@@ -111,7 +111,7 @@ def candidates(
     """What the choosers take for the shape's call, then whatever else they could, one choice changed at a time."""
     from cute_attn import compiler
     from cute_attn.compiler import registry
-    from cute_attn.host import backward, kvcache_launcher
+    from cute_attn.host import backward, split_kv
 
     with contextlib.ExitStack() as stack:
 
@@ -129,7 +129,7 @@ def candidates(
         stack.enter_context(forced(Candidate(), new_plans()))
         built = spied(compiler, "build")
         heads, keys = spied(backward, "head_splits"), spied(backward, "key_splits")
-        divided = spied(kvcache_launcher, "_best_split")
+        divided = spied(split_kv, "_best_split")
         prepared()()
     kernel = next(args[0] for args, _ in reversed(built) if args[0].traits.op in (shape.kernel_op, "kvcache"))
     splits, numbers, split = ([result for _, result in calls[-1:]] for calls in (heads, keys, divided))
@@ -159,7 +159,7 @@ def candidates(
             replace(chosen, tile="", split=one) for one in _cache_splits(*divided[-1][0]) if one != split[0]
         ]
     elif shape.may_divide_keys:
-        found.append(Candidate(split=kvcache_launcher.Split("shares")))
+        found.append(Candidate(split=split_kv.Split("shares")))
     return list(dict.fromkeys([chosen, *found]))
 
 
@@ -198,7 +198,7 @@ def _thinned(numbers: Iterable[int], chosen: int) -> list[int]:
 
 def _cache_splits(call: Any, tile: Any, processors: int) -> list[Any]:
     """How the keys of a call with a cache may be divided: not, in shares, and in parts that there are CTAs for."""
-    from cute_attn.host.kvcache_launcher import Split, units
+    from cute_attn.host.split_kv import Split, units
     from cute_attn.tiles.inference import MAX_PARTIALS
 
     blocks = -(-call.longest[1] // tile.tile_n)

@@ -17,7 +17,7 @@ import tvm_ffi
 from cute_attn import compiler
 from cute_attn.api import kvcache
 from cute_attn.compiler import registry
-from cute_attn.host import backward, counters, forward, kvcache_launcher, memory, plans, record
+from cute_attn.host import backward, counters, forward, split_kv, memory, plans, record
 from cute_attn.sdpa import plans as sdpa_plans
 
 MULTIPROCESSORS = 132
@@ -44,7 +44,7 @@ def device(
     """
     found = (COUNTERS, multiprocessors) if schedule is None else schedule
     patch.setattr(counters, "schedule", lambda device: found)
-    for module in (backward, forward, kvcache_launcher):
+    for module in (backward, forward, split_kv):
         patch.setattr(module, "multiprocessors", lambda device: multiprocessors)
     patch.setattr(backward, "l2_bytes", lambda device: L2_BYTES)
     patch.setattr(compiler, "default_target", lambda arch: target or arch)
@@ -104,7 +104,7 @@ def gpu(patch: pytest.MonkeyPatch, launched: Callable[[Any, str], Callable[..., 
 def _checked_plan(call: Any) -> Any:
     """Of a call with a cache; the dispatcher would call the definition for CPU tensors."""
     kvcache.check_attention(call)
-    return kvcache_launcher.plan_for(call)
+    return split_kv.plan_for(call)
 
 
 def as_torch(x: Any) -> Any:

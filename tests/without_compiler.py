@@ -23,7 +23,7 @@ import cute_attn
 loaded = set(sys.modules)
 
 from cute_attn import attention, compiler, reference
-from cute_attn.host import counters, forward, kvcache_launcher, memory
+from cute_attn.host import counters, forward, split_kv, memory
 from cute_attn.host.call import Call
 from cute_attn.host.slots import slot
 
@@ -60,7 +60,7 @@ def calls():
     """Calls of tensors on the CPU, planned as if they were on a GPU: the kernels refuse them before any launch."""
     compiler.default_target = lambda arch: "sm80"
     memory.current_device = lambda: -1
-    kvcache_launcher.multiprocessors = forward.multiprocessors = lambda device: 4
+    split_kv.multiprocessors = forward.multiprocessors = lambda device: 4
     counters.schedule = lambda device: (torch.zeros(4, dtype=torch.int32), 4)
     q = torch.randn(1, 200, 2, 64, dtype=BF16)
     call = Call(q, q, q, max_seqlen_q=200, max_seqlen_k=200, mask="causal")
@@ -72,7 +72,7 @@ def calls():
         forward.plan_of(call._replace(mask=""))
     cache = Call(q, k_cache=q, v_cache=q, max_seqlen_q=200, max_seqlen_k=200)
     with sentence("cache not bundled"):
-        kvcache_launcher.plan_for(cache)
+        split_kv.plan_for(cache)
 
 
 def on_a_gpu(*shape, dtype=BF16):

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cute_attn.host import kvcache_launcher
+from cute_attn.host import split_kv
 from cute_attn.host.call import Call
 from cute_attn.host.checks import KERNEL_DTYPES, check_query_blocks
 from cute_attn.host.plans import Plan
@@ -52,9 +52,9 @@ def is_wanted(call: Call, kernel: Any, target: str, multiprocessors: int) -> boo
 
 def plan_for_attention(call: Call) -> Plan:
     """The launches of a call for which :func:`is_wanted`."""
-    return kvcache_launcher.make_plan(as_cache(call))
+    return split_kv.make_plan(as_cache(call))
 
 
 def launch(plan: Plan, call: Call, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Into out and lse; call: with the tensors' strides as kernels assume them."""
-    return kvcache_launcher.launch(plan, as_cache(call), call.q, out, lse)
+    return split_kv.launch(plan, as_cache(call), call.q, out, lse)

@@ -6,7 +6,7 @@ import torch
 from cute_attn.api import operators
 from cute_attn.api.attention import _call_of, _Options
 from cute_attn.compiler import registry
-from cute_attn.host import divided, forward, kvcache_launcher
+from cute_attn.host import divided, forward, split_kv
 from cute_attn.host.choose import choose_kernel
 from tests import emulated_kvcache
 
@@ -62,14 +62,14 @@ def test_few_work_tiles_are_divided(name):
     params, features, split = WANTED[name]
     assert wanted(params)
     cached = divided.as_cache(params)
-    kernel, found = kvcache_launcher.choose_kernel(cached, "sm90", PROCESSORS)
+    kernel, found = split_kv.choose_kernel(cached, "sm90", PROCESSORS)
     assert found.how == split
     dims = f"d{params.q.shape[-1]}"
     assert kernel.traits.name == "-".join(
         word for word in ("kvcache-sm90-bf16", dims, features, f"split_{split}") if word
     )
     assert kernel.tile.reject(kernel.traits, "sm90") is None
-    assert kvcache_launcher._partial_shapes(cached, kernel, found, PROCESSORS)[0][-1] == params.v.shape[-1]
+    assert split_kv._partial_shapes(cached, kernel, found, PROCESSORS)[0][-1] == params.v.shape[-1]
     assert cached.output_shapes() == params.output_shapes()
 
 
@@ -137,6 +137,6 @@ def test_rows_that_no_sequence_owns_stay(monkeypatch):
 def test_ampere_keeps_its_forward():
     params = call(1, 8192)
     assert not divided.is_wanted(params, choose_kernel(params, "sm80"), "sm80", PROCESSORS)
-    traits = kvcache_launcher.traits_of(divided.as_cache(call(1, 8192, packed=True)), "sm80", "shares")
+    traits = split_kv.traits_of(divided.as_cache(call(1, 8192, packed=True)), "sm80", "shares")
     with pytest.raises(registry.Unsupported, match="varlen_k is True"):
         registry.lookup(traits)

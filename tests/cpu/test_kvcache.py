@@ -17,7 +17,7 @@ from cute_attn.api.kvcache import attention_with_kvcache
 from cute_attn.compiler import registry
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.host import append as host_append
-from cute_attn.host import kvcache_launcher, plans
+from cute_attn.host import split_kv, plans
 from cute_attn.host.call import Call
 from cute_attn.host.memory import is_lazy
 from tests import emulated_kvcache
@@ -264,24 +264,24 @@ def test_a_known_plan_is_not_for_lazy_views(name, cuda_on_cpu):
     )
     params = params._replace(alibi_slopes=params.alibi_slopes.float(), sinks=params.sinks.float())
     kvcache.attend_cuda(*params.values(kvcache.ARGUMENTS))
-    plan = kvcache_launcher.known_plan(params)
+    plan = split_kv.known_plan(params)
     assert plan is not None
-    assert kvcache_launcher.known_plan(params) is plan
+    assert split_kv.known_plan(params) is plan
     for field, x in params.tensors():
         lazy = params._replace(**{field: LAZY[name](x)})
-        assert kvcache_launcher.known_plan(lazy) is None, field
+        assert split_kv.known_plan(lazy) is None, field
         kept = field in ("k_cache", "v_cache")
         assert is_lazy(getattr(lazy.materialized(), field)) == kept, field
-    assert kvcache_launcher.known_plan(params._replace(softmax_scale=0.7)) is None
-    assert kvcache_launcher.known_plan(params) is plan
+    assert split_kv.known_plan(params._replace(softmax_scale=0.7)) is None
+    assert split_kv.known_plan(params) is plan
 
 
 def test_a_subclass_has_no_known_plan(cuda_on_cpu):
     """It may override the operator."""
     params = params_of(Problem(CASES["plain"], dtype=torch.float16))
     own = params._replace(q=params.q.as_subclass(type("Own", (torch.Tensor,), {})))
-    kvcache_launcher.plan_for(own)
-    assert kvcache_launcher.known_plan(own) is None
+    split_kv.plan_for(own)
+    assert split_kv.known_plan(own) is None
 
 
 def test_lazy_arguments_are_their_values():
@@ -331,7 +331,7 @@ def test_autograd_knows_what_was_written(path, cuda_on_cpu):
         run(problem, out=out)
     else:
         whole = params_of(problem)
-        kvcache.attend(whole, kvcache_launcher.plan_for(whole), out)
+        kvcache.attend(whole, split_kv.plan_for(whole), out)
     for y in sums:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.backward()
@@ -350,9 +350,9 @@ def test_caches_that_share_memory_are_refused_by_a_known_plan(cuda_on_cpu):
     case = Case((5, 9), new=(1, 1), dims=(16, 16))
     problem = Problem(case, dtype=torch.float16)
     params = params_of(problem)
-    plan = kvcache_launcher.plan_for(params)
+    plan = split_kv.plan_for(params)
     shared = params._replace(v_cache=params.k_cache)
-    assert kvcache_launcher.plan_for(shared) is plan
+    assert split_kv.plan_for(shared) is plan
     with pytest.raises(ValueError, match=r"^v_cache shares memory with k_cache; accepted: memory"):
         kvcache.attend(shared, plan)
     params = params_of(Problem(dataclasses.replace(case, new=()), dtype=torch.float16))
@@ -554,5 +554,5 @@ def test_parts_of_one_sequence(keys, heads, parts):
     """As many as fill 132 multiprocessors, fewer where they are short, and none that combine loads in another round."""
     problem = Problem(Case((9,), heads=heads, dims=(128, 128)), dtype=torch.float16)
     problem.k = problem.v = torch.empty(1, keys, heads[1], 128, dtype=torch.float16)
-    _, split = kvcache_launcher.choose_kernel(params_of(problem), "sm90", 132)
+    _, split = split_kv.choose_kernel(params_of(problem), "sm90", 132)
     assert (split.how, split.parts) == ("parts", parts)

@@ -7,7 +7,7 @@ import torch
 
 from cute_attn import append_kv, attention, attention_varlen, attention_with_kvcache, flash_attn, reference
 from cute_attn.api.attention import attention_backward
-from cute_attn.host.kvcache_launcher import BOX_ROWS
+from cute_attn.host.split_kv import BOX_ROWS
 from cute_attn.reference import kvcache as definition
 from tests.gpu.archs import runnable_archs
 

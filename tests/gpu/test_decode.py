@@ -11,7 +11,7 @@ from cute_attn.api.append import append_kv
 from cute_attn.api.kvcache import attention_with_kvcache
 from cute_attn.api.merge import merge_attention
 from cute_attn.host import append
-from cute_attn.host.kvcache_launcher import BOX_ROWS
+from cute_attn.host.split_kv import BOX_ROWS
 from cute_attn.reference.kvcache import merge, query_positions, rotate
 from cute_attn.tiles.inference import CombineTile
 from cute_attn.traits import Traits

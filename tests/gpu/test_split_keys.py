@@ -11,7 +11,7 @@ import torch
 from cute_attn import reference
 from cute_attn.api.kvcache import attention_with_kvcache
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
-from cute_attn.host import kvcache_launcher, record
+from cute_attn.host import split_kv, record
 from cute_attn.reference import kvcache as ref
 from tests.gpu.archs import runnable_archs
 
@@ -285,7 +285,7 @@ def test_pages_of_any_size(queries, page, split):
 @pytest.mark.parametrize("page", [0, 1, 16])
 def test_leftpad(page, split, arch):
     """As the rest of the cache alone; rows and pages before it are NaN, and their table entries absurd."""
-    if arch != "sm80" and page % kvcache_launcher.BOX_ROWS:
+    if arch != "sm80" and page % split_kv.BOX_ROWS:
         pytest.skip("Ampere's kernel loads such pages")
     call = Call((1, 70, 700, 1030, 500), (2,) * 5, leftpad=(0, 64, 333, 1029, 500))
     options = {"causal": True, "kernel": arch, **split}
