@@ -26,7 +26,7 @@ WAYS = {
     "attention and its gradients": (29, 7, 4),
     "attention_varlen": (14, 3, 3),
     "attention with a score_mod": (13, 3, 3),
-    "attention with a score_mod and its gradients": (32, 7, 4),
+    "attention with a score_mod and its gradients": (38, 9, 5),
     "attention with a BlockMask": (14, 4, 4),
     "attention_with_kvcache": (12, 3, 3),
     "attention_with_kvcache, appending": (15, 3, 3),

@@ -97,9 +97,11 @@ class Reads:
             self._equal(x, parent, get)
         elif kind is float:
             self.parts.append(repr(x))  # -0.0 is not 0.0, and NaN is NaN
-            self._step(x, parent, get, functools.partial(_has_text, repr(x)))
+            own = self._step(x, parent, get)
+            self._step(repr(x), own, repr, functools.partial(operator.eq, repr(x)))
         elif kind is Tensor or kind is torch.nn.Parameter:
-            self._step(x, parent, get, _is_bare)
+            own = self._step(x, parent, get)
+            self._step(vars(x), own, operator.attrgetter("__dict__"), operator.not_)
             self._tensor(x)
         elif kind is FunctionType:
             self._nested(x, parent, get, self._function)
@@ -199,15 +201,6 @@ class Reads:
                     self._step(False, globals_, operator.methodcaller("__contains__", name), operator.not_)
                 else:
                     self.complete = False
-
-
-def _has_text(text: str, x: Any) -> bool:
-    return repr(x) == text
-
-
-def _is_bare(x: Tensor) -> bool:
-    """Whether a tensor has no attributes of a program's own."""
-    return not x.__dict__
 
 
 def _values(entries: dict) -> tuple:
