@@ -31,7 +31,7 @@ from cute_attn.device.pipeline import WARPGROUP
 from cute_attn.device.wgmma import operand_layout
 from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.kernels.forward_sm90.storage import ForwardParams
-from cute_attn.kernels.head_dim_512_sm90.heuristics import preferred_tiles, tile_for_lengths
+from cute_attn.kernels.head_dim_512_sm90.heuristics import default_tile, tile_for_lengths
 from cute_attn.kernels.head_dim_512_sm90.roles import ScoreConsumer, ValueConsumer
 from cute_attn.kernels.head_dim_512_sm90.storage import (
     SCORES,
@@ -67,7 +67,7 @@ class ForwardLargeSm90(ForwardSm90):
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardLargeTile:  # type: ignore[override]
         """The tile for calls that name none."""
-        return first_that_fits(preferred_tiles(traits), traits, target)
+        return default_tile(traits, target)
 
     def for_lengths(
         self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm90", pairs: int | None = None
