@@ -10,6 +10,7 @@ and shared memory, and is ``like`` a row that was measured, of this file or as `
 
 import csv
 import functools
+import io
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
@@ -57,9 +58,11 @@ class Table(Generic[T]):
     def rows(self) -> tuple[Row[T], ...]:
         """All of them, read once."""
         with self.path.open(newline="") as lines:
-            (name, *keys, tile, measured, built, like), *rows = csv.reader(lines)
+            (name, *_, tile, measured, built, like), *rows = csv.reader(lines)
         if (name, tile, measured, built, like) != ("row", "tile", *EVIDENCE):
-            raise ValueError(f"{self.path} begins with other columns than row, keys, tile, {', '.join(EVIDENCE)}")
+            raise ValueError(
+                f"{self.path} begins with other columns than row, keys, tile, {', '.join(EVIDENCE)}"
+            )
         default = self.tile()
         return tuple(
             Row(name, tuple(cells), default.override(tile), *evidence)
@@ -74,3 +77,20 @@ class Table(Generic[T]):
     def _first(self, traits: Traits, target: str, *keys: Key) -> T:
         """The first of them that fits ``traits`` on ``target``, or the last one, whose ``reject`` gives the reason."""
         return first_that_fits(self.tiles(*keys), traits, target)
+
+    def line(self, traits: Traits, target: str, keys: tuple[Key, ...], change: str, measured: str) -> str:
+        """The row of the default tile, with its tile changed and other evidence, as a line of the file.
+
+        Raises:
+            ValueError: the default is no row as it is written, but one in as many passes as it takes.
+        """
+        for row in self.rows:
+            if row.matches(keys) and row.tile.reject(traits, target) is None:
+                text, tile = io.StringIO(), row.tile.override(change)
+                csv.writer(text, lineterminator="").writerow(
+                    (row.name, *row.keys, str(tile), measured, "", "")
+                )
+                return text.getvalue()
+        raise ValueError(
+            f"the default tile of {traits} on {target} is no row of {self.path} as it is written"
+        )

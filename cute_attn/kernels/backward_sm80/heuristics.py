@@ -7,6 +7,7 @@ shared memory.
 """
 
 import functools
+import math
 from dataclasses import replace
 
 from cute_attn.epilogues.base import held
@@ -24,6 +25,11 @@ PASSES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18)
 
 def default_tile(traits: Traits, target: str, *, whole: bool = False) -> BackwardSm80Tile:
     """The tile if none is named; whole: of those of whole fp32 operands."""
+    return _first(traits, target, whole, *keys(traits, target))
+
+
+def keys(traits: Traits, target: str) -> tuple[Key, ...]:
+    """A row's keys."""
     half = traits.dtype != "fp32"
     dtype = "half" if half else traits.precision or "fp32"
     pressure = register_pressure(traits)
@@ -32,18 +38,20 @@ def default_tile(traits: Traits, target: str, *, whole: bool = False) -> Backwar
     alone = half and traits.epilogues and not (traits.dropout or traits.bias)
     functions = held(traits.epilogues, traits.op) if alone else "none"
     dim = max(traits.head_dim, traits.head_dim_v)
-    return _first(traits, target, whole, dim, dtype, pressure, functions, target)
+    return dim, dtype, pressure, functions, target
 
 
 @functools.lru_cache(maxsize=4096)
 def _first(traits: Traits, target: str, whole: bool, *keys: Key) -> BackwardSm80Tile:
     rows = [tile for tile in TABLE.tiles(*keys) if not (whole and tile.in_terms)]
-    tiles = [tile for row in rows for tile in _in_passes(row, traits)]
+    tiles = [tile for row in rows for tile in in_passes(row, traits)]
     tile = first_that_fits(tiles, traits, target)
-    return replace(tile, dq_vector=4 if target == "sm90" else 1)  # red.v4 is sm90's: +1%, #12 in bench/notes.md
+    return replace(
+        tile, dq_vector=4 if target == "sm90" else 1
+    )  # red.v4 is sm90's: +1%, #12 in bench/notes.md
 
 
-def _in_passes(tile: BackwardSm80Tile, traits: Traits) -> list[BackwardSm80Tile]:
+def in_passes(tile: BackwardSm80Tile, traits: Traits) -> list[BackwardSm80Tile]:
     """A row's tile; of one with ``dq_passes=0`` each with as many as dQ takes: by chunks of columns, or few first."""
     if tile.dq_passes:
         return [tile]
@@ -52,7 +60,8 @@ def _in_passes(tile: BackwardSm80Tile, traits: Traits) -> list[BackwardSm80Tile]
     chunk, columns = tile.chunk(traits), tile.columns
     if columns and tile.in_terms:  # the fewest CTAs, with equal numbers of columns
         largest = max(padded(traits.head_dim), padded(traits.head_dim_v))
-        columns = -(-(-(-largest // -(-largest // columns))) // chunk) * chunk
+        each = largest / math.ceil(largest / columns)
+        columns = math.ceil(each / chunk) * chunk
     return [replace(tile, columns=columns, dq_passes=padded(traits.head_dim) // chunk)]
 
 

@@ -71,7 +71,7 @@ from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent
 from cute_attn.outputs import dq_order as dq
 from cute_attn.outputs.accumulate import add_fragment
-from cute_attn.tiles import BackwardSm80Tile, first_that_fits, padded
+from cute_attn.tiles import BackwardSm80Tile, padded
 from cute_attn.traits import DTYPES, MAX_HEAD_DIM, Traits
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.key_tiles import BackwardSchedule, HeadSplits, KeyTileOrder, KeyTiles, key_tile_of

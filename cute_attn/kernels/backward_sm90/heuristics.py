@@ -16,7 +16,7 @@ MANY = 6
 TABLE = Table(__file__, BackwardSm90Tile)
 
 
-def keys(traits: Traits, *, tma: bool = True) -> tuple[Key, ...]:
+def keys(traits: Traits, target: str, *, tma: bool = True) -> tuple[Key, ...]:
     """A row's keys; tma: whether TMA may load a bias of 16 bits, which hardly takes a register."""
     dim, numbers = max(traits.head_dim, traits.head_dim_v), held(traits.epilogues, traits.op)
     mask = "masked" if traits.causal or traits.windowed else "full"

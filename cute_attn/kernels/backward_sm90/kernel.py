@@ -133,7 +133,7 @@ class BackwardSm90(BackwardSm90Layouts):
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> BackwardSm90Tile:
         """The tile for calls that name none."""
-        return TABLE.first(traits, target, *keys(traits))
+        return TABLE.first(traits, target, *keys(traits, target))
 
     def for_lengths(
         self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm90", pairs: int | None = None
@@ -147,14 +147,14 @@ class BackwardSm90(BackwardSm90Layouts):
             return self
         fewer = [
             tile
-            for tile in TABLE.tiles(*keys(self.traits))
+            for tile in TABLE.tiles(*keys(self.traits, target))
             if tile.tile_m <= FEW_QUERIES and tile.bias_stages == self.tile.bias_stages
         ]
         return replace(self, tile=first_that_fits(fewer, self.traits, target)) if fewer else self
 
     def without_tma_bias(self) -> "BackwardSm90":
         """This kernel, which has its default tile, for a bias that TMA cannot read, or not store the gradient of."""
-        return replace(self, tile=TABLE.first(self.traits, "sm90", *keys(self.traits, tma=False)))
+        return replace(self, tile=TABLE.first(self.traits, "sm90", *keys(self.traits, "sm90", tma=False)))
 
     @functools.cached_property
     def epilogues(self) -> EpilogueChain:

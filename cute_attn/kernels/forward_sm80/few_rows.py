@@ -1,7 +1,7 @@
 """Tiles of the Ampere forward for few rows, which decoding has: a rule, as their table would have forty rows.
 
-It reached 3951 GB/s (b16 k8192), 4189 (b64 k4096) and 3885 (pages of 64) of the H200's 4498, and 3220 with 16 queries, at
-0dd3cfa (``bench/results/2026-11-22-nvidia-h200-decode.json``).
+It reached 3951 GB/s (b16 k8192), 4189 (b64 k4096) and 3885 (pages of 64) of an H200's 4498, and 3220
+with 16 queries, at commit 0dd3cfa: ``bench/results/2026-11-22-nvidia-h200-decode.json``.
 """
 
 import dataclasses

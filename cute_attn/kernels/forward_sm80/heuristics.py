@@ -13,12 +13,12 @@ TABLE = Table(__file__, ForwardSm80Tile)
 
 def default_tile(traits: Traits, target: str) -> ForwardSm80Tile:
     """The tile for many rows."""
-    dtype = (traits.precision or "fp32") if traits.dtype == "fp32" else "half"
-    return TABLE.first(traits, target, *keys(traits, dtype))
+    return TABLE.first(traits, target, *keys(traits, target))
 
 
-def keys(traits: Traits, dtype: str) -> tuple[Key, ...]:
-    """A row's keys; dtype: of the products, ``half`` for 16 bits."""
+def keys(traits: Traits, target: str, dtype: str = "") -> tuple[Key, ...]:
+    """A row's keys; dtype: of the products, ``half`` for 16 bits, by default the traits'."""
+    dtype = dtype or ((traits.precision or "fp32") if traits.dtype == "fp32" else "half")
     blocks = "listed" if dtype == "half" and lists_blocks(traits.epilogues) else "all"
     return traits.head_dim_v, dtype, register_pressure(traits), blocks
 

@@ -63,7 +63,7 @@ from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent, mma_sync_count, product_loop
 from cute_attn.outputs.fp32_rows import store_vectors
 from cute_attn.outputs.lse import store_lse
-from cute_attn.tiles import ForwardSm80Tile, first_that_fits, padded
+from cute_attn.tiles import ForwardSm80Tile, padded
 from cute_attn.traits import DTYPES, MAX_HEAD_DIM, Traits, head_dim_multiple
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.query_tiles import ForwardSchedule, QueryGrid, QueryTile

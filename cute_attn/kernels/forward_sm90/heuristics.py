@@ -12,7 +12,7 @@ from cute_attn.traits import Traits
 TABLE = Table(__file__, ForwardSm90Tile)
 
 
-def keys(traits: Traits, lengths: str = "long", *, tma: bool = True) -> tuple[Key, ...]:
+def keys(traits: Traits, target: str, lengths: str = "long", *, tma: bool = True) -> tuple[Key, ...]:
     """A row's keys.
 
     Args:

@@ -62,7 +62,7 @@ from cute_attn.kernels.step import StepContent, wgmma_count
 from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.rows.tma import TmaTiles
 from cute_attn.rows.tma_bias import ROWS, bias_tma
-from cute_attn.tiles import ForwardSm90Tile, first_that_fits, padded
+from cute_attn.tiles import ForwardSm90Tile, padded
 from cute_attn.traits import Traits
 from cute_attn.work.query_tiles import ForwardSchedule, QueryTileOrder
 
@@ -89,7 +89,7 @@ class ForwardSm90:
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardSm90Tile:
         """The tile for calls that name none."""
-        return TABLE.first(traits, target, *keys(traits))
+        return TABLE.first(traits, target, *keys(traits, target))
 
     def for_lengths(
         self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm90", pairs: int | None = None
@@ -113,7 +113,7 @@ class ForwardSm90:
             return dataclasses.replace(
                 self, tile=dataclasses.replace(self.tile, bias_stages=0, speculative=False)
             )
-        tile = TABLE.first(self.traits, "sm90", *keys(self.traits, tma=False))
+        tile = TABLE.first(self.traits, "sm90", *keys(self.traits, "sm90", tma=False))
         return dataclasses.replace(self, tile=tile)
 
     @property

@@ -65,7 +65,7 @@ def tile_for_lengths(
 def _short_tile(traits: Traits, seqlen_q: int, seqlen_k: int) -> ForwardSm90Tile | None:
     """For short sequences, else None; with a bias and head dims above 64 only where one tile has all queries."""
     longest = max(seqlen_q, seqlen_k)
-    tiles = TABLE.tiles(*keys(traits, "short")) if longest <= SHORT_SEQLEN or traits.bias else ()
+    tiles = TABLE.tiles(*keys(traits, "sm90", "short")) if longest <= SHORT_SEQLEN or traits.bias else ()
     if not tiles or not tiles[0].bias_stages:
         return tiles[0] if tiles else None
     wide = max(traits.head_dim, traits.head_dim_v) > 64
@@ -79,7 +79,7 @@ def _packing_tiles(traits: Traits, short: ForwardSm90Tile | None) -> list[Forwar
 
 
 def _of_warpgroups(traits: Traits, number: str) -> ForwardSm90Tile:
-    return TABLE.first(traits, "sm90", *keys(traits, number))
+    return TABLE.first(traits, "sm90", *keys(traits, "sm90", number))
 
 
 def _tile_for_work(

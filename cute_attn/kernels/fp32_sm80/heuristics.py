@@ -17,8 +17,13 @@ TABLE = Table(__file__, ForwardTermsTile)
 def default_tile(traits: Traits, target: str) -> ForwardTermsTile:
     """The tile for many rows; of one term that of 16-bit tensors, whose main loop it has."""
     if traits.fp32_terms == 1:
-        return _of_one_term(traits, target, *half.keys(traits, "half"))
-    return TABLE.first(traits, target, traits.head_dim_v, half.register_pressure(traits))
+        return _of_one_term(traits, target, *half.keys(traits, target, "half"))
+    return TABLE.first(traits, target, *keys(traits, target))
+
+
+def keys(traits: Traits, target: str) -> tuple[Key, ...]:
+    """A row's keys."""
+    return traits.head_dim_v, half.register_pressure(traits)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -39,7 +39,7 @@ from cute_attn.kernels.forward_sm80.products import OneTermProducts, Products, S
 from cute_attn.kernels.forward_sm80.storage import ForwardParams, MainloopContext, Operands
 from cute_attn.kernels.fp32_sm80.heuristics import default_tile
 from cute_attn.outputs.fp32_rows import store_pairs
-from cute_attn.tiles import ForwardTermsTile, first_that_fits, padded
+from cute_attn.tiles import ForwardTermsTile, padded
 from cute_attn.traits import Traits
 from cute_attn.work.query_tiles import ForwardSchedule, QueryTile, WorkClaims
 

@@ -1,15 +1,15 @@
 """Default tiles of the Hopper forward for head dims above 256, from ``tiles.csv``."""
 
 from cute_attn.tiles import ForwardLargeTile, best_packing, may_pack_heads
-from cute_attn.tiles.table import Table
+from cute_attn.tiles.table import Key, Table
 from cute_attn.traits import Traits
 
 TABLE = Table(__file__, ForwardLargeTile)
 
 
-def default_tile(traits: Traits, target: str) -> ForwardLargeTile:
-    """The tile for many rows."""
-    return TABLE.first(traits, target, max(traits.head_dim, traits.head_dim_v))
+def keys(traits: Traits, target: str) -> tuple[Key, ...]:
+    """A row's keys."""
+    return (max(traits.head_dim, traits.head_dim_v),)
 
 
 def tile_for_lengths(traits: Traits, tile: ForwardLargeTile, seqlen_q: int, group: int) -> ForwardLargeTile:

@@ -8,14 +8,19 @@ import dataclasses
 from cute_attn.kernels.forward_sm80.few_rows import ctas_per_multiprocessor, tile_for_lengths
 from cute_attn.tiles import ForwardSm80Tile
 from cute_attn.tiles.inference import CacheCall
-from cute_attn.tiles.table import Table
+from cute_attn.tiles.table import Key, Table
 from cute_attn.traits import Traits
 
 TABLE = Table(__file__, ForwardSm80Tile)
 
 
+def keys(traits: Traits, target: str) -> tuple[Key, ...]:
+    """A row's keys."""
+    return (max(traits.head_dim, traits.head_dim_v),)
+
+
 def tile_for_cache(traits: Traits, call: CacheCall, target: str) -> ForwardSm80Tile:
     """The tile for attention with a cache."""
-    many = TABLE.first(traits, target, max(traits.head_dim, traits.head_dim_v))
+    many = TABLE.first(traits, target, *keys(traits, target))
     tile = tile_for_lengths(traits, call.seqlen_q, call.group, many, target)
     return dataclasses.replace(tile, blocks_per_sm=ctas_per_multiprocessor(tile, traits, target))

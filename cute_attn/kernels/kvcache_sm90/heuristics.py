@@ -9,7 +9,7 @@ import math
 
 from cute_attn.tiles import KvcacheSm90Tile, first_that_fits, may_pack_heads
 from cute_attn.tiles.inference import CacheCall
-from cute_attn.tiles.table import Table
+from cute_attn.tiles.table import Key, Table
 from cute_attn.traits import Traits
 
 FEW_ROWS = 32
@@ -39,12 +39,16 @@ def cache_tile(traits: Traits, call: CacheCall) -> KvcacheSm90Tile:
     return dataclasses.replace(tile, pack_heads=pack)
 
 
+def keys(traits: Traits, target: str, rows: str = "few_32") -> tuple[Key, ...]:
+    """A row's keys; rows: ``few`` for up to 64, ``few_32`` for up to 32, ``many`` for more."""
+    split = "divided" if traits.split else "whole"
+    return max(traits.head_dim, traits.head_dim_v), rows, split, int(traits.softcap and traits.alibi)
+
+
 @functools.lru_cache(maxsize=1024)
 def _first(traits: Traits, rows: str, page_size: int, part_keys: int) -> KvcacheSm90Tile:
     """The first one that fits, with boxes for pages of the call's size."""
-    keys = "divided" if traits.split else "whole"
-    both = int(traits.softcap and traits.alibi)
-    tiles = TABLE.tiles(max(traits.head_dim, traits.head_dim_v), rows, keys, both)
+    tiles = TABLE.tiles(*keys(traits, "sm90", rows))
     tiles = tuple(tile for tile in tiles if part_keys % tile.tile_n == 0)
     if traits.paged:
         tiles = tuple(
