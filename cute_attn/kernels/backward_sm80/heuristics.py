@@ -3,7 +3,7 @@
 P and dS stay in registers where they fit, with four warps of 32 keys: two CTAs share a multiprocessor. In fp32 they
 pass through shared memory: with both in registers ptxas computes so many sums of dV and dK, which start from zero,
 before it adds them up that it spills. sm80 adds to dQ float by float, which takes registers; sm86 and sm89 have less
-shared memory.
+shared memory. What other tiles did: "Ampere backward, on an H200" in bench/notes.md (#n: its rows).
 """
 
 import functools
@@ -48,7 +48,7 @@ def _first(traits: Traits, target: str, whole: bool, *keys: Key) -> BackwardSm80
     tile = first_that_fits(tiles, traits, target)
     return replace(
         tile, dq_vector=4 if target == "sm90" else 1
-    )  # red.v4 is sm90's: +1%, #12 in bench/notes.md
+    )  # red.v4 is sm90's: +1%, #12
 
 
 def in_passes(tile: BackwardSm80Tile, traits: Traits) -> list[BackwardSm80Tile]:
