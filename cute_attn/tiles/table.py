@@ -11,6 +11,7 @@ and shared memory, and is ``like`` a row that was measured, of this file or as `
 import csv
 import functools
 import io
+import sys
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
@@ -23,11 +24,34 @@ Key = int | str
 EVIDENCE = ("measured", "built", "like")
 
 
+class Cell(NamedTuple):
+    """What a row accepts of one key: words and ranges of numbers."""
+
+    words: frozenset[str]
+    ranges: tuple[range, ...]
+
+    @staticmethod
+    def of(text: str) -> "Cell | None":
+        """A cell as it is written, None of an empty one."""
+        items = text.split()
+        numbers = [item.partition("-") for item in items if item[0].isdigit()]
+        ranges = [
+            range(int(least), 1 + int(most or (sys.maxsize - 1 if dash else least)))
+            for least, dash, most in numbers
+        ]
+        return Cell(frozenset(items), tuple(ranges)) if items else None
+
+    def accepts(self, key: Key) -> bool:
+        """Whether ``key`` is one of the words or in one of the ranges."""
+        return key in self.words if isinstance(key, str) else any(key in one for one in self.ranges)
+
+
 class Row(NamedTuple, Generic[T]):
-    """A line of a table; ``keys`` are the cells of its keys."""
+    """A line of a table."""
 
     name: str
     keys: tuple[str, ...]
+    cells: tuple[Cell | None, ...]
     tile: T
     measured: str
     built: str
@@ -35,15 +59,8 @@ class Row(NamedTuple, Generic[T]):
 
     def matches(self, keys: tuple[Key, ...]) -> bool:
         """Whether the row is for these keys."""
-        return all(not cell or _has(cell, key) for cell, key in zip(self.keys, keys, strict=True))
-
-
-def _has(cell: str, key: Key) -> bool:
-    """Whether one of a cell's words or ranges is or has ``key``."""
-    if isinstance(key, str):
-        return key in cell.split()
-    ranges = (item.partition("-") for item in cell.split() if item[0].isdigit())
-    return any(int(least) <= key <= int(most or (key if dash else least)) for least, dash, most in ranges)
+        pairs = zip(self.cells, keys, strict=True)
+        return all(cell is None or cell.accepts(key) for cell, key in pairs)
 
 
 class Table(Generic[T]):
@@ -65,9 +82,8 @@ class Table(Generic[T]):
             )
         default = self.tile()
         return tuple(
-            Row(name, tuple(cells), default.override(tile), *evidence)
-            for name, *cells, tile, measured, built, like in rows
-            for evidence in [(measured, built, like)]
+            Row(name, tuple(keys), tuple(map(Cell.of, keys)), default.override(tile), measured, built, like)
+            for name, *keys, tile, measured, built, like in rows
         )
 
     def _tiles(self, *keys: Key) -> tuple[T, ...]:

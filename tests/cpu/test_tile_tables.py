@@ -10,7 +10,7 @@ from cute_attn.compiler import compile
 from cute_attn.kernels.backward_sm80.heuristics import in_passes
 from cute_attn.tiles import Tile, first_that_fits
 from cute_attn.tiles.base import REGISTERS_PER_THREAD
-from cute_attn.tiles.table import Row, Table
+from cute_attn.tiles.table import Cell, Row, Table
 from cute_attn.traits import Traits
 from cute_attn.work.block_lists import divides
 from tests.cpu.test_examples import load
@@ -140,7 +140,8 @@ def test_rows_for_listed_blocks_divide_them():
 
 
 def test_keys_match_words_and_ranges():
-    row = Row("", ("33-64 128", "", "listed all", "7-"), None, "", "", "")
+    keys = ("33-64 128", "", "listed all", "7-")
+    row = Row("", keys, tuple(map(Cell.of, keys)), None, "", "", "")
     assert row.matches((33, "any", "all", 7)) and row.matches((128, 0, "listed", 99))
     for keys in ((32, "any", "all", 7), (65, "any", "all", 7), (64, "any", "half", 7), (64, "any", "all", 6)):
         assert not row.matches(keys)

@@ -50,6 +50,7 @@ def _tiles_for_few_rows(traits: Traits, target: str) -> tuple[ForwardSm80Tile, .
     return tuple(found)
 
 
+@functools.lru_cache(maxsize=4096)
 def ctas_per_multiprocessor(tile: ForwardSm80Tile, traits: Traits, target: str) -> int:
     """CTAs of up to 8 warps in all, so that registers suffice, whose shared memory fits."""
     by_memory = SHARED_MEMORY[target] // (tile.smem_bytes(traits) + 1024)
