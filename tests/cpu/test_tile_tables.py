@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cute_attn.compiler import compile
-from cute_attn.kernels.backward_sm80.heuristics import in_passes
+from cute_attn.kernels.backward_sm80.heuristics import in_passes, keys
 from cute_attn.tiles import Tile, first_that_fits
 from cute_attn.tiles.base import REGISTERS_PER_THREAD
 from cute_attn.tiles.table import Cell, Row, Table
@@ -146,6 +146,14 @@ def test_keys_match_words_and_ranges():
     for keys in ((32, "any", "all", 7), (65, "any", "all", 7), (64, "any", "half", 7), (64, "any", "all", 6)):
         assert not row.matches(keys)
     assert not row.matches(("none", "any", "all", 7))
+
+
+def test_a_default_in_as_many_passes_as_it_takes_is_no_row_to_change():
+    traits = Traits.parse("backward-sm80-bf16-d512")
+    with pytest.raises(
+        ValueError, match=r"the default tile of backward-sm80-bf16-d512 on sm90 is no row of .*tiles\.csv"
+    ):
+        TABLES["backward_sm80"].line(traits, "sm90", keys(traits, "sm90"), "tile_m=32", "")
 
 
 def test_columns_that_are_no_tables_are_refused(tmp_path):

@@ -45,10 +45,8 @@ def keys(traits: Traits, target: str) -> tuple[Key, ...]:
 def _first(traits: Traits, target: str, whole: bool, *keys: Key) -> BackwardSm80Tile:
     rows = [tile for tile in TABLE.tiles(*keys) if not (whole and tile.in_terms)]
     tiles = [tile for row in rows for tile in in_passes(row, traits)]
-    tile = first_that_fits(tiles, traits, target)
-    return replace(
-        tile, dq_vector=4 if target == "sm90" else 1
-    )  # red.v4 is sm90's: +1%, #12
+    vector = 4 if target == "sm90" else 1  # red.v4 is sm90's: +1%, #12
+    return replace(first_that_fits(tiles, traits, target), dq_vector=vector)
 
 
 def in_passes(tile: BackwardSm80Tile, traits: Traits) -> list[BackwardSm80Tile]:
