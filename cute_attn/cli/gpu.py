@@ -146,11 +146,17 @@ def tune_tile(
         Path | None,
         typer.Option("--timings", help="The file of timings that are kept; by default the user's own."),
     ] = None,
+    row: Annotated[
+        bool, typer.Option("--row", help="Also print the winner as the line of its kernel's tiles.csv.")
+    ] = False,
     output: Output = None,
 ) -> None:
     """Search for a faster tile within a budget; after Ctrl-C the same command goes on."""
+    from cute_attn.lab.benchmark.results import commit
+    from cute_attn.lab.card import Contender
+    from cute_attn.lab.race import workloads_of
     from cute_attn.lab.tune import Progress as Seen
-    from cute_attn.lab.tune import tune
+    from cute_attn.lab.tune import table_row, tune
 
     console = make_console()
     said: list[str] = []
@@ -187,6 +193,8 @@ def tune_tile(
     console.print(study.sentence, highlight=False, markup=False)
     if study.best_text:
         console.print(f"\n    {study.best_text}", highlight=False, markup=False)
+    if row and study.best:
+        print(table_row(study, workloads_of([Contender(study.name)], workloads or ()), commit()))
 
 
 def show_ledger(

@@ -110,14 +110,14 @@ def digest(*parts: bytes) -> str:
 
 @functools.cache
 def package_sources() -> str:
-    """Digest of the package's own sources, read once per process.
+    """Digest of the package's own sources and tables of tiles, read once per process.
 
     Where one changed after this process imported the package, what runs may be older than what is read: then the
     digest is unique, so that no later process finds a stale kernel under it.
     """
     parts, newest = [], 0.0
     for root in (_PACKAGE, _LAYOUTS):
-        for path in sorted(root.rglob("*.py")):
+        for path in sorted((*root.rglob("*.py"), *root.rglob("tiles.csv"))):
             place = path.relative_to(root.parent)
             if root == _PACKAGE and place.parts[1] not in _SHAPING:
                 continue

@@ -11,6 +11,7 @@ timed in a few rounds beside the default; then what helped is combined. The best
 A/B of the winner against the default decides. Timings are kept on disk: a study that is stopped goes on where it was.
 """
 
+import importlib
 import math
 import os
 import random
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_attn.compiler import SpillWarning
+from cute_attn.compiler.registry import kernel_class
 from cute_attn.lab.benchmark.workload import Workload
 from cute_attn.lab.builds import Builds, Built, WorkerBuilds
 from cute_attn.lab.card import Card, Contender, Gpu, Lost, Run, Wrong, needed_kernels, tile_at
@@ -139,6 +141,30 @@ def tune(
             return study.run()
     finally:
         equipment.builds.close()
+
+
+def table_row(study: Study, workloads: Sequence[Workload], commit: str) -> str:
+    """The line of the kernel's ``tiles.csv`` with the study's winner in the place of the default tile.
+
+    Its evidence is the speed on the largest of the study's workloads.
+
+    Raises:
+        ValueError: no tile was faster than the default, or the kernel's default is no row of a table.
+    """
+    if not study.best:
+        raise ValueError(
+            f"{study.name} keeps its default tile, whose row stays; accepted: a study with a winner"
+        )
+    traits = Traits.parse(study.name)
+    folder = kernel_class(traits).__module__.rpartition(".")[0]
+    heuristics = importlib.import_module(f"{folder}.heuristics")
+    winner = next(one for one in study.candidates if one.change == study.best)
+    workload = max(workloads, key=lambda one: one.flops)
+    speed = workload.flops / winner.ms[workload.name] / 1e9
+    measured = f"{speed:.4g} TFLOP/s on {workload.name}; {study.gpu.removeprefix('NVIDIA ')}; {commit}"
+    keys = heuristics.keys(traits, study.target)
+    line: str = heuristics.TABLE.line(traits, study.target, keys, study.best, measured)
+    return line
 
 
 @dataclass(frozen=True)

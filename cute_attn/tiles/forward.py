@@ -33,18 +33,16 @@ def best_packing(tiles: Sequence[Any], plain: Any, seqlen_q: int, group: int, va
         group: query heads per key head.
         varlen: whether sequences are packed; then their lengths differ, and only the longest is known here.
     """
-    candidates = [
-        replace(tile, pack_heads=n) for tile in tiles for n in PACKS if n < 2 * group and n <= tile.tile_m
-    ]
+    candidates = [(tile, n) for tile in tiles for n in PACKS if n < 2 * group and n <= tile.tile_m]
     lengths = (seqlen_q, -(-seqlen_q // 2)) if varlen and group > 1 else (seqlen_q,)
 
-    def count(tile: Any) -> int:
+    def count(tile: Any, pack: int) -> int:
         """Work tiles of a key head."""
-        return -(-group // tile.pack_heads) * sum(-(-n // tile.queries) for n in lengths)
+        return -(-group // pack) * sum(-(-n // (tile.tile_m // pack)) for n in lengths)
 
-    best = min(candidates, key=lambda tile: (count(tile) * (tile.tile_m + TILE_ROWS), -tile.pack_heads))
-    gain = count(plain) * plain.tile_m / max(count(best) * best.tile_m, 1)
-    return best if gain >= GAIN and (best.pack_heads > 1 or best.tile_m >= seqlen_q) else None
+    best, pack = min(candidates, key=lambda one: (count(*one) * (one[0].tile_m + TILE_ROWS), -one[1]))
+    gain = count(plain, plain.pack_heads) * plain.tile_m / max(count(best, pack) * best.tile_m, 1)
+    return replace(best, pack_heads=pack) if gain >= GAIN and (pack > 1 or best.tile_m >= seqlen_q) else None
 
 
 def pack_heads_reason(pack_heads: int, most: int, traits: Traits) -> str | None:

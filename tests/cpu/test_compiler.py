@@ -506,7 +506,8 @@ def test_the_packages_sources_change_the_key(tmp_path, monkeypatch):
     digest = fingerprint.package_sources.__wrapped__
     seen = {digest()}
     folders = ("tiles", "epilogues", "device", "work", "rows", "outputs", "kernels", "compiler")
-    shaping = [path for folder in folders for path in (tmp_path / "cute_attn" / folder).rglob("*.py")]
+    places = [tmp_path / "cute_attn" / folder for folder in folders]
+    shaping = [path for place in places for kind in ("*.py", "tiles.csv") for path in place.rglob(kind)]
     shaping += [tmp_path / "cute_attn" / "traits.py", *(tmp_path / "layouts").rglob("*.py")]
     for path in shaping:
         path.write_text(path.read_text() + "\n# changed\n")

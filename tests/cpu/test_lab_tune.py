@@ -1,5 +1,6 @@
 """Spaces, timings on disk and the tuner, on a simulated card with simulated builds: no real clock."""
 
+import csv
 import dataclasses
 import json
 import math
@@ -10,13 +11,15 @@ import torch
 
 from cute_attn import compiler
 from cute_attn.compiler import registry
+from cute_attn.kernels.forward_sm90.heuristics import TABLE
 from cute_attn.lab import builds as builds_module
 from cute_attn.lab.builds import Built, WorkerBuilds
 from cute_attn.lab.card import Contender, Lost
+from cute_attn.lab.race import workloads_of
 from cute_attn.lab.space import Space, accepted, change_text
 from cute_attn.lab.study import Study, as_python
 from cute_attn.lab.timings import TimingKey, Timings
-from cute_attn.lab.tune import Equipment, tune
+from cute_attn.lab.tune import Equipment, table_row, tune
 from cute_attn.tiles import ForwardSm90Tile
 from cute_attn.traits import Traits
 from tests import toy
@@ -166,6 +169,29 @@ def test_what_is_faster_on_one_workload_and_slower_on_another_is_not_taken(kept)
     assert [one.outcome for one in study.verdict.measured] == ["faster", "slower"]
     (one,) = study.candidates
     assert list(one.gains.values()) == pytest.approx([1 / 0.9, 1 / 1.03], rel=0.01)
+
+
+def test_the_winner_is_printed_as_a_row_of_the_kernels_table(kept):
+    """With its speed on the largest workload, at 0.93 ms, in the place of the default's row."""
+    study, _, _ = run(rugged, kept, workloads=(), budget_s=120.0)
+    shapes = workloads_of([Contender(NAME)], study.workloads)
+    (line,) = csv.reader([table_row(study, shapes, "0123abc")])
+    row = next(row for row in TABLE.rows if row.name == "d128")
+    assert line[: 1 + len(row.keys)] == ["d128", *row.keys]
+    tile, measured, *others = line[1 + len(row.keys) :]
+    assert ForwardSm90Tile().override(tile) == dataclasses.replace(row.tile, tile_n=64)
+    speed, unit, rest = measured.split(" ", 2)
+    assert float(speed) == pytest.approx(shapes[1].flops / 0.93e9, rel=0.01)
+    assert (unit, rest) == ("TFLOP/s", "on fwd-bf16-d128-b2-s8192-h16; simulated; 0123abc")
+    assert others == ["", ""]
+
+
+def test_a_study_without_a_winner_has_no_row(kept):
+    study, _, _ = run(lambda tile: 1.0 if tile == DEFAULT else 1.05, kept)
+    with pytest.raises(
+        ValueError, match=f"{NAME} keeps its default tile, whose row stays; accepted: a study with"
+    ):
+        table_row(study, workloads_of([Contender(NAME)], ("s8192",)), "0123abc")
 
 
 # ---- what goes wrong ----

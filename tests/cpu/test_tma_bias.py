@@ -14,7 +14,7 @@ from cute_attn import compiler
 from cute_attn.compiler.registry import Unsupported
 from cute_attn.host import choose, forward
 from cute_attn.host.call import Call
-from cute_attn.kernels.backward_sm90.heuristics import tma_bias_tiles
+from cute_attn.kernels.backward_sm90.heuristics import TABLE, keys
 from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
 from cute_attn.rows.tma_bias import ROW_COLS, ROWS, lane_address, lane_address_transposed
 from cute_attn.tiles import BackwardSm90Tile, ForwardSm90Tile, padded
@@ -35,7 +35,7 @@ def tensor(*shape: int, first: int = 0, row: int = 0, dtype: torch.dtype = torch
 
 def best_tile(traits: Traits) -> BackwardSm90Tile:
     """The backward's first tile for a bias loaded by TMA."""
-    return tma_bias_tiles(traits, max(padded(traits.head_dim), padded(traits.head_dim_v)))[0]
+    return TABLE.tiles(*keys(traits, "sm90"))[0]
 
 
 def call(bias: torch.Tensor, tile: str = "", **options) -> Call:

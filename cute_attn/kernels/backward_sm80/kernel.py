@@ -48,7 +48,7 @@ from cute_attn.device.terms import Terms, all_fit, change_units, common_scale, r
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.arguments import CUTE_DTYPES, backward_fake_args, plain_fake, rows_fake
-from cute_attn.kernels.backward_sm80.heuristics import FIT_ALWAYS, TERMS_LEAST_FLOP, preferred_tiles
+from cute_attn.kernels.backward_sm80.heuristics import TERMS_LEAST_FLOP, default_tile
 from cute_attn.kernels.backward_sm80.loads import BlockLoad, first_term, term_of
 from cute_attn.kernels.backward_sm80.params import (
     BackwardParams,
@@ -71,7 +71,7 @@ from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent
 from cute_attn.outputs import dq_order as dq
 from cute_attn.outputs.accumulate import add_fragment
-from cute_attn.tiles import BackwardSm80Tile, first_that_fits, padded
+from cute_attn.tiles import BackwardSm80Tile, padded
 from cute_attn.traits import DTYPES, MAX_HEAD_DIM, Traits
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.key_tiles import BackwardSchedule, HeadSplits, KeyTileOrder, KeyTiles, key_tile_of
@@ -98,10 +98,7 @@ class BackwardSm80:
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> BackwardSm80Tile:
         """The tile if none is named."""
-        tiles = preferred_tiles(traits, target)
-        return first_that_fits(
-            [*tiles, FIT_ALWAYS[0]] if traits.element_bytes == 2 else tiles, traits, target
-        )
+        return default_tile(traits, target)
 
     def for_lengths(
         self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm80", pairs: int | None = None
@@ -116,8 +113,7 @@ class BackwardSm80:
 
     def of_whole_operands(self, target: str) -> "BackwardSm80":
         """The kernel of the same traits with the default tile of whole fp32 operands."""
-        tiles = [tile for tile in preferred_tiles(self.traits, target) if not tile.in_terms]
-        return dataclasses.replace(self, tile=first_that_fits(tiles, self.traits, target))
+        return dataclasses.replace(self, tile=default_tile(self.traits, target, whole=True))
 
     @functools.cached_property
     def epilogues(self) -> EpilogueChain:

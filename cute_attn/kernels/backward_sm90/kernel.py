@@ -80,7 +80,7 @@ from cute_attn.device.wgmma import start_gemm
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.arguments import backward_fake_args
-from cute_attn.kernels.backward_sm90.heuristics import FEW_QUERIES, preferred_tiles
+from cute_attn.kernels.backward_sm90.heuristics import FEW_QUERIES, TABLE, keys
 from cute_attn.kernels.backward_sm90.layouts import BackwardSm90Layouts
 from cute_attn.kernels.backward_sm90.params import (
     BackwardInputs,
@@ -133,7 +133,7 @@ class BackwardSm90(BackwardSm90Layouts):
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> BackwardSm90Tile:
         """The tile for calls that name none."""
-        return first_that_fits(preferred_tiles(traits), traits, target)
+        return TABLE.first(traits, target, *keys(traits, target))
 
     def for_lengths(
         self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm90", pairs: int | None = None
@@ -147,15 +147,14 @@ class BackwardSm90(BackwardSm90Layouts):
             return self
         fewer = [
             tile
-            for tile in preferred_tiles(self.traits)
+            for tile in TABLE.tiles(*keys(self.traits, target))
             if tile.tile_m <= FEW_QUERIES and tile.bias_stages == self.tile.bias_stages
         ]
         return replace(self, tile=first_that_fits(fewer, self.traits, target)) if fewer else self
 
     def without_tma_bias(self) -> "BackwardSm90":
         """This kernel, which has its default tile, for a bias that TMA cannot read, or not store the gradient of."""
-        tiles = [tile for tile in preferred_tiles(self.traits) if not tile.bias_stages]
-        return replace(self, tile=first_that_fits(tiles, self.traits, "sm90"))
+        return replace(self, tile=TABLE.first(self.traits, "sm90", *keys(self.traits, "sm90", tma=False)))
 
     @functools.cached_property
     def epilogues(self) -> EpilogueChain:

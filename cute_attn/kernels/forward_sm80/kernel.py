@@ -52,11 +52,8 @@ from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.arguments import forward_fake_args
-from cute_attn.kernels.forward_sm80.heuristics import (
-    preferred_tiles,
-    tile_for_lengths,
-    tiles_for_few_rows,
-)
+from cute_attn.kernels.forward_sm80.few_rows import tile_for_lengths
+from cute_attn.kernels.forward_sm80.heuristics import default_tile
 from cute_attn.kernels.forward_sm80.key_groups import GroupResults, KeyGroup
 from cute_attn.kernels.forward_sm80.loads import BlockLoad
 from cute_attn.kernels.forward_sm80.products import Fp32Products, Products
@@ -66,7 +63,7 @@ from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent, mma_sync_count, product_loop
 from cute_attn.outputs.fp32_rows import store_vectors
 from cute_attn.outputs.lse import store_lse
-from cute_attn.tiles import ForwardSm80Tile, first_that_fits, padded
+from cute_attn.tiles import ForwardSm80Tile, padded
 from cute_attn.traits import DTYPES, MAX_HEAD_DIM, Traits, head_dim_multiple
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.query_tiles import ForwardSchedule, QueryGrid, QueryTile
@@ -95,7 +92,7 @@ class ForwardSm80:
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardSm80Tile:
         """The tile for calls that name none."""
-        return first_that_fits(preferred_tiles(traits), traits, target)
+        return default_tile(traits, target)
 
     def for_lengths(
         self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm80", pairs: int | None = None
@@ -109,8 +106,7 @@ class ForwardSm80:
         traits = self.traits
         if self.single or self.tile.warps_n > 1 or traits.variant:
             return self
-        few = tiles_for_few_rows(self.traits, target)
-        tile = tile_for_lengths(self.traits, seqlen_q, group, few, self.tile)
+        tile = tile_for_lengths(traits, seqlen_q, group, self.tile, target)
         return dataclasses.replace(self, tile=tile)
 
     @functools.cached_property

@@ -47,7 +47,8 @@ from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.arguments import CUTE_DTYPES, forward_fake_args
 from cute_attn.kernels.forward_sm90.consumer import Consumer
-from cute_attn.kernels.forward_sm90.heuristics import preferred_tiles, tile_for_lengths
+from cute_attn.kernels.forward_sm90.heuristics import TABLE, keys
+from cute_attn.kernels.forward_sm90.lengths import tile_for_lengths
 from cute_attn.kernels.forward_sm90.producer import BiasProducer, Producer
 from cute_attn.kernels.forward_sm90.storage import (
     ConsumerThread,
@@ -61,7 +62,7 @@ from cute_attn.kernels.step import StepContent, wgmma_count
 from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.rows.tma import TmaTiles
 from cute_attn.rows.tma_bias import ROWS, bias_tma
-from cute_attn.tiles import ForwardSm90Tile, first_that_fits, padded
+from cute_attn.tiles import ForwardSm90Tile, padded
 from cute_attn.traits import Traits
 from cute_attn.work.query_tiles import ForwardSchedule, QueryTileOrder
 
@@ -88,7 +89,7 @@ class ForwardSm90:
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardSm90Tile:
         """The tile for calls that name none."""
-        return first_that_fits(preferred_tiles(traits), traits, target)
+        return TABLE.first(traits, target, *keys(traits, target))
 
     def for_lengths(
         self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm90", pairs: int | None = None
@@ -112,8 +113,8 @@ class ForwardSm90:
             return dataclasses.replace(
                 self, tile=dataclasses.replace(self.tile, bias_stages=0, speculative=False)
             )
-        tiles = [tile for tile in preferred_tiles(self.traits) if not tile.bias_stages]
-        return dataclasses.replace(self, tile=first_that_fits(tiles, self.traits, "sm90"))
+        tile = TABLE.first(self.traits, "sm90", *keys(self.traits, "sm90", tma=False))
+        return dataclasses.replace(self, tile=tile)
 
     @property
     def loads_bias_by_tma(self) -> bool:

@@ -1,41 +1,36 @@
-"""Default tiles of the Ampere forward of fp32 in fp16 terms, and which calls are large enough for it."""
+"""Default tiles of the Ampere forward of fp32 in fp16 terms, from ``tiles.csv``; which calls are large enough for it.
 
-import dataclasses
+Of two terms, 32 rows per warp read K and V from shared memory half as often as 16, and of two CTAs of four warps per
+multiprocessor one's softmax overlaps the other's products. What other tiles did:
+"The rest of the memory-efficient family, measured" in bench/notes.md.
+"""
 
-from cute_attn.kernels.forward_sm80.heuristics import Rows, preferred_tiles, register_pressure, rows
-from cute_attn.tiles import ForwardTermsTile, padded
+import functools
+
+from cute_attn.kernels.forward_sm80 import heuristics as half
+from cute_attn.tiles import ForwardTermsTile, first_that_fits
+from cute_attn.tiles.table import Key, Table
 from cute_attn.traits import Traits
 
-# Of two terms. 32 rows per warp read K and V from shared memory half as often as 16, and of two CTAs of four warps per
-# multiprocessor one's softmax overlaps the other's products. Numbers are ratios to PyTorch's memory-efficient kernel,
-# from "The rest of the memory-efficient family, measured" in bench/notes.md; rows without one only do not spill.
-_TWO_TERMS: Rows[ForwardTermsTile] = (
-    (64, 0, ForwardTermsTile(128, 64, 4, 1)),  # 3.07 to 3.81; two stages +1 to 3%, but on sm90 alone
-    (64, 5, ForwardTermsTile(128, 32, 4, 1)),  # 3.11 with a bias, 2.63 with dropout
-    (96, 0, ForwardTermsTile(128, 32, 4, 2)),
-    (96, 4, ForwardTermsTile(128, 32, 4, 1)),
-    (96, 5, ForwardTermsTile(64, 64, 4, 1)),
-    (128, 0, ForwardTermsTile(128, 32, 4, 1)),  # 2.32 to 2.83; 256 rows, 16 or 64 keys, one step -2 to -14%
-    (128, 5, ForwardTermsTile(64, 64, 4, 1)),
-    (256, 5, ForwardTermsTile(128, 32, 8, 1)),  # 2.4
-)
-_DIVIDED = [  # d320 2.2 to 2.7, d512 1.37 to 1.70
-    ForwardTermsTile(64, 32, 8, warps_n=2),
-    ForwardTermsTile(32, 32, 4, warps_n=2),
-    ForwardTermsTile(16, 32, 2, warps_n=2),
-]
-_FIT_ALWAYS = [ForwardTermsTile(64, 32, 4, 1), ForwardTermsTile(64, 16, 4, 1), ForwardTermsTile(32, 16, 2, 1)]
+TABLE = Table(__file__, ForwardTermsTile)
 
 
-def tiles_of_terms(traits: Traits) -> list[ForwardTermsTile]:
-    """Tiles for fp32 in fp16 terms, best first."""
-    if traits.fp32_terms == 1:  # its main loop is that of 16-bit tensors
-        d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
-        half = dataclasses.replace(traits, dtype="fp16", precision="", head_dim=d, head_dim_v=dv)
-        return [ForwardTermsTile(**vars(tile)) for tile in preferred_tiles(half)]
-    if traits.head_dim_v > 256:
-        return _DIVIDED
-    return [*rows(_TWO_TERMS, traits.head_dim_v, register_pressure(traits)), *_FIT_ALWAYS]
+def default_tile(traits: Traits, target: str) -> ForwardTermsTile:
+    """The tile for many rows; of one term that of 16-bit tensors, whose main loop it has."""
+    if traits.fp32_terms == 1:
+        return _of_one_term(traits, target, *half.keys(traits, target, "half"))
+    return TABLE.first(traits, target, *keys(traits, target))
+
+
+def keys(traits: Traits, target: str) -> tuple[Key, ...]:
+    """A row's keys."""
+    return traits.head_dim_v, half.register_pressure(traits)
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_one_term(traits: Traits, target: str, *keys: Key) -> ForwardTermsTile:
+    tiles = [ForwardTermsTile(**vars(tile)) for tile in half.TABLE.tiles(*keys)]
+    return first_that_fits(tiles, traits, target)
 
 
 TERMS_LEAST_USES = {2: 512, 1: 1024}

@@ -37,9 +37,9 @@ from cute_attn.kernels.arguments import rows_fake, scales_fake
 from cute_attn.kernels.forward_sm80.kernel import ForwardSm80
 from cute_attn.kernels.forward_sm80.products import OneTermProducts, Products, StoredTermsProducts
 from cute_attn.kernels.forward_sm80.storage import ForwardParams, MainloopContext, Operands
-from cute_attn.kernels.fp32_sm80.heuristics import tiles_of_terms
+from cute_attn.kernels.fp32_sm80.heuristics import default_tile
 from cute_attn.outputs.fp32_rows import store_pairs
-from cute_attn.tiles import ForwardTermsTile, first_that_fits, padded
+from cute_attn.tiles import ForwardTermsTile, padded
 from cute_attn.traits import Traits
 from cute_attn.work.query_tiles import ForwardSchedule, QueryTile, WorkClaims
 
@@ -182,7 +182,7 @@ class ForwardTerms(FollowsSplit):
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardTermsTile:
         """The tile for calls that name none."""
-        return first_that_fits(tiles_of_terms(traits), traits, target)
+        return default_tile(traits, target)
 
     def fake_args(self) -> tuple:
         """The arguments of ``__call__`` for compiling, without the stream."""

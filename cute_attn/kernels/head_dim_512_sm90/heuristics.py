@@ -1,13 +1,15 @@
-"""Default tiles of the Hopper forward for head dims above 256."""
+"""Default tiles of the Hopper forward for head dims above 256, from ``tiles.csv``."""
 
 from cute_attn.tiles import ForwardLargeTile, best_packing, may_pack_heads
+from cute_attn.tiles.table import Key, Table
 from cute_attn.traits import Traits
 
+TABLE = Table(__file__, ForwardLargeTile)
 
-def preferred_tiles(traits: Traits) -> list[ForwardLargeTile]:
-    """Best first."""
-    two = [ForwardLargeTile(n, num_stages=2) for n in (96, 80, 64)]
-    return [*two, *(ForwardLargeTile(n) for n in (64, 32))]
+
+def keys(traits: Traits, target: str) -> tuple[Key, ...]:
+    """A row's keys."""
+    return (max(traits.head_dim, traits.head_dim_v),)
 
 
 def tile_for_lengths(traits: Traits, tile: ForwardLargeTile, seqlen_q: int, group: int) -> ForwardLargeTile:

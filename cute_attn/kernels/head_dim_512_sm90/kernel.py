@@ -31,7 +31,7 @@ from cute_attn.device.pipeline import WARPGROUP
 from cute_attn.device.wgmma import operand_layout
 from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.kernels.forward_sm90.storage import ForwardParams
-from cute_attn.kernels.head_dim_512_sm90.heuristics import preferred_tiles, tile_for_lengths
+from cute_attn.kernels.head_dim_512_sm90.heuristics import TABLE, keys, tile_for_lengths
 from cute_attn.kernels.head_dim_512_sm90.roles import ScoreConsumer, ValueConsumer
 from cute_attn.kernels.head_dim_512_sm90.storage import (
     SCORES,
@@ -44,7 +44,7 @@ from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent, wgmma_count
 from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.rows.tma import TmaTiles
-from cute_attn.tiles import ForwardLargeTile, first_that_fits, padded
+from cute_attn.tiles import ForwardLargeTile, padded
 from cute_attn.traits import MAX_HEAD_DIM, Traits
 
 MAX_HEAD_DIM_V = 512
@@ -67,7 +67,7 @@ class ForwardLargeSm90(ForwardSm90):
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardLargeTile:  # type: ignore[override]
         """The tile for calls that name none."""
-        return first_that_fits(preferred_tiles(traits), traits, target)
+        return TABLE.first(traits, target, *keys(traits, target))
 
     def for_lengths(
         self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm90", pairs: int | None = None

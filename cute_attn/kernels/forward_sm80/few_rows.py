@@ -1,0 +1,57 @@
+"""Tiles of the Ampere forward for few rows, which decoding has: a rule, as their table would have forty rows.
+
+It reached 3951 GB/s (b16 k8192), 4189 (b64 k4096) and 3885 (pages of 64) of an H200's 4498, and 3220
+with 16 queries, at commit 0dd3cfa: ``bench/results/2026-11-22-nvidia-h200-decode.json``.
+"""
+
+import dataclasses
+import functools
+
+from cute_attn.tiles import ForwardSm80Tile, best_packing, first_that_fits, may_pack_heads, padded
+from cute_attn.traits import Traits
+
+SHARED_MEMORY = {"sm80": 167_936, "sm86": 102_400, "sm89": 102_400, "sm90": 233_472}
+"""Shared memory of a multiprocessor of each target, in bytes; each CTA reserves 1024 of it beside its own."""
+
+
+def tile_for_lengths(
+    traits: Traits, seqlen_q: int, group: int, many: ForwardSm80Tile, target: str
+) -> ForwardSm80Tile:
+    """The tile for sequences of at most ``seqlen_q`` queries, ``group`` heads per key head; ``many``: for many rows."""
+    if not may_pack_heads(traits):
+        return many
+    tiles = [*_tiles_for_few_rows(traits, target), many]
+    return best_packing(tiles, many, seqlen_q, group, traits.varlen) or many
+
+
+@functools.lru_cache(maxsize=1024)
+def _tiles_for_few_rows(traits: Traits, target: str) -> tuple[ForwardSm80Tile, ...]:
+    """Of 16, 32 and 64 rows: bound by memory, so many loads are kept in flight, 64 KB or more a multiprocessor.
+
+    A warp has 16 rows, and the other warps divide the keys: each additional warp along the rows reads all of K and V
+    from shared memory once more.
+    """
+    d = max(padded(traits.head_dim), padded(traits.head_dim_v))
+    found = []
+    for rows, warps, groups in ((16, 1, 4), (32, 2, 2), (64, 4, 1)):
+        keys = 128 if d <= 64 else 64
+        fewest = max(16 * groups, 32)
+        keeps_q = d <= 128 and not (rows == 64 and (traits.tree or traits.paged or traits.split == "shares"))
+        tiles = [
+            ForwardSm80Tile(
+                rows, n, warps, stages, q_in_regs=keeps_q, qk_unroll=0 if d <= 128 else 4, key_groups=groups
+            )
+            for n, stages in ((keys, 3), (keys, 2), (fewest, 2), (fewest, 1))
+        ]
+        tile = first_that_fits(tiles, traits, target)
+        if tile.reject(traits, target) is None:
+            blocks = ctas_per_multiprocessor(tile, traits, target)
+            found.append(dataclasses.replace(tile, blocks_per_sm=blocks))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def ctas_per_multiprocessor(tile: ForwardSm80Tile, traits: Traits, target: str) -> int:
+    """CTAs of up to 8 warps in all, so that registers suffice, whose shared memory fits."""
+    by_memory = SHARED_MEMORY[target] // (tile.smem_bytes(traits) + 1024)
+    return max(min(by_memory, 256 // tile.num_threads), 1)

@@ -1,0 +1,119 @@
+"""The Hopper forward's tile by lengths: which row of ``tiles.csv``, and how many heads are packed.
+
+Rules and not rows: they estimate how long a call takes with each of a few tiles, from the number of its work tiles.
+"""
+
+import dataclasses
+
+from cute_attn.kernels.forward_sm90.heuristics import TABLE, epilogues_beside, keys
+from cute_attn.tiles import ForwardSm90Tile, best_packing, first_that_fits, may_pack_heads, padded
+from cute_attn.traits import Traits
+
+SHORT_SEQLEN = 1024
+"""Longest sequences that take a smaller tile: prologue and epilogue dominate them."""
+
+SHORT_BIASED = 512
+"""The same with a bias that TMA loads: beyond it 192 rows are faster than 64."""
+
+FEW_KEYS = (64, 80, 96)
+"""Keys of a step for sequences of no more, such as a text's 77."""
+
+MULTIPROCESSORS = 132
+"""How many an H100 SXM and an H200 have."""
+
+LEAST_GAIN = 1.1
+"""How much faster a tile of another number of rows has to be, by the estimate, to be taken."""
+
+MANY_ROWS = {72: 1.25, 88: 1.2, 104: 1.08}
+"""Head dims that take 192 rows: the time of a row in a tile of 128 over that in this one.
+
+Their rows begin within sectors of L2, whose traffic then bounds the kernel: more rows share what is loaded.
+"""
+
+
+def tile_for_lengths(
+    default: ForwardSm90Tile,
+    traits: Traits,
+    seqlen_q: int,
+    seqlen_k: int,
+    group: int,
+    pairs: int | None = None,
+) -> ForwardSm90Tile:
+    """The tile for sequences of at most these lengths.
+
+    Args:
+        default: the tile for many long sequences.
+        group: query heads per key head.
+        pairs: the number of (sequence, query head) pairs; None: unknown, taken as enough to fill the GPU.
+    """
+    short = _short_tile(traits, seqlen_q, seqlen_k)
+    plain = short or default
+    tile = None
+    if may_pack_heads(traits):
+        tile = best_packing(_packing_tiles(traits, short), plain, seqlen_q, group, traits.varlen)
+    if tile is None and pairs is not None and not (epilogues_beside(traits) or traits.varlen):
+        tile = _tile_for_work(plain, traits, seqlen_q, seqlen_k, pairs)
+    tile = tile or plain
+    if seqlen_k > max(FEW_KEYS) or traits.bias:
+        return tile
+    enough = [
+        n for n in FEW_KEYS if seqlen_k <= n < tile.tile_n and (n % 32 == 0 or traits.dropout != "flash")
+    ]
+    return dataclasses.replace(tile, tile_n=enough[0]) if enough else tile
+
+
+def _short_tile(traits: Traits, seqlen_q: int, seqlen_k: int) -> ForwardSm90Tile | None:
+    """For short sequences, else None; with a bias and head dims above 64 only where one tile has all queries."""
+    longest = max(seqlen_q, seqlen_k)
+    tiles = TABLE.tiles(*keys(traits, "sm90", "short")) if longest <= SHORT_SEQLEN or traits.bias else ()
+    if not tiles or not tiles[0].bias_stages:
+        return tiles[0] if tiles else None
+    wide = max(traits.head_dim, traits.head_dim_v) > 64
+    return tiles[0] if (seqlen_q <= tiles[0].tile_m if wide else longest <= SHORT_BIASED) else None
+
+
+def _packing_tiles(traits: Traits, short: ForwardSm90Tile | None) -> list[ForwardSm90Tile]:
+    """Of one warpgroup and of two."""
+    one, two = (_of_warpgroups(traits, n) for n in ("one_warpgroup", "two_warpgroups"))
+    return [one, first_that_fits([short, two], traits, "sm90") if short and short.tile_m == 128 else two]
+
+
+def _of_warpgroups(traits: Traits, number: str) -> ForwardSm90Tile:
+    return TABLE.first(traits, "sm90", *keys(traits, "sm90", number))
+
+
+def _tile_for_work(
+    plain: ForwardSm90Tile, traits: Traits, seqlen_q: int, seqlen_k: int, pairs: int
+) -> ForwardSm90Tile | None:
+    """A tile of fewer rows where those of ``plain`` leave multiprocessors idle, or rows of theirs empty."""
+    if plain.tile_m == 64:
+        return None
+    d = max(padded(traits.head_dim), padded(traits.head_dim_v))
+    # A row's time in another tile, over that in the default one: where CTAs fill a multiprocessor, and of one alone.
+    # Ratios of large calls and of single tiles: bench/notes.md.
+    others: list[tuple[ForwardSm90Tile, float, float]] = []
+    if plain.tile_m > 128:
+        slower = 1.13 if d <= 64 else MANY_ROWS[traits.head_dim]
+        others.append((_of_warpgroups(traits, "two_warpgroups"), slower, slower))
+    if _count(plain, seqlen_q, pairs) <= MULTIPROCESSORS:  # many short sequences would load K and V too often
+        slower = 1.16 if d <= 64 else 1.08 if d <= 128 else 1.45
+        others.append((_of_warpgroups(traits, "one_warpgroup"), slower, 1.45))
+    if not others:
+        return None
+    triangular = traits.causal and (traits.top_left or seqlen_k < 2 * seqlen_q)
+
+    def estimate(tile: ForwardSm90Tile, shared: float, alone: float) -> float:
+        """Rows that a multiprocessor computes one after the other, in time of the default tile's."""
+        blocks = _count(tile, seqlen_q, pairs)
+        if triangular:  # half of the keys on average, the longest first
+            return tile.tile_m * max(alone, blocks * shared / (2 * MULTIPROCESSORS))
+        rounds, rest = divmod(-(-blocks // MULTIPROCESSORS), tile.blocks_per_sm)
+        return tile.tile_m * (rounds * tile.blocks_per_sm * shared + rest * alone)
+
+    best = min(others, key=lambda other: estimate(*other))
+    return best[0] if LEAST_GAIN * estimate(*best) < estimate(plain, 1.0, 1.0) else None
+
+
+def _count(tile: ForwardSm90Tile, seqlen_q: int, pairs: int) -> int:
+    """Work tiles."""
+    return -(-seqlen_q // tile.tile_m) * pairs

@@ -1,0 +1,112 @@
+"""Default tiles as rows of a kernel's ``tiles.csv``: for what each is taken, and the evidence for it.
+
+From the left a row has its name; keys, which the kernel's ``heuristics.py`` computes from traits, target and lengths;
+the tile, as what changes its class's default one; and the evidence. A key's cell is empty, for any value, or has
+numbers, ranges (``33-64``) or words. Of the rows that match, the first one whose tile fits is the default.
+
+Evidence is ``measured``: speed, workload, card and commit. Or the row was ``built`` without spills, with its registers
+and shared memory, and is ``like`` a row that was measured, of this file or as ``KERNEL/ROW`` of another kernel's.
+"""
+
+import csv
+import functools
+import io
+import sys
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
+
+from cute_attn.tiles.base import Tile, first_that_fits
+from cute_attn.traits import Traits
+
+T = TypeVar("T", bound=Tile)
+Key = int | str
+
+EVIDENCE = ("measured", "built", "like")
+
+
+class Cell(NamedTuple):
+    """What a row accepts of one key: words and ranges of numbers."""
+
+    words: frozenset[str]
+    ranges: tuple[range, ...]
+
+    @staticmethod
+    def of(text: str) -> "Cell | None":
+        """A cell as it is written, None of an empty one."""
+        items = text.split()
+        numbers = [item.partition("-") for item in items if item[0].isdigit()]
+        ranges = [
+            range(int(least), 1 + int(most or (sys.maxsize - 1 if dash else least)))
+            for least, dash, most in numbers
+        ]
+        return Cell(frozenset(items), tuple(ranges)) if items else None
+
+    def accepts(self, key: Key) -> bool:
+        """Whether ``key`` is one of the words or in one of the ranges."""
+        return key in self.words if isinstance(key, str) else any(key in one for one in self.ranges)
+
+
+class Row(NamedTuple, Generic[T]):
+    """A line of a table."""
+
+    name: str
+    keys: tuple[str, ...]
+    cells: tuple[Cell | None, ...]
+    tile: T
+    measured: str
+    built: str
+    like: str
+
+    def matches(self, keys: tuple[Key, ...]) -> bool:
+        """Whether the row is for these keys."""
+        pairs = zip(self.cells, keys, strict=True)
+        return all(cell is None or cell.accepts(key) for cell, key in pairs)
+
+
+class Table(Generic[T]):
+    """The rows of the ``tiles.csv`` beside ``file``, with tiles of one class."""
+
+    def __init__(self, file: str, tile: type[T]) -> None:
+        self.path, self.tile = Path(file).with_name("tiles.csv"), tile
+        self.tiles = functools.lru_cache(maxsize=1024)(self._tiles)
+        self.first = functools.lru_cache(maxsize=4096)(self._first)
+
+    @functools.cached_property
+    def rows(self) -> tuple[Row[T], ...]:
+        """All of them, read once."""
+        with self.path.open(newline="") as lines:
+            (name, *_, tile, measured, built, like), *rows = csv.reader(lines)
+        if (name, tile, measured, built, like) != ("row", "tile", *EVIDENCE):
+            raise ValueError(
+                f"{self.path} begins with other columns than row, keys, tile, {', '.join(EVIDENCE)}"
+            )
+        default = self.tile()
+        return tuple(
+            Row(name, tuple(keys), tuple(map(Cell.of, keys)), default.override(tile), measured, built, like)
+            for name, *keys, tile, measured, built, like in rows
+        )
+
+    def _tiles(self, *keys: Key) -> tuple[T, ...]:
+        """The tiles for some keys, the best first."""
+        return tuple(row.tile for row in self.rows if row.matches(keys))
+
+    def _first(self, traits: Traits, target: str, *keys: Key) -> T:
+        """The first of them that fits ``traits`` on ``target``, or the last one, whose ``reject`` gives the reason."""
+        return first_that_fits(self.tiles(*keys), traits, target)
+
+    def line(self, traits: Traits, target: str, keys: tuple[Key, ...], change: str, measured: str) -> str:
+        """The row of the default tile, with its tile changed and other evidence, as a line of the file.
+
+        Raises:
+            ValueError: the default is no row as it is written, but one in as many passes as it takes.
+        """
+        for row in self.rows:
+            if row.matches(keys) and row.tile.reject(traits, target) is None:
+                text, tile = io.StringIO(), row.tile.override(change)
+                csv.writer(text, lineterminator="").writerow(
+                    (row.name, *row.keys, str(tile), measured, "", "")
+                )
+                return text.getvalue()
+        raise ValueError(
+            f"the default tile of {traits} on {target} is no row of {self.path} as it is written"
+        )

@@ -1,0 +1,169 @@
+"""The tables of default tiles: each row has its evidence, which is on record or can be built again."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from cute_attn.compiler import compile
+from cute_attn.kernels.backward_sm80.heuristics import in_passes, keys
+from cute_attn.tiles import Tile, first_that_fits
+from cute_attn.tiles.base import REGISTERS_PER_THREAD
+from cute_attn.tiles.table import Cell, Row, Table
+from cute_attn.traits import Traits
+from cute_attn.work.block_lists import divides
+from tests.cpu.test_examples import load
+
+ROOT = Path(__file__).parents[2]
+TABLES = {
+    path.parent.name: importlib.import_module(f"cute_attn.kernels.{path.parent.name}.heuristics").TABLE
+    for path in sorted((ROOT / "cute_attn/kernels").glob("*/tiles.csv"))
+}
+ROWS = [(kernel, row) for kernel, table in TABLES.items() for row in table.rows]
+MEASURED = re.compile(
+    r"([\d.]+) (TFLOP/s|GB/s)(?: and causal ([\d.]+))? on (\S+); ([A-Z]\d+[\w ]*); ([0-9a-f]{7,12})"
+)
+BUILT = re.compile(r"(\S+) on (sm\d\d): (\d+) registers, (\d+) bytes, (\d+) spills")
+SPILL = {"forward_sm80/tf32-d256-16-rows": 108, "backward_sm80/large-16-keys": 8}
+"""Rows -> bytes that they spill, which is known: of head dims that few programs have."""
+
+
+def missing(kernel: str, row: Row, tables: dict[str, Table]) -> str:
+    """What a row's evidence lacks, or ""."""
+    if row.measured:
+        return "" if MEASURED.fullmatch(row.measured) else f"measured is {row.measured!r}"
+    built = BUILT.fullmatch(row.built)
+    if built is None:
+        return f"neither measured nor built: {row.built!r}"
+    if int(built[5]) != SPILL.get(f"{kernel}/{row.name}", 0):
+        return f"built {row.built!r}, which spills"
+    folder, _, name = row.like.rpartition("/")
+    other = [one for one in tables[folder or kernel].rows if one.name == name]
+    return "" if other and other[0].measured else f"like {row.like!r}, which names no measured row"
+
+
+def of(rows: list[tuple[str, Row]]) -> list:
+    return [pytest.param(*one, id=f"{one[0]}/{one[1].name}") for one in rows]
+
+
+def test_there_is_a_table_for_each_kernel_with_products():
+    kernels = {path.parent.name for path in (ROOT / "cute_attn/kernels").glob("*/kernel.py")}
+    assert set(TABLES) == kernels and all(len(table.rows) > 3 for table in TABLES.values())
+
+
+def test_each_row_has_its_evidence():
+    assert [
+        f"{kernel}/{row.name}: {what}" for kernel, row in ROWS if (what := missing(kernel, row, TABLES))
+    ] == []
+
+
+def test_names_of_rows_are_their_own():
+    for kernel, table in TABLES.items():
+        names = [row.name for row in table.rows]
+        assert len(set(names)) == len(names), kernel
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"measured": "", "built": "", "like": ""}, "neither measured nor built"),
+        ({"measured": "fast"}, "measured is 'fast'"),
+        ({"measured": "340 TFLOP/s on fwd-bf16-d64-b1-s512-h1; H200"}, "measured is"),
+        ({"measured": "", "like": ""}, "names no measured row"),
+        ({"measured": "", "like": "nowhere"}, "names no measured row"),
+        ({"measured": "", "like": "d96"}, "names no measured row"),
+        ({"measured": "", "like": "kvcache_sm80/d64"}, "names no measured row"),
+        (
+            {"measured": "", "built": "forward-sm80-bf16-d64 on sm80: 255 registers, 9 bytes, 4 spills"},
+            "which spills",
+        ),
+    ],
+)
+def test_a_row_without_evidence_is_found(changes, what):
+    row = next(row for row in TABLES["forward_sm80"].rows if row.name == "d96")
+    assert missing("forward_sm80", row, TABLES) == ""
+    assert what in missing("forward_sm80", row._replace(**changes), TABLES)
+
+
+def test_measured_speeds_are_on_record():
+    files = [*(ROOT / "bench/results").glob("*.json"), *(ROOT / "bench").glob("*.md")]
+    texts = [path.read_text() for path in files]
+    measured = [
+        (f"{kernel}/{row.name}", MEASURED.fullmatch(row.measured)) for kernel, row in ROWS if row.measured
+    ]
+    assert len(measured) > 60
+    for name, found in measured:
+        numbers = [number for number in (found[1], found[3]) if number]
+        patterns = [re.compile(rf"(?<![\d.]){re.escape(number)}(?![\d.]*\d)") for number in numbers]
+        assert any(found[6] in text and all(p.search(text) for p in patterns) for text in texts), name
+
+
+def as_built(row: Row, traits: Traits, target: str) -> Tile:
+    """A row's tile, of the Ampere backward in the fewest passes that fit."""
+    tiles = in_passes(row.tile, traits) if hasattr(row.tile, "dq_passes") else [row.tile]
+    return first_that_fits(tiles, traits, target)
+
+
+@pytest.mark.parametrize(("kernel", "row"), of([one for one in ROWS if one[1].built]))
+def test_what_was_built_is_a_kernel_of_its_tile(kernel, row):
+    found = BUILT.fullmatch(row.built)
+    if "relative_position" in found[1]:
+        load("custom_epilogue")
+    traits = Traits.parse(found[1])
+    tile = as_built(row, traits, found[2])
+    assert tile.reject(traits, found[2]) is None
+    assert int(found[4]) <= tile.smem_bytes(traits) and int(found[3]) <= REGISTERS_PER_THREAD
+
+
+BUILT_AGAIN = ("kvcache_sm80/d128", "backward_sm80/d192")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "row"),
+    [
+        param if param.id in BUILT_AGAIN else pytest.param(*param.values, marks=pytest.mark.slow, id=param.id)
+        for param in of([one for one in ROWS if one[1].built])
+    ],
+)
+def test_a_built_row_has_its_registers(kernel, row):
+    found = BUILT.fullmatch(row.built)
+    if "relative_position" in found[1]:
+        load("custom_epilogue")
+    traits = Traits.parse(found[1])
+    used = compile(traits, as_built(row, traits, found[2]), found[2]).resources
+    assert (used.registers, used.shared_memory_bytes) == (int(found[3]), int(found[4]))
+    assert used.spill_store_bytes == int(found[5]) == SPILL.get(f"{kernel}/{row.name}", 0)
+
+
+def test_rows_for_listed_blocks_divide_them():
+    for table in TABLES.values():
+        columns = table.path.read_text().partition("\n")[0].split(",")
+        if "blocks" in columns:
+            place = columns.index("blocks") - 1
+            assert not [row.name for row in table.rows if row.keys[place] != "all" and not divides(row.tile)]
+
+
+def test_keys_match_words_and_ranges():
+    keys = ("33-64 128", "", "listed all", "7-")
+    row = Row("", keys, tuple(map(Cell.of, keys)), None, "", "", "")
+    assert row.matches((33, "any", "all", 7)) and row.matches((128, 0, "listed", 99))
+    for keys in ((32, "any", "all", 7), (65, "any", "all", 7), (64, "any", "half", 7), (64, "any", "all", 6)):
+        assert not row.matches(keys)
+    assert not row.matches(("none", "any", "all", 7))
+
+
+def test_a_default_in_as_many_passes_as_it_takes_is_no_row_to_change():
+    traits = Traits.parse("backward-sm80-bf16-d512")
+    with pytest.raises(
+        ValueError, match=r"the default tile of backward-sm80-bf16-d512 on sm90 is no row of .*tiles\.csv"
+    ):
+        TABLES["backward_sm80"].line(traits, "sm90", keys(traits, "sm90"), "tile_m=32", "")
+
+
+def test_columns_that_are_no_tables_are_refused(tmp_path):
+    (tmp_path / "tiles.csv").write_text("row,head_dim,tile,measured,built\n")
+    with pytest.raises(
+        ValueError, match=r"tiles\.csv begins with other columns than row, keys, tile, measured, built"
+    ):
+        _ = Table(str(tmp_path / "heuristics.py"), TABLES["forward_sm80"].tile).rows
