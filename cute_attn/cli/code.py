@@ -10,6 +10,7 @@ import typer
 from cute_attn.cli.options import (
     AsJson,
     Name,
+    Page,
     Target,
     Verbose,
     complete_tile,
@@ -44,12 +45,18 @@ def verdict_of_tiles(
         typer.Option("--lines", help="Also the source lines that a steady step spends most instructions on."),
     ] = False,
     as_json: AsJson = False,
+    page: Page = None,
     verbose: Verbose = False,
 ) -> None:
     """What tiles cost, from their machine code; needs no GPU. The default tile, or a column for each --tile."""
     found = _verdicts([(name, tile or None) for tile in tiles or [""]], target, lines)
     if not any(one.fits for one in found):
         raise ValueError("; ".join(dict.fromkeys(one.reason for one in found)))
+    if page is not None:
+        from cute_attn.lab import report
+
+        with working("writing the page"):
+            report.of_verdicts(found, page)
     if as_json:
         print(json.dumps([one.as_dict() for one in found], indent=1))
         return
@@ -89,7 +96,7 @@ def difference_of_two(
 
     found = compare(a, b)
     if as_json:
-        print(found.json())
+        print(json.dumps(found.as_dict(), indent=1))
     else:
         show(found.shown(verbose=is_verbose()))
 

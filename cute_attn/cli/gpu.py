@@ -1,4 +1,4 @@
-"""The commands of the laboratory that use a GPU: ab, tune; and those that show what they found: ledger, report."""
+"""The commands of the laboratory that use a GPU: ab and tune."""
 
 import json
 from pathlib import Path
@@ -9,13 +9,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 # Modules that load torch or the DSL are imported inside the commands: --help needs neither.
 from cute_attn.cli.options import (
-    AsJson,
     Name,
+    Page,
     Target,
     complete_tile,
     live_progress,
     make_console,
-    show,
     working,
     writable_file,
 )
@@ -31,12 +30,7 @@ Workloads = Annotated[
 Budget = Annotated[float, typer.Option("--budget", min=1, help="Seconds.")]
 Output = Annotated[
     Path | None,
-    typer.Option(
-        "-o", "--output", callback=writable_file, help="Also write the result here, as JSON for `report`."
-    ),
-]
-LedgerFile = Annotated[
-    Path | None, typer.Option("--ledger", help="The ledger; by default bench/ledger.jsonl of the checkout.")
+    typer.Option("-o", "--output", callback=writable_file, help="Also write the result here, as JSON."),
 ]
 
 
@@ -44,8 +38,6 @@ def add_to(app: typer.Typer) -> None:
     """Add these commands."""
     app.command("ab")(ab_of_tiles)
     app.command("tune")(tune_tile)
-    app.command("ledger")(show_ledger)
-    app.command("report")(write_report)
 
 
 def ab_of_tiles(
@@ -66,21 +58,14 @@ def ab_of_tiles(
         float, typer.Option(min=0, help="Differences below this share count as none.")
     ] = 0.005,
     budget: Budget = 30.0,
-    predict: Annotated[
-        str | None, typer.Option("--predict", help="How much faster A is: '+2..+5%'. Needs --why.")
-    ] = None,
-    why: Annotated[str, typer.Option("--why", help="The reason for the prediction.")] = "",
-    ledger_file: LedgerFile = None,
     output: Output = None,
 ) -> None:
     """Whether tile A is faster than tile B, or than a peer, on this GPU: an interval and one sentence.
 
-    Both are compared with the reference first. With --predict the prediction goes into the ledger before anything is
-    measured, the outcome after.
+    Both are compared with the reference first.
     """
-    from cute_attn.lab import ledger
-    from cute_attn.lab.card import Contender, Gpu
-    from cute_attn.lab.race import ab, workloads_of
+    from cute_attn.lab.card import Contender
+    from cute_attn.lab.race import ab
 
     tiles = tiles or [""]
     if len(tiles) + (peer is not None) > 2:
@@ -89,41 +74,12 @@ def ab_of_tiles(
         )
     second: Any = peer or (name, tiles[1] if len(tiles) > 1 else None)
     a, b = Contender.of((name, tiles[0])), Contender.of(second)
-    shapes = workloads_of((a, b), workloads or ())
-    low, high = ledger.parse_range(predict) if predict else (0.0, 0.0)
-    if why and not predict:
-        raise ValueError("--why is given without --predict; accepted: both")
-    card, entry = Gpu(), None
-    if predict:
-        question = f"{a} against {b} on {', '.join(shape.name for shape in shapes)}"
-        entry = ledger.predict(question, a.tile, low=low, high=high, why=why, path=ledger_file)
     with working("building") as say:
-        found = ab(a, b, shapes, resolution=resolution, budget_s=budget, card=card, progress=say)
+        found = ab(a, b, workloads or (), resolution=resolution, budget_s=budget, progress=say)
     _write(output, found.to_json())
-    outcome = ""
-    if entry is not None:
-        entry = ledger.settle(entry, found, static=_static(a, b, shapes[0]), path=ledger_file)
-        outcome = f"The prediction of {entry.predicted} was {entry.outcome} (ledger entry {entry.id})."
     console = make_console()
     console.print(found.table())
     console.print(found.sentence, highlight=False, markup=False)
-    if outcome:
-        console.print(outcome, highlight=False, markup=False)
-
-
-def _static(a: Any, b: Any, shape: Any) -> dict[str, Any] | None:
-    """How two kernels' steady steps differ, or why that is unknown, for the ledger; None beside a peer."""
-    from cute_attn.lab.card import tile_at
-    from cute_attn.lab.compare import compare
-    from cute_attn.lab.verdict import verdict
-
-    if a.peer or b.peer:
-        return None
-    try:
-        found = compare(*(verdict(one.kernel, tile_at(one, shape)) for one in (a, b)))
-    except (OSError, ValueError) as error:  # no nvdisasm, say: what was measured counts all the same
-        return {"unknown": str(error)}
-    return {"opcodes": {one.what: [one.a, one.b] for one in found.opcodes}, "same_step": found.equal}
 
 
 def tune_tile(
@@ -147,6 +103,7 @@ def tune_tile(
         typer.Option("--timings", help="The file of timings that are kept; by default the user's own."),
     ] = None,
     output: Output = None,
+    page: Page = None,
 ) -> None:
     """Search for a faster tile within a budget; after Ctrl-C the same command goes on."""
     from cute_attn.lab.tune import Progress as Seen
@@ -187,53 +144,11 @@ def tune_tile(
     console.print(study.sentence, highlight=False, markup=False)
     if study.best_text:
         console.print(f"\n    {study.best_text}", highlight=False, markup=False)
+    if page is not None:
+        from cute_attn.lab import report
 
-
-def show_ledger(
-    calibration: Annotated[
-        bool, typer.Option("--calibration", help="How often predicted ranges held, by their width.")
-    ] = False,
-    see: Annotated[str | None, typer.Option("--see", metavar="ID", help="Add --words to this entry.")] = None,
-    words: Annotated[str, typer.Option("--words", help="What a person says of it.")] = "",
-    ledger_file: LedgerFile = None,
-    as_json: AsJson = False,
-) -> None:
-    """What was predicted, and what was measured."""
-    from cute_attn.lab import ledger
-
-    if ledger_file is not None and not ledger_file.is_file():
-        raise ValueError(
-            f"--ledger is {str(ledger_file)!r}, which is no file; accepted: one that `cute-attn ab --predict` wrote"
-        )
-    if see is not None:
-        ledger.see(see, words, path=ledger_file)
-    if as_json:
-        print(json.dumps(ledger.as_json(ledger_file), indent=1))
-        return
-    shown = ledger.calibration_table(ledger_file) if calibration else ledger.table(ledger_file)
-    show(shown)
-
-
-def write_report(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Of ab -o, tune -o or bench/results, or a ledger.jsonl.")
-    ],
-    output: Annotated[Path, typer.Option("-o", "--output", callback=writable_file, help="The page.")] = Path(
-        "report.html"
-    ),
-    kernels: Annotated[
-        bool,
-        typer.Option("--kernels/--no-kernels", help="Also layouts and steady steps; builds the kernels."),
-    ] = True,
-) -> None:
-    """Write one HTML page of a result; it needs no network."""
-    from cute_attn.lab import report
-
-    with working(
-        "writing the page, which builds the kernels that it shows" if kernels else "writing the page"
-    ):
-        page = report.write(report.read(file), output, kernels=kernels)
-    print(page)
+        with working("writing the page, which builds the kernels that it shows"):
+            report.of_study(study, page)
 
 
 def _write(path: Path | None, values: dict[str, Any]) -> None:

@@ -152,6 +152,16 @@ def _not_written(path: Path, what: str, error: OSError) -> str:
     return f"-o is {str(path)!r}; accepted: {what} that can be written ({error.strerror or error})"
 
 
+Page = Annotated[
+    Path | None,
+    typer.Option(
+        "--html",
+        callback=writable_file,
+        help="Also write one HTML page here, with layouts and steady steps; it needs no network.",
+    ),
+]
+
+
 def import_kernels() -> None:
     """Import the kernels, and with them the DSL, in half the time that it takes by itself.
 

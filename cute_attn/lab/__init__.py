@@ -3,8 +3,7 @@
     cute_attn.lab.verdict.verdict("forward-sm90-bf16-d128", "tile_n=160")
 
 Its modules are imported on first use. Without a GPU: ``verdict``, ``compare``, ``space``, ``tune`` with
-``static_only``. With one: ``race.ab`` and ``tune``. ``ledger`` keeps predictions and what came of them; ``report``
-writes one page of any of it.
+``static_only``. With one: ``race.ab`` and ``tune``. ``report`` writes one page of verdicts or of a study.
 """
 
 import pkgutil

@@ -4,20 +4,17 @@ print(compare(verdict(name, "tile_n=128", lines=True), verdict(name, "tile_n=160
 """
 
 import difflib
-import io
 import itertools
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console, Group
 from rich.text import Text
 
 from cute_attn.lab.sass import Instruction, Step
-from cute_attn.lab.tables import Table
+from cute_attn.lab.tables import Printed, Table
 from cute_attn.lab.verdict import Verdict, lines_of, shown
 
 MOST_ROWS = 40
@@ -48,9 +45,6 @@ class Row:
     a: str
     b: str
     same: bool
-
-
-_IN_A_NOTEBOOK = "<pre style='line-height: 1.2; white-space: pre'>{code}</pre>"
 
 
 @dataclass(frozen=True, repr=False)
@@ -84,13 +78,10 @@ class Difference:
             "rows": [asdict(row) for row in self.rows],
         }
 
-    def json(self) -> str:
-        return json.dumps(self.as_dict(), indent=1)
-
-    def __rich__(self) -> Group:
+    def __rich__(self) -> Printed:
         return self.shown()
 
-    def shown(self, *, verbose: bool = False) -> Group:
+    def shown(self, *, verbose: bool = False) -> Printed:
         """The verdicts, what differs in opcodes and source lines, and the steps side by side: the first
         :data:`MOST_ROWS` rows of them, or with ``verbose`` all, and all fields of the tiles.
         """
@@ -102,7 +93,7 @@ class Difference:
             parts.append(Text("The steady steps are equal but for registers' numbers."))
         elif self.rows:
             parts.append(_side_by_side(self.rows, None if verbose else MOST_ROWS))
-        return Group(*parts)
+        return Printed(*parts)
 
     def __repr__(self) -> str:
         steps = (
@@ -113,15 +104,10 @@ class Difference:
         return f"Difference({self.a!r}, {self.b!r}: {steps})"
 
     def _repr_html_(self) -> str:
-        out = io.StringIO()
-        console = Console(file=out, width=150, record=True)
-        console.print(self)
-        return console.export_html(inline_styles=True, code_format=_IN_A_NOTEBOOK)
+        return self.shown()._repr_html_()
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        Console(file=out, width=150).print(self)
-        return out.getvalue()
+        return str(self.shown())
 
 
 def compare(a: Verdict, b: Verdict) -> Difference:

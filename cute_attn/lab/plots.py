@@ -2,7 +2,6 @@
 
 import io
 import re
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,29 +52,6 @@ def gains(study: Study) -> str:
     axes.set_ylim(max(1, len(shown)) - 0.5, -0.5)
     what = "a point a workload" if timed else "by the static estimate"
     axes.set_xlabel(f"speed over the default tile, % ({what})")
-    return svg(figure)
-
-
-def speeds(result: dict[str, Any]) -> str:
-    """The speed of each implementation on each workload of a benchmark's result."""
-    from matplotlib.figure import Figure
-
-    rows = [row for row in result["rows"] if "value" in row]
-    workloads = list(dict.fromkeys(row["workload"] for row in rows))
-    names = list(dict.fromkeys(row["impl"] for row in rows))
-    figure = Figure(figsize=(8, 1.3 + 0.3 * len(workloads)), layout="constrained")
-    axes = figure.subplots()
-    for name in names:
-        own = [row for row in rows if row["impl"] == name]
-        places = [workloads.index(row["workload"]) for row in own]
-        marker = "D" if name.startswith("cute_attn/") else "o"
-        axes.plot([row["value"] for row in own], places, marker, label=name, markersize=5)
-    axes.set_yticks(range(len(workloads)), workloads, fontsize=8)
-    axes.set_ylim(len(workloads) - 0.5, -0.5)
-    axes.set_xlabel(statistics.mode([row["unit"] for row in rows]) if rows else "")
-    axes.grid(axis="x", color="#eaeef2")
-    if names:
-        axes.legend(fontsize=8)
     return svg(figure)
 
 

@@ -1,4 +1,4 @@
-"""Which is faster: two contenders in an A/B with a verdict, many by successive halving.
+"""Which is faster: two contenders in an A/B with a verdict, the fastest of many by successive halving.
 
     from cute_attn.lab.race import ab
 
@@ -19,7 +19,7 @@ from typing import Any
 from cute_attn.lab.benchmark.peers import Declined
 from cute_attn.lab.benchmark.results import commit
 from cute_attn.lab.benchmark.workload import Workload
-from cute_attn.lab.card import Card, Contender, Lost, Run
+from cute_attn.lab.card import Card, Contender, Run
 from cute_attn.lab.sensors import State, summary
 from cute_attn.lab.statistics import RESOLUTION, ROUNDS, Interval, Outcome, abba, interval, until_decided
 from cute_attn.lab.tables import Table
@@ -34,6 +34,7 @@ MOST_ROUNDS = 1000
 HEAT_MS = 10.0
 """The same in a race, whose rounds are many."""
 
+_LAST_HEAT, _FIRST_ROUNDS = 3, 4
 _WARM_WINDOW_S, _WARM_WINDOWS, _STEADY = 0.5, 10, 0.003
 
 What = Contender | str | tuple[str, Any]
@@ -121,50 +122,42 @@ class Comparison:
 
     def table(self) -> Table:
         """A row per workload."""
-        table = Table(
-            "workload",
-            "outcome",
-            "speed",
-            "95% interval",
-            "rounds",
-            "ms",
-            "ms of b",
-            "MHz",
-            "W",
-            "°C",
-            "held by",
-        )
-        table.title = f"a: {self.a}\nb: {self.b}\n{self.gpu}, driver {self.driver}"
+        table = Table(*HEADS, title=f"a: {self.a}\nb: {self.b}\n{self.gpu}, driver {self.driver}")
         for one in self.measured:
-            state = one.state
-            numbers = (state.clock_mhz, state.watts, state.celsius)
-            table.add_row(
-                one.workload,
-                one.outcome,
-                _percent(one.ratio - 1),
-                _range(one),
-                f"{one.rounds}" + (f" ({one.void} void)" if one.void else ""),
-                f"{one.ms_a:.4g}",
-                f"{one.ms_b:.4g}",
-                *("-" if number is None else str(number) for number in numbers),
-                ", ".join(state.reasons) or "-",
-            )
+            table.add_row(*cells(one))
         return table
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values, with ``"kind": "comparison"``; :meth:`from_json` reads them back."""
-        values = asdict(self) | {"sentence": self.sentence}
-        return {"kind": "comparison"} | json.loads(json.dumps(values))
+        """As plain values, with ``"kind": "comparison"``."""
+        return {"kind": "comparison"} | json.loads(json.dumps(asdict(self) | {"sentence": self.sentence}))
 
-    @staticmethod
-    def from_json(values: dict[str, Any]) -> "Comparison":
-        """What :meth:`to_json` gave."""
-        fields = {name: values[name] for name in Comparison.__dataclass_fields__}
-        fields["measured"] = tuple(
-            Measured(**one | {"state": State(**one["state"] | {"reasons": tuple(one["state"]["reasons"])})})
-            for one in values["measured"]
-        )
-        return Comparison(**fields)
+
+HEADS = (
+    "workload",
+    "outcome",
+    "speed",
+    "95% interval",
+    "rounds",
+    "ms",
+    "ms of b",
+    "MHz",
+    "W",
+    "°C",
+    "held by",
+)
+"""Of :func:`cells`."""
+
+
+def cells(one: Measured) -> tuple[str, ...]:
+    """A row of the table."""
+    state, void = one.state, f" ({one.void} void)" if one.void else ""
+    numbers = (state.clock_mhz, state.watts, state.celsius)
+    return (
+        *(one.workload, one.outcome, _percent(one.ratio - 1), _range(one), f"{one.rounds}{void}"),
+        *(f"{one.ms_a:.4g}", f"{one.ms_b:.4g}"),
+        *("-" if number is None else str(number) for number in numbers),
+        ", ".join(state.reasons) or "-",
+    )
 
 
 def _says(one: Measured) -> str:
@@ -341,91 +334,33 @@ def _measure(
     )
 
 
-# ---- many ----
+def fastest(
+    contenders: Sequence[Contender], workloads: Sequence[Workload], card: Card, budget_s: float
+) -> Contender:
+    """The fastest of some checked contenders by successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943).
 
-
-@dataclass(frozen=True)
-class Place:
-    """What a race found of one contender.
-
-    Attributes:
-        contender: as text.
-        slower: its time over the fastest's, 1 for the fastest; the geometric mean over the workloads.
-        heats: in how many heats it ran; of the others it is known less.
-        failed: why it was not timed, or "".
+    Rounds alternate: all in turn, then in the opposite order. After each heat the fastest third goes on, at least
+    ``_LAST_HEAT``, with twice as many rounds. It is no verdict: :func:`ab` gives one. No round but the first begins
+    after ``budget_s`` seconds.
     """
-
-    contender: str
-    slower: float
-    heats: int
-    failed: str = ""
-
-
-def race(
-    candidates: Sequence[What],
-    workloads: Sequence[Workload | str] = (),
-    *,
-    keep: int = 3,
-    rounds: int = 4,
-    budget_s: float = 60.0,
-    sample_ms: float = HEAT_MS,
-    card: Card | None = None,
-    progress: Callable[[str], None] = lambda text: None,
-) -> tuple[Place, ...]:
-    """Rank contenders by successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943), the best first.
-
-    Rounds alternate: all contenders in turn, then in the opposite order. After each heat the fastest third goes on, at
-    least ``keep``, with twice as many rounds; the last heat is that of ``keep``. A contender that fails or is wrong is
-    ranked last, with the reason. A ranking is no verdict: :func:`ab` gives one.
-
-    Args:
-        keep: how many the last heat has.
-        rounds: of the first heat.
-        budget_s: seconds after which no further round begins; the first one of all is always run.
-
-    Raises:
-        ValueError: as :func:`ab`.
-        Lost: a contender ended the GPU's context.
-    """
-    contenders = list(dict.fromkeys(map(Contender.of, candidates)))
-    shapes = workloads_of(contenders, workloads)
-    card = card or _gpu()
     deadline = card.now() + budget_s
-    card.build(contenders, shapes)
-    runs: dict[Contender, list[Run]] = {}
-    failed: dict[Contender, str] = {}
-    for contender in contenders:
-        progress(f"checking {contender}")
-        try:
-            runs[contender] = [_ready(card, contender, workload) for workload in shapes]
-        except Lost:
-            raise
-        except Exception as error:  # its place says why
-            failed[contender] = str(error)
-    heats = dict.fromkeys(runs, 0)
-    scores = {contender: [list[float]() for _ in shapes] for contender in runs}
+    card.build(contenders, workloads)
+    runs = {one: [_ready(card, one, workload) for workload in workloads] for one in contenders}
+    logs = {one: [list[float]() for _ in workloads] for one in contenders}
+
+    def score(one: Contender) -> float:
+        return statistics.fmean(map(statistics.median, logs[one]))
+
     warm(card, [run for own in runs.values() for run in own])
-    alive = list(runs)
-    while alive:
-        for contender in alive:
-            heats[contender] += 1
+    alive, rounds = list(contenders), _FIRST_ROUNDS
+    while True:
         for round_ in range(rounds):
-            if scores[alive[-1]][0] and card.now() > deadline:
+            if logs[alive[-1]][0] and card.now() > deadline:
                 break
-            progress(f"heat of {len(alive)}, round {round_ + 1} of {rounds}")
-            for contender in alive[:: -1 if round_ % 2 else 1]:
-                for found, run in zip(scores[contender], runs[contender], strict=True):
-                    found.append(math.log(card.sample(run, sample_ms)))
-        alive.sort(key=lambda contender: _score(scores[contender]))
-        if len(alive) <= keep or card.now() > deadline:
-            break
-        alive, rounds = alive[: max(keep, -(-len(alive) // 3))], 2 * rounds
-    ranked = sorted(runs, key=lambda contender: (-heats[contender], _score(scores[contender])))
-    best = _score(scores[ranked[0]]) if ranked else 0.0
-    places = [Place(str(c), math.exp(_score(scores[c]) - best), heats[c]) for c in ranked]
-    return (*places, *(Place(str(c), math.inf, 0, why) for c, why in failed.items()))
-
-
-def _score(logs: Sequence[Sequence[float]]) -> float:
-    """The mean over workloads of the median logarithm of the times."""
-    return statistics.fmean(statistics.median(found) for found in logs)
+            for one in alive[:: -1 if round_ % 2 else 1]:
+                for found, run in zip(logs[one], runs[one], strict=True):
+                    found.append(math.log(card.sample(run, HEAT_MS)))
+        alive.sort(key=score)
+        if len(alive) <= _LAST_HEAT or card.now() > deadline:
+            return alive[0]
+        alive, rounds = alive[: max(_LAST_HEAT, -(-len(alive) // 3))], 2 * rounds

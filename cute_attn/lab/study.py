@@ -139,25 +139,10 @@ class Study:
         return shown
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values, with ``"kind": "study"``; :meth:`from_json` reads them back."""
+        """As plain values, with ``"kind": "study"``."""
         values = asdict(self) | {"sentence": self.sentence}
         values["verdict"] = None if self.verdict is None else self.verdict.to_json()
         return {"kind": "study"} | json.loads(json.dumps(values))
-
-    @staticmethod
-    def from_json(values: dict[str, Any]) -> "Study":
-        """What :meth:`to_json` gave."""
-        fields = {name: values[name] for name in Study.__dataclass_fields__}
-        verdict = fields["verdict"]
-        return Study(
-            **fields
-            | {
-                "workloads": tuple(fields["workloads"]),
-                "candidates": tuple(Candidate(**one) for one in fields["candidates"]),
-                "verdict": None if verdict is None else Comparison.from_json(verdict),
-                "notes": tuple(fields["notes"]),
-            }
-        )
 
 
 def as_python(tile: Tile) -> str:

@@ -28,7 +28,7 @@ from cute_attn.compiler import SpillWarning
 from cute_attn.lab.benchmark.workload import Workload
 from cute_attn.lab.builds import Builds, Built, WorkerBuilds
 from cute_attn.lab.card import Card, Contender, Gpu, Lost, Run, Wrong, needed_kernels, tile_at
-from cute_attn.lab.race import HEAT_MS, SAMPLE_MS, Comparison, ab, race, warm, workloads_of
+from cute_attn.lab.race import HEAT_MS, SAMPLE_MS, Comparison, ab, fastest, warm, workloads_of
 from cute_attn.lab.rank import relative
 from cute_attn.lab.space import Space, accepted, all_declined, change_text, changed_fields
 from cute_attn.lab.statistics import RESOLUTION, ROUNDS, abba
@@ -504,10 +504,8 @@ class _Study:
         left = self.end - self.now() - self.reserve / _RACE
         if len(close) > 1 and left > 0:
             self.say(f"racing the best {len(close)}")
-            contenders = {str(self.search.contender(entry.tile)): entry.tile for entry in close}
-            names = [self.search.contender(tile) for tile in contenders.values()]
-            places = race(names, self.search.workloads, budget_s=left, card=self.card)
-            winner = contenders[places[0].contender]
+            contenders = {self.search.contender(entry.tile): entry.tile for entry in close}
+            winner = contenders[fastest(list(contenders), self.search.workloads, self.card, left)]
         left = max(0.0, self.end - self.now())
         text = self.search.change(winner)
         return winner, ab(

@@ -8,30 +8,25 @@ far longer than that on a GPU, latencies do, of which the sum of a warp's stalls
 """
 
 import functools
-import io
-import json
 import linecache
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group
 from rich.text import Text
 
-from cute_attn.compiler import html
 from cute_attn.kernels.step import StepContent
 from cute_attn.lab.copies import Conflicts, conflicts
 from cute_attn.lab.findings import findings
 from cute_attn.lab.gpu import MULTIPROCESSORS, SCHEDULERS, SHARED_BYTES, SPECIAL, resident_blocks
 from cute_attn.lab.proxies import ProxyOrder, proxy_order
 from cute_attn.lab.sass import MMA, PACKAGES, Code, Instruction, Step, StepNotFound
-from cute_attn.lab.tables import Table, brief_tile
+from cute_attn.lab.tables import Printed, Table, brief_tile
 from cute_attn.tiles import text_of
 from cute_attn.traits import Traits
 
@@ -189,18 +184,15 @@ class Verdict:
             "lines": [asdict(line) | {"place": line.place} for line in self.lines],
         }
 
-    def json(self) -> str:
-        return json.dumps(self.as_dict(), indent=1)
-
     def brief(self) -> str:
         """The tile without the fields that have their class's default; all where its class is not known."""
         return brief_tile(self.name, self.target, self.tile)
 
-    def __rich__(self) -> Group:
+    def __rich__(self) -> Printed:
         return shown(self)
 
     def __str__(self) -> str:
-        return _text(shown(self), *(line_table(self) for _ in self.lines[:1]))
+        return str(Printed(shown(self), *(line_table(self) for _ in self.lines[:1])))
 
     def __repr__(self) -> str:
         return f"Verdict({self.name} on {self.target}, {self.brief()}: {_in_short(self)})"
@@ -438,43 +430,31 @@ def lines_of(step: Step) -> list[LineCost]:
 # ---- tables ----
 
 
-class Shown(Group):
-    """Verdicts side by side, and what follows from them in a few sentences: for rich to print, and for notebooks."""
-
-    def __init__(self, verdicts: Sequence[Verdict], verbose: bool) -> None:
-        sentences = findings(*verdicts)
-        super().__init__(table(*verdicts, verbose=verbose), *map(Text, sentences))
-        title, heads = _heads(verdicts, verbose)
-        self._html = html.table(title or "", heads, [_plain(_rows(one)) for one in verdicts])
-        self._html += "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
-
-    def __str__(self) -> str:
-        return _text(self)
-
-    def _repr_html_(self) -> str:
-        return self._html
-
-
-def _text(*parts: Any) -> str:
-    """What rich prints, in 120 columns."""
-    out = io.StringIO()
-    Console(file=out, width=120).print(*parts)
-    return out.getvalue()
-
-
-def shown(*verdicts: Verdict, verbose: bool = False) -> Shown:
+def shown(*verdicts: Verdict, verbose: bool = False) -> Printed:
     """Verdicts side by side, and what follows from them in a few sentences; verbose: with all fields of the tiles."""
-    return Shown(verdicts, verbose)
+    return Printed(table(*verdicts, verbose=verbose), *map(Text, findings(*verdicts)))
 
 
 def table(*verdicts: Verdict, verbose: bool = False) -> Table:
     """Verdicts side by side, a column each; verbose: with all fields of the tiles."""
-    rows = [_rows(one) for one in verdicts]
     title, heads = _heads(verdicts, verbose)
     made = Table("", *heads, title=title)
-    for what in dict.fromkeys(key for column in rows for key in column):
-        made.add_row(what, *(column.get(what, "-") for column in rows))
+    for row in _rows(verdicts):
+        made.add_row(*row)
     return made
+
+
+def columns(verdicts: Sequence[Verdict]) -> tuple[str, list[str], list[list[str]]]:
+    """A title, the columns' heads, and rows of plain text that begin with their names."""
+    title, heads = _heads(verdicts, verbose=False)
+    rows = [[Text.from_markup(cell).plain for cell in row] for row in _rows(verdicts)]
+    return title or "Verdicts", heads, rows
+
+
+def _rows(verdicts: Sequence[Verdict]) -> Iterator[list[str]]:
+    found = [_column(one) for one in verdicts]
+    for what in dict.fromkeys(key for column in found for key in column):
+        yield [what, *(column.get(what, "-") for column in found)]
 
 
 def _heads(verdicts: Sequence[Verdict], verbose: bool) -> tuple[str | None, list[str]]:
@@ -498,7 +478,7 @@ def _tiles(verdicts: Sequence[Verdict], shown: Sequence[str]) -> list[str]:
     return [head + where for head, where in zip(heads, at, strict=True)]
 
 
-def _rows(one: Verdict) -> dict[str, str]:
+def _column(one: Verdict) -> dict[str, str]:
     """A verdict's column."""
     if not one.fits:
         return {"fits": f"[red]no: {one.reason}"}
@@ -531,11 +511,6 @@ def _rows(one: Verdict) -> dict[str, str]:
     least, estimate = (1000 * x / step.scores for x in (units[step.clocks.bound], step.clocks.estimate))
     rows["clocks for 1,000 scores"] = f"at least {least:.0f}, estimated {estimate:.0f}"
     return rows
-
-
-def _plain(rows: dict[str, str]) -> dict[str, str]:
-    """A column without marks of colour."""
-    return {name: re.sub(r"\[/?(?:red|bold)\]", "", text) for name, text in rows.items()}
 
 
 def _in_short(one: Verdict) -> str:
@@ -582,10 +557,18 @@ def _bank_conflicts(one: Verdict) -> str:
     return f"none in {copies}" if one.copies else "not counted"
 
 
-def line_table(one: Verdict) -> Table:
+LINE_HEADS = ("instructions", "stalls", "where", "source")
+
+
+def line_cells(one: Verdict) -> list[tuple[str, ...]]:
     """The costliest source lines of a verdict that has them."""
+    return [(str(line.instructions), str(line.stalls), line.place, line.source) for line in one.lines]
+
+
+def line_table(one: Verdict) -> Table:
+    """:func:`line_cells` as a table."""
     total = one.step.instructions if one.step else 0
-    made = Table("instructions", "stalls", "where", "source", title=f"{total} instructions of a steady step")
-    for line in one.lines:
-        made.add_row(str(line.instructions), str(line.stalls), line.place, line.source)
+    made = Table(*LINE_HEADS, title=f"{total} instructions of a steady step")
+    for cells in line_cells(one):
+        made.add_row(*map(Text, cells))
     return made

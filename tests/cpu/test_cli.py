@@ -321,11 +321,6 @@ WRONG = {
         "--tile",
         "tile_n=-16",
     ): "tile_n is -16; accepted",
-    (
-        "ledger",
-        "--ledger",
-        "/nonexistent",
-    ): "--ledger is '/nonexistent', which is no file; accepted: one that",
 }
 
 

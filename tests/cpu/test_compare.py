@@ -65,8 +65,7 @@ def test_what_was_added_is_beside_nothing():
     assert [(one.what, one.change) for one in found.opcodes] == [("FMNMX", 2)]
     changes = {one.what.partition("  ")[2]: one.change for one in found.lines}
     assert changes == {"import json": -3, "import subprocess": 5}  # this file's lines 3 and 4
-    shown = json.loads(found.json())
-    assert shown["rows"][1] == {"a": "", "b": "FMNMX R4, R5", "same": False}
+    assert found.as_dict()["rows"][1] == {"a": "", "b": "FMNMX R4, R5", "same": False}
 
 
 def test_equal_instructions_far_from_a_difference_are_counted_only():
@@ -92,6 +91,7 @@ def test_two_tiles_of_a_kernel():
     assert len(excerpt) > MOST_ROWS and shown_rows(found.shown()) == excerpt[:MOST_ROWS]
     left = f"{len(excerpt) - MOST_ROWS} more rows are left out; `cute-attn diff -v` shows all"
     assert left in " ".join(str(found).split())
+    assert "<pre" in found._repr_html_() and "tile_n=64" in found._repr_html_() and len(repr(found)) < 400
 
 
 def shown_rows(parts):

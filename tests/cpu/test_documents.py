@@ -26,7 +26,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 TEXT = "\n".join(page.read_text() for page in PAGES)
 
 NEED_GPU = {"bench", "ab", "tune"}
-NEED_FILES = {"run", "hub", "report", "bundle", "export", "--load"}
+NEED_FILES = {"run", "hub", "bundle", "export", "--load"}
 """The first words of commands on a reader's own files, which are parsed alone."""
 
 

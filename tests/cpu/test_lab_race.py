@@ -1,6 +1,5 @@
 """A/Bs and races on a simulated card; the checks against the reference on the CPU, where kernels are the reference."""
 
-import math
 import sys
 import types
 from functools import partialmethod
@@ -13,8 +12,8 @@ from cute_attn.lab import card as card_module
 from cute_attn.lab.benchmark import peers
 from cute_attn.lab.benchmark.workload import Workload
 from cute_attn.lab.card import Checks, Contender, Gpu, Part, Wrong, small_sizes
-from cute_attn.lab.race import Comparison, ab, race
-from cute_attn.lab.sensors import Sensor, State, named, parse_nvidia_smi, sensor, summary
+from cute_attn.lab.race import ab, fastest
+from cute_attn.lab.sensors import State, named, parse_nvidia_smi, sensor, summary
 from cute_attn.lab.workloads import default_workloads, parse
 from cute_attn.traits import Traits
 from tests.simulated_card import SimulatedCard
@@ -59,14 +58,6 @@ def test_samples_are_taken_in_turn_after_both_were_checked():
     assert rounds[1::2] == [[DEFAULT, NARROW, NARROW, DEFAULT]] * 10
 
 
-def test_a_kernel_against_itself_is_the_same_in_19_of_20():
-    outcomes = [
-        ab(NAME, NAME, ["s8192"], card=card(options={"seed": seed, "noise": 0.006})).outcome
-        for seed in range(60)
-    ]
-    assert outcomes.count("same") >= 57 and set(outcomes) <= {"same", "undecided", "faster", "slower"}
-
-
 def test_more_rounds_are_run_until_the_resolution_or_the_budget():
     def rounds(noise, **options):
         simulated = card(options={"noise": noise})
@@ -77,18 +68,6 @@ def test_more_rounds_are_run_until_the_resolution_or_the_budget():
     short = rounds(0.02, budget_s=0.2)
     assert short.rounds == 21 and short.outcome == "undecided"
     assert rounds(0.001, rounds=41).rounds == 41
-
-
-def test_the_card_is_warmed_until_its_times_are_steady():
-    class Cold(SimulatedCard):
-        def sample(self, run, milliseconds):
-            return super().sample(run, milliseconds) * (1 + 0.2 * math.exp(-self.seconds))
-
-    steady, cold = (kind(lambda *_: 1.0, noise=0.0) for kind in (SimulatedCard, Cold))
-    for simulated in (steady, cold):
-        ab(NAME, NAME, ["s8192"], card=simulated)
-    counts = [sum(simulated.sampled.values()) - 84 for simulated in (steady, cold)]
-    assert counts[0] == pytest.approx(1.0 / 0.025, abs=4) and counts[1] > 3 * counts[0]
 
 
 def test_rounds_are_void_while_the_gpu_is_slowed_by_heat():
@@ -126,7 +105,7 @@ def test_a_comparison_is_a_table_and_json():
     assert all(one.workload in text and one.outcome in text for one in found.measured)
     values = found.to_json()
     assert values["kind"] == "comparison" and values["sentence"] == found.sentence
-    assert Comparison.from_json(values) == found
+    assert [one["ratio"] for one in values["measured"]] == [one.ratio for one in found.measured]
 
 
 def test_a_wrong_kernel_is_not_timed():
@@ -154,28 +133,14 @@ def test_wrong_calls():
 # ---- races ----
 
 
-def test_a_race_finds_the_fastest_and_says_who_failed():
+def test_a_race_finds_the_fastest_within_its_budget():
     tiles = [Contender(NAME, f"tile_n={n}") for n in range(32, 257, 16)]
     speed = {tile: 1.0 + 0.01 * i for i, tile in enumerate(tiles)}
-    simulated = SimulatedCard(
-        lambda c, w: speed[c], wrong=tiles[:1], failing={tiles[1]: RuntimeError("no such kernel")}, seed=3
-    )
-    places = race(tiles, card=simulated)
-    assert [place.contender for place in places[:3]] == [str(tile) for tile in tiles[2:5]]
-    assert places[0].slower == 1 and places[1].slower == pytest.approx(1.01, abs=0.004)
-    assert [place.heats for place in places[:3]] == [3, 3, 3] and places[5].heats == 1
-    assert [place.contender for place in places if place.failed] == [str(tile) for tile in tiles[:2]]
-    assert "is wrong on" in places[-2].failed and places[-1].failed == "no such kernel"
-    assert not any(tile in tiles[:2] for tile, _ in simulated.sampled)
-
-
-def test_a_race_ends_with_its_budget():
-    tiles = [Contender(NAME, f"tile_n={n}") for n in range(32, 257, 16)]
-    simulated = SimulatedCard(lambda c, w: 1.0, check_s=0.0)
-    places = race(tiles, ["s8192"], card=simulated, budget_s=0.1)
-    assert len(places) == len(tiles) and {place.heats for place in places} == {1}
-    with pytest.raises(ValueError, match="a and b are peers"):
-        race(["fa4"], card=simulated)
+    shapes = [parse("s8192", Traits.parse(NAME))]
+    for budget_s in (60.0, 0.1):  # the first round is always run
+        simulated = SimulatedCard(lambda c, w: speed[c], seed=3, check_s=0.0)
+        assert fastest(tiles[::-1], shapes, simulated, budget_s) == tiles[0]
+    assert len(set(simulated.sampled.values())) == 1, "one round of all"
 
 
 # ---- the GPU's state ----
@@ -335,38 +300,6 @@ def test_small_sizes_suit_the_tile():
     biased = Traits.parse("forward-sm90-bf16-d64-bias_bf16")
     assert [w.seqlen for w in small_sizes(biased, lookup(biased).tile)] == [8, 128, 520]
     assert [w.seqlen for w in small_sizes(traits, lookup(traits).tile)] == [1, 127, 128, 513]
-
-
-def test_the_gpu_counts_calls_and_keeps_busy(monkeypatch, on_the_cpu):
-    """The card's own arithmetic, on a clock that gives a call's number as its milliseconds."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    properties = types.SimpleNamespace(uuid="abc")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(card_module, "query_gpu", lambda field: "580")
-    counts = []
-
-    class Clock:
-        def once(self, run, count):
-            counts.append(count)
-            run()
-            return [2.0] * (count - 1) + [50.0]
-
-    monkeypatch.setattr(card_module, "Clock", Clock)
-    read = iter([State(1755)])
-    monkeypatch.setattr(card_module, "sensor", lambda uuid: Sensor(lambda: next(read), busy_ms=20.0, every=2))
-    gpu = Gpu()
-    monkeypatch.setattr(card_module, "small_workloads", lambda traits: [])
-    monkeypatch.setattr(card_module, "default_target", lambda arch: arch)
-    calls = []
-    run = gpu.prepare(Contender("forward-sm80-bf16-d64"), Workload(1, 16, 2, 64))
-    gpu._milliseconds[counted := (lambda: calls.append(1))] = 2.0
-    assert gpu.sample(run, 25.0) == 2.0 and counts == [3, 12]
-    assert gpu.state(counted, 1) is None and not calls
-    assert gpu.state(counted, 2) == State(1755) and len(calls) == 10
-    assert (gpu.gpu, gpu.driver) == ("a GPU", "580")
 
 
 def test_a_lost_context_is_not_one_contenders_failure(monkeypatch):
