@@ -22,11 +22,6 @@ TARGETS = "sm80,sm90"
 """What --all is for."""
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("bundle", no_args_is_help=True)(bundle)
-
-
 def bundle(
     output: Annotated[
         Path,

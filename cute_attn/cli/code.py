@@ -30,12 +30,6 @@ Tiles = Annotated[
 ]
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add these commands."""
-    app.command("verdict")(verdict_of_tiles)
-    app.command("diff")(difference_of_two)
-
-
 def verdict_of_tiles(
     name: Name,
     tiles: Tiles = None,

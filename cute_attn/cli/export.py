@@ -18,11 +18,6 @@ from cute_attn.cli.options import (
 )
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("export", no_args_is_help=True)(export)
-
-
 def export(
     names: Annotated[
         list[str],

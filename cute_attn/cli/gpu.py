@@ -34,12 +34,6 @@ Output = Annotated[
 ]
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add these commands."""
-    app.command("ab")(ab_of_tiles)
-    app.command("tune")(tune_tile)
-
-
 def ab_of_tiles(
     name: Name,
     tiles: Annotated[

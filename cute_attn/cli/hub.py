@@ -48,11 +48,6 @@ __all__ = [{quoted}]
 '''
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("hub", no_args_is_help=True)(hub)
-
-
 def hub(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to write.")],
 ) -> None:

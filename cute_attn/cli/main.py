@@ -536,12 +536,17 @@ def _cache() -> Any:
     return cache
 
 
-code.add_to(app)
-gpu.add_to(app)
-table.add_to(app)
-run.add_to(app)
-hub.add_to(app)
-bundle.add_to(app)
-export.add_to(app)
-words.add_to(app)
-doctor.add_to(app)
+for _name, _command in {
+    "verdict": code.verdict_of_tiles,
+    "diff": code.difference_of_two,
+    "ab": gpu.ab_of_tiles,
+    "tune": gpu.tune_tile,
+    "table": table.print_table,
+    "explain": words.explain_words,
+    "doctor": doctor.examine,
+}.items():
+    app.command(_name)(_command)
+app.command("run", context_settings=run.ITS_OWN_ARGUMENTS, no_args_is_help=True)(run.run)
+app.command("hub", no_args_is_help=True)(hub.hub)
+app.command("bundle", no_args_is_help=True)(bundle.bundle)
+app.command("export", no_args_is_help=True)(export.export)

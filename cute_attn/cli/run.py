@@ -31,12 +31,11 @@ from cute_attn.host.activation import Options
 from cute_attn.host.imports import after_import
 from cute_attn.lab.tables import Table
 
-_HELP = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("run", context_settings=_HELP, no_args_is_help=True)(run)
+ITS_OWN_ARGUMENTS = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,
+}
 
 
 def run(

@@ -18,11 +18,6 @@ OPS = ("forward", "backward")
 LIKE = ("mem_efficient",)
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("table")(print_table)
-
-
 def print_table(
     op: Annotated[str, typer.Option("--op", help="forward or backward.")] = "backward",
     arch: Annotated[
