@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from cute_attn import compiler
 from cute_attn.compiler import registry
-from cute_attn.compiler.smem_layouts import DRAWN, copies_and_mmas, smem_layouts
 from cute_attn.lab import plots
 from cute_attn.traits import Traits
 
@@ -66,8 +65,9 @@ def pictures(kernel: Traits | str, tile: Any = None, target: str | None = None) 
     compiler.check_layouts(found)
     things = _things(found)
     if not things:
+        drawn = (registry.label(key) for key, cls in registry.KERNELS.items() if hasattr(cls, "copies"))
         raise ValueError(
-            f"{traits} has no shared-memory layout and no MMA to draw; accepted: {', '.join(DRAWN)}, and classes that "
+            f"{traits} has no shared-memory layout and no MMA to draw; accepted: {', '.join(drawn)}, and classes that "
             "extend them"
         )
     return Pictures(
@@ -81,7 +81,9 @@ def pictures(kernel: Traits | str, tile: Any = None, target: str | None = None) 
 
 def _things(kernel: Any) -> dict[str, Callable[[], Any]]:
     """What to draw by name. Of shared memory the operands: what results are stored through is laid out as they are."""
+    if not hasattr(kernel, "copies"):
+        return {}
     results = ("p", "dk", "dv") if kernel.traits.op == "backward" else ("o",)
-    areas = {name: layout for name, layout in smem_layouts(kernel).items() if name not in results}
-    things = {f"smem-{name}": layout.make for name, layout in areas.items()}
-    return things | {name: part.make for name, part in copies_and_mmas(kernel).items()}
+    stated = kernel.copies()
+    areas = {f"smem-{name}": one.make for name, one in stated.layouts.items() if name not in results}
+    return areas | {name: part.make for name, part in stated.parts.items()}

@@ -100,7 +100,7 @@ def test_a_layout_that_a_copy_does_not_divide_is_named(monkeypatch):
     from cute_attn.traits import Traits
 
     smem_layout = ForwardSm80.smem_layout
-    monkeypatch.setattr(ForwardSm80, "smem_layout", lambda self, rows, dim: smem_layout(self, rows - 8, dim))
+    monkeypatch.setattr(ForwardSm80, "smem_layout", lambda self, rows, *of: smem_layout(self, rows - 8, *of))
     found = conflicts(lookup(Traits.parse("forward-sm80-bf16-d64")))
     assert all(copy.wavefronts == 0 and "layout is" in copy.reason for copy in found if copy.opcode == "LDSM")
     one = Verdict("a", "sm80", "tile_n=64", copies=found)
