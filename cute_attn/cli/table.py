@@ -14,9 +14,6 @@ from cute_attn.traits import ARCHS
 if TYPE_CHECKING:
     from cute_attn.lab.dispatch_table import Row
 
-OPS = ("forward", "backward")
-LIKE = ("mem_efficient",)
-
 
 def print_table(
     op: Annotated[str, typer.Option("--op", help="forward or backward.")] = "backward",
@@ -37,9 +34,9 @@ def print_table(
     from cute_attn.tiles import TARGETS
 
     for name, value, accepted in (
-        ("--op", op, OPS),
+        ("--op", op, ("forward", "backward")),
         ("--arch", arch, (None, *ARCHS)),
-        ("--like", like, (None, *LIKE)),
+        ("--like", like, (None, "mem_efficient")),
         ("--target", target, (None, *TARGETS)),
     ):
         if value not in accepted:
