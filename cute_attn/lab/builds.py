@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from cute_attn import compiler
 from cute_attn.compiler import registry
@@ -44,29 +44,6 @@ class Built:
     spills_in_step: int = 0
     estimates: dict[str, float] = field(default_factory=dict)
     no_rank: str = ""
-
-
-class Builds(Protocol):
-    """Builds in the background.
-
-    Attributes:
-        workers: how many run at a time.
-    """
-
-    workers: int
-
-    @property
-    def pending(self) -> int:
-        """Submitted tiles whose result was not taken yet."""
-
-    def submit(self, tiles: Iterable[Tile]) -> None:
-        """Build these too, in this order, after what was submitted."""
-
-    def take(self, wait_s: float) -> list[Built]:
-        """Results that are there; waits up to so many seconds for the first one."""
-
-    def close(self) -> None:
-        """Stop at once."""
 
 
 class WorkerBuilds:
@@ -109,9 +86,11 @@ class WorkerBuilds:
 
     @property
     def pending(self) -> int:
+        """Submitted tiles whose result was not taken yet."""
         return self._pending
 
     def submit(self, tiles: Iterable[Tile]) -> None:
+        """Build these too, in this order, after what was submitted."""
         for tile in tiles:
             self._pending += 1
             if "__main__" in compiler.user_modules((self._traits, tile, self._target)):
@@ -127,6 +106,7 @@ class WorkerBuilds:
             thread.start()
 
     def take(self, wait_s: float) -> list[Built]:
+        """Results that are there; waits up to so many seconds for the first one."""
         if self._own:
             return self._taken([self._build_here(self._own.pop(0))])
         self._stop_slow_ones()
@@ -145,6 +125,7 @@ class WorkerBuilds:
         return found
 
     def close(self) -> None:
+        """Stop at once."""
         self._closed = True
         for _ in self._threads:
             self._wanted.put(None)

@@ -1,9 +1,10 @@
 """What is compared, and the GPU that does it: a contender is checked against the reference before it is timed."""
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -72,40 +73,8 @@ class Contender:
         return self.peer or (f"{self.kernel} {self.tile}" if self.tile else f"{self.kernel} (default tile)")
 
 
-class Card(Protocol):
-    """A GPU, or a simulated one.
-
-    Attributes:
-        gpu, driver: what it is; timings of another are others.
-    """
-
-    gpu: str
-    driver: str
-
-    def now(self) -> float:
-        """Seconds on a clock that never goes back."""
-
-    def build(self, contenders: Sequence[Contender], workloads: Sequence[Workload]) -> None:
-        """Build what running these needs, in parallel. What does not build fails in :meth:`prepare`."""
-
-    def prepare(self, contender: Contender, workload: Workload) -> Run:
-        """What to time, after its output was compared with the reference.
-
-        Raises:
-            Wrong: the output differs.
-            Lost: it ended the GPU's context.
-            Exception: it cannot run; a :class:`cute_attn.lab.benchmark.peers.Declined` gives a peer's reason.
-        """
-
-    def sample(self, run: Run, milliseconds: float) -> float:
-        """The median time of calls, in milliseconds, each on a cold L2, that take about ``milliseconds`` together."""
-
-    def state(self, run: Run, round_: int) -> State | None:
-        """Clock, power and heat under the load of ``run``, or None in rounds that do not read them."""
-
-
 class Gpu:
-    """torch's current GPU.
+    """torch's current GPU; ``gpu`` and ``driver`` say which, since timings of another are others.
 
     Raises:
         ValueError: there is none.
@@ -122,15 +91,24 @@ class Gpu:
         self._milliseconds: WeakKeyDictionary[Run, float] = WeakKeyDictionary()
 
     def now(self) -> float:
+        """Seconds on a clock that never goes back."""
         return time.monotonic()
 
     def build(self, contenders: Sequence[Contender], workloads: Sequence[Workload]) -> None:
+        """Build what running these needs, in parallel. What does not build fails in :meth:`prepare`."""
         wanted = [r for c in contenders if c.kernel for r in needed_kernels(c, workloads)]
         missing = [r for r in dict.fromkeys(wanted) if not _is_built(r)]
         for _ in prebuild(missing) if len(missing) > 1 else ():
             pass
 
     def prepare(self, contender: Contender, workload: Workload) -> Run:
+        """What to time, after its output was compared with the reference.
+
+        Raises:
+            Wrong: the output differs.
+            Lost: it ended the GPU's context.
+            Exception: it cannot run; a :class:`cute_attn.lab.benchmark.peers.Declined` gives a peer's reason.
+        """
         try:
             run = self._checks.checked(contender, workload)
             self._milliseconds[run] = sorted(self._clock.once(run, 3))[1]
@@ -138,17 +116,18 @@ class Gpu:
             try:
                 torch.cuda.synchronize()
             except RuntimeError:  # it raises again if the context is lost
-                raise Lost(
-                    f"{contender} ended the GPU's context on {workload.name}: {first_line(error)}"
-                ) from error
+                what = f"{contender} ended the GPU's context on {workload.name}: {first_line(error)}"
+                raise Lost(what) from error
             raise
         return run
 
     def sample(self, run: Run, milliseconds: float) -> float:
-        times = sorted(self._clock.once(run, self._count(run, milliseconds)))
-        return (times[(len(times) - 1) // 2] + times[len(times) // 2]) / 2
+        """The median time of calls, in milliseconds, each on a cold L2, that take about ``milliseconds`` together."""
+        count = round(milliseconds / max(self._milliseconds[run], 1e-3))
+        return statistics.median(self._clock.once(run, min(_MOST_CALLS, max(3, count))))
 
     def state(self, run: Run, round_: int) -> State | None:
+        """Clock, power and heat under the load of ``run``, or None in rounds that do not read them."""
         if round_ % self._sensor.every:
             return None
         for _ in range(min(20_000, max(1, round(self._sensor.busy_ms / self._milliseconds[run])))):
@@ -156,9 +135,6 @@ class Gpu:
         state = self._sensor.read()
         torch.cuda.synchronize()
         return state
-
-    def _count(self, run: Run, milliseconds: float) -> int:
-        return min(_MOST_CALLS, max(3, round(milliseconds / max(self._milliseconds[run], 1e-3))))
 
 
 # ---- against the reference ----
@@ -174,7 +150,7 @@ class Checks:
         self._passed: set[tuple[str, Tile]] = set()
 
     def checked(self, contender: Contender, workload: Workload) -> Run:
-        """The function to time; see :meth:`Card.prepare`.
+        """The function to time; see :meth:`Gpu.prepare`.
 
         A kernel is compared at a few small sizes and, without dropout, in a part of this workload; a peer in that part.
 

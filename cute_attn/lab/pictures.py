@@ -3,13 +3,13 @@
 pictures("forward-sm80-bf16-d64")["smem-k"]
 """
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cute_attn import compiler
 from cute_attn.compiler import registry
-from cute_attn.lab import plots
 from cute_attn.traits import Traits
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Pictures(dict[str, "Picture"]):
     def inline(self) -> Iterator[tuple[str, str]]:
         """Each name, and its picture as an element of a page."""
         for what, one in self.items():
-            yield what, plots.inline(one._repr_svg_(), what)
+            yield what, inline_svg(one._repr_svg_(), what)
 
     def _repr_html_(self) -> str:
         return "\n".join(text for _, text in self.inline())
@@ -87,3 +87,12 @@ def _things(kernel: Any) -> dict[str, Callable[[], Any]]:
     stated = kernel.copies()
     areas = {f"smem-{name}": one.make for name, one in stated.layouts.items() if name not in results}
     return areas | {name: part.make for name, part in stated.parts.items()}
+
+
+def inline_svg(text: str, name: str) -> str:
+    """An SVG file as an element of a page: without its head and metadata, with ids that begin with ``name``."""
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", text, count=1)
+    return re.sub(r'((?:\bid="|href="#|url\(#))', rf"\g<1>{name}-", text)

@@ -19,9 +19,9 @@ from typing import Any
 from cute_attn.lab.benchmark.peers import Declined
 from cute_attn.lab.benchmark.results import commit
 from cute_attn.lab.benchmark.workload import Workload
-from cute_attn.lab.card import Card, Contender, Run
+from cute_attn.lab.card import Contender, Gpu, Run
 from cute_attn.lab.sensors import State, summary
-from cute_attn.lab.statistics import RESOLUTION, ROUNDS, Interval, Outcome, abba, interval, until_decided
+from cute_attn.lab.statistics import RESOLUTION, ROUNDS, Outcome, abba, interval, until_decided
 from cute_attn.lab.tables import Table
 from cute_attn.lab.workloads import default_workloads, parse
 from cute_attn.traits import Traits
@@ -42,15 +42,8 @@ What = Contender | str | tuple[str, Any]
 
 @dataclass(frozen=True)
 class Measured:
-    """a against b on one workload.
-
-    Attributes:
-        workload: its name.
-        outcome: what may be said of a.
-        ratio, low, high: a's speed over b's, its median and the interval of that: see :class:`Interval`.
-        rounds, void: samples of both, four per round; and rounds that did not count, because heat slowed the GPU.
-        ms_a, ms_b: median milliseconds of a call.
-        state: clock, power and heat under load.
+    """a against b on one workload: an :class:`Interval` of a's speed over b's, median milliseconds of a call, and the
+    GPU under load. ``void`` rounds did not count, because heat slowed the GPU.
     """
 
     workload: str
@@ -64,22 +57,10 @@ class Measured:
     ms_b: float
     state: State
 
-    @property
-    def interval(self) -> Interval:
-        return Interval(self.ratio, self.low, self.high, self.rounds)
-
 
 @dataclass(frozen=True)
 class Comparison:
-    """The outcome of an A/B.
-
-    Attributes:
-        a, b: the contenders as text.
-        measured: the outcome on each workload.
-        resolution: differences below it count as none.
-        gpu, driver, commit: what measured what.
-        started: when, in ISO 8601 and UTC.
-    """
+    """The outcome of an A/B of two contenders, which are text here; differences below ``resolution`` count as none."""
 
     a: str
     b: str
@@ -193,7 +174,7 @@ def ab(
     resolution: float = RESOLUTION,
     budget_s: float = 30.0,
     sample_ms: float = SAMPLE_MS,
-    card: Card | None = None,
+    card: Gpu | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Comparison:
     """Whether a is faster than b, each a kernel's name, (name, tile), or a peer's name.
@@ -216,7 +197,7 @@ def ab(
     """
     first, second = Contender.of(a), Contender.of(b)
     shapes = workloads_of((first, second), workloads)
-    card = card or _gpu()
+    card = card or Gpu()
     started = datetime.now(UTC).isoformat()
     measured = []
     progress("building")
@@ -253,20 +234,14 @@ def workloads_of(
     return tuple(w if isinstance(w, Workload) else parse(w, traits) for w in workloads)
 
 
-def _gpu() -> Card:
-    from cute_attn.lab.card import Gpu
-
-    return Gpu()
-
-
-def _ready(card: Card, contender: Contender, workload: Workload) -> Run:
+def _ready(card: Gpu, contender: Contender, workload: Workload) -> Run:
     try:
         return card.prepare(contender, workload)
     except Declined as reason:
         raise ValueError(f"{contender} does not run {workload.name}: {reason}") from None
 
 
-def warm(card: Card, runs: Sequence[Run], sample_ms: float = WARM_MS) -> None:
+def warm(card: Gpu, runs: Sequence[Run], sample_ms: float = WARM_MS) -> None:
     """Run until the times of half a second are those of the one before, up to five seconds."""
     before = None
     for _ in range(_WARM_WINDOWS if runs else 0):
@@ -281,7 +256,7 @@ def warm(card: Card, runs: Sequence[Run], sample_ms: float = WARM_MS) -> None:
 
 
 def _measure(
-    card: Card,
+    card: Gpu,
     workload: Workload,
     runs: Sequence[Run],
     rounds: int,
@@ -320,22 +295,12 @@ def _measure(
             f"all {void} rounds on {workload.name} are void: the GPU is slowed by {', '.join(slowed.reasons)}"
         )
     found = interval(ratios)
-    return Measured(
-        workload.name,
-        found.outcome(resolution),
-        found.ratio,
-        found.low,
-        found.high,
-        found.rounds,
-        void,
-        statistics.median(times[0]),
-        statistics.median(times[1]),
-        summary(states),
-    )
+    interval_ = (found.outcome(resolution), found.ratio, found.low, found.high, found.rounds)
+    return Measured(workload.name, *interval_, void, *map(statistics.median, times), summary(states))
 
 
 def fastest(
-    contenders: Sequence[Contender], workloads: Sequence[Workload], card: Card, budget_s: float
+    contenders: Sequence[Contender], workloads: Sequence[Workload], card: Gpu, budget_s: float
 ) -> Contender:
     """The fastest of some checked contenders by successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943).
 

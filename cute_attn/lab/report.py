@@ -1,10 +1,9 @@
-"""One HTML page of verdicts or of a study, to send: tables, plots, layouts and both steps. It needs no network."""
+"""One HTML page of verdicts or of a study, to send: tables, layouts and both steps. It needs no network."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cute_attn.lab import plots
 from cute_attn.lab.card import Contender, tile_at
 from cute_attn.lab.findings import findings
 from cute_attn.lab.race import HEADS, Comparison, cells
@@ -78,21 +77,14 @@ def study_sections(study: Study) -> list[Section]:
     sections = [] if study.verdict is None else [_comparison(study.verdict)]
     if study.best:
         sections.append(Section("To paste", (f"--tile {study.best}",), code=study.best_text))
-    rows = []
-    for one in study.candidates:
-        gains = (f"{100 * (one.gains[w] - 1):+.2f}" if w in one.gains else "" for w in study.workloads)
-        estimate = "" if one.estimate is None else f"{one.estimate:.3f}"
-        rows.append((one.change, one.status, *gains, estimate, str(one.spills_in_step or ""), one.reason))
     where = f"{study.gpu}, driver {study.driver}" if study.gpu else f"for {study.target}, without a GPU"
     texts = (
         f"{where}; {study.started[:16]}, {study.seconds:.0f} s. The default tile is {study.default}.",
         "Speeds over the default are medians of a few rounds, and no verdicts; estimates are times over the default's.",
         *study.notes,
     )
-    speeds = (f"speed, %, {w}" for w in study.workloads)
-    head = ("tile", "status", *speeds, "estimate", "spills in the step", "")
-    figures = (plots.gains(study),) if any(one.gain or one.estimate for one in study.candidates) else ()
-    sections.append(Section("Candidates", texts, figures=figures, head=head, rows=rows))
+    heads, rows, _ = study.cells()
+    sections.append(Section("Candidates", texts, head=heads, rows=rows))
     if study.declined:
         counts = [(str(count), reason) for reason, count in study.declined.items()]
         sections.append(
@@ -108,10 +100,7 @@ def _comparison(found: Comparison) -> Section:
         "order a, b, b, a and b, a, a, b, each call on a cold L2; the interval is of the median, by order statistics. "
         f"Differences below {100 * found.resolution:g}% count as none.",
     )
-    figures = (plots.intervals(found.measured, found.resolution),)
-    return Section(
-        "Measured", texts, figures=figures, head=HEADS, rows=[cells(one) for one in found.measured]
-    )
+    return Section("Measured", texts, head=HEADS, rows=[cells(one) for one in found.measured])
 
 
 # ---- kernels ----

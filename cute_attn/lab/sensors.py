@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 # NVML's bits of the reasons why the clock is not higher (nvml.h, nvmlClocksEventReasons).
 _REASONS = {
@@ -60,8 +60,7 @@ def summary(states: Iterable[State | None]) -> State:
     )
 
 
-@dataclass(frozen=True)
-class Sensor:
+class Sensor(NamedTuple):
     """How the GPU's state is read.
 
     Attributes:
@@ -79,13 +78,13 @@ def sensor(uuid: str) -> Sensor:
     """Of the GPU with that UUID, as torch gives it. nvidia-smi takes a tenth of a second and is asked in few rounds."""
     try:
         import pynvml
-    except ImportError:
-        return _nvidia_smi()
-    try:
+
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-    except pynvml.NVMLError:
-        return _nvidia_smi()
+    except Exception:  # it is not installed, or does not know this GPU
+        from cute_attn.lab.benchmark.timing import query_gpu
+
+        return Sensor(lambda: parse_nvidia_smi(query_gpu(_NVIDIA_SMI)), busy_ms=500.0, every=10)
     return Sensor(lambda: _by_nvml(pynvml, handle), busy_ms=15.0, every=1)
 
 
@@ -106,12 +105,6 @@ def _by_nvml(nvml: Any, handle: Any) -> State:
         ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
         named(reasons or 0),
     )
-
-
-def _nvidia_smi() -> Sensor:
-    from cute_attn.lab.benchmark.timing import query_gpu
-
-    return Sensor(lambda: parse_nvidia_smi(query_gpu(_NVIDIA_SMI)), busy_ms=500.0, every=10)
 
 
 def parse_nvidia_smi(line: str | None) -> State | None:

@@ -7,6 +7,8 @@ import statistics
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from rich.text import Text
+
 from cute_attn.lab.race import Comparison
 from cute_attn.lab.rank import NOISE
 from cute_attn.lab.tables import Table, brief_tile
@@ -119,21 +121,28 @@ class Study:
             return f"{self.name}: the default tile stays, no candidate was faster in the race"
         return f"{self.name}: the default tile stays; {self.verdict.sentence}"
 
-    def table(self, most: int = 20) -> Table:
-        """The default tile, which the others are measured by, the best ``most`` candidates, and all that failed."""
+    def cells(self, most: int | None = None) -> tuple[list[str], list[list[str]], int]:
+        """Heads and a row a candidate: the best ``most``, and all that failed; and how many are left out."""
         timed = self.workloads if self.gpu else ()
-        shown = Table("tile", *(f"speed, {name}" for name in timed), "estimated time", "spills", "note")
-        shown.title = f"{self.name} on {self.gpu or self.target}"
-        default = brief_tile(self.name, self.target, self.default).replace(",", ", ")
-        shown.add_row(default, *("0%" for _ in timed), "1", "", "the default")
+        heads = ["tile", *(f"speed, {name}" for name in timed), "estimated time", "spills", "note"]
         bad = [c for c in self.candidates if c.status in ("failed", "wrong")]
         good = [c for c in self.candidates if c not in bad and c.status != "not reached"]
+        rows = []
         for one in (*good[:most], *bad):
             speeds = (f"{100 * (one.gains[w] - 1):+.1f}%" if w in one.gains else "-" for w in timed)
             estimate = "-" if one.estimate is None else f"{one.estimate:.3f}"
-            said = "[red]" + one.reason if one in bad else one.reason or ("kept" if one.kept else "")
-            shown.add_row(one.change or "(default)", *speeds, estimate, str(one.spills_in_step or "-"), said)
-        left = len(good) - min(len(good), most)
+            note = f"{one.status}: {one.reason}" if one in bad else one.reason or ("kept" if one.kept else "")
+            rows.append([one.change or "(default)", *speeds, estimate, str(one.spills_in_step or "-"), note])
+        return heads, rows, len(good) - len(good[:most])
+
+    def table(self, most: int = 20) -> Table:
+        """The default tile, which the others are measured by, then :meth:`cells`."""
+        heads, rows, left = self.cells(most)
+        shown = Table(*heads, title=f"{self.name} on {self.gpu or self.target}")
+        default = brief_tile(self.name, self.target, self.default).replace(",", ", ")
+        shown.add_row(default, *("0%" for _ in heads[1:-3]), "1", "", "the default")
+        for row in rows:
+            shown.add_row(*map(Text, row))
         if left:
             shown.caption = f"{left} slower ones are left out"
         return shown

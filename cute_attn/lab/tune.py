@@ -26,8 +26,8 @@ from typing import Any
 
 from cute_attn.compiler import SpillWarning
 from cute_attn.lab.benchmark.workload import Workload
-from cute_attn.lab.builds import Builds, Built, WorkerBuilds
-from cute_attn.lab.card import Card, Contender, Gpu, Lost, Run, Wrong, needed_kernels, tile_at
+from cute_attn.lab.builds import Built, WorkerBuilds
+from cute_attn.lab.card import Contender, Gpu, Lost, Run, Wrong, needed_kernels, tile_at
 from cute_attn.lab.race import HEAT_MS, SAMPLE_MS, Comparison, ab, fastest, warm, workloads_of
 from cute_attn.lab.rank import relative
 from cute_attn.lab.space import Space, accepted, all_declined, change_text, changed_fields
@@ -75,8 +75,8 @@ class Equipment:
         builds: builds them.
     """
 
-    card: Card | None
-    builds: Builds
+    card: Gpu | None
+    builds: WorkerBuilds
 
 
 def tune(

@@ -43,7 +43,6 @@ def test_an_ab_says_what_is_so(speed, outcome):
     (one,) = found.measured
     assert found.outcome == one.outcome == outcome
     assert one.low <= speed <= one.high and abs(one.ratio - speed) < 0.005
-    assert one.interval.outcome() == outcome
     assert (one.state.clock_mhz, one.state.reasons, one.void) == (1755, ("power",), 0)
     assert (found.gpu, found.driver) == ("simulated", "1.0")
 

@@ -125,9 +125,9 @@ def test_a_study_is_a_page(tmp_path, one_picture):
     found = read(tmp_path / "page.html")
     measured, candidates, declined, opcodes, steps = found.tables
     assert [row[1] for row in measured[1:]] == ["slower", "slower"] and "svg" in found.tags
-    assert [row[0] for row in candidates[1:]] == [CHANGE, "tile_n=96", "tile_n=32"]
-    assert candidates[1][2:5] == ["+1.00", "+2.00", "0.970"]
-    assert candidates[2][-1] == "<b>1 & 2</b> differ", "texts are escaped"
+    assert [row[0] for row in candidates[1:]] == [CHANGE, "tile_n=96"]
+    assert candidates[1][1:4] == ["+1.0%", "+2.0%", "0.970"]
+    assert candidates[2][-1] == "wrong: <b>1 & 2</b> differ", "texts are escaped"
     assert declined[1] == ["12", "need more shared memory than sm90 has"]
     assert "1 candidates were not reached within the budget" in found.text
     assert opcodes[0] == ["opcode", "a", "b", "change"] and all(row[1] != row[2] for row in opcodes[1:])
@@ -137,7 +137,7 @@ def test_a_study_is_a_page(tmp_path, one_picture):
 
 def test_a_static_study_has_no_times():
     candidates, _ = report.study_sections(study(gpu=""))
-    assert "without a GPU" in candidates.texts[0] and len(candidates.figures) == 1
+    assert "without a GPU" in candidates.texts[0]
     assert report.study_sections(study(best=CHANGE))[1].texts == (f"--tile {CHANGE}",)
 
 
