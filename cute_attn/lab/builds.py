@@ -1,5 +1,6 @@
 """Builds of many tiles in worker processes, while this process does something else."""
 
+import contextlib
 import dataclasses
 import os
 import queue
@@ -26,15 +27,8 @@ _MOST_WORKERS = 32  # each takes a gigabyte or two
 
 @dataclass(frozen=True)
 class Built:
-    """What came of one tile.
-
-    Attributes:
-        tile: it.
-        key: of the compiled kernel in the cache.
-        seconds: that building it took, 0 where it was in the cache.
-        error: why there is no kernel, or "".
-        spills_in_step: instructions that spill in the steady step.
-        estimates: by workload, what the static rank gives; empty where it gave nothing, for the reason ``no_rank``.
+    """What came of one tile: its key in the cache, or the error; ``estimates``, by workload, of the static rank, or for
+    what reason there are none; ``seconds`` are 0 where it was in the cache.
     """
 
     tile: Tile
@@ -110,15 +104,11 @@ class WorkerBuilds:
         if self._own:
             return self._taken([self._build_here(self._own.pop(0))])
         self._stop_slow_ones()
-        found = []
-        try:
-            found.append(
-                self._done.get(timeout=max(0.0, min(wait_s, 5.0))) if wait_s else self._done.get_nowait()
-            )
+        found, seconds = list[Built](), max(0.0, min(wait_s, 5.0))
+        with contextlib.suppress(queue.Empty):
             while True:
-                found.append(self._done.get_nowait())
-        except queue.Empty:
-            return self._taken(found)
+                found.append(self._done.get(not found and seconds > 0, seconds or None))
+        return self._taken(found)
 
     def _taken(self, found: list[Built]) -> list[Built]:
         self._pending -= len(found)

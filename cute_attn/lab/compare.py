@@ -70,13 +70,8 @@ class Difference:
         return bool(self.rows) and all(row.same for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "a": self.a.as_dict(),
-            "b": self.b.as_dict(),
-            "opcodes": [asdict(one) for one in self.opcodes],
-            "lines": [asdict(one) for one in self.lines],
-            "rows": [asdict(row) for row in self.rows],
-        }
+        parts = {name: [asdict(one) for one in getattr(self, name)] for name in ("opcodes", "lines", "rows")}
+        return {"a": self.a.as_dict(), "b": self.b.as_dict()} | parts
 
     def __rich__(self) -> Printed:
         return self.shown()
@@ -96,12 +91,7 @@ class Difference:
         return Printed(*parts)
 
     def __repr__(self) -> str:
-        steps = (
-            "equal steps"
-            if self.equal
-            else f"{sum(not row.same for row in self.rows)} rows of the steps differ"
-        )
-        return f"Difference({self.a!r}, {self.b!r}: {steps})"
+        return f"Difference({self.a!r}, {self.b!r}: {sum(not row.same for row in self.rows)} rows of the steps differ)"
 
     def _repr_html_(self) -> str:
         return self.shown()._repr_html_()
@@ -121,13 +111,8 @@ def compare(a: Verdict, b: Verdict) -> Difference:
             raise ValueError(f"there is no code to compare: {one.reason}")
     if a.steady is None or b.steady is None:
         return Difference(a, b, (), (), ())
-    return Difference(
-        a,
-        b,
-        _changed(_opcodes(a.steady), _opcodes(b.steady)),
-        _changed(_places(a.steady), _places(b.steady)),
-        tuple(_rows(a.steady, b.steady)),
-    )
+    opcodes, places = (_changed(of(a.steady), of(b.steady)) for of in (_opcodes, _places))
+    return Difference(a, b, opcodes, places, tuple(_rows(a.steady, b.steady)))
 
 
 def _changed(a: Counter[str], b: Counter[str]) -> tuple[Count, ...]:
@@ -154,9 +139,8 @@ def _places(step: Step) -> Counter[str]:
 def _rows(a: Step, b: Step) -> list[Row]:
     """The two steps, aligned; an inner loop's instructions once."""
     left, right = ([i for i, _ in step.instructions] for step in (a, b))
-    matcher = difflib.SequenceMatcher(
-        None, [normalized(i) for i in left], [normalized(i) for i in right], autojunk=False
-    )
+    texts = ([normalized(i) for i in side] for side in (left, right))
+    matcher = difflib.SequenceMatcher(None, *texts, autojunk=False)
     rows = []
     for kind, a0, a1, b0, b1 in matcher.get_opcodes():
         for n in range(max(a1 - a0, b1 - b0)):

@@ -43,13 +43,10 @@ MOST_LINES = 20
 
 @dataclass(frozen=True)
 class Clocks:
-    """Clocks that each unit of a multiprocessor needs for one step of one block, and that one warp alone needs.
+    """Clocks that units of a multiprocessor need for one step of one block, and that one warp alone needs.
 
     Attributes:
-        tensor: tensor cores.
-        special: special-function units.
-        issue: warp schedulers.
-        shared: shared memory, and the L1 cache, which is the same memory: accesses of threads, wgmma, cp.async and
+        shared: of shared memory, and the L1 cache, which is the same memory: accesses of threads, wgmma, cp.async and
             TMA, with bank conflicts.
         warp: the sum of a warp's stalls. The other warps of its scheduler issue meanwhile.
         global_loads: the share of ``shared`` that threads' loads from global memory take, such as a bias or a table.
@@ -65,12 +62,8 @@ class Clocks:
     @property
     def units(self) -> dict[str, float]:
         """The units' clocks, by name."""
-        return {
-            "tensor cores": self.tensor,
-            "special functions": self.special,
-            "issue": self.issue,
-            "shared memory": self.shared,
-        }
+        names = ("tensor cores", "special functions", "issue", "shared memory")
+        return dict(zip(names, (self.tensor, self.special, self.issue, self.shared), strict=True))
 
     @property
     def estimate(self) -> float:
@@ -85,13 +78,8 @@ class Clocks:
 
 @dataclass(frozen=True)
 class StepCost:
-    """The steady step.
-
-    Attributes:
-        address: of its loop's first instruction.
-        instructions, mma, exp2: of one warp.
-        elements: scores of a thread; ``scores``: of a block, or its share of its cluster's.
-        clocks: see :class:`Clocks`.
+    """The steady step: where its loop begins, instructions of one warp, scores of a thread (``elements``) and of a block,
+    or its share of its cluster's.
     """
 
     address: int
@@ -101,11 +89,6 @@ class StepCost:
     elements: int
     scores: int
     clocks: Clocks
-
-    @property
-    def instructions_per_element(self) -> float:
-        """Of a thread, matrix instructions included."""
-        return self.instructions / self.elements
 
 
 @dataclass(frozen=True)
@@ -129,21 +112,16 @@ class LineCost:
 
 @dataclass(frozen=True, repr=False)
 class Verdict:
-    """What a kernel with a tile costs.
+    """What a kernel with a tile costs; :data:`ROWS` says what most of it means.
 
     Attributes:
-        name, target, tile: which; ``revision``: of the sources, where they are not the running ones.
         reason: why the tile does not fit, or None; all that follows is empty if it does not.
-        blocks, limited_by: blocks that a multiprocessor holds at a time, and what limits them.
-        registers, shared_memory_bytes: of a thread and of a block.
         spills_in_step, spills_outside: instructions that spill or reload registers, in a steady step and elsewhere.
-        warnings: ptxas's.
-        instructions: in the whole code.
         step: the steady step, or None; then ``no_step`` says why.
-        copies: the kernel's copies with their bank conflicts.
         lines: the step's costliest source lines, where they were asked for.
         proxies: whether TMA and threads take turns in shared memory, or why that could not be followed; None for a
             kernel without TMA.
+        revision: of the sources, where they are not the running ones.
         steady, code: the machine code.
     """
 
@@ -257,16 +235,21 @@ def content_of(kernel: Any) -> StepContent | str:
 
 
 def judge(built: Any, code: Code, content: StepContent | str, copies: tuple[Conflicts, ...]) -> Verdict:
-    """The verdict on machine code.
-
-    Args:
-        built: a :class:`CompiledKernel`, or an object with its attributes name, target, tile, ptx, resources and
-            warnings.
-        code: of its cubin.
-        content: of the steady step, or why there is none.
-        copies: the kernel's, with their bank conflicts.
+    """The verdict on the machine code of a :class:`CompiledKernel`, or of an object with most of its attributes, with
+    the content of its steady step, or why there is none.
     """
-    steady, no_step = _steady(code, content)
+    steady, no_step = None, content
+    if isinstance(content, StepContent):
+        try:
+            steady, no_step = code.step(content), ""
+        except StepNotFound as error:
+            no_step = str(error)
+    proxies: ProxyOrder | str | None = None
+    if any(i.opcode.startswith("UTMA") for i in code.instructions):
+        try:
+            proxies = proxy_order(code)
+        except ValueError as error:
+            proxies = f"not followed: {error}"
     used = built.resources
     blocks, limited_by = resident_blocks(
         built.target, _threads(built), used.registers, used.shared_memory_bytes
@@ -285,49 +268,22 @@ def judge(built: Any, code: Code, content: StepContent | str, copies: tuple[Conf
         spills_outside=max(spills - in_step, 0),
         warnings=tuple(built.warnings),
         instructions=len(code.instructions),
-        step=None
-        if steady is None or isinstance(content, str)
-        else step_cost(steady, content, built.target, copies),
+        step=None if steady is None else step_cost(steady, content, built.target, copies),
         no_step=no_step,
         copies=copies,
         lines=tuple(lines_of(steady)[:MOST_LINES]) if steady else (),
-        proxies=_proxies(code),
+        proxies=proxies,
         steady=steady,
         code=code,
     )
 
 
-def _steady(code: Code, content: StepContent | str) -> tuple[Step | None, str]:
-    """The steady step, or why there is none."""
-    if isinstance(content, str):
-        return None, content
-    try:
-        return code.step(content), ""
-    except StepNotFound as error:
-        return None, str(error)
-
-
-def _proxies(code: Code) -> ProxyOrder | str | None:
-    """See ``Verdict.proxies``."""
-    if not any(i.opcode.startswith("UTMA") for i in code.instructions):
-        return None
-    try:
-        return proxy_order(code)
-    except ValueError as error:
-        return f"not followed: {error}"
-
-
-def step_cost(step: Step, content: StepContent, target: str, copies: Sequence[Conflicts] = ()) -> StepCost:
+def step_cost(step: Step, content: Any, target: str, copies: Sequence[Conflicts] = ()) -> StepCost:
     """What a steady step costs."""
-    return StepCost(
-        step.loop.header,
-        step.count(),
-        step.count(*MMA),
-        step.count("MUFU.EX2"),
-        content.elements,
-        32 * content.warps * content.elements // content.ctas,
-        clocks(step, content, target, copies),
-    )
+    counts = (step.count(), step.count(*MMA), step.count("MUFU.EX2"))
+    scores = 32 * content.warps * content.elements // content.ctas
+    found = clocks(step, content, target, copies)
+    return StepCost(step.loop.header, *counts, content.elements, scores, found)
 
 
 def _threads(built: Any) -> int:
@@ -358,14 +314,8 @@ def clocks(step: Step, content: StepContent, target: str, copies: Sequence[Confl
         tensor += 4 * others * _flops(other) / machine.wgmma
         wavefronts += 4 * others * _wavefronts(other)
     shared = wavefronts + content.async_bytes / SHARED_BYTES
-    return Clocks(
-        tensor=tensor,
-        special=step.count(*_SPECIAL) * warps * 32 / SPECIAL,
-        issue=step.count() * warps / SCHEDULERS,
-        shared=shared,
-        warp=step.stalls,
-        global_loads=loads / shared if shared else 0.0,
-    )
+    special, issue = step.count(*_SPECIAL) * warps * 32 / SPECIAL, step.count() * warps / SCHEDULERS
+    return Clocks(tensor, special, issue, shared, step.stalls, loads / shared if shared else 0.0)
 
 
 def _conflict_factors(copies: Sequence[Conflicts]) -> dict[str, float]:
@@ -416,15 +366,9 @@ def lines_of(step: Step) -> list[LineCost]:
         if i.line:
             instructions[i.file, i.line] += times
             stalls[i.file, i.line] += times * i.stall
-    return [
-        LineCost(
-            *where,
-            instructions[where] // step.steps,
-            stalls[where] // step.steps,
-            linecache.getline(*where).strip(),
-        )
-        for where in sorted(instructions, key=lambda where: (-instructions[where], where))
-    ]
+    ordered = sorted(instructions, key=lambda where: (-instructions[where], where))
+    counts = ((where, instructions[where] // step.steps, stalls[where] // step.steps) for where in ordered)
+    return [LineCost(*where, *both, linecache.getline(*where).strip()) for where, *both in counts]
 
 
 # ---- tables ----
@@ -458,24 +402,19 @@ def _rows(verdicts: Sequence[Verdict]) -> Iterator[list[str]]:
 
 
 def _heads(verdicts: Sequence[Verdict], verbose: bool) -> tuple[str | None, list[str]]:
-    """A table's title, where all verdicts are on one kernel, and its heads."""
-    tiles = [one.tile if verbose else one.brief() for one in verdicts]
+    """A table's title, where all verdicts are on one kernel, and its heads: the first tile, and what changes in others."""
+    title, tiles = None, [one.tile if verbose else one.brief() for one in verdicts]
     if len({(one.name, one.target) for one in verdicts}) == 1:
-        title, heads = f"{verdicts[0].name} on {verdicts[0].target}", _tiles(verdicts, tiles)
+        title, first = f"{verdicts[0].name} on {verdicts[0].target}", verdicts[0].tile.split(",")
+        changes = [",".join(f for f in one.tile.split(",") if f not in first) for one in verdicts[1:]]
+        at = [f" at {one.revision}" if one.revision else "" for one in verdicts]
+        heads = [
+            head + where
+            for head, where in zip([tiles[0], *(c or "the same" for c in changes)], at, strict=True)
+        ]
     else:
-        title, named = None, zip(verdicts, tiles, strict=True)
-        heads = [f"{one.name} on {one.target},{tile}" for one, tile in named]
+        heads = [f"{one.name} on {one.target},{tile}" for one, tile in zip(verdicts, tiles, strict=True)]
     return title, [head.replace(",", ", ") for head in heads]
-
-
-def _tiles(verdicts: Sequence[Verdict], shown: Sequence[str]) -> list[str]:
-    """The first tile as it is shown, and what changes in the others."""
-    first, *others = (one.tile for one in verdicts)
-    fields_of_first = first.split(",")
-    changes = [",".join(f for f in tile.split(",") if f not in fields_of_first) for tile in others]
-    heads = [shown[0], *(change or "the same" for change in changes)]
-    at = [f" at {one.revision}" if one.revision else "" for one in verdicts]
-    return [head + where for head, where in zip(heads, at, strict=True)]
 
 
 def _column(one: Verdict) -> dict[str, str]:
@@ -502,7 +441,7 @@ def _column(one: Verdict) -> dict[str, str]:
     rows["steady step"] = (
         f"{step.instructions} instructions per warp, {step.mma} of them matrix products, {step.exp2} exponentials"
     )
-    rows["instructions per element"] = f"{step.instructions_per_element:.2f}"
+    rows["instructions per element"] = f"{step.instructions / step.elements:.2f}"
     for unit, count in units.items():
         share = count / units[step.clocks.bound]
         bound = "  [bold]bound" if unit == step.clocks.bound else f"  {share:.0%}"
