@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 # Modules that load torch or the DSL are imported inside the commands: --help needs neither.
 from cute_attn.cli.options import (
@@ -76,6 +76,10 @@ def ab_of_tiles(
     console.print(found.sentence, highlight=False, markup=False)
 
 
+_SHOWN = ("{task.completed} of {task.total}", "{task.fields[best]}", "{task.description}")
+"""Of the progress: candidates done, the best so far, and what happens."""
+
+
 def tune_tile(
     name: Name,
     space: Annotated[
@@ -104,30 +108,20 @@ def tune_tile(
     from cute_attn.lab.tune import tune
 
     console = make_console()
-    said: list[str] = []
-    with _bar() as progress:
+    columns = (BarColumn(bar_width=20), *(TextColumn(text, markup=False) for text in _SHOWN))
+    with live_progress(*columns, TimeElapsedColumn()) as progress:
         task = progress.add_task("", best="")
 
         def watch(seen: Seen) -> None:
-            if not said:
-                said.append(seen.text)
+            if not progress.tasks[task].description:
                 progress.console.print(seen.text, highlight=False, markup=False)
             best = f"best {seen.best} {100 * (seen.gain - 1):+.1f}%" if seen.best else "best: the default"
             done = seen.built if static else seen.timed
             progress.update(task, description=seen.text, total=seen.total, completed=done, best=best)
 
+        asked: dict[str, Any] = {"target": target, "workloads": workloads or (), "budget_s": budget}
         try:
-            study = tune(
-                name,
-                space,
-                target=target,
-                workloads=workloads or (),
-                budget_s=budget,
-                static_only=static,
-                resume=timings,
-                seed=seed,
-                watch=watch,
-            )
+            study = tune(name, space, static_only=static, resume=timings, seed=seed, watch=watch, **asked)
         except KeyboardInterrupt:
             progress.console.print("stopped; the same command goes on where it was")
             raise typer.Exit(130) from None
@@ -148,14 +142,3 @@ def tune_tile(
 def _write(path: Path | None, values: dict[str, Any]) -> None:
     if path is not None:
         path.write_text(json.dumps(values, indent=1) + "\n")
-
-
-def _bar() -> Progress:
-    """Candidates done, and the best so far."""
-    return live_progress(
-        BarColumn(bar_width=20),
-        TextColumn("{task.completed} of {task.total}"),
-        TextColumn("{task.fields[best]}", markup=False),
-        TextColumn("{task.description}", markup=False),
-        TimeElapsedColumn(),
-    )

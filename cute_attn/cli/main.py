@@ -185,30 +185,25 @@ def _counts(target: str | None) -> Table:
         "`cute-attn list --all` has every default tile, `list NAME` a kernel's, `list --features` the words of names, "
         "`explain forward-sm80` what its fields mean"
     )
-    tiles: dict[tuple[str, str], set[str]] = {}
-    names: dict[tuple[str, str], list[Traits]] = {}
-    for traits, on in registry.defaults():
-        if on == (target or on):
-            key = (traits.op, traits.arch)
-            tiles.setdefault(key, set()).add(registry.lookup(traits, None, on).tile.text)
-            names.setdefault(key, []).append(traits)
+    known = [(traits, on) for traits, on in registry.defaults() if on == (target or on)]
     for op, arch, variant in registry.KERNELS:
-        label, runs_on = registry.label((op, arch, variant)), " ".join(registry.RUNS_ON[arch])
-        if not variant and (op, arch) in tiles:
-            such = min(names[op, arch], key=lambda one: (one.head_dim != 128, len(one.name)))
-            table.add_row(label, runs_on, str(len(tiles[op, arch])), such.name)
-        elif target in (None, *registry.RUNS_ON[arch]):
-            table.add_row(label, runs_on, "", f"{label}-bf16-d128" if variant else "")
+        label, runs_on = registry.label((op, arch, variant)), registry.RUNS_ON[arch]
+        own = [one for one in known if (one[0].op, one[0].arch, "") == (op, arch, variant)]
+        if own:
+            tiles = {registry.lookup(traits, None, on).tile.text for traits, on in own}
+            such = min((traits for traits, _ in own), key=lambda one: (one.head_dim != 128, len(one.name)))
+            table.add_row(label, " ".join(runs_on), str(len(tiles)), such.name)
+        elif target in (None, *runs_on):
+            table.add_row(label, " ".join(runs_on), "", f"{label}-bf16-d128" if variant else "")
     return table
 
 
 def _by_target(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
     """Rows that differ in the target alone, merged, with their targets."""
-    groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
+    groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        key = str([row["name"], row["tile"], row["reason"]])
-        groups.setdefault(key, (row, []))[1].append(row["target"])
-    return [(row, " ".join(targets)) for row, targets in groups.values()]
+        groups.setdefault(str([row["name"], row["tile"], row["reason"]]), []).append(row)
+    return [(same[0], " ".join(row["target"] for row in same)) for same in groups.values()]
 
 
 def _listed(traits: Traits, target: str) -> dict[str, Any]:
@@ -260,14 +255,8 @@ def compile_kernel(
 
 def summary(compiled: Any) -> dict[str, Any]:
     """What ``compile --json`` prints of a compiled kernel."""
-    return {
-        "name": compiled.name,
-        "target": compiled.target,
-        "tile": asdict(compiled.tile),
-        "resources": asdict(compiled.resources),
-        "instructions": compiled.instructions,
-        "seconds": compiled.seconds,
-    }
+    plain = {name: getattr(compiled, name) for name in ("name", "target", "instructions", "seconds")}
+    return plain | {name: asdict(getattr(compiled, name)) for name in ("tile", "resources")}
 
 
 def cost_table(*kernels: Any) -> Table:
@@ -472,22 +461,21 @@ def cache_list(
         )
         return
     title = f"{counted(len(entries), 'kernel')}, {sum(entry.size for entry in entries) / 1e6:.1f} MB in {cache.root}"
-    if not everything:
-        by_kernel = Table("kernel", "kernels", "MB", "seconds to build", title=title)
-        by_kernel.caption = "`cute-attn cache list --all` has each of them"
+    if everything:
+        table = Table("kernel", "target", "tile", "built in", "key", title=title)
+        for entry in entries:
+            meta = entry.meta
+            tile = ", ".join(f"{field}={value}" for field, value in meta["tile"].items())
+            table.add_row(meta["name"], meta["target"], tile, f"{meta['seconds']:.1f} s", entry.key[:12])
+    else:
+        table = Table("kernel", "kernels", "MB", "seconds to build", title=title)
+        table.caption = "`cute-attn cache list --all` has each of them"
         groups: dict[str, list[Any]] = {}
         for entry in entries:
             groups.setdefault("-".join(entry.meta["name"].split("-")[:2]), []).append(entry)
         for label, those in sorted(groups.items()):
             size, seconds = sum(one.size for one in those) / 1e6, sum(one.meta["seconds"] for one in those)
-            by_kernel.add_row(label, str(len(those)), f"{size:.1f}", f"{seconds:.0f}")
-        show(by_kernel)
-        return
-    table = Table("kernel", "target", "tile", "built in", "key", title=title)
-    for entry in entries:
-        meta = entry.meta
-        tile = ", ".join(f"{field}={value}" for field, value in meta["tile"].items())
-        table.add_row(meta["name"], meta["target"], tile, f"{meta['seconds']:.1f} s", entry.key[:12])
+            table.add_row(label, str(len(those)), f"{size:.1f}", f"{seconds:.0f}")
     show(table)
 
 

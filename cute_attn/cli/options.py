@@ -122,34 +122,32 @@ def writable_file(context: typer.Context, path: Path | None) -> Path | None:
     Raises:
         ValueError: it cannot be written.
     """
-    if path is None or context.resilient_parsing:
-        return path
-    is_new = not path.exists()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
-        if is_new:
-            path.unlink()
-    except OSError as error:
-        raise ValueError(_not_written(path, "a file", error)) from None
+    if path is not None and not context.resilient_parsing:
+        with _writes(path, "a file"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            is_new = not path.exists()
+            path.open("a").close()
+            if is_new:
+                path.unlink()
     return path
 
 
 def writable_folder(context: typer.Context, path: Path | None) -> Path | None:
     """:func:`writable_file` of a folder."""
-    if path is None or context.resilient_parsing:
-        return path
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise ValueError(_not_written(path, "a folder", error)) from None
+    if path is not None and not context.resilient_parsing:
+        with _writes(path, "a folder"):
+            path.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=path).close()
     return path
 
 
-def _not_written(path: Path, what: str, error: OSError) -> str:
-    return f"-o is {str(path)!r}; accepted: {what} that can be written ({error.strerror or error})"
+@contextlib.contextmanager
+def _writes(path: Path, what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        accepted = f"{what} that can be written ({error.strerror or error})"
+        raise ValueError(f"-o is {str(path)!r}; accepted: {accepted}") from None
 
 
 Page = Annotated[
@@ -235,12 +233,9 @@ def live_progress(*columns: ProgressColumn) -> Progress:
 def show(*parts: Any) -> None:
     """Print, on a terminal through a pager what is longer than its screen."""
     console = make_console()
-    if console.is_terminal and sys.stdin.isatty():
-        with console.capture() as captured:
-            console.print(*parts, sep="\n")
-        if captured.get().count("\n") >= console.height:
-            os.environ.setdefault("LESS", "-R")
-            with console.pager(styles=True):
-                console.print(*parts, sep="\n")
-            return
-    console.print(*parts, sep="\n")
+    with console.capture() as captured:
+        console.print(*parts, sep="\n")
+    os.environ.setdefault("LESS", "-R")
+    is_long = console.is_terminal and sys.stdin.isatty() and captured.get().count("\n") >= console.height
+    with console.pager(styles=True) if is_long else contextlib.nullcontext():
+        console.print(*parts, sep="\n")

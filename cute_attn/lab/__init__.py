@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-missing = [name for name in ("jinja2", "matplotlib", "networkx", "rich", "typer") if find_spec(name) is None]
+missing = [name for name in ("matplotlib", "networkx", "rich", "typer") if find_spec(name) is None]
 if missing:
     raise ImportError(
         f"the laboratory and the commands need {', '.join(missing)}; pip install 'cute-attn[lab]' brings them"

@@ -83,19 +83,14 @@ class Expected:
 
     @classmethod
     def of(cls, workload: Workload) -> "Expected":
-        """For random inputs, the same for a workload."""
+        """For random inputs, the same for a workload; a backward marks them as requiring gradients."""
         torch.manual_seed(0)
         x = workload.inputs()
         rng_state = interface.draw_rng_state(x.q.device)
-        grad = None
+        grad, leaves = None, ()
         if workload.op == "backward":
             grad = torch.randn((*x.q.shape[:-1], workload.head_dim_v), device=x.q.device, dtype=x.q.dtype)
-        return cls.from_inputs(workload, x, rng_state, grad)
-
-    @classmethod
-    def from_inputs(cls, workload: Workload, x: Inputs, rng_state: Tensor, grad: Tensor | None) -> "Expected":
-        """For these inputs; a backward marks them as requiring gradients."""
-        leaves = x.leaves(workload) if workload.op == "backward" else ()
+            leaves = x.leaves(workload)
 
         def computed(dtype: torch.dtype) -> tuple[Tensor, ...]:
             out = _by_definition(workload, x, rng_state, dtype)

@@ -103,42 +103,23 @@ class Comparison:
 
     def table(self) -> Table:
         """A row per workload."""
-        table = Table(*HEADS, title=f"a: {self.a}\nb: {self.b}\n{self.gpu}, driver {self.driver}")
+        heads = ("outcome", "speed", "95% interval", "rounds", "ms", "ms of b", "MHz", "W", "°C", "held by")
+        title = f"a: {self.a}\nb: {self.b}\n{self.gpu}, driver {self.driver}"
+        table = Table("workload", *heads, title=title)
         for one in self.measured:
-            table.add_row(*cells(one))
+            state, void = one.state, f" ({one.void} void)" if one.void else ""
+            numbers = (state.clock_mhz, state.watts, state.celsius)
+            table.add_row(
+                *(one.workload, one.outcome, _percent(one.ratio - 1), _range(one), f"{one.rounds}{void}"),
+                *(f"{one.ms_a:.4g}", f"{one.ms_b:.4g}"),
+                *("-" if number is None else str(number) for number in numbers),
+                ", ".join(state.reasons) or "-",
+            )
         return table
 
     def to_json(self) -> dict[str, Any]:
         """As plain values, with ``"kind": "comparison"``."""
         return {"kind": "comparison"} | json.loads(json.dumps(asdict(self) | {"sentence": self.sentence}))
-
-
-HEADS = (
-    "workload",
-    "outcome",
-    "speed",
-    "95% interval",
-    "rounds",
-    "ms",
-    "ms of b",
-    "MHz",
-    "W",
-    "°C",
-    "held by",
-)
-"""Of :func:`cells`."""
-
-
-def cells(one: Measured) -> tuple[str, ...]:
-    """A row of the table."""
-    state, void = one.state, f" ({one.void} void)" if one.void else ""
-    numbers = (state.clock_mhz, state.watts, state.celsius)
-    return (
-        *(one.workload, one.outcome, _percent(one.ratio - 1), _range(one), f"{one.rounds}{void}"),
-        *(f"{one.ms_a:.4g}", f"{one.ms_b:.4g}"),
-        *("-" if number is None else str(number) for number in numbers),
-        ", ".join(state.reasons) or "-",
-    )
 
 
 def _says(one: Measured) -> str:

@@ -121,30 +121,22 @@ class Study:
             return f"{self.name}: the default tile stays, no candidate was faster in the race"
         return f"{self.name}: the default tile stays; {self.verdict.sentence}"
 
-    def cells(self, most: int | None = None) -> tuple[list[str], list[list[str]], int]:
-        """Heads and a row a candidate: the best ``most``, and all that failed; and how many are left out."""
+    def table(self, most: int = 20) -> Table:
+        """The default tile, which the others are measured by, the best ``most`` candidates, and all that failed."""
         timed = self.workloads if self.gpu else ()
-        heads = ["tile", *(f"speed, {name}" for name in timed), "estimated time", "spills", "note"]
+        shown = Table("tile", *(f"speed, {name}" for name in timed), "estimated time", "spills", "note")
+        shown.title = f"{self.name} on {self.gpu or self.target}"
+        default = brief_tile(self.name, self.target, self.default).replace(",", ", ")
+        shown.add_row(default, *("0%" for _ in timed), "1", "", "the default")
         bad = [c for c in self.candidates if c.status in ("failed", "wrong")]
         good = [c for c in self.candidates if c not in bad and c.status != "not reached"]
-        rows = []
         for one in (*good[:most], *bad):
             speeds = (f"{100 * (one.gains[w] - 1):+.1f}%" if w in one.gains else "-" for w in timed)
             estimate = "-" if one.estimate is None else f"{one.estimate:.3f}"
-            note = f"{one.status}: {one.reason}" if one in bad else one.reason or ("kept" if one.kept else "")
-            rows.append([one.change or "(default)", *speeds, estimate, str(one.spills_in_step or "-"), note])
-        return heads, rows, len(good) - len(good[:most])
-
-    def table(self, most: int = 20) -> Table:
-        """The default tile, which the others are measured by, then :meth:`cells`."""
-        heads, rows, left = self.cells(most)
-        shown = Table(*heads, title=f"{self.name} on {self.gpu or self.target}")
-        default = brief_tile(self.name, self.target, self.default).replace(",", ", ")
-        shown.add_row(default, *("0%" for _ in heads[1:-3]), "1", "", "the default")
-        for row in rows:
-            shown.add_row(*map(Text, row))
-        if left:
-            shown.caption = f"{left} slower ones are left out"
+            said = Text(one.reason or ("kept" if one.kept else ""), style="red" if one in bad else "")
+            shown.add_row(one.change or "(default)", *speeds, estimate, str(one.spills_in_step or "-"), said)
+        if good[most:]:
+            shown.caption = f"{len(good[most:])} slower ones are left out"
         return shown
 
     def to_json(self) -> dict[str, Any]:

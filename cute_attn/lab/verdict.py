@@ -12,7 +12,7 @@ import linecache
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -78,8 +78,8 @@ class Clocks:
 
 @dataclass(frozen=True)
 class StepCost:
-    """The steady step: where its loop begins, instructions of one warp, scores of a thread (``elements``) and of a block,
-    or its share of its cluster's.
+    """The steady step: where its loop begins, instructions of one warp, scores of a thread (``elements``) and of a
+    block, or its share of its cluster's.
     """
 
     address: int
@@ -383,26 +383,14 @@ def table(*verdicts: Verdict, verbose: bool = False) -> Table:
     """Verdicts side by side, a column each; verbose: with all fields of the tiles."""
     title, heads = _heads(verdicts, verbose)
     made = Table("", *heads, title=title)
-    for row in _rows(verdicts):
-        made.add_row(*row)
+    found = [_column(one) for one in verdicts]
+    for what in dict.fromkeys(key for column in found for key in column):
+        made.add_row(what, *(column.get(what, "-") for column in found))
     return made
 
 
-def columns(verdicts: Sequence[Verdict]) -> tuple[str, list[str], list[list[str]]]:
-    """A title, the columns' heads, and rows of plain text that begin with their names."""
-    title, heads = _heads(verdicts, verbose=False)
-    rows = [[Text.from_markup(cell).plain for cell in row] for row in _rows(verdicts)]
-    return title or "Verdicts", heads, rows
-
-
-def _rows(verdicts: Sequence[Verdict]) -> Iterator[list[str]]:
-    found = [_column(one) for one in verdicts]
-    for what in dict.fromkeys(key for column in found for key in column):
-        yield [what, *(column.get(what, "-") for column in found)]
-
-
 def _heads(verdicts: Sequence[Verdict], verbose: bool) -> tuple[str | None, list[str]]:
-    """A table's title, where all verdicts are on one kernel, and its heads: the first tile, and what changes in others."""
+    """A title, where all verdicts are on one kernel, and heads: the first tile, and what changes in others."""
     title, tiles = None, [one.tile if verbose else one.brief() for one in verdicts]
     if len({(one.name, one.target) for one in verdicts}) == 1:
         title, first = f"{verdicts[0].name} on {verdicts[0].target}", verdicts[0].tile.split(",")
@@ -496,18 +484,10 @@ def _bank_conflicts(one: Verdict) -> str:
     return f"none in {copies}" if one.copies else "not counted"
 
 
-LINE_HEADS = ("instructions", "stalls", "where", "source")
-
-
-def line_cells(one: Verdict) -> list[tuple[str, ...]]:
-    """The costliest source lines of a verdict that has them."""
-    return [(str(line.instructions), str(line.stalls), line.place, line.source) for line in one.lines]
-
-
 def line_table(one: Verdict) -> Table:
-    """:func:`line_cells` as a table."""
+    """The costliest source lines of a verdict that has them."""
     total = one.step.instructions if one.step else 0
-    made = Table(*LINE_HEADS, title=f"{total} instructions of a steady step")
-    for cells in line_cells(one):
-        made.add_row(*map(Text, cells))
+    made = Table("instructions", "stalls", "where", "source", title=f"{total} instructions of a steady step")
+    for line in one.lines:
+        made.add_row(str(line.instructions), str(line.stalls), line.place, Text(line.source))
     return made

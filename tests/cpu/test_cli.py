@@ -47,7 +47,7 @@ from cute_attn.__main__ import main
 try:
     main()
 finally:
-    heavy = "torch", "cutlass", "matplotlib", "networkx", "jinja2", "cute_attn.lab.verdict"
+    heavy = "torch", "cutlass", "matplotlib", "networkx", "cute_attn.lab.verdict"
     print(*(name for name in heavy if name in sys.modules), file=sys.stderr)
     print(gc.isenabled(), gc.get_freeze_count() > 100_000, file=sys.stderr)
 """
@@ -441,7 +441,7 @@ def test_prebuild_says_what_failed(run):
 
 
 WITHOUT = (
-    "import sys; sys.modules.update(dict.fromkeys(('jinja2', 'matplotlib', 'networkx', 'rich', 'typer')))\n"
+    "import sys; sys.modules.update(dict.fromkeys(('matplotlib', 'networkx', 'rich', 'typer')))\n"
 )
 """What only the laboratory and the commands need is not installed."""
 
@@ -464,7 +464,7 @@ def test_attention_needs_nothing_of_the_laboratory(tmp_path):
     assert done.returncode == 0 and "torch.Size([1, 4, 2, 8]) ForwardSm80" in done.stdout, done.stderr
 
 
-MISSING = "jinja2, matplotlib, networkx, rich, typer; pip install 'cute-attn[lab]' brings them"
+MISSING = "matplotlib, networkx, rich, typer; pip install 'cute-attn[lab]' brings them"
 
 
 def test_a_missing_package_is_named_in_one_sentence(tmp_path):

@@ -18,8 +18,8 @@ from cute_attn.lab.benchmark.peers import Declined, Implementation, Run, version
 from cute_attn.lab.benchmark.timing import Clock, clock_under_load, query_gpu
 from cute_attn.lab.benchmark.workload import Workload
 
-# Relative to the largest output; a row that differs by more is an error.
-_TOLERANCE = 0.05
+TOLERANCE = 0.05
+"""Relative to the largest output; what differs by more is an error."""
 
 
 def time_workloads(
@@ -130,11 +130,9 @@ def _ready(
         results = result if isinstance(result, tuple) else (result,)
         if expected is None:
             expected = (name, results)
-        difference = max(map(_difference, results, expected[1]))
-        if not workload.dropout and not difference <= _TOLERANCE:
-            errors[name] = (
-                f"its output differs from {expected[0]}'s by {difference:.2g} of the largest element"
-            )
+        apart = max(map(difference, results, expected[1]))
+        if not workload.dropout and not apart <= TOLERANCE:
+            errors[name] = f"its output differs from {expected[0]}'s by {apart:.2g} of the largest element"
             continue
         runs[name] = run
     return runs, errors
@@ -145,7 +143,8 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
 
 
-def _difference(out: Tensor, expected: Tensor) -> float:
+def difference(out: Tensor, expected: Tensor) -> float:
+    """The largest one, relative to the largest element."""
     if out.shape != expected.shape:
         return math.inf
     largest = expected.abs().max().float()
