@@ -1,7 +1,7 @@
 """``make demo``: what this project does, in half a minute; all but the last part without a GPU.
 
 The score tiles and epilogues of an Ampere and a Hopper kernel, run on the CPU for every thread and compared with torch;
-attention on CPU tensors; which of PyTorch's calls are served; what both kernels cost, and what bounds them; pictures.
+which of PyTorch's calls are served; what both kernels cost, and what bounds them; pictures.
 With a GPU: `cute-attn check` and `bench --peers` of both.
 """
 
@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import cute_attn
 from cute_attn import reference
 from cute_attn.cli.main import bench_kernel, check_kernel
 from cute_attn.cli.options import make_console, working
@@ -44,7 +43,7 @@ def main() -> None:
     # Two processes build while this one computes.
     builds = threading.Thread(target=build_at_once, args=([(FLAGSHIP, None), (HOPPER, None)], "sm90"))
     builds.start()
-    wrong = epilogues_on_the_cpu() + attention_on_the_cpu() + drop_in_on_the_cpu()
+    wrong = epilogues_on_the_cpu() + drop_in_on_the_cpu()
     heading(
         "What the same attention costs as an Ampere and as a Hopper kernel, and what bounds it: `cute-attn verdict`"
     )
@@ -92,19 +91,6 @@ def epilogues_on_the_cpu() -> str:
         expected = reference.modify_scores(raw, coords, reference.Features(traits.mask), inputs).float()
         wrong += _compare(f"{arch} {features}", ours, expected)
     return wrong
-
-
-def attention_on_the_cpu() -> str:
-    """The operator on CPU tensors, which the reference computes, against torch's own attention."""
-    heading("Attention on CPU tensors, against torch's scaled_dot_product_attention")
-    q, k, v = (torch.randn(2, 256, heads, 64) for heads in (8, 2, 2))
-    ours = cute_attn.attention(q, k, v, causal=True)
-    by_heads = [x.transpose(1, 2) for x in (q, k, v)]
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        by_heads[0], by_heads[1], by_heads[2], is_causal=True, enable_gqa=True
-    )
-    assert isinstance(ours, Tensor)
-    return _compare("causal, 8 heads on 2", ours, expected.transpose(1, 2))
 
 
 def drop_in_on_the_cpu() -> str:

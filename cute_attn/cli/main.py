@@ -156,24 +156,32 @@ def list_kernels(
     rows = [_listed(traits, t) for traits, t in wanted]
     if as_json:
         print(json.dumps(rows, indent=1))
-        return
-    if not names and not everything:
+    elif names or everything:
+        show(_defaults(rows))
+    else:
         with working("choosing default tiles"):
             counts = _counts(target)
         show(counts)
-        return
+
+
+def _defaults(rows: list[dict[str, Any]]) -> Table:
+    """Default tiles, and why there is none; rows that differ in the target alone are one."""
     table = Table("kernel", "targets", "default tile", "shared memory", "registers")
     if not is_verbose():
         table.caption = "fields of tiles that have their class's default are left out; -v shows all"
-    for row, targets in _by_target(rows):
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(str([row["name"], row["tile"], row["reason"]]), []).append(row)
+    for row, *others in groups.values():
+        name, targets = row["name"], " ".join(one["target"] for one in (row, *others))
         if row["reason"]:
-            table.add_row(row["name"], targets, f"[red]{row['reason']}")
-        else:
-            memory, registers = f"{row['shared_memory_bytes']:,}", f"about {row['registers']}"
-            table.add_row(row["name"], targets, _shown(row["name"], row["tile"]), memory, registers)
-            for other in row["other_tiles"]:
-                table.add_row(f"  for {other['for']}", targets, _shown(row["name"], other["tile"]))
-    show(table)
+            table.add_row(name, targets, f"[red]{row['reason']}")
+            continue
+        costs = (f"{row['shared_memory_bytes']:,}", f"about {row['registers']}")
+        table.add_row(name, targets, _shown(name, row["tile"]), *costs)
+        for other in row["other_tiles"]:
+            table.add_row(f"  for {other['for']}", targets, _shown(name, other["tile"]))
+    return table
 
 
 def _counts(target: str | None) -> Table:
@@ -196,14 +204,6 @@ def _counts(target: str | None) -> Table:
         elif target in (None, *runs_on):
             table.add_row(label, " ".join(runs_on), "", f"{label}-bf16-d128" if variant else "")
     return table
-
-
-def _by_target(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
-    """Rows that differ in the target alone, merged, with their targets."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(str([row["name"], row["tile"], row["reason"]]), []).append(row)
-    return [(same[0], " ".join(row["target"] for row in same)) for same in groups.values()]
 
 
 def _listed(traits: Traits, target: str) -> dict[str, Any]:
@@ -381,10 +381,10 @@ def _check_on_gpu(console: Console, traits: Traits, tile: str) -> list[str]:
 
     table = Table("workload", "error", "plain torch's", "allowed", "")
     failed = 0
-    for workload, accuracy in check.check_workloads(traits, check.small_workloads(traits), tile or None):
-        failed += not accuracy.passed
-        numbers = (f"{x:.2e}" for x in (accuracy.error, accuracy.plain, accuracy.allowed))
-        table.add_row(workload.name, *numbers, "ok" if accuracy.passed else "[red]wrong")
+    for workload, found in check.check_workloads(traits, check.small_workloads(traits), tile or None):
+        failed += not found.passed
+        numbers = (f"{x:.2e}" for x in (found.error, found.plain, found.allowed))
+        table.add_row(workload.name, *numbers, "ok" if found.passed else "[red]wrong")
     console.print(table)
     return [f"{failed} workloads are wrong"] if failed else []
 

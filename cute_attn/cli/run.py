@@ -94,15 +94,8 @@ def without_starting_cuda() -> Iterator[None]:
 
 @dataclass
 class Execution:
-    """A program that is being run and watched.
-
-    Attributes:
-        program: as text.
-        options: by which calls are served.
-        shadow: how many calls of each signature to compare.
-        output: where the table is written as JSON, or None.
-        reports: whether this process prints the table.
-        signal: that ended the program, or 0.
+    """A program that is being run and watched; ``shadow``: how many calls of each signature are compared; ``reports``:
+    whether this process prints the table; ``signal``: that ended the program, or 0.
     """
 
     program: str

@@ -239,18 +239,13 @@ def make_index(kernels: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def _packed(entry: Entry) -> tuple[dict[str, Any], bytes]:
     """What the index has of a kernel, and its file."""
-    library = link(entry.parts[OBJECT])
-    packed = zlib.compress(library, 9)
-    cubin = entry.parts[CUBIN]
-    meta = {name: value for name, value in entry.meta.items() if name != "toolchain"}
-    place = library.find(cubin)
+    library, cubin = link(entry.parts[OBJECT]), entry.parts[CUBIN]
+    packed, place = zlib.compress(library, 9), library.find(cubin)
     if place < 0:
         raise RuntimeError(f"{entry.meta['name']}'s object does not contain its cubin as it is")
-    return meta | {
-        "size": len(packed),
-        "sha256": hashlib.sha256(packed).hexdigest(),
-        "cubin": [place, len(cubin)],
-    }, packed
+    meta = {name: value for name, value in entry.meta.items() if name != "toolchain"}
+    digest = hashlib.sha256(packed).hexdigest()
+    return meta | {"size": len(packed), "sha256": digest, "cubin": [place, len(cubin)]}, packed
 
 
 # ---- linking ----
@@ -354,7 +349,9 @@ def _write_wheel(path: Path, files: dict[str, bytes]) -> None:
     }
     content = {f"{bundle.PACKAGE}/{name}": data for name, data in files.items()}
     content |= {name: text.encode() for name, text in texts.items()}
-    record = [f"{name},sha256={_record_digest(data)},{len(data)}" for name, data in content.items()]
+    digests = (base64.urlsafe_b64encode(hashlib.sha256(data).digest()) for data in content.values())
+    sizes = zip(content.items(), digests, strict=True)
+    record = [f"{name},sha256={digest.decode().rstrip('=')},{len(data)}" for (name, data), digest in sizes]
     content[f"{about}/RECORD"] = "\n".join([*record, f"{about}/RECORD,,", ""]).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
@@ -362,7 +359,3 @@ def _write_wheel(path: Path, files: dict[str, bytes]) -> None:
         for name, data in content.items():
             archive.writestr(zipfile.ZipInfo(name), data)  # of a date that does not change
     os.replace(scratch, path)
-
-
-def _record_digest(data: bytes) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()

@@ -23,14 +23,7 @@ _NVIDIA_SMI = "clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active"
 
 @dataclass(frozen=True)
 class State:
-    """The GPU at one moment; None where it does not tell.
-
-    Attributes:
-        clock_mhz: of the multiprocessors.
-        watts: power drawn.
-        celsius: of the GPU.
-        reasons: why the clock is not higher.
-    """
+    """The GPU at one moment, and why its clock is not higher; None where it does not tell."""
 
     clock_mhz: int | None = None
     watts: int | None = None
@@ -61,12 +54,8 @@ def summary(states: Iterable[State | None]) -> State:
 
 
 class Sensor(NamedTuple):
-    """How the GPU's state is read.
-
-    Attributes:
-        read: the state now, or None.
-        busy_ms: how long the GPU has to be kept busy, so that the state is read under load.
-        every: in which rounds it is read: every so many.
+    """How the GPU's state is read, how long the GPU has to be kept busy, so that it is read under load, and in which
+    rounds: every so many.
     """
 
     read: Callable[[], State | None]

@@ -164,12 +164,13 @@ def change_text(base: Tile, tile: Tile) -> str:
 
 def _known_values(tile: Tile) -> dict[str, tuple[Any, ...]]:
     """Field -> values to try: those of its metadata, of a bool both."""
-    found = {}
-    for field in dataclasses.fields(tile):  # type: ignore[arg-type]
-        values = field.metadata.get("values", (False, True) if isinstance(field.default, bool) else ())
-        if values:
-            found[field.name] = tuple(values)
-    return found
+    known = {
+        field.name: tuple(
+            field.metadata.get("values", (False, True) if isinstance(field.default, bool) else ())
+        )
+        for field in dataclasses.fields(tile)  # type: ignore[arg-type]
+    }
+    return {name: values for name, values in known.items() if values}
 
 
 def _values(name: str, text: str, tile: Tile) -> Iterator[Any]:

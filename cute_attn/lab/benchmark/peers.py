@@ -258,18 +258,8 @@ def _fa3_lacks(workload: Workload, sm8x: bool, flags: Mapping[str, bool]) -> str
 
 def ffpa(workload: Workload, x: Inputs) -> Run:
     """ffpa-attn's kernels in the CuTe DSL, of head dims above 256; PyTorch's serve smaller ones behind its function."""
-    _needs(
-        "ffpa",
-        workload,
-        "window",
-        "bias",
-        "alibi",
-        "softcap",
-        "sinks",
-        "dropout",
-        "varlen",
-        "unequal head dims",
-    )
+    absent = "window,bias,alibi,softcap,sinks,dropout,varlen,unequal head dims"
+    _needs("ffpa", workload, *absent.split(","))
     if workload.head_dim <= 256:
         raise Declined("ffpa has kernels of its own above head dim 256")
     try:
@@ -295,12 +285,7 @@ def _first(result: Any) -> Tensor:
 
 
 PEERS: dict[str, Implementation] = {
-    "fa2": fa2,
-    "mem_efficient": mem_efficient,
-    "cudnn": cudnn,
-    "fa3": fa3,
-    "fa4": fa4,
-    "ffpa": ffpa,
+    peer.__name__: peer for peer in (fa2, mem_efficient, cudnn, fa3, fa4, ffpa)
 }
 
 
@@ -311,11 +296,8 @@ def own_kernels(op: str = "forward") -> dict[str, Implementation]:
     """
     from cute_attn.compiler import default_target, registry
 
-    archs = sorted(
-        arch
-        for op_, arch, variant in registry.KERNELS
-        if op_ == op and not variant and default_target(arch) in registry.RUNS_ON[arch]
-    )
+    own = (arch for op_, arch, variant in registry.KERNELS if op_ == op and not variant)
+    archs = sorted(arch for arch in own if default_target(arch) in registry.RUNS_ON[arch])
     return {f"cute_attn/{op}-{arch}": ours(None if arch == archs[-1] else arch) for arch in archs}
 
 

@@ -39,14 +39,13 @@ def time_workloads(
     Raises:
         RuntimeError: the GPU's context is lost.
     """
-    clock, clocks = Clock(), []
-    rows: list[dict[str, Any]] = []
+    clock, clocks, rows = Clock(), [], list[dict[str, Any]]()
     for workload in workloads:
         new, mhz = time_workload(workload, implementations, clock, milliseconds)
-        for row in new:
-            rows.append(row)
-            report(row)
+        rows += new
         clocks.append(mhz)
+        for row in new:
+            report(row)
     return machine() | {"clock_mhz": median_clock(clocks), "rows": rows}
 
 
@@ -76,16 +75,12 @@ def time_workload(
     times = clock.medians(runs, milliseconds, most=most)
     rows = []
     for name in implementations:
-        row: dict[str, Any] = {"workload": workload.name, "impl": name}
+        found: dict[str, Any] = {"error": errors[name]} if name in errors else {"ms": round(times[name], 4)}
         if name in times:
-            value = workload.flops / times[name] / 1e9
-            row |= {"ms": round(times[name], 4), "value": _rounded(value), "unit": "TFLOP/s"}
-        else:
-            row["error"] = errors[name]
-        rows.append(row)
-    mhz = None
-    if runs and read_clock:
-        first = next(iter(runs))
+            found |= {"value": _rounded(workload.flops / times[name] / 1e9), "unit": "TFLOP/s"}
+        rows.append({"workload": workload.name, "impl": name} | found)
+    mhz, first = None, next(iter(runs), None)
+    if first is not None and read_clock:
         mhz = clock_under_load(runs[first], times[first])
     del runs
     torch.cuda.empty_cache()
