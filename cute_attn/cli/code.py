@@ -128,16 +128,15 @@ def _sides(name: str, other: str | None, tiles: list[str], at_revision: bool) ->
     """What is compared; at_revision: the first side, or both, as a git revision has them."""
     if len(tiles) > 2:
         raise ValueError(f"--tile is given {len(tiles)} times; accepted: two tiles at most")
-    given = [tile or None for tile in tiles]
+    first, second = [tile or None for tile in (*tiles, None, None)][:2]
     if other is None and not at_revision:
-        if not given:
+        if not tiles:
             raise ValueError(
                 "there is nothing to compare; accepted: two tiles, two names, or --at a revision"
             )
-        given = [None, *given] if len(given) == 1 else given
-    elif len(given) == 1:
-        given *= 2
-    first, second = given or [None, None]
+        first, second = (None, first) if len(tiles) == 1 else (first, second)
+    elif len(tiles) == 1:
+        second = first
     sides = (name, first), (other or name, second)
     if sides[0] == sides[1] and not at_revision:
         raise ValueError(f"both sides are {' '.join(filter(None, sides[0]))}; accepted: two that differ")

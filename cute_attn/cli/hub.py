@@ -7,34 +7,20 @@ import importlib
 import json
 import shlex
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 
-
-class Kernel(NamedTuple):
-    """One of the hub's kernels: who asks for it, its folder, what its module has, and where its functions are."""
-
-    repositories: tuple[str, ...]
-    folder: str
-    modules: str
-    functions: str
-
-
-KERNELS = (
-    Kernel(
-        ("kernels-community/flash-attn2",),
-        "flash-attn2",
-        "bert_padding, flash_attn_interface",
-        "cute_attn.flash_attn.flash_attn_interface",
-    ),
-    Kernel(
-        ("kernels-community/flash-attn3", "varunneal/flash-attention-3"),
-        "flash-attn3",
-        "flash_attn_3 as flash_attn_interface",
-        "cute_attn.flash_attn.flash_attn_3",
-    ),
-)
+KERNELS = {
+    "flash-attn2": ("bert_padding, flash_attn_interface", "cute_attn.flash_attn.flash_attn_interface"),
+    "flash-attn3": ("flash_attn_3 as flash_attn_interface", "cute_attn.flash_attn.flash_attn_3"),
+}
+"""A kernel's folder -> what its module has from cute_attn.flash_attn, and the module that its functions are in."""
+REPOSITORIES = {
+    "kernels-community/flash-attn2": "flash-attn2",
+    "kernels-community/flash-attn3": "flash-attn3",
+    "varunneal/flash-attention-3": "flash-attn3",
+}
 """What transformers loads for flash_attention_2 and _3, diffusers for flash_hub and _flash_3_hub, and nanochat."""
 
 _OWN, _OWN_ID = "from the cute_attn that is installed", "_cute_attn_hub_"
@@ -66,11 +52,7 @@ def hub(
 
 def local_kernels(folder: Path) -> str:
     """The value of LOCAL_KERNELS for what :func:`write` wrote there."""
-    return ":".join(
-        f"{repository}={folder.resolve() / kernel.folder}"
-        for kernel in KERNELS
-        for repository in kernel.repositories
-    )
+    return ":".join(f"{name}={folder.resolve() / kernel}" for name, kernel in REPOSITORIES.items())
 
 
 def write(folder: Path) -> list[Path]:
@@ -84,10 +66,10 @@ def write(folder: Path) -> list[Path]:
     if set(":=") & set(str(folder.resolve())):
         raise ValueError(f"FOLDER is {str(folder)!r}; accepted: a path without ':' and '='")
     texts = {
-        folder / kernel.folder / "build" / f"torch-{backend}" / name: text
+        folder / kernel / "build" / f"torch-{backend}" / name: text
         for kernel in KERNELS
         for backend in ("cuda", "cpu")
-        for name, text in (("__init__.py", _module(kernel)), ("metadata.json", metadata(kernel, backend)))
+        for name, text in (("__init__.py", _module(kernel)), ("metadata.json", _metadata(kernel, backend)))
     }
     for path in texts:
         _check_own(folder, path)
@@ -108,17 +90,20 @@ def _check_own(folder: Path, path: Path) -> None:
         raise ValueError(f"{str(wrong[0])!r} is not what this command wrote; accepted: a FOLDER without it")
 
 
-def _module(kernel: Kernel) -> str:
-    names = [n for n in importlib.import_module(kernel.functions).__all__ if not n.startswith("_")]
-    beside = [module.rpartition(" ")[2] for module in kernel.modules.split(", ")]
+def _module(kernel: str) -> str:
+    modules, functions = KERNELS[kernel]
+    names = [n for n in importlib.import_module(functions).__all__ if not n.startswith("_")]
+    beside = [module.rpartition(" ")[2] for module in modules.split(", ")]
     quoted = ", ".join(f'"{name}"' for name in [*beside, *names])
-    return _MODULE.format(own=_OWN, **kernel._asdict(), names=", ".join(names), quoted=quoted)
+    return _MODULE.format(
+        own=_OWN, modules=modules, functions=functions, names=", ".join(names), quoted=quoted
+    )
 
 
-def metadata(kernel: Kernel, backend: str) -> str:
+def _metadata(kernel: str, backend: str) -> str:
     """What describes a variant."""
     said = {
-        "id": f"{_OWN_ID}{kernel.folder[-1]}_{backend}",
+        "id": f"{_OWN_ID}{kernel[-1]}_{backend}",
         "name": "cute-attn",
         "version": 1,
         "license": "BSD-3-Clause",

@@ -40,7 +40,7 @@ from cute_attn.cli.options import (
     working,
     writable_folder,
 )
-from cute_attn.lab.tables import Table
+from cute_attn.lab.tables import Table, brief_tile
 from cute_attn.traits import Traits
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -259,16 +259,9 @@ def summary(compiled: Any) -> dict[str, Any]:
     return plain | {name: asdict(getattr(compiled, name)) for name in ("tile", "resources")}
 
 
-def cost_table(*kernels: Any) -> Table:
-    """What compiled kernels cost, a column each."""
-    columns = [_costs(compiled) for compiled in kernels]
-    table = Table("", *(f"{compiled.name} on {compiled.target}" for compiled in kernels))
-    for what in dict.fromkeys(key for column in columns for key in column):
-        table.add_row(what, *(column.get(what, "-") for column in columns))
-    return table
-
-
-def _costs(compiled: Any) -> dict[str, str]:
+def cost_table(compiled: Any) -> Table:
+    """What a compiled kernel costs."""
+    table = Table("", f"{compiled.name} on {compiled.target}")
     resources, instructions = compiled.resources, compiled.instructions
     spills = f"{resources.spill_store_bytes} bytes stored, {resources.spill_load_bytes} loaded"
     costs = {
@@ -286,17 +279,14 @@ def _costs(compiled: Any) -> dict[str, str]:
             costs[kind] = ", ".join(counts)
     costs["all instructions"] = f"{sum(instructions.values()):,}"
     costs["built"] = "from the cache" if compiled.from_cache else f"in {compiled.seconds:.1f} s"
-    return costs
+    for row in costs.items():
+        table.add_row(*row)
+    return table
 
 
 def _shown(name: str, tile: str) -> str:
     """A tile of a kernel as the command line prints it: without inert fields, unless all were asked for."""
-    if not is_verbose():
-        from cute_attn.compiler import registry
-
-        traits = Traits.parse(name)
-        tile = registry.lookup(traits, None, registry.RUNS_ON[traits.arch][-1]).tile.override(tile)
-    return _spaced(tile)
+    return _spaced(tile if is_verbose() else brief_tile(name, None, tile))
 
 
 def _spaced(tile: Any) -> str:

@@ -40,18 +40,15 @@ def complete_tile(context: typer.Context, text: str) -> list[str]:
     import_kernels()
     from cute_attn.compiler import registry
 
-    done, _, begun = text.rpartition(",")
-    name = next(
-        filter(None, (context.params.get("name"), *context.args)), ""
-    )  # not parsed beside what is begun
+    done, comma, begun = text.rpartition(",")
+    name = context.params.get("name") or next(iter(context.args), "")  # not parsed beside what is begun
     try:
         tile = registry.lookup(Traits.parse(name), None).tile
     except ValueError:  # no name yet, or none of a kernel
         return []
-    before = f"{done}," if done else ""
     given = {item.partition("=")[0] for item in done.split(",")}
-    names = [field.name for field in fields(tile) if field.name not in given]
-    return [f"{before}{name}=" for name in names if name.startswith(begun)]
+    left = (field.name for field in fields(tile) if field.name not in given and field.name.startswith(begun))
+    return [f"{done}{comma}{name}=" for name in left]
 
 
 def _complete_target(text: str) -> list[str]:
@@ -215,11 +212,10 @@ def show_building(builds: Iterable[Any], total: int) -> None:
         task = progress.add_task("building", total=total)
         for built in builds:
             progress.advance(task)
-            if built.error is not None:
-                failed += 1
-                progress.console.print(f"[red]{built.traits.name}: {built.error}")
-            elif built.seconds:
-                progress.console.print(f"{built.traits.name}  {built.seconds:.1f} s")
+            failed += built.error is not None
+            if built.error is not None or built.seconds:
+                said = f"{built.seconds:.1f} s" if built.error is None else f"[red]{built.error}"
+                progress.console.print(f"{built.traits.name}  {said}")
     if failed:
         raise ValueError(f"{failed} of {total} kernels could not be built")
 

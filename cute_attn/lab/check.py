@@ -63,15 +63,8 @@ def small_workloads(traits: Traits) -> list[Workload]:
 
 @dataclass(frozen=True)
 class Expected:
-    """A workload's inputs, and what its kernels have to compute from them.
-
-    Attributes:
-        workload: sizes and features.
-        x: the inputs.
-        rng_state: seed and offset of dropout's mask.
-        grad: the gradient of the output; None for a forward.
-        exact: the output, or of a backward the gradients, by the reference in float64.
-        plain: those of plain torch at the kernel's precision.
+    """A workload's inputs, and what its kernels have to compute from them: the output, or of a backward the gradients,
+    ``exact`` by the reference in float64, and ``plain`` by torch at the kernel's precision.
     """
 
     workload: Workload

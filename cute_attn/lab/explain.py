@@ -127,7 +127,7 @@ def _field(word: str) -> Iterator[tuple[str, str]]:
 
 def _row(word: str) -> Iterator[tuple[str, str]]:
     """Rows of a verdict, by their whole names or a part of them."""
-    yield from ((row, text) for row, text in _rows().items() if word and word.lower() in row.lower())
+    return ((row, text) for row, text in _rows().items() if word and word.lower() in row.lower())
 
 
 def _rows() -> dict[str, str]:

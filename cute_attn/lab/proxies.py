@@ -224,10 +224,8 @@ def _announced_of_peer(code: Code) -> set[int]:
     for at, i in enumerate(code.instructions):
         if _announces_bytes(i):
             following = (x for x in code.instructions[at + 1 :] if x.opcode in _FILLS or _is_wait(x))
-            after = next(following, None)
-            if after and (
-                after.opcode == _STORE_TO_PEER or (_is_wait(after) and _offset(after) == _offset(i))
-            ):
+            after = next(following, i)
+            if after.opcode == _STORE_TO_PEER or (_is_wait(after) and _offset(after) == _offset(i)):
                 found.add(i.address)
     return found
 

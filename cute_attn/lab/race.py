@@ -90,14 +90,11 @@ class Comparison:
                 f"{self.a} is {_says(one)} {other} on {one.workload} ({_range(one)}; {one.rounds} rounds{void}"
                 f"{_conditions(one.state)})"
             )
-        groups: dict[str, list[Measured]] = {}
-        for one in self.measured:
-            groups.setdefault(one.outcome, []).append(one)
         parts = []
-        for outcome, members in groups.items():
-            gains = sorted(one.ratio - 1 for one in members)
-            names = ", ".join(one.workload for one in members)
-            parts.append(f"{outcome} on {names} ({_percent(gains[0])} to {_percent(gains[-1])})")
+        for outcome in dict.fromkeys(one.outcome for one in self.measured):
+            members = [one for one in self.measured if one.outcome == outcome]
+            gains, names = [one.ratio - 1 for one in members], ", ".join(one.workload for one in members)
+            parts.append(f"{outcome} on {names} ({_percent(min(gains))} to {_percent(max(gains))})")
         state = summary(one.state for one in self.measured)
         return f"{self.a} against {self.b}: {'; '.join(parts)}{_conditions(state)}"
 
@@ -263,18 +260,11 @@ def _measure(
         latest = states[-1]
         return None if latest is not None and latest.slowed else ratio
 
-    ratios, void = until_decided(
-        one_round,
-        rounds=rounds,
-        resolution=resolution,
-        most=MOST_ROUNDS,
-        in_time=lambda: card.now() < deadline,
-    )
+    ends: dict[str, Any] = {"most": MOST_ROUNDS, "in_time": lambda: card.now() < deadline}
+    ratios, void = until_decided(one_round, rounds=rounds, resolution=resolution, **ends)
     if not ratios:
-        slowed = summary(states)
-        raise ValueError(
-            f"all {void} rounds on {workload.name} are void: the GPU is slowed by {', '.join(slowed.reasons)}"
-        )
+        slowed = ", ".join(summary(states).reasons)
+        raise ValueError(f"all {void} rounds on {workload.name} are void: the GPU is slowed by {slowed}")
     found = interval(ratios)
     interval_ = (found.outcome(resolution), found.ratio, found.low, found.high, found.rounds)
     return Measured(workload.name, *interval_, void, *map(statistics.median, times), summary(states))

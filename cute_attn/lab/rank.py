@@ -109,11 +109,8 @@ def _steps(
     rows: int, cols: int, block: int, step: int, offset: int, before: int | None, after: int | None
 ) -> Counter[int]:
     """Steps of each block of rows: blocks of columns from ``before`` before its own column to ``after`` after it."""
-    found = Counter[int]()
-    for first in range(0, rows, block):
-        last = min(first + block, rows) - 1
-        found[backward_splits.steps_of_block(first, last, cols, step, offset, before, after)] += 1
-    return found
+    ends = ((first, min(first + block, rows) - 1) for first in range(0, rows, block))
+    return Counter(backward_splits.steps_of_block(*end, cols, step, offset, before, after) for end in ends)
 
 
 def makespan(tiles: dict[float, int], slots: int) -> float:

@@ -110,10 +110,8 @@ class Step:
 
     def count(self, *names: str) -> int:
         """Instructions of one step called ``names``, with any further modifiers; all if none is given."""
-        starts = tuple(f"{name}." for name in names)
-        return (
-            sum(n for i, n in self.instructions if not names or f"{i.name}.".startswith(starts)) // self.steps
-        )
+        starts = tuple(f"{name}." for name in names) or ("",)
+        return sum(n for i, n in self.instructions if f"{i.name}.".startswith(starts)) // self.steps
 
     @property
     def stalls(self) -> int:
@@ -303,25 +301,19 @@ def _only_retries(block: Iterable[Instruction]) -> bool:
     return any(waits) and all(wait or i.opcode in _RETRY for wait, i in zip(waits, block, strict=True))
 
 
-def _chain(dominators: dict[int, int], block: int) -> Iterator[int]:
+def _chain(dominators: dict[int, int], block: int | None) -> Iterator[int]:
     """A block and its dominators, nearest first."""
-    while True:
+    while block is not None:
         yield block
         above = dominators.get(block)
-        if above is None or above == block:
-            return
-        block = above
+        block = None if above == block else above
 
 
 def _body(graph: nx.DiGraph, latch: int, header: int) -> set[int]:
     """The blocks from which ``latch`` is reached without passing ``header``."""
-    body, pending = {latch}, [latch] if latch != header else []
-    while pending:
-        for before in graph.predecessors(pending.pop()):
-            if before not in body and before != header:
-                body.add(before)
-                pending.append(before)
-    return body
+    if latch == header:
+        return {latch}
+    return {latch, *nx.ancestors(graph.subgraph(graph.nodes - {header}), latch)}
 
 
 def _iterations(mma: int, products: Loops, position: int) -> int:

@@ -9,7 +9,7 @@ from rich.console import Console, Group
 from cute_attn.traits import Traits
 
 
-def brief_tile(name: str, target: str, tile: str) -> str:
+def brief_tile(name: str, target: str | None, tile: str) -> str:
     """A tile's text without the fields that have their class's default; all where its class is not known."""
     from cute_attn.compiler import registry
 

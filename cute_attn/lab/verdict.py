@@ -443,10 +443,9 @@ def _column(one: Verdict) -> dict[str, str]:
 def _in_short(one: Verdict) -> str:
     if not one.fits:
         return "it does not fit"
-    spills = one.spills_in_step + one.spills_outside
+    spills = one.spills_in_step + one.spills_outside or "no"
     step = f", bound by {one.step.clocks.bound}" if one.step else ""
-    blocks = "1 block" if one.blocks == 1 else f"{one.blocks} blocks"
-    return f"{blocks}, {one.registers} registers, {spills or 'no'} spills{step}"
+    return f"{one.blocks} blocks per multiprocessor, {one.registers} registers, {spills} spills{step}"
 
 
 ROWS = {
@@ -480,8 +479,8 @@ def _bank_conflicts(one: Verdict) -> str:
     conflicting += [f"{copy.name} not counted: {copy.reason}" for copy in one.copies if copy.reason]
     if conflicting:
         return "[red]" + "; ".join(conflicting)
-    copies = "1 copy" if len(one.copies) == 1 else f"{len(one.copies)} copies"
-    return f"none in {copies}" if one.copies else "not counted"
+    count = len(one.copies)
+    return f"none in {count} cop{'y' if count == 1 else 'ies'}" if count else "not counted"
 
 
 def line_table(one: Verdict) -> Table:

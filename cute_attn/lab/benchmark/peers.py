@@ -190,12 +190,8 @@ def fa4(workload: Workload, x: Inputs) -> Run:
 
 def _varlen(workload: Workload, x: Inputs) -> dict[str, Any]:
     """Arguments of FlashAttention's varlen functions beside the tensors."""
-    return {
-        "cu_seqlens_q": x.cu_seqlens,
-        "cu_seqlens_k": x.cu_seqlens_k,
-        "max_seqlen_q": workload.longest,
-        "max_seqlen_k": workload.longest_k,
-    }
+    cu_seqlens = {"cu_seqlens_q": x.cu_seqlens, "cu_seqlens_k": x.cu_seqlens_k}
+    return cu_seqlens | {"max_seqlen_q": workload.longest, "max_seqlen_k": workload.longest_k}
 
 
 def fa3(workload: Workload, x: Inputs) -> Run:
@@ -303,15 +299,11 @@ def own_kernels(op: str = "forward") -> dict[str, Implementation]:
 
 def versions() -> dict[str, str]:
     """The peers' versions."""
-    in_torch = f"torch {torch.__version__}"
-    return {
-        "fa2": in_torch,
-        "mem_efficient": in_torch,
-        "cudnn": str(torch.backends.cudnn.version()),
-        "fa3": _installed("flash-attn-3") or _fa3_commit() or "not installed",
-        "fa4": _installed("flash-attn-4") or "not installed",
-        "ffpa": _installed("ffpa-attn") or "not installed",
-    }
+    in_torch = dict.fromkeys(("fa2", "mem_efficient"), f"torch {torch.__version__}")
+    fa3, fa4, ffpa = map(_installed, ("flash-attn-3", "flash-attn-4", "ffpa-attn"))
+    cudnn = str(torch.backends.cudnn.version())
+    others = {"cudnn": cudnn, "fa3": fa3 or _fa3_commit(), "fa4": fa4, "ffpa": ffpa}
+    return in_torch | {name: version or "not installed" for name, version in others.items()}
 
 
 def _installed(distribution: str) -> str | None:
