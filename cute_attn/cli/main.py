@@ -255,8 +255,9 @@ def compile_kernel(
 
 def summary(compiled: Any) -> dict[str, Any]:
     """What ``compile --json`` prints of a compiled kernel."""
-    plain = {name: getattr(compiled, name) for name in ("name", "target", "instructions", "seconds")}
-    return plain | {name: asdict(getattr(compiled, name)) for name in ("tile", "resources")}
+    names = ("name", "target", "tile", "resources", "instructions", "seconds")
+    found = {name: getattr(compiled, name) for name in names}
+    return found | {name: asdict(found[name]) for name in ("tile", "resources")}
 
 
 def cost_table(compiled: Any) -> Table:

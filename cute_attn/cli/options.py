@@ -113,14 +113,14 @@ Verbose = Annotated[
 ]
 
 
-def writable_file(context: typer.Context, path: Path | None) -> Path | None:
+def writable_file(context: typer.Context, param: typer.CallbackParam, path: Path | None) -> Path | None:
     """An option's file, tried before the work whose result it is for; its folder is made, unless a shell completes.
 
     Raises:
         ValueError: it cannot be written.
     """
     if path is not None and not context.resilient_parsing:
-        with _writes(path, "a file"):
+        with _writes(param.opts[0], path, "a file"):
             path.parent.mkdir(parents=True, exist_ok=True)
             is_new = not path.exists()
             path.open("a").close()
@@ -129,22 +129,22 @@ def writable_file(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
-def writable_folder(context: typer.Context, path: Path | None) -> Path | None:
+def writable_folder(context: typer.Context, param: typer.CallbackParam, path: Path | None) -> Path | None:
     """:func:`writable_file` of a folder."""
     if path is not None and not context.resilient_parsing:
-        with _writes(path, "a folder"):
+        with _writes(param.opts[0], path, "a folder"):
             path.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=path).close()
     return path
 
 
 @contextlib.contextmanager
-def _writes(path: Path, what: str) -> Iterator[None]:
+def _writes(option: str, path: Path, what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         accepted = f"{what} that can be written ({error.strerror or error})"
-        raise ValueError(f"-o is {str(path)!r}; accepted: {accepted}") from None
+        raise ValueError(f"{option} is {str(path)!r}; accepted: {accepted}") from None
 
 
 Page = Annotated[

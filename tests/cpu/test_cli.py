@@ -126,7 +126,7 @@ def test_features_are_listed_and_explained(run):
 
 def test_every_word_has_an_explanation():
     from cute_attn.lab import explain
-    from cute_attn.lab.verdict import ROWS, _rows, verdict
+    from cute_attn.lab.verdict import ROWS, _column, verdict
 
     for cls in explain.tile_classes():
         if cls.__module__.startswith("cute_attn."):
@@ -137,7 +137,7 @@ def test_every_word_has_an_explanation():
         explain.attribute_docs(ForwardSm80Tile)
     )
     for name in (TOY, "forward-sm80-bf16-d64-causal", "forward-sm90-bf16-d64-causal"):
-        assert set(_rows(verdict(name))) <= set(ROWS)
+        assert set(_column(verdict(name))) <= set(ROWS)
 
 
 def test_doctor(run, tmp_path):
@@ -390,33 +390,31 @@ def test_an_error_of_the_package_keeps_its_traceback():
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ("tune", "forward-sm80-bf16-d64", "--static"),
-        ("report", "absent.json"),
-        ("compile", "forward-sm80-bf16-d64"),
-        ("show", "forward-sm80-bf16-d64"),
-        ("ab", "forward-sm80-bf16-d64"),
-    ],
-    ids=lambda words: words[0],
+    ["tune --static -o", "verdict --html", "compile -o", "show -o", "ab -o"],
+    ids=lambda words: words[:4],
 )
 def test_a_result_that_cannot_be_written_is_refused_before_the_work(run, tmp_path, words):
     (tmp_path / "file").touch()
-    done = run(*words, "-o", str(tmp_path / "file" / "result"))
+    command, *options = words.split()
+    done = run(command, "forward-sm80-bf16-d64", *options, str(tmp_path / "file" / "result"))
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert "error: -o is '" in done.stderr and "that can be written (" in done.stderr
+    assert f"error: {options[-1]} is '" in done.stderr and "that can be written (" in done.stderr
 
 
 def test_an_option_that_may_be_written_is_left_as_it_was(tmp_path):
     from cute_attn.cli.options import writable_file, writable_folder
 
     called, completed = SimpleNamespace(resilient_parsing=False), SimpleNamespace(resilient_parsing=True)
-    old = tmp_path / "old.json"
+    option, old = SimpleNamespace(opts=["-o"]), tmp_path / "old.json"
     old.write_text("{}")
-    assert writable_file(called, old).read_text() == "{}"
-    assert not writable_file(called, tmp_path / "new" / "new.json").exists() and (tmp_path / "new").is_dir()
-    assert list(writable_folder(called, tmp_path / "folder").iterdir()) == []
+    assert writable_file(called, option, old).read_text() == "{}"
+    assert (
+        not writable_file(called, option, tmp_path / "new" / "new.json").exists()
+        and (tmp_path / "new").is_dir()
+    )
+    assert list(writable_folder(called, option, tmp_path / "folder").iterdir()) == []
     for function in (writable_file, writable_folder):  # a shell that completes writes nothing
-        assert not function(completed, tmp_path / "begun").exists()
+        assert not function(completed, option, tmp_path / "begun").exists()
 
 
 def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path):
@@ -440,9 +438,7 @@ def test_prebuild_says_what_failed(run):
     assert "head_dim is 128" in done.stdout.replace("\n", " ")
 
 
-WITHOUT = (
-    "import sys; sys.modules.update(dict.fromkeys(('matplotlib', 'networkx', 'rich', 'typer')))\n"
-)
+WITHOUT = "import sys; sys.modules.update(dict.fromkeys(('matplotlib', 'networkx', 'rich', 'typer')))\n"
 """What only the laboratory and the commands need is not installed."""
 
 
