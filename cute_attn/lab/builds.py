@@ -41,15 +41,10 @@ class Built:
 
 
 class WorkerBuilds:
-    """Builds in processes, by default one a core but one, which is left for the process that times.
+    """Builds in processes, by default one a core but one, which is left for who times; ranked for workloads.
 
     Kernels of the running script, which the processes do not import, are built by this process when results are taken.
-
-    Args:
-        traits, target: of all tiles.
-        workloads: to rank kernels for.
-        beside: kernels that running these needs too; they are built first, and not reported.
-        workers: processes.
+    ``beside``: kernels that running these needs too; they are built first, and not reported.
     """
 
     def __init__(
@@ -102,15 +97,13 @@ class WorkerBuilds:
     def take(self, wait_s: float) -> list[Built]:
         """Results that are there; waits up to so many seconds for the first one."""
         if self._own:
-            return self._taken([self._build_here(self._own.pop(0))])
+            self._pending -= 1
+            return [self._build_here(self._own.pop(0))]
         self._stop_slow_ones()
         found, seconds = list[Built](), max(0.0, min(wait_s, 5.0))
         with contextlib.suppress(queue.Empty):
             while True:
                 found.append(self._done.get(not found and seconds > 0, seconds or None))
-        return self._taken(found)
-
-    def _taken(self, found: list[Built]) -> list[Built]:
         self._pending -= len(found)
         return found
 

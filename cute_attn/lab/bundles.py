@@ -76,9 +76,6 @@ def named_requests(names: Iterable[str], tile: str, targets: Iterable[str]) -> l
     """Kernels by their names, each for those of the targets that it runs on, by default for the GPU that is present.
 
     A backward comes with the kernels that its calls launch.
-
-    Raises:
-        ValueError, Unsupported: a name is not one, or no kernel supports its traits, the tile or any of the targets.
     """
     groups = []
     for traits in map(Traits.parse, names):
@@ -138,11 +135,7 @@ def _listed(path: Path) -> list[tuple[Traits, str, str]]:
 def make_bundle(requests: Iterable[Request], output: Path, workers: int | None = None) -> Iterator[Prebuilt]:
     """Build kernels in parallel processes, through the disk cache, and bundle them; yields each when linked.
 
-    Args:
-        requests: as of :func:`cute_attn.prebuild`.
-        output: a folder, or a wheel by its file name, ``wheel_name()``. It is written at the end, unless a kernel
-            failed.
-        workers: processes; by default one a core.
+    ``output``, a folder or a wheel named ``wheel_name()``, is written at the end, unless a kernel failed.
 
     Raises:
         ValueError: ``output`` is neither, or a folder with something else in it; the DSL is not installed; the disk
@@ -158,12 +151,7 @@ def make_bundle(requests: Iterable[Request], output: Path, workers: int | None =
 
 
 def check_requests(requests: Iterable[Any]) -> list[Request]:
-    """Each request once.
-
-    Raises:
-        TypeError: a request is none.
-        ValueError: the DSL is not installed, or a kernel is none of the package's.
-    """
+    """Each request once; raises ValueError where the DSL is not installed, or a kernel is none of the package's."""
     if not _without_dsl.is_installed():
         raise ValueError(f"{_without_dsl.REASON}; accepted: a machine where it is")
     given = (

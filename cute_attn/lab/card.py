@@ -35,12 +35,8 @@ class Lost(RuntimeError):
 
 @dataclass(frozen=True)
 class Contender:
-    """A kernel with a tile, or a peer.
-
-    Attributes:
-        kernel: its name, such as ``"forward-sm90-bf16-d128-causal"``; "" for a peer.
-        tile: text that changes fields of the default tile; "" for the tile that a call takes by itself.
-        peer: one of :data:`cute_attn.lab.benchmark.peers.PEERS`, or "".
+    """A kernel by its name, with text that changes fields of the default tile, "" for the one that a call takes by
+    itself; or a peer, one of :data:`cute_attn.lab.benchmark.peers.PEERS`.
     """
 
     kernel: str = ""

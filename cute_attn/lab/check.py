@@ -19,12 +19,8 @@ SEQLENS = (1, 127, 128, 513)
 
 @dataclass(frozen=True)
 class Accuracy:
-    """An output's error.
-
-    Attributes:
-        error: the largest absolute difference from the reference in float64.
-        plain: that of plain torch at the kernel's precision.
-        allowed: twice ``plain``, for a gradient three times, plus one rounding of the largest element.
+    """An output's error, the largest absolute difference from the reference in float64, and that of plain torch at the
+    kernel's precision; allowed are twice that, for a gradient three times, plus one rounding of the largest element.
     """
 
     error: float

@@ -21,16 +21,8 @@ _OLDEST = 80
 
 @dataclass(frozen=True)
 class Row:
-    """One attention, and the kernel that serves it.
-
-    Attributes:
-        name: the traits' name, or what is asked for where no traits say it.
-        target: the GPU.
-        tile: or None where no kernel serves it.
-        registers: of a thread, as the tile estimates them.
-        shared_memory_bytes: of a CTA.
-        blocks: CTAs that fit a multiprocessor.
-        reason: why no kernel serves it, or None.
+    """One attention, by its traits' name or what is asked for, and the kernel that serves it on a GPU: its tile, what
+    it takes as the tile estimates it, how many CTAs fit a multiprocessor; or the reason why there is none.
     """
 
     name: str
@@ -46,8 +38,6 @@ class Entry(NamedTuple):
     """A kernel of PyTorch's memory-efficient backward, as its dispatch table has it.
 
     Attributes:
-        arch: its generation, "sm50" to "sm80".
-        dtype: of q, k and v.
         aligned: whether it needs rows of whole 16 bytes.
         dropout: whether it applies dropout; one that does serves calls without.
         block_i, block_j: queries and keys of a tile.

@@ -21,7 +21,7 @@ from cute_attn.lab.benchmark.results import commit
 from cute_attn.lab.benchmark.workload import Workload
 from cute_attn.lab.card import Contender, Gpu, Run
 from cute_attn.lab.sensors import State, summary
-from cute_attn.lab.statistics import RESOLUTION, ROUNDS, Outcome, abba, interval, until_decided
+from cute_attn.lab.statistics import RESOLUTION, Outcome, abba, interval, until_decided
 from cute_attn.lab.tables import Table
 from cute_attn.lab.workloads import default_workloads, parse
 from cute_attn.traits import Traits
@@ -148,10 +148,8 @@ def ab(
     b: What,
     workloads: Sequence[Workload | str] = (),
     *,
-    rounds: int = ROUNDS,
     resolution: float = RESOLUTION,
     budget_s: float = 30.0,
-    sample_ms: float = SAMPLE_MS,
     card: Gpu | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Comparison:
@@ -162,10 +160,8 @@ def ab(
 
     Args:
         workloads: or their texts; by default two lengths of 16k tokens.
-        rounds: at least so many.
         resolution: differences below it count as none.
-        budget_s: seconds for all workloads, after each had its ``rounds``.
-        sample_ms: how long a sample takes.
+        budget_s: seconds for all workloads, after each had ``ROUNDS``.
         card: by default torch's GPU.
         progress: is told what happens.
 
@@ -187,7 +183,7 @@ def ab(
         warm(card, runs)
         deadline = card.now() + budget_s / left
         start = card.now()
-        measured.append(_measure(card, workload, runs, rounds, resolution, deadline, sample_ms, progress))
+        measured.append(_measure(card, workload, runs, resolution, deadline, progress))
         budget_s -= card.now() - start
         del runs
     return Comparison(
@@ -219,14 +215,14 @@ def _ready(card: Gpu, contender: Contender, workload: Workload) -> Run:
         raise ValueError(f"{contender} does not run {workload.name}: {reason}") from None
 
 
-def warm(card: Gpu, runs: Sequence[Run], sample_ms: float = WARM_MS) -> None:
+def warm(card: Gpu, runs: Sequence[Run]) -> None:
     """Run until the times of half a second are those of the one before, up to five seconds."""
     before = None
     for _ in range(_WARM_WINDOWS if runs else 0):
         start = card.now()
         times: list[list[float]] = []
         while not times or card.now() - start < _WARM_WINDOW_S:
-            times.append([card.sample(run, sample_ms) for run in runs])
+            times.append([card.sample(run, WARM_MS) for run in runs])
         total = statistics.median(sum(sample) for sample in times)
         if before is not None and abs(total / before - 1) < _STEADY:
             return
@@ -237,17 +233,15 @@ def _measure(
     card: Gpu,
     workload: Workload,
     runs: Sequence[Run],
-    rounds: int,
     resolution: float,
     deadline: float,
-    sample_ms: float,
     progress: Callable[[str], None],
 ) -> Measured:
     times: tuple[list[float], list[float]] = ([], [])
     states: list[State | None] = []
 
     def sample(which: int) -> float:
-        found = card.sample(runs[which], sample_ms)
+        found = card.sample(runs[which], SAMPLE_MS)
         times[which].append(found)
         return found
 
@@ -261,7 +255,7 @@ def _measure(
         return None if latest is not None and latest.slowed else ratio
 
     ends: dict[str, Any] = {"most": MOST_ROUNDS, "in_time": lambda: card.now() < deadline}
-    ratios, void = until_decided(one_round, rounds=rounds, resolution=resolution, **ends)
+    ratios, void = until_decided(one_round, resolution=resolution, **ends)
     if not ratios:
         slowed = ", ".join(summary(states).reasons)
         raise ValueError(f"all {void} rounds on {workload.name} are void: the GPU is slowed by {slowed}")

@@ -44,9 +44,7 @@ class Instruction:
 
     Attributes:
         address: its offset in the code, in bytes.
-        opcode, modifiers: such as ``"MUFU"`` and ``("EX2",)``.
         operands: as nvdisasm prints them, destinations first.
-        predicate: such as ``"@!P0"``, or "".
         stall: clocks until the warp may issue its next instruction.
         waits: the scoreboards, 0 to 5, that it waits for.
         file, line: of the source, where the kernel was built with line info; "" and 0 elsewhere.

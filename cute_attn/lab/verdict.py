@@ -250,24 +250,13 @@ def judge(built: Any, code: Code, content: StepContent | str, copies: tuple[Conf
             proxies = proxy_order(code)
         except ValueError as error:
             proxies = f"not followed: {error}"
-    used = built.resources
-    blocks, limited_by = resident_blocks(
-        built.target, _threads(built), used.registers, used.shared_memory_bytes
-    )
+    used = (built.resources.registers, built.resources.shared_memory_bytes)
+    blocks, limited_by = resident_blocks(built.target, _threads(built), *used)
     spills = sum(i.opcode in SPILLS for i in code.instructions)
     in_step = steady.count(*SPILLS) if steady else 0
     return Verdict(
-        built.name,
-        built.target,
-        text_of(built.tile),
-        blocks=blocks,
-        limited_by=limited_by,
-        registers=used.registers,
-        shared_memory_bytes=used.shared_memory_bytes,
-        spills_in_step=in_step,
-        spills_outside=max(spills - in_step, 0),
-        warnings=tuple(built.warnings),
-        instructions=len(code.instructions),
+        *(built.name, built.target, text_of(built.tile), None, blocks, limited_by, *used),
+        *(in_step, max(spills - in_step, 0), tuple(built.warnings), len(code.instructions)),
         step=None if steady is None else step_cost(steady, content, built.target, copies),
         no_step=no_step,
         copies=copies,
