@@ -20,14 +20,8 @@ from cute_attn.cli.options import (
     working,
 )
 
-Tiles = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--tile",
-        autocompletion=complete_tile,
-        help="Fields of the default tile to change: tile_n=128,num_stages=2; may be repeated.",
-    ),
-]
+_TILES = "Fields of the default tile to change: tile_n=128,num_stages=2; may be repeated."
+Tiles = Annotated[list[str] | None, typer.Option("--tile", autocompletion=complete_tile, help=_TILES)]
 
 
 def verdict_of_tiles(
@@ -35,8 +29,7 @@ def verdict_of_tiles(
     tiles: Tiles = None,
     target: Target = None,
     lines: Annotated[
-        bool,
-        typer.Option("--lines", help="Also the source lines that a steady step spends most instructions on."),
+        bool, typer.Option("--lines", help="Also the costliest source lines of a step.")
     ] = False,
     as_json: AsJson = False,
     page: Page = None,

@@ -45,9 +45,7 @@ def main() -> None:
     builds.start()
     wrong = epilogues_on_the_cpu()
     served_calls()
-    heading(
-        "What the same attention costs as an Ampere and as a Hopper kernel, and what bounds it: `cute-attn verdict`"
-    )
+    heading("What it costs as an Ampere and as a Hopper kernel, and what bounds it: `cute-attn verdict`")
     with working("building both kernels"):
         builds.join()
         costs = [verdict(name, target="sm90") for name in (FLAGSHIP, HOPPER)]
@@ -62,7 +60,7 @@ def main() -> None:
             bench_kernel(name, peers=True)
     else:
         console.print(
-            "\nNo GPU here: with one, the kernels would now be compared with torch and timed beside it."
+            "\nNo GPU here: with one, kernels would now be compared with torch and timed beside it."
         )
     console.print(f"\n{'[red]' + wrong if wrong else 'All agree.'} {time.perf_counter() - start:.0f} s")
     if wrong:

@@ -19,14 +19,10 @@ from cute_attn.cli.options import (
     writable_file,
 )
 
-Workloads = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--workload",
-        "--workloads",
-        help="Sizes: b2-s8192-h16, s512x8192-h32x8, or a workload's name; may be repeated. Default: s2048 and s8192.",
-    ),
-]
+_SIZES = (
+    "Sizes: b2-s8192-h16, s512x8192-h32x8, or a workload's name; may be repeated. Default: s2048 and s8192."
+)
+Workloads = Annotated[list[str] | None, typer.Option("--workload", "--workloads", help=_SIZES)]
 Budget = Annotated[float, typer.Option("--budget", min=1, help="Seconds.")]
 Output = Annotated[
     Path | None,
@@ -34,15 +30,14 @@ Output = Annotated[
 ]
 
 
+_TILES = "Fields to change: A's, and if repeated B's; B's default is the default tile."
+
+
 def ab_of_tiles(
     name: Name,
     tiles: Annotated[
         list[str] | None,
-        typer.Option(
-            "--tile",
-            autocompletion=complete_tile,
-            help="Fields to change: A's, and if repeated B's; B's default is the default tile.",
-        ),
+        typer.Option("--tile", autocompletion=complete_tile, help=_TILES),
     ] = None,
     peer: Annotated[
         str | None, typer.Option("--peer", help="B: fa4, fa3, cudnn, fa2, mem_efficient or ffpa.")
@@ -56,7 +51,7 @@ def ab_of_tiles(
 ) -> None:
     """Whether tile A is faster than tile B, or than a peer, on this GPU: an interval and one sentence.
 
-    Both are compared with the reference first.
+    Kernels are compared with the reference first, a peer with the kernel.
     """
     from cute_attn.lab.card import Contender
     from cute_attn.lab.race import ab

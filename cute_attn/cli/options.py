@@ -55,37 +55,18 @@ def _complete_target(text: str) -> list[str]:
     return [target for target in TARGETS if target.startswith(text)]
 
 
-Name = Annotated[
-    str,
-    typer.Argument(
-        metavar="NAME", autocompletion=complete_name, help="A kernel, such as forward-sm80-bf16-d128-causal."
-    ),
-]
+_NAME = "A kernel, such as forward-sm80-bf16-d128-causal."
+_TILE = "Fields of the tile to change: tile_n=128,num_stages=2."
+_TARGET = "sm80, sm86, sm89 or sm90; by default the GPU that is present, or the kernel's generation."
+_LIKE = "A file of `cute-attn run --json`: the kernels that it lists; may be repeated."
+Name = Annotated[str, typer.Argument(metavar="NAME", autocompletion=complete_name, help=_NAME)]
 Names = Annotated[
     list[str] | None,
     typer.Argument(metavar="[NAME]...", autocompletion=complete_name, help="Kernels; by default all."),
 ]
-TileText = Annotated[
-    str,
-    typer.Option(
-        "--tile", autocompletion=complete_tile, help="Fields of the tile to change: tile_n=128,num_stages=2."
-    ),
-]
-Target = Annotated[
-    str | None,
-    typer.Option(
-        "--target",
-        autocompletion=_complete_target,
-        help="sm80, sm86, sm89 or sm90; by default the GPU that is present, or the kernel's generation.",
-    ),
-]
-Like = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--like",
-        help="A file of `cute-attn run --json`: the kernels that it lists; may be repeated.",
-    ),
-]
+TileText = Annotated[str, typer.Option("--tile", autocompletion=complete_tile, help=_TILE)]
+Target = Annotated[str | None, typer.Option("--target", autocompletion=_complete_target, help=_TARGET)]
+Like = Annotated[list[Path] | None, typer.Option("--like", help=_LIKE)]
 Workers = Annotated[int | None, typer.Option(help="Processes; by default one a core.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -102,15 +83,8 @@ def is_verbose() -> bool:
     return _verbose
 
 
-Verbose = Annotated[
-    bool,
-    typer.Option(
-        "-v",
-        "--verbose",
-        callback=_set_verbose,
-        help="All fields of tiles, all rows of a diff; of an error, all its frames.",
-    ),
-]
+_VERBOSE = "All fields of tiles, all rows of a diff; of an error, all its frames."
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", callback=_set_verbose, help=_VERBOSE)]
 
 
 def writable_file(context: typer.Context, param: typer.CallbackParam, path: Path | None) -> Path | None:
@@ -147,14 +121,8 @@ def _writes(option: str, path: Path, what: str) -> Iterator[None]:
         raise ValueError(f"{option} is {str(path)!r}; accepted: {accepted}") from None
 
 
-Page = Annotated[
-    Path | None,
-    typer.Option(
-        "--html",
-        callback=writable_file,
-        help="Also write one HTML page here, with layouts and steady steps; it needs no network.",
-    ),
-]
+_PAGE = "Also write one HTML page here, with layouts and steady steps; it needs no network."
+Page = Annotated[Path | None, typer.Option("--html", callback=writable_file, help=_PAGE)]
 
 
 def import_kernels() -> None:

@@ -70,8 +70,7 @@ def run(
     atexit.register(execution.end)  # what the program registers comes before it
     after_import("torch", execution.begin)
     status = execute(program, module)
-    if status < 0:
-        execution.signal = -status
+    execution.signal = max(-status, 0)
     raise typer.Exit(max(status, 0))
 
 
@@ -253,13 +252,13 @@ def summary(rows: list[Any], program: str, seconds: float, gains: list[float]) -
     """The table and the machine, for JSON."""
     import cute_attn
 
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     started = torch is not None and torch.cuda.is_initialized()
     return {
         "program": program,
         "seconds": seconds,
         "saved_seconds": sum(gains) / 1e6 if gains else None,
-        "gpu": torch.cuda.get_device_name() if torch is not None and started else None,
+        "gpu": torch.cuda.get_device_name() if started else None,
         "python": platform.python_version(),
         "torch": None if torch is None else torch.__version__,
         "cute_attn": cute_attn.__version__,

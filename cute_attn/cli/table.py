@@ -52,9 +52,8 @@ def print_table(
 
 
 def _table(rows: "Iterable[Row]") -> Table:
-    table = Table(title="tile: queries x keys, warps; registers are estimates")
-    for title in ("attention", "target", "tile, or why there is none", "registers", "shared memory", "CTAs"):
-        table.add_column(title, overflow="fold")
+    heads = ("attention", "target", "tile, or why there is none", "registers", "shared memory", "CTAs")
+    table = Table(*heads, title="tile: queries x keys, warps; registers are estimates")
     for reason, same in groupby(rows, lambda one: one.reason):
         if reason:
             *others, last = same

@@ -1,4 +1,4 @@
-"""What is compared, and the GPU that does it: a contender is checked against the reference before it is timed."""
+"""What is compared, and the GPU that does it: a contender is checked before it is timed."""
 
 import statistics
 import time

@@ -73,9 +73,6 @@ class Difference:
         parts = {name: [asdict(one) for one in getattr(self, name)] for name in ("opcodes", "lines", "rows")}
         return {"a": self.a.as_dict(), "b": self.b.as_dict()} | parts
 
-    def __rich__(self) -> Printed:
-        return self.shown()
-
     def shown(self, *, verbose: bool = False) -> Printed:
         """The verdicts, what differs in opcodes and source lines, and the steps side by side: the first
         :data:`MOST_ROWS` rows of them, or with ``verbose`` all, and all fields of the tiles.
@@ -98,6 +95,8 @@ class Difference:
 
     def __str__(self) -> str:
         return str(self.shown())
+
+    __rich__ = shown
 
 
 def compare(a: Verdict, b: Verdict) -> Difference:
@@ -122,10 +121,7 @@ def _changed(a: Counter[str], b: Counter[str]) -> tuple[Count, ...]:
 
 
 def _opcodes(step: Step) -> Counter[str]:
-    counts = Counter[str]()
-    for i, times in step.instructions:
-        counts[i.name] += times
-    return counts
+    return Counter(i.name for i, times in step.instructions for _ in range(times))
 
 
 def _places(step: Step) -> Counter[str]:

@@ -106,10 +106,8 @@ _PARTS = {
 
 
 def _feature(word: str) -> Iterator[tuple[str, str]]:
-    if word in FEATURES:
-        yield word, feature_text(word)
-    elif word in _PARTS:
-        yield word, _PARTS[word]
+    if word in FEATURES or word in _PARTS:
+        yield word, _PARTS.get(word) or feature_text(word)
 
 
 def _field(word: str) -> Iterator[tuple[str, str]]:

@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 class Pictures(dict[str, "Picture"]):
-    """A kernel's pictures by name, such as ``"smem-k"`` and ``"mma"``; a notebook shows them all.
-
-    Attributes:
-        name: the kernel's.
-    """
+    """A kernel's pictures by name, such as ``"smem-k"`` and ``"mma"``; a notebook shows them all."""
 
     def __init__(self, name: str, drawn: dict[str, "Picture"]) -> None:
         super().__init__(drawn)
@@ -46,17 +42,10 @@ class Pictures(dict[str, "Picture"]):
 
 
 def pictures(kernel: Traits | str, tile: Any = None, target: str | None = None) -> Pictures:
-    """The shared-memory layouts, copies and MMAs of a kernel, drawn.
-
-    Args:
-        kernel: traits or their name.
-        tile: a tile, or text that changes the default one.
-        target: as of :func:`cute_attn.compile`.
+    """The shared-memory layouts, copies and MMAs of a kernel, drawn; arguments are those of :func:`cute_attn.compile`.
 
     Raises:
-        ValueError: the kernel has none; one of a user's cannot be right; or the name, the target or the tile's text is
-            not one.
-        Unsupported: no kernel supports the traits, or the tile does not fit.
+        ValueError: the kernel has none, one of a user's cannot be right, or an argument is wrong.
     """
     from layouts.show import picture
 
@@ -70,13 +59,11 @@ def pictures(kernel: Traits | str, tile: Any = None, target: str | None = None) 
             f"{traits} has no shared-memory layout and no MMA to draw; accepted: {', '.join(drawn)}, and classes that "
             "extend them"
         )
-    return Pictures(
-        traits.name,
-        {
-            what: picture(thing, dtype=found.dtype, title=f"{traits.name}: {what}")
-            for what, thing in things.items()
-        },
-    )
+    title = traits.name
+    drawn = {
+        what: picture(made, dtype=found.dtype, title=f"{title}: {what}") for what, made in things.items()
+    }
+    return Pictures(title, drawn)
 
 
 def _things(kernel: Any) -> dict[str, Callable[[], Any]]:

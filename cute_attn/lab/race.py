@@ -4,8 +4,8 @@
 
     print(ab(("forward-sm90-bf16-d128", "tile_n=112"), "fa4").sentence)
 
-Both are compared with the reference before they are timed, and run in turn, so a drifting clock affects both. Power
-that one draws slows the other too: what differs by power alone looks closer than if each ran alone.
+Kernels are compared with the reference before they are timed, a peer with the kernel. Both run in turn, so a drifting
+clock affects both. Power that one draws slows the other too: what differs by power alone looks closer.
 """
 
 import json

@@ -45,10 +45,8 @@ def estimate(verdict: Verdict, workload: "Workload | None" = None) -> float:
     Raises:
         ValueError: the tile does not fit, has no steady step, or has not the traits of the workload's op.
     """
-    if not verdict.fits:
-        raise ValueError(f"there is nothing to estimate: {verdict.reason}")
-    if verdict.step is None:
-        raise ValueError(f"there is nothing to estimate: {verdict.no_step}")
+    if not verdict.fits or verdict.step is None:
+        raise ValueError(f"there is nothing to estimate: {verdict.reason or verdict.no_step}")
     step, blocks = verdict.step, max(verdict.blocks, 1)
     alone = step.clocks.estimate
     # Of all blocks on a multiprocessor, as each of them sees it.

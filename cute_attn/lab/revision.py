@@ -25,13 +25,8 @@ BUILD_AT = Path(__file__).with_name("build_at.py")
 def verdict_at(revision: str, traits: Traits, tile: str = "", target: str | None = None) -> Verdict:
     """The verdict of the revision's kernel, with its source lines; its copies' bank conflicts are not counted.
 
-    The revision is checked out into a temporary folder, and a process builds the kernel there.
-
-    Args:
-        revision: of the git repository that this package lies in.
-        traits: of one of the package's own kernels.
-        tile: text that changes the revision's default tile.
-        target: as of :func:`cute_attn.compile`.
+    The revision, of the repository that this package lies in, is checked out into a temporary folder, and a process
+    builds the kernel there, with the revision's default tile as the text changes it.
 
     Raises:
         ValueError: it is no revision, the traits are a variant's or have users' epilogues, or it has no such kernel.

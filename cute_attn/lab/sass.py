@@ -126,13 +126,8 @@ class Code:
 
     @staticmethod
     def of(cubin: bytes, name: str = "", sources: Path = SOURCES) -> "Code":
-        """The code of a cubin with one kernel.
-
-        Args:
-            cubin: the file.
-            name: the kernel's, for messages.
-            sources: the folder of the packages that it is made of. Line info names the files of the process that built
-                the kernel, which the cache may have from another checkout with the same sources.
+        """The code of a cubin with one kernel, made of the packages in ``sources``: line info names the files of the
+        process that built it, which the cache may have from another checkout with the same sources.
 
         Raises:
             FileNotFoundError: nvdisasm is not installed.

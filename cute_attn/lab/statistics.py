@@ -23,12 +23,8 @@ Outcome = Literal["faster", "slower", "same", "undecided"]
 
 @dataclass(frozen=True)
 class Interval:
-    """The median ratio of some rounds, and an interval that holds the true one with at least ``CONFIDENCE``.
-
-    Attributes:
-        ratio, low, high: the speed of a over that of b: above 1, a is faster. low is 0 and high infinite where there
-            are too few rounds.
-        rounds: how many.
+    """The median ratio of a's speed over b's in some rounds, above 1 where a is faster, and an interval that holds the
+    true one with at least ``CONFIDENCE``: 0 to infinite where there are too few rounds.
     """
 
     ratio: float
@@ -54,10 +50,8 @@ class Interval:
         return "slower" if self.high < 1 else "undecided"
 
     def decided(self, resolution: float = RESOLUTION) -> bool:
-        """Whether more rounds would not change what matters.
-
-        The interval is narrower than the resolution, or farther from 1 than that. A look at the width does not favour
-        any outcome; a stop as soon as 1 is outside would.
+        """Whether the interval is narrower than the resolution, or farther from 1 than that. A look at the width does
+        not favour any outcome; a stop as soon as 1 is outside would.
         """
         beyond = _log(self.low) > resolution or _log(self.high) < -resolution
         return self.width <= resolution or beyond

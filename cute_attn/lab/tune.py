@@ -85,7 +85,6 @@ def tune(
     """Search for a tile of a kernel that is faster than its default one.
 
     Args:
-        name: the kernel's.
         space: tiles to try, see :class:`Space`; by default one field at a time around the default tile, and pairs of
             what helped.
         target: by default the GPU that is present; another one only with ``static_only``.
@@ -94,8 +93,6 @@ def tune(
         static_only: only rank by the code; needs no GPU.
         resume: the file of timings that are kept, by default the user's own, see :mod:`cute_attn.lab.timings`.
         seed: of the order in which a larger space is tried.
-        equipment: another card, other builds.
-        watch: is told how far it is.
 
     Raises:
         ValueError: the name, the space or a workload is wrong, all tiles were declined, or there is no GPU.

@@ -186,19 +186,15 @@ def verdict(
     *,
     lines: bool = False,
 ) -> Verdict:
-    """Build a kernel if need be, and read what it costs.
+    """Build a kernel if need be, and read what it costs; of a tile that does not fit, the reason.
 
     Args:
-        kernel: a compiled kernel, traits or their name.
-        tile: a tile, or text that changes the default one; not beside a compiled kernel.
-        target: as of :func:`cute_attn.compile`.
+        kernel: a compiled kernel, which has its tile and target, traits or their name.
+        tile, target: as of :func:`cute_attn.compile`.
         lines: also the costliest source lines, for which it is built with line info: the same machine code.
 
-    Returns:
-        the verdict; of a tile that does not fit, the reason.
-
     Raises:
-        ValueError: the name, the target or the tile's text is not one, or a tile is given with a compiled kernel.
+        ValueError: an argument is wrong.
     """
     from cute_attn.compiler import CompiledKernel, compile, default_target, registry
 

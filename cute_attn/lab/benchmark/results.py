@@ -28,16 +28,10 @@ def time_workloads(
     report: Callable[[dict[str, Any]], None] = lambda row: None,
     milliseconds: float = 100.0,
 ) -> dict[str, Any]:
-    """Time every workload with every implementation, and describe the machine.
+    """Time every workload with every implementation, and describe the machine; ``report`` is called with every row.
 
     A row that failed has ``"error"`` in place of numbers, also where an output or a gradient differs from the first
-    implementation's.
-
-    Args:
-        report: is called with every row when it is complete.
-
-    Raises:
-        RuntimeError: the GPU's context is lost.
+    implementation's; a lost context of the GPU is raised, a RuntimeError.
     """
     clock, clocks, rows = Clock(), [], list[dict[str, Any]]()
     for workload in workloads:
@@ -61,13 +55,8 @@ def time_workload(
 ) -> tuple[list[dict[str, Any]], int | None]:
     """Time one workload: a row for every implementation, and the SM clock in MHz under load or None.
 
-    Args:
-        milliseconds, most: as of :meth:`Clock.medians`.
-        read_clock: whether to load the GPU for half a second and read its clock.
-        stage: is called before each step that may fail, with the names of its implementations.
-
-    Raises:
-        RuntimeError: as :func:`time_workloads`.
+    ``milliseconds`` and ``most`` are :meth:`Clock.medians`'s; ``stage`` is called before each step that may fail, with
+    the names of its implementations.
     """
     torch.manual_seed(0)
     runs, errors = _ready(workload, implementations, stage)
