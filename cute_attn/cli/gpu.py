@@ -53,7 +53,6 @@ def ab_of_tiles(
 
     Kernels are compared with the reference first, a peer with the kernel.
     """
-    from cute_attn.lab.card import Contender
     from cute_attn.lab.race import ab
 
     tiles = tiles or [""]
@@ -62,10 +61,12 @@ def ab_of_tiles(
             f"--tile is given {len(tiles)} times{' beside --peer' if peer else ''}; accepted: A and one B"
         )
     second: Any = peer or (name, tiles[1] if len(tiles) > 1 else None)
-    a, b = Contender.of((name, tiles[0])), Contender.of(second)
     with working("building") as say:
-        found = ab(a, b, workloads or (), resolution=resolution, budget_s=budget, progress=say)
-    _write(output, found.to_json())
+        found = ab(
+            (name, tiles[0]), second, workloads or (), resolution=resolution, budget_s=budget, progress=say
+        )
+    if output is not None:
+        output.write_text(json.dumps(found.to_json(), indent=1) + "\n")
     console = make_console()
     console.print(found.table())
     console.print(found.sentence, highlight=False, markup=False)
@@ -120,7 +121,8 @@ def tune_tile(
         except KeyboardInterrupt:
             progress.console.print("stopped; the same command goes on where it was")
             raise typer.Exit(130) from None
-    _write(output, study.to_json())
+    if output is not None:
+        output.write_text(json.dumps(study.to_json(), indent=1) + "\n")
     console.print(study.table())
     for note in study.notes[1:]:  # the first was said at the start
         console.print(note, highlight=False, markup=False)
@@ -132,8 +134,3 @@ def tune_tile(
 
         with working("writing the page, which builds the kernels that it shows"):
             report.of_study(study, page)
-
-
-def _write(path: Path | None, values: dict[str, Any]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(values, indent=1) + "\n")

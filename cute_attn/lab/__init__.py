@@ -24,3 +24,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return import_module(f".{name}", __name__)
+
+
+def __dir__() -> list[str]:
+    return sorted(_MODULES)

@@ -18,9 +18,7 @@ from cute_attn.lab.verdict import Verdict, line_table, shown, verdict
 from cute_attn.lab.workloads import parse
 from cute_attn.traits import Traits
 
-MAX_BYTES = 2_000_000
-"""Of a page: pictures that would exceed it are left out, and named."""
-_FOR_PICTURES = 1_500_000
+_FOR_PICTURES = 1_500_000  # bytes; what would exceed them is left out, and named
 _PAGE = """<!doctype html>
 <meta charset="utf-8">
 <title>{title}</title>
