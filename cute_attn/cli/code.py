@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 
-# Modules that load torch or the DSL are imported inside the commands: --help needs neither.
 from cute_attn.cli.options import (
     AsJson,
     Name,

@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-# Modules that load torch or the DSL are imported inside the command: --help needs neither.
 from cute_attn.cli.options import (
     Target,
     TileText,

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
-# Modules that load torch or the DSL are imported inside the commands: --help needs neither.
 from cute_attn.cli.options import (
     Name,
     Page,

@@ -515,7 +515,7 @@ def _cache() -> Any:
     return cache
 
 
-for _name, _command in {
+_COMMANDS: dict[str, Any] = {
     "verdict": code.verdict_of_tiles,
     "diff": code.difference_of_two,
     "ab": gpu.ab_of_tiles,
@@ -523,7 +523,8 @@ for _name, _command in {
     "table": table.print_table,
     "explain": words.explain_words,
     "doctor": doctor.examine,
-}.items():
+}
+for _name, _command in _COMMANDS.items():
     app.command(_name)(_command)
 app.command("run", context_settings=run.ITS_OWN_ARGUMENTS, no_args_is_help=True)(run.run)
 app.command("hub", no_args_is_help=True)(hub.hub)

@@ -76,7 +76,8 @@ class Expected:
         torch.manual_seed(0)
         x = workload.inputs()
         rng_state = interface.draw_rng_state(x.q.device)
-        grad, leaves = None, ()
+        grad = None
+        leaves: tuple[Tensor, ...] = ()
         if workload.op == "backward":
             grad = torch.randn((*x.q.shape[:-1], workload.head_dim_v), device=x.q.device, dtype=x.q.dtype)
             leaves = x.leaves(workload)

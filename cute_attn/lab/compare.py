@@ -135,8 +135,8 @@ def _places(step: Step) -> Counter[str]:
 def _rows(a: Step, b: Step) -> list[Row]:
     """The two steps, aligned; an inner loop's instructions once."""
     left, right = ([i for i, _ in step.instructions] for step in (a, b))
-    texts = ([normalized(i) for i in side] for side in (left, right))
-    matcher = difflib.SequenceMatcher(None, *texts, autojunk=False)
+    a_text, b_text = ([normalized(i) for i in side] for side in (left, right))
+    matcher = difflib.SequenceMatcher(None, a_text, b_text, autojunk=False)
     rows = []
     for kind, a0, a1, b0, b1 in matcher.get_opcodes():
         for n in range(max(a1 - a0, b1 - b0)):

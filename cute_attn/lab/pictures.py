@@ -54,9 +54,9 @@ def pictures(kernel: Traits | str, tile: Any = None, target: str | None = None) 
     compiler.check_layouts(found)
     things = _things(found)
     if not things:
-        drawn = (registry.label(key) for key, cls in registry.KERNELS.items() if hasattr(cls, "copies"))
+        known = (registry.label(key) for key, cls in registry.KERNELS.items() if hasattr(cls, "copies"))
         raise ValueError(
-            f"{traits} has no shared-memory layout and no MMA to draw; accepted: {', '.join(drawn)}, and classes that "
+            f"{traits} has no shared-memory layout and no MMA to draw; accepted: {', '.join(known)}, and classes that "
             "extend them"
         )
     title = traits.name

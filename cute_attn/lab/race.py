@@ -260,8 +260,10 @@ def _measure(
         slowed = ", ".join(summary(states).reasons)
         raise ValueError(f"all {void} rounds on {workload.name} are void: the GPU is slowed by {slowed}")
     found = interval(ratios)
-    interval_ = (found.outcome(resolution), found.ratio, found.low, found.high, found.rounds)
-    return Measured(workload.name, *interval_, void, *map(statistics.median, times), summary(states))
+    ms_a, ms_b = map(statistics.median, times)
+    outcome = found.outcome(resolution)
+    interval_ = (found.ratio, found.low, found.high, found.rounds)
+    return Measured(workload.name, outcome, *interval_, void, ms_a, ms_b, summary(states))
 
 
 def fastest(

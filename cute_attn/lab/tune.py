@@ -446,14 +446,19 @@ class _Study:
         if unranked:
             self.notes.append(f"some have no rank: {'; '.join(unranked[:3])}")
         gpu, driver = ("", "") if self.card is None else (self.card.gpu, self.card.driver)
-        best = ("", "") if tile is None else (self.search.change(tile), as_python(tile))
+        candidates = sorted((e.candidate for e in self.entries.values()), key=lambda one: one.order)
         return Study(
             *(self.search.traits.name, self.search.target, gpu, driver),
-            tuple(workload.name for workload in self.search.workloads),
-            self.search.space.tile.text,
-            tuple(sorted((e.candidate for e in self.entries.values()), key=lambda one: one.order)),
-            dict(self.search.declined),
-            *(*best, verdict, self.now() - self.start, tuple(self.notes), self.started),
+            workloads=tuple(workload.name for workload in self.search.workloads),
+            default=self.search.space.tile.text,
+            candidates=tuple(candidates),
+            declined=dict(self.search.declined),
+            best="" if tile is None else self.search.change(tile),
+            best_text="" if tile is None else as_python(tile),
+            verdict=verdict,
+            seconds=self.now() - self.start,
+            notes=tuple(self.notes),
+            started=self.started,
         )
 
     def decide(self) -> tuple[Tile | None, Comparison | None]:

@@ -234,10 +234,10 @@ def judge(built: Any, code: Code, content: StepContent | str, copies: tuple[Conf
     """The verdict on the machine code of a :class:`CompiledKernel`, or of an object with most of its attributes, with
     the content of its steady step, or why there is none.
     """
-    steady, no_step = None, content
+    steady, no_step = None, content if isinstance(content, str) else ""
     if isinstance(content, StepContent):
         try:
-            steady, no_step = code.step(content), ""
+            steady = code.step(content)
         except StepNotFound as error:
             no_step = str(error)
     proxies: ProxyOrder | str | None = None
@@ -352,8 +352,8 @@ def lines_of(step: Step) -> list[LineCost]:
             instructions[i.file, i.line] += times
             stalls[i.file, i.line] += times * i.stall
     ordered = sorted(instructions, key=lambda where: (-instructions[where], where))
-    counts = ((where, instructions[where] // step.steps, stalls[where] // step.steps) for where in ordered)
-    return [LineCost(*where, *both, linecache.getline(*where).strip()) for where, *both in counts]
+    counts = {where: (instructions[where] // step.steps, stalls[where] // step.steps) for where in ordered}
+    return [LineCost(*where, *both, linecache.getline(*where).strip()) for where, both in counts.items()]
 
 
 # ---- tables ----

@@ -66,7 +66,8 @@ def time_workload(
     for name in implementations:
         found: dict[str, Any] = {"error": errors[name]} if name in errors else {"ms": round(times[name], 4)}
         if name in times:
-            found |= {"value": _rounded(workload.flops / times[name] / 1e9), "unit": "TFLOP/s"}
+            value = workload.flops / times[name] / 1e9  # decode has a few TFLOP/s: four digits
+            found |= {"value": round(value, 1) if value >= 100 else float(f"{value:.4g}"), "unit": "TFLOP/s"}
         rows.append({"workload": workload.name, "impl": name} | found)
     mhz, first = None, next(iter(runs), None)
     if first is not None and read_clock:
@@ -80,11 +81,6 @@ def median_clock(clocks: Iterable[int | None]) -> int | None:
     """Of the clocks in MHz that are not None."""
     known = [mhz for mhz in clocks if mhz is not None]
     return round(statistics.median(known)) if known else None
-
-
-def _rounded(value: float) -> float:
-    """To a tenth, below 100 to four digits: decode has a few TFLOP/s."""
-    return round(value, 1) if value >= 100 else float(f"{value:.4g}")
 
 
 def _ready(
