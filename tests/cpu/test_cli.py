@@ -1,13 +1,11 @@
 """The command line: output, and one sentence with status 2 for a wrong call."""
 
 import dataclasses
-import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import typer
@@ -95,20 +93,6 @@ def test_list_of_everything(run):
     text = ok(run("list", "--all", columns="200"))
     plain = [traits.name for traits, _ in defaults() if traits.name.count("-") == 3]
     assert len(plain) > 30 and {*plain} <= {*text.split()}
-
-
-def test_tiles_are_listed_without_what_is_their_default(run):
-    name = ("list", "forward-sm80-bf16-d128", "--target", "sm90")
-    brief, full = ok(run(*name)), ok(run(*name, "-v"))
-    assert "tile_m=128, tile_n=64, num_stages=2, qk_unroll=4" in brief and "key_groups" not in brief
-    assert "key_groups=1" in full and "-v shows all" in brief and "-v shows all" not in full
-
-
-def test_names_fold_and_are_never_cut(run):
-    name = "forward-sm80-bf16-d128-causal-dropout_mem_efficient"
-    text = ok(run("list", name, "--target", "sm90", columns="60"))
-    cells = [line.split("│")[1].strip() for line in text.splitlines() if line.startswith("│")]
-    assert "…" not in text and "".join(cells) == name and len(cells) > 1
 
 
 def test_features_are_listed_and_explained(run):
@@ -401,22 +385,6 @@ def test_a_result_that_cannot_be_written_is_refused_before_the_work(run, tmp_pat
     assert f"error: {options[-1]} is '" in done.stderr and "that can be written (" in done.stderr
 
 
-def test_an_option_that_may_be_written_is_left_as_it_was(tmp_path):
-    from cute_attn.cli.options import writable_file, writable_folder
-
-    called, completed = SimpleNamespace(resilient_parsing=False), SimpleNamespace(resilient_parsing=True)
-    option, old = SimpleNamespace(opts=["-o"]), tmp_path / "old.json"
-    old.write_text("{}")
-    assert writable_file(called, option, old).read_text() == "{}"
-    assert (
-        not writable_file(called, option, tmp_path / "new" / "new.json").exists()
-        and (tmp_path / "new").is_dir()
-    )
-    assert list(writable_folder(called, option, tmp_path / "folder").iterdir()) == []
-    for function in (writable_file, writable_folder):  # a shell that completes writes nothing
-        assert not function(completed, option, tmp_path / "begun").exists()
-
-
 def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path):
     (tmp_path / "file").touch()
     folder = {"CUTE_ATTN_CACHE_DIR": str(tmp_path / "file" / "cache")}
@@ -472,20 +440,3 @@ def test_a_missing_package_is_named_in_one_sentence(tmp_path):
     script.write_text(WITHOUT + "from layouts.show import show\nimport cute_attn.lab.verdict\n")
     done = in_a_new_process(script)
     assert done.returncode == 1 and MISSING in done.stderr.splitlines()[-1]
-
-
-@pytest.mark.parametrize(("lines", "paged"), [(3, False), (40, True)])
-def test_long_output_goes_through_a_pager_on_a_terminal(monkeypatch, lines, paged):
-    """And what fits on the screen does not."""
-    from rich.console import Console
-
-    from cute_attn.cli import options
-
-    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=20, highlight=False)
-    monkeypatch.setattr(options, "make_console", lambda: console)
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    pages = []
-    monkeypatch.setattr("rich.pager.SystemPager.show", lambda self, text: pages.append(text))
-    monkeypatch.setenv("LESS", "-R")
-    options.show("\n".join(f"line {n}" for n in range(lines)))
-    assert len(pages) == paged and ("line 2" in (pages[0] if paged else console.file.getvalue()))

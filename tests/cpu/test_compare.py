@@ -6,7 +6,6 @@ import subprocess
 import pytest
 
 from cute_attn import compiler
-from cute_attn.cli import code
 from cute_attn.cli.code import _sides
 from cute_attn.lab import revision
 from cute_attn.lab.compare import MOST_ROWS, Row, compare, normalized
@@ -66,12 +65,6 @@ def test_what_was_added_is_beside_nothing():
     changes = {one.what.partition("  ")[2]: one.change for one in found.lines}
     assert changes == {"import json": -3, "import subprocess": 5}  # this file's lines 3 and 4
     assert found.as_dict()["rows"][1] == {"a": "", "b": "FMNMX R4, R5", "same": False}
-
-
-def test_equal_instructions_far_from_a_difference_are_counted_only():
-    many = [f"FADD R1, 0x{n}" for n in range(20)]
-    text = str(compare(of(step(*many, "FMUL R1, R2")), of(step(*many, "FFMA R1, R2"))))
-    assert "... 17 equal" in text and "FMUL R1, R2" in text and "FADD R1, 0x2 " not in text
 
 
 def test_a_side_without_code_is_one_sentence():
@@ -250,21 +243,3 @@ def test_the_command(tmp_path):
     ):
         wrong = run(*arguments)
         assert wrong.returncode == 2 and wrong.stderr.startswith(f"error: {message}"), wrong.stderr
-
-
-def test_two_revisions_are_both_built(monkeypatch, capsys):
-    """And three are refused."""
-    built = []
-    monkeypatch.setattr(code, "_verdict_at", lambda *given: built.append(given) or toy_verdict())
-    code.difference_of_two(toy.NAME, at=["A", "B"])
-    assert [(revision, side) for revision, side, _ in built] == [
-        ("A", (toy.NAME, None)),
-        ("B", (toy.NAME, None)),
-    ]
-    assert toy.NAME in capsys.readouterr().out
-    with pytest.raises(ValueError, match="--at is given 3 times; accepted: two revisions at most"):
-        code.difference_of_two(toy.NAME, at=["A", "B", "C"])
-
-
-def toy_verdict():
-    return verdict(toy.NAME, target="sm80", lines=True)

@@ -289,18 +289,6 @@ def test_the_most_promising_are_timed_first_and_spilling_ones_last(kept):
     assert {one.change: one.spills_in_step for one in study.candidates}["tile_n=96"] == 3
 
 
-def test_the_study_says_how_many_fit_and_how_many_it_did_not_reach(kept):
-    space = "tile_n=32..144:16,num_stages=1|2,q_in_regs,speculative"
-    study, card, _ = run(slower, kept, space, budget_s=30.0, workers=2)
-    assert study.notes[0].startswith(f"{len(study.candidates)} candidates, ")
-    assert "fit 30 s with 2 builds at a time" in study.notes[0]
-    fit = int(study.notes[0].split("about ")[1].split()[0])
-    reached = sum(one.status == "timed" for one in study.candidates)
-    late = len(study.candidates) - reached
-    assert abs(reached - fit) <= 2 and f"{late} candidates were not reached" in study.notes[1]
-    assert card.now() <= 32
-
-
 def test_the_static_rank_needs_no_card(kept):
     simulated = SimulatedBuilds(SimulatedCard(None), seconds=0.0, estimate=ridge)
     study = tune(
