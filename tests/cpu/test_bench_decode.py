@@ -7,7 +7,6 @@ import torch
 
 from bench import decode, decode_impls
 from bench.decode_rows import MIXED, Row, make_inputs, rows
-from bench.read_only import ReadOnly, compiled
 from cute_attn.lab.benchmark.peers import Declined
 
 ROWS = list(rows())
@@ -132,25 +131,3 @@ def test_a_call_that_fails_or_differs_is_an_error_of_its_implementation(monkeypa
     assert set(calls) == {("right", ""), ("breaks", "b")} and stages == [(name,) for name in given]
     assert errors["declines"] == "it has no caches" and set(errors) == {"declines", "raises", "differs"}
     assert errors["differs"].startswith("its output differs from right's by 0.2")
-
-
-def test_the_ampere_kernel_is_timed_where_a_row_asks():
-    one, other = Row(1, 64, ampere=True), Row(1, 64)
-    assert decode_impls.names_of(one, "sm90")[-2:] == ("cute_attn/sm90", "cute_attn/sm80")
-    assert decode_impls.names_of(other, "sm90")[-1] == "cute_attn/sm90"
-    assert decode_impls.names_of(one, "sm80")[-1] == "cute_attn/sm80"
-    names = [row.name for row in ROWS if row.ampere]
-    assert names[:4] == ["b1-k32768", "b16-k8192", "b64-k4096", "b128-k2048"] and len(names) == 8
-
-
-# ---- reading alone ----
-
-
-def test_reading_alone_has_all_loads_in_flight(tmp_path):
-    kernel = ReadOnly(unroll=4)
-    ptx = compiled(kernel, "sm_90a", f"--keep-ptx --dump-dir {tmp_path}").__ptx__
-    lines = [line.split()[0] for line in ptx.splitlines() if "ld.global" in line or "add.s32" in line]
-    loads = [i for i, word in enumerate(lines) if word.startswith("ld.global")]
-    assert len(loads) == 4 and all("v4" in lines[i] for i in loads)
-    assert loads == list(range(loads[0], loads[0] + 4))  # before any of them is added up
-    assert kernel.tile == 512 * 4 * 4

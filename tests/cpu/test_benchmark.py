@@ -8,23 +8,11 @@ from functools import partialmethod
 import pytest
 import torch
 
-from bench import backward, forward, run
-from cute_attn.compiler import registry
-from cute_attn.epilogues.inputs import ScoreInputs
+from bench import backward, forward
 from cute_attn.lab.benchmark import peers, results
 from cute_attn.lab.benchmark.workload import Workload, of_traits
 from cute_attn.lab.check import Accuracy, check_workloads, small_workloads
-from cute_attn.reference import emulate
 from cute_attn.traits import Traits
-
-
-def test_names_of_stored_results_are_still_those_of_workloads():
-    stored = {
-        row["workload"]
-        for path in run.RESULTS.glob("*ward.json")
-        for row in json.loads(path.read_text())["rows"]
-    }
-    assert stored and stored <= {w.name for w in [*forward.workloads(), *backward.workloads()]}
 
 
 def test_lengths_of_keys_and_windows_are_named():
@@ -208,17 +196,6 @@ def test_a_kernel_is_checked(op, features, monkeypatch):
     monkeypatch.setattr(Workload, "inputs", partialmethod(Workload.inputs, device="cpu"))
     for workload, accuracy in check_workloads(traits, small_workloads(traits)[1:2]):
         assert workload.op == op and accuracy.passed and accuracy.error > 0
-
-
-def test_the_emulated_score_tile_depends_on_its_indices():
-    """Another window gives other scores; the demo compares with the reference."""
-    kernel = registry.lookup(Traits.parse("forward-sm80-bf16-d64-window"))
-    products = torch.randn(1, 2, 70, 90)
-    scores = emulate.scores_on_host(kernel, products, 0.5, ScoreInputs(window_left=5, window_right=0))
-    key, query = torch.arange(90), torch.arange(70)[:, None]
-    seen = (key <= query + 20) & (key >= query + 15)
-    assert torch.equal(scores.isfinite(), seen.expand_as(scores))
-    assert torch.equal(scores[scores.isfinite()], (products * 0.5)[seen.expand_as(scores)])
 
 
 @pytest.mark.parametrize("op", ["forward", "backward"])

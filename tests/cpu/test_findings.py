@@ -54,16 +54,6 @@ def test_loads_from_global_memory_are_no_shared_memory():
     )
 
 
-def test_the_best_tile_and_by_how_much():
-    slow = dataclasses.replace(
-        made(96, tensor=2000.0), tile=made().tile.replace("num_stages=2", "num_stages=1")
-    )
-    (first, *_), (again, *_) = findings(slow, made()), findings(made(), slow)
-    assert first == again and first.startswith("By its code num_stages=2 is the best: num_stages=1 is ")
-    gap = relative(estimates(slow), estimates(made())) - 1
-    assert f"{gap:.1%} slower. `cute-attn ab` measures it" in first
-
-
 def test_a_tile_that_spills_in_the_step_is_not_the_best():
     other = made().tile.replace("num_stages=2", "num_stages=3")
     fast = dataclasses.replace(made(96, tensor=500.0, spills=7), tile=other)
@@ -125,11 +115,6 @@ def test_kernels_that_compute_something_else_are_not_compared():
     assert first.startswith(f"The steady step of {NAME} ") and second.startswith(
         f"The steady step of {other.name} "
     )
-
-
-def test_nothing_is_said_of_a_tile_that_does_not_fit():
-    assert findings(Verdict(NAME, "sm90", "tile_n=4096", "too large")) == []
-    assert len(findings(made(), Verdict(NAME, "sm90", "tile_n=4096", "too large"))) == 1
 
 
 def study(estimate, *others):

@@ -1,20 +1,18 @@
 """A/Bs and races on a simulated card; the checks against the reference on the CPU, where kernels are the reference."""
 
 import math
-import sys
 import types
 from functools import partialmethod
 
 import pytest
 import torch
 
-from cute_attn.compiler.registry import lookup
 from cute_attn.lab import card as card_module
 from cute_attn.lab.benchmark import peers
 from cute_attn.lab.benchmark.workload import Workload
-from cute_attn.lab.card import Checks, Contender, Gpu, Wrong, small_sizes
+from cute_attn.lab.card import Checks, Contender, Gpu, Wrong
 from cute_attn.lab.race import ab, fastest
-from cute_attn.lab.sensors import State, named, parse_nvidia_smi, sensor, summary
+from cute_attn.lab.sensors import State, named, parse_nvidia_smi, summary
 from cute_attn.lab.workloads import default_workloads, parse
 from cute_attn.traits import Traits
 from tests.simulated_card import SimulatedCard
@@ -56,17 +54,6 @@ def test_samples_are_taken_in_turn_after_both_were_checked():
     rounds = [sampled[len(sampled) - 84 + 4 * i :][:4] for i in range(21)]
     assert rounds[::2] == [[NARROW, DEFAULT, DEFAULT, NARROW]] * 11
     assert rounds[1::2] == [[DEFAULT, NARROW, NARROW, DEFAULT]] * 10
-
-
-def test_more_rounds_are_run_until_the_resolution_or_the_budget():
-    def rounds(noise, **options):
-        simulated = card(options={"noise": noise})
-        return ab(NAME, NAME, ["s8192"], card=simulated, **options).measured[0]
-
-    assert rounds(0.001).rounds == 21
-    assert rounds(0.01).rounds > 21
-    short = rounds(0.02, budget_s=0.2)
-    assert short.rounds == 21 and short.outcome == "undecided"
 
 
 def test_rounds_are_void_while_the_gpu_is_slowed_by_heat():
@@ -158,32 +145,6 @@ def test_reasons_and_states():
     assert summary([None]) == State()
 
 
-def test_the_state_comes_from_nvml_where_it_is_installed(monkeypatch):
-    class NVMLError(Exception):
-        pass
-
-    def unsupported(handle):
-        raise NVMLError
-
-    nvml = types.SimpleNamespace(
-        NVMLError=NVMLError,
-        NVML_CLOCK_SM=1,
-        NVML_TEMPERATURE_GPU=0,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
-        nvmlDeviceGetClockInfo=lambda handle, kind: {1: 1755}[kind],
-        nvmlDeviceGetPowerUsage=unsupported,
-        nvmlDeviceGetTemperature=lambda handle, kind: {0: 61}[kind],
-        nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: {"GPU-abc": 0x20}[handle],
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    found = sensor("abc")
-    assert found.read() == State(1755, None, 61, ("heat",)) and found.every == 1
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr("cute_attn.lab.benchmark.timing.query_gpu", lambda field: "1, 2, 3, 0x4")
-    assert sensor("abc").read() == State(1, 2, 3, ("power",))
-
-
 # ---- workloads by text ----
 
 
@@ -254,15 +215,6 @@ def test_a_kernel_that_is_wrong_at_a_small_size_is_not_run_at_a_large_one(on_the
     monkeypatch.setattr(interface, "attention", broken)
     with pytest.raises(Wrong, match="is wrong on fwd-bf16-d64-b2-s127-h4x2-causal"):
         Checks().checked(Contender("forward-sm80-bf16-d64-causal"), Workload(1, 64, 4, 64, causal=True))
-
-
-def test_small_sizes_suit_the_tile():
-    traits = Traits.parse(NAME)
-    packed = small_sizes(traits, lookup(traits, "pack_heads=8").tile)
-    assert {w.nheads // w.nheads_kv for w in packed} == {8}
-    biased = Traits.parse("forward-sm90-bf16-d64-bias_bf16")
-    assert [w.seqlen for w in small_sizes(biased, lookup(biased).tile)] == [8, 128, 520]
-    assert [w.seqlen for w in small_sizes(traits, lookup(traits).tile)] == [1, 127, 128, 513]
 
 
 def test_a_lost_context_is_not_one_contenders_failure(monkeypatch):
