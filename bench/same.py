@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections import Counter
 
-from cute_attn.lab.race import SAMPLE_MS, ab
+from cute_attn.lab.race import ab
 
 
 def main() -> None:
@@ -22,7 +22,6 @@ def main() -> None:
     parser.add_argument(
         "--budget", type=float, default=15, help="seconds of each, beside its first 21 rounds"
     )
-    parser.add_argument("--sample-ms", type=float, default=SAMPLE_MS, help="milliseconds of a sample")
     options = parser.parse_args()
 
     import torch
@@ -34,14 +33,7 @@ def main() -> None:
     card, outcomes = Gpu(), Counter[str]()
     for _ in range(options.times):
         start = card.now()
-        found = ab(
-            options.name,
-            options.name,
-            [options.workload],
-            budget_s=options.budget,
-            sample_ms=options.sample_ms,
-            card=card,
-        )
+        found = ab(options.name, options.name, [options.workload], budget_s=options.budget, card=card)
         (one,) = found.measured
         outcomes[one.outcome] += 1
         low, high = (100 * (value - 1) for value in (one.low, one.high))

@@ -17,7 +17,7 @@ import tvm_ffi
 from cute_attn import compiler
 from cute_attn.api import kvcache
 from cute_attn.compiler import registry
-from cute_attn.host import backward, counters, forward, split_kv, memory, plans, record
+from cute_attn.host import backward, counters, forward, memory, plans, record, split_kv
 from cute_attn.sdpa import plans as sdpa_plans
 
 MULTIPROCESSORS = 132

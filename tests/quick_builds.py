@@ -1,6 +1,6 @@
 """Changes to the DSL under which the tests build in less time: no kernel's code is another.
 
-``cpu/test_harness.py`` compares kernels, and what emulated code computes, with and without them. Processes that
+``cpu/test_harness.py`` compares kernels built with and without them. Processes that
 ``prebuild`` starts make them too: they run this file.
 """
 

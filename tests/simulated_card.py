@@ -9,7 +9,7 @@ from cute_attn.lab.sensors import State
 
 
 class SimulatedCard:
-    """A :class:`cute_attn.lab.card.Card`.
+    """A stand-in for :class:`cute_attn.lab.card.Gpu`.
 
     Args:
         milliseconds: of a call, a function of the contender and the workload.

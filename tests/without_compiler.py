@@ -23,7 +23,7 @@ import cute_attn
 loaded = set(sys.modules)
 
 from cute_attn import attention, compiler, reference
-from cute_attn.host import counters, forward, split_kv, memory
+from cute_attn.host import counters, forward, memory, split_kv
 from cute_attn.host.call import Call
 from cute_attn.host.slots import slot
 

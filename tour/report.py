@@ -53,7 +53,7 @@ def facts(entry: Entry, head_dim: int = 128, causal: bool = True) -> dict[str, A
         clocks = {name: round(value) for name, value in judged.step.clocks.units.items()}
         per_1000 = 1000 * max(judged.step.clocks.units.values()) / judged.step.scores
         found |= {"clocks_per_step": clocks, "clocks_per_1000_scores": round(per_1000)}
-        found["instructions_per_score"] = round(judged.step.instructions_per_element, 2)
+        found["instructions_per_score"] = round(judged.step.instructions / judged.step.elements, 2)
     return found
 
 

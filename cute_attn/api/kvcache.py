@@ -24,8 +24,6 @@ from cute_attn.host.cache_checks import check_lengths as _check_lengths
 from cute_attn.host.call import Call, schema
 from cute_attn.host.checks import MAX_SEQLEN, check_out, check_starts, check_writable
 from cute_attn.host.choose import check_words
-from cute_attn.host.split_kv import known_plan, plan_for
-from cute_attn.host.split_kv import launch as launch_attention
 from cute_attn.host.memory import (
     Tensors,
     is_aligned,
@@ -36,6 +34,8 @@ from cute_attn.host.memory import (
     write_owned,
 )
 from cute_attn.host.plans import Plan, no_dispatch_mode
+from cute_attn.host.split_kv import known_plan, plan_for
+from cute_attn.host.split_kv import launch as launch_attention
 from cute_attn.host.values import (
     check_dense,
     check_flags,

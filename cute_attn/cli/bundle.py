@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-# Modules that load torch or the DSL are imported inside the command: --help needs neither.
 from cute_attn.cli.options import (
     Like,
     Names,
@@ -20,11 +19,6 @@ from cute_attn.cli.options import (
 
 TARGETS = "sm80,sm90"
 """What --all is for."""
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("bundle", no_args_is_help=True)(bundle)
 
 
 def bundle(

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-# Modules that load torch or the DSL are imported inside the commands: --help needs neither.
 from cute_attn.cli.options import (
     AsJson,
     Name,
+    Page,
     Target,
     Verbose,
     complete_tile,
@@ -19,20 +19,8 @@ from cute_attn.cli.options import (
     working,
 )
 
-Tiles = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--tile",
-        autocompletion=complete_tile,
-        help="Fields of the default tile to change: tile_n=128,num_stages=2; may be repeated.",
-    ),
-]
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add these commands."""
-    app.command("verdict")(verdict_of_tiles)
-    app.command("diff")(difference_of_two)
+_TILES = "Fields of the default tile to change: tile_n=128,num_stages=2; may be repeated."
+Tiles = Annotated[list[str] | None, typer.Option("--tile", autocompletion=complete_tile, help=_TILES)]
 
 
 def verdict_of_tiles(
@@ -40,16 +28,21 @@ def verdict_of_tiles(
     tiles: Tiles = None,
     target: Target = None,
     lines: Annotated[
-        bool,
-        typer.Option("--lines", help="Also the source lines that a steady step spends most instructions on."),
+        bool, typer.Option("--lines", help="Also the costliest source lines of a step.")
     ] = False,
     as_json: AsJson = False,
+    page: Page = None,
     verbose: Verbose = False,
 ) -> None:
     """What tiles cost, from their machine code; needs no GPU. The default tile, or a column for each --tile."""
     found = _verdicts([(name, tile or None) for tile in tiles or [""]], target, lines)
     if not any(one.fits for one in found):
         raise ValueError("; ".join(dict.fromkeys(one.reason for one in found)))
+    if page is not None:
+        from cute_attn.lab import report
+
+        with working("writing the page"):
+            report.of_verdicts(found, page)
     if as_json:
         print(json.dumps([one.as_dict() for one in found], indent=1))
         return
@@ -89,7 +82,7 @@ def difference_of_two(
 
     found = compare(a, b)
     if as_json:
-        print(found.json())
+        print(json.dumps(found.as_dict(), indent=1))
     else:
         show(found.shown(verbose=is_verbose()))
 
@@ -127,16 +120,15 @@ def _sides(name: str, other: str | None, tiles: list[str], at_revision: bool) ->
     """What is compared; at_revision: the first side, or both, as a git revision has them."""
     if len(tiles) > 2:
         raise ValueError(f"--tile is given {len(tiles)} times; accepted: two tiles at most")
-    given = [tile or None for tile in tiles]
+    first, second = [tile or None for tile in (*tiles, None, None)][:2]
     if other is None and not at_revision:
-        if not given:
+        if not tiles:
             raise ValueError(
                 "there is nothing to compare; accepted: two tiles, two names, or --at a revision"
             )
-        given = [None, *given] if len(given) == 1 else given
-    elif len(given) == 1:
-        given *= 2
-    first, second = given or [None, None]
+        first, second = (None, first) if len(tiles) == 1 else (first, second)
+    elif len(tiles) == 1:
+        second = first
     sides = (name, first), (other or name, second)
     if sides[0] == sides[1] and not at_revision:
         raise ValueError(f"both sides are {' '.join(filter(None, sides[0]))}; accepted: two that differ")

@@ -1,8 +1,8 @@
 """``make demo``: what this project does, in half a minute; all but the last part without a GPU.
 
 The score tiles and epilogues of an Ampere and a Hopper kernel, run on the CPU for every thread and compared with torch;
-attention on CPU tensors; which of PyTorch's calls are served; what both kernels cost, and what bounds them; pictures.
-With a GPU: both against torch at Llama-3-8B's shapes.
+which of PyTorch's calls are served; what both kernels cost, and what bounds them; pictures.
+With a GPU: `cute-attn check` and `bench --peers` of both.
 """
 
 import sys
@@ -13,12 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import cute_attn
 from cute_attn import reference
+from cute_attn.cli.main import bench_kernel, check_kernel
 from cute_attn.cli.options import make_console, working
 from cute_attn.compiler import registry
 from cute_attn.epilogues.inputs import ScoreInputs
-from cute_attn.lab.benchmark.workload import Workload
 from cute_attn.lab.builds import build_at_once
 from cute_attn.lab.pictures import pictures
 from cute_attn.lab.verdict import shown, verdict
@@ -29,7 +28,6 @@ FLAGSHIP = "forward-sm80-bf16-d64-causal"
 HOPPER = "forward-sm90-bf16-d64-causal"
 LARGE = ("forward-sm80-bf16-d128-causal", "forward-sm90-bf16-d128-causal")
 PICTURES = Path("build/pictures")
-LLAMA_3_8B = {"nheads": 32, "nheads_kv": 8, "head_dim": 128, "causal": True}
 
 console = make_console()
 
@@ -45,10 +43,9 @@ def main() -> None:
     # Two processes build while this one computes.
     builds = threading.Thread(target=build_at_once, args=([(FLAGSHIP, None), (HOPPER, None)], "sm90"))
     builds.start()
-    wrong = epilogues_on_the_cpu() + attention_on_the_cpu() + drop_in_on_the_cpu()
-    heading(
-        "What the same attention costs as an Ampere and as a Hopper kernel, and what bounds it: `cute-attn verdict`"
-    )
+    wrong = epilogues_on_the_cpu()
+    served_calls()
+    heading("What it costs as an Ampere and as a Hopper kernel, and what bounds it: `cute-attn verdict`")
     with working("building both kernels"):
         builds.join()
         costs = [verdict(name, target="sm90") for name in (FLAGSHIP, HOPPER)]
@@ -58,11 +55,12 @@ def main() -> None:
         drawn = list(pictures(HOPPER).save(PICTURES))
     console.print(f"  {len(drawn)} pictures in {PICTURES}, such as {drawn[0].name}", highlight=False)
     if torch.cuda.is_available():
-        wrong += kernel_against_torch()
-        speed_against_torch()
+        for name in LARGE if torch.cuda.get_device_capability() == (9, 0) else LARGE[:1]:
+            check_kernel(name)
+            bench_kernel(name, peers=True)
     else:
         console.print(
-            "\nNo GPU here: with one, the kernels would now run against torch at Llama-3-8B's shapes."
+            "\nNo GPU here: with one, kernels would now be compared with torch and timed beside it."
         )
     console.print(f"\n{'[red]' + wrong if wrong else 'All agree.'} {time.perf_counter() - start:.0f} s")
     if wrong:
@@ -94,21 +92,8 @@ def epilogues_on_the_cpu() -> str:
     return wrong
 
 
-def attention_on_the_cpu() -> str:
-    """The operator on CPU tensors, which the reference computes, against torch's own attention."""
-    heading("Attention on CPU tensors, against torch's scaled_dot_product_attention")
-    q, k, v = (torch.randn(2, 256, heads, 64) for heads in (8, 2, 2))
-    ours = cute_attn.attention(q, k, v, causal=True)
-    by_heads = [x.transpose(1, 2) for x in (q, k, v)]
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        by_heads[0], by_heads[1], by_heads[2], is_causal=True, enable_gqa=True
-    )
-    assert isinstance(ours, Tensor)
-    return _compare("causal, 8 heads on 2", ours, expected.transpose(1, 2))
-
-
-def drop_in_on_the_cpu() -> str:
-    """Which of PyTorch's calls activate() serves on a GPU; and one of PyTorch's operators overridden, here."""
+def served_calls() -> None:
+    """Which of PyTorch's calls activate() serves on a GPU."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from cute_attn import sdpa
@@ -124,16 +109,6 @@ def drop_in_on_the_cpu() -> str:
             q = torch.empty(shape, dtype=dtype, device="cuda")
             mask = torch.empty(2, 1, 1, 4096, dtype=torch.bool, device="cuda") if masked else None
             console.print(f"  {what:24} {sdpa.reason(q, q, q, mask) or 'served'}", highlight=False)
-    q, k, v = (torch.randn(2, 8, 200, 64, dtype=torch.float16) for _ in range(3))
-    activation = sdpa.Activation(sdpa.Options(), "CPU")
-    try:
-        ours = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
-    finally:
-        activation.remove()
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        q.float(), k.float(), v.float(), is_causal=True
-    )
-    return _compare("its operator, overridden", ours, expected.half())
 
 
 def _compare(what: str, ours: Tensor, expected: Tensor) -> str:
@@ -144,42 +119,6 @@ def _compare(what: str, ours: Tensor, expected: Tensor) -> str:
     agrees = bool((ours.isfinite() == finite).all()) and difference <= rounding
     console.print(f"  {what:24} largest difference {difference:.1e}  {'ok' if agrees else '[red]wrong'}")
     return "" if agrees else f"{what} is wrong. "
-
-
-def kernel_against_torch() -> str:
-    """The kernels that this GPU runs, against the reference in float64."""
-    from cute_attn.compiler import default_target
-    from cute_attn.lab import check
-
-    heading("The kernels on this GPU, against the reference in float64")
-    wrong = ""
-    shape = Workload(1, 2048, **LLAMA_3_8B)  # type: ignore[arg-type]
-    for traits in map(Traits.parse, LARGE):
-        if default_target(traits.arch) not in registry.RUNS_ON[traits.arch]:
-            continue
-        for workload, accuracy in check.check_workloads(traits, [shape]):
-            outcome = "ok" if accuracy.passed else "[red]wrong"
-            console.print(
-                f"  {traits.arch} {workload.name:40} error {accuracy.error:.1e}, "
-                f"plain torch's {accuracy.plain:.1e}  {outcome}"
-            )
-            wrong += "" if accuracy.passed else f"{traits.arch} {workload.name} is wrong. "
-    return wrong
-
-
-def speed_against_torch() -> None:
-    """Llama-3-8B's attention, against torch's backends, in one run."""
-    from cute_attn.lab.benchmark.peers import PEERS, own_kernels
-    from cute_attn.lab.benchmark.results import time_workloads
-
-    heading("Llama-3-8B's attention on this GPU: 32 query heads on 8, d128, causal")
-    rivals = own_kernels() | {name: PEERS[name] for name in ("fa2", "cudnn", "mem_efficient")}
-    workloads = [Workload(8192 // seqlen, seqlen, **LLAMA_3_8B) for seqlen in (2048, 8192)]  # type: ignore[arg-type]
-    result = time_workloads(workloads, rivals)
-    for row in result["rows"]:
-        numbers = row["error"] if "error" in row else f"{row['ms']:8.3f} ms {row['value']:6.0f} TFLOP/s"
-        console.print(f"  {row['workload']:40} {row['impl']:24} {numbers}", highlight=False)
-    console.print(f"  {result['gpu']}, {result['clock_mhz']} MHz under load, medians")
 
 
 if __name__ == "__main__":

@@ -20,13 +20,15 @@ def described(error: BaseException, *, verbose: bool) -> str | None:
     alone, or with the line of the user's file that the call came from. Of any other exception that passed through a
     user's file its traceback is left, without the frames of what is installed unless ``verbose``.
     """
-    frames = list(_frames(error.__traceback__))
-    users = [one for one in frames if not _is_installed(one)]
+    frames = _frames(error.__traceback__)
+    users = [one for one in frames if not is_installed(_path(one))]
     if _is_own_sentence(error, frames):
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
         return f"error: {text}" + "".join(f"\n  {_place(one)}" for one in users[-1:])
     if not users:
-        return f"error: {_of_the_system(error)}" if isinstance(error, OSError) and error.filename else None
+        if not isinstance(error, OSError) or not error.filename:
+            return None
+        return f"error: {str(error.filename)!r} cannot be used: {error.strerror or error}"
     shown = frames if verbose else users
     lines = (f"  {_place(one)}" for one in shown)
     hidden = len(frames) - len(shown)
@@ -36,13 +38,12 @@ def described(error: BaseException, *, verbose: bool) -> str | None:
 
 
 def _frames(first: TracebackType | None) -> list[TracebackType]:
-    """The frames of a traceback from where a user's or the package's code begins, without import machinery."""
-    found = []
+    """The frames of a traceback, without import machinery."""
+    frames = []
     while first is not None:
-        if not first.tb_frame.f_code.co_filename.startswith("<"):
-            found.append(first)
+        frames.append(first)
         first = first.tb_next
-    return found
+    return [one for one in frames if not one.tb_frame.f_code.co_filename.startswith("<")]
 
 
 def _is_own_sentence(error: BaseException, frames: list[TracebackType]) -> bool:
@@ -53,10 +54,6 @@ def _is_own_sentence(error: BaseException, frames: list[TracebackType]) -> bool:
     return raised and any(_path(last).is_relative_to(root) for root in _OWN)
 
 
-def _is_installed(frame: TracebackType) -> bool:
-    return is_installed(_path(frame))
-
-
 def _path(frame: TracebackType) -> Path:
     return Path(frame.tb_frame.f_code.co_filename).resolve()
 
@@ -65,8 +62,3 @@ def _place(frame: TracebackType) -> str:
     name = frame.tb_frame.f_code.co_filename
     source = linecache.getline(name, frame.tb_lineno).strip()
     return f'File "{name}", line {frame.tb_lineno}, in {frame.tb_frame.f_code.co_name}: {source}'
-
-
-def _of_the_system(error: OSError) -> str:
-    """Such as ``'/proc/x' cannot be used: No such file or directory``."""
-    return f"{str(error.filename)!r} cannot be used: {error.strerror or error}"

@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-# Modules that load torch or the DSL are imported inside the command: --help needs neither.
 from cute_attn.cli.options import (
     Target,
     TileText,
@@ -16,11 +15,6 @@ from cute_attn.cli.options import (
     working,
     writable_folder,
 )
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("export", no_args_is_help=True)(export)
 
 
 def export(

@@ -40,7 +40,7 @@ from cute_attn.cli.options import (
     working,
     writable_folder,
 )
-from cute_attn.lab.tables import Table
+from cute_attn.lab.tables import Table, brief_tile
 from cute_attn.traits import Traits
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -156,24 +156,32 @@ def list_kernels(
     rows = [_listed(traits, t) for traits, t in wanted]
     if as_json:
         print(json.dumps(rows, indent=1))
-        return
-    if not names and not everything:
+    elif names or everything:
+        show(_defaults(rows))
+    else:
         with working("choosing default tiles"):
             counts = _counts(target)
         show(counts)
-        return
+
+
+def _defaults(rows: list[dict[str, Any]]) -> Table:
+    """Default tiles, and why there is none; rows that differ in the target alone are one."""
     table = Table("kernel", "targets", "default tile", "shared memory", "registers")
     if not is_verbose():
         table.caption = "fields of tiles that have their class's default are left out; -v shows all"
-    for row, targets in _by_target(rows):
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(str([row["name"], row["tile"], row["reason"]]), []).append(row)
+    for row, *others in groups.values():
+        name, targets = row["name"], " ".join(one["target"] for one in (row, *others))
         if row["reason"]:
-            table.add_row(row["name"], targets, f"[red]{row['reason']}")
-        else:
-            memory, registers = f"{row['shared_memory_bytes']:,}", f"about {row['registers']}"
-            table.add_row(row["name"], targets, _shown(row["name"], row["tile"]), memory, registers)
-            for other in row["other_tiles"]:
-                table.add_row(f"  for {other['for']}", targets, _shown(row["name"], other["tile"]))
-    show(table)
+            table.add_row(name, targets, f"[red]{row['reason']}")
+            continue
+        costs = (f"{row['shared_memory_bytes']:,}", f"about {row['registers']}")
+        table.add_row(name, targets, _shown(name, row["tile"]), *costs)
+        for other in row["other_tiles"]:
+            table.add_row(f"  for {other['for']}", targets, _shown(name, other["tile"]))
+    return table
 
 
 def _counts(target: str | None) -> Table:
@@ -185,30 +193,17 @@ def _counts(target: str | None) -> Table:
         "`cute-attn list --all` has every default tile, `list NAME` a kernel's, `list --features` the words of names, "
         "`explain forward-sm80` what its fields mean"
     )
-    tiles: dict[tuple[str, str], set[str]] = {}
-    names: dict[tuple[str, str], list[Traits]] = {}
-    for traits, on in registry.defaults():
-        if on == (target or on):
-            key = (traits.op, traits.arch)
-            tiles.setdefault(key, set()).add(registry.lookup(traits, None, on).tile.text)
-            names.setdefault(key, []).append(traits)
+    known = [(traits, on) for traits, on in registry.defaults() if on == (target or on)]
     for op, arch, variant in registry.KERNELS:
-        label, runs_on = registry.label((op, arch, variant)), " ".join(registry.RUNS_ON[arch])
-        if not variant and (op, arch) in tiles:
-            such = min(names[op, arch], key=lambda one: (one.head_dim != 128, len(one.name)))
-            table.add_row(label, runs_on, str(len(tiles[op, arch])), such.name)
-        elif target in (None, *registry.RUNS_ON[arch]):
-            table.add_row(label, runs_on, "", f"{label}-bf16-d128" if variant else "")
+        label, runs_on = registry.label((op, arch, variant)), registry.RUNS_ON[arch]
+        own = [one for one in known if (one[0].op, one[0].arch, "") == (op, arch, variant)]
+        if own:
+            tiles = {registry.lookup(traits, None, on).tile.text for traits, on in own}
+            such = min((traits for traits, _ in own), key=lambda one: (one.head_dim != 128, len(one.name)))
+            table.add_row(label, " ".join(runs_on), str(len(tiles)), such.name)
+        elif target in (None, *runs_on):
+            table.add_row(label, " ".join(runs_on), "", f"{label}-bf16-d128" if variant else "")
     return table
-
-
-def _by_target(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
-    """Rows that differ in the target alone, merged, with their targets."""
-    groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
-    for row in rows:
-        key = str([row["name"], row["tile"], row["reason"]])
-        groups.setdefault(key, (row, []))[1].append(row["target"])
-    return [(row, " ".join(targets)) for row, targets in groups.values()]
 
 
 def _listed(traits: Traits, target: str) -> dict[str, Any]:
@@ -260,26 +255,14 @@ def compile_kernel(
 
 def summary(compiled: Any) -> dict[str, Any]:
     """What ``compile --json`` prints of a compiled kernel."""
-    return {
-        "name": compiled.name,
-        "target": compiled.target,
-        "tile": asdict(compiled.tile),
-        "resources": asdict(compiled.resources),
-        "instructions": compiled.instructions,
-        "seconds": compiled.seconds,
-    }
+    names = ("name", "target", "tile", "resources", "instructions", "seconds")
+    found = {name: getattr(compiled, name) for name in names}
+    return found | {name: asdict(found[name]) for name in ("tile", "resources")}
 
 
-def cost_table(*kernels: Any) -> Table:
-    """What compiled kernels cost, a column each."""
-    columns = [_costs(compiled) for compiled in kernels]
-    table = Table("", *(f"{compiled.name} on {compiled.target}" for compiled in kernels))
-    for what in dict.fromkeys(key for column in columns for key in column):
-        table.add_row(what, *(column.get(what, "-") for column in columns))
-    return table
-
-
-def _costs(compiled: Any) -> dict[str, str]:
+def cost_table(compiled: Any) -> Table:
+    """What a compiled kernel costs."""
+    table = Table("", f"{compiled.name} on {compiled.target}")
     resources, instructions = compiled.resources, compiled.instructions
     spills = f"{resources.spill_store_bytes} bytes stored, {resources.spill_load_bytes} loaded"
     costs = {
@@ -297,17 +280,14 @@ def _costs(compiled: Any) -> dict[str, str]:
             costs[kind] = ", ".join(counts)
     costs["all instructions"] = f"{sum(instructions.values()):,}"
     costs["built"] = "from the cache" if compiled.from_cache else f"in {compiled.seconds:.1f} s"
-    return costs
+    for row in costs.items():
+        table.add_row(*row)
+    return table
 
 
 def _shown(name: str, tile: str) -> str:
     """A tile of a kernel as the command line prints it: without inert fields, unless all were asked for."""
-    if not is_verbose():
-        from cute_attn.compiler import registry
-
-        traits = Traits.parse(name)
-        tile = registry.lookup(traits, None, registry.RUNS_ON[traits.arch][-1]).tile.override(tile)
-    return _spaced(tile)
+    return _spaced(tile if is_verbose() else brief_tile(name, None, tile))
 
 
 def _spaced(tile: Any) -> str:
@@ -392,10 +372,10 @@ def _check_on_gpu(console: Console, traits: Traits, tile: str) -> list[str]:
 
     table = Table("workload", "error", "plain torch's", "allowed", "")
     failed = 0
-    for workload, accuracy in check.check_workloads(traits, check.small_workloads(traits), tile or None):
-        failed += not accuracy.passed
-        numbers = (f"{x:.2e}" for x in (accuracy.error, accuracy.plain, accuracy.allowed))
-        table.add_row(workload.name, *numbers, "ok" if accuracy.passed else "[red]wrong")
+    for workload, found in check.check_workloads(traits, check.small_workloads(traits), tile or None):
+        failed += not found.passed
+        numbers = (f"{x:.2e}" for x in (found.error, found.plain, found.allowed))
+        table.add_row(workload.name, *numbers, "ok" if found.passed else "[red]wrong")
     console.print(table)
     return [f"{failed} workloads are wrong"] if failed else []
 
@@ -472,22 +452,21 @@ def cache_list(
         )
         return
     title = f"{counted(len(entries), 'kernel')}, {sum(entry.size for entry in entries) / 1e6:.1f} MB in {cache.root}"
-    if not everything:
-        by_kernel = Table("kernel", "kernels", "MB", "seconds to build", title=title)
-        by_kernel.caption = "`cute-attn cache list --all` has each of them"
+    if everything:
+        table = Table("kernel", "target", "tile", "built in", "key", title=title)
+        for entry in entries:
+            meta = entry.meta
+            tile = ", ".join(f"{field}={value}" for field, value in meta["tile"].items())
+            table.add_row(meta["name"], meta["target"], tile, f"{meta['seconds']:.1f} s", entry.key[:12])
+    else:
+        table = Table("kernel", "kernels", "MB", "seconds to build", title=title)
+        table.caption = "`cute-attn cache list --all` has each of them"
         groups: dict[str, list[Any]] = {}
         for entry in entries:
             groups.setdefault("-".join(entry.meta["name"].split("-")[:2]), []).append(entry)
         for label, those in sorted(groups.items()):
             size, seconds = sum(one.size for one in those) / 1e6, sum(one.meta["seconds"] for one in those)
-            by_kernel.add_row(label, str(len(those)), f"{size:.1f}", f"{seconds:.0f}")
-        show(by_kernel)
-        return
-    table = Table("kernel", "target", "tile", "built in", "key", title=title)
-    for entry in entries:
-        meta = entry.meta
-        tile = ", ".join(f"{field}={value}" for field, value in meta["tile"].items())
-        table.add_row(meta["name"], meta["target"], tile, f"{meta['seconds']:.1f} s", entry.key[:12])
+            table.add_row(label, str(len(those)), f"{size:.1f}", f"{seconds:.0f}")
     show(table)
 
 
@@ -536,12 +515,18 @@ def _cache() -> Any:
     return cache
 
 
-code.add_to(app)
-gpu.add_to(app)
-table.add_to(app)
-run.add_to(app)
-hub.add_to(app)
-bundle.add_to(app)
-export.add_to(app)
-words.add_to(app)
-doctor.add_to(app)
+_COMMANDS: dict[str, Any] = {
+    "verdict": code.verdict_of_tiles,
+    "diff": code.difference_of_two,
+    "ab": gpu.ab_of_tiles,
+    "tune": gpu.tune_tile,
+    "table": table.print_table,
+    "explain": words.explain_words,
+    "doctor": doctor.examine,
+}
+for _name, _command in _COMMANDS.items():
+    app.command(_name)(_command)
+app.command("run", context_settings=run.ITS_OWN_ARGUMENTS, no_args_is_help=True)(run.run)
+app.command("hub", no_args_is_help=True)(hub.hub)
+app.command("bundle", no_args_is_help=True)(bundle.bundle)
+app.command("export", no_args_is_help=True)(export.export)

@@ -40,55 +40,33 @@ def complete_tile(context: typer.Context, text: str) -> list[str]:
     import_kernels()
     from cute_attn.compiler import registry
 
-    done, _, begun = text.rpartition(",")
-    name = next(
-        filter(None, (context.params.get("name"), *context.args)), ""
-    )  # not parsed beside what is begun
+    done, comma, begun = text.rpartition(",")
+    name = context.params.get("name") or next(iter(context.args), "")  # not parsed beside what is begun
     try:
         tile = registry.lookup(Traits.parse(name), None).tile
     except ValueError:  # no name yet, or none of a kernel
         return []
-    before = f"{done}," if done else ""
     given = {item.partition("=")[0] for item in done.split(",")}
-    names = [field.name for field in fields(tile) if field.name not in given]
-    return [f"{before}{name}=" for name in names if name.startswith(begun)]
+    left = (field.name for field in fields(tile) if field.name not in given and field.name.startswith(begun))
+    return [f"{done}{comma}{name}=" for name in left]
 
 
 def _complete_target(text: str) -> list[str]:
     return [target for target in TARGETS if target.startswith(text)]
 
 
-Name = Annotated[
-    str,
-    typer.Argument(
-        metavar="NAME", autocompletion=complete_name, help="A kernel, such as forward-sm80-bf16-d128-causal."
-    ),
-]
+_NAME = "A kernel, such as forward-sm80-bf16-d128-causal."
+_TILE = "Fields of the tile to change: tile_n=128,num_stages=2."
+_TARGET = "sm80, sm86, sm89 or sm90; by default the GPU that is present, or the kernel's generation."
+_LIKE = "A file of `cute-attn run --json`: the kernels that it lists; may be repeated."
+Name = Annotated[str, typer.Argument(metavar="NAME", autocompletion=complete_name, help=_NAME)]
 Names = Annotated[
     list[str] | None,
     typer.Argument(metavar="[NAME]...", autocompletion=complete_name, help="Kernels; by default all."),
 ]
-TileText = Annotated[
-    str,
-    typer.Option(
-        "--tile", autocompletion=complete_tile, help="Fields of the tile to change: tile_n=128,num_stages=2."
-    ),
-]
-Target = Annotated[
-    str | None,
-    typer.Option(
-        "--target",
-        autocompletion=_complete_target,
-        help="sm80, sm86, sm89 or sm90; by default the GPU that is present, or the kernel's generation.",
-    ),
-]
-Like = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--like",
-        help="A file of `cute-attn run --json`: the kernels that it lists; may be repeated.",
-    ),
-]
+TileText = Annotated[str, typer.Option("--tile", autocompletion=complete_tile, help=_TILE)]
+Target = Annotated[str | None, typer.Option("--target", autocompletion=_complete_target, help=_TARGET)]
+Like = Annotated[list[Path] | None, typer.Option("--like", help=_LIKE)]
 Workers = Annotated[int | None, typer.Option(help="Processes; by default one a core.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -105,51 +83,46 @@ def is_verbose() -> bool:
     return _verbose
 
 
-Verbose = Annotated[
-    bool,
-    typer.Option(
-        "-v",
-        "--verbose",
-        callback=_set_verbose,
-        help="All fields of tiles, all rows of a diff; of an error, all its frames.",
-    ),
-]
+_VERBOSE = "All fields of tiles, all rows of a diff; of an error, all its frames."
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", callback=_set_verbose, help=_VERBOSE)]
 
 
-def writable_file(context: typer.Context, path: Path | None) -> Path | None:
+def writable_file(context: typer.Context, param: typer.CallbackParam, path: Path | None) -> Path | None:
     """An option's file, tried before the work whose result it is for; its folder is made, unless a shell completes.
 
     Raises:
         ValueError: it cannot be written.
     """
-    if path is None or context.resilient_parsing:
-        return path
-    is_new = not path.exists()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
-        if is_new:
-            path.unlink()
-    except OSError as error:
-        raise ValueError(_not_written(path, "a file", error)) from None
+    if path is not None and not context.resilient_parsing:
+        with _writes(param.opts[0], path, "a file"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            is_new = not path.exists()
+            path.open("a").close()
+            if is_new:
+                path.unlink()
     return path
 
 
-def writable_folder(context: typer.Context, path: Path | None) -> Path | None:
+def writable_folder(context: typer.Context, param: typer.CallbackParam, path: Path | None) -> Path | None:
     """:func:`writable_file` of a folder."""
-    if path is None or context.resilient_parsing:
-        return path
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise ValueError(_not_written(path, "a folder", error)) from None
+    if path is not None and not context.resilient_parsing:
+        with _writes(param.opts[0], path, "a folder"):
+            path.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=path).close()
     return path
 
 
-def _not_written(path: Path, what: str, error: OSError) -> str:
-    return f"-o is {str(path)!r}; accepted: {what} that can be written ({error.strerror or error})"
+@contextlib.contextmanager
+def _writes(option: str, path: Path, what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        accepted = f"{what} that can be written ({error.strerror or error})"
+        raise ValueError(f"{option} is {str(path)!r}; accepted: {accepted}") from None
+
+
+_PAGE = "Also write one HTML page here, with layouts and steady steps; it needs no network."
+Page = Annotated[Path | None, typer.Option("--html", callback=writable_file, help=_PAGE)]
 
 
 def import_kernels() -> None:
@@ -207,11 +180,10 @@ def show_building(builds: Iterable[Any], total: int) -> None:
         task = progress.add_task("building", total=total)
         for built in builds:
             progress.advance(task)
-            if built.error is not None:
-                failed += 1
-                progress.console.print(f"[red]{built.traits.name}: {built.error}")
-            elif built.seconds:
-                progress.console.print(f"{built.traits.name}  {built.seconds:.1f} s")
+            failed += built.error is not None
+            if built.error is not None or built.seconds:
+                said = f"{built.seconds:.1f} s" if built.error is None else f"[red]{built.error}"
+                progress.console.print(f"{built.traits.name}  {said}")
     if failed:
         raise ValueError(f"{failed} of {total} kernels could not be built")
 
@@ -225,12 +197,9 @@ def live_progress(*columns: ProgressColumn) -> Progress:
 def show(*parts: Any) -> None:
     """Print, on a terminal through a pager what is longer than its screen."""
     console = make_console()
-    if console.is_terminal and sys.stdin.isatty():
-        with console.capture() as captured:
-            console.print(*parts, sep="\n")
-        if captured.get().count("\n") >= console.height:
-            os.environ.setdefault("LESS", "-R")
-            with console.pager(styles=True):
-                console.print(*parts, sep="\n")
-            return
-    console.print(*parts, sep="\n")
+    with console.capture() as captured:
+        console.print(*parts, sep="\n")
+    os.environ.setdefault("LESS", "-R")
+    is_long = console.is_terminal and sys.stdin.isatty() and captured.get().count("\n") >= console.height
+    with console.pager(styles=True) if is_long else contextlib.nullcontext():
+        console.print(*parts, sep="\n")

@@ -31,12 +31,11 @@ from cute_attn.host.activation import Options
 from cute_attn.host.imports import after_import
 from cute_attn.lab.tables import Table
 
-_HELP = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("run", context_settings=_HELP, no_args_is_help=True)(run)
+ITS_OWN_ARGUMENTS = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,
+}
 
 
 def run(
@@ -71,8 +70,7 @@ def run(
     atexit.register(execution.end)  # what the program registers comes before it
     after_import("torch", execution.begin)
     status = execute(program, module)
-    if status < 0:
-        execution.signal = -status
+    execution.signal = max(-status, 0)
     raise typer.Exit(max(status, 0))
 
 
@@ -95,15 +93,8 @@ def without_starting_cuda() -> Iterator[None]:
 
 @dataclass
 class Execution:
-    """A program that is being run and watched.
-
-    Attributes:
-        program: as text.
-        options: by which calls are served.
-        shadow: how many calls of each signature to compare.
-        output: where the table is written as JSON, or None.
-        reports: whether this process prints the table.
-        signal: that ended the program, or 0.
+    """A program that is being run and watched; ``shadow``: how many calls of each signature are compared; ``reports``:
+    whether this process prints the table; ``signal``: that ended the program, or 0.
     """
 
     program: str
@@ -261,13 +252,13 @@ def summary(rows: list[Any], program: str, seconds: float, gains: list[float]) -
     """The table and the machine, for JSON."""
     import cute_attn
 
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     started = torch is not None and torch.cuda.is_initialized()
     return {
         "program": program,
         "seconds": seconds,
         "saved_seconds": sum(gains) / 1e6 if gains else None,
-        "gpu": torch.cuda.get_device_name() if torch is not None and started else None,
+        "gpu": torch.cuda.get_device_name() if started else None,
         "python": platform.python_version(),
         "torch": None if torch is None else torch.__version__,
         "cute_attn": cute_attn.__version__,

@@ -14,14 +14,6 @@ from cute_attn.traits import ARCHS
 if TYPE_CHECKING:
     from cute_attn.lab.dispatch_table import Row
 
-OPS = ("forward", "backward")
-LIKE = ("mem_efficient",)
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("table")(print_table)
-
 
 def print_table(
     op: Annotated[str, typer.Option("--op", help="forward or backward.")] = "backward",
@@ -42,9 +34,9 @@ def print_table(
     from cute_attn.tiles import TARGETS
 
     for name, value, accepted in (
-        ("--op", op, OPS),
+        ("--op", op, ("forward", "backward")),
         ("--arch", arch, (None, *ARCHS)),
-        ("--like", like, (None, *LIKE)),
+        ("--like", like, (None, "mem_efficient")),
         ("--target", target, (None, *TARGETS)),
     ):
         if value not in accepted:
@@ -60,9 +52,8 @@ def print_table(
 
 
 def _table(rows: "Iterable[Row]") -> Table:
-    table = Table(title="tile: queries x keys, warps; registers are estimates")
-    for title in ("attention", "target", "tile, or why there is none", "registers", "shared memory", "CTAs"):
-        table.add_column(title, overflow="fold")
+    heads = ("attention", "target", "tile, or why there is none", "registers", "shared memory", "CTAs")
+    table = Table(*heads, title="tile: queries x keys, warps; registers are estimates")
     for reason, same in groupby(rows, lambda one: one.reason):
         if reason:
             *others, last = same

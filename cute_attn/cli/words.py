@@ -8,13 +8,6 @@ from cute_attn.cli.options import complete_name, import_kernels, show, working
 from cute_attn.lab.tables import Table
 from cute_attn.traits import FEATURES
 
-# Modules that load the DSL are imported inside the commands.
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("explain")(explain_words)
-
 
 def _complete_word(text: str) -> list[str]:
     return [*complete_name(text), *(feature for feature in FEATURES if feature.startswith(text))]

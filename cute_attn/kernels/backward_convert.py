@@ -11,6 +11,7 @@ of any strides. The tile is the main kernel's; ``cute_attn.outputs.dq_order`` ha
 fields that matter.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from cutlass.cute.nvgpu import warp
 import layouts
 from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequence
 from cute_attn.kernels.arguments import CUTE_DTYPES, convert_fake_args
+from cute_attn.kernels.copies import Copies, Part, SmemLayout
 from cute_attn.kernels.limits import beyond
 from cute_attn.outputs import dq_order as dq
 from cute_attn.outputs.accumulate import load_fragment
@@ -89,6 +91,23 @@ class BackwardConvert:
             atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype)
             return cute.make_tiled_copy_C(atom, tiled_mma)
         return layouts.store_copy_c(tiled_mma, self.dtype, self.traits.arch)
+
+    def copies(self) -> Copies:
+        """dQ of a pass, from registers to shared memory."""
+        found = Copies(self, self.tile.mma_threads)
+        shape = (self.tile.tile_m, padded(self.traits.head_dim) // dq.passes(self.tile))
+        room = self.traits.element_bytes * math.prod(shape)
+        found.layouts["dq"] = SmemLayout("smem_layout", self.smem_layout, shape, self.dtype, room)
+        found.part("mma-dq", "tiled_mma")
+
+        def store() -> cute.TiledCopy:
+            return self.store_copy(self.tiled_mma())
+
+        found.parts["copy-registers-to-smem"] = Part(
+            "store_copy(tiled_mma)", store, "TiledCopy", self.tile.mma_threads
+        )
+        opcode, side = ("STSM", None) if self.traits.arch == "sm90" else ("STS", "dst")
+        return found.move("dQ to shared memory", opcode, store, self.smem_layout, side)
 
     # ---- host ----
 

@@ -3,8 +3,7 @@
     cute_attn.lab.verdict.verdict("forward-sm90-bf16-d128", "tile_n=160")
 
 Its modules are imported on first use. Without a GPU: ``verdict``, ``compare``, ``space``, ``tune`` with
-``static_only``. With one: ``race.ab`` and ``tune``. ``ledger`` keeps predictions and what came of them; ``report``
-writes one page of any of it.
+``static_only``. With one: ``race.ab`` and ``tune``. ``report`` writes one page of verdicts or of a study.
 """
 
 import pkgutil
@@ -12,7 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-missing = [name for name in ("jinja2", "matplotlib", "networkx", "rich", "typer") if find_spec(name) is None]
+missing = [name for name in ("matplotlib", "networkx", "rich", "typer") if find_spec(name) is None]
 if missing:
     raise ImportError(
         f"the laboratory and the commands need {', '.join(missing)}; pip install 'cute-attn[lab]' brings them"
@@ -28,4 +27,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*_MODULES, *(name for name in globals() if name.startswith("__"))})
+    return sorted(_MODULES)

@@ -1,5 +1,6 @@
 """Builds of many tiles in worker processes, while this process does something else."""
 
+import contextlib
 import dataclasses
 import os
 import queue
@@ -8,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from cute_attn import compiler
 from cute_attn.compiler import registry
@@ -26,15 +27,8 @@ _MOST_WORKERS = 32  # each takes a gigabyte or two
 
 @dataclass(frozen=True)
 class Built:
-    """What came of one tile.
-
-    Attributes:
-        tile: it.
-        key: of the compiled kernel in the cache.
-        seconds: that building it took, 0 where it was in the cache.
-        error: why there is no kernel, or "".
-        spills_in_step: instructions that spill in the steady step.
-        estimates: by workload, what the static rank gives; empty where it gave nothing, for the reason ``no_rank``.
+    """What came of one tile: its key in the cache, or the error; ``estimates``, by workload, of the static rank, or for
+    what reason there are none; ``seconds`` are 0 where it was in the cache.
     """
 
     tile: Tile
@@ -46,39 +40,11 @@ class Built:
     no_rank: str = ""
 
 
-class Builds(Protocol):
-    """Builds in the background.
-
-    Attributes:
-        workers: how many run at a time.
-    """
-
-    workers: int
-
-    @property
-    def pending(self) -> int:
-        """Submitted tiles whose result was not taken yet."""
-
-    def submit(self, tiles: Iterable[Tile]) -> None:
-        """Build these too, in this order, after what was submitted."""
-
-    def take(self, wait_s: float) -> list[Built]:
-        """Results that are there; waits up to so many seconds for the first one."""
-
-    def close(self) -> None:
-        """Stop at once."""
-
-
 class WorkerBuilds:
-    """Builds in processes, by default one a core but one, which is left for the process that times.
+    """Builds in processes, by default one a core but one, which is left for who times; ranked for workloads.
 
     Kernels of the running script, which the processes do not import, are built by this process when results are taken.
-
-    Args:
-        traits, target: of all tiles.
-        workloads: to rank kernels for.
-        beside: kernels that running these needs too; they are built first, and not reported.
-        workers: processes.
+    ``beside``: kernels that running these needs too; they are built first, and not reported.
     """
 
     def __init__(
@@ -109,9 +75,11 @@ class WorkerBuilds:
 
     @property
     def pending(self) -> int:
+        """Submitted tiles whose result was not taken yet."""
         return self._pending
 
     def submit(self, tiles: Iterable[Tile]) -> None:
+        """Build these too, in this order, after what was submitted."""
         for tile in tiles:
             self._pending += 1
             if "__main__" in compiler.user_modules((self._traits, tile, self._target)):
@@ -127,24 +95,20 @@ class WorkerBuilds:
             thread.start()
 
     def take(self, wait_s: float) -> list[Built]:
+        """Results that are there; waits up to so many seconds for the first one."""
         if self._own:
-            return self._taken([self._build_here(self._own.pop(0))])
+            self._pending -= 1
+            return [self._build_here(self._own.pop(0))]
         self._stop_slow_ones()
-        found = []
-        try:
-            found.append(
-                self._done.get(timeout=max(0.0, min(wait_s, 5.0))) if wait_s else self._done.get_nowait()
-            )
+        found, seconds = list[Built](), max(0.0, min(wait_s, 5.0))
+        with contextlib.suppress(queue.Empty):
             while True:
-                found.append(self._done.get_nowait())
-        except queue.Empty:
-            return self._taken(found)
-
-    def _taken(self, found: list[Built]) -> list[Built]:
+                found.append(self._done.get(not found and seconds > 0, seconds or None))
         self._pending -= len(found)
         return found
 
     def close(self) -> None:
+        """Stop at once."""
         self._closed = True
         for _ in self._threads:
             self._wanted.put(None)

@@ -76,9 +76,6 @@ def named_requests(names: Iterable[str], tile: str, targets: Iterable[str]) -> l
     """Kernels by their names, each for those of the targets that it runs on, by default for the GPU that is present.
 
     A backward comes with the kernels that its calls launch.
-
-    Raises:
-        ValueError, Unsupported: a name is not one, or no kernel supports its traits, the tile or any of the targets.
     """
     groups = []
     for traits in map(Traits.parse, names):
@@ -138,11 +135,7 @@ def _listed(path: Path) -> list[tuple[Traits, str, str]]:
 def make_bundle(requests: Iterable[Request], output: Path, workers: int | None = None) -> Iterator[Prebuilt]:
     """Build kernels in parallel processes, through the disk cache, and bundle them; yields each when linked.
 
-    Args:
-        requests: as of :func:`cute_attn.prebuild`.
-        output: a folder, or a wheel by its file name, ``wheel_name()``. It is written at the end, unless a kernel
-            failed.
-        workers: processes; by default one a core.
+    ``output``, a folder or a wheel named ``wheel_name()``, is written at the end, unless a kernel failed.
 
     Raises:
         ValueError: ``output`` is neither, or a folder with something else in it; the DSL is not installed; the disk
@@ -158,12 +151,7 @@ def make_bundle(requests: Iterable[Request], output: Path, workers: int | None =
 
 
 def check_requests(requests: Iterable[Any]) -> list[Request]:
-    """Each request once.
-
-    Raises:
-        TypeError: a request is none.
-        ValueError: the DSL is not installed, or a kernel is none of the package's.
-    """
+    """Each request once; raises ValueError where the DSL is not installed, or a kernel is none of the package's."""
     if not _without_dsl.is_installed():
         raise ValueError(f"{_without_dsl.REASON}; accepted: a machine where it is")
     given = (
@@ -239,18 +227,13 @@ def make_index(kernels: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def _packed(entry: Entry) -> tuple[dict[str, Any], bytes]:
     """What the index has of a kernel, and its file."""
-    library = link(entry.parts[OBJECT])
-    packed = zlib.compress(library, 9)
-    cubin = entry.parts[CUBIN]
-    meta = {name: value for name, value in entry.meta.items() if name != "toolchain"}
-    place = library.find(cubin)
+    library, cubin = link(entry.parts[OBJECT]), entry.parts[CUBIN]
+    packed, place = zlib.compress(library, 9), library.find(cubin)
     if place < 0:
         raise RuntimeError(f"{entry.meta['name']}'s object does not contain its cubin as it is")
-    return meta | {
-        "size": len(packed),
-        "sha256": hashlib.sha256(packed).hexdigest(),
-        "cubin": [place, len(cubin)],
-    }, packed
+    meta = {name: value for name, value in entry.meta.items() if name != "toolchain"}
+    digest = hashlib.sha256(packed).hexdigest()
+    return meta | {"size": len(packed), "sha256": digest, "cubin": [place, len(cubin)]}, packed
 
 
 # ---- linking ----
@@ -354,7 +337,9 @@ def _write_wheel(path: Path, files: dict[str, bytes]) -> None:
     }
     content = {f"{bundle.PACKAGE}/{name}": data for name, data in files.items()}
     content |= {name: text.encode() for name, text in texts.items()}
-    record = [f"{name},sha256={_record_digest(data)},{len(data)}" for name, data in content.items()]
+    digests = (base64.urlsafe_b64encode(hashlib.sha256(data).digest()) for data in content.values())
+    sizes = zip(content.items(), digests, strict=True)
+    record = [f"{name},sha256={digest.decode().rstrip('=')},{len(data)}" for (name, data), digest in sizes]
     content[f"{about}/RECORD"] = "\n".join([*record, f"{about}/RECORD,,", ""]).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
@@ -362,7 +347,3 @@ def _write_wheel(path: Path, files: dict[str, bytes]) -> None:
         for name, data in content.items():
             archive.writestr(zipfile.ZipInfo(name), data)  # of a date that does not change
     os.replace(scratch, path)
-
-
-def _record_digest(data: bytes) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()

@@ -1,9 +1,10 @@
-"""What is compared, and the GPU that does it: a contender is checked against the reference before it is timed."""
+"""What is compared, and the GPU that does it: a contender is checked before it is timed."""
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from cute_attn.compiler import Request, default_target, is_built, prebuild
 from cute_attn.lab.benchmark import peers
-from cute_attn.lab.benchmark.results import first_line
+from cute_attn.lab.benchmark.results import TOLERANCE, difference, first_line
 from cute_attn.lab.benchmark.timing import Clock, query_gpu
 from cute_attn.lab.benchmark.workload import Inputs, Workload
 from cute_attn.lab.check import Expected, small_workloads
@@ -21,10 +22,6 @@ from cute_attn.traits import Traits
 
 Run = Callable[[], Any]
 
-# A peer's errors are its own; it only has to compute the same. Relative to the largest element, as in the benchmarks.
-_PEERS_TOLERANCE = 0.05
-# Scores of the part that is compared with the reference at a timed size: 1 GB in float64, a few times that in all.
-_MAX_SCORES = 2**27
 _MOST_CALLS = 200  # of a sample; each overwrites the L2 beforehand
 
 
@@ -38,12 +35,8 @@ class Lost(RuntimeError):
 
 @dataclass(frozen=True)
 class Contender:
-    """A kernel with a tile, or a peer.
-
-    Attributes:
-        kernel: its name, such as ``"forward-sm90-bf16-d128-causal"``; "" for a peer.
-        tile: text that changes fields of the default tile; "" for the tile that a call takes by itself.
-        peer: one of :data:`cute_attn.lab.benchmark.peers.PEERS`, or "".
+    """A kernel by its name, with text that changes fields of the default tile, "" for the one that a call takes by
+    itself; or a peer, one of :data:`cute_attn.lab.benchmark.peers.PEERS`.
     """
 
     kernel: str = ""
@@ -72,40 +65,8 @@ class Contender:
         return self.peer or (f"{self.kernel} {self.tile}" if self.tile else f"{self.kernel} (default tile)")
 
 
-class Card(Protocol):
-    """A GPU, or a simulated one.
-
-    Attributes:
-        gpu, driver: what it is; timings of another are others.
-    """
-
-    gpu: str
-    driver: str
-
-    def now(self) -> float:
-        """Seconds on a clock that never goes back."""
-
-    def build(self, contenders: Sequence[Contender], workloads: Sequence[Workload]) -> None:
-        """Build what running these needs, in parallel. What does not build fails in :meth:`prepare`."""
-
-    def prepare(self, contender: Contender, workload: Workload) -> Run:
-        """What to time, after its output was compared with the reference.
-
-        Raises:
-            Wrong: the output differs.
-            Lost: it ended the GPU's context.
-            Exception: it cannot run; a :class:`cute_attn.lab.benchmark.peers.Declined` gives a peer's reason.
-        """
-
-    def sample(self, run: Run, milliseconds: float) -> float:
-        """The median time of calls, in milliseconds, each on a cold L2, that take about ``milliseconds`` together."""
-
-    def state(self, run: Run, round_: int) -> State | None:
-        """Clock, power and heat under the load of ``run``, or None in rounds that do not read them."""
-
-
 class Gpu:
-    """torch's current GPU.
+    """torch's current GPU; ``gpu`` and ``driver`` say which, since timings of another are others.
 
     Raises:
         ValueError: there is none.
@@ -122,15 +83,24 @@ class Gpu:
         self._milliseconds: WeakKeyDictionary[Run, float] = WeakKeyDictionary()
 
     def now(self) -> float:
+        """Seconds on a clock that never goes back."""
         return time.monotonic()
 
     def build(self, contenders: Sequence[Contender], workloads: Sequence[Workload]) -> None:
+        """Build what running these needs, in parallel. What does not build fails in :meth:`prepare`."""
         wanted = [r for c in contenders if c.kernel for r in needed_kernels(c, workloads)]
         missing = [r for r in dict.fromkeys(wanted) if not _is_built(r)]
         for _ in prebuild(missing) if len(missing) > 1 else ():
             pass
 
     def prepare(self, contender: Contender, workload: Workload) -> Run:
+        """What to time, after its output was compared with the reference.
+
+        Raises:
+            Wrong: the output differs.
+            Lost: it ended the GPU's context.
+            Exception: it cannot run; a :class:`cute_attn.lab.benchmark.peers.Declined` gives a peer's reason.
+        """
         try:
             run = self._checks.checked(contender, workload)
             self._milliseconds[run] = sorted(self._clock.once(run, 3))[1]
@@ -138,17 +108,18 @@ class Gpu:
             try:
                 torch.cuda.synchronize()
             except RuntimeError:  # it raises again if the context is lost
-                raise Lost(
-                    f"{contender} ended the GPU's context on {workload.name}: {first_line(error)}"
-                ) from error
+                what = f"{contender} ended the GPU's context on {workload.name}: {first_line(error)}"
+                raise Lost(what) from error
             raise
         return run
 
     def sample(self, run: Run, milliseconds: float) -> float:
-        times = sorted(self._clock.once(run, self._count(run, milliseconds)))
-        return (times[(len(times) - 1) // 2] + times[len(times) // 2]) / 2
+        """The median time of calls, in milliseconds, each on a cold L2, that take about ``milliseconds`` together."""
+        count = round(milliseconds / max(self._milliseconds[run], 1e-3))
+        return statistics.median(self._clock.once(run, min(_MOST_CALLS, max(3, count))))
 
     def state(self, run: Run, round_: int) -> State | None:
+        """Clock, power and heat under the load of ``run``, or None in rounds that do not read them."""
         if round_ % self._sensor.every:
             return None
         for _ in range(min(20_000, max(1, round(self._sensor.busy_ms / self._milliseconds[run])))):
@@ -156,9 +127,6 @@ class Gpu:
         state = self._sensor.read()
         torch.cuda.synchronize()
         return state
-
-    def _count(self, run: Run, milliseconds: float) -> int:
-        return min(_MOST_CALLS, max(3, round(milliseconds / max(self._milliseconds[run], 1e-3))))
 
 
 # ---- against the reference ----
@@ -169,14 +137,15 @@ class Checks:
 
     def __init__(self) -> None:
         self._inputs: dict[Workload, Inputs] = {}
-        self._parts: dict[Workload, Part] = {}
+        self._first: dict[Workload, tuple[Contender, tuple[Tensor, ...]]] = {}
         self._small: dict[Workload, Expected] = {}
         self._passed: set[tuple[str, Tile]] = set()
 
     def checked(self, contender: Contender, workload: Workload) -> Run:
-        """The function to time; see :meth:`Card.prepare`.
+        """The function to time; see :meth:`Gpu.prepare`.
 
-        A kernel is compared at a few small sizes and, without dropout, in a part of this workload; a peer in that part.
+        A kernel is compared with the reference at a few small sizes; on this workload, without dropout, each contender
+        with the first one.
 
         Raises:
             ValueError: the workload is not one of the kernel's.
@@ -197,13 +166,14 @@ class Checks:
         if workload not in self._inputs:
             torch.manual_seed(0)
             self._inputs[workload] = workload.inputs()
-        x = self._inputs[workload]
-        run = implementation(workload, x)
+        run = implementation(workload, self._inputs[workload])
         results = run()
-        if not workload.dropout and not (workload.lengths and workload.bias):
-            if workload not in self._parts:
-                self._parts[workload] = Part.of(workload, x)
-            self._check_part(contender, self._parts[workload], results)
+        results = results if isinstance(results, tuple) else (results,)
+        first, expected = self._first.setdefault(workload, (contender, results))
+        apart = max(map(difference, results, expected))
+        if not workload.dropout and not apart <= TOLERANCE:
+            said = f"it differs from {first} by {apart:.2g} of the largest element"
+            raise Wrong(f"{contender} is wrong on {workload.name}: {said}")
         return run
 
     def _check_small_sizes(self, contender: Contender, traits: Traits, tile: Tile) -> None:
@@ -217,19 +187,6 @@ class Checks:
                     f"{contender} is wrong on {workload.name}: its error is {accuracy.error:.2g}, "
                     f"allowed are {accuracy.allowed:.2g}"
                 )
-
-    def _check_part(self, contender: Contender, part: "Part", results: Any) -> None:
-        found = part.cut(results if isinstance(results, tuple) else (results,))
-        if contender.kernel:
-            accuracy = part.expected.accuracy(found)
-            error, allowed, passed = accuracy.error, accuracy.allowed, accuracy.passed
-        else:
-            error = max(_relative(a, b) for a, b in zip(found, part.expected.exact, strict=True))
-            allowed, passed = _PEERS_TOLERANCE, error <= _PEERS_TOLERANCE
-        if not passed:
-            raise Wrong(
-                f"{contender} is wrong on {part.name}: its error is {error:.2g}, allowed are {allowed:.2g}"
-            )
 
 
 def small_sizes(traits: Traits, tile: Any) -> list[Workload]:
@@ -295,90 +252,3 @@ def _is_built(request: Request) -> bool:
 
     traits, tile, target = request
     return is_built(registry.lookup(traits, tile, target), target or default_target(traits.arch))
-
-
-def _relative(result: Tensor, exact: Tensor) -> float:
-    """The largest difference, relative to the largest element."""
-    return float((result.double() - exact).abs().max() / exact.abs().max())
-
-
-@dataclass(frozen=True)
-class Part:
-    """The last queries of one sequence, with the query heads of one key head: few enough for the reference.
-
-    Attributes:
-        name: the workload's.
-        expected: its inputs and results.
-        rows_q, rows_k: rows of the packed sequences, or of each batch.
-        heads: how many query heads.
-        kept: which of the results are compared: of a backward's, dK and dV only if all queries are there.
-        packed: whether tensors have no batch.
-    """
-
-    name: str
-    expected: Expected
-    rows_q: slice
-    rows_k: slice
-    heads: int
-    kept: tuple[int, ...]
-    packed: bool
-
-    @staticmethod
-    def of(workload: Workload, x: Inputs, most: int = _MAX_SCORES) -> "Part":
-        """Of the longest sequence, of a forward with one head; at most so many scores."""
-        lengths = workload.sequences
-        index = max(range(len(lengths)), key=lambda i: lengths[i][0]) if workload.lengths else 0
-        (seqlen_q, seqlen_k), backward = lengths[index], workload.op == "backward"
-        first_q, first_k = (sum(n[i] for n in lengths[:index]) if workload.lengths else 0 for i in (0, 1))
-        heads = workload.nheads // workload.nheads_kv if backward else 1
-        queries = min(seqlen_q, max(1, most // (heads * seqlen_k)))
-        rows_q = slice(first_q + seqlen_q - queries, first_q + seqlen_q)
-        rows_k = slice(first_k, first_k + seqlen_k)
-
-        def cut(tensor: Tensor, rows: slice, count: int) -> Tensor:
-            return (tensor if workload.lengths else tensor[0])[rows, :count][None].detach().clone()
-
-        part = replace(
-            workload,
-            batch=1,
-            seqlen=queries,
-            seqlen_k=seqlen_k,
-            nheads=heads,
-            nheads_kv=1,
-            lengths=(),
-            lengths_k=(),
-        )
-        inputs = Inputs(
-            cut(x.q, rows_q, heads),
-            cut(x.k, rows_k, 1),
-            cut(x.v, rows_k, 1),
-            None if x.bias is None else x.bias[:1, :heads, rows_q].detach().clone(),
-            None if x.alibi_slopes is None else x.alibi_slopes[:heads],
-            None,
-            sinks=None if x.sinks is None else x.sinks[:heads],
-        )
-        grad = None
-        if backward:
-            out = x.q.new_empty((*x.q.shape[:-1], workload.head_dim_v))
-            grad = cut(peers.output_gradient(out), rows_q, heads)
-        whole = queries == seqlen_q
-        kept = (
-            (0,) if not backward else (0, *((1, 2) if whole else ()), *((3,) if workload.bias_grad else ()))
-        )
-        state = torch.zeros(2, dtype=torch.int64, device=x.q.device)
-        expected = Expected.from_inputs(part, inputs, state, grad)
-        exact, plain = (tuple(results[i] for i in kept) for results in (expected.exact, expected.plain))
-        expected = replace(expected, exact=exact, plain=plain)
-        return Part(workload.name, expected, rows_q, rows_k, heads, kept, bool(workload.lengths))
-
-    def cut(self, results: Sequence[Tensor]) -> list[Tensor]:
-        """The part of a run's output, or gradients, that ``expected`` has."""
-        where = [(self.rows_q, self.heads), (self.rows_k, 1), (self.rows_k, 1)]
-        found = []
-        for i in self.kept:
-            if i == 3:
-                found.append(results[3][:1, : self.heads, self.rows_q])
-                continue
-            rows, count = where[i]
-            found.append((results[i] if self.packed else results[i][0])[rows, :count][None])
-        return found

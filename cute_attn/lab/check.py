@@ -19,12 +19,8 @@ SEQLENS = (1, 127, 128, 513)
 
 @dataclass(frozen=True)
 class Accuracy:
-    """An output's error.
-
-    Attributes:
-        error: the largest absolute difference from the reference in float64.
-        plain: that of plain torch at the kernel's precision.
-        allowed: twice ``plain``, for a gradient three times, plus one rounding of the largest element.
+    """An output's error, the largest absolute difference from the reference in float64, and that of plain torch at the
+    kernel's precision; allowed are twice that, for a gradient three times, plus one rounding of the largest element.
     """
 
     error: float
@@ -63,15 +59,8 @@ def small_workloads(traits: Traits) -> list[Workload]:
 
 @dataclass(frozen=True)
 class Expected:
-    """A workload's inputs, and what its kernels have to compute from them.
-
-    Attributes:
-        workload: sizes and features.
-        x: the inputs.
-        rng_state: seed and offset of dropout's mask.
-        grad: the gradient of the output; None for a forward.
-        exact: the output, or of a backward the gradients, by the reference in float64.
-        plain: those of plain torch at the kernel's precision.
+    """A workload's inputs, and what its kernels have to compute from them: the output, or of a backward the gradients,
+    ``exact`` by the reference in float64, and ``plain`` by torch at the kernel's precision.
     """
 
     workload: Workload
@@ -83,19 +72,15 @@ class Expected:
 
     @classmethod
     def of(cls, workload: Workload) -> "Expected":
-        """For random inputs, the same for a workload."""
+        """For random inputs, the same for a workload; a backward marks them as requiring gradients."""
         torch.manual_seed(0)
         x = workload.inputs()
         rng_state = interface.draw_rng_state(x.q.device)
         grad = None
+        leaves: tuple[Tensor, ...] = ()
         if workload.op == "backward":
             grad = torch.randn((*x.q.shape[:-1], workload.head_dim_v), device=x.q.device, dtype=x.q.dtype)
-        return cls.from_inputs(workload, x, rng_state, grad)
-
-    @classmethod
-    def from_inputs(cls, workload: Workload, x: Inputs, rng_state: Tensor, grad: Tensor | None) -> "Expected":
-        """For these inputs; a backward marks them as requiring gradients."""
-        leaves = x.leaves(workload) if workload.op == "backward" else ()
+            leaves = x.leaves(workload)
 
         def computed(dtype: torch.dtype) -> tuple[Tensor, ...]:
             out = _by_definition(workload, x, rng_state, dtype)

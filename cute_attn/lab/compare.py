@@ -4,20 +4,17 @@ print(compare(verdict(name, "tile_n=128", lines=True), verdict(name, "tile_n=160
 """
 
 import difflib
-import io
 import itertools
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console, Group
 from rich.text import Text
 
 from cute_attn.lab.sass import Instruction, Step
-from cute_attn.lab.tables import Table
+from cute_attn.lab.tables import Printed, Table
 from cute_attn.lab.verdict import Verdict, lines_of, shown
 
 MOST_ROWS = 40
@@ -50,9 +47,6 @@ class Row:
     same: bool
 
 
-_IN_A_NOTEBOOK = "<pre style='line-height: 1.2; white-space: pre'>{code}</pre>"
-
-
 @dataclass(frozen=True, repr=False)
 class Difference:
     """Two verdicts, and how their steady steps differ.
@@ -76,21 +70,10 @@ class Difference:
         return bool(self.rows) and all(row.same for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "a": self.a.as_dict(),
-            "b": self.b.as_dict(),
-            "opcodes": [asdict(one) for one in self.opcodes],
-            "lines": [asdict(one) for one in self.lines],
-            "rows": [asdict(row) for row in self.rows],
-        }
+        parts = {name: [asdict(one) for one in getattr(self, name)] for name in ("opcodes", "lines", "rows")}
+        return {"a": self.a.as_dict(), "b": self.b.as_dict()} | parts
 
-    def json(self) -> str:
-        return json.dumps(self.as_dict(), indent=1)
-
-    def __rich__(self) -> Group:
-        return self.shown()
-
-    def shown(self, *, verbose: bool = False) -> Group:
+    def shown(self, *, verbose: bool = False) -> Printed:
         """The verdicts, what differs in opcodes and source lines, and the steps side by side: the first
         :data:`MOST_ROWS` rows of them, or with ``verbose`` all, and all fields of the tiles.
         """
@@ -102,26 +85,18 @@ class Difference:
             parts.append(Text("The steady steps are equal but for registers' numbers."))
         elif self.rows:
             parts.append(_side_by_side(self.rows, None if verbose else MOST_ROWS))
-        return Group(*parts)
+        return Printed(*parts)
 
     def __repr__(self) -> str:
-        steps = (
-            "equal steps"
-            if self.equal
-            else f"{sum(not row.same for row in self.rows)} rows of the steps differ"
-        )
-        return f"Difference({self.a!r}, {self.b!r}: {steps})"
+        return f"Difference({self.a!r}, {self.b!r}: {sum(not row.same for row in self.rows)} rows of the steps differ)"
 
     def _repr_html_(self) -> str:
-        out = io.StringIO()
-        console = Console(file=out, width=150, record=True)
-        console.print(self)
-        return console.export_html(inline_styles=True, code_format=_IN_A_NOTEBOOK)
+        return self.shown()._repr_html_()
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        Console(file=out, width=150).print(self)
-        return out.getvalue()
+        return str(self.shown())
+
+    __rich__ = shown
 
 
 def compare(a: Verdict, b: Verdict) -> Difference:
@@ -135,13 +110,8 @@ def compare(a: Verdict, b: Verdict) -> Difference:
             raise ValueError(f"there is no code to compare: {one.reason}")
     if a.steady is None or b.steady is None:
         return Difference(a, b, (), (), ())
-    return Difference(
-        a,
-        b,
-        _changed(_opcodes(a.steady), _opcodes(b.steady)),
-        _changed(_places(a.steady), _places(b.steady)),
-        tuple(_rows(a.steady, b.steady)),
-    )
+    opcodes, places = (_changed(of(a.steady), of(b.steady)) for of in (_opcodes, _places))
+    return Difference(a, b, opcodes, places, tuple(_rows(a.steady, b.steady)))
 
 
 def _changed(a: Counter[str], b: Counter[str]) -> tuple[Count, ...]:
@@ -151,10 +121,7 @@ def _changed(a: Counter[str], b: Counter[str]) -> tuple[Count, ...]:
 
 
 def _opcodes(step: Step) -> Counter[str]:
-    counts = Counter[str]()
-    for i, times in step.instructions:
-        counts[i.name] += times
-    return counts
+    return Counter(i.name for i, times in step.instructions for _ in range(times))
 
 
 def _places(step: Step) -> Counter[str]:
@@ -168,9 +135,8 @@ def _places(step: Step) -> Counter[str]:
 def _rows(a: Step, b: Step) -> list[Row]:
     """The two steps, aligned; an inner loop's instructions once."""
     left, right = ([i for i, _ in step.instructions] for step in (a, b))
-    matcher = difflib.SequenceMatcher(
-        None, [normalized(i) for i in left], [normalized(i) for i in right], autojunk=False
-    )
+    a_text, b_text = ([normalized(i) for i in side] for side in (left, right))
+    matcher = difflib.SequenceMatcher(None, a_text, b_text, autojunk=False)
     rows = []
     for kind, a0, a1, b0, b1 in matcher.get_opcodes():
         for n in range(max(a1 - a0, b1 - b0)):

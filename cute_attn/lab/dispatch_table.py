@@ -8,32 +8,21 @@ import csv
 from dataclasses import dataclass, replace
 from importlib import resources
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from cute_attn.compiler import registry
-from cute_attn.tiles import SHARED_MEMORY_BYTES
+from cute_attn.lab.gpu import resident_blocks
 from cute_attn.traits import ARCHS, DTYPES, MAX_HEAD_DIM, Traits
 
 HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512), (576, 512))
-_REGISTERS, _MOST_BLOCKS = 65_536, 32
-_THREADS = {"sm80": 2048, "sm86": 1536, "sm89": 1536, "sm90": 2048}
-_RESERVED_BYTES = 1024  # of shared memory, of each CTA
 _OLDEST = 80
 """The oldest generation that the DSL compiles for."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One attention, and the kernel that serves it.
-
-    Attributes:
-        name: the traits' name, or what is asked for where no traits say it.
-        target: the GPU.
-        tile: or None where no kernel serves it.
-        registers: of a thread, as the tile estimates them.
-        shared_memory_bytes: of a CTA.
-        blocks: CTAs that fit a multiprocessor.
-        reason: why no kernel serves it, or None.
+    """One attention, by its traits' name or what is asked for, and the kernel that serves it on a GPU: its tile, what
+    it takes as the tile estimates it, how many CTAs fit a multiprocessor; or the reason why there is none.
     """
 
     name: str
@@ -45,13 +34,10 @@ class Row:
     reason: str | None = None
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A kernel of PyTorch's memory-efficient backward, as its dispatch table has it.
 
     Attributes:
-        arch: its generation, "sm50" to "sm80".
-        dtype: of q, k and v.
         aligned: whether it needs rows of whole 16 bytes.
         dropout: whether it applies dropout; one that does serves calls without.
         block_i, block_j: queries and keys of a tile.
@@ -82,16 +68,10 @@ class Entry:
 
         Rows that are not whole 16 bytes are padded before it.
         """
-        return Traits(
-            "backward",
-            "sm80",
-            self.dtype,
-            min(self.max_head_dim, MAX_HEAD_DIM if not self.aligned else 512),
-            mask="causal",
-            bias=self.dtype,
-            bias_grad=True,
-            dropout="mem_efficient" if self.dropout else "",
-        )
+        head_dim = min(self.max_head_dim, 512 if self.aligned else MAX_HEAD_DIM)
+        dropout = "mem_efficient" if self.dropout else ""
+        scores: dict[str, Any] = {"mask": "causal", "bias": self.dtype, "bias_grad": True, "dropout": dropout}
+        return Traits("backward", "sm80", self.dtype, head_dim, **scores)
 
     def row(self, target: str) -> Row:
         """The kernel that serves it on ``target``; or why none does: the DSL compiles for sm80 and later."""
@@ -105,52 +85,34 @@ class Entry:
 def entries() -> list[Entry]:
     """All kernels of PyTorch's memory-efficient backward: facts of its dispatch table ``cutlassB.h``."""
     text = resources.files("cute_attn.lab").joinpath("mem_efficient.csv").read_text()
-    return [
-        Entry(
-            line["arch"],
-            line["dtype"],
-            line["aligned"] == "true",
-            line["dropout"] == "true",
-            int(line["block_i"]),
-            int(line["block_j"]),
-            int(line["max_head_dim"]),
-            line["whole_blocks"] == "true",
-            tuple(line["only_on"].split()),
-        )
-        for line in csv.DictReader(text.splitlines())
-    ]
+    found = []
+    for arch, dtype, aligned, dropout, i, j, dim, whole, only_on in list(csv.reader(text.splitlines()))[1:]:
+        flags = (aligned == "true", dropout == "true")
+        targets = tuple(only_on.split())
+        found.append(Entry(arch, dtype, *flags, int(i), int(j), int(dim), whole == "true", targets))
+    return found
 
 
 def row(traits: Traits, target: str) -> Row:
     """The registered kernel with its default tile, or the reason why there is none."""
     try:
-        kernel = registry.lookup(traits, None, target)
+        tile = registry.lookup(traits, None, target).tile
     except registry.Unsupported as error:
         return Row(traits.name, target, reason=str(error))
-    tile = kernel.tile
     size, registers = tile.smem_bytes(traits), tile.registers(traits)
-    blocks = blocks_a_multiprocessor(target, size, registers, tile.num_threads)
+    blocks, _ = resident_blocks(target, tile.num_threads, registers, size)
     return Row(traits.name, target, tile, registers, size, blocks)
-
-
-def blocks_a_multiprocessor(target: str, shared_memory_bytes: int, registers: int, threads: int) -> int:
-    """How many CTAs fit a multiprocessor: by shared memory, registers (in units of 8) and threads."""
-    whole = SHARED_MEMORY_BYTES[target] + _RESERVED_BYTES
-    by_memory = whole // (shared_memory_bytes + _RESERVED_BYTES)
-    by_registers = _REGISTERS // (-(-registers // 8) * 8 * threads)
-    return min(by_memory, by_registers, _THREADS[target] // threads, _MOST_BLOCKS)
 
 
 def grid(op: str, arch: str | None, target: str | None) -> list[Row]:
     """dtype x generation x head dims x dropout x bias; ``target``: by default the generation's newest."""
     rows = []
-    archs = ARCHS if arch is None else (arch,)
-    for dtype, of, dims, dropout, bias in product(
-        DTYPES, archs, HEAD_DIMS, ("", "mem_efficient"), (False, True)
-    ):
-        traits = Traits(op, of, dtype, *dims, dropout=dropout, bias=dtype if bias else "")
-        if bias and op == "backward":
-            traits = replace(traits, bias_grad=True)
+    kinds = product(
+        DTYPES, ARCHS if arch is None else (arch,), HEAD_DIMS, ("", "mem_efficient"), (False, True)
+    )
+    for dtype, of, dims, dropout, bias in kinds:
+        grad = bias and op == "backward"
+        traits = Traits(op, of, dtype, *dims, dropout=dropout, bias=dtype if bias else "", bias_grad=grad)
         rows.append(row(traits, target or registry.RUNS_ON[of][-1]))
     return rows
 
@@ -158,7 +120,7 @@ def grid(op: str, arch: str | None, target: str | None) -> list[Row]:
 def mem_efficient(target: str | None) -> list[Row]:
     """A row for each kernel of PyTorch's memory-efficient backward; on ``target``, by default on sm90."""
     return [
-        entry.row(target or (entry.only_on[0] if entry.only_on else "sm90"))
+        entry.row(target or (*entry.only_on, "sm90")[0])
         for entry in entries()
         if not entry.only_on or target is None or target in entry.only_on
     ]

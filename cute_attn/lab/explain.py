@@ -6,15 +6,17 @@ Words are a kernel's name or its beginning (``forward-sm80``), a part of one (``
 of a verdict.
 """
 
+import contextlib
 import dataclasses
 import inspect
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from cute_attn.compiler import registry
 from cute_attn.tiles import Tile
-from cute_attn.traits import ARCHS, DTYPES, FEATURES, Traits, did_you_mean, field_of, ops_of
+from cute_attn.traits import DTYPES, FEATURES, Traits, did_you_mean, field_of, ops_of
 
 _ENTRY = re.compile(r"^    (\w[\w, ]*): (.*(?:\n(?:     .*|$))*)", re.M)
 
@@ -59,26 +61,16 @@ def feature_text(feature: str) -> str:
 _OPS_OF = {op: cls for (op, _, variant), cls in registry.KERNELS.items() if not variant}
 
 
-def tile_classes() -> dict[type[Tile], list[str]]:
-    """The classes of tiles, each with the kernels that it is for."""
+def tile_classes(keys: Iterable[tuple[str, str, str]] = registry.KERNELS) -> dict[type[Tile], list[str]]:
+    """The classes of registered kernels' tiles, each with the kernels that it is for."""
     found: dict[type[Tile], list[str]] = {}
-    for key in registry.KERNELS:
-        tile = _tile_of(key)
-        if tile is not None:
-            found.setdefault(tile, []).append(registry.label(key))
+    for op, arch, variant in keys:
+        for dtype, features in itertools.product(DTYPES, ({}, {"seqused_k": True})):
+            with contextlib.suppress(ValueError):  # not this dtype's, or not without lengths
+                tile = registry.lookup(Traits(op, arch, dtype, 64, variant=variant, **features)).tile  # type: ignore[arg-type]
+                found.setdefault(type(tile), []).append(registry.label((op, arch, variant)))
+                break
     return found
-
-
-def _tile_of(key: tuple[str, str, str]) -> type[Tile] | None:
-    """The class of a registered kernel's tiles."""
-    op, arch, variant = key
-    for dtype in DTYPES:
-        for features in ({}, {"seqused_k": True}):
-            try:
-                return type(registry.lookup(Traits(op, arch, dtype, 64, variant=variant, **features)).tile)  # type: ignore[arg-type]
-            except ValueError:  # not this dtype's, or not without lengths
-                continue
-    return None
 
 
 def _fields(cls: type[Tile]) -> list[str]:
@@ -88,8 +80,6 @@ def _fields(cls: type[Tile]) -> list[str]:
 def _name(word: str) -> Iterator[tuple[str, str]]:
     """A kernel's name or its beginning: its words, then the fields of its tile."""
     op, *rest = word.split("-")
-    if op not in _OPS_OF:
-        return
     arch, _, variant = rest[0].partition(":") if rest else (None, "", "")
     keys = [key for key in registry.KERNELS if key[0] == op and arch in (None, key[1]) and key[2] == variant]
     if not keys:
@@ -97,18 +87,15 @@ def _name(word: str) -> Iterator[tuple[str, str]]:
     if len(rest) > 2:
         Traits.parse(word)
     kernel = registry.KERNELS[keys[0]]
-    module = inspect.getmodule(kernel)
-    yield op, _first_paragraph(getattr(module, "__doc__", None) or kernel.__doc__ or "")
+    yield op, _first_paragraph(getattr(inspect.getmodule(kernel), "__doc__", None) or kernel.__doc__ or "")
     yield from ((one, _PARTS[one]) for one in (arch, *rest[1:2]) if one in _PARTS)
     if len(rest) > 2:
         yield rest[2], "the head dims: of q and k, and after an x of v where that is another"
     yield from ((one, feature_text(one)) for one in rest[3:] if one in FEATURES)
-    for key in keys:
-        cls = _tile_of(key)
-        if cls is not None:
-            docs = attribute_docs(cls)
-            yield f"tile of {registry.label(key)}", _first_paragraph(cls.__doc__ or "")
-            yield from ((f"  {name}", docs.get(name, "-")) for name in _fields(cls))
+    for cls, labels in tile_classes(keys).items():
+        docs = attribute_docs(cls)
+        yield f"tile of {', '.join(labels)}", _first_paragraph(cls.__doc__ or "")
+        yield from ((f"  {name}", docs.get(name, "-")) for name in _fields(cls))
 
 
 _PARTS = {
@@ -116,14 +103,11 @@ _PARTS = {
     "sm90": "Hopper's generation of kernels (TMA, wgmma)",
     **dict.fromkeys(DTYPES, "element type of q, k, v and o"),
 }
-assert set(ARCHS) <= set(_PARTS)
 
 
 def _feature(word: str) -> Iterator[tuple[str, str]]:
-    if word in FEATURES:
-        yield word, feature_text(word)
-    elif word in _PARTS:
-        yield word, _PARTS[word]
+    if word in FEATURES or word in _PARTS:
+        yield word, _PARTS.get(word) or feature_text(word)
 
 
 def _field(word: str) -> Iterator[tuple[str, str]]:
@@ -141,11 +125,10 @@ def _field(word: str) -> Iterator[tuple[str, str]]:
 
 def _row(word: str) -> Iterator[tuple[str, str]]:
     """Rows of a verdict, by their whole names or a part of them."""
-    yield from ((row, text) for row, text in _rows().items() if word and word.lower() in row.lower())
+    return ((row, text) for row, text in _rows().items() if word and word.lower() in row.lower())
 
 
 def _rows() -> dict[str, str]:
-    """A verdict's rows, with what they say."""
     from cute_attn.lab.verdict import ROWS  # what reads machine code, which other words do without
 
     return ROWS

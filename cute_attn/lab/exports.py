@@ -110,18 +110,16 @@ def macro_name(traits: Traits, target: str) -> str:
 
 def declaration(kernel: CompiledKernel, symbol: str) -> str:
     """A kernel in the header: what it costs, its arguments, its function, and its tile as constants."""
-    name = macro_name(kernel.traits, kernel.target)
+    name, used = macro_name(kernel.traits, kernel.target), kernel.resources
     tile = (f"#define {name}_{field} {int(value)}" for field, value in asdict(kernel.tile).items())
-    return _DECLARATION.format(
-        name=kernel.name,
-        target=kernel.target,
-        registers=kernel.resources.registers,
-        memory=kernel.resources.shared_memory_bytes,
-        arguments=arguments(kernel),
-        function=f"__tvm_ffi_{symbol}",
-        macro=name,
-        tile="\n".join(tile),
-    )
+    costs = {"registers": used.registers, "memory": used.shared_memory_bytes}
+    what = {
+        "name": kernel.name,
+        "target": kernel.target,
+        "arguments": arguments(kernel),
+        "macro": name,
+    } | costs
+    return _DECLARATION.format(function=f"__tvm_ffi_{symbol}", tile="\n".join(tile), **what)
 
 
 def arguments(kernel: CompiledKernel) -> str:

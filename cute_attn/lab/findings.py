@@ -1,8 +1,7 @@
 """What verdicts say in sentences: which tile is faster, whether that means anything, what bounds it, what to try."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from cute_attn.lab.rank import NOISE, Verdict, estimates, relative
 from cute_attn.traits import Traits
@@ -91,19 +90,32 @@ def _label(one: Verdict) -> str:
 
 def _on(one: Verdict, subject: str) -> list[str]:
     """What bounds a tile's step, and what should not be."""
-    return [_bound(one, subject), *_faults(one)]
+    said = [_bound(one, subject)]
+    if one.spills_in_step:
+        said.append(
+            f"It spills {one.spills_in_step} times per step: try a smaller tile_n, more warps, or fewer fragments."
+        )
+    if conflicts := _conflicts(one):
+        said.append(
+            f"Its copies have bank conflicts ({', '.join(conflicts)}): try another swizzle or padded rows."
+        )
+    if one.warnings:
+        said.append(f"ptxas warns: {' '.join(one.warnings)}.")
+    return said
 
 
 def _bound(one: Verdict, subject: str) -> str:
     """What bounds its step, and what that suggests."""
     assert one.step is not None
     clocks = one.step.clocks
-    if _waits(one):
+    # Of all resident blocks together.
+    if clocks.warp > max(one.blocks, 1) * clocks.estimate:
         return (
             f"{subject} waits: one warp's stalls take {clocks.warp:,.0f} clocks, what the units need of all resident "
             f"warps {one.blocks * clocks.estimate:,.0f}; try more blocks per multiprocessor, more warps or more stages."
         )
-    also = [unit for unit, count in clocks.units.items() if _near(clocks, unit, count)]
+    near = _NEAR * clocks.units[clocks.bound]
+    also = [unit for unit, count in clocks.units.items() if unit != clocks.bound and count >= near]
     beside = f" ({', '.join(also)} nearly as much)" if also else ""
     if clocks.bound == "shared memory" and clocks.global_loads >= _MOST:
         return (
@@ -115,25 +127,5 @@ def _bound(one: Verdict, subject: str) -> str:
     return f"{subject} is bound by {clocks.bound}{beside}, {_TRY[clocks.bound]}."
 
 
-def _waits(one: Verdict) -> bool:
-    """Whether stalls of a warp take longer than what all resident blocks need."""
-    assert one.step is not None
-    return one.step.clocks.warp > max(one.blocks, 1) * one.step.clocks.estimate
-
-
-def _near(clocks: Any, unit: str, count: float) -> bool:
-    return unit != clocks.bound and count >= _NEAR * clocks.units[clocks.bound]
-
-
 def _conflicts(one: Verdict) -> list[str]:
     return [f"{copy.name} {copy.ways}-way" for copy in one.copies if copy.ways > 1]
-
-
-def _faults(one: Verdict) -> Iterator[str]:
-    """What should not be: spills, bank conflicts, warnings of ptxas."""
-    if one.spills_in_step:
-        yield f"It spills {one.spills_in_step} times per step: try a smaller tile_n, more warps, or fewer fragments."
-    if conflicts := _conflicts(one):
-        yield f"Its copies have bank conflicts ({', '.join(conflicts)}): try another swizzle or padded rows."
-    if one.warnings:
-        yield f"ptxas warns: {' '.join(one.warnings)}."

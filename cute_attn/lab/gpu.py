@@ -22,14 +22,8 @@ _REGISTER_UNIT = 256  # registers are given to warps in units
 
 @dataclass(frozen=True)
 class Multiprocessor:
-    """Limits and rates of one multiprocessor.
-
-    Attributes:
-        shared_memory: in bytes.
-        warps, blocks: the most that are resident.
-        mma_sync, wgmma: floating-point operations a clock of mma.sync and of wgmma with 16-bit operands.
-        count: multiprocessors of the GPU that estimates are for.
-        bytes: bytes that all of them together read from memory in a clock.
+    """The most that one multiprocessor holds, floating-point operations a clock of mma.sync and of wgmma with 16-bit
+    operands, and of the GPU that estimates are for how many there are and the bytes that they read together in a clock.
     """
 
     shared_memory: int
@@ -50,14 +44,7 @@ MULTIPROCESSORS = {
 
 
 def resident_blocks(target: str, threads: int, registers: int, shared_memory: int) -> tuple[int, str]:
-    """How many blocks a multiprocessor holds at a time, and what limits them.
-
-    Args:
-        target: such as ``"sm90"``.
-        threads: of a block.
-        registers: of a thread when it is launched.
-        shared_memory: of a block, in bytes.
-    """
+    """How many blocks a multiprocessor holds at a time, and what limits them; registers: of a thread when it starts."""
     limits = MULTIPROCESSORS[target]
     warps = -(-threads // 32)
     registers_of_warp = -(-32 * registers // _REGISTER_UNIT) * _REGISTER_UNIT

@@ -3,14 +3,13 @@
 pictures("forward-sm80-bf16-d64")["smem-k"]
 """
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cute_attn import compiler
 from cute_attn.compiler import registry
-from cute_attn.compiler.smem_layouts import DRAWN, copies_and_mmas, smem_layouts
-from cute_attn.lab import plots
 from cute_attn.traits import Traits
 
 if TYPE_CHECKING:
@@ -18,11 +17,7 @@ if TYPE_CHECKING:
 
 
 class Pictures(dict[str, "Picture"]):
-    """A kernel's pictures by name, such as ``"smem-k"`` and ``"mma"``; a notebook shows them all.
-
-    Attributes:
-        name: the kernel's.
-    """
+    """A kernel's pictures by name, such as ``"smem-k"`` and ``"mma"``; a notebook shows them all."""
 
     def __init__(self, name: str, drawn: dict[str, "Picture"]) -> None:
         super().__init__(drawn)
@@ -37,7 +32,7 @@ class Pictures(dict[str, "Picture"]):
     def inline(self) -> Iterator[tuple[str, str]]:
         """Each name, and its picture as an element of a page."""
         for what, one in self.items():
-            yield what, plots.inline(one._repr_svg_(), what)
+            yield what, inline_svg(one._repr_svg_(), what)
 
     def _repr_html_(self) -> str:
         return "\n".join(text for _, text in self.inline())
@@ -47,17 +42,10 @@ class Pictures(dict[str, "Picture"]):
 
 
 def pictures(kernel: Traits | str, tile: Any = None, target: str | None = None) -> Pictures:
-    """The shared-memory layouts, copies and MMAs of a kernel, drawn.
-
-    Args:
-        kernel: traits or their name.
-        tile: a tile, or text that changes the default one.
-        target: as of :func:`cute_attn.compile`.
+    """The shared-memory layouts, copies and MMAs of a kernel, drawn; arguments are those of :func:`cute_attn.compile`.
 
     Raises:
-        ValueError: the kernel has none; one of a user's cannot be right; or the name, the target or the tile's text is
-            not one.
-        Unsupported: no kernel supports the traits, or the tile does not fit.
+        ValueError: the kernel has none, one of a user's cannot be right, or an argument is wrong.
     """
     from layouts.show import picture
 
@@ -66,22 +54,32 @@ def pictures(kernel: Traits | str, tile: Any = None, target: str | None = None) 
     compiler.check_layouts(found)
     things = _things(found)
     if not things:
+        known = (registry.label(key) for key, cls in registry.KERNELS.items() if hasattr(cls, "copies"))
         raise ValueError(
-            f"{traits} has no shared-memory layout and no MMA to draw; accepted: {', '.join(DRAWN)}, and classes that "
+            f"{traits} has no shared-memory layout and no MMA to draw; accepted: {', '.join(known)}, and classes that "
             "extend them"
         )
-    return Pictures(
-        traits.name,
-        {
-            what: picture(thing, dtype=found.dtype, title=f"{traits.name}: {what}")
-            for what, thing in things.items()
-        },
-    )
+    title = traits.name
+    drawn = {
+        what: picture(made, dtype=found.dtype, title=f"{title}: {what}") for what, made in things.items()
+    }
+    return Pictures(title, drawn)
 
 
 def _things(kernel: Any) -> dict[str, Callable[[], Any]]:
     """What to draw by name. Of shared memory the operands: what results are stored through is laid out as they are."""
+    if not hasattr(kernel, "copies"):
+        return {}
     results = ("p", "dk", "dv") if kernel.traits.op == "backward" else ("o",)
-    areas = {name: layout for name, layout in smem_layouts(kernel).items() if name not in results}
-    things = {f"smem-{name}": layout.make for name, layout in areas.items()}
-    return things | {name: part.make for name, part in copies_and_mmas(kernel).items()}
+    stated = kernel.copies()
+    areas = {f"smem-{name}": one.make for name, one in stated.layouts.items() if name not in results}
+    return areas | {name: part.make for name, part in stated.parts.items()}
+
+
+def inline_svg(text: str, name: str) -> str:
+    """An SVG file as an element of a page: without its head and metadata, with ids that begin with ``name``."""
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", text, count=1)
+    return re.sub(r'((?:\bid="|href="#|url\(#))', rf"\g<1>{name}-", text)

@@ -48,11 +48,8 @@ class TmaPipeline:
 
 @dataclass(frozen=True)
 class Unordered:
-    """An instruction that no proxy fence separates from accesses before it, on some path.
-
-    Attributes:
-        instruction: the release of a stage, the start of a store by TMA, or the arrival that precedes one.
-        accesses: by the threads of its warp.
+    """An instruction that no proxy fence separates from accesses before it by the threads of its warp, on some path:
+    the release of a stage, the start of a store by TMA, or the arrival that precedes one.
     """
 
     instruction: Instruction
@@ -68,12 +65,8 @@ class Unordered:
 
 @dataclass(frozen=True)
 class ProxyOrder:
-    """What :func:`proxy_order` found.
-
-    Attributes:
-        pipelines: that TMA fills.
-        releases: of their stages by consumers; in ``by_threads`` those of stages that threads accessed.
-        unordered: releases, and stores by TMA, without a fence that they need.
+    """Pipelines that TMA fills, releases of their stages by consumers, ``by_threads`` those of stages that threads
+    accessed, and ``unordered`` releases, and stores by TMA, without a fence that they need.
     """
 
     pipelines: tuple[TmaPipeline, ...]
@@ -224,10 +217,8 @@ def _announced_of_peer(code: Code) -> set[int]:
     for at, i in enumerate(code.instructions):
         if _announces_bytes(i):
             following = (x for x in code.instructions[at + 1 :] if x.opcode in _FILLS or _is_wait(x))
-            after = next(following, None)
-            if after and (
-                after.opcode == _STORE_TO_PEER or (_is_wait(after) and _offset(after) == _offset(i))
-            ):
+            after = next(following, i)
+            if after.opcode == _STORE_TO_PEER or (_is_wait(after) and _offset(after) == _offset(i)):
                 found.add(i.address)
     return found
 

@@ -1,11 +1,11 @@
-"""Which is faster: two contenders in an A/B with a verdict, many by successive halving.
+"""Which is faster: two contenders in an A/B with a verdict, the fastest of many by successive halving.
 
     from cute_attn.lab.race import ab
 
     print(ab(("forward-sm90-bf16-d128", "tile_n=112"), "fa4").sentence)
 
-Both are compared with the reference before they are timed, and run in turn, so a drifting clock affects both. Power
-that one draws slows the other too: what differs by power alone looks closer than if each ran alone.
+Kernels are compared with the reference before they are timed, a peer with the kernel. Both run in turn, so a drifting
+clock affects both. Power that one draws slows the other too: what differs by power alone looks closer.
 """
 
 import json
@@ -19,9 +19,9 @@ from typing import Any
 from cute_attn.lab.benchmark.peers import Declined
 from cute_attn.lab.benchmark.results import commit
 from cute_attn.lab.benchmark.workload import Workload
-from cute_attn.lab.card import Card, Contender, Lost, Run
+from cute_attn.lab.card import Contender, Gpu, Run
 from cute_attn.lab.sensors import State, summary
-from cute_attn.lab.statistics import RESOLUTION, ROUNDS, Interval, Outcome, abba, interval, until_decided
+from cute_attn.lab.statistics import RESOLUTION, Outcome, abba, interval, until_decided
 from cute_attn.lab.tables import Table
 from cute_attn.lab.workloads import default_workloads, parse
 from cute_attn.traits import Traits
@@ -34,6 +34,7 @@ MOST_ROUNDS = 1000
 HEAT_MS = 10.0
 """The same in a race, whose rounds are many."""
 
+_LAST_HEAT, _FIRST_ROUNDS = 3, 4
 _WARM_WINDOW_S, _WARM_WINDOWS, _STEADY = 0.5, 10, 0.003
 
 What = Contender | str | tuple[str, Any]
@@ -41,15 +42,8 @@ What = Contender | str | tuple[str, Any]
 
 @dataclass(frozen=True)
 class Measured:
-    """a against b on one workload.
-
-    Attributes:
-        workload: its name.
-        outcome: what may be said of a.
-        ratio, low, high: a's speed over b's, its median and the interval of that: see :class:`Interval`.
-        rounds, void: samples of both, four per round; and rounds that did not count, because heat slowed the GPU.
-        ms_a, ms_b: median milliseconds of a call.
-        state: clock, power and heat under load.
+    """a against b on one workload: an :class:`Interval` of a's speed over b's, median milliseconds of a call, and the
+    GPU under load. ``void`` rounds did not count, because heat slowed the GPU.
     """
 
     workload: str
@@ -63,22 +57,10 @@ class Measured:
     ms_b: float
     state: State
 
-    @property
-    def interval(self) -> Interval:
-        return Interval(self.ratio, self.low, self.high, self.rounds)
-
 
 @dataclass(frozen=True)
 class Comparison:
-    """The outcome of an A/B.
-
-    Attributes:
-        a, b: the contenders as text.
-        measured: the outcome on each workload.
-        resolution: differences below it count as none.
-        gpu, driver, commit: what measured what.
-        started: when, in ISO 8601 and UTC.
-    """
+    """The outcome of an A/B of two contenders, which are text here; differences below ``resolution`` count as none."""
 
     a: str
     b: str
@@ -108,63 +90,33 @@ class Comparison:
                 f"{self.a} is {_says(one)} {other} on {one.workload} ({_range(one)}; {one.rounds} rounds{void}"
                 f"{_conditions(one.state)})"
             )
-        groups: dict[str, list[Measured]] = {}
-        for one in self.measured:
-            groups.setdefault(one.outcome, []).append(one)
         parts = []
-        for outcome, members in groups.items():
-            gains = sorted(one.ratio - 1 for one in members)
-            names = ", ".join(one.workload for one in members)
-            parts.append(f"{outcome} on {names} ({_percent(gains[0])} to {_percent(gains[-1])})")
+        for outcome in dict.fromkeys(one.outcome for one in self.measured):
+            members = [one for one in self.measured if one.outcome == outcome]
+            gains, names = [one.ratio - 1 for one in members], ", ".join(one.workload for one in members)
+            parts.append(f"{outcome} on {names} ({_percent(min(gains))} to {_percent(max(gains))})")
         state = summary(one.state for one in self.measured)
         return f"{self.a} against {self.b}: {'; '.join(parts)}{_conditions(state)}"
 
     def table(self) -> Table:
         """A row per workload."""
-        table = Table(
-            "workload",
-            "outcome",
-            "speed",
-            "95% interval",
-            "rounds",
-            "ms",
-            "ms of b",
-            "MHz",
-            "W",
-            "°C",
-            "held by",
-        )
-        table.title = f"a: {self.a}\nb: {self.b}\n{self.gpu}, driver {self.driver}"
+        heads = ("outcome", "speed", "95% interval", "rounds", "ms", "ms of b", "MHz", "W", "°C", "held by")
+        title = f"a: {self.a}\nb: {self.b}\n{self.gpu}, driver {self.driver}"
+        table = Table("workload", *heads, title=title)
         for one in self.measured:
-            state = one.state
+            state, void = one.state, f" ({one.void} void)" if one.void else ""
             numbers = (state.clock_mhz, state.watts, state.celsius)
             table.add_row(
-                one.workload,
-                one.outcome,
-                _percent(one.ratio - 1),
-                _range(one),
-                f"{one.rounds}" + (f" ({one.void} void)" if one.void else ""),
-                f"{one.ms_a:.4g}",
-                f"{one.ms_b:.4g}",
+                *(one.workload, one.outcome, _percent(one.ratio - 1), _range(one), f"{one.rounds}{void}"),
+                *(f"{one.ms_a:.4g}", f"{one.ms_b:.4g}"),
                 *("-" if number is None else str(number) for number in numbers),
                 ", ".join(state.reasons) or "-",
             )
         return table
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values, with ``"kind": "comparison"``; :meth:`from_json` reads them back."""
-        values = asdict(self) | {"sentence": self.sentence}
-        return {"kind": "comparison"} | json.loads(json.dumps(values))
-
-    @staticmethod
-    def from_json(values: dict[str, Any]) -> "Comparison":
-        """What :meth:`to_json` gave."""
-        fields = {name: values[name] for name in Comparison.__dataclass_fields__}
-        fields["measured"] = tuple(
-            Measured(**one | {"state": State(**one["state"] | {"reasons": tuple(one["state"]["reasons"])})})
-            for one in values["measured"]
-        )
-        return Comparison(**fields)
+        """As plain values, with ``"kind": "comparison"``."""
+        return {"kind": "comparison"} | json.loads(json.dumps(asdict(self) | {"sentence": self.sentence}))
 
 
 def _says(one: Measured) -> str:
@@ -196,11 +148,9 @@ def ab(
     b: What,
     workloads: Sequence[Workload | str] = (),
     *,
-    rounds: int = ROUNDS,
     resolution: float = RESOLUTION,
     budget_s: float = 30.0,
-    sample_ms: float = SAMPLE_MS,
-    card: Card | None = None,
+    card: Gpu | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Comparison:
     """Whether a is faster than b, each a kernel's name, (name, tile), or a peer's name.
@@ -210,10 +160,8 @@ def ab(
 
     Args:
         workloads: or their texts; by default two lengths of 16k tokens.
-        rounds: at least so many.
         resolution: differences below it count as none.
-        budget_s: seconds for all workloads, after each had its ``rounds``.
-        sample_ms: how long a sample takes.
+        budget_s: seconds for all workloads, after each had ``ROUNDS``.
         card: by default torch's GPU.
         progress: is told what happens.
 
@@ -223,7 +171,7 @@ def ab(
     """
     first, second = Contender.of(a), Contender.of(b)
     shapes = workloads_of((first, second), workloads)
-    card = card or _gpu()
+    card = card or Gpu()
     started = datetime.now(UTC).isoformat()
     measured = []
     progress("building")
@@ -235,7 +183,7 @@ def ab(
         warm(card, runs)
         deadline = card.now() + budget_s / left
         start = card.now()
-        measured.append(_measure(card, workload, runs, rounds, resolution, deadline, sample_ms, progress))
+        measured.append(_measure(card, workload, runs, resolution, deadline, progress))
         budget_s -= card.now() - start
         del runs
     return Comparison(
@@ -260,27 +208,21 @@ def workloads_of(
     return tuple(w if isinstance(w, Workload) else parse(w, traits) for w in workloads)
 
 
-def _gpu() -> Card:
-    from cute_attn.lab.card import Gpu
-
-    return Gpu()
-
-
-def _ready(card: Card, contender: Contender, workload: Workload) -> Run:
+def _ready(card: Gpu, contender: Contender, workload: Workload) -> Run:
     try:
         return card.prepare(contender, workload)
     except Declined as reason:
         raise ValueError(f"{contender} does not run {workload.name}: {reason}") from None
 
 
-def warm(card: Card, runs: Sequence[Run], sample_ms: float = WARM_MS) -> None:
+def warm(card: Gpu, runs: Sequence[Run]) -> None:
     """Run until the times of half a second are those of the one before, up to five seconds."""
     before = None
     for _ in range(_WARM_WINDOWS if runs else 0):
         start = card.now()
         times: list[list[float]] = []
         while not times or card.now() - start < _WARM_WINDOW_S:
-            times.append([card.sample(run, sample_ms) for run in runs])
+            times.append([card.sample(run, WARM_MS) for run in runs])
         total = statistics.median(sum(sample) for sample in times)
         if before is not None and abs(total / before - 1) < _STEADY:
             return
@@ -288,20 +230,18 @@ def warm(card: Card, runs: Sequence[Run], sample_ms: float = WARM_MS) -> None:
 
 
 def _measure(
-    card: Card,
+    card: Gpu,
     workload: Workload,
     runs: Sequence[Run],
-    rounds: int,
     resolution: float,
     deadline: float,
-    sample_ms: float,
     progress: Callable[[str], None],
 ) -> Measured:
     times: tuple[list[float], list[float]] = ([], [])
     states: list[State | None] = []
 
     def sample(which: int) -> float:
-        found = card.sample(runs[which], sample_ms)
+        found = card.sample(runs[which], SAMPLE_MS)
         times[which].append(found)
         return found
 
@@ -314,118 +254,45 @@ def _measure(
         latest = states[-1]
         return None if latest is not None and latest.slowed else ratio
 
-    ratios, void = until_decided(
-        one_round,
-        rounds=rounds,
-        resolution=resolution,
-        most=MOST_ROUNDS,
-        in_time=lambda: card.now() < deadline,
-    )
+    ends: dict[str, Any] = {"most": MOST_ROUNDS, "in_time": lambda: card.now() < deadline}
+    ratios, void = until_decided(one_round, resolution=resolution, **ends)
     if not ratios:
-        slowed = summary(states)
-        raise ValueError(
-            f"all {void} rounds on {workload.name} are void: the GPU is slowed by {', '.join(slowed.reasons)}"
-        )
+        slowed = ", ".join(summary(states).reasons)
+        raise ValueError(f"all {void} rounds on {workload.name} are void: the GPU is slowed by {slowed}")
     found = interval(ratios)
-    return Measured(
-        workload.name,
-        found.outcome(resolution),
-        found.ratio,
-        found.low,
-        found.high,
-        found.rounds,
-        void,
-        statistics.median(times[0]),
-        statistics.median(times[1]),
-        summary(states),
-    )
+    ms_a, ms_b = map(statistics.median, times)
+    outcome = found.outcome(resolution)
+    interval_ = (found.ratio, found.low, found.high, found.rounds)
+    return Measured(workload.name, outcome, *interval_, void, ms_a, ms_b, summary(states))
 
 
-# ---- many ----
+def fastest(
+    contenders: Sequence[Contender], workloads: Sequence[Workload], card: Gpu, budget_s: float
+) -> Contender:
+    """The fastest of some checked contenders by successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943).
 
-
-@dataclass(frozen=True)
-class Place:
-    """What a race found of one contender.
-
-    Attributes:
-        contender: as text.
-        slower: its time over the fastest's, 1 for the fastest; the geometric mean over the workloads.
-        heats: in how many heats it ran; of the others it is known less.
-        failed: why it was not timed, or "".
+    Rounds alternate: all in turn, then in the opposite order. After each heat the fastest third goes on, at least
+    ``_LAST_HEAT``, with twice as many rounds. It is no verdict: :func:`ab` gives one. No round but the first begins
+    after ``budget_s`` seconds.
     """
-
-    contender: str
-    slower: float
-    heats: int
-    failed: str = ""
-
-
-def race(
-    candidates: Sequence[What],
-    workloads: Sequence[Workload | str] = (),
-    *,
-    keep: int = 3,
-    rounds: int = 4,
-    budget_s: float = 60.0,
-    sample_ms: float = HEAT_MS,
-    card: Card | None = None,
-    progress: Callable[[str], None] = lambda text: None,
-) -> tuple[Place, ...]:
-    """Rank contenders by successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943), the best first.
-
-    Rounds alternate: all contenders in turn, then in the opposite order. After each heat the fastest third goes on, at
-    least ``keep``, with twice as many rounds; the last heat is that of ``keep``. A contender that fails or is wrong is
-    ranked last, with the reason. A ranking is no verdict: :func:`ab` gives one.
-
-    Args:
-        keep: how many the last heat has.
-        rounds: of the first heat.
-        budget_s: seconds after which no further round begins; the first one of all is always run.
-
-    Raises:
-        ValueError: as :func:`ab`.
-        Lost: a contender ended the GPU's context.
-    """
-    contenders = list(dict.fromkeys(map(Contender.of, candidates)))
-    shapes = workloads_of(contenders, workloads)
-    card = card or _gpu()
     deadline = card.now() + budget_s
-    card.build(contenders, shapes)
-    runs: dict[Contender, list[Run]] = {}
-    failed: dict[Contender, str] = {}
-    for contender in contenders:
-        progress(f"checking {contender}")
-        try:
-            runs[contender] = [_ready(card, contender, workload) for workload in shapes]
-        except Lost:
-            raise
-        except Exception as error:  # its place says why
-            failed[contender] = str(error)
-    heats = dict.fromkeys(runs, 0)
-    scores = {contender: [list[float]() for _ in shapes] for contender in runs}
+    card.build(contenders, workloads)
+    runs = {one: [_ready(card, one, workload) for workload in workloads] for one in contenders}
+    logs = {one: [list[float]() for _ in workloads] for one in contenders}
+
+    def score(one: Contender) -> float:
+        return statistics.fmean(map(statistics.median, logs[one]))
+
     warm(card, [run for own in runs.values() for run in own])
-    alive = list(runs)
-    while alive:
-        for contender in alive:
-            heats[contender] += 1
+    alive, rounds = list(contenders), _FIRST_ROUNDS
+    while True:
         for round_ in range(rounds):
-            if scores[alive[-1]][0] and card.now() > deadline:
+            if logs[alive[-1]][0] and card.now() > deadline:
                 break
-            progress(f"heat of {len(alive)}, round {round_ + 1} of {rounds}")
-            for contender in alive[:: -1 if round_ % 2 else 1]:
-                for found, run in zip(scores[contender], runs[contender], strict=True):
-                    found.append(math.log(card.sample(run, sample_ms)))
-        alive.sort(key=lambda contender: _score(scores[contender]))
-        if len(alive) <= keep or card.now() > deadline:
-            break
-        alive, rounds = alive[: max(keep, -(-len(alive) // 3))], 2 * rounds
-    ranked = sorted(runs, key=lambda contender: (-heats[contender], _score(scores[contender])))
-    best = _score(scores[ranked[0]]) if ranked else 0.0
-    places = [Place(str(c), math.exp(_score(scores[c]) - best), heats[c]) for c in ranked]
-    return (*places, *(Place(str(c), math.inf, 0, why) for c, why in failed.items()))
-
-
-def _score(logs: Sequence[Sequence[float]]) -> float:
-    """The mean over workloads of the median logarithm of the times."""
-    return statistics.fmean(statistics.median(found) for found in logs)
+            for one in alive[:: -1 if round_ % 2 else 1]:
+                for found, run in zip(logs[one], runs[one], strict=True):
+                    found.append(math.log(card.sample(run, HEAT_MS)))
+        alive.sort(key=score)
+        if len(alive) <= _LAST_HEAT or card.now() > deadline:
+            return alive[0]
+        alive, rounds = alive[: max(_LAST_HEAT, -(-len(alive) // 3))], 2 * rounds

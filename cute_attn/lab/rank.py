@@ -9,7 +9,7 @@ The model has few parts, and no constant of a single kernel:
 * Work tiles go to the blocks that are resident on all multiprocessors, longest first, as the kernels' schedules do.
 * No launch is faster than its operands come from memory.
 
-What it cannot model, and where the ledger (bench/notes.md) has it wrong: in which order products, reductions and reads
+What it cannot model, and where bench/notes.md has it wrong: in which order products, reductions and reads
 of shared memory queue up (additions to dQ in bulk or from registers); how ptxas schedules (144 keys per step);
 latencies of loads beyond what stalls say (one stage or two at head dim 256); power, which bounds head dim 256; values
 that reach shared memory conflict-free but late. Differences below ``NOISE`` mean nothing: an A/B on the GPU decides.
@@ -32,7 +32,7 @@ Verdict = Any
 NOISE = 0.02
 """Differences of estimates below this share mean nothing."""
 LATENCY = 1500
-"""Clocks of a work tile that nothing hides: its first loads, the last stores. From the ledger's times at s512."""
+"""Clocks of a work tile that nothing hides: its first loads, the last stores. From bench/notes.md's times at s512."""
 MOST_SIMULATED = 50_000
 """Work tiles whose schedule is simulated; of more, the mean says enough."""
 
@@ -45,10 +45,8 @@ def estimate(verdict: Verdict, workload: "Workload | None" = None) -> float:
     Raises:
         ValueError: the tile does not fit, has no steady step, or has not the traits of the workload's op.
     """
-    if not verdict.fits:
-        raise ValueError(f"there is nothing to estimate: {verdict.reason}")
-    if verdict.step is None:
-        raise ValueError(f"there is nothing to estimate: {verdict.no_step}")
+    if not verdict.fits or verdict.step is None:
+        raise ValueError(f"there is nothing to estimate: {verdict.reason or verdict.no_step}")
     step, blocks = verdict.step, max(verdict.blocks, 1)
     alone = step.clocks.estimate
     # Of all blocks on a multiprocessor, as each of them sees it.

@@ -7,8 +7,9 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from cute_attn.compiler.cubin import Resources
@@ -21,28 +22,11 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD_AT = Path(__file__).with_name("build_at.py")
 
 
-@dataclass(frozen=True)
-class Built:
-    """What a build leaves, with the names of a compiled kernel's attributes."""
-
-    name: str
-    target: str
-    tile: str
-    ptx: str
-    resources: Resources
-    warnings: tuple[str, ...]
-
-
 def verdict_at(revision: str, traits: Traits, tile: str = "", target: str | None = None) -> Verdict:
     """The verdict of the revision's kernel, with its source lines; its copies' bank conflicts are not counted.
 
-    The revision is checked out into a temporary folder, and a process builds the kernel there.
-
-    Args:
-        revision: of the git repository that this package lies in.
-        traits: of one of the package's own kernels.
-        tile: text that changes the revision's default tile.
-        target: as of :func:`cute_attn.compile`.
+    The revision, of the repository that this package lies in, is checked out into a temporary folder, and a process
+    builds the kernel there, with the revision's default tile as the text changes it.
 
     Raises:
         ValueError: it is no revision, the traits are a variant's or have users' epilogues, or it has no such kernel.
@@ -65,20 +49,14 @@ def verdict_at(revision: str, traits: Traits, tile: str = "", target: str | None
             last = (done.stderr.strip().splitlines() or ["it gave no reason"])[-1]
             raise ValueError(f"{traits} could not be built at {revision}: {last}")
         facts = json.loads((result / "kernel.json").read_text())
-        built = Built(
-            facts["name"],
-            facts["target"],
-            facts["tile"],
-            (result / "kernel.ptx").read_text(),
-            Resources(**facts["resources"]),
-            tuple(facts["warnings"]),
-        )
+        stated, used = facts.pop("content"), Resources(**facts.pop("resources"))
+        built = SimpleNamespace(**facts, ptx=(result / "kernel.ptx").read_text(), resources=used)
         code = Code.of((result / "kernel.cubin").read_bytes(), traits.name, sources)
-        found = judge(built, code, _content(facts["content"], traits, built), ())
+        found = judge(built, code, _content(stated, traits, built), ())
         return replace(found, revision=revision)
 
 
-def _content(stated: dict[str, Any] | None, traits: Traits, built: Built) -> StepContent | str:
+def _content(stated: dict[str, Any] | None, traits: Traits, built: Any) -> StepContent | str:
     """What the revision states of a step; of one that states nothing, what today's kernel with that tile does."""
     if stated is not None:
         loops = tuple((mma, times) for mma, times in stated.pop("loops"))

@@ -44,9 +44,7 @@ class Instruction:
 
     Attributes:
         address: its offset in the code, in bytes.
-        opcode, modifiers: such as ``"MUFU"`` and ``("EX2",)``.
         operands: as nvdisasm prints them, destinations first.
-        predicate: such as ``"@!P0"``, or "".
         stall: clocks until the warp may issue its next instruction.
         waits: the scoreboards, 0 to 5, that it waits for.
         file, line: of the source, where the kernel was built with line info; "" and 0 elsewhere.
@@ -110,10 +108,8 @@ class Step:
 
     def count(self, *names: str) -> int:
         """Instructions of one step called ``names``, with any further modifiers; all if none is given."""
-        starts = tuple(f"{name}." for name in names)
-        return (
-            sum(n for i, n in self.instructions if not names or f"{i.name}.".startswith(starts)) // self.steps
-        )
+        starts = tuple(f"{name}." for name in names) or ("",)
+        return sum(n for i, n in self.instructions if f"{i.name}.".startswith(starts)) // self.steps
 
     @property
     def stalls(self) -> int:
@@ -130,13 +126,8 @@ class Code:
 
     @staticmethod
     def of(cubin: bytes, name: str = "", sources: Path = SOURCES) -> "Code":
-        """The code of a cubin with one kernel.
-
-        Args:
-            cubin: the file.
-            name: the kernel's, for messages.
-            sources: the folder of the packages that it is made of. Line info names the files of the process that built
-                the kernel, which the cache may have from another checkout with the same sources.
+        """The code of a cubin with one kernel, made of the packages in ``sources``: line info names the files of the
+        process that built it, which the cache may have from another checkout with the same sources.
 
         Raises:
             FileNotFoundError: nvdisasm is not installed.
@@ -303,25 +294,19 @@ def _only_retries(block: Iterable[Instruction]) -> bool:
     return any(waits) and all(wait or i.opcode in _RETRY for wait, i in zip(waits, block, strict=True))
 
 
-def _chain(dominators: dict[int, int], block: int) -> Iterator[int]:
+def _chain(dominators: dict[int, int], block: int | None) -> Iterator[int]:
     """A block and its dominators, nearest first."""
-    while True:
+    while block is not None:
         yield block
         above = dominators.get(block)
-        if above is None or above == block:
-            return
-        block = above
+        block = None if above == block else above
 
 
 def _body(graph: nx.DiGraph, latch: int, header: int) -> set[int]:
     """The blocks from which ``latch`` is reached without passing ``header``."""
-    body, pending = {latch}, [latch] if latch != header else []
-    while pending:
-        for before in graph.predecessors(pending.pop()):
-            if before not in body and before != header:
-                body.add(before)
-                pending.append(before)
-    return body
+    if latch == header:
+        return {latch}
+    return {latch, *nx.ancestors(graph.subgraph(graph.nodes - {header}), latch)}
 
 
 def _iterations(mma: int, products: Loops, position: int) -> int:

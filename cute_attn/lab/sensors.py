@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 # NVML's bits of the reasons why the clock is not higher (nvml.h, nvmlClocksEventReasons).
 _REASONS = {
@@ -23,14 +23,7 @@ _NVIDIA_SMI = "clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active"
 
 @dataclass(frozen=True)
 class State:
-    """The GPU at one moment; None where it does not tell.
-
-    Attributes:
-        clock_mhz: of the multiprocessors.
-        watts: power drawn.
-        celsius: of the GPU.
-        reasons: why the clock is not higher.
-    """
+    """The GPU at one moment, and why its clock is not higher; None where it does not tell."""
 
     clock_mhz: int | None = None
     watts: int | None = None
@@ -60,14 +53,9 @@ def summary(states: Iterable[State | None]) -> State:
     )
 
 
-@dataclass(frozen=True)
-class Sensor:
-    """How the GPU's state is read.
-
-    Attributes:
-        read: the state now, or None.
-        busy_ms: how long the GPU has to be kept busy, so that the state is read under load.
-        every: in which rounds it is read: every so many.
+class Sensor(NamedTuple):
+    """How the GPU's state is read, how long the GPU has to be kept busy, so that it is read under load, and in which
+    rounds: every so many.
     """
 
     read: Callable[[], State | None]
@@ -79,13 +67,13 @@ def sensor(uuid: str) -> Sensor:
     """Of the GPU with that UUID, as torch gives it. nvidia-smi takes a tenth of a second and is asked in few rounds."""
     try:
         import pynvml
-    except ImportError:
-        return _nvidia_smi()
-    try:
+
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-    except pynvml.NVMLError:
-        return _nvidia_smi()
+    except Exception:  # it is not installed, or does not know this GPU
+        from cute_attn.lab.benchmark.timing import query_gpu
+
+        return Sensor(lambda: parse_nvidia_smi(query_gpu(_NVIDIA_SMI)), busy_ms=500.0, every=10)
     return Sensor(lambda: _by_nvml(pynvml, handle), busy_ms=15.0, every=1)
 
 
@@ -106,12 +94,6 @@ def _by_nvml(nvml: Any, handle: Any) -> State:
         ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
         named(reasons or 0),
     )
-
-
-def _nvidia_smi() -> Sensor:
-    from cute_attn.lab.benchmark.timing import query_gpu
-
-    return Sensor(lambda: parse_nvidia_smi(query_gpu(_NVIDIA_SMI)), busy_ms=500.0, every=10)
 
 
 def parse_nvidia_smi(line: str | None) -> State | None:

@@ -9,7 +9,6 @@ time is changed (``neighbours``; ``repaired``, where that needs a second one), t
 
 import dataclasses
 import itertools
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,12 +26,7 @@ _FIELD_IS = re.compile(r"^(\w+) is \S+; ")
 
 @dataclass(frozen=True)
 class Space:
-    """Values of some of a tile's fields.
-
-    Attributes:
-        tile: where the search starts; its other fields keep their values.
-        values: (field, its values), in the tile's order.
-    """
+    """Values of some of a tile's fields, in its order; the others keep their values."""
 
     tile: Tile
     values: tuple[tuple[str, tuple[Any, ...]], ...]
@@ -68,11 +62,6 @@ class Space:
         """Every field of the tile that has values to try."""
         return cls(tile, tuple(_known_values(tile).items()))
 
-    @property
-    def size(self) -> int:
-        """Tiles in the product of all values."""
-        return math.prod(len(values) for _, values in self.values)
-
     def all(self) -> Iterator[Tile]:
         """The product of all values."""
         names = [name for name, _ in self.values]
@@ -106,11 +95,7 @@ class Space:
                 yield found
 
     def pairs(self, helped: Sequence[Tile]) -> Iterator[Tile]:
-        """What each two of the given tiles change, together, if they change different fields; best pairs first.
-
-        Args:
-            helped: tiles that differ from the space's own, the best first.
-        """
+        """What each two of the given tiles, the best first, change, together, if they change different fields."""
         changes = [changed_fields(self.tile, tile) for tile in helped]
         order = sorted(itertools.combinations(range(len(helped)), 2), key=sum)
         for i, j in order:
@@ -164,12 +149,13 @@ def change_text(base: Tile, tile: Tile) -> str:
 
 def _known_values(tile: Tile) -> dict[str, tuple[Any, ...]]:
     """Field -> values to try: those of its metadata, of a bool both."""
-    found = {}
-    for field in dataclasses.fields(tile):  # type: ignore[arg-type]
-        values = field.metadata.get("values", (False, True) if isinstance(field.default, bool) else ())
-        if values:
-            found[field.name] = tuple(values)
-    return found
+    known = {
+        field.name: tuple(
+            field.metadata.get("values", (False, True) if isinstance(field.default, bool) else ())
+        )
+        for field in dataclasses.fields(tile)  # type: ignore[arg-type]
+    }
+    return {name: values for name, values in known.items() if values}
 
 
 def _values(name: str, text: str, tile: Tile) -> Iterator[Any]:

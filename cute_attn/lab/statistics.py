@@ -5,6 +5,7 @@ k-th smallest and the k-th largest ratio unless fewer than k of n fair coins sho
 (David and Nagaraja, Order Statistics, section 7.1). A bootstrap of so few rounds would be far too sure of itself.
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -22,12 +23,8 @@ Outcome = Literal["faster", "slower", "same", "undecided"]
 
 @dataclass(frozen=True)
 class Interval:
-    """The median ratio of some rounds, and an interval that holds the true one with at least ``CONFIDENCE``.
-
-    Attributes:
-        ratio, low, high: the speed of a over that of b: above 1, a is faster. low is 0 and high infinite where there
-            are too few rounds.
-        rounds: how many.
+    """The median ratio of a's speed over b's in some rounds, above 1 where a is faster, and an interval that holds the
+    true one with at least ``CONFIDENCE``: 0 to infinite where there are too few rounds.
     """
 
     ratio: float
@@ -53,10 +50,8 @@ class Interval:
         return "slower" if self.high < 1 else "undecided"
 
     def decided(self, resolution: float = RESOLUTION) -> bool:
-        """Whether more rounds would not change what matters.
-
-        The interval is narrower than the resolution, or farther from 1 than that. A look at the width does not favour
-        any outcome; a stop as soon as 1 is outside would.
+        """Whether the interval is narrower than the resolution, or farther from 1 than that. A look at the width does
+        not favour any outcome; a stop as soon as 1 is outside would.
         """
         beyond = _log(self.low) > resolution or _log(self.high) < -resolution
         return self.width <= resolution or beyond
@@ -66,31 +61,16 @@ def _log(ratio: float) -> float:
     return math.log(ratio) if ratio > 0 else -math.inf
 
 
-def median_rank(n: int, confidence: float = CONFIDENCE) -> int:
-    """The largest k such that the k-th smallest and k-th largest of n values enclose the median that surely; 0: none.
-
-    >>> [median_rank(n) for n in (5, 11, 15, 21, 31)]
-    [0, 2, 4, 6, 10]
-    """
-    # 2**n (1 - confidence) / 2 outcomes of n coins may have fewer than k heads.
-    allowed, fewer, ways = (1 - confidence) / 2, 0, 1
-    for k in range(n // 2 + 1):
-        fewer += ways
-        if fewer / 2**n > allowed:
-            return k
-        ways = ways * (n - k) // (k + 1)
-    return n // 2
+def median_rank(n: int) -> int:
+    """The largest k such that the k-th smallest and largest of n values enclose the median that surely; 0: none."""
+    # 2**n (1 - CONFIDENCE) / 2 outcomes of n coins may have fewer than k heads.
+    fewer = itertools.accumulate(math.comb(n, k) for k in range(n // 2 + 1))
+    return next((k for k, count in enumerate(fewer) if count / 2**n > (1 - CONFIDENCE) / 2), n // 2)
 
 
-def interval(log_ratios: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
-    """The median of log-ratios and its interval.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if not log_ratios:
-        raise ValueError("log_ratios is empty; accepted: one for each round")
-    ordered, k = sorted(log_ratios), median_rank(len(log_ratios), confidence)
+def interval(log_ratios: Sequence[float]) -> Interval:
+    """The median of some log-ratios and its interval."""
+    ordered, k = sorted(log_ratios), median_rank(len(log_ratios))
     low, high = (ordered[k - 1], ordered[-k]) if k else (-math.inf, math.inf)
     return Interval(math.exp(statistics.median(ordered)), math.exp(low), math.exp(high), len(ordered))
 
@@ -109,7 +89,7 @@ def until_decided(
     *,
     rounds: int = ROUNDS,
     resolution: float = RESOLUTION,
-    most: int = 0,
+    most: int = 10 * ROUNDS,
     in_time: Callable[[], bool] = lambda: True,
 ) -> tuple[list[float], int]:
     """Run rounds until :meth:`Interval.decided`; returns their log-ratios and how many were void.
@@ -117,12 +97,12 @@ def until_decided(
     Args:
         one_round: a log-ratio, or None if the round is void.
         rounds: without void ones, before the first look.
-        most: rounds in all, void ones included; 0 for ten times ``rounds``.
+        most: rounds in all, void ones included.
         in_time: whether there is time for another round; the first ``rounds`` do not ask.
     """
     found: list[float] = []
     void = 0
-    while len(found) + void < (most or 10 * rounds):
+    while len(found) + void < most:
         if len(found) >= rounds and (interval(found).decided(resolution) or not in_time()):
             break
         if void >= rounds and not in_time():

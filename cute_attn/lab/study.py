@@ -7,6 +7,8 @@ import statistics
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from rich.text import Text
+
 from cute_attn.lab.race import Comparison
 from cute_attn.lab.rank import NOISE
 from cute_attn.lab.tables import Table, brief_tile
@@ -17,17 +19,13 @@ Status = Literal["timed", "ranked", "built", "failed", "wrong", "not reached"]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tile that was tried.
+    """A tile that was tried: all its fields, those that differ from the default tile, as ``--tile`` takes them, and how
+    far it came. "ranked" and "built" have not been run; "wrong" was run, and never timed.
 
     Attributes:
-        tile: all its fields.
-        change: those that differ from the default tile, as ``--tile`` takes them.
-        status: how far it came. "ranked" and "built" have not been run; "wrong" was run, and never timed.
         reason: why it failed, is wrong or has no rank.
-        gains: by workload, its speed over the default's; the median of a few rounds, and no verdict.
-        ms: by workload, median milliseconds.
+        gains, ms: by workload, its speed over the default's, the median of a few rounds and no verdict; milliseconds.
         estimate: its estimated time over the default's, before it was run: the geometric mean over the workloads.
-        spills_in_step: instructions that spill in the steady step.
         seconds: that building it took.
         kept: whether its times are an earlier study's.
     """
@@ -63,17 +61,12 @@ class Study:
     """A search for the fastest tile.
 
     Attributes:
-        name: the kernel's.
-        target, gpu, driver: what it was for; gpu is "" where nothing was timed.
-        workloads: their names.
-        default: the default tile.
+        gpu: "" where nothing was timed.
         candidates: all that were considered, the best first.
         declined: how many tiles were declined before they were built, for each reason.
         best: the tile that an A/B found faster than the default and not slower on any workload; "" for the default.
         best_text: that tile as Python, to paste.
         verdict: the A/B of the fastest candidate against the default; None where none was run.
-        seconds: that it took.
-        notes: sentences about it.
         started: when, in ISO 8601 and UTC.
     """
 
@@ -101,17 +94,12 @@ class Study:
                 return f"{self.name}: no tile was ranked"
             seen = [c for c in self.candidates if c.status != "not reached"]
             among = "" if len(seen) == len(self.candidates) else f" of the {len(seen)} that were reached"
-            if first.estimate >= 1:
-                return f"{self.name}: by its code no tile{among} is faster than the default; nothing was run"
+            said = f"{first.change} is the fastest{among}, at {first.estimate:.3f} of the default's time"
             if first.estimate > 1 / (1 + NOISE):
-                return (
-                    f"{self.name}: by its code no tile{among} is faster than the default: the next, {first.change}, "
-                    f"is at {first.estimate:.3f} of its time, and less than {NOISE:.0%} means nothing; nothing was run"
-                )
-            return (
-                f"{self.name}: by its code {first.change} is the fastest{among}, at {first.estimate:.3f} of the "
-                "default's time; nothing was run"
-            )
+                near = f": the next, {first.change}, is at {first.estimate:.3f} of its time"
+                near = f"{near}, and less than {NOISE:.0%} means nothing" if first.estimate < 1 else ""
+                said = f"no tile{among} is faster than the default{near}"
+            return f"{self.name}: by its code {said}; nothing was run"
         if self.best:
             assert self.verdict is not None
             return f"{self.verdict.sentence}; --tile {self.best}"
@@ -131,33 +119,17 @@ class Study:
         for one in (*good[:most], *bad):
             speeds = (f"{100 * (one.gains[w] - 1):+.1f}%" if w in one.gains else "-" for w in timed)
             estimate = "-" if one.estimate is None else f"{one.estimate:.3f}"
-            said = "[red]" + one.reason if one in bad else one.reason or ("kept" if one.kept else "")
+            said = Text(one.reason or ("kept" if one.kept else ""), style="red" if one in bad else "")
             shown.add_row(one.change or "(default)", *speeds, estimate, str(one.spills_in_step or "-"), said)
-        left = len(good) - min(len(good), most)
-        if left:
-            shown.caption = f"{left} slower ones are left out"
+        if good[most:]:
+            shown.caption = f"{len(good[most:])} slower ones are left out"
         return shown
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values, with ``"kind": "study"``; :meth:`from_json` reads them back."""
-        values = asdict(self) | {"sentence": self.sentence}
-        values["verdict"] = None if self.verdict is None else self.verdict.to_json()
+        """As plain values, with ``"kind": "study"``."""
+        verdict = None if self.verdict is None else self.verdict.to_json()
+        values = asdict(self) | {"sentence": self.sentence, "verdict": verdict}
         return {"kind": "study"} | json.loads(json.dumps(values))
-
-    @staticmethod
-    def from_json(values: dict[str, Any]) -> "Study":
-        """What :meth:`to_json` gave."""
-        fields = {name: values[name] for name in Study.__dataclass_fields__}
-        verdict = fields["verdict"]
-        return Study(
-            **fields
-            | {
-                "workloads": tuple(fields["workloads"]),
-                "candidates": tuple(Candidate(**one) for one in fields["candidates"]),
-                "verdict": None if verdict is None else Comparison.from_json(verdict),
-                "notes": tuple(fields["notes"]),
-            }
-        )
 
 
 def as_python(tile: Tile) -> str:

@@ -1,13 +1,15 @@
 """Tables of text whose names fold where a column is narrow, and are never cut."""
 
+import io
 from typing import Any
 
 import rich.table
+from rich.console import Console, Group
 
 from cute_attn.traits import Traits
 
 
-def brief_tile(name: str, target: str, tile: str) -> str:
+def brief_tile(name: str, target: str | None, tile: str) -> str:
     """A tile's text without the fields that have their class's default; all where its class is not known."""
     from cute_attn.compiler import registry
 
@@ -28,3 +30,19 @@ class Table(rich.table.Table):
 
     def add_column(self, *args: Any, **options: Any) -> None:
         super().add_column(*args, **{"overflow": "fold"} | options)
+
+
+class Printed(Group):
+    """What rich prints, which is text elsewhere, and a part of a page in notebooks."""
+
+    def __str__(self) -> str:
+        return self._console().file.getvalue()  # type: ignore[attr-defined]
+
+    def _repr_html_(self) -> str:
+        code = "<pre style='line-height: 1.2; white-space: pre'>{code}</pre>"
+        return self._console().export_html(inline_styles=True, code_format=code)
+
+    def _console(self) -> Console:
+        console = Console(file=io.StringIO(), width=150, record=True)
+        console.print(self)
+        return console

@@ -17,13 +17,7 @@ from cute_attn.compiler.cache import caches_folder, default_cache
 
 @dataclass(frozen=True)
 class TimingKey:
-    """What a timing is of.
-
-    Attributes:
-        kernel, default: cache keys of the kernel and of the one it was timed against.
-        workload: its name.
-        gpu, driver: what timed it.
-    """
+    """What a timing is of: cache keys of the kernel and of the one it was timed against, and what timed it on what."""
 
     kernel: str
     default: str
@@ -34,12 +28,7 @@ class TimingKey:
 
 @dataclass(frozen=True)
 class Timing:
-    """What was measured under a key.
-
-    Attributes:
-        log_ratios: of the kernel's speed over the default's, one per round.
-        ms: median milliseconds of a call.
-    """
+    """Logarithms of the kernel's speed over the default's, one per round, and median milliseconds of a call."""
 
     log_ratios: tuple[float, ...]
     ms: float
@@ -105,10 +94,5 @@ class Timings:
     def _append(self, values: dict[str, Any]) -> None:
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with FileLock(self.path.with_suffix(".lock")), self.path.open("a+b") as file:
-            broken = file.tell() and not self._ends_with_newline(file)
-            file.write((b"\n" if broken else b"") + json.dumps(values).encode() + b"\n")
-
-    @staticmethod
-    def _ends_with_newline(file: Any) -> bool:
-        file.seek(-1, 2)
-        return file.read(1) == b"\n"
+            # A line of its own, after one that a killed process did not end.
+            file.write(b"\n" * bool(file.tell()) + json.dumps(values).encode() + b"\n")

@@ -28,9 +28,9 @@ from typing import Any
 from cute_attn.compiler import SpillWarning
 from cute_attn.compiler.registry import kernel_class
 from cute_attn.lab.benchmark.workload import Workload
-from cute_attn.lab.builds import Builds, Built, WorkerBuilds
-from cute_attn.lab.card import Card, Contender, Gpu, Lost, Run, Wrong, needed_kernels, tile_at
-from cute_attn.lab.race import HEAT_MS, SAMPLE_MS, Comparison, ab, race, warm, workloads_of
+from cute_attn.lab.builds import Built, WorkerBuilds
+from cute_attn.lab.card import Contender, Gpu, Lost, Run, Wrong, needed_kernels, tile_at
+from cute_attn.lab.race import HEAT_MS, SAMPLE_MS, Comparison, ab, fastest, warm, workloads_of
 from cute_attn.lab.rank import relative
 from cute_attn.lab.space import Space, accepted, all_declined, change_text, changed_fields
 from cute_attn.lab.statistics import RESOLUTION, ROUNDS, abba
@@ -51,13 +51,8 @@ _BUILD_S, _START_S, _CHECK_S, _AB_S = 8.0, 5.0, 0.3, 1.5
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a study is.
-
-    Attributes:
-        text: what it does.
-        total, built, timed: numbers of candidates.
-        best: the fastest so far, as a change of the default tile, "" if that is the fastest.
-        gain: its speed over the default's.
+    """How far a study is: what it does, numbers of candidates, the fastest so far as a change of the default tile, ""
+    if that is the fastest, and its speed over the default's.
     """
 
     text: str
@@ -70,15 +65,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class Equipment:
-    """What a study runs on; by default this machine.
+    """What a study runs on; by default this machine."""
 
-    Attributes:
-        card: times kernels.
-        builds: builds them.
-    """
-
-    card: Card | None
-    builds: Builds
+    card: Gpu | None
+    builds: WorkerBuilds
 
 
 def tune(
@@ -97,7 +87,6 @@ def tune(
     """Search for a tile of a kernel that is faster than its default one.
 
     Args:
-        name: the kernel's.
         space: tiles to try, see :class:`Space`; by default one field at a time around the default tile, and pairs of
             what helped.
         target: by default the GPU that is present; another one only with ``static_only``.
@@ -106,8 +95,6 @@ def tune(
         static_only: only rank by the code; needs no GPU.
         resume: the file of timings that are kept, by default the user's own, see :mod:`cute_attn.lab.timings`.
         seed: of the order in which a larger space is tried.
-        equipment: another card, other builds.
-        watch: is told how far it is.
 
     Raises:
         ValueError: the name, the space or a workload is wrong, all tiles were declined, or there is no GPU.
@@ -124,14 +111,11 @@ def tune(
             raise ValueError("there is no GPU; --static ranks without one")
     if equipment is None:
         card = None if static_only else Gpu()
-        beside = [
-            r for r in needed_kernels(search.default, shapes, search.target) if r[1] != search.space.tile
-        ]
-        workers = (
-            len(os.sched_getaffinity(0)) if static_only else None
-        )  # nothing is timed, no core is left free
-        needed = () if static_only else dict.fromkeys(beside)
-        builds = WorkerBuilds(traits, search.target, shapes, needed, workers)
+        all_needed = () if static_only else needed_kernels(search.default, shapes, search.target)
+        beside = dict.fromkeys(request for request in all_needed if request[1] != search.space.tile)
+        # Where nothing is timed no core is left free.
+        workers = len(os.sched_getaffinity(0)) if static_only else None
+        builds = WorkerBuilds(traits, search.target, shapes, beside, workers)
         equipment = Equipment(card, builds)
         budget_s -= time.monotonic() - began  # starting the GPU takes seconds too
     study = _Study(search, equipment, Timings(resume), budget_s, static_only, watch)
@@ -169,15 +153,8 @@ def table_row(study: Study, workloads: Sequence[Workload], commit: str) -> str:
 
 @dataclass(frozen=True)
 class Search:
-    """Which tiles are tried.
-
-    Attributes:
-        traits, target: of the kernel.
-        workloads: what it is timed on.
-        space: the tiles around its default one.
-        tiles: the first candidates, in the order in which they are built.
-        declined: how many were declined, for each reason.
-        grows: whether pairs of what helped follow.
+    """Which tiles are tried: ``tiles`` first, in the order in which they are built, then, if it ``grows``, pairs of
+    what helped. ``space`` is around the default tile; ``declined`` counts reasons.
     """
 
     traits: Traits
@@ -366,20 +343,16 @@ class _Study:
                 if built.error:
                     raise ValueError(f"the default tile does not build: {built.error}")
                 self.default_built = built
-                self.rank_all()
+                for entry in self.entries.values():
+                    self.rank(entry)
                 continue
             entry = self.entries[built.tile]
             entry.built = built
             if built.error:
                 self.mark(entry, status="failed", reason=built.error)
                 continue
-            self.mark(
-                entry,
-                status="built",
-                reason=built.no_rank,
-                spills_in_step=built.spills_in_step,
-                seconds=built.seconds,
-            )
+            costs = {"spills_in_step": built.spills_in_step, "seconds": built.seconds}
+            self.mark(entry, status="built", reason=built.no_rank, **costs)
             self.rank(entry)
             if self.card is not None and not self.recalled(entry):
                 self.ready.append(entry)
@@ -394,11 +367,6 @@ class _Study:
             return
         changes = {} if entry.candidate.status == "timed" else {"status": "ranked"}
         self.mark(entry, estimate=relative(own.estimates, base.estimates), **changes)
-
-    def rank_all(self) -> None:
-        for entry in self.entries.values():
-            if not entry.built or not entry.built.error:
-                self.rank(entry)
 
     # ---- times ----
 
@@ -462,7 +430,8 @@ class _Study:
         except Exception as error:
             self.timings.ended(kernel)
             wrong = isinstance(error, Wrong)
-            self.mark(entry, status="wrong" if wrong else "failed", reason=_first_line(error))
+            text = str(error).strip() or type(error).__name__
+            self.mark(entry, status="wrong" if wrong else "failed", reason=text.splitlines()[0])
             return
         self.timings.ended(kernel)
         self.say(f"timing {entry.candidate.change}")
@@ -502,22 +471,20 @@ class _Study:
         unranked = sorted({built.no_rank for built in known if built and built.no_rank})
         if unranked:
             self.notes.append(f"some have no rank: {'; '.join(unranked[:3])}")
-        ordered = sorted((e.candidate for e in self.entries.values()), key=lambda one: one.order)
+        gpu, driver = ("", "") if self.card is None else (self.card.gpu, self.card.driver)
+        candidates = sorted((e.candidate for e in self.entries.values()), key=lambda one: one.order)
         return Study(
-            self.search.traits.name,
-            self.search.target,
-            self.card.gpu if self.card is not None else "",
-            self.card.driver if self.card is not None else "",
-            tuple(workload.name for workload in self.search.workloads),
-            self.search.space.tile.text,
-            tuple(ordered),
-            dict(self.search.declined),
-            "" if tile is None else self.search.change(tile),
-            "" if tile is None else as_python(tile),
-            verdict,
-            self.now() - self.start,
-            tuple(self.notes),
-            self.started,
+            *(self.search.traits.name, self.search.target, gpu, driver),
+            workloads=tuple(workload.name for workload in self.search.workloads),
+            default=self.search.space.tile.text,
+            candidates=tuple(candidates),
+            declined=dict(self.search.declined),
+            best="" if tile is None else self.search.change(tile),
+            best_text="" if tile is None else as_python(tile),
+            verdict=verdict,
+            seconds=self.now() - self.start,
+            notes=tuple(self.notes),
+            started=self.started,
         )
 
     def decide(self) -> tuple[Tile | None, Comparison | None]:
@@ -530,20 +497,15 @@ class _Study:
         left = self.end - self.now() - self.reserve / _RACE
         if len(close) > 1 and left > 0:
             self.say(f"racing the best {len(close)}")
-            contenders = {str(self.search.contender(entry.tile)): entry.tile for entry in close}
-            names = [self.search.contender(tile) for tile in contenders.values()]
-            places = race(names, self.search.workloads, budget_s=left, card=self.card)
-            winner = contenders[places[0].contender]
-        left = max(0.0, self.end - self.now())
-        text = self.search.change(winner)
-        return winner, ab(
-            self.search.contender(winner),
-            self.search.default,
-            self.search.workloads,
-            budget_s=left,
-            card=self.card,
-            progress=lambda what: self.say(f"A/B of {text}: {what}"),
-        )
+            contenders = {self.search.contender(entry.tile): entry.tile for entry in close}
+            winner = contenders[fastest(list(contenders), self.search.workloads, self.card, left)]
+        left, text = max(0.0, self.end - self.now()), self.search.change(winner)
+
+        def say(what: str) -> None:
+            self.say(f"A/B of {text}: {what}")
+
+        ours, default, shapes = self.search.contender(winner), self.search.default, self.search.workloads
+        return winner, ab(ours, default, shapes, budget_s=left, card=self.card, progress=say)
 
     def say(self, text: str) -> None:
         """Tell the watcher."""
@@ -564,8 +526,3 @@ def _promising(entry: _Entry) -> tuple[bool, float]:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

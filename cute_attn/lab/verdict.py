@@ -8,8 +8,6 @@ far longer than that on a GPU, latencies do, of which the sum of a warp's stalls
 """
 
 import functools
-import io
-import json
 import linecache
 import math
 import re
@@ -17,21 +15,18 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group
 from rich.text import Text
 
-from cute_attn.compiler import html
 from cute_attn.kernels.step import StepContent
 from cute_attn.lab.copies import Conflicts, conflicts
 from cute_attn.lab.findings import findings
 from cute_attn.lab.gpu import MULTIPROCESSORS, SCHEDULERS, SHARED_BYTES, SPECIAL, resident_blocks
 from cute_attn.lab.proxies import ProxyOrder, proxy_order
 from cute_attn.lab.sass import MMA, PACKAGES, Code, Instruction, Step, StepNotFound
-from cute_attn.lab.tables import Table, brief_tile
+from cute_attn.lab.tables import Printed, Table, brief_tile
 from cute_attn.tiles import text_of
 from cute_attn.traits import Traits
 
@@ -48,13 +43,10 @@ MOST_LINES = 20
 
 @dataclass(frozen=True)
 class Clocks:
-    """Clocks that each unit of a multiprocessor needs for one step of one block, and that one warp alone needs.
+    """Clocks that units of a multiprocessor need for one step of one block, and that one warp alone needs.
 
     Attributes:
-        tensor: tensor cores.
-        special: special-function units.
-        issue: warp schedulers.
-        shared: shared memory, and the L1 cache, which is the same memory: accesses of threads, wgmma, cp.async and
+        shared: of shared memory, and the L1 cache, which is the same memory: accesses of threads, wgmma, cp.async and
             TMA, with bank conflicts.
         warp: the sum of a warp's stalls. The other warps of its scheduler issue meanwhile.
         global_loads: the share of ``shared`` that threads' loads from global memory take, such as a bias or a table.
@@ -70,12 +62,8 @@ class Clocks:
     @property
     def units(self) -> dict[str, float]:
         """The units' clocks, by name."""
-        return {
-            "tensor cores": self.tensor,
-            "special functions": self.special,
-            "issue": self.issue,
-            "shared memory": self.shared,
-        }
+        names = ("tensor cores", "special functions", "issue", "shared memory")
+        return dict(zip(names, (self.tensor, self.special, self.issue, self.shared), strict=True))
 
     @property
     def estimate(self) -> float:
@@ -90,13 +78,8 @@ class Clocks:
 
 @dataclass(frozen=True)
 class StepCost:
-    """The steady step.
-
-    Attributes:
-        address: of its loop's first instruction.
-        instructions, mma, exp2: of one warp.
-        elements: scores of a thread; ``scores``: of a block, or its share of its cluster's.
-        clocks: see :class:`Clocks`.
+    """The steady step: where its loop begins, instructions of one warp, scores of a thread (``elements``) and of a
+    block, or its share of its cluster's.
     """
 
     address: int
@@ -106,11 +89,6 @@ class StepCost:
     elements: int
     scores: int
     clocks: Clocks
-
-    @property
-    def instructions_per_element(self) -> float:
-        """Of a thread, matrix instructions included."""
-        return self.instructions / self.elements
 
 
 @dataclass(frozen=True)
@@ -134,21 +112,16 @@ class LineCost:
 
 @dataclass(frozen=True, repr=False)
 class Verdict:
-    """What a kernel with a tile costs.
+    """What a kernel with a tile costs; :data:`ROWS` says what most of it means.
 
     Attributes:
-        name, target, tile: which; ``revision``: of the sources, where they are not the running ones.
         reason: why the tile does not fit, or None; all that follows is empty if it does not.
-        blocks, limited_by: blocks that a multiprocessor holds at a time, and what limits them.
-        registers, shared_memory_bytes: of a thread and of a block.
         spills_in_step, spills_outside: instructions that spill or reload registers, in a steady step and elsewhere.
-        warnings: ptxas's.
-        instructions: in the whole code.
         step: the steady step, or None; then ``no_step`` says why.
-        copies: the kernel's copies with their bank conflicts.
         lines: the step's costliest source lines, where they were asked for.
         proxies: whether TMA and threads take turns in shared memory, or why that could not be followed; None for a
             kernel without TMA.
+        revision: of the sources, where they are not the running ones.
         steady, code: the machine code.
     """
 
@@ -189,18 +162,15 @@ class Verdict:
             "lines": [asdict(line) | {"place": line.place} for line in self.lines],
         }
 
-    def json(self) -> str:
-        return json.dumps(self.as_dict(), indent=1)
-
     def brief(self) -> str:
         """The tile without the fields that have their class's default; all where its class is not known."""
         return brief_tile(self.name, self.target, self.tile)
 
-    def __rich__(self) -> Group:
+    def __rich__(self) -> Printed:
         return shown(self)
 
     def __str__(self) -> str:
-        return _text(shown(self), *(line_table(self) for _ in self.lines[:1]))
+        return str(Printed(shown(self), *(line_table(self) for _ in self.lines[:1])))
 
     def __repr__(self) -> str:
         return f"Verdict({self.name} on {self.target}, {self.brief()}: {_in_short(self)})"
@@ -216,19 +186,15 @@ def verdict(
     *,
     lines: bool = False,
 ) -> Verdict:
-    """Build a kernel if need be, and read what it costs.
+    """Build a kernel if need be, and read what it costs; of a tile that does not fit, the reason.
 
     Args:
-        kernel: a compiled kernel, traits or their name.
-        tile: a tile, or text that changes the default one; not beside a compiled kernel.
-        target: as of :func:`cute_attn.compile`.
+        kernel: a compiled kernel, which has its tile and target, traits or their name.
+        tile, target: as of :func:`cute_attn.compile`.
         lines: also the costliest source lines, for which it is built with line info: the same machine code.
 
-    Returns:
-        the verdict; of a tile that does not fit, the reason.
-
     Raises:
-        ValueError: the name, the target or the tile's text is not one, or a tile is given with a compiled kernel.
+        ValueError: an argument is wrong.
     """
     from cute_attn.compiler import CompiledKernel, compile, default_target, registry
 
@@ -265,77 +231,44 @@ def content_of(kernel: Any) -> StepContent | str:
 
 
 def judge(built: Any, code: Code, content: StepContent | str, copies: tuple[Conflicts, ...]) -> Verdict:
-    """The verdict on machine code.
-
-    Args:
-        built: a :class:`CompiledKernel`, or an object with its attributes name, target, tile, ptx, resources and
-            warnings.
-        code: of its cubin.
-        content: of the steady step, or why there is none.
-        copies: the kernel's, with their bank conflicts.
+    """The verdict on the machine code of a :class:`CompiledKernel`, or of an object with most of its attributes, with
+    the content of its steady step, or why there is none.
     """
-    steady, no_step = _steady(code, content)
-    used = built.resources
-    blocks, limited_by = resident_blocks(
-        built.target, _threads(built), used.registers, used.shared_memory_bytes
-    )
+    steady, no_step = None, content if isinstance(content, str) else ""
+    if isinstance(content, StepContent):
+        try:
+            steady = code.step(content)
+        except StepNotFound as error:
+            no_step = str(error)
+    proxies: ProxyOrder | str | None = None
+    if any(i.opcode.startswith("UTMA") for i in code.instructions):
+        try:
+            proxies = proxy_order(code)
+        except ValueError as error:
+            proxies = f"not followed: {error}"
+    used = (built.resources.registers, built.resources.shared_memory_bytes)
+    blocks, limited_by = resident_blocks(built.target, _threads(built), *used)
     spills = sum(i.opcode in SPILLS for i in code.instructions)
     in_step = steady.count(*SPILLS) if steady else 0
     return Verdict(
-        built.name,
-        built.target,
-        text_of(built.tile),
-        blocks=blocks,
-        limited_by=limited_by,
-        registers=used.registers,
-        shared_memory_bytes=used.shared_memory_bytes,
-        spills_in_step=in_step,
-        spills_outside=max(spills - in_step, 0),
-        warnings=tuple(built.warnings),
-        instructions=len(code.instructions),
-        step=None
-        if steady is None or isinstance(content, str)
-        else step_cost(steady, content, built.target, copies),
+        *(built.name, built.target, text_of(built.tile), None, blocks, limited_by, *used),
+        *(in_step, max(spills - in_step, 0), tuple(built.warnings), len(code.instructions)),
+        step=None if steady is None else step_cost(steady, content, built.target, copies),
         no_step=no_step,
         copies=copies,
         lines=tuple(lines_of(steady)[:MOST_LINES]) if steady else (),
-        proxies=_proxies(code),
+        proxies=proxies,
         steady=steady,
         code=code,
     )
 
 
-def _steady(code: Code, content: StepContent | str) -> tuple[Step | None, str]:
-    """The steady step, or why there is none."""
-    if isinstance(content, str):
-        return None, content
-    try:
-        return code.step(content), ""
-    except StepNotFound as error:
-        return None, str(error)
-
-
-def _proxies(code: Code) -> ProxyOrder | str | None:
-    """See ``Verdict.proxies``."""
-    if not any(i.opcode.startswith("UTMA") for i in code.instructions):
-        return None
-    try:
-        return proxy_order(code)
-    except ValueError as error:
-        return f"not followed: {error}"
-
-
-def step_cost(step: Step, content: StepContent, target: str, copies: Sequence[Conflicts] = ()) -> StepCost:
+def step_cost(step: Step, content: Any, target: str, copies: Sequence[Conflicts] = ()) -> StepCost:
     """What a steady step costs."""
-    return StepCost(
-        step.loop.header,
-        step.count(),
-        step.count(*MMA),
-        step.count("MUFU.EX2"),
-        content.elements,
-        32 * content.warps * content.elements // content.ctas,
-        clocks(step, content, target, copies),
-    )
+    counts = (step.count(), step.count(*MMA), step.count("MUFU.EX2"))
+    scores = 32 * content.warps * content.elements // content.ctas
+    found = clocks(step, content, target, copies)
+    return StepCost(step.loop.header, *counts, content.elements, scores, found)
 
 
 def _threads(built: Any) -> int:
@@ -366,14 +299,8 @@ def clocks(step: Step, content: StepContent, target: str, copies: Sequence[Confl
         tensor += 4 * others * _flops(other) / machine.wgmma
         wavefronts += 4 * others * _wavefronts(other)
     shared = wavefronts + content.async_bytes / SHARED_BYTES
-    return Clocks(
-        tensor=tensor,
-        special=step.count(*_SPECIAL) * warps * 32 / SPECIAL,
-        issue=step.count() * warps / SCHEDULERS,
-        shared=shared,
-        warp=step.stalls,
-        global_loads=loads / shared if shared else 0.0,
-    )
+    special, issue = step.count(*_SPECIAL) * warps * 32 / SPECIAL, step.count() * warps / SCHEDULERS
+    return Clocks(tensor, special, issue, shared, step.stalls, loads / shared if shared else 0.0)
 
 
 def _conflict_factors(copies: Sequence[Conflicts]) -> dict[str, float]:
@@ -424,81 +351,46 @@ def lines_of(step: Step) -> list[LineCost]:
         if i.line:
             instructions[i.file, i.line] += times
             stalls[i.file, i.line] += times * i.stall
-    return [
-        LineCost(
-            *where,
-            instructions[where] // step.steps,
-            stalls[where] // step.steps,
-            linecache.getline(*where).strip(),
-        )
-        for where in sorted(instructions, key=lambda where: (-instructions[where], where))
-    ]
+    ordered = sorted(instructions, key=lambda where: (-instructions[where], where))
+    counts = {where: (instructions[where] // step.steps, stalls[where] // step.steps) for where in ordered}
+    return [LineCost(*where, *both, linecache.getline(*where).strip()) for where, both in counts.items()]
 
 
 # ---- tables ----
 
 
-class Shown(Group):
-    """Verdicts side by side, and what follows from them in a few sentences: for rich to print, and for notebooks."""
-
-    def __init__(self, verdicts: Sequence[Verdict], verbose: bool) -> None:
-        sentences = findings(*verdicts)
-        super().__init__(table(*verdicts, verbose=verbose), *map(Text, sentences))
-        title, heads = _heads(verdicts, verbose)
-        self._html = html.table(title or "", heads, [_plain(_rows(one)) for one in verdicts])
-        self._html += "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
-
-    def __str__(self) -> str:
-        return _text(self)
-
-    def _repr_html_(self) -> str:
-        return self._html
-
-
-def _text(*parts: Any) -> str:
-    """What rich prints, in 120 columns."""
-    out = io.StringIO()
-    Console(file=out, width=120).print(*parts)
-    return out.getvalue()
-
-
-def shown(*verdicts: Verdict, verbose: bool = False) -> Shown:
+def shown(*verdicts: Verdict, verbose: bool = False) -> Printed:
     """Verdicts side by side, and what follows from them in a few sentences; verbose: with all fields of the tiles."""
-    return Shown(verdicts, verbose)
+    return Printed(table(*verdicts, verbose=verbose), *map(Text, findings(*verdicts)))
 
 
 def table(*verdicts: Verdict, verbose: bool = False) -> Table:
     """Verdicts side by side, a column each; verbose: with all fields of the tiles."""
-    rows = [_rows(one) for one in verdicts]
     title, heads = _heads(verdicts, verbose)
     made = Table("", *heads, title=title)
-    for what in dict.fromkeys(key for column in rows for key in column):
-        made.add_row(what, *(column.get(what, "-") for column in rows))
+    found = [_column(one) for one in verdicts]
+    for what in dict.fromkeys(key for column in found for key in column):
+        made.add_row(what, *(column.get(what, "-") for column in found))
     return made
 
 
 def _heads(verdicts: Sequence[Verdict], verbose: bool) -> tuple[str | None, list[str]]:
-    """A table's title, where all verdicts are on one kernel, and its heads."""
-    tiles = [one.tile if verbose else one.brief() for one in verdicts]
+    """A title, where all verdicts are on one kernel, and heads: the first tile, and what changes in others."""
+    title, tiles = None, [one.tile if verbose else one.brief() for one in verdicts]
     if len({(one.name, one.target) for one in verdicts}) == 1:
-        title, heads = f"{verdicts[0].name} on {verdicts[0].target}", _tiles(verdicts, tiles)
+        title, first = f"{verdicts[0].name} on {verdicts[0].target}", verdicts[0].tile.split(",")
+        changes = [",".join(f for f in one.tile.split(",") if f not in first) for one in verdicts[1:]]
+        at = [f" at {one.revision}" if one.revision else "" for one in verdicts]
+        heads = [
+            head + where
+            for head, where in zip([tiles[0], *(c or "the same" for c in changes)], at, strict=True)
+        ]
     else:
-        title, named = None, zip(verdicts, tiles, strict=True)
-        heads = [f"{one.name} on {one.target},{tile}" for one, tile in named]
+        heads = [f"{one.name} on {one.target},{tile}" for one, tile in zip(verdicts, tiles, strict=True)]
     return title, [head.replace(",", ", ") for head in heads]
 
 
-def _tiles(verdicts: Sequence[Verdict], shown: Sequence[str]) -> list[str]:
-    """The first tile as it is shown, and what changes in the others."""
-    first, *others = (one.tile for one in verdicts)
-    fields_of_first = first.split(",")
-    changes = [",".join(f for f in tile.split(",") if f not in fields_of_first) for tile in others]
-    heads = [shown[0], *(change or "the same" for change in changes)]
-    at = [f" at {one.revision}" if one.revision else "" for one in verdicts]
-    return [head + where for head, where in zip(heads, at, strict=True)]
-
-
-def _rows(one: Verdict) -> dict[str, str]:
+def _column(one: Verdict) -> dict[str, str]:
     """A verdict's column."""
     if not one.fits:
         return {"fits": f"[red]no: {one.reason}"}
@@ -522,7 +414,7 @@ def _rows(one: Verdict) -> dict[str, str]:
     rows["steady step"] = (
         f"{step.instructions} instructions per warp, {step.mma} of them matrix products, {step.exp2} exponentials"
     )
-    rows["instructions per element"] = f"{step.instructions_per_element:.2f}"
+    rows["instructions per element"] = f"{step.instructions / step.elements:.2f}"
     for unit, count in units.items():
         share = count / units[step.clocks.bound]
         bound = "  [bold]bound" if unit == step.clocks.bound else f"  {share:.0%}"
@@ -533,18 +425,12 @@ def _rows(one: Verdict) -> dict[str, str]:
     return rows
 
 
-def _plain(rows: dict[str, str]) -> dict[str, str]:
-    """A column without marks of colour."""
-    return {name: re.sub(r"\[/?(?:red|bold)\]", "", text) for name, text in rows.items()}
-
-
 def _in_short(one: Verdict) -> str:
     if not one.fits:
         return "it does not fit"
-    spills = one.spills_in_step + one.spills_outside
+    spills = one.spills_in_step + one.spills_outside or "no"
     step = f", bound by {one.step.clocks.bound}" if one.step else ""
-    blocks = "1 block" if one.blocks == 1 else f"{one.blocks} blocks"
-    return f"{blocks}, {one.registers} registers, {spills or 'no'} spills{step}"
+    return f"{one.blocks} blocks per multiprocessor, {one.registers} registers, {spills} spills{step}"
 
 
 ROWS = {
@@ -578,8 +464,8 @@ def _bank_conflicts(one: Verdict) -> str:
     conflicting += [f"{copy.name} not counted: {copy.reason}" for copy in one.copies if copy.reason]
     if conflicting:
         return "[red]" + "; ".join(conflicting)
-    copies = "1 copy" if len(one.copies) == 1 else f"{len(one.copies)} copies"
-    return f"none in {copies}" if one.copies else "not counted"
+    count = len(one.copies)
+    return f"none in {count} cop{'y' if count == 1 else 'ies'}" if count else "not counted"
 
 
 def line_table(one: Verdict) -> Table:
@@ -587,5 +473,5 @@ def line_table(one: Verdict) -> Table:
     total = one.step.instructions if one.step else 0
     made = Table("instructions", "stalls", "where", "source", title=f"{total} instructions of a steady step")
     for line in one.lines:
-        made.add_row(str(line.instructions), str(line.stalls), line.place, line.source)
+        made.add_row(str(line.instructions), str(line.stalls), line.place, Text(line.source))
     return made

@@ -41,25 +41,6 @@ def test_imports_point_down(drawn):
     assert not {"api", "sdpa", "flash_attn", "transformers", "lab", "cli"} & set(drawn["host"])
 
 
-def test_a_cycle_is_an_error():
-    with pytest.raises(ValueError, match="a cycle of imports"):
-        architecture.levels({"a": ["b"], "b": ["a"], "c": []})
-
-
-def test_an_arrow_that_others_imply_is_left_out():
-    assert architecture.arrows({"a": ["b", "c"], "b": ["c"], "c": []}) == [("a", "b"), ("b", "c")]
-
-
-def test_the_imports_of_a_file(tmp_path):
-    path = tmp_path / "x.py"
-    path.write_text(
-        "import layouts\ndef f():\n    from cute_attn import sdpa\n    from cute_attn.host.call import Call\n"
-    )
-    found = list(architecture.imported(path))
-    assert [architecture.box_of(name) for name in found] == ["layouts", "sdpa", "host"]
-    assert architecture.box_of("torch.nn") is None and architecture.box_of("cute_attn.__main__") is None
-
-
 def test_the_support_tables_are_the_registrys():
     done = processes.run("-m", "docs.support")
     assert done.returncode == 0, done.stderr

@@ -53,11 +53,6 @@ def test_the_folders_have_flash_attentions_functions(tmp_path):
         assert set(module.__all__) <= set(vars(module))
 
 
-def test_writing_twice_changes_nothing(tmp_path):
-    first = {path: path.read_text() for path in hub.write(tmp_path)}
-    assert {path: path.read_text() for path in hub.write(tmp_path)} == first
-
-
 def test_a_wrong_folder_is_refused(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
@@ -87,35 +82,14 @@ def test_files_of_others_stay(tmp_path, name):
     assert (tmp_path / where).read_text() == text and sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    "link", ["flash-attn3", "flash-attn2/build/torch-cpu", "flash-attn2/build/torch-cpu/__init__.py"]
-)
+@pytest.mark.parametrize("link", ["flash-attn3", "flash-attn2/build/torch-cpu/__init__.py"])
 def test_links_are_not_followed(tmp_path, link):
     folder, elsewhere = tmp_path / "kernel", tmp_path / "elsewhere"
     hub.write(folder)
     (folder / link).rename(elsewhere)  # what is there is this command's own
     (folder / link).symlink_to(elsewhere)
-    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(ValueError, match="accepted: a "):
+    with pytest.raises(ValueError, match="accepted: a FOLDER"):
         hub.write(folder)
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == files
-
-
-def test_a_link_that_comes_late_is_replaced(tmp_path, monkeypatch):
-    """Between the check and the write."""
-    own = tmp_path / "own"
-    own.write_text("mine")
-    folder = tmp_path / "kernel"
-    where = folder / "flash-attn2" / "build" / "torch-cuda" / "__init__.py"
-
-    def check(folder, parts):
-        where.parent.mkdir(parents=True, exist_ok=True)
-        if not where.is_symlink():
-            where.symlink_to(own)
-
-    monkeypatch.setattr(hub, "_check_own", check)
-    hub.write(folder)
-    assert own.read_text() == "mine" and not where.is_symlink()
 
 
 def test_what_an_older_version_wrote_is_replaced(tmp_path):

@@ -17,7 +17,7 @@ from cute_attn.api.kvcache import attention_with_kvcache
 from cute_attn.compiler import registry
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.host import append as host_append
-from cute_attn.host import split_kv, plans
+from cute_attn.host import plans, split_kv
 from cute_attn.host.call import Call
 from cute_attn.host.memory import is_lazy
 from tests import emulated_kvcache

@@ -1,20 +1,18 @@
 """A/Bs and races on a simulated card; the checks against the reference on the CPU, where kernels are the reference."""
 
 import math
-import sys
 import types
 from functools import partialmethod
 
 import pytest
 import torch
 
-from cute_attn.compiler.registry import lookup
 from cute_attn.lab import card as card_module
 from cute_attn.lab.benchmark import peers
 from cute_attn.lab.benchmark.workload import Workload
-from cute_attn.lab.card import Checks, Contender, Gpu, Part, Wrong, small_sizes
-from cute_attn.lab.race import Comparison, ab, race
-from cute_attn.lab.sensors import Sensor, State, named, parse_nvidia_smi, sensor, summary
+from cute_attn.lab.card import Checks, Contender, Gpu, Wrong
+from cute_attn.lab.race import ab, fastest
+from cute_attn.lab.sensors import State, named, parse_nvidia_smi, summary
 from cute_attn.lab.workloads import default_workloads, parse
 from cute_attn.traits import Traits
 from tests.simulated_card import SimulatedCard
@@ -44,7 +42,6 @@ def test_an_ab_says_what_is_so(speed, outcome):
     (one,) = found.measured
     assert found.outcome == one.outcome == outcome
     assert one.low <= speed <= one.high and abs(one.ratio - speed) < 0.005
-    assert one.interval.outcome() == outcome
     assert (one.state.clock_mhz, one.state.reasons, one.void) == (1755, ("power",), 0)
     assert (found.gpu, found.driver) == ("simulated", "1.0")
 
@@ -57,38 +54,6 @@ def test_samples_are_taken_in_turn_after_both_were_checked():
     rounds = [sampled[len(sampled) - 84 + 4 * i :][:4] for i in range(21)]
     assert rounds[::2] == [[NARROW, DEFAULT, DEFAULT, NARROW]] * 11
     assert rounds[1::2] == [[DEFAULT, NARROW, NARROW, DEFAULT]] * 10
-
-
-def test_a_kernel_against_itself_is_the_same_in_19_of_20():
-    outcomes = [
-        ab(NAME, NAME, ["s8192"], card=card(options={"seed": seed, "noise": 0.006})).outcome
-        for seed in range(60)
-    ]
-    assert outcomes.count("same") >= 57 and set(outcomes) <= {"same", "undecided", "faster", "slower"}
-
-
-def test_more_rounds_are_run_until_the_resolution_or_the_budget():
-    def rounds(noise, **options):
-        simulated = card(options={"noise": noise})
-        return ab(NAME, NAME, ["s8192"], card=simulated, **options).measured[0]
-
-    assert rounds(0.001).rounds == 21
-    assert rounds(0.01).rounds > 21
-    short = rounds(0.02, budget_s=0.2)
-    assert short.rounds == 21 and short.outcome == "undecided"
-    assert rounds(0.001, rounds=41).rounds == 41
-
-
-def test_the_card_is_warmed_until_its_times_are_steady():
-    class Cold(SimulatedCard):
-        def sample(self, run, milliseconds):
-            return super().sample(run, milliseconds) * (1 + 0.2 * math.exp(-self.seconds))
-
-    steady, cold = (kind(lambda *_: 1.0, noise=0.0) for kind in (SimulatedCard, Cold))
-    for simulated in (steady, cold):
-        ab(NAME, NAME, ["s8192"], card=simulated)
-    counts = [sum(simulated.sampled.values()) - 84 for simulated in (steady, cold)]
-    assert counts[0] == pytest.approx(1.0 / 0.025, abs=4) and counts[1] > 3 * counts[0]
 
 
 def test_rounds_are_void_while_the_gpu_is_slowed_by_heat():
@@ -126,7 +91,7 @@ def test_a_comparison_is_a_table_and_json():
     assert all(one.workload in text and one.outcome in text for one in found.measured)
     values = found.to_json()
     assert values["kind"] == "comparison" and values["sentence"] == found.sentence
-    assert Comparison.from_json(values) == found
+    assert [one["ratio"] for one in values["measured"]] == [one.ratio for one in found.measured]
 
 
 def test_a_wrong_kernel_is_not_timed():
@@ -154,28 +119,14 @@ def test_wrong_calls():
 # ---- races ----
 
 
-def test_a_race_finds_the_fastest_and_says_who_failed():
+def test_a_race_finds_the_fastest_within_its_budget():
     tiles = [Contender(NAME, f"tile_n={n}") for n in range(32, 257, 16)]
     speed = {tile: 1.0 + 0.01 * i for i, tile in enumerate(tiles)}
-    simulated = SimulatedCard(
-        lambda c, w: speed[c], wrong=tiles[:1], failing={tiles[1]: RuntimeError("no such kernel")}, seed=3
-    )
-    places = race(tiles, card=simulated)
-    assert [place.contender for place in places[:3]] == [str(tile) for tile in tiles[2:5]]
-    assert places[0].slower == 1 and places[1].slower == pytest.approx(1.01, abs=0.004)
-    assert [place.heats for place in places[:3]] == [3, 3, 3] and places[5].heats == 1
-    assert [place.contender for place in places if place.failed] == [str(tile) for tile in tiles[:2]]
-    assert "is wrong on" in places[-2].failed and places[-1].failed == "no such kernel"
-    assert not any(tile in tiles[:2] for tile, _ in simulated.sampled)
-
-
-def test_a_race_ends_with_its_budget():
-    tiles = [Contender(NAME, f"tile_n={n}") for n in range(32, 257, 16)]
-    simulated = SimulatedCard(lambda c, w: 1.0, check_s=0.0)
-    places = race(tiles, ["s8192"], card=simulated, budget_s=0.1)
-    assert len(places) == len(tiles) and {place.heats for place in places} == {1}
-    with pytest.raises(ValueError, match="a and b are peers"):
-        race(["fa4"], card=simulated)
+    shapes = [parse("s8192", Traits.parse(NAME))]
+    for budget_s in (60.0, 0.1):  # the first round is always run
+        simulated = SimulatedCard(lambda c, w: speed[c], seed=3, check_s=0.0)
+        assert fastest(tiles[::-1], shapes, simulated, budget_s) == tiles[0]
+    assert len(set(simulated.sampled.values())) == 1, "one round of all"
 
 
 # ---- the GPU's state ----
@@ -192,32 +143,6 @@ def test_reasons_and_states():
     found = summary([State(1700, 600, 60, ("power",)), None, State(1800, 700, 65, ("idle", "heat"))])
     assert found == State(1750, 650, 65, ("power", "heat"))
     assert summary([None]) == State()
-
-
-def test_the_state_comes_from_nvml_where_it_is_installed(monkeypatch):
-    class NVMLError(Exception):
-        pass
-
-    def unsupported(handle):
-        raise NVMLError
-
-    nvml = types.SimpleNamespace(
-        NVMLError=NVMLError,
-        NVML_CLOCK_SM=1,
-        NVML_TEMPERATURE_GPU=0,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
-        nvmlDeviceGetClockInfo=lambda handle, kind: {1: 1755}[kind],
-        nvmlDeviceGetPowerUsage=unsupported,
-        nvmlDeviceGetTemperature=lambda handle, kind: {0: 61}[kind],
-        nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: {"GPU-abc": 0x20}[handle],
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    found = sensor("abc")
-    assert found.read() == State(1755, None, 61, ("heat",)) and found.every == 1
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr("cute_attn.lab.benchmark.timing.query_gpu", lambda field: "1, 2, 3, 0x4")
-    assert sensor("abc").read() == State(1, 2, 3, ("power",))
 
 
 # ---- workloads by text ----
@@ -259,58 +184,22 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setattr(Workload, "inputs", partialmethod(Workload.inputs, device="cpu"))
 
 
-CASES = {
-    "causal": {"causal": True, "seqlen_k": 120},
-    "backward": {"op": "backward", "causal": True, "nheads_kv": 1},
-    "varlen": {"lengths": (50, 70), "lengths_k": (60, 80)},
-    "backward-varlen": {"op": "backward", "lengths": (30, 90)},
-    "bias": {"op": "backward", "bias": "fp32", "bias_grad": True},
-    "window-alibi": {"alibi": True, "window": 8, "causal": True},
-    "sinks": {"sinks": "fp32", "causal": True},
-    "backward-sinks": {"sinks": "bf16", "causal": True, "op": "backward"},
-}
-
-
-@pytest.mark.parametrize("most", [2**27, 3000], ids=["whole", "part"])
-@pytest.mark.parametrize("case", CASES)
-def test_a_part_of_a_workload_is_what_its_kernels_compute(case, most, on_the_cpu):
-    """A part's expected results equal that part of the whole's."""
-    workload = Workload(
-        **{"batch": 2, "seqlen": 96, "nheads": 4, "head_dim": 32, "nheads_kv": 2} | CASES[case]
-    )
-    x = workload.inputs()
-    part = Part.of(workload, x, most)
-    assert (part.expected.workload.seqlen == workload.longest) == (most > 3000)
-    results = peers.ours("sm80")(workload, x)()
-    found = part.cut(results if isinstance(results, tuple) else (results,))
-    accuracy = part.expected.accuracy(found)
-    assert accuracy.passed
-    for i, exact in enumerate(part.expected.exact):
-        broken = [result.clone() for result in found]
-        broken[i][..., -1, -1] += 0.1 * exact.abs().max()
-        assert not part.expected.accuracy(broken).passed
-
-
-def test_kernels_and_peers_are_compared_with_the_reference(on_the_cpu, monkeypatch):
+def test_contenders_are_compared_with_the_first_one(on_the_cpu, monkeypatch):
     workload = Workload(1, 64, 4, 64, causal=True)
     name = "forward-sm80-bf16-d64-causal"
     checks = Checks()
     assert checks.checked(Contender(name), workload)().shape == (1, 64, 4, 64)
-    off, ours = {"scale": 1.04}, peers.ours
+    scale = {"by": 1.04}
 
     def peer(workload, x):
-        run = ours("sm80")(workload, x)
-        return lambda: run() * off["scale"]
+        run = peers.ours("sm80")(workload, x)
+        return lambda: run() * scale["by"]
 
     monkeypatch.setitem(peers.PEERS, "fa4", peer)
     checks.checked(Contender(peer="fa4"), workload)
-    off["scale"] = 1.06
-    with pytest.raises(Wrong, match=r"fa4 is wrong on fwd-.*: its error is 0.059, allowed are 0.05"):
-        checks.checked(Contender(peer="fa4"), workload)
-    monkeypatch.setattr(peers, "ours", lambda kernel, tile: peer)
-    off["scale"] = 1.02
-    with pytest.raises(Wrong, match=r"\(default tile\) is wrong on fwd-"):
-        checks.checked(Contender(name), workload)
+    for scale["by"] in (1.06, math.nan):
+        with pytest.raises(Wrong, match=r"fa4 is wrong on fwd-.*: it differs from .* \(default tile\) by"):
+            checks.checked(Contender(peer="fa4"), workload)
     with pytest.raises(ValueError, match="accepted: workloads of forward-sm80-bf16-d64-causal"):
         checks.checked(Contender(name), Workload(1, 64, 4, 64))
 
@@ -326,47 +215,6 @@ def test_a_kernel_that_is_wrong_at_a_small_size_is_not_run_at_a_large_one(on_the
     monkeypatch.setattr(interface, "attention", broken)
     with pytest.raises(Wrong, match="is wrong on fwd-bf16-d64-b2-s127-h4x2-causal"):
         Checks().checked(Contender("forward-sm80-bf16-d64-causal"), Workload(1, 64, 4, 64, causal=True))
-
-
-def test_small_sizes_suit_the_tile():
-    traits = Traits.parse(NAME)
-    packed = small_sizes(traits, lookup(traits, "pack_heads=8").tile)
-    assert {w.nheads // w.nheads_kv for w in packed} == {8}
-    biased = Traits.parse("forward-sm90-bf16-d64-bias_bf16")
-    assert [w.seqlen for w in small_sizes(biased, lookup(biased).tile)] == [8, 128, 520]
-    assert [w.seqlen for w in small_sizes(traits, lookup(traits).tile)] == [1, 127, 128, 513]
-
-
-def test_the_gpu_counts_calls_and_keeps_busy(monkeypatch, on_the_cpu):
-    """The card's own arithmetic, on a clock that gives a call's number as its milliseconds."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    properties = types.SimpleNamespace(uuid="abc")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(card_module, "query_gpu", lambda field: "580")
-    counts = []
-
-    class Clock:
-        def once(self, run, count):
-            counts.append(count)
-            run()
-            return [2.0] * (count - 1) + [50.0]
-
-    monkeypatch.setattr(card_module, "Clock", Clock)
-    read = iter([State(1755)])
-    monkeypatch.setattr(card_module, "sensor", lambda uuid: Sensor(lambda: next(read), busy_ms=20.0, every=2))
-    gpu = Gpu()
-    monkeypatch.setattr(card_module, "small_workloads", lambda traits: [])
-    monkeypatch.setattr(card_module, "default_target", lambda arch: arch)
-    calls = []
-    run = gpu.prepare(Contender("forward-sm80-bf16-d64"), Workload(1, 16, 2, 64))
-    gpu._milliseconds[counted := (lambda: calls.append(1))] = 2.0
-    assert gpu.sample(run, 25.0) == 2.0 and counts == [3, 12]
-    assert gpu.state(counted, 1) is None and not calls
-    assert gpu.state(counted, 2) == State(1755) and len(calls) == 10
-    assert (gpu.gpu, gpu.driver) == ("a GPU", "580")
 
 
 def test_a_lost_context_is_not_one_contenders_failure(monkeypatch):

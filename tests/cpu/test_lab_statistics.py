@@ -1,4 +1,4 @@
-"""How often an A/B is right, on a simulated clock with drift and noise."""
+"""The statistics of an A/B, by their definitions."""
 
 import math
 import random
@@ -8,70 +8,7 @@ import pytest
 
 from cute_attn.lab.statistics import Interval, abba, interval, median_rank, until_decided
 
-SEEDS = range(400)
 # 0.6% a sample as of a 25 ms slot, 2% of drift over 21 rounds, and what a clock that wanders adds.
-NOISES = {
-    "noise": {"noise": 0.006},
-    "wandering": {"noise": 0.006, "wander": 0.001},
-    "heavy tails": {"noise": 0.003, "outliers": 0.05},
-    "quiet": {"noise": 0.002},
-}
-
-
-class Clock:
-    """Milliseconds of calls on a GPU whose clock drifts and wanders; each reading is one sample."""
-
-    def __init__(self, seed, noise, wander=0.0, outliers=0.0, drift=0.02):
-        self.random = random.Random(seed)
-        self.noise, self.wander, self.outliers, self.drift = noise, wander, outliers, drift
-        self.readings, self.level = 0, 0.0
-
-    def read(self, milliseconds):
-        self.readings += 1
-        self.level += self.random.gauss(0, self.wander)
-        slow = self.random.random() < self.outliers
-        noise = self.random.gauss(0, self.noise) + (self.random.uniform(0, 0.1) if slow else 0)
-        return milliseconds * math.exp(self.drift * self.readings / 84 + self.level + noise)
-
-
-def ab(seed, faster=0.0, most=0, **noise):
-    """The interval of a, which is faster by that share, over b."""
-    clock = Clock(seed, **noise)
-    found, void = until_decided(
-        lambda: abba(lambda: clock.read(1.0), lambda: clock.read(1.0 + faster)), most=most
-    )
-    assert void == 0
-    return interval(found)
-
-
-@pytest.mark.parametrize("noise", NOISES)
-def test_a_difference_is_rarely_called_where_there_is_none(noise):
-    outcomes = [ab(seed, **NOISES[noise]).outcome() for seed in SEEDS]
-    called = sum(outcome in ("faster", "slower") for outcome in outcomes)
-    assert called < 0.05 * len(SEEDS)
-    assert outcomes.count("same") > 0.9 * len(SEEDS)
-
-
-@pytest.mark.parametrize("noise", NOISES)
-@pytest.mark.parametrize("faster, expected", [(0.01, "faster"), (-0.01, "slower")])
-def test_one_percent_is_found_in_21_rounds(noise, faster, expected):
-    outcomes = [ab(seed, faster, most=21, **NOISES[noise]).outcome() for seed in SEEDS]
-    assert outcomes.count(expected) > 0.9 * len(SEEDS)
-
-
-def test_a_wide_interval_is_undecided_and_not_the_same():
-    found = [ab(seed, most=21, noise=0.05) for seed in SEEDS]
-    assert all(one.width > 0.005 for one in found)
-    assert sum(one.outcome() == "undecided" for one in found) > 0.95 * len(SEEDS)
-    assert not any(one.outcome() == "same" for one in found)
-
-
-def test_intervals_hold_the_true_ratio_as_often_as_they_say():
-    held = 0
-    for seed in SEEDS:
-        found = ab(seed, 0.01, most=21, noise=0.01, drift=0.3)
-        held += found.low <= 1.01 <= found.high
-    assert held >= 0.95 * len(SEEDS)
 
 
 def test_a_linear_drift_cancels():
@@ -96,8 +33,6 @@ def test_an_interval_is_of_order_statistics():
     assert math.log(found.ratio) == pytest.approx(statistics.median(ratios))
     few = interval(ratios[:5])
     assert (few.low, few.high, few.outcome()) == (0.0, math.inf, "undecided")
-    with pytest.raises(ValueError, match="log_ratios is empty; accepted: one for each round"):
-        interval([])
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,9 @@
 import csv
 import dataclasses
 import json
-import math
 import threading
 
 import pytest
-import torch
 
 from cute_attn import compiler
 from cute_attn.compiler import registry
@@ -17,7 +15,6 @@ from cute_attn.lab.builds import Built, WorkerBuilds
 from cute_attn.lab.card import Contender, Lost
 from cute_attn.lab.race import workloads_of
 from cute_attn.lab.space import Space, accepted, change_text
-from cute_attn.lab.study import Study, as_python
 from cute_attn.lab.timings import TimingKey, Timings
 from cute_attn.lab.tune import Equipment, table_row, tune
 from cute_attn.tiles import ForwardSm90Tile
@@ -104,14 +101,9 @@ def kept(tmp_path):
 # ---- landscapes ----
 
 
-def bowl(tile):
-    """One field off the default is best."""
-    return (
-        1.0
-        + 0.002 * abs(tile.tile_n - 112) / 16
-        + 0.01 * (tile.num_stages != 2)
-        + 0.05 * (tile.tile_m != 128)
-    )
+def slower(tile):
+    """The default is the best."""
+    return 1.0 + 0.05 * (tile != DEFAULT)
 
 
 def ridge(tile):
@@ -127,48 +119,24 @@ def rugged(tile):
     return hills.get(tile.tile_n, 1.5) * (1.0 if (tile.tile_m, tile.num_stages) == (128, 2) else 1.1)
 
 
-LANDSCAPES = {
-    "bowl": (bowl, "tile_n=112"),
-    "ridge": (ridge, "q_in_regs=false,share_qo_smem=true"),
-    "rugged": (rugged, "tile_n=64"),
-}
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", LANDSCAPES)
-def test_the_best_tile_is_found_within_the_budget(name, seed, kept):
-    milliseconds, best = LANDSCAPES[name]
-    study, card, _ = run(lambda tile: milliseconds(tile), kept, seed=seed)
-    if name == "bowl":  # 0.2% from the default: the A/B may not see it, but nothing worse is taken
-        assert study.best in ("", best)
-    else:
-        assert study.best == best and study.verdict.outcome == "faster"
-        assert study.candidates[0].change == best
-        assert best in study.sentence and as_python(tile_of(Contender(NAME, best))) == study.best_text
+@pytest.mark.parametrize(
+    "milliseconds, best", [(ridge, "q_in_regs=false,share_qo_smem=true"), (rugged, "tile_n=64")]
+)
+def test_the_best_tile_is_found_within_the_budget(milliseconds, best, kept):
+    study, card, _ = run(milliseconds, kept)
+    assert study.best == best and study.verdict.outcome == "faster"
+    assert study.candidates[0].change == best and best in study.sentence
+    assert eval(study.best_text, {"ForwardSm90Tile": ForwardSm90Tile}) == tile_of(Contender(NAME, best))
+    checked = {contender for what, contender in card.events if what == "checked"}
+    assert {contender for what, contender in card.events if what == "sampled"} <= checked
     assert card.now() <= 62 and study.seconds <= 62
 
 
 def test_the_default_stays_where_nothing_is_faster(kept):
-    study, _, _ = run(lambda tile: 1.0 if tile == DEFAULT else 1.05, kept)
+    study, _, _ = run(slower, kept)
     assert (study.best, study.best_text, study.verdict) == ("", "", None)
     assert "the default tile stays" in study.sentence
     assert all(one.gain < 1 for one in study.candidates if one.status == "timed")
-
-
-def test_what_is_faster_on_one_workload_and_slower_on_another_is_not_taken(kept):
-    def milliseconds(contender, workload):
-        narrow = tile_of(contender).tile_n == 64
-        return (
-            1.0
-            + (narrow and {2048: -0.1, 8192: 0.03}[workload.seqlen])
-            + 0.2 * (tile_of(contender).tile_m != 128)
-        )
-
-    study, _, _ = run(None, kept, "tile_n=64", card=SimulatedCard(milliseconds), workloads=())
-    assert study.best == "" and study.verdict.outcome == "undecided"
-    assert [one.outcome for one in study.verdict.measured] == ["faster", "slower"]
-    (one,) = study.candidates
-    assert list(one.gains.values()) == pytest.approx([1 / 0.9, 1 / 1.03], rel=0.01)
 
 
 def test_the_winner_is_printed_as_a_row_of_the_kernels_table(kept):
@@ -218,37 +186,15 @@ def test_failing_builds_and_wrong_kernels_are_left_out_and_named(kept):
     assert not {c.tile for c, _ in card.sampled} & bad.keys()
 
 
-def test_nothing_is_timed_before_it_was_checked(kept):
-    _, card, _ = run(ridge, kept)
-    checked = set()
-    for what, contender in card.events:
-        if what == "checked":
-            checked.add(contender)
-        elif what == "sampled":
-            assert contender in checked
-
-
-def test_a_default_that_does_not_build_is_an_error(kept):
-    with pytest.raises(ValueError, match="the default tile does not build: DSLRuntimeError"):
-        run(bowl, kept, failing=[DEFAULT])
-
-
 def test_no_survivors_is_one_sentence(kept):
     with pytest.raises(
         ValueError, match=r"all 3 tiles were declined: 3 need more shared memory than sm90 has"
     ):
-        run(bowl, kept, "num_stages=8..10")
+        run(slower, kept, "num_stages=8..10")
     with pytest.raises(ValueError, match="space has the default tile alone"):
-        run(bowl, kept, "tile_n=128")
-    study, _, _ = run(bowl, kept, "tile_n=112|2048")
+        run(slower, kept, "tile_n=128")
+    study, _, _ = run(slower, kept, "tile_n=112|2048")
     assert study.declined == {"have another tile_n; accepted: multiples of 16 up to 256 for " + NAME: 1}
-
-
-def test_without_a_gpu_only_the_static_rank_works(kept):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(ValueError, match="there is no GPU; --static ranks without one"):
-        tune(NAME)
 
 
 # ---- stopped and resumed ----
@@ -292,34 +238,12 @@ def test_a_stopped_study_goes_on_without_timing_twice(kept):
     assert not {tile_of(c) for c in done} & set(builds.submitted), "what is timed need not be built"
 
 
-def test_another_tile_in_a_space_times_one_tile(kept):
-    run(bowl, kept, "tile_n=64|80")
-    study, card, builds = run(bowl, kept, "tile_n=64|80|96")
-    new = dataclasses.replace(DEFAULT, tile_n=96)
-    assert builds.submitted == [DEFAULT, new]
-    assert {c.tile for c in heats(card)} == {"tile_n=96"}
-    assert sorted(one.kept for one in study.candidates) == [False, True, True]
-
-
-def test_timings_are_of_one_gpu_driver_workload_and_default(kept):
-    run(bowl, kept, "tile_n=64|80")
-    for change in ({"gpu": "another"}, {"driver": "2.0"}):
-        card = SimulatedCard(milliseconds_of(bowl))
-        vars(card).update(change)
-        study, _, _ = run(None, kept, "tile_n=64|80", card=card)
-        assert not any(one.kept for one in study.candidates)
-    study, _, _ = run(bowl, kept, "tile_n=64|80", workloads=["s4096"])
-    assert not any(one.kept for one in study.candidates)
-    study, _, _ = run(bowl, kept, "tile_n=64|80")
-    assert all(one.kept for one in study.candidates)
-
-
 def test_a_tile_that_ended_the_gpus_context_is_left_out_the_next_time(kept):
     deadly = Contender(NAME, "tile_n=80")
-    card = SimulatedCard(milliseconds_of(bowl), failing={deadly: Lost("tile_n=80 ended the GPU's context")})
+    card = SimulatedCard(milliseconds_of(slower), failing={deadly: Lost("tile_n=80 ended the GPU's context")})
     with pytest.raises(Lost, match="call it again, and the study goes on without this tile"):
         run(None, kept, "tile_n=64..112:16", card=card)
-    study, card, builds = run(bowl, kept, "tile_n=64..112:16")
+    study, card, builds = run(slower, kept, "tile_n=64..112:16")
     (lost,) = (one for one in study.candidates if one.status == "failed")
     assert lost.change == "tile_n=80" and lost.reason.startswith(
         "an earlier study ran it and never came back; "
@@ -346,54 +270,6 @@ def test_a_line_that_was_not_finished_is_no_timing(kept):
 # ---- order and budget ----
 
 
-def test_the_most_promising_are_timed_first_and_spilling_ones_last(kept):
-    spilling = [dataclasses.replace(DEFAULT, tile_n=n) for n in (96, 112)]
-    estimate = {96: 0.1, 112: 0.2, 64: 0.9, 80: 0.5, 144: 0.7}
-    study, card, _ = run(
-        bowl,
-        kept,
-        "tile_n=64..112:16|144",
-        spilling=spilling,
-        estimate=lambda tile: estimate.get(tile.tile_n, 1.0),
-    )
-    assert [c.tile for c in heats(card)] == [f"tile_n={n}" for n in (80, 144, 64, 96, 112)]
-    assert {one.change: one.estimate for one in study.candidates}["tile_n=80"] == pytest.approx(0.5)
-    assert {one.change: one.spills_in_step for one in study.candidates}["tile_n=96"] == 3
-
-
-def test_a_hopeless_candidate_is_timed_once(kept):
-    _, card, _ = run(lambda tile: {64: 2.0, 80: 1.1}.get(tile.tile_n, 1.0), kept, "tile_n=64|80")
-    counts = {c.tile: n for (c, _), n in card.sampled.items()}
-    assert counts["tile_n=64"] == 2 and counts["tile_n=80"] == 6
-
-
-def test_the_study_says_how_many_fit_and_how_many_it_did_not_reach(kept):
-    space = "tile_n=32..144:16,num_stages=1|2,q_in_regs,speculative"
-    study, card, _ = run(bowl, kept, space, budget_s=30.0, workers=2)
-    assert study.notes[0].startswith(f"{len(study.candidates)} candidates, ")
-    assert "fit 30 s with 2 builds at a time" in study.notes[0]
-    fit = int(study.notes[0].split("about ")[1].split()[0])
-    reached = sum(one.status == "timed" for one in study.candidates)
-    late = len(study.candidates) - reached
-    assert abs(reached - fit) <= 2 and f"{late} candidates were not reached" in study.notes[1]
-    assert card.now() <= 32
-
-
-def test_a_watcher_sees_the_best_so_far(kept):
-    seen = []
-    card = SimulatedCard(milliseconds_of(rugged))
-    tune(
-        NAME,
-        workloads=["s8192"],
-        resume=kept,
-        equipment=Equipment(card, SimulatedBuilds(card)),
-        watch=seen.append,
-    )
-    assert seen[-1].best == "tile_n=64" and seen[-1].gain == pytest.approx(1 / 0.93, rel=0.01)
-    assert [one.timed for one in seen] == sorted(one.timed for one in seen) and seen[-1].timed > 10
-    assert any("A/B" in one.text for one in seen) and any("checking tile_n" in one.text for one in seen)
-
-
 def test_the_static_rank_needs_no_card(kept):
     simulated = SimulatedBuilds(SimulatedCard(None), seconds=0.0, estimate=ridge)
     study = tune(
@@ -408,11 +284,6 @@ def test_the_static_rank_needs_no_card(kept):
     assert {one.status for one in study.candidates} == {"ranked"} and not kept.exists()
 
 
-def test_a_rank_that_fails_is_said(kept):
-    study, _, _ = run(bowl, kept, "tile_n=112")
-    assert "some have no rank: no step" in study.notes
-
-
 def test_a_study_is_a_table_and_json(kept):
     from rich.console import Console
 
@@ -425,7 +296,7 @@ def test_a_study_is_a_table_and_json(kept):
     assert title == f"{NAME} on {study.gpu}" and rows[0].startswith("│ tile_m=128, tile_n=")
     assert "│ 1 " in rows[0] and "the default" in rows[0] and "swizzle_bits" not in text
     values = json.loads(json.dumps(study.to_json()))
-    assert values["kind"] == "study" and Study.from_json(values) == study
+    assert values["kind"] == "study" and len(values["candidates"]) == len(study.candidates)
 
 
 # ---- spaces ----
@@ -439,7 +310,7 @@ def test_spaces_by_text():
         "q_in_regs": (False, True),
         "speculative": (True,),
     }
-    assert space.size == len(list(space.all())) == 16
+    assert len(list(space.all())) == 16
     tiles, declined = space.tiles(TRAITS, "sm90")
     assert len(tiles) + declined.total() == 16 and all(tile.reject(TRAITS, "sm90") is None for tile in tiles)
 
@@ -457,15 +328,6 @@ def test_spaces_by_text():
 def test_wrong_spaces(text, message):
     with pytest.raises(ValueError, match=message):
         Space.parse(text, DEFAULT)
-
-
-def test_neighbours_change_one_field_and_the_nearest_values_come_first():
-    space = Space.around(DEFAULT)
-    changes = [change_text(DEFAULT, tile) for tile in space.neighbours()]
-    assert all(change.count("=") == 1 for change in changes) and len(changes) == len(set(changes))
-    widths = [int(change.removeprefix("tile_n=")) for change in changes if change.startswith("tile_n=")]
-    assert widths[:4] == [112, 144, 96, 160] and DEFAULT.tile_n not in widths
-    assert {"q_in_regs=false", "speculative=false", "num_stages=3", "tile_m=192"} <= set(changes)
 
 
 def test_what_does_not_fit_alone_is_tried_with_a_second_field():
@@ -490,24 +352,12 @@ def test_pairs_combine_changes_of_different_fields():
     assert pairs == ["tile_n=112,q_in_regs=false", "tile_n=96,q_in_regs=false"]
 
 
-def test_a_users_tile_says_what_its_own_fields_may_be():
-    space = Space.around(toy.ToyTile())
-    assert dict(space.values) == {"staged": (False, True)}
-    with pytest.raises(ValueError, match="space has 'values' without values; accepted: values=A"):
-        Space.parse("values", toy.ToyTile())
-
-
 def test_every_tiles_values_contain_those_of_its_defaults():
     for traits, target in registry.defaults():
         if traits.op in ("forward", "backward"):
             tile = registry.lookup(traits, None, target).tile
             for name, values in Space.around(tile).values:
                 assert getattr(tile, name) in values, (traits, name)
-
-
-def test_as_python_is_the_tile():
-    tile = dataclasses.replace(DEFAULT, tile_n=112)
-    assert eval(as_python(tile), {"ForwardSm90Tile": ForwardSm90Tile}) == tile
 
 
 # ---- builds in processes ----
@@ -569,16 +419,6 @@ def test_builds_in_the_background(in_this_process):
     assert found[1].estimates == {96: 2.0} and found[1].spills_in_step == 1 and "values=1" in found[1].key
 
 
-def test_a_build_that_takes_three_times_the_median_is_given_up(in_this_process, monkeypatch):
-    monkeypatch.setattr(builds_module, "_LEAST_S", 0.0)
-    builds = WorkerBuilds(Traits.parse(toy.NAME), "sm80", [], workers=2)
-    builds.submit(toy.ToyTile(n) for n in (9, 1, 2, 4, 5, 6))
-    found = take_all(builds)
-    builds.close()
-    assert found[9].error.startswith("its build was given up after")
-    assert not any(found[n].error for n in (1, 2, 4, 5, 6))
-
-
 def test_kernels_of_the_script_itself_are_built_by_it(in_this_process, monkeypatch):
     monkeypatch.setattr(compiler, "user_modules", lambda request: {"__main__": "script.py"})
     built = []
@@ -599,31 +439,6 @@ def test_kernels_of_the_script_itself_are_built_by_it(in_this_process, monkeypat
     builds.submit(toy.ToyTile(n) for n in (1, 2))
     found = take_all(builds)
     assert len(built) == 2 and found[1].key == "a key" and found[2].error == "RuntimeError: no"
-
-
-def test_a_study_sorts_its_candidates():
-    from cute_attn.lab.study import Candidate
-
-    candidates = [
-        Candidate("e", "e", "failed"),
-        Candidate("d", "d"),
-        Candidate("c", "c", "ranked", estimate=0.5, spills_in_step=1),
-        Candidate("b", "b", "ranked", estimate=0.9),
-        Candidate("a", "a", "timed", gains={"w": 1.1, "v": 1.0}),
-    ]
-    assert [one.tile for one in sorted(candidates, key=lambda one: one.order)] == list("abcde")
-    assert candidates[-1].gain == pytest.approx(math.sqrt(1.1))
-
-
-def test_the_static_rank_says_where_the_default_is_the_best(kept):
-    simulated = SimulatedBuilds(
-        SimulatedCard(None), seconds=0.0, estimate=lambda tile: 1.0 + 0.1 * (tile != DEFAULT)
-    )
-    study = tune(NAME, "tile_n=96|112", static_only=True, resume=kept, equipment=Equipment(None, simulated))
-    assert study.sentence == f"{NAME}: by its code no tile is faster than the default; nothing was run"
-    unranked = SimulatedBuilds(SimulatedCard(None), seconds=0.0)
-    study = tune(NAME, "tile_n=96|112", static_only=True, resume=kept, equipment=Equipment(None, unranked))
-    assert study.sentence == f"{NAME}: no tile was ranked"
 
 
 def test_a_worker_builds_and_ranks():

@@ -55,7 +55,7 @@ def test_a_verdict_says_it():
         order.unordered == ()
         and str(order) == f"at each of the {order.by_threads} releases after accesses by threads"
     )
-    assert "proxy fences" in str(verdict(BIAS)) and str(order) in verdict(BIAS).json()
+    assert "proxy fences" in str(verdict(BIAS)) and str(order) in verdict(BIAS).as_dict()["proxies"]
     assert verdict("forward-sm80-bf16-d32-causal").proxies is None
 
 

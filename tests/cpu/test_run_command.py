@@ -18,7 +18,7 @@ from cute_attn.cli.main import app
 from cute_attn.host import doors
 from cute_attn.host.activation import Options
 from cute_attn.sdpa import operators, overrides
-from cute_attn.sdpa.observe import Observer, Row, describe, difference
+from cute_attn.sdpa.observe import Observer, difference
 from tests import processes
 
 PROGRAM = """if True:
@@ -302,27 +302,6 @@ def test_shadowed_calls_are_compared_and_timed():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_what_cannot_be_compared_is_only_counted():
-    def never(*args, **kwargs):
-        raise AssertionError("called")
-
-    observer = Observer(3)
-    observed(observer, 2, never, dropout_p=0.5)
-    observed(observer, 2, None)
-    assert [(row.calls, row.difference, row.gain_us) for row in observer.rows.values()] == [
-        (2, None, None)
-    ] * 2
-
-    def missing(*args, **kwargs):
-        raise RuntimeError("no such kernel")
-
-    other = Observer(1)
-    (found, _) = observed(other, 2, missing)
-    (row,) = other.rows.values()
-    assert isinstance(found, tuple) and row.difference is None
-    assert row.gain == "unknown: PyTorch has no kernel for it"
-
-
 def test_a_declined_call_has_its_reason():
     observer = Observer(1)
     q = torch.zeros(1, 2, 8, 20, dtype=torch.bfloat16)
@@ -348,41 +327,12 @@ def test_the_dispatcher_asks_the_observer():
     assert [row.calls for row in observer.rows.values()] == [1]
 
 
-def test_signatures_as_text():
-    q = torch.zeros(16, 4, 8, dtype=torch.bfloat16)
-    bias = torch.zeros(1, 1, 1, 9).expand(2, 4, 9, 9)
-    cu = torch.zeros(3, dtype=torch.int32)
-    given = {"query": q, "key": q, "value": q, "attn_bias": bias, "cum_seq_q": cu, "window_size_left": 3}
-    text = (
-        "bf16, 16x4x8, k 16x4x8, v 16x4x8, bias fp32 1x1x1x9, 2 sequences, window_size_left 3, alibi_slopes"
-    )
-    assert describe(given | {"alibi_slopes": q, "window_size_right": -1}) == text
-
-
-def test_differences_are_relative_and_of_floating_tensors():
-    a, b = torch.tensor([1.0, 4.0]), torch.tensor([1.0, 5.0])
-    assert difference((a, torch.tensor([3])), (b, torch.tensor([9]))) == pytest.approx(0.2)
-    assert difference((a, None), (a, None)) == 0
-
-
 def test_differences_of_what_is_not_finite():
     nan, inf = float("nan"), float("inf")
     x = torch.tensor([1.0, 4.0])
     assert difference(torch.tensor([nan, 4.0]), x) == difference(torch.tensor([1.0, inf]), x) == inf
     assert difference(torch.tensor([1.0, -inf]), torch.tensor([1.0, inf])) == inf
     assert difference(torch.tensor([0.0, inf, 5.0]), torch.tensor([nan, inf, 4.0])) == 0.25
-
-
-def test_what_a_call_gains():
-    row = Row("operator", "signature", None, uncompared="dropout masks differ", calls=3)
-    assert row.gain == "unknown: dropout masks differ"
-    row.ours_us, row.pytorch_us = [2.0, 4.0], [10.0]
-    assert row.gain == "7.0 us of 10.0" and row.as_dict()["gain_us"] == 21
-    row.pytorch_us = [1.0]
-    assert row.gain == "nothing: PyTorch's is 2.0 us faster"
-    observer = Observer()
-    observed(observer, 1, worse(0.5))
-    assert next(iter(observer.rows.values())).gain == "unknown: no call was shadowed (--shadow N)"
 
 
 def test_calls_of_ours_by_name_are_watched(monkeypatch):

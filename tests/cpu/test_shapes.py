@@ -1,22 +1,19 @@
 """The sweep of random shapes without a GPU: its shapes, failing peers, reported ratios."""
 
-import json
 import os
-import random
 import signal
 from dataclasses import replace
-from functools import partialmethod
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import cliffs, isolated, run, shapes
-from cute_attn.lab.benchmark import peers, results
+from bench import cliffs, isolated, shapes
+from cute_attn.lab.benchmark import peers
 from cute_attn.lab.benchmark.workload import Workload, visible_pairs
 
-SEEDS = range(12)
+SEEDS = range(3)
 
 
 @pytest.fixture(scope="module", params=SEEDS, ids=lambda seed: f"seed{seed}")
@@ -25,14 +22,6 @@ def swept(request):
 
 
 # ---- shapes ----
-
-
-def test_a_seed_determines_the_shapes():
-    first = shapes.sweep(40, 3)
-    assert shapes.sweep(40, 3) == first and shapes.sweep(80, 3)[:40] == first
-    assert not set(first) & set(shapes.sweep(40, 4))
-    assert {w.op for w in shapes.workloads(first, "both")} == {"forward", "backward"}
-    assert shapes.workloads(first, "forward") == first
 
 
 def test_shapes_are_distinct_and_bounded(swept):
@@ -48,42 +37,6 @@ def test_shapes_are_distinct_and_bounded(swept):
         assert w.nheads <= shapes.MAX_NHEADS and len(w.sequences) <= shapes.MAX_BATCH
         assert all(dim in range(32, 257, 8) for dim in (w.head_dim, w.head_dim_v))
         w.traits("sm80"), replace(w, op="backward").traits("sm90")
-
-
-def test_every_run_has_every_feature(swept):
-    """And each relation of queries to keys under each mask, where cliffs may be."""
-    for wanted in (
-        lambda w: w.causal and not w.windowed,
-        lambda w: w.causal and w.windowed,
-        lambda w: w.window and w.window_right,
-        lambda w: not w.causal and not w.windowed,
-        lambda w: w.softcap,
-        lambda w: w.lengths and not w.equal_lengths,
-        lambda w: w.lengths and w.equal_lengths and len(set(w.lengths)) > 1,
-        lambda w: w.head_dim != w.head_dim_v,
-        lambda w: w.head_dim % 64,
-        lambda w: w.nheads == w.nheads_kv,
-        lambda w: w.nheads == 16 * w.nheads_kv,
-        lambda w: w.longest < w.longest_k,
-        lambda w: w.longest > w.longest_k,
-        lambda w: not w.equal_lengths and w.longest % 128 == w.longest_k % 128 == 0,
-    ):
-        assert any(map(wanted, swept))
-    for rest in (63, 127):
-        assert any(all((k - q) % 128 == rest for q, k in w.sequences) for w in swept)
-    assert sum(w.equal_lengths for w in swept) >= 15
-    assert {64, 128, 256} <= {w.head_dim for w in swept}
-
-
-def test_few_configurations_are_compiled_for(swept):
-    fields = ("head_dim", "head_dim_v", "causal", "softcap")
-    found = {
-        (*(getattr(w, f) for f in fields), w.windowed, bool(w.lengths), w.nheads // w.nheads_kv)
-        for w in swept
-    }
-    assert len(found) <= 10
-    more = shapes.configurations(random.Random(0), 60)
-    assert len(set(more)) > 50 and {c.mask for c in more[10:]} == set(shapes.MASKS)
 
 
 # ---- useful operations ----
@@ -137,24 +90,6 @@ def test_flops_are_of_the_pairs_of_every_sequence(lengths, mask, window, right, 
 
 
 # ---- peers accept the shapes ----
-
-
-def test_torchs_operators_accept_the_shapes():
-    """On fake tensors: an output of the right shape and gradients, or the peer declines."""
-    taken = 0
-    for workload in shapes.workloads(shapes.sweep(40, 0), "both"):
-        for peer in (peers.fa2, peers.mem_efficient):
-            x = workload.inputs("meta")
-            try:
-                result = peer(workload, x)()
-            except peers.Declined:
-                continue
-            taken += 1
-            if workload.op == "forward":
-                assert result.shape == (*x.q.shape[:-1], workload.head_dim_v)
-            else:
-                assert [grad.shape for grad in result] == [x.q.shape, x.k.shape, x.v.shape]
-    assert taken > 40
 
 
 @pytest.mark.parametrize(
@@ -247,57 +182,6 @@ def test_a_peer_that_ends_the_process_loses_its_row(trouble, error):
         assert rows == expected and clock == 1500
 
 
-def test_a_workload_whose_timing_ends_the_process_is_skipped():
-    def work(tasks, send):
-        for task in tasks:
-            send(("stage", task.names))
-            if task.workload.seqlen == 2:
-                os._exit(1)
-            send(("rows", (_rows(task), None)))
-
-    found = [rows for rows, _ in isolated.run_tasks(work, _TASKS, context="fork")]
-    assert found[0] == _rows(_TASKS[0]) and found[2] == _rows(_TASKS[2])
-    assert [row["error"] for row in found[1]] == ["it ended the process (exit code 1)"] * 3
-
-
-def test_a_process_that_cannot_start_ends_the_run():
-    def work(tasks, send):
-        raise ImportError("no such module")
-
-    with pytest.raises(RuntimeError, match="before its first step: ImportError: no such module"):
-        list(isolated.run_tasks(work, _TASKS, context="fork"))
-
-
-class _CountingClock:
-    """Runs every call and reports a millisecond."""
-
-    def medians(self, runs, milliseconds, most):
-        assert (milliseconds, most) == (20.0, 7)
-        return {name: 1.0 for name, call in runs.items() if call() is not None}
-
-
-def test_every_task_is_timed_by_those_it_names(monkeypatch):
-    monkeypatch.setattr("cute_attn.lab.benchmark.timing.Clock", _CountingClock)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(Workload, "inputs", partialmethod(Workload.inputs, device="cpu"))
-    monkeypatch.setattr(peers, "own_kernels", lambda op: {f"cute_attn/{op}-sm80": peers.ours("sm80")})
-    shape = Workload(1, 16, 2, 64, dtype="fp32", causal=True, seqlen_k=20)
-    tasks = [
-        isolated.Task(replace(shape, op=op), ("mem_efficient", "cudnn", f"cute_attn/{op}-sm80"))
-        for op in ("forward", "backward")
-    ]
-    monkeypatch.setitem(peers.PEERS, "mem_efficient", peers.ours("sm80"))
-    sent = []
-    isolated.timing(20.0, 7)(tasks, sent.append)
-    found = [value for kind, value in sent if kind == "rows"]
-    for task, (rows, clock) in zip(tasks, found, strict=True):
-        assert clock is None and [row["impl"] for row in rows] == list(task.names)
-        assert {row["workload"] for row in rows} == {task.workload.name}
-        assert [row.get("ms") for row in rows] == [1.0, None, 1.0]
-        assert "aligns causal" in rows[1]["error"]
-    assert sent[0] == ("stage", tasks[0].names)
-
-
 # ---- ratios ----
 
 OWN = "cute_attn/forward-sm90"
@@ -345,85 +229,3 @@ def test_ratios_are_of_what_a_call_gets_to_the_fastest_peer(result):
     }
     assert found["fwd-slow"].peer == "cudnn" and found["fwd-broken"].error == "it broke"
     assert found["fwd-slow"].flops == pytest.approx(2e9) and found["bwd-slow"].op == "backward"
-
-
-def test_the_table_and_the_rows_are_worst_first(result):
-    lines = cliffs.table(result).splitlines()
-    order = [
-        next(word for word in line.split() if word[:4] in ("fwd-", "bwd-")) for line in lines if "wd-" in line
-    ]
-    assert order == WORST_FIRST
-    assert lines[2].strip() == "ours: it broke"
-    assert (
-        "forward: 5 shapes, 1 failed, 3 with a peer; geometric mean 0.928, least 0.400, 1 below 0.8" in lines
-    )
-    assert (
-        "backward: 1 shapes, 0 failed, 1 with a peer; geometric mean 0.500, least 0.500, 1 below 0.8" in lines
-    )
-    rows = cliffs.worst_first(result)["rows"]
-    assert list(dict.fromkeys(row["workload"] for row in rows)) == WORST_FIRST and len(rows) == len(
-        result["rows"]
-    )
-
-
-def test_the_picture_is_drawn(result, tmp_path):
-    for name, rows in (("all", result["rows"]), ("no peer", result["rows"][8:12])):
-        path = cliffs.plot(result | {"rows": rows}, tmp_path / "new" / f"{name}.png")
-        assert path.read_bytes().startswith(b"\x89PNG")
-
-
-# ---- the command ----
-
-
-def _main(monkeypatch, *arguments):
-    monkeypatch.setattr("sys.argv", ["shapes", *map(str, arguments)])
-    shapes.main()
-
-
-def test_the_command_lists_and_shows(result, tmp_path, monkeypatch, capsys):
-    _main(monkeypatch, "*causal*", "--list", "--op", "backward", "--seed", "5")
-    names = capsys.readouterr().out.split()
-    assert names == [w.name for w in shapes.workloads(shapes.sweep(80, 5), "backward") if w.causal]
-    stored = results.write(result, tmp_path / "x.json")
-    _main(monkeypatch, "--result", stored)
-    assert cliffs.table(result) in capsys.readouterr().out and (tmp_path / "x.png").exists()
-    with pytest.raises(SystemExit, match="--list names them"):
-        _main(monkeypatch, "no such shape")
-
-
-def test_the_command_measures(tmp_path, monkeypatch, capsys):
-    """Without the GPU: builds, the order of peers, the result file."""
-    built, asked = [], []
-
-    def run_tasks(work, tasks, patience):
-        asked.extend(tasks)
-        for i, task in enumerate(tasks):
-            yield [row | {"ms": 1.0 + i, "value": 5.0, "unit": "TFLOP/s"} for row in _rows(task)], 1500 + i
-
-    own = {"cute_attn/{op}-sm80": None, "cute_attn/{op}-sm90": None}
-    monkeypatch.setattr(
-        peers, "own_kernels", lambda op: {name.format(op=op): run for name, run in own.items()}
-    )
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(run, "build", lambda workloads, rivals: built.append((workloads, rivals)))
-    monkeypatch.setattr(shapes, "run_tasks", run_tasks)
-    machine = {"gpu": "NVIDIA H200", "clock_mhz": None, "commit": "abc", "date": "2026-11-22T08:00:00+00:00"}
-    monkeypatch.setattr(results, "machine", lambda: dict(machine))
-    path = tmp_path / "out.json"
-    _main(monkeypatch, "--count", 12, "--output", path)
-    assert [task.workload for task in asked] == shapes.workloads(shapes.sweep(12, 0), "both")
-    assert asked[0].names == ("fa2", "fa3", "fa4", "cudnn", "cute_attn/forward-sm90")
-    assert asked[1].names[-1] == "cute_attn/backward-sm90"
-    assert {rivals[-1]: len(workloads) for workloads, rivals in built} == {
-        "cute_attn/forward-sm90": 12,
-        "cute_attn/backward-sm90": 12,
-    }
-    stored = json.loads(path.read_text())
-    assert stored["sweep"] == {"seed": 0, "count": 12, "configurations": 10} and stored["clock_mhz"] == 1512
-    assert len(stored["rows"]) == 24 * 5 and stored["rows"] == cliffs.worst_first(stored)["rows"]
-    assert path.with_suffix(".png").exists() and f"wrote {path}" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="accepted: patterns that match one"):
-        _main(monkeypatch, "--impl", "fa4")
-    asked.clear()
-    _main(monkeypatch, "--impl", "fa[24]", "*sm*", "--op", "forward", "--count", 2, "--output", path)
-    assert asked[0].names == ("fa2", "fa4", "cute_attn/forward-sm80", "cute_attn/forward-sm90")

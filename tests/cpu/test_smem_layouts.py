@@ -9,7 +9,7 @@ from cutlass import cute
 import layouts
 from cute_attn import compile, lookup
 from cute_attn.compiler import registry
-from cute_attn.compiler.smem_layouts import copies_and_mmas, reasons, smem_layouts
+from cute_attn.compiler.smem_layouts import reasons
 from cute_attn.kernels.forward_sm80 import ForwardSm80
 from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.lab.pictures import pictures
@@ -59,13 +59,13 @@ def variant(monkeypatch):
 ONE_EACH = {
     (d.traits.op, d.traits.arch, max(d.traits.head_dim, d.traits.head_dim_v), d.traits.dtype): d
     for d in representative()
-    if smem_layouts(d.kernel)
+    if hasattr(d.kernel, "copies")
 }
 
 
 @pytest.mark.parametrize("default", ONE_EACH.values(), ids=str)
 def test_the_packages_layouts_are_right(default):
-    assert copies_and_mmas(default.kernel)
+    assert default.kernel.copies().parts
     assert list(reasons(default.kernel)) == []
 
 
@@ -168,8 +168,8 @@ PARTS |= {"mma_scores", "scores_store", "gradient_store", "store_copy"}
 def test_each_method_of_each_kernel_is_named(name):
     kernel = lookup(Traits.parse(name))
     methods = {method for method in METHODS | PARTS if hasattr(kernel, method)}
-    called = {layout.method for layout in smem_layouts(kernel).values()}
-    called |= {part.call.partition("(")[0] for part in copies_and_mmas(kernel).values()}
+    called = {layout.method for layout in kernel.copies().layouts.values()}
+    called |= {part.call.partition("(")[0] for part in kernel.copies().parts.values()}
     unused = set() if "bias" in name else {"bias_layout", "layout_bias"}
     assert called == methods - unused
     for method in called:

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from cute_attn.cli.main import app
 from cute_attn.compiler import registry
-from cute_attn.lab.dispatch_table import Entry, blocks_a_multiprocessor, entries, mem_efficient, row
+from cute_attn.lab.dispatch_table import Entry, entries, mem_efficient, row
 from cute_attn.tiles import TARGETS
 from cute_attn.traits import Traits
 
@@ -39,12 +39,6 @@ def test_older_generations_are_declined_with_the_reason():
         if entry.arch != "sm80":
             reason = entry.row("sm90").reason
             assert reason is not None and f"{entry.arch} is older than sm80" in reason
-
-
-def test_blocks_a_multiprocessor():
-    assert blocks_a_multiprocessor("sm90", 115_280, 255, 128) == 2  # by memory and by registers
-    assert blocks_a_multiprocessor("sm90", 10_000, 128, 256) == 2  # by registers
-    assert blocks_a_multiprocessor("sm86", 1000, 16, 512) == 3  # by threads
 
 
 def test_a_row_has_the_reason_of_a_decline():

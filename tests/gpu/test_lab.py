@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from cute_attn.lab import ledger, report
+from cute_attn.lab import report
 from cute_attn.lab.benchmark.workload import Workload
 from cute_attn.lab.card import Contender, Gpu, Wrong, needed_kernels
-from cute_attn.lab.race import ab, race
+from cute_attn.lab.race import ab, fastest
 from cute_attn.lab.tune import tune
 from tests.gpu.archs import runnable_archs
 
@@ -50,11 +50,8 @@ def test_a_backward_is_compared_with_the_reference_and_timed():
     assert one.rounds >= 21 and one.ms_a > 0
 
 
-def test_a_race_ranks_the_slow_tile_last():
-    places = race([(NAME, SLOW), NAME, "fa2"], [WORKLOAD], budget_s=5)
-    assert places[0].contender == f"{NAME} (default tile)" and places[0].slower == 1.0
-    slow = next(place for place in places if SLOW in place.contender)
-    assert slow.slower > 1.05 and not any(place.failed for place in places)
+def test_a_race_does_not_choose_the_slow_tile():
+    assert fastest([Contender(NAME, SLOW), Contender(NAME)], [WORKLOAD], Gpu(), 5) == Contender(NAME)
 
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch):
@@ -83,21 +80,19 @@ def test_a_study_of_a_few_tiles_ends_with_a_checked_winner(tmp_path):
     assert all(one.estimate is not None for one in study.candidates), study.notes
     again = tune(NAME, fields, workloads=[WORKLOAD], budget_s=60, resume=timings)
     assert all(one.kept for one in again.candidates) and again.seconds < study.seconds + 5
-    page = report.write(study, tmp_path / "study.html")
-    assert page.stat().st_size < report.MAX_BYTES
+    page = tmp_path / "study.html"
+    report.of_study(study, page)
+    assert page.stat().st_size < 2_000_000
 
 
-def test_an_ab_with_a_prediction_is_in_the_ledger(tmp_path):
-    book, result = tmp_path / "ledger.jsonl", tmp_path / "ab.json"
-    arguments = ("--workload", "b2-s2048-h16", "--budget", "5", "--ledger", str(book), "-o", str(result))
-    prediction = ("--predict=-90..-5%", "--why", "a quarter of the keys per step")
-    command = (sys.executable, "-m", "cute_attn", "ab", NAME, "--tile", SLOW, *arguments, *prediction)
+def test_the_command_ab(tmp_path):
+    result = tmp_path / "ab.json"
+    arguments = ("--workload", "b2-s2048-h16", "--budget", "5", "-o", str(result))
+    command = (sys.executable, "-m", "cute_attn", "ab", NAME, "--tile", SLOW, *arguments)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "% slower than its default tile" in " ".join(done.stdout.split())
-    (entry,) = ledger.entries(book)
-    assert entry.outcome == "right" and json.loads(result.read_text())["kind"] == "comparison"
-    assert entry.static and "opcodes" in entry.static
+    assert json.loads(result.read_text())["kind"] == "comparison"
 
 
 def test_what_a_contender_needs_is_built_beforehand():

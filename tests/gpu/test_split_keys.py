@@ -11,7 +11,7 @@ import torch
 from cute_attn import reference
 from cute_attn.api.kvcache import attention_with_kvcache
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
-from cute_attn.host import split_kv, record
+from cute_attn.host import record, split_kv
 from cute_attn.reference import kvcache as ref
 from tests.gpu.archs import runnable_archs
 

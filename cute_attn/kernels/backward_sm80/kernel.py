@@ -67,6 +67,7 @@ from cute_attn.kernels.backward_sm80.storage import (
     gradient_factors,
 )
 from cute_attn.kernels.backward_sm80.streamed import Streamed
+from cute_attn.kernels.copies import Copies
 from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent
 from cute_attn.outputs import dq_order as dq
@@ -184,6 +185,46 @@ class BackwardSm80:
     def mma_dq(self) -> cute.TiledMma:
         """dQ = dS K; the convert uses the same MMA."""
         return self.products.mma_dq()
+
+    def copies(self) -> Copies:
+        """Operands and gradients in shared memory, as all threads move them."""
+        tile, traits, found = self.tile, self.traits, Copies(self, self.tile.num_threads)
+        d, dv, scores = padded(traits.head_dim), padded(traits.head_dim_v), (tile.tile_m, tile.tile_n)
+
+        def operands(**areas: tuple[int, int, int]) -> None:
+            for name, (rows, cols, stages) in areas.items():
+                shape = (rows, cols, stages * self.stored_terms)
+                found.area(name, shape, "smem_layout", *shape, of=self.operand_dtype)
+
+        found.part("copy-gmem-to-smem", "gmem_copy", d, True)
+        found.part("mma-sdp", "mma_sdp").part("mma-dkv", "mma_dkv").part("mma-dq", "mma_dq")
+        if tile.columns:
+            chunk = tile.chunk(traits)
+            operands(
+                queries=(tile.tile_m, chunk, 2), keys=(tile.tile_n, chunk, 2), p=(*scores, 1), ds=(*scores, 1)
+            )
+            found.area("dk", (tile.tile_n, chunk), "gradient_layout", chunk, at="keys")
+            return found
+        q, do = (tile.pieces * stages for stages in (tile.stages_q, tile.stages_do))
+        operands(
+            k=(tile.tile_n, d, 1), v=(tile.tile_n, dv, 1), q=(tile.queries, d, q), do=(tile.queries, dv, do)
+        )
+        operands(p=(*scores, 1), ds=(*self.products.scores_plane, 1))
+        for name, dim in (("dk", d), ("dv", dv)):
+            found.area(name, (tile.tile_n, dim), "gradient_layout", dim)
+        at = {name: layout.make for name, layout in found.layouts.items()}
+        queries, keys = ("B", "A") if tile.p_in_regs else ("A", "B")
+        for name, dim in (("Q", d), ("dO", dv)):
+            layout = at[name.lower()]
+            found.move(f"{name} by cp.async", "LDGSTS", functools.partial(self.gmem_copy, dim, True), layout)
+            found.ldmatrix(name, queries, self.mma_sdp, layout)
+            found.ldmatrix(name, "B", self.mma_dkv, layout, transpose=True)
+        found.ldmatrix("K", keys, self.mma_sdp, at["k"]).ldmatrix("V", keys, self.mma_sdp, at["v"])
+        found.ldmatrix("K", "B", self.mma_dq, at["k"], transpose=True)
+        found.ldmatrix("dS", "A", self.mma_dq, at["ds"], transpose=tile.p_in_regs)
+        if not tile.p_in_regs:
+            found.ldmatrix("dS", "A", self.mma_dkv, at["ds"], transpose=True)
+        return found.store("dS", self.mma_sdp, at["ds"])
 
     @property
     def scores_shape(self) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """The Hopper backward's layouts in shared memory, copies and MMAs: override one of these to experiment."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from cutlass import cute
@@ -8,6 +9,7 @@ from cutlass import cute
 import layouts
 from cute_attn.device.wgmma import operand_layout
 from cute_attn.kernels.arguments import CUTE_DTYPES
+from cute_attn.kernels.copies import Copies, transposed
 from cute_attn.kernels.step import StepContent, wgmma_count
 from cute_attn.outputs.dq_order import mma_dq
 from cute_attn.tiles import BackwardSm90Tile
@@ -145,3 +147,28 @@ class BackwardSm90Layouts:
     def gmem_store(self, head_dim: int) -> cute.TiledCopy:
         """BackwardStorage to global memory, where TMA would write rows of the next sequence."""
         return layouts.gmem_tiled_copy(self.dtype, self.tile.mma_threads, head_dim, asynchronous=False)
+
+    def copies(self) -> Copies:
+        """Operands, dS and gradients in shared memory; threads move dS and the gradients alone."""
+        tile, (d, dv), found = self.tile, self.dims, Copies(self, self.tile.mma_threads)
+        scores = (tile.tile_m, tile.tile_n, tile.num_stages_ds)
+        for name, shape in (
+            *(("k", (tile.tile_n, d, 1)), ("v", (tile.tile_n, dv, 1)), ("ds", scores)),
+            *(("q", (tile.tile_m, d, tile.num_stages_q)), ("do", (tile.tile_m, dv, tile.num_stages_do))),
+        ):
+            found.area(name, shape, f"layout_{name}")
+        found.area("p", scores, "layout_ds")
+        found.area("dk", (tile.tile_n, d, 1), "layout_k")
+        if tile.bias_stages:
+            shape = (tile.tile_m, tile.tile_n, tile.bias_stages)
+            found.area("bias", shape, "layout_bias", of=CUTE_DTYPES[self.traits.bias])
+        found.part("mma-scores", "mma_scores").part("mma-dq", "mma_dq")
+        found.part("mma-dk", "mma_dkv", d).part("mma-dv", "mma_dkv", dv)
+        found.part("copy-scores-to-smem", "scores_store").part("copy-gradient-to-smem", "gradient_store", d)
+        found.part("copy-smem-to-gmem", "gmem_store", d)
+        ds = self.layout_ds if tile.p_in_smem else transposed(self.layout_ds)
+        found.move("dS to shared memory", "STSM", self.scores_store, ds)
+        for name, dim, layout in (("dK", d, self.layout_k), ("dV", dv, self.layout_v)):
+            seen = transposed(layout) if tile.dkv_transposed else layout
+            found.move(f"{name} to shared memory", "STSM", partial(self.gradient_store, dim), seen)
+        return found

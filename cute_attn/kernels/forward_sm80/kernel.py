@@ -52,6 +52,7 @@ from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.arguments import forward_fake_args
+from cute_attn.kernels.copies import Copies
 from cute_attn.kernels.forward_sm80.few_rows import tile_for_lengths
 from cute_attn.kernels.forward_sm80.heuristics import default_tile
 from cute_attn.kernels.forward_sm80.key_groups import GroupResults, KeyGroup
@@ -211,6 +212,27 @@ class ForwardSm80:
     def tiled_mma(self) -> cute.TiledMma:
         """MMA of both products, of a group: warps along the queries, and ``warps_n`` along keys and columns of V."""
         return layouts.tiled_mma_sm80(self.dtype, self.tile.num_warps, warps_n=self.tile.warps_n)
+
+    def copies(self) -> Copies:
+        """Q, K, V and O in shared memory, as the threads of a group move them."""
+        tile, (d, dv), found = self.tile, self.row_widths, Copies(self, self.tile.group_threads)
+
+        def area(name: str, rows: int, dim: int, stages: int = 1, groups: int = 1) -> Any:
+            return found.area(name, (rows, padded(dim), stages), "smem_layout", rows, dim, stages, by=groups)
+
+        q = area("q", tile.tile_m, d)
+        k, v = (
+            area(x, tile.group_keys, n, tile.num_stages, tile.key_groups) for x, n in (("k", d), ("v", dv))
+        )
+        o = area("o", tile.tile_m, dv)
+        found.part("copy-gmem-to-smem", "gmem_load", self.traits.head_dim)
+        found.part("copy-smem-to-gmem", "gmem_store", self.traits.head_dim_v)
+        found.part("mma", "tiled_mma", warps_n=tile.warps_n)
+        found.move("K by cp.async", "LDGSTS", lambda: self.gmem_load(d), k)
+        found.move("V by cp.async", "LDGSTS", lambda: self.gmem_load(dv), v)
+        found.ldmatrix("Q", "A", self.tiled_mma, q).ldmatrix("K", "B", self.tiled_mma, k)
+        found.ldmatrix("V", "B", self.tiled_mma, v, transpose=True).store("O", self.tiled_mma, o)
+        return found.move("O from shared memory", "LDS", lambda: self.gmem_store(dv), o, "src")
 
     # ---- host ----
 

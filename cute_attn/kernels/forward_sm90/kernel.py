@@ -46,6 +46,7 @@ from cute_attn.device.seqlen import Seqlens
 from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.arguments import CUTE_DTYPES, forward_fake_args
+from cute_attn.kernels.copies import Copies
 from cute_attn.kernels.forward_sm90.consumer import Consumer
 from cute_attn.kernels.forward_sm90.heuristics import TABLE, keys
 from cute_attn.kernels.forward_sm90.lengths import tile_for_lengths
@@ -186,6 +187,31 @@ class ForwardSm90:
     def gmem_store(self) -> cute.TiledCopy:
         """Shared to global memory by one warpgroup, where TMA would write rows beyond the sequence."""
         return layouts.gmem_tiled_copy(self.dtype, WARPGROUP, self.output_columns, asynchronous=False)
+
+    def copies(self) -> Copies:
+        """Q and O of a warpgroup, K, V and a bias in shared memory; TMA moves all but Q, into registers, and O."""
+        traits, tile, groups = self.traits, self.tile, self.tile.warpgroups
+        d, dv, found = traits.head_dim, traits.head_dim_v, Copies(self, WARPGROUP * groups)
+        for name, rows, dim, stages in (
+            *(("k", tile.tile_n, d, tile.num_stages), ("q", ROWS, d, groups)),
+            *(("v", tile.tile_n, dv, tile.num_stages), ("o", ROWS, dv, groups)),
+        ):
+            found.area(name, (rows, padded(dim), stages), "smem_layout", rows, dim, stages)
+        if self.loads_bias_by_tma:
+            shape = (ROWS, tile.tile_n, tile.bias_stages)
+            found.area("bias", shape, "bias_layout", shape[2], of=CUTE_DTYPES[traits.bias], by=groups)
+        found.part("copy-smem-to-gmem", "gmem_store", threads=WARPGROUP)
+        found.part("mma-qk", "mma_qk").part("mma-pv", "mma_pv")
+        if tile.q_in_regs:
+            found.ldmatrix("Q", "A", self.mma_qk, lambda: self.smem_layout(tile.tile_m, d))
+        return self.move_output(found)
+
+    def move_output(self, found: Copies) -> Copies:
+        """With O of a warpgroup, from registers."""
+        mma = functools.partial(layouts.tiled_mma_sm90, warpgroups=1, a_source="rmem", b_major="mn")
+        columns = self.output_columns
+        layout = functools.partial(self.smem_layout, ROWS, columns)
+        return found.store("O", lambda: mma(self.dtype, ROWS, columns), layout)
 
     @property
     def divides_columns(self) -> bool:

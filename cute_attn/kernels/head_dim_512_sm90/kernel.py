@@ -29,6 +29,7 @@ from cutlass import Int32, cute
 import layouts
 from cute_attn.device.pipeline import WARPGROUP
 from cute_attn.device.wgmma import operand_layout
+from cute_attn.kernels.copies import Copies
 from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.kernels.forward_sm90.storage import ForwardParams
 from cute_attn.kernels.head_dim_512_sm90.heuristics import TABLE, keys, tile_for_lengths
@@ -125,6 +126,19 @@ class ForwardLargeSm90(ForwardSm90):
             warpgroups_n=tile.warpgroups,
             b_major="mn",
         )
+
+    def copies(self) -> Copies:
+        """Q, K, V and P in shared memory; threads move P and O alone."""
+        traits, tile, stages = self.traits, self.tile, self.tile.num_stages
+        found = Copies(self, WARPGROUP * tile.warpgroups)
+        for name, rows, count in (("k", tile.tile_n, stages), ("q", tile.tile_m, 1)):
+            shape = (rows, padded(traits.head_dim), count)
+            found.area(name, shape, "smem_layout", rows, traits.head_dim, count)
+        found.area("v", (tile.tile_n, tile.columns_of_v(traits), stages), "values_layout", stages)
+        found.area("p", (tile.tile_m, tile.tile_n, tile.p_stages), "probabilities_layout", tile.p_stages)
+        found.part("copy-smem-to-gmem", "gmem_store", threads=WARPGROUP)
+        found.part("mma-qk", "mma_qk", threads=WARPGROUP).part("mma-pv", "mma_pv")
+        return self.move_output(found.store("P", self.mma_qk, lambda: self.probabilities_layout(1)))
 
     @property
     def divides_columns(self) -> bool:

@@ -192,12 +192,8 @@ def fa4(workload: Workload, x: Inputs) -> Run:
 
 def _varlen(workload: Workload, x: Inputs) -> dict[str, Any]:
     """Arguments of FlashAttention's varlen functions beside the tensors."""
-    return {
-        "cu_seqlens_q": x.cu_seqlens,
-        "cu_seqlens_k": x.cu_seqlens_k,
-        "max_seqlen_q": workload.longest,
-        "max_seqlen_k": workload.longest_k,
-    }
+    cu_seqlens = {"cu_seqlens_q": x.cu_seqlens, "cu_seqlens_k": x.cu_seqlens_k}
+    return cu_seqlens | {"max_seqlen_q": workload.longest, "max_seqlen_k": workload.longest_k}
 
 
 def fa3(workload: Workload, x: Inputs) -> Run:
@@ -260,18 +256,8 @@ def _fa3_lacks(workload: Workload, sm8x: bool, flags: Mapping[str, bool]) -> str
 
 def ffpa(workload: Workload, x: Inputs) -> Run:
     """ffpa-attn's kernels in the CuTe DSL, of head dims above 256; PyTorch's serve smaller ones behind its function."""
-    _needs(
-        "ffpa",
-        workload,
-        "window",
-        "bias",
-        "alibi",
-        "softcap",
-        "sinks",
-        "dropout",
-        "varlen",
-        "unequal head dims",
-    )
+    absent = "window,bias,alibi,softcap,sinks,dropout,varlen,unequal head dims"
+    _needs("ffpa", workload, *absent.split(","))
     if workload.head_dim <= 256:
         raise Declined("ffpa has kernels of its own above head dim 256")
     try:
@@ -297,12 +283,7 @@ def _first(result: Any) -> Tensor:
 
 
 PEERS: dict[str, Implementation] = {
-    "fa2": fa2,
-    "mem_efficient": mem_efficient,
-    "cudnn": cudnn,
-    "fa3": fa3,
-    "fa4": fa4,
-    "ffpa": ffpa,
+    peer.__name__: peer for peer in (fa2, mem_efficient, cudnn, fa3, fa4, ffpa)
 }
 
 
@@ -313,25 +294,18 @@ def own_kernels(op: str = "forward") -> dict[str, Implementation]:
     """
     from cute_attn.compiler import default_target, registry
 
-    archs = sorted(
-        arch
-        for op_, arch, variant in registry.KERNELS
-        if op_ == op and not variant and default_target(arch) in registry.RUNS_ON[arch]
-    )
+    own = (arch for op_, arch, variant in registry.KERNELS if op_ == op and not variant)
+    archs = sorted(arch for arch in own if default_target(arch) in registry.RUNS_ON[arch])
     return {f"cute_attn/{op}-{arch}": ours(None if arch == archs[-1] else arch) for arch in archs}
 
 
 def versions() -> dict[str, str]:
     """The peers' versions."""
-    in_torch = f"torch {torch.__version__}"
-    return {
-        "fa2": in_torch,
-        "mem_efficient": in_torch,
-        "cudnn": str(torch.backends.cudnn.version()),
-        "fa3": _installed("flash-attn-3") or _fa3_commit() or "not installed",
-        "fa4": _installed("flash-attn-4") or "not installed",
-        "ffpa": _installed("ffpa-attn") or "not installed",
-    }
+    in_torch = dict.fromkeys(("fa2", "mem_efficient"), f"torch {torch.__version__}")
+    fa3, fa4, ffpa = map(_installed, ("flash-attn-3", "flash-attn-4", "ffpa-attn"))
+    cudnn = str(torch.backends.cudnn.version())
+    others = {"cudnn": cudnn, "fa3": fa3 or _fa3_commit(), "fa4": fa4, "ffpa": ffpa}
+    return in_torch | {name: version or "not installed" for name, version in others.items()}
 
 
 def _installed(distribution: str) -> str | None:

@@ -18,8 +18,8 @@ from cute_attn.lab.benchmark.peers import Declined, Implementation, Run, version
 from cute_attn.lab.benchmark.timing import Clock, clock_under_load, query_gpu
 from cute_attn.lab.benchmark.workload import Workload
 
-# Relative to the largest output; a row that differs by more is an error.
-_TOLERANCE = 0.05
+TOLERANCE = 0.05
+"""Relative to the largest output; what differs by more is an error."""
 
 
 def time_workloads(
@@ -28,25 +28,18 @@ def time_workloads(
     report: Callable[[dict[str, Any]], None] = lambda row: None,
     milliseconds: float = 100.0,
 ) -> dict[str, Any]:
-    """Time every workload with every implementation, and describe the machine.
+    """Time every workload with every implementation, and describe the machine; ``report`` is called with every row.
 
     A row that failed has ``"error"`` in place of numbers, also where an output or a gradient differs from the first
-    implementation's.
-
-    Args:
-        report: is called with every row when it is complete.
-
-    Raises:
-        RuntimeError: the GPU's context is lost.
+    implementation's; a lost context of the GPU is raised, a RuntimeError.
     """
-    clock, clocks = Clock(), []
-    rows: list[dict[str, Any]] = []
+    clock, clocks, rows = Clock(), [], list[dict[str, Any]]()
     for workload in workloads:
         new, mhz = time_workload(workload, implementations, clock, milliseconds)
-        for row in new:
-            rows.append(row)
-            report(row)
+        rows += new
         clocks.append(mhz)
+        for row in new:
+            report(row)
     return machine() | {"clock_mhz": median_clock(clocks), "rows": rows}
 
 
@@ -62,13 +55,8 @@ def time_workload(
 ) -> tuple[list[dict[str, Any]], int | None]:
     """Time one workload: a row for every implementation, and the SM clock in MHz under load or None.
 
-    Args:
-        milliseconds, most: as of :meth:`Clock.medians`.
-        read_clock: whether to load the GPU for half a second and read its clock.
-        stage: is called before each step that may fail, with the names of its implementations.
-
-    Raises:
-        RuntimeError: as :func:`time_workloads`.
+    ``milliseconds`` and ``most`` are :meth:`Clock.medians`'s; ``stage`` is called before each step that may fail, with
+    the names of its implementations.
     """
     torch.manual_seed(0)
     runs, errors = _ready(workload, implementations, stage)
@@ -76,16 +64,13 @@ def time_workload(
     times = clock.medians(runs, milliseconds, most=most)
     rows = []
     for name in implementations:
-        row: dict[str, Any] = {"workload": workload.name, "impl": name}
+        found: dict[str, Any] = {"error": errors[name]} if name in errors else {"ms": round(times[name], 4)}
         if name in times:
-            value = workload.flops / times[name] / 1e9
-            row |= {"ms": round(times[name], 4), "value": _rounded(value), "unit": "TFLOP/s"}
-        else:
-            row["error"] = errors[name]
-        rows.append(row)
-    mhz = None
-    if runs and read_clock:
-        first = next(iter(runs))
+            value = workload.flops / times[name] / 1e9  # decode has a few TFLOP/s: four digits
+            found |= {"value": round(value, 1) if value >= 100 else float(f"{value:.4g}"), "unit": "TFLOP/s"}
+        rows.append({"workload": workload.name, "impl": name} | found)
+    mhz, first = None, next(iter(runs), None)
+    if first is not None and read_clock:
         mhz = clock_under_load(runs[first], times[first])
     del runs
     torch.cuda.empty_cache()
@@ -96,11 +81,6 @@ def median_clock(clocks: Iterable[int | None]) -> int | None:
     """Of the clocks in MHz that are not None."""
     known = [mhz for mhz in clocks if mhz is not None]
     return round(statistics.median(known)) if known else None
-
-
-def _rounded(value: float) -> float:
-    """To a tenth, below 100 to four digits: decode has a few TFLOP/s."""
-    return round(value, 1) if value >= 100 else float(f"{value:.4g}")
 
 
 def _ready(
@@ -130,11 +110,9 @@ def _ready(
         results = result if isinstance(result, tuple) else (result,)
         if expected is None:
             expected = (name, results)
-        difference = max(map(_difference, results, expected[1]))
-        if not workload.dropout and not difference <= _TOLERANCE:
-            errors[name] = (
-                f"its output differs from {expected[0]}'s by {difference:.2g} of the largest element"
-            )
+        apart = max(map(difference, results, expected[1]))
+        if not workload.dropout and not apart <= TOLERANCE:
+            errors[name] = f"its output differs from {expected[0]}'s by {apart:.2g} of the largest element"
             continue
         runs[name] = run
     return runs, errors
@@ -145,7 +123,8 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
 
 
-def _difference(out: Tensor, expected: Tensor) -> float:
+def difference(out: Tensor, expected: Tensor) -> float:
+    """The largest one, relative to the largest element."""
     if out.shape != expected.shape:
         return math.inf
     largest = expected.abs().max().float()

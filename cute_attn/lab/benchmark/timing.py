@@ -16,8 +16,7 @@ _WARM_UP = 3
 class Clock:
     """Times calls on the current GPU.
 
-    The L2 is overwritten before each call. The GPU is busy meanwhile, so that the host's time to
-    launch does not count.
+    The L2 is overwritten before each call. The GPU is busy meanwhile, so that the host's time to launch does not count.
     """
 
     def __init__(self) -> None:
@@ -42,13 +41,10 @@ class Clock:
         rounds: int = 3,
         most: int = 1000,
     ) -> dict[str, float]:
-        """The median time of each call, in milliseconds.
+        """The median time of each call, by name, in milliseconds; each is called a few times beforehand, then timed for
+        ``milliseconds`` over all rounds, in which a drifting clock affects all alike.
 
-        Args:
-            runs: functions to time, by name; each is called a few times beforehand.
-            milliseconds: how long each is timed, over all rounds.
-            rounds: a drifting clock affects all functions alike.
-            most: calls of each in a round; flushing the L2 costs more than a short call.
+        most: calls of each in a round; flushing the L2 costs more than a short call.
         """
         counts: dict[str, int] = {}
         times: dict[str, list[float]] = {name: [] for name in runs}

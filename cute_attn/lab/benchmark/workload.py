@@ -22,22 +22,14 @@ class Workload:
     """One forward or backward to time.
 
     Attributes:
-        batch, seqlen, nheads, nheads_kv, head_dim, head_dim_v: sizes; seqlen is of the queries.
-        dtype: of q, k and v.
+        seqlen, seqlen_k: of queries and keys; 0 keys: as many as queries.
         causal: whether no query sees a key after its own, where the last query's own is the last key.
-        window: how many keys before its own a query sees, 0 for all of them.
-        bias: dtype of a full (batch, nheads, seqlen, seqlen_k) bias, or "".
-        alibi, softcap: whether scores pass through them.
-        sinks: dtype of the attention sinks, or "".
+        window, window_right: how many keys before and after its own a query sees; of ``window`` 0 is all of them.
+        bias, sinks: their dtype, or "". A bias is full, (batch, nheads, seqlen, seqlen_k).
         epilogues: names of users' epilogues, called with their ``example_args``.
         dropout: which of PyTorch's masks, or "".
-        lengths: varlen sequences' queries, in place of batch and seqlen.
-        op: "forward", or "backward" for the gradients of q, k and v alone.
+        lengths, lengths_k: varlen sequences' queries and keys, in place of batch and seqlen.
         bias_grad: whether a backward computes the bias's gradient too.
-        seqlen_k: how many keys, 0 for as many as queries.
-        lengths_k: varlen sequences' keys, empty for those of the queries.
-        window_right: how many keys after its own a query sees if there is a window; with 0 for ``window``, all keys
-            before it.
 
     Raises:
         ValueError: fields that contradict each other; the message names the field, its value and what is accepted.

@@ -11,7 +11,7 @@ class Pair:
     """A faster tile and a slower one.
 
     Attributes:
-        what: the row of the ledger.
+        what: the row of bench/notes.md.
         name: the traits.
         faster: the tile, by its fields that matter.
         slower: what it changes.
@@ -38,7 +38,7 @@ class Pair:
 
     @property
     def load(self) -> Workload:
-        """The workload that the ledger has timed, or one like it."""
+        """The workload that was timed, or one like it."""
         return self.workload or of_traits(Traits.parse(self.name), self.seqlen)
 
 
