@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cute_attn import attention, attention_varlen, reference
-from cute_attn.host import split_fp32
+from cute_attn.host import record, split_fp32
 from cute_attn.host.split_fp32 import as_rows
 from tests.checks import check
 from tests.problem import Case
@@ -87,9 +87,9 @@ def launch_only(monkeypatch):
         def launch(plan, tensors, rest):
             parts, scales = plan.division.launch(tensors)
             if name == "terms":
-                plan.functions["main"](tensors[0], *map(as_rows, parts), *rest, scales)
+                record.launch(plan.functions["main"], tensors[0], *map(as_rows, parts), *rest, scales)
             else:
-                plan.functions["fallback"](*tensors, *rest, scales)
+                record.launch(plan.functions["fallback"], *tensors, *rest, scales)
 
         monkeypatch.setattr(split_fp32, "launch_forward", launch)
 
