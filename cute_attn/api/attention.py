@@ -738,7 +738,8 @@ def _attend(
         tensors = (*tensors[:-1], _drawn_state(q))
     if torch.compiler.is_compiling():
         return _result(_outputs(tensors, given, out, functions), given[_RETURN_LSE])
-    key, all_tensors, read, tables = given, tensors if out is None else (*tensors, out), (), None
+    key: Hashable = given
+    all_tensors, read, tables = tensors if out is None else (*tensors, out), (), None
     score_mod, mask_mod, block_mask = functions
     if given[_EPILOGUES] != () or score_mod is not None or mask_mod is not None or block_mask is not None:
         found = _read_by(given, functions, q, tensors[1])

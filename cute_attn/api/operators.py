@@ -349,7 +349,8 @@ def _requires_grad(call: Call) -> bool:
         raise NotImplementedError(NO_GRADIENT)
     if any(own):
         check_wanted(call, own)
-    return any(own) or any(x is not None and x.requires_grad for x in (call[index] for index in _INDICES))
+    named = (getattr(call, name) for name in DIFFERENTIABLE)
+    return any(own) or any(x is not None and x.requires_grad for x in named)
 
 
 class Node(NamedTuple):

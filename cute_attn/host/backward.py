@@ -386,7 +386,7 @@ def _results(
     whole = shapes[1][-2] == call.k.shape[-2]
     packs = parts > 0 and whole and not any(x is not None for x in given[:3])
     together: Tensor | None = None
-    if packs and fused_qkv.are_adjacent(call[3 - parts : 3]):
+    if packs and fused_qkv.are_adjacent((call.q, call.k, call.v)[3 - parts :]):
         shape = (*shapes[2][:-2], parts, *shapes[2][-2:])
         together = record.empty(call.q, shape, contiguous_strides(shape), call.q.dtype)
     for i, shape in enumerate(shapes):
@@ -428,8 +428,8 @@ def _padded(
     pad, unpad = Copies.of(plan.functions["pad"], tensors), Copies.of(plan.functions["unpad"], results)
     cut = [not (padding.is_whole(x) and padding.is_writable(x)) for x in results]
     written: Any = (*(None if cuts else x for cuts, x in zip(cut, results, strict=True)), *given[3:])
-    *own, wide_grad, wide_out = pad.pad(tensors, copied)
-    padded = call._replace(**dict(zip("qkv", own, strict=True)))
+    q, k, v, wide_grad, wide_out = pad.pad(tensors, copied)
+    padded = call._replace(q=q, k=k, v=v)
     inner = (wide_grad, grad_lse, wide_out, lse)
     found = launch(plan_of(padded, inner, needed), padded, inner, needed, written)
     unpad.unpad([x if cuts else None for cuts, x in zip(cut, found, strict=False)], results)

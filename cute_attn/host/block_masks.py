@@ -70,7 +70,7 @@ def tables_of(block_mask: BlockMask, sizes: tuple[int, ...]) -> tuple[Tensor, ..
     versions, *shape, stream, capture = known.state
     if capture or shape != [block_mask.BLOCK_SIZE, block_mask.seq_lengths]:
         return None
-    source = (block_mask.kv_num_blocks, block_mask.kv_indices)
+    source: tuple[Tensor | None, ...] = (block_mask.kv_num_blocks, block_mask.kv_indices)
     source += (block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
     for x, known_x, version in zip(source, known.source, versions, strict=True):
         if x is not known_x or (x is not None and x._version != version):

@@ -157,8 +157,11 @@ def _launched(
     if not call.return_softmax:
         return out, lse, None
     record.also()
-    inputs = call.by_definition()
-    return out, lse, reference.softmax(*call[:2], lse, call.softmax_scale, *inputs, call.precision)
+    features, inputs, lengths = call.by_definition()
+    softmax = reference.softmax(
+        *(call.q, call.k, lse, call.softmax_scale), features, inputs, lengths, call.precision
+    )
+    return out, lse, softmax
 
 
 def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -175,7 +178,8 @@ def _padded(plan: Plan, call: Call, out: Tensor | None, lse: Tensor | None) -> O
         if call.seqused_q is not None:  # rows without an owner, too
             record.step(Tensor.zero_, out)
     pad, unpad = Copies.of(plan.functions["pad"], call[:3]), Copies.of(plan.functions["unpad"], (out,))
-    padded = call._replace(**dict(zip("qkv", pad.pad(call[:3], copied), strict=True)))
+    q, k, v = pad.pad(call[:3], copied)
+    padded = call._replace(q=q, k=k, v=v)
     cuts = not (padding.is_whole(call.v) and padding.is_writable(given))
     written = record.empty(out, *unpad.layouts[0], out.dtype) if cuts else out
     _, lse, softmax = _launched(plan_of(padded), padded, written, lse, keeps_rows=not cuts)

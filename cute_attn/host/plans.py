@@ -175,7 +175,7 @@ def find(
 def _read(steps: tuple[Step, ...], functions: tuple) -> list[Tensor] | None:
     """The tensors that functions refer to; None where they read other values than when ``steps`` were noted."""
     values: list[Any] = [functions]
-    found: list[Tensor] = []
+    found: list[Any] = []
     try:
         for parent, get, kind, test in steps:
             x = get(values[parent])
@@ -383,7 +383,7 @@ def forget(owner: Any = None) -> None:
     for kept in (_plans, _records, _guarded, _kept):
         for full in list(kept):
             if owner is None or (isinstance(full[0], tuple) and full[0] and full[0][0] is owner):
-                kept.pop(full, None)  # type: ignore[attr-defined]
+                kept.pop(full, None)
 
 
 def _forget_dead() -> None:
@@ -391,7 +391,7 @@ def _forget_dead() -> None:
     for kept in (_plans, _records, _guarded):
         for full in list(kept):
             if _is_dead(full[0]):
-                kept.pop(full, None)  # type: ignore[attr-defined]
+                kept.pop(full, None)
     for bucket, found in list(_guarded.items()):
         alive = [one for one in found if one.record.plan is None or not _is_dead(one.record.plan.options)]
         if alive:

@@ -96,8 +96,8 @@ def launch(
     seqlens = Seqlens(*lengths, *call.longest, call.cache_leftpad, call.added)
     (split, layouts), partials = plan.division, None
     if layouts:  # the caching allocator keeps them for the stream, or for the graph that captures the call
-        memory = (record.empty(q, *layout, torch.float32) for layout in layouts)
-        partials = Partials(*memory, split.parts, split.part_keys)
+        outs, lses = (record.empty(q, shape, strides, torch.float32) for shape, strides in layouts)
+        partials = Partials(outs, lses, split.parts, split.part_keys)
     if plan.kernel.traits.variant:
         record.also()  # a user's class may read what it is given
     tiles, scores = record.work_tiles(q.get_device()), plan.kernel.score_args(_score_inputs(call))

@@ -7,7 +7,7 @@ so is copied. CPU tensors are computed by the reference.
 import functools
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -284,12 +284,12 @@ def backward(
     if runs_kernels(prepared.q):
         given = (grad_out, None, out, lse)
         with on_device(prepared.q.get_device()):
-            into = [one.memory(x) for one, x in zip(results, prepared[:3], strict=True)]
+            dq, dk, dv = (one.memory(x) for one, x in zip(results, prepared[:3], strict=True))
             plan = _backward.plan_of(call, given, needed)
-            found = _backward.launch(plan, call, given, needed, (*into, None, None))
+            found: Any = _backward.launch(plan, call, given, needed, (dq, dk, dv, None, None))
     else:
         found = torch.ops.cute_attn.backward.default(
             grad_out, None, out, lse, list(needed), *call.values(ATTENTION)
         )
-    dq, dk, dv = map(Output.of_rows, results, found)
-    return (dq, dk, dv, found[3]) if bias_gradient else (dq, dk, dv)
+    own: list[Any] = [one.of_rows(x) for one, x in zip(results, found, strict=False)]
+    return (*own, found[3]) if bias_gradient else tuple(own)
