@@ -388,7 +388,7 @@ def attend(call: Call, plan: Plan, out: Tensor | None = None) -> tuple[Tensor, T
     if call.k is not None:
         record.overwritten(call.k_cache, call.v_cache)
     if out is not None:
-        record.overwritten(out)
+        record.overwritten(out, alone=True)
     return found
 
 

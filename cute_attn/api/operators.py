@@ -139,7 +139,7 @@ def forward_cuda(call: Call, into: Tensor | None = None) -> Outputs:
     """Launch the call's kernel on the current stream of q's device. into: out's memory."""
     outputs = launch(call, into)
     if into is not None:
-        overwritten(into)
+        overwritten(into, alone=True)
     return outputs
 
 

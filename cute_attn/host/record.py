@@ -95,14 +95,16 @@ def step(function: Callable[..., Any], *arguments: Any) -> None:
         thread.recording.add_launch(function, arguments, of_torch=True)
 
 
-def overwritten(*tensors: Tensor) -> None:
+def overwritten(*tensors: Tensor, alone: bool = False) -> None:
     """Raise the version counters of a call's own tensors that a kernel has written.
 
     By these autograd knows that memory which it saved for a backward has changed. Tensors of inference mode have none.
+    Repeated calls, too, have no memory in common among ``tensors``, and where they are ``alone`` with none of their own.
     """
     torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
     if thread.recording is not None:
         thread.recording.written += tensors
+        thread.recording.alone += tensors if alone else ()
 
 
 def also() -> None:
@@ -156,7 +158,7 @@ class Recording:
         work_tiles: what :func:`work_tiles` returned.
         complete: whether a record can have all that the call did.
         unlike: whether :func:`unlike_others` was called.
-        written: of :func:`overwritten`.
+        written, alone: of :func:`overwritten`.
         counts: counters of served calls and the entries to which the call added one.
         plan, saved: of :func:`planned`.
     """
@@ -173,6 +175,7 @@ class Recording:
         self.work_tiles: Any = None
         self.complete, self.unlike = True, False
         self.written: tuple[Tensor, ...] = ()
+        self.alone: tuple[Tensor, ...] = ()
         self.counts: list[tuple[Any, Hashable]] = []
         self.plan: Any = None
         self.saved: Tensors = ()
@@ -281,12 +284,20 @@ class Recording:
             results=tuple(_numbered(x, number) for x in places),
             single=single,
             written=written,
-            others=tuple((i, j) for i in written for j in range(len(used)) if i != j),
+            apart=tuple(
+                (i, j) for i in written for j in range(len(used)) if self._are_apart(given, used, i, j)
+            ),
             counts=tuple(self.counts),
             constant=constant,
             plan=self.plan,
             saved=self._saved(given),
         )
+
+    def _are_apart(self, given: list[Any], used: tuple[int, ...], i: int, j: int) -> bool:
+        """Whether memory of the i-th tensor of those used, which is written, must not be the j-th's."""
+        x, y = given[used[i]], given[used[j]]
+        both = any(y is one for one in self.written)
+        return x is not y and (i < j if both else any(x is one for one in self.alone))
 
     def _is_own(self, place: Any) -> bool:
         """Whether a result is no part of what the call was given, but for a tensor that it wrote."""
@@ -374,7 +385,7 @@ class Record:
         results: where the results lie, or what is no tensor.
         single: whether the result is one tensor instead of a tuple.
         written: which of the tensors are overwritten.
-        others: pairs of one that is written and another, which must not overlap.
+        apart: pairs of one that is written and another, which must not overlap.
         counts: as of :class:`Recording`.
         constant: whether none of the call's tensors requires a gradient.
         plan, saved: of :func:`planned`, tensors by their places; None where the call's are others.
@@ -391,7 +402,7 @@ class Record:
     results: tuple[Any, ...]
     single: bool
     written: tuple[int, ...]
-    others: tuple[tuple[int, int], ...]
+    apart: tuple[tuple[int, int], ...]
     counts: tuple[tuple[Any, Hashable], ...]
     constant: bool
     plan: Any
@@ -410,7 +421,7 @@ class Record:
             unaligned |= starts[i]
         if unaligned % ALIGNMENT_BYTES or (self.same and any(starts[i] != starts[j] for i, j in self.same)):
             return None
-        for i, j in self.others:
+        for i, j in self.apart:
             if _share_memory(sources[i], sources[j]) and overlap(sources[i], sources[j]):
                 return None
         like = sources[0]
