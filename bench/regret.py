@@ -180,8 +180,11 @@ def tiles(kernel: Any, shape: Shape, target: str) -> list[Any]:
             LENGTHS, LENGTHS, [group], [target], [None] if traits.varlen else [1, 10**6]
         )
         found = [default.for_lengths(*one).tile for one in lengths]
-        table = {"forward": forward, "backward": backward}[traits.op] if traits.arch == "sm90" else None
-        found += table.preferred_tiles(traits) if table else []
+        if traits.arch == "sm90" and traits.op == "forward":
+            some = (forward.keys(traits, target, lengths) for lengths in ("long", "short", "one_warpgroup"))
+            found += itertools.chain.from_iterable(forward.TABLE.tiles(*keys) for keys in some)
+        elif traits.arch == "sm90":
+            found += backward.TABLE.tiles(*backward.keys(traits, target))
     by_tma = bool(getattr(kernel.tile, "bias_stages", 0))
     fit = [tile for tile in dict.fromkeys(found) if tile.reject(traits, target) is None]
     return [tile for tile in fit if by_tma or not getattr(tile, "bias_stages", 0)]

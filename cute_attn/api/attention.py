@@ -741,7 +741,8 @@ def _attend(
     key: Hashable = given
     all_tensors, read, tables = tensors if out is None else (*tensors, out), (), None
     score_mod, mask_mod, block_mask = functions
-    if given[_EPILOGUES] != () or score_mod is not None or mask_mod is not None or block_mask is not None:
+    named = type(given[_EPILOGUES]) is not tuple or given[_EPILOGUES]
+    if named or score_mod is not None or mask_mod is not None or block_mask is not None:
         found = _read_by(given, functions, q, tensors[1])
         if found is None:
             return _result(_outputs(tensors, given, out, functions), given[_RETURN_LSE])
@@ -801,7 +802,7 @@ def _read_by(
     sizes = (*q.shape[:3], *k.shape[1:3]) if isinstance(k, Tensor) else ()
     key, read, tables = plans.brought(*functions, sizes)
     own: tuple[Tensor, ...] = ()
-    if given[_EPILOGUES]:
+    if type(given[_EPILOGUES]) is not tuple or given[_EPILOGUES]:
         from cute_attn.epilogues.base import registered_functions  # loads the DSL
 
         names, own, numbers = pack_epilogues(given[_EPILOGUES])

@@ -151,13 +151,19 @@ def repeat(options: tuple, tensors: tuple[Any, ...], call: Callable[[], Any]) ->
     """A function's results, from the record of an earlier call with equal arguments if there is one.
 
     options: the arguments but for tensors; where one is a tensor, or a number of another kind than Python's, its value
-    is looked at in each call.
+    is looked at in each call. Of fp32 tensors :func:`cute_attn.attention` looks at autocast and at PyTorch's precision.
     """
     kinds = {*map(type, options)}
     for one in options:
         if type(one) is tuple:
             kinds |= {*map(type, one)}
-    if doors.watcher is not None or not kinds <= _PLAIN:
+    q = tensors[0]
+    if (
+        doors.watcher is not None
+        or not kinds <= _PLAIN
+        or not isinstance(q, Tensor)
+        or q.dtype == torch.float32
+    ):
         return call()
     return plans.repeat(("flash_attn", options), tensors, call)
 

@@ -107,11 +107,13 @@ def flex_attention(
 
     if return_aux is not None or kernel_options is not None or doors.watcher is not None:
         return call()
+    if not isinstance(query, Tensor) or not isinstance(key, Tensor) or not query.dim() == key.dim() == 4:
+        return call()
+    if query.dtype == torch.float32:  # attention looks at autocast and at PyTorch's precision
+        return call()
     options = ("flex_attention", scale, enable_gqa, return_lse)
     if score_mod is None and block_mask is None:
         return plans.repeat(options, (query, key, value), call)
-    if not isinstance(query, Tensor) or not isinstance(key, Tensor) or not query.dim() == key.dim() == 4:
-        return call()
     batch, nheads, seqlen_q, _ = query.shape
     sizes = (batch, seqlen_q, nheads, key.shape[2], key.shape[1])
     own, functions, tables = plans.brought(score_mod, None, block_mask, sizes)

@@ -99,7 +99,7 @@ def overwritten(*tensors: Tensor, alone: bool = False) -> None:
     """Raise the version counters of a call's own tensors that a kernel has written.
 
     By these autograd knows that memory which it saved for a backward has changed. Tensors of inference mode have none.
-    Repeated calls, too, have no memory in common among ``tensors``, and where they are ``alone`` with none of their own.
+    Repeated calls have none in common among ``tensors`` either, and where these are ``alone`` none with the others.
     """
     torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
     if thread.recording is not None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from cute_attn.host import doors, plans
 from cute_attn.host.activation import Options
 from cute_attn.sdpa import function, repeated
+from cute_attn.sdpa.calls import _is_capturing
 from cute_attn.sdpa.operators import OPERATORS, STATES, drawn_here
 
 
@@ -77,8 +78,10 @@ class Override:
 
         given = (*args, *kwargs.values())
         tensors = tuple([x for x in given if isinstance(x, Tensor)])
-        others = [tuple(x) if type(x) is list else None if isinstance(x, Tensor) else x for x in given]
+        others = [tuple(x) if type(x) is list else Tensor if isinstance(x, Tensor) else x for x in given]
         key = (self, options, *kwargs, *others, torch.are_deterministic_algorithms_enabled())
+        if options.rng == "torch":  # of which no mask is drawn within a CUDA graph
+            key += (_is_capturing(tensors[0].device),)
         known = plans.find(key, tensors)
         found = None if known is None else known[0].run(known[1])
         return plans.recorded(key, tensors, call) if found is None else found

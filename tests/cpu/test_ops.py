@@ -12,7 +12,6 @@ import weakref
 
 import pytest
 import torch
-import tvm_ffi
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_attn import attention, attention_varlen, attention_with_kvcache, reference
@@ -21,10 +20,10 @@ from cute_attn.api.attention import draw_rng_state
 from cute_attn.compiler import registry
 from cute_attn.epilogues import base
 from cute_attn.epilogues.inputs import ScoreInputs
-from cute_attn.host import choose, launcher, memory, plans
+from cute_attn.host import checks, choose, memory, plans, record
 from cute_attn.host.call import ATTENTION, NUM_TENSORS, Call
 from cute_attn.host.checks import check_steps
-from cute_attn.host.dispatch import no_dispatch_mode
+from cute_attn.host.plans import no_dispatch_mode
 from cute_attn.tiles import ForwardSm90Tile
 from cute_attn.traits import PADDED_TENSORS
 from tests import machine, processes
@@ -434,19 +433,6 @@ def test_a_kernel_gets_the_calls_arguments(recorder):
     )
 
 
-def test_constant_arguments_are_made_once_for_tvm_ffi(recorder, monkeypatch):
-    seen = []
-    function = tvm_ffi.convert(lambda *arguments: seen.append(arguments))
-    machine.kernels(monkeypatch, lambda kernel, target: function)
-    for bias in (None, randn(1, 4, 1, 11)):
-        attention(*kernel_inputs(), causal=True, bias=bias)
-    for made, arguments, constant in zip(plans._plans.values(), seen, (True, False), strict=True):
-        assert list(arguments[5]) == [None, None, None, None, 9, 11, None, None]
-        assert isinstance(made.seqlens, tvm_ffi.Array)
-        assert isinstance(made.score_args.parts, tvm_ffi.Array) == constant
-        assert len(arguments[8]) == len(made.score_args.parts)
-
-
 @pytest.mark.parametrize(("scale", "sign"), [(-0.3, -1), (0.0, 0)])
 def test_a_kernel_gets_a_positive_scale(recorder, scale, sign):
     """And q times the sign, contiguous; other tensors as they are, also where q, k or v starts anywhere."""
@@ -669,23 +655,22 @@ def test_a_captured_softmax_with_lengths_launches_nothing(recorder, monkeypatch)
     attention(*kernel_inputs(), return_softmax=True)
 
 
-def test_the_second_call_reuses_the_launcher(recorder, monkeypatch):
+def test_the_second_call_reuses_the_plan(recorder, monkeypatch):
     q, k, v = kernel_inputs()
     for n in (1, 2):
         attention(q, k, v, dropout_p=0.5, bias=randn(1, 1, 1, 11))
         assert len(recorder.built) == 1 and len(recorder.launched) == n
     attention(q[:, :5], k, v)
     assert len(recorder.built) == 2
-    monkeypatch.setattr(plans, "_MAX_PLANS", 2)
+    monkeypatch.setattr(plans, "_MOST", 2)
     attention(q[:, :6], k, v)
-    assert len(plans._plans) == 1, "launchers of ever new shapes do not pile up"
+    assert len(plans._plans) == 1, "plans of ever new shapes do not pile up"
 
 
 @pytest.mark.parametrize("given", [{"epilogues": {}}, {"epilogues": []}, {"window": [3, None]}], ids=str)
 def test_options_that_cannot_be_hashed_are_planned_once(recorder, monkeypatch, given):
-    monkeypatch.setattr(operators, "forward", lambda call: pytest.fail("not the way of CUDA tensors"))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(memory, "_empty_strided_cuda", None)
+    monkeypatch.setattr(record, "_empty_strided_cuda", None)
     for _ in range(3):
         attention(*kernel_inputs(), **given)
     assert len(recorder.built) == 1 and len(recorder.launched) == 3
@@ -712,9 +697,10 @@ def test_tensors_of_the_moment_reach_a_planned_kernel(recorder):
 def test_one_tensor_as_slopes_and_sinks_is_both(recorder):
     slopes = randn(4)
     attention(*kernel_inputs(), alibi_slopes=slopes, sinks=slopes)
-    (plan,) = plans._plans.values()
-    names = {Call._fields[index] for _, _, index in plan.score_args.places}
-    assert names == {"alibi_slopes", "sinks"}
+    (arguments,) = recorder.launched
+    given = [x for part in arguments[-1] if isinstance(part, tuple) for x in part]
+    assert {x.data_ptr() for x in given if isinstance(x, torch.Tensor)} == {slopes.data_ptr()}
+    assert sum(isinstance(x, torch.Tensor) for x in given) == 2
 
 
 def test_plans_keep_no_tensor(recorder):
@@ -832,7 +818,7 @@ def test_blocks_of_all_sequences_end_where_32_bits_do(sequences, heads, message)
     one = many(sequences, heads)
     kernel = registry.lookup(one.traits("sm90"), "tile_m=64", "sm90")
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
-        launcher.check_query_blocks(one, kernel)
+        checks.check_query_blocks(one, kernel)
 
 
 @pytest.mark.parametrize(

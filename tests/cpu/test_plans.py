@@ -4,6 +4,7 @@ import pytest
 import torch
 import tvm_ffi
 
+from cute_attn import attention, flash_attn, flex
 from cute_attn.host import plans, record
 from tests import machine
 
@@ -223,3 +224,29 @@ def test_what_functions_read_is_compared():
     assert attend(made(3.0, torch.tensor([5.0]))) == 8.0 and len(runs) == 3
     assert attend(lambda score, b, h, i, j: score * 2.0 + torch.tensor(9.0)) == 11.0 and len(runs) == 4
     assert attend(made(2.0, torch.ones(1).double())) == 3.0 and len(runs) == 5
+
+
+@pytest.mark.parametrize("door", ["attention", "flash_attn", "flex"])
+def test_the_precision_of_fp32_is_that_of_each_call(door, monkeypatch):
+    """At the outermost door as well, whose arguments do not name it."""
+    launched = []
+    machine.gpu(
+        monkeypatch, lambda kernel, target: lambda *arguments: launched.append(kernel.traits.precision)
+    )
+    q = torch.randn(2, 64, 4, 64)
+    flags, heads_first = torch.backends.cuda.matmul, q.transpose(1, 2)
+    call = {
+        "attention": lambda: attention(q, q, q),
+        "flash_attn": lambda: flash_attn.flash_attn_func(q, q, q),
+        "flex": lambda: flex.flex_attention(heads_first, heads_first, heads_first),
+    }[door]
+    before = flags.allow_tf32
+    try:
+        for allowed in (False, True, False):
+            flags.allow_tf32 = allowed
+            for _ in range(4):
+                launched.clear()
+                call()
+                assert set(launched) == {"tf32" if allowed else ""}
+    finally:
+        flags.allow_tf32 = before
