@@ -15,14 +15,15 @@ transformers asks two functions. :func:`attention_mask` says, once for all layer
 attended to. A query that sees no key, as padding before a sequence does not, has an output of 0.
 """
 
+import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cute_attn.api.attention import Window, attention, attention_varlen
-from cute_attn.host import doors
+from cute_attn.host import doors, plans
 from cute_attn.host.doors import served
 from cute_attn.host.head_dims import whole_head_dim
 from cute_attn.host.values import kind_of
@@ -192,33 +193,63 @@ def attention_forward(
         raise NotImplementedError("output_attentions is True; accepted: False, since no kernel keeps weights")
     _check_window(module, sliding_window)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    rows, keys = query.shape[2], key.shape[2]
-    q, k, v = (whole_head_dim(x.transpose(1, 2)) for x in (query, key, value))
-    options: dict[str, Any] = {
-        "softmax_scale": query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        "softcap": softcap or 0.0,
-        "dropout_p": dropout,
-        "causal": False,
-        "sinks": s_aux if s_aux is None or s_aux.dtype == query.dtype else s_aux.float(),
-    }
-    if attention_mask is None or attention_mask.dim() == 2:
-        options |= {"causal": causal, "window": _window(sliding_window, causal, keys)}
     lengths: list[Any] = [
         kwargs.get(f"{name}_{side}") for name in ("cu_seq_lens", "max_length") for side in "qk"
     ]
-    if attention_mask is None and all(x is not None for x in lengths) and query.shape[0] == 1:
+    tensors = (query, key, value, attention_mask, s_aux, position_bias, *lengths[:2])
+    scores = _Scores(causal, sliding_window, dropout, scaling, softcap, *lengths[2:])
+    call = functools.partial(_attend, tensors, scores)
+    # Of fp32 tensors attention looks at autocast and at PyTorch's precision, and of a tensor each call at its value.
+    if torch.compiler.is_compiling() or query.dtype == torch.float32 or doors.watcher is not None:
+        return call(), None
+    if not _PLAIN.issuperset(map(type, scores)):
+        return call(), None
+    return plans.repeat(("transformers", scores), tensors, call), None
+
+
+_PLAIN = frozenset((bool, int, float, type(None)))
+
+
+class _Scores(NamedTuple):
+    """A layer's arguments beside tensors; longest_q, longest_k: of packed sequences."""
+
+    causal: bool
+    sliding_window: int | None
+    dropout: float
+    scaling: float | None
+    softcap: float | None
+    longest_q: int | None
+    longest_k: int | None
+
+
+def _attend(tensors: tuple[Any, ...], scores: _Scores) -> Tensor:
+    """A call that no record is known of."""
+    query, key, value, mask, sinks, position_bias, *starts = tensors
+    rows, keys = query.shape[2], key.shape[2]
+    q, k, v = (whole_head_dim(x.transpose(1, 2)) for x in (query, key, value))
+    options: dict[str, Any] = {
+        "softmax_scale": query.shape[-1] ** -0.5 if scores.scaling is None else float(scores.scaling),
+        "softcap": scores.softcap or 0.0,
+        "dropout_p": scores.dropout,
+        "causal": False,
+        "sinks": sinks if sinks is None or sinks.dtype == query.dtype else sinks.float(),
+    }
+    if mask is None or mask.dim() == 2:
+        window = _window(scores.sliding_window, scores.causal, keys)
+        options |= {"causal": scores.causal, "window": window}
+    lengths = (*starts, scores.longest_q, scores.longest_k)
+    if mask is None and all(x is not None for x in lengths) and query.shape[0] == 1:
         if position_bias is not None:
             raise NotImplementedError("position_bias with packed sequences is given; accepted: one of them")
-        longest = (int(x) for x in lengths[2:])
-        found: Any = attention_varlen(q[0], k[0], v[0], *lengths[:2], *longest, **options)
+        found: Any = attention_varlen(q[0], k[0], v[0], *starts, *map(int, lengths[2:]), **options)
     else:
-        bias = _bias(attention_mask, position_bias, query.dtype, (rows, keys))
+        bias = _bias(mask, position_bias, query.dtype, (rows, keys))
         found = attention(q, k, v, bias=bias, **options)
-    given: dict[str, Any] = {"query": query, "key": key, "value": value, "attn_bias": attention_mask}
-    given |= {"is_causal": options["causal"], "dropout_p": dropout, "softcap": softcap}
-    doors.note("transformers.attention_forward", given | {"window_size_left": sliding_window})
+    given: dict[str, Any] = {"query": query, "key": key, "value": value, "attn_bias": mask}
+    given |= {"is_causal": options["causal"], "dropout_p": scores.dropout, "softcap": scores.softcap}
+    doors.note("transformers.attention_forward", given | {"window_size_left": scores.sliding_window})
     out = found.reshape(query.shape[0], rows, *found.shape[-2:])
-    return out[..., : value.shape[-1]] if out.shape[-1] != value.shape[-1] else out, None
+    return out[..., : value.shape[-1]] if out.shape[-1] != value.shape[-1] else out
 
 
 def _check_window(module: torch.nn.Module, sliding_window: int | None) -> None:

@@ -153,6 +153,8 @@ def repeat(options: tuple, tensors: tuple[Any, ...], call: Callable[[], Any]) ->
     options: the arguments but for tensors; where one is a tensor, or a number of another kind than Python's, its value
     is looked at in each call. Of fp32 tensors :func:`cute_attn.attention` looks at autocast and at PyTorch's precision.
     """
+    if torch.compiler.is_compiling():
+        return call()
     kinds = {*map(type, options)}
     for one in options:
         if type(one) is tuple:

@@ -12,7 +12,15 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import cute_attn
-from cute_attn import attention, attention_varlen, attention_with_kvcache, flash_attn, flex, sdpa
+from cute_attn import (
+    attention,
+    attention_varlen,
+    attention_with_kvcache,
+    flash_attn,
+    flex,
+    sdpa,
+    transformers,
+)
 from cute_attn.host.activation import Options
 from tests import machine
 
@@ -34,6 +42,7 @@ WAYS = {
     "PyTorch's flash operator and its gradients": (30, 6, 3),
     "flash_attn_func": (12, 4, 4),
     "flash_attn_with_kvcache, appending": (16, 4, 4),
+    "transformers' attention": (13, 3, 3),
     "flex_attention with a score_mod": (12, 3, 3),
     "flex_attention with a BlockMask": (13, 4, 4),
 }
@@ -65,7 +74,7 @@ def calls() -> dict:
     def flash(*tensors: Tensor) -> Tensor:
         return torch.ops.aten._scaled_dot_product_flash_attention(*tensors, 0.0, True)[0]
 
-    first = [x.transpose(1, 2) for x in learnt]
+    first, layer = [x.transpose(1, 2) for x in learnt], torch.nn.Module()
     cache = {"cache_seqlens": lengths, "causal": True}
     return {
         "attention": lambda: attention(q, k, v, causal=True),
@@ -92,6 +101,7 @@ def calls() -> dict:
         "flash_attn_with_kvcache, appending": lambda: flash_attn.flash_attn_with_kvcache(
             one, k_cache, v_cache, k=new[0], v=new[1], **cache
         ),
+        "transformers' attention": lambda: transformers.attention_forward(layer, *heads_first, None),
         "flex_attention with a score_mod": lambda: flex.flex_attention(*heads_first, score_mod=halved),
         "flex_attention with a BlockMask": lambda: flex.flex_attention(*heads_first, block_mask=mask),
     }

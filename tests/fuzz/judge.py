@@ -1,4 +1,4 @@
-"""Whether a case's door is right: each call twice, with a value changed in between, against the oracle each time."""
+"""Whether a case's door is right: a call made twice or more, a value changed before the last, against the oracle."""
 
 import re
 import warnings
@@ -45,8 +45,9 @@ def judge(case: Case, device: str = "cpu") -> Outcome:
         warnings.simplefilter("ignore")
         inputs, functions = Inputs.of(case, device), Functions.of(case, device)
         outcome = first = None
-        for again in (False, True):
-            if again and case.change:
+        calls = 4 if device == "cuda" else 2  # the third follows the record of the second
+        for number in range(calls):
+            if number == calls - 1 and case.change:
                 functions.change()
             try:
                 right = _expected(case, inputs, functions)
