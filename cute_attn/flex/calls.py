@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from cute_attn.api.attention import attention
+from cute_attn.host import plans, record
+from cute_attn.host.memory import contiguous_strides, on_device
 from cute_attn.host.values import check_dense, check_flags, shown
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
@@ -54,7 +56,14 @@ def _in_order_of(query: Tensor, out: Tensor) -> Tensor:
     stored = out.permute(order)
     if stored.is_contiguous():
         return out
-    return stored.contiguous().permute([order.index(dim) for dim in range(4)])
+    back = [order.index(dim) for dim in range(4)]
+    if out.requires_grad or not plans.no_dispatch_mode():
+        return stored.contiguous().permute(back)
+    shape = tuple(stored.shape)
+    with on_device(out.get_device()):
+        made = record.empty(out, shape, contiguous_strides(shape), out.dtype)
+        record.step(Tensor.copy_, made, stored)
+    return made.permute(back)
 
 
 # ---- checks: what attention's own would name otherwise, or not see ----

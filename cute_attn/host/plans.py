@@ -141,10 +141,8 @@ def find(
         return None
     try:
         guarded = _guarded.get((key, tuple(map(type, tensors))), ())
-        if (
-            guarded and functions and torch.cuda.is_current_stream_capturing()
-        ):  # a graph holds its functions' kernels for good
-            return None
+        if guarded and functions and torch.cuda.is_current_stream_capturing():
+            return None  # what a graph captures is held for good
         for known in guarded:
             given = tensors
             if known.reads:
@@ -200,12 +198,12 @@ def repeat(
 
     One with gradients is left to the functions that ``call`` calls. Arguments: as of :func:`recorded`.
     """
-    known = find(key, tensors, functions, tables)
-    if known is not None and (known[0].constant or not torch.is_grad_enabled()):
-        found = known[0].run(known[1])
-        if found is not None:
-            return found
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
+    known, gradients = find(key, tensors, functions, tables), torch.is_grad_enabled()
+    if known is not None:
+        record, given = known
+        found = record.run(given) if record.constant or not gradients else None
+        return call() if found is None else found
+    if gradients and any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
         return call()
     return recorded(key, tensors, call, functions, tables)
 

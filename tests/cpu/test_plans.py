@@ -250,3 +250,18 @@ def test_the_precision_of_fp32_is_that_of_each_call(door, monkeypatch):
                 assert set(launched) == {"tf32" if allowed else ""}
     finally:
         flags.allow_tf32 = before
+
+
+def test_a_function_that_learns_is_left_to_attention(monkeypatch):
+    """Its record of a call with gradients is attention's, also within another door's call."""
+    machine.gpu(monkeypatch, lambda kernel, target: lambda *arguments: None)
+    q, table = torch.randn(2, 4, 64, 64).half(), torch.randn(64, requires_grad=True)
+    made = []
+    record_of = record.Recording.record
+    monkeypatch.setattr(
+        record.Recording, "record", lambda self, *a, **k: made.append(record_of(self, *a, **k)) or made[-1]
+    )
+    for _ in range(6):
+        out = flex.flex_attention(q, q, q, lambda s, b, h, i, j: s + table[j])
+        assert out.requires_grad
+    assert len(made) == 2 and made[1] is not None and made[1].plan is not None, "one at each door"

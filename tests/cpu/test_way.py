@@ -45,6 +45,7 @@ WAYS = {
     "transformers' attention": (13, 3, 3),
     "flex_attention with a score_mod": (12, 3, 3),
     "flex_attention with a BlockMask": (13, 4, 4),
+    "flex_attention of heads before rows in memory": (17, 3, 3),
 }
 """Functions, stays and files. Wanted without gradients: at most 5 stays in 4 files."""
 
@@ -103,6 +104,9 @@ def calls() -> dict:
         ),
         "transformers' attention": lambda: transformers.attention_forward(layer, *heads_first, None),
         "flex_attention with a score_mod": lambda: flex.flex_attention(*heads_first, score_mod=halved),
+        "flex_attention of heads before rows in memory": lambda: flex.flex_attention(
+            *(x.contiguous() for x in heads_first), score_mod=halved
+        ),
         "flex_attention with a BlockMask": lambda: flex.flex_attention(*heads_first, block_mask=mask),
     }
 
