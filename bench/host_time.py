@@ -65,8 +65,11 @@ def microseconds(steps: Sequence[tuple[Callable[[], Any], Row]]) -> list[tuple[f
 def rows() -> list[Row]:
     """Calls of the package's own functions."""
     import torch
+    from torch.nn.attention.flex_attention import create_block_mask
 
     from cute_attn import append_kv, attention, attention_varlen, attention_with_kvcache
+    from cute_attn.flash_attn import flash_attn_func
+    from cute_attn.flex import flex_attention
 
     def tensors(shape: tuple[int, ...], nheads_kv: int, gradients: bool) -> list[Any]:
         q_shape, k_shape = shape, (*shape[:-2], nheads_kv, shape[-1])
@@ -88,6 +91,29 @@ def rows() -> list[Row]:
         q, k, v = packed[leaves]
         return attention_varlen(q, k, v, starts, starts, 156, 156, causal=True)
 
+    totals = itertools.cycle(
+        range(150, 250)
+    )  # as in training on packed sequences: other lengths in each call
+    table = torch.randn(4, 17, device="cuda")
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, device="cuda")
+
+    def distances(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return score + table[h, (j - i).clamp(-8, 8) + 8]
+
+    def of_other_lengths(_: bool) -> Any:
+        total = next(totals)
+        q, k, v = (x[:total] for x in packed[False])
+        return attention_varlen(q, k, v, starts[:2], starts[:2], 100, 100, causal=True)
+
+    def flash(leaves: bool) -> Any:
+        q, k, v = batch[leaves]
+        return flash_attn_func(q, k, v, causal=True)
+
+    def flex(leaves: bool, **options: Any) -> Any:
+        q, k, v = (x.transpose(1, 2) for x in batch[leaves])
+        found: Any = flex_attention(q, k, v, enable_gqa=True, **options)
+        return found.transpose(1, 2)
+
     q, caches = tensors((2, 1, 8, 128), 2, False)[0], tensors((2, 512, 2, 128), 2, False)[1:]
     new, lengths = (
         tensors((2, 1, 2, 128), 2, False)[1:],
@@ -102,7 +128,13 @@ def rows() -> list[Row]:
         row("dropout, drawn", dropout_p=0.1),
         row("bias", bias=bias),
         row("bias, broadcast", bias=bias[:, :, :1]),
+        row("score_mod", score_mod=distances),
+        row("BlockMask", block_mask=mask),
         Row("packed", varlen, packed[True]),
+        Row("packed, other lengths each time", of_other_lengths),
+        Row("flash_attn_func", flash, batch[True]),
+        Row("flex, score_mod", functools.partial(flex, score_mod=distances), batch[True]),
+        Row("flex, BlockMask", functools.partial(flex, block_mask=mask), batch[True]),
         Row("cache", lambda _: attention_with_kvcache(q, *caches, **cache)),
         Row("cache, pages", lambda _: attention_with_kvcache(q, *caches, page_table=pages, **cache)),
         Row("cache, append", lambda _: attention_with_kvcache(q, *caches, **appended)),
