@@ -1,5 +1,6 @@
 """The torch operators ``cute_attn::forward`` and ``::backward``: for CUDA, the CPU, fake tensors, and autograd."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -12,16 +13,16 @@ from torch._library.autograd import Info, make_autograd_impl
 from cute_attn import reference
 from cute_attn.host import fused_qkv, plans
 from cute_attn.host.backward import NOTHING, Gradients, check_given, gradients
-from cute_attn.host.call import ATTENTION, NUM_TENSORS, Call, schema
+from cute_attn.host.call import ATTENTION, NUM_TENSORS, Call, pytorchs_precision, schema
 from cute_attn.host.checks import check, check_gradients, check_out
 from cute_attn.host.choose import user_classes
 from cute_attn.host.dispatch import DIFFERENTIABLE, NO_GRADIENT, transforms_are_active
 from cute_attn.host.epilogue_gradients import check_wanted, in_dtype_of, with_targets
 from cute_attn.host.forward import Outputs
 from cute_attn.host.forward import forward as launch
-from cute_attn.host.memory import Tensors, all_plain, none_overrides, write_owned
+from cute_attn.host.memory import Tensors, all_plain, none_overrides, on_device, write_owned
 from cute_attn.host.plans import no_dispatch_mode
-from cute_attn.host.record import Record, overwritten, planned
+from cute_attn.host.record import Record, empty, overwritten, planned
 
 _library = torch.library.Library("cute_attn", "DEF")
 _ARGUMENTS = schema(ATTENTION)
@@ -193,18 +194,41 @@ def _with_list(arguments: tuple) -> tuple:
     return (*arguments[:NUM_TENSORS], [], *arguments[NUM_TENSORS + 1 :])
 
 
-def _operator(
-    implementation: Callable[[Call], Outputs],
-) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    def run(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        out, lse, softmax = implementation(_call_of(arguments))
-        return out, lse, out.new_empty(0) if softmax is None else softmax
+def _forward_operator(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse, softmax = forward_cuda(_call_of(arguments))
+    return out, lse, _nothing(out) if softmax is None else softmax
+
+
+def _forward_operator_cpu(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse, softmax = forward_cpu(_call_of(arguments))
+    return out, lse, out.new_empty(0) if softmax is None else softmax
+
+
+def _nothing(like: Tensor) -> Tensor:
+    with on_device(like.get_device()):
+        return empty(like, (0,), (1,), like.dtype)
+
+
+def _repeated(name: str, implementation: Callable[..., Any], first: int) -> Callable[..., Any]:
+    """An operator whose calls repeat from records. first: where the call's own arguments begin."""
+
+    def run(*arguments: Any) -> Any:
+        call, precision = functools.partial(implementation, *arguments), ""
+        epilogues = arguments[first + NUM_TENSORS + 1 + _EPILOGUES]
+        if epilogues:
+            from cute_attn.epilogues.base import TRACED  # loads the DSL
+
+            if not all(name.startswith(TRACED) for name in epilogues):
+                return call()  # one under a name may be registered again, and a function's values may change
+        if arguments[first].dtype == torch.float32:
+            precision = pytorchs_precision()
+        return plans.of_operator((name, precision), arguments, call)
 
     return run
 
 
-_library.impl("forward", _operator(forward_cuda), "CUDA")
-_library.impl("forward", _operator(forward_cpu), "CPU")
+_library.impl("forward", _repeated("forward", _forward_operator, 0), "CUDA")
+_library.impl("forward", _forward_operator_cpu, "CPU")
 
 
 @torch.library.register_fake("cute_attn::forward", lib=_library)
@@ -227,7 +251,8 @@ def _backward_cuda(
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
     call = _call_of(arguments)
-    return _filled(call, _all_gradients(call, grad_out, grad_lse, out, lse, tuple(needed)))
+    found = _all_gradients(call, grad_out, grad_lse, out, lse, tuple(needed))
+    return _filled(call, found, _nothing)
 
 
 def _backward_cpu(
@@ -283,10 +308,12 @@ def _loss(
     return total - (delta * share).sum()
 
 
-def _filled(call: Call, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+def _filled(
+    call: Call, grads: Sequence[Tensor | None], nothing: Callable[[Tensor], Tensor] = lambda x: x.new_empty(0)
+) -> tuple[Any, ...]:
     """One tensor for each, as an operator returns, and a list of the epilogues'; those not needed are empty."""
     missing = (None,) * (_NAMED + len(call.epilogue_tensors) - len(grads))
-    filled = [call.q.new_empty(0) if x is None else x for x in (*grads, *missing)]
+    filled = [nothing(call.q) if x is None else x for x in (*grads, *missing)]
     return (*filled[:_NAMED], filled[_NAMED:])
 
 
@@ -319,7 +346,7 @@ _library.impl("backward_into", _backward_into_cuda, "CUDA")
 _library.impl("backward_into", _backward_into_cpu, "CPU")
 torch.library.register_fake("cute_attn::backward_into", lambda *_: None, lib=_library)
 
-_library.impl("backward", _backward_cuda, "CUDA")
+_library.impl("backward", _repeated("backward", _backward_cuda, 5), "CUDA")
 _library.impl("backward", _backward_cpu, "CPU")
 
 

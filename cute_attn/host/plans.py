@@ -244,6 +244,28 @@ def recorded(
     return found
 
 
+def of_operator(name: Hashable, arguments: Sequence[Any], call: Callable[[], Any]) -> Any:
+    """The results of a torch operator, below autograd, from the record of an earlier call or as :func:`recorded`.
+
+    name: what results depend on beside the arguments.
+    """
+    tensors: list[Tensor] = []
+    others: list[Any] = []
+    for x in arguments:
+        if isinstance(x, Tensor):
+            tensors.append(x)
+            others.append(Tensor)
+        elif type(x) is list and x and isinstance(x[0], Tensor):
+            tensors += x
+            others.append((Tensor, len(x)))
+        else:
+            others.append(tuple(x) if type(x) is list else x)
+    key, given = (name, *others, torch.are_deterministic_algorithms_enabled()), tuple(tensors)
+    known = find(key, given)
+    found = None if known is None else known[0].run(known[1])
+    return recorded(key, given, call) if found is None else found
+
+
 def _recorded_with_functions(
     key: Hashable,
     tensors: Tensors,

@@ -147,6 +147,10 @@ class _Place(NamedTuple):
     device: torch.device
 
 
+_CONSTANT = frozenset((type(None), bool, int, float, str))
+"""Types of results beside tensors; an empty list is one, too."""
+
+
 class _WorkTiles:
     """Stands for :func:`work_tiles` among recorded arguments."""
 
@@ -243,6 +247,8 @@ class Recording:
         if any(not any(x is y for y in self.written) for x in changed):  # by what no step notes
             return None
         if not (self.complete and self._launches) or not all(map(self._is_own, places)):
+            return None
+        if not all(isinstance(x, _Place) or type(x) in _CONSTANT or x == [] for x in places):
             return None
         count = [place.source for place in places if isinstance(place, _Place)]
         for i, place in enumerate(places):
@@ -450,6 +456,8 @@ class Record:
         for x in self.results:
             if type(x) is _Place:
                 x = sources[x.source] if x.whole else _view(x, sources[x.source])
+            elif type(x) is list:
+                x = []
             found.append(x)
         return found[0] if self.single else tuple(found)
 

@@ -76,15 +76,9 @@ class Override:
                 doors.served.add(self.name)
             return found
 
-        given = (*args, *kwargs.values())
-        tensors = tuple([x for x in given if isinstance(x, Tensor)])
-        others = [tuple(x) if type(x) is list else Tensor if isinstance(x, Tensor) else x for x in given]
-        key = (self, options, *kwargs, *others, torch.are_deterministic_algorithms_enabled())
-        if options.rng == "torch":  # of which no mask is drawn within a CUDA graph
-            key += (_is_capturing(tensors[0].device),)
-        known = plans.find(key, tensors)
-        found = None if known is None else known[0].run(known[1])
-        return plans.recorded(key, tensors, call) if found is None else found
+        # Of torch's generator no mask is drawn within a CUDA graph.
+        captures = options.rng == "torch" and _is_capturing(args[0].device)
+        return plans.of_operator((self, options, captures, *kwargs), (*args, *kwargs.values()), call)
 
 
 _DEFAULT = Options()

@@ -437,6 +437,21 @@ def test_what_changes_a_given_tensor_unseen_is_no_record():
     assert calls.in_steps == 3
 
 
+@pytest.mark.parametrize("in_a_list", [False, True])
+def test_results_in_a_list_are_no_record(in_a_list):
+    """As of an operator that returns gradients of a list of tensors; an empty one is made anew."""
+
+    def run(x, y):
+        out = record.empty(x, (4, 5), (5, 1), x.dtype)
+        record.launch(scale_and_add, x, (y.t(), 3.0), out, (2.0,))
+        return out, [out] if in_a_list else []
+
+    calls = Calls(run)
+    found = [calls(*inputs(seed)) for seed in range(3)]
+    assert calls.in_steps == (3 if in_a_list else 1)
+    assert found[1][1] is not found[2][1] and len(found[2][1]) == in_a_list
+
+
 def test_counts_are_those_of_each_call():
     from cute_attn.host.doors import Served
 

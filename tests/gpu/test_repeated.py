@@ -141,6 +141,17 @@ def with_its_gradients(seed):
 
 
 @functools.cache
+def compiled():
+    return torch.compile(lambda q, k, v: attention(q, k, v, causal=True, deterministic=True))
+
+
+def compiled_gradients(seed):
+    leaves = rows(seed, leaves=True)
+    out = compiled()(*leaves)
+    return out, *torch.autograd.grad(out, leaves, randn(*out.shape, seed=seed + 9))
+
+
+@functools.cache
 def near():
     make = torch.nn.attention.flex_attention.create_block_mask
     return make(lambda b, h, i, j: (i - j).abs() < 70, None, None, 130, 140, device="cuda")
@@ -220,6 +231,8 @@ CALLS = {
     "out": (into, True),
     "fp32": (fp32, True),
     "dropout, drawn": (lambda seed: torch.manual_seed(seed) and attention(*rows(seed), dropout_p=0.3), True),
+    "compiled": (lambda seed: compiled()(*rows(seed)), True),
+    "compiled, gradients": (compiled_gradients, True),
     "score_mod": (with_function(causal=True), True),
     "score_mod and its gradients": (with_its_gradients, True),
     "BlockMask": (lambda seed: attention(*rows(seed), block_mask=near()), True),
