@@ -340,6 +340,18 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
+def tensors_of(value: Any) -> list[Tensor]:
+    """Those in a value of a function."""
+    found: list[Tensor] = []
+
+    def noted(x: Tensor) -> Tensor:
+        found.append(x)
+        return x
+
+    _mapped(value, noted)
+    return found
+
+
 def _on(value: Any, device: Any) -> Any:
     return _mapped(value, lambda x: x.to(device))
 
