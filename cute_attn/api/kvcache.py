@@ -30,7 +30,6 @@ from cute_attn.host.memory import (
     is_lazy,
     is_readable,
     on_device,
-    readable,
     write_owned,
 )
 from cute_attn.host.plans import Plan, no_dispatch_mode
@@ -403,7 +402,7 @@ def _launched(call: Call, plan: Plan, out: Tensor | None) -> tuple[Tensor, Tenso
             q = q if rotated is None else rotated
         if not is_aligned(q):
             record.unlike_others()
-        return launch_attention(plan, call, readable(q), out)
+        return launch_attention(plan, call, record.readable(q), out)
 
 
 _library.impl("attention_with_kvcache", attend_cpu, "CPU")

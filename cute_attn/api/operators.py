@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -41,8 +42,8 @@ _library.define(
 )
 _INDICES = tuple(Call._fields.index(name) for name in DIFFERENTIABLE)
 _NAMED = len(DIFFERENTIABLE)
-_EPILOGUES = Call._fields.index("epilogues") - NUM_TENSORS - 1
-"""Place among a call's arguments behind its tensors."""
+_EPILOGUES, _KERNEL = (Call._fields.index(name) - NUM_TENSORS - 1 for name in ("epilogues", "kernel"))
+"""Places among a call's arguments behind its tensors."""
 
 
 def forward(call: Call) -> Outputs:
@@ -68,10 +69,14 @@ def run(call: Call) -> Outputs:
 
 def repeat(record: Record, given: Tensors) -> Outputs | None:
     """What a recorded :func:`run` returned, for these tensors, recorded by autograd; None where it cannot be."""
-    if record.saved is None:
+    traced = record.plan.traced
+    held = [one() for one in traced] if traced else ()  # until autograd's node holds them
+    if record.saved is None or None in held:
         return None
     saved = [None if i is None else given[i] for i in record.saved]
-    return Attention.apply(record.plan, record, given, *saved)
+    found = Attention.apply(record.plan, record, given, *saved)
+    del held
+    return found
 
 
 def forward_into(call: Call, out: Tensor) -> Outputs:
@@ -214,11 +219,14 @@ def _repeated(name: str, implementation: Callable[..., Any], first: int) -> Call
 
     def run(*arguments: Any) -> Any:
         call, precision = functools.partial(implementation, *arguments), ""
-        epilogues = arguments[first + NUM_TENSORS + 1 + _EPILOGUES]
+        others = arguments[first + NUM_TENSORS + 1 :]
+        epilogues = others[_EPILOGUES]
+        if ":" in others[_KERNEL]:
+            return call()  # a variant may be registered again
         if epilogues:
             from cute_attn.epilogues.base import TRACED  # loads the DSL
 
-            if not all(name.startswith(TRACED) for name in epilogues):
+            if not all(one.startswith(TRACED) for one in epilogues):
                 return call()  # one under a name may be registered again, and a function's values may change
         if arguments[first].dtype == torch.float32:
             precision = pytorchs_precision()
@@ -387,11 +395,13 @@ class Node(NamedTuple):
         rest: the call's arguments that are no tensors.
         options: these and the users' classes that the call names, for the key of a backward.
         packed: how many of q, k and v are parts of one tensor, if they lie side by side: their gradients are, too.
+        traced: the epilogues of functions among the classes, which may be let go.
     """
 
     rest: tuple
     options: plans.Options
     packed: int
+    traced: tuple["weakref.ref[Any]", ...]
 
     @staticmethod
     def of(call: Call) -> "Node":
@@ -399,7 +409,10 @@ class Node(NamedTuple):
         rest = call[NUM_TENSORS + 1 :]
         shaped = all(x.dim() >= 3 for x in call[:3])  # what is wrong is for the checks to say
         packed = fused_qkv.parts_packed(call[:3]) if shaped else 0
-        return Node(rest, plans.Options((rest, *user_classes(call))), packed)
+        classes = user_classes(call)
+        traced = tuple(x for x in classes if isinstance(x, weakref.ref))
+        options = plans.Options((rest, *classes, *user_classes(call, "backward")))
+        return Node(rest, options, packed, traced)
 
     def call(self, tensors: Sequence[Any]) -> Call:
         """The call of these tensors, q to rng_state and the epilogues' own."""
@@ -413,7 +426,10 @@ def _save(ctx: Any, tensors: Sequence[Any], rest: tuple, outputs: tuple, node: N
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, out, lse)
     ctx.rest = rest
-    ctx.epilogues = _registered(rest[_EPILOGUES])  # a traced function's lives until its gradient
+    if node is None:  # a traced function's lives until its gradient
+        ctx.epilogues = _registered(rest[_EPILOGUES])
+    elif node.traced:
+        ctx.epilogues = [one() for one in node.traced]
     if softmax is not None:
         ctx.mark_non_differentiable(softmax)
 

@@ -9,7 +9,6 @@ from cute_attn.host.memory import (
     contiguous_strides,
     is_aligned,
     on_device,
-    readable,
     regular,
 )
 from cute_attn.tiles.inference import AppendTile
@@ -56,7 +55,7 @@ def launch(
         if any(x is not None and not is_aligned(x) for x in (q, call.k, call.v)):
             record.unlike_others()
         if q is not None:
-            q = readable(q)
+            q = record.readable(q)
             shape = tuple(q.shape)
             rotated = record.empty(q, shape, contiguous_strides(shape), q.dtype)
         arguments, rows = kernel_arguments(call, q, rotated, cu_seqlens_q, rises)
@@ -85,7 +84,7 @@ def kernel_arguments(
         none = [x[:0] for x in (call.k_cache, call.v_cache)]
         k, v = (x[:, 0] if call.cu_seqlens_k_new is not None else x for x in none)
     else:
-        k, v = readable(call.k), readable(call.v)
+        k, v = record.readable(call.k), record.readable(call.v)
     tables = None
     if call.page_table is not None or call.cache_batch_idx is not None:
         table = call.page_table

@@ -47,7 +47,6 @@ from cute_attn.host.memory import (
     contiguous_strides,
     is_aligned,
     on_device,
-    rows_are_regular,
 )
 from cute_attn.host.padding import Copies
 from cute_attn.host.plans import Plan
@@ -317,7 +316,7 @@ def _launched(
     call = call.with_positive_scale()
     if not (is_aligned(grad_out) and is_aligned(out)):
         record.unlike_others()
-    grad_out, out = _readable(grad_out), _readable(out)
+    grad_out, out = record.readable(grad_out), record.readable(out)
     if lse.stride(-1) != 1:
         lse = lse.clone(memory_format=torch.contiguous_format)
     dq, dk, dv = _results(call, division.shapes, needed, into)
@@ -510,13 +509,6 @@ def check_given(
         taken.append((f"d{name}", own))
         if name in ("q", "k", "v") and own.is_cuda and call.aligned:
             check_rows(f"d{name}", own)
-
-
-def _readable(x: Tensor) -> Tensor:
-    """``x``, or a copy where kernels cannot read its strides or its address."""
-    if not (rows_are_regular(x) and is_aligned(x)):
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
 
 
 # ---- kernels and sizes ----

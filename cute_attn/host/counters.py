@@ -31,12 +31,10 @@ _is_capturing: Any = getattr(
 def work_counters(device: int) -> Tensor:
     """int32 (4,) for a launch on the current stream of ``device``, which is the current one."""
     key = (device, _current_stream(device))
+    if _is_capturing():
+        return torch.zeros(_NUMBER, dtype=torch.int32, device=torch.device("cuda", device))
     counters = _of_streams.get(key)
-    if counters is None or _is_capturing():
-        if _is_capturing():
-            return torch.zeros(_NUMBER, dtype=torch.int32, device=torch.device("cuda", device))
-        counters = _of_streams.setdefault(key, _take(device))
-    return counters
+    return _of_streams.setdefault(key, _take(device)) if counters is None else counters
 
 
 def schedule(device: int) -> Any:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from cute_attn.host import record
 from cute_attn.host.call import DTYPE_NAMES
-from cute_attn.host.memory import is_aligned, readable
+from cute_attn.host.memory import is_aligned
 from cute_attn.tiles.inference import CombineTile
 from cute_attn.traits import Traits
 
@@ -17,7 +17,7 @@ def launch(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, sinks: Tensor |
 
     if not is_aligned(outs):
         record.unlike_others()
-    outs = readable(outs.to(torch.float32))
+    outs = record.readable(outs.to(torch.float32))
     if outs.dim() == 4:
         outs, lses, out, lse = outs.unsqueeze(1), lses.unsqueeze(1), out.unsqueeze(0), lse.unsqueeze(0)
     target = compiler.default_target("sm80")

@@ -9,15 +9,16 @@ for the second time.
 
 import contextlib
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cute_attn.epilogues.functions.known import traces_alone
 from cute_attn.epilogues.functions.reads import Reads, Step
@@ -46,6 +47,7 @@ def no_dispatch_mode() -> bool:
         or _function_transforms() is not None
         or _tracing_state() is not None
         or _profiler_enabled()
+        or forward_ad._current_level >= 0
     )
 
 
@@ -82,6 +84,7 @@ def brought(score_mod: Any, mask_mod: Any, block_mask: Any, sizes: tuple[int, ..
         torch.are_deterministic_algorithms_enabled(),
         id(getattr(score_mod, "__code__", None)),
         id(getattr(mask_mod, "__code__", None)),
+        *sizes,  # guards of functions take longer than others: few of each key
     )
     if block_mask is None:
         return key, (score_mod, mask_mod), None
@@ -104,7 +107,7 @@ class _Guarded:
         check: torch's guards of the tensors that ``pick`` selects.
         pick: selects the tensors that were present, each once.
         same: places of tensors that are one and the same, which guards cannot tell.
-        reads: how what functions read is compared, and what keeps the objects that are compared by identity.
+        reads: how what functions read is compared; objects that are compared by identity are kept by it.
         tables: whether the tensors of a BlockMask's blocks are among the call's.
     """
 
@@ -113,7 +116,6 @@ class _Guarded:
     pick: Callable[[Tensors], Tensors]
     same: tuple[tuple[int, int], ...]
     reads: tuple[Step, ...] = ()
-    kept: tuple = ()
     tables: bool = False
 
 
@@ -130,11 +132,11 @@ def find(
     """The record of an earlier call with this key and metadata, and the tensors that it takes.
 
     None also for arguments of wrong types, within a recording, and where something observes or transforms operators.
-    Memory is all there is to the tensors of a call with a record (:func:`cute_attn.host.memory.all_plain`).
+    Only plain tensors (:func:`cute_attn.host.memory.all_plain`) have records.
 
     Args:
         key: the arguments as given, but for tensors and functions.
-        functions: which the record's epilogues are traced of, each of them or None.
+        functions: those that the call's epilogues are traced from; each may be None.
         tables: of a BlockMask among the arguments.
     """
     if not no_dispatch_mode() or thread.recording is not None:
@@ -274,6 +276,8 @@ def _recorded_with_functions(
     tables: Tables | None,
 ) -> Any:
     """:func:`recorded` with functions, whose traces hold for later calls where none served its call alone."""
+    if torch.cuda.is_current_stream_capturing():
+        return call()
     own, before = Reads(*functions), traces_alone()
     try:
         full = _full_key((key, own.key), tensors, gradients=True)
@@ -303,7 +307,9 @@ def _record(tensors: Tensors, call: Callable[[], Any], users: int = 0) -> tuple[
         return call(), None, True
     with Recording(tensors, users) as recording:
         found = call()
-    constant = not any(x is not None and x.requires_grad for x in tensors)
+    constant = not any(
+        x is not None and x.requires_grad for x in tensors
+    )  # as guards see it, without gradients too
     return found, recording.record(found, constant=constant), not recording.unlike
 
 
@@ -336,14 +342,19 @@ def _guard(
     places = tuple(first.values())
     bucket = (key, tuple(map(type, tensors[:given])))
     found = _guarded.get(bucket, [])
-    if tensor_guards is None or len(places) < 2 or (len(found) >= _MOST_GUARDS and reads is None):
+    if tensor_guards is None or (len(found) >= _MOST_GUARDS and reads is None):
         return  # making guards takes long
     if len(_guarded) >= _MOST:
         _guarded.clear()
     del found[_MOST_GUARDS - 1 :]
-    steps, kept = ((), ()) if reads is None else (tuple(reads.steps), tuple(reads.kept))
+    steps = () if reads is None else tuple(reads.steps)
     check = guards([tensors[place] for place in places])
-    known = _Guarded(record, check, itemgetter(*places), tuple(same), steps, kept, tables)
+    pick = (
+        operator.itemgetter(*places)
+        if len(places) > 1
+        else operator.itemgetter(slice(places[0], places[0] + 1))
+    )
+    known = _Guarded(record, check, pick, tuple(same), steps, tables)
     _guarded.setdefault(bucket, found).insert(0, known)
 
 
@@ -430,11 +441,21 @@ def _flat(key: Any) -> list[Any]:
     return [one for x in key for one in _flat(x)] if isinstance(key, tuple) else [key]
 
 
+def _requires_grad(tensors: Tensors) -> tuple[bool, ...]:
+    """Which of the tensors require a gradient; () where none does, or autograd records nothing."""
+    if not torch.is_grad_enabled():
+        return ()
+    found = tuple([x is not None and x.requires_grad for x in tensors])
+    return found if True in found else ()
+
+
 def _full_key(key: Hashable, tensors: Tensors, *, gradients: bool = False) -> tuple[Hashable, ...]:
-    """gradients: whether it matters which of the tensors require one."""
+    """gradients: of a record, which depends on which tensors require one, and on which start at one address."""
     full: list[Any] = [key]
     if gradients:
-        full.append(tuple([x is not None and x.requires_grad for x in tensors]))
+        full.append(_requires_grad(tensors))
+        starts = [None if x is None else x.data_ptr() for x in tensors]
+        full.append(tuple(map(starts.index, starts)))
     for x in tensors:  # one flat tuple, for speed
         if x is None:
             full.append(None)

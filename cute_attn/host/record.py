@@ -99,12 +99,19 @@ def overwritten(*tensors: Tensor, alone: bool = False) -> None:
     """Raise the version counters of a call's own tensors that a kernel has written.
 
     By these autograd knows that memory which it saved for a backward has changed. Tensors of inference mode have none.
-    Repeated calls have none in common among ``tensors`` either, and where these are ``alone`` none with the others.
+    In a repeated call these tensors must not overlap each other; where ``alone``, nor any other tensor.
     """
     torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
     if thread.recording is not None:
         thread.recording.written += tensors
         thread.recording.alone += tensors if alone else ()
+
+
+def readable(x: Tensor) -> Tensor:
+    """``x``, or a copy where kernels cannot read its strides or its address."""
+    if memory.rows_are_regular(x) and not memory.may_be_aligned(x):
+        unlike_others()
+    return memory.readable(x)
 
 
 def also() -> None:
@@ -114,15 +121,16 @@ def also() -> None:
 
 
 def unlike_others() -> None:
-    """Say that this call takes another way than most with its metadata, which another one may record."""
+    """Say that the call depends on an address: it gets no record, but a later call with its metadata may."""
     if thread.recording is not None:
         thread.recording.complete, thread.recording.unlike = False, True
 
 
 def planned(plan: Any, tensors: Tensors) -> None:
-    """Name the plan of a call that autograd may record, and the tensors that it saves."""
+    """Name the plan of a call, and the tensors that autograd saves where it records the call."""
     if thread.recording is not None:
-        thread.recording.plan, thread.recording.saved = plan, tensors
+        thread.recording.plan = plan
+        thread.recording.saved = tensors if torch.is_grad_enabled() else None
 
 
 # ---- recordings ----
@@ -182,7 +190,7 @@ class Recording:
         self.alone: tuple[Tensor, ...] = ()
         self.counts: list[tuple[Any, Hashable]] = []
         self.plan: Any = None
-        self.saved: Tensors = ()
+        self.saved: Tensors | None = None
 
     def __enter__(self) -> Self:
         thread.recording = self
@@ -213,6 +221,8 @@ class Recording:
         if isinstance(x, Tensor):
             self.complete = self.complete and x.dtype in TYPES
             return self._place(x)
+        if isinstance(x, list | dict):  # tensors in it would be kept
+            self.complete = False
         return tuple(map(self._recorded, x)) if isinstance(x, tuple) else x
 
     def _place(self, x: Tensor) -> _Place | None:
@@ -244,7 +254,7 @@ class Recording:
         places = [self._place(x) if isinstance(x, Tensor) else x for x in returned]
         made, given = list(self._made), self._sources[: self._given]
         changed = [x for x, version in zip(given, self._versions, strict=True) if _version(x) != version]
-        if any(not any(x is y for y in self.written) for x in changed):  # by what no step notes
+        if any(not any(x is y for y in self.written) for x in changed):  # in place, by no kernel
             return None
         if not (self.complete and self._launches) or not all(map(self._is_own, places)):
             return None
@@ -313,9 +323,11 @@ class Recording:
 
     def _saved(self, given: list[Any]) -> tuple[int | None, ...] | None:
         """Where the tensors that autograd saves are among the call's; None where one is not."""
+        if self.saved is None:
+            return None
         places = {id(x): i for i, x in enumerate(given) if x is not None}
         found = tuple(None if x is None else places.get(id(x), -1) for x in self.saved)
-        return None if self.plan is None or -1 in found else found
+        return None if -1 in found else found
 
 
 def _version(x: Tensor | None) -> int:
@@ -368,7 +380,7 @@ class _Bound(NamedTuple):
     Attributes:
         launches: of the call.
         addresses: (address, source, offset) of the slots among their arguments.
-        streams: whether each launch finds the current stream by itself.
+        streams: whether each launch has a torch tensor among its arguments, by which TVM FFI finds the stream.
     """
 
     launches: tuple[_BoundLaunch, ...]
@@ -383,10 +395,10 @@ class Record:
     Attributes:
         device: the tensors', as they give it.
         tensors: which of the call's tensors are not None; they are the first sources, what it makes follows.
-        aligned: which of them a kernel read where they are, at multiples of 16 bytes, as in each call.
-        same: which pairs of them started at one address, as they do in each call.
+        aligned: those that a kernel reads in place and that started at multiples of 16 bytes; later calls' must, too.
+        same: which pairs of them started at one address; later calls' must, too.
         made: shape, strides and dtype of each allocation, or the function that makes a tensor, in order.
-        own: of each, whether kernels' arguments have this layout if they are the whole allocation.
+        own: whether each is allocated in the layout in which kernels were given it.
         launches: functions, their recorded arguments, and whether they are of :func:`step`.
         results: where the results lie, or what is no tensor.
         single: whether the result is one tensor instead of a tuple.
@@ -519,6 +531,5 @@ def _view(place: _Place, made: Tensor) -> Tensor:
 def _with_tensors(x: Any, sources: list[Tensor]) -> Any:
     """A recorded argument of torch's function, in its own layout also where an allocation has another."""
     if isinstance(x, _Place):
-        made = sources[x.source]
-        return as_strided(made, x.shape, x.strides, x.offset // made.element_size())
+        return _view(x, sources[x.source])
     return tuple(_with_tensors(y, sources) for y in x) if isinstance(x, tuple) else x

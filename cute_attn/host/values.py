@@ -79,15 +79,6 @@ def is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
         return False
 
 
-def is_hashable(value: Any) -> bool:
-    """Whether ``value`` can be part of a key; a tuple can if all that is in it can."""
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
-
-
 def python_number(value: Any) -> Any:
     """A number of numpy's as Python's; another value as it is, also a tensor, whose reading may wait for a device."""
     if isinstance(value, int | float | Tensor):  # first: compilers trace no attributes of their numbers

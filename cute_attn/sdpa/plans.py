@@ -24,7 +24,6 @@ from cute_attn.host.memory import (
     as_strided,
     contiguous_strides,
     on_device,
-    readable,
     regular,
 )
 from cute_attn.host.record import Layout
@@ -35,7 +34,7 @@ from cute_attn.sdpa.calls import Inputs, Request, translated
 
 def _readable(x: Tensor) -> Tensor:
     """``x``, perhaps with other strides of dimensions of size 1, or a copy where kernels cannot read its memory."""
-    return readable(regular(x))
+    return record.readable(regular(x))
 
 
 def _narrow_bias(bias: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Calls of scaled_dot_product_attention that repeat an earlier one.
 
 PyTorch's function chooses a backend and calls its operator, and a Python override of an operator costs: boxed arguments
-and results, and three tensors that only a backward with dropout reads. A call that repeats an earlier one needs no
-such: the record of that one has what the operator's kernels did. All others, and the first two of each kind, are
-PyTorch's function's: with a mask, dropout or gradients, of tensors that override functions, under compilers, modes,
+and results, and three tensors that only a backward with dropout reads. A call that repeats an earlier one needs none
+of these: its record has what the operator's kernels did. PyTorch's function computes the first two calls of each kind,
+and every call with a mask, dropout or gradients, of tensors that override functions, or under compilers, modes,
 function transforms and profilers.
 
 :mod:`cute_attn.host.plans` says whether a call repeats an earlier one. What PyTorch's choice depends on beside the
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from cute_attn.host import doors, plans
 from cute_attn.host.activation import Options
@@ -79,7 +78,6 @@ def key_of(
         or (query.requires_grad and torch.is_grad_enabled())  # guards know the others
         or doors.observer is not None
         or not plans.no_dispatch_mode()
-        or forward_ad._current_level >= 0
         or query.is_nested  # without a shape
         or key.is_nested
     ):

@@ -1,11 +1,22 @@
 """Records found by torch's guards, and by the whole key of a call."""
 
+import gc
+import weakref
+from collections import OrderedDict
+
 import pytest
 import torch
 import tvm_ffi
+from torch.autograd import forward_ad
+from torch.nn.attention.flex_attention import create_block_mask
 
-from cute_attn import attention, flash_attn, flex
-from cute_attn.host import plans, record
+from cute_attn import attention, flash_attn, flex, sdpa, transformers
+from cute_attn.compiler import registry
+from cute_attn.epilogues.functions import known
+from cute_attn.host import block_masks, plans, record
+from cute_attn.host.activation import Options
+from cute_attn.kernels.backward_sm80.kernel import BackwardSm80
+from cute_attn.kernels.forward_sm80 import ForwardSm80
 from tests import machine
 
 KEY = ("some", 0.5, None)
@@ -265,3 +276,162 @@ def test_a_function_that_learns_is_left_to_attention(monkeypatch):
         out = flex.flex_attention(q, q, q, lambda s, b, h, i, j: s + table[j])
         assert out.requires_grad
     assert len(made) == 2 and made[1] is not None and made[1].plan is not None, "one at each door"
+
+
+# ---- calls of the doors, recorded, and what then differs ----
+
+
+def randn(*shape, grad=False):
+    return torch.randn(shape).bfloat16().requires_grad_(grad)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The kernels that calls launch, which records repeat."""
+    found = []
+
+    def launched(kernel, target):
+        return tvm_ffi.convert(lambda *arguments: found.append(kernel.traits))
+
+    machine.kernels(monkeypatch, launched)
+    return found
+
+
+@pytest.fixture
+def recordings(monkeypatch):
+    """Where a call was recorded, rather than repeated."""
+    found, record_call = [], plans._record
+
+    def noted(*arguments):
+        found.append(arguments[0])
+        return record_call(*arguments)
+
+    monkeypatch.setattr(plans, "_record", noted)
+    return found
+
+
+def scaled(number):
+    return lambda score, b, h, q_idx, kv_idx: score * number
+
+
+def test_a_record_without_gradients_is_none_of_a_call_with_some(launches):
+    q, k, v, slopes = *(randn(2, 128, 4, 64) for _ in range(3)), torch.rand(4, requires_grad=True)
+    with torch.no_grad():
+        for _ in range(3):
+            attention(q, k, v, alibi_slopes=slopes)
+    with pytest.raises(NotImplementedError, match="alibi_slopes"):
+        attention(q, k, v, alibi_slopes=slopes)
+
+
+@pytest.mark.parametrize("door", ["attention", "flash_attn", "flex", "transformers"])
+def test_a_tangent_is_refused_after_a_record(door, launches):
+    q, k, v = (randn(2, 128, 4, 64) for _ in range(3))
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    layer = torch.nn.Module()
+    call, given = {
+        "attention": (attention, [q, k, v]),
+        "flash_attn": (flash_attn.flash_attn_func, [q, k, v]),
+        "flex": (flex.flex_attention, heads_first),
+        "transformers": (lambda *x: transformers.attention_forward(layer, *x, None), heads_first),
+    }[door]
+    for _ in range(3):
+        call(*given)
+    assert len(launches) == 3
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(given[0], torch.ones_like(given[0]))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            call(dual, *given[1:])
+
+
+def test_a_variant_of_the_backward_serves_steps_from_its_registration_on(launches, monkeypatch):
+    monkeypatch.setattr(registry, "KERNELS", dict(registry.KERNELS))
+    grad, leaves = randn(1, 16, 2, 64), [randn(1, 16, 2, 64, grad=True) for _ in range(3)]
+
+    def backward_of_a_step():
+        launches.clear()
+        torch.autograd.grad(attention(*leaves, kernel="sm80:mine"), leaves, grad)
+        return [x.variant for x in launches if x.op == "backward"]
+
+    registry.register(type("Mine", (ForwardSm80,), {}), variant="mine")
+    assert [backward_of_a_step() for _ in range(3)] == [[""]] * 3
+    registry.register(type("Mine", (BackwardSm80,), {}), variant="mine", op="backward")
+    assert backward_of_a_step() == ["mine"]
+
+
+def test_a_function_that_is_forgotten_before_its_gradient_is_traced_again(launches, monkeypatch):
+    monkeypatch.setattr(known, "_known", OrderedDict())
+    monkeypatch.setattr(known, "_MOST", 4)
+    grad, leaves, usual = randn(1, 16, 2, 64), [randn(1, 16, 2, 64, grad=True) for _ in range(3)], scaled(0.5)
+    for step in range(8):
+        out = attention(*leaves, score_mod=usual) + attention(*leaves, score_mod=scaled(1.0 + step))
+        torch.autograd.grad(out, leaves, grad)
+        del out
+
+
+def test_one_tensor_for_three_is_another_call_than_three(launches, recordings):
+    q, k, v = (randn(2, 128, 4, 64) for _ in range(3))
+    for given in ((q, q, q), (q, k, v), (q, k, k)):
+        recordings.clear()
+        for _ in range(4):
+            attention(*given)
+        assert len(recordings) == 1
+
+
+def test_a_function_of_one_tensor_is_recorded_once(launches, recordings):
+    q, function = randn(2, 128, 4, 64), scaled(0.5)
+    for _ in range(5):
+        attention(q, q, q, score_mod=function)
+    assert len(recordings) == 1
+
+
+def test_a_function_over_many_shapes_in_turn_is_recorded_once_for_each(launches, recordings):
+    calls, function = [randn(1, 16 * (i + 1), 2, 64) for i in range(2 * plans._MOST_GUARDS)], scaled(0.5)
+    for _ in range(4):
+        for q in calls:
+            attention(q, q, q.clone(), score_mod=function)
+    assert len(recordings) == len(calls)
+
+
+def test_an_unaligned_call_leaves_the_operators_record_to_the_next(launches, recordings):
+    active = sdpa.Activation(Options(), "CPU")
+    try:
+        given = [randn(2, 4, 128, 64) for _ in range(3)]
+        unaligned = randn(2 * 4 * 128 * 64 + 1)[1:].view(2, 4, 128, 64)
+        for q in (given[0], unaligned, *given[:1] * 4):
+            torch.ops.aten._scaled_dot_product_flash_attention(q, *given[1:], 0.0, True)
+    finally:
+        active.remove()
+    assert len(recordings) == 2 and len(launches) == 6
+
+
+def test_a_capture_is_no_record(launches, recordings, monkeypatch):
+    q, k, v = (randn(2, 128, 4, 64) for _ in range(3))
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, device="cpu")
+    attention(q, k, v, block_mask=mask)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        patch.setattr(block_masks, "_capture", lambda x: 7)
+        attention(q, k, v, block_mask=mask)
+    assert not recordings
+    for _ in range(4):
+        attention(q, k, v, block_mask=mask)
+    assert len(recordings) == 1
+
+
+def test_a_function_that_calls_itself_is_let_go(launches):
+    alive = []
+    q, k, v = (randn(2, 128, 4, 64) for _ in range(3))
+
+    def made():
+        table = torch.randn(4)
+        alive.append(weakref.ref(table))
+
+        def function(score, b, h, q_idx, kv_idx, again=True):
+            return function(score, b, h, q_idx, kv_idx, False) if again else score + table[h]
+
+        return function
+
+    for _ in range(5):
+        attention(q, k, v, score_mod=made())
+    gc.collect()
+    assert not any(one() is not None for one in alive)

@@ -9,6 +9,7 @@ import dis
 import functools
 import operator
 import sys
+import weakref
 from collections.abc import Callable
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -72,7 +73,7 @@ class Reads:
         self.kept: list[Any] = []
         self.complete = True
         self._places: dict[int, int] = {}
-        self._active: set[int] = set()
+        self._active: list[int] = []
         for place, function in enumerate(functions):
             self._walk(function, 0, operator.itemgetter(place))
 
@@ -126,11 +127,15 @@ class Reads:
     ) -> None:
         """Read what x contains, which may be x itself: a function that calls itself."""
         if id(x) in self._active:
-            self._identity(x, parent, get)
+            self.parts.append(self._active.index(id(x)))
+            if type(x) is FunctionType:  # keep neither it nor what it refers to
+                self._step(x, parent, get, functools.partial(_is_alive, weakref.ref(x)))
+            else:
+                self.complete = False
             return
-        self._active.add(id(x))
+        self._active.append(id(x))
         read(x, self._step(x, parent, get))
-        self._active.discard(id(x))
+        self._active.pop()
 
     def _items(self, items: tuple | list, place: int) -> None:
         self.parts += (type(items), len(items))
@@ -201,6 +206,10 @@ class Reads:
                     self._step(False, globals_, operator.methodcaller("__contains__", name), operator.not_)
                 else:
                     self.complete = False
+
+
+def _is_alive(one: "weakref.ref[Any]", x: Any) -> bool:
+    return one() is x
 
 
 def _values(entries: dict) -> tuple:
