@@ -186,7 +186,7 @@ class Activation:
                     own[name].options = options if backend in options.backends else None
             _serving[key] = self
             _override_composite(key)
-            repeated.start(options, key.lower())
+            repeated.start(key.lower())
 
     def remove(self) -> None:
         """Let PyTorch compute all calls; nothing happens a second time, or after another activation."""

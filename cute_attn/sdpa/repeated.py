@@ -17,32 +17,26 @@ import torch
 from torch import Tensor
 
 from cute_attn.host import doors, plans
-from cute_attn.host.activation import Options
 
 
 class Memory:
-    """The calls of one activation.
+    """Part of the key of one activation's calls. device: type of the tensors whose operators are overridden."""
 
-    Attributes:
-        options: the activation's.
-        device: type of the tensors whose operators are overridden.
-    """
+    __slots__ = ("device",)
 
-    __slots__ = ("device", "options")
-
-    def __init__(self, options: Options, device: str) -> None:
+    def __init__(self, device: str) -> None:
         """Arguments: as above."""
-        self.options, self.device = options, device
+        self.device = device
 
 
 _current: Memory | None = None  # of other threads a call keeps the one that it began with
 
 
-def start(options: Options, device: str = "cuda") -> None:
+def start(device: str) -> None:
     """Learn calls from now on, in place of what was known. Arguments: of :class:`Memory`."""
     global _current
     stop()
-    _current = Memory(options, device)
+    _current = Memory(device)
 
 
 def stop() -> None:
@@ -51,11 +45,6 @@ def stop() -> None:
     before, _current = _current, None
     if before is not None:
         plans.forget(before)
-
-
-def current() -> Memory | None:
-    """Where calls are learnt, or None."""
-    return _current
 
 
 def key_of(

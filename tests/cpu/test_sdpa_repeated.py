@@ -172,7 +172,7 @@ def test_what_was_known_is_forgotten_when_it_ends(active, function):
     for _ in range(3):
         function(*inputs())
     active.remove()
-    assert function.check(*inputs()) and repeated.current() is None
+    assert function.check(*inputs()) and repeated._current is None
     again = sdpa.Activation(Options(), "CPU")
     assert [function.check(*inputs()) for _ in range(3)] == [True, True, False]
     again.remove()
@@ -184,7 +184,7 @@ def test_a_call_that_began_before_the_end_is_finished(active, function):
     function(*inputs())
     stock = function.stock
     function.run = repeated.override(lambda *a, **k: active.remove() or stock(*a, **k), "cpu")
-    assert function.check(*inputs()) and repeated.current() is None
+    assert function.check(*inputs()) and repeated._current is None
 
 
 # ---- in the dispatcher ----
