@@ -127,7 +127,7 @@ class Reads:
     ) -> None:
         """Read what x contains, which may be x itself: a function that calls itself."""
         if id(x) in self._active:
-            self.parts.append(self._active.index(id(x)))
+            self.parts.append(("within", self._active.index(id(x))))
             if type(x) is FunctionType:  # keep neither it nor what it refers to
                 self._step(x, parent, get, functools.partial(_is_alive, weakref.ref(x)))
             else:
