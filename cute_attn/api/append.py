@@ -156,7 +156,7 @@ def append_cpu(*arguments: Any) -> None:
 
 
 def append_by_definition(call: Call) -> None:
-    """Of checked parameters with k and v."""
+    """Append k and v of checked parameters in plain torch."""
     assert call.k is not None and call.v is not None and call.cache_seqlens is not None
     kvcache_reference.append(
         call.cache,

@@ -795,7 +795,7 @@ def _drawn_state(q: Tensor) -> Tensor:
 def _read_by(
     given: tuple, functions: Functions, q: Tensor, k: Any
 ) -> tuple[Hashable, tuple[Tensor, ...], tuple, plans.Tables | None] | None:
-    """Of a call with functions or named epilogues: key, tensors, functions and tables as :func:`plans.find` takes them.
+    """Key, tensors, functions and tables of a call with functions or named epilogues, for :func:`plans.find`.
 
     None where an epilogue is a class of a user's, which may do anything.
     """

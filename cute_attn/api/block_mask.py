@@ -33,7 +33,7 @@ def block_mask(
     Parameters
     ----------
     mask_mod : function (b, h, q_idx, kv_idx) -> bool
-        As of :func:`cute_attn.attention`: traced once, its captured tensors on ``device``.
+        See :func:`cute_attn.attention`; traced once, its captured tensors on ``device``.
     b, h : int or None
         Sequences and query heads. None, or where the function does not differ between them: the mask has one, which
         stands for all.

@@ -26,8 +26,8 @@ def merge_attention(
 ) -> tuple[Tensor, Tensor]:
     """out and lse over all keys, from partial results over disjoint sets of keys.
 
-    As of a prefix that sequences share and of what follows it. :func:`cute_attn.reference.kvcache.merge` is the
-    definition; CPU tensors are computed by it. Sums have a fixed order: a call repeats bit for bit.
+    Such as those of a prefix that sequences share, and of their own keys. :func:`cute_attn.reference.kvcache.merge` is
+    the definition; CPU tensors are computed by it. Sums have a fixed order: a call repeats bit for bit.
 
     Parameters
     ----------

@@ -405,7 +405,7 @@ class Node(NamedTuple):
 
     @staticmethod
     def of(call: Call) -> "Node":
-        """Of a checked call, or of one that the forward checks."""
+        """The node of a call that is checked, or that the forward will check."""
         rest = call[NUM_TENSORS + 1 :]
         shaped = all(x.dim() >= 3 for x in call[:3])  # what is wrong is for the checks to say
         packed = fused_qkv.parts_packed(call[:3]) if shaped else 0

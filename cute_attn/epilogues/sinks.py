@@ -26,7 +26,7 @@ class Sinks:
     dtype: str
 
     def fake_args(self) -> tuple:
-        """Of (nheads,) sinks."""
+        """A fake tensor of (nheads,) sinks."""
         dtype = _DTYPES[self.dtype]
         return (
             make_fake_tensor(

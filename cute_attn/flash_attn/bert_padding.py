@@ -99,7 +99,7 @@ def unpad_input_for_concatenated_sequences(
     Returns
     -------
     hidden_states, indices, cu_seqlens, max_seqlen
-        As of :func:`unpad_input`, for each short sequence.
+        As from :func:`unpad_input`, for each short sequence.
 
     Raises
     ------

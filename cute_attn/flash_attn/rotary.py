@@ -232,7 +232,7 @@ class RotaryEmbedding(torch.nn.Module):
         How many elements of a head are turned.
     base : float
     interleaved : bool
-        As of :func:`apply_rotary`.
+        See :func:`apply_rotary`.
     scale_base : float, optional
     device : of the frequencies
     """
@@ -301,14 +301,14 @@ class RotaryEmbedding(torch.nn.Module):
         Parameters
         ----------
         qkv : Tensor
-            As of :func:`apply_rotary_emb_qkv_`; with kv it is q (batch, seqlen, nheads, head_dim).
+            See :func:`apply_rotary_emb_qkv_`; with kv it is q (batch, seqlen, nheads, head_dim).
         kv : Tensor (batch, seqlen, 2, nheads, head_dim), optional
         seqlen_offset : int, or Tensor (batch,)
             The position of each sequence's first row; a tensor with max_seqlen.
         max_seqlen : int, optional
             How many positions there are.
         num_heads_q : int, optional
-            As of :func:`apply_rotary_emb_qkv_`.
+            See :func:`apply_rotary_emb_qkv_`.
 
         Returns
         -------
@@ -333,7 +333,7 @@ class RotaryEmbedding(torch.nn.Module):
 
 
 def _positions(x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Of all rows, one sequence after the other."""
+    """Positions of all rows, one sequence after the other."""
     if cu_seqlens is None:
         batch, seqlen = x.shape[:2]
         row = torch.arange(seqlen, device=x.device)

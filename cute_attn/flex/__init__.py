@@ -50,7 +50,7 @@ def flex_attention(
     key : Tensor (batch or 1, nheads_kv, seqlen_k, head_dim)
     value : Tensor (batch or 1, nheads_kv, seqlen_k, head_dim_v)
     score_mod : function (score, b, h, q_idx, kv_idx) -> score, optional
-        As of :func:`cute_attn.attention`; h counts query heads.
+        See :func:`cute_attn.attention`; h counts query heads.
     block_mask : BlockMask, optional
         For these lengths or longer ones, of which it takes the first, and of query's batch and heads or 1. Full blocks
         are seen whole, partial ones where its mask_mod says so, and those that it does not list not at all.

@@ -27,7 +27,7 @@ def attend(
     *,
     return_aux: AuxRequest | None = None,
 ) -> Result:
-    """As of :func:`cute_attn.flex.flex_attention`."""
+    """See :func:`cute_attn.flex.flex_attention`."""
     check_flags(enable_gqa=enable_gqa, return_lse=return_lse)
     _check_tensors(query, key, value, enable_gqa)
     _check_outputs(return_lse, kernel_options, return_aux)

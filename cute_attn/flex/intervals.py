@@ -83,7 +83,7 @@ def _check(begin: Any, end: Any, seqlen_k: Any) -> None:
 
 
 def _bounds(begin: Tensor, end: Tensor) -> tuple[Tensor, ...]:
-    """Of the queries of each block the least and the largest begin, and the same of the end.
+    """The smallest and largest begin, and the smallest and largest end, over the queries of each block.
 
     A query without keys has the largest begin and the least end: it lists no block, and its block is not full.
     """

@@ -16,7 +16,7 @@ from cute_attn.traits import Traits
 
 
 def traits_of(call: Call, arch: str, q: Tensor | None) -> Traits:
-    """Of the append kernel; q: queries to rotate."""
+    """Traits of the append kernel; q: queries to rotate."""
     rotary = "interleaved" if call.rotary_interleaved else "halves"
     return Traits(
         "append",

@@ -447,7 +447,7 @@ def _seqlens(call: Call) -> tuple[Any, Any]:
 def _sinks_gradient(
     sinks: Tensor | None, lse_log2: Tensor, minus_d: Tensor, keep: float, given: Tensor | None
 ) -> Tensor:
-    """Of (nheads,) sinks, from what the preprocess wrote: dsink = -sum over rows of exp(sink - LSE) * D.
+    """The gradient of (nheads,) sinks, from the preprocess's D: dsink = -sum over rows of exp(sink - LSE) * D.
 
     exp(sink - LSE) is the share of the sink in a row's softmax. In rows that do not exist LSE is inf or D is 0.
 

@@ -27,13 +27,13 @@ DIVISOR_WITHIN = 1.5
 """Up to so many times the splits that L2 asks for, a number that divides the heads evenly is better: 4 of 8 heads are 4
 to 25% faster than 3."""
 UNEVEN = 4 / 3
-"""The longest work tile over the mean, up to which they come in waves, and CTAs stay together."""
+"""Maximum ratio of the longest work tile to the mean for CTAs to stay in step; above it, waves fall apart."""
 MOST_BLOCKS = 64
 """Key blocks of a sequence whose queries are counted."""
 
 WHOLE, DIVIDED = 1.6, 0.75
-"""Bytes in flight over those of L2, up to which heads stay undivided, and to which a division brings them: the sums
-cost more than misses between the two. As good on an H100 and an H200 are 1.4 to 1.8, and 0.7 to 0.9: row 62 of
+"""Bytes in flight over L2's size. Above the first, heads are split until the second is reached; between the two the
+sums cost more than the misses. As good on an H100 and an H200 are 1.4 to 1.8, and 0.7 to 0.9: row 62 of
 bench/history.md."""
 
 

@@ -99,7 +99,7 @@ def _function(kinds: Tensor, block_size: tuple[int, int], mask_mod: Callable) ->
 
 
 class _Made(NamedTuple):
-    """Of a BlockMask: what its table was made of, which holds as long as that is the same, and lists by sizes."""
+    """A BlockMask's table and lists by sizes, which hold as long as their source is unchanged."""
 
     source: tuple[Tensor | None, ...]
     state: tuple
@@ -181,7 +181,7 @@ def _stream(x: Tensor) -> int:
 @torch.inference_mode(False)
 @torch.no_grad()
 def kinds_of(block_mask: BlockMask) -> Tensor:
-    """Of all blocks, 0, ``PARTIAL`` or ``FULL``: uint8 (batch or 1, heads or 1, blocks of queries, blocks of keys)."""
+    """Each block's kind, 0, ``PARTIAL`` or ``FULL``: uint8 (batch or 1, heads or 1, query blocks, key blocks)."""
     width = block_mask.kv_indices.shape[-1]
     if block_mask.full_kv_indices is not None:
         width = max(width, block_mask.full_kv_indices.shape[-1])

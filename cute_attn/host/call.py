@@ -195,12 +195,12 @@ class Call(NamedTuple):
         return f"{side} has "
 
     def output_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of out and lse."""
+        """Shapes of out and lse."""
         lse = (self.nheads, self.q.shape[0]) if self.varlen else (self.batch, self.nheads, self.q.shape[1])
         return (*self.q.shape[:-1], self.keys[1].shape[-1]), lse
 
     def softmax_shape(self) -> tuple[int, ...]:
-        """Of the softmax; (0,) where it was not asked for."""
+        """Shape of the softmax; (0,) where it was not asked for."""
         full = (self.batch, self.nheads, self.max_seqlen_q, self.max_seqlen_k)
         return full if self.return_softmax else (0,)
 

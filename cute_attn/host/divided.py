@@ -15,9 +15,9 @@ from cute_attn.host.plans import Plan
 from cute_attn.kernels.limits import LARGE_HEAD_DIM
 
 FEW_TILES = 0.5
-"""Work tiles for each multiprocessor up to which keys are divided."""
+"""Maximum work tiles per multiprocessor for which keys are split."""
 LEAST_KEYS = 4096
-"""Keys of the longest sequence from which on that pays for a second launch."""
+"""Minimum keys of the longest sequence for which a split pays for a second launch."""
 
 
 def as_cache(call: Call) -> Call:

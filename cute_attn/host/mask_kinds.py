@@ -60,7 +60,7 @@ def _check_captured(tensors: tuple[Tensor, ...], device: torch.device) -> None:
 
 
 def _shape(predicate: Predicate, sizes: Sizes, block_size: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Of the table of kinds."""
+    """Shape of the table of kinds."""
     batch, nheads, *lengths = sizes
     rows, columns = (-(-n // size) for n, size in zip(lengths, block_size, strict=True))
     return batch if predicate.batched else 1, nheads if predicate.headed else 1, rows, columns

@@ -34,7 +34,7 @@ MAX_ROWS = 2**31 - 2**16
 
 
 def to_copy(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
-    """Of which tensors kernels do not load the rows."""
+    """Which tensors need a padded copy, since kernels cannot load their rows."""
     return tuple(not rows_are_aligned(x) for x in tensors)
 
 
@@ -99,7 +99,7 @@ class Copies:
         targets: Sequence[Tensor | None],
         cu_seqlens: Tensor | None,
     ) -> None:
-        """Of pairs of two tensors; the kernel looks at none of the others, in whose places it gets any tensors."""
+        """Copy pairs of tensors; the kernel ignores its other arguments, which are arbitrary tensors."""
         both = [x is not None and y is not None for x, y in zip(sources, targets, strict=True)]
         some = both.index(True)
         arguments = (

@@ -93,7 +93,7 @@ def can_split(tensors: Sequence[Tensor]) -> bool:
 
 
 def plan_forward(call: Call, kernel: Any, target: str) -> Plan | None:
-    """Of a call that both of :mod:`cute_attn.kernels.fp32_sm80.kernel` serve in place of ``kernel``, or None."""
+    """The plan of a call that both :mod:`cute_attn.kernels.fp32_sm80.kernel` serve in place of ``kernel``, or None."""
     from cute_attn import compiler
     from cute_attn.compiler import registry
 

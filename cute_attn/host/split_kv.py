@@ -37,20 +37,20 @@ from cute_attn.tiles.inference import MAX_PARTIALS, SPLIT_KEYS, CacheCall, Combi
 from cute_attn.traits import Traits
 
 WAVES = 3
-"""Work tiles a CTA from which on they are claimed whole: lengths that differ then cost less than shares."""
+"""Work tiles per CTA above which each is computed whole: load imbalance then costs less than merging."""
 EVEN = 8
-"""Keys for each query of a single sequence from which on a mask leaves its units about as many keys."""
+"""Minimum keys per query above which a mask leaves a sequence's query blocks nearly equal numbers of keys."""
 BOX_ROWS = 8
-"""What rows of a page are a multiple of where TMA loads them: a swizzle repeats. Ampere kernels load other pages."""
+"""TMA loads pages whose row count is a multiple of this, the period of a swizzle. Ampere kernels load other pages."""
 FULL_PARTS = 0.9
-"""Part of the CTAs that equal parts of a single sequence's units keep busy, from which on there are no shares."""
+"""Minimum fraction of the CTAs that an even split of a single sequence keeps busy; below it, stream-K is used."""
 PARTS_AT_ONCE = 128
 """Partial results of a row that the combine kernel loads at once, where they are many; more take another round."""
 BLOCKS_OF_A_PART, ENOUGH_CTAS = 5, 64
 """Key blocks that a part has at least where so many CTAs are busy: fewer parts are merged sooner. One sequence of 32
 heads on 8 takes 10.1 us with 12 parts of 4096 keys (16 parts: 10.4), 7.0 with 8 of 1024 (16: 7.2)."""
 FULL_WAVES = 0.85
-"""Part of the last wave's CTAs that are busy, from which on a single sequence's work tiles are computed whole."""
+"""Minimum fraction of the last wave's CTAs that are busy; above it, a single sequence's work tiles are not split."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def units(call: Call, tile: Any) -> int:
 
 
 def traits_of(call: Call, arch: str, split: str, variant: str = "") -> Traits:
-    """Of the kvcache kernel. Of parts, which it never completes, the combine kernel adds the sinks."""
+    """Traits of the kvcache kernel. Where keys are split the combine kernel adds the sinks."""
     return Traits(
         "kvcache",
         arch,

@@ -124,7 +124,7 @@ class BlockKinds:
         self.find(state, values, kinds, row, seqlen_q, seqlen_k, first, groups * warps)
 
     def shared_values(self) -> tuple[cute.Tensor, ...]:
-        """Of each of the predicate's values of queries a column of shared memory."""
+        """Shared memory for the predicate's values of queries: a column for each."""
         nodes = self.predicate.of_queries
         if not nodes:
             return ()
@@ -200,7 +200,7 @@ class BlockKinds:
                 kinds[column] = Uint8(listed if seen else Int32(0))
 
     def bounds_of_queries(self, state: MaskState, values: tuple, lane: Int32) -> list[Interval]:
-        """Of what :meth:`keep_queries` wrote, by a warp."""
+        """Bounds of the values that :meth:`keep_queries` wrote, by a warp."""
         lanes = warp.width()
         own = [[x[lane + i * lanes] for x in values] for i in range(self.tile.tile_m // lanes)]
         return _bounds(self.predicate.of_queries, own)

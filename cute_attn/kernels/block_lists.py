@@ -25,7 +25,7 @@ from cute_attn.traits import BLOCK_OPS, FULL, LISTED_ROWS, PARTIAL, Traits
 
 
 class BlockCounts(NamedTuple):
-    """Of each query block, or of each key block, its blocks of the other side.
+    """The key blocks of each query block, or the query blocks of each key block.
 
     partial_count, full_count: int32 (batch, nheads, blocks); partial, full: int32 (batch, nheads, blocks, others).
     """

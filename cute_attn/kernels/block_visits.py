@@ -26,7 +26,7 @@ from cute_attn.traits import BLOCK_OPS, FULL, LISTED_ROWS, PARTIAL, Traits
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """Of a call and its mask: lengths, the mask's blocks, and query heads of a kv head."""
+    """Sizes of a call and its mask: lengths, the mask's blocks, and query heads per kv head."""
 
     seqlen_q: Int32
     seqlen_k: Int32

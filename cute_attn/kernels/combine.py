@@ -224,7 +224,7 @@ class Combine:
 
     @cute.jit
     def place(self, block: Int32, thread: Int32, rows: Int32, divisors: tuple) -> Place:
-        """Of a CTA's thread. Heads run fastest, as they are adjacent in memory."""
+        """The place of a CTA's thread. Heads run fastest, as they are adjacent in memory."""
         per_row, groups = self.tile.threads_per_row(self.traits), self.tile.groups
         own = thread // (per_row * groups)
         flat = block * self.tile.rows + own
@@ -235,7 +235,7 @@ class Combine:
 
     @cute.jit
     def row_partials(self, mOpartial: cute.Tensor, mLSEpartial: cute.Tensor, place: Place) -> RowPartials:
-        """Of a thread's row."""
+        """Partial results of a thread's row."""
         step_partial, step_batch, step_query, step_head, _ = mOpartial.stride
         out = (
             Int64(place.batch) * step_batch + Int64(place.query) * step_query + Int64(place.head) * step_head
@@ -330,7 +330,7 @@ class Combine:
 
     @cute.jit
     def weight(self, i: Int32, count: Int32, shared: Shared, place: Place) -> Float32:
-        """Of partial result i; 0 from ``count`` on."""
+        """Weight of partial result i; 0 from ``count`` on."""
         weight = shared.weights[place.row, cutlass.max(cutlass.min(i, count - 1), 0)]
         return weight if i < count else Float32(0.0)
 

@@ -108,7 +108,7 @@ class Expected:
         return torch.autograd.grad(out, x.leaves(workload), self.grad)
 
     def accuracy(self, results: Sequence[Tensor]) -> Accuracy:
-        """Of an output, or of the gradient with the largest error relative to what is allowed."""
+        """Accuracy of an output, or of the gradient whose error is largest relative to its tolerance."""
         factor = 2.0 if self.grad is None else 3.0
         return max(
             (Accuracy.of(a, b, c, factor) for a, b, c in zip(results, self.exact, self.plain, strict=True)),

@@ -130,7 +130,7 @@ class _State:
     written: frozenset[int] = frozenset()
 
     def joined(self, other: "_State") -> "_State":
-        """Of two paths."""
+        """The state where two paths join."""
         return _State(
             self.held | other.held,
             self.accessed | other.accessed,

@@ -64,7 +64,7 @@ class Sensor(NamedTuple):
 
 
 def sensor(uuid: str) -> Sensor:
-    """Of the GPU with that UUID, as torch gives it. nvidia-smi takes a tenth of a second and is asked in few rounds."""
+    """The sensor of the GPU with torch's UUID. nvidia-smi takes a tenth of a second and is asked in few rounds."""
     try:
         import pynvml
 

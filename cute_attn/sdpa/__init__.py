@@ -6,7 +6,7 @@
     cute_attn.sdpa.served               how often which operators were called, and why some fell through
     cute_attn.sdpa.restore()
 
-PyTorch chooses a backend as ever. Of the backends' operators (flash, memory-efficient and cuDNN attention, forward and
+PyTorch still chooses a backend. Of the backends' operators (flash, memory-efficient and cuDNN attention, forward and
 backward) those whose calls :func:`cute_attn.sdpa.calls.why_not` accepts run here, all others as before. Products of
 fp32 tensors have fp32's precision, as in PyTorch's memory-efficient kernel, whatever ``allow_tf32`` says. Importing
 this module registers it with PyTorch: ``torch.nn.attention.activate_flash_attention_impl("cute_attn")`` does what

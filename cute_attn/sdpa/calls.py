@@ -234,7 +234,7 @@ def request_of(
 
 @functools.cache
 def _target(device: torch.device) -> str:
-    """As of :func:`cute_attn.compiler.default_target`, or empty where that raises; "sm90" without a GPU."""
+    """:func:`cute_attn.compiler.default_target`, or empty where that raises; "sm90" without a GPU."""
     from cute_attn.compiler import default_target
 
     if device.type != "cuda" or not torch.cuda.is_available():

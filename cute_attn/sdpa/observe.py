@@ -276,7 +276,7 @@ def _generator_kept(device: torch.device) -> Iterator[None]:
 
 
 def _microseconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Of one call; waits for the GPU."""
+    """Time of one call; waits for the GPU."""
     if device.type != "cuda":
         start = time.perf_counter()
         run()

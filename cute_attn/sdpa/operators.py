@@ -280,7 +280,7 @@ def _in_rows_of_16(x: Tensor) -> Tensor:
 
 
 def _four_dims(bias: Tensor | None) -> Tensor | None:
-    """Of a bias for cuDNN, to which alone of the backends PyTorch's function gives one of fewer dimensions."""
+    """A bias with four dimensions; only the cuDNN backend may be given one with fewer."""
     return None if bias is None else four_dims(bias)
 
 

@@ -85,7 +85,7 @@ _DEFAULT = Options()
 
 
 class _Inside(threading.local):
-    """Of a thread: whether one of PyTorch's kernels runs. Its flash operator calls another one that is overridden."""
+    """Whether this thread runs one of PyTorch's kernels. The flash operator calls another one that is overridden."""
 
     pytorch = False
 

@@ -88,7 +88,7 @@ class BackwardSm80Tile(WarpTile):
         return dataclasses.replace(self, operands="fallback") if self.in_terms else self
 
     def fallback(self, traits: Traits) -> "BackwardSm80Tile":
-        """Of a tile with ``terms``: one for whole fp32 operands with the same query blocks and the same order of dQ.
+        """The tile for whole fp32 operands, with the query blocks and order of dQ of this tile, which has ``terms``.
 
         Whole operands take twice the shared memory of one term: single stages then, and half the keys where all of them
         do not fit every target (the kernel is launched twice then); or where dQ's passes are chunks, operands that are

@@ -29,7 +29,7 @@ class BlockKindsTile(Tile):
 
     @property
     def num_threads(self) -> int:
-        """Of a CTA."""
+        """Threads per CTA."""
         return self.num_warps * WARP
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
@@ -65,7 +65,7 @@ class BlockListsTile(Tile):
 
     @property
     def num_threads(self) -> int:
-        """Of a CTA."""
+        """Threads per CTA."""
         return self.num_warps * WARP
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:

@@ -198,7 +198,7 @@ class ForwardSm80Tile(WarpTile):
         return self._registers_16_bit(traits, acc_o, acc_s)
 
     def _registers_16_bit(self, traits: Traits, acc_o: int, acc_s: int) -> int:
-        """Of operands of 16 bits, with so many registers of accumulators."""
+        """Registers per thread with 16-bit operands and so many registers of accumulators."""
         rows, d = self.tile_m // self.warps_m, padded(traits.head_dim)
         q = rows * d // 64 if self.keeps_q else rows // 4
         bias = acc_s // (1 if traits.bias == "fp32" else 2) if traits.bias else 0

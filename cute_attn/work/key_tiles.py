@@ -163,7 +163,7 @@ class KeyTileOrder:
 
     @cute.jit
     def row_and_column(self, block: Int32):
-        """Of the table, for a position in the order."""
+        """Row and column of the table at a position in the order."""
         section, position = divmod(block, self.section_blocks)
         row, column = position, section
         if cutlass.const_expr(self.sections is not None):

@@ -30,7 +30,7 @@ class Sections:
 
     @cute.jit
     def row_and_column(self, section: Int32, position: Int32):
-        """Of the table, for a position in a section.
+        """Row and column of the table at a position in a section.
 
         Without a branch: ptxas computes what follows one in the registers of each thread, batch, head and all pointers
         among them, and then spills.

@@ -30,7 +30,7 @@ class Extremes:
 
     @staticmethod
     def of(node: Node, values: Sequence[Any]) -> "Extremes":
-        """Of one lane's."""
+        """The bounds of one lane's values."""
         low = high = values[0]
         number = values[0] == values[0]
         for value in values[1:]:
@@ -39,7 +39,7 @@ class Extremes:
         return Extremes(node, low, high, number)
 
     def of_warp(self) -> Interval:
-        """Of all lanes': bounds of the node, which are NaN where a value is."""
+        """The bounds over all lanes; NaN where a value is."""
         low, high = warp.least(self.low), warp.largest(self.high)
         if self.node.kind == BOOL:
             return Interval(low != 0, high != 0)
@@ -52,7 +52,7 @@ class Extremes:
 
 @dataclass(frozen=True)
 class MaskState:
-    """Of a (batch, head): the captured tensors, and the values that are the same for all queries and keys."""
+    """A (batch, head)'s captured tensors, and its values that are the same for all queries and keys."""
 
     tensors: tuple
     values: tuple

@@ -252,7 +252,7 @@ def _floor_divide(a: Any, b: Any) -> Any:
 
 
 def _remainder(a: Any, b: Any) -> Any:
-    """Of the divisor's sign, as Python's."""
+    """The remainder with the divisor's sign, as Python's."""
     return a - b * type(a)(_floor_divide(a, b))
 
 

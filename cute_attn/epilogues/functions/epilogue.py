@@ -42,7 +42,7 @@ class Captured(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor | float) -> "Captured":
-        """Of one; a tensor of no dimensions counts as one of one. Of a number of the call its type."""
+        """The layout of a tensor, which has at least one dimension here, or the type of a number."""
         if not isinstance(tensor, Tensor):
             return Captured(type(tensor).__name__, 0, True)
         unit = tensor.dim() == 0 or tensor.stride(-1) == 1
@@ -65,7 +65,7 @@ def as_kernels_read(tensor: Tensor | float) -> Tensor | float:
 
 @dataclass(frozen=True)
 class FunctionState:
-    """Of a work tile: the captured tensors, their rows and values that it has one of, and the last positions.
+    """A work tile's captured tensors, the rows and values that are the same throughout it, and the last positions.
 
     lists: of a mask that lists blocks, with the (batch, head) that they are read for.
     targets: of each term the part of its gradient that the work tile adds to, with the gradients' factor.

@@ -25,7 +25,7 @@ Elements = Callable[[Callable[[Int32, Float32], None]], None]
 
 
 def offset_in(target: cute.Tensor, nodes: tuple[Node, ...], indices: tuple[Any, ...]) -> Int32:
-    """Of an element, its indices clamped to the tensor; of a tensor of no dimensions 0."""
+    """The offset of an element, its indices clamped to the tensor; 0 in a tensor of no dimensions."""
     offset = Int32(0)
     for node, index, size, step in zip(nodes, indices, target.shape, target.stride, strict=False):
         offset = offset + element_index(node, index, size) * Int32(step)

@@ -270,7 +270,7 @@ def _abs(d: _Derivative, x: Node, a: Node, da: Any) -> Node | None:
 
 
 def _extreme(chosen: str) -> Rule:
-    """Of the larger or smaller one; of equal ones the mean, as torch's."""
+    """The derivative of the larger or smaller operand; the mean of both where they are equal, as in torch."""
 
     def rule(d: _Derivative, x: Node, a: Node, b: Node, da: Any, db: Any) -> Node | None:
         mean = d.mul(d.add(da, db), d.graph.const(0.5))
@@ -282,7 +282,7 @@ def _extreme(chosen: str) -> Rule:
 
 
 def _clamp(inside: str) -> Rule:
-    """Of the value where it is within the bound, as torch's clamp; else of the bound."""
+    """The derivative of the value where it is within the bound, as in torch's clamp; else the bound's."""
 
     def rule(d: _Derivative, x: Node, a: Node, b: Node, da: Any, db: Any) -> Node | None:
         return d.where(d.graph.compare(inside, a, b), da, db)

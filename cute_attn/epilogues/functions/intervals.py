@@ -45,13 +45,13 @@ class Interval(NamedTuple):
 
 
 def point(kind: str, value: Any) -> Interval:
-    """Of one value."""
+    """The interval of one value."""
     value = _dynamic(_type_of(kind)(value))
     return Interval(value, value)
 
 
 def unknown(kind: str) -> Interval:
-    """Of any value of a kind."""
+    """The interval of any value of a kind."""
     ends = {BOOL: (False, True), INT: INT_RANGE, LONG: LONG_RANGE, FLOAT: (float("nan"),) * 2}[kind]
     return Interval(*(_dynamic(_type_of(kind)(x)) for x in ends))
 
@@ -94,7 +94,7 @@ class Intervals:
         return unknown(node.kind) if rule is None else _inside(node, args, rule(node, *args))
 
     def _element(self, node: Node, indices: Sequence[Interval]) -> Interval:
-        """Of a captured tensor's element: known where all of the block reads one."""
+        """The interval of a captured tensor's element; known where the whole block reads the same one."""
         one = _all(index.low == index.high for index in indices)
         places = dict(zip(node.args, (index.low for index in indices), strict=True))
         element = self.expressions.of(node, lambda x: places if x is node or x in places else {})
@@ -165,12 +165,12 @@ def _sub(node: Node, a: Interval, b: Interval) -> Interval:
 
 
 def _distance(node: Node, a: Interval, b: Interval) -> Interval:
-    """Of integers, which may become a float."""
+    """The distance between two integers, which may become a float."""
     return _cast_ends(node.kind, _sub(node, a, b))
 
 
 def _corners(op: Callable[[Any, Any], Any], a: Interval, b: Interval) -> Interval:
-    """Of an operation that is monotonic in each operand."""
+    """The interval of an operation that is monotonic in each operand, from the intervals' ends."""
     firsts, seconds = ([x.low] if x.is_point else [x.low, x.high] for x in (a, b))
     found = [op(x, y) for x, y in itertools.product(firsts, seconds)]
     return Interval(_least(*found), _greatest(*found))
@@ -219,7 +219,7 @@ def _floordiv(node: Node, a: Interval, b: Interval) -> Interval:
 
 
 def _mod(node: Node, a: Interval, b: Interval) -> Interval:
-    """Of one multiple of a divisor the distances from it, else all that the largest divisor leaves."""
+    """Bounds of a remainder: exact if both ends have the same quotient, otherwise those of the largest divisor."""
     positive, b = _divisor(b)
     first, last = _floor_div(a.low, b.low), _floor_div(a.high, b.low)
     one, start = (first == last) & (b.low == b.high), first * b.low
@@ -291,7 +291,7 @@ def _cast(node: Node, a: Interval) -> Interval:
 
 
 def _where(node: Node, c: Interval, a: Interval, b: Interval) -> Interval:
-    """Of a float that may be unknown the choice is unknown, whichever it is."""
+    """The chosen interval; the union where the condition is open, which for a float that may be NaN is unknown."""
     if node.kind == BOOL:
         low = (c.low & a.low) | (_opposite(c.high) & b.low) | (a.low & b.low)
         return Interval(low, (c.high & a.high) | (_opposite(c.low) & b.high))

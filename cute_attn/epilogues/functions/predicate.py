@@ -30,7 +30,7 @@ class Predicate:
 
 
 def predicate_of(graph: Graph, output: Node) -> Predicate | None:
-    """Of an epilogue's graph; None where it does more to scores than hide them by a mask."""
+    """The mask of an epilogue's graph; None where it does more to scores than hide them."""
     seen = _seen(graph, output)
     if seen is None or any(node.parts & SCORE for node in ordered(seen)):
         return None

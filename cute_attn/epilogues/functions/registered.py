@@ -119,7 +119,7 @@ class RegisteredFunction(FunctionEpilogue):
         precision: Precision = AS_TORCH,
         output: Node | None = None,
     ) -> Any:
-        """As of a traced function; of float64 scores by a trace of its own, which may ask for their dtype."""
+        """The trace's value; float64 scores have a trace of their own, since a function may ask for their dtype."""
         if output is None and scores.dtype == torch.float64:
             output = self._of_float64
         return super().evaluated(scores, coords, args, precision, output)

@@ -17,10 +17,10 @@ from cute_attn.traits import Traits
 
 TABLE = Table(__file__, BackwardSm80Tile)
 TERMS_LEAST_FLOP = {2: 2**31, 1: 2**32}
-"""Terms -> floating-point operations of a call from which on products in terms pay for three more launches. Those of
-one term have not been searched."""
+"""Terms -> minimum floating-point operations of a call for which products in terms pay for three more launches. One
+term's has not been searched."""
 PASSES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18)
-"""Of dQ, above head dim 256."""
+"""Numbers of passes over dQ, above head dim 256."""
 
 
 def default_tile(traits: Traits, target: str, *, whole: bool = False) -> BackwardSm80Tile:
@@ -64,7 +64,7 @@ def in_passes(tile: BackwardSm80Tile, traits: Traits) -> list[BackwardSm80Tile]:
 
 
 def register_pressure(traits: Traits) -> int:
-    """Of the epilogues, from 0 to 5, by what ptxas spills.
+    """Register pressure of the epilogues, from 0 to 5, by what ptxas spills.
 
     1: ALiBi, or lengths with wide gradients; 2: a bias; 3: values saved for a derivative, or a dropout mask; 4: many
     of them, or a dropout mask or a window with lengths or many Philox words; 5: dropout and another epilogue.
@@ -89,7 +89,7 @@ def register_pressure(traits: Traits) -> int:
 
 
 def _least_pressure(traits: Traits, target: str) -> int:
-    """Of a target, beside :func:`register_pressure`: on sm80 single floats added to dQ take registers too."""
+    """Minimum pressure on a target: on sm80 adding single floats to dQ takes registers, too."""
     if target != "sm80":
         return 0
     largest = max(traits.head_dim, traits.head_dim_v)

@@ -77,7 +77,7 @@ class Gradients:
 
 @dataclass(frozen=True)
 class ReadAhead:
-    """Of a piece of the queries, what is in registers before S: the dropout mask, and what modifiers read."""
+    """Registers loaded before S of one query sub-tile: its dropout mask and the epilogues' inputs."""
 
     dropped: tuple
     loaded: tuple

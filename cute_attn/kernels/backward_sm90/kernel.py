@@ -865,7 +865,7 @@ class BackwardSm90(BackwardSm90Layouts):
         return make_accumulator(self.mma_dq(), self.traits, self.tile)
 
     def row_values(self, ctx: HeadContext, s_rows: cute.Tensor, pipeline: Pipeline, n: Int32) -> cute.Tensor:
-        """Of (tile_m, stage) in shared memory, at use n, the values of the thread's rows."""
+        """The values of the thread's rows at use n, from (tile_m, stage) in shared memory."""
         return row_values(ctx.score_map, s_rows[None, pipeline.stage(n)])
 
     @cute.jit

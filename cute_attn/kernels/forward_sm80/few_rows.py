@@ -26,7 +26,7 @@ def tile_for_lengths(
 
 @functools.lru_cache(maxsize=1024)
 def _tiles_for_few_rows(traits: Traits, target: str) -> tuple[ForwardSm80Tile, ...]:
-    """Of 16, 32 and 64 rows: bound by memory, so many loads are kept in flight, 64 KB or more a multiprocessor.
+    """Tiles of 16, 32 and 64 rows. Memory bounds them, so each multiprocessor keeps 64 KB or more in flight.
 
     A warp has 16 rows, and the other warps divide the keys: each additional warp along the rows reads all of K and V
     from shared memory once more.

@@ -268,7 +268,7 @@ class ForwardSm80:
         score_args: tuple,
         scales: cute.Tensor | None = None,
     ) -> ForwardParams:
-        """Of a launch; scales: of q, k and v, which the kernels of :mod:`cute_attn.kernels.fp32_sm80.kernel` read."""
+        """Parameters of a launch; scales: of q, k and v, for :mod:`cute_attn.kernels.fp32_sm80.kernel`."""
         nheads, nheads_kv = (mQ.shape[1], mK.shape[1]) if self.traits.varlen else (mQ.shape[2], mK.shape[2])
         grid = self.query_grid(seqlens, seqlens.batch(mQ), nheads, nheads_kv, schedule)
         # A kernel argument takes no register. With softcap, score_args[0] is the cap.

@@ -58,7 +58,7 @@ class GroupResults:
 
     @staticmethod
     def make(start: cute.Pointer, size: int, rows: int, thread: Int32, threads: int) -> "GroupResults":
-        """Of ``size`` elements of O and ``rows`` rows; ``start``: of a group's."""
+        """The exchange of ``size`` elements of O and ``rows`` rows; ``start``: of a group's."""
         vectors = cute.make_layout((4, size // 4), stride=(1, 4 * threads))
         stats = cute.make_layout((rows, 2), stride=(threads, rows * threads))
         return GroupResults(

@@ -97,7 +97,7 @@ class Products:
 
 @dataclass(frozen=True)
 class Fp32Products(Products):
-    """Of tf32 terms, two for the precision of fp32. Few steps along K are summed from zero; in P V a key block's."""
+    """Products of tf32 terms, two for fp32's precision. Sums restart at zero: in P V with each key block."""
 
     scales_output: ClassVar[bool] = True
     ahead: ClassVar[int] = 0
@@ -151,7 +151,7 @@ class Fp32Products(Products):
 
 @dataclass(frozen=True)
 class StoredTermsProducts(Fp32Products):
-    """Of two fp16 terms: rows of Q, K, V and P have all hi, then all lo terms."""
+    """Products of two fp16 terms: rows of Q, K, V and P have all hi, then all lo terms."""
 
     ahead: ClassVar[int] = PIECES_AHEAD
 
@@ -191,7 +191,7 @@ class StoredTermsProducts(Fp32Products):
 
 @dataclass(frozen=True)
 class OneTermProducts(Products):
-    """Of one fp16 term: a 16-bit operand whose products are in other units.
+    """Products of one fp16 term: a 16-bit operand whose products are scaled.
 
     Attributes:
         folds_factor: whether the softmax multiplies by the factor that undoes the scales of Q and K, as nothing else

@@ -73,7 +73,7 @@ def _short_tile(traits: Traits, seqlen_q: int, seqlen_k: int) -> ForwardSm90Tile
 
 
 def _packing_tiles(traits: Traits, short: ForwardSm90Tile | None) -> list[ForwardSm90Tile]:
-    """Of one warpgroup and of two."""
+    """Packing tiles of one warpgroup and of two."""
     one, two = (_of_warpgroups(traits, n) for n in ("one_warpgroup", "two_warpgroups"))
     return [one, first_that_fits([short, two], traits, "sm90") if short and short.tile_m == 128 else two]
 

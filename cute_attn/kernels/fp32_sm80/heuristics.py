@@ -34,12 +34,12 @@ def _of_one_term(traits: Traits, target: str, *keys: Key) -> ForwardTermsTile:
 
 
 TERMS_LEAST_USES = {2: 512, 1: 1024}
-"""Terms -> keys of a query, and queries of a key, from which on products by terms pay for splitting the rows.
+"""Terms -> minimum keys per query, and queries per key, for which products by terms pay for splitting the rows.
 
 Those of one term, in place of one product of tf32, have not been searched.
 """
 TERMS_LEAST_FLOP = {2: 2**32, 1: 2**33}
-"""Terms -> floating-point operations of a call from which on they pay for three more launches."""
+"""Terms -> minimum floating-point operations of a call for which they pay for three more launches."""
 
 
 def terms_pay(traits: Traits, rows: int, seqlen_q: int, seqlen_k: int, group: int) -> bool:

@@ -114,7 +114,7 @@ class ForwardFallback(FollowsSplit):
     """
 
     WARPS: ClassVar[int] = 16
-    """Of all CTAs of a multiprocessor, about: no default tile has room for more."""
+    """Warps per multiprocessor, about: no default tile has room for more."""
 
     def launch(
         self, params: ForwardParams, tiles: Int32, schedule: ForwardSchedule, stream: cuda.CUstream
@@ -194,7 +194,7 @@ class ForwardTerms(FollowsSplit):
 
     @functools.cached_property
     def products(self) -> Products:
-        """Of one term or two."""
+        """Products of one term or two."""
         if self.two_terms:
             return StoredTermsProducts(self.traits, self.tile)
         return OneTermProducts(self.traits, self.tile, self.folds_factor)
@@ -221,7 +221,7 @@ class ForwardTerms(FollowsSplit):
 
     @property
     def scores_may_be_large(self) -> bool:
-        """As of 16-bit kernels: where Q K^T alone may be huge, the fallback kernel computes."""
+        """Like 16-bit kernels: where only Q K^T may be huge, the fallback kernel computes."""
         return self.epilogues.may_be_large
 
     @property
@@ -251,7 +251,7 @@ class ForwardTerms(FollowsSplit):
         return FollowsSplit.online_softmax(self, rows, scale_log2, stats, operands)
 
     def output_scale(self, ctx: MainloopContext) -> Any:
-        """Of V's scale as well, and of two terms of P."""
+        """Also undoes V's scale and, with two terms, P's."""
         scale = ctx.operands.scales[2]
         if self.two_terms:
             scale = scale * Float32(2.0**-P_EXPONENT)

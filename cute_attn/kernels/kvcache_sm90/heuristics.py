@@ -13,7 +13,7 @@ from cute_attn.tiles.table import Key, Table
 from cute_attn.traits import Traits
 
 FEW_ROWS = 32
-"""Rows of a key head up to which a step has 64 keys."""
+"""Maximum rows of a key head for which a step has 64 keys."""
 TILE_ROWS = 64
 """Rows whose time equals what a work tile costs beside its rows: it reads all keys."""
 TABLE = Table(__file__, KvcacheSm90Tile)

@@ -78,7 +78,7 @@ def time_workload(
 
 
 def median_clock(clocks: Iterable[int | None]) -> int | None:
-    """Of the clocks in MHz that are not None."""
+    """Median of the clocks in MHz that are not None."""
     known = [mhz for mhz in clocks if mhz is not None]
     return round(statistics.median(known)) if known else None
 
