@@ -99,7 +99,7 @@ class Level:
         return forward_fake_args(self.traits, (Float32(1.0),))
 
     def score_args(self, inputs: Any) -> tuple:
-        """Of epilogues, whose arguments no level reads; the DSL takes no empty tuple."""
+        """Arguments of epilogues, which no level reads; the DSL takes no empty tuple."""
         return (1.0,)
 
 

@@ -58,7 +58,7 @@ def facts(entry: Entry, head_dim: int = 128, causal: bool = True) -> dict[str, A
 
 
 def bank_conflict_ways() -> dict[str, int]:
-    """Of level 3's ldmatrix of a block of K, with its swizzle and without one."""
+    """Bank conflicts of level 3's ldmatrix of a block of K, with its swizzle and without one."""
 
     def ways(bits: int | None) -> int:
         return bank_conflicts(
@@ -71,7 +71,7 @@ def bank_conflict_ways() -> dict[str, int]:
 
 
 def all_facts() -> dict[str, Any]:
-    """Of all levels, causal at head dim 128, and what built them."""
+    """Facts of all levels, causal at head dim 128, and the toolchain that built them."""
     levels = {str(n): facts(entry) for n, entry in LEVELS.items()}
     return {"toolchain": toolchain(), "bank_conflict_ways": bank_conflict_ways(), "levels": levels}
 

@@ -24,7 +24,7 @@ ARGUMENTS = (
     *("k_cache", "v_cache", "k", "v", "cache_seqlens", "page_table", "cache_batch_idx", "cu_seqlens_k_new"),
     *("rotary_cos", "rotary_sin", "rotary_seqlens", "rotary_interleaved"),
 )
-"""Of the operator ``append_kv``, in order: fields of a call."""
+"""Arguments of the operator ``append_kv``, in order: fields of a call."""
 
 
 def append_kv(

@@ -78,7 +78,7 @@ _OPTIONS = (
     *("kernel", "tile", "num_splits", "split_keys"),
 )
 ARGUMENTS = (*_TENSORS[:12], _OPTIONS[0], *_TENSORS[12:], *_OPTIONS[1:])
-"""Of the operator ``attention_with_kvcache``, in order: fields of a call."""
+"""Arguments of the operator ``attention_with_kvcache``, in order: fields of a call."""
 
 
 def attention_with_kvcache(

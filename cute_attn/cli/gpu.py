@@ -72,7 +72,7 @@ def ab_of_tiles(
 
 
 _SHOWN = ("{task.completed} of {task.total}", "{task.fields[best]}", "{task.description}")
-"""Of the progress: candidates done, the best so far, and what happens."""
+"""Columns of the progress: candidates done, the best so far, and the current step."""
 
 
 def tune_tile(

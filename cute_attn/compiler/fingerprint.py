@@ -29,7 +29,7 @@ from cute_attn.compiler.typed import is_typed, typed_parts
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LAYOUTS = _PACKAGE.parent / "layouts"
 _SHAPING = ("traits.py", "tiles", "epilogues", "device", "work", "rows", "outputs", "kernels", "compiler")
-"""Of the package, what shapes a kernel or what is kept with it; nothing in these imports from other folders."""
+"""Files and folders that shape a kernel or what is kept with it; none imports from other folders."""
 _DISTRIBUTIONS = {
     "cutlass_dsl": "nvidia-cutlass-dsl",
     "tvm_ffi": "apache-tvm-ffi",

@@ -33,7 +33,7 @@ PRODUCTS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0))}
 TOP = 14
 """The exponent of the largest element of a tensor, or of a block of score gradients, after the scale."""
 P_EXPONENT = 14
-"""Of the scale of probabilities: up to 4 they do not overflow, and the low term keeps digits down to 2^-26."""
+"""Exponent of the probabilities' scale: up to 4 they do not overflow, and the low term keeps digits down to 2^-26."""
 MOST_BELOW = {2: 13, 1: 24}
 """fp16 terms -> by how many powers of two the largest element of a row may be below the tensor's."""
 MOST_SCALE = 48

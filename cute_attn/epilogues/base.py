@@ -33,7 +33,7 @@ class Epilogue:
 
     name: ClassVar[str] = ""
     code_digest: ClassVar[str] = ""
-    """Of a class that is made by code: what tells it from others of its name, as its source does elsewhere."""
+    """Tells a class that code makes from others of its name, as the source does for a written one."""
     lists_blocks: ClassVar[bool] = False
     """Whether it hides all keys outside listed blocks, and changes no score of a listed block without a mask."""
 

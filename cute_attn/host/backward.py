@@ -55,7 +55,7 @@ from cute_attn.host.split_fp32 import SplitLauncher, can_split
 from cute_attn.traits import PARTS, Traits
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""Of q, k, v, bias and sinks; None where they are not needed."""
+"""Gradients of q, k, v, bias and sinks; None where they are not needed."""
 
 NOTHING: Gradients = (None, None, None, None, None)
 
@@ -532,7 +532,7 @@ def _in_terms_or_whole(kernel: Any, call: Call, grad_out: Tensor, target: str) -
 
 
 _MAX_VARLEN_HEADS = 2**25
-"""Of varlen q: their rows of 16 bytes fit 32 bits at any head dim."""
+"""Maximum heads of packed q: its rows of 16 bytes fit 32 bits at any head dim."""
 
 
 def query_blocks(call: Call, tile_m: int) -> int:

@@ -32,7 +32,7 @@ def pytorchs_precision() -> str:
 
 
 _ABSENT: Any = None
-"""Of tensors that every call of a kind has and another kind lacks: who reads one knows which kind he has."""
+"""Placeholder for tensors that only some kinds of call have; code that reads one must know the kind."""
 
 
 class Call(NamedTuple):

@@ -22,7 +22,7 @@ class Served(Counter[tuple[str, str]]):
     """
 
     lock: threading.Lock
-    """Of all that counts calls; not to be kept, since a forked process has another."""
+    """Guards all counters of calls; not to be kept, since a forked process has another."""
 
     def add(self, door: str, reason: str = "") -> None:
         """One more call, also of each that repeats it from a record."""
@@ -44,7 +44,7 @@ served = Served()
 """The calls of this process."""
 
 observer: Callable[..., Any] | None = None
-"""Of :mod:`cute_attn.sdpa.observe`, while it watches: how PyTorch's operators are called."""
+"""Set by :mod:`cute_attn.sdpa.observe` while it watches how PyTorch's operators are called."""
 
 watcher: Callable[[str, dict[str, Any], str], None] | None = None
 """The same of all other doors: takes the door, its arguments by name and why no kernel ran, or ""."""

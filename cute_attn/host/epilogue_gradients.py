@@ -12,7 +12,7 @@ from cute_attn.host.dispatch import NO_GRADIENT
 from cute_attn.host.memory import contiguous_strides, on_device
 
 MAX_ELEMENTS = 2**31 - 1
-"""Of a tensor with a gradient, whose offsets have 32 bits."""
+"""Maximum elements of a tensor with a gradient, whose offsets have 32 bits."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from cute_attn.host.memory import rows_are_regular
 
 _MULTIPLE = 8
-"""Of the head dims that kernels take."""
+"""Kernels take head dims that are multiples of this."""
 
 
 def has_whole_head_dim(x: Tensor) -> bool:

@@ -22,7 +22,7 @@ from cute_attn.host.checks import check_count
 from cute_attn.traits import FULL, LISTED_ROWS, PARTIAL, Traits
 
 _MOST_CTAS = 1024
-"""Of a mask's blocks of queries, several each where these are fewer: some of each multiprocessor's at a time."""
+"""Maximum CTAs, several per multiprocessor: where a mask has fewer query blocks, several CTAs share each."""
 _WARPS = 4
 
 Sizes = tuple[int, int, int, int]

@@ -27,7 +27,7 @@ from cute_attn.host.record import Record, Recording, thread
 
 _MOST = 4096
 _MOST_GUARDS = 8
-"""Of calls with the same key and the same tensors present, the last first; a new record takes the oldest's place."""
+"""Maximum guards of calls with one key, the last first; a new record takes the oldest's place."""
 
 Tables = Callable[[], Tensors | None]
 """The tensors of a BlockMask's blocks, where they are made and still hold."""

@@ -18,7 +18,7 @@ from cute_attn.lab.tables import Printed, Table
 from cute_attn.lab.verdict import Verdict, lines_of, shown
 
 MOST_ROWS = 40
-"""Of two steps side by side that are shown, unless all are asked for."""
+"""Maximum rows of two steps side by side that are shown, unless all are asked for."""
 CONTEXT = 3
 """Equal instructions that are shown around a difference."""
 

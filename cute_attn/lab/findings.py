@@ -16,9 +16,9 @@ _TRY = {
 }
 """Unit -> what follows where it bounds a step."""
 _NEAR = 0.9
-"""Of the bounding unit's clocks: units above it bound a step as well."""
+"""Fraction of the bounding unit's clocks above which another unit bounds a step as well."""
 _MOST = 0.5
-"""Of the clocks of shared memory and L1: loads from global memory above it are what bounds them."""
+"""Fraction of the clocks of shared memory and L1 above which loads from global memory bound them."""
 
 
 def findings(*verdicts: Verdict) -> list[str]:

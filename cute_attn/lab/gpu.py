@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 REGISTERS = 65_536
 RESERVED_SHARED_MEMORY = 1024
-"""Of each block, by the system, in bytes."""
+"""Bytes that the system reserves in each block."""
 SCHEDULERS = 4
 """Warp schedulers, each of which issues one instruction per clock."""
 SPECIAL = 16

@@ -26,7 +26,7 @@ PACKAGES = ("cute_attn", "layouts")
 SOURCES = Path(__file__).resolve().parents[2]
 """The folder of the running packages."""
 BYTES = 16
-"""Of an instruction."""
+"""Size of an instruction."""
 MMA = ("HMMA", "HGMMA")
 _ENDS = ("BRA", "BRX", "JMP", "RET", "EXIT")
 _RETRY = ("BRA", "NANOSLEEP")

@@ -7,7 +7,7 @@ from cute_attn.lab.benchmark.workload import Workload, mixed_lengths, of_traits
 from cute_attn.traits import Traits
 
 SEQLENS = (2048, 8192)
-"""Of the workloads that are taken where none is named: 16k tokens each."""
+"""Lengths of the default workloads, of 16k tokens each."""
 
 _SIZES = {
     "batch": re.compile(r"b(\d+)"),

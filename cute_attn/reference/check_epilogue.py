@@ -26,7 +26,7 @@ FORWARD = (SMALL, "wgmma1-64x80")
 BACKWARD = ("warps2x1-32x32", "wgmma1-32x64-transposed")
 """Tilings of both generations, in a backward also a transposed one."""
 _ROUNDING = 1e-4
-"""Of the largest value: far above float32's rounding, far below the error of a wrong formula."""
+"""Relative to the largest value: far above float32's rounding, far below the error of a wrong formula."""
 
 
 @dataclass(frozen=True)

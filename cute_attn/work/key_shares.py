@@ -31,7 +31,7 @@ from cute_attn.work.block_range import BlockRange
 
 WARP = 32
 EVEN = 16
-"""Of so many slots all but one have to be used where units are cut alike."""
+"""Where units are cut alike, at least ``(EVEN - 1) / EVEN`` of the slots have to be used."""
 OVERHEAD = 1
 """Places on the line that a unit takes beside its key blocks: what its start and its end cost, in blocks."""
 

@@ -13,7 +13,7 @@ from cute_attn.epilogues.functions.intervals import Interval, Intervals
 from cute_attn.epilogues.functions.predicate import Predicate
 
 Values = Sequence[Any]
-"""Of a query the values of ``Predicate.of_queries``, or of a key those of ``of_keys``, as :func:`kept`."""
+"""A query's values of ``Predicate.of_queries``, or a key's of ``of_keys``, as :func:`kept` stores them."""
 
 
 def kept_type(node: Node) -> Any:

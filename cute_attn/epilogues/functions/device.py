@@ -27,11 +27,11 @@ ELEMENTS: dict[str, Any] = {
     "float32": Float32,
     "float64": Float64,
 }
-"""Of torch's dtypes by name."""
+"""The DSL's types by the names of torch's dtypes."""
 
 
 NUMBERS: dict[str, Any] = {"int": Int32, "float": Float32}
-"""Of numbers that a launch passes, by Python's types."""
+"""Types of numbers that a launch passes, by Python's types."""
 
 
 def fake_tensor(dtype: str, rank: int, unit_stride: bool) -> Any:

@@ -331,4 +331,4 @@ _RULES: dict[str, Rule] = {
     "sin": _function(lambda g, x, a: g.unary("cos", a)),
     "cos": _function(lambda g, x, a: g.unary("neg", g.unary("sin", a))),
 }
-"""Of each operation but steps: the derivative from the node, its operands and their derivatives."""
+"""The derivative of each operation except steps, from the node, its operands and their derivatives."""

@@ -16,7 +16,7 @@ in registers through the whole loop, and spill it; shared memory is read again a
 stride of rows."""
 
 FACTORS = ("s", "dp", "dv", "q", "k")
-"""Of the sums of products of operands in terms: of S, dP and dV, and of Q and K alone."""
+"""Scale factors of products of operands in terms: of S, dP and dV, and of Q and of K by themselves."""
 
 
 @dataclass(frozen=True)
