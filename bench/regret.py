@@ -164,7 +164,7 @@ def candidates(
 
 
 def tiles(kernel: Any, shape: Shape, target: str) -> list[Any]:
-    """Tiles that the kernel takes for its traits and calls of any length, but for operands that TMA cannot read."""
+    """Tiles that the kernel takes for its traits and calls of any length, except for operands that TMA cannot read."""
     from cute_attn.compiler import registry
     from cute_attn.kernels.backward_sm90 import heuristics as backward
     from cute_attn.kernels.forward_sm90 import heuristics as forward

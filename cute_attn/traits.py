@@ -95,7 +95,7 @@ _TOKENS: dict[str, tuple[str, object]] = {
     **{f"split_{split}": ("split", split) for split in SPLITS},
 }
 FEATURES = tuple(_TOKENS)
-"""The optional words of a name, but for users' epilogues."""
+"""The optional words of a name, except for users' epilogues."""
 _BEFORE_EPILOGUES = ("precision", "mask", "softcap", "alibi", "bias")
 # Features of some ops only.
 _ONLY_IN: dict[str, tuple[str, ...]] = {

@@ -87,7 +87,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _of_code(code: CodeType) -> Iterator[str]:
-    """What code does, but for the place that it was typed at."""
+    """What code does, except for the place that it was typed at."""
     for one in _codes(code):
         constants = [_constant(x) for x in one.co_consts if not isinstance(x, CodeType)]
         yield repr((one.co_code, constants, one.co_names, one.co_varnames, one.co_freevars, one.co_argcount))

@@ -150,7 +150,7 @@ def plus_infinity(lse: Tensor) -> Tensor:
 def repeat(options: tuple, tensors: tuple[Any, ...], call: Callable[[], Any]) -> Any:
     """A function's results, from the record of an earlier call with equal arguments if there is one.
 
-    options: the arguments but for tensors; where one is a tensor, or a number of another kind than Python's, its value
+    options: the arguments except tensors; where one is a tensor, or a number of another kind than Python's, its value
     is looked at in each call. Of fp32 tensors :func:`cute_attn.attention` looks at autocast and at PyTorch's precision.
     """
     if torch.compiler.is_compiling():

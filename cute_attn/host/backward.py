@@ -400,7 +400,7 @@ def _results(
 
 
 def _without_keys(call: Call, outer: Outer, needed: tuple[bool, ...], given: Gradients) -> Gradients:
-    """Zeros, but for the sinks of existing rows: their LSE is the sink."""
+    """Zeros, except for the sinks of existing rows: their LSE is the sink."""
     record.also()
     _, grad_lse, _, lse = outer
     tensors = (call.q, call.k, call.v, call.bias, call.sinks)

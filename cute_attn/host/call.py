@@ -141,7 +141,7 @@ class Call(NamedTuple):
         return (*self[:NUM_TENSORS], *cache), (*self[NUM_TENSORS + 1 : _FIRST_CACHE], *self[_LAST_CACHE:])
 
     def materialized(self) -> Self:
-        """The call with copies of lazy tensors, but for caches that are written, which are none."""
+        """The call with copies of lazy tensors, except for caches that are written, which are none."""
         kept = ("k_cache", "v_cache") if self.k is not None else ()
         names = [name for name in SINGLE_TENSORS if name not in kept]
         found = materialized(getattr(self, name) for name in names)

@@ -162,14 +162,14 @@ def materialized(tensors: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def write_owned(out: Tensor, found: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """``found`` into ``out``, but for rows of packed sequences that none owns, which stay; returns ``out``."""
+    """``found`` into ``out``, except for rows of packed sequences that none owns, which stay; returns ``out``."""
     if cu_seqlens is not None:
         found = torch.where(_owned(out, cu_seqlens), found, out)
     return out.copy_(found)
 
 
 def clear_owned(out: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Zeros into ``out``, but for rows of packed sequences that none owns, which stay; returns ``out``."""
+    """Zeros into ``out``, except for rows of packed sequences that none owns, which stay; returns ``out``."""
     return out.zero_() if cu_seqlens is None else out.masked_fill_(_owned(out, cu_seqlens), 0.0)
 
 

@@ -135,7 +135,7 @@ def find(
     Only plain tensors (:func:`cute_attn.host.memory.all_plain`) have records.
 
     Args:
-        key: the arguments as given, but for tensors and functions.
+        key: the arguments as given, except for tensors and functions.
         functions: those that the call's epilogues are traced from; each may be None.
         tables: of a BlockMask among the arguments.
     """

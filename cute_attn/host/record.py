@@ -316,7 +316,7 @@ class Recording:
         return x is not y and (i < j if both else any(x is one for one in self.alone))
 
     def _is_own(self, place: Any) -> bool:
-        """Whether a result is no part of what the call was given, but for a tensor that it wrote."""
+        """Whether a result is no part of what the call was given, except for a tensor that it wrote."""
         if not isinstance(place, _Place) or place.source >= self._given:
             return True
         return place.whole and any(x is self._sources[place.source] for x in self.written)

@@ -23,7 +23,7 @@ class Terms(NamedTuple):
     """Tensors in fp16 terms, which another kernel has still to write while the host has this.
 
     Attributes:
-        tensors: of each tensor of rows (..., dim), but for the forward's q, its terms (..., one or two, padded dim),
+        tensors: of each tensor of rows (..., dim), except for the forward's q, its terms (..., one or two, padded dim),
             contiguous: hi, then lo, or hi alone; ``unbind(-2)`` has them apart. Columns beyond dim are 0. Unwritten
             where the tensor's scale is 0.
         scales: fp32 (tensors,), of all of them: 2^-e, the inverse of the power of two that was multiplied by; 0 where a

@@ -281,7 +281,7 @@ def choose_kernel(call: Call, target: str, processors: int) -> tuple[Any, Split]
 
 
 def _generations(call: Call, target: str) -> list[str]:
-    """The generations of kernels that run on a target, the newest first, but for pages that TMA cannot load."""
+    """The generations of kernels that run on a target, the newest first, except for pages that TMA cannot load."""
     from cute_attn.compiler import registry
 
     names = registry.generations(target)

@@ -40,7 +40,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Row:
-    """An instruction of each side, or of one; ``same``: they are equal but for their registers' numbers."""
+    """An instruction of each side, or of one; ``same``: they are equal except for their registers' numbers."""
 
     a: str
     b: str
@@ -66,7 +66,7 @@ class Difference:
 
     @property
     def equal(self) -> bool:
-        """Whether both steps have the same instructions, but for registers' numbers."""
+        """Whether both steps have the same instructions, except for registers' numbers."""
         return bool(self.rows) and all(row.same for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Difference:
             if counts:
                 parts.append(_count_table(title, counts))
         if self.equal:
-            parts.append(Text("The steady steps are equal but for registers' numbers."))
+            parts.append(Text("The steady steps are equal except for registers' numbers."))
         elif self.rows:
             parts.append(_side_by_side(self.rows, None if verbose else MOST_ROWS))
         return Printed(*parts)

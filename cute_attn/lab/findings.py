@@ -40,7 +40,7 @@ def findings(*verdicts: Verdict) -> list[str]:
 
 
 def _computes(one: Verdict) -> tuple[Traits, str]:
-    """What verdicts have in common whose estimates may be compared: traits but for the variant, and the target."""
+    """What verdicts have in common whose estimates may be compared: traits except for the variant, and the target."""
     return replace(Traits.parse(one.name), variant=""), one.target
 
 

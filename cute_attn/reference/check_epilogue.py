@@ -334,7 +334,7 @@ class _Check:
 
 
 def _equal(got: Tensor, expected: Tensor, allowed: float) -> Tensor:
-    """Where two are equal but for rounding; NaN and infinities are equal to themselves."""
+    """Where two are equal except for rounding; NaN and infinities are equal to themselves."""
     return ((got - expected).abs() <= allowed) | (got == expected) | (got.isnan() & expected.isnan())
 
 

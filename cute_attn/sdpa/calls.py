@@ -1,7 +1,7 @@
 """Which calls of PyTorch's attention operators the kernels serve: a function of metadata alone.
 
 A :class:`Request` holds what a forward and its backward both know, and :func:`why_not` sees nothing else, so that both
-are computed by the same side, but for masks that :func:`why_not_drawn` leaves to PyTorch. Strides are not part of it,
+are computed by the same side, except masks that :func:`why_not_drawn` leaves to PyTorch. Strides are not part of it,
 since a compiler may save a tensor with others: what kernels cannot read is copied.
 """
 

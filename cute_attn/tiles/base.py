@@ -57,7 +57,7 @@ class Tile:
 
     @classmethod
     def inert_fields(cls) -> frozenset[str]:
-        """FIELD=VALUE of the fields with a default, at that, but for the block's size."""
+        """FIELD=VALUE of the fields with a default, at that, except for the block's size."""
         return frozenset(
             f"{f.name}={_text(f.default)}"
             for f in fields(cls)  # type: ignore[arg-type]

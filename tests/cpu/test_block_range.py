@@ -82,7 +82,7 @@ def test_block_ranges(kind, tile_m, tile_n, top_left):
             assert begin == end, problem
         else:
             assert (begin, end) == (int(columns[0]) // tile_n, int(columns[-1]) // tile_n + 1), problem
-        # Without a mask are those that all queries see whole, but for the one of the first query's last key.
+        # Without a mask are those that all queries see whole, except for the one of the first query's last key.
         own = seen[0].nonzero().flatten()
         last = int(own[-1]) // tile_n if own.numel() else -1
         whole = [n for n in range(last) if bool(seen[:, n * tile_n : (n + 1) * tile_n].all())]

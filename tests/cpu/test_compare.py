@@ -45,7 +45,7 @@ def test_registers_numbers_do_not_matter():
     assert [normalized(i) for i, _ in a.instructions] == [" FADD R, R", " UMOV UR, 0x7", " BRA "]
     same = compare(of(a), of(b))
     assert same.equal and same.opcodes == same.lines == ()
-    assert "equal but for registers' numbers" in str(same)
+    assert "equal except for registers' numbers" in str(same)
     assert not compare(of(a), of(step("FADD R7, R9", "UMOV UR3, 0x8", "BRA 0x500"))).equal
 
 

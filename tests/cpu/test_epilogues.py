@@ -1,7 +1,7 @@
 """The epilogues themselves, run on the CPU for every thread of real MMA tilings, against their definition in torch.
 
 ``cute_attn.reference.emulate`` compiles for the host what kernels do between their two matrix products: the code is
-tested as it runs on the GPU, but for approximate instructions and for lanes exchanging numbers.
+tested as it runs on the GPU, except for approximate instructions and for lanes exchanging numbers.
 """
 
 import ctypes

@@ -25,7 +25,7 @@ ROOM = (4, 12, 300)
 
 
 def cases(functions: int = FUNCTIONS, calls: int = CALLS, seed: int = 0) -> list[list[Case]]:
-    """The calls of each drawn case; what kernels are built by does not differ among them, but for lengths."""
+    """The calls of each drawn case; what kernels are built by does not differ among them, except for lengths."""
     found = []
     for number in range(functions):
         choices = Choices(random.Random(seed * 1_000_003 + number).randbytes(1200))

@@ -141,7 +141,7 @@ def compared(setting: Setting, device: str = "cuda") -> Comparison:
 
 
 def hiding_bias(setting: Setting, generator: torch.Generator) -> Tensor:
-    """-inf but for ``visible`` keys of each row, where it is random."""
+    """-inf except for ``visible`` keys of each row, where it is random."""
     case = setting.case
     shape = (case.batch, NHEADS, case.seqlen_q, case.seqlen_k)
     order = torch.rand(shape, device=generator.device, generator=generator).argsort(-1)
@@ -346,13 +346,13 @@ def biased_case(dtype: str, head_dim: int, seqlen: int) -> Case:
     ],
 )
 def test_rows_of_few_keys_are_those_of_mem_efficient(dtype, head_dim, seqlen, bias_grad, arch, table):
-    """A row of one key has no gradient but for rounding, which is not to be made larger by that of P."""
+    """A row of one key has no gradient except for rounding, which is not to be made larger by that of P."""
     case = biased_case(dtype, head_dim, seqlen)
     settings = [
         Setting(case, inputs, n, "mem-efficient") for n in (1, 2, 5) for inputs in ("normal", "large-mean")
     ]
     found = [ratio for setting in settings for ratio in ratios(setting, arch, bias_grad, FLOOR)]
-    # Where there is no gradient but for rounding, a ratio says nothing.
+    # Where there is no gradient except for rounding, a ratio says nothing.
     table += [ratio for ratio in found if ratio.setting.visible > 1 or ratio.output in ("out", "dv")]
     check_all(found)
 

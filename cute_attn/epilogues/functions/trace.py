@@ -326,7 +326,7 @@ class Recorder(TorchFunctionMode):
         return x
 
     def _metadata(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A traced value's dtype, device and shape are those of its tensor object, but for an argument's sizes."""
+        """A traced value's dtype, device and shape are those of its tensor object, except for an argument's sizes."""
         if isinstance(args[0], Argument) and name in _SIZES:
             if name in ("stride", "is_contiguous"):
                 self.refuse(

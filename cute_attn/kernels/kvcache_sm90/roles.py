@@ -1,4 +1,4 @@
-"""The roles of the Hopper forward in attention with a cache: as without one, but for what follows from dividing keys.
+"""The roles of the Hopper forward in attention with a cache: as without one, except what follows from dividing keys.
 
 Work tiles have a :class:`KeyPart`, keys come from a cache, and O is stored from registers.
 """
