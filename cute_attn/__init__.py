@@ -11,7 +11,7 @@
 
 Names are imported on first use: ``import cute_attn`` itself loads neither torch nor the DSL. Programs that
 ``torch.export`` and AOTInductor saved find the operators all the same. Where there is a bundle and no DSL it loads all
-that a call needs, so that the first call waits for its kernels alone.
+that a call needs, so that the first call waits only for its kernels.
 """
 
 import time

@@ -32,7 +32,7 @@ SPLIT_TENSORS = {
 }
 """The ops that split fp32 tensors into fp16 terms, and the trait with the head dim of each: q, k, v, and dO."""
 MEASURED_TENSORS = {"forward_split": 1, "backward_split": 0}
-"""How many of those, the first ones, are only measured: the main kernel splits rows that one CTA alone reads."""
+"""How many of those, the first ones, are only measured: the main kernel splits rows that only one CTA reads."""
 
 PADDED_TENSORS = {
     "forward_pad": ("head_dim", "head_dim", "head_dim_v"),
@@ -345,7 +345,7 @@ class Traits:
         )
 
     def part(self, op: str, *, lse_grad: bool = False) -> "Traits":
-        """Traits of the backward's ``"backward_preprocess"`` or ``"backward_convert"``: dtype, dims and varlen alone.
+        """Traits of the backward's ``"backward_preprocess"`` or ``"backward_convert"``: only dtype, dims and varlen.
 
         So one compiled kernel serves many main kernels. lse_grad: the preprocess reads a gradient of LSE.
 
@@ -358,7 +358,7 @@ class Traits:
         return Traits(op, lse_grad=lse_grad, **kept)
 
     def split_fp32(self, op: str) -> "Traits":
-        """Traits of ``"forward_split"`` or ``"backward_split"``: precision, dims and varlen alone.
+        """Traits of ``"forward_split"`` or ``"backward_split"``: only precision, dims and varlen.
 
         Raises:
             ValueError: another op.
@@ -375,7 +375,7 @@ class Traits:
 
     @property
     def fp32_terms(self) -> int:
-        """Terms of an fp32 number in tf32 or fp16: hi and lo, or with precision tf32 hi alone."""
+        """Terms of an fp32 number in tf32 or fp16: hi and lo, or with precision tf32 only hi."""
         return 1 if self.precision == "tf32" else 2
 
     @property

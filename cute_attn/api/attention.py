@@ -144,7 +144,7 @@ def attention(
         FlexAttention's: where it is False the key is hidden. After score_mod.
     block_mask : torch.nn.attention.flex_attention.BlockMask, optional
         Blocks that it does not list are hidden, full ones visible, and in partial ones its function decides. Kernels
-        visit what is listed alone, except for those of sm80 in the backward and of few queries, which visit all.
+        skip unlisted blocks, except the sm80 backward and the kernels for few queries, which visit every block.
     epilogues : sequence of str, or mapping of str to arguments
         Users' registered epilogues, in order, before score_mod; arguments are tensors and numbers.
     return_lse : bool

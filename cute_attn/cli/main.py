@@ -165,7 +165,7 @@ def list_kernels(
 
 
 def _defaults(rows: list[dict[str, Any]]) -> Table:
-    """Default tiles, and why there is none; rows that differ in the target alone are one."""
+    """Default tiles, and why there is none; rows that differ only in the target are one."""
     table = Table("kernel", "targets", "default tile", "shared memory", "registers")
     if not is_verbose():
         table.caption = "fields of tiles that have their class's default are left out; -v shows all"

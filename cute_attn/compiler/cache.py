@@ -1,6 +1,6 @@
 """Compiled kernels on disk: one file a kernel, written whole or not at all; a corrupt one is a miss.
 
-Kernels are loaded as native code. So the cache is for its user alone (mode 0700), and what another user owns or may
+Kernels are loaded as native code. So only its user may open the cache (mode 0700), and what another user owns or may
 write is not loaded. A file's digest covers its key, and what was checked is what is loaded: whoever may rename folders
 above the cache can make kernels go missing, and no more.
 """
@@ -79,7 +79,7 @@ class DiskCache:
         self._kernels, self._locks = (root / name for name in _NAMES)
 
     def prepare(self) -> None:
-        """Make the cache's folders, for this user alone. A folder that exists may be read-only.
+        """Make the cache's folders, which only this user may open. A folder that exists may be read-only.
 
         A folder that holds more than the cache, such as ``/tmp``, is left as it is.
 

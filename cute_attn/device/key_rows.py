@@ -43,7 +43,7 @@ class KeyRows:
 
     @cute.jit
     def place(self, batch: Int32, row: Int32) -> tuple[Int32, Int32]:
-        """(entry or page, row in it) of a row in [0, capacity). Reads the table where it has that row alone."""
+        """(entry or page, row in it) of a row in [0, capacity). Reads the table only where it has that row."""
         page, within = self.entry(batch), row
         if cutlass.const_expr(self.tables.page_table is not None):
             page, within = self.page(page, row), self.row_in_page(row)

@@ -21,7 +21,7 @@ class Accessed(enum.Enum):
     """Who accessed a stage that a consumer warp releases."""
 
     BY_WGMMA = enum.auto()
-    """Products alone, all of which are complete."""
+    """Only products, all of which are complete."""
     BY_THREADS = enum.auto()
     """Also the warp's lanes, by ldmatrix, ordinary loads or stores."""
     BY_THREADS_FENCED = enum.auto()

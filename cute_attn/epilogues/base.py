@@ -73,7 +73,7 @@ class Epilogue:
         return args
 
     def visiting(self) -> "Epilogue":
-        """With ``lists_blocks``: for a kernel that visits the listed blocks alone."""
+        """With ``lists_blocks``: for a kernel that visits only the listed blocks."""
         return self
 
     def key_blocks(self, state: Any, row0: Any, rows: int) -> Any:
@@ -106,7 +106,7 @@ class Epilogue:
     def add_gradients(self, state: Any, tile: ScoreTile, saved: Any) -> None:
         """Before ``backward``, of the same arguments: store or add the gradients of a call's tensors.
 
-        Nothing by default. Where several CTAs compute one score, the first of them alone calls it. It leaves
+        Nothing by default. Where several CTAs compute one score, only the first of them calls it. It leaves
         ``tile.acc`` as it is.
         """
 
@@ -208,7 +208,7 @@ def _file_of(written: Any) -> str:
 
 
 def in_every_step(names: Iterable[str]) -> list[str]:
-    """Those of some registered epilogues that compute in every step, and not in blocks with a mask alone."""
+    """Those of some registered epilogues that compute in every step, and not only in blocks with a mask."""
     return [name for name in names if not is_registered(name) or not user_epilogue(name).lists_blocks]
 
 

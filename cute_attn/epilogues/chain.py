@@ -27,7 +27,7 @@ from cute_attn.work.block_range import BlockRange
 
 @cute.jit
 def run_if(condition: Boolean, action: Constexpr) -> None:
-    """``action()``, which changes registers or memory alone, where the condition holds."""
+    """``action()``, which changes only registers or memory, where the condition holds."""
     if condition:
         action()
 
@@ -52,7 +52,7 @@ class EpilogueChain:
     top_left: bool
     sinks: Sinks | None = None
     differentiable: bool = False  # in a backward kernel: ``forward`` returns what ``backward`` needs
-    visits_lists: bool = False  # listed blocks alone, of which those without a mask leave out what lists them
+    visits_lists: bool = False  # only listed blocks; those without a mask leave out the lists' epilogue
 
     @staticmethod
     def of(traits: Traits, tile: Any = None) -> "EpilogueChain":

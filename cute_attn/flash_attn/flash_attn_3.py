@@ -226,7 +226,7 @@ def flash_attn_with_kvcache(
     cu_seqlens_k_new : Tensor (batch + 1,), int32, optional
         Where sequences start in packed k and v (total, nheads_k, head_dim).
     rotary_seqlens : Tensor (batch,), int32, optional
-        The position of each sequence's first new row; counts with rotary_cos alone. Default: cache_seqlens.
+        The position of each sequence's first new row; counts only with rotary_cos. Default: cache_seqlens.
     return_softmax_lse : bool
         Return (out, softmax_lse, out_accum, softmax_lse_accum) instead of out, as FlashAttention-3 does; the last two
         have size 0.

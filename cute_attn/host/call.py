@@ -1,7 +1,7 @@
 """One call of attention, whichever door it came through: with packed sequences, a cache, an append, or all of them.
 
 A door fills in every default. What kernels a call needs, how its outputs are laid out and whether it is right follow
-from a :class:`Call` alone: :mod:`cute_attn.host.checks`, :mod:`cute_attn.host.cache_checks` and the plans read it.
+from only a :class:`Call`: :mod:`cute_attn.host.checks`, :mod:`cute_attn.host.cache_checks` and the plans read it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -41,7 +41,7 @@ def choose_kernel(
 
     Lengths, heads and the bias's layout may change the default tile: see :mod:`cute_attn.compiler.registry`.
 
-    A variant that is registered for the forward alone leaves the backward to its generation's own kernel. Where a
+    A variant that is registered only for the forward leaves the backward to its generation's own kernel. Where a
     newer generation declines a tile, such as one with fields of an older one, a warning gives its reason; where it
     does not compute such traits, the log at level DEBUG does.
 

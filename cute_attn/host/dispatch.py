@@ -24,7 +24,7 @@ def transforms_are_active() -> bool:
 
 
 def refuse_tangents(tensors: tuple[Any, ...]) -> None:
-    """Raise where a tensor is a dual one: kernels would return its primal result alone.
+    """Raise where a tensor is a dual one: kernels would return only its primal result.
 
     Raises
     ------

@@ -39,7 +39,7 @@ def to_copy(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
 
 
 def is_by_address(tensors: Sequence[Tensor]) -> bool:
-    """Whether :func:`to_copy` has one for its address alone, which other calls with its metadata do not have."""
+    """Whether :func:`to_copy` has one only for its address, which other calls with its metadata do not have."""
     return any(rows_are_whole(x) and not may_be_aligned(x) for x in tensors)
 
 

@@ -275,7 +275,7 @@ def _recorded_with_functions(
     functions: tuple,
     tables: Tables | None,
 ) -> Any:
-    """:func:`recorded` with functions, whose traces hold for later calls where none served its call alone."""
+    """:func:`recorded` with functions, whose traces hold for later calls unless one served only its call."""
     if torch.cuda.is_current_stream_capturing():
         return call()
     own, before = Reads(*functions), traces_alone()

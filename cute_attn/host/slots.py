@@ -1,4 +1,4 @@
-"""Arguments of launching functions that are made once: tensors of which a call sets the address alone.
+"""Arguments of launching functions that are made once: tensors of which a call sets only the address.
 
 TVM FFI makes a DLPack tensor of each torch tensor that a function is given, and an array of each tuple. Where shapes
 and strides are known beforehand a launch keeps both, and needs no view of a tensor that its kernel reads through other

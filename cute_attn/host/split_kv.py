@@ -3,7 +3,7 @@
 They are the kvcache kernel, and where keys are divided the combine kernel after it.
 
 All that follows from metadata is computed once and kept as a plan under that metadata. Grid and workspace
-follow from the GPU and from shapes alone, and nothing is read on the host, so that a CUDA graph replays with other
+follow only from the GPU and from shapes, and nothing is read on the host, so that a CUDA graph replays with other
 lengths and tables.
 """
 

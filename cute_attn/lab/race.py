@@ -5,7 +5,7 @@
     print(ab(("forward-sm90-bf16-d128", "tile_n=112"), "fa4").sentence)
 
 Kernels are compared with the reference before they are timed, a peer with the kernel. Both run in turn, so a drifting
-clock affects both. Power that one draws slows the other too: what differs by power alone looks closer.
+clock affects both. Power that one draws slows the other too: kernels that differ only in power look closer.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A static rank: which of several tiles is likely to be faster, from their verdicts alone.
+"""A static rank: which of several tiles is likely to be faster, from only their verdicts.
 
 The model has few parts, and no constant of a single kernel:
 

@@ -43,7 +43,7 @@ MOST_LINES = 20
 
 @dataclass(frozen=True)
 class Clocks:
-    """Clocks that units of a multiprocessor need for one step of one block, and that one warp alone needs.
+    """Clocks that units of a multiprocessor need for one step of one block, and that a single warp needs.
 
     Attributes:
         shared: of shared memory, and the L1 cache, which is the same memory: accesses of threads, wgmma, cp.async and

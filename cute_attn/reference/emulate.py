@@ -133,7 +133,7 @@ def attend_on_host(
             one's.
         softmax_scale: as for ``attention``.
         inputs: the epilogues' arguments, tensors as the operators give them (broadcast by stride 0).
-        lengths: of the sequences. cu_seqlens give lengths alone: products are not packed.
+        lengths: of the sequences. cu_seqlens give only lengths: products are not packed.
     """
     max_seqlen_q, heads = products.shape[2], packed_heads(kernel)
     products, values = _pack(products, heads), values[:, ::heads]

@@ -36,7 +36,7 @@ class BlockPages:
 class PagedTiles:
     """A paged cache, (pages, page_size, nheads_kv, dim), loaded in boxes of ``box`` rows that lie in one page each.
 
-    A swizzle depends on the address alone, so that boxes of multiples of 8 rows below each other make up the tile that
+    A swizzle depends only on the address, so that boxes of multiples of 8 rows below each other make up the tile that
     wgmma reads. For boxes that the sequence does not have a page beyond the last one is loaded: TMA writes zeros and
     counts its bytes, and the table's entry is not used.
     """
@@ -80,7 +80,7 @@ class PagedTiles:
     def find(self, rows: KeyRows, batch: Int32, block: Int32, info: SeqlenInfo) -> BlockPages:
         """By a whole warp: the pages of ``block`` and of the blocks before it, in the order of the main loop.
 
-        Reads the table where the sequence has rows alone.
+        Reads the table only where the sequence has rows.
         """
         lane = cute.arch.lane_idx()
         row = (block - lane // self.boxes) * self.tile_n + lane % self.boxes * self.box

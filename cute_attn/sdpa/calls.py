@@ -1,4 +1,4 @@
-"""Which calls of PyTorch's attention operators the kernels serve: a function of metadata alone.
+"""Which calls of PyTorch's attention operators the kernels serve: a function of metadata only.
 
 A :class:`Request` holds what a forward and its backward both know, and :func:`why_not` sees nothing else, so that both
 are computed by the same side, except masks that :func:`why_not_drawn` leaves to PyTorch. Strides are not part of it,
@@ -31,7 +31,7 @@ class Request(NamedTuple):
         lengths: shapes and dtypes of both cu_seqlens, None for one that is absent.
         longest: max_seqlen_q and max_seqlen_k.
         causal, window, dropout_p, scale: as the operator's arguments; window is (left, right), below 0 for no bound.
-        learns: whether a backward follows, where the operator says so: cuDNN's alone.
+        learns: whether a backward follows, where the operator says so, as only cuDNN's does.
     """
 
     backend: str

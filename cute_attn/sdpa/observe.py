@@ -242,7 +242,7 @@ def _sizes(x: Tensor, narrow: bool = False) -> str:
 def difference(ours: Any, theirs: Any) -> float:
     """The largest between floating tensors of q's dtype, in float32, as a share of the largest value of ``theirs``.
 
-    Infinite where ours alone is no number, or one is infinite. Where PyTorch's is no number nothing is compared.
+    Infinite where only ours is NaN, or one is infinite. Where PyTorch's is no number nothing is compared.
     """
     first = ours[0] if isinstance(ours, tuple) else ours
     pairs = zip(ours, theirs, strict=True) if isinstance(ours, tuple) else [(ours, theirs)]

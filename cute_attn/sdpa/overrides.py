@@ -128,7 +128,7 @@ def overrides(key: str) -> dict[str, Override]:
 def _override_composite(key: str) -> None:
     """Let ``aten::scaled_dot_product_attention`` itself serve repeated calls under ``key``.
 
-    Above autograd alone: with a kernel below it the operator would no longer be a composite one to exports.
+    Only above autograd: with a kernel below it the operator would no longer be a composite one to exports.
     """
     with _registering:
         if key in _composites:

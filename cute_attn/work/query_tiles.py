@@ -68,7 +68,7 @@ class PackedHeads:
 
 @dataclass(frozen=True)
 class QueryGrid:
-    """A grid with a CTA for each (query block, head or pack of heads, batch), in x alone: y and z are limited to 65535.
+    """A grid with a CTA for each (query block, head or pack of heads, batch), only in x: y and z are limited to 65535.
 
     Query blocks vary fastest, last one first: under a causal mask it has the most work. Fast divisors keep the division
     in integer arithmetic, so that head, batch and the pointers computed from them stay in uniform registers.

@@ -150,8 +150,8 @@ def over_tile(
 ) -> None:
     """``write(r, c, *values)`` for each of a thread's elements.
 
-    What varies with the row or the column alone is computed once for each: the more numerous of the two one after the
-    other, so that few registers hold the others'. What varies with the distance alone is computed once a diagonal.
+    Values that vary with only the row or only the column are computed once for each: the more numerous of the two one
+    after the other, so that few registers hold the others'. Values of the distance are computed once per diagonal.
     """
     outputs = tuple(outputs)
     with_distance = positions.with_distance(ordered(*outputs))
@@ -186,7 +186,7 @@ class Positions:
         self._known: dict[tuple, Any] = {}
 
     def with_distance(self, nodes: Iterable[Node]) -> set[Node]:
-        """Those that vary with query - key alone. nodes: operands first."""
+        """Those that vary only with query - key. nodes: operands first."""
         found: set[Node] = set()
         for x in nodes:
             varying = [arg for arg in x.args if arg.parts]
@@ -270,7 +270,7 @@ _TURN_LOW = _TURN - _TURN_HIGH
 
 
 def _reduced(x: Float32) -> Float32:
-    """x less whole turns: the device's sine and cosine are exact near 0 alone."""
+    """x less whole turns: the device's sine and cosine are exact only near 0."""
     turns = cute.math.floor(x * (1.0 / _TURN) + 0.5)
     return fma(turns, Float32(-_TURN_LOW), fma(turns, Float32(-_TURN_HIGH), x))
 

@@ -108,7 +108,7 @@ class FunctionEpilogue(Epilogue):
         return replace(self, differentiates=traits.op == "backward")
 
     def with_gradients(self, wanted: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:  # type: ignore[override]
-        """A mask's tensors, and those that make indices alone, have none."""
+        """A mask's tensors, and those that only make indices, have none."""
         if wanted not in self.with_terms:
             self.with_terms[wanted] = _with_gradients(self, wanted)
         found = self.with_terms[wanted]
@@ -131,7 +131,7 @@ class FunctionEpilogue(Epilogue):
     ) -> None:
         """Name an index that leaves its tensor for some position of a call, where a kernel reads the nearest element.
 
-        Those alone that follow from positions: what tensors hold is not known here. sizes: of INPUTS' names.
+        Only those that follow from positions: tensors' values are not known here. sizes: of INPUTS' names.
         """
         known = {x: (0, sizes[x.op] - 1) for x in ordered(self.output) if x.op in sizes}
         given = inputs.extra.get(self.name, ())

@@ -14,7 +14,7 @@ class Predicate:
     Attributes:
         traced: the predicate as it was traced.
         sees: the same for the device, in terms of the following.
-        of_queries: its largest parts that vary with the query alone; the query's own index is no part.
+        of_queries: its largest parts that vary only with the query; the query's own index is no part.
         of_keys: the same of the key.
         indices: of the query's and the key's own index, those that it reads.
         batched, headed: whether it differs between sequences, and between heads.
@@ -54,7 +54,7 @@ def _seen(graph: Graph, output: Node) -> Node | None:
 
 
 def _one_sided(root: Node) -> list[Node]:
-    """The largest parts that vary with the query or the key alone."""
+    """The largest parts that vary with only the query or only the key."""
     found: dict[Node, None] = {}
     pending, known = [root], {root}
     while pending:

@@ -28,7 +28,7 @@ _BUILTINS = frozenset(("int", "bool", "float", "tuple", "list")) | {
     *("abs", "all", "any", "enumerate", "isinstance", "len", "map", "max", "min", "pow", "range", "reversed"),
     *("round", "sum", "zip", "TypeError", "ValueError"),
 }
-"""Builtins whose results follow from their operands alone."""
+"""Builtins whose results depend only on their operands."""
 _MOST_PARTS = 4096
 """Maximum length of a key; with more, tracing costs less than comparing."""
 

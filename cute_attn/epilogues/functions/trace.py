@@ -153,7 +153,7 @@ class Recorder(TorchFunctionMode):
 
     Attributes:
         reads: what the function read that the dtype, shape, strides and device of its tensors do not determine, such
-            as a tensor's value by ``item``; "" for nothing. The trace holds for that value alone.
+            as a tensor's value by ``item``; "" for nothing. The trace holds only for that value.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, arguments: Sequence[Any] = ()) -> None:
@@ -616,7 +616,7 @@ def _binary(op: str, least: str = INT, of_bools: str = "") -> Make:
 
 
 def _integers(op: str) -> Make:
-    """On integers alone, or for & | ^ on bools."""
+    """Only on integers, or for & | ^ on bools."""
 
     def make(t: Recorder, input: Any, other: Any) -> Node:
         a, b = t.node(input), t.node(other)

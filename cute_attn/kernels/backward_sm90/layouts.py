@@ -149,7 +149,7 @@ class BackwardSm90Layouts:
         return layouts.gmem_tiled_copy(self.dtype, self.tile.mma_threads, head_dim, asynchronous=False)
 
     def copies(self) -> Copies:
-        """Operands, dS and gradients in shared memory; threads move dS and the gradients alone."""
+        """Operands, dS and gradients in shared memory; threads move only dS and the gradients."""
         tile, (d, dv), found = self.tile, self.dims, Copies(self, self.tile.mma_threads)
         scores = (tile.tile_m, tile.tile_n, tile.num_stages_ds)
         for name, shape in (

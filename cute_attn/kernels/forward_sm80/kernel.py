@@ -117,7 +117,7 @@ class ForwardSm80:
 
     @property
     def can_visit_lists(self) -> bool:
-        """Whether it can visit listed blocks alone."""
+        """Whether it can visit only listed blocks."""
         plain = (self.tile.pack_heads, self.tile.key_groups, self.tile.warps_n) == (1, 1, 1)
         return self.traits.op == "forward" and plain and not self.single
 

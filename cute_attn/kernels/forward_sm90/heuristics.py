@@ -22,7 +22,7 @@ def keys(traits: Traits, target: str, lengths: str = "long", *, tma: bool = True
     """
     d, dv = traits.head_dim, traits.head_dim_v
     tma = tma and traits.bias in ("fp16", "bf16") and epilogues_beside(traits) == 1
-    dim = d if d >= dv else padded(dv)  # rows of V alone do not begin within sectors of L2
+    dim = d if d >= dv else padded(dv)  # only V's rows do not begin within sectors of L2
     blocks = "listed" if lists_blocks(traits.epilogues) else "all"
     numbers = held(traits.epilogues, traits.op)
     return dim, lengths, "tma" if tma else "threads", _features(traits), _registers(traits), numbers, blocks

@@ -129,7 +129,7 @@ class ForwardSm90:
 
     @property
     def can_visit_lists(self) -> bool:
-        """Whether it can visit listed blocks alone."""
+        """Whether it can visit only listed blocks."""
         return self.traits.op == "forward" and self.tile.pack_heads == 1
 
     def fake_args(self) -> tuple:

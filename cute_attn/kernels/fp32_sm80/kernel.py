@@ -7,7 +7,7 @@ from Q, K and V themselves, by three products of tf32. The other one's CTAs retu
 input, without a number that the host reads.
 
 The main loop is :mod:`cute_attn.kernels.forward_sm80.kernel`'s, on rows of twice as many elements of 16 bits. A row of
-Q is read by one CTA alone, which splits it on its way to shared memory: terms in global memory would be written and
+Q is read by only one CTA, which splits it on its way to shared memory: terms in global memory would be written and
 read for nothing. Scores and the output are in natural units, so that epilogues are the same.
 
 Under a causal mask work tiles come longest first, see :meth:`cute_attn.work.query_tiles.QueryGrid.longest_first`.

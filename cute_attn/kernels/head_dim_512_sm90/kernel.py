@@ -128,7 +128,7 @@ class ForwardLargeSm90(ForwardSm90):
         )
 
     def copies(self) -> Copies:
-        """Q, K, V and P in shared memory; threads move P and O alone."""
+        """Q, K, V and P in shared memory; threads move only P and O."""
         traits, tile, stages = self.traits, self.tile, self.tile.num_stages
         found = Copies(self, WARPGROUP * tile.warpgroups)
         for name, rows, count in (("k", tile.tile_n, stages), ("q", tile.tile_m, 1)):

@@ -22,7 +22,7 @@ SCORES, VALUES = 0, 1
 class SharedProbabilities:
     """P of a step, and by how much its step rescales each row of O: written by one warpgroup, read by both.
 
-    A work tile has a use for each key block, and one more with the last factors of its rows alone.
+    A work tile has a use for each key block, and one more with only the last factors of its rows.
     """
 
     tensor: cute.Tensor  # (64, tile_n, stage)

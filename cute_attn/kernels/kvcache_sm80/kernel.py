@@ -9,7 +9,7 @@ The main loop of :mod:`cute_attn.kernels.forward_sm80.kernel` with three differe
   equally among them (:mod:`cute_attn.work.key_shares`). The combine kernel merges them.
 - O is stored from registers: few rows exist in decoding.
 
-For few rows a CTA has warps that divide the keys (``key_groups``): each reads its own keys alone, so that shared memory
+For few rows a CTA has warps that divide the keys (``key_groups``): each reads only its keys, so that shared memory
 is read once whatever the number of warps. Follows FlashDecoding (Dao et al. 2023,
 https://pytorch.org/blog/flash-decoding/) and stream-K.
 
