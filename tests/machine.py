@@ -50,6 +50,7 @@ def device(
     patch.setattr(compiler, "default_target", lambda arch: target or arch)
     patch.setattr(memory, "current_device", lambda: -1)
     patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     forget_plans(patch)
 
 
@@ -97,7 +98,6 @@ def gpu(patch: pytest.MonkeyPatch, launched: Callable[[Any, str], Callable[..., 
     patch.setattr(record, "_empty_strided_cuda", None)
     patch.setattr(sdpa_plans, "runs_kernels", lambda q: True)
     patch.setattr(kvcache, "known_plan", _checked_plan)
-    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
 
 

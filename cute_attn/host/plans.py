@@ -47,7 +47,6 @@ def no_dispatch_mode() -> bool:
         or _function_transforms() is not None
         or _tracing_state() is not None
         or _profiler_enabled()
-        or forward_ad._current_level >= 0
     )
 
 
@@ -139,7 +138,7 @@ def find(
         functions: those that the call's epilogues are traced from; each may be None.
         tables: of a BlockMask among the arguments.
     """
-    if not no_dispatch_mode() or thread.recording is not None:
+    if not no_dispatch_mode() or thread.recording is not None or forward_ad._current_level >= 0:
         return None
     try:
         guarded = _guarded.get((key, tuple(map(type, tensors))), ())
@@ -225,6 +224,8 @@ def recorded(
     """
     if not no_dispatch_mode() or thread.recording is not None or not _on_gpu(tensors):
         return call()
+    if forward_ad._current_level >= 0:
+        return call()
     if functions:
         return _recorded_with_functions(key, tensors, call, functions, tables)
     try:
@@ -276,8 +277,6 @@ def _recorded_with_functions(
     tables: Tables | None,
 ) -> Any:
     """:func:`recorded` with functions, whose traces hold for later calls unless one served only its call."""
-    if torch.cuda.is_current_stream_capturing():
-        return call()
     own, before = Reads(*functions), traces_alone()
     try:
         full = _full_key((key, own.key), tensors, gradients=True)
@@ -289,6 +288,8 @@ def _recorded_with_functions(
         if own.complete and known is None and traces_alone() == before:
             _remember(full, True, own.kept)
         return found
+    if torch.cuda.is_current_stream_capturing():
+        return call()  # a mask's tables are made anew in a capture
     given = (*tensors, *own.references, *made)
     found, record, repeats = _record(given, call, len(given) - len(tensors))
     if traces_alone() != before:
@@ -450,12 +451,12 @@ def _requires_grad(tensors: Tensors) -> tuple[bool, ...]:
 
 
 def _full_key(key: Hashable, tensors: Tensors, *, gradients: bool = False) -> tuple[Hashable, ...]:
-    """gradients: of a record, which depends on which tensors require one, and on which start at one address."""
+    """gradients: of a record, which depends on which tensors require one, and on which are one and the same."""
     full: list[Any] = [key]
     if gradients:
         full.append(_requires_grad(tensors))
-        starts = [None if x is None else x.data_ptr() for x in tensors]
-        full.append(tuple(map(starts.index, starts)))
+        ids = list(map(id, tensors))
+        full.append(tuple(map(ids.index, ids)))
     for x in tensors:  # one flat tuple, for speed
         if x is None:
             full.append(None)
