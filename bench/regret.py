@@ -102,7 +102,9 @@ def forced(candidate: Candidate, known: dict[str, dict]) -> Iterator[None]:
 
 def new_plans() -> dict[str, dict]:
     """For :func:`forced`."""
-    return {name: {} for name in ("_plans", "_records", "_guarded", "_kept")}
+    from cute_attn.host import plans
+
+    return {name: {} for name in plans.STORES}
 
 
 def candidates(
@@ -379,7 +381,7 @@ def picture(result: dict[str, Any]) -> Any:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command's arguments."""
+    """A parser of the command's arguments."""
     made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     made.add_argument("--op", nargs="*", choices=OPS, default=OPS, help="which ops; default: all")
     made.add_argument("--seed", type=int, default=0, help="which shapes")

@@ -17,11 +17,11 @@ from cute_attn.lab.benchmark.workload import Workload
 
 OPS = ("forward", "backward", "deterministic", "decode", "append", "functions", "masks")
 CONFIGURATIONS = 8
-"""Of the sweep of :mod:`bench.shapes` that forwards and backwards are."""
+"""How many configurations of the sweep of :mod:`bench.shapes` forwards and backwards take."""
 MAX_BIAS = 2**28
 """Elements of a bias."""
 MAY_DIVIDE = 1024
-"""Keys of a forward from which on to divide them is a choice; the package's own bound is higher."""
+"""Minimum keys of a forward for which dividing them is a choice; the package's own bound is higher."""
 MAX_CACHE = 2**27
 """Elements of the keys of a cache."""
 
@@ -47,7 +47,7 @@ class Shape:
 
     @property
     def kernel_op(self) -> str:
-        """Of the main kernel's traits."""
+        """The main kernel's ``op`` in traits."""
         return "kvcache" if isinstance(self.of, Row) else self.of.op
 
     @property

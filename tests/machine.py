@@ -56,7 +56,7 @@ def device(
 
 def forget_plans(patch: pytest.MonkeyPatch) -> None:
     """Calls are planned anew."""
-    for known in ("_plans", "_records", "_guarded", "_kept"):
+    for known in plans.STORES:
         patch.setattr(plans, known, {})
 
 

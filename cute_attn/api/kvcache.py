@@ -26,7 +26,6 @@ from cute_attn.host.checks import MAX_SEQLEN, check_out, check_starts, check_wri
 from cute_attn.host.choose import check_words
 from cute_attn.host.memory import (
     Tensors,
-    is_aligned,
     is_lazy,
     is_readable,
     on_device,
@@ -400,8 +399,6 @@ def _launched(call: Call, plan: Plan, out: Tensor | None) -> tuple[Tensor, Tenso
             turned = q if rotates else None
             rotated = launch_append(call, turned, call.cu_seqlens_q, bool(call.mask))
             q = q if rotated is None else rotated
-        if not is_aligned(q):
-            record.unlike_others()
         return launch_attention(plan, call, record.readable(q), out)
 
 

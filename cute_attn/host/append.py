@@ -5,12 +5,7 @@ from torch import Tensor
 from cute_attn.host import record
 from cute_attn.host.call import DTYPE_NAMES, Call
 from cute_attn.host.checks import check_count
-from cute_attn.host.memory import (
-    contiguous_strides,
-    is_aligned,
-    on_device,
-    regular,
-)
+from cute_attn.host.memory import contiguous_strides, on_device, regular
 from cute_attn.tiles.inference import AppendTile
 from cute_attn.traits import Traits
 
@@ -52,8 +47,6 @@ def launch(
 
     rotated = None
     with on_device(call.k_cache.get_device()):
-        if any(x is not None and not is_aligned(x) for x in (q, call.k, call.v)):
-            record.unlike_others()
         if q is not None:
             q = record.readable(q)
             shape = tuple(q.shape)

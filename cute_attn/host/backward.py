@@ -314,8 +314,6 @@ def _launched(
     given, sign, division = into or NOTHING, call.scale_sign, plan.division
     grad_out, grad_lse, out, lse = outer
     call = call.with_positive_scale()
-    if not (is_aligned(grad_out) and is_aligned(out)):
-        record.unlike_others()
     grad_out, out = record.readable(grad_out), record.readable(out)
     if lse.stride(-1) != 1:
         lse = lse.clone(memory_format=torch.contiguous_format)

@@ -108,11 +108,6 @@ def is_readable(x: Tensor) -> bool:
     return rows_are_regular(x) and may_be_aligned(x)
 
 
-def readable(x: Tensor) -> Tensor:
-    """``x``, or a copy where kernels cannot read its strides or its address."""
-    return x if is_readable(x) else x.clone(memory_format=torch.contiguous_format)
-
-
 # ---- what the dispatcher would do with a tensor ----
 
 

@@ -94,6 +94,9 @@ def brought(score_mod: Any, mask_mod: Any, block_mask: Any, sizes: tuple[int, ..
     return (*key, size, lengths), (score_mod, mask_mod, getattr(block_mask, "mask_mod", None)), tables
 
 
+STORES = ("_plans", "_records", "_guarded", "_kept")
+"""Names of all that is known here, which a benchmark or a test replaces to begin anew."""
+
 # ---- records ----
 
 
@@ -308,9 +311,8 @@ def _record(tensors: Tensors, call: Callable[[], Any], users: int = 0) -> tuple[
         return call(), None, True
     with Recording(tensors, users) as recording:
         found = call()
-    constant = not any(
-        x is not None and x.requires_grad for x in tensors
-    )  # as guards see it, without gradients too
+    # As guards see it: whatever the mode of gradients is.
+    constant = not any(x is not None and x.requires_grad for x in tensors)
     return found, recording.record(found, constant=constant), not recording.unlike
 
 
@@ -350,11 +352,8 @@ def _guard(
     del found[_MOST_GUARDS - 1 :]
     steps = () if reads is None else tuple(reads.steps)
     check = guards([tensors[place] for place in places])
-    pick = (
-        operator.itemgetter(*places)
-        if len(places) > 1
-        else operator.itemgetter(slice(places[0], places[0] + 1))
-    )
+    one = len(places) == 1  # of which itemgetter would make no tuple
+    pick = operator.itemgetter(*([slice(places[0], places[0] + 1)] if one else places))
     known = _Guarded(record, check, pick, tuple(same), steps, tables)
     _guarded.setdefault(bucket, found).insert(0, known)
 

@@ -109,9 +109,12 @@ def overwritten(*tensors: Tensor, alone: bool = False) -> None:
 
 def readable(x: Tensor) -> Tensor:
     """``x``, or a copy where kernels cannot read its strides or its address."""
-    if memory.rows_are_regular(x) and not memory.may_be_aligned(x):
+    regular = memory.rows_are_regular(x)
+    if regular and memory.may_be_aligned(x):
+        return x
+    if regular:  # a copy only for its address
         unlike_others()
-    return memory.readable(x)
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def also() -> None:

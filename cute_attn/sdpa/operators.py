@@ -45,10 +45,6 @@ class Question(NamedTuple):
     learns: bool = False
 
 
-_LEARNS = Question("", False, 0.0, None, learns=True)[4:]
-"""The fields behind the operator's own, of a call with a backward."""
-
-
 def _request(question: Question, inputs: tuple) -> Request:
     return request_of(
         question.backend,
@@ -68,9 +64,8 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None
     return Inputs(q, k, v, bias)
 
 
-def _forward(question: tuple, options: Options, inputs: tuple) -> tuple[Results, Request] | str:
-    """A forward's results, or the reason why kernels do not serve it. question: fields of :class:`Question`."""
-    asked = Question(*question)
+def _forward(asked: Question, options: Options, inputs: tuple) -> tuple[Results, Request] | str:
+    """A forward's results, or the reason why kernels do not serve it."""
     request = _request(asked, inputs)
     reason = (
         why_not(request)
@@ -93,13 +88,12 @@ def _forward(question: tuple, options: Options, inputs: tuple) -> tuple[Results,
 
 
 def _backward(
-    question: tuple,
+    asked: Question,
     inputs: tuple,
     outer: tuple[Tensor, Tensor, Tensor],
     state: Tensor | tuple[Tensor, Tensor],
 ) -> tuple[Tensor, ...] | str:
     """The same of a backward; outer: the gradient of out, out and lse."""
-    asked = Question(*question)
     request = _request(asked, inputs)
     return why_not(request) or backward(
         request, inputs, outer, state, heads_first=asked.heads_first, bias_gradient=asked.bias_gradient
@@ -184,7 +178,7 @@ def flash_forward(
 ) -> tuple | str:
     """``aten::_scaled_dot_product_flash_attention``."""
     inputs = (query, key, value, None, None, None, None, None)
-    question = ("flash", is_causal, dropout_p, scale, True, True, return_debug_mask)
+    question = Question("flash", is_causal, dropout_p, scale, debug=return_debug_mask)
     served = _forward(question, options, inputs)
     if isinstance(served, str):
         return served
@@ -213,7 +207,7 @@ def flash_backward(
 ) -> tuple | str:
     """``aten::_scaled_dot_product_flash_attention_backward``."""
     inputs, grads = (query, key, value, None, None, None, None, None), (grad_out, out, logsumexp)
-    return _backward(("flash", is_causal, dropout_p, scale), inputs, grads, philox_seed)
+    return _backward(Question("flash", is_causal, dropout_p, scale), inputs, grads, philox_seed)
 
 
 def efficient_forward(
@@ -230,7 +224,8 @@ def efficient_forward(
 ) -> tuple | str:
     """``aten::_scaled_dot_product_efficient_attention``."""
     inputs = (query, key, value, attn_bias, None, None, None, None)
-    served = _forward(("efficient", is_causal, dropout_p, scale, True, compute_log_sumexp), options, inputs)
+    question = Question("efficient", is_causal, dropout_p, scale, wants_lse=compute_log_sumexp)
+    served = _forward(question, options, inputs)
     if isinstance(served, str):
         return served
     found, _ = served
@@ -261,7 +256,7 @@ def efficient_backward(
     """``aten::_scaled_dot_product_efficient_attention_backward``."""
     inputs, grads = (query, key, value, attn_bias, None, None, None, None), (grad_out, out, logsumexp)
     bias_gradient = attn_bias is not None and bool(grad_input_mask[3])
-    question = ("efficient", is_causal, dropout_p, scale, True, True, False, bias_gradient)
+    question = Question("efficient", is_causal, dropout_p, scale, bias_gradient=bias_gradient)
     state = (philox_seed, philox_offset)
     found = _drawn_by_pytorch(dropout_p, philox_seed) or _backward(question, inputs, grads, state)
     if isinstance(found, str):
@@ -299,8 +294,8 @@ def cudnn_forward(
 ) -> tuple | str:
     """``aten::_scaled_dot_product_cudnn_attention``."""
     inputs = (query, key, value, _four_dims(attn_bias), None, None, None, None)
-    question: tuple = ("cudnn", is_causal, dropout_p, scale)
-    served = _forward((*question, *_LEARNS) if compute_log_sumexp else question, options, inputs)
+    question = Question("cudnn", is_causal, dropout_p, scale, learns=compute_log_sumexp)
+    served = _forward(question, options, inputs)
     if isinstance(served, str):
         return served
     found, request = served
@@ -330,7 +325,7 @@ def cudnn_backward(
     """``aten::_scaled_dot_product_cudnn_attention_backward``."""
     inputs = (query, key, value, _four_dims(attn_bias), None, None, None, None)
     grads = (grad_out, out, logsumexp.reshape(logsumexp.shape[:3]))
-    question = ("cudnn", is_causal, dropout_p, scale, *_LEARNS)
+    question = Question("cudnn", is_causal, dropout_p, scale, learns=True)
     state = (philox_seed, philox_offset)
     return _drawn_by_pytorch(dropout_p, philox_seed) or _backward(question, inputs, grads, state)
 

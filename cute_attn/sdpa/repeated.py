@@ -66,7 +66,6 @@ def key_of(
         or _function_modes()
         or (query.requires_grad and torch.is_grad_enabled())  # guards know the others
         or doors.observer is not None
-        or not plans.no_dispatch_mode()
         or query.is_nested  # without a shape
         or key.is_nested
     ):

@@ -212,7 +212,7 @@ def test_a_call_within_a_recorded_one_is_part_of_it():
 
 
 def test_what_functions_read_is_compared():
-    """Of a function that is made anew: an equal one is known, another value or code is not, tensors may be others."""
+    """A function made anew with equal values is known, one with another value or code is not; tensors may differ."""
 
     def made(number, table):
         return lambda score, b, h, i, j: score * number + table[j]

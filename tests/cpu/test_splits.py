@@ -75,7 +75,7 @@ def splits_of(params, gpu="NVIDIA H200", *more, tile=TILE):
     ids=lambda x: x[7:11] if isinstance(x, str) else "-".join(str(n) for n in [*x.values()][:-1]),
 )
 def test_head_splits_are_within_5_percent_of_the_fastest_measured(gpu, row):
-    """Of two cards, of which one has 5/6 of the other's L2; the nearest number that was measured counts."""
+    """Two cards, one with 5/6 of the other's L2; the nearest number that was measured counts."""
     mask = "causal" if row["causal"] else ""
     kernel = registry.lookup(Traits("backward", "sm90", "bf16", row["head_dim"], mask=mask))
     sizes = row["seqlen"], row["seqlen"], row["nheads"], row["nheads_kv"], row["batch"], mask

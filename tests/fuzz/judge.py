@@ -20,7 +20,7 @@ LARGEST = {"fp64": 1e5, "fp32": 200.0, "fp16": 30.0, "bf16": 30.0}
 FLOOR = {"fp64": 1e-9, "fp32": 1e-5, "fp16": 1e-4, "bf16": 1e-4}
 
 ROUNDINGS = 4
-"""Of the coarsest dtype in which a function computes: torch rounds in other places under vmap than without it."""
+"""How many roundings of a function's coarsest dtype are no error: under vmap torch rounds in other places."""
 
 
 class Fault(Exception):

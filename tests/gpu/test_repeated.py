@@ -191,7 +191,7 @@ def shared_bias_gradients(seed):
 
 
 def grouped_gradients(seed):
-    """Of query heads that are divided among work tiles, whose dK and dV are added up."""
+    """Query heads are divided among work tiles, and their dK and dV added up."""
     leaves = rows(seed, q=(1, 300, 16, 128), k=(1, 300, 1, 128), leaves=True)
     out = attention(*leaves, deterministic=True)
     return torch.autograd.grad(out, leaves, randn(*out.shape, seed=seed + 9))
