@@ -241,10 +241,9 @@ class Traits:
             ("rotary", ("", *ROTARY)),
             ("split", ("", *SPLITS)),
         ):
-            if getattr(self, name) not in accepted:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}; accepted: {', '.join(map(repr, accepted))}"
-                )
+            if (given := getattr(self, name)) not in accepted:
+                meant = did_you_mean(str(given), accepted)
+                raise ValueError(f"{name} is {given!r}{meant}; accepted: {', '.join(map(repr, accepted))}")
         multiple = 1 if self.op in PADDED_TENSORS else head_dim_multiple(self.dtype)
         for name in ("head_dim", "head_dim_v"):
             dim = getattr(self, name)

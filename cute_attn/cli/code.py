@@ -9,6 +9,7 @@ import typer
 from cute_attn.cli.options import (
     AsJson,
     Name,
+    Other,
     Page,
     Target,
     Verbose,
@@ -53,7 +54,7 @@ def verdict_of_tiles(
 
 def difference_of_two(
     name: Name,
-    other: Annotated[str | None, typer.Argument(metavar="[NAME2]", help="The other kernel.")] = None,
+    other: Other = None,
     tiles: Tiles = None,
     at: Annotated[
         list[str] | None,

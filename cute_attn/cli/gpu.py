@@ -9,6 +9,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from cute_attn.cli.options import (
     Name,
+    Other,
     Page,
     Target,
     complete_tile,
@@ -29,14 +30,14 @@ Output = Annotated[
 ]
 
 
-_TILES = "Fields to change: A's, and if repeated B's; B's default is the default tile."
+_TILES = "Fields to change: A's, and if repeated B's. Of two kernels a single one is both's."
 
 
 def ab_of_tiles(
     name: Name,
+    other: Other = None,
     tiles: Annotated[
-        list[str] | None,
-        typer.Option("--tile", autocompletion=complete_tile, help=_TILES),
+        list[str] | None, typer.Option("--tile", autocompletion=complete_tile, help=_TILES)
     ] = None,
     peer: Annotated[
         str | None, typer.Option("--peer", help="B: fa4, fa3, cudnn, fa2, mem_efficient or ffpa.")
@@ -48,18 +49,19 @@ def ab_of_tiles(
     budget: Budget = 30.0,
     output: Output = None,
 ) -> None:
-    """Whether tile A is faster than tile B, or than a peer, on this GPU: an interval and one sentence.
+    """Whether A is faster than B on this GPU: an interval and one sentence.
 
-    Kernels are compared with the reference first, a peer with the kernel.
+    A is NAME. B is NAME2, such as a variant's base, a peer, or NAME with its default or the second tile. Kernels are
+    compared with the reference first, a peer with the kernel.
     """
     from cute_attn.lab.race import ab
 
     tiles = tiles or [""]
-    if len(tiles) + (peer is not None) > 2:
-        raise ValueError(
-            f"--tile is given {len(tiles)} times{' beside --peer' if peer else ''}; accepted: A and one B"
-        )
-    second: Any = peer or (name, tiles[1] if len(tiles) > 1 else None)
+    given = ["the third --tile"] * (len(tiles) > 2) + ["the second --tile"] * (len(tiles) == 2 and not other)
+    given += ["--peer"] * bool(peer) + ["NAME2"] * bool(other)
+    if len(given) > 1 or len(tiles) > 2:
+        raise ValueError(f"B is given more than once, by {' and '.join(given)}; accepted: A and one B")
+    second: Any = peer or (other or name, tiles[1] if len(tiles) > 1 else tiles[0] if other else None)
     with working("building") as say:
         found = ab(
             (name, tiles[0]), second, workloads or (), resolution=resolution, budget_s=budget, progress=say

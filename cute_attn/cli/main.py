@@ -8,6 +8,7 @@ import importlib.util
 import json
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,13 +36,14 @@ from cute_attn.cli.options import (
     is_verbose,
     make_console,
     requests_like,
+    set_pager,
     show,
     show_building,
     working,
     writable_folder,
 )
 from cute_attn.lab.tables import Table, brief_tile
-from cute_attn.traits import Traits
+from cute_attn.traits import OPS, Traits, did_you_mean
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 cache_app = typer.Typer(no_args_is_help=True, help="The kernels on disk.")
@@ -111,8 +113,12 @@ def load(
         bool,
         typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version, and end."),
     ] = False,
+    pager: Annotated[
+        bool, typer.Option("--pager/--no-pager", help="Page what is longer than the screen.")
+    ] = True,
     verbose: Verbose = False,
 ) -> None:
+    set_pager(pager)
     if files:
         import_kernels()
     for file in files or ():
@@ -134,7 +140,8 @@ def list_kernels(
 ) -> None:
     """Kernels with their default tiles, or why there is none; without NAMEs, how many defaults each kernel has.
 
-    Below a default tile, the tiles that replace it for some calls, and for which.
+    The beginning of a name, such as forward-sm80, lists all defaults that begin so. Below a default tile stand the
+    tiles that replace it for some calls.
     """
     import_kernels()
     from cute_attn.compiler import registry
@@ -145,15 +152,12 @@ def list_kernels(
         return
     if target is not None and target not in TARGETS:
         raise ValueError(f"target is {target!r}; accepted: {', '.join(TARGETS)}")
+    pairs = [(traits, on) for traits, on in registry.defaults() if on == (target or on)]
     if names:
-        wanted = [(Traits.parse(name), t) for name in names for t in ([target] if target else TARGETS)]
+        pairs = [one for name in names for one in _named(name, pairs, [target] if target else TARGETS)]
     else:
-        wanted = [
-            (traits, t)
-            for traits, t in registry.defaults()
-            if t == (target or t) and traits == Traits(traits.op, traits.arch, traits.dtype, traits.head_dim)
-        ]
-    rows = [_listed(traits, t) for traits, t in wanted]
+        pairs = [(t, on) for t, on in pairs if t == Traits(t.op, t.arch, t.dtype, t.head_dim)]
+    rows = [_listed(traits, on) for traits, on in pairs]
     if as_json:
         print(json.dumps(rows, indent=1))
     elif names or everything:
@@ -162,6 +166,21 @@ def list_kernels(
         with working("choosing default tiles"):
             counts = _counts(target)
         show(counts)
+
+
+def _named(name: str, known: list[Any], targets: Sequence[str]) -> list[Any]:
+    """A kernel's traits on each target, or of ``known`` defaults all whose names begin so.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    from cute_attn.compiler import registry
+
+    begin = [one for one in known if f"{one[0]}-".startswith(f"{name}-")] if name.count("-") < 3 else []
+    meant = did_you_mean(name, [*map(registry.label, registry.KERNELS), *OPS])
+    if meant and not begin and name.count("-") < 3:
+        raise ValueError(f"name is {name!r}{meant}; accepted: a kernel's name or its beginning")
+    return begin or [(Traits.parse(name), on) for on in targets]
 
 
 def _defaults(rows: list[dict[str, Any]]) -> Table:

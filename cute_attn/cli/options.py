@@ -60,6 +60,8 @@ _TILE = "Fields of the tile to change: tile_n=128,num_stages=2."
 _TARGET = "sm80, sm86, sm89 or sm90; by default the GPU that is present, or the kernel's generation."
 _LIKE = "A file of `cute-attn run --json`: the kernels that it lists; may be repeated."
 Name = Annotated[str, typer.Argument(metavar="NAME", autocompletion=complete_name, help=_NAME)]
+_OTHER = "Another kernel, such as the base of a variant."
+Other = Annotated[str | None, typer.Argument(metavar="[NAME2]", autocompletion=complete_name, help=_OTHER)]
 Names = Annotated[
     list[str] | None,
     typer.Argument(metavar="[NAME]...", autocompletion=complete_name, help="Kernels; by default all."),
@@ -70,12 +72,18 @@ Like = Annotated[list[Path] | None, typer.Option("--like", help=_LIKE)]
 Workers = Annotated[int | None, typer.Option(help="Processes; by default one a core.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
-_verbose = False
+_verbose, _pages = False, True
 
 
 def _set_verbose(asked: bool) -> None:
     global _verbose
     _verbose = _verbose or asked
+
+
+def set_pager(used: bool) -> None:
+    """``--no-pager``: long tables go to the terminal as they are."""
+    global _pages
+    _pages = used
 
 
 def is_verbose() -> bool:
@@ -199,7 +207,7 @@ def show(*parts: Any) -> None:
     console = make_console()
     with console.capture() as captured:
         console.print(*parts, sep="\n")
-    os.environ.setdefault("LESS", "-R")
+    os.environ.setdefault("LESS", "FRX")  # as git sets it: what was read stays on the screen
     is_long = console.is_terminal and sys.stdin.isatty() and captured.get().count("\n") >= console.height
-    with console.pager(styles=True) if is_long else contextlib.nullcontext():
+    with console.pager(styles=True) if is_long and _pages else contextlib.nullcontext():
         console.print(*parts, sep="\n")

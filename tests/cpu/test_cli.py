@@ -1,6 +1,8 @@
 """The command line: output, and one sentence with status 2 for a wrong call."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import subprocess
@@ -8,8 +10,10 @@ import sys
 
 import pytest
 import typer
+from rich.console import Console
 
 from cute_attn import defaults, lookup
+from cute_attn.cli import options
 from cute_attn.compiler import registry
 from cute_attn.lab.pictures import pictures
 from cute_attn.tiles import ForwardSm80Tile
@@ -85,6 +89,27 @@ def test_list(run):
     own = [(traits, on) for traits, on in defaults() if (traits.op, traits.arch) == ("forward", "sm80")]
     tiles = {lookup(traits, None, on).tile.text for traits, on in own}
     assert rows["forward-sm80"][-4:-1] == [str(len(tiles)), "│", "forward-sm80-bf16-d128"]
+
+
+def test_list_takes_the_beginning_of_a_name(run):
+    rows = json.loads(ok(run("list", "forward-sm90", "--target", "sm90", "--json")))
+    known = [traits.name for traits, _ in defaults() if traits.name.startswith("forward-sm90-")]
+    assert [row["name"] for row in rows] == known and all(row["tile"] for row in rows)
+
+
+@pytest.mark.parametrize("paged", [True, False])
+def test_what_is_longer_than_the_screen_is_paged_and_stays(monkeypatch, paged):
+    shown = []
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=5)
+    monkeypatch.setattr(options, "make_console", lambda: console)
+    monkeypatch.setattr(options.sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr(console, "pager", lambda styles: shown.append(styles) or contextlib.nullcontext())
+    monkeypatch.setattr(options, "_pages", paged)
+    monkeypatch.delenv("LESS", raising=False)
+    options.show("one line")
+    assert not shown
+    options.show("\n".join("many lines"))
+    assert shown == [True] * paged and os.environ["LESS"] == "FRX"
 
 
 def test_features_are_listed_and_explained(run):
@@ -272,6 +297,16 @@ WRONG = {
     ("show", "backward_preprocess-sm80-bf16-d64"): "has no shared-memory layout and no MMA to draw",
     ("--load", "absent.py", "list"): "--load is 'absent.py'",
     ("cache", "prebuild", "nonsense"): "name is 'nonsense'",
+    ("list", "forwrad-sm80"): "name is 'forwrad-sm80' (did you mean 'forward-sm80'?); accepted",
+    ("compile", "forwad-sm80-bf16-d64"): "op is 'forwad' (did you mean 'forward'?); accepted",
+    ("ab", "forward-sm80-bf16-d64", "forward-sm90-bf16-d64"): "there is no GPU",
+    (
+        "ab",
+        "forward-sm80-bf16-d64",
+        "forward-sm90-bf16-d64",
+        "--peer",
+        "fa4",
+    ): "B is given more than once, by --peer and NAME2; accepted",
     ("verdict", "forward-sm80-bf16-d128", "--tile", "tile_n=1024"): "bytes of shared memory",
     ("verdict", "forward-sm80-bf16-d64", "--tile", "tile_n=33"): "tile_n is 33; accepted: multiples of 16",
     (

@@ -45,9 +45,16 @@ def words_after(*start: str) -> dict[str, list[str]]:
             words = shlex.split(text, comments=True)
         except ValueError:  # an apostrophe: not a command
             continue
+        while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):  # a variable of the environment
+            del words[0]
         if words[: len(start)] == [*start] and len(words) > len(start):
             found[shlex.join(words)] = words[len(start) :]
     return found
+
+
+def command_of(words: list[str]) -> str:
+    """The command's name, after ``--load FILE``."""
+    return next((a for before, a in itertools.pairwise(("", *words)) if "--load" not in (before, a)), "")
 
 
 def in_full(words: list[str]) -> list[str]:
@@ -106,8 +113,7 @@ def to_run() -> list[str]:
         words = COMMANDS[command]
         features = {part for traits, _ in kernels_of(words) for part in traits.name.split("-")[4:]}
         named = {word.partition("=")[0] for word in words if word.startswith("-")}
-        words = words[2:] if words[0] == "--load" else words
-        return {(words[0], what) for what in ("", *named, *features)}
+        return {(command_of(words), what) for what in ("", *named, *features)}
 
     return covering(usable, options, cost=lambda command: 1 + len(kernels_of(COMMANDS[command])))
 
@@ -124,7 +130,7 @@ def test_a_command_runs_or_says_that_it_needs_a_gpu(command, tmp_path):
         if word in ("-o", "--html"):
             words[i + 1] = str(tmp_path / words[i + 1])
     done = processes.run("-m", "cute_attn", *words)
-    if words[0] in NEED_GPU and not {"--static", "--help"} & set(words):
+    if command_of(words) in NEED_GPU and not {"--static", "--help"} & set(words):
         assert done.returncode == 2 and "GPU" in done.stderr
         assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     else:

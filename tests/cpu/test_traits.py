@@ -84,7 +84,7 @@ BASE = ("sm80", "bf16", 64)
     [
         (
             lambda: Traits("backwards", *BASE),
-            "op is 'backwards'; accepted: 'forward', 'backward', 'backward_preprocess', 'backward_convert'",
+            r"op is 'backwards' \(did you mean 'backward'\?\); accepted: 'forward', 'backward', 'backward_preprocess'",
         ),
         (
             lambda: Traits("forward", *BASE, bias="bf16", bias_grad=True),
