@@ -11,14 +11,17 @@ Arguments of ``__call__``, as of ``cute_attn.kernels.arguments``: mQ, mO (batch,
 ``multiprocessors`` level 7 reads. No level reads seqlens or score_args, which serve features that levels decline.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cutlass import Float32
+from cutlass import BFloat16, Float32
 
+import layouts
 from cute_attn.compiler import registry
 from cute_attn.kernels.arguments import forward_fake_args
+from cute_attn.kernels.copies import Copies
 from cute_attn.kernels.step import StepContent, mma_sync_count, wgmma_count
 from cute_attn.tiles import Tile
 from cute_attn.traits import Traits
@@ -36,9 +39,12 @@ class TourTile(Tile):
     num_stages: int = 0
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
-        """Barriers, Q, and the stages of K and V; nothing without stages."""
-        rows = self.tile_m + 2 * self.tile_n * self.num_stages
-        return {"all": (0, 1024 + 2 * traits.head_dim * rows if self.num_stages else 0)}
+        """Q, and the stages of K and V, after a kilobyte for barriers; nothing without stages."""
+        if not self.num_stages:
+            return {"none": (0, 0)}
+        q, kv = (2 * traits.head_dim * rows for rows in (self.tile_m, self.tile_n * self.num_stages))
+        ends = 1024, 1024 + q, 1024 + q + kv, 1024 + q + 2 * kv
+        return dict(zip("qkv", itertools.pairwise(ends), strict=True))
 
     def registers(self, traits: Traits) -> int:
         """Scores, probabilities and O of a thread, and some 40 beside them."""
@@ -109,6 +115,31 @@ class Tiled(Level):
 
     FACTORS: ClassVar[int] = 2
     """Exponentials of a step beside the scores': what O is rescaled by, of a thread's two rows."""
+    dtype: ClassVar[Any] = BFloat16
+
+    def copies(self) -> Copies:
+        """Operands in shared memory: what ``show`` draws, and the copies whose bank conflicts a verdict counts."""
+        found, (tile_m, tile_n, d, stages) = Copies(self, 32 * self.tile.num_warps), self.sizes
+        if not stages:
+            return found
+        areas = []
+        for name, rows, count in (("q", tile_m, 1), ("k", tile_n, stages), ("v", tile_n, stages)):
+            places = (count,) if stages > 1 else ()
+            areas.append(found.area(name, (rows, d, *places), "smem_layout", rows, *places))
+        if self.traits.arch == "sm90":
+            return found.part("mma-qk", "mma_qk").part("mma-pv", "mma_pv")
+        threads, (q, k, v), many = 32 * self.tile.num_warps, areas, stages > 1
+
+        def mma() -> Any:
+            return layouts.tiled_mma_sm80(BFloat16, self.tile.num_warps)
+
+        for name, area in (("K", k), ("V", v)):
+            found.move(
+                *(f"{name} by cp.async", "LDGSTS") if many else (f"{name} to shared memory", "STS"),
+                *(lambda: layouts.gmem_tiled_copy(BFloat16, threads, d, asynchronous=many), area, "dst"),
+            )
+        found.ldmatrix("Q", "A", mma, q).ldmatrix("K", "B", mma, k)
+        return found.ldmatrix("V", "B", mma, v, transpose=True)
 
     def step_content(self) -> StepContent:
         """What a step of the loop over key blocks holds, by which ``verdict`` finds it in the machine code."""

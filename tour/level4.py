@@ -19,7 +19,7 @@ in a register and its query and key are known, scores may be changed: SCORE_MOD 
     def softcap(score, query, key, head):
         return 30.0 * cute.math.tanh(score / 30.0)
 
-    with_epilogue(Pipelined, softcap)
+    tour.common.with_epilogue(Pipelined, softcap)
 
 What to look at: LDGSTS, and no barrier between a load and the products beside it. Any lengths.
 """

@@ -21,10 +21,12 @@ _MODULES = tuple(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def __getattr__(name: str) -> Any:
+    if name == "best":
+        return import_module(".findings", __name__).best
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return import_module(f".{name}", __name__)
 
 
 def __dir__() -> list[str]:
-    return sorted(_MODULES)
+    return sorted(("best", *_MODULES))

@@ -1,13 +1,13 @@
 """What verdicts say in sentences: which tile is faster, whether that means anything, what bounds it, what to try."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from cute_attn.lab.rank import NOISE, Verdict, estimates, relative
 from cute_attn.traits import Traits
 
 _TRY = {
-    "tensor cores": "which is the best a kernel can have: what is left to gain is the waiting beside them",
+    "tensor cores": "the best bound that a kernel can have: what is left to gain is exposed latency",
     "special functions": "which compute the exponentials: no tile has fewer of them, so try to have more warps wait "
     "for them at a time",
     "issue": "which issue every instruction: try a larger tile_n, which spends fewer instructions on an element",
@@ -44,14 +44,35 @@ def _computes(one: Verdict) -> tuple[Traits, str]:
     return replace(Traits.parse(one.name), variant=""), one.target
 
 
-def _comparison(verdicts: Sequence[Verdict]) -> tuple[str, Verdict]:
-    """Which is best by its code, as `tune` orders them, and how far the others are, if that means anything."""
+def best(verdicts: Iterable[Verdict]) -> Verdict:
+    """The verdict that is best by its code: without spills in the step if there is one, then the fastest by estimate.
+
+    Raises:
+        ValueError: no tile fits and has a steady step, or they compute different things or are of different targets.
+    """
+    given = list(verdicts)
+    known = [one for one in given if one.fits and one.step is not None]
+    if not known or len({_computes(one) for one in given}) > 1:
+        raise ValueError(
+            f"verdicts are {given!r:.200}; accepted: on kernels that compute the same on one target, of which at least "
+            "one fits and has a steady step"
+        )
+    return _ordered(known)[0][1]
+
+
+def _ordered(verdicts: Sequence[Verdict]) -> list[tuple[float, Verdict]]:
+    """The best first, as `tune` orders them, each with its time relative to the first given one's."""
     base = estimates(verdicts[0])
-    times = {id(one): relative(estimates(one), base) for one in verdicts}
-    first, *others = sorted(verdicts, key=lambda one: (one.spills_in_step > 0, times[id(one)]))
+    times = [(relative(estimates(one), base), one) for one in verdicts]
+    return sorted(times, key=lambda item: (item[1].spills_in_step > 0, item[0]))
+
+
+def _comparison(verdicts: Sequence[Verdict]) -> tuple[str, Verdict]:
+    """Which is best by its code, and how far the others are, if that means anything."""
+    (least, first), *others = _ordered(verdicts)
     ties, said = [], []
-    for one in others:
-        gap, name = times[id(one)] / times[id(first)] - 1, _short(one, verdicts)
+    for time, one in others:
+        gap, name = time / least - 1, _short(one, verdicts)
         if one.spills_in_step and not first.spills_in_step:
             said.append(f"{name} spills in the step" + (f" and is {gap:.1%} slower" if gap >= NOISE else ""))
         elif abs(gap) < NOISE:
@@ -113,6 +134,11 @@ def _bound(one: Verdict, subject: str) -> str:
         return (
             f"{subject} waits: one warp's stalls take {clocks.warp:,.0f} clocks, what the units need of all resident "
             f"warps {one.blocks * clocks.estimate:,.0f}; try more blocks per multiprocessor, more warps or more stages."
+        )
+    if one.uncounted:
+        return (
+            f"{subject} has no certain bound: bank conflicts of its {' and '.join(one.uncounted)} are not counted, so "
+            "the clocks of shared memory may be higher; a kernel's method copies() states what to count."
         )
     near = _NEAR * clocks.units[clocks.bound]
     also = [unit for unit, count in clocks.units.items() if unit != clocks.bound and count >= near]

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _SPECIAL = ("MUFU", "F2F", "I2F", "F2I")  # conversions of one number go through the same unit
 SPILLS = ("LDL", "STL")
+_SHARED = ("LDS", "LDSM", "STS", "STSM", "LDGSTS")
 _MEMORY = ("LDS", "STS", "LDGSTS", "STG", "RED", "REDG", "ATOMG", *SPILLS)
 ROWS_OF_FRAGMENT = 8
 """Rows of an accumulator that a warp's values of one register lie in."""
@@ -149,6 +150,13 @@ class Verdict:
     @property
     def fits(self) -> bool:
         return self.reason is None
+
+    @property
+    def uncounted(self) -> list[str]:
+        """Opcodes of the step that read or write shared memory, where the kernel states no copies to count them by."""
+        if self.steady is None or any(copy.minimum for copy in self.copies):
+            return []
+        return [opcode for opcode in _SHARED if self.steady.count(opcode)]
 
     def as_dict(self) -> dict[str, Any]:
         """What JSON holds: everything but the machine code."""
@@ -465,7 +473,9 @@ def _bank_conflicts(one: Verdict) -> str:
     if conflicting:
         return "[red]" + "; ".join(conflicting)
     count = len(one.copies)
-    return f"none in {count} cop{'y' if count == 1 else 'ies'}" if count else "not counted"
+    if not count:
+        return f"[red]not counted: {', '.join(one.uncounted)}" if one.uncounted else "no copies to count"
+    return f"none in {count} cop{'y' if count == 1 else 'ies'}"
 
 
 def line_table(one: Verdict) -> Table:

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from cute_attn import lab
 from cute_attn.lab.copies import Conflicts
 from cute_attn.lab.findings import findings
 from cute_attn.lab.rank import NOISE, estimates, relative
@@ -40,8 +41,10 @@ def test_a_difference_below_noise_means_nothing():
     assert (
         first.startswith("By their code the tiles are equal: qk_unroll=4 is 0.") and "means nothing" in first
     )
-    assert rest == ["Its steady step is bound by tensor cores, which is the best a kernel can have: what is left to "
-                    "gain is the waiting beside them."]  # fmt: skip
+    assert rest == [
+        "Its steady step is bound by tensor cores, the best bound that a kernel can have: what is left to gain is "
+        "exposed latency."
+    ]
 
 
 def test_loads_from_global_memory_are_no_shared_memory():
@@ -58,6 +61,8 @@ def test_a_tile_that_spills_in_the_step_is_not_the_best():
     other = made().tile.replace("num_stages=2", "num_stages=3")
     fast = dataclasses.replace(made(96, tensor=500.0, spills=7), tile=other)
     (first, *_) = findings(fast, made())
+    assert lab.best([fast, made()]) == made() and lab.best([fast]) is fast
+    assert lab.best(iter([made(), made(96, tensor=500.0)])) == made(96, tensor=500.0)
     assert first.startswith("By its code num_stages=2 is the best: num_stages=3 spills in the step.")
     assert (
         findings(fast)[-1]
@@ -66,9 +71,23 @@ def test_a_tile_that_spills_in_the_step_is_not_the_best():
 
 
 @pytest.mark.parametrize(
+    "verdicts",
+    [
+        [],
+        [Verdict(NAME, "sm90", "tile_n=512", "it needs more shared memory")],
+        [made(), dataclasses.replace(made(), target="sm80")],
+        [made(), dataclasses.replace(made(), name="forward-sm80-bf16-d64-causal")],
+    ],
+)
+def test_the_best_of_what_cannot_be_compared_is_refused(verdicts):
+    with pytest.raises(ValueError, match="accepted: on kernels that compute the same on one target"):
+        lab.best(verdicts)
+
+
+@pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({}, "is bound by tensor cores, which"),
+        ({}, "is bound by tensor cores, the best"),
         ({"shared": 950.0}, "is bound by tensor cores (shared memory nearly as much)"),
         ({"shared": 1500.0}, "is bound by shared memory, where operands are read more than once"),
         ({"warp": 5000.0}, "waits: one warp's stalls take 5,000 clocks"),
@@ -89,6 +108,20 @@ def test_conflicts_are_the_advice_where_they_bound_the_step():
     assert "another swizzle" in fault
     _, spilled, conflicts = findings(made(spills=3, copies=CONFLICTS))
     assert spilled.startswith("It spills 3 times") and conflicts == fault
+
+
+def test_no_bound_is_named_where_bank_conflicts_are_not_counted():
+    """The step reads shared memory, and the kernel states no copy of it."""
+
+    class Reads:
+        @staticmethod
+        def count(opcode):
+            return int(opcode == "LDSM")
+
+    (said,) = findings(dataclasses.replace(made(shared=1500.0), steady=Reads))
+    assert said.startswith("The steady step has no certain bound: bank conflicts of its LDSM are not counted")
+    (said,) = findings(dataclasses.replace(made(copies=(Conflicts("K", "LDSM", 1, 1, 1),)), steady=Reads))
+    assert "is bound by tensor cores" in said
 
 
 def test_a_variant_is_compared_with_its_kernel_and_both_are_explained():

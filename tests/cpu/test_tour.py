@@ -15,11 +15,13 @@ from cutlass.cute.runtime import from_dlpack
 
 import layouts
 from cute_attn.compiler import compile, registry, toolchain
+from cute_attn.compiler.smem_layouts import reasons
 from cute_attn.device.math import LOG2_E
 from cute_attn.epilogues import softmax as package_softmax
 from cute_attn.epilogues.softmax import OnlineSoftmax, multiply_rows
 from cute_attn.host.call import Call
 from cute_attn.host.choose import choose_kernel
+from cute_attn.lab.copies import conflicts
 from cute_attn.lab.verdict import verdict
 from layouts.model import no_arguments, trace
 from tour import __main__ as command
@@ -173,6 +175,24 @@ def test_layouts_and_products_are_those_of_the_packages_kernels(number):
         return [str(kernel.smem_layout(*own)), *products]
 
     assert trace(lambda: of(level)) == trace(lambda: of(package))
+
+
+class WithoutSwizzle(LEVELS[3].kernel):
+    def smem_layout(self, rows):
+        return layouts.smem_layout(rows, self.traits.head_dim, self.dtype, swizzle_bits=0)
+
+
+@pytest.mark.parametrize("number", OWN)
+def test_copies_are_counted_and_layouts_are_right(number):
+    kernel = kernel_of(number, head_dim=128)
+    assert not list(reasons(kernel))
+    found = conflicts(kernel)
+    assert len(found) == (5 if number in (3, 4) else 0) and {copy.ways for copy in found} <= {1}
+
+
+def test_level_3_without_its_swizzle_has_the_conflicts_that_its_text_promises():
+    found = conflicts(WithoutSwizzle(LEVELS[3].traits(128, True), WithoutSwizzle.TILE))
+    assert {copy.ways for copy in found if copy.opcode == "LDSM"} == {8}
 
 
 def test_an_epilogue_is_a_function_of_a_file():
