@@ -128,16 +128,16 @@ class Tiled(Level):
             areas.append(found.area(name, (rows, d, *places), "smem_layout", rows, *places))
         if self.traits.arch == "sm90":
             return found.part("mma-qk", "mma_qk").part("mma-pv", "mma_pv")
-        threads, (q, k, v), many = 32 * self.tile.num_warps, areas, stages > 1
+        threads, (q, k, v) = 32 * self.tile.num_warps, areas
 
         def mma() -> Any:
             return layouts.tiled_mma_sm80(BFloat16, self.tile.num_warps)
 
-        for name, area in (("K", k), ("V", v)):
-            found.move(
-                *(f"{name} by cp.async", "LDGSTS") if many else (f"{name} to shared memory", "STS"),
-                *(lambda: layouts.gmem_tiled_copy(BFloat16, threads, d, asynchronous=many), area, "dst"),
-            )
+        def load() -> Any:
+            return layouts.gmem_tiled_copy(BFloat16, threads, d, asynchronous=stages > 1)
+
+        how, opcode = ("by cp.async", "LDGSTS") if stages > 1 else ("to shared memory", "STS")
+        found.move(f"K {how}", opcode, load, k, "dst").move(f"V {how}", opcode, load, v, "dst")
         found.ldmatrix("Q", "A", mma, q).ldmatrix("K", "B", mma, k)
         return found.ldmatrix("V", "B", mma, v, transpose=True)
 
