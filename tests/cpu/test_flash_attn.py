@@ -1,52 +1,19 @@
-"""FlashAttention-2's functions: signatures, options and conventions, against plain torch."""
+"""FlashAttention-2's functions: each argument's meaning as a call of ours, and its conventions against plain torch."""
 
-import importlib
-import inspect
 import math
-import sys
-from importlib import metadata
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 
 import cute_attn.flash_attn as package
 from cute_attn import draw_rng_state, reference
 from cute_attn.flash_attn import bert_padding, rotary
+from cute_attn.flash_attn import flash_attn_interface as fa
 from cute_attn.host.head_dims import whole_head_dim
+from tests import calls, refusals
 
 F64 = torch.float64
-SHARED = {
-    "dropout_p": 0.0,
-    "softmax_scale": None,
-    "causal": False,
-    "window_size": (-1, -1),
-    "softcap": 0.0,
-    "alibi_slopes": None,
-    "deterministic": False,
-    "return_attn_probs": False,
-}
-LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-REQUIRED = inspect.Parameter.empty
-# As FlashAttention 2.8 documents them: names, order, defaults.
-SIGNATURES = {
-    "flash_attn_func": dict.fromkeys("qkv", REQUIRED) | SHARED,
-    "flash_attn_kvpacked_func": dict.fromkeys(("q", "kv"), REQUIRED) | SHARED,
-    "flash_attn_qkvpacked_func": {"qkv": REQUIRED} | SHARED,
-    "flash_attn_varlen_func": dict.fromkeys(("q", "k", "v", *LENGTHS), REQUIRED)
-    | SHARED
-    | {"block_table": None},
-    "flash_attn_varlen_kvpacked_func": dict.fromkeys(("q", "kv", *LENGTHS), REQUIRED) | SHARED,
-    "flash_attn_varlen_qkvpacked_func": dict.fromkeys(("qkv", "cu_seqlens", "max_seqlen"), REQUIRED) | SHARED,
-    "flash_attn_with_kvcache": dict.fromkeys(("q", "k_cache", "v_cache"), REQUIRED)
-    | dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx"))
-    | dict.fromkeys(("cache_leftpad", "block_table", "softmax_scale"))
-    | {"causal": False, "window_size": (-1, -1), "softcap": 0.0, "rotary_interleaved": True}
-    | {"alibi_slopes": None, "num_splits": 0, "return_softmax_lse": False},
-}
 
 
 def randn(*shape, seed=0, dtype=F64):
@@ -106,10 +73,72 @@ def plain_varlen(q, k, v, cu_q, cu_k, slopes=None, **options):
     return torch.cat(outs), torch.cat(lses, 1)
 
 
-# ---- the six functions under one name ----
+# ---- what the arguments mean ----
 
 CU_Q, CU_K = int32(0, 4, 9, 16), int32(0, 7, 13, 20)  # queries of length 4, 5, 7; keys of 7, 6, 7
 BATCH = 3
+PACKED = (CU_Q, CU_K, 7, 7)
+Q, KV = randn(2, 5, 4, 16), randn(2, 9, 2, 2, 16, seed=1)
+K, V = KV.unbind(2)
+QKV, COS = randn(2, 5, 3, 4, 16), randn(9, 8)
+ROWS, ROWS_KV, ROWS_QKV = randn(16, 4, 16), randn(20, 2, 2, 16, seed=1), randn(16, 3, 4, 16)
+CACHE, NEW = randn(2, 6, 8, 2, 16).unbind(), randn(2, 2, 5, 2, 16).unbind()
+PAGES = int32(5, 0, 2, 1).view(2, 2)
+HEADS, EACH = randn(4).abs().float(), randn(2, 4).abs().float()
+MEANINGS = """
+flash_attn_func(Q, K, V) == attention(Q, K, V)
+flash_attn_func(Q, K, V, 0.0, 0.5) == attention(Q, K, V, softmax_scale=0.5)
+flash_attn_func(Q, K, V, causal=True) == attention(Q, K, V, causal=True)
+flash_attn_func(Q, K, V, causal=1, deterministic=2) == attention(Q, K, V, causal=True, deterministic=True)
+flash_attn_func(Q, K, V, causal=None, deterministic=None) == attention(Q, K, V)
+flash_attn_func(Q, K, V, window_size=(2, 1)) == attention(Q, K, V, window=(2, 1))
+flash_attn_func(Q, K, V, window_size=[2, -1]) == attention(Q, K, V, window=(2, None))
+flash_attn_func(Q, K, V, window_size=(-5, 0)) == attention(Q, K, V, window=(None, 0))
+flash_attn_func(Q, K, V, window_size=torch.tensor([2, 1])) == attention(Q, K, V, window=(2, 1))
+flash_attn_func(Q, K, V, window_size=np.array([2, 1])) == attention(Q, K, V, window=(2, 1))
+flash_attn_func(Q, K, V, window_size=[np.int64(2), 1]) == attention(Q, K, V, window=(2, 1))
+flash_attn_func(Q, K, V, causal=True, window_size=(2, 3)) == attention(Q, K, V, causal=True, window=(2, 0))
+flash_attn_func(Q, K, V, softcap=0.7) == attention(Q, K, V, softcap=0.7)
+flash_attn_func(Q, K, V, softcap=-1.0) == attention(Q, K, V)
+flash_attn_func(Q, K, V, alibi_slopes=HEADS) == attention(Q, K, V, alibi_slopes=HEADS)
+flash_attn_func(Q, K, V, alibi_slopes=EACH, causal=True) == attention(Q, K, V, alibi_slopes=EACH, causal=True)
+flash_attn_func(Q, K, V, 0.4, return_attn_probs=2) == attention(Q, K, V, dropout_p=0.4, return_softmax=True)
+flash_attn_func(Q, K, V, 0.4) == attention(Q, K, V, dropout_p=0.4)
+flash_attn_func(Q, K, V, 1e-30, return_attn_probs=True) == attention(Q, K, V)
+flash_attn_kvpacked_func(Q, KV, 0.0, 0.5, True) == attention(Q, K, V, softmax_scale=0.5, causal=True)
+flash_attn_kvpacked_func(Q, KV, softcap=0.7) == attention(Q, K, V, softcap=0.7)
+flash_attn_qkvpacked_func(QKV, 0.0, 0.5, True) == attention(*QKV.unbind(2), softmax_scale=0.5, causal=True)
+flash_attn_qkvpacked_func(QKV, deterministic=True) == attention(*QKV.unbind(2), deterministic=True)
+flash_attn_varlen_func(ROWS, *ROWS_KV.unbind(1), *PACKED, 0.0, 0.5, True, (2, 3))
+    == attention_varlen(ROWS, *ROWS_KV.unbind(1), *PACKED, softmax_scale=0.5, causal=True, window=(2, 0))
+flash_attn_varlen_func(ROWS, *ROWS_KV.unbind(1), CU_Q, CU_K, np.int64(7), torch.tensor(7))
+    == attention_varlen(ROWS, *ROWS_KV.unbind(1), *PACKED)
+flash_attn_varlen_kvpacked_func(ROWS, ROWS_KV, *PACKED, softcap=0.7)
+    == attention_varlen(ROWS, *ROWS_KV.unbind(1), *PACKED, softcap=0.7)
+flash_attn_varlen_qkvpacked_func(ROWS_QKV, CU_Q, 7, alibi_slopes=HEADS)
+    == attention_varlen(*ROWS_QKV.unbind(1), CU_Q, CU_Q, 7, 7, alibi_slopes=HEADS)
+flash_attn_with_kvcache(Q, K, V) == attention_with_kvcache(Q, K, V)
+flash_attn_with_kvcache(Q, K, V, cache_seqlens=7, softmax_scale=0.5, causal=True)
+    == attention_with_kvcache(Q, K, V, cache_seqlens=7, softmax_scale=0.5, causal=True)
+flash_attn_with_kvcache(Q, *CACHE, *NEW, cache_seqlens=int32(1, 2), cache_batch_idx=int32(3, 1), num_splits=3)
+    == attention_with_kvcache(Q, *CACHE, k=NEW[0], v=NEW[1], cache_seqlens=int32(1, 2), cache_batch_idx=int32(3, 1), \
+num_splits=3)
+flash_attn_with_kvcache(Q, K, V, cache_leftpad=int32(1, 2), window_size=(5, 2), softcap=2.0, alibi_slopes=EACH)
+    == attention_with_kvcache(Q, K, V, cache_leftpad=int32(1, 2), window=(5, 2), softcap=2.0, alibi_slopes=EACH)
+flash_attn_with_kvcache(Q, *CACHE, block_table=PAGES, cache_seqlens=int32(3, 9), window_size=(5, 7), causal=True)
+    == attention_with_kvcache(Q, *CACHE, page_table=PAGES, cache_seqlens=int32(3, 9), window=(5, 0), causal=True)
+flash_attn_with_kvcache(Q, K, V, *NEW, COS, COS, 1, rotary_interleaved=False)
+    == attention_with_kvcache(Q, K, V, k=NEW[0], v=NEW[1], rotary_cos=COS, rotary_sin=COS, cache_seqlens=1, \
+rotary_interleaved=False)
+"""
+
+
+@calls.each(MEANINGS)
+def test_meanings(theirs, ours):
+    calls.check(theirs, ours, globals() | vars(fa))
+
+
+# ---- the six functions under one name ----
 
 
 def leaves(varlen, packed, dim=16, nheads_kv=2):
@@ -161,54 +190,29 @@ SLOPES = randn(4, seed=6).abs()
 # (options of the function, the same for plain torch)
 OPTIONS = {
     "plain": ({}, {}),
-    "scale": ({"softmax_scale": 0.5}, {"scale": 0.5}),
-    "causal": ({"causal": True}, {"causal": True}),
-    "window": ({"window_size": (2, 1)}, {"window": (2, 1)}),
-    "window_left": ({"window_size": [2, -1]}, {"window": (2, -1)}),
-    "window_right": ({"window_size": (-5, 0)}, {"window": (-1, 0)}),
     "causal_window": ({"causal": True, "window_size": (2, 3)}, {"causal": True, "window": (2, -1)}),
-    "softcap": ({"softcap": 0.7}, {"softcap": 0.7}),
-    "no_softcap": ({"softcap": -1.0}, {}),
-    "alibi": ({"alibi_slopes": SLOPES}, {"slopes": SLOPES}),
-    "alibi_batch": (
-        {"alibi_slopes": randn(BATCH, 4, seed=7).abs(), "causal": True},
-        {"slopes": randn(BATCH, 4, seed=7).abs(), "causal": True},
+    "scores": (
+        {"softmax_scale": 0.5, "window_size": (-5, 1), "softcap": 0.7, "alibi_slopes": SLOPES},
+        {"scale": 0.5, "window": (-1, 1), "softcap": 0.7, "slopes": SLOPES},
     ),
-    "deterministic": ({"deterministic": True, "causal": 1}, {"causal": True}),
 }
 
 
+@pytest.mark.parametrize("dim", [16, 59])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("varlen", "packed"), FUNCTIONS)
-def test_values_and_gradients(varlen, packed, options):
+def test_values_and_gradients(varlen, packed, options, dim):
     given, meant = OPTIONS[options]
-    tensors = leaves(varlen, packed)
+    tensors = leaves(varlen, packed, dim)
     out, lse, s_dmask = call(tensors, varlen, packed, return_attn_probs=True, **given)
-    wanted = expected(tensors, varlen, packed, **meant)
-    compare((out, lse), wanted, tensors)
-    assert s_dmask.shape == (0,) and s_dmask.dtype == out.dtype
+    compare((out, lse), expected(tensors, varlen, packed, **meant), tensors)
+    assert s_dmask.shape == (0,) and s_dmask.dtype == out.dtype and out.shape[-1] == dim
     alone = call(tensors, varlen, packed, **given)
     assert isinstance(alone, torch.Tensor) and torch.equal(alone, out)
 
 
-@pytest.mark.parametrize("dim", [4, 12, 59])
-@pytest.mark.parametrize(("varlen", "packed"), FUNCTIONS)
-def test_head_dims_that_are_no_multiple_of_8(varlen, packed, dim):
-    tensors = leaves(varlen, packed, dim)
-    results = call(tensors, varlen, packed, causal=True, return_attn_probs=True)
-    assert results[0].shape[-1] == dim
-    compare(results, expected(tensors, varlen, packed, causal=True), tensors)
-
-
-@pytest.mark.parametrize("nheads_kv", [1, 4])
-def test_key_heads(nheads_kv):
-    for varlen, packed in FUNCTIONS[::3] + FUNCTIONS[1::3]:
-        tensors = leaves(varlen, packed, nheads_kv=nheads_kv)
-        compare((call(tensors, varlen, packed),), expected(tensors, varlen, packed), tensors, outputs=1)
-
-
 @pytest.mark.parametrize("packed", ["", "kv", "qkv"])
-@pytest.mark.parametrize("options", ["plain", "causal_window", "softcap"])
+@pytest.mark.parametrize("options", ["plain", "causal_window"])
 def test_dropout(packed, options):
     given, meant = OPTIONS[options]
     tensors = leaves(False, packed)
@@ -250,14 +254,6 @@ def test_a_query_without_keys_has_zeros_and_an_lse_of_plus_infinity():
     assert not out[:, :3].any()
 
 
-def test_flags_may_be_anything_that_is_true_or_not():
-    q = randn(1, 2, 2, 8)
-    assert isinstance(
-        package.flash_attn_func(q, q, q, deterministic=None, return_attn_probs=None), torch.Tensor
-    )
-    assert len(package.flash_attn_func(q, q, q, return_attn_probs=2)) == 3
-
-
 def test_no_gradient_flows_to_slopes():
     slopes = SLOPES.clone().requires_grad_()
     tensors = leaves(False, "")
@@ -277,13 +273,6 @@ def test_strides_that_kernels_do_not_read_are_copied():
         prepared = whole_head_dim(q)
         assert prepared.is_contiguous() and torch.equal(prepared, q)
     assert whole_head_dim(plain_q) is plain_q
-
-
-@pytest.mark.parametrize("longest", [np.int64(7), torch.tensor(7)])
-def test_lengths_of_numpy_and_tensors(longest):
-    tensors = leaves(True, "")
-    out = package.flash_attn_varlen_func(*tensors, CU_Q, CU_K, longest, longest)
-    assert torch.equal(out, call(tensors, True, ""))
 
 
 def test_compiles_into_one_graph():
@@ -395,13 +384,6 @@ def test_with_kvcache(name, place, new):
             torch.testing.assert_close(caches["k"][b, length : length + 3], own_k)
 
 
-def test_window_bounds_may_be_a_tensors():
-    q, k, v = (randn(1, n, 2, 8, seed=n) for n in (5, 7, 7))
-    wanted = package.flash_attn_func(q, k, v, window_size=(2, 1))
-    for window in (torch.tensor([2, 1]), np.array([2, 1]), [np.int64(2), 1]):
-        assert torch.equal(package.flash_attn_func(q, k, v, window_size=window), wanted)
-
-
 def test_a_cache_without_keys():
     q, cache = randn(1, 2, 2, 8), randn(1, 4, 2, 8)
     out, lse = package.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=0, return_softmax_lse=True)
@@ -440,141 +422,43 @@ def test_varlen_with_pages(options, dim):
     assert torch.equal(alone, found[0])
 
 
-# ---- signatures and wrong calls ----
+# ---- wrong calls ----
+
+WRONG = """
+flash_attn_func([1.0], Q, Q) -> TypeError: q is a list; accepted: a torch.Tensor
+flash_attn_func(Q[0], Q, Q) -> ValueError: q has shape (5, 4, 16); accepted: (batch
+flash_attn_qkvpacked_func(Q) -> ValueError: qkv has shape ...; accepted: (batch, seqlen, 3,
+flash_attn_kvpacked_func(Q, QKV) -> ValueError: kv has shape ...; accepted: (batch, seqlen, 2,
+flash_attn_varlen_qkvpacked_func(QKV, CU_Q, 7) -> ValueError: ...accepted: (total, 3, nheads,
+flash_attn_kvpacked_func(Q, None) -> TypeError: kv is a NoneType
+flash_attn_func(Q, Q, Q, window_size=3) -> ValueError: window_size is 3; accepted: (left
+flash_attn_func(Q, Q, Q, window_size=(0.5, 1)) -> ValueError: window_size is (0.5, 1)
+flash_attn_func(Q, Q, Q, 1.0) -> ValueError: dropout_p is 1.0; accepted: 0 <=
+flash_attn_varlen_func(Q[0], Q, Q, CU_Q, CU_Q, 5, 5, dropout_p=0.5, block_table=int32(0)[None])
+    -> ValueError: dropout_p is 0.5 with a block_table; accepted: 0
+flash_attn_varlen_func(Q[0], Q, Q, CU_Q, CU_Q, 5, 99, block_table=int32(0)[None])
+    -> ValueError: max_seqlen_k is 99; accepted: 0 to
+flash_attn_with_kvcache(Q, Q, Q[..., :1, :]) -> ValueError: v_cache has shape
+unpad_input(Q, torch.ones(2, 6)) -> ValueError: attention_mask has shape (2, 6); accepted: (2, 5)
+unpad_input(Q, [1, 1]) -> TypeError: attention_mask is a list; accepted: a torch.Tensor
+pad_input(Q[0], torch.arange(5), 1, "a")
+    -> TypeError: seqlen is 'a'; accepted: a Python int, or what is equal to one
+apply_rotary(Q, COS, COS, "a")
+    -> TypeError: seqlen_offsets is 'a'; accepted: int32 or int64 (2,), or an int of 0 or more
+apply_rotary(Q, COS, COS, -1) -> ValueError: seqlen_offsets is -1; accepted: int32 or int64
+apply_rotary(Q, COS, COS, int32(1)) -> ValueError: seqlen_offsets has shape (1,); accepted: int32 or int64 (2,)
+apply_rotary(Q[0], COS, COS, cu_seqlens=[0, 5]) -> TypeError: cu_seqlens is a list; accepted: a torch.Tensor
+apply_rotary(Q, COS, COS, interleaved="no") -> TypeError: interleaved is 'no'; accepted: False or True
+apply_rotary_emb_torch(Q, COS[:, :9], COS)
+    -> ValueError: x has shape (2, 5, 4, 16), cos (9, 8) ...; accepted: (batch, seqlen, nheads
+unpad_input_for_concatenated_sequences(Q, torch.ones(2, 6))
+    -> ValueError: attention_mask_in_length has shape
+"""
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signature(name):
-    parameters = inspect.signature(getattr(package, name)).parameters
-    assert [(p.name, p.default) for p in parameters.values()] == list(SIGNATURES[name].items())
-    assert {p.kind for p in parameters.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
-
-
-def test_signatures_of_bert_padding():
-    def names(function):
-        return list(inspect.signature(function).parameters)
-
-    assert names(bert_padding.unpad_input) == ["hidden_states", "attention_mask", "unused_mask"]
-    assert names(bert_padding.pad_input) == ["hidden_states", "indices", "batch", "seqlen"]
-    assert names(bert_padding.index_first_axis) == ["input", "indices"]
-    assert names(bert_padding.index_put_first_axis) == ["values", "indices", "first_axis_dim"]
-
-
-Q, QKV, COS = randn(2, 5, 4, 16), randn(2, 5, 3, 4, 16), randn(9, 8)
-WRONG = {
-    "q": (lambda: package.flash_attn_func([1.0], Q, Q), TypeError, "q is a list; accepted: a torch.Tensor"),
-    "dims": (
-        lambda: package.flash_attn_func(Q[0], Q, Q),
-        ValueError,
-        r"q has shape \(5, 4, 16\); accepted: \(batch",
-    ),
-    "qkv": (
-        lambda: package.flash_attn_qkvpacked_func(Q),
-        ValueError,
-        r"qkv has shape .*; accepted: \(batch, seqlen, 3,",
-    ),
-    "kv": (
-        lambda: package.flash_attn_kvpacked_func(Q, QKV),
-        ValueError,
-        r"kv has shape .*; accepted: \(batch, seqlen, 2, ",
-    ),
-    "packed": (
-        lambda: package.flash_attn_varlen_qkvpacked_func(QKV, CU_Q, 7),
-        ValueError,
-        r"accepted: \(total, 3, nheads,",
-    ),
-    "kv_none": (lambda: package.flash_attn_kvpacked_func(Q, None), TypeError, "kv is a NoneType"),
-    "window": (
-        lambda: package.flash_attn_func(Q, Q, Q, window_size=3),
-        ValueError,
-        r"window_size is 3; accepted: \(left",
-    ),
-    "window_float": (
-        lambda: package.flash_attn_func(Q, Q, Q, window_size=(0.5, 1)),
-        ValueError,
-        r"window_size is \(0.5, 1\)",
-    ),
-    "dropout": (
-        lambda: package.flash_attn_func(Q, Q, Q, 1.0),
-        ValueError,
-        "dropout_p is 1.0; accepted: 0 <=",
-    ),
-    "block_table": (
-        lambda: package.flash_attn_varlen_func(
-            Q[0], Q, Q, CU_Q, CU_Q, 5, 5, dropout_p=0.5, block_table=int32(0)[None]
-        ),
-        ValueError,
-        "dropout_p is 0.5 with a block_table; accepted: 0",
-    ),
-    "pages": (
-        lambda: package.flash_attn_varlen_func(Q[0], Q, Q, CU_Q, CU_Q, 5, 99, block_table=int32(0)[None]),
-        ValueError,
-        "max_seqlen_k is 99; accepted: 0 to ",
-    ),
-    "kvcache": (
-        lambda: package.flash_attn_with_kvcache(Q, Q, Q[..., :1, :]),
-        ValueError,
-        "v_cache has shape",
-    ),
-    "mask": (
-        lambda: bert_padding.unpad_input(Q, torch.ones(2, 6)),
-        ValueError,
-        r"attention_mask has shape \(2, 6\); accepted: \(2, 5\)",
-    ),
-    "mask_list": (
-        lambda: bert_padding.unpad_input(Q, [1, 1]),
-        TypeError,
-        "attention_mask is a list; accepted: a torch.Tensor",
-    ),
-    "padding_sizes": (
-        lambda: bert_padding.pad_input(Q[0], torch.arange(5), 1, "a"),
-        TypeError,
-        "seqlen is 'a'; accepted: a Python int, or what is equal to one",
-    ),
-    "rotary_offset": (
-        lambda: rotary.apply_rotary(Q, COS, COS, "a"),
-        TypeError,
-        r"seqlen_offsets is 'a'; accepted: int32 or int64 \(2,\), or an int of 0 or more",
-    ),
-    "rotary_offset_negative": (
-        lambda: rotary.apply_rotary(Q, COS, COS, -1),
-        ValueError,
-        "seqlen_offsets is -1; accepted: int32 or int64",
-    ),
-    "rotary_offsets": (
-        lambda: rotary.apply_rotary(Q, COS, COS, int32(1)),
-        ValueError,
-        r"seqlen_offsets has shape \(1,\); accepted: int32 or int64 \(2,\)",
-    ),
-    "rotary_starts": (
-        lambda: rotary.apply_rotary(Q[0], COS, COS, cu_seqlens=[0, 5]),
-        TypeError,
-        "cu_seqlens is a list; accepted: a torch.Tensor",
-    ),
-    "rotary_flag": (
-        lambda: rotary.apply_rotary(Q, COS, COS, interleaved="no"),
-        TypeError,
-        "interleaved is 'no'; accepted: False or True",
-    ),
-    "rotary_torch": (
-        lambda: rotary.apply_rotary_emb_torch(Q, COS[:, :9], COS),
-        ValueError,
-        r"x has shape \(2, 5, 4, 16\), cos \(9, 8\) .*; accepted: \(batch, seqlen, nheads",
-    ),
-    "mask_in_length": (
-        lambda: bert_padding.unpad_input_for_concatenated_sequences(Q, torch.ones(2, 6)),
-        ValueError,
-        "attention_mask_in_length has shape",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_call_is_one_sentence(name):
-    call, error, message = WRONG[name]
-    with pytest.raises(error, match=message) as raised:
-        call()
-    assert "\n" not in str(raised.value)
+@refusals.each(WRONG)
+def test_a_wrong_call_is_one_sentence(call, sentence):
+    refusals.check(call, sentence, globals() | vars(fa) | vars(bert_padding) | vars(rotary))
 
 
 # ---- bert_padding ----
@@ -626,70 +510,3 @@ def test_rows_and_their_residual():
     assert torch.equal(rows, states[indices]) and torch.equal(residual, states)
     (grad,) = torch.autograd.grad((2 * rows).sum() + residual.sum(), states)
     assert grad[:, 0, 0].tolist() == [3, 1, 1, 1, 3, 1]
-
-
-# ---- under the name flash_attn ----
-
-
-@pytest.fixture
-def no_flash_attn(monkeypatch):
-    for modules in package.MODULES.values():
-        for name in modules:
-            monkeypatch.setitem(sys.modules, name, None)  # so that it is put back
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    if any(find_spec(name) is not None for name in ("flash_attn", "flash_attn_interface")):
-        pytest.skip("FlashAttention is installed")
-
-
-def test_install(no_flash_attn):
-    package.install()
-    package.install()
-    from flash_attn import __version__, flash_attn_func, flash_attn_varlen_func
-    from flash_attn.bert_padding import unpad_input
-    from flash_attn.flash_attn_interface import flash_attn_with_kvcache
-
-    assert flash_attn_func is package.flash_attn_func
-    assert flash_attn_varlen_func is package.flash_attn_varlen_func
-    assert unpad_input is bert_padding.unpad_input
-    assert flash_attn_with_kvcache is package.flash_attn_with_kvcache
-    assert __version__.startswith("2.")
-    for name in ("flash_attn", "flash_attn.bert_padding"):
-        assert find_spec(name).name == name
-    with pytest.raises(ModuleNotFoundError, match=r"flash_attn\.modules"):
-        importlib.import_module("flash_attn.modules")
-
-
-def test_install_tells_importlib_metadata(no_flash_attn):
-    before, torchs = {x.metadata["Name"] for x in metadata.distributions()}, metadata.version("torch")
-    with pytest.raises(metadata.PackageNotFoundError):
-        metadata.version("flash_attn")
-    package.install()
-    package.install()
-    assert metadata.version("flash_attn") == metadata.version("flash-attn") == package.__version__
-    assert metadata.packages_distributions()["flash_attn"] == ["flash-attn"]
-    assert {x.metadata["Name"] for x in metadata.distributions()} == before | {"flash-attn", "flash-attn-3"}
-    assert metadata.version("torch") == torchs
-
-
-def test_install_leaves_an_installed_flash_attn(no_flash_attn, monkeypatch):
-    other = type(sys)("flash_attn")
-    other.__spec__ = ModuleSpec("flash_attn", None)
-    monkeypatch.setitem(sys.modules, "flash_attn", other)
-    with pytest.raises(ValueError, match="flash_attn of unknown version is installed; accepted: install"):
-        package.install()
-    assert sys.modules["flash_attn"] is other
-
-
-def test_calls_are_counted_by_function():
-    q, starts = torch.randn(2, 4, 2, 16), torch.tensor([0, 3, 8], dtype=torch.int32)
-    package.served.clear()
-    package.flash_attn_func(q, q, q)
-    package.flash_attn_qkvpacked_func(torch.randn(2, 4, 3, 2, 16))
-    package.flash_attn_varlen_func(*[q.flatten(0, 1)] * 3, starts, starts, 5, 5)
-    package.flash_attn_with_kvcache(q, q, q)
-    with pytest.raises(TypeError):
-        package.flash_attn_func(None, q, q)
-    why = "query is on cpu, where the reference computes it"
-    names = {"func": 2, "varlen_func": 1, "with_kvcache": 1}
-    assert package.served == {(f"flash_attn.flash_attn_{name}", why): n for name, n in names.items()}

@@ -1,0 +1,29 @@
+"""Wrong calls as text, one a row: a call, an arrow, and the error with the one sentence that refuses it.
+
+    attention(q, k, [1.0]) -> TypeError: v is a list; accepted: a torch.Tensor
+
+A row that is too long goes on in the next line, which begins with the arrow. Three dots in a sentence stand for
+anything, and so does its end.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+
+def each(text: str) -> pytest.MarkDecorator:
+    """A test with parameters ``call`` and ``sentence``, for each row of the text."""
+    rows = re.sub(r"\n\s*->", " ->", text).strip().splitlines()
+    return pytest.mark.parametrize(("call", "sentence"), [row.split(" -> ") for row in rows])
+
+
+def check(call: str, sentence: str, names: Mapping[str, Any]) -> None:
+    """The call, an expression of ``names``, raises this error, with this sentence on a single line."""
+    error, _, wanted = sentence.partition(": ")
+    with pytest.raises(Exception) as raised:
+        eval(call, dict(names))
+    said = str(raised.value)
+    assert type(raised.value).__name__ == error and "\n" not in said, raised.value
+    assert re.match(".*".join(map(re.escape, wanted.split("..."))), said), said
