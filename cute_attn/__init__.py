@@ -14,10 +14,13 @@ Names are imported on first use: ``import cute_attn`` itself loads neither torch
 that a call needs, so that the first call waits only for its kernels.
 """
 
+import sys
 import time
 from importlib import import_module
 from typing import Any
 
+if sys.platform != "linux":
+    raise ImportError(f"cute_attn runs on Linux, as its compiler does; this system is {sys.platform}")
 from cute_attn import _without_dsl
 from cute_attn.host.imports import after_import
 

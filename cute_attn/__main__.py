@@ -1,15 +1,17 @@
 """The ``cute-attn`` command, and ``python -m cute_attn``."""
 
 import sys
+from importlib.util import find_spec
 
 
 def main() -> None:
     """Run the command of the command line."""
-    try:
-        import cute_attn.cli
-    except ImportError as error:  # what the laboratory needs
-        sys.exit(str(error))
-    cute_attn.cli.run_command_line()
+    missing = [name for name in ("rich", "typer") if find_spec(name) is None]
+    if missing:
+        sys.exit(f"error: the command needs {' and '.join(missing)}; pip install {' '.join(missing)}")
+    from cute_attn.cli.main import main
+
+    main()
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ class _Placeholder(type):
             return _raising(args[0])
         if len(args) == 1 and not kwargs and isinstance(args[0], type):
             return args[0]
-        raise RuntimeError(f"{cls.__doc__} is called; {REASON}")
+        raise RuntimeError(REASON)
 
 
 def _raising(function: FunctionType) -> Callable[..., Any]:
@@ -55,7 +55,7 @@ def _raising(function: FunctionType) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def traced(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"{function.__module__}.{function.__qualname__} is called; {REASON}")
+        raise RuntimeError(REASON)
 
     return traced
 

@@ -112,7 +112,7 @@ def _draw(picture: Picture, to: Path | IO[str], kind: str) -> None:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("pictures need matplotlib; pip install 'cute-attn[lab]' brings it") from error
+        raise ImportError("pictures need matplotlib; pip install matplotlib") from error
 
     grid, legend = picture.grid, picture.legend
     heights = [max(panel.height for panel in row if panel) for row in grid]

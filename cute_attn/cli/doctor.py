@@ -71,6 +71,8 @@ def _gpu() -> tuple[str, str]:
 
 def _bundle() -> tuple[str, str]:
     bundle = find_bundle()
+    if bundle is None and not _without_dsl.is_installed():
+        raise RuntimeError("none, and no compiler: no call on a GPU can run")
     if bundle is None:
         return "none: kernels are built at their first call", "cute-attn bundle"
     targets = " and ".join(sorted({meta["target"] for meta in bundle.kernels.values()}))
@@ -113,7 +115,7 @@ CHECKS = {
     "CUTLASS DSL": (_compiler, f"{_REINSTALL}, or a bundle of `cute-attn bundle`"),
     "nvdisasm": (lambda: (cuda_tool("nvdisasm"), ""), "for verdicts and SASS: nvidia-cuda-nvdisasm"),
     "GPU": (_gpu, "another GPU; calls stay PyTorch's here"),
-    "bundle": (_bundle, "another bundle, or CUTE_ATTN_BUNDLE=0"),
+    "bundle": (_bundle, "another bundle, or the compiler"),
     "cache": (_cache, "CUTE_ATTN_CACHE_DIR names a folder that can be written"),
     "drop-ins": (_doors, _REINSTALL),
     "attention": (_attention, _REINSTALL),

@@ -8,14 +8,7 @@ Its modules are imported on first use. Without a GPU: ``verdict``, ``compare``, 
 
 import pkgutil
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
-
-missing = [name for name in ("matplotlib", "networkx", "rich", "typer") if find_spec(name) is None]
-if missing:
-    raise ImportError(
-        f"the laboratory and the commands need {', '.join(missing)}; pip install 'cute-attn[lab]' brings them"
-    )
 
 _MODULES = tuple(module.name for module in pkgutil.iter_modules(__path__))
 

@@ -17,7 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import networkx as nx
+try:
+    import networkx as nx
+except ImportError:
+    raise ImportError("reading machine code needs networkx; pip install networkx") from None
 
 from cute_attn.compiler import cubin as _cubin
 from cute_attn.kernels.step import Loops, StepContent

@@ -167,6 +167,15 @@ def test_doctor_says_what_is_broken(monkeypatch, capsys):
     assert "libsomething.so is missing" in text and "and more" not in text and "pip install" in text
 
 
+def test_doctor_says_that_nothing_can_run_without_compiler_and_bundle(monkeypatch):
+    from cute_attn.cli import doctor
+
+    monkeypatch.setattr(doctor._without_dsl, "is_installed", lambda: False)
+    monkeypatch.setattr(doctor, "find_bundle", lambda: None)
+    with pytest.raises(RuntimeError, match="none, and no compiler"):
+        doctor._bundle()
+
+
 def test_list_gives_reasons(run):
     rows = json.loads(ok(run(*LOAD, "list", "forward-sm80:toy-bf16-d128", TOY, "--target", "sm80", "--json")))
     assert "head_dim is 128; accepted: 64" in rows[0]["reason"] and rows[0]["tile"] is None
@@ -413,7 +422,12 @@ def test_the_cache_switched_off(run):
         assert done.returncode == 2 and f"CUTE_ATTN_CACHE is '{word}'; the cache commands need" in done.stderr
 
 
-WITHOUT = "import sys; sys.modules.update(dict.fromkeys(('matplotlib', 'networkx', 'rich', 'typer')))\n"
+WITHOUT = (
+    "import importlib.util, sys\n"
+    "gone, find = ('matplotlib', 'networkx', 'rich', 'typer'), importlib.util.find_spec\n"
+    "sys.modules.update(dict.fromkeys(gone))\n"
+    "importlib.util.find_spec = lambda name, *of: None if name in gone else find(name, *of)\n"
+)
 """What only the laboratory and the commands need is not installed."""
 
 
@@ -435,7 +449,27 @@ def test_attention_needs_nothing_of_the_laboratory(tmp_path):
     assert done.returncode == 0 and "torch.Size([1, 4, 2, 8]) ForwardSm80" in done.stdout, done.stderr
 
 
-MISSING = "matplotlib, networkx, rich, typer; pip install 'cute-attn[lab]' brings them"
+SENTENCES = {
+    "--version": (0, ""),
+    "cache list": (0, ""),
+    "list forward-sm80-bf16-d64": (0, ""),
+    "verdict forward-sm80-bf16-d64": (
+        2,
+        "error: reading machine code needs networkx; pip install networkx\n",
+    ),
+    "show forward-sm80-bf16-d64": (2, "error: pictures need matplotlib; pip install matplotlib\n"),
+}
+
+
+@pytest.mark.parametrize("command", SENTENCES)
+def test_commands_do_without_what_only_others_need(command, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nsys.modules.update(dict.fromkeys(('matplotlib', 'networkx')))\n"
+        f"sys.argv[1:] = {command.split()}\nfrom cute_attn.__main__ import main\nmain()\n"
+    )
+    done = in_a_new_process(script)
+    assert (done.returncode, done.stderr) == SENTENCES[command] and "Traceback" not in done.stdout
 
 
 def test_a_missing_package_is_named_in_one_sentence(tmp_path):
@@ -443,7 +477,4 @@ def test_a_missing_package_is_named_in_one_sentence(tmp_path):
     script.write_text(WITHOUT + "from cute_attn.__main__ import main\nmain()\n")
     done = in_a_new_process(script)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"the laboratory and the commands need {MISSING}\n"
-    script.write_text(WITHOUT + "from layouts.show import show\nimport cute_attn.lab.verdict\n")
-    done = in_a_new_process(script)
-    assert done.returncode == 1 and MISSING in done.stderr.splitlines()[-1]
+    assert done.stderr == "error: the command needs rich and typer; pip install rich typer\n"

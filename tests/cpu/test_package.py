@@ -2,6 +2,8 @@
 
 import ast
 import importlib
+import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -48,11 +50,81 @@ def test_type_checkers_see_every_name_where_it_is(package):
     tree = ast.parse((ROOT / own / "__init__.pyi").read_text())
     imports = [x for x in tree.body if isinstance(x, ast.ImportFrom)]
     seen = {alias.name: node.module for node in imports for alias in node.names if node.module != own}
-    assert seen == {name: f"{own}.{module}" for name, module in package._HOME.items()}
+    stated = {x.name for x in tree.body if isinstance(x, ast.FunctionDef)}
+    assert {name: seen.get(name, f"{own}.{module}") for name, module in package._HOME.items()} == {
+        name: f"{own}.{module}" for name, module in package._HOME.items()
+    }
+    assert stated | set(seen) >= set(package._HOME) and not stated & set(seen)
     modules = {alias.name for node in imports for alias in node.names if node.module == own}
     assert modules == set(getattr(package, "_MODULES", ()))
     (names,) = (x for x in tree.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "__all__")
     assert ast.literal_eval(names.value) == sorted(package.__all__)
+
+
+STATED = {"attention": "_AttentionOptions", "attention_varlen": "_VarlenOptions"}
+STATED["attention_with_kvcache"] = "_KvcacheOptions"
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_overloads_have_the_arguments_of_their_function(name):
+    """By their names and types as text."""
+    stub = ast.parse((ROOT / "cute_attn/__init__.pyi").read_text()).body
+    module = ROOT / "cute_attn" / (cute_attn._HOME[name].replace(".", "/") + ".py")
+    (real,) = (x for x in ast.parse(module.read_text()).body if getattr(x, "name", "") == name)
+
+    def texts(arguments):
+        return {one.arg: ast.unparse(one.annotation) for one in arguments}
+
+    classes = {x.name: x for x in stub if isinstance(x, ast.ClassDef)}
+    options = [classes[STATED[name]]]
+    options += [classes[base.id] for base in options[0].bases if base.id in classes]
+    fields = {x.target.id: ast.unparse(x.annotation) for one in options for x in one.body}
+    returned = {one for one in texts(real.args.kwonlyargs) if one.startswith("return_")}
+    assert fields == {n: t for n, t in texts(real.args.kwonlyargs).items() if n not in returned}
+    overloads = [x for x in stub if getattr(x, "name", "") == name]
+    assert len(overloads) == 1 + 2 ** len(returned)
+    for one in overloads:
+        assert texts(one.args.args) == texts(real.args.args)
+        assert {x.arg for x in one.args.kwonlyargs} == returned
+
+
+USERS_FILE = """
+import torch
+from typing import assert_type
+import cute_attn
+from cute_attn import attention, attention_varlen, attention_with_kvcache
+
+q = torch.randn(1, 8, 2, 64)
+assert_type(attention(q, q, q, causal=True), torch.Tensor)
+assert_type(attention(q, q, q, return_lse=True), tuple[torch.Tensor, torch.Tensor])
+out, lse, softmax = attention(q, q, q, return_lse=True, return_softmax=True)
+assert_type(attention_with_kvcache(q, q, q), torch.Tensor)
+out, lse = attention_with_kvcache(q, q, q, return_lse=True)
+lengths = torch.tensor([0, 8], dtype=torch.int32)
+attention_varlen(q[0], q[0], q[0], lengths, lengths, 8, 8).float()
+attention(q, q, q, casual=True)  # wrong
+attention(q, q, q, causal=3.0)  # wrong
+attention(q, q, q).lse  # wrong
+cute_attn.compile("forward-sm80-bf16-d64").resources.registers + 1
+cute_attn.compile("forward-sm80-bf16-d64").resources.register  # wrong
+"""
+
+
+def test_a_type_checker_knows_what_a_users_call_returns(tmp_path):
+    """As the install that README describes makes the package found: by a line in a .pth, which names its folder."""
+    file = tmp_path / "users.py"
+    file.write_text(USERS_FILE)
+    options = ("--cache-dir", str(tmp_path / "cache"), "--follow-imports", "silent")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, "--config-file", str(ROOT / "pyproject.toml"), str(file)],
+        cwd=tmp_path,
+        env=os.environ | {"MYPYPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    wrong = [n for n, line in enumerate(USERS_FILE.splitlines(), 1) if "# wrong" in line]
+    found = [int(n) for n in re.findall(r"users\.py:(\d+): error", done.stdout)]
+    assert sorted(set(found)) == wrong, done.stdout + done.stderr
 
 
 def test_what_is_installed_is_typed_and_described(tmp_path):
@@ -75,9 +147,15 @@ def test_gpu_tests_can_be_collected_without_a_gpu(module):
     importlib.import_module(f"tests.gpu.{module}")
 
 
-@pytest.mark.parametrize("words", [["--version"]])
-def test_the_version(words):
-    done = processes.run("-m", "cute_attn", *words)
+def test_another_system_is_refused_in_one_sentence():
+    code = "import sys\nsys.platform = 'win32'\n"
+    code += "try:\n    import cute_attn\nexcept ImportError as error:\n    print(error)\n"
+    text = "cute_attn runs on Linux, as its compiler does; this system is win32\n"
+    assert in_a_new_process(code) == text
+
+
+def test_the_version():
+    done = processes.run("-m", "cute_attn", "--version")
     assert (done.returncode, done.stdout) == (0, f"cute-attn {cute_attn.__version__}\n")
 
 
