@@ -1,22 +1,26 @@
-"""What words of the project mean, from the docstrings of traits, tiles and verdicts.
+"""What words of the project mean, from ``words.ini`` and the docstrings of tiles.
 
     for word, text in explain("qk_unroll"): ...
 
-Words are a kernel's name or its beginning (``forward-sm80``), a part of one (``causal``), a field of a tile, or a row
-of a verdict.
+Words are a kernel's name or its beginning (``forward-sm80``), a part of one (``causal``), a field of a tile, or what a
+verdict and ``list`` print.
 """
 
+import configparser
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import re
 from collections.abc import Iterable, Iterator
+from importlib import resources
 from typing import Any
 
 from cute_attn.compiler import registry
+from cute_attn.epilogues.base import is_registered, user_epilogue
 from cute_attn.tiles import Tile
-from cute_attn.traits import DTYPES, FEATURES, Traits, did_you_mean, field_of, ops_of
+from cute_attn.traits import DTYPES, FEATURES, Traits, did_you_mean, ops_of
 
 _ENTRY = re.compile(r"^    (\w[\w, ]*): (.*(?:\n(?:     .*|$))*)", re.M)
 
@@ -38,24 +42,31 @@ def explain(word: str) -> list[tuple[str, str]]:
     Raises:
         ValueError: it is no word of the project; the message has one that may have been meant.
     """
-    for of in (_name, _feature, _field, _row):
+    for of in (_name, _listed, _epilogue, _field, _part):
         found = list(of(word))
         if found:
             return found
-    known = [*FEATURES, *_OPS_OF, *(name for cls in tile_classes() for name in _fields(cls)), *_rows()]
+    known = [*_listed_words(), *map(registry.label, registry.KERNELS), *_OPS_OF]
+    known += [name for cls in tile_classes() for name in _fields(cls)]
     raise ValueError(
         f"the word is {word!r}{did_you_mean(word, known)}; accepted: a kernel's name or its beginning, such as "
-        "forward-sm80, a feature of one, a field of a tile, a row of a verdict"
+        "forward-sm80, a feature of one, a field of a tile, a word of a verdict or a list"
     )
+
+
+@functools.cache
+def words(section: str) -> dict[str, str]:
+    """Word -> text of a section of ``words.ini``: ``"features"``, the rows of a ``"verdict"``, or other ``"words"``."""
+    read = configparser.ConfigParser(delimiters=(" = ",), interpolation=None)
+    read.optionxform = str  # type: ignore[method-assign,assignment]
+    read.read_string(resources.files("cute_attn.lab").joinpath("words.ini").read_text())
+    return {word: _plain(text) for word, text in read[section].items()}
 
 
 def feature_text(feature: str) -> str:
     """What a word in a kernel's name means, and for which kernels."""
-    name, value = field_of(feature)
-    text = attribute_docs(Traits)[name]
-    at = "" if value is True else f" (here {value!r})" if isinstance(value, str) else ""
     ops = ops_of(feature)
-    return f"{text}{at}" + (f" In names of {', '.join(ops)}." if len(ops) < len(_OPS_OF) else "")
+    return words("features")[feature] + (f" (names of {', '.join(ops)})" if len(ops) < len(_OPS_OF) else "")
 
 
 _OPS_OF = {op: cls for (op, _, variant), cls in registry.KERNELS.items() if not variant}
@@ -88,26 +99,31 @@ def _name(word: str) -> Iterator[tuple[str, str]]:
         Traits.parse(word)
     kernel = registry.KERNELS[keys[0]]
     yield op, _first_paragraph(getattr(inspect.getmodule(kernel), "__doc__", None) or kernel.__doc__ or "")
-    yield from ((one, _PARTS[one]) for one in (arch, *rest[1:2]) if one in _PARTS)
+    yield from ((one, words("words")[one]) for one in (arch, *rest[1:2]) if one in words("words"))
     if len(rest) > 2:
         yield rest[2], "the head dims: of q and k, and after an x of v where that is another"
-    yield from ((one, feature_text(one)) for one in rest[3:] if one in FEATURES)
+    yield from (text for one in rest[3:] for text in (_listed(one) if one in FEATURES else _epilogue(one)))
     for cls, labels in tile_classes(keys).items():
         docs = attribute_docs(cls)
         yield f"tile of {', '.join(labels)}", _first_paragraph(cls.__doc__ or "")
         yield from ((f"  {name}", docs.get(name, "-")) for name in _fields(cls))
 
 
-_PARTS = {
-    "sm80": "Ampere's generation of kernels (cp.async, mma.sync), which run on sm86, sm89 and sm90 too",
-    "sm90": "Hopper's generation of kernels (TMA, wgmma)",
-    **dict.fromkeys(DTYPES, "element type of q, k, v and o"),
-}
+def _listed_words() -> dict[str, str]:
+    return {feature: feature_text(feature) for feature in FEATURES} | words("verdict") | words("words")
 
 
-def _feature(word: str) -> Iterator[tuple[str, str]]:
-    if word in FEATURES or word in _PARTS:
-        yield word, _PARTS.get(word) or feature_text(word)
+def _listed(word: str) -> Iterator[tuple[str, str]]:
+    if text := _listed_words().get(word):
+        yield word, text
+
+
+def _epilogue(word: str) -> Iterator[tuple[str, str]]:
+    """A registered epilogue, such as one of a loaded file."""
+    if is_registered(word):
+        found = user_epilogue(word)
+        doc = getattr(found, "function", found).__doc__
+        yield word, _first_paragraph(doc or "an epilogue that a file registers")
 
 
 def _field(word: str) -> Iterator[tuple[str, str]]:
@@ -123,15 +139,12 @@ def _field(word: str) -> Iterator[tuple[str, str]]:
     yield from ((f"{word} of {', '.join(kernels)}", text) for text, kernels in texts.items())
 
 
-def _row(word: str) -> Iterator[tuple[str, str]]:
-    """Rows of a verdict, by their whole names or a part of them."""
-    return ((row, text) for row, text in _rows().items() if word and word.lower() in row.lower())
-
-
-def _rows() -> dict[str, str]:
-    from cute_attn.lab.verdict import ROWS  # what reads machine code, which other words do without
-
-    return ROWS
+def _part(word: str) -> Iterator[tuple[str, str]]:
+    """Words and rows that contain it, or else those whose texts do."""
+    known, part = _listed_words(), word.lower()
+    named = {row: text for row, text in known.items() if part in row.lower()}
+    told = {row: text for row, text in known.items() if re.search(rf"\b{re.escape(part)}\b", text.lower())}
+    return iter((named or told).items() if part else ())
 
 
 def _first_paragraph(text: str) -> str:

@@ -113,7 +113,7 @@ class LineCost:
 
 @dataclass(frozen=True, repr=False)
 class Verdict:
-    """What a kernel with a tile costs; :data:`ROWS` says what most of it means.
+    """What a kernel with a tile costs; ``words.ini`` says what most of it means.
 
     Attributes:
         reason: why the tile does not fit, or None; all that follows is empty if it does not.
@@ -439,32 +439,6 @@ def _in_short(one: Verdict) -> str:
     spills = one.spills_in_step + one.spills_outside or "no"
     step = f", bound by {one.step.clocks.bound}" if one.step else ""
     return f"{one.blocks} blocks per multiprocessor, {one.registers} registers, {spills} spills{step}"
-
-
-ROWS = {
-    "fits": "whether the tile's shared memory and its estimated registers are within the target's",
-    "blocks per multiprocessor": "blocks (CTAs) that a multiprocessor holds at a time, and what limits them; "
-    "others run while one waits",
-    "registers per thread": "of at most 255, as ptxas gave them out",
-    "shared memory per block": "bytes, of those that one block may have on the target",
-    "spills": "instructions that keep a value in local memory for want of a register; in the step they cost every time",
-    "bank conflicts": "copies to and from shared memory whose threads meet in a bank: n-way takes n times as long",
-    "proxy fences": "whether what TMA fills and threads read is ordered by fence.proxy.async",
-    "ptxas": "warnings of ptxas: wgmma that it serialised, or setmaxnreg that it ignored",
-    "steady step": "the main loop's code for one block of keys (in a backward of queries) that no mask cuts",
-    "instructions per element": "instructions of a thread for one of its scores, matrix products included",
-    "clocks per step: tensor cores": "clocks that the tensor cores need for one block's step; the unit with the most "
-    "bounds the loop, the others have their share of it",
-    "clocks per step: special functions": "those of the special-function units: exponentials, conversions",
-    "clocks per step: issue": "those of the warp schedulers, each of which issues one instruction per clock",
-    "clocks per step: shared memory": "those of shared memory and the L1 cache, with bank conflicts: copies, "
-    "ldmatrix, operands of wgmma",
-    "clocks per step: one warp's stalls": "the sum of the waits that ptxas wrote into one warp's code; other warps "
-    "issue meanwhile. Above all units' clocks, latency bounds the step",
-    "clocks for 1,000 scores": "the bounding unit's clocks for 1,000 scores, and an estimate for units that overlap "
-    "only in part: what tiles of different size are compared by",
-}
-"""Row of a verdict -> what it says."""
 
 
 def _bank_conflicts(one: Verdict) -> str:

@@ -121,24 +121,40 @@ def test_features_are_listed_and_explained(run):
     )
     for word in ("Ampere", "head dims", "swizzle_bits", "tune` tries 0, 1, 2, 4", "latency bounds the step"):
         assert word in text, word
-    done = run("explain", "qk_unrol")
-    assert done.returncode == 2 and "(did you mean 'qk_unroll'?); accepted: a kernel's name" in done.stderr
+    for word, meant in {"qk_unrol": "qk_unroll", "forwrad-sm80": "forward-sm80", "casual": "causal"}.items():
+        done = run("explain", word)
+        assert done.returncode == 2 and f"(did you mean {meant!r}?); accepted: a kernel's name" in done.stderr
+    text = ok(run("--load", "examples/custom_epilogue.py", "explain", "relative_position"))
+    assert "relative_position" in text
 
 
 def test_every_word_has_an_explanation():
     from cute_attn.lab import explain
-    from cute_attn.lab.verdict import ROWS, _column, verdict
+    from cute_attn.lab.verdict import _column, verdict
 
     for cls in explain.tile_classes():
         if cls.__module__.startswith("cute_attn."):
             missing = {field.name for field in dataclasses.fields(cls)} - set(explain.attribute_docs(cls))
             assert not missing, (cls, missing)
-    assert all(explain.feature_text(feature) for feature in FEATURES)
+    assert list(explain.words("features")) == list(FEATURES)
     assert len(explain.tile_classes()) > 8 and {"tile_m", "qk_unroll"} <= set(
         explain.attribute_docs(ForwardSm80Tile)
     )
     for name in (TOY, "forward-sm80-bf16-d64-causal", "forward-sm90-bf16-d64-causal"):
-        assert set(_column(verdict(name))) <= set(ROWS)
+        assert set(_column(verdict(name))) <= set(explain.words("verdict"))
+
+
+def test_words_that_a_verdict_and_lists_print_are_explained(run):
+    """Those of their own, without numbers: column titles, row titles and what stands beside the numbers."""
+    from cute_attn.lab.explain import explain
+    from cute_attn.lab.verdict import _column, verdict
+
+    printed = {"kernel", "runs on", "default tiles", "targets", "default tile", "shared memory", "registers"}
+    for name in ("forward-sm80-bf16-d64-causal", "forward-sm90-bf16-d64-causal"):
+        one = verdict(name)
+        printed |= {*_column(one), one.step.clocks.bound, one.limited_by}
+    printed |= {"bound", "at least", "estimated", "n-way", "limited by", "in the step", "exponentials"}
+    assert all(explain(word) for word in printed)
 
 
 def test_doctor(run, tmp_path):
