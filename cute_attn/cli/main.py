@@ -34,6 +34,7 @@ from cute_attn.cli.options import (
     counted,
     import_kernels,
     is_verbose,
+    kept,
     make_console,
     requests_like,
     set_pager,
@@ -43,6 +44,7 @@ from cute_attn.cli.options import (
     writable_folder,
 )
 from cute_attn.lab.tables import Table, brief_tile
+from cute_attn.tiles import TARGETS
 from cute_attn.traits import OPS, Traits, did_you_mean
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -143,15 +145,23 @@ def list_kernels(
     The beginning of a name, such as forward-sm80, lists all defaults that begin so. Below a default tile stand the
     tiles that replace it for some calls.
     """
-    import_kernels()
-    from cute_attn.compiler import registry
-    from cute_attn.tiles import TARGETS
-
     if features:
         show(words.features_table())
         return
-    if target is not None and target not in TARGETS:
-        raise ValueError(f"target is {target!r}; accepted: {', '.join(TARGETS)}")
+    if not (names or everything or as_json):
+        table = Table("kernel", "runs on", "default tiles", "such as")
+        table.caption = (
+            "`cute-attn list --all` has every default tile, `list NAME` a kernel's, `list --features` the words of "
+            "names, `explain forward-sm80` what its fields mean"
+        )
+        with working("choosing default tiles"):
+            for row in kept(f"list-{target}", lambda: _counts(target)):
+                table.add_row(*row)
+        show(table)
+        return
+    import_kernels()
+    from cute_attn.compiler import registry
+
     pairs = [(traits, on) for traits, on in registry.defaults() if on == (target or on)]
     if names:
         pairs = [one for name in names for one in _named(name, pairs, [target] if target else TARGETS)]
@@ -160,12 +170,8 @@ def list_kernels(
     rows = [_listed(traits, on) for traits, on in pairs]
     if as_json:
         print(json.dumps(rows, indent=1))
-    elif names or everything:
-        show(_defaults(rows))
     else:
-        with working("choosing default tiles"):
-            counts = _counts(target)
-        show(counts)
+        show(_defaults(rows))
 
 
 def _named(name: str, known: list[Any], targets: Sequence[str]) -> list[Any]:
@@ -203,15 +209,12 @@ def _defaults(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _counts(target: str | None) -> Table:
-    """A row a registered kernel: where it runs, how many default tiles the tests know, and one of them."""
+def _counts(target: str | None) -> list[list[str]]:
+    """A row for each kernel: where it runs, how many default tiles there are, and one of them."""
+    import_kernels()
     from cute_attn.compiler import registry
 
-    table = Table("kernel", "runs on", "default tiles", "such as")
-    table.caption = (
-        "`cute-attn list --all` has every default tile, `list NAME` a kernel's, `list --features` the words of names, "
-        "`explain forward-sm80` what its fields mean"
-    )
+    rows = []
     known = [(traits, on) for traits, on in registry.defaults() if on == (target or on)]
     for op, arch, variant in registry.KERNELS:
         label, runs_on = registry.label((op, arch, variant)), registry.RUNS_ON[arch]
@@ -219,10 +222,10 @@ def _counts(target: str | None) -> Table:
         if own:
             tiles = {registry.lookup(traits, None, on).tile.text for traits, on in own}
             such = min((traits for traits, _ in own), key=lambda one: (one.head_dim != 128, len(one.name)))
-            table.add_row(label, " ".join(runs_on), str(len(tiles)), such.name)
+            rows.append([label, " ".join(runs_on), str(len(tiles)), such.name])
         elif target in (None, *runs_on):
-            table.add_row(label, " ".join(runs_on), "", f"{label}-bf16-d128" if variant else "")
-    return table
+            rows.append([label, " ".join(runs_on), "", f"{label}-bf16-d128" if variant else ""])
+    return rows
 
 
 def _listed(traits: Traits, target: str) -> dict[str, Any]:

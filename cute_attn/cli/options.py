@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import json
 import os
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from cute_attn.tiles import TARGETS
+from cute_attn.tiles import TARGETS, check_target
 from cute_attn.traits import ARCHS, DTYPES, FEATURES, OPS, Traits
 
 
@@ -55,19 +56,40 @@ def _complete_target(text: str) -> list[str]:
     return [target for target in TARGETS if target.startswith(text)]
 
 
+def _checked_name(context: typer.Context, name: str | None) -> str | None:
+    """A kernel's name, read before the kernels are imported, which takes seconds."""
+    if name is not None and not context.resilient_parsing:
+        Traits.parse(name)
+    return name
+
+
+def _checked_target(context: typer.Context, target: str | None) -> str | None:
+    if target is not None and not context.resilient_parsing:
+        check_target(target)
+    return target
+
+
 _NAME = "A kernel, such as forward-sm80-bf16-d128-causal."
 _TILE = "Fields of the tile to change: tile_n=128,num_stages=2."
 _TARGET = "sm80, sm86, sm89 or sm90; by default the GPU that is present, or the kernel's generation."
 _LIKE = "A file of `cute-attn run --json`: the kernels that it lists; may be repeated."
-Name = Annotated[str, typer.Argument(metavar="NAME", autocompletion=complete_name, help=_NAME)]
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", autocompletion=complete_name, callback=_checked_name, help=_NAME)
+]
 _OTHER = "Another kernel, such as the base of a variant."
-Other = Annotated[str | None, typer.Argument(metavar="[NAME2]", autocompletion=complete_name, help=_OTHER)]
+Other = Annotated[
+    str | None,
+    typer.Argument(metavar="[NAME2]", autocompletion=complete_name, callback=_checked_name, help=_OTHER),
+]
 Names = Annotated[
     list[str] | None,
     typer.Argument(metavar="[NAME]...", autocompletion=complete_name, help="Kernels; by default all."),
 ]
 TileText = Annotated[str, typer.Option("--tile", autocompletion=complete_tile, help=_TILE)]
-Target = Annotated[str | None, typer.Option("--target", autocompletion=_complete_target, help=_TARGET)]
+Target = Annotated[
+    str | None,
+    typer.Option("--target", autocompletion=_complete_target, callback=_checked_target, help=_TARGET),
+]
 Like = Annotated[list[Path] | None, typer.Option("--like", help=_LIKE)]
 Workers = Annotated[int | None, typer.Option(help="Processes; by default one a core.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -131,6 +153,31 @@ def _writes(option: str, path: Path, what: str) -> Iterator[None]:
 
 _PAGE = "Also write one HTML page here, with layouts and steady steps; it needs no network."
 Page = Annotated[Path | None, typer.Option("--html", callback=writable_file, help=_PAGE)]
+
+
+def kept(name: str, make: Callable[[], Any]) -> Any:
+    """What ``make`` returns, as JSON has it, from the user's folder for caches where the same sources made it before.
+
+    Where kernels are imported already, as for users' files, it is made.
+    """
+    from cute_attn.compiler.cache import usable_cache
+    from cute_attn.compiler.fingerprint import package_sources
+
+    cache = None if "cute_attn.compiler.registry" in sys.modules else usable_cache()
+    if cache is None:
+        return make()
+    path, sources = cache.root.with_name(f"{cache.root.name}-lab") / f"{name}.json", package_sources()
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        found = json.loads(path.read_text())
+        if found["sources"] == sources:
+            return found["made"]
+    made = make()
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(f".{os.getpid()}")
+        scratch.write_text(json.dumps({"sources": sources, "made": made}))
+        scratch.replace(path)
+    return made
 
 
 def import_kernels() -> None:

@@ -31,13 +31,11 @@ def print_table(
 ) -> None:
     """Dtypes, generations, head dims, dropout and bias: the kernel's default tile, or why there is none."""
     from cute_attn.lab.dispatch_table import grid, mem_efficient
-    from cute_attn.tiles import TARGETS
 
     for name, value, accepted in (
         ("--op", op, ("forward", "backward")),
         ("--arch", arch, (None, *ARCHS)),
         ("--like", like, (None, "mem_efficient")),
-        ("--target", target, (None, *TARGETS)),
     ):
         if value not in accepted:
             raise ValueError(f"{name} is {value!r}; accepted: {', '.join(x for x in accepted if x)}")

@@ -26,9 +26,10 @@ def explain_words(
     """What a kernel's name, a field of its tile, or a row of its verdict means."""
     table = Table("word", "what it means")
     with working("reading docstrings"):
-        import_kernels()
-        from cute_attn.lab.explain import explain
+        from cute_attn.lab.explain import explain, listed_words
 
+        if not listed_words().keys() >= set(words):
+            import_kernels()
         for word in words:
             for name, text in explain(word):
                 table.add_row(name, text)

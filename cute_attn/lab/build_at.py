@@ -1,7 +1,7 @@
 """Builds a kernel with the sources on PYTHONPATH, which may be older than this file: a process of :mod:`.revision`.
 
 It is run as a file, so that its own package is not the one that it imports. It uses what all revisions have: Traits,
-``lookup`` and ``compile``.
+``lookup`` and ``compile``; and, where there is a module that counts bank conflicts, that one.
 """
 
 import json
@@ -19,12 +19,19 @@ def main(name: str, tile: str, target: str, folder: str) -> None:
     kernel = lookup(traits, tile or None, target or None)
     compiled = compile(traits, tile or None, target or None)
     content = getattr(kernel, "step_content", None)
+    try:
+        from cute_attn.lab.copies import conflicts
+
+        copies = [asdict(one) for one in conflicts(kernel)]
+    except (ImportError, AttributeError, TypeError):  # an older one counts them in another way, or not
+        copies = []
     facts = {
         "name": compiled.name,
         "target": compiled.target,
         "tile": getattr(compiled.tile, "text", str(compiled.tile)),
         "resources": asdict(compiled.resources),
         "warnings": list(compiled.warnings),
+        "copies": copies,
         "content": None if content is None else asdict(content()),
     }
     files = Path(folder)

@@ -17,10 +17,10 @@ from collections.abc import Iterable, Iterator
 from importlib import resources
 from typing import Any
 
-from cute_attn.compiler import registry
-from cute_attn.epilogues.base import is_registered, user_epilogue
 from cute_attn.tiles import Tile
-from cute_attn.traits import DTYPES, FEATURES, Traits, did_you_mean, ops_of
+from cute_attn.traits import DTYPES, FEATURES, OPS, Traits, did_you_mean, ops_of
+
+# The kernels, and with them the DSL, are imported by what needs more than words.ini.
 
 _ENTRY = re.compile(r"^    (\w[\w, ]*): (.*(?:\n(?:     .*|$))*)", re.M)
 
@@ -42,11 +42,15 @@ def explain(word: str) -> list[tuple[str, str]]:
     Raises:
         ValueError: it is no word of the project; the message has one that may have been meant.
     """
-    for of in (_name, _listed, _epilogue, _field, _part):
+    if found := list(_listed(word)):
+        return found
+    from cute_attn.compiler import registry
+
+    for of in (_name, _epilogue, _field, _part):
         found = list(of(word))
         if found:
             return found
-    known = [*_listed_words(), *map(registry.label, registry.KERNELS), *_OPS_OF]
+    known = [*listed_words(), *map(registry.label, registry.KERNELS), *OPS]
     known += [name for cls in tile_classes() for name in _fields(cls)]
     raise ValueError(
         f"the word is {word!r}{did_you_mean(word, known)}; accepted: a kernel's name or its beginning, such as "
@@ -66,16 +70,15 @@ def words(section: str) -> dict[str, str]:
 def feature_text(feature: str) -> str:
     """What a word in a kernel's name means, and for which kernels."""
     ops = ops_of(feature)
-    return words("features")[feature] + (f" (names of {', '.join(ops)})" if len(ops) < len(_OPS_OF) else "")
+    return words("features")[feature] + (f" (names of {', '.join(ops)})" if len(ops) < len(OPS) else "")
 
 
-_OPS_OF = {op: cls for (op, _, variant), cls in registry.KERNELS.items() if not variant}
+def tile_classes(keys: Iterable[tuple[str, str, str]] | None = None) -> dict[type[Tile], list[str]]:
+    """The classes of registered kernels' tiles, by default of all, each with the kernels that it is for."""
+    from cute_attn.compiler import registry
 
-
-def tile_classes(keys: Iterable[tuple[str, str, str]] = registry.KERNELS) -> dict[type[Tile], list[str]]:
-    """The classes of registered kernels' tiles, each with the kernels that it is for."""
     found: dict[type[Tile], list[str]] = {}
-    for op, arch, variant in keys:
+    for op, arch, variant in registry.KERNELS if keys is None else keys:
         for dtype, features in itertools.product(DTYPES, ({}, {"seqused_k": True})):
             with contextlib.suppress(ValueError):  # not this dtype's, or not without lengths
                 tile = registry.lookup(Traits(op, arch, dtype, 64, variant=variant, **features)).tile  # type: ignore[arg-type]
@@ -90,6 +93,8 @@ def _fields(cls: type[Tile]) -> list[str]:
 
 def _name(word: str) -> Iterator[tuple[str, str]]:
     """A kernel's name or its beginning: its words, then the fields of its tile."""
+    from cute_attn.compiler import registry
+
     op, *rest = word.split("-")
     arch, _, variant = rest[0].partition(":") if rest else (None, "", "")
     keys = [key for key in registry.KERNELS if key[0] == op and arch in (None, key[1]) and key[2] == variant]
@@ -109,17 +114,20 @@ def _name(word: str) -> Iterator[tuple[str, str]]:
         yield from ((f"  {name}", docs.get(name, "-")) for name in _fields(cls))
 
 
-def _listed_words() -> dict[str, str]:
+def listed_words() -> dict[str, str]:
+    """What ``words.ini`` explains, without importing kernels."""
     return {feature: feature_text(feature) for feature in FEATURES} | words("verdict") | words("words")
 
 
 def _listed(word: str) -> Iterator[tuple[str, str]]:
-    if text := _listed_words().get(word):
+    if text := listed_words().get(word):
         yield word, text
 
 
 def _epilogue(word: str) -> Iterator[tuple[str, str]]:
     """A registered epilogue, such as one of a loaded file."""
+    from cute_attn.epilogues.base import is_registered, user_epilogue
+
     if is_registered(word):
         found = user_epilogue(word)
         doc = getattr(found, "function", found).__doc__
@@ -141,7 +149,7 @@ def _field(word: str) -> Iterator[tuple[str, str]]:
 
 def _part(word: str) -> Iterator[tuple[str, str]]:
     """Words and rows that contain it, or else those whose texts do."""
-    known, part = _listed_words(), word.lower()
+    known, part = listed_words(), word.lower()
     named = {row: text for row, text in known.items() if part in row.lower()}
     told = {row: text for row, text in known.items() if re.search(rf"\b{re.escape(part)}\b", text.lower())}
     return iter((named or told).items() if part else ())

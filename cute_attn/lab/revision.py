@@ -7,13 +7,14 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from cute_attn.compiler.cubin import Resources
 from cute_attn.kernels.step import StepContent
+from cute_attn.lab.copies import Conflicts
 from cute_attn.lab.sass import Code
 from cute_attn.lab.verdict import Verdict, content_of, judge
 from cute_attn.traits import Traits
@@ -23,7 +24,7 @@ BUILD_AT = Path(__file__).with_name("build_at.py")
 
 
 def verdict_at(revision: str, traits: Traits, tile: str = "", target: str | None = None) -> Verdict:
-    """The verdict of the revision's kernel, with its source lines; its copies' bank conflicts are not counted.
+    """The verdict of the revision's kernel, with its source lines; an old one's bank conflicts are not counted.
 
     The revision, of the repository that this package lies in, is checked out into a temporary folder, and a process
     builds the kernel there, with the revision's default tile as the text changes it.
@@ -50,9 +51,11 @@ def verdict_at(revision: str, traits: Traits, tile: str = "", target: str | None
             raise ValueError(f"{traits} could not be built at {revision}: {last}")
         facts = json.loads((result / "kernel.json").read_text())
         stated, used = facts.pop("content"), Resources(**facts.pop("resources"))
+        names = {one.name for one in fields(Conflicts)}
+        copies = [{name: one[name] for name in names & one.keys()} for one in facts.pop("copies")]
         built = SimpleNamespace(**facts, ptx=(result / "kernel.ptx").read_text(), resources=used)
         code = Code.of((result / "kernel.cubin").read_bytes(), traits.name, sources)
-        found = judge(built, code, _content(stated, traits, built), ())
+        found = judge(built, code, _content(stated, traits, built), tuple(Conflicts(**one) for one in copies))
         return replace(found, revision=revision)
 
 

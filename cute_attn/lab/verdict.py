@@ -384,17 +384,19 @@ def table(*verdicts: Verdict, verbose: bool = False) -> Table:
 
 def _heads(verdicts: Sequence[Verdict], verbose: bool) -> tuple[str | None, list[str]]:
     """A title, where all verdicts are on one kernel, and heads: the first tile, and what changes in others."""
-    title, tiles = None, [one.tile if verbose else one.brief() for one in verdicts]
-    if len({(one.name, one.target) for one in verdicts}) == 1:
-        title, first = f"{verdicts[0].name} on {verdicts[0].target}", verdicts[0].tile.split(",")
-        changes = [",".join(f for f in one.tile.split(",") if f not in first) for one in verdicts[1:]]
-        at = [f" at {one.revision}" if one.revision else "" for one in verdicts]
-        heads = [
-            head + where
-            for head, where in zip([tiles[0], *(c or "the same" for c in changes)], at, strict=True)
-        ]
+    tiles = [one.tile if verbose else one.brief() for one in verdicts]
+    at = [f" at {one.revision}" if one.revision else "" for one in verdicts]
+    if len({(one.name, one.target) for one in verdicts}) > 1:
+        title, heads = (
+            None,
+            [f"{v.name} on {v.target},{tile}" for v, tile in zip(verdicts, tiles, strict=True)],
+        )
     else:
-        heads = [f"{one.name} on {one.target},{tile}" for one, tile in zip(verdicts, tiles, strict=True)]
+        title, first = f"{verdicts[0].name} on {verdicts[0].target}", verdicts[0].tile.split(",")
+        known = {field.partition("=")[0] for field in first}  # another revision may lack fields
+        items = ([f for f in one.tile.split(",") if f.partition("=")[0] in known] for one in verdicts[1:])
+        heads = [tiles[0], *(",".join(f for f in of if f not in first) or "the same" for of in items)]
+    heads = [head + where for head, where in zip(heads, at, strict=True)]
     return title, [head.replace(",", ", ") for head in heads]
 
 

@@ -59,8 +59,10 @@ finally:
     [
         (["--version"], ""),
         (["cache", "list"], ""),
-        (["list"], "cutlass"),
-        (["explain", "forward-sm80", "causal"], "cutlass"),
+        (["list", "--features"], ""),
+        (["list", "forward-sm80"], "cutlass"),
+        (["explain", "causal", "n-way", "bound"], "cutlass"),
+        (["explain", "causal", "bound", "fits"], ""),
         ([*LOAD, "verdict", TOY, "--target", "sm80"], "cutlass networkx cute_attn.lab.verdict"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -78,6 +80,44 @@ def test_a_command_loads_what_it_needs(command, loaded, tmp_path):
         text=True,
     )
     assert done.returncode == 0 and done.stderr == f"{loaded}\nTrue {'cutlass' in loaded}\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["compile nonsense", "verdict forward-sm80-bf16-d60", "check forward-sm80-bf16-d64 --target sm75"],
+)
+def test_a_wrong_name_is_refused_before_the_compiler_loads(command, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, *command.split()],
+        cwd=processes.ROOT,
+        env=os.environ | {"PYTHONPATH": str(processes.ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    sentence, loaded, _ = done.stderr.split("\n", 2)
+    assert done.returncode == 2 and sentence.startswith("error: ") and loaded == ""
+
+
+def test_a_second_list_loads_no_compiler(tmp_path):
+    """Its rows are kept by the sources that made them."""
+    environment = os.environ | {
+        "CUTE_ATTN_CACHE_DIR": str(tmp_path / "cache"),
+        "PYTHONPATH": str(processes.ROOT),
+    }
+    first, second = (
+        subprocess.run(
+            [sys.executable, "-c", LOADED, "list"], env=environment, capture_output=True, text=True
+        )
+        for _ in range(2)
+    )
+    assert first.stdout == second.stdout != "" and first.stderr.startswith("cutlass\n")
+    assert second.stderr == "\nTrue False\n"
+    (file,) = (tmp_path / "cache-lab").glob("list-*.json")
+    file.write_text(file.read_text().replace('"sources": "', '"sources": "other'))
+    third = subprocess.run(
+        [sys.executable, "-c", LOADED, "list"], env=environment, capture_output=True, text=True
+    )
+    assert third.stdout == first.stdout and third.stderr.startswith("cutlass\n")
 
 
 def test_list(run):

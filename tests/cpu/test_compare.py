@@ -7,6 +7,7 @@ import pytest
 from cute_attn import compiler
 from cute_attn.cli.code import _sides
 from cute_attn.lab import revision
+from cute_attn.lab import verdict as verdict_module
 from cute_attn.lab.compare import MOST_ROWS, Row, compare, normalized
 from cute_attn.lab.sass import BYTES, Instruction, Loop, Step
 from cute_attn.lab.verdict import Verdict, verdict
@@ -139,6 +140,22 @@ class Content:
 class Kernel:
     step_content = staticmethod(Content)
 """,
+    "lab/copies.py": """
+from dataclasses import dataclass
+
+@dataclass
+class Counted:
+    name: str = "K by ldmatrix"
+    opcode: str = "LDSM"
+    wavefronts: int = 8
+    minimum: int = 2
+    ways: int = 4
+    older: str = "a field that is no longer there"
+    reason: str = ""
+
+def conflicts(kernel):
+    return (Counted(),)
+""",
 }
 
 
@@ -146,7 +163,7 @@ class Kernel:
 def old_revision(fresh_cache, tmp_path, monkeypatch):
     """A git repository with another version of the package, as its revision HEAD."""
     package = tmp_path / "repository" / "cute_attn"
-    package.mkdir(parents=True)
+    (package / "lab").mkdir(parents=True)
     for name, text in OLD_PACKAGE.items():
         (package / name).write_text(text)
     (package / "old.cubin").write_bytes(compiler.compile(toy.NAME, target="sm80").cubin)
@@ -162,6 +179,16 @@ def test_a_revision_is_built_from_its_own_sources(old_revision):
     assert (found.name, found.tile, found.registers, found.revision) == (traits.name, "values=8", 40, "HEAD")
     assert "no loop of forward-sm80-bf16-d64 has 7 matrix instructions and 1 MUFU.EX2" in found.no_step
     assert found.instructions > 20 and "values=8 at HEAD" in str(found)
+    assert [(one.name, one.ways) for one in found.copies] == [("K by ldmatrix", 4)]
+
+
+def test_a_tile_of_another_revision_differs_in_fields_that_both_have():
+    old = verdict_module.Verdict("forward-sm80-bf16-d64", "sm80", "tile_m=128,tile_n=96", revision="old")
+    new = verdict_module.Verdict("forward-sm80-bf16-d64", "sm80", "tile_m=128,tile_n=64,warps_n=1")
+    assert verdict_module._heads([old, new], True)[1] == ["tile_m=128, tile_n=96 at old", "tile_n=64"]
+    other = verdict_module.Verdict("forward-sm80-bf16-d32", "sm80", "tile_m=128,tile_n=96")
+    first, second = verdict_module._heads([old, other], True)[1]
+    assert first.endswith("at old") and " at " not in second
 
 
 @pytest.mark.parametrize(
