@@ -7,6 +7,7 @@ import ast
 import importlib
 import importlib.util
 import itertools
+import json
 import re
 import shlex
 from pathlib import Path
@@ -234,6 +235,41 @@ def test_a_dotted_name_exists(name):
         if not hasattr(found, part):
             importlib.import_module(".".join(name.split(".")[:i]))
         found = getattr(found, part)
+
+
+# ---- what the first screen promises ----
+
+
+def stored(file: str) -> list[dict]:
+    return json.loads((ROOT / "bench/results" / file).read_text())["rows"]
+
+
+def test_numbers_of_the_first_screen_are_stored_results():
+    screen = (ROOT / "README.md").read_text().partition("![")[0]
+
+    def value(file, workload, impl):
+        rows = stored(f"2026-11-22-nvidia-h200-{file}.json")
+        return next(row["value"] for row in rows if (row["workload"], row["impl"]) == (workload, impl))
+
+    causal = "fwd-bf16-d128-b8-s2048-h16-causal"
+    grad = "bwd-bf16-d128-b8-s2048-h16-bias_bf16-bias_grad"
+    flex = {
+        row["impl"]: row["forward_us"]
+        for row in stored("2026-11-23-nvidia-h200-block-masks.json")
+        if (row["mask"], row["head_dim"]) == ("document", 128)
+    }
+    numbers = [
+        value("forward", causal, "cute_attn/forward-sm90"),
+        value("forward", causal, "fa4"),
+        flex["cute_attn, block_mask"],
+        flex["flex_attention, compiled"],
+        value("forward", f"{causal}-dropout", "cute_attn/forward-sm90"),
+        value("forward", f"{causal}-dropout", "cudnn"),
+        value("backward", grad, "cute_attn/backward-sm90"),
+        value("backward", grad, "mem_efficient"),
+    ]
+    promised = [int(n) for n in re.findall(r"(?<!head dim )(?<![\d,])\b(\d{3})\b", screen)]
+    assert promised == [round(number) for number in numbers]
 
 
 # ---- places in the sources ----
