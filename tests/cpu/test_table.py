@@ -61,5 +61,5 @@ def test_the_command_prints_both_tables(monkeypatch):
 
 @pytest.mark.parametrize("option", ["op", "arch", "like", "target"])
 def test_a_wrong_option_is_named(option):
-    with pytest.raises(ValueError, match=f"--{option} is 'x'; accepted: "):
+    with pytest.raises(ValueError, match=f"{option} is 'x'; accepted: "):
         run(f"--{option}", "x")
