@@ -1,10 +1,10 @@
 """Eight levels from a scalar loop to the shipped Hopper forward.
 
-python -m tour                       the levels
-python -m tour 4                     build level 4 and print what it costs; with a GPU, check it and time it
-python -m tour 4 --check             only check it, on a GPU
-python -m tour --measure -o FILE     check all, and time them in one run with the shipped kernel, on a GPU
-python -m tour --page                write docs/tour.md again; or: make tour
+cute-attn tour                       the levels; also: python -m tour
+cute-attn tour 4                     build level 4 and print what it costs; with a GPU, check it and time it
+cute-attn tour 4 --check             only check it, on a GPU
+cute-attn tour --measure -o FILE     check all, and time them in one run with the shipped kernel, on a GPU
+cute-attn tour --page                write docs/tour.md again, in a clone; or: make tour
 """
 
 import argparse
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(
-        prog="python -m tour", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="cute-attn tour", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("level", nargs="?", type=int, choices=range(1, 9), help="1 to 8")
     parser.add_argument("--head-dim", type=int, choices=(64, 128), default=128)
@@ -35,7 +35,7 @@ def main() -> None:
     if (options.check or options.measure) and not torch.cuda.is_available():
         sys.exit("no GPU: a level is checked and timed on one")
     if options.check and options.level is None:
-        sys.exit("--check without a level; accepted: python -m tour 1 --check, up to 8")
+        sys.exit("--check without a level; accepted: cute-attn tour 1 --check, up to 8")
     if options.page:
         from tour import page
 

@@ -1,4 +1,4 @@
-"""All levels, registered: ``PYTHONPATH=. cute-attn --load tour/levels.py list`` has them."""
+"""All levels, registered: ``cute-attn --load tour.levels list`` has them."""
 
 from dataclasses import dataclass
 from types import ModuleType

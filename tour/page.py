@@ -22,14 +22,14 @@ From a warp that computes one query to the Hopper forward of this package: bf16,
 grouped heads, any lengths, in tensors (batch, seqlen, heads, head_dim). Each level is one file of at most 200 lines
 under `tour/`, a complete kernel that a call can ask for, and its text says what the level before it wasted.
 
-    python -m tour                       the levels
-    python -m tour 4                     build one and print what it costs; with a GPU, check it and time it
-    python -m tour --measure -o FILE     all of them against the shipped kernel, on a GPU
-    PYTHONPATH=. cute-attn --load tour/levels.py verdict forward-sm90:tour5-bf16-d128-causal --lines
-    PYTHONPATH=. cute-attn --load tour/levels.py ab forward-sm90:tour6-bf16-d128 forward-sm90:tour7-bf16-d128
+    cute-attn tour                       # the levels
+    cute-attn tour 4                     # build one and print what it costs; with a GPU, check it and time it
+    cute-attn tour --measure -o FILE     # all of them against the shipped kernel, on a GPU
+    cute-attn --load tour.levels verdict forward-sm90:tour5-bf16-d128-causal --lines
+    cute-attn --load tour.levels ab forward-sm90:tour6-bf16-d128 forward-sm90:tour7-bf16-d128
 
 Levels 1 to 4 run on any GPU from Ampere on, the others on Hopper. In Python, after `import tour.levels`,
-`attention(q, k, v, causal=True, kernel="sm90:tour5")` runs level 5. This page is written by `make tour`.
+`attention(q, k, v, causal=True, kernel="sm90:tour5")` runs level 5. `make tour` writes this page.
 """
 
 CLOCKS = """Costs are of the causal kernel at head dim 128, built for sm90. Clocks are `verdict`'s lower bound for

@@ -4,6 +4,7 @@ A kernel is named by its traits, such as forward-sm80-bf16-d128-causal-dropout; 
 what they mean.
 """
 
+import contextlib
 import importlib.util
 import json
 import sys
@@ -87,11 +88,16 @@ def _as_a_line(message: Any, category: Any, filename: str, lineno: int, line: st
     return _default_format(message, category, filename, lineno, line)
 
 
-def _load(path: Path) -> None:
-    """Run a user's file, which registers variants and epilogues."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise ValueError(f"--load is {str(path)!r}; accepted: a Python file")
+def _load(name: str) -> None:
+    """Run a user's file, which registers variants and epilogues, or import a module that does."""
+    path = Path(name)
+    spec = importlib.util.spec_from_file_location(path.stem, path) if path.is_file() else None
+    if spec is None or spec.loader is None:
+        with contextlib.suppress(ImportError, ValueError):
+            if importlib.util.find_spec(name) is not None:
+                importlib.import_module(name)
+                return
+        raise ValueError(f"--load is {name!r}; accepted: a Python file, or a module that is installed")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
@@ -106,9 +112,9 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def load(
     files: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Option(
-            "--load", help="A Python file that registers your kernels or epilogues; may be repeated."
+            "--load", help="A Python file, or a module, that registers kernels or epilogues; may be repeated."
         ),
     ] = None,
     version: Annotated[
@@ -537,6 +543,14 @@ def _cache() -> Any:
     return cache
 
 
+def tour(context: typer.Context) -> None:
+    """Eight levels from a scalar loop to the shipped Hopper forward: N builds one and says what it costs."""
+    from tour.__main__ import main
+
+    sys.argv = ["cute-attn tour", *context.args]
+    main()
+
+
 _COMMANDS: dict[str, Any] = {
     "verdict": code.verdict_of_tiles,
     "diff": code.difference_of_two,
@@ -548,6 +562,7 @@ _COMMANDS: dict[str, Any] = {
 }
 for _name, _command in _COMMANDS.items():
     app.command(_name)(_command)
+app.command("tour", context_settings=run.ITS_OWN_ARGUMENTS, add_help_option=False)(tour)
 app.command("run", context_settings=run.ITS_OWN_ARGUMENTS, no_args_is_help=True)(run.run)
 app.command("hub", no_args_is_help=True)(hub.hub)
 app.command("bundle", no_args_is_help=True)(bundle.bundle)

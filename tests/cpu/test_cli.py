@@ -330,6 +330,14 @@ def test_kernels_have_their_pictures():
     assert len(drawn) > 4
 
 
+def test_the_tour_is_a_command_and_a_module_to_load(run):
+    lines = ok(run("tour")).splitlines()
+    assert [line.split()[0] for line in lines] == [str(n) for n in range(1, 9)]
+    assert "forward-sm90:tour7" in ok(run("--load", "tour.levels", "list"))
+    done = run("tour", "9")
+    assert done.returncode == 2 and "cute-attn tour: error: argument level: invalid choice" in done.stderr
+
+
 def test_the_cache_commands(run, tmp_path):
     assert "0 kernels" in ok(run("cache", "list"))
     text = ok(run(*LOAD, "cache", "prebuild", TOY, "--target", "sm80", "--workers", "1"))

@@ -140,6 +140,32 @@ def test_what_is_installed_is_typed_and_described(tmp_path):
         assert cute_attn.__version__ in (ROOT / name).read_text(), name
 
 
+def test_every_file_of_a_package_is_installed():
+    """Python files by the packages that are found, all others by a pattern."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert setuptools["package-dir"] == {"": "."}
+    packages = ("cute_attn", "layouts", "tour")
+    assert setuptools["packages"]["find"]["include"] == [f"{name}*" for name in packages]
+    data = {
+        path
+        for package, patterns in setuptools["package-data"].items()
+        for pattern in patterns
+        for path in (ROOT / package.replace(".", "/")).glob(pattern)
+    }
+    files = [path for name in packages for path in (ROOT / name).rglob("*") if path.is_file()]
+    files = [path for path in files if "__pycache__" not in path.parts]
+    assert {path for path in files if path.suffix != ".py"} == data
+    folders = {path.parent for path in files if path.suffix == ".py"}
+    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def test_a_source_distribution_has_what_its_tests_read():
+    lines = (ROOT / "MANIFEST.in").read_text().splitlines()
+    named = {name for line in lines if line.startswith(("graft", "include")) for name in line.split()[1:]}
+    assert {"bench", "docs", "examples", "tests", "constraints.txt", "Makefile"} <= named
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 @pytest.mark.parametrize("module", sorted(path.stem for path in (ROOT / "tests/gpu").glob("test_*.py")))
 def test_gpu_tests_can_be_collected_without_a_gpu(module):
     if module == "test_transformers":
