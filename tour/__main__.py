@@ -33,7 +33,7 @@ def main() -> None:
     import torch
 
     if (options.check or options.measure) and not torch.cuda.is_available():
-        sys.exit("no GPU: a level is checked and timed on one")
+        parser.exit(2, "error: there is no GPU; checking and timing a level need one\n")
     if options.check and options.level is None:
         sys.exit("--check without a level; accepted: cute-attn tour 1 --check, up to 8")
     if options.page:

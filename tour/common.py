@@ -4,7 +4,7 @@ A level is registered as a variant of ``forward-sm80`` or ``forward-sm90``, so t
 
     import tour.levels
     attention(q, k, v, causal=True, kernel="sm90:tour5")
-    cute-attn --load tour.levels verdict forward-sm90:tour5-bf16-d128-causal --lines
+    PYTHONPATH=. cute-attn --load tour/levels.py verdict forward-sm90:tour5-bf16-d128-causal --lines
 
 Arguments of ``__call__``, as of ``cute_attn.kernels.arguments``: mQ, mO (batch, seqlen_q, nheads, head_dim); mK, mV
 (batch, seqlen_k, nheads_kv, head_dim); mLSE (batch, nheads, seqlen_q) fp32; softmax_scale; schedule, whose

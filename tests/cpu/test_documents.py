@@ -131,7 +131,8 @@ def test_a_command_runs_or_says_that_it_needs_a_gpu(command, tmp_path):
         if word in ("-o", "--html"):
             words[i + 1] = str(tmp_path / words[i + 1])
     done = processes.run("-m", "cute_attn", *words)
-    if command_of(words) in NEED_GPU and not {"--static", "--help"} & set(words):
+    needs_gpu = command_of(words) in NEED_GPU or "--measure" in words
+    if needs_gpu and not {"--static", "--help"} & set(words):
         assert done.returncode == 2 and "GPU" in done.stderr
         assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     else:
