@@ -65,11 +65,15 @@ def build(workloads: list[Workload], rivals: Iterable[str]) -> None:
         for workload in workloads:
             try:
                 forward = registry.lookup(workload.traits(arch, "forward"), None, target)
-                forward = forward.for_lengths(*workload.tile_lengths, target, workload.pairs)
+                forward = forward.for_lengths(
+                    *workload.tile_lengths, target, workload.pairs, workload.seen_by_window
+                )
                 requests.append((forward.traits, forward.tile, target))
                 if workload.op == "backward":
                     kernel = registry.lookup(workload.traits(arch), None, target)
-                    kernel = kernel.for_lengths(*workload.tile_lengths, target, workload.pairs)
+                    kernel = kernel.for_lengths(
+                        *workload.tile_lengths, target, workload.pairs, workload.seen_by_window
+                    )
                     requests += [(*one, target) for one in kernels_of(kernel)]
             except registry.Unsupported:
                 continue

@@ -99,6 +99,12 @@ class Case:
         return (max(self.lengths_q), max(self.lengths_k)) if self.varlen else (self.seqlen_q, self.seqlen_k)
 
     @property
+    def seen_by_window(self) -> int:
+        """The most keys that a query sees where a window bounds them, 0 where none does."""
+        left, right = self.window[0], 0 if self.causal else self.window[1]
+        return 0 if left is None or right is None else left + right + 1
+
+    @property
     def pairs(self) -> int | None:
         """Sequences times query heads; None for packed ones."""
         return None if self.varlen else self.batch * self.nheads

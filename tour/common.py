@@ -95,7 +95,13 @@ class Level:
         return cls.TILE
 
     def for_lengths(
-        self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm90", pairs: int | None = None
+        self,
+        seqlen_q: int,
+        seqlen_k: int,
+        group: int,
+        target: str = "sm90",
+        pairs: int | None = None,
+        window: int = 0,
     ) -> "Level":
         """The same for all lengths."""
         return self

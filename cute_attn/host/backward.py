@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from cute_attn.host import fused_qkv, padding, plans, record
-from cute_attn.host.backward_splits import head_splits, key_splits
+from cute_attn.host.backward_splits import head_splits, key_splits, queries_seen
 from cute_attn.host.call import NUM_TENSORS, Call
 from cute_attn.host.checks import (
     MAX_ROWS,
@@ -168,8 +168,16 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
         processors = multiprocessors(call.q.get_device()) // getattr(tile, "cluster", 1)
         in_l2 = l2_bytes(call.q.get_device())
         heads_dkv = call.k.shape[-2] * head_splits(call, tile, processors, in_l2, deterministic)
-        planes = call.batch * heads_dkv
-        num_splits = key_splits(blocks, planes, processors) if deterministic else blocks
+        planes, num_splits = call.batch * heads_dkv, blocks
+        if deterministic:
+            accumulator = Workspace.of(call, tile.tile_m, padded(traits.head_dim), 1).dq
+            _, queries = queries_seen(call, *call.longest, tile.tile_n)
+            steps = queries / tile.tile_m * (call.nheads / heads_dkv)
+            total = 0
+            if call.varlen:  # keys of sequences that differ
+                total = heads_dkv * (call.k.shape[0] // tile.tile_n + call.batch)
+            size = 4 * math.prod(accumulator[0])
+            num_splits = key_splits(blocks, planes, processors, steps, size, total)
         check_blocks(call, tile, wanted[1][1].rows, num_splits, heads_dkv)
         if traits.arch == "sm90":
             check_steps(call, query_blocks(call, tile.tile_m), tile, min(processors, planes * num_splits))

@@ -20,7 +20,9 @@ ADDING_STEPS = 14
 """What the sums of dK and of dV cost beside their bytes, in steps of a query block with a key block: row 55 of
 bench/history.md."""
 BYTES_PER_STEP = 16 << 20
-"""Bytes of divided dK and dV, mostly in L2, that are added up in the time of a step, 2 us."""
+"""Bytes of divided dK and dV, in L2, that are added up in the time of a step, 2 us."""
+FROM_MEMORY = 3 << 20
+"""The same of what L2 does not hold, and of a dQ accumulator, which is cleared and read again."""
 NEARLY = 1.05
 """The fewest splits whose time is at most that much of the least are as good: each takes memory."""
 DIVISOR_WITHIN = 1.5
@@ -28,27 +30,46 @@ DIVISOR_WITHIN = 1.5
 to 25% faster than 3."""
 UNEVEN = 4 / 3
 """Maximum ratio of the longest work tile to the mean for CTAs to stay in step; above it, waves fall apart."""
+WAVES_OF_LISTS = 3
+"""Minimum waves of work tiles with a block mask, whose lists are of lengths that are not known here."""
 MOST_BLOCKS = 64
 """Key blocks of a sequence whose queries are counted."""
 
-WHOLE, DIVIDED = 1.6, 0.75
+WHOLE, DIVIDED = 1.6, 0.8
 """Bytes in flight over L2's size. Above the first, heads are split until the second is reached; between the two the
 sums cost more than the misses. As good on an H100 and an H200 are 1.4 to 1.8, and 0.7 to 0.9: row 62 of
-bench/history.md."""
+bench/history.md. The first is of tiles of 128 keys; fewer keys take less time for the same bytes, so it is less."""
 
 
-def key_splits(blocks: int, planes: int, multiprocessors: int) -> int:
+def key_splits(
+    blocks: int,
+    planes: int,
+    multiprocessors: int,
+    steps: float = 1.0,
+    accumulator_bytes: int = 0,
+    all_blocks: int = 0,
+) -> int:
     """Splits of a (batch, head of dK)'s key blocks in the deterministic mode, each with a dQ accumulator.
 
-    The fewest that are nearly the fastest of up to ``MAX_SPLITS``: time is waves of CTAs times a CTA's key blocks.
+    The fewest that are nearly the fastest of up to ``MAX_SPLITS``: time is waves of CTAs times the steps of a CTA, and
+    what the accumulators take.
 
     Args:
         blocks: key blocks of the longest sequence.
         planes: batch times heads of dK.
         multiprocessors: of the GPU.
+        steps: query blocks that a CTA visits for a key block.
+        accumulator_bytes: of one accumulator.
+        all_blocks: key blocks of all planes where sequences differ; 0: the product.
     """
     splits = range(1, min(blocks, MAX_SPLITS) + 1)
-    times = [-(-n * planes // multiprocessors) * -(-blocks // n) for n in splits]
+
+    def time(n: int) -> float:
+        longest, waves = -(-blocks // n), -(-n * planes // multiprocessors)
+        busiest = longest + all_blocks / multiprocessors if all_blocks else waves * longest
+        return busiest * steps + n * accumulator_bytes / FROM_MEMORY
+
+    times = [*map(time, splits)]
     return next(n for n, time in zip(splits, times, strict=True) if time <= NEARLY * min(times))
 
 
@@ -98,7 +119,9 @@ def head_splits(
 
     def time(splits: int) -> float:
         heads = -(-group // splits)
-        adding = ADDING_STEPS + (splits + 1) * gradient_bytes / BYTES_PER_STEP if splits > 1 else 0
+        moved = (splits + 1) * gradient_bytes
+        adding = moved / (BYTES_PER_STEP if moved <= l2_bytes else FROM_MEMORY)
+        adding = ADDING_STEPS + adding if splits > 1 else 0
         busiest = max(steps / multiprocessors, heads * longest)
         if longest * tiles * group <= UNEVEN * steps:  # shorter tiles count as parts of whole ones
             waves = splits * steps / (group * longest * multiprocessors)
@@ -108,12 +131,15 @@ def head_splits(
     def in_flight(splits: int) -> float:
         return query_bytes * min(multiprocessors / max(splits * tiles, 1), 1)
 
+    whole, divided = WHOLE * l2_bytes * min(tile.tile_n / 128, 1), DIVIDED * l2_bytes
     options = [*even_splits(group)]
+    if call.lists_blocks:
+        return next((n for n in options if n * tiles >= WAVES_OF_LISTS * multiprocessors), group)
     times = [time(splits) for splits in options]
     fewest = next(n for n, own in zip(options, times, strict=True) if own <= NEARLY * min(times))
-    if not drifts or (fewest == 1 and in_flight(1) <= WHOLE * l2_bytes):
+    if not drifts or (fewest == 1 and in_flight(1) <= whole):
         return fewest
-    enough = next((n for n in options if n >= fewest and in_flight(n) <= DIVIDED * l2_bytes), group)
+    enough = next((n for n in options if n >= fewest and in_flight(n) <= divided), group)
     return next((n for n in options if enough <= n <= DIVISOR_WITHIN * enough and group % n == 0), enough)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cute_attn import reference
-from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
 from cute_attn.host.memory import materialized, rows_are_aligned
 from cute_attn.host.values import python_number, shown
 from cute_attn.reference.kvcache import Cache, Rotary
@@ -187,6 +187,12 @@ class Call(NamedTuple):
         if not self.varlen or self.dropout == "mem_efficient" or self.epilogues:
             return stated
         return min(stated[0], self.q.shape[0]), min(stated[1], self.keys[0].shape[0])
+
+    @property
+    def window(self) -> int:
+        """The most keys that a query sees where a window bounds them, 0 where none does."""
+        bounded = self.mask.startswith("window") and self.window_left + self.window_right < UNBOUNDED
+        return self.window_left + self.window_right + 1 if bounded else 0
 
     def stated(self, side: str) -> str:
         """How an error about too many blocks of ``side``, "q" or "k", begins."""

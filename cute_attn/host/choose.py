@@ -66,7 +66,7 @@ def choose_kernel(
             )
             if not tile and hasattr(kernel, "for_lengths"):  # a user's may have one tile
                 pairs = None if call.varlen else call.batch * call.nheads
-                kernel = kernel.for_lengths(*call.longest, call.group, target, pairs)
+                kernel = kernel.for_lengths(*call.longest, call.group, target, pairs, call.window)
             reason = _tma_bias_reason(call, kernel)
             if reason and tile:
                 raise registry.Unsupported(f"{reason} with tile {kernel.tile}")

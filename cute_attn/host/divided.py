@@ -4,6 +4,7 @@ Keys and values are as a cache with an entry for each sequence, or packed sequen
 the forward would have far fewer work tiles than there are multiprocessors.
 """
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -14,10 +15,10 @@ from cute_attn.host.checks import KERNEL_DTYPES, check_query_blocks
 from cute_attn.host.plans import Plan
 from cute_attn.kernels.limits import LARGE_HEAD_DIM
 
-FEW_TILES = 0.5
-"""Maximum work tiles per multiprocessor for which keys are split."""
-LEAST_KEYS = 4096
-"""Minimum keys of the longest sequence for which a split pays for a second launch."""
+FEW_TILES, LEAST_KEYS = 0.5, 4096
+"""Maximum work tiles per multiprocessor, and minimum keys that a query sees: a split then pays for a second launch."""
+LAST_WAVE, MANY_KEYS = 1.4, 16384
+"""The same of more work tiles: the least that whole waves of them take over what they are, and the fewest keys."""
 
 
 def as_cache(call: Call) -> Call:
@@ -41,13 +42,16 @@ def is_wanted(call: Call, kernel: Any, target: str, multiprocessors: int) -> boo
         return False
     if call.bias is not None or call.dropout or call.epilogues or call.seqused_q is not None:
         return False
-    if call.longest[1] < LEAST_KEYS:
+    seen = min(call.longest[1], call.window or call.longest[1])
+    if seen < LEAST_KEYS:
         return False
     from cute_attn.compiler import registry
 
     # Few work tiles are those of a large call's tile: `kernel` may have fewer rows because there are few.
-    large = registry.lookup(kernel.traits, None, target).for_lengths(*call.longest, call.group, target)
-    return check_query_blocks(call, large) <= FEW_TILES * multiprocessors
+    large = registry.lookup(kernel.traits, None, target)
+    large = large.for_lengths(*call.longest, call.group, target, window=call.window)
+    waves = check_query_blocks(call, large) / multiprocessors
+    return waves <= FEW_TILES or (seen >= MANY_KEYS and math.ceil(waves) >= LAST_WAVE * waves)
 
 
 def plan_for_attention(call: Call) -> Plan:

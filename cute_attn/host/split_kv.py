@@ -36,8 +36,6 @@ from cute_attn.host.record import Layout
 from cute_attn.tiles.inference import MAX_PARTIALS, SPLIT_KEYS, CacheCall, CombineSharesTile, CombineTile
 from cute_attn.traits import Traits
 
-WAVES = 3
-"""Work tiles per CTA above which each is computed whole: load imbalance then costs less than merging."""
 EVEN = 8
 """Minimum keys per query above which a mask leaves a sequence's query blocks nearly equal numbers of keys."""
 BOX_ROWS = 8
@@ -47,10 +45,15 @@ FULL_PARTS = 0.9
 PARTS_AT_ONCE = 128
 """Partial results of a row that the combine kernel loads at once, where they are many; more take another round."""
 BLOCKS_OF_A_PART, ENOUGH_CTAS = 5, 64
-"""Key blocks that a part has at least where so many CTAs are busy: fewer parts are merged sooner. One sequence of 32
-heads on 8 takes 10.1 us with 12 parts of 4096 keys (16 parts: 10.4), 7.0 with 8 of 1024 (16: 7.2)."""
-FULL_WAVES = 0.85
-"""Minimum fraction of the last wave's CTAs that are busy; above it, a single sequence's work tiles are not split."""
+"""Minimum key blocks per split where so many CTAs are busy: fewer partial results are merged sooner."""
+LEAST_SPLITS, LEAST_SPARED = 4, 288 << 10
+"""Minimum number of even splits, and minimum bytes of K and V that they spare each CTA, for a second launch to pay."""
+FEW_BYTES = 2 << 20
+"""Maximum bytes of K and V that a CTA reads alone: up to it stream-K costs more than any imbalance of lengths."""
+IDLE_BYTES = 1 << 20
+"""Maximum of such bytes for which as many CTAs as the last wave lacks may be idle."""
+STREAM_K_COST = 1.27
+"""Time of stream-K over that of whole work tiles where the tensor cores are the limit, with more than 64 rows."""
 
 
 @dataclass(frozen=True)
@@ -348,26 +351,35 @@ def _parts(call: Call) -> Split:
 
 
 def _best_split(call: Call, tile: Any, processors: int) -> Split:
-    """How the keys of a call that names no split are divided.
+    """How the keys of a call that names no split are divided: not, evenly, or by stream-K.
 
-    Of a single sequence all units have about as many keys. Parts cost less than shares then, if they fill the GPU: no
-    prefix sums, and no unit in more parts than needed.
+    Even splits and whole work tiles cost less than stream-K, whose CTAs compute prefix sums of the lengths and merge
+    more partial results. But lengths are not known here: in a batch they may differ, and then only stream-K keeps all
+    CTAs busy. Its regret is small for long sequences, theirs for short ones.
     """
     slots, count = tile.blocks_per_sm * processors, units(call, tile)
-    waves = count / slots
-    if call.longest[0] > tile.queries:  # bound by the tensor cores
-        whole = call.batch == 1 and waves / math.ceil(waves) >= FULL_WAVES
-        if whole or waves >= WAVES:
-            return Split()
-    blocks = -(-call.longest[1] // tile.tile_n)
-    parts = min(slots // count, blocks, MAX_PARTIALS)
-    even = not call.mask or EVEN * call.longest[0] <= call.longest[1]
-    if parts > PARTS_AT_ONCE and PARTS_AT_ONCE * count >= FULL_PARTS * slots:
-        parts = PARTS_AT_ONCE
-    if call.batch == 1 and even and parts * count >= FULL_PARTS * slots:
-        parts = min(parts, max(blocks // BLOCKS_OF_A_PART, -(-ENOUGH_CTAS // count)))
-        return Split("parts", parts) if parts > 1 else Split()
-    return Split("shares")
+    seqlen_q, seqlen_k = call.longest
+    seen = min(seqlen_k, call.window + tile.queries) if call.window else seqlen_k
+    blocks = -(-seen // tile.tile_n)
+    most = min(slots // count, blocks, MAX_PARTIALS)
+    if most > PARTS_AT_ONCE and PARTS_AT_ONCE * count >= FULL_PARTS * slots:
+        most = PARTS_AT_ONCE
+    splits = min(most, max(blocks // BLOCKS_OF_A_PART, -(-ENOUGH_CTAS // count), LEAST_SPLITS))
+    bytes_of_block = tile.tile_n * call.q.element_size() * (call.q.shape[-1] + call.v_cache.shape[-1])
+    spared = bytes_of_block * (blocks - -(-blocks // max(splits, 1)))
+    if splits < LEAST_SPLITS or spared < LEAST_SPARED:
+        splits = 1
+    even = not call.mask or EVEN * seqlen_q <= seqlen_k
+    waves = splits * count / slots
+    alone = bytes_of_block * -(-blocks // splits)
+    if alone > FEW_BYTES or (splits == 1 and (math.ceil(waves) - waves) * alone > IDLE_BYTES):
+        if splits == 1:
+            pays = tile.tile_m > 64 and math.ceil(waves) <= STREAM_K_COST * waves
+        else:
+            pays = call.batch == 1 and even and most * count >= FULL_PARTS * slots
+        if not pays:
+            return Split("shares")
+    return Split("parts", splits) if splits > 1 else Split()
 
 
 def _check_sizes(call: Call, tile: Any) -> None:

@@ -220,7 +220,7 @@ def tile_at(contender: Contender, workload: Workload, target: str | None = None)
     kernel = registry.lookup(traits, contender.tile or None, target)
     if contender.tile or traits.op not in ("forward", "backward"):
         return kernel.tile
-    return kernel.for_lengths(*workload.tile_lengths, target, workload.pairs).tile
+    return kernel.for_lengths(*workload.tile_lengths, target, workload.pairs, workload.seen_by_window).tile
 
 
 def needed_kernels(

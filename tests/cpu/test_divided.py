@@ -49,11 +49,12 @@ def wanted(params):
 
 WANTED = {
     "few-queries": (call(1024, 12928), "", "parts"),
-    "packed": (call(9, 54285, (8, 1), 256, batch=2, packed=True), "varlen-varlen_k", "shares"),
+    "packed": (call(9, 54285, (8, 1), 256, batch=2, packed=True), "varlen-varlen_k", "parts"),
     "causal": (call(4992, 27583, (1, 1), causal=True), "causal", "shares"),
     "one-query": (call(1, 32768, (32, 8), 128), "", "parts"),
-    "window": (call(64, 8192, (8, 2), 128, batch=3, window=(2000, 0)), "window", "shares"),
-    "seqused": (call(2, 8192, batch=2, seqused_k=torch.ones(2, dtype=torch.int32)), "seqused_k", "shares"),
+    "window": (call(64, 32768, (8, 2), 128, batch=3, window=(20000, 0)), "window", "parts"),
+    "seqused": (call(2, 8192, batch=2, seqused_k=torch.ones(2, dtype=torch.int32)), "seqused_k", "parts"),
+    "an-idle-last-wave": (call(11520, 40832, (2, 1), 256), "", "shares"),
 }
 
 
@@ -76,6 +77,8 @@ def test_few_work_tiles_are_divided(name):
 UNWANTED = {
     "many-queries": call(8192, 8192),
     "few-keys": call(1, 2048),
+    "few-keys-of-a-window": call(64, 8192, (8, 2), 128, batch=3, window=(2000, 0)),
+    "a-full-last-wave": call(16384, 40832, (1, 1), 256),
     "top-left": call(1, 8192, causal="top_left"),
     "a-named-kernel": call(1, 8192, kernel="sm90"),
     "a-tile": call(1, 8192, tile="tile_n=64"),

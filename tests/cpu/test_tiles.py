@@ -229,7 +229,7 @@ def test_a_lookup_names_the_reason_for_a_declined_tile():
         ("d64", 512, 50176, 3200, 192),
         ("d64", 512, 50176, None, 192),
         ("d64-causal", 2048, 2048, 8, 64),
-        ("d64-softcap", 2048, 2048, 8, 192),
+        ("d64-softcap", 2048, 2048, 8, 64),
         ("d64-varlen", 2048, 2048, 8, 192),
         ("d128-causal", 1024, 1024, 8, 64),
         ("d128-causal", 1024, 1024, 64, 128),
@@ -248,10 +248,38 @@ def test_rows_of_a_work_tile_follow_the_work(features, seqlen_q, seqlen_k, pairs
     assert kernel.for_lengths(seqlen_q, seqlen_k, 1, "sm90", pairs).tile.tile_m == rows
 
 
-def test_few_queries_take_a_backward_of_64():
+def test_a_backward_of_64_rows_where_128_would_be_empty():
     kernel = registry.lookup(Traits.parse("backward-sm90-bf16-d64"))
-    rows = [kernel.for_lengths(n, 4096, 1).tile.tile_m for n in (1, 64, 65)]
-    assert rows == [64, 64, 128]
+    rows = {n: kernel.for_lengths(n, 4096, 1).tile.tile_m for n in (1, 64, 65, 128, 129, 257, 305, 400, 577)}
+    assert rows == {1: 64, 64: 64, 65: 128, 128: 128, 129: 64, 257: 64, 305: 64, 400: 128, 577: 128}
+
+
+def test_small_tiles_where_a_query_sees_few_keys():
+    """Keys on average, keys of a window, or functions, whose cost does not depend on lengths."""
+
+    def tile(features, seqlen_q, seqlen_k, group=1, window=0):
+        kernel = registry.lookup(Traits.parse(f"forward-sm90-bf16-{features}"))
+        found = kernel.for_lengths(seqlen_q, seqlen_k, group, "sm90", None, window).tile
+        return found.tile_m, found.tile_n, found.pack_heads
+
+    small, large = (64, 64, 1), (192, 128, 1)
+    assert tile("d64", 16384, 1024) == small and tile("d64", 16384, 1025) == large
+    assert tile("d64-causal", 2048, 2048) == small and tile("d64-causal", 2050, 2050) == large
+    assert tile("d64-window", 16384, 16384, window=2048) == small
+    assert tile("d64-window", 16384, 16384, window=2049) == tile("d64-window", 16384, 16384) == large
+    assert tile("d64-causal-softcap", 16384, 16384) == tile("d64-causal-dropout", 512, 512) == small
+    assert tile("d256-window", 8192, 8192, window=128) == (128, 64, 1)
+    assert [tile("d136-window", 8192, 8192, window=n)[1] for n in (128, 512)] == [128, 64]
+
+
+def test_a_tile_holds_the_heads_of_a_key_head_under_a_mask():
+    def heads(features, group):
+        kernel = registry.lookup(Traits.parse(f"forward-sm90-bf16-{features}"))
+        return kernel.for_lengths(8192, 8192, group).tile.pack_heads
+
+    assert [heads("d64-causal", n) for n in (1, 2, 4, 5, 6, 8, 16)] == [1, 1, 4, 1, 1, 8, 8]
+    assert heads("d256-causal", 8) == heads("d256-varlen", 8) == 8
+    assert heads("d256", 8) == heads("d128-causal", 8) == 1
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def forward_requests(
     if tile:
         yield traits, tile, target
         return
-    chosen = kernel.for_lengths(*case.longest, case.group, target, case.pairs)
+    chosen = kernel.for_lengths(*case.longest, case.group, target, case.pairs, case.seen_by_window)
     yield traits, chosen.tile, target
     if arch == "sm90" and traits.bias:
         yield traits, chosen.without_tma_bias().tile, target

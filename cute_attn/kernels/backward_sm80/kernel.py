@@ -102,7 +102,13 @@ class BackwardSm80:
         return default_tile(traits, target)
 
     def for_lengths(
-        self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm80", pairs: int | None = None
+        self,
+        seqlen_q: int,
+        seqlen_k: int,
+        group: int,
+        target: str = "sm80",
+        pairs: int | None = None,
+        window: int = 0,
     ) -> "BackwardSm80":
         """This kernel: its default tile does not depend on lengths."""
         return self

@@ -9,8 +9,8 @@ from cute_attn.tiles import BackwardSm90Tile
 from cute_attn.tiles.table import Key, Table
 from cute_attn.traits import Traits
 
-FEW_QUERIES = 64
-"""Up to so many queries, tiles have no more rows than that."""
+FEW_ROWS, EMPTY = 64, 1.2
+"""Rows of the tile for few queries, and how many times as many rows another one has to compute for it to be taken."""
 MANY = 6
 """Numbers that functions hold above which tiles have as few keys as those of head dims above 128."""
 TABLE = Table(__file__, BackwardSm90Tile)

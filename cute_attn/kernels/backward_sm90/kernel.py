@@ -80,7 +80,7 @@ from cute_attn.device.wgmma import start_gemm
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.arguments import backward_fake_args
-from cute_attn.kernels.backward_sm90.heuristics import FEW_QUERIES, TABLE, keys
+from cute_attn.kernels.backward_sm90.heuristics import EMPTY, FEW_ROWS, TABLE, keys
 from cute_attn.kernels.backward_sm90.layouts import BackwardSm90Layouts
 from cute_attn.kernels.backward_sm90.params import (
     BackwardInputs,
@@ -136,19 +136,26 @@ class BackwardSm90(BackwardSm90Layouts):
         return TABLE.first(traits, target, *keys(traits, target))
 
     def for_lengths(
-        self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm90", pairs: int | None = None
+        self,
+        seqlen_q: int,
+        seqlen_k: int,
+        group: int,
+        target: str = "sm90",
+        pairs: int | None = None,
+        window: int = 0,
     ) -> "BackwardSm90":
-        """This kernel, which has its default tile, with one of at most ``FEW_QUERIES`` where no sequence has more.
+        """This kernel, which has its default tile, with fewer rows where many of the default's would be empty.
 
         A variant with a default tile of its own keeps it.
         """
+        rows, few = (-(-seqlen_q // n) * n for n in (self.tile.tile_m, FEW_ROWS))
         own = self.tile != BackwardSm90.default_tile(self.traits, target)
-        if own or seqlen_q > FEW_QUERIES or self.tile.tile_m <= FEW_QUERIES:
+        if own or self.tile.tile_m <= FEW_ROWS or rows < EMPTY * few:
             return self
         fewer = [
             tile
             for tile in TABLE.tiles(*keys(self.traits, target))
-            if tile.tile_m <= FEW_QUERIES and tile.bias_stages == self.tile.bias_stages
+            if tile.tile_m <= FEW_ROWS and tile.bias_stages == self.tile.bias_stages
         ]
         return replace(self, tile=first_that_fits(fewer, self.traits, target)) if fewer else self
 

@@ -96,7 +96,13 @@ class ForwardSm80:
         return default_tile(traits, target)
 
     def for_lengths(
-        self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm80", pairs: int | None = None
+        self,
+        seqlen_q: int,
+        seqlen_k: int,
+        group: int,
+        target: str = "sm80",
+        pairs: int | None = None,
+        window: int = 0,
     ) -> "ForwardSm80":
         """This kernel, which has its default tile, with the tile for sequences of at most these lengths.
 

@@ -93,19 +93,26 @@ class ForwardSm90:
         return TABLE.first(traits, target, *keys(traits, target))
 
     def for_lengths(
-        self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm90", pairs: int | None = None
+        self,
+        seqlen_q: int,
+        seqlen_k: int,
+        group: int,
+        target: str = "sm90",
+        pairs: int | None = None,
+        window: int = 0,
     ) -> "ForwardSm90":
         """This kernel, which has its default tile, with the tile for sequences of at most these lengths.
 
         Args:
             group: query heads per key head.
             pairs: the number of (sequence, query head) pairs; None: unknown, taken as enough to fill the GPU.
+            window: the most keys that a query sees where a window bounds them, 0 where none does.
 
         A variant with a default tile of its own keeps it.
         """
         if self.tile != ForwardSm90.default_tile(self.traits, target):
             return self
-        tile = tile_for_lengths(self.tile, self.traits, seqlen_q, seqlen_k, group, pairs)
+        tile = tile_for_lengths(self.tile, self.traits, seqlen_q, seqlen_k, group, pairs, window)
         return dataclasses.replace(self, tile=tile)
 
     def without_tma_bias(self) -> "ForwardSm90":

@@ -10,7 +10,13 @@ from cute_attn.tiles import ForwardSm90Tile, best_packing, first_that_fits, may_
 from cute_attn.traits import Traits
 
 SHORT_SEQLEN = 1024
-"""Longest sequences that take a smaller tile: prologue and epilogue dominate them."""
+"""Maximum keys that a query sees on average for which tiles are small: prologue and epilogue dominate them."""
+
+SHORT_WINDOW = 2048
+"""The same where a window bounds them: blocks at both of its ends are masked in part, and small ones waste less."""
+
+LEAST_WINDOW = 256
+"""Below it, a window of head dims from 129 to 192 does not take narrow key blocks: 128 keys cover it in fewer steps."""
 
 SHORT_BIASED = 512
 """The same with a bias that TMA loads: beyond it 192 rows are faster than 64."""
@@ -38,6 +44,7 @@ def tile_for_lengths(
     seqlen_k: int,
     group: int,
     pairs: int | None = None,
+    window: int = 0,
 ) -> ForwardSm90Tile:
     """The tile for sequences of at most these lengths.
 
@@ -45,15 +52,29 @@ def tile_for_lengths(
         default: the tile for many long sequences.
         group: query heads per key head.
         pairs: the number of (sequence, query head) pairs; None: unknown, taken as enough to fill the GPU.
+        window: the most keys that a query sees where a window bounds them, 0 where none does.
     """
-    short = _short_tile(traits, seqlen_q, seqlen_k)
+    short = _short_tile(traits, seqlen_q, seqlen_k, window)
     plain = short or default
     tile = None
-    if may_pack_heads(traits):
-        tile = best_packing(_packing_tiles(traits, short), plain, seqlen_q, group, traits.varlen)
-    if tile is None and pairs is not None and not (epilogues_beside(traits) or traits.varlen):
+    if not traits.bias:
+        packed = group if may_pack_heads(traits) else 1
+        tiles = _packing_tiles(traits, short, default, seqlen_q * group)
+        tile = best_packing(tiles, plain, seqlen_q, packed, traits.varlen)
+        if tile is None and packed > 1:
+            tile = _with_group(plain, traits, group)
+    if (
+        tile is None
+        and pairs is not None
+        and not traits.varlen
+        and (traits.epilogues or not epilogues_beside(traits))
+    ):
         tile = _tile_for_work(plain, traits, seqlen_q, seqlen_k, pairs)
     tile = tile or plain
+    if (
+        not default.speculative
+    ):  # as a function may grow along the keys, and each step would be computed twice
+        tile = dataclasses.replace(tile, speculative=False)
     if seqlen_k > max(FEW_KEYS) or traits.bias:
         return tile
     enough = [
@@ -62,20 +83,65 @@ def tile_for_lengths(
     return dataclasses.replace(tile, tile_n=enough[0]) if enough else tile
 
 
-def _short_tile(traits: Traits, seqlen_q: int, seqlen_k: int) -> ForwardSm90Tile | None:
-    """For short sequences, else None; with a bias and head dims above 64 only where one tile has all queries."""
-    longest = max(seqlen_q, seqlen_k)
-    tiles = TABLE.tiles(*keys(traits, "sm90", "short")) if longest <= SHORT_SEQLEN or traits.bias else ()
-    if not tiles or not tiles[0].bias_stages:
-        return tiles[0] if tiles else None
-    wide = max(traits.head_dim, traits.head_dim_v) > 64
-    return tiles[0] if (seqlen_q <= tiles[0].tile_m if wide else longest <= SHORT_BIASED) else None
+def _short_tile(traits: Traits, seqlen_q: int, seqlen_k: int, window: int) -> ForwardSm90Tile | None:
+    """The tile for queries that see few keys, or None.
+
+    Sums of exponentials of capped scores and of functions take so long that small CTAs, which overlap more, compute
+    them faster whatever the lengths. With a bias that TMA loads and head dims above 64, only one tile with all queries
+    is faster.
+    """
+    tiles = TABLE.tiles(*keys(traits, "sm90", "short"))
+    if not tiles:
+        return None
+    d = max(traits.head_dim, traits.head_dim_v)
+    if traits.bias:
+        few = seqlen_q <= tiles[0].tile_m if d > 64 else max(seqlen_q, seqlen_k) <= SHORT_BIASED
+        return tiles[0] if few and tiles[0].bias_stages else None
+    seen = seqlen_k // 2 if traits.causal and _is_triangular(traits, seqlen_q, seqlen_k) else seqlen_k
+    if d > 128 and seqlen_k <= max(FEW_KEYS):
+        short = False
+    elif window:
+        short = window <= SHORT_WINDOW and (window >= LEAST_WINDOW or not 128 < d <= 192)
+    elif d <= 64:
+        short = seen <= SHORT_SEQLEN or traits.softcap or bool(traits.epilogues)
+    else:
+        short = max(seqlen_q, seqlen_k) <= SHORT_SEQLEN
+    return tiles[0] if short else None
 
 
-def _packing_tiles(traits: Traits, short: ForwardSm90Tile | None) -> list[ForwardSm90Tile]:
-    """Packing tiles of one warpgroup and of two."""
+def _is_triangular(traits: Traits, seqlen_q: int, seqlen_k: int) -> bool:
+    """Whether queries of a causal call see half of the keys on average, rather than nearly all."""
+    return traits.top_left or seqlen_k < 2 * seqlen_q
+
+
+def _with_group(plain: ForwardSm90Tile, traits: Traits, group: int) -> ForwardSm90Tile | None:
+    """The tile with several heads of a key head, whose rows are of fewer queries, or None where that does not pay.
+
+    Under a mask fewer queries see more equal keys, and fewer blocks are masked in part; packed sequences end within
+    fewer rows. Head dims from 65 to 128 gain nothing.
+    """
+    d = max(traits.head_dim, traits.head_dim_v)
+    pays = traits.varlen or traits.causal or traits.windowed
+    heads = max(n for n in (1, 2, 4, 8) if group % n == 0)
+    if heads < 4 or not pays or 64 < d <= 128 or plain.tile_m == 64:
+        return None
+    packed = dataclasses.replace(plain, pack_heads=heads)
+    return packed if packed.reject(traits, "sm90") is None else None
+
+
+def _packing_tiles(
+    traits: Traits, short: ForwardSm90Tile | None, default: ForwardSm90Tile, rows: int
+) -> list[ForwardSm90Tile]:
+    """Packing tiles of one warpgroup, of two, and of three where that is the default.
+
+    rows: of a key head's queries.
+    """
     one, two = (_of_warpgroups(traits, n) for n in ("one_warpgroup", "two_warpgroups"))
-    return [one, first_that_fits([short, two], traits, "sm90") if short and short.tile_m == 128 else two]
+    if not short:
+        return [one, two, default] if default.tile_m > 128 else [one, two]
+    if short.tile_m == 128:
+        return [one, first_that_fits([short, two], traits, "sm90")]
+    return [one] if rows <= one.tile_m else [short]
 
 
 def _of_warpgroups(traits: Traits, number: str) -> ForwardSm90Tile:
@@ -100,7 +166,7 @@ def _tile_for_work(
         others.append((_of_warpgroups(traits, "one_warpgroup"), slower, 1.45))
     if not others:
         return None
-    triangular = traits.causal and (traits.top_left or seqlen_k < 2 * seqlen_q)
+    triangular = traits.causal and _is_triangular(traits, seqlen_q, seqlen_k)
 
     def estimate(tile: ForwardSm90Tile, shared: float, alone: float) -> float:
         """Rows that a multiprocessor computes one after the other, in time of the default tile's."""

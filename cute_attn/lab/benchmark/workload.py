@@ -92,6 +92,12 @@ class Workload:
         return None if self.lengths else self.batch * self.nheads
 
     @property
+    def seen_by_window(self) -> int:
+        """The most keys that a query sees where a window bounds them, 0 where none does."""
+        left, right = self.band
+        return left + right + 1 if self.windowed and left is not None and right is not None else 0
+
+    @property
     def sequences(self) -> tuple[tuple[int, int], ...]:
         """Queries and keys of each sequence."""
         if self.lengths:
