@@ -6,11 +6,16 @@ A row that is too long goes on in the next line, which begins with the arrow. Th
 anything, and so does its end.
 """
 
+import math
 import re
-from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+
+NAMES = {"math": math, "np": np, "torch": torch}
+"""What a row may use beside a test's own names."""
 
 
 def each(text: str) -> pytest.MarkDecorator:
@@ -19,11 +24,11 @@ def each(text: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("call", "sentence"), [row.split(" -> ") for row in rows])
 
 
-def check(call: str, sentence: str, names: Mapping[str, Any]) -> None:
+def check(call: str, sentence: str, names: dict[str, Any]) -> None:
     """The call, an expression of ``names``, raises this error, with this sentence on a single line."""
     error, _, wanted = sentence.partition(": ")
     with pytest.raises(Exception) as raised:
-        eval(call, dict(names))
+        eval(call, NAMES | names)
     said = str(raised.value)
     assert type(raised.value).__name__ == error and "\n" not in said, raised.value
     assert re.match(".*".join(map(re.escape, wanted.split("..."))), said), said

@@ -1,16 +1,12 @@
-"""The decode benchmark without a GPU: its rows, their inputs, what it says of peers, its table and picture."""
+"""The decode benchmark without a GPU: its rows, their inputs and our call."""
 
 import math
 
 import pytest
 import torch
 
-from bench import decode, decode_impls
-from bench.decode_rows import MIXED, Row, make_inputs, rows
-from cute_attn.lab.benchmark.peers import Declined
-
-ROWS = list(rows())
-
+from bench import decode_impls
+from bench.decode_rows import Row, make_inputs
 
 # ---- rows ----
 
@@ -80,54 +76,3 @@ def test_an_append_fills_the_last_rows():
     for b in range(2):
         page = x.page_table[b, 36 // 3]
         assert x.v_cache[page, 36 % 3].equal(x.v[b, 0])
-
-
-def test_packed_queries_of_a_mixed_batch():
-    row = next(row for row in ROWS if row.mixed)
-    queries = [n for n, _ in MIXED]
-    assert row.sequences == MIXED and row.packed and row.capacity == max(keys for _, keys in MIXED)
-    assert sum(queries) == 2 * 2048 + 64
-    pairs = sum(n * k - n * (n - 1) // 2 for n, k in MIXED)
-    assert row.flops == 4 * 128 * 32 * pairs
-
-
-# ---- peers ----
-
-
-DECLINED = {
-    "cudnn": ["b16-k8192-page1", "b64-k32768-ragged", "b8-k8192-q16-causal", "b16-k32768-window4096"],
-}
-
-
-@pytest.mark.parametrize(("name", "row"), [(name, row) for name, some in DECLINED.items() for row in some])
-def test_what_a_peer_cannot_compute_is_declined(name, row):
-    one = next(r for r in ROWS if r.name == row)
-    with pytest.raises(Declined):
-        decode_impls.PEERS[name](one, None)
-
-
-def test_a_call_that_fails_or_differs_is_an_error_of_its_implementation(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    row = SMALL[0]
-    inputs = make_inputs(row, "cpu", copies=1)
-    right = decode_impls.ours("sm90")
-
-    def declines(row, x):
-        raise Declined("it has no caches")
-
-    def raises(row, x):
-        raise KeyError("a")
-
-    def breaks(row, x):
-        return {"a": lambda x: x.missing, "b": right(row, x)[""]}
-
-    def differs(row, x):
-        return {"": lambda x: right(row, x)[""](x) * 1.2}
-
-    given = {"declines": declines, "raises": raises, "right": right, "breaks": breaks, "differs": differs}
-    monkeypatch.setattr(decode_impls, "IMPLEMENTATIONS", given)
-    stages = []
-    calls, errors = decode.ready(row, tuple(given), inputs, stages.append)
-    assert set(calls) == {("right", ""), ("breaks", "b")} and stages == [(name,) for name in given]
-    assert errors["declines"] == "it has no caches" and set(errors) == {"declines", "raises", "differs"}
-    assert errors["differs"].startswith("its output differs from right's by 0.2")

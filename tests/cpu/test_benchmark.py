@@ -1,6 +1,5 @@
 """Benchmarks without a GPU: their arithmetic, files, and calls of peers."""
 
-import json
 import math
 from dataclasses import replace
 from functools import partialmethod
@@ -10,7 +9,7 @@ import torch
 
 from bench import backward, forward
 from cute_attn.lab.benchmark import peers, results
-from cute_attn.lab.benchmark.workload import Workload, of_traits
+from cute_attn.lab.benchmark.workload import Workload
 from cute_attn.lab.check import Accuracy, check_workloads, small_workloads
 from cute_attn.traits import Traits
 
@@ -32,28 +31,6 @@ def test_lengths_of_keys_and_windows_are_named():
     for wrong in ({"lengths_k": (1,)}, {"causal": True, "window_right": 1}):
         with pytest.raises(ValueError, match=r"is .*; accepted: "):
             replace(varlen, **wrong)
-
-
-def test_useful_flops_are_of_two_or_five_products():
-    forward_ = Workload(2, 64, 3, 8, head_dim_v=16, seqlen_k=96)
-    assert forward_.flops == 2 * 2 * 3 * 64 * 96 * (8 + 16)
-    assert replace(forward_, op="backward").flops == 2 * 2 * 3 * 64 * 96 * (3 * 8 + 2 * 16)
-
-
-@pytest.mark.parametrize(
-    "features",
-    ["", "-causal", "-window-softcap-alibi", "-bias_bf16-dropout", "-causal-varlen", "-causal-sinks_bf16"],
-)
-def test_workloads_of_traits(features):
-    for op in ("forward",) if "sinks" in features else ("backward", "forward"):
-        traits = Traits.parse(op + "-sm80-bf16-d64" + features)
-        workload = of_traits(traits, 2048)
-        assert workload.traits("sm80") == traits
-    assert workload.causal == (traits.causal or traits.windowed) and bool(workload.window) == traits.windowed
-    assert (workload.softcap, workload.alibi) == (traits.softcap, traits.alibi)
-    assert (workload.bias, workload.dropout, workload.sinks) == (traits.bias, traits.dropout, traits.sinks)
-    assert bool(workload.lengths) == traits.varlen
-    assert all(small.nheads == 2 * small.nheads_kv for small in small_workloads(traits))
 
 
 @pytest.mark.parametrize("workload", list(forward.workloads()), ids=lambda workload: workload.name)
@@ -148,35 +125,6 @@ def test_failures_and_wrong_results_are_rows(monkeypatch):
     assert stages == [tuple(rivals), *((name,) for name in rivals), timed]
 
 
-@pytest.fixture
-def result():
-    rows = [
-        {"workload": "fwd-a", "impl": "cute_attn/forward-sm80", "ms": 1.0, "value": 300.0, "unit": "TFLOP/s"},
-        {"workload": "fwd-a", "impl": "fa2", "ms": 1.2, "value": 250.0, "unit": "TFLOP/s"},
-        {"workload": "fwd-a", "impl": "cudnn", "error": "it has no such thing"},
-        {"workload": "fwd-b", "impl": "cute_attn/forward-sm80", "error": "broken"},
-        {"workload": "fwd-b", "impl": "fa2", "ms": 1.0, "value": 200.0, "unit": "TFLOP/s"},
-    ]
-    return {
-        "gpu": "NVIDIA H200",
-        "driver": "580.1",
-        "clock_mhz": 1500,
-        "torch": "2.13",
-        "cutlass_dsl": "4.8.1",
-        "peers": {"fa4": "4.0"},
-        "commit": "abc",
-        "date": "2026-11-21T08:00:00+00:00",
-        "rows": rows,
-    }
-
-
-def test_a_result_reads_back(result, tmp_path):
-    path = results.write(result, results.default_path(tmp_path, "forward", result))
-    assert path.name == "2026-11-21-h200-forward.json"
-    assert json.loads(path.read_text()) == result
-    assert path.read_text().count("\n") > len(result["rows"])
-
-
 def test_accuracy_allows_twice_plain_torchs_error():
     exact = torch.ones(4, dtype=torch.float64)
     plain = (exact + 0.01).half()
@@ -196,11 +144,3 @@ def test_a_kernel_is_checked(op, features, monkeypatch):
     monkeypatch.setattr(Workload, "inputs", partialmethod(Workload.inputs, device="cpu"))
     for workload, accuracy in check_workloads(traits, small_workloads(traits)[1:2]):
         assert workload.op == op and accuracy.passed and accuracy.error > 0
-
-
-@pytest.mark.parametrize("op", ["forward", "backward"])
-def test_the_newest_kernel_is_a_call_that_names_none(op, monkeypatch):
-    monkeypatch.setattr(peers, "ours", lambda kernel: kernel)
-    for target, kernels in (("sm86", {"sm80": None}), ("sm90", {"sm80": "sm80", "sm90": None})):
-        monkeypatch.setattr("cute_attn.compiler.default_target", lambda arch, target=target: target)
-        assert peers.own_kernels(op) == {f"cute_attn/{op}-{arch}": kernel for arch, kernel in kernels.items()}

@@ -5,7 +5,6 @@ import subprocess
 import pytest
 
 from cute_attn import compiler
-from cute_attn.cli.code import _sides
 from cute_attn.lab import revision
 from cute_attn.lab import verdict as verdict_module
 from cute_attn.lab.compare import MOST_ROWS, Row, compare, normalized
@@ -219,22 +218,3 @@ def test_a_revision_is_no_option_of_git(old_revision, tmp_path):
     with pytest.raises(ValueError, match=r"revision is '--output=.*'; accepted: a commit"):
         revision.verdict_at(f"--output={tmp_path}/written", Traits.parse("forward-sm80-bf16-d64"), "", "sm80")
     assert not list(tmp_path.glob("written*"))
-
-
-# ---- the command ----
-
-
-@pytest.mark.parametrize(
-    "other, tiles, at, expected",
-    [
-        (None, ["b"], None, (("k", None), ("k", "b"))),
-        (None, ["a", "b"], None, (("k", "a"), ("k", "b"))),
-        ("other", [], None, (("k", None), ("other", None))),
-        ("other", ["a"], None, (("k", "a"), ("other", "a"))),
-        ("other", ["a", "b"], None, (("k", "a"), ("other", "b"))),
-        (None, [], "HEAD", (("k", None), ("k", None))),
-        (None, ["a"], "HEAD", (("k", "a"), ("k", "a"))),
-    ],
-)
-def test_sides(other, tiles, at, expected):
-    assert _sides("k", other, tiles, at is not None) == expected

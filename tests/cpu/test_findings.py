@@ -110,38 +110,6 @@ def test_conflicts_are_the_advice_where_they_bound_the_step():
     assert spilled.startswith("It spills 3 times") and conflicts == fault
 
 
-def test_no_bound_is_named_where_bank_conflicts_are_not_counted():
-    """The step reads shared memory, and the kernel states no copy of it."""
-
-    class Reads:
-        @staticmethod
-        def count(opcode):
-            return int(opcode == "LDSM")
-
-    (said,) = findings(dataclasses.replace(made(shared=1500.0), steady=Reads))
-    assert said.startswith("The steady step has no certain bound: bank conflicts of its LDSM are not counted")
-    (said,) = findings(dataclasses.replace(made(copies=(Conflicts("K", "LDSM", 1, 1, 1),)), steady=Reads))
-    assert "is bound by tensor cores" in said
-
-
-def test_a_variant_is_compared_with_its_kernel_and_both_are_explained():
-    slow = dataclasses.replace(
-        made(shared=3000.0, copies=CONFLICTS), name="forward-sm80:mine-bf16-d64", revision="HEAD~1"
-    )
-    first, own, others, fault = findings(made(), slow)
-    gap = relative(estimates(slow), estimates(made())) - 1
-    label = "forward-sm80:mine-bf16-d64 at HEAD~1"
-    assert first.startswith(f"By its code {NAME} is the best: {label} is {gap:.1%} slower. `cute-attn ab`")
-    assert own.startswith(f"The steady step of {NAME} is bound by tensor cores")
-    assert others.startswith(f"The steady step of {label} is bound by shared memory") and "8-way" in fault
-    same = dataclasses.replace(made(), name="forward-sm80:mine-bf16-d64")
-    first, *_ = findings(made(), same)
-    assert (
-        first == f"By their code the kernels are equal: {same.name} costs the same. "
-        "`cute-attn ab` measures it on a GPU."
-    )
-
-
 def test_kernels_that_compute_something_else_are_not_compared():
     other = dataclasses.replace(made(), name="forward-sm80-bf16-d64-causal")
     first, second = findings(made(), other)

@@ -82,23 +82,6 @@ def test_files_of_others_stay(tmp_path, name):
     assert (tmp_path / where).read_text() == text and sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("link", ["flash-attn3", "flash-attn2/build/torch-cpu/__init__.py"])
-def test_links_are_not_followed(tmp_path, link):
-    folder, elsewhere = tmp_path / "kernel", tmp_path / "elsewhere"
-    hub.write(folder)
-    (folder / link).rename(elsewhere)  # what is there is this command's own
-    (folder / link).symlink_to(elsewhere)
-    with pytest.raises(ValueError, match="accepted: a FOLDER"):
-        hub.write(folder)
-
-
-def test_what_an_older_version_wrote_is_replaced(tmp_path):
-    for path in hub.write(tmp_path):
-        if path.name == "__init__.py":
-            path.write_text(path.read_text().partition("\n")[0] + "\n\nOLD = True\n")
-    assert not any("OLD" in path.read_text() for path in hub.write(tmp_path))
-
-
 @pytest.mark.doors("kernels")
 def test_hugging_faces_library_loads_it(tmp_path, monkeypatch):
     import kernels

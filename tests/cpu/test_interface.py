@@ -25,7 +25,6 @@ from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
 from cute_attn.host import dispatch
 from cute_attn.host.call import Call, pack_epilogues, unpack_epilogues
 from cute_attn.host.checks import check, check_for_kernels
-from cute_attn.host.padding import to_copy
 from tests import refusals
 
 BF16 = torch.bfloat16
@@ -55,11 +54,6 @@ def varlen(**changes):
 
 def int32(*values):
     return torch.tensor(values, dtype=torch.int32)
-
-
-def misaligned(x):
-    storage = torch.zeros(x.numel() + 1, dtype=x.dtype)
-    return storage[1:].view(x.shape)
 
 
 META_Q = torch.empty(2, 16, 4, 64, dtype=BF16, device="meta")
@@ -211,28 +205,6 @@ def test_wrong_calls_of_kernels(call, sentence, as_on_cuda):
     refusals.check(call, sentence, globals() | DOORS)
 
 
-UNALIGNED = {
-    "head_dim_12": dense(**wide(12)),
-    "head_dim_1": dense(**wide(1)),
-    "head_dim_v_59": dense(v=randn(2, 24, 2, 59, dtype=BF16)),
-    "last_dim": dense(q=randn(2, 16, 64, 4, dtype=BF16).transpose(2, 3)),
-    "row_stride": dense(k=randn(2, 24, 2 * 64 + 4, dtype=BF16)[..., :128].unflatten(2, (2, 64))),
-    "head_stride": dense(v=randn(2, 24, 2, 68, dtype=BF16)[..., :64]),
-    "address": dense(k=misaligned(GOOD["k"])),
-}
-
-
-@pytest.mark.parametrize("name", UNALIGNED)
-def test_rows_that_start_anywhere_are_padded(name, as_on_cuda, monkeypatch):
-    calls = []
-    monkeypatch.setattr(operators, "forward", lambda call: calls.append(call) or (call.q, None, None))
-    called(UNALIGNED[name])()
-    assert not calls[0].aligned
-    check_for_kernels(calls[0], unaligned=True)
-    tensors = calls[0][:3]
-    assert any(to_copy(tensors))
-
-
 @pytest.fixture
 def as_on_cuda(monkeypatch):
     """CPU tensors go through the checks of CUDA tensors; nothing is computed."""
@@ -380,27 +352,6 @@ def test_returned_values():
     assert out.shape == (16, 4, 64) and lse.shape == (4, 16) and softmax.shape == (2, 4, 10, 24)
 
 
-def test_varlen_is_a_loop():
-    arguments = varlen()
-    out, lse = attention_varlen(**arguments, causal=True, return_lse=True)
-    for b in range(2):
-        rows, keys = (slice(*arguments[f"cu_seqlens_{x}"][b : b + 2].tolist()) for x in "qk")
-        one = (arguments["q"][None, rows], arguments["k"][None, keys], arguments["v"][None, keys])
-        one_out, one_lse = attention(*one, causal=True, return_lse=True)
-        assert torch.equal(out[rows], one_out[0]) and torch.equal(lse[:, rows], one_lse[0])
-
-
-def test_default_scale_is_of_the_head_dim():
-    good = dense()
-    assert torch.equal(attention(**good), attention(**good, softmax_scale=1 / 8))
-
-
-def test_double_stays_double():
-    q = randn(1, 3, 2, 5).double()
-    out, lse = attention(q, q, q, return_lse=True)
-    assert out.dtype == lse.dtype == torch.float64
-
-
 # ---- dropout's seed ----
 
 
@@ -541,15 +492,6 @@ def test_empty_inputs_have_zero_gradients(sizes):
     for output in attention(*inputs[:3], bias=inputs[3], return_lse=True):
         grads = torch.autograd.grad(output.sum(), inputs, retain_graph=True)
         assert all(torch.equal(grad, torch.zeros_like(x)) for grad, x in zip(grads, inputs, strict=True))
-
-
-def test_gradients_of_the_lse_alone_and_of_the_output_alone():
-    q, k, v = (randn(1, 5, 2, 8, seed=s).double().requires_grad_() for s in range(3))
-    for which in (0, 1):
-        assert torch.autograd.gradcheck(
-            lambda *x, which=which: attention(*x, window=(2, 1), softcap=2.0, return_lse=True)[which],
-            (q, k, v),
-        )
 
 
 # ---- precision and autocast ----

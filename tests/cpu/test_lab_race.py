@@ -1,16 +1,14 @@
 """A/Bs and races on a simulated card; the checks against the reference on the CPU, where kernels are the reference."""
 
 import math
-import types
 from functools import partialmethod
 
 import pytest
 import torch
 
-from cute_attn.lab import card as card_module
 from cute_attn.lab.benchmark import peers
 from cute_attn.lab.benchmark.workload import Workload
-from cute_attn.lab.card import Checks, Contender, Gpu, Wrong
+from cute_attn.lab.card import Checks, Contender, Wrong
 from cute_attn.lab.race import ab, fastest
 from cute_attn.lab.sensors import State, named, parse_nvidia_smi, summary
 from cute_attn.lab.workloads import default_workloads, parse
@@ -46,16 +44,6 @@ def test_an_ab_says_what_is_so(speed, outcome):
     assert (found.gpu, found.driver) == ("simulated", "1.0")
 
 
-def test_samples_are_taken_in_turn_after_both_were_checked():
-    simulated = card()
-    ab(NARROW, DEFAULT, ["b2-s8192-h16"], card=simulated)
-    assert [what for what, _ in simulated.events[:4]] == ["built", "built", "checked", "checked"]
-    sampled = [who for what, who in simulated.events if what == "sampled"]
-    rounds = [sampled[len(sampled) - 84 + 4 * i :][:4] for i in range(21)]
-    assert rounds[::2] == [[NARROW, DEFAULT, DEFAULT, NARROW]] * 11
-    assert rounds[1::2] == [[DEFAULT, NARROW, NARROW, DEFAULT]] * 10
-
-
 def test_rounds_are_void_while_the_gpu_is_slowed_by_heat():
     states = [State(1200, 500, 88, ("heat",))] * 5 + [State(1755, 690, 61, ("power",))]
     (one,) = ab(NARROW, DEFAULT, ["s8192"], card=card(options={"states": states})).measured
@@ -79,19 +67,6 @@ def test_the_sentence_of_one_and_of_many_workloads():
     assert found.outcome == "slower" and [one.outcome for one in found.measured] == ["slower", "same"]
     assert "slower on fwd-bf16-d128-b8-s2048-h16 (" in found.sentence and "; same on " in found.sentence
     assert "\n" not in found.sentence
-
-
-def test_a_comparison_is_a_table_and_json():
-    from rich.console import Console
-
-    found = ab(NARROW, "fa4", card=card())
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(found.table())
-    text = console.export_text()
-    assert all(one.workload in text and one.outcome in text for one in found.measured)
-    values = found.to_json()
-    assert values["kind"] == "comparison" and values["sentence"] == found.sentence
-    assert [one["ratio"] for one in values["measured"]] == [one.ratio for one in found.measured]
 
 
 def test_a_wrong_kernel_is_not_timed():
@@ -215,18 +190,3 @@ def test_a_kernel_that_is_wrong_at_a_small_size_is_not_run_at_a_large_one(on_the
     monkeypatch.setattr(interface, "attention", broken)
     with pytest.raises(Wrong, match="is wrong on fwd-bf16-d64-b2-s127-h4x2-causal"):
         Checks().checked(Contender("forward-sm80-bf16-d64-causal"), Workload(1, 64, 4, 64, causal=True))
-
-
-def test_a_lost_context_is_not_one_contenders_failure(monkeypatch):
-    def lost():
-        raise RuntimeError("CUDA error: an illegal memory access")
-
-    gpu = object.__new__(Gpu)
-    gpu._checks = types.SimpleNamespace(checked=lambda *_: lost())
-    monkeypatch.setattr(torch.cuda, "synchronize", lost)
-    workload = Workload(1, 16, 2, 64)
-    with pytest.raises(card_module.Lost, match=r"tile_n=112 ended the GPU's context on fwd-.*illegal memory"):
-        gpu.prepare(NARROW, workload)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    with pytest.raises(RuntimeError, match="CUDA error"):
-        gpu.prepare(NARROW, workload)

@@ -6,7 +6,6 @@ import itertools
 import re
 import socket
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +14,6 @@ from cute_attn.lab import report
 from cute_attn.lab.pictures import Pictures, pictures
 from cute_attn.lab.race import ab
 from cute_attn.lab.study import Candidate, Study
-from cute_attn.lab.verdict import Verdict
 from cute_attn.traits import Traits
 from tests import processes
 from tests.simulated_card import SimulatedCard
@@ -103,23 +101,12 @@ def test_the_command_writes_a_page(tmp_path):
     assert done.returncode == 0 and "<svg" not in page.read_text()
 
 
-def test_what_would_make_the_page_too_large_is_left_out_and_named(monkeypatch):
-    text = f'<?xml version="1.0"?>\n<svg width="9pt"><g id="{"a" * 1000}"/></svg>'
-    one = SimpleNamespace(_repr_svg_=lambda: text)
-    drawn = Pictures("forward-sm80-bf16-d64", dict.fromkeys(("smem-q", "smem-k", "mma"), one))
-    monkeypatch.setattr("cute_attn.lab.report.pictures", lambda *kernel: drawn)
-    monkeypatch.setattr(report, "_FOR_PICTURES", 2500)
-    figures, left_out = report.drawn(Verdict("forward-sm80-bf16-d64", "sm80", "tile_n=64"))
-    assert [figure.count("<svg") for figure in figures] == [1, 1] and left_out == ["mma"]
-    assert 'id="smem-k-aaa' in figures[1] and "xml" not in figures[0]
-
-
 # ---- the commands ----
 
 
 WRONG = {
     ("ab", NAME): "there is no GPU; timing a kernel needs one",
-    ("ab", NAME, "--tile", "a", "--tile", "b", "--peer", "fa4"): "--tile is given 2 times beside --peer",
+    ("ab", NAME, "--tile", "a", "--tile", "b", "--peer", "fa4"): "B is given more than once, by the second",
     ("ab", NAME, "--peer", "fa5"): "name is 'fa5'",
     ("ab", NAME, "--workload", "large"): "workload has 'large'; accepted: bBATCH",
     ("tune", NAME): "there is no GPU; --static ranks without one",

@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import json
-import threading
 
 import pytest
 
@@ -11,15 +10,13 @@ from cute_attn import compiler
 from cute_attn.compiler import registry
 from cute_attn.kernels.forward_sm90.heuristics import TABLE
 from cute_attn.lab import builds as builds_module
-from cute_attn.lab.builds import Built, WorkerBuilds
+from cute_attn.lab.builds import Built
 from cute_attn.lab.card import Contender, Lost
 from cute_attn.lab.race import workloads_of
-from cute_attn.lab.space import Space, accepted, change_text
-from cute_attn.lab.timings import TimingKey, Timings
+from cute_attn.lab.space import Space
 from cute_attn.lab.tune import Equipment, table_row, tune
 from cute_attn.tiles import ForwardSm90Tile
 from cute_attn.traits import Traits
-from tests import toy
 from tests.simulated_card import SimulatedCard
 
 NAME = "forward-sm90-bf16-d128"
@@ -154,14 +151,6 @@ def test_the_winner_is_printed_as_a_row_of_the_kernels_table(kept):
     assert others == ["", ""]
 
 
-def test_a_study_without_a_winner_has_no_row(kept):
-    study, _, _ = run(lambda tile: 1.0 if tile == DEFAULT else 1.05, kept)
-    with pytest.raises(
-        ValueError, match=f"{NAME} keeps its default tile, whose row stays; accepted: a study with"
-    ):
-        table_row(study, workloads_of([Contender(NAME)], ("s8192",)), "0123abc")
-
-
 # ---- what goes wrong ----
 
 
@@ -251,22 +240,6 @@ def test_a_tile_that_ended_the_gpus_context_is_left_out_the_next_time(kept):
     assert tile_of(deadly) not in builds.submitted and deadly not in heats(card)
 
 
-def test_a_line_that_was_not_finished_is_no_timing(kept):
-    keys = [TimingKey("kernel", "default", f"w{i}", "gpu", "1") for i in range(3)]
-    timings = Timings(kept)
-    timings.put(keys[0], [0.01, 0.02], 1.5)
-    with kept.open("a") as file:
-        file.write('{"key": {"kernel": "x", "defa')
-    Timings(kept).put(keys[1], [0.03], 2.5)
-    again = Timings(kept)
-    assert again.get(keys[0]).log_ratios == (0.01, 0.02) and again.get(keys[1]).ms == 2.5
-    assert again.get(keys[2]) is None
-    timings.began("a")
-    timings.began("b")
-    timings.ended("a")
-    assert not Timings(kept).hung("a") and Timings(kept).hung("b")
-
-
 # ---- order and budget ----
 
 
@@ -330,115 +303,7 @@ def test_wrong_spaces(text, message):
         Space.parse(text, DEFAULT)
 
 
-def test_what_does_not_fit_alone_is_tried_with_a_second_field():
-    space = Space.around(DEFAULT)
-    singles, declined = accepted(space.neighbours(), TRAITS, "sm90")
-    repaired = list(space.repaired(TRAITS, "sm90"))
-    assert 0 < len(repaired) <= declined.total() and not set(repaired) & set(singles)
-    for tile in repaired:
-        assert tile.reject(TRAITS, "sm90") is None and change_text(DEFAULT, tile).count("=") == 2
-    assert any(tile.num_stages == 3 for tile in repaired) and not any(
-        tile.num_stages == 3 for tile in singles
-    )
-
-
-def test_pairs_combine_changes_of_different_fields():
-    space = Space.around(DEFAULT)
-    helped = [
-        dataclasses.replace(DEFAULT, **change)
-        for change in ({"tile_n": 112}, {"q_in_regs": False}, {"tile_n": 96})
-    ]
-    pairs = [change_text(DEFAULT, tile) for tile in space.pairs(helped)]
-    assert pairs == ["tile_n=112,q_in_regs=false", "tile_n=96,q_in_regs=false"]
-
-
-def test_every_tiles_values_contain_those_of_its_defaults():
-    for traits, target in registry.defaults():
-        if traits.op in ("forward", "backward"):
-            tile = registry.lookup(traits, None, target).tile
-            for name, values in Space.around(tile).values:
-                assert getattr(tile, name) in values, (traits, name)
-
-
 # ---- builds in processes ----
-
-
-class Worker:
-    """Answers in this process."""
-
-    running = None
-
-    def __init__(self, module):
-        self.killed = threading.Event()
-
-    def ask(self, message):
-        if "values=3" in message["tile"]:
-            return {"error": "ValueError: no\nsecond line"}
-        if "values=9" in message["tile"]:
-            self.killed.wait(5)
-            return {"error": "the process that built it ended with status -9"}
-        if message["workloads"] == []:
-            return {"seconds": 1.0, "error": None}
-        rank = {
-            "spills_in_step": 1,
-            "estimates": {w["seqlen"]: 2.0 for w in message["workloads"]},
-            "no_rank": "",
-        }
-        return {"seconds": 1.0, "error": None, "key": message["tile"]} | rank
-
-    def interrupt(self):
-        self.killed.set()
-
-    def stop(self):
-        self.killed.set()
-
-
-@pytest.fixture
-def in_this_process(monkeypatch):
-    monkeypatch.setattr(builds_module, "Worker", Worker)
-
-
-def take_all(builds):
-    found = []
-    while builds.pending:
-        found += builds.take(1.0)
-    return {built.tile.values: built for built in found}
-
-
-def test_builds_in_the_background(in_this_process):
-    from cute_attn.lab.benchmark.workload import Workload
-
-    traits = Traits.parse(toy.NAME)
-    beside = [(traits, toy.ToyTile(7), "sm80")]
-    builds = WorkerBuilds(traits, "sm80", [Workload(1, 96, 2, 64)], beside, workers=2)
-    builds.submit(toy.ToyTile(n) for n in (1, 2, 3))
-    assert builds.pending == 3
-    found = take_all(builds)
-    builds.close()
-    assert found.keys() == {1, 2, 3} and found[3].error == "ValueError: no"
-    assert found[1].estimates == {96: 2.0} and found[1].spills_in_step == 1 and "values=1" in found[1].key
-
-
-def test_kernels_of_the_script_itself_are_built_by_it(in_this_process, monkeypatch):
-    monkeypatch.setattr(compiler, "user_modules", lambda request: {"__main__": "script.py"})
-    built = []
-
-    class Compiled:
-        from_cache, seconds, key = False, 2.0, "a key"
-
-    def compile(traits, tile, target):
-        built.append(tile)
-        if tile.values == 2:
-            raise RuntimeError("no")
-        return Compiled
-
-    monkeypatch.setattr(compiler, "compile", compile)
-    monkeypatch.setattr("cute_attn.lab.tune_worker.build_parts", lambda compiled: None)
-    monkeypatch.setattr("cute_attn.lab.tune_worker.ranked", lambda compiled, workloads: {"no_rank": "none"})
-    builds = WorkerBuilds(Traits.parse(toy.NAME), "sm80", [], [(Traits.parse(toy.NAME), None, "sm80")])
-    builds.submit(toy.ToyTile(n) for n in (1, 2))
-    found = take_all(builds)
-    assert len(built) == 2 and found[1].key == "a key" and found[2].error == "RuntimeError: no"
 
 
 def test_a_worker_builds_and_ranks():

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import warnings
-import weakref
 
 import pytest
 import torch
@@ -101,15 +100,6 @@ def test_opcheck_of_the_backward(name, needed):
         )
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_the_operator_is_the_reference(name):
-    arguments = make(name)
-    out, lse, softmax = torch.ops.cute_attn.forward.default(*arguments.values(ATTENTION))
-    expected = operators.forward_cpu(arguments)
-    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
-    assert torch.equal(softmax, torch.empty(0) if expected[2] is None else expected[2])
-
-
 # ---- under a compiler ----
 
 
@@ -169,20 +159,6 @@ def test_a_gradient_the_operator_lacks_is_not_lost():
         compiled()
     attention(q, k, v, alibi_slopes=slopes).sum().backward()
     assert slopes.grad.any()
-
-
-def test_only_the_gradients_needed_are_computed():
-    q, k, v = inputs()
-    k.requires_grad_()
-    out, lse, _ = torch.ops.cute_attn.forward.default(*call(q, k, v).values(ATTENTION))
-    (grad,) = torch.autograd.grad(out.sum(), (k,))
-    (expected,) = torch.autograd.grad(operators.forward_cpu(call(q, k, v))[0].sum(), (k,))
-    torch.testing.assert_close(grad, expected)
-    needed = [False, True, False, False, False]
-    *grads, own = torch.ops.cute_attn.backward.default(
-        torch.ones_like(out), None, out.detach(), lse.detach(), needed, *call(q, k, v).values(ATTENTION)
-    )
-    assert [g.numel() for g in grads] == [0, k.numel(), 0, 0, 0] and own == []
 
 
 def test_checkpointing_repeats_the_same_mask():
@@ -249,29 +225,6 @@ def test_no_address_of_a_fake_tensor_is_read(door, device, inside, written, recw
         found = calls[door]()
     assert found.shape == (packed_out if door == "varlen" else out).shape and not recwarn.list
     assert bool(written) == (door != "bias")
-
-
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_what_metadata_shows_of_a_fake_output_is_checked(device):
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        x, fewer = (torch.empty(2, n, 4, 64, dtype=BF16, device=device) for n in (9, 8))
-        expanded, odd = (
-            torch.empty_strided((2, 9, 4, 64), strides, dtype=BF16, device=device)
-            for strides in ((0, 256, 64, 1), (2340, 260, 65, 1))
-        )
-        with pytest.raises(ValueError, match=r"^out has shape .*, so that elements share memory; accepted"):
-            attention(x, x, x, out=expanded)
-        with pytest.raises(ValueError, match=r"^out has shape \(2, 8, 4, 64\); accepted: \(2, 9, 4, 64\)$"):
-            attention(x, x, x, out=fewer)
-        if device == "cuda":
-            with pytest.raises(
-                ValueError, match=r"^out has strides \(2340, 260, 65, 1\); accepted: rows of conti"
-            ):
-                attention(x, x, x, out=odd)
-        else:
-            assert attention(x, x, x, out=odd) is odd
 
 
 def test_a_given_output_in_one_graph():
@@ -359,20 +312,6 @@ def test_gradients_have_the_strides_of_fake_ones(order):
 
 
 CU_2 = torch.arange(3, dtype=torch.int32)
-
-
-def test_fake_gradients_need_no_kernel():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        q, k, v = (torch.empty(2, n, 4, d, dtype=BF16) for n, d in ((5, 64), (7, 64), (7, 32)))
-        k = k[:, :, :1].expand(2, 7, 4, 64)
-        bias = torch.empty(1, 4, 1, 7)
-        leaves = [x.requires_grad_() for x in (q, k, v, bias)]
-        out, lse = attention(*leaves[:3], bias=bias, return_lse=True)
-        grads = torch.autograd.grad((out, lse), leaves, (torch.empty_like(out), torch.empty_like(lse)))
-    for grad, x in zip(grads, leaves, strict=True):
-        assert (grad.shape, grad.dtype, grad.device) == (x.shape, x.dtype, x.device) and grad.is_contiguous()
 
 
 def test_other_devices_are_refused():
@@ -511,13 +450,6 @@ class Writes(list):
         arguments[3].copy_(torch.arange(arguments[3].numel()).view(arguments[3].shape))
 
 
-def test_a_kernel_writes_the_given_output(recorder):
-    q, k, v = kernel_inputs()
-    out = q.new_empty(2, 9, 4, 16)[..., :8]
-    assert attention(q, k, v, out=out) is out
-    assert recorder.launched[0][3] is out
-
-
 LAZY = {
     "negated": lambda x: torch._neg_view(x),
     "zeros": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
@@ -582,16 +514,6 @@ def registered_epilogue():
         yield
     finally:
         del base._REGISTERED["test_ops_lazy"]
-
-
-def test_a_lazy_output_is_written_as_torch_would(recorder, monkeypatch):
-    """Through a tensor that the kernel writes."""
-    monkeypatch.setattr(recorder, "launched", Writes())
-    memory = torch.zeros(2, 9, 4, 8, dtype=BF16)
-    out = torch._neg_view(memory)
-    assert attention(*kernel_inputs(), out=out) is out
-    written = recorder.launched.last[3]
-    assert not written.is_neg() and written.any() and out.equal(written) and memory.equal(-written)
 
 
 @pytest.mark.parametrize("name", ["kernel", "reference"])
@@ -692,28 +614,6 @@ def test_tensors_of_the_moment_reach_a_planned_kernel(recorder):
             if isinstance(x, torch.Tensor)
         ]
         assert any(x is state for x in tensors) and any(x is slope for x in tensors)
-
-
-def test_one_tensor_as_slopes_and_sinks_is_both(recorder):
-    slopes = randn(4)
-    attention(*kernel_inputs(), alibi_slopes=slopes, sinks=slopes)
-    (arguments,) = recorder.launched
-    given = [x for part in arguments[-1] if isinstance(part, tuple) for x in part]
-    assert {x.data_ptr() for x in given if isinstance(x, torch.Tensor)} == {slopes.data_ptr()}
-    assert sum(isinstance(x, torch.Tensor) for x in given) == 2
-
-
-def test_plans_keep_no_tensor(recorder):
-    """They outlive the calls that they were made for."""
-    q, k, v = kernel_inputs()
-    tensors = {"bias": randn(2, 1, 1, 11), "alibi_slopes": randn(4), "rng_state": torch.tensor([1, 2])}
-    tensors |= {"sinks": randn(4)}
-    references = [weakref.ref(x) for x in tensors.values()]
-    attention(q, k, v, **tensors, dropout_p=0.5)
-    assert len(plans._plans) == 1
-    recorder.launched.clear()
-    del tensors
-    assert [reference() for reference in references] == [None] * 4
 
 
 def test_slopes_and_bias_are_broadcast_by_stride_0(recorder):
@@ -862,34 +762,6 @@ def test_meaningless_strides_are_replaced(recorder):
     assert m_q.stride() == (0, 0, 16, 1) and torch.equal(m_q, odd)
 
 
-@pytest.mark.parametrize("empty", ["seqlen_q", "seqlen_k", "batch", "heads"])
-def test_nothing_is_launched_for_nothing(recorder, empty):
-    q, k, v = kernel_inputs()
-    if empty == "seqlen_q":
-        q = q[:, :0]
-    elif empty == "seqlen_k":
-        k, v = k[:, :0], v[:, :0]
-    elif empty == "batch":
-        q, k, v = q[:0], k[:0], v[:0]
-    else:
-        q, k, v = q[:, :, :0], k[:, :, :0], v[:, :, :0]
-    out, lse, softmax = attention(q, k, v, causal=True, return_lse=True, return_softmax=True)
-    assert not recorder.launched and not out.any() and (lse == -math.inf).all() and not softmax.any()
-    assert out.shape == (*q.shape[:3], 8) and softmax.shape == (
-        q.shape[0],
-        q.shape[2],
-        q.shape[1],
-        k.shape[1],
-    )
-
-
-def test_nothing_is_launched_for_no_sequences(recorder):
-    """The driver refuses an empty grid; tensors may have rows all the same."""
-    none, (q, k, v) = torch.zeros(1, dtype=torch.int32), (x[0] for x in kernel_inputs())
-    out, lse = attention_varlen(q, k, v, none, none, 5, 5, return_lse=True)
-    assert not recorder.launched and out.shape == (9, 4, 8) and not out.any() and (lse == -math.inf).all()
-
-
 def test_rows_that_no_thread_writes_are_zero(recorder):
     q, k, v = (x[0] for x in kernel_inputs())
     used = torch.tensor([2, 0, 5], dtype=torch.int32)
@@ -919,24 +791,6 @@ def test_divided_keys_are_read_from_aligned_rows(recorder):
     assert of_attention and not any(x.data_ptr() % 16 for x in of_attention)
 
 
-def test_no_sequence_has_no_sinks(recorder):
-    q, cu = randn(3, 4, 8, dtype=BF16), torch.zeros(1, dtype=torch.int32)
-    out, lse = attention_varlen(q, q, q, cu, cu, 1, 1, sinks=randn(4), return_lse=True)
-    assert out.eq(0).all() and lse.eq(-math.inf).all()
-
-
-def test_unsupported_traits(recorder):
-    from cute_attn import Unsupported
-
-    q, k, v = kernel_inputs()
-    with pytest.raises(Unsupported, match=r"needs .* bytes of shared memory"):
-        attention(q, k, v, kernel="sm80", tile="tile_n=8192")
-    with pytest.raises(ValueError, match=r"tile has 'rows=3'; accepted: FIELD=VALUE"):
-        attention(q, k, v, kernel="sm80", tile="rows=3")
-    with pytest.raises(ValueError, match=r"^kernel is 'sm70' .*; accepted: 'sm80', 'sm90'"):
-        attention(q, k, v, kernel="sm70")
-
-
 def test_an_arch_that_declines_names_the_reason(recorder):
     q, k, v = kernel_inputs()
     with pytest.warns(
@@ -948,26 +802,6 @@ def test_an_arch_that_declines_names_the_reason(recorder):
         attention(q, k, v, tile="tile_m=128,num_warps=8")
         attention(q, k, v, kernel="sm80", tile="tile_m=128,num_warps=8")
         attention(q, k, v, tile="tile_n=64")
-
-
-def test_another_tile_than_the_default_is_logged_with_its_reason(recorder, caplog):
-    """Traits do not have the bias's strides."""
-    q, k, v = (randn(2, 64, 2, 64, dtype=BF16) for _ in range(3))
-    bias = randn(2, 2, 64, 72, dtype=BF16)
-    with caplog.at_level("DEBUG", "cute_attn"):
-        attention(q, k, v, bias=bias[..., :64], kernel="sm90")
-        attention(q, k, v, bias=randn(2, 2, 64, 68, dtype=BF16)[..., :64], kernel="sm90")
-    first, second = (tile for _, tile, _ in recorder.built)
-    assert first.bias_stages and not second.bias_stages
-    taken = "forward-sm90-bf16-d64-bias_bf16 on sm90 takes tile"
-    assert caplog.messages[0] == f"{taken} {first}"
-    assert caplog.messages[1].startswith(
-        f"{taken} {second}; for TMA, bias has shape (2, 2, 64, 64), strides (8704,"
-    )
-    assert caplog.messages[1].endswith(
-        "accepted: more rows than one, multiples of 8 elements before the last stride, "
-        "and data aligned to 16 bytes"
-    )
 
 
 def test_a_tile_too_large_for_a_smaller_gpu(recorder, monkeypatch):
@@ -1039,16 +873,6 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.seen.append(func)
         return func(*args, **(kwargs or {}))
-
-
-def test_dispatch_modes_see_the_backward():
-    q, k, v = inputs(requires_grad=True)
-    with Watch() as watch:
-        grads = torch.autograd.grad(attention(q, k, v, causal=True).sum(), (q, k, v))
-    assert torch.ops.cute_attn.backward.default in watch.seen
-    expected = torch.autograd.grad(attention(q, k, v, causal=True).sum(), (q, k, v))
-    for a, b in zip(grads, expected, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 def test_subclasses_and_dispatch_modes_go_through_the_dispatcher(recorder):

@@ -2,13 +2,11 @@
 
 import argparse
 import json
-import subprocess
-import sys
 
 import pytest
 
 from tests.outside import run
-from tests.outside.suites import SUITES, Suite
+from tests.outside.suites import Suite
 
 TESTS = """if True:
     import os
@@ -96,15 +94,6 @@ def test_a_sample_runs_and_is_reported(suites, capsys):
     assert "skipped 1: Skipped: for a reason" in printed and "q has head_dim 20; accepted" in printed
 
 
-def test_samples_depend_on_the_seed_alone(suites):
-    many = Suite(**{**vars(SUITE), "tests": {"test_many": 12}, "deselected": {}})
-    one, two, other = (
-        run.run_suite(many, suites, options(seed=seed, workers=workers)).share
-        for seed, workers in ((0, 1), (0, 2), (1, 1))
-    )
-    assert one == two != other and len(one) == len(other) == 12
-
-
 def test_listed_tests_run_instead_of_a_sample(suites, tmp_path, capsys):
     listed = tmp_path / "ids"
     own = [f"test_them.py::test_many[{a}-{b}-{-b}]" for a, b in ((3, 7), (49, 39), (0, 0))]
@@ -119,17 +108,6 @@ def test_listed_tests_run_instead_of_a_sample(suites, tmp_path, capsys):
     assert capsys.readouterr().err.count("accepted: a file, with one NAME") == 2
 
 
-def test_what_a_newer_library_lacks_skips(suites):
-    gone = (
-        "import math\nfrom math import never_was\ndef test_of_it(): never_was()\ndef test_rest(): math.sin(0)"
-    )
-    (suites / "own" / "test_them.py").write_text(gone)
-    changes = {"tests": {"test": 9}, "deselected": {}, "lacking": ("math.never_was", "math.sin")}
-    outcome = run.run_suite(Suite(**{**vars(SUITE), **changes}), suites, options(workers=1))
-    assert outcome.counts() == {"passed": 1, "skipped": 1, "not reached": 0}, outcome.tail
-    assert outcome.reasons("skipped")[0][0] == "Skipped: math has no never_was"
-
-
 def test_what_cannot_run_is_said(suites, capsys):
     assert run.run_suite(SUITE, suites / "elsewhere", options()).skipped.endswith("test_them.py is missing")
     lacking = Suite(**{**vars(SUITE), "needs": ("no_such_module",)})
@@ -138,21 +116,6 @@ def test_what_cannot_run_is_said(suites, capsys):
     assert "NAME is 'nothing'; accepted: pytorch-sdpa, " in capsys.readouterr().err
     (suites / "own" / "test_them.py").write_text("import no_such_module")
     assert "No module named 'no_such_module'" in run.run_suite(SUITE, suites, options(workers=1)).tail
-
-
-def test_the_time_limit_ends_a_suite(tmp_path):
-    worker = run.Worker({"results": str(tmp_path / "none")}, tmp_path / "log")
-    worker.process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert run._watch([worker], SUITE, tmp_path, end=0.0) == {}
-    assert worker.process.poll() is not None and worker.lines() == []
-    outcome = run.gather([{"share": ["a", "b"]}, {"test": "a", "outcome": "passed", "reason": ""}], {})
-    assert outcome.counts() == {"passed": 1, "not reached": 1}
-
-
-def test_help_names_every_suites_files():
-    text = run.parser().format_help()
-    for name, suite in SUITES.items():
-        assert name in text and suite.source in text
 
 
 def test_main_writes_json(suites, monkeypatch, tmp_path):

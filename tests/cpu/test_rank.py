@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 
 from cute_attn.lab.benchmark.workload import Workload, standard, visible_pairs
-from cute_attn.lab.gpu import MULTIPROCESSORS
-from cute_attn.lab.rank import LATENCY, estimate, makespan, operand_bytes, work_tiles
+from cute_attn.lab.rank import LATENCY, estimate, makespan, work_tiles
 from cute_attn.lab.verdict import Clocks, StepCost, Verdict, verdict
 from tests.measured_pairs import PAIRS, Pair
 
@@ -34,34 +33,14 @@ PLAIN = Verdict("forward-sm90-bf16-d64", "sm90", "tile_m=128,tile_n=64,pack_head
 LOAD = Workload(1, 256, 4, 64)
 
 
-def with_clocks(**changes: float) -> Verdict:
-    return dataclasses.replace(
-        PLAIN, step=dataclasses.replace(STEP, clocks=dataclasses.replace(CLOCKS, **changes))
-    )
-
-
 def test_units_overlap_in_part():
     assert CLOCKS.estimate == 500 and CLOCKS.bound == "issue"
     assert estimate(PLAIN) == 1000 * 500 / 8192
 
 
-def test_blocks_share_a_multiprocessor_and_hide_stalls():
-    alone, shared = (dataclasses.replace(with_clocks(warp=900), blocks=blocks) for blocks in (1, 2))
-    assert estimate(alone) == 1000 * 900 / 8192
-    assert estimate(shared) == 1000 * 500 / 8192
-
-
 def test_a_launch():
     """2 work tiles of 4 heads, 4 steps each, on fewer than all multiprocessors: one round of blocks."""
     assert estimate(PLAIN, LOAD) == 4 * 2 * 500 + 500 / 2 + LATENCY
-
-
-def test_a_launch_that_memory_bounds():
-    decode = Workload(64, 1, 64, 64, nheads_kv=64, seqlen_k=16384)
-    fast = with_clocks(tensor=1, issue=1, warp=1)
-    assert estimate(fast, decode) == operand_bytes(decode) / MULTIPROCESSORS["sm90"].bytes
-    keys = 2 * 64 * 64 * 16384 * 128
-    assert operand_bytes(decode) == keys + 2 * 64 * 64 * 128
 
 
 @pytest.mark.parametrize("seqlen_k", [0, 100, 1000])

@@ -6,7 +6,6 @@ import pytest
 from cute_attn.compiler import compile, cubin
 from cute_attn.kernels.step import StepContent
 from cute_attn.lab.sass import BYTES, Code, Instruction, Loop, StepNotFound
-from layouts import mma as layouts_mma
 from tests import toy
 
 # ---- instructions ----
@@ -23,36 +22,6 @@ def test_instructions_are_those_of_the_text(fresh_cache):
     assert not any(i.file or i.line for i in code.instructions)  # built without line info
     names = {i.name for i in code.instructions}
     assert "LDG.E" in names and all(1 <= i.stall <= 15 for i in code.instructions if i.opcode == "FFMA")
-
-
-def test_a_load_is_waited_for(fresh_cache):
-    """A product of a loaded number waits for a scoreboard."""
-    code = Code.of(compile(toy.NAME, target="sm80").cubin)
-    loaded = {i.operands[0]: i for i in code.instructions if i.name == "LDG.E"}
-    users = [i for i in code.instructions if i.opcode == "FMUL" and i.operands[1] in loaded]
-    assert users and any(i.waits for i in users)
-    assert all(0 <= bit < 6 for i in code.instructions for bit in i.waits)
-
-
-def test_source_lines_are_those_of_the_packages_at_hand(monkeypatch, tmp_path):
-    """Whichever checkout built the kernel; a user's file stays where it is."""
-    built_at = "/gone/cute_attn/cute_attn/device", "/gone/layouts", "/home/me"
-    files = [{"dir-idx": n, "file": "mma.py"} for n in range(3)]
-    lines = [{"opcode": "NOP", "source-line": 7, "source-file-id": n} for n in range(3)]
-    functions = [{"function-name": "k", "sass-instructions": lines}]
-    sources = [{"directories": list(built_at), "files": files}]
-    monkeypatch.setattr(cubin, "disassemble_json", lambda cubin: [{}, functions, *sources])
-    monkeypatch.setattr(cubin, "sections", lambda cubin: [(".text.k", 0, 48)])
-    here = tmp_path / "cute_attn/device/mma.py"
-    here.parent.mkdir(parents=True)
-    here.touch()
-    assert [i.file for i in Code.of(bytes(48), sources=tmp_path).instructions] == [
-        str(here),
-        "/gone/layouts/mma.py",
-        "/home/me/mma.py",
-    ]
-    running = [i.file for i in Code.of(bytes(48)).instructions]
-    assert running[1] == layouts_mma.__file__ and running[0].startswith("/gone/")
 
 
 def instruction(
@@ -107,23 +76,6 @@ def test_a_steady_step_repeats_products_starts_loads_and_skips_masks():
     assert counts == {"HMMA": 4, "MUFU.EX2": 2, "LDGSTS": 1, "FSEL": 0, "LDSM": 1}
     assert step.count() == step.stalls == 1 + 2 * 4 + 2 + 2 + 1 + 2
     assert step.steps == 1
-
-
-def test_an_unrolled_loop_counts_as_several_steps():
-    two_steps = [("HMMA.16816.F32", "R8"), ("MUFU.EX2", "R8"), ("FADD", "R8")] * 2
-    code = listing(*two_steps, ("BRA", at(0), "@P0"), ("EXIT",))
-    step = code.step(StepContent(mma=1, exp2=1, elements=8, warps=4))
-    assert step.steps == 2 and step.count("HMMA") == step.count("FADD") == 1
-
-
-def test_of_several_loops_the_shortest_is_the_steady_one():
-    masked = [("HMMA.16816.F32", "R8"), ("FSEL", "R8"), ("MUFU.EX2", "R8"), ("BRA", at(0), "@P0")]
-    exact = [("HMMA.16816.F32", "R8"), ("MUFU.EX2", "R8"), ("MUFU.EX2", "R9"), ("BRA", at(4), "@P0")]
-    frozen = [("HMMA.16816.F32", "R8"), ("MUFU.EX2", "R8"), ("BRA", at(8), "@P0")]
-    code = listing(*masked, *exact, *frozen, ("BRA", at(0), "@P1"), ("EXIT",))
-    assert [loop.header // BYTES for loop in code.loops] == [0, 4, 8]  # the outermost shares the first header
-    assert code.step(StepContent(mma=1, exp2=1, elements=8, warps=4)).loop.header == 8 * BYTES
-    assert code.step(StepContent(mma=1, exp2=2, elements=8, warps=4)).loop.header == 4 * BYTES
 
 
 def test_retries_of_a_wait_are_no_loop():

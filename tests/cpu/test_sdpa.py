@@ -3,14 +3,11 @@
 import inspect
 import itertools
 import math
-import os
 import random
 import subprocess
 import sys
-import threading
 import warnings
 
-import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -22,9 +19,10 @@ from cute_attn.compiler import registry
 from cute_attn.host import doors
 from cute_attn.host import plans as known
 from cute_attn.host.activation import Options
-from cute_attn.sdpa import calls, operators, overrides, plans, slower
+from cute_attn.sdpa import calls, operators, overrides, plans
 from cute_attn.sdpa.calls import Inputs, request_of, why_not, why_not_drawn
 from cute_attn.sdpa.operators import OPERATORS, STATES
+from tests import refusals
 
 BF16 = torch.bfloat16
 aten = torch.ops.aten
@@ -168,41 +166,28 @@ def empty(*shape, dtype=BF16, device="cpu"):
 
 
 CU = torch.tensor([0, 5, 16], dtype=torch.int32)
-DECLINED = {
-    "dtype": ("flash", {name: empty(2, 8, 4, 64, dtype=torch.float64) for name in "qkv"}, "q has dtype"),
-    "v_dtype": ("flash", {"v": empty(2, 128, 2, 64, dtype=torch.float16)}, "v has dtype torch.float16"),
-    "head_dim": ("flash", {name: empty(2, 8, 4, 584) for name in "qkv"}, "q has head_dim 584; accepted"),
-    "odd": ("efficient", {name: empty(2, 8, 4, 20) for name in "qkv"}, "q has head_dim 20; accepted: mult"),
-    "v_dim": ("flash", {"v": empty(2, 128, 2, 32)}, "v has head_dim 32; accepted by flash attention: 64"),
-    "heads": ("flash", {"q": empty(2, 128, 3, 64)}, "q has 3 heads; accepted: a multiple of k's 2"),
-    "empty": ("flash", {name: empty(2, 8, 4, 0) for name in "qkv"}, "q and v have head dims 0 and 0; acc"),
-    "dims": ("flash", {"q": empty(2, 4, 64)}, r"q has shape \(2, 4, 64\)"),
-    "devices": (
-        "flash",
-        {"q": empty(2, 128, 4, 64, device="meta")},
-        "tensors are on cpu, meta; accepted: one",
-    ),
-    "dropout": ("flash", {"dropout_p": 1.0}, "dropout_p is 1.0"),
-    "one_query": (
-        "efficient",
-        {"q": empty(2, 1, 4, 64), "bias": empty(2, 4, 1, 128)},
-        r"PyTorch's kernel is faster for one query with a mask: 12.0 ms, here 19.9 ms \(gpt-fast",
-    ),
-    "cudnn_72": (
-        "cudnn",
-        {name: empty(2, 128, 4, 72) for name in "qkv"},
-        "PyTorch's kernel is faster for inference with head dim 72 under cuDNN: 19.3 ms, here 21.1 ms",
-    ),
-    "scale": ("flash", {"scale": math.nan}, "softmax_scale is nan"),
-    "bias_shape": ("efficient", {"bias": empty(2, 4, 128, 1)}, "bias has shape"),
-    "bias_dtype": ("efficient", {"bias": empty(1, 1, 128, 128, dtype=torch.float64)}, "bias has dtype"),
-    "lengths": ("flash", {"cu_seqlens_q": CU}, "one of cum_seq_q and cum_seq_k is missing"),
-    "packed": (
-        "flash",
-        {name: empty(16, 4, 64) for name in "qkv"} | {"cu_seqlens_q": CU, "cu_seqlens_k": CU.long()},
-        "cu_seqlens_k has dtype torch.int64",
-    ),
-}
+DECLINED = """
+declined("flash", **{name: empty(2, 8, 4, 64, dtype=torch.float64) for name in "qkv"}) -> ValueError: q has dtype
+declined("flash", v=empty(2, 128, 2, 64, dtype=torch.float16)) -> ValueError: v has dtype torch.float16
+declined("flash", **{name: empty(2, 8, 4, 584) for name in "qkv"}) -> ValueError: q has head_dim 584; accepted
+declined("efficient", **{name: empty(2, 8, 4, 20) for name in "qkv"}) -> ValueError: q has head_dim 20; accepted: mult
+declined("flash", v=empty(2, 128, 2, 32)) -> ValueError: v has head_dim 32; accepted by flash attention: 64
+declined("flash", q=empty(2, 128, 3, 64)) -> ValueError: q has 3 heads; accepted: a multiple of k's 2
+declined("flash", **{name: empty(2, 8, 4, 0) for name in "qkv"}) -> ValueError: q and v have head dims 0 and 0; acc
+declined("flash", q=empty(2, 4, 64)) -> ValueError: q has shape (2, 4, 64)
+declined("flash", q=empty(2, 128, 4, 64, device="meta")) -> ValueError: tensors are on cpu, meta; accepted: one
+declined("flash", dropout_p=1.0) -> ValueError: dropout_p is 1.0
+declined("efficient", q=empty(2, 1, 4, 64), bias=empty(2, 4, 1, 128))
+    -> ValueError: PyTorch's kernel is faster for one query with a mask: 12.0 ms, here 19.9 ms (gpt-fast
+declined("cudnn", **{name: empty(2, 128, 4, 72) for name in "qkv"})
+    -> ValueError: PyTorch's kernel is faster for inference with head dim 72 under cuDNN: 19.3 ms, here 21.1 ms
+declined("flash", scale=math.nan) -> ValueError: softmax_scale is nan
+declined("efficient", bias=empty(2, 4, 128, 1)) -> ValueError: bias has shape
+declined("efficient", bias=empty(1, 1, 128, 128, dtype=torch.float64)) -> ValueError: bias has dtype
+declined("flash", cu_seqlens_q=CU) -> ValueError: one of cum_seq_q and cum_seq_k is missing
+declined("flash", **{name: empty(16, 4, 64) for name in "qkv"} | {"cu_seqlens_q": CU, "cu_seqlens_k": CU.long()})
+    -> ValueError: cu_seqlens_k has dtype torch.int64
+"""
 
 
 def test_the_good_call_is_served():
@@ -210,36 +195,23 @@ def test_the_good_call_is_served():
     assert all(why_not(request_of(backend, Inputs(**inputs), **arguments)) is None for backend in OPERATORS)
 
 
-@pytest.mark.parametrize("name", DECLINED)
-def test_declined(name):
-    backend, changes, message = DECLINED[name]
+def declined(backend, **changes):
+    """Raises why the operator does not serve the good call with these changes."""
     inputs, arguments = good(**changes)
     if "cu_seqlens_q" in inputs:
         arguments |= {"longest": (11, 11)}
-    with pytest.raises(ValueError, match=message):
-        raise ValueError(why_not(request_of(backend, Inputs(**inputs), **arguments)))
+    raise ValueError(why_not(request_of(backend, Inputs(**inputs), **arguments)))
+
+
+@refusals.each(DECLINED)
+def test_declined(call, sentence):
+    refusals.check(call, sentence, globals())
 
 
 def test_other_gpus_are_declined():
     inputs, arguments = good()
     call = request_of("flash", Inputs(**inputs), **arguments)
     assert "no kernel is built for this GPU" in why_not(call._replace(target=""))
-
-
-def test_calls_beside_those_that_pytorch_computes_faster_are_served():
-    inputs, arguments = good()
-    masked = {"q": empty(2, slower.MASKED_QUERIES + 1, 4, 64), "bias": empty(2, 4, 2, 128)}
-    of_72 = {name: empty(2, 128, 4, 72) for name in "qkv"}
-    for backend, changes in (
-        ("efficient", masked),
-        ("cudnn", masked),
-        ("flash", of_72),
-        ("efficient", of_72),
-    ):
-        assert why_not(request_of(backend, Inputs(**inputs | changes), **arguments)) is None
-    cudnn_72 = request_of("cudnn", Inputs(**inputs | of_72), **arguments)
-    assert why_not(cudnn_72._replace(target="sm80")) is None
-    assert why_not(cudnn_72._replace(learns=True)) is None
 
 
 @pytest.mark.parametrize("backend", OPERATORS)
@@ -427,16 +399,6 @@ def test_efficient_is_causal_from_the_first_key(on_cpu):
     assert lse.shape == (2, 4, 32) and (lse[:, :, 5:] == math.inf).all()
 
 
-def test_a_row_that_a_mask_hides_is_zero(on_cpu):
-    q, k, v = leaves((1, 2, 3, 16), (1, 2, 5, 16), (1, 2, 5, 16))
-    bias = torch.zeros(3, 5, dtype=torch.float16)
-    bias[1] = -math.inf
-    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, bias.expand(1, 2, 3, 5), True)
-    assert not out[:, :, 1].any() and (lse[:, :, 1] == math.inf).all()
-    grads = torch.autograd.grad(out.sum(), (q, k, v))
-    assert all(g.isfinite().all() for g in grads) and not grads[0][:, :, 1].any()
-
-
 def test_cudnn(on_cpu):
     tensors = leaves((2, 4, 5, 16), (2, 4, 11, 16), (2, 4, 11, 24))
     bias = randn(1, 1, 5, 11, seed=5, dtype=torch.float16)
@@ -522,36 +484,6 @@ def test_packed_rows_into_a_given_output(on_cpu):
     table = torch.zeros(1, 1, dtype=torch.int32)
     with pytest.raises(registry.Unsupported, match="block_table needs kernels for paged keys"):
         aten._flash_attention_forward_no_dropout_inplace(out, *arguments, block_table=table)
-
-
-@with_pages
-def test_used_lengths_and_slopes_of_a_forward(on_cpu):
-    q, k, v = (x.detach() for x in leaves((2, 9, 4, 16), (2, 11, 4, 16), (2, 11, 4, 16)))
-    used, slopes = torch.tensor([3, 11], dtype=torch.int32), randn(4).abs()
-    arguments = (q, k, v, None, None, 9, 11, 0.0, False, False)
-    out = aten._flash_attention_forward(*arguments, seqused_k=used, alibi_slopes=slopes)[0]
-    wanted, _, _ = reference.attention(
-        *(q, k, v, 0.25),
-        inputs=reference.ScoreInputs(alibi_slopes=slopes),
-        lengths=reference.Lengths(seqused_k=used),
-    )
-    assert torch.equal(out, wanted)
-    table = torch.zeros(1, 1, dtype=torch.int32)
-    with pytest.raises(registry.Unsupported, match="block_table needs kernels for paged keys"):
-        aten._flash_attention_forward(*arguments, block_table=table)
-
-
-def test_strides_that_kernels_cannot_read_are_copied(on_cpu):
-    storage = randn(2, 4, 9, 19, dtype=torch.float16)
-    for x in (storage[..., :16], storage[..., 1:17], randn(2, 4, 16, 9, dtype=torch.float16).transpose(2, 3)):
-        prepared = plans._readable(x.transpose(1, 2))
-        assert prepared.is_contiguous() and torch.equal(prepared, x.transpose(1, 2))
-        out = aten._scaled_dot_product_flash_attention(x, x, x)[0]
-        wanted = scaled_dot_product_attention(x.double(), x.double(), x.double())
-        torch.testing.assert_close(out.double(), wanted, rtol=0, atol=4e-3)
-    bias = randn(2, 4, 11, 9, dtype=torch.float16).transpose(2, 3)
-    assert plans._narrow_bias(bias).stride(-1) == 1
-    assert plans._narrow_bias(bias[:1, :1].expand(2, 4, 9, 11)).shape == (1, 1, 9, 11)
 
 
 def test_compiles(on_cpu):
@@ -886,39 +818,38 @@ def test_a_gpu_that_kernels_are_not_built_for(monkeypatch):
         sdpa.activate(strict=True)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"backends": "flash"}, "backends is 'flash'; accepted: a tuple of 'flash', 'efficient', 'cudnn'"),
-        ({"backends": ("math",)}, r"backends is \('math',\)"),
-        ({"backends": 3}, "backends is 3; accepted: a tuple of 'flash'"),
-        ({"backends": ([],)}, r"backends is \(\[\],\); accepted: a tuple of 'flash'"),
-        ({"unsupported": np.ones(2)}, r"unsupported is array\(.*\); accepted: 'fall_back', 'error'"),
-        ({"unsupported": "raise"}, "unsupported is 'raise'; accepted: 'fall_back', 'error'"),
-        ({"rng": "cuda"}, "rng is 'cuda'; accepted: 'ours', 'torch'"),
-        ({"strict": "no"}, "strict is 'no'; accepted: False or True"),
-    ],
-)
-def test_wrong_options(options, message, with_a_gpu):
-    with pytest.raises((TypeError, ValueError), match=message):
-        sdpa.activate(**options)
+WRONG = """
+sdpa.activate(backends="flash") -> ValueError: backends is 'flash'; accepted: a tuple of 'flash', 'efficient', 'cudnn'
+sdpa.activate(backends=("math",)) -> ValueError: backends is ('math',)
+sdpa.activate(backends=3) -> ValueError: backends is 3; accepted: a tuple of 'flash'
+sdpa.activate(backends=([],)) -> ValueError: backends is ([],); accepted: a tuple of 'flash'
+sdpa.activate(unsupported=np.ones(2)) -> ValueError: unsupported is array(...); accepted: 'fall_back', 'error'
+sdpa.activate(unsupported="raise") -> ValueError: unsupported is 'raise'; accepted: 'fall_back', 'error'
+sdpa.activate(rng="cuda") -> ValueError: rng is 'cuda'; accepted: 'ours', 'torch'
+sdpa.activate(strict="no") -> TypeError: strict is 'no'; accepted: False or True
+"""
+
+
+@refusals.each(WRONG)
+def test_wrong_options(call, sentence, with_a_gpu):
+    refusals.check(call, sentence, globals())
     assert not serving()
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"query": 3}, "query is an int; accepted: a torch.Tensor"),
-        ({"attn_mask": [1]}, "attn_mask is a list; accepted: a torch.Tensor"),
-        ({"dropout_p": "a"}, "dropout_p is 'a'; accepted: a Python number"),
-        ({"scale": torch.ones(2)}, r"scale is a Tensor of shape \(2,\); accepted: a Python number"),
-        ({"is_causal": "yes"}, "is_causal is 'yes'; accepted: False or True"),
-    ],
-)
-def test_a_wrong_question_for_a_reason(given, message):
-    x = torch.randn(1, 2, 8, 16)
-    with pytest.raises(TypeError, match=f"^{message}"):
-        sdpa.reason(**({"query": x, "key": x, "value": x} | given))
+WRONG_QUESTIONS = """
+reason(query=3) -> TypeError: query is an int; accepted: a torch.Tensor
+reason(attn_mask=[1]) -> TypeError: attn_mask is a list; accepted: a torch.Tensor
+reason(dropout_p="a") -> TypeError: dropout_p is 'a'; accepted: a Python number
+reason(scale=torch.ones(2)) -> TypeError: scale is a Tensor of shape (2,); accepted: a Python number
+reason(is_causal="yes") -> TypeError: is_causal is 'yes'; accepted: False or True
+"""
+
+
+@refusals.each(WRONG_QUESTIONS)
+def test_a_wrong_question_for_a_reason(call, sentence):
+    given = dict.fromkeys(("query", "key", "value"), torch.randn(1, 2, 8, 16))
+    names = {"reason": lambda **changes: sdpa.reason(**given | changes)}
+    refusals.check(call, sentence, globals() | names)
 
 
 @pytest.mark.parametrize(
@@ -935,81 +866,3 @@ def test_signatures_are_pytorchs_schemas(name):
         assert (parameter.kind is inspect.Parameter.KEYWORD_ONLY) == argument.kwarg_only
         default = argument.default_value if argument.has_default_value() else inspect.Parameter.empty
         assert parameter.default == default
-
-
-def test_an_operator_below_pytorchs_own_is_pytorchs():
-    """PyTorch's flash operator calls another one; where it falls through, so does that one, uncounted."""
-    calls: list[str] = []
-
-    class Kernel:
-        def __init__(self, name, below):
-            self.name, self.below = name, below
-
-        def call_boxed(self, keyset):
-            self.below()
-            calls.append(f"PyTorch's {self.name}")
-            return ()
-
-    def ours(options):
-        calls.append("ours")
-        return ()
-
-    def overriding(name, implementation, below):
-        made = overrides.Override(name, implementation, Kernel(name, below))
-        made.options = Options()
-        return made
-
-    sdpa.served.clear()
-    inner = overriding("inner", ours, lambda: None)
-    outer = overriding("outer", lambda options: "no", lambda: inner(None))
-    outer(None)
-    assert calls == ["PyTorch's inner", "PyTorch's outer"] and sdpa.served == {("outer", "no"): 1}
-    calls.clear()
-    inner(None)
-    assert calls == ["ours"]
-
-    def fail():
-        raise RuntimeError("an error of PyTorch's")
-
-    with pytest.raises(RuntimeError):
-        overriding("outer", lambda options: "no", fail)(None)
-    inner(None)
-    assert calls == ["ours", "ours"]
-
-
-# ---- the counter ----
-
-
-class Slow(str):
-    """Threads may take turns between a count's two looks at the dict."""
-
-    __slots__ = ()
-
-    def __hash__(self):
-        return str.__hash__(self)
-
-
-def test_threads_lose_no_counts():
-    counts, interval = doors.Served(), sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=add, args=(counts, 5000)) for _ in range(4)]
-        [thread.start() for thread in threads]
-        [thread.join() for thread in threads]
-    finally:
-        sys.setswitchinterval(interval)
-    assert counts == {("door", ""): 20000}
-
-
-def add(counts, times):
-    for _ in range(times):
-        counts.add(Slow("door"))
-
-
-def test_a_fork_counts_while_another_thread_does():
-    with doors.served.lock:
-        child = os.fork()
-        if child == 0:
-            doors.served.add("door")
-            os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0

@@ -3,12 +3,10 @@
 The launchers here compute by the reference and write their outputs where a kernel would.
 """
 
-import dataclasses
 import functools
 import inspect
 import itertools
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -368,23 +366,6 @@ def outer_of(call):
 
 
 NEEDED = (True, True, True, False, False)
-
-
-def test_what_a_users_class_derives_is_not_recorded(monkeypatch):
-    """It may read a number on the host."""
-    launchers = Launchers(monkeypatch, prepared=True)
-    call = a_call(*(randn(1, 8, 2, 64, seed=i) for i in range(3)))
-    outer = outer_of(call)
-    plan = backward.plan_of(call, outer, NEEDED)
-    for variant in ("", "users"):
-        kernel = SimpleNamespace(
-            traits=dataclasses.replace(plan.kernel.traits, variant=variant), score_args=plan.kernel.score_args
-        )
-        tensors = (*call[:NUM_TENSORS], *outer)
-        with Recording(tensors) as recording:
-            found = backward.launch(plan._replace(kernel=kernel), call, outer, NEEDED)
-        assert (recording.record(found) is None) == bool(variant)
-    assert len(launchers.written) == 6
 
 
 def test_divided_heads_are_added_up_in_a_record(monkeypatch):

@@ -1,48 +1,19 @@
-"""The sweep of random shapes without a GPU: its shapes, failing peers, reported ratios."""
-
-import os
-import signal
-from dataclasses import replace
+"""The sweep of random shapes without a GPU: useful operations, and what we compute."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import cliffs, isolated, shapes
 from cute_attn.lab.benchmark import peers
-from cute_attn.lab.benchmark.workload import Workload, visible_pairs
-
-SEEDS = range(3)
-
-
-@pytest.fixture(scope="module", params=SEEDS, ids=lambda seed: f"seed{seed}")
-def swept(request):
-    return shapes.sweep(80, request.param)
-
+from cute_attn.lab.benchmark.workload import Workload
 
 # ---- shapes ----
-
-
-def test_shapes_are_distinct_and_bounded(swept):
-    names = {w.name for w in shapes.workloads(swept, "both")}
-    assert len(swept) == 80 and len(names) == 160
-    least, most = shapes.MILLISECONDS
-    for w in swept:
-        assert all(least <= shapes.estimate(both) <= most for both in (w, replace(w, op="backward")))
-        assert shapes.nbytes(w) <= shapes.MAX_BYTES
-        assert 1 <= w.longest <= shapes.MAX_SEQLEN_Q and 16 <= w.longest_k <= shapes.MAX_SEQLEN_K
-        assert min(min(lengths) for lengths in w.sequences) >= 1
-        assert w.nheads % w.nheads_kv == 0 and 1 <= w.nheads // w.nheads_kv <= 16
-        assert w.nheads <= shapes.MAX_NHEADS and len(w.sequences) <= shapes.MAX_BATCH
-        assert all(dim in range(32, 257, 8) for dim in (w.head_dim, w.head_dim_v))
-        w.traits("sm80"), replace(w, op="backward").traits("sm90")
 
 
 # ---- useful operations ----
 
 _SIZES = st.integers(1, 40)
-_BOUND = st.none() | st.integers(0, 45)
 
 
 def _count(seqlen_q, seqlen_k, left, right):
@@ -55,11 +26,6 @@ def _count(seqlen_q, seqlen_k, left, right):
     if right is not None:
         seen &= key <= own + right
     return int(seen.sum())
-
-
-@given(_SIZES, _SIZES, _BOUND, _BOUND)
-def test_pairs_are_counted(seqlen_q, seqlen_k, left, right):
-    assert visible_pairs(seqlen_q, seqlen_k, left, right) == _count(seqlen_q, seqlen_k, left, right)
 
 
 @given(
@@ -130,102 +96,4 @@ def test_we_compute_what_the_workload_says(features):
         torch.testing.assert_close(mine, torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(2, 1)))
 
 
-# ---- separate processes ----
-
-_TASKS = [isolated.Task(Workload(1, seqlen, 1, 64), ("good", "bad", "own")) for seqlen in (1, 2, 3)]
-
-
-def _rows(task):
-    return [{"workload": task.workload.name, "impl": name, "ms": 1.0} for name in task.names]
-
-
-def _work(tasks, send, trouble):
-    """Times nothing; "bad" fails at the second workload by calling ``trouble``."""
-    for task in tasks:
-        send(("stage", task.names))
-        for name in task.names:
-            send(("stage", (name,)))
-            if name == "bad" and task.workload.seqlen == 2:
-                trouble()
-        send(("rows", (_rows(task), 1500)))
-
-
-def _raises():
-    raise RuntimeError("illegal access\nand where")
-
-
-def _ends():
-    os._exit(3)
-
-
-def _hangs():
-    signal.pause()
-
-
-@pytest.mark.parametrize(
-    "trouble, error",
-    [
-        (_raises, "RuntimeError: illegal access"),
-        (_ends, "it ended the process (exit code 3)"),
-        (_hangs, "it did not return within 4 s"),
-    ],
-)
-def test_a_peer_that_ends_the_process_loses_its_row(trouble, error):
-    def work(tasks, send):
-        _work(tasks, send, trouble)
-
-    found = list(isolated.run_tasks(work, _TASKS, patience=4, context="fork"))
-    for task, (rows, clock) in zip(_TASKS, found, strict=True):
-        expected = _rows(task)
-        if task.workload.seqlen == 2:
-            expected[1] = {"workload": task.workload.name, "impl": "bad", "error": error}
-        assert rows == expected and clock == 1500
-
-
 # ---- ratios ----
-
-OWN = "cute_attn/forward-sm90"
-
-
-@pytest.fixture
-def result():
-    def row(workload, impl, ms=None, error="it has no such thing"):
-        numbers = {"ms": ms, "value": 2.0 / ms, "unit": "TFLOP/s"} if ms else {"error": error}
-        return {"workload": workload, "impl": impl} | numbers
-
-    rows = []
-    for workload, fa4, cudnn, ours in (
-        ("fwd-fast", 2.0, None, 1.0),
-        ("fwd-slow", 1.0, 0.4, 1.0),
-        ("fwd-alone", None, None, 1.0),
-        ("fwd-broken", 1.0, None, None),
-        ("fwd-even", 1.0, 3.0, 1.0),
-    ):
-        rows += [
-            row(workload, "fa4", fa4),
-            row(workload, "cudnn", cudnn),
-            row(workload, OWN, ours, "it broke"),
-        ]
-        rows.append(row(workload, "cute_attn/forward-sm80", 0.1))
-    rows += [row("bwd-slow", "fa4", 1.0), row("bwd-slow", "cute_attn/backward-sm90", 2.0)]
-    machine = {"gpu": "NVIDIA H200", "clock_mhz": 1500, "commit": "abc", "date": "2026-11-22T08:00:00+00:00"}
-    return machine | {"rows": rows}
-
-
-WORST_FIRST = ["fwd-broken", "fwd-slow", "bwd-slow", "fwd-even", "fwd-fast", "fwd-alone"]
-
-
-def test_ratios_are_of_what_a_call_gets_to_the_fastest_peer(result):
-    found = {c.workload: c for c in cliffs.compare(result)}
-    assert list(found) == WORST_FIRST
-    ratios = {name: c.ratio for name, c in found.items()}
-    assert ratios == {
-        "fwd-broken": None,
-        "fwd-slow": 0.4,
-        "bwd-slow": 0.5,
-        "fwd-even": 1.0,
-        "fwd-fast": 2.0,
-        "fwd-alone": None,
-    }
-    assert found["fwd-slow"].peer == "cudnn" and found["fwd-broken"].error == "it broke"
-    assert found["fwd-slow"].flops == pytest.approx(2e9) and found["bwd-slow"].op == "backward"

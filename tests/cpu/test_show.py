@@ -5,7 +5,7 @@ from collections import Counter
 from html import unescape
 
 import pytest
-from cutlass import BFloat16, Float16, cute
+from cutlass import BFloat16, Float16
 
 import layouts
 from cute_attn.lab.pictures import pictures
@@ -54,27 +54,6 @@ def test_reads_of_128_byte_rows(bits, ways):
     assert store == BankConflicts(64, 64 * ways, 64, ways)
 
 
-@pytest.mark.parametrize(("bits", "ways"), [(None, 1), (1, 2), (0, 4)])
-def test_reads_of_64_byte_rows(bits, ways):
-    found = bank_conflicts(
-        lambda: layouts.ldmatrix_copy_b(mma(), BFloat16),
-        lambda: layouts.smem_layout(48, 96, BFloat16, swizzle_bits=bits),
-        BFloat16,
-    )
-    assert (found.ways, found.extra) == (ways, found.minimum * (ways - 1))
-
-
-@pytest.mark.parametrize("bits", [None, 0])
-@pytest.mark.parametrize("cols", [32, 64, 96, 128, 256])
-def test_writes_of_whole_rows_never_conflict(cols, bits):
-    found = bank_conflicts(
-        lambda: layouts.gmem_tiled_copy(Float16, 128, cols, asynchronous=True),
-        lambda: layouts.smem_layout(64, cols, Float16, stages=2, swizzle_bits=bits),
-        Float16,
-    )
-    assert found == BankConflicts(cols * 64 // 256, cols * 64 // 64, cols * 64 // 64, 1)
-
-
 @pytest.mark.parametrize("cols", [32, 64, 96, 128, 160, 192, 224, 256])
 def test_defaults_are_free_of_conflicts(cols):
     def smem():
@@ -84,50 +63,6 @@ def test_defaults_are_free_of_conflicts(cols):
         assert bank_conflicts(lambda copy=copy: copy(mma(), Float16), smem, Float16).extra == 0
     store = bank_conflicts(lambda: layouts.store_copy_c(mma(), Float16, "sm80"), smem, Float16, side="dst")
     assert store.extra == 0
-
-
-@pytest.mark.parametrize(("cols", "expected"), [(64, 0), (96, 0), (128, 0)])
-def test_stmatrix_into_a_wgmma_tile(cols, expected):
-    found = bank_conflicts(
-        lambda: layouts.store_copy_c(
-            layouts.tiled_mma_sm90(BFloat16, 128, cols, warpgroups=2), BFloat16, "sm90"
-        ),
-        lambda: layouts.wgmma_smem_layout(128, cols, BFloat16),
-        BFloat16,
-    )
-    assert found.extra == expected
-
-
-def test_a_plain_padded_layout():
-    """136 elements per row shift each row by 4 banks: eight rows have no conflict, unlike with 128."""
-    for stride, ways in ((136, 1), (128, 8), (132, None)):
-
-        def smem(stride=stride):
-            return cute.make_layout((64, 128), stride=(stride, 1))
-
-        def copy():
-            return layouts.ldmatrix_copy_b(mma(), Float16)
-
-        if ways is None:
-            with pytest.raises(ValueError, match="vectors of 16 bytes"):
-                bank_conflicts(copy, smem, Float16)
-        else:
-            assert bank_conflicts(copy, smem, Float16).ways == ways
-
-
-def test_equal_words_take_one_wavefront():
-    """Scalar loads of 2 bytes: two lanes share a word, so a warp reads 16 banks in one wavefront."""
-    found = bank_conflicts(
-        lambda: cute.make_tiled_copy_tv(
-            cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Float16, num_bits_per_copy=16),
-            cute.make_layout((1, 32), stride=(32, 1)),
-            cute.make_layout((1, 1)),
-        ),
-        lambda: layouts.smem_layout(8, 64, Float16),
-        Float16,
-        side="src",
-    )
-    assert found == BankConflicts(16, 16, 16, 1)
 
 
 @pytest.mark.parametrize(
@@ -166,16 +101,6 @@ def test_smem_picture_shows_the_banks(tmp_path):
         lambda: layouts.smem_layout(128, 64, BFloat16, swizzle_bits=0), tmp_path / "0.svg", dtype=BFloat16
     )
     assert any("a bank conflict of 8 ways" in text for text in texts(unswizzled))
-
-
-def test_mma_picture_shows_three_operands(tmp_path):
-    shown = texts(show(mma, tmp_path / "mma.svg", rows=64))
-    for operand in ("A, 64 x 16", "B, 16 x 16", "C, 64 x 16"):
-        assert operand in shown
-    cells = Counter(text for text in shown if re.fullmatch(r"T\d+ v\d+-\d+", text))
-    # A and C both hold two values at a time: four pairs a thread each.
-    assert cells == Counter({f"T{t} v{v}-{v + 1}": 2 for t in range(128) for v in (0, 2, 4, 6)})
-    assert "B is held by 4 threads per element; the first is named." in shown
 
 
 def test_a_notebook_shows_a_picture_and_a_kernels(tmp_path):

@@ -1,7 +1,6 @@
 """A user's layouts, copies and MMAs: a wrong one gets a sentence with its method, its operand and what is accepted."""
 
 import dataclasses
-import re
 
 import pytest
 from cutlass import cute
@@ -12,7 +11,6 @@ from cute_attn.compiler import registry
 from cute_attn.compiler.smem_layouts import reasons
 from cute_attn.kernels.forward_sm80 import ForwardSm80
 from cute_attn.kernels.forward_sm90 import ForwardSm90
-from cute_attn.lab.pictures import pictures
 from cute_attn.tiles import ForwardSm80Tile, padded
 from cute_attn.traits import Traits
 from tests import processes
@@ -133,23 +131,6 @@ def test_a_wrong_layout_is_not_compiled(variant, layout, message):
         compile(variant(forward(layout)), "tile_m=128")
 
 
-NAMES = (
-    "forward-sm80-bf16-d64",
-    "forward-sm80-fp32-d64",
-    "kvcache-sm80-bf16-d128-seqused_k-split_shares",
-    "backward-sm80-bf16-d64",
-    "backward-sm80-fp32-d512",
-    "backward_convert-sm80-bf16-d64",
-    "forward-sm90-bf16-d128-bias_bf16",
-    "forward-sm90-bf16-d512",
-    "kvcache-sm90-bf16-d128-seqused_k-split_shares",
-    "backward-sm90-bf16-d128-bias_bf16",
-    "backward-sm90-bf16-d192",
-    "backward_convert-sm90-bf16-d96",
-)
-METHODS = {"smem_layout", "bias_layout", "values_layout", "probabilities_layout", "gradient_layout"} | {
-    f"layout_{name}" for name in ("k", "v", "q", "do", "ds", "bias")
-}
 PARTS = {
     "gmem_load",
     "gmem_store",
@@ -162,20 +143,6 @@ PARTS = {
     "mma_dq",
 }
 PARTS |= {"mma_scores", "scores_store", "gradient_store", "store_copy"}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_each_method_of_each_kernel_is_named(name):
-    kernel = lookup(Traits.parse(name))
-    methods = {method for method in METHODS | PARTS if hasattr(kernel, method)}
-    called = {layout.method for layout in kernel.copies().layouts.values()}
-    called |= {part.call.partition("(")[0] for part in kernel.copies().parts.values()}
-    unused = set() if "bias" in name else {"bias_layout", "layout_bias"}
-    assert called == methods - unused
-    for method in called:
-        mine = type("Mine", (type(kernel),), {method: lambda self, *args, **kwargs: None})
-        found = list(reasons(mine(kernel.traits, kernel.tile)))
-        assert any(re.match(rf"{method}(\([^)]*\)| of \w+) returns None; accepted: a ", one) for one in found)
 
 
 class FewThreads(ForwardSm80):
@@ -295,19 +262,3 @@ def test_a_narrower_swizzle_is_right_on_hopper(variant):
             return cute.tile_to_shape(atom, (rows, padded(head_dim), stages), order=(0, 1, 2))
 
     assert list(reasons(lookup(variant(Narrow, Traits.parse("forward-sm90-bf16-d128"))))) == []
-
-
-def test_a_class_that_extends_no_kernel_of_the_package_has_no_pictures(variant):
-    class Other:
-        dtype = None
-
-        def __init__(self, traits, tile):
-            self.traits, self.tile = traits, tile
-
-        supports = classmethod(lambda cls, traits: None)
-        default_tile = classmethod(lambda cls, traits, target: lookup(PLAIN).tile)
-
-    with pytest.raises(
-        ValueError, match="has no shared-memory layout and no MMA to draw; accepted: forward-sm80,"
-    ):
-        pictures(variant(Other))

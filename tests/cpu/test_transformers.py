@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from cute_attn import transformers as hf
+from tests import refusals
 
 F64 = torch.float64
 
@@ -141,43 +142,23 @@ def test_compiles_into_one_graph(mask):
 
 Q = randn(1, 2, 4, 8)
 SLIDING = SimpleNamespace(layer_types=["full_attention", "sliding_attention"], sliding_window=7)
-WRONG = {
-    "cache": ({"cache": 1}, NotImplementedError, "cache is an int; accepted: None, since"),
-    "weights": (
-        {"output_attentions": True},
-        NotImplementedError,
-        "output_attentions is True; accepted: False",
-    ),
-    "short": (
-        {"attention_mask": torch.ones(1, 3).bool()},
-        ValueError,
-        r"attention_mask has shape \(1, 3\); accepted: \(batch, 4\) or",
-    ),
-    "rows": (
-        {"attention_mask": torch.ones(1, 1, 3, 4)},
-        ValueError,
-        r"attention_mask has shape \(1, 1, 3, 4\)",
-    ),
-    "window": (
-        {"module": layer(config=SLIDING, layer_idx=1)},
-        ValueError,
-        "sliding_window is None in a layer with one of 7; accepted: the layer's own",
-    ),
-    "both_ways": (
-        {"is_causal": False, "sliding_window": 3},
-        ValueError,
-        "sliding_window is 3 without causality and without a mask",
-    ),
-}
+WRONG = """
+forward(cache=1) -> NotImplementedError: cache is an int; accepted: None, since
+forward(output_attentions=True) -> NotImplementedError: output_attentions is True; accepted: False
+forward(attention_mask=torch.ones(1, 3).bool())
+    -> ValueError: attention_mask has shape (1, 3); accepted: (batch, 4) or
+forward(attention_mask=torch.ones(1, 1, 3, 4)) -> ValueError: attention_mask has shape (1, 1, 3, 4)
+forward(module=layer(config=SLIDING, layer_idx=1))
+    -> ValueError: sliding_window is None in a layer with one of 7; accepted: the layer's own
+forward(is_causal=False, sliding_window=3) -> ValueError: sliding_window is 3 without causality and without a mask
+"""
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_is_not_understood_raises(name):
-    changes, error, message = WRONG[name]
-    call = {"module": layer(), "query": Q, "key": Q, "value": Q, "attention_mask": None} | changes
-    with pytest.raises(error, match=message) as raised:
-        hf.attention_forward(**call)
-    assert "\n" not in str(raised.value)
+@refusals.each(WRONG)
+def test_what_is_not_understood_raises(call, sentence):
+    given = {"module": layer(), "query": Q, "key": Q, "value": Q, "attention_mask": None}
+    names = {"forward": lambda **changes: hf.attention_forward(**given | changes)}
+    refusals.check(call, sentence, globals() | names)
 
 
 # ---- the mask function ----

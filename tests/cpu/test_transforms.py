@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.func import functional_call, grad, jacrev, vjp, vmap
+from torch.func import grad, vjp, vmap
 
 from cute_attn import attention, attention_varlen
 
@@ -47,15 +47,6 @@ def test_grad_and_vjp():
     leaf = q.clone().requires_grad_()
     (expected,) = torch.autograd.grad(attention(leaf, k, v, causal=True), leaf, cotangent)
     same(pull(cotangent)[0], expected)
-
-
-def test_jacobian():
-    """Many gradients of one call: what is batched is the gradient of its output."""
-    q, k, v = (x[:1, :2] for x in inputs())
-    found = jacrev(lambda x: attention(x, k, v)[0, 0, 0])(q)
-    leaf = q.clone().requires_grad_()
-    out = attention(leaf, k, v)[0, 0, 0]
-    same(found, torch.stack([torch.autograd.grad(y, leaf, retain_graph=True)[0] for y in out]))
 
 
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 0, None), (1, None, 2)])
@@ -159,21 +150,6 @@ def test_the_softmax():
     found = vmap(lambda *x: attention(*x, return_softmax=True))(*inputs(3))
     assert [tuple(x.shape) for x in found] == [(3, 2, 5, 4, 4), (3, 2, 4, 5, 6)]
     same(found[1].sum(-1), torch.ones(3, 2, 4, 5, dtype=torch.float64))
-
-
-def test_gradients_of_a_module_for_each_sample():
-    """As differentially private training takes them."""
-    linear = torch.nn.Linear(8, 24, dtype=torch.float64)
-    weights, x = dict(linear.named_parameters()), randn(3, 5, 8)
-
-    def of_sample(weights, sample):
-        qkv = functional_call(linear, weights, (sample[None],)).view(1, 5, 3, 2, 4)
-        return attention(*qkv.unbind(2)).square().sum()
-
-    found = vmap(grad(of_sample), (None, 0))(weights, x)
-    for i, sample in enumerate(x):
-        own = torch.autograd.grad(of_sample(weights, sample), list(weights.values()))
-        same([found[name][i] for name in weights], list(own))
 
 
 def test_wrong_calls():

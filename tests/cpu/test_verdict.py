@@ -15,8 +15,7 @@ from cute_attn.kernels.step import StepContent
 from cute_attn.lab.copies import Conflicts
 from cute_attn.lab.gpu import resident_blocks
 from cute_attn.lab.sass import BYTES, Instruction, Loop, Step
-from cute_attn.lab.verdict import Verdict, clocks, verdict
-from cute_attn.traits import Traits
+from cute_attn.lab.verdict import clocks, verdict
 from tests import processes, toy
 
 AMPERE, HOPPER = "forward-sm80-bf16-d64-causal", "forward-sm90-bf16-d128-causal"
@@ -92,22 +91,6 @@ def test_every_copy_of_every_kernel_is_read(fresh_cache):
     }
 
 
-def test_a_layout_that_a_copy_does_not_divide_is_named(monkeypatch):
-    from cute_attn.compiler.registry import lookup
-    from cute_attn.kernels.forward_sm80 import ForwardSm80
-    from cute_attn.lab.copies import conflicts
-    from cute_attn.traits import Traits
-
-    smem_layout = ForwardSm80.smem_layout
-    monkeypatch.setattr(ForwardSm80, "smem_layout", lambda self, rows, *of: smem_layout(self, rows - 8, *of))
-    found = conflicts(lookup(Traits.parse("forward-sm80-bf16-d64")))
-    assert all(copy.wavefronts == 0 and "layout is" in copy.reason for copy in found if copy.opcode == "LDSM")
-    one = Verdict("a", "sm80", "tile_n=64", copies=found)
-    assert "K by ldmatrix not counted: layout is 88 x 64; accepted: multiples of 16 x 16" in " ".join(
-        word for word in str(one).split() if word != "│"
-    )
-
-
 def test_a_tile_that_does_not_fit_says_why():
     one = verdict("forward-sm80-bf16-d64", "tile_n=512", "sm80")
     assert not one.fits and one.step is None and one.reason.endswith("sm80 has 166912")
@@ -148,14 +131,6 @@ def test_spills_outside_the_step_are_counted(fresh_cache):
     one = verdict(compiler.compile(toy.NAME, "values=256", "sm80"))
     assert one.spills_in_step == 0 and one.spills_outside > 10
     assert f"0 in the step, {one.spills_outside} outside" in str(one)
-
-
-def test_a_step_that_is_not_in_the_code_is_said(fresh_cache, monkeypatch):
-    content = StepContent(mma=3, exp2=0, elements=1, warps=4)
-    monkeypatch.setattr(toy.Toy, "step_content", lambda self: content, raising=False)
-    one = verdict(compiler.compile(toy.NAME, target="sm80"))
-    assert one.step is None
-    assert one.no_step.startswith(f"the step was not found: no loop of {toy.NAME} has 3 matrix instructions")
 
 
 # ---- source lines ----
@@ -263,14 +238,6 @@ def test_a_users_epilogue_and_layout():
 
 
 # ---- builds ----
-
-
-def test_prebuilt_kernels_may_have_line_info(fresh_cache):
-    traits = Traits.parse(toy.NAME)
-    (built,) = compiler.prebuild([(traits, None, "sm80")], workers=1, lines=True)
-    kernel = compiler.registry.lookup(traits, None, "sm80")
-    assert built.error is None and compiler.is_built(kernel, "sm80", lines=True)
-    assert not compiler.is_built(kernel, "sm80")
 
 
 def test_a_verdict_needs_no_torch(tmp_path):

@@ -177,14 +177,6 @@ def test_a_cache_takes_any_scale_that_attention_takes(new, scale):
         torch.testing.assert_close(found.cpu(), expected, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("kernel", ["sm70", "sm80:nothing"])
-def test_a_kernel_that_there_is_not_is_refused(kernel):
-    for call, make in CALLS.values():
-        if call is not flash_attn.flash_attn_func:
-            with pytest.raises(ValueError, match=f"^kernel is '{kernel}'.*; accepted: 'sm80', 'sm90'"):
-                call(**make(), kernel=kernel)
-
-
 def test_a_given_output_in_one_graph():
     tensors, cache = dense(), cached()
     calls = [

@@ -5,10 +5,9 @@ import math
 import pytest
 import torch
 
-from cute_attn import attention, attention_varlen, flash_attn, reference
+from cute_attn import flash_attn, reference
 from cute_attn.api.attention import resolve_mask
 from cute_attn.epilogues.inputs import ScoreInputs
-from cute_attn.reference import kvcache as kvcache_reference
 from tests.checks import check
 
 CU_Q, CU_K = (0, 70, 70, 203), (0, 90, 131, 400)
@@ -128,76 +127,6 @@ def test_with_kvcache(name):
         found.append([x.cpu() for x in (out, lse, *own)])
     for which, actual, exact, plain in zip(("out", "lse", "k", "v"), *found, strict=True):
         check(which, actual, exact, plain, roundings=32 if which == "lse" else 1, floor=1e-5)
-
-
-@pytest.mark.parametrize("varlen", [False, True])
-@pytest.mark.parametrize("dim", [59, 128])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_private_steps_are_the_public_functions(name, dim, varlen):
-    """A forward and its backward by their private names: bit for bit what autograd gives."""
-    options = OPTIONS[name] | {"deterministic": True}
-    generator = torch.Generator("cuda").manual_seed(0)
-    rows = ((203,), (400,)) if varlen else ((2, 130), (2, 150))
-    shapes = ((*rows[0], 4, dim), *2 * ((*rows[1], 2, dim),))
-    tensors = [torch.randn(s, generator=generator, device="cuda", dtype=torch.bfloat16) for s in shapes]
-    grad = torch.randn(shapes[0], generator=generator, device="cuda", dtype=torch.bfloat16)
-    cu = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in (CU_Q, CU_K)]
-    lengths = (*cu, 133, 269) if varlen else ()
-    private = flash_attn.flash_attn_interface
-    public, forward, backward = (
-        (
-            flash_attn.flash_attn_varlen_func,
-            private._flash_attn_varlen_forward,
-            private._flash_attn_varlen_backward,
-        )
-        if varlen
-        else (flash_attn.flash_attn_func, private._flash_attn_forward, private._flash_attn_backward)
-    )
-    leaves = [x.clone().requires_grad_() for x in tensors]
-    torch.manual_seed(3)
-    results = public(*leaves, *lengths, return_attn_probs=True, **options)
-    wanted = [*results[:2], *torch.autograd.grad(results[0], leaves, grad)]
-    p, scale = options.get("dropout_p", 0.0), dim**-0.5
-    window = options.get("window_size", (-1, -1))
-    masks = (options.get("causal", False), *window, options.get("softcap", 0.0), None)
-    torch.manual_seed(3)
-    out, lse, _, state = forward(*tensors, *lengths, p, scale, *masks, False)
-    into = [torch.full_like(x, math.nan) for x in tensors]
-    backward(grad, *tensors, out, lse, *into, *lengths, p, scale, *masks, True, state)
-    for which, actual, expected in zip(
-        ("out", "lse", "dq", "dk", "dv"), (out, lse, *into), wanted, strict=True
-    ):
-        assert torch.equal(actual, expected), which
-
-
-@pytest.mark.parametrize("varlen", [False, True])
-def test_flash_attention_3_is_attention(varlen):
-    generator = torch.Generator("cuda").manual_seed(0)
-    rows = ((203,), (400,)) if varlen else ((2, 130), (2, 150))
-    shapes = ((*rows[0], 4, 128), *2 * ((*rows[1], 2, 128),))
-    tensors = [torch.randn(s, generator=generator, device="cuda", dtype=torch.bfloat16) for s in shapes]
-    grad = torch.randn(shapes[0], generator=generator, device="cuda", dtype=torch.bfloat16)
-    cu = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in (CU_Q, CU_K)]
-    lengths = (*cu, 133, 269) if varlen else ()
-    own = attention_varlen if varlen else attention
-    function = (
-        flash_attn.flash_attn_3.flash_attn_varlen_func if varlen else flash_attn.flash_attn_3.flash_attn_func
-    )
-    options = {"causal": True, "softcap": 8.0, "deterministic": True}
-    leaves = [x.requires_grad_() for x in tensors]
-    found = function(*leaves, *lengths, window_size=(64, -1), return_attn_probs=True, **options)
-    wanted = own(*leaves, *lengths, window=(64, 0), return_lse=True, **options)
-    grads = [torch.autograd.grad(x[0], leaves, grad) for x in (found, wanted)]
-    for actual, expected in zip((*found, *grads[0]), (*wanted, *grads[1]), strict=True):
-        assert torch.equal(actual, expected)
-
-
-def test_flash_attention_3_combines():
-    outs, lses = torch.randn(3, 2, 50, 4, 60, device="cuda"), torch.randn(3, 2, 50, 4, device="cuda")
-    out, lse = flash_attn.flash_attn_3.flash_attn_combine(outs, lses, out_dtype=torch.bfloat16)
-    wanted, wanted_lse = kvcache_reference.merge(outs.double(), lses.double().transpose(-1, -2))
-    torch.testing.assert_close(out.double(), wanted, rtol=2**-8, atol=1e-5)
-    torch.testing.assert_close(lse.double(), wanted_lse.transpose(-1, -2), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("inplace", [False, True])

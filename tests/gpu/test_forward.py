@@ -331,11 +331,3 @@ def test_a_second_device(tensors):
     out = attention(*(x.to("cuda:1") for x in tensors), causal=True)
     assert out.device == torch.device("cuda:1") and torch.cuda.current_device() == 0
     assert torch.equal(out.to("cuda:0"), attention(*tensors, causal=True))
-
-
-def test_wrong_calls_on_the_gpu(tensors):
-    q, k, v = tensors
-    with pytest.raises(ValueError, match="bias is on cpu; accepted: cuda:0, where q is"):
-        attention(q, k, v, bias=torch.zeros(1, 1, 1, 203))
-    with pytest.raises(TypeError, match=r"q has dtype torch.float64; accepted on CUDA: torch.float16"):
-        attention(q.double(), k.double(), v.double())
