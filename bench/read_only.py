@@ -7,7 +7,7 @@ consecutive elements, and each thread keeps its own sum, so that nothing but a f
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -16,8 +16,15 @@ from cutlass import Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from torch import Tensor
 
+from cute_attn.compiler.arguments import fakes
+
 VECTOR = 4
 """Elements of a load."""
+
+
+def numbers_fake(size: Any, align: int) -> cute.Tensor:
+    """A vector of int32, to compile with."""
+    return make_fake_tensor(Int32, (size,), stride=(1,), assumed_align=align)
 
 
 @dataclass(frozen=True)
@@ -39,13 +46,13 @@ class ReadOnly:
         """Elements that a CTA reads at once; data is a multiple of it."""
         return self.threads * self.unroll * VECTOR
 
-    def fake_args(self) -> tuple:
-        """data and sums, to compile with."""
-        data = make_fake_tensor(Int32, (cute.sym_int64(),), stride=(1,), assumed_align=16)
-        return data, make_fake_tensor(Int32, (cute.sym_int(),), stride=(1,), assumed_align=4)
-
     @cute.jit
-    def __call__(self, data: cute.Tensor, sums: cute.Tensor, stream: cuda.CUstream) -> None:
+    def __call__(
+        self,
+        data: Annotated[cute.Tensor, lambda kernel: numbers_fake(cute.sym_int64(), 16)],
+        sums: Annotated[cute.Tensor, lambda kernel: numbers_fake(cute.sym_int(), 4)],
+        stream: cuda.CUstream,
+    ) -> None:
         """Launch a CTA for every ``threads`` of ``sums``."""
         blocks = sums.shape[0] // self.threads
         self.kernel(data, sums).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream)
@@ -73,7 +80,7 @@ def compiled(kernel: ReadOnly, target: str = "sm_90a", options: str = "") -> Any
     """The kernel for a GPU architecture."""
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     own = f"--gpu-arch {target} --enable-tvm-ffi {options}"
-    return cute.compile(kernel, *kernel.fake_args(), stream, options=own)
+    return cute.compile(kernel, *fakes(kernel), stream, options=own)
 
 
 def readers(data: Tensor, kernel: ReadOnly | None = None) -> dict[str, Callable[[], Tensor]]:

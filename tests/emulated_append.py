@@ -5,6 +5,7 @@ import functools
 import cutlass
 from cutlass import Constexpr, cute
 
+from cute_attn.compiler import arguments
 from cute_attn.device.key_rows import KeyRows
 from cute_attn.kernels.append_kv import AppendKv
 from cute_attn.reference import emulate
@@ -15,9 +16,9 @@ from tests import machine
 
 
 @cute.jit
-def append(arguments: tuple, kernel: Constexpr):
+def append(given: tuple, kernel: Constexpr):
     """Every CTA and thread, one after the other; also CTAs beyond the grid's second extent."""
-    mKcache, mVcache, tables, new, angles, queries = arguments
+    mKcache, mVcache, tables, new, angles, queries = given
     key_rows = KeyRows.make(mKcache, tables)
     vectors: Constexpr = 1024
     for number in cutlass.range(number_of_rows(new.k), unroll=1):
@@ -32,7 +33,7 @@ def append(arguments: tuple, kernel: Constexpr):
 @functools.cache
 def compiled(traits: Traits):
     kernel = AppendKv(traits, AppendTile())
-    fakes = kernel.fake_args()
+    fakes = arguments.fakes(kernel)
 
     @cute.jit
     def host(values: tuple):

@@ -8,6 +8,7 @@ import math
 import torch
 
 from cute_attn import reference
+from cute_attn.compiler.arguments import fakes
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
 from cute_attn.reference import emulate
 from cute_attn.reference import kvcache as ref
@@ -36,7 +37,7 @@ def entries(packed, starts, capacity):
 
 def attend(kernel, arguments):
     """What the kvcache kernel of some traits writes; of parts, the first has all keys."""
-    check_arguments(kernel.fake_args(), arguments)
+    check_arguments(fakes(kernel), arguments)
     q, k, v, out, lse, seqlens, tables, scale, schedule, score_args, partials = arguments
     traits = kernel.traits
     assert schedule[1] == PROCESSORS and k.shape[1] > 0
@@ -73,7 +74,7 @@ def attend(kernel, arguments):
 
 def merge(kernel, arguments):
     """What the combine kernel writes."""
-    check_arguments(kernel.fake_args(), arguments)
+    check_arguments(fakes(kernel), arguments)
     outs, lses, out, lse, sinks = arguments
     found, found_lse = ref.merge(outs, lses, sinks)
     out.copy_(found)
@@ -82,7 +83,7 @@ def merge(kernel, arguments):
 
 def combine_shares(kernel, arguments):
     """All results are whole here."""
-    check_arguments(kernel.fake_args(), arguments)
+    check_arguments(fakes(kernel), arguments)
     partials, out, lse, sinks, seqlens, _, heads_kv, slots = arguments
     assert (sinks is not None) == bool(kernel.traits.sinks)
     assert 2 * slots == partials.out.shape[0] and out.shape[-2] % heads_kv == 0

@@ -1,10 +1,11 @@
 """Kernels that build in a second, registered as the variant ``toy``, to test everything but kernels.
 
-They have the interface of real ones: frozen traits and tile, ``supports``, ``default_tile``, ``fake_args`` and a host
-``__call__`` that launches.
+They have the interface of real ones: frozen traits and tile, ``supports``, ``default_tile`` and a host ``__call__``
+that launches.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import cutlass
 from cutlass import BFloat16, Float32, cute, memory
@@ -19,6 +20,9 @@ from cute_attn.traits import Traits
 NAME = "forward-sm80:toy-bf16-d64"
 WGMMA_NAME = "forward-sm90:toy-bf16-d64"
 THREADS = 128
+Numbers = Annotated[
+    cute.Tensor, lambda kernel: make_fake_compact_tensor(Float32, (cute.sym_int(),), assumed_align=16)
+]
 
 
 @dataclass(frozen=True)
@@ -53,14 +57,8 @@ class Toy:
     def default_tile(cls, traits: Traits, target: str) -> ToyTile:
         return ToyTile()
 
-    def fake_args(self) -> tuple:
-        n = cute.sym_int(divisibility=4)
-        x = make_fake_compact_tensor(Float32, (n,), assumed_align=16)
-        y = make_fake_compact_tensor(Float32, (n,), assumed_align=16)
-        return x, y, Float32(1.0)
-
     @cute.jit
-    def __call__(self, mX: cute.Tensor, mY: cute.Tensor, scale: Float32, stream):
+    def __call__(self, mX: Numbers, mY: Numbers, scale: Float32, stream):
         self.kernel(mX, mY, scale).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
 
     @cute.kernel
@@ -97,11 +95,8 @@ class ToyWgmma:
     def default_tile(cls, traits: Traits, target: str) -> ToyTile:
         return ToyTile()
 
-    def fake_args(self) -> tuple:
-        return (make_fake_compact_tensor(Float32, (cute.sym_int(),), assumed_align=16),)
-
     @cute.jit
-    def __call__(self, mX: cute.Tensor, stream):
+    def __call__(self, mX: Numbers, stream):
         self.kernel(mX).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
 
     @cute.kernel

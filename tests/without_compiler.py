@@ -99,7 +99,7 @@ def kernels(runtime):
     found["registers"] = kernel.resources.registers
     found["how built"] = kernel.how_built
     with sentence("a call of the DSL"):
-        cute_attn.lookup(forward.traits).fake_args()
+        cute_attn.lookup(forward.traits).epilogues.fake_args()
 
 
 imports()

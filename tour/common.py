@@ -6,21 +6,22 @@ A level is registered as a variant of ``forward-sm80`` or ``forward-sm90``, so t
     attention(q, k, v, causal=True, kernel="sm90:tour5")
     PYTHONPATH=. cute-attn --load tour/levels.py verdict forward-sm90:tour5-bf16-d128-causal --lines
 
-Arguments of ``__call__``, as of ``cute_attn.kernels.arguments``: mQ, mO (batch, seqlen_q, nheads, head_dim); mK, mV
-(batch, seqlen_k, nheads_kv, head_dim); mLSE (batch, nheads, seqlen_q) fp32; softmax_scale; schedule, whose
-``multiprocessors`` level 7 reads. No level reads seqlens or score_args, which serve features that levels decline.
+A level's ``launch`` takes mQ, mO (batch, seqlen_q, nheads, head_dim); mK, mV (batch, seqlen_k, nheads_kv, head_dim);
+mLSE (batch, nheads, seqlen_q) fp32; the softmax scale; and the number of multiprocessors, which level 7 reads. No level
+reads the kernels' other arguments, which serve features that levels decline.
 """
 
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from cutlass import BFloat16, Float32
+import cuda.bindings.driver as cuda
+from cutlass import BFloat16, Float32, Int32, cute
 
 import layouts
 from cute_attn.compiler import registry
-from cute_attn.kernels.arguments import forward_fake_args
+from cute_attn.kernels import fakes
 from cute_attn.kernels.copies import Copies
 from cute_attn.kernels.step import StepContent, mma_sync_count, wgmma_count
 from cute_attn.tiles import Tile
@@ -106,13 +107,30 @@ class Level:
         """The same for all lengths."""
         return self
 
-    def fake_args(self) -> tuple:
-        """The arguments of ``__call__`` for compiling, without the stream."""
-        return forward_fake_args(self.traits, (Float32(1.0),))
-
     def score_args(self, inputs: Any) -> tuple:
         """Arguments of epilogues, which no level reads; the DSL takes no empty tuple."""
         return (1.0,)
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: fakes.HeadRows,
+        mK: fakes.HeadRows,
+        mV: fakes.HeadRows,
+        mO: fakes.HeadRows,
+        mLSE: fakes.RowNumbers,
+        seqlens: fakes.Lengths,
+        softmax_scale: Float32,
+        schedule: fakes.ForwardCounters,
+        score_args: Annotated[tuple, lambda kernel: (Float32(1.0),)],
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch; the arguments of every forward kernel."""
+        self.launch(mQ, mK, mV, mO, mLSE, softmax_scale, schedule.multiprocessors, stream)
+
+    def launch(self, mQ, mK, mV, mO, mLSE, scale: Float32, multiprocessors: Int32, stream: Any) -> None:
+        """The level's own launch."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

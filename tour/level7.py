@@ -51,13 +51,12 @@ class Overlapped(Tiled):
         """(rows, head_dim[, stages]) in shared memory, in a swizzle of TMA and wgmma."""
         return layouts.wgmma_smem_layout(rows, self.traits.head_dim, BFloat16, stages=stages)
 
-    @cute.jit
-    def __call__(self, mQ, mK, mV, mO, mLSE, seqlens, scale: Float32, schedule, score_args: tuple, stream):
+    def launch(self, mQ, mK, mV, mO, mLSE, scale: Float32, multiprocessors, stream):
         (tile_m, tile_n, d, _), load = self.sizes, cpasync.CopyBulkTensorTileG2SOp()
         sizes = ((mQ, tile_m), (mK, tile_n), (mV, tile_n))
         tmas = [TmaTiles.make(load, x, self.smem_layout(n), (n, d), False) for x, n in sizes]
         tiles = cute.ceil_div(mQ.shape[1], tile_m) * mQ.shape[2] * mQ.shape[0]
-        ctas, threads = cutlass.min(tiles, schedule.multiprocessors), WARPGROUP * (1 + GROUPS)
+        ctas, threads = cutlass.min(tiles, multiprocessors), WARPGROUP * (1 + GROUPS)
         self.kernel(*tmas, mK, mO, mLSE, scale, tiles).launch(
             grid=[ctas, 1, 1], block=[threads, 1, 1], stream=stream, min_blocks_per_mp=1
         )

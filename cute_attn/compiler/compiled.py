@@ -26,6 +26,7 @@ from typing import Any
 from cute_attn import _without_dsl
 from cute_attn.compiler import cubin as _cubin
 from cute_attn.compiler import html
+from cute_attn.compiler.arguments import fakes
 from cute_attn.compiler.bundle import VARIABLE, BundleUnusable, find_bundle, load_function
 from cute_attn.compiler.cache import (
     CUBIN,
@@ -494,7 +495,7 @@ def _build(kernel: Any, target: str, key: str, options: str) -> Entry:
         places = shlex.join(["--dump-dir", name, f"--remark-output={folder / 'remarks'}"])
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
         with no_arguments():
-            compiled = cute.compile(kernel, *kernel.fake_args(), stream, options=f"{options} {places}")
+            compiled = cute.compile(kernel, *fakes(kernel), stream, options=f"{options} {places}")
         compiled.export_to_c(str(folder / OBJECT), function_name=function)
         parts = {
             OBJECT: (folder / OBJECT).read_bytes(),

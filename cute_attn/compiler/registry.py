@@ -133,7 +133,7 @@ def _check_class(kernel: Any) -> None:
     if not isinstance(kernel, type):
         raise TypeError(f"kernel is {kernel!r}; {accepted}")
     has = {name for base in kernel.__mro__[:-1] for name, value in vars(base).items() if value is not None}
-    missing = [name for name in ("supports", "fake_args", "__call__") if name not in has]
+    missing = [name for name in ("supports", "__call__") if name not in has]
     missing += [] if has & {"default_tile", "beside"} else ["default_tile"]
     if missing:
         raise TypeError(

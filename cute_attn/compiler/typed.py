@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, get_args, get_origin
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...))
 
@@ -42,6 +42,10 @@ def typed_parts(cls: type) -> tuple[list[bytes], set[ModuleType]]:
         elif isinstance(value, (type, FunctionType)) and not is_typed(value):
             parts.append(f"{name}={value.__module__}.{value.__qualname__}".encode())
             modules.add(sys.modules[value.__module__])
+        elif get_args(value):  # an annotation
+            pending += [
+                (f"{name}[{i}]", item) for i, item in enumerate((get_origin(value), *get_args(value)))
+            ]
         elif isinstance(value, (tuple, list)):
             pending += [(f"{name}[{i}]", item) for i, item in enumerate(value)]
         elif isinstance(value, property):
@@ -67,11 +71,12 @@ def _is_written(name: str, value: Any) -> bool:
 
 
 def _named(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function refers to: globals, what encloses it, defaults."""
+    """What a function refers to: globals, what encloses it, annotations, defaults."""
     names = dict.fromkeys(name for code in _codes(function.__code__) for name in code.co_names)
     yield from ((name, function.__globals__[name]) for name in names if name in function.__globals__)
     closure = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     yield from ((name, cell.cell_contents) for name, cell in closure if name != "__class__")
+    yield from function.__annotations__.items()
     yield from (
         ("default", value)
         for value in (function.__defaults__ or (), *(function.__kwdefaults__ or {}).values())

@@ -66,7 +66,7 @@ def kernel_arguments(
     cu_seqlens_q: Tensor | None,
     rises: bool,
 ) -> tuple[tuple, int]:
-    """The kernel's arguments as :mod:`cute_attn.kernels.arguments` has them, and how many rows there are."""
+    """The kernel's arguments in order, and how many rows there are."""
     from cute_attn.device.key_rows import CacheTables
     from cute_attn.rows.new_rows import Angles, NewKeys, Queries
 

@@ -17,18 +17,40 @@ otherwise of any strides; any even number of rotated elements.
 """
 
 from dataclasses import dataclass
+from typing import Annotated, Any
 
 import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from cute_attn.device.key_rows import CacheTables, KeyRows
+from cute_attn.device.key_rows import KeyRows
 from cute_attn.device.math import convert_to_16_bits
-from cute_attn.kernels.arguments import append_fake_args
+from cute_attn.kernels import fakes
 from cute_attn.kernels.limits import beyond
 from cute_attn.rows.new_rows import Angles, NewKeys, NewRow, Queries, number_of_rows
 from cute_attn.tiles.inference import AppendTile
 from cute_attn.traits import Traits
+
+
+def _new_fake(kernel: Any) -> NewKeys:
+    traits = kernel.traits
+    k, v = (fakes.rows(fakes.CUTE_DTYPES[traits.dtype], 3 if traits.varlen_new else 4) for _ in range(2))
+    return NewKeys(k, v, fakes.plain(Int32, 1), fakes.numbers(traits.varlen_new))
+
+
+def _angles_fake(kernel: Any) -> Angles | None:
+    if not kernel.traits.rotary:
+        return None
+    cos, sin = (fakes.plain(fakes.CUTE_DTYPES[kernel.traits.dtype], 2) for _ in range(2))
+    return Angles(cos, sin, fakes.plain(Int32, 1))
+
+
+def _queries_fake(kernel: Any) -> Queries | None:
+    traits = kernel.traits
+    if not traits.rotate_q:
+        return None
+    q, rotated = (fakes.rows(fakes.CUTE_DTYPES[traits.dtype], fakes.rank(traits)) for _ in range(2))
+    return Queries(q, rotated, fakes.numbers(traits.varlen), Int32(0))
 
 
 @dataclass(frozen=True)
@@ -59,24 +81,20 @@ class AppendKv:
         """The only default."""
         return AppendTile()
 
-    def fake_args(self) -> tuple:
-        """The arguments of ``__call__`` for compiling, without the stream."""
-        return append_fake_args(self.traits)
-
     # ---- host ----
 
     @cute.jit
     def __call__(
         self,
-        mKcache: cute.Tensor,
-        mVcache: cute.Tensor,
-        tables: CacheTables | None,
-        new: NewKeys,
-        angles: Angles | None,
-        queries: Queries | None,
+        mKcache: fakes.CacheRows,
+        mVcache: fakes.CacheRows,
+        tables: fakes.Tables,
+        new: Annotated[NewKeys | Any, _new_fake],
+        angles: Annotated[Angles | None, _angles_fake],
+        queries: Annotated[Queries | None, _queries_fake],
         stream: cuda.CUstream,
     ) -> None:
-        """Launch. Shapes: see ``cute_attn.kernels.arguments``."""
+        """Launch."""
         per_row = new.k.shape[-2] * ((self.traits.head_dim + self.traits.head_dim_v) // 8)
         new_rows = number_of_rows(new.k)
         rows = new_rows

@@ -22,7 +22,7 @@ from cutlass.cute.nvgpu import warp
 
 import layouts
 from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequence
-from cute_attn.kernels.arguments import CUTE_DTYPES, convert_fake_args
+from cute_attn.kernels import fakes
 from cute_attn.kernels.copies import Copies, Part, SmemLayout
 from cute_attn.kernels.limits import beyond
 from cute_attn.outputs import dq_order as dq
@@ -55,16 +55,12 @@ class BackwardConvert:
         """The tile for a main kernel's tile: the same, without what does not affect dQ's order in memory."""
         return tile.for_convert()
 
-    def fake_args(self) -> tuple:
-        """The arguments of ``__call__`` for compiling, without the stream."""
-        return convert_fake_args(self.traits)
-
     # ---- layouts, copies and the MMA ----
 
     @property
     def dtype(self) -> Any:
         """Element type of dQ."""
-        return CUTE_DTYPES[self.traits.dtype]
+        return fakes.CUTE_DTYPES[self.traits.dtype]
 
     @property
     def follows_early(self) -> bool:
@@ -114,13 +110,13 @@ class BackwardConvert:
     @cute.jit
     def __call__(
         self,
-        mDQaccum: cute.Tensor,
-        mDQ: cute.Tensor,
-        seqlens: Seqlens,
+        mDQaccum: fakes.Accumulators,
+        mDQ: fakes.HeadRows,
+        seqlens: fakes.Lengths,
         scale: Float32,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch. Shapes: see ``cute_attn.kernels.arguments``; scale: rp * softmax_scale.
+        """Launch. scale: rp * softmax_scale. Of seqlens only the queries' are read.
 
         Writes all rows of dQ that belong to a sequence; rows beyond seqused_q become 0.
         """

@@ -17,7 +17,7 @@ otherwise of any strides. dLSE of any strides.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -25,7 +25,7 @@ from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute, memory
 
 from cute_attn.device.math import LOG2_E, clamped
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, padded_row0, sequence, workspace_rows
-from cute_attn.kernels.arguments import preprocess_fake_args
+from cute_attn.kernels import fakes
 from cute_attn.kernels.limits import beyond
 from cute_attn.outputs.dq_order import accumulator_rows
 from cute_attn.tiles import BackwardPreprocessTile, padded
@@ -76,6 +76,14 @@ class Rows:
         return cutlass.min(self.row0 + row, self.info.seqlen_q - 1)
 
 
+def _lse_grad_fake(kernel: Any) -> cute.Tensor | None:
+    return fakes.strided(Float32, fakes.rank(kernel.traits) - 1) if kernel.traits.lse_grad else None
+
+
+def _gradients_fake(kernel: Any) -> tuple | None:
+    return tuple(fakes.head_rows(kernel) for _ in range(3)) if kernel.traits.varlen else None
+
+
 @dataclass(frozen=True)
 class BackwardPreprocess:
     """Preprocess of (traits, tile); call it to trace the host side, see ``__call__``."""
@@ -99,29 +107,27 @@ class BackwardPreprocess:
         """The tile for a main kernel's tile."""
         return BackwardPreprocessTile.of(traits, tile.tile_m)
 
-    def fake_args(self) -> tuple:
-        """The arguments of ``__call__`` for compiling, without the stream."""
-        return preprocess_fake_args(self.traits)
-
     # ---- host ----
 
     @cute.jit
     def __call__(
         self,
-        mDO: cute.Tensor,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
-        mDLSE: cute.Tensor | None,
-        mLSElog2: cute.Tensor,
-        mMinusD: cute.Tensor,
-        mDQaccum: cute.Tensor,
-        mNext: cute.Tensor,
-        gradients: tuple | None,
-        seqlens: Seqlens,
+        mDO: fakes.HeadRows,
+        mO: fakes.HeadRows,
+        mLSE: fakes.RowNumbers,
+        mDLSE: Annotated[cute.Tensor | None, _lse_grad_fake],
+        mLSElog2: fakes.QueryNumbers,
+        mMinusD: fakes.QueryNumbers,
+        mDQaccum: fakes.Accumulators,
+        mNext: fakes.Counter,
+        gradients: Annotated[tuple | None, _gradients_fake],
+        seqlens: fakes.Lengths,
         keep_prob: Float32,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch. Shapes: see ``cute_attn.kernels.arguments``; keep_prob: 1 - dropout_p.
+        """Launch. gradients: (mDQ, mDK, mDV) if varlen, or None. keep_prob: 1 - dropout_p.
+
+        Of seqlens only the queries' are read, and for those gradients cu_seqlens_k.
 
         Writes each sequence's rows of the statistics and of the accumulators up to whole blocks of tile_m, nothing
         between them, and zeros to the rows of varlen gradients before the first and after the last sequence.

@@ -17,7 +17,7 @@ Limits: blocks of multiples of 32 up to 512 queries and keys; up to 32 values of
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -29,12 +29,17 @@ from cute_attn.epilogues.functions.blocks import BlockPredicate, Extremes, MaskS
 from cute_attn.epilogues.functions.graph import Graph
 from cute_attn.epilogues.functions.intervals import Interval
 from cute_attn.epilogues.functions.predicate import Predicate, predicate_of
-from cute_attn.kernels.arguments import block_kinds_fake_args
+from cute_attn.kernels import fakes
 from cute_attn.tiles.blocks import BlockKindsTile
 from cute_attn.traits import BLOCK_OPS, FULL, LISTED_ROWS, PARTIAL, Traits
 
 _STRIDE = 37
 """Rows are evaluated so far apart, modulo those of a block: a divisor of no block, of which masks' edges cut few."""
+
+
+def _mask_fakes(kernel: Any) -> tuple | None:
+    traits = kernel.traits
+    return tuple(x for name in traits.epilogues for x in user_epilogue(name).of(traits).fake_args()) or None
 
 
 @dataclass(frozen=True)
@@ -76,26 +81,19 @@ class BlockKinds:
         assert found is not None
         return found
 
-    def fake_args(self) -> tuple:
-        """The arguments of ``__call__`` for compiling, without the stream."""
-        mask = tuple(
-            arg for name in self.traits.epilogues for arg in user_epilogue(name).of(self.traits).fake_args()
-        )
-        return block_kinds_fake_args(mask or None)
-
     # ---- host ----
 
     @cute.jit
     def __call__(
         self,
-        mKinds: cute.Tensor,
+        mKinds: fakes.Kinds,
         seqlen_q: Int32,
         seqlen_k: Int32,
         groups: Int32,
-        mask_args: Any,
+        mask_args: Annotated[tuple | None, _mask_fakes],
         stream: cuda.CUstream,
     ) -> None:
-        """Launch. groups: CTAs of a block of queries. Shapes: see ``cute_attn.kernels.arguments``."""
+        """Launch. groups: CTAs of a block of queries. mask_args: the mask's captured tensors, or None."""
         batch, nheads, rows, _ = mKinds.shape
         self.kernel(mKinds, seqlen_q, seqlen_k, groups, mask_args).launch(
             grid=[groups * rows * nheads * batch, 1, 1],

@@ -12,14 +12,14 @@ Limits: none but 32-bit numbers of blocks.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Int32, cute
 
 from cute_attn.device import warp
-from cute_attn.kernels.arguments import block_lists_fake_args
+from cute_attn.kernels import fakes
 from cute_attn.tiles.blocks import BlockListsTile
 from cute_attn.traits import BLOCK_OPS, FULL, LISTED_ROWS, PARTIAL, Traits
 
@@ -34,6 +34,10 @@ class BlockCounts(NamedTuple):
     partial: cute.Tensor
     full_count: cute.Tensor
     full: cute.Tensor
+
+
+Counts = Annotated[tuple, lambda kernel: tuple(fakes.plain(Int32, ndim) for ndim in (3, 4, 3, 4))]
+"""The tensors of ``BlockCounts``."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +62,13 @@ class ListBlocks:
         """The only default."""
         return BlockListsTile()
 
-    def fake_args(self) -> tuple:
-        """The arguments of ``__call__`` for compiling, without the stream."""
-        return block_lists_fake_args()
-
     # ---- host ----
 
     @cute.jit
-    def __call__(self, mKinds: cute.Tensor, of_queries: tuple, of_keys: tuple, stream: cuda.CUstream) -> None:
-        """Launch. of_queries, of_keys: as of ``BlockCounts``. Shapes: see ``cute_attn.kernels.arguments``."""
+    def __call__(
+        self, mKinds: fakes.Kinds, of_queries: Counts, of_keys: Counts, stream: cuda.CUstream
+    ) -> None:
+        """Launch."""
         batch, nheads, rows, columns = mKinds.shape
         lines = batch * nheads * (rows + columns)
         self.kernel(mKinds, of_queries, of_keys).launch(

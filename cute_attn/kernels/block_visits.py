@@ -13,15 +13,19 @@ and is the last one listed, and all queries need one that see the last key block
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Constexpr, Int32, cute
 
 from cute_attn.device import warp
-from cute_attn.kernels.arguments import block_visits_fake_args
+from cute_attn.kernels import fakes
 from cute_attn.tiles.blocks import BlockListsTile
 from cute_attn.traits import BLOCK_OPS, FULL, LISTED_ROWS, PARTIAL, Traits
+
+Visits = Annotated[tuple, lambda kernel: (fakes.plain(Int32, 4), fakes.plain(Int32, 4))]
+"""Counts and blocks as of ``cute_attn.work.block_lists.BlockLists``."""
 
 
 @dataclass(frozen=True)
@@ -78,18 +82,14 @@ class ListVisits:
         """The only default."""
         return BlockListsTile()
 
-    def fake_args(self) -> tuple:
-        """The arguments of ``__call__`` for compiling, without the stream."""
-        return block_visits_fake_args()
-
     # ---- host ----
 
     @cute.jit
     def __call__(
         self,
-        mKinds: cute.Tensor,
-        of_queries: tuple,
-        of_keys: tuple,
+        mKinds: fakes.Kinds,
+        of_queries: Visits,
+        of_keys: Visits,
         seqlen_q: Int32,
         seqlen_k: Int32,
         block_q: Int32,
@@ -97,7 +97,7 @@ class ListVisits:
         group: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch. Shapes: see ``cute_attn.kernels.arguments``."""
+        """Launch. group: query heads of a kv head, 1 where mKinds has one head."""
         sizes = BlockSizes(seqlen_q, seqlen_k, block_q, block_k, group)
         lines = mKinds.shape[0] * mKinds.shape[1] * (of_queries[0].shape[2] + of_keys[0].shape[2])
         self.kernel(mKinds, of_queries, of_keys, sizes).launch(

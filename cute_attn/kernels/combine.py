@@ -20,7 +20,7 @@ Limits: up to ``MAX_PARTIALS`` fp32 partial results; out in fp16, bf16 or fp32; 
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -29,7 +29,7 @@ from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute, memory
 from cute_attn.device.math import LOG2_E, convert_to_16_bits, exp2, fmax, log, reciprocal
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, first_block, sequence_of_block, warm_lengths
 from cute_attn.epilogues.mask import Mask
-from cute_attn.kernels.arguments import CUTE_DTYPES, combine_fake_args, combine_shares_fake_args
+from cute_attn.kernels import fakes
 from cute_attn.kernels.limits import beyond
 from cute_attn.tiles.inference import MAX_PARTIALS, CombineSharesTile, CombineTile
 from cute_attn.traits import DTYPES, Traits
@@ -121,23 +121,21 @@ class Combine:
         """The tile for many partial results; see ``CombineTile.of``."""
         return CombineTile.of(MAX_PARTIALS)
 
-    def fake_args(self) -> tuple:
-        """The arguments of ``__call__`` for compiling, without the stream."""
-        return combine_fake_args(self.traits)
-
     # ---- host ----
 
     @cute.jit
     def __call__(
         self,
-        mOpartial: cute.Tensor,
-        mLSEpartial: cute.Tensor,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
-        mSinks: cute.Tensor | None,
+        mOpartial: Annotated[cute.Tensor, lambda kernel: fakes.rows(Float32, 5)],
+        mLSEpartial: Annotated[cute.Tensor, lambda kernel: fakes.strided(Float32, 4)],
+        mO: fakes.HeadRows,
+        mLSE: Annotated[cute.Tensor, lambda kernel: fakes.strided(Float32, 3)],
+        mSinks: fakes.Sinks,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch. Shapes: see ``cute_attn.kernels.arguments``."""
+        """Launch. mOpartial (partials, batch, queries, nheads, head_dim_v) and mLSEpartial (partials, batch, nheads,
+        queries): fp32. Packed rows are one batch.
+        """
         batch, queries, heads, _ = mO.shape
         rows = batch * queries * heads
         divisors = tuple(cute.FastDivmodDivisorV2(cutlass.max(n, 1)) for n in (queries, heads))
@@ -405,7 +403,7 @@ class Combine:
         place: Place,
     ) -> None:
         """Normalise and write the row and its LSE."""
-        dtype = CUTE_DTYPES[self.traits.dtype]
+        dtype = fakes.CUTE_DTYPES[self.traits.dtype]
         factor = Float32(0.0) if total == 0.0 else reciprocal(total)
         out = cute.make_rmem_tensor(acc.layout, dtype)
         for i in cutlass.range_constexpr(cute.size(acc)):
@@ -527,10 +525,6 @@ class CombineShares(Combine):
         """The tile after a kernel with 64 rows and keys per block; calls have one that follows the kernel's."""
         return CombineSharesTile()
 
-    def fake_args(self) -> tuple:
-        """The arguments of ``__call__`` for compiling, without the stream."""
-        return combine_shares_fake_args(self.traits, self.mask.fake_args() or None)
-
     @property
     def mask(self) -> Mask:
         """The kvcache kernel's."""
@@ -539,17 +533,17 @@ class CombineShares(Combine):
     @cute.jit
     def __call__(
         self,
-        partials: Partials,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
-        mSinks: cute.Tensor | None,
-        seqlens: Seqlens,
-        mask_args: Any,
+        partials: fakes.PartialResults,
+        mO: fakes.HeadRows,
+        mLSE: fakes.RowNumbers,
+        mSinks: fakes.Sinks,
+        seqlens: fakes.Lengths,
+        mask_args: Annotated[tuple | None, lambda kernel: kernel.mask.fake_args() or None],
         nheads_kv: Int32,
         slots: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch. Shapes: see ``cute_attn.kernels.arguments``."""
+        """Launch. mask_args: None where the mask has none."""
         units = CombineUnits.make(mO, seqlens, nheads_kv, slots, self.tile)
         self.kernel(partials, mO, mLSE, mSinks, seqlens, mask_args, units, slots).launch(
             grid=[units.total, 1, 1],

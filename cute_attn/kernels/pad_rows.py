@@ -21,16 +21,26 @@ Limits: fp16, bf16 and fp32; head dims up to 576; padded tensors are contiguous,
 """
 
 from dataclasses import dataclass
+from typing import Annotated, Any
 
 import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Constexpr, Int32, Int64, Uint32, cute
 
 from cute_attn.device.row_places import RowPlaces
-from cute_attn.kernels.arguments import pad_rows_fake_args
+from cute_attn.kernels import fakes
 from cute_attn.kernels.limits import beyond
 from cute_attn.tiles.pad_rows import PadRowsTile
 from cute_attn.traits import DTYPES, MAX_HEAD_DIM, PADDED_TENSORS, Traits, aligned_head_dim
+
+
+def _rows_fakes(kernel: Any, *, padded: bool) -> tuple:
+    dtype, make = fakes.CUTE_DTYPES[kernel.traits.dtype], fakes.rows if padded else fakes.strided
+    return tuple(make(dtype, fakes.rank(kernel.traits)) for _ in kernel.dims)
+
+
+def _bounds_fake(kernel: Any) -> cute.Tensor | None:
+    return fakes.numbers(kernel.traits.varlen and kernel.traits.op == "forward_unpad")
 
 
 @dataclass(frozen=True)
@@ -77,17 +87,25 @@ class PadRows:
         """CTAs of a tensor with that head dim; the grid may have more, of which row numbers would exceed 32 bits."""
         return cute.ceil_div(places.count, self.rows(dim))
 
-    def fake_args(self) -> tuple:
-        """The arguments of ``__call__`` for compiling, without the stream."""
-        return pad_rows_fake_args(self.traits)
-
     # ---- host ----
 
     @cute.jit
     def __call__(
-        self, mSource: tuple, mTarget: tuple, which: Int32, mCuSeqlens: cute.Tensor, stream: cuda.CUstream
+        self,
+        mSource: Annotated[tuple, lambda kernel: _rows_fakes(kernel, padded=not kernel.pads)],
+        mTarget: Annotated[tuple, lambda kernel: _rows_fakes(kernel, padded=kernel.pads)],
+        which: Int32,
+        mCuSeqlens: Annotated[cute.Tensor | None, _bounds_fake],
+        stream: cuda.CUstream,
     ) -> None:
-        """Launch, one extent of the grid for the tensors. Shapes: see ``cute_attn.kernels.arguments``."""
+        """Launch, one extent of the grid for the tensors.
+
+        Args:
+            mSource, mTarget: tensors of rows, see ``PADDED_TENSORS``: those of one padded, contiguous with 16-byte
+                aligned rows, and those of the other of any head dim and strides.
+            which: a bit for each tensor that is copied.
+            mCuSeqlens: of the rows of packed queries that become O; None for other copies.
+        """
         places = tuple(RowPlaces.make(x) for x in (mSource if self.pads else mTarget))
         blocks = Int32(0)
         for i in cutlass.range_constexpr(len(mSource)):

@@ -20,19 +20,35 @@ Limits: fp32; head dims up to 576; rows 16-byte aligned with a contiguous last d
 """
 
 from dataclasses import dataclass
+from typing import Annotated, Any
 
 import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Constexpr, Float16, Float32, Int32, Int64, cute, memory
+from cutlass.cute.runtime import make_fake_tensor
 
 from cute_attn.device.row_places import RowPlaces
 from cute_attn.device.split_rows import LANES, VECTOR, load_row
 from cute_attn.device.terms import NO_ROW, fits, magnitude, power_of_two, scale_exponent, split
-from cute_attn.kernels.arguments import split_fp32_fake_args
+from cute_attn.kernels import fakes
 from cute_attn.kernels.limits import beyond
 from cute_attn.tiles import padded
 from cute_attn.tiles.split_fp32 import SplitFp32Tile
-from cute_attn.traits import MAX_HEAD_DIM, SPLIT_TENSORS, Traits, head_dim_multiple
+from cute_attn.traits import MAX_HEAD_DIM, MEASURED_TENSORS, SPLIT_TENSORS, Traits, head_dim_multiple
+
+
+def _tensors_fake(kernel: Any) -> tuple:
+    return tuple(fakes.rows(Float32, fakes.rank(kernel.traits)) for _ in kernel.dims)
+
+
+def _terms_fake(kernel: Any) -> tuple:
+    split = kernel.dims[MEASURED_TENSORS[kernel.traits.op] :]
+    return tuple(fakes.rows(Float16, fakes.rank(kernel.traits) + 1) for _ in split)
+
+
+def _partials_fake(kernel: Any) -> cute.Tensor:
+    shape = (len(kernel.dims), 2, cute.sym_int())
+    return make_fake_tensor(Int32, shape, stride=(cute.sym_int64(), cute.sym_int64(), 1))
 
 
 @dataclass(frozen=True)
@@ -64,22 +80,26 @@ class SplitFp32:
         """The head dims of the tensors, in their order."""
         return tuple(getattr(self.traits, name) for name in SPLIT_TENSORS[self.traits.op])
 
-    def fake_args(self) -> tuple:
-        """The arguments of ``__call__`` for compiling, without the stream."""
-        return split_fp32_fake_args(self.traits)
-
     # ---- host ----
 
     @cute.jit
     def __call__(
         self,
-        mX: tuple,
-        mTerms: tuple,
-        mPartials: cute.Tensor,
-        mScales: cute.Tensor,
+        mX: Annotated[tuple, _tensors_fake],
+        mTerms: Annotated[tuple, _terms_fake],
+        mPartials: Annotated[cute.Tensor, _partials_fake],
+        mScales: fakes.Scales,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch both kernels. Shapes: see ``cute_attn.kernels.arguments``."""
+        """Launch both kernels.
+
+        Args:
+            mX: (q, k, v), or (q, k, v, dO).
+            mTerms: the terms of each but the forward's q in fp16, contiguous: (..., 2, padded dim) for rows (..., dim),
+                hi, then lo; with precision tf32 (..., 1, padded dim).
+            mPartials: int32 (tensors, 2, blocks).
+            mScales: (tensors,): 2^-e, or 0.
+        """
         places = tuple(RowPlaces.make(x) for x in mX)
         launch = {
             "grid": [self.tile.blocks, len(mX), 1],

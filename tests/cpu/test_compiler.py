@@ -211,15 +211,15 @@ def test_wrong_calls(fresh_cache, arguments, message):
 
 
 def test_what_others_write_during_a_build_is_not_lost(fresh_cache, monkeypatch, capsys):
-    fake_args = toy.Toy.fake_args
+    fakes = compiled.fakes
 
     def noisy(kernel):
         thread = threading.Thread(target=print, args=("of another thread",), kwargs={"file": sys.stderr})
         thread.start()
         thread.join()
-        return fake_args(kernel)
+        return fakes(kernel)
 
-    monkeypatch.setattr(toy.Toy, "fake_args", noisy)
+    monkeypatch.setattr(compiled, "fakes", noisy)
     assert compile(toy.NAME, target="sm80").resources.registers > 0
     assert capsys.readouterr().err == "of another thread\n"
 
@@ -387,7 +387,7 @@ def test_each_prebuilt_kernel_has_a_result(fresh_cache, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "deadly_kernels.py").write_text(
         NAMED_AS_ANOTHER.replace(
-            "    pass", "    def fake_args(self):\n        import os; os._exit(3)"
+            "    pass", "    def __call__(self, x: \"__import__('os')._exit(3)\", stream): ..."
         ).replace('"test"', '"deadly"')
     )
     import deadly_kernels  # noqa: F401
@@ -552,7 +552,7 @@ KERNELS = {
 def test_a_kernel_imports_no_other_one_than_that_which_it_extends():
     kernels = ROOT / "cute_attn" / "kernels"
     assert {path.name for path in kernels.iterdir() if (path / "kernel.py").exists()} == set(KERNELS)
-    shared = {"arguments", "copies", "limits", "step"}
+    shared = {"copies", "fakes", "limits", "step"}
     for path in kernels.rglob("*.py"):
         own = path.relative_to(kernels).parts[0].removesuffix(".py")
         for node in ast.walk(ast.parse(path.read_text())):
@@ -602,6 +602,7 @@ def test_metadata_is_plain_json(fresh_cache):
 # ---- classes that no file has ----
 
 CELL = """
+from typing import Annotated
 import layouts
 from tests import toy
 
@@ -613,7 +614,7 @@ def helper(x):
 class Mine:
     {attribute}
 
-    def smem_layout(self, rows):
+    def smem_layout(self, rows: {annotation}):
         return [helper(row) for row in range(rows)], WIDTH, layouts.BANKS
 
     @staticmethod
@@ -622,11 +623,13 @@ class Mine:
 """
 
 
-def key_of_a_cell(monkeypatch, before="", constant="WIDTH = 8", factor=2, attribute="stages = 3"):
+def key_of_a_cell(
+    monkeypatch, before="", constant="WIDTH = 8", factor=2, attribute="stages = 3", annotation="int | None"
+):
     """Of a class as a notebook's cell makes it: in a module without a file."""
     module = types.ModuleType("typed_in_a_cell")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    text = before + CELL.format(constant=constant, factor=factor, attribute=attribute)
+    text = before + CELL.format(constant=constant, factor=factor, attribute=attribute, annotation=annotation)
     exec(builtins.compile(text, f"<cell {len(text)}>", "exec"), module.__dict__)
     return fingerprint.user_sources([module.Mine])
 
@@ -641,6 +644,8 @@ def test_a_typed_class_is_known_by_its_code_and_what_that_names(monkeypatch):
         {"attribute": "stages = 4"},
         {"attribute": "@property\n    def stages(self):\n        return 3"},
         {"constant": "from tests import processes as WIDTH"},
+        {"annotation": "float | None"},
+        *({"annotation": f"Annotated[int, lambda kernel: {i}]"} for i in (2, 3)),
     ]
     keys = {first, *(key_of_a_cell(monkeypatch, **change) for change in changes)}
     assert len(keys) == 1 + len(changes)

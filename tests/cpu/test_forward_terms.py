@@ -10,6 +10,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
 from cute_attn.compiler import compile
+from cute_attn.compiler.arguments import fakes
 from cute_attn.compiler.registry import Unsupported, lookup
 from cute_attn.device.math import LOG2_E
 from cute_attn.host.choose import choose_kernel
@@ -149,9 +150,9 @@ def test_launches_have_the_arguments_that_kernels_declare(name, head_dim):
     assert of_exact[:3] == of_split[0] == (q, k, v) and of_parts[3:] == of_exact[3:]
     assert of_parts[0] is q
     assert of_split[3] is of_parts[-1] is of_exact[-1]
-    assert_declared(lookup(traits.split_fp32("forward_split"), None, "sm90").fake_args(), of_split)
+    assert_declared(fakes(lookup(traits.split_fp32("forward_split"), None, "sm90")), of_split)
     for variant, given in (("terms", of_parts), ("fallback", of_exact)):
-        declared = lookup(replace(traits, variant=variant), None, "sm90").fake_args()
+        declared = fakes(lookup(replace(traits, variant=variant), None, "sm90"))
         assert_declared((*declared[:5], declared[-1]), (*given[:5], given[-1]))
     assert len(of_split[1]) == 2
     for rows, own in zip(of_parts[1:], of_split[1], strict=False):

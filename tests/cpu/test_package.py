@@ -245,7 +245,7 @@ def test_a_variant_of_a_class_for_two_generations_says_which(monkeypatch):
         cute_attn.register(mine, variant="mine")
     cute_attn.register(mine, variant="mine", arch="sm90")
     assert registry.KERNELS["combine", "sm90", "mine"] is mine
-    other = type("Other", (), dict.fromkeys(("supports", "default_tile", "fake_args", "__call__"), print))
+    other = type("Other", (), dict.fromkeys(("supports", "default_tile", "__call__"), print))
     cute_attn.register(other, variant="other")
     assert registry.KERNELS["forward", "sm80", "other"] is other
 
@@ -262,7 +262,7 @@ NO_KERNEL = "accepted: a class that extends one of the package's kernels, such a
             type("X", (), {}),
             {"variant": "x"},
             TypeError,
-            f"^kernel is X, without supports, fake_args, __call__, default_tile; {NO_KERNEL}, or has its methods$",
+            f"^kernel is X, without supports, __call__, default_tile; {NO_KERNEL}, or has its methods$",
         ),
         (dict, {"variant": "x"}, TypeError, f"^kernel is dict, without supports, .*{NO_KERNEL}"),
         (

@@ -9,7 +9,7 @@ from cutlass import Constexpr, Int32, Int64, cute
 
 from cute_attn.compiler import registry
 from cute_attn.device.row_places import RowPlaces
-from cute_attn.kernels.arguments import CUTE_DTYPES
+from cute_attn.kernels.fakes import CUTE_DTYPES
 from cute_attn.kernels.pad_rows import PadRows, is_run
 from cute_attn.tiles.pad_rows import PadRowsTile
 from cute_attn.traits import PADDED_TENSORS, Traits, aligned_head_dim

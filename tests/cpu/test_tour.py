@@ -10,6 +10,7 @@ from cutlass import Float32
 
 import layouts
 from cute_attn.compiler import compile, registry, toolchain
+from cute_attn.compiler.arguments import fakes
 from cute_attn.compiler.smem_layouts import reasons
 from cute_attn.lab.copies import conflicts
 from cute_attn.lab.verdict import verdict
@@ -102,7 +103,7 @@ def test_a_launch_takes_the_arguments_of_the_package():
     assert {number: signature(number) for number in OWN} == dict.fromkeys(OWN, shipped)
     taken = (
         registry.lookup(LEVELS[7].traits()).score_args(None),
-        registry.lookup(LEVELS[7].traits()).fake_args()[-1],
+        fakes(registry.lookup(LEVELS[7].traits()))[-1],
     )
     assert [len(x) for x in taken] == [1, 1]
 

@@ -32,7 +32,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -43,11 +43,11 @@ from cute_attn.device.copy import RowCopy, block_of_rows
 from cute_attn.device.math import optimization_barrier, rematerialize_each
 from cute_attn.device.probabilities import probabilities, score_gradient, start_from
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
-from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequence, workspace_rows
+from cute_attn.device.seqlen import existing_rows, padded_row0, sequence, workspace_rows
 from cute_attn.device.terms import Terms, all_fit, change_units, common_scale, running_scale
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
-from cute_attn.kernels.arguments import CUTE_DTYPES, backward_fake_args, plain_fake, rows_fake
+from cute_attn.kernels import fakes
 from cute_attn.kernels.backward_sm80.heuristics import TERMS_LEAST_FLOP, default_tile
 from cute_attn.kernels.backward_sm80.loads import BlockLoad, first_term, term_of
 from cute_attn.kernels.backward_sm80.params import (
@@ -75,7 +75,22 @@ from cute_attn.outputs.accumulate import add_fragment
 from cute_attn.tiles import BackwardSm80Tile, padded
 from cute_attn.traits import DTYPES, MAX_HEAD_DIM, Traits
 from cute_attn.work.block_range import BlockRange
-from cute_attn.work.key_tiles import BackwardSchedule, HeadSplits, KeyTileOrder, KeyTiles, key_tile_of
+from cute_attn.work.key_tiles import HeadSplits, KeyTileOrder, KeyTiles, key_tile_of
+
+
+def _operand_fake(kernel: Any) -> cute.Tensor:
+    if kernel.tile.in_terms:
+        return fakes.rows(Float16, fakes.rank(kernel.traits) + 1)
+    return fakes.head_rows(kernel)
+
+
+Operand = Annotated[cute.Tensor, _operand_fake]
+"""mQ, mK, mV, mDO: with operands ``terms`` (..., terms, padded head dim) in fp16."""
+
+TermScales = Annotated[
+    cute.Tensor | None, lambda kernel: fakes.plain(Float32, 1) if kernel.tile.speculative else None
+]
+"""(4,): what the sums of the operands' terms are times, or 0 for a tensor that does not fit its terms; or None."""
 
 
 @dataclass(frozen=True)
@@ -127,14 +142,6 @@ class BackwardSm80:
         """The score epilogues that the traits ask for."""
         return EpilogueChain.of(self.traits)
 
-    def fake_args(self) -> tuple:
-        """The arguments of ``__call__`` for compiling, without the stream."""
-        args = backward_fake_args(self.traits, self.epilogues.fake_args())
-        if self.tile.in_terms:
-            ndim = 4 if self.traits.varlen else 5
-            args = (*(rows_fake(Float16, ndim) for _ in range(4)), *args[4:])
-        return (*args, plain_fake(Float32, 1) if self.tile.speculative else None)
-
     def score_args(self, inputs: ScoreInputs) -> tuple:
         """The epilogues' arguments of one launch."""
         return self.epilogues.host_args(inputs)
@@ -148,7 +155,7 @@ class BackwardSm80:
     @property
     def dtype(self) -> Any:
         """Element type of the gradients, and of Q, K, V and dO unless they are terms."""
-        return CUTE_DTYPES[self.traits.dtype]
+        return fakes.CUTE_DTYPES[self.traits.dtype]
 
     @property
     def operand_dtype(self) -> Any:
@@ -247,27 +254,23 @@ class BackwardSm80:
     @cute.jit
     def __call__(
         self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mDO: cute.Tensor,
-        mLSElog2: cute.Tensor,
-        mMinusD: cute.Tensor,
-        mDQaccum: cute.Tensor,
-        mDK: cute.Tensor,
-        mDV: cute.Tensor,
-        seqlens: Seqlens,
+        mQ: Operand,
+        mK: Operand,
+        mV: Operand,
+        mDO: Operand,
+        mLSElog2: fakes.QueryNumbers,
+        mMinusD: fakes.QueryNumbers,
+        mDQaccum: fakes.Accumulators,
+        mDK: fakes.HeadRows,
+        mDV: fakes.HeadRows,
+        seqlens: fakes.Lengths,
         softmax_scale: Float32,
-        schedule: BackwardSchedule,
-        score_args: tuple,
-        scales: cute.Tensor | None,
+        schedule: fakes.BackwardCounters,
+        score_args: fakes.ScoreArgs,
+        scales: TermScales,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch. Shapes: see ``cute_attn.kernels.arguments``.
-
-        With operands ``terms``, mQ, mK, mV and mDO are their terms, (..., terms, padded head dim) in fp16. scales: (4,)
-        fp32, what the sums of the terms of each are times, or 0 for a tensor that does not fit its terms; or None.
-        """
+        """Launch."""
         if cutlass.const_expr(self.tile.in_terms):
             mQ, mK, mV, mDO = (first_term(m) for m in (mQ, mK, mV, mDO))
         nheads = mQ.shape[-2]

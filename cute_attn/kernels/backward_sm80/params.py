@@ -18,7 +18,7 @@ from cute_attn.work.key_tiles import HeadSplits, KeyTileOrder, KeyTiles, QueryHe
 
 @dataclass(frozen=True)
 class BackwardParams:
-    """A launch: tensors and lengths as of ``cute_attn.kernels.arguments``, and what follows from them."""
+    """A launch: its tensors and lengths, and what follows from them."""
 
     mQ: cute.Tensor
     mK: cute.Tensor

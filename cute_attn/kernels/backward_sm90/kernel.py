@@ -75,11 +75,11 @@ from cute_attn.device.probabilities import (
     start_from,
 )
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
-from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequence, workspace_rows
+from cute_attn.device.seqlen import existing_rows, padded_row0, sequence, workspace_rows
 from cute_attn.device.wgmma import start_gemm
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
-from cute_attn.kernels.arguments import backward_fake_args
+from cute_attn.kernels import fakes
 from cute_attn.kernels.backward_sm90.heuristics import EMPTY, FEW_ROWS, TABLE, keys
 from cute_attn.kernels.backward_sm90.layouts import BackwardSm90Layouts
 from cute_attn.kernels.backward_sm90.params import (
@@ -103,7 +103,7 @@ from cute_attn.tiles import BackwardSm90Tile, first_that_fits, padded
 from cute_attn.traits import MAX_HEAD_DIM, Traits
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.broadcast import KeyTile
-from cute_attn.work.key_tiles import BackwardSchedule, HeadSplits, KeyTileOrder
+from cute_attn.work.key_tiles import HeadSplits, KeyTileOrder
 
 
 def _undivided(traits: Traits) -> str | None:
@@ -168,10 +168,6 @@ class BackwardSm90(BackwardSm90Layouts):
         """The score epilogues that the traits ask for."""
         return EpilogueChain.of(self.traits, self.tile)
 
-    def fake_args(self) -> tuple:
-        """The arguments of ``__call__`` for compiling, without the stream."""
-        return backward_fake_args(self.traits, self.epilogues.fake_args())
-
     def score_args(self, inputs: ScoreInputs) -> tuple:
         """The epilogues' arguments of one launch."""
         return self.epilogues.host_args(inputs)
@@ -223,22 +219,22 @@ class BackwardSm90(BackwardSm90Layouts):
     @cute.jit
     def __call__(
         self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mDO: cute.Tensor,
-        mLSElog2: cute.Tensor,
-        mMinusD: cute.Tensor,
-        mDQaccum: cute.Tensor,
-        mDK: cute.Tensor,
-        mDV: cute.Tensor,
-        seqlens: Seqlens,
+        mQ: fakes.HeadRows,
+        mK: fakes.HeadRows,
+        mV: fakes.HeadRows,
+        mDO: fakes.HeadRows,
+        mLSElog2: fakes.QueryNumbers,
+        mMinusD: fakes.QueryNumbers,
+        mDQaccum: fakes.Accumulators,
+        mDK: fakes.HeadRows,
+        mDV: fakes.HeadRows,
+        seqlens: fakes.Lengths,
         softmax_scale: Float32,
-        schedule: BackwardSchedule,
-        score_args: tuple,
+        schedule: fakes.BackwardCounters,
+        score_args: fakes.ScoreArgs,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch. Shapes and units: see ``cute_attn.kernels.arguments``."""
+        """Launch."""
         traits, tile = self.traits, self.tile
         nheads = mQ.shape[-2]
         head_bytes = Int64(seqlens.max_seqlen_q) * (4 * padded(traits.head_dim))

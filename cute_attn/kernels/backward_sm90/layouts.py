@@ -8,8 +8,8 @@ from cutlass import cute
 
 import layouts
 from cute_attn.device.wgmma import operand_layout
-from cute_attn.kernels.arguments import CUTE_DTYPES
 from cute_attn.kernels.copies import Copies, transposed
+from cute_attn.kernels.fakes import CUTE_DTYPES
 from cute_attn.kernels.step import StepContent, wgmma_count
 from cute_attn.outputs.dq_order import mma_dq
 from cute_attn.tiles import BackwardSm90Tile

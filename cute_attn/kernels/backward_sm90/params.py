@@ -9,7 +9,7 @@ from cute_attn.device.pipeline import Pipeline, SharedDoubleBuffer
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.epilogues.chain import ScoreState
-from cute_attn.kernels.arguments import CUTE_DTYPES
+from cute_attn.kernels.fakes import CUTE_DTYPES
 from cute_attn.outputs.dq_staging import DqStaging
 from cute_attn.outputs.peer_sum import PeerSum
 from cute_attn.rows.tma import TmaTiles, TmaVectors

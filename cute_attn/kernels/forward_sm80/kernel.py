@@ -51,7 +51,7 @@ from cute_attn.device.seqlen import Seqlens, sequence
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.softmax import OnlineSoftmax
-from cute_attn.kernels.arguments import forward_fake_args
+from cute_attn.kernels import fakes
 from cute_attn.kernels.copies import Copies
 from cute_attn.kernels.forward_sm80.few_rows import tile_for_lengths
 from cute_attn.kernels.forward_sm80.heuristics import default_tile
@@ -126,10 +126,6 @@ class ForwardSm80:
         """Whether it can visit only listed blocks."""
         plain = (self.tile.pack_heads, self.tile.key_groups, self.tile.warps_n) == (1, 1, 1)
         return self.traits.op == "forward" and plain and not self.single
-
-    def fake_args(self) -> tuple:
-        """The arguments of ``__call__`` for compiling, without the stream."""
-        return forward_fake_args(self.traits, self.epilogues.fake_args())
 
     def score_args(self, inputs: ScoreInputs) -> tuple:
         """The epilogues' arguments of one launch."""
@@ -245,18 +241,18 @@ class ForwardSm80:
     @cute.jit
     def __call__(
         self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
-        seqlens: Seqlens,
+        mQ: fakes.HeadRows,
+        mK: fakes.HeadRows,
+        mV: fakes.HeadRows,
+        mO: fakes.HeadRows,
+        mLSE: fakes.RowNumbers,
+        seqlens: fakes.Lengths,
         softmax_scale: Float32,
-        schedule: ForwardSchedule,
-        score_args: tuple,
+        schedule: fakes.ForwardCounters,
+        score_args: fakes.ScoreArgs,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch. Shapes: see ``cute_attn.kernels.arguments``."""
+        """Launch."""
         params = self.params(mQ, mK, mV, mO, mLSE, seqlens, softmax_scale, schedule, score_args)
         ctas = params.grid.tiles(seqlens.batch(mQ))
         self.kernel(params).launch(grid=[ctas, 1, 1], block=[self.tile.num_threads, 1, 1], stream=stream)

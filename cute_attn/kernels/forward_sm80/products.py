@@ -13,7 +13,7 @@ import layouts
 from cute_attn.device.gemm import SmemOperand, SmemResult, gemm, gemm_rs
 from cute_attn.device.gemm_terms import Fp32Values, PairedResult, SplitOnLoad, StoredTerms, paired_operand_a
 from cute_attn.device.terms import P_EXPONENT, PRODUCTS, Terms, split
-from cute_attn.kernels.arguments import CUTE_DTYPES
+from cute_attn.kernels.fakes import CUTE_DTYPES
 from cute_attn.kernels.forward_sm80.storage import Operands, SharedMemory
 from cute_attn.tiles import ForwardSm80Tile
 from cute_attn.traits import Traits

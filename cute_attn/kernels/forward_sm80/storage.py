@@ -15,7 +15,7 @@ from cute_attn.work.query_tiles import QueryGrid
 
 @dataclass(frozen=True)
 class ForwardParams:
-    """A launch: tensors and lengths as of ``cute_attn.kernels.arguments``, and what follows from them."""
+    """A launch: its tensors and lengths, and what follows from them."""
 
     mQ: cute.Tensor
     mK: cute.Tensor

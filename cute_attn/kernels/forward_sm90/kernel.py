@@ -42,10 +42,9 @@ from cutlass.cute.nvgpu import cpasync
 import layouts
 from cute_attn.device.pipeline import WARPGROUP
 from cute_attn.device.score_tile import ScoreMap
-from cute_attn.device.seqlen import Seqlens
 from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.inputs import ScoreInputs
-from cute_attn.kernels.arguments import CUTE_DTYPES, forward_fake_args
+from cute_attn.kernels import fakes
 from cute_attn.kernels.copies import Copies
 from cute_attn.kernels.forward_sm90.consumer import Consumer
 from cute_attn.kernels.forward_sm90.heuristics import TABLE, keys
@@ -65,7 +64,7 @@ from cute_attn.rows.tma import TmaTiles
 from cute_attn.rows.tma_bias import ROWS, bias_tma
 from cute_attn.tiles import ForwardSm90Tile, padded
 from cute_attn.traits import Traits
-from cute_attn.work.query_tiles import ForwardSchedule, QueryTileOrder
+from cute_attn.work.query_tiles import QueryTileOrder
 
 
 @dataclass(frozen=True)
@@ -139,10 +138,6 @@ class ForwardSm90:
         """Whether it can visit only listed blocks."""
         return self.traits.op == "forward" and self.tile.pack_heads == 1
 
-    def fake_args(self) -> tuple:
-        """The arguments of ``__call__`` for compiling, without the stream."""
-        return forward_fake_args(self.traits, self.epilogues.fake_args())
-
     def score_args(self, inputs: ScoreInputs) -> tuple:
         """The epilogues' arguments of one launch."""
         return self.epilogues.host_args(inputs)
@@ -162,7 +157,7 @@ class ForwardSm90:
     @property
     def dtype(self) -> Any:
         """Element type of Q, K, V and O."""
-        return CUTE_DTYPES[self.traits.dtype]
+        return fakes.CUTE_DTYPES[self.traits.dtype]
 
     def smem_layout(self, rows: int, head_dim: int, stages: int | None = None) -> cute.ComposedLayout:
         """(rows, padded head_dim[, stages]) in shared memory, with a swizzle of TMA and wgmma."""
@@ -170,7 +165,7 @@ class ForwardSm90:
 
     def bias_layout(self, stages: int | None = None) -> cute.ComposedLayout:
         """A warpgroup's bias tile in shared memory, written by TMA: (ROWS, tile_n[, stages])."""
-        dtype = CUTE_DTYPES[self.traits.bias]
+        dtype = fakes.CUTE_DTYPES[self.traits.bias]
         return layouts.wgmma_smem_layout(ROWS, self.tile.tile_n, dtype, stages=stages)
 
     def mma_qk(self) -> cute.TiledMma:
@@ -206,7 +201,7 @@ class ForwardSm90:
             found.area(name, (rows, padded(dim), stages), "smem_layout", rows, dim, stages)
         if self.loads_bias_by_tma:
             shape = (ROWS, tile.tile_n, tile.bias_stages)
-            found.area("bias", shape, "bias_layout", shape[2], of=CUTE_DTYPES[traits.bias], by=groups)
+            found.area("bias", shape, "bias_layout", shape[2], of=fakes.CUTE_DTYPES[traits.bias], by=groups)
         found.part("copy-smem-to-gmem", "gmem_store", threads=WARPGROUP)
         found.part("mma-qk", "mma_qk").part("mma-pv", "mma_pv")
         if tile.q_in_regs:
@@ -255,18 +250,18 @@ class ForwardSm90:
     @cute.jit
     def __call__(
         self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
-        seqlens: Seqlens,
+        mQ: fakes.HeadRows,
+        mK: fakes.HeadRows,
+        mV: fakes.HeadRows,
+        mO: fakes.HeadRows,
+        mLSE: fakes.RowNumbers,
+        seqlens: fakes.Lengths,
         softmax_scale: Float32,
-        schedule: ForwardSchedule,
-        score_args: tuple,
+        schedule: fakes.ForwardCounters,
+        score_args: fakes.ScoreArgs,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch. Shapes: see ``cute_attn.kernels.arguments``."""
+        """Launch."""
         traits, tile = self.traits, self.tile
         key_bytes = 2 * (traits.head_dim + traits.head_dim_v)
         order = QueryTileOrder.make(seqlens, mQ, mK, key_bytes, tile.queries, tile.pack_heads, traits.causal)

@@ -9,7 +9,7 @@ from cutlass import Constexpr, Float32, Int32, Int64, cute, memory
 import layouts
 from cute_attn.device.pipeline import WARPGROUP, PingPong, Pipeline
 from cute_attn.device.seqlen import Seqlens
-from cute_attn.kernels.arguments import CUTE_DTYPES
+from cute_attn.kernels.fakes import CUTE_DTYPES
 from cute_attn.rows.query_buffer import QueryBuffer
 from cute_attn.rows.tma import TmaTiles
 from cute_attn.rows.tma_bias import ROWS, TmaBias

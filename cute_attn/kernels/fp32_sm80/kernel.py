@@ -21,7 +21,7 @@ Limits: fp32, otherwise the forward's.
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -29,11 +29,11 @@ from cutlass import Boolean, Constexpr, Float16, Float32, Int32, cute
 
 from cute_attn.device.math import LOG2_E
 from cute_attn.device.score_tile import ScoreMap
-from cute_attn.device.seqlen import Seqlens, sequence
+from cute_attn.device.seqlen import sequence
 from cute_attn.device.split_rows import split_tile
 from cute_attn.device.terms import P_EXPONENT, inverse_of_power_of_two
 from cute_attn.epilogues.softmax import OnlineSoftmax
-from cute_attn.kernels.arguments import rows_fake, scales_fake
+from cute_attn.kernels import fakes
 from cute_attn.kernels.forward_sm80.kernel import ForwardSm80
 from cute_attn.kernels.forward_sm80.products import OneTermProducts, Products, StoredTermsProducts
 from cute_attn.kernels.forward_sm80.storage import ForwardParams, MainloopContext, Operands
@@ -48,6 +48,13 @@ LARGEST_TERM = 2.0**15
 LARGEST_SCORE = 2.0**30
 """In powers of two: beyond 2**31 a fused multiply-add of a score and its row's maximum may be off by more than fp32's
 exponents reach."""
+
+
+KeyRows = Annotated[
+    cute.Tensor,
+    lambda kernel: fakes.rows(Float16 if kernel.computes_terms else Float32, fakes.rank(kernel.traits)),
+]
+"""mK and mV: the forward's, or their terms."""
 
 
 @cute.jit
@@ -70,26 +77,22 @@ class FollowsSplit(ForwardSm80):
             return f"it computes fp32, not {traits.dtype}"
         return super().supports(traits)
 
-    def fake_args(self) -> tuple:
-        """The arguments of ``__call__`` for compiling, without the stream: the forward's, and scales (3,)."""
-        return (*ForwardSm80.fake_args(self), scales_fake())
-
     @cute.jit
     def __call__(
         self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
-        seqlens: Seqlens,
+        mQ: fakes.HeadRows,
+        mK: KeyRows,
+        mV: KeyRows,
+        mO: fakes.HeadRows,
+        mLSE: fakes.RowNumbers,
+        seqlens: fakes.Lengths,
         softmax_scale: Float32,
-        schedule: ForwardSchedule,
-        score_args: tuple,
-        mScales: cute.Tensor,
+        schedule: fakes.ForwardCounters,
+        score_args: fakes.ScoreArgs,
+        mScales: fakes.Scales,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch. Shapes: see ``cute_attn.kernels.arguments``; mScales (3,): of Q, K and V, by the split."""
+        """Launch. mScales (3,): of Q, K and V, by the split."""
         params = self.params(mQ, mK, mV, mO, mLSE, seqlens, softmax_scale, schedule, score_args, mScales)
         self.launch(params, params.grid.tiles(seqlens.batch(mQ)), schedule, stream)
 
@@ -177,18 +180,12 @@ class ForwardTerms(FollowsSplit):
         if self.computes(params):
             self.run(params)
 
-    # ---- support, tiles and arguments ----
+    # ---- tiles ----
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardTermsTile:
         """The tile for calls that name none."""
         return default_tile(traits, target)
-
-    def fake_args(self) -> tuple:
-        """The arguments of ``__call__`` for compiling, without the stream."""
-        q, _, _, *others = FollowsSplit.fake_args(self)
-        ndim = 3 if self.traits.varlen else 4
-        return (q, *(rows_fake(Float16, ndim) for _ in range(2)), *others)
 
     # ---- what differs from 16-bit tensors ----
 

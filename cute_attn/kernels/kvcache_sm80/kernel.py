@@ -25,10 +25,10 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from cute_attn.device.copy import RowCopy
-from cute_attn.device.key_rows import CacheTables, KeyRows
+from cute_attn.device.key_rows import KeyRows
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, sequence, warm_lengths
-from cute_attn.kernels.arguments import kvcache_fake_args
+from cute_attn.kernels import fakes
 from cute_attn.kernels.forward_sm80.kernel import ForwardSm80
 from cute_attn.kernels.forward_sm80.key_groups import KeyGroup
 from cute_attn.kernels.forward_sm80.loads import BlockLoad
@@ -43,7 +43,7 @@ from cute_attn.traits import Traits
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.key_parts import KeyPart, Partials
 from cute_attn.work.key_shares import OVERHEAD, KeyShares, Share, VisibleBlocks
-from cute_attn.work.query_tiles import ForwardSchedule, PackedHeads, QueryGrid, QueryTile
+from cute_attn.work.query_tiles import PackedHeads, QueryGrid, QueryTile
 
 
 @dataclass(frozen=True)
@@ -121,29 +121,25 @@ class KvcacheSm80(ForwardSm80):
         """This kernel, which has its default tile, with the tile for a call."""
         return dataclasses.replace(self, tile=tile_for_cache(self.traits, call, target))
 
-    def fake_args(self) -> tuple:
-        """The arguments of ``__call__`` for compiling, without the stream."""
-        return kvcache_fake_args(self.traits, self.epilogues.fake_args())
-
     # ---- host ----
 
     @cute.jit
     def __call__(
         self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
-        seqlens: Seqlens,
-        tables: CacheTables | None,
+        mQ: fakes.HeadRows,
+        mK: fakes.CacheRows,
+        mV: fakes.CacheRows,
+        mO: fakes.HeadRows,
+        mLSE: fakes.RowNumbers,
+        seqlens: fakes.Lengths,
+        tables: fakes.Tables,
         softmax_scale: Float32,
-        schedule: ForwardSchedule,
-        score_args: tuple,
-        partials: Partials | None,
+        schedule: fakes.ForwardCounters,
+        score_args: fakes.ScoreArgs,
+        partials: fakes.PartialResults,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch. Shapes: see ``cute_attn.kernels.arguments``."""
+        """Launch."""
         tile, split = self.tile, self.traits.split
         batch, nheads, nheads_kv = seqlens.batch(mQ), mQ.shape[-2], mK.shape[-2]
         m_blocks = cute.ceil_div(seqlens.max_seqlen_q, tile.queries)

@@ -25,9 +25,8 @@ import cutlass
 from cutlass import Float32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
-from cute_attn.device.key_rows import CacheTables, KeyRows
-from cute_attn.device.seqlen import Seqlens
-from cute_attn.kernels.arguments import kvcache_fake_args
+from cute_attn.device.key_rows import KeyRows
+from cute_attn.kernels import fakes
 from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.kernels.forward_sm90.storage import ForwardInputs
 from cute_attn.kernels.kvcache_sm90.heuristics import cache_tile, default_cache_tile
@@ -38,8 +37,7 @@ from cute_attn.rows.cached import EVICT_FIRST, EVICT_NORMAL, EntryTiles, PagedTi
 from cute_attn.tiles import KvcacheSm90Tile, padded
 from cute_attn.tiles.inference import CacheCall
 from cute_attn.traits import Traits
-from cute_attn.work.key_parts import Partials
-from cute_attn.work.query_tiles import ForwardSchedule, QueryTileOrder
+from cute_attn.work.query_tiles import QueryTileOrder
 
 
 @dataclass(frozen=True)
@@ -67,10 +65,6 @@ class KvcacheSm90(ForwardSm90):
         """This kernel, which has its default tile, with the tile for a call."""
         return dataclasses.replace(self, tile=cache_tile(self.traits, call))
 
-    def fake_args(self) -> tuple:
-        """The arguments of ``__call__`` for compiling, without the stream."""
-        return kvcache_fake_args(self.traits, self.epilogues.fake_args())
-
     @property
     def has_values_out_of_bounds(self) -> bool:
         """Whether loads of V reach rows that the sequence does not own: they may be NaN, and 0 * NaN is NaN."""
@@ -81,20 +75,20 @@ class KvcacheSm90(ForwardSm90):
     @cute.jit
     def __call__(
         self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
-        seqlens: Seqlens,
-        tables: CacheTables | None,
+        mQ: fakes.HeadRows,
+        mK: fakes.CacheRows,
+        mV: fakes.CacheRows,
+        mO: fakes.HeadRows,
+        mLSE: fakes.RowNumbers,
+        seqlens: fakes.Lengths,
+        tables: fakes.Tables,
         softmax_scale: Float32,
-        schedule: ForwardSchedule,
-        score_args: tuple,
-        partials: Partials | None,
+        schedule: fakes.ForwardCounters,
+        score_args: fakes.ScoreArgs,
+        partials: fakes.PartialResults,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch. Shapes: see ``cute_attn.kernels.arguments``."""
+        """Launch."""
         traits, tile = self.traits, self.tile
         key_bytes = 2 * (traits.head_dim + traits.head_dim_v)
         order = QueryTileOrder.make(seqlens, mQ, mK, key_bytes, tile.queries, tile.pack_heads, traits.causal)

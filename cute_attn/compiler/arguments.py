@@ -1,0 +1,50 @@
+"""What a kernel's launch takes: the parameters of its ``__call__``, in order, without the stream, which is the last.
+
+Nothing else says it. Names and order are the signature's, and the annotations say how arguments are faked for the
+compiler: a number by its type, such as ``Float32``; anything else by ``Annotated[type, fake]``, where ``fake(kernel)``
+makes what stands for it. :mod:`cute_attn.kernels.fakes` has the types that several kernels take.
+"""
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, get_origin
+
+
+def parameters(kernel: type) -> dict[str, Any]:
+    """The arguments of a launch in order: their names and annotations. kernel: a kernel's class."""
+    _, *taken, _ = inspect.signature(kernel.__call__, eval_str=True).parameters.values()
+    return {one.name: one.annotation for one in taken}
+
+
+def fakes(kernel: Any) -> tuple:
+    """What a kernel is compiled with.
+
+    Raises:
+        TypeError: an annotation does not say how an argument is faked.
+    """
+    return tuple(_fake(kernel, *one) for one in parameters(type(kernel)).items())
+
+
+def _fake(kernel: Any, name: str, annotation: Any) -> Any:
+    from cutlass import Numeric
+
+    if get_origin(annotation) is Annotated:
+        return annotation.__metadata__[0](kernel)
+    if isinstance(annotation, type) and issubclass(annotation, Numeric):
+        return annotation(0)
+    raise TypeError(
+        f"{name} of {type(kernel).__qualname__}.__call__ is annotated {annotation}; accepted: a number's type such as "
+        "Float32, or Annotated[type, fake] with a function from the kernel to a fake argument"
+    )
+
+
+def ordered(kernel: Any, names: Iterable[str], given: Mapping[str, Any]) -> tuple:
+    """The arguments of a launch in the order of ``names``. kernel: whose they are, for the message.
+
+    Raises:
+        TypeError: one is missing, or the kernel has no such.
+    """
+    names = tuple(names)
+    if given.keys() != set(names):
+        raise TypeError(f"{kernel} is launched with {', '.join(given)}; accepted: {', '.join(names)}")
+    return tuple(given[name] for name in names)

@@ -1,0 +1,176 @@
+"""Types of arguments that several kernels take, with how each is faked (:mod:`cute_attn.compiler.arguments`).
+
+Sizes and strides are symbolic, strides 64 bit; rows of head_dim are 16-byte aligned, with strides in multiples of
+16 bytes.
+"""
+
+from typing import Annotated, Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+from cutlass.cute.runtime import make_fake_tensor
+
+from cute_attn.device.key_rows import CacheTables
+from cute_attn.device.seqlen import Seqlens
+from cute_attn.traits import Traits
+from cute_attn.work.key_parts import Partials
+from cute_attn.work.key_tiles import BackwardSchedule
+from cute_attn.work.query_tiles import ForwardSchedule
+
+CUTE_DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, "fp32": cutlass.Float32}
+ALIGN_BYTES = 16
+
+
+# ---- tensors of any kernel ----
+
+
+def rows(dtype: Any, ndim: int) -> cute.Tensor:
+    """A tensor of head-dim rows: last dimension contiguous, its size and other strides multiples of 16 bytes."""
+    divisibility = ALIGN_BYTES * 8 // dtype.width
+    shape = (*(cute.sym_int() for _ in range(ndim - 1)), cute.sym_int(divisibility=divisibility))
+    stride = (*(cute.sym_int64(divisibility=divisibility) for _ in range(ndim - 1)), 1)
+    return make_fake_tensor(dtype, shape, stride=stride, assumed_align=ALIGN_BYTES)
+
+
+def plain(dtype: Any, ndim: int) -> cute.Tensor:
+    """A tensor with a contiguous last dimension and any other strides."""
+    shape = tuple(cute.sym_int() for _ in range(ndim))
+    stride = (*(cute.sym_int64() for _ in range(ndim - 1)), 1)
+    return make_fake_tensor(dtype, shape, stride=stride, assumed_align=dtype.width // 8)
+
+
+def strided(dtype: Any, ndim: int) -> cute.Tensor:
+    """A tensor with any strides."""
+    shape = tuple(cute.sym_int() for _ in range(ndim))
+    stride = tuple(cute.sym_int64() for _ in range(ndim))
+    return make_fake_tensor(dtype, shape, stride=stride, assumed_align=dtype.width // 8)
+
+
+def workspace(ndim: int) -> cute.Tensor:
+    """fp32 workspace: contiguous, every row 16-byte aligned."""
+    shape = (*(cute.sym_int() for _ in range(ndim - 1)), cute.sym_int64(divisibility=16))
+    stride = (*(cute.sym_int64(divisibility=16) for _ in range(ndim - 1)), 1)
+    return make_fake_tensor(Float32, shape, stride=stride, assumed_align=ALIGN_BYTES)
+
+
+def numbers(present: bool) -> cute.Tensor | None:
+    """int32 numbers, such as a length per sequence, or None."""
+    return plain(Int32, 1) if present else None
+
+
+def rank(traits: Traits) -> int:
+    """Dimensions of q: one less where sequences are packed."""
+    return 3 if traits.varlen else 4
+
+
+# ---- tensors of a call ----
+
+
+def head_rows(kernel: Any) -> cute.Tensor:
+    """See :data:`HeadRows`."""
+    return rows(CUTE_DTYPES[kernel.traits.dtype], rank(kernel.traits))
+
+
+HeadRows = Annotated[cute.Tensor, head_rows]
+"""q, k, v, o or the gradient of one: (batch, seqlen, nheads, dim), or varlen (total, nheads, dim).
+
+k and v have nheads_kv heads; v and o rows of head_dim_v."""
+
+CacheRows = Annotated[
+    cute.Tensor,
+    lambda kernel: rows(CUTE_DTYPES[kernel.traits.dtype], 3 if kernel.traits.varlen_k else 4),
+]
+"""A cache of k or v: (entries or pages, rows, nheads_kv, dim); with ``varlen_k`` packed, (total, nheads_kv, dim)."""
+
+RowNumbers = Annotated[cute.Tensor, lambda kernel: plain(Float32, rank(kernel.traits) - 1)]
+"""LSE: fp32 (batch, nheads, seqlen_q), or varlen (nheads, total_q)."""
+
+Sinks = Annotated[
+    cute.Tensor | None,
+    lambda kernel: strided(CUTE_DTYPES[kernel.traits.sinks], 1) if kernel.traits.sinks else None,
+]
+"""(nheads,), or None without ``sinks``."""
+
+Scales = Annotated[cute.Tensor, lambda kernel: plain(Float32, 1)]
+"""Scales of tensors in terms, see :class:`cute_attn.kernels.split_fp32.SplitFp32`."""
+
+Kinds = Annotated[cute.Tensor, lambda kernel: plain(cutlass.Uint8, 4)]
+"""Kinds of a mask's blocks: (batch or 1, nheads or 1, blocks of queries, blocks of keys)."""
+
+
+# ---- the workspace of a backward ----
+# Rows are padded to multiples of the main kernel's tile_m: ceil(max_seqlen_q / tile_m) query blocks, or varlen
+# total_q // tile_m + batch of them (cute_attn.device.seqlen.padded_row0). All of it is contiguous.
+
+QueryNumbers = Annotated[cute.Tensor, lambda kernel: workspace(rank(kernel.traits) - 1)]
+"""mLSElog2 and mMinusD: (batch, nheads, rows), or varlen (nheads, rows).
+
+mLSElog2 is LSE * log2(e), +inf in rows without keys and in padding. mMinusD is -D, 0 in those rows, where
+D = (rowsum(dO * O) - dLSE) / rp and rp = 1 / (1 - dropout_p)."""
+
+Accumulators = Annotated[cute.Tensor, lambda kernel: workspace(rank(kernel.traits))]
+"""mDQaccum: (accumulators, batch, nheads, rows * padded head_dim), or varlen (accumulators, nheads, ...).
+
+dQ / (rp * softmax_scale), query block by query block, each in the order of ``cute_attn.outputs.dq_order``."""
+
+Counter = Annotated[cute.Tensor, lambda kernel: workspace(1)]
+"""mNext: (16,), 0 in its first 4 bytes, see ``BackwardSchedule``."""
+
+
+# ---- tuples ----
+# Unions: of an annotated class of tuples alone the DSL would ask the annotation for the fields' types.
+
+
+def _seqlens_fake(kernel: Any) -> Seqlens:
+    traits = kernel.traits
+    cached = traits.op in ("kvcache", "combine_shares")
+    present = (
+        traits.varlen,
+        traits.varlen_k if cached else traits.varlen,
+        traits.seqused_q,
+        traits.seqused_k,
+    )
+    cu_q, cu_k, used_q, used_k = map(numbers, present)
+    more = numbers(traits.leftpad), Int32(0) if cached else None
+    return Seqlens(cu_q, cu_k, used_q, used_k, Int32(0), Int32(0), *more)
+
+
+Lengths = Annotated[Seqlens | Any, _seqlens_fake]
+"""The lengths that the traits ask for. With a cache max_seqlen_k is its capacity."""
+
+
+def _tables_fake(kernel: Any) -> CacheTables | None:
+    paged, batch_idx = kernel.traits.paged, kernel.traits.batch_idx
+    if not (paged or batch_idx):
+        return None
+    return CacheTables(plain(Int32, 2) if paged else None, numbers(batch_idx))
+
+
+Tables = Annotated[CacheTables | None, _tables_fake]
+"""None without ``paged`` and ``batch_idx``."""
+
+
+def _partials_fake(kernel: Any) -> Partials | None:
+    split = kernel.traits.split or ("shares" if kernel.traits.op == "combine_shares" else "")
+    if not split:
+        return None
+    sizes = (5, 4) if split == "parts" else (3, 2)
+    return Partials(rows(Float32, sizes[0]), strided(Float32, sizes[1]), Int32(0), Int32(0))
+
+
+PartialResults = Annotated[Partials | None, _partials_fake]
+"""None where keys are not divided."""
+
+ForwardCounters = Annotated[
+    ForwardSchedule | Any,
+    lambda kernel: ForwardSchedule(
+        make_fake_tensor(Int32, (4,), stride=(1,), assumed_align=ALIGN_BYTES), Int32(0)
+    ),
+]
+
+BackwardCounters = Annotated[
+    BackwardSchedule | Any, lambda kernel: BackwardSchedule(Int32(0), Int64(0), workspace(1), Int32(0))
+]
+
+ScoreArgs = Annotated[tuple, lambda kernel: kernel.epilogues.fake_args()]
+"""What the epilogues take: ``EpilogueChain.host_args``."""
