@@ -226,7 +226,7 @@ def needed(chosen: Sequence[Shape]) -> dict[str, tuple[Any, str]]:
 
     def launched(kernel: Any, target: str) -> Callable[..., None]:
         found[f"{kernel.traits} {kernel.tile} {target}"] = kernel, target
-        return lambda *arguments: None
+        return lambda given: None
 
     def empty(*shape: Any, generator: Any = None, **options: Any) -> Any:
         return torch.empty(*shape, **options)

@@ -45,7 +45,7 @@ def compiled(traits: Traits):
 def launched(kernel: AppendKv, target: str):
     """In a launch's place: runs it on the CPU; tensors are checked against the kernel's fakes."""
     function, fakes = compiled(kernel.traits)
-    return lambda *given: function(emulate._values(fakes, given))
+    return lambda given: function(emulate._values(fakes, tuple(vars(given).values())))
 
 
 def patch(monkeypatch) -> None:

@@ -35,13 +35,11 @@ def entries(packed, starts, capacity):
     return cache
 
 
-def attend(kernel, arguments):
+def attend(kernel, given):
     """What the kvcache kernel of some traits writes; of parts, the first has all keys."""
-    check_arguments(fakes(kernel), arguments)
-    q, k, v, out, lse, seqlens, tables, scale, schedule, score_args, partials = arguments
-    traits = kernel.traits
-    assert schedule[1] == PROCESSORS and k.shape[1] > 0
-    table, batch_idx = tables or (None, None)
+    traits, seqlens, score_args, partials = kernel.traits, given.seqlens, given.score_args, given.partials
+    assert given.schedule[1] == PROCESSORS and given.mK.shape[1] > 0
+    k, v, (table, batch_idx) = given.mK, given.mV, given.tables or (None, None)
     assert (table is not None, batch_idx is not None) == (traits.paged, traits.batch_idx)
     if traits.varlen_k:  # as a cache with an entry for each sequence
         k, v = (entries(x, seqlens.cu_seqlens_k, seqlens.max_seqlen_k) for x in (k, v))
@@ -60,7 +58,9 @@ def attend(kernel, arguments):
     )
     used = None if seqlens.seqused_k is None else seqlens.seqused_k + seqlens.added_k
     lengths = ref.Lengths(used, seqlens.leftpad, seqlens.cu_seqlens_q)
-    found, found_lse = ref.attention(q, cache, scale, lengths, reference.Features(traits.mask), inputs)
+    found, found_lse = ref.attention(
+        given.mQ, cache, given.softmax_scale, lengths, reference.Features(traits.mask), inputs
+    )
     if traits.split == "parts":
         assert partials.parts == partials.out.shape[0] > 1 and partials.part_keys % kernel.tile.tile_n == 0
         partials.lse.fill_(-math.inf)
@@ -68,26 +68,22 @@ def attend(kernel, arguments):
         return
     if traits.split == "shares":
         assert partials.out.shape[0] == 2 * kernel.tile.blocks_per_sm * PROCESSORS
-    out.copy_(found)
-    lse.copy_(found_lse)
+    given.mO.copy_(found)
+    given.mLSE.copy_(found_lse)
 
 
-def merge(kernel, arguments):
+def merge(kernel, given):
     """What the combine kernel writes."""
-    check_arguments(fakes(kernel), arguments)
-    outs, lses, out, lse, sinks = arguments
-    found, found_lse = ref.merge(outs, lses, sinks)
-    out.copy_(found)
-    lse.copy_(found_lse)
+    found, found_lse = ref.merge(given.mOpartial, given.mLSEpartial, given.mSinks)
+    given.mO.copy_(found)
+    given.mLSE.copy_(found_lse)
 
 
-def combine_shares(kernel, arguments):
+def combine_shares(kernel, given):
     """All results are whole here."""
-    check_arguments(fakes(kernel), arguments)
-    partials, out, lse, sinks, seqlens, _, heads_kv, slots = arguments
-    assert (sinks is not None) == bool(kernel.traits.sinks)
-    assert 2 * slots == partials.out.shape[0] and out.shape[-2] % heads_kv == 0
-    assert (seqlens.cu_seqlens_q is not None) == kernel.traits.varlen and lse.dtype == torch.float32
+    assert (given.mSinks is not None) == bool(kernel.traits.sinks)
+    assert 2 * given.slots == given.partials.out.shape[0] and given.mO.shape[-2] % given.nheads_kv == 0
+    assert (given.seqlens.cu_seqlens_q is not None) == kernel.traits.varlen
 
 
 def patch(monkeypatch) -> list:
@@ -97,12 +93,15 @@ def patch(monkeypatch) -> list:
     def launched(kernel, target):
         if kernel.traits.op == "append":
             return emulated_append.launched(kernel, target)
-        if kernel.traits.op == "combine":
-            return lambda *arguments: merge(kernel, arguments)
-        if kernel.traits.op == "combine_shares":
-            return lambda *arguments: combine_shares(kernel, arguments)
-        chosen.append(kernel)
-        return lambda *arguments: attend(kernel, arguments)
+        run = {"combine": merge, "combine_shares": combine_shares, "kvcache": attend}[kernel.traits.op]
+        chosen.extend([kernel] if run is attend else ())
+        declared = fakes(kernel)
+
+        def launch(given):
+            check_arguments(declared, tuple(vars(given).values()))
+            run(kernel, given)
+
+        return launch
 
     machine.device(monkeypatch, PROCESSORS, target="sm90")
     machine.kernels(monkeypatch, launched)

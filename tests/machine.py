@@ -8,6 +8,7 @@ new memory with what no kernel leaves there. Nothing of this is patched anywhere
 import contextlib
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,6 +18,7 @@ import tvm_ffi
 from cute_attn import compiler
 from cute_attn.api import kvcache
 from cute_attn.compiler import registry
+from cute_attn.compiler.arguments import ordered, parameters
 from cute_attn.host import backward, counters, forward, memory, plans, record, split_kv
 from cute_attn.sdpa import plans as sdpa_plans
 
@@ -30,7 +32,14 @@ class Compiled(NamedTuple):
     """What the compiler returns, as far as a launch looks at it."""
 
     function: Callable[..., object]
-    tile: Any
+    kernel: Any
+
+    @property
+    def tile(self) -> Any:
+        return self.kernel.tile
+
+    def bind(self, **arguments: Any) -> tuple:
+        return self.function, *ordered(self.kernel.traits, parameters(type(self.kernel)), arguments)
 
 
 def device(
@@ -60,11 +69,26 @@ def forget_plans(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(plans, known, {})
 
 
-def kernels(patch: pytest.MonkeyPatch, launched: Callable[[Any, str], Callable[..., object]]) -> None:
-    """The compiler builds functions of Python: ``launched(kernel, target)`` takes the arguments of a launch."""
+Run = Callable[[SimpleNamespace], object]
+"""What a kernel's launch runs: a function of the launch's arguments, by their names."""
+
+
+def compiled(kernel: Any, run: Run, prepared: bool = False) -> Compiled:
+    """What the compiler returns for a kernel. prepared: as a function of TVM FFI, which records repeat."""
+    names = parameters(type(kernel))
+
+    def launch(*given: Any) -> None:
+        values = map(as_torch, given) if prepared else given
+        run(SimpleNamespace(**dict(zip(names, values, strict=True))))
+
+    return Compiled(tvm_ffi.convert(launch) if prepared else launch, kernel)
+
+
+def kernels(patch: pytest.MonkeyPatch, launched: Callable[[Any, str], Run], prepared: bool = False) -> None:
+    """The compiler builds functions of Python, ``launched(kernel, target)``. prepared: as of :func:`compiled`."""
 
     def build(kernel: Any, target: str) -> Compiled:
-        return Compiled(launched(kernel, target), kernel.tile)
+        return compiled(kernel, launched(kernel, target), prepared)
 
     def compile(traits: Any, tile: Any, target: str) -> Compiled:
         return build(registry.lookup(traits, tile, target), target)
@@ -86,14 +110,14 @@ def poison(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(record, "new_empty_strided", poisoned)
 
 
-def gpu(patch: pytest.MonkeyPatch, launched: Callable[[Any, str], Callable[..., object]]) -> None:
+def gpu(patch: pytest.MonkeyPatch, launched: Callable[[Any, str], Run]) -> None:
     """CPU tensors are a Hopper GPU's at every door; ``launched``: as of :func:`kernels`.
 
     Of PyTorch's fused attention the operators are served, ``torch.ops.aten._scaled_dot_product_flash_attention`` and
     others: its function finds no backend for CPU tensors.
     """
     device(patch, schedule=tvm_ffi.convert((COUNTERS, MULTIPROCESSORS)), target="sm90")
-    kernels(patch, lambda kernel, target: tvm_ffi.convert(launched(kernel, target)))
+    kernels(patch, launched, prepared=True)
     patch.setattr(torch.Tensor, "is_cuda", property(lambda x: True), raising=False)
     patch.setattr(record, "_empty_strided_cuda", None)
     patch.setattr(sdpa_plans, "runs_kernels", lambda q: True)

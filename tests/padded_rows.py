@@ -4,13 +4,14 @@ from cute_attn.host.memory import is_aligned
 from cute_attn.traits import PADDED_TENSORS, aligned_head_dim
 
 
-def copy_rows(traits, sources, targets, which, cu_seqlens):
+def copy_rows(traits, given):
     """What :class:`cute_attn.kernels.pad_rows.PadRows` of these traits does with such arguments."""
+    which, cu_seqlens = given.which, given.mCuSeqlens
     dims = [getattr(traits, name) for name in PADDED_TENSORS[traits.op]]
     pads = traits.op.endswith("_pad")
     assert (cu_seqlens is not None) == (traits.varlen and traits.op == "forward_unpad")
     assert 0 < which < 1 << len(dims)
-    for i, (x, y, dim) in enumerate(zip(sources, targets, dims, strict=True)):
+    for i, (x, y, dim) in enumerate(zip(given.mSource, given.mTarget, dims, strict=True)):
         padded = y if pads else x
         assert padded.is_contiguous() and is_aligned(padded)
         if not which & 1 << i:

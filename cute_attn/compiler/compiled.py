@@ -26,7 +26,7 @@ from typing import Any
 from cute_attn import _without_dsl
 from cute_attn.compiler import cubin as _cubin
 from cute_attn.compiler import html
-from cute_attn.compiler.arguments import fakes
+from cute_attn.compiler.arguments import fakes, ordered, parameters
 from cute_attn.compiler.bundle import VARIABLE, BundleUnusable, find_bundle, load_function
 from cute_attn.compiler.cache import (
     CUBIN,
@@ -131,6 +131,7 @@ class CompiledKernel:
         self.resources = Resources(**entry.meta["resources"])
         self.warnings: tuple[str, ...] = tuple(entry.meta["warnings"])
         self._classes = kernel_classes(type(kernel), kernel.traits)
+        self._parameters = tuple(parameters(type(kernel)))
         self._entry = entry
 
     @property
@@ -154,6 +155,14 @@ class CompiledKernel:
 
     def __call__(self, *args: Any) -> None:
         self.function(*args)
+
+    def bind(self, **arguments: Any) -> tuple:
+        """The launching function and, in order, its arguments, which are named as in the kernel's ``__call__``.
+
+        Raises:
+            TypeError: one is missing, or the kernel takes none of that name.
+        """
+        return self.function, *ordered(self.name, self._parameters, arguments)
 
     @property
     def ptx(self) -> str:

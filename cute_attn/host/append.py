@@ -1,5 +1,7 @@
 """The launch of the append kernel: new keys and values into a cache, and queries rotated into a copy."""
 
+from typing import Any
+
 from torch import Tensor
 
 from cute_attn.host import record
@@ -55,7 +57,7 @@ def launch(
         if rows:
             target = compiler.default_target("sm80")
             traits = traits_of(call, registry.generations(target)[0], q)
-            record.launch(compiler.compile(traits, None, target).function, *arguments)
+            record.launch(*compiler.compile(traits, None, target).bind(**arguments))
     return rotated
 
 
@@ -65,8 +67,8 @@ def kernel_arguments(
     rotated: Tensor | None,
     cu_seqlens_q: Tensor | None,
     rises: bool,
-) -> tuple[tuple, int]:
-    """The kernel's arguments in order, and how many rows there are."""
+) -> tuple[dict[str, Any], int]:
+    """The kernel's arguments, and how many rows there are."""
     from cute_attn.device.key_rows import CacheTables
     from cute_attn.rows.new_rows import Angles, NewKeys, Queries
 
@@ -95,7 +97,8 @@ def kernel_arguments(
     if seqlens is None or seqlens.shape[0] == 0:
         rows = 0  # what rows there are belong to no sequence
     new = NewKeys(regular(k), regular(v), seqlens, call.cu_seqlens_k_new)
-    return (regular(call.k_cache), regular(call.v_cache), tables, new, angles, queries), rows
+    caches = {"mKcache": regular(call.k_cache), "mVcache": regular(call.v_cache), "tables": tables}
+    return {**caches, "new": new, "angles": angles, "queries": queries}, rows
 
 
 # The grid's second extent is at most 65,535 CTAs, of threads with 8 elements each.

@@ -153,8 +153,8 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
             named = {"q": call.q, "k": call.k, "v": call.v, "grad_out": grad_out, "out": out}
             padding.check_rows(named, (*copied, *padding.to_copy((grad_out, out))))
             functions = {
-                "pad": padding.function_for("backward_pad", call),
-                "unpad": padding.function_for("backward_unpad", call),
+                "pad": padding.kernel_for("backward_pad", call),
+                "unpad": padding.kernel_for("backward_unpad", call),
             }
             return Plan(functions=functions)
         bias = BiasGradient.of(call, deterministic) if needed[3] else None
@@ -182,15 +182,15 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
         if traits.arch == "sm90":
             check_steps(call, query_blocks(call, tile.tile_m), tile, min(processors, planes * num_splits))
         functions = {
-            "main": compiler.build(kernel, target).function,
-            "preprocess": compiler.compile(*wanted[1], target).function,
+            "main": compiler.build(kernel, target),
+            "preprocess": compiler.compile(*wanted[1], target),
         }
         if needed[0]:
-            functions["convert"] = compiler.compile(*wanted[2], target).function
+            functions["convert"] = compiler.compile(*wanted[2], target)
         split = None
         if getattr(tile, "in_terms", False):
             split = SplitLauncher.of(traits, "backward_split", target)
-            functions["fallback"] = compiler.compile(*wanted[-1], target).function
+            functions["fallback"] = compiler.compile(*wanted[-1], target)
     shapes = [tuple(x.shape) for x in call[:3]]
     shapes[1:] = [(*shape[:-2], heads_dkv, shape[-1]) for shape in shapes[1:]]
     space = Workspace.of(call, tile.tile_m, padded(traits.head_dim), num_splits if deterministic else 1)
@@ -339,17 +339,35 @@ def _launched(
     seqlens, own_seqlens = _seqlens(call)
     keep = 1.0 - call.dropout_p
     cleared = (dq, dk, dv) if call.varlen else None
-    numbers = (lse_log2, minus_d, accumulators)
-    record.launch(
-        plan.functions["preprocess"],
-        *(grad_out, out, lse, grad_lse, *numbers, counter, cleared, own_seqlens, keep),
-    )
-    schedule = (division.num_splits, division.split_stride, counter, division.multiprocessors)
-    scores = _score_args(plan, call, dbias)
-    shared = (*numbers, dk, dv, seqlens, call.softmax_scale, schedule, scores)
-    _launch_main(plan, (*call[:3], grad_out), shared)
+    numbers = {"mLSElog2": lse_log2, "mMinusD": minus_d, "mDQaccum": accumulators}
+    preprocessed = {
+        "mDO": grad_out,
+        "mO": out,
+        "mLSE": lse,
+        "mDLSE": grad_lse,
+        "mNext": counter,
+        "gradients": cleared,
+        "seqlens": own_seqlens,
+        "keep_prob": keep,
+    }
+    record.launch(*plan.functions["preprocess"].bind(**numbers, **preprocessed))
+    arguments = {
+        "mQ": call.q,
+        "mK": call.k,
+        "mV": call.v,
+        "mDO": grad_out,
+        "mDK": dk,
+        "mDV": dv,
+        **numbers,
+        "seqlens": seqlens,
+        "softmax_scale": call.softmax_scale,
+        "schedule": (division.num_splits, division.split_stride, counter, division.multiprocessors),
+        "score_args": _score_args(plan, call, dbias),
+    }
+    _launch_main(plan, arguments)
     if needed[0]:
-        record.launch(plan.functions["convert"], accumulators, dq, own_seqlens, call.softmax_scale / keep)
+        own = {"mDQaccum": accumulators, "mDQ": dq, "seqlens": own_seqlens}
+        record.launch(*plan.functions["convert"].bind(**own, scale=call.softmax_scale / keep))
         if sign != 1:
             record.step(Tensor.mul_, dq, sign)
     nheads_kv = call.k.shape[-2]
@@ -362,16 +380,17 @@ def _launched(
     )
 
 
-def _launch_main(plan: Plan, operands: tuple[Tensor, ...], shared: tuple) -> None:
-    """The main kernel on (q, k, v, grad_out), or on their terms and then the fallback."""
-    split = plan.division.split
+def _launch_main(plan: Plan, arguments: dict[str, Any]) -> None:
+    """The main kernel, on terms of its operands where they are split, and then the fallback."""
+    split, names = plan.division.split, ("mQ", "mK", "mV", "mDO")
     if split is None:
-        no_scales = (None,) if plan.kernel.traits.arch == "sm80" else ()
-        record.launch(plan.functions["main"], *operands, *shared, *no_scales)
+        no_scales = {"scales": None} if plan.kernel.traits.arch == "sm80" else {}
+        record.launch(*plan.functions["main"].bind(**arguments, **no_scales))
         return
-    terms, scales = split.launch(operands)
-    record.launch(plan.functions["main"], *terms, *shared, scales)
-    record.launch(plan.functions["fallback"], *operands, *shared, scales)
+    terms, scales = split.launch([arguments[name] for name in names])
+    in_terms = dict(zip(names, terms, strict=True))
+    record.launch(*plan.functions["main"].bind(**{**arguments, **in_terms, "scales": scales}))
+    record.launch(*plan.functions["fallback"].bind(**arguments, scales=scales))
 
 
 def _score_args(plan: Plan, call: Call, dbias: Tensor | None) -> tuple:

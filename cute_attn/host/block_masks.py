@@ -6,7 +6,6 @@ kinds. Kernels visit lists of blocks of ``LISTED_ROWS``. Tables and lists are ma
 for it, and kept as long as the mask lives.
 """
 
-import functools
 from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -247,23 +246,16 @@ def _lists_by_kernel(
     lists = [torch.empty((*shared, *shape), dtype=torch.int32, device=kinds.device) for shape in shapes]
     group = nheads // nheads_kv if shared[1] > 1 else 1
     check_count("block_mask has rows and columns of blocks", shared[0] * shared[1] * (rows + columns))
-    with memory.on_device(kinds.get_device()):
-        function = _visits_function(kinds.get_device())
-        record.launch(
-            function, kinds, tuple(lists[:2]), tuple(lists[2:]), seqlen_q, seqlen_k, *block_size, group
-        )
-    return tuple(x.expand(batch, nheads, -1, -1) for x in lists)
-
-
-@functools.lru_cache(16)
-def _visits_function(device: int) -> Callable[..., None]:
-    """What launches the kernel on a device, the current one."""
     from cute_attn import compiler
-    from cute_attn.compiler import registry
 
-    target = compiler.default_target("sm80")
-    kernel = registry.lookup(Traits("block_visits", "sm80", "bf16", LISTED_ROWS), None, target)
-    return compiler.build(kernel, target).function
+    with memory.on_device(kinds.get_device()):
+        traits = Traits("block_visits", "sm80", "bf16", LISTED_ROWS)
+        kernel = compiler.compile(traits, None, compiler.default_target("sm80"))
+        found = {"of_queries": tuple(lists[:2]), "of_keys": tuple(lists[2:])}
+        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "group": group}
+        blocks = dict(zip(("block_q", "block_k"), block_size, strict=True))
+        record.launch(*kernel.bind(mKinds=kinds, **found, **sizes, **blocks))
+    return tuple(x.expand(batch, nheads, -1, -1) for x in lists)
 
 
 def _in_listed_blocks(kinds: Tensor, dim: int, seqlen: int, rows: int) -> Tensor:

@@ -93,8 +93,8 @@ def plan_forward(call: Call) -> Plan:
         if any(copied):
             padding.check_rows({"q": call.q, "k": call.k, "v": call.v}, copied)
             functions = {
-                "pad": padding.function_for("forward_pad", call),
-                "unpad": padding.function_for("forward_unpad", call),
+                "pad": padding.kernel_for("forward_pad", call),
+                "unpad": padding.kernel_for("forward_unpad", call),
             }
             return Plan(functions=functions)
         target = compiler.default_target("sm80")
@@ -106,7 +106,7 @@ def plan_forward(call: Call) -> Plan:
             if divided.is_wanted(call, kernel, target, processors):
                 return divided.plan_for_attention(call)
         terms = split_fp32.plan_forward(call, kernel, target)
-        return terms or Plan(kernel, {"main": compiler.build(kernel, target).function})
+        return terms or Plan(kernel, {"main": compiler.build(kernel, target)})
 
 
 # ---- launches ----
@@ -140,20 +140,23 @@ def _launched(
     call = as_kernels_read(call)
     if not are_functions(plan.kernel.traits):
         record.also()  # users' classes may read what they are given
-    scores = plan.kernel.score_args(call.score_inputs())
-    rest = (
-        out,
-        lse,
-        Seqlens(*call[3:7], *call.longest),
-        call.softmax_scale,
-        record.work_tiles(q.get_device()),
-    )
+    arguments = {
+        "mQ": call.q,
+        "mK": call.k,
+        "mV": call.v,
+        "mO": out,
+        "mLSE": lse,
+        "seqlens": Seqlens(*call[3:7], *call.longest),
+        "softmax_scale": call.softmax_scale,
+        "schedule": record.work_tiles(q.get_device()),
+        "score_args": plan.kernel.score_args(call.score_inputs()),
+    }
     if "fallback" in plan.functions:
         from cute_attn.host import split_fp32
 
-        split_fp32.launch_forward(plan, call[:3], (*rest, scores))
+        split_fp32.launch_forward(plan, arguments)
     else:
-        record.launch(plan.functions["main"], *call[:3], *rest, scores)
+        record.launch(*plan.functions["main"].bind(**arguments))
     if not call.return_softmax:
         return out, lse, None
     record.also()

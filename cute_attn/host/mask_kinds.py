@@ -105,7 +105,7 @@ def _kinds_by_kernel(
 
     name, tensors = epilogue_of(None, mask_mod, device)
     with memory.on_device(device.index):
-        function, predicate = _kinds_function(name, block_size, device.index)
+        kernel, predicate = _kinds_kernel(name, block_size, device.index)
         _check_captured(tensors, device)
         shape = _shape(predicate, sizes, block_size)
         blocks_q = shape[0] * shape[1] * shape[2]
@@ -113,33 +113,21 @@ def _kinds_by_kernel(
         check_count("block_mask has blocks of queries", blocks_q * groups)
         kinds = torch.empty(shape, dtype=torch.uint8, device=device)
         captured = tuple(as_kernels_read(x) for x in tensors) or None
-        record.launch(function, kinds, *sizes[2:], groups, captured)
+        own = {"seqlen_q": sizes[2], "seqlen_k": sizes[3], "groups": groups, "mask_args": captured}
+        record.launch(*kernel.bind(mKinds=kinds, **own))
         return kinds
 
 
 @functools.lru_cache(256)
-def _kinds_function(
-    name: str, block_size: tuple[int, int], device: int
-) -> tuple[Callable[..., None], Predicate]:
-    """What launches the kernel for a traced mask on a device, the current one; "" for one that hides nothing."""
+def _kinds_kernel(name: str, block_size: tuple[int, int], device: int) -> tuple[Any, Predicate]:
+    """The kernel for a traced mask, compiled for a device, the current one; "" for one that hides nothing."""
     from cute_attn import compiler
     from cute_attn.compiler import registry
 
     traits = Traits("block_kinds", "sm80", "bf16", LISTED_ROWS, epilogues=(name,) if name else ())
     target = compiler.default_target("sm80")
     kernel = registry.lookup(traits, f"tile_m={block_size[0]},tile_n={block_size[1]}", target)
-    return compiler.build(kernel, target).function, kernel.predicate
-
-
-@functools.lru_cache(16)
-def _lists_function(device: int) -> Callable[..., None]:
-    """The same of the kernel that lists blocks."""
-    from cute_attn import compiler
-    from cute_attn.compiler import registry
-
-    target = compiler.default_target("sm80")
-    kernel = registry.lookup(Traits("block_lists", "sm80", "bf16", LISTED_ROWS), None, target)
-    return compiler.build(kernel, target).function
+    return compiler.build(kernel, target), kernel.predicate
 
 
 # ---- lists ----
@@ -152,6 +140,8 @@ def lists_of(kinds: Tensor) -> tuple[Lists, Lists]:
     """The key blocks of each query block, then the query blocks of each key block: each list in order."""
     if not kinds.is_cuda:
         return tuple((*_listed(x == PARTIAL), *_listed(x == FULL)) for x in (kinds, kinds.mT))  # type: ignore[return-value]
+    from cute_attn import compiler
+
     batch, nheads, rows, columns = kinds.shape
     with memory.on_device(kinds.get_device()):
         of_queries, of_keys = (
@@ -162,7 +152,9 @@ def lists_of(kinds: Tensor) -> tuple[Lists, Lists]:
             for n, others in ((rows, columns), (columns, rows))
         )
         check_count("block_mask has rows and columns of blocks", batch * nheads * (rows + columns))
-        record.launch(_lists_function(kinds.get_device()), kinds, of_queries, of_keys)
+        traits = Traits("block_lists", "sm80", "bf16", LISTED_ROWS)
+        kernel = compiler.compile(traits, None, compiler.default_target("sm80"))
+        record.launch(*kernel.bind(mKinds=kinds, of_queries=of_queries, of_keys=of_keys))
     return of_queries, of_keys  # type: ignore[return-value]
 
 

@@ -9,9 +9,10 @@ the head dim rounded up.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from torch import Tensor
 
@@ -53,18 +54,18 @@ class Copies:
     """Launches of :class:`cute_attn.kernels.pad_rows.PadRows` for one of its ops.
 
     Attributes:
-        function: launches the kernel.
+        kernel: compiled.
         layouts: shapes and strides of the padded tensors.
     """
 
-    function: Callable[..., None]
+    kernel: Any
     layouts: tuple[Layout, ...]
 
     @staticmethod
-    def of(function: Callable[..., None], tensors: Sequence[Tensor]) -> "Copies":
+    def of(kernel: Any, tensors: Sequence[Tensor]) -> "Copies":
         """For a call's tensors, or results, in the order of ``PADDED_TENSORS``."""
         wide = [(*x.shape[:-1], aligned_head_dim(DTYPE_NAMES[x.dtype], x.shape[-1])) for x in tensors]
-        return Copies(function, tuple((shape, contiguous_strides(shape)) for shape in wide))
+        return Copies(kernel, tuple((shape, contiguous_strides(shape)) for shape in wide))
 
     def pad(self, tensors: Sequence[Tensor], copied: Sequence[bool]) -> list[Tensor]:
         """``tensors``, of some of them padded copies, all in one allocation: each is whole 16 bytes."""
@@ -102,22 +103,23 @@ class Copies:
         """Copy pairs of tensors; the kernel ignores its other arguments, which are arbitrary tensors."""
         both = [x is not None and y is not None for x, y in zip(sources, targets, strict=True)]
         some = both.index(True)
-        arguments = (
+        source, target = (
             tuple(x if wanted else tensors[some] for x, wanted in zip(tensors, both, strict=True))
             for tensors in (sources, targets)
         )
-        record.copy(self.function, *arguments, sum(wanted << i for i, wanted in enumerate(both)), cu_seqlens)
+        which = sum(wanted << i for i, wanted in enumerate(both))
+        record.copy(*self.kernel.bind(mSource=source, mTarget=target, which=which, mCuSeqlens=cu_seqlens))
 
 
-def function_for(op: str, call: Call) -> Callable[..., None]:
-    """What launches the kernel of an op for a call's traits."""
+def kernel_for(op: str, call: Call) -> Any:
+    """The compiled kernel of an op for a call's traits."""
     from cute_attn import compiler
     from cute_attn.compiler import registry
 
     dims, dtype = (call.q.shape[-1], call.v.shape[-1]), DTYPE_NAMES[call.q.dtype]
     target = compiler.default_target("sm80")
     kernel = registry.lookup(Traits(op, "sm80", dtype, *dims, varlen=call.varlen), None, target)
-    return compiler.build(kernel, target).function
+    return compiler.build(kernel, target)
 
 
 def check_rows(named: dict[str, Tensor], copied: Sequence[bool]) -> None:

@@ -373,12 +373,12 @@ class Plan(NamedTuple):
 
     Attributes:
         kernel: the main one, which makes the epilogues' arguments; None where no kernel computes anything.
-        functions: launch kernels, by their part in the call.
+        functions: compiled kernels, by their part in the call.
         division: how work is divided among CTAs, where the host says that.
     """
 
     kernel: Any = None
-    functions: Mapping[str, Callable[..., None]] = MappingProxyType({})
+    functions: Mapping[str, Any] = MappingProxyType({})
     division: Any = None
 
 

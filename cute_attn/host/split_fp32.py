@@ -1,7 +1,7 @@
 """fp32 tensors as fp16 terms on CUDA: their workspace, the launch of the split, and the forward that follows it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -39,13 +39,13 @@ class SplitLauncher:
     """Splits the tensors of calls with the same traits.
 
     Attributes:
-        function: launches the kernels.
+        kernel: compiled.
         dims: the padded head dim of each tensor that is split; those before are only measured.
         blocks: partial results of each tensor.
         terms: of each number, 1 or 2.
     """
 
-    function: Callable[..., None]
+    kernel: Any
     dims: tuple[int, ...]
     blocks: int
     terms: int
@@ -63,7 +63,7 @@ class SplitLauncher:
         compiled = compiler.compile(main.split_fp32(op), None, target)
         names = SPLIT_TENSORS[op][MEASURED_TENSORS[op] :]
         dims = tuple(padded(getattr(main, name)) for name in names)
-        return SplitLauncher(compiled.function, dims, compiled.tile.blocks, main.fp32_terms)
+        return SplitLauncher(compiled, dims, compiled.tile.blocks, main.fp32_terms)
 
     def launch(self, tensors: Sequence[Tensor]) -> Terms:
         """Split (q, k, v) or (q, k, v, dO), of strides that kernels read, on the current stream of their device."""
@@ -79,8 +79,8 @@ class SplitLauncher:
         partials_shape = (len(tensors), 2, self.blocks)
         partials = record.empty(like, partials_shape, contiguous_strides(partials_shape), torch.int32)
         scales = record.empty(like, (len(tensors),), (1,), torch.float32)
-        arguments: tuple[Any, ...] = (tuple(tensors), terms, partials, scales)
-        record.launch(self.function, *arguments)
+        arguments = {"mX": tuple(tensors), "mTerms": terms, "mPartials": partials, "mScales": scales}
+        record.launch(*self.kernel.bind(**arguments))
         return Terms(terms, scales)
 
 
@@ -101,20 +101,21 @@ def plan_forward(call: Call, kernel: Any, target: str) -> Plan | None:
     if kernels is None:
         return None
     check_query_blocks(call, kernels.speculative)
-    main, fallback = (compiler.build(one, target).function for one in kernels)
+    main, fallback = (compiler.build(one, target) for one in kernels)
     plain = registry.lookup(replace(kernel.traits, variant=""), None, target)
     split = SplitLauncher.of(kernels.fallback.traits, "forward_split", target)
     return Plan(plain, {"main": main, "fallback": fallback}, split)
 
 
-def launch_forward(plan: Plan, tensors: Sequence[Tensor], rest: tuple) -> None:
+def launch_forward(plan: Plan, arguments: dict[str, Any]) -> None:
     """Split q, k and v, and launch the kernel that reads terms and the one that computes where they do not serve.
 
-    rest: the forward's arguments from out on.
+    arguments: the forward's.
     """
-    terms, scales = plan.division.launch(tensors)
-    record.launch(plan.functions["main"], tensors[0], *map(as_rows, terms), *rest, scales)
-    record.launch(plan.functions["fallback"], *tensors, *rest, scales)
+    (k, v), scales = plan.division.launch([arguments[name] for name in ("mQ", "mK", "mV")])
+    arguments = {**arguments, "mScales": scales}
+    record.launch(*plan.functions["main"].bind(**{**arguments, "mK": as_rows(k), "mV": as_rows(v)}))
+    record.launch(*plan.functions["fallback"].bind(**arguments))
 
 
 def as_rows(terms: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ lengths and tables.
 
 import math
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -103,17 +103,32 @@ def launch(
         partials = Partials(outs, lses, split.parts, split.part_keys)
     if plan.kernel.traits.variant:
         record.also()  # a user's class may read what it is given
-    tiles, scores = record.work_tiles(q.get_device()), plan.kernel.score_args(_score_inputs(call))
-    k, v = map(regular, (call.k_cache, call.v_cache))
-    arguments = (q, k, v, out, lse, seqlens, _tables(call), call.softmax_scale, tiles, scores, partials)
-    record.launch(plan.functions["main"], *arguments)
+    scores = plan.kernel.score_args(_score_inputs(call))
+    results = {"mO": out, "mLSE": lse}
+    arguments = {
+        "mQ": q,
+        "mK": regular(call.k_cache),
+        "mV": regular(call.v_cache),
+        **results,
+        "seqlens": seqlens,
+        "tables": _tables(call),
+        "softmax_scale": call.softmax_scale,
+        "schedule": record.work_tiles(q.get_device()),
+        "score_args": scores,
+        "partials": partials,
+    }
+    record.launch(*plan.functions["main"].bind(**arguments))
     if split.how == "parts":
-        outs, lses = (out.unsqueeze(0), lse.unsqueeze(0)) if out.dim() == 3 else (out, lse)
-        record.launch(plan.functions["combine"], partials.out, partials.lse, outs, lses, call.sinks)  # type: ignore[union-attr]
+        assert partials is not None
+        if out.dim() == 3:
+            results = {name: x.unsqueeze(0) for name, x in results.items()}
+        own = {"mOpartial": partials.out, "mLSEpartial": partials.lse, "mSinks": call.sinks}
+        record.launch(*plan.functions["combine"].bind(**results, **own))
     elif split.how == "shares":
         mask_args = scores[1] or None  # the DSL takes no empty tuple
-        own = (partials, out, lse, call.sinks, seqlens, mask_args, k.shape[-2], layouts[0][0][0] // 2)
-        record.launch(plan.functions["combine"], *own)
+        own = {"partials": partials, "mSinks": call.sinks, "seqlens": seqlens, "mask_args": mask_args}
+        sizes = {"nheads_kv": call.k_cache.shape[-2], "slots": layouts[0][0][0] // 2}
+        record.launch(*plan.functions["combine"].bind(**results, **own, **sizes))
     return out, lse
 
 
@@ -174,7 +189,7 @@ def make_plan(call: Call) -> Plan:
         target = compiler.default_target("sm80")
         processors = multiprocessors(call.q.get_device())
         kernel, split = choose_kernel(call, target, processors)
-        functions = {"main": compiler.build(kernel, target).function}
+        functions = {"main": compiler.build(kernel, target)}
         shapes = _partial_shapes(call, kernel, split, processors)
         combine = _combine(kernel, split, shapes, call, target)
         if combine is not None:
@@ -183,9 +198,7 @@ def make_plan(call: Call) -> Plan:
     return Plan(kernel, functions, Division(split, partials))
 
 
-def _combine(
-    kernel: Any, split: Split, shapes: tuple[tuple[int, ...], ...], call: Call, target: str
-) -> Callable[..., None] | None:
+def _combine(kernel: Any, split: Split, shapes: tuple[tuple[int, ...], ...], call: Call, target: str) -> Any:
     from cute_attn import compiler
     from cute_attn.compiler import registry
 
@@ -197,7 +210,7 @@ def _combine(
     if split.how == "parts":
         plain = Traits("combine", arch, traits.dtype, traits.head_dim_v, sinks=call.sinks_dtype)
         tile = CombineTile.of(split.parts, eager=not split.part_keys)
-        return compiler.compile(plain, tile, target).function
+        return compiler.compile(plain, tile, target)
     kept = {
         name: getattr(traits, name)
         for name in ("mask", "sinks", "varlen", "seqused_k", "leftpad", "varlen_k")
@@ -206,7 +219,7 @@ def _combine(
     tile = CombineSharesTile.after(
         kernel.tile, own, units(call, kernel.tile), shapes[0][0] // 2, call.longest[0]
     )
-    return compiler.compile(own, tile, target).function
+    return compiler.compile(own, tile, target)
 
 
 def _partial_shapes(call: Call, kernel: Any, split: Split, processors: int) -> tuple[tuple[int, ...], ...]:

@@ -51,11 +51,11 @@ class Torch:
         self.built.append((traits, tile))
         functions = {"backward": self.main, "backward_split": self.split}
         functions |= {"backward_preprocess": self.preprocess, "backward_convert": self.convert}
-        functions |= dict.fromkeys(PADDED_TENSORS, lambda traits, tile, *rows: copy_rows(traits, *rows))
+        functions |= dict.fromkeys(PADDED_TENSORS, lambda traits, tile, given: copy_rows(traits, given))
 
-        def function(*arguments):
-            self.launched.append((traits, tile, arguments))
-            functions[traits.op](traits, tile, *arguments)
+        def function(given):
+            self.launched.append((traits, tile, given))
+            functions[traits.op](traits, tile, given)
 
         return function
 
@@ -75,86 +75,65 @@ class Torch:
             yield b, *rows, first
 
     @classmethod
-    def preprocess(
-        cls,
-        traits,
-        tile,
-        do,
-        o,
-        lse,
-        dlse,
-        lse_log2,
-        minus_d,
-        accumulators,
-        counter,
-        grads,
-        seqlens,
-        keep,
-    ):
-        assert (grads is not None) == traits.varlen
-        for x, side in zip(grads or (), "qkk", strict=False):
+    def preprocess(cls, traits, tile, given):
+        seqlens, dlse = given.seqlens, given.mDLSE
+        lse_log2, minus_d, accumulators, counter = workspace = (
+            *(given.mLSElog2, given.mMinusD, given.mDQaccum, given.mNext),
+        )
+        assert (given.gradients is not None) == traits.varlen
+        for x, side in zip(given.gradients or (), "qkk", strict=False):
             ends = getattr(seqlens, f"cu_seqlens_{side}")
             x[: ends[0]], x[ends[-1] :] = 0, 0
         counter[0] = 0
-        for x in (lse_log2, minus_d, accumulators, counter):
+        for x in workspace:
             assert x.is_contiguous() and x.data_ptr() % 16 == 0
-        for b, (rows, _), _, first in cls.sequences(traits, tile, seqlens, o):
+        for b, (rows, _), _, first in cls.sequences(traits, tile, seqlens, given.mO):
             at = (slice(None),) if traits.varlen else (b,)
             n, end = rows.stop - rows.start, first + -(-(rows.stop - rows.start) // tile.tile_m) * tile.tile_m
-            products = (do.float() * o.float()).sum(-1)
+            products = (given.mDO.float() * given.mO.float()).sum(-1)
             products = (products if traits.varlen else products[b])[rows].T
-            own = lse[at][:, rows]
+            own = given.mLSE[at][:, rows]
             change = 0 if dlse is None else dlse[at][:, rows]
             lse_log2[at][:, first:end] = math.inf
             minus_d[at][:, first:end] = 0
             lse_log2[at][:, first : first + n] = torch.where(own.isinf(), math.inf, own * math.log2(math.e))
-            minus_d[at][:, first : first + n] = torch.where(own.isinf(), 0, (change - products) * keep)
+            minus_d[at][:, first : first + n] = torch.where(
+                own.isinf(), 0, (change - products) * given.keep_prob
+            )
             width = padded(traits.head_dim)
             for accumulator in accumulators:
                 accumulator[at][:, first * width : end * width] = 0
 
     @staticmethod
-    def split(traits, tile, tensors, parts, partials, scales):
+    def split(traits, tile, given):
         """Parts whose sum is the tensor; nothing of one with a row that is far smaller than others."""
-        for x, own, i in zip(tensors, parts, range(4), strict=True):
+        for x, own, i in zip(given.mX, given.mTerms, range(4), strict=True):
             rows = x.abs().amax(-1)
-            scales[i] = 0.25 if rows.min() > 2**-13 * rows.max() else 0
-            if scales[i]:
+            given.mScales[i] = 0.25 if rows.min() > 2**-13 * rows.max() else 0
+            if given.mScales[i]:
                 hi = (4 * x).half()
                 assert own.shape[-2] == traits.fp32_terms
                 for part, value in zip(own.unbind(-2), (hi, 4 * x - hi.float()), strict=False):
                     part[..., : x.shape[-1]] = value
 
     @classmethod
-    def main(cls, traits, tile, *args):
+    def main(cls, traits, tile, given):
+        q, k, v, do = operands = given.mQ, given.mK, given.mV, given.mDO
         if traits.arch == "sm80":
-            *args, scales = args
+            scales = given.scales
             assert (scales is None) == (tile.operands == "whole")
             if scales is not None and bool((scales != 0).all()) != tile.in_terms:
                 return
             if tile.in_terms:
                 dims = (traits.head_dim, traits.head_dim, traits.head_dim_v, traits.head_dim_v)
-                whole = [x.float().sum(-2) * scale for x, scale in zip(args[:4], scales, strict=True)]
-                args[:4] = [x[..., :dim] for x, dim in zip(whole, dims, strict=True)]
-        (
-            q,
-            k,
-            v,
-            do,
-            lse_log2,
-            minus_d,
-            accumulators,
-            dk,
-            dv,
-            seqlens,
-            scale,
-            schedule,
-            score,
-        ) = args
-        num_splits, split_stride, counter, _ = schedule
+                whole = [x.float().sum(-2) * scale for x, scale in zip(operands, scales, strict=True)]
+                q, k, v, do = (x[..., :dim] for x, dim in zip(whole, dims, strict=True))
+        lse_log2, minus_d, accumulators = given.mLSElog2, given.mMinusD, given.mDQaccum
+        dk, dv, seqlens, scale = given.mDK, given.mDV, given.seqlens, given.softmax_scale
+        num_splits, split_stride, counter, _ = given.schedule
         assert counter.view(torch.int32)[0] == 0
         width, group, heads = padded(traits.head_dim), q.shape[-2] // k.shape[-2], q.shape[-2] // dk.shape[-2]
-        score = list(score)
+        score = list(given.score_args)
         cap, (left, right) = score.pop(0), score.pop(0) or (0, 0)
         slopes = score.pop(0)[0] if traits.alibi else None
         bias = score.pop(0) if traits.bias else (None,)
@@ -214,18 +193,18 @@ class Torch:
             own_dk[:n_k], own_dv[:n_k] = sums_k.to(dk.dtype), sums_v.to(dv.dtype)
 
     @classmethod
-    def convert(cls, traits, tile, accumulators, dq, seqlens, scale):
-        width = padded(traits.head_dim)
-        for b, (rows, all_rows), _, first in cls.sequences(traits, tile, seqlens, dq):
+    def convert(cls, traits, tile, given):
+        width, dq = padded(traits.head_dim), given.mDQ
+        for b, (rows, all_rows), _, first in cls.sequences(traits, tile, given.seqlens, dq):
             (dq if traits.varlen else dq[b])[all_rows] = 0
             n = rows.stop - rows.start
             at = (slice(None),) if traits.varlen else (b,)
             total = sum(
                 a[at][:, first * width : (first + n) * width].view(dq.shape[-2], n, width)
-                for a in accumulators
+                for a in given.mDQaccum
             )
             (dq if traits.varlen else dq[b])[rows] = (
-                (scale * total[..., : traits.head_dim]).transpose(0, 1).to(dq.dtype)
+                (given.scale * total[..., : traits.head_dim]).transpose(0, 1).to(dq.dtype)
             )
 
 
@@ -327,8 +306,8 @@ def test_gradients(torch_kernels, name, lse_only, deterministic):
         torch.testing.assert_close(
             found / size, right / size, atol=0.02, rtol=0.02, msg=lambda m, x=x: f"{x}: {m}"
         )
-    splits = [arguments[11][0] for traits, _, arguments in torch_kernels.launched if traits.op == "backward"]
-    strides = [arguments[11][1] for traits, _, arguments in torch_kernels.launched if traits.op == "backward"]
+    schedules = [given.schedule for traits, _, given in torch_kernels.launched if traits.op == "backward"]
+    splits, strides = ([schedule[i] for schedule in schedules] for i in range(2))
     assert len(splits) == (0 if 0 in problem.case.longest else 1)
     assert all((stride > 0) == deterministic for stride in strides) and all(1 <= n <= 3 for n in splits)
 
@@ -352,8 +331,8 @@ def test_a_scale_that_is_not_positive(torch_kernels, name, scale):
     for own, right in zip([x for x in found if x is not None], expected, strict=True):
         size = max(1e-3, float(right.abs().max())) if right.numel() else 1.0
         torch.testing.assert_close(own.float() / size, right / size, atol=0.02, rtol=0.02)
-    for traits, _, arguments in torch_kernels.launched:
-        assert traits.op != "backward" or arguments[10] == (0.3 if scale else 1.0)
+    for traits, _, given in torch_kernels.launched:
+        assert traits.op != "backward" or given.softmax_scale == (0.3 if scale else 1.0)
 
 
 def shifted(x, elements):
@@ -377,12 +356,10 @@ def test_tensors_are_padded_only_where_they_have_to_be(torch_kernels):
         assert all(map(torch.equal, found[:3], right[:3]))
         ops = [traits.op for traits, _, _ in torch_kernels.launched]
         assert ops == ["backward_pad", "backward_preprocess", "backward", "backward_convert"]
-        which = torch_kernels.launched[0][2][2]
-        assert which == sum(1 << "qkv".index(name) for name in names)
-        main = torch_kernels.launched[2][2]
-        assert [main[i] is getattr(call, name) for i, name in enumerate("qkv")] == [
-            name not in names for name in "qkv"
-        ]
+        (*_, pad), _, (*_, main), _ = torch_kernels.launched
+        assert pad.which == sum(1 << "qkv".index(name) for name in names)
+        for name in "qkv":
+            assert (getattr(main, f"m{name.upper()}") is getattr(call, name)) == (name not in names)
 
 
 @pytest.mark.parametrize("odd", [False, True])
@@ -398,8 +375,9 @@ def test_given_gradients_of_padded_calls(torch_kernels, odd):
     found = gradients(call, grad_out, None, out, lse, NEEDED, into)
     assert found[1] is into[1] and found[2] is into[2]
     assert all(map(torch.equal, found[:3], right[:3]))
-    traits, _, (_, targets, which, _) = torch_kernels.launched[-1]
-    assert traits.op == "backward_unpad" and which == (0b111 if odd else 0b100) and targets[2] is into[2]
+    traits, _, unpad = torch_kernels.launched[-1]
+    assert traits.op == "backward_unpad" and unpad.which == (0b111 if odd else 0b100)
+    assert unpad.mTarget[2] is into[2]
 
 
 def test_packed_gradients_of_padded_calls(torch_kernels):
@@ -547,9 +525,9 @@ def test_any_layout_of_the_outputs_gradient_is_accepted(torch_kernels):
             call, grad.contiguous().clone(), None, out.clone(), lse, (True, True, True, False, False)
         )
         assert all(torch.equal(a, b) for a, b in zip(found[:3], right[:3], strict=True)), name
-        given = torch_kernels.launched[-6][2][0]
-        assert given.stride(-1) == 1 and given.data_ptr() % 16 == 0
-        assert (given.data_ptr() == grad.data_ptr()) == (name in ("transposed", "repeated"))
+        read = torch_kernels.launched[-6][2].mDO
+        assert read.stride(-1) == 1 and read.data_ptr() % 16 == 0
+        assert (read.data_ptr() == grad.data_ptr()) == (name in ("transposed", "repeated"))
 
 
 def test_the_second_call_reuses_the_plan(torch_kernels):
@@ -562,7 +540,7 @@ def test_the_second_call_reuses_the_plan(torch_kernels):
     assert len(torch_kernels.built) == 6
     with torch_deterministic():
         gradients(call, torch.ones_like(out), None, out, lse, (True, True, True, False, False))
-    assert len(torch_kernels.built) == 9 and torch_kernels.launched[-2][2][11][1] > 0
+    assert len(torch_kernels.built) == 9 and torch_kernels.launched[-2][2].schedule[1] > 0
 
 
 def test_saved_tensors_may_return_with_other_strides(torch_kernels):
@@ -629,9 +607,9 @@ def test_lengths_beyond_all_rows_take_no_more_blocks(torch_kernels):
         honest = call._replace(deterministic=deterministic)
         right = gradients(honest, torch.ones_like(out), None, out, lse, (True, True, True, False, False))
         assert all(torch.equal(a, b) for a, b in zip(found[:3], right[:3], strict=True))
-        preprocess, main, convert = (arguments for *_, arguments in torch_kernels.launched[-6:-3])
-        assert preprocess[9][4:6] == main[9][4:6] == convert[2][4:6] == rows
-        assert main[11][0] <= -(-rows[1] // torch_kernels.built[0][1].tile_n)
+        given = [given for *_, given in torch_kernels.launched[-6:-3]]
+        assert [one.seqlens[4:6] for one in given] == [rows] * 3
+        assert given[1].schedule[0] <= -(-rows[1] // torch_kernels.built[0][1].tile_n)
 
 
 def test_no_sequences_have_gradients_of_zeros(torch_kernels):

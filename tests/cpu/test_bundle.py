@@ -105,8 +105,7 @@ def test_calls_on_the_cpu_need_no_compiler(found):
 
 
 def test_calls_take_kernels_of_the_bundle(found):
-    name, function = found["planned"]
-    assert name == FORWARD.name and "tvm_ffi" in function
+    assert found["planned"] == FORWARD.name
     assert "mQ" in found["launch"] and "device" in found["launch"]  # the kernel's own check of its arguments
 
 

@@ -195,6 +195,23 @@ def test_wrong_arguments_are_refused_before_a_launch(fresh_cache):
         compile(toy.NAME)(1, 2)
 
 
+def test_a_launch_is_bound_by_name(fresh_cache):
+    compiled = compile(toy.NAME)
+    assert compiled.bind(scale=2.0, mY="y", mX="x") == (compiled.function, "x", "y", 2.0)
+    for given in ({"mX": 1, "mY": 2}, {"mX": 1, "mY": 2, "scale": 3.0, "mZ": 4}):
+        names = f"{toy.NAME} is launched with {', '.join(given)}; accepted: mX, mY, scale$"
+        with pytest.raises(TypeError, match=names):
+            compiled.bind(**given)
+
+
+def test_an_argument_that_cannot_be_faked_is_named(fresh_cache, monkeypatch):
+    monkeypatch.setitem(toy.Toy.__call__.__wrapped__.__annotations__, "mY", float)
+    with pytest.raises(
+        TypeError, match=r"mY of Toy.__call__ is annotated .*float.*; accepted: a number's type"
+    ):
+        compile(toy.NAME)
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

@@ -2,7 +2,6 @@
 
 import functools
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,12 +12,12 @@ from cute_attn.compiler import compile
 from cute_attn.compiler.arguments import fakes
 from cute_attn.compiler.registry import Unsupported, lookup
 from cute_attn.device.math import LOG2_E
+from cute_attn.host import forward
 from cute_attn.host.choose import choose_kernel
-from cute_attn.host.plans import Plan
-from cute_attn.host.split_fp32 import SpeculativeKernels, SplitLauncher, launch_forward
+from cute_attn.host.split_fp32 import SpeculativeKernels
 from cute_attn.kernels.fp32_sm80.kernel import terms_serve
-from cute_attn.reference import emulate
 from cute_attn.traits import Traits
+from tests import emulated_kvcache, machine
 from tests.cpu.test_divided import call
 
 # ---- kernels ----
@@ -119,43 +118,21 @@ def test_others_take_one(name):
     assert wanted(OTHERS[name]) is None
 
 
-def assert_declared(declared, given):
-    if isinstance(declared, tuple):
-        assert len(declared) == len(given)
-        for own, other in zip(declared, given, strict=True):
-            assert_declared(own, other)
-    elif isinstance(declared, cute.Tensor):
-        emulate._check(declared, given)
-
-
-@pytest.mark.parametrize("name, head_dim", [("plain", 36), ("packed", 36), ("tf32", 36)])
-def test_launches_have_the_arguments_that_kernels_declare(name, head_dim):
-    packed, count = name == "packed", 1 if name == "tf32" else 2
-    q, k, v = (torch.randn(2, n, h, head_dim) for n, h in ((5, 4), (3, 2), (3, 2)))
-    if packed:
-        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    traits = Traits("forward", "sm80", "fp32", head_dim, varlen=packed)
-    traits = replace(traits, precision="tf32" if count == 1 else "")
-    launched = []
-    functions = [
-        lambda *args, name=name: launched.append((name, args)) for name in ("split", "terms", "fallback")
-    ]
-    split = SplitLauncher(functions[0], (64, 64), 256, count)
-    lse = torch.empty(*((4, 10) if packed else (2, 4, 5)))
-    rest = (torch.empty_like(q), lse, None, 1.0, None, ())
-    plan = Plan(None, {"main": functions[1], "fallback": functions[2]}, split)
-    launch_forward(plan, (q, k, v), rest)
-    (_, of_split), (_, of_parts), (_, of_exact) = launched
-    assert [name for name, _ in launched] == ["split", "terms", "fallback"]
-    assert of_exact[:3] == of_split[0] == (q, k, v) and of_parts[3:] == of_exact[3:]
-    assert of_parts[0] is q
-    assert of_split[3] is of_parts[-1] is of_exact[-1]
-    assert_declared(fakes(lookup(traits.split_fp32("forward_split"), None, "sm90")), of_split)
-    for variant, given in (("terms", of_parts), ("fallback", of_exact)):
-        declared = fakes(lookup(replace(traits, variant=variant), None, "sm90"))
-        assert_declared((*declared[:5], declared[-1]), (*given[:5], given[-1]))
-    assert len(of_split[1]) == 2
-    for rows, own in zip(of_parts[1:], of_split[1], strict=False):
+@pytest.mark.parametrize("name", ["plain", "packed", "tf32"])
+def test_launches_have_the_arguments_that_kernels_declare(name, monkeypatch):
+    count, launched = 1 if name == "tf32" else 2, []
+    machine.device(monkeypatch, target="sm90")
+    machine.kernels(monkeypatch, lambda kernel, target: lambda given: launched.append((kernel, given)))
+    options = {"packed": name == "packed", "precision": "tf32" if count == 1 else "", "kernel": "sm80:terms"}
+    params = single(5, 3, (4, 2), 36, batch=2, **options)
+    forward.forward(params)
+    for kernel, given in launched:
+        emulated_kvcache.check_arguments(fakes(kernel), tuple(vars(given).values()))
+    (_, split), (terms, speculative), (fallback, exact) = launched
+    assert (terms.traits.variant, fallback.traits.variant) == ("terms", "fallback")
+    assert split.mX == (exact.mQ, exact.mK, exact.mV) == params[:3] and speculative.mQ is exact.mQ
+    assert split.mScales is speculative.mScales is exact.mScales
+    for rows, own in zip((speculative.mK, speculative.mV), split.mTerms, strict=True):
         assert rows.data_ptr() == own.data_ptr()
         assert rows.shape[-1] == count * 64 and own.shape[-2:] == (count, 64)
 

@@ -335,8 +335,8 @@ class Recorder:
         self.built.append((kernel.traits, kernel.tile, target))
         return self.function
 
-    def function(self, *arguments):
-        self.launched.append(arguments)
+    def function(self, given):
+        self.launched.append(given)
 
 
 @pytest.fixture
@@ -359,17 +359,11 @@ def test_a_kernel_gets_the_calls_arguments(recorder):
     )
     ((traits, tile, target),) = recorder.built
     assert traits.name == "forward-sm80-bf16-d16x8-causal" and tile.tile_n == 32 and target == "sm90"
-    (arguments,) = recorder.launched
-    m_q, m_k, m_v, m_o, m_lse, seqlens, scale, schedule, score_args = arguments
-    assert m_q is q and m_k is k and m_v is v and m_o is out and m_lse is lse
-    assert out.shape == (2, 9, 4, 8) and lse.shape == (2, 4, 9) and scale == 0.3
-    assert tuple(seqlens) == (None, None, None, None, 9, 11, None, None) and schedule == (
-        machine.COUNTERS,
-        132,
-    )
-    assert not any(
-        isinstance(x, torch.Tensor) for part in score_args for x in (part if isinstance(part, tuple) else ())
-    )
+    (given,) = recorder.launched
+    assert given.mQ is q and given.mK is k and given.mV is v and given.mO is out and given.mLSE is lse
+    assert out.shape == (2, 9, 4, 8) and lse.shape == (2, 4, 9) and given.softmax_scale == 0.3
+    assert tuple(given.seqlens) == (None, None, None, None, 9, 11, None, None)
+    assert given.schedule == (machine.COUNTERS, 132) and not list(tensors_in(given.score_args))
 
 
 @pytest.mark.parametrize(("scale", "sign"), [(-0.3, -1), (0.0, 0)])
@@ -382,11 +376,10 @@ def test_a_kernel_gets_a_positive_scale(recorder, scale, sign):
         bias = randn(1, 4, 1, 11)
         for _ in range(2):
             attention(q, k, v, softmax_scale=scale, bias=bias)
-            m_q, m_k, *_, used, _, score_args = recorder.launched[-1]
-            assert m_q.is_contiguous() and torch.equal(m_q, q * sign) and m_k is k
-            assert used == (0.3 if sign else 1.0)
-            given = [x for part in score_args[1:] for x in part if isinstance(x, torch.Tensor)]
-            assert [x.data_ptr() for x in given] == [bias.data_ptr()]
+            given = recorder.launched[-1]
+            assert given.mQ.is_contiguous() and torch.equal(given.mQ, q * sign) and given.mK is k
+            assert given.softmax_scale == (0.3 if sign else 1.0)
+            assert [x.data_ptr() for x in tensors_in(given.score_args)] == [bias.data_ptr()]
 
 
 @pytest.mark.parametrize("dim", [301, 43])
@@ -403,12 +396,15 @@ def test_rows_of_odd_head_dims_are_padded(recorder, monkeypatch, given, dim):
     wide = -(-dim // 8) * 8
     for _ in range(2):
         found, lse = attention(q, k, v, return_lse=True, softmax_scale=-0.5, out=out)
-        m_q, m_k, m_v, m_out, m_lse, _, scale, *_ = recorder.launched.last
-        assert scale == 0.5
+        wrote = recorder.launched.last
+        m_q, m_k, m_v, m_out = wrote.mQ, wrote.mK, wrote.mV, wrote.mO
+        assert wrote.softmax_scale == 0.5
         assert m_q.shape == (2, 9, 4, wide) and m_v.shape == (2, 11, 2, 8) and m_out.shape == (2, 9, 4, 8)
         assert m_q[..., :dim].equal(-q) and m_k[..., :dim].equal(k) and m_v[..., :4].equal(v)
         assert not any(x[..., d:].any() for x, d in ((m_q, dim), (m_k, dim), (m_v, 4)))
-        assert (out is not None or found.is_contiguous()) and found.shape == (2, 9, 4, 4) and m_lse is lse
+        assert (
+            (out is not None or found.is_contiguous()) and found.shape == (2, 9, 4, 4) and wrote.mLSE is lse
+        )
         assert found.equal(m_out[..., :4]) and (out is None or found is out)
     (built,) = recorder.built
     assert built[0].name == f"forward-sm90-bf16-d{wide}x8"
@@ -423,9 +419,9 @@ def test_only_rows_that_start_anywhere_are_copied(recorder):
             x = given[name]
             given[name] = torch.empty(x.numel() + 1, dtype=BF16)[1:].view(x.shape).copy_(x)
         out = attention(**given)
-        m_q, m_k, m_v, m_out, *_ = recorder.launched[-1]
-        assert m_out is out
-        for name, x in zip("qkv", (m_q, m_k, m_v), strict=True):
+        launched = recorder.launched[-1]
+        assert launched.mO is out
+        for name, x in zip("qkv", (launched.mQ, launched.mK, launched.mV), strict=True):
             assert x.equal(given[name]) and (x is given[name]) == (name not in moved)
             assert x.data_ptr() % 16 == 0
 
@@ -438,16 +434,16 @@ def test_rows_of_packed_queries_without_an_owner(recorder, monkeypatch, given):
     cu_q, used = torch.tensor([2, 5, 9], dtype=torch.int32), torch.tensor([1, 4], dtype=torch.int32)
     out = q.new_full(q.shape, 9.0) if given else None
     found = attention_varlen(q, k, v, cu_q, cu_q, 5, 5, seqused_q=used, out=out)
-    assert found[2:9].equal(recorder.launched.last[3][2:9, :, :43])
+    assert found[2:9].equal(recorder.launched.last.mO[2:9, :, :43])
     assert (torch.cat((found[:2], found[9:])) == (9.0 if given else 0.0)).all()
 
 
 class Writes(list):
     """Launches of a kernel that writes its place in the output."""
 
-    def append(self, arguments):
-        self.last = arguments
-        arguments[3].copy_(torch.arange(arguments[3].numel()).view(arguments[3].shape))
+    def append(self, given):
+        self.last = given
+        given.mO.copy_(torch.arange(given.mO.numel()).view(given.mO.shape))
 
 
 LAZY = {
@@ -483,7 +479,7 @@ def test_no_kernel_gets_a_lazy_view(recorder, name, which):
         for _ in range(2):
             attention(**given, **options)
         attention(**(given | options | changed))
-    launched = list(tensors_in(recorder.launched[-1]))
+    launched = list(tensors_in(vars(recorder.launched[-1]).values()))
     assert not any(x.is_neg() or x._is_zerotensor() for x in launched)
     shape = (2, *lazy.shape) if which == "alibi_slopes" else (2, 4, 9, 11) if which == "bias" else lazy.shape
     assert any(x.dtype == lazy.dtype and x.equal(lazy.clone().expand(shape)) for x in launched)
@@ -542,9 +538,9 @@ def test_the_softmax_follows_the_forward(recorder, monkeypatch, scale):
     _, own_lse, expected = reference.attention(q, k, v, scale, features, inputs, return_softmax=True)
     launched = recorder.function
 
-    def function(*args):
-        args[4].copy_(own_lse)
-        launched(*args)
+    def function(given):
+        given.mLSE.copy_(own_lse)
+        launched(given)
 
     monkeypatch.setattr(recorder, "function", function)
     _, lse, softmax = attention(q, k, v, **options, return_softmax=True)
@@ -605,14 +601,8 @@ def test_tensors_of_the_moment_reach_a_planned_kernel(recorder):
     for state, slope in zip(states, slopes, strict=True):
         attention(q, k, v, dropout_p=0.5, rng_state=state, alibi_slopes=slope, softcap=3.0)
     assert len(recorder.built) == 1
-    for arguments, state, slope in zip(recorder.launched, states, slopes, strict=True):
-        tensors = [
-            x
-            for part in arguments[-1]
-            if isinstance(part, tuple)
-            for x in part
-            if isinstance(x, torch.Tensor)
-        ]
+    for given, state, slope in zip(recorder.launched, states, slopes, strict=True):
+        tensors = list(tensors_in(given.score_args))
         assert any(x is state for x in tensors) and any(x is slope for x in tensors)
 
 
@@ -620,10 +610,7 @@ def test_slopes_and_bias_are_broadcast_by_stride_0(recorder):
     q, k, v = kernel_inputs()
     slopes, bias = randn(4), randn(2, 1, 1, 11)
     attention(q, k, v, alibi_slopes=slopes, bias=bias)
-    score_args = recorder.launched[0][-1]
-    tensors = [
-        x for part in score_args if isinstance(part, tuple) for x in part if isinstance(x, torch.Tensor)
-    ]
+    tensors = list(tensors_in(recorder.launched[0].score_args))
     assert [(tuple(x.shape), x.stride()) for x in tensors] == [
         ((2, 4), (0, 1)),
         ((2, 4, 9, 11), (11, 0, 0, 1)),
@@ -645,7 +632,7 @@ def test_a_users_kernel_computes_its_arguments_at_every_call(recorder, monkeypat
     q, k, v = kernel_inputs()
     for state in (torch.tensor([0, 2]), torch.tensor([0, 3])):
         attention(q, k, v, rng_state=state, dropout_p=0.5, kernel="sm80:later")
-        assert torch.equal(recorder.launched[-1][-1][-1][0], state + 1)
+        assert torch.equal(recorder.launched[-1].score_args[-1][0], state + 1)
     assert len(recorder.built) == 1
 
 
@@ -666,16 +653,16 @@ def test_varlen_sequences_are_no_longer_than_all_rows(recorder, name):
     q, k, v = (x[0] for x in kernel_inputs())
     options = {"max_seqlen_q": 2**23, "max_seqlen_k": 2**16} | options
     attention_varlen(q, k, v, CU_Q, CU_K, **options)
-    ((*_, seqlens, _, _, score_args),) = recorder.launched
-    assert seqlens[4:6] == expected
+    (given,) = recorder.launched
+    assert given.seqlens[4:6] == expected
     if name == "bias":
-        assert score_args[-1][0].shape == (3, 4, 2**23, 2**16)
+        assert given.score_args[-1][0].shape == (3, 4, 2**23, 2**16)
 
 
 def test_an_epilogue_sees_the_lengths_that_were_stated(scale_keys, recorder):
     q, k, v = (x[0] for x in kernel_inputs())
     attention_varlen(q, k, v, CU_Q, CU_K, 2**23, 2**16, epilogues={"scale_keys": (randn(11), 0.5)})
-    assert recorder.launched[0][5][4:6] == (2**23, 2**16)
+    assert recorder.launched[0].seqlens[4:6] == (2**23, 2**16)
 
 
 def test_a_grid_ends_where_32_bits_do(recorder):
@@ -758,7 +745,7 @@ def test_meaningless_strides_are_replaced(recorder):
     q, k, v = kernel_inputs()
     odd = q[:1, :1].as_strided((1, 1, 4, 16), (3, 5, 16, 1))
     attention(odd, k[:1], v[:1])
-    m_q = recorder.launched[0][0]
+    m_q = recorder.launched[0].mQ
     assert m_q.stride() == (0, 0, 16, 1) and torch.equal(m_q, odd)
 
 
@@ -767,7 +754,7 @@ def test_rows_that_no_thread_writes_are_zero(recorder):
     used = torch.tensor([2, 0, 5], dtype=torch.int32)
     out, lse = attention_varlen(q, k, v, CU_Q, CU_K, 5, 5, seqused_q=used, return_lse=True)
     assert not out.any() and (lse == -math.inf).all()
-    assert recorder.launched[0][5][2] is used
+    assert recorder.launched[0].seqlens.seqused_q is used
 
 
 def test_wrong_metadata_never_reaches_a_kernel(recorder):
@@ -779,15 +766,16 @@ def test_wrong_metadata_never_reaches_a_kernel(recorder):
     storage = torch.zeros(q.numel() + 1, dtype=BF16)
     for _ in range(2):  # the same metadata, but a copy
         attention(storage[1:].view(q.shape), k, v)
-    assert [m_q is q for m_q, *_ in recorder.launched] == [True, False, False]
+    assert [given.mQ is q for given in recorder.launched] == [True, False, False]
 
 
 def test_divided_keys_are_read_from_aligned_rows(recorder):
     """What does not start at a multiple of 16 bytes is padded before, in calls without work tiles enough as well."""
     storage = [torch.zeros(1 * 8192 * 2 * 64 + 1, dtype=BF16)[1:].view(1, 8192, 2, 64) for _ in range(2)]
     attention(randn(1, 1, 8, 64, dtype=BF16), *storage)
-    launched = [x for arguments in recorder.launched for x in arguments[:3] if isinstance(x, torch.Tensor)]
-    of_attention = [x for x in launched if x.shape[-1] == 64]
+    of_attention = [
+        x for given in recorder.launched if "mK" in vars(given) for x in (given.mQ, given.mK, given.mV)
+    ]
     assert of_attention and not any(x.data_ptr() % 16 for x in of_attention)
 
 
@@ -856,7 +844,7 @@ def test_a_users_epilogue_for_a_kernel(scale_keys, recorder):
     for n, values in enumerate((randn(11), randn(11, seed=1)), 1):
         attention(q, k, v, epilogues={"scale_keys": (values, 0.5)})
         assert len(recorder.built) == 1 and len(recorder.launched) == n
-        own = recorder.launched[-1][-1][-1]
+        own = recorder.launched[-1].score_args[-1]
         assert own[0] is values and own[1] == 0.5
     assert recorder.built[0][0].epilogues == ("scale_keys",)
     changed = type("ScaleKeys", (scale_keys,), {"__qualname__": scale_keys.__qualname__})

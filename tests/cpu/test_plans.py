@@ -25,7 +25,7 @@ NUMBERS = [float(n) for n in range(12)]
 
 @pytest.fixture(autouse=True)
 def on_gpu(monkeypatch):
-    machine.gpu(monkeypatch, lambda kernel, target: lambda *arguments: None)
+    machine.gpu(monkeypatch, lambda kernel, target: lambda given: None)
 
 
 @tvm_ffi.convert
@@ -241,9 +241,7 @@ def test_what_functions_read_is_compared():
 def test_the_precision_of_fp32_is_that_of_each_call(door, monkeypatch):
     """At the outermost door as well, whose arguments do not name it."""
     launched = []
-    machine.gpu(
-        monkeypatch, lambda kernel, target: lambda *arguments: launched.append(kernel.traits.precision)
-    )
+    machine.gpu(monkeypatch, lambda kernel, target: lambda given: launched.append(kernel.traits.precision))
     q = torch.randn(2, 64, 4, 64)
     flags, heads_first = torch.backends.cuda.matmul, q.transpose(1, 2)
     call = {
@@ -265,7 +263,7 @@ def test_the_precision_of_fp32_is_that_of_each_call(door, monkeypatch):
 
 def test_a_function_that_learns_is_left_to_attention(monkeypatch):
     """Its record of a call with gradients is attention's, also within another door's call."""
-    machine.gpu(monkeypatch, lambda kernel, target: lambda *arguments: None)
+    machine.gpu(monkeypatch, lambda kernel, target: lambda given: None)
     q, table = torch.randn(2, 4, 64, 64).half(), torch.randn(64, requires_grad=True)
     made = []
     record_of = record.Recording.record
@@ -291,9 +289,9 @@ def launches(monkeypatch):
     found = []
 
     def launched(kernel, target):
-        return tvm_ffi.convert(lambda *arguments: found.append(kernel.traits))
+        return lambda given: found.append(kernel.traits)
 
-    machine.kernels(monkeypatch, launched)
+    machine.kernels(monkeypatch, launched, prepared=True)
     return found
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import tvm_ffi
 
+from cute_attn.compiler import registry
 from cute_attn.host import counters, record
 from cute_attn.host.padding import Copies
 from cute_attn.host.record import Recording
@@ -17,15 +18,14 @@ from tests import machine
 from tests.padded_rows import copy_rows
 
 
-def as_torch(x):
-    if isinstance(x, tvm_ffi.Tensor):
-        return torch.from_dlpack(x)
-    return tuple(map(as_torch, x)) if isinstance(x, tvm_ffi.Array) else x
-
-
 def kernel(function):
     """As a launching function of TVM FFI, which takes slots."""
-    return tvm_ffi.convert(lambda *arguments: function(*map(as_torch, arguments)))
+    return tvm_ffi.convert(lambda *arguments: function(*map(machine.as_torch, arguments)))
+
+
+def copying(traits):
+    """The padding copies."""
+    return machine.compiled(registry.lookup(traits), partial(copy_rows, traits), prepared=True)
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +128,7 @@ def test_padded_copies_are_part_of_a_record():
     """Of an input that is copied, twice, and one that is not; the copied one may start anywhere."""
     layouts = (((4, 1, 8), (8, 8, 1)),) * 3
     pad, unpad = (
-        Copies(kernel(partial(copy_rows, Traits(op, "sm80", "fp32", 5, 8, varlen=True))), layouts[:count])
+        Copies(copying(Traits(op, "sm80", "fp32", 5, 8, varlen=True)), layouts[:count])
         for op, count in (("forward_pad", 3), ("backward_unpad", 3))
     )
 
@@ -158,9 +158,7 @@ def test_padded_copies_are_part_of_a_record():
 @pytest.mark.parametrize("recorded", [0, 1], ids=["aligned", "unaligned"])
 def test_only_what_a_kernel_reads_where_it_is_has_to_be_aligned(recorded):
     """A tensor that padding copies may start anywhere, and so may lengths, whichever way the record found them."""
-    pad = Copies(
-        kernel(partial(copy_rows, Traits("forward_pad", "sm80", "fp32", 5, 8))), (((4, 1, 8), (8, 8, 1)),) * 3
-    )
+    pad = Copies(copying(Traits("forward_pad", "sm80", "fp32", 5, 8)), (((4, 1, 8), (8, 8, 1)),) * 3)
 
     @kernel
     def add(x, y, lengths, out):

@@ -40,12 +40,12 @@ def ids(shape):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """(kernel, arguments) of every launch on a Hopper GPU where nothing is computed."""
+    """(kernel, named arguments) of every launch on a Hopper GPU where nothing is computed."""
     found = []
 
     def function(kernel, target):
         assert target == "sm90"
-        return lambda *arguments: found.append((kernel, [*map(machine.as_torch, arguments)]))
+        return lambda given: found.append((kernel, given))
 
     machine.gpu(monkeypatch, function)
     return found
@@ -126,9 +126,8 @@ def test_forced_splits_are_those_of_the_launch(launched):
         del launched[:]
         with regret.forced(one, regret.new_plans()):
             prepared(*one.named)()
-        ((_, arguments),) = [(k, a) for k, a in launched if k.traits.op == "backward"]
-        heads = {x.shape[-2] for x in arguments if isinstance(x, torch.Tensor) and x.dim() == 4}
-        forced[one.head_splits] = 2 * one.head_splits in heads
+        (given,) = [given for kernel, given in launched if kernel.traits.op == "backward"]
+        forced[one.head_splits] = 2 * one.head_splits == given.mDK.shape[-2]
     assert {1, 2, 4, 8} <= set(forced) and all(forced.values())
 
 

@@ -4,7 +4,6 @@ The launchers here compute by the reference and write their outputs where a kern
 """
 
 import functools
-import inspect
 import itertools
 import math
 
@@ -48,11 +47,6 @@ def in_order(shape, order, seed=0, gap=0):
 # ---- launches that write where kernels would ----
 
 
-def as_tvm(function):
-    """As a launching function of TVM FFI, which takes slots."""
-    return tvm_ffi.convert(lambda *arguments: function(*map(machine.as_torch, arguments)))
-
-
 class Launchers:
     """Stands for the kernels: they compute by the reference, and note where they wrote.
 
@@ -62,53 +56,46 @@ class Launchers:
 
     def __init__(self, monkeypatch, prepared=False):
         self.written, self.launches, self.later = [], 0, []
-        self.function = as_tvm if prepared else lambda function: function
         monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True), raising=False)
         monkeypatch.setattr(record, "_empty_strided_cuda", None)
         monkeypatch.setattr(plans, "runs_kernels", lambda q: True)
         machine.device(monkeypatch, schedule=tvm_ffi.convert((machine.COUNTERS, 132)), target="sm90")
-        machine.kernels(monkeypatch, self.kernel)
+        machine.kernels(monkeypatch, self.kernel, prepared)
         machine.poison(monkeypatch)
 
     def kernel(self, kernel, target):
-        """What the launch of a kernel runs; other arguments than its launch takes raise."""
+        """What the launch of a kernel runs."""
         functions = {"forward": self.forward, "backward": self.main, "backward_convert": self.convert}
-        run = functions.get(kernel.traits.op, lambda kernel, *arguments: None)
-        signature = inspect.signature(type(kernel).__call__)
+        run = functions.get(kernel.traits.op, lambda kernel, given: None)
+        return lambda given: run(kernel, given)
 
-        def launch(*arguments):
-            signature.bind(kernel, *arguments, "stream")
-            run(kernel, *arguments)
-
-        return self.function(launch)
-
-    def forward(self, kernel, q, k, v, out, lse, seqlens, scale, schedule, score_args):
+    def forward(self, kernel, given):
         self.launches += 1
+        q, k, v, out, lse = given.mQ, given.mK, given.mV, given.mO, given.mLSE
         assert all(memory.rows_are_regular(x) for x in (q, k, v, out)) and lse.stride(-1) == 1
-        found = attend(kernel, q, k, v, tuple(seqlens), scale, *biases(score_args))
+        found = attend(kernel, given, q, k, v, *biases(given.score_args))
         out.copy_(found[0])
         lse[..., : found[1].shape[-1]].copy_(found[1])
         self.written.append(out.data_ptr())
 
-    def main(self, kernel, q, k, v, grad_out, *others):
-        _, _, _, dk, dv, seqlens, scale, _, score_args = others[:9]
-        bias, dbias = (*biases(score_args), None, None)[:2]
-        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    def main(self, kernel, given):
+        bias, dbias = (*biases(given.score_args), None, None)[:2]
+        leaves = [x.detach().clone().requires_grad_() for x in (given.mQ, given.mK, given.mV)]
         if dbias is not None:
             leaves.append(bias.detach().clone().requires_grad_())
-        out = attend(kernel, *leaves[:3], tuple(seqlens), scale, leaves[3] if dbias is not None else bias)[0]
-        found = torch.autograd.grad(out, leaves, grad_out)
+        out = attend(kernel, given, *leaves[:3], leaves[3] if dbias is not None else bias)[0]
+        found = torch.autograd.grad(out, leaves, given.mDO)
         self.later.append(found[0])
-        for own, x in ((dk, found[1]), (dv, found[2])):
+        for own, x in ((given.mDK, found[1]), (given.mDV, found[2])):
             own.zero_()
             own[..., :: own.shape[-2] // x.shape[-2], :].copy_(x)
         if dbias is not None:
             dbias.copy_(found[3])
-        self.written += [dk.data_ptr(), dv.data_ptr()]
+        self.written += [given.mDK.data_ptr(), given.mDV.data_ptr()]
 
-    def convert(self, kernel, accumulators, dq, *others):
-        dq.copy_(self.later.pop())
-        self.written.append(dq.data_ptr())
+    def convert(self, kernel, given):
+        given.mDQ.copy_(self.later.pop())
+        self.written.append(given.mDQ.data_ptr())
 
 
 def biases(score_args):
@@ -117,13 +104,13 @@ def biases(score_args):
     return [x for x in flat if isinstance(x, torch.Tensor) and x.dim() == 4]
 
 
-def attend(kernel, q, k, v, seqlens, scale, bias=None, *_):
-    """By the reference; seqlens: four tensors or None, and the longest sequences."""
+def attend(kernel, given, q, k, v, bias=None, *_):
+    """By the reference."""
     out, lse, _ = reference.attention(
-        *(q, k, v, scale),
+        *(q, k, v, given.softmax_scale),
         reference.Features(kernel.traits.mask),
         reference.ScoreInputs(bias=bias),
-        reference.Lengths(*seqlens[:6]),
+        reference.Lengths(*given.seqlens[:6]),
     )
     return out, lse
 

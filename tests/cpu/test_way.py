@@ -132,7 +132,7 @@ def way(call) -> list[str]:
 @pytest.mark.parametrize("door", WAYS)
 def test_the_way_of_a_repeated_call_is_no_longer(door, monkeypatch):
     made = calls()[door]
-    machine.gpu(monkeypatch, lambda kernel, target: lambda *arguments: None)
+    machine.gpu(monkeypatch, lambda kernel, target: lambda given: None)
     activation = sdpa.Activation(Options(), "CPU")
     try:
         entered = way(made)

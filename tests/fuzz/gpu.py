@@ -75,7 +75,7 @@ def build(part: int, parts: int, functions: int = FUNCTIONS, calls: int = CALLS)
 
     def launched(kernel: Any, target: str) -> Any:
         wanted[str(kernel.traits), str(kernel.tile), target] = kernel
-        return lambda *arguments: None
+        return lambda given: None
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -96,7 +96,8 @@ def launched(problem: Problem, arch: str, q: torch.Tensor | None) -> torch.Tenso
     arguments, rows = append.kernel_arguments(params, q, rotated, problem.cu_q, bool(problem.case.mask))
     assert rows
     target = compiler.default_target("sm80")
-    compiler.compile(append.traits_of(params, arch, q), None, target).function(*arguments)
+    function, *ordered = compiler.compile(append.traits_of(params, arch, q), None, target).bind(**arguments)
+    function(*ordered)
     return rotated
 
 

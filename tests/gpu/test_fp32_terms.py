@@ -2,13 +2,13 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cute_attn import attention, attention_varlen, reference
-from cute_attn.host import record, split_fp32
-from cute_attn.host.split_fp32 import as_rows
+from cute_attn.host import split_fp32
 from tests.checks import check
 from tests.problem import Case
 
@@ -82,14 +82,14 @@ def test_case_in_tf32(tf32_case):
 @pytest.fixture
 def launch_only(monkeypatch):
     """Launches one of both kernels, for one test: outputs are NaN where it leaves the call to the other."""
+    launch_both = split_fp32.launch_forward
 
     def choose(name):
-        def launch(plan, tensors, rest):
-            parts, scales = plan.division.launch(tensors)
-            if name == "terms":
-                record.launch(plan.functions["main"], tensors[0], *map(as_rows, parts), *rest, scales)
-            else:
-                record.launch(plan.functions["fallback"], *tensors, *rest, scales)
+        other = "fallback" if name == "terms" else "main"
+        silent = SimpleNamespace(bind=lambda **arguments: (lambda: None,))
+
+        def launch(plan, arguments):
+            launch_both(plan._replace(functions={**plan.functions, other: silent}), arguments)
 
         monkeypatch.setattr(split_fp32, "launch_forward", launch)
 

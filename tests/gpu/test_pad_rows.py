@@ -87,8 +87,8 @@ def test_tensors_of_different_lengths_in_one_launch() -> None:
         q, k, v = (torch.randn(2, n, 4, 59, device="cuda").bfloat16() for n in (*lengths, lengths[1]))
         traits = Traits("forward_pad", "sm80", "bf16", 59)
         layouts = tuple(((*x.shape[:-1], 64), x.new_empty((*x.shape[:-1], 64)).stride()) for x in (q, k, v))
-        function = compiler.compile(traits, None, compiler.default_target("sm80")).function
-        for x, own in zip((q, k, v), Copies(function, layouts).pad((q, k, v), (True,) * 3), strict=True):
+        kernel = compiler.compile(traits, None, compiler.default_target("sm80"))
+        for x, own in zip((q, k, v), Copies(kernel, layouts).pad((q, k, v), (True,) * 3), strict=True):
             assert torch.equal(own[..., :59], x) and not own[..., 59:].any()
 
 
