@@ -1,4 +1,4 @@
-"""The command ``cute-attn bundle``: compiled kernels for machines without a compiler."""
+"""The commands ``cute-attn bundle``, kernels for machines without a compiler, and ``export``, for C and C++."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,14 +8,17 @@ import typer
 from cute_attn.cli.options import (
     Like,
     Names,
+    Target,
     TileText,
     Workers,
-    counted,
+    complete_name,
     import_kernels,
     requests_like,
     show_building,
     working,
+    writable_folder,
 )
+from cute_attn.lab.tables import counted
 
 TARGETS = "sm80,sm90"
 """What --all is for."""
@@ -73,3 +76,37 @@ def bundle(
     show_building(bundles.make_bundle(requests, output, workers), len(requests))
     print(f"{counted(len(requests), 'kernel')}, {bundles.size_of(output) / 1e6:.1f} MB in {output}")
     print(f"licence: {bundles.LICENCE['kernels']}; {bundles.LICENCE['runtime']}")
+
+
+def export(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME...",
+            autocompletion=complete_name,
+            help="Kernels, such as forward-sm80-bf16-d128-causal.",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", callback=writable_folder, help="The folder to write into.")
+    ],
+    tile: TileText = "",
+    target: Target = None,
+    workers: Workers = None,
+) -> None:
+    """Write kernels for C and C++: objects, a header, and a CMakeLists.txt that links them, without Python.
+
+    A backward comes with the kernels that its calls launch. examples/cpp calls a forward, a backward and a decode.
+    """
+    with working("building: seconds each, the first time"):
+        import_kernels()
+        from cute_attn.lab import bundles, exports
+
+        requests = bundles.named_requests(names, tile, [target] if target else [])
+        kernels = exports.export(requests, output, workers)
+    for kernel in kernels:
+        print(f"{exports.macro_name(kernel.traits, kernel.target)}  {kernel.tile}")
+    print(
+        f"{counted(len(kernels), 'kernel')} in {output}; licence: {bundles.LICENCE['kernels']}; "
+        f"{bundles.LICENCE['runtime']}"
+    )

@@ -1,8 +1,7 @@
 """``make demo``: what this project does, in half a minute; all but the last part without a GPU.
 
 The score tiles and epilogues of an Ampere and a Hopper kernel, run on the CPU for every thread and compared with torch;
-which of PyTorch's calls are served; what both kernels cost, and what bounds them; pictures.
-With a GPU: `cute-attn check` and `bench --peers` of both.
+what both kernels cost, and what bounds them; pictures. With a GPU: `cute-attn check` and `bench --peers` of both.
 """
 
 import sys
@@ -11,7 +10,6 @@ import time
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from cute_attn import reference
 from cute_attn.cli.main import bench_kernel, check_kernel
@@ -39,12 +37,10 @@ def heading(text: str) -> None:
 def main() -> None:
     start = time.perf_counter()
     torch.manual_seed(0)
-    console.print(f"{len(registry.KERNELS)} kernels; `cute-attn list` has them.", highlight=False)
     # Two processes build while this one computes.
     builds = threading.Thread(target=build_at_once, args=([(FLAGSHIP, None), (HOPPER, None)], "sm90"))
     builds.start()
     wrong = epilogues_on_the_cpu()
-    served_calls()
     heading("What it costs as an Ampere and as a Hopper kernel, and what bounds it: `cute-attn verdict`")
     with working("building both kernels"):
         builds.join()
@@ -59,22 +55,17 @@ def main() -> None:
             check_kernel(name)
             bench_kernel(name, peers=True)
     else:
-        console.print(
-            "\nNo GPU here: with one, kernels would now be compared with torch and timed beside it."
-        )
-    console.print(f"\n{'[red]' + wrong if wrong else 'All agree.'} {time.perf_counter() - start:.0f} s")
+        console.print("\nNo GPU here: with one, kernels would now be compared with torch and timed.")
+    console.print(f"{'[red]' + wrong if wrong else 'All agree.'} {time.perf_counter() - start:.0f} s")
     if wrong:
         sys.exit(1)
 
 
 def epilogues_on_the_cpu() -> str:
-    """The kernels' own MMA tiling and epilogues, for every thread, against the same formulas in torch."""
-    heading(
-        "The kernels' score tiles on this CPU: the real tiling and epilogues for every thread, against torch"
-    )
-    seqlen_q, seqlen_k, scale = 150, 200, 128**-0.5
-    shape = (2, 4, seqlen_q, seqlen_k)
-    products = torch.randn(2, 4, seqlen_q, 128) @ torch.randn(2, 4, 128, seqlen_k)
+    """The kernels' MMA tiling and epilogues, for every thread, against the same formulas in torch; what is wrong."""
+    heading(f"Score tiles of {len(registry.KERNELS)} kernels share epilogues. On this CPU, against torch:")
+    scale, shape = 128**-0.5, (2, 4, 150, 200)
+    products = torch.randn(2, 4, 150, 128) @ torch.randn(2, 4, 128, 200)
     wrong = ""
     for arch, features, inputs in (
         ("sm80", "causal", ScoreInputs()),
@@ -84,41 +75,16 @@ def epilogues_on_the_cpu() -> str:
     ):
         traits = Traits.parse(f"forward-{arch}-bf16-d128-{features}")
         ours = emulate.scores_on_host(registry.lookup(traits), products, scale, inputs)
-        coords = emulate.all_coords(traits, shape)
         # In float64: torch's first float32 tanh of a process is at times off by 1e-4 on some of its threads.
-        raw = products.double() * scale
+        coords, raw = emulate.all_coords(traits, shape), products.double() * scale
         expected = reference.modify_scores(raw, coords, reference.Features(traits.mask), inputs).float()
-        wrong += _compare(f"{arch} {features}", ours, expected)
+        finite, what = expected.isfinite(), f"{arch} {features}"
+        difference = float((ours - expected)[finite].abs().max())
+        rounding = 16 * torch.finfo(expected.dtype).eps * float(expected[finite].abs().max())
+        agrees = bool((ours.isfinite() == finite).all()) and difference <= rounding
+        console.print(f"  {what:24} largest difference {difference:.1e}  {'ok' if agrees else '[red]wrong'}")
+        wrong += "" if agrees else f"{what} is wrong. "
     return wrong
-
-
-def served_calls() -> None:
-    """Which of PyTorch's calls activate() serves on a GPU."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from cute_attn import sdpa
-
-    heading("PyTorch's scaled_dot_product_attention after cute_attn.sdpa.activate(), on a GPU")
-    with FakeTensorMode():
-        for what, shape, dtype, masked in (
-            ("Llama-3-8B", (2, 32, 4096, 128), torch.bfloat16, False),
-            ("the same, padded", (2, 32, 4096, 128), torch.bfloat16, True),
-            ("DiT-XL", (16, 16, 1024, 72), torch.float16, False),
-            ("in double precision", (2, 32, 4096, 128), torch.float64, False),
-        ):
-            q = torch.empty(shape, dtype=dtype, device="cuda")
-            mask = torch.empty(2, 1, 1, 4096, dtype=torch.bool, device="cuda") if masked else None
-            console.print(f"  {what:24} {sdpa.reason(q, q, q, mask) or 'served'}", highlight=False)
-
-
-def _compare(what: str, ours: Tensor, expected: Tensor) -> str:
-    """Print the largest difference; returns a sentence if it exceeds rounding, or if other elements are masked."""
-    finite = expected.isfinite()
-    difference = float((ours - expected)[finite].abs().max())
-    rounding = 16 * torch.finfo(expected.dtype).eps * float(expected[finite].abs().max())
-    agrees = bool((ours.isfinite() == finite).all()) and difference <= rounding
-    console.print(f"  {what:24} largest difference {difference:.1e}  {'ok' if agrees else '[red]wrong'}")
-    return "" if agrees else f"{what} is wrong. "
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ import typer
 
 import cute_attn
 from cute_attn import _without_dsl, compiler
-from cute_attn.cli.options import AsJson, counted, make_console, working
+from cute_attn.cli.options import AsJson, make_console, working
 from cute_attn.compiler.bundle import find_bundle
 from cute_attn.compiler.cache import default_cache, switched_off
 from cute_attn.compiler.cubin import cuda_tool
-from cute_attn.lab.tables import Table
+from cute_attn.lab.tables import Table, counted
 
 # What loads torch or the DSL is imported inside the checks: one that is broken is a finding.
 

@@ -57,10 +57,8 @@ def ab_of_tiles(
     from cute_attn.lab.race import ab
 
     tiles = tiles or [""]
-    given = ["the third --tile"] * (len(tiles) > 2) + ["the second --tile"] * (len(tiles) == 2 and not other)
-    given += ["--peer"] * bool(peer) + ["NAME2"] * bool(other)
-    if len(given) > 1 or len(tiles) > 2:
-        raise ValueError(f"B is given more than once, by {' and '.join(given)}; accepted: A and one B")
+    if len(tiles) > 2 or (peer and (other or len(tiles) > 1)):
+        raise ValueError("B is given more than once; accepted: one of NAME2, --peer and a second --tile")
     second: Any = peer or (other or name, tiles[1] if len(tiles) > 1 else tiles[0] if other else None)
     with working("building") as say:
         found = ab(

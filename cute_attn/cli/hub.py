@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from cute_attn.lab.tables import template
+
 KERNELS = {
     "flash-attn2": ("bert_padding, flash_attn_interface", "cute_attn.flash_attn.flash_attn_interface"),
     "flash-attn3": ("flash_attn_3 as flash_attn_interface", "cute_attn.flash_attn.flash_attn_3"),
@@ -25,13 +27,6 @@ REPOSITORIES = {
 
 _OWN, _OWN_ID = "from the cute_attn that is installed", "_cute_attn_hub_"
 """What the files have; others that are in the way stay."""
-_MODULE = '''"""FlashAttention's functions {own}."""
-
-from cute_attn.flash_attn import {modules}
-from {functions} import {names}
-
-__all__ = [{quoted}]
-'''
 
 
 def hub(
@@ -95,7 +90,7 @@ def _module(kernel: str) -> str:
     names = [n for n in importlib.import_module(functions).__all__ if not n.startswith("_")]
     beside = [module.rpartition(" ")[2] for module in modules.split(", ")]
     quoted = ", ".join(f'"{name}"' for name in [*beside, *names])
-    return _MODULE.format(
+    return template("hub_module.py.txt").format(
         own=_OWN, modules=modules, functions=functions, names=", ".join(names), quoted=quoted
     )
 

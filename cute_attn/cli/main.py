@@ -21,7 +21,7 @@ from rich.markup import escape
 import cute_attn
 
 # Modules that load torch or the DSL are imported inside the commands: --help and the cache need neither.
-from cute_attn.cli import bundle, code, doctor, export, gpu, hub, run, table, words
+from cute_attn.cli import bundle, code, doctor, gpu, hub, run, table
 from cute_attn.cli.errors import described
 from cute_attn.cli.options import (
     AsJson,
@@ -32,7 +32,6 @@ from cute_attn.cli.options import (
     TileText,
     Verbose,
     Workers,
-    counted,
     import_kernels,
     is_verbose,
     kept,
@@ -44,7 +43,7 @@ from cute_attn.cli.options import (
     working,
     writable_folder,
 )
-from cute_attn.lab.tables import Table, brief_tile
+from cute_attn.lab.tables import Table, brief_tile, counted
 from cute_attn.tiles import TARGETS
 from cute_attn.traits import OPS, Traits, did_you_mean
 
@@ -152,18 +151,18 @@ def list_kernels(
     tiles that replace it for some calls.
     """
     if features:
-        show(words.features_table())
+        show(table.features_table())
         return
     if not (names or everything or as_json):
-        table = Table("kernel", "runs on", "default tiles", "such as")
-        table.caption = (
+        counts = Table("kernel", "runs on", "default tiles", "such as")
+        counts.caption = (
             "`cute-attn list --all` has every default tile, `list NAME` a kernel's, `list --features` the words of "
             "names, `explain forward-sm80` what its fields mean"
         )
         with working("choosing default tiles"):
             for row in kept(f"list-{target}", lambda: _counts(target)):
-                table.add_row(*row)
-        show(table)
+                counts.add_row(*row)
+        show(counts)
         return
     import_kernels()
     from cute_attn.compiler import registry
@@ -181,11 +180,7 @@ def list_kernels(
 
 
 def _named(name: str, known: list[Any], targets: Sequence[str]) -> list[Any]:
-    """A kernel's traits on each target, or of ``known`` defaults all whose names begin so.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """A kernel's traits on each target, or of ``known`` defaults all whose names begin so; raises ValueError."""
     from cute_attn.compiler import registry
 
     begin = [one for one in known if f"{one[0]}-".startswith(f"{name}-")] if name.count("-") < 3 else []
@@ -374,24 +369,18 @@ def _check_epilogues(console: Console, traits: Traits) -> list[str]:
     from cute_attn.epilogues.base import example_args
     from cute_attn.reference.check_epilogue import check_epilogue
 
-    table = Table("epilogue", "compared with its reference", "error", "allowed", "")
     failed = []
     for name in traits.epilogues:
         try:
             example_args(name, 1, 1, 1, 1)
         except ValueError as reason:
-            table.add_row(name, f"not compared: {reason}")
+            console.print(f"not compared: {reason}", highlight=False, markup=False)
             continue
         with working(f"running {name} on the CPU"):
             found = check_epilogue(name)
-        for one in found.comparisons:
-            verdict = "ok" if one.passed else "[red]wrong"
-            table.add_row(name, one.what, f"{one.error:.1e}", f"{one.allowed:.1e}", verdict)
+        console.print(str(found), highlight=False, markup=False)
         if not found.passed:
             failed.append(f"epilogue {name!r} is not what its reference says")
-        if not found.differentiable:
-            table.add_row(name, "it has no backward: forward kernels alone can use it")
-    console.print(table)
     return failed
 
 
@@ -557,7 +546,7 @@ _COMMANDS: dict[str, Any] = {
     "ab": gpu.ab_of_tiles,
     "tune": gpu.tune_tile,
     "table": table.print_table,
-    "explain": words.explain_words,
+    "explain": table.explain_words,
     "doctor": doctor.examine,
 }
 for _name, _command in _COMMANDS.items():
@@ -566,4 +555,4 @@ app.command("tour", context_settings=run.ITS_OWN_ARGUMENTS, add_help_option=Fals
 app.command("run", context_settings=run.ITS_OWN_ARGUMENTS, no_args_is_help=True)(run.run)
 app.command("hub", no_args_is_help=True)(hub.hub)
 app.command("bundle", no_args_is_help=True)(bundle.bundle)
-app.command("export", no_args_is_help=True)(export.export)
+app.command("export", no_args_is_help=True)(bundle.export)

@@ -156,10 +156,7 @@ Page = Annotated[Path | None, typer.Option("--html", callback=writable_file, hel
 
 
 def kept(name: str, make: Callable[[], Any]) -> Any:
-    """What ``make`` returns, as JSON has it, from the user's folder for caches where the same sources made it before.
-
-    Where kernels are imported already, as for users' files, it is made.
-    """
+    """What ``make`` returns, as JSON, kept by the sources that made it; made anew once kernels are imported."""
     from cute_attn.compiler.cache import usable_cache
     from cute_attn.compiler.fingerprint import package_sources
 
@@ -191,11 +188,6 @@ def import_kernels() -> None:
     finally:
         gc.enable()
     gc.freeze()
-
-
-def counted(count: int, noun: str) -> str:
-    """The count with its noun, such as 1 kernel and 2 kernels; the plural takes an s."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def make_console() -> Console:

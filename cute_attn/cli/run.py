@@ -26,10 +26,9 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.console import Console
 
-from cute_attn.cli.options import counted
 from cute_attn.host.activation import Options
 from cute_attn.host.imports import after_import
-from cute_attn.lab.tables import Table
+from cute_attn.lab.tables import Table, counted
 
 ITS_OWN_ARGUMENTS = {
     "allow_extra_args": True,

@@ -35,6 +35,7 @@ from cute_attn.compiler.compiled import (
 )
 from cute_attn.compiler.fingerprint import machine, package_sources
 from cute_attn.host.backward import kernels_of
+from cute_attn.lab.tables import template
 from cute_attn.traits import Traits
 
 RUNTIME = "libcuda_dialect_runtime_static.a"
@@ -44,18 +45,6 @@ LICENCE = {
     "License Agreement, which has to allow it before a bundle is given to others",
 }
 
-RAISE_CUDA_ERROR = r"""
-/* What kernels call of the DSL's large runtime, as its CuteDSLRuntime.h declares it: raise an error of CUDA. */
-#include <stdint.h>
-#include <stdio.h>
-
-void CuteDSLRT_TVMFFISetRaisedCudaError(void (*raise)(const char *, const char **, int32_t), int32_t code) {
-  char text[96];
-  const char *parts[] = {text};
-  snprintf(text, sizeof text, "a kernel of a bundle could not be launched: CUDA error %d", (int)code);
-  raise("RuntimeError", parts, 1);
-}
-"""
 _EXPORTED = "{ global: __tvm_ffi_*; local: *; };"
 _KNOWN_SYMBOL = re.compile(
     r"TVMFFI\w+|cu(da)?[A-Z]\w+|\w+@GLIBC_[\d.]+|_ITM_\w+|__gmon_start__|__cxa_finalize.*"
@@ -248,7 +237,7 @@ def link(object_file: bytes) -> bytes:
     with tempfile.TemporaryDirectory(prefix="cute_attn-") as name:
         folder = Path(name)
         (folder / OBJECT).write_bytes(object_file)
-        (folder / "raise.c").write_text(RAISE_CUDA_ERROR)
+        (folder / "raise.c").write_text(template("raise.c"))
         (folder / "exported").write_text(_EXPORTED)
         options = ["-shared", "-fPIC", "-O1", "-s", "-o", LIBRARY, OBJECT, "raise.c", str(runtime_archive())]
         _run([*compiler(), *options, "-Wl,--version-script=exported"], folder)

@@ -115,7 +115,7 @@ def _name(word: str) -> Iterator[tuple[str, str]]:
 
 
 def listed_words() -> dict[str, str]:
-    """What ``words.ini`` explains, without importing kernels."""
+    """What is explained without importing kernels."""
     return {feature: feature_text(feature) for feature in FEATURES} | words("verdict") | words("words")
 
 

@@ -15,57 +15,15 @@ from cute_attn.compiler.cache import OBJECT, default_cache, switched_off
 from cute_attn.compiler.compiled import CompiledKernel, Request, default_target, prebuild
 from cute_attn.lab.bundles import (
     LICENCE,
-    RAISE_CUDA_ERROR,
     RUNTIME,
     check_requests,
     runtime_archive,
     without_bundle,
 )
+from cute_attn.lab.tables import template
 from cute_attn.traits import Traits
 
 HEADER, LISTS = "cute_attn_kernels.h", "CMakeLists.txt"
-
-_HEADER = """\
-/* Kernels of cute_attn. {kernels}; {runtime}. */
-#pragma once
-
-#include <tvm/ffi/c_api.h>
-
-#ifdef __cplusplus
-extern "C" {{
-#endif
-{declarations}
-#ifdef __cplusplus
-}}
-#endif
-"""
-
-_DECLARATION = """
-/* {name} for {target}: {registers} registers, {memory} bytes of shared memory.
-   {arguments} */
-int {function}(void *, const TVMFFIAny *, int32_t, TVMFFIAny *);
-#define {macro} {function}
-{tile}
-"""
-
-_CMAKE = """\
-# The library cute_attn_kernels, of the kernels in this folder: add_subdirectory() it. TVM FFI is found by its Python
-# package, or by -Dtvm_ffi_ROOT=$(tvm-ffi-config --cmakedir).
-cmake_minimum_required(VERSION 3.20)
-project(cute_attn_kernels LANGUAGES C CXX)
-
-find_package(CUDAToolkit 12.8 REQUIRED)
-if(NOT TARGET tvm_ffi::shared)
-  find_package(tvm_ffi CONFIG REQUIRED)
-endif()
-set(OBJECTS
-  {objects})
-set_source_files_properties(${{OBJECTS}} PROPERTIES EXTERNAL_OBJECT TRUE GENERATED TRUE)
-add_library(cute_attn_kernels STATIC raise.c ${{OBJECTS}})
-target_include_directories(cute_attn_kernels PUBLIC ${{CMAKE_CURRENT_SOURCE_DIR}})
-target_link_libraries(cute_attn_kernels PUBLIC
-  ${{CMAKE_CURRENT_SOURCE_DIR}}/{runtime} tvm_ffi::shared tvm_ffi::header CUDA::cudart)
-"""
 
 
 def export(requests: Iterable[Request], folder: Path, workers: int | None = None) -> list[CompiledKernel]:
@@ -95,11 +53,11 @@ def export(requests: Iterable[Request], folder: Path, workers: int | None = None
             raise ValueError(f"{kernel.name} is no longer in the cache; accepted: no pruning meanwhile")
         (folder / f"{name}.o").write_bytes(entry.parts[OBJECT])
         declarations.append(declaration(kernel, entry.meta["function"]))
-    (folder / HEADER).write_text(_HEADER.format(**LICENCE, declarations="".join(declarations)))
-    (folder / "raise.c").write_text(RAISE_CUDA_ERROR)
+    (folder / HEADER).write_text(template("kernels.h").format(**LICENCE, declarations="".join(declarations)))
+    (folder / "raise.c").write_text(template("raise.c"))
     shutil.copyfile(runtime_archive(), folder / RUNTIME)
     objects = "\n  ".join(f"${{CMAKE_CURRENT_SOURCE_DIR}}/{name}.o" for name in names)
-    (folder / LISTS).write_text(_CMAKE.format(objects=objects, runtime=RUNTIME))
+    (folder / LISTS).write_text(template(LISTS).format(objects=objects, runtime=RUNTIME))
     return kernels
 
 
@@ -119,7 +77,7 @@ def declaration(kernel: CompiledKernel, symbol: str) -> str:
         "arguments": arguments(kernel),
         "macro": name,
     } | costs
-    return _DECLARATION.format(function=f"__tvm_ffi_{symbol}", tile="\n".join(tile), **what)
+    return template("declaration.h").format(function=f"__tvm_ffi_{symbol}", tile="\n".join(tile), **what)
 
 
 def arguments(kernel: CompiledKernel) -> str:

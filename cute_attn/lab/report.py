@@ -13,20 +13,12 @@ from cute_attn.lab.card import Contender, tile_at
 from cute_attn.lab.compare import compare
 from cute_attn.lab.pictures import pictures
 from cute_attn.lab.study import Study
-from cute_attn.lab.tables import Table
+from cute_attn.lab.tables import Table, template
 from cute_attn.lab.verdict import Verdict, line_table, shown, verdict
 from cute_attn.lab.workloads import parse
 from cute_attn.traits import Traits
 
 _FOR_PICTURES = 1_500_000  # bytes; what would exceed them is left out, and named
-_PAGE = """<!doctype html>
-<meta charset="utf-8">
-<title>{title}</title>
-<style>svg {{ max-width: 100%; height: auto; }} pre {{ font: 12px/1.3 monospace; }}</style>
-<h1>{title}</h1>
-<pre>{code}</pre>
-{figures}
-"""
 
 
 def of_verdicts(verdicts: Sequence[Verdict], path: Path) -> None:
@@ -70,7 +62,7 @@ def _write(path: Path, title: str, parts: Sequence[Any], verdicts: Sequence[Verd
         names = ", ".join(left_out)
         console.print(f"Left out, since the page would be too large: {names}; cute-attn show draws them.")
     code = console.export_html(inline_styles=True, code_format="{code}")
-    path.write_text(_PAGE.format(title=escape(title), code=code, figures="\n".join(figures)))
+    path.write_text(template("page.html").format(title=escape(title), code=code, figures="\n".join(figures)))
 
 
 def drawn(one: Verdict) -> tuple[list[str], list[str]]:

@@ -1,12 +1,23 @@
 """Tables of text whose names fold where a column is narrow, and are never cut."""
 
 import io
+from importlib import resources
 from typing import Any
 
 import rich.table
 from rich.console import Console, Group
 
 from cute_attn.traits import Traits
+
+
+def template(name: str) -> str:
+    """A file of ``templates``."""
+    return resources.files("cute_attn.lab").joinpath("templates", name).read_text()
+
+
+def counted(count: int, noun: str) -> str:
+    """The count with its noun, such as 1 kernel and 2 kernels; the plural takes an s."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def brief_tile(name: str, target: str | None, tile: str) -> str:

@@ -35,6 +35,7 @@ from cute_attn.lab.rank import relative
 from cute_attn.lab.space import Space, accepted, all_declined, change_text, changed_fields
 from cute_attn.lab.statistics import RESOLUTION, ROUNDS, abba
 from cute_attn.lab.study import Candidate, Study, as_python
+from cute_attn.lab.tables import counted
 from cute_attn.lab.timings import Timing, TimingKey, Timings
 from cute_attn.tiles import Tile
 from cute_attn.traits import Traits
@@ -312,8 +313,8 @@ class _Study:
         fit = min(len(self.entries), int(min(of_builds, of_times)))
         declined = self.search.declined.total()
         return (
-            f"{_count(len(self.entries), 'candidate')}, {_count(declined, 'tile')} declined; about {fit} fit "
-            f"{self.end - self.start:.0f} s with {_count(self.builds.workers, 'build')} at a time"
+            f"{counted(len(self.entries), 'candidate')}, {counted(declined, 'tile')} declined; about {fit} fit "
+            f"{self.end - self.start:.0f} s with {counted(self.builds.workers, 'build')} at a time"
             + (f", the last {self.reserve:.0f} s for the best ones' race and A/B" if self.reserve else "")
         )
 
@@ -466,7 +467,7 @@ class _Study:
         late = sum(entry.candidate.status in waiting for entry in self.entries.values())
         if late:
             were = "was" if late == 1 else "were"
-            self.notes.append(f"{_count(late, 'candidate')} {were} not reached within the budget")
+            self.notes.append(f"{counted(late, 'candidate')} {were} not reached within the budget")
         known = [self.default_built, *(entry.built for entry in self.entries.values())]
         unranked = sorted({built.no_rank for built in known if built and built.no_rank})
         if unranked:
@@ -522,7 +523,3 @@ def _promising(entry: _Entry) -> tuple[bool, float]:
     """To sort what is ready: without spills first, then by the estimate."""
     estimate = entry.candidate.estimate
     return entry.candidate.spills_in_step > 0, math.inf if estimate is None else estimate
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

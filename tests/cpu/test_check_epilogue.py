@@ -131,7 +131,7 @@ def test_check_runs_it(capsys):
     load("custom_epilogue")
     problems = checked("relative_position")
     text = capsys.readouterr().out
-    assert problems == [] and text.count(" ok ") == 4 and "wrong" not in text
+    assert problems == [] and text.count("  ok\n") == 4 and "wrong" not in text
     problems = checked("scaled_forward_wrong")
     assert problems == [] and "not compared: epilogue" in capsys.readouterr().out
 

@@ -379,7 +379,7 @@ WRONG = {
         "forward-sm90-bf16-d64",
         "--peer",
         "fa4",
-    ): "B is given more than once, by --peer and NAME2; accepted",
+    ): "B is given more than once; accepted: one of NAME2, --peer and a second --tile",
     ("verdict", "forward-sm80-bf16-d128", "--tile", "tile_n=1024"): "bytes of shared memory",
     ("verdict", "forward-sm80-bf16-d64", "--tile", "tile_n=33"): "tile_n is 33; accepted: multiples of 16",
     (

@@ -106,7 +106,16 @@ def test_the_command_writes_a_page(tmp_path):
 
 WRONG = {
     ("ab", NAME): "there is no GPU; timing a kernel needs one",
-    ("ab", NAME, "--tile", "a", "--tile", "b", "--peer", "fa4"): "B is given more than once, by the second",
+    (
+        "ab",
+        NAME,
+        "--tile",
+        "a",
+        "--tile",
+        "b",
+        "--peer",
+        "fa4",
+    ): "B is given more than once; accepted: one of NAME2, --peer and a second --tile",
     ("ab", NAME, "--peer", "fa5"): "name is 'fa5'",
     ("ab", NAME, "--workload", "large"): "workload has 'large'; accepted: bBATCH",
     ("tune", NAME): "there is no GPU; --static ranks without one",
