@@ -120,7 +120,7 @@ BY_LENGTHS = {
     (512, 50176, 1, 32): ("d64", "d64-window"),
 }
 BACKWARD_BY_LENGTHS = {
-    (64, 128, 1): ("d32-bias_bf16-bias_grad", "d64", "d64-causal-dropout", "d64-bias_bf16-bias_grad"),
+    (64, 128, 1): ("d32-bias_bf16-bias_grad", "d64", "d64-causal-dropout", "d64-bias_bf16-bias_grad")
 }
 
 

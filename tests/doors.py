@@ -147,16 +147,12 @@ DOORS = {
     "attention causal": Door(_batch, lambda **a: attention(**a, causal=True)),
     "attention odd": Door(_odd, with_lse),
     "attention negative scale": Door(_batch, lambda **a: with_lse(**a, softmax_scale=-0.5)),
-    "attention broadcast": Door(
-        _batch, lambda q, k, v: attention(q, k[:, :, :1].expand(-1, -1, q.shape[2], -1), v)
-    ),
+    "attention broadcast": Door(_batch, lambda q, k, v: attention(q, k[:, :, :1].expand(-1, -1, q.shape[2], -1), v)),
     "attention bias": Door(lambda s: _bias(s, s.batch, s.nheads, s.seqlen_q, s.seqlen_k), with_lse),
     "attention bias of rows": Door(lambda s: _bias(s, 1, 1, s.seqlen_q, s.seqlen_k), with_lse),
     "attention bias of keys": Door(lambda s: _bias(s, 1, s.nheads, 1, s.seqlen_k), with_lse),
     "attention bias of queries": Door(lambda s: _bias(s, 1, 1, s.seqlen_q, 1), attention),
-    "attention bool": Door(
-        lambda s: _batch(s) | {"bias": torch.rand(s.seqlen_q, s.seqlen_k) > 0.3}, attention
-    ),
+    "attention bool": Door(lambda s: _batch(s) | {"bias": torch.rand(s.seqlen_q, s.seqlen_k) > 0.3}, attention),
     "attention sinks": Door(lambda s: _batch(s) | {"sinks": _learnt(s.nheads)}, with_lse),
     "attention slopes": Door(lambda s: _batch(s) | _slopes(s), attention),
     "attention seqused": Door(lambda s: _batch(s) | _lengths(s, "seqused_k"), with_lse),
@@ -191,9 +187,7 @@ DOORS = {
     "flex": Door(_heads_first, lambda **a: flex.flex_attention(**a, return_lse=True)),
     "flex score_mod": Door(lambda s: _heads_first(s) | _table(s), _with_table(flex.flex_attention)),
     "flex block_mask": Door(lambda s: _heads_first(s) | _blocks(s), _with_blocks),
-    "kvcache": Door(
-        _cache, lambda **a: attention_with_kvcache(**a, return_lse=True), ("no key", "no head", "nothing")
-    ),
+    "kvcache": Door(_cache, lambda **a: attention_with_kvcache(**a, return_lse=True), ("no key", "no head", "nothing")),
     "kvcache sinks": Door(
         lambda s: _cache(s) | {"sinks": torch.rand(s.nheads)},
         lambda **a: attention_with_kvcache(**a, return_lse=True),
@@ -212,7 +206,7 @@ DOORS = {
         lambda **a: flash_attn.flash_attn_with_kvcache(**a, return_softmax_lse=True),
         ("no key", "no head", "nothing"),
     ),
-}
+}  # fmt: skip
 """On tensors of any device."""
 
 OPERATORS = {

@@ -63,16 +63,9 @@ AMPERE_BACK_D128 = (
 DECODE = Workload(16, 1, 32, 128, nheads_kv=8, seqlen_k=8192)
 
 PAIRS = [
-    Pair(
-        "Hopper forward 9, d128 causal: 690 against 650", f"{FORWARD}-d128-causal", D128, "speculative=false"
-    ),
+    Pair("Hopper forward 9, d128 causal: 690 against 650", f"{FORWARD}-d128-causal", D128, "speculative=false"),
     Pair("Hopper forward 5 and 6, d128: +3%", f"{FORWARD}-d128-causal", D128, "q_in_regs=false"),
-    Pair(
-        "Hopper forward 14, 192 x 80: -6%",
-        f"{FORWARD}-d128-causal",
-        D128,
-        "tile_m=192,tile_n=80,q_in_regs=false",
-    ),
+    Pair("Hopper forward 14, 192 x 80: -6%", f"{FORWARD}-d128-causal", D128, "tile_m=192,tile_n=80,q_in_regs=false"),
     Pair(
         "Hopper forward 14, three stages of 96: -14%",
         f"{FORWARD}-d128-causal",
@@ -97,23 +90,10 @@ PAIRS = [
         "pack_heads=1",
         workload=DECODE,
     ),
-    Pair(
-        "Hopper forward 9, off at d256: 742 against 733",
-        f"{FORWARD}-d256",
-        D256,
-        "speculative=true",
-        right=False,
-    ),
-    Pair(
-        "Ampere forward 7, 16 rows a warp at d64: -10%",
-        "forward-sm80-bf16-d64-causal",
-        AMPERE,
-        "num_warps=8",
-    ),
+    Pair("Hopper forward 9, off at d256: 742 against 733", f"{FORWARD}-d256", D256, "speculative=true", right=False),
+    Pair("Ampere forward 7, 16 rows a warp at d64: -10%", "forward-sm80-bf16-d64-causal", AMPERE, "num_warps=8"),
     Pair("Hopper backward 42, d64: 564 against 448", f"{BACKWARD}-d64", BACK, "dq_bulk=false", right=False),
-    Pair(
-        "Hopper backward 7, 64 queries at d64: 403 against 477", f"{BACKWARD}-d64-causal", BACK, "tile_m=64"
-    ),
+    Pair("Hopper backward 7, 64 queries at d64: 403 against 477", f"{BACKWARD}-d64-causal", BACK, "tile_m=64"),
     Pair(
         "Hopper backward 47, d64: 403 against 334",
         f"{BACKWARD}-d64-bias_bf16",
@@ -149,4 +129,4 @@ PAIRS = [
         "queries_at_once=16",
         held_out=True,
     ),
-]
+]  # fmt: skip

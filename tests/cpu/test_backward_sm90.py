@@ -132,13 +132,7 @@ def test_parts_of_an_operand_are_whole_atoms(rows, cols, parts):
 
 @pytest.mark.parametrize(
     ("rest", "text"),
-    [
-        ("d64", ""),
-        ("d128", ""),
-        ("d128", "tile_m=80,dq_transposed=true"),
-        ("d96", ""),
-        ("d256", ""),
-    ],
+    [("d64", ""), ("d128", ""), ("d128", "tile_m=80,dq_transposed=true"), ("d96", ""), ("d256", "")],
 )
 def test_dq_accumulator_is_the_wgmma_one(rest, text):
     """The (query, column) of a thread's i-th value, as in PTX's figure of wgmma's D fragment."""

@@ -135,10 +135,7 @@ def test_a_kernel_reaches_the_runtime_and_reports_its_error(found):
         ),
         ("cache not bundled", "kvcache-sm80-bf16-d64"),
         ("no CUDA runtime", "undefined symbol: cuda"),
-        (
-            "a call of the DSL",
-            "RuntimeError: building kernels needs nvidia-cutlass-dsl",
-        ),
+        ("a call of the DSL", "RuntimeError: building kernels needs nvidia-cutlass-dsl"),
         ("ptx", "append-sm80-bf16-d64 comes from a bundle, which holds no PTX"),
     ],
 )
@@ -208,33 +205,21 @@ def overwrite(folder):
 
 DAMAGES = {
     "format": (edit(format=2), "its format is 2; accepted: 1"),
-    "sources": (
-        edit(sources="f" * 40),
-        "made of other sources of cute_attn (0.1.0, fingerprint ffffffffffff)",
-    ),
-    "machine": (
-        edit(toolchain={"platform": "linux-aarch64"}),
-        "it was made on linux-aarch64; accepted: one made on",
-    ),
+    "sources": (edit(sources="f" * 40), "made of other sources of cute_attn (0.1.0, fingerprint ffffffffffff)"),
+    "machine": (edit(toolchain={"platform": "linux-aarch64"}), "it was made on linux-aarch64; accepted: one made on"),
     "edited": (edit_without_digest, "its index is damaged"),
     "index": (overwrite, "its index is damaged"),
-    "gone": (
-        shutil.rmtree,
-        "cannot be read (No such file or directory); accepted as CUTE_ATTN_BUNDLE: a folder",
-    ),
+    "gone": (shutil.rmtree, "cannot be read (No such file or directory); accepted as CUTE_ATTN_BUNDLE: a folder"),
     "kernel": (
         lambda folder: (folder / bundle.KERNELS / key()).write_bytes(b"other"),
         "is damaged: its file's SHA-256",
     ),
-    "kernel gone": (
-        lambda folder: (folder / bundle.KERNELS / key()).unlink(),
-        "whose file cannot be read (No such",
-    ),
+    "kernel gone": (lambda folder: (folder / bundle.KERNELS / key()).unlink(), "whose file cannot be read (No such"),
     "another": (
         lambda folder: shutil.copy(folder / bundle.KERNELS / key(FORWARD), folder / bundle.KERNELS / key()),
         "append-sm80-bf16-d64 in the bundle",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -314,10 +299,7 @@ def test_a_bundle_is_replaced_and_nothing_else_is(copy):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (
-            (APPEND.name, "--all"),
-            "NAMEs and --all is given; accepted: NAMEs, --all or --like alone",
-        ),
+        ((APPEND.name, "--all"), "NAMEs and --all is given; accepted: NAMEs, --all or --like alone"),
         ((APPEND.name, "--target", "sm80,sm70"), "--target is 'sm80,sm70'; accepted: some of sm80, sm86"),
         (("append-sm90-bf16-d64", "--target", "sm80"), "append-sm90 runs on sm90, not on sm80"),
         (("--all", "--tile", "tile_n=64"), "--tile is 'tile_n=64'; accepted beside NAMEs alone"),
@@ -333,6 +315,19 @@ def test_wrong_commands(tmp_path, arguments, text):
     done = processes.run("-m", "cute_attn", *before, "bundle", *rest, "-o", str(tmp_path / "made"))
     assert done.returncode == 2 and text in done.stderr, done.stderr
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("name", ["made.whl", "."])
+def test_wrong_outputs(tmp_path, name):
+    (tmp_path / "something").touch()
+    with pytest.raises(ValueError, match=r"-o is .*; accepted: a"):
+        bundles.make_bundle(REQUESTS, tmp_path / name)
+
+
+def test_no_c_compiler(tmp_path, monkeypatch):
+    monkeypatch.setenv("CC", "no-such-compiler -O2")
+    with pytest.raises(ValueError, match="linked by 'no-such-compiler', which cannot be run"):
+        bundles.make_bundle(REQUESTS, tmp_path / "made")
 
 
 def test_a_backward_comes_with_the_kernels_beside_it():

@@ -50,6 +50,12 @@ def built(fresh_cache, monkeypatch):
     return keys
 
 
+def forget(monkeypatch):
+    """Empty the compiler's memory, as in a new process."""
+    monkeypatch.setattr(compiled, "_requests", {})
+    monkeypatch.setattr(compiled, "_kernels", {})
+
+
 @pytest.fixture(params=[0o022, 0o000], ids=["umask022", "umask000"])
 def store(request, tmp_path):
     """A cache with one entry, ``key``."""
@@ -162,7 +168,41 @@ def test_an_entry_is_there_while_it_is_replaced(store):
     assert at_once(put, put, put, get) == [] and missed == []
 
 
+def test_pruning_beside_builders(store):
+    def build():
+        for i in range(100):
+            with store.lock("key"):
+                store.put(entry(i=i))
+
+    def prune():
+        for _ in range(200):
+            store.prune()
+
+    assert at_once(build, prune, prune) == []
+
+
+def test_pruning_leaves_a_lock_that_is_held(store):
+    lock = store.root / "locks" / "key.lock"
+    with store.lock("key"):
+        assert store.prune()[0] == 1 and store.entries() == [] and lock.exists()
+    store.put(entry())
+    store.prune()
+    assert not lock.exists()
+
+
 # ---- what was found stays ----
+
+
+def test_a_kernel_outlives_its_file(fresh_cache, monkeypatch):
+    """It is loaded later than it was found, and what was checked is what is loaded."""
+    compiled = compiler.compile(toy.NAME, target="sm80")
+    ptx = compiled.ptx
+    forget(monkeypatch)
+    found = compiler.compile(toy.NAME, target="sm80")
+    assert found.from_cache
+    cache.default_cache().prune()
+    assert callable(found.function) and found.ptx == ptx and found.cubin == compiled.cubin
+    assert compiler.compile(toy.NAME, target="sm80") is found
 
 
 def test_what_was_checked_is_what_is_loaded(built, fresh_cache, monkeypatch):
@@ -351,6 +391,12 @@ def test_the_default_folder(monkeypatch, tmp_path, given, root):
 def test_words_that_switch_the_cache_off(monkeypatch, word):
     monkeypatch.setenv("CUTE_ATTN_CACHE", word)
     assert cache.default_cache() is None and cache.switched_off() == f"CUTE_ATTN_CACHE is {word!r}"
+
+
+@pytest.mark.parametrize("word", ["", "1", "yes", "On", "TRUE"])
+def test_words_that_leave_the_cache_on(monkeypatch, word, recwarn):
+    monkeypatch.setenv("CUTE_ATTN_CACHE", word)
+    assert cache.default_cache() is not None and not recwarn
 
 
 def test_another_word_is_a_warning(monkeypatch):

@@ -227,10 +227,7 @@ NUMBERS = {
     "dropout": (0.5, lambda n: attention(Q, Q, Q, dropout_p=n, rng_state=torch.tensor([4, 8]))),
     "window": (2, lambda n: attention(Q, Q, Q, window=(n, n))),
     "longest": (6, lambda n: attention_varlen(ROWS, ROWS, ROWS, CU, CU, n, n, bias=torch.ones(1, 1, 6, 1))),
-    "words": (
-        4,
-        lambda n: attention_backward(Q, Q, Q, Q, Q, LSE, dropout_p=0.5, rng_state=(n, n))[0],
-    ),
+    "words": (4, lambda n: attention_backward(Q, Q, Q, Q, Q, LSE, dropout_p=0.5, rng_state=(n, n))[0]),
     "cache": (
         2,
         lambda n: attention_with_kvcache(
@@ -238,10 +235,7 @@ NUMBERS = {
         ),
     ),
     "split_keys": (128, lambda n: attention_with_kvcache(Q, CACHE, CACHE, split_keys=n)),
-    "packed cache": (
-        6,
-        lambda n: attention_with_kvcache(ROWS, CACHE, CACHE, cu_seqlens_q=CU, max_seqlen_q=n),
-    ),
+    "packed cache": (6, lambda n: attention_with_kvcache(ROWS, CACHE, CACHE, cu_seqlens_q=CU, max_seqlen_q=n)),
     "flash_attn": (2, lambda n: flash_attn.flash_attn_func(Q, Q, Q, 0.0, n, window_size=(n, n), softcap=n)),
     "flash_attn scale": (0.3, lambda n: flash_attn.flash_attn_func(Q, Q, Q, softmax_scale=n)),
     "flash_attn varlen": (6, lambda n: flash_attn.flash_attn_varlen_func(ROWS, ROWS, ROWS, CU, CU, n, n)),
@@ -249,10 +243,7 @@ NUMBERS = {
         9,
         lambda n: flash_attn.flash_attn_with_kvcache(Q, CACHE, CACHE, cache_seqlens=n, num_splits=n),
     ),
-    "flash_attn_3 heads": (
-        2,
-        lambda n: flash_attn_3.flash_attn_qkvpacked_func(torch.ones(2, 6, 6, 16), num_heads_q=n),
-    ),
+    "flash_attn_3 heads": (2, lambda n: flash_attn_3.flash_attn_qkvpacked_func(torch.ones(2, 6, 6, 16), num_heads_q=n)),
     "rotary": (3, lambda n: rotary.apply_rotary_emb(Q, TURNS, TURNS, seqlen_offsets=n)),
     "flex": (0.3, lambda n: flex.flex_attention(Q, Q, Q, scale=n)),
     "interval_mask": (
@@ -260,7 +251,7 @@ NUMBERS = {
         lambda n: flex.interval_mask(*torch.zeros(2, 1, 1, 6, dtype=torch.int32), seqlen_k=n).kv_indices,
     ),
     "reason": (0.3, lambda n: torch.tensor(sdpa.reason(Q, Q, Q, scale=n, dropout_p=n) is None)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NUMBERS)

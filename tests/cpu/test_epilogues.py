@@ -184,27 +184,6 @@ def check_visits(tile, visits, hidden):
 # ---- softcap and ALiBi ----
 
 
-@pytest.mark.parametrize("name", [SMALL, "wgmma1-64x80"])
-def test_softcap(name):
-    tiling = TILINGS[name].of("softcap")
-    for cap in (0.5, 30.0):
-        problem = Scores.random(1, 2, 70, 140, softcap=cap, head_dim=64)
-        compare(tiling, problem)
-        # So far out that tanh is 1 to the last bit, either way.
-        compare(tiling, replace(problem, q=problem.q * 1000), scores=False)
-
-
-@pytest.mark.parametrize("name", [SMALL, "wgmma1-64x80"])
-def test_alibi(name):
-    tiling = TILINGS[name].of("causal_top_left-alibi" if name == SMALL else "window-alibi")
-    slopes = torch.rand(3, 2)
-    compare(tiling, Scores.random(3, 2, 130, 210, alibi_slopes=slopes))
-    compare(tiling, Scores.random(3, 2, 210, 130, alibi_slopes=slopes))
-    per_head = slopes[:1].expand(3, 2)
-    assert per_head.stride() == (0, 1)
-    compare(tiling, Scores.random(3, 2, 70, 90, alibi_slopes=per_head))
-
-
 @pytest.mark.parametrize(
     "features", ["sinks_fp32", "causal-sinks_fp16", "window-softcap-alibi-bias_fp16-sinks_fp32-dropout"]
 )

@@ -429,7 +429,7 @@ flash_attn_func([1.0], Q, Q) -> TypeError: q is a list; accepted: a torch.Tensor
 flash_attn_func(Q[0], Q, Q) -> ValueError: q has shape (5, 4, 16); accepted: (batch
 flash_attn_qkvpacked_func(Q) -> ValueError: qkv has shape ...; accepted: (batch, seqlen, 3,
 flash_attn_kvpacked_func(Q, QKV) -> ValueError: kv has shape ...; accepted: (batch, seqlen, 2,
-flash_attn_varlen_qkvpacked_func(QKV, CU_Q, 7) -> ValueError: ...accepted: (total, 3, nheads,
+flash_attn_varlen_qkvpacked_func(QKV, CU_Q, 7) -> ValueError: accepted: (total, 3, nheads,
 flash_attn_kvpacked_func(Q, None) -> TypeError: kv is a NoneType
 flash_attn_func(Q, Q, Q, window_size=3) -> ValueError: window_size is 3; accepted: (left
 flash_attn_func(Q, Q, Q, window_size=(0.5, 1)) -> ValueError: window_size is (0.5, 1)

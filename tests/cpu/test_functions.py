@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import and_masks, flex_attention, noop_mask, or_masks
 
-from cute_attn import Traits, attention, attention_backward, attention_varlen, check_epilogue, compile, lookup
+from cute_attn import Traits, attention, check_epilogue, compile, lookup
 from cute_attn.epilogues.base import user_epilogue
 from cute_attn.epilogues.functions import device, epilogue, gradients, graph
 from cute_attn.epilogues.functions.known import epilogue_of
@@ -16,6 +16,7 @@ from cute_attn.host.choose import user_classes
 from cute_attn.reference import emulate
 from cute_attn.reference.check_epilogue import for_each
 from cute_attn.reference.tilings import TINY, Scores
+from tests import refusals
 from tests.cpu.test_examples import load
 
 torch.manual_seed(0)
@@ -262,61 +263,6 @@ def inputs(seqlen_q=20, seqlen_k=30, nheads=4, nheads_kv=2):
     return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
-@pytest.mark.parametrize("score_mod", [alibi, softcap, transcendental, None])
-@pytest.mark.parametrize("mask_mod", [document, None])
-def test_attention_equals_dense_torch(score_mod, mask_mod):
-    q, k, v = inputs(nheads=3, nheads_kv=1)
-    bias = torch.randn(1, 3, 20, 30, dtype=torch.float64, requires_grad=True)
-    options = {"score_mod": score_mod, "mask_mod": mask_mod}
-    got = attention(q, k, v, **options, bias=bias, causal=True, return_lse=True)
-    expected = dense(q, k, v, **options, bias=bias, causal=True)
-    weights = [torch.randn(x.shape, dtype=x.dtype) for x in expected]
-    grads = [
-        torch.autograd.grad(
-            sum((x * w).sum() for x, w in zip(outputs, weights, strict=True)), (q, k, v, bias)
-        )
-        for outputs in (got, expected)
-    ]
-    torch.testing.assert_close((*got, *grads[0]), (*expected, *grads[1]), atol=2e-6, rtol=1e-6)
-    if score_mod is not None and mask_mod is not None:
-        calls = attention_backward(
-            weights[0], q, k, v, *got, grad_lse=weights[1], bias=bias, causal=True, **options
-        )
-        torch.testing.assert_close(calls, grads[1][:3], atol=2e-6, rtol=1e-6)
-
-
-def test_captured_tensors_have_gradients_on_the_cpu():
-    q, k, v = inputs()
-    table = torch.randn(4, 12, dtype=torch.float64, requires_grad=True)
-
-    def bias(score, b, h, q_idx, kv_idx):
-        return score + table[h, (q_idx - kv_idx).clamp(0, 11)]
-
-    out, expected = attention(q, k, v, score_mod=bias), dense(q, k, v, bias)[0]
-    weight = torch.randn_like(out)
-    got, right = (torch.autograd.grad((x * weight).sum(), table)[0] for x in (out, expected))
-    torch.testing.assert_close(got, right)
-
-
-def test_varlen_counts_within_a_sequence():
-    q, k, v = (x.detach() for x in inputs(30, 30, 3, 3))
-    starts = torch.tensor([0, 12, 30], dtype=torch.int32)
-    packed = [torch.cat([x[0, :12], x[1, 12:]]) for x in (q, k, v)]
-    out = attention_varlen(*packed, starts, starts, 18, 18, score_mod=alibi, mask_mod=document)
-    for i, (start, end) in enumerate(((0, 12), (12, 30))):
-        own = [x[None, start:end] for x in packed]
-        at_i = dense(*own, alibi, lambda b, h, q_idx, kv_idx, i=i: document(b + i, h, q_idx, kv_idx))[0]
-        torch.testing.assert_close(out[start:end], at_i[0], atol=1e-6, rtol=1e-6)
-
-
-def test_rows_without_keys_are_zero():
-    q, k, v = inputs()
-    out, lse = attention(q, k, v, mask_mod=lambda b, h, q_idx, kv_idx: q_idx > kv_idx + 4, return_lse=True)
-    assert (out[:, :5] == 0).all() and (lse[..., :5] == -torch.inf).all() and lse[..., 5:].isfinite().all()
-    out.sum().backward()
-    assert all(x.grad.isfinite().all() for x in (q, k, v)) and (q.grad[:, :5] == 0).all()
-
-
 def test_users_epilogues_come_first():
     load("custom_epilogue")
     q, k, v = inputs()
@@ -455,65 +401,32 @@ def score(function):
     return {"score_mod": function}
 
 
-REFUSED = {
-    "operation": (score(lambda s, *_: torch.erf(s)), TypeError, r"score_mod uses erf; accepted: \+ - "),
-    "method": (score(lambda s, *_: s.erfc()), TypeError, "score_mod uses erfc; accepted"),
-    "in place": (score(lambda s, *_: s + SLOPES.add_(s)), TypeError, "changes a value in place by add_"),
-    "if": (
-        score(lambda s, b, h, q, k: s if q > k else 0.0),
-        TypeError,
-        "asks for the number .* accepted: torch.where",
-    ),
-    "math": (score(lambda s, *_: math.exp(s)), TypeError, "asks for the number of a traced value"),
-    "range": (score(lambda s, b, *_: sum(range(b))), TypeError, "asks for the number of a traced value"),
-    "whole tensor": (
-        score(lambda s, *_: s + SLOPES),
-        TypeError,
-        r"a tensor of shape \(3,\) as a whole; accepted: its",
-    ),
-    "row": (score(lambda s, b, h, q, k: s + TABLE[h]), TypeError, r"a tensor of shape \(32,\) as a whole"),
-    "slice": (score(lambda s, b, h, q, k: s + TABLE[h, 1:][q]), TypeError, "indexes a tensor by slice"),
-    "float index": (
-        score(lambda s, *_: s + SLOPES[s]),
-        TypeError,
-        "indexes a tensor by a float; accepted: traced int",
-    ),
-    "many indices": (
-        score(lambda s, b, h, q, k: s + SLOPES[h, q]),
-        TypeError,
-        "of 1 dimensions by 2 integers",
-    ),
-    "dtype": (
-        score(lambda s, b, h, *_: s + torch.ones(3, dtype=torch.complex64)[h]),
-        TypeError,
-        "captures a tensor of torch.complex64, .*; accepted: dense ones of torch.bool",
-    ),
-    "empty": (
-        score(lambda s, b, h, *_: s + torch.ones(0)[h]),
-        ValueError,
-        r"of shape \(0,\); accepted: one with",
-    ),
-    "power": (score(lambda s, *_: s**2.5), TypeError, "uses pow with arguments that are not traced"),
-    "result": (score(lambda s, *_: None), TypeError, "score_mod returned None; accepted: traced values"),
-    "no function": (score(1.0), TypeError, r"score_mod is a float; accepted: a function of \(score, batch"),
-    "mask": (
-        {"mask_mod": lambda b, h, q, k: q - k},
-        TypeError,
-        "mask_mod returned an integer; accepted: a bool",
-    ),
-    "epilogues": (
-        {**score(lambda s, *_: s * 2), "epilogues": "name"},
-        TypeError,
-        "epilogues is 'name'; accepted",
-    ),
-}
+REFUSED = """
+score_mod=lambda s, *_: torch.erf(s) -> TypeError: score_mod uses erf; accepted: + -
+score_mod=lambda s, *_: s.erfc() -> TypeError: score_mod uses erfc; accepted
+score_mod=lambda s, *_: s + SLOPES.add_(s) -> TypeError: changes a value in place by add_
+score_mod=lambda s, b, h, q, k: s if q > k else 0.0 -> TypeError: asks for the number ... accepted: torch.where
+score_mod=lambda s, *_: math.exp(s) -> TypeError: asks for the number of a traced value
+score_mod=lambda s, b, *_: sum(range(b)) -> TypeError: asks for the number of a traced value
+score_mod=lambda s, *_: s + SLOPES -> TypeError: a tensor of shape (3,) as a whole; accepted: its
+score_mod=lambda s, b, h, q, k: s + TABLE[h] -> TypeError: a tensor of shape (32,) as a whole
+score_mod=lambda s, b, h, q, k: s + TABLE[h, 1:][q] -> TypeError: indexes a tensor by slice
+score_mod=lambda s, *_: s + SLOPES[s] -> TypeError: indexes a tensor by a float; accepted: traced int
+score_mod=lambda s, b, h, q, k: s + SLOPES[h, q] -> TypeError: of 1 dimensions by 2 integers
+score_mod=lambda s, b, h, *_: s + torch.ones(3, dtype=torch.complex64)[h]
+    -> TypeError: captures a tensor of torch.complex64, ...; accepted: dense ones of torch.bool
+score_mod=lambda s, b, h, *_: s + torch.ones(0)[h] -> ValueError: of shape (0,); accepted: one with
+score_mod=lambda s, *_: s ** 2.5 -> TypeError: uses pow with arguments that are not traced
+score_mod=lambda s, *_: None -> TypeError: score_mod returned None; accepted: traced values
+score_mod=1.0 -> TypeError: score_mod is a float; accepted: a function of (score, batch
+mask_mod=lambda b, h, q, k: q - k -> TypeError: mask_mod returned an integer; accepted: a bool
+score_mod=lambda s, *_: s * 2, epilogues="name" -> TypeError: epilogues is 'name'; accepted
+"""
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_in_one_sentence(case):
-    options, error, sentence = REFUSED[case]
-    with pytest.raises(error, match=sentence):
-        attention(*inputs(), **options)
+@refusals.each(REFUSED)
+def test_refused_in_one_sentence(call, sentence):
+    refusals.check(f"attention(*inputs(), {call})", sentence, globals())
 
 
 def test_a_function_of_other_arguments_is_not_checked():

@@ -95,9 +95,7 @@ def test_each_rule_as_device_code(part):
 NEGATIVE = "    return score + table[h, -1 - q_idx % 9]"
 FOUND = {
     "an alias changed in place": Case(score="    x = score\n    x += 1.0 + q_idx\n    return score * x"),
-    "a traced value changed in place": Case(
-        score="    x = score * 2\n    y = x\n    y *= slopes[h]\n    return x"
-    ),
+    "a traced value changed in place": Case(score="    x = score * 2\n    y = x\n    y *= slopes[h]\n    return x"),
     "uint8 wraps": Case(score="    return score - unsigned[kv_idx % 8] * 3 * 0.01"),
     "uint8 shifts": Case(score="    return score - (unsigned[kv_idx % 8] << 1) * 0.01"),
     "a method of a row": Case(score="    return score + table[h].max()"),
@@ -107,25 +105,21 @@ FOUND = {
     "a number that changes": Case(score="    return score * cap.item()", change="cap"),
     "a branch that changes": Case(score="    return score * (1 if flag else 2)", change="flag", seed=2),
     "isinstance": Case(score="    return score if isinstance(score, torch.Tensor) else score * 2"),
-    "hidden poles": Case(
-        causal=True, seqlen_k=5, score="    return score / (q_idx - kv_idx + 1)", grads=("q", "k")
-    ),
+    "hidden poles": Case(causal=True, seqlen_k=5, score="    return score / (q_idx - kv_idx + 1)", grads=("q", "k")),
     "hidden logarithms": Case(
         causal=True,
         seqlen_k=5,
         score="    return score + slopes[h] * torch.log(q_idx - kv_idx + 1.0)",
         grads=("q", "slopes"),
     ),
-    "no_grad": Case(
-        score="    with torch.no_grad():\n        x = score * 2\n    return score + x", grads=("q",)
-    ),
+    "no_grad": Case(score="    with torch.no_grad():\n        x = score * 2\n    return score + x", grads=("q",)),
     "numbers of score's dtype": Case(score="    return score + torch.tanh(score.new_tensor(0.5))"),
     "a uint8 and a bool": Case(score="    return score - (-(unsigned[kv_idx % 8] + (q_idx > 2))) * 0.01"),
     "the dtype of a step on a number": Case(
         score="    return torch.sign(torch.tanh(torch.full_like(score, 0.5))) * q_idx * 0.1 + score"
     ),
     "the sign of a score": Case(score="    return table[h, 0] + torch.sign(score)"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FOUND)

@@ -329,12 +329,7 @@ def test_results_are_stored_at_the_layouts_addresses(paired, shape, warps):
 
 
 @cute.jit
-def write_vectors(
-    shape: cutlass.Constexpr,
-    warps: cutlass.Constexpr,
-    dim: cutlass.Constexpr,
-    out,
-):
+def write_vectors(shape: cutlass.Constexpr, warps: cutlass.Constexpr, dim: cutlass.Constexpr, out):
     """Store an accumulator whose elements are 1000 times their row plus their column, by the PTX manual's fragment of C
     and the order of V's columns: column n of MMA j of group c is column 32 c + 4 n + j."""
     rows, cols = shape
@@ -356,12 +351,7 @@ def write_vectors(
 
 
 @cute.jit
-def write_pairs(
-    shape: cutlass.Constexpr,
-    warps: cutlass.Constexpr,
-    dim: cutlass.Constexpr,
-    out,
-):
+def write_pairs(shape: cutlass.Constexpr, warps: cutlass.Constexpr, dim: cutlass.Constexpr, out):
     """The same with the accumulator of fp16 products, in the order of its columns."""
     tiled_mma = layouts.tiled_mma_sm80(Float16, warps[0])
     for thread in cutlass.range(32 * warps[0]):

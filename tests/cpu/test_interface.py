@@ -75,7 +75,7 @@ dense(q=randn(3, 16, 4, 64, dtype=BF16)) -> ValueError: k has batch 2; accepted:
 dense(v=randn(2, 23, 2, 64, dtype=BF16)) -> ValueError: v has shape (2, 23, 2, 64); accepted: (2, 24, 2)
 dense(v=randn(2, 24, 1, 64, dtype=BF16)) -> ValueError: v has shape (2, 24, 1, 64)
 dense(q=randn(2, 16, 4, 32, dtype=BF16)) -> ValueError: k has head_dim 64; accepted: 32, q's
-dense(q=randn(2, 16, 4, 0), k=randn(2, 24, 2, 0), v=randn(2, 24, 2, 8)) -> ValueError: ...head dims 0 and 8
+dense(q=randn(2, 16, 4, 0), k=randn(2, 24, 2, 0), v=randn(2, 24, 2, 8)) -> ValueError: head dims 0 and 8
 dense(q=randn(2, 16, 3, 64, dtype=BF16)) -> ValueError: q has 3 heads; accepted: a multiple of k's 2
 dense(k=randn(2, 24, 0, 64, dtype=BF16), v=randn(2, 24, 0, 64, dtype=BF16))
     -> ValueError: q has 4 heads; accepted: a multiple of k's 0

@@ -14,6 +14,7 @@ from cute_attn.lab.builds import Built
 from cute_attn.lab.card import Contender, Lost
 from cute_attn.lab.race import workloads_of
 from cute_attn.lab.space import Space
+from cute_attn.lab.timings import TimingKey, Timings
 from cute_attn.lab.tune import Equipment, table_row, tune
 from cute_attn.tiles import ForwardSm90Tile
 from cute_attn.traits import Traits
@@ -238,6 +239,22 @@ def test_a_tile_that_ended_the_gpus_context_is_left_out_the_next_time(kept):
         "an earlier study ran it and never came back; "
     )
     assert tile_of(deadly) not in builds.submitted and deadly not in heats(card)
+
+
+def test_a_line_that_was_not_finished_is_no_timing(kept):
+    keys = [TimingKey("kernel", "default", f"w{i}", "gpu", "1") for i in range(3)]
+    timings = Timings(kept)
+    timings.put(keys[0], [0.01, 0.02], 1.5)
+    with kept.open("a") as file:
+        file.write('{"key": {"kernel": "x", "defa')
+    Timings(kept).put(keys[1], [0.03], 2.5)
+    again = Timings(kept)
+    assert again.get(keys[0]).log_ratios == (0.01, 0.02) and again.get(keys[1]).ms == 2.5
+    assert again.get(keys[2]) is None
+    timings.began("a")
+    timings.began("b")
+    timings.ended("a")
+    assert not Timings(kept).hung("a") and Timings(kept).hung("b")
 
 
 # ---- order and budget ----

@@ -87,8 +87,7 @@ def test_opcheck(name, requires_grad, dtype):
 
 
 @pytest.mark.parametrize(
-    ("name", "needed"),
-    [*((name, (True, True, True)) for name in CHANGES), ("plain", (False, True, False))],
+    ("name", "needed"), [*((name, (True, True, True)) for name in CHANGES), ("plain", (False, True, False))]
 )
 def test_opcheck_of_the_backward(name, needed):
     arguments = make(name)

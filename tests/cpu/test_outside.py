@@ -52,6 +52,7 @@ TESTS = """if True:
     def test_other():
         raise AssertionError("never asked for")
 """
+pytestmark = pytest.mark.slow
 SUITE = Suite(
     source="here",
     folder="own",

@@ -68,11 +68,7 @@ def test_rows_have_the_scores_of_their_query_and_head(name, heads, features):
                 replace(TRAITS, **feature),
                 "pack_heads is 8; accepted: 1 with a bias, dropout or users' ",
             )
-            for feature in (
-                {"bias": "bf16"},
-                {"dropout": "flash"},
-                {"epilogues": ("mine",)},
-            )
+            for feature in ({"bias": "bf16"}, {"dropout": "flash"}, {"epilogues": ("mine",)})
         ),
     ],
 )

@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 
+import pytest
+
 from cute_attn.compiler import compile
-from cute_attn.lab.proxies import proxy_order
+from cute_attn.lab.proxies import TmaPipeline, proxy_order
 from cute_attn.lab.sass import BYTES, Code, Instruction
 from cute_attn.lab.verdict import verdict
 
@@ -66,6 +68,10 @@ PRODUCER = [
     f"SYNCS.ARRIVE.TRANS64 RZ,{FULL},R3",
     "UTMALDG.4D [UR8],[UR10],desc[URZ]",
 ]
+WAIT = f"SYNCS.PHASECHK.TRANS64.TRYWAIT P0,{FULL},R2"
+RELEASE = f"SYNCS.ARRIVE.TRANS64.A1T0 RZ,{EMPTY},RZ"
+ARRIVE_AT_OTHER = f"SYNCS.ARRIVE.TRANS64.A1T0 RZ,{OTHER},RZ"
+WAIT_FOR_OTHER = f"SYNCS.PHASECHK.TRANS64.TRYWAIT P0,{OTHER},R2"
 FENCE, READ = "FENCE.VIEW.ASYNC.S", "LDSM.16.M88.4 R80,[R76]"
 
 
@@ -90,9 +96,81 @@ def code(*lines: str) -> Code:
     return Code(tuple(made))
 
 
+def address(n: int) -> str:
+    """Of the n-th line given to :func:`code`."""
+    return f"{BYTES * (len(START) + len(PRODUCER) + n):#x}"
+
+
 def unordered(code: Code) -> list[Instruction]:
     return [one.instruction for one in proxy_order(code).unordered]
 
 
 def offset(i: Instruction) -> int:
     return int(i.operands[1].rpartition("+")[2].rstrip("]"), 16) if "+0x" in i.operands[1] else 0
+
+
+def test_pipelines_are_found_by_their_producer():
+    order = proxy_order(code(WAIT, RELEASE))
+    assert order.pipelines == (TmaPipeline(0x10, 0x18),)
+    assert (order.releases, order.by_threads, order.unordered) == (1, 0, ())
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ((WAIT, READ, FENCE, RELEASE), []),
+        ((WAIT, READ, RELEASE), [2]),
+        ((WAIT, FENCE, READ, RELEASE), [3]),  # a fence before the read
+        ((WAIT, READ, f"@P1 {FENCE}", RELEASE), [3]),  # one that some lanes may skip
+        ((READ, WAIT, RELEASE), []),  # memory of something else
+        ((WAIT, READ, ARRIVE_AT_OTHER, FENCE, RELEASE), []),
+        ((WAIT, "STS [R4],R5", RELEASE), [2]),
+        # On the path that skips the fence.
+        ((WAIT, READ, f"@P1 BRA {BYTES * 11:#x}", FENCE, "NOP", RELEASE), [5]),
+        # In a loop: the read of the first iteration, and the release of the second.
+        ((WAIT, FENCE, RELEASE, WAIT, READ, f"@P1 BRA {BYTES * 8:#x}", FENCE, RELEASE), [2]),
+    ],
+)
+def test_releases(lines, found):
+    made = code(*lines)
+    assert [f"{i.address:#x}" for i in unordered(made)] == [address(n) for n in found]
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        (("STSM.16.M88.4 [R4],R8", FENCE, "BAR.SYNC 0x1,0x80", "UTMASTG.4D [UR4],[UR8]"), []),
+        (("STSM.16.M88.4 [R4],R8", "BAR.SYNC 0x1,0x80", "UTMASTG.4D [UR4],[UR8]"), [3]),
+        # Another warp stores what this one wrote while it held a stage.
+        (
+            (
+                "STS.128 [R4],R8",
+                FENCE,
+                ARRIVE_AT_OTHER,
+                WAIT_FOR_OTHER,
+                "UBLKRED.G.S.ADD.F32.RN [UR6],[UR5],UR8",
+            ),
+            [],
+        ),
+        (
+            (
+                "STS.128 [R4],R8",
+                ARRIVE_AT_OTHER,
+                FENCE,
+                WAIT_FOR_OTHER,
+                "UBLKRED.G.S.ADD.F32.RN [UR6],[UR5],UR8",
+            ),
+            [2],
+        ),
+    ],
+)
+def test_stores(lines, found):
+    made = code(WAIT, *lines, FENCE, RELEASE)
+    assert [f"{i.address:#x}" for i in unordered(made)] == [address(n) for n in found]
+
+
+def test_barriers_that_cannot_be_told_apart():
+    with pytest.raises(ValueError, match="no release of the stages of the mbarrier at 0x10"):
+        proxy_order(code(WAIT, READ))
+    with pytest.raises(ValueError, match="is not clear"):
+        proxy_order(code(WAIT, RELEASE, "SYNCS.ARRIVE.TRANS64 RZ,[UR4+0x30],R3"))

@@ -18,7 +18,7 @@ from cute_attn.cli.main import app
 from cute_attn.host import doors
 from cute_attn.host.activation import Options
 from cute_attn.sdpa import operators, overrides
-from cute_attn.sdpa.observe import Observer
+from cute_attn.sdpa.observe import Observer, difference
 from tests import processes
 
 PROGRAM = """if True:
@@ -95,6 +95,34 @@ def test_a_program_comes_before_torch_and_its_threads_before_the_table(tmp_path)
     assert "2 attention calls" in done.stderr
 
 
+LOOKED_FOR = """if True:
+    import importlib.util, sys
+    sys.path.insert(0, FOLDER)
+    from cute_attn.cli import run
+
+    run.after_import("module", lambda: print("loaded", sys.modules["module"].x))
+    for _ in range(2):
+        print(importlib.util.find_spec("module").name)
+    try:
+        import module
+    except ImportError:
+        import module
+    print([finder for finder in sys.meta_path if type(finder).__module__ == "cute_attn.cli.run"])
+"""
+
+
+def test_a_module_that_was_looked_for_before_is_noticed(tmp_path):
+    """As transformers looks for torch; and a failed import may be tried again."""
+    tried = tmp_path / "tried"
+    (tmp_path / "module.py").write_text(
+        f"import os\nif not os.path.exists({str(tried)!r}):\n"
+        f"    os.mkdir({str(tried)!r})\n    raise ImportError\nx = 5\n"
+    )
+    code = LOOKED_FOR.replace("FOLDER", repr(str(tmp_path)))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "module\nmodule\nloaded 5\n[]\n"), done.stderr
+
+
 def test_a_program_without_torch():
     command = [sys.executable, "-m", "cute_attn", "run", "-m", "this"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -142,6 +170,15 @@ def test_an_interrupted_program_ends_by_the_signal(tmp_path):
     assert (done.returncode, done.stdout) == (-signal.SIGINT, "bye\n")
     assert "KeyboardInterrupt" in done.stderr and "1 attention call," in done.stderr
     assert "runpy" not in done.stderr
+
+
+def test_a_table_that_cannot_be_written(program, tmp_path):
+    missing = str(tmp_path / "no" / "out.json")
+    done = processes.run("-m", "cute_attn", "run", "--json", missing, str(program))
+    assert done.returncode == 2 and not done.stdout and "No such file or directory" in done.stderr
+    done = processes.run("-m", "cute_attn", "run", "--json", "/dev/full", str(program), "exit")
+    assert done.returncode == 3
+    assert done.stderr.index("4 attention calls") < done.stderr.index("the table was not written")
 
 
 MODULES = """if True:
@@ -264,6 +301,14 @@ def test_the_dispatcher_asks_the_observer():
     finally:
         activation.remove()
     assert [row.calls for row in observer.rows.values()] == [1]
+
+
+def test_differences_of_what_is_not_finite():
+    nan, inf = float("nan"), float("inf")
+    x = torch.tensor([1.0, 4.0])
+    assert difference(torch.tensor([nan, 4.0]), x) == difference(torch.tensor([1.0, inf]), x) == inf
+    assert difference(torch.tensor([1.0, -inf]), torch.tensor([1.0, inf])) == inf
+    assert difference(torch.tensor([0.0, inf, 5.0]), torch.tensor([nan, inf, 4.0])) == 0.25
 
 
 def test_calls_of_ours_by_name_are_watched(monkeypatch):

@@ -19,7 +19,7 @@ from cute_attn.compiler import registry
 from cute_attn.host import doors
 from cute_attn.host import plans as known
 from cute_attn.host.activation import Options
-from cute_attn.sdpa import calls, operators, overrides, plans
+from cute_attn.sdpa import calls, operators, overrides, plans, slower
 from cute_attn.sdpa.calls import Inputs, request_of, why_not, why_not_drawn
 from cute_attn.sdpa.operators import OPERATORS, STATES
 from tests import refusals
@@ -212,6 +212,22 @@ def test_other_gpus_are_declined():
     inputs, arguments = good()
     call = request_of("flash", Inputs(**inputs), **arguments)
     assert "no kernel is built for this GPU" in why_not(call._replace(target=""))
+
+
+def test_calls_beside_those_that_pytorch_computes_faster_are_served():
+    inputs, arguments = good()
+    masked = {"q": empty(2, slower.MASKED_QUERIES + 1, 4, 64), "bias": empty(2, 4, 2, 128)}
+    of_72 = {name: empty(2, 128, 4, 72) for name in "qkv"}
+    for backend, changes in (
+        ("efficient", masked),
+        ("cudnn", masked),
+        ("flash", of_72),
+        ("efficient", of_72),
+    ):
+        assert why_not(request_of(backend, Inputs(**inputs | changes), **arguments)) is None
+    cudnn_72 = request_of("cudnn", Inputs(**inputs | of_72), **arguments)
+    assert why_not(cudnn_72._replace(target="sm80")) is None
+    assert why_not(cudnn_72._replace(learns=True)) is None
 
 
 @pytest.mark.parametrize("backend", OPERATORS)
@@ -644,7 +660,7 @@ def test_threads_call_while_another_turns_it_on_and_off():
         )
         threads = [threading.Thread(target=call, args=(step,)) for step in steps]
         [thread.start() for thread in threads]
-        for i in range(500):
+        for i in range(200):
             activation = sdpa.Activation(Options(), "CPU")
             steps[0]()
             activation.remove()
@@ -866,3 +882,43 @@ def test_signatures_are_pytorchs_schemas(name):
         assert (parameter.kind is inspect.Parameter.KEYWORD_ONLY) == argument.kwarg_only
         default = argument.default_value if argument.has_default_value() else inspect.Parameter.empty
         assert parameter.default == default
+
+
+def test_an_operator_below_pytorchs_own_is_pytorchs():
+    """PyTorch's flash operator calls another one; where it falls through, so does that one, uncounted."""
+    calls: list[str] = []
+
+    class Kernel:
+        def __init__(self, name, below):
+            self.name, self.below = name, below
+
+        def call_boxed(self, keyset):
+            self.below()
+            calls.append(f"PyTorch's {self.name}")
+            return ()
+
+    def ours(options):
+        calls.append("ours")
+        return ()
+
+    def overriding(name, implementation, below):
+        made = overrides.Override(name, implementation, Kernel(name, below))
+        made.options = Options()
+        return made
+
+    sdpa.served.clear()
+    inner = overriding("inner", ours, lambda: None)
+    outer = overriding("outer", lambda options: "no", lambda: inner(None))
+    outer(None)
+    assert calls == ["PyTorch's inner", "PyTorch's outer"] and sdpa.served == {("outer", "no"): 1}
+    calls.clear()
+    inner(None)
+    assert calls == ["ours"]
+
+    def fail():
+        raise RuntimeError("an error of PyTorch's")
+
+    with pytest.raises(RuntimeError):
+        overriding("outer", lambda options: "no", fail)(None)
+    inner(None)
+    assert calls == ["ours", "ours"]

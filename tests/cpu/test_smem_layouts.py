@@ -1,6 +1,7 @@
 """A user's layouts, copies and MMAs: a wrong one gets a sentence with its method, its operand and what is accepted."""
 
 import dataclasses
+import re
 
 import pytest
 from cutlass import cute
@@ -89,19 +90,13 @@ SHAPE = r"accepted: a layout of \(rows, columns, stages\) = \(128, 64, 1\)"
 ONE = (lambda r, c, s: 1,)
 WRONG = {
     "no stages": (lambda r, c, s: cute.make_layout((r, c)), rf"returns a layout of \(128, 64\); {SHAPE}"),
-    "other stages": (
-        lambda r, c, s: cute.make_layout((r, c, 2)),
-        rf"returns a layout of \(128, 64, 2\); {SHAPE}",
-    ),
+    "other stages": (lambda r, c, s: cute.make_layout((r, c, 2)), rf"returns a layout of \(128, 64, 2\); {SHAPE}"),
     "one mode": (lambda r, c, s: cute.make_layout(r * c), rf"returns a layout of \(8192,\); {SHAPE}"),
     "transposed": (
         lambda r, c, s: cute.make_layout((c, r, s), stride=(r, 1, r * c)),
         rf"returns a layout of \(64, 128, 1\); {SHAPE}",
     ),
-    "coordinates": (
-        lambda *shape: cute.make_identity_layout(shape),
-        rf"returns \S+; {SHAPE} with integers alone",
-    ),
+    "coordinates": (lambda *shape: cute.make_identity_layout(shape), rf"returns \S+; {SHAPE} with integers alone"),
     "None": (lambda *shape: None, rf"returns None; {SHAPE}, or a swizzle over one"),
     "a number": (lambda *shape: 3, rf"returns an int; {SHAPE}, or a swizzle over one"),
     "raises": (missing, rf"raises KeyError: 'missing' \(test_smem_layouts.py, line \d+\); {SHAPE}"),
@@ -122,7 +117,7 @@ WRONG = {
         strided(lambda r, c, s: -c, *ONE, lambda r, c, s: r * c),
         r"takes \S+ bytes of shared memory; accepted: at most 16,384",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("layout", "message"), WRONG.values(), ids=WRONG)
@@ -131,6 +126,23 @@ def test_a_wrong_layout_is_not_compiled(variant, layout, message):
         compile(variant(forward(layout)), "tile_m=128")
 
 
+NAMES = (
+    "forward-sm80-bf16-d64",
+    "forward-sm80-fp32-d64",
+    "kvcache-sm80-bf16-d128-seqused_k-split_shares",
+    "backward-sm80-bf16-d64",
+    "backward-sm80-fp32-d512",
+    "backward_convert-sm80-bf16-d64",
+    "forward-sm90-bf16-d128-bias_bf16",
+    "forward-sm90-bf16-d512",
+    "kvcache-sm90-bf16-d128-seqused_k-split_shares",
+    "backward-sm90-bf16-d128-bias_bf16",
+    "backward-sm90-bf16-d192",
+    "backward_convert-sm90-bf16-d96",
+)
+METHODS = {"smem_layout", "bias_layout", "values_layout", "probabilities_layout", "gradient_layout"} | {
+    f"layout_{name}" for name in ("k", "v", "q", "do", "ds", "bias")
+}
 PARTS = {
     "gmem_load",
     "gmem_store",
@@ -143,6 +155,20 @@ PARTS = {
     "mma_dq",
 }
 PARTS |= {"mma_scores", "scores_store", "gradient_store", "store_copy"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_method_of_each_kernel_is_named(name):
+    kernel = lookup(Traits.parse(name))
+    methods = {method for method in METHODS | PARTS if hasattr(kernel, method)}
+    called = {layout.method for layout in kernel.copies().layouts.values()}
+    called |= {part.call.partition("(")[0] for part in kernel.copies().parts.values()}
+    unused = set() if "bias" in name else {"bias_layout", "layout_bias"}
+    assert called == methods - unused
+    for method in called:
+        mine = type("Mine", (type(kernel),), {method: lambda self, *args, **kwargs: None})
+        found = list(reasons(mine(kernel.traits, kernel.tile)))
+        assert any(re.match(rf"{method}(\([^)]*\)| of \w+) returns None; accepted: a ", one) for one in found)
 
 
 class FewThreads(ForwardSm80):

@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 
 from cute_attn.compiler import registry
 from cute_attn.epilogues.inputs import UNBOUNDED
-from cute_attn.host.backward_splits import (
-    MAX_SPLITS,
-    even_splits,
-    head_splits,
-    key_splits,
-    queries_seen,
-)
+from cute_attn.host.backward_splits import MAX_SPLITS, even_splits, head_splits, key_splits, queries_seen
 from cute_attn.host.call import Call
 from cute_attn.tiles import BackwardSm90Tile
 from cute_attn.traits import Traits

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from cute_attn import transformers as hf
-from tests import refusals
+from tests import calls, refusals
 
 F64 = torch.float64
 
@@ -45,14 +45,40 @@ def band(rows, keys, window=math.inf):
 
 # ---- the attention function ----
 
+T = Q, K, V = heads(3, 6)
+O = [x.transpose(1, 2) for x in T]
+PACKED = [x.transpose(1, 2)[0] for x in heads(9, 9, batch=1)]
+STARTS = torch.tensor([0, 2, 6, 9], dtype=torch.int32)
+LENGTHS = {
+    "cu_seq_lens_q": STARTS,
+    "cu_seq_lens_k": STARTS,
+    "max_length_q": 4,
+    "max_length_k": torch.tensor(4),
+}
+SEEN = torch.rand(2, 1, 3, 8, generator=torch.Generator().manual_seed(3)) > 0.3
+ADDED, SINKS = randn(2, 4, 3, 6, seed=8), randn(4, seed=7)
+MEANINGS = """
+forward(layer(), *T, None) == attention(*O, causal=True)
+forward(layer(is_causal=False), *T, None) == attention(*O)
+forward(layer(), *T, None, is_causal=False) == attention(*O)
+forward(layer(), *T, None, sliding_window=2) == attention(*O, causal=True, window=(1, 0))
+forward(layer(), *T, None, sliding_window=9) == attention(*O, causal=True)
+forward(layer(), *T, None, scaling=0.3, softcap=0.8) == attention(*O, causal=True, softmax_scale=0.3, softcap=0.8)
+forward(layer(), *T, None, dropout=0.5) == attention(*O, causal=True, dropout_p=0.5)
+forward(layer(), *T, None, s_aux=SINKS) == attention(*O, causal=True, sinks=SINKS)
+forward(layer(), *T, None, position_bias=ADDED) == attention(*O, causal=True, bias=ADDED)
+forward(layer(), *T, SEEN, sliding_window=2) == attention(*O, bias=SEEN[..., :6])
+forward(layer(), *T, ADDED, sliding_window=2) == attention(*O, bias=ADDED)
+forward(layer(), *T, SEEN, position_bias=ADDED) == attention(*O, bias=ADDED.masked_fill(~SEEN[..., :6], -np.inf))
+forward(layer(), *heads(9, 9, batch=1), None, sliding_window=2, **LENGTHS)
+    == attention_varlen(*PACKED, STARTS, STARTS, 4, 4, causal=True, window=(1, 0))
+"""
 
-@pytest.mark.parametrize(("rows", "keys"), [(6, 6), (1, 6), (3, 6)])
-@pytest.mark.parametrize("window", [None, 2, 9])
-def test_without_a_mask_the_last_query_is_the_last_keys(rows, keys, window):
-    q, k, v = heads(rows, keys)
-    out, weights = hf.attention_forward(layer(), q, k, v, None, sliding_window=window)
-    assert weights is None and out.shape == (2, rows, 4, 16)
-    torch.testing.assert_close(out, plain(q, k, v, band(rows, keys, window or math.inf)))
+
+@calls.each(MEANINGS)
+def test_meanings(theirs, ours):
+    """A mask of four dimensions is all that hides; without one the last query is the last key's."""
+    calls.check(theirs, ours, globals() | {"forward": hf.attention_forward})
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -65,36 +91,6 @@ def test_padding(window):
     assert not out[0, :2].any()
     out, _ = hf.attention_forward(layer(is_causal=False), q, k, v, padding)
     torch.testing.assert_close(out, plain(q, k, v, padding[:, None, None, :].expand(2, 1, 6, 6)))
-
-
-def test_a_mask_of_four_dimensions_is_all_that_hides():
-    q, k, v = heads()
-    seen = torch.rand(2, 1, 6, 8, generator=torch.Generator().manual_seed(3)) > 0.3
-    added = randn(2, 4, 6, 6, seed=8)
-    for mask in (seen, added):
-        out, _ = hf.attention_forward(layer(), q, k, v, mask, sliding_window=2)
-        torch.testing.assert_close(out, plain(q, k, v, mask[..., :6]))
-    out, _ = hf.attention_forward(layer(), q, k, v, seen, position_bias=added)
-    torch.testing.assert_close(out, plain(q, k, v, added.masked_fill(~seen[..., :6], -math.inf)))
-
-
-def test_a_position_bias_is_added():
-    q, k, v = heads()
-    bias = randn(1, 4, 6, 6, seed=8)
-    out, _ = hf.attention_forward(layer(), q, k, v, None, position_bias=bias)
-    torch.testing.assert_close(out, plain(q, k, v, bias.masked_fill(~band(6, 6), -math.inf)))
-
-
-def test_numbers_reach_the_kernels():
-    q, k, v = heads(dim=12, dim_v=20)
-    out, _ = hf.attention_forward(layer(), q, k, v, None, scaling=0.3, softcap=0.8, is_causal=False)
-    scores = 0.8 * ((q @ k.repeat_interleave(2, 1).mT * 0.3) / 0.8).tanh()
-    wanted = (scores.softmax(-1) @ v.repeat_interleave(2, 1)).transpose(1, 2)
-    torch.testing.assert_close(out, wanted)
-    torch.testing.assert_close(hf.attention_forward(layer(), q, k, v, None)[0], plain(q, k, v, band(6, 6)))
-    torch.manual_seed(0)
-    dropped, _ = hf.attention_forward(layer(), q, k, v, None, dropout=0.5)
-    assert not torch.allclose(dropped, plain(q, k, v, band(6, 6)))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -114,18 +110,6 @@ def test_sinks_are_keys_without_a_value(packed):
     torch.testing.assert_close(*grads)
 
 
-@pytest.mark.parametrize("window", [None, 2])
-def test_packed_sequences(window):
-    q, k, v = heads(9, 9, batch=1)
-    starts = torch.tensor([0, 2, 6, 9], dtype=torch.int32)
-    lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
-    lengths |= {"max_length_q": 4, "max_length_k": torch.tensor(4)}
-    out, _ = hf.attention_forward(layer(), q, k, v, None, sliding_window=window, **lengths)
-    owner = torch.bucketize(torch.arange(9), starts, right=True)
-    seen = band(9, 9, window or math.inf) & (owner[:, None] == owner)
-    torch.testing.assert_close(out, plain(q, k, v, seen))
-
-
 @pytest.mark.parametrize("mask", [None, torch.ones(2, 6).bool(), band(6, 6).expand(2, 1, 6, 6)])
 def test_compiles_into_one_graph(mask):
     torch.compiler.reset()
@@ -140,7 +124,7 @@ def test_compiles_into_one_graph(mask):
     torch.testing.assert_close(compiled(q, k, v, mask), f(q, k, v, mask))
 
 
-Q = randn(1, 2, 4, 8)
+ONE = randn(1, 2, 4, 8)
 SLIDING = SimpleNamespace(layer_types=["full_attention", "sliding_attention"], sliding_window=7)
 WRONG = """
 forward(cache=1) -> NotImplementedError: cache is an int; accepted: None, since
@@ -156,7 +140,7 @@ forward(is_causal=False, sliding_window=3) -> ValueError: sliding_window is 3 wi
 
 @refusals.each(WRONG)
 def test_what_is_not_understood_raises(call, sentence):
-    given = {"module": layer(), "query": Q, "key": Q, "value": Q, "attention_mask": None}
+    given = {"module": layer(), "query": ONE, "key": ONE, "value": ONE, "attention_mask": None}
     names = {"forward": lambda **changes: hf.attention_forward(**given | changes)}
     refusals.check(call, sentence, globals() | names)
 
@@ -189,10 +173,7 @@ FOUR = {
     "added": {"use_vmap": True},
     "packed": {"allow_is_causal_skip": False},
     "chunks": {"local_size": 4, "config": SimpleNamespace(attention_chunk_size=4)},
-    "chunks_of_the_window": {
-        "local_size": 4,
-        "config": SimpleNamespace(attention_chunk_size=4, sliding_window=4),
-    },
+    "chunks_of_the_window": {"local_size": 4, "config": SimpleNamespace(attention_chunk_size=4, sliding_window=4)},
     "static_cache": {"q_offset": torch.tensor(0)},
     "unused_keys": {"q_length": 3, "q_offset": 0},
     "bidirectional_window": {
@@ -201,7 +182,7 @@ FOUR = {
         "local_size": 4,
         "config": WINDOW,
     },
-}
+}  # fmt: skip
 
 
 def mask_of(**changes):

@@ -22,15 +22,7 @@ CASES = [
     Case("d256", seqlen_q=150, seqlen_k=200, head_dim=256),
     Case("d512", seqlen_q=70, seqlen_k=100, head_dim=512),
     Case("d59-causal", seqlen_q=200, seqlen_k=190, head_dim=59, causal=True),
-    Case(
-        "bias-dropout-d128",
-        seqlen_q=130,
-        seqlen_k=130,
-        bias="fp32",
-        bias_hides=True,
-        head_dim=128,
-        dropout_p=0.2,
-    ),
+    Case("bias-dropout-d128", seqlen_q=130, seqlen_k=130, bias="fp32", bias_hides=True, head_dim=128, dropout_p=0.2),
     Case(
         "alibi-softcap-dropout_mem_efficient-d64",
         seqlen_q=160,
@@ -43,7 +35,7 @@ CASES = [
     ),
     Case("varlen-d64", lengths_q=(70, 0, 133), lengths_k=(90, 41, 269), causal=True, seqused_k=(80, 41, 200)),
     Case("large-scores-d64", seqlen_q=128, seqlen_k=500, logits=20.0),
-]
+]  # fmt: skip
 CASES = [replace(case, dtype="fp32") for case in CASES]
 TF32 = ("causal-d64", "d512", "d59-causal", "bias-dropout-d128", "varlen-d64")
 TF32_FACTOR = 1.5

@@ -99,16 +99,7 @@ class Worker:
         )
         environment = os.environ | suite.environment | {"PYTHONPATH": path}
         environment["OUTSIDE"] = json.dumps(self.order | {"done": done})
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "outside.plugin",
-            "-p",
-            "no:cacheprovider",
-        ]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "outside.plugin", "-p", "no:cacheprovider"]
         command += ["--rootdir", str(folder), "-c", os.devnull, *suite.arguments, *suite.paths]
         with self.log.open("a") as log:
             self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
