@@ -228,41 +228,6 @@ def test_torchs_deterministic_switch(case, arch):
 # ---- agreement ----
 
 
-@pytest.mark.skipif(len(ARCHS) < 2, reason="one arch runs here")
-@pytest.mark.parametrize("case", [EVERYTHING, *REPEATED[:3]], ids=lambda case: case.name)
-def test_archs_agree(case):
-    problem, start, exact, _ = prepared(case)
-    a, b = (problem.gradients(start, kernel=arch) for arch in ARCHS[:2])
-    for name in a:
-        size = float(exact[name].abs().max())
-        torch.testing.assert_close(a[name] / size, b[name] / size, atol=0.02, rtol=0.02, msg=name)
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(
-    "case", [BY_NAME["varlen-causal"], BY_NAME["varlen-window"]], ids=lambda case: case.name
-)
-def test_varlen_equals_a_loop(case, arch):
-    problem, start, exact, _ = prepared(case)
-    packed = problem.gradients(start, kernel=arch)
-    cu_q, cu_k = (x.tolist() for x in (problem.lengths.cu_seqlens_q, problem.lengths.cu_seqlens_k))
-    for b in range(len(case.lengths_q)):
-        rows, keys = slice(*cu_q[b : b + 2]), slice(*cu_k[b : b + 2])
-        own = [
-            x.detach()[None, s].requires_grad_()
-            for x, s in zip(problem.tensors, (rows, keys, keys), strict=True)
-        ]
-        out = attention(*own, causal=case.causal, window=case.window, kernel=arch)
-        for name, s, grad in zip(
-            ("dq", "dk", "dv"),
-            (rows, keys, keys),
-            torch.autograd.grad(out, own, start.out[None, rows]),
-            strict=True,
-        ):
-            size = float(exact[name].abs().max())
-            torch.testing.assert_close(packed[name][s] / size, grad[0] / size, atol=0.01, rtol=0.02)
-
-
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     "case", [BY_NAME["causal-203x113"], BY_NAME["varlen-causal"]], ids=lambda case: case.name
@@ -507,18 +472,6 @@ def test_compiles_into_one_graph(tensors, dynamic):
         torch.testing.assert_close(a, b, atol=0.01, rtol=0.01)
 
 
-def test_checkpointing_repeats_the_same_mask(tensors):
-    def f(q, k, v):
-        return attention(q, k, v, dropout_p=0.5, deterministic=True).square()
-
-    grads = []
-    for use in (False, True):
-        torch.cuda.manual_seed(3)
-        out = torch.utils.checkpoint.checkpoint(f, *tensors, use_reentrant=False) if use else f(*tensors)
-        grads.append(torch.autograd.grad(out.float().sum(), tensors))
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-
-
 def test_a_replayed_graph_uses_one_new_mask_in_forward_and_backward(tensors):
     grad = torch.randn_like(tensors[0])
     options = {"dropout_p": 0.5, "causal": True, "deterministic": True}
@@ -562,14 +515,6 @@ def test_the_current_stream_is_used(tensors):
         grads = torch.autograd.grad(out, tensors, late)
     torch.cuda.current_stream().wait_stream(stream)
     assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
-
-
-def test_backward_runs_twice_with_retain_graph(tensors):
-    out = attention(*tensors, causal=True, deterministic=True)
-    grad = torch.randn_like(out)
-    first = torch.autograd.grad(out, tensors, grad, retain_graph=True)
-    second = torch.autograd.grad(out, tensors, grad)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_saved_tensors_may_move_to_the_cpu_and_back(tensors):
