@@ -1,6 +1,7 @@
 """Merges partial results of attention over disjoint sets of keys. Runs on every target.
 
-:class:`Combine` merges given ones, :class:`CombineShares` those of a kvcache kernel that divides all key blocks.
+:class:`Combine` merges given ones, :class:`CombineShares` those of a kvcache kernel that divides all key blocks. Their
+device code is one: :class:`GivenRows` or :class:`UnitRows` says where a row's partial results are.
 
     m       = max over i of lse[i]              of one query of one head, over its partial results i
     w[i]    = exp(lse[i] - m)
@@ -97,6 +98,65 @@ class RowPartials:
 
 
 @dataclass(frozen=True)
+class GivenRows:
+    """The rows of results that a caller has: each CTA's are ``tile.rows`` of all, heads first, adjacent in memory.
+
+    Attributes:
+        count: of rows.
+        queries, heads: of a sequence.
+        ctas: of the grid.
+    """
+
+    count: Int32
+    queries: cute.FastDivmodDivisorV2
+    heads: cute.FastDivmodDivisorV2
+    ctas: Int32
+
+    @staticmethod
+    def make(mO: cute.Tensor, tile: CombineTile) -> "GivenRows":
+        """On the host."""
+        batch, queries, heads, _ = mO.shape
+        count = batch * queries * heads
+        by_queries, by_heads = (cute.FastDivmodDivisorV2(cutlass.max(n, 1)) for n in (queries, heads))
+        return GivenRows(count, by_queries, by_heads, cute.ceil_div(count, tile.rows))
+
+    def find(
+        self, kernel: Any, partials: tuple, mO: cute.Tensor, base: cute.Pointer
+    ) -> tuple[Place, RowPartials]:
+        """What the thread works on: nothing that the kernel before writes says that."""
+        return self.of(kernel, partials, cute.arch.block_idx()[0], cute.arch.thread_idx()[0])
+
+    def are_divided(self, found: tuple[Place, RowPartials]) -> bool:
+        """Whether the CTA's rows have several partial results: they may."""
+        return True
+
+    def of_thread(
+        self, kernel: Any, found: tuple[Place, RowPartials], partials: tuple, thread: Int32
+    ) -> tuple[Place, RowPartials]:
+        """What a thread works on, and where its row's partial results are."""
+        return found
+
+    @cute.jit
+    def of(
+        self, kernel: Constexpr, partials: tuple, block: Int32, thread: Int32
+    ) -> tuple[Place, RowPartials]:
+        """The same of a CTA's thread."""
+        per_row, groups = kernel.tile.threads_per_row(kernel.traits), kernel.tile.groups
+        own = thread // (per_row * groups)
+        flat = block * kernel.tile.rows + own
+        plane, head = divmod(cutlass.min(flat, self.count - 1), self.heads)
+        batch, query = divmod(plane, self.queries)
+        group, lane = thread // per_row % groups, thread % per_row
+        place = Place(own, group, lane, flat < self.count, batch, query, head)
+        step_partial, step_batch, step_query, step_head, _ = partials[0].stride
+        out = Int64(batch) * step_batch + Int64(query) * step_query + Int64(head) * step_head
+        step_lse, lse_batch, lse_head, lse_query = partials[1].stride
+        lse = Int64(batch) * lse_batch + Int64(head) * lse_head + Int64(query) * lse_query
+        count = Int32(partials[0].shape[0])
+        return place, RowPartials(count, out, Int64(step_partial), lse, Int64(step_lse))
+
+
+@dataclass(frozen=True)
 class Combine:
     """Combine of (traits, tile); call it to trace the host side, see ``__call__``."""
 
@@ -133,14 +193,26 @@ class Combine:
         mSinks: fakes.Sinks,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch. mOpartial (partials, batch, queries, nheads, head_dim_v) and mLSEpartial (partials, batch, nheads,
-        queries): fp32. Packed rows are one batch.
+        """Launch. Packed rows are one batch.
+
+        Args:
+            mOpartial, mLSEpartial: fp32 (partials, batch, queries, nheads, head_dim_v) and (partials, batch, nheads,
+                queries).
         """
-        batch, queries, heads, _ = mO.shape
-        rows = batch * queries * heads
-        divisors = tuple(cute.FastDivmodDivisorV2(cutlass.max(n, 1)) for n in (queries, heads))
-        self.kernel(mOpartial, mLSEpartial, mO, mLSE, mSinks, rows, divisors).launch(
-            grid=[cute.ceil_div(rows, self.tile.rows), 1, 1],
+        self.launch((mOpartial, mLSEpartial), mO, mLSE, mSinks, GivenRows.make(mO, self.tile), stream)
+
+    def launch(
+        self,
+        partials: Any,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mSinks: cute.Tensor | None,
+        rows: Any,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch the kernel. partials: tensors of O and LSE first; rows: ``GivenRows`` or ``UnitRows``."""
+        self.kernel(partials, mO, mLSE, mSinks, rows).launch(
+            grid=[rows.ctas, 1, 1],
             block=[self.tile.num_threads(self.traits), 1, 1],
             stream=stream,
             min_blocks_per_mp=1,  # otherwise registers are saved, and few loads are in flight
@@ -152,21 +224,20 @@ class Combine:
     @cute.kernel
     def kernel(
         self,
-        mOpartial: cute.Tensor,
-        mLSEpartial: cute.Tensor,
+        partials: tuple,
         mO: cute.Tensor,
         mLSE: cute.Tensor,
         mSinks: cute.Tensor | None,
-        rows: Int32,
-        divisors: tuple,
+        rows: Any,
     ) -> None:
-        block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
+        thread = cute.arch.thread_idx()[0]
         base = memory.SmemAllocator().allocate(self.tile.smem_bytes(self.traits), 16)
         shared = self.shared_memory(cute.recast_ptr(base, dtype=Float32))
-        place = self.place(block, thread, rows, divisors)
-        partials = self.row_partials(mOpartial, mLSEpartial, place)
-        self.wait_for_partials()
-        self.merge(mOpartial.iterator, mLSEpartial.iterator, partials, shared, place, mO, mLSE, mSinks)
+        found = rows.find(self, partials, mO, base)
+        self.wait_for_partials()  # what wrote the lengths has ended before that kernel began
+        if rows.are_divided(found):
+            place, own = rows.of_thread(self, found, partials, thread)
+            self.merge(partials[0].iterator, partials[1].iterator, own, shared, place, mO, mLSE, mSinks)
 
     @cute.jit
     def wait_for_partials(self) -> None:
@@ -219,28 +290,6 @@ class Combine:
             area("sums", tile.rows, tile.groups, self.traits.head_dim_v),
             area("totals", tile.rows, tile.groups),
         )
-
-    @cute.jit
-    def place(self, block: Int32, thread: Int32, rows: Int32, divisors: tuple) -> Place:
-        """The place of a CTA's thread. Heads run fastest, as they are adjacent in memory."""
-        per_row, groups = self.tile.threads_per_row(self.traits), self.tile.groups
-        own = thread // (per_row * groups)
-        flat = block * self.tile.rows + own
-        queries, heads = divisors
-        plane, head = divmod(cutlass.min(flat, rows - 1), heads)
-        batch, query = divmod(plane, queries)
-        return Place(own, thread // per_row % groups, thread % per_row, flat < rows, batch, query, head)
-
-    @cute.jit
-    def row_partials(self, mOpartial: cute.Tensor, mLSEpartial: cute.Tensor, place: Place) -> RowPartials:
-        """Partial results of a thread's row."""
-        step_partial, step_batch, step_query, step_head, _ = mOpartial.stride
-        out = (
-            Int64(place.batch) * step_batch + Int64(place.query) * step_query + Int64(place.head) * step_head
-        )
-        step_lse, lse_batch, lse_head, lse_query = mLSEpartial.stride
-        lse = Int64(place.batch) * lse_batch + Int64(place.head) * lse_head + Int64(place.query) * lse_query
-        return RowPartials(Int32(mOpartial.shape[0]), out, Int64(step_partial), lse, Int64(step_lse))
 
     @cute.jit
     def load_lse(self, lses: cute.Pointer, partials: RowPartials, shared: Shared, place: Place) -> None:
@@ -429,24 +478,46 @@ class Combine:
 
 
 @dataclass(frozen=True)
-class CombineUnits:
-    """Units, query blocks of packs of heads, in chunks of a CTA's rows: block -> (batch, pack, m_block, chunk).
+class CombineUnit:
+    """A CTA's unit and rows: ``first`` and ``last``, the slots that have parts of it, are equal if it is whole."""
 
-    Packed queries have the query blocks of all sequences, padded as in :func:`first_block`. Where the tile says so the
-    chunks are of a slot's unit instead: block -> (slot, chunk).
+    batch: Int32
+    pack: Int32
+    row0: Int32
+    chunk: Int32
+    info: SeqlenInfo
+    first: Int32
+    last: Int32
+
+
+@dataclass(frozen=True)
+class UnitRows:
+    """The rows that a kvcache kernel with split "shares" left in parts: a CTA has some rows of one unit.
+
+    A unit is a query block of a pack of heads. CTAs take units in chunks of rows: block -> (batch, pack, m_block,
+    chunk). With ``by_slot`` they take the unit that a slot begins and does not end: block -> (slot, chunk). Packed
+    queries have the query blocks of all sequences, padded as in :func:`first_block`.
     """
 
+    seqlens: Seqlens
+    mask_args: tuple | None
     chunks: cute.FastDivmodDivisorV2
     m_blocks: cute.FastDivmodDivisorV2
     packs: cute.FastDivmodDivisorV2
     packs_per_kvhead: cute.FastDivmodDivisorV2
     group: Int32
-    total: Int32
+    ctas: Int32
+    slots: Int32
 
     @staticmethod
     def make(
-        mO: cute.Tensor, seqlens: Seqlens, nheads_kv: Int32, slots: Int32, tile: CombineSharesTile
-    ) -> "CombineUnits":
+        mO: cute.Tensor,
+        seqlens: Seqlens,
+        mask_args: tuple | None,
+        nheads_kv: Int32,
+        slots: Int32,
+        tile: CombineSharesTile,
+    ) -> "UnitRows":
         """On the host."""
         queries = tile.tile_m // tile.pack_heads
         group = cutlass.max(mO.shape[-2] // cutlass.max(nheads_kv, 1), 1)
@@ -465,37 +536,80 @@ class CombineUnits:
         chunks, m_blocks, packs, packs_per_kvhead = (
             cute.FastDivmodDivisorV2(cutlass.max(n, 1)) for n in (chunks, m_blocks, packs, packs_per_kvhead)
         )
-        return CombineUnits(chunks, m_blocks, packs, packs_per_kvhead, group, total)
+        return UnitRows(seqlens, mask_args, chunks, m_blocks, packs, packs_per_kvhead, group, total, slots)
 
+    @cute.jit
+    def find(self, kernel: Constexpr, partials: Partials, mO: cute.Tensor, base: cute.Pointer) -> CombineUnit:
+        """The CTA's unit, which its first warp looks up."""
+        start = kernel.tile.smem_areas(kernel.traits)["unit"][0]
+        found = cute.make_tensor(cute.recast_ptr(base + start, dtype=Int32), cute.make_layout(5))
+        number, lane = self.seqlens.batch(mO), cute.arch.lane_idx()
+        index, chunk = divmod(cute.arch.block_idx()[0], self.chunks)
+        if cute.arch.thread_idx()[0] < 32:
+            warm_lengths(self.seqlens, number, lane)
+            self.look_up(kernel, index, number, lane, found)
+        cute.arch.barrier()
+        return self.unit(found, chunk)
 
-@dataclass(frozen=True)
-class CombineLine:
-    """The line of all key blocks, and where a CTA's unit is looked up on it.
+    def are_divided(self, unit: CombineUnit) -> Boolean:
+        """Whether several slots have parts of the unit: otherwise one wrote the result."""
+        return unit.first < unit.last
 
-    Attributes:
-        number: of sequences.
-        lane: of the warp that looks it up.
-    """
+    @cute.jit
+    def look_up(
+        self, kernel: Constexpr, index: Int32, number: Int32, lane: Int32, found: cute.Tensor
+    ) -> None:
+        """A CTA's batch, pack, first row, and first and last slot, by a whole warp; number: of sequences."""
+        tile, seqlens = kernel.tile, self.seqlens
+        queries: Constexpr = tile.tile_m // tile.pack_heads
+        mask_args: Any = () if cutlass.const_expr(self.mask_args is None) else self.mask_args
+        blocks = VisibleBlocks(seqlens, mask_args, kernel.mask, queries, tile.tile_n)
+        line = (blocks, number, self.packs.divisor, self.slots, lane, OVERHEAD)
+        if cutlass.const_expr(tile.by_slot):
+            batch, pack, m_block, last = KeyShares.make(*line).divided_unit(index)
+            row0, first = m_block * queries, index
+        else:
+            plane, m_block = divmod(index, self.m_blocks)
+            batch, pack = Int32(0), plane
+            if cutlass.const_expr(kernel.traits.varlen):
+                batch = sequence_of_block(seqlens.cu_seqlens_q, m_block, queries)
+                m_block -= first_block(seqlens.cu_seqlens_q, batch, queries)
+            else:
+                batch, pack = divmod(plane, self.packs)
+            row0, first, last = m_block * queries, Int32(0), Int32(0)
+            if (row0 >= 0) & (row0 < SeqlenInfo.read(seqlens, batch).seqlen_q):
+                shares, start = KeyShares.measure(*line, batch)
+                first, last = shares.slots_of(start, batch, pack, m_block)
+        if lane == 0:
+            numbers = (batch, pack, row0, first, last)
+            for i in cutlass.range_constexpr(5):
+                found[i] = numbers[i]
 
-    number: Int32
-    seqlens: Seqlens
-    mask_args: tuple
-    units: CombineUnits
-    slots: Int32
-    lane: Int32
+    def unit(self, found: cute.Tensor, chunk: Int32) -> CombineUnit:
+        """The unit that was found."""
+        batch, pack, row0, first, last = (found[i] for i in range(5))
+        return CombineUnit(batch, pack, row0, chunk, SeqlenInfo.read(self.seqlens, batch), first, last)
 
-
-@dataclass(frozen=True)
-class CombineUnit:
-    """A CTA's unit and rows: ``first`` and ``last``, the slots that have parts of it, are equal if it is whole."""
-
-    batch: Int32
-    pack: Int32
-    row0: Int32
-    chunk: Int32
-    info: SeqlenInfo
-    first: Int32
-    last: Int32
+    @cute.jit
+    def of_thread(
+        self, kernel: Constexpr, unit: CombineUnit, partials: Partials, thread: Int32
+    ) -> tuple[Place, RowPartials]:
+        """What a thread works on, and where its row's partial results are, of the slots from first to last."""
+        tile, per_row = kernel.tile, kernel.tile.threads_per_row(kernel.traits)
+        own = thread // (per_row * tile.groups)
+        row = unit.chunk * tile.rows + own
+        head_kv, of_kvhead = divmod(unit.pack, self.packs_per_kvhead)
+        in_group = of_kvhead * tile.pack_heads + row % tile.pack_heads
+        query = unit.row0 + row // tile.pack_heads
+        exists = (row < tile.tile_m) & (query < unit.info.seqlen_q) & (in_group < self.group)
+        head = cutlass.min(head_kv * self.group + in_group, self.group * (head_kv + 1) - 1)
+        group, lane = thread // per_row % tile.groups, thread % per_row
+        place = Place(own, group, lane, exists, unit.batch, unit.info.offset_q + query, head)
+        (step, step_row, _), (lse_step, lse_row) = partials.out.stride, partials.lse.stride
+        row, before = Int64(cutlass.min(row, tile.tile_m - 1)), Int64(2 * unit.first)
+        out, lse = before * step + row * step_row, before * lse_step + row * lse_row
+        count = unit.last - unit.first + 1
+        return place, RowPartials(count, out, Int64(step), lse, Int64(lse_step), True)
 
 
 @dataclass(frozen=True)
@@ -544,126 +658,5 @@ class CombineShares(Combine):
         stream: cuda.CUstream,
     ) -> None:
         """Launch. mask_args: None where the mask has none."""
-        units = CombineUnits.make(mO, seqlens, nheads_kv, slots, self.tile)
-        self.kernel(partials, mO, mLSE, mSinks, seqlens, mask_args, units, slots).launch(
-            grid=[units.total, 1, 1],
-            block=[self.tile.num_threads(self.traits), 1, 1],
-            stream=stream,
-            min_blocks_per_mp=1,  # otherwise registers are saved, and few loads are in flight
-            use_pdl=self.traits.arch == "sm90",
-        )
-
-    @cute.kernel
-    def kernel(
-        self,
-        partials: Partials,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
-        mSinks: cute.Tensor | None,
-        seqlens: Seqlens,
-        mask_args: Any,
-        units: CombineUnits,
-        slots: Int32,
-    ) -> None:
-        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
-        base = memory.SmemAllocator().allocate(self.tile.smem_bytes(self.traits), 16)
-        shared, found = self.shared_memory(cute.recast_ptr(base, dtype=Float32)), self.found_unit(base)
-        number = seqlens.batch(mO)
-        if cutlass.const_expr(mask_args is None):
-            mask_args = ()
-        index, chunk = divmod(cute.arch.block_idx()[0], units.chunks)
-        if thread < 32:
-            warm_lengths(seqlens, number, lane)
-            self.find(index, CombineLine(number, seqlens, mask_args, units, slots, lane), found)
-        cute.arch.barrier()
-        unit = self.unit(found, chunk, seqlens)
-        self.wait_for_partials()  # what wrote the lengths has ended before that kernel began
-        if unit.first < unit.last:
-            place, rows = self.place_of_unit(thread, unit, partials, units)
-            self.merge(partials.out.iterator, partials.lse.iterator, rows, shared, place, mO, mLSE, mSinks)
-
-    def found_unit(self, base: cute.Pointer) -> cute.Tensor:
-        """(5,) int32 in shared memory: what :meth:`find` found."""
-        start = self.tile.smem_areas(self.traits)["unit"][0]
-        return cute.make_tensor(cute.recast_ptr(base + start, dtype=Int32), cute.make_layout(5))
-
-    @cute.jit
-    def find(self, index: Int32, line: CombineLine, found: cute.Tensor) -> None:
-        """A CTA's batch, pack, first row, and first and last slot, by a whole warp."""
-        look = self.unit_of_slot if self.tile.by_slot else self.unit_of_all
-        numbers = look(index, line)
-        if line.lane == 0:
-            for i in cutlass.range_constexpr(5):
-                found[i] = numbers[i]
-
-    def unit(self, found: cute.Tensor, chunk: Int32, seqlens: Seqlens) -> CombineUnit:
-        """The unit that was found."""
-        batch, pack, row0, first, last = (found[i] for i in range(5))
-        return CombineUnit(batch, pack, row0, chunk, SeqlenInfo.read(seqlens, batch), first, last)
-
-    @cute.jit
-    def unit_of_all(self, plane: Int32, line: CombineLine) -> tuple[Int32, Int32, Int32, Int32, Int32]:
-        """The unit at a place among all."""
-        queries: Constexpr = self.tile.tile_m // self.tile.pack_heads
-        seqlens, units = line.seqlens, line.units
-        plane, m_block = divmod(plane, units.m_blocks)
-        batch, pack = Int32(0), plane
-        if cutlass.const_expr(self.traits.varlen):
-            batch = sequence_of_block(seqlens.cu_seqlens_q, m_block, queries)
-            m_block -= first_block(seqlens.cu_seqlens_q, batch, queries)
-        else:
-            batch, pack = divmod(plane, units.packs)
-        info = SeqlenInfo.read(seqlens, batch)
-        row0 = m_block * queries
-        first, last = Int32(0), Int32(0)
-        if (row0 >= 0) & (row0 < info.seqlen_q):
-            blocks = VisibleBlocks(seqlens, line.mask_args, self.mask, queries, self.tile.tile_n)
-            heads = units.packs.divisor
-            shares, start = KeyShares.measure(
-                blocks, line.number, heads, line.slots, line.lane, OVERHEAD, batch
-            )
-            first, last = shares.slots_of(start, batch, pack, m_block)
-        return batch, pack, row0, first, last
-
-    @cute.jit
-    def unit_of_slot(self, slot: Int32, line: CombineLine) -> tuple[Int32, Int32, Int32, Int32, Int32]:
-        """The unit that a slot begins and does not end."""
-        queries: Constexpr = self.tile.tile_m // self.tile.pack_heads
-        blocks = VisibleBlocks(line.seqlens, line.mask_args, self.mask, queries, self.tile.tile_n)
-        heads = line.units.packs.divisor
-        shares = KeyShares.make(blocks, line.number, heads, line.slots, line.lane, OVERHEAD)
-        batch, pack, m_block, last = shares.divided_unit(slot)
-        return batch, pack, m_block * queries, slot, last
-
-    @cute.jit
-    def place_of_unit(
-        self, thread: Int32, unit: CombineUnit, partials: Partials, units: CombineUnits
-    ) -> tuple[Place, RowPartials]:
-        """What a thread works on, and where its row's partial results are."""
-        tile, per_row = self.tile, self.tile.threads_per_row(self.traits)
-        own = thread // (per_row * tile.groups)
-        row = unit.chunk * tile.rows + own
-        head_kv, of_kvhead = divmod(unit.pack, units.packs_per_kvhead)
-        in_group = of_kvhead * tile.pack_heads + row % tile.pack_heads
-        query = unit.row0 + row // tile.pack_heads
-        exists = (row < tile.tile_m) & (query < unit.info.seqlen_q) & (in_group < units.group)
-        head = cutlass.min(head_kv * units.group + in_group, units.group * (head_kv + 1) - 1)
-        group, lane = thread // per_row % tile.groups, thread % per_row
-        place = Place(own, group, lane, exists, unit.batch, unit.info.offset_q + query, head)
-        return place, self.unit_partials(partials, unit.first, unit.last, row)
-
-    @cute.jit
-    def unit_partials(self, partials: Partials, first: Int32, last: Int32, row: Int32) -> RowPartials:
-        """The partial results of a row, which the slots from ``first`` to ``last`` wrote."""
-        row = Int64(cutlass.min(row, self.tile.tile_m - 1))
-        step, step_row, _ = partials.out.stride
-        lse_step, lse_row = partials.lse.stride
-        before = Int64(2 * first)
-        return RowPartials(
-            last - first + 1,
-            before * step + row * step_row,
-            Int64(step),
-            before * lse_step + row * lse_row,
-            Int64(lse_step),
-            True,
-        )
+        rows = UnitRows.make(mO, seqlens, mask_args, nheads_kv, slots, self.tile)
+        self.launch(partials, mO, mLSE, mSinks, rows, stream)

@@ -14,12 +14,13 @@ from cutlass import Constexpr, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
 from cute_attn.device.seqlen import Seqlens
-from cute_attn.kernels.combine import CombineLine, CombineShares, CombineUnits
+from cute_attn.kernels.combine import CombineShares, UnitRows
 from cute_attn.tiles.inference import CombineSharesTile
 from cute_attn.traits import Traits
 from cute_attn.work.key_parts import Partials
 from cute_attn.work.key_shares import OVERHEAD
 from tests.divided_keys import QUERIES, TILE_N, Line
+from tests.merged_rows import merge_rows
 
 GROUP, PACK, HEADS_KV, DIM = 3, 2, 2, 16
 """Query heads of a key head, packed two at a time, so that a second pack has one head."""
@@ -38,47 +39,21 @@ def combine(
     memory: cute.Tensor,
     kernel: Constexpr,
 ):
-    """All CTAs; in each all threads through one step after the other. numbers: max_seqlen_q, slots."""
+    """All CTAs. numbers: max_seqlen_q, slots."""
     packed: Constexpr = kernel.traits.varlen
     seqlens = Seqlens(
         starts if packed else None, None, None, lengths, numbers[0], Int32(1 << 30), None, Int32(0)
     )
-    units = CombineUnits.make(out, seqlens, Int32(HEADS_KV), numbers[1], kernel.tile)
-    partials, shared = Partials(outs, lses, Int32(0), Int32(0)), kernel.shared_memory(memory.iterator)
-    threads: Constexpr = kernel.tile.num_threads(kernel.traits)
+    rows = UnitRows.make(out, seqlens, None, Int32(HEADS_KV), numbers[1], kernel.tile)
+    partials = Partials(outs, lses, Int32(0), Int32(0))
     found = cute.make_rmem_tensor(5, Int32)
-    line = CombineLine(Int32(lengths.shape[0]), seqlens, (), units, numbers[1], Int32(0))
-    for block in cutlass.range(units.total, unroll=1):
-        index, chunk = divmod(block, units.chunks)
-        kernel.find(index, line, found)
-        unit = kernel.unit(found, chunk, seqlens)
-        if unit.first < unit.last:
-            for thread in cutlass.range(threads, unroll=1):
-                place, rows = kernel.place_of_unit(thread, unit, partials, units)
-                kernel.load_lse(lses.iterator, rows, shared, place)
-            for thread in cutlass.range(threads, unroll=1):
-                place, rows = kernel.place_of_unit(thread, unit, partials, units)
-                kernel.compute_weights(rows.count, shared, place)
-            for thread in cutlass.range(threads, unroll=1):
-                place, rows = kernel.place_of_unit(thread, unit, partials, units)
-                row_max, largest = kernel.compute_weights(rows.count, shared, place)
-                loaded = None
-                if cutlass.const_expr(kernel.tile.eager):
-                    loaded = kernel.load_first(outs.iterator, rows, place)
-                acc, total = kernel.add_partials(outs.iterator, rows, largest, shared, place, loaded)
-                if cutlass.const_expr(kernel.tile.groups > 1):
-                    kernel.store_sums(acc, total, shared, place)
-                elif place.exists:
-                    kernel.store(acc, total, row_max, out, lse, place)
-            if cutlass.const_expr(kernel.tile.groups > 1):
-                for thread in cutlass.range(threads, unroll=1):
-                    place, rows = kernel.place_of_unit(thread, unit, partials, units)
-                    row_max, _ = kernel.compute_weights(rows.count, shared, place)
-                    vectors: Constexpr = kernel.tile.vectors(kernel.traits)
-                    acc = cute.make_rmem_tensor(cute.make_layout((4, vectors)), cutlass.Float32)
-                    total = kernel.add_groups(acc, shared, place)
-                    if place.exists and place.group == 0:
-                        kernel.store(acc, total, row_max, out, lse, place)
+    for block in cutlass.range(rows.ctas, unroll=1):
+        index, chunk = divmod(block, rows.chunks)
+        rows.look_up(kernel, index, Int32(lengths.shape[0]), Int32(0), found)
+        unit = rows.unit(found, chunk)
+        if rows.are_divided(unit):
+            at = functools.partial(rows.of_thread, kernel, unit, partials)
+            merge_rows(kernel, at, partials, memory, out, lse, None)
 
 
 def dynamic(x):

@@ -11,10 +11,11 @@ from cutlass.cute.runtime import from_dlpack
 
 from cute_attn.api.merge import check, check_for_kernels, merge_attention
 from cute_attn.compiler import compile, registry
-from cute_attn.kernels.combine import Combine
+from cute_attn.kernels.combine import Combine, GivenRows
 from cute_attn.reference import kvcache as kvcache_reference
 from cute_attn.tiles.inference import MAX_PARTIALS, CombineTile
 from cute_attn.traits import Traits
+from tests.merged_rows import merge_rows
 
 # ---- the kernel's steps ----
 
@@ -29,45 +30,11 @@ def combine(
     mSinks: cute.Tensor,
     kernel: Constexpr,
 ):
-    """Every CTA, and in each all threads through one step after the other, as its barriers order them."""
-    batch, queries, heads, _ = mO.shape
-    rows = batch * queries * heads
-    divisors = tuple(cute.FastDivmodDivisorV2(n) for n in (queries, heads))
-    shared = kernel.shared_memory(memory.iterator)
-    threads: Constexpr = kernel.tile.num_threads(kernel.traits)
-    for block in cutlass.range(cute.ceil_div(rows, kernel.tile.rows), unroll=1):
-        for thread in cutlass.range(threads, unroll=1):
-            place = kernel.place(block, thread, rows, divisors)
-            partials = kernel.row_partials(mOpartial, mLSEpartial, place)
-            kernel.load_lse(mLSEpartial.iterator, partials, shared, place)
-        for thread in cutlass.range(threads, unroll=1):
-            place = kernel.place(block, thread, rows, divisors)
-            kernel.compute_weights(mLSEpartial.shape[0], shared, place)
-        for thread in cutlass.range(threads, unroll=1):
-            place = kernel.place(block, thread, rows, divisors)
-            row_max, largest = kernel.compute_weights(mLSEpartial.shape[0], shared, place)
-            partials = kernel.row_partials(mOpartial, mLSEpartial, place)
-            loaded = None
-            if cutlass.const_expr(kernel.tile.eager):
-                loaded = kernel.load_first(mOpartial.iterator, partials, place)
-            acc, total = kernel.add_partials(mOpartial.iterator, partials, largest, shared, place, loaded)
-            if cutlass.const_expr(kernel.tile.groups > 1):
-                kernel.store_sums(acc, total, shared, place)
-            elif place.exists:
-                if cutlass.const_expr(kernel.traits.sinks != ""):
-                    row_max, total = kernel.add_sink(acc, total, row_max, mSinks, place)
-                kernel.store(acc, total, row_max, mO, mLSE, place)
-        if cutlass.const_expr(kernel.tile.groups > 1):
-            for thread in cutlass.range(threads, unroll=1):
-                place = kernel.place(block, thread, rows, divisors)
-                row_max, _ = kernel.compute_weights(mLSEpartial.shape[0], shared, place)
-                vectors: Constexpr = kernel.tile.vectors(kernel.traits)
-                acc = cute.make_rmem_tensor(cute.make_layout((4, vectors)), cutlass.Float32)
-                total = kernel.add_groups(acc, shared, place)
-                if cutlass.const_expr(kernel.traits.sinks != ""):
-                    row_max, total = kernel.add_sink(acc, total, row_max, mSinks, place)
-                if place.exists and place.group == 0:
-                    kernel.store(acc, total, row_max, mO, mLSE, place)
+    """Every CTA."""
+    rows, partials = GivenRows.make(mO, kernel.tile), (mOpartial, mLSEpartial)
+    for block in cutlass.range(rows.ctas, unroll=1):
+        at = functools.partial(rows.of, kernel, partials, block)
+        merge_rows(kernel, at, partials, memory, mO, mLSE, mSinks)
 
 
 def on_cpu(x: torch.Tensor):
