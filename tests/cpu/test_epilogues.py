@@ -5,7 +5,6 @@ tested as it runs on the GPU, except for approximate instructions and for lanes 
 """
 
 import ctypes
-import itertools
 import mmap
 import os
 from dataclasses import replace
@@ -20,8 +19,7 @@ from cute_attn import reference
 from cute_attn.epilogues.base import Epilogue, register_epilogue
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.reference.emulated import MASKED, UNMASKED, UNVISITED
-from cute_attn.reference.tilings import SMALL, TILINGS, TINY, TRANSPOSED, Scores
-from tests import curand
+from cute_attn.reference.tilings import SMALL, TILINGS, Scores
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # The loops over one thread's registers are unrolled on purpose: fragments take static indices.
@@ -370,12 +368,12 @@ def test_bias_is_not_read_beyond_its_end(dtype):
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        # The whole chain and sequences of lengths of their own have the other tilings.
+        # The whole chain has the other tilings.
         *[("dropout", name) for name in TILINGS if name not in ("warps2x2-64x64", "wgmma2-128x112")],
         *[
             ("dropout_mem_efficient", name)
             for name in TILINGS
-            if name not in ("warps8x1-128x96", "wgmma1-64x80", "wgmma2-128x112")
+            if name not in ("warps8x1-128x96", "wgmma1-64x80")
         ],
     ],
 )
@@ -417,43 +415,6 @@ def test_mem_efficient_dropout_keeps_a_word_equal_to_its_threshold(monkeypatch):
     for threshold in words[0, 0, 5, [7, 20, 33, 62]].tolist():
         monkeypatch.setattr("cute_attn.epilogues.dropout.mem_efficient_threshold", lambda p, t=threshold: t)
         assert torch.equal(problem.emulate(tiling).dropped, words < threshold)
-
-
-USED_K = (90, 131, 8, 0, 63)
-
-
-@pytest.mark.parametrize(
-    ("name", "used_k", "version"),
-    [
-        *((SMALL, used_k, version) for used_k in ((), USED_K) for version in ((2, 13), (2, 14))),
-        ("wgmma1-80x64-transposed", (), (2, 13)),
-        *((name, USED_K, (2, 14)) for name in ("wgmma2-128x112", "warps2x1-32x32-transposed")),
-    ],
-)
-def test_mem_efficient_dropout_of_varlen_sequences(monkeypatch, used_k, name, version):
-    """A sequence's rows are as long as it has keys, and the maxima, which are longer than all of them, count."""
-    monkeypatch.setattr("cute_attn.epilogues.numbering.torch_version", lambda: version)
-    lengths_q, lengths_k, longest = (70, 1, 0, 33, 64), (97, 131, 40, 64, 64), (75, 150)
-    seed, offset, dropout_p, nheads = 2**40 + 12345, 2**33 + 6, 0.4, 2
-    problem = Scores.random(
-        *(5, nheads, *longest), dropout_p=dropout_p, rng_state=torch.tensor([seed, offset])
-    )
-    starts = [as_int32([0, *itertools.accumulate(lengths)]) for lengths in (lengths_q, lengths_k)]
-    lengths = reference.Lengths(*starts, seqused_k=as_int32(used_k) if used_k else None)
-    # No P is so small that it is 0 in fp16.
-    problem = replace(problem, lengths=lengths, scale=0.05)
-    features = "dropout_mem_efficient-varlen" + ("-seqused_k" if used_k else "")
-    if "transposed" in name:
-        tiling = (TRANSPOSED | TINY)[name].of(features, op="backward")
-        zeros = torch.zeros(5, nheads, longest[0])
-        dropped = problem.differentiate(tiling, torch.zeros_like(problem.q), zeros, zeros).p == 0
-    else:
-        dropped = problem.emulate(TILINGS[name].of(features)).dropped
-    for b, (n_q, n_k) in enumerate(zip(lengths_q, used_k or lengths_k, strict=True)):
-        for h in range(nheads):
-            first = curand.first_number(version, True, b, h, nheads, *longest)
-            keep = curand.keep_mask(version, seed, offset, first, range(n_q), range(n_k), n_k, dropout_p)
-            assert torch.equal(dropped[b, h, :n_q, :n_k], ~keep), f"sequence {b}, head {h}"
 
 
 @pytest.mark.parametrize(
