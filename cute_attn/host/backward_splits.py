@@ -58,7 +58,7 @@ def key_splits(
         blocks: key blocks of the longest sequence.
         planes: batch times heads of dK.
         multiprocessors: of the GPU.
-        steps: query blocks that a CTA visits for a key block.
+        steps: query blocks that a CTA visits for a key block, on average; one that sees none takes a step all the same.
         accumulator_bytes: of one accumulator.
         all_blocks: key blocks of all planes where sequences differ; 0: the product.
     """
@@ -67,7 +67,7 @@ def key_splits(
     def time(n: int) -> float:
         longest, waves = -(-blocks // n), -(-n * planes // multiprocessors)
         busiest = longest + all_blocks / multiprocessors if all_blocks else waves * longest
-        return busiest * steps + n * accumulator_bytes / FROM_MEMORY
+        return busiest * max(steps, 1) + n * accumulator_bytes / FROM_MEMORY
 
     times = [*map(time, splits)]
     return next(n for n, time in zip(splits, times, strict=True) if time <= NEARLY * min(times))

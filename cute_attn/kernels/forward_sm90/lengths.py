@@ -105,7 +105,7 @@ def _short_tile(traits: Traits, seqlen_q: int, seqlen_k: int, window: int) -> Fo
     elif d <= 64:
         short = seen <= SHORT_SEQLEN or traits.softcap or bool(traits.epilogues)
     else:
-        short = max(seqlen_q, seqlen_k) <= SHORT_SEQLEN
+        short = seqlen_k <= SHORT_SEQLEN
     return tiles[0] if short else None
 
 
@@ -151,9 +151,13 @@ def _of_warpgroups(traits: Traits, number: str) -> ForwardSm90Tile:
 def _tile_for_work(
     plain: ForwardSm90Tile, traits: Traits, seqlen_q: int, seqlen_k: int, pairs: int
 ) -> ForwardSm90Tile | None:
-    """A tile of fewer rows where those of ``plain`` leave multiprocessors idle, or rows of theirs empty."""
+    """A tile of fewer rows where those of ``plain`` leave multiprocessors idle, or rows of theirs empty.
+
+    Small CTAs that do not fill multiprocessors either take more keys per step.
+    """
     if plain.tile_m == 64:
-        return None
+        few = plain.blocks_per_sm > 2 and _count(plain, seqlen_q, pairs) <= 2 * MULTIPROCESSORS
+        return _of_warpgroups(traits, "one_warpgroup") if few else None
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
     # A row's time in another tile, over that in the default one: where CTAs fill a multiprocessor, and of one alone.
     # Ratios of large calls and of single tiles: bench/notes.md.
