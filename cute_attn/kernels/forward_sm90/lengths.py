@@ -5,6 +5,7 @@ Rules and not rows: they estimate how long a call takes with each of a few tiles
 
 import dataclasses
 
+from cute_attn.epilogues.base import lists_blocks
 from cute_attn.kernels.forward_sm90.heuristics import TABLE, epilogues_beside, keys
 from cute_attn.tiles import ForwardSm90Tile, best_packing, first_that_fits, may_pack_heads, padded
 from cute_attn.traits import Traits
@@ -90,10 +91,12 @@ def _short_tile(traits: Traits, seqlen_q: int, seqlen_k: int, window: int) -> Fo
     them faster whatever the lengths. With a bias that TMA loads and head dims above 64, only one tile with all queries
     is faster.
     """
+    d = max(traits.head_dim, traits.head_dim_v)
+    if d <= 64 and lists_blocks(traits.epilogues):  # smaller ones have no registers for what a list needs
+        return _of_warpgroups(traits, "one_warpgroup")
     tiles = TABLE.tiles(*keys(traits, "sm90", "short"))
     if not tiles:
         return None
-    d = max(traits.head_dim, traits.head_dim_v)
     if traits.bias:
         few = seqlen_q <= tiles[0].tile_m if d > 64 else max(seqlen_q, seqlen_k) <= SHORT_BIASED
         return tiles[0] if few and tiles[0].bias_stages else None
