@@ -12,10 +12,11 @@ from cute_attn import Traits, attention, block_mask, lookup
 from cute_attn.api import outside_graphs
 from cute_attn.compiler.registry import Unsupported
 from cute_attn.epilogues.functions.known import epilogue_of
-from cute_attn.host import block_masks
+from cute_attn.host import block_masks, mask_kinds
 from cute_attn.host.block_masks import block_lists, epilogue_of_block_mask, kinds_of
 from cute_attn.host.mask_kinds import lists_of
 from cute_attn.traits import FULL, LISTED_ROWS, PARTIAL
+from tests import machine
 from tests.emulated_blocks import ByBounds, Evaluating, emulated_kinds, emulated_lists, emulated_visits
 
 CPU = torch.device("cpu")
@@ -356,6 +357,18 @@ def test_bounds_are_sound(first):
         assert torch.equal(by_bounds[known], right[known]), seed
         decided += int(known.sum())
     assert decided > 300  # of 5376
+
+
+def test_kernels_get_the_arguments_that_they_take(monkeypatch):
+    launched = []
+    machine.gpu(monkeypatch, lambda kernel, target: lambda given: launched.append((kernel.traits.op, given)))
+    kinds = mask_kinds._kinds_by_kernel(causal, (1, 2, 300, 256), (128, 128), torch.device("cpu", 0))
+    of_queries, of_keys = mask_kinds.lists_of(kinds)
+    (made, first), (listed, second) = launched
+    assert (made, listed) == ("block_kinds", "block_lists") and first.mKinds.shape == (1, 1, 3, 2)
+    assert (first.seqlen_q, first.seqlen_k, first.mask_args) == (300, 256, None)
+    for given, own in ((second.of_queries, of_queries), (second.of_keys, of_keys)):
+        assert [x.data_ptr() for x in given] == [x.data_ptr() for x in own]
 
 
 # ---- lists ----

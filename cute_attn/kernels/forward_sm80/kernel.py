@@ -253,30 +253,27 @@ class ForwardSm80:
         stream: cuda.CUstream,
     ) -> None:
         """Launch."""
-        params = self.params(mQ, mK, mV, mO, mLSE, seqlens, softmax_scale, schedule, score_args)
+        params = self.params((mQ, mK, mV, mO, mLSE), seqlens, softmax_scale, schedule, score_args)
         ctas = params.grid.tiles(seqlens.batch(mQ))
         self.kernel(params).launch(grid=[ctas, 1, 1], block=[self.tile.num_threads, 1, 1], stream=stream)
 
     def params(
         self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
+        tensors: tuple,
         seqlens: Seqlens,
         softmax_scale: Float32,
         schedule: ForwardSchedule,
         score_args: tuple,
         scales: cute.Tensor | None = None,
     ) -> ForwardParams:
-        """Parameters of a launch; scales: of q, k and v, for :mod:`cute_attn.kernels.fp32_sm80.kernel`."""
+        """Parameters of a launch. tensors: mQ to mLSE; scales: see :mod:`cute_attn.kernels.fp32_sm80.kernel`."""
+        mQ, mK, mV, mO, mLSE = tensors
         nheads, nheads_kv = (mQ.shape[1], mK.shape[1]) if self.traits.varlen else (mQ.shape[2], mK.shape[2])
         grid = self.query_grid(seqlens, seqlens.batch(mQ), nheads, nheads_kv, schedule)
         # A kernel argument takes no register. With softcap, score_args[0] is the cap.
         scale_log2 = self.epilogues.scale_log2(score_args[0] if self.traits.softcap else softmax_scale)
-        tensors = (mQ, mK, mV, mO, mLSE, seqlens)
-        return ForwardParams(*tensors, softmax_scale, score_args, scale_log2, grid, nheads, scales)
+        own = (mQ, mK, mV, mO, mLSE, seqlens)
+        return ForwardParams(*own, softmax_scale, score_args, scale_log2, grid, nheads, scales)
 
     def query_grid(
         self, seqlens: Seqlens, batch: Int32, nheads: Int32, nheads_kv: Int32, schedule: ForwardSchedule

@@ -93,7 +93,7 @@ class FollowsSplit(ForwardSm80):
         stream: cuda.CUstream,
     ) -> None:
         """Launch. mScales (3,): of Q, K and V, by the split."""
-        params = self.params(mQ, mK, mV, mO, mLSE, seqlens, softmax_scale, schedule, score_args, mScales)
+        params = self.params((mQ, mK, mV, mO, mLSE), seqlens, softmax_scale, schedule, score_args, mScales)
         self.launch(params, params.grid.tiles(seqlens.batch(mQ)), schedule, stream)
 
     def launch(
