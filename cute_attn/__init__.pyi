@@ -232,6 +232,7 @@ def attention_with_kvcache(
 
 __version__: str
 _imported_at: float
+_HOME: dict[str, str]
 __all__ = [
     "CompiledKernel",
     "Epilogue",

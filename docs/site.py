@@ -4,6 +4,7 @@ python -m docs.site            copy the pages to build/pages and build build/sit
 """
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-START = Path("README.md")  # the site's first page
+START, STYLE = Path("README.md"), Path("docs/site.css")  # the site's first page; what mkdocs.yml names
 PAGES, SITE = Path("build/pages"), Path("build/site")
 _LINK = re.compile(r"\]\(([^)\s:#]+)(?:#[^)\s]*)?\)")
 
@@ -37,7 +38,7 @@ def files() -> list[Path]:
 def copy(folder: Path) -> None:
     """The files, in a folder that has nothing else."""
     shutil.rmtree(folder, ignore_errors=True)
-    for path in files():
+    for path in (*files(), STYLE):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / path, folder / path)
 
@@ -48,9 +49,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
     copy(ROOT / PAGES)
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"], cwd=ROOT, check=False
-    )
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # the theme's notice of another generator
+    done = subprocess.run(command, cwd=ROOT, env=quiet, check=False)
     if done.returncode:
         sys.exit(done.returncode)
     print(f"{SITE}/index.html")

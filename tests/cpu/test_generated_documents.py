@@ -86,6 +86,15 @@ def test_links_into_the_page_of_functions_are_its_entries():
     assert links and set(links) <= set(ENTRIES)
 
 
+def test_the_site_has_its_style_and_colours(tmp_path):
+    import yaml
+
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    site.copy(tmp_path / "pages")
+    assert [name for name in settings["extra_css"] if not (tmp_path / "pages" / name).exists()] == []
+    assert {"pymdownx.highlight", "pymdownx.superfences"} <= set(map(str, settings["markdown_extensions"]))
+
+
 def test_the_site_keeps_links(tmp_path):
     site.copy(tmp_path / "pages")
     for path in site.files():
