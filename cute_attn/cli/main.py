@@ -551,8 +551,8 @@ _COMMANDS: dict[str, Any] = {
 }
 for _name, _command in _COMMANDS.items():
     app.command(_name)(_command)
-app.command("tour", context_settings=run.ITS_OWN_ARGUMENTS, add_help_option=False)(tour)
-app.command("run", context_settings=run.ITS_OWN_ARGUMENTS, no_args_is_help=True)(run.run)
+app.command("tour", context_settings=run.ITS_OWN, add_help_option=False)(tour)
+app.command("run", context_settings=run.ITS_OWN, no_args_is_help=True)(run.run)
 app.command("hub", no_args_is_help=True)(hub.hub)
 app.command("bundle", no_args_is_help=True)(bundle.bundle)
 app.command("export", no_args_is_help=True)(bundle.export)

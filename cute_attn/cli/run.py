@@ -30,11 +30,7 @@ from cute_attn.host.activation import Options
 from cute_attn.host.imports import after_import
 from cute_attn.lab.tables import Table, counted
 
-ITS_OWN_ARGUMENTS = {
-    "allow_extra_args": True,
-    "ignore_unknown_options": True,
-    "allow_interspersed_args": False,
-}
+ITS_OWN = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
 def run(

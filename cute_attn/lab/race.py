@@ -22,7 +22,7 @@ from cute_attn.lab.benchmark.workload import Workload
 from cute_attn.lab.card import Contender, Gpu, Run
 from cute_attn.lab.sensors import State, summary
 from cute_attn.lab.statistics import RESOLUTION, Outcome, abba, interval, until_decided
-from cute_attn.lab.tables import Table
+from cute_attn.lab.tables import Printed, Table
 from cute_attn.lab.workloads import default_workloads, parse
 from cute_attn.traits import Traits
 
@@ -113,6 +113,9 @@ class Comparison:
                 ", ".join(state.reasons) or "-",
             )
         return table
+
+    def _repr_html_(self) -> str:
+        return Printed(self.table())._repr_html_()
 
     def to_json(self) -> dict[str, Any]:
         """As plain values, with ``"kind": "comparison"``."""

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from cute_attn.lab.race import Comparison
 from cute_attn.lab.rank import NOISE
-from cute_attn.lab.tables import Table, brief_tile
+from cute_attn.lab.tables import Printed, Table, brief_tile
 from cute_attn.tiles import Tile
 
 Status = Literal["timed", "ranked", "built", "failed", "wrong", "not reached"]
@@ -124,6 +124,9 @@ class Study:
         if good[most:]:
             shown.caption = f"{len(good[most:])} slower ones are left out"
         return shown
+
+    def _repr_html_(self) -> str:
+        return Printed(self.table(), Text(self.sentence))._repr_html_()
 
     def to_json(self) -> dict[str, Any]:
         """As plain values, with ``"kind": "study"``."""

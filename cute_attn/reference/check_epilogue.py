@@ -74,6 +74,14 @@ class EpilogueCheck:
     def passed(self) -> bool:
         return all(one.passed for one in self.comparisons)
 
+    def _repr_html_(self) -> str:
+        from cute_attn.compiler import html
+
+        heads = ("largest difference", "allowed", "")
+        rows = [(one.what, f"{one.error:.1e}", f"{one.allowed:.1e}", one.verdict) for one in self.comparisons]
+        columns = [{row[0]: row[i] for row in rows} for i in (1, 2, 3)]
+        return html.table(f"epilogue {self.name!r} against its reference", heads, columns)
+
     def __str__(self) -> str:
         lines = [
             f"{one.what:40} largest difference {one.error:.1e}, allowed {one.allowed:.1e}  {one.verdict}"

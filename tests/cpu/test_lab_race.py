@@ -60,6 +60,7 @@ def test_the_sentence_of_one_and_of_many_workloads():
     assert one.sentence.endswith("21 rounds; 1755 MHz, held down by power)")
     peer = ab(NARROW, "fa4", ["b2-s8192-h16"], card=card(narrow=1.1))
     assert "tile_n=112 is 10" in peer.sentence and "% faster than fa4 on" in peer.sentence
+    assert "<pre" in peer._repr_html_() and "fa4" in peer._repr_html_()
     assert "is as fast as" in ab(NAME, NAME, ["s8192"], card=card()).sentence
 
     mixed = SimulatedCard(lambda c, w: 1.0 + 0.1 * (c == NARROW and w.seqlen == 2048))

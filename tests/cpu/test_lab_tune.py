@@ -285,6 +285,8 @@ def test_a_study_is_a_table_and_json(kept):
     title, *rows = [line.strip() for line in text.splitlines() if "tile_" in line or NAME in line]
     assert title == f"{NAME} on {study.gpu}" and rows[0].startswith("│ tile_m=128, tile_n=")
     assert "│ 1 " in rows[0] and "the default" in rows[0] and "swizzle_bits" not in text
+    page = study._repr_html_()
+    assert "<pre" in page and study.name in page
     values = json.loads(json.dumps(study.to_json()))
     assert values["kind"] == "study" and len(values["candidates"]) == len(study.candidates)
 
