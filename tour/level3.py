@@ -3,17 +3,18 @@
 What level 2 wasted: four warps each loaded all of K and V, 2 or 4 bytes at a time, with an address for every load. The
 tensor cores waited for 96 loads a step of 32 matrix instructions.
 
-Here the CTA loads a block of K and of V once, in rows of 16-byte vectors, into shared memory, from where ``ldmatrix``
-fills the fragments: one instruction reads four 8 x 8 matrices, and leaves each lane what mma.sync wants of them. Its
-transposing form serves V, whose pairs lie along the keys.
+Here the CTA loads each block of K and V once, in rows of 16-byte vectors, into shared memory. From there ``ldmatrix``
+fills the fragments: one instruction reads four 8 x 8 matrices and leaves each lane the elements that mma.sync needs.
+Its transposing form serves V, whose pairs lie along the keys.
 
-Rows of 128 dims are 256 bytes, so that the same 16 bytes of all rows are in the same four of the 32 banks, and the
-eight rows of an ldmatrix would take eight turns. The swizzle permutes the 16-byte vectors of a row by the row's index
-(xor), which puts those of eight rows into different banks. ``layouts.smem_layout`` is such a layout, and to the copies
-an ordinary one: nothing else of the kernel knows.
+Rows of 128 dims are 256 bytes, so the same 16 bytes of all rows lie in the same four of the 32 banks. The eight rows
+of an ldmatrix would take eight turns. The swizzle permutes the 16-byte vectors of a row by the row's index (xor),
+which puts those of eight rows into different banks. ``layouts.smem_layout`` is such a layout. Copies treat it as an
+ordinary one, and nothing else in the kernel knows.
 
-What to look at: LDSM in place of LDG, and the bank conflicts with ``swizzle_bits=0`` in :meth:`Shared.smem_layout`.
-Every load is waited for: two barriers for each block, and no product of the CTA runs while a block is loaded.
+What to look at: LDSM in place of LDG. Pass ``swizzle_bits=0`` in :meth:`Shared.smem_layout`, and a verdict counts
+eight-way bank conflicts. Every load is waited for: two barriers for each block, and no product of the CTA runs while
+a block is loaded.
 
 Any lengths: rows of K and V beyond the end are zeros in shared memory, and masked; queries there are not stored.
 """

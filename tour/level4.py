@@ -1,6 +1,6 @@
 """Level 4: a cp.async pipeline, and online softmax.
 
-What level 3 wasted: it computed Q K^T twice, since the maximum has to be known before the first exponential; and the
+What level 3 wasted: it computed Q K^T twice, since the maximum has to be known before the first exponential. And the
 tensor cores waited for each block of K and V, which came through registers.
 
 Online softmax visits the keys once. With a running maximum m and everything so far in units of exp(m), a block with a

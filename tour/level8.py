@@ -8,10 +8,11 @@ The maximum only keeps exponentials within fp32's range, and after the first blo
 them. fp32 has room: sums up to 2^40 lose no digit. A work tile with a larger sum is computed again, exactly, at the end
 of its section of work tiles (``cute_attn.work.replay``); random inputs have none.
 
-What else it has, and level 7 does not: Q in registers at head dim 128, three warpgroups at 64, work tiles that are
-claimed from a counter, longest first, by sections of heads whose K and V stay in L2, O stored by TMA beside the next
-tile, and the heads of a group packed as rows where queries are few. And every feature of the package: other dtypes and
-head dims, windows, biases, dropout, packed and paged sequences. Line by line: docs/a_kernel.md.
+It has more that level 7 does not have. Q stays in registers at head dim 128, and head dim 64 takes three warpgroups.
+CTAs claim work tiles from a counter, longest first, by sections of heads whose K and V stay in L2. TMA stores O
+beside the next tile. If queries are few, the heads of a group are packed as rows. And it has every feature of the
+package: other dtypes and head dims, windows, biases, dropout, packed and paged sequences. docs/a_kernel.md walks
+through it.
 
     attention(q, k, v, causal=True, kernel="sm90")
 """

@@ -18,9 +18,10 @@ PAGE, FACTS, PICTURE = Path("docs/tour.md"), Path("docs/tour.json"), Path("docs/
 
 INTRODUCTION = """# A tour: eight levels to the shipped kernel
 
-From a warp that computes one query to the Hopper forward of this package: bf16, head dims 64 and 128, full and causal,
-grouped heads, any lengths, in tensors (batch, seqlen, heads, head_dim). Each level is one file of at most 200 lines
-under `tour/`, a complete kernel that a call can ask for, and its text says what the level before it wasted.
+The tour leads from a warp that computes one query to the Hopper forward of this package. All levels compute bf16
+attention, full and causal, for head dims 64 and 128, grouped heads and any lengths, in tensors (batch, seqlen, heads,
+head_dim). Each level is one file of at most 200 lines under `tour/`: a complete kernel that a call can ask for. Its
+text says what the level before it wasted.
 
     cute-attn tour                       # the levels
     cute-attn tour 4                     # build one and print what it costs; with a GPU, check it and time it
@@ -33,10 +34,10 @@ Levels 1 to 4 run on any GPU from Ampere on, the others on Hopper. In Python, af
 """
 
 CLOCKS = """Costs are of the causal kernel at head dim 128, built for sm90. Clocks are `verdict`'s lower bound for
-1,000 scores, from the machine code of the loop over key blocks: of the tensor cores, the special function units, the
-schedulers and the shared memory (and L1) of one multiprocessor, the one that needs the most. The tensor cores alone
-need 125 for wgmma. What is left between that bound and a measured time is waiting. Levels 6 to 8 start with 168
-registers a thread, of which `setmaxnreg` takes all but 24 from the producer's warps and makes 240 for the consumers.
+1,000 scores, from the machine code of the loop over key blocks. Of one multiprocessor's tensor cores, special function
+units, schedulers and shared memory (with L1) they are the clocks of the unit that needs the most. The tensor cores need
+at least 125, with wgmma. The difference between that bound and a measured time is waiting. Levels 6 to 8 start with 168
+registers per thread. `setmaxnreg` then leaves 24 to the producer's warps and gives 240 to the consumers.
 """
 
 
