@@ -3,6 +3,7 @@
 import copy
 import operator
 import random
+import re
 
 import pytest
 import torch
@@ -193,79 +194,41 @@ TABLES = {
 THRESHOLDS = torch.tensor([-9000, -300, -90, -41, -17, -5, -1, 0, 1, 3, 6, 15, 33, 80, 250, 7000])
 
 
+# {i} an integer, {f} a float, {m} a bool; {n} a number, {p} a positive one, {c} and {w} factors, {s} a shift
+LEAVES = "q - 2 * k; q * {n} + k; q * {n} + k; INT[q] - k; INT[k] * {n}"
+RULES = {
+    "i": LEAVES
+    + """; PAIRS[{i} // 16, {i} // 16]; {i} * {w}; {i} // {p}; {i} % ({i}.abs() + 1); ({i} >> {s}) + ({i} << {s});
+        torch.where({i} < {n}, {i}, {i}); {f}.to(torch.int32); {i} + {i}; {i} - {i}; {i} * {i}; {i} * -{i}; {i} & {i};
+        {i} | {i}.abs(); {i} ^ {i}; torch.minimum({i}, {i}); torch.maximum({i}, -{i})""",
+    "f": """({i} * {c} + FLOAT[q]).abs() - FLOAT[k] * {i}; ({i} * {c} + HUGE[q]).abs() - FLOAT[k] * {i};
+        torch.clamp({i}.float() * 0.25, -9.5, 40.0).floor() * FLOAT[k]; ({i} * {c}).floor() * HUGE[k]""",
+    "m": """{i} {o} THRESHOLDS[h]; {i} {o} THRESHOLDS[h]; {i} {o} THRESHOLDS[h]; {i} {o} {i}; {f} {o} {f};
+        LONG[q] - LONG[k] {o} {i} * 2**40; BOOL[k] | BOOL[q]; torch.where({m}, {m}, ~{m}); {m} & {m}; {m} | {m};
+        {m} ^ {m}""",
+}
+NUMBERS = {
+    "n": range(-30, 30), "p": range(1, 31), "w": (3, 2**14, 2**29), "s": range(1, 4), "c": (0.37, -2.5, 1e30),
+    "o": ("<", "<=", ">", ">=", "==", "!="),
+}  # fmt: skip
+
+
 def random_mask(seed):
     """A mask_mod of random operations on indices, numbers and tables, many of which wrap, or are NaN."""
     draw = random.Random(seed)
 
-    def integer(depth):
-        kind = draw.randrange(16) if depth else draw.randrange(5)
-        a, b = (integer(depth - 1), integer(depth - 1)) if depth else (None, None)
-        number, large = draw.randrange(-30, 30), draw.choice((3, 2**14, 2**29))
-        if kind < 1:
-            return lambda q, k: q - 2 * k
-        if kind < 3:
-            return lambda q, k: q * number + k
-        if kind == 3:
-            return lambda q, k: TABLES["int"][q] - k
-        if kind == 4:
-            return lambda q, k: TABLES["int"][k] * number
-        if kind == 5:
-            return lambda q, k: TABLES["pairs"][a(q, k) // 16, b(q, k) // 16]
-        if kind == 6:
-            return lambda q, k: a(q, k) * large
-        if kind == 7:
-            return lambda q, k: a(q, k) // (abs(number) + 1)
-        if kind == 8:
-            return lambda q, k: a(q, k) % (b(q, k).abs() + 1)
-        if kind == 9:
-            return lambda q, k: torch.where(a(q, k) < number, a(q, k), b(q, k))
-        if kind == 10:
-            return lambda q, k: (a(q, k) >> draw_shift) + (b(q, k) << draw_shift)
-        if kind == 11:
-            return lambda q, k: float_of(q, k).to(torch.int32)
-        op = draw.choice(
-            (operator.add, operator.sub, operator.mul, operator.and_, operator.or_, operator.xor)
-        )
-        op = draw.choice((op, torch.minimum, torch.maximum))
-        return lambda q, k: op(a(q, k), -b(q, k) if number > 15 else b(q, k).abs() if number > 0 else b(q, k))
+    def body(kind, depth):
+        if kind in NUMBERS:
+            return str(draw.choice(NUMBERS[kind]))
+        rules = LEAVES if kind == "i" and depth <= 0 else RULES[kind]
+        rules = rules.split(";")[: 3 if kind == "m" and depth <= 0 else None]
+        return "(" + re.sub(r"{(.)}", lambda hole: body(hole[1], depth - 1), draw.choice(rules).strip()) + ")"
 
-    def real(depth):
-        a = integer(depth)
-        table, factor = draw.choice(("float", "huge")), draw.choice((0.37, -2.5, 1e30))
-        if draw.randrange(3):
-            return lambda q, k: (a(q, k) * factor + TABLES[table][q]).abs() - TABLES["float"][k] * a(q, k)
-        return lambda q, k: torch.clamp(a(q, k).float() * 0.25, -9.5, 40.0).floor() * TABLES[table][k]
-
-    draw_shift = draw.randrange(1, 4)
-    float_of = real(0)
-
-    def boolean(depth):
-        kind = draw.randrange(9) if depth else 0
-        compare = draw.choice((operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne))
-        if kind < 2:
-            a, b = integer(2), integer(draw.randrange(2))
-            return lambda q, k: compare(a(q, k), THRESHOLDS[head[0]] if kind else b(q, k))
-        if kind == 2:
-            a, b = real(1), real(1)
-            return lambda q, k: compare(a(q, k), b(q, k))
-        if kind == 3:
-            a = integer(1)
-            return lambda q, k: compare(TABLES["long"][q] - TABLES["long"][k], a(q, k) * 2**40)
-        if kind == 4:
-            return lambda q, k: TABLES["bool"][k] | TABLES["bool"][q]
-        a, b, c = boolean(depth - 1), boolean(depth - 1), boolean(depth - 1)
-        if kind == 5:
-            return lambda q, k: torch.where(a(q, k), b(q, k), ~c(q, k))
-        op = draw.choice((operator.and_, operator.or_, operator.xor))
-        return lambda q, k: op(a(q, k), b(q, k))
-
-    root, head = boolean(2), [0]
-
-    def mask_mod(b, h, q, k):
-        head[0] = h
-        return root(q, k)
-
-    return mask_mod
+    scope = {name.upper(): table for name, table in TABLES.items()} | {
+        "torch": torch,
+        "THRESHOLDS": THRESHOLDS,
+    }
+    return eval(f"lambda b, h, q, k: {body('m', 3)}", scope)
 
 
 OPERATIONS = {
