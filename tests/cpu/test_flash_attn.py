@@ -441,8 +441,7 @@ flash_attn_varlen_func(Q[0], Q, Q, CU_Q, CU_Q, 5, 99, block_table=int32(0)[None]
 flash_attn_with_kvcache(Q, Q, Q[..., :1, :]) -> ValueError: v_cache has shape
 unpad_input(Q, torch.ones(2, 6)) -> ValueError: attention_mask has shape (2, 6); accepted: (2, 5)
 unpad_input(Q, [1, 1]) -> TypeError: attention_mask is a list; accepted: a torch.Tensor
-pad_input(Q[0], torch.arange(5), 1, "a")
-    -> TypeError: seqlen is 'a'; accepted: a Python int, or what is equal to one
+pad_input(Q[0], torch.arange(5), 1, "a") -> TypeError: seqlen is 'a'; accepted: a Python int, or what is equal to one
 apply_rotary(Q, COS, COS, "a")
     -> TypeError: seqlen_offsets is 'a'; accepted: int32 or int64 (2,), or an int of 0 or more
 apply_rotary(Q, COS, COS, -1) -> ValueError: seqlen_offsets is -1; accepted: int32 or int64
@@ -451,8 +450,7 @@ apply_rotary(Q[0], COS, COS, cu_seqlens=[0, 5]) -> TypeError: cu_seqlens is a li
 apply_rotary(Q, COS, COS, interleaved="no") -> TypeError: interleaved is 'no'; accepted: False or True
 apply_rotary_emb_torch(Q, COS[:, :9], COS)
     -> ValueError: x has shape (2, 5, 4, 16), cos (9, 8) ...; accepted: (batch, seqlen, nheads
-unpad_input_for_concatenated_sequences(Q, torch.ones(2, 6))
-    -> ValueError: attention_mask_in_length has shape
+unpad_input_for_concatenated_sequences(Q, torch.ones(2, 6)) -> ValueError: attention_mask_in_length has shape
 """
 
 

@@ -259,8 +259,7 @@ FA2._flash_attn_backward(Q, *T, Q, LSE, None, GRADS[1], None, 0.0, *MASK, SLOPES
     == attention_backward(Q, *T, Q, LSE, wanted=("k",), into=[GRADS[1]], **ABOUT)
 FA2._flash_attn_varlen_backward(R[0], *R, R[0], R_LSE, *R_GRADS, *PACKED, 0.4, *MASK, SLOPES, False, STATE)
     == attention_varlen_backward(R[0], *R, R[0], R_LSE, *PACKED, into=R_GRADS, **ABOUT, dropout_p=0.4, rng_state=STATE)
-extension.fwd(*T, None, SLOPES, 0.4, *MASK, True, None)
-    == attention(*T, **ABOUT, dropout_p=0.4, return_softmax=True)
+extension.fwd(*T, None, SLOPES, 0.4, *MASK, True, None) == attention(*T, **ABOUT, dropout_p=0.4, return_softmax=True)
 extension.varlen_fwd(*R, None, CU_Q, CU_K, None, None, None, SLOPES, 7, 7, 0.4, 0.25, False, *MASK[1:], False, None)
     == attention_varlen(*R, *PACKED, **ABOUT, dropout_p=0.4)
 extension.bwd(Q, *T, Q, LSE, *GRADS, SLOPES, 0.4, *MASK, True, None, STATE)
@@ -292,8 +291,7 @@ cu_seqlens_k_new=CU_NEW, max_seqlen_q=7, rotary_seqlens=int32(2, 1, 4), causal=T
     == CACHED
 FA3._flash_attn_forward(R[0], *PAGES, *NEW, cu_seqlens_q=CU_Q, cu_seqlens_k_new=CU_NEW, max_seqlen_q=7, \
 seqused_k=int32(6, 3, 1), page_table=TABLE, rotary_cos=COS, rotary_sin=SIN, seqlens_rotary=int32(2, 1, 4), \
-causal=True, window_size_left=4, num_splits=2)
-    == CACHED
+causal=True, window_size_left=4, num_splits=2) == CACHED
 FA3._flash_attn_forward(Q, *PAGES, kv_batch_idx=int32(3, 1), leftpad_k=int32(1, 2), seqused_k=int32(6, 3))
     == attention_with_kvcache(Q, *PAGES, cache_batch_idx=int32(3, 1), cache_leftpad=int32(1, 2), \
 cache_seqlens=int32(6, 3), num_splits=1)
@@ -652,60 +650,56 @@ ONE_ROW = randn(11).expand(2, 5, 4, 11)
 NO_MASK = (0.0, 0.25, False, -1, -1, 0.0, None)
 ONE = (int32(0, 5), int32(0, 5), 5, 5)
 WRONG = """
-interface._flash_attn_backward(Q, Q, Q, Q, None, LSE, Q, Q, Q, *NO_MASK, False)
+FA2._flash_attn_backward(Q, Q, Q, Q, None, LSE, Q, Q, Q, *NO_MASK, False)
     -> TypeError: out is a NoneType; accepted: a torch.Tensor
-interface._flash_attn_backward(Q, Q, Q, Q, Q, LSE, Q[:, :3], Q, Q, *NO_MASK, False)
+FA2._flash_attn_backward(Q, Q, Q, Q, Q, LSE, Q[:, :3], Q, Q, *NO_MASK, False)
     -> ValueError: dq has shape ...2, 3, 4, 16...; accepted: ...2, 5, 4, 16
-interface._flash_attn_backward(*[ODD] * 5, LSE, ODD[:1].clone(), None, None, *NO_MASK, False)
+FA2._flash_attn_backward(*[ODD] * 5, LSE, ODD[:1].clone(), None, None, *NO_MASK, False)
     -> ValueError: dq has shape (1, 5, 4, 11); accepted: (2, 5, 4, 11)
-interface._flash_attn_backward(*[ODD] * 5, LSE, None, ODD.half(), None, *NO_MASK, False)
+FA2._flash_attn_backward(*[ODD] * 5, LSE, None, ODD.half(), None, *NO_MASK, False)
     -> ValueError: dk has dtype torch.float16; accepted: torch.float64
-interface._flash_attn_backward(*[ODD] * 5, LSE, None, *[ODD.clone()] * 2, *NO_MASK, False)
+FA2._flash_attn_backward(*[ODD] * 5, LSE, None, *[ODD.clone()] * 2, *NO_MASK, False)
     -> ValueError: dv shares memory with dk; accepted: memory of its own
-flash_attn_3._flash_attn_forward(ODD, ODD, ODD, out_=ODD[0].clone())
+FA3._flash_attn_forward(ODD, ODD, ODD, out_=ODD[0].clone())
     -> ValueError: out has shape (5, 4, 11); accepted: (2, 5, 4, 11)
-flash_attn_3._flash_attn_forward(ODD, ODD, ODD, out_=ONE_ROW, leftpad_k=int32(0, 0))
+FA3._flash_attn_forward(ODD, ODD, ODD, out_=ONE_ROW, leftpad_k=int32(0, 0))
     -> ValueError: out has shape ... so that elements share memory; accepted:
-flash_attn_3._flash_attn_forward(ODD.clone().requires_grad_(), ODD, ODD, out_=torch.empty_like(ODD))
+FA3._flash_attn_forward(ODD.clone().requires_grad_(), ODD, ODD, out_=torch.empty_like(ODD))
     -> ValueError: out is given where autograd records; accepted: without gradients
-package.flash_attn_with_kvcache(ODD, *[ODD_CACHE] * 2, ODD, ODD, cache_seqlens=1)
+FA2.flash_attn_with_kvcache(ODD, *[ODD_CACHE] * 2, ODD, ODD, cache_seqlens=1)
     -> ValueError: k_cache shares memory with v_cache; accepted: memory of its own
-package.flash_attn_func(Q, Q.to_sparse(), Q)
+FA2.flash_attn_func(Q, Q.to_sparse(), Q) -> TypeError: k is of layout torch.sparse_coo; accepted: a dense torch.Tensor
+FA2.flash_attn_with_kvcache(Q, Q.clone(), Q.clone(), Q.to_sparse(), Q, cache_seqlens=0)
     -> TypeError: k is of layout torch.sparse_coo; accepted: a dense torch.Tensor
-package.flash_attn_with_kvcache(Q, Q.clone(), Q.clone(), Q.to_sparse(), Q, cache_seqlens=0)
-    -> TypeError: k is of layout torch.sparse_coo; accepted: a dense torch.Tensor
-package.flash_attn_varlen_func(Q[0], Q[0], Q[0], int32(0, 5), int32(0, 5), 5.0, 5)
+FA2.flash_attn_varlen_func(Q[0], Q[0], Q[0], int32(0, 5), int32(0, 5), 5.0, 5)
     -> TypeError: max_seqlen_q is 5.0; accepted: a Python int
-interface._flash_attn_varlen_forward(Q[0], Q[0], Q[0], *ONE, 0.0, 1.0, False, leftpad_k=int32(1))
+FA2._flash_attn_varlen_forward(Q[0], Q[0], Q[0], *ONE, 0.0, 1.0, False, leftpad_k=int32(1))
     -> NotImplementedError: leftpad_k is given; accepted: its default
-interface._flash_attn_varlen_forward(Q[0], Q[0], Q[0], *ONE, 0.0, 1.0, False, zero_tensors=True)
+FA2._flash_attn_varlen_forward(Q[0], Q[0], Q[0], *ONE, 0.0, 1.0, False, zero_tensors=True)
     -> NotImplementedError: zero_tensors is True; accepted: its default
-package.flash_attn_func(Q, Q, Q, softcap=None) -> TypeError: softcap is None; accepted: a Python number
-package.flash_attn_func(Q, Q, Q, dropout_p=None) -> TypeError: dropout_p is None; accepted: a Python number
-package.flash_attn_varlen_func(Q[0], Q, Q, CU_Q, CU_Q, 5, 5, block_table=[[0], [1]])
+FA2.flash_attn_func(Q, Q, Q, softcap=None) -> TypeError: softcap is None; accepted: a Python number
+FA2.flash_attn_func(Q, Q, Q, dropout_p=None) -> TypeError: dropout_p is None; accepted: a Python number
+FA2.flash_attn_varlen_func(Q[0], Q, Q, CU_Q, CU_Q, 5, 5, block_table=[[0], [1]])
     -> TypeError: block_table is a list; accepted: a torch.Tensor
-package.flash_attn_varlen_func(Q[0], Q, Q, CU_Q, CU_Q, 5, 5, block_table=torch.tensor(1))
+FA2.flash_attn_varlen_func(Q[0], Q, Q, CU_Q, CU_Q, 5, 5, block_table=torch.tensor(1))
     -> ValueError: block_table has shape (); accepted: (batch, pages of a sequence)
 extension.fwd(Q, Q, Q, None, None, *NO_MASK[:6], False, Q) -> NotImplementedError: gen is given; accepted: its default
-flash_attn_3.flash_attn_func(Q, Q, Q, qv=Q) -> NotImplementedError: qv is given; accepted: its
-flash_attn_3.flash_attn_with_kvcache(Q, Q, Q, k_descale=Q)
-    -> NotImplementedError: k_descale is given; accepted: its default
-flash_attn_3.flash_attn_varlen_func(Q, Q, Q, CU_Q, CU_K, 7, 7, attention_chunk=4)
+FA3.flash_attn_func(Q, Q, Q, qv=Q) -> NotImplementedError: qv is given; accepted: its
+FA3.flash_attn_with_kvcache(Q, Q, Q, k_descale=Q) -> NotImplementedError: k_descale is given; accepted: its default
+FA3.flash_attn_varlen_func(Q, Q, Q, CU_Q, CU_K, 7, 7, attention_chunk=4)
     -> NotImplementedError: attention_chunk is 4; accepted: its default
-flash_attn_3.flash_attn_qkvpacked_func(Q, num_heads_q=3)
+FA3.flash_attn_qkvpacked_func(Q, num_heads_q=3)
     -> ValueError: num_heads_q is 3 with a qkv of 4 heads; accepted: an int
-flash_attn_3._flash_attn_forward(Q, Q[0], Q[0], cu_seqlens_k=CU_K)
+FA3._flash_attn_forward(Q, Q[0], Q[0], cu_seqlens_k=CU_K)
     -> ValueError: cu_seqlens_k is given without cu_seqlens_q; accepted: None
-flash_attn_3._flash_attn_forward(Q, Q, Q, seqused_q=int32(2, 3))
+FA3._flash_attn_forward(Q, Q, Q, seqused_q=int32(2, 3))
     -> ValueError: seqused_q is given without cu_seqlens_q; accepted: None
-flash_attn_3._flash_attn_forward(Q[0], Q[0], Q[0], cu_seqlens_q=int32(0, 5), cu_seqlens_k=int32(0, 5))
+FA3._flash_attn_forward(Q[0], Q[0], Q[0], cu_seqlens_q=int32(0, 5), cu_seqlens_k=int32(0, 5))
     -> TypeError: max_seqlen_q is None; accepted: a Python int
-flash_attn_3.flash_attn_combine(Q[None], LSE[None])
-    -> ValueError: lse_partial has shape (1, 2, 4, 5); accepted: (1, 2, 5, 4)
-flash_attn_3.flash_attn_combine(Q[None], LSE.transpose(1, 2)[None], Q[:1])
+FA3.flash_attn_combine(Q[None], LSE[None]) -> ValueError: lse_partial has shape (1, 2, 4, 5); accepted: (1, 2, 5, 4)
+FA3.flash_attn_combine(Q[None], LSE.transpose(1, 2)[None], Q[:1])
     -> ValueError: out has shape (1, 5, 4, 16); accepted: (2, 5, 4, 16)
-flash_attn_3.get_scheduler_metadata(2, 1, 9, 4, 2, 64, 9)
-    -> TypeError: cache_seqlens is an int; accepted: a torch.Tensor
+FA3.get_scheduler_metadata(2, 1, 9, 4, 2, 64, 9) -> TypeError: cache_seqlens is an int; accepted: a torch.Tensor
 rotary.apply_rotary_emb(Q[0], randn(5, 8), randn(5, 8))
     -> ValueError: x has shape (5, 4, 16); accepted: (batch, seqlen
 rotary.apply_rotary_emb(Q, randn(5, 9), randn(5, 9))

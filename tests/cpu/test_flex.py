@@ -329,8 +329,7 @@ flex_attention(q, k, v, return_aux=AuxRequest(max_scores=True))
     -> NotImplementedError: return_aux asks for max_scores, which no kernel here keeps
 flex_attention(q, k, v, block_mask=causal) -> TypeError: block_mask is ...; accepted: torch's BlockMask, or None
 flex_attention(k, k, v, block_mask=CPU_MASK) -> ValueError: block_mask has 100 queries; accepted: 150 or more
-flex_attention(q, k, v, block_mask=SMALL_MASK)
-    -> ValueError: block_mask has 64 queries; accepted: 100 or more
+flex_attention(q, k, v, block_mask=SMALL_MASK) -> ValueError: block_mask has 64 queries; accepted: 100 or more
 flex_attention(*meta(q, k, v), block_mask=CPU_MASK) -> ValueError: block_mask is on cpu; accepted: meta, where q is
 flex_attention(q, k, v, block_mask=create_block_mask(causal, 3, 1, SEQLEN_Q, SEQLEN_K, device="cpu"))
     -> ValueError: block_mask has batch 3; accepted: 2, q's, or 1

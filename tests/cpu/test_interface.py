@@ -137,8 +137,7 @@ attention(Q, Q, Q, kernel="sm95") -> ValueError: kernel is 'sm95' (did you mean 
 attention(Q, Q, Q, tile="tilen=32") -> ValueError: tile has 'tilen=32' (did you mean 'tile_n'?)
 attention(Q, Q, Q, backward_tile="rows=3")
     -> ValueError: tile has 'rows=3'; accepted: FIELD=VALUE with a field of tile_m
-attention(Q, Q, Q, kernel="sm80", tile="speculative=true")
-    -> ValueError: tile has 'speculative=true'; accepted
+attention(Q, Q, Q, kernel="sm80", tile="speculative=true") -> ValueError: tile has 'speculative=true'; accepted
 attention_backward(Q, Q, Q, Q, Q, LSE, wanted=("bias",))
     -> ValueError: wanted is ('bias',); accepted: a tuple of 'q', 'k', 'v'
 attention_backward(None, Q, Q, Q, Q, LSE)
