@@ -43,6 +43,7 @@ from cute_attn.cli.options import (
     working,
     writable_folder,
 )
+from cute_attn.compiler import registry
 from cute_attn.lab.tables import Table, brief_tile, counted
 from cute_attn.tiles import TARGETS
 from cute_attn.traits import OPS, Traits, did_you_mean
@@ -165,8 +166,6 @@ def list_kernels(
         show(counts)
         return
     import_kernels()
-    from cute_attn.compiler import registry
-
     pairs = [(traits, on) for traits, on in registry.defaults() if on == (target or on)]
     if names:
         pairs = [one for name in names for one in _named(name, pairs, [target] if target else TARGETS)]
@@ -181,8 +180,6 @@ def list_kernels(
 
 def _named(name: str, known: list[Any], targets: Sequence[str]) -> list[Any]:
     """A kernel's traits on each target, or of ``known`` defaults all whose names begin so; raises ValueError."""
-    from cute_attn.compiler import registry
-
     begin = [one for one in known if f"{one[0]}-".startswith(f"{name}-")] if name.count("-") < 3 else []
     meant = did_you_mean(name, [*map(registry.label, registry.KERNELS), *OPS])
     if meant and not begin and name.count("-") < 3:
@@ -213,8 +210,6 @@ def _defaults(rows: list[dict[str, Any]]) -> Table:
 def _counts(target: str | None) -> list[list[str]]:
     """A row for each kernel: where it runs, how many default tiles there are, and one of them."""
     import_kernels()
-    from cute_attn.compiler import registry
-
     rows = []
     known = [(traits, on) for traits, on in registry.defaults() if on == (target or on)]
     for op, arch, variant in registry.KERNELS:
@@ -230,8 +225,6 @@ def _counts(target: str | None) -> list[list[str]]:
 
 
 def _listed(traits: Traits, target: str) -> dict[str, Any]:
-    from cute_attn.compiler import registry
-
     row: dict[str, Any] = {"name": traits.name, "target": target, "tile": None, "reason": None}
     try:
         kernel = registry.lookup(traits, None, target)

@@ -23,6 +23,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from cute_attn.compiler import registry
 from cute_attn.tiles import TARGETS, check_target
 from cute_attn.traits import ARCHS, DTYPES, FEATURES, OPS, Traits
 
@@ -39,8 +40,6 @@ def complete_name(text: str) -> list[str]:
 def complete_tile(context: typer.Context, text: str) -> list[str]:
     """What a shell offers for the beginning of a tile's text: the fields of the kernel's tile that it has not yet."""
     import_kernels()
-    from cute_attn.compiler import registry
-
     done, comma, begun = text.rpartition(",")
     name = context.params.get("name") or next(iter(context.args), "")  # not parsed beside what is begun
     try:
@@ -160,7 +159,7 @@ def kept(name: str, make: Callable[[], Any]) -> Any:
     from cute_attn.compiler.cache import usable_cache
     from cute_attn.compiler.fingerprint import package_sources
 
-    cache = None if "cute_attn.compiler.registry" in sys.modules else usable_cache()
+    cache = None if "cutlass" in sys.modules else usable_cache()
     if cache is None:
         return make()
     path, sources = cache.root.with_name(f"{cache.root.name}-lab") / f"{name}.json", package_sources()
@@ -184,7 +183,7 @@ def import_kernels() -> None:
     """
     gc.disable()
     try:
-        import cute_attn.compiler.registry  # noqa: F401
+        registry.KERNELS  # noqa: B018
     finally:
         gc.enable()
     gc.freeze()

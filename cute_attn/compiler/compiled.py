@@ -25,7 +25,7 @@ from typing import Any
 
 from cute_attn import _without_dsl
 from cute_attn.compiler import cubin as _cubin
-from cute_attn.compiler import html
+from cute_attn.compiler import html, registry
 from cute_attn.compiler.arguments import fakes, ordered, parameters
 from cute_attn.compiler.bundle import VARIABLE, BundleUnusable, find_bundle, load_function
 from cute_attn.compiler.cache import (
@@ -243,8 +243,6 @@ def compile(
     if known is not None and known._classes == kernel_classes(known._classes[0], traits):
         return known
 
-    from cute_attn.compiler import registry  # loads the kernels, and with them the DSL
-
     _let_go(traits)
     compiled = _requests[request] = build(registry.lookup(traits, tile, target), target, lines=lines)
     return compiled
@@ -278,7 +276,6 @@ def _warn_of_spills(compiled: CompiledKernel) -> None:
 
 def _without_spills(compiled: CompiledKernel) -> str:
     """Which tile does not spill: the package's default ones do not, but nobody knows what a user's class takes."""
-    from cute_attn.compiler import registry
     from cute_attn.epilogues.base import TRACED
 
     traits = compiled.traits
@@ -398,7 +395,6 @@ def kernel_classes(kernel_class: type, traits: Traits) -> tuple[Any, ...]:
     """
     if not (traits.variant or traits.epilogues):
         return (kernel_class,)
-    from cute_attn.compiler import registry
     from cute_attn.epilogues.base import TRACED, user_epilogue
 
     current = registry.kernel_class(traits) or kernel_class
@@ -640,8 +636,6 @@ def build_for_later(
 
 def user_modules(request: Request) -> dict[str, str]:
     """Names and files of the modules that define a request's tile, variant and epilogues."""
-    from cute_attn.compiler import registry
-
     traits, tile, _ = request
     classes: tuple[Any, ...] = () if tile is None else (type(tile),)
     base = registry.kernel_class(traits)

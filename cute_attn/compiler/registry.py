@@ -16,27 +16,10 @@ which the logger ``cute_attn`` reports at level DEBUG:
 """
 
 import dataclasses
+import importlib
 from typing import Any
 
-from cute_attn.epilogues.base import user_epilogue
-from cute_attn.kernels.append_kv import AppendKv
-from cute_attn.kernels.backward_convert import BackwardConvert
-from cute_attn.kernels.backward_preprocess import BackwardPreprocess
-from cute_attn.kernels.backward_sm80.kernel import BackwardSm80
-from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
-from cute_attn.kernels.block_kinds import BlockKinds
-from cute_attn.kernels.block_lists import ListBlocks
-from cute_attn.kernels.block_visits import ListVisits
-from cute_attn.kernels.combine import Combine, CombineShares
-from cute_attn.kernels.forward_sm80 import ForwardSm80
-from cute_attn.kernels.forward_sm90 import ForwardSm90
-from cute_attn.kernels.fp32_sm80 import ForwardFallback, ForwardTerms
-from cute_attn.kernels.head_dim_512_sm90 import ForwardLargeSm90
-from cute_attn.kernels.kvcache_sm80 import KvcacheSm80
-from cute_attn.kernels.kvcache_sm90 import KvcacheSm90
 from cute_attn.kernels.limits import LARGE_HEAD_DIM
-from cute_attn.kernels.pad_rows import PadRows
-from cute_attn.kernels.split_fp32 import SplitFp32
 from cute_attn.tiles import TARGETS, Tile, check_target, check_tile
 from cute_attn.traits import (
     BLOCK_OPS,
@@ -49,36 +32,53 @@ from cute_attn.traits import (
     is_word,
 )
 
-KERNELS: dict[tuple[str, str, str], Any] = {
-    ("forward", "sm80", ""): ForwardSm80,
-    ("forward", "sm90", ""): ForwardSm90,
-    ("backward", "sm80", ""): BackwardSm80,
-    ("backward", "sm90", ""): BackwardSm90,
-    ("backward_convert", "sm80", ""): BackwardConvert,
-    ("backward_convert", "sm90", ""): BackwardConvert,
-    ("backward_preprocess", "sm80", ""): BackwardPreprocess,
-    ("backward_preprocess", "sm90", ""): BackwardPreprocess,
-    ("append", "sm80", ""): AppendKv,
-    ("append", "sm90", ""): AppendKv,
-    ("kvcache", "sm80", ""): KvcacheSm80,
-    ("kvcache", "sm90", ""): KvcacheSm90,
-    ("combine", "sm80", ""): Combine,
-    ("combine", "sm90", ""): Combine,
-    ("combine_shares", "sm80", ""): CombineShares,
-    ("combine_shares", "sm90", ""): CombineShares,
-    ("forward_split", "sm80", ""): SplitFp32,
-    ("backward_split", "sm80", ""): SplitFp32,
-    **{(op, "sm80", ""): PadRows for op in PADDED_TENSORS},
-    ("block_kinds", "sm80", ""): BlockKinds,
-    ("block_lists", "sm80", ""): ListBlocks,
-    ("block_visits", "sm80", ""): ListVisits,
-    ("forward", "sm80", "terms"): ForwardTerms,
-    ("forward", "sm80", "fallback"): ForwardFallback,
+_OWN = {
+    ("forward", "sm80", ""): "forward_sm80.ForwardSm80",
+    ("forward", "sm90", ""): "forward_sm90.ForwardSm90",
+    ("backward", "sm80", ""): "backward_sm80.kernel.BackwardSm80",
+    ("backward", "sm90", ""): "backward_sm90.kernel.BackwardSm90",
+    ("backward_convert", "sm80", ""): "backward_convert.BackwardConvert",
+    ("backward_convert", "sm90", ""): "backward_convert.BackwardConvert",
+    ("backward_preprocess", "sm80", ""): "backward_preprocess.BackwardPreprocess",
+    ("backward_preprocess", "sm90", ""): "backward_preprocess.BackwardPreprocess",
+    ("append", "sm80", ""): "append_kv.AppendKv",
+    ("append", "sm90", ""): "append_kv.AppendKv",
+    ("kvcache", "sm80", ""): "kvcache_sm80.KvcacheSm80",
+    ("kvcache", "sm90", ""): "kvcache_sm90.KvcacheSm90",
+    ("combine", "sm80", ""): "combine.Combine",
+    ("combine", "sm90", ""): "combine.Combine",
+    ("combine_shares", "sm80", ""): "combine.CombineShares",
+    ("combine_shares", "sm90", ""): "combine.CombineShares",
+    ("forward_split", "sm80", ""): "split_fp32.SplitFp32",
+    ("backward_split", "sm80", ""): "split_fp32.SplitFp32",
+    **{(op, "sm80", ""): "pad_rows.PadRows" for op in PADDED_TENSORS},
+    ("block_kinds", "sm80", ""): "block_kinds.BlockKinds",
+    ("block_lists", "sm80", ""): "block_lists.ListBlocks",
+    ("block_visits", "sm80", ""): "block_visits.ListVisits",
+    ("forward", "sm80", "terms"): "fp32_sm80.ForwardTerms",
+    ("forward", "sm80", "fallback"): "fp32_sm80.ForwardFallback",
 }
-"""(op, arch, variant) -> kernel class."""
+"""The package's kernels, by module and class."""
 
-LARGE_HEAD_DIMS: dict[tuple[str, str], Any] = {("forward", "sm90"): ForwardLargeSm90}
-"""(op, arch) -> kernel class in place of the one above for head dims beyond ``LARGE_HEAD_DIM``."""
+_LARGE = {("forward", "sm90"): "head_dim_512_sm90.ForwardLargeSm90"}
+"""(op, arch) -> the one in place of that above for head dims beyond ``LARGE_HEAD_DIM``."""
+
+
+def __getattr__(name: str) -> Any:
+    """``KERNELS``, (op, arch, variant) -> class, when it is asked for: kernels load the DSL, which takes long."""
+    if name != "KERNELS":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals().setdefault(name, {key: _loaded(path) for key, path in _OWN.items()})
+
+
+def _kernels() -> dict[tuple[str, str, str], Any]:
+    return globals().get("KERNELS") or __getattr__("KERNELS")
+
+
+def _loaded(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(f"cute_attn.kernels.{module}"), name)
+
 
 SPECULATIVE_PAIR = ("terms", "fallback")
 """Variants of the package's own, launched together for large calls in fp32: :mod:`cute_attn.host.split_fp32`."""
@@ -118,12 +118,12 @@ def register(kernel: Any, *, variant: str, op: str = "", arch: str = "") -> Any:
     _check_class(kernel)
     op, arch = _computed(kernel, op, arch)
     key = (op, arch, variant)
-    known = KERNELS.get(key)
+    known = _kernels().get(key)
     if known is not None and known.__qualname__ != kernel.__qualname__:
         raise ValueError(
             f"variant {variant!r} of {op}-{arch} is taken by {known.__module__}.{known.__qualname__}"
         )
-    KERNELS[key] = kernel
+    _kernels()[key] = kernel
     return kernel
 
 
@@ -143,7 +143,7 @@ def _check_class(kernel: Any) -> None:
 
 def _computed(kernel: Any, op: str, arch: str) -> tuple[str, str]:
     """The op and arch of a class that extends one of the package's or is one, or those given."""
-    classes = [*KERNELS.items(), *(((*key, ""), cls) for key, cls in LARGE_HEAD_DIMS.items())]
+    classes = [*_kernels().items(), *(((*key, ""), _loaded(path)) for key, path in _LARGE.items())]
     bases = (
         [key[:2] for key, cls in classes if cls is base and not (cls is kernel and key[2])]
         for base in kernel.__mro__
@@ -185,11 +185,14 @@ def lookup(traits: Traits | str, tile: Tile | str | None = None, target: str | N
     check_target(target)
     check_tile(tile)
     key = (traits.op, traits.arch, traits.variant)
-    for name in traits.epilogues:
-        user_epilogue(name)
+    if traits.epilogues:
+        from cute_attn.epilogues.base import user_epilogue  # loads the DSL
+
+        for name in traits.epilogues:
+            user_epilogue(name)
     kernel = kernel_class(traits)
     if kernel is None:
-        others = ", ".join(label(other) for other in KERNELS if other[0] == traits.op)
+        others = ", ".join(label(other) for other in _kernels() if other[0] == traits.op)
         hint = "; a variant is registered by the file that defines it (--load FILE)" if traits.variant else ""
         raise Unsupported(
             f"no kernel computes {traits}: none is registered as {label(key)}; accepted: {others}{hint}"
@@ -208,8 +211,9 @@ def lookup(traits: Traits | str, tile: Tile | str | None = None, target: str | N
 def kernel_class(traits: Traits) -> Any:
     """The class that is registered for ``traits``, or None."""
     large = max(traits.head_dim, traits.head_dim_v) > LARGE_HEAD_DIM and not traits.variant
-    found = LARGE_HEAD_DIMS.get((traits.op, traits.arch)) if large else None
-    return found or KERNELS.get((traits.op, traits.arch, traits.variant))
+    if large and (traits.op, traits.arch) in _LARGE:
+        return _loaded(_LARGE[traits.op, traits.arch])
+    return _kernels().get((traits.op, traits.arch, traits.variant))
 
 
 def other_tiles(kernel: Any) -> list[tuple[str, Tile]]:
@@ -237,7 +241,7 @@ def _default_tile(kernel: Any, traits: Traits, target: str) -> Tile:
     if traits.op not in PARTS:
         return kernel.default_tile(traits, target)
     main = dataclasses.replace(traits, op="backward", lse_grad=False)
-    return kernel.beside(traits, KERNELS["backward", traits.arch, ""].default_tile(main, target))
+    return kernel.beside(traits, _kernels()["backward", traits.arch, ""].default_tile(main, target))
 
 
 def defaults() -> list[tuple[Traits, str]]:
@@ -248,7 +252,7 @@ def defaults() -> list[tuple[Traits, str]]:
     backward's preprocess and convert.
     """
     pairs: list[tuple[Traits, str]] = []
-    for op, arch, variant in KERNELS:
+    for op, arch, variant in _kernels():
         if variant:
             continue
         targets = RUNS_ON[arch]

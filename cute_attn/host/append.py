@@ -4,6 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
+from cute_attn import compiler
+from cute_attn.compiler import registry
 from cute_attn.host import record
 from cute_attn.host.call import DTYPE_NAMES, Call
 from cute_attn.host.checks import check_count
@@ -44,9 +46,6 @@ def launch(
         cu_seqlens_q: where packed ones start.
         rises: whether positions of queries rise within a sequence.
     """
-    from cute_attn import compiler
-    from cute_attn.compiler import registry
-
     rotated = None
     with on_device(call.k_cache.get_device()):
         if q is not None:

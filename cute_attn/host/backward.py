@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_attn import compiler
+from cute_attn.compiler import registry
 from cute_attn.host import fused_qkv, padding, plans, record
 from cute_attn.host.backward_splits import head_splits, key_splits, queries_seen
 from cute_attn.host.call import NUM_TENSORS, Call
@@ -144,7 +146,6 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
     call = call.with_positive_scale()
     if 0 in (call.batch, *call.longest, out.numel(), call.k.numel()):
         return Plan()
-    from cute_attn import compiler
     from cute_attn.tiles import padded
 
     with on_device(call.q.get_device()):
@@ -597,8 +598,6 @@ def check_blocks(call: Call, tile: Any, rows: int, num_splits: int, heads_dkv: i
 
 def kernels_of(main: Any, *, lse_grad: bool = False) -> list[tuple[Traits, Any]]:
     """(traits, tile) of the main kernel, its preprocess and its convert; of terms also the split and the fallback."""
-    from cute_attn.compiler import registry
-
     beside, tile = [], main.tile
     if getattr(tile, "in_terms", False):
         tile = tile.fallback(main.traits)  # the convert's as well

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-from cute_attn import _without_dsl
+from cute_attn import _without_dsl, compiler
 from cute_attn.epilogues.functions.known import block_mask_epilogue_of
 from cute_attn.host import memory, record
 from cute_attn.host.checks import check_count
@@ -246,8 +246,6 @@ def _lists_by_kernel(
     lists = [torch.empty((*shared, *shape), dtype=torch.int32, device=kinds.device) for shape in shapes]
     group = nheads // nheads_kv if shared[1] > 1 else 1
     check_count("block_mask has rows and columns of blocks", shared[0] * shared[1] * (rows + columns))
-    from cute_attn import compiler
-
     with memory.on_device(kinds.get_device()):
         traits = Traits("block_visits", "sm80", "bf16", LISTED_ROWS)
         kernel = compiler.compile(traits, None, compiler.default_target("sm80"))

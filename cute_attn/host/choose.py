@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+from cute_attn.compiler import registry
 from cute_attn.host.call import Call
 from cute_attn.host.memory import ALIGNMENT_BYTES, is_aligned
 from cute_attn.traits import Traits, aligned_head_dim, did_you_mean
@@ -21,7 +22,6 @@ def user_classes(call: Call, op: str = "forward") -> tuple[Any, ...]:
     """
     if not (call.epilogues or ":" in call.kernel):
         return ()
-    from cute_attn.compiler import registry
     from cute_attn.epilogues.base import TRACED, user_epilogue
 
     arch, _, variant = call.kernel.partition(":")
@@ -48,8 +48,6 @@ def choose_kernel(
     Raises:
         Unsupported: no kernel supports it, with each one's reason.
     """
-    from cute_attn.compiler import registry
-
     tile = call.tile if op == "forward" else call.backward_tile
     check_kernel(call.kernel, ("forward", op))
     names = [call.kernel] if call.kernel else registry.generations(target)
@@ -92,8 +90,6 @@ def check_kernel(kernel: str, ops: Iterable[str]) -> dict[str, str]:
     Raises:
         ValueError: with what is accepted.
     """
-    from cute_attn.compiler import registry
-
     names = {
         f"{arch}:{variant}" if variant else arch: arch for op, arch, variant in registry.KERNELS if op in ops
     }
@@ -112,8 +108,6 @@ def check_words(kernel: str, **tiles: str) -> None:
     Raises:
         ValueError: with what is accepted.
     """
-    from cute_attn.compiler import registry
-
     names = check_kernel(kernel, tiles)
     if ":" in kernel:
         _check_variant(kernel, tiles)
@@ -133,7 +127,6 @@ def check_words(kernel: str, **tiles: str) -> None:
 
 def _check_variant(kernel: str, ops: Iterable[str]) -> None:
     """Refuse a variant whose result the definition may not have."""
-    from cute_attn.compiler import registry
     from cute_attn.compiler.variants import changes_the_result
 
     arch, _, variant = kernel.partition(":")
@@ -155,8 +148,6 @@ def check_tile(call: Call, op: str, text: str) -> None:
     Raises:
         Unsupported: the reason of the newest kernel whose tile has the fields.
     """
-    from cute_attn.compiler import registry
-
     reasons: list[ValueError] = []
     for name in [call.kernel] if call.kernel else registry.generations("sm90") if text else []:
         arch, _, variant = name.partition(":")

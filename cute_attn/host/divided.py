@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from cute_attn.compiler import registry
 from cute_attn.host import split_kv
 from cute_attn.host.call import Call
 from cute_attn.host.checks import KERNEL_DTYPES, check_query_blocks
@@ -45,8 +46,6 @@ def is_wanted(call: Call, kernel: Any, target: str, multiprocessors: int) -> boo
     seen = min(call.longest[1], call.window or call.longest[1])
     if seen < LEAST_KEYS:
         return False
-    from cute_attn.compiler import registry
-
     # Few work tiles are those of a large call's tile: `kernel` may have fewer rows because there are few.
     large = registry.lookup(kernel.traits, None, target)
     large = large.for_lengths(*call.longest, call.group, target, window=call.window)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn import reference
+from cute_attn import compiler, reference
 from cute_attn.host import padding, plans, record
 from cute_attn.host.call import NUM_TENSORS, Call
 from cute_attn.host.checks import check, check_for_kernels, check_query_blocks, check_steps
@@ -85,7 +85,6 @@ def plan_forward(call: Call) -> Plan:
     out_shape, _ = call.output_shapes()
     if 0 in (call.batch, *call.longest, math.prod(out_shape), math.prod(call.k.shape)):
         return Plan()
-    from cute_attn import compiler
     from cute_attn.host import divided, split_fp32
 
     with on_device(call.q.get_device()):

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from cute_attn import compiler
+from cute_attn.compiler import registry
 from cute_attn.epilogues.functions.definition import evaluate
 from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.epilogues.functions.predicate import Predicate, predicate_of
@@ -121,9 +123,6 @@ def _kinds_by_kernel(
 @functools.lru_cache(256)
 def _kinds_kernel(name: str, block_size: tuple[int, int], device: int) -> tuple[Any, Predicate]:
     """The kernel for a traced mask, compiled for a device, the current one; "" for one that hides nothing."""
-    from cute_attn import compiler
-    from cute_attn.compiler import registry
-
     traits = Traits("block_kinds", "sm80", "bf16", LISTED_ROWS, epilogues=(name,) if name else ())
     target = compiler.default_target("sm80")
     kernel = registry.lookup(traits, f"tile_m={block_size[0]},tile_n={block_size[1]}", target)
@@ -140,8 +139,6 @@ def lists_of(kinds: Tensor) -> tuple[Lists, Lists]:
     """The key blocks of each query block, then the query blocks of each key block: each list in order."""
     if not kinds.is_cuda:
         return tuple((*_listed(x == PARTIAL), *_listed(x == FULL)) for x in (kinds, kinds.mT))  # type: ignore[return-value]
-    from cute_attn import compiler
-
     batch, nheads, rows, columns = kinds.shape
     with memory.on_device(kinds.get_device()):
         of_queries, of_keys = (

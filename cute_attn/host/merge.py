@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from cute_attn import compiler
+from cute_attn.compiler import registry
 from cute_attn.host import record
 from cute_attn.host.call import DTYPE_NAMES
 from cute_attn.tiles.inference import CombineTile
@@ -11,9 +13,6 @@ from cute_attn.traits import Traits
 
 def launch(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
     """Launch the kernel: out of dtype fp16, bf16 or fp32; packed rows are a batch of one."""
-    from cute_attn import compiler
-    from cute_attn.compiler import registry
-
     outs = record.readable(outs.to(torch.float32))
     if outs.dim() == 4:
         outs, lses, out, lse = outs.unsqueeze(1), lses.unsqueeze(1), out.unsqueeze(0), lse.unsqueeze(0)

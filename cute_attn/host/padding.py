@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
+from cute_attn import compiler
+from cute_attn.compiler import registry
 from cute_attn.host import record
 from cute_attn.host.call import DTYPE_NAMES, Call
 from cute_attn.host.checks import check_count
@@ -113,9 +115,6 @@ class Copies:
 
 def kernel_for(op: str, call: Call) -> Any:
     """The compiled kernel of an op for a call's traits."""
-    from cute_attn import compiler
-    from cute_attn.compiler import registry
-
     dims, dtype = (call.q.shape[-1], call.v.shape[-1]), DTYPE_NAMES[call.q.dtype]
     target = compiler.default_target("sm80")
     kernel = registry.lookup(Traits(op, "sm80", dtype, *dims, varlen=call.varlen), None, target)

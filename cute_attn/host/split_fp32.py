@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_attn import compiler
+from cute_attn.compiler import registry
 from cute_attn.host import record
 from cute_attn.host.call import Call
 from cute_attn.host.checks import check_query_blocks
@@ -57,7 +59,6 @@ class SplitLauncher:
         Raises:
             Unsupported: no kernel splits such tensors.
         """
-        from cute_attn import compiler
         from cute_attn.tiles import padded
 
         compiled = compiler.compile(main.split_fp32(op), None, target)
@@ -94,9 +95,6 @@ def can_split(tensors: Sequence[Tensor]) -> bool:
 
 def plan_forward(call: Call, kernel: Any, target: str) -> Plan | None:
     """The plan of a call that both :mod:`cute_attn.kernels.fp32_sm80.kernel` serve in place of ``kernel``, or None."""
-    from cute_attn import compiler
-    from cute_attn.compiler import registry
-
     kernels = SpeculativeKernels.wanted(call, kernel, target)
     if kernels is None:
         return None
@@ -142,7 +140,6 @@ class SpeculativeKernels(NamedTuple):
             Unsupported: the call names one of them, and the other does not support it.
             ValueError: the call names one of them, and has too many rows.
         """
-        from cute_attn.compiler import registry
         from cute_attn.kernels.fp32_sm80.heuristics import terms_pay
 
         traits, few_rows = kernel.traits, can_split((call.q, call.k, call.v))
@@ -165,8 +162,6 @@ class SpeculativeKernels(NamedTuple):
     @staticmethod
     def _pair(kernel: Any, target: str) -> "SpeculativeKernels":
         """Both kernels, ``kernel`` with its tile."""
-        from cute_attn.compiler import registry
-
         traits = kernel.traits
         return SpeculativeKernels(
             *(

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_attn import compiler
+from cute_attn.compiler import registry
 from cute_attn.host import plans, record
 from cute_attn.host.call import DTYPE_NAMES, Call
 from cute_attn.host.checks import MAX_ROWS, check_count
@@ -183,8 +185,6 @@ def make_plan(call: Call) -> Plan:
     queries, capacity = call.longest
     if 0 in (call.batch, queries, capacity, math.prod(call.output_shapes()[0]), call.k_cache.shape[0]):
         return Plan()
-    from cute_attn import compiler
-
     with on_device(call.q.get_device()):
         target = compiler.default_target("sm80")
         processors = multiprocessors(call.q.get_device())
@@ -199,9 +199,6 @@ def make_plan(call: Call) -> Plan:
 
 
 def _combine(kernel: Any, split: Split, shapes: tuple[tuple[int, ...], ...], call: Call, target: str) -> Any:
-    from cute_attn import compiler
-    from cute_attn.compiler import registry
-
     traits = kernel.traits
     if not split.how:
         return None
@@ -276,8 +273,6 @@ def choose_kernel(call: Call, target: str, processors: int) -> tuple[Any, Split]
     Raises:
         Unsupported: no kernel supports it, with each one's reason.
     """
-    from cute_attn.compiler import registry
-
     check_kernel(call.kernel, ("kvcache",))
     names = [call.kernel] if call.kernel else _generations(call, target)
     reasons: list[str] = []
@@ -298,8 +293,6 @@ def choose_kernel(call: Call, target: str, processors: int) -> tuple[Any, Split]
 
 def _generations(call: Call, target: str) -> list[str]:
     """The generations of kernels that run on a target, the newest first, except for pages that TMA cannot load."""
-    from cute_attn.compiler import registry
-
     names = registry.generations(target)
     return names[-1:] if _page_rows(call) % BOX_ROWS else names
 
@@ -310,8 +303,6 @@ def _page_rows(call: Call) -> int:
 
 
 def _kernel_and_split(call: Call, arch: str, variant: str, target: str, processors: int) -> tuple[Any, Split]:
-    from cute_attn.compiler import registry
-
     def kernel_of(split: str) -> Any:
         kernel = registry.lookup(traits_of(call, arch, split, variant), None, target)
         kernel = kernel.for_cache(cache_call(call), target)

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from cute_attn.compiler import Request, default_target, is_built, prebuild
+from cute_attn.compiler import Request, default_target, is_built, prebuild, registry
 from cute_attn.lab.benchmark import peers
 from cute_attn.lab.benchmark.results import TOLERANCE, difference, first_line
 from cute_attn.lab.benchmark.timing import Clock, query_gpu
@@ -213,8 +213,6 @@ def tile_at(contender: Contender, workload: Workload, target: str | None = None)
     Raises:
         Unsupported: no kernel supports it.
     """
-    from cute_attn.compiler import registry
-
     traits = Traits.parse(contender.kernel)
     target = target or default_target(traits.arch)
     kernel = registry.lookup(traits, contender.tile or None, target)
@@ -227,7 +225,6 @@ def needed_kernels(
     contender: Contender, workloads: Sequence[Workload], target: str | None = None
 ) -> Iterator[Request]:
     """The kernels that checking and timing a kernel launches: its own, of a backward also the forwards before it."""
-    from cute_attn.compiler import registry
     from cute_attn.host.backward import kernels_of
 
     traits = Traits.parse(contender.kernel)
@@ -248,7 +245,5 @@ def needed_kernels(
 
 
 def _is_built(request: Request) -> bool:
-    from cute_attn.compiler import registry
-
     traits, tile, target = request
     return is_built(registry.lookup(traits, tile, target), target or default_target(traits.arch))

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from importlib import resources
 from typing import Any
 
+from cute_attn.compiler import registry
 from cute_attn.tiles import Tile
 from cute_attn.traits import DTYPES, FEATURES, OPS, Traits, did_you_mean, ops_of
 
@@ -44,8 +45,6 @@ def explain(word: str) -> list[tuple[str, str]]:
     """
     if found := list(_listed(word)):
         return found
-    from cute_attn.compiler import registry
-
     for of in (_name, _epilogue, _field, _part):
         found = list(of(word))
         if found:
@@ -75,8 +74,6 @@ def feature_text(feature: str) -> str:
 
 def tile_classes(keys: Iterable[tuple[str, str, str]] | None = None) -> dict[type[Tile], list[str]]:
     """The classes of registered kernels' tiles, by default of all, each with the kernels that it is for."""
-    from cute_attn.compiler import registry
-
     found: dict[type[Tile], list[str]] = {}
     for op, arch, variant in registry.KERNELS if keys is None else keys:
         for dtype, features in itertools.product(DTYPES, ({}, {"seqused_k": True})):
@@ -93,8 +90,6 @@ def _fields(cls: type[Tile]) -> list[str]:
 
 def _name(word: str) -> Iterator[tuple[str, str]]:
     """A kernel's name or its beginning: its words, then the fields of its tile."""
-    from cute_attn.compiler import registry
-
     op, *rest = word.split("-")
     arch, _, variant = rest[0].partition(":") if rest else (None, "", "")
     keys = [key for key in registry.KERNELS if key[0] == op and arch in (None, key[1]) and key[2] == variant]

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from cute_attn.compiler import registry
 from cute_attn.compiler.cubin import Resources
 from cute_attn.kernels.step import StepContent
 from cute_attn.lab.copies import Conflicts
@@ -64,8 +65,6 @@ def _content(stated: dict[str, Any] | None, traits: Traits, built: Any) -> StepC
     if stated is not None:
         loops = tuple((mma, times) for mma, times in stated.pop("loops"))
         return StepContent(**stated, loops=loops)
-    from cute_attn.compiler import registry
-
     return content_of(registry.lookup(traits, built.tile, built.target))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import rich.table
 from rich.console import Console, Group
 
+from cute_attn.compiler import registry
 from cute_attn.traits import Traits
 
 
@@ -22,8 +23,6 @@ def counted(count: int, noun: str) -> str:
 
 def brief_tile(name: str, target: str | None, tile: str) -> str:
     """A tile's text without the fields that have their class's default; all where its class is not known."""
-    from cute_attn.compiler import registry
-
     try:
         kind = type(registry.lookup(Traits.parse(name), None, target).tile)
     except ValueError:  # a variant that is not registered here, or text in place of a tile

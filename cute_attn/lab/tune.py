@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cute_attn.compiler import SpillWarning
+from cute_attn.compiler import SpillWarning, registry
 from cute_attn.compiler.registry import kernel_class
 from cute_attn.lab.benchmark.workload import Workload
 from cute_attn.lab.builds import Built, WorkerBuilds
@@ -177,8 +177,6 @@ class Search:
 
     def change(self, tile: Tile) -> str:
         """A tile as a change of the one that ``--tile`` changes: the default for long sequences."""
-        from cute_attn.compiler import registry
-
         return change_text(registry.lookup(self.traits, None, self.target).tile, tile)
 
     @staticmethod

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from cute_attn.compiler import registry
 from cute_attn.kernels.step import StepContent
 from cute_attn.lab.copies import Conflicts, conflicts
 from cute_attn.lab.findings import findings
@@ -222,8 +223,6 @@ def verdict(
 
 def _of_compiled(compiled: "CompiledKernel") -> Verdict:
     """The verdict on a kernel of the running sources."""
-    from cute_attn.compiler import registry
-
     kernel = registry.lookup(compiled.traits, compiled.tile, compiled.target)
     with ThreadPoolExecutor(1) as beside:  # nvdisasm is a process, which takes as long as what follows
         code = beside.submit(Code.of, compiled.cubin, compiled.name)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cute_attn.api.attention import resolve_mask
+from cute_attn.compiler import registry
 from cute_attn.host.call import Call
 from cute_attn.host.checks import check, check_for_kernels
 from cute_attn.sdpa.slower import faster_by_pytorch
@@ -172,8 +173,6 @@ def translated(request: Request, inputs: Inputs, rng_state: Tensor | None = None
 
 def _missing_kernel(call: Call, target: str, op: str) -> str | None:
     """Why no kernel computes ``op``, or None."""
-    from cute_attn.compiler import registry
-
     reasons = []
     for arch in registry.generations(target):
         bias_grad = op == "backward" and call.bias is not None
@@ -186,8 +185,6 @@ def _missing_kernel(call: Call, target: str, op: str) -> str | None:
 
 @functools.lru_cache(maxsize=1024)
 def _declined(traits: Any, target: str) -> str | None:
-    from cute_attn.compiler import registry
-
     try:
         registry.lookup(traits, None, target)
     except registry.Unsupported as error:

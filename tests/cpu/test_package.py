@@ -216,16 +216,16 @@ def test_shells_complete_commands_and_names():
 @pytest.mark.parametrize(
     ("base", "key"),
     [
-        ("ForwardSm80", ("forward", "sm80")),
-        ("ForwardSm90", ("forward", "sm90")),
-        ("ForwardLargeSm90", ("forward", "sm90")),
-        ("BackwardSm90", ("backward", "sm90")),
-        ("KvcacheSm80", ("kvcache", "sm80")),
+        (registry.KERNELS["forward", "sm80", ""], ("forward", "sm80")),
+        (registry.KERNELS["forward", "sm90", ""], ("forward", "sm90")),
+        (registry.kernel_class(registry.Traits("forward", "sm90", "bf16", 512)), ("forward", "sm90")),
+        (registry.KERNELS["backward", "sm90", ""], ("backward", "sm90")),
+        (registry.KERNELS["kvcache", "sm80", ""], ("kvcache", "sm80")),
     ],
 )
 def test_a_variant_computes_what_its_base_does(monkeypatch, base, key):
     monkeypatch.setattr(registry, "KERNELS", dict(registry.KERNELS))
-    mine = type("Mine", (getattr(registry, base),), {})
+    mine = type("Mine", (base,), {})
     cute_attn.register(mine, variant="mine")
     assert registry.KERNELS[*key, "mine"] is mine
     cute_attn.register(mine, variant="same", op=key[0], arch=key[1])
@@ -238,7 +238,7 @@ def test_a_variant_computes_what_its_base_does(monkeypatch, base, key):
 
 def test_a_variant_of_a_class_for_two_generations_says_which(monkeypatch):
     monkeypatch.setattr(registry, "KERNELS", dict(registry.KERNELS))
-    mine = type("Mine", (registry.Combine,), {})
+    mine = type("Mine", (registry.KERNELS["combine", "sm90", ""],), {})
     with pytest.raises(
         ValueError, match="accepted of what it extends: 'combine' and 'sm80' or 'combine' and 'sm90'"
     ):
@@ -283,7 +283,7 @@ NO_KERNEL = "accepted: a class that extends one of the package's kernels, such a
         ),
         (toy.Toy, {"variant": "x", "arch": "sm75"}, ValueError, "^arch is 'sm75'; accepted: sm80, sm90$"),
         (
-            registry.AppendKv,
+            registry.KERNELS["append", "sm80", ""],
             {"variant": "x", "op": "forward"},
             ValueError,
             "op is 'forward' .* 'append' and 'sm80'",
@@ -332,11 +332,17 @@ class Called(ForwardSm80):
     ("kernel", "reason"),
     [
         (Narrower, None),
-        (type("Copied", (registry.KvcacheSm80,), {"gmem_load": ForwardSm80.gmem_load}), None),
+        (
+            type("Copied", (registry.KERNELS["kvcache", "sm80", ""],), {"gmem_load": ForwardSm80.gmem_load}),
+            None,
+        ),
         (Capped, "Capped overrides score_args"),
         (Called, "Called overrides __call__"),
         (type("Typed", (ForwardSm80,), {"dtype": None, "kernel": None}), "Typed overrides dtype, kernel"),
-        (type("Produced", (registry.ForwardSm90,), {"PRODUCER": None}), "Produced overrides PRODUCER"),
+        (
+            type("Produced", (registry.KERNELS["forward", "sm90", ""],), {"PRODUCER": None}),
+            "Produced overrides PRODUCER",
+        ),
         (toy.Toy, "Toy extends no kernel of the package"),
     ],
     ids=lambda one: getattr(one, "__name__", ""),
@@ -358,5 +364,8 @@ def test_a_variant_computes_on_the_cpu_what_it_means_or_is_refused(monkeypatch, 
 
 
 def test_each_method_that_decides_how_is_one_of_a_kernel():
-    kernels = {*registry.KERNELS.values(), *registry.LARGE_HEAD_DIMS.values()}
+    kernels = {
+        *registry.KERNELS.values(),
+        registry.kernel_class(registry.Traits("forward", "sm90", "bf16", 512)),
+    }
     assert not [name for name in variants.HOW if not any(hasattr(one, name) for one in kernels)]
