@@ -39,7 +39,7 @@ _HOME = {
     "lookup": "compiler.registry",
     "register": "compiler.registry",
     "Epilogue": "epilogues.base",
-    "register_epilogue": "epilogues.base",
+    "register_epilogue": "epilogues.names",
     "mask_mod": "epilogues.functions.registered",
     "score_mod": "epilogues.functions.registered",
     "check_epilogue": "reference.check_epilogue",

@@ -26,8 +26,9 @@ from cute_attn.api.block_mask import block_mask
 from cute_attn.api.merge import merge_attention
 from cute_attn.compiler import CompiledKernel, Resources, SpillWarning, compile, prebuild
 from cute_attn.compiler.registry import Unsupported, defaults, lookup, register
-from cute_attn.epilogues.base import Epilogue, register_epilogue
+from cute_attn.epilogues.base import Epilogue
 from cute_attn.epilogues.functions.registered import mask_mod, score_mod
+from cute_attn.epilogues.names import register_epilogue
 from cute_attn.reference.check_epilogue import check_epilogue
 from cute_attn.traits import Traits
 

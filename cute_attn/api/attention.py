@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from cute_attn.api import operators
 from cute_attn.epilogues.functions.known import epilogue_of, hold
 from cute_attn.epilogues.inputs import UNBOUNDED
+from cute_attn.epilogues.names import registered_functions
 from cute_attn.host import choose, plans, random_states
 from cute_attn.host.bias import additive, with_readable_bias
 from cute_attn.host.call import (
@@ -803,8 +804,6 @@ def _read_by(
     key, read, tables = plans.brought(*functions, sizes)
     own: tuple[Tensor, ...] = ()
     if type(given[_EPILOGUES]) is not tuple or given[_EPILOGUES]:
-        from cute_attn.epilogues.base import registered_functions  # loads the DSL
-
         names, own, numbers = pack_epilogues(given[_EPILOGUES])
         registered = registered_functions([name.partition(":")[0] for name in names])
         if registered is None:

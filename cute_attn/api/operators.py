@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
 
 from cute_attn import reference
+from cute_attn.epilogues.names import TRACED, user_epilogue
 from cute_attn.host import fused_qkv, plans
 from cute_attn.host.backward import NOTHING, Gradients, check_given, gradients
 from cute_attn.host.call import ATTENTION, NUM_TENSORS, Call, pytorchs_precision, schema
@@ -224,8 +225,6 @@ def _repeated(name: str, implementation: Callable[..., Any], first: int) -> Call
         if ":" in others[_KERNEL]:
             return call()  # a variant may be registered again
         if epilogues:
-            from cute_attn.epilogues.base import TRACED  # loads the DSL
-
             if not all(one.startswith(TRACED) for one in epilogues):
                 return call()  # one under a name may be registered again, and a function's values may change
         if arguments[first].dtype == torch.float32:
@@ -437,8 +436,6 @@ def _save(ctx: Any, tensors: Sequence[Any], rest: tuple, outputs: tuple, node: N
 def _registered(epilogues: Sequence[str]) -> tuple[Any, ...]:
     if not epilogues:
         return ()
-    from cute_attn.epilogues.base import user_epilogue  # loads the DSL
-
     return tuple(user_epilogue(item.partition(":")[0]) for item in epilogues)
 
 

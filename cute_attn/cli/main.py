@@ -44,6 +44,7 @@ from cute_attn.cli.options import (
     writable_folder,
 )
 from cute_attn.compiler import registry
+from cute_attn.epilogues.names import example_args
 from cute_attn.lab.tables import Table, brief_tile, counted
 from cute_attn.tiles import TARGETS
 from cute_attn.traits import OPS, Traits, did_you_mean
@@ -359,7 +360,6 @@ def check_kernel(name: Name, tile: TileText = "", target: Target = None) -> None
 
 def _check_epilogues(console: Console, traits: Traits) -> list[str]:
     """Users' epilogues against their references, on the CPU."""
-    from cute_attn.epilogues.base import example_args
     from cute_attn.reference.check_epilogue import check_epilogue
 
     failed = []

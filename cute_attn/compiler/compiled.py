@@ -45,6 +45,7 @@ from cute_attn.compiler.cache import (
 from cute_attn.compiler.cubin import Resources
 from cute_attn.compiler.fingerprint import cache_key, source_key, toolchain
 from cute_attn.compiler.workers import Worker
+from cute_attn.epilogues.names import TRACED, is_registered, user_epilogue
 from cute_attn.tiles import check_target, check_tile, text_of
 from cute_attn.traits import Traits
 
@@ -276,8 +277,6 @@ def _warn_of_spills(compiled: CompiledKernel) -> None:
 
 def _without_spills(compiled: CompiledKernel) -> str:
     """Which tile does not spill: the package's default ones do not, but nobody knows what a user's class takes."""
-    from cute_attn.epilogues.base import TRACED
-
     traits = compiled.traits
     if any(name.startswith(TRACED) for name in traits.epilogues):
         return (
@@ -395,15 +394,12 @@ def kernel_classes(kernel_class: type, traits: Traits) -> tuple[Any, ...]:
     """
     if not (traits.variant or traits.epilogues):
         return (kernel_class,)
-    from cute_attn.epilogues.base import TRACED, user_epilogue
-
     current = registry.kernel_class(traits) or kernel_class
     return (current, *(user_epilogue(name) for name in traits.epilogues if not name.startswith(TRACED)))
 
 
 def _let_go(traits: Traits) -> None:
     """Before another kernel of a traced function comes, drop those whose functions no call needs any more."""
-    from cute_attn.epilogues.base import TRACED, is_registered
 
     def is_dead(name: str) -> bool:
         return name.startswith(TRACED) and not is_registered(name)

@@ -19,6 +19,7 @@ import dataclasses
 import importlib
 from typing import Any
 
+from cute_attn.epilogues.names import user_epilogue
 from cute_attn.kernels.limits import LARGE_HEAD_DIM
 from cute_attn.tiles import TARGETS, Tile, check_target, check_tile
 from cute_attn.traits import (
@@ -186,8 +187,6 @@ def lookup(traits: Traits | str, tile: Tile | str | None = None, target: str | N
     check_tile(tile)
     key = (traits.op, traits.arch, traits.variant)
     if traits.epilogues:
-        from cute_attn.epilogues.base import user_epilogue  # loads the DSL
-
         for name in traits.epilogues:
             user_epilogue(name)
     kernel = kernel_class(traits)

@@ -12,11 +12,12 @@ from cute_attn.device.math import LOG2_E
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 from cute_attn.epilogues.alibi import Alibi
-from cute_attn.epilogues.base import Epilogue, user_epilogue
+from cute_attn.epilogues.base import Epilogue
 from cute_attn.epilogues.bias import Bias
 from cute_attn.epilogues.dropout import Dropout, DropoutState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.mask import Mask
+from cute_attn.epilogues.names import user_epilogue
 from cute_attn.epilogues.sinks import Sinks
 from cute_attn.epilogues.softcap import Softcap
 from cute_attn.epilogues.tree import Tree

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cute_attn import reference
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
+from cute_attn.epilogues.names import lists_blocks, user_epilogue
 from cute_attn.host.memory import materialized, rows_are_aligned
 from cute_attn.host.values import python_number, shown
 from cute_attn.reference.kvcache import Cache, Rotary
@@ -264,16 +265,12 @@ class Call(NamedTuple):
         """Whether kernels may leave out blocks that an epilogue does not list."""
         if not self.epilogues:
             return False
-        from cute_attn.epilogues.base import lists_blocks  # loads the DSL
-
         return lists_blocks(self.epilogue_names)
 
     def by_definition(self) -> tuple[reference.Features, ScoreInputs, reference.Lengths]:
         """What :mod:`cute_attn.reference` takes beside q, k, v and the scale."""
         epilogues: tuple[reference.Epilogue, ...] = ()
         if self.epilogues:
-            from cute_attn.epilogues.base import user_epilogue  # loads the DSL
-
             epilogues = tuple(user_epilogue(name).reference for name in self.epilogue_names)
         lengths = reference.Lengths(*self[3:7], self.max_seqlen_q, self.max_seqlen_k)
         return reference.Features(self.mask, self.dropout, epilogues), self.score_inputs(), lengths

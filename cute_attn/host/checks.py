@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cute_attn.epilogues.inputs import UNBOUNDED
+from cute_attn.epilogues.names import user_epilogue
 from cute_attn.host.call import DTYPE_NAMES, PYTORCHS, Call
 from cute_attn.host.memory import (
     ALIGNMENT_BYTES,
@@ -65,8 +66,6 @@ def check(call: Call) -> None:
 def _check_epilogues(call: Call) -> None:
     if not call.epilogues:
         return
-    from cute_attn.epilogues.base import user_epilogue  # loads the DSL
-
     inputs = call.score_inputs()
     for name in call.epilogue_names:
         epilogue = user_epilogue(name)

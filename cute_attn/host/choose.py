@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from cute_attn.compiler import registry
+from cute_attn.epilogues.names import TRACED, user_epilogue
 from cute_attn.host.call import Call
 from cute_attn.host.memory import ALIGNMENT_BYTES, is_aligned
 from cute_attn.traits import Traits, aligned_head_dim, did_you_mean
@@ -22,8 +23,6 @@ def user_classes(call: Call, op: str = "forward") -> tuple[Any, ...]:
     """
     if not (call.epilogues or ":" in call.kernel):
         return ()
-    from cute_attn.epilogues.base import TRACED, user_epilogue
-
     arch, _, variant = call.kernel.partition(":")
     kernel = registry.KERNELS.get((op, arch, variant))
     found = ((name, user_epilogue(name)) for name in call.epilogue_names)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cute_attn.epilogues.names import user_epilogue
 from cute_attn.host import record
 from cute_attn.host.call import Call
 from cute_attn.host.dispatch import NO_GRADIENT
@@ -39,8 +40,6 @@ class _Given:
 
     def with_gradients(self, wanted: Sequence[bool]) -> tuple[str, tuple[int, ...]] | None:
         """The name of what computes them in a backward, its own where there are none, and which; None: nothing does."""
-        from cute_attn.epilogues.base import user_epilogue  # loads the DSL
-
         arguments = self.arguments(wanted)
         return user_epilogue(self.name).with_gradients(arguments) if arguments else (self.name, ())
 

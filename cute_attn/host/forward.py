@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cute_attn import compiler, reference
+from cute_attn.epilogues.names import user_epilogue
 from cute_attn.host import padding, plans, record
 from cute_attn.host.call import NUM_TENSORS, Call
 from cute_attn.host.checks import check, check_for_kernels, check_query_blocks, check_steps
@@ -230,8 +231,6 @@ def are_functions(traits: Any) -> bool:
     """Whether a kernel computes what the package wrote or traced, and no class of a user's."""
     if traits.variant or not traits.epilogues:
         return not traits.variant
-    from cute_attn.epilogues.base import user_epilogue
-
     return not any(isinstance(user_epilogue(name), type) for name in traits.epilogues)
 
 

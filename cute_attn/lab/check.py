@@ -8,8 +8,8 @@ from torch import Tensor
 
 from cute_attn import reference
 from cute_attn.api import attention as interface
-from cute_attn.epilogues.base import user_epilogue
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
+from cute_attn.epilogues.names import user_epilogue
 from cute_attn.lab.benchmark.peers import call_options
 from cute_attn.lab.benchmark.workload import Inputs, Workload, of_traits
 from cute_attn.traits import Traits

@@ -18,6 +18,7 @@ from importlib import resources
 from typing import Any
 
 from cute_attn.compiler import registry
+from cute_attn.epilogues.names import is_registered, user_epilogue
 from cute_attn.tiles import Tile
 from cute_attn.traits import DTYPES, FEATURES, OPS, Traits, did_you_mean, ops_of
 
@@ -121,8 +122,6 @@ def _listed(word: str) -> Iterator[tuple[str, str]]:
 
 def _epilogue(word: str) -> Iterator[tuple[str, str]]:
     """A registered epilogue, such as one of a loaded file."""
-    from cute_attn.epilogues.base import is_registered, user_epilogue
-
     if is_registered(word):
         found = user_epilogue(word)
         doc = getattr(found, "function", found).__doc__

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from cute_attn import reference
-from cute_attn.epilogues.base import Epilogue, example_args, user_epilogue
+from cute_attn.epilogues.base import Epilogue
 from cute_attn.epilogues.functions.definition import AS_TORCH, Precision
 from cute_attn.epilogues.functions.epilogue import FunctionEpilogue
 from cute_attn.epilogues.functions.graph import FLOAT, ordered
 from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.epilogues.functions.trace import kind_of
 from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.epilogues.names import example_args, user_epilogue
 from cute_attn.reference.tilings import SMALL, TILINGS, TINY, Gradients, Scores, Tiling
 from cute_attn.traits import Traits
 

@@ -28,8 +28,8 @@ from torch import Tensor
 from cute_attn import reference
 from cute_attn.device.math import LARGEST, LOG2_E
 from cute_attn.device.seqlen import Seqlens
-from cute_attn.epilogues.base import user_epilogue
 from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.epilogues.names import user_epilogue
 from cute_attn.reference.emulated import (
     Buffers,
     GradientBuffers,

@@ -10,9 +10,9 @@ from torch import Tensor
 
 import layouts
 from cute_attn import reference
-from cute_attn.epilogues.base import user_epilogue
 from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.epilogues.names import user_epilogue
 from cute_attn.reference import emulate
 from cute_attn.reference.emulate import Emulated, EmulatedGradients
 from cute_attn.traits import Traits

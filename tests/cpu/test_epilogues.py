@@ -16,8 +16,9 @@ from cutlass import Float32, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from cute_attn import reference
-from cute_attn.epilogues.base import Epilogue, register_epilogue
+from cute_attn.epilogues.base import Epilogue
 from cute_attn.epilogues.inputs import UNBOUNDED
+from cute_attn.epilogues.names import register_epilogue
 from cute_attn.reference.emulated import MASKED, UNMASKED, UNVISITED
 from cute_attn.reference.tilings import SMALL, TILINGS, Scores
 

@@ -14,10 +14,11 @@ from cutlass.cute.runtime import from_dlpack, make_fake_tensor
 
 from cute_attn import reference
 from cute_attn.device.score_tile import ScoreMap
-from cute_attn.epilogues.base import Epilogue, register_epilogue
+from cute_attn.epilogues.base import Epilogue
 from cute_attn.epilogues.bias import untransposed
 from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.epilogues.names import register_epilogue
 from cute_attn.reference.emulated import MASKED, UNMASKED, UNVISITED
 from cute_attn.reference.tilings import SMALL, TILINGS, TINY, TRANSPOSED, Scores
 from cute_attn.traits import Traits

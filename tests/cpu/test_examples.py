@@ -11,8 +11,8 @@ import torch
 import cute_attn.flex
 from cute_attn import attention, lookup
 from cute_attn.compiler import registry
-from cute_attn.epilogues.base import user_epilogue
 from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.epilogues.names import user_epilogue
 from cute_attn.host import choose
 from cute_attn.host.call import Call
 from cute_attn.kernels.forward_sm80 import ForwardSm80

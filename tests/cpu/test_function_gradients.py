@@ -9,9 +9,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from cute_attn import attention, attention_varlen, reference, score_mod
 from cute_attn.api import operators
-from cute_attn.epilogues.base import user_epilogue
 from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.functions.known import block_mask_epilogue_of, epilogue_of
+from cute_attn.epilogues.names import user_epilogue
 from cute_attn.host.block_masks import epilogue_of_block_mask
 from cute_attn.host.call import ATTENTION, NUM_TENSORS
 from cute_attn.host.epilogue_gradients import MAX_ELEMENTS, check_wanted, with_targets

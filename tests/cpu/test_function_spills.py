@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from cute_attn import Traits, compile
-from cute_attn.epilogues.base import user_epilogue
 from cute_attn.epilogues.functions.known import block_mask_epilogue_of, epilogue_of
+from cute_attn.epilogues.names import user_epilogue
 from tests.cpu.test_documents import ROOT, blocks
 from tests.cpu.test_examples import load
 from tests.cpu.test_functions import t5

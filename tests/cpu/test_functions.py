@@ -7,10 +7,10 @@ import torch
 from torch.nn.attention.flex_attention import and_masks, flex_attention, noop_mask, or_masks
 
 from cute_attn import Traits, attention, check_epilogue, compile, lookup
-from cute_attn.epilogues.base import user_epilogue
 from cute_attn.epilogues.functions import device, epilogue, gradients, graph
 from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.epilogues.names import user_epilogue
 from cute_attn.host.call import Call
 from cute_attn.host.choose import user_classes
 from cute_attn.reference import emulate

@@ -17,7 +17,8 @@ from cute_attn import attention, attention_varlen, attention_with_kvcache, refer
 from cute_attn.api import kvcache, operators
 from cute_attn.api.attention import draw_rng_state
 from cute_attn.compiler import registry
-from cute_attn.epilogues import base
+from cute_attn.epilogues import names
+from cute_attn.epilogues.base import Epilogue
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.host import checks, choose, memory, plans, record
 from cute_attn.host.call import ATTENTION, NUM_TENSORS, Call
@@ -497,18 +498,18 @@ def tensors_in(arguments):
 def registered_epilogue():
     """An epilogue whose only argument is a tensor."""
 
-    class Adds(base.Epilogue):
+    class Adds(Epilogue):
         def fake_args(self):
             return ()
 
         def host_args(self, inputs):
             return inputs.extra["test_ops_lazy"]
 
-    base.register_epilogue("test_ops_lazy")(Adds)
+    names.register_epilogue("test_ops_lazy")(Adds)
     try:
         yield
     finally:
-        del base._REGISTERED["test_ops_lazy"]
+        del names._REGISTERED["test_ops_lazy"]
 
 
 @pytest.mark.parametrize("name", ["kernel", "reference"])
@@ -808,9 +809,8 @@ def test_a_tile_too_large_for_a_smaller_gpu(recorder, monkeypatch):
 @pytest.fixture
 def scale_keys(monkeypatch):
     """A user's epilogue: scores times a number, and times a tensor's value for each key."""
-    from cute_attn.epilogues import base
 
-    class ScaleKeys(base.Epilogue):
+    class ScaleKeys(Epilogue):
         def host_args(self, inputs):
             return inputs.extra["scale_keys"]
 
@@ -819,8 +819,8 @@ def scale_keys(monkeypatch):
             values, factor = inputs.extra["scale_keys"]
             return scores * factor * values[coords.key]
 
-    monkeypatch.setattr(base, "_REGISTERED", {})
-    return base.register_epilogue("scale_keys")(ScaleKeys)
+    monkeypatch.setattr(names, "_REGISTERED", {})
+    return names.register_epilogue("scale_keys")(ScaleKeys)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -837,7 +837,7 @@ def test_a_users_epilogue_on_the_cpu(scale_keys, compiled):
 
 
 def test_a_users_epilogue_for_a_kernel(scale_keys, recorder):
-    from cute_attn.epilogues import base
+    from cute_attn.epilogues import names
 
     q, k, v = kernel_inputs()
     for n, values in enumerate((randn(11), randn(11, seed=1)), 1):
@@ -847,7 +847,7 @@ def test_a_users_epilogue_for_a_kernel(scale_keys, recorder):
         assert own[0] is values and own[1] == 0.5
     assert recorder.built[0][0].epilogues == ("scale_keys",)
     changed = type("ScaleKeys", (scale_keys,), {"__qualname__": scale_keys.__qualname__})
-    base.register_epilogue("scale_keys")(changed)
+    names.register_epilogue("scale_keys")(changed)
     attention(q, k, v, epilogues={"scale_keys": (randn(11), 0.5)})
     assert len(recorder.built) == 2, "a class that was registered again is another kernel"
 

@@ -11,7 +11,7 @@ import torch
 
 from cute_attn import attention, block_mask, check_epilogue, score_mod
 from cute_attn.compiler import compiled
-from cute_attn.epilogues import base
+from cute_attn.epilogues import names
 from cute_attn.epilogues.functions import known
 from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.host import plans
@@ -367,10 +367,10 @@ def test_functions_are_let_go():
         return lambda s, b, h, i, j: s * factor
 
     gc.collect()
-    before = len(base._TRACED)
+    before = len(names._TRACED)
     for n in range(3 * known._MOST):
         epilogue_of(annealed(1.5 + n), None)
-    assert len(base._TRACED) <= before + known._MOST and len(known._known) <= known._MOST
+    assert len(names._TRACED) <= before + known._MOST and len(known._known) <= known._MOST
     assert len({epilogue_of(annealed(2.5), None)[0] for _ in range(10)}) == 1
 
 
@@ -389,7 +389,7 @@ def test_what_graphs_name_is_held():
     known.hold(name)
     known._known.clear()
     gc.collect()
-    assert base.user_epilogue(name).name == name
+    assert names.user_epilogue(name).name == name
 
 
 class Kernel:

@@ -10,7 +10,7 @@ import torch
 from cute_attn import attention, check_epilogue, mask_mod, score_mod
 from cute_attn.compiler import registry
 from cute_attn.compiler.compiled import key_of, user_modules
-from cute_attn.epilogues.base import user_epilogue
+from cute_attn.epilogues.names import user_epilogue
 from cute_attn.host.checks import check
 from cute_attn.host.epilogue_gradients import with_targets
 from cute_attn.traits import Traits

@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cute_attn.epilogues.base import user_epilogue
 from cute_attn.epilogues.functions.known import epilogue_of
+from cute_attn.epilogues.names import user_epilogue
 from cute_attn.reference.tilings import TINY, Scores
 from tests import checks
 from tests.fuzz import oracle

@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, cute
 from torch import Tensor
 
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
-from cute_attn.epilogues.base import TRACED, Epilogue, register_traced
+from cute_attn.epilogues.base import Epilogue
 from cute_attn.epilogues.chain import run_if
 from cute_attn.epilogues.functions.definition import AS_TORCH, Precision, evaluate
 from cute_attn.epilogues.functions.device import (
@@ -28,6 +28,7 @@ from cute_attn.epilogues.functions.graph import FLOAT, KEY, QUERY, SCORE, Graph,
 from cute_attn.epilogues.functions.lowering import Lowered, Term, bounds, lower, varies
 from cute_attn.epilogues.functions.trace import Trace
 from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.epilogues.names import TRACED, register_traced
 from cute_attn.traits import Traits
 from cute_attn.work.block_lists import BlockLists
 from cute_attn.work.block_range import BlockRange

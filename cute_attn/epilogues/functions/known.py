@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cute_attn.epilogues.functions.reads import Reads
 from cute_attn.epilogues.functions.trace import Trace, check_function, trace
+from cute_attn.epilogues.names import user_epilogue
 
 
 class _Known(NamedTuple):
@@ -86,8 +87,6 @@ def block_mask_epilogue_of(
 
 def hold(name: str) -> None:
     """Keep an epilogue for good: a graph that names it, or whose memory has its kernel, may run at any time."""
-    from cute_attn.epilogues.base import user_epilogue  # loads the DSL
-
     _held[name] = user_epilogue(name)
 
 

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from cute_attn.epilogues.base import check_name, register_function
 from cute_attn.epilogues.functions.definition import AS_TORCH, Precision
 from cute_attn.epilogues.functions.epilogue import Captured, FunctionEpilogue, as_kernels_read, digest_of
 from cute_attn.epilogues.functions.graph import Node
@@ -23,6 +22,7 @@ from cute_attn.epilogues.functions.lowering import lower
 from cute_attn.epilogues.functions.reads import Reads
 from cute_attn.epilogues.functions.trace import LOADED, SIGNATURES, check_function, trace_with_arguments
 from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.epilogues.names import check_name, register_function
 
 Function = TypeVar("Function", bound=Callable)
 Example = Callable[[int, int, int, int], tuple]

@@ -10,7 +10,7 @@ import functools
 import math
 from dataclasses import replace
 
-from cute_attn.epilogues.base import held
+from cute_attn.epilogues.names import held
 from cute_attn.tiles import BackwardSm80Tile, first_that_fits, padded
 from cute_attn.tiles.table import Key, Table
 from cute_attn.traits import Traits

@@ -4,7 +4,7 @@ What an epilogue holds beside the scores (a bias, a derivative, a mask of dropou
 would have. Without a mask, CTAs that share a head add to the same dQ unless they are staggered.
 """
 
-from cute_attn.epilogues.base import held, in_every_step, lists_blocks
+from cute_attn.epilogues.names import held, in_every_step, lists_blocks
 from cute_attn.tiles import BackwardSm90Tile
 from cute_attn.tiles.table import Key, Table
 from cute_attn.traits import Traits

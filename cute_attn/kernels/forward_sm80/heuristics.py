@@ -4,7 +4,7 @@
 other tiles did: "Ampere forward, on an H200" in bench/notes.md (#n: its rows).
 """
 
-from cute_attn.epilogues.base import held, lists_blocks
+from cute_attn.epilogues.names import held, lists_blocks
 from cute_attn.tiles import ForwardSm80Tile
 from cute_attn.tiles.table import Key, Table
 from cute_attn.traits import Traits

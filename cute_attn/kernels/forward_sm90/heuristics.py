@@ -4,7 +4,7 @@ An epilogue with registers beside the scores (a bias, the words of the mem_effic
 leaves Q in shared memory. Narrow key blocks waste less at the edges of short sequences, and small CTAs overlap.
 """
 
-from cute_attn.epilogues.base import held, in_every_step, lists_blocks
+from cute_attn.epilogues.names import held, in_every_step, lists_blocks
 from cute_attn.tiles import ForwardSm90Tile, padded
 from cute_attn.tiles.table import Key, Table
 from cute_attn.traits import Traits

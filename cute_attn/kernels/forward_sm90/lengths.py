@@ -5,7 +5,7 @@ Rules and not rows: they estimate how long a call takes with each of a few tiles
 
 import dataclasses
 
-from cute_attn.epilogues.base import lists_blocks
+from cute_attn.epilogues.names import lists_blocks
 from cute_attn.kernels.forward_sm90.heuristics import TABLE, epilogues_beside, keys
 from cute_attn.tiles import ForwardSm90Tile, best_packing, first_that_fits, may_pack_heads, padded
 from cute_attn.traits import Traits

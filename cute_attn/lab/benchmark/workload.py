@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from cute_attn.epilogues.names import example_args
 from cute_attn.traits import Traits
 
 if TYPE_CHECKING:  # only tensors need it, and loading it takes longer than a verdict
@@ -186,8 +187,6 @@ class Workload:
     def inputs(self, device: str = "cuda") -> "Inputs":
         """New random tensors of these sizes."""
         import torch
-
-        from cute_attn.epilogues.base import example_args
 
         dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
         dtype = dtypes[self.dtype]

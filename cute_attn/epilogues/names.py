@@ -1,0 +1,130 @@
+"""The names of users' epilogues, and what is registered under them. Imports no compiler."""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from cute_attn.traits import FEATURES, did_you_mean, is_word
+
+_REGISTERED: dict[str, Any] = {}
+_TRACED: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+"""Epilogues of functions that calls bring along; they live as long as a call needs them."""
+
+TRACED = "traced_"
+"""How the names begin that functions' traces are registered under, which are not for callers."""
+
+
+def check_name(name: Any) -> None:
+    """Raise ValueError for what cannot be an epilogue's word in a kernel's name."""
+    if not isinstance(name, str) or not is_word(name) or name in FEATURES:
+        raise ValueError(
+            f"an epilogue's name is {name!r}; accepted: lower-case words like 'my_bias' that are not traits' own"
+        )
+
+
+def register_epilogue(name: str) -> Callable[[type], type]:
+    """Class decorator: register an epilogue under ``name``, for traits.
+
+    Raises:
+        ValueError: the name is taken by a class of another name or file, or cannot be a word of a kernel's name.
+    """
+    check_name(name)
+
+    def register(cls: Any) -> Any:
+        check_free(name, cls)
+        cls.name = name
+        _REGISTERED[name] = cls
+        return cls
+
+    return register
+
+
+def register_function(name: str, epilogue: Any) -> None:
+    """Register a function's epilogue, which is an object in the place of a class; ``epilogue.written`` has its place.
+
+    Raises:
+        ValueError: as :func:`register_epilogue`.
+    """
+    check_name(name)
+    check_free(name, epilogue)
+    _REGISTERED[name] = epilogue
+
+
+def register_traced(epilogue: Any) -> Any:
+    """Register an epilogue under its own name, weakly; returns the one that has the name."""
+    return _TRACED.setdefault(epilogue.name, epilogue)
+
+
+def check_free(name: str, epilogue: Any) -> None:
+    """Raise ValueError for a name that is taken by what has another name or file."""
+    known = _REGISTERED.get(name)
+    if known is None:
+        return
+    (known, own) = (getattr(x, "written", x) for x in (known, epilogue))
+    if known.__qualname__ != own.__qualname__ or _file_of(known) != _file_of(own):
+        raise ValueError(f"epilogue name {name!r} is taken by {known.__module__}.{known.__qualname__}")
+
+
+def _file_of(written: Any) -> str:
+    """Where a class or function comes from, which may be run and imported, or in a notebook be run again."""
+    module = sys.modules.get(written.__module__)
+    return getattr(module, "__file__", None) or str(written.__module__)
+
+
+def in_every_step(names: Iterable[str]) -> list[str]:
+    """Those of some registered epilogues that compute in every step, and not only in blocks with a mask."""
+    return [name for name in names if not is_registered(name) or not user_epilogue(name).lists_blocks]
+
+
+def held(names: Iterable[str], op: str) -> int:
+    """Numbers that registered epilogues hold: :meth:`Epilogue.held`."""
+    return sum(user_epilogue(name).held(op == "backward") for name in names if is_registered(name))
+
+
+def lists_blocks(names: Sequence[str]) -> bool:
+    """Whether one of some registered epilogues lists the blocks that are visited."""
+    return len(in_every_step(names)) < len(names)
+
+
+def registered_functions(names: Sequence[str]) -> list[Any] | None:
+    """The epilogues of functions under these names; None where one is a class, or nothing is registered under it."""
+    found = [_REGISTERED.get(name) for name in names]
+    return None if any(one is None or isinstance(one, type) for one in found) else found
+
+
+def is_registered(name: str) -> bool:
+    """Whether an epilogue is registered under ``name``."""
+    return name in _REGISTERED or name in _TRACED
+
+
+def example_args(name: str, batch: int, nheads: int, seqlen_q: int, seqlen_k: int) -> tuple:
+    """Arguments of the epilogue registered under ``name`` for a call of these sizes.
+
+    Raises:
+        ValueError: it takes arguments, and its class has none for a call.
+    """
+    cls = user_epilogue(name)
+    epilogue = cls() if isinstance(cls, type) else cls
+    args, taken = cls.example_args(batch, nheads, seqlen_q, seqlen_k), len(epilogue.fake_args())
+    if not args and taken:
+        raise ValueError(
+            f"epilogue {name!r} takes {taken} arguments; accepted without them: a class with "
+            "example_args(batch, nheads, seqlen_q, seqlen_k), which returns some"
+        )
+    return args
+
+
+def user_epilogue(name: str) -> Any:
+    """The class registered under ``name``, or a function's object, whose methods are those that a class has.
+
+    Raises:
+        ValueError: nothing is registered under it; the message lists what is.
+    """
+    found = _REGISTERED.get(name) or _TRACED.get(name)
+    if found is None:
+        names = sorted(_REGISTERED)
+        known = ", ".join(names) or "none, before register_epilogue"
+        meant = did_you_mean(name, (*FEATURES, *names))
+        raise ValueError(f"no epilogue is registered as {name!r}{meant}; accepted: {known}")
+    return found
