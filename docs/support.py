@@ -16,6 +16,7 @@ from typing import Any
 
 from cute_attn import Epilogue, register_epilogue
 from cute_attn.compiler import registry
+from cute_attn.tiles import MEASURED
 from cute_attn.traits import ARCHS, BLOCK_OPS, DTYPES, FEATURES, MAX_HEAD_DIM, Traits, field_of
 
 ROOT = Path(__file__).parents[1]
@@ -82,16 +83,16 @@ def supported(op: str, arch: str, items: tuple[tuple[str, Any], ...], target: st
 
 def cell(op: str, arch: str, fields: dict[str, Any]) -> str:
     """The largest head dim on the newest GPU, and on those that have less; or a dash."""
-    *older, newest = registry.RUNS_ON[arch]
-    most = {target: supported(op, arch, tuple(fields.items()), target) for target in (*older, newest)}
+    others = [target for target in registry.RUNS_ON[arch] if target != MEASURED]
+    most = {target: supported(op, arch, tuple(fields.items()), target) for target in (*others, MEASURED)}
     if not any(most.values()):
         return "-"
     by_dim: dict[int, list[str]] = {}
-    for target in older:
-        if most[target] != most[newest]:
+    for target in others:
+        if most[target] != most[MEASURED]:
             by_dim.setdefault(most[target], []).append(target)
     less = [f"{', '.join(targets)}: {dim or '-'}" for dim, targets in by_dim.items()]
-    return f"{most[newest]}" + (f" ({'; '.join(less)})" if less else "")
+    return f"{most[MEASURED]}" + (f" ({'; '.join(less)})" if less else "")
 
 
 def table(header: Iterable[str], lines: Iterable[Iterable[str]]) -> str:

@@ -65,7 +65,7 @@ def _gpu() -> tuple[str, str]:
     torchs = f"torch {torch.__version__}, for CUDA {torch.version.cuda}"
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()}, of {compiler.default_target('sm80')}'s kernels; {torchs}", ""
-    fix = "for more than builds: a GPU of compute capability 8.0 to 9.0, torch for CUDA, and a driver as new"
+    fix = "for more than builds: a GPU of Ampere or later, torch for CUDA, and a driver as new"
     return f"none; {torchs}", fix
 
 

@@ -158,8 +158,7 @@ def list_kernels(
     if not (names or everything or as_json):
         counts = Table("kernel", "runs on", "default tiles", "such as")
         counts.caption = (
-            "`cute-attn list --all` has every default tile, `list NAME` a kernel's, `list --features` the words of "
-            "names, `explain forward-sm80` what its fields mean"
+            "`list --all` has every default tile, `list forward-sm80` a kernel's, `list --features` words"
         )
         with working("choosing default tiles"):
             for row in kept(f"list-{target}", lambda: _counts(target)):

@@ -51,10 +51,6 @@ def complete_tile(context: typer.Context, text: str) -> list[str]:
     return [f"{done}{comma}{name}=" for name in left]
 
 
-def _complete_target(text: str) -> list[str]:
-    return [target for target in TARGETS if target.startswith(text)]
-
-
 def _checked_name(context: typer.Context, name: str | None) -> str | None:
     """A kernel's name, read before the kernels are imported, which takes seconds."""
     if name is not None and not context.resilient_parsing:
@@ -70,7 +66,9 @@ def _checked_target(context: typer.Context, target: str | None) -> str | None:
 
 _NAME = "A kernel, such as forward-sm80-bf16-d128-causal."
 _TILE = "Fields of the tile to change: tile_n=128,num_stages=2."
-_TARGET = "sm80, sm86, sm89 or sm90; by default the GPU that is present, or the kernel's generation."
+_TARGET = (
+    "sm80, sm86, sm89, sm90, sm100 or sm120; by default the GPU that is present, or the kernel's generation."
+)
 _LIKE = "A file of `cute-attn run --json`: the kernels that it lists; may be repeated."
 Name = Annotated[
     str, typer.Argument(metavar="NAME", autocompletion=complete_name, callback=_checked_name, help=_NAME)
@@ -87,7 +85,7 @@ Names = Annotated[
 TileText = Annotated[str, typer.Option("--tile", autocompletion=complete_tile, help=_TILE)]
 Target = Annotated[
     str | None,
-    typer.Option("--target", autocompletion=_complete_target, callback=_checked_target, help=_TARGET),
+    typer.Option("--target", autocompletion=lambda: TARGETS, callback=_checked_target, help=_TARGET),
 ]
 Like = Annotated[list[Path] | None, typer.Option("--like", help=_LIKE)]
 Workers = Annotated[int | None, typer.Option(help="Processes; by default one a core.")]

@@ -75,16 +75,15 @@ def _short(tile: Any) -> str:
     return ", ".join(words)
 
 
-def _complete_word(text: str) -> list[str]:
-    return [*complete_name(text), *(feature for feature in FEATURES if feature.startswith(text))]
-
-
 def explain_words(
     words: Annotated[
         list[str],
         typer.Argument(
             metavar="WORD...",
-            autocompletion=_complete_word,
+            autocompletion=lambda incomplete: [
+                *complete_name(incomplete),
+                *(f for f in FEATURES if f.startswith(incomplete)),
+            ],
             help="forward-sm80, a kernel's name, a feature, a tile's field, or a row of a verdict.",
         ),
     ],

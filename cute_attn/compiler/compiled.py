@@ -60,7 +60,14 @@ __all__ = [
 ]
 
 # The compiler's names of the targets.
-_GPU_ARCH = {"sm80": "sm_80", "sm86": "sm_86", "sm89": "sm_89", "sm90": "sm_90a"}
+_GPU_ARCH = {
+    "sm80": "sm_80",
+    "sm86": "sm_86",
+    "sm89": "sm_89",
+    "sm90": "sm_90a",
+    "sm100": "sm_100f",
+    "sm120": "sm_120f",
+}
 
 # All but the architecture and what names a folder. Options in brackets (cute.compile[...]) are dropped beside these.
 _OPTIONS = "--enable-tvm-ffi --keep-ptx --keep-cubin remarks{ptx}"
@@ -225,8 +232,8 @@ def compile(
     Args:
         traits: what to compute, or its name.
         tile: how; a tile, or text such as ``"tile_n=64,num_stages=2"`` that overrides the default one.
-        target: ``"sm80"``, ``"sm86"``, ``"sm89"`` or ``"sm90"``; by default the GPU that is present, and without one
-            the kernel's own generation.
+        target: one of :data:`cute_attn.tiles.TARGETS`, from ``"sm80"`` to ``"sm120"``; by default the GPU that is
+            present, and without one the kernel's own generation.
         lines: build it with line info: the same machine code, and the source line of each instruction beside it.
 
     Raises:
@@ -452,8 +459,11 @@ def _device_target(device: int) -> str:
         return "sm90"
     if major == 8:
         return {6: "sm86", 9: "sm89"}.get(minor, "sm80")
+    if major in (10, 12):  # families of GPUs, for which sm_100f and sm_120f are
+        return f"sm{major}0"
     raise ValueError(
-        f"the GPU's compute capability is {major}.{minor}; accepted: 8.0 to 9.0, which {', '.join(_GPU_ARCH)} stand for"
+        f"the GPU's compute capability is {major}.{minor}; accepted: 8.x, 9.x, 10.x or 12.x, which "
+        f"{', '.join(_GPU_ARCH)} stand for"
     )
 
 

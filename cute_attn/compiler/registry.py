@@ -21,7 +21,7 @@ from typing import Any
 
 from cute_attn.epilogues.names import user_epilogue
 from cute_attn.kernels.limits import LARGE_HEAD_DIM
-from cute_attn.tiles import TARGETS, Tile, check_target, check_tile
+from cute_attn.tiles import MEASURED, TARGETS, Tile, check_target, check_tile
 from cute_attn.traits import (
     BLOCK_OPS,
     LISTED_ROWS,
@@ -260,37 +260,35 @@ def defaults() -> list[tuple[Traits, str]]:
             continue
         if op == "combine":
             dims = {"fp16": (64,), "bf16": (96, 128), "fp32": (256,)}
-            pairs += [(Traits(op, arch, dtype, dim), targets[-1]) for dtype in dims for dim in dims[dtype]]
+            pairs += [(Traits(op, arch, dtype, dim), MEASURED) for dtype in dims for dim in dims[dtype]]
             continue
         if op == "combine_shares":
-            pairs += [
-                (Traits(op, arch, "bf16", dim, **extra), targets[-1]) for dim, extra in _SHARES_FEATURES
-            ]
+            pairs += [(Traits(op, arch, "bf16", dim, **extra), MEASURED) for dim, extra in _SHARES_FEATURES]
             continue
         if op == "kvcache":
-            pairs += [(Traits(op, arch, "bf16", dim, **extra), targets[-1]) for dim, extra in _CACHE_FEATURES]
+            pairs += [(Traits(op, arch, "bf16", dim, **extra), MEASURED) for dim, extra in _CACHE_FEATURES]
             continue
         if op == "append":
-            pairs += [(Traits(op, arch, "bf16", 128, **extra), targets[-1]) for extra in _APPEND_FEATURES]
+            pairs += [(Traits(op, arch, "bf16", 128, **extra), MEASURED) for extra in _APPEND_FEATURES]
             continue
         if op in SPLIT_TENSORS:
-            pairs.append((Traits(op, arch, "fp32", 96 if op == "forward_split" else 256), targets[-1]))
+            pairs.append((Traits(op, arch, "fp32", 96 if op == "forward_split" else 256), MEASURED))
             continue
         if op in PADDED_TENSORS:
-            pairs.append((Traits(op, arch, "bf16", 59, varlen=True), targets[-1]))
+            pairs.append((Traits(op, arch, "bf16", 59, varlen=True), MEASURED))
             pairs.append((Traits(op, arch, "fp32", 574), targets[0]))
             continue
         if op in BLOCK_OPS:
-            pairs += [(Traits(op, arch, "bf16", LISTED_ROWS), target) for target in (targets[0], targets[-1])]
+            pairs += [(Traits(op, arch, "bf16", LISTED_ROWS), target) for target in (targets[0], MEASURED)]
             continue
         for head_dim in (32, 64, 96, 128, 192, 256):
             for mask in ("", "causal"):
-                for target in sorted({targets[0], targets[-1]}):
+                for target in sorted({targets[0], MEASURED}):
                     pairs.append((Traits(op, arch, "bf16", head_dim, mask=mask), target))
         for head_dim in (64, 128):
-            pairs += [(Traits(op, arch, "bf16", head_dim, **extra), targets[-1]) for extra in _features(op)]
+            pairs += [(Traits(op, arch, "bf16", head_dim, **extra), MEASURED) for extra in _features(op)]
         if arch == "sm90":
-            pairs.append((Traits(op, arch, "bf16", 512, mask="causal"), targets[-1]))
+            pairs.append((Traits(op, arch, "bf16", 512, mask="causal"), MEASURED))
         if "sm86" in targets:
             pairs += [(Traits(op, arch, "bf16", dim, mask="causal"), "sm86") for dim in (64, 128, 256)]
             pairs.append((Traits(op, arch, "fp16", 128, mask="causal"), "sm89"))
@@ -339,7 +337,7 @@ def _features(op: str) -> list[dict[str, Any]]:
 def _part_defaults(op: str, arch: str) -> list[tuple[Traits, str]]:
     """A part of the backward at head dims whose rows divide differently, and varlen."""
     targets = RUNS_ON[arch]
-    pairs = [(Traits(op, arch, "bf16", dim), targets[-1]) for dim in (40, 64, 128, 256)]
+    pairs = [(Traits(op, arch, "bf16", dim), MEASURED) for dim in (40, 64, 128, 256)]
     pairs.append((Traits(op, arch, "fp16", 192, 128, varlen=True, seqused_q=True), targets[0]))
     if op == "backward_preprocess":
         pairs.append((Traits(op, arch, "bf16", 128, lse_grad=True), targets[0]))

@@ -11,6 +11,7 @@ from cute_attn.compiler import registry
 from cute_attn.epilogues.names import TRACED, user_epilogue
 from cute_attn.host.call import Call
 from cute_attn.host.memory import ALIGNMENT_BYTES, is_aligned
+from cute_attn.tiles import MEASURED
 from cute_attn.traits import Traits, aligned_head_dim, did_you_mean
 
 _log = logging.getLogger("cute_attn")
@@ -150,7 +151,7 @@ def check_tile(call: Call, op: str, text: str) -> None:
     reasons: list[ValueError] = []
     for name in [call.kernel] if call.kernel else registry.generations("sm90") if text else []:
         arch, _, variant = name.partition(":")
-        target = registry.RUNS_ON[arch][-1]
+        target = MEASURED
         try:
             traits = call.traits(arch, variant if (op, arch, variant) in registry.KERNELS else "", op=op)
             traits = _aligned(traits)

@@ -67,7 +67,7 @@ def note(door: str, given: dict[str, Any]) -> None:
 def why_nothing_is_served() -> str | None:
     """Why no call can be served on this machine, as one sentence, or None."""
     if not torch.cuda.is_available():
-        return "there is no CUDA device; accepted: a GPU of compute capability 8.0 to 9.0"
+        return "there is no CUDA device; accepted: a GPU of compute capability 8.x, 9.x, 10.x or 12.x"
     from cute_attn.compiler import default_target, why_no_kernels
 
     try:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from cute_attn.compiler import registry
 from cute_attn.lab.gpu import resident_blocks
+from cute_attn.tiles import MEASURED
 from cute_attn.traits import ARCHS, DTYPES, MAX_HEAD_DIM, Traits
 
 HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512), (576, 512))
@@ -113,7 +114,7 @@ def grid(op: str, arch: str | None, target: str | None) -> list[Row]:
     for dtype, of, dims, dropout, bias in kinds:
         grad = bias and op == "backward"
         traits = Traits(op, of, dtype, *dims, dropout=dropout, bias=dtype if bias else "", bias_grad=grad)
-        rows.append(row(traits, target or registry.RUNS_ON[of][-1]))
+        rows.append(row(traits, target or MEASURED))
     return rows
 
 

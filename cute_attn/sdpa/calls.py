@@ -101,7 +101,7 @@ def _stated_reason(request: Request) -> str | None:
         devices = ", ".join(sorted(map(str, request.devices)))
         return f"tensors are on {devices}; accepted: one cuda device"
     if not request.target:
-        return "no kernel is built for this GPU; accepted: compute capability 8.0 to 9.0"
+        return "no kernel is built for this GPU; accepted: compute capability 8.x, 9.x, 10.x or 12.x"
     if 0 in (request.q[-1], request.v[-1]):
         return f"q and v have head dims {request.q[-1]} and {request.v[-1]}; accepted: 1 or more"
     if (request.lengths[0] is None) != (request.lengths[1] is None):

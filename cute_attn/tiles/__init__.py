@@ -2,8 +2,10 @@
 
 from cute_attn.tiles.backward import BackwardPreprocessTile, BackwardSm80Tile, BackwardSm90Tile
 from cute_attn.tiles.base import (
+    MEASURED,
     SHARED_MEMORY_BYTES,
     TARGETS,
+    TILES_OF,
     Tile,
     check_target,
     check_tile,
@@ -22,8 +24,10 @@ from cute_attn.tiles.forward import (
 )
 
 __all__ = [
+    "MEASURED",
     "SHARED_MEMORY_BYTES",
     "TARGETS",
+    "TILES_OF",
     "BackwardPreprocessTile",
     "BackwardSm80Tile",
     "BackwardSm90Tile",

@@ -38,7 +38,7 @@ class BackwardSm80Tile(WarpTile):
         queries_at_once: with ``p_in_regs``, queries whose scores are in registers at a time; 0 for all ``tile_m``.
         sdp_unroll, dkv_unroll, dq_unroll: steps of 16 whose operands these products read at a time; 0 for all of them.
             Few steps bound the registers of operands.
-        dq_vector: floats of dQ that one reduction adds: 1, and with target sm90 also 2 and 4.
+        dq_vector: floats of dQ that one reduction adds: 1, and from target sm90 on also 2 and 4.
         dq_passes: parts of head_dim, whole 128 bytes each, whose dQ is computed one after the other: of large head dims
             there are too few registers for all of it.
         columns: of dK, dV and dQ that a CTA computes; others compute the others. Operands then pass through shared
@@ -219,7 +219,7 @@ class BackwardSm80Tile(WarpTile):
         )
 
     def reject(self, traits: Traits, target: str) -> str | None:
-        if self.dq_vector != 1 and target != "sm90":
+        if self.dq_vector != 1 and target in ("sm80", "sm86", "sm89"):
             return f"dq_vector is {self.dq_vector}; accepted: 1 on {target}, which reduces single floats"
         reason = super().reject(traits, target)
         if reason is None and self.one_term(traits):

@@ -12,10 +12,21 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from cute_attn.traits import Traits, did_you_mean
 
-SHARED_MEMORY_BYTES = {"sm80": 166_912, "sm86": 101_376, "sm89": 101_376, "sm90": 232_448}
+SHARED_MEMORY_BYTES = {
+    "sm80": 166_912,
+    "sm86": 101_376,
+    "sm89": 101_376,
+    "sm90": 232_448,
+    "sm100": 232_448,
+    "sm120": 101_376,
+}
 """Largest shared memory of one CTA on each target, in bytes."""
 
 TARGETS = tuple(SHARED_MEMORY_BYTES)
+MEASURED = "sm90"
+"""The target on which kernels are timed, the Ampere kernels too."""
+TILES_OF = {"sm100": "sm86", "sm120": "sm86"}
+"""Target -> the one whose rows of default tiles it takes: ptxas spills in the rows of sm80 and sm90 on sm100."""
 REGISTERS_PER_THREAD = 255
 HEAD_DIM_PAD = 32
 

@@ -49,12 +49,14 @@ def test_generations_of_kernels_that_run_on_a_target():
         assert all(target in registry.RUNS_ON[arch] for arch in expected)
 
 
-@pytest.mark.parametrize("target, arch", [("sm80", "sm_80"), ("sm86", "sm_86"), ("sm90", "sm_90a")])
+@pytest.mark.parametrize(
+    "target, arch", [("sm80", "sm_80"), ("sm90", "sm_90a"), ("sm100", "sm_100f"), ("sm120", "sm_120f")]
+)
 def test_builds_for_a_target_without_a_gpu(fresh_cache, target, arch):
     compiled = compile(toy.NAME, target=target)
     assert f".target {arch}" in compiled.ptx
     assert compiled.cubin.startswith(b"\x7fELF")
-    assert arch in compiled.sass.splitlines()[0]
+    assert arch.rstrip("f") in compiled.sass.splitlines()[0]  # of a family the oldest
     assert compiled.instructions["FFMA"] >= compiled.tile.values
     assert sum(compiled.instructions.values()) == len(re.findall(r"/\*[0-9a-f]{4,}\*/", compiled.sass))
     assert not compiled.from_cache and compiled.seconds > 0
@@ -167,8 +169,40 @@ def test_the_target_is_the_kernels_own_without_a_gpu(fresh_cache, monkeypatch):
     assert compile(toy.NAME).target == "sm80"
 
 
+BLACKWELL = [
+    *(("forward-sm80-bf16-d128-causal", target) for target in ("sm100", "sm120")),
+    *(("backward-sm80-bf16-d64-causal-dropout", target) for target in ("sm100", "sm120")),
+    ("backward-sm80-bf16-d128-softcap", "sm100"),
+    ("kvcache-sm80-bf16-d128-seqused_k-split_shares", "sm120"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "target"), BLACKWELL)
+def test_default_tiles_do_not_spill_on_blackwell(name, target):
+    """Those whose rows for other targets would."""
+    used = compile(name, target=target).resources
+    assert (used.spill_store_bytes, used.spill_load_bytes, used.local_bytes) == (0, 0, 0)
+
+
+def test_hopper_kernels_decline_blackwell_by_name():
+    for target in ("sm100", "sm120"):
+        with pytest.raises(registry.Unsupported, match=f"forward-sm90 runs on sm90, not on {target}"):
+            registry.lookup(Traits.parse("forward-sm90-bf16-d128"), None, target)
+
+
 @pytest.mark.parametrize(
-    "capability, target", [((8, 0), "sm80"), ((8, 6), "sm86"), ((8, 9), "sm89"), ((9, 0), "sm90")]
+    "capability, target",
+    [
+        ((8, 0), "sm80"),
+        ((8, 6), "sm86"),
+        ((8, 9), "sm89"),
+        ((9, 0), "sm90"),
+        ((10, 0), "sm100"),
+        ((10, 3), "sm100"),
+        ((12, 0), "sm120"),
+        ((12, 1), "sm120"),
+    ],
 )
 def test_the_target_is_the_gpu_that_is_present(monkeypatch, capability, target):
     import torch
@@ -723,7 +757,8 @@ def test_what_is_no_tile_is_refused(call, tile):
 def test_what_is_no_target_is_refused(call):
     for target in (["sm80"], "sm75", 80):
         with pytest.raises(
-            ValueError, match=f"^target is {re.escape(repr(target))}; accepted: sm80, sm86, sm89, sm90$"
+            ValueError,
+            match=f"^target is {re.escape(repr(target))}; accepted: sm80, sm86, sm89, sm90, sm100, sm120$",
         ):
             CALLS[call][0](NAME, None, target)
 

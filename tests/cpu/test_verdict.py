@@ -104,7 +104,10 @@ def test_a_tile_that_does_not_fit_says_why():
             ("forward-sm80-bf16-d64", "tile_k=3"),
             "tile has 'tile_k=3' (did you mean 'tile_n'?); accepted: FIELD=VALUE with a field of tile_m",
         ),
-        (("forward-sm80-bf16-d64", None, "sm70"), "target is 'sm70'; accepted: sm80, sm86, sm89, sm90"),
+        (
+            ("forward-sm80-bf16-d64", None, "sm70"),
+            "target is 'sm70'; accepted: sm80, sm86, sm89, sm90, sm100, sm120",
+        ),
         (("forwards-sm80",), "forwards-sm80"),
     ],
 )

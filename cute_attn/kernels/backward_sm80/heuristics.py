@@ -11,7 +11,7 @@ import math
 from dataclasses import replace
 
 from cute_attn.epilogues.names import held
-from cute_attn.tiles import BackwardSm80Tile, first_that_fits, padded
+from cute_attn.tiles import TILES_OF, BackwardSm80Tile, first_that_fits, padded
 from cute_attn.tiles.table import Key, Table
 from cute_attn.traits import Traits
 
@@ -38,14 +38,14 @@ def keys(traits: Traits, target: str) -> tuple[Key, ...]:
     alone = half and traits.epilogues and not (traits.dropout or traits.bias)
     functions = held(traits.epilogues, traits.op) if alone else "none"
     dim = max(traits.head_dim, traits.head_dim_v)
-    return dim, dtype, pressure, functions, target
+    return dim, dtype, pressure, functions, TILES_OF.get(target, target)
 
 
 @functools.lru_cache(maxsize=4096)
 def _first(traits: Traits, target: str, whole: bool, *keys: Key) -> BackwardSm80Tile:
     rows = [tile for tile in TABLE.tiles(*keys) if not (whole and tile.in_terms)]
     tiles = [tile for row in rows for tile in in_passes(row, traits)]
-    vector = 4 if target == "sm90" else 1  # red.v4 is sm90's: +1%, #12
+    vector = 1 if target in ("sm80", "sm86", "sm89") else 4  # red.v4 is sm90's and later ones': +1%, #12
     return replace(first_that_fits(tiles, traits, target), dq_vector=vector)
 
 

@@ -7,11 +7,15 @@ with 16 queries, at commit 0dd3cfa: ``bench/results/2026-11-22-nvidia-h200-decod
 import dataclasses
 import functools
 
-from cute_attn.tiles import ForwardSm80Tile, best_packing, first_that_fits, may_pack_heads, padded
+from cute_attn.tiles import (
+    SHARED_MEMORY_BYTES,
+    ForwardSm80Tile,
+    best_packing,
+    first_that_fits,
+    may_pack_heads,
+    padded,
+)
 from cute_attn.traits import Traits
-
-SHARED_MEMORY = {"sm80": 167_936, "sm86": 102_400, "sm89": 102_400, "sm90": 233_472}
-"""Shared memory of a multiprocessor of each target, in bytes; each CTA reserves 1024 of it beside its own."""
 
 
 def tile_for_lengths(
@@ -52,6 +56,6 @@ def _tiles_for_few_rows(traits: Traits, target: str) -> tuple[ForwardSm80Tile, .
 
 @functools.lru_cache(maxsize=4096)
 def ctas_per_multiprocessor(tile: ForwardSm80Tile, traits: Traits, target: str) -> int:
-    """CTAs of up to 8 warps in all, so that registers suffice, whose shared memory fits."""
-    by_memory = SHARED_MEMORY[target] // (tile.smem_bytes(traits) + 1024)
+    """CTAs of up to 8 warps in all, so that registers suffice, whose shared memory fits; 1 KB of each is reserved."""
+    by_memory = (SHARED_MEMORY_BYTES[target] + 1024) // (tile.smem_bytes(traits) + 1024)
     return max(min(by_memory, 256 // tile.num_threads), 1)

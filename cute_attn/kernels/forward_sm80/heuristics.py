@@ -4,8 +4,10 @@
 other tiles did: "Ampere forward, on an H200" in bench/notes.md (#n: its rows).
 """
 
+from dataclasses import replace
+
 from cute_attn.epilogues.names import held, lists_blocks
-from cute_attn.tiles import ForwardSm80Tile
+from cute_attn.tiles import TILES_OF, ForwardSm80Tile
 from cute_attn.tiles.table import Key, Table
 from cute_attn.traits import Traits
 
@@ -13,8 +15,9 @@ TABLE = Table(__file__, ForwardSm80Tile)
 
 
 def default_tile(traits: Traits, target: str) -> ForwardSm80Tile:
-    """The tile for many rows."""
-    return TABLE.first(traits, target, *keys(traits, target))
+    """The tile for many rows. For 97 to 128 columns ptxas spills on sm100 and sm120 unless Q K^T stays a loop."""
+    tile = TABLE.first(traits, target, *keys(traits, target))
+    return replace(tile, qk_unroll=1) if target in TILES_OF and 96 < traits.head_dim_v <= 128 else tile
 
 
 def keys(traits: Traits, target: str, dtype: str = "") -> tuple[Key, ...]:
