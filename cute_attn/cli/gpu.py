@@ -7,21 +7,19 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
+from cute_attn.cli.code import Tiles
 from cute_attn.cli.options import (
     Name,
     Other,
     Page,
     Target,
-    complete_tile,
     live_progress,
     make_console,
     working,
     writable_file,
 )
 
-_SIZES = (
-    "Sizes: b2-s8192-h16, s512x8192-h32x8, or a workload's name; may be repeated. Default: s2048 and s8192."
-)
+_SIZES = "Sizes: b2-s8192-h16, s512x8192-h32x8, or a workload's name; repeatable. Default: s2048, s8192."
 Workloads = Annotated[list[str] | None, typer.Option("--workload", "--workloads", help=_SIZES)]
 Budget = Annotated[float, typer.Option("--budget", min=1, help="Seconds.")]
 Output = Annotated[
@@ -30,15 +28,10 @@ Output = Annotated[
 ]
 
 
-_TILES = "Fields to change: A's, and if repeated B's. Of two kernels a single one is both's."
-
-
 def ab_of_tiles(
     name: Name,
     other: Other = None,
-    tiles: Annotated[
-        list[str] | None, typer.Option("--tile", autocompletion=complete_tile, help=_TILES)
-    ] = None,
+    tiles: Tiles = None,
     peer: Annotated[
         str | None, typer.Option("--peer", help="B: fa4, fa3, cudnn, fa2, mem_efficient or ffpa.")
     ] = None,
@@ -51,8 +44,8 @@ def ab_of_tiles(
 ) -> None:
     """Whether A is faster than B on this GPU: an interval and one sentence.
 
-    A is NAME. B is NAME2, such as a variant's base, a peer, or NAME with its default or the second tile. Kernels are
-    compared with the reference first, a peer with the kernel.
+    A is NAME, with the first --tile. B is NAME2, such as a variant's base, a peer, or NAME with its default or the
+    second --tile. Kernels are compared with the reference first, a peer with the kernel.
     """
     from cute_attn.lab.race import ab
 

@@ -166,7 +166,7 @@ def list_kernels(
         show(counts)
         return
     import_kernels()
-    pairs = [(traits, on) for traits, on in registry.defaults() if on == (target or on)]
+    pairs = registry.defaults_on(target)
     if names:
         pairs = [one for name in names for one in _named(name, pairs, [target] if target else TARGETS)]
     else:
@@ -181,7 +181,10 @@ def list_kernels(
 def _named(name: str, known: list[Any], targets: Sequence[str]) -> list[Any]:
     """A kernel's traits on each target, or of ``known`` defaults all whose names begin so; raises ValueError."""
     begin = [one for one in known if f"{one[0]}-".startswith(f"{name}-")] if name.count("-") < 3 else []
-    meant = did_you_mean(name, [*map(registry.label, registry.KERNELS), *OPS])
+    labels = [*map(registry.label, registry.KERNELS), *OPS]
+    meant = did_you_mean(name, labels)
+    if name in labels and not begin:
+        raise ValueError(f"no default kernel of {name} is for {', '.join(targets)}")
     if meant and not begin and name.count("-") < 3:
         raise ValueError(f"name is {name!r}{meant}; accepted: a kernel's name or its beginning")
     return begin or [(Traits.parse(name), on) for on in targets]
@@ -210,17 +213,17 @@ def _defaults(rows: list[dict[str, Any]]) -> Table:
 def _counts(target: str | None) -> list[list[str]]:
     """A row for each kernel: where it runs, how many default tiles there are, and one of them."""
     import_kernels()
-    rows = []
-    known = [(traits, on) for traits, on in registry.defaults() if on == (target or on)]
+    rows, known = list[list[str]](), registry.defaults_on(target)
     for op, arch, variant in registry.KERNELS:
         label, runs_on = registry.label((op, arch, variant)), registry.RUNS_ON[arch]
+        runs = " to ".join(dict.fromkeys((runs_on[0], runs_on[-1])))
         own = [one for one in known if (one[0].op, one[0].arch, "") == (op, arch, variant)]
         if own:
             tiles = {registry.lookup(traits, None, on).tile.text for traits, on in own}
             such = min((traits for traits, _ in own), key=lambda one: (one.head_dim != 128, len(one.name)))
-            rows.append([label, " ".join(runs_on), str(len(tiles)), such.name])
+            rows.append([label, runs, str(len(tiles)), such.name])
         elif target in (None, *runs_on):
-            rows.append([label, " ".join(runs_on), "", f"{label}-bf16-d128" if variant else ""])
+            rows.append([label, runs, "", f"{label}-bf16-d128" if variant else ""])
     return rows
 
 
@@ -511,7 +514,7 @@ def cache_prebuild(
     elif names:
         requests = [(Traits.parse(n), tile or None, target) for n in names]
     else:
-        requests = [(t, tile or None, on) for t, on in registry.defaults() if target in (None, on)]
+        requests = [(t, tile or None, on) for t, on in registry.defaults_on(target)]
     show_building(prebuild(requests, workers), len(requests))
 
 

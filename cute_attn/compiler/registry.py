@@ -21,7 +21,7 @@ from typing import Any
 
 from cute_attn.epilogues.names import user_epilogue
 from cute_attn.kernels.limits import LARGE_HEAD_DIM
-from cute_attn.tiles import MEASURED, TARGETS, Tile, check_target, check_tile
+from cute_attn.tiles import MEASURED, TARGETS, TILES_OF, Tile, check_target, check_tile
 from cute_attn.traits import (
     BLOCK_OPS,
     LISTED_ROWS,
@@ -293,6 +293,13 @@ def defaults() -> list[tuple[Traits, str]]:
             pairs += [(Traits(op, arch, "bf16", dim, mask="causal"), "sm86") for dim in (64, 128, 256)]
             pairs.append((Traits(op, arch, "fp16", 128, mask="causal"), "sm89"))
     return pairs
+
+
+def defaults_on(target: str | None) -> list[tuple[Traits, str]]:
+    """:func:`defaults` for a target, or all; for one that tests build few for, those of ``MEASURED`` that it runs."""
+    if target in TILES_OF:
+        return [(t, target) for t, on in defaults() if on == MEASURED and target in RUNS_ON[t.arch]]
+    return [pair for pair in defaults() if target in (None, pair[1])]
 
 
 _APPEND_FEATURES: list[dict[str, Any]] = [

@@ -57,8 +57,8 @@ _KNOWN_SYMBOL = re.compile(
 
 def default_requests(targets: Iterable[str]) -> list[Request]:
     """The default kernels for these targets, and of each backward the kernels that its calls launch."""
-    wanted = set(targets)
-    return _distinct(_with_its_parts(traits, None, on) for traits, on in registry.defaults() if on in wanted)
+    pairs = (pair for target in targets for pair in registry.defaults_on(target))
+    return _distinct(_with_its_parts(traits, None, on) for traits, on in pairs)
 
 
 def named_requests(names: Iterable[str], tile: str, targets: Iterable[str]) -> list[Request]:

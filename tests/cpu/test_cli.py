@@ -137,6 +137,12 @@ def test_list_takes_the_beginning_of_a_name(run):
     assert [row["name"] for row in rows] == known and all(row["tile"] for row in rows)
 
 
+def test_blackwell_has_the_defaults_of_the_ampere_kernels(run):
+    rows = json.loads(ok(run("list", "kvcache-sm80", "--target", "sm120", "--json")))
+    assert len(rows) > 5 and all(row["tile"] and row["target"] == "sm120" for row in rows)
+    assert not [traits for traits, _ in registry.defaults_on("sm100") if traits.arch == "sm90"]
+
+
 @pytest.mark.parametrize("paged", [True, False])
 def test_what_is_longer_than_the_screen_is_paged_and_stays(monkeypatch, paged):
     shown = []
@@ -370,6 +376,7 @@ WRONG = {
     ("show", "backward_preprocess-sm80-bf16-d64"): "has no shared-memory layout and no MMA to draw",
     ("--load", "absent.py", "list"): "--load is 'absent.py'",
     ("cache", "prebuild", "nonsense"): "name is 'nonsense'",
+    ("list", "forward-sm90", "--target", "sm100"): "no default kernel of forward-sm90 is for sm100",
     ("list", "forwrad-sm80"): "name is 'forwrad-sm80' (did you mean 'forward-sm80'?); accepted",
     ("compile", "forwad-sm80-bf16-d64"): "op is 'forwad' (did you mean 'forward'?); accepted",
     ("ab", "forward-sm80-bf16-d64", "forward-sm90-bf16-d64"): "there is no GPU",
