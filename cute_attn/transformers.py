@@ -199,15 +199,8 @@ def attention_forward(
     tensors = (query, key, value, attention_mask, s_aux, position_bias, *lengths[:2])
     scores = _Scores(causal, sliding_window, dropout, scaling, softcap, *lengths[2:])
     call = functools.partial(_attend, tensors, scores)
-    # Of fp32 tensors attention looks at autocast and at PyTorch's precision, and of a tensor each call at its value.
-    if torch.compiler.is_compiling() or query.dtype == torch.float32 or doors.watcher is not None:
-        return call(), None
-    if not _PLAIN.issuperset(map(type, scores)):
-        return call(), None
-    return plans.repeat(("transformers", scores), tensors, call), None
-
-
-_PLAIN = frozenset((bool, int, float, type(None)))
+    repeated = ("transformers", scores)
+    return plans.repeat(repeated, tensors, call) if plans.may_repeat(repeated, query) else call(), None
 
 
 class _Scores(NamedTuple):

@@ -3,14 +3,14 @@
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cute_attn.api.kvcache import attention_with_kvcache
-from cute_attn.host import doors, plans
+from cute_attn.host import doors
 from cute_attn.host.checks import check_starts, check_writable, check_written
 from cute_attn.host.fused_qkv import unbind
 from cute_attn.host.head_dims import cut_head_dim, has_whole_head_dim, pad_head_dim
@@ -145,32 +145,6 @@ def contiguous(x: Any) -> Any:
 def plus_infinity(lse: Tensor) -> Tensor:
     """lse with +inf where a query sees no key, as FlashAttention-2 has it."""
     return lse.nan_to_num(math.nan, math.inf, math.inf)
-
-
-def repeat(options: tuple, tensors: tuple[Any, ...], call: Callable[[], Any]) -> Any:
-    """A function's results, from the record of an earlier call with equal arguments if there is one.
-
-    options: the arguments except tensors; where one is a tensor, or a number of another kind than Python's, its value
-    is looked at in each call. Of fp32 tensors :func:`cute_attn.attention` looks at autocast and at PyTorch's precision.
-    """
-    if torch.compiler.is_compiling():
-        return call()
-    kinds = {*map(type, options)}
-    for one in options:
-        if type(one) is tuple:
-            kinds |= {*map(type, one)}
-    q = tensors[0]
-    if (
-        doors.watcher is not None
-        or not kinds <= _PLAIN
-        or not isinstance(q, Tensor)
-        or q.dtype == torch.float32
-    ):
-        return call()
-    return plans.repeat(("flash_attn", options), tensors, call)
-
-
-_PLAIN = frozenset((int, float, bool, str, tuple, type(None)))
 
 
 def note(door: str, tensors: tuple[Tensor, ...], scores: Scores, **others: Any) -> None:

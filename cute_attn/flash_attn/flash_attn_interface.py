@@ -41,7 +41,6 @@ from cute_attn.flash_attn.conventions import (
     note,
     plus_infinity,
     probability,
-    repeat,
     unpack,
 )
 from cute_attn.flash_attn.operators import (
@@ -50,6 +49,7 @@ from cute_attn.flash_attn.operators import (
     _flash_attn_varlen_backward,
     _flash_attn_varlen_forward,
 )
+from cute_attn.host import plans
 from cute_attn.host.head_dims import cut_head_dim, whole_head_dim
 
 __all__ = [
@@ -345,10 +345,12 @@ def flash_attn_with_kvcache(
         block_table,
         slopes,
     )
-    if isinstance(cache_seqlens, int):  # of which a tensor is made in each call
+    options = ("flash_attn cache", *numbers, rotary_interleaved, num_splits, return_softmax_lse)
+    if isinstance(cache_seqlens, int) or not plans.may_repeat(
+        options, q
+    ):  # each call makes a tensor of an int
         return call()
-    options = ("cache", *numbers, rotary_interleaved, num_splits, return_softmax_lse)
-    return repeat(options, (*given, cache_seqlens), call)
+    return plans.repeat(options, (*given, cache_seqlens), call)
 
 
 class _Options(NamedTuple):
@@ -380,7 +382,8 @@ def _repeat(
             return _attend_pages((q, k, v), lengths, block_table, options)
         return _attend((q, k, v), lengths or None, options)
 
-    return repeat((*numbers, *others, *lengths[2:]), given, call)
+    repeated = ("flash_attn", *numbers, *others, *lengths[2:])
+    return plans.repeat(repeated, given, call) if plans.may_repeat(repeated, tensors[0]) else call()
 
 
 def _parts(tensors: tuple[Tensor, ...], *, packed: bool) -> tuple[Tensor, ...]:

@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 
 from cute_attn.epilogues.functions.known import traces_alone
 from cute_attn.epilogues.functions.reads import Reads, Step
+from cute_attn.host import doors
 from cute_attn.host.memory import Tensors, all_plain, tensor_guards
 from cute_attn.host.record import Record, Recording, thread
 
@@ -210,6 +211,31 @@ def repeat(
     if gradients and any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
         return call()
     return recorded(key, tensors, call, functions, tables)
+
+
+def may_repeat(options: tuple, q: Any) -> bool:
+    """Whether equal arguments of a drop-in's function mean equal calls, which :func:`repeat` then serves.
+
+    They do not in fp32, where autocast and PyTorch's precision count, nor if an option is a tensor or a number of
+    another kind than Python's, whose value each call reads. Compiled code and a watcher see each call.
+
+    Args:
+        options: the arguments except tensors, some of them in tuples.
+        q: the first tensor as given.
+    """
+    if torch.compiler.is_compiling() or doors.watcher is not None:
+        return False
+    if not isinstance(q, Tensor) or q.dtype == torch.float32:
+        return False
+    kinds = {*map(type, options)}
+    for one in options:
+        if isinstance(one, tuple):
+            kinds.discard(type(one))
+            kinds |= {*map(type, one)}
+    return kinds <= _PLAIN
+
+
+_PLAIN = frozenset((int, float, bool, str, type(None)))
 
 
 def recorded(
