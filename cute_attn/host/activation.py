@@ -1,4 +1,4 @@
-"""Arguments of :func:`cute_attn.sdpa.activate`, which commands check before anything loads torch."""
+"""Arguments of :func:`cute_attn.sdpa.activate`; commands check them before anything loads torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class Options:
     rng: str = "ours"
 
     def __post_init__(self) -> None:
-        """Raise ValueError for what is not accepted."""
+        """Raise ValueError for a value that is not accepted."""
         named = isinstance(self.backends, tuple | list) and all(isinstance(x, str) for x in self.backends)
         if not named or not set(self.backends) <= set(BACKENDS):
             raise ValueError(

@@ -67,7 +67,7 @@ def kernel_arguments(
     cu_seqlens_q: Tensor | None,
     rises: bool,
 ) -> tuple[dict[str, Any], int]:
-    """The kernel's arguments, and how many rows there are."""
+    """The kernel's arguments, and the number of rows."""
     from cute_attn.device.key_rows import CacheTables
     from cute_attn.rows.new_rows import Angles, NewKeys, Queries
 
@@ -94,7 +94,7 @@ def kernel_arguments(
     heads = max(k.shape[-2] * (k.shape[-1] + v.shape[-1]), 0 if q is None else q.shape[-2] * q.shape[-1])
     check_count("k and v, or q, have elements in a row of all heads", heads, _MAX_ROW)
     if seqlens is None or seqlens.shape[0] == 0:
-        rows = 0  # what rows there are belong to no sequence
+        rows = 0  # rows, if any, belong to no sequence
     new = NewKeys(regular(k), regular(v), seqlens, call.cu_seqlens_k_new)
     caches = {"mKcache": regular(call.k_cache), "mVcache": regular(call.v_cache), "tables": tables}
     return {**caches, "new": new, "angles": angles, "queries": queries}, rows

@@ -1,4 +1,4 @@
-"""From the gradients of out and lse to those of q, k, v and bias on CUDA: three launches and their workspace.
+"""Gradients of q, k, v and bias from those of out and lse, on CUDA: three launches and their workspace.
 
     preprocess   out, grad_out, lse, grad_lse  ->  two numbers per query, and dQ accumulators of zeros
     main         dK, dV, the bias's gradient; adds to the accumulators
@@ -8,14 +8,13 @@ fp32 q, k, v and grad_out are split into two fp16 terms before the main kernel, 
 (:mod:`cute_attn.host.split_fp32`), and another main kernel follows it, for whole fp32 operands: each reads on the GPU
 whether the tensors fit their terms, and one of them returns at once. Small calls that name no tile do without terms.
 
-As in :mod:`cute_attn.host.forward`, a plan is made once for the metadata of a call, and calls that repeat do not come
-here.
+As in :mod:`cute_attn.host.forward`, a plan is made once for the metadata of a call; repeated calls run from records.
 
-Workspace: fp32 of q's size, head dims padded to multiples of 32 and sequences to whole blocks, and two fp32 numbers a
-query and head; the terms, of the tensors' size; where few work tiles share many query heads, dK and dV as often as
-they are divided: see :func:`cute_attn.host.backward_splits.head_splits`. Deterministic: dQ as many times as there are
-:func:`cute_attn.host.backward_splits.key_splits`; and for a bias that is broadcast, its gradient before it is summed,
-4 bytes for each score. Otherwise such a gradient is added up in fp32 in the bias's size.
+Workspace: fp32 of q's size, head dims padded to multiples of 32 and sequences to whole blocks, and two fp32 numbers
+per query and head; the terms, of the tensors' size; one copy of dK and dV per split where query heads are split among
+CTAs (:func:`cute_attn.host.backward_splits.head_splits`). Deterministic: one copy of dQ per split of the key blocks
+(:func:`cute_attn.host.backward_splits.key_splits`); and for a bias that is broadcast, its gradient before the sum,
+4 bytes per score. Otherwise such a gradient is accumulated in fp32, in the bias's size.
 """
 
 import math
@@ -80,8 +79,8 @@ def gradients(
 
     Args:
         grad_out, grad_lse: None for one that is zero.
-        into: tensors to write gradients into, None for those to allocate; without ``into``, none of those to
-            allocate is a part of another.
+        into: tensors to write gradients into, None for each to allocate; without ``into``, allocated gradients
+            are never views of one tensor.
 
     Raises:
         TypeError, ValueError, Unsupported: a parameter is wrong, or no kernel supports the call.
@@ -111,7 +110,7 @@ class Division(NamedTuple):
         workspace: of the launches.
         bias: how its gradient is computed, or None without it.
         num_splits, split_stride, multiprocessors: see ``cute_attn.work.key_tiles.BackwardSchedule``.
-        split: what splits operands into terms, or None.
+        split: the launcher that splits operands into terms, or None.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -134,10 +133,10 @@ def plan_of(call: Call, outer: Outer, needed: tuple[bool, ...]) -> Plan:
 
 
 def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], deterministic: bool) -> Plan:
-    """Checks a call, and chooses its kernels. Without a main one there is nothing to compute.
+    """Checks a call, and chooses its kernels. A plan without a main kernel computes nothing.
 
-    Its functions are ``preprocess``, ``main`` and ``convert``; with terms ``fallback``; ``pad`` and ``unpad`` of a call
-    whose q, k or v no kernel reads as they are.
+    Its functions are ``preprocess``, ``main`` and ``convert``; with terms also ``fallback``; only ``pad`` and ``unpad``
+    if kernels cannot read q, k or v in place.
     """
     check(call)
     check_for_kernels(call, unaligned=True)
@@ -203,7 +202,7 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """One fp32 allocation: shape, strides and first element of each part.
+    """One fp32 allocation: shape, strides and first element of each tensor in it.
 
     Attributes:
         size: all of it.
@@ -219,7 +218,7 @@ class Workspace:
 
     @staticmethod
     def of(call: Call, tile_m: int, head_dim_padded: int, accumulators: int) -> "Workspace":
-        """Rows are padded to whole blocks of tile_m, each varlen sequence's own."""
+        """Rows are padded to whole blocks of tile_m; with varlen, those of each sequence."""
         if call.varlen:
             rows = (call.q.shape[0] // tile_m + call.batch) * tile_m
             heads: tuple[int, ...] = (call.nheads,)
@@ -285,7 +284,7 @@ class BiasGradient:
         return gradient
 
     def finish(self, gradient: Tensor, given: Tensor | None = None) -> Tensor:
-        """The bias's gradient from what the kernel wrote, in ``given`` if there is one."""
+        """The bias's gradient from the kernel's output, written into ``given`` unless None."""
         if self.sum_over:
             shape = tuple(1 if dim in self.sum_over else size for dim, size in enumerate(gradient.shape))
             summed = record.empty(gradient, shape, contiguous_strides(shape), gradient.dtype)
@@ -405,7 +404,7 @@ def _score_args(plan: Plan, call: Call, dbias: Tensor | None) -> tuple:
 def _results(
     call: Call, shapes: tuple[tuple[int, ...], ...], needed: tuple[bool, ...], into: Gradients | None
 ) -> list[Tensor]:
-    """What the kernels write dq, dk and dv into: ``into``, or new ones, parts of one tensor where q, k and v are."""
+    """The kernels' outputs dq, dk and dv: ``into``, or new tensors, views of one tensor if q, k and v are."""
     given, found = into or NOTHING, []
     parts = fused_qkv.parts_packed(call[:3]) if all(needed[:3]) and into is not None else 0
     whole = shapes[1][-2] == call.k.shape[-2]
@@ -443,7 +442,7 @@ def _without_keys(call: Call, outer: Outer, needed: tuple[bool, ...], given: Gra
 def _padded(
     plan: Plan, call: Call, outer: Outer, needed: tuple[bool, ...], into: Gradients | None
 ) -> Gradients:
-    """A call whose q, k or v no kernel reads as they are: see :mod:`cute_attn.host.padding`."""
+    """A call with padded copies of its tensors: see :mod:`cute_attn.host.padding`."""
     grad_out, grad_lse, out, lse = outer
     tensors, given = (*call[:3], grad_out, out), into or NOTHING
     copied = padding.to_copy(tensors)
@@ -463,7 +462,7 @@ def _padded(
 
 
 def _seqlens(call: Call) -> tuple[Any, Any]:
-    """Lengths for the main kernel, and for the preprocess and the convert, which read no keys' lengths."""
+    """Lengths for the main kernel; and for the preprocess and the convert, without the keys' lengths."""
     from cute_attn.device.seqlen import Seqlens
 
     lengths, longest = call[3:6], call.longest
@@ -475,12 +474,12 @@ def _sinks_gradient(
 ) -> Tensor:
     """The gradient of (nheads,) sinks, from the preprocess's D: dsink = -sum over rows of exp(sink - LSE) * D.
 
-    exp(sink - LSE) is the share of the sink in a row's softmax. In rows that do not exist LSE is inf or D is 0.
+    exp(sink - LSE) is the sink's probability in a row's softmax. In rows that do not exist, LSE is inf or D is 0.
 
     Args:
         sinks: the call's.
         lse_log2, minus_d: (batch, nheads, rows), or varlen (nheads, rows); D has the factor ``keep``, 1 - dropout_p.
-        given: what to write the gradient into, or None.
+        given: the tensor to write the gradient into, or None.
     """
     assert sinks is not None
     if given is None:
@@ -495,7 +494,7 @@ def _sinks_gradient_into(sinks: Tensor, lse_log2: Tensor, minus_d: Tensor, keep:
 
 
 def _sum_splits(gradient: Tensor, nheads_kv: int, given: Tensor | None) -> Tensor:
-    """dK or dV of each kv head, from (..., nheads_kv * splits, dim), in ``given`` if there is one."""
+    """dK or dV of each kv head, from (..., nheads_kv * splits, dim), written into ``given`` unless None."""
     if gradient.shape[-2] == nheads_kv:
         return gradient
     shape = (*gradient.shape[:-2], nheads_kv, gradient.shape[-1])
@@ -591,7 +590,7 @@ def check_blocks(call: Call, tile: Any, rows: int, num_splits: int, heads_dkv: i
         spare = max(call.q.shape[0], call.k.shape[0])
     what = f"{call.stated('q')}{batch} sequences of {nheads} heads of {blocks} blocks of {rows} queries"
     check_count(what, batch * nheads * blocks, MAX_ROWS - spare)
-    # Each CTA claims one more than there are.
+    # Each CTA claims one work tile beyond the last.
     what = f"{call.stated('k')}{heads_dkv} heads of {splits} splits of their key blocks"
     check_count(what, splits * heads_dkv, MAX_ROWS)
 

@@ -1,4 +1,4 @@
-"""How a backward divides what one CTA would do alone: the query heads of a kv head, and a sequence's key blocks.
+"""How a backward splits the work of one CTA: the query heads of a kv head, and a sequence's key blocks.
 
 Host code, run once for the metadata of a call.
 """
@@ -17,23 +17,23 @@ MAX_SPLITS = 16
 """The most dQ accumulators of the deterministic mode."""
 
 ADDING_STEPS = 14
-"""What the sums of dK and of dV cost beside their bytes, in steps of a query block with a key block: row 55 of
+"""Fixed cost of the sums of dK and of dV, without their bytes, in steps of a query block with a key block: row 55 of
 bench/history.md."""
 BYTES_PER_STEP = 16 << 20
-"""Bytes of divided dK and dV, in L2, that are added up in the time of a step, 2 us."""
+"""Bytes of split dK and dV, in L2, that are added up in the time of a step, 2 us."""
 FROM_MEMORY = 3 << 20
-"""The same of what L2 does not hold, and of a dQ accumulator, which is cleared and read again."""
+"""The same for tensors beyond L2, and for a dQ accumulator, which is cleared and read again."""
 NEARLY = 1.05
-"""The fewest splits whose time is at most that much of the least are as good: each takes memory."""
+"""Maximum time over the least for fewer splits to be preferred: each split takes memory."""
 DIVISOR_WITHIN = 1.5
 """Up to so many times the splits that L2 asks for, a number that divides the heads evenly is better: 4 of 8 heads are 4
 to 25% faster than 3."""
 UNEVEN = 4 / 3
 """Maximum ratio of the longest work tile to the mean for CTAs to stay in step; above it, waves fall apart."""
 WAVES_OF_LISTS = 3
-"""Minimum waves of work tiles with a block mask, whose lists are of lengths that are not known here."""
+"""Minimum waves of work tiles with a block mask: the lengths of its lists are not known here."""
 MOST_BLOCKS = 64
-"""Key blocks of a sequence whose queries are counted."""
+"""Maximum key blocks of a sequence for which :func:`queries_seen` counts queries."""
 
 WHOLE, DIVIDED = 1.6, 0.8
 """Bytes in flight over L2's size. Above the first, heads are split until the second is reached; between the two the
@@ -51,14 +51,14 @@ def key_splits(
 ) -> int:
     """Splits of a (batch, head of dK)'s key blocks in the deterministic mode, each with a dQ accumulator.
 
-    The fewest that are nearly the fastest of up to ``MAX_SPLITS``: time is waves of CTAs times the steps of a CTA, and
-    what the accumulators take.
+    The fewest that are nearly the fastest of up to ``MAX_SPLITS``: time is waves of CTAs times the steps of a CTA, plus
+    the time of the accumulators.
 
     Args:
         blocks: key blocks of the longest sequence.
         planes: batch times heads of dK.
         multiprocessors: of the GPU.
-        steps: query blocks that a CTA visits for a key block, on average; one that sees none takes a step all the same.
+        steps: query blocks that a CTA visits for a key block, on average; a block that sees none still costs a step.
         accumulator_bytes: of one accumulator.
         all_blocks: key blocks of all planes where sequences differ; 0: the product.
     """
@@ -76,28 +76,28 @@ def key_splits(
 def head_splits(
     call: "Call", tile: Any, multiprocessors: int, l2_bytes: int, deterministic: bool = False
 ) -> int:
-    """Work tiles among which the query heads of a kv head are divided, as evenly as their number allows.
+    """Work tiles among which the query heads of a kv head are split, as evenly as their number allows.
 
-    A work tile is a key block, whose CTA visits the queries of its heads, one head after the other. Each split has a
-    dK and a dV of its own, which are added up afterwards. Two things ask for splits.
+    A work tile is a key block; its CTA visits the queries of its heads, one head after the other. Each split writes a
+    separate dK and dV, which are added up afterwards. Two things call for splits.
 
-    **Few work tiles** leave multiprocessors idle. Equal ones come in waves. Of others the longest come first, so that
-    short ones even out the end: the time is the mean of all CTAs, or the longest work tile's where that is more. Both
-    in steps of a query block with a key block, as is what it costs to add up.
+    **Few work tiles** leave multiprocessors idle. Equal work tiles run in waves. Unequal ones run longest first, so
+    that short ones even out the end: the time is the mean of all CTAs, or that of the longest work tile if it is
+    longer. Both are in steps of a query block with a key block, as is the cost of the sums.
 
-    **Bytes in flight.** CTAs share what they read of Q and dO, and the dQ that they add to, while it is in L2. Without
-    a mask all work tiles take as many steps: the CTAs of a kv head are at the same query head at the same time, whose
-    queries alone are in flight. Under a causal mask they drift apart, until they are anywhere in their heads. What they
-    touch is then as large a share of all Q, dO and dQ as what they hold is of all work tiles; with n splits there are n
-    times as many of those, so the share is an nth. On 132 multiprocessors 128 keys of head dim 128 make 16.5 MB in
-    flight for each head of a work tile, whatever the lengths.
+    **Bytes in flight.** CTAs reuse each other's Q, dO and dQ while these are in L2. Without a mask all work tiles take
+    as many steps: the CTAs of a kv head are at the same query head at the same time, and only its queries are in
+    flight. Under a causal mask they drift apart, until they are anywhere in their heads. The fraction of Q, dO and dQ
+    in flight is then that of all work tiles that are running; n splits make n times as many work tiles, so the
+    fraction is an nth. On 132 multiprocessors 128 keys of head dim 128 make 16.5 MB in flight for each head of a work
+    tile, whatever the lengths.
 
     Args:
         call: the call's.
         tile: the main kernel's.
         multiprocessors: of the GPU.
         l2_bytes: of the GPU.
-        deterministic: whether a CTA takes several key blocks, one after the other.
+        deterministic: whether a CTA computes several key blocks, one after the other.
     """
     group = call.group
     most, mean = queries_seen(call, *call.longest, tile.tile_n)
@@ -123,7 +123,7 @@ def head_splits(
         adding = moved / (BYTES_PER_STEP if moved <= l2_bytes else FROM_MEMORY)
         adding = ADDING_STEPS + adding if splits > 1 else 0
         busiest = max(steps / multiprocessors, heads * longest)
-        if longest * tiles * group <= UNEVEN * steps:  # shorter tiles count as parts of whole ones
+        if longest * tiles * group <= UNEVEN * steps:  # shorter tiles count as fractions of whole ones
             waves = splits * steps / (group * longest * multiprocessors)
             busiest = math.ceil(round(waves, 6)) * heads * longest
         return busiest + adding
@@ -144,7 +144,7 @@ def head_splits(
 
 
 def even_splits(group: int) -> Iterator[int]:
-    """Numbers of splits that no smaller one equals in its largest part: of 8 heads 1, 2, 3, 4 and 8."""
+    """The fewest splits for each size of the largest split: of 8 heads 1, 2, 3, 4 and 8."""
     heads = group
     while heads:
         splits = -(-group // heads)
@@ -169,8 +169,8 @@ def queries_seen(call: "Call", seqlen_q: int, seqlen_k: int, tile_n: int) -> tup
 
 
 def _sequences(call: "Call") -> list[tuple[int, int, int]]:
-    """(how many, queries, keys) of the sequences; packed ones beside the longest, whose sums alone are known, as equal
-    ones."""
+    """(count, queries, keys) of the sequences. All packed ones except the longest count as equal: only their sum is
+    known."""
     longest, batch = call.longest, call.batch
     if not call.varlen or batch == 1:
         return [(batch, *longest)]

@@ -17,7 +17,7 @@ def with_readable_bias(tensors: Tensors, max_seqlen_k: int | None) -> Tensors:
     if not isinstance(bias, Tensor) or not isinstance(k, Tensor) or k.dim() < 2 or k.is_nested:
         return tensors
     seqlen_k = k.shape[1] if max_seqlen_k is None else python_number(max_seqlen_k)
-    # What is wrong is for the checks to say.
+    # The checks report errors.
     fine = isinstance(seqlen_k, int | torch.SymInt) and 0 <= seqlen_k < 2**31 and q.is_floating_point()
     if not fine or bias.layout is not torch.strided or bias.is_nested or not 2 <= bias.dim() <= 4:
         return tensors
@@ -32,7 +32,7 @@ def readable(bias: Tensor, dtype: torch.dtype, seqlen_k: int) -> Tensor:
 
     Args:
         bias: (..., seqlen_q or 1, seqlen_k or 1), of two to four dimensions, as torch's scaled_dot_product_attention
-            takes it. Of bool, True takes part: 0 of ``dtype``, and -inf elsewhere.
+            takes it. A bool mask becomes 0 where True and -inf elsewhere, in ``dtype``.
         dtype: q's.
         seqlen_k: keys of the longest sequence.
     """
@@ -43,7 +43,7 @@ def readable(bias: Tensor, dtype: torch.dtype, seqlen_k: int) -> Tensor:
 
 
 def additive(bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask of bool as what is added to scores: 0 where it is True, -inf elsewhere."""
+    """A bool mask as a term added to scores: 0 where it is True, -inf elsewhere."""
     if bias.dtype != torch.bool or not dtype.is_floating_point:
         return bias
     return torch.zeros_like(bias, dtype=dtype).masked_fill(~bias, -torch.inf)

@@ -1,9 +1,9 @@
 """FlexAttention's BlockMask as a function of kinds of blocks, and as lists of the blocks that kernels visit.
 
-A BlockMask names, for each block of queries, the blocks of keys that are full and those that are partial: in these its
-function decides, key by key; all others are hidden. What it says of an element is a function that reads a table of
-kinds. Kernels visit lists of blocks of ``LISTED_ROWS``. Tables and lists are made on the mask's device, without waiting
-for it, and kept as long as the mask lives.
+A BlockMask names, for each block of queries, the full and the partial blocks of keys. In partial blocks its function
+decides, key by key; all other blocks are hidden. Here it is a function that reads a table of kinds. Kernels visit
+lists of blocks of ``LISTED_ROWS``. Tables and lists are made on the mask's device, without waiting for it, and kept as
+long as the mask lives.
 """
 
 from collections.abc import Callable, MutableMapping
@@ -23,13 +23,13 @@ from cute_attn.traits import FULL, LISTED_ROWS, PARTIAL, Traits
 
 _MOST_LISTS = 8
 _UNBOUNDED = (1 << 30, 1 << 30)
-"""The block size of FlexAttention's own masks of one block, which state lengths of 1 and fit any."""
+"""The block size of the one-block masks that FlexAttention makes: they state lengths of 1 and fit any."""
 
 
 def epilogue_of_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor) -> tuple[str, tuple[Tensor, ...]]:
     """The registered name of a BlockMask's epilogue, and its arguments for q (batch, seqlen, heads, dim) and k.
 
-    ("", ()) where there are no scores.
+    ("", ()) without scores.
 
     Lengths may be shorter than the mask's.
 
@@ -86,7 +86,7 @@ def _visible(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> bool:
 
 
 def _function(kinds: Tensor, block_size: tuple[int, int], mask_mod: Callable) -> Callable:
-    """Whether a query sees a key, of a table of kinds."""
+    """The mask function (b, h, q_idx, kv_idx) -> bool that reads a table of kinds."""
     rows, columns = block_size
     one_batch, one_head = (size == 1 for size in kinds.shape[:2])
 
@@ -98,7 +98,7 @@ def _function(kinds: Tensor, block_size: tuple[int, int], mask_mod: Callable) ->
 
 
 class _Made(NamedTuple):
-    """A BlockMask's table and lists by sizes, which hold as long as their source is unchanged."""
+    """A BlockMask's table, and its lists by sizes; valid as long as their source is unchanged."""
 
     source: tuple[Tensor | None, ...]
     state: tuple
@@ -110,9 +110,9 @@ _made: MutableMapping[BlockMask, _Made] = WeakKeyDictionary()
 
 
 def _made_of(block_mask: BlockMask) -> _Made:
-    """What is known of a mask, or made anew: where its lists changed, or changes are not seen, as of inference tensors.
+    """A mask's cached table and lists, rebuilt if the mask's lists changed or may have, as those of inference tensors.
 
-    Also on another stream, and in another capture of a CUDA graph, whose replays read the mask's lists again.
+    They are also rebuilt on another stream, and in another capture of a CUDA graph: its replays read the lists again.
     """
     source = _source_of(block_mask)
     state = _state_of(block_mask)
@@ -142,7 +142,7 @@ def _source_of(block_mask: BlockMask) -> tuple[Tensor | None, ...]:
 
 
 def _state_of(block_mask: BlockMask) -> tuple | None:
-    """What a table of kinds holds for; None where that cannot be told."""
+    """The state for which a table of kinds is valid; None where changes cannot be seen."""
     source = _source_of(block_mask)
     capture = _capture(block_mask.kv_num_blocks)
     if capture is None or any(x is not None and x.is_inference() for x in source):
@@ -167,7 +167,7 @@ def _capture(x: Tensor | None) -> int | None:
         return 0
     if not _without_dsl.is_installed():
         return None
-    from cuda.bindings import driver  # comes with the DSL
+    from cuda.bindings import driver  # installed with the DSL
 
     result, _, number, *_ = driver.cuStreamGetCaptureInfo(driver.CUstream(_stream(x)))
     return None if result != driver.CUresult.CUDA_SUCCESS else int(number)
@@ -196,7 +196,7 @@ def _kind_where(counts: Tensor, indices: Tensor, columns: int, kind: int) -> Ten
     """``kind`` where the first ``counts`` of ``indices`` point to, (..., blocks of queries, columns)."""
     place = torch.arange(indices.shape[-1], device=indices.device)
     listed = (place < counts[..., None]) & (indices >= 0) & (indices < columns)
-    column = torch.where(listed, indices, columns).long()  # one more takes what lies behind the lists
+    column = torch.where(listed, indices, columns).long()  # an extra column collects entries behind the lists
     kinds = torch.zeros(*column.shape[:-1], columns + 1, dtype=torch.uint8, device=indices.device)
     return kinds.scatter_(-1, column, kind)[..., :columns]
 
@@ -214,8 +214,8 @@ def block_lists(
 ) -> tuple[Tensor, ...]:
     """Counts and blocks of the key blocks of each query block, then those of the query blocks of each key block.
 
-    As :class:`cute_attn.work.block_lists.BlockLists` has them. A key block is visited for all query heads of its kv
-    head at a time: its list is the union of theirs. On a GPU by a kernel; what follows here is the definition.
+    The layout is that of :class:`cute_attn.work.block_lists.BlockLists`. A key block is visited for all query heads of
+    its kv head at a time: its list is the union of theirs. On a GPU a kernel makes them; this code is the definition.
     """
     some = kinds.numel() and seqlen_q and seqlen_k
     if type(kinds) is Tensor and kinds.is_cuda and some and _without_dsl.is_installed():
@@ -274,14 +274,14 @@ def _lists(
 ) -> tuple[Tensor, Tensor]:
     """Counts and blocks along the last dimension, of ``seqlen`` rows.
 
-    The last block counts as one that needs a mask if it ends beyond them. So it comes last in each list that has it,
-    and kernels whose blocks are smaller visit none that begins there.
+    The last block counts as partial if it ends beyond them. So it is last in each list that contains it, and kernels
+    with smaller blocks visit none that begins beyond the rows.
 
-    last_is_masked: whether all blocks of the last list need a mask, that of a key block that reaches beyond the
-    sequence: of scores of 0 P is infinite where a query's others are far below, and its dQ would be NaN.
+    last_is_masked: whether all blocks of the last list count as partial. That list belongs to a key block that ends
+    beyond the sequence: P of its scores of 0 is infinite if a query's other scores are far below, and dQ would be NaN.
     """
     missing, hides = -seqlen % LISTED_ROWS, kinds == PARTIAL
-    kinds = kinds.clone(memory_format=torch.contiguous_format)  # strides of 1 also where there is one block
+    kinds = kinds.clone(memory_format=torch.contiguous_format)  # strides of 1 also with one block
     if missing:
         kinds[..., -1].clamp_(max=PARTIAL)
     if last_is_masked:

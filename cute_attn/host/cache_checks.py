@@ -264,11 +264,11 @@ def check_values(call: Call, leftpad: Tensor | None = None) -> None:
                 raise ValueError(f"page_table[{entry}, {i}] is {table[entry][i]}; accepted: 0 to {pages - 1}")
 
 
-# ---- checks of what the kernels need ----
+# ---- checks of the kernels' requirements ----
 
 
 def check_append_for_kernels(call: Call) -> None:
-    """Raise for what the append kernel does not support. Assumes :func:`check_append`."""
+    """Raise for a call that the append kernel does not support. Assumes :func:`check_append`."""
     for name, x in (("k_cache", call.k_cache), ("v_cache", call.v_cache)):
         if x.dtype not in APPEND_DTYPES:
             accepted = ", ".join(map(str, APPEND_DTYPES))
@@ -279,7 +279,7 @@ def check_append_for_kernels(call: Call) -> None:
 
 
 def check_cache_addresses(k_cache: Tensor, v_cache: Tensor, written: bool = True) -> None:
-    """Raise for what metadata does not show: where a cache starts, and that both share memory that is written."""
+    """Raise for errors that only addresses show: an unaligned cache, or two written caches that share memory."""
     if written and overlap(k_cache, v_cache):
         raise ValueError("v_cache shares memory with k_cache; accepted: memory of its own")
     if not (k_cache.data_ptr() | v_cache.data_ptr()) % 16:

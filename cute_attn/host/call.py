@@ -1,7 +1,7 @@
-"""One call of attention, whichever door it came through: with packed sequences, a cache, an append, or all of them.
+"""One call of attention, from any door: with packed sequences, a cache, an append, or all of them.
 
-A door fills in every default. What kernels a call needs, how its outputs are laid out and whether it is right follow
-from only a :class:`Call`: :mod:`cute_attn.host.checks`, :mod:`cute_attn.host.cache_checks` and the plans read it.
+A door fills in every default. A call's kernels, the layout of its outputs and its errors follow from the :class:`Call`
+only: :mod:`cute_attn.host.checks`, :mod:`cute_attn.host.cache_checks` and the plans read it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,7 +45,7 @@ class Call(NamedTuple):
         k, v: as q, packed with cu_seqlens_k; with a cache the rows to append, packed with cu_seqlens_k_new, or absent.
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: int32 lengths, or None.
         alibi_slopes, bias, sinks: or None.
-        rng_state: int64 (2,), seed and offset, where there is dropout.
+        rng_state: int64 (2,), seed and offset, with dropout.
         epilogue_tensors, epilogue_numbers: arguments of users' epilogues, laid out by ``epilogues``.
         max_seqlen_q, max_seqlen_k: the longest sequences.
         mask: of ``traits.MASKS``, or empty.
@@ -68,8 +68,8 @@ class Call(NamedTuple):
         rotary_interleaved: which elements make a pair.
         cache_leftpad: int32 (batch,), the first valid row, or None.
         tree_mask: int32 (rows of q, words), or None.
-        num_splits: parts of each query block's keys; 0 for shares of all key blocks.
-        split_keys: keys of a part, or 0.
+        num_splits: splits of each query block's keys; 0 for stream-K.
+        split_keys: keys per split, or 0.
     """
 
     q: Tensor = _ABSENT
@@ -122,7 +122,7 @@ class Call(NamedTuple):
         return cls(**dict(zip(names, values, strict=True)))
 
     def values(self, names: Sequence[str]) -> tuple[Any, ...]:
-        """These fields, such as an operator's arguments; the inverse of :meth:`of`."""
+        """Values of these fields, for instance an operator's arguments; the inverse of :meth:`of`."""
         return tuple(getattr(self, name) for name in names)
 
     # ---- tensors ----
@@ -137,12 +137,12 @@ class Call(NamedTuple):
             yield f"epilogues' tensor {i}", x
 
     def metadata(self) -> tuple[tuple, tuple]:
-        """Its single tensors or None, and all else but the epilogues' tensors."""
+        """Its single tensors or None, and everything else except the epilogues' tensors."""
         cache = self[_FIRST_CACHE:_LAST_CACHE]
         return (*self[:NUM_TENSORS], *cache), (*self[NUM_TENSORS + 1 : _FIRST_CACHE], *self[_LAST_CACHE:])
 
     def materialized(self) -> Self:
-        """The call with copies of lazy tensors, except for caches that are written, which are none."""
+        """The call with copies of lazy tensors. Caches that are written stay: they are not lazy."""
         kept = ("k_cache", "v_cache") if self.k is not None else ()
         names = [name for name in SINGLE_TENSORS if name not in kept]
         found = materialized(getattr(self, name) for name in names)
@@ -152,7 +152,7 @@ class Call(NamedTuple):
 
     @property
     def varlen(self) -> bool:
-        """Whether sequences are packed one after the other rather than batched by a stride."""
+        """True if sequences are packed one after the other instead of batched by a stride."""
         return self.cu_seqlens_q is not None
 
     @property
@@ -167,7 +167,7 @@ class Call(NamedTuple):
 
     @property
     def keys(self) -> tuple[Tensor, Tensor]:
-        """Keys and values: the cache's, if there is one."""
+        """Keys and values: those of the cache, if any."""
         return (self.k, self.v) if self.k_cache is None else (self.k_cache, self.v_cache)
 
     @property
@@ -213,7 +213,7 @@ class Call(NamedTuple):
 
     @property
     def aligned(self) -> bool:
-        """Whether rows of q, k and v are contiguous and whole 16 bytes that start at multiples of 16 bytes."""
+        """True if kernels can load q, k and v in place: contiguous rows of whole 16 bytes, aligned to 16 bytes."""
         return all(rows_are_aligned(x) for x in (self.q, self.k, self.v))
 
     # ---- caches ----
@@ -250,10 +250,10 @@ class Call(NamedTuple):
 
     @property
     def added(self) -> int:
-        """Rows appended to each sequence beside :attr:`lengths`."""
+        """Rows appended to each sequence that :attr:`lengths` does not count."""
         return 0 if self.k is None or self.cu_seqlens_k_new is not None else self.k.shape[1]
 
-    # ---- what kernels are asked for ----
+    # ---- requests to the kernels ----
 
     @property
     def epilogue_names(self) -> tuple[str, ...]:
@@ -262,13 +262,13 @@ class Call(NamedTuple):
 
     @property
     def lists_blocks(self) -> bool:
-        """Whether kernels may leave out blocks that an epilogue does not list."""
+        """True if kernels may skip blocks that an epilogue does not list."""
         if not self.epilogues:
             return False
         return lists_blocks(self.epilogue_names)
 
     def by_definition(self) -> tuple[reference.Features, ScoreInputs, reference.Lengths]:
-        """What :mod:`cute_attn.reference` takes beside q, k, v and the scale."""
+        """Arguments of :mod:`cute_attn.reference` other than q, k, v and the scale."""
         epilogues: tuple[reference.Epilogue, ...] = ()
         if self.epilogues:
             epilogues = tuple(user_epilogue(name).reference for name in self.epilogue_names)
@@ -305,7 +305,7 @@ class Call(NamedTuple):
         return (self.softmax_scale > 0) - (self.softmax_scale < 0)
 
     def with_positive_scale(self) -> Self:
-        """The call as kernels compute it: q times the scale's sign, which is a copy where that is not 1.
+        """The call as kernels compute it: q times the scale's sign, a copy unless the sign is 1.
 
         Online softmax takes maxima of q k^T, so the factor must be above 0.
         """
@@ -376,7 +376,7 @@ _TYPES: dict[Any, str] = {
 
 
 def schema(names: Sequence[str], **other: str) -> str:
-    """An operator's arguments: these fields. other: types of fields that differ, such as of one that it writes."""
+    """An operator's arguments: these fields. other: types of fields that differ, such as one that it writes."""
     kinds = Call.__annotations__
     return ", ".join(f"{other.get(name) or _TYPES[kinds[name]]} {name}" for name in names)
 
@@ -388,7 +388,7 @@ def given_epilogues(epilogues: Sequence[str] | Mapping[str, Any]) -> Mapping[str
     """Epilogues as a mapping of names to arguments.
 
     Raises:
-        TypeError: they are neither names nor such a mapping.
+        TypeError: they are neither names nor a mapping.
     """
     names = tuple(epilogues) if isinstance(epilogues, tuple | list | Mapping) else (None,)
     if not all(isinstance(name, str) for name in names):

@@ -1,6 +1,6 @@
 """The checks of a call: one sentence per error.
 
-``check`` holds for every device, ``check_for_kernels`` adds what the CUDA kernels need. Both read metadata only, so one
+``check`` holds for every device, ``check_for_kernels`` for the CUDA kernels. Both read metadata only, so one
 result holds for every call of the same metadata; lengths are read, and checked, only on the CPU.
 """
 
@@ -39,8 +39,8 @@ from cute_attn.traits import (
 KERNEL_DTYPES = tuple(DTYPE_NAMES)
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_INT32 = 2**31 - 1
-# Kernels index with 32 bits. What they add to an index is less than a tile (none has 2**12 queries or keys) and under a
-# window its bound, of up to UNBOUNDED.
+# Kernels index with 32 bits. They add less than a tile to an index (none has 2**12 queries or keys), and under a window
+# its bound, of up to UNBOUNDED.
 _TILE = 2**12
 MAX_SEQLEN = 2**31 - UNBOUNDED - 2 * _TILE
 """The longest sequence that the kernels compute."""
@@ -158,7 +158,7 @@ def _check_lengths(call: Call) -> None:
 
 
 def check_starts(name: str, cu_seqlens: Any) -> None:
-    """Raise TypeError or ValueError for cumulative lengths that do not say how many sequences there are."""
+    """Raise TypeError or ValueError for cumulative lengths that do not give the number of sequences."""
     check_dense(name, cu_seqlens)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
         raise ValueError(
@@ -167,7 +167,7 @@ def check_starts(name: str, cu_seqlens: Any) -> None:
 
 
 def check_int32(name: str, tensor: Tensor, length: int) -> None:
-    """Raise TypeError or ValueError for what are not so many contiguous int32."""
+    """Raise TypeError or ValueError unless ``tensor`` is ``length`` contiguous int32 numbers."""
     if tensor.dtype != torch.int32:
         raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: torch.int32")
     if tuple(tensor.shape) != (length,):
@@ -179,7 +179,7 @@ def check_int32(name: str, tensor: Tensor, length: int) -> None:
 def check_cumulative(
     name: str, cu_seqlens: Tensor, batch: int, rows: int, max_seqlen: int
 ) -> list[int] | None:
-    """Raise for what are not cumulative lengths of ``batch`` sequences that ``rows`` and ``max_seqlen`` hold.
+    """Raise unless these are cumulative lengths of ``batch`` sequences within ``rows`` and ``max_seqlen``.
 
     Returns the lengths, or None where :func:`on_host` says that they are not read.
     """
@@ -202,7 +202,7 @@ def check_cumulative(
 def check_range(name: str, values: Tensor, most: int | Sequence[int] | None, *, wait: bool = False) -> None:
     """Raise ValueError for a value below 0, or above ``most``: one bound for all, or one each, or None if unknown.
 
-    wait: read values that :func:`on_host` would not, which waits for the device.
+    wait: read the values even if :func:`on_host` is False, and wait for the device.
     """
     if most is None or not (wait or on_host(values)):
         return
@@ -213,7 +213,7 @@ def check_range(name: str, values: Tensor, most: int | Sequence[int] | None, *, 
 
 
 def on_host(x: Tensor) -> bool:
-    """Whether lengths in ``x`` are read to be checked: on the CPU, which waits for no device and traces nothing."""
+    """True if lengths in ``x`` can be checked without waiting for a device or tracing: real numbers on the CPU."""
     return x.device.type == "cpu" and has_memory(x)
 
 
@@ -281,13 +281,13 @@ def _list(items: Sequence[Any]) -> str:
     return ", ".join(map(str, items))
 
 
-# ---- checks of what the kernels need ----
+# ---- checks of the kernels' requirements ----
 
 
 def check_for_kernels(call: Call, *, unaligned: bool = False) -> None:
-    """Raise for what the kernels do not support: dtypes, head dims, strides, sizes. Assumes :func:`check`.
+    """Raise for unsupported dtypes, head dims, strides and sizes. Assumes :func:`check`.
 
-    unaligned: whether rows may have any head dim and strides, as a call's are padded.
+    unaligned: accept rows of any head dim and strides, which are padded later.
     """
     if call.q.dtype not in KERNEL_DTYPES:
         raise TypeError(
@@ -325,7 +325,7 @@ def _check_sizes(call: Call) -> None:
 
 
 def check_count(what: str, count: int, most: int = _MAX_INT32) -> None:
-    """Raise where ``count``, which ``what`` describes, is beyond the kernels' integers."""
+    """Raise where ``count`` exceeds the kernels' integers; ``what`` describes it."""
     if count > most:
         raise ValueError(f"{what}, {count} in all; accepted on CUDA: up to {most}")
 
@@ -438,7 +438,7 @@ def check_written(
 
 
 def check_like(name: str, tensor: Any, **wanted: Any) -> None:
-    """Raise for what is no dense tensor of the device, dtype and shape that are wanted."""
+    """Raise unless ``tensor`` is dense and has the wanted device, dtype and shape."""
     check_dense(name, tensor)
     for what, value in wanted.items():
         own = getattr(tensor, what)
@@ -462,7 +462,7 @@ def check_rows(name: str, written: Tensor) -> None:
 
 
 def check_has_memory(name: str, written: Tensor) -> None:
-    """Raise ValueError for one of ``torch._efficientzerotensor``, which cannot be written."""
+    """Raise ValueError for a tensor of ``torch._efficientzerotensor``: it cannot be written."""
     if not torch.compiler.is_compiling() and written._is_zerotensor():
         raise ValueError(f"{name} is a tensor of zeros without memory; accepted: a tensor to write")
 
@@ -475,9 +475,9 @@ def check_writable(name: str, written: Tensor) -> None:
 
 
 def check_apart(name: str, written: Tensor, others: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError where elements of a tensor that is written share memory, or are also another argument's.
+    """Raise ValueError where elements of a written tensor share memory with each other or with another argument.
 
-    Addresses are compared of tensors that have some, unlike those of compilers and function transforms.
+    Only tensors with addresses are compared; those of compilers and function transforms have none.
     """
     check_has_memory(name, written)
     addressed = has_memory(written)
@@ -492,7 +492,7 @@ def check_apart(name: str, written: Tensor, others: Iterable[tuple[str, Tensor]]
 
 
 def check_alignment(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise where q, k or v does not start at a multiple of 16 bytes, which metadata does not show."""
+    """Raise where q, k or v does not start at a multiple of 16 bytes; metadata does not show that."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not is_aligned(tensor):
             raise ValueError(

@@ -18,9 +18,9 @@ _log = logging.getLogger("cute_attn")
 
 
 def user_classes(call: Call, op: str = "forward") -> tuple[Any, ...]:
-    """The users' classes that a call names: part of its plan's key, since they may be registered again at any time.
+    """The users' classes that a call names. They belong to its plan's key: they may be registered again at any time.
 
-    Of a traced function a weak reference, so that a plan does not keep it.
+    A traced function is a weak reference, so that a plan does not keep it alive.
     """
     if not (call.epilogues or ":" in call.kernel):
         return ()
@@ -41,9 +41,9 @@ def choose_kernel(
 
     Lengths, heads and the bias's layout may change the default tile: see :mod:`cute_attn.compiler.registry`.
 
-    A variant that is registered only for the forward leaves the backward to its generation's own kernel. Where a
-    newer generation declines a tile, such as one with fields of an older one, a warning gives its reason; where it
-    does not compute such traits, the log at level DEBUG does.
+    A variant that is registered only for the forward leaves the backward to its generation's default kernel. If a
+    newer generation declines the tile, for instance for an older one's fields, a warning gives its reason; if it
+    does not compute the traits, the log at level DEBUG does.
 
     Raises:
         Unsupported: no kernel supports it, with each one's reason.
@@ -83,12 +83,12 @@ def choose_kernel(
 
 
 def check_kernel(kernel: str, ops: Iterable[str]) -> dict[str, str]:
-    """Refuse a name under which no kernel of those ops is registered; "" is none.
+    """Refuse a name under which no kernel of those ops is registered; "" names none.
 
     Returns the generation of each name that is accepted.
 
     Raises:
-        ValueError: with what is accepted.
+        ValueError: with the accepted names.
     """
     names = {
         f"{arch}:{variant}" if variant else arch: arch for op, arch, variant in registry.KERNELS if op in ops
@@ -101,19 +101,19 @@ def check_kernel(kernel: str, ops: Iterable[str]) -> dict[str, str]:
 
 
 def check_words(kernel: str, **tiles: str) -> None:
-    """Refuse a kernel that is not registered and a tile's text that no kernel reads, for tensors that none computes.
+    """Refuse an unregistered kernel and a tile's text that no kernel reads, for tensors that none computes.
 
-    tiles: a text for each op that the call has, "" for the default tile.
+    tiles: a text for each op of the call, "" for the default tile.
 
     Raises:
-        ValueError: with what is accepted.
+        ValueError: with the accepted values.
     """
     names = check_kernel(kernel, tiles)
     if ":" in kernel:
         _check_variant(kernel, tiles)
     for op, text in tiles.items():
         if ":" in kernel and op != "backward":
-            continue  # a variant may have fields of its own
+            continue  # a variant may define other fields
         reasons = []
         for arch in [names[kernel]] if kernel else sorted(set(names.values())):
             try:
@@ -126,7 +126,7 @@ def check_words(kernel: str, **tiles: str) -> None:
 
 
 def _check_variant(kernel: str, ops: Iterable[str]) -> None:
-    """Refuse a variant whose result the definition may not have."""
+    """Refuse a variant that may compute something other than the definition."""
     from cute_attn.compiler.variants import changes_the_result
 
     arch, _, variant = kernel.partition(":")
@@ -141,9 +141,9 @@ def _check_variant(kernel: str, ops: Iterable[str]) -> None:
 
 
 def check_tile(call: Call, op: str, text: str) -> None:
-    """Refuse a tile's text with which no kernel would serve the call on a GPU, for tensors that none computes.
+    """Refuse a tile's text that leaves the call without a kernel on a GPU, for tensors that none computes.
 
-    Where no kernel serves it with its default tile either, it is the GPU's to say why.
+    If no kernel serves the call with its default tile either, this accepts: a call on a GPU gives the reason.
 
     Raises:
         Unsupported: the reason of the newest kernel whose tile has the fields.

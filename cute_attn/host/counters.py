@@ -1,7 +1,7 @@
 """The counters in GPU memory by which persistent forward kernels claim work tiles; see ``ForwardSchedule``.
 
-A kernel resets them at its end, so the launches of a stream share them. A CUDA graph may be replayed beside other
-launches, so each captured launch has its own.
+A kernel resets them at its end, so the launches of a stream share them. A CUDA graph may be replayed concurrently with
+other launches, so each captured launch has separate ones.
 """
 
 import functools
@@ -18,7 +18,7 @@ _NUMBER = 4
 _REPLAYS = 2
 
 _STREAMS = 64
-"""Streams whose counters are allocated together."""
+"""Number of streams for which counters are allocated at once."""
 
 _of_streams: dict[tuple[int, int], Tensor] = {}
 _free: dict[int, list[Tensor]] = {}
@@ -29,7 +29,7 @@ _is_capturing: Any = getattr(
 
 
 def work_counters(device: int) -> Tensor:
-    """int32 (4,) for a launch on the current stream of ``device``, which is the current one."""
+    """int32 (4,) for a launch on the current stream of ``device``, the current device."""
     key = (device, _current_stream(device))
     if _is_capturing():
         return torch.zeros(_NUMBER, dtype=torch.int32, device=torch.device("cuda", device))
@@ -64,7 +64,7 @@ def _take(device: int) -> Tensor:
 def _allocate(device: int) -> list[Tensor]:
     """Counters of zeros, ready for any stream.
 
-    In a thread of its own: a thread that warms up a CUDA graph allocates from the graph's pool, where torch accepts no
+    In a separate thread: a thread that warms up a CUDA graph allocates from the graph's pool, where torch accepts no
     memory that outlives the graph's run.
     """
 

@@ -1,4 +1,4 @@
-"""What derivatives the operators have, and whether something transforms them."""
+"""The operators' derivatives, and whether something transforms them."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ NO_GRADIENT = (
 
 
 def transforms_are_active() -> bool:
-    """Whether one of torch.func's transforms is, other than for a compiler."""
+    """True within a torch.func transform, except one that a compiler applies."""
     if torch.compiler.is_compiling():
         return False
     top = torch._C._functorch.peek_interpreter_stack()

@@ -1,7 +1,7 @@
-"""Attention of few queries with many keys, on Hopper: by the kernels for a cache, which divide keys among CTAs.
+"""Attention of few queries with many keys, on Hopper, by the kernels for a cache: they split keys among CTAs.
 
-Keys and values are as a cache with an entry for each sequence, or packed sequences. The host takes these kernels where
-the forward would have far fewer work tiles than there are multiprocessors.
+Keys and values are as a cache with an entry for each sequence, or packed sequences. The host chooses these kernels
+where the forward would have far fewer work tiles than multiprocessors.
 """
 
 import math
@@ -19,7 +19,7 @@ from cute_attn.kernels.limits import LARGE_HEAD_DIM
 FEW_TILES, LEAST_KEYS = 0.5, 4096
 """Maximum work tiles per multiprocessor, and minimum keys that a query sees: a split then pays for a second launch."""
 LAST_WAVE, MANY_KEYS = 1.4, 16384
-"""The same of more work tiles: the least that whole waves of them take over what they are, and the fewest keys."""
+"""The same for more work tiles: minimum ratio of their waves, rounded up, to their waves, and minimum keys."""
 
 
 def as_cache(call: Call) -> Call:
@@ -29,11 +29,11 @@ def as_cache(call: Call) -> Call:
 
 
 def is_wanted(call: Call, kernel: Any, target: str, multiprocessors: int) -> bool:
-    """Whether keys are to be divided: few work tiles, many keys, and nothing that kernels for a cache lack.
+    """True if splitting keys pays: few work tiles, many keys, and no feature that kernels for a cache lack.
 
     Args:
         kernel: the forward kernel that would serve the call.
-        target: what it is built for.
+        target: the GPU it is built for.
     """
     if kernel.traits.arch != "sm90" or call.kernel or call.tile or call.q.dtype not in KERNEL_DTYPES:
         return False
@@ -46,7 +46,7 @@ def is_wanted(call: Call, kernel: Any, target: str, multiprocessors: int) -> boo
     seen = min(call.longest[1], call.window or call.longest[1])
     if seen < LEAST_KEYS:
         return False
-    # Few work tiles are those of a large call's tile: `kernel` may have fewer rows because there are few.
+    # Work tiles are counted with a large call's tile: `kernel` may have fewer rows because the call is small.
     large = registry.lookup(kernel.traits, None, target)
     large = large.for_lengths(*call.longest, call.group, target, window=call.window)
     waves = check_query_blocks(call, large) / multiprocessors

@@ -1,4 +1,4 @@
-"""What all drop-ins share: how many calls came in by each, and who watches them."""
+"""Common to all drop-ins: the number of calls through each, and who watches them."""
 
 import os
 import threading
@@ -15,10 +15,10 @@ from cute_attn.host.record import thread
 class Served(Counter[tuple[str, str]]):
     """Counts that threads add to at the same time.
 
-    Keys are (door, "" or why no kernel of this package ran). A door is an operator of PyTorch's by its name, or a
-    function of ours, ``transformers.attention_forward`` or ``flash_attn.flash_attn_func`` and its siblings, also
-    private ones and those of ``flash_attn_3``, whose calls in compiled code are not counted. Calls with packed qkv or
-    kv count as those with separate tensors, calls of the extension ``flash_attn_2_cuda`` as those of private functions.
+    Keys are (door, "" or why no kernel of this package ran). A door is the name of a PyTorch operator or of a function
+    here: ``transformers.attention_forward``, or ``flash_attn.flash_attn_func`` and its siblings, also private ones and
+    the ones of ``flash_attn_3``. Calls of these functions in compiled code are not counted. Calls with packed qkv or kv
+    count as calls with separate tensors, calls of the extension ``flash_attn_2_cuda`` as calls of private functions.
     """
 
     lock: threading.Lock
@@ -51,7 +51,7 @@ watcher: Callable[[str, dict[str, Any], str], None] | None = None
 
 
 def note(door: str, given: dict[str, Any]) -> None:
-    """Count a call of one of our functions, but in compiled code. given: its arguments, query among them."""
+    """Count a call of one of our functions, except in compiled code. given: its arguments, query among them."""
     if torch.compiler.is_compiling():
         return
     query = given["query"]
@@ -81,7 +81,7 @@ _warned: set[str] = set()
 
 
 def warn_once(what: str, text: str) -> None:
-    """Warn whoever called the caller, unless ``what`` was warned of before."""
+    """Warn the caller's caller, once per ``what``."""
     if what not in _warned:
         _warned.add(what)
         warnings.warn(text, stacklevel=3)

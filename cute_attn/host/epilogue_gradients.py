@@ -13,7 +13,7 @@ from cute_attn.host.dispatch import NO_GRADIENT
 from cute_attn.host.memory import contiguous_strides, on_device
 
 MAX_ELEMENTS = 2**31 - 1
-"""Maximum elements of a tensor with a gradient, whose offsets have 32 bits."""
+"""Maximum elements of a tensor with a gradient: offsets have 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class _Given:
         return slice(self.first, self.first + self.letters.count("t"))
 
     def arguments(self, wanted: Sequence[bool]) -> tuple[int, ...]:
-        """Numbers of those of its arguments that are wanted tensors."""
+        """Positions of the wanted tensors among its arguments."""
         numbers = [i for i, letter in enumerate(self.letters) if letter == "t"]
         return tuple(i for i, own in zip(numbers, wanted[self.tensors], strict=True) if own)
 
     def with_gradients(self, wanted: Sequence[bool]) -> tuple[str, tuple[int, ...]] | None:
-        """The name of what computes them in a backward, its own where there are none, and which; None: nothing does."""
+        """Name of the epilogue in a backward, and positions of the arguments it differentiates; None if it cannot."""
         arguments = self.arguments(wanted)
         return user_epilogue(self.name).with_gradients(arguments) if arguments else (self.name, ())
 
@@ -53,11 +53,11 @@ def _given(epilogues: Sequence[str]) -> Iterator[_Given]:
 
 
 def check_wanted(call: Call, wanted: Sequence[bool]) -> None:
-    """Raise where kernels do not compute the gradients of these of the epilogues' tensors.
+    """Raise where kernels do not compute the wanted gradients of the epilogues' tensors.
 
     Raises:
-        NotImplementedError: an epilogue does not say how, or gradients have to repeat bit for bit, which additions in
-            any order do not.
+        NotImplementedError: an epilogue does not say how, or gradients must repeat bit for bit, and sums in arbitrary
+            order do not.
         ValueError: a tensor has too many elements.
     """
     found = [one.with_gradients(wanted) for one in _given(call.epilogues)]
@@ -95,7 +95,7 @@ def in_dtype_of(x: Tensor, target: Tensor) -> Tensor:
 
 
 def with_targets(call: Call, wanted: Sequence[bool]) -> tuple[Call, list[Tensor | None]]:
-    """A call whose backward adds the wanted gradients to tensors, and these: fp32 of the epilogues' tensors' shapes.
+    """The call with tensors to which its backward adds the wanted gradients, and these: fp32, of the inputs' shapes.
 
     Raises:
         NotImplementedError, ValueError: as of :func:`check_wanted`.

@@ -1,7 +1,7 @@
-"""The forward of a call on CUDA: what follows from its metadata, its outputs and its launches.
+"""The forward of a call on CUDA: its plan, its outputs and its launches.
 
-A plan is made once for the metadata of a call: checks that passed, the kernel and its tile, what launches it. Calls
-that repeat do not come here: their records have the allocations and launches (:mod:`cute_attn.host.record`).
+A plan is made once for the metadata of a call: passed checks, the kernel and its tile, the compiled functions.
+Repeated calls run from records of the allocations and launches (:mod:`cute_attn.host.record`).
 """
 
 import math
@@ -43,8 +43,8 @@ def forward(
     Args:
         call: where a tensor is lazy, its values.
         out: memory for it, of strides that kernels write.
-        keeps_rows: whether rows of packed queries that no sequence owns stay as they are in it.
-        lse: memory for it, perhaps with more rows than there are queries, which stay.
+        keeps_rows: whether rows of ``out`` that no sequence owns keep their contents, with packed queries.
+        lse: memory for it, perhaps with more rows than queries; the extra rows keep their contents.
 
     Raises:
         TypeError, ValueError, Unsupported: a parameter is wrong, or no kernel supports the call.
@@ -62,8 +62,8 @@ def plan_of(call: Call) -> Plan:
 
 
 def key_of(options: Hashable, call: Call) -> tuple[Hashable, ...]:
-    """What a plan depends on beside the tensors' metadata: where q, k, v and a bias start."""
-    # A bias of a subclass, such as a fake tensor, has no plan; the checks refuse other layouts.
+    """A plan's key without the tensors' metadata: the options, and whether q, k, v and a bias are aligned."""
+    # A bias of a subclass, such as a fake tensor, gets no plan; the checks refuse other layouts.
     bias = call.bias
     has_address = bias is not None and none_overrides((bias,)) and bias.layout is torch.strided
     starts = tuple(is_aligned(x) if none_overrides((x,)) else None for x in call[:3])
@@ -74,11 +74,11 @@ def key_of(options: Hashable, call: Call) -> tuple[Hashable, ...]:
 
 
 def plan_forward(call: Call) -> Plan:
-    """Checks a call, and chooses its kernel. Without one there is nothing to compute.
+    """Checks a call, and chooses its kernel. A plan without one computes nothing.
 
-    Its functions are ``main``; ``pad`` and ``unpad`` of a call whose q, k or v no kernel reads as they are; with terms
-    (:mod:`cute_attn.host.split_fp32`) ``main`` and ``fallback``, after what its division launches. Where keys are
-    divided among CTAs the plan is that of :mod:`cute_attn.host.divided`.
+    Its functions are ``main``; ``pad`` and ``unpad`` if kernels cannot read q, k or v in place; with terms
+    (:mod:`cute_attn.host.split_fp32`) ``main`` and ``fallback``, after the launches of its ``division``. Where keys
+    are split among CTAs, the plan is that of :mod:`cute_attn.host.divided`.
     """
     check(call)
     check_for_kernels(call, unaligned=True)
@@ -172,7 +172,7 @@ def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _padded(plan: Plan, call: Call, out: Tensor | None, lse: Tensor | None) -> Outputs:
-    """A call whose q, k or v no kernel reads as they are: see :mod:`cute_attn.host.padding`."""
+    """A call with padded copies of its tensors: see :mod:`cute_attn.host.padding`."""
     given, copied = out, padding.to_copy(call[:3])
     if padding.is_by_address(call[:3]):
         record.unlike_others()
@@ -192,7 +192,7 @@ def _padded(plan: Plan, call: Call, out: Tensor | None, lse: Tensor | None) -> O
 
 
 def _divided(plan: Plan, call: Call, out: Tensor, lse: Tensor, *, keeps_rows: bool) -> Outputs:
-    """keeps_rows: rows of ``out`` that no sequence owns stay, which the combine kernel would write."""
+    """keeps_rows: keep rows of ``out`` that no sequence owns; the combine kernel would write them."""
     from cute_attn.host import divided
 
     written = _empty(out, tuple(out.shape), out.dtype) if keeps_rows else out
@@ -203,7 +203,7 @@ def _divided(plan: Plan, call: Call, out: Tensor, lse: Tensor, *, keeps_rows: bo
 
 
 def _refuse_capture() -> None:
-    """Raise where a CUDA graph captures a call whose softmax is wanted: the host reads its lengths."""
+    """Raise where a CUDA graph captures a call that returns its softmax: the host reads its lengths."""
     if torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
             "return_softmax is True with lengths, which it reads on the host, in a CUDA graph's capture; accepted: "
@@ -228,7 +228,7 @@ def _fill_with_sinks(lse: Tensor, call: Call) -> None:
 
 
 def are_functions(traits: Any) -> bool:
-    """Whether a kernel computes what the package wrote or traced, and no class of a user's."""
+    """True if no class of a user's takes part: kernel and epilogues are the package's or traced functions."""
     if traits.variant or not traits.epilogues:
         return not traits.variant
     return not any(isinstance(user_epilogue(name), type) for name in traits.epilogues)

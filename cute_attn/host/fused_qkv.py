@@ -1,4 +1,4 @@
-"""q, k and v, or k and v, that are parts of one tensor (..., parts, heads, dim), and their gradients as one tensor.
+"""q, k and v, or k and v, that are views of one tensor (..., 2 or 3, heads, dim), and their gradients as one tensor.
 
 A fused projection leaves q, k and v as views of one tensor. The backward then writes dq, dk and dv into views of one
 tensor as well, as PyTorch's memory-efficient backward does, and :func:`unbind` returns that tensor as the gradient,
@@ -16,7 +16,7 @@ from cute_attn.host.plans import no_dispatch_mode
 
 
 def parts_packed(tensors: Sequence[Tensor]) -> int:
-    """How many of q, k and v, counted from v, may be parts of one tensor by their metadata: 3, 2 or 0."""
+    """Number of q, k and v, counted from v, that may be views of one packed tensor by their metadata: 3, 2 or 0."""
     for parts in (3, 2):
         if _alike(tensors[-parts:], parts):
             return parts
@@ -24,14 +24,14 @@ def parts_packed(tensors: Sequence[Tensor]) -> int:
 
 
 def are_adjacent(tensors: Sequence[Tensor]) -> bool:
-    """Whether tensors for which :func:`parts_packed` holds follow each other in memory, part by part."""
+    """True if tensors that :func:`parts_packed` counted follow each other in memory."""
     x = tensors[0]
     first, step = x.data_ptr(), x.shape[-1] * x.shape[-2] * x.element_size()
     return all(other.data_ptr() == first + i * step for i, other in enumerate(tensors))
 
 
 def _alike(tensors: Sequence[Tensor], parts: int) -> bool:
-    """Equal shapes and strides, with room for the other parts between two rows, and whole heads without gaps."""
+    """Equal shapes and strides, with room for the other tensors between two rows, and whole heads without gaps."""
     x = tensors[0]
     nheads, dim = x.shape[-2:]
     heads_adjacent = x.stride(-1) == 1 and (nheads == 1 or x.stride(-2) == dim)
@@ -43,7 +43,7 @@ def _alike(tensors: Sequence[Tensor], parts: int) -> bool:
 
 
 def packed_strides(shape: Sequence[int], parts: int) -> tuple[int, ...]:
-    """Strides of a part of shape (..., heads, dim) of a contiguous (..., parts, heads, dim)."""
+    """Strides of a view of shape (..., heads, dim) into a contiguous (..., parts, heads, dim)."""
     *rows, nheads, dim = shape
     strides, step = [dim, 1], parts * nheads * dim
     for size in reversed(rows):
@@ -53,7 +53,7 @@ def packed_strides(shape: Sequence[int], parts: int) -> tuple[int, ...]:
 
 
 class _Unbind(torch.autograd.Function):
-    """``x.unbind(-3)`` whose gradient is the tensor of which all gradients are parts, if there is one."""
+    """``x.unbind(-3)``; if all gradients are views of one packed tensor, that tensor is its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, ...]:
@@ -76,9 +76,9 @@ class _Unbind(torch.autograd.Function):
 
 
 def unbind(packed: Tensor) -> tuple[Tensor, ...]:
-    """``packed.unbind(-3)``: the parts of (..., parts, heads, dim), such as q, k and v of qkv.
+    """``packed.unbind(-3)``: views of (..., parts, heads, dim), such as q, k and v of qkv.
 
-    Its gradient is no copy where the backward of :func:`cute_attn.attention` wrote the parts' into one tensor.
+    Its gradient is not copied if the backward of :func:`cute_attn.attention` wrote all gradients into one tensor.
     """
     if packed.requires_grad and torch.is_grad_enabled() and no_dispatch_mode():
         return _Unbind.apply(packed)

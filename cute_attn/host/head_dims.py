@@ -10,7 +10,7 @@ _MULTIPLE = 8
 
 
 def has_whole_head_dim(x: Tensor) -> bool:
-    """Whether the last dimension is a multiple of 8."""
+    """True if the last dimension is a multiple of 8."""
     return x.dim() == 0 or x.shape[-1] % _MULTIPLE == 0
 
 
@@ -30,5 +30,5 @@ def whole_head_dim(x: Tensor) -> Tensor:
 
 
 def cut_head_dim(x: Tensor, head_dim: int) -> Tensor:
-    """``x`` without what was padded."""
+    """``x`` without its padding."""
     return x if x.shape[-1] == head_dim else x[..., :head_dim]

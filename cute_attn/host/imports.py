@@ -1,4 +1,4 @@
-"""What waits until a module is imported. Nothing here loads torch."""
+"""Functions to call once a module is imported. Nothing here loads torch."""
 
 import functools
 import importlib.abc
@@ -11,7 +11,7 @@ from typing import Any
 def after_import(name: str, then: Callable[[], None]) -> Callable[[], None]:
     """Call ``then`` once the module ``name`` is loaded, at once if it is.
 
-    Returns what stops waiting for it.
+    Returns a function that cancels the wait.
     """
     if name in sys.modules:
         then()

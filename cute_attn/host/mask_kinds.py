@@ -36,11 +36,11 @@ Sizes = tuple[int, int, int, int]
 def made_block_mask(
     mask_mod: Callable[..., Any], sizes: Sizes, block_size: tuple[int, int], device: torch.device
 ) -> BlockMask:
-    """The BlockMask of a function; of one sequence, or head, where it does not differ between them.
+    """The BlockMask of a function, of size 1 along the batch or the heads if it does not depend on them.
 
     Raises:
-        TypeError, ValueError: as a trace of the function; or it captures a tensor on another device, or there are too
-            many blocks.
+        TypeError, ValueError: as a trace of the function; or it captures a tensor on another device, or has too many
+            blocks.
         Unsupported: no kernel evaluates the function.
     """
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Tensors' memory: outputs, views, and what a tensor is beside its numbers (lazy views, overlaps, versions)."""
+"""Tensors' memory: outputs, views, alignment, lazy tensors, overlaps."""
 
 import contextlib
 import functools
@@ -15,8 +15,8 @@ Tensors = tuple[Any, ...]
 
 # ---- outputs and views ----
 
-# What torch.compile's generated code calls: a third of the time of the public functions, which go through the
-# dispatcher and are used where torch has none of these. TensorGuards compares all metadata of some tensors at once.
+# Functions of torch.compile's generated code: a third of the time of the public functions, which go through the
+# dispatcher and are used where torch lacks these. TensorGuards compares all metadata of several tensors at once.
 _guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _reinterpret_tensor = getattr(_guards, "_reinterpret_tensor", None)
 tensor_guards = getattr(_guards, "TensorGuards", None)
@@ -50,22 +50,22 @@ ALIGNMENT_BYTES = 16
 
 
 def is_aligned(x: Tensor) -> bool:
-    """Whether ``x``, which has memory, starts at a multiple of 16 bytes."""
+    """True if ``x`` starts at a multiple of 16 bytes; it must have memory."""
     return x.data_ptr() % ALIGNMENT_BYTES == 0
 
 
 def may_be_aligned(x: Tensor) -> bool:
-    """:func:`is_aligned`, or True for a tensor without memory, whose address is not known yet."""
+    """:func:`is_aligned`, or True for a tensor without memory: its address is not known yet."""
     return not has_memory(x) or is_aligned(x)
 
 
 def rows_are_aligned(x: Tensor) -> bool:
-    """Whether rows are contiguous and whole 16 bytes that start at multiples of 16 bytes, as far as that is known."""
+    """:func:`rows_are_whole`, and the rows start at multiples of 16 bytes as far as the address is known."""
     return rows_are_whole(x) and may_be_aligned(x)
 
 
 def rows_are_whole(x: Tensor) -> bool:
-    """Whether, as metadata shows, rows are contiguous and whole 16 bytes, that many apart."""
+    """True if rows are contiguous and, like the strides between them, multiples of 16 bytes: metadata only."""
     whole = ALIGNMENT_BYTES // x.element_size()
     if x.shape[-1] % whole or (x.stride(-1) != 1 and x.shape[-1] > 1):
         return False
@@ -77,7 +77,7 @@ _MAX_STRIDE = 2**38
 
 
 def rows_are_regular(x: Tensor) -> bool:
-    """Whether every stride has the divisibility that kernels assume, also of dimensions of size 1."""
+    """True if every stride has the divisibility that kernels assume, also in dimensions of size 1."""
     whole = ALIGNMENT_BYTES // x.element_size()
     return x.stride(-1) == 1 and all(s % whole == 0 and s <= _MAX_STRIDE for s in x.stride()[:-1])
 
@@ -94,37 +94,34 @@ def regular_strides(tensor: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_broadcast(x: Tensor) -> bool:
-    """Whether a dimension has but one element in memory."""
+    """True if several elements along a dimension are one in memory."""
     return any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True))
 
 
 def regular(x: Tensor) -> Tensor:
-    """``x``, or a view of it with regular strides of dimensions of size 1."""
+    """``x``, or a view of it with regular strides in dimensions of size 1."""
     return x if rows_are_regular(x) else as_strided(x, tuple(x.shape), regular_strides(x, x.shape))
 
 
 def is_readable(x: Tensor) -> bool:
-    """Whether kernels read and write ``x`` by its strides and at its address, as far as that is known."""
+    """True if kernels can access ``x`` in place, by its strides and its address if that is known."""
     return rows_are_regular(x) and may_be_aligned(x)
 
 
-# ---- what the dispatcher would do with a tensor ----
+# ---- what the dispatcher does with a tensor ----
 
 
 def is_lazy(x: Tensor) -> bool:
-    """Whether ``x`` has other values than its memory: torch negates it where it is read, or it has no memory.
+    """True if the values of ``x`` are not those in its memory: torch negates it on each read, or it has no memory.
 
-    Such as ``torch._neg_view(x)``, ``z.conj().imag`` and ``torch._efficientzerotensor``. The dispatcher makes new
+    Examples are ``torch._neg_view(x)``, ``z.conj().imag`` and ``torch._efficientzerotensor``. The dispatcher makes new
     tensors of them before it calls an implementation.
     """
     return x.is_neg() or x._is_zerotensor()
 
 
 def has_memory(x: Tensor) -> bool:
-    """Whether ``x`` has an address and numbers now, unlike meta and fake tensors and those of function transforms.
-
-    What a compiler traces has none either.
-    """
+    """True if ``x`` has an address and numbers now, unlike meta, fake and traced tensors and wrappers of transforms."""
     if torch.compiler.is_compiling() or x.is_meta or _is_wrapped(x) or torch._is_functional_tensor(x):
         return False
     return type(x) in _PLAIN or not is_fake(x)
@@ -135,19 +132,19 @@ _PLAIN = frozenset((Tensor, type(None), torch.nn.Parameter))
 
 
 def none_overrides(tensors: Sequence[Any]) -> bool:
-    """Whether each is a tensor or None, and none of a subclass, which may override operators."""
+    """True if each is a plain tensor or None. A subclass may override operators."""
     return _PLAIN.issuperset(map(type, tensors))
 
 
 def all_plain(tensors: Sequence[Any]) -> bool:
-    """Whether memory is all there is to each, or it is None: none overrides operators, is lazy, or is functional."""
+    """True if each is None or fully described by its memory: none overrides operators, is lazy or functional."""
     return none_overrides(tensors) and not any(
         x is not None and (is_lazy(x) or torch._is_functional_tensor(x)) for x in tensors
     )
 
 
 def materialized(tensors: Iterable[Any]) -> tuple[Any, ...]:
-    """``tensors``, of lazy ones copies. What a compiler traces stays as it is: its operators make tensors of them."""
+    """``tensors``, lazy ones copied, except while a compiler traces: its operators materialize them."""
     if torch.compiler.is_compiling():
         return tuple(tensors)
     return tuple(x.clone() if isinstance(x, Tensor) and is_lazy(x) else x for x in tensors)
@@ -157,14 +154,14 @@ def materialized(tensors: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def write_owned(out: Tensor, found: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """``found`` into ``out``, except for rows of packed sequences that none owns, which stay; returns ``out``."""
+    """Copy ``found`` to ``out``, except rows of packed tensors that no sequence owns; returns ``out``."""
     if cu_seqlens is not None:
         found = torch.where(_owned(out, cu_seqlens), found, out)
     return out.copy_(found)
 
 
 def clear_owned(out: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Zeros into ``out``, except for rows of packed sequences that none owns, which stay; returns ``out``."""
+    """Zero ``out``, except rows of packed tensors that no sequence owns; returns ``out``."""
     return out.zero_() if cu_seqlens is None else out.masked_fill_(_owned(out, cu_seqlens), 0.0)
 
 
@@ -180,14 +177,14 @@ _MAX_TRIALS = 10_000
 
 
 def overlaps_itself(x: Tensor) -> bool:
-    """Whether two elements of ``x`` share memory, as in an expanded tensor."""
+    """True if two elements of ``x`` share memory, as in an expanded tensor."""
     return _overlaps_itself(tuple(x.shape), tuple(x.stride()))
 
 
 def overlap(x: Tensor, y: Tensor) -> bool:
-    """Whether an element of ``x`` shares memory with one of ``y``.
+    """True if an element of ``x`` shares memory with one of ``y``.
 
-    Parts of one tensor whose rows alternate do not.
+    Two views of one tensor whose rows alternate do not overlap.
     """
     if not torch._C._is_alias_of(x, y):  # type: ignore[attr-defined]
         return False
@@ -223,11 +220,11 @@ def _overlap(distance: int, x: _Layout, y: _Layout) -> bool:
 
 
 def _is_sum(total: int, terms: Iterable[tuple[int, int, int]]) -> bool:
-    """Whether ``total`` is a sum of steps, each taken a number of times within its bounds.
+    """True if ``total`` is a sum of steps, each taken a number of times within its bounds.
 
-    terms: (step, least times, most times), steps of 0 or more. A search over the largest steps first: of tensors as
-    they occur at most two numbers of each step leave a rest that the smaller ones reach. One that has gone on for long
-    ends in False.
+    terms: (step, least times, most times), steps of 0 or more. The search tries the largest steps first: for typical
+    tensors at most two counts of each step leave a rest that the smaller ones reach. After ``_MAX_TRIALS`` trials it
+    returns False.
     """
     bounds: dict[int, tuple[int, int]] = {}
     for step, low, high in terms:

@@ -1,8 +1,8 @@
 """Calls with rows that kernels do not load: of head dims that are no whole 16 bytes, of other strides, at any address.
 
-Such q, k and v become padded copies in one launch, the kernels compute with these as with any others, and one launch
-brings what they write to the call's head dim. The backward copies grad_out and out as well. Tensors whose rows kernels
-load stay where they are. Zeros in a head dim change no score, and the softmax scale stays the call's.
+One launch makes padded copies of such q, k and v, the kernels compute with these as with any others, and one launch
+copies their outputs to the call's head dim. The backward copies grad_out and out as well. Tensors that kernels can load
+stay in place. Zeros in a head dim change no score, and the softmax scale stays the call's.
 
 Workspace: of each tensor that is copied, and of each result with a head dim that is no whole 16 bytes, its size with
 the head dim rounded up.
@@ -42,12 +42,12 @@ def to_copy(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
 
 
 def is_by_address(tensors: Sequence[Tensor]) -> bool:
-    """Whether :func:`to_copy` has one only for its address, which other calls with its metadata do not have."""
+    """True if a tensor is copied only for its address: other calls with its metadata may not need the copy."""
     return any(rows_are_whole(x) and not may_be_aligned(x) for x in tensors)
 
 
 def is_writable(given: Tensor | None) -> bool:
-    """Whether kernels write the rows of a tensor that was given, or of a new one."""
+    """True if kernels can write the given tensor in place; None stands for a new one."""
     return given is None or is_readable(given)
 
 
@@ -70,7 +70,7 @@ class Copies:
         return Copies(kernel, tuple((shape, contiguous_strides(shape)) for shape in wide))
 
     def pad(self, tensors: Sequence[Tensor], copied: Sequence[bool]) -> list[Tensor]:
-        """``tensors``, of some of them padded copies, all in one allocation: each is whole 16 bytes."""
+        """``tensors``, some replaced by padded copies in one allocation; each copy is a multiple of 16 bytes."""
         if not any(copied):
             return list(tensors)
         sizes = [math.prod(shape) * wanted for (shape, _), wanted in zip(self.layouts, copied, strict=True)]
@@ -89,9 +89,9 @@ class Copies:
         results: Sequence[Tensor | None],
         cu_seqlens: Tensor | None = None,
     ) -> None:
-        """Write results from their padded ones, where there are such.
+        """Copy padded results, None where none was padded, to ``results``.
 
-        cu_seqlens: of packed queries, of whose O rows without an owner stay as they are; other results have none.
+        cu_seqlens: of packed queries: rows of O without an owner keep their contents; None for other results.
         """
         if any(x is not None for x in padded):
             self._launch(padded, results, cu_seqlens)
@@ -102,7 +102,7 @@ class Copies:
         targets: Sequence[Tensor | None],
         cu_seqlens: Tensor | None,
     ) -> None:
-        """Copy pairs of tensors; the kernel ignores its other arguments, which are arbitrary tensors."""
+        """Copy pairs of tensors; arbitrary tensors stand for the other arguments, which the kernel ignores."""
         both = [x is not None and y is not None for x, y in zip(sources, targets, strict=True)]
         some = both.index(True)
         source, target = (
@@ -129,5 +129,5 @@ def check_rows(named: dict[str, Tensor], copied: Sequence[bool]) -> None:
 
 
 def is_whole(x: Tensor) -> bool:
-    """Whether the head dim of ``x`` is whole 16 bytes."""
+    """True if the head dim of ``x`` is a multiple of 16 bytes."""
     return x.shape[-1] % head_dim_multiple(DTYPE_NAMES[x.dtype]) == 0

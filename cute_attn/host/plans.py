@@ -1,10 +1,10 @@
-"""What is known of calls that came before: the records and plans of those with the same metadata.
+"""Records and plans of earlier calls, found by metadata.
 
 A call that repeats an earlier one is recognized before any check, by its arguments as given. Torch's guards, those of
-compiled code, compare types, dtypes, devices, shapes, strides and the dispatcher's state of all tensors at once; what
-the functions among the arguments read is compared step by step (:mod:`cute_attn.epilogues.functions.reads`). Where no
-guard matches, a key of the same metadata finds the record, in five times that time. A call is recorded when it comes
-for the second time.
+compiled code, compare types, dtypes, devices, shapes, strides and the dispatcher's state of all tensors at once; the
+values that functions among the arguments read are compared step by step (:mod:`cute_attn.epilogues.functions.reads`).
+If no guard matches, a key of the same metadata finds the record, in five times that time. A call is recorded when it
+is made for the second time.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ Tables = Callable[[], Tensors | None]
 
 
 def no_dispatch_mode() -> bool:
-    """Whether, for plain tensors, an implementation called directly equals the operator.
+    """True if, for plain tensors, an implementation can be called directly instead of the operator.
 
     The dispatcher costs more time than the launch. It is needed where something observes or transforms operators:
     compilers, tracers, modes, function transforms, profilers. The node of :mod:`cute_attn.api.operators` records
@@ -62,7 +62,7 @@ class Options:
     __slots__ = ("_hash", "values")
 
     def __init__(self, values: tuple[Hashable, ...]) -> None:
-        """values: what it stands for."""
+        """values: the options."""
         self.values, self._hash = values, hash(values)
 
     def __hash__(self) -> int:
@@ -77,7 +77,7 @@ Brought = tuple[tuple, tuple, "Tables | None"]
 
 
 def brought(score_mod: Any, mask_mod: Any, block_mask: Any, sizes: tuple[int, ...]) -> Brought:
-    """What a call's functions are found by. sizes: batch, queries, heads, keys and kv heads."""
+    """The arguments by which :func:`find` finds a call. sizes: batch, queries, heads, keys and kv heads."""
     # A number takes torch's default dtype where it meets an integer; a captured tensor's gradient repeats in no order.
     key = (
         torch.get_default_dtype(),
@@ -96,7 +96,7 @@ def brought(score_mod: Any, mask_mod: Any, block_mask: Any, sizes: tuple[int, ..
 
 
 STORES = ("_plans", "_records", "_guarded", "_kept")
-"""Names of all that is known here, which a benchmark or a test replaces to begin anew."""
+"""Names of this module's stores; a benchmark or a test replaces them to start afresh."""
 
 # ---- records ----
 
@@ -109,8 +109,8 @@ class _Guarded:
         record: of an earlier call.
         check: torch's guards of the tensors that ``pick`` selects.
         pick: selects the tensors that were present, each once.
-        same: places of tensors that are one and the same, which guards cannot tell.
-        reads: how what functions read is compared; objects that are compared by identity are kept by it.
+        same: places of tensors that are one and the same; guards cannot tell.
+        reads: compare the values that functions read, and keep the objects that are compared by identity.
         tables: whether the tensors of a BlockMask's blocks are among the call's.
     """
 
@@ -124,9 +124,9 @@ class _Guarded:
 
 _guarded: dict[tuple[Any, ...], list[_Guarded]] = {}
 _records: dict[tuple[Any, ...], Record | bool] = {}
-"""By all metadata; True of a call that came once, False of one that has no record."""
+"""By all metadata; True for a call that was made once, False for one that has no record."""
 _kept: dict[tuple[Any, ...], tuple] = {}
-"""Objects whose ids are part of a key of ``_records``."""
+"""Objects kept alive because keys of ``_records`` contain their ids."""
 
 
 def find(
@@ -245,7 +245,7 @@ def recorded(
     functions: tuple = (),
     tables: Tables | None = None,
 ) -> Any:
-    """The results of a call that :func:`find` does not know, and for later ones its record, when it comes again.
+    """The results of a call that :func:`find` does not know. Its second time, it is recorded for later ones.
 
     Args:
         key, tensors, functions, tables: as of :func:`find`.
@@ -279,7 +279,7 @@ def recorded(
 def of_operator(name: Hashable, arguments: Sequence[Any], call: Callable[[], Any]) -> Any:
     """The results of a torch operator, below autograd, from the record of an earlier call or as :func:`recorded`.
 
-    name: what results depend on beside the arguments.
+    name: all else that results depend on.
     """
     tensors: list[Tensor] = []
     others: list[Any] = []
@@ -305,7 +305,7 @@ def _recorded_with_functions(
     functions: tuple,
     tables: Tables | None,
 ) -> Any:
-    """:func:`recorded` with functions, whose traces hold for later calls unless one served only its call."""
+    """:func:`recorded` with functions. Nothing is kept of a call with a trace that served only that call."""
     own, before = Reads(*functions), traces_alone()
     try:
         full = _full_key((key, own.key), tensors, gradients=True)
@@ -385,7 +385,7 @@ def _guard(
 
 
 def guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Whether tensors, all different ones, have the metadata of these, which are so too."""
+    """A check that tensors have the metadata of these; in both, all tensors are different objects."""
     assert tensor_guards is not None
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
     return tensor_guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
@@ -395,12 +395,12 @@ def guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 class Plan(NamedTuple):
-    """What follows from a call's metadata: its checks passed, and these kernels serve it.
+    """The result of planning a call by its metadata: its checks passed, and these kernels serve it.
 
     Attributes:
-        kernel: the main one, which makes the epilogues' arguments; None where no kernel computes anything.
-        functions: compiled kernels, by their part in the call.
-        division: how work is divided among CTAs, where the host says that.
+        kernel: the main kernel; it makes the epilogues' arguments. None where no kernel computes anything.
+        functions: compiled kernels, by their role in the call.
+        division: how work is divided among CTAs, if the host decides that.
     """
 
     kernel: Any = None
@@ -412,7 +412,7 @@ _plans: dict[tuple[Any, ...], Any] = {}
 
 
 def known_plan(key: Hashable, tensors: Tensors) -> Any:
-    """What was made for an earlier call with this key and metadata, or None."""
+    """The plan of an earlier call with this key and metadata, or None."""
     with contextlib.suppress(
         TypeError, AttributeError, RuntimeError
     ):  # such as an option that cannot be hashed
@@ -421,7 +421,7 @@ def known_plan(key: Hashable, tensors: Tensors) -> Any:
 
 
 def plan(key: Hashable, tensors: Tensors, make: Callable[[], Any]) -> Any:
-    """The same, or what ``make`` makes of checks that pass: kernels, layouts, constant arguments."""
+    """:func:`known_plan`, or a new plan from ``make``, which checks the call and may raise."""
     made = known_plan(key, tensors)
     if made is not None:
         return made
@@ -436,7 +436,7 @@ def plan(key: Hashable, tensors: Tensors, make: Callable[[], Any]) -> Any:
 
 
 def forget(owner: Any = None) -> None:
-    """Forget all that is known, or what has a key that begins with ``owner``."""
+    """Forget everything, or the entries with a key that begins with ``owner``."""
     for kept in (_plans, _records, _guarded, _kept):
         for full in list(kept):
             if owner is None or (isinstance(full[0], tuple) and full[0] and full[0][0] is owner):
@@ -444,7 +444,7 @@ def forget(owner: Any = None) -> None:
 
 
 def _forget_dead() -> None:
-    """Forget what was made for traced functions that are let go, and with it their kernels."""
+    """Forget the plans and records of traced functions that no longer exist, and with them their kernels."""
     for kept in (_plans, _records, _guarded):
         for full in list(kept):
             if _is_dead(full[0]):
@@ -476,7 +476,7 @@ def _requires_grad(tensors: Tensors) -> tuple[bool, ...]:
 
 
 def _full_key(key: Hashable, tensors: Tensors, *, gradients: bool = False) -> tuple[Hashable, ...]:
-    """gradients: of a record, which depends on which tensors require one, and on which are one and the same."""
+    """gradients: for a record. It depends on which tensors require one, and on which are one and the same."""
     full: list[Any] = [key]
     if gradients:
         full.append(_requires_grad(tensors))

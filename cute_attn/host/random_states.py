@@ -1,8 +1,8 @@
 """Seeds and offsets of dropout masks, from torch's generators.
 
 A launch for two numbers costs half a call's host time. So one launch draws the states for many offsets of a
-generator, and a call takes the one of the generator's current seed and offset, which it advances as torch's dropouts
-do: equal generator states give equal masks, and different ones different masks.
+generator. A call takes the state for the generator's current seed and offset, and advances the offset as torch's
+dropouts do: equal generator states give equal masks, and different ones different masks.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from torch import Tensor
 from cute_attn.host.memory import as_strided
 
 STEP = 4
-"""What a draw adds to a generator's offset, a multiple of four."""
+"""Increment of a generator's offset per draw, a multiple of four."""
 
 DRAWN = 4096
 """States of one launch: 64 KB."""
@@ -55,7 +55,7 @@ def _draw_one(device: torch.device) -> Tensor:
 
 
 def _draw_group(device: torch.device, seed: int, group: int) -> Tensor:
-    """From a generator of its own, so that torch's does not advance."""
+    """Draws from a separate generator, so that torch's does not advance."""
     generator = torch.Generator(device).manual_seed(seed ^ _SALT)
     generator.set_offset(64 * group)  # one launch takes less
     return _UNIT * torch.randint(0, _END, (DRAWN, 2), dtype=torch.int64, device=device, generator=generator)
@@ -73,7 +73,7 @@ _is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.i
 def draw(device: torch.device, traced: bool | None = None) -> Tensor:
     """A seed and an offset, int64 (2,), from torch's generator of ``device``, in memory that must not be written.
 
-    Under compilers, tracers and CUDA graph capture each call draws its own two numbers, so that a replay draws again.
+    Under compilers, tracers and CUDA graph capture each call draws two numbers itself, so that a replay draws again.
     traced: whether a compiler or tracer is active, if known.
     """
     if device.type != "cuda" or (_is_traced() if traced is None else traced) or _is_capturing():
@@ -90,10 +90,10 @@ _TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAK
 
 
 def _is_traced() -> bool:
-    """Whether a compiler or tracer records what runs now.
+    """True while a compiler or tracer records operators.
 
-    Modes that only observe do not count: they may be on in a forward and off where a checkpoint recomputes it, which
-    draws the same mask.
+    Modes that only observe do not count: they may be on in a forward and off when a checkpoint recomputes it, and both
+    must draw the same mask.
     """
     return (
         torch.compiler.is_compiling()

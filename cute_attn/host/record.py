@@ -1,11 +1,11 @@
-"""What a call does on the GPU: allocations and launches, executed, recorded, and repeated from the record.
+"""A call's work on the GPU: allocations and launches, executed, recorded, and repeated from the record.
 
-A call that repeats an earlier one needs none of the Python between its arguments and its launches: it allocates what
-that one allocated, sets addresses, and launches with arguments made once. Whatever allocates and launches does so by
-the functions of this module. While a thread records, they note what they do, so that the record of a door's call holds
-all of it, however deep it was done. Slots (:mod:`cute_attn.host.slots`) stand for the tensors among the arguments, also
-for views of an input or an output. Launching functions run without the interpreter's lock, so each call has arguments
-of its own while it lasts.
+A call that repeats an earlier one needs none of the Python between its arguments and its launches: it repeats the
+allocations, sets addresses, and launches with arguments made once. All code that allocates and launches calls the
+functions of this module. While a thread records, they note each step, so that the record of a door's call contains all
+of them, however deep the code that took them. Slots (:mod:`cute_attn.host.slots`) stand for the tensors among the
+arguments, also for views of an input or an output. Launching functions run without the interpreter's lock, so no two
+calls use the same arguments at the same time.
 """
 
 import threading
@@ -24,7 +24,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]
 """Shape and strides."""
 
 
-# ---- what a call does ----
+# ---- a call's steps ----
 
 
 class _Thread(threading.local):
@@ -47,11 +47,11 @@ def new_empty_strided(
 _empty_strided_cuda = getattr(
     getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cuda", None
 )
-"""What torch.compile's code calls: a third of the time of the public function, which goes through the dispatcher."""
+"""The allocator of torch.compile's code: a third of the time of the public function, which uses the dispatcher."""
 
 
 def empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """:func:`new_empty_strided` as part of a call."""
+    """:func:`new_empty_strided`, recorded."""
     made = new_empty_strided(like, shape, strides, dtype)
     if thread.recording is not None:
         thread.recording.add_source(made, (shape, strides, dtype))
@@ -96,10 +96,10 @@ def step(function: Callable[..., Any], *arguments: Any) -> None:
 
 
 def overwritten(*tensors: Tensor, alone: bool = False) -> None:
-    """Raise the version counters of a call's own tensors that a kernel has written.
+    """Increment the version counters of arguments that a kernel has written.
 
-    By these autograd knows that memory which it saved for a backward has changed. Tensors of inference mode have none.
-    In a repeated call these tensors must not overlap each other; where ``alone``, nor any other tensor.
+    Autograd uses them to detect changes to memory that it saved for a backward. Inference tensors have none.
+    In a repeated call these tensors must not overlap each other; if ``alone``, nor any other tensor.
     """
     torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
     if thread.recording is not None:
@@ -118,13 +118,13 @@ def readable(x: Tensor) -> Tensor:
 
 
 def also() -> None:
-    """Say that the call does what no record has, such as read a number of a tensor on the host."""
+    """Mark the call as not replayable: it does something that a record lacks, such as read a tensor on the host."""
     if thread.recording is not None:
         thread.recording.complete = False
 
 
 def unlike_others() -> None:
-    """Say that the call depends on an address: it gets no record, but a later call with its metadata may."""
+    """Skip recording this call only: it depends on an address. A later call with its metadata may be recorded."""
     if thread.recording is not None:
         thread.recording.complete, thread.recording.unlike = False, True
 
@@ -159,7 +159,7 @@ class _Place(NamedTuple):
 
 
 _CONSTANT = frozenset((type(None), bool, int, float, str))
-"""Types of results beside tensors; an empty list is one, too."""
+"""Types of results other than tensors; an empty list is accepted too."""
 
 
 class _WorkTiles:
@@ -167,11 +167,11 @@ class _WorkTiles:
 
 
 class Recording:
-    """Notes what a call does within a ``with`` block.
+    """Notes a call's steps within a ``with`` block.
 
     Attributes:
-        work_tiles: what :func:`work_tiles` returned.
-        complete: whether a record can have all that the call did.
+        work_tiles: the result of :func:`work_tiles`.
+        complete: whether a record can contain everything that the call did.
         unlike: whether :func:`unlike_others` was called.
         written, alone: of :func:`overwritten`.
         counts: counters of served calls and the entries to which the call added one.
@@ -245,11 +245,11 @@ class Recording:
         return None
 
     def record(self, results: Any, *, constant: bool = True) -> "Record | None":
-        """Repeats the call; None where it does more than was recorded.
+        """The call's record; None if the call did more than was recorded.
 
         Args:
-            results: what the call returns: a tensor, or a tuple of allocations, views of such, tensors that it was
-                given to write, and what is no tensor.
+            results: the call's: a tensor, or a tuple of allocations, views of them, tensors that it was given to
+                write, and values other than tensors.
             constant: whether none of the call's tensors requires a gradient.
         """
         single = isinstance(results, Tensor)
@@ -265,7 +265,7 @@ class Recording:
             return None
         count = [place.source for place in places if isinstance(place, _Place)]
         for i, place in enumerate(places):
-            # What is returned in another layout of all its memory is allocated in that layout.
+            # A result that is a different layout of a whole allocation: allocate it in that layout.
             if not isinstance(place, _Place) or place.whole or place.offset or count.count(place.source) > 1:
                 continue
             source = self._sources[place.source]
@@ -313,13 +313,13 @@ class Recording:
         )
 
     def _are_apart(self, given: list[Any], used: tuple[int, ...], i: int, j: int) -> bool:
-        """Whether memory of the i-th tensor of those used, which is written, must not be the j-th's."""
+        """True if the i-th of the used tensors, which is written, must not overlap the j-th."""
         x, y = given[used[i]], given[used[j]]
         both = any(y is one for one in self.written)
         return x is not y and (i < j if both else any(x is one for one in self.alone))
 
     def _is_own(self, place: Any) -> bool:
-        """Whether a result is no part of what the call was given, except for a tensor that it wrote."""
+        """True unless a result is a view of an argument or an argument that the call did not write."""
         if not isinstance(place, _Place) or place.source >= self._given:
             return True
         return place.whole and any(x is self._sources[place.source] for x in self.written)
@@ -347,7 +347,7 @@ def _sources_of(x: Any) -> Iterator[int]:
 
 
 def _numbered(x: Any, number: dict[int, int]) -> Any:
-    """A recorded argument, whose sources are numbered anew."""
+    """A recorded argument with its sources renumbered."""
     if isinstance(x, _Place):
         return x._replace(source=number[x.source])
     return tuple(_numbered(y, number) for y in x) if isinstance(x, tuple) else x
@@ -364,10 +364,10 @@ class _BoundLaunch(NamedTuple):
 
     Attributes:
         function: launches the kernel.
-        arguments: a list; those of the two places below are filled in by each call.
+        arguments: a list; each call fills in the two places below.
         whole: (place, source) of a tensor that is passed as torch has it, by which TVM FFI finds the current stream.
         work_tiles: the place of a ``ForwardSchedule``, or None.
-        of_torch: whether the arguments are those of :func:`step`, with places of tensors.
+        of_torch: whether the arguments are those of :func:`step`, with tensors' places.
     """
 
     function: Callable[..., None]
@@ -383,7 +383,7 @@ class _Bound(NamedTuple):
     Attributes:
         launches: of the call.
         addresses: (address, source, offset) of the slots among their arguments.
-        streams: whether each launch has a torch tensor among its arguments, by which TVM FFI finds the stream.
+        streams: whether TVM FFI finds the stream of each launch, by a torch tensor among its arguments.
     """
 
     launches: tuple[_BoundLaunch, ...]
@@ -397,16 +397,16 @@ class Record:
 
     Attributes:
         device: the tensors', as they give it.
-        tensors: which of the call's tensors are not None; they are the first sources, what it makes follows.
+        tensors: which of the call's tensors are not None; they are the first sources, its allocations follow.
         aligned: those that a kernel reads in place and that started at multiples of 16 bytes; later calls' must, too.
         same: which pairs of them started at one address; later calls' must, too.
         made: shape, strides and dtype of each allocation, or the function that makes a tensor, in order.
         own: whether each is allocated in the layout in which kernels were given it.
         launches: functions, their recorded arguments, and whether they are of :func:`step`.
-        results: where the results lie, or what is no tensor.
+        results: the places of results that are tensors, the values of others.
         single: whether the result is one tensor instead of a tuple.
         written: which of the tensors are overwritten.
-        apart: pairs of one that is written and another, which must not overlap.
+        apart: pairs of a written tensor and another that must not overlap.
         counts: as of :class:`Recording`.
         constant: whether none of the call's tensors requires a gradient.
         plan, saved: of :func:`planned`, tensors by their places; None where the call's are others.
@@ -490,7 +490,7 @@ class Record:
                 function(*arguments)
                 arguments[whole[0]] = None  # keep no tensor alive
             if work_tiles is not None:
-                arguments[work_tiles] = None  # nor counters, which a CUDA graph's capture allocates
+                arguments[work_tiles] = None  # nor counters: a CUDA graph's capture allocates them
 
     def _bind(self) -> _Bound:
         addresses: list[tuple[Any, int, int]] = []
@@ -521,7 +521,7 @@ class Record:
         return _Bound(tuple(launches), tuple(addresses), streams)
 
     def _is_torchs(self, place: _Place) -> bool:
-        """Whether a call has that very tensor, rather than a view of it."""
+        """True if the argument is a tensor that the call has, rather than a view of it."""
         given = len(self.tensors)
         return place.whole and (place.source < given or self.own[place.source - given])
 
@@ -532,7 +532,7 @@ def _view(place: _Place, made: Tensor) -> Tensor:
 
 
 def _with_tensors(x: Any, sources: list[Tensor]) -> Any:
-    """A recorded argument of torch's function, in its own layout also where an allocation has another."""
+    """An argument of a torch function, in the recorded layout even if the allocation has another."""
     if isinstance(x, _Place):
         return _view(x, sources[x.source])
     return tuple(_with_tensors(y, sources) for y in x) if isinstance(x, tuple) else x

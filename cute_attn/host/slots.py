@@ -29,11 +29,11 @@ TYPES = {  # DLDataType: code and bits
     torch.bool: (6, 8),
 }
 _DEVICES = {"cpu": 1, "cuda": 2}  # DLDeviceType
-_HEADER_BYTES = 24  # of a TVMFFIObject, which a DLTensor follows
+_HEADER_BYTES = 24  # of a TVMFFIObject; a DLTensor follows it
 
 
 class _ManagedTensor(ctypes.Structure):
-    """DLManagedTensor, whose first field is the address; sizes and strides follow it in the same memory."""
+    """DLManagedTensor. Its first field is the address; sizes and strides follow it in the same memory."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -59,11 +59,11 @@ _FREE = ctypes.cast(_libc.free, ctypes.c_void_p).value
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A tensor of a kernel's arguments without memory of its own.
+    """A tensor argument of a kernel without memory: each call sets its address.
 
     Attributes:
         tensor: a ``tvm_ffi.Tensor``.
-        address: its memory's, which each call sets before it passes the tensor on.
+        address: of its memory; each call sets it before it passes the tensor on.
     """
 
     tensor: Any
@@ -87,7 +87,7 @@ def slot(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, d
         memory + size + 8 * ndim,
         0,
         None,
-        _FREE,  # called when the last reference to the tensor goes, perhaps an array's
+        _FREE,  # called when the last reference to the tensor is dropped, perhaps an array's
     )
     ctypes.memmove(memory, bytes(own) + struct.pack(f"{2 * ndim}q", *shape, *strides), size + 16 * ndim)
     tensor = tvm_ffi.from_dlpack(_new_capsule(memory, _CAPSULE, None))
@@ -108,17 +108,17 @@ _new_capsule.restype, _new_capsule.argtypes = (
 
 
 def takes_slots(function: Any) -> bool:
-    """Whether a launching function is TVM FFI's own, which takes slots' tensors."""
+    """True for TVM FFI's functions; others launch only torch's tensors."""
     return isinstance(function, tvm_ffi.Function)
 
 
 def array(values: Any) -> Any:
-    """What TVM FFI makes of a tuple at each call: of None, numbers, slots' tensors, and tuples of those."""
+    """A tuple of None, numbers, slots' tensors and tuples of them, converted once: TVM FFI would do so at each call."""
     return tvm_ffi.convert(values)
 
 
 def current_stream(device: int) -> contextlib.AbstractContextManager:
-    """Within it functions launch on torch's current stream of a GPU, which they otherwise find by torch's tensors.
+    """A context in which functions launch on torch's current stream of a GPU even without a torch tensor.
 
     device: -1 for the CPU, where functions launch nothing.
     """

@@ -22,11 +22,11 @@ MAX_ROWS = 2**31 - 2**16
 
 
 class Terms(NamedTuple):
-    """Tensors in fp16 terms, which another kernel has still to write while the host has this.
+    """Tensors in fp16 terms. When the host gets this, the kernel that writes them may not have run yet.
 
     Attributes:
         tensors: of each tensor of rows (..., dim), except for the forward's q, its terms (..., one or two, padded dim),
-            contiguous: hi, then lo, or hi alone; ``unbind(-2)`` has them apart. Columns beyond dim are 0. Unwritten
+            contiguous: hi, then lo, or only hi; ``unbind(-2)`` separates them. Columns beyond dim are 0. Unwritten
             where the tensor's scale is 0.
         scales: fp32 (tensors,), of all of them: 2^-e, the inverse of the power of two that was multiplied by; 0 where a
             tensor does not keep the precision in terms, so that another kernel has to read the tensor itself.
@@ -86,7 +86,7 @@ class SplitLauncher:
 
 
 def can_split(tensors: Sequence[Tensor]) -> bool:
-    """Whether there are few enough rows."""
+    """True if no tensor exceeds ``MAX_ROWS``."""
     return all(math.prod(x.shape[:-1]) <= MAX_ROWS for x in tensors)
 
 
@@ -131,7 +131,7 @@ class SpeculativeKernels(NamedTuple):
 
     @staticmethod
     def wanted(call: Call, kernel: Any, target: str) -> "SpeculativeKernels | None":
-        """The kernels that serve a call in place of ``kernel``, which was chosen for it; or None.
+        """The kernels that serve a call in place of ``kernel``, the one chosen for it; or None.
 
         A call that names one of them, or its tile, has both. A call that names no tile has both where it is large
         enough to pay for the launches before (:func:`cute_attn.kernels.fp32_sm80.heuristics.terms_pay`).
@@ -156,7 +156,7 @@ class SpeculativeKernels(NamedTuple):
             return None
         try:
             return SpeculativeKernels._pair(kernel, target)
-        except registry.Unsupported:  # head dims beyond those of one of both
+        except registry.Unsupported:  # head dims that one of the two does not support
             return None
 
     @staticmethod

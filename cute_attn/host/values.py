@@ -1,7 +1,6 @@
 """The checks of one argument at a time, whatever the call: one sentence per error, which names the argument.
 
-What follows from several arguments together is checked by :mod:`cute_attn.host.checks` and
-:mod:`cute_attn.host.cache_checks`.
+:mod:`cute_attn.host.checks` and :mod:`cute_attn.host.cache_checks` check arguments against each other.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ _MAX_SHOWN = 100
 
 
 def check_dense(name: str, tensor: Any) -> None:
-    """Raise TypeError for what is no tensor, or a sparse or a nested one."""
+    """Raise TypeError unless ``tensor`` is a tensor, neither sparse nor nested."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is {kind_of(tensor)}; accepted: a torch.Tensor")
     if tensor.is_nested or tensor.layout is not torch.strided:
@@ -72,7 +71,7 @@ def check_choice(name: str, value: Any, accepted: tuple[Any, ...]) -> None:
 
 
 def is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
-    """Whether ``value`` is interchangeable with one of those: a tensor equals them, but may change."""
+    """True if ``value`` is interchangeable with an accepted one. A tensor is not: it may change."""
     try:  # hash() itself is nothing that torch.compile of PyTorch 2.11 can trace
         return value in frozenset(accepted)
     except TypeError:
@@ -80,19 +79,19 @@ def is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
 
 
 def python_number(value: Any) -> Any:
-    """A number of numpy's as Python's; another value as it is, also a tensor, whose reading may wait for a device."""
+    """A numpy number as Python's; other values unchanged, also tensors: reading them may wait for a device."""
     if isinstance(value, int | float | Tensor):  # first: compilers trace no attributes of their numbers
         return value
     return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 
 def is_int(value: Any) -> bool:
-    """Whether ``value`` is an int, and not a bool."""
+    """True for an int that is not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def number(name: str, value: Any) -> float:
-    """``value``, which is a number of Python's or numpy's, as a float; raises TypeError for another."""
+    """A number of Python's or numpy's as a float; raises TypeError for another value."""
     value = python_number(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} is {shown(value)}; accepted: a Python number")
@@ -103,10 +102,10 @@ def number(name: str, value: Any) -> float:
 
 
 def length(name: str, value: Any) -> int:
-    """``value``, which is an int of 32 bits, 0 or more, or one that a compiler does not know yet.
+    """``value`` as an int of 0 to 2**31 - 1, or one that a compiler does not know yet.
 
     Raises:
-        TypeError, ValueError: it is not.
+        TypeError, ValueError: it is neither.
     """
     value = python_number(value)
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
@@ -117,7 +116,7 @@ def length(name: str, value: Any) -> int:
 
 
 def check_device(name: str, device: Any) -> torch.device:
-    """A device by its name; raises ValueError for what is none."""
+    """A device by its name; raises ValueError for any other value."""
     if isinstance(device, str | torch.device):
         with contextlib.suppress(RuntimeError):
             return torch.device(device)
@@ -127,14 +126,14 @@ def check_device(name: str, device: Any) -> torch.device:
 
 
 def kernel_name(kernel: Any) -> str:
-    """A call's ``kernel``, "" for None; raises TypeError for what is no name."""
+    """A call's ``kernel``, "" for None; raises TypeError unless it is a name."""
     if not isinstance(kernel, str | None):
         raise TypeError(f"kernel is {shown(kernel)}; accepted: 'ARCH', 'ARCH:VARIANT', or None")
     return kernel or ""
 
 
 def tile_text(name: str, tile: Any) -> str:
-    """A call's tile as text, "" for None; raises TypeError for what is neither a tile nor a text."""
+    """A call's tile as text, "" for None; raises TypeError unless it is a tile or text."""
     if not isinstance(tile, Tile | str | None):
         raise TypeError(f"{name} is {shown(tile)}; accepted: a Tile, text such as 'tile_n=32', or None")
     return text_of(tile)
