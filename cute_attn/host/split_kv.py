@@ -335,8 +335,11 @@ def _call_reason(call: Call, tile: Any) -> str | None:
 
 
 def cache_call(call: Call) -> CacheCall:
-    """What a tile is chosen for."""
-    return CacheCall(*call.longest, call.group, _page_rows(call), call.split_keys)
+    """The traits of the call that decide its tile."""
+    dims = call.q.shape[-1] + call.v_cache.shape[-1]
+    few = not call.split_keys and call.longest[1] * dims * call.q.element_size() <= FEW_BYTES
+    planes = call.batch * call.k_cache.shape[-2] if few else 0
+    return CacheCall(*call.longest, call.group, _page_rows(call), call.split_keys, planes)
 
 
 def _parts(call: Call) -> Split:

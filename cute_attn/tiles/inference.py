@@ -14,7 +14,7 @@ SPLIT_KEYS = 128
 
 @dataclass(frozen=True)
 class CacheCall:
-    """What of a call with a cache a tile is chosen for; never its batch, on which ``split_keys`` must not depend.
+    """The traits of a call with a cache that decide its tile.
 
     Attributes:
         seqlen_q: the most queries of a sequence.
@@ -22,6 +22,8 @@ class CacheCall:
         group: query heads of a key head.
         page_size: rows of a page, 0 for a contiguous cache.
         part_keys: keys of a part, which have to be whole key blocks; 0 without.
+        planes: sequences times key heads, if few keys make each work tile read all of its own; 0 otherwise, and
+            with ``split_keys``, whose results must not depend on the batch.
     """
 
     seqlen_q: int = 1
@@ -29,6 +31,7 @@ class CacheCall:
     group: int = 1
     page_size: int = 0
     part_keys: int = 0
+    planes: int = 0
 
 
 @dataclass(frozen=True)

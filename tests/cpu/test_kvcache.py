@@ -539,3 +539,13 @@ def test_parts_of_one_sequence(keys, heads, parts):
     problem.k = problem.v = torch.empty(1, keys, heads[1], 128, dtype=torch.float16)
     _, split = split_kv.choose_kernel(params_of(problem), "sm90", 132)
     assert (split.how, split.parts) == ("parts", parts)
+
+
+@pytest.mark.parametrize(("batch", "heads", "dim", "rows"), [(8, (8, 1), 256, 64), (80, (8, 1), 256, 128)])
+def test_few_work_tiles_of_few_keys_have_64_rows(batch, heads, dim, rows):
+    """64 queries of 8 heads on 375 keys: in small tiles they run at once, unless sequences are many."""
+    case = Case((9,) * batch, queries=(64,) * batch, heads=heads, dims=(dim, dim))
+    problem = Problem(case, dtype=torch.float16)
+    problem.k = problem.v = torch.empty(batch, 375, heads[1], dim, dtype=torch.float16)
+    kernel, split = split_kv.choose_kernel(params_of(problem), "sm90", 132)
+    assert (kernel.tile.tile_m, kernel.tile.pack_heads, split.how) == (rows, 8, "")

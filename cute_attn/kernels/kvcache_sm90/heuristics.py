@@ -12,8 +12,10 @@ from cute_attn.tiles.inference import CacheCall
 from cute_attn.tiles.table import Key, Table
 from cute_attn.traits import Traits
 
+MULTIPROCESSORS = 132
+"""Of an H100 SXM and an H200."""
 FEW_ROWS = 32
-"""Maximum rows of a key head for which a step has 64 keys."""
+"""Maximum rows of a key head for which a step has 64 keys, except where keys are few."""
 TILE_ROWS = 64
 """Rows whose time equals what a work tile costs beside its rows: it reads all keys."""
 TABLE = Table(__file__, KvcacheSm90Tile)
@@ -26,14 +28,18 @@ def default_cache_tile(traits: Traits) -> KvcacheSm90Tile:
 
 def cache_tile(traits: Traits, call: CacheCall) -> KvcacheSm90Tile:
     """The tile for a call."""
-    few = "few_32" if call.seqlen_q * call.group <= FEW_ROWS else "few"
+    few = "few_32" if call.planes or call.seqlen_q * call.group <= FEW_ROWS else "few"
     packs = [n for n in (1, 2, 4, 8, 16, 32, 64) if n == 1 or (may_pack_heads(traits) and n < 2 * call.group)]
     tiles = [_first(traits, rows, call.page_size, call.part_keys) for rows in (few, "many")]
 
-    def cost(tile: KvcacheSm90Tile, pack: int) -> tuple[int, int]:
-        """Rows that a key head's work tiles compute, and what reading the keys costs beside them."""
+    def cost(tile: KvcacheSm90Tile, pack: int) -> tuple[float, int]:
+        """Rows that a key head's work tiles compute, and the cost of reading the keys beside them.
+
+        Work tiles that do not fill the GPU run at once, so that only the time of one counts.
+        """
         count = -(-call.group // pack) * -(-call.seqlen_q // (tile.tile_m // pack))
-        return count * (tile.tile_m + TILE_ROWS), -pack
+        waves = max(call.planes * count / MULTIPROCESSORS, 1) if call.planes else count
+        return waves * (tile.tile_m + TILE_ROWS), -pack
 
     tile, pack = min(((tile, n) for tile in tiles for n in packs), key=lambda candidate: cost(*candidate))
     return dataclasses.replace(tile, pack_heads=pack)
