@@ -43,7 +43,7 @@ def append_kv(
     rotary_interleaved: bool = True,
     check_lengths: bool = False,
 ) -> None:
-    """Write new keys and values behind those that a cache has, in place.
+    """Write new keys and values behind those in a cache, in place.
 
     :mod:`cute_attn.reference.kvcache` is the definition; CPU tensors are computed by it. Keys equal it bit for bit.
     Nothing is read on the host, so that a CUDA graph replays with other lengths and tables.
@@ -55,27 +55,27 @@ def append_kv(
         of 8 elements in any order, on CUDA the data is aligned to 16 bytes; head_dim is a multiple of 8 up to 256, the
         capacity at most 2**30 - 2**13.
     v_cache : Tensor
-        As k_cache, with head_dim_v, in memory of its own.
+        As k_cache, with head_dim_v; it shares no memory with k_cache.
     k, v : Tensor (batch, rows, nheads_kv, head_dim) and head_dim_v, or packed (total, nheads_kv, head_dim)
         New rows.
     cache_seqlens : Tensor (batch,), int32
-        Rows in use before, where the new ones go: 0 to the capacity, which is checked on the CPU. Rows beyond the
-        capacity are written nowhere.
+        Rows in use before the call; the new ones are stored behind them. 0 to the capacity, checked on the CPU. Rows
+        beyond the capacity are not written.
     page_table : Tensor (entries, pages of an entry), int32, optional
         The pages of each entry, of any size; the capacity is all of them. Entries beyond a sequence's end may have any
         values.
     cache_batch_idx : Tensor (batch,), int32, optional
-        Each sequence's entry of the cache or of page_table; by default sequence b has entry b. Where sequences share
-        one, any one's rows remain.
+        Each sequence's entry of the cache or of page_table; by default sequence b has entry b. If sequences share an
+        entry, the rows of an arbitrary one remain.
     cu_seqlens_k_new : Tensor (batch + 1,), int32, optional
         Where packed sequences of k and v start.
     rotary_cos, rotary_sin : Tensor (positions, pairs), k_cache's dtype, optional
         Rotate the first 2 * pairs elements of new keys, in fp32. At least as many positions as the capacity, unless
-        there are rotary_seqlens; positions beyond them count as the last.
+        rotary_seqlens are given; positions beyond them count as the last.
     rotary_seqlens : Tensor (batch,), int32, optional
         The position of each sequence's first new row; by default its cache_seqlens.
     rotary_interleaved : bool
-        Whether pairs are elements (2i, 2i + 1) (GPT-J) rather than (i, i + pairs) (GPT-NeoX).
+        True: pairs are elements (2i, 2i + 1) (GPT-J). False: (i, i + pairs) (GPT-NeoX).
     check_lengths : bool
         Read lengths and tables on the host, on CUDA as well, and raise where they or new rows are out of bounds. This
         waits for the device.
@@ -83,7 +83,7 @@ def append_kv(
     Raises
     ------
     TypeError, ValueError
-        An argument is not what is described here; the message names it, its value and what is accepted.
+        An argument is not as described here; the message names it, its value and the accepted ones.
     NotImplementedError
         A tensor requires a gradient.
     """
@@ -141,7 +141,7 @@ def batch_of(call: Call) -> int:
 
 _library = torch.library.Library("cute_attn", "FRAGMENT")
 CACHES = {"k_cache": "Tensor(a!)", "v_cache": "Tensor(b!)"}
-"""The types, in schemas, of what an append writes."""
+"""The types, in schemas, of the tensors that an append writes."""
 _library.define(
     f"append_kv({schema(ARGUMENTS, cache_seqlens='Tensor', **CACHES)}) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),

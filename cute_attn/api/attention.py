@@ -94,35 +94,35 @@ def attention(
     Parameters
     ----------
     q : Tensor (batch, seqlen_q, nheads, head_dim)
-        fp16, bf16 or fp32 on CUDA, any float dtype on the CPU. head_dim goes up to 576, seqlens go up to 2**30 - 2**13.
-        Fastest are 16 bits and head dims up to 256, where rows are contiguous and whole 16 bytes that start at
-        multiples of 16. Tensors of other rows are copied, padded to whole 16 bytes. Under autocast fp32 tensors are
+        fp16, bf16 or fp32 on CUDA, any float dtype on the CPU. head_dim is at most 576, seqlens at most 2**30 - 2**13.
+        Fastest are 16-bit dtypes and head dims up to 256, with contiguous rows whose size and address are multiples of
+        16 bytes. Tensors with other rows are copied, padded to multiples of 16 bytes. Under autocast fp32 tensors are
         cast, as by PyTorch's attention.
     k : Tensor (batch, seqlen_k, nheads_kv, head_dim)
         As q. nheads is a multiple of nheads_kv: consecutive query heads share a key head.
     v : Tensor (batch, seqlen_k, nheads_kv, head_dim_v)
         As k; head_dim_v may differ from head_dim.
     softmax_scale : float, optional
-        Factor of the products. Default 1 / sqrt(head_dim). On CUDA one of 0 or below is a positive one of a copy of q.
+        Factor of the products. Default 1 / sqrt(head_dim). On CUDA, a scale of 0 or below is applied to a copy of q.
     causal : bool or {"bottom_right", "top_left"}
-        Whether a query sees no key after its own. Its own is aligned so that the last query sees the last key
-        (True, "bottom_right") or the first query the first key ("top_left").
+        Hide the keys after a query's position. Positions are aligned so that the last query is at the last key
+        (True, "bottom_right") or the first query at the first key ("top_left").
     window : (left, right)
-        How many keys before and after its own a query sees, None or -1 for all of them: with
+        Number of keys that a query sees before and after its position, None or -1 for all of them: with
         ``shift = seqlen_k - seqlen_q`` (0 under "top_left"), query i sees keys i + shift - left to i + shift + right.
         With causal, right must be None or 0.
     alibi_slopes : Tensor (nheads,) or (batch, nheads), float32, optional
         slope * abs(i + shift - j) is subtracted from scores (Press et al. 2021, arXiv:2108.12409).
     bias : Tensor (batch or 1, nheads or 1, seqlen_q or 1, seqlen_k or 1), fp16, bf16, fp32 or bool, optional
-        Added to scores; of bool, True takes part. The first dimensions may be missing. Kernels read one whose last
-        dimension is whole and contiguous; of another, and of bool, a copy is made. -inf hides a key. A finite number
-        does not, be it the dtype's smallest: where all keys that a query sees have it, out is their average, as in
-        fp32 (and on CUDA the backward of a row whose LSE leaves no digit for the logarithm of their sum takes all that
-        the mask shows as equal). NaN or Inf in a key that a bias hides shows, as in PyTorch; mask_mod and seqused_k
-        hide it.
+        Added to scores; a bool bias hides keys where it is False. The first dimensions may be missing. Kernels read a
+        bias whose last dimension is whole and contiguous; others, and bool ones, are copied. -inf hides a key. A finite
+        number never does, not even the dtype's minimum: if all keys that a query sees have it, out is the mean of
+        their values, as in fp32 (LSE may then have no digits left for the logarithm of the sum of exponentials; the
+        backward on CUDA weights all keys in the mask equally). NaN or Inf in a key that a bias hides still reaches out,
+        as in PyTorch, but not in one that mask_mod or seqused_k hides.
     sinks : Tensor (nheads,), fp16, bf16 or fp32, optional
-        Attention sinks: exp(sink) of its head joins each row's sum of exponentials, and so lse; as one more key that
-        every query sees, whose value is 0 (gpt-oss, arXiv:2508.10925).
+        Attention sinks, one logit per head: exp(sink) is added to the softmax denominator of each row, and so to lse,
+        like an extra key with value 0 (gpt-oss, arXiv:2508.10925).
     softcap : float
         Scores become softcap * tanh(score / softcap); 0 leaves them (Gemma 2, arXiv:2408.00118).
     dropout_p : float
@@ -134,50 +134,49 @@ def attention(
         Seed and offset of the mask, on q's device. Default: from torch's generator of that device, new ones for every
         replay of a CUDA graph. To use a mask again pass one from :func:`draw_rng_state`.
     seqused_k : Tensor (batch,), int32, optional
-        How many keys of each batch exist, 0 to seqlen_k; what lies beyond is never read. Values are checked on the CPU
+        Number of keys of each batch, 0 to seqlen_k; memory beyond them is never read. Values are checked on the CPU
         only: reading them on CUDA would wait for the device.
     score_mod : function (score, b, h, q_idx, kv_idx) -> score, optional
-        FlexAttention's: traced once, so of torch's elementwise operations and of elements of tensors that it captures,
-        negative indices counting from the end. q_idx and kv_idx count within a sequence. It comes after bias, whose
-        -inf it sees as a score; mask_mod hides a key whatever score_mod makes of it. docs/functions.md lists
-        operations.
+        As for FlexAttention. Traced once, so it may use torch's elementwise operations and elements of captured
+        tensors; negative indices count from the end. q_idx and kv_idx count within a sequence. It is applied after
+        bias and sees -inf of a bias as a score; mask_mod hides a key whatever score_mod returns. docs/functions.md
+        lists the operations.
     mask_mod : function (b, h, q_idx, kv_idx) -> bool, optional
-        FlexAttention's: where it is False the key is hidden. After score_mod.
+        As for FlexAttention: keys are hidden where it is False. Applied after score_mod.
     block_mask : torch.nn.attention.flex_attention.BlockMask, optional
-        Blocks that it does not list are hidden, full ones visible, and in partial ones its function decides. Kernels
+        Blocks that it does not list are hidden, full blocks visible, and its function decides in partial ones. Kernels
         skip unlisted blocks, except the sm80 backward and the kernels for few queries, which visit every block.
     epilogues : sequence of str, or mapping of str to arguments
         Users' registered epilogues, in order, before score_mod; arguments are tensors and numbers.
     return_lse : bool
         Also return the logarithm of each row's sum of exponentials.
     return_softmax : bool
-        Also return the softmax, for inspection. On CUDA it is computed once more from lse, in plain torch and without a
-        gradient; with lengths, which the host reads then, not while a CUDA graph is captured.
+        Also return the softmax, for inspection. On CUDA it is recomputed from lse, in plain torch and without a
+        gradient. The host reads lengths, if any, so with them it is not available while a CUDA graph is captured.
     kernel : str, optional
-        Which kernel to take, "ARCH" or "ARCH:VARIANT" such as "sm80". Default: the newest generation that supports
-        the call.
+        The kernel, "ARCH" or "ARCH:VARIANT", such as "sm80". Default: the newest generation that supports the call.
     tile : Tile or str, optional
-        A tile, or text that changes fields of the default one, such as "tile_n=32". Where a generation has no such
-        tile, the one before it is taken with a warning, unless kernel names one.
+        A tile, or text that changes fields of the default one, such as "tile_n=32". If a generation does not support
+        the tile, the previous one is used with a warning, unless kernel names one.
     deterministic : bool
         Whether gradients repeat bit for bit (the output always does). Also on under
-        ``torch.use_deterministic_algorithms(True)``. The backward then takes up to 16 times q's size in fp32
-        instead of once, and for the gradient of a broadcast bias 4 bytes per score: see :mod:`cute_attn.host.backward`.
+        ``torch.use_deterministic_algorithms(True)``. The backward's workspace is then up to 16 times q's size in fp32
+        instead of once, plus 4 bytes per score for the gradient of a broadcast bias: :mod:`cute_attn.host.backward`.
     backward_tile : Tile or str, optional
         As tile, for the backward.
     precision : {"fp32", "tf32"}, optional
-        Of the products of fp32 tensors on CUDA: "fp32" for that of fp32, "tf32" for operands rounded to tf32's 11
-        significant bits, with a third of the products. Default: what torch.backends.cuda.matmul says of PyTorch's own
-        products. A large call at "fp32" takes as much memory again as k and v while it runs, its backward as q, k, v
-        and out, and at "tf32" both half as much.
+        Precision of products of fp32 tensors on CUDA: "fp32", or "tf32" for operands rounded to tf32's 11 significant
+        bits, with a third of the products. Default: the setting of torch.backends.cuda.matmul for PyTorch's products.
+        Large calls at "fp32" need workspace of the size of k and v, their backward of q, k, v and out; half as much
+        at "tf32".
     out : Tensor (batch, seqlen_q, nheads, head_dim_v), optional
         Written and returned in place of a new tensor, without gradients; it shares no memory with other arguments.
-        On CUDA its rows are contiguous and start at multiples of 16 bytes, if those of q, k and v do.
+        On CUDA its rows are contiguous and start at multiples of 16 bytes, if the rows of q, k and v do.
 
     Returns
     -------
     out : Tensor (batch, seqlen_q, nheads, head_dim_v), q's dtype
-        Alone, or with more outputs the first of a tuple with, in this order,
+        The only output by default; otherwise the first of a tuple with, in this order,
     lse : Tensor (batch, nheads, seqlen_q), float32 (float64 for float64 q)
         Natural logarithm; -inf, or the sink, where a query sees no key.
     softmax : Tensor (batch, nheads, seqlen_q, seqlen_k), q's dtype
@@ -189,7 +188,7 @@ def attention(
     Raises
     ------
     TypeError, ValueError
-        An argument is not what is described here; the message names it, its value and what is accepted.
+        An argument is not as described here; the message names it, its value and the accepted ones.
     Unsupported
         No kernel supports the call; a ValueError that gives each kernel's reason.
     NotImplementedError
@@ -263,10 +262,10 @@ def attention_varlen(
         Where sequences start, never falling, on q's device. Their values are checked on the CPU only: reading them
         on CUDA would wait for the device. A sequence may be empty.
     max_seqlen_q, max_seqlen_k : int
-        The longest sequence, or more. On CUDA, queries beyond it would stay uncomputed. More than all rows together
-        counts as that many, except for the "mem_efficient" mask, which depends on the numbers as stated.
+        The longest sequence, or more. On CUDA, queries beyond it would not be computed. Values above the total number
+        of rows count as that number, except for the "mem_efficient" mask: it depends on the stated values.
     seqused_q, seqused_k : Tensor (batch,), int32, optional
-        How many rows of each sequence exist, as for :func:`attention`.
+        Number of rows of each sequence that exist, as for :func:`attention`.
     bias : Tensor (batch or 1, nheads or 1, max_seqlen_q or 1, max_seqlen_k or 1)
         As for :func:`attention`, indexed by a position in its sequence.
     softmax_scale, causal, window, alibi_slopes, sinks, softcap, dropout_p, dropout_mask, rng_state, score_mod, \
@@ -366,7 +365,7 @@ def attention_backward(
         As for :func:`attention`.
     out : Tensor (batch, seqlen_q, nheads, head_dim_v)
     lse : Tensor (batch, nheads, seqlen_q), float32
-        May be longer than seqlen_q. Rows that see no key have -inf or, as PyTorch's, +inf. Sinks are part of it.
+        May be longer than seqlen_q. Rows that see no key have -inf, or +inf as PyTorch's. It includes sinks.
     grad_lse : Tensor (batch, nheads, seqlen_q), float32, optional
         The gradient of lse.
     wanted : sequence of {"q", "k", "v", "bias", "sinks"}
@@ -376,8 +375,8 @@ def attention_backward(
     tile : Tile or str, optional
         The backward's.
     into : sequence of Tensor, optional
-        Tensors to write the wanted gradients into, in that order, such as parts of one tensor; rows start at multiples
-        of 16 bytes, in memory of their own. Default: new ones, which are parts of one tensor where q, k and v are.
+        Tensors to write the wanted gradients into, in that order, such as views of one tensor. Rows start at multiples
+        of 16 bytes and share no memory. Default: new tensors, views of one tensor if q, k and v are.
     softmax_scale, causal, window, alibi_slopes, bias, sinks, softcap, dropout_p, dropout_mask, seqused_k, score_mod, \
 mask_mod, block_mask, epilogues, kernel, deterministic, precision
         As the forward's.
@@ -583,7 +582,7 @@ def _rng_state(rng_state: Any, q: Any, dropout_p: float) -> Tensor | None:
     """Seed and offset as the kernels read them; None without dropout.
 
     Raises:
-        TypeError, ValueError: they are not what :func:`attention_backward` describes.
+        TypeError, ValueError: they are not as :func:`attention_backward` describes.
     """
     if rng_state is None or not isinstance(q, Tensor):
         return None
@@ -610,7 +609,7 @@ def _rng_state(rng_state: Any, q: Any, dropout_p: float) -> Tensor | None:
 
 
 def _is_word(x: Any) -> bool:
-    """Whether ``x`` is an int of 64 bits, or a tensor of one."""
+    """True for an int of 64 bits, or a tensor of one."""
     if isinstance(x, Tensor):
         dense = not x.is_nested and x.layout is torch.strided
         return dense and x.dtype in (torch.int64, torch.uint64) and x.numel() == 1
@@ -655,7 +654,7 @@ def with_functions(
 
 
 def _hold_for_graphs(name: str, q: Any) -> None:
-    """Keep a function's epilogue that a graph or a tracer may name, or whose kernel a CUDA graph captures."""
+    """Keep a function's epilogue if a graph or a tracer may name it, or a CUDA graph captures its kernel."""
     if not name or not isinstance(q, Tensor):
         return
     if not no_dispatch_mode() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -689,7 +688,7 @@ def with_block_mask(
 
 
 class _Options(NamedTuple):
-    """A call's arguments beside its tensors, as the caller wrote them."""
+    """A call's arguments other than tensors, as the caller wrote them."""
 
     varlen: bool
     max_seqlen_q: int | None
@@ -798,7 +797,7 @@ def _read_by(
 ) -> tuple[Hashable, tuple[Tensor, ...], tuple, plans.Tables | None] | None:
     """Key, tensors, functions and tables of a call with functions or named epilogues, for :func:`plans.find`.
 
-    None where an epilogue is a class of a user's, which may do anything.
+    None where an epilogue is a user's class: it may do anything.
     """
     sizes = (*q.shape[:3], *k.shape[1:3]) if isinstance(k, Tensor) else ()
     key, read, tables = plans.brought(*functions, sizes)
@@ -823,7 +822,7 @@ def _in_precision(tensors: Tensors, given: tuple) -> tuple[Tensors, tuple]:
 
 
 def _under_autocast(tensors: Tensors) -> Tensors:
-    """The call's fp32 tensors in autocast's dtype, but slopes, which have a dtype of their own."""
+    """The call's fp32 tensors in autocast's dtype, except slopes: their dtype is fixed."""
     q, k, v, *rest, bias, sinks, state = tensors
     dtype = torch.get_autocast_dtype(q.device.type)
     cast = [
@@ -892,21 +891,21 @@ def _call_of(tensors: Tensors, options: _Options) -> Call:
 
 
 def _size(x: Tensor) -> int:
-    """The seqlen of a batch, or 0 where x has no such dimension, which the checks reject."""
+    """The seqlen of a batch, or 0 if x lacks that dimension; the checks reject it later."""
     return x.shape[1] if x.dim() > 1 else 0
 
 
 def resolve_precision(q: Tensor, precision: str | None = None) -> str:
-    """The traits' precision of a call: the one that is named, or for fp32 tensors the one of PyTorch's products.
+    """The traits' precision of a call: the stated one, or for fp32 tensors that of PyTorch's products.
 
     Raises
     ------
     ValueError
-        precision is not what :func:`attention` describes, or q is no fp32 tensor.
+        precision is not as :func:`attention` describes, or q is no fp32 tensor.
     """
     single = isinstance(q, Tensor) and q.dtype == torch.float32
     if precision is None:
-        # What a compiler traces looks at PyTorch's setting when it runs.
+        # Compiled code reads PyTorch's setting when it runs.
         following = PYTORCHS if torch.compiler.is_compiling() else pytorchs_precision()
         return following if single else ""
     if not single or not is_one_of(precision, ("fp32", "tf32")):
@@ -921,7 +920,7 @@ def resolve_mask(causal: bool | str, window: Window) -> tuple[str, int, int]:
     Raises
     ------
     ValueError
-        causal or window is not what :func:`attention` describes.
+        causal or window is not as :func:`attention` describes.
     """
     check_choice("causal", causal, (False, True, "bottom_right", "top_left"))
     if not (isinstance(window, tuple | list) and len(window) == 2):

@@ -26,24 +26,22 @@ def block_mask(
 ) -> BlockMask:
     """The BlockMask of a function, for ``attention(..., block_mask=)`` and FlexAttention: create_block_mask's.
 
-    On a GPU no (q_len, kv_len) tensor is made: a kernel decides most blocks by bounds of what the function compares,
-    and evaluates the others until they are decided; another lists them. Nothing is read by the host. So a mask may be
-    made in a CUDA graph, of whose captured tensors each replay reads the values.
+    On a GPU no (q_len, kv_len) tensor is made: a kernel decides most blocks by bounds of the compared values, and
+    evaluates the others until they are decided; another lists them. The host reads nothing. So a mask may be made in
+    a CUDA graph: each replay reads the values of captured tensors.
 
     Parameters
     ----------
     mask_mod : function (b, h, q_idx, kv_idx) -> bool
         See :func:`cute_attn.attention`; traced once, its captured tensors on ``device``.
     b, h : int or None
-        Sequences and query heads. None, or where the function does not differ between them: the mask has one, which
-        stands for all.
+        Sequences and query heads. The mask has one for all if this is None or the function does not depend on it.
     q_len, kv_len : int
         Queries and keys of each sequence.
     block_size : int or (int, int)
         Queries and keys of a block: multiples of 32 up to 512. Kernels visit blocks of 128.
     device : torch.device or str, optional
-        Default the current GPU, or the CPU where there is none. On the CPU the function is evaluated for every query
-        and key.
+        Default: the current GPU, or without one the CPU. On the CPU the function is evaluated for every query and key.
 
     Returns
     -------
@@ -54,7 +52,7 @@ def block_mask(
     Raises
     ------
     TypeError, ValueError
-        An argument is not what is described here; the message names it, its value and what is accepted.
+        An argument is not as described here; the message names it, its value and the accepted ones.
     Unsupported
         The function reads more values of a query than the kernel keeps, 32.
     """

@@ -1,7 +1,7 @@
 """Attention under torch.func's transforms: ``grad``, ``vjp``, ``jacrev`` and ``vmap``, in any order.
 
-A batch of calls is one call with all their sequences, or one after the other where they cannot share one: packed
-sequences, users' epilogues, and what belongs to a whole call (sinks, the state of a dropout mask).
+A batch of calls becomes one call with all their sequences. Calls that cannot share one run one after the other: packed
+sequences, users' epilogues, and arguments of a whole call (sinks, the state of a dropout mask).
 """
 
 from collections.abc import Sequence
@@ -86,7 +86,7 @@ class _Forward(torch.autograd.Function):
 class _Backward(torch.autograd.Function):
     """Arguments: as of :class:`_Forward`, after which gradients are needed, those of out and lse, out and lse.
 
-    Returns those that are needed.
+    Returns the needed gradients.
     """
 
     @staticmethod
@@ -128,7 +128,7 @@ class _Backward(torch.autograd.Function):
 
 
 def _needs_loop(info: Any, rest: tuple, tensors: Sequence[Any], dims: Dims, queries: int | None) -> bool:
-    """Whether calls of a batch are made one by one. queries: the batched dimension of q, or of out.
+    """True if the calls of a batch must be made one by one. queries: the batched dimension of q, or of out.
 
     Raises
     ------
@@ -166,7 +166,7 @@ def _flat(size: int, x: Tensor | None, dim: int | None) -> Tensor | None:
 
 
 def _merged(size: int, tensors: Sequence[Any], dims: Dims, *, own_bias: bool = False) -> list[Any]:
-    """The tensors of one call with the sequences of all; own_bias: each sequence has a bias of its own."""
+    """The tensors of one call with the sequences of all; own_bias: each sequence has a separate bias."""
     of = dict(zip(_FIELDS, zip(tensors, dims, strict=True), strict=False))
     q, at = of["q"]
     batch = q.shape[0] if at is None else q.movedim(at, 0).shape[1]

@@ -1,7 +1,7 @@
 """:func:`attention_with_kvcache`: attention of new queries with a cache of keys and values, and its torch operator.
 
-On CUDA in up to three launches: the append kernel, where there is something to append or to rotate, the kvcache kernel,
-and where the keys of a query block are divided among CTAs the combine kernel.
+On CUDA in up to three launches: the append kernel if the call appends or rotates rows, the kvcache kernel, and the
+combine kernel if the keys of a query block are split among CTAs.
 """
 
 from typing import Any, NamedTuple
@@ -141,17 +141,17 @@ check_lengths
     softmax_scale, causal, window, softcap, alibi_slopes, sinks
         As for :func:`cute_attn.attention`; causal is False or True.
     tree_mask : Tensor (total_q, words), int32, optional
-        Draft tokens of a tree: bit j of row i, with bit j % 32 of word j // 32, is whether query i sees the j-th of its
-        sequence's last seqlen_q keys, which are the queries' own; it sees all keys before them. total_q: rows of q,
+        Draft tokens of a tree: bit j of row i (bit j % 32 of word j // 32) is set if query i sees the j-th of its
+        sequence's last seqlen_q keys, the keys of the queries; it sees all keys before them. total_q: rows of q,
         batch * seqlen_q or packed; words: max_seqlen_q / 32 or more. Positions of a tree's queries are not its rows: no
         window and no ALiBi with it, and rotary embedding before the call.
     num_splits : int
-        How the keys of a query block are divided on CUDA: 0, as the shapes suggest, mostly all key blocks into equal
-        shares for the CTAs that fit the GPU at once; 1, not at all; n up to 512, into n parts. A call repeats bit for
-        bit; other divisions, and with 0 what else is in the batch, change results by rounding.
+        How the keys of a query block are split on CUDA. 0: by the shapes, mostly stream-K, equal ranges of all key
+        blocks for the CTAs that fit the GPU at once; 1: not at all; n up to 512: into n splits. A call repeats bit
+        for bit; other splits, and with 0 other sequences in the batch, change results by rounding.
     split_keys : int, optional
-        Instead of num_splits: parts of so many keys, a multiple of 128, counted from row 0. Then results do not depend
-        on the batch, bit for bit, while max_seqlen_q and the capacity are the same.
+        Instead of num_splits: keys per split, a multiple of 128, counted from row 0. Then results do not depend on the
+        batch, bit for bit, while max_seqlen_q and the capacity are the same.
     out : Tensor, as returned, optional
         Written and returned in place of a new tensor; it shares no memory with other arguments.
     return_lse : bool
@@ -162,15 +162,15 @@ check_lengths
     Returns
     -------
     out : Tensor, as q with head_dim_v
-        0 where a query sees no key. Rows of packed q that no sequence owns are not written, or where keys are
-        split (``num_splits``) have arbitrary values.
+        0 where a query sees no key. Rows of packed q that no sequence owns are not written, or have arbitrary values
+        if keys are split (``num_splits``).
     lse : Tensor (batch, nheads, seqlen_q), or packed (nheads, total_q), float32 (float64 for float64 q)
         With return_lse. Natural logarithm; -inf, or the sink, where a query sees no key.
 
     Raises
     ------
     TypeError, ValueError
-        An argument is not what is described here; the message names it, its value and what is accepted.
+        An argument is not as described here; the message names it, its value and the accepted ones.
     Unsupported
         No kernel supports the call; a ValueError that gives each kernel's reason.
     NotImplementedError
@@ -195,7 +195,7 @@ check_lengths
         *(rotary_interleaved, max_seqlen_q, softmax_scale, causal, window, softcap, num_splits, split_keys),
         *(kernel, tile, check_lengths, return_lse),
     )
-    users = isinstance(kernel, str) and ":" in kernel  # such a class may be registered again at any time
+    users = isinstance(kernel, str) and ":" in kernel  # a user's class may be registered again at any time
     if users or check_lengths is not False or type(return_lse) is not bool:
         found = _attend(tensors, out, options)
     else:
@@ -206,7 +206,7 @@ check_lengths
 
 
 class _Options(NamedTuple):
-    """A call's arguments beside its tensors, as the caller wrote them."""
+    """A call's arguments other than tensors, as the caller wrote them."""
 
     rotary_interleaved: bool
     max_seqlen_q: int | None
@@ -259,7 +259,7 @@ def _attend(tensors: Tensors, out: Tensor | None, options: _Options) -> tuple[Te
         _check_arguments(call)
         call = call.materialized()
     append.refuse_gradients(call, "attention_with_kvcache")
-    # Shapes are compared with out's below; what a compiler traces is left to the operator's own checks.
+    # Shapes are compared with out's below; while a compiler traces, the operator checks.
     if check_lengths or (out is not None and plan is None and no_dispatch_mode()):
         check_attention(call)
     if check_lengths:
@@ -278,7 +278,7 @@ def _attend(tensors: Tensors, out: Tensor | None, options: _Options) -> tuple[Te
 
 
 def _check_arguments(call: Call) -> None:
-    """Types, and what the operator cannot be called with."""
+    """Raises for wrong types, names of kernels and tiles, and caches that cannot be written."""
     check_tensors(call, ("q", "k_cache", "v_cache"))
     if call.q.device.type == "cpu" and (call.kernel or call.tile):
         check_words(call.kernel, kvcache=call.tile)
@@ -288,7 +288,7 @@ def _check_arguments(call: Call) -> None:
 
 
 def _is_written_directly(out: Tensor) -> bool:
-    """Whether kernels write ``out``, which is not then copied to."""
+    """True if kernels can write ``out``; otherwise the result is copied to it."""
     return is_readable(out) and not is_lazy(out)
 
 
@@ -359,7 +359,7 @@ def attend_cpu(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _rotated(call: Call) -> Tensor:
-    """The queries, turned by the definition where there is a rotary embedding."""
+    """The queries, rotated by the definition if the call has a rotary embedding."""
     rotary, q = call.rotary, call.q
     first = call.cache_seqlens if call.rotary_seqlens is None else call.rotary_seqlens
     if rotary is None or first is None or not q.numel():

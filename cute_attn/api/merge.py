@@ -26,18 +26,19 @@ def merge_attention(
 ) -> tuple[Tensor, Tensor]:
     """out and lse over all keys, from partial results over disjoint sets of keys.
 
-    Such as those of a prefix that sequences share, and of their own keys. :func:`cute_attn.reference.kvcache.merge` is
-    the definition; CPU tensors are computed by it. Sums have a fixed order: a call repeats bit for bit.
+    For example of a prefix that sequences share, and of each sequence's other keys. The definition is
+    :func:`cute_attn.reference.kvcache.merge`; it computes CPU tensors. Sums have a fixed order: a call repeats bit for
+    bit.
 
     Parameters
     ----------
     outs : Tensor (partials, batch, seqlen_q, nheads, head_dim_v), or packed (partials, total_q, nheads, head_dim_v)
-        fp32, or of any float dtype, which is copied to fp32 on CUDA; or a sequence of partial results, which are
-        copied to one tensor. On CUDA up to 512 partials, head_dim_v a multiple of 8 up to 256.
+        fp32; other float dtypes are copied to fp32 on CUDA. Or a sequence of partial results, copied to one tensor.
+        On CUDA up to 512 partials, head_dim_v a multiple of 8 up to 256.
     lses : Tensor (partials, batch, nheads, seqlen_q), or packed (partials, nheads, total_q), float32
         Natural logarithms. Where one is -inf or +inf, that partial result saw no key and its out is not used.
     sinks : Tensor (nheads,), float32, fp16 or bf16, optional
-        Attention sinks, as of :func:`cute_attn.attention`, which no partial result has in its LSE.
+        Attention sinks, see :func:`cute_attn.attention`; no partial LSE includes them.
     dtype : torch.dtype, optional
         Of out: fp16, bf16 or fp32. Default: outs'.
 
@@ -51,7 +52,7 @@ def merge_attention(
     Raises
     ------
     TypeError, ValueError
-        An argument is not what is described here; the message names it, its value and what is accepted.
+        An argument is not as described here; the message names it, its value and the accepted ones.
     NotImplementedError
         A tensor requires a gradient.
     """
@@ -123,7 +124,7 @@ def check(outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dtype) 
 
 
 def check_for_kernels(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> None:
-    """Raise for what the kernel does not support. Assumes :func:`check`."""
+    """Raise for arguments that the kernel does not support. Assumes :func:`check`."""
     if dtype not in DTYPE_NAMES:
         raise TypeError(f"dtype is {dtype}; accepted on CUDA: {', '.join(map(str, DTYPE_NAMES))}")
     if lses.dtype != torch.float32:

@@ -69,7 +69,7 @@ def run(call: Call) -> Outputs:
 
 
 def repeat(record: Record, given: Tensors) -> Outputs | None:
-    """What a recorded :func:`run` returned, for these tensors, recorded by autograd; None where it cannot be."""
+    """The results of a recorded call for these tensors, recorded by autograd; None where that is impossible."""
     traced = record.plan.traced
     held = [one() for one in traced] if traced else ()  # until autograd's node holds them
     if record.saved is None or None in held:
@@ -102,16 +102,16 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The needed gradients of q, k, v, bias and sinks; through the dispatcher where something observes operators.
 
-    needed: of these, and perhaps of the epilogues' tensors, whose gradients follow then.
-    launched: whether a kernel has read and written all but the outputs' gradients as they are.
-    into: tensors to write gradients into, of all that are needed or of none.
+    needed: of these, and perhaps of the epilogues' tensors; their gradients then follow.
+    launched: whether a kernel has read and written all tensors except the outputs' gradients in place.
+    into: tensors to write gradients into, for all needed ones or for none.
     """
     tensors = (*call[:NUM_TENSORS], *call.epilogue_tensors, grad_out, grad_lse, out, lse, *into)
     new = (grad_out, grad_lse) if launched else tensors
     if call.q.is_cuda and no_dispatch_mode() and none_overrides(tensors) and all_plain(new):
         return _all_gradients(call, grad_out, grad_lse, out, lse, needed, into)
     if not torch.compiler.is_compiling():
-        check(call)  # before the dispatcher, whose errors name no argument
+        check(call)  # before the dispatcher: its errors name no argument
     if any(x is not None for x in into):
         torch.ops.cute_attn.backward_into.default(
             grad_out, grad_lse, out, lse, *into, *call.values(ATTENTION)
@@ -171,7 +171,7 @@ def forward_cpu(call: Call, into: Tensor | None = None) -> Outputs:
 
 
 def _with_contiguous_gradient(x: Tensor | None) -> Tensor | None:
-    """``x``, whose gradient is contiguous, as kernels write it and compilers expect it: reshaping copies it."""
+    """``x`` with a contiguous gradient, as kernels write it and compilers expect it: reshaping copies it."""
     if x is None or not (x.requires_grad and torch.is_grad_enabled()):
         return x
     return x.reshape(-1).view(x.shape)
@@ -194,7 +194,7 @@ def _call_of(arguments: tuple) -> Call:
 
 
 def _with_list(arguments: tuple) -> tuple:
-    """The operator's arguments, of which AOTInductor's packages give None for a list without tensors."""
+    """The operator's arguments. AOTInductor's packages pass None for a list without tensors."""
     if arguments[NUM_TENSORS] is not None:
         return arguments
     return (*arguments[:NUM_TENSORS], [], *arguments[NUM_TENSORS + 1 :])
@@ -216,7 +216,7 @@ def _nothing(like: Tensor) -> Tensor:
 
 
 def _repeated(name: str, implementation: Callable[..., Any], first: int) -> Callable[..., Any]:
-    """An operator whose calls repeat from records. first: where the call's own arguments begin."""
+    """An operator whose calls repeat from records. first: position of the call's first argument."""
 
     def run(*arguments: Any) -> Any:
         call, precision = functools.partial(implementation, *arguments), ""
@@ -281,7 +281,7 @@ def _backward_cpu(
     flags = itertools.chain(needed[_NAMED:], itertools.repeat(False))
     pairs = zip(call.epilogue_tensors, flags, strict=False)
     own = tuple(x.detach().requires_grad_() if wanted else x for x, wanted in pairs)
-    # A mode or a tracer may run this below the dispatcher's autograd, which is then enabled again.
+    # A mode or a tracer may run this below the dispatcher's autograd: enable that again.
     views = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
     graph = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
     with views, graph, torch.enable_grad():
@@ -299,7 +299,7 @@ def _loss(
 ) -> Tensor:
     """A number whose gradients are those of attention with the ``given`` out and lse, as kernels compute them.
 
-    These may be of more keys than the call has, as where parts of a sequence are merged: probabilities are relative to
+    These may cover more keys than the call has, as when ranges of a sequence are merged: probabilities are relative to
     the given lse.
     """
     out, lse = outputs
@@ -373,7 +373,7 @@ def _backward_fake(
 
 
 def _requires_grad(call: Call) -> bool:
-    """Whether autograd records a call.
+    """True if autograd records a call.
 
     Raises:
         NotImplementedError: a tensor requires a gradient that no kernel computes.
@@ -388,13 +388,13 @@ def _requires_grad(call: Call) -> bool:
 
 
 class Node(NamedTuple):
-    """What autograd's node of a direct call keeps beside tensors.
+    """Everything except tensors that autograd's node of a direct call keeps.
 
     Attributes:
         rest: the call's arguments that are no tensors.
         options: these and the users' classes that the call names, for the key of a backward.
-        packed: how many of q, k and v are parts of one tensor, if they lie side by side: their gradients are, too.
-        traced: the epilogues of functions among the classes, which may be let go.
+        packed: number of q, k and v that are views of one tensor, if they are adjacent: their gradients are, too.
+        traced: weak references to the epilogues of functions among the classes.
     """
 
     rest: tuple
@@ -406,7 +406,7 @@ class Node(NamedTuple):
     def of(call: Call) -> "Node":
         """The node of a call that is checked, or that the forward will check."""
         rest = call[NUM_TENSORS + 1 :]
-        shaped = all(x.dim() >= 3 for x in call[:3])  # what is wrong is for the checks to say
+        shaped = all(x.dim() >= 3 for x in call[:3])  # the checks report errors
         packed = fused_qkv.parts_packed(call[:3]) if shaped else 0
         classes = user_classes(call)
         traced = tuple(x for x in classes if isinstance(x, weakref.ref))
@@ -414,12 +414,12 @@ class Node(NamedTuple):
         return Node(rest, options, packed, traced)
 
     def call(self, tensors: Sequence[Any]) -> Call:
-        """The call of these tensors, q to rng_state and the epilogues' own."""
+        """The call of these tensors, q to rng_state and the epilogues'."""
         return Call._make((*tensors[:NUM_TENSORS], tuple(tensors[NUM_TENSORS:]), *self.rest))
 
 
 def _save(ctx: Any, tensors: Sequence[Any], rest: tuple, outputs: tuple, node: Node | None = None) -> None:
-    """tensors: q to rng_state, and the epilogues' own; rest: the call's other arguments; node: of a direct call."""
+    """tensors: q to rng_state, and the epilogues'; rest: the call's other arguments; node: of a direct call."""
     out, lse, softmax = outputs
     ctx.node = node
     ctx.set_materialize_grads(False)
@@ -479,7 +479,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Tensor:
-        """Raise NotImplementedError, which says what is accepted."""
+        """Raise NotImplementedError with the accepted alternatives."""
         raise NotImplementedError(
             "a second derivative of attention is asked for; accepted: first ones, or CPU tensors outside torch.compile"
         )
@@ -490,11 +490,11 @@ _FIRST = 3
 
 
 class Attention(torch.autograd.Function):
-    """Autograd's node of a direct call; the operator has its own."""
+    """Autograd's node of a direct call; the operator has another."""
 
     @staticmethod
     def forward(ctx: Any, node: Node, record: Record | None, given: Tensors, *tensors: Any) -> Outputs:
-        """tensors: q to rng_state, and the epilogues' own; given: all that a record of the call takes."""
+        """tensors: q to rng_state, and the epilogues'; given: the arguments of a record of the call."""
         outputs = None if record is None else record.run(given)
         if outputs is None:
             outputs = launch(node.call(tensors))
@@ -536,7 +536,7 @@ def _differentiate_operator(
 _with_gradient = make_autograd_impl(
     torch.ops.cute_attn.forward.default, Info(_differentiate_operator, _save_operator)
 )
-# As torch.library.register_autograd does, which would hand None on.
+# As torch.library.register_autograd does, except that it would pass None on.
 _library.impl(
     "forward",
     lambda keyset, *arguments: _with_gradient(keyset, *_with_list(arguments)),

@@ -1,4 +1,4 @@
-"""What runs between two graphs where a compiler meets it. Importing this module loads torch's compiler."""
+"""Functions that compiled code runs between two graphs. Importing this module loads torch's compiler."""
 
 from typing import Any
 

@@ -2,15 +2,15 @@
 
     import cute_attn.sdpa
     cute_attn.sdpa.activate()           every fused scaled_dot_product_attention of this process, and varlen_attn
-    cute_attn.sdpa.reason(q, k, v)      None, or why PyTorch's own kernel computes such a call
-    cute_attn.sdpa.served               how often which operators were called, and why some fell through
+    cute_attn.sdpa.reason(q, k, v)      None, or why PyTorch's kernel computes such a call
+    cute_attn.sdpa.served               how often each operator was called, and why some calls fell through
     cute_attn.sdpa.restore()
 
-PyTorch still chooses a backend. Of the backends' operators (flash, memory-efficient and cuDNN attention, forward and
-backward) those whose calls :func:`cute_attn.sdpa.calls.why_not` accepts run here, all others as before. Products of
+PyTorch still chooses a backend. Calls of the backends' operators (flash, memory-efficient and cuDNN attention, forward
+and backward) that :func:`cute_attn.sdpa.calls.why_not` accepts run here, all others as before. Products of
 fp32 tensors have fp32's precision, as in PyTorch's memory-efficient kernel, whatever ``allow_tf32`` says. Importing
-this module registers it with PyTorch: ``torch.nn.attention.activate_flash_attention_impl("cute_attn")`` does what
-``activate(strict=True)`` does.
+this module registers it with PyTorch: ``torch.nn.attention.activate_flash_attention_impl("cute_attn")`` is
+``activate(strict=True)``.
 """
 
 import contextlib
@@ -48,22 +48,22 @@ def activate(
     Parameters
     ----------
     backends : sequence of {"flash", "efficient", "cudnn"}
-        Whose operators to serve. Where cuDNN supports a call PyTorch prefers it on Hopper, so that "flash" alone is
-        seldom reached there.
+        The backends to serve. On Hopper PyTorch prefers cuDNN where it supports a call, so that only "flash" would
+        serve few calls there.
     unsupported : {"fall_back", "error"}
-        What happens to a call that no kernel supports: PyTorch's kernel computes it, or ``Unsupported`` is raised.
+        For a call that no kernel supports: PyTorch's kernel computes it, or ``Unsupported`` is raised.
     rng : {"ours", "torch"}
-        Where dropout masks come from. "ours": as :func:`cute_attn.attention` draws them, under every backend. Equal
-        states of torch's generator give equal masks, which are others than without this package. "torch": as PyTorch's
-        kernel draws them, so that every mask stays the same bit for bit. That leaves calls with dropout to PyTorch
-        within CUDA graphs, and under cuDNN, which PyTorch prefers on Hopper and whose masks nothing else can draw.
+        How dropout masks are drawn. "ours": as by :func:`cute_attn.attention`, under every backend. Equal states of
+        torch's generator give equal masks, different from those without this package. "torch": as by PyTorch's
+        kernel, so that every mask stays the same bit for bit. That leaves calls with dropout to PyTorch within CUDA
+        graphs, and under cuDNN: PyTorch prefers it on Hopper, and nothing else can draw its masks.
     strict : bool
-        Whether to raise where nothing can be served.
+        Raise where nothing can be served.
 
     Raises
     ------
     ValueError
-        An argument is not what is described here; or with ``strict`` there is no GPU that kernels are built for.
+        An argument is not as described here; or with ``strict`` there is no GPU that kernels are built for.
         Nothing is changed then.
     """
     check_flags(strict=strict)
@@ -82,10 +82,10 @@ def activate(
 
 
 def restore() -> None:
-    """Let PyTorch's own kernels compute everything again; without :func:`activate` before it nothing happens.
+    """Let PyTorch's kernels compute everything again; does nothing without an :func:`activate` before it.
 
     Other threads may be calling. The operators stay overridden, so that calls take a hop of some microseconds through
-    Python to PyTorch's kernels; and a forward with dropout that was served has its backward served even then.
+    Python to PyTorch's kernels. The backward of a served forward with dropout is still served.
     """
     serving = overrides.serving()
     if serving is None:
@@ -119,8 +119,8 @@ def reason(
 ) -> str | None:
     """Why kernels here do not serve a call of ``scaled_dot_product_attention`` and its backward; None where they do.
 
-    Takes that function's arguments, of which it reads shapes, dtypes and devices; fake tensors will do. A call with a
-    mask, or causal with different lengths, is taken for one of memory-efficient attention, others for flash attention.
+    Takes that function's arguments, and reads only shapes, dtypes and devices; fake tensors will do. A call with a
+    mask, or causal with different lengths, counts as memory-efficient attention, others as flash attention.
 
     Raises
     ------

@@ -1,8 +1,8 @@
 """Which calls of PyTorch's attention operators the kernels serve: a function of metadata only.
 
 A :class:`Request` holds what a forward and its backward both know, and :func:`why_not` sees nothing else, so that both
-are computed by the same side, except masks that :func:`why_not_drawn` leaves to PyTorch. Strides are not part of it,
-since a compiler may save a tensor with others: what kernels cannot read is copied.
+are computed by the same side, except masks that :func:`why_not_drawn` leaves to PyTorch. It does not contain strides,
+since a compiler may save a tensor with others: tensors that kernels cannot read are copied.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from cute_attn.sdpa.slower import faster_by_pytorch
 
 
 class Request(NamedTuple):
-    """What a forward and its backward both know of a call, without data and strides.
+    """The properties of a call that its forward and its backward both know, without data and strides.
 
     Attributes:
         backend: of ``cute_attn.host.activation.BACKENDS``.
@@ -53,12 +53,12 @@ class Request(NamedTuple):
 
     @property
     def packed(self) -> bool:
-        """Whether sequences are packed one after the other."""
+        """True if sequences are packed one after the other instead of batched."""
         return self.lengths[0] is not None
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is launched: PyTorch's cuDNN attention returns None where there is no sequence or head."""
+        """True if nothing is launched. PyTorch's cuDNN attention returns None without a sequence or a head."""
         return 0 in (*self.q, *self.k)
 
 
@@ -96,7 +96,7 @@ def why_not(request: Request) -> str | None:
 
 
 def _stated_reason(request: Request) -> str | None:
-    """What no check of ours, and no kernel, would decline."""
+    """Why a call is declined that every check of ours and some kernel would accept."""
     if len(request.devices) > 1 or next(iter(request.devices)).type not in ("cuda", "cpu"):
         devices = ", ".join(sorted(map(str, request.devices)))
         return f"tensors are on {devices}; accepted: one cuda device"
@@ -116,8 +116,8 @@ def _stated_reason(request: Request) -> str | None:
 def why_not_drawn(request: Request, rng: str, capturing: bool) -> str | None:
     """Why the mask of a forward with dropout is PyTorch's to draw; None where it is drawn here.
 
-    Of its backward it decides nothing, which draws none. rng: of :func:`cute_attn.sdpa.activate`. capturing: whether a
-    CUDA graph is being captured.
+    It does not apply to the backward, which draws no mask. rng: of :func:`cute_attn.sdpa.activate`. capturing: whether
+    a CUDA graph is being captured.
     """
     if not request.dropout_p or rng != "torch":
         return None

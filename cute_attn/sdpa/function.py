@@ -26,7 +26,7 @@ def install(function: Callable[..., Tensor]) -> None:
 
 
 def remove() -> None:
-    """Put PyTorch's function back; what imported the other one meanwhile calls PyTorch's by it."""
+    """Put PyTorch's function back. Modules that imported the other one meanwhile reach PyTorch's through it."""
     global _installed
     own, _installed = _installed, None
     if own is not None and F.scaled_dot_product_attention is own:
@@ -36,7 +36,7 @@ def remove() -> None:
 def by_pytorch(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """PyTorch's function, under its own name where something may look for it: overrides tell functions by identity."""
+    """PyTorch's function, put back for the call if overrides may look for it: they tell functions by identity."""
     own = F.scaled_dot_product_attention
     seen = _function_modes() or has_torch_function((query, key, value, mask))
     if not seen or own is not _installed:

@@ -1,8 +1,8 @@
-"""What a program's attention calls are, which of them kernels serve, and how they compare with PyTorch's.
+"""A program's attention calls, which of them kernels serve, and how they compare with PyTorch's.
 
 :class:`Observer` stands between PyTorch's functions and :mod:`cute_attn.sdpa` and :mod:`cute_attn.flex` while it is
-watching, and is told of the calls that come by other doors, :mod:`cute_attn.transformers` and
-:mod:`cute_attn.flash_attn`. Where there is no GPU it watches ``scaled_dot_product_attention`` itself.
+watching. The other doors, :mod:`cute_attn.transformers` and :mod:`cute_attn.flash_attn`, report their calls to it.
+Without a GPU it watches ``scaled_dot_product_attention`` itself.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class Row:
         uncompared: why nothing was compared with PyTorch's.
         calls: how many.
         ours_us, pytorch_us: microseconds of each shadowed call.
-        difference: the largest between both results, in float32, as a share of PyTorch's largest value; None where
+        difference: the largest between both results, in float32, relative to PyTorch's largest value; None where
             nothing was compared.
     """
 
@@ -49,7 +49,7 @@ class Row:
 
     @property
     def gain_us(self) -> float | None:
-        """What all calls gain, from the shadowed ones' means; None without any."""
+        """Microseconds that all calls gain, from the means of the shadowed ones; None without any."""
         if not self.ours_us or not self.pytorch_us:
             return None
         means = (sum(times) / len(times) for times in (self.pytorch_us, self.ours_us))
@@ -57,7 +57,7 @@ class Row:
 
     @property
     def gain(self) -> str:
-        """What a call gains, or why that is nothing or unknown."""
+        """The gain per call, or why it is nothing or unknown."""
         if self.reason is not None:
             return f"nothing: {self.reason}"
         if self.gain_us is None:
@@ -78,9 +78,9 @@ class Row:
 class Observer:
     """Counts calls by signature and compares some with PyTorch's.
 
-    A shadowed call is computed by both, after a call of each that is not timed; what it draws from a generator does not
-    count. Within CUDA graph capture, with dropout, whose masks differ, and of operators that write into an argument
-    nothing is compared, nor are calls of ours by name. What is watched never fails by it.
+    A shadowed call is computed by both, after a call of each that is not timed; the generator's state is restored.
+    Nothing is compared within CUDA graph capture, with dropout (masks differ), for operators that write into an
+    argument, and for calls of ours by name. Watching never makes a program fail.
 
     Attributes:
         shadow: how many calls of each signature to compare.
@@ -105,8 +105,8 @@ class Observer:
     def watching_functions(self) -> Iterator[None]:
         """Watch ``scaled_dot_product_attention`` and the other doors, where no operator can be served.
 
-        The function is replaced, as no mode would see it below a function that modes see, such as
-        ``F.multi_head_attention_forward``; and modules call it, instead of what computes a whole layer on a CPU.
+        The function is replaced: a mode would not see it below a function that modes see, such as
+        ``F.multi_head_attention_forward``. Modules are made to call it instead of the fast path for a whole layer.
         """
         fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
@@ -240,9 +240,9 @@ def _sizes(x: Tensor, narrow: bool = False) -> str:
 
 
 def difference(ours: Any, theirs: Any) -> float:
-    """The largest between floating tensors of q's dtype, in float32, as a share of the largest value of ``theirs``.
+    """The largest between floating tensors of q's dtype, in float32, relative to the largest value of ``theirs``.
 
-    Infinite where only ours is NaN, or one is infinite. Where PyTorch's is no number nothing is compared.
+    Infinite if only ours is NaN, or one is infinite. Elements where PyTorch's is NaN are skipped.
     """
     first = ours[0] if isinstance(ours, tuple) else ours
     pairs = zip(ours, theirs, strict=True) if isinstance(ours, tuple) else [(ours, theirs)]

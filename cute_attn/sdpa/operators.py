@@ -21,7 +21,7 @@ from cute_attn.sdpa.plans import Results, backward, forward
 
 
 class Question(NamedTuple):
-    """An operator's arguments beside its tensors, as far as they decide.
+    """An operator's arguments other than tensors, as far as they decide who serves a call.
 
     Attributes:
         backend: of ``cute_attn.host.activation.BACKENDS``.
@@ -59,7 +59,7 @@ def _request(question: Question, inputs: tuple) -> Request:
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Inputs:
-    """From (batch, heads, rows, dim); what has other dimensions is declined as it is."""
+    """From (batch, heads, rows, dim); tensors with other dimensions stay as they are, to be declined."""
     q, k, v = (x.transpose(1, 2) if x.dim() == 4 else x for x in (query, key, value))
     return Inputs(q, k, v, bias)
 
@@ -101,7 +101,7 @@ def _backward(
 
 
 def _debug_mask_reason(return_debug_mask: bool, dropout_p: float) -> str | None:
-    """PyTorch raises then, so that there is no backward."""
+    """PyTorch raises for these arguments, so that no backward follows."""
     if return_debug_mask and not dropout_p:
         return "return_debug_mask is set without dropout; accepted: with dropout"
     return None
@@ -118,10 +118,10 @@ _NUMBER, _WORD, _TWO_WORDS = ((), (), torch.int64), ((), (), torch.uint64), ((2,
 
 
 def _numbers(found: Results) -> Sequence[Tensor]:
-    """Seed and offset as two tensors, each aligned to 16 bytes, which compiled code asserts.
+    """Seed and offset as two tensors, each aligned to 16 bytes: compiled code asserts that.
 
-    PyTorch's are int64. Those of a mask drawn here are uint64, by which its backward knows them, see
-    :func:`drawn_here`: autograd, hooks of saved tensors and compiled code keep a dtype.
+    PyTorch's are int64. Those of a mask drawn here are uint64, and the backward recognizes them by it
+    (:func:`drawn_here`): autograd, hooks of saved tensors and compiled code keep a dtype.
     """
     if found.state is None:
         return _fresh(found.out, _NUMBER, _NUMBER)
@@ -131,10 +131,10 @@ def _numbers(found: Results) -> Sequence[Tensor]:
 
 
 def drawn_here(seed: Tensor) -> bool:
-    """Whether a dropout mask with this seed is of a forward of memory-efficient or cuDNN attention that was served.
+    """True if a served forward of memory-efficient or cuDNN attention drew the dropout mask with this seed.
 
-    Its backward is ours, whatever serves by then. PyTorch's kernel of memory-efficient attention would read the seed,
-    which lies on the GPU, on the host; cuDNN's would draw another mask. Flash attention's masks and states are
+    Its backward must run here, whatever is active by then. PyTorch's kernel of memory-efficient attention would read
+    the seed on the host, but it is on the GPU; cuDNN's would draw another mask. Flash attention's masks and states are
     PyTorch's, so that either can compute its backward.
     """
     return seed.dtype == torch.uint64
@@ -266,7 +266,7 @@ def efficient_backward(
 
 
 def _in_rows_of_16(x: Tensor) -> Tensor:
-    """A copy whose rows lie a multiple of 16 elements apart."""
+    """A copy with a row stride that is a multiple of 16 elements."""
     shape = (*x.shape[:-1], -(-x.shape[-1] // 16) * 16)
     (wide,) = _fresh(x, (shape, memory.contiguous_strides(shape), x.dtype))
     found = wide[..., : x.shape[-1]]
@@ -353,8 +353,8 @@ def rows_forward(
 ) -> tuple | str:
     """``aten::_flash_attention_forward``: rows before heads, batches or packed sequences.
 
-    seqused_k, alibi_slopes, block_table and num_splits are unknown to its backward, which PyTorch computes without
-    them: that of a call with the first two is served exactly if that of the same call without them is.
+    Its backward does not know seqused_k, alibi_slopes, block_table and num_splits; PyTorch computes it without them.
+    The backward of a call with the first two is served exactly if that of the same call without them is.
     """
     if block_table is not None:
         return "block_table needs kernels for paged keys; accepted: None"
@@ -484,4 +484,4 @@ STATES = {
     "_scaled_dot_product_efficient_attention_backward": 7,
     "_scaled_dot_product_cudnn_attention_backward": 6,
 }
-"""Where backwards whose dropout states :func:`drawn_here` tells apart have philox_seed among their arguments."""
+"""The position of philox_seed among the arguments of each backward that asks :func:`drawn_here`."""

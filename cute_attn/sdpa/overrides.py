@@ -1,8 +1,8 @@
 """PyTorch's operators overridden in its dispatcher, once and for the life of the process.
 
-A registration is never taken back: another thread may be inside, and the dispatcher would free what that thread runs.
-So each override asks at every call by which options it serves. By none it calls PyTorch's kernel, which costs a hop
-through Python, unless it is the backward of a forward that drew its dropout mask here.
+A registration is never removed: the dispatcher would free code that another thread may be running. So each override
+looks up the active options at every call. Without any it calls PyTorch's kernel, at the cost of a hop through Python,
+unless it is the backward of a forward that drew its dropout mask here.
 """
 
 import functools
@@ -68,7 +68,7 @@ class Override:
         return _call_pytorch(stock, keyset, *args, **kwargs)
 
     def _served(self, options: Options, args: tuple, kwargs: dict[str, Any]) -> tuple | Tensor | str:
-        """The outputs, from the record of an earlier call if there is one, or why PyTorch computes the call."""
+        """The outputs, from the record of an earlier call if any, or why PyTorch computes the call."""
 
         def call() -> tuple | Tensor | str:
             found = self.implementation(options, *args, **kwargs)
@@ -76,7 +76,7 @@ class Override:
                 doors.served.add(self.name)
             return found
 
-        # Of torch's generator no mask is drawn within a CUDA graph.
+        # Within a CUDA graph no mask is drawn from torch's generator.
         captures = options.rng == "torch" and _is_capturing(args[0].device)
         return plans.of_operator((self, options, captures, *kwargs), (*args, *kwargs.values()), call)
 
@@ -85,7 +85,7 @@ _DEFAULT = Options()
 
 
 class _Inside(threading.local):
-    """Whether this thread runs one of PyTorch's kernels. The flash operator calls another one that is overridden."""
+    """True while this thread runs one of PyTorch's kernels: the flash operator calls another overridden one."""
 
     pytorch = False
 
@@ -138,7 +138,7 @@ def _override_composite(key: str) -> None:
         stock = torch.library.get_kernel(f"aten::{function.NAME}", above)
         run = repeated.override(stock.call_boxed, key.lower())
         _register(_libraries[key], function.NAME, run, above)
-        # Let the dispatcher of tracers, which is Python's, look again for that operator's kernel.
+        # Let the tracers' dispatcher, in Python, look up that operator's kernel again.
         operator = torch.ops.aten.scaled_dot_product_attention.default
         operator._uncache_dispatch(getattr(torch._C.DispatchKey, above))
 

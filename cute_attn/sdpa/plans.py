@@ -1,7 +1,7 @@
 """PyTorch's operators as calls of the kernels: inputs as these read them, outputs in the layouts that PyTorch promises.
 
-Inputs are views with rows before heads, outputs are written where PyTorch wants them; what kernels cannot read or write
-so is copied. CPU tensors are computed by the reference.
+Inputs are views with rows before heads, outputs are written in PyTorch's layouts; tensors that kernels cannot read or
+write in place are copied. CPU tensors are computed by the reference.
 """
 
 import functools
@@ -33,19 +33,19 @@ from cute_attn.sdpa.calls import Inputs, Request, translated
 
 
 def _readable(x: Tensor) -> Tensor:
-    """``x``, perhaps with other strides of dimensions of size 1, or a copy where kernels cannot read its memory."""
+    """``x``, perhaps with other strides in dimensions of size 1, or a copy where kernels cannot read its memory."""
     return record.readable(regular(x))
 
 
 def _narrow_bias(bias: Tensor) -> Tensor:
-    """A bias with dimensions of stride 0 as size 1, which costs kernels less; the last one as it is."""
+    """A bias with dimensions of stride 0 shrunk to size 1, which costs kernels less; the last one stays."""
     dims = list(zip(bias.shape, bias.stride(), strict=True))
     shape = [1 if stride == 0 else size for size, stride in dims[:-1]]
     return last_contiguous(as_strided(bias, (*shape, bias.shape[-1]), tuple(bias.stride())))
 
 
 def _prepared(inputs: Inputs, *, bias_gradient: bool = False) -> Inputs:
-    """Tensors as kernels read them. A bias with a gradient keeps its shape, which is the gradient's."""
+    """Tensors as kernels read them. A bias with a gradient keeps its shape, the shape of the gradient."""
     q, k, v = map(_readable, inputs[:3])
     bias = inputs.bias
     if bias is not None:
@@ -104,14 +104,14 @@ class Output:
         return cls(_swapped((own, contiguous_strides(own))), heads_first)
 
     def memory(self, like: Tensor) -> Tensor | None:
-        """New memory with rows before heads, which kernels write; None where they cannot."""
+        """New memory with rows before heads; None if kernels cannot write this layout."""
         shape, strides = _swapped(self.layout) if self.heads_first else self.layout
         if not _writable(strides, like.element_size()):
             return None
         return record.empty(like, shape, strides, like.dtype)
 
     def of_rows(self, x: Tensor) -> Tensor:
-        """From what kernels wrote, with rows before heads: a view, or a copy where it lies elsewhere."""
+        """The kernels' output, with rows before heads, in this layout: a view, or a copy if its strides differ."""
         shape, strides = self.layout
         x = rows_first(x) if self.heads_first else x
         own = x.stride()
@@ -134,10 +134,10 @@ def _writable(strides: tuple[int, ...], element_size: int) -> bool:
 
 
 class Results(NamedTuple):
-    """What a forward returns.
+    """The results of a forward.
 
     Attributes:
-        out: as PyTorch promises it.
+        out: in the layout that PyTorch promises.
         lse: (batch, heads, rows), packed (heads, total), with +inf for a row without keys.
         state: int64 (2,), seed and offset, or None without dropout.
         softmax: or None.
@@ -164,10 +164,10 @@ def forward(
     Args:
         request: its metadata.
         inputs: q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes as PyTorch gives them.
-        rng: where dropout masks come from, see :func:`cute_attn.sdpa.activate`.
+        rng: how dropout masks are drawn, see :func:`cute_attn.sdpa.activate`.
         heads_first: whether q, k and v have heads before rows.
-        wants_lse, return_softmax: whether lse, and the softmax, are wanted.
-        lse_rows: rows of lse, of which kernels write the first and +inf follows; by default as many as queries.
+        wants_lse, return_softmax: return lse, and the softmax.
+        lse_rows: rows of lse, +inf beyond the queries; by default as many as queries.
     """
     state, rows = None, request.longest[0]
     if request.dropout_p:
@@ -199,12 +199,12 @@ def _kernel_inputs(inputs: tuple, heads_first: bool, *, bias_gradient: bool = Fa
 
 
 def runs_kernels(q: Tensor) -> bool:
-    """Whether kernels compute a call, rather than the reference."""
+    """True if kernels compute a call, False if the reference does."""
     return q.is_cuda
 
 
 def _may_see_nothing(request: Request, seqused_k: Tensor | None) -> bool:
-    """Whether there may be a query that sees no key."""
+    """True if a query may see no key."""
     if request.bias is not None or request.packed or seqused_k is not None or max(request.window) >= 0:
         return True
     if not request.longest[1]:
@@ -232,7 +232,7 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 def _advance(request: Request) -> int:
-    """What PyTorch's forward adds to the generator's offset: a number for each thread or score, in fours."""
+    """The increment of the generator's offset by PyTorch's forward: one per thread or score, in fours."""
     if request.lengths[0] is not None:
         batch = request.lengths[0][0][0] - 1
     else:

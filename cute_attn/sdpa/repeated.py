@@ -1,13 +1,12 @@
 """Calls of scaled_dot_product_attention that repeat an earlier one.
 
 PyTorch's function chooses a backend and calls its operator, and a Python override of an operator costs: boxed arguments
-and results, and three tensors that only a backward with dropout reads. A call that repeats an earlier one needs none
-of these: its record has what the operator's kernels did. PyTorch's function computes the first two calls of each kind,
-and every call with a mask, dropout or gradients, of tensors that override functions, or under compilers, modes,
-function transforms and profilers.
+and results, and three tensors that only a backward with dropout reads. A repeated call skips these: its record has the
+launches of the operator. PyTorch's function computes the first two calls of each kind, and every call with a mask,
+dropout or gradients, of tensors that override functions, or under compilers, modes, function transforms and profilers.
 
-:mod:`cute_attn.host.plans` says whether a call repeats an earlier one. What PyTorch's choice depends on beside the
-tensors' metadata is part of the key.
+:mod:`cute_attn.host.plans` says whether a call repeats an earlier one. The key includes the settings, other than the
+tensors' metadata, on which PyTorch's choice depends.
 """
 
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from cute_attn.host import doors, plans
 
 
 class Memory:
-    """Part of the key of one activation's calls. device: type of the tensors whose operators are overridden."""
+    """Identifies the calls of one activation, in their keys. device: type of the tensors that are served."""
 
     __slots__ = ("device",)
 
@@ -33,7 +32,7 @@ _current: Memory | None = None  # of other threads a call keeps the one that it 
 
 
 def start(device: str) -> None:
-    """Learn calls from now on, in place of what was known. Arguments: of :class:`Memory`."""
+    """Forget all calls, and learn new ones from now on. Arguments: of :class:`Memory`."""
     global _current
     stop()
     _current = Memory(device)
@@ -58,8 +57,8 @@ def key_of(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple | None:
-    """What finds a call of PyTorch's function with these arguments; None for one that is PyTorch's in any case."""
-    if (  # what overrides functions is looked for first, since it sees attributes being read
+    """The key of a call of PyTorch's function with these arguments; None if PyTorch computes it in any case."""
+    if (  # overrides of functions are looked for first, since they see attributes being read
         attn_mask is not None
         or dropout_p != 0.0
         or not _PLAIN.issuperset(map(type, (query, key, value)))
@@ -103,8 +102,8 @@ _flash_enabled, _efficient_enabled, _cudnn_enabled, _priority_order, _are_determ
 def override(stock: Callable[..., Tensor], device: str) -> Callable[..., Tensor]:
     """``aten::scaled_dot_product_attention`` above autograd for the dispatcher; ``stock``: PyTorch's, boxed.
 
-    Repeated calls without gradients end here, past the operators of the backends, while calls of that type of device
-    are learnt. Under inference mode, which has no autograd, the dispatcher does not come here.
+    Repeated calls without gradients end here and skip the operators of the backends, while calls of that type of device
+    are learnt. Inference mode has no autograd, so the dispatcher does not call this under it.
     """
 
     def run(keyset: "torch._C.DispatchKeySet", *args: Any, **kwargs: Any) -> Tensor:

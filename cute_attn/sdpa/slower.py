@@ -1,7 +1,7 @@
-"""Calls that PyTorch's kernels compute faster than those here, each beside what was measured.
+"""Calls that PyTorch's kernels compute faster than those here, with the measurements.
 
 Kernels support them; a drop-in leaves them to PyTorch until they gain. ``python -m bench.drop_ins`` measures every row
-again, with and without it: a row whose calls have become faster goes, another range is a number in its condition.
+again, with and without it. Rows whose calls are now faster are removed; a new range is a number in a row's condition.
 """
 
 from collections.abc import Callable
@@ -14,10 +14,10 @@ class Row:
     """Calls of one kind.
 
     Attributes:
-        kind: what they are, as a program's author would say.
+        kind: a description in the words of a program's author.
         applies: whether a :class:`cute_attn.sdpa.calls.Request` is one.
-        pytorch_ms, ours_ms: of all attention of the program that was measured.
-        measured: which program, and on what.
+        pytorch_ms, ours_ms: of all attention of the measured program.
+        measured: the program, and the GPU.
     """
 
     kind: str
@@ -36,7 +36,7 @@ class Row:
 
 
 MASKED_QUERIES = 1
-"""Up to so many queries with a mask are PyTorch's."""
+"""Maximum queries with a mask that PyTorch computes."""
 
 ROWS: tuple[Row, ...] = (
     Row(
