@@ -3,7 +3,7 @@
     cache row  cache_seqlens[b] + i  of sequence b = new key i, rotated, and new value i
     rotated query i                                = query i turned by the angles of its position
 
-All new rows are written, whether a query sees them or not, in a launch of its own before attention: no thread of
+All new rows are written, whether a query sees them or not, in a separate launch before attention: no thread of
 attention waits for another's rows, and both archs share this file. Rows beyond the capacity are written nowhere.
 
 A CTA handles one row of all heads, of keys and values or of queries, 16 bytes per thread; a second extent of the grid
@@ -60,7 +60,7 @@ class AppendKv:
     traits: Traits
     tile: AppendTile
 
-    # ---- what it serves ----
+    # ---- supported traits ----
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
@@ -191,7 +191,7 @@ class AppendKv:
     def rotate(
         self, values: cute.Tensor, source: cute.Tensor, col: Int32, angles: Angles, position: Int32
     ) -> cute.Tensor:
-        """Elements [col, col + 8) of row ``source``, which are ``values``, turned where they are in a pair.
+        """``values``, elements [col, col + 8) of row ``source``, with the rotated pairs turned.
 
         Positions beyond the table count as its last one.
         """
@@ -200,7 +200,7 @@ class AppendKv:
         wide = cute.make_rmem_tensor(cute.make_layout(8), Float32)
         cos, sin = (self.angle_row(table, position) for table in (angles.cos, angles.sin))
         for e in cutlass.range_constexpr(8):
-            # Out of bounds all indices are clamped, which takes no branch.
+            # Indices out of bounds are clamped, to avoid a branch.
             at = cutlass.min(col + e, 2 * pairs - 1)
             if cutlass.const_expr(self.traits.rotary == "interleaved"):
                 first, pair, other = Boolean(e % 2 == 0), at // 2, values[e ^ 1]

@@ -39,7 +39,7 @@ class BackwardConvert:
     traits: Traits
     tile: Any
 
-    # ---- what it serves ----
+    # ---- supported traits ----
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
@@ -52,7 +52,7 @@ class BackwardConvert:
 
     @classmethod
     def beside(cls, traits: Traits, tile: Any) -> Any:
-        """The tile for a main kernel's tile: the same, without what does not affect dQ's order in memory."""
+        """The main kernel's tile with only the fields that affect dQ's order in memory."""
         return tile.for_convert()
 
     # ---- layouts, copies and the MMA ----
@@ -64,13 +64,13 @@ class BackwardConvert:
 
     @property
     def follows_early(self) -> bool:
-        """Whether this kernel may start while the main one is still running (programmatic dependent launch)."""
+        """On sm90, programmatic dependent launch lets this kernel start while the main one still runs."""
         return self.traits.arch == "sm90"
 
     def smem_layout(self) -> cute.ComposedLayout:
         """(tile_m, padded head_dim of a pass) of dQ in shared memory.
 
-        On sm90 each warpgroup along head_dim has its own part, since its columns may end within a swizzle atom.
+        On sm90 each warpgroup along head_dim has a separate buffer, since its columns may end within a swizzle atom.
         """
         parts = self.tile.dq_warps_n if self.traits.arch == "sm90" else 1
         cols = padded(self.traits.head_dim) // (parts * dq.passes(self.tile))

@@ -4,8 +4,8 @@
     lse_log2[i] = LSE[i] * log2(e)                          so that P = exp2(score * log2(e) - lse_log2)
     dQ accumulators = 0, the main kernel's claim counter = 0;  varlen dQ, dK and dV: rows out of bounds = 0
 
-A CTA computes some rows of one head. A few adjacent threads share a row: each multiplies 16-byte vectors of dO and O,
-shuffles add the products, and the row's sum goes through shared memory to the thread that writes both statistics. The
+A CTA computes some rows of one head. A few adjacent threads work on a row: each multiplies 16-byte vectors of dO and O,
+shuffles add the products, and the thread that writes both statistics reads the row's sum from shared memory. The
 kernel is bound by memory bandwidth: each thread has as many loads in flight as its registers allow.
 
 A row that saw no key has an LSE of -inf here, +inf in PyTorch's kernels. Such rows, and those that pad a sequence to
@@ -34,14 +34,14 @@ from cute_attn.traits import DTYPES, MAX_HEAD_DIM, Traits
 
 @dataclass(frozen=True)
 class RowGrid:
-    """A one-dimensional grid of (batch, blocks of rows, heads); heads, which are adjacent in memory, run fastest."""
+    """A one-dimensional grid of (batch, blocks of rows, heads). Heads are adjacent in memory and run fastest."""
 
     nheads: cute.FastDivmodDivisorV2
     blocks: cute.FastDivmodDivisorV2
 
     @staticmethod
     def make(nheads: Int32, blocks: Int32) -> "RowGrid":
-        """On the host. Divisors of an empty grid, which is not launched, are 1 instead of 0."""
+        """On the host. An empty grid is not launched; its divisors are 1 instead of 0."""
         return RowGrid(*(cute.FastDivmodDivisorV2(cutlass.max(n, 1)) for n in (nheads, blocks)))
 
 
@@ -91,7 +91,7 @@ class BackwardPreprocess:
     traits: Traits
     tile: BackwardPreprocessTile
 
-    # ---- what it serves ----
+    # ---- supported traits ----
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
@@ -203,9 +203,9 @@ class BackwardPreprocess:
 
     @cute.jit
     def load_rows(self, tensor: cute.Tensor, query_rows: Rows, thread: Int32) -> cute.Tensor:
-        """This thread's part of the block's rows of dO or O, (length of a vector, vectors, passes).
+        """This thread's vectors of the block's rows of dO or O, (length of a vector, vectors, passes).
 
-        Out-of-bounds coordinates are clamped, which takes no branch; their values are left out of the sums.
+        Out-of-bounds coordinates are clamped, to avoid a branch; their values are left out of the sums.
         """
         tile, traits = self.tile, self.traits
         per_row = tile.threads_per_row(traits)
@@ -266,7 +266,7 @@ class BackwardPreprocess:
     def zero_out_of_bounds_rows(
         self, gradient: cute.Tensor, cu_seqlens: cute.Tensor, block: Int32, blocks: Int32, thread: Int32
     ) -> None:
-        """Zero the rows of (total, heads, head_dim) outside all sequences; CTA ``block`` takes every blocks-th."""
+        """Zero the rows of (total, heads, head_dim) outside all sequences; CTA ``block`` zeroes every blocks-th."""
         begin, end = cu_seqlens[0], cu_seqlens[cu_seqlens.shape[0] - 1]
         length = self.tile.length(self.traits)
         per_head = gradient.shape[2] // length

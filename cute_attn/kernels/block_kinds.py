@@ -2,15 +2,14 @@
 
     kind[b, h, i, j] = FULL where all queries of block i see all keys of block j, 0 where none sees any, else PARTIAL
 
-The mask is a traced ``mask_mod``. Most blocks are decided without evaluating it: what of it varies with the query
-alone, such as a query's document, is computed for a block's queries, and its least and largest value; so for the keys;
-and of these bounds follow those of the predicate (``epilogues.functions.intervals``), which say that all of the block
-is seen, none, or that it has to be looked at. A causal mask evaluates the blocks on the diagonal, a mask of documents
-those where one ends. Such a block is evaluated by a warp, rows far from each other first, until one key is seen and
-one is not.
+The mask is a traced ``mask_mod``. Most blocks are decided without evaluating it. Values that depend only on the query,
+such as its document, are computed for a block's queries and reduced to a minimum and maximum; likewise for the keys.
+From these bounds follow bounds of the predicate (``epilogues.functions.intervals``): all of the block is seen, none is,
+or it has to be evaluated. A causal mask evaluates the blocks on the diagonal, a document mask the blocks in which a
+document ends. A warp evaluates such a block, rows far from each other first, until one key is seen and one is not.
 
-A CTA takes one block of queries and every n-th block of keys, a warp each. The values of queries are computed once
-and kept in shared memory; a lane keeps those of its keys in registers. Queries and keys beyond the sequences count as
+A CTA handles one block of queries and every n-th block of keys, one per warp. The values of queries are computed once
+and kept in shared memory; a lane keeps its keys' values in registers. Queries and keys beyond the sequences count as
 the last ones, so that no element has to be left out; a block that reaches beyond them is partial, not full.
 
 Limits: blocks of multiples of 32 up to 512 queries and keys; up to 32 values of a query.
@@ -34,7 +33,7 @@ from cute_attn.tiles.blocks import BlockKindsTile
 from cute_attn.traits import BLOCK_OPS, FULL, LISTED_ROWS, PARTIAL, Traits
 
 _STRIDE = 37
-"""Rows are evaluated so far apart, modulo those of a block: a divisor of no block, of which masks' edges cut few."""
+"""Distance of rows evaluated in turn, modulo the block's rows: coprime to them, and mask edges cross few such rows."""
 
 
 def _mask_fakes(kernel: Any) -> tuple | None:
@@ -49,7 +48,7 @@ class BlockKinds:
     traits: Traits
     tile: BlockKindsTile
 
-    # ---- what it serves ----
+    # ---- supported traits ----
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
@@ -153,7 +152,7 @@ class BlockKinds:
                 kept[i] = value
 
     def mask(self, state: MaskState) -> BlockPredicate:
-        """The predicate with what is known of a (batch, head)."""
+        """The predicate with the known values of a (batch, head)."""
         return BlockPredicate(self.predicate, state)
 
     def query(self, row: Int32, i: Int32, seqlen_q: Int32) -> Int32:
@@ -213,7 +212,7 @@ class BlockKinds:
         row: Int32,
         seqlen_q: Int32,
     ):
-        """Whether a query of a block sees a key, and whether one does not, by a warp whose lanes have those keys."""
+        """(some query of the block sees a key, some does not see one), by a warp with the keys in its lanes."""
         tile_m: Constexpr = self.tile.tile_m
         seen, hidden, at = Boolean(False), Boolean(False), Int32(0)
         while at < tile_m * _STRIDE:
@@ -234,7 +233,7 @@ def _between(first: Int32, last: Int32) -> Interval:
 
 
 def _bounds(nodes: tuple, values: list[list[Any]]) -> list[Interval]:
-    """By a warp, of whose lanes each has some queries' or keys' values."""
+    """By a warp; each lane has the values of some queries or keys."""
     return [Extremes.of(node, [one[number] for one in values]).of_warp() for number, node in enumerate(nodes)]
 
 

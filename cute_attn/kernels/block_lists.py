@@ -4,9 +4,9 @@
     full_count[b, h, i], full[b, h, i, :]           the full ones
     and the same of the query blocks of each key block
 
-A warp takes a row or a column of the table of kinds, 32 blocks at a time: it counts those of either kind, and then
-each lane writes its block where it comes, which votes of the lanes before it say. So lists are in order without a
-sort, and no thread waits for another warp's.
+A warp reads a row or a column of the table of kinds, 32 blocks at a time. It counts blocks of either kind; then each
+lane writes its block at the position given by the votes of the lanes before it. So lists are in order without a sort,
+and no warp waits for another.
 
 Limits: none but 32-bit numbers of blocks.
 """
@@ -47,7 +47,7 @@ class ListBlocks:
     traits: Traits
     tile: BlockListsTile
 
-    # ---- what it serves ----
+    # ---- supported traits ----
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
@@ -135,7 +135,7 @@ class ListBlocks:
 
 
 def _kinds(kinds: cute.Tensor, block: Int32, size: Int32) -> tuple[Boolean, Boolean]:
-    """Whether a block is partial, and whether it is full; one beyond the line is neither."""
+    """(block is partial, block is full); a block beyond the line is neither."""
     kind = Int32(kinds[cutlass.min(block, size - 1)])
     return (kind == PARTIAL) & (block < size), (kind == FULL) & (block < size)
 

@@ -3,13 +3,13 @@
     counts[b, h, i] = (rows of key blocks without a mask, rows of all listed ones),   blocks[b, h, i, :] = 2 j + hides
     and the same of the query blocks of each key block
 
-as :class:`cute_attn.work.block_lists.BlockLists` describes them, in blocks of ``LISTED_ROWS``. A mask's own blocks may
-be smaller or larger, and have others' bounds: a listed block is full where all blocks that it overlaps are, hidden
-where all are, else partial. The query blocks of a key block are those that any query head of its kv head lists.
+as :class:`cute_attn.work.block_lists.BlockLists` describes them, in blocks of ``LISTED_ROWS``. The mask's blocks may
+be smaller or larger, with other bounds: a listed block is full where all blocks that it overlaps are full, hidden
+where all are hidden, else partial. A query block is listed for a key block if any query head of the kv head lists it.
 
-A warp takes a list, 32 blocks at a time, and counts full and partial ones; then each lane writes its block: full ones
+A warp reads a list, 32 blocks at a time, and counts full and partial ones; then each lane writes its block: full ones
 first, partial ones behind them, then hidden ones, each in order. A block that reaches beyond the sequence needs a mask
-and is the last one listed, and all queries need one that see the last key block if that does.
+and is listed last. If the last key block does, all queries that see it need one.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from cute_attn.tiles.blocks import BlockListsTile
 from cute_attn.traits import BLOCK_OPS, FULL, LISTED_ROWS, PARTIAL, Traits
 
 Visits = Annotated[tuple, lambda kernel: (fakes.plain(Int32, 4), fakes.plain(Int32, 4))]
-"""Counts and blocks as of ``cute_attn.work.block_lists.BlockLists``."""
+"""Counts and blocks, see ``cute_attn.work.block_lists.BlockLists``."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class ListVisits:
     traits: Traits
     tile: BlockListsTile
 
-    # ---- what it serves ----
+    # ---- supported traits ----
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:

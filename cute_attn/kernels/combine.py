@@ -1,21 +1,21 @@
 """Merges partial results of attention over disjoint sets of keys. Runs on every target.
 
-:class:`Combine` merges given ones, :class:`CombineShares` those of a kvcache kernel that divides all key blocks. Their
-device code is one: :class:`GivenRows` or :class:`UnitRows` says where a row's partial results are.
+:class:`Combine` merges given results, :class:`CombineShares` the results of a kvcache kernel with stream-K scheduling.
+They share their device code; :class:`GivenRows` and :class:`UnitRows` say where a row's partial results are.
 
-    m       = max over i of lse[i]              of one query of one head, over its partial results i
+    m       = max over i of lse[i]              for one query of one head, over its partial results i
     w[i]    = exp(lse[i] - m)
     out     = sum over i of w[i] * o[i] / sum over i of w[i]
-    lse_out = m + log(sum over i of w[i])       with exp(sink - m) of the head in both sums, where there are sinks
+    lse_out = m + log(sum over i of w[i])       with exp(sink - m) of the head in both sums, if it has a sink
 
-A partial result with an LSE of -inf saw no key: its weight is 0 and its row is not read, so that it may be unwritten
-memory. So does +inf, which some libraries use instead. Where all did, out is 0 and lse_out -inf, or the sink. NaN stays
-NaN.
+A partial result with an LSE of -inf, or of +inf as in some libraries, saw no key: its weight is 0 and its row is not
+read, so that it may be unwritten memory. If no partial result saw a key, out is 0 and lse_out is -inf or the sink. NaN
+stays NaN.
 
 A CTA merges a few rows. The threads of a row load its LSEs to shared memory and turn them into weights there. Then
 groups of threads each add up every groups-th partial row, 16 bytes per thread and several rows in flight, and the first
-group adds the groups' sums in their order. So the order of all sums depends on the number of partial results and the
-tile alone: results repeat bit for bit.
+group adds the groups' sums in their order. So the order of all sums depends only on the number of partial results and
+the tile: results repeat bit for bit.
 
 Limits: up to ``MAX_PARTIALS`` fp32 partial results; out in fp16, bf16 or fp32; head dims up to 256, multiples of 8.
 """
@@ -53,7 +53,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Place:
-    """What a thread works on: one row, one group's part of its partial results, some of its columns."""
+    """Work of one thread: one row, one group's subset of its partial results, some of its columns."""
 
     row: Int32  # in the CTA
     group: Int32
@@ -68,8 +68,8 @@ class Place:
 class RowPartials:
     """Where the partial results of one row are, in elements, and how many.
 
-    Partial result i is at ``start + i * step``, or with ``alternates`` the first one is one index further: a share at
-    the end of a slot's line has the odd index, see :class:`cute_attn.work.key_shares.Share`.
+    Partial result i is at ``start + i * step``; with ``alternates`` the first one is one index further: a range at the
+    end of a CTA's line has the odd index, see :class:`cute_attn.work.key_shares.Share`.
     """
 
     count: Int32
@@ -123,17 +123,17 @@ class GivenRows:
     def find(
         self, kernel: Any, partials: tuple, mO: cute.Tensor, base: cute.Pointer
     ) -> tuple[Place, RowPartials]:
-        """What the thread works on: nothing that the kernel before writes says that."""
+        """The thread's work; it does not depend on the previous kernel's outputs."""
         return self.of(kernel, partials, cute.arch.block_idx()[0], cute.arch.thread_idx()[0])
 
     def are_divided(self, found: tuple[Place, RowPartials]) -> bool:
-        """Whether the CTA's rows have several partial results: they may."""
+        """Always True: given rows may have several partial results."""
         return True
 
     def of_thread(
         self, kernel: Any, found: tuple[Place, RowPartials], partials: tuple, thread: Int32
     ) -> tuple[Place, RowPartials]:
-        """What a thread works on, and where its row's partial results are."""
+        """The thread's work, and where its row's partial results are."""
         return found
 
     @cute.jit
@@ -163,7 +163,7 @@ class Combine:
     traits: Traits
     tile: CombineTile
 
-    # ---- what it serves ----
+    # ---- supported traits ----
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
@@ -234,7 +234,7 @@ class Combine:
         base = memory.SmemAllocator().allocate(self.tile.smem_bytes(self.traits), 16)
         shared = self.shared_memory(cute.recast_ptr(base, dtype=Float32))
         found = rows.find(self, partials, mO, base)
-        self.wait_for_partials()  # what wrote the lengths has ended before that kernel began
+        self.wait_for_partials()  # the lengths' writer had ended before that kernel began
         if rows.are_divided(found):
             place, own = rows.of_thread(self, found, partials, thread)
             self.merge(partials[0].iterator, partials[1].iterator, own, shared, place, mO, mLSE, mSinks)
@@ -358,7 +358,7 @@ class Combine:
 
     @cute.jit
     def load_first(self, outs: cute.Pointer, partials: RowPartials, place: Place) -> cute.Tensor:
-        """Load the group's first rows before their weights are known: beside the LSEs."""
+        """Load the group's first rows before their weights are known, together with the LSEs."""
         values = self.row_values()
         for u in cutlass.range_constexpr(self.tile.unroll):
             i = cutlass.min(place.group + u * self.tile.groups, partials.count - 1)
@@ -479,7 +479,7 @@ class Combine:
 
 @dataclass(frozen=True)
 class CombineUnit:
-    """A CTA's unit and rows: ``first`` and ``last``, the slots that have parts of it, are equal if it is whole."""
+    """A CTA's work tile and rows. ``first == last``: a single CTA computed the tile, and there is nothing to merge."""
 
     batch: Int32
     pack: Int32
@@ -492,11 +492,11 @@ class CombineUnit:
 
 @dataclass(frozen=True)
 class UnitRows:
-    """The rows that a kvcache kernel with split "shares" left in parts: a CTA has some rows of one unit.
+    """Partial results of a kvcache kernel with split "shares" (stream-K). A CTA has some rows of one unit.
 
-    A unit is a query block of a pack of heads. CTAs take units in chunks of rows: block -> (batch, pack, m_block,
-    chunk). With ``by_slot`` they take the unit that a slot begins and does not end: block -> (slot, chunk). Packed
-    queries have the query blocks of all sequences, padded as in :func:`first_block`.
+    A unit is a query block of a pack of heads, divided into chunks of rows: block -> (batch, pack, m_block, chunk).
+    With ``by_slot`` it is the unit that a slot begins and does not end: block -> (slot, chunk). Packed queries have
+    the query blocks of all sequences, padded as in :func:`first_block`.
     """
 
     seqlens: Seqlens
@@ -540,7 +540,7 @@ class UnitRows:
 
     @cute.jit
     def find(self, kernel: Constexpr, partials: Partials, mO: cute.Tensor, base: cute.Pointer) -> CombineUnit:
-        """The CTA's unit, which its first warp looks up."""
+        """The CTA's unit; its first warp looks it up."""
         start = kernel.tile.smem_areas(kernel.traits)["unit"][0]
         found = cute.make_tensor(cute.recast_ptr(base + start, dtype=Int32), cute.make_layout(5))
         number, lane = self.seqlens.batch(mO), cute.arch.lane_idx()
@@ -552,7 +552,7 @@ class UnitRows:
         return self.unit(found, chunk)
 
     def are_divided(self, unit: CombineUnit) -> Boolean:
-        """Whether several slots have parts of the unit: otherwise one wrote the result."""
+        """False if a single slot computed the unit and wrote the result directly."""
         return unit.first < unit.last
 
     @cute.jit
@@ -594,7 +594,7 @@ class UnitRows:
     def of_thread(
         self, kernel: Constexpr, unit: CombineUnit, partials: Partials, thread: Int32
     ) -> tuple[Place, RowPartials]:
-        """What a thread works on, and where its row's partial results are, of the slots from first to last."""
+        """The thread's work, and where its row's partial results from slots first to last are."""
         tile, per_row = kernel.tile, kernel.tile.threads_per_row(kernel.traits)
         own = thread // (per_row * tile.groups)
         row = unit.chunk * tile.rows + own
@@ -614,10 +614,10 @@ class UnitRows:
 
 @dataclass(frozen=True)
 class CombineShares(Combine):
-    """Merges what a kvcache kernel with split "shares" left in parts. A CTA handles some rows of one unit.
+    """Merges partial results of a kvcache kernel with split "shares" (stream-K). A CTA handles some rows of one unit.
 
-    Its first warp finds the unit's slots by the arithmetic of :class:`KeyShares`. The CTA leaves at once where a single
-    slot wrote the result.
+    Its first warp finds the unit's slots by the arithmetic of :class:`KeyShares`. It exits at once if a
+    single slot wrote the result.
     """
 
     tile: CombineSharesTile

@@ -1,6 +1,6 @@
-"""What a kernel says of shared memory: its areas' layouts, the copies between it and registers or global memory, MMAs.
+"""A kernel's description of its shared-memory layouts, of the copies to and from shared memory, and of its MMAs.
 
-A kernel's ``copies`` names the methods that make them, so what a subclass overrides is what is drawn, checked
+A kernel's ``copies`` names the methods that make them, so a subclass's overrides are drawn, checked
 (``cute_attn.compiler.smem_layouts``) and counted (``cute_attn.lab.copies``).
 """
 
@@ -16,8 +16,8 @@ Make = Callable[[], Any]
 
 @dataclass(frozen=True)
 class SmemLayout:
-    """The layout of an area of shared memory: the kernel's method that makes it, the shape and dtype that it has to
-    have (rows, columns and, where there is a third, stages), and how many bytes there are for it.
+    """The layout of an area of shared memory: the kernel's method that makes it, the shape (rows, columns and, if any,
+    stages) and dtype that it has to have, and the size of the area in bytes.
     """
 
     method: str
@@ -29,11 +29,11 @@ class SmemLayout:
 
 @dataclass(frozen=True)
 class Part:
-    """A tiled copy or MMA: the call of the kernel's method as text, and what it has to be.
+    """A tiled copy or MMA: the call of the kernel's method as text, and the expected kind.
 
     Attributes:
-        threads: of those that take part.
-        warps_n: warps that hold the columns of one row between them, or 0 where that may be any number.
+        threads: number of participating threads.
+        warps_n: warps that together hold the columns of one row, or 0 where any number will do.
     """
 
     call: str
@@ -48,9 +48,9 @@ class SmemCopy:
     """A copy with a side in shared memory.
 
     Attributes:
-        name: what is copied, and by which instruction.
-        opcode: of its machine instructions.
-        side: the side in shared memory, "src" or "dst"; None where the instruction has but one.
+        name: the operand, and the instruction that copies it.
+        opcode: machine instruction of the copy.
+        side: the side in shared memory, "src" or "dst"; None where the instruction has only one.
     """
 
     name: str
@@ -61,7 +61,7 @@ class SmemCopy:
 
 
 class Copies:
-    """Made by a kernel, one line each; ``threads``: of its copies and MMAs, where a line states no others.
+    """Made by a kernel, one line each; ``threads``: default number of threads of a copy or MMA.
 
     Attributes:
         layouts, parts: by name.
@@ -85,9 +85,9 @@ class Copies:
         of: Any = None,
         by: int = 1,
     ) -> Make:
-        """An area by its name in the tile's ``smem_areas``, or ``at`` that one; left out where there is no room.
+        """An area by its name in the tile's ``smem_areas``, or ``at`` that one; left out if it has no room.
 
-        of: the dtype, by default the kernel's. by: how many have an equal part of it.
+        of: the dtype, by default the kernel's. by: number of equal areas that it is divided into.
         """
         begin, end = self._areas[at or name]
         room = (end - begin) // by
@@ -97,7 +97,7 @@ class Copies:
         return make
 
     def part(self, name: str, method: str, *args: Any, threads: int = 0, warps_n: int = 0) -> Self:
-        """A tiled copy, whose name begins with copy, or an MMA."""
+        """A tiled copy, if the name begins with copy, or else an MMA."""
         call = f"{method}({', '.join(map(str, args))})"
         kind = "TiledCopy" if name.startswith("copy") else "TiledMma"
         made = self._call(method, *args)

@@ -1,4 +1,4 @@
-"""Types of arguments that several kernels take, with how each is faked (:mod:`cute_attn.compiler.arguments`).
+"""Argument types shared by several kernels, with how each is faked (:mod:`cute_attn.compiler.arguments`).
 
 Sizes and strides are symbolic, strides 64 bit; rows of head_dim are 16-byte aligned, with strides in multiples of
 16 bytes.
@@ -118,7 +118,7 @@ Counter = Annotated[cute.Tensor, lambda kernel: workspace(1)]
 
 
 # ---- tuples ----
-# Unions: of an annotated class of tuples alone the DSL would ask the annotation for the fields' types.
+# Unions: for a bare annotated class of tuples the DSL would ask the annotation for the fields' types.
 
 
 def _seqlens_fake(kernel: Any) -> Seqlens:
@@ -173,4 +173,4 @@ BackwardCounters = Annotated[
 ]
 
 ScoreArgs = Annotated[tuple, lambda kernel: kernel.epilogues.fake_args()]
-"""What the epilogues take: ``EpilogueChain.host_args``."""
+"""Arguments of the epilogues: ``EpilogueChain.host_args``."""

@@ -1,4 +1,4 @@
-"""What several kernels' ``supports`` decline."""
+"""Reasons of several kernels' ``supports`` to decline."""
 
 from cute_attn.traits import Traits, head_dims_text
 

@@ -5,17 +5,17 @@
 
 Attention kernels load rows of whole 16 bytes that start at multiples of 16 bytes. Rows of other head dims (59, 123,
 201), strides or addresses are padded before them in one launch, q, k and v together, in the backward dO and O as well;
-and what those kernels write is brought to the call's head dim in one launch behind them. A head dim of zeros changes no
-score and no gradient, and the kernels between compute with the call's own softmax scale.
+another launch behind them copies their outputs to the call's head dim. Columns of zeros change no score and no
+gradient, and the kernels between compute with the call's softmax scale.
 
-A CTA takes one tensor's rows, a multiple of eight: so padded rows of a CTA are one run of memory that starts at a
-multiple of 16 bytes, and so are rows of any head dim that lie one right after the other. Adjacent threads store
-adjacent 8 bytes of such a run, from elements that they load one by one, all of them before they store any. A thread
-finds a row by two divisions with factors made on the host. Where unpadded rows that are written do not form such a
-run, adjacent threads store adjacent elements. The copies are bound by memory bandwidth.
+A CTA copies rows of one tensor, a multiple of eight. So its padded rows are one run of memory that starts at a multiple
+of 16 bytes, and so are unpadded rows of any head dim that lie one right after the other. Adjacent threads store
+adjacent 8 bytes of such a run, from elements that they load one by one, all before any store. A thread finds a row by
+two divisions with factors made on the host. If unpadded rows to be written do not form such a run, adjacent threads
+store adjacent elements. The copies are bound by memory bandwidth.
 
-Rows of packed queries that no sequence owns are padded as all others are. Of O, whose rows without an owner a call
-leaves as they are, only those between the first and the last cumulative length are written.
+Rows of packed queries that no sequence owns are padded like all others. A call leaves such rows of O unchanged, so only
+rows of O between the first and the last cumulative length are written.
 
 Limits: fp16, bf16 and fp32; head dims up to 576; padded tensors are contiguous, the others have any strides.
 """
@@ -50,7 +50,7 @@ class PadRows:
     traits: Traits
     tile: PadRowsTile
 
-    # ---- what it serves ----
+    # ---- supported traits ----
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
@@ -71,7 +71,7 @@ class PadRows:
 
     @property
     def pads(self) -> bool:
-        """Whether rows are padded, rather than brought back to the call's head dim."""
+        """True for padded copies, False for copies back to the call's head dim."""
         return self.traits.op.endswith("_pad")
 
     @property
@@ -84,7 +84,7 @@ class PadRows:
         return self.tile.rows(self.traits, dim)
 
     def blocks(self, places: RowPlaces, dim: int) -> Int32:
-        """CTAs of a tensor with that head dim; the grid may have more, of which row numbers would exceed 32 bits."""
+        """CTAs of a tensor with that head dim. The grid may have more; row numbers of those would exceed 32 bits."""
         return cute.ceil_div(places.count, self.rows(dim))
 
     # ---- host ----
@@ -98,13 +98,13 @@ class PadRows:
         mCuSeqlens: Annotated[cute.Tensor | None, _bounds_fake],
         stream: cuda.CUstream,
     ) -> None:
-        """Launch, one extent of the grid for the tensors.
+        """Launch; one extent of the grid is the tensors.
 
         Args:
-            mSource, mTarget: tensors of rows, see ``PADDED_TENSORS``: those of one padded, contiguous with 16-byte
-                aligned rows, and those of the other of any head dim and strides.
+            mSource, mTarget: tensors of rows, see ``PADDED_TENSORS``: the padded ones contiguous with 16-byte aligned
+                rows, the other ones of any head dim and strides.
             which: a bit for each tensor that is copied.
-            mCuSeqlens: of the rows of packed queries that become O; None for other copies.
+            mCuSeqlens: cumulative lengths of the packed rows of O; None for other copies.
         """
         places = tuple(RowPlaces.make(x) for x in (mSource if self.pads else mTarget))
         blocks = Int32(0)
@@ -176,7 +176,7 @@ class PadRows:
         thread: Int32,
         values: cute.Tensor,
     ) -> None:
-        """A thread's units of padded rows from ``row0`` on, whose elements are ``stride`` apart in x."""
+        """A thread's vectors of padded rows from ``row0`` on; elements are ``stride`` apart in x."""
         unit, steps = cute.size(values, mode=[0]), cute.size(values, mode=[1])
         values.fill(values.element_type(0.0))
         for i in cutlass.range_constexpr(steps):
@@ -209,7 +209,7 @@ class PadRows:
 
     @cute.jit
     def unpad_run(self, x: cute.Tensor, y: cute.Tensor, dim: Constexpr, row0: Int32, thread: Int32) -> None:
-        """To a CTA's rows from ``row0`` on, which lie one right after the other."""
+        """Copy to a CTA's rows from ``row0`` on, stored one right after the other."""
         unit, threads, wide = self.tile.unit(self.traits), self.tile.num_threads, self.wide(dim)
         source, target = Int64(row0) * wide, Int64(row0) * dim
         elements: Constexpr = self.rows(dim) * dim
@@ -265,13 +265,13 @@ def store_unit(values: cute.Tensor, y: cute.Tensor, offset: Int64) -> None:
 
 
 def quotient(number: Int32, divisor: int) -> tuple[Int32, Int32]:
-    """``divmod`` of a number of at least 0, whose divisor the compiler knows."""
+    """``divmod`` of a number of at least 0 by a compile-time divisor."""
     whole = Int32(Uint32(number) // Uint32(divisor))
     return whole, number - whole * divisor
 
 
 def is_run(y: cute.Tensor, dim: int) -> Boolean:
-    """Whether rows of ``y`` lie one right after the other, from a multiple of 8 bytes on."""
+    """Rows of ``y`` lie one right after the other from an 8-byte aligned address: 8-byte stores may span rows."""
     found = Boolean((y.iterator.toint() & 7) == 0)
     expected = Int64(1)
     for mode in reversed(range(cute.rank(y))):

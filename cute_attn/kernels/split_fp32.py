@@ -4,17 +4,16 @@
 
 With precision tf32 there is no lo.
 
-Two launches. The first reads each tensor for its largest element, and for the row whose largest element is smallest;
-each CTA leaves both numbers of its rows. The second has each CTA reduce these few numbers again, which takes less time
-than a launch between, and writes the terms, and the scale's inverse 2^-e for the kernels that follow: 0 where the
-tensor does not keep its precision in terms (:func:`cute_attn.device.terms.fits`), whose terms are not written then. No
-number is read by the host. Of the forward's Q only the scale is written: its main kernel splits rows of Q as it reads
-them.
+Two launches. The first computes each tensor's largest element, and the smallest of its rows' largest elements; each CTA
+writes both numbers for its rows. In the second each CTA reduces these few numbers again, which is faster than a launch
+between, and writes the terms and the scale's inverse 2^-e for the kernels that follow. If the tensor does not keep its
+precision in terms (:func:`cute_attn.device.terms.fits`), it writes 0 and no terms. The host reads no number. For the
+forward's Q only the scale is written: the main kernel splits rows of Q as it reads them.
 
 All rows count, whether a sequence owns them or not: a large number in a row that no sequence owns costs time, as
 another kernel has to compute then, and never changes a result.
 
-A CTA takes rows at equal distances, eight adjacent threads per row. Both kernels are bound by memory bandwidth.
+A CTA handles rows at equal distances, eight adjacent threads per row. Both kernels are bound by memory bandwidth.
 
 Limits: fp32; head dims up to 576; rows 16-byte aligned with a contiguous last dimension, otherwise of any strides.
 """
@@ -58,7 +57,7 @@ class SplitFp32:
     traits: Traits
     tile: SplitFp32Tile
 
-    # ---- what it serves ----
+    # ---- supported traits ----
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
@@ -147,7 +146,7 @@ class SplitFp32:
                         self.split_rows(mX[i], places[i], target, self.dims[i], factor, block, thread)
 
     def shared_numbers(self) -> cute.Tensor:
-        """(2, warps): what the warps of a CTA exchange."""
+        """(2, warps): numbers exchanged by the warps of a CTA."""
         tile = self.tile
         base = memory.SmemAllocator().allocate(tile.smem_bytes(self.traits), byte_alignment=16)
         return cute.make_tensor(
@@ -170,9 +169,9 @@ class SplitFp32:
 
     @cute.jit
     def measure_rows(self, x: cute.Tensor, places: RowPlaces, dim: Constexpr, block: Int32, thread: Int32):
-        """(magnitude of the largest element, the least one of the rows' largest) of every blocks-th group of rows.
+        """(magnitude of the largest element, smallest of the rows' largest) over every blocks-th group of rows.
 
-        The second is a thread's own number, of rows that eight adjacent threads share.
+        Both are over the rows of the thread's group of eight adjacent threads.
         """
         lane, rows = thread % LANES, self.tile.rows
         largest, smallest = Int32(0), Int32(NO_ROW)

@@ -1,4 +1,4 @@
-"""What one step of a kernel's main loop holds by its tile's arithmetic, which is how its machine code is recognised."""
+"""Instruction counts of one main loop step, from its tile's arithmetic; they identify the step in the machine code."""
 
 from dataclasses import dataclass
 
@@ -14,13 +14,13 @@ class StepContent:
             together.
         exp2: exponentials (MUFU.EX2) of the softmax and of softcap. Users' epilogues may add theirs.
         elements: scores that a thread holds.
-        warps: warps of a CTA that take such steps.
+        warps: warps of a CTA that run such steps.
         loops: products that are loops within the step, in their order: (matrix instructions of an iteration,
-            iterations). Of one iteration, the product is no loop.
-        async_bytes: what TMA and bulk reductions write to or read from shared memory in a step.
+            iterations). A product with one iteration is no loop.
+        async_bytes: bytes that TMA and bulk reductions write to or read from shared memory in a step.
         other_wgmma: (how many, n) wgmma of 64 x n x 16, both operands in shared memory, that the CTA's other warpgroups
             issue in a step.
-        ctas: of a cluster that have the same scores.
+        ctas: CTAs of a cluster with the same scores.
     """
 
     mma: int

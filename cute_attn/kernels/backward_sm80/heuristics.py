@@ -1,9 +1,9 @@
 """The Ampere backward's default tiles, from ``tiles.csv``.
 
-P and dS stay in registers where they fit, with four warps of 32 keys: two CTAs share a multiprocessor. In fp32 they
-pass through shared memory: with both in registers ptxas computes so many sums of dV and dK, which start from zero,
-before it adds them up that it spills. sm80 adds to dQ float by float, which takes registers; sm86 and sm89 have less
-shared memory. What other tiles did: "Ampere backward, on an H200" in bench/notes.md (#n: its rows).
+P and dS stay in registers where they fit, with four warps of 32 keys and two CTAs per multiprocessor. In fp32 they pass
+through shared memory. With both in registers, ptxas computes many partial sums of dV and dK before it adds any of them
+up, and spills. sm80 adds to dQ float by float, which needs registers; sm86 and sm89 have less shared memory. Other
+tiles: "Ampere backward, on an H200" in bench/notes.md (#n: its rows).
 """
 
 import functools
@@ -24,7 +24,7 @@ PASSES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18)
 
 
 def default_tile(traits: Traits, target: str, *, whole: bool = False) -> BackwardSm80Tile:
-    """The tile if none is named; whole: of those of whole fp32 operands."""
+    """The tile if none is named; whole: for fp32 operands that are not split into terms in memory."""
     return _first(traits, target, whole, *keys(traits, target))
 
 
@@ -50,7 +50,7 @@ def _first(traits: Traits, target: str, whole: bool, *keys: Key) -> BackwardSm80
 
 
 def in_passes(tile: BackwardSm80Tile, traits: Traits) -> list[BackwardSm80Tile]:
-    """A row's tile; of one with ``dq_passes=0`` each with as many as dQ takes: by chunks of columns, or few first."""
+    """A row's tile; with ``dq_passes=0`` one per allowed number of passes, fewest first, or one pass per chunk."""
     if tile.dq_passes:
         return [tile]
     if not (tile.columns or tile.in_terms):
@@ -64,12 +64,12 @@ def in_passes(tile: BackwardSm80Tile, traits: Traits) -> list[BackwardSm80Tile]:
 
 
 def register_pressure(traits: Traits) -> int:
-    """Register pressure of the epilogues, from 0 to 5, by what ptxas spills.
+    """Register pressure of the epilogues, from 0 to 5, by ptxas' spills.
 
     1: ALiBi, or lengths with wide gradients; 2: a bias; 3: values saved for a derivative, or a dropout mask; 4: many
     of them, or a dropout mask or a window with lengths or many Philox words; 5: dropout and another epilogue.
 
-    Not the forward's: there a bias takes more registers than softcap, here softcap more than a bias.
+    Differs from the forward's: there a bias needs more registers than softcap, here softcap needs more than a bias.
     """
     saves, lengths = _saves(traits), _has_lengths(traits)
     large = traits.head_dim + traits.head_dim_v > 128
@@ -89,7 +89,7 @@ def register_pressure(traits: Traits) -> int:
 
 
 def _least_pressure(traits: Traits, target: str) -> int:
-    """Minimum pressure on a target: on sm80 adding single floats to dQ takes registers, too."""
+    """Minimum pressure on a target: on sm80 adding single floats to dQ needs registers, too."""
     if target != "sm80":
         return 0
     largest = max(traits.head_dim, traits.head_dim_v)
@@ -101,7 +101,6 @@ def _least_pressure(traits: Traits, target: str) -> int:
 
 
 def _saves(traits: Traits) -> bool:
-    """Whether epilogues save values for their derivatives."""
     return bool(traits.softcap or traits.epilogues)
 
 

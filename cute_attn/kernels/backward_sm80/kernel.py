@@ -19,8 +19,8 @@ Dropout's mask is computed before S, when few registers are live, and kept as on
 With ``p_in_regs`` the scores are computed transposed and P and dS are the register operands of dV and dK: only dS goes
 through shared memory, for dQ. Follows FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691).
 
-fp32 operands come in two fp16 terms, with P and dS split alike, or in precision tf32 in one. Where they do not fit
-their terms, they are split into as many tf32 terms in registers, and P and dS stay fp32: see
+fp32 operands are stored as two fp16 terms, or with precision tf32 as one; P and dS are split the same way. If they do
+not fit their terms, they are split into as many tf32 terms in registers, and P and dS stay fp32: see
 :mod:`cute_attn.device.gemm_terms`. Large head dims compute dQ in passes over its columns; where K, V, Q and dO do not
 fit shared memory, a tile with ``columns`` streams them: see :mod:`cute_attn.kernels.backward_sm80.streamed`.
 
@@ -90,7 +90,7 @@ Operand = Annotated[cute.Tensor, _operand_fake]
 TermScales = Annotated[
     cute.Tensor | None, lambda kernel: fakes.plain(Float32, 1) if kernel.tile.speculative else None
 ]
-"""(4,): what the sums of the operands' terms are times, or 0 for a tensor that does not fit its terms; or None."""
+"""(4,): factors that the sums of the operands' terms carry, 0 for a tensor that does not fit its terms; or None."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class BackwardSm80:
     traits: Traits
     tile: BackwardSm80Tile
 
-    # ---- what it serves ----
+    # ---- supported traits ----
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
@@ -129,7 +129,7 @@ class BackwardSm80:
         return self
 
     def terms_pay(self, rows: int, seqlen_k: int) -> bool:
-        """Whether a call is large enough for operands in terms; rows: queries of all heads and sequences."""
+        """In large calls operands in terms are faster, splitting included; rows: queries of all heads and sequences."""
         dims = 3 * self.traits.head_dim + 2 * self.traits.head_dim_v
         return 2 * rows * seqlen_k * dims >= TERMS_LEAST_FLOP[self.traits.fp32_terms]
 
@@ -276,12 +276,12 @@ class BackwardSm80:
         nheads = mQ.shape[-2]
         head_bytes = Int64(seqlens.max_seqlen_q) * (4 * padded(self.traits.head_dim))
         order = KeyTileOrder.make(seqlens, mDK, schedule, head_bytes, self.tile.tile_n, self.traits.causal)
-        # As an argument it takes no register. The cap is the first of the epilogues' arguments.
+        # A kernel argument needs no register. The cap is the first of the epilogues' arguments.
         scale_log2 = self.epilogues.scale_log2(score_args[0] if self.traits.softcap else softmax_scale)
         tensors = (mQ, mK, mV, mDO, mLSElog2, mMinusD, mDQaccum, mDK, mDV)
         scalars = (softmax_scale, scale_log2, schedule.split_stride, nheads, HeadSplits.make(mQ, mK, mDK))
         rows = seqlens.max_seqlen_k if self.traits.varlen else mK.shape[1]
-        # Launches run one after the other: their additions to the same accumulator come in a fixed order.
+        # Launches run one after the other, so additions to the same accumulator have a fixed order.
         for skipped in cutlass.range(
             0, cute.ceil_div(rows, self.tile.tile_n), order.num_splits.divisor, unroll=1
         ):
@@ -321,7 +321,7 @@ class BackwardSm80:
     def key_block(
         self, params: BackwardParams, key_tile: KeyTiles, key0: Int32, smem: BackwardSm80Storage
     ) -> Gradients:
-        """dK and dV of the key block at ``key0``, without constant factors; adds its part of dQ to the accumulator."""
+        """dK and dV of the key block at ``key0``, without constant factors; adds its dS K to the accumulator of dQ."""
         traits, tile, chain, seqlens = self.traits, self.tile, self.epilogues, params.seqlens
         thread, _, _ = cute.arch.thread_idx()
         operands = self.operands(smem, thread)
@@ -337,8 +337,8 @@ class BackwardSm80:
         gradients = self.zero_gradients(operands.mma_dkv, thread)
         for head in cutlass.range(heads.first, heads.end, unroll=1):
             state = chain.begin(params.score_args, self.score_context(params, key_tile, head))
-            # What is computed from key0 itself would stay in registers for all heads. After a shuffle ptxas takes the
-            # loop over query blocks for one that lanes may leave apart, and builds what follows twice.
+            # Values computed from key0 itself would stay in registers for all heads. After a shuffle ptxas assumes that
+            # lanes leave the loop over query blocks at different times, and generates the code behind it twice.
             key = rematerialize_each(key0, head)
             blocks = BlockRange.of_keys(
                 state.band, key, key + tile.tile_n, key_tile.info.seqlen_q, tile.tile_m
@@ -464,7 +464,7 @@ class BackwardSm80:
         )
 
     def scale_storage(self, area: Any) -> ScaleStorage | None:
-        """What operands in terms need in shared memory; area: see ``ScaleStorage.make``."""
+        """Shared memory for operands in terms; area: see ``ScaleStorage.make``."""
         tile = self.tile
         pieces = tile.pieces if self.products.one_term else 0
         return ScaleStorage.make(area, tile.num_warps, pieces) if tile.in_terms else None
@@ -521,7 +521,7 @@ class BackwardSm80:
         """All query blocks of one query head."""
         blocks = ctx.blocks
         if blocks.begin < blocks.end:
-            # Other warps may still read what the previous head left in shared memory.
+            # Other warps may still read the previous head's data in shared memory.
             cute.arch.barrier()
             band = ctx.state.band
             ctx.smem.spill(dq=ctx.dq_blocks.toint(), **{name: getattr(band, name) for name in BAND})
@@ -556,7 +556,7 @@ class BackwardSm80:
 
     @cute.jit
     def multiply_dkv(self, ctx: MainloopContext, block: Int32, factor_ds: Float32) -> None:
-        """dV += P^T dO and dK += dS^T Q, with P and dS from shared memory; factor_ds: what dS in terms is times."""
+        """dV += P^T dO and dK += dS^T Q, with P and dS from shared memory; factor_ds: the scale of dS in terms."""
         tile, op, products, gradients = self.tile, ctx.operands, self.products, ctx.gradients
         unroll = products.steps_at_once(tile.tile_m, tile.dkv_unroll)
         stage, factor = self.stage(block, tile.stages_do), ctx.factor("dv")
@@ -572,7 +572,7 @@ class BackwardSm80:
 
     @cute.jit
     def start_next(self, ctx: MainloopContext, block: Int32, q: Constexpr, do: Constexpr) -> None:
-        """Start loading Q or dO of the next query block, if there is one."""
+        """Start loading Q or dO of the next query block, if any."""
         block = block + 1
         if block < ctx.smem.reload_int("end"):
             if cutlass.const_expr(q):
@@ -584,9 +584,9 @@ class BackwardSm80:
 
     @cute.jit
     def scores(self, ctx: MainloopContext, block: Int32, piece: Constexpr) -> Float32:
-        """P and dS of one piece of the queries; with ``p_in_regs`` also its part of dV and dK.
+        """P and dS of one sub-tile of the queries; with ``p_in_regs`` also adds its products to dV and dK.
 
-        Returns what dS is times, if it is stored in terms.
+        Returns the scale of dS, if it is stored in terms.
         """
         tile, op, chain = self.tile, ctx.operands, self.epilogues
         acc_s, ahead = self.multiply_qk(ctx, block, piece)
@@ -609,7 +609,7 @@ class BackwardSm80:
         return factor
 
     def multiply_qk(self, ctx: MainloopContext, block: Int32, piece: int) -> tuple[cute.Tensor, ReadAhead]:
-        """S = Q K^T, and what is computed and read before it."""
+        """S = Q K^T, and the values that are computed and read before it."""
         tile, op, products = self.tile, ctx.operands, self.products
         stage_q = self.stage(block, tile.stages_q) * tile.pieces + piece
         acc_s = self.scores_accumulator(op)
@@ -638,7 +638,7 @@ class BackwardSm80:
     ) -> tuple:
         """S becomes P: the epilogues, the mask where its edge crosses the block, and exp(S - LSE).
 
-        Returns what the epilogues' derivatives need.
+        Returns the values that the epilogues' derivatives need.
         """
         chain = self.epilogues
         saved = chain.forward(ctx.state, scores, ahead.loaded, False)
@@ -653,9 +653,9 @@ class BackwardSm80:
     def multiply_dov(
         self, ctx: MainloopContext, block: Int32, piece: int, stage: Int32
     ) -> tuple[cute.Tensor, cute.Tensor | None]:
-        """dP = dO V^T and -D of the thread's rows; or dP - D, which the product starts from, and None."""
+        """dP = dO V^T and -D of the thread's rows; or dP - D, if the accumulator starts from -D, and None."""
         op = ctx.operands
-        # Dropout zeroes elements of dP, not of D; and one term's dP is in other units.
+        # Dropout zeroes elements of dP, not of D; and one term's dP is scaled.
         apart = bool(self.traits.dropout) or self.products.one_term
         minus_d = None if apart else self.row_numbers(ctx, block, piece, ctx.smem.minus_d)
         acc = self.scores_accumulator(op)
@@ -680,7 +680,7 @@ class BackwardSm80:
     def operand_of_ds(
         self, ctx: Any, acc_dp: cute.Tensor, dk: Any, thread: Callable[[], Int32], piece: int = 0
     ) -> tuple[Terms, Float32]:
-        """dS as it is stored for dK and dQ, and what it is times; dk: accumulators, in units of that with one term."""
+        """dS as it is stored for dK and dQ, and its scale; dk: accumulators, with one term in that scale too."""
         if not self.tile.in_terms:
             return (self.rounded(acc_dp),), Float32(1.0)
         scale, factor = self.gradient_scale(ctx.smem.scales, acc_dp, dk, thread(), piece)
@@ -693,14 +693,14 @@ class BackwardSm80:
         return fragment
 
     def scores_accumulator(self, op: Operands) -> cute.Tensor:
-        """Registers for the scores of a piece of the queries, or of their gradients."""
+        """Registers for the scores of a sub-tile of the queries, or for their gradients."""
         return cute.make_rmem_tensor(op.mma_sdp.get_slice(0).partition_shape_C(self.scores_shape), Float32)
 
     @cute.jit
     def gradient_scale(
         self, scales: ScaleStorage, ds: cute.Tensor, dk: Constexpr, thread: Int32, piece: Constexpr = 0
     ) -> tuple[Float32, Float32]:
-        """The power of two that dS is split with, and its inverse; with one term dK is in units of it as well."""
+        """The power of two by which dS is scaled when split, and its inverse; with one term it scales dK as well."""
         if cutlass.const_expr(self.products.one_term):
             scale, inverse, change = running_scale(ds, scales.largest, scales.applied, thread, piece)
             for acc in dk:
@@ -746,7 +746,7 @@ class BackwardSm80:
 
     @cute.jit
     def add_dq(self, ctx: MainloopContext, block: Int32, factors: tuple[Float32, ...]) -> None:
-        """Add dS K of this key block to the query block's dQ in global memory; factors: of dS in terms, by pieces."""
+        """Add dS K of this key block to the query block's dQ in global memory; factors: dS in terms, per sub-tile."""
         tile, op = self.tile, ctx.operands
         floats = dq.block_floats(self.traits, tile)
         unroll = self.products.steps_at_once(tile.tile_n, tile.dq_unroll)
@@ -758,7 +758,7 @@ class BackwardSm80:
                 op.mma_dq, acc, op.ds, op.k_ts[index], Int32(0), unroll, factor=factors[0] * of_k
             )
             if cutlass.const_expr(self.products.one_term):
-                # The rows of a piece are whole M modes of the accumulator.
+                # The rows of a sub-tile are whole M modes of the accumulator.
                 pieces = cute.logical_divide(acc, (None, cute.size(acc, mode=[1]) // tile.pieces, None))
                 for piece in cutlass.range_constexpr(tile.pieces):
                     self.products.to_units(pieces[None, (None, piece), None], factors[piece] * of_k)

@@ -17,7 +17,7 @@ class BlockLoad:
 
     g: cute.Tensor  # (seqlen_q, head_dim)
     valid_cols: Constexpr  # head_dim
-    s: cute.Tensor  # (queries, padded head_dim, piece and stage)
+    s: cute.Tensor  # (queries, padded head_dim, sub-tile and stage)
     spilled: cute.Tensor  # to shared memory: the stride of g's rows
     g_row: cute.Tensor  # LSE or D of the padded rows
     s_row: cute.Tensor  # (tile_m, stage)
@@ -113,5 +113,5 @@ def first_term(m: cute.Tensor) -> cute.Tensor:
 
 
 def term_of(g: cute.Tensor, term: int, cols: int) -> cute.Tensor:
-    """Part ``term`` of rows whose first term is ``g``, each followed by the other."""
+    """Term ``term`` of rows that store their terms one after the other; ``g`` is the first term."""
     return g if term == 0 else cute.make_tensor(g.iterator + term * cols, g.layout)

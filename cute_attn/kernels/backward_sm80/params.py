@@ -1,4 +1,4 @@
-"""What the Ampere backward works on: a launch, a query head of a key block, and a piece of its queries."""
+"""State of the Ampere backward for a launch, for a query head of a key block, and for a sub-tile of its queries."""
 
 from dataclasses import dataclass, replace
 
@@ -18,7 +18,7 @@ from cute_attn.work.key_tiles import HeadSplits, KeyTileOrder, KeyTiles, QueryHe
 
 @dataclass(frozen=True)
 class BackwardParams:
-    """A launch: its tensors and lengths, and what follows from them."""
+    """A launch: its tensors and lengths, and values derived from them."""
 
     mQ: cute.Tensor
     mK: cute.Tensor
@@ -85,7 +85,7 @@ class ReadAhead:
 
 @dataclass(frozen=True)
 class MainloopContext:
-    """One query head of a CTA's key block: what a step of the mainloop reads and writes."""
+    """One query head of a CTA's key block: the inputs and outputs of a mainloop step."""
 
     smem: BackwardSm80Storage
     operands: Operands
@@ -100,11 +100,11 @@ class MainloopContext:
     thread: Int32
 
     def factor(self, name: str) -> Float32:
-        """What the products of operands in terms are times; see ``storage.FACTORS``."""
+        """Factors that products of operands in terms carry; see ``storage.FACTORS``."""
         return factor_of(self.smem.scales, name)
 
     def thread_again(self) -> Int32:
-        """The thread's index, computed again: what follows from it need not stay in registers from step to step."""
+        """The thread's index, computed again: values derived from it need not stay in registers from step to step."""
         return below_1024(rematerialize(self.thread))
 
     def band(self) -> Band:

@@ -1,8 +1,8 @@
 """The Ampere backward's five products: their operands in shared memory, and the instructions for each element type.
 
-16-bit operands are read by ldmatrix, transposing where K is not contiguous. Those of fp32 have terms: of tf32, into
-which registers are split, or of fp16, see :mod:`cute_attn.device.gemm_terms`. One fp16 term, of precision tf32, is a
-16-bit operand whose products are in other units: :meth:`Products.to_units`.
+16-bit operands are read by ldmatrix, transposing where K is not contiguous. fp32 operands have terms: tf32 ones, split
+in registers, or stored fp16 ones, see :mod:`cute_attn.device.gemm_terms`. A single fp16 term (precision tf32) is a
+16-bit operand with scaled products: :meth:`Products.to_units`.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ class Operands:
 
 
 def columns_of(s: cute.Tensor, layout_of: Callable[..., Any], index: int, parts: int) -> cute.Tensor:
-    """Part ``index`` of ``parts`` of a tile's columns; atoms of 128 bytes of all rows follow each other."""
+    """The ``index``-th of ``parts`` equal column ranges of a tile; atoms of 128 bytes of all rows follow each other."""
     if parts == 1:
         return s
     rows, cols = (cute.size(s, mode=[i]) for i in range(2))
@@ -70,7 +70,7 @@ class Products:
 
     @property
     def of_fp32(self) -> bool:
-        """Whether operands are fp32, split into tf32 terms as they are loaded."""
+        """fp32 operands are split into tf32 terms as they are loaded."""
         return self.traits.element_bytes == 4 and not self.tile.in_terms
 
     @property
@@ -85,7 +85,7 @@ class Products:
 
     @property
     def one_term(self) -> bool:
-        """Whether operands are one fp16 term."""
+        """With one fp16 term operands are loaded like 16-bit tensors, and products are scaled."""
         return self.tile.one_term(self.traits)
 
     @property
@@ -154,7 +154,7 @@ class Products:
             return self.operand(mma_dkv, tile.dkv_warps_m, is_a, s, True, True, thread)
 
         def of_dq(s: cute.Tensor, is_a: bool, whole: cute.Tensor) -> Any:
-            paired = tile.p_in_regs  # both operands take the keys in the same order
+            paired = tile.p_in_regs  # both operands have the keys in the same order
             return self.operand(mma_dq, tile.dq_warps_m, is_a, s, paired or not is_a, paired, thread, whole)
 
         def result(s: cute.Tensor) -> Any:
@@ -196,7 +196,7 @@ class Products:
     ) -> Any:
         """An operand in ``s``, (rows, cols, stage); ``transpose``: K is along the rows. paired: see ``Fp32Operand``.
 
-        whole: what ``s`` is some columns of, or None for ``s``.
+        whole: the tile of which ``s`` is a range of columns, or None for ``s``.
         """
         view = layouts.transposed(s) if transpose else s
         if self.of_fp32:
@@ -211,19 +211,19 @@ class Products:
         return StoredTerms.in_planes(make, self.count, cute.size(shape[0]) * cute.size(shape[1]), *given)
 
     def scores_result(self, mma: cute.TiledMma, plane: cute.Tensor, thread: Int32) -> SmemResult:
-        """Where a thread stores its part of P or dS."""
+        """Where a thread stores its elements of P or dS."""
         kind = Fp32Result if self.of_fp32 else SmemResult
         return kind(mma, self.scores_shape, plane, thread, cute.size(plane))
 
     def result(self, mma: cute.TiledMma, s: cute.Tensor, thread: Int32) -> SmemResult:
-        """Where a thread stores its part of a product as large as ``s``, of the outputs' element type."""
+        """Where a thread stores its elements of a product as large as ``s``, in the outputs' element type."""
         kind = Fp32Result if self.traits.element_bytes == 4 else SmemResult
         return kind(mma, tuple(cute.size(s, mode=[i]) for i in range(2)), s, thread)
 
     # ---- products ----
 
     def steps_at_once(self, extent: int, unroll: int) -> int:
-        """K steps of ``extent`` that a product takes at a time."""
+        """K steps of ``extent`` that a product unrolls."""
         return self.tile.steps_at_once(extent, unroll, self.tile.operand_bytes(self.traits))
 
     def multiply(

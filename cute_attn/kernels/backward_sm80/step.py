@@ -1,4 +1,4 @@
-"""What a step of the Ampere backward holds."""
+"""Instruction counts of a step of the Ampere backward."""
 
 from cute_attn.kernels.step import StepContent, mma_sync_count, product_loop
 from cute_attn.tiles import BackwardSm80Tile, padded
@@ -6,9 +6,9 @@ from cute_attn.traits import Traits
 
 
 def step_content(traits: Traits, tile: BackwardSm80Tile, products: int = 1) -> StepContent:
-    """A step that needs no mask: S and dP of each piece of its queries, then dV, dK and dQ of all of them.
+    """A step that needs no mask: S and dP of each sub-tile of its queries, then dV, dK and dQ of all of them.
 
-    products: of one of fp32 operands. K steps in tf32 are half as long.
+    products: MMA products per product of fp32 operands. K steps in tf32 are half as long.
     """
     m, n, warps, size = tile.tile_m, tile.tile_n, tile.num_warps, tile.operand_bytes(traits)
     d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
@@ -23,7 +23,7 @@ def step_content(traits: Traits, tile: BackwardSm80Tile, products: int = 1) -> S
 
     mma_s, mma_dp = (count(tile.queries, n, dim) for dim in (d, dv))
     own = (tile.columns, tile.columns) if tile.columns else (d, dv)
-    mma_dk, mma_dv = (count(m, n, dim) for dim in own)  # dQ takes as many as dK
+    mma_dk, mma_dv = (count(m, n, dim) for dim in own)  # dQ needs as many as dK
     chunk = tile.chunk(traits) if tile.columns else 0
     piece = loop(mma_s, d, tile.sdp_unroll, chunk)
     if not tile.v_in_regs:

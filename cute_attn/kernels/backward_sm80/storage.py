@@ -11,9 +11,9 @@ from cute_attn.device.terms import P_EXPONENT
 BAND = ("left", "right", "seqlen_k")
 BLOCKS = ("full_begin", "full_end", "end")
 SPILLED = ("rows_q", "rows_do", "dq", "block", *BAND, *BLOCKS)
-"""CTA-uniform numbers spilled to shared memory by hand, as 64 bits. Compilers keep what comes from a kernel's arguments
-in registers through the whole loop, and spill it; shared memory is read again after every barrier. rows_q, rows_do: the
-stride of rows."""
+"""CTA-uniform numbers spilled to shared memory by hand, as 64 bits. Compilers keep values derived from a kernel's
+arguments in registers through the whole loop, and spill them; shared memory is read again after every barrier. rows_q,
+rows_do: the stride of rows."""
 
 FACTORS = ("s", "dp", "dv", "q", "k")
 """Scale factors of products of operands in terms: of S, dP and dV, and of Q and of K by themselves."""
@@ -21,16 +21,16 @@ FACTORS = ("s", "dp", "dv", "q", "k")
 
 @dataclass(frozen=True)
 class ScaleStorage:
-    """What kernels of operands in terms keep in shared memory."""
+    """Shared memory for the scales of operands in terms."""
 
     factors: cute.Tensor  # (8,), see FACTORS
     # (warps,) int32: the bits of each warp's largest dS; of one term see ``running_scale``
     largest: cute.Tensor
-    applied: cute.Tensor | None  # (warps,): of one term, what each warp's dK is times
+    applied: cute.Tensor | None  # (warps,): with one term, the scale of each warp's dK
 
     @staticmethod
     def make(area: Callable[..., cute.Tensor], num_warps: int, pieces: int) -> "ScaleStorage":
-        """area: (name, layout, element type) -> an area of shared memory; pieces: of one term, or 0 for two terms."""
+        """area: (name, layout, element type) -> an area of shared memory; pieces: sub-tiles, or 0 with two terms."""
         of_warps = cute.make_layout(num_warps)
         return ScaleStorage(
             area("factors", cute.make_layout(8), Float32),
@@ -58,7 +58,7 @@ def factor_of(scales: ScaleStorage | None, name: str) -> Float32:
 def gradient_factors(
     scales: ScaleStorage | None, of_dk: Float32, of_dv: Float32, thread: Int32
 ) -> tuple[Float32, Float32]:
-    """What the sums of dK and dV are times at the end: of one term also what undoes its units."""
+    """Final factors of the sums of dK and dV; with one term they also undo its scale."""
     if scales is not None and scales.applied is not None:
         of_dk = of_dk * (scales.applied[thread // 32] * factor_of(scales, "q"))
         of_dv = of_dv * factor_of(scales, "dv")
@@ -67,12 +67,12 @@ def gradient_factors(
 
 @dataclass(frozen=True)
 class BackwardSm80Storage:
-    """Shared memory. Q and dO are divided into pieces: the queries whose scores are in registers at a time."""
+    """Shared memory. Q and dO are divided into sub-tiles of the queries whose scores are in registers at a time."""
 
     k: cute.Tensor  # (tile_n, head_dim, 1)
     v: cute.Tensor  # (tile_n, head_dim_v, 1)
-    q: cute.Tensor  # (queries, head_dim, piece and stage)
-    do: cute.Tensor  # (queries, head_dim_v, piece and stage)
+    q: cute.Tensor  # (queries, head_dim, sub-tile and stage)
+    do: cute.Tensor  # (queries, head_dim_v, sub-tile and stage)
     p: cute.Tensor | None  # (tile_m, tile_n, 1)
     ds: cute.Tensor  # (tile_m, tile_n, 1), or transposed
     lse: cute.Tensor  # (tile_m, stage)

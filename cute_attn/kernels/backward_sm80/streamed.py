@@ -1,11 +1,11 @@
 """The Ampere backward of large head dims: operands pass through shared memory by chunks of columns.
 
-Of its keys, a CTA computes some ``columns`` of dK and dV, and those columns of dQ; the CTAs of the other columns are
+For its keys, a CTA computes some ``columns`` of dK and dV, and the same columns of dQ. The other columns belong to CTAs
 along the grid's second dimension. All compute S and dP over all columns. For each query block:
 
     S  = Q K^T          chunk by chunk, Q and K through two stages of shared memory
     dP = dO V^T         likewise; P and dS to shared memory
-    dV += P^T dO;  dK += dS^T Q;  dQ += dS K          chunk by chunk of the CTA's own columns
+    dV += P^T dO;  dK += dS^T Q;  dQ += dS K          chunk by chunk of the CTA's columns
 
 A chunk is 128 bytes of a row, or 64 where head dims are odd multiples of that. So shared memory does not depend on the
 head dims, and registers depend on ``columns``: 64 x 64 scores and any head dim fit every target.
@@ -92,11 +92,11 @@ class StreamedContext:
     thread: Int32
 
     def factor(self, name: str) -> Float32:
-        """What the products of operands in terms are times; see ``storage.FACTORS``."""
+        """Factors that products of operands in terms carry; see ``storage.FACTORS``."""
         return factor_of(self.smem.scales, name)
 
     def thread_again(self) -> Int32:
-        """The thread's index, computed again: what follows from it need not stay in registers from step to step."""
+        """The thread's index, computed again: values derived from it need not stay in registers from step to step."""
         return below_1024(rematerialize(self.thread))
 
     def band(self) -> Band:
@@ -110,7 +110,7 @@ class StreamedContext:
 
 @dataclass(frozen=True)
 class Streamed:
-    """The device code of a ``BackwardSm80`` whose tile has ``columns``."""
+    """The device code of a ``BackwardSm80`` with ``columns`` in its tile."""
 
     kernel: Any
 
@@ -195,7 +195,7 @@ class Streamed:
 
     @cute.jit
     def run(self, params: BackwardParams, key_tile: KeyTiles, key0: Int32) -> None:
-        """dK and dV of the CTA's keys and columns; adds its part of dQ to the accumulator."""
+        """dK and dV of the CTA's keys and columns; adds its dS K to the accumulator of dQ."""
         kernel, tile, seqlens, varlen = self.kernel, self.tile, params.seqlens, self.kernel.traits.varlen
         thread, _, _ = cute.arch.thread_idx()
         part = cute.arch.make_warp_uniform(cute.arch.block_idx()[1])
@@ -299,7 +299,7 @@ class Streamed:
 
     @cute.jit
     def start(self, ctx: StreamedContext, block: Int32, t: Int32) -> None:
-        """Start load ``t`` of a query block: Q and K; dO and V; for each own chunk dO, then Q and K."""
+        """Start load ``t`` of a query block: Q and K; dO and V; for each chunk of the CTA dO, then Q and K."""
         of_qk, of_v = self.counts()
         own = t - (of_qk + of_v)
         column = t
@@ -332,8 +332,8 @@ class Streamed:
         s: cute.Tensor,
         thread: Int32,
     ) -> None:
-        """Start loading a chunk of a term; what is out of bounds becomes zeros, since 0 * NaN would be NaN."""
-        if cutlass.const_expr(self.tile.in_terms):  # what follows from it takes no register in the products
+        """Start loading a chunk of a term; elements out of bounds become zeros, since 0 * NaN would be NaN."""
+        if cutlass.const_expr(self.tile.in_terms):  # its derived values leave the products' registers free
             thread = below_1024(rematerialize(thread))
         length = 128 // s.element_type.width
         per_row = self.chunk // length
@@ -370,7 +370,7 @@ class Streamed:
     def scores(
         self, ctx: StreamedContext, block: Int32, acc_s: cute.Tensor, acc_dp: cute.Tensor, dk: Constexpr
     ) -> Float32:
-        """P and dS of the products S and dP, to shared memory. Returns what dS is times, if it is in terms."""
+        """P and dS of the products S and dP, to shared memory. Returns the scale of dS, if it is in terms."""
         kernel, chain, op = self.kernel, self.kernel.epilogues, ctx.operands
         scores = kernel.score_tile(ctx, block, 0, acc_s)
         ahead = kernel.read_ahead(ctx.state, lambda: scores)

@@ -1,7 +1,7 @@
-"""Which tile the Hopper backward takes when none is named, from ``tiles.csv``; bench/notes.md has what others did.
+"""Default tiles of the Hopper backward, from ``tiles.csv``; bench/notes.md has the measurements of other tiles.
 
-What an epilogue holds beside the scores (a bias, a derivative, a mask of dropout) takes registers that more queries
-would have. Without a mask, CTAs that share a head add to the same dQ unless they are staggered.
+Values that an epilogue keeps next to the scores (a bias, a derivative, a dropout mask) occupy registers that a larger
+tile_m would need. Without a mask, CTAs of the same head add to the same dQ unless they are staggered.
 """
 
 from cute_attn.epilogues.names import held, in_every_step, lists_blocks
@@ -10,14 +10,14 @@ from cute_attn.tiles.table import Key, Table
 from cute_attn.traits import Traits
 
 FEW_ROWS, EMPTY = 64, 1.2
-"""Rows of the tile for few queries, and how many times as many rows another one has to compute for it to be taken."""
+"""Rows of the tile for few queries. It is chosen where the default tile would compute EMPTY times as many."""
 MANY = 6
-"""Numbers that functions hold above which tiles have as few keys as those of head dims above 128."""
+"""Maximum of numbers that functions hold; above it, tiles have as few keys as for head dims above 128."""
 TABLE = Table(__file__, BackwardSm90Tile)
 
 
 def keys(traits: Traits, target: str, *, tma: bool = True) -> tuple[Key, ...]:
-    """A row's keys; tma: whether TMA may load a bias of 16 bits, which hardly takes a register."""
+    """A row's keys; tma: whether TMA may load a 16-bit bias, which then needs almost no registers."""
     dim, numbers = max(traits.head_dim, traits.head_dim_v), held(traits.epilogues, traits.op)
     mask = "masked" if traits.causal or traits.windowed else "full"
     listed = lists_blocks(traits.epilogues)
@@ -34,13 +34,13 @@ def keys(traits: Traits, target: str, *, tma: bool = True) -> tuple[Key, ...]:
 
 
 def _needs_registers(traits: Traits) -> bool:
-    """Whether epilogues hold as much as the scores: what a derivative needs, a bias, the words of a mask."""
+    """Epilogues that hold as much as the scores: inputs of a derivative, a bias, the words of a dropout mask."""
     epilogues = in_every_step(traits.epilogues)
     return bool(traits.softcap or epilogues or traits.bias or traits.dropout == "mem_efficient")
 
 
 def _bias(traits: Traits) -> str:
-    """How a bias of 16 bits comes, with or without another epilogue; its gradient may come from registers."""
+    """How a 16-bit bias is loaded, with or without another epilogue; its gradient may be stored from registers."""
     beside = [bool(x) for x in (traits.epilogues, traits.softcap, traits.dropout)]
     if sum(beside) + traits.alibi > 1:
         return "threads"

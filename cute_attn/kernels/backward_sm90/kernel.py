@@ -1,7 +1,7 @@
 """The Hopper backward: dK, dV and dQ with TMA, wgmma and specialised warpgroups.
 
     S = epilogues(softmax_scale * Q K^T)       (seqlen_q, seqlen_k), one tile at a time, in registers
-    P = exp(S - LSE)                           as the forward had it
+    P = exp(S - LSE)                           as in the forward
     dP = keep * (dO V^T)                       keep: which elements dropout kept
     dS = P * (dP - D),  D = rowsum(dO * O)     then the epilogues' derivatives, last first
     dV = rp * (keep * P)^T dO                  rp = 1 / (1 - dropout_p)
@@ -21,7 +21,7 @@ operands of dV and dK (all as (keys, queries) here):
     issue S = K Q^T, dP = V dO^T
     wait for S; epilogues, P
     wait for dP; dS = P (dP - D); P and dS to 16 bits
-    wait until all warpgroups' dS of the last step is in shared memory; store this step's beside it
+    wait until all warpgroups' dS of the last step is in shared memory; store this step's next to it
     issue dQ = dS K of the last step, each warpgroup some of its columns or rows
     issue dV += P dO
     wait for dQ, arrive at the barrier of this step's dS, add dQ to global memory
@@ -31,11 +31,11 @@ operands of dV and dK (all as (keys, queries) here):
 dQ is computed a step late, so warpgroups need not be in the same step: products of one overlap exponentials of the
 other. P stays in fp32 until dS has been computed from it.
 
-Shared-memory accesses wait in one queue with wgmma, behind what was issued before. So a step reads LSE before it issues
+Shared-memory accesses wait in one queue with wgmma, behind earlier ones. So a step reads LSE before it issues
 S, if registers are left for that; it stores dS before it issues dQ and dV; and D is free, since dP's accumulator is
 initialized with -D (not with dropout, which drops dP but not D).
 
-With ``mask_warps``, warps of the producer's warpgroup generate flash's dropout mask ahead of the steps: a bit an
+With ``mask_warps``, warps of the producer's warpgroup generate flash's dropout mask ahead of the steps: one bit per
 element in shared memory, in the order of the consumers' registers.
 
 With ``dq_bulk`` the consumers store dQ to shared memory, and a warp of the producer's warpgroup adds it to global
@@ -46,12 +46,12 @@ Above head dim 128 dK and dV of 64 keys exceed a warpgroup's registers. P goes t
 (``p_in_smem``): the warpgroups divide the keys of S, and the columns of dV, dK and dQ, which is not a step late.
 
 Above 256 not even those fit, nor do K, V, Q and dO fit shared memory: two CTAs (``cluster``) divide the columns of all
-of them, and of dK, dV and dQ. Each computes S and dP of its columns and sends them to its peer in fp32; both add what
-they receive, so both have the whole S and dP, with equal bits, and all that follows from them. S travels while dP is
-computed, dP while P is.
+of them, and of dK, dV and dQ. Each computes S and dP of its columns and sends them to its peer in fp32; both add the
+peer's sums, so both have the whole S and dP with equal bits, and derive equal values from them. S is sent
+while dP is computed, dP while P is.
 
-Limits: fp16 and bf16; head dims up to 576, multiples of 8, padded to multiples of 32 in shared memory, which above 256
-and beside such a one have to be multiples of 64; rows 16-byte aligned with a contiguous last dimension.
+Limits: fp16 and bf16; head dims up to 576, multiples of 8, padded to multiples of 32 in shared memory; if one is
+above 256, both have to be multiples of 64; rows 16-byte aligned with a contiguous last dimension.
 """
 
 import functools
@@ -121,7 +121,7 @@ def _undivided(traits: Traits) -> str | None:
 class BackwardSm90(BackwardSm90Layouts):
     """Main backward kernel of (traits, tile); ``__call__`` launches it. Its layouts and MMAs are the base class'."""
 
-    # ---- what it serves ----
+    # ---- supported traits ----
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
@@ -144,9 +144,9 @@ class BackwardSm90(BackwardSm90Layouts):
         pairs: int | None = None,
         window: int = 0,
     ) -> "BackwardSm90":
-        """This kernel, which has its default tile, with fewer rows where many of the default's would be empty.
+        """This kernel, with a tile of fewer rows where many rows of its default tile would be empty.
 
-        A variant with a default tile of its own keeps it.
+        A variant with another default tile keeps it.
         """
         rows, few = (-(-seqlen_q // n) * n for n in (self.tile.tile_m, FEW_ROWS))
         own = self.tile != BackwardSm90.default_tile(self.traits, target)
@@ -160,7 +160,7 @@ class BackwardSm90(BackwardSm90Layouts):
         return replace(self, tile=first_that_fits(fewer, self.traits, target)) if fewer else self
 
     def without_tma_bias(self) -> "BackwardSm90":
-        """This kernel, which has its default tile, for a bias that TMA cannot read, or not store the gradient of."""
+        """This kernel with the default tile for a bias that TMA cannot load, or whose gradient TMA cannot store."""
         return replace(self, tile=TABLE.first(self.traits, "sm90", *keys(self.traits, "sm90", tma=False)))
 
     @functools.cached_property
@@ -177,20 +177,20 @@ class BackwardSm90(BackwardSm90Layouts):
 
     @property
     def loads_bias_by_tma(self) -> bool:
-        """Whether TMA loads the bias; its strides and address must then be aligned like those of q, k and v."""
+        """A bias loaded by TMA needs strides and an address that are aligned like the ones of q, k and v."""
         return self.tile.bias_stages > 0
 
     @property
     def stores_bias_gradient(self) -> bool:
-        """Whether TMA stores dS from shared memory as the bias gradient: of one dtype, the scores' own gradient."""
+        """TMA stores dS from shared memory as the bias gradient, if they have the same dtype and value."""
         same = self.traits.bias == self.traits.dtype and self.epilogues.bias_has_scores_gradient
         return self.loads_bias_by_tma and self.traits.bias_grad and same
 
     @property
     def rematerializes_thread(self) -> bool:
-        """Whether the thread index is recomputed for each key block instead of kept in a register.
+        """The thread index is recomputed for each key block instead of kept in a register.
 
-        Without it the kernel of head dim 64 with dropout spills 8 bytes per thread.
+        Otherwise the kernel of head dim 64 with dropout spills 8 bytes per thread.
         """
         traits = self.traits
         epilogue = traits.windowed or traits.varlen or traits.alibi or traits.dropout
@@ -198,17 +198,17 @@ class BackwardSm90(BackwardSm90Layouts):
 
     @property
     def reads_lse_first(self) -> bool:
-        """Whether a step reads LSE before it starts S and dP: later, the read waits behind them, in one queue.
+        """A step reads LSE before it starts S and dP: a later read would wait behind them, in the same queue.
 
-        The values then occupy registers beside both products. Read first, those of the kernel of head dim 64 with a
-        TMA-loaded bias spill 48 bytes per thread. Nor beside a softcap's derivative, or a mask generated meanwhile.
+        The values then occupy registers during both products. With head dim 64 and a TMA-loaded bias that spills 48
+        bytes per thread; a softcap's derivative and a mask generated in the step leave no registers either.
         """
         generates_mask = self.traits.dropout and not self.tile.mask_warps
         return not (self.loads_bias_by_tma or generates_mask or self.traits.softcap)
 
     @property
     def dp_starts_from_d(self) -> bool:
-        """Whether dP's accumulator is initialized with -D, which saves the subtraction.
+        """dP's accumulator is initialized with -D, to save the subtraction.
 
         Not with dropout: dS of a dropped element is -P D, without its dP.
         """
@@ -309,7 +309,7 @@ class BackwardSm90(BackwardSm90Layouts):
             cluster_barrier()
         else:
             cute.arch.sync_threads()
-        cute.arch.griddepcontrol_launch_dependents()  # the convert kernel, which waits for this one's end
+        cute.arch.griddepcontrol_launch_dependents()  # the convert kernel; it waits for this one's end
         cute.arch.griddepcontrol_wait()  # for the preprocess kernel's outputs
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.tile.load_registers)
@@ -332,7 +332,7 @@ class BackwardSm90(BackwardSm90Layouts):
                 cluster_barrier()  # a CTA's memory may be written until its peer has read the last sums
 
     def part(self) -> Int32 | int:
-        """Which of the cluster's parts of the head dims is this CTA's."""
+        """The index of this CTA's range of the head dims in its cluster."""
         return cute.arch.block_idx_in_cluster() if self.tile.cluster > 1 else 0
 
     def begin(
@@ -455,7 +455,7 @@ class BackwardSm90(BackwardSm90Layouts):
         )
 
     def operand(self, mma: cute.TiledMma, own: cute.TiledMma, smem: cute.Tensor, is_a: bool) -> cute.Tensor:
-        """Descriptors of a product's first operand, or of its second, in a warpgroup's slice ``own``."""
+        """Descriptors of a product's first or second operand, for the warpgroup's slice ``own`` of the MMA."""
         if is_a:
             return mma.make_fragment_A(own.partition_A(smem))
         return mma.make_fragment_B(own.partition_B(smem))
@@ -471,7 +471,7 @@ class BackwardSm90(BackwardSm90Layouts):
             full_begin, full_end = (full_begin if full_begin < full_end else end), end
         if cutlass.const_expr(self.tile.scores_ahead):
             if blocks.begin < end:
-                # Of the last step there is no next S.
+                # The last step has no next S.
                 acc_s, last = self.first_scores(ctx), end - 1
                 full_begin, full_end = cutlass.min(full_begin, last), cutlass.min(full_end, last)
                 self.steps_ahead(ctx, acc_s, blocks.begin, full_begin, True)
@@ -533,14 +533,14 @@ class BackwardSm90(BackwardSm90Layouts):
                 self.add_dq(ctx, acc_dq, block - 1)
         self.start_dk(ctx, ds, n)
         warpgroup.wait_group(1)
-        # LSE, D and a bias were read before dS was stored, whose arrival is fenced.
+        # LSE, D and a bias were read before dS was stored, and dS's arrival is fenced.
         shared.pipeline_do.consumer_release(n, Accessed.BY_THREADS_FENCED)
         warpgroup.wait_group(0)
         shared.pipeline_q.consumer_release(n, Accessed.BY_THREADS_FENCED)
 
     @cute.jit
     def step_with_p_in_smem(self, ctx: HeadContext, block: Int32, masked: Constexpr) -> None:
-        """One query block with its own dQ: all warpgroups wait for each other's P and dS."""
+        """One query block with dQ in the same step: all warpgroups wait for each other's P and dS."""
         shared, n = ctx.shared, ctx.use_of(block)
         p, ds = self.probabilities_and_gradients(ctx, block, masked)
         self.share(ctx, p, ds, n)
@@ -575,10 +575,10 @@ class BackwardSm90(BackwardSm90Layouts):
     def step_with_scores_ahead(
         self, ctx: HeadContext, acc_s: cute.Tensor, block: Int32, masked: Constexpr, last: Constexpr = False
     ) -> None:
-        """One query block, whose S is in ``acc_s``, and S of the next one unless it is the ``last``.
+        """One query block with S in ``acc_s``, and S of the next one unless it is the ``last``.
 
-        Stages of P and dS are free when they are written: all warpgroups have passed the barrier of the last step's dS
-        after its dV, which reads P, and that of this step's P after the last step's dQ and dK, which read dS.
+        Stages of P and dS are free when they are written. dV reads P; all warpgroups have passed the barrier of the
+        last step's dS after its dV. dQ and dK read dS; all have passed the barrier of this step's P after them.
         """
         shared, n = ctx.shared, ctx.use_of(block)
         scores, acc_dp = self.score_tile(ctx, acc_s, block), self.scores_accumulator()
@@ -627,7 +627,7 @@ class BackwardSm90(BackwardSm90Layouts):
 
     @cute.jit
     def send_s(self, ctx: HeadContext, acc_s: cute.Tensor, n: Int32) -> None:
-        """Send the CTA's part of S of step n to its peer, if there is one."""
+        """Send the CTA's partial S of step n to its peer, if any."""
         if cutlass.const_expr(self.tile.cluster > 1):
             ctx.shared.peer_s.send(acc_s, rematerialize_each(ctx.thread, n))
 
@@ -638,7 +638,7 @@ class BackwardSm90(BackwardSm90Layouts):
         if cutlass.const_expr(self.tile.dq_bulk):
             ctx.shared.dq_staging.producer_wait(n)
 
-    # ---- what steps are made of ----
+    # ---- step helpers ----
 
     @cute.jit
     def zero_queries_out_of_bounds(
@@ -662,7 +662,7 @@ class BackwardSm90(BackwardSm90Layouts):
 
     @cute.jit
     def dropout_mask_of(self, ctx: HeadContext, n: Int32) -> tuple[Int32, ...]:
-        """By the consumer warps: a thread's part of a step's mask, as :meth:`EpilogueChain.dropout_mask` returns it."""
+        """By the consumer warps: the thread's words of a step's mask, see :meth:`EpilogueChain.dropout_mask`."""
         pipeline, words = ctx.shared.pipeline_mask, self.tile.mask_words
         pipeline.consumer_wait(n)
         mask = cute.recast_tensor(ctx.shared.s_mask[None, None, None, pipeline.stage(n)], Int32)
@@ -733,7 +733,7 @@ class BackwardSm90(BackwardSm90Layouts):
     ) -> tuple[tuple | None, cute.Tensor | None]:
         """Start S and dP of a query block; returns its dropout mask and its rows' log-sum-exps, or None if read later.
 
-        Reads of shared memory come first: they wait in the same queue as wgmma.
+        Shared memory is read first: the reads wait in the same queue as wgmma.
         """
         op, shared, n = ctx.fragments, ctx.shared, ctx.use_of(block)
         mask = None
@@ -821,7 +821,7 @@ class BackwardSm90(BackwardSm90Layouts):
         start_gemm(self.mma_dkv(head_dim), acc, a, b, True)
 
     def keys_operand(self, registers: cute.Tensor, smem: cute.Tensor | None, n: Int32) -> cute.Tensor:
-        """P or dS as (keys, queries), from wherever the tile takes it."""
+        """P or dS as (keys, queries), from registers or shared memory as the tile says."""
         if smem is not None:
             return smem[None, None, None, self.ds_stage(n)]
         return layouts.as_operand_a(registers)
@@ -842,7 +842,7 @@ class BackwardSm90(BackwardSm90Layouts):
         """dS (and P) to shared memory, for all warpgroups to read once this returns.
 
         With two stages no read of a stage is pending: a warpgroup passes this step's barrier only after the others have
-        passed the last step's, which they did after all their products of the step before that.
+        passed the last step's, and they passed that after all their products of the step before it.
         """
         tile, shared = self.tile, ctx.shared
         if cutlass.const_expr(tile.num_stages_ds == 1):

@@ -18,7 +18,7 @@ from cute_attn.traits import Traits
 
 @dataclass(frozen=True)
 class BackwardSm90Layouts:
-    """What the kernel of (traits, tile) is made of."""
+    """Layouts, copies and MMAs of the kernel of (traits, tile)."""
 
     traits: Traits
     tile: BackwardSm90Tile
@@ -54,13 +54,13 @@ class BackwardSm90Layouts:
         return self.tile.columns_of(self.traits.head_dim), self.tile.columns_of(self.traits.head_dim_v)
 
     def layout_k(self) -> cute.ComposedLayout:
-        """K, (tile_n, head_dim): an operand of S, and transposed of dQ. dK takes it over."""
+        """K, (tile_n, head_dim): an operand of S, and transposed of dQ. dK reuses its memory."""
         tile = self.tile
         parts = max(tile.dq_warps_n, tile.dkv_warps_n)
         return operand_layout(tile.tile_n, self.dims[0], self.dtype, stages=1, parts=parts)
 
     def layout_v(self) -> cute.ComposedLayout:
-        """V, (tile_n, head_dim_v). dV takes it over."""
+        """V, (tile_n, head_dim_v). dV reuses its memory."""
         tile = self.tile
         return operand_layout(tile.tile_n, self.dims[1], self.dtype, stages=1, parts=tile.dkv_warps_n)
 

@@ -112,7 +112,7 @@ class Fragments:
 
 @dataclass(frozen=True)
 class HeadContext:
-    """What the steps of a consumer warpgroup need of its query head."""
+    """Inputs of a consumer warpgroup's steps for one query head."""
 
     shared: BackwardStorage
     fragments: Fragments

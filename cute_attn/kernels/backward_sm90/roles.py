@@ -17,7 +17,7 @@ from cute_attn.work.broadcast import KeyTile
 
 @dataclass(frozen=True)
 class BackwardRole:
-    """One warp that does something in every step of the consumers; a subclass says what."""
+    """One warp with a task in every step of the consumers; a subclass defines the task."""
 
     kernel: Constexpr
     params: BackwardParams
@@ -104,7 +104,7 @@ class DqAdder(BackwardRole):
 
 @dataclass(frozen=True)
 class PhiloxProducer(BackwardRole):
-    """One of ``mask_warps`` warps: generates its part of every step's mask, ahead of the consumers by the stages."""
+    """One of ``mask_warps`` warps: generates a fraction of every step's mask, ahead of the consumers by the stages."""
 
     number: Int32  # of the warp among them
 
@@ -114,7 +114,7 @@ class PhiloxProducer(BackwardRole):
 
     @cute.jit
     def step(self, state: ScoreState, key_tile: KeyTile, block: Int32, n: Int32) -> None:
-        """Generate units of 32 keys, assigned round-robin across steps, since warps may not divide them evenly."""
+        """Generate groups of 32 keys, assigned round-robin across steps, since warps may not divide them evenly."""
         tile, pipeline = self.kernel.tile, self.shared.pipeline_mask
         row0, key0 = block * tile.tile_m, key_tile.block * tile.tile_n
         halves = self.shared.s_mask[None, None, None, pipeline.stage(n)]

@@ -1,4 +1,4 @@
-"""Tiles of the Ampere forward for few rows, which decoding has: a rule, as their table would have forty rows.
+"""Tiles of the Ampere forward for few rows, as in decoding: a rule, since their table would have forty rows.
 
 It reached 3951 GB/s (b16 k8192), 4189 (b64 k4096) and 3885 (pages of 64) of an H200's 4498, and 3220
 with 16 queries, at commit 0dd3cfa: ``bench/results/2026-11-22-nvidia-h200-decode.json``.
@@ -56,6 +56,6 @@ def _tiles_for_few_rows(traits: Traits, target: str) -> tuple[ForwardSm80Tile, .
 
 @functools.lru_cache(maxsize=4096)
 def ctas_per_multiprocessor(tile: ForwardSm80Tile, traits: Traits, target: str) -> int:
-    """CTAs of up to 8 warps in all, so that registers suffice, whose shared memory fits; 1 KB of each is reserved."""
+    """CTAs that fit by registers (8 warps in all) and by shared memory, of which each CTA reserves another 1 KB."""
     by_memory = (SHARED_MEMORY_BYTES[target] + 1024) // (tile.smem_bytes(traits) + 1024)
     return max(min(by_memory, 256 // tile.num_threads), 1)

@@ -28,10 +28,10 @@ def keys(traits: Traits, target: str, dtype: str = "") -> tuple[Key, ...]:
 
 
 def register_pressure(traits: Traits) -> int:
-    """Register pressure of the epilogues beyond the scores, from 0 to 7, by what ptxas spills.
+    """Register pressure of the epilogues beyond the scores, from 0 to 7, by ptxas' spills.
 
-    1: softcap or ALiBi; 2: dropout; 3: a bias, or dropout with softcap or ALiBi; 4: users' functions, 5 where they take
-    long, or hold numbers beside listed blocks; 6: a bias in fp32, or functions that hold four numbers of a query and a
+    1: softcap or ALiBi; 2: dropout; 3: a bias, or dropout with softcap or ALiBi; 4: users' functions, 5 if they are
+    slow, or hold numbers with listed blocks; 6: a bias in fp32, or functions that hold four numbers of a query and a
     key; 7: more, many Philox words, or a bias and dropout.
     """
     modified = traits.softcap or traits.alibi

@@ -13,14 +13,14 @@ A CTA owns tile_m queries of one head and visits the key blocks that they see, l
     epilogues, online softmax, P to 16 bits        epilogues, online softmax, P to 16 bits
     O = rescaled O + P V[j]                        O = rescaled O + P V[j]
 
-Key blocks that the mask's edge crosses take loops with masks, those inside a loop without. Follows FlashAttention-2
+A loop with masks visits the key blocks on the mask's edge, a loop without masks the others. Follows FlashAttention-2
 (Dao 2023, https://arxiv.org/abs/2307.08691).
 
 Above head dim 256 one warp cannot hold a row of O. There ``warps_n`` warps share rows: they divide the keys of a score
 tile and the columns of V and O, and exchange row maxima, P, and once at the end row sums in shared memory:
 
     wait K[j]; start V[j]
-    S = Q K[j]^T, epilogues; own row maxima to shared memory
+    S = Q K[j]^T, epilogues; the warp's row maxima to shared memory
     wait V[j]; start K[j - 1]
     row maxima of all; P = exp(S - max), to shared memory
     barrier
@@ -29,8 +29,7 @@ tile and the columns of V and O, and exchange row maxima, P, and once at the end
 In fp32 both products are of tf32 terms, see ``cute_attn.device.gemm_terms``, or in large calls of fp16 ones, see
 ``cute_attn.kernels.fp32_sm80``.
 
-Limits: head dims up to 576, padded in shared memory and registers, of rows of whole 16 bytes that start at multiples of
-16.
+Limits: head dims up to 576, padded in shared memory and registers; rows are multiples of 16 bytes, 16-byte aligned.
 """
 
 import dataclasses
@@ -70,8 +69,8 @@ from cute_attn.work.block_range import BlockRange
 from cute_attn.work.query_tiles import ForwardSchedule, QueryGrid, QueryTile
 
 TILES_OF_A_SECTION = 4
-"""Work tiles of a section of heads, for each multiprocessor: the last section starts with its longest tiles, and has to
-have short ones for all CTAs after them, of which a multiprocessor has two."""
+"""Work tiles in a section of heads, per multiprocessor. The last section starts with its longest tiles, and must have
+enough short ones after them for all CTAs, two per multiprocessor."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +103,10 @@ class ForwardSm80:
         pairs: int | None = None,
         window: int = 0,
     ) -> "ForwardSm80":
-        """This kernel, which has its default tile, with the tile for sequences of at most these lengths.
+        """This kernel with the tile for sequences of at most these lengths, in place of its default tile.
 
         ``group``: query heads per key head. ``pairs``, of sequences and query heads, change nothing. In fp32 and for
-        large head dims the default tile does not depend on lengths, and a variant keeps its own, whose layouts may be
-        others.
+        large head dims the default tile does not depend on lengths. A variant keeps its tile: layouts may differ.
         """
         traits = self.traits
         if self.single or self.tile.warps_n > 1 or traits.variant:
@@ -123,7 +121,7 @@ class ForwardSm80:
 
     @property
     def can_visit_lists(self) -> bool:
-        """Whether it can visit only listed blocks."""
+        """Plain forwards can skip blocks that a block list leaves out."""
         plain = (self.tile.pack_heads, self.tile.key_groups, self.tile.warps_n) == (1, 1, 1)
         return self.traits.op == "forward" and plain and not self.single
 
@@ -162,17 +160,17 @@ class ForwardSm80:
 
     @property
     def single(self) -> bool:
-        """Whether elements in shared memory are fp32, so that products are of tf32 terms."""
+        """fp32 elements in shared memory: products are of tf32 terms."""
         return self.traits.dtype == "fp32"
 
     @property
     def scores_may_be_large(self) -> bool:
-        """Whether the softmax takes differences of huge scores before it scales them: fp32 has inputs of any size."""
+        """The softmax then subtracts huge scores before it scales them: fp32 has inputs of any size."""
         return self.epilogues.may_be_large or (self.single and not self.traits.precision)
 
     @property
     def p_dtype(self) -> Any:
-        """What P is rounded to; see :class:`OnlineSoftmax`. tf32 has as many bits as fp16."""
+        """The type that P is rounded to; see :class:`OnlineSoftmax`. tf32 has as many bits as fp16."""
         if self.traits.dtype != "fp32":
             return self.dtype
         return Float16 if self.traits.precision else None
@@ -190,7 +188,7 @@ class ForwardSm80:
 
     @property
     def swizzle_bits(self) -> int | None:
-        """log2 of the 16-byte units that a row is permuted over, or None for the widest swizzle."""
+        """log2 of the 16-byte vectors that a row is permuted over, or None for the widest swizzle."""
         return None if self.tile.swizzle_bits < 0 else self.tile.swizzle_bits
 
     def smem_layout(self, rows: int, head_dim: int, stages: int = 1) -> cute.ComposedLayout:
@@ -270,7 +268,7 @@ class ForwardSm80:
         mQ, mK, mV, mO, mLSE = tensors
         nheads, nheads_kv = (mQ.shape[1], mK.shape[1]) if self.traits.varlen else (mQ.shape[2], mK.shape[2])
         grid = self.query_grid(seqlens, seqlens.batch(mQ), nheads, nheads_kv, schedule)
-        # A kernel argument takes no register. With softcap, score_args[0] is the cap.
+        # A kernel argument needs no register. With softcap, score_args[0] is the cap.
         scale_log2 = self.epilogues.scale_log2(score_args[0] if self.traits.softcap else softmax_scale)
         own = (mQ, mK, mV, mO, mLSE, seqlens)
         return ForwardParams(*own, softmax_scale, score_args, scale_log2, grid, nheads, scales)
@@ -325,7 +323,7 @@ class ForwardSm80:
                 self.finish(params.mO, params.mLSE, ctx, tile, score_args)
 
     def shared_memory(self, group: KeyGroup) -> SharedMemory:
-        """All areas; each group has its own stages of K and V."""
+        """All areas; each group has separate stages of K and V."""
         (d, dv), tile = self.row_widths, self.tile
         base = memory.SmemAllocator().allocate(tile.smem_bytes(self.traits), byte_alignment=1024)
         areas = tile.smem_areas(self.traits)
@@ -433,7 +431,7 @@ class ForwardSm80:
 
     @cute.jit
     def read_queries(self, ctx: MainloopContext, later: Constexpr) -> None:
-        """Wait for Q, after whose load ``later`` ones have been committed, and read it if it is kept in registers."""
+        """Wait for Q, with ``later`` loads committed after it, and read it if it is kept in registers."""
         cute.arch.cp_async_wait_group(later)
         cute.arch.barrier()
         if cutlass.const_expr(self.tile.keeps_q):
@@ -499,7 +497,7 @@ class ForwardSm80:
 
     @property
     def all_but_first_whole(self) -> bool:
-        """Whether all keys exist of the blocks after the first one that is visited."""
+        """Blocks after the first visited one need no bounds check, except where lists order them."""
         return not self.epilogues.visits_lists
 
     def find_pages(self, ctx: MainloopContext, block: Int32) -> None:
@@ -678,7 +676,7 @@ class ForwardSm80:
         chain.drop(ctx.state, scores, self.by_rows(ctx, p))
         gemm_rs(op.tiled_mma, ctx.acc_o, (layouts.as_operand_a(p),), op.v, stage)
 
-    # ---- where warps share rows ----
+    # ---- several warps per row ----
 
     def row_exchange(self, ctx: MainloopContext, thread: Int32) -> RowExchange:
         """For a thread's rows."""
@@ -705,7 +703,7 @@ class ForwardSm80:
 
     @cute.jit
     def accumulate_shared(self, ctx: MainloopContext, softmax: OnlineSoftmax, factors: cute.Tensor) -> None:
-        """O = factors * O + P V, of the warp's own columns."""
+        """O = factors * O + P V, for the warp's columns."""
         op = ctx.operands
         if cutlass.const_expr(self.products.scales_output):
             self.products.stored_pv(op, ctx.acc_o, factors)
@@ -715,7 +713,7 @@ class ForwardSm80:
 
     @cute.jit
     def add_row_sums(self, ctx: MainloopContext, softmax: OnlineSoftmax, thread: Int32) -> None:
-        """Row sums of all warps that share a row, a quarter in each lane of a quad, which adds them up."""
+        """Row sums over all warps of a row; each lane of a quad has a quarter, and the quad adds them up."""
         exchange = self.row_exchange(ctx, thread)
         sums = cute.make_rmem_tensor_like(softmax.row_sum)
         for r in cutlass.range_constexpr(cute.size(sums)):
@@ -766,7 +764,7 @@ class ForwardSm80:
         self.store_output(mO, ctx, tile, thread)
 
     def output_scale(self, ctx: MainloopContext) -> Any:
-        """The factor of the output beside that of its row."""
+        """The factor of the output apart from its row's factor."""
         return self.epilogues.rescale(ctx.state)
 
     @cute.jit
@@ -780,7 +778,7 @@ class ForwardSm80:
 
     @cute.jit
     def store_single(self, o: cute.Tensor, ctx: MainloopContext, tile: QueryTile, thread: Int32) -> None:
-        """O in fp32, of which a thread has whole vectors."""
+        """Store O in fp32; a thread has whole vectors of it."""
         tiled_mma, tile_m, dv = ctx.operands.tiled_mma, self.tile.tile_m, self.traits.head_dim_v
         rows = layouts.row_col_modes(tiled_mma, tile_m, self.tile.tile_n).rows
         row, _ = layouts.thread_row_col(tiled_mma, tile_m, self.tile.tile_n, thread)

@@ -29,11 +29,11 @@ class KeyGroup:
 
     @property
     def is_first(self) -> Any:
-        """Whether it has the CTA's result at the end."""
+        """The first group has the CTA's result at the end."""
         return True if self.count == 1 else self.index == 0
 
     def part_of(self, block: Int32) -> Int32:
-        """The group's part of a key block, counted in such parts."""
+        """Index of the group's slice of a key block, in slices."""
         return block if self.count == 1 else block * self.count + self.index
 
     def barrier(self) -> None:
@@ -68,7 +68,7 @@ class GroupResults:
 
     @cute.jit
     def store(self, softmax: OnlineSoftmax, acc_o: cute.Tensor) -> None:
-        """Write the thread's own."""
+        """Write the thread's values."""
         vectors = cute.make_tensor(acc_o.iterator, cute.make_layout((4, cute.size(acc_o) // 4)))
         cute.autovec_copy(vectors, self.o)
         for r in cutlass.range_constexpr(cute.size(softmax.row_max)):

@@ -19,8 +19,8 @@ from cute_attn.tiles import ForwardSm80Tile
 from cute_attn.traits import Traits
 
 PIECES_AHEAD = 2
-"""Pieces of 16 columns whose products of fp16 terms may be under way at a time. Unbounded, ptxas computes the sums of
-many pieces before it adds any of them to the output, and spills."""
+"""Groups of 16 columns with products of fp16 terms in flight at a time. Unbounded, ptxas computes the sums of many
+groups before it adds any of them to the output, and spills."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Products:
     tile: ForwardSm80Tile
 
     scales_output: ClassVar[bool] = False
-    """Whether P stays in fp32 until it is multiplied, and P V also multiplies O by the factor of each of its rows."""
+    """P stays in fp32 until it is multiplied, and P V also multiplies O by the factor of each of its rows."""
 
     @property
     def dtype(self) -> Any:
@@ -121,7 +121,7 @@ class Fp32Products(Products):
         gemm(op.tiled_mma, acc_s, op.q, op.k, stage, unroll, 0, unroll, self.factor(op))
 
     def factor(self, op: Operands) -> Float32 | None:
-        """What Q K^T is times, or None."""
+        """The factor that Q K^T carries, or None."""
         return None
 
     def terms_of_p(self, acc_s: cute.Tensor) -> Terms:
@@ -194,8 +194,8 @@ class OneTermProducts(Products):
     """Products of one fp16 term: a 16-bit operand whose products are scaled.
 
     Attributes:
-        folds_factor: whether the softmax multiplies by the factor that undoes the scales of Q and K, as nothing else
-            reads scores.
+        folds_factor: the softmax multiplies by the factor that undoes the scales of Q and K, as nothing else reads
+            scores.
     """
 
     folds_factor: bool

@@ -15,7 +15,7 @@ from cute_attn.work.query_tiles import QueryGrid
 
 @dataclass(frozen=True)
 class ForwardParams:
-    """A launch: its tensors and lengths, and what follows from them."""
+    """A launch: its tensors and lengths, and values derived from them."""
 
     mQ: cute.Tensor
     mK: cute.Tensor
@@ -40,12 +40,12 @@ class Operands:
     k: Any
     v: Any
     p: Any = None  # where warps divide columns
-    scales: Any = None  # of fp16 terms: 2^-e of Q, K and V, in global memory, so that they take no registers
+    scales: Any = None  # of fp16 terms: 2^-e of Q, K and V, in global memory, to keep registers free
 
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """A CTA's shared memory, K and V those of the thread's group: (rows, cols, stage)."""
+    """A CTA's shared memory; K and V are the thread's group's: (rows, cols, stage)."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -53,14 +53,14 @@ class SharedMemory:
     o: cute.Tensor
     stats: cute.Pointer  # fp32: row statistics of all threads
     merge: cute.Pointer  # fp32: results of all groups but the first one
-    share: cute.Pointer  # int32: each warp's share of all key blocks, in attention with a cache
+    share: cute.Pointer  # int32: each warp's copy of the CTA's stream-K range, in attention with a cache
     p: cute.Tensor | None = None  # (tile_m, tile_n, 1), where warps divide columns, and
     exchange: cute.Tensor | None = None  # (tile_m, warps_n) fp32
 
 
 @dataclass(frozen=True)
 class MainloopContext:
-    """What the steps of the main loop need of the CTA's work tile."""
+    """Inputs of the main loop's steps for the CTA's work tile."""
 
     operands: Operands
     load_k: Any  # a ``BlockLoad`` or a ``PagedLoad``

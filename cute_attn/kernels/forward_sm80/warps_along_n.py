@@ -1,4 +1,4 @@
-"""What warps that share rows exchange: in large head dims, whose output one warp cannot hold."""
+"""Exchange of row statistics between warps of the same rows: with large head dims one warp cannot hold the output."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from cute_attn.device.score_tile import ScoreMap
 
 @dataclass(frozen=True)
 class RowExchange:
-    """One number a row from each of the warps that share it: values (tile_m, warps_n) in shared memory."""
+    """One number per row and warp of the row: values (tile_m, warps_n) in shared memory."""
 
     values: cute.Tensor
     score_map: ScoreMap
@@ -22,14 +22,14 @@ class RowExchange:
 
     @cute.jit
     def write(self, numbers: cute.Tensor, thread: Int32) -> None:
-        """The warp's own, which all lanes of a quad have."""
+        """Write the warp's numbers; all lanes of a quad have the same."""
         if thread % 4 == 0:
             for r in cutlass.range_constexpr(cute.size(numbers)):
                 self.values[self.row(r), self.warp_n] = numbers[r]
 
     @cute.jit
     def read(self, numbers: cute.Tensor, reduce: Constexpr) -> None:
-        """``reduce`` of all warps' in place of the own, after a barrier; in the same order for all of them."""
+        """After a barrier, replace the warp's numbers by ``reduce`` of all warps', in the same order for all."""
         for r in cutlass.range_constexpr(cute.size(numbers)):
             total = self.values[self.row(r), 0]
             for n in cutlass.range_constexpr(1, cute.size(self.values, mode=[1])):

@@ -1,6 +1,6 @@
 """The consumer warpgroups of the Hopper forward: O and LSE of 64 rows of each work tile.
 
-:class:`Consumer` has what happens once per work tile, :class:`MainLoop` the steps over its key blocks, last one first.
+:class:`Consumer` runs once per work tile, :class:`MainLoop` has the steps over its key blocks, last one first.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from cute_attn.work.replay import WorkItemId
 LARGEST_SUM = 2.0**40
 """Largest sum of a thread's probabilities of a row that a frozen maximum may leave: far below fp32's largest."""
 HIDDEN = -64.0
-"""log2: a row whose frozen maximum is below this has only seen keys that a bias hides."""
+"""log2: if a row's frozen maximum is below this, a bias has hidden all keys that it visited."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Consumer(ForwardRole):
     thread: ConsumerThread
 
     def run(self) -> None:
-        """All work tiles, beside the other warpgroups."""
+        """All work tiles, concurrently with the other warpgroups."""
         self.thread.ping_pong.start()
         super().run()
         self.thread.ping_pong.finish()
@@ -133,7 +133,7 @@ class Consumer(ForwardRole):
 
 @dataclass(frozen=True)
 class MainLoop:
-    """The steps of one work tile: S, softmax and P of a key block, beside P V of the one visited before it."""
+    """The steps of one work tile: S, softmax and P of a key block, overlapped with P V of the previous one."""
 
     kernel: Constexpr
     storage: ForwardStorage
@@ -167,7 +167,7 @@ class MainLoop:
 
     @cute.jit
     def overflowed(self) -> Boolean:
-        """Whether, in the thread's part of a row below seqlen_q, the sum is above LARGEST_SUM, NaN, or O not finite."""
+        """In one of the thread's rows below seqlen_q the sum exceeds LARGEST_SUM or is NaN, or O is not finite."""
         failed, score_map = Boolean(False), self.kernel.score_map(rematerialize(self.thread.index))
         for r in cutlass.range_constexpr(len(score_map.modes.rows)):
             too_large = ~self.softmax.within(r, LARGEST_SUM)
@@ -180,7 +180,7 @@ class MainLoop:
 
     @cute.jit
     def some_row_hidden(self) -> Boolean:
-        """Whether a row of the warpgroup has seen only hidden keys yet; a barrier of all its threads."""
+        """A row of the warpgroup has seen only hidden keys so far; a barrier of all its threads."""
         index = rematerialize(self.thread.lane + self.thread.group * WARPGROUP)
         hidden, score_map = Boolean(False), self.kernel.score_map(index)
         for r in cutlass.range_constexpr(len(score_map.modes.rows)):
@@ -188,7 +188,7 @@ class MainLoop:
         return warpgroup_any(self.thread.group, hidden)
 
     def exists(self, score_map: ScoreMap, r: int) -> Boolean:
-        """Whether the query of row r is below seqlen_q."""
+        """Rows from seqlen_q on pad the tile; they cannot fail."""
         return self.query_tile.row0 + score_map.query(r) < self.query_tile.info.seqlen_q
 
     @cute.jit
@@ -284,7 +284,7 @@ class MainLoop:
     ) -> None:
         """Scores to probabilities; unless ``frozen``, ``factors`` become O's rescaling factors.
 
-        partial: as of :meth:`EpilogueChain.forward`.
+        partial: see :meth:`EpilogueChain.forward`.
         """
         self.kernel.epilogues.forward(self.state, scores, loaded, masked, partial)
         if cutlass.const_expr(frozen):
@@ -294,14 +294,14 @@ class MainLoop:
 
     @cute.jit
     def convert(self, scores: ScoreTile, acc_s: cute.Tensor) -> None:
-        """P to 16 bits with dropout, into the operand of P V, whose last use must be complete."""
+        """Convert P to 16 bits with dropout, into the operand of P V; the operand's last use must be complete."""
         p = self.thread.fragments.p
         convert_to_16_bits(acc_s, p)
         self.kernel.epilogues.drop(self.state, scores, self.score_map.view(p))
 
     @cute.jit
     def zero_values_out_of_bounds(self, block: Int32, n: Int32) -> None:
-        """Zero the rows of V beyond the sequence in shared memory, where it does not own them."""
+        """Zero the rows of V in shared memory that lie beyond the sequence."""
         kernel, storage = self.kernel, self.storage
         if cutlass.const_expr(kernel.has_values_out_of_bounds):
             rows = self.state.band.seqlen_k - block * kernel.tile.tile_n
@@ -320,7 +320,7 @@ class MainLoop:
 
     @cute.jit
     def zero_values(self, begin: Int32, end: Int32, n: Int32) -> None:
-        """Zero rows [begin, end) of V's use n, which is full; a barrier of the warpgroup's threads."""
+        """Zero rows [begin, end) of V's use n, after it is full; a barrier of the warpgroup's threads."""
         kernel, storage = self.kernel, self.storage
         s_v = storage.s_v[None, None, storage.pipeline_v.stage(n)]
         lane = cute.arch.thread_idx()[0] % WARPGROUP

@@ -1,7 +1,7 @@
-"""Default tiles of the Hopper forward, from ``tiles.csv``; bench/notes.md has what others did.
+"""Default tiles of the Hopper forward, from ``tiles.csv``; bench/notes.md has the measurements of other tiles.
 
-An epilogue with registers beside the scores (a bias, the words of the mem_efficient mask) takes fewer keys per step or
-leaves Q in shared memory. Narrow key blocks waste less at the edges of short sequences, and small CTAs overlap.
+If an epilogue needs registers (a bias, the words of the mem_efficient mask), the tile has fewer keys per step or leaves
+Q in shared memory. Narrow key blocks waste less at the edges of short sequences, and small CTAs overlap.
 """
 
 from cute_attn.epilogues.names import held, in_every_step, lists_blocks
@@ -29,7 +29,7 @@ def keys(traits: Traits, target: str, lengths: str = "long", *, tma: bool = True
 
 
 def epilogues_beside(traits: Traits) -> int:
-    """How many operations there are on scores beside the mask."""
+    """Number of operations on scores except the mask."""
     return sum(map(bool, (traits.bias, traits.epilogues, traits.dropout, traits.softcap, traits.alibi)))
 
 
@@ -43,7 +43,7 @@ def _features(traits: Traits) -> str:
 
 
 def _registers(traits: Traits) -> str:
-    """Whether registers are ``free`` for more keys or Q, or ``needed``, by a bias in ``fp32`` the most."""
+    """``free`` if registers are left for keys or Q, else ``needed``, or ``fp32`` with an fp32 bias (fewest left)."""
     if traits.bias == "fp32":
         return "fp32"
     needed = traits.bias or in_every_step(traits.epilogues) or traits.dropout == "mem_efficient"

@@ -6,7 +6,7 @@
 
 The kernel is persistent: each CTA claims work tiles (a query block of a head) until none is left. The producer warp
 claims and broadcasts them and loads Q once per work tile, then K and V block by block, last block first, into pipelines
-of ``num_stages`` stages. One to three consumer warpgroups take 64 rows of the tile each:
+of ``num_stages`` stages. One to three consumer warpgroups compute 64 rows of the tile each:
 
     S[0] = Q K[0]; softmax                              the first key block
     for j = 1, 2, ...
@@ -20,7 +20,7 @@ of ``num_stages`` stages. One to three consumer warpgroups take 64 rows of the t
 
 After the masked blocks the row maxima are frozen (``speculative``). A work tile with a row whose sum exceeds 2^40 is
 replayed with exact online softmax. Every row has seen a key by then (``BlockRange``), unless a bias hides it: a
-warpgroup with such a row takes exact steps at once.
+warpgroup with such a row runs exact steps at once.
 
 Overlap of products and softmax within a warpgroup and, by ping-pong, between warpgroups follows FlashAttention-3 (Shah
 et al. 2024, https://arxiv.org/abs/2407.08608). The next tile's loads overlap the store of O.
@@ -100,14 +100,14 @@ class ForwardSm90:
         pairs: int | None = None,
         window: int = 0,
     ) -> "ForwardSm90":
-        """This kernel, which has its default tile, with the tile for sequences of at most these lengths.
+        """This kernel with the tile for sequences of at most these lengths, in place of its default tile.
 
         Args:
             group: query heads per key head.
-            pairs: the number of (sequence, query head) pairs; None: unknown, taken as enough to fill the GPU.
-            window: the most keys that a query sees where a window bounds them, 0 where none does.
+            pairs: the number of (sequence, query head) pairs; None: unknown, assumed to fill the GPU.
+            window: maximum number of keys that a query sees in a window, 0 without a window.
 
-        A variant with a default tile of its own keeps it.
+        A variant with another default tile keeps it.
         """
         if self.tile != ForwardSm90.default_tile(self.traits, target):
             return self
@@ -115,7 +115,7 @@ class ForwardSm90:
         return dataclasses.replace(self, tile=tile)
 
     def without_tma_bias(self) -> "ForwardSm90":
-        """This kernel, which has its default tile or that for lengths, with threads that read the bias from memory."""
+        """This kernel with threads that read the bias from memory; it has the default tile or the one for lengths."""
         if self.tile.blocks_per_sm > 1:
             return dataclasses.replace(
                 self, tile=dataclasses.replace(self.tile, bias_stages=0, speculative=False)
@@ -125,7 +125,7 @@ class ForwardSm90:
 
     @property
     def loads_bias_by_tma(self) -> bool:
-        """Whether TMA loads the bias; its strides and address must then be aligned like those of q, k and v."""
+        """A bias loaded by TMA needs strides and an address that are aligned like the ones of q, k and v."""
         return self.tile.bias_stages > 0
 
     @functools.cached_property
@@ -135,7 +135,7 @@ class ForwardSm90:
 
     @property
     def can_visit_lists(self) -> bool:
-        """Whether it can visit only listed blocks."""
+        """Plain forwards can skip blocks that a block list leaves out."""
         return self.traits.op == "forward" and self.tile.pack_heads == 1
 
     def score_args(self, inputs: ScoreInputs) -> tuple:
@@ -143,7 +143,7 @@ class ForwardSm90:
         return self.epilogues.host_args(inputs)
 
     def step_content(self) -> StepContent:
-        """A step of the unmasked loop, with frozen row maxima if ``speculative``: else two rows' factors beside it."""
+        """A step of the unmasked loop, with frozen row maxima if ``speculative``, else with two rows' factors."""
         tile, d, dv = self.tile, padded(self.traits.head_dim), padded(self.traits.head_dim_v)
         qk = wgmma_count(tile.tile_m, tile.tile_n, d, tile.warpgroups)
         pv = wgmma_count(tile.tile_m, dv, tile.tile_n, tile.warpgroups)
@@ -217,7 +217,7 @@ class ForwardSm90:
 
     @property
     def divides_columns(self) -> bool:
-        """Whether warpgroups divide the columns of O, and not its rows."""
+        """False: warpgroups divide the rows of O, not its columns."""
         return False
 
     @property
@@ -227,17 +227,17 @@ class ForwardSm90:
 
     @property
     def stores_by_tma(self) -> bool:
-        """Whether sequences end where the tensor does, so that TMA's bounds check suffices to store O."""
+        """Sequences end where the tensor does, so that TMA's bounds check suffices to store O."""
         return not (self.traits.varlen or self.traits.seqused_q)
 
     @property
     def has_values_out_of_bounds(self) -> bool:
-        """Whether loads of V reach rows that the sequence does not own: they may be NaN, and 0 * NaN is NaN."""
+        """Loads of V reach rows outside the sequence. They must be zeroed: they may be NaN, and 0 * NaN is NaN."""
         return self.traits.varlen or self.traits.seqused_k
 
     @property
     def may_hide_rows(self) -> bool:
-        """Whether a row of a speculative kernel may have seen no key after the masked blocks, because of a bias."""
+        """Because of a bias, a row of a speculative kernel may have seen no key after the masked blocks."""
         return self.tile.speculative and self.epilogues.may_mask_rows
 
     def score_map(self, thread: Int32) -> ScoreMap:
@@ -343,6 +343,6 @@ class ForwardSm90:
         warp: Int32,
         thread: Int32,
     ) -> None:
-        """By a warp of a consumer warpgroup: its part of all work tiles."""
+        """By a warp of a consumer warpgroup: its rows of all work tiles."""
         consumer = ConsumerThread.make(self, storage, thread - WARPGROUP)
         self.CONSUMER(self, params, storage, outputs, consumer).run()

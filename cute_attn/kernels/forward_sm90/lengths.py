@@ -1,6 +1,6 @@
-"""The Hopper forward's tile by lengths: which row of ``tiles.csv``, and how many heads are packed.
+"""The Hopper forward's tile by lengths: the row of ``tiles.csv``, and the number of packed heads.
 
-Rules and not rows: they estimate how long a call takes with each of a few tiles, from the number of its work tiles.
+Rules instead of rows: they estimate the time of a call with each of a few tiles from the number of its work tiles.
 """
 
 import dataclasses
@@ -14,27 +14,27 @@ SHORT_SEQLEN = 1024
 """Maximum keys that a query sees on average for which tiles are small: prologue and epilogue dominate them."""
 
 SHORT_WINDOW = 2048
-"""The same where a window bounds them: blocks at both of its ends are masked in part, and small ones waste less."""
+"""The same with a window: blocks at both of its ends are partially masked, and small ones waste less."""
 
 LEAST_WINDOW = 256
-"""Below it, a window of head dims from 129 to 192 does not take narrow key blocks: 128 keys cover it in fewer steps."""
+"""Minimum window of head dims 129 to 192 for narrow key blocks; below it, 128 keys cover it in fewer steps."""
 
 SHORT_BIASED = 512
 """The same with a bias that TMA loads: beyond it 192 rows are faster than 64."""
 
 FEW_KEYS = (64, 80, 96)
-"""Keys of a step for sequences of no more, such as a text's 77."""
+"""Keys per step for sequences of at most as many keys, such as a text's 77."""
 
 MULTIPROCESSORS = 132
 """How many an H100 SXM and an H200 have."""
 
 LEAST_GAIN = 1.1
-"""How much faster a tile of another number of rows has to be, by the estimate, to be taken."""
+"""Minimum estimated speedup for choosing a tile with another number of rows."""
 
 MANY_ROWS = {72: 1.25, 88: 1.2, 104: 1.08}
-"""Head dims that take 192 rows: the time of a row in a tile of 128 over that in this one.
+"""Head dims with tiles of 192 rows: the time of a row in a tile of 128 over the time in this tile.
 
-Their rows begin within sectors of L2, whose traffic then bounds the kernel: more rows share what is loaded.
+Their rows begin within sectors of L2, so L2 traffic bounds the kernel, and more rows share a load.
 """
 
 
@@ -52,8 +52,8 @@ def tile_for_lengths(
     Args:
         default: the tile for many long sequences.
         group: query heads per key head.
-        pairs: the number of (sequence, query head) pairs; None: unknown, taken as enough to fill the GPU.
-        window: the most keys that a query sees where a window bounds them, 0 where none does.
+        pairs: the number of (sequence, query head) pairs; None: unknown, assumed to fill the GPU.
+        window: maximum number of keys that a query sees in a window, 0 without a window.
     """
     short = _short_tile(traits, seqlen_q, seqlen_k, window)
     plain = short or default
@@ -87,12 +87,12 @@ def tile_for_lengths(
 def _short_tile(traits: Traits, seqlen_q: int, seqlen_k: int, window: int) -> ForwardSm90Tile | None:
     """The tile for queries that see few keys, or None.
 
-    Sums of exponentials of capped scores and of functions take so long that small CTAs, which overlap more, compute
-    them faster whatever the lengths. With a bias that TMA loads and head dims above 64, only one tile with all queries
+    Softcap and functions make the softmax so slow that small CTAs, which overlap more, are faster at any
+    length. With a bias that TMA loads and head dims above 64, only one tile with all queries
     is faster.
     """
     d = max(traits.head_dim, traits.head_dim_v)
-    if d <= 64 and lists_blocks(traits.epilogues):  # smaller ones have no registers for what a list needs
+    if d <= 64 and lists_blocks(traits.epilogues):  # smaller ones have no registers for a list
         return _of_warpgroups(traits, "one_warpgroup")
     tiles = TABLE.tiles(*keys(traits, "sm90", "short"))
     if not tiles:
@@ -113,15 +113,15 @@ def _short_tile(traits: Traits, seqlen_q: int, seqlen_k: int, window: int) -> Fo
 
 
 def _is_triangular(traits: Traits, seqlen_q: int, seqlen_k: int) -> bool:
-    """Whether queries of a causal call see half of the keys on average, rather than nearly all."""
+    """Queries of such a causal call see half of the keys on average, rather than nearly all."""
     return traits.top_left or seqlen_k < 2 * seqlen_q
 
 
 def _with_group(plain: ForwardSm90Tile, traits: Traits, group: int) -> ForwardSm90Tile | None:
-    """The tile with several heads of a key head, whose rows are of fewer queries, or None where that does not pay.
+    """The tile with several heads of a key head, and so fewer queries, or None where that does not pay.
 
-    Under a mask fewer queries see more equal keys, and fewer blocks are masked in part; packed sequences end within
-    fewer rows. Head dims from 65 to 128 gain nothing.
+    Under a mask, fewer queries have more keys in common, and fewer blocks are partially masked; packed sequences end
+    within fewer rows. Head dims from 65 to 128 gain nothing.
     """
     d = max(traits.head_dim, traits.head_dim_v)
     pays = traits.varlen or traits.causal or traits.windowed
@@ -154,15 +154,15 @@ def _of_warpgroups(traits: Traits, number: str) -> ForwardSm90Tile:
 def _tile_for_work(
     plain: ForwardSm90Tile, traits: Traits, seqlen_q: int, seqlen_k: int, pairs: int
 ) -> ForwardSm90Tile | None:
-    """A tile of fewer rows where those of ``plain`` leave multiprocessors idle, or rows of theirs empty.
+    """A tile of fewer rows where tiles of ``plain`` leave multiprocessors idle or have empty rows.
 
-    Small CTAs that do not fill multiprocessors either take more keys per step.
+    If small CTAs do not fill the multiprocessors either, they get more keys per step.
     """
     if plain.tile_m == 64:
         few = plain.blocks_per_sm > 2 and _count(plain, seqlen_q, pairs) <= 2 * MULTIPROCESSORS
         return _of_warpgroups(traits, "one_warpgroup") if few else None
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
-    # A row's time in another tile, over that in the default one: where CTAs fill a multiprocessor, and of one alone.
+    # A row's time in another tile over its time in the default: for CTAs that fill a multiprocessor, and for one CTA.
     # Ratios of large calls and of single tiles: bench/notes.md.
     others: list[tuple[ForwardSm90Tile, float, float]] = []
     if plain.tile_m > 128:

@@ -21,7 +21,7 @@ CLAIM_AHEAD = 2
 
 @dataclass(frozen=True)
 class Producer(ForwardRole):
-    """One warp; unlike the other roles it decides what the work tiles of a section are."""
+    """One warp; unlike the other roles it chooses the work tiles of a section."""
 
     inputs: ForwardInputs
 

@@ -1,4 +1,4 @@
-"""Roles of the Hopper forward: what a warp or a warpgroup does with each work tile of its CTA."""
+"""Roles of the Hopper forward: the tasks of a warp or a warpgroup for each work tile of its CTA."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,9 +17,9 @@ from cute_attn.work.replay import Replay, WorkItemId
 
 @dataclass(frozen=True)
 class ForwardRole:
-    """A role: a subclass says what it does with one work tile, :meth:`run` takes all of them.
+    """A role: a subclass defines its task for one work tile, :meth:`run` loops over all of them.
 
-    All roles of a CTA take the same work tiles in the same order: those of a section as the producer broadcasts them,
+    All roles of a CTA process the same work tiles in the same order: a section's tiles as the producer broadcasts them,
     then with ``speculative`` the section's failed ones again, in the order of their slots.
     """
 
@@ -28,7 +28,7 @@ class ForwardRole:
     storage: ForwardStorage
 
     CLEARS_REPLAY: ClassVar[bool] = False
-    """Whether this role, one warp of the CTA, clears the replay slots."""
+    """Set for the one role, a single warp of the CTA, that clears the replay slots."""
 
     def run_tile(
         self, tile: QueryTile, pipeline_state: PipelineState, item: WorkItemId | None
@@ -37,7 +37,7 @@ class ForwardRole:
         raise NotImplementedError
 
     def finish_section(self) -> None:
-        """All work tiles of a section are done, and its replays come next."""
+        """Called after all work tiles of a section, before its replays."""
 
     @cute.jit
     def run(self) -> None:

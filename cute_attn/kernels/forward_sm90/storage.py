@@ -61,7 +61,7 @@ class ForwardParams:
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """Operands in global memory; k and v ``TmaTiles``, or of a cache those of ``cute_attn.rows.cached``."""
+    """Operands in global memory; k and v are ``TmaTiles``, or for a cache the classes of ``cute_attn.rows.cached``."""
 
     q: TmaTiles
     k: Any
@@ -80,7 +80,7 @@ class Fragments:
     p_operand: cute.Tensor  # the same registers as wgmma's A operand
     acc_o: cute.Tensor
     acc_o_rows: cute.Tensor  # acc_o as (rows, head_dim_v)
-    factors: cute.Tensor  # (rows): what the last step rescales O by
+    factors: cute.Tensor  # (rows): rescaling factors of O from the last step
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ TABLE = Table(__file__, ForwardTermsTile)
 
 
 def default_tile(traits: Traits, target: str) -> ForwardTermsTile:
-    """The tile for many rows; of one term that of 16-bit tensors, whose main loop it has."""
+    """The tile for many rows; with one term the tile of 16-bit tensors, since the main loop is the same."""
     if traits.fp32_terms == 1:
         return _of_one_term(traits, target, *half.keys(traits, target, "half"))
     return TABLE.first(traits, target, *keys(traits, target))
@@ -36,14 +36,14 @@ def _of_one_term(traits: Traits, target: str, *keys: Key) -> ForwardTermsTile:
 TERMS_LEAST_USES = {2: 512, 1: 1024}
 """Terms -> minimum keys per query, and queries per key, for which products by terms pay for splitting the rows.
 
-Those of one term, in place of one product of tf32, have not been searched.
+The values for one term, in place of one product of tf32, have not been searched.
 """
 TERMS_LEAST_FLOP = {2: 2**32, 1: 2**33}
 """Terms -> minimum floating-point operations of a call for which they pay for three more launches."""
 
 
 def terms_pay(traits: Traits, rows: int, seqlen_q: int, seqlen_k: int, group: int) -> bool:
-    """Whether a call in fp32 is large enough for kernels that split its tensors first.
+    """In large fp32 calls, kernels that split the tensors first are faster.
 
     Args:
         rows: queries of all heads and sequences.

@@ -1,19 +1,19 @@
-"""The Ampere forward of fp32 in fp16 terms, and the fallback kernel that computes where terms do not serve.
+"""The Ampere forward of fp32 in fp16 terms, and the fallback kernel for inputs that do not fit their terms.
 
 A launch of :mod:`cute_attn.kernels.split_fp32` writes the terms of K and V, and the scales of Q, K and V. Then both
-kernels of this file are launched. Each reads the scales first. Where none is 0 and no score can be huge, the
-speculative kernel computes: products of terms, which have the precision of fp32 then. Otherwise the fallback does,
-from Q, K and V themselves, by three products of tf32. The other one's CTAs return at once. So results are right for any
-input, without a number that the host reads.
+kernels of this file are launched. Each reads the scales first. If none is 0 and no score can be huge, the speculative
+kernel computes: its products of terms then have the precision of fp32. Otherwise the fallback computes three products
+of tf32 from Q, K and V themselves. The other kernel's CTAs return at once. So results are right for any input, and the
+host reads no number back.
 
 The main loop is :mod:`cute_attn.kernels.forward_sm80.kernel`'s, on rows of twice as many elements of 16 bits. A row of
-Q is read by only one CTA, which splits it on its way to shared memory: terms in global memory would be written and
-read for nothing. Scores and the output are in natural units, so that epilogues are the same.
+Q is read by only one CTA. It splits the row on the way to shared memory: terms in global memory would be written and
+read for nothing. Scores and the output have their natural scale, so that epilogues are the same.
 
-Under a causal mask work tiles come longest first, see :meth:`cute_attn.work.query_tiles.QueryGrid.longest_first`.
+Under a causal mask the longest work tiles are first, see :meth:`cute_attn.work.query_tiles.QueryGrid.longest_first`.
 
-With precision tf32 there is one term, which has tf32's digits, and each product is one of fp16, as in the kernel of
-16-bit tensors. P is times 2^14 there: down to 2^-28 it has its digits. The fallback computes one product of tf32.
+With precision tf32 there is one term with tf32's digits, and each product is one of fp16, as in the kernel of 16-bit
+tensors. P is multiplied by 2^14 there, and keeps its digits down to 2^-28. The fallback computes one product of tf32.
 
 Limits: fp32, otherwise the forward's.
 """
@@ -59,14 +59,14 @@ KeyRows = Annotated[
 
 @cute.jit
 def terms_serve(scales: cute.Tensor, scale_log2: Float32, head_dim: Constexpr) -> Boolean:
-    """Whether terms of Q, K and V have the wanted precision, and scores stay below LARGEST_SCORE."""
+    """Terms of Q, K and V have the wanted precision, and scores stay below LARGEST_SCORE: no fallback."""
     largest = scales[0] * scales[1] * (scale_log2 * Float32(head_dim * LARGEST_TERM**2))
     return (scales[0] != 0.0) & (scales[1] != 0.0) & (scales[2] != 0.0) & (largest <= Float32(LARGEST_SCORE))
 
 
 @dataclass(frozen=True)
 class FollowsSplit(ForwardSm80):
-    """What both kernels share: arguments, and that the scales say which of them computes."""
+    """Base of both kernels: their arguments, and the choice by the scales of the one that computes."""
 
     computes_terms: ClassVar[bool] = False
 
@@ -103,16 +103,16 @@ class FollowsSplit(ForwardSm80):
         raise NotImplementedError
 
     def computes(self, params: ForwardParams) -> Boolean:
-        """Whether this kernel is the one of both that computes."""
+        """If False, the other kernel computes and this one returns at once."""
         scale_log2 = params.softmax_scale * LOG2_E
         return terms_serve(params.scales, scale_log2, self.traits.head_dim) == self.computes_terms
 
 
 @dataclass(frozen=True)
 class ForwardFallback(FollowsSplit):
-    """The forward, where terms of Q, K or V do not have the wanted precision.
+    """The forward for calls in which terms of Q, K or V do not have the wanted precision.
 
-    CTAs claim their work tiles, so that few of them start where there is nothing to compute: of a tile of 200 KB a
+    CTAs claim their work tiles, so that few CTAs start if there is nothing to compute: with a tile of 200 KB a
     multiprocessor starts one after the other.
     """
 
@@ -145,7 +145,7 @@ class ForwardFallback(FollowsSplit):
 
     @cute.jit
     def next_tile(self, claims: WorkClaims) -> Int32:
-        """Claim a work tile for the CTA, through shared memory, which is free between two of them."""
+        """Claim a work tile for the CTA, through shared memory that is free between two work tiles."""
         cute.arch.barrier()
         slot = cute.make_tensor(cute.arch.get_dyn_smem(Int32), cute.make_layout(1))
         if cute.arch.warp_idx() == 0:
@@ -160,10 +160,10 @@ class ForwardFallback(FollowsSplit):
 
 @dataclass(frozen=True)
 class ForwardTerms(FollowsSplit):
-    """The forward on terms of Q, K and V, where they have the wanted precision.
+    """The forward on terms of Q, K and V, for calls in which they have the wanted precision.
 
     mK and mV: rows of all terms in fp16, each of the padded head dim: the hi term, then the lo term, if any. mQ: as the
-    forward's; each CTA splits its own rows.
+    forward's; each CTA splits its rows.
     """
 
     computes_terms: ClassVar[bool] = True
@@ -187,7 +187,7 @@ class ForwardTerms(FollowsSplit):
         """The tile for calls that name none."""
         return default_tile(traits, target)
 
-    # ---- what differs from 16-bit tensors ----
+    # ---- differences from 16-bit tensors ----
 
     @functools.cached_property
     def products(self) -> Products:
@@ -203,7 +203,7 @@ class ForwardTerms(FollowsSplit):
 
     @property
     def two_terms(self) -> bool:
-        """Whether each product is three of hi and lo terms."""
+        """Each product is then the sum of three products of hi and lo terms."""
         return self.traits.fp32_terms == 2
 
     @property
@@ -213,7 +213,7 @@ class ForwardTerms(FollowsSplit):
 
     @property
     def folds_factor(self) -> bool:
-        """Whether the softmax multiplies by the factor that undoes the scales of Q and K: nothing else reads scores."""
+        """The softmax multiplies by the factor that undoes the scales of Q and K: nothing else reads scores."""
         return not (self.two_terms or self.epilogues.modifiers)
 
     @property

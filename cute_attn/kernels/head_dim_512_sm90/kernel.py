@@ -14,7 +14,7 @@ scores as well; P goes through shared memory:
         P[j] and the factors of O's rows to shared memory
     O += P V of the last block                           wait for the factors that normalize O
 
-The softmax overlaps P V of both warpgroups. FlashAttention-3 divides O's columns alike for a large head dim of V (Shah
+The softmax overlaps P V of both warpgroups. FlashAttention-3 also divides O's columns for a large head dim of V (Shah
 et al. 2024, https://arxiv.org/abs/2407.08608).
 
 Limits: as the Hopper forward's, with head dims up to 576 of q and k and up to 512 of v, and no bias by TMA.
@@ -79,7 +79,7 @@ class ForwardLargeSm90(ForwardSm90):
         pairs: int | None = None,
         window: int = 0,
     ) -> "ForwardLargeSm90":
-        """This kernel, which has its default tile, with the tile for sequences of at most these lengths."""
+        """This kernel with the tile for sequences of at most these lengths, in place of its default tile."""
         tile = tile_for_lengths(self.traits, self.tile, seqlen_q, group)
         return dataclasses.replace(self, tile=tile)
 
@@ -89,7 +89,7 @@ class ForwardLargeSm90(ForwardSm90):
         return False
 
     def without_tma_bias(self) -> "ForwardLargeSm90":
-        """This kernel, whose threads read a bias from global memory."""
+        """This kernel itself: its threads always read a bias from global memory."""
         return self
 
     def step_content(self) -> StepContent:
@@ -148,7 +148,7 @@ class ForwardLargeSm90(ForwardSm90):
 
     @property
     def divides_columns(self) -> bool:
-        """Whether warpgroups divide the columns of O, and not its rows."""
+        """True: warpgroups divide the columns of O, not its rows."""
         return True
 
     @property

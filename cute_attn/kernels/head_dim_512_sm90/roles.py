@@ -41,7 +41,7 @@ class HalfOutput:
 
     @cute.jit
     def start(self, n: Int32, use: Int32) -> None:
-        """Issue O += P V with use n of V's pipeline and ``use`` of P's, which is full."""
+        """Issue O += P V with use n of V's pipeline and the full ``use`` of P's."""
         storage, op = self.storage, self.thread.fragments
         storage.pipeline_v.consumer_wait(n)
         p = op.p_operand[None, None, None, storage.p.pipeline.stage(use)]
@@ -57,7 +57,7 @@ class HalfOutput:
 
 @dataclass(frozen=True)
 class ScoreLoop(MainLoop):
-    """The steps of the warpgroup that computes P: S, softmax and P of a key block, beside P V of the one before it."""
+    """The steps of the warpgroup that computes P: S, softmax and P of a key block, during P V of the last one."""
 
     storage: LargeStorage
     tiles_before: Int32  # the CTA's work tiles before this one, each with one more use of P than key blocks
@@ -154,7 +154,7 @@ class ScoreConsumer(Consumer):
 
 @dataclass(frozen=True)
 class ValueConsumer(ForwardRole):
-    """The warpgroup with the second half of O's columns, which multiplies the other one's P by V."""
+    """The warpgroup with the second half of O's columns; it multiplies the other warpgroup's P by V."""
 
     storage: LargeStorage
     outputs: ForwardOutputs
@@ -175,7 +175,7 @@ class ValueConsumer(ForwardRole):
         _, state = self.begin(tile)
         blocks, score_map = self.key_blocks(tile, state), self.score_map()
         op.acc_o.fill(0.0)
-        q.pipeline.consumer_wait(queries)  # O takes over its memory
+        q.pipeline.consumer_wait(queries)  # O reuses its memory
         end = keys + (blocks.end - blocks.begin)
         for n in cutlass.range(keys, end, unroll=1):
             self.step(score_map, n, n + queries)

@@ -31,7 +31,7 @@ class SharedProbabilities:
 
     @cute.jit
     def write_factors(self, factors: cute.Tensor, score_map: ScoreMap, use: Int32) -> None:
-        """``factors`` of the thread's rows, which all lanes of a row have."""
+        """Write ``factors`` of the thread's rows; all lanes of a row have the same."""
         if score_map.thr_col == 0:
             for r in cutlass.range_constexpr(cute.size(factors)):
                 row = score_map.thr_row + score_map.modes.rows[r]
@@ -46,7 +46,7 @@ class SharedProbabilities:
 
     @cute.jit
     def commit(self, use: Int32) -> None:
-        """By each warp that wrote: what it wrote may be read, by wgmma as well."""
+        """By each warp that wrote: its data may be read, by wgmma as well."""
         cute.arch.fence_proxy("async.shared", space="cta")
         self.pipeline.producer_commit(use)
 
@@ -72,7 +72,7 @@ class LargeStorage(ForwardStorage):
 
 
 def make_storage(kernel: Any) -> LargeStorage:
-    """Barriers, Q (in whose memory O is stored), K and V by stages, P and factors by their own."""
+    """Barriers, Q (O is stored in the same memory), K and V by stages, P and factors by separate stages."""
     traits, tile = kernel.traits, kernel.tile
     base = memory.SmemAllocator().allocate(tile.smem_bytes(traits), byte_alignment=1024)
     start = {name: base + begin for name, (begin, _) in tile.smem_areas(traits).items()}

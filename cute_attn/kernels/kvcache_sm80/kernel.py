@@ -4,9 +4,10 @@ The main loop of :mod:`cute_attn.kernels.forward_sm80.kernel` with three differe
 
 - Keys and values come from a cache: contiguous entries, or pages of any size, row by row. Lengths are read on the
   device. Key indices are rows of an entry; leftpad is the first key that a query may see.
-- Keys of a query block may be divided among CTAs. With split "parts" each query block has as many parts, or parts of as
-  many keys, and a CTA for each. With "shares" the grid is fixed, a *slot* each CTA, and all key blocks are divided
-  equally among them (:mod:`cute_attn.work.key_shares`). The combine kernel merges them.
+- Keys of a query block may be divided among CTAs. With split "parts" each query block has the same number of splits, or
+  splits of the same number of keys, and a CTA for each. With "shares" (stream-K) the grid is fixed, each CTA is a
+  *slot*, and all key blocks are divided equally among them (:mod:`cute_attn.work.key_shares`). The combine kernel
+  merges partial results.
 - O is stored from registers: few rows exist in decoding.
 
 For few rows a CTA has warps that divide the keys (``key_groups``): each reads only its keys, so that shared memory
@@ -65,12 +66,12 @@ class CacheParams:
     grid: QueryGrid
     packs: PackedHeads
     partials: Partials | None
-    parts: cute.FastDivmodDivisorV2 | None  # of a query block, with split "parts"
+    parts: cute.FastDivmodDivisorV2 | None  # number of splits of a query block, with split "parts"
 
 
 @dataclass(frozen=True)
 class KeptShare:
-    """A share in shared memory, a copy for each warp: it takes no registers while its key blocks are visited."""
+    """A ``Share`` in shared memory, one copy per warp, to free registers while its key blocks are visited."""
 
     numbers: cute.Tensor  # int32 (8,)
 
@@ -82,7 +83,7 @@ class KeptShare:
 
     @cute.jit
     def store(self, share: Share, slot: Int32) -> None:
-        """By a whole warp: the unit, where the next one starts, the partial result's index or -1 for a whole one."""
+        """By a whole warp: the unit, where the next one starts, the partial result's index or -1 for a final result."""
         partial = cutlass.select_(share.whole, Int32(-1), share.partial(slot))
         cute.arch.sync_warp()  # all lanes have read the last one
         if cute.arch.lane_idx() == 0:
@@ -118,7 +119,7 @@ class KvcacheSm80(ForwardSm80):
         return tile_for_cache(traits, CacheCall(), target)
 
     def for_cache(self, call: CacheCall, target: str) -> "KvcacheSm80":
-        """This kernel, which has its default tile, with the tile for a call."""
+        """This kernel with the tile for a call, in place of its default tile."""
         return dataclasses.replace(self, tile=tile_for_cache(self.traits, call, target))
 
     # ---- host ----
@@ -151,7 +152,7 @@ class KvcacheSm80(ForwardSm80):
             parts = cute.FastDivmodDivisorV2(partials.parts)  # type: ignore[union-attr]
         elif cutlass.const_expr(split == "shares"):
             blocks = Int32(partials.out.shape[0]) // 2  # type: ignore[union-attr]
-        # A kernel argument takes no register. With softcap, score_args[0] is the cap.
+        # A kernel argument needs no register. With softcap, score_args[0] is the cap.
         scale_log2 = self.epilogues.scale_log2(score_args[0] if self.traits.softcap else softmax_scale)
         params = CacheParams(
             *(mQ, mK, mV, mO, mLSE, seqlens, KeyRows.make(mK, tables)),
@@ -179,7 +180,7 @@ class KvcacheSm80(ForwardSm80):
 
     @cute.jit
     def run_tile(self, params: CacheParams, shared: SharedMemory, group: KeyGroup) -> None:
-        """The CTA's work tile, or part of one."""
+        """The CTA's work tile, or one split of it."""
         index, part = cute.arch.block_idx()[0], Int32(0)
         if cutlass.const_expr(self.traits.split == "parts"):
             index, part = divmod(index, params.parts)
@@ -195,7 +196,7 @@ class KvcacheSm80(ForwardSm80):
 
     @cute.jit
     def finish_tile(self, params: CacheParams, ctx: MainloopContext, tile: QueryTile, part: Int32) -> None:
-        """Store a work tile's result, or that of a part."""
+        """Store the result of a work tile or of a split."""
         varlen = self.traits.varlen
         if cutlass.const_expr(self.traits.split == "parts"):
             target = RowTarget.part(params.partials, part, tile, varlen)
@@ -205,7 +206,7 @@ class KvcacheSm80(ForwardSm80):
 
     @cute.jit
     def run_shares(self, params: CacheParams, shared: SharedMemory, group: KeyGroup) -> None:
-        """The slot's shares of all key blocks."""
+        """The slot's stream-K range, unit by unit."""
         mask, queries = self.epilogues.mask, self.tile.queries
         visible = VisibleBlocks(params.seqlens, params.score_args[1], mask, queries, self.tile.tile_n)
         packs = params.packs.per_sequence.divisor
@@ -223,7 +224,7 @@ class KvcacheSm80(ForwardSm80):
                     kept = KeptShare.of(self.tile, shared.share)
                     kept.store(share, slot)
                     ctx = self.attend_share(params, shared, group, share)
-                    cute.arch.barrier()  # Q, K and V have been read and results merged: the next share may load
+                    cute.arch.barrier()  # Q, K and V have been read and results merged: the next unit may load
                     if group.is_first:
                         self.finish_share(params, ctx, kept)
                     share = kept.load()
@@ -234,14 +235,14 @@ class KvcacheSm80(ForwardSm80):
     def attend_share(
         self, params: CacheParams, shared: SharedMemory, group: KeyGroup, share: Share
     ) -> MainloopContext:
-        """Attention of a unit with a share of its key blocks."""
+        """Attention of a unit with the key blocks of a ``Share``."""
         tile = self.tile_of_share(params, share)
         state, blocks = self.visible(params, tile)
         blocks = blocks.clipped(blocks.begin + share.begin, blocks.begin + share.end)
         return self.attend(params, shared, group, tile, state, blocks)
 
     def tile_of_share(self, params: CacheParams, share: Share) -> QueryTile:
-        """A share's unit as a work tile; ``head`` of a share is a pack of heads."""
+        """The unit of ``share`` as a work tile; ``head`` of a ``Share`` is a pack of heads."""
         batch, pack, row0 = (
             cute.arch.make_warp_uniform(x)
             for x in (share.batch, share.head, share.m_block * self.tile.queries)
@@ -250,7 +251,7 @@ class KvcacheSm80(ForwardSm80):
 
     @cute.jit
     def finish_share(self, params: CacheParams, ctx: MainloopContext, kept: KeptShare) -> None:
-        """Store a share's result: where it is whole, directly."""
+        """Store the result of a ``Share``, directly if it has all key blocks of its unit."""
         tile, partial = self.tile_of_share(params, kept.load()), kept.partial()
         lse = self.normalize(params, ctx, tile, partial < 0)
         if partial < 0:
@@ -277,7 +278,7 @@ class KvcacheSm80(ForwardSm80):
         state: Any,
         blocks: BlockRange,
     ) -> MainloopContext:
-        """Attention of a work tile with some key blocks: O and row statistics, those of the first group at the end."""
+        """Attention of a work tile with some key blocks: O and row statistics, at the end in the first group."""
         q = sequence(params.mQ, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
         load_k, load_v = self.cache_loads(params, shared, tile, group)
         operands = self.products.operands(self.tiled_mma(), shared, group.thread, None)

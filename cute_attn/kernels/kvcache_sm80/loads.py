@@ -41,7 +41,7 @@ class PagedLoad:
 
     @cute.jit
     def start(self, block: Int32, stage: Int32, whole: Constexpr) -> None:
-        """Start loading ``block``, whose page numbers were read last; keys that do not exist are zeroed."""
+        """Start loading ``block``. Its page numbers were read last; keys that do not exist are zeroed."""
         copy = self.row_copy
         first, step = self._rows()
         targets = copy.tiled_copy.get_slice(rematerialize(copy.thread)).partition_D(self.s[None, None, stage])

@@ -13,11 +13,11 @@ from cute_attn.tiles.table import Key, Table
 from cute_attn.traits import Traits
 
 MULTIPROCESSORS = 132
-"""Of an H100 SXM and an H200."""
+"""Multiprocessors of an H100 SXM and an H200."""
 FEW_ROWS = 32
 """Maximum rows of a key head for which a step has 64 keys, except where keys are few."""
 TILE_ROWS = 64
-"""Rows whose time equals what a work tile costs beside its rows: it reads all keys."""
+"""Fixed cost of a work tile, which reads all keys, as an equal number of rows."""
 TABLE = Table(__file__, KvcacheSm90Tile)
 
 
@@ -33,7 +33,7 @@ def cache_tile(traits: Traits, call: CacheCall) -> KvcacheSm90Tile:
     tiles = [_first(traits, rows, call.page_size, call.part_keys) for rows in (few, "many")]
 
     def cost(tile: KvcacheSm90Tile, pack: int) -> tuple[float, int]:
-        """Rows that a key head's work tiles compute, and the cost of reading the keys beside them.
+        """Cost of a key head's work tiles in rows, fixed costs included; the larger pack if equal.
 
         Work tiles that do not fill the GPU run at once, so that only the time of one counts.
         """

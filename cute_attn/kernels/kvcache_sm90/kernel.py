@@ -5,9 +5,10 @@ The kernel of :mod:`cute_attn.kernels.forward_sm90.kernel` with three difference
 - Keys and values come from a cache, or are packed sequences. A cache has contiguous entries, or pages that TMA loads in
   boxes of 8 rows or more; the Ampere kernel loads other pages. Lengths are read on the device. Key indices are rows of
   an entry; leftpad is the first key that a query may see.
-- Keys of a query block may be divided among CTAs. With split "shares" the grid is fixed, a *slot* each CTA that fits
-  the GPU at once, and all key blocks are divided equally among them (:mod:`cute_attn.work.key_shares`). With "parts"
-  each query block has as many parts, or parts of as many keys, and CTAs claim them. The combine kernel merges them.
+- Keys of a query block may be divided among CTAs. With split "shares" (stream-K) the grid is fixed, each CTA that fits
+  the GPU at once is a *slot*, and all key blocks are divided equally among them (:mod:`cute_attn.work.key_shares`).
+  With "parts" each query block has the same number of splits, or splits of the same number of keys, and CTAs claim
+  them. The combine kernel merges partial results.
 - O is stored from registers: few rows exist in decoding.
 
 The producer runs ahead into the next work tile, with Q copied to registers so that its shared memory is free again: the
@@ -62,12 +63,12 @@ class KvcacheSm90(ForwardSm90):
         return default_cache_tile(traits)
 
     def for_cache(self, call: CacheCall, target: str) -> "KvcacheSm90":
-        """This kernel, which has its default tile, with the tile for a call."""
+        """This kernel with the tile for a call, in place of its default tile."""
         return dataclasses.replace(self, tile=cache_tile(self.traits, call))
 
     @property
     def has_values_out_of_bounds(self) -> bool:
-        """Whether loads of V reach rows that the sequence does not own: they may be NaN, and 0 * NaN is NaN."""
+        """Loads of V reach rows outside the sequence. They must be zeroed: they may be NaN, and 0 * NaN is NaN."""
         return self.traits.seqused_k or self.traits.paged or self.traits.varlen_k
 
     # ---- host ----
@@ -93,7 +94,7 @@ class KvcacheSm90(ForwardSm90):
         key_bytes = 2 * (traits.head_dim + traits.head_dim_v)
         order = QueryTileOrder.make(seqlens, mQ, mK, key_bytes, tile.queries, tile.pack_heads, traits.causal)
         load, nheads_kv = cpasync.CopyBulkTensorTileG2SOp(), mK.shape[-2]
-        # What several work tiles read is to stay in L2; otherwise every byte is read once.
+        # Bytes that several work tiles read should stay in L2; otherwise every byte is read once.
         again = (seqlens.max_seqlen_q > tile.queries) | (mQ.shape[-2] > nheads_kv * tile.pack_heads)
         policy = cutlass.select_(again, Int64(EVICT_NORMAL), Int64(EVICT_FIRST))
         inputs = ForwardInputs(
@@ -150,7 +151,7 @@ class KvcacheSm90(ForwardSm90):
                 if cutlass.const_expr(tma is not None):
                     cpasync.prefetch_descriptor(tma.atom)
             storage.init(self.tile.warpgroups, thread)
-        # Lengths, queries and new rows of the cache may come from the kernel before.
+        # The previous kernel may write lengths, queries and new rows of the cache.
         cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(self.traits.split != ""):
             cute.arch.griddepcontrol_launch_dependents()

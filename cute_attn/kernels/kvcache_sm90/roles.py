@@ -1,6 +1,6 @@
-"""The roles of the Hopper forward in attention with a cache: as without one, except what follows from dividing keys.
+"""The roles of the Hopper forward in attention with a cache: as without one, except that keys may be divided.
 
-Work tiles have a :class:`KeyPart`, keys come from a cache, and O is stored from registers.
+Work tiles have a :class:`KeyPart`, keys are loaded from a cache, and O is stored from registers.
 """
 
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ class CacheParams(ForwardParams):
     """Also where rows of the cache are, and how keys are divided.
 
     Attributes:
-        parts: divides a work tile's index into its query block and its part; None unless the split is "parts".
+        parts: divides a work tile's index into its query block and its split; None unless the split is "parts".
         partials: or None without a split.
     """
 
@@ -44,12 +44,12 @@ class CacheParams(ForwardParams):
 
 @dataclass(frozen=True)
 class CacheRole(ForwardRole):
-    """Work tiles with parts of their key blocks."""
+    """Work tiles with a range of their key blocks."""
 
     params: CacheParams
 
     def tile_at(self, index: Int32) -> QueryTile:
-        """The work tile ``index`` of the order, with its part."""
+        """The work tile ``index`` of the order, with its range of keys."""
         if self.kernel.traits.split != "parts":
             return super().tile_at(index)
         block, part = divmod(index, self.params.parts)
@@ -58,7 +58,7 @@ class CacheRole(ForwardRole):
         return replace(tile, part=KeyPart.of(blocks, part, self.params.partials, self.kernel.tile.tile_n))
 
     def tile_of(self, item: WorkItem) -> QueryTile:
-        """The work tile that the producer broadcast, with its part."""
+        """The work tile that the producer broadcast, with its range of keys."""
         return replace(super().tile_of(item), part=item.part)
 
     def visible_blocks(self, tile: QueryTile) -> BlockRange:
@@ -74,7 +74,7 @@ class CacheRole(ForwardRole):
 
 @dataclass(frozen=True)
 class CacheProducer(CacheRole, Producer):
-    """Loads from a cache; with split "shares" it walks its slot's share of all key blocks."""
+    """Loads from a cache; with split "shares" it walks its slot's stream-K range."""
 
     @cute.jit
     def run(self) -> None:
@@ -91,7 +91,7 @@ class CacheProducer(CacheRole, Producer):
 
     @cute.jit
     def run_shares(self) -> None:
-        """Broadcast and load what the CTA, a slot, has of each unit."""
+        """Broadcast and load the key blocks of each unit in the CTA's stream-K range."""
         kernel, params, work = self.kernel, self.params, self.storage.work
         slots, order = cute.arch.grid_dim()[0], params.order
         blocks = VisibleBlocks(
@@ -123,7 +123,7 @@ class CacheProducer(CacheRole, Producer):
         work.publish_end(n, Boolean(False))
 
     def tile_of_share(self, share: Share, slot: Int32) -> QueryTile:
-        """A share as a work tile; ``head`` of a share is a pack of heads."""
+        """A ``Share`` as a work tile; its ``head`` is a pack of heads."""
         order = self.params.order
         head = order.first_head(share.head)
         row0 = share.m_block * self.kernel.tile.queries
