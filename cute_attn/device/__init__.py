@@ -1,6 +1,6 @@
 """Building blocks of kernels.
 
-``math`` arithmetic on the device and on the host; ``score_tile`` a thread's part of a score tile; ``seqlen`` sequence
+``math`` arithmetic on the device and on the host; ``score_tile`` a thread's scores in a tile; ``seqlen`` sequence
 lengths and starts; ``band`` the keys that a query sees; ``gemm`` mma.sync products and ``wgmma`` Hopper's; ``pipeline``
 mbarrier pipelines and named barriers; ``copy`` and ``convert`` tiles and fragments; ``lanes`` shuffles.
 """

@@ -22,7 +22,7 @@ class Band:
 
     @property
     def has_first(self) -> bool:
-        """Whether a query may not see the keys from 0 on."""
+        """A left bound or a first key may hide keys from 0 on."""
         return self.has_left or self.first is not None
 
     def first_key(self, query: Int32) -> Int32:

@@ -10,7 +10,7 @@ from cute_attn.device.math import optimization_barrier, rematerialize
 
 @dataclass(frozen=True)
 class RowCopy:
-    """A thread's part of copying (rows, cols) tiles of which the first ``valid_cols`` columns are in bounds.
+    """A thread's copies of (rows, cols) tiles; the first ``valid_cols`` columns are in bounds.
 
     Where ``heads`` heads alternate as rows, those from ``heads_left`` on are out of bounds as well.
     """

@@ -1,8 +1,8 @@
-"""Matrix products of an mma.sync kernel: operands in shared memory, and the one loop over K that all products take.
+"""Matrix products of an mma.sync kernel: operands in shared memory, and the one loop over K of all products.
 
-An operand has terms, whose sum it is: one of 16 bits, or for fp32 the terms of :mod:`cute_attn.device.gemm_terms`. With
-several of them some steps along K are summed from zero, and then added to the accumulator in fp32: a tensor core rounds
-its sums toward zero, which does not average out in long ones (Ootomo and Yokota 2022,
+An operand is the sum of its terms: one of 16 bits, or for fp32 the terms of :mod:`cute_attn.device.gemm_terms`. With
+several terms, a few steps along K are summed from zero and then added to the accumulator in fp32: a tensor core rounds
+its sums toward zero, and in long sums that does not average out (Ootomo and Yokota 2022,
 https://arxiv.org/abs/2203.03341).
 
 ptxas hoists ldmatrix as far as registers last, and then spills values with longer lifetimes. It moves no load across
@@ -23,11 +23,11 @@ from layouts.mma import row_col_modes, row_col_view, thread_row_col
 
 @dataclass(frozen=True)
 class SmemOperand:
-    """A thread's part of an MMA operand in shared memory, or of one of its terms, and its register fragment.
+    """A thread's slice of an MMA operand in shared memory, or of one of its terms, and its register fragment.
 
     tile: (rows, cols, stage); fragment: (mma, rows, k); view: the fragment retiled for the copy, (copy, piece, k), one
-    ldmatrix a piece. first_step, first_piece, offset: where in the tile the term starts, ``offset`` in elements, whole
-    periods of the swizzle.
+    ldmatrix per ``piece``. first_step, first_piece, offset: start of the term in the tile, ``offset`` in elements and
+    whole periods of the swizzle.
     """
 
     tiled_copy: cute.TiledCopy
@@ -40,7 +40,7 @@ class SmemOperand:
     offset: Constexpr = 0
 
     loads_ahead = True
-    """Whether steps that are summed from zero are all loaded before they are multiplied."""
+    """Steps that are summed from zero are all loaded before they are multiplied."""
     width = 2
     """MMAs along N of a piece of B."""
 
@@ -206,9 +206,9 @@ def gemm_rs(
 
     Args:
         a: terms (mma, M, k).
-        b, together, factor: as of :func:`gemm`.
-        row_factors: (2 M), what acc is times before: of the rows of each M, two by two. With all of K ``together``.
-        ahead: pieces of B whose products may be under way at a time, or 0 for any number.
+        b, together, factor: see :func:`gemm`.
+        row_factors: (2 M), factors of acc's rows before the product, two for each M. Only with all of K ``together``.
+        ahead: maximum pieces of B with products in flight, or 0 for any number.
     """
     b_start = b.start(stage)
     for k in cutlass.range_constexpr(0, b.steps, together):
@@ -263,7 +263,7 @@ def _times_b(
 
 @cute.jit
 def _scale_and_add(target: cute.Tensor, row_factors: Any, total: Any, factor: Float32 | None) -> None:
-    """target = row_factors * target + factor * total, where there are any; ((2, 2), M, N), and row_factors (2 M)."""
+    """target = row_factors * target + factor * total; None: 1, or 0 for total. ((2, 2), M, N); row_factors (2 M)."""
     for n in cutlass.range_constexpr(cute.size(target, mode=[2])):
         for m in cutlass.range_constexpr(cute.size(target, mode=[1])):
             for i in cutlass.range_constexpr(4):
@@ -277,7 +277,7 @@ def _scale_and_add(target: cute.Tensor, row_factors: Any, total: Any, factor: Fl
 
 @dataclass(frozen=True)
 class SmemResult:
-    """Stores a thread's part of an accumulator, of 16 bits, to row-major shared memory.
+    """Stores a thread's 16-bit fragment of an accumulator to row-major shared memory.
 
     tile: (rows, cols) of the product, or with more columns. apart: elements from a term's place to the next one's.
     """

@@ -1,6 +1,6 @@
-"""Operands of fp32 matrix products in shared memory, whose terms the loop of :mod:`cute_attn.device.gemm` multiplies.
+"""Operands of fp32 matrix products in shared memory; the loop of :mod:`cute_attn.device.gemm` multiplies their terms.
 
-    StoredTerms   fp16 terms, which another kernel or the store of P has split; ldmatrix reads each term
+    StoredTerms   fp16 terms, split by another kernel or by the store of P; ldmatrix reads each term
     SplitOnLoad   fp32, by ldmatrix, split into tf32 terms in registers
     Fp32Operand   the same, or by words where rows (M or N) are contiguous, not k
     Fp32Values    the same for V of the forward, by vectors of four columns
@@ -24,7 +24,7 @@ from layouts.mma import row_col_modes, row_col_view, thread_row_col
 K = 8
 """Elements along K of one step in tf32."""
 COLUMNS = 32
-"""Columns of V, and of the output, that a warp takes at a time: four MMAs of eight."""
+"""Columns of V and of the output that a warp computes at a time: four MMAs of eight."""
 _WORDS = 4
 
 # ---- fp16 terms in shared memory ----
@@ -32,11 +32,11 @@ _WORDS = 4
 
 @dataclass(frozen=True)
 class StoredTerms:
-    """A thread's part of an operand of fp16 terms.
+    """A thread's slice of an operand of fp16 terms.
 
     Attributes:
-        each: of each term an operand, which all read the same tile.
-        planes: terms that follow each other as stages of the tile; 1 where rows have all terms.
+        each: one operand per term, all in the same tile.
+        planes: terms stored one after the other as stages of the tile; 1 if rows contain all terms.
     """
 
     each: tuple[SmemOperand, ...]
@@ -52,7 +52,7 @@ class StoredTerms:
 
     @staticmethod
     def in_rows(make: Any, count: int, along_k: bool, *args: Any) -> "StoredTerms":
-        """Terms that follow each other in rows of memory, which are along K, or along M or N."""
+        """Terms stored one after the other in rows of memory; rows are along K, or along M or N."""
         shape = [cute.size(args[2], mode=[i]) for i in range(2)]
         shape[along_k] //= count
         one = make(*args, tuple(shape))
@@ -165,16 +165,16 @@ class SplitOnLoad:
 
 @dataclass(frozen=True)
 class Fp32Operand:
-    """A thread's part of an fp32 operand, split into tf32 terms as it is loaded.
+    """A thread's slice of an fp32 operand, split into tf32 terms as it is loaded.
 
     Attributes:
         tile: (rows, k, stage); rows are M or N.
-        count: of terms.
+        count: number of terms.
         warps_m: warps along M.
         warps: warps along M or N, a power of 2.
         is_a: whether it is the A operand.
         by_words: rows are contiguous, not k.
-        paired: lane (g, t) takes k = 2 t and 2 t + 1, not t and t + 4. Only ``by_words``: so a swizzled tile is free of
+        paired: lane (g, t) holds k = 2 t and 2 t + 1, not t and t + 4. Only ``by_words``; then a swizzled tile has no
             bank conflicts.
     """
 
@@ -216,7 +216,7 @@ class Fp32Operand:
 
     @property
     def _half_row(self) -> int:
-        """From a row of a piece to the one in its other half."""
+        """Distance from a row of a piece to its counterpart in the other half."""
         return 8 if self.is_a else 8 * self.warps
 
     def at_step(self, start: Int32, k: Int32) -> Int32:
@@ -306,7 +306,7 @@ class Fp32Values:
     8 s + 2 t + 1: eight lanes that are served at once read all banks. Column 4 n + j of a group of 32 is column n of
     the group's MMA j; so a lane's elements of a row of the output are columns 32 c + 8 t to 32 c + 8 t + 7.
 
-    ``warps_n`` warps divide the columns: those of ``first_col`` on are the thread's.
+    ``warps_n`` warps divide the columns; the thread's columns start at ``first_col``.
     """
 
     tile: cute.Tensor
@@ -368,7 +368,7 @@ def paired_operand_a(p: cute.Tensor) -> cute.Tensor:
     """P in the layout of the scores' accumulator ((2, 2), M, N) as the A operand (4, M, N), a K step for each N.
 
     A lane's columns 2t and 2t + 1 become places t and t + 4; an A fragment has both rows of a place together. Registers
-    are renamed, since ``cute.gemm`` takes them in their order in memory.
+    are renamed, since ``cute.gemm`` reads them in memory order.
     """
     _, size_m, size_n = p.layout.shape
     words = cute.make_rmem_tensor(cute.make_layout((4, size_m, size_n)), p.element_type)

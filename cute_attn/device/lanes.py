@@ -51,7 +51,7 @@ def lanes_sum(x: Float32, offsets: tuple[int, ...]) -> Float32:
 
 
 def adds_for(number: Int32) -> Boolean:
-    """Whether lane ``number``, of several with the same :func:`lanes_sum`, adds it; on the host each adds its part."""
+    """Lane ``number`` 0 adds a :func:`lanes_sum` for all lanes with it; on the host each lane adds its own x."""
     return number == 0 if on_device() else number >= 0
 
 

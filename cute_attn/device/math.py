@@ -15,7 +15,7 @@ LN_2 = 0.6931471805599453
 
 
 def on_device() -> bool:
-    """Whether the code being traced is in a kernel, not in a host function."""
+    """True if the code being traced is in a kernel, False in a host function."""
     operation = ir.InsertionPoint.current.block.owner.operation
     while operation is not None:
         if operation.name in ("cuda.kernel", "gpu.module"):
@@ -68,12 +68,12 @@ def fma(a: Float32, b: Float32, c: Float32) -> Float32:
 
 
 def product_minus(a: Float32, b: Float32, c: Float32) -> Float32:
-    """a * b - c, rounded once: on the device by the compiler, to which an explicit fma leaves less freedom of order."""
+    """a * b - c, rounded once: on the device by the compiler; an explicit fma would restrict its scheduling."""
     return a * b - c if on_device() else fma(a, b, -c)
 
 
 def product(a: Float32, b: Float32) -> Float32:
-    """a * b, rounded: the compiler does not contract it with what is added to it."""
+    """a * b, rounded: the compiler does not fuse it with a following addition."""
     if not on_device():
         return a * b
     multiply = "mul.rn.f32 {$w0}, {$r0}, {$r1};"
@@ -172,8 +172,8 @@ def uniform(x: Uint32) -> Uint32:
 
 
 def optimization_barrier(x):
-    """x (Int32, Int64 or Float32) through a ``mov`` that NVVM cannot see through: what is computed from it is neither
-    shared with earlier code nor hoisted out of a loop, where it would occupy registers."""
+    """x (Int32, Int64 or Float32) through a ``mov`` that NVVM cannot see through: values computed from it are neither
+    shared with earlier code nor hoisted out of a loop, where they would occupy registers."""
     if not on_device():
         return x
     move = "mov.b64 {$w0}, {$r0};" if isinstance(x, Int64) else "mov.b32 {$w0}, {$r0};"
@@ -189,7 +189,7 @@ def rematerialize(x: Int32) -> Int32:
 
 
 def rematerialize_each(x: Int32, n: Int32) -> Int32:
-    """:func:`rematerialize` in a loop over n >= 0, without the shuffle, which waits in the same queue as wgmma.
+    """:func:`rematerialize` in a loop over n >= 0, without a shuffle, which would wait in wgmma's queue.
 
     Adds n's sign bit, which is 0 but not known to be. For a thread index use ``rematerialize`` once before the loop:
     otherwise ptxas reads the special register in each iteration, through the same queue.
@@ -201,7 +201,7 @@ def rematerialize_each(x: Int32, n: Int32) -> Int32:
 def convert_to_16_bits(wide: cute.Tensor, target: cute.Tensor) -> None:
     """Convert fp32 registers to ``target``'s dtype, with the same layout.
 
-    By vectors of up to 8: in a vector whose length is no power of two, elements are converted singly.
+    By vectors of up to 8; elements are converted one by one if the length is not a power of two.
     """
     size = cute.size(wide)
     if cutlass.const_expr(target.element_type is BFloat16 and not on_device()):

@@ -1,11 +1,11 @@
 """mbarrier pipelines in shared memory, ping-pong scheduling of warpgroups, named barriers.
 
-Use n of a pipeline is in stage n % num_stages. Producer and consumers count uses alike, so n is the whole pipeline
-state.
+Use n of a pipeline is in stage n % num_stages. Producer and consumers count uses the same way, so n is the whole
+pipeline state.
 
-Two proxies access shared memory: TMA and wgmma the async one, threads' own loads and stores the generic one. An
+Two proxies access shared memory: TMA and wgmma the async one, loads and stores of threads the generic one. An
 mbarrier orders accesses of one proxy only. A stage that TMA fills and threads access is therefore released behind a
-proxy fence, or TMA's next fill may overtake reads that came before the release (PTX ISA, "Proxies"; CUTLASS fences its
+proxy fence, or TMA's next fill may overtake reads before the release (PTX ISA, "Proxies"; CUTLASS fences its
 epilogue's TMA loads likewise). :meth:`Pipeline.consumer_release` has to be told who accessed the stage;
 :mod:`cute_attn.lab.proxies` checks the machine code.
 """
@@ -104,7 +104,7 @@ class Pipeline:
 
     @cute.jit
     def consumer_release(self, n: Int32, accessed: Constexpr) -> None:
-        """By each consumer warp: release use n, which ``accessed``, an :class:`Accessed`, says who accessed."""
+        """By each consumer warp: release use n; ``accessed``, an :class:`Accessed`, says who accessed it."""
         if cutlass.const_expr(accessed is Accessed.BY_WGMMA):
             assert not self.per_lane_arrivals, "one lane arrives for a warp's products"
             with cute.arch.elect_one():
@@ -119,7 +119,7 @@ class Pipeline:
         """By a warp: accesses of all its lanes are ordered before those after a wait for the barrier.
 
         One lane arrives after a warp sync, or with ``per_lane_arrivals`` each lane: compute-sanitizer's racecheck does
-        not take the warp sync for an ordering, and reports races where lanes write and read shared memory.
+        not treat the warp sync as ordering, and reports races where lanes write and read shared memory.
         """
         if cutlass.const_expr(self.per_lane_arrivals):
             cute.arch.mbarrier_arrive(barrier)
@@ -166,7 +166,7 @@ FIRST_WARPGROUP_BARRIER = 5
 
 @dataclass(frozen=True)
 class PingPong:
-    """Ping-pong scheduling: warpgroups alternate in issuing products, which overlap the others' softmax."""
+    """Ping-pong scheduling: warpgroups alternate in issuing products, to overlap them with the others' softmax."""
 
     warpgroup: Int32
     warpgroups: Constexpr

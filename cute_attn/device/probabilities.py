@@ -33,9 +33,9 @@ def probabilities(
 
     Args:
         lse_log2: fp32, LSE * log2(e) of each of the thread's rows, infinities :func:`clamped`; +inf in fully masked and
-            out-of-bounds rows, which makes P 0 there.
+            out-of-bounds rows, to make P 0 there.
         scale_log2: log2(e) times the scores' factor to natural units.
-        visible_keys: how many keys the mask shows a query, a function of its index, where scores may be large;
+        visible_keys: if scores may be large, a function of a query's index: the number of keys that the mask shows it;
             otherwise None. See :func:`_from_largest`.
     """
     if cutlass.const_expr(visible_keys is not None):
@@ -70,7 +70,7 @@ def _shifts_of_large_rows(
 def _from_largest(
     tile: ScoreTile, r: Constexpr, shift: Float32, scale_log2: Float32, visible_keys: Constexpr
 ) -> Float32:
-    """Row r's scores, which are large, relative to its LSE; returns what is left to subtract, in log2.
+    """Row r's large scores minus its LSE; returns the remainder to subtract, in log2.
 
     Each is rounded as the LSE was, so that equal numbers cancel. An LSE without a digit for the logarithm of a sum is
     the largest score. Then all keys of its row count as equal, as they are where a bias is the smallest number.
@@ -88,7 +88,7 @@ def _from_largest(
 def start_from(acc: cute.Tensor, values: cute.Tensor) -> None:
     """Initialize acc (rows, cols) with a value for each row, for a product to be added to.
 
-    The optimization barrier gives each element its own register here: otherwise the copies would be made where the
+    The optimization barrier gives each element a separate register here: otherwise the copies would be made where the
     product starts, while others are in flight.
     """
     for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):

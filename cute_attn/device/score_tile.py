@@ -1,4 +1,4 @@
-"""A thread's part of a score tile as (query, key) elements, for any MMA.
+"""A thread's fragment of a score tile as (query, key) elements, for any MMA.
 
 Epilogues see ``acc[r, c]`` with the query index of row r and the key index of column c. An index is the thread's first
 one plus a static offset, so that a mask is one comparison per column.
@@ -45,7 +45,7 @@ class ScoreMap:
     """Rows and columns of a score tile that a thread holds; made once before the mainloop.
 
     With ``heads`` > 1, a power of two, row r is query r // heads of head r % heads. A thread's first row and its rows'
-    offsets have no bit in common, so each is divided on its own.
+    offsets have no bit in common, so each is divided separately.
     """
 
     modes: Constexpr  # layouts.mma.RowColModes
@@ -90,7 +90,7 @@ class ScoreMap:
         return tuple(row // self.heads for row in self.modes.rows)
 
     def tile(self, acc: cute.Tensor, row0: Int32, col0: Int32) -> "ScoreTile":
-        """The score tile whose first element is (query row0, key col0)."""
+        """The score tile with (query row0, key col0) as its first element."""
         view = row_col_view(acc, self.modes)
         row, col = row0 + self._first_query, col0 + self.thr_col
         heads = None

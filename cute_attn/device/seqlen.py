@@ -11,8 +11,8 @@ from cutlass import Int32, Int64
 class Seqlens(NamedTuple):
     """Lengths as kernel arguments. int32 tensors or None: cu_seqlens (batch + 1,) if varlen, seqused (batch,).
 
-    leftpad (batch,): the first row of a cache's entry that a sequence has, where that is not row 0. added_k: what is
-    to be added to seqused_k, the rows that were just appended to a cache.
+    leftpad (batch,): the first row of a sequence in its cache entry, if not row 0. added_k: rows just appended to a
+    cache, to be added to seqused_k.
     """
 
     cu_seqlens_q: cute.Tensor | None
@@ -116,9 +116,9 @@ def sequence(
 
 @cute.jit
 def padded_row0(seqlens: Seqlens, info: SeqlenInfo, batch: Int32, tile_m: cutlass.Constexpr) -> Int32:
-    """The first row of ``batch`` in a workspace whose sequences are padded to whole blocks of ``tile_m`` rows.
+    """The first row of ``batch`` in a workspace that pads sequences to whole blocks of ``tile_m`` rows.
 
-    0 unless varlen, as each (batch, head) has its own rows. For varlen see :func:`first_block`.
+    0 unless varlen, as each (batch, head) has separate rows. For varlen see :func:`first_block`.
     """
     row0 = Int32(0)
     if cutlass.const_expr(seqlens.cu_seqlens_q is not None):
@@ -137,7 +137,7 @@ def first_block(cu_seqlens: cute.Tensor, batch: Int32, tile: cutlass.Constexpr) 
 
 @cute.jit
 def sequence_of_block(cu_seqlens: cute.Tensor, block: Int32, tile: cutlass.Constexpr) -> Int32:
-    """The last sequence whose :func:`first_block` is at most ``block``; the first one if there is none."""
+    """The last sequence with a :func:`first_block` of at most ``block``, or the first sequence."""
     batch, end = Int32(0), Int32(cu_seqlens.shape[0]) - 1
     while batch + 1 < end:
         middle = (batch + end) // 2
@@ -150,7 +150,7 @@ def sequence_of_block(cu_seqlens: cute.Tensor, block: Int32, tile: cutlass.Const
 
 @cute.jit
 def sequence_of_row(cu_seqlens: cute.Tensor, row: Int32) -> Int32:
-    """The last sequence that starts at or before packed row ``row``; the first one if there is none."""
+    """The last sequence that starts at or before packed row ``row``, or the first sequence."""
     batch, end = Int32(0), Int32(cu_seqlens.shape[0]) - 1
     while batch + 1 < end:
         middle = (batch + end) // 2

@@ -19,9 +19,9 @@ def load_row(x: cute.Tensor, start: Int64, dim: Constexpr, cols: Constexpr, lane
     """A thread's elements of a row, (4, vectors), 0 beyond ``dim``; coordinates are clamped, without a branch.
 
     Args:
-        x: rows along its last mode; of its other modes nothing is looked at.
+        x: rows along its last mode; its other modes are ignored.
         start: the element at which the row starts.
-        dim, cols: columns of the row, and with those of 0 after them, a multiple of 32.
+        dim, cols: columns of the row, without and with padding by zeros to a multiple of 32.
     """
     width: Constexpr = LANES * VECTOR
     values = cute.make_rmem_tensor(cute.make_layout((VECTOR, cols // width)), Float32)
@@ -49,14 +49,13 @@ def split_tile(
     threads: Constexpr,
     count: Constexpr,
 ) -> None:
-    """Write the terms of rows ``row0`` on of x, (seqlen, dim), to ``target``: shared memory, after which none waits.
+    """Write the terms of rows ``row0`` on of x, (seqlen, dim), to ``target`` in shared memory, without a barrier.
 
     Args:
-        target: (rows, columns of all terms), each term's columns after the other's. Rows beyond ``seqlen`` are the
-            last one's.
+        target: (rows, columns of all terms), term by term. Rows beyond ``seqlen`` repeat the last row.
         factor: a power of two.
-        thread: of ``threads``, which share the rows.
-        count: of terms.
+        thread: index among the ``threads`` that divide the rows.
+        count: number of terms.
     """
     rows, cols = cute.size(target, mode=[0]), cute.size(target, mode=[1]) // count
     lane, step = thread % LANES, threads // LANES

@@ -1,20 +1,20 @@
-"""fp32 numbers as sums of terms of fewer bits, which tensor cores multiply: the rule, the split and the products.
+"""fp32 numbers as sums of terms of fewer bits, for tensor cores: the rule, the split and the products.
 
     x * 2^e = hi + lo    fp16 terms, with one power of two for a whole tensor, a block of score gradients, or P
-    x = hi + lo          tf32 terms, which have fp32's exponents and need no scale
+    x = hi + lo          tf32 terms; they have fp32's exponents and need no scale
 
-A product of two terms each is lo hi + hi lo + hi hi; what is left out, lo lo, is 2^-24 of it (Ootomo and Yokota 2022,
-https://arxiv.org/abs/2203.03341). With precision tf32 there is hi alone, whose 11 significant bits are tf32's.
+A product of two terms each is lo hi + hi lo + hi hi; the omitted lo lo is 2^-24 of it (Ootomo and Yokota 2022,
+https://arxiv.org/abs/2203.03341). With precision tf32 there is only hi, with the 11 significant bits of tf32.
 
 hi = fp16(x * 2^e) and lo = fp16(x * 2^e - hi) have 11 bits each. 2^e puts the tensor's largest element between 2^14 and
 2^15; then hi + lo is x * 2^e to 2^-23 of itself down to 2^-1, and below that to 2^-25. So a row of the tensor keeps
-fp32's precision as long as its largest element is not far below the tensor's: ``fits`` has the limit. hi alone has all
-its bits for elements down to 2^-14, 2^-28 of the tensor's largest. Smaller ones err by 2^-25 at most, which is 2^-15 of
-their row's largest element where that is 2^-10 or more: ``fits``' limit.
+fp32's precision as long as its largest element is not far below the tensor's: ``fits`` has the limit. A lone hi has all
+its bits for elements down to 2^-14, 2^-28 of the tensor's largest. Smaller ones err by 2^-25 at most: that is 2^-15
+of their row's largest element if this is 2^-10 or more, ``fits``' limit.
 
 Score gradients have no bound that is known before: their power of two follows from the largest one of all threads.
 
-Magnitudes are the bits of |x|, which as integers have the order of |x|; those of inf and NaN are the largest.
+Magnitudes are the bits of |x|; as integers they have the order of |x|, with inf and NaN as the largest.
 """
 
 from collections.abc import Sequence
@@ -51,10 +51,10 @@ def split(words: cute.Tensor, dtype: Any, count: int, factor: Float32 | None = N
     """fp32 registers as ``count`` terms of ``dtype``, with their layout.
 
     Args:
-        factor: a power of two that they are multiplied by before; of Float16 terms. TFloat32 ones have None.
+        factor: a power of two that they are multiplied by before, for Float16 terms; None for TFloat32.
 
     Raises:
-        ValueError: registers of an instruction are not adjacent: ``cute.gemm`` would take others.
+        ValueError: registers of an instruction are not adjacent: ``cute.gemm`` would read others.
     """
     offsets = [cute.crd2idx(i, words.layout[0]) for i in range(cute.size(words, mode=[0]))]
     if offsets != list(range(len(offsets))):
@@ -126,12 +126,12 @@ def _exponent_to_top(largest: Int32) -> Int32:
 
 
 def fits(largest: Int32, smallest: Int32, count: int) -> Boolean:
-    """Whether a tensor keeps the precision of fp32 in two fp16 terms, or of tf32 in one.
+    """True if a tensor keeps the precision of fp32 in two fp16 terms, or of tf32 in one.
 
     Args:
         largest: the magnitude of its largest element.
-        smallest: of the row that has the smallest largest element, rows of zeros aside; or ``NO_ROW``.
-        count: of terms.
+        smallest: the smallest of the rows' largest magnitudes, except rows of zeros; or ``NO_ROW``.
+        count: number of terms.
     """
     exponent = scale_exponent(largest)
     near = (smallest >> _MANTISSA_BITS) + MOST_BELOW[count] >= (largest >> _MANTISSA_BITS)
@@ -150,7 +150,7 @@ def inverse_of_power_of_two(power: Float32) -> Float32:
 
 @cute.jit
 def all_fit(scales: cute.Tensor) -> Boolean:
-    """Whether every tensor fits its terms; scales: see :mod:`cute_attn.kernels.split_fp32`."""
+    """False if a tensor does not fit its terms; scales: see :mod:`cute_attn.kernels.split_fp32`."""
     fit = Boolean(True)
     for i in cutlass.range_constexpr(4):
         fit = fit & (scales[i] != 0.0)
@@ -206,23 +206,23 @@ def common_scale(words: cute.Tensor, of_warps: cute.Tensor, thread: Int32) -> tu
 def running_scale(
     words: cute.Tensor, of_warps: cute.Tensor, applied: cute.Tensor, thread: Int32, piece: Constexpr
 ) -> tuple[Float32, Float32, Float32]:
-    """(scale, its inverse, what sums in units of the last scale have to be times), with a barrier.
+    """(scale, its inverse, the factor from sums with the last scale to sums with this one), with a barrier.
 
     The scale is :func:`scale_of` the largest finite |x| of all threads' registers, now and in calls before. In one term
-    x then errs by at most 2^-11 of itself or 2^-39 of the largest. dK, which is added up in tensor cores, is in units
-    of the scale, and is multiplied when it changes: a few times per CTA.
+    x then errs by at most 2^-11 of itself or 2^-39 of the largest. dK is summed in tensor cores with the scale as a
+    factor, and is multiplied when the scale changes: a few times per CTA.
 
     Args:
         of_warps: (warps, pieces) int32 in shared memory, 0 before the first call; the largest so far.
         applied: (warps,) fp32, 1 before the first call; the last inverse.
         thread: of the CTA.
-        piece: which of the calls between two further barriers this is. Each has its own column of ``of_warps``: a warp
-            that is ahead must not change what others have still to read.
+        piece: index of this call among the calls between two other barriers. Each has a column of ``of_warps``: a warp
+            that is ahead must not change numbers that others have still to read.
     """
     warps, pieces = (cute.size(of_warps, mode=[i]) for i in range(2))
     warp, largest = thread // 32, largest_finite(words)
     if cutlass.const_expr(pieces > 1):
-        cute.arch.sync_warp()  # ``applied`` of the piece before
+        cute.arch.sync_warp()  # ``applied`` of the previous piece
     before = applied[warp]
     if thread % 32 == 0:
         for own in cutlass.range_constexpr(pieces):
@@ -239,7 +239,7 @@ def running_scale(
 
 @cute.jit
 def change_units(acc: cute.Tensor, factor: Float32) -> None:
-    """acc *= factor, which is mostly 1, and the same for all threads of a warp."""
+    """acc *= factor. The factor is mostly 1, and the same for all threads of a warp."""
     if factor != 1.0:
         for i in cutlass.range_constexpr(cute.size(acc)):
             acc[i] = acc[i] * factor

@@ -35,12 +35,12 @@ def count(bits: Int32) -> Int32:
 
 
 def count_before(bits: Int32) -> Int32:
-    """How many of them come before this lane."""
+    """Number of ``bits`` set for lanes before this one."""
     return count(bits & Int32(cute.arch.lanemask_lt())) if on_device() else Int32(0)
 
 
 def any_of(x: Boolean) -> Boolean:
-    """Whether it holds for a lane."""
+    """The or of x over the warp's lanes."""
     return Boolean(cute.arch.vote_any_sync(x)) if on_device() else x
 
 

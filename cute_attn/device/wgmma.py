@@ -24,8 +24,8 @@ def start_gemm(
 def operand_layout(rows: int, cols: int, dtype: Any, *, stages: int | None = None, parts: int = 1) -> Any:
     """(rows, cols[, stages]) in shared memory, cols contiguous, for TMA and for wgmma with either operand major mode.
 
-    parts: warpgroups that divide the columns. Each part must be whole swizzle atoms, so the swizzle is the widest whose
-    atom divides a part.
+    parts: warpgroups that divide the columns. Each range must be whole swizzle atoms, so the swizzle is the widest with
+    an atom that divides it.
     """
     atom = layouts.wgmma_smem_layout(8, layouts.atom_cols(cols // parts, dtype.width), dtype)
     shape, order = ((rows, cols), (0, 1)) if stages is None else ((rows, cols, stages), (0, 1, 2))

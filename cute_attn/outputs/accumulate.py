@@ -81,7 +81,7 @@ def send_fragment(acc: cute.Tensor, base: Int32, barrier: Int32, thread: Int32, 
 
 
 def _first_float(thread: Int32, size: int, vector: int) -> Int32:
-    """The offset of a thread's fragment in those of all threads, ``size`` floats each."""
+    """The offset of a thread's fragment among the fragments of all threads, ``size`` floats each."""
     return thread // WARP * (WARP * size) + thread % WARP * vector
 
 

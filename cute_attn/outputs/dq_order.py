@@ -8,7 +8,7 @@ kernel reads them in the same order. Both derive it here, from the traits and fr
     dq_transposed   whether the accumulator is dQ^T, (padded head_dim, tile_m), instead of (tile_m, padded head_dim)
     dq_warps_n      warps (sm80) or warpgroups (sm90) along the accumulator's second extent
     dq_vector       floats that one reduction adds
-    dq_passes       (sm80) parts of head_dim with an accumulator each, one after the other in memory
+    dq_passes       (sm80) ranges of head_dim with an accumulator each, one after the other in memory
 
 :func:`block_floats`, :func:`passes` and :func:`accumulator_shape` run anywhere, the others inside a trace.
 """

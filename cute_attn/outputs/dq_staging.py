@@ -24,7 +24,7 @@ class DqStaging:
 
     @cute.jit
     def producer_commit(self) -> None:
-        """By a producer warp: its part is written, and each lane has issued the fence for the async proxy."""
+        """By a producer warp: its elements are written, and each lane has issued the fence for the async proxy."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.barriers)

@@ -16,7 +16,7 @@ from cute_attn.work.query_tiles import QueryTile
 
 @dataclass(frozen=True)
 class RowTarget:
-    """Where the rows of a work tile go: row r is query r // heads of its head r % heads.
+    """Addresses of a work tile's output rows: row r is query r // heads of its head r % heads.
 
     Attributes:
         out, lse: of the tile's first query and head.
@@ -79,7 +79,7 @@ class RowTarget:
 
 @cute.jit
 def row_exists(score_map: ScoreMap, r: Constexpr, tile: QueryTile):
-    """Whether row r of the tile is a query of a head."""
+    """False for rows beyond the sequence or beyond a pack's heads, which are not stored."""
     exists = tile.row0 + score_map.query(r) < tile.info.seqlen_q
     if cutlass.const_expr(score_map.heads > 1):
         exists = exists & (score_map.head(r) < tile.heads_left)

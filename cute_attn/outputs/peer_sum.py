@@ -1,4 +1,4 @@
-"""Sums over a cluster of two CTAs, each of which computes a part of them, through each other's shared memory."""
+"""Sums of the partial sums of two CTAs of a cluster, exchanged through each other's shared memory."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class PeerSum:
     """Register fragments of a CTA plus those of its peer, thread by thread; both CTAs get the same bits.
 
     Each thread stores its fragment to the peer's memory asynchronously. The stores count their bytes at the peer's
-    mbarrier, whose n-th phase is the n-th sum.
+    mbarrier; its n-th phase is the n-th sum.
 
     There is one stage, and no barrier that says it is empty: a CTA computes two sums in turn, s and t. It sends to t
     once it has received s, which its peer sent after it had read the last t; likewise to the next s once it has

@@ -25,7 +25,7 @@ class ForwardOutputs:
 
 @dataclass(frozen=True)
 class OutputStore:
-    """A warpgroup's part of a work tile's O, 64 rows, through shared memory.
+    """Stores a warpgroup's 64 rows of a work tile's O through shared memory.
 
     By TMA or, where sequences end inside the tensor, by stores of the threads.
     """
@@ -35,7 +35,7 @@ class OutputStore:
     s_o: cute.Tensor  # (64, output_columns of the kernel), the warpgroup's
     group: Int32
     lane: Int32
-    column_part: Constexpr = 0  # where warpgroups divide the columns: which of their parts
+    column_part: Constexpr = 0  # index of the warpgroup's columns, if warpgroups divide them
 
     def first_query(self, tile: QueryTile) -> Int32:
         """The first query of the warpgroup's rows."""

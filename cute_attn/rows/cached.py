@@ -18,14 +18,14 @@ EVICT_NORMAL = 0x1000000000000000
 """L2 policies of loads, as ``createpolicy.fractional`` makes them."""
 WARP = 32
 BOXES_AT_ONCE = 4
-"""Boxes whose places a thread has in registers before it starts them."""
+"""Number of box addresses that a thread holds in registers before it starts the loads."""
 
 
 @dataclass(frozen=True)
 class BlockPages:
-    """Where the boxes of some key blocks are; a block found later comes before them in the cache.
+    """Places of the boxes of some key blocks; blocks are found from the last one on.
 
-    Lane i has box i % boxes of the (i // boxes)-th block. Of a contiguous cache all lanes have the same.
+    Lane i has box i % boxes of the (i // boxes)-th block. In a contiguous cache all lanes have the same.
     """
 
     page: Int32
@@ -47,7 +47,7 @@ class PagedTiles:
     tile_n: Constexpr
     box: Constexpr
     cols: Constexpr  # padded dim
-    width: Constexpr  # columns of a box: those of a swizzle atom
+    width: Constexpr  # columns of a box: one swizzle atom
     policy: Int64
 
     @staticmethod
@@ -99,7 +99,7 @@ class PagedTiles:
         """Start loading the n-th found block of one head into its stage of ``target`` (tile_n, cols, stage).
 
         One thread starts all boxes one after the other. With a ``cute.copy`` for each, ptxas makes a loop over the
-        warp's threads of each box, and small ones take longer to start than to arrive.
+        warp's threads of each box, and small boxes then need more time to start than to arrive.
         """
         stage = target[None, None, pipeline.stage(use)]
         descriptor, start = descriptor_address(self.atom), stage.iterator.toint()

@@ -1,4 +1,4 @@
-"""Rows that are appended to a cache, and queries beside them: batched or packed."""
+"""Rows that are appended to a cache, and their queries: batched or packed."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

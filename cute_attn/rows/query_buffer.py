@@ -20,7 +20,7 @@ class LastUse(enum.Enum):
     PRODUCTS = enum.auto()
     """The last S = Q K^T."""
     STORE = enum.auto()
-    """The store of O, which takes over the memory with ``share_qo_smem``."""
+    """The store of O, which reuses the memory with ``share_qo_smem``."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class QueryBuffer:
 
     @property
     def used_without_keys(self) -> bool:
-        """Whether work tiles that see no key use the buffer: with ``share_qo_smem`` they store O's zeros from there."""
+        """With ``share_qo_smem`` even work tiles that see no key use the buffer: they store O's zeros from there."""
         return self.tile.share_qo_smem
 
     @cute.jit
     def used(self, blocks: BlockRange) -> Boolean | bool:
-        """Whether a work tile that visits ``blocks`` uses the buffer."""
+        """If False, the work tile that visits ``blocks`` neither loads nor releases the buffer."""
         return True if self.used_without_keys else blocks.begin < blocks.end
 
     @cute.jit

@@ -25,7 +25,7 @@ def start_box(
 ) -> None:
     """By one thread: start loading the box at coordinates ``where`` to the address ``target`` of shared memory.
 
-    As ``cute.copy`` does, which a whole warp has to call for each box.
+    Like ``cute.copy``, but that has to be called by a whole warp for each box.
     """
     coordinates = ", ".join(f"{{$r{i + 4}}}" for i in range(len(where)))
     cute.arch.inline_ptx(
@@ -64,7 +64,7 @@ class TmaTiles:
 
         Args:
             op: the TMA operation, a load or a store.
-            smem_layout: of one tile.
+            smem_layout: layout of one tile.
             shape: (rows, columns) of a tile.
             heads: number of heads that alternate as a tile's rows.
             nheads_kv: with several ``heads``, the kv heads that share the tensor's heads.
@@ -112,7 +112,7 @@ class TmaTiles:
     def load_part(
         self, tiles: cute.Tensor, n: Int32, target: cute.Tensor, pipeline: Pipeline, use: Int32
     ) -> None:
-        """Start loading tile n of ``tiles`` into ``target`` (rows, cols), as a part of a use of the pipeline."""
+        """Start loading tile n of ``tiles`` into ``target`` (rows, cols), one of several loads of a use."""
         t_s, t_g = cpasync.tma_partition(
             self.atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(tiles, 0, 2)
         )
@@ -133,8 +133,8 @@ class TmaTiles:
 class TmaVectors:
     """fp32 workspace rows that TMA loads by blocks: (rows, heads[, batch]).
 
-    A bulk copy without a descriptor would do, but compute-sanitizer's racecheck takes it for a thread's writes, which
-    no mbarrier orders.
+    A bulk copy without a descriptor would do, but compute-sanitizer's racecheck treats it as a thread's writes that no
+    mbarrier orders.
     """
 
     atom: cute.CopyAtom

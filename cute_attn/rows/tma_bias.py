@@ -34,7 +34,7 @@ class TmaBiasTile:
     use: Int32
 
     PIECE: ClassVar[int] = 4
-    """A thread's columns in a piece of sixteen columns, in each of its two rows."""
+    """A thread's columns in a ``piece`` of sixteen columns, in each of its two rows."""
 
     @property
     def pieces(self) -> int:
@@ -78,7 +78,7 @@ class TmaBiasTransposed:
     takes_gradient: Constexpr  # the kernel stores the bias gradient, from shared memory
 
     PIECE: ClassVar[int] = 4
-    """A thread's queries in a piece of sixteen queries, for each of its two keys."""
+    """A thread's queries in a ``piece`` of sixteen queries, for each of its two keys."""
 
     @property
     def pieces(self) -> int:
@@ -129,7 +129,7 @@ class TmaBiasOfQueries:
 
 
 def lane_address_transposed(base: Int32, thread: Int32, queries: int) -> Int32:
-    """The ldmatrix row address of a thread in the first sixteen queries; those of later pieces are at static offsets.
+    """The ldmatrix row address of a thread in the first sixteen queries; later ones are at static offsets.
 
     base: the tile's address, a multiple of 1024, with rows of ``ROW_COLS`` keys, a warpgroup's, in the layout of
     :func:`layouts.wgmma_smem_layout`. A warp reads sixteen of those keys; a lane addresses row lane % 8 of the first or
@@ -156,7 +156,7 @@ def lane_address(base: Int32, lane: Int32, cols: int) -> Int32:
 
 @dataclass(frozen=True)
 class TmaBias:
-    """All warpgroups' bias tiles. Each warpgroup has its own pipeline, so that none waits for another's tiles."""
+    """All warpgroups' bias tiles. Each warpgroup has a separate pipeline, so that none waits for another's tiles."""
 
     tensor: cute.Tensor  # (ROWS, columns, stages, warpgroup)
     address: Int32  # of ``tensor``
@@ -199,7 +199,7 @@ def bias_tma(bias: cute.Tensor, layout: cute.ComposedLayout, store: Constexpr = 
     """On the host: TMA tiles of (batch, nheads, seqlen_q, seqlen_k), viewed as (rows, columns, heads, batch).
 
     Args:
-        bias: aligned to 16 bytes, with strides that are multiples of eight elements except the last, which is 1. A
+        bias: aligned to 16 bytes; the last stride is 1, the others are multiples of eight elements. A
             dimension that it is broadcast over has extent 1 in the view; ``rows_of`` and ``columns_of`` account for it.
         layout: (rows, columns[, stages]) of a tile in shared memory.
         store: for stores instead of loads.

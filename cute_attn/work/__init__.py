@@ -1,1 +1,1 @@
-"""Work: which work tiles a CTA takes, in which order, which key blocks each visits, and what is computed again."""
+"""Work: the work tiles of a CTA and their order, the key blocks that each visits, and the tiles to replay."""

@@ -11,7 +11,7 @@ from cute_attn.work.block_range import BlockRange
 
 
 def divides(tile: Any) -> bool:
-    """Whether listed blocks are whole blocks of a tile's."""
+    """Required of a tile with lists: a listed block is a whole number of its query and of its key blocks."""
     return LISTED_ROWS % tile.tile_m == LISTED_ROWS % tile.tile_n == 0
 
 
@@ -30,7 +30,7 @@ class BlockLists:
     blocks: cute.Tensor
 
     def of(self, batch: Int32, head: Int32, row0: Int32, tile: Constexpr) -> BlockRange:
-        """What the block of row ``row0`` visits, in blocks of ``tile`` rows."""
+        """Blocks that the block of row ``row0`` visits, in blocks of ``tile`` rows."""
         row = row0 // LISTED_ROWS
         full, end = (cute.ceil_div(self.counts[batch, head, row, i], tile) for i in range(2))
         listed = self.blocks[batch, head, row, None]

@@ -15,7 +15,7 @@ class BlockRange:
 
     begin <= full_begin <= full_end <= end always; begin == end if no key is visible. With :meth:`of_keys` they are
     query blocks of one key block. With ``listed`` these are positions in a list of blocks, see
-    :class:`cute_attn.work.block_lists.BlockLists`, of which each is so many blocks as ``parts``.
+    :class:`cute_attn.work.block_lists.BlockLists`; each listed block is ``parts`` blocks of the tile.
     """
 
     begin: Int32
@@ -37,12 +37,12 @@ class BlockRange:
         return cutlass.select_(block >= self.end, block - self.end, block)
 
     def partial(self, step: Int32) -> Boolean | None:
-        """Whether the listed block of a step is one that the list's own mask hides keys of; None without a list."""
+        """True if the mask hides some keys of the listed block of a step; None without a list."""
         return None if self.listed is None else (self.listed[step // self.parts] & 1) == 1
 
     @cute.jit
     def clipped(self, begin: Int32, end: Int32) -> "BlockRange":
-        """Those in [begin, end), which lies within [self.begin, self.end)."""
+        """The blocks in [begin, end), a range within [self.begin, self.end)."""
         full_begin = cutlass.min(cutlass.max(self.full_begin, begin), end)
         full_end = cutlass.min(cutlass.max(self.full_end, full_begin), end)
         return BlockRange(begin, full_begin, full_end, end)
@@ -53,8 +53,8 @@ class BlockRange:
         """The key blocks that any of the queries [first_query, end_query) sees.
 
         The block of the first query's last key counts as masked, even if all queries see all of it. So, from the
-        last block down, each query that sees any key has seen one before the unmasked blocks, and speculation, which
-        freezes row maxima after the masked blocks, has one for each row.
+        last block down, each query that sees any key has seen one before the unmasked blocks. Speculation freezes row
+        maxima after the masked blocks, and so has one for each row.
         """
         last_query = end_query - 1
         first_key, end_key = band.first_key(first_query), cutlass.max(band.end_key(last_query), 0)

@@ -19,8 +19,8 @@ INTS_OF_PARTS = 8
 class WorkItem:
     """A work tile of a forward: its index in the order, its first query, its first head and its batch.
 
-    The index is ``SECTION_END`` at the end of a section, and ``END`` at the end of the last one. ``part``: its key
-    blocks, in kernels that divide them.
+    The index is ``SECTION_END`` at the end of a section, and ``END`` at the end of the last one. ``part``: its range
+    of key blocks, in kernels that divide them.
     """
 
     index: Int32
@@ -92,7 +92,7 @@ class KeyTile:
 
 @dataclass(frozen=True)
 class KeyTileBroadcast:
-    """As :class:`WorkBroadcast`, in the pipeline that loads K: item n comes with use n of it.
+    """As :class:`WorkBroadcast`, in the pipeline that loads K: item n is sent with use n of it.
 
     Item n may be read from the wait for use n until the release of use n + 1, so every warp that reads items releases
     every use. The last item, ``END``, is a use without bytes that is not released.

@@ -1,7 +1,7 @@
-"""Key blocks of a query block in parts: as many parts for each, or parts of as many keys. One CTA computes each part.
+"""Split-KV: each query block has the same number of splits, or splits of the same number of keys, one CTA per split.
 
-Partial results have a place of their own for every part, so that the combine kernel merges them all. A part without
-key blocks has an LSE of -inf.
+Every split has a slot for its partial result, so that the combine kernel merges them all. A split without key blocks
+has an LSE of -inf.
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ class Partials(NamedTuple):
 
     Attributes:
         out, lse: with the trait split "parts" (parts, batch, seqlen_q, nheads, head_dim_v) and (parts, batch, nheads,
-            seqlen_q), where packed rows are one batch; with "shares" (2 * slots, tile_m, head_dim_v) and
+            seqlen_q), with packed rows as one batch; with "shares" (2 * slots, tile_m, head_dim_v) and
             (2 * slots, tile_m), a work tile's rows at each index, in the tile's order.
-        parts: number of parts of a query block; unused with "shares".
-        part_keys: keys of a part, a multiple of the tile's tile_n, or 0 for parts of equal size.
+        parts: number of splits of a query block; unused with "shares".
+        part_keys: keys of a split, a multiple of the tile's tile_n, or 0 for splits of equal size.
     """
 
     out: cute.Tensor
@@ -32,10 +32,10 @@ class Partials(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyPart:
-    """The key blocks [begin, end) of a work tile, and where its result goes.
+    """The key blocks [begin, end) of a work tile, and the place of its result.
 
     Attributes:
-        partial: the index of the partial result, or -1 where the result is whole.
+        partial: the index of the partial result, or -1 for a final result.
     """
 
     begin: Int32
@@ -45,7 +45,7 @@ class KeyPart:
     @staticmethod
     @cute.jit
     def of(blocks: BlockRange, part: Int32, partials: Partials, tile_n: cutlass.Constexpr) -> "KeyPart":
-        """Part ``part`` of ``blocks``; parts of ``part_keys`` keys count from row 0, whatever is visible."""
+        """Split ``part`` of ``blocks``; splits of ``part_keys`` keys count from row 0, whatever is visible."""
         begin, end = blocks.begin, blocks.end
         if partials.part_keys > 0:
             size = partials.part_keys // tile_n

@@ -1,20 +1,20 @@
-"""Key blocks in equal shares: split-KV whatever the lengths, divided on the device from the lengths it finds there.
+"""Stream-K for attention: all key blocks in equal ranges, one per CTA, computed on the device from the lengths there.
 
 A *unit* is a query block of one kv head of one sequence, with the key blocks that its queries see. All units' key
 blocks lie on one line: kv head by kv head, sequence by sequence, query block by query block. The line is cut into
-parts whose sizes differ by one at most, one for each *slot*, a CTA's place. (As stream-K divides a GEMM: Osama et al.
-2023, arXiv:2301.03598.) So CTAs at equal distances read all heads of a sequence at about the same time, whose rows are
-neighbours in memory; one CTA after the other would read each row of DRAM in pieces.
+ranges with sizes that differ by at most one, one for each *slot*, a CTA's index on the line. (As stream-K divides a
+GEMM: Osama et al. 2023, arXiv:2301.03598.) So CTAs at equal distances read all heads of a sequence at about the same
+time. Rows of these heads are adjacent in memory; one head after the other would read DRAM rows in fragments.
 
-So a CTA gets the end of one unit, some whole units, and the start of another. Whole units it writes directly; the other
-two are partial results, at 2 * slot and 2 * slot + 1 of the workspace. The combine kernel finds a unit's slots by the
-same arithmetic, and nothing is written to say where they are. No plan is made on the host, so a CUDA graph replays with
-other lengths.
+So a CTA computes the end of one unit, some whole units, and the start of another. It writes whole units directly; the
+other two are partial results, at 2 * slot and 2 * slot + 1 of the workspace. The combine kernel finds a unit's slots by
+the same arithmetic, and nothing is written to say where they are. No plan is made on the host, so a CUDA graph replays
+with other lengths.
 
-Where all units are alike and a few slots less get whole units, or equal parts of units, the others stay empty.
+If all units are equal and slightly fewer slots avoid cutting them, or cut them evenly, the remaining slots stay empty.
 
-On the line a unit also takes ``overhead`` places before its key blocks, for the time that it takes beside them, and a
-unit whose queries see no key counts as one block, so that a CTA writes its zeros.
+On the line a unit also has ``overhead`` positions before its key blocks, for its fixed cost. A unit that sees no key
+counts as one block, so that a CTA writes its zeros.
 """
 
 from collections.abc import Callable
@@ -31,9 +31,9 @@ from cute_attn.work.block_range import BlockRange
 
 WARP = 32
 EVEN = 16
-"""Where units are cut alike, at least ``(EVEN - 1) / EVEN`` of the slots have to be used."""
+"""Units are cut evenly if at least ``(EVEN - 1) / EVEN`` of the slots are then used."""
 OVERHEAD = 1
-"""Places on the line that a unit takes beside its key blocks: what its start and its end cost, in blocks."""
+"""Positions on the line for a unit's fixed cost, its start and its end, in key blocks."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class VisibleBlocks:
 
 @dataclass(frozen=True)
 class Share:
-    """What one slot has of one unit: key blocks [begin, end) of those that it sees, counted from the first.
+    """One slot's range of one unit: [begin, end) of the unit's visible key blocks, counted from the first.
 
-    One without key blocks that is not :attr:`whole` is overhead alone: there is nothing to do.
+    Without key blocks and not :attr:`whole` it is only overhead: there is nothing to do.
 
     Attributes:
         batch, head, m_block: the unit; ``head`` of the kv heads.
@@ -90,19 +90,19 @@ class Share:
 
     @property
     def whole(self) -> Boolean:
-        """Whether the result is written directly."""
+        """The slot computes the whole unit and writes the result directly."""
         return self.starts & self.ends
 
     def partial(self, slot: Int32) -> Int32:
-        """The index of the partial result of a share that is not whole."""
+        """The index of the partial result, unless :attr:`whole`."""
         return 2 * slot + cutlass.select_(self.starts, Int32(1), Int32(0))
 
 
 @dataclass(frozen=True)
 class KeyShares:
-    """The line, cut. ``blocks`` has ``m_blocks`` and ``key_blocks`` as :class:`VisibleBlocks`.
+    """The line and its slots. ``blocks`` has ``m_blocks`` and ``key_blocks`` as :class:`VisibleBlocks`.
 
-    By whole warps, whose threads call with their ``lane``; all get the same results. Positions are 32-bit: the host
+    Called by whole warps, each thread with its ``lane``; all get the same results. Positions are 32-bit: the host
     checks that all key blocks, with overhead, are fewer than 2**31.
     """
 
@@ -111,7 +111,7 @@ class KeyShares:
     heads: Int32
     lane: Int32
     of_head: Int32  # positions of a kv head's units
-    slots: Int32  # that have a share: at most as many as there are positions
+    slots: Int32  # used slots: at most one per position
     overhead: Constexpr
 
     @staticmethod
@@ -119,7 +119,7 @@ class KeyShares:
     def make(
         blocks: Any, batch: Int32, heads: Int32, slots: Int32, lane: Int32, overhead: Constexpr
     ) -> "KeyShares":
-        """Measure the line. slots: as many as there are CTAs, at least 1."""
+        """Measure the line. slots: number of CTAs, at least 1."""
         shares, _ = KeyShares.measure(blocks, batch, heads, slots, lane, overhead, Int32(0))
         return shares
 
@@ -147,10 +147,10 @@ class KeyShares:
 
     @cute.jit
     def used_slots(self, slots: Int32, of_head: Int32, largest: Int32) -> Int32:
-        """How many slots get a share, of a head's positions and those of the longest sequence.
+        """Number of slots with work, from the positions of a head and of the longest sequence.
 
-        Where all sequences are as long, the first with one query block, some fewer slots may get whole units, or units
-        in as many parts each: nearly as many CTAs saturate the memory as well, and less is left to merge.
+        If all sequences are equally long and the first has one query block, slightly fewer slots may get whole units,
+        or equal fractions of units: nearly as many CTAs saturate the memory as well, with less to merge.
         """
         total = of_head * self.heads
         used = cutlass.min(slots, total)
@@ -171,7 +171,7 @@ class KeyShares:
 
     @cute.jit
     def slot_of_cta(self, cta: Int32) -> Int32:
-        """The slot of a CTA: where slots are as many for each kv head, CTAs that start together read one sequence."""
+        """The slot of a CTA. If kv heads have equally many slots, CTAs that start together read one sequence."""
         slot, each = cta, self.slots // self.heads
         if (each * self.heads == self.slots) & (cta < self.slots):
             slot = cta % self.heads * each + cta // self.heads
@@ -179,9 +179,9 @@ class KeyShares:
 
     @cute.jit
     def begin(self, slot: Int32) -> Int32:
-        """Where slot ``slot`` begins on the line, and the one before it ends; the end of the line for slots beyond.
+        """Start of slot ``slot`` on the line, the end of the one before it; the end of the line for slots beyond.
 
-        It is slot * total / slots, rounded down: the sizes alternate, so that units that are alike are cut alike.
+        It is slot * total / slots, rounded down: the sizes alternate, so that equal units are cut equally.
         """
         position = self.total
         if slot < self.slots:
@@ -190,7 +190,7 @@ class KeyShares:
         return position
 
     def slot_of(self, position: Int32) -> Int32:
-        """The slot that has a position."""
+        """The slot that contains a position."""
         return Int32(((Int64(position) + 1) * self.slots - 1) // self.total)
 
     # ---- sizes on the line ----
@@ -213,13 +213,13 @@ class KeyShares:
 
     @cute.jit
     def share(self, position: Int32, end: Int32) -> Share:
-        """What a slot that ends at ``end`` has of the unit at ``position``, from there on."""
+        """The range from ``position`` on of its unit, for the slot that ends at ``end``."""
         batch, head, m_block, start, _ = self.find_unit(position)
         return self.share_of_unit(batch, head, m_block, start, position, end)
 
     @cute.jit
     def find_unit(self, position: Int32) -> tuple[Int32, Int32, Int32, Int32, Int32]:
-        """The unit that has a position: its batch, head and m_block, where it starts, and its positions."""
+        """The unit that contains a position: its batch, head, m_block, start, and number of positions."""
         head = position // self.of_head
         batch, start = self.find_sequence(position - head * self.of_head)
         start += head * self.of_head
@@ -233,7 +233,7 @@ class KeyShares:
 
     @cute.jit
     def following(self, share: Share, end: Int32) -> Share:
-        """What the slot has of the unit after ``share``'s, with :attr:`Share.next` < ``end``: so there is one."""
+        """The slot's range of the unit after ``share``'s; :attr:`Share.next` < ``end``, so there is one."""
         batch, head, m_block = share.batch, share.head, share.m_block + 1
         if m_block >= self.blocks.m_blocks(batch):
             m_block = Int32(0)
@@ -255,7 +255,7 @@ class KeyShares:
     def share_of_unit(
         self, batch: Int32, head: Int32, m_block: Int32, start: Int32, position: Int32, end: Int32
     ) -> Share:
-        """What a slot has from ``position`` to ``end`` of a unit that starts at ``start``."""
+        """A slot's range from ``position`` to ``end`` of a unit that starts at ``start``."""
         seen = self.blocks.key_blocks(batch, m_block)
         blocks = seen.end - seen.begin
         first = start + self.overhead  # the first key block's position
@@ -286,10 +286,10 @@ class KeyShares:
 
     @cute.jit
     def slots_of(self, start: Int32, batch: Int32, head: Int32, m_block: Int32) -> tuple[Int32, Int32]:
-        """The first and the last slot of a unit; where they are the same, that one wrote the result directly.
+        """The first and the last slot of a unit; if they are the same, that slot wrote the result directly.
 
-        Otherwise each slot between them, and these two, wrote a partial result: :meth:`Share.partial`. ``start``: where
-        the sequence starts among a head's positions, see :meth:`measure`.
+        Otherwise these two and each slot between them wrote a partial result: :meth:`Share.partial`. ``start``: the
+        sequence's first position in a head, see :meth:`measure`.
         """
         position = start + head * self.of_head
         for before in cutlass.range(m_block, unroll=1):
@@ -299,9 +299,9 @@ class KeyShares:
 
     @cute.jit
     def divided_unit(self, slot: Int32) -> tuple[Int32, Int32, Int32, Int32]:
-        """The unit whose first slot is ``slot`` and whose last is a later one, of which a slot has one at most.
+        """The unit, at most one, that starts in ``slot`` and ends in a later slot.
 
-        Returns its batch, head and m_block, and its last slot: ``slot`` where there is none.
+        Returns its batch, head and m_block, and its last slot; ``slot`` if no unit does.
         """
         batch, head, m_block, last = Int32(0), Int32(0), Int32(0), slot
         end = self.begin(slot + 1)

@@ -1,6 +1,6 @@
-"""Work tiles of a backward kernel: key blocks of a kv head, and the order in which CTAs take them.
+"""Work tiles of a backward kernel: key blocks of a kv head, and the order in which CTAs compute them.
 
-If there are too few, the query heads of a kv head are divided among several work tiles, each with its own head of dK
+If there are too few, the query heads of a kv head are divided among several work tiles, each with a separate head of dK
 and dV: :class:`HeadSplits`. They are summed afterwards.
 """
 
@@ -33,7 +33,7 @@ class BackwardSchedule(NamedTuple):
 
 @dataclass(frozen=True)
 class QueryHeads:
-    """The query heads ``first`` to ``end``, without ``end``, of kv head ``head_kv``: those of one head of dK and dV."""
+    """The query heads [``first``, ``end``) of kv head ``head_kv`` that add to one head of dK and dV."""
 
     head_kv: Int32
     first: Int32
@@ -76,8 +76,8 @@ class KeyTiles:
     info: SeqlenInfo
 
     def queries_of(self, head: Int32) -> "KeyTiles":
-        """These, for what is addressed for one of several heads: computed again for each, or the addresses of the
-        sequence's first query in every tensor would stay in registers for all of them."""
+        """The same tiles with numbers computed again for each of several heads: otherwise the addresses of the
+        sequence's first query in every tensor would stay in registers for all heads."""
         info = replace(self.info, offset_q=rematerialize_each(self.info.offset_q, head))
         return replace(self, first=rematerialize_each(self.first, head), info=info)
 
@@ -88,16 +88,16 @@ L2_SECTION_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class KeyTileOrder:
-    """All (first key block, head of dK and dV, batch) in the order in which CTAs take them.
+    """All (first key block, head of dK and dV, batch) in the order in which CTAs compute them.
 
     A table: a column is a (batch, head), heads fastest, with a row for each first key block. For varlen a column is a
     head, and rows are all sequences' first key blocks, one sequence after the other.
 
     Without ``longest_first`` a column's rows follow each other: CTAs that run together read the same queries and add to
-    the same dQ. With it, a section of columns is taken row by row: under a causal mask a sequence's first key blocks
+    the same dQ. With it, a section of columns is visited row by row: under a causal mask a sequence's first key blocks
     are seen by the most queries. A section has as many columns as keep one query head's dQ each in L2 (the heads of a
     group are visited one after the other, by all CTAs at about the same time), and at most a quarter of the
-    multiprocessors, so that some that run together share their queries.
+    multiprocessors, so that some CTAs that run together read the same queries.
 
     Sequences have num_splits rows each, or with ``packed`` about as many as they have key blocks: row
     ``first_block(sequence)`` is the first one's, and the sequence of a row is found by bisection.
@@ -175,7 +175,7 @@ class KeyTileOrder:
 def key_tile_of(order: KeyTileOrder, seqlens: Seqlens, block: Int32) -> KeyTiles:
     """The CTA's key tile as warp-uniform numbers, computed again at every call.
 
-    What follows from them, such as pointers, then takes uniform registers.
+    Values derived from them, such as pointers, are then in uniform registers.
     """
     found = order.find(cute.arch.make_warp_uniform(block), seqlens.cu_seqlens_k)
     first, head_dkv, batch = (cute.arch.make_warp_uniform(x) for x in found)

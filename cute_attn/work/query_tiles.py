@@ -12,11 +12,11 @@ from cute_attn.work.key_parts import KeyPart
 from cute_attn.work.sections import Sections
 
 L2_SECTION_BYTES = 32 << 20
-"""K and V of one section of heads, in bytes: what stays in an L2 of 50 MB."""
+"""Bytes of K and V of one section of heads: as many as stay in an L2 of 50 MB."""
 
 
 def kv_heads_of_section(seqlens: Seqlens, key_bytes: int) -> Int64:
-    """On the host: key heads whose K and V stay in L2, one at least; key_bytes: of one row of K and of V."""
+    """On the host: number of key heads, at least 1, with K and V that fit L2; key_bytes: of one row of K and of V."""
     head_bytes = cutlass.max(Int64(seqlens.max_seqlen_k) * key_bytes, Int64(1))
     return cutlass.max(Int64(L2_SECTION_BYTES) // head_bytes, Int64(1))
 
@@ -36,7 +36,7 @@ class QueryTile:
 
     @property
     def exists(self) -> Boolean:
-        """Whether the tile has queries."""
+        """False for a padding tile without queries."""
         return self.row0 < self.info.seqlen_q
 
 
@@ -73,8 +73,8 @@ class QueryGrid:
     Query blocks vary fastest, last one first: under a causal mask it has the most work. Fast divisors keep the division
     in integer arithmetic, so that head, batch and the pointers computed from them stay in uniform registers.
 
-    :meth:`longest_first` has sections of heads instead, whose last query blocks come first. Then the CTAs of a causal
-    mask that start last are short ones.
+    :meth:`longest_first` has sections of heads instead, each with its last query blocks first. Then, under a causal
+    mask, the CTAs that start last are short.
     """
 
     last_m_block: Int32
@@ -84,11 +84,11 @@ class QueryGrid:
     packs: PackedHeads | None = None
     section_tiles: cute.FastDivmodDivisorV2 | None = None
     sections: Sections | None = None  # of planes
-    claimed: Int32 | None = None  # the running CTA's work tile, where that is not its own index
+    claimed: Int32 | None = None  # the running CTA's work tile, if it is not the CTA's index
 
     @staticmethod
     def make(m_blocks: Int32, nheads: Int32, nheads_kv: Int32, heads: int = 1) -> "QueryGrid":
-        """On the host. Divisors of an empty grid, which is not launched, may be 0. heads: of a tile."""
+        """On the host. An empty grid is not launched; its divisors may be 0. heads: of a tile."""
         group = nheads // cutlass.max(nheads_kv, 1)
         divisors = (m_blocks, nheads, group)
         grid = QueryGrid(m_blocks - 1, *(cute.FastDivmodDivisorV2(cutlass.max(d, 1)) for d in divisors))
@@ -169,13 +169,13 @@ class ForwardSchedule(NamedTuple):
 class QueryTileOrder:
     """All work tiles of a persistent kernel, in the order in which CTAs claim them.
 
-    A CTA claims the next work tile after each one: list scheduling (Graham 1966), whose makespan in any order is at
+    A CTA claims the next work tile after each one: list scheduling (Graham 1966). Its makespan in any order is at
     most the ideal one plus one work tile.
 
-    The order is for L2 and for the end of the list. With ``longest_first`` heads come by sections, as many as keep
-    their K and V in L2, and within a section by query blocks, the last ones of all its heads first: under a causal mask
-    they have the most work. Otherwise a head's query blocks follow each other, last one first; if varlen, those of all
-    sequences, padded as in :func:`first_block`, and the sequence of a block is found by binary search.
+    The order is for L2 and for the end of the list. With ``longest_first`` heads are in sections, as many as keep their
+    K and V in L2, and query blocks are sorted within a section, the last ones of all its heads first: under a causal
+    mask they have the most work. Otherwise a head's query blocks follow each other, last one first; if varlen, query
+    blocks of all sequences, padded as in :func:`first_block`, with a binary search for a block's sequence.
     """
 
     m_blocks: cute.FastDivmodDivisorV2  # of a head; if varlen, of all sequences

@@ -1,4 +1,4 @@
-"""Replay: work tiles whose speculation failed are computed again with exact online softmax."""
+"""Replay: work tiles with failed speculation are computed again with exact online softmax."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class Replay:
     """The failed work tiles of a CTA's current section.
 
     A work tile fails if a frozen row maximum was too small. A section has at most ``SECTION - 1`` work tiles; after it
-    all threads synchronize, and its failed work tiles are replayed with exact online softmax, which cannot fail.
+    all threads synchronize, and its failed work tiles are replayed with exact online softmax. That cannot fail.
     """
 
     # In shared memory, SECTION + 1 words: index of a failed work tile + 1, or 0; the last one: whether any failed.
@@ -59,7 +59,7 @@ class Replay:
         return Boolean(self.slots[Replay.SECTION] != 0)
 
     def failed(self, slot: Int32) -> Boolean:
-        """After :meth:`sync`: whether the work tile in ``slot`` failed."""
+        """After :meth:`sync`: True if the work tile in ``slot`` failed."""
         return Boolean(self.slots[slot] != 0)
 
     def index(self, slot: Int32) -> Int32:

@@ -8,7 +8,7 @@ from cutlass import Int32, Int64, cute
 
 @dataclass(frozen=True)
 class Sections:
-    """Columns of a table that are taken together, row by row."""
+    """Groups of a table's columns that are visited together, row by row."""
 
     columns: cute.FastDivmodDivisorV2
     last_columns: cute.FastDivmodDivisorV2  # of the last section
@@ -32,8 +32,8 @@ class Sections:
     def row_and_column(self, section: Int32, position: Int32):
         """Row and column of the table at a position in a section.
 
-        Without a branch: ptxas computes what follows one in the registers of each thread, batch, head and all pointers
-        among them, and then spills.
+        Without a branch: behind one, ptxas computes batch, head and all pointers in each thread's registers instead of
+        uniform ones, and then spills.
         """
         in_last = section == self.last
         row = cutlass.select_(in_last, position // self.last_columns, position // self.columns)
