@@ -108,10 +108,11 @@ def __dir__() -> list[str]:
 def _do_without_dsl() -> None:
     """Install placeholders for it, and where a bundle can be used import what calls need."""
     _without_dsl.install()
-    from cute_attn.compiler import why_no_kernels
+    from cute_attn.compiler import registry, why_no_kernels
 
     if why_no_kernels() is None:
         _import(_CALLS)
+        registry.KERNELS  # noqa: B018  (which imports them)
 
 
 def _import(names: tuple[str, ...]) -> None:

@@ -19,6 +19,7 @@ from cute_attn.cli.options import (
     writable_folder,
 )
 from cute_attn.lab.tables import counted
+from cute_attn.tiles import TARGETS as ACCEPTED
 
 TARGETS = "sm80,sm90"
 """What --all is for."""
@@ -59,7 +60,6 @@ def bundle(
     with working("choosing kernels"):
         import_kernels()
         from cute_attn.lab import bundles
-        from cute_attn.tiles import TARGETS as ACCEPTED
 
         wanted = list(filter(None, targets.split(",")))
         for target in wanted:

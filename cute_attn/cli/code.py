@@ -19,6 +19,7 @@ from cute_attn.cli.options import (
     show,
     working,
 )
+from cute_attn.traits import Traits
 
 _TILES = "Fields of the default tile to change: tile_n=128,num_stages=2; may be repeated."
 Tiles = Annotated[list[str] | None, typer.Option("--tile", autocompletion=complete_tile, help=_TILES)]
@@ -91,7 +92,6 @@ def difference_of_two(
 def _verdict_at(revision: str, side: "Side", target: str | None) -> Any:
     """The verdict on a side as a revision's sources have it."""
     from cute_attn.lab.revision import verdict_at
-    from cute_attn.traits import Traits
 
     name, tile = side
     with working(f"building {name} at {revision}"):

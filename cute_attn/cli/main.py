@@ -43,10 +43,10 @@ from cute_attn.cli.options import (
     working,
     writable_folder,
 )
-from cute_attn.compiler import registry
+from cute_attn.compiler import compile, default_target, prebuild, registry
 from cute_attn.epilogues.names import example_args
 from cute_attn.lab.tables import Table, brief_tile, counted
-from cute_attn.tiles import TARGETS
+from cute_attn.tiles import SHARED_MEMORY_BYTES, TARGETS
 from cute_attn.traits import OPS, Traits, did_you_mean
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -258,8 +258,6 @@ def compile_kernel(
     """Build a kernel, with or without a GPU, and print what it costs."""
     with working(f"building {name}: seconds, the first time"):
         import_kernels()
-        from cute_attn.compiler import compile
-
         compiled = compile(name, tile or None, target)
     if output is not None:
         base = f"{compiled.name.replace(':', '_')}.{compiled.target}"
@@ -320,9 +318,7 @@ def check_kernel(name: Name, tile: TileText = "", target: Target = None) -> None
     import torch
 
     import_kernels()
-    from cute_attn.compiler import compile, default_target, registry
     from cute_attn.compiler.smem_layouts import reasons
-    from cute_attn.tiles import SHARED_MEMORY_BYTES
 
     traits = Traits.parse(name)
     console = make_console()
@@ -504,8 +500,6 @@ def cache_prebuild(
     workers: Workers = None,
 ) -> None:
     """Build NAMEs, the kernels of a program, or every default kernel, in parallel processes."""
-    from cute_attn.compiler import prebuild, registry
-
     requests: list[tuple[Traits, Any, str | None]]
     if like:
         if names or tile or target:

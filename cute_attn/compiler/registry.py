@@ -69,6 +69,8 @@ def __getattr__(name: str) -> Any:
     """``KERNELS``, (op, arch, variant) -> class, when it is asked for: kernels load the DSL, which takes long."""
     if name != "KERNELS":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    for path in _LARGE.values():
+        _loaded(path)
     return globals().setdefault(name, {key: _loaded(path) for key, path in _OWN.items()})
 
 

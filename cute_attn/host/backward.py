@@ -53,6 +53,7 @@ from cute_attn.host.padding import Copies
 from cute_attn.host.plans import Plan
 from cute_attn.host.split_fp32 import MAX_ROWS as MAX_SPLIT_ROWS
 from cute_attn.host.split_fp32 import SplitLauncher, can_split
+from cute_attn.tiles import padded
 from cute_attn.traits import PARTS, Traits
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -145,8 +146,6 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
     call = call.with_positive_scale()
     if 0 in (call.batch, *call.longest, out.numel(), call.k.numel()):
         return Plan()
-    from cute_attn.tiles import padded
-
     with on_device(call.q.get_device()):
         copied = padding.to_copy(call[:3])
         if any(copied):

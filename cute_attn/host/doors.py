@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from cute_attn.compiler import default_target, why_no_kernels
 from cute_attn.host.record import thread
 
 
@@ -68,8 +69,6 @@ def why_nothing_is_served() -> str | None:
     """Why no call can be served on this machine, as one sentence, or None."""
     if not torch.cuda.is_available():
         return "there is no CUDA device; accepted: a GPU of compute capability 8.x, 9.x, 10.x or 12.x"
-    from cute_attn.compiler import default_target, why_no_kernels
-
     try:
         default_target("sm90")
     except ValueError as error:

@@ -15,6 +15,7 @@ from cute_attn.host.call import Call
 from cute_attn.host.checks import check_query_blocks
 from cute_attn.host.memory import as_strided, contiguous_strides
 from cute_attn.host.plans import Plan
+from cute_attn.tiles import padded
 from cute_attn.traits import MEASURED_TENSORS, SPLIT_TENSORS, Traits
 
 MAX_ROWS = 2**31 - 2**16
@@ -59,8 +60,6 @@ class SplitLauncher:
         Raises:
             Unsupported: no kernel splits such tensors.
         """
-        from cute_attn.tiles import padded
-
         compiled = compiler.compile(main.split_fp32(op), None, target)
         names = SPLIT_TENSORS[op][MEASURED_TENSORS[op] :]
         dims = tuple(padded(getattr(main, name)) for name in names)

@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cute_attn.compiler import SpillWarning, registry
+from cute_attn.compiler import SpillWarning, default_target, key_of, registry
 from cute_attn.compiler.registry import kernel_class
 from cute_attn.lab.benchmark.workload import Workload
 from cute_attn.lab.builds import Built, WorkerBuilds
@@ -192,8 +192,6 @@ class Search:
         Raises:
             ValueError: the space's text is wrong, or no tile is left.
         """
-        from cute_attn.compiler import default_target
-
         target = target or default_target(traits.arch)
         start = tile_at(Contender(traits.name), workloads[0], target)
         declined: Counter[str] = Counter()
@@ -376,8 +374,6 @@ class _Study:
         return TimingKey(kernel, beside, workload.name, self.card.gpu, self.card.driver)
 
     def cache_key(self, tile: Tile) -> str:
-        from cute_attn.compiler import key_of, registry
-
         return key_of(registry.lookup(self.search.traits, tile, self.search.target), self.search.target)
 
     def recalled(self, entry: _Entry) -> bool:

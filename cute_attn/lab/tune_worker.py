@@ -15,13 +15,12 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from cute_attn.compiler import SpillWarning, compile
 from cute_attn.compiler.prebuild_worker import build
 
 
 def main() -> None:
     """Build until the input ends. What users' modules print goes to stderr."""
-    from cute_attn.compiler import SpillWarning
-
     warnings.simplefilter("ignore", SpillWarning)  # the answers have the spills
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -35,8 +34,6 @@ def build_and_rank(workloads: Sequence[dict[str, Any]], **request: Any) -> dict[
     answer = build(**request)
     if answer["error"] is not None or not workloads:
         return answer
-    from cute_attn.compiler import compile
-
     compiled = compile(request["traits"], request["tile"], request["target"])
     try:
         build_parts(compiled)
@@ -49,7 +46,6 @@ def build_parts(compiled: Any) -> None:
     """The kernels that a launch needs beside a backward's main one."""
     if compiled.traits.op != "backward":
         return
-    from cute_attn.compiler import compile
     from cute_attn.compiler.registry import lookup
     from cute_attn.host.backward import kernels_of
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_attn.compiler import default_target, registry
 from cute_attn.lab.benchmark.workload import DROPOUT_P, SOFTCAP, Inputs, Workload
 
 Run = Callable[[], Tensor | tuple[Tensor, ...]]
@@ -292,8 +293,6 @@ def own_kernels(op: str = "forward") -> dict[str, Implementation]:
 
     The newest generation's is a call that names no kernel: on Hopper it may divide keys.
     """
-    from cute_attn.compiler import default_target, registry
-
     own = (arch for op_, arch, variant in registry.KERNELS if op_ == op and not variant)
     archs = sorted(arch for arch in own if default_target(arch) in registry.RUNS_ON[arch])
     return {f"cute_attn/{op}-{arch}": ours(None if arch == archs[-1] else arch) for arch in archs}
