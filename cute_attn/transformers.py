@@ -4,15 +4,15 @@
     cute_attn.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cute_attn")
 
-transformers asks two functions. :func:`attention_mask` says, once for all layers of a kind, what hides keys:
+transformers calls two functions. :func:`attention_mask` returns, once for all layers of a kind, the hidden keys as
 
-* None, where causality and a sliding window say it all: kernels know both, and no mask is read;
-* the padding of keys, bool (batch, keys), where these and padding say it all: it becomes one row of a bias;
+* None, if causality and a sliding window suffice: kernels compute both, and no mask is read;
+* the padding of keys, bool (batch, keys), if these and padding suffice: it becomes one row of a bias;
 * else bool (batch, 1, queries, keys) as transformers' ``sdpa_mask`` makes it: packed sequences without their lengths,
   chunks, blocks, static caches, masks that a model adds.
 
-:func:`attention_forward` computes one layer's attention from it. What it does not understand raises; padding is never
-attended to. A query that sees no key, as padding before a sequence does not, has an output of 0.
+:func:`attention_forward` computes one layer's attention from it. Masks that it does not support raise; padding is never
+attended to. A query that sees no key, such as padding before a sequence, has an output of 0.
 """
 
 import functools
@@ -71,22 +71,22 @@ def attention_mask(
     config: Any = None,
     **others: Any,
 ) -> Tensor | None:
-    """What :func:`attention_forward` reads as attention_mask, from the arguments of transformers' mask functions.
+    """The attention_mask of :func:`attention_forward`, from the arguments of transformers' mask functions.
 
     Parameters
     ----------
     batch_size, q_length, kv_length, q_offset, kv_offset : int
-        Queries and keys of a layer, and the positions of the first. A static cache has a tensor as q_offset.
+        Queries and keys of a layer, and the positions of the first. With a static cache, q_offset is a tensor.
     mask_function : callable
         transformers' definition of the mask, without padding.
     attention_mask : Tensor (batch, seen keys), bool, optional
-        True for keys that are no padding.
+        False for padding.
     local_size : int, optional
         The sliding window, or a chunk.
     allow_is_causal_skip, allow_is_bidirectional_skip : bool
-        Whether mask_function is the causal one, perhaps with local_size, or the one that hides nothing.
+        True if mask_function is the causal one, perhaps with local_size, or the one that hides nothing.
     use_vmap : bool
-        Whether a model added its own mask.
+        True if a model added a mask.
     config : the model's configuration
     others : device and dtype
 
@@ -97,7 +97,7 @@ def attention_mask(
     causal = (
         allow_is_causal_skip
         and isinstance(q_offset, int)
-        and q_offset + q_length == kv_offset + kv_length  # the last query is the last key's
+        and q_offset + q_length == kv_offset + kv_length  # the last query is at the last key
         and (local_size is None or _is_window(local_size, config))
     )
     everything = allow_is_bidirectional_skip and local_size is None
@@ -128,7 +128,7 @@ def attention_mask(
 
 
 def _is_window(local_size: int, config: Any) -> bool:
-    """Whether it is the sliding window that layers pass to the attention function, rather than a chunk."""
+    """True for the sliding window that layers pass to the attention function, False for a chunk."""
     return (
         getattr(config, "sliding_window", None) == local_size
         and getattr(config, "attention_chunk_size", None) is None
@@ -160,19 +160,19 @@ def attention_forward(
     query : Tensor (batch, nheads, seqlen_q, head_dim)
     key, value : Tensor (batch, nheads_kv, seqlen_k, head_dim)
     attention_mask : Tensor, optional
-        As :func:`attention_mask` returns it, or a model's own (batch, 1 or nheads, seqlen_q, seqlen_k or more), bool or
-        added to scores. One of four dimensions is all that hides keys.
+        As :func:`attention_mask` returns it, or a model's (batch, 1 or nheads, seqlen_q, seqlen_k or more), bool or
+        added to scores. With four dimensions, nothing else hides keys.
     dropout, scaling, softcap
         dropout_p, softmax_scale and softcap of :func:`cute_attn.attention`.
     sliding_window : int, optional
-        How many keys a query sees, its own included.
+        Number of keys that a query sees, up to and including the one at its position.
     s_aux : Tensor (nheads,), optional
-        Attention sinks: of each head the score of one more key, whose value is 0 (gpt-oss).
+        Attention sinks: for each head the score of an extra key with value 0 (gpt-oss).
     position_bias : Tensor (batch or 1, nheads or 1, seqlen_q or 1, seqlen_k), optional
         Added to scores.
     kwargs
-        cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k of packed sequences, which count without a mask and
-        with a batch of 1; others are ignored.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k of packed sequences, used without a mask and with
+        a batch of 1; others are ignored.
 
     Returns
     -------
@@ -204,7 +204,7 @@ def attention_forward(
 
 
 class _Scores(NamedTuple):
-    """A layer's arguments beside tensors; longest_q, longest_k: of packed sequences."""
+    """A layer's arguments other than tensors; longest_q, longest_k: of packed sequences."""
 
     causal: bool
     sliding_window: int | None
@@ -258,7 +258,7 @@ def _check_window(module: torch.nn.Module, sliding_window: int | None) -> None:
 
 
 def _window(sliding_window: int | None, causal: bool, keys: int) -> Window:
-    """Bounds before and after a query's own key."""
+    """Bounds before and after a query's position."""
     if sliding_window is None or sliding_window > keys:
         return None, None
     if not causal:
@@ -272,7 +272,7 @@ def _window(sliding_window: int | None, causal: bool, keys: int) -> Window:
 def _bias(
     mask: Tensor | None, position_bias: Tensor | None, dtype: torch.dtype, sizes: tuple[int, int]
 ) -> Tensor | None:
-    """What is added to scores: (batch or 1, nheads or 1, queries or 1, keys)."""
+    """The bias added to scores: (batch or 1, nheads or 1, queries or 1, keys)."""
     if mask is None:
         return position_bias
     rows, keys = sizes

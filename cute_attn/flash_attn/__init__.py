@@ -4,16 +4,16 @@
     from cute_attn.flash_attn.flash_attn_3 import flash_attn_func      FlashAttention-3's, of flash_attn_interface
     cute_attn.flash_attn.install()                                     where code that imports those cannot be edited
 
-Source of names, arguments and conventions: Dao-AILab/flash-attention, 2.8 and hopper/ of 2026-08, whose kernels take
-fp16 and bf16 on CUDA; here fp32 on CUDA, and CPU tensors of any float dtype, by :mod:`cute_attn.reference`, as well.
+Source of names, arguments and conventions: Dao-AILab/flash-attention, 2.8 and hopper/ of 2026-08. Its kernels support
+fp16 and bf16 on CUDA; here also fp32 on CUDA, and CPU tensors of any float dtype, by :mod:`cute_attn.reference`.
 
-:func:`install` gives the names that other libraries import and that mean attention; :data:`MODULES` has them. Not among
-them, so that importing one raises ModuleNotFoundError, which libraries take for an older FlashAttention:
+:func:`install` provides the attention functions that other libraries import; :data:`MODULES` lists them. These are
+missing, so importing one raises ModuleNotFoundError, and libraries assume an older FlashAttention:
 
-    flash_attn.modules, .models            layers and models with projections, norms and weights of their own
+    flash_attn.modules, .models            layers and models with their projections, norms and weights
     flash_attn.ops.fused_dense, .layer_norm, .rms_norm, .activations, .losses    no attention
     flash_attn.utils.*                     for generation and tests of those models
-    flash_attn.cute                        FlashAttention-4's; its functions take mask and score programs of its own
+    flash_attn.cute                        FlashAttention-4's; its functions take other mask and score programs
     flash_attn.flash_attn_triton, .flash_blocksparse_*    superseded; FlashAttention itself keeps them for old code
     flash_attn_2_cuda.fwd_kvcache          flash_attn_with_kvcache is the only function that calls it
     hopper, flashattn_hopper, vllm.vllm_flash_attn        copies of FlashAttention under names of their owners
@@ -47,7 +47,7 @@ from cute_attn.flash_attn.flash_attn_interface import (
 from cute_attn.host.doors import served
 
 __version__ = "2.8.3"
-"""The FlashAttention whose functions these are; programs compare it."""
+"""The version of FlashAttention that these functions implement; programs compare it."""
 
 __all__ = [
     "flash_attn_func",
@@ -63,7 +63,7 @@ __all__ = [
 
 
 class _Module(NamedTuple):
-    """What a module of :func:`install` has: names of ``source``; a package has submodules."""
+    """Contents of a module of :func:`install`: names of ``source``; a package has submodules."""
 
     source: ModuleType | None = None
     names: Sequence[str] = ()
@@ -102,8 +102,8 @@ def install(versions: Sequence[int] = (2, 3)) -> None:
     """Let ``import flash_attn`` and ``import flash_attn_interface`` in this process give this package.
 
     :data:`MODULES` has the modules and their names; other submodules do not exist. ``importlib.metadata`` finds
-    flash-attn, and flash-attn-3, of :data:`VERSIONS`. Libraries such as transformers ask once whether there is a
-    flash_attn: call this before they are imported. A second call changes nothing.
+    flash-attn, and flash-attn-3, of :data:`VERSIONS`. Libraries such as transformers look for flash_attn only once:
+    call this before they are imported. A second call changes nothing.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ def _top_level(number: int) -> list[str]:
 
 
 def _is_ours(number: int) -> bool:
-    """Whether the modules of that FlashAttention are those of an earlier call."""
+    """True if an earlier call made the modules of that FlashAttention."""
     return all(getattr(sys.modules.get(name), "__made_by__", None) == __name__ for name in MODULES[number])
 
 
@@ -159,5 +159,5 @@ def _made(name: str, module: _Module, of_version: str) -> ModuleType:
 def _installed_version(number: int) -> str:
     try:
         return version(_DISTRIBUTIONS[number])
-    except PackageNotFoundError:  # imported from a folder, or only a part such as flash_attn.cute
+    except PackageNotFoundError:  # imported from a folder, or only a subpackage such as flash_attn.cute
         return "of unknown version"

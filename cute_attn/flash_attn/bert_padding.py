@@ -68,7 +68,7 @@ def unpad_input(
         Of each row in the flattened batch.
     cu_seqlens : Tensor (batch + 1,), int32
     max_seqlen : int
-        Read from the device, which waits for it.
+        Read from the device; this waits for it.
     seqused : Tensor (batch,), int32
         How many rows of each sequence count.
 

@@ -19,7 +19,7 @@ from cute_attn.host.values import check_dense, is_one_of, number, shown
 
 
 class Scores(NamedTuple):
-    """The arguments that say what becomes of scores."""
+    """The arguments that change scores."""
 
     softmax_scale: float | None
     causal: bool
@@ -47,10 +47,10 @@ class Scores(NamedTuple):
 
 
 def flag(name: str, value: Any) -> bool:
-    """A flag as FlashAttention's extension takes it: what has a truth value as numbers have, and None, which is False.
+    """A flag as FlashAttention's extension accepts it: a value with ``__bool__``, as numbers have; None is False.
 
     Raises:
-        TypeError: it has none, as texts and lists have not.
+        TypeError: it has none, like strings and lists.
     """
     if value is True or value is False:
         return value
@@ -76,7 +76,7 @@ def _index(length: Any) -> Any:
 
 
 def whole_number(name: str, length: Any) -> Any:
-    """A length that may be a number of numpy's, or a tensor, which waits for the device."""
+    """A length that may be a numpy number, or a tensor; reading a tensor waits for the device."""
     try:
         return _index(length)
     except TypeError:
@@ -93,7 +93,7 @@ def longest(lengths: tuple[Any, ...]) -> tuple[Any, ...]:
 def probability(dropout_p: Any) -> float:
     """dropout_p, 0 where it is so small that it drops nothing.
 
-    Callers that want the LSE of an older FlashAttention pass such a one, for example diffusers.
+    Callers that want the LSE of an older FlashAttention pass such a value, for example diffusers.
     """
     dropout_p = number("dropout_p", dropout_p)
     return 0.0 if 1.0 - dropout_p == 1.0 else dropout_p
@@ -106,7 +106,7 @@ def check_tensors(**tensors: Any) -> None:
 
 
 def check_table(block_table: Any) -> None:
-    """Raise for what is no table of pages."""
+    """Raise unless ``block_table`` is a table of pages."""
     check_dense("block_table", block_table)
     if block_table.dim() != 2:
         raise ValueError(
@@ -125,7 +125,7 @@ def refuse(**arguments: Any) -> None:
 
 
 def unpack(name: str, packed: Any, dims: int, parts: int) -> tuple[Tensor, ...]:
-    """The parts of qkv or kv."""
+    """q, k and v of qkv, or k and v of kv."""
     check_tensors(**{name: packed})
     if packed.dim() != dims or packed.shape[-3] != parts:
         rows = "batch, seqlen" if dims == 5 else "total"
@@ -235,7 +235,7 @@ def attend_pages(
 
 
 def without_backward(out: Tensor, tensors: Sequence[Tensor], what: str) -> Tensor:
-    """``out``, of which a gradient raises where autograd would record its computation."""
+    """``out``; asking for its gradient raises if autograd would record its computation."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return _WithoutBackward.apply(out, what, *tensors)
     return out
@@ -252,5 +252,5 @@ class _WithoutBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Raise NotImplementedError, which says what is accepted."""
+        """Raise NotImplementedError with the accepted alternatives."""
         raise NotImplementedError(f"a gradient of {ctx.what} is asked for; accepted: none")

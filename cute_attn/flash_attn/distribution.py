@@ -1,6 +1,6 @@
-"""What ``importlib.metadata`` says of flash_attn in a process where :func:`cute_attn.flash_attn.install` was called.
+"""The metadata that ``importlib.metadata`` finds for flash_attn after :func:`cute_attn.flash_attn.install`.
 
-Programs ask it before they import the name, for example transformers and diffusers; pip does not see it.
+Programs look for it before they import the name, for example transformers and diffusers; pip does not see it.
 """
 
 import re

@@ -1,16 +1,16 @@
-"""FlashAttention-3's functions, as of its module ``flash_attn_interface``. What they share is said here.
+"""FlashAttention-3's functions, as in its module ``flash_attn_interface``, and the arguments they share.
 
 q, k and v are (batch, seqlen, nheads, head_dim), packed (total, nheads, head_dim); k and v may have fewer heads, v
-another head_dim. Beside what :mod:`~cute_attn.flash_attn.flash_attn_interface` describes,
+another head_dim. In addition to the arguments of :mod:`~cute_attn.flash_attn.flash_attn_interface`,
 
-    num_splits, pack_gqa, sm_margin, scheduler_metadata    settle FlashAttention-3's speed and no result; kernels here
-                       settle it themselves, but num_splits divides a cache's keys in as many parts
+    num_splits, pack_gqa, sm_margin, scheduler_metadata    affect FlashAttention-3's speed only; kernels here choose
+                       them, except num_splits, the number of splits of a cache's keys
     qv, q_descale, k_descale, v_descale, attention_chunk    raise where they are given: no kernel here has a second
                        product for scores, fp8 or chunks
     return_attn_probs  return (out, softmax_lse) instead of out
     softmax_lse        is -inf where a query sees no key
 
-There is no dropout and no ALiBi in these. Source of names, arguments and conventions: Dao-AILab/flash-attention,
+They have no dropout and no ALiBi. Source of names, arguments and conventions: Dao-AILab/flash-attention,
 hopper/flash_attn_interface.py of 2026-08. Beyond it: gradients through softmax_lse, GPUs from 8.0 on, fp32.
 """
 
@@ -111,9 +111,9 @@ def flash_attn_qkvpacked_func(
     Parameters
     ----------
     qkv : Tensor (batch, seqlen, 3, nheads, head_dim), or with num_heads_q (batch, seqlen, heads, head_dim)
-        In the latter, heads of q come first, then k's, then as many of v.
+        With num_heads_q: heads of q first, then of k, then as many of v.
     num_heads_q : int, optional
-        How many heads of the latter are q's.
+        Number of q's heads.
 
     Raises
     ------
@@ -215,7 +215,7 @@ def flash_attn_with_kvcache(
 ) -> Result:
     """Attention with a cache of keys and values, to which k and v are appended first, in place; no gradients.
 
-    As :func:`cute_attn.flash_attn.flash_attn_with_kvcache`, where block_table is page_table here, and beside it
+    As :func:`cute_attn.flash_attn.flash_attn_with_kvcache` (its block_table is page_table here), and in addition
 
     Parameters
     ----------
@@ -328,7 +328,7 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> Tensor:
-    """An int32 tensor of size 0 on cache_seqlens' device, to pass as scheduler_metadata, which nothing here reads.
+    """An int32 tensor of size 0 on cache_seqlens' device, to pass as scheduler_metadata; nothing here reads it.
 
     Kernels make their schedule themselves, from lengths on the GPU.
 
@@ -341,7 +341,7 @@ def get_scheduler_metadata(
     return cache_seqlens.new_empty(0, dtype=torch.int32)
 
 
-# ---- what FlashAttention-3's autograd functions call ----
+# ---- functions that FlashAttention-3's autograd functions call ----
 
 
 def _flash_attn_forward(
@@ -383,8 +383,8 @@ def _flash_attn_forward(
     """All forwards under one name: out, softmax_lse, and two tensors of size 0 in place of partial results.
 
     Batches, or packed sequences with cu_seqlens_q and cu_seqlens_k, as :func:`flash_attn_varlen_func`, differentiable;
-    with what only a cache has (k_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, or packed queries with keys that
-    are not), as :func:`flash_attn_with_kvcache`, where seqused_k is cache_seqlens. out_: where to write out.
+    with arguments of a cache (k_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, or packed queries with unpacked
+    keys), as :func:`flash_attn_with_kvcache`, where seqused_k is cache_seqlens. out_: where to write out.
 
     Raises
     ------
@@ -495,7 +495,7 @@ def _attend(
     options: dict[str, Any],
     out: Tensor | None = None,
 ) -> Any:
-    """door: what counts. tensors: q, k, v. lengths: both cu_seqlens and both longest lengths, of packed sequences."""
+    """door: the name to count. tensors: q, k, v. lengths: of packed sequences, both cu_seqlens and both maxima."""
     q, k, v = tensors
     check_tensors(q=q, k=k, v=v)
     prepared: Any = tuple(map(whole_head_dim, tensors))
@@ -530,7 +530,7 @@ def _heads(qkv: Tensor, num_heads_q: Any) -> tuple[Tensor, ...]:
 
 
 def _accumulators(out: Tensor) -> tuple[Tensor, Tensor]:
-    """FlashAttention-3's partial results, which stay here in the kernels' workspace."""
+    """Empty tensors for FlashAttention-3's partial results: here these stay in the kernels' workspace."""
     return out.new_empty(0, dtype=torch.float32), out.new_empty(0, dtype=torch.float32)
 
 

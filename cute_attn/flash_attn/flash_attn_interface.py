@@ -1,4 +1,4 @@
-"""FlashAttention-2's functions. What they share is said here, and in each what differs.
+"""FlashAttention-2's functions, and the arguments they share; each function describes its differences.
 
 q, k and v are (batch, seqlen, nheads, head_dim), packed (total, nheads, head_dim); k and v may have fewer heads.
 Packed tensors hold sequence b in rows cu_seqlens[b] to cu_seqlens[b + 1].
@@ -10,7 +10,7 @@ Packed tensors hold sequence b in rows cu_seqlens[b] to cu_seqlens[b + 1].
     softcap            scores become softcap * tanh(score / softcap); 0 or less leaves them
     alibi_slopes       fp32 (nheads,) or (batch, nheads); slope * abs(i + seqlen_k - seqlen_q - j) is subtracted;
                        no gradient flows to them
-    deterministic      whether gradients repeat bit for bit
+    deterministic      gradients repeat bit for bit
     return_attn_probs  return (out, softmax_lse, S_dmask) instead of out
 
 softmax_lse is fp32 (batch, nheads, seqlen_q), packed (nheads, total_q), the natural logarithm of the sum of each row's
@@ -21,7 +21,7 @@ Beyond FlashAttention-2: softcap and dropout together, gradients through softmax
 kernels leave a constant of each row out of softmax_lse under ALiBi with causal; here it is in, as its documentation
 defines scores.
 
-Private names, which libraries for long sequences import, are those of :mod:`~cute_attn.flash_attn.operators`.
+Libraries for long sequences import private names: see :mod:`~cute_attn.flash_attn.operators`.
 """
 
 from typing import Any, NamedTuple
@@ -73,7 +73,7 @@ __all__ = [
 
 Result = Tensor | tuple[Tensor, ...]
 
-# The operators by which FlashAttention-2's autograd functions call its extension, and what wraps them for compilers.
+# The operators by which FlashAttention-2's autograd functions call its extension, under their wrappers' names.
 _wrapped_flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
 _wrapped_flash_attn_backward = _flash_attn_backward
@@ -292,12 +292,12 @@ def flash_attn_with_kvcache(
         The first valid row of each sequence.
     block_table : Tensor (batch, pages of a sequence), int32, optional
         The pages of each sequence; entries behind its end may have any values. On CUDA lengths beyond the table's pages
-        count as all of their rows, and new rows beyond them are written nowhere. FlashAttention-2 raises a RuntimeError
-        for such lengths, for which it waits until the device has written them.
+        count as all of their rows, and new rows beyond them are not written. FlashAttention-2 raises a RuntimeError
+        for such lengths, and waits for the device to read them.
     rotary_interleaved : bool
-        Whether elements 2i and 2i + 1 are rotated together rather than i and i + rotary_dim / 2.
+        True: rotate elements 2i and 2i + 1 together. False: i and i + rotary_dim / 2.
     num_splits : int
-        Parts in which keys are divided, 0 for a number that suits the call.
+        Number of splits of the keys, 0 for a number that suits the call.
     return_softmax_lse : bool
         Return (out, softmax_lse) instead of out.
 
@@ -354,7 +354,7 @@ def flash_attn_with_kvcache(
 
 
 class _Options(NamedTuple):
-    """The arguments that all functions but the last share."""
+    """The arguments that all functions except the last share."""
 
     scores: Scores
     dropout_p: float
@@ -368,9 +368,9 @@ def _repeat(
     options: _Options,
     block_table: Tensor | None = None,
 ) -> Result:
-    """A call's result, from the record of an earlier one if there is one.
+    """A call's result, from the record of an earlier one if any.
 
-    tensors: q, k and v, or what they are parts of; lengths: of packed sequences as of :func:`_attend`, or ().
+    tensors: q, k and v, or packed qkv, or q and kv; lengths: of packed sequences as for :func:`_attend`, or ().
     """
     scores, *others = options
     *numbers, slopes = scores
@@ -387,7 +387,7 @@ def _repeat(
 
 
 def _parts(tensors: tuple[Tensor, ...], *, packed: bool) -> tuple[Tensor, ...]:
-    """q, k and v, of which some may be parts of one tensor."""
+    """q, k and v, unpacked from qkv or kv if packed."""
     dims = 4 if packed else 5
     if len(tensors) == 1:
         return unpack("qkv", tensors[0], dims, 3)

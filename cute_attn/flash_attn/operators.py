@@ -1,19 +1,20 @@
-"""What FlashAttention-2's autograd functions call: a forward, and a backward from its outputs.
+"""The functions that FlashAttention-2's autograd functions call: a forward, and a backward from its outputs.
 
-Libraries that divide a sequence among GPUs import these private functions from ``flash_attn.flash_attn_interface``,
-with these signatures since FlashAttention 2.7, and those of its extension ``flash_attn_2_cuda``, in which arguments
-have another order. A forward returns
+Libraries that split a sequence across GPUs import these private functions from ``flash_attn.flash_attn_interface``,
+with these signatures since FlashAttention 2.7, or the functions of its extension ``flash_attn_2_cuda``, with arguments
+in another order. A forward returns
 
     out          as q
     softmax_lse  fp32 (batch, nheads, seqlen_q), packed (nheads, total_q); +inf where a query sees no key
-    S_dmask      with return_softmax and dropout the softmax, as of the public functions; else of size 0
+    S_dmask      with return_softmax and dropout the softmax, as from the public functions; else of size 0
     rng_state    int64 (2,), seed and offset of the dropout mask, for the backward; else zeros
 
 Beyond FlashAttention-2, out and softmax_lse are differentiable where autograd records.
 
 A backward writes dq, dk and dv, and does not compute one that is None. FlashAttention-2's returns the row sums of
-dout * out, padded to its blocks; kernels here keep them to themselves, and these return a tensor of size 0. out and
-softmax_lse may be of more keys than the call has: gradients are then these keys' share, which ring attention adds up.
+dout * out, padded to its blocks; here these stay in the workspace, and a tensor of size 0 is returned. out and
+softmax_lse may cover more keys than the call has: gradients are then the contributions of its keys, and ring attention
+adds them up.
 """
 
 from typing import Any
@@ -229,9 +230,9 @@ def backward(
     scores: Scores,
     options: dict[str, Any],
 ) -> Tensor:
-    """Write gradients into those of dq, dk and dv that are given; returns a tensor of size 0.
+    """Write gradients into the given ones of dq, dk and dv; returns a tensor of size 0.
 
-    door: what counts. tensors: dout, q, k, v, out and softmax_lse. lengths: as of the forward. options: of
+    door: the name to count. tensors: dout, q, k, v, out and softmax_lse. lengths: as for the forward. options: of
     attention_backward.
     """
     dout, q, k, v, out, lse = tensors
@@ -268,7 +269,7 @@ def backward(
 
 
 def _check_into(given: dict[str, Tensor], read: dict[str, Tensor]) -> None:
-    """Raise where a gradient cannot be copied to what is given for it. read: the call's tensors."""
+    """Raise where a gradient cannot be copied to the given tensor. read: the call's tensors."""
     taken = list(read.items())
     for name, x in given.items():
         own = read[name]

@@ -1,15 +1,15 @@
 """Rotary embedding by FlashAttention's names, in torch operators: its ``layers.rotary`` and ``ops.triton.rotary``.
 
-Libraries import these beside its attention (Megatron-LM, models of Hugging Face), some without asking whether they
-exist (vLLM). :func:`cute_attn.reference.kvcache.rotate` is the rotation: Su et al. 2021, arXiv:2104.09864, in fp32 and
-then rounded. FlashAttention has a Triton kernel for it; these take a few launches, or one under ``torch.compile``.
+Libraries import these together with its attention (Megatron-LM, models of Hugging Face), some without checking that
+they exist (vLLM). :func:`cute_attn.reference.kvcache.rotate` is the rotation: Su et al. 2021, arXiv:2104.09864, in fp32
+and then rounded. FlashAttention has a Triton kernel for it; these need a few launches, or one under ``torch.compile``.
 Attention with a cache rotates in its append kernel: see rotary_cos of ``flash_attn_with_kvcache``.
 
     x            (batch, seqlen, nheads, head_dim), or packed (total, nheads, head_dim) with cu_seqlens
-    cos, sin     (positions, rotary_dim / 2); the first rotary_dim elements of each head are turned
+    cos, sin     (positions, rotary_dim / 2); the first rotary_dim elements of each head are rotated
     interleaved  pairs are elements (2i, 2i + 1) rather than (i, i + rotary_dim / 2)
     seqlen_offsets   int, or int32 or int64 (batch,): the position of each sequence's first row
-    inplace      x's memory is changed, and what is returned shares it
+    inplace      x's memory is changed, and the result shares it
 """
 
 from typing import Any
@@ -44,12 +44,12 @@ def apply_rotary(
     inplace: bool = False,
     conjugate: bool = False,
 ) -> Tensor:
-    """x turned; conjugate: by the negative angles, as gradients are. Differentiable in x.
+    """x rotated; conjugate: by the negative angles, as for gradients. Differentiable in x.
 
     Raises
     ------
     TypeError, ValueError
-        An argument is not what this module describes.
+        An argument is not as this module describes.
     """
     check_tensors(x=x, cos=cos, sin=sin)
     dims = 3 if cu_seqlens is not None else 4
@@ -80,7 +80,7 @@ def apply_rotary(
 
 
 def _check_offsets(seqlen_offsets: Any, batch: int) -> None:
-    """Raise for what are not positions of each sequence's first row."""
+    """Raise unless these are positions of each sequence's first row."""
     accepted = f"int32 or int64 ({batch},), or an int of 0 or more"
     if isinstance(seqlen_offsets, Tensor):
         check_tensors(seqlen_offsets=seqlen_offsets)
@@ -129,7 +129,7 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
     Raises
     ------
     TypeError, ValueError
-        An argument is not what is described here.
+        An argument is not as described here.
     """
     check_tensors(x=x, cos=cos, sin=sin)
     table = (*x.shape[:2], cos.shape[-1])[-cos.dim() :] if cos.dim() else None
@@ -162,7 +162,7 @@ def apply_rotary_emb_qkv_(
     Parameters
     ----------
     qkv : Tensor (batch, seqlen, 3, nheads, head_dim), or (batch, seqlen, heads, head_dim) with num_heads_q
-        In the latter, heads of q come first, then k's, then as many of v.
+        With num_heads_q: heads of q first, then of k, then as many of v.
     cos_k, sin_k : Tensor, optional
         For k; by default cos and sin.
     num_heads_q : int, optional
@@ -171,7 +171,7 @@ def apply_rotary_emb_qkv_(
     Raises
     ------
     TypeError, ValueError
-        An argument is not what is described here.
+        An argument is not as described here.
     """
     check_tensors(qkv=qkv, cos=cos, sin=sin)
     num_heads_q = python_number(num_heads_q)
@@ -207,7 +207,7 @@ def apply_rotary_emb_kv_(
     Raises
     ------
     TypeError, ValueError
-        An argument is not what is described here.
+        An argument is not as described here.
     """
     check_tensors(kv=kv)
     if kv.dim() != 5 or kv.shape[2] != 2:
@@ -221,15 +221,15 @@ def apply_rotary_emb_kv_(
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Turns q and k by position i times base ** (-2j / dim) for pair j, with tables kept from call to call.
+    """Rotates q and k by position i times base ** (-2j / dim) for pair j, with tables kept from call to call.
 
-    With scale_base both are scaled by position as well, such that products depend on distances (xPos, Sun et al. 2022,
+    With scale_base both are scaled by position as well, so that products depend on distances (xPos, Sun et al. 2022,
     arXiv:2212.10554).
 
     Parameters
     ----------
     dim : int
-        How many elements of a head are turned.
+        Number of elements of a head that are rotated.
     base : float
     interleaved : bool
         See :func:`apply_rotary`.
@@ -306,7 +306,7 @@ class RotaryEmbedding(torch.nn.Module):
         seqlen_offset : int, or Tensor (batch,)
             The position of each sequence's first row; a tensor with max_seqlen.
         max_seqlen : int, optional
-            How many positions there are.
+            Number of positions.
         num_heads_q : int, optional
             See :func:`apply_rotary_emb_qkv_`.
 
@@ -354,11 +354,11 @@ def _replaced(x: Tensor, turned: Tensor) -> Tensor:
 
 
 class _InMemory(torch.autograd.Function):
-    """A result in memory that is given: also in that of a leaf, which torch's own operators refuse to change."""
+    """A result in given memory, also in a leaf's: torch's operators refuse to change that."""
 
     @staticmethod
     def forward(ctx: Any, memory: Tensor, result: Tensor) -> Tensor:
-        """``memory``, which has the result now."""
+        """``memory``, with the result in it."""
         memory.copy_(result)
         ctx.mark_dirty(memory)
         return memory

@@ -4,9 +4,9 @@
     cute_attn.flex.activate()                    every flex_attention of this process, eager and compiled
     cute_attn.flex.served                        how often it was called, and why some calls fell through
     cute_attn.flex.restore()
-    cute_attn.flex.interval_mask(begin, end, n)  a BlockMask of the keys that each query sees from one to another
+    cute_attn.flex.interval_mask(begin, end, n)  a BlockMask of one interval of keys for each query
 
-Functions and BlockMasks are those of ``attention(..., score_mod=, block_mask=)``; docs/functions.md describes both.
+Functions and BlockMasks are as for ``attention(..., score_mod=, block_mask=)``; docs/functions.md describes both.
 """
 
 import contextlib
@@ -52,23 +52,23 @@ def flex_attention(
     score_mod : function (score, b, h, q_idx, kv_idx) -> score, optional
         See :func:`cute_attn.attention`; h counts query heads.
     block_mask : BlockMask, optional
-        For these lengths or longer ones, of which it takes the first, and of query's batch and heads or 1. Full blocks
-        are seen whole, partial ones where its mask_mod says so, and those that it does not list not at all.
+        For these lengths, or longer ones, of which the first rows and columns are used; its batch and heads are query's
+        or 1. Full blocks are visible, partial ones where its mask_mod is True, and unlisted blocks are hidden.
     scale : float, optional
         Factor of the products. Default 1 / sqrt(head_dim).
     enable_gqa : bool
-        Whether nheads may be a multiple of nheads_kv: consecutive query heads share a key head.
+        Allow nheads to be a multiple of nheads_kv: consecutive query heads share a key head.
     return_lse : bool
         Also return lse.
     kernel_options : dict, optional
         Of PyTorch's kernels; not read.
     return_aux : AuxRequest, optional
-        Also return an AuxOutput, with lse where it asks for that. There are no max_scores.
+        Also return an AuxOutput, with lse if requested. max_scores are not supported.
 
     Returns
     -------
     out : Tensor (batch, nheads, seqlen_q, head_dim_v), query's dtype
-        Its dimensions lie in memory in the order of query's. 0 in rows that see no key.
+        Its dimensions have the order of query's in memory. 0 in rows that see no key.
     lse : Tensor (batch, nheads, seqlen_q), float32 (float64 for float64 query)
         Natural logarithm of each row's sum of exponentials, -inf in rows that see no key.
 
@@ -77,9 +77,9 @@ def flex_attention(
     Raises
     ------
     TypeError, ValueError, Unsupported
-        An argument is not what is described here, or as :func:`cute_attn.attention`.
+        An argument is not as described here, or as :func:`cute_attn.attention`.
     NotImplementedError
-        max_scores are asked for, or the gradient of a captured CUDA tensor that has to repeat bit for bit.
+        max_scores are requested, or a gradient of a captured CUDA tensor must repeat bit for bit.
 
     Source: torch.nn.attention.flex_attention of torch 2.13, and Dong et al. 2024, arXiv:2412.05496.
     """
@@ -124,21 +124,21 @@ def activate(*, unsupported: str = "fall_back", strict: bool = False) -> None:
     """Serve ``torch.nn.attention.flex_attention.flex_attention`` from now on, also where it was imported before.
 
     A second call replaces the options of the first. Where nothing can be served, as on a machine without a GPU, the
-    first call warns and none does anything. Inside ``torch.compile`` a call runs between two graphs; one that may not
-    break the graph, under ``fullgraph=True`` or an export, is PyTorch's.
+    first call warns and none does anything. Inside ``torch.compile`` a call runs between two graphs; PyTorch computes
+    calls that may not break the graph, under ``fullgraph=True`` or an export.
 
     Parameters
     ----------
     unsupported : {"fall_back", "error"}
-        What happens to a call that no kernel supports: PyTorch computes it, compiled where the call was, and the first
-        one warns; or ``Unsupported`` is raised.
+        For a call that no kernel supports: PyTorch computes it, compiled if the call was, and the first one warns; or
+        ``Unsupported`` is raised.
     strict : bool
-        Whether to raise where nothing can be served.
+        Raise where nothing can be served.
 
     Raises
     ------
     ValueError
-        An argument is not what is described here; or with ``strict`` there is no GPU that kernels are built for, or
+        An argument is not as described here; or with ``strict`` there is no GPU that kernels are built for, or
         PyTorch's function has other arguments. Nothing is changed then.
     """
     check_flags(strict=strict)

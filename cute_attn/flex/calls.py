@@ -66,7 +66,7 @@ def _in_order_of(query: Tensor, out: Tensor) -> Tensor:
     return made.permute(back)
 
 
-# ---- checks: what attention's own would name otherwise, or not see ----
+# ---- checks that attention lacks, or reports under other names ----
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:

@@ -15,8 +15,8 @@ _INTEGERS = (torch.int32, torch.int64)
 def interval_mask(begin: Tensor, end: Tensor, seqlen_k: int) -> BlockMask:
     """The BlockMask of queries that see the keys ``begin <= key < end``, for ``attention`` and ``flex_attention``.
 
-    No (seqlen_q, seqlen_k) tensor is made: blocks of 128 x 128 follow from the least and the largest of their queries'
-    bounds. Inside a CUDA graph's capture the lists are made again in each replay.
+    No (seqlen_q, seqlen_k) tensor is made: blocks of 128 x 128 follow from the least and the largest bounds of their
+    queries. If a CUDA graph captures the call, each replay makes the lists again.
 
     Parameters
     ----------
@@ -28,12 +28,12 @@ def interval_mask(begin: Tensor, end: Tensor, seqlen_k: int) -> BlockMask:
     Returns
     -------
     BlockMask
-        Its function reads ``begin`` and ``end``, which must not change while it is used.
+        Its function reads ``begin`` and ``end``; these must not change while it is used.
 
     Raises
     ------
     TypeError, ValueError
-        An argument is not what is described here.
+        An argument is not as described here.
     """
     seqlen_k = python_number(seqlen_k)
     _check(begin, end, seqlen_k)

@@ -1,6 +1,6 @@
-"""What ``torch.compile`` makes of the calls: they run between two graphs. Importing this module loads its compiler.
+"""Calls under ``torch.compile``: they run between two graphs. Importing this module loads its compiler.
 
-A graph would need functions of scores as graphs of their own, where here a function's tensors and closures are read
+Inside a graph, functions of scores would have to be graphs themselves; here a function's tensors and closures are read
 when it is called.
 """
 
@@ -17,10 +17,10 @@ serve = torch.compiler.disable(overrides.serve_compiled, reason=_REASON)
 
 @torch.compiler.assume_constant_result
 def stays_whole() -> bool:
-    """Whether the graph that is being traced may not be broken, as under ``fullgraph=True``, or is exported.
+    """True if the traced graph may not be broken: under ``fullgraph=True``, or in an export.
 
     Raises:
-        Unsupported: if it may not, and the options of :func:`cute_attn.flex.activate` say so.
+        Unsupported: it may not, and the options of :func:`cute_attn.flex.activate` ask for an error.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 

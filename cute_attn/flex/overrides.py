@@ -43,7 +43,7 @@ def flex_attention(
     *,
     return_aux: Any = None,
 ) -> Any:
-    """Its code is what PyTorch's function has; it sees the globals of PyTorch's module."""
+    """PyTorch's function gets this code, and runs it with the globals of PyTorch's module."""
     from cute_attn.flex.overrides import _route
 
     return _route(
@@ -91,7 +91,7 @@ class Activation:
 
     Attributes:
         options: of :func:`cute_attn.flex.activate`.
-        device: the type of the tensors whose calls are served; "" where calls are watched only.
+        device: the type of the tensors whose calls are served; "" if calls are only watched.
     """
 
     def __init__(self, options: Options, device: str = "cuda") -> None:
@@ -121,7 +121,7 @@ class Activation:
             return f"query is on {query.device}; accepted: cuda"
         try:
             return attend(query, key, value, score_mod, block_mask, *args, **kwargs)
-        except (TypeError, ValueError, NotImplementedError) as error:  # every refusal comes before a launch
+        except (TypeError, ValueError, NotImplementedError) as error:  # every refusal precedes a launch
             return str(error)
 
     def remove(self) -> None:
@@ -151,7 +151,7 @@ def _route(*args: Any, **kwargs: Any) -> Result:
 
 
 def serve_compiled(*args: Any, **kwargs: Any) -> Result:
-    """A call out of compiled code, which PyTorch's function computes compiled where it has to."""
+    """A call from compiled code. If PyTorch must compute it, its function is compiled."""
     activation = _serving
     if activation is None:
         return _compiled()(*args, **kwargs)
