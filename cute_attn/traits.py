@@ -24,7 +24,7 @@ OPS = (
 )
 PARTS = ("backward_preprocess", "backward_convert")
 PART_FIELDS = ("arch", "dtype", "head_dim", "head_dim_v", "varlen", "seqused_q")
-"""The fields that a part of the backward depends on; see :meth:`Traits.part`."""
+"""The fields on which the backward's preprocess and convert depend; see :meth:`Traits.part`."""
 
 SPLIT_TENSORS = {
     "forward_split": ("head_dim", "head_dim", "head_dim_v"),
@@ -32,7 +32,7 @@ SPLIT_TENSORS = {
 }
 """The ops that split fp32 tensors into fp16 terms, and the trait with the head dim of each: q, k, v, and dO."""
 MEASURED_TENSORS = {"forward_split": 1, "backward_split": 0}
-"""How many of those, the first ones, are only measured: the main kernel splits rows that only one CTA reads."""
+"""Number of these, from the first, that are only measured: the main kernel splits rows that only one CTA reads."""
 
 PADDED_TENSORS = {
     "forward_pad": ("head_dim", "head_dim", "head_dim_v"),
@@ -47,7 +47,7 @@ BLOCK_OPS = ("block_kinds", "block_lists", "block_visits")
 """The ops that make block masks, and the lists that kernels visit. They read no rows of a head dim: for them the dtype
 is bf16 and the head dim 128."""
 PARTIAL, FULL = 1, 2
-"""Kinds of a mask's blocks, beside 0: hidden."""
+"""Kinds of a mask's blocks; 0 is hidden."""
 
 ARCHS = ("sm80", "sm90")
 ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
@@ -60,12 +60,12 @@ SPLITS = ("parts", "shares")
 MASKS = ("causal", "causal_top_left", "window", "window_top_left")
 DROPOUTS = ("flash", "mem_efficient")
 ROW_BYTES = 16
-"""Rows of head-dim elements, and their strides, are multiples of so many bytes, but where padding copies read or write
-the call's own."""
+"""Rows of head-dim elements, and their strides, are multiples of this many bytes, except where padding copies read or
+write the call's tensors."""
 LISTED_ROWS = 128
 """Queries and keys of a block that a sparse mask lists. A kernel's blocks are that or a divisor, or it visits all."""
 MAX_HEAD_DIM = 576
-"""The largest head dim that any kernel takes; each kernel's ``supports`` has its own."""
+"""The largest head dim of any kernel; each kernel's ``supports`` has its limit."""
 
 _WORD = re.compile(r"[a-z_][a-z0-9_]*")
 _DIMS = re.compile(r"d(\d+)(?:x(\d+))?")
@@ -113,7 +113,7 @@ _TOKEN_OF = {value: token for token, value in _TOKENS.items()}
 
 
 def is_word(name: str) -> bool:
-    """Whether ``name`` can be a word of a kernel's name."""
+    """True if ``name`` can be a word of a kernel's name."""
     return _WORD.fullmatch(name) is not None and _DIMS.fullmatch(name) is None
 
 
@@ -140,12 +140,12 @@ def kind_of(value: object) -> str:
 
 
 def head_dim_multiple(dtype: str) -> int:
-    """Elements of ``dtype`` whose multiples fill aligned rows."""
+    """Number of elements of ``dtype`` in 16 bytes: aligned rows are multiples of it."""
     return ROW_BYTES // ELEMENT_BYTES[dtype]
 
 
 def aligned_head_dim(dtype: str, head_dim: int) -> int:
-    """The least head dim of at least ``head_dim`` whose rows are whole 16 bytes."""
+    """``head_dim`` rounded up so that rows are multiples of 16 bytes."""
     return -(-head_dim // head_dim_multiple(dtype)) * head_dim_multiple(dtype)
 
 
@@ -156,13 +156,13 @@ def head_dims_text(multiple: int, most: int) -> str:
 
 @dataclass(frozen=True, order=True)
 class Traits:
-    """What is computed: the operation, the kernel's generation, the types, the score features.
+    """A kernel's computation: the operation, the kernel's generation, the types, the score features.
 
     Attributes:
         op: the operation, one of ``OPS``.
         arch: the kernel's generation. An ``sm80`` kernel (cp.async, mma.sync) also runs on sm86, sm89 and sm90.
         dtype: element type of q, k, v and o.
-        head_dim: elements of a row of q and k, up to 576; whole 16 bytes, but of the padding copies any.
+        head_dim: elements of a row of q and k, up to 576; whole 16 bytes, except for the padding copies.
         head_dim_v: elements of a row of v and o; ``0`` stands for ``head_dim``.
         precision: of the products in fp32: ``""`` for that of fp32, ``"tf32"`` for operands rounded to tf32's
             11 significant bits.
@@ -172,29 +172,29 @@ class Traits:
         alibi: ``slope * |query - key|`` is subtracted, a slope per head or per batch and head.
         bias: dtype of a tensor added to the scores, or ``""``.
         epilogues: names of users' registered epilogues, applied in this order after the built-in ones.
-        sinks: dtype of the attention sinks, a logit a head in the softmax's denominator, or ``""``. The forward's; its
-            softmax has them in LSE, combine adds them once to merged results.
+        sinks: dtype of the attention sinks, one logit per head in the softmax's denominator, or ``""``. The forward
+            includes them in LSE; combine adds them once to merged results.
         dropout: ``""``, or which of PyTorch's two dropout masks.
         varlen: sequences are packed one after the other, with cumulative lengths.
         seqused_q, seqused_k: lengths that limit each batch's queries or keys.
         bias_grad: the bias's gradient is computed too. Backward, with a bias.
-        lse_grad: LSE has a gradient, which flows into q and k. Backward's preprocess.
-        rotary: ``""``, or which pairs of elements a rotary embedding turns: ``interleaved`` (2i, 2i + 1) or ``halves``
-            (i, i + pairs). Append, as are those that follow.
-        rotate_q: queries are rotated too; ``varlen`` is theirs.
+        lse_grad: LSE has a gradient; it flows into q and k. Backward's preprocess.
+        rotary: ``""``, or which pairs of elements a rotary embedding rotates: ``interleaved`` (2i, 2i + 1) or
+            ``halves`` (i, i + pairs). Append, like ``rotate_q`` and ``varlen_new``.
+        rotate_q: queries are rotated too; ``varlen`` then refers to the queries.
         varlen_new: new keys are packed, with cumulative lengths.
         paged: the cache consists of pages, found through a table. Append and kvcache, as ``batch_idx``.
         batch_idx: each sequence names its entry of the cache.
         leftpad: each sequence has a first valid row of its entry. Kvcache, and combine_shares after it.
         varlen_k: keys are packed sequences as well, instead of a cache. Kvcache and combine_shares.
         tree: a row of bits for each query says which of the last keys it sees. Kvcache.
-        split: ``""``, or how the keys of a query block are divided among CTAs: into ``parts`` of the same number or
-            size, or into equal ``shares`` of all key blocks (:mod:`cute_attn.work.key_shares`). Kvcache.
-        variant: name of a registered kernel class, ``""`` for the package's own. Forwards of fp32 on sm80 have two more
-            of the package's, ``terms`` and ``fallback``, launched together (:mod:`cute_attn.host.split_fp32`).
+        split: ``""``, or how the keys of a query block are split among CTAs: ``parts``, a fixed number or size of
+            splits, or ``shares``, stream-K: equal ranges of all key blocks (:mod:`cute_attn.work.key_shares`). Kvcache.
+        variant: name of a registered kernel class, ``""`` for the package's default. Forwards of fp32 on sm80 have two
+            more, ``terms`` and ``fallback``, launched together (:mod:`cute_attn.host.split_fp32`).
 
     Raises:
-        ValueError: a field outside what is listed; the message names the field, its value and what is accepted.
+        ValueError: a field outside the listed values; the message names the field, its value and the accepted ones.
     """
 
     op: str
@@ -278,7 +278,7 @@ class Traits:
 
     @property
     def name(self) -> str:
-        """The short name, which :meth:`parse` reads back."""
+        """The short name; :meth:`parse` reads it back."""
         dims = f"d{self.head_dim}" + (f"x{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
         arch = f"{self.arch}:{self.variant}" if self.variant else self.arch
         words = [_TOKEN_OF[item] for item in self._features() if item in _TOKEN_OF]
@@ -309,7 +309,7 @@ class Traits:
 
     @classmethod
     def parse(cls, name: str) -> "Traits":
-        """Read a name such as ``forward-sm80-bf16-d192x128-causal`` back.
+        """The traits of a name such as ``forward-sm80-bf16-d192x128-causal``.
 
         Raises:
             ValueError: the text is not a kernel's name.
@@ -379,17 +379,17 @@ class Traits:
 
     @property
     def causal(self) -> bool:
-        """Whether no query sees a key after its own."""
+        """True if no query sees a key after its position."""
         return self.mask.startswith("causal")
 
     @property
     def windowed(self) -> bool:
-        """Whether the band of visible keys has run-time bounds."""
+        """True if the band of visible keys has run-time bounds."""
         return self.mask.startswith("window")
 
     @property
     def top_left(self) -> bool:
-        """Whether the band is aligned to the first query and key rather than to the last."""
+        """True if the band is aligned to the first query and key, False to the last."""
         return self.mask.endswith("top_left")
 
     def __str__(self) -> str:
