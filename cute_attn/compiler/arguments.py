@@ -1,8 +1,8 @@
-"""What a kernel's launch takes: the parameters of its ``__call__``, in order, without the stream, which is the last.
+"""The arguments of a kernel's launch: the parameters of its ``__call__``, in order, except the last, the stream.
 
-Nothing else says it. Names and order are the signature's, and the annotations say how arguments are faked for the
-compiler: a number by its type, such as ``Float32``; anything else by ``Annotated[type, fake]``, where ``fake(kernel)``
-makes what stands for it. :mod:`cute_attn.kernels.fakes` has the types that several kernels take.
+They are declared only there. Names and order are the signature's, and the annotations say how arguments are faked for
+the compiler: a number by its type, such as ``Float32``; anything else by ``Annotated[type, fake]``, where
+``fake(kernel)`` makes the placeholder. :mod:`cute_attn.kernels.fakes` has the types that several kernels use.
 """
 
 import inspect
@@ -17,7 +17,7 @@ def parameters(kernel: type) -> dict[str, Any]:
 
 
 def fakes(kernel: Any) -> tuple:
-    """What a kernel is compiled with.
+    """The fake arguments with which a kernel is compiled.
 
     Raises:
         TypeError: an annotation does not say how an argument is faked.
@@ -39,10 +39,10 @@ def _fake(kernel: Any, name: str, annotation: Any) -> Any:
 
 
 def ordered(kernel: Any, names: Iterable[str], given: Mapping[str, Any]) -> tuple:
-    """The arguments of a launch in the order of ``names``. kernel: whose they are, for the message.
+    """The arguments of a launch in the order of ``names``. kernel: its name, for the message.
 
     Raises:
-        TypeError: one is missing, or the kernel has no such.
+        TypeError: one is missing, or the kernel does not have it.
     """
     names = tuple(names)
     if given.keys() != set(names):

@@ -1,12 +1,12 @@
-"""Compiled kernels that are shipped: a folder to read, where :func:`cute_attn.compiler.build` looks first.
+"""Shipped compiled kernels: a folder that :func:`cute_attn.compiler.build` searches first.
 
     index.json      versions, licence, and of each kernel its name, tile, target, size and SHA-256
     kernels/KEY     a shared library, compressed by zlib
 
 A bundle is named by ``CUTE_ATTN_BUNDLE``, or installed as the package ``cute_attn_bundle``. ``cute-attn bundle`` linked
-its kernels, so that they need TVM FFI and torch's CUDA runtime, and no DSL. They are found by what they are
-(:func:`cute_attn.compiler.fingerprint.source_key`), whatever Python or DSL is here. The index covers its own contents
-and each file by hashes: what is damaged, or was made of other sources, is refused.
+its kernels, so that they need TVM FFI and torch's CUDA runtime, and no DSL. They are found by their sources
+(:func:`cute_attn.compiler.fingerprint.source_key`), whatever Python or DSL is here. The index has hashes of its
+contents and of each file: a bundle that is damaged, or was made from other sources, is refused.
 """
 
 import contextlib
@@ -42,8 +42,8 @@ class Bundle:
 
     Attributes:
         root: its folder.
-        toolchain: versions of what built its kernels.
-        kernels: by key, an :class:`Entry`'s ``meta`` and what describes the file: ``size`` and ``sha256``, and in the
+        toolchain: versions of the tools that built its kernels.
+        kernels: by key, an :class:`Entry`'s ``meta`` and a description of the file: ``size`` and ``sha256``, and in the
             library the cubin's place, ``cubin``.
     """
 
@@ -55,7 +55,7 @@ class Bundle:
         """The entry of that key, checked, or None where the bundle has none.
 
         Raises:
-            BundleUnusable: its file is not what the index says.
+            BundleUnusable: its file differs from the index.
         """
         meta = self.kernels.get(key)
         if meta is None:
@@ -88,7 +88,7 @@ class Bundle:
 
 
 def find_bundle() -> Bundle | None:
-    """The bundle of ``CUTE_ATTN_BUNDLE``, else the installed one; None where there is none, or the variable is ``0``.
+    """The bundle of ``CUTE_ATTN_BUNDLE``, else the installed one; None without one, or if the variable is ``0``.
 
     Raises:
         BundleUnusable: it cannot be read, is damaged, or was made by or for another version.
@@ -156,20 +156,20 @@ _loaded = itertools.count()
 def load_function(library: bytes, name: str, toolchain: dict[str, str]) -> Callable[..., None]:
     """The launching function of a linked kernel.
 
-    toolchain: what built it.
+    toolchain: versions of the tools that built it.
 
     Raises:
-        BundleUnusable: there is no CUDA runtime of torch's that has what it needs, or the driver is older.
+        BundleUnusable: torch has no CUDA runtime with the functions it needs, or the driver is older.
     """
     import tvm_ffi
 
     _check_driver(toolchain["ptx_toolkit"])
-    # From memory: the file may have gone, or be another, since it was checked.
+    # From memory: the file may have been removed or replaced since it was checked.
     with open(os.memfd_create("cute_attn"), "wb") as file:
         file.write(library)
         file.flush()
-        # The loader takes a path that it has seen for the library of that time, and numbers of files return: so each
-        # library's path is spelt in its own way.
+        # The loader returns an earlier library for a path that it has seen, and file numbers are reused: so each
+        # library's path is spelled differently.
         dots = "".join("./" if bit == "1" else "/" for bit in f"{next(_loaded):024b}")
         try:
             loaded = ctypes.CDLL(f"/proc/self/{dots}fd/{file.fileno()}")
@@ -186,7 +186,7 @@ def _driver_cuda_major() -> int:
     """The newest major version of CUDA that the driver runs.
 
     Raises:
-        BundleUnusable: there is no driver, or it does not say.
+        BundleUnusable: no driver is found, or it does not report its version.
     """
     version = ctypes.c_int()
     try:
@@ -200,12 +200,12 @@ def _driver_cuda_major() -> int:
 
 @functools.cache
 def _check_driver(toolkit: str) -> None:
-    """Refuse machine code of a newer major version of CUDA than the driver's. torch's CUDA runtime is visible then."""
+    """Refuse machine code of a newer major version of CUDA than the driver's; make torch's CUDA runtime visible."""
     import torch
 
     major = (torch.version.cuda or "").partition(".")[0]
     if major:
-        with contextlib.suppress(OSError):  # torch has loaded it, perhaps for itself alone
+        with contextlib.suppress(OSError):  # torch has loaded it, perhaps with local symbols
             ctypes.CDLL(f"libcudart.so.{major}", mode=ctypes.RTLD_GLOBAL)
         driver = _driver_cuda_major()
         if driver < int(toolkit.partition(".")[0]):

@@ -1,8 +1,8 @@
-"""Compiled kernels on disk: one file a kernel, written whole or not at all; a corrupt one is a miss.
+"""Compiled kernels on disk: one file per kernel, written whole or not at all; a corrupt one is a miss.
 
-Kernels are loaded as native code. So only its user may open the cache (mode 0700), and what another user owns or may
-write is not loaded. A file's digest covers its key, and what was checked is what is loaded: whoever may rename folders
-above the cache can make kernels go missing, and no more.
+Kernels are loaded as native code. So only its user may open the cache (mode 0700), and files that another user owns or
+may write are not loaded. A file's digest covers its key, and the bytes that were checked are the bytes that are loaded:
+anyone who may rename folders above the cache can only make kernels go missing.
 """
 
 import itertools
@@ -33,10 +33,10 @@ _warned: set[str] = set()
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel as it is kept, in memory or on disk.
+    """A stored kernel, in memory or on disk.
 
     Attributes:
-        key: what it is found under.
+        key: the key under which it is found.
         meta: name, target, tile, resources, warnings, seconds, ...
         parts: its ``OBJECT``, ``CUBIN`` and ``PTX``; of a bundle its ``LIBRARY`` and ``CUBIN``.
     """
@@ -63,15 +63,15 @@ class Listed:
 
 
 class CacheUnusable(ValueError):
-    """There is no folder for the cache, or its contents cannot be trusted."""
+    """The cache has no folder, or its contents cannot be trusted."""
 
 
 class DiskCache:
     """Kernels below one folder, shared by any number of processes.
 
     A file is renamed into place once complete, so a reader sees all of it or none, and any number may write at once.
-    One whose digest does not match counts as absent, and the next :meth:`put` replaces it; so does one that is not the
-    user's own, with a warning.
+    A file counts as absent if its digest does not match or, with a warning, if another user owns or may write it; the
+    next :meth:`put` replaces it.
     """
 
     def __init__(self, root: Path) -> None:
@@ -79,12 +79,12 @@ class DiskCache:
         self._kernels, self._locks = (root / name for name in _NAMES)
 
     def prepare(self) -> None:
-        """Make the cache's folders, which only this user may open. A folder that exists may be read-only.
+        """Make the cache's folders; only this user may open them. A folder that exists may be read-only.
 
-        A folder that holds more than the cache, such as ``/tmp``, is left as it is.
+        A folder with other contents than the cache, such as ``/tmp``, keeps its mode.
 
         Raises:
-            CacheUnusable: one cannot be made, or is not this user's own.
+            CacheUnusable: one cannot be made, or another user owns or may write it.
         """
         for folder in (self.root, self._kernels):
             try:
@@ -116,14 +116,14 @@ class DiskCache:
         return found[0]
 
     def put(self, entry: Entry) -> None:
-        """Store an entry, in place of the one of that key.
+        """Store an entry, in place of the one under that key.
 
         Raises:
             OSError: it could not be written.
             CacheUnusable: as of :meth:`prepare`.
         """
         self.prepare()
-        descriptor, scratch = tempfile.mkstemp(dir=self.root, prefix="new-")  # for this user alone
+        descriptor, scratch = tempfile.mkstemp(dir=self.root, prefix="new-")  # for this user only
         try:
             with open(descriptor, "wb") as file:
                 file.writelines(_packed(entry))
@@ -137,7 +137,7 @@ class DiskCache:
     def lock(self, key: str) -> Iterator[None]:
         """Held by the process that builds a kernel; others wait and then find it built.
 
-        Where the cache cannot be written it locks nothing: nobody would find what was built.
+        If the cache cannot be written it locks nothing: nobody would find the kernel.
         """
         from filelock import FileLock
 
@@ -191,7 +191,7 @@ class DiskCache:
 
 
 def _packed(entry: Entry) -> list[bytes]:
-    """A line of JSON, then the parts."""
+    """A line of JSON, then the entry's files."""
     parts = [entry.parts[name] for name in _PARTS]
     header = {
         "format": _FORMAT,
@@ -203,10 +203,10 @@ def _packed(entry: Entry) -> list[bytes]:
 
 
 def _read(path: Path) -> tuple[Entry, Listed] | None:
-    """What a file holds, if it is sound and this user's own."""
+    """The contents of a file, if it is sound and this user's; else None."""
     try:
         with open(path, "rb") as file:
-            status = os.fstat(file.fileno())  # of what is read, whatever the path names by then
+            status = os.fstat(file.fileno())  # of the open file, whatever the path names by then
             reason = _not_own(path, status)
             if reason is not None:
                 warn_once(reason)
@@ -240,7 +240,7 @@ def _remove(path: Path) -> int:
 
 
 def _not_own(path: Path, status: os.stat_result) -> str | None:
-    """Why what lies there is not loaded, or None where this user alone owns and may write it."""
+    """Why a file is not loaded, or None if this user owns it and nobody else may write it."""
     user = os.geteuid()
     if status.st_uid == user and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return None
@@ -286,7 +286,7 @@ _ON, _OFF = ("", "1", "on", "true", "yes"), ("0", "off", "false", "no")
 
 
 def switched_off() -> str | None:
-    """What switches the disk cache off, such as ``"CUTE_ATTN_CACHE is '0'"``, or None."""
+    """Why the disk cache is off, such as ``"CUTE_ATTN_CACHE is '0'"``, or None."""
     given = os.environ.get(_SWITCH, "")
     word = given.strip().lower()
     if word not in (*_ON, *_OFF):
@@ -316,7 +316,7 @@ def default_cache() -> DiskCache | None:
 
 
 def usable_cache() -> DiskCache | None:
-    """:func:`default_cache`, prepared; None where there is none, with a warning unless it is switched off."""
+    """:func:`default_cache`, prepared; None without a usable one, with a warning unless it is switched off."""
     try:
         cache = default_cache()
         if cache is not None:

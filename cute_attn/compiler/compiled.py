@@ -69,7 +69,8 @@ _GPU_ARCH = {
     "sm120": "sm_120f",
 }
 
-# All but the architecture and what names a folder. Options in brackets (cute.compile[...]) are dropped beside these.
+# All except the architecture and options that name a folder. With these, options in brackets (cute.compile[...]) are
+# dropped.
 _OPTIONS = "--enable-tvm-ffi --keep-ptx --keep-cubin remarks{ptx}"
 
 _LINE_INFO = " --generate-line-info"
@@ -106,22 +107,22 @@ def _leave_build_to_parent() -> None:
 
 os.register_at_fork(after_in_child=_leave_build_to_parent)
 in_prebuild_worker = False
-"""Whether this process is one of :func:`prebuild`'s, where users' modules must not call it again."""
+"""True in the processes of :func:`prebuild`: there users' modules must not call it again."""
 
 
 class SpillWarning(UserWarning):
-    """A kernel keeps values in local memory for want of registers: said once a process, when it is first loaded."""
+    """A kernel spills registers to local memory: warned once per process, when the kernel is first loaded."""
 
 
 class CompiledKernel:
-    """A kernel built for one target. Calling it launches it on the current stream, with the kernel's own arguments.
+    """A kernel built for one target. Calling it with the kernel's arguments launches it on the current stream.
 
     Attributes:
-        traits, tile, target: what was built.
+        traits, tile, target: of the kernel.
         resources: registers, shared memory, spills and local memory.
         warnings: ptxas's: serialised wgmma (C7510 to C7518) or ignored setmaxnreg (C7508).
         key: the key it is cached under.
-        seconds: what building it took.
+        seconds: time of building it.
         from_cache: whether this process found it on disk, or in a bundle.
         not_stored: why later processes will not find it on disk, or None.
     """
@@ -165,10 +166,10 @@ class CompiledKernel:
         self.function(*args)
 
     def bind(self, **arguments: Any) -> tuple:
-        """The launching function and, in order, its arguments, which are named as in the kernel's ``__call__``.
+        """The launching function and its arguments in order, given by their names in the kernel's ``__call__``.
 
         Raises:
-            TypeError: one is missing, or the kernel takes none of that name.
+            TypeError: one is missing, or the kernel has none of that name.
         """
         return self.function, *ordered(self.name, self._parameters, arguments)
 
@@ -187,7 +188,7 @@ class CompiledKernel:
 
     @functools.cached_property
     def sass(self) -> str:
-        """The machine code, as nvdisasm prints it (FileNotFoundError where there is no nvdisasm)."""
+        """The machine code, as nvdisasm prints it (FileNotFoundError without nvdisasm)."""
         return _cubin.disassemble(self.cubin)
 
     @property
@@ -197,7 +198,7 @@ class CompiledKernel:
 
     @property
     def how_built(self) -> str:
-        """Where it comes from, or how long building it took."""
+        """Its source, cache or bundle, or the time of building it."""
         if LIBRARY in self._entry.parts:
             return "from a bundle"
         return "from the cache" if self.from_cache else f"in {self.seconds:.1f} s"
@@ -230,14 +231,14 @@ def compile(
     """Build a kernel, or load it from the cache.
 
     Args:
-        traits: what to compute, or its name.
-        tile: how; a tile, or text such as ``"tile_n=64,num_stages=2"`` that overrides the default one.
+        traits: the kernel's traits, or its name.
+        tile: a tile, or text such as ``"tile_n=64,num_stages=2"`` that overrides fields of the default one.
         target: one of :data:`cute_attn.tiles.TARGETS`, from ``"sm80"`` to ``"sm120"``; by default the GPU that is
-            present, and without one the kernel's own generation.
-        lines: build it with line info: the same machine code, and the source line of each instruction beside it.
+            present, and without one the kernel's generation.
+        lines: build it with line info: the same machine code, with the source line of each instruction.
 
     Raises:
-        TypeError: the traits or the tile are none, or the tile is another kernel's.
+        TypeError: the traits or the tile have another type, or the tile is another kernel's.
         ValueError: the name, the tile's text or the target is not one; or a method of a user's kernel returns a layout,
             copy or MMA that it cannot use, such as a layout with two elements in one place.
         Unsupported: no kernel supports the traits, or the tile does not fit them or the target.
@@ -259,10 +260,10 @@ def compile(
 def build(kernel: Any, target: str, *, lines: bool = False) -> CompiledKernel:
     """As :func:`compile`, for a kernel that ``registry.lookup`` returned for that target.
 
-    It is taken from the bundle, if there is one that has it, else from the disk cache, else built.
+    It is loaded from the bundle if that contains it, else from the disk cache, else built.
 
     Raises:
-        BundleUnusable: the DSL is not installed, and there is no bundle with that kernel.
+        BundleUnusable: the DSL is not installed, and no bundle contains that kernel.
     """
     compiled = _built(kernel, target, lines)
     _warn_of_spills(compiled)
@@ -283,7 +284,7 @@ def _warn_of_spills(compiled: CompiledKernel) -> None:
 
 
 def _without_spills(compiled: CompiledKernel) -> str:
-    """Which tile does not spill: the package's default ones do not, but nobody knows what a user's class takes."""
+    """A tile that does not spill: the package's default ones do not, but a user's class may need more registers."""
     traits = compiled.traits
     if any(name.startswith(TRACED) for name in traits.epilogues):
         return (
@@ -320,10 +321,10 @@ def _built(kernel: Any, target: str, lines: bool) -> CompiledKernel:
 
 
 def _bundled(kernel: Any, target: str) -> CompiledKernel | None:
-    """The bundle's, or None. A bundle that cannot be used is a warning where there is a DSL to build with.
+    """The bundle's kernel, or None. An unusable bundle is a warning if the DSL can build instead.
 
     Raises:
-        BundleUnusable: it cannot be used, and there is none.
+        BundleUnusable: it cannot be used, and the DSL is not installed.
     """
     try:
         bundle = find_bundle()
@@ -387,7 +388,7 @@ def _options(target: str, lines: bool) -> str:
 
 
 def is_built(kernel: Any, target: str, *, lines: bool = False) -> bool:
-    """Whether :func:`build` would find it, in the bundle, in memory or on disk."""
+    """True if :func:`build` would find it in the bundle, in memory or on disk."""
     if not lines and _bundled(kernel, target) is not None:
         return True
     key, cache = key_of(kernel, target, lines=lines), usable_cache()
@@ -395,9 +396,9 @@ def is_built(kernel: Any, target: str, *, lines: bool = False) -> bool:
 
 
 def kernel_classes(kernel_class: type, traits: Traits) -> tuple[Any, ...]:
-    """The classes whose sources shape a kernel: its own, and its traits' users' epilogues, or objects of functions.
+    """The classes whose sources shape a kernel: its class, and its traits' users' epilogues, or objects of functions.
 
-    Not those of traced functions, whose names are digests of what they do.
+    Traced functions are left out: their names are digests of their operations.
     """
     if not (traits.variant or traits.epilogues):
         return (kernel_class,)
@@ -406,7 +407,7 @@ def kernel_classes(kernel_class: type, traits: Traits) -> tuple[Any, ...]:
 
 
 def _let_go(traits: Traits) -> None:
-    """Before another kernel of a traced function comes, drop those whose functions no call needs any more."""
+    """Before a new kernel of a traced function, drop the kernels whose functions no longer exist."""
 
     def is_dead(name: str) -> bool:
         return name.startswith(TRACED) and not is_registered(name)
@@ -440,7 +441,7 @@ def default_target(arch: str) -> str:
 
 @functools.cache
 def _has_driver() -> bool:
-    """Whether torch, which takes seconds to load, is worth asking for a GPU."""
+    """True if there may be a GPU, so that loading torch, which takes seconds, is worthwhile."""
     if "torch" in sys.modules:
         return True
     try:
@@ -530,10 +531,10 @@ def _build(kernel: Any, target: str, key: str, options: str) -> Entry:
 
 
 def check_layouts(kernel: Any) -> None:
-    """Check a user's kernel, whose layouts no test has seen: two elements in one place would compute in silence.
+    """Check a user's kernel: no test has seen its layouts, and two elements in one place would be a silent error.
 
     Raises:
-        ValueError: what is wrong with the first layout, copy or MMA of its methods that is.
+        ValueError: with the error in the first wrong layout, copy or MMA of its methods.
     """
     from cute_attn.compiler.smem_layouts import reasons
 
@@ -550,7 +551,7 @@ class Prebuilt:
 
     Attributes:
         traits, tile, target: the request.
-        seconds: what building it took, 0 where it was on disk.
+        seconds: time of building it, 0 if it was on disk.
         error: or None.
     """
 
@@ -605,10 +606,10 @@ def prebuild(
 
 
 def as_requests(requests: Any) -> list[Request]:
-    """Each request once: traits or their name, alone or before a tile or its text and a target.
+    """Each request once: traits or their name, or a tuple of these, a tile or its text, and a target.
 
     Raises:
-        TypeError: it is none, or they are not in a list.
+        TypeError: one is not a request, or they are not in a list.
         ValueError: a name or a target is not one.
     """
     accepted = (
@@ -646,7 +647,7 @@ def user_modules(request: Request) -> dict[str, str]:
     classes: tuple[Any, ...] = () if tile is None else (type(tile),)
     base = registry.kernel_class(traits)
     if base is not None and (traits.variant or traits.epilogues):
-        with contextlib.suppress(KeyError):  # building it reports what is not registered
+        with contextlib.suppress(KeyError):  # building it reports unregistered names
             classes += kernel_classes(base, traits)
     ours = ("cute_attn", "builtins")
     homes = [getattr(x, "written", x).__module__ for x in classes]  # of a function's object, the function's

@@ -1,7 +1,7 @@
-"""What a compiled kernel costs, read from the compiler's outputs.
+"""The costs of a compiled kernel, read from the compiler's outputs.
 
-Registers, stack and static shared memory come from the cubin's ELF, dynamic shared memory from the launch in the
-lowered host code, spills and dropped optimisations from ptxas's remarks, and instructions from nvdisasm.
+Registers, stack and static shared memory are in the cubin's ELF, dynamic shared memory in the launch in the lowered
+host code, spills and dropped optimisations in ptxas's remarks, and instructions in nvdisasm's output.
 """
 
 import importlib.metadata
@@ -22,7 +22,7 @@ from typing import Any
 # Attributes of the ".nv.info" section: a symbol's index and a 32-bit value each.
 _REGISTER_COUNT = 0x2F
 _FRAME_SIZE = 0x11
-_VALUE_OF_SIZE = 4  # the attribute format whose value's size is given; all others take no further bytes
+_VALUE_OF_SIZE = 4  # the attribute format that states its value's size; all others have no further bytes
 
 # A launch configuration in the lowered host code: grid, block, bytes of dynamic shared memory, stream, attributes.
 _LAUNCH_CONFIG = r"!llvm\.struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
@@ -61,7 +61,7 @@ def read_resources(cubin: bytes, remarks: str, module: str) -> Resources:
 
     Args:
         cubin: the ELF image.
-        remarks: what the compiler printed under ``remarks{ptx}``.
+        remarks: the compiler's output under ``remarks{ptx}``.
         module: the lowered module with its host code, as text.
 
     Raises:

@@ -29,7 +29,7 @@ from cute_attn.compiler.typed import is_typed, typed_parts
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LAYOUTS = _PACKAGE.parent / "layouts"
 _SHAPING = ("traits.py", "tiles", "epilogues", "device", "work", "rows", "outputs", "kernels", "compiler")
-"""Files and folders that shape a kernel or what is kept with it; none imports from other folders."""
+"""Files and folders that shape a kernel or the data stored with it; none imports from other folders."""
 _DISTRIBUTIONS = {
     "cutlass_dsl": "nvidia-cutlass-dsl",
     "tvm_ffi": "apache-tvm-ffi",
@@ -38,7 +38,7 @@ _DISTRIBUTIONS = {
 
 @functools.cache
 def toolchain() -> dict[str, str]:
-    """Versions of what turns a kernel's source into code, by name.
+    """Versions of the tools that turn a kernel's source into code, by name.
 
     ``ptx_toolkit`` is the CUDA version inside the DSL's compiler: its cu12 and cu13 flavours emit different PTX.
 
@@ -63,13 +63,13 @@ def machine() -> str:
 
 
 def source_key(traits: Any, tile: Any, target: str, options: str, classes: Iterable[Any]) -> str:
-    """The digest of what a kernel is, whatever builds it, as 40 hexadecimal digits.
+    """The digest of a kernel's sources and options, whatever builds it, as 40 hexadecimal digits.
 
     Args:
         traits, tile: dataclasses; each of their fields counts.
-        target: the GPU that is built for.
+        target: the GPU that it is built for.
         options: the compiler's options, without paths.
-        classes: the kernel's class and its traits' epilogues; their own and their bases' sources count.
+        classes: the kernel's class and its traits' epilogues; their sources and their bases' count.
     """
     classes = tuple(classes)
     parts = {
@@ -85,7 +85,7 @@ def source_key(traits: Any, tile: Any, target: str, options: str, classes: Itera
 
 
 def cache_key(traits: Any, tile: Any, target: str, options: str, classes: Iterable[Any]) -> str:
-    """The key of a kernel that is about to be built here, from what :func:`source_key` has and what builds it."""
+    """The key of a kernel that is about to be built here: :func:`source_key`, the toolchain and the environment."""
     parts = {
         "source": source_key(traits, tile, target, options, classes),
         "toolchain": toolchain(),
@@ -95,12 +95,12 @@ def cache_key(traits: Any, tile: Any, target: str, options: str, classes: Iterab
 
 
 def _environment() -> dict[str, str]:
-    """The variables through which the DSL takes compile options."""
+    """The variables from which the DSL reads compile options."""
     return {name: value for name, value in os.environ.items() if name.startswith("CUTE_DSL_")}
 
 
 def digest(*parts: bytes) -> str:
-    """SHA-256 over the parts and their lengths, as 40 hexadecimal digits."""
+    """SHA-256 over byte strings and their lengths, as 40 hexadecimal digits."""
     total = hashlib.sha256()
     for part in parts:
         total.update(len(part).to_bytes(8, "little"))
@@ -110,10 +110,10 @@ def digest(*parts: bytes) -> str:
 
 @functools.cache
 def package_sources() -> str:
-    """Digest of the package's own sources and tables of tiles, read once per process.
+    """Digest of the package's sources and tables of tiles, read once per process.
 
-    Where one changed after this process imported the package, what runs may be older than what is read: then the
-    digest is unique, so that no later process finds a stale kernel under it.
+    If a file changed after this process imported the package, the running code may be older than the file. The digest
+    is then unique, so that no later process finds a stale kernel under it.
     """
     parts, newest = [], 0.0
     for root in (_PACKAGE, _LAYOUTS):
@@ -129,14 +129,14 @@ def package_sources() -> str:
 
 
 def _class_of(x: Any) -> type:
-    """A class, or that of an object in the place of one."""
+    """A class, or the class of an object that stands for one."""
     return x if isinstance(x, type) else type(x)
 
 
 def user_sources(classes: Iterable[Any]) -> str:
-    """Digest of the files, outside the package, that the classes and their bases come from and import.
+    """Digest of the files, outside the package, that define the classes and their bases, and of their imports.
 
-    Of a class that no file has, its code.
+    For a class that is in no file, of its code.
     """
     bases = [base for x in classes for base in _class_of(x).__mro__]
     pending = {module for base in bases if (module := sys.modules.get(base.__module__))}
@@ -171,7 +171,7 @@ def _installed_roots() -> tuple[Path, ...]:
 
 
 def is_installed(path: Path) -> bool:
-    """Whether a resolved path lies in this package, the standard library, or among installed packages."""
+    """True if a resolved path is in this package, the standard library or an installed package."""
     return any(path.is_relative_to(root) for root in _installed_roots())
 
 

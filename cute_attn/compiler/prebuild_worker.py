@@ -4,8 +4,8 @@
     {"traits": NAME, "tile": TEXT or null, "target": ..., "modules": {NAME: FILE}}      then a kernel per line
     {"seconds": ..., "error": TEXT or null}                                             the result of each
 
-A kernel may have ``"lines": true``, for line info. ``modules`` register its variant and epilogues. Not a spawned copy
-of the calling process, which would run the caller's script again.
+A kernel may have ``"lines": true``, for line info. ``modules`` register its variant and epilogues. It is not a spawned
+copy of the calling process: that would run the caller's script again.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Build until the input ends. What users' modules print goes to stderr."""
+    """Build until the input ends. Output of users' modules is redirected to stderr."""
     from cute_attn.compiler import SpillWarning
 
     warnings.simplefilter("ignore", SpillWarning)  # for whoever runs the kernel

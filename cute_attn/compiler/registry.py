@@ -3,10 +3,10 @@
 ``KERNELS`` is a plain dict; :func:`register` adds a kernel of yours. A lookup returns a kernel, or raises with each
 kernel's reason.
 
-The default tile follows from traits and target. A call that names no tile may get another tile of the same kernel,
-which the logger ``cute_attn`` reports at level DEBUG:
+The default tile follows from traits and target. A call that names no tile may get another tile of the same kernel;
+the logger ``cute_attn`` reports it at level DEBUG:
 
-* for the sequences' lengths, the heads of a group and how many sequences and heads there are: the kernel's
+* for the sequences' lengths, the heads of a group and the numbers of sequences and heads: the kernel's
   ``for_lengths``, if its class has one;
 * in a backward in fp32 of few operations, or of too many rows to split them into terms: the default tile of whole
   operands;
@@ -66,7 +66,7 @@ _LARGE = {("forward", "sm90"): "head_dim_512_sm90.ForwardLargeSm90"}
 
 
 def __getattr__(name: str) -> Any:
-    """``KERNELS``, (op, arch, variant) -> class, when it is asked for: kernels load the DSL, which takes long."""
+    """``KERNELS``, (op, arch, variant) -> class, loaded on first use: kernels import the DSL, which is slow."""
     if name != "KERNELS":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for path in _LARGE.values():
@@ -84,14 +84,14 @@ def _loaded(path: str) -> Any:
 
 
 SPECULATIVE_PAIR = ("terms", "fallback")
-"""Variants of the package's own, launched together for large calls in fp32: :mod:`cute_attn.host.split_fp32`."""
+"""The package's variants that large calls in fp32 launch together: :mod:`cute_attn.host.split_fp32`."""
 
 RUNS_ON = {"sm80": TARGETS, "sm90": ("sm90",)}
 """The targets of a kernel's generation, from the oldest one on."""
 
 
 def generations(target: str) -> list[str]:
-    """The generations whose kernels run on a target, the newest first."""
+    """The generations with kernels that run on a target, the newest first."""
     return [arch for arch in reversed(RUNS_ON) if target in RUNS_ON[arch]]
 
 
@@ -103,16 +103,16 @@ def register(kernel: Any, *, variant: str, op: str = "", arch: str = "") -> Any:
     """Register a kernel class for traits with that ``variant``.
 
     Args:
-        kernel: the class: a subclass of a kernel's of the package, or a class with the same methods.
-        variant: its name, a lower-case word, which a kernel's name has after the arch:
+        kernel: the class: a subclass of one of the package's kernels, or a class with the same methods.
+        variant: its name, a lower-case word; in a kernel's name it follows the arch:
             ``forward-sm80:variant-bf16-d128``.
-        op, arch: what it computes and its generation; by default those of the package's class that it extends, and of
-            a class that extends none ``"forward"`` and ``"sm80"``.
+        op, arch: its operation and generation; by default those of the package's class that it extends, or
+            ``"forward"`` and ``"sm80"`` if it extends none.
 
     Raises:
         TypeError: ``kernel`` is no class, or lacks a method of kernels.
         ValueError: the name is taken by another class, or not a word; the class extends one of another op or arch, or
-            one that serves two, and neither is given; or there is no such op or arch.
+            one that serves two, and neither is given; or the op or arch does not exist.
     """
     if not isinstance(variant, str) or not is_word(variant):
         raise ValueError(
@@ -131,7 +131,7 @@ def register(kernel: Any, *, variant: str, op: str = "", arch: str = "") -> Any:
 
 
 def _check_class(kernel: Any) -> None:
-    """Whether a user's object is a class with the methods that a lookup and a build call."""
+    """Raise TypeError unless a user's object is a class with the methods that a lookup and a build call."""
     accepted = "accepted: a class that extends one of the package's kernels, such as ForwardSm80"
     if not isinstance(kernel, type):
         raise TypeError(f"kernel is {kernel!r}; {accepted}")
@@ -238,7 +238,7 @@ def _tile(kernel: Any, traits: Traits, tile: Tile | str | None, target: str) -> 
 
 
 def _default_tile(kernel: Any, traits: Traits, target: str) -> Tile:
-    """The kernel's own; a part of the backward follows the main kernel's."""
+    """The kernel's default tile; the backward's preprocess and convert follow the main kernel's."""
     if traits.op not in PARTS:
         return kernel.default_tile(traits, target)
     main = dataclasses.replace(traits, op="backward", lse_grad=False)
@@ -249,8 +249,8 @@ def defaults() -> list[tuple[Traits, str]]:
     """(traits, target) pairs that represent the default tiles; tests build a cover of them.
 
     Every head dim, plain and causal, for the oldest and the newest target; every feature at the two commonest head
-    dims; of Hopper one large head dim; on the targets with the least shared memory what needs the most. A few of the
-    backward's preprocess and convert.
+    dims; one large head dim on Hopper; on the targets with the least shared memory the kernels that need the most. A
+    few of the backward's preprocess and convert.
     """
     pairs: list[tuple[Traits, str]] = []
     for op, arch, variant in _kernels():
@@ -298,7 +298,7 @@ def defaults() -> list[tuple[Traits, str]]:
 
 
 def defaults_on(target: str | None) -> list[tuple[Traits, str]]:
-    """:func:`defaults` for a target, or all; for one that tests build few for, those of ``MEASURED`` that it runs."""
+    """:func:`defaults` for a target, or all; for targets in ``TILES_OF``, the ones of ``MEASURED`` that they run."""
     if target in TILES_OF:
         return [(t, target) for t, on in defaults() if on == MEASURED and target in RUNS_ON[t.arch]]
     return [pair for pair in defaults() if target in (None, pair[1])]
@@ -344,7 +344,7 @@ def _features(op: str) -> list[dict[str, Any]]:
 
 
 def _part_defaults(op: str, arch: str) -> list[tuple[Traits, str]]:
-    """A part of the backward at head dims whose rows divide differently, and varlen."""
+    """The backward's preprocess or convert at head dims whose rows divide differently, and with varlen."""
     targets = RUNS_ON[arch]
     pairs = [(Traits(op, arch, "bf16", dim), MEASURED) for dim in (40, 64, 128, 256)]
     pairs.append((Traits(op, arch, "fp16", 192, 128, varlen=True, seqused_q=True), targets[0]))

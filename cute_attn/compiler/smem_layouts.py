@@ -1,4 +1,4 @@
-"""What cannot be right in a kernel's layouts of shared memory, copies and MMAs, by its ``copies``."""
+"""Errors in a kernel's layouts of shared memory, copies and MMAs, found through its ``copies``."""
 
 import math
 import re
@@ -14,11 +14,11 @@ from cute_attn.kernels.copies import Part, SmemLayout
 from cute_attn.traits import kind_of
 from layouts.model import read_mma, read_smem, table, trace
 
-# ---- what is wrong ----
+# ---- errors ----
 
 
 def reasons(kernel: Any) -> Iterator[str]:
-    """What cannot be right in the layouts, copies and MMAs of a kernel: a sentence for each that is wrong."""
+    """A sentence for each layout, copy or MMA of a kernel that is certainly wrong."""
     if not hasattr(kernel, "copies"):
         return
     stated = kernel.copies()
@@ -38,7 +38,7 @@ def reasons(kernel: Any) -> Iterator[str]:
 
 
 def _read_layout(layout: SmemLayout) -> Any:
-    """Its table, and that without its swizzle; or what is wrong with it. Runs in a trace."""
+    """Its table, with and without its swizzle; or its error, as text. Runs in a trace."""
     modes = "(rows, columns, stages)" if len(layout.shape) == 3 else "(rows, columns)"
     accepted = f"accepted: a layout of {modes} = {layout.shape}"
     try:
@@ -84,7 +84,7 @@ def _layout_reason(arch: str, layout: SmemLayout, smem: Any, plain: Any) -> str 
 
 
 def _is_wgmmas(smem: Any, plain: Any) -> bool:
-    """Whether 8 rows of a swizzle's width lie in one piece, aligned to their size, as wgmma's descriptors say."""
+    """True if 8 rows of a swizzle's width are contiguous and aligned to their size, as wgmma's descriptors assume."""
     swizzle = smem.swizzle
     if swizzle is None or (swizzle.base, swizzle.shift) != (4, 3):
         return False
@@ -122,7 +122,7 @@ def _same_place(offsets: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _part_reason(part: Part) -> str | None:
-    """What is wrong with a copy or an MMA, or None. Runs in a trace."""
+    """The error in a copy or an MMA, or None. Runs in a trace."""
     accepted = f"accepted: a cute.{part.kind} of {part.threads} threads"
     try:
         made = part.make()

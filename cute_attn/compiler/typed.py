@@ -1,7 +1,7 @@
-"""Classes that no file has: typed at a prompt, or in a cell of a notebook.
+"""Classes without a file: typed at a prompt, or in a cell of a notebook.
 
-Their code stands for their source, with that of the typed functions and classes that it names, and the values of typed
-constants. A value of another kind stands for itself alone: a kernel that depends on one is built anew.
+Their code stands for their source, together with the code of typed functions and classes that it names, and the values
+of typed constants. Other values have no digest: a kernel that depends on one is always rebuilt.
 """
 
 import inspect
@@ -15,7 +15,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...))
 
 
 def is_typed(cls: Any) -> bool:
-    """Whether a class or a function comes from no file."""
+    """True if a class or a function is defined in no file."""
     module = sys.modules.get(cls.__module__)
     return module is None or (
         getattr(module, "__file__", None) is None and module.__name__ not in sys.builtin_module_names
@@ -23,16 +23,14 @@ def is_typed(cls: Any) -> bool:
 
 
 def typed_parts(cls: type) -> tuple[list[bytes], set[ModuleType]]:
-    """What shapes a typed class: its code and values, in an order that stays, and the modules that it names."""
+    """The code and values of a typed class, in a fixed order, and the modules that it names."""
     parts: list[bytes] = []
     modules: set[ModuleType] = set()
     seen: set[int] = set()
     pending: list[tuple[str, Any]] = [(cls.__qualname__, cls)]
     while pending:
         name, value = pending.pop()
-        value = inspect.unwrap(
-            getattr(value, "__func__", value)
-        )  # of static methods, and of what is decorated
+        value = inspect.unwrap(getattr(value, "__func__", value))  # of static methods and decorated functions
         if isinstance(value, _PLAIN):
             parts.append(f"{name}={value!r}".encode())
         elif id(value) in seen:
@@ -64,14 +62,14 @@ def typed_parts(cls: type) -> tuple[list[bytes], set[ModuleType]]:
 
 
 def _is_written(name: str, value: Any) -> bool:
-    """Whether a class's attribute is one that its text has, and not one that Python or a dataclass adds."""
+    """True for an attribute in the text of a class, False for one that Python or a dataclass adds."""
     if not name.startswith("__"):
         return not type(value).__name__.endswith("_descriptor")
     return isinstance(value, FunctionType) and value.__code__.co_filename != "<string>"
 
 
 def _named(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function refers to: globals, what encloses it, annotations, defaults."""
+    """The values that a function refers to: globals, enclosing variables, annotations, defaults."""
     names = dict.fromkeys(name for code in _codes(function.__code__) for name in code.co_names)
     yield from ((name, function.__globals__[name]) for name in names if name in function.__globals__)
     closure = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -84,7 +82,7 @@ def _named(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """A function's code, and that of the functions inside."""
+    """The code of a function and of the functions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -92,12 +90,12 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _of_code(code: CodeType) -> Iterator[str]:
-    """What code does, except for the place that it was typed at."""
+    """The content of code, without the place where it was typed."""
     for one in _codes(code):
         constants = [_constant(x) for x in one.co_consts if not isinstance(x, CodeType)]
         yield repr((one.co_code, constants, one.co_names, one.co_varnames, one.co_freevars, one.co_argcount))
 
 
 def _constant(value: Any) -> str:
-    """A constant, sets in an order that stays."""
+    """A constant as text, sets in a fixed order."""
     return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)

@@ -1,4 +1,4 @@
-"""What a user's kernel class changes: the definition computes the same for other layouts, copies, MMAs and tiles."""
+"""Changes by a user's kernel class: the definition covers other layouts, copies, MMAs and tiles, and nothing else."""
 
 from typing import Any
 
@@ -15,9 +15,9 @@ HOW = frozenset(
 
 
 def changes_the_result(kernel: type) -> str | None:
-    """What of a class may change what its kernel computes, or None.
+    """Why a class may change its kernel's results, as text, or None.
 
-    New names are not called by the package, and change nothing by themselves.
+    The package does not call new names; they change nothing by themselves.
     """
     bases = [base for base in kernel.__mro__ if _is_ours(base)]
     if not bases:
@@ -32,5 +32,5 @@ def _is_ours(base: Any) -> bool:
 
 
 def _is_of(base: type, name: str) -> bool:
-    """Whether the package calls it; what a dataclass has anyway is not asked."""
+    """True if the package calls it; methods that every dataclass has do not count."""
     return hasattr(base, name) and (name == "__call__" or not name.startswith("__"))

@@ -29,7 +29,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            process_group=0,  # Ctrl-C is the caller's, which stops its workers
+            process_group=0,  # Ctrl-C reaches only the caller; it stops its workers
             env=os.environ | {"PYTHONPATH": paths},
         )
         _send(process, [str(path) for path in sys.path])
@@ -54,18 +54,18 @@ class Worker:
         self._process.kill()
 
     def stop(self) -> None:
-        """At once: what a process writes to the cache is written whole or not at all."""
+        """End the process at once. Its cache stays sound: files are written whole or not at all."""
         self._stopped = True
         self._process.terminate()
         _ended(self._process)
 
 
 def _ended(process: "subprocess.Popen[str]") -> int:
-    """The status of a process that ends, whose pipes are closed then."""
+    """Wait for a process to end, and close its pipes; returns its status."""
     status = process.wait()
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
-        with contextlib.suppress(BrokenPipeError):  # what it has not read
+        with contextlib.suppress(BrokenPipeError):  # input that it has not read
             pipe.close()
     return status
 
