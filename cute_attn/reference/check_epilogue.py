@@ -1,4 +1,4 @@
-"""A user's epilogue against its own reference, on the CPU: its scores, and its derivative against autograd's.
+"""A user's epilogue against its reference, on the CPU: its scores, and its derivative against autograd's.
 
 print(check_epilogue("relative_position", table))
 print(check_epilogue(score_mod))  # against torch's evaluation of the function
@@ -32,13 +32,13 @@ _ROUNDING = 1e-4
 
 @dataclass(frozen=True)
 class Checked:
-    """What an epilogue's device code computed beside its reference.
+    """A comparison of an epilogue's device code with its reference.
 
     Attributes:
         what: "forward", "backward" or "gradient of" a captured tensor, and the tiling.
         error: the largest absolute difference; infinite where one side masks a score that the other does not.
         allowed: the largest one that rounding explains.
-        precision: what of kernels' arithmetic explains a larger one, such as that they do not round to 16 bits.
+        precision: a property of the kernels' arithmetic that explains a larger one, such as no rounding to 16 bits.
     """
 
     what: str
@@ -59,11 +59,11 @@ class Checked:
 
 @dataclass(frozen=True)
 class EpilogueCheck:
-    """What :func:`check_epilogue` found.
+    """The result of :func:`check_epilogue`.
 
     Attributes:
         name: the epilogue's.
-        comparisons: of its scores, and of its derivative where it has one.
+        comparisons: of its scores, and of its derivative if any.
         differentiable: whether it has one.
     """
 
@@ -103,23 +103,23 @@ def check_epilogue(
 ) -> EpilogueCheck:
     """Run a registered epilogue's device code on the CPU, for every thread, and compare it with its ``reference``.
 
-    Of a score_mod or a mask_mod that reference is compared, too: with what torch computes where it calls the function
-    by vmap, and with autograd's derivative of that. Kernels compute its floats in fp32, without rounding to 16 bits. A
-    difference that this explains is said to be one of precision; it is no error.
+    The reference of a score_mod or a mask_mod is compared as well: with torch's result of calling the function by vmap,
+    and with autograd's derivative of that. Kernels compute its floats in fp32, without rounding to 16 bits. A
+    difference that this explains is reported as one of precision, not as an error.
 
-    Scores, and with a ``backward`` their gradients and those of captured tensors, on tilings of Ampere and of Hopper.
-    Needs no GPU; takes seconds.
+    Compared are scores, and with a ``backward`` gradients of scores and of captured tensors, on tilings of Ampere and
+    of Hopper. Needs no GPU; takes seconds.
 
     Args:
         epilogue: the class, or the name that it is registered under; or a function as ``attention`` takes it for
             score_mod or mask_mod, its captured tensors on the CPU.
-        args: its arguments as ``attention(..., epilogues={name: args})`` takes them, on the CPU and for the sizes
-            below; without any, those of its ``example_args``.
-        batch, nheads, seqlen_q, seqlen_k: sizes of the scores, which are random.
+        args: its arguments as for ``attention(..., epilogues={name: args})``, on the CPU and for the sizes below; by
+            default its ``example_args``.
+        batch, nheads, seqlen_q, seqlen_k: sizes of the scores; their values are random.
 
     Raises:
-        TypeError: it is none of these.
-        ValueError: nothing is registered under the name, or it takes arguments and there are none.
+        TypeError: ``epilogue`` is none of these.
+        ValueError: nothing is registered under the name, or it needs arguments and has none.
         IndexError: a function reads an element that its tensor does not have, for one of the scores.
     """
     sizes, found = (batch, nheads, seqlen_q, seqlen_k), []
@@ -188,7 +188,7 @@ def _function(function: Callable, kind: str, problem: Scores, name: str) -> list
 
 
 def _rounding_of(name: str) -> float:
-    """Relative error of 16-bit numbers, which torch's vmap rounds in other places; 0 if a function has none."""
+    """Relative error of 16-bit numbers: torch's vmap rounds them in other places. 0 if a function has none."""
     dtypes = {x.dtype for x in ordered(user_epilogue(name).output)}
     return max(
         (4 * torch.finfo(getattr(torch, x)).eps for x in dtypes & {"float16", "bfloat16"}), default=0.0
@@ -196,11 +196,11 @@ def _rounding_of(name: str) -> float:
 
 
 _STEP = 4e-6
-"""Relative error of a float after some operations in fp32, beside which a step may fall on either side."""
+"""Relative error of a float after some operations in fp32: within it, a step may fall on either side."""
 
 
 def _precisions(cls: Any) -> dict[str, list[Precision]]:
-    """How a traced function's kernels may compute, by what explains a difference."""
+    """The precisions in which a traced function's kernels may compute, by the text that explains a difference."""
     if not isinstance(cls, FunctionEpilogue):
         return {}
     dtypes = {x.dtype for x in ordered(cls.output)}
@@ -218,7 +218,7 @@ def _precisions(cls: Any) -> dict[str, list[Precision]]:
 
 
 class _Check:
-    """An epilogue's device code beside its reference, and where they differ beside what explains it."""
+    """Compares an epilogue's device code with its reference, and explains differences of precision."""
 
     def __init__(self, problem: Scores, name: str) -> None:
         self.problem, self.name = problem, name
@@ -244,7 +244,7 @@ class _Check:
         of: Callable[[Precision], Tensor],
         rounding: Callable[[], Tensor] | None = None,
     ) -> Checked:
-        """With what explains each of the elements that differ.
+        """``found``, with the explanation if one covers each of the elements that differ.
 
         of: the reference in a precision; rounding: how much fp32's rounding of large numbers changes an element.
         """
@@ -290,12 +290,12 @@ class _Check:
         return found
 
     def backward(self, what: str) -> list[Checked]:
-        """Compare the scores' gradients, and those of captured tensors."""
+        """Compare the gradients of scores and of captured tensors."""
         problem, tiling = self.problem, TINY[what].of(self.name, op="backward")
         traits = tiling.traits
         assert traits is not None
         grad_out = torch.randn(problem.q.shape, generator=torch.Generator().manual_seed(1))
-        # A gradient is a difference of two numbers as large as those of dO V^T.
+        # A gradient is a difference of two numbers as large as the elements of dO V^T.
         largest = float(torch.einsum("bqhd,bkhd->bhqk", grad_out, problem.v).abs().max())
         expected = self._gradients(traits, grad_out, AS_TORCH)
         seen = torch.ones_like(expected.scores, dtype=torch.bool)
@@ -306,7 +306,7 @@ class _Check:
             return self._gradients(traits, grad_out, precision).scores[seen].float()
 
         scores = problem.differentiate(tiling, grad_out, expected.lse, -expected.dpsum).scores
-        if not seen.all():  # slopes beside scores that overflow may overflow, too
+        if not seen.all():  # slopes may overflow near scores that do
             seen = seen & scores.isfinite()
         got, right = scores[seen], expected.scores[seen].float()
         found = self._explained(_compared(f"backward, {what}", got, right, largest), got, right, of)
@@ -348,7 +348,7 @@ def _equal(got: Tensor, expected: Tensor, allowed: float) -> Tensor:
 
 
 def _compared(what: str, got: Tensor, expected: Tensor, least: float, rounding: float = 0.0) -> Checked:
-    """rounding: of 16-bit numbers, relative to the largest, which is a difference of precision."""
+    """rounding: of 16-bit numbers, relative to the largest; up to it, a difference is one of precision."""
     finite = expected.isfinite()
     largest = max(least, float(expected[finite].abs().max()) if finite.any() else 0.0)
     allowed = _ROUNDING * largest

@@ -6,17 +6,17 @@ For one batch, one head, query ``i`` of ``seqlen_q`` and key ``j`` of ``seqlen_k
     s       = softcap * tanh(s / softcap)                    where softcap is not 0
     s       = s - slope * |i + shift - j|                    ALiBi
     s       = s + bias[i, j]
-    s       = the users' own epilogues, in order
+    s       = users' epilogues, in order
     s       = -inf where the mask hides key j from query i
     P       = softmax over j of s;  lse[i] = log(sum_j exp(s[i, j]))
-    P, lse    with exp(sink) of the head in each row's sum       where there are attention sinks
+    P, lse    with exp(sink) of the head in each row's sum       with attention sinks
     out[i]  = sum_j keep[i, j] * P[i, j] / (1 - dropout_p) * v[j]
 
 ``shift`` is ``seqlen_k - seqlen_q`` (the last query sees the last key: bottom right) or 0 (top left). A row that
 sees no key gives out 0 and lse -inf, or the sink. Rows of no sequence are never read.
 
-The functions of a score (:func:`softcap_scores`, :func:`alibi_scores`, :func:`visible`, the ``*_keep`` masks) are
-what the kernels' epilogues are compared with.
+The kernels' epilogues are compared with the functions of a score (:func:`softcap_scores`, :func:`alibi_scores`,
+:func:`visible`, the ``*_keep`` masks).
 """
 
 import itertools
@@ -89,7 +89,7 @@ def bias_scores(scores: Tensor, coords: ScoreCoords, bias: Tensor) -> Tensor:
         index.clamp(max=size - 1)
         for index, size in zip((coords.batch, coords.head, coords.query, coords.key), bias.shape, strict=True)
     )
-    # As scores first: where rows share an element, its gradient is their sum.
+    # Converted to the scores' dtype first: the gradient of an element that rows share is their sum in that dtype.
     return scores + bias.to(scores.dtype)[batch, head, query, key]
 
 
@@ -119,7 +119,7 @@ def philox4x32(counter: Sequence[Tensor], key: Sequence[Tensor], rounds: int) ->
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
-        # A product of two 32-bit words may wrap int64, which leaves its 64 bits as they should be.
+        # A product of two 32-bit words may wrap int64; its 64 bits are still right.
         product_0, product_1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = (
             ((product_1 >> 32) & _WORD) ^ c1 ^ k0,
@@ -292,19 +292,18 @@ def attention(
         v: as k, with head_dim_v.
         softmax_scale: factor of the products of q and k.
         features: masks, dropout, users' epilogues.
-        inputs: their numbers and tensors, and softcap, ALiBi slopes and bias, none where 0 or None.
-        lengths: sequence lengths where they are not the tensors' own.
+        inputs: their numbers and tensors, and softcap, ALiBi slopes and bias; 0 or None for none.
+        lengths: sequence lengths if they differ from the tensors' sizes.
         return_softmax: also return P.
-        compute_dtype: by default float64 for float64 inputs and float32 for all others. With the inputs' own 16-bit
-            dtype every step rounds to it, as in unfused torch code.
+        compute_dtype: by default float64 for float64 inputs and float32 for all others. With the inputs' 16-bit dtype
+            every step rounds to it, as in unfused torch code.
 
     Returns:
         out, like q with head_dim_v, in q's dtype. Rows that no sequence owns are 0.
         lse, (batch, nheads, seqlen_q) or packed (nheads, total_q), natural log, in the compute dtype but at least
             float32. -inf on rows that see no key, without sinks, and on rows that no sequence owns.
         softmax, (batch, nheads, max_seqlen_q, max_seqlen_k) in q's dtype, or None: P before dropout, with the sign
-            bit set where dropout drops it (0 becomes -0.0); 0 where the mask hides a key and outside a batch's own
-            lengths.
+            bit set where dropout drops it (0 becomes -0.0); 0 where the mask hides a key and beyond a batch's lengths.
     """
     dtype = compute_dtype or (torch.float64 if q.dtype == torch.float64 else torch.float32)
     lse_dtype = torch.promote_types(dtype, torch.float32)
@@ -334,7 +333,7 @@ def attention(
 
 
 def _extents(q: Tensor, k: Tensor, lengths: Lengths) -> tuple[int, tuple[int, int]]:
-    """How many sequences there are, and the longest of queries and of keys; q and k have four dimensions."""
+    """Number of sequences, and the longest of queries and of keys; q and k have four dimensions."""
     if lengths.cu_seqlens_q is None:
         return q.shape[0], (q.shape[1], k.shape[1])
     return lengths.cu_seqlens_q.numel() - 1, (lengths.max_seqlen_q, lengths.max_seqlen_k)
@@ -356,7 +355,7 @@ def softmax(
     Args:
         lse: as :func:`attention` returns it; with sinks, of the sums with them.
         q, k, softmax_scale, features, inputs, lengths: of :func:`attention`.
-        precision: of fp32's products, whatever PyTorch's own have: that of fp32, or "tf32".
+        precision: of products of fp32 numbers, whatever PyTorch's setting: "" for fp32, or "tf32".
 
     Returns:
         As :func:`attention`'s softmax.
@@ -370,7 +369,7 @@ def softmax(
         scores = modify_scores(products * softmax_scale, block.coords, features, inputs)
         own_lse = lse4[block.where, block.heads, block.rows_q].unsqueeze(-1)
         p = torch.exp(scores - own_lse)
-        total = p.sum(-1, keepdim=True)  # 1, but where LSE has no digits left, such as of a bias of finfo.min
+        total = p.sum(-1, keepdim=True)  # 1, except where LSE has no digits left, as of a bias of finfo.min
         if inputs.sinks is not None:
             total = total + torch.exp(inputs.sinks.to(lse.dtype)[block.heads][:, None, None] - own_lse)
         p = (p / total).masked_fill(own_lse == -math.inf, 0.0)
@@ -382,9 +381,9 @@ def softmax(
 
 
 def _products(q: Tensor, k: Tensor, dtype: torch.dtype, precision: str) -> Tensor:
-    """q k^T of (batch, rows, heads, dim), in ``dtype``; no flag of PyTorch's makes them less precise.
+    """q k^T of (batch, rows, heads, dim), in ``dtype``; no PyTorch flag makes it less precise.
 
-    Products of 16-bit numbers are exact in tf32 too, which scaled ones would not be. Those of fp32 numbers, rounded to
+    Products of 16-bit numbers are exact in tf32 too; scaled ones would not be. Products of fp32 numbers, rounded to
     tf32 or not, are summed in float64.
     """
     own = torch.float64 if q.dtype == torch.float32 else dtype
@@ -511,7 +510,7 @@ def _attend(
 def _with_signs(
     p: Tensor, keep: Tensor, coords: ScoreCoords, features: Features, inputs: ScoreInputs
 ) -> Tensor:
-    """P with the sign bit set where dropout drops what a query sees."""
+    """P with the sign bit set where dropout drops a visible key."""
     seen = visible(coords, features.mask, inputs.window_left, inputs.window_right)
     return torch.where(~keep if seen is None else ~keep & seen, -p, p)
 

@@ -1,17 +1,17 @@
-"""A kernel's score tiles on the CPU: its own MMA tiling and epilogues, every thread, compiled for the host.
+"""A kernel's score tiles on the CPU: the kernel's MMA tiling and epilogues, every thread, compiled for the host.
 
-What a kernel does to scores between its two matrix products also compiles for the host. Here it runs there, thread by
-thread, on products that torch computed, in tiles that may be transposed.
+The code between a kernel's two matrix products also compiles for the host. It runs here thread by thread, on products
+that torch computed, in tiles that may be transposed.
 
-The kernels' own code, as on the GPU: lengths (``SeqlenInfo``), which blocks are visited and which of them masked
+Shared with the kernels, as on the GPU: lengths (``SeqlenInfo``), which blocks are visited and which of them masked
 (``BlockRange``), which query and key an element of a thread's accumulator is (the tiled MMA's partition, ``ScoreMap``),
-all epilogues with their derivatives (mask, softcap, ALiBi, bias and its gradient, users' own, dropout with Philox), the
+all epilogues with their derivatives (mask, softcap, ALiBi, bias and its gradient, users', dropout with Philox), the
 online softmax's arithmetic, and in a backward P from the LSE and dS from P.
 
-The emulator's own, so that errors in a kernel's are not seen: the loops over batches, heads, blocks and threads in
-place of schedulers, warp roles, pipelines, speculation and replay; loads, stores and their layouts in shared memory;
-both matrix products, P in fp16; a row's maximum and sum across threads, which proceed in lock-step, phase by phase; and
-exact functions instead of approximate instructions. ``tests/gpu`` compares whole kernels.
+Separate, so that errors in a kernel's are not seen: the loops over batches, heads, blocks and threads in place of
+schedulers, warp roles, pipelines, speculation and replay; loads, stores and their layouts in shared memory; both matrix
+products, P in fp16; a row's maximum and sum across threads, in lock-step, phase by phase; and exact functions instead
+of approximate instructions. ``tests/gpu`` compares whole kernels.
 """
 
 import functools
@@ -276,7 +276,7 @@ def _compiled(
 ) -> _Host:
     """The emulation of a kernel, for all sizes.
 
-    classes: of its epilogues, whose names may be registered again; given: which lengths are tensors.
+    classes: of its epilogues, since names may be registered again; given: which lengths are tensors.
 
     Tensors are passed as their address, sizes and strides: through TVM-FFI the code would be compiled twice.
     """
@@ -300,7 +300,7 @@ def _fake(dtype: Any, rank: int) -> cute.Tensor:
 
 
 def _values(fake: Any, given: Any = None) -> Any:
-    """What is passed for an argument: numbers, and of tensors the address and the sizes and strides not compiled in.
+    """The values passed for an argument: numbers; of tensors the address, and sizes and strides not compiled in.
 
     fake: the argument as declared; given: the caller's, None for placeholders to compile with.
 

@@ -1,4 +1,4 @@
-"""What :mod:`cute_attn.reference.emulate` compiles for the host: kernels' code, looped over batches to threads.
+"""The code that :mod:`cute_attn.reference.emulate` compiles for the host: kernels' code in loops, batches to threads.
 
 A phase is one function of a thread, called for all threads before the next one: so they proceed in lock-step.
 """
@@ -58,7 +58,7 @@ class Buffers(NamedTuple):
 
 @dataclass(frozen=True)
 class QueryBlockContext:
-    """One query block of one head, or of one pack of heads: what its threads share."""
+    """The state that the threads of a query block share, of one head or one pack of heads."""
 
     buffers: Any  # Buffers or GradientBuffers, of this batch and head
     state: ScoreState
@@ -69,7 +69,7 @@ class QueryBlockContext:
 
     @property
     def transposed(self) -> bool:
-        """Whether accumulators are (keys, queries)."""
+        """True if accumulators are (keys, queries)."""
         return getattr(self.kernel, "transposed", False)
 
     @property
@@ -83,12 +83,12 @@ class QueryBlockContext:
         return self.mma.size
 
     def score_map(self, thread: Int32) -> ScoreMap:
-        """The kernels' own."""
+        """The same as in kernels."""
         size = self.kernel.tile
         return ScoreMap.make(self.mma, size.tile_m, size.tile_n, thread, self.transposed, self.heads)
 
     def score_tile(self, thread: Int32, acc: cute.Tensor, col0: Int32) -> ScoreTile:
-        """The kernels' own."""
+        """The same as in kernels."""
         return self.score_map(thread).tile(acc, self.row0 // self.heads, col0)
 
     def rows(self, thread: Int32) -> list[Int32]:
@@ -245,7 +245,7 @@ def _exponentiate(ctx: QueryBlockContext, thread: Int32, block: Int32, masked: C
 
 @cute.jit
 def _drop(ctx: QueryBlockContext, thread: Int32, block: Int32):
-    """Apply dropout to P; the signs of ones record what is dropped."""
+    """Apply dropout to P; the signs of ones record dropped elements."""
     chain, score_map = ctx.kernel.epilogues, ctx.score_map(thread)
     ones, p = ctx.fragment(thread, Float16), ctx.fragment(thread, Float16)
     tile = score_map.tile(ctx.fragment(thread, Float32), ctx.row0, block * ctx.kernel.tile.tile_n)
@@ -265,7 +265,7 @@ def _copy(source: cute.Tensor, target: cute.Tensor):
 
 @cute.jit
 def _add_up(ctx: QueryBlockContext, thread: Int32):
-    """A thread's part of its rows' sums."""
+    """Add a thread's partial sums to those of its rows."""
     rows = ctx.rows(thread)
     row_sum = ctx.online_softmax(thread, len(rows)).load_stats().row_sum
     for r in cutlass.range_constexpr(len(rows)):
@@ -326,8 +326,8 @@ def _differentiate(
 ):
     """A thread's products become P, and dP becomes dS.
 
-    The mask is a branch of its own, so that the rest is compiled once for all blocks; not of listed blocks, where the
-    epilogues of a masked one differ: ``partial`` is given of those.
+    The mask is a separate branch, so that the rest is compiled once for all blocks. Not for listed blocks, which have
+    ``partial``: there a masked block's epilogues differ.
     """
     chain, score_map, buffers = ctx.kernel.epilogues, ctx.score_map(thread), ctx.buffers
     acc, dp = ctx.fragment(thread, Float32), ctx.fragment(thread, Float32)

@@ -2,8 +2,8 @@
 
 For each sequence ``b``, in this order::
 
-    start = cache_seqlens[b], by default the capacity            rows in use, those of leftpad counted
-    row start + i of the cache = new key i rotated, new value i  rows beyond the capacity are written nowhere
+    start = cache_seqlens[b], by default the capacity            rows in use, including those of leftpad
+    row start + i of the cache = new key i rotated, new value i  rows beyond the capacity are not written
     end   = start + the number of new rows, at most the capacity
     out   = attention of the rotated queries with the keys in rows leftpad[b] to end
 
@@ -12,12 +12,12 @@ keys gives out 0 and lse -inf, or its head's sink; :func:`merge` treats a partia
 
 A row of the cache is ``k[entry, row]``, where ``entry`` is ``cache_batch_idx[b]``, by default b. In a paged cache the
 entry is a row of ``page_table``, and the row is ``k[page_table[entry, row // page_size], row % page_size]``. Entries of
-the table beyond a sequence's end are never used, nor is what lies in rows beyond it.
+the table beyond a sequence's end are never used, nor are rows beyond it.
 
-Rotary embedding (Su et al. 2021, arXiv:2104.09864) turns pairs of a row's first elements by the angles of its
+Rotary embedding (Su et al. 2021, arXiv:2104.09864) rotates pairs of a row's first elements by the angles of its
 position, see :class:`Rotary`. New key i is at ``rotary_seqlens[b] + i``, by default ``start + i``: a row of the cache,
-from which leftpad is not subtracted. Query i is there as well if there is a causal mask or a window, and otherwise
-all queries are at ``rotary_seqlens[b]``.
+without subtracting leftpad. Query i is there as well with a causal mask or a window; otherwise all queries are at
+``rotary_seqlens[b]``.
 """
 
 import dataclasses
@@ -117,7 +117,7 @@ def append(
     """Write new rows into the cache behind each sequence's ``cache_seqlens``.
 
     Args:
-        cache: is changed. Where sequences share an entry, any one's rows remain.
+        cache: is changed. If sequences share an entry, the rows of an arbitrary one remain.
         k, v: (batch, rows, nheads_kv, head_dim) and head_dim_v, or packed (total, nheads_kv, head_dim).
         cache_seqlens: int32 (batch,), rows in use before.
         cu_seqlens_k_new: int32 (batch + 1,), where packed sequences start.
@@ -136,10 +136,10 @@ def append(
 
 @dataclass(frozen=True)
 class Lengths:
-    """How much of each sequence there is. None for a cache that is full, and for queries that are not packed.
+    """The lengths of sequences. None for a cache that is full, and for queries that are not packed.
 
     Attributes:
-        cache_seqlens: int32 (batch,), rows in use, those that were just appended included.
+        cache_seqlens: int32 (batch,), rows in use, including those just appended.
         leftpad: int32 (batch,), the first valid row.
         cu_seqlens_q: int32 (batch + 1,), where packed queries start.
     """
@@ -201,7 +201,7 @@ def attention(
 
 
 def tree_epilogue(rows: Tensor) -> reference.Epilogue:
-    """Hides the last seqlen_q keys of a sequence from queries whose bit is 0; rows: (seqlen_q, words) of bits."""
+    """Hides each of a sequence's last seqlen_q keys from the queries with bit 0; rows: (seqlen_q, words) of bits."""
 
     def hide(scores: Tensor, coords: reference.ScoreCoords, inputs: ScoreInputs) -> Tensor:
         draft = coords.key - (coords.seqlen_k - coords.seqlen_q)
@@ -223,7 +223,7 @@ def _inputs_of(inputs: ScoreInputs, batch: int) -> ScoreInputs:
 def query_positions(
     seqlens: Tensor, cu_seqlens_q: Tensor | None, batch_shape: tuple[int, ...], causal_or_window: bool
 ) -> Tensor:
-    """The position of each query, flat: of (batch, seqlen_q), or of packed rows, 0 for those of no sequence.
+    """The position of each query, flat: of (batch, seqlen_q), or of packed rows, 0 for rows that no sequence owns.
 
     Args:
         seqlens: int32 (batch,), the position of each sequence's first query.
@@ -247,7 +247,7 @@ def merge(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tuple[Tens
         outs: (n, batch, seqlen_q, nheads, head_dim_v), or packed (n, total, nheads, head_dim_v).
         lses: (n, batch, nheads, seqlen_q), or packed (n, nheads, total), natural. Where one is -inf, or +inf as some
             libraries have it, that result saw no key and its out is not read.
-        sinks: (nheads,), attention sinks, which no partial result has in its LSE; or None.
+        sinks: (nheads,), attention sinks, not included in any partial LSE; or None.
 
     Returns:
         out and lse, at least float32; 0 and -inf, or the sink, where no partial result saw a key.

@@ -1,4 +1,4 @@
-"""MMA tilings of all kinds of kernels, for running epilogues on the CPU, and what the definition makes of the same."""
+"""MMA tilings of all kinds of kernels, for running epilogues on the CPU, and the definition's results for them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ class TileSize:
 
 @dataclass(frozen=True)
 class Tiling:
-    """The parts of a kernel that the emulation uses: an MMA, its tile and the epilogues of some traits.
+    """The MMA, the tile and the epilogues that the emulation uses of a kernel.
 
     transposed: the MMA is that of K Q^T. p_exponent: of the softmax.
     """
@@ -42,7 +42,7 @@ class Tiling:
     p_exponent: int = 0
 
     def of(self, features: str = "", op: str = "forward") -> "Tiling":
-        """This tiling with features as in a kernel's name, such as "causal-dropout"."""
+        """This tiling with features named as in a kernel's name, for example "causal-dropout"."""
         return replace(
             self, traits=Traits.parse(f"{op}-sm80-fp16-d64" + (f"-{features}" if features else ""))
         )
