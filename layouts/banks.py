@@ -20,7 +20,7 @@ class BankConflicts:
     """The cost of copying one whole tile.
 
     instructions: warp-wide instructions. wavefronts: shared-memory wavefronts, 128 bytes at most. minimum: wavefronts
-    without conflicts. ways: the most wavefronts of a group of lanes that takes one without conflicts.
+    without conflicts. ways: maximum wavefronts of a group of lanes that would need one without conflicts.
     """
 
     instructions: int
@@ -107,7 +107,7 @@ def _lane_groups(threads: ThreadValueMap, smem: SmemMap) -> np.ndarray:
 
 
 def _wavefronts(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(wavefronts, distinct words) of each group: distinct words in one bank take a wavefront each."""
+    """(wavefronts, distinct words) of each group: distinct words in one bank need a wavefront each."""
     words = np.sort(groups, axis=1)
     distinct = np.ones(words.shape, dtype=bool)
     distinct[:, 1:] = words[:, 1:] != words[:, :-1]

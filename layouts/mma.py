@@ -16,7 +16,7 @@ _SOURCE = {"smem": warpgroup.OperandSource.SMEM, "rmem": warpgroup.OperandSource
 def tiled_mma_sm80(dtype: Any, num_warps: int, *, warps_n: int = 1) -> cute.TiledMma:
     """mma.sync with fp32 accumulators; ``num_warps / warps_n`` warps along M, ``warps_n`` along N.
 
-    m16n8k16 of 16-bit types, or of Float32 m16n8k8, which multiplies in tf32.
+    m16n8k16 for 16-bit types; m16n8k8 for Float32, in tf32.
 
     A tile has 16 rows per warp along M and 16 columns per warp along N: one ldmatrix.x4 loads B for two instructions.
     """
@@ -94,8 +94,8 @@ def row_col_modes(
 ) -> RowColModes:
     """Rows and columns of any tiled MMA's accumulator, from its partition of an identity tensor.
 
-    transposed: the accumulator, of shape tile_m x tile_n, is the transpose of the score tile, whose rows are its N
-    modes. Raises ValueError if the tile is not a whole number of MMA tiles.
+    transposed: the accumulator, of shape tile_m x tile_n, is the transpose of the score tile: its N modes are the
+    score tile's rows. Raises ValueError if the tile is not a whole number of MMA tiles.
     """
     step_m, step_n = tiled_mma.get_tile_size(0), tiled_mma.get_tile_size(1)
     if tile_m % step_m or tile_n % step_n:

@@ -1,7 +1,7 @@
 """Layouts, tiled copies and tiled MMAs as numpy tables.
 
 The functions here run outside a trace. They take a function that builds the object, for example
-``lambda: smem_layout(128, 64, cutlass.Float16)``, and run it in a short trace of their own.
+``lambda: smem_layout(128, 64, cutlass.Float16)``, and run it in a short, separate trace.
 """
 
 import contextlib
@@ -58,9 +58,9 @@ _readers, _arguments = 0, list[str]()
 
 @contextlib.contextmanager
 def no_arguments() -> Iterator[None]:
-    """Hide the command line of the running script from the DSL, which reads an option ``-diagnostic`` from it.
+    """Hide the running script's command line from the DSL, which parses an option ``-diagnostic`` in it.
 
-    Of a script's own ``-d 8`` it would take that for the beginning of, and end the process.
+    It would read a script's ``-d 8`` as an abbreviation of that, and end the process.
     """
     global _readers, _arguments
     with _lock:
@@ -88,7 +88,7 @@ os.register_at_fork(after_in_child=_show_arguments)
 
 
 def trace(make: Callable[[], Any], arch: str = "sm_90a") -> Any:
-    """Runs ``make`` in a trace for ``arch`` and returns its result, which must be plain Python or numpy.
+    """Runs ``make`` in a trace for ``arch`` and returns its result, plain Python or numpy.
 
     sm_90a accepts Ampere objects too.
     """

@@ -3,7 +3,7 @@
 Both run outside a trace, on functions that build the objects. matplotlib is loaded on the first picture.
 
     show(lambda: smem_layout(128, 64, BFloat16), "smem.png", dtype=BFloat16)
-    picture(lambda: smem_layout(128, 64, BFloat16), dtype=BFloat16)                 # what a notebook shows
+    picture(lambda: smem_layout(128, 64, BFloat16), dtype=BFloat16)                 # shown by a notebook
     bank_conflicts(lambda: ldmatrix_copy_b(tiled_mma_sm80(BFloat16, 4), BFloat16),
                    lambda: smem_layout(128, 64, BFloat16), BFloat16).extra
 """
@@ -26,7 +26,7 @@ __all__ = ["BankConflicts", "Picture", "bank_conflicts", "picture", "show"]
 _WARP = 32
 _STRENGTH = 0.62
 _VALUES = "T is the thread, v the index of its value."
-# The drawn part of a tile by default.
+# Rows and columns of a tile that are drawn by default.
 _ROWS, _COLS, _CELLS = 32, 64, 16
 _INSTRUCTIONS = {
     "CopyG2S": "cp.async",
@@ -54,12 +54,12 @@ def picture(
     title: str | None = None,
     arch: str = "sm_90a",
 ) -> Picture:
-    """A picture of a shared-memory layout, a tiled copy or a tiled MMA, which a notebook shows.
+    """A picture of a shared-memory layout, a tiled copy or a tiled MMA, for a notebook to show.
 
     thing: a function that builds it, called in a trace: ``lambda: smem_layout(128, 64, cutlass.BFloat16)``.
     dtype: the element type, required for shared memory, drawn as 4-byte words with their bank.
     tile: (rows, cols) over which a copy or an accumulator is repeated; by default one step.
-    rows, cols: the part of each tile to draw; by default enough for the pattern.
+    rows, cols: rows and columns of each tile to draw; by default enough for the pattern.
     Raises ValueError for a missing dtype or another tile, TypeError for other objects.
     """
 
@@ -135,7 +135,7 @@ def _period(banks: np.ndarray) -> int:
 
 
 def _column_ways(banks: np.ndarray, piece: int) -> int:
-    """The most rows of an aligned group of 8 whose 16-byte pieces in one column share banks."""
+    """Maximum rows, in an aligned group of 8, with 16-byte vectors of one column in the same banks."""
     first = banks[: len(banks) // 8 * 8, ::piece].reshape(-1, 8, banks.shape[1] // piece)
     return int(max((first == bank).sum(axis=1).max() for bank in np.unique(first)))
 
@@ -202,7 +202,7 @@ def _copies(held: ThreadValueMap) -> int:
 
 
 def _held_by_all(operand: ThreadValueMap) -> bool:
-    """Whether all threads of a warp have all elements: an operand that a warpgroup reads from shared memory."""
+    """All threads of a warp have all elements, as in an operand that a warpgroup reads from shared memory."""
     return bool(
         (operand.row[:_WARP] == operand.row[0]).all() and (operand.col[:_WARP] == operand.col[0]).all()
     )
@@ -213,7 +213,7 @@ def _flip(held: ThreadValueMap) -> ThreadValueMap:
 
 
 def _repeat(held: ThreadValueMap, tile: tuple[int, int] | None) -> ThreadValueMap:
-    """The map repeated over a larger tile: a thread's values are those of all steps, along rows first."""
+    """The map repeated over a larger tile: a thread's values are its values of all steps, along rows first."""
     if tile is None:
         return held
     if tile[0] % held.shape[0] or tile[1] % held.shape[1]:
@@ -227,7 +227,7 @@ def _repeat(held: ThreadValueMap, tile: tuple[int, int] | None) -> ThreadValueMa
 def _panel(
     held: ThreadValueMap, name: str, axes: tuple[str, str], crop: tuple[int | None, int | None]
 ) -> Panel:
-    """A panel whose cells are runs of consecutive values of one thread, along the axis with fewer runs."""
+    """A panel with a cell for each run of consecutive values of one thread, along the axis with fewer runs."""
     owner = np.full(held.shape, -1)
     value = np.full(held.shape, -1)
     # Reversed, so that the lowest of several threads that hold an element is named.

@@ -52,8 +52,8 @@ def wgmma_smem_layout(
 ) -> cute.ComposedLayout:
     """(rows, cols[, stages]) operand tile for wgmma and TMA: rows are M or N, cols are K.
 
-    major: "k" if cols are contiguous, "mn" if rows are. The swizzle is the widest (128, 64, 32 bytes or none) whose
-    atom divides the contiguous extent. ``inner`` swizzles bytes, see the module.
+    major: "k" if cols are contiguous, "mn" if rows are. The swizzle is the widest (128, 64, 32 bytes or none) with
+    an atom that divides the contiguous extent. ``inner`` swizzles bytes, see the module.
     Raises ValueError for sizes that do not divide.
     """
     if major not in ("k", "mn"):

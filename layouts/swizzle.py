@@ -45,9 +45,9 @@ def atom_cols(cols: int, width: int) -> int:
 
 
 def choose_swizzle(cols: int, width: int, bits: int | None = None) -> Swizzle:
-    """The swizzle for rows of ``cols`` elements of ``width`` bits, in units of elements.
+    """The swizzle for rows of ``cols`` elements of ``width`` bits, counted in elements.
 
-    bits: None for the widest within an atom of 8 rows, which is free of bank conflicts; 0 for no
+    bits: None for the widest within an atom of 8 rows, free of bank conflicts; 0 for no
     swizzle. Raises ValueError if bits is too large.
     """
     widest = (atom_cols(cols, width) * width // (VECTOR_BYTES * 8)).bit_length() - 1

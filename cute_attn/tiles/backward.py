@@ -1,4 +1,4 @@
-"""Tiles of the backward's main kernels and of its preprocess. The convert takes the main kernel's tile."""
+"""Tiles of the backward's main kernels and of its preprocess. The convert uses the main kernel's tile."""
 
 import dataclasses
 import math
@@ -35,18 +35,18 @@ class BackwardSm80Tile(WarpTile):
         p_in_regs: S and dP are computed transposed with all warps along the keys, so that P and dS are register
             operands of dV and dK, and only dS passes through shared memory, for dQ. ``sdp_warps_m`` is then 1 and
             ``dkv_warps_m`` is num_warps.
-        queries_at_once: with ``p_in_regs``, queries whose scores are in registers at a time; 0 for all ``tile_m``.
-        sdp_unroll, dkv_unroll, dq_unroll: steps of 16 whose operands these products read at a time; 0 for all of them.
+        queries_at_once: with ``p_in_regs``, queries with scores in registers at a time; 0 for all ``tile_m``.
+        sdp_unroll, dkv_unroll, dq_unroll: steps of 16 that these products load at a time; 0 for all of them.
             Few steps bound the registers of operands.
         dq_vector: floats of dQ that one reduction adds: 1, and from target sm90 on also 2 and 4.
-        dq_passes: parts of head_dim, whole 128 bytes each, whose dQ is computed one after the other: of large head dims
-            there are too few registers for all of it.
-        columns: of dK, dV and dQ that a CTA computes; others compute the others. Operands then pass through shared
-            memory by chunks of columns, which ``dq_passes`` equals, rather than stay there. 0: all columns.
-        operands: ``whole``, or of fp32 ``terms``: Q, K, V and dO come as fp16 terms from another kernel, two with which
-            a product is three in fp16, or with precision tf32 one; P and dS become terms here. ``fallback``: as
-            ``whole``, of a kernel that returns at once where tensors fit their terms, since the kernel of ``terms`` has
-            computed the gradients.
+        dq_passes: ranges of head_dim, whole 128 bytes each, for which dQ is computed one after the other: large head
+            dims leave too few registers for all of it.
+        columns: columns of dK, dV and dQ that a CTA computes; other CTAs compute the rest. Operands then pass through
+            shared memory in chunks of columns, ``dq_passes`` of them, instead of staying there. 0: all columns.
+        operands: ``whole``, or for fp32 ``terms``: another kernel stores Q, K, V and dO as fp16 terms, two (a product
+            is then three in fp16) or with precision tf32 one; this kernel splits P and dS. ``fallback``: as ``whole``,
+            for a kernel that returns at once if tensors fit their terms, since the kernel of ``terms`` has computed the
+            gradients.
     """
 
     tile_m: int = choice(64, 16, 32, 64, 96, 128)
@@ -70,12 +70,12 @@ class BackwardSm80Tile(WarpTile):
 
     @property
     def in_terms(self) -> bool:
-        """Whether operands are terms."""
+        """Operands are fp16 terms, split by another kernel."""
         return self.operands == "terms"
 
     @property
     def speculative(self) -> bool:
-        """Whether the kernel first reads whether the gradients are its to compute."""
+        """The kernel reads the scales first, and returns at once if the other kernel computes the gradients."""
         return self.operands != "whole"
 
     @property
@@ -84,14 +84,14 @@ class BackwardSm80Tile(WarpTile):
         return self.num_threads
 
     def for_convert(self) -> "BackwardSm80Tile":
-        """The convert's tile: this one, or the fallback kernel's, which has the same order of dQ in memory."""
+        """The convert's tile: this one, or the fallback kernel's with the same order of dQ in memory."""
         return dataclasses.replace(self, operands="fallback") if self.in_terms else self
 
     def fallback(self, traits: Traits) -> "BackwardSm80Tile":
-        """The tile for whole fp32 operands, with the query blocks and order of dQ of this tile, which has ``terms``.
+        """The tile for whole fp32 operands, with the query blocks and order of dQ of this tile of ``terms``.
 
-        Whole operands take twice the shared memory of one term: single stages then, and half the keys where all of them
-        do not fit every target (the kernel is launched twice then); or where dQ's passes are chunks, operands that are
+        Whole operands need twice the shared memory of one term: the tile has single stages, and half the keys where all
+        of them do not fit every target (the kernel is then launched twice). If dQ's passes are chunks, operands are
         streamed.
         """
         tile = dataclasses.replace(self, operands="fallback")
@@ -108,12 +108,12 @@ class BackwardSm80Tile(WarpTile):
         return 2 if self.in_terms else traits.element_bytes
 
     def one_term(self, traits: Traits) -> bool:
-        """Whether operands are one fp16 term."""
+        """With one fp16 term, operands have the size of 16-bit tensors."""
         return self.in_terms and traits.fp32_terms == 1
 
     @property
     def dq_transposed(self) -> bool:
-        """Whether dQ's accumulator is (head_dim, queries): no."""
+        """False: dQ's accumulator is (queries, head_dim)."""
         return False
 
     @property
@@ -123,18 +123,18 @@ class BackwardSm80Tile(WarpTile):
 
     @property
     def queries(self) -> int:
-        """Queries whose scores are in registers at a time."""
+        """Queries with scores in registers at a time."""
         return self.queries_at_once or self.tile_m
 
     @property
     def pieces(self) -> int:
-        """Parts of ``queries`` queries in a step."""
+        """Sub-tiles of ``queries`` queries in a step."""
         return self.tile_m // self.queries
 
     def chunk(self, traits: Traits) -> int:
         """Columns of a chunk, with ``columns``: 128 bytes, or 64 where a padded head dim is no multiple of that.
 
-        Of a term, also in the fallback kernel's tile, since dQ's order follows.
+        Bytes of a term, also in the fallback kernel's tile, since dQ's order depends on them.
         """
         size = 2 if self.speculative else traits.element_bytes
         dims = padded(traits.head_dim), padded(traits.head_dim_v)
@@ -183,14 +183,14 @@ class BackwardSm80Tile(WarpTile):
             end = max(end, start)
         for name, size in rest:
             if name == "lse":
-                end = max(end, dk + dv)  # what follows is read while they are written
+                end = max(end, dk + dv)  # the next areas are read while dK and dV are written
             areas[name] = (end, end + size)
             end += size
         areas["dk"], areas["dv"] = (0, dk), (dk, dk + dv)
         return areas
 
     def _scale_areas(self, traits: Traits) -> dict[str, int]:
-        """Name -> bytes of what operands in terms add to shared memory."""
+        """Name -> bytes that operands in terms add to shared memory."""
         if not self.in_terms:
             return {}
         warps = 4 * self.num_warps
@@ -320,22 +320,22 @@ class BackwardSm90Tile(Tile):
             ``dkv_transposed`` of 16.
         p_in_smem: P goes through shared memory as dS does, and the warpgroups divide the head dims of dK and dV.
             Otherwise they divide the keys, and P and dS are register operands.
-        dkv_transposed: dK and dV are computed transposed, so that the warpgroups divide the keys, which need not be a
-            multiple of 64. With ``p_in_smem``, head dims in multiples of 64 and no dropout.
+        dkv_transposed: dK and dV are computed transposed, so that the warpgroups divide the keys and these need not
+            be a multiple of 64. With ``p_in_smem``, head dims in multiples of 64 and no dropout.
         num_stages_q, num_stages_do: stages of Q and dO.
         num_stages_ds: stages of dS (and P); with 2 a step has one barrier, with 1 it has two.
         dq_transposed: dQ is computed transposed, so that the warpgroups divide head_dim in steps of 64.
-        dq_bulk: dQ is staged in shared memory, from where one warp adds it by one bulk reduction a query block. Not
+        dq_bulk: dQ is staged in shared memory, and one warp adds it by one bulk reduction per query block. Not
             with ``p_in_smem``.
-        bias_stages: stages of a 16-bit bias that TMA loads with Q: ``num_stages_q``, with rows aligned as those of q;
+        bias_stages: stages of a 16-bit bias that TMA loads with Q: ``num_stages_q``, with rows aligned like q's;
             0: threads read the bias from global memory. If its gradient equals dS, TMA stores that from dS.
         mask_warps: warps of the producer warpgroup that compute the flash dropout mask, at most 3, or 1 with
-            ``dq_bulk``; 0: each consumer thread computes its own. Not with ``p_in_smem``.
-        cluster: CTAs that divide the columns of Q, K, V, dO, dQ, dK and dV; 2 exchange their parts of S and dP. Padded
+            ``dq_bulk``; 0: each consumer thread computes its words. Not with ``p_in_smem``.
+        cluster: CTAs that divide the columns of Q, K, V, dO, dQ, dK and dV; 2 exchange partial S and dP. Padded
             head dims are then multiples of 64, and ``scores_ahead`` is true.
-        scores_ahead: with ``p_in_smem``, products run all the time: a query block's dP beside its P, dV beside dS, and
-            the next one's S beside the addition of dQ. Takes two stages of Q.
-        staggered: where all queries see every key block, CTAs start at different query blocks, so that those of one
+        scores_ahead: with ``p_in_smem``, products run all the time: a query block's dP during its P, dV during dS, and
+            the next one's S during the addition of dQ. Needs two stages of Q.
+        staggered: where all queries see every key block, CTAs start at different query blocks, so that CTAs of one
             head do not add to the same dQ at the same time.
     """
 
@@ -356,17 +356,17 @@ class BackwardSm90Tile(Tile):
 
     BARRIER_BYTES: ClassVar[int] = 1024
     MASK_STAGES: ClassVar[int] = 2
-    warpgroups: ClassVar[int] = 2  # consumers; there is one producer warpgroup beside them
+    warpgroups: ClassVar[int] = 2  # consumers, in addition to one producer warpgroup
     mma_threads: ClassVar[int] = 256
     dq_vector: ClassVar[int] = 4  # floats of dQ that one reduction adds
 
     def columns_of(self, head_dim: int) -> int:
-        """Columns of a CTA: of the padded head dim, or its part of them."""
+        """Columns of a CTA: the padded head dim divided among the cluster."""
         return padded(head_dim) // self.cluster
 
     @property
     def dq_passes(self) -> int:
-        """Parts of head_dim with a dQ accumulator each: a CTA's."""
+        """Ranges of head_dim with a dQ accumulator each: one per CTA of the cluster."""
         return self.cluster
 
     def for_convert(self) -> "BackwardSm90Tile":
@@ -411,7 +411,7 @@ class BackwardSm90Tile(Tile):
         return self.warpgroups if self.dkv_transposed else 1
 
     def dk_leaves_k(self, traits: Traits) -> bool:
-        """Whether dK is stored from the memory of dS and P instead of K's, so that the next K loads meanwhile.
+        """dK is stored from the memory of dS and P instead of K's, so that the next K loads meanwhile.
 
         Not where TMA may still be storing dS as the bias's gradient.
         """
@@ -467,7 +467,7 @@ class BackwardSm90Tile(Tile):
         )
         acc_dkv, acc_s = self.tile_n * (d + dv) // threads, self.tile_m * self.tile_n // threads
         acc_dq = self.tile_m * d // threads
-        if self.p_in_smem:  # where S and dP are gone when dQ comes
+        if self.p_in_smem:  # S and dP are gone before dQ is computed
             return acc_dkv + max(2 * acc_s + 28, acc_dq + (acc_s + 16 if self.scores_ahead else 28))
         return acc_dkv + max(2 * acc_s, acc_dq + acc_s) + 20
 
@@ -554,7 +554,7 @@ class BackwardPreprocessTile(Tile):
     """Tile of the backward's preprocess.
 
     Attributes:
-        tile_m: the main kernel's queries of a step, whose multiples sequences are padded to in the workspace.
+        tile_m: the main kernel's queries of a step; the workspace pads sequences to multiples of it.
         rows: queries of a CTA, a divisor of tile_m.
         num_threads: threads of a CTA, at least one per row.
     """

@@ -26,7 +26,7 @@ TARGETS = tuple(SHARED_MEMORY_BYTES)
 MEASURED = "sm90"
 """The target on which kernels are timed, the Ampere kernels too."""
 TILES_OF = {"sm100": "sm86", "sm120": "sm86"}
-"""Target -> the one whose rows of default tiles it takes: ptxas spills in the rows of sm80 and sm90 on sm100."""
+"""Target -> the target whose default tiles it uses: on sm100, ptxas spills with the tiles of sm80 and sm90."""
 REGISTERS_PER_THREAD = 255
 HEAD_DIM_PAD = 32
 
@@ -46,9 +46,9 @@ def row_bytes(traits: Traits) -> tuple[int, int]:
 
 
 def choice(default: Any, *values: Any) -> Any:
-    """A tile's field with the values that are worth a try: :mod:`cute_attn.lab.space` takes neighbours from them.
+    """A tile's field with the values that are worth a try; :mod:`cute_attn.lab.space` chooses neighbours from them.
 
-    A field without them, such as one that follows from others, keeps its value; a bool needs none.
+    A field without values, such as one that follows from others, is not varied; a bool needs none.
     """
     return dataclasses.field(default=default, metadata={"values": values})
 
@@ -63,7 +63,7 @@ class Tile:
 
     @property
     def text(self) -> str:
-        """All fields, which change any tile of the class into this one."""
+        """All fields as text; as an override they change any tile of the class into this one."""
         return ",".join(f"{f.name}={_text(getattr(self, f.name))}" for f in fields(self))  # type: ignore[arg-type]
 
     @classmethod
@@ -126,7 +126,7 @@ class Tile:
 
 
 class WarpTile(Tile):
-    """Base of tiles of kernels whose warps all copy and multiply; they have a field ``num_warps``."""
+    """Base of tiles for kernels in which all warps copy and multiply; they have a field ``num_warps``."""
 
     num_warps: int
     MAX_WARPS: ClassVar[int] = 16
@@ -143,7 +143,7 @@ class WarpTile(Tile):
 
     @staticmethod
     def steps_at_once(extent: int, unroll: int, element_bytes: int = 2) -> int:
-        """MMA steps of 32 bytes of ``extent`` that a product takes at a time: a divisor of all, at most ``unroll``."""
+        """MMA steps of 32 bytes of ``extent`` that a product unrolls: a divisor of all steps, at most ``unroll``."""
         steps = extent * element_bytes // 32
         return next(n for n in range(min(unroll or steps, steps), 0, -1) if steps % n == 0)
 
@@ -171,7 +171,7 @@ class WarpTile(Tile):
 
 
 COMPUTE_REGISTERS = {1: 255, 2: 240, 3: 160}
-"""Consumer warpgroups -> registers of a consumer thread; the producer's come out of the same 65,536."""
+"""Consumer warpgroups -> registers of a consumer thread, of 65,536 in all with the producer's."""
 LOAD_REGISTERS = {1: 56, 2: 24, 3: 32}
 """Consumer warpgroups -> registers of a producer thread."""
 
@@ -204,7 +204,7 @@ def text_of(tile: "Tile | str | None") -> str:
 
 
 def check_target(target: Any) -> None:
-    """Raise ValueError for what is no target's name."""
+    """Raise ValueError unless ``target`` is a target's name."""
     if target not in TARGETS:
         raise ValueError(f"target is {target!r}; accepted: {', '.join(TARGETS)}")
 
@@ -213,5 +213,5 @@ T = TypeVar("T", bound=Tile)
 
 
 def first_that_fits(tiles: Sequence[T], traits: Traits, target: str) -> T:
-    """The first tile that fits ``traits`` on ``target``, or the last one, whose ``reject`` gives the reason."""
+    """The first tile that fits ``traits`` on ``target``, or the last one; its ``reject`` then gives the reason."""
     return next((tile for tile in tiles if tile.reject(traits, target) is None), tiles[-1])

@@ -14,9 +14,9 @@ class BlockKindsTile(Tile):
     """Tile of the kernel that finds the kinds of a mask's blocks.
 
     Attributes:
-        tile_m, tile_n: queries and keys of a block, of which the result has one kind each.
-        num_warps: warps of a CTA; each takes a block at a time.
-        rows: of a block that is evaluated, those between two looks at whether it is decided.
+        tile_m, tile_n: queries and keys of a block; the result is one kind per block.
+        num_warps: warps of a CTA; each evaluates a block at a time.
+        rows: rows that are evaluated between two checks of whether a block is decided.
     """
 
     tile_m: int = 128
@@ -33,7 +33,7 @@ class BlockKindsTile(Tile):
         return self.num_warps * WARP
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
-        """At most; a mask of fewer values takes less."""
+        """Upper bounds; a mask of fewer values uses less."""
         return {"queries": (0, 8 * self.MOST_VALUES * self.tile_m)}
 
     def registers(self, traits: Traits) -> int:

@@ -9,17 +9,17 @@ from cute_attn.tiles.base import COMPUTE_REGISTERS, LOAD_REGISTERS, Tile, WarpTi
 from cute_attn.traits import Traits
 
 SM90_SHARED_MEMORY = 233_472
-"""Shared memory of a Hopper multiprocessor, in bytes; each CTA reserves 1024 of it beside its own."""
+"""Shared memory of a Hopper multiprocessor, in bytes; each CTA reserves 1024 of it in addition to its areas."""
 
 PACKS = (1, 2, 4, 8, 16, 32, 64)
 GAIN = 1.1
-"""Heads are packed where so many times as many rows would be computed without."""
+"""Minimum ratio of rows computed without and with packed heads for which heads are packed."""
 TILE_ROWS = 64
-"""Rows whose time equals what a work tile costs beside its rows: K and V, its prologue and epilogue."""
+"""Fixed cost of a work tile (K and V, prologue and epilogue) as an equal number of rows."""
 
 
 def may_pack_heads(traits: Traits) -> bool:
-    """Whether no epilogue but ALiBi depends on the head, so that a work tile may hold rows of several heads."""
+    """If only ALiBi, of all epilogues, depends on the head, a work tile may hold rows of several heads."""
     return not (traits.bias or traits.dropout or traits.epilogues)
 
 
@@ -70,18 +70,18 @@ class ForwardSm80Tile(WarpTile):
             a step; 2 or more: K and V load num_stages - 1 steps ahead, one barrier per step.
         q_in_regs: Q is read from shared memory once and kept in registers.
         share_qk_smem: K reuses Q's shared memory, and Q is kept in registers.
-        qk_unroll: steps of 16 (in fp32 of 8) along head_dim whose operands Q K^T reads at a time; 0 for all of them.
+        qk_unroll: steps of 16 (in fp32 of 8) along head_dim that Q K^T loads at a time; 0 for all of them.
             Few steps bound the registers of operands, and in fp32 the rounding errors of a tensor core's sums. Any
-            value but 0 also keeps the row statistics in shared memory, without ``key_groups``.
-        swizzle_bits: log2 of the 16-byte units that shared-memory rows are permuted over; -1 for the widest.
-        key_groups: groups of ``num_warps`` warps that divide the keys of every step. Each loads its own keys, waits for
-            no other group until the last step, and has its own row statistics and O, which are merged at the end. For
-            few rows, where one warp reads all of K and V from shared memory, and as many as possible are to be in
+            value except 0 also keeps the row statistics in shared memory, without ``key_groups``.
+        swizzle_bits: log2 of the 16-byte vectors that shared-memory rows are permuted over; -1 for the widest.
+        key_groups: groups of ``num_warps`` warps that divide the keys of every step. Each loads only its keys, waits
+            for no other group until the last step, and has separate row statistics and O, merged at the end. For few
+            rows: one warp would read all of K and V from shared memory, and as many bytes as possible should be in
             flight.
         pack_heads: packed GQA, as in :class:`ForwardSm90Tile`.
-        blocks_per_sm: CTAs that share a multiprocessor where a kvcache kernel divides all key blocks among them.
-        warps_n: warps that share rows, and divide a step's keys and the columns of V and O. For large head dims, whose
-            O one warp cannot hold. One stage.
+        blocks_per_sm: CTAs per multiprocessor in a kvcache kernel with stream-K.
+        warps_n: warps that work on the same rows, and divide a step's keys and the columns of V and O. For large head
+            dims: one warp cannot hold their O. One stage.
     """
 
     tile_m: int = choice(128, 16, 32, 64, 128, 192, 256)
@@ -124,20 +124,20 @@ class ForwardSm80Tile(WarpTile):
 
     @property
     def stats_in_smem(self) -> bool:
-        """Whether row maxima and sums are in shared memory during Q K^T.
+        """Row maxima and sums are in shared memory during Q K^T.
 
-        Eight registers less: 64 keys with 128 queries then do not spill.
+        That saves eight registers: 64 keys with 128 queries then do not spill.
         """
         return self.qk_unroll > 0 and self.key_groups == 1
 
     @property
     def stats_bytes(self) -> int:
-        """Shared memory for the row statistics, in bytes: two fp32 a row for each of the four lanes that share it."""
+        """Shared memory for the row statistics, in bytes: two fp32 per row and lane, with four lanes per row."""
         return 2 * 4 * 4 * self.tile_m * self.warps_n if self.stats_in_smem else 0
 
     @property
     def keeps_q(self) -> bool:
-        """Whether Q is in registers during the main loop."""
+        """Q is in registers during the main loop."""
         return self.q_in_regs or self.share_qk_smem
 
     @staticmethod
@@ -174,14 +174,14 @@ class ForwardSm80Tile(WarpTile):
         }
 
     def _exchange_areas(self, start: int, traits: Traits) -> dict[str, tuple[int, int]]:
-        """P, and a number a row of each warp that shares it."""
+        """P, and one number per row and warp of the row."""
         if self.warps_n == 1:
             return {}
         end = start + self.tile_m * self.tile_n * self.operand_bytes(traits)
         return {"p": (start, end), "exchange": (end, end + 4 * self.tile_m * self.warps_n)}
 
     SHARE_NUMBERS: ClassVar[int] = 8
-    """int32 numbers of each warp's share of all key blocks."""
+    """int32 numbers of each warp's copy of a ``Share``."""
 
     def merge_bytes(self, traits: Traits) -> int:
         """Shared memory for O and row statistics of all groups but the first one, in bytes."""
@@ -304,13 +304,13 @@ class ForwardSm90Tile(Tile):
         rescale_threshold: O is rescaled only when a score exceeds the row maximum in use by more than so many powers of
             two; 0 rescales in every step.
         share_qo_smem: O reuses Q's shared memory, so the next Q loads after O has been stored.
-        speculative: after the masked blocks the row maxima are frozen; a work tile with a row whose sum exceeds 2^40
+        speculative: after the masked blocks the row maxima are frozen; a work tile with a row sum above 2^40
             is replayed with exact online softmax.
-        blocks_per_sm: CTAs of one consumer warpgroup each that share a multiprocessor, 1 to 3: prologue and epilogue
-            of one overlap the products of another, which pays for short sequences.
-        bias_stages: stages, for each consumer warpgroup, of a 16-bit bias that TMA loads, with rows aligned as those of
-            q; 0: threads read the bias from global memory.
-        pack_heads: packed GQA: query heads of one key head that share a work tile. Row r is query r // pack_heads of
+        blocks_per_sm: CTAs per multiprocessor, 1 to 3, of one consumer warpgroup each: prologue and epilogue of one
+            overlap the products of another, which pays for short sequences.
+        bias_stages: stages, for each consumer warpgroup, of a 16-bit bias that TMA loads, with rows aligned like q's;
+            0: threads read the bias from global memory.
+        pack_heads: packed GQA: query heads of one key head in a work tile. Row r is query r // pack_heads of
             head r % pack_heads; K and V are read once for all of them. A power of two up to 64; where it does not
             divide a key head's query heads, the rows of the rest are empty.
     """
@@ -333,7 +333,7 @@ class ForwardSm90Tile(Tile):
 
     @property
     def warpgroups(self) -> int:
-        """Consumer warpgroups; there is one producer warpgroup beside them."""
+        """Consumer warpgroups, in addition to one producer warpgroup."""
         return self.tile_m // 64
 
     @property
@@ -343,7 +343,7 @@ class ForwardSm90Tile(Tile):
 
     @property
     def compute_registers(self) -> int:
-        """Registers of a consumer thread: the CTA's share of 65,536 less the producer's."""
+        """Registers of a consumer thread, from the CTA's fraction of 65,536 without the producer's."""
         if self.blocks_per_sm > 1:
             return {2: 232, 3: 136}[self.blocks_per_sm]
         return COMPUTE_REGISTERS[self.warpgroups]
@@ -496,13 +496,12 @@ class ForwardLargeTile(Tile):
 
 @dataclass(frozen=True)
 class KvcacheSm90Tile(ForwardSm90Tile):
-    """Tile of the Hopper forward for attention with a cache, which stores O from registers.
+    """Tile of the Hopper forward for attention with a cache; O is stored from registers.
 
     Attributes:
-        page_rows: rows of each TMA box that loads a part of a key block from a page: of any page size that is a
-            multiple of it. 0: no pages.
-        half_registers: a CTA of one consumer warpgroup takes half of the multiprocessor's registers, although it is
-            alone, so that CTAs of the combine kernel start beside it and wait.
+        page_rows: rows of each TMA box of a page; page sizes are multiples of it. 0: no pages.
+        half_registers: a CTA of one consumer warpgroup uses half of the multiprocessor's registers, although it is
+            the only one there, so that CTAs of the combine kernel can start next to it and wait.
     """
 
     page_rows: int = choice(0, 0, 8, 16, 32, 64, 128)
@@ -511,7 +510,7 @@ class KvcacheSm90Tile(ForwardSm90Tile):
     # O has no shared memory, and there is no bias.
     share_qo_smem: ClassVar[bool] = False  # type: ignore[misc]
     bias_stages: ClassVar[int] = 0  # type: ignore[misc]
-    BROADCAST_START: ClassVar[int] = 448  # items with key parts take twice the memory
+    BROADCAST_START: ClassVar[int] = 448  # items with key ranges are twice as large
 
     @property
     def compute_registers(self) -> int:
@@ -522,7 +521,7 @@ class KvcacheSm90Tile(ForwardSm90Tile):
 
     @property
     def load_registers(self) -> int:
-        """Registers of a producer thread, which finds shares and pages."""
+        """Registers of a producer thread; it computes stream-K ranges and pages."""
         return 56
 
     @property

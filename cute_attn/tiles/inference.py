@@ -9,7 +9,7 @@ from cute_attn.traits import Traits
 MAX_PARTIALS = 512
 """The most partial results that a row of the combine kernel merges."""
 SPLIT_KEYS = 128
-"""What divides the keys of a part: whole key blocks of every tile that calls with ``split_keys`` get."""
+"""Divisor of the keys of a split: whole key blocks of every tile for calls with ``split_keys``."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class CacheCall:
         capacity: rows of an entry of the cache.
         group: query heads of a key head.
         page_size: rows of a page, 0 for a contiguous cache.
-        part_keys: keys of a part, which have to be whole key blocks; 0 without.
+        part_keys: keys of a split, which have to be whole key blocks; 0 without.
         planes: sequences times key heads, if few keys make each work tile read all of its own; 0 otherwise, and
             with ``split_keys``, whose results must not depend on the batch.
     """
@@ -40,9 +40,9 @@ class CombineTile(Tile):
 
     Attributes:
         rows: rows of a CTA, a row being one query of one head.
-        groups: groups of threads among which the partial results of a row are divided.
+        groups: groups of threads that divide the partial results of a row.
         unroll: partial results that a thread loads at once.
-        eager: whether it loads its first ones before it knows their weights, beside the LSEs.
+        eager: the first partial results are loaded together with the LSEs, before their weights are known.
     """
 
     rows: int = choice(4, 1, 2, 4, 8)
@@ -52,7 +52,7 @@ class CombineTile(Tile):
 
     @staticmethod
     def of(partials: int, eager: bool = False) -> "CombineTile":
-        """The tile for so many partial results: where they are many, several groups of threads load those of a row."""
+        """The tile for so many partial results; if there are many, several groups of threads load a row's."""
         if partials <= 4:
             return CombineTile(rows=4, groups=1, eager=eager)
         groups = 8 if partials >= 64 else 4
@@ -78,7 +78,7 @@ class CombineTile(Tile):
         return self.rows * self.groups * self.threads_per_row(traits)
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
-        """LSEs, weights, and where there are several groups each group's sums of weighted rows and of weights."""
+        """LSEs, weights, and with several groups each group's sums of weighted rows and of weights."""
         sizes = {
             "lse": 4 * self.rows * self.most_partials,
             "weights": 4 * self.rows * self.most_partials,
@@ -114,14 +114,14 @@ def _unroll(partials: int, groups: int) -> int:
 
 @dataclass(frozen=True)
 class CombineSharesTile(CombineTile):
-    """Tile of the combine kernel after one that divides all key blocks into shares.
+    """Tile of the combine kernel after a kernel with stream-K.
 
     Attributes:
         tile_m, tile_n, pack_heads: that kernel's.
-        by_slot: whether a CTA looks for the unit that a slot begins and does not end, rather than for the slots of one
-            of all units: where units are many, most are whole.
-        slots: of that kernel, at most: each leaves one partial result of a row. The fewer, the less shared memory, so
-            that CTAs find their units beside that kernel's, of which each nearly fills a multiprocessor.
+        by_slot: a CTA looks for the unit that a slot begins and does not end, rather than for the slots of one of all
+            units: if units are many, most are whole.
+        slots: maximum number of that kernel's slots; each leaves one partial result per row. Fewer slots need less
+            shared memory, so that CTAs find their units while that kernel's CTAs nearly fill the multiprocessors.
     """
 
     tile_m: int = 64
@@ -135,7 +135,7 @@ class CombineSharesTile(CombineTile):
         return self.slots
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
-        """And the unit that the first warp found."""
+        """Also the unit that the first warp found."""
         areas = CombineTile.smem_areas(self, traits)
         end = max(end for _, end in areas.values())
         return areas | {"unit": (end, end + 32)}

@@ -13,20 +13,20 @@ class PadRowsTile(Tile):
 
     Attributes:
         num_threads: threads of a CTA.
-        units: units of 8 bytes that a thread loads before it stores any, at least, where rows are not very long.
+        units: minimum vectors of 8 bytes that a thread loads before it stores any, unless rows are very long.
     """
 
     num_threads: int = choice(256, 128, 256, 512)
     units: int = choice(4, 2, 4, 8)
 
     UNIT_BYTES: ClassVar[int] = 8
-    """What a thread stores at once. Elements of 16 bits are loaded one by one: adjacent threads' loads are then 8 bytes
-    apart, which takes the L1 a third of the time that 16 bytes would."""
+    """Bytes that a thread stores at once. 16-bit elements are loaded one by one: adjacent threads' loads are then 8
+    bytes apart, and L1 needs a third of the time that it needs for 16."""
     ROWS: ClassVar[int] = 8
-    """So many rows of any head dim, one right after the other, are whole 16 bytes."""
+    """``ROWS`` adjacent rows of any head dim are a multiple of 16 bytes."""
 
     def unit(self, traits: Traits) -> int:
-        """Elements of a unit."""
+        """Elements of a vector of ``UNIT_BYTES``."""
         return self.UNIT_BYTES // traits.element_bytes
 
     def rows(self, traits: Traits, head_dim: int) -> int:

@@ -12,7 +12,7 @@ class SplitFp32Tile(Tile):
     """Tile of the split.
 
     Attributes:
-        num_threads: threads of a CTA; eight adjacent ones share a row.
+        num_threads: threads of a CTA; eight adjacent ones split a row.
         blocks: CTAs of each tensor, at most ``num_threads``: each leaves one partial result of the first kernel.
     """
 
@@ -24,7 +24,7 @@ class SplitFp32Tile(Tile):
 
     @property
     def rows(self) -> int:
-        """Rows that a CTA takes at a time."""
+        """Rows that a CTA splits at a time."""
         return self.num_threads // self.LANES
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:

@@ -1,11 +1,11 @@
-"""Default tiles as rows of a kernel's ``tiles.csv``: for what each is taken, and the evidence for it.
+"""Default tiles as rows of a kernel's ``tiles.csv``, each with its conditions and its evidence.
 
-From the left a row has its name; keys, which the kernel's ``heuristics.py`` computes from traits, target and lengths;
-the tile, as what changes its class's default one; and the evidence. A key's cell is empty, for any value, or has
-numbers, ranges (``33-64``) or words. Of the rows that match, the first one whose tile fits is the default.
+From the left a row has its name; its keys, computed by the kernel's ``heuristics.py`` from traits, target and lengths;
+the tile, as changes to its class's default tile; and the evidence. A key's cell is empty, for any value, or contains
+numbers, ranges (``33-64``) or words. The first row that matches, with a tile that fits, is the default.
 
 Evidence is ``measured``: speed, workload, card and commit. Or the row was ``built`` without spills, with its registers
-and shared memory, and is ``like`` a row that was measured, of this file or as ``KERNEL/ROW`` of another kernel's.
+and shared memory, and is ``like`` a measured row of this file, or ``KERNEL/ROW`` of another kernel's.
 """
 
 import csv
@@ -42,7 +42,7 @@ class Cell(NamedTuple):
         return Cell(frozenset(items), tuple(ranges)) if items else None
 
     def accepts(self, key: Key) -> bool:
-        """Whether ``key`` is one of the words or in one of the ranges."""
+        """True if ``key`` is one of the words or in one of the ranges."""
         return key in self.words if isinstance(key, str) else any(key in one for one in self.ranges)
 
 
@@ -58,13 +58,13 @@ class Row(NamedTuple, Generic[T]):
     like: str
 
     def matches(self, keys: tuple[Key, ...]) -> bool:
-        """Whether the row is for these keys."""
+        """True if every cell is empty or accepts its key."""
         pairs = zip(self.cells, keys, strict=True)
         return all(cell is None or cell.accepts(key) for cell, key in pairs)
 
 
 class Table(Generic[T]):
-    """The rows of the ``tiles.csv`` beside ``file``, with tiles of one class."""
+    """The rows of the ``tiles.csv`` next to ``file``, with tiles of one class."""
 
     def __init__(self, file: str, tile: type[T]) -> None:
         self.path, self.tile = Path(file).with_name("tiles.csv"), tile
@@ -91,14 +91,14 @@ class Table(Generic[T]):
         return tuple(row.tile for row in self.rows if row.matches(keys))
 
     def _first(self, traits: Traits, target: str, *keys: Key) -> T:
-        """The first of them that fits ``traits`` on ``target``, or the last one, whose ``reject`` gives the reason."""
+        """The first that fits ``traits`` on ``target``, or the last one; its ``reject`` then gives the reason."""
         return first_that_fits(self.tiles(*keys), traits, target)
 
     def line(self, traits: Traits, target: str, keys: tuple[Key, ...], change: str, measured: str) -> str:
         """The row of the default tile, with its tile changed and other evidence, as a line of the file.
 
         Raises:
-            ValueError: the default is no row as it is written, but one in as many passes as it takes.
+            ValueError: the default is not a row as written, but derived from one, such as by its number of passes.
         """
         for row in self.rows:
             if row.matches(keys) and row.tile.reject(traits, target) is None:
