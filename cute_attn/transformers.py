@@ -31,7 +31,7 @@ from cute_attn.host.values import kind_of
 __all__ = ["NAME", "attention_forward", "attention_mask", "register", "served"]
 
 NAME = "cute_attn"
-"""transformers takes a name that contains "flash" for FlashAttention, and one with a slash for a repository."""
+"""transformers reads a name with "flash" as FlashAttention, and one with a slash as a repository."""
 
 
 def register(name: str = NAME) -> None:

@@ -159,7 +159,7 @@ def attention(
         A tile, or text that changes fields of the default one, such as "tile_n=32". If a generation does not support
         the tile, the previous one is used with a warning, unless kernel names one.
     deterministic : bool
-        Whether gradients repeat bit for bit (the output always does). Also on under
+        Gradients repeat bit for bit (the output always does). Also on under
         ``torch.use_deterministic_algorithms(True)``. The backward's workspace is then up to 16 times q's size in fp32
         instead of once, plus 4 bytes per score for the gradient of a broadcast bias: :mod:`cute_attn.host.backward`.
     backward_tile : Tile or str, optional
@@ -770,7 +770,7 @@ _MAX_SEQLEN_K, _DROPOUT_P, _EPILOGUES, _RETURN_LSE, _PRECISION = (
 
 
 def _outputs(tensors: Tensors, given: tuple, out: Tensor | None, functions: Functions) -> Outputs:
-    """out, lse and perhaps softmax of a call that no record is known of. Arguments: as of :func:`_attend`."""
+    """out, lse and perhaps softmax of a call without a record. Arguments: see :func:`_attend`."""
     score_mod, mask_mod, block_mask = functions
     options = _Options._make(given)
     epilogues = options.epilogues

@@ -29,7 +29,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     TypeError, ValueError
         A parameter is wrong.
     NotImplementedError
-        A gradient that no kernel computes is asked for.
+        No kernel computes a requested gradient.
     """
     check(call)
     found = _Forward.apply(call[NUM_TENSORS + 1 :], *call[:NUM_TENSORS], *call.epilogue_tensors)
@@ -84,7 +84,7 @@ class _Forward(torch.autograd.Function):
 
 
 class _Backward(torch.autograd.Function):
-    """Arguments: as of :class:`_Forward`, after which gradients are needed, those of out and lse, out and lse.
+    """Arguments: rest of :class:`_Forward`, needed, gradients of out and lse, out, lse, tensors of :class:`_Forward`.
 
     Returns the needed gradients.
     """

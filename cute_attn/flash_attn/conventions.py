@@ -242,7 +242,7 @@ def without_backward(out: Tensor, tensors: Sequence[Tensor], what: str) -> Tenso
 
 
 class _WithoutBackward(torch.autograd.Function):
-    """Raises where a gradient is asked for that no kernel computes."""
+    """Raises where a gradient is requested that no kernel computes."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, what: str, *tensors: Tensor) -> Tensor:

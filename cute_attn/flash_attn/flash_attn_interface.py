@@ -444,7 +444,7 @@ def _note(
     options: _Options,
     block_table: Tensor | None = None,
 ) -> None:
-    """Count a call. Arguments: as of :func:`_attend`."""
+    """Count a call. Arguments: see :func:`_attend`."""
     note(
         f"flash_attn.flash_attn_{'varlen_' if lengths else ''}func",
         tensors,

@@ -166,7 +166,7 @@ def apply_rotary_emb_qkv_(
     cos_k, sin_k : Tensor, optional
         For k; by default cos and sin.
     num_heads_q : int, optional
-        How many heads are q's.
+        Number of q's heads.
 
     Raises
     ------

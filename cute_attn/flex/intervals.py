@@ -101,6 +101,6 @@ def _bounds(begin: Tensor, end: Tensor) -> tuple[Tensor, ...]:
 
 
 def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of the last dimension are chosen, and their places, first."""
+    """Number of chosen elements along the last dimension, and all indices, those of chosen elements first."""
     places = torch.sort(chosen.int(), dim=-1, descending=True, stable=True).indices
     return chosen.sum(-1).int(), places.int()

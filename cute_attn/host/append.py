@@ -43,7 +43,7 @@ def launch(
     Args:
         call: checked; without k and v nothing is appended.
         q: queries to rotate, or None.
-        cu_seqlens_q: where packed ones start.
+        cu_seqlens_q: where packed queries start.
         rises: whether positions of queries rise within a sequence.
     """
     rotated = None

@@ -206,7 +206,7 @@ class Workspace:
     Attributes:
         size: all of it.
         lse_log2, minus_d, dq, next: (batch, nheads, rows), varlen (nheads, rows), twice; (accumulators, batch, nheads,
-            rows * head_dim), varlen without the batch; (16,), of which 16 bytes are counters.
+            rows * head_dim), varlen without the batch; (16,), 16 bytes of them counters.
     """
 
     size: int
@@ -306,7 +306,7 @@ class BiasGradient:
 def launch(
     plan: Plan, call: Call, outer: Outer, needed: tuple[bool, ...], into: Gradients | None = None
 ) -> Gradients:
-    """The launches of a call with that plan, on q's device. Arguments: as of :func:`gradients`."""
+    """The launches of a call with that plan, on q's device. Arguments: see :func:`gradients`."""
     with on_device(call.q.get_device()):
         if "pad" in plan.functions:
             return _padded(plan, call, outer, needed, into)
@@ -394,7 +394,7 @@ def _launch_main(plan: Plan, arguments: dict[str, Any]) -> None:
 
 def _score_args(plan: Plan, call: Call, dbias: Tensor | None) -> tuple:
     if not are_functions(plan.kernel.traits):
-        record.also()  # users' classes may read what they are given
+        record.also()  # users' classes may read their arguments
     if dbias is not None:
         dbias = as_strided(dbias, *plan.division.bias.seen)
     return plan.kernel.score_args(call.score_inputs(dbias))
@@ -571,7 +571,7 @@ def check_blocks(call: Call, tile: Any, rows: int, num_splits: int, heads_dkv: i
     Args:
         tile: the main kernel's.
         rows: queries of a CTA of the preprocess.
-        num_splits: how many CTAs divide a sequence's key blocks.
+        num_splits: number of CTAs among which a sequence's key blocks are split.
         heads_dkv: heads of dK and dV before they are added up.
     """
     batch, nheads = call.batch, call.nheads

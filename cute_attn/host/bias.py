@@ -26,9 +26,9 @@ def with_readable_bias(tensors: Tensors, max_seqlen_k: int | None) -> Tensors:
 
 
 def readable(bias: Tensor, dtype: torch.dtype, seqlen_k: int) -> Tensor:
-    """A bias of four dimensions, the last of which is whole and contiguous.
+    """A bias of four dimensions, the last one whole and contiguous.
 
-    Every step is differentiable, and none copies a bias that has it so.
+    Every step is differentiable, and none copies a bias that is already so.
 
     Args:
         bias: (..., seqlen_q or 1, seqlen_k or 1), of two to four dimensions, as torch's scaled_dot_product_attention

@@ -207,7 +207,7 @@ class Call(NamedTuple):
         return (*self.q.shape[:-1], self.keys[1].shape[-1]), lse
 
     def softmax_shape(self) -> tuple[int, ...]:
-        """Shape of the softmax; (0,) where it was not asked for."""
+        """Shape of the softmax; (0,) if it is not returned."""
         full = (self.batch, self.nheads, self.max_seqlen_q, self.max_seqlen_k)
         return full if self.return_softmax else (0,)
 
@@ -352,9 +352,9 @@ class Call(NamedTuple):
 
 
 NUM_TENSORS = Call._fields.index("epilogue_tensors")
-"""How many of the first fields are single tensors, or None."""
+"""Number of first fields that are single tensors, or None."""
 BIAS, SINKS, SLOPES = map(Call._fields.index, ("bias", "sinks", "alibi_slopes"))
-"""Where these are among them."""
+"""Indices of these fields."""
 _FIRST_CACHE, _LAST_CACHE = map(Call._fields.index, ("k_cache", "rotary_interleaved"))
 SINGLE_TENSORS = (*Call._fields[:NUM_TENSORS], *Call._fields[_FIRST_CACHE:_LAST_CACHE])
 """The fields that are tensors or None."""

@@ -407,7 +407,7 @@ def check_gradients(
 def check_out(call: Call, out: Tensor, *, rows: bool = False) -> None:
     """Raise where ``out`` cannot be written in place of a new output. Assumes that the call is checked.
 
-    rows: whether kernels write it as it is, where they read q, k and v so.
+    rows: whether kernels write it in place if they read q, k and v in place.
     """
     wanted = {"device": call.q.device, "dtype": call.q.dtype, "shape": call.output_shapes()[0]}
     check_written("out", out, call.tensors(), rows=rows and call.q.is_cuda and call.aligned, **wanted)
@@ -425,7 +425,7 @@ def check_written(
 
     Args:
         others: the call's other tensors, by name.
-        rows: whether kernels write it as it is.
+        rows: whether kernels write it in place.
         wanted: its device, dtype and shape.
     """
     check_like(name, written, **wanted)

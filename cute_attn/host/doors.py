@@ -48,7 +48,7 @@ observer: Callable[..., Any] | None = None
 """Set by :mod:`cute_attn.sdpa.observe` while it watches how PyTorch's operators are called."""
 
 watcher: Callable[[str, dict[str, Any], str], None] | None = None
-"""The same of all other doors: takes the door, its arguments by name and why no kernel ran, or ""."""
+"""The same for all other doors; called with the door, its arguments by name and why no kernel ran, or ""."""
 
 
 def note(door: str, given: dict[str, Any]) -> None:

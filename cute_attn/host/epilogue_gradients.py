@@ -21,7 +21,7 @@ class _Given:
     """One epilogue of a call, with the places of its tensors among all epilogues'.
 
     Attributes:
-        name, letters: as of :func:`cute_attn.host.call.pack_epilogues`.
+        name, letters: see :func:`cute_attn.host.call.pack_epilogues`.
         first: the place of the first.
     """
 
@@ -98,7 +98,7 @@ def with_targets(call: Call, wanted: Sequence[bool]) -> tuple[Call, list[Tensor 
     """The call with tensors to which its backward adds the wanted gradients, and these: fp32, of the inputs' shapes.
 
     Raises:
-        NotImplementedError, ValueError: as of :func:`check_wanted`.
+        NotImplementedError, ValueError: see :func:`check_wanted`.
     """
     check_wanted(call, wanted)
     targets = [_zeros_like(x) if own else None for x, own in zip(call.epilogue_tensors, wanted, strict=True)]

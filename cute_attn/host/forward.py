@@ -139,7 +139,7 @@ def _launched(
 
     call = as_kernels_read(call)
     if not are_functions(plan.kernel.traits):
-        record.also()  # users' classes may read what they are given
+        record.also()  # users' classes may read their arguments
     arguments = {
         "mQ": call.q,
         "mK": call.k,

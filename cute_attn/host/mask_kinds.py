@@ -1,7 +1,7 @@
 """Block masks of a function: the kinds of their blocks and the lists of these, by two launches on a GPU.
 
-Nothing is read by the host. On the CPU the function is evaluated for every query and key, one block of queries at a
-time; that is the definition.
+The host reads nothing. On the CPU the function is evaluated for every query and key, one block of queries at a time;
+that is the definition.
 """
 
 import functools
@@ -156,6 +156,6 @@ def lists_of(kinds: Tensor) -> tuple[Lists, Lists]:
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of the last dimension are chosen, and their places, first."""
+    """Number of chosen elements along the last dimension, and all indices, those of chosen elements first."""
     places = torch.sort(chosen.int(), dim=-1, descending=True, stable=True).indices
     return chosen.sum(-1).int(), places.int().contiguous()

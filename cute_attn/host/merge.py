@@ -1,4 +1,4 @@
-"""The launch of the combine kernel for results that a caller has."""
+"""The launch of the combine kernel for a caller's partial results."""
 
 import torch
 from torch import Tensor

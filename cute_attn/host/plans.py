@@ -201,7 +201,7 @@ def repeat(
 ) -> Any:
     """A call's results, from the record of an earlier one or as :func:`recorded`: of a call without gradients.
 
-    One with gradients is left to the functions that ``call`` calls. Arguments: as of :func:`recorded`.
+    One with gradients is left to the functions that ``call`` calls. Arguments: see :func:`recorded`.
     """
     known, gradients = find(key, tensors, functions, tables), torch.is_grad_enabled()
     if known is not None:
@@ -214,10 +214,10 @@ def repeat(
 
 
 def may_repeat(options: tuple, q: Any) -> bool:
-    """Whether equal arguments of a drop-in's function mean equal calls, which :func:`repeat` then serves.
+    """True if equal arguments of a drop-in's function mean equal calls, so that :func:`repeat` may serve them.
 
     They do not in fp32, where autocast and PyTorch's precision count, nor if an option is a tensor or a number of
-    another kind than Python's, whose value each call reads. Compiled code and a watcher see each call.
+    another kind than Python's: each call reads its value. Compiled code and a watcher see each call.
 
     Args:
         options: the arguments except tensors, some of them in tuples.
@@ -248,7 +248,7 @@ def recorded(
     """The results of a call that :func:`find` does not know. Its second time, it is recorded for later ones.
 
     Args:
-        key, tensors, functions, tables: as of :func:`find`.
+        key, tensors, functions, tables: see :func:`find`.
         call: makes it.
     """
     if not no_dispatch_mode() or thread.recording is not None or not _on_gpu(tensors):
@@ -318,7 +318,7 @@ def _recorded_with_functions(
             _remember(full, True, own.kept)
         return found
     if torch.cuda.is_current_stream_capturing():
-        return call()  # a mask's tables are made anew in a capture
+        return call()  # a capture rebuilds a mask's tables
     given = (*tensors, *own.references, *made)
     found, record, repeats = _record(given, call, len(given) - len(tensors))
     if traces_alone() != before:
@@ -332,7 +332,7 @@ def _recorded_with_functions(
 
 
 def _record(tensors: Tensors, call: Callable[[], Any], users: int = 0) -> tuple[Any, Record | None, bool]:
-    """The call's results, its record or None, and whether calls with its metadata are like it."""
+    """The call's results, its record or None, and whether the outcome holds for all calls with its metadata."""
     if not all_plain(tensors):
         return call(), None, True
     with Recording(tensors, users) as recording:
@@ -378,7 +378,7 @@ def _guard(
     del found[_MOST_GUARDS - 1 :]
     steps = () if reads is None else tuple(reads.steps)
     check = guards([tensors[place] for place in places])
-    one = len(places) == 1  # of which itemgetter would make no tuple
+    one = len(places) == 1  # itemgetter would make no tuple of it
     pick = operator.itemgetter(*([slice(places[0], places[0] + 1)] if one else places))
     known = _Guarded(record, check, pick, tuple(same), steps, tables)
     _guarded.setdefault(bucket, found).insert(0, known)

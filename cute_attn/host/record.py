@@ -59,7 +59,7 @@ def empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype:
 
 
 def drawn(draw: Callable[[], Tensor]) -> Tensor:
-    """A tensor that each call makes anew, such as the state of a dropout mask."""
+    """A tensor that each call makes again, such as the state of a dropout mask."""
     made = draw()
     if thread.recording is not None:
         thread.recording.add_source(made, draw)
@@ -145,7 +145,7 @@ class _Place(NamedTuple):
     Attributes:
         source: index among the call's tensors and, behind them, its allocations.
         offset: bytes from the source's first element.
-        whole: whether it is the source itself, as torch has it.
+        whole: whether it is the source tensor itself rather than a view of it.
         shape, strides, dtype, device: its metadata.
     """
 
@@ -210,7 +210,7 @@ class Recording:
     def add_launch(
         self, function: Callable[..., Any], arguments: tuple, *, direct: bool = False, of_torch: bool = False
     ) -> None:
-        """direct: a kernel reads tensors where they are; of_torch: as of :func:`step`."""
+        """direct: a kernel reads tensors in place; of_torch: see :func:`step`."""
         if not self.complete or not (of_torch or takes_slots(function)):
             self.complete = False
             return
@@ -365,7 +365,7 @@ class _BoundLaunch(NamedTuple):
     Attributes:
         function: launches the kernel.
         arguments: a list; each call fills in the two places below.
-        whole: (place, source) of a tensor that is passed as torch has it, by which TVM FFI finds the current stream.
+        whole: (place, source) of a torch tensor that is passed itself: TVM FFI finds the current stream by it.
         work_tiles: the place of a ``ForwardSchedule``, or None.
         of_torch: whether the arguments are those of :func:`step`, with tensors' places.
     """
@@ -407,7 +407,7 @@ class Record:
         single: whether the result is one tensor instead of a tuple.
         written: which of the tensors are overwritten.
         apart: pairs of a written tensor and another that must not overlap.
-        counts: as of :class:`Recording`.
+        counts: see :class:`Recording`.
         constant: whether none of the call's tensors requires a gradient.
         plan, saved: of :func:`planned`, tensors by their places; None where the call's are others.
         free: arguments that no call has.

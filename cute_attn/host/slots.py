@@ -1,7 +1,7 @@
 """Arguments of launching functions that are made once: tensors of which a call sets only the address.
 
-TVM FFI makes a DLPack tensor of each torch tensor that a function is given, and an array of each tuple. Where shapes
-and strides are known beforehand a launch keeps both, and needs no view of a tensor that its kernel reads through other
+TVM FFI converts each torch tensor argument of a function to a DLPack tensor, and each tuple to an array. If shapes and
+strides are known beforehand, a launch keeps both, and needs no view of a tensor that its kernel reads through other
 strides. Sources: ``DLManagedTensor`` of dlpack.h; for where TVM FFI keeps an address, ``TVMFFITensorGetDLTensorPtr`` of
 tvm/ffi/c_api.h.
 """

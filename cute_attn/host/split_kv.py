@@ -1,9 +1,7 @@
-"""From the parameters of a call with a cache to its launches on CUDA.
+"""The launches of a call with a cache on CUDA: the kvcache kernel, and if keys are split the combine kernel after it.
 
-They are the kvcache kernel, and where keys are divided the combine kernel after it.
-
-All that follows from metadata is computed once and kept as a plan under that metadata. Grid and workspace
-follow only from the GPU and from shapes, and nothing is read on the host, so that a CUDA graph replays with other
+Everything that follows from metadata is computed once and kept as a plan under that metadata. Grid and workspace
+follow only from the GPU and from shapes, and the host reads no lengths, so that a CUDA graph replays with other
 lengths and tables.
 """
 
@@ -41,7 +39,7 @@ from cute_attn.traits import Traits
 EVEN = 8
 """Minimum keys per query above which a mask leaves a sequence's query blocks nearly equal numbers of keys."""
 BOX_ROWS = 8
-"""TMA loads pages whose row count is a multiple of this, the period of a swizzle. Ampere kernels load other pages."""
+"""TMA loads pages with a multiple of this many rows, the period of a swizzle. Ampere kernels load other pages."""
 FULL_PARTS = 0.9
 """Minimum fraction of the CTAs that an even split of a single sequence keeps busy; below it, stream-K is used."""
 PARTS_AT_ONCE = 128
@@ -51,9 +49,9 @@ BLOCKS_OF_A_PART, ENOUGH_CTAS = 5, 64
 LEAST_SPLITS, LEAST_SPARED = 4, 288 << 10
 """Minimum number of even splits, and minimum bytes of K and V that they spare each CTA, for a second launch to pay."""
 FEW_BYTES = 2 << 20
-"""Maximum bytes of K and V that a CTA reads alone: up to it stream-K costs more than any imbalance of lengths."""
+"""Maximum bytes of K and V per CTA for which stream-K costs more than any imbalance of lengths."""
 IDLE_BYTES = 1 << 20
-"""Maximum of such bytes for which as many CTAs as the last wave lacks may be idle."""
+"""Maximum of these bytes times the idle fraction of the last wave; above it, stream-K may pay."""
 STREAM_K_COST = 1.27
 """Time of stream-K over that of whole work tiles where the tensor cores are the limit, with more than 64 rows."""
 
@@ -104,7 +102,7 @@ def launch(
         outs, lses = (record.empty(q, shape, strides, torch.float32) for shape, strides in layouts)
         partials = Partials(outs, lses, split.parts, split.part_keys)
     if plan.kernel.traits.variant:
-        record.also()  # a user's class may read what it is given
+        record.also()  # a user's class may read its arguments
     scores = plan.kernel.score_args(_score_inputs(call))
     results = {"mO": out, "mLSE": lse}
     arguments = {
@@ -160,7 +158,7 @@ def _score_inputs(call: Call) -> Any:
 
 
 def _key_and_tensors(call: Call) -> tuple[Hashable, Tensors]:
-    """What :mod:`cute_attn.host.plans` finds a call by."""
+    """The key and tensors by which :mod:`cute_attn.host.plans` finds a call."""
     tensors, options = call.metadata()
     return ("kvcache", options, *user_classes(call, "kvcache")), tensors
 
@@ -323,7 +321,7 @@ def _kernel_and_split(call: Call, arch: str, variant: str, target: str, processo
 
 
 def _call_reason(call: Call, tile: Any) -> str | None:
-    """Why a tile does not fit the call's parts or pages, or None."""
+    """Why a tile does not fit the call's splits or pages, or None."""
     if call.split_keys % tile.tile_n:
         return f"split_keys is {call.split_keys}; accepted: multiples of tile_n, {tile.tile_n}"
     box, rows = getattr(tile, "page_rows", 0), _page_rows(call)
@@ -358,11 +356,11 @@ def _parts(call: Call) -> Split:
 
 
 def _best_split(call: Call, tile: Any, processors: int) -> Split:
-    """How the keys of a call that names no split are divided: not, evenly, or by stream-K.
+    """The split of a call that names none: whole work tiles, even splits, or stream-K.
 
-    Even splits and whole work tiles cost less than stream-K, whose CTAs compute prefix sums of the lengths and merge
-    more partial results. But lengths are not known here: in a batch they may differ, and then only stream-K keeps all
-    CTAs busy. Its regret is small for long sequences, theirs for short ones.
+    Even splits and whole work tiles cost less than stream-K: its CTAs compute prefix sums of the lengths and merge more
+    partial results. But lengths are not known here: in a batch they may differ, and then only stream-K keeps all CTAs
+    busy. Stream-K has little regret for long sequences, the others for short ones.
     """
     slots, count = tile.blocks_per_sm * processors, units(call, tile)
     seqlen_q, seqlen_k = call.longest

@@ -164,7 +164,7 @@ def attention(
         cache: nheads is a multiple of its nheads_kv.
         softmax_scale: factor of the products.
         lengths: of the sequences.
-        features, inputs: as of :func:`cute_attn.reference.attention`; indices of keys count from leftpad.
+        features, inputs: see :func:`cute_attn.reference.attention`; indices of keys count from leftpad.
 
     Returns:
         out, as q with head_dim_v, and lse, (batch, nheads, seqlen_q) or packed (nheads, total), natural.

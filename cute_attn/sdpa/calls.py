@@ -205,7 +205,7 @@ def request_of(
 ) -> Request:
     """The metadata of an operator's arguments.
 
-    longest: max_seqlen_q and max_seqlen_k, by default the seqlens. learns: as of :class:`Request`.
+    longest: max_seqlen_q and max_seqlen_k, by default the seqlens. learns: see :class:`Request`.
     """
     q, k, v, bias, *lengths = inputs[:6]
     present = [x for x in inputs if x is not None]

@@ -29,7 +29,7 @@ class Question(NamedTuple):
         heads_first: whether tensors are (batch, heads, rows, dim).
         wants_lse, debug: whether a forward returns lse and the softmax.
         bias_gradient: whether a backward returns the bias's.
-        window, longest, learns: as of :func:`cute_attn.sdpa.calls.request_of`.
+        window, longest, learns: see :func:`cute_attn.sdpa.calls.request_of`.
     """
 
     backend: str

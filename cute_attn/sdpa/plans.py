@@ -271,7 +271,7 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k and v in PyTorch's layouts, then of bias where it is wanted, of a call that kernels serve.
 
-    inputs: as of :func:`forward`; outer: the gradient of out, out and lse.
+    inputs: see :func:`forward`; outer: the gradient of out, out and lse.
     """
     state = _joined(rng_state, inputs[0].device) if request.dropout_p else None
     prepared = _kernel_inputs(inputs, heads_first, bias_gradient=bias_gradient)
