@@ -10,8 +10,8 @@ an epilogue in terms of ``tile.rows`` and ``tile.cols``.
 
 Tiles reach beyond the sequences: an epilogue that indexes a tensor must clamp its indices. Query ``tile.row0 +
 tile.rows[r]`` is out of bounds from ``context.seqlen_q`` on and key ``tile.col0 + tile.cols[c]`` from
-``context.seqlen_k`` on, so index with ``min(query, seqlen_q - 1)`` and ``min(key, seqlen_k - 1)``; what ``forward``
-leaves there is masked or not stored. ``add_gradients`` must skip those elements.
+``context.seqlen_k`` on, so index with ``min(query, seqlen_q - 1)`` and ``min(key, seqlen_k - 1)``; elements
+there are masked or not stored. ``add_gradients`` must skip those elements.
 """
 
 from collections.abc import Mapping
@@ -29,11 +29,11 @@ class Epilogue:
     code_digest: ClassVar[str] = ""
     """Tells a class that code makes from others of its name, as the source does for a written one."""
     lists_blocks: ClassVar[bool] = False
-    """Whether it hides all keys outside listed blocks, and changes no score of a listed block without a mask."""
+    """Set if it hides all keys outside listed blocks, and changes no score of a listed block without a mask."""
 
     @classmethod
     def of(cls, traits: Traits) -> "Epilogue":
-        """The object that a kernel of these traits uses, such as by whether it is a backward's."""
+        """The object that a kernel of these traits uses; a backward's may differ."""
         return cls()
 
     @classmethod
@@ -42,7 +42,7 @@ class Epilogue:
 
     @classmethod
     def warn_of_indices(cls, inputs: ScoreInputs, sizes: Mapping[str, int]) -> None:
-        """Say what a kernel reads elsewhere than the definition, for a call of these sizes; see ``functions``."""
+        """Warn of elements that a kernel and the definition read at different places, for a call of these sizes."""
 
     def fake_args(self) -> tuple:
         """Fake tensors and scalars to compile with, in the order of ``host_args``; () by default."""
@@ -54,12 +54,12 @@ class Epilogue:
 
     @classmethod
     def example_args(cls, batch: int, nheads: int, seqlen_q: int, seqlen_k: int) -> tuple:
-        """Arguments of a call of these sizes, its tensors on the CPU: what checks and timings by name call it with."""
+        """Arguments of a call of these sizes, with tensors on the CPU, for checks and timings by name."""
         return ()
 
     @classmethod
     def held(cls, backward: bool) -> int:
-        """Numbers that a thread holds beside each score, or for each query or key: what default tiles are chosen by."""
+        """Numbers that a thread holds per score, or per query or key; default tiles are chosen by it."""
         return 4 * backward
 
     def begin(self, args: tuple, context: ScoreContext) -> Any:
@@ -79,7 +79,7 @@ class Epilogue:
         raise NotImplementedError(f"epilogue {self.name!r} lists no blocks")
 
     def load(self, state: Any, tile: ScoreTile) -> Any:
-        """Before the score tile's product: start reads of global memory for ``forward``, which gets the result.
+        """Before the score tile's product: start reads of global memory; ``forward`` gets the result.
 
         ``tile.acc`` holds no scores yet.
         """
@@ -94,7 +94,7 @@ class Epilogue:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether there is something to do in :meth:`add_gradients`."""
+        """The class overrides :meth:`add_gradients`."""
         return type(self).add_gradients is not Epilogue.add_gradients
 
     def add_gradients(self, state: Any, tile: ScoreTile, saved: Any) -> None:
@@ -108,7 +108,7 @@ class Epilogue:
         """Convert d(loss)/d(score after) in ``tile.acc`` into d(loss)/d(score before), in place, both in natural units.
 
         ``saved`` is the result of ``forward`` for the same tile; it occupies registers in between. Gradients in
-        ``tile.acc`` lack the factor ``context.gradient_scale``: ``add_gradients`` multiplies what it writes by it.
+        ``tile.acc`` lack the factor ``context.gradient_scale``: ``add_gradients`` multiplies its results by it.
 
         Raises:
             NotImplementedError: by default; an epilogue without a derivative serves forward kernels only.
@@ -119,15 +119,15 @@ class Epilogue:
 
     @classmethod
     def differentiable(cls) -> bool:
-        """Whether the class has a backward of its own."""
+        """False if the class has no ``backward``: then it serves forward kernels only."""
         return cls.backward is not Epilogue.backward
 
     @classmethod
     def with_gradients(cls, wanted: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
         """An epilogue for backward kernels that also computes gradients of a call's arguments, by its name.
 
-        Beside it those of the ``wanted`` numbers whose gradients are not always 0. It takes the same arguments and
-        then, for each of those, fp32 zeros of its shape, to which it adds. None: there is none.
+        Also returns the ``wanted`` numbers of arguments with gradients that are not always 0. The epilogue has the same
+        arguments and then, for each of these numbers, fp32 zeros of its shape to add to. None if there is none.
         """
         return None
 

@@ -1,6 +1,6 @@
 """An additive bias: a tensor (batch, nheads, seqlen_q, seqlen_k), broadcast over any dimension by stride 0.
 
-Its gradient has the same extents: stored, or added atomically where several scores share an element.
+Its gradient has the same extents: stored, or added atomically where several scores have the same element.
 """
 
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ PAIRED, SINGLE, ADDED = "paired", "single", "added"  # how a gradient is stored
 
 @dataclass(frozen=True)
 class GradientRows:
-    """One batch and head of the bias gradient; offsets count elements of the bias's dtype, whatever its own."""
+    """One batch and head of the bias gradient; offsets count elements of the bias's dtype, whatever the gradient's."""
 
     pointer: cute.Pointer
     row_stride: Int64
@@ -54,9 +54,9 @@ class BiasRows:
 
 @dataclass(frozen=True)
 class Bias(Epilogue):
-    """score + bias, in the bias's own dtype (fp16, bf16 or fp32).
+    """score + bias, with a bias of any dtype (fp16, bf16 or fp32).
 
-    Scores become natural ones: in other units the smallest number of a dtype, which masks are made of, would be -inf.
+    Scores are converted to natural units: in others the smallest number of a dtype, as in masks, would be -inf.
 
     A thread holds pairs of neighbouring columns. It loads pairs if rows are aligned to them, and single elements with
     clamped indices if not, or if the tile crosses the tensor's edge. Elements out of bounds are masked or not stored.
@@ -132,7 +132,7 @@ class Bias(Epilogue):
         return self._pair_bytes // 4
 
     def _exchanged(self, tile: ScoreTile) -> bool:
-        """Whether lanes exchange elements: 16-bit, transposed tiles, on the device."""
+        """Lanes exchange elements in 16-bit, transposed tiles, on the device."""
         return tile.transposed and self._pair_words == 1 and on_device()
 
     def load(self, state: BiasRows, tile: ScoreTile) -> Any:
@@ -154,7 +154,7 @@ class Bias(Epilogue):
         loaded = cute.make_rmem_tensor(cute.make_layout((along // 2 * self._pair_words, lines)), Int32)
         if cutlass.const_expr(tile.transposed):
             self._load_transposed(state, tile, self._elements(loaded, along, lines))
-        # A warp-uniform branch: predicated off, the single loads would still take issue slots.
+        # A warp-uniform branch: predicated off, the single loads would still use issue slots.
         elif uniform(Uint32(state.paired & (_end(tile) <= state.seqlen_k))) != Uint32(0):
             for r in cutlass.range_constexpr(rows):
                 row = self._row(state, tile, tile.row0, r).align(self._pair_bytes)
@@ -204,7 +204,7 @@ class Bias(Epilogue):
         self._add_to_scores(state, tile, self._exchange(tile, loaded) if self._exchanged(tile) else loaded)
 
     def _exchange(self, tile: ScoreTile, loaded: cute.Tensor) -> cute.Tensor:
-        """The thread's own words, pairs of rows, from those that its lane loaded."""
+        """The thread's words, pairs of rows, from the words that the lanes loaded."""
         pairs, cols = len(tile.rows) // 2, len(tile.cols)
         words = cute.make_rmem_tensor(cute.make_layout((pairs, cols)), Int32)
         for r in range(pairs):
@@ -214,7 +214,7 @@ class Bias(Epilogue):
 
     @cute.jit
     def _add_tma_bias(self, state: BiasRows, tile: ScoreTile) -> None:
-        """From shared memory, by pieces of each line: the next piece is read while one is added."""
+        """From shared memory, by sub-tiles of each line: the next one is read while one is added."""
         tma_bias, size = tile.tma_bias, tile.tma_bias.PIECE
         along: Constexpr = len(tile.rows) if tile.transposed else len(tile.cols)
         lines: Constexpr = len(tile.cols) if tile.transposed else len(tile.rows)
@@ -223,7 +223,7 @@ class Bias(Epilogue):
         tma_bias.read(0, words)
         for piece in cutlass.range_constexpr(tma_bias.pieces):
             if cutlass.const_expr(piece % 2 == 1):
-                cute.arch.sync_warp()  # otherwise all pieces are read at once, and registers spill
+                cute.arch.sync_warp()  # otherwise all are read at once, and registers spill
             if cutlass.const_expr(piece + 1 < tma_bias.pieces):
                 tma_bias.read(piece + 1, words)
             else:
@@ -250,7 +250,7 @@ class Bias(Epilogue):
             for a in cutlass.range_constexpr(begin, last, 2):
                 if cutlass.const_expr(
                     self.dtype == "bf16"
-                ):  # one instruction per element; a conversion takes two
+                ):  # one instruction per element; a conversion needs two
                     word = loaded[a // 2, line]
                     pair[0] = word << Int32(16)
                     pair[1] = word & Int32(-(1 << 16))
@@ -269,7 +269,7 @@ class Bias(Epilogue):
 
     @cute.jit
     def add_gradients(self, state: BiasRows, tile: ScoreTile, saved: Any) -> None:
-        """Store or add the score's gradient, which is the bias's too, unless the kernel does (``takes_gradient``)."""
+        """Store or add the score's gradient as the bias's, unless the kernel does (``takes_gradient``)."""
         if cutlass.const_expr(
             self.gradient and not (tile.tma_bias is not None and tile.tma_bias.takes_gradient)
         ):
@@ -408,7 +408,7 @@ def untransposed(tile: ScoreTile) -> ScoreTile:
 
 
 def _inside(state: BiasRows, tile: ScoreTile, row0: Int32) -> Boolean:
-    """Whether all of the thread's rows and columns are in bounds."""
+    """All of the thread's rows and columns are in bounds."""
     return (row0 + tile.rows[-1] < state.seqlen_q) & (tile.col0 + tile.cols[-1] < state.seqlen_k)
 
 

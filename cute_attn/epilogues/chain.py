@@ -28,7 +28,7 @@ from cute_attn.work.block_range import BlockRange
 
 @cute.jit
 def run_if(condition: Boolean, action: Constexpr) -> None:
-    """``action()``, which changes only registers or memory, where the condition holds."""
+    """``action()`` where the condition holds; it changes only registers or memory."""
     if condition:
         action()
 
@@ -44,7 +44,7 @@ class ScoreState:
 
 @dataclass(frozen=True)
 class EpilogueChain:
-    """Scores go through ``modifiers``, then the mask; sinks join the softmax's sums; P goes through dropout."""
+    """``modifiers`` change scores, then the mask; sinks join the softmax's sums; dropout changes P."""
 
     mask: Mask
     modifiers: tuple[Epilogue, ...]
@@ -52,7 +52,7 @@ class EpilogueChain:
     softcap: bool
     top_left: bool
     sinks: Sinks | None = None
-    differentiable: bool = False  # in a backward kernel: ``forward`` returns what ``backward`` needs
+    differentiable: bool = False  # in a backward kernel: ``forward`` returns values for ``backward``
     visits_lists: bool = False  # only listed blocks; those without a mask leave out the lists' epilogue
 
     @staticmethod
@@ -119,17 +119,17 @@ class EpilogueChain:
 
     @property
     def may_mask_rows(self) -> bool:
-        """Whether a modifier, without the mask, can make a whole row -inf."""
+        """A modifier, without the mask, can make a whole row -inf."""
         return any(not isinstance(m, Softcap | Alibi) for m in self.modifiers)
 
     @property
     def may_be_large(self) -> bool:
-        """Whether a modifier can make scores so large that fp32 has no digit left for what Q K^T adds to them."""
+        """A modifier can make scores so large that fp32 has no digit left for Q K^T."""
         return any(not (isinstance(m, Softcap | Alibi | Tree) or m.lists_blocks) for m in self.modifiers)
 
     @property
     def has_bias(self) -> bool:
-        """Whether scores leave :meth:`forward` in natural units."""
+        """With a bias, scores leave :meth:`forward` in natural units."""
         return any(isinstance(m, Bias) for m in self.modifiers)
 
     def scale_log2(self, score_scale: Float32) -> Float32:
@@ -137,21 +137,21 @@ class EpilogueChain:
         return Float32(LOG2_E) if self.has_bias else score_scale * LOG2_E
 
     def fake_args(self) -> tuple:
-        """The cap, then each part's fake arguments: the mask's, modifiers', dropout's and sinks'."""
+        """The cap, then fake arguments: the mask's, modifiers', dropout's and sinks'."""
         return (Float32(1.0), *(part.fake_args() for part in self._parts))
 
     def host_args(self, inputs: ScoreInputs) -> tuple:
-        """The cap (1.0 without softcap), then a tuple for each part."""
+        """The cap (1.0 without softcap), then a tuple for each epilogue."""
         return (inputs.softcap if self.softcap else 1.0, *(part.host_args(inputs) for part in self._parts))
 
     @property
     def bias_has_scores_gradient(self) -> bool:
-        """Whether the bias gradient equals, element by element, the scores' gradient after :meth:`backward`."""
+        """The bias gradient equals, element by element, the scores' gradient after :meth:`backward`."""
         return self.dropout is None and all(isinstance(m, Alibi | Bias) for m in self.modifiers)
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether :meth:`backward` neither changes nor reads the scores' gradients."""
+        """:meth:`backward` neither changes nor reads the scores' gradients."""
         return all(type(m) is Alibi or (type(m) is Bias and not m.gradient) for m in self.modifiers)
 
     def bias(self, args: tuple) -> cute.Tensor:
@@ -204,7 +204,7 @@ class EpilogueChain:
         return batch * seqlens.max_seqlen_q if seqlens.cu_seqlens_q is None else info.offset_q
 
     def begin(self, args: tuple, context: ScoreContext) -> ScoreState:
-        """Begin every part for one work tile."""
+        """Begin every epilogue for one work tile."""
         parts, begun = self._begun_parts, []
         for part, own in zip(parts, args[1 : 1 + len(parts)], strict=True):
             begun.append(part.begin(own, context))
@@ -247,9 +247,9 @@ class EpilogueChain:
     ) -> tuple:
         """Q K^T in ``tile.acc`` becomes scores in units of :meth:`scale_log2`, with the mask if ``masked``.
 
-        partial: in a masked step, whether the mask of listed blocks counts as well: ``BlockRange.partial``.
+        partial: in a masked step, True if the mask of listed blocks applies as well: ``BlockRange.partial``.
 
-        Returns what :meth:`backward` needs, from each modifier: registers, or None; () in a forward kernel.
+        Returns each modifier's values for :meth:`backward`: registers, or None; () in a forward kernel.
         """
         saved = tuple(
             self._modify(modifier, own, tile, read, masked, partial)
@@ -280,7 +280,7 @@ class EpilogueChain:
 
         Scores are in natural units; gradients lack the factor ``context.gradient_scale``.
 
-        adds: whether this CTA adds the gradients of tensors, where several have the same scores; None: it does.
+        adds: True if this CTA adds the gradients of tensors, where several have the same scores; None: it does.
         """
         steps = list(zip(self.modifiers, state.modifiers, saved, strict=True))
         for modifier, own, kept in reversed(steps):

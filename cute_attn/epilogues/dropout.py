@@ -7,8 +7,8 @@ floor(255 (1 - p)). In a transposed accumulator a lane holds 4 of the elements o
 **mem_efficient** (xformers, curand): Philox4x32-10, one word per element, numbered as
 :mod:`cute_attn.epilogues.numbering` says; kept iff the word as a uniform in (0, 1] is > p.
 
-Both masks are applied to P after its conversion to 16 bits, two elements a register: the row sum has been taken from
-the undropped probabilities, and the output is scaled by 1 / (1 - p) at the end.
+Both masks are applied to P after its conversion to 16 bits, two elements per register: the row sum is the sum of the
+undropped probabilities, and the output is scaled by 1 / (1 - p) at the end.
 """
 
 import functools
@@ -159,7 +159,7 @@ class Dropout:
 
     @staticmethod
     def clear_signs(where: cute.Tensor, p: cute.Tensor) -> None:
-        """Clear the sign bit of those elements of p for which ``where``, fp32 and laid out alike, has one."""
+        """Clear the sign bit of the elements of p where ``where``, fp32 with p's layout, has one."""
         pairs, signs = _as_words(p), _as_words(where)
         for i in range(cute.size(pairs)):
             both = byte_permute(signs[2 * i], signs[2 * i + 1], 0xFFBB)
@@ -261,7 +261,7 @@ def _flash_untransposed(state: DropoutState, tile: ScoreTile):
 def _flash_transposed(state: DropoutState, tile: ScoreTile):
     """A thread's elements are every other byte of two calls, one for its even and one for its odd queries.
 
-    The other bytes are those of the lane with the neighbouring key, 4 lanes further. So each of the two makes one call
+    The other bytes belong to the lane with the neighbouring key, 4 lanes further. So each of the two makes one call
     and they exchange bytes.
     """
     block_rows = FLASH_BLOCK[0]
@@ -298,9 +298,9 @@ def _half_of_block(tile: ScoreTile) -> Int32:
 def _flash_words(
     state: DropoutState, tile: ScoreTile, counter: tuple, prepare: Callable[[Int32], Int32]
 ) -> Callable[[int], Int32]:
-    """A function of a column's offset: what ``prepare`` makes of the word that has the bytes of its 8 columns.
+    """A function of a column's offset: ``prepare`` of the word with the bytes of its 8 columns.
 
-    ``counter`` is that of the block with the thread's first column.
+    ``counter`` is the counter of the block with the thread's first column.
     """
     starts, start = _starts(tile), (tile.col0 >> 3) & 3
     prepared: dict[int, Int32] = {}
@@ -325,7 +325,7 @@ def _flash_words(
 
 
 def _mem_efficient_untransposed(state: DropoutState, tile: ScoreTile):
-    """Four neighbouring scores of a row share a Philox call, and two lanes of a quad hold them.
+    """Four neighbouring scores of a row have one Philox call, and two lanes of a quad hold them.
 
     So the lanes of a quad divide the calls of its columns and exchange a bit per score, 32 columns per word.
     """
@@ -336,7 +336,7 @@ def _mem_efficient_untransposed(state: DropoutState, tile: ScoreTile):
     # Rematerialized, or the number would occupy registers until the next tile.
     row0 = rematerialize(tile.row0)
     number = _rows_below(state, Uint64(state.first_word), row0) + Uint64(Uint32(tile.col0 - 2 * lane))
-    # Where a lane's bits begin among those of the quad's calls; all its rows are multiples of 4 apart.
+    # Where a lane's bits begin in the bits of the quad's calls; all its rows are multiples of 4 apart.
     skip = Uint64(Uint32(number) & Uint32(3)) + Uint64(lane * 2)
     call = number >> Uint64(2)
     for r, row in enumerate(tile.rows):
@@ -392,7 +392,7 @@ def _starts(tile: ScoreTile) -> tuple[int, ...]:
 
 
 def byte_limits(threshold: Int32) -> tuple[Int32, Int32]:
-    """(what to add to the low 7 bits of each byte, whether the sum or the byte's own top bit suffices).
+    """(summand for the low 7 bits of each byte, all ones if the sum's or the byte's top bit suffices).
 
     With t < 128 a byte is above t if its top bit is set or its low bits are above t; with t >= 128, if both hold.
     """

@@ -10,7 +10,7 @@ UNBOUNDED = 1 << 30
 
 @dataclass(frozen=True)
 class ScoreInputs:
-    """Arguments of all epilogues; each selects its own in ``Epilogue.host_args``.
+    """Arguments of all epilogues; each epilogue selects the ones it needs in ``Epilogue.host_args``.
 
     Attributes:
         window_left, window_right: visible keys before and after the diagonal, ``UNBOUNDED`` for all.
@@ -19,7 +19,7 @@ class ScoreInputs:
         grad_bias: the bias gradient, zeros with the bias's extents: in its dtype if each element belongs to one score,
             otherwise fp32, added to atomically in any order.
         sinks: (nheads,), attention sinks: natural logits.
-        tree_mask: int32 (queries of all sequences, words): bit j of a row is whether that query sees the j-th of its
+        tree_mask: int32 (queries of all sequences, words): bit j of a row is 1 if that query sees the j-th of its
             sequence's last seqlen_q keys.
         softcap: the cap.
         dropout_p: dropout probability, in [0, 1).

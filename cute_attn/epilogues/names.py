@@ -1,4 +1,4 @@
-"""The names of users' epilogues, and what is registered under them. Imports no compiler."""
+"""The names of users' epilogues, and their registry. Imports no compiler."""
 
 import sys
 import weakref
@@ -12,11 +12,11 @@ _TRACED: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 """Epilogues of functions that calls bring along; they live as long as a call needs them."""
 
 TRACED = "traced_"
-"""How the names begin that functions' traces are registered under, which are not for callers."""
+"""Prefix of the names of functions' traces. They are not for callers."""
 
 
 def check_name(name: Any) -> None:
-    """Raise ValueError for what cannot be an epilogue's word in a kernel's name."""
+    """Raise ValueError unless ``name`` can be an epilogue's word in a kernel's name."""
     if not isinstance(name, str) or not is_word(name) or name in FEATURES:
         raise ValueError(
             f"an epilogue's name is {name!r}; accepted: lower-case words like 'my_bias' that are not traits' own"
@@ -41,7 +41,7 @@ def register_epilogue(name: str) -> Callable[[type], type]:
 
 
 def register_function(name: str, epilogue: Any) -> None:
-    """Register a function's epilogue, which is an object in the place of a class; ``epilogue.written`` has its place.
+    """Register a function's epilogue, an object in place of a class; ``epilogue.written`` has its module and name.
 
     Raises:
         ValueError: as :func:`register_epilogue`.
@@ -52,12 +52,12 @@ def register_function(name: str, epilogue: Any) -> None:
 
 
 def register_traced(epilogue: Any) -> Any:
-    """Register an epilogue under its own name, weakly; returns the one that has the name."""
+    """Register an epilogue under its ``name``, weakly; returns the one registered under the name."""
     return _TRACED.setdefault(epilogue.name, epilogue)
 
 
 def check_free(name: str, epilogue: Any) -> None:
-    """Raise ValueError for a name that is taken by what has another name or file."""
+    """Raise ValueError if the name is taken by a class or function of another name or file."""
     known = _REGISTERED.get(name)
     if known is None:
         return
@@ -67,7 +67,7 @@ def check_free(name: str, epilogue: Any) -> None:
 
 
 def _file_of(written: Any) -> str:
-    """Where a class or function comes from, which may be run and imported, or in a notebook be run again."""
+    """The file of a class or function; it may be run and imported, or in a notebook run again."""
     module = sys.modules.get(written.__module__)
     return getattr(module, "__file__", None) or str(written.__module__)
 
@@ -83,7 +83,7 @@ def held(names: Iterable[str], op: str) -> int:
 
 
 def lists_blocks(names: Sequence[str]) -> bool:
-    """Whether one of some registered epilogues lists the blocks that are visited."""
+    """One of the registered epilogues lists the blocks that are visited."""
     return len(in_every_step(names)) < len(names)
 
 
@@ -94,7 +94,7 @@ def registered_functions(names: Sequence[str]) -> list[Any] | None:
 
 
 def is_registered(name: str) -> bool:
-    """Whether an epilogue is registered under ``name``."""
+    """True if ``name`` is registered, by a caller or for a trace."""
     return name in _REGISTERED or name in _TRACED
 
 
@@ -102,7 +102,7 @@ def example_args(name: str, batch: int, nheads: int, seqlen_q: int, seqlen_k: in
     """Arguments of the epilogue registered under ``name`` for a call of these sizes.
 
     Raises:
-        ValueError: it takes arguments, and its class has none for a call.
+        ValueError: it needs arguments, and its class has no examples of them.
     """
     cls = user_epilogue(name)
     epilogue = cls() if isinstance(cls, type) else cls
@@ -116,10 +116,10 @@ def example_args(name: str, batch: int, nheads: int, seqlen_q: int, seqlen_k: in
 
 
 def user_epilogue(name: str) -> Any:
-    """The class registered under ``name``, or a function's object, whose methods are those that a class has.
+    """The class registered under ``name``, or a function's object with the methods of such a class.
 
     Raises:
-        ValueError: nothing is registered under it; the message lists what is.
+        ValueError: nothing is registered under it; the message lists the registered names.
     """
     found = _REGISTERED.get(name) or _TRACED.get(name)
     if found is None:

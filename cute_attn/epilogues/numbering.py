@@ -5,8 +5,8 @@ Score (q, k) of batch b and head h draws word n % 4 of the Philox call with coun
     n     = (offset + plane) mod 2^64 + (q * seqlen_k + k) & score_mask
     plane = ((b * nheads + h) * max_seqlen_q * max_seqlen_k) & plane_mask
 
-seqlen_k is the sequence's own number of keys (the used ones under seqused_k), and the maxima are those of the call,
-even if no sequence is as long. n itself does not wrap: cuRAND's ``skipahead`` adds to a counter of 128 bits.
+seqlen_k is the sequence's number of keys (the used ones under seqused_k), and the maxima are the call's, even if no
+sequence is as long. n itself does not wrap: cuRAND's ``skipahead`` adds to a counter of 128 bits.
 
 The masks depend on PyTorch's version:
 
@@ -21,15 +21,15 @@ to 2.12   low 32 bits    0             low 32 bits
 Up to 2.13 the forward computes planes in uint32, and in a varlen forward max_seqlen_k counts as 0: every sequence and
 every head starts at the same number. Up to 2.12 it adds a query's block, a uint32, to the row within it, and so numbers
 a head of more than 2^32 scores, such as one of 70,000 queries and keys, like 2^32 that repeat. The backward of these
-versions does neither (int32 in place of uint32, whose negative numbers ``skipahead`` takes as ones near 2^64; the given
+versions does neither (int32 in place of uint32, and ``skipahead`` reads negative numbers as ones near 2^64; the given
 max_seqlen_k), so its mask is not always the forward's. The mask here is the forward's, in both directions.
 
-What is not followed of the forward: up to 2.12 a thread numbers the first of its up to 32 neighbouring keys, and counts
-on. Where q * seqlen_k + k passes a multiple of 2^32 in between, as it does not if seqlen_k is a multiple of 32 and the
-query in a whole block, the scores behind that, up to 31 of a head's 2^32, are numbered on there and from 0 here. And
-here the up to 3 scores before it are numbered from 0 as well that share a Philox call with one behind it, where
-offset + plane is no multiple of 4. And up to 2.13, where keys and values are expanded over the heads and no log-sum-exp
-is asked for, a query block of one row numbers its heads like queries.
+The forward is not followed in three cases. Up to 2.12 a thread numbers the first of its up to 32 neighbouring keys, and
+counts on. If q * seqlen_k + k passes a multiple of 2^32 in between (impossible if seqlen_k is a multiple of 32 and the
+query in a whole block), up to 31 of a head's 2^32 scores behind that are numbered on there and from 0 here. If moreover
+offset + plane is not a multiple of 4, up to 3 scores before it that have a Philox call in common with one behind it are
+numbered from 0 here too. Up to 2.13, if keys and values are expanded over the heads and no log-sum-exp is requested, a
+query block of one row numbers its heads like queries.
 
 Sources: PyTorch's ``mem_eff_attention/kernel_forward.h``, ``kernel_backward.h``, ``gemm_kernel_utils.h`` and
 ``_efficient_attention_forward``, 2.11 to 2.15; cuRAND's ``curand_init`` and ``skipahead`` of ``Philox4_32_10``.

@@ -20,7 +20,7 @@ _DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, "fp32": cutlass.Fl
 class Sinks:
     """exp(sink) joins a finished row's sum of exponentials, see ``OnlineSoftmax.finish_with_sink``. Sinks: (nheads,).
 
-    The backward needs no epilogue: its P follows from the LSE, which has the sink in it.
+    The backward needs no epilogue: its P follows from the LSE, which includes the sink.
     """
 
     dtype: str
@@ -41,11 +41,11 @@ class Sinks:
     def of_rows(
         self, args: tuple, head: Int32, heads_left: Int32 | None, score_map: ScoreMap
     ) -> tuple[Float32, ...]:
-        """The sink of each of a thread's rows, read after the main loop so that it takes no register there.
+        """The sink of each of a thread's rows, read after the main loop to keep registers free there.
 
         Args:
             head: the work tile's first one.
-            heads_left: in tiles of several heads, how many there are from ``head`` on: a tile may have rows for more.
+            heads_left: in tiles of several heads, the number of heads from ``head`` on: a tile may have rows for more.
         """
         (sinks,) = args
         rows = len(score_map.modes.rows)

@@ -28,7 +28,7 @@ from cute_attn.device.math import (
 
 @dataclass(frozen=True)
 class OnlineSoftmax:
-    """Running statistics of a thread's rows: row_max (raw scores) and row_sum, the thread's own part of it.
+    """Running statistics of a thread's rows: row_max (raw scores) and row_sum over the thread's elements.
 
     At each key block scores S become P = 2^(scale_log2 (S - max)), and the output and the sum so far are scaled by
     2^(scale_log2 (old max - max)). The sum is reduced over the four lanes of a row once, at the end.
@@ -41,7 +41,7 @@ class OnlineSoftmax:
     threshold: Constexpr = 0  # powers of two by which scores may exceed row_max
     may_be_large: Constexpr = False  # scores may be beyond LARGE, down to fp32's smallest number
     p_exponent: Constexpr = 0  # P, row_sum and the output are times 2^p_exponent: digits of small P in fp16
-    p_dtype: Constexpr = None  # what P is rounded to; None if to no fewer than 22 bits
+    p_dtype: Constexpr = None  # type that P is rounded to; None if it keeps at least 22 bits
 
     @staticmethod
     def make(
@@ -88,7 +88,7 @@ class OnlineSoftmax:
 
     @cute.jit
     def block_max(self, acc: cute.Tensor, r: Constexpr) -> Float32:
-        """max(row_max[r], the thread's own elements of row r)."""
+        """max(row_max[r], the thread's elements of row r)."""
         cols = cute.size(acc, mode=[1])
         # Four independent chains hide the latency.
         largest = [self.row_max[r], acc[r, 0], acc[r, 1], acc[r, 2]]
@@ -147,7 +147,7 @@ class OnlineSoftmax:
             self.row_sum[r] = total
 
     def within(self, r: Constexpr, limit: Constexpr) -> Boolean:
-        """Whether row r's frozen maximum was large enough; false if it was -inf (the sum is inf or NaN).
+        """True if row r's frozen maximum was large enough; False if it was -inf (the sum is inf or NaN).
 
         If the sum is within ``limit``, so is each term: nothing has overflowed, and relative precision does not depend
         on the maximum.
@@ -155,9 +155,9 @@ class OnlineSoftmax:
         return self.row_sum[r] <= Float32(limit)
 
     def has_seen(self, r: Constexpr, least: Constexpr) -> Boolean:
-        """Whether row r has seen a key: row_max * scale_log2 > ``least``; it is -inf if all were masked.
+        """True if row r has seen a key: row_max * scale_log2 > ``least``; it is -inf if all keys were masked.
 
-        No maximum that is large counts: it cannot be frozen.
+        A large maximum does not count: it cannot be frozen.
         """
         max_scaled = self.row_max[r] * self.scale_log2
         seen = max_scaled > Float32(least)
@@ -184,9 +184,9 @@ class OnlineSoftmax:
 
     @cute.jit
     def merge(self, row_max: cute.Tensor, row_sum: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-        """Add the statistics of other keys, whose sums are not reduced over the lanes of a row either.
+        """Add the statistics of other keys, with sums that are not reduced over the lanes of a row either.
 
-        Returns the factors (rows) of the output so far and of the other keys' output, whose sum is the new output.
+        Returns the factors (rows) of the output so far and of the other keys' output; their sum is the new output.
         """
         rows: Constexpr = cute.size(row_max)
         own, other = (cute.make_rmem_tensor(cute.make_layout(rows), Float32) for _ in range(2))
@@ -211,14 +211,14 @@ class OnlineSoftmax:
 
     @cute.jit
     def natural_lse(self, r: Constexpr, row_sum: Float32) -> Float32:
-        """The natural LSE of row r, which has seen a key.
+        """The natural LSE of row r; the row has seen a key.
 
-        From the very number that was subtracted from its scores: max * scale_log2, rounded.
+        From the same number that was subtracted from its scores: max * scale_log2, rounded.
         """
         # Where P keeps fp32's digits, the error of an approximate logarithm would be a backward's largest one.
         lse = (self.subtracted(r) + log2(row_sum, approximate=self.p_dtype is not None)) * LN_2
         if cutlass.const_expr(self.may_be_large):
-            if self.is_large(r):  # differences were taken
+            if self.is_large(r):  # exponentials are of differences
                 lse = self.row_max[r] * (self.scale_log2 * LN_2) + self._log(row_sum)
         return lse
 
@@ -239,16 +239,16 @@ class OnlineSoftmax:
         return gained
 
     def subtracted(self, r: Constexpr) -> Float32:
-        """What :meth:`exponentiate` subtracts from the scaled scores of row r, unless it takes differences."""
+        """The number that :meth:`exponentiate` subtracts from the scaled scores of row r, unless :meth:`is_large`."""
         max_scaled = product(self.row_max[r], self.scale_log2)
         return max_scaled - Float32(self.p_exponent) if self.p_exponent else max_scaled
 
     def is_large(self, r: Constexpr) -> Boolean:
-        """Whether differences are taken of row r's scores, where they may be large."""
+        """Row r's scores are large: the maximum is subtracted before they are scaled."""
         return fabs(self.row_max[r] * self.scale_log2) > Float32(LARGE)
 
     def _log(self, total: Float32) -> Float32:
-        """The natural logarithm of a sum of P in its own units."""
+        """The natural logarithm of a sum of P with its scale of 2^p_exponent."""
         return log(total * Float32(2.0**-self.p_exponent) if self.p_exponent else total)
 
     @cute.jit

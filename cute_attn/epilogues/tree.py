@@ -1,7 +1,7 @@
 """A mask over the last keys for trees of draft tokens, in speculative decoding.
 
-A sequence's queries are its last keys: the tokens of a tree, each after its parent. A query sees those of them that
-its row of bits names, its ancestors and itself, and all keys before them (Miao et al. 2023,
+A sequence's queries are its last keys: the tokens of a tree, each after its parent. A query sees the tokens that its
+row of bits names, its ancestors and itself, and all keys before the tree (Miao et al. 2023,
 https://arxiv.org/abs/2305.09781).
 """
 
@@ -31,7 +31,7 @@ class TreeState:
 class Tree(Epilogue):
     """Scores of the sequence's last seqlen_q keys become -inf where the query's bit is 0. Bits: int32 (total_q, words).
 
-    Only key blocks that reach into them take time.
+    Only key blocks that overlap them cost time.
     """
 
     name = "tree"

@@ -92,7 +92,7 @@ class BlockPredicate:
         return [kept_type(node)(value) for node, value in zip(nodes, self._of(nodes, known), strict=True)]
 
     def sees(self, query: Int32, of_query: Values, key: Int32, of_key: Values) -> Boolean:
-        """Whether a query sees a key."""
+        """The predicate of one query and one key, from their values."""
         predicate = self.predicate
         known = {x: query if x.parts == QUERY else key for x in predicate.indices}
         for nodes, values in ((predicate.of_queries, of_query), (predicate.of_keys, of_key)):
@@ -104,7 +104,7 @@ class BlockPredicate:
     def bounds(
         self, queries: Interval, of_queries: Sequence[Interval], keys: Interval, of_keys: Sequence[Interval]
     ) -> Interval:
-        """Whether all of a block's queries certainly see all its keys, and whether one may see one.
+        """[all of a block's queries certainly see all its keys, one of them may see one].
 
         queries, keys: its indices; of_queries, of_keys: bounds of their values.
         """

@@ -1,8 +1,8 @@
 """A graph as torch operations on tensors of scores and indices: the reference of a traced function.
 
-Values have the dtypes that torch gives them where it calls the function for one score: indices are int64, captured
-elements have their tensor's dtype, a Python number takes no part in promotion, and a 16-bit result is rounded. Torch's
-default dtype counts as float32 whatever it is: what a call computes does not depend on it.
+Values have the dtypes of a call for one score in torch: indices are int64, captured elements have their tensor's dtype,
+Python numbers do not affect promotion, and a 16-bit result is rounded. Torch's default dtype counts as float32 whatever
+it is: results of a call do not depend on it.
 """
 
 import operator
@@ -32,7 +32,7 @@ _NUMBERS: dict[str, Callable[..., Any]] = {
     "where": torch.where,
     **{name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")},
 }
-"""What takes Python's numbers beside tensors."""
+"""Operations that accept Python's numbers next to tensors."""
 _TENSORS: dict[str, Callable[..., Tensor]] = {
     "clamp_min": lambda x, least: torch.clamp(x, min=least),
     "clamp_max": lambda x, most: torch.clamp(x, max=most),
@@ -54,9 +54,9 @@ class Precision:
     """How :func:`evaluate` computes: as torch does, or as kernels may differ from that.
 
     Attributes:
-        floats: the dtype of all floats, in place of their own.
-        nudge: relative error of floats that steps, comparisons and integers are made of.
-        wraps: whether integers have 32 bits.
+        floats: the dtype of all floats, in place of each one's.
+        nudge: relative error of floats before steps, comparisons and conversions to integers.
+        wraps: integers have 32 bits.
     """
 
     floats: torch.dtype | None = None
@@ -85,9 +85,9 @@ def evaluate(
     tensors: Sequence[Any],
     precision: Precision = AS_TORCH,
 ) -> Tensor:
-    """The output for inputs that broadcast to the scores' shape: a predicate, or scores in their own dtype.
+    """The output for inputs that broadcast to the scores' shape: a predicate, or scores in their dtype.
 
-    Where the output gets no gradient, such as at keys that a mask hides, nothing does, whatever the slopes are there.
+    Where the output gets no gradient, such as at hidden keys, no input gets one, whatever the slopes are there.
 
     Raises:
         IndexError: on the CPU, a score, hidden or not, reads an element that its tensor does not have. Elsewhere the
@@ -107,7 +107,7 @@ def evaluate(
             value = tensors[number].shape[axis]
         elif node.op == "cast":
             x = args[0] if node.kind == FLOAT else precision.before_step(args[0])
-            # Without a dtype it is a promotion, which torch's operations do by themselves.
+            # Without a dtype it is a promotion; torch's operations promote by themselves.
             dtype = getattr(torch, node.dtype) if node.dtype else None
             value = precision.of(x if dtype is None else _tensor(x, scores.device, dtype))
         elif node.op == "load":
@@ -182,13 +182,13 @@ def _computed(node: Node, args: list[Value], device: torch.device) -> Value:
 
 
 class _Reached:
-    """In a backward: the scores that get a gradient. Others get none by a slope, which may be NaN there."""
+    """In a backward: the scores that get a gradient. Others get none by a slope, since slopes may be NaN there."""
 
     def __init__(self, shape: torch.Size) -> None:
         self.shape, self.scores = shape, torch.empty(0)
 
     def noticed(self, output: Tensor) -> Tensor:
-        """The output, whose gradient says which."""
+        """The output, with a hook: its gradient says which scores get one."""
 
         def notice(gradient: Tensor) -> None:
             self.scores = gradient != 0
@@ -196,7 +196,7 @@ class _Reached:
         return self._hooked(output, notice)
 
     def only(self, x: Value) -> Value:
-        """A value with a gradient of its own for each score, which are summed afterwards."""
+        """A value with a separate gradient for each score; they are summed afterwards."""
         if not isinstance(x, Tensor):
             return x
         return self._hooked(x, lambda gradient: torch.where(self.scores, gradient, 0.0))

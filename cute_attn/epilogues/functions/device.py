@@ -55,9 +55,9 @@ Row = tuple[int, tuple[Node, ...]]
 
 
 def row_of(load: Node) -> Row | None:
-    """A captured tensor's number and its first indices, those that a work tile has one of; None without such.
+    """A captured tensor's number and its leading indices that are constant in a work tile; None without any.
 
-    The last index is left, so that this part is a tensor.
+    The last index is never one of them, so that the row is a tensor.
     """
     first = tuple(itertools.takewhile(lambda x: not x.parts, load.args[:-1]))
     return (load.value, first) if first and load.parts else None
@@ -72,8 +72,7 @@ def rows_of(*outputs: Node) -> list[Row]:
 class Expressions:
     """Computes nodes from the values of others.
 
-    values: of the inputs, and all that is computed; tensors: the captured ones by number; rows: parts of these, as of
-    :func:`row_of`.
+    values: inputs and computed values; tensors: the captured ones by number; rows: their slices, see :func:`row_of`.
     """
 
     def __init__(
@@ -85,14 +84,14 @@ class Expressions:
         self.values, self.tensors, self.rows = values, tensors, rows or {}
 
     def row(self, row: Row) -> cute.Tensor:
-        """The part of a tensor behind the indices of a work tile."""
+        """The slice of a tensor at the indices of a work tile."""
         number, indices = row
         tensor = self.tensors[number]
         first = [element_index(x, self.of(x), size) for x, size in zip(indices, tensor.shape, strict=False)]
         return tensor[(*first, *(None,) * (len(tensor.shape) - len(first)))]
 
     def of(self, node: Node, known: Callable[[Node], dict[Node, Any]] | None = None) -> Any:
-        """The node's value. known: where a node's value is kept, which may be for a row, a column or an element."""
+        """The node's value. known: the dict that keeps a node's value, for a row, a column or an element."""
         place = self.values if known is None else known(node)
         if node not in place:
             place[node] = self._computed(node, [self.of(arg, known) for arg in node.args])
@@ -179,7 +178,7 @@ def over_tile(
 
 
 class Positions:
-    """The inputs that vary within a tile: query, key, what follows from both, and the accumulator."""
+    """The inputs that vary within a tile: query, key, values derived from both, and the accumulator."""
 
     def __init__(self, nodes: Iterable[Node]) -> None:
         self.inputs = [x for x in nodes if x.op in ("query", "key", "acc", "distance", "order")]

@@ -43,7 +43,7 @@ class Captured(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor | float) -> "Captured":
-        """The layout of a tensor, which has at least one dimension here, or the type of a number."""
+        """The layout of a tensor of at least one dimension, or the type of a number."""
         if not isinstance(tensor, Tensor):
             return Captured(type(tensor).__name__, 0, True)
         unit = tensor.dim() == 0 or tensor.stride(-1) == 1
@@ -56,7 +56,7 @@ def _shape(given: Sequence[Any], number: int) -> tuple[int, ...]:
 
 
 def as_kernels_read(tensor: Tensor | float) -> Tensor | float:
-    """An argument of :class:`Captured`'s kinds as a launch takes it."""
+    """An argument of :class:`Captured`'s kinds, as passed to a launch."""
     if not isinstance(tensor, Tensor):
         return tensor
     tensor = tensor.detach()
@@ -68,8 +68,8 @@ def as_kernels_read(tensor: Tensor | float) -> Tensor | float:
 class FunctionState:
     """A work tile's captured tensors, the rows and values that are the same throughout it, and the last positions.
 
-    lists: of a mask that lists blocks, with the (batch, head) that they are read for.
-    targets: of each term the part of its gradient that the work tile adds to, with the gradients' factor.
+    lists: block lists of a mask, if any, with the (batch, head) that they are read for.
+    targets: for each term the slice of its gradient that the work tile adds to, with the gradients' factor.
     """
 
     tensors: tuple
@@ -85,16 +85,16 @@ class FunctionState:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FunctionEpilogue(Epilogue):
-    """A traced function: an object in the place of an epilogue's class, which is let go with the calls that need it.
+    """A traced function: an object in place of an epilogue's class, freed with the calls that need it.
 
     Attributes:
         name: under which it is registered.
         graph, output: the trace.
-        captured: of each tensor that it captures.
-        lowered: what kernels compute.
-        differentiates: whether it is a backward kernel's. A forward needs no slopes, and stores no rows beyond
+        captured: layout of each captured tensor.
+        lowered: the graph as kernels compute it.
+        differentiates: set for backward kernels. A forward needs no slopes, and stores no rows beyond
             sequences.
-        with_terms: by wanted tensors, what computes their gradients as well.
+        with_terms: wanted tensors -> the epilogue that computes their gradients as well.
     """
 
     name: str = field()  # type: ignore[misc]
@@ -249,11 +249,11 @@ class FunctionEpilogue(Epilogue):
 class BlockMaskEpilogue(FunctionEpilogue):
     """A traced mask with lists of the blocks that it leaves: two of key blocks, then two of query blocks.
 
-    partial: what the mask is in listed blocks that need one, of its tensors but the first; None: all of it. The mask
-    alone is right as well, for a kernel that visits all blocks.
-    unites: whether the query blocks of a key block are those of any query head of its kv head, so that a backward
-    visits blocks that a head does not list, where ``partial`` may be true.
-    first: of the captured tensors, the first that is read.
+    partial: the mask in listed blocks that need one, a function of its tensors except the first; None: the whole mask.
+    The whole mask is right without lists too, for a kernel that visits all blocks.
+    unites: the query blocks of a key block are the union over the query heads of its kv head. A backward then visits
+    blocks that a head does not list, where ``partial`` may be true.
+    first: the first captured tensor that is read.
     """
 
     lists_blocks = True
@@ -262,7 +262,7 @@ class BlockMaskEpilogue(FunctionEpilogue):
     first: int = 0
 
     def held(self, backward: bool) -> int:  # type: ignore[override]
-        """Two more where listed blocks need the whole mask, which reads their kinds."""
+        """Two more if listed blocks need the whole mask, since it reads their kinds."""
         return super().held(backward) + 2 * (self.partial is None or (backward and self.unites))
 
     def visiting(self) -> "BlockMaskEpilogue":
@@ -295,7 +295,7 @@ class BlockMaskEpilogue(FunctionEpilogue):
 
 
 def _takes_long(*outputs: Node, most: int) -> bool:
-    """Whether more than ``most`` operations are computed for each score, such as for T5's buckets of distances."""
+    """More than ``most`` operations per score, as for T5's buckets of distances."""
     return sum(map(varies, ordered(*outputs))) > most
 
 
@@ -318,19 +318,19 @@ def _with_gradients(epilogue: FunctionEpilogue, wanted: tuple[int, ...]) -> "Gra
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GradientEpilogue(FunctionEpilogue):
-    """A backward's, which also adds to the gradients of captured tensors, in fp32; these follow the tensors."""
+    """A backward's epilogue that adds to the gradients of captured tensors, fp32 arguments that follow the tensors."""
 
     wanted: tuple[int, ...]
 
     def held(self, backward: bool) -> int:  # type: ignore[override]
-        """Two for each slope, two for sums, two for indices of scores, and two more where these take long."""
+        """Two for each slope, two for sums, two for indices of scores, and two more where these are slow to compute."""
         indices = [index for term in self.lowered.terms for index in term.indices]
         spread, long = any(map(varies, indices)), _takes_long(*indices, most=14)
         return self._loads() + 2 * (len(replace(self, differentiates=True)._kept) + 1 + spread + long)
 
     @classmethod
     def check(cls, inputs: ScoreInputs) -> None:
-        """Nothing: a forward's arguments, which it has checked, and tensors of the package's own."""
+        """Nothing: the forward has checked its arguments, and the other tensors are the package's."""
 
     def fake_args(self) -> tuple:
         ranks = (self.captured[number].rank for number in self.wanted)
@@ -345,7 +345,7 @@ class GradientEpilogue(FunctionEpilogue):
 
     @property
     def _kept(self) -> list[Node]:
-        """What the forward computes for the backward: slopes that vary with the score, the scores' own first."""
+        """Nodes that the forward computes for the backward: slopes that vary with the score, the score's first."""
         slopes = [self._slope, *(term.slope.node for term in self.lowered.terms)]
         return list(dict.fromkeys(x for x in slopes if x is not None and x.parts & SCORE))
 
@@ -409,7 +409,7 @@ class GradientEpilogue(FunctionEpilogue):
 
 
 def register_trace(traced: Trace) -> FunctionEpilogue:
-    """A trace's epilogue; equal graphs share one, and its kernels."""
+    """A trace's epilogue; equal graphs have the same one, and its kernels."""
     return register_traced(FunctionEpilogue(**_fields(traced, "")))
 
 

@@ -1,8 +1,8 @@
-"""The gradients of captured tensors: in a backward, what each score adds to the elements that its score loaded.
+"""The gradients of captured tensors: in a backward, each score adds to the elements that it loaded.
 
 Scores that load one element are added up first: in registers where the index is one value for a row, a column, a
-diagonal or all, and by shuffles where a warp's scores of a tile all load it, such as those of far keys under a clamped
-distance. What is left is added atomically and in any order.
+diagonal or all, and by shuffles where a warp's scores of a tile all load it, as far keys under a clamped distance do.
+The rest is added atomically and in any order.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from cute_attn.epilogues.functions.lowering import Slope, Term
 LANES = (1, 2, 4, 8, 16)
 
 Elements = Callable[[Callable[[Int32, Float32], None]], None]
-"""Calls its argument for each of a thread's sums: with an offset in the target, and what to add there."""
+"""Calls its argument for each of a thread's sums: with an offset in the target, and the number to add."""
 
 
 def offset_in(target: cute.Tensor, nodes: tuple[Node, ...], indices: tuple[Any, ...]) -> Int32:
@@ -33,10 +33,10 @@ def offset_in(target: cute.Tensor, nodes: tuple[Node, ...], indices: tuple[Any, 
 
 
 def times_slope(gradient: Float32, factor: Any, slope: Slope) -> Float32:
-    """The gradient times a slope's value; 0 of a score that has none, such as one that a mask hides."""
+    """The gradient times a slope's value; 0 for a score without gradient, such as a hidden one."""
     if slope.node.is_const(1.0):
         return gradient
-    if not slope.node.parts:  # of a head all of whose scores are hidden; visible ones were not finite, either
+    if not slope.node.parts:  # the head's scores are all hidden; visible ones would not be finite, either
         factor = cutlass.select_(fabs(factor) < Float32.inf, factor, Float32(0.0))
     if not slope.unbounded:
         return gradient * factor
@@ -65,7 +65,7 @@ def add_elements(target: Pointer, scale: Float32, elements: Elements, spread: bo
 
 
 def _all_share(lowest: Int32, highest: Int32) -> Boolean:
-    """Whether the offsets of all scores of a warp are one; on the host those of a thread."""
+    """All scores of a warp, on the host of a thread, have the same offset."""
     share = lowest == highest
     if not on_device():
         return share

@@ -32,11 +32,11 @@ class Node:
     Attributes:
         op: "const", "load", "extent" (a tensor's size), a name of ``INPUTS``, or an operation.
         kind: of ``KINDS``.
-        args: operands; of a load its indices.
-        value: a constant's; of a load which tensor; of an extent which tensor and dimension.
-        parts: of ``SCORE``, ``QUERY`` and ``KEY``, those that it varies with.
-        dtype: torch's name of an integer's dtype, "" of a Python number's; also of a captured float, and of the one
-            that a function casts to.
+        args: operands; the indices of a load.
+        value: of a constant; a load's tensor; an extent's tensor and dimension.
+        parts: the ones of ``SCORE``, ``QUERY`` and ``KEY`` that it varies with.
+        dtype: torch's name of an integer's dtype, "" for a Python number; also a captured float's, and the dtype that
+            a function casts to.
     """
 
     op: str
@@ -47,7 +47,7 @@ class Node:
     dtype: str = ""
 
     def is_const(self, value: float | None = None) -> bool:
-        """Whether it is a constant, or that one."""
+        """True for a constant, or with ``value`` for that constant."""
         return self.op == "const" and (value is None or self.value == value)
 
 
@@ -66,7 +66,7 @@ class Graph:
         parts: int = 0,
         dtype: str = "",
     ) -> Node:
-        """The node of these fields; ``parts`` beside its operands', dtype of an integer as torch promotes theirs."""
+        """The node of these fields; ``parts`` are added to its operands'; integers are promoted like torch's."""
         if kind in (INT, LONG) and op not in _OF_NO_DTYPE and not (op == "cast" and args[0].kind == BOOL):
             dtype = dtype or _promoted_dtype(args)
         key = (op, kind, tuple(map(id, args)), type(value), repr(value), dtype)
@@ -113,7 +113,7 @@ class Graph:
         return self.make(op, BOOL, (a, b))
 
     def binary(self, op: str, a: Node, b: Node, least: str = INT) -> Node:
-        """An operation on two values of one type, which its result has."""
+        """An operation on two values of one type, with a result of that type."""
         a, b = self.promoted(a, b, least=least)
         if op == "mul":
             for x, y in ((a, b), (b, a)):
@@ -126,7 +126,7 @@ class Graph:
         return self.make(op, a.kind, (a, b))
 
     def unary(self, op: str, x: Node) -> Node:
-        """neg or abs of a number, or a function of a float, which integers become."""
+        """neg or abs of a number, or a function of a float, with integers converted."""
         signed = op in ("neg", "abs")
         (x,) = self.promoted(x, least=INT if signed else FLOAT)
         if signed and x.op == "const":
@@ -150,12 +150,12 @@ class Graph:
 
 
 _OF_NO_DTYPE = frozenset(("const", "extent", "load"))
-"""Python's numbers, and what has the dtype that it is given."""
+"""Python's numbers, and nodes with a given dtype."""
 WIDTHS = {"uint8": 8, "int8": 8, "int16": 16, "int32": 32, "int64": 64}
 
 
 def _promoted_dtype(args: Sequence[Node]) -> str:
-    """The dtype of an operation's integer result; bools and Python's numbers take no part."""
+    """The dtype of an operation's integer result; bools and Python's numbers do not affect it."""
     found = {x.dtype for x in args if x.dtype in WIDTHS}
     if found == {"uint8", "int8"}:
         return "int16"
@@ -177,7 +177,7 @@ def ordered(*outputs: Node) -> list[Node]:
 
 
 def digest(output: Node, tensors: Sequence[str]) -> str:
-    """16 hexadecimal digits of a graph, whose loads are numbered by ``tensors``' descriptions."""
+    """16 hexadecimal digits of a graph, with its loads numbered by ``tensors``' descriptions."""
     nodes = ordered(output)
     number = {node: i for i, node in enumerate(nodes)}
     lines = [f"{x.op} {x.kind} {x.dtype} {[number[arg] for arg in x.args]} {x.value!r}" for x in nodes]

@@ -1,10 +1,10 @@
-"""Bounds of a traced value over a block of queries and keys, from bounds of what it is computed from.
+"""Bounds of a traced value over a block of queries and keys, from bounds of its operands.
 
-Sound for the device's own arithmetic: a value lies between its bounds also where it wraps or rounds. An integer's
-bounds have 64 bits; where they leave its type the value may have wrapped, and is anything. A float's are rounded as
-the value is, which keeps their order; a product's are widened, since a compiler may fuse it with a sum. What is
-unknown, such as a float that may be NaN or infinite, an element at one of several indices, or an operation without a
-rule, is between the least and the greatest of its type. So a predicate is certainly true, certainly false, or neither.
+Sound for the device's arithmetic: a value lies between its bounds also where it wraps or rounds. An integer's bounds
+have 64 bits; where they leave its type the value may have wrapped, and is anything. A float's bounds are rounded like
+the value, which keeps their order; a product's are widened, since a compiler may fuse it with a sum. Unknown values are
+between the least and the greatest of their type: a float that may be NaN or infinite, an element at one of several
+indices, the result of an operation without a rule. So a predicate is certainly true, certainly false, or neither.
 """
 
 import itertools
@@ -23,14 +23,14 @@ from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, LONG, Node
 INT_RANGE = (-(2**31), 2**31 - 1)
 LONG_RANGE = (-(2**63), 2**63 - 1)
 _ADDED, _MULTIPLIED = 2**62 - 1, 2**31
-"""Magnitudes of 64-bit numbers whose sum, or product, has 64 bits as well."""
+"""Maximum magnitudes of numbers with a sum, or a product, of 64 bits."""
 _FUSED = 2.0**-22
 """Relative distance of an fp32 product from a rounded one, at most: two of them."""
 _SMALLEST = 1e-37
 
 
 class Interval(NamedTuple):
-    """What a value is at least and at most: Int64, Float32, or Boolean, of which False is less.
+    """Minimum and maximum of a value: Int64, Float32, or Boolean with False < True.
 
     A Float32's are NaN where nothing is known: no comparison with them holds.
     """
@@ -40,7 +40,7 @@ class Interval(NamedTuple):
 
     @property
     def is_point(self) -> bool:
-        """Whether the trace knows that both are one value."""
+        """At trace time both bounds are known to be one value."""
         return self.low is self.high
 
 
@@ -110,7 +110,7 @@ def _all(conditions: Any) -> Boolean:
 
 
 def _finite(*intervals: Interval) -> Boolean:
-    """Whether floats' bounds are numbers, and so is all between them."""
+    """The floats' bounds are finite, and so is every value between them."""
     return _all((x.low > -float("inf")) & (x.high < float("inf")) for x in intervals)
 
 
@@ -165,7 +165,7 @@ def _sub(node: Node, a: Interval, b: Interval) -> Interval:
 
 
 def _distance(node: Node, a: Interval, b: Interval) -> Interval:
-    """The distance between two integers, which may become a float."""
+    """Bounds of the distance between two integers, possibly converted to a float."""
     return _cast_ends(node.kind, _sub(node, a, b))
 
 
@@ -206,7 +206,7 @@ def _floor_div(a: Int64, b: Int64) -> Int64:
 
 
 def _divisor(b: Interval) -> tuple[Boolean, Interval]:
-    """Whether a divisor is positive, and one that is."""
+    """(the divisor is positive, the divisor clamped to positive values)."""
     if b.is_point:
         low = greater(b.low, Int64(1))
         return b.low > 0, Interval(low, low)
@@ -219,7 +219,7 @@ def _floordiv(node: Node, a: Interval, b: Interval) -> Interval:
 
 
 def _mod(node: Node, a: Interval, b: Interval) -> Interval:
-    """Bounds of a remainder: exact if both ends have the same quotient, otherwise those of the largest divisor."""
+    """Bounds of a remainder: exact if both ends have the same quotient, otherwise [0, largest divisor - 1]."""
     positive, b = _divisor(b)
     first, last = _floor_div(a.low, b.low), _floor_div(a.high, b.low)
     one, start = (first == last) & (b.low == b.high), first * b.low
@@ -291,7 +291,7 @@ def _cast(node: Node, a: Interval) -> Interval:
 
 
 def _where(node: Node, c: Interval, a: Interval, b: Interval) -> Interval:
-    """The chosen interval; the union where the condition is open, which for a float that may be NaN is unknown."""
+    """The chosen interval; the union if the condition is undecided, unknown for a float that may be NaN."""
     if node.kind == BOOL:
         low = (c.low & a.low) | (_opposite(c.high) & b.low) | (a.low & b.low)
         return Interval(low, (c.high & a.high) | (_opposite(c.low) & b.high))

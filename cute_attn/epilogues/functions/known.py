@@ -1,4 +1,4 @@
-"""The epilogues of functions that come again. Imports no compiler."""
+"""The epilogues of functions that are passed again. Imports no compiler."""
 
 import threading
 from collections import OrderedDict, deque
@@ -14,7 +14,7 @@ from cute_attn.epilogues.names import user_epilogue
 
 
 class _Known(NamedTuple):
-    """A trace's epilogue or None, which of the functions' tensors it captured, and what the key names by its id."""
+    """A trace's epilogue or None, the indices of the captured tensors, and the objects that the key names by id."""
 
     epilogue: Any
     tensors: tuple[int, ...]
@@ -24,7 +24,7 @@ class _Known(NamedTuple):
 _MOST = 256
 _known: OrderedDict[tuple, _Known] = OrderedDict()
 _recent: deque[Any] = deque(maxlen=_MOST)
-"""Epilogues of functions that are traced in each call, which a call in flight names."""
+"""Epilogues of functions that are traced in each call: calls in flight name them."""
 _held: dict[str, Any] = {}
 _lock = threading.Lock()
 
@@ -37,7 +37,7 @@ _thread = _Thread()
 
 
 def traces_alone() -> int:
-    """How many traces of this thread served their call alone, since no later call can be compared."""
+    """Number of this thread's traces that served only one call, since no later call can be compared."""
     return _thread.alone
 
 
@@ -47,10 +47,10 @@ def epilogue_of(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[str, tuple[Tensor, ...]]:
-    """The registered name of functions, and the tensors that they capture; ("", ()) where they leave scores alone.
+    """The registered name of functions, and the tensors that they capture; ("", ()) if they change no score.
 
-    Functions are traced once for each value of what they read, see :mod:`.reads`, and in each call where that cannot
-    be compared. An epilogue lives as long as one of the last functions, a gradient to come, or :func:`hold` needs it.
+    Functions are traced once for each value of their reads, see :mod:`.reads`, and in each call if these cannot be
+    compared. An epilogue lives as long as one of the last functions, a gradient to come, or :func:`hold` needs it.
 
     dtype: of scores.
 
@@ -71,10 +71,10 @@ def epilogue_of(
 def block_mask_epilogue_of(
     mask_mod: Callable, partial: Callable | None, unites: bool, device: torch.device | None
 ) -> tuple[str, tuple[Tensor, ...]]:
-    """The same of a mask with lists of blocks, whose tensors follow.
+    """The same for a mask with lists of blocks; the lists' tensors follow.
 
-    partial: what ``mask_mod``, which captures one tensor more and that first, is in listed blocks that need a mask;
-    None: itself. unites: whether lists of query blocks are unions of several heads'.
+    partial: replaces ``mask_mod``, which captures one more tensor, its first, in listed blocks that need a mask; None:
+    no replacement. unites: lists of query blocks are unions over several heads.
     """
 
     def register(traced: Trace) -> Any:
@@ -86,7 +86,7 @@ def block_mask_epilogue_of(
 
 
 def hold(name: str) -> None:
-    """Keep an epilogue for good: a graph that names it, or whose memory has its kernel, may run at any time."""
+    """Keep an epilogue for good: a graph that names it or contains its kernel may run at any time."""
     _held[name] = user_epilogue(name)
 
 
@@ -97,7 +97,7 @@ def _known_or_traced(
     kind: tuple,
     register: Callable[[Trace], Any],
 ) -> tuple[str, tuple[Tensor, ...]]:
-    """kind: the scores' dtype, and what else ``register`` makes of a trace."""
+    """kind: the scores' dtype, and anything else on which ``register``'s result depends."""
     for what, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if function is not None:
             check_function(what, function)
@@ -111,7 +111,7 @@ def _known_or_traced(
         if known is not None:
             tensors = tuple([reads.tensors[i] for i in known.tensors])
             return known.epilogue.name if known.epilogue is not None else "", tensors
-    # What is kept serves calls with gradients as well; what serves this call alone sees torch's state as it is.
+    # A kept trace serves calls with gradients as well; a trace for only this call sees torch's state as it is.
     with torch.set_grad_enabled(torch.is_grad_enabled() or reads.complete):
         traced = trace(score_mod, mask_mod, device, kind[0])
         epilogue = register(traced)

@@ -1,4 +1,4 @@
-"""A graph as kernels compute it: on scores in a tile's units, with what is cheap on the device in place of what is not.
+"""A graph as kernels compute it: on scores in a tile's units, with cheap operations in place of expensive ones.
 
 A tile holds scores over ``context.score_scale``. Factors that do not vary with the score, or with the query and the
 key, are multiplied with each other first, once per work tile, row or column: a bias costs one multiply-add per
@@ -81,7 +81,7 @@ Bounds = tuple[float, float]
 
 @dataclass(frozen=True, eq=False)
 class Slope:
-    """A derivative, in natural units. unbounded: whether it may be NaN or infinite where a mask hides the key."""
+    """A derivative, in natural units. unbounded: it may be NaN or infinite where a mask hides the key."""
 
     node: Node
     unbounded: bool
@@ -89,12 +89,12 @@ class Slope:
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """What the gradient of one load's tensor gets of each score.
+    """Each score's contribution to the gradient of one load's tensor.
 
     Attributes:
-        number: of the tensor.
-        indices: of its element.
-        slope: the derivative of the score after by the element, in natural units.
+        number: number of the tensor.
+        indices: indices of its element.
+        slope: the derivative of the new score by the element, in natural units.
     """
 
     number: int
@@ -104,13 +104,13 @@ class Term:
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """What an epilogue computes.
+    """The nodes that an epilogue computes.
 
     Attributes:
-        terms: of the gradients of captured tensors.
-        forward: what replaces an element of the accumulator, "acc".
-        slope: the derivative by the score; None where it is 0.
-        unbounded: whether ``forward`` may be NaN or infinite beyond the sequences. Keys there are masked; queries
+        terms: terms of the gradients of captured tensors.
+        forward: the new value of an element of the accumulator, "acc".
+        slope: the derivative by the score; None if it is 0.
+        unbounded: ``forward`` may be NaN or infinite beyond the sequences. Keys there are masked; queries
             have P = 0, but not where their score is NaN.
     """
 
@@ -121,12 +121,12 @@ class Lowered:
 
     @property
     def keeps_slope(self) -> bool:
-        """Whether the backward needs the slope from the forward: it varies with the score."""
+        """The slope varies with the score, so the forward keeps it for the backward."""
         return self.slope is not None and bool(self.slope.node.parts & SCORE)
 
 
 def varies(node: Node) -> bool:
-    """Whether a value is computed for each element, not once per row, column or work tile."""
+    """True if a value is computed for each element, not once per row, column or work tile."""
     return bool(node.parts & SCORE) or node.parts & (QUERY | KEY) == QUERY | KEY
 
 
@@ -157,9 +157,9 @@ _SIGNED = frozenset(("add", "where", "minimum", "maximum", "clamp_min", "clamp_m
 
 
 def _may_be_nan(output: Node, is_score: bool = False) -> bool:
-    """Whether a float may be NaN or infinite in scores that are hidden: tensors may hold anything for these.
+    """A float may be NaN or infinite in hidden scores: tensors may contain anything for these.
 
-    is_score: -inf hides, and is no NaN.
+    is_score: -inf hides, and does not count.
     """
     known: dict[tuple[Node, bool], bool] = {}
 
@@ -174,12 +174,12 @@ def _may_be_nan(output: Node, is_score: bool = False) -> bool:
 
 
 def _is_computed(x: Node) -> bool:
-    """Whether a float is computed from floats that vary within a head's scores."""
+    """A float that is computed from floats that vary within a head's scores."""
     return bool(x.parts) and x.kind == FLOAT and (x.op != "cast" or x.args[0].kind == FLOAT)
 
 
 def _makes_nan(x: Node, hides: bool) -> bool:
-    """Whether it may be NaN or infinite for other operands than such."""
+    """It may be NaN or infinite even if its operands are finite."""
     if x.op == "const":
         return not math.isfinite(x.value) and not (hides and x.value < 0)
     if _is_computed(x):
@@ -299,7 +299,7 @@ class _Lowering:
 
     @_once
     def _is_free(self, x: Node) -> bool:
-        """Whether :meth:`scaled` adds nothing that is computed for each element."""
+        """:meth:`scaled` adds no operation per element."""
         if x is self.score or not varies(x):
             return True
         if x.op in ("add", "sub", "neg") and x.parts & SCORE:
@@ -317,7 +317,7 @@ class _Lowering:
         g, dtype = (
             self.graph,
             RANGES[node.dtype or "int64"],
-        )  # of a bool as a number, which takes no part in promotion
+        )  # a bool as a number, which does not affect promotion
         if node.op == "cast" and args[0].kind in (INT, LONG) and within(self.bounds(node.args[0]), dtype):
             return g.cast(args[0], node.kind if args[0].kind == INT or node.dtype != "int64" else LONG)
         exact = exact_bounds(node, [self.bounds(arg) for arg in node.args if arg.kind != FLOAT])
@@ -358,7 +358,7 @@ class _Lowering:
         return bounds(node, self._bounds)
 
     def _float(self, x: Node) -> Node:
-        """x in fp32; of positions each on its own: a conversion costs as much as four additions."""
+        """x in fp32; positions are converted separately, since a conversion costs as much as four additions."""
         if self._is_exact(x):
             return self._exact(x)
         return self.graph.cast(x, FLOAT)
@@ -375,7 +375,7 @@ class _Lowering:
 
     @_once
     def _is_exact(self, x: Node) -> bool:
-        """Whether x is computed from positions and numbers in fp32 without rounding."""
+        """fp32 arithmetic computes x from positions and numbers without rounding."""
         if x.kind != INT:
             return False
         if x.op in ("query", "key", "batch", "head"):

@@ -1,4 +1,4 @@
-"""A traced mask as a predicate of a query and a key: what of it follows from either alone. Imports no compiler."""
+"""A traced mask as a predicate of a query and a key, with the values of either one. Imports no compiler."""
 
 import math
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ from cute_attn.epilogues.functions.lowering import lower_predicate
 
 @dataclass(frozen=True, eq=False)
 class Predicate:
-    """Whether a query sees a key.
+    """True where a query sees a key.
 
     Attributes:
         traced: the predicate as it was traced.
         sees: the same for the device, in terms of the following.
-        of_queries: its largest parts that vary only with the query; the query's own index is no part.
-        of_keys: the same of the key.
-        indices: of the query's and the key's own index, those that it reads.
-        batched, headed: whether it differs between sequences, and between heads.
+        of_queries: its largest subexpressions that vary only with the query, except the query's index.
+        of_keys: the same for the key.
+        indices: the query's and the key's index, if it reads them.
+        batched, headed: it differs between sequences, and between heads.
     """
 
     traced: Node
@@ -54,7 +54,7 @@ def _seen(graph: Graph, output: Node) -> Node | None:
 
 
 def _one_sided(root: Node) -> list[Node]:
-    """The largest parts that vary with only the query or only the key."""
+    """The largest subexpressions that vary with only the query or only the key."""
     found: dict[Node, None] = {}
     pending, known = [root], {root}
     while pending:

@@ -1,7 +1,7 @@
-"""What functions refer to, and how a later call compares it: the key of a trace. Imports no compiler.
+"""The values that functions refer to, and how a later call compares them: the key of a trace. Imports no compiler.
 
-A function's trace holds for every call in which the function would do the same: its code, and what that code reads
-from closures, defaults, globals and attributes. Those values are the key. What has no comparable value (an object of
+A function's trace holds for every call in which the function would do the same: its code, and the values that it reads
+from closures, defaults, globals and attributes. Those values are the key. A value that cannot be compared (an object of
 another class, the environment, torch's state) makes the key incomplete; such a function is traced in each call.
 """
 
@@ -37,10 +37,10 @@ class Step(NamedTuple):
     """How one value that functions read is found again and compared.
 
     Attributes:
-        parent: the place of what it is read from: 0 for the functions, or one more than a step's number.
+        parent: where it is read from: 0 for the functions, or one more than a step's number.
         get: reads it from that.
         kind: its type.
-        test: whether it is the same value; None where what is in it has steps of its own.
+        test: True for the same value; None if its contents have separate steps.
     """
 
     parent: int
@@ -52,20 +52,20 @@ class Step(NamedTuple):
 class Reads:
     """The key of some functions, with their tensors in the order of their first reference.
 
-    Tensors count by dtype, shape, strides and device, so that others take their place.
+    Tensors count by dtype, shape, strides and device, so that others can replace them.
 
     Attributes:
         parts: the key's values, in the order of reading.
         steps: how a later call reads and compares them without a key: in :mod:`cute_attn.host.plans`.
-        tensors: those that the functions refer to, each once.
-        references: the same for each reference.
+        tensors: the referenced tensors, each once.
+        references: the tensor of each reference.
         kept: objects that the key names by their id.
-        complete: whether the key determines what the functions do.
+        complete: the key determines the functions' behaviour.
     """
 
     def __init__(self, *functions: Callable | None, state: tuple = ()) -> None:
-        """state: values that the trace depends on beside the functions."""
-        # A number takes torch's default dtype where it meets an integer.
+        """state: values, in addition to the functions, that the trace depends on."""
+        # A number gets torch's default dtype when combined with an integer.
         self.parts: list[Any] = [torch.get_default_dtype(), *state]
         self.steps: list[Step] = []
         self.tensors: list[Tensor] = []
@@ -83,12 +83,12 @@ class Reads:
         return tuple(self.parts)
 
     def _step(self, x: Any, parent: int, get: Callable[[Any], Any], test: Callable | None = None) -> int:
-        """Where a value is that later calls read; test: as of :class:`Step`."""
+        """Place of a value that later calls read; test: see :class:`Step`."""
         self.steps.append(Step(parent, get, type(x), test))
         return len(self.steps)
 
     def _walk(self, x: Any, parent: int, get: Callable[[Any], Any]) -> None:
-        """Read a value, which ``get`` reads from the value at ``parent``."""
+        """Read a value; ``get`` reads it from the value at ``parent``."""
         kind = type(x)
         if not self.complete:
             return
@@ -125,10 +125,10 @@ class Reads:
     def _nested(
         self, x: Any, parent: int, get: Callable[[Any], Any], read: Callable[[Any, int], None]
     ) -> None:
-        """Read what x contains, which may be x itself: a function that calls itself."""
+        """Read the contents of x. They may include x: a function that calls itself."""
         if id(x) in self._active:
             self.parts.append(("within", self._active.index(id(x))))
-            if type(x) is FunctionType:  # keep neither it nor what it refers to
+            if type(x) is FunctionType:  # keep neither it nor its references
                 self._step(x, parent, get, functools.partial(_is_alive, weakref.ref(x)))
             else:
                 self.complete = False
@@ -217,7 +217,7 @@ def _values(entries: dict) -> tuple:
 
 
 def _is_of_torch(scope: dict[str, Any]) -> bool:
-    """Whether a function's globals are those of a module of torch."""
+    """``scope``, a function's globals, belongs to a module of torch."""
     name = scope.get("__name__")
     if not isinstance(name, str) or name.partition(".")[0] != "torch":
         return False
@@ -230,7 +230,7 @@ def _is_known_function(x: Any) -> bool:
 
 @functools.cache
 def _torchs_functions() -> frozenset[Any]:
-    """Functions of torch, math and operator whose names mean the same in every call."""
+    """Functions of torch, math and operator that do the same in every call."""
     import math
     import operator
 

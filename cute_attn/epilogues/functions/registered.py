@@ -1,4 +1,4 @@
-"""Functions of scores under names: epilogues for every kernel name, command and call, whose arguments calls pass.
+"""Functions of scores under names: epilogues for every kernel name, command and call. Calls pass their arguments.
 
 @score_mod("relative_position", example=lambda batch, nheads, *_: (torch.randn(nheads, 257),))
 def relative_position(score, b, h, q_idx, kv_idx, table):
@@ -34,14 +34,14 @@ class RegisteredFunction(FunctionEpilogue):
     """A registered function.
 
     Attributes:
-        parameters: names of the call's arguments, which ``captured`` describes.
-        dimensions: of tensors, as calls have them.
+        parameters: names of the call's arguments; ``captured`` describes them.
+        dimensions: numbers of dimensions of a call's tensors.
         example: see :func:`score_mod`.
-        written: what has the function's name and module.
+        written: the object with the function's name and module.
         functions: the score_mod or the mask_mod, and None.
-        arguments: such as the function is called with where it is traced.
-        was_read: what it read when it was registered, as :class:`.reads.Reads` has it; None: that has no key.
-        code_digest: what tells it from others of its name.
+        arguments: arguments for tracing the function.
+        was_read: the key of its reads at registration, see :class:`.reads.Reads`; None: they have no key.
+        code_digest: distinguishes it from others of its name.
     """
 
     parameters: tuple[str, ...]
@@ -119,7 +119,7 @@ class RegisteredFunction(FunctionEpilogue):
         precision: Precision = AS_TORCH,
         output: Node | None = None,
     ) -> Any:
-        """The trace's value; float64 scores have a trace of their own, since a function may ask for their dtype."""
+        """The trace's value; float64 scores have a separate trace, since a function may ask for their dtype."""
         if output is None and scores.dtype == torch.float64:
             output = self._of_float64
         return super().evaluated(scores, coords, args, precision, output)
@@ -139,18 +139,18 @@ def score_mod(name: str, *, example: Example | None = None) -> Callable[[Functio
     """Function decorator: register a function of a score as an epilogue, forward and backward, on every kernel.
 
     The function is FlexAttention's score_mod: of ``(score, b, h, q_idx, kv_idx)``, all scalars, it returns the new
-    score. What follows in its signature are tensors, which it reads by element, and numbers, which a call passes:
-    ``attention(..., epilogues={name: (table, 0.5)})``. A call's have the dtypes and numbers of dimensions of the
-    example's; sizes and numbers may differ, and compile nothing. ``name`` is accepted in kernel names too.
+    score. The other parameters of its signature are tensors, read by element, and numbers. A call passes them:
+    ``attention(..., epilogues={name: (table, 0.5)})``. They have the dtypes and numbers of dimensions of the example;
+    sizes and numbers may differ without a new compilation. ``name`` is accepted in kernel names too.
 
     Args:
         name: for traits and calls.
-        example: of (batch, nheads, seqlen_q, seqlen_k) the arguments of a call of these sizes, as a tuple, its tensors
-            on the CPU. Checks, timings and tuning by name call the function with them. None: it has no arguments.
+        example: a function of (batch, nheads, seqlen_q, seqlen_k): the arguments of a call of these sizes, as a tuple
+            with tensors on the CPU. Checks, timings and tuning by name use them. None: the function has no arguments.
 
     Raises:
-        TypeError: the function does what cannot be traced, refers to a tensor that is none of its arguments, or has
-            other arguments than the example.
+        TypeError: the function cannot be traced, refers to a tensor that is not one of its arguments, or has other
+            arguments than the example.
         ValueError: the name is taken by another function or class, or cannot be a word of a kernel's name.
     """
     return _registering("score_mod", name, example)
@@ -193,7 +193,7 @@ def _registering(what: str, name: str, example: Example | None) -> Callable[[Fun
 
 
 def _written(function: Callable) -> Any:
-    """What has the name and the module of a function: itself, or of a partial one or an object what was written."""
+    """The object with a function's name and module: itself, or the class or function behind an object or a partial."""
     while isinstance(function, functools.partial):
         function = function.func
     return function if hasattr(function, "__qualname__") else type(function)

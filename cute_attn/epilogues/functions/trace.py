@@ -1,4 +1,4 @@
-"""A score function of FlexAttention's signature, called once with symbols that record what it does with them."""
+"""A score function of FlexAttention's signature, called once with symbols that record its operations."""
 
 import functools
 import inspect
@@ -27,7 +27,7 @@ LOADED = {
     torch.int64: LONG,
     **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), FLOAT),
 }
-"""The dtypes of captured tensors, and what their elements are in a graph."""
+"""Dtypes of captured tensors -> kinds of their elements in a graph."""
 ACCEPTED = (
     "+ - * / // % ** by a constant, comparisons, & | ^ ~ << >>, where, abs, sign, minimum, maximum, min, max, clamp, "
     "exp, exp2, log, log2, sqrt, rsqrt, square, reciprocal, tanh, sigmoid, relu, sin, cos, floor, ceil, trunc, casts, "
@@ -37,9 +37,9 @@ ACCEPTED = (
 
 @dataclass(frozen=True)
 class Trace:
-    """What functions do with a score: the output's graph, and the captured tensors that its loads number.
+    """The operations of functions on a score: the output's graph, and the captured tensors, by number of its loads.
 
-    Of a function with arguments those, in its order, are in the place of captured tensors.
+    With a function of arguments, the arguments in their order replace captured tensors.
     reads: see :class:`Recorder`.
     """
 
@@ -50,10 +50,10 @@ class Trace:
 
 
 def kind_of(function: Callable) -> str:
-    """Whether a function's parameters are those of a score_mod or of a mask_mod.
+    """The kind of a function by its parameters, score_mod or mask_mod.
 
     Raises:
-        TypeError: of neither.
+        TypeError: they are of neither kind.
     """
     parameters = inspect.signature(function).parameters.values()
     wanted = [
@@ -83,11 +83,11 @@ def trace(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Trace:
-    """The graph of ``score_mod``, then ``mask_mod``, which hides keys by -inf. dtype: of scores.
+    """The graph of ``score_mod``, then of ``mask_mod``, with -inf for hidden keys. dtype: of scores.
 
     Raises:
-        TypeError: a function does what has no node; the sentence names it.
-        ValueError: it takes an element of a tensor without any.
+        TypeError: an operation of a function has no node; the message names it.
+        ValueError: it reads an element of an empty tensor.
     """
     recorder = Recorder(device or torch.device("cpu"), dtype)
     return _renumbered(recorder, _output(recorder, score_mod, mask_mod))
@@ -99,9 +99,9 @@ def trace_with_arguments(
     mask_mod: Callable | None,
     dtype: torch.dtype = torch.float32,
 ) -> Trace:
-    """The same of functions that take tensors and numbers after their signature's arguments, and refer to no others.
+    """The same for functions with tensors and numbers as further parameters, which refer to no other tensors.
 
-    arguments: of any call's dtypes and numbers of dimensions; no size and no number of theirs is recorded.
+    arguments: with any call's dtypes and numbers of dimensions; their sizes and numbers are not recorded.
 
     Raises:
         TypeError: also where one refers to another tensor.
@@ -149,10 +149,10 @@ def _renumbered(recorder: "Recorder", output: Node) -> Trace:
 
 
 class Recorder(TorchFunctionMode):
-    """Records one trace. As a mode it also sees what a function does with real tensors, such as ``table[h, q - k]``.
+    """Records one trace. As a mode it also sees operations on real tensors, such as ``table[h, q - k]``.
 
     Attributes:
-        reads: what the function read that the dtype, shape, strides and device of its tensors do not determine, such
+        reads: a value that the function read and its tensors' dtype, shape, strides and device do not determine, such
             as a tensor's value by ``item``; "" for nothing. The trace holds only for that value.
     """
 
@@ -181,7 +181,7 @@ class Recorder(TorchFunctionMode):
                 inputs = [self.symbol(self.graph.input(name)) for name in SIGNATURES[what]]
                 output = self.node(function(*inputs, *self.arguments), "returned")
         except Exception as error:
-            # Python's operators turn a TypeError into one of their own.
+            # Python's operators replace a TypeError by another one.
             raise error if self._refusal is None else self._refusal from None
         finally:
             self._is_open = False
@@ -208,7 +208,7 @@ class Recorder(TorchFunctionMode):
         return Symbol(self, node)
 
     def dtype_of(self, node: Node) -> torch.dtype:
-        """A value's dtype, which torch promotes from its operands': numbers and integers take no part in a float's."""
+        """A value's dtype, promoted from its operands' like torch's: numbers and integers do not affect a float's."""
         if node.dtype:
             return getattr(torch, node.dtype)
         if node.kind != FLOAT:
@@ -229,7 +229,7 @@ class Recorder(TorchFunctionMode):
         return self._depths[node]
 
     def _argument(self, number: int, x: Any) -> "Symbol | Argument":
-        """What stands for an argument of a function behind those of its signature."""
+        """The symbol for a function's argument behind its signature's."""
         if isinstance(x, Tensor) and x.dim():
             return Argument(self, x, (), number)
         kind = LOADED.get(x.dtype, FLOAT) if isinstance(x, Tensor) else FLOAT if isinstance(x, float) else INT
@@ -243,7 +243,7 @@ class Recorder(TorchFunctionMode):
         return self.operation(func, args, kwargs)
 
     def _on_tensors(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What a function does with its own tensors, or with torch's state."""
+        """An operation on the function's tensors, or on torch's state."""
         if func is torch._C._set_grad_enabled and self._has_gradients is not None:
             self._has_gradients = args[0]
         if _is_random(func):
@@ -260,9 +260,9 @@ class Recorder(TorchFunctionMode):
         return result
 
     def operation(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """An operation with traced values, which ``func`` is by its identity: names are users' as well."""
+        """An operation with traced values, known by ``func``'s identity: users may choose the same names."""
         if not self._is_open:
-            # Python's operators would turn a TypeError into their own.
+            # Python's operators would replace a TypeError by another one.
             raise RuntimeError(
                 f"{_name_of(func)} uses a traced value after the end of {self.what}, which kept it"
             )
@@ -314,7 +314,7 @@ class Recorder(TorchFunctionMode):
         return node if self._has_gradients is not False else self.graph.detached(node)
 
     def _is_writable(self, x: Any) -> bool:
-        """Whether a value may change in place: it is a traced one, and no other one is in the same memory."""
+        """A value may change in place if it is traced and no other value is in the same memory."""
         return isinstance(x, Symbol) and not x.has_alias and self._has_gradients is not False
 
     def _written(self, x: "Symbol", node: Node, name: str) -> "Symbol":
@@ -337,7 +337,7 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def refuse(self, what: str, accepted: str = ACCEPTED, *, as_torch: bool = False) -> Any:
-        """Raise the sentence. as_torch: torch raises a TypeError, too, such as for ``x == None``; Python catches it."""
+        """Raise the error. as_torch: torch raises a TypeError, too, such as for ``x == None``; Python catches it."""
         self._is_refused = self._is_refused or not as_torch
         self._refusal = self._refusal or TypeError(f"{self.what} {what}; accepted: {accepted}")
         raise self._refusal from None
@@ -365,7 +365,7 @@ class Recorder(TorchFunctionMode):
         return self.refuse(f"{did} {x!r}", accepted, as_torch=True)
 
     def load(self, tensor: Tensor, indices: tuple[Node, ...], number: int | None = None) -> Node:
-        """An element of a captured tensor, or of the argument of that number, which may be another one's as well."""
+        """An element of a captured tensor, or of argument ``number``: a tensor may be several arguments."""
         kind = LOADED.get(tensor.dtype)
         if kind is None or tensor.is_nested or tensor.layout is not torch.strided:
             accepted = f"dense ones of {', '.join(map(str, LOADED))}"
@@ -382,7 +382,7 @@ class Recorder(TorchFunctionMode):
         return self.graph.make("load", kind, indices, number, dtype=_dtype_name(tensor.dtype))
 
     def lookup(self, table: Any, index: Any) -> Any:
-        """``table[index]``: an element, or what is left to index."""
+        """``table[index]``: an element, or a row with dimensions left to index."""
         if isinstance(table, Symbol):
             return self.refuse("indexes a traced value", "captured tensors as tables")
         row = table if isinstance(table, Row) else Row(self, table, ())
@@ -427,14 +427,14 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _first_traced(x: Any) -> "Symbol | Row | None":
-    """A traced value among arguments, which may be lists of some."""
+    """The first traced value in arguments or in lists of them."""
     if isinstance(x, tuple | list):
         return next((found for one in x if (found := _first_traced(one)) is not None), None)
     return x if isinstance(x, Symbol | Row) else None
 
 
 class _Traced(Tensor):
-    """Base of what stands for tensors in a trace. All that is done with it is the recorder's, by identity or by name.
+    """Base of a trace's stand-ins for tensors. The recorder handles all operations on it, by identity or by name.
 
     It is a tensor without memory, so that functions which ask whether something is one get the right answer.
     """
@@ -467,7 +467,7 @@ class Symbol(_Traced):
     node: Node
     own_dtype: torch.dtype
     has_alias = False
-    """Whether another value is in the same memory, as one that was detached."""
+    """True if another value, such as a detached one, is in the same memory."""
 
     def __new__(cls, recorder: Recorder, node: Node) -> "Symbol":
         dtype = recorder.dtype_of(node)
@@ -492,10 +492,10 @@ class Row(_Traced):
 
 
 class Argument(Row):
-    """A tensor that a function is called with: a call's own one has other sizes, so that these are traced too."""
+    """A tensor argument of a function. A call's tensor has other sizes, so sizes are traced too."""
 
     def extent(self, name: str, dim: int | None = None) -> Any:
-        """Its ``shape``, ``size`` or ``numel``; its ``len`` is refused, which Python wants as a number."""
+        """Its ``shape``, ``size`` or ``numel``. ``len`` is refused, since Python requires a number."""
         made = self.recorder.graph.make
         axes = range(len(self.first), self.tensor.dim())
         sizes = tuple(self.recorder.symbol(made("extent", INT, (), (self.number, axis))) for axis in axes)
@@ -508,7 +508,7 @@ class Argument(Row):
         return sizes if dim is None else sizes[dim]
 
 
-# ---- what torch's functions are ----
+# ---- torch's functions ----
 
 _NO_INDICES = frozenset((torch.uint8, torch.int8, torch.int16))
 _ALIASES = frozenset(
@@ -559,7 +559,7 @@ def _is_in_place(name: str) -> bool:
 
 @functools.lru_cache(1024)
 def _is_random(func: Any) -> bool:
-    """Whether two calls may differ: torch.rand, dropout and such."""
+    """Two calls may differ, as of torch.rand or dropout."""
     name = _name_of(func)
     packet = (
         getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
@@ -602,7 +602,7 @@ Make = Callable[..., Node]
 
 
 def _binary(op: str, least: str = INT, of_bools: str = "") -> Make:
-    """of_bools: what it is of two bools."""
+    """of_bools: the operation on two bools."""
 
     def make(t: Recorder, input: Any, other: Any) -> Node:
         a, b = t.node(input), t.node(other)
@@ -783,7 +783,7 @@ def _detach(t: Recorder, input: Any) -> Node:
 
 
 def _typed(t: Recorder, number: Node, dtype: torch.dtype | None) -> Node:
-    """A number of a tensor's dtype, which takes part in promotion as no number of Python's does."""
+    """A number with a tensor's dtype; unlike Python's numbers it affects promotion."""
     wide = dtype == torch.float64 or (dtype == torch.float32 and number.kind == FLOAT)
     if not wide or number.op != "const" or not math.isfinite(number.value):  # -inf hides, whatever its dtype
         return number
@@ -791,7 +791,7 @@ def _typed(t: Recorder, number: Node, dtype: torch.dtype | None) -> Node:
 
 
 def _filled(value: Any) -> Make:
-    """new_ones(()), zeros_like(x) and such: of the dtype of x unless one is named. value: None for an argument."""
+    """new_ones(()), zeros_like(x) and the like, with x's dtype unless one is named. value: None for an argument."""
 
     def make(t: Recorder, input: Any, *args: Any, dtype: Any = None, size: Any = (), **others: Any) -> Node:
         if value is None:
