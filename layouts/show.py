@@ -197,7 +197,7 @@ def _copy_picture(
 
 
 def _copies(held: ThreadValueMap) -> int:
-    """How many threads hold one element."""
+    """Number of threads that hold one element."""
     return held.row.size // (held.shape[0] * held.shape[1])
 
 

@@ -35,7 +35,7 @@ class Band:
         return cutlass.min(query + self.right, self.seqlen_k) if self.has_right else self.seqlen_k
 
     def visible_keys(self, query: Int32) -> Int32:
-        """How many keys ``query`` sees, at least 1."""
+        """Number of keys that ``query`` sees, at least 1."""
         return cutlass.max(self.end_key(query) - self.first_key(query), 1)
 
     def first_query(self, key: Int32) -> Int32:

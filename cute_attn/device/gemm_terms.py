@@ -274,7 +274,7 @@ class Fp32Operand:
         return split(words, TFloat32, self.count)
 
     def pointers(self, start: Int32, piece: int, step: int) -> list[cute.Pointer]:
-        """Where the thread reads a piece: the row of a matrix for ldmatrix, or each of its 4 words."""
+        """Addresses that the thread reads of a piece: a matrix row for ldmatrix, or each of its 4 words."""
         row = 16 * self.warps * piece
         if not self.by_words:
             return [self._pointer(start, self._distance(row, step), 16)]

@@ -1,4 +1,4 @@
-"""Where the rows of sequences are in a cache of keys or values: contiguous or paged, in any order of heads and rows."""
+"""Addresses of sequences' rows in a cache of keys or values: contiguous or paged, with any order of heads and rows."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -66,7 +66,7 @@ class KeyRows:
 
     @cute.jit
     def row_in_page(self, row: Int32) -> Int32:
-        """Where a row is in its page."""
+        """Index of a row in its page."""
         return row % self.page_size
 
     @cute.jit

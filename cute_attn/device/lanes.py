@@ -70,7 +70,7 @@ def share_two(
 
 
 def every_other_byte(low: Int32, high: Int32, odd: Int32) -> Int32:
-    """The even bytes of two words, or with ``odd`` 1 the odd ones; those of ``low`` first."""
+    """The even bytes of two words, or with ``odd`` 1 the odd ones; ``low``'s bytes first."""
     if on_device():
         return Int32(cute.arch.prmt(low, high, Int32(0x6420) + odd * Int32(0x1111)))
     return cutlass.select_(odd == 0, byte_permute(low, high, 0x6420), byte_permute(low, high, 0x7531))

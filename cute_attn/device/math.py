@@ -156,7 +156,7 @@ def byte_permute(low: Int32, high: Int32, selector: int) -> Int32:
 
 
 def bf16_bits(x: Float32) -> Int32:
-    """x rounded to bf16, in the low half of a word; for hosts whose compiler library lacks that conversion."""
+    """x rounded to bf16, in the low half of a word; for hosts with a compiler library that lacks the conversion."""
     bits = x.bitcast(Int32)
     return ((bits + Int32(0x7FFF) + ((bits >> Int32(16)) & Int32(1))) >> Int32(16)) & Int32(0xFFFF)
 

@@ -50,7 +50,7 @@ def probabilities(
 def _shifts_of_large_rows(
     tile: ScoreTile, lse_log2: cute.Tensor, scale_log2: Float32, visible_keys: Constexpr
 ) -> cute.Tensor:
-    """What to subtract from each row: ``lse_log2``, or in large rows the result of :func:`_from_largest`.
+    """Numbers to subtract from each row: ``lse_log2``, or in large rows the result of :func:`_from_largest`.
 
     One branch for all rows: a thread of a transposed tile has many.
     """

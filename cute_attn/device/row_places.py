@@ -1,4 +1,4 @@
-"""Where rows of a tensor of any strides start."""
+"""Offsets of the rows of a tensor with any strides."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from cutlass import Int32, Int64, cute
 
 @dataclass(frozen=True)
 class RowPlaces:
-    """Where rows of (batch, seqlen, heads, dim), or (total, heads, dim), start; heads run fastest."""
+    """Offsets of the rows of (batch, seqlen, heads, dim), or (total, heads, dim); heads run fastest."""
 
     heads: cute.FastDivmodDivisorV2
     seqlen: cute.FastDivmodDivisorV2

@@ -1,4 +1,4 @@
-"""What the lanes of a warp find together: votes, and the least and the largest of their numbers.
+"""Reductions over the lanes of a warp: votes, minimum and maximum.
 
 On the host, where threads run one after the other, a warp has one lane.
 """
@@ -30,7 +30,7 @@ def ballot(x: Boolean) -> Int32:
 
 
 def count(bits: Int32) -> Int32:
-    """How many lanes a :func:`ballot` has."""
+    """Number of lanes set in a :func:`ballot`."""
     return Int32(cute.arch.popc(bits)) if on_device() else bits
 
 
@@ -50,7 +50,7 @@ def least(x: Any) -> Any:
 
 
 def largest(x: Any) -> Any:
-    """The same of the largest."""
+    """Like :func:`least`, for the largest."""
     return _reduced(x, "max")
 
 

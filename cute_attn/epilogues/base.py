@@ -75,7 +75,7 @@ class Epilogue:
         raise NotImplementedError(f"epilogue {self.name!r} lists no blocks")
 
     def query_blocks(self, state: Any, row0: Any, rows: int) -> Any:
-        """The same of the key block of ``row0``."""
+        """With ``lists_blocks`` the query blocks, of ``rows``, that see the key block of ``row0``: a BlockRange."""
         raise NotImplementedError(f"epilogue {self.name!r} lists no blocks")
 
     def load(self, state: Any, tile: ScoreTile) -> Any:

@@ -114,7 +114,7 @@ class EpilogueChain:
 
     @property
     def _begun_parts(self) -> tuple:
-        """Those with a state in each work tile; dropout is the last."""
+        """Epilogues with a state in each work tile; dropout is the last."""
         return (self.mask, *self.modifiers, *((self.dropout,) if self.dropout else ()))
 
     @property
@@ -198,7 +198,7 @@ class EpilogueChain:
         )
 
     def _first_row(self, seqlens: Seqlens, info: SeqlenInfo, batch: Int32) -> Int32 | None:
-        """Where a sequence's rows start in a tensor with a row for each query."""
+        """A sequence's first row in a tensor with a row for each query."""
         if not any(isinstance(m, Tree) for m in self.modifiers):
             return None
         return batch * seqlens.max_seqlen_q if seqlens.cu_seqlens_q is None else info.offset_q
@@ -214,7 +214,7 @@ class EpilogueChain:
         return ScoreState(begun[0], tuple(begun[1:]), dropout)
 
     def _listed(self, state: ScoreState) -> tuple[Epilogue, Any]:
-        """What lists blocks, and its state."""
+        """The epilogue that lists blocks, and its state."""
         return next((m, s) for m, s in zip(self.modifiers, state.modifiers, strict=True) if m.lists_blocks)
 
     def key_blocks(self, state: ScoreState, row0: Int32, end_row: Int32, tile_n: int) -> BlockRange:

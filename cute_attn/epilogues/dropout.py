@@ -234,7 +234,7 @@ def _as_words(view: cute.Tensor) -> cute.Tensor:
 
 
 def _pair_index(p: cute.Tensor, first: tuple[int, int], second: tuple[int, int]) -> int:
-    """Which word holds two elements of 16 bits."""
+    """Index of the word that contains two elements of 16 bits."""
     index = cute.crd2idx(first, p.layout)
     assert index % 2 == 0 and cute.crd2idx(second, p.layout) == index + 1
     return index // 2
@@ -497,7 +497,7 @@ def _mask_bit(element: int) -> tuple[int, int]:
 
 
 def _pair_bit(pair: int) -> int:
-    """Which bit of both halves of a word a pair has; of every other two pairs it is one of the upper eight.
+    """The bit of a pair in both halves of a word; every other two pairs have one of the upper eight.
 
     One shift then moves the bits of two pairs to sign bits that ``byte_permute`` replicates, and a transposed tile's
     halves of 16 queries are in the order of flash's bytes (``cute_attn.epilogues.dropout_words``).

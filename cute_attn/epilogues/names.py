@@ -73,7 +73,7 @@ def _file_of(written: Any) -> str:
 
 
 def in_every_step(names: Iterable[str]) -> list[str]:
-    """Those of some registered epilogues that compute in every step, and not only in blocks with a mask."""
+    """The ones of ``names`` that compute in every step, and not only in blocks with a mask."""
     return [name for name in names if not is_registered(name) or not user_epilogue(name).lists_blocks]
 
 
@@ -116,7 +116,7 @@ def example_args(name: str, batch: int, nheads: int, seqlen_q: int, seqlen_k: in
 
 
 def user_epilogue(name: str) -> Any:
-    """The class registered under ``name``, or a function's object with the methods of such a class.
+    """The class registered under ``name``, or a function's object with a class's methods.
 
     Raises:
         ValueError: nothing is registered under it; the message lists the registered names.

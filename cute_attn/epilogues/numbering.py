@@ -1,4 +1,4 @@
-"""How PyTorch's memory-efficient attention numbers the scores that it drops. Light to import: no compiler.
+"""PyTorch's numbering of scores for dropout in memory-efficient attention. Light to import: no compiler.
 
 Score (q, k) of batch b and head h draws word n % 4 of the Philox call with counter n // 4, where
 

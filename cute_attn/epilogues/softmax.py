@@ -72,7 +72,7 @@ class OnlineSoftmax:
         return OnlineSoftmax(row_max, row_sum, scale_log2, *options)
 
     def load_stats(self) -> "OnlineSoftmax":
-        """With the statistics in registers."""
+        """A copy with the statistics in registers."""
         if self.row_max.memspace == cute.AddressSpace.rmem:
             return self
         row_max, row_sum = cute.make_rmem_tensor_like(self.row_max), cute.make_rmem_tensor_like(self.row_sum)
@@ -224,7 +224,7 @@ class OnlineSoftmax:
 
     @cute.jit
     def rounding(self, r: Constexpr) -> Float32:
-        """What the largest score's P gained when it was rounded for the product with V, of a row that has seen a key.
+        """Rounding factor of the largest score's P in the product with V, for a row that has seen a key.
 
         It is 2^x with the error x of the rounded max * scale_log2, 1 only while scores are small. The row's sum has it
         as it is, so that without this a row that sees one key would not get that key's value, but a neighbour of it,

@@ -58,7 +58,7 @@ class Rows:
     @staticmethod
     @cute.jit
     def read(seqlens: Seqlens, grid: RowGrid, rows: Constexpr, tile_m: Constexpr) -> "Rows":
-        """Those of the running CTA."""
+        """Rows of the running CTA."""
         plane, head = divmod(cute.arch.block_idx()[0], grid.nheads)
         batch, block = divmod(plane, grid.blocks)
         batch, head, block = (cute.arch.make_warp_uniform(x) for x in (batch, head, block))
@@ -67,7 +67,7 @@ class Rows:
     @staticmethod
     @cute.jit
     def at(seqlens: Seqlens, batch: Int32, head: Int32, row0: Int32, tile_m: Constexpr) -> "Rows":
-        """Those from ``row0`` of a sequence on."""
+        """Rows of a sequence from ``row0`` on."""
         info = SeqlenInfo.read(seqlens, batch)
         return Rows(row0, head, batch, info, padded_row0(seqlens, info, batch, tile_m) + row0)
 

@@ -66,7 +66,7 @@ class Place:
 
 @dataclass(frozen=True)
 class RowPartials:
-    """Where the partial results of one row are, in elements, and how many.
+    """Offsets, in elements, and number of the partial results of one row.
 
     Partial result i is at ``start + i * step``; with ``alternates`` the first one is one index further: a range at the
     end of a CTA's line has the odd index, see :class:`cute_attn.work.key_shares.Share`.
@@ -81,12 +81,12 @@ class RowPartials:
 
     @cute.jit
     def out_row(self, i: Int32) -> Int64:
-        """Where row i of O starts."""
+        """Offset of row i of O."""
         return self._place(i, self.out, self.out_step)
 
     @cute.jit
     def lse_place(self, i: Int32) -> Int64:
-        """Where LSE i is."""
+        """Offset of LSE i."""
         return self._place(i, self.lse, self.lse_step)
 
     @cute.jit
@@ -140,7 +140,7 @@ class GivenRows:
     def of(
         self, kernel: Constexpr, partials: tuple, block: Int32, thread: Int32
     ) -> tuple[Place, RowPartials]:
-        """The same of a CTA's thread."""
+        """Like :meth:`find`, for thread ``thread`` of CTA ``block``."""
         per_row, groups = kernel.tile.threads_per_row(kernel.traits), kernel.tile.groups
         own = thread // (per_row * groups)
         flat = block * kernel.tile.rows + own
@@ -314,7 +314,7 @@ class Combine:
         return row_max, largest
 
     def own_partials(self, place: Place) -> tuple[Int32, int]:
-        """First and step of the partial results whose LSE and weight this thread handles."""
+        """First and step of the partial results for which this thread computes LSE and weight."""
         per_row = self.tile.threads_per_row(self.traits)
         return place.group * per_row + place.lane, per_row * self.tile.groups
 

@@ -238,7 +238,7 @@ class PadRows:
         end: Int32,
         thread: Int32,
     ) -> None:
-        """To the rows [first, end), of a CTA's, anywhere; there may be none."""
+        """Copy to rows [first, end) of a CTA, at any alignment; the range may be empty."""
         for at in cutlass.range(thread, (end - first) * dim, self.tile.num_threads, unroll=2):
             row, col = quotient(at, dim)
             start = places.start(y, first + row) + Int64(col) * y.stride[cute.rank(y) - 1]

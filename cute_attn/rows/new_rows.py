@@ -10,7 +10,7 @@ from cute_attn.device.seqlen import sequence_of_row
 
 
 class NewKeys(NamedTuple):
-    """What is appended: (batch, rows, nheads_kv, dim), or packed (total, nheads_kv, dim) with cu_seqlens (batch + 1,).
+    """Appended rows: (batch, rows, nheads_kv, dim), or packed (total, nheads_kv, dim) with cu_seqlens (batch + 1,).
 
     seqlens: int32 (batch,), the cache's rows in use before.
     """

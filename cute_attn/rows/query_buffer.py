@@ -13,7 +13,7 @@ from cute_attn.work.query_tiles import QueryTile
 
 
 class LastUse(enum.Enum):
-    """What a work tile uses Q's buffer for last."""
+    """The last use that a work tile makes of Q's buffer."""
 
     COPY = enum.auto()
     """The copy of Q into registers, with ``q_in_regs``."""

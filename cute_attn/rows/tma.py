@@ -14,7 +14,7 @@ from cute_attn.work.query_tiles import QueryTile
 
 
 def descriptor_address(atom: cute.CopyAtom) -> Int64:
-    """Where a TMA atom's descriptor is, for :func:`start_box`."""
+    """Address of a TMA atom's descriptor, for :func:`start_box`."""
     executable = cute_nvgpu.atom_make_exec_tma(atom._trait.value)
     pointer = ir.Type.parse("!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<128>>")
     return Int64(cute_nvgpu.get_tma_desc_addr(pointer, executable).toint())

@@ -25,7 +25,7 @@ class BlockKindsTile(Tile):
     rows: int = choice(4, 2, 4, 8)
 
     MOST_VALUES: ClassVar[int] = 32
-    """What of a query is kept in shared memory, in numbers of up to 8 bytes."""
+    """Maximum values of a query in shared memory, numbers of up to 8 bytes."""
 
     @property
     def num_threads(self) -> int:

@@ -437,9 +437,9 @@ class ForwardLargeTile(Tile):
     compute_registers: ClassVar[int] = 232
     load_registers: ClassVar[int] = 40
     blocks_per_sm: ClassVar[int] = 1
-    # Of P: a step's is written before the other warpgroup has read that of the step before.
+    # A step's P is written before the other warpgroup has read the previous step's.
     p_stages: ClassVar[int] = 2
-    # What the Hopper forward's tile may have, and this one has or has not:
+    # Fields of the Hopper forward's tile that are fixed here:
     rescale_threshold: ClassVar[int] = 8
     share_qo_smem: ClassVar[bool] = True
     q_in_regs: ClassVar[bool] = False

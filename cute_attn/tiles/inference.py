@@ -23,7 +23,7 @@ class CacheCall:
         page_size: rows of a page, 0 for a contiguous cache.
         part_keys: keys of a split, which have to be whole key blocks; 0 without.
         planes: sequences times key heads, if few keys make each work tile read all of its own; 0 otherwise, and
-            with ``split_keys``, whose results must not depend on the batch.
+            with ``split_keys``: its results must not depend on the batch.
     """
 
     seqlen_q: int = 1

@@ -25,7 +25,7 @@ EVIDENCE = ("measured", "built", "like")
 
 
 class Cell(NamedTuple):
-    """What a row accepts of one key: words and ranges of numbers."""
+    """Values of one key that a row accepts: words and ranges of numbers."""
 
     words: frozenset[str]
     ranges: tuple[range, ...]

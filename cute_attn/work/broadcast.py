@@ -12,7 +12,7 @@ from cute_attn.work.key_parts import KeyPart
 STAGES = 2
 INTS = 4
 INTS_OF_PARTS = 8
-"""With key parts; the last one is unused."""
+"""Ints of an item with a range of key blocks; the last one is unused."""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class VisibleBlocks:
 
     @cute.jit
     def key_blocks(self, batch: Int32, m_block: Int32) -> BlockRange:
-        """Those that any query of the block sees."""
+        """Key blocks that any query of the block sees."""
         info = SeqlenInfo.read(self.seqlens, batch)
         zero = Int32(0)
         lengths = (info.seqlen_q, info.seqlen_k, zero, zero)
@@ -343,7 +343,7 @@ def _sums(
 def warp_search(
     compute: Terms, first: Int32, end: Int32, position: Int32, lane: Int32
 ) -> tuple[Int32, Int32]:
-    """How many of compute(first), ..., compute(first + 31) end at or before ``position`` of their line, and their sum.
+    """Number of the terms compute(first), ..., compute(first + 31) that end at or before ``position``, and their sum.
 
     Terms from ``end`` on are 0. As :func:`warp_sums`, a term in each lane.
     """

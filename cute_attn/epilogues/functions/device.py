@@ -64,7 +64,7 @@ def row_of(load: Node) -> Row | None:
 
 
 def rows_of(*outputs: Node) -> list[Row]:
-    """Those of all loads."""
+    """Rows of all loads."""
     found = (row_of(x) for x in ordered(*outputs) if x.op == "load")
     return list(dict.fromkeys(x for x in found if x is not None))
 
@@ -185,7 +185,7 @@ class Positions:
         self._known: dict[tuple, Any] = {}
 
     def with_distance(self, nodes: Iterable[Node]) -> set[Node]:
-        """Those that vary only with query - key. nodes: operands first."""
+        """Nodes that vary only with query - key. nodes: operands first."""
         found: set[Node] = set()
         for x in nodes:
             varying = [arg for arg in x.args if arg.parts]

@@ -35,7 +35,7 @@ from cute_attn.work.block_range import BlockRange
 
 
 class Captured(NamedTuple):
-    """What is compiled in of a captured tensor: torch's name of its dtype, dimensions, whether rows are dense."""
+    """Compile-time properties of a captured tensor: torch's name of its dtype, dimensions, dense rows or not."""
 
     dtype: str
     rank: int
@@ -414,7 +414,7 @@ def register_trace(traced: Trace) -> FunctionEpilogue:
 
 
 def register_block_mask(traced: Trace, partial: Trace | None, unites: bool) -> BlockMaskEpilogue:
-    """The same of a mask with lists. partial: of listed blocks, see :class:`BlockMaskEpilogue`, as is unites."""
+    """Like :func:`register_trace`, for a mask with lists. partial, unites: see :class:`BlockMaskEpilogue`."""
     suffix = "_united" if unites else "_listed"
     suffix += "" if partial is None else "_" + digest(partial.output, [])
     lowered = None if partial is None else lower(partial.graph, partial.output)

@@ -44,7 +44,7 @@ def times_slope(gradient: Float32, factor: Any, slope: Slope) -> Float32:
 
 
 def amount_of(term: Term, tile: ScoreTile, at: tuple[int, int], slope: Any, exists: Boolean) -> Float32:
-    """What a score adds to its element, except for factors of all scores; 0 for one beyond the sequences."""
+    """A score's summand for its element, without factors common to all scores; 0 beyond the sequences."""
     return cutlass.select_(exists, times_slope(tile.acc[at], slope, term.slope), Float32(0.0))
 
 

@@ -15,7 +15,7 @@ KINDS = (BOOL, INT, LONG, FLOAT)
 """Types in the order of promotion. On the device: a predicate, 32 bits, 64 bits, fp32."""
 
 SCORE, QUERY, KEY = 1, 2, 4
-"""What a node's value varies with; with none of them it is the same for a whole work tile."""
+"""Inputs with which a node's value varies; with none of them it is the same for a whole work tile."""
 INPUTS = {
     "score": (FLOAT, SCORE),
     "batch": (INT, 0),

@@ -119,7 +119,7 @@ def _within(limit: int, *intervals: Interval) -> Boolean:
 
 
 def _if(certain: Boolean, kind: str, found: Interval) -> Interval:
-    """What was found, or where it is not certain anything."""
+    """``found`` where it is certain, else every value of the kind."""
     rest = unknown(kind)
     return Interval(_select(certain, found.low, rest.low), _select(certain, found.high, rest.high))
 
@@ -261,7 +261,7 @@ def _not(node: Node, a: Interval) -> Interval:
 
 
 def _shift(op: Callable[[Any, Any], Any]) -> Callable[..., Interval]:
-    """By one number of bits, of an INT."""
+    """Shifts of an INT, by a known number of bits."""
 
     def rule(node: Node, a: Interval, b: Interval) -> Interval:
         if node.kind != INT:

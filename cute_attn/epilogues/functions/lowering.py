@@ -76,7 +76,7 @@ _MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "
 _EXACT = 1 << 24
 """Integers up to this are exact in fp32, and so are sequences' positions."""
 Bounds = tuple[float, float]
-"""What an integer is at least and at most."""
+"""Minimum and maximum of an integer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +148,7 @@ def lower(graph: Graph, output: Node, wanted: Collection[int] = ()) -> Lowered:
 
 
 def lower_predicate(graph: Graph, predicate: Node) -> Node:
-    """What a mask_mod returns, for the device."""
+    """The result of a mask_mod, for the device."""
     return _Lowering(graph).of(predicate)
 
 
@@ -388,7 +388,7 @@ class _Lowering:
 
 
 def _rank(x: Node) -> int:
-    """How often a value is computed: for a constant never, a work tile, a row or a column, an element."""
+    """Cost rank of a value: 0 a constant, 1 per work tile, 2 per row or column, 3 per element."""
     if x.op == "const":
         return 0
     return 3 if varies(x) else 2 if x.parts else 1

@@ -34,7 +34,7 @@ _MOST_PARTS = 4096
 
 
 class Step(NamedTuple):
-    """How one value that functions read is found again and compared.
+    """Finds again and compares one value that functions read.
 
     Attributes:
         parent: where it is read from: 0 for the functions, or one more than a step's number.
@@ -79,7 +79,7 @@ class Reads:
 
     @property
     def key(self) -> tuple:
-        """What later calls compare."""
+        """The values that later calls compare."""
         return tuple(self.parts)
 
     def _step(self, x: Any, parent: int, get: Callable[[Any], Any], test: Callable | None = None) -> int:
@@ -241,7 +241,7 @@ def _torchs_functions() -> frozenset[Any]:
 
 
 class _Names(NamedTuple):
-    """What code reads by name. known: whether it is compared: no import, no attribute of unknown meaning, no store."""
+    """Names that code reads. known: they can be compared: no import, no attribute of unknown meaning, no store."""
 
     code: CodeType
     read: tuple[str, ...]

@@ -200,7 +200,7 @@ def _written(function: Callable) -> Any:
 
 
 def _arguments_of(whose: str, example: Example | None, parameters: tuple[str, ...]) -> tuple:
-    """What an example returns. whose: the beginning of an error's sentence."""
+    """The result of an example. whose: the beginning of an error's sentence."""
     if example is not None and not callable(example):
         raise TypeError(
             f"{whose} is {example!r}; accepted: a function of (batch, nheads, seqlen_q, seqlen_k)"
@@ -232,7 +232,7 @@ def _arguments_of(whose: str, example: Example | None, parameters: tuple[str, ..
 
 
 def _parameters_of(what: str, name: str, function: Callable) -> tuple[str, ...]:
-    """Names of what a function takes after its signature's arguments."""
+    """Names of a function's parameters after its signature's."""
     parameters = list(inspect.signature(function).parameters.values())
     own = len(SIGNATURES[what])
     if len(parameters) < own or any(x.kind is not x.POSITIONAL_OR_KEYWORD for x in parameters):

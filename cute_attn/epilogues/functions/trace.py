@@ -131,7 +131,7 @@ def _output(recorder: "Recorder", score_mod: Callable | None, mask_mod: Callable
 
 
 _MOST_IN_A_ROW = 256
-"""What reads a graph calls itself for operands, at most three times an operation, and Python stops at 1,000 calls."""
+"""Graphs are read recursively, with at most three calls per operation, and Python stops at 1,000 nested calls."""
 _THE_KINDS = {BOOL: "a bool", INT: "an integer", LONG: "an integer", FLOAT: "a float"}
 
 
@@ -539,11 +539,11 @@ _CONVERSIONS = frozenset(("__bool__", "__int__", "__float__", "__index__", "__co
 _VALUES = _CONVERSIONS | {
     *("__iter__", "__contains__", "item", "tolist", "numpy", "is_nonzero", "equal", "allclose"),
 }
-"""What needs the number of a traced value."""
+"""Operations that need the number of a traced value."""
 
 
 def _name_of(func: Any) -> str:
-    """What a function of torch is called: an attribute, an operator with the name of its library, or a method."""
+    """The name of a torch function: an attribute, an operator with its library's name, or a method."""
     if isinstance(func, OpOverload):
         func = func.overloadpacket
     if isinstance(func, OpOverloadPacket):
@@ -559,7 +559,7 @@ def _is_in_place(name: str) -> bool:
 
 @functools.lru_cache(1024)
 def _is_random(func: Any) -> bool:
-    """Two calls may differ, as of torch.rand or dropout."""
+    """Two calls may differ, as with torch.rand or dropout."""
     name = _name_of(func)
     packet = (
         getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
@@ -569,7 +569,7 @@ def _is_random(func: Any) -> bool:
 
 
 def _made_by(func: Any) -> "Make | None":
-    """What an operation with traced values makes, for a function of torch."""
+    """The operation on traced values for a function of torch, if any."""
     if isinstance(func, OpOverload | OpOverloadPacket):
         return _OPERATIONS.get(_name_of(func))
     return _by_identity().get(func)

@@ -47,7 +47,7 @@ class BackwardParams:
         return key_tile_of(self.order, self.seqlens, optimization_barrier(index))
 
     def query_heads(self, key_tile: KeyTiles) -> QueryHeads:
-        """Those of a CTA's key tiles."""
+        """Query heads of a CTA's key tiles."""
         return self.head_splits.of(key_tile.head_dkv)
 
     def first_key(self, key_tile: KeyTiles, tile_n: int) -> Int32:

@@ -95,7 +95,7 @@ class Products:
 
     @property
     def each(self) -> int:
-        """How many products on tensor cores make one."""
+        """Number of tensor-core products per product."""
         return len(PRODUCTS[self.count])
 
     def loaded_columns(self, head_dim: int) -> int:
@@ -211,12 +211,12 @@ class Products:
         return StoredTerms.in_planes(make, self.count, cute.size(shape[0]) * cute.size(shape[1]), *given)
 
     def scores_result(self, mma: cute.TiledMma, plane: cute.Tensor, thread: Int32) -> SmemResult:
-        """Where a thread stores its elements of P or dS."""
+        """Destination of a thread's elements of P or dS."""
         kind = Fp32Result if self.of_fp32 else SmemResult
         return kind(mma, self.scores_shape, plane, thread, cute.size(plane))
 
     def result(self, mma: cute.TiledMma, s: cute.Tensor, thread: Int32) -> SmemResult:
-        """Where a thread stores its elements of a product as large as ``s``, in the outputs' element type."""
+        """Destination of a thread's elements of a product as large as ``s``, in the outputs' element type."""
         kind = Fp32Result if self.traits.element_bytes == 4 else SmemResult
         return kind(mma, tuple(cute.size(s, mode=[i]) for i in range(2)), s, thread)
 

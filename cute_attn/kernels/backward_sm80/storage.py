@@ -67,7 +67,7 @@ def gradient_factors(
 
 @dataclass(frozen=True)
 class BackwardSm80Storage:
-    """Shared memory. Q and dO are divided into sub-tiles of the queries whose scores are in registers at a time."""
+    """Shared memory. Q and dO are divided into sub-tiles: the queries with scores in registers at a time."""
 
     k: cute.Tensor  # (tile_n, head_dim, 1)
     v: cute.Tensor  # (tile_n, head_dim_v, 1)

@@ -834,7 +834,7 @@ class BackwardSm90(BackwardSm90Layouts):
         start_gemm(self.mma_dq(), acc_dq, a[None, None, None, stage_a], b[None, None, None, stage_b], False)
 
     def ds_stage(self, n: Int32) -> Int32:
-        """Where dS (and P) of a step lie."""
+        """The stage of a step's dS (and P)."""
         return Int32(0) if self.tile.num_stages_ds == 1 else n & 1
 
     @cute.jit

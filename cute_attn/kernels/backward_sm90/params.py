@@ -62,7 +62,7 @@ class BackwardParams:
     head_splits: HeadSplits
 
     def query_heads(self, key_tile: KeyTile) -> QueryHeads:
-        """Those of a work tile."""
+        """Query heads of a work tile."""
         return self.head_splits.of(key_tile.head_dkv)
 
 

@@ -56,6 +56,6 @@ def _tiles_for_few_rows(traits: Traits, target: str) -> tuple[ForwardSm80Tile, .
 
 @functools.lru_cache(maxsize=4096)
 def ctas_per_multiprocessor(tile: ForwardSm80Tile, traits: Traits, target: str) -> int:
-    """CTAs that fit by registers (8 warps in all) and by shared memory, of which each CTA reserves another 1 KB."""
+    """CTAs that fit by registers (8 warps in all) and by shared memory, with 1 KB reserved per CTA."""
     by_memory = (SHARED_MEMORY_BYTES[target] + 1024) // (tile.smem_bytes(traits) + 1024)
     return max(min(by_memory, 256 // tile.num_threads), 1)

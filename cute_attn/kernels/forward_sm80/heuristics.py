@@ -1,7 +1,7 @@
 """The Ampere forward's default tiles for many rows, from ``tiles.csv``.
 
-32 rows per warp read K and V from shared memory half as often as 16 (#7: -10%), and two stages save a barrier. What
-other tiles did: "Ampere forward, on an H200" in bench/notes.md (#n: its rows).
+32 rows per warp read K and V from shared memory half as often as 16 (#7: -10%), and two stages save a barrier. Other
+tiles: "Ampere forward, on an H200" in bench/notes.md (#n: its rows).
 """
 
 from dataclasses import replace

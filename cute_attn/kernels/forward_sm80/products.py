@@ -45,7 +45,7 @@ class Products:
 
     @property
     def each(self) -> int:
-        """How many products on tensor cores make one."""
+        """Number of tensor-core products per product."""
         return 1
 
     def operands(
@@ -191,7 +191,7 @@ class StoredTermsProducts(Fp32Products):
 
 @dataclass(frozen=True)
 class OneTermProducts(Products):
-    """Products of one fp16 term: a 16-bit operand whose products are scaled.
+    """Products of one fp16 term: a 16-bit operand with scaled products.
 
     Attributes:
         folds_factor: the softmax multiplies by the factor that undoes the scales of Q and K, as nothing else reads

@@ -209,7 +209,7 @@ class ForwardSm90:
         return self.move_output(found)
 
     def move_output(self, found: Copies) -> Copies:
-        """With O of a warpgroup, from registers."""
+        """Add the store of a warpgroup's O from registers."""
         mma = functools.partial(layouts.tiled_mma_sm90, warpgroups=1, a_source="rmem", b_major="mn")
         columns = self.output_columns
         layout = functools.partial(self.smem_layout, ROWS, columns)

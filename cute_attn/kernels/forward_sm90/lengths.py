@@ -26,7 +26,7 @@ FEW_KEYS = (64, 80, 96)
 """Keys per step for sequences of at most as many keys, such as a text's 77."""
 
 MULTIPROCESSORS = 132
-"""How many an H100 SXM and an H200 have."""
+"""Multiprocessors of an H100 SXM and an H200."""
 
 LEAST_GAIN = 1.1
 """Minimum estimated speedup for choosing a tile with another number of rows."""

@@ -1,7 +1,7 @@
-"""Default tiles of the Ampere forward of fp32 in fp16 terms, from ``tiles.csv``; which calls are large enough for it.
+"""Default tiles of the Ampere forward of fp32 in fp16 terms, from ``tiles.csv``, and the minimum size of its calls.
 
-Of two terms, 32 rows per warp read K and V from shared memory half as often as 16, and of two CTAs of four warps per
-multiprocessor one's softmax overlaps the other's products. What other tiles did:
+With two terms, 32 rows per warp read K and V from shared memory half as often as 16, and with two CTAs of four warps
+per multiprocessor one's softmax overlaps the other's products. Other tiles:
 "The rest of the memory-efficient family, measured" in bench/notes.md.
 """
 
