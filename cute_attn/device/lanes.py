@@ -51,7 +51,7 @@ def lanes_sum(x: Float32, offsets: tuple[int, ...]) -> Float32:
 
 
 def adds_for(number: Int32) -> Boolean:
-    """Lane ``number`` 0 adds a :func:`lanes_sum` for all lanes with it; on the host each lane adds its own x."""
+    """Lane ``number`` 0 adds a :func:`lanes_sum` for all lanes with it; on the host each lane adds its x."""
     return number == 0 if on_device() else number >= 0
 
 

@@ -616,8 +616,8 @@ class UnitRows:
 class CombineShares(Combine):
     """Merges partial results of a kvcache kernel with split "shares" (stream-K). A CTA handles some rows of one unit.
 
-    Its first warp finds the unit's slots by the arithmetic of :class:`KeyShares`. It exits at once if a
-    single slot wrote the result.
+    Its first warp finds the unit's slots by the arithmetic of :class:`KeyShares`. The CTA exits at once if a single
+    slot wrote the result.
     """
 
     tile: CombineSharesTile

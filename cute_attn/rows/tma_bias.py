@@ -69,7 +69,7 @@ class TmaBiasTile:
 class TmaBiasTransposed:
     """A bias tile in shared memory, 16-bit, (queries, keys), for a warpgroup's accumulator of (keys, queries).
 
-    It shares Q's pipeline: valid after a consumer wait for Q, until Q's release.
+    It is loaded with Q's pipeline: valid after a consumer wait for Q, until Q's release.
     """
 
     dtype: Constexpr

@@ -22,7 +22,7 @@ class CacheCall:
         group: query heads of a key head.
         page_size: rows of a page, 0 for a contiguous cache.
         part_keys: keys of a split, which have to be whole key blocks; 0 without.
-        planes: sequences times key heads, if few keys make each work tile read all of its own; 0 otherwise, and
+        planes: sequences times key heads, if few keys make each work tile read all its keys; 0 otherwise, and
             with ``split_keys``: its results must not depend on the batch.
     """
 

@@ -1,6 +1,6 @@
 """Split-KV: each query block has the same number of splits, or splits of the same number of keys, one CTA per split.
 
-Every split has a slot for its partial result, so that the combine kernel merges them all. A split without key blocks
+Every split has a place for its partial result, so that the combine kernel merges them all. A split without key blocks
 has an LSE of -inf.
 """
 

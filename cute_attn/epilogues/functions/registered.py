@@ -205,7 +205,7 @@ def _arguments_of(whose: str, example: Example | None, parameters: tuple[str, ..
         raise TypeError(
             f"{whose} is {example!r}; accepted: a function of (batch, nheads, seqlen_q, seqlen_k)"
         )
-    with torch.random.fork_rng(devices=()):  # a program's own numbers stay as they are
+    with torch.random.fork_rng(devices=()):  # a program's random numbers stay as they are
         arguments = () if example is None else example(2, 4, 128, 128)
     if not isinstance(arguments, tuple) or len(arguments) != len(parameters):
         if example is None:
