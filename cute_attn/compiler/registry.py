@@ -188,9 +188,8 @@ def lookup(traits: Traits | str, tile: Tile | str | None = None, target: str | N
     check_target(target)
     check_tile(tile)
     key = (traits.op, traits.arch, traits.variant)
-    if traits.epilogues:
-        for name in traits.epilogues:
-            user_epilogue(name)
+    for name in traits.epilogues:
+        user_epilogue(name)
     kernel = kernel_class(traits)
     if kernel is None:
         others = ", ".join(label(other) for other in _kernels() if other[0] == traits.op)

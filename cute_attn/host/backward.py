@@ -169,14 +169,7 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
         heads_dkv = call.k.shape[-2] * head_splits(call, tile, processors, in_l2, deterministic)
         planes, num_splits = call.batch * heads_dkv, blocks
         if deterministic:
-            accumulator = Workspace.of(call, tile.tile_m, padded(traits.head_dim), 1).dq
-            _, queries = queries_seen(call, *call.longest, tile.tile_n)
-            steps = queries / tile.tile_m * (call.nheads / heads_dkv)
-            total = 0
-            if call.varlen:  # keys of sequences that differ
-                total = heads_dkv * (call.k.shape[0] // tile.tile_n + call.batch)
-            size = 4 * math.prod(accumulator[0])
-            num_splits = key_splits(blocks, planes, processors, steps, size, total)
+            num_splits = _accumulators(call, tile, traits.head_dim, heads_dkv, processors)
         check_blocks(call, tile, wanted[1][1].rows, num_splits, heads_dkv)
         if traits.arch == "sm90":
             check_steps(call, query_blocks(call, tile.tile_m), tile, min(processors, planes * num_splits))
@@ -197,6 +190,16 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
     return Plan(
         kernel, functions, Division(tuple(shapes), space, bias, num_splits, stride, processors, split)
     )
+
+
+def _accumulators(call: Call, tile: Any, head_dim: int, heads_dkv: int, processors: int) -> int:
+    """Number of dQ accumulators in the deterministic mode, one for each split of the key blocks."""
+    shape, *_ = Workspace.of(call, tile.tile_m, padded(head_dim), 1).dq
+    _, queries = queries_seen(call, *call.longest, tile.tile_n)
+    steps = queries / tile.tile_m * (call.nheads / heads_dkv)
+    all_blocks = heads_dkv * (call.k.shape[0] // tile.tile_n + call.batch) if call.varlen else 0
+    blocks, planes = -(-call.longest[1] // tile.tile_n), call.batch * heads_dkv
+    return key_splits(blocks, planes, processors, steps, 4 * math.prod(shape), all_blocks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def key_splits(
         return busiest * max(steps, 1) + n * accumulator_bytes / FROM_MEMORY
 
     times = [*map(time, splits)]
-    return next(n for n, time in zip(splits, times, strict=True) if time <= NEARLY * min(times))
+    return next(n for n, own in zip(splits, times, strict=True) if own <= NEARLY * min(times))
 
 
 def head_splits(

@@ -334,10 +334,14 @@ def _call_reason(call: Call, tile: Any) -> str | None:
 
 def cache_call(call: Call) -> CacheCall:
     """The traits of the call that decide its tile."""
-    dims = call.q.shape[-1] + call.v_cache.shape[-1]
-    few = not call.split_keys and call.longest[1] * dims * call.q.element_size() <= FEW_BYTES
+    few = not call.split_keys and call.longest[1] * _key_bytes(call) <= FEW_BYTES
     planes = call.batch * call.k_cache.shape[-2] if few else 0
     return CacheCall(*call.longest, call.group, _page_rows(call), call.split_keys, planes)
+
+
+def _key_bytes(call: Call) -> int:
+    """Bytes of a row of K and of V."""
+    return call.q.element_size() * (call.q.shape[-1] + call.v_cache.shape[-1])
 
 
 def _parts(call: Call) -> Split:
@@ -370,7 +374,7 @@ def _best_split(call: Call, tile: Any, processors: int) -> Split:
     if most > PARTS_AT_ONCE and PARTS_AT_ONCE * count >= FULL_PARTS * slots:
         most = PARTS_AT_ONCE
     splits = min(most, max(blocks // BLOCKS_OF_A_PART, -(-ENOUGH_CTAS // count), LEAST_SPLITS))
-    bytes_of_block = tile.tile_n * call.q.element_size() * (call.q.shape[-1] + call.v_cache.shape[-1])
+    bytes_of_block = tile.tile_n * _key_bytes(call)
     spared = bytes_of_block * (blocks - -(-blocks // max(splits, 1)))
     if splits < LEAST_SPLITS or spared < LEAST_SPARED:
         splits = 1

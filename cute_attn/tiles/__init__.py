@@ -14,6 +14,7 @@ from cute_attn.tiles.base import (
     text_of,
 )
 from cute_attn.tiles.forward import (
+    MULTIPROCESSORS,
     ForwardLargeTile,
     ForwardSm80Tile,
     ForwardSm90Tile,
@@ -25,6 +26,7 @@ from cute_attn.tiles.forward import (
 
 __all__ = [
     "MEASURED",
+    "MULTIPROCESSORS",
     "SHARED_MEMORY_BYTES",
     "TARGETS",
     "TILES_OF",

@@ -11,6 +11,9 @@ from cute_attn.traits import Traits
 SM90_SHARED_MEMORY = 233_472
 """Shared memory of a Hopper multiprocessor, in bytes; each CTA reserves 1024 of it in addition to its areas."""
 
+MULTIPROCESSORS = 132
+"""Multiprocessors of an H100 SXM and an H200."""
+
 PACKS = (1, 2, 4, 8, 16, 32, 64)
 GAIN = 1.1
 """Minimum ratio of rows computed without and with packed heads for which heads are packed."""

@@ -7,7 +7,14 @@ import dataclasses
 
 from cute_attn.epilogues.names import lists_blocks
 from cute_attn.kernels.forward_sm90.heuristics import TABLE, epilogues_beside, keys
-from cute_attn.tiles import ForwardSm90Tile, best_packing, first_that_fits, may_pack_heads, padded
+from cute_attn.tiles import (
+    MULTIPROCESSORS,
+    ForwardSm90Tile,
+    best_packing,
+    first_that_fits,
+    may_pack_heads,
+    padded,
+)
 from cute_attn.traits import Traits
 
 SHORT_SEQLEN = 1024
@@ -24,9 +31,6 @@ SHORT_BIASED = 512
 
 FEW_KEYS = (64, 80, 96)
 """Keys per step for sequences of at most as many keys, such as a text's 77."""
-
-MULTIPROCESSORS = 132
-"""Multiprocessors of an H100 SXM and an H200."""
 
 LEAST_GAIN = 1.1
 """Minimum estimated speedup for choosing a tile with another number of rows."""
@@ -72,9 +76,8 @@ def tile_for_lengths(
     ):
         tile = _tile_for_work(plain, traits, seqlen_q, seqlen_k, pairs)
     tile = tile or plain
-    if (
-        not default.speculative
-    ):  # as a function may grow along the keys, and each step would be computed twice
+    if not default.speculative:
+        # A function may grow along the keys: each step would be computed twice.
         tile = dataclasses.replace(tile, speculative=False)
     if seqlen_k > max(FEW_KEYS) or traits.bias:
         return tile
@@ -87,9 +90,8 @@ def tile_for_lengths(
 def _short_tile(traits: Traits, seqlen_q: int, seqlen_k: int, window: int) -> ForwardSm90Tile | None:
     """The tile for queries that see few keys, or None.
 
-    Softcap and functions make the softmax so slow that small CTAs, which overlap more, are faster at any
-    length. With a bias that TMA loads and head dims above 64, only one tile with all queries
-    is faster.
+    Softcap and functions make the softmax so slow that small CTAs, which overlap more, are faster at any length. With a
+    bias that TMA loads and head dims above 64, only one tile with all queries is faster.
     """
     d = max(traits.head_dim, traits.head_dim_v)
     if d <= 64 and lists_blocks(traits.epilogues):  # smaller ones have no registers for a list
@@ -100,7 +102,7 @@ def _short_tile(traits: Traits, seqlen_q: int, seqlen_k: int, window: int) -> Fo
     if traits.bias:
         few = seqlen_q <= tiles[0].tile_m if d > 64 else max(seqlen_q, seqlen_k) <= SHORT_BIASED
         return tiles[0] if few and tiles[0].bias_stages else None
-    seen = seqlen_k // 2 if traits.causal and _is_triangular(traits, seqlen_q, seqlen_k) else seqlen_k
+    seen = seqlen_k // 2 if _is_triangular(traits, seqlen_q, seqlen_k) else seqlen_k
     if d > 128 and seqlen_k <= max(FEW_KEYS):
         short = False
     elif window:
@@ -113,8 +115,8 @@ def _short_tile(traits: Traits, seqlen_q: int, seqlen_k: int, window: int) -> Fo
 
 
 def _is_triangular(traits: Traits, seqlen_q: int, seqlen_k: int) -> bool:
-    """Queries of such a causal call see half of the keys on average, rather than nearly all."""
-    return traits.top_left or seqlen_k < 2 * seqlen_q
+    """Queries see half of the keys on average, rather than nearly all."""
+    return traits.causal and (traits.top_left or seqlen_k < 2 * seqlen_q)
 
 
 def _with_group(plain: ForwardSm90Tile, traits: Traits, group: int) -> ForwardSm90Tile | None:
@@ -173,7 +175,7 @@ def _tile_for_work(
         others.append((_of_warpgroups(traits, "one_warpgroup"), slower, 1.45))
     if not others:
         return None
-    triangular = traits.causal and _is_triangular(traits, seqlen_q, seqlen_k)
+    triangular = _is_triangular(traits, seqlen_q, seqlen_k)
 
     def estimate(tile: ForwardSm90Tile, shared: float, alone: float) -> float:
         """Rows that a multiprocessor computes one after the other, in time of the default tile's."""

@@ -7,13 +7,11 @@ import dataclasses
 import functools
 import math
 
-from cute_attn.tiles import KvcacheSm90Tile, first_that_fits, may_pack_heads
+from cute_attn.tiles import MULTIPROCESSORS, KvcacheSm90Tile, first_that_fits, may_pack_heads
 from cute_attn.tiles.inference import CacheCall
 from cute_attn.tiles.table import Key, Table
 from cute_attn.traits import Traits
 
-MULTIPROCESSORS = 132
-"""Multiprocessors of an H100 SXM and an H200."""
 FEW_ROWS = 32
 """Maximum rows of a key head for which a step has 64 keys, except where keys are few."""
 TILE_ROWS = 64
