@@ -1,5 +1,6 @@
 """The padding copies on the GPU: every element of tensors of any strides, in large and small tensors, and no other."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,8 +66,10 @@ def test_copies(op: str, rows: str, layout: str) -> None:
             x.as_strided(y.shape, y.stride(), y.storage_offset())
             for x, y in zip(wanted, targets, strict=True)
         ]
-        copy_rows(traits, sources, views, which, cu_seqlens)
-        compiled.function(tuple(sources), tuple(targets), which, cu_seqlens)
+        copies = {"which": which, "mCuSeqlens": cu_seqlens, "mSource": tuple(sources)}
+        copy_rows(traits, SimpleNamespace(**copies, mTarget=views))
+        function, *arguments = compiled.bind(**copies, mTarget=tuple(targets))
+        function(*arguments)
         for found, right in zip(targets, wanted, strict=True):
             assert torch.equal(bits(base(found)), bits(right))
 
