@@ -396,29 +396,23 @@ class ForwardSm80:
         acc_o_rows = layouts.row_col_view(acc_o, layouts.row_col_modes(tiled_mma, tile.tile_m, dv))
         rows = cute.size(acc_o_rows, mode=[0])
         own_stats = self.row_stats(shared.stats, rows, thread) if tile.stats_in_smem else None
-        softmax = self.online_softmax(rows, scale_log2, own_stats, operands)
+        softmax = OnlineSoftmax.make(
+            rows,
+            self.products.softmax_scale(operands, scale_log2),
+            self.epilogues.may_mask_rows,
+            own_stats,
+            may_be_large=self.scores_may_be_large,
+            p_exponent=self.p_exponent,
+            p_dtype=self.p_dtype,
+        )
         return MainloopContext(
             *(operands, load_k, load_v, blocks, state, group, thread, row0),
             *(softmax, shared, acc_o, acc_o_rows),
         )
 
-    def online_softmax(
-        self, rows: int, scale_log2: Float32, stats: cute.Tensor | None, operands: Operands
-    ) -> OnlineSoftmax:
-        """The softmax of ``rows`` rows of a thread before the first step; see :meth:`OnlineSoftmax.make`."""
-        return OnlineSoftmax.make(
-            rows,
-            scale_log2,
-            self.epilogues.may_mask_rows,
-            stats,
-            may_be_large=self.scores_may_be_large,
-            p_exponent=self.p_exponent,
-            p_dtype=self.p_dtype,
-        )
-
     @cute.jit
     def load_queries(self, q: cute.Tensor, mQ: cute.Tensor, tile: QueryTile, ctx: MainloopContext) -> None:
-        """Start loading Q; if K reuses its memory, wait and read it."""
+        """Start loading Q, then the first key blocks; if K reuses Q's memory, wait and read Q before."""
         if ctx.group.is_first:
             d, _ = self.row_widths
             rows = (tile.info.seqlen_q - ctx.row0) * self.tile.pack_heads
@@ -428,6 +422,7 @@ class ForwardSm80:
         if cutlass.const_expr(self.tile.share_qk_smem):
             self.read_queries(ctx, 0)
             cute.arch.barrier()
+        self.start_loads(ctx)
 
     @cute.jit
     def read_queries(self, ctx: MainloopContext, later: Constexpr) -> None:
@@ -462,7 +457,6 @@ class ForwardSm80:
     def main_loop(self, ctx: MainloopContext) -> None:
         """All key blocks, last one first: masked at the right edge of the mask, unmasked, masked at its left edge."""
         blocks = ctx.blocks
-        self.start_loads(ctx)
         # A step's barrier is one of its group, and the first group has loaded Q for all.
         waits_for_q = self.tile.keeps_q or self.tile.key_groups > 1
         if cutlass.const_expr(waits_for_q and not self.tile.share_qk_smem):

@@ -76,6 +76,10 @@ class Products:
         """acc_s += Q K^T, ``unroll`` steps along head_dim at a time."""
         gemm(op.tiled_mma, acc_s, op.q, op.k, stage, unroll)
 
+    def softmax_scale(self, op: Operands, scale_log2: Float32) -> Float32:
+        """``scale_log2``, with what scores from :meth:`qk` still lack."""
+        return scale_log2
+
     # ---- where ``scales_output`` ----
 
     def pv(
@@ -210,3 +214,6 @@ class OneTermProducts(Products):
             factor = op.scales[0] * op.scales[1]
             for i in range(cute.size(acc_s)):
                 acc_s[i] = acc_s[i] * factor
+
+    def softmax_scale(self, op: Operands, scale_log2: Float32) -> Float32:
+        return scale_log2 * (op.scales[0] * op.scales[1]) if self.folds_factor else scale_log2

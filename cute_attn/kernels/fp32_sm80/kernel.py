@@ -32,11 +32,10 @@ from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import sequence
 from cute_attn.device.split_rows import split_tile
 from cute_attn.device.terms import P_EXPONENT, inverse_of_power_of_two
-from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels import fakes
 from cute_attn.kernels.forward_sm80.kernel import ForwardSm80
 from cute_attn.kernels.forward_sm80.products import OneTermProducts, Products, StoredTermsProducts
-from cute_attn.kernels.forward_sm80.storage import ForwardParams, MainloopContext, Operands
+from cute_attn.kernels.forward_sm80.storage import ForwardParams, MainloopContext
 from cute_attn.kernels.fp32_sm80.heuristics import default_tile
 from cute_attn.outputs.fp32_rows import store_pairs
 from cute_attn.tiles import ForwardTermsTile, padded
@@ -230,22 +229,11 @@ class ForwardTerms(FollowsSplit):
     @cute.jit
     def load_queries(self, q: cute.Tensor, mQ: cute.Tensor, tile: QueryTile, ctx: MainloopContext) -> None:
         """Q's terms to shared memory, while the first key blocks load; the first step's barrier follows."""
-        FollowsSplit.start_loads(self, ctx)
+        self.start_loads(ctx)
         traits, factor = self.traits, inverse_of_power_of_two(ctx.operands.scales[0])
         target, threads = ctx.shared.q[None, None, 0], self.tile.num_threads
         rows = (ctx.row0, tile.info.seqlen_q, target, traits.head_dim)
         split_tile(q, *rows, factor, ctx.thread, threads, traits.fp32_terms)
-
-    def start_loads(self, ctx: MainloopContext) -> None:
-        """They are before Q's."""
-
-    def online_softmax(
-        self, rows: int, scale_log2: Float32, stats: cute.Tensor | None, operands: Operands
-    ) -> OnlineSoftmax:
-        """The softmax of ``rows`` rows of a thread before the first step."""
-        if self.folds_factor:
-            scale_log2 = scale_log2 * (operands.scales[0] * operands.scales[1])
-        return FollowsSplit.online_softmax(self, rows, scale_log2, stats, operands)
 
     def output_scale(self, ctx: MainloopContext) -> Any:
         """Also undoes V's scale and, with two terms, P's."""
