@@ -54,6 +54,7 @@ RngState = Tensor | tuple[Tensor | int, Tensor | int]
 ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
 MaskMod = Callable[[Any, Any, Any, Any], Any]
 Functions = tuple[ScoreMod | None, MaskMod | None, Any]
+Epilogues = Sequence[str] | Mapping[str, Any]
 
 
 def attention(
@@ -196,24 +197,9 @@ def attention(
     """
     tensors = (q, k, v, None, None, None, seqused_k, alibi_slopes, bias, sinks, rng_state)
     options = (
-        False,
-        None,
-        None,
-        softmax_scale,
-        causal,
-        window,
-        softcap,
-        dropout_p,
-        dropout_mask,
-        epilogues,
-        return_lse,
-        return_softmax,
-        kernel,
-        tile,
-        deterministic,
-        backward_tile,
-        precision,
-    )
+        False, None, None, softmax_scale, causal, window, softcap, dropout_p, dropout_mask, epilogues,
+        return_lse, return_softmax, kernel, tile, deterministic, backward_tile, precision,
+    )  # fmt: skip
     return _attend(tensors, options, out, (score_mod, mask_mod, block_mask))
 
 
@@ -286,37 +272,12 @@ mask_mod, epilogues, return_lse, return_softmax, kernel, tile, deterministic, ba
         As :func:`attention`.
     """
     tensors = (
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_q,
-        seqused_k,
-        alibi_slopes,
-        bias,
-        sinks,
-        rng_state,
-    )
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, bias, sinks, rng_state,
+    )  # fmt: skip
     options = (
-        True,
-        max_seqlen_q,
-        max_seqlen_k,
-        softmax_scale,
-        causal,
-        window,
-        softcap,
-        dropout_p,
-        dropout_mask,
-        epilogues,
-        return_lse,
-        return_softmax,
-        kernel,
-        tile,
-        deterministic,
-        backward_tile,
-        precision,
-    )
+        True, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, softcap, dropout_p, dropout_mask, epilogues,
+        return_lse, return_softmax, kernel, tile, deterministic, backward_tile, precision,
+    )  # fmt: skip
     return _attend(tensors, options, out, (score_mod, mask_mod, None))
 
 
@@ -391,36 +352,13 @@ mask_mod, block_mask, epilogues, kernel, deterministic, precision
     TypeError, ValueError, Unsupported
         As :func:`attention`.
     """
-    if score_mod is not None or mask_mod is not None:
-        epilogues = with_functions(epilogues, score_mod, mask_mod, q)
-    if block_mask is not None:
-        epilogues = with_block_mask(epilogues, block_mask, q, k, seqused_k)
-    state = _rng_state(rng_state, q, number("dropout_p", dropout_p))
-    tensors = (q, k, v, None, None, None, seqused_k, alibi_slopes, _given_bias(bias, q, wanted), sinks, state)
+    tensors = (q, k, v, None, None, None, seqused_k, alibi_slopes, bias, sinks, rng_state)
     options = _Options(
-        False,
-        None,
-        None,
-        softmax_scale,
-        causal,
-        window,
-        softcap,
-        dropout_p,
-        dropout_mask,
-        epilogues,
-        False,
-        False,
-        kernel,
-        None,
-        deterministic,
-        tile,
-        resolve_precision(q, precision),
-    )
-    call = _call_of(tensors, options)
-    check_dense("lse", lse)
-    if lse.dim() == 3 and lse.shape[2] > call.max_seqlen_q:
-        lse = lse[:, :, : call.max_seqlen_q]
-    return _backward(call, grad_out, grad_lse, out, lse, wanted, into)
+        False, None, None, softmax_scale, causal, window, softcap, dropout_p, dropout_mask, epilogues,
+        False, False, kernel, None, deterministic, tile, precision,
+    )  # fmt: skip
+    outer, functions = (grad_out, grad_lse, out, lse), (score_mod, mask_mod, block_mask)
+    return _gradients(tensors, options, functions, outer, wanted, into)
 
 
 def attention_varlen_backward(
@@ -478,53 +416,15 @@ def attention_varlen_backward(
     TypeError, ValueError, Unsupported
         As :func:`attention`.
     """
-    if score_mod is not None or mask_mod is not None:
-        epilogues = with_functions(epilogues, score_mod, mask_mod, q)
-    state = _rng_state(rng_state, q, number("dropout_p", dropout_p))
     tensors = (
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_q,
-        seqused_k,
-        alibi_slopes,
-        _given_bias(bias, q, wanted),
-        sinks,
-        state,
-    )
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, bias, sinks, rng_state,
+    )  # fmt: skip
     options = _Options(
-        True,
-        max_seqlen_q,
-        max_seqlen_k,
-        softmax_scale,
-        causal,
-        window,
-        softcap,
-        dropout_p,
-        dropout_mask,
-        epilogues,
-        False,
-        False,
-        kernel,
-        None,
-        deterministic,
-        tile,
-        resolve_precision(q, precision),
-    )
-    call = _call_of(tensors, options)
-    check_starts("cu_seqlens_q", cu_seqlens_q)
-    check_dense("lse", lse)
-    if lse.dim() == 3:
-        batch, nheads = cu_seqlens_q.shape[0] - 1, q.shape[-2]
-        if not batch or tuple(lse.shape[:2]) != (batch, nheads) or lse.shape[2] < call.max_seqlen_q:
-            raise ValueError(
-                f"lse has shape {tuple(lse.shape)}; accepted: ({nheads}, {q.shape[0]}) or ({batch}, {nheads}, "
-                f"{call.max_seqlen_q} or more), for one sequence or more"
-            )
-        lse = _packed_lse(lse, cu_seqlens_q, q.shape[0])
-    return _backward(call, grad_out, grad_lse, out, lse, wanted, into)
+        True, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, softcap, dropout_p, dropout_mask, epilogues,
+        False, False, kernel, None, deterministic, tile, precision,
+    )  # fmt: skip
+    outer, functions = (grad_out, grad_lse, out, lse), (score_mod, mask_mod, None)
+    return _gradients(tensors, options, functions, outer, wanted, into)
 
 
 def _given_bias(bias: Any, q: Any, wanted: Any) -> Any:
@@ -538,15 +438,27 @@ def _given_bias(bias: Any, q: Any, wanted: Any) -> Any:
     return additive(bias, q.dtype)
 
 
-def _backward(
-    call: Call,
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
+def _gradients(
+    tensors: Tensors,
+    options: "_Options",
+    functions: Functions,
+    outer: tuple[Tensor | None, Tensor | None, Tensor, Tensor],
     wanted: Sequence[str],
     into: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
+    """The wanted gradients; tensors, functions: see :func:`_attend`; outer: the gradients of out and lse, out, lse."""
+    (q, *_), (*firsts, bias, sinks, rng_state) = tensors, tensors
+    epilogues = _all_epilogues(tensors, options.epilogues, functions)
+    state = _rng_state(rng_state, q, number("dropout_p", options.dropout_p))
+    tensors = (*firsts, _given_bias(bias, q, wanted), sinks, state)
+    precision = resolve_precision(q, options.precision)
+    call = _call_of(tensors, options._replace(epilogues=epilogues, precision=precision))
+    grad_out, grad_lse, out, lse = outer
+    if call.cu_seqlens_q is not None:
+        check_starts("cu_seqlens_q", call.cu_seqlens_q)
+    check_dense("lse", lse)
+    if lse.dim() == 3:
+        lse = _lse_of_rows(call, lse)
     accepted = tuple(name for name in DIFFERENTIABLE if getattr(call, name) is not None)
     names = wanted if isinstance(wanted, tuple | list) else (None,)
     if not all(is_one_of(name, accepted) for name in names) or len(set(names)) != len(names):
@@ -570,8 +482,16 @@ def _backward(
     return tuple(grads[name] for name in wanted)  # type: ignore[misc]
 
 
-def _packed_lse(lse: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
-    """(batch, nheads, seqlen) as (nheads, total). Rows that no sequence owns have arbitrary values."""
+def _lse_of_rows(call: Call, lse: Tensor) -> Tensor:
+    """(batch, nheads, seqlen or more) as the forward returns it. Rows that no sequence owns have arbitrary values."""
+    size, total, cu_seqlens = call.batch, call.q.shape[0], call.cu_seqlens_q
+    if cu_seqlens is None:
+        return lse[:, :, : call.max_seqlen_q] if lse.shape[2] > call.max_seqlen_q else lse
+    if not size or tuple(lse.shape[:2]) != (size, call.nheads) or lse.shape[2] < call.max_seqlen_q:
+        raise ValueError(
+            f"lse has shape {tuple(lse.shape)}; accepted: ({call.nheads}, {total}) or ({size}, {call.nheads}, "
+            f"{call.max_seqlen_q} or more), for one sequence or more"
+        )
     row = torch.arange(total, device=lse.device, dtype=cu_seqlens.dtype)
     batch = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True).clamp(max=lse.shape[0] - 1)
     position = (row - cu_seqlens[batch]).clamp(0, lse.shape[2] - 1)
@@ -632,59 +552,45 @@ def draw_rng_state(device: torch.device | str) -> Tensor:
     return random_states.draw(check_device("device", device)).clone()
 
 
-def with_functions(
-    epilogues: Sequence[str] | Mapping[str, Any],
-    score_mod: ScoreMod | None,
-    mask_mod: MaskMod | None,
-    q: Tensor,
-) -> Sequence[str] | Mapping[str, Any]:
-    """The epilogues and, after them, the one that functions are traced to."""
-    device = q.device if isinstance(q, Tensor) else None
-    dtype = torch.float64 if isinstance(q, Tensor) and q.dtype == torch.float64 else torch.float32
-    if torch.compiler.is_compiling():
-        from cute_attn.api import outside_graphs
-
-        name, tensors = outside_graphs.epilogue_of(score_mod, mask_mod, device, dtype)
-    else:
-        name, tensors = epilogue_of(score_mod, mask_mod, device, dtype)
-        _hold_for_graphs(name, q)
-    if not name:
-        return epilogues
-    return {**given_epilogues(epilogues), name: tensors}
+def _all_epilogues(tensors: Tensors, epilogues: Epilogues, functions: Functions) -> Epilogues:
+    """The epilogues and, after them, those of the functions and of the BlockMask. Arguments: see :func:`_attend`."""
+    (q, k, *_), (score_mod, mask_mod, block_mask), found = tensors, functions, []
+    compiling = torch.compiler.is_compiling()
+    if block_mask is not None or (compiling and functions != (None, None, None)):
+        from cute_attn.api import outside_graphs  # loads torch's compiler
+    if score_mod is not None or mask_mod is not None:
+        device = q.device if isinstance(q, Tensor) else None
+        dtype = torch.float64 if isinstance(q, Tensor) and q.dtype == torch.float64 else torch.float32
+        trace = outside_graphs.epilogue_of if compiling else epilogue_of
+        found.append(trace(score_mod, mask_mod, device, dtype))
+    if block_mask is not None:
+        _check_for_block_mask(q, k, tensors[_SEQUSED_K])
+        of_mask = outside_graphs.epilogue_of_block_mask if compiling else outside_graphs.of_block_mask
+        found.append(of_mask(block_mask, q, k))
+    for name, made in found:
+        if name:
+            epilogues = {**given_epilogues(epilogues), name: made}
+            if not compiling:
+                _hold_for_graphs(name, q)
+    return epilogues
 
 
 def _hold_for_graphs(name: str, q: Any) -> None:
     """Keep a function's epilogue if a graph or a tracer may name it, or a CUDA graph captures its kernel."""
-    if not name or not isinstance(q, Tensor):
+    if not isinstance(q, Tensor):
         return
     if not no_dispatch_mode() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         hold(name)
 
 
-def with_block_mask(
-    epilogues: Sequence[str] | Mapping[str, Any],
-    block_mask: Any,
-    q: Tensor,
-    k: Tensor,
-    seqused_k: Tensor | None,
-) -> Sequence[str] | Mapping[str, Any]:
-    """The epilogues and, after them, the one of a BlockMask."""
+def _check_for_block_mask(q: Any, k: Any, seqused_k: Tensor | None) -> None:
+    """Raise for a call that a BlockMask does not fit, whatever it lists."""
     if seqused_k is not None:
         raise ValueError("block_mask is given with seqused_k; accepted: one of them")
     for name, x in (("q", q), ("k", k)):
         check_dense(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; accepted: (batch, seqlen, heads, head_dim)")
-    if torch.compiler.is_compiling():
-        from cute_attn.api import outside_graphs
-
-        name, tensors = outside_graphs.epilogue_of_block_mask(block_mask, q, k)
-    else:
-        from cute_attn.host import block_masks  # loads torch's compiler
-
-        name, tensors = block_masks.epilogue_of_block_mask(block_mask, q, k)
-        _hold_for_graphs(name, q)
-    return {**given_epilogues(epilogues), name: tensors} if name else epilogues
 
 
 class _Options(NamedTuple):
@@ -771,13 +677,8 @@ _MAX_SEQLEN_K, _DROPOUT_P, _EPILOGUES, _RETURN_LSE, _PRECISION = (
 
 def _outputs(tensors: Tensors, given: tuple, out: Tensor | None, functions: Functions) -> Outputs:
     """out, lse and perhaps softmax of a call without a record. Arguments: see :func:`_attend`."""
-    score_mod, mask_mod, block_mask = functions
     options = _Options._make(given)
-    epilogues = options.epilogues
-    if score_mod is not None or mask_mod is not None:
-        epilogues = with_functions(epilogues, score_mod, mask_mod, tensors[0])
-    if block_mask is not None:
-        epilogues = with_block_mask(epilogues, block_mask, tensors[0], tensors[1], tensors[_SEQUSED_K])
+    epilogues = _all_epilogues(tensors, options.epilogues, functions)
     call = _call_of(tensors, options._replace(epilogues=epilogues))
     return operators.forward(call) if out is None else operators.forward_into(call, out)
 

@@ -50,32 +50,14 @@ from cute_attn.reference import kvcache as kvcache_reference
 from cute_attn.tiles.inference import MAX_PARTIALS, SPLIT_KEYS
 
 _TENSORS = (
-    *(
-        "q",
-        "k_cache",
-        "v_cache",
-        "k",
-        "v",
-        "cache_seqlens",
-        "page_table",
-        "cache_batch_idx",
-        "cu_seqlens_k_new",
-    ),
-    *("rotary_cos", "rotary_sin", "rotary_seqlens", "cache_leftpad", "cu_seqlens_q", "alibi_slopes", "sinks"),
+    "q", "k_cache", "v_cache", "k", "v", "cache_seqlens", "page_table", "cache_batch_idx", "cu_seqlens_k_new",
+    "rotary_cos", "rotary_sin", "rotary_seqlens", "cache_leftpad", "cu_seqlens_q", "alibi_slopes", "sinks",
     "tree_mask",
-)
+)  # fmt: skip
 _OPTIONS = (
-    *(
-        "rotary_interleaved",
-        "max_seqlen_q",
-        "softmax_scale",
-        "mask",
-        "window_left",
-        "window_right",
-        "softcap",
-    ),
-    *("kernel", "tile", "num_splits", "split_keys"),
-)
+    "rotary_interleaved", "max_seqlen_q", "softmax_scale", "mask", "window_left", "window_right", "softcap",
+    "kernel", "tile", "num_splits", "split_keys",
+)  # fmt: skip
 ARGUMENTS = (*_TENSORS[:12], _OPTIONS[0], *_TENSORS[12:], *_OPTIONS[1:])
 """Arguments of the operator ``attention_with_kvcache``, in order: fields of a call."""
 
@@ -179,22 +161,13 @@ check_lengths
     if not isinstance(cache_seqlens, Tensor | None) and isinstance(q, Tensor) and not q.is_nested:
         cache_seqlens = _one_length(cache_seqlens, q, cu_seqlens_q, k_cache, page_table)
     tensors = (
-        *(q, k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx, cu_seqlens_k_new),
-        *(
-            rotary_cos,
-            rotary_sin,
-            rotary_seqlens,
-            cache_leftpad,
-            cu_seqlens_q,
-            alibi_slopes,
-            sinks,
-            tree_mask,
-        ),
-    )
+        q, k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx, cu_seqlens_k_new, rotary_cos,
+        rotary_sin, rotary_seqlens, cache_leftpad, cu_seqlens_q, alibi_slopes, sinks, tree_mask,
+    )  # fmt: skip
     options = _Options(
-        *(rotary_interleaved, max_seqlen_q, softmax_scale, causal, window, softcap, num_splits, split_keys),
-        *(kernel, tile, check_lengths, return_lse),
-    )
+        rotary_interleaved, max_seqlen_q, softmax_scale, causal, window, softcap, num_splits, split_keys, kernel,
+        tile, check_lengths, return_lse,
+    )  # fmt: skip
     users = isinstance(kernel, str) and ":" in kernel  # a user's class may be registered again at any time
     if users or check_lengths is not False or type(return_lse) is not bool:
         found = _attend(tensors, out, options)

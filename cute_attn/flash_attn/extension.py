@@ -1,231 +1,82 @@
 """FlashAttention-2's extension ``flash_attn_2_cuda``: the same steps as :mod:`~cute_attn.flash_attn.operators`.
 
-Arguments are in the extension's order and without defaults. Transformer Engine imports ``varlen_bwd``.
+Arguments are in the extension's order and without defaults. Transformer Engine imports ``varlen_bwd``. They raise as
+the functions of that module; NotImplementedError also where gen, or a forward's out, is given.
 """
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import torch
-from torch import Tensor
 
 from cute_attn.flash_attn import operators
-from cute_attn.flash_attn.conventions import refuse
+from cute_attn.flash_attn.conventions import check_tensors, refuse
 
 __all__ = ["bwd", "fwd", "varlen_bwd", "varlen_fwd"]
 
+_RENAMED = {"p_dropout": "dropout_p", "is_causal": "causal"}
+_GRADIENTS = {"dq": "q", "dk": "k", "dv": "v"}
 
-def fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    alibi_slopes: Tensor | None,
-    p_dropout: float,
-    softmax_scale: float,
-    is_causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    return_softmax: bool,
-    gen: None,
-) -> operators.Outputs:
-    """out, softmax_lse, S_dmask and rng_state.
 
-    Raises
-    ------
-    TypeError, ValueError, Unsupported
-        As :func:`cute_attn.attention`.
-    NotImplementedError
-        out or gen is given.
+def _in_order(name: str, function: Callable[..., Any], arguments: str, unread: tuple[str, ...]) -> Any:
+    """``function`` under another name, with ``arguments`` in this order, those of ``unread`` refused.
+
+    A backward's dq, dk and dv are made where they are None, and returned first.
     """
-    refuse(out=out, gen=gen)
-    return operators._flash_attn_forward(
-        q,
-        k,
-        v,
-        p_dropout,
-        softmax_scale,
-        is_causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        alibi_slopes,
-        return_softmax,
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parts = (one.partition("=") for one in arguments.split())
+    parameters = [
+        inspect.Parameter(own, kind, default=int(default) if default else inspect.Parameter.empty)
+        for own, _, default in parts
+    ]
+    signature = inspect.Signature(parameters)
+
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        given = signature.bind(*args, **kwargs).arguments
+        refuse(**{own: given.pop(own) for own in unread})
+        given = {_RENAMED.get(own, own): x for own, x in given.items()}
+        if "dq" not in given:
+            return function(**given)
+        check_tensors(q=given["q"], k=given["k"], v=given["v"])
+        for own, of in _GRADIENTS.items():
+            given[own] = torch.empty_like(given[of]) if given[own] is None else given[own]
+        return *(given[own] for own in _GRADIENTS), function(**given)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = (
+        f":func:`~cute_attn.flash_attn.operators.{function.__name__}` with the extension's arguments."
     )
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return call
 
 
-def varlen_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    seqused_k: Tensor | None,
-    leftpad_k: Tensor | None,
-    block_table: Tensor | None,
-    alibi_slopes: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    p_dropout: float,
-    softmax_scale: float,
-    zero_tensors: bool,
-    is_causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    return_softmax: bool,
-    gen: None,
-    num_splits: int = 0,
-) -> operators.Outputs:
-    """:func:`fwd` of packed sequences.
+_WINDOW = "window_size_left window_size_right softcap"
+_LENGTHS = "max_seqlen_q max_seqlen_k p_dropout softmax_scale zero_tensors is_causal"
+_OUTER = "dout q k v out softmax_lse dq dk dv"
 
-    Raises
-    ------
-    TypeError, ValueError, Unsupported
-        As :func:`cute_attn.attention_varlen`.
-    NotImplementedError
-        out, gen, leftpad_k or zero_tensors is given.
-    """
-    refuse(out=out, gen=gen)
-    return operators._flash_attn_varlen_forward(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        p_dropout,
-        softmax_scale,
-        is_causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        alibi_slopes,
-        return_softmax,
-        block_table,
-        leftpad_k,
-        seqused_k,
-        zero_tensors,
-        num_splits,
-    )
-
-
-def bwd(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    alibi_slopes: Tensor | None,
-    p_dropout: float,
-    softmax_scale: float,
-    is_causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    deterministic: bool,
-    gen: None,
-    rng_state: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, those that are None newly made, and a tensor of size 0.
-
-    Raises
-    ------
-    TypeError, ValueError, Unsupported
-        As :func:`cute_attn.attention_backward`.
-    NotImplementedError
-        gen is given.
-    """
-    refuse(gen=gen)
-    into = _into((q, k, v), (dq, dk, dv))
-    return *into, operators._flash_attn_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        *into,
-        p_dropout,
-        softmax_scale,
-        is_causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        rng_state,
-    )
-
-
-def varlen_bwd(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    alibi_slopes: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    p_dropout: float,
-    softmax_scale: float,
-    zero_tensors: bool,
-    is_causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    deterministic: bool,
-    gen: None,
-    rng_state: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`bwd` of packed sequences.
-
-    Raises
-    ------
-    TypeError, ValueError, Unsupported, NotImplementedError
-        As that function.
-    """
-    refuse(gen=gen)
-    into = _into((q, k, v), (dq, dk, dv))
-    return *into, operators._flash_attn_varlen_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        *into,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        p_dropout,
-        softmax_scale,
-        is_causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        rng_state,
-        zero_tensors,
-    )
-
-
-def _into(
-    tensors: tuple[Tensor, Tensor, Tensor], given: tuple[Tensor | None, Tensor | None, Tensor | None]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensors to write gradients into."""
-    operators.check_tensors(q=tensors[0], k=tensors[1], v=tensors[2])
-    dq, dk, dv = (torch.empty_like(x) if own is None else own for x, own in zip(tensors, given, strict=True))
-    return dq, dk, dv
+fwd = _in_order(
+    "fwd",
+    operators._flash_attn_forward,
+    f"q k v out alibi_slopes p_dropout softmax_scale is_causal {_WINDOW} return_softmax gen",
+    ("out", "gen"),
+)
+varlen_fwd = _in_order(
+    "varlen_fwd",
+    operators._flash_attn_varlen_forward,
+    f"q k v out cu_seqlens_q cu_seqlens_k seqused_k leftpad_k block_table alibi_slopes {_LENGTHS} {_WINDOW} "
+    "return_softmax gen num_splits=0",
+    ("out", "gen"),
+)
+bwd = _in_order(
+    "bwd",
+    operators._flash_attn_backward,
+    f"{_OUTER} alibi_slopes p_dropout softmax_scale is_causal {_WINDOW} deterministic gen rng_state",
+    ("gen",),
+)
+varlen_bwd = _in_order(
+    "varlen_bwd",
+    operators._flash_attn_varlen_backward,
+    f"{_OUTER} cu_seqlens_q cu_seqlens_k alibi_slopes {_LENGTHS} {_WINDOW} deterministic gen rng_state",
+    ("gen",),
+)

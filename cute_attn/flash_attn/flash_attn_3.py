@@ -83,11 +83,8 @@ def flash_attn_func(
     refuse(
         qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk
     )
-    options = {
-        "deterministic": flag("deterministic", deterministic),
-        "return_lse": flag("return_attn_probs", return_attn_probs),
-    }
     scores = Scores(softmax_scale, causal, window_size, softcap)
+    options = _options(deterministic, return_attn_probs)
     return _attend("flash_attn_3.flash_attn_func", (q, k, v), None, scores, options)
 
 
@@ -114,20 +111,12 @@ def flash_attn_qkvpacked_func(
         With num_heads_q: heads of q first, then of k, then as many of v.
     num_heads_q : int, optional
         Number of q's heads.
-
-    Raises
-    ------
-    TypeError, ValueError, Unsupported, NotImplementedError
-        As :func:`flash_attn_func`.
     """
     refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
     check_tensors(qkv=qkv)
     tensors = _heads(qkv, num_heads_q) if qkv.dim() == 4 else unpack("qkv", qkv, 5, 3)
-    options = {
-        "deterministic": flag("deterministic", deterministic),
-        "return_lse": flag("return_attn_probs", return_attn_probs),
-    }
     scores = Scores(softmax_scale, causal, window_size, softcap)
+    options = _options(deterministic, return_attn_probs)
     return _attend("flash_attn_3.flash_attn_func", tensors, None, scores, options)
 
 
@@ -385,11 +374,6 @@ def _flash_attn_forward(
     Batches, or packed sequences with cu_seqlens_q and cu_seqlens_k, as :func:`flash_attn_varlen_func`, differentiable;
     with arguments of a cache (k_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, or packed queries with unpacked
     keys), as :func:`flash_attn_with_kvcache`, where seqused_k is cache_seqlens. out_: where to write out.
-
-    Raises
-    ------
-    TypeError, ValueError, Unsupported, NotImplementedError
-        As those functions.
     """
     refuse(
         qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk
@@ -461,11 +445,6 @@ def _flash_attn_backward(
     """The backward of batches or packed sequences, into dq, dk and dv; one that is None is not computed.
 
     Returns a tensor of size 0, in place of the row sums of dout * out.
-
-    Raises
-    ------
-    TypeError, ValueError, Unsupported
-        As :func:`cute_attn.attention_backward`.
     """
     scores = Scores(softmax_scale, is_causal, (window_size_left, window_size_right), softcap)
     options: dict[str, Any] = {"deterministic": deterministic, "seqused_k": sequed_k}

@@ -117,13 +117,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """:func:`flash_attn_func` with k and v in one tensor kv (batch, seqlen_k, 2, nheads_k, head_dim).
-
-    Raises
-    ------
-    TypeError, ValueError, Unsupported
-        As :func:`cute_attn.attention`.
-    """
+    """:func:`flash_attn_func` with k and v in one tensor kv (batch, seqlen_k, 2, nheads_k, head_dim)."""
     scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
     options = _Options(scores, dropout_p, deterministic, return_attn_probs)
     return _repeat((q, kv), (), options)
@@ -140,13 +134,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """:func:`flash_attn_func` with q, k and v in one tensor qkv (batch, seqlen, 3, nheads, head_dim).
-
-    Raises
-    ------
-    TypeError, ValueError, Unsupported
-        As :func:`cute_attn.attention`.
-    """
+    """:func:`flash_attn_func` with q, k and v in one tensor qkv (batch, seqlen, 3, nheads, head_dim)."""
     scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
     options = _Options(scores, dropout_p, deterministic, return_attn_probs)
     return _repeat((qkv,), (), options)
@@ -210,13 +198,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """:func:`flash_attn_varlen_func` with k and v in one tensor kv (total_k, 2, nheads_k, head_dim).
-
-    Raises
-    ------
-    TypeError, ValueError, Unsupported
-        As :func:`cute_attn.attention_varlen`.
-    """
+    """:func:`flash_attn_varlen_func` with k and v in one tensor kv (total_k, 2, nheads_k, head_dim)."""
     scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
     options = _Options(scores, dropout_p, deterministic, return_attn_probs)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -236,13 +218,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """:func:`flash_attn_varlen_func` with q, k and v in one tensor qkv (total, 3, nheads, head_dim).
-
-    Raises
-    ------
-    TypeError, ValueError, Unsupported
-        As :func:`cute_attn.attention_varlen`.
-    """
+    """:func:`flash_attn_varlen_func` with q, k and v in one tensor qkv (total, 3, nheads, head_dim)."""
     scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
     options = _Options(scores, dropout_p, deterministic, return_attn_probs)
     return _repeat((qkv,), (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), options)

@@ -15,6 +15,9 @@ A backward writes dq, dk and dv, and does not compute one that is None. FlashAtt
 dout * out, padded to its blocks; here these stay in the workspace, and a tensor of size 0 is returned. out and
 softmax_lse may cover more keys than the call has: gradients are then the contributions of its keys, and ring attention
 adds them up.
+
+Functions raise TypeError, ValueError and Unsupported as those of :mod:`cute_attn.api.attention`; a backward also for
+dropout without a rng_state.
 """
 
 from typing import Any
@@ -60,13 +63,7 @@ def _flash_attn_forward(
     alibi_slopes: Tensor | None,
     return_softmax: bool,
 ) -> Outputs:
-    """The forward of :func:`~cute_attn.flash_attn.flash_attn_func`.
-
-    Raises
-    ------
-    TypeError, ValueError, Unsupported
-        As :func:`cute_attn.attention`.
-    """
+    """The forward of :func:`~cute_attn.flash_attn.flash_attn_func`."""
     scores = Scores(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     return _forward((q, k, v), None, scores, dropout_p, return_softmax)
 
@@ -139,13 +136,7 @@ def _flash_attn_backward(
     deterministic: bool,
     rng_state: Tensor | None = None,
 ) -> Tensor:
-    """The backward of :func:`~cute_attn.flash_attn.flash_attn_func`, into dq, dk and dv.
-
-    Raises
-    ------
-    TypeError, ValueError, Unsupported
-        As :func:`cute_attn.attention_backward`, also for dropout without a rng_state.
-    """
+    """The backward of :func:`~cute_attn.flash_attn.flash_attn_func`, into dq, dk and dv."""
     scores = Scores(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     options = {"dropout_p": dropout_p, "deterministic": deterministic, "rng_state": rng_state}
     tensors = (dout, q, k, v, out, softmax_lse)
@@ -180,11 +171,6 @@ def _flash_attn_varlen_backward(
     """The backward of :func:`~cute_attn.flash_attn.flash_attn_varlen_func`, into dq, dk and dv.
 
     Rows that no sequence owns become 0 with or without zero_tensors.
-
-    Raises
-    ------
-    TypeError, ValueError, Unsupported
-        As :func:`cute_attn.attention_varlen_backward`, also for dropout without a rng_state.
     """
     scores = Scores(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)

@@ -10,6 +10,8 @@ Attention with a cache rotates in its append kernel: see rotary_cos of ``flash_a
     interleaved  pairs are elements (2i, 2i + 1) rather than (i, i + rotary_dim / 2)
     seqlen_offsets   int, or int32 or int64 (batch,): the position of each sequence's first row
     inplace      x's memory is changed, and the result shares it
+
+Functions raise TypeError or ValueError for an argument that is not as described.
 """
 
 from typing import Any
@@ -44,13 +46,7 @@ def apply_rotary(
     inplace: bool = False,
     conjugate: bool = False,
 ) -> Tensor:
-    """x rotated; conjugate: by the negative angles, as for gradients. Differentiable in x.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument is not as this module describes.
-    """
+    """x rotated; conjugate: by the negative angles, as for gradients. Differentiable in x."""
     check_tensors(x=x, cos=cos, sin=sin)
     dims = 3 if cu_seqlens is not None else 4
     if x.dim() != dims:
@@ -104,13 +100,7 @@ def apply_rotary_emb(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """:func:`apply_rotary` with its arguments in another order.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As there.
-    """
+    """:func:`apply_rotary` with its arguments in another order."""
     return apply_rotary(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved, inplace)
 
 
@@ -125,11 +115,6 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
     x : Tensor (batch, seqlen, nheads, head_dim)
     cos, sin : Tensor (seqlen, rotary_dim / 2) or (batch, seqlen, rotary_dim / 2)
     interleaved : bool
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument is not as described here.
     """
     check_tensors(x=x, cos=cos, sin=sin)
     table = (*x.shape[:2], cos.shape[-1])[-cos.dim() :] if cos.dim() else None
@@ -167,11 +152,6 @@ def apply_rotary_emb_qkv_(
         For k; by default cos and sin.
     num_heads_q : int, optional
         Number of q's heads.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument is not as described here.
     """
     check_tensors(qkv=qkv, cos=cos, sin=sin)
     num_heads_q = python_number(num_heads_q)
@@ -202,13 +182,7 @@ def apply_rotary_emb_kv_(
     interleaved: bool = False,
     seqlen_offsets: int | Tensor = 0,
 ) -> Tensor:
-    """Turn k of kv (batch, seqlen, 2, nheads, head_dim) in place.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument is not as described here.
-    """
+    """Turn k of kv (batch, seqlen, 2, nheads, head_dim) in place."""
     check_tensors(kv=kv)
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise ValueError(f"kv has shape {tuple(kv.shape)}; accepted: (batch, seqlen, 2, nheads, head_dim)")
