@@ -11,6 +11,7 @@ import functools
 import linecache
 import math
 import re
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -205,7 +206,7 @@ def verdict(
     Raises:
         ValueError: an argument is wrong.
     """
-    from cute_attn.compiler import CompiledKernel, compile, default_target, registry
+    from cute_attn.compiler import CompiledKernel, SpillWarning, compile, default_target, registry
 
     if isinstance(kernel, CompiledKernel):
         if tile is not None or target is not None:
@@ -216,7 +217,10 @@ def verdict(
     traits = Traits.of(kernel)
     target = target or default_target(traits.arch)
     try:
-        return _of_compiled(compile(traits, tile, target, lines=lines))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SpillWarning)  # the verdict counts spills
+            compiled = compile(traits, tile, target, lines=lines)
+        return _of_compiled(compiled)
     except registry.Unsupported as error:
         return Verdict(traits.name, target, text_of(tile) or "the default", str(error))
 

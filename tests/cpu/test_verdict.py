@@ -5,12 +5,13 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 from cutlass._mlir_helpers import op
 from cutlass.base_dsl import dsl
 
-from cute_attn import compiler
+from cute_attn import SpillWarning, compiler
 from cute_attn.kernels.step import StepContent
 from cute_attn.lab.copies import Conflicts
 from cute_attn.lab.gpu import resident_blocks
@@ -134,6 +135,12 @@ def test_spills_outside_the_step_are_counted(fresh_cache):
     one = verdict(compiler.compile(toy.NAME, "values=256", "sm80"))
     assert one.spills_in_step == 0 and one.spills_outside > 10
     assert f"0 in the step, {one.spills_outside} outside" in str(one)
+
+
+def test_a_verdict_counts_spills_and_does_not_warn_of_them(fresh_cache):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SpillWarning)
+        assert verdict(toy.NAME, "values=256", "sm80").spills_outside > 10
 
 
 # ---- source lines ----
