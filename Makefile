@@ -1,7 +1,7 @@
 # make demo       what the project does (half a minute after its installs; on a GPU, against torch)
 # make test       lint, types and the CPU tests (no GPU needed; some 9 minutes on two idle cores)
 # make test-slow  the CPU tests that build most: the other default kernels' tiles, exports, a notebook
-# make test-doors the CPU tests that need transformers or Hugging Face's kernels, after installing both
+# make test-doors the CPU tests that need transformers, Hugging Face's kernels or basedpyright, after installing them
 # make test-gpu   the kernels against the reference, on a GPU
 # make bench      the forward kernels against their peers, on a GPU; writes bench/results
 # make bench-backward   the same for the backward
@@ -53,7 +53,7 @@ cpu-tests: $(installed_dev)
 test-slow: $(installed_dev)
 	$(run) -m pytest tests/cpu -n $(JOBS) --dist worksteal -q -m slow $(ARGS)
 
-# Their libraries take 140 MB, and over a minute where the package index is slow, so `make test` does without them.
+# Their libraries take 215 MB, and over a minute where the package index is slow, so `make test` does without them.
 test-doors: $(VENV)/installed-doors
 	PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(VENV)/bin/python -m pytest -m doors -q $(ARGS)
 

@@ -160,7 +160,7 @@ class Traits:
 
     Attributes:
         op: the operation, one of ``OPS``.
-        arch: the kernel's generation. An ``sm80`` kernel (cp.async, mma.sync) also runs on sm86, sm89 and sm90.
+        arch: the kernel's generation. An ``sm80`` kernel (cp.async, mma.sync) also runs on later GPUs.
         dtype: element type of q, k, v and o.
         head_dim: elements of a row of q and k, up to 576; whole 16 bytes, except for the padding copies.
         head_dim_v: elements of a row of v and o; ``0`` stands for ``head_dim``.

@@ -8,8 +8,13 @@ cute-attn tour --page                write docs/tour.md again, in a clone; or: m
 """
 
 import argparse
+import ast
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from tour import name_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -29,6 +34,9 @@ def main() -> None:
         "-o", "--output", type=Path, help="of --measure; else bench/results/DATE-GPU-tour.json"
     )
     options = parser.parse_args()
+    if options.level is None and not (options.check or options.measure or options.page):
+        print(*titles(), sep="\n")
+        return
 
     import torch
 
@@ -43,15 +51,18 @@ def main() -> None:
         print(f"wrote {page.PAGE}")
     elif options.measure:
         measure(options.output)
-    elif options.level is None:
-        from tour.levels import LEVELS
-
-        for entry in LEVELS.values():
-            print(f"{entry.number}  {entry.title:60} {entry.name}")
     elif options.check:
         check(options.level)
     else:
         show(options.level, options.head_dim, not options.full)
+
+
+def titles() -> Iterator[str]:
+    """A line for each level, read from its file: importing it loads the compiler."""
+    for number in range(1, 9):
+        source = ast.parse(Path(__file__).with_name(f"level{number}.py").read_text())
+        first = (ast.get_docstring(source) or "").splitlines()[0]
+        yield f"{number}  {first.partition(': ')[2].rstrip('.'):60} {name_of(number)}"
 
 
 def show(level: int, head_dim: int, causal: bool) -> None:
@@ -64,13 +75,20 @@ def show(level: int, head_dim: int, causal: bool) -> None:
     entry = LEVELS[level]
     print(f"level {level}: {entry.title}\n\n{entry.text}\n")
     for name, value in facts(entry, head_dim, causal).items():
-        shown = {key: count for key, count in value.items() if count} if isinstance(value, dict) else value
-        print(f"{name.replace('_', ' '):26} {shown}")
+        if value != []:
+            print(f"{name.replace('_', ' '):26} {_shown(value)}")
     if not torch.cuda.is_available():
         print("\nNo GPU here: with one, it would now be checked and timed.")
         return
     check(level)
     print(time_one(entry, head_dim, causal))
+
+
+def _shown(value: Any) -> str:
+    """A fact as text."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_shown(count)}" for name, count in value.items() if count)
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def check(level: int) -> None:

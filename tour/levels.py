@@ -6,7 +6,7 @@ from typing import Any
 
 from cute_attn.compiler.registry import KERNELS
 from cute_attn.traits import Traits
-from tour import level1, level2, level3, level4, level5, level6, level7, level8
+from tour import level1, level2, level3, level4, level5, level6, level7, level8, name_of
 
 SHORT = (
     *("scalar", "mma.sync", "shared memory", "cp.async", "TMA, wgmma", "specialised", "ping-pong"),
@@ -26,17 +26,17 @@ class Entry:
     @property
     def arch(self) -> str:
         """The generation it is written for, ``"sm80"`` or ``"sm90"``."""
-        return "sm80" if self.number < 5 else "sm90"
+        return self.name.partition(":")[0]
 
     @property
     def variant(self) -> str:
         """The name under which it is registered; of the shipped kernel none."""
-        return "tour" + str(self.number) if self.number < 8 else ""
+        return self.name.partition(":")[2]
 
     @property
     def name(self) -> str:
         """What ``attention`` takes as ``kernel``."""
-        return f"{self.arch}:{self.variant}" if self.variant else self.arch
+        return name_of(self.number)
 
     @property
     def title(self) -> str:
@@ -60,10 +60,7 @@ class Entry:
 
 
 LEVELS = {
-    number: Entry(
-        number,
-        module,
-        KERNELS["forward", "sm80" if number < 5 else "sm90", f"tour{number}" if number < 8 else ""],
-    )
+    number: Entry(number, module, KERNELS["forward", arch, variant])
     for number, module in enumerate(MODULES, 1)
+    for arch, _, variant in (name_of(number).partition(":"),)
 }

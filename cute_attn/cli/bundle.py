@@ -82,7 +82,7 @@ def export(
     names: Annotated[
         list[str],
         typer.Argument(
-            metavar="NAME...",
+            metavar="NAME",
             autocompletion=complete_name,
             help="Kernels, such as forward-sm80-bf16-d128-causal.",
         ),

@@ -73,7 +73,7 @@ def tune_tile(
     space: Annotated[
         str | None,
         typer.Argument(
-            metavar="[SPACE]",
+            metavar="SPACE",
             help="Tiles to try: tile_n=64..192:16,num_stages=1|2. Default: a field at a time, then pairs that helped.",
         ),
     ] = None,

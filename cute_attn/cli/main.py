@@ -104,6 +104,11 @@ def _load(name: str) -> None:
     spec.loader.exec_module(module)
 
 
+def _paragraphs(doc: str) -> str:
+    """A docstring whose lines end with its paragraphs, which a terminal folds at its width."""
+    return "\n\n".join(" ".join(part.split()) for part in doc.split("\n\n"))
+
+
 def _print_version(asked: bool) -> None:
     if asked:
         print(f"cute-attn {cute_attn.__version__}")
@@ -545,3 +550,5 @@ app.command("run", context_settings=run.ITS_OWN, no_args_is_help=True)(run.run)
 app.command("hub", no_args_is_help=True)(hub.hub)
 app.command("bundle", no_args_is_help=True)(bundle.bundle)
 app.command("export", no_args_is_help=True)(bundle.export)
+for _one in (*app.registered_commands, *cache_app.registered_commands):
+    _one.help = _paragraphs((_one.callback and _one.callback.__doc__) or "")

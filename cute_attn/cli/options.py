@@ -76,11 +76,13 @@ Name = Annotated[
 _OTHER = "Another kernel, such as the base of a variant."
 Other = Annotated[
     str | None,
-    typer.Argument(metavar="[NAME2]", autocompletion=complete_name, callback=_checked_name, help=_OTHER),
+    typer.Argument(metavar="NAME2", autocompletion=complete_name, callback=_checked_name, help=_OTHER),
 ]
 Names = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[NAME]...", autocompletion=complete_name, help="Kernels; by default all."),
+    typer.Argument(
+        metavar="NAME", autocompletion=complete_name, help="Kernels, such as forward-sm90-bf16-d128."
+    ),
 ]
 TileText = Annotated[str, typer.Option("--tile", autocompletion=complete_tile, help=_TILE)]
 Target = Annotated[

@@ -35,7 +35,7 @@ ITS_OWN = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_inte
 
 def run(
     program: Annotated[
-        list[str], typer.Argument(metavar="SCRIPT|MODULE [ARG]...", help="The program and its arguments.")
+        list[str], typer.Argument(metavar="PROGRAM", help="A file, or -m and a module, and its arguments.")
     ],
     module: Annotated[bool, typer.Option("-m", help="The program is a module.")] = False,
     backends: Annotated[

@@ -79,7 +79,7 @@ def explain_words(
     words: Annotated[
         list[str],
         typer.Argument(
-            metavar="WORD...",
+            metavar="WORD",
             autocompletion=lambda incomplete: [
                 *complete_name(incomplete),
                 *(f for f in FEATURES if f.startswith(incomplete)),

@@ -81,7 +81,8 @@ class ForwardSm80Tile(WarpTile):
             for no other group until the last step, and has separate row statistics and O, merged at the end. For few
             rows: one warp would read all of K and V from shared memory, and as many bytes as possible should be in
             flight.
-        pack_heads: packed GQA, as in :class:`ForwardSm90Tile`.
+        pack_heads: packed GQA: query heads of one key head in a work tile, which read K and V once. A power of two
+            up to 64.
         blocks_per_sm: CTAs per multiprocessor in a kvcache kernel with stream-K.
         warps_n: warps that work on the same rows, and divide a step's keys and the columns of V and O. For large head
             dims: one warp cannot hold their O. One stage.
@@ -427,7 +428,8 @@ class ForwardLargeTile(Tile):
     Attributes:
         tile_n: keys of a step, a multiple of 16 (of 32 with the flash dropout mask), at most 256.
         num_stages: stages of K and V.
-        pack_heads: as in :class:`ForwardSm90Tile`.
+        pack_heads: packed GQA: query heads of one key head in a work tile, which read K and V once. A power of two
+            up to 64.
     """
 
     tile_n: int = choice(64, *range(32, 129, 16))

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from cute_attn import defaults, lookup
-from cute_attn.cli import options
+from cute_attn.cli import main, options
 from cute_attn.compiler import registry
 from cute_attn.lab.pictures import pictures
 from cute_attn.tiles import ForwardSm80Tile
@@ -60,6 +60,7 @@ finally:
         (["--version"], ""),
         (["cache", "list"], ""),
         (["list", "--features"], ""),
+        (["tour"], ""),
         (["list", "forward-sm80"], "cutlass"),
         (["explain", "causal", "n-way", "bound"], "cutlass"),
         (["explain", "causal", "bound", "fits"], ""),
@@ -334,6 +335,13 @@ def test_kernels_have_their_pictures():
                 drawn.add(kind)
                 assert one._repr_svg_().startswith("<?xml")
     assert len(drawn) > 4
+
+
+def test_paragraphs_of_a_commands_help_fold_where_the_terminal_ends():
+    for group in (main.app, main.cache_app):
+        for one in group.registered_commands:
+            paragraphs = one.help.split("\n\n")
+            assert all(paragraphs) and not any("\n" in text for text in paragraphs), one.name
 
 
 def test_the_tour_is_a_command_and_a_module_to_load(run):

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -110,6 +111,22 @@ cute_attn.compile("forward-sm80-bf16-d64").resources.register  # wrong
 """
 
 
+WRONG_LINES = [n for n, line in enumerate(USERS_FILE.splitlines(), 1) if "# wrong" in line]
+
+
+@pytest.mark.doors("basedpyright")
+def test_an_editor_knows_what_a_users_call_returns(tmp_path):
+    """Editors ask pyright, or this one that is made of it."""
+    (tmp_path / "users.py").write_text(USERS_FILE)
+    options = {"typeCheckingMode": "standard", "extraPaths": [str(ROOT)], "include": ["users.py"]}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(options))
+    command = [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", sys.executable]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    said = json.loads(done.stdout)
+    errors = [one for one in said["generalDiagnostics"] if one["severity"] == "error"]
+    assert sorted({one["range"]["start"]["line"] + 1 for one in errors}) == WRONG_LINES, done.stdout
+
+
 def test_a_type_checker_knows_what_a_users_call_returns(tmp_path):
     """As the install that README describes makes the package found: by a line in a .pth, which names its folder."""
     file = tmp_path / "users.py"
@@ -122,9 +139,8 @@ def test_a_type_checker_knows_what_a_users_call_returns(tmp_path):
         capture_output=True,
         text=True,
     )
-    wrong = [n for n, line in enumerate(USERS_FILE.splitlines(), 1) if "# wrong" in line]
     found = [int(n) for n in re.findall(r"users\.py:(\d+): error", done.stdout)]
-    assert sorted(set(found)) == wrong, done.stdout + done.stderr
+    assert sorted(set(found)) == WRONG_LINES, done.stdout + done.stderr
 
 
 def test_what_is_installed_is_typed_and_described(tmp_path):
