@@ -324,10 +324,9 @@ class EpilogueChain:
 
     def sinks_of_rows(
         self, args: tuple, head: Int32, heads_left: Int32 | None, score_map: ScoreMap
-    ) -> tuple[Float32, ...]:
-        """The attention sink of each of a thread's rows: see :meth:`Sinks.of_rows`."""
-        assert self.sinks
-        return self.sinks.of_rows(args[-1], head, heads_left, score_map)
+    ) -> tuple[Float32, ...] | None:
+        """The attention sink of each of a thread's rows, or None: see :meth:`Sinks.of_rows`."""
+        return self.sinks.of_rows(args[-1], head, heads_left, score_map) if self.sinks else None
 
     def rescale(self, state: ScoreState) -> Any:
         """The factor of the output: 1 / (1 - p), or 1."""

@@ -356,8 +356,8 @@ class Called(ForwardSm80):
         (Called, "Called overrides __call__"),
         (type("Typed", (ForwardSm80,), {"dtype": None, "kernel": None}), "Typed overrides dtype, kernel"),
         (
-            type("Produced", (registry.KERNELS["forward", "sm90", ""],), {"PRODUCER": None}),
-            "Produced overrides PRODUCER",
+            type("Produced", (registry.KERNELS["forward", "sm90", ""],), {"run_roles": None}),
+            "Produced overrides run_roles",
         ),
         (toy.Toy, "Toy extends no kernel of the package"),
     ],

@@ -749,9 +749,8 @@ class ForwardSm80:
         softmax = self.stored_softmax(ctx, thread).load_stats()
         if cutlass.const_expr(self.tile.warps_n > 1):
             self.add_row_sums(ctx, softmax, thread)
-        chain, sinks = self.epilogues, None
-        if cutlass.const_expr(chain.sinks is not None):
-            sinks = chain.sinks_of_rows(score_args, tile.head, tile.heads_left, self.score_map(ctx, thread))
+        own = self.score_map(ctx, thread)
+        sinks = self.epilogues.sinks_of_rows(score_args, tile.head, tile.heads_left, own)
         softmax.normalize(ctx.acc_o_rows, lse, self.output_scale(ctx), sinks)
         thread = optimization_barrier(thread)
         store_lse(mLSE, lse, self.score_map(ctx, thread), tile, self.traits.varlen)

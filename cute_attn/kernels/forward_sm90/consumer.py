@@ -5,6 +5,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Constexpr, Float32, Int32, cute
@@ -18,7 +19,13 @@ from cute_attn.device.wgmma import start_gemm
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.forward_sm90.role import ForwardRole
-from cute_attn.kernels.forward_sm90.storage import ConsumerThread, ForwardStorage, PipelineState, all_rows
+from cute_attn.kernels.forward_sm90.storage import (
+    ConsumerThread,
+    ForwardParams,
+    ForwardStorage,
+    PipelineState,
+    all_rows,
+)
 from cute_attn.outputs.lse import store_lse
 from cute_attn.outputs.staged_output import ForwardOutputs, OutputStore
 from cute_attn.rows.query_buffer import LastUse
@@ -35,10 +42,16 @@ HIDDEN = -64.0
 
 @dataclass(frozen=True)
 class Consumer(ForwardRole):
-    """One warpgroup: computes its rows of every work tile, and stores them."""
+    """One warpgroup: computes its rows of every work tile, and stores them.
 
-    outputs: ForwardOutputs
+    Attributes:
+        loop: the class of its main loop, :class:`MainLoop` or another with its fields.
+        results: stores O and LSE: :class:`StagedResults`, or another object with its method.
+    """
+
     thread: ConsumerThread
+    loop: Constexpr
+    results: Any
 
     def run(self) -> None:
         """All work tiles, concurrently with the other warpgroups."""
@@ -68,11 +81,11 @@ class Consumer(ForwardRole):
             if cutlass.const_expr(self.kernel.tile.q_in_regs):
                 self.read_queries()
                 q.release_after(LastUse.COPY, queries)
-            loop.run(queries, speculative)
+            loop.run(speculative)
             if cutlass.const_expr(speculative):
                 if loop.overflowed():
                     self.storage.replay.mark(item)
-        output = self.store(loop)
+        output = self.results.store(loop)
         if q.used(blocks):
             if cutlass.const_expr(q.last_use is LastUse.STORE):
                 output.wait()
@@ -81,7 +94,7 @@ class Consumer(ForwardRole):
             keys += blocks.end - blocks.begin
         return PipelineState(queries, keys)
 
-    def main_loop(self, tile: QueryTile, pipeline_state: PipelineState) -> "MainLoop":
+    def main_loop(self, tile: QueryTile, uses: PipelineState) -> "MainLoop":
         """The main loop of one work tile, with empty row maxima and sums."""
         context, state = self.begin(tile)
         blocks, score_map = self.key_blocks(tile, state), self.kernel.score_map(self.thread.index)
@@ -94,9 +107,8 @@ class Consumer(ForwardRole):
             may_be_large=chain.may_be_large,
             p_dtype=self.kernel.dtype,
         )
-        first_use = pipeline_state.keys
-        return MainLoop(
-            self.kernel, self.storage, self.thread, tile, blocks, state, score_map, softmax, first_use
+        return self.loop(
+            self.kernel, self.storage, self.thread, tile, blocks, state, score_map, softmax, uses
         )
 
     @cute.jit
@@ -107,26 +119,26 @@ class Consumer(ForwardRole):
         s_q = all_rows(self.storage.q.tensor)
         cute.copy(copy, mine.partition_S(s_q), mine.retile(self.thread.fragments.q))
 
-    def sinks(self, tile: QueryTile, thread: Int32) -> tuple[Float32, ...] | None:
-        """The attention sink of each of the thread's rows, or None."""
-        chain = self.kernel.epilogues
-        if chain.sinks is None:
-            return None
-        score_map = self.kernel.score_map(thread)
-        return chain.sinks_of_rows(self.params.score_args, tile.head, tile.heads_left, score_map)
+
+@dataclass(frozen=True)
+class StagedResults:
+    """O through shared memory, and LSE from registers."""
+
+    params: ForwardParams
+    outputs: ForwardOutputs
 
     @cute.jit
     def store(self, loop: "MainLoop") -> OutputStore:
         """Normalize O and store it with the LSE; a TMA store may be pending afterwards."""
         # Otherwise coordinates derived from it stay in registers through the main loop.
-        thread, group = rematerialize(self.thread.index), self.thread.group
-        fragments, tile = self.thread.fragments, loop.query_tile
+        thread, group = rematerialize(loop.thread.index), loop.thread.group
+        kernel, fragments, tile = loop.kernel, loop.thread.fragments, loop.query_tile
         lse = cute.make_rmem_tensor(cute.make_layout(len(loop.score_map.modes.rows)), Float32)
-        sinks = self.sinks(tile, thread)
-        loop.softmax.normalize(fragments.acc_o_rows, lse, self.kernel.epilogues.rescale(loop.state), sinks)
-        store_lse(self.outputs.mLSE, lse, self.kernel.score_map(thread), tile, self.kernel.traits.varlen)
-        s_o = self.storage.s_o[None, None, group]
-        output = OutputStore(self.kernel, self.outputs, s_o, group, thread % WARPGROUP)
+        sinks = loop.sinks(self.params, thread)
+        loop.softmax.normalize(fragments.acc_o_rows, lse, kernel.epilogues.rescale(loop.state), sinks)
+        store_lse(self.outputs.mLSE, lse, kernel.score_map(thread), tile, kernel.traits.varlen)
+        s_o = loop.storage.s_o[None, None, group]
+        output = OutputStore(kernel, self.outputs, s_o, group, thread % WARPGROUP)
         output.store(fragments.acc_o, tile)
         return output
 
@@ -143,11 +155,21 @@ class MainLoop:
     state: ScoreState
     score_map: ScoreMap
     softmax: OnlineSoftmax
-    first_use: Int32  # of the pipelines of K and V
+    uses: PipelineState  # the first ones of the work tile
+
+    @property
+    def first_use(self) -> Int32:
+        """The first use of the pipelines of K and V."""
+        return self.uses.keys
+
+    def sinks(self, params: ForwardParams, thread: Int32) -> tuple[Float32, ...] | None:
+        """The attention sink of each of the rows of ``thread``, or None."""
+        tile, score_map = self.query_tile, self.kernel.score_map(thread)
+        return self.kernel.epilogues.sinks_of_rows(params.score_args, tile.head, tile.heads_left, score_map)
 
     @cute.jit
-    def run(self, queries: Int32, speculative: Constexpr) -> None:
-        """All key blocks; ``queries``: the use of Q's buffer."""
+    def run(self, speculative: Constexpr) -> None:
+        """All key blocks."""
         blocks = self.blocks
         self.first_step()
         last = blocks.end - 1
@@ -162,7 +184,7 @@ class MainLoop:
             self.steps(begin, end, False, speculative)
         if cutlass.const_expr(self.state.band.has_first):
             self.steps(blocks.begin, cutlass.min(blocks.full_begin, last), True, False)
-        self.storage.q.release_after(LastUse.PRODUCTS, queries)
+        self.storage.q.release_after(LastUse.PRODUCTS, self.uses.queries)
         self.last_product()
 
     @cute.jit

@@ -32,7 +32,7 @@ aligned with a contiguous last dimension. For head dims above 256 see :mod:`cute
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -46,10 +46,10 @@ from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels import fakes
 from cute_attn.kernels.copies import Copies
-from cute_attn.kernels.forward_sm90.consumer import Consumer
+from cute_attn.kernels.forward_sm90.consumer import Consumer, MainLoop, StagedResults
 from cute_attn.kernels.forward_sm90.heuristics import TABLE, keys
 from cute_attn.kernels.forward_sm90.lengths import tile_for_lengths
-from cute_attn.kernels.forward_sm90.producer import BiasProducer, Producer
+from cute_attn.kernels.forward_sm90.producer import BiasProducer, Producer, TileLoads
 from cute_attn.kernels.forward_sm90.storage import (
     ConsumerThread,
     ForwardInputs,
@@ -73,9 +73,6 @@ class ForwardSm90:
 
     traits: Traits
     tile: ForwardSm90Tile
-
-    PRODUCER: ClassVar[type[Producer]] = Producer
-    CONSUMER: ClassVar[type[Consumer]] = Consumer
 
     # ---- support, tiles and arguments ----
 
@@ -327,7 +324,7 @@ class ForwardSm90:
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.tile.load_registers)
             if warp == 0:
-                self.PRODUCER(self, params, storage, inputs).run()
+                Producer(self, params, storage, TileLoads(inputs, storage)).run()
             if cutlass.const_expr(self.loads_bias_by_tma):
                 if (warp > 0) & (warp <= self.tile.warpgroups):
                     BiasProducer(self, params, storage, inputs.bias, warp - 1).run()
@@ -345,4 +342,4 @@ class ForwardSm90:
     ) -> None:
         """By a warp of a consumer warpgroup: its rows of all work tiles."""
         consumer = ConsumerThread.make(self, storage, thread - WARPGROUP)
-        self.CONSUMER(self, params, storage, outputs, consumer).run()
+        Consumer(self, params, storage, consumer, MainLoop, StagedResults(params, outputs)).run()

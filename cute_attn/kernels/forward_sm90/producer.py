@@ -7,7 +7,7 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 
 from cute_attn.kernels.forward_sm90.role import ForwardRole
-from cute_attn.kernels.forward_sm90.storage import ForwardInputs, PipelineState
+from cute_attn.kernels.forward_sm90.storage import ForwardInputs, ForwardStorage, PipelineState
 from cute_attn.rows.tma import TmaTiles
 from cute_attn.rows.tma_bias import ROWS, rows_of
 from cute_attn.work.block_range import BlockRange
@@ -23,14 +23,14 @@ CLAIM_AHEAD = 2
 class Producer(ForwardRole):
     """One warp; unlike the other roles it chooses the work tiles of a section."""
 
-    inputs: ForwardInputs
+    loads: Any  # ``TileLoads``, or another object with its fields and method
 
     CLEARS_REPLAY: ClassVar[bool] = True
 
     @cute.jit
     def run(self) -> None:
         """Claim work tiles until none is left, broadcast and load them; after each section load its replays."""
-        work, claims, total = self.storage.work, WorkClaims(self.params.counters), self.total()
+        work, claims, total = self.storage.work, WorkClaims(self.params.counters), self.total
         index, n, more = Int32(cute.arch.block_idx()[0]), Int32(0), Boolean(True)
         pipeline_state = PipelineState(Int32(0), Int32(0))
         while more:
@@ -51,9 +51,11 @@ class Producer(ForwardRole):
                 pipeline_state = self.replay(pipeline_state)
         claims.leave()
 
+    @property
     def total(self) -> Int32:
         """Work tiles of all CTAs."""
-        return self.params.order.total
+        total, parts = self.params.order.total, self.params.parts
+        return total if parts is None else total * parts.divisor
 
     @cute.jit
     def run_tile(
@@ -73,24 +75,29 @@ class Producer(ForwardRole):
     ) -> tuple[PipelineState, Int32]:
         """Load one work tile; returns the pipeline state after it and the pending claim."""
         queries, keys, claimed = pipeline_state.queries, pipeline_state.keys, Int32(0)
-        _, state = self.begin(tile)
-        blocks = self.key_blocks(tile, state)
+        blocks = self.blocks_of(tile)
         if blocks.begin < blocks.end:
-            claimed = self.load_blocks(tile, blocks, pipeline_state, claims)
+            claimed = self.loads.run(tile, blocks, pipeline_state, claims)
             queries += 1
             keys += blocks.end - blocks.begin
         else:
             if cutlass.const_expr(claims is not None):
                 claimed = claims.claim()
             if cutlass.const_expr(self.storage.q.used_without_keys):
-                self.storage.q.load(self.inputs.q, tile, queries)
+                self.storage.q.load(self.loads.inputs.q, tile, queries)
                 queries += 1
         return PipelineState(queries, keys), claimed
 
+
+@dataclass(frozen=True)
+class TileLoads:
+    """The loads of Q and of key blocks that lie one after the other."""
+
+    inputs: ForwardInputs
+    storage: ForwardStorage
+
     @cute.jit
-    def load_blocks(
-        self, tile: QueryTile, blocks: BlockRange, pipeline_state: PipelineState, claims: Any
-    ) -> Int32:
+    def run(self, tile: QueryTile, blocks: BlockRange, pipeline_state: PipelineState, claims: Any) -> Int32:
         """Load Q and all key blocks in the order of the consumers' waits: K[0], Q, then K[j] before V[j - 1].
 
         Returns the pending claim, made ``CLAIM_AHEAD`` blocks before the end.
@@ -134,8 +141,7 @@ class BiasProducer(ForwardRole):
         self, tile: QueryTile, pipeline_state: PipelineState, item: WorkItemId | None
     ) -> PipelineState:
         """Load the warpgroup's rows of all key blocks, in the order in which they are visited."""
-        _, state = self.begin(tile)
-        blocks, keys = self.key_blocks(tile, state), pipeline_state.keys
+        blocks, keys = self.blocks_of(tile), pipeline_state.keys
         count = blocks.end - blocks.begin
         row0 = tile.row0 + self.group * ROWS
         tiles = rows_of(self.tma, row0, tile.head, tile.batch, self.kernel.tile.tile_n)

@@ -1,6 +1,6 @@
 """Roles of the Hopper forward: the tasks of a warp or a warpgroup for each work tile of its CTA."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import cutlass
@@ -11,6 +11,7 @@ from cute_attn.epilogues.chain import ScoreState
 from cute_attn.kernels.forward_sm90.storage import ForwardParams, ForwardStorage, PipelineState
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.broadcast import WorkItem
+from cute_attn.work.key_parts import KeyPart
 from cute_attn.work.query_tiles import QueryTile
 from cute_attn.work.replay import Replay, WorkItemId
 
@@ -71,12 +72,19 @@ class ForwardRole:
         return pipeline_state
 
     def tile_at(self, index: Int32) -> QueryTile:
-        """The work tile ``index`` of the order; it may be empty."""
-        return self.params.order.tile(index, self.params.seqlens)
+        """The work tile ``index`` of the order, or the split of one; it may be empty."""
+        params = self.params
+        if params.parts is None:
+            return params.order.tile(index, params.seqlens)
+        block, part = divmod(index, params.parts)
+        tile = params.order.tile(block, params.seqlens)
+        blocks, tile_n = self.blocks_of(tile), self.kernel.tile.tile_n
+        return replace(tile, part=KeyPart.of(blocks, part, params.partials, tile_n))
 
     def tile_of(self, item: WorkItem) -> QueryTile:
         """The work tile that the producer broadcast."""
-        return self.params.order.of(item.row0, item.head, item.batch, self.params.seqlens)
+        tile = self.params.order.of(item.row0, item.head, item.batch, self.params.seqlens)
+        return replace(tile, part=item.part)
 
     def begin(self, tile: QueryTile) -> tuple[ScoreContext, ScoreState]:
         """The epilogues' context and state for one work tile."""
@@ -93,6 +101,11 @@ class ForwardRole:
         return context, chain.begin(params.score_args, context)
 
     def key_blocks(self, tile: QueryTile, state: ScoreState) -> BlockRange:
-        """The key blocks that one work tile visits."""
+        """The key blocks that one work tile visits: all that its queries see, or its split of them."""
         end_row = cutlass.min(tile.row0 + self.kernel.tile.queries, tile.info.seqlen_q)
-        return self.kernel.epilogues.key_blocks(state, tile.row0, end_row, self.kernel.tile.tile_n)
+        blocks = self.kernel.epilogues.key_blocks(state, tile.row0, end_row, self.kernel.tile.tile_n)
+        return blocks if tile.part is None else blocks.clipped(tile.part.begin, tile.part.end)
+
+    def blocks_of(self, tile: QueryTile) -> BlockRange:
+        """The key blocks that one work tile visits, without its epilogues' state."""
+        return self.key_blocks(tile, self.begin(tile)[1])

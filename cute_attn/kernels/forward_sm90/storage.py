@@ -7,6 +7,7 @@ import cutlass
 from cutlass import Constexpr, Float32, Int32, Int64, cute, memory
 
 import layouts
+from cute_attn.device.key_rows import KeyRows
 from cute_attn.device.pipeline import WARPGROUP, PingPong, Pipeline
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.kernels.fakes import CUTE_DTYPES
@@ -15,6 +16,7 @@ from cute_attn.rows.tma import TmaTiles
 from cute_attn.rows.tma_bias import ROWS, TmaBias
 from cute_attn.tiles import padded
 from cute_attn.work.broadcast import INTS, INTS_OF_PARTS, STAGES, WorkBroadcast
+from cute_attn.work.key_parts import Partials
 from cute_attn.work.query_tiles import QueryTileOrder
 from cute_attn.work.replay import Replay
 
@@ -49,14 +51,24 @@ class ForwardStorage:
 
 @dataclass(frozen=True)
 class ForwardParams:
-    """Lengths, scale, epilogue arguments and the order of work tiles."""
+    """Lengths, scale, epilogue arguments and the order of work tiles; the last four with a cache.
+
+    Attributes:
+        counters: see ``ForwardSchedule``.
+        parts: divides a work tile's index into its query block and its split; None unless the split is "parts".
+        partials: None without a split.
+    """
 
     seqlens: Seqlens
     softmax_scale: Float32
     score_args: tuple
     order: QueryTileOrder
-    counters: cute.Tensor  # see ``ForwardSchedule``
+    counters: cute.Tensor
     nheads: Int32
+    rows: KeyRows | None = None
+    batch: Int32 | None = None
+    parts: cute.FastDivmodDivisorV2 | None = None
+    partials: Partials | None = None
 
 
 @dataclass(frozen=True)

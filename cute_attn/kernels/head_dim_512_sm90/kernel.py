@@ -31,9 +31,10 @@ from cute_attn.device.pipeline import WARPGROUP
 from cute_attn.device.wgmma import operand_layout
 from cute_attn.kernels.copies import Copies
 from cute_attn.kernels.forward_sm90 import ForwardSm90
+from cute_attn.kernels.forward_sm90.consumer import Consumer
 from cute_attn.kernels.forward_sm90.storage import ForwardParams
 from cute_attn.kernels.head_dim_512_sm90.heuristics import TABLE, keys, tile_for_lengths
-from cute_attn.kernels.head_dim_512_sm90.roles import ScoreConsumer, ValueConsumer
+from cute_attn.kernels.head_dim_512_sm90.roles import ScoreLoop, ScoreResults, ValueConsumer
 from cute_attn.kernels.head_dim_512_sm90.storage import (
     SCORES,
     VALUES,
@@ -181,7 +182,7 @@ class ForwardLargeSm90(ForwardSm90):
         lane = thread % WARPGROUP
         if warp < 8:
             scores = consumer_thread(self, storage, SCORES, lane)
-            ScoreConsumer(self, params, storage, outputs, scores).run()
+            Consumer(self, params, storage, scores, ScoreLoop, ScoreResults(params, outputs)).run()
         else:
             values = consumer_thread(self, storage, VALUES, lane)
             ValueConsumer(self, params, storage, outputs, values).run()

@@ -1,8 +1,6 @@
 """The consumer warpgroups for head dims above 256: one computes S and P, and both divide the columns of O."""
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 from cutlass import Constexpr, Int32, cute
@@ -14,9 +12,9 @@ from cute_attn.device.pipeline import Accessed
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.wgmma import start_gemm
 from cute_attn.epilogues.softmax import multiply_rows, rescale_rows
-from cute_attn.kernels.forward_sm90.consumer import Consumer, MainLoop
+from cute_attn.kernels.forward_sm90.consumer import MainLoop
 from cute_attn.kernels.forward_sm90.role import ForwardRole
-from cute_attn.kernels.forward_sm90.storage import ConsumerThread, PipelineState
+from cute_attn.kernels.forward_sm90.storage import ConsumerThread, ForwardParams, PipelineState
 from cute_attn.kernels.head_dim_512_sm90.storage import SCORES, VALUES, LargeStorage
 from cute_attn.outputs.lse import store_lse
 from cute_attn.outputs.staged_output import ForwardOutputs, OutputStore
@@ -60,7 +58,11 @@ class ScoreLoop(MainLoop):
     """The steps of the warpgroup that computes P: S, softmax and P of a key block, during P V of the last one."""
 
     storage: LargeStorage
-    tiles_before: Int32  # the CTA's work tiles before this one, each with one more use of P than key blocks
+
+    @property
+    def tiles_before(self) -> Int32:
+        """The CTA's work tiles before this one, each with one more use of P than key blocks."""
+        return self.uses.queries
 
     @property
     def output(self) -> HalfOutput:
@@ -119,35 +121,31 @@ class ScoreLoop(MainLoop):
 
 
 @dataclass(frozen=True)
-class ScoreConsumer(Consumer):
-    """The warpgroup that computes S and P, and the first half of O's columns."""
+class ScoreResults:
+    """Results of the warpgroup that computes S and P: LSE, and the first half of O's columns."""
 
-    storage: LargeStorage
-
-    def main_loop(self, tile: QueryTile, pipeline_state: PipelineState) -> ScoreLoop:
-        """The main loop of one work tile, with empty row maxima and sums."""
-        loop = super().main_loop(tile, pipeline_state)
-        fields: dict[str, Any] = {field.name: getattr(loop, field.name) for field in dataclasses.fields(loop)}
-        return ScoreLoop(**fields, tiles_before=pipeline_state.queries)
+    params: ForwardParams
+    outputs: ForwardOutputs
 
     @cute.jit
     def store(self, loop: ScoreLoop) -> OutputStore:
         """Publish the factors that normalize O; store its first half, and LSE."""
-        thread, fragments, tile = rematerialize(self.thread.index), self.thread.fragments, loop.query_tile
-        score_map, factors = self.kernel.score_map(thread), fragments.factors
+        kernel, storage, own = loop.kernel, loop.storage, loop.thread
+        thread, fragments, tile = rematerialize(own.index), own.fragments, loop.query_tile
+        score_map, factors = kernel.score_map(thread), fragments.factors
         lse = cute.make_rmem_tensor_like(factors)
-        sinks, rescale = self.sinks(tile, thread), self.kernel.epilogues.rescale(loop.state)
+        sinks, rescale = loop.sinks(self.params, thread), kernel.epilogues.rescale(loop.state)
         for r in cutlass.range_constexpr(cute.size(factors)):
             factors[r], lse[r] = loop.softmax.finish_row(r, rescale, sinks)
-        p, use = self.storage.p, loop.first_use + (loop.blocks.end - loop.blocks.begin) + loop.tiles_before
+        p, use = storage.p, loop.first_use + (loop.blocks.end - loop.blocks.begin) + loop.tiles_before
         p.pipeline.producer_wait(use)
         p.write_factors(factors, score_map, use)
         p.commit(use)
         p.pipeline.consumer_release(use, Accessed.BY_THREADS)
         multiply_rows(fragments.acc_o_rows, factors)
-        store_lse(self.outputs.mLSE, lse, score_map, tile, self.kernel.traits.varlen)
-        s_o = self.storage.s_o[None, None, SCORES]
-        output = OutputStore(self.kernel, self.outputs, s_o, self.thread.group, thread, SCORES)
+        store_lse(self.outputs.mLSE, lse, score_map, tile, kernel.traits.varlen)
+        s_o = storage.s_o[None, None, SCORES]
+        output = OutputStore(kernel, self.outputs, s_o, own.group, thread, SCORES)
         output.store(fragments.acc_o, tile)
         return output
 
@@ -172,8 +170,7 @@ class ValueConsumer(ForwardRole):
         """Its half of O of one work tile."""
         queries, keys = pipeline_state.queries, pipeline_state.keys
         q, p, op = self.storage.q, self.storage.p, self.thread.fragments
-        _, state = self.begin(tile)
-        blocks, score_map = self.key_blocks(tile, state), self.score_map()
+        blocks, score_map = self.blocks_of(tile), self.score_map()
         op.acc_o.fill(0.0)
         q.pipeline.consumer_wait(queries)  # O reuses its memory
         end = keys + (blocks.end - blocks.begin)

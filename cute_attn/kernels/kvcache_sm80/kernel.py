@@ -325,12 +325,10 @@ class KvcacheSm80(ForwardSm80):
         self, params: CacheParams, ctx: MainloopContext, tile: QueryTile, whole: Boolean | None
     ) -> cute.Tensor:
         """Normalise O; returns LSE. Results that are not ``whole`` get their sinks when they are merged."""
-        chain, sinks = self.epilogues, None
-        if chain.sinks is not None:
-            score_map = self.output_map(ctx)
-            sinks = chain.sinks_of_rows(params.score_args, tile.head, tile.heads_left, score_map)
-            if whole is not None:
-                sinks = tuple(cutlass.select_(whole, sink, -Float32.inf) for sink in sinks)
+        chain, own = self.epilogues, self.output_map(ctx)
+        sinks = chain.sinks_of_rows(params.score_args, tile.head, tile.heads_left, own)
+        if sinks and whole is not None:
+            sinks = tuple(cutlass.select_(whole, sink, -Float32.inf) for sink in sinks)
         lse = cute.make_rmem_tensor(cute.make_layout(cute.size(ctx.acc_o_rows, mode=[0])), Float32)
         softmax = self.stored_softmax(ctx, ctx.thread).load_stats()
         softmax.normalize(ctx.acc_o_rows, lse, chain.rescale(ctx.state), sinks)

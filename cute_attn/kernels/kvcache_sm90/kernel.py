@@ -1,15 +1,15 @@
 """The Hopper forward for attention with a cache of keys and values.
 
-The kernel of :mod:`cute_attn.kernels.forward_sm90.kernel` with three differences:
+The roles of :mod:`cute_attn.kernels.forward_sm90.kernel` with three differences, each an object of ``roles.py``:
 
-- Keys and values come from a cache, or are packed sequences. A cache has contiguous entries, or pages that TMA loads in
-  boxes of 8 rows or more; the Ampere kernel loads other pages. Lengths are read on the device. Key indices are rows of
-  an entry; leftpad is the first key that a query may see.
-- Keys of a query block may be divided among CTAs. With split "shares" (stream-K) the grid is fixed, each CTA that fits
-  the GPU at once is a *slot*, and all key blocks are divided equally among them (:mod:`cute_attn.work.key_shares`).
-  With "parts" each query block has the same number of splits, or splits of the same number of keys, and CTAs claim
-  them. The combine kernel merges partial results.
-- O is stored from registers: few rows exist in decoding.
+- ``CacheLoads``: keys and values come from a cache, or are packed sequences. A cache has contiguous entries, or pages
+  that TMA loads in boxes of 8 rows or more; the Ampere kernel loads other pages. Lengths are read on the device. Key
+  indices are rows of an entry; leftpad is the first key that a query may see.
+- ``ShareProducer``: keys of a query block may be divided among CTAs. With split "shares" (stream-K) the grid is fixed,
+  each CTA that fits the GPU at once is a *slot*, and all key blocks are divided equally among them
+  (:mod:`cute_attn.work.key_shares`). With "parts" each query block has the same number of splits, or splits of the same
+  number of keys, and CTAs claim them. The combine kernel merges partial results.
+- ``CacheResults``: O is stored from registers, since few rows exist in decoding.
 
 The producer runs ahead into the next work tile, with Q copied to registers so that its shared memory is free again: the
 pipelines stay full across work tiles, as reading at memory speed needs about 100 KB in flight on a multiprocessor.
@@ -19,7 +19,7 @@ Limits: as the forward's; the cache in its layouts of rows before heads or heads
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -27,11 +27,14 @@ from cutlass import Float32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
 from cute_attn.device.key_rows import KeyRows
+from cute_attn.device.pipeline import WARPGROUP
 from cute_attn.kernels import fakes
 from cute_attn.kernels.forward_sm90 import ForwardSm90
-from cute_attn.kernels.forward_sm90.storage import ForwardInputs
+from cute_attn.kernels.forward_sm90.consumer import Consumer, MainLoop
+from cute_attn.kernels.forward_sm90.producer import Producer
+from cute_attn.kernels.forward_sm90.storage import ConsumerThread, ForwardInputs, ForwardParams
 from cute_attn.kernels.kvcache_sm90.heuristics import cache_tile, default_cache_tile
-from cute_attn.kernels.kvcache_sm90.roles import CacheConsumer, CacheParams, CacheProducer
+from cute_attn.kernels.kvcache_sm90.roles import CacheLoads, CacheResults, ShareProducer
 from cute_attn.kernels.limits import beyond_cache
 from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.rows.cached import EVICT_FIRST, EVICT_NORMAL, EntryTiles, PagedTiles
@@ -46,9 +49,6 @@ class KvcacheSm90(ForwardSm90):
     """Attention with a cache, of (traits, tile); ``__call__`` launches it."""
 
     tile: KvcacheSm90Tile
-
-    PRODUCER: ClassVar[type[CacheProducer]] = CacheProducer
-    CONSUMER: ClassVar[type[CacheConsumer]] = CacheConsumer
 
     # ---- support, tiles and arguments ----
 
@@ -110,7 +110,7 @@ class KvcacheSm90(ForwardSm90):
             grid = cutlass.min(slots, order.total * partials.parts)  # type: ignore[union-attr]
         elif cutlass.const_expr(not traits.split):
             grid = cutlass.min(slots, order.total)
-        params = CacheParams(
+        params = ForwardParams(
             seqlens,
             softmax_scale,
             score_args,
@@ -142,7 +142,7 @@ class KvcacheSm90(ForwardSm90):
     # ---- device ----
 
     @cute.kernel
-    def kernel(self, params: CacheParams, inputs: ForwardInputs, outputs: ForwardOutputs) -> None:
+    def kernel(self, params: ForwardParams, inputs: ForwardInputs, outputs: ForwardOutputs) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         thread, _, _ = cute.arch.thread_idx()
         storage = self.storage()
@@ -156,4 +156,15 @@ class KvcacheSm90(ForwardSm90):
         if cutlass.const_expr(self.traits.split != ""):
             cute.arch.griddepcontrol_launch_dependents()
         cute.arch.sync_threads()
-        self.run_roles(params, storage, inputs, outputs, warp, thread)
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(self.tile.load_registers)
+            if warp == 0:
+                producer = Producer(self, params, storage, CacheLoads(inputs, storage, params))
+                if cutlass.const_expr(self.traits.split == "shares"):
+                    ShareProducer(producer).run()
+                else:
+                    producer.run()
+        else:
+            cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
+            consumer = ConsumerThread.make(self, storage, thread - WARPGROUP)
+            Consumer(self, params, storage, consumer, MainLoop, CacheResults(params, outputs)).run()

@@ -1,7 +1,4 @@
-"""The roles of the Hopper forward in attention with a cache: as without one, except that keys may be divided.
-
-Work tiles have a :class:`KeyPart`, keys are loaded from a cache, and O is stored from registers.
-"""
+"""What the Hopper forward's roles are given for a cache: loads of key blocks, stream-K ranges, stores of results."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,134 +6,33 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Constexpr, Float32, Int32, cute
 
-from cute_attn.device.key_rows import KeyRows
 from cute_attn.device.math import rematerialize
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import warm_lengths
-from cute_attn.epilogues.chain import ScoreState
-from cute_attn.kernels.forward_sm90.consumer import Consumer, MainLoop
+from cute_attn.kernels.forward_sm90.consumer import MainLoop
 from cute_attn.kernels.forward_sm90.producer import CLAIM_AHEAD, Producer
-from cute_attn.kernels.forward_sm90.role import ForwardRole
-from cute_attn.kernels.forward_sm90.storage import ForwardParams, PipelineState
+from cute_attn.kernels.forward_sm90.storage import ForwardInputs, ForwardParams, ForwardStorage, PipelineState
 from cute_attn.outputs.partial import RowTarget, store_rows
+from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.tiles import padded
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.broadcast import WorkItem
-from cute_attn.work.key_parts import KeyPart, Partials
+from cute_attn.work.key_parts import KeyPart
 from cute_attn.work.key_shares import OVERHEAD, KeyShares, Share, VisibleBlocks
 from cute_attn.work.query_tiles import QueryTile
 
 
 @dataclass(frozen=True)
-class CacheParams(ForwardParams):
-    """Also where rows of the cache are, and how keys are divided.
+class CacheLoads:
+    """The loads of Q and of a cache's key blocks."""
 
-    Attributes:
-        parts: divides a work tile's index into its query block and its split; None unless the split is "parts".
-        partials: or None without a split.
-    """
-
-    rows: KeyRows
-    batch: Int32
-    parts: cute.FastDivmodDivisorV2 | None
-    partials: Partials | None
-
-
-@dataclass(frozen=True)
-class CacheRole(ForwardRole):
-    """Work tiles with a range of their key blocks."""
-
-    params: CacheParams
-
-    def tile_at(self, index: Int32) -> QueryTile:
-        """The work tile ``index`` of the order, with its range of keys."""
-        if self.kernel.traits.split != "parts":
-            return super().tile_at(index)
-        block, part = divmod(index, self.params.parts)
-        tile = self.params.order.tile(block, self.params.seqlens)
-        blocks = self.visible_blocks(tile)
-        return replace(tile, part=KeyPart.of(blocks, part, self.params.partials, self.kernel.tile.tile_n))
-
-    def tile_of(self, item: WorkItem) -> QueryTile:
-        """The work tile that the producer broadcast, with its range of keys."""
-        return replace(super().tile_of(item), part=item.part)
-
-    def visible_blocks(self, tile: QueryTile) -> BlockRange:
-        """The key blocks that a work tile's queries see."""
-        _, state = self.begin(tile)
-        return super().key_blocks(tile, state)
-
-    def key_blocks(self, tile: QueryTile, state: ScoreState) -> BlockRange:
-        """The key blocks that a work tile visits."""
-        blocks = super().key_blocks(tile, state)
-        return blocks if tile.part is None else blocks.clipped(tile.part.begin, tile.part.end)
-
-
-@dataclass(frozen=True)
-class CacheProducer(CacheRole, Producer):
-    """Loads from a cache; with split "shares" it walks its slot's stream-K range."""
+    inputs: ForwardInputs
+    storage: ForwardStorage
+    params: ForwardParams
 
     @cute.jit
-    def run(self) -> None:
-        """All work tiles of the CTA."""
-        if cutlass.const_expr(self.kernel.traits.split == "shares"):
-            self.run_shares()
-        else:
-            Producer.run(self)
-
-    def total(self) -> Int32:
-        """Work tiles of all CTAs."""
-        total = self.params.order.total
-        return total if self.params.parts is None else total * self.params.parts.divisor
-
-    @cute.jit
-    def run_shares(self) -> None:
-        """Broadcast and load the key blocks of each unit in the CTA's stream-K range."""
-        kernel, params, work = self.kernel, self.params, self.storage.work
-        slots, order = cute.arch.grid_dim()[0], params.order
-        blocks = VisibleBlocks(
-            params.seqlens,
-            params.score_args[1],
-            kernel.epilogues.mask,
-            kernel.tile.queries,
-            kernel.tile.tile_n,
-        )
-        warm_lengths(params.seqlens, params.batch, cute.arch.lane_idx())
-        shares = KeyShares.make(
-            blocks, params.batch, order.packs.divisor, slots, cute.arch.lane_idx(), OVERHEAD
-        )
-        slot = shares.slot_of_cta(cute.arch.block_idx()[0])
-        position, end, n = shares.begin(slot), shares.begin(slot + 1), Int32(0)
-        pipeline_state = PipelineState(Int32(0), Int32(0))
-        if position < end:
-            share = shares.share(position, end)
-            more = Boolean(True)
-            while more:
-                if (share.begin < share.end) | share.whole:
-                    tile = self.tile_of_share(share, slot)
-                    work.publish(n, WorkItem(Int32(0), tile.row0, tile.head, tile.batch, tile.part))
-                    n += 1
-                    pipeline_state, _ = self.load(tile, pipeline_state, None)
-                more = share.next < end
-                if more:
-                    share = shares.following(share, end)
-        work.publish_end(n, Boolean(False))
-
-    def tile_of_share(self, share: Share, slot: Int32) -> QueryTile:
-        """A ``Share`` as a work tile; its ``head`` is a pack of heads."""
-        order = self.params.order
-        head = order.first_head(share.head)
-        row0 = share.m_block * self.kernel.tile.queries
-        tile = order.of(row0, head, share.batch, self.params.seqlens)
-        first = self.visible_blocks(tile).begin
-        partial = cutlass.select_(share.whole, Int32(-1), share.partial(slot))
-        return replace(tile, part=KeyPart(first + share.begin, first + share.end, partial))
-
-    @cute.jit
-    def load_blocks(
-        self, tile: QueryTile, blocks: BlockRange, pipeline_state: PipelineState, claims
-    ) -> Int32:
-        """As :meth:`Producer.load_blocks`. Where rows are is looked up some blocks ahead, so that no load waits."""
+    def run(self, tile: QueryTile, blocks: BlockRange, pipeline_state: PipelineState, claims: Any) -> Int32:
+        """As :meth:`TileLoads.run`. Where rows are is looked up some blocks ahead, so that no load waits."""
         inputs, storage, info, rows = self.inputs, self.storage, tile.info, self.params.rows
         last, keys, head = blocks.end - 1, pipeline_state.keys, tile.head_kv
         pipeline_k, pipeline_v = storage.pipeline_k, storage.pipeline_v
@@ -170,29 +66,75 @@ class CacheProducer(CacheRole, Producer):
 
 
 @dataclass(frozen=True)
-class CacheConsumer(CacheRole, Consumer):
-    """Stores O and LSE from registers: results, or where keys are divided partial results."""
+class ShareProducer:
+    """The producer warp with split "shares": its work tiles are the units of its slot's stream-K range."""
+
+    producer: Producer
 
     @cute.jit
-    def run_tile(self, tile: QueryTile, pipeline_state: PipelineState, item) -> PipelineState:
-        """As :meth:`Consumer.run_tile`."""
-        return Consumer.run_tile(self, tile, pipeline_state, item)
+    def run(self) -> None:
+        """Broadcast and load the key blocks of each unit in the CTA's stream-K range."""
+        kernel, params, work = self.producer.kernel, self.producer.params, self.producer.storage.work
+        slots, order = cute.arch.grid_dim()[0], params.order
+        blocks = VisibleBlocks(
+            params.seqlens,
+            params.score_args[1],
+            kernel.epilogues.mask,
+            kernel.tile.queries,
+            kernel.tile.tile_n,
+        )
+        warm_lengths(params.seqlens, params.batch, cute.arch.lane_idx())
+        shares = KeyShares.make(
+            blocks, params.batch, order.packs.divisor, slots, cute.arch.lane_idx(), OVERHEAD
+        )
+        slot = shares.slot_of_cta(cute.arch.block_idx()[0])
+        position, end, n = shares.begin(slot), shares.begin(slot + 1), Int32(0)
+        pipeline_state = PipelineState(Int32(0), Int32(0))
+        if position < end:
+            share = shares.share(position, end)
+            more = Boolean(True)
+            while more:
+                if (share.begin < share.end) | share.whole:
+                    tile = self.tile_of_share(share, slot)
+                    work.publish(n, WorkItem(Int32(0), tile.row0, tile.head, tile.batch, tile.part))
+                    n += 1
+                    pipeline_state, _ = self.producer.load(tile, pipeline_state, None)
+                more = share.next < end
+                if more:
+                    share = shares.following(share, end)
+        work.publish_end(n, Boolean(False))
+
+    def tile_of_share(self, share: Share, slot: Int32) -> QueryTile:
+        """A ``Share`` as a work tile; its ``head`` is a pack of heads."""
+        params = self.producer.params
+        head = params.order.first_head(share.head)
+        row0 = share.m_block * self.producer.kernel.tile.queries
+        tile = params.order.of(row0, head, share.batch, params.seqlens)
+        first = self.producer.blocks_of(tile).begin
+        partial = cutlass.select_(share.whole, Int32(-1), share.partial(slot))
+        return replace(tile, part=KeyPart(first + share.begin, first + share.end, partial))
+
+
+@dataclass(frozen=True)
+class CacheResults:
+    """O and LSE from registers to the results, or where keys are divided to partial results."""
+
+    params: ForwardParams
+    outputs: ForwardOutputs
 
     @cute.jit
     def store(self, loop: MainLoop) -> None:
-        """Normalize O and store it with the LSE, to the results or to the partial results."""
-        kernel, outputs, partials = self.kernel, self.outputs, self.params.partials
-        traits, tile, acc = kernel.traits, loop.query_tile, self.thread.fragments.acc_o_rows
+        """Normalize O and store it with the LSE."""
+        kernel, outputs, partials = loop.kernel, self.outputs, self.params.partials
+        traits, tile, acc = kernel.traits, loop.query_tile, loop.thread.fragments.acc_o_rows
         part: Any = tile.part
-        thread, heads, dim = rematerialize(self.thread.index), kernel.tile.pack_heads, traits.head_dim_v
+        thread, heads, dim = rematerialize(loop.thread.index), kernel.tile.pack_heads, traits.head_dim_v
         score_map = ScoreMap.make(kernel.mma_pv(), kernel.tile.tile_m, padded(dim), thread, heads=heads)
-        chain, sinks = kernel.epilogues, None
-        if cutlass.const_expr(chain.sinks is not None):
-            sinks = chain.sinks_of_rows(self.params.score_args, tile.head, tile.heads_left, score_map)
-            if cutlass.const_expr(
-                traits.split == "shares"
-            ):  # partial results get theirs when they are merged
-                sinks = tuple(cutlass.select_(part.partial < 0, sink, -Float32.inf) for sink in sinks)
+        chain = kernel.epilogues
+        sinks = chain.sinks_of_rows(self.params.score_args, tile.head, tile.heads_left, score_map)
+        if cutlass.const_expr(sinks is not None and traits.split == "shares"):
+            # Partial results get theirs when they are merged.
+            sinks = tuple(cutlass.select_(part.partial < 0, sink, -Float32.inf) for sink in sinks)
         lse = cute.make_rmem_tensor(cute.make_layout(cute.size(acc, mode=[0])), Float32)
         loop.softmax.normalize(acc, lse, chain.rescale(loop.state), sinks)
         whole = RowTarget.whole(outputs.mO, outputs.mLSE, tile, traits.varlen)
