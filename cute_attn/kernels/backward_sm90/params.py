@@ -6,15 +6,12 @@ from typing import Any
 from cutlass import Float32, Int16, Int32, Int64, cute, memory
 
 from cute_attn.device.pipeline import Pipeline, SharedDoubleBuffer
-from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import Seqlens
-from cute_attn.epilogues.chain import ScoreState
 from cute_attn.kernels.fakes import CUTE_DTYPES
 from cute_attn.outputs.dq_staging import DqStaging
 from cute_attn.outputs.peer_sum import PeerSum
 from cute_attn.rows.tma import TmaTiles, TmaVectors
 from cute_attn.rows.tma_bias import TmaBiasOfQueries
-from cute_attn.work.block_range import BlockRange
 from cute_attn.work.broadcast import KeyTile, KeyTileBroadcast
 from cute_attn.work.cluster_claims import ClusterClaims
 from cute_attn.work.key_tiles import HeadSplits, KeyTileOrder, QueryHeads
@@ -108,28 +105,6 @@ class Fragments:
     ds_smem: cute.Tensor | None
     acc_dk: cute.Tensor
     acc_dv: cute.Tensor
-
-
-@dataclass(frozen=True)
-class HeadContext:
-    """Inputs of a consumer warpgroup's steps for one query head."""
-
-    shared: BackwardStorage
-    fragments: Fragments
-    blocks: BlockRange
-    state: ScoreState
-    score_map: ScoreMap
-    key0: Int32
-    seqlen_q: Int32
-    scale_log2: Float32
-    dq: cute.Pointer  # of the head's first query block
-    first_use: Int32  # of the pipelines of Q and dO
-    thread: Int32
-    bias_address: Int32 | None  # of the thread's first element in the first stage, or None
-
-    def use_of(self, block: Int32) -> Int32:
-        """The use of the pipelines, and of dS's buffer, for a query block."""
-        return self.first_use + (block - self.blocks.begin)
 
 
 def shared_memory(kernel: Any) -> BackwardStorage:

@@ -1,0 +1,398 @@
+"""Steps of the Hopper backward's consumer warpgroups: a query block of one head on a key block.
+
+:class:`Head` has what a step is made of. :class:`DqLate` and :class:`DqInStep` put it in order, and for large head dims
+:class:`cute_attn.kernels.backward_sm90.scores_ahead.ScoresAhead`.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass
+from cutlass import Constexpr, Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import warpgroup
+
+import layouts
+from cute_attn.device.convert import converted
+from cute_attn.device.math import optimization_barrier, rematerialize_each
+from cute_attn.device.pipeline import Accessed, Pipeline, consumer_barrier
+from cute_attn.device.probabilities import probabilities, row_values, score_gradient, start_from
+from cute_attn.device.score_tile import ScoreMap, ScoreTile
+from cute_attn.device.wgmma import start_gemm
+from cute_attn.epilogues.chain import ScoreState
+from cute_attn.kernels.backward_sm90.params import BackwardStorage, Fragments
+from cute_attn.outputs.accumulate import add_fragment, stage_fragment
+from cute_attn.outputs.dq_order import block_floats, make_accumulator
+from cute_attn.tiles import BackwardSm90Tile
+from cute_attn.work.block_range import BlockRange
+
+
+@cute.jit
+def zero_rows(tile: cute.Tensor, first: Int32, thread: Int32) -> None:
+    """Zero (rows, cols) in shared memory from row ``first`` on, by all consumer threads."""
+    rows, cols = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
+    vectors = cols // 8
+    zeros = cute.make_rmem_tensor(cute.make_layout(8), tile.element_type)
+    zeros.fill(0.0)
+    for i in cutlass.range(thread, (rows - first) * vectors, BackwardSm90Tile.mma_threads, unroll=1):
+        row = cute.local_tile(tile, (1, 8), (first + i // vectors, i % vectors))
+        cute.autovec_copy(zeros, row[0, None])
+
+
+@dataclass(frozen=True)
+class Head:
+    """A query head's steps on one key block, in a consumer warpgroup."""
+
+    kernel: Constexpr
+    shared: BackwardStorage
+    fragments: Fragments
+    blocks: BlockRange
+    state: ScoreState
+    score_map: ScoreMap
+    key0: Int32
+    seqlen_q: Int32
+    scale_log2: Float32
+    dq: cute.Pointer  # of the head's first query block
+    first_use: Int32  # of the pipelines of Q and dO
+    thread: Int32
+    bias_address: Int32 | None  # of the thread's first element in the first stage, or None
+
+    def use_of(self, block: Int32) -> Int32:
+        """The use of the pipelines, and of dS's buffer, for a query block."""
+        return self.first_use + (block - self.blocks.begin)
+
+    @cute.jit
+    def full_blocks(self) -> tuple[Int32, Int32]:
+        """The query blocks that need no mask: without a left bound, none or all after the first ones that need one."""
+        begin, full_end, end = self.blocks.full_begin, self.blocks.full_end, self.blocks.end
+        if cutlass.const_expr(not self.kernel.masks_last_blocks):
+            begin, full_end = (begin if begin < full_end else end), end
+        return begin, full_end
+
+    @property
+    def visible_keys(self) -> Any:
+        """For :func:`probabilities`: the number of keys that a query sees, if scores may be large."""
+        return self.state.band.visible_keys if self.kernel.epilogues.may_be_large else None
+
+    # ---- P and dS ----
+
+    @cute.jit
+    def zero_queries_out_of_bounds(
+        self, block: Int32, n: Int32, q: Constexpr = True, do: Constexpr = True
+    ) -> None:
+        """Zero Q with the bias, and dO, beyond the sequence's last query."""
+        if cutlass.const_expr(self.kernel.traits.varlen or self.kernel.traits.seqused_q):
+            rows = self.seqlen_q - block * self.kernel.tile.tile_m
+            if rows < self.kernel.tile.tile_m:
+                shared, thread = self.shared, self.thread
+                stage_q = shared.pipeline_q.stage(n)
+                if cutlass.const_expr(do):
+                    shared.pipeline_do.consumer_wait(n)
+                    zero_rows(shared.s_do[None, None, shared.pipeline_do.stage(n)], rows, thread)
+                if cutlass.const_expr(q):
+                    zero_rows(shared.s_q[None, None, stage_q], rows, thread)
+                if cutlass.const_expr(q and self.kernel.loads_bias_by_tma):
+                    zero_rows(shared.bias.tensor[None, None, stage_q], rows, thread)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                consumer_barrier(self.kernel.tile.warpgroups)
+
+    @cute.jit
+    def dropout_mask_of(self, n: Int32) -> tuple[Int32, ...]:
+        """By the consumer warps: the thread's words of a step's mask, see :meth:`EpilogueChain.dropout_mask`."""
+        pipeline, words = self.shared.pipeline_mask, self.kernel.tile.mask_words
+        pipeline.consumer_wait(n)
+        mask = cute.recast_tensor(self.shared.s_mask[None, None, None, pipeline.stage(n)], Int32)
+        thread = rematerialize_each(self.thread, n)
+        mask = tuple(mask[0, thread, word] for word in range(words))
+        pipeline.consumer_release(n, Accessed.BY_THREADS)
+        return mask
+
+    @cute.jit
+    def probabilities_and_gradients(self, block: Int32, masked: Constexpr) -> tuple[cute.Tensor, cute.Tensor]:
+        """P, dropped elements zero, and dS of a query block, in 16 bits."""
+        shared, n = self.shared, self.use_of(block)
+        acc_s, acc_dp = self.scores_accumulator(), self.scores_accumulator()
+        scores = self.score_tile(acc_s, block)
+        loaded = self.kernel.epilogues.load(self.state, scores)
+        mask, lse = self.start_s_and_dp(acc_s, acc_dp, block)
+        # While S and dP run, the reads that were not issued before them.
+        if cutlass.const_expr(mask is None):
+            mask = self.kernel.epilogues.dropout_mask(self.state, scores)
+        if cutlass.const_expr(lse is None and not self.kernel.loads_bias_by_tma):
+            lse = self.row_values(shared.s_lse, shared.pipeline_q, n)
+        warpgroup.wait_group(1)
+        partial = self.blocks.partial(block) if cutlass.const_expr(masked) else None
+        saved = self.kernel.epilogues.forward(self.state, scores, loaded, masked, partial)
+        if cutlass.const_expr(lse is None):
+            # Only here, where the registers of a TMA-loaded bias are free again.
+            lse = self.row_values(shared.s_lse, shared.pipeline_q, n)
+        probabilities(scores, lse, self.scale_log2, self.visible_keys)
+        # Converted while dP runs, if registers are left for that.
+        early: Constexpr = self.kernel.tile.p_in_smem
+        p = self.p_in_16_bits(acc_s, mask) if cutlass.const_expr(early) else None
+        warpgroup.wait_group(0)
+        ds = self.to_gradients(scores, acc_dp, saved, mask, n)
+        return p if cutlass.const_expr(early) else self.p_in_16_bits(acc_s, mask), ds
+
+    @cute.jit
+    def p_in_16_bits(self, acc_s: cute.Tensor, mask: tuple) -> cute.Tensor:
+        """P, dropped elements zero; acc_s stays as it is."""
+        p = converted(acc_s, self.kernel.dtype)
+        self.kernel.epilogues.zero_dropped(mask, self.score_map.view(p))
+        return p
+
+    @cute.jit
+    def to_gradients(
+        self, scores: ScoreTile, acc_dp: cute.Tensor, saved: tuple, mask: tuple, n: Int32
+    ) -> cute.Tensor:
+        """dP becomes dS; the result is dS in 16 bits."""
+        minus_d = None
+        if cutlass.const_expr(not self.kernel.dp_starts_from_d):
+            # The barrier keeps the address from being computed, and kept in a register, long before it is used.
+            minus_d = self.row_values(self.shared.s_minus_d, self.shared.pipeline_do, optimization_barrier(n))
+        ds_tile = scores.of(self.score_map.view(acc_dp))
+        self.kernel.epilogues.zero_dropped(mask, ds_tile.acc)
+        score_gradient(scores.acc, ds_tile.acc, minus_d)
+        adds = self.kernel.part() == 0 if cutlass.const_expr(self.kernel.tile.cluster > 1) else None
+        self.kernel.epilogues.backward(self.state, ds_tile, saved, adds)
+        return converted(acc_dp, self.kernel.dtype)
+
+    @cute.jit
+    def start_s_and_dp(
+        self, acc_s: cute.Tensor, acc_dp: cute.Tensor, block: Int32
+    ) -> tuple[tuple | None, cute.Tensor | None]:
+        """Start S and dP of a query block; returns its dropout mask and its rows' log-sum-exps, or None if read later.
+
+        Shared memory is read first: the reads wait in the same queue as wgmma.
+        """
+        op, shared, n = self.fragments, self.shared, self.use_of(block)
+        mask = None
+        if cutlass.const_expr(self.kernel.tile.mask_warps > 0):
+            mask = self.dropout_mask_of(n)
+        shared.pipeline_q.consumer_wait(n)
+        self.zero_queries_out_of_bounds(self.blocks.block(block), n)
+        lse, minus_d = None, None
+        if cutlass.const_expr(self.kernel.reads_lse_first):
+            lse = self.row_values(shared.s_lse, shared.pipeline_q, n)
+        if cutlass.const_expr(self.kernel.dp_starts_from_d):
+            shared.pipeline_do.consumer_wait(n)
+            minus_d = self.row_values(shared.s_minus_d, shared.pipeline_do, n)
+            start_from(self.score_map.view(acc_dp), minus_d)
+        self.start_scores(op.a_scores, op.b_scores, acc_s, shared.pipeline_q.stage(n), False)
+        if cutlass.const_expr(not self.kernel.dp_starts_from_d):
+            shared.pipeline_do.consumer_wait(n)
+        self.start_scores(op.a_dp, op.b_dp, acc_dp, shared.pipeline_do.stage(n), self.kernel.dp_starts_from_d)
+        return mask, lse
+
+    def scores_accumulator(self) -> cute.Tensor:
+        """Registers for S or dP of a query block."""
+        return cute.make_rmem_tensor(
+            self.kernel.mma_scores().get_slice(0).partition_shape_C(self.kernel.scores_shape), Float32
+        )
+
+    @cute.jit
+    def score_tile(self, acc_s: cute.Tensor, block: Int32) -> ScoreTile:
+        """S of ``block`` in ``acc_s``, with its place."""
+        scores = self.score_map.tile(acc_s, self.blocks.block(block) * self.kernel.tile.tile_m, self.key0)
+        if cutlass.const_expr(self.kernel.loads_bias_by_tma):
+            stage = self.shared.pipeline_q.stage(self.use_of(block))
+            scores = replace(scores, tma_bias=self.shared.bias.tile(self.bias_address, stage))
+        return scores
+
+    @cute.jit
+    def start_scores(
+        self, a: cute.Tensor, b: cute.Tensor, acc: cute.Tensor, stage: Int32, accumulate: Constexpr
+    ) -> None:
+        """acc (+)= K Q^T or V dO^T; the keys' operand has one stage."""
+        stage_a, stage_b = (stage, 0) if self.kernel.tile.p_in_smem else (0, stage)
+        a, b = a[None, None, None, stage_a], b[None, None, None, stage_b]
+        start_gemm(self.kernel.mma_scores(), acc, a, b, accumulate)
+
+    @cute.jit
+    def start_dv(self, p: cute.Tensor, n: Int32) -> None:
+        """dV += P dO."""
+        op, stage = self.fragments, self.shared.pipeline_do.stage(n)
+        a, b = self.keys_operand(p, op.p_smem, n), op.do[None, None, None, stage]
+        self.start_dkv(op.acc_dv, a, b, self.kernel.dims[1])
+
+    @cute.jit
+    def start_dk(self, ds: cute.Tensor, n: Int32) -> None:
+        """dK += dS Q."""
+        op, stage = self.fragments, self.shared.pipeline_q.stage(n)
+        a, b = self.keys_operand(ds, op.ds_smem, n), op.q[None, None, None, stage]
+        self.start_dkv(op.acc_dk, a, b, self.kernel.dims[0])
+
+    @cute.jit
+    def start_dkv(
+        self, acc: cute.Tensor, keys: cute.Tensor, queries: cute.Tensor, head_dim: Constexpr
+    ) -> None:
+        """acc += keys queries, of P and dO or of dS and Q, or its transpose."""
+        a, b = (queries, keys) if self.kernel.tile.dkv_transposed else (keys, queries)
+        start_gemm(self.kernel.mma_dkv(head_dim), acc, a, b, True)
+
+    def keys_operand(self, registers: cute.Tensor, smem: cute.Tensor | None, n: Int32) -> cute.Tensor:
+        """P or dS as (keys, queries), from registers or shared memory as the tile says."""
+        if smem is not None:
+            return smem[None, None, None, self.kernel.ds_stage(n)]
+        return layouts.as_operand_a(registers)
+
+    @cute.jit
+    def start_dq(self, acc_dq: cute.Tensor, n: Int32) -> None:
+        """acc_dq = dS K, or its transpose."""
+        op, stage = self.fragments, self.kernel.ds_stage(n)
+        stage_a, stage_b = (0, stage) if self.kernel.tile.dq_transposed else (stage, 0)
+        a, b = op.a_dq[None, None, None, stage_a], op.b_dq[None, None, None, stage_b]
+        start_gemm(self.kernel.mma_dq(), acc_dq, a, b, False)
+
+    @cute.jit
+    def store_scores(self, fragment: cute.Tensor, target: cute.Tensor, n: Int32) -> None:
+        """P or dS of a step to its stage."""
+        tile = target[None, None, self.kernel.ds_stage(n)]
+        store = self.kernel.scores_store()
+        # Otherwise addresses are kept in registers through the loop.
+        mine = store.get_slice(rematerialize_each(self.thread, n))
+        as_accumulator = tile if cutlass.const_expr(self.kernel.tile.p_in_smem) else layouts.transposed(tile)
+        cute.copy(store, mine.retile(fragment), mine.partition_D(as_accumulator))
+
+    def dq_accumulator(self) -> cute.Tensor:
+        """Registers for dQ of a query block."""
+        return make_accumulator(self.kernel.mma_dq(), self.kernel.traits, self.kernel.tile)
+
+    def row_values(self, s_rows: cute.Tensor, pipeline: Pipeline, n: Int32) -> cute.Tensor:
+        """The values of the thread's rows at use n, from (tile_m, stage) in shared memory."""
+        return row_values(self.score_map, s_rows[None, pipeline.stage(n)])
+
+    @cute.jit
+    def stage_dq(self, acc_dq: cute.Tensor, block: Int32) -> None:
+        """By the consumer warps: dQ to shared memory; its stage must be empty."""
+        thread, vector = rematerialize_each(self.thread, block), self.kernel.tile.dq_vector
+        stage_fragment(acc_dq, self.shared.s_dq, thread, vector)
+
+    @cute.jit
+    def add_dq(self, acc_dq: cute.Tensor, block: Int32) -> None:
+        """By the consumer warps: add dQ to the query block's accumulator, or stage it for :class:`DqAdder`."""
+        tile, floats = self.kernel.tile, block_floats(self.kernel.traits, self.kernel.tile)
+        if cutlass.const_expr(tile.dq_bulk):
+            self.stage_dq(acc_dq, block)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            self.shared.dq_staging.producer_commit()
+        else:
+            base = self.dq + Int64(self.blocks.block(block)) * floats
+            add_fragment(acc_dq, base, rematerialize_each(self.thread, block), tile.dq_vector)
+
+
+@cute.jit
+def steps(step: Constexpr, begin: Int32, end: Int32, masked: Constexpr) -> None:
+    """Steps of the query blocks [begin, end), by a method of a loop."""
+    for block in cutlass.range(begin, end, unroll=1):
+        step(block, masked)
+
+
+@dataclass(frozen=True)
+class DqLate:
+    """dQ a step late: warpgroups need not be in the same step. P and dS are register operands."""
+
+    head: Head
+
+    @cute.jit
+    def run(self) -> None:
+        """All query blocks of the head that see the key block."""
+        head, begin, end = self.head, self.head.blocks.begin, self.head.blocks.end
+        full_begin, full_end = head.full_blocks()
+        if begin < end:
+            # The first step has no dQ of a step before it; the last one's dQ follows the loop.
+            second = begin + 1
+            self.step(begin, True, first=True)
+            steps(self.step, second, full_begin, True)
+            steps(self.step, cutlass.max(full_begin, second), full_end, False)
+            if cutlass.const_expr(head.kernel.masks_last_blocks):
+                steps(self.step, cutlass.max(full_end, second), end, True)
+            acc_dq, n = head.dq_accumulator(), head.use_of(end - 1)
+            self.wait_for_ds(n)
+            head.start_dq(acc_dq, n)
+            warpgroup.wait_group(0)
+            head.add_dq(acc_dq, end - 1)
+
+    @cute.jit
+    def step(self, block: Int32, masked: Constexpr, first: Constexpr = False) -> None:
+        """One query block, and dQ of the one before unless this is the ``first``."""
+        head, shared, n = self.head, self.head.shared, self.head.use_of(block)
+        dq_bulk: Constexpr = head.kernel.tile.dq_bulk
+        acc_dq = head.dq_accumulator()
+        p, ds = head.probabilities_and_gradients(block, masked)
+
+        if cutlass.const_expr(not first):
+            self.wait_for_ds(n - 1)
+        head.store_scores(ds, shared.s_ds, n)  # its stage is free: all have arrived at dS of the step before
+        if cutlass.const_expr(not first):
+            head.start_dq(acc_dq, n - 1)
+        head.start_dv(p, n)
+        warpgroup.wait_group(1)  # dQ: the arrival says that it has read dS
+        if cutlass.const_expr(not first and dq_bulk):
+            head.stage_dq(acc_dq, block)
+        shared.ds_buffer.arrive(n)
+        if cutlass.const_expr(not first):
+            if cutlass.const_expr(dq_bulk):
+                shared.dq_staging.producer_commit()
+            else:
+                head.add_dq(acc_dq, block - 1)
+        head.start_dk(ds, n)
+        warpgroup.wait_group(1)
+        # LSE, D and a bias were read before dS was stored, and dS's arrival is fenced.
+        shared.pipeline_do.consumer_release(n, Accessed.BY_THREADS_FENCED)
+        warpgroup.wait_group(0)
+        shared.pipeline_q.consumer_release(n, Accessed.BY_THREADS_FENCED)
+
+    @cute.jit
+    def wait_for_ds(self, n: Int32) -> None:
+        """Wait until all warpgroups have written dS of step n, and until its dQ may be staged."""
+        self.head.shared.ds_buffer.wait(n)
+        if cutlass.const_expr(self.head.kernel.tile.dq_bulk):
+            self.head.shared.dq_staging.producer_wait(n)
+
+
+@dataclass(frozen=True)
+class DqInStep:
+    """With P in shared memory, dQ in the same step: all warpgroups wait for each other's P and dS."""
+
+    head: Head
+
+    @cute.jit
+    def run(self) -> None:
+        """All query blocks of the head that see the key block."""
+        head, blocks = self.head, self.head.blocks
+        full_begin, full_end = head.full_blocks()
+        steps(self.step, blocks.begin, full_begin, True)
+        steps(self.step, full_begin, full_end, False)
+        if cutlass.const_expr(head.kernel.masks_last_blocks):
+            steps(self.step, full_end, blocks.end, True)
+
+    @cute.jit
+    def step(self, block: Int32, masked: Constexpr) -> None:
+        """One query block."""
+        head, shared, n = self.head, self.head.shared, self.head.use_of(block)
+        p, ds = head.probabilities_and_gradients(block, masked)
+        self.share(p, ds, n)
+        head.start_dv(p, n)
+        acc_dq = head.dq_accumulator()
+        head.start_dq(acc_dq, n)
+        head.start_dk(ds, n)
+        warpgroup.wait_group(1)
+        shared.pipeline_do.consumer_release(n, Accessed.BY_THREADS_FENCED)  # since ``share``
+        head.add_dq(acc_dq, block)
+        warpgroup.wait_group(0)
+        shared.pipeline_q.consumer_release(n, Accessed.BY_THREADS_FENCED)
+
+    @cute.jit
+    def share(self, p: cute.Tensor, ds: cute.Tensor, n: Int32) -> None:
+        """P and dS to shared memory, for all warpgroups to read once this returns.
+
+        With two stages no read of a stage is pending: a warpgroup passes this step's barrier only after the others have
+        passed the last step's, and they passed that after all their products of the step before it.
+        """
+        head, tile, shared = self.head, self.head.kernel.tile, self.head.shared
+        if cutlass.const_expr(tile.num_stages_ds == 1):
+            consumer_barrier(tile.warpgroups)
+        head.store_scores(ds, shared.s_ds, n)
+        head.store_scores(p, shared.s_p, n)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        consumer_barrier(tile.warpgroups)
