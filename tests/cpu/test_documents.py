@@ -182,6 +182,11 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.S | re.M)
 
 
+def test_python_is_as_wide_as_a_page():
+    wide = [line for page in PAGES for block in blocks(page, "python") for line in block.splitlines()]
+    assert len(wide) > 100 and [line for line in wide if len(line) > 88] == []
+
+
 SLOW_PAGES = ("tiles.md",)
 
 
