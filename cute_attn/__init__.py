@@ -55,13 +55,8 @@ _HOME = {
 }
 _OPERATORS = ("api.attention", "api.kvcache", "api.append", "api.merge")
 """What registers torch's operators."""
-_CALLS = (
-    *_OPERATORS,
-    "host.divided",
-    "host.split_fp32",
-    "compiler.registry",
-)
-"""What calls on a GPU import, some of it when they need it."""
+_CALLS = (*_OPERATORS, "compiler.registry")
+"""What calls on a GPU import."""
 _MODULES = ("flash_attn", "flex", "lab", "sdpa", "transformers")
 # Spelled out, which type checkers and linters need.
 __all__ = [
@@ -108,7 +103,7 @@ def __dir__() -> list[str]:
 def _do_without_dsl() -> None:
     """Install placeholders for it, and where a bundle can be used import what calls need."""
     _without_dsl.install()
-    from cute_attn.compiler import registry, why_no_kernels
+    from cute_attn.compiler import registry, why_no_kernels  # only where there is no DSL
 
     if why_no_kernels() is None:
         _import(_CALLS)

@@ -48,8 +48,8 @@ def register(name: str = NAME) -> None:
         raise ValueError(
             f"name is {name!r}; accepted: without 'flash', '/' and '|', which have a meaning there"
         )
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface  # a library that few users have
+    from transformers.modeling_utils import AttentionInterface  # as above
 
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)  # without it transformers passes no mask at all
@@ -108,7 +108,7 @@ def attention_mask(
         padding = attention_mask[:, attention_mask.shape[1] - kv_length :].to(torch.bool)
         # To read it would wait for the device, once a forward pass, and a compiler cannot.
         return None if not torch.compiler.is_compiling() and bool(padding.all()) else padding
-    from transformers.masking_utils import sdpa_mask
+    from transformers.masking_utils import sdpa_mask  # as above
 
     return sdpa_mask(
         batch_size=batch_size,

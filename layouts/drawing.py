@@ -109,8 +109,7 @@ class Picture:
 def _draw(picture: Picture, to: Path | IO[str], kind: str) -> None:
     """Draw it with matplotlib, as ``"png"`` or ``"svg"``."""
     try:
-        import matplotlib
-        from matplotlib.figure import Figure
+        from matplotlib import collections, figure, patches, rc_context  # an extra's
     except ImportError as error:
         raise ImportError("pictures need matplotlib; pip install matplotlib") from error
 
@@ -127,11 +126,9 @@ def _draw(picture: Picture, to: Path | IO[str], kind: str) -> None:
     bottom = top + sum(heights) + _GAP * (len(heights) - 1)
     total = (width + 2 * _MARGIN, max(bottom, notes_top + _LINE * (len(legend.notes) - 1) + 0.05) + _MARGIN)
 
-    with matplotlib.rc_context(
-        {"svg.fonttype": "none", "font.family": "DejaVu Sans", "svg.hashsalt": "layouts"}
-    ):
-        figure = Figure(figsize=total, facecolor="white")
-        axes = figure.add_axes((0, 0, 1, 1))
+    with rc_context({"svg.fonttype": "none", "font.family": "DejaVu Sans", "svg.hashsalt": "layouts"}):
+        drawn = figure.Figure(figsize=total, facecolor="white")
+        axes = drawn.add_axes((0, 0, 1, 1))
         axes.set_xlim(0, total[0])
         axes.set_ylim(total[1], 0)
         axes.axis("off")
@@ -143,18 +140,16 @@ def _draw(picture: Picture, to: Path | IO[str], kind: str) -> None:
             left = _MARGIN
             for panel, panel_width in zip(row, widths, strict=True):
                 if panel:
-                    _draw_panel(axes, panel, left, top + row_height - panel.height)
+                    _draw_panel(axes, collections, panel, left, top + row_height - panel.height)
                 left += panel_width + _GAP
             top += row_height + _GAP
-        _draw_strips(axes, legend.strips, places)
+        _draw_strips(axes, patches, legend.strips, places)
         _draw_lines(axes, legend.notes, notes_top)
         metadata = {"Date": None} if kind == "svg" else {"Software": None}
-        figure.savefig(to, format=kind, dpi=160, metadata=metadata)
+        drawn.savefig(to, format=kind, dpi=160, metadata=metadata)
 
 
-def _draw_panel(axes: Any, panel: Panel, left: float, top: float) -> None:
-    from matplotlib.collections import LineCollection, PolyCollection
-
+def _draw_panel(axes: Any, collections: Any, panel: Panel, left: float, top: float) -> None:
     unit_h, unit_w = panel.unit
     rows, cols = panel.shape
     axes.text(
@@ -179,7 +174,9 @@ def _draw_panel(axes: Any, panel: Panel, left: float, top: float) -> None:
                 linespacing=1.05,
             )
     colors = [cell.color for cell in panel.cells]
-    axes.add_collection(PolyCollection(corners, facecolors=colors, edgecolors="white", linewidths=0.6))
+    axes.add_collection(
+        collections.PolyCollection(corners, facecolors=colors, edgecolors="white", linewidths=0.6)
+    )
 
     right, bottom = left + cols * unit_w, top + rows * unit_h
     lines = [[(left, top), (right, top)], [(left, bottom), (right, bottom)], [(left, top), (left, bottom)]]
@@ -193,7 +190,7 @@ def _draw_panel(axes: Any, panel: Panel, left: float, top: float) -> None:
         lines += [
             [(left + i * unit_w, top), (left + i * unit_w, bottom)] for i in range(rule_cols, cols, rule_cols)
         ]
-    axes.add_collection(LineCollection(lines, colors=RULE, linewidths=0.9))
+    axes.add_collection(collections.LineCollection(lines, colors=RULE, linewidths=0.9))
 
     style = {"fontsize": 6.4, "color": FAINT}
     for i in range(0, rows, panel.ticks[0]):
@@ -229,14 +226,14 @@ def _place_strips(
 
 
 def _draw_strips(
-    axes: Any, strips: Sequence[tuple[str, Sequence[Color]]], places: list[tuple[float, float]]
+    axes: Any, patches: Any, strips: Sequence[tuple[str, Sequence[Color]]], places: list[tuple[float, float]]
 ) -> None:
-    from matplotlib.patches import Rectangle
-
     for (name, colors), (left, top) in zip(strips, places, strict=True):
         step = _bar(colors) / len(colors)
         for i, color in enumerate(colors):
-            axes.add_patch(Rectangle((left + step * i, top - 0.08), step + 0.005, 0.16, color=color, lw=0))
+            axes.add_patch(
+                patches.Rectangle((left + step * i, top - 0.08), step + 0.005, 0.16, color=color, lw=0)
+            )
         axes.text(left + _bar(colors) + 0.07, top, name, fontsize=8, color=INK, va="center")
 
 

@@ -9,7 +9,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 import pytest
 import torch
@@ -79,9 +79,19 @@ def compiled(kernel: Any, run: Run, prepared: bool = False) -> Compiled:
 
     def launch(*given: Any) -> None:
         values = map(as_torch, given) if prepared else given
-        run(SimpleNamespace(**dict(zip(names, values, strict=True))))
+        pairs = zip(names.items(), values, strict=True)
+        run(SimpleNamespace(**{name: _named(annotation, x) for (name, annotation), x in pairs}))
 
     return Compiled(tvm_ffi.convert(launch) if prepared else launch, kernel)
+
+
+def _named(annotation: Any, x: Any) -> Any:
+    """A tuple as the class that the kernel's annotation names."""
+    if not isinstance(x, tuple) or get_origin(annotation) is not Annotated:
+        return x
+    (own,) = get_args(annotation)[:1]
+    kinds = [kind for kind in (own, *get_args(own)) if hasattr(kind, "_make")]
+    return kinds[0]._make(x) if kinds else x
 
 
 def kernels(patch: pytest.MonkeyPatch, launched: Callable[[Any, str], Run], prepared: bool = False) -> None:

@@ -14,6 +14,7 @@ from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.epilogues.names import registered_functions
 from cute_attn.host import choose, plans, random_states
 from cute_attn.host.bias import additive, with_readable_bias
+from cute_attn.host.block_masks import epilogue_of_block_mask
 from cute_attn.host.call import (
     BIAS,
     NUM_TENSORS,
@@ -556,23 +557,28 @@ def _all_epilogues(tensors: Tensors, epilogues: Epilogues, functions: Functions)
     """The epilogues and, after them, those of the functions and of the BlockMask. Arguments: see :func:`_attend`."""
     (q, k, *_), (score_mod, mask_mod, block_mask), found = tensors, functions, []
     compiling = torch.compiler.is_compiling()
-    if block_mask is not None or (compiling and functions != (None, None, None)):
-        from cute_attn.api import outside_graphs  # loads torch's compiler
     if score_mod is not None or mask_mod is not None:
         device = q.device if isinstance(q, Tensor) else None
         dtype = torch.float64 if isinstance(q, Tensor) and q.dtype == torch.float64 else torch.float32
-        trace = outside_graphs.epilogue_of if compiling else epilogue_of
-        found.append(trace(score_mod, mask_mod, device, dtype))
+        traced = between_graphs().epilogue_of if compiling else epilogue_of
+        found.append(traced(score_mod, mask_mod, device, dtype))
     if block_mask is not None:
         _check_for_block_mask(q, k, tensors[_SEQUSED_K])
-        of_mask = outside_graphs.epilogue_of_block_mask if compiling else outside_graphs.of_block_mask
-        found.append(of_mask(block_mask, q, k))
+        visits = between_graphs().epilogue_of_block_mask if compiling else epilogue_of_block_mask
+        found.append(visits(block_mask, q, k))
     for name, made in found:
         if name:
             epilogues = {**given_epilogues(epilogues), name: made}
             if not compiling:
                 _hold_for_graphs(name, q)
     return epilogues
+
+
+def between_graphs() -> Any:
+    """:mod:`cute_attn.api.outside_graphs`."""
+    from cute_attn.api import outside_graphs  # loads torch's compiler
+
+    return outside_graphs
 
 
 def _hold_for_graphs(name: str, q: Any) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
 
 from cute_attn import reference
+from cute_attn.api import functorch
 from cute_attn.epilogues.names import TRACED, user_epilogue
 from cute_attn.host import fused_qkv, plans
 from cute_attn.host.backward import NOTHING, Gradients, check_given, gradients
@@ -52,8 +53,6 @@ def forward(call: Call) -> Outputs:
     if no_dispatch_mode() and all_plain((*call[:NUM_TENSORS], *call.epilogue_tensors)):
         return run(call) if call.q.is_cuda else forward_cpu(call)
     if transforms_are_active():
-        from cute_attn.api import functorch
-
         return functorch.forward(call)
     out, lse, softmax = torch.ops.cute_attn.forward.default(*call.values(ATTENTION))
     return out, lse, softmax if call.return_softmax else None

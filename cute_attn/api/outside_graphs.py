@@ -23,14 +23,13 @@ def _epilogue_of(*arguments: Any) -> tuple[str, tuple[Tensor, ...]]:
 
 
 def _epilogue_of_block_mask(*arguments: Any) -> tuple[str, tuple[Tensor, ...]]:
-    return _held(of_block_mask(*arguments))
+    return _held(block_masks.epilogue_of_block_mask(*arguments))
 
 
 def _made_block_mask(*arguments: Any) -> Any:
     return mask_kinds.made_block_mask(*arguments)
 
 
-of_block_mask = block_masks.epilogue_of_block_mask
 epilogue_of = torch.compiler.disable(_epilogue_of, reason=_REASON)
 epilogue_of_block_mask = torch.compiler.disable(_epilogue_of_block_mask, reason=_REASON)
 made_block_mask = torch.compiler.disable(_made_block_mask, reason=_REASON)

@@ -9,6 +9,8 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, get_origin
 
+from cute_attn.compiler.fingerprint import dsl
+
 
 def parameters(kernel: type) -> dict[str, Any]:
     """The arguments of a launch in order: their names and annotations. kernel: a kernel's class."""
@@ -26,11 +28,9 @@ def fakes(kernel: Any) -> tuple:
 
 
 def _fake(kernel: Any, name: str, annotation: Any) -> Any:
-    from cutlass import Numeric
-
     if get_origin(annotation) is Annotated:
         return annotation.__metadata__[0](kernel)
-    if isinstance(annotation, type) and issubclass(annotation, Numeric):
+    if isinstance(annotation, type) and issubclass(annotation, dsl().Numeric):
         return annotation(0)
     raise TypeError(
         f"{name} of {type(kernel).__qualname__}.__call__ is annotated {annotation}; accepted: a number's type such as "

@@ -161,7 +161,7 @@ def load_function(library: bytes, name: str, toolchain: dict[str, str]) -> Calla
     Raises:
         BundleUnusable: torch has no CUDA runtime with the functions it needs, or the driver is older.
     """
-    import tvm_ffi
+    import tvm_ffi  # loads a library, which only launches need
 
     _check_driver(toolchain["ptx_toolkit"])
     # From memory: the file may have been removed or replaced since it was checked.
@@ -201,7 +201,7 @@ def _driver_cuda_major() -> int:
 @functools.cache
 def _check_driver(toolkit: str) -> None:
     """Refuse machine code of a newer major version of CUDA than the driver's; make torch's CUDA runtime visible."""
-    import torch
+    import torch  # takes seconds, which only launches need
 
     major = (torch.version.cuda or "").partition(".")[0]
     if major:

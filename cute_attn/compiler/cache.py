@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from cute_attn.compiler.fingerprint import digest
 
 OBJECT, CUBIN, PTX = "kernel.o", "kernel.cubin", "kernel.ptx"
@@ -139,8 +141,6 @@ class DiskCache:
 
         If the cache cannot be written it locks nothing: nobody would find the kernel.
         """
-        from filelock import FileLock
-
         with ExitStack() as held:
             with suppress(OSError):
                 self._locks.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -181,8 +181,6 @@ class DiskCache:
 
     def _remove_lock(self, key: str) -> None:
         """Unless a process that builds the kernel holds it."""
-        from filelock import FileLock
-
         path = self._lock_file(key)
         with suppress(OSError):  # Timeout is one
             if path.exists():

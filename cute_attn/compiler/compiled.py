@@ -43,7 +43,7 @@ from cute_attn.compiler.cache import (
     warn_once,
 )
 from cute_attn.compiler.cubin import Resources
-from cute_attn.compiler.fingerprint import cache_key, source_key, toolchain
+from cute_attn.compiler.fingerprint import cache_key, dsl, source_key, toolchain
 from cute_attn.compiler.workers import Worker
 from cute_attn.epilogues.names import TRACED, is_registered, user_epilogue
 from cute_attn.tiles import check_target, check_tile, text_of
@@ -153,13 +153,11 @@ class CompiledKernel:
         parts, name = self._entry.parts, self._entry.meta["function"]
         if LIBRARY in parts:
             return load_function(parts[LIBRARY], name, self._entry.meta["toolchain"])
-        from cutlass.cute.runtime import load_module
-
         # From memory: the file may have gone, or be another, since it was checked.
         with open(os.memfd_create("cute_attn"), "wb") as file:
             file.write(parts[OBJECT])
             file.flush()
-            module = load_module(f"/proc/self/fd/{file.fileno()}", enable_tvm_ffi=True)
+            module = dsl().runtime.load_module(f"/proc/self/fd/{file.fileno()}", enable_tvm_ffi=True)
         return getattr(module, name)
 
     def __call__(self, *args: Any) -> None:
@@ -432,11 +430,11 @@ def default_target(arch: str) -> str:
     """
     if not _has_driver():
         return arch
-    import torch
+    import torch  # takes seconds, and compiling needs none
 
     if not torch.cuda.is_available():
         return arch
-    return _device_target(torch.cuda.current_device())
+    return _device_target(*torch.cuda.get_device_capability())
 
 
 @functools.cache
@@ -452,10 +450,7 @@ def _has_driver() -> bool:
 
 
 @functools.cache
-def _device_target(device: int) -> str:
-    import torch
-
-    major, minor = torch.cuda.get_device_capability(device)
+def _device_target(major: int, minor: int) -> str:
     if major == 9:
         return "sm90"
     if major == 8:
@@ -494,20 +489,15 @@ def _store(cache: DiskCache | None, entry: Entry) -> str | None:
 
 
 def _build(kernel: Any, target: str, key: str, options: str) -> Entry:
-    from cutlass import cute
-    from cutlass.cute.runtime import make_fake_stream
-
-    from layouts.model import no_arguments
-
     start = time.perf_counter()
     check_layouts(kernel)
     function = f"cute_attn_{key[:16]}"  # loaded kernels must not share a symbol
     with tempfile.TemporaryDirectory(prefix="cute_attn-") as name:
         folder = Path(name)
         places = shlex.join(["--dump-dir", name, f"--remark-output={folder / 'remarks'}"])
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        with no_arguments():
-            compiled = cute.compile(kernel, *fakes(kernel), stream, options=f"{options} {places}")
+        stream = dsl().runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+        with dsl().no_arguments():
+            compiled = dsl().cute.compile(kernel, *fakes(kernel), stream, options=f"{options} {places}")
         compiled.export_to_c(str(folder / OBJECT), function_name=function)
         parts = {
             OBJECT: (folder / OBJECT).read_bytes(),

@@ -36,6 +36,13 @@ _DISTRIBUTIONS = {
 }
 
 
+def dsl() -> Any:
+    """:mod:`cute_attn.compiler.dsl`, loaded when it is first needed."""
+    from cute_attn.compiler import dsl  # takes seconds, and kernels of a bundle do without
+
+    return dsl
+
+
 @functools.cache
 def toolchain() -> dict[str, str]:
     """Versions of the tools that turn a kernel's source into code, by name.
@@ -47,11 +54,10 @@ def toolchain() -> dict[str, str]:
     """
     if not _without_dsl.is_installed():
         raise RuntimeError(_without_dsl.REASON)
-    from cutlass import CUDA_VERSION
-
+    cuda = dsl().CUDA_VERSION
     return {
         **{name: importlib.metadata.version(wheel) for name, wheel in _DISTRIBUTIONS.items()},
-        "ptx_toolkit": f"{CUDA_VERSION.major}.{CUDA_VERSION.minor}",
+        "ptx_toolkit": f"{cuda.major}.{cuda.minor}",
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "platform": machine(),
     }

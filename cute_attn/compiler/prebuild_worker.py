@@ -17,11 +17,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from cute_attn.compiler import SpillWarning, compiled
+
 
 def main() -> None:
     """Build until the input ends. Output of users' modules is redirected to stderr."""
-    from cute_attn.compiler import SpillWarning
-
     warnings.simplefilter("ignore", SpillWarning)  # for whoever runs the kernel
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -34,8 +34,6 @@ def build(
     traits: str, tile: str | None, target: str | None, modules: dict[str, str], lines: bool = False
 ) -> dict[str, Any]:
     """Build one kernel, with line info or not; an error is its result."""
-    from cute_attn.compiler import compiled
-
     compiled.in_prebuild_worker = True
     try:
         for name, file in modules.items():

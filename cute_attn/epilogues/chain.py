@@ -149,11 +149,6 @@ class EpilogueChain:
         """The bias gradient equals, element by element, the scores' gradient after :meth:`backward`."""
         return self.dropout is None and all(isinstance(m, Alibi | Bias) for m in self.modifiers)
 
-    @property
-    def keeps_gradients(self) -> bool:
-        """:meth:`backward` neither changes nor reads the scores' gradients."""
-        return all(type(m) is Alibi or (type(m) is Bias and not m.gradient) for m in self.modifiers)
-
     def bias(self, args: tuple) -> cute.Tensor:
         """The bias tensor in a chain's arguments."""
         return self._bias_args(args)[0]

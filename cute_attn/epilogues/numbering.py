@@ -44,7 +44,7 @@ COUNTS_A_HEAD_IN_64_BITS = (2, 13)
 @functools.cache
 def torch_version() -> tuple[int, int]:
     """(major, minor) of the installed PyTorch; a development version counts as its release."""
-    import torch
+    import torch  # takes seconds, and compiling needs none
 
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)

@@ -95,9 +95,7 @@ def flex_attention(
         kernel_options,
     )
     if torch.compiler.is_compiling() and (score_mod is not None or block_mask is not None):
-        from cute_attn.flex import outside_graphs
-
-        return outside_graphs.flex_attention(*arguments, return_aux=return_aux)
+        return overrides.between_graphs().flex_attention(*arguments, return_aux=return_aux)
 
     def call() -> Result:
         found = attend(*arguments, return_aux=return_aux)

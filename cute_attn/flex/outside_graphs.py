@@ -5,6 +5,7 @@ when it is called.
 """
 
 import torch
+from torch._dynamo.symbolic_convert import InstructionTranslator
 
 from cute_attn import flex
 from cute_attn.flex import overrides
@@ -22,8 +23,6 @@ def stays_whole() -> bool:
     Raises:
         Unsupported: it may not, and the options of :func:`cute_attn.flex.activate` ask for an error.
     """
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
     try:
         tracer = InstructionTranslator.current_tx()
     except AttributeError:  # another tracer

@@ -44,7 +44,7 @@ def flex_attention(
     return_aux: Any = None,
 ) -> Any:
     """PyTorch's function gets this code, and runs it with the globals of PyTorch's module."""
-    from cute_attn.flex.overrides import _route
+    from cute_attn.flex.overrides import _route  # the globals are those of another module
 
     return _route(
         query,
@@ -143,11 +143,16 @@ def _route(*args: Any, **kwargs: Any) -> Result:
         return pytorchs(*args, **kwargs)
     if not torch.compiler.is_compiling():
         return _serve(activation, pytorchs, args, kwargs)
-    from cute_attn.flex import outside_graphs
-
-    if not activation.device or outside_graphs.stays_whole():
+    if not activation.device or between_graphs().stays_whole():
         return pytorchs(*args, **kwargs)
-    return outside_graphs.serve(*args, **kwargs)
+    return between_graphs().serve(*args, **kwargs)
+
+
+def between_graphs() -> Any:
+    """:mod:`cute_attn.flex.outside_graphs`."""
+    from cute_attn.flex import outside_graphs  # loads torch's compiler
+
+    return outside_graphs
 
 
 def serve_compiled(*args: Any, **kwargs: Any) -> Result:

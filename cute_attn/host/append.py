@@ -67,10 +67,7 @@ def kernel_arguments(
     cu_seqlens_q: Tensor | None,
     rises: bool,
 ) -> tuple[dict[str, Any], int]:
-    """The kernel's arguments, and the number of rows."""
-    from cute_attn.device.key_rows import CacheTables
-    from cute_attn.rows.new_rows import Angles, NewKeys, Queries
-
+    """The kernel's arguments, tuples in place of its classes, and the number of rows."""
     first = call.cache_seqlens if call.rotary_seqlens is None else call.rotary_seqlens
     seqlens = first if call.cache_seqlens is None else call.cache_seqlens
     if call.k is None or call.v is None or call.k.numel() == 0:
@@ -82,11 +79,11 @@ def kernel_arguments(
     tables = None
     if call.page_table is not None or call.cache_batch_idx is not None:
         table = call.page_table
-        tables = CacheTables(None if table is None else regular(table), call.cache_batch_idx)
+        tables = (None if table is None else regular(table), call.cache_batch_idx)
     angles = None
     if call.rotary_cos is not None and call.rotary_sin is not None:
-        angles = Angles(regular(call.rotary_cos), regular(call.rotary_sin), first)
-    queries = None if q is None else Queries(q, rotated, cu_seqlens_q, int(rises))
+        angles = (regular(call.rotary_cos), regular(call.rotary_sin), first)
+    queries = None if q is None else (q, rotated, cu_seqlens_q, int(rises))
     rows = k.numel() // k.shape[-1] // k.shape[-2]
     if q is not None:
         rows += q.numel() // q.shape[-1] // max(q.shape[-2], 1)
@@ -95,7 +92,7 @@ def kernel_arguments(
     check_count("k and v, or q, have elements in a row of all heads", heads, _MAX_ROW)
     if seqlens is None or seqlens.shape[0] == 0:
         rows = 0  # rows, if any, belong to no sequence
-    new = NewKeys(regular(k), regular(v), seqlens, call.cu_seqlens_k_new)
+    new = (regular(k), regular(v), seqlens, call.cu_seqlens_k_new)
     caches = {"mKcache": regular(call.k_cache), "mVcache": regular(call.v_cache), "tables": tables}
     return {**caches, "new": new, "angles": angles, "queries": queries}, rows
 

@@ -465,10 +465,7 @@ def _padded(
 
 def _seqlens(call: Call) -> tuple[Any, Any]:
     """Lengths for the main kernel; and for the preprocess and the convert, without the keys' lengths."""
-    from cute_attn.device.seqlen import Seqlens
-
-    lengths, longest = call[3:6], call.longest
-    return Seqlens(*lengths, call.seqused_k, *longest), Seqlens(*lengths, None, *longest)
+    return call.seqlens(), call._replace(seqused_k=None).seqlens()
 
 
 def _sinks_gradient(

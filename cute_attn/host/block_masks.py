@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from cuda.bindings import driver
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
@@ -167,8 +168,6 @@ def _capture(x: Tensor | None) -> int | None:
         return 0
     if not _without_dsl.is_installed():
         return None
-    from cuda.bindings import driver  # installed with the DSL
-
     result, _, number, *_ = driver.cuStreamGetCaptureInfo(driver.CUstream(_stream(x)))
     return None if result != driver.CUresult.CUDA_SUCCESS else int(number)
 

@@ -189,6 +189,11 @@ class Call(NamedTuple):
             return stated
         return min(stated[0], self.q.shape[0]), min(stated[1], self.keys[0].shape[0])
 
+    def seqlens(self) -> tuple:
+        """Lengths as kernels take them: a ``Seqlens`` of :mod:`cute_attn.device.seqlen`, which loads the DSL."""
+        lengths = (self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.seqused_k)
+        return (*lengths, *self.longest, None, None)
+
     @property
     def window(self) -> int:
         """The most keys that a query sees where a window bounds them, 0 where none does."""

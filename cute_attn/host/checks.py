@@ -19,7 +19,6 @@ from cute_attn.host.call import DTYPE_NAMES, PYTORCHS, Call
 from cute_attn.host.memory import (
     ALIGNMENT_BYTES,
     has_memory,
-    is_aligned,
     is_broadcast,
     is_readable,
     may_be_aligned,
@@ -489,13 +488,3 @@ def check_apart(name: str, written: Tensor, others: Iterable[tuple[str, Tensor]]
     for other, x in others:
         if addressed and has_memory(x) and overlap(written, x):
             raise ValueError(f"{name} shares memory with {other}; accepted: memory of its own")
-
-
-def check_alignment(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise where q, k or v does not start at a multiple of 16 bytes; metadata does not show that."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not is_aligned(tensor):
-            raise ValueError(
-                f"{name} starts {tensor.data_ptr() % ALIGNMENT_BYTES} bytes past a multiple of {ALIGNMENT_BYTES}; "
-                f"accepted: data aligned to {ALIGNMENT_BYTES} bytes"
-            )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cute_attn import compiler, reference
 from cute_attn.epilogues.names import user_epilogue
-from cute_attn.host import padding, plans, record
+from cute_attn.host import divided, padding, plans, record, split_fp32
 from cute_attn.host.call import NUM_TENSORS, Call
 from cute_attn.host.checks import check, check_for_kernels, check_query_blocks, check_steps
 from cute_attn.host.choose import choose_kernel, user_classes
@@ -86,8 +86,6 @@ def plan_forward(call: Call) -> Plan:
     out_shape, _ = call.output_shapes()
     if 0 in (call.batch, *call.longest, math.prod(out_shape), math.prod(call.k.shape)):
         return Plan()
-    from cute_attn.host import divided, split_fp32
-
     with on_device(call.q.get_device()):
         copied = padding.to_copy(call[:3])
         if any(copied):
@@ -135,8 +133,6 @@ def _launched(
         return out, lse, q.new_zeros(call.softmax_shape()) if call.return_softmax else None
     if plan.kernel.traits.op == "kvcache":
         return _divided(plan, call, out, lse, keeps_rows=keeps_rows)
-    from cute_attn.device.seqlen import Seqlens
-
     call = as_kernels_read(call)
     if not are_functions(plan.kernel.traits):
         record.also()  # users' classes may read their arguments
@@ -146,14 +142,12 @@ def _launched(
         "mV": call.v,
         "mO": out,
         "mLSE": lse,
-        "seqlens": Seqlens(*call[3:7], *call.longest),
+        "seqlens": call.seqlens(),
         "softmax_scale": call.softmax_scale,
         "schedule": record.work_tiles(q.get_device()),
         "score_args": plan.kernel.score_args(call.score_inputs()),
     }
     if "fallback" in plan.functions:
-        from cute_attn.host import split_fp32
-
         split_fp32.launch_forward(plan, arguments)
     else:
         record.launch(*plan.functions["main"].bind(**arguments))
@@ -193,8 +187,6 @@ def _padded(plan: Plan, call: Call, out: Tensor | None, lse: Tensor | None) -> O
 
 def _divided(plan: Plan, call: Call, out: Tensor, lse: Tensor, *, keeps_rows: bool) -> Outputs:
     """keeps_rows: keep rows of ``out`` that no sequence owns; the combine kernel would write them."""
-    from cute_attn.host import divided
-
     written = _empty(out, tuple(out.shape), out.dtype) if keeps_rows else out
     divided.launch(plan, as_kernels_read(call), written, lse)
     if keeps_rows:

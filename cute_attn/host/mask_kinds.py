@@ -17,7 +17,7 @@ from cute_attn.compiler import registry
 from cute_attn.epilogues.functions.definition import evaluate
 from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.epilogues.functions.predicate import Predicate, predicate_of
-from cute_attn.epilogues.functions.trace import Trace, trace
+from cute_attn.epilogues.functions.trace import Trace, as_kernels_read, trace
 from cute_attn.host import memory, record
 from cute_attn.host.block_masks import remember
 from cute_attn.host.checks import check_count
@@ -103,8 +103,6 @@ def _kinds_by_kernel(
     mask_mod: Callable[..., Any], sizes: Sizes, block_size: tuple[int, int], device: torch.device
 ) -> Tensor:
     """The same by a kernel."""
-    from cute_attn.epilogues.functions.epilogue import as_kernels_read  # loads the DSL
-
     name, tensors = epilogue_of(None, mask_mod, device)
     with memory.on_device(device.index):
         kernel, predicate = _kinds_kernel(name, block_size, device.index)

@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 
 from cute_attn.epilogues.functions.known import traces_alone
 from cute_attn.epilogues.functions.reads import Reads, Step
-from cute_attn.host import doors
+from cute_attn.host import block_masks, doors
 from cute_attn.host.memory import Tensors, all_plain, tensor_guards
 from cute_attn.host.record import Record, Recording, thread
 
@@ -88,8 +88,6 @@ def brought(score_mod: Any, mask_mod: Any, block_mask: Any, sizes: tuple[int, ..
     )
     if block_mask is None:
         return key, (score_mod, mask_mod), None
-    from cute_attn.host import block_masks  # loads torch's compiler
-
     size, lengths = getattr(block_mask, "BLOCK_SIZE", None), getattr(block_mask, "seq_lengths", None)
     tables = functools.partial(block_masks.tables_of, block_mask, sizes)
     return (*key, size, lengths), (score_mod, mask_mod, getattr(block_mask, "mask_mod", None)), tables

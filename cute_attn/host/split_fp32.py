@@ -139,8 +139,6 @@ class SpeculativeKernels(NamedTuple):
             Unsupported: the call names one of them, and the other does not support it.
             ValueError: the call names one of them, and has too many rows.
         """
-        from cute_attn.kernels.fp32_sm80.heuristics import terms_pay
-
         traits, few_rows = kernel.traits, can_split((call.q, call.k, call.v))
         if traits.variant in registry.SPECULATIVE_PAIR:
             if not few_rows:
@@ -151,7 +149,8 @@ class SpeculativeKernels(NamedTuple):
         if traits.dtype != "fp32" or traits.arch != "sm80" or traits.variant or call.tile or not few_rows:
             return None
         rows = math.prod(call.q.shape[:-1])
-        if not terms_pay(traits, rows, *call.longest, call.group):
+        speculative = registry.KERNELS["forward", "sm80", registry.SPECULATIVE_PAIR[0]]
+        if not speculative.terms_pay(traits, rows, *call.longest, call.group):
             return None
         try:
             return SpeculativeKernels._pair(kernel, target)

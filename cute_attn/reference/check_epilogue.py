@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cute_attn import reference
+from cute_attn.compiler import html
 from cute_attn.epilogues.base import Epilogue
 from cute_attn.epilogues.functions.definition import AS_TORCH, Precision
 from cute_attn.epilogues.functions.epilogue import FunctionEpilogue
@@ -76,8 +77,6 @@ class EpilogueCheck:
         return all(one.passed for one in self.comparisons)
 
     def _repr_html_(self) -> str:
-        from cute_attn.compiler import html
-
         heads = ("largest difference", "allowed", "")
         rows = [(one.what, f"{one.error:.1e}", f"{one.allowed:.1e}", one.verdict) for one in self.comparisons]
         columns = [{row[0]: row[i] for row in rows} for i in (1, 2, 3)]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_attn import compiler
 from cute_attn.api.attention import resolve_mask
 from cute_attn.compiler import registry
 from cute_attn.host.call import Call
@@ -232,12 +233,10 @@ def request_of(
 @functools.cache
 def _target(device: torch.device) -> str:
     """:func:`cute_attn.compiler.default_target`, or empty where that raises; "sm90" without a GPU."""
-    from cute_attn.compiler import default_target
-
     if device.type != "cuda" or not torch.cuda.is_available():
         return "sm90"
     with torch.cuda.device(device), contextlib.suppress(ValueError):
-        return default_target("sm90")
+        return compiler.default_target("sm90")
     return ""
 
 

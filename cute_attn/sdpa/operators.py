@@ -6,7 +6,6 @@ compilers rely on; the one exception is a dtype in :func:`_numbers`. They run be
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,91 +19,65 @@ from cute_attn.sdpa.plans import Results, backward, forward
 # ---- calls ----
 
 
-class Question(NamedTuple):
-    """An operator's arguments other than tensors, as far as they decide who serves a call.
+def _asked(
+    backend: str,
+    inputs: tuple,
+    causal: bool,
+    dropout_p: float,
+    scale: float | None,
+    *,
+    learns: bool = False,
+) -> Request:
+    """The request of tensors (batch, heads, rows, dim); others stay as they are, to be declined."""
+    q, k, v = (x.transpose(1, 2) if x.dim() == 4 else x for x in inputs[:3])
+    own = Inputs(q, k, v, inputs[3])
+    return request_of(backend, own, causal=causal, dropout_p=dropout_p, scale=scale, learns=learns)
 
-    Attributes:
-        backend: of ``cute_attn.host.activation.BACKENDS``.
-        causal, dropout_p, scale: the operator's.
-        heads_first: whether tensors are (batch, heads, rows, dim).
-        wants_lse, debug: whether a forward returns lse and the softmax.
-        bias_gradient: whether a backward returns the bias's.
-        window, longest, learns: see :func:`cute_attn.sdpa.calls.request_of`.
+
+def _forward(
+    request: Request,
+    options: Options,
+    inputs: tuple,
+    *,
+    heads_first: bool = True,
+    wants_lse: bool = True,
+    debug: bool = False,
+) -> Results | str:
+    """A forward's results, or the reason why kernels do not serve it.
+
+    heads_first: tensors are (batch, heads, rows, dim). wants_lse, debug: return lse, and the softmax.
     """
-
-    backend: str
-    causal: bool
-    dropout_p: float
-    scale: float | None
-    heads_first: bool = True
-    wants_lse: bool = True
-    debug: bool = False
-    bias_gradient: bool = False
-    window: tuple[int | None, int | None] = (None, None)
-    longest: tuple[int, int] | None = None
-    learns: bool = False
-
-
-def _request(question: Question, inputs: tuple) -> Request:
-    return request_of(
-        question.backend,
-        _dense(*inputs[:4]) if question.heads_first else Inputs(*inputs),
-        causal=question.causal,
-        dropout_p=question.dropout_p,
-        scale=question.scale,
-        window=question.window,
-        longest=question.longest,
-        learns=question.learns,
-    )
-
-
-def _dense(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Inputs:
-    """From (batch, heads, rows, dim); tensors with other dimensions stay as they are, to be declined."""
-    q, k, v = (x.transpose(1, 2) if x.dim() == 4 else x for x in (query, key, value))
-    return Inputs(q, k, v, bias)
-
-
-def _forward(asked: Question, options: Options, inputs: tuple) -> tuple[Results, Request] | str:
-    """A forward's results, or the reason why kernels do not serve it."""
-    request = _request(asked, inputs)
-    reason = (
-        why_not(request)
-        or why_not_drawn(request, options.rng, _is_capturing(inputs[0].device))
-        or _debug_mask_reason(asked.debug, asked.dropout_p)
-    )
+    capturing = _is_capturing(inputs[0].device)
+    reason = why_not(request) or why_not_drawn(request, options.rng, capturing)
+    if reason is None and debug and not request.dropout_p:  # PyTorch raises, so that no backward follows
+        reason = "return_debug_mask is set without dropout; accepted: with dropout"
     if reason is not None:
         return reason
     rows = request.longest[0]
-    found = forward(
+    return forward(
         request,
         inputs,
         options.rng,
-        heads_first=asked.heads_first,
-        wants_lse=asked.wants_lse,
-        lse_rows=-(-rows // 32) * 32 if asked.backend == "efficient" and asked.wants_lse else rows,
-        return_softmax=asked.debug,
+        heads_first=heads_first,
+        wants_lse=wants_lse,
+        lse_rows=-(-rows // 32) * 32 if request.backend == "efficient" and wants_lse else rows,
+        return_softmax=debug,
     )
-    return found, request
 
 
 def _backward(
-    asked: Question,
+    request: Request,
     inputs: tuple,
     outer: tuple[Tensor, Tensor, Tensor],
     state: Tensor | tuple[Tensor, Tensor],
+    *,
+    heads_first: bool = True,
+    bias_gradient: bool = False,
 ) -> tuple[Tensor, ...] | str:
-    """The same of a backward; outer: the gradient of out, out and lse."""
-    request = _request(asked, inputs)
+    """The same of a backward; outer: the gradient of out, out and lse; bias_gradient: return the bias's."""
     return why_not(request) or backward(
-        request, inputs, outer, state, heads_first=asked.heads_first, bias_gradient=asked.bias_gradient
+        request, inputs, outer, state, heads_first=heads_first, bias_gradient=bias_gradient
     )
-
-
-def _debug_mask_reason(return_debug_mask: bool, dropout_p: float) -> str | None:
-    """PyTorch raises for these arguments, so that no backward follows."""
-    if return_debug_mask and not dropout_p:
-        return "return_debug_mask is set without dropout; accepted: with dropout"
-    return None
 
 
 def _fresh(like: Tensor, *kinds: tuple) -> list[Tensor]:
@@ -178,11 +151,10 @@ def flash_forward(
 ) -> tuple | str:
     """``aten::_scaled_dot_product_flash_attention``."""
     inputs = (query, key, value, None, None, None, None, None)
-    question = Question("flash", is_causal, dropout_p, scale, debug=return_debug_mask)
-    served = _forward(question, options, inputs)
-    if isinstance(served, str):
-        return served
-    found, request = served
+    request = _asked("flash", inputs, is_causal, dropout_p, scale)
+    found = _forward(request, options, inputs, debug=return_debug_mask)
+    if isinstance(found, str):
+        return found
     return found.out, found.lse, None, None, *request.longest, *_flash_state(found)
 
 
@@ -207,7 +179,7 @@ def flash_backward(
 ) -> tuple | str:
     """``aten::_scaled_dot_product_flash_attention_backward``."""
     inputs, grads = (query, key, value, None, None, None, None, None), (grad_out, out, logsumexp)
-    return _backward(Question("flash", is_causal, dropout_p, scale), inputs, grads, philox_seed)
+    return _backward(_asked("flash", inputs, is_causal, dropout_p, scale), inputs, grads, philox_seed)
 
 
 def efficient_forward(
@@ -224,11 +196,10 @@ def efficient_forward(
 ) -> tuple | str:
     """``aten::_scaled_dot_product_efficient_attention``."""
     inputs = (query, key, value, attn_bias, None, None, None, None)
-    question = Question("efficient", is_causal, dropout_p, scale, wants_lse=compute_log_sumexp)
-    served = _forward(question, options, inputs)
-    if isinstance(served, str):
-        return served
-    found, _ = served
+    request = _asked("efficient", inputs, is_causal, dropout_p, scale)
+    found = _forward(request, options, inputs, wants_lse=compute_log_sumexp)
+    if isinstance(found, str):
+        return found
     lse = found.lse
     if not compute_log_sumexp:
         shape = (*lse.shape[:2], 0)
@@ -256,9 +227,10 @@ def efficient_backward(
     """``aten::_scaled_dot_product_efficient_attention_backward``."""
     inputs, grads = (query, key, value, attn_bias, None, None, None, None), (grad_out, out, logsumexp)
     bias_gradient = attn_bias is not None and bool(grad_input_mask[3])
-    question = Question("efficient", is_causal, dropout_p, scale, bias_gradient=bias_gradient)
-    state = (philox_seed, philox_offset)
-    found = _drawn_by_pytorch(dropout_p, philox_seed) or _backward(question, inputs, grads, state)
+    request, state = _asked("efficient", inputs, is_causal, dropout_p, scale), (philox_seed, philox_offset)
+    found = _drawn_by_pytorch(dropout_p, philox_seed) or _backward(
+        request, inputs, grads, state, bias_gradient=bias_gradient
+    )
     if isinstance(found, str):
         return found
     dq, dk, dv, *dbias = found
@@ -272,11 +244,6 @@ def _in_rows_of_16(x: Tensor) -> Tensor:
     found = wide[..., : x.shape[-1]]
     record.step(Tensor.copy_, found, x)
     return found
-
-
-def _four_dims(bias: Tensor | None) -> Tensor | None:
-    """A bias with four dimensions; only the cuDNN backend may be given one with fewer."""
-    return None if bias is None else four_dims(bias)
 
 
 def cudnn_forward(
@@ -293,12 +260,12 @@ def cudnn_forward(
     scale: float | None = None,
 ) -> tuple | str:
     """``aten::_scaled_dot_product_cudnn_attention``."""
-    inputs = (query, key, value, _four_dims(attn_bias), None, None, None, None)
-    question = Question("cudnn", is_causal, dropout_p, scale, learns=compute_log_sumexp)
-    served = _forward(question, options, inputs)
-    if isinstance(served, str):
-        return served
-    found, request = served
+    bias = None if attn_bias is None else four_dims(attn_bias)  # only cuDNN's may have fewer
+    inputs = (query, key, value, bias, None, None, None, None)
+    request = _asked("cudnn", inputs, is_causal, dropout_p, scale, learns=compute_log_sumexp)
+    found = _forward(request, options, inputs)
+    if isinstance(found, str):
+        return found
     return found.out, found.lse.unsqueeze(-1), None, None, *request.longest, *_numbers(found), None
 
 
@@ -323,11 +290,32 @@ def cudnn_backward(
     scale: float | None = None,
 ) -> tuple | str:
     """``aten::_scaled_dot_product_cudnn_attention_backward``."""
-    inputs = (query, key, value, _four_dims(attn_bias), None, None, None, None)
+    bias = None if attn_bias is None else four_dims(attn_bias)
+    inputs = (query, key, value, bias, None, None, None, None)
     grads = (grad_out, out, logsumexp.reshape(logsumexp.shape[:3]))
-    question = Question("cudnn", is_causal, dropout_p, scale, learns=True)
+    request = _asked("cudnn", inputs, is_causal, dropout_p, scale, learns=True)
     state = (philox_seed, philox_offset)
-    return _drawn_by_pytorch(dropout_p, philox_seed) or _backward(question, inputs, grads, state)
+    return _drawn_by_pytorch(dropout_p, philox_seed) or _backward(request, inputs, grads, state)
+
+
+def _asked_in_rows(
+    inputs: tuple,
+    causal: bool,
+    dropout_p: float,
+    scale: float | None,
+    window: tuple[int | None, int | None],
+    longest: tuple[int, int],
+) -> Request:
+    """The request of tensors with rows before heads; longest: ignored on batches."""
+    return request_of(
+        "flash",
+        Inputs(*inputs),
+        causal=causal,
+        dropout_p=dropout_p,
+        scale=scale,
+        window=window,
+        longest=None if inputs[4] is None else longest,
+    )
 
 
 def rows_forward(
@@ -359,20 +347,11 @@ def rows_forward(
     if block_table is not None:
         return "block_table needs kernels for paged keys; accepted: None"
     inputs = (query, key, value, None, cum_seq_q, cum_seq_k, seqused_k, alibi_slopes)
-    question = Question(
-        "flash",
-        is_causal,
-        dropout_p,
-        scale,
-        heads_first=False,
-        debug=return_debug_mask,
-        window=(window_size_left, window_size_right),
-        longest=None if cum_seq_q is None else (max_q, max_k),  # ignored on batches
-    )
-    served = _forward(question, options, inputs)
-    if isinstance(served, str):
-        return served
-    found, _ = served
+    window = (window_size_left, window_size_right)
+    request = _asked_in_rows(inputs, is_causal, dropout_p, scale, window, (max_q, max_k))
+    found = _forward(request, options, inputs, heads_first=False, debug=return_debug_mask)
+    if isinstance(found, str):
+        return found
     return found.out, found.lse, *_flash_state(found)
 
 
@@ -400,25 +379,10 @@ def rows_forward_into(
 ) -> Tensor | str:
     """``aten::_flash_attention_forward_no_dropout_inplace``: writes ``out``, returns lse, has no backward."""
     found = rows_forward(
-        options,
-        query,
-        key,
-        value,
-        cum_seq_q,
-        cum_seq_k,
-        max_q,
-        max_k,
-        0.0,
-        is_causal,
-        False,
-        scale=scale,
-        window_size_left=window_size_left,
-        window_size_right=window_size_right,
-        seqused_k=seqused_k,
-        alibi_slopes=alibi_slopes,
-        block_table=block_table,
-        num_splits=num_splits,
-    )
+        options, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, 0.0, is_causal, False, scale=scale,
+        window_size_left=window_size_left, window_size_right=window_size_right, seqused_k=seqused_k,
+        alibi_slopes=alibi_slopes, block_table=block_table, num_splits=num_splits,
+    )  # fmt: skip
     if isinstance(found, str):
         return found
     record.step(Tensor.copy_, out, found[0])
@@ -449,16 +413,9 @@ def rows_backward(
     """``aten::_flash_attention_backward``."""
     inputs = (query, key, value, None, cum_seq_q, cum_seq_k, None, None)
     grads = (grad_out, out, logsumexp)
-    question = Question(
-        "flash",
-        is_causal,
-        dropout_p,
-        scale,
-        heads_first=False,
-        window=(window_size_left, window_size_right),
-        longest=None if cum_seq_q is None else (max_q, max_k),  # ignored on batches
-    )
-    return _backward(question, inputs, grads, rng_state)
+    window = (window_size_left, window_size_right)
+    request = _asked_in_rows(inputs, is_causal, dropout_p, scale, window, (max_q, max_k))
+    return _backward(request, inputs, grads, rng_state, heads_first=False)
 
 
 OPERATORS: dict[str, dict[str, Callable[..., tuple | Tensor | str]]] = {

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_attn.compiler.registry import Unsupported
 from cute_attn.host import doors, plans
 from cute_attn.host.activation import Options
 from cute_attn.sdpa import function, repeated
@@ -62,8 +63,6 @@ class Override:
             return found
         doors.served.add(self.name, found)
         if stock is None or options.unsupported == "error":
-            from cute_attn.compiler.registry import Unsupported
-
             raise Unsupported(f"aten::{self.name} is not served: {found}")
         return _call_pytorch(stock, keyset, *args, **kwargs)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import cutlass
-import torch
 from cutlass import Float32, Int32, cute
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from cute_attn.epilogues.functions.device import (
 from cute_attn.epilogues.functions.gradients import add_elements, amount_of, offset_in, times_slope
 from cute_attn.epilogues.functions.graph import FLOAT, KEY, QUERY, SCORE, Graph, Node, digest, ordered
 from cute_attn.epilogues.functions.lowering import Lowered, Term, bounds, lower, varies
-from cute_attn.epilogues.functions.trace import Trace
+from cute_attn.epilogues.functions.trace import Trace, as_kernels_read
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.names import TRACED, register_traced
 from cute_attn.traits import Traits
@@ -53,15 +52,6 @@ class Captured(NamedTuple):
 def _shape(given: Sequence[Any], number: int) -> tuple[int, ...]:
     x = given[number] if number < len(given) else None
     return tuple(x.shape) if isinstance(x, Tensor) else ()
-
-
-def as_kernels_read(tensor: Tensor | float) -> Tensor | float:
-    """An argument of :class:`Captured`'s kinds, as passed to a launch."""
-    if not isinstance(tensor, Tensor):
-        return tensor
-    tensor = tensor.detach()
-    tensor = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
-    return tensor.view(1) if tensor.dim() == 0 else tensor
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,12 @@ def traces_alone() -> int:
     return _thread.alone
 
 
+def _registering() -> Any:
+    from cute_attn.epilogues.functions import epilogue  # loads the DSL
+
+    return epilogue
+
+
 def epilogue_of(
     score_mod: Callable | None,
     mask_mod: Callable | None,
@@ -61,9 +67,7 @@ def epilogue_of(
     def register(traced: Trace) -> Any:
         if traced.output.op == "score":
             return None
-        from cute_attn.epilogues.functions.epilogue import register_trace  # loads the DSL
-
-        return register_trace(traced)
+        return _registering().register_trace(traced)
 
     return _known_or_traced(score_mod, mask_mod, device, (dtype,), register)
 
@@ -78,9 +82,8 @@ def block_mask_epilogue_of(
     """
 
     def register(traced: Trace) -> Any:
-        from cute_attn.epilogues.functions.epilogue import register_block_mask  # loads the DSL
-
-        return register_block_mask(traced, None if partial is None else trace(None, partial, device), unites)
+        traced_partial = None if partial is None else trace(None, partial, device)
+        return _registering().register_block_mask(traced, traced_partial, unites)
 
     return _known_or_traced(None, mask_mod, device, (torch.float32, partial is None, unites), register)
 

@@ -7,6 +7,7 @@ another class, the environment, torch's state) makes the key incomplete; such a 
 
 import dis
 import functools
+import math
 import operator
 import sys
 import weakref
@@ -231,9 +232,6 @@ def _is_known_function(x: Any) -> bool:
 @functools.cache
 def _torchs_functions() -> frozenset[Any]:
     """Functions of torch, math and operator that do the same in every call."""
-    import math
-    import operator
-
     places = (torch, torch.nn.functional, torch.special, math)
     known = [getattr(place, name, None) for place in places for name in KNOWN_NAMES]
     known += [getattr(operator, name) for name in dir(operator)]

@@ -881,3 +881,12 @@ KNOWN_NAMES = (
     | {"Tensor", "no_grad", "enable_grad", "nn", "functional", "special", "data", "inf", "nan", "newaxis"}
 )
 """Names of attributes that mean the same in every call: operations, metadata, and constants of torch and math."""
+
+
+def as_kernels_read(tensor: Tensor | float) -> Tensor | float:
+    """An argument of ``Captured``'s kinds, as passed to a launch."""
+    if not isinstance(tensor, Tensor):
+        return tensor
+    tensor = tensor.detach()
+    tensor = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+    return tensor.view(1) if tensor.dim() == 0 else tensor

@@ -36,7 +36,7 @@ from cute_attn.kernels import fakes
 from cute_attn.kernels.forward_sm80.kernel import ForwardSm80
 from cute_attn.kernels.forward_sm80.products import OneTermProducts, Products, StoredTermsProducts
 from cute_attn.kernels.forward_sm80.storage import ForwardParams, MainloopContext
-from cute_attn.kernels.fp32_sm80.heuristics import default_tile
+from cute_attn.kernels.fp32_sm80.heuristics import default_tile, terms_pay
 from cute_attn.outputs.fp32_rows import store_pairs
 from cute_attn.tiles import ForwardTermsTile, padded
 from cute_attn.traits import Traits
@@ -187,6 +187,8 @@ class ForwardTerms(FollowsSplit):
         return default_tile(traits, target)
 
     # ---- differences from 16-bit tensors ----
+
+    terms_pay = staticmethod(terms_pay)
 
     @functools.cached_property
     def products(self) -> Products:

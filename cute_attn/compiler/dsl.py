@@ -1,0 +1,8 @@
+"""What building and loading kernels needs of the DSL. Importing this module loads it, which takes seconds."""
+
+from cutlass import CUDA_VERSION, Numeric, cute
+from cutlass.cute import runtime
+
+from layouts.model import no_arguments
+
+__all__ = ["CUDA_VERSION", "Numeric", "cute", "no_arguments", "runtime"]
