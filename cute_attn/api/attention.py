@@ -24,7 +24,7 @@ from cute_attn.host.call import (
     pack_epilogues,
     pytorchs_precision,
 )
-from cute_attn.host.checks import check_starts, check_writable
+from cute_attn.host.checks import DROPOUTS, check_starts, check_writable
 from cute_attn.host.dispatch import DIFFERENTIABLE, refuse_tangents
 from cute_attn.host.forward import Outputs
 from cute_attn.host.memory import Tensors, materialized
@@ -47,7 +47,6 @@ from cute_attn.host.values import (
     tensors_of,
     tile_text,
 )
-from cute_attn.traits import DROPOUTS
 
 Result = Tensor | tuple[Tensor, ...]
 Window = tuple[int | None, int | None]
@@ -443,7 +442,7 @@ def _gradients(
     tensors: Tensors,
     options: "_Options",
     functions: Functions,
-    outer: tuple[Tensor | None, Tensor | None, Tensor, Tensor],
+    outer: operators.Outer,
     wanted: Sequence[str],
     into: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:

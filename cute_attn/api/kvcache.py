@@ -32,7 +32,7 @@ from cute_attn.host.memory import (
     write_owned,
 )
 from cute_attn.host.plans import Plan, no_dispatch_mode
-from cute_attn.host.split_kv import known_plan, plan_for
+from cute_attn.host.split_kv import MAX_PARTIALS, SPLIT_KEYS, known_plan, plan_for
 from cute_attn.host.split_kv import launch as launch_attention
 from cute_attn.host.values import (
     check_dense,
@@ -47,7 +47,6 @@ from cute_attn.host.values import (
     tile_text,
 )
 from cute_attn.reference import kvcache as kvcache_reference
-from cute_attn.tiles.inference import MAX_PARTIALS, SPLIT_KEYS
 
 _TENSORS = (
     "q", "k_cache", "v_cache", "k", "v", "cache_seqlens", "page_table", "cache_batch_idx", "cu_seqlens_k_new",

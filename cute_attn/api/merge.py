@@ -8,11 +8,11 @@ from torch import Tensor
 from cute_attn.host import plans, record
 from cute_attn.host.call import DTYPE_NAMES
 from cute_attn.host.checks import FLOAT_DTYPES, check_count, check_like, check_sinks
-from cute_attn.host.memory import Tensors, contiguous_strides, materialized, on_device
+from cute_attn.host.memory import Tensors, materialized, on_device
 from cute_attn.host.merge import launch
+from cute_attn.host.split_kv import MAX_PARTIALS
 from cute_attn.host.values import check_dense, shown, tensors_of
 from cute_attn.reference import kvcache as kvcache_reference
-from cute_attn.tiles.inference import MAX_PARTIALS
 
 MAX_HEAD_DIM = 256
 
@@ -158,17 +158,11 @@ def merge_cuda(outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dt
     check(outs, lses, sinks, dtype)
     check_for_kernels(outs, lses, dtype)
     with on_device(outs.get_device()):
-        out = record.empty(outs, *_contiguous(outs), dtype)
-        lse = record.empty(outs, *_contiguous(lses), torch.float32)
+        out = record.contiguous(outs, tuple(outs.shape[1:]), dtype)
+        lse = record.contiguous(outs, tuple(lses.shape[1:]), torch.float32)
         if out.numel():
             launch(outs, lses, out, lse, sinks)
     return out, lse
-
-
-def _contiguous(partials: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of the result."""
-    shape = tuple(partials.shape[1:])
-    return shape, contiguous_strides(shape)
 
 
 _library.impl("merge", merge_cpu, "CPU")

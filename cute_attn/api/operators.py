@@ -44,6 +44,8 @@ _library.define(
 )
 _INDICES = tuple(Call._fields.index(name) for name in DIFFERENTIABLE)
 _NAMED = len(DIFFERENTIABLE)
+Outer = tuple[Tensor | None, Tensor | None, Tensor, Tensor]
+"""The gradients of out and lse, None for one that is zero, out and lse."""
 _EPILOGUES, _KERNEL = (Call._fields.index(name) - NUM_TENSORS - 1 for name in ("epilogues", "kernel"))
 """Places among a call's arguments behind its tensors."""
 
@@ -105,38 +107,29 @@ def backward(
     launched: whether a kernel has read and written all tensors except the outputs' gradients in place.
     into: tensors to write gradients into, for all needed ones or for none.
     """
-    tensors = (*call[:NUM_TENSORS], *call.epilogue_tensors, grad_out, grad_lse, out, lse, *into)
+    outer = (grad_out, grad_lse, out, lse)
+    tensors = (*call[:NUM_TENSORS], *call.epilogue_tensors, *outer, *into)
     new = (grad_out, grad_lse) if launched else tensors
     if call.q.is_cuda and no_dispatch_mode() and none_overrides(tensors) and all_plain(new):
-        return _all_gradients(call, grad_out, grad_lse, out, lse, needed, into)
+        return _all_gradients(call, outer, needed, into)
     if not torch.compiler.is_compiling():
         check(call)  # before the dispatcher: its errors name no argument
     if any(x is not None for x in into):
-        torch.ops.cute_attn.backward_into.default(
-            grad_out, grad_lse, out, lse, *into, *call.values(ATTENTION)
-        )
+        torch.ops.cute_attn.backward_into.default(*outer, *into, *call.values(ATTENTION))
         return into
-    *grads, own = torch.ops.cute_attn.backward.default(
-        grad_out, grad_lse, out, lse, list(needed), *call.values(ATTENTION)
-    )
+    *grads, own = torch.ops.cute_attn.backward.default(*outer, list(needed), *call.values(ATTENTION))
     return tuple(x if wanted else None for x, wanted in zip((*grads, *own), needed, strict=False))
 
 
 def _all_gradients(
-    call: Call,
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    needed: tuple[bool, ...],
-    into: Gradients = NOTHING,
+    call: Call, outer: Outer, needed: tuple[bool, ...], into: Gradients = NOTHING
 ) -> tuple[Tensor | None, ...]:
     """:func:`backward` on CUDA, without the dispatcher."""
     named, own = needed[:_NAMED], needed[_NAMED:]
     if not any(own):
-        return (*gradients(call, grad_out, grad_lse, out, lse, named, into), *(None for _ in own))
+        return (*gradients(call, *outer, named, into), *(None for _ in own))
     asked, targets = with_targets(call, own)
-    found = gradients(asked, grad_out, grad_lse, out, lse, named, into)
+    found = gradients(asked, *outer, named, into)
     pairs = zip(targets, call.epilogue_tensors, strict=True)
     return (*found, *(None if target is None else in_dtype_of(x, target) for target, x in pairs))
 
@@ -248,28 +241,13 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 # ---- the gradient ----
 
 
-def _backward_cuda(
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    needed: list[bool],
-    *arguments: Any,
-) -> tuple[Tensor, ...]:
-    call = _call_of(arguments)
-    found = _all_gradients(call, grad_out, grad_lse, out, lse, tuple(needed))
-    return _filled(call, found, _nothing)
+def _backward_cuda(*arguments: Any) -> tuple[Tensor, ...]:
+    outer, needed, call = arguments[:4], arguments[4], _call_of(arguments[5:])
+    return _filled(call, _all_gradients(call, outer, tuple(needed)), _nothing)
 
 
-def _backward_cpu(
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    needed: list[bool],
-    *arguments: Any,
-) -> tuple[Tensor, ...]:
-    call = _call_of(arguments)
+def _backward_cpu(*arguments: Any) -> tuple[Tensor, ...]:
+    (grad_out, grad_lse, out, lse, needed), call = arguments[:5], _call_of(arguments[5:])
     check(call)
     check_gradients(call, grad_out, grad_lse, out, lse)
     inputs = {
@@ -323,26 +301,21 @@ def _filled(
     return (*filled[:_NAMED], filled[_NAMED:])
 
 
-def _into(arguments: tuple) -> tuple[Gradients, tuple]:
-    """The tensors to write into, and the rest."""
-    return arguments[: len(DIFFERENTIABLE)], arguments[len(DIFFERENTIABLE) :]
+def _into(arguments: tuple) -> tuple[Outer, Gradients, tuple[bool, ...], tuple]:
+    """Gradients of out and lse, out and lse; the tensors to write into; which are needed; and the rest."""
+    into = arguments[4 : 4 + _NAMED]
+    return arguments[:4], into, tuple(x is not None for x in into), arguments[4 + _NAMED :]
 
 
-def _backward_into_cuda(
-    grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
-) -> None:
-    into, rest = _into(arguments)
-    needed = tuple(x is not None for x in into)
-    gradients(_call_of(rest), grad_out, grad_lse, out, lse, needed, into)
+def _backward_into_cuda(*arguments: Any) -> None:
+    outer, into, needed, rest = _into(arguments)
+    gradients(_call_of(rest), *outer, needed, into)
 
 
-def _backward_into_cpu(
-    grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
-) -> None:
-    into, rest = _into(arguments)
-    needed = tuple(x is not None for x in into)
-    check_given(_call_of(rest), into, needed, (grad_out, grad_lse, out, lse))
-    found = _backward_cpu(grad_out, grad_lse, out, lse, list(needed), *rest)
+def _backward_into_cpu(*arguments: Any) -> None:
+    outer, into, needed, rest = _into(arguments)
+    check_given(_call_of(rest), into, needed, outer)
+    found = _backward_cpu(*outer, list(needed), *rest)
     for own, gradient in zip(into, found[:_NAMED], strict=True):
         if own is not None:
             own.copy_(gradient)
@@ -357,15 +330,8 @@ _library.impl("backward", _backward_cpu, "CPU")
 
 
 @torch.library.register_fake("cute_attn::backward", lib=_library)
-def _backward_fake(
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    needed: list[bool],
-    *arguments: Any,
-) -> tuple[Tensor, ...]:
-    call = _call_of(arguments)
+def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    needed, call = arguments[4], _call_of(arguments[5:])
     tensors = (*(getattr(call, name) for name in DIFFERENTIABLE), *call.epilogue_tensors)
     pairs = zip(tensors, needed, strict=False)
     return _filled(call, [x.new_empty(x.shape) if wanted else None for x, wanted in pairs])

@@ -1,5 +1,6 @@
 """From traits and a tile to a kernel that runs: the registry, the build, the cache on disk and bundles."""
 
+from cute_attn._without_dsl import is_installed as has_dsl
 from cute_attn.compiler.compiled import (
     CompiledKernel,
     Request,
@@ -32,6 +33,7 @@ __all__ = [
     "check_layouts",
     "compile",
     "default_target",
+    "has_dsl",
     "is_built",
     "key_of",
     "prebuild",

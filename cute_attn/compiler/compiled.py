@@ -526,11 +526,9 @@ def check_layouts(kernel: Any) -> None:
     Raises:
         ValueError: with the error in the first wrong layout, copy or MMA of its methods.
     """
-    from cute_attn.compiler.smem_layouts import reasons
-
     if type(kernel).__module__.startswith("cute_attn."):
         return
-    reason = next(reasons(kernel), None)
+    reason = next(dsl().reasons(kernel), None)
     if reason is not None:
         raise ValueError(f"{kernel.traits}: {reason}")
 

@@ -3,6 +3,7 @@
 from cutlass import CUDA_VERSION, Numeric, cute
 from cutlass.cute import runtime
 
+from cute_attn.compiler.smem_layouts import reasons
 from layouts.model import no_arguments
 
-__all__ = ["CUDA_VERSION", "Numeric", "cute", "no_arguments", "runtime"]
+__all__ = ["CUDA_VERSION", "Numeric", "cute", "no_arguments", "reasons", "runtime"]

@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from cute_attn.api.attention import attention
 from cute_attn.host import plans, record
-from cute_attn.host.memory import contiguous_strides, on_device
+from cute_attn.host.memory import on_device
 from cute_attn.host.values import check_dense, check_flags, shown
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
@@ -59,9 +59,8 @@ def _in_order_of(query: Tensor, out: Tensor) -> Tensor:
     back = [order.index(dim) for dim in range(4)]
     if out.requires_grad or not plans.no_dispatch_mode():
         return stored.contiguous().permute(back)
-    shape = tuple(stored.shape)
     with on_device(out.get_device()):
-        made = record.empty(out, shape, contiguous_strides(shape), out.dtype)
+        made = record.contiguous(out, tuple(stored.shape))
         record.step(Tensor.copy_, made, stored)
     return made.permute(back)
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from cute_attn.host.block_masks import LISTED_ROWS
 from cute_attn.host.values import is_int, kind_of, python_number
-from cute_attn.traits import LISTED_ROWS
 
 _INTEGERS = (torch.int32, torch.int64)
 

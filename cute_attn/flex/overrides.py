@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.attention.flex_attention as _module
 
-from cute_attn.compiler.registry import Unsupported
 from cute_attn.flex.calls import Result, attend
 from cute_attn.host import doors
 from cute_attn.host.activation import Options
@@ -193,6 +192,6 @@ def fall_through(options: Options, reason: str) -> None:
     """
     doors.served.add(NAME, reason)
     if options.unsupported == "error":
-        raise Unsupported(f"{NAME} is not served: {reason}")
+        raise doors.Unsupported(f"{NAME} is not served: {reason}")
     if doors.watcher is None:  # who watches is told of each
         doors.warn_once(NAME, f"PyTorch computes a call of {NAME}: {reason}")

@@ -9,7 +9,7 @@ from cute_attn.compiler import registry
 from cute_attn.host import record
 from cute_attn.host.call import DTYPE_NAMES, Call
 from cute_attn.host.checks import check_count
-from cute_attn.host.memory import contiguous_strides, on_device, regular
+from cute_attn.host.memory import on_device, regular
 from cute_attn.tiles.inference import AppendTile
 from cute_attn.traits import Traits
 
@@ -50,8 +50,7 @@ def launch(
     with on_device(call.k_cache.get_device()):
         if q is not None:
             q = record.readable(q)
-            shape = tuple(q.shape)
-            rotated = record.empty(q, shape, contiguous_strides(shape), q.dtype)
+            rotated = record.contiguous(q, tuple(q.shape))
         arguments, rows = kernel_arguments(call, q, rotated, cu_seqlens_q, rises)
         if rows:
             target = compiler.default_target("sm80")

@@ -167,12 +167,17 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
         processors = multiprocessors(call.q.get_device()) // getattr(tile, "cluster", 1)
         in_l2 = l2_bytes(call.q.get_device())
         heads_dkv = call.k.shape[-2] * head_splits(call, tile, processors, in_l2, deterministic)
-        planes, num_splits = call.batch * heads_dkv, blocks
+        num_splits = blocks
         if deterministic:
             num_splits = _accumulators(call, tile, traits.head_dim, heads_dkv, processors)
         check_blocks(call, tile, wanted[1][1].rows, num_splits, heads_dkv)
         if traits.arch == "sm90":
-            check_steps(call, query_blocks(call, tile.tile_m), tile, min(processors, planes * num_splits))
+            check_steps(
+                call,
+                query_blocks(call, tile.tile_m),
+                tile,
+                min(processors, call.batch * heads_dkv * num_splits),
+            )
         functions = {
             "main": compiler.build(kernel, target),
             "preprocess": compiler.compile(*wanted[1], target),
@@ -198,8 +203,8 @@ def _accumulators(call: Call, tile: Any, head_dim: int, heads_dkv: int, processo
     _, queries = queries_seen(call, *call.longest, tile.tile_n)
     steps = queries / tile.tile_m * (call.nheads / heads_dkv)
     all_blocks = heads_dkv * (call.k.shape[0] // tile.tile_n + call.batch) if call.varlen else 0
-    blocks, planes = -(-call.longest[1] // tile.tile_n), call.batch * heads_dkv
-    return key_splits(blocks, planes, processors, steps, 4 * math.prod(shape), all_blocks)
+    blocks, heads = -(-call.longest[1] // tile.tile_n), call.batch * heads_dkv
+    return key_splits(blocks, heads, processors, steps, 4 * math.prod(shape), all_blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +285,7 @@ class BiasGradient:
         gradient = given
         fits = given is not None and (tuple(given.shape), given.dtype) == (self.shape, self.dtype)
         if gradient is None or not (fits and gradient.is_contiguous() and is_aligned(gradient)):
-            gradient = record.empty(like, self.shape, contiguous_strides(self.shape), self.dtype)
+            gradient = record.contiguous(like, self.shape, self.dtype)
         if self.clear:
             record.step(Tensor.zero_, gradient)
         return gradient
@@ -289,15 +294,12 @@ class BiasGradient:
         """The bias's gradient from the kernel's output, written into ``given`` unless None."""
         if self.sum_over:
             shape = tuple(1 if dim in self.sum_over else size for dim, size in enumerate(gradient.shape))
-            summed = record.empty(gradient, shape, contiguous_strides(shape), gradient.dtype)
+            summed = record.contiguous(gradient, shape)
             record.step(_sum_into, gradient, self.sum_over, summed, True)
             gradient = summed
         if given is None and gradient.dtype == self.result:
             return gradient
-        shape = tuple(gradient.shape)
-        found = (
-            record.empty(gradient, shape, contiguous_strides(shape), self.result) if given is None else given
-        )
+        found = record.contiguous(gradient, tuple(gradient.shape), self.result) if given is None else given
         if found is not gradient:
             record.step(Tensor.copy_, found, gradient)
         return found
@@ -414,14 +416,14 @@ def _results(
     together: Tensor | None = None
     if packs and fused_qkv.are_adjacent((call.q, call.k, call.v)[3 - parts :]):
         shape = (*shapes[2][:-2], parts, *shapes[2][-2:])
-        together = record.empty(call.q, shape, contiguous_strides(shape), call.q.dtype)
+        together = record.contiguous(call.q, shape)
     for i, shape in enumerate(shapes):
         own = given[i]
         if together is not None and i >= 3 - parts:
             first = (i + parts - 3) * shape[-1] * shape[-2]
             own = as_strided(together, shape, fused_qkv.packed_strides(shape, parts), first)
         elif own is None or tuple(own.shape) != shape:  # heads are divided, and added up afterwards
-            own = record.empty(call.q, shape, contiguous_strides(shape), call.q.dtype)
+            own = record.contiguous(call.q, shape)
         found.append(own)
     return found
 
@@ -498,7 +500,7 @@ def _sum_splits(gradient: Tensor, nheads_kv: int, given: Tensor | None) -> Tenso
         return gradient
     shape = (*gradient.shape[:-2], nheads_kv, gradient.shape[-1])
     if given is None:
-        given = record.empty(gradient, shape, contiguous_strides(shape), gradient.dtype)
+        given = record.contiguous(gradient, shape)
     record.step(_sum_into, gradient.unflatten(-2, (nheads_kv, -1)), -2, given)
     return given
 

@@ -43,7 +43,7 @@ bench/history.md. The first is of tiles of 128 keys; fewer keys take less time f
 
 def key_splits(
     blocks: int,
-    planes: int,
+    heads: int,
     multiprocessors: int,
     steps: float = 1.0,
     accumulator_bytes: int = 0,
@@ -56,16 +56,16 @@ def key_splits(
 
     Args:
         blocks: key blocks of the longest sequence.
-        planes: batch times heads of dK.
+        heads: heads of dK in all sequences.
         multiprocessors: of the GPU.
         steps: query blocks that a CTA visits for a key block, on average; a block that sees none still costs a step.
         accumulator_bytes: of one accumulator.
-        all_blocks: key blocks of all planes where sequences differ; 0: the product.
+        all_blocks: key blocks of all these heads where sequences differ; 0: the product.
     """
     splits = range(1, min(blocks, MAX_SPLITS) + 1)
 
     def time(n: int) -> float:
-        longest, waves = -(-blocks // n), -(-n * planes // multiprocessors)
+        longest, waves = -(-blocks // n), -(-n * heads // multiprocessors)
         busiest = longest + all_blocks / multiprocessors if all_blocks else waves * longest
         return busiest * max(steps, 1) + n * accumulator_bytes / FROM_MEMORY
 

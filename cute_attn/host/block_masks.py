@@ -15,7 +15,7 @@ from cuda.bindings import driver
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-from cute_attn import _without_dsl, compiler
+from cute_attn import compiler
 from cute_attn.epilogues.functions.known import block_mask_epilogue_of
 from cute_attn.host import memory, record
 from cute_attn.host.checks import check_count
@@ -166,7 +166,7 @@ def _capture(x: Tensor | None) -> int | None:
     """The number of the CUDA graph's capture that a tensor is read in, 0 for none, None where that is not known."""
     if x is None or not x.is_cuda or not torch.cuda.is_current_stream_capturing():
         return 0
-    if not _without_dsl.is_installed():
+    if not compiler.has_dsl():
         return None
     result, _, number, *_ = driver.cuStreamGetCaptureInfo(driver.CUstream(_stream(x)))
     return None if result != driver.CUresult.CUDA_SUCCESS else int(number)
@@ -217,7 +217,7 @@ def block_lists(
     its kv head at a time: its list is the union of theirs. On a GPU a kernel makes them; this code is the definition.
     """
     some = kinds.numel() and seqlen_q and seqlen_k
-    if type(kinds) is Tensor and kinds.is_cuda and some and _without_dsl.is_installed():
+    if type(kinds) is Tensor and kinds.is_cuda and some and compiler.has_dsl():
         return _lists_by_kernel(kinds, block_size, batch, seqlen_q, nheads, seqlen_k, nheads_kv)
     for dim, seqlen, rows in ((2, seqlen_q, block_size[0]), (3, seqlen_k, block_size[1])):
         kinds = _in_listed_blocks(kinds, dim, seqlen, rows)

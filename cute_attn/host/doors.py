@@ -1,5 +1,7 @@
-"""Common to all drop-ins: the number of calls through each, and who watches them."""
+"""Common to all drop-ins: the number of calls through each, who watches them, and why a call is not served."""
 
+import contextlib
+import functools
 import os
 import threading
 import warnings
@@ -9,7 +11,10 @@ from typing import Any
 
 import torch
 
-from cute_attn.compiler import default_target, why_no_kernels
+from cute_attn import compiler
+from cute_attn.compiler import registry
+from cute_attn.compiler.registry import Unsupported as Unsupported
+from cute_attn.host.call import Call
 from cute_attn.host.record import thread
 
 
@@ -70,10 +75,41 @@ def why_nothing_is_served() -> str | None:
     if not torch.cuda.is_available():
         return "there is no CUDA device; accepted: a GPU of compute capability 8.x, 9.x, 10.x or 12.x"
     try:
-        default_target("sm90")
+        compiler.default_target("sm90")
     except ValueError as error:
         return str(error)
-    return why_no_kernels()
+    return compiler.why_no_kernels()
+
+
+def why_no_kernel(call: Call, target: str, op: str) -> str | None:
+    """Why no kernel built for ``target`` computes ``op``, "forward" or "backward", of a call; None where one does."""
+    reasons = []
+    for arch in registry.generations(target):
+        bias_grad = op == "backward" and call.bias is not None
+        reason = _declined(call.traits(arch, op=op, bias_grad=bias_grad), target)
+        if reason is None:
+            return None
+        reasons.append(reason)
+    return "; ".join(reasons)
+
+
+@functools.lru_cache(maxsize=1024)
+def _declined(traits: Any, target: str) -> str | None:
+    try:
+        registry.lookup(traits, None, target)
+    except Unsupported as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def target_of(device: torch.device) -> str:
+    """:func:`cute_attn.compiler.default_target`, or empty where that raises; "sm90" without a GPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return "sm90"
+    with torch.cuda.device(device), contextlib.suppress(ValueError):
+        return compiler.default_target("sm90")
+    return ""
 
 
 _warned: set[str] = set()

@@ -10,7 +10,7 @@ from cute_attn.epilogues.names import user_epilogue
 from cute_attn.host import record
 from cute_attn.host.call import Call
 from cute_attn.host.dispatch import NO_GRADIENT
-from cute_attn.host.memory import contiguous_strides, on_device
+from cute_attn.host.memory import on_device
 
 MAX_ELEMENTS = 2**31 - 1
 """Maximum elements of a tensor with a gradient: offsets have 32 bits."""
@@ -79,7 +79,7 @@ def check_wanted(call: Call, wanted: Sequence[bool]) -> None:
 
 def _zeros_like(x: Tensor) -> Tensor:
     with on_device(x.get_device()):
-        made = record.empty(x, tuple(x.shape), contiguous_strides(tuple(x.shape)), torch.float32)
+        made = record.contiguous(x, tuple(x.shape), torch.float32)
         record.step(Tensor.zero_, made)
     return made
 
@@ -89,7 +89,7 @@ def in_dtype_of(x: Tensor, target: Tensor) -> Tensor:
     if target.dtype == x.dtype:
         return target
     with on_device(x.get_device()):
-        made = record.empty(x, tuple(x.shape), contiguous_strides(tuple(x.shape)), x.dtype)
+        made = record.contiguous(x, tuple(x.shape))
         record.step(Tensor.copy_, made, target)
     return made
 

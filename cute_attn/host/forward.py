@@ -21,7 +21,6 @@ from cute_attn.host.counters import multiprocessors
 from cute_attn.host.memory import (
     as_strided,
     clear_owned,
-    contiguous_strides,
     is_aligned,
     none_overrides,
     on_device,
@@ -120,9 +119,9 @@ def _launched(
         return _padded(plan, call, out, lse)
     call = call.with_positive_scale()
     if out is None:
-        out = _empty(q, call.output_shapes()[0], q.dtype)
+        out = record.contiguous(q, call.output_shapes()[0])
     if lse is None:
-        lse = _empty(q, call.output_shapes()[1], torch.float32)
+        lse = record.contiguous(q, call.output_shapes()[1], torch.float32)
     if plan.kernel is None or call.seqused_q is not None:  # rows that no thread writes
         record.step(clear_owned, out, call.cu_seqlens_q if keeps_rows else None)
         record.step(Tensor.fill_, lse, -math.inf)
@@ -161,17 +160,13 @@ def _launched(
     return out, lse, softmax
 
 
-def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return record.empty(like, shape, contiguous_strides(shape), dtype)
-
-
 def _padded(plan: Plan, call: Call, out: Tensor | None, lse: Tensor | None) -> Outputs:
     """A call with padded copies of its tensors: see :mod:`cute_attn.host.padding`."""
     given, copied = out, padding.to_copy(call[:3])
     if padding.is_by_address(call[:3]):
         record.unlike_others()
     if out is None:
-        out = _empty(call.q, call.output_shapes()[0], call.q.dtype)
+        out = record.contiguous(call.q, call.output_shapes()[0])
         if call.seqused_q is not None:  # rows without an owner, too
             record.step(Tensor.zero_, out)
     pad, unpad = Copies.of(plan.functions["pad"], call[:3]), Copies.of(plan.functions["unpad"], (out,))
@@ -187,7 +182,7 @@ def _padded(plan: Plan, call: Call, out: Tensor | None, lse: Tensor | None) -> O
 
 def _divided(plan: Plan, call: Call, out: Tensor, lse: Tensor, *, keeps_rows: bool) -> Outputs:
     """keeps_rows: keep rows of ``out`` that no sequence owns; the combine kernel would write them."""
-    written = _empty(out, tuple(out.shape), out.dtype) if keeps_rows else out
+    written = record.contiguous(out, tuple(out.shape)) if keeps_rows else out
     divided.launch(plan, as_kernels_read(call), written, lse)
     if keeps_rows:
         record.step(write_owned, out, written, call.cu_seqlens_q)

@@ -58,6 +58,11 @@ def empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype:
     return made
 
 
+def contiguous(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    """A contiguous :func:`empty`, by default of ``like``'s dtype."""
+    return empty(like, shape, memory.contiguous_strides(shape), dtype or like.dtype)
+
+
 def drawn(draw: Callable[[], Tensor]) -> Tensor:
     """A tensor that each call makes again, such as the state of a dropout mask."""
     made = draw()

@@ -76,8 +76,7 @@ class SplitLauncher:
             as_strided(together, shape, contiguous_strides(shape), sum(sizes[:i]))
             for i, shape in enumerate(shapes)
         )
-        partials_shape = (len(tensors), 2, self.blocks)
-        partials = record.empty(like, partials_shape, contiguous_strides(partials_shape), torch.int32)
+        partials = record.contiguous(like, (len(tensors), 2, self.blocks), torch.int32)
         scales = record.empty(like, (len(tensors),), (1,), torch.float32)
         arguments = {"mX": tuple(tensors), "mTerms": terms, "mPartials": partials, "mScales": scales}
         record.launch(*self.kernel.bind(**arguments))

@@ -5,18 +5,16 @@ are computed by the same side, except masks that :func:`why_not_drawn` leaves to
 since a compiler may save a tensor with others: tensors that kernels cannot read are copied.
 """
 
-import contextlib
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cute_attn import compiler
 from cute_attn.api.attention import resolve_mask
-from cute_attn.compiler import registry
 from cute_attn.host.call import Call
 from cute_attn.host.checks import check, check_for_kernels
+from cute_attn.host.doors import target_of, why_no_kernel
 from cute_attn.sdpa.slower import faster_by_pytorch
 
 
@@ -90,7 +88,7 @@ def why_not(request: Request) -> str | None:
         return str(error)
     if request.empty:
         return None
-    missing = _missing_kernel(call, request.target, "forward") or _missing_kernel(
+    missing = why_no_kernel(call, request.target, "forward") or why_no_kernel(
         call, request.target, "backward"
     )
     return missing or faster_by_pytorch(request)
@@ -172,27 +170,6 @@ def translated(request: Request, inputs: Inputs, rng_state: Tensor | None = None
     )
 
 
-def _missing_kernel(call: Call, target: str, op: str) -> str | None:
-    """Why no kernel computes ``op``, or None."""
-    reasons = []
-    for arch in registry.generations(target):
-        bias_grad = op == "backward" and call.bias is not None
-        reason = _declined(call.traits(arch, op=op, bias_grad=bias_grad), target)
-        if reason is None:
-            return None
-        reasons.append(reason)
-    return "; ".join(reasons)
-
-
-@functools.lru_cache(maxsize=1024)
-def _declined(traits: Any, target: str) -> str | None:
-    try:
-        registry.lookup(traits, None, target)
-    except registry.Unsupported as error:
-        return str(error)
-    return None
-
-
 def request_of(
     backend: str,
     inputs: Inputs,
@@ -218,7 +195,7 @@ def request_of(
         v=tuple(v.shape),
         dtypes=(q.dtype, k.dtype, v.dtype),
         devices=frozenset(x.device for x in present),
-        target=_target(q.device),
+        target=target_of(q.device),
         bias=None if bias is None else (tuple(bias.shape), bias.dtype),
         lengths=tuple(None if x is None else (tuple(x.shape), x.dtype) for x in lengths),
         longest=(sizes[0], sizes[1]) if longest is None else longest,
@@ -228,16 +205,6 @@ def request_of(
         scale=scale,
         learns=learns,
     )
-
-
-@functools.cache
-def _target(device: torch.device) -> str:
-    """:func:`cute_attn.compiler.default_target`, or empty where that raises; "sm90" without a GPU."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return "sm90"
-    with torch.cuda.device(device), contextlib.suppress(ValueError):
-        return compiler.default_target("sm90")
-    return ""
 
 
 def _is_capturing(device: torch.device) -> bool:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.compiler.registry import Unsupported
 from cute_attn.host import doors, plans
 from cute_attn.host.activation import Options
 from cute_attn.sdpa import function, repeated
@@ -63,7 +62,7 @@ class Override:
             return found
         doors.served.add(self.name, found)
         if stock is None or options.unsupported == "error":
-            raise Unsupported(f"aten::{self.name} is not served: {found}")
+            raise doors.Unsupported(f"aten::{self.name} is not served: {found}")
         return _call_pytorch(stock, keyset, *args, **kwargs)
 
     def _served(self, options: Options, args: tuple, kwargs: dict[str, Any]) -> tuple | Tensor | str:
@@ -135,7 +134,7 @@ def _override_composite(key: str) -> None:
         _composites.add(key)
         above = f"Autograd{key}"
         stock = torch.library.get_kernel(f"aten::{function.NAME}", above)
-        run = repeated.override(stock.call_boxed, key.lower())
+        run = repeated.override(stock.call_boxed, functools.partial(_serving.get, key))
         _register(_libraries[key], function.NAME, run, above)
         # Let the tracers' dispatcher, in Python, look up that operator's kernel again.
         operator = torch.ops.aten.scaled_dot_product_attention.default
@@ -183,9 +182,9 @@ class Activation:
             for backend, operators in OPERATORS.items():
                 for name in operators.keys() & own.keys():
                     own[name].options = options if backend in options.backends else None
+            plans.forget(_serving.get(key, self))
             _serving[key] = self
             _override_composite(key)
-            repeated.start(key.lower())
 
     def remove(self) -> None:
         """Let PyTorch compute all calls; nothing happens a second time, or after another activation."""
@@ -195,4 +194,4 @@ class Activation:
             del _serving[self.key]
             for one in overrides(self.key).values():
                 one.options = None
-            repeated.stop()
+            plans.forget(self)

@@ -179,7 +179,7 @@ def forward(
         with on_device(prepared.q.get_device()):
             out, shape = output.memory(prepared.q), call.output_shapes()[1]
             shape = (*shape[:2], lse_rows) if lse_rows > rows else shape
-            lse = record.empty(prepared.q, shape, contiguous_strides(shape), torch.float32)
+            lse = record.contiguous(prepared.q, shape, torch.float32)
             written, lse, softmax = _forward.forward(call, out, lse, keeps_rows=False)
     else:
         written, lse, softmax = operators.forward_cpu(call)
@@ -237,8 +237,8 @@ def _advance(request: Request) -> int:
         batch = request.lengths[0][0][0] - 1
     else:
         batch = request.q[0]
-    planes = batch * request.q[-2]
-    count = planes * 32 if request.backend == "flash" else planes * request.longest[0] * request.longest[1]
+    heads = batch * request.q[-2]
+    count = heads * 32 if request.backend == "flash" else heads * math.prod(request.longest)
     return (count + 3) // 4 * 4
 
 

@@ -18,34 +18,6 @@ from torch import Tensor
 from cute_attn.host import doors, plans
 
 
-class Memory:
-    """Identifies the calls of one activation, in their keys. device: type of the tensors that are served."""
-
-    __slots__ = ("device",)
-
-    def __init__(self, device: str) -> None:
-        """Arguments: as above."""
-        self.device = device
-
-
-_current: Memory | None = None  # of other threads a call keeps the one that it began with
-
-
-def start(device: str) -> None:
-    """Forget all calls, and learn new ones from now on. Arguments: of :class:`Memory`."""
-    global _current
-    stop()
-    _current = Memory(device)
-
-
-def stop() -> None:
-    """Forget all calls, and learn none."""
-    global _current
-    before, _current = _current, None
-    if before is not None:
-        plans.forget(before)
-
-
 def key_of(
     query: Tensor,
     key: Tensor,
@@ -99,20 +71,22 @@ _flash_enabled, _efficient_enabled, _cudnn_enabled, _priority_order, _are_determ
 )
 
 
-def override(stock: Callable[..., Tensor], device: str) -> Callable[..., Tensor]:
-    """``aten::scaled_dot_product_attention`` above autograd for the dispatcher; ``stock``: PyTorch's, boxed.
+def override(stock: Callable[..., Tensor], serving: Callable[[], Any]) -> Callable[..., Tensor]:
+    """``aten::scaled_dot_product_attention`` above autograd for the dispatcher.
 
-    Repeated calls without gradients end here and skip the operators of the backends, while calls of that type of device
-    are learnt. Inference mode has no autograd, so the dispatcher does not call this under it.
+    Repeated calls without gradients end here and skip the operators of the backends. Inference mode has no autograd, so
+    the dispatcher does not call this under it.
+
+    Args:
+        stock: PyTorch's, boxed.
+        serving: returns the activation whose calls are learnt, or None. A call keeps the one that it began with.
     """
 
     def run(keyset: "torch._C.DispatchKeySet", *args: Any, **kwargs: Any) -> Tensor:
-        memory = _current
-        if memory is None or memory.device != device:
-            return stock(keyset, *args, **kwargs)
-        asked = key_of(*args, **kwargs)
+        activation = serving()
+        asked = None if activation is None else key_of(*args, **kwargs)
         if asked is None:
             return stock(keyset, *args, **kwargs)
-        return plans.repeat((memory, asked), args[:3], lambda: stock(keyset, *args, **kwargs))
+        return plans.repeat((activation, asked), args[:3], lambda: stock(keyset, *args, **kwargs))
 
     return run

@@ -104,7 +104,7 @@ def both_calls(backend, meta, monkeypatch):
     seen = []
     known.forget()
     monkeypatch.setattr(operators, "why_not", lambda call: seen.append(call) or "recorded")
-    monkeypatch.setattr(calls, "_target", lambda device: meta["target"])
+    monkeypatch.setattr(calls, "target_of", lambda device: meta["target"])
     monkeypatch.setattr(operators, "_is_capturing", lambda device: True)
     options = Options(rng=meta["rng"])
     forward, backward = (function for name, function in OPERATORS[backend].items() if "scaled" in name)

@@ -1,5 +1,6 @@
 """Repeated calls of scaled_dot_product_attention: which are served, what the others see, and the way back."""
 
+import functools
 import json
 
 import pytest
@@ -17,11 +18,12 @@ from cute_attn import sdpa
 from cute_attn.host import doors
 from cute_attn.host import plans as known
 from cute_attn.host.activation import Options
-from cute_attn.sdpa import operators, repeated
+from cute_attn.sdpa import operators, overrides, repeated
 from tests import processes
 from tests.cpu.test_sdpa_plans import Launchers
 
 pytorchs = torch._C._nn.scaled_dot_product_attention
+SERVING = functools.partial(overrides.serving, "CPU")
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +49,7 @@ class Function:
 
     def __init__(self, monkeypatch):
         self.calls, self.launchers = 0, Launchers(monkeypatch, prepared=True)
-        self.run = repeated.override(self.stock, "cpu")
+        self.run = repeated.override(self.stock, SERVING)
 
     def stock(
         self, keyset, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
@@ -172,19 +174,19 @@ def test_what_was_known_is_forgotten_when_it_ends(active, function):
     for _ in range(3):
         function(*inputs())
     active.remove()
-    assert function.check(*inputs()) and repeated._current is None
+    assert function.check(*inputs()) and SERVING() is None
     again = sdpa.Activation(Options(), "CPU")
     assert [function.check(*inputs()) for _ in range(3)] == [True, True, False]
     again.remove()
-    assert not [key for key in known._guarded if repeated.Memory in map(type, key[0])]
+    assert not [key for key in known._guarded if again in key[0]]
 
 
 def test_a_call_that_began_before_the_end_is_finished(active, function):
     """Another thread may end it between two steps of a call."""
     function(*inputs())
     stock = function.stock
-    function.run = repeated.override(lambda *a, **k: active.remove() or stock(*a, **k), "cpu")
-    assert function.check(*inputs()) and repeated._current is None
+    function.run = repeated.override(lambda *a, **k: active.remove() or stock(*a, **k), SERVING)
+    assert function.check(*inputs()) and SERVING() is None
 
 
 # ---- in the dispatcher ----
