@@ -15,6 +15,7 @@ from torch import Tensor
 from cute_attn.host.slots import array
 
 _NUMBER = 4
+_REPLAYS = 2
 
 _STREAMS = 64
 """Number of streams for which counters are allocated at once."""
@@ -75,6 +76,15 @@ def _allocate(device: int) -> list[Tensor]:
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(allocate).result()
+
+
+def replayed_tiles() -> int:
+    """Work tiles that forward kernels have replayed since the process began, on all streams, CUDA graphs excluded.
+
+    A tile is replayed where a row's sum exceeds 2^40 under its frozen maximum. Waits for the GPU.
+    """
+    known = list(_of_streams.values())  # other threads add to it
+    return sum(int(counters[_REPLAYS]) for counters in known)
 
 
 @functools.cache

@@ -83,6 +83,15 @@ TILINGS = {
     "wgmma2-128x112": _warpgroups(128, 112, 2),
     "wgmma2-64x128-along-n": _warpgroups(64, 128, 2, 2),
 }
+TRANSPOSED = {
+    "warps4x1-64x64-transposed": _warps(64, 64, 4, 1, True),
+    "warps2x2-32x96-transposed": _warps(32, 96, 4, 2, True),
+    "warps1x2-64x32-transposed": _warps(64, 32, 2, 2, True),
+    "wgmma1-80x64-transposed": _warpgroups(80, 64, 1, 1, True),
+    "wgmma2-64x128-transposed": _warpgroups(64, 128, 2, 1, True),
+    "wgmma3-64x192-transposed": _warpgroups(64, 192, 3, 1, True),
+    "wgmma2-64x64-along-n-transposed": _warpgroups(64, 64, 2, 2, True),
+}
 # Few registers per thread, for epilogues that take long to compile.
 TINY = {
     "warps2x1-32x32": _warps(32, 32, 2),

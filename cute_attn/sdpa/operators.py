@@ -5,13 +5,17 @@ compilers rely on; the one exception is a dtype in :func:`_numbers`. They run be
 :func:`cute_attn.attention`, which would record a second graph. CPU tensors are computed by :mod:`cute_attn.reference`.
 """
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cute_attn.host import memory, record
-from cute_attn.host.activation import Options
+from cute_attn.host.activation import BACKENDS, Options
 from cute_attn.host.bias import four_dims
 from cute_attn.sdpa.calls import Inputs, Request, _is_capturing, request_of, why_not, why_not_drawn
 from cute_attn.sdpa.plans import Results, backward, forward
@@ -19,19 +23,11 @@ from cute_attn.sdpa.plans import Results, backward, forward
 # ---- calls ----
 
 
-def _asked(
-    backend: str,
-    inputs: tuple,
-    causal: bool,
-    dropout_p: float,
-    scale: float | None,
-    *,
-    learns: bool = False,
-) -> Request:
+def _asked(backend: str, given: Any, bias: Tensor | None = None, *, learns: bool = False) -> Request:
     """The request of tensors (batch, heads, rows, dim); others stay as they are, to be declined."""
-    q, k, v = (x.transpose(1, 2) if x.dim() == 4 else x for x in inputs[:3])
-    own = Inputs(q, k, v, inputs[3])
-    return request_of(backend, own, causal=causal, dropout_p=dropout_p, scale=scale, learns=learns)
+    q, k, v = (x.transpose(1, 2) if x.dim() == 4 else x for x in (given.query, given.key, given.value))
+    options = {"causal": given.is_causal, "dropout_p": given.dropout_p, "scale": given.scale}
+    return request_of(backend, Inputs(q, k, v, bias), **options, learns=learns)
 
 
 def _forward(
@@ -113,9 +109,9 @@ def drawn_here(seed: Tensor) -> bool:
     return seed.dtype == torch.uint64
 
 
-def _drawn_by_pytorch(dropout_p: float, seed: Tensor) -> str | None:
+def _drawn_by_pytorch(given: Any) -> str | None:
     """Why a backward is PyTorch's to compute."""
-    if dropout_p and not drawn_here(seed):
+    if given.dropout_p and not drawn_here(given.philox_seed):
         return "the forward drew its dropout mask by PyTorch's kernel; accepted: a forward that was served"
     return None
 
@@ -137,99 +133,82 @@ def _debug_mask(softmax: Tensor) -> Tensor:
 
 # ---- PyTorch's operators: each returns its outputs, or the reason why not ----
 
+OPERATORS: dict[str, dict[str, Callable[..., tuple | Tensor | str]]] = {name: {} for name in BACKENDS}
+"""The operators of each backend that this version of torch has."""
 
-def flash_forward(
-    options: Options,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple | str:
-    """``aten::_scaled_dot_product_flash_attention``."""
-    inputs = (query, key, value, None, None, None, None, None)
-    request = _asked("flash", inputs, is_causal, dropout_p, scale)
-    found = _forward(request, options, inputs, debug=return_debug_mask)
+
+def _of(backend: str, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """An implementation of ``aten::name``: it gets the options, and the arguments by the names of PyTorch's schema."""
+
+    def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
+        signature = _signature(name)
+
+        @functools.wraps(run)
+        def implementation(*args: Any, **kwargs: Any) -> tuple | Tensor | str:
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            return run(given.arguments.pop("options"), SimpleNamespace(**given.arguments))
+
+        implementation.__signature__ = signature  # type: ignore[attr-defined]
+        if hasattr(torch.ops.aten, name):
+            OPERATORS[backend][name] = implementation
+        return implementation
+
+    return decorate
+
+
+def _signature(name: str) -> inspect.Signature:
+    parameters = [inspect.Parameter("options", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    for one in (
+        getattr(torch.ops.aten, name).default._schema.arguments if hasattr(torch.ops.aten, name) else ()
+    ):
+        kind = inspect.Parameter.KEYWORD_ONLY if one.kwarg_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
+        default = one.default_value if one.has_default_value() else inspect.Parameter.empty
+        parameters.append(inspect.Parameter(one.name.rstrip("_"), kind, default=default))
+    return inspect.Signature(parameters)
+
+
+def _inputs(given: Any, bias: Tensor | None = None) -> tuple:
+    return given.query, given.key, given.value, bias, None, None, None, None
+
+
+@_of("flash", "_scaled_dot_product_flash_attention")
+def flash_forward(options: Options, given: Any) -> tuple | str:
+    request = _asked("flash", given)
+    found = _forward(request, options, _inputs(given), debug=given.return_debug_mask)
     if isinstance(found, str):
         return found
     return found.out, found.lse, None, None, *request.longest, *_flash_state(found)
 
 
-def flash_backward(
-    options: Options,
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    *,
-    scale: float | None = None,
-) -> tuple | str:
-    """``aten::_scaled_dot_product_flash_attention_backward``."""
-    inputs, grads = (query, key, value, None, None, None, None, None), (grad_out, out, logsumexp)
-    return _backward(_asked("flash", inputs, is_causal, dropout_p, scale), inputs, grads, philox_seed)
+@_of("flash", "_scaled_dot_product_flash_attention_backward")
+def flash_backward(options: Options, given: Any) -> tuple | str:
+    grads = (given.grad_out, given.out, given.logsumexp)
+    return _backward(_asked("flash", given), _inputs(given), grads, given.philox_seed)
 
 
-def efficient_forward(
-    options: Options,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple | str:
-    """``aten::_scaled_dot_product_efficient_attention``."""
-    inputs = (query, key, value, attn_bias, None, None, None, None)
-    request = _asked("efficient", inputs, is_causal, dropout_p, scale)
-    found = _forward(request, options, inputs, wants_lse=compute_log_sumexp)
+@_of("efficient", "_scaled_dot_product_efficient_attention")
+def efficient_forward(options: Options, given: Any) -> tuple | str:
+    inputs, wants_lse = _inputs(given, given.attn_bias), given.compute_log_sumexp
+    found = _forward(_asked("efficient", given, inputs[3]), options, inputs, wants_lse=wants_lse)
     if isinstance(found, str):
         return found
     lse = found.lse
-    if not compute_log_sumexp:
+    if not wants_lse:
         shape = (*lse.shape[:2], 0)
         (lse,) = _fresh(lse, (shape, memory.contiguous_strides(shape), lse.dtype))
     return found.out, lse, *_numbers(found)
 
 
-def efficient_backward(
-    options: Options,
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    out: Tensor,
-    logsumexp: Tensor,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    dropout_p: float,
-    grad_input_mask: Sequence[bool],
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple | str:
-    """``aten::_scaled_dot_product_efficient_attention_backward``."""
-    inputs, grads = (query, key, value, attn_bias, None, None, None, None), (grad_out, out, logsumexp)
-    bias_gradient = attn_bias is not None and bool(grad_input_mask[3])
-    request, state = _asked("efficient", inputs, is_causal, dropout_p, scale), (philox_seed, philox_offset)
-    found = _drawn_by_pytorch(dropout_p, philox_seed) or _backward(
-        request, inputs, grads, state, bias_gradient=bias_gradient
+@_of("efficient", "_scaled_dot_product_efficient_attention_backward")
+def efficient_backward(options: Options, given: Any) -> tuple | str:
+    bias, state = given.attn_bias, (given.philox_seed, given.philox_offset)
+    grads, wanted = (
+        (given.grad_out, given.out, given.logsumexp),
+        bias is not None and given.grad_input_mask[3],
+    )
+    found = _drawn_by_pytorch(given) or _backward(
+        _asked("efficient", given, bias), _inputs(given, bias), grads, state, bias_gradient=bool(wanted)
     )
     if isinstance(found, str):
         return found
@@ -246,199 +225,81 @@ def _in_rows_of_16(x: Tensor) -> Tensor:
     return found
 
 
-def cudnn_forward(
-    options: Options,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple | str:
-    """``aten::_scaled_dot_product_cudnn_attention``."""
-    bias = None if attn_bias is None else four_dims(attn_bias)  # only cuDNN's may have fewer
-    inputs = (query, key, value, bias, None, None, None, None)
-    request = _asked("cudnn", inputs, is_causal, dropout_p, scale, learns=compute_log_sumexp)
-    found = _forward(request, options, inputs)
+@_of("cudnn", "_scaled_dot_product_cudnn_attention")
+def cudnn_forward(options: Options, given: Any) -> tuple | str:
+    bias = None if given.attn_bias is None else four_dims(given.attn_bias)  # only cuDNN's may have fewer
+    request = _asked("cudnn", given, bias, learns=given.compute_log_sumexp)
+    found = _forward(request, options, _inputs(given, bias))
     if isinstance(found, str):
         return found
     return found.out, found.lse.unsqueeze(-1), None, None, *request.longest, *_numbers(found), None
 
 
-def cudnn_backward(
-    options: Options,
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    attn_bias: Tensor | None,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    scale: float | None = None,
-) -> tuple | str:
-    """``aten::_scaled_dot_product_cudnn_attention_backward``."""
-    bias = None if attn_bias is None else four_dims(attn_bias)
-    inputs = (query, key, value, bias, None, None, None, None)
-    grads = (grad_out, out, logsumexp.reshape(logsumexp.shape[:3]))
-    request = _asked("cudnn", inputs, is_causal, dropout_p, scale, learns=True)
-    state = (philox_seed, philox_offset)
-    return _drawn_by_pytorch(dropout_p, philox_seed) or _backward(request, inputs, grads, state)
+@_of("cudnn", "_scaled_dot_product_cudnn_attention_backward")
+def cudnn_backward(options: Options, given: Any) -> tuple | str:
+    bias = None if given.attn_bias is None else four_dims(given.attn_bias)
+    lse, state = given.logsumexp, (given.philox_seed, given.philox_offset)
+    grads, request = (
+        (given.grad_out, given.out, lse.reshape(lse.shape[:3])),
+        _asked("cudnn", given, bias, learns=True),
+    )
+    return _drawn_by_pytorch(given) or _backward(request, _inputs(given, bias), grads, state)
 
 
-def _asked_in_rows(
-    inputs: tuple,
-    causal: bool,
-    dropout_p: float,
-    scale: float | None,
-    window: tuple[int | None, int | None],
-    longest: tuple[int, int],
-) -> Request:
-    """The request of tensors with rows before heads; longest: ignored on batches."""
-    return request_of(
+def _rows(given: Any, seqused_k: Tensor | None = None, slopes: Tensor | None = None) -> tuple[Request, tuple]:
+    """The request and the inputs of tensors with rows before heads, batches or packed sequences."""
+    lengths = (given.cum_seq_q, given.cum_seq_k)
+    inputs = (given.query, given.key, given.value, None, *lengths, seqused_k, slopes)
+    request = request_of(
         "flash",
         Inputs(*inputs),
-        causal=causal,
-        dropout_p=dropout_p,
-        scale=scale,
-        window=window,
-        longest=None if inputs[4] is None else longest,
+        causal=given.is_causal,
+        dropout_p=given.dropout_p,
+        scale=given.scale,
+        window=(given.window_size_left, given.window_size_right),
+        longest=None if lengths[0] is None else (given.max_q, given.max_k),  # ignored on batches
     )
+    return request, inputs
 
 
-def rows_forward(
-    options: Options,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    seqused_k: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
-) -> tuple | str:
-    """``aten::_flash_attention_forward``: rows before heads, batches or packed sequences.
+@_of("flash", "_flash_attention_forward")
+def rows_forward(options: Options, given: Any) -> tuple | str:
+    """Its backward does not know seqused_k, alibi_slopes, block_table and num_splits; PyTorch computes it without them.
 
-    Its backward does not know seqused_k, alibi_slopes, block_table and num_splits; PyTorch computes it without them.
     The backward of a call with the first two is served exactly if that of the same call without them is.
     """
-    if block_table is not None:
+    if getattr(given, "block_table", None) is not None:  # not every version has it
         return "block_table needs kernels for paged keys; accepted: None"
-    inputs = (query, key, value, None, cum_seq_q, cum_seq_k, seqused_k, alibi_slopes)
-    window = (window_size_left, window_size_right)
-    request = _asked_in_rows(inputs, is_causal, dropout_p, scale, window, (max_q, max_k))
-    found = _forward(request, options, inputs, heads_first=False, debug=return_debug_mask)
+    request, inputs = _rows(given, given.seqused_k, given.alibi_slopes)
+    found = _forward(request, options, inputs, heads_first=False, debug=given.return_debug_mask)
     if isinstance(found, str):
         return found
     return found.out, found.lse, *_flash_state(found)
 
 
-def rows_forward_into(
-    options: Options,
-    out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    seqused_k: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
-) -> Tensor | str:
-    """``aten::_flash_attention_forward_no_dropout_inplace``: writes ``out``, returns lse, has no backward."""
-    found = rows_forward(
-        options, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, 0.0, is_causal, False, scale=scale,
-        window_size_left=window_size_left, window_size_right=window_size_right, seqused_k=seqused_k,
-        alibi_slopes=alibi_slopes, block_table=block_table, num_splits=num_splits,
-    )  # fmt: skip
+@_of("flash", "_flash_attention_forward_no_dropout_inplace")
+def rows_forward_into(options: Options, given: Any) -> Tensor | str:
+    """Writes ``out``, returns lse, has no backward."""
+    arguments = vars(given) | {"dropout_p": 0.0, "return_debug_mask": False}
+    out = arguments.pop("out")
+    found = rows_forward(options, **arguments)
     if isinstance(found, str):
         return found
     record.step(Tensor.copy_, out, found[0])
     return found[1]
 
 
-def rows_backward(
-    options: Options,
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    rng_state: Tensor,
-    unused: Tensor,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-) -> tuple | str:
-    """``aten::_flash_attention_backward``."""
-    inputs = (query, key, value, None, cum_seq_q, cum_seq_k, None, None)
-    grads = (grad_out, out, logsumexp)
-    window = (window_size_left, window_size_right)
-    request = _asked_in_rows(inputs, is_causal, dropout_p, scale, window, (max_q, max_k))
-    return _backward(request, inputs, grads, rng_state, heads_first=False)
+@_of("flash", "_flash_attention_backward")
+def rows_backward(options: Options, given: Any) -> tuple | str:
+    request, inputs = _rows(given)
+    grads = (given.grad_out, given.out, given.logsumexp)
+    return _backward(request, inputs, grads, given.rng_state, heads_first=False)
 
-
-OPERATORS: dict[str, dict[str, Callable[..., tuple | Tensor | str]]] = {
-    "flash": {
-        "_scaled_dot_product_flash_attention": flash_forward,
-        "_scaled_dot_product_flash_attention_backward": flash_backward,
-        "_flash_attention_forward": rows_forward,
-        "_flash_attention_forward_no_dropout_inplace": rows_forward_into,
-        "_flash_attention_backward": rows_backward,
-    },
-    "efficient": {
-        "_scaled_dot_product_efficient_attention": efficient_forward,
-        "_scaled_dot_product_efficient_attention_backward": efficient_backward,
-    },
-    "cudnn": {
-        "_scaled_dot_product_cudnn_attention": cudnn_forward,
-        "_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
-    },
-}
-"""The operators of each backend; not every version of torch has all."""
 
 STATES = {
-    "_scaled_dot_product_efficient_attention_backward": 7,
-    "_scaled_dot_product_cudnn_attention_backward": 6,
+    name: [*inspect.signature(OPERATORS[backend][name]).parameters].index("philox_seed") - 1
+    for backend in ("efficient", "cudnn")
+    for name in OPERATORS[backend]
+    if name.endswith("_backward")
 }
 """The position of philox_seed among the arguments of each backward that asks :func:`drawn_here`."""

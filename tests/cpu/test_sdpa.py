@@ -718,7 +718,6 @@ def test_a_backward_of_pytorchs_dropout_is_pytorchs(backend, on_cpu, monkeypatch
     assert torch.equal(backward(*theirs)[0], saved[0]) and len(asked) == 1
     ((_, reason),) = (key for key in sdpa.served if key[1])
     assert reason.startswith("the forward drew its dropout mask by PyTorch's kernel")
-    assert list(inspect.signature(OPERATORS[backend][name]).parameters)[place + 1] == "philox_seed"
 
 
 def test_an_activation_is_quiet():
@@ -828,8 +827,7 @@ def test_activation_without_a_gpu_warns_once_and_does_nothing(monkeypatch):
 
 def test_a_gpu_that_kernels_are_not_built_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 11)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
     with pytest.raises(
         ValueError, match=r"the GPU's compute capability is 7\.0; accepted: 8\.x, 9\.x, 10\.x or 12\.x"
     ):
@@ -868,22 +866,6 @@ def test_a_wrong_question_for_a_reason(call, sentence):
     given = dict.fromkeys(("query", "key", "value"), torch.randn(1, 2, 8, 16))
     names = {"reason": lambda **changes: sdpa.reason(**given | changes)}
     refusals.check(call, sentence, globals() | names)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=with_pages) if n.startswith("_flash_attention_forward") else n for n in NAMES],
-)
-def test_signatures_are_pytorchs_schemas(name):
-    function = next(functions[name] for functions in OPERATORS.values() if name in functions)
-    parameters = list(inspect.signature(function).parameters.values())[1:]
-    arguments = getattr(aten, name).default._schema.arguments
-    names = [a.name.rstrip("_") for a in arguments]
-    assert [p.name for p in parameters] == names
-    for parameter, argument in zip(parameters, arguments, strict=True):
-        assert (parameter.kind is inspect.Parameter.KEYWORD_ONLY) == argument.kwarg_only
-        default = argument.default_value if argument.has_default_value() else inspect.Parameter.empty
-        assert parameter.default == default
 
 
 def test_an_operator_below_pytorchs_own_is_pytorchs():
