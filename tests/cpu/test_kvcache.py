@@ -239,7 +239,7 @@ def test_nothing_to_do_launches_nothing(cuda_on_cpu, monkeypatch):
     problem = Problem(Case((5, 3), new=(0, 0), packed=True, queries=(0, 0)), dtype=torch.float16)
     params = problem.append()
     arguments, rows = host_append.kernel_arguments(params, None, None, None, False)
-    assert rows == 0 and arguments["new"].k.shape[0] == 0
+    assert rows == 0 and arguments["new"][0].shape[0] == 0
     append.append_cuda(*problem.append_arguments().values())
 
 
