@@ -111,20 +111,11 @@ def attention_mask(
     from transformers.masking_utils import sdpa_mask  # as above
 
     return sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        local_size=local_size,
-        allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False,
-        use_vmap=use_vmap,
-        config=config,
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+        mask_function=mask_function, attention_mask=attention_mask, local_size=local_size,
+        allow_is_causal_skip=False, allow_is_bidirectional_skip=False, use_vmap=use_vmap, config=config,
         **others,
-    )
+    )  # fmt: skip
 
 
 def _is_window(local_size: int, config: Any) -> bool:

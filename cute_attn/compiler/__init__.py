@@ -22,22 +22,7 @@ from cute_attn.compiler.compiled import (
 )
 
 __all__ = [
-    "CompiledKernel",
-    "Request",
-    "Resources",
-    "SpillWarning",
-    "as_message",
-    "as_requests",
-    "build",
-    "build_for_later",
-    "check_layouts",
-    "compile",
-    "default_target",
-    "has_dsl",
-    "is_built",
-    "key_of",
-    "prebuild",
-    "toolchain",
-    "user_modules",
-    "why_no_kernels",
-]
+    "CompiledKernel", "Request", "Resources", "SpillWarning", "as_message", "as_requests", "build",
+    "build_for_later", "check_layouts", "compile", "default_target", "has_dsl", "is_built", "key_of",
+    "prebuild", "toolchain", "user_modules", "why_no_kernels",
+]  # fmt: skip

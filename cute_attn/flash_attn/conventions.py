@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_attn.api.attention import attention, attention_varlen
 from cute_attn.api.kvcache import attention_with_kvcache
 from cute_attn.host import doors
 from cute_attn.host.checks import check_starts, check_writable, check_written
 from cute_attn.host.fused_qkv import unbind
-from cute_attn.host.head_dims import cut_head_dim, has_whole_head_dim, pad_head_dim
+from cute_attn.host.head_dims import cut_head_dim, has_whole_head_dim, pad_head_dim, whole_head_dim
 from cute_attn.host.memory import write_owned
 from cute_attn.host.values import check_dense, is_one_of, number, shown
 
@@ -153,6 +154,45 @@ def note(door: str, tensors: tuple[Tensor, ...], scores: Scores, **others: Any) 
     doors.note(door, given | {"is_causal": scores.causal, "softcap": scores.softcap} | others)
 
 
+def attend(
+    door: str,
+    tensors: tuple[Tensor, ...],
+    lengths: tuple[Any, ...] | None,
+    scores: Scores,
+    options: dict[str, Any],
+    out: Tensor | None = None,
+    **noted: Any,
+) -> tuple[Tensor, ...]:
+    """:func:`cute_attn.attention`, or ``attention_varlen``, with any head dim: out, and lse and softmax if requested.
+
+    Args:
+        door: the name to count; noted: for :func:`note`.
+        tensors: q, k and v.
+        lengths: of packed sequences both cu_seqlens and both longest lengths, or None.
+        options: other arguments of that function.
+        out: memory for the result.
+    """
+    q, k, v = tensors
+    check_tensors(q=q, k=k, v=v)
+    prepared: Any = tuple(map(whole_head_dim, tensors))
+    direct = prepared[2].shape == v.shape
+    options = options | scores.arguments(q) | {"out": out if direct else None}
+    if out is not None and not direct:
+        shape, named = (*q.shape[:-1], v.shape[-1]), zip("qkv", tensors, strict=True)
+        check_written("out", out, named, shape=shape, dtype=q.dtype, device=q.device)
+    if lengths is None:
+        found: Any = attention(*prepared, **options)
+    else:
+        found = attention_varlen(*prepared, *lengths[:2], *longest(lengths), **options)
+    starts = None if lengths is None else lengths[0]
+    note(door, tensors, scores, cum_seq_q=starts, **noted)
+    result, *others = found if isinstance(found, tuple) else (found,)
+    if not direct:
+        result = cut_head_dim(result, v.shape[-1])
+        result = result if out is None else write_owned(out, result, starts)
+    return result, *others
+
+
 def attend_cache(
     q: Tensor,
     k_cache: Tensor,
@@ -221,16 +261,9 @@ def attend_pages(
         options["cache_seqlens"] = starts_k.diff()
     q, k, v = (x.detach() for x in tensors)
     out, lse = attend_cache(
-        q,
-        k,
-        v,
-        scores,
-        page_table=block_table,
-        cu_seqlens_q=starts_q,
-        max_seqlen_q=longest_q,
-        return_lse=return_lse,
-        **options,
-    )
+        q, k, v, scores, page_table=block_table, cu_seqlens_q=starts_q, max_seqlen_q=longest_q,
+        return_lse=return_lse, **options,
+    )  # fmt: skip
     return without_backward(out, tensors, "attention with a block_table"), lse
 
 

@@ -19,14 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.api.attention import attention, attention_varlen
 from cute_attn.api.merge import merge_attention
 from cute_attn.flash_attn.conventions import (
     Scores,
+    attend,
     attend_cache,
     check_tensors,
     flag,
-    longest,
     note,
     refuse,
     unpack,
@@ -34,20 +33,13 @@ from cute_attn.flash_attn.conventions import (
 )
 from cute_attn.flash_attn.operators import backward
 from cute_attn.host.checks import check_written
-from cute_attn.host.head_dims import cut_head_dim, pad_head_dim, whole_head_dim
-from cute_attn.host.memory import write_owned
+from cute_attn.host.head_dims import cut_head_dim, pad_head_dim
 from cute_attn.host.values import python_number, shown
 
 __all__ = [
-    "_flash_attn_backward",
-    "_flash_attn_forward",
-    "flash_attn_combine",
-    "flash_attn_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_with_kvcache",
-    "get_scheduler_metadata",
-]
+    "_flash_attn_backward", "_flash_attn_forward", "flash_attn_combine", "flash_attn_func",
+    "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata",
+]  # fmt: skip
 
 Result = Tensor | tuple[Tensor, ...]
 
@@ -85,7 +77,7 @@ def flash_attn_func(
     )
     scores = Scores(softmax_scale, causal, window_size, softcap)
     options = _options(deterministic, return_attn_probs)
-    return _attend("flash_attn_3.flash_attn_func", (q, k, v), None, scores, options)
+    return _result(attend("flash_attn_3.flash_attn_func", (q, k, v), None, scores, options))
 
 
 def flash_attn_qkvpacked_func(
@@ -117,7 +109,7 @@ def flash_attn_qkvpacked_func(
     tensors = _heads(qkv, num_heads_q) if qkv.dim() == 4 else unpack("qkv", qkv, 5, 3)
     scores = Scores(softmax_scale, causal, window_size, softcap)
     options = _options(deterministic, return_attn_probs)
-    return _attend("flash_attn_3.flash_attn_func", tensors, None, scores, options)
+    return _result(attend("flash_attn_3.flash_attn_func", tensors, None, scores, options))
 
 
 def flash_attn_varlen_func(
@@ -167,7 +159,7 @@ def flash_attn_varlen_func(
     scores = Scores(softmax_scale, causal, window_size, softcap)
     options = _options(deterministic, return_attn_probs) | {"seqused_q": seqused_q, "seqused_k": seqused_k}
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _attend("flash_attn_3.flash_attn_varlen_func", (q, k, v), lengths, scores, options)
+    return _result(attend("flash_attn_3.flash_attn_varlen_func", (q, k, v), lengths, scores, options))
 
 
 def flash_attn_with_kvcache(
@@ -232,26 +224,14 @@ def flash_attn_with_kvcache(
     )
     scores = Scores(softmax_scale, causal, window_size, softcap)
     out, lse = attend_cache(
-        q,
-        k_cache,
-        v_cache,
-        scores,
-        k=k,
-        v=v,
-        cache_seqlens=cache_seqlens,
-        page_table=page_table,
-        cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad,
-        cu_seqlens_q=cu_seqlens_q,
+        q, k_cache, v_cache, scores, k=k, v=v, cache_seqlens=cache_seqlens, page_table=page_table,
+        cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=None if max_seqlen_q is None else whole_number("max_seqlen_q", max_seqlen_q),
-        cu_seqlens_k_new=cu_seqlens_k_new,
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
+        cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         rotary_seqlens=None if rotary_cos is None else rotary_seqlens,
-        rotary_interleaved=flag("rotary_interleaved", rotary_interleaved),
-        num_splits=num_splits,
+        rotary_interleaved=flag("rotary_interleaved", rotary_interleaved), num_splits=num_splits,
         return_lse=flag("return_softmax_lse", return_softmax_lse),
-    )
+    )  # fmt: skip
     given = {"cum_seq_q": cu_seqlens_q, "block_table": page_table}
     note("flash_attn_3.flash_attn_with_kvcache", (q, k_cache, v_cache), scores, **given)
     return out if lse is None else (out, lse, *_accumulators(out))
@@ -295,28 +275,13 @@ def flash_attn_combine(
 
 
 def get_scheduler_metadata(
-    batch_size: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    num_heads_q: int,
-    num_heads_kv: int,
-    headdim: int,
-    cache_seqlens: Tensor,
-    qkv_dtype: torch.dtype = torch.bfloat16,
-    headdim_v: int | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    page_size: int | None = None,
-    max_seqlen_k_new: int = 0,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
-    has_softcap: bool = False,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-) -> Tensor:
+    batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads_q: int, num_heads_kv: int, headdim: int,
+    cache_seqlens: Tensor, qkv_dtype: torch.dtype = torch.bfloat16, headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None, page_size: int | None = None, max_seqlen_k_new: int = 0,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0,
+    has_softcap: bool = False, num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0,
+) -> Tensor:  # fmt: skip
     """An int32 tensor of size 0 on cache_seqlens' device, to pass as scheduler_metadata; nothing here reads it.
 
     Kernels make their schedule themselves, from lengths on the GPU.
@@ -334,41 +299,18 @@ def get_scheduler_metadata(
 
 
 def _flash_attn_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_new: Tensor | None = None,
-    v_new: Tensor | None = None,
-    qv: Tensor | None = None,
-    out_: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    page_table: Tensor | None = None,
-    kv_batch_idx: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    seqlens_rotary: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    scheduler_metadata: Tensor | None = None,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, k_new: Tensor | None = None, v_new: Tensor | None = None,
+    qv: Tensor | None = None, out_: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None, seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    page_table: Tensor | None = None, kv_batch_idx: Tensor | None = None, leftpad_k: Tensor | None = None,
+    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, seqlens_rotary: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size_left: int = -1,
+    window_size_right: int = -1, attention_chunk: int = 0, softcap: float = 0.0,
+    rotary_interleaved: bool = True, scheduler_metadata: Tensor | None = None, num_splits: int = 1,
+    pack_gqa: bool | None = None, sm_margin: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """All forwards under one name: out, softmax_lse, and two tensors of size 0 in place of partial results.
 
     Batches, or packed sequences with cu_seqlens_q and cu_seqlens_k, as :func:`flash_attn_varlen_func`, differentiable;
@@ -384,27 +326,14 @@ def _flash_attn_forward(
     if any(x is not None for x in of_a_cache) or (cu_seqlens_q is not None and cu_seqlens_k is None):
         _alone("with a cache", cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q)
         out, lse = attend_cache(
-            q,
-            k,
-            v,
-            scores,
-            k=k_new,
-            v=v_new,
-            out=out_,
-            cache_seqlens=seqused_k,
-            page_table=page_table,
-            cache_batch_idx=kv_batch_idx,
-            cache_leftpad=leftpad_k,
-            cu_seqlens_q=cu_seqlens_q,
+            q, k, v, scores, k=k_new, v=v_new, out=out_, cache_seqlens=seqused_k, page_table=page_table,
+            cache_batch_idx=kv_batch_idx, cache_leftpad=leftpad_k, cu_seqlens_q=cu_seqlens_q,
             max_seqlen_q=None if max_seqlen_q is None else whole_number("max_seqlen_q", max_seqlen_q),
-            cu_seqlens_k_new=cu_seqlens_k_new,
-            rotary_cos=rotary_cos,
-            rotary_sin=rotary_sin,
+            cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
             rotary_seqlens=None if rotary_cos is None else seqlens_rotary,
-            rotary_interleaved=flag("rotary_interleaved", rotary_interleaved),
-            num_splits=num_splits,
+            rotary_interleaved=flag("rotary_interleaved", rotary_interleaved), num_splits=num_splits,
             return_lse=True,
-        )
+        )  # fmt: skip
         assert lse is not None
         note(door, (q, k, v), scores, cum_seq_q=cu_seqlens_q, block_table=page_table)
         return out, lse, *_accumulators(out)
@@ -414,34 +343,18 @@ def _flash_attn_forward(
         lengths = None
     else:
         lengths, options["seqused_q"] = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), seqused_q
-    out, lse = _attend(door, (q, k, v), lengths, scores, options, out_)
+    out, lse = attend(door, (q, k, v), lengths, scores, options, out_)
     return out, lse, *_accumulators(out)
 
 
 def _flash_attn_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    sequed_q: Tensor | None = None,
-    sequed_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    dq: Tensor | None = None,
-    dk: Tensor | None = None,
-    dv: Tensor | None = None,
-    softmax_scale: float | None = None,
-    is_causal: bool = False,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-) -> Tensor:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, sequed_q: Tensor | None = None,
+    sequed_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None,
+    softmax_scale: float | None = None, is_causal: bool = False, window_size_left: int = -1,
+    window_size_right: int = -1, softcap: float = 0.0, deterministic: bool = False, sm_margin: int = 0,
+) -> Tensor:  # fmt: skip
     """The backward of batches or packed sequences, into dq, dk and dv; one that is None is not computed.
 
     Returns a tensor of size 0, in place of the row sums of dout * out.
@@ -466,34 +379,8 @@ def _options(deterministic: Any, return_attn_probs: Any) -> dict[str, Any]:
     }
 
 
-def _attend(
-    door: str,
-    tensors: tuple[Tensor, ...],
-    lengths: tuple[Any, ...] | None,
-    scores: Scores,
-    options: dict[str, Any],
-    out: Tensor | None = None,
-) -> Any:
-    """door: the name to count. tensors: q, k, v. lengths: of packed sequences, both cu_seqlens and both maxima."""
-    q, k, v = tensors
-    check_tensors(q=q, k=k, v=v)
-    prepared: Any = tuple(map(whole_head_dim, tensors))
-    whole = prepared[2].shape == v.shape
-    options = options | scores.arguments(q) | {"out": out if whole else None}
-    if out is not None and not whole:
-        shape, named = (*q.shape[:-1], v.shape[-1]), zip("qkv", tensors, strict=True)
-        check_written("out", out, named, shape=shape, dtype=q.dtype, device=q.device)
-    if lengths is None:
-        found: Any = attention(*prepared, **options)
-    else:
-        found = attention_varlen(*prepared, *lengths[:2], *longest(lengths), **options)
-    note(door, tensors, scores, cum_seq_q=lengths and lengths[0])
-    if whole:
-        return found
-    result, *others = found if isinstance(found, tuple) else (found,)
-    result = cut_head_dim(result, v.shape[-1])
-    result = result if out is None else write_owned(out, result, None if lengths is None else lengths[0])
-    return (result, *others) if others else result
+def _result(found: tuple[Tensor, ...]) -> Result:
+    return found if len(found) > 1 else found[0]
 
 
 def _heads(qkv: Tensor, num_heads_q: Any) -> tuple[Tensor, ...]:

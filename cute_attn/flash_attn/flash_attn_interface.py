@@ -28,16 +28,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from cute_attn.api.attention import attention, attention_varlen
 from cute_attn.flash_attn import extension as flash_attn_gpu
 from cute_attn.flash_attn.conventions import (
     Scores,
+    attend,
     attend_cache,
     attend_pages,
     check_table,
-    check_tensors,
     flag,
-    longest,
     note,
     plus_infinity,
     probability,
@@ -50,26 +48,14 @@ from cute_attn.flash_attn.operators import (
     _flash_attn_varlen_forward,
 )
 from cute_attn.host import plans
-from cute_attn.host.head_dims import cut_head_dim, whole_head_dim
 
 __all__ = [
-    "_flash_attn_backward",
-    "_flash_attn_forward",
-    "_flash_attn_varlen_backward",
-    "_flash_attn_varlen_forward",
-    "_wrapped_flash_attn_backward",
-    "_wrapped_flash_attn_forward",
-    "_wrapped_flash_attn_varlen_backward",
-    "_wrapped_flash_attn_varlen_forward",
-    "flash_attn_func",
-    "flash_attn_gpu",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-]
+    "_flash_attn_backward", "_flash_attn_forward", "_flash_attn_varlen_backward", "_flash_attn_varlen_forward",
+    "_wrapped_flash_attn_backward", "_wrapped_flash_attn_forward", "_wrapped_flash_attn_varlen_backward",
+    "_wrapped_flash_attn_varlen_forward", "flash_attn_func", "flash_attn_gpu", "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
+]  # fmt: skip
 
 Result = Tensor | tuple[Tensor, ...]
 
@@ -288,39 +274,18 @@ def flash_attn_with_kvcache(
         if block_table is not None:
             check_table(block_table)
         out, lse = attend_cache(
-            q,
-            k_cache,
-            v_cache,
-            scores,
-            k=k,
-            v=v,
-            cache_seqlens=cache_seqlens,
-            page_table=block_table,
-            cache_batch_idx=cache_batch_idx,
-            cache_leftpad=cache_leftpad,
-            rotary_cos=rotary_cos,
-            rotary_sin=rotary_sin,
-            rotary_interleaved=flag("rotary_interleaved", rotary_interleaved),
-            num_splits=num_splits,
-            return_lse=flag("return_softmax_lse", return_softmax_lse),
-        )
+            q, k_cache, v_cache, scores, k=k, v=v, cache_seqlens=cache_seqlens, page_table=block_table,
+            cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin, rotary_interleaved=flag("rotary_interleaved", rotary_interleaved),
+            num_splits=num_splits, return_lse=flag("return_softmax_lse", return_softmax_lse),
+        )  # fmt: skip
         note("flash_attn.flash_attn_with_kvcache", (q, k_cache, v_cache), scores, block_table=block_table)
         return out if lse is None else (out, plus_infinity(lse))
 
     *numbers, slopes = scores
     given = (
-        q,
-        k_cache,
-        v_cache,
-        k,
-        v,
-        rotary_cos,
-        rotary_sin,
-        cache_batch_idx,
-        cache_leftpad,
-        block_table,
-        slopes,
-    )
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, slopes,
+    )  # fmt: skip
     options = ("flash_attn cache", *numbers, rotary_interleaved, num_splits, return_softmax_lse)
     if isinstance(cache_seqlens, int) or not plans.may_repeat(
         options, q
@@ -375,26 +340,21 @@ def _attend(tensors: tuple[Tensor, ...], lengths: tuple[Any, ...] | None, option
 
     tensors: q, k and v. lengths: both cu_seqlens and both longest lengths, of packed sequences.
     """
-    q, k, v = tensors
-    check_tensors(q=q, k=k, v=v)
     dropout_p, probs = probability(options.dropout_p), flag("return_attn_probs", options.return_attn_probs)
-    arguments = options.scores.arguments(q) | {
+    arguments = {
         "dropout_p": dropout_p,
         "deterministic": flag("deterministic", options.deterministic),
         "return_lse": probs,
         "return_softmax": bool(probs and dropout_p),
     }
-    prepared: Any = tuple(map(whole_head_dim, tensors))
-    if lengths is None:
-        result: Any = attention(*prepared, **arguments)
-    else:
-        result = attention_varlen(*prepared, *lengths[:2], *longest(lengths), **arguments)
-    _note(tensors, lengths, options)
-    out, *others = result if probs else (result,)
-    out = cut_head_dim(out, v.shape[-1])
+    door = _DOORS[lengths is not None]
+    out, *others = attend(door, tensors, lengths, options.scores, arguments, dropout_p=options.dropout_p)
     if not probs:
         return out
     return out, plus_infinity(others[0]), others[1] if dropout_p else out.new_empty(0)
+
+
+_DOORS = ("flash_attn.flash_attn_func", "flash_attn.flash_attn_varlen_func")
 
 
 def _attend_pages(
@@ -410,22 +370,6 @@ def _attend_pages(
         options.dropout_p,
         flag("return_attn_probs", options.return_attn_probs),
     )
-    _note(tensors, lengths, options, block_table)
+    noted = {"cum_seq_q": lengths[0], "block_table": block_table, "dropout_p": options.dropout_p}
+    note(_DOORS[True], tensors, options.scores, **noted)
     return out if lse is None else (out, plus_infinity(lse), out.new_empty(0))
-
-
-def _note(
-    tensors: tuple[Tensor, ...],
-    lengths: tuple[Any, ...] | None,
-    options: _Options,
-    block_table: Tensor | None = None,
-) -> None:
-    """Count a call. Arguments: see :func:`_attend`."""
-    note(
-        f"flash_attn.flash_attn_{'varlen_' if lengths else ''}func",
-        tensors,
-        options.scores,
-        dropout_p=options.dropout_p,
-        cum_seq_q=lengths and lengths[0],
-        block_table=block_table,
-    )

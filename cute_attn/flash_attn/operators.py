@@ -26,14 +26,13 @@ import torch
 from torch import Tensor
 
 from cute_attn.api.attention import (
-    attention,
     attention_backward,
-    attention_varlen,
     attention_varlen_backward,
     draw_rng_state,
 )
 from cute_attn.flash_attn.conventions import (
     Scores,
+    attend,
     attend_pages,
     check_tensors,
     flag,
@@ -51,45 +50,22 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _flash_attn_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float, causal: bool,
+    window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None,
     return_softmax: bool,
-) -> Outputs:
+) -> Outputs:  # fmt: skip
     """The forward of :func:`~cute_attn.flash_attn.flash_attn_func`."""
     scores = Scores(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     return _forward((q, k, v), None, scores, dropout_p, return_softmax)
 
 
 def _flash_attn_varlen_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    return_softmax: bool = False,
-    block_table: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    zero_tensors: bool = False,
-    num_splits: int = 0,
-) -> Outputs:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int = -1,
+    window_size_right: int = -1, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False, block_table: Tensor | None = None, leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None, zero_tensors: bool = False, num_splits: int = 0,
+) -> Outputs:  # fmt: skip
     """The forward of :func:`~cute_attn.flash_attn.flash_attn_varlen_func`.
 
     num_splits: counts with a block_table.
@@ -117,25 +93,11 @@ def _flash_attn_varlen_forward(
 
 
 def _flash_attn_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    rng_state: Tensor | None = None,
-) -> Tensor:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None,
+    dk: Tensor | None, dv: Tensor | None, dropout_p: float, softmax_scale: float, causal: bool,
+    window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None,
+    deterministic: bool, rng_state: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The backward of :func:`~cute_attn.flash_attn.flash_attn_func`, into dq, dk and dv."""
     scores = Scores(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     options = {"dropout_p": dropout_p, "deterministic": deterministic, "rng_state": rng_state}
@@ -144,30 +106,12 @@ def _flash_attn_backward(
 
 
 def _flash_attn_varlen_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    rng_state: Tensor | None = None,
-    zero_tensors: bool = False,
-) -> Tensor:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None,
+    dk: Tensor | None, dv: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int,
+    window_size_right: int, softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
+    rng_state: Tensor | None = None, zero_tensors: bool = False,
+) -> Tensor:  # fmt: skip
     """The backward of :func:`~cute_attn.flash_attn.flash_attn_varlen_func`, into dq, dk and dv.
 
     Rows that no sequence owns become 0 with or without zero_tensors.
@@ -192,19 +136,12 @@ def _forward(
     check_tensors(q=q, k=k, v=v)
     dropout_p = probability(dropout_p)
     state = draw_rng_state(q.device) if dropout_p else q.new_zeros(2, dtype=torch.int64)
-    options |= scores.arguments(q) | {"dropout_p": dropout_p, "return_lse": True}
+    options |= {"dropout_p": dropout_p, "return_lse": True}
     wants_softmax = flag("return_softmax", return_softmax)
     if dropout_p:
         options |= {"rng_state": state, "return_softmax": wants_softmax}
-    prepared: Any = tuple(map(whole_head_dim, tensors))
-    if lengths is None:
-        found: Any = attention(*prepared, **options)
-    else:
-        found = attention_varlen(*prepared, *lengths[:2], *longest(lengths), **options)
     door = f"flash_attn._flash_attn_{'varlen_' if lengths else ''}forward"
-    note(door, tensors, scores, dropout_p=dropout_p, cum_seq_q=lengths and lengths[0])
-    out, lse, *softmax = found
-    out = cut_head_dim(out, v.shape[-1])
+    out, lse, *softmax = attend(door, tensors, lengths, scores, options, dropout_p=dropout_p)
     return out, plus_infinity(lse), softmax[0] if softmax else out.new_empty(0), state
 
 

@@ -84,16 +84,8 @@ def flex_attention(
     Source: torch.nn.attention.flex_attention of torch 2.13, and Dong et al. 2024, arXiv:2412.05496.
     """
     arguments = (
-        query,
-        key,
-        value,
-        score_mod,
-        block_mask,
-        scale,
-        enable_gqa,
-        return_lse,
-        kernel_options,
-    )
+        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
+    )  # fmt: skip
     if torch.compiler.is_compiling() and (score_mod is not None or block_mask is not None):
         return overrides.between_graphs().flex_attention(*arguments, return_aux=return_aux)
 

@@ -35,14 +35,9 @@ def attend(
     if k.shape[0] != q.shape[0]:
         k, v = (x.expand(q.shape[0], -1, -1, -1) for x in (k, v))
     found = attention(
-        q,
-        k,
-        v,
-        softmax_scale=scale,
-        score_mod=score_mod,
-        block_mask=block_mask,
+        q, k, v, softmax_scale=scale, score_mod=score_mod, block_mask=block_mask,
         return_lse=return_lse if return_aux is None else return_aux.lse,
-    )
+    )  # fmt: skip
     out, lse = found if isinstance(found, tuple) else (found, None)
     out = _in_order_of(query, out.transpose(1, 2))
     if return_aux is not None:

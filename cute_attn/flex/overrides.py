@@ -46,17 +46,9 @@ def flex_attention(
     from cute_attn.flex.overrides import _route  # the globals are those of another module
 
     return _route(
-        query,
-        key,
-        value,
-        score_mod,
-        block_mask,
-        scale,
-        enable_gqa,
-        return_lse,
-        kernel_options,
+        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
         return_aux=return_aux,
-    )
+    )  # fmt: skip
 
 
 _own = flex_attention.__code__

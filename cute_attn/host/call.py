@@ -330,25 +330,14 @@ class Call(NamedTuple):
     ) -> Traits:
         """Traits of a forward or backward kernel of ``arch``; bias_grad: it computes the bias's gradient."""
         return Traits(
-            op=op,
-            arch=arch,
-            dtype=DTYPE_NAMES[self.q.dtype],
-            head_dim=int(self.q.shape[-1]),
-            head_dim_v=int(self.v.shape[-1]),
-            precision=self.precision,
-            mask=self.mask,
-            softcap=self.softcap > 0,
-            alibi=self.alibi_slopes is not None,
-            bias="" if self.bias is None else DTYPE_NAMES[self.bias.dtype],
-            epilogues=self.epilogue_names,
-            sinks=self.sinks_dtype if op == "forward" else "",
-            dropout=self.dropout,
-            varlen=self.varlen,
-            seqused_q=self.seqused_q is not None,
-            seqused_k=self.seqused_k is not None,
-            bias_grad=bias_grad,
+            op=op, arch=arch, dtype=DTYPE_NAMES[self.q.dtype], head_dim=int(self.q.shape[-1]),
+            head_dim_v=int(self.v.shape[-1]), precision=self.precision, mask=self.mask,
+            softcap=self.softcap > 0, alibi=self.alibi_slopes is not None,
+            bias="" if self.bias is None else DTYPE_NAMES[self.bias.dtype], epilogues=self.epilogue_names,
+            sinks=self.sinks_dtype if op == "forward" else "", dropout=self.dropout, varlen=self.varlen,
+            seqused_q=self.seqused_q is not None, seqused_k=self.seqused_k is not None, bias_grad=bias_grad,
             variant=variant,
-        )
+        )  # fmt: skip
 
     @property
     def sinks_dtype(self) -> str:
