@@ -93,13 +93,13 @@ def can_split(tensors: Sequence[Tensor]) -> bool:
 
 def plan_forward(call: Call, kernel: Any, target: str) -> Plan | None:
     """The plan of a call that both :mod:`cute_attn.kernels.fp32_sm80.kernel` serve in place of ``kernel``, or None."""
-    kernels = SpeculativeKernels.wanted(call, kernel, target)
+    kernels = both_kernels(call, kernel, target)
     if kernels is None:
         return None
-    check_query_blocks(call, kernels.speculative)
+    check_query_blocks(call, kernels[0])
     main, fallback = (compiler.build(one, target) for one in kernels)
     plain = registry.lookup(replace(kernel.traits, variant=""), None, target)
-    split = SplitLauncher.of(kernels.fallback.traits, "forward_split", target)
+    split = SplitLauncher.of(kernels[1].traits, "forward_split", target)
     return Plan(plain, {"main": main, "fallback": fallback}, split)
 
 
@@ -121,50 +121,32 @@ def as_rows(terms: Tensor) -> Tensor:
     return as_strided(terms, shape, contiguous_strides(shape))
 
 
-class SpeculativeKernels(NamedTuple):
-    """Both kernels, with their tiles."""
+def both_kernels(call: Call, kernel: Any, target: str) -> tuple[Any, ...] | None:
+    """The speculative kernel and its fallback, which serve a call in place of ``kernel``, the one chosen; or None.
 
-    speculative: Any
-    fallback: Any
+    A call that names one of them, or its tile, has both. A call that names no tile has both where it is large enough to
+    pay for the launches before (:func:`cute_attn.kernels.fp32_sm80.heuristics.terms_pay`).
 
-    @staticmethod
-    def wanted(call: Call, kernel: Any, target: str) -> "SpeculativeKernels | None":
-        """The kernels that serve a call in place of ``kernel``, the one chosen for it; or None.
-
-        A call that names one of them, or its tile, has both. A call that names no tile has both where it is large
-        enough to pay for the launches before (:func:`cute_attn.kernels.fp32_sm80.heuristics.terms_pay`).
-
-        Raises:
-            Unsupported: the call names one of them, and the other does not support it.
-            ValueError: the call names one of them, and has too many rows.
-        """
-        traits, few_rows = kernel.traits, can_split((call.q, call.k, call.v))
-        if traits.variant in registry.SPECULATIVE_PAIR:
-            if not few_rows:
-                raise ValueError(
-                    f"q, k or v has more than {MAX_ROWS} rows of heads; accepted: fewer, for {traits}"
-                )
-            return SpeculativeKernels._pair(kernel, target)
+    Raises:
+        Unsupported: the call names one of them, and the other does not support it.
+        ValueError: the call names one of them, and has too many rows.
+    """
+    traits, few_rows = kernel.traits, can_split((call.q, call.k, call.v))
+    named = traits.variant in registry.SPECULATIVE_PAIR
+    if named and not few_rows:
+        raise ValueError(f"q, k or v has more than {MAX_ROWS} rows of heads; accepted: fewer, for {traits}")
+    if not named:
         if traits.dtype != "fp32" or traits.arch != "sm80" or traits.variant or call.tile or not few_rows:
             return None
-        rows = math.prod(call.q.shape[:-1])
         speculative = registry.KERNELS["forward", "sm80", registry.SPECULATIVE_PAIR[0]]
-        if not speculative.terms_pay(traits, rows, *call.longest, call.group):
+        if not speculative.terms_pay(traits, math.prod(call.q.shape[:-1]), *call.longest, call.group):
             return None
-        try:
-            return SpeculativeKernels._pair(kernel, target)
-        except registry.Unsupported:  # head dims that one of the two does not support
-            return None
-
-    @staticmethod
-    def _pair(kernel: Any, target: str) -> "SpeculativeKernels":
-        """Both kernels, ``kernel`` with its tile."""
-        traits = kernel.traits
-        return SpeculativeKernels(
-            *(
-                kernel
-                if traits.variant == name
-                else registry.lookup(replace(traits, variant=name), None, target)
-                for name in registry.SPECULATIVE_PAIR
-            )
+    try:
+        return tuple(
+            kernel if traits.variant == name else registry.lookup(replace(traits, variant=name), None, target)
+            for name in registry.SPECULATIVE_PAIR
         )
+    except registry.Unsupported:  # head dims that one of the two does not support
+        if named:
+            raise
+        return None

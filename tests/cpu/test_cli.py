@@ -54,10 +54,22 @@ finally:
 """
 
 
+def loading(*command, **environment):
+    """A command in a new process, which says at its end what it has loaded."""
+    environment = {name: str(value) for name, value in environment.items()} | {
+        "PYTHONPATH": str(processes.ROOT)
+    }
+    words = [sys.executable, "-c", LOADED, *command]
+    return subprocess.run(
+        words, cwd=processes.ROOT, env=os.environ | environment, capture_output=True, text=True
+    )
+
+
 @pytest.mark.parametrize(
     ("command", "loaded"),
     [
         (["--version"], ""),
+        (["--help"], ""),
         (["cache", "list"], ""),
         (["list", "--features"], ""),
         (["tour"], ""),
@@ -70,16 +82,9 @@ finally:
 )
 def test_a_command_loads_what_it_needs(command, loaded, tmp_path):
     """A verdict, of a kernel that is built already. The kernels' objects are none that garbage is looked for among."""
-    environment = os.environ | {"CUTE_ATTN_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(processes.ROOT)}
     if "verdict" in command:
         ok(processes.run("-m", "cute_attn", *command, environment={"CUTE_ATTN_CACHE_DIR": str(tmp_path)}))
-    done = subprocess.run(
-        [sys.executable, "-c", LOADED, *command],
-        cwd=processes.ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    done = loading(*command, CUTE_ATTN_CACHE_DIR=tmp_path)
     assert done.returncode == 0 and done.stderr == f"{loaded}\nTrue {'cutlass' in loaded}\n", done.stderr
 
 
@@ -87,37 +92,20 @@ def test_a_command_loads_what_it_needs(command, loaded, tmp_path):
     "command",
     ["compile nonsense", "verdict forward-sm80-bf16-d60", "check forward-sm80-bf16-d64 --target sm75"],
 )
-def test_a_wrong_name_is_refused_before_the_compiler_loads(command, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", LOADED, *command.split()],
-        cwd=processes.ROOT,
-        env=os.environ | {"PYTHONPATH": str(processes.ROOT)},
-        capture_output=True,
-        text=True,
-    )
+def test_a_wrong_name_is_refused_before_the_compiler_loads(command):
+    done = loading(*command.split())
     sentence, loaded, _ = done.stderr.split("\n", 2)
     assert done.returncode == 2 and sentence.startswith("error: ") and loaded == ""
 
 
 def test_a_second_list_loads_no_compiler(tmp_path):
     """Its rows are kept by the sources that made them."""
-    environment = os.environ | {
-        "CUTE_ATTN_CACHE_DIR": str(tmp_path / "cache"),
-        "PYTHONPATH": str(processes.ROOT),
-    }
-    first, second = (
-        subprocess.run(
-            [sys.executable, "-c", LOADED, "list"], env=environment, capture_output=True, text=True
-        )
-        for _ in range(2)
-    )
+    first, second = (loading("list", CUTE_ATTN_CACHE_DIR=tmp_path / "cache") for _ in range(2))
     assert first.stdout == second.stdout != "" and first.stderr.startswith("cutlass\n")
     assert second.stderr == "\nTrue False\n"
     (file,) = (tmp_path / "cache-lab").glob("list-*.json")
     file.write_text(file.read_text().replace('"sources": "', '"sources": "other'))
-    third = subprocess.run(
-        [sys.executable, "-c", LOADED, "list"], env=environment, capture_output=True, text=True
-    )
+    third = loading("list", CUTE_ATTN_CACHE_DIR=tmp_path / "cache")
     assert third.stdout == first.stdout and third.stderr.startswith("cutlass\n")
 
 
@@ -177,7 +165,6 @@ def test_features_are_listed_and_explained(run):
 
 def test_every_word_has_an_explanation():
     from cute_attn.lab import explain
-    from cute_attn.lab.verdict import _column, verdict
 
     for cls in explain.tile_classes():
         if cls.__module__.startswith("cute_attn."):
@@ -187,18 +174,17 @@ def test_every_word_has_an_explanation():
     assert len(explain.tile_classes()) > 8 and {"tile_m", "qk_unroll"} <= set(
         explain.attribute_docs(ForwardSm80Tile)
     )
-    for name in (TOY, "forward-sm80-bf16-d64-causal", "forward-sm90-bf16-d64-causal"):
-        assert set(_column(verdict(name))) <= set(explain.words("verdict"))
 
 
-def test_words_that_a_verdict_and_lists_print_are_explained(run):
+def test_words_that_a_verdict_and_lists_print_are_explained():
     """Those of their own, without numbers: column titles, row titles and what stands beside the numbers."""
-    from cute_attn.lab.explain import explain
+    from cute_attn.lab.explain import explain, words
     from cute_attn.lab.verdict import _column, verdict
 
     printed = {"kernel", "runs on", "default tiles", "targets", "default tile", "shared memory", "registers"}
     for name in ("forward-sm80-bf16-d64-causal", "forward-sm90-bf16-d64-causal"):
         one = verdict(name)
+        assert set(_column(one)) | set(_column(verdict(TOY))) <= set(words("verdict"))
         printed |= {*_column(one), one.step.clocks.bound, one.limited_by}
     printed |= {"bound", "at least", "estimated", "n-way", "limited by", "in the step", "exponentials"}
     assert all(explain(word) for word in printed)
@@ -262,29 +248,6 @@ def test_list_says_when_a_default_tile_is_not_taken(run):
     assert other["for"] == "a bias of one row, or that TMA cannot read or whose gradient it cannot store"
     assert "bias_stages=2" in row["tile"] and "bias_stages=0" in other["tile"]
     assert "for a bias of one row, or that TMA" in ok(run("list", name, "--target", "sm90"))
-
-
-@pytest.mark.parametrize(
-    "arguments, unneeded",
-    [
-        (["list"], {"torch", "matplotlib"}),
-        (["cache", "list"], {"torch", "cutlass"}),
-        (["--help"], {"torch", "cutlass"}),
-    ],
-    ids=["list", "cache list", "--help"],
-)
-def test_a_command_loads_no_more_than_it_needs(arguments, unneeded, tmp_path):
-    """In a new process, where imports take most of a short command's time."""
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "cute_attn", *arguments],
-        env=os.environ | {"PYTHONPATH": str(processes.ROOT), "CUTE_ATTN_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "cute_attn.cli.main" in loaded and done.stdout
-    assert not loaded & unneeded
 
 
 def test_compile_as_json(run):
@@ -366,54 +329,39 @@ def test_the_cache_commands(run, tmp_path):
 
 
 WRONG = {
-    ("compile", "nonsense"): "name is 'nonsense'; accepted: OP-ARCH-DTYPE-dDIM",
-    ("compile", "forward-sm80-bf16-d60"): "head_dim is 60; accepted: multiples of 8",
-    ("compile", "forward-sm80-bf16-d64-my_own"): "no epilogue is registered as 'my_own'",
-    (
-        "compile",
-        "forward-sm80:mine-bf16-d64",
-    ): "no kernel computes forward-sm80:mine-bf16-d64: none is registered as "
+    "compile nonsense": "name is 'nonsense'; accepted: OP-ARCH-DTYPE-dDIM",
+    "compile forward-sm80-bf16-d60": "head_dim is 60; accepted: multiples of 8",
+    "compile forward-sm80-bf16-d64-my_own": "no epilogue is registered as 'my_own'",
+    "compile forward-sm80:mine-bf16-d64": "no kernel computes forward-sm80:mine-bf16-d64: none is registered as "
     "forward-sm80:mine; accepted: forward-sm80, forward-sm90,",
-    ("compile", "forward-sm80-bf16-d64", "--tile", "rows=3"): "tile has 'rows=3'",
-    ("compile", "forward-sm80-bf16-d128", "--tile", "tile_n=2048"): "bytes of shared memory",
-    ("compile", "forward-sm80-bf16-d64", "--target", "sm75"): "target is 'sm75'; accepted: sm80",
-    ("list", "--target", "sm75"): "target is 'sm75'; accepted: sm80",
-    ("bench", "forward-sm80-bf16-d64"): "there is no GPU",
-    ("bench", "combine-sm80-bf16-d64"): "is neither a forward nor a backward; accepted",
-    ("compile", "forward-sm80-bf16-d64-return_softmax"): "no epilogue is registered as 'return_softmax'",
-    ("show", "backward_preprocess-sm80-bf16-d64"): "has no shared-memory layout and no MMA to draw",
-    ("--load", "absent.py", "list"): "--load is 'absent.py'",
-    ("cache", "prebuild", "nonsense"): "name is 'nonsense'",
-    ("list", "forward-sm90", "--target", "sm100"): "no default kernel of forward-sm90 is for sm100",
-    ("list", "forwrad-sm80"): "name is 'forwrad-sm80' (did you mean 'forward-sm80'?); accepted",
-    ("compile", "forwad-sm80-bf16-d64"): "op is 'forwad' (did you mean 'forward'?); accepted",
-    ("ab", "forward-sm80-bf16-d64", "forward-sm90-bf16-d64"): "there is no GPU",
-    (
-        "ab",
-        "forward-sm80-bf16-d64",
-        "forward-sm90-bf16-d64",
-        "--peer",
-        "fa4",
-    ): "B is given more than once; accepted: one of NAME2, --peer and a second --tile",
-    ("verdict", "forward-sm80-bf16-d128", "--tile", "tile_n=1024"): "bytes of shared memory",
-    ("verdict", "forward-sm80-bf16-d64", "--tile", "tile_n=33"): "tile_n is 33; accepted: multiples of 16",
-    (
-        "verdict",
-        "forward-sm80-bf16-d64",
-        "--tile",
-        "tile_n=33",
-        "--tile",
-        "tile_n=-16",
-    ): "tile_n is -16; accepted",
+    "compile forward-sm80-bf16-d64 --tile rows=3": "tile has 'rows=3'",
+    "compile forward-sm80-bf16-d128 --tile tile_n=2048": "bytes of shared memory",
+    "compile forward-sm80-bf16-d64 --target sm75": "target is 'sm75'; accepted: sm80",
+    "list --target sm75": "target is 'sm75'; accepted: sm80",
+    "bench forward-sm80-bf16-d64": "there is no GPU",
+    "bench combine-sm80-bf16-d64": "is neither a forward nor a backward; accepted",
+    "compile forward-sm80-bf16-d64-return_softmax": "no epilogue is registered as 'return_softmax'",
+    "show backward_preprocess-sm80-bf16-d64": "has no shared-memory layout and no MMA to draw",
+    "--load absent.py list": "--load is 'absent.py'",
+    "cache prebuild nonsense": "name is 'nonsense'",
+    "list forward-sm90 --target sm100": "no default kernel of forward-sm90 is for sm100",
+    "list forwrad-sm80": "name is 'forwrad-sm80' (did you mean 'forward-sm80'?); accepted",
+    "compile forwad-sm80-bf16-d64": "op is 'forwad' (did you mean 'forward'?); accepted",
+    "ab forward-sm80-bf16-d64 forward-sm90-bf16-d64": "there is no GPU",
+    "ab forward-sm80-bf16-d64 forward-sm90-bf16-d64 --peer fa4": "B is given more than once; accepted: one of NAME2, "
+    "--peer and a second --tile",
+    "verdict forward-sm80-bf16-d128 --tile tile_n=1024": "bytes of shared memory",
+    "verdict forward-sm80-bf16-d64 --tile tile_n=33": "tile_n is 33; accepted: multiples of 16",
+    "verdict forward-sm80-bf16-d64 --tile tile_n=33 --tile tile_n=-16": "tile_n is -16; accepted",
 }
 
 
-@pytest.mark.parametrize("arguments", WRONG, ids=" ".join)
-def test_wrong_calls(run, arguments):
-    done = run(*arguments)
+@pytest.mark.parametrize("command", WRONG)
+def test_wrong_calls(run, command):
+    done = run(*command.split())
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    assert WRONG[arguments] in done.stderr
+    assert WRONG[command] in done.stderr
 
 
 IN_A_FILE = {

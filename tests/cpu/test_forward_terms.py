@@ -14,7 +14,7 @@ from cute_attn.compiler.registry import Unsupported, lookup
 from cute_attn.device.math import LOG2_E
 from cute_attn.host import forward
 from cute_attn.host.choose import choose_kernel
-from cute_attn.host.split_fp32 import SpeculativeKernels
+from cute_attn.host.split_fp32 import both_kernels
 from cute_attn.kernels.fp32_sm80.kernel import terms_serve
 from cute_attn.traits import Traits
 from tests import emulated_kvcache, machine
@@ -75,7 +75,7 @@ def single(*shape, precision="", **changes):
 
 def wanted(params, target="sm90"):
     kernel = choose_kernel(params, target)
-    return SpeculativeKernels.wanted(params, kernel, target)
+    return both_kernels(params, kernel, target)
 
 
 LARGE = {

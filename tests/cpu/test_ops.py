@@ -557,7 +557,7 @@ def test_the_softmax_has_the_calls_precision(recorder, monkeypatch, precision):
     seen = []
     softmax = reference.softmax
     monkeypatch.setattr(reference, "softmax", lambda *given: seen.append(given[-1]) or softmax(*given))
-    monkeypatch.setattr("cute_attn.host.split_fp32.SpeculativeKernels.wanted", lambda *given: None)
+    monkeypatch.setattr("cute_attn.host.split_fp32.both_kernels", lambda *given: None)
     attention(*inputs(), precision=precision, return_softmax=True)
     assert seen == ["tf32" if precision == "tf32" else ""]
 
