@@ -25,7 +25,7 @@ from typing import Any
 
 from cute_attn import _without_dsl
 from cute_attn.compiler import cubin as _cubin
-from cute_attn.compiler import html, registry
+from cute_attn.compiler import registry
 from cute_attn.compiler.arguments import fakes, ordered, parameters
 from cute_attn.compiler.bundle import VARIABLE, BundleUnusable, find_bundle, load_function
 from cute_attn.compiler.cache import (
@@ -48,6 +48,7 @@ from cute_attn.compiler.workers import Worker
 from cute_attn.epilogues.names import TRACED, is_registered, user_epilogue
 from cute_attn.tiles import check_target, check_tile, text_of
 from cute_attn.traits import Traits
+from layouts import html
 
 __all__ = [
     "CompiledKernel",

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from cute_attn import reference
-from cute_attn.compiler import html
 from cute_attn.epilogues.base import Epilogue
 from cute_attn.epilogues.functions.definition import AS_TORCH, Precision
 from cute_attn.epilogues.functions.epilogue import FunctionEpilogue
@@ -23,6 +22,7 @@ from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.names import example_args, user_epilogue
 from cute_attn.reference.tilings import SMALL, TILINGS, TINY, Gradients, Scores, Tiling
 from cute_attn.traits import Traits
+from layouts import html
 
 FORWARD = (SMALL, "wgmma1-64x80")
 BACKWARD = ("warps2x1-32x32", "wgmma1-32x64-transposed")

@@ -376,6 +376,10 @@ def compare(out, tensors, **arguments):
     exact = [x.detach().double().requires_grad_() for x in tensors]
     bias = {"attn_mask": exact[3]} if len(exact) > 3 else {}
     wanted = scaled_dot_product_attention(*exact[:3], **bias, **arguments)
+    equal_with_gradients(out, wanted, tensors, exact)
+
+
+def equal_with_gradients(out, wanted, tensors, exact):
     weight = randn(*wanted.shape, seed=9)
     torch.testing.assert_close(out.double(), wanted, rtol=0, atol=4e-3)
     grads = torch.autograd.grad((out * weight).sum(), tensors)
@@ -447,45 +451,27 @@ def test_dropout_draws_pytorchs_mask_of_the_returned_state(backend, on_cpu):
         reference.ScoreInputs(dropout_p=0.4, rng_state=state),
         return_softmax=True,
     )
-    weight = randn(2, 4, 9, 16, seed=9)
-    torch.testing.assert_close(out.double(), wanted.transpose(1, 2), rtol=0, atol=4e-3)
-    grads = torch.autograd.grad((out * weight).sum(), (q, k, v))
-    for a, b in zip(grads, torch.autograd.grad((wanted.transpose(1, 2) * weight).sum(), exact), strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=0, atol=3e-2)
+    equal_with_gradients(out, wanted.transpose(1, 2), (q, k, v), exact)
     if backend == "flash":
         assert torch.equal(debug[:, :, :9, :11].signbit(), softmax.signbit())
         assert not debug[:, :, 9:].any() and not debug[:, :, :, 11:].any()
 
 
-def test_packed_rows(on_cpu):
-    q, k, v = leaves((16, 4, 16), (16, 4, 16), (16, 4, 16))
-    out, lse, *_ = aten._flash_attention_forward(
-        q, k, v, CU, CU, 11, 11, 0.0, True, False, window_size_left=3, window_size_right=2
-    )
+@pytest.mark.parametrize("of_torch", [False, True], ids=["operator", "varlen_attn"])
+def test_packed_rows(of_torch, on_cpu):
+    tensors = leaves((16, 4, 16), (16, 4, 16), (16, 4, 16))
+    if of_torch:
+        out = varlen_attn(*tensors, CU, CU, 11, 11, window_size=(3, 0))
+    else:
+        bounds = {"window_size_left": 3, "window_size_right": 2}
+        out, lse, *_ = aten._flash_attention_forward(*tensors, CU, CU, 11, 11, 0.0, True, False, **bounds)
+        assert lse.shape == (4, 16)
     distance = torch.arange(16)[:, None] - torch.arange(16)
     seen = (distance >= 0) & (distance <= 3)
     seen[5:, :5] = False
-    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    exact = [x.detach().double().requires_grad_() for x in tensors]
     wanted = scaled_dot_product_attention(*(x.transpose(0, 1) for x in exact), attn_mask=seen).transpose(0, 1)
-    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=4e-3)
-    assert lse.shape == (4, 16)
-    weight = randn(16, 4, 16, seed=9)
-    grads = torch.autograd.grad((out * weight).sum(), (q, k, v))
-    for a, b in zip(grads, torch.autograd.grad((wanted * weight).sum(), exact), strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=0, atol=3e-2)
-
-
-def test_varlen_attn(on_cpu):
-    (x,) = leaves((16, 4, 16))
-    out = varlen_attn(x, x, x, CU, CU, 11, 11, window_size=(3, 0))
-    grad = torch.autograd.grad(out.float().sum(), x)[0]
-    distance = torch.arange(16)[:, None] - torch.arange(16)
-    seen = (distance >= 0) & (distance <= 3)
-    seen[5:, :5] = False
-    exact = x.detach().double().requires_grad_()
-    wanted = scaled_dot_product_attention(*(exact.transpose(0, 1),) * 3, attn_mask=seen).transpose(0, 1)
-    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=4e-3)
-    torch.testing.assert_close(grad.double(), torch.autograd.grad(wanted.sum(), exact)[0], rtol=0, atol=3e-2)
+    equal_with_gradients(out, wanted, tensors, exact)
     assert set(sdpa.served) == {("_flash_attention_forward", ""), ("_flash_attention_backward", "")}
 
 
