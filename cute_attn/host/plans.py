@@ -253,24 +253,33 @@ def recorded(
         return call()
     if forward_ad._current_level >= 0:
         return call()
-    if functions:
-        return _recorded_with_functions(key, tensors, call, functions, tables)
+    own, before = Reads(*functions) if functions else None, traces_alone()
+    complete, kept = (True, ()) if own is None else (own.complete, own.kept)
     try:
-        full = _full_key(key, tensors, gradients=True)
-        known = _records.get(full)
+        full = _full_key(key if own is None else (key, own.key), tensors, gradients=True)
+        known, made = _records.get(full), () if tables is None else tables()
     except (TypeError, AttributeError, RuntimeError):
         return call()
-    if known is not True:
+    if known is not True or not complete or made is None:
         found = call()
-        if known is None:
-            _remember(full, True)
+        if complete and known is None and traces_alone() == before:  # a trace may serve only this call
+            _remember(full, True, kept)
         return found
-    found, record, repeats = _record(tensors, call)
-    if record is not None:
+    if own is not None and torch.cuda.is_current_stream_capturing():
+        return call()  # a capture rebuilds a mask's tables
+    given = tensors if own is None else (*tensors, *own.references, *made)
+    found, record, repeats = _record(given, call, len(given) - len(tensors))
+    if traces_alone() != before:
+        return found
+    if record is None:
+        if repeats:
+            _remember(full, False, kept)
+    elif own is None:
         _remember(full, record)
         del _guarded.get((key, tuple(map(type, tensors))), [])[_MOST_GUARDS - 1 :]  # room for its guards
-    elif repeats:
-        _remember(full, False)
+    else:
+        _forget_dead()
+        _guard(key, given, record, len(tensors), own, tables is not None)
     return found
 
 
@@ -294,39 +303,6 @@ def of_operator(name: Hashable, arguments: Sequence[Any], call: Callable[[], Any
     known = find(key, given)
     found = None if known is None else known[0].run(known[1])
     return recorded(key, given, call) if found is None else found
-
-
-def _recorded_with_functions(
-    key: Hashable,
-    tensors: Tensors,
-    call: Callable[[], Any],
-    functions: tuple,
-    tables: Tables | None,
-) -> Any:
-    """:func:`recorded` with functions. Nothing is kept of a call with a trace that served only that call."""
-    own, before = Reads(*functions), traces_alone()
-    try:
-        full = _full_key((key, own.key), tensors, gradients=True)
-        known, made = _records.get(full), () if tables is None else tables()
-    except (TypeError, AttributeError, RuntimeError):
-        return call()
-    if not own.complete or made is None or known is not True:
-        found = call()
-        if own.complete and known is None and traces_alone() == before:
-            _remember(full, True, own.kept)
-        return found
-    if torch.cuda.is_current_stream_capturing():
-        return call()  # a capture rebuilds a mask's tables
-    given = (*tensors, *own.references, *made)
-    found, record, repeats = _record(given, call, len(given) - len(tensors))
-    if traces_alone() != before:
-        return found
-    if record is not None:
-        _forget_dead()
-        _guard(key, given, record, len(tensors), own, tables is not None)
-    elif repeats:
-        _remember(full, False, own.kept)
-    return found
 
 
 def _record(tensors: Tensors, call: Callable[[], Any], users: int = 0) -> tuple[Any, Record | None, bool]:

@@ -64,7 +64,6 @@ class AppendKv:
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        """Why this kernel cannot serve ``traits``, or None."""
         if traits.op != "append":
             return f"it computes append, not {traits.op}"
         used = ("head_dim_v", "varlen", "rotary", "rotate_q", "varlen_new", "paged", "batch_idx", "variant")
@@ -78,7 +77,6 @@ class AppendKv:
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> AppendTile:
-        """The only default."""
         return AppendTile()
 
     # ---- host ----
@@ -94,7 +92,6 @@ class AppendKv:
         queries: Annotated[Queries | None, _queries_fake],
         stream: cuda.CUstream,
     ) -> None:
-        """Launch."""
         per_row = new.k.shape[-2] * ((self.traits.head_dim + self.traits.head_dim_v) // 8)
         new_rows = number_of_rows(new.k)
         rows = new_rows

@@ -43,7 +43,6 @@ class BackwardConvert:
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        """Why this kernel cannot serve ``traits``, or None."""
         if traits.op != "backward_convert":
             return f"it computes backward_convert, not {traits.op}"
         if traits != traits.part(traits.op):

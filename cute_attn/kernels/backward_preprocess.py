@@ -95,7 +95,6 @@ class BackwardPreprocess:
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        """Why this kernel cannot serve ``traits``, or None."""
         if traits.op != "backward_preprocess":
             return f"it computes backward_preprocess, not {traits.op}"
         if traits != traits.part(traits.op, lse_grad=traits.lse_grad):

@@ -52,7 +52,6 @@ class BlockKinds:
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        """Why this kernel cannot serve ``traits``, or None."""
         if traits.op != BLOCK_OPS[0]:
             return f"it computes {BLOCK_OPS[0]}, not {traits.op}"
         plain = Traits(traits.op, "sm80", "bf16", LISTED_ROWS, epilogues=traits.epilogues)

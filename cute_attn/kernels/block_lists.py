@@ -51,7 +51,6 @@ class ListBlocks:
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        """Why this kernel cannot serve ``traits``, or None."""
         if traits.op != BLOCK_OPS[1]:
             return f"it computes {BLOCK_OPS[1]}, not {traits.op}"
         plain = Traits(traits.op, "sm80", "bf16", LISTED_ROWS)
@@ -59,7 +58,6 @@ class ListBlocks:
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> BlockListsTile:
-        """The only default."""
         return BlockListsTile()
 
     # ---- host ----
@@ -68,7 +66,6 @@ class ListBlocks:
     def __call__(
         self, mKinds: fakes.Kinds, of_queries: Counts, of_keys: Counts, stream: cuda.CUstream
     ) -> None:
-        """Launch."""
         batch, nheads, rows, columns = mKinds.shape
         lines = batch * nheads * (rows + columns)
         self.kernel(mKinds, of_queries, of_keys).launch(

@@ -71,7 +71,6 @@ class ListVisits:
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        """Why this kernel cannot serve ``traits``, or None."""
         if traits.op != BLOCK_OPS[2]:
             return f"it computes {BLOCK_OPS[2]}, not {traits.op}"
         plain = Traits(traits.op, "sm80", "bf16", LISTED_ROWS)
@@ -79,7 +78,6 @@ class ListVisits:
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> BlockListsTile:
-        """The only default."""
         return BlockListsTile()
 
     # ---- host ----

@@ -167,7 +167,6 @@ class Combine:
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        """Why this kernel cannot serve ``traits``, or None."""
         if traits.op != "combine":
             return f"it computes combine, not {traits.op}"
         own = {name: getattr(traits, name) for name in ("sinks", "variant")}
@@ -624,7 +623,6 @@ class CombineShares(Combine):
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        """Why this kernel cannot serve ``traits``, or None."""
         if traits.op != "combine_shares":
             return f"it computes combine_shares, not {traits.op}"
         used = ("mask", "sinks", "varlen", "seqused_k", "leftpad", "varlen_k", "variant")

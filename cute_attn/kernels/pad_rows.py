@@ -54,7 +54,6 @@ class PadRows:
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        """Why this kernel cannot serve ``traits``, or None."""
         if traits.op not in PADDED_TENSORS:
             return f"it computes {' and '.join(PADDED_TENSORS)}, not {traits.op}"
         plain = Traits(
@@ -66,7 +65,6 @@ class PadRows:
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> PadRowsTile:
-        """The only default."""
         return PadRowsTile()
 
     @property

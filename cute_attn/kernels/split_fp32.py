@@ -61,7 +61,6 @@ class SplitFp32:
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        """Why this kernel cannot serve ``traits``, or None."""
         if traits.op not in SPLIT_TENSORS:
             return f"it computes {' and '.join(SPLIT_TENSORS)}, not {traits.op}"
         if traits != traits.split_fp32(traits.op):
@@ -71,7 +70,6 @@ class SplitFp32:
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> SplitFp32Tile:
-        """The only default."""
         return SplitFp32Tile()
 
     @property
