@@ -24,13 +24,17 @@ def each(text: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("call", "sentence"), [row.split(" -> ") for row in rows])
 
 
-def check(call: str, sentence: str, names: dict[str, Any]) -> None:
-    """The call, an expression of ``names``, raises this error, on a single line that contains this sentence."""
+def check(call: str, sentence: str, names: dict[str, Any]) -> str:
+    """The call, an expression of ``names``, raises this error, on a single line that contains this sentence.
+
+    Returns the line.
+    """
     error, _, wanted = sentence.partition(": ")
     with pytest.raises(Exception) as raised:
         eval(call, NAMES | names)
     assert type(raised.value).__name__ == error, raised.value
     check_sentence(str(raised.value), wanted)
+    return str(raised.value)
 
 
 def check_reason(call: str, sentence: str, names: dict[str, Any]) -> None:
