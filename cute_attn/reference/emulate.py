@@ -157,15 +157,7 @@ def attend_on_host(
     )
     buffers.products[:, :, :rows, :seqlen_k] = products
     buffers.values[:, :, :seqlen_k] = values
-    seqlens = Seqlens(
-        lengths.cu_seqlens_q,
-        lengths.cu_seqlens_k,
-        lengths.seqused_q,
-        lengths.seqused_k,
-        max_seqlen_q,
-        seqlen_k,
-    )
-    _run(every_sequence, kernel, buffers, seqlens, inputs, softmax_scale)
+    _run(every_sequence, kernel, buffers, (lengths, max_seqlen_q, seqlen_k), inputs, softmax_scale)
     score_scale = 1.0 if kernel.epilogues.has_bias else inputs.softcap or softmax_scale
     seen = (slice(None), slice(None), slice(rows), slice(seqlen_k))
     lse = buffers.lse[seen[:3]]
@@ -227,15 +219,7 @@ def differentiate_on_host(
     lse_log2 = (lse * LOG2_E).clamp(-LARGEST, LARGEST)
     buffers.lse_log2[seen[:3]] = lse_log2.masked_fill(lse == -torch.inf, torch.inf)
     buffers.minus_d[seen[:3]] = minus_d.masked_fill(lse == -torch.inf, 0.0)
-    seqlens = Seqlens(
-        lengths.cu_seqlens_q,
-        lengths.cu_seqlens_k,
-        lengths.seqused_q,
-        lengths.seqused_k,
-        seqlen_q,
-        seqlen_k,
-    )
-    _run(every_key_block, kernel, buffers, seqlens, inputs, softmax_scale)
+    _run(every_key_block, kernel, buffers, (lengths, seqlen_q, seqlen_k), inputs, softmax_scale)
     return EmulatedGradients(buffers.p[seen], buffers.scores[seen], buffers.visits)
 
 
@@ -247,11 +231,14 @@ def _run(
     entry: Callable[..., None],
     kernel: Any,
     buffers: Buffers | GradientBuffers,
-    seqlens: Seqlens,
+    rows: tuple[reference.Lengths, int, int],
     inputs: ScoreInputs,
     softmax_scale: float,
 ) -> None:
-    args = kernel.epilogues.host_args(inputs)
+    """rows: lengths of the sequences, and the longest of both sides."""
+    (lengths, *longest), args = rows, kernel.epilogues.host_args(inputs)
+    starts, used = (lengths.cu_seqlens_q, lengths.cu_seqlens_k), (lengths.seqused_q, lengths.seqused_k)
+    seqlens = Seqlens(*starts, *used, *longest)
     given = tuple(x is not None for x in seqlens[:4])
     classes = tuple(type(modifier) for modifier in kernel.epilogues.modifiers)
     fields: Any = type(buffers)
