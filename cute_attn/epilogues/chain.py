@@ -208,6 +208,14 @@ class EpilogueChain:
         dropout = begun.pop() if self.dropout else None
         return ScoreState(begun[0], tuple(begun[1:]), dropout)
 
+    def begin_tile(self, params: Any, tile: Any, head: Int32) -> tuple[ScoreContext, ScoreState]:
+        """Begin every epilogue for a head of a kernel's work tile. params: of the kernel; tile: with info and batch."""
+        args, seqlens = params.score_args, params.seqlens
+        context = self.context(
+            args, seqlens, tile.info, tile.batch, head, params.nheads, params.softmax_scale
+        )
+        return context, self.begin(args, context)
+
     def _listed(self, state: ScoreState) -> tuple[Epilogue, Any]:
         """The epilogue that lists blocks, and its state."""
         return next((m, s) for m, s in zip(self.modifiers, state.modifiers, strict=True) if m.lists_blocks)

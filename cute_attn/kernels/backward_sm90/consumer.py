@@ -52,7 +52,7 @@ class Consumer:
             key0, info = key_tile.block * kernel.tile.tile_n, key_tile.info
             self.zero_keys_out_of_bounds(info.seqlen_k - key0, thread)
             for n in cutlass.range(heads.first, heads.end, unroll=1):
-                context, state = kernel.begin(params, key_tile, n)
+                context, state = kernel.epilogues.begin_tile(params, key_tile, n)
                 head = Head(
                     *(kernel, shared, fragments, blocks, state, score_map, key0, info.seqlen_q),
                     kernel.epilogues.scale_log2(context.score_scale),
@@ -124,7 +124,7 @@ class Consumer:
         thread = rematerialize(cute.arch.thread_idx()[0] - WARPGROUP)
         key_tile = shared.work.read(i, params.seqlens)
         block, leaves_k = key_tile.block, tile.dk_leaves_k(traits)
-        _, state = kernel.begin(params, key_tile, params.query_heads(key_tile).first)
+        _, state = kernel.epilogues.begin_tile(params, key_tile, params.query_heads(key_tile).first)
         rescale = kernel.epilogues.rescale(state)
         consumer_barrier(tile.warpgroups)  # no product reads K, V and dS any more
         if cutlass.const_expr(leaves_k):

@@ -62,10 +62,9 @@ from cutlass.cute.nvgpu import cpasync
 
 import layouts
 from cute_attn.device.pipeline import WARPGROUP
-from cute_attn.device.score_tile import ScoreContext
 from cute_attn.device.seqlen import padded_row0, workspace_rows
 from cute_attn.device.wgmma import operand_layout
-from cute_attn.epilogues.chain import EpilogueChain, ScoreState
+from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels import fakes
 from cute_attn.kernels.backward_sm90.consumer import Consumer
@@ -490,20 +489,10 @@ class BackwardSm90:
         """The index of this CTA's range of the head dims in its cluster."""
         return cute.arch.block_idx_in_cluster() if self.tile.cluster > 1 else 0
 
-    def begin(
-        self, params: BackwardParams, key_tile: KeyTile, head: Int32
-    ) -> tuple[ScoreContext, ScoreState]:
-        """The epilogues of one query head."""
-        chain, args = self.epilogues, params.score_args
-        context = chain.context(
-            args, params.seqlens, key_tile.info, key_tile.batch, head, params.nheads, params.softmax_scale
-        )
-        return context, chain.begin(args, context)
-
     def query_blocks(self, params: BackwardParams, key_tile: KeyTile) -> BlockRange:
         """The query blocks that see a key block, the same for all its query heads, and the first one visited."""
         tile = self.tile
-        _, state = self.begin(params, key_tile, params.query_heads(key_tile).first)
+        _, state = self.epilogues.begin_tile(params, key_tile, params.query_heads(key_tile).first)
         key0 = key_tile.block * tile.tile_n
         blocks = self.epilogues.query_blocks(
             state, key0, key0 + tile.tile_n, key_tile.info.seqlen_q, tile.tile_m

@@ -110,7 +110,7 @@ class PhiloxProducer(BackwardRole):
 
     def begin_head(self, key_tile: KeyTile, head: Int32) -> ScoreState:
         """The mask's key and counters."""
-        return self.kernel.begin(self.params, key_tile, head)[1]
+        return self.kernel.epilogues.begin_tile(self.params, key_tile, head)[1]
 
     @cute.jit
     def step(self, state: ScoreState, key_tile: KeyTile, block: Int32, n: Int32) -> None:

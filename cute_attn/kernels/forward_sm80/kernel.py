@@ -301,9 +301,7 @@ class ForwardSm80:
         if row0 < info.seqlen_q:
             chain = self.epilogues
             q = sequence(mQ, tile.batch, tile.head, info.offset_q, self.traits.varlen)
-            numbers = (tile.batch, tile.head, params.nheads, params.softmax_scale)
-            context = chain.context(score_args, seqlens, info, *numbers)
-            state = chain.begin(score_args, context)
+            _, state = chain.begin_tile(params, tile, tile.head)
             end_row = cutlass.min(row0 + self.tile.queries, info.seqlen_q)
             blocks = chain.key_blocks(state, row0, end_row, self.tile.tile_n)
             shared = self.shared_memory(group)

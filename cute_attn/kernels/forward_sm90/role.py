@@ -88,17 +88,7 @@ class ForwardRole:
 
     def begin(self, tile: QueryTile) -> tuple[ScoreContext, ScoreState]:
         """The epilogues' context and state for one work tile."""
-        chain, params = self.kernel.epilogues, self.params
-        context = chain.context(
-            params.score_args,
-            params.seqlens,
-            tile.info,
-            tile.batch,
-            tile.head,
-            params.nheads,
-            params.softmax_scale,
-        )
-        return context, chain.begin(params.score_args, context)
+        return self.kernel.epilogues.begin_tile(self.params, tile, tile.head)
 
     def key_blocks(self, tile: QueryTile, state: ScoreState) -> BlockRange:
         """The key blocks that one work tile visits: all that its queries see, or its split of them."""

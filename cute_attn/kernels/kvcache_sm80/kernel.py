@@ -261,11 +261,7 @@ class KvcacheSm80(ForwardSm80):
 
     def visible(self, params: CacheParams, tile: QueryTile) -> tuple:
         """The epilogues' state of a work tile, and the key blocks that its queries see."""
-        context = self.epilogues.context(
-            *(params.score_args, params.seqlens, tile.info, tile.batch, tile.head),
-            *(params.nheads, params.softmax_scale),
-        )
-        state = self.epilogues.begin(params.score_args, context)
+        _, state = self.epilogues.begin_tile(params, tile, tile.head)
         end_row = cutlass.min(tile.row0 + self.tile.queries, tile.info.seqlen_q)
         return state, BlockRange.of_queries(state.band, tile.row0, end_row, self.tile.tile_n)
 
