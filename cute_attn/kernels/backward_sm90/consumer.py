@@ -11,12 +11,7 @@ from cute_attn.device.math import rematerialize, rematerialize_each
 from cute_attn.device.pipeline import WARPGROUP, Accessed, consumer_barrier
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import existing_rows, sequence
-from cute_attn.kernels.backward_sm90.params import (
-    BackwardOutputs,
-    BackwardParams,
-    BackwardStorage,
-    Fragments,
-)
+from cute_attn.kernels.backward_sm90.params import BackwardOutputs, BackwardParams, BackwardStorage, Fragments
 from cute_attn.kernels.backward_sm90.steps import Head, zero_rows
 from cute_attn.work.broadcast import KeyTile
 

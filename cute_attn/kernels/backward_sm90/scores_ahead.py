@@ -40,24 +40,17 @@ class ScoresAhead:
         head, begin, end = self.head, self.head.blocks.begin, self.head.blocks.end
         full_begin, full_end = head.full_blocks()
         if begin < end:
-            # The last step has no next S.
-            acc_s, last = self.first_scores(), end - 1
-            step = functools.partial(self.step, acc_s)
+            acc_s = head.scores_accumulator()
+            self.start_s(acc_s, begin)
+            warpgroup.wait_group(0)
+            self.send_s(acc_s, head.use_of(begin))
+            step, last = functools.partial(self.step, acc_s), end - 1  # which has no next S
             full_begin, full_end = cutlass.min(full_begin, last), cutlass.min(full_end, last)
             steps(step, begin, full_begin, True)
             steps(step, full_begin, full_end, False)
             if cutlass.const_expr(head.kernel.masks_last_blocks):
                 steps(step, full_end, last, True)
             self.step(acc_s, last, True, last=True)
-
-    @cute.jit
-    def first_scores(self) -> cute.Tensor:
-        """The first query block's S, on its way to the peer."""
-        acc_s, begin = self.head.scores_accumulator(), self.head.blocks.begin
-        self.start_s(acc_s, begin)
-        warpgroup.wait_group(0)
-        self.send_s(acc_s, self.head.use_of(begin))
-        return acc_s
 
     @cute.jit
     def step(self, acc_s: cute.Tensor, block: Int32, masked: Constexpr, last: Constexpr = False) -> None:

@@ -371,28 +371,20 @@ class DqInStep:
         """One query block."""
         head, shared, n = self.head, self.head.shared, self.head.use_of(block)
         p, ds = head.probabilities_and_gradients(block, masked)
-        self.share(p, ds, n)
+        # With two stages no read of a stage is pending: a warpgroup passes this step's barrier only after the others
+        # have passed the last step's, and they passed that after all their products of the step before it.
+        if cutlass.const_expr(head.kernel.tile.num_stages_ds == 1):
+            consumer_barrier(head.kernel.tile.warpgroups)
+        head.store_scores(ds, shared.s_ds, n)
+        head.store_scores(p, shared.s_p, n)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        consumer_barrier(head.kernel.tile.warpgroups)
         head.start_dv(p, n)
         acc_dq = head.dq_accumulator()
         head.start_dq(acc_dq, n)
         head.start_dk(ds, n)
         warpgroup.wait_group(1)
-        shared.pipeline_do.consumer_release(n, Accessed.BY_THREADS_FENCED)  # since ``share``
+        shared.pipeline_do.consumer_release(n, Accessed.BY_THREADS_FENCED)  # fenced above
         head.add_dq(acc_dq, block)
         warpgroup.wait_group(0)
         shared.pipeline_q.consumer_release(n, Accessed.BY_THREADS_FENCED)
-
-    @cute.jit
-    def share(self, p: cute.Tensor, ds: cute.Tensor, n: Int32) -> None:
-        """P and dS to shared memory, for all warpgroups to read once this returns.
-
-        With two stages no read of a stage is pending: a warpgroup passes this step's barrier only after the others have
-        passed the last step's, and they passed that after all their products of the step before it.
-        """
-        head, tile, shared = self.head, self.head.kernel.tile, self.head.shared
-        if cutlass.const_expr(tile.num_stages_ds == 1):
-            consumer_barrier(tile.warpgroups)
-        head.store_scores(ds, shared.s_ds, n)
-        head.store_scores(p, shared.s_p, n)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        consumer_barrier(tile.warpgroups)

@@ -157,11 +157,6 @@ class MainLoop:
     softmax: OnlineSoftmax
     uses: PipelineState  # the first ones of the work tile
 
-    @property
-    def first_use(self) -> Int32:
-        """The first use of the pipelines of K and V."""
-        return self.uses.keys
-
     def sinks(self, params: ForwardParams, thread: Int32) -> tuple[Float32, ...] | None:
         """The attention sink of each of the rows of ``thread``, or None."""
         tile, score_map = self.query_tile, self.kernel.score_map(thread)
@@ -226,12 +221,12 @@ class MainLoop:
         """S, softmax and P of the last key block, the first one visited."""
         scores, acc_s = self.first_probabilities()
         self.convert(scores, acc_s)
-        self.zero_values_out_of_bounds(self.blocks.end - 1, self.first_use)
+        self.zero_values_out_of_bounds(self.blocks.end - 1, self.uses.keys)
 
     @cute.jit
     def first_probabilities(self):
         """S and softmax of the last key block: its score tile, and the registers in which P is now."""
-        storage, n = self.storage, self.first_use
+        storage, n = self.storage, self.uses.keys
         scores, acc_s, loaded = self.score_tile(self.blocks.block(self.blocks.end - 1), n)
         storage.pipeline_k.consumer_wait(n)
         self.start_qk(acc_s, n)
@@ -243,7 +238,7 @@ class MainLoop:
     @cute.jit
     def step(self, step: Int32, masked: Constexpr, frozen: Constexpr) -> None:
         """S and P of the block of ``step``, overlapped with P V of the block visited before it."""
-        storage, n = self.storage, self.first_use + (self.blocks.end - 1 - step)
+        storage, n = self.storage, self.uses.keys + (self.blocks.end - 1 - step)
         scores, acc_s, loaded = self.score_tile(self.blocks.block(step), n)
         storage.pipeline_k.consumer_wait(n)
         self.thread.ping_pong.sync()
@@ -264,7 +259,7 @@ class MainLoop:
     @cute.jit
     def last_product(self) -> None:
         """O += P V of the first key block, the last one visited."""
-        n = self.first_use + (self.blocks.end - 1 - self.blocks.begin)
+        n = self.uses.keys + (self.blocks.end - 1 - self.blocks.begin)
         self.zero_values_before_first(self.blocks.begin, n)
         self.storage.pipeline_v.consumer_wait(n)
         self.start_pv(n)

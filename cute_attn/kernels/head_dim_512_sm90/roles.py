@@ -73,13 +73,13 @@ class ScoreLoop(MainLoop):
     def first_step(self) -> None:
         """S, softmax and P of the last key block, the first one visited."""
         scores, acc_s = self.first_probabilities()
-        self.zero_values_out_of_bounds(self.blocks.end - 1, self.first_use)
-        self.publish(scores, acc_s, self.first_use)
+        self.zero_values_out_of_bounds(self.blocks.end - 1, self.uses.keys)
+        self.publish(scores, acc_s, self.uses.keys)
 
     @cute.jit
     def step(self, block: Int32, masked: Constexpr, frozen: Constexpr) -> None:
         """S and P of ``block``, with P V of the block visited before it."""
-        storage, n = self.storage, self.first_use + (self.blocks.end - 1 - block)
+        storage, n = self.storage, self.uses.keys + (self.blocks.end - 1 - block)
         scores, acc_s, loaded = self.score_tile(block, n)
         storage.pipeline_k.consumer_wait(n)
         self.start_qk(acc_s, n)
@@ -95,7 +95,7 @@ class ScoreLoop(MainLoop):
     @cute.jit
     def last_product(self) -> None:
         """O += P V of the first key block, the last one visited."""
-        n = self.first_use + (self.blocks.end - 1 - self.blocks.begin)
+        n = self.uses.keys + (self.blocks.end - 1 - self.blocks.begin)
         self.start_pv(n)
         warpgroup.wait_group(0)
         self.output.release(n, n + self.tiles_before)
@@ -137,7 +137,7 @@ class ScoreResults:
         sinks, rescale = loop.sinks(self.params, thread), kernel.epilogues.rescale(loop.state)
         for r in cutlass.range_constexpr(cute.size(factors)):
             factors[r], lse[r] = loop.softmax.finish_row(r, rescale, sinks)
-        p, use = storage.p, loop.first_use + (loop.blocks.end - loop.blocks.begin) + loop.tiles_before
+        p, use = storage.p, loop.uses.keys + (loop.blocks.end - loop.blocks.begin) + loop.tiles_before
         p.pipeline.producer_wait(use)
         p.write_factors(factors, score_map, use)
         p.commit(use)
