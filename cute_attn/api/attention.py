@@ -46,6 +46,7 @@ from cute_attn.host.values import (
     shown,
     tensors_of,
     tile_text,
+    wrong_shape,
 )
 
 Result = Tensor | tuple[Tensor, ...]
@@ -488,9 +489,11 @@ def _lse_of_rows(call: Call, lse: Tensor) -> Tensor:
     if cu_seqlens is None:
         return lse[:, :, : call.max_seqlen_q] if lse.shape[2] > call.max_seqlen_q else lse
     if not size or tuple(lse.shape[:2]) != (size, call.nheads) or lse.shape[2] < call.max_seqlen_q:
-        raise ValueError(
-            f"lse has shape {tuple(lse.shape)}; accepted: ({call.nheads}, {total}) or ({size}, {call.nheads}, "
-            f"{call.max_seqlen_q} or more), for one sequence or more"
+        raise wrong_shape(
+            "lse",
+            lse,
+            f"({call.nheads}, {total}) or ({size}, {call.nheads}, "
+            f"{call.max_seqlen_q} or more), for one sequence or more",
         )
     row = torch.arange(total, device=lse.device, dtype=cu_seqlens.dtype)
     batch = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True).clamp(max=lse.shape[0] - 1)
@@ -595,7 +598,7 @@ def _check_for_block_mask(q: Any, k: Any, seqused_k: Tensor | None) -> None:
     for name, x in (("q", q), ("k", k)):
         check_dense(name, x)
         if x.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; accepted: (batch, seqlen, heads, head_dim)")
+            raise wrong_shape(name, x, "(batch, seqlen, heads, head_dim)")
 
 
 class _Options(NamedTuple):

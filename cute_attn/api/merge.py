@@ -11,7 +11,7 @@ from cute_attn.host.checks import FLOAT_DTYPES, check_count, check_like, check_s
 from cute_attn.host.memory import Tensors, materialized, on_device
 from cute_attn.host.merge import launch
 from cute_attn.host.split_kv import MAX_PARTIALS
-from cute_attn.host.values import check_dense, shown, tensors_of
+from cute_attn.host.values import check_dense, check_dtype, shown, tensors_of, wrong_shape
 from cute_attn.reference import kvcache as kvcache_reference
 
 MAX_HEAD_DIM = 256
@@ -97,8 +97,7 @@ def _stacked(name: str, partials: Tensor | Sequence[Tensor]) -> Tensor:
 def check(outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> None:
     """Raise TypeError or ValueError for the first wrong argument, on any device."""
     for name, x in (("outs", outs), ("lses", lses)):
-        if x.dtype not in FLOAT_DTYPES:
-            raise TypeError(f"{name} has dtype {x.dtype}; accepted: {', '.join(map(str, FLOAT_DTYPES))}")
+        check_dtype(name, x, *FLOAT_DTYPES)
     if lses.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"lses has dtype {lses.dtype}; accepted: torch.float32")
     if lses.device != outs.device:
@@ -106,17 +105,16 @@ def check(outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dtype) 
     if dtype not in FLOAT_DTYPES:
         raise TypeError(f"dtype is {dtype}; accepted: {', '.join(map(str, FLOAT_DTYPES))}")
     if outs.dim() not in (4, 5):
-        raise ValueError(
-            f"outs has shape {tuple(outs.shape)}; accepted: (partials, batch, seqlen_q, nheads, head_dim_v) or "
-            "(partials, total_q, nheads, head_dim_v)"
+        raise wrong_shape(
+            "outs",
+            outs,
+            "(partials, batch, seqlen_q, nheads, head_dim_v) or (partials, total_q, nheads, head_dim_v)",
         )
     if outs.shape[0] == 0:
         raise ValueError("outs has 0 partial results; accepted: 1 or more")
     expected = (*outs.shape[:-3], outs.shape[-2], outs.shape[-3])
     if tuple(lses.shape) != expected:
-        raise ValueError(
-            f"lses has shape {tuple(lses.shape)}; accepted: {expected}, for outs of shape {tuple(outs.shape)}"
-        )
+        raise wrong_shape("lses", lses, f"{expected}, for outs of shape {tuple(outs.shape)}")
     if sinks is not None:
         if sinks.device != outs.device:
             raise ValueError(f"sinks is on {sinks.device}; accepted: {outs.device}, where outs is")
@@ -127,8 +125,7 @@ def check_for_kernels(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> None:
     """Raise for arguments that the kernel does not support. Assumes :func:`check`."""
     if dtype not in DTYPE_NAMES:
         raise TypeError(f"dtype is {dtype}; accepted on CUDA: {', '.join(map(str, DTYPE_NAMES))}")
-    if lses.dtype != torch.float32:
-        raise TypeError(f"lses has dtype {lses.dtype}; accepted on CUDA: torch.float32")
+    check_dtype("lses", lses, torch.float32, on=" on CUDA")
     if outs.shape[0] > MAX_PARTIALS:
         raise ValueError(f"outs has {outs.shape[0]} partial results; accepted on CUDA: up to {MAX_PARTIALS}")
     dim = outs.shape[-1]

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cute_attn.flash_attn.conventions import check_tensors, whole_number
+from cute_attn.host.values import wrong_shape
 
 __all__ = [
     "index_first_axis",
@@ -117,9 +118,7 @@ def _check_mask(name: str, mask: Tensor, hidden_states: Tensor) -> None:
     check_tensors(hidden_states=hidden_states, **{name: mask})
     if mask.shape != hidden_states.shape[:2]:
         accepted = tuple(hidden_states.shape[:2])
-        raise ValueError(
-            f"{name} has shape {tuple(mask.shape)}; accepted: {accepted}, hidden_states' first two"
-        )
+        raise wrong_shape(name, mask, f"{accepted}, hidden_states' first two")
 
 
 def _pack(hidden_states: Tensor, counts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:

@@ -16,7 +16,7 @@ from cute_attn.host.checks import check_starts, check_writable, check_written
 from cute_attn.host.fused_qkv import unbind
 from cute_attn.host.head_dims import cut_head_dim, has_whole_head_dim, pad_head_dim, whole_head_dim
 from cute_attn.host.memory import write_owned
-from cute_attn.host.values import check_dense, is_one_of, number, shown
+from cute_attn.host.values import check_dense, check_dtype, is_one_of, number, shown, wrong_shape
 
 
 class Scores(NamedTuple):
@@ -110,11 +110,8 @@ def check_table(block_table: Any) -> None:
     """Raise unless ``block_table`` is a table of pages."""
     check_dense("block_table", block_table)
     if block_table.dim() != 2:
-        raise ValueError(
-            f"block_table has shape {tuple(block_table.shape)}; accepted: (batch, pages of a sequence)"
-        )
-    if block_table.dtype != torch.int32:
-        raise TypeError(f"block_table has dtype {block_table.dtype}; accepted: torch.int32")
+        raise wrong_shape("block_table", block_table, "(batch, pages of a sequence)")
+    check_dtype("block_table", block_table, torch.int32)
 
 
 def refuse(**arguments: Any) -> None:
@@ -130,9 +127,7 @@ def unpack(name: str, packed: Any, dims: int, parts: int) -> tuple[Tensor, ...]:
     check_tensors(**{name: packed})
     if packed.dim() != dims or packed.shape[-3] != parts:
         rows = "batch, seqlen" if dims == 5 else "total"
-        raise ValueError(
-            f"{name} has shape {tuple(packed.shape)}; accepted: ({rows}, {parts}, nheads, head_dim)"
-        )
+        raise wrong_shape(name, packed, f"({rows}, {parts}, nheads, head_dim)")
     return unbind(packed)
 
 

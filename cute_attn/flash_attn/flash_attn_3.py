@@ -34,7 +34,7 @@ from cute_attn.flash_attn.conventions import (
 from cute_attn.flash_attn.operators import backward
 from cute_attn.host.checks import check_written
 from cute_attn.host.head_dims import cut_head_dim, pad_head_dim
-from cute_attn.host.values import python_number, shown
+from cute_attn.host.values import python_number, shown, wrong_shape
 
 __all__ = [
     "_flash_attn_backward", "_flash_attn_forward", "flash_attn_combine", "flash_attn_func",
@@ -262,7 +262,7 @@ def flash_attn_combine(
     check_tensors(out_partial=out_partial, lse_partial=lse_partial)
     if lse_partial.shape != out_partial.shape[:-1]:
         accepted = tuple(out_partial.shape[:-1])
-        raise ValueError(f"lse_partial has shape {tuple(lse_partial.shape)}; accepted: {accepted}")
+        raise wrong_shape("lse_partial", lse_partial, accepted)
     if out is not None:
         dtype, named = (
             out_dtype or out_partial.dtype,

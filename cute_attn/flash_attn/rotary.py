@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cute_attn.flash_attn.conventions import check_tensors, flag, whole_number
 from cute_attn.host.checks import check_starts
-from cute_attn.host.values import is_int, python_number, shown
+from cute_attn.host.values import is_int, python_number, shown, wrong_shape
 from cute_attn.reference.kvcache import Rotary, rotate
 
 __all__ = [
@@ -51,7 +51,7 @@ def apply_rotary(
     dims = 3 if cu_seqlens is not None else 4
     if x.dim() != dims:
         accepted = "(batch, seqlen, nheads, head_dim)" if dims == 4 else "(total, nheads, head_dim)"
-        raise ValueError(f"x has shape {tuple(x.shape)}; accepted: {accepted}")
+        raise wrong_shape("x", x, accepted)
     if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > x.shape[-1]:
         raise ValueError(
             f"cos has shape {tuple(cos.shape)}, sin {tuple(sin.shape)}; accepted: (positions, up to "
@@ -83,7 +83,7 @@ def _check_offsets(seqlen_offsets: Any, batch: int) -> None:
         if seqlen_offsets.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"seqlen_offsets has dtype {seqlen_offsets.dtype}; accepted: {accepted}")
         if tuple(seqlen_offsets.shape) != (batch,):
-            raise ValueError(f"seqlen_offsets has shape {tuple(seqlen_offsets.shape)}; accepted: {accepted}")
+            raise wrong_shape("seqlen_offsets", seqlen_offsets, accepted)
     elif not (is_int(seqlen_offsets) or isinstance(seqlen_offsets, torch.SymInt)):
         raise TypeError(f"seqlen_offsets is {shown(seqlen_offsets)}; accepted: {accepted}")
     elif seqlen_offsets < 0:
@@ -185,7 +185,7 @@ def apply_rotary_emb_kv_(
     """Turn k of kv (batch, seqlen, 2, nheads, head_dim) in place."""
     check_tensors(kv=kv)
     if kv.dim() != 5 or kv.shape[2] != 2:
-        raise ValueError(f"kv has shape {tuple(kv.shape)}; accepted: (batch, seqlen, 2, nheads, head_dim)")
+        raise wrong_shape("kv", kv, "(batch, seqlen, 2, nheads, head_dim)")
     k, v = kv.unbind(2)
     if not (torch.is_grad_enabled() and kv.requires_grad):
         apply_rotary(k, cos, sin, seqlen_offsets, interleaved=interleaved, inplace=True)

@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from cute_attn.api.attention import attention
 from cute_attn.host import plans, record
 from cute_attn.host.memory import on_device
-from cute_attn.host.values import check_dense, check_flags, shown
+from cute_attn.host.values import check_dense, check_dtype, check_flags, shown, wrong_shape
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
 
@@ -67,9 +67,8 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_dense(name, x)
         if x.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; accepted: (batch, heads, seqlen, head_dim)")
-        if x.dtype != query.dtype:
-            raise TypeError(f"{name} has dtype {x.dtype}; accepted: {query.dtype}, query's")
+            raise wrong_shape(name, x, "(batch, heads, seqlen, head_dim)")
+        check_dtype(name, x, query.dtype, of="query")
         if x.device != query.device:
             raise ValueError(f"{name} is on {x.device}; accepted: {query.device}, where query is")
     batch, heads, _, head_dim = query.shape
@@ -77,9 +76,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
     if key.shape[0] not in (batch, 1):
         raise ValueError(f"key has batch {key.shape[0]}; accepted: {batch}, query's, or 1")
     if value.shape[:3] != key.shape[:3]:
-        raise ValueError(
-            f"value has shape {tuple(value.shape)}; accepted: {tuple(key.shape[:3])} and a head dim, as key"
-        )
+        raise wrong_shape("value", value, f"{tuple(key.shape[:3])} and a head dim, as key")
     if key.shape[3] != head_dim:
         raise ValueError(f"key has head dim {key.shape[3]}; accepted: {head_dim}, query's")
     if not enable_gqa and heads_kv != heads:

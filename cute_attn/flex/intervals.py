@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from cute_attn.host.block_masks import LISTED_ROWS
-from cute_attn.host.values import is_int, kind_of, python_number
+from cute_attn.host.values import check_dtype, is_int, kind_of, python_number, wrong_shape
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -66,18 +66,15 @@ def _check(begin: Any, end: Any, seqlen_k: Any) -> None:
     for name, x in (("begin", begin), ("end", end)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is {kind_of(x)}; accepted: a tensor (batch, nheads, seqlen_q)")
-        if x.dtype not in _INTEGERS:
-            raise TypeError(f"{name} has dtype {x.dtype}; accepted: torch.int32, torch.int64")
+        check_dtype(name, x, *_INTEGERS)
         if x.dim() != 3 or x.shape[2] == 0:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; accepted: (batch, nheads, seqlen_q)")
+            raise wrong_shape(name, x, "(batch, nheads, seqlen_q)")
     if end.device != begin.device:
         raise ValueError(f"end is on {end.device}; accepted: {begin.device}, where begin is")
     pairs = enumerate(zip(begin.shape, end.shape, strict=True))
     alike = all(m == n or (axis < 2 and 1 in (m, n)) for axis, (m, n) in pairs)
     if not alike:
-        raise ValueError(
-            f"end has shape {tuple(end.shape)}; accepted: {tuple(begin.shape)}, begin's, with 1 for the batch or heads"
-        )
+        raise wrong_shape("end", end, f"{tuple(begin.shape)}, begin's, with 1 for the batch or heads")
     if not is_int(seqlen_k) or seqlen_k < 1:
         raise ValueError(f"seqlen_k is {seqlen_k!r}; accepted: an int of 1 or more")
 

@@ -28,7 +28,7 @@ from cute_attn.host.checks import (
     on_host,
 )
 from cute_attn.host.memory import is_aligned, overlap
-from cute_attn.host.values import check_present
+from cute_attn.host.values import check_dtype, check_present, wrong_shape
 
 APPEND_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -58,27 +58,21 @@ def check_append(call: Call, batch: int, leftpad: Tensor | None = None) -> None:
 
 def _check_cache(call: Call, batch: int) -> None:
     k_cache, v_cache = call.k_cache, call.v_cache
-    if k_cache.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"k_cache has dtype {k_cache.dtype}; accepted: {', '.join(map(str, FLOAT_DTYPES))}")
-    if v_cache.dtype != k_cache.dtype:
-        raise TypeError(f"v_cache has dtype {v_cache.dtype}; accepted: {k_cache.dtype}, k_cache's")
+    check_dtype("k_cache", k_cache, *FLOAT_DTYPES)
+    check_dtype("v_cache", v_cache, k_cache.dtype, of="k_cache")
     if k_cache.dim() != 4 or 0 in k_cache.shape[1:]:
         rows = "(entries, capacity" if call.page_table is None else "(pages, page_size"
         shape = tuple(k_cache.shape)
         raise ValueError(f"k_cache has shape {shape}; accepted: {rows}, nheads_kv, head_dim), none of them 0")
     if v_cache.dim() != 4 or v_cache.shape[:-1] != k_cache.shape[:-1] or not v_cache.shape[-1]:
-        raise ValueError(
-            f"v_cache has shape {tuple(v_cache.shape)}; accepted: {tuple(k_cache.shape[:-1])} and a head_dim_v, "
-            "as k_cache"
-        )
+        raise wrong_shape("v_cache", v_cache, f"{tuple(k_cache.shape[:-1])} and a head_dim_v, as k_cache")
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if x.shape[-1] % 8 or x.shape[-1] > 256:
             raise ValueError(f"{name} has head dim {x.shape[-1]}; accepted: multiples of 8 up to 256")
         check_strides(name, x)
     table = call.page_table
     if table is not None:
-        if table.dtype != torch.int32:
-            raise TypeError(f"page_table has dtype {table.dtype}; accepted: torch.int32")
+        check_dtype("page_table", table, torch.int32)
         if table.dim() != 2 or (table.shape[1] > 1 and table.stride(1) != 1):
             raise ValueError(
                 f"page_table has shape {tuple(table.shape)} and strides {tuple(table.stride())}; accepted: (entries, "
@@ -111,16 +105,15 @@ def _check_new(call: Call, batch: int) -> None:
         check_starts("cu_seqlens_k_new", cu_seqlens)
     for name, x, cache in (("k", k, call.k_cache), ("v", v, call.v_cache)):
         heads = tuple(cache.shape[2:])
-        if x.dtype != cache.dtype:
-            raise TypeError(f"{name} has dtype {x.dtype}; accepted: {cache.dtype}, {name}_cache's")
+        check_dtype(name, x, cache.dtype, of=f"{name}_cache")
         expected = f"({batch}, rows, {heads[0]}, {heads[1]})"
         fits = x.dim() == 4 and x.shape[0] == batch
         if cu_seqlens is not None:
             expected, fits = f"(total, {heads[0]}, {heads[1]})", x.dim() == 3
         if not fits or tuple(x.shape[-2:]) != heads:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; accepted: {expected}")
+            raise wrong_shape(name, x, expected)
     if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"v has shape {tuple(v.shape)}; accepted: k's rows, {tuple(k.shape[:-1])}")
+        raise wrong_shape("v", v, f"k's rows, {tuple(k.shape[:-1])}")
     if cu_seqlens is not None:
         check_cumulative("cu_seqlens_k_new", cu_seqlens, batch, k.shape[0], k.shape[0])
     check_apart("k_cache", call.k_cache, ())
@@ -138,17 +131,14 @@ def _check_rotary(call: Call, batch: int) -> None:
         return
     head_dim = call.k_cache.shape[3]
     for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
-        if x.dtype != call.k_cache.dtype:
-            raise TypeError(f"{name} has dtype {x.dtype}; accepted: {call.k_cache.dtype}, k_cache's")
+        check_dtype(name, x, call.k_cache.dtype, of="k_cache")
         if x.dim() != 2 or 0 in x.shape or 2 * x.shape[1] > head_dim or (x.shape[1] > 1 and x.stride(1) != 1):
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)} and strides {tuple(x.stride())}; accepted: (positions, pairs) "
                 f"with up to {head_dim // 2} pairs and a last stride of 1"
             )
     if sin.shape != cos.shape:
-        raise ValueError(
-            f"rotary_sin has shape {tuple(sin.shape)}; accepted: {tuple(cos.shape)}, rotary_cos's"
-        )
+        raise wrong_shape("rotary_sin", sin, f"{tuple(cos.shape)}, rotary_cos's")
     if seqlens is not None:
         check_int32("rotary_seqlens", seqlens, batch)
         return
@@ -169,7 +159,7 @@ def check_attention(call: Call) -> None:
         check_starts("cu_seqlens_q", cu_seqlens)
     if q.dim() != (4 if cu_seqlens is None else 3):
         dims = "(batch, seqlen_q, nheads, head_dim)" if cu_seqlens is None else "(total, nheads, head_dim)"
-        raise ValueError(f"q has shape {tuple(q.shape)}; accepted: {dims}")
+        raise wrong_shape("q", q, dims)
     if cu_seqlens is not None:
         if not 0 <= call.max_seqlen_q <= MAX_SEQLEN:
             raise ValueError(f"max_seqlen_q is {call.max_seqlen_q}; accepted: 0 to {MAX_SEQLEN}")
@@ -177,8 +167,7 @@ def check_attention(call: Call) -> None:
     if call.cache_leftpad is not None:
         check_int32("cache_leftpad", call.cache_leftpad, call.batch)
     check_append(call, call.batch, call.cache_leftpad)
-    if q.dtype != k_cache.dtype:
-        raise TypeError(f"q has dtype {q.dtype}; accepted: {k_cache.dtype}, k_cache's")
+    check_dtype("q", q, k_cache.dtype, of="k_cache")
     if q.shape[-1] != k_cache.shape[-1]:
         raise ValueError(f"q has head_dim {q.shape[-1]}; accepted: {k_cache.shape[-1]}, k_cache's")
     nheads = q.shape[-2]
@@ -199,15 +188,14 @@ def check_attention(call: Call) -> None:
 
 def _check_slopes(slopes: Tensor, batch: int, nheads: int, dtype: torch.dtype) -> None:
     check_slopes(slopes, batch, nheads)
-    if slopes.dtype != torch.float32 and (slopes.dtype, dtype) != (torch.float64, torch.float64):
-        raise TypeError(f"alibi_slopes has dtype {slopes.dtype}; accepted: torch.float32")
+    if (slopes.dtype, dtype) != (torch.float64, torch.float64):
+        check_dtype("alibi_slopes", slopes, torch.float32)
     if slopes.shape[-1] > 1 and slopes.stride(-1) != 1:
         raise ValueError(f"alibi_slopes has strides {tuple(slopes.stride())}; accepted: a last stride of 1")
 
 
 def _check_tree(call: Call, tree: Tensor) -> None:
-    if tree.dtype != torch.int32:
-        raise TypeError(f"tree_mask has dtype {tree.dtype}; accepted: torch.int32")
+    check_dtype("tree_mask", tree, torch.int32)
     rows, words = math.prod(call.q.shape[:-2]), -(-call.max_seqlen_q // 32)
     if tree.dim() != 2 or tree.shape[0] != rows or tree.shape[1] < words or tree.stride(1) != 1:
         raise ValueError(
@@ -270,9 +258,7 @@ def check_values(call: Call, leftpad: Tensor | None = None) -> None:
 def check_append_for_kernels(call: Call) -> None:
     """Raise for a call that the append kernel does not support. Assumes :func:`check_append`."""
     for name, x in (("k_cache", call.k_cache), ("v_cache", call.v_cache)):
-        if x.dtype not in APPEND_DTYPES:
-            accepted = ", ".join(map(str, APPEND_DTYPES))
-            raise TypeError(f"{name} has dtype {x.dtype}; accepted on CUDA: {accepted}")
+        check_dtype(name, x, *APPEND_DTYPES, on=" on CUDA")
     check_cache_addresses(call.k_cache, call.v_cache, call.k is not None)
     if call.k is not None:
         check_count("k has elements in rows of one head", call.k.numel() // call.k.shape[-1])

@@ -25,7 +25,7 @@ from cute_attn.host.memory import (
     overlap,
     overlaps_itself,
 )
-from cute_attn.host.values import check_dense, check_present, shown
+from cute_attn.host.values import check_dense, check_dtype, check_present, shown, wrong_shape
 from cute_attn.traits import (
     DROPOUTS,
     MASKS,
@@ -80,11 +80,9 @@ def _check_epilogues(call: Call) -> None:
 
 def _check_tensors(call: Call) -> None:
     check_present(call.tensors(), ("q", "k", "v"))
-    if call.q.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"q has dtype {call.q.dtype}; accepted: {_list(FLOAT_DTYPES)}")
+    check_dtype("q", call.q, *FLOAT_DTYPES)
     for name, tensor in (("k", call.k), ("v", call.v)):
-        if tensor.dtype != call.q.dtype:
-            raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: {call.q.dtype}, q's")
+        check_dtype(name, tensor, call.q.dtype, of="q")
 
 
 def _check_shapes(call: Call) -> None:
@@ -92,13 +90,11 @@ def _check_shapes(call: Call) -> None:
     dims = "(total, heads, head_dim)" if call.varlen else "(batch, seqlen, heads, head_dim)"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != (3 if call.varlen else 4):
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted: {dims}")
+            raise wrong_shape(name, tensor, dims)
     if not call.varlen and k.shape[0] != q.shape[0]:
         raise ValueError(f"k has batch {k.shape[0]}; accepted: {q.shape[0]}, q's")
     if v.shape[:-1] != k.shape[:-1]:
-        raise ValueError(
-            f"v has shape {tuple(v.shape)}; accepted: {tuple(k.shape[:-1])} and a head_dim_v, as k"
-        )
+        raise wrong_shape("v", v, f"{tuple(k.shape[:-1])} and a head_dim_v, as k")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"k has head_dim {k.shape[-1]}; accepted: {q.shape[-1]}, q's")
     if q.shape[-1] == 0 or v.shape[-1] == 0:
@@ -160,17 +156,14 @@ def check_starts(name: str, cu_seqlens: Any) -> None:
     """Raise TypeError or ValueError for cumulative lengths that do not give the number of sequences."""
     check_dense(name, cu_seqlens)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
-        raise ValueError(
-            f"{name} has shape {tuple(cu_seqlens.shape)}; accepted: (batch + 1,), cumulative lengths, the first 0"
-        )
+        raise wrong_shape(name, cu_seqlens, "(batch + 1,), cumulative lengths, the first 0")
 
 
 def check_int32(name: str, tensor: Tensor, length: int) -> None:
     """Raise TypeError or ValueError unless ``tensor`` is ``length`` contiguous int32 numbers."""
-    if tensor.dtype != torch.int32:
-        raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: torch.int32")
+    check_dtype(name, tensor, torch.int32)
     if tuple(tensor.shape) != (length,):
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted: ({length},)")
+        raise wrong_shape(name, tensor, f"({length},)")
     if length > 1 and tensor.stride(0) != 1:
         raise ValueError(f"{name} has stride {tensor.stride(0)}; accepted: 1, contiguous")
 
@@ -230,9 +223,7 @@ def _check_score_tensors(call: Call) -> None:
             or bias.shape[3] != full[3]
             or any(size not in (1, whole) for size, whole in zip(bias.shape, full, strict=True))
         ):
-            raise ValueError(
-                f"bias has shape {tuple(bias.shape)}; accepted: {full}, where each may be 1 and the first be missing"
-            )
+            raise wrong_shape("bias", bias, f"{full}, where each may be 1 and the first be missing")
         if bias.dtype not in FLOAT_DTYPES:
             raise TypeError(f"bias has dtype {bias.dtype}; accepted: {_list((*FLOAT_DTYPES, torch.bool))}")
     if call.dropout:
@@ -240,8 +231,7 @@ def _check_score_tensors(call: Call) -> None:
             raise ValueError(
                 "rng_state is None; accepted: int64 (2,), seed and offset, where there is dropout"
             )
-        if rng_state.dtype != torch.int64:
-            raise TypeError(f"rng_state has dtype {rng_state.dtype}; accepted: torch.int64")
+        check_dtype("rng_state", rng_state, torch.int64)
         if tuple(rng_state.shape) != (2,) or rng_state.stride(0) != 1:
             shape, stride = tuple(rng_state.shape), tuple(rng_state.stride())
             raise ValueError(f"rng_state has shape {shape}, stride {stride}; accepted: (2,), (1,)")
@@ -262,18 +252,15 @@ def check_softcap(softcap: float) -> None:
 def check_slopes(slopes: Tensor, batch: int, nheads: int) -> None:
     """Raise ValueError for ALiBi slopes but one number per head, or per sequence and head."""
     if tuple(slopes.shape) not in ((nheads,), (batch, nheads)):
-        raise ValueError(
-            f"alibi_slopes has shape {tuple(slopes.shape)}; accepted: ({nheads},) or ({batch}, {nheads})"
-        )
+        raise wrong_shape("alibi_slopes", slopes, f"({nheads},) or ({batch}, {nheads})")
 
 
 def check_sinks(sinks: Tensor, nheads: int, dtype: torch.dtype = torch.float32) -> None:
     """Raise TypeError or ValueError for attention sinks but one number per head, of ``dtype`` or up to 32 bits."""
     accepted = tuple(dict.fromkeys((*DTYPE_NAMES, dtype)))
-    if sinks.dtype not in accepted:
-        raise TypeError(f"sinks has dtype {sinks.dtype}; accepted: {_list(accepted)}")
+    check_dtype("sinks", sinks, *accepted)
     if tuple(sinks.shape) != (nheads,):
-        raise ValueError(f"sinks has shape {tuple(sinks.shape)}; accepted: ({nheads},), a number per head")
+        raise wrong_shape("sinks", sinks, f"({nheads},), a number per head")
 
 
 def _list(items: Sequence[Any]) -> str:
@@ -304,12 +291,10 @@ def check_for_kernels(call: Call, *, unaligned: bool = False) -> None:
             check_strides(name, tensor)
     _check_sizes(call)
     if call.alibi_slopes is not None:
-        if call.alibi_slopes.dtype != torch.float32:
-            raise TypeError(f"alibi_slopes has dtype {call.alibi_slopes.dtype}; accepted: torch.float32")
+        check_dtype("alibi_slopes", call.alibi_slopes, torch.float32)
         _check_last_stride("alibi_slopes", call.alibi_slopes)
     if call.bias is not None:
-        if call.bias.dtype not in DTYPE_NAMES:
-            raise TypeError(f"bias has dtype {call.bias.dtype}; accepted: {_list(tuple(DTYPE_NAMES))}")
+        check_dtype("bias", call.bias, *DTYPE_NAMES)
         _check_last_stride("bias", call.bias)
 
 
@@ -398,9 +383,8 @@ def check_gradients(
         if tensor.device != call.q.device:
             raise ValueError(f"{name} is on {tensor.device}; accepted: {call.q.device}, where q is")
         if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted: {shape}")
-        if tensor.dtype != dtype:
-            raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: {dtype}")
+            raise wrong_shape(name, tensor, shape)
+        check_dtype(name, tensor, dtype)
 
 
 def check_out(call: Call, out: Tensor, *, rows: bool = False) -> None:

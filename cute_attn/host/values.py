@@ -26,6 +26,18 @@ def check_dense(name: str, tensor: Any) -> None:
         raise TypeError(f"{name} is {kind}; accepted: a dense torch.Tensor, of layout torch.strided")
 
 
+def check_dtype(name: str, x: Tensor, *accepted: torch.dtype, of: str = "", on: str = "") -> None:
+    """Raise TypeError for a tensor of another dtype. of: whose dtype it has to be; on: where it has to."""
+    if x.dtype not in accepted:
+        whose = f", {of}'s" if of else ""
+        raise TypeError(f"{name} has dtype {x.dtype}; accepted{on}: {', '.join(map(str, accepted))}{whose}")
+
+
+def wrong_shape(name: str, x: Tensor, accepted: Any) -> ValueError:
+    """The error for a tensor of another shape than the accepted ones."""
+    return ValueError(f"{name} has shape {tuple(x.shape)}; accepted: {accepted}")
+
+
 def check_present(named: Iterable[tuple[str, Any]], required: Collection[str], first: str = "q") -> None:
     """Raise for an argument that is no dense tensor, or missing, or on another device than ``first``."""
     device = None
