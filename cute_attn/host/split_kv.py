@@ -41,7 +41,7 @@ EVEN = 8
 BOX_ROWS = 8
 """TMA loads pages with a multiple of this many rows, the period of a swizzle. Ampere kernels load other pages."""
 FULL_PARTS = 0.9
-"""Minimum fraction of the CTAs that an even split of a single sequence keeps busy; below it, stream-K is used."""
+"""Minimum fraction of the CTAs that an even split of equal sequences keeps busy; below it, stream-K is used."""
 PARTS_AT_ONCE = 128
 """Partial results of a row that the combine kernel loads at once, where they are many; more take another round."""
 BLOCKS_OF_A_PART, ENOUGH_CTAS = 5, 64
@@ -376,16 +376,18 @@ def _best_split(call: Call, tile: Any, processors: int) -> Split:
     splits = min(most, max(blocks // BLOCKS_OF_A_PART, -(-ENOUGH_CTAS // count), LEAST_SPLITS))
     bytes_of_block = tile.tile_n * _key_bytes(call)
     spared = bytes_of_block * (blocks - -(-blocks // max(splits, 1)))
-    if splits < LEAST_SPLITS or spared < LEAST_SPARED:
-        splits = 1
     even = not call.mask or EVEN * seqlen_q <= seqlen_k
+    equal = call.batch == 1 or (call.lengths is None and call.cu_seqlens_k is None)
+    full = equal and even and most > 1 and most * count >= FULL_PARTS * slots
+    if splits < LEAST_SPLITS or spared < LEAST_SPARED:
+        splits = most if full and bytes_of_block * -(-blocks // most) > FEW_BYTES else 1
     waves = splits * count / slots
     alone = bytes_of_block * -(-blocks // splits)
     if alone > FEW_BYTES or (splits == 1 and (math.ceil(waves) - waves) * alone > IDLE_BYTES):
         if splits == 1:
             pays = tile.tile_m > 64 and math.ceil(waves) <= STREAM_K_COST * waves
         else:
-            pays = call.batch == 1 and even and most * count >= FULL_PARTS * slots
+            pays = full
         if not pays:
             return Split("shares")
     return Split("parts", splits) if splits > 1 else Split()

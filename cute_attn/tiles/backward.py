@@ -418,6 +418,11 @@ class BackwardSm90Tile(Tile):
         room = self.tile_m * self.num_stages_ds * (2 if self.p_in_smem else 1)
         return room >= self.columns_of(traits.head_dim) and not (self.bias_stages and traits.bias_grad)
 
+    def dv_leaves_v(self, traits: Traits) -> bool:
+        """dV is stored from other memory than V's, so that the next V loads meanwhile."""
+        areas = self.smem_areas(traits)
+        return areas["dv"] != areas["v"]
+
     @property
     def row_stride(self) -> int:
         """fp32 numbers from one stage of LSE or D to the next: TMA writes to multiples of 128 bytes."""
@@ -434,7 +439,11 @@ class BackwardSm90Tile(Tile):
         return -(-self.tile_m // 64)
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
-        """Name -> first byte and end of each area of shared memory. dV reuses V's; for dK see ``dk_leaves_k``."""
+        """Name -> first byte and end of each area of shared memory.
+
+        dK and dV reuse memory: dK that of dS or of K, dV that of dS behind dK, or of V. Up to 96 columns dV has its own
+        where dS has no room for it; more columns leave a key block so many products that V's load does not show.
+        """
         d, dv = self.columns_of(traits.head_dim), self.columns_of(traits.head_dim_v)
         sizes = {
             "barriers": self.BARRIER_BYTES,
@@ -457,6 +466,11 @@ class BackwardSm90Tile(Tile):
             start += size
         first, _ = areas["ds" if self.dk_leaves_k(traits) else "k"]
         areas["dk"], areas["dv"] = (first, first + sizes["k"]), areas["v"]
+        if self.dk_leaves_k(traits) and not self.p_in_smem and max(d, dv) <= 96:
+            if sizes["k"] + sizes["v"] <= sizes["ds"]:
+                areas["dv"] = first + sizes["k"], first + sizes["k"] + sizes["v"]
+            elif start + sizes["v"] <= SHARED_MEMORY_BYTES["sm90"]:
+                areas["dv"] = start, start + sizes["v"]
         return areas
 
     def registers(self, traits: Traits) -> int:

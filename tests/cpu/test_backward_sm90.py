@@ -55,13 +55,24 @@ def test_every_combination_has_a_tile():
         assert tile.reject(traits, "sm90") is None, (traits, tile.reject(traits, "sm90"))
 
 
-@pytest.mark.parametrize("rest", ["d64", "d64-dropout", "d128-causal", "d256", "d40x136", "d192x128", "d512"])
+@pytest.mark.parametrize(
+    "rest", ["d64", "d64-dropout", "d80", "d128-causal", "d256", "d40x136", "d192x128", "d512"]
+)
 def test_shared_memory_areas_follow_each_other_aligned(rest):
     traits = traits_of(rest)
     tile = BackwardSm90.default_tile(traits, "sm90")
     areas = tile.smem_areas(traits)
-    (dk, dk_end), dv, end = areas.pop("dk"), areas.pop("dv"), 0
-    assert dv == areas["v"] and dk_end - dk == areas["k"][1] - areas["k"][0]
+    (dk, dk_end), (dv, dv_end), end = areas.pop("dk"), areas.pop("dv"), 0
+    assert dk_end - dk == areas["k"][1] - areas["k"][0] and dv_end - dv == areas["v"][1] - areas["v"][0]
+    assert (
+        tile.dv_leaves_v(traits)
+        == (dv != areas["v"][0])
+        == (max(padded(traits.head_dim), padded(traits.head_dim_v)) <= 96)
+    )
+    if tile.dv_leaves_v(traits) and dv < areas["p"][1]:
+        assert dv == dk_end and dv_end <= areas["ds"][1]
+    elif tile.dv_leaves_v(traits):
+        areas["dv"] = dv, dv_end
     if tile.dk_leaves_k(traits):
         assert dk == areas["ds"][0] and dk_end <= areas["p"][1]
     else:

@@ -43,7 +43,8 @@ class Consumer:
             )
             fragments.acc_dk.fill(0.0)
             fragments.acc_dv.fill(0.0)
-            shared.pipeline_v.consumer_wait(i)
+            if cutlass.const_expr(not kernel.waits_for_v_late):
+                shared.pipeline_v.consumer_wait(i)
             key0, info = key_tile.block * kernel.tile.tile_n, key_tile.info
             self.zero_keys_out_of_bounds(info.seqlen_k - key0, thread)
             for n in cutlass.range(heads.first, heads.end, unroll=1):
@@ -55,6 +56,7 @@ class Consumer:
                     steps,
                     thread,
                     shared.bias.address_of(thread) if kernel.loads_bias_by_tma else None,
+                    i,
                 )
                 self.loop(head).run()
                 steps += blocks.end - blocks.begin
@@ -111,20 +113,25 @@ class Consumer:
     def store_keys(self, fragments: Fragments, i: Int32) -> None:
         """Store dK and dV of the i-th key tile through shared memory, and release K and V. Writes all rows that exist.
 
-        The key tile is read again, so that no register holds it through the main loop. If dK is not stored from K's
-        memory, the memory that it is stored from is free for the next key tile once the next V has been loaded.
+        The key tile is read again, so that no register holds it through the main loop. The memory of dS, if dK is
+        stored from it, is free for the next key tile once its V has been loaded, or after the barrier of its first
+        step.
         """
         kernel, params, outputs, shared = self.kernel, self.params, self.outputs, self.shared
         traits, tile, (d, dv) = kernel.traits, kernel.tile, kernel.dims
         thread = rematerialize(cute.arch.thread_idx()[0] - WARPGROUP)
         key_tile = shared.work.read(i, params.seqlens)
-        block, leaves_k = key_tile.block, tile.dk_leaves_k(traits)
+        block = key_tile.block
+        leaves_k: Constexpr = tile.dk_leaves_k(traits)
+        leaves_v: Constexpr = tile.dv_leaves_v(traits)
         _, state = kernel.epilogues.begin_tile(params, key_tile, params.query_heads(key_tile).first)
         rescale = kernel.epilogues.rescale(state)
         consumer_barrier(tile.warpgroups)  # no product reads K, V and dS any more
         if cutlass.const_expr(leaves_k):
             shared.pipeline_k.consumer_release(i, Accessed.BY_THREADS)
-        self.to_smem(fragments.acc_dv, rescale, dv, shared.s_v[None, None, 0], thread)
+        if cutlass.const_expr(leaves_v):
+            shared.pipeline_v.consumer_release(i, Accessed.BY_THREADS)
+        self.to_smem(fragments.acc_dv, rescale, dv, shared.s_dv[None, None, 0], thread)
         scale = rescale * params.softmax_scale
         self.to_smem(fragments.acc_dk, scale, d, shared.s_dk[None, None, 0], thread)
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -134,16 +141,17 @@ class Consumer:
                 existing_rows(params.seqlens.cu_seqlens_k, outputs.mDK, key_tile.batch) - block * tile.tile_n
             )
             self.store_rows(shared.s_dk, outputs.mDK, traits.head_dim, key_tile, rows, thread)
-            self.store_rows(shared.s_v, outputs.mDV, traits.head_dim_v, key_tile, rows, thread)
+            self.store_rows(shared.s_dv, outputs.mDV, traits.head_dim_v, key_tile, rows, thread)
             consumer_barrier(tile.warpgroups)
         elif thread < 32:
             where = (Int32(0), key_tile.head_dkv, key_tile.batch, kernel.part())
-            outputs.tma_dv.store(shared.s_v[None, None, 0], outputs.tma_dv.sequence(*where), block)
+            outputs.tma_dv.store(shared.s_dv[None, None, 0], outputs.tma_dv.sequence(*where), block)
             outputs.tma_dk.store(shared.s_dk[None, None, 0], outputs.tma_dk.sequence(*where), block)
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         if cutlass.const_expr(not leaves_k):
             shared.pipeline_k.consumer_release(i, Accessed.BY_THREADS)
-        shared.pipeline_v.consumer_release(i, Accessed.BY_THREADS)
+        if cutlass.const_expr(not leaves_v):
+            shared.pipeline_v.consumer_release(i, Accessed.BY_THREADS)
 
     @cute.jit
     def to_smem(

@@ -10,14 +10,23 @@ from cute_attn.tiles.table import Key, Table
 from cute_attn.traits import Traits
 
 FEW_ROWS, EMPTY = 64, 1.2
-"""Rows of the tile for few queries. It is chosen where the default tile would compute EMPTY times as many."""
+"""Rows of the tile for few queries, or a short window; it is chosen where the default tile computes EMPTY times as
+many."""
+FEW_KEYS, EMPTY_KEYS, MANY_QUERIES = (80, 160), 1.5, 1024
+"""Keys of tiles for few keys, such as a text's 77 or 154. They are chosen for so many queries at least, where the
+default tile would compute EMPTY_KEYS times as many keys."""
 MANY = 6
 """Maximum of numbers that functions hold; above it, tiles have as few keys as for head dims above 128."""
 TABLE = Table(__file__, BackwardSm90Tile)
 
 
-def keys(traits: Traits, target: str, *, tma: bool = True) -> tuple[Key, ...]:
-    """A row's keys; tma: whether TMA may load a 16-bit bias, which then needs almost no registers."""
+def keys(traits: Traits, target: str, lengths: str = "long", *, tma: bool = True) -> tuple[Key, ...]:
+    """A row's keys.
+
+    Args:
+        lengths: ``keys_N`` for many queries of at most N keys, of ``FEW_KEYS``, or ``long``.
+        tma: whether TMA may load a 16-bit bias, which then needs almost no registers.
+    """
     dim, numbers = max(traits.head_dim, traits.head_dim_v), held(traits.epilogues, traits.op)
     mask = "masked" if traits.causal or traits.windowed else "full"
     listed = lists_blocks(traits.epilogues)
@@ -30,7 +39,24 @@ def keys(traits: Traits, target: str, *, tma: bool = True) -> tuple[Key, ...]:
     return (
         max(dim, 129) if numbers > MANY else dim,
         *(mask, bias, registers, numbers, traits.dropout or "none", "listed" if listed else "all"),
+        lengths,
     )
+
+
+def lengths_of(seqlen_q: int, seqlen_k: int, tile_n: int) -> str:
+    """The key ``lengths``; tile_n: keys of a block of the default tile."""
+    few = next((n for n in FEW_KEYS if seqlen_k <= n), 0)
+    computed = -(-seqlen_k // tile_n) * tile_n
+    return f"keys_{few}" if few and seqlen_q >= MANY_QUERIES and computed >= EMPTY_KEYS * few else "long"
+
+
+def visited_rows(tile_m: int, tile_n: int, seqlen_q: int, window: int) -> int:
+    """Rows of the query blocks that a key block visits; window: keys that a query sees, 0 without a window.
+
+    A window's queries begin anywhere in a block.
+    """
+    rows = -(-seqlen_q // tile_m) * tile_m
+    return min(rows, tile_n + window - 1 + tile_m - 1) if window else rows
 
 
 def _needs_registers(traits: Traits) -> bool:

@@ -13,10 +13,10 @@ that see it, of every query head of the group, and accumulates dK and dV in regi
 global memory by atomic additions of all CTAs; another kernel converts it.
 
 The producer warp claims the next key block (an atomic counter), broadcasts it, and loads: K and V once per key block,
-through pipelines Q with LSE and a 16-bit bias, and dO with D. The next K is loaded when no product reads the last one
-any more, and the next Q while dK and dV are stored; V only after dV, which is stored from the same memory. The two
-consumer warpgroups compute S and dP transposed, each for 64 keys, so that the accumulators of P and dS are the register
-operands of dV and dK (all as (keys, queries) here):
+through pipelines Q with LSE and a 16-bit bias, and dO with D. The first Q and dO of a key block are loaded during the
+last step of the one before; K when no product reads the last one any more, and V too where dV is not stored from its
+memory. The two consumer warpgroups compute S and dP transposed, each for 64 keys, so that the accumulators of P and dS
+are the register operands of dV and dK (all as (keys, queries) here):
 
     issue S = K Q^T, dP = V dO^T
     wait for S; epilogues, P
@@ -68,7 +68,14 @@ from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels import fakes
 from cute_attn.kernels.backward_sm90.consumer import Consumer
-from cute_attn.kernels.backward_sm90.heuristics import EMPTY, FEW_ROWS, TABLE, keys
+from cute_attn.kernels.backward_sm90.heuristics import (
+    EMPTY,
+    FEW_ROWS,
+    TABLE,
+    keys,
+    lengths_of,
+    visited_rows,
+)
 from cute_attn.kernels.backward_sm90.params import (
     BackwardInputs,
     BackwardOutputs,
@@ -134,13 +141,17 @@ class BackwardSm90:
         pairs: int | None = None,
         window: int = 0,
     ) -> "BackwardSm90":
-        """This kernel, with a tile of fewer rows where many rows of its default tile would be empty.
+        """This kernel, with a tile of fewer rows or keys where many of its default tile's would be empty.
 
         A variant with another default tile keeps it.
         """
-        rows, few = (-(-seqlen_q // n) * n for n in (self.tile.tile_m, FEW_ROWS))
+        tile_m, tile_n = self.tile.tile_m, self.tile.tile_n
+        rows, few = (visited_rows(n, tile_n, seqlen_q, window) for n in (tile_m, FEW_ROWS))
         own = self.tile != BackwardSm90.default_tile(self.traits, target)
-        if own or self.tile.tile_m <= FEW_ROWS or rows < EMPTY * few:
+        lengths = lengths_of(seqlen_q, seqlen_k, tile_n)
+        if lengths != "long" and not own:
+            return replace(self, tile=TABLE.first(self.traits, target, *keys(self.traits, target, lengths)))
+        if own or tile_m <= FEW_ROWS or rows < EMPTY * few:
             return self
         fewer = [
             tile
@@ -300,6 +311,7 @@ class BackwardSm90:
             found.area(name, shape, f"layout_{name}")
         found.area("p", scores, "layout_ds")
         found.area("dk", (tile.tile_n, d, 1), "layout_k")
+        found.area("dv", (tile.tile_n, dv, 1), "layout_v")
         if tile.bias_stages:
             shape = (tile.tile_m, tile.tile_n, tile.bias_stages)
             found.area("bias", shape, "layout_bias", of=fakes.CUTE_DTYPES[self.traits.bias])
@@ -347,6 +359,22 @@ class BackwardSm90:
         """
         generates_mask = self.traits.dropout and not self.tile.mask_warps
         return not (self.loads_bias_by_tma or generates_mask or self.traits.softcap)
+
+    @property
+    def waits_for_v_late(self) -> bool:
+        """The first step of a key block starts S before V has arrived, unless rows of V have to be zeroed.
+
+        Not where V comes after dV: long sequences of head dim 128 are 1 to 2% slower with it.
+        """
+        return self.tile.dv_leaves_v(self.traits) and not (self.traits.varlen or self.traits.seqused_k)
+
+    @property
+    def adds_dq_early(self) -> bool:
+        """With P in shared memory, dQ is computed first and added before dK is issued, so that it waits for dV alone.
+
+        3% faster at 192 x 128; head dim 256, whose dK and dV are not transposed, is up to 3% slower with it.
+        """
+        return self.tile.dkv_transposed
 
     @property
     def dp_starts_from_d(self) -> bool:

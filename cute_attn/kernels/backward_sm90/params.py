@@ -28,6 +28,7 @@ class BackwardStorage:
     s_ds: cute.Tensor  # (tile_m, tile_n, stage)
     s_p: cute.Tensor  # as s_ds; unused unless p_in_smem
     s_dk: cute.Tensor  # as s_k
+    s_dv: cute.Tensor  # as s_v
     s_dq: cute.Pointer  # a query block's dQ in register order, with tile.dq_bulk
     s_lse: cute.Tensor  # (tile_m, stage)
     s_minus_d: cute.Tensor  # (tile_m, stage)
@@ -147,6 +148,7 @@ def shared_memory(kernel: Any) -> BackwardStorage:
         operand("ds", kernel.layout_ds()),
         operand("p" if tile.p_in_smem else "ds", kernel.layout_ds()),
         operand("dk", kernel.layout_k()),
+        operand("dv", kernel.layout_v()),
         cute.recast_ptr(start["dq"], dtype=Float32),
         rows("lse", tile.num_stages_q),
         rows("minus_d", tile.num_stages_do),

@@ -62,10 +62,10 @@ class Producer:
         blocks = self.kernel.query_blocks(self.params, key_tile)
         count, first = blocks.end - blocks.begin, steps
         shared.work.write(n, key_tile.block, key_tile.split, key_tile.head_dkv, key_tile.batch)
-        if count > 0:
-            self.load_keys(key_tile, n)
-        else:  # No query sees these keys: dK and dV are zeros, and K and V are not loaded.
-            for pipeline in (shared.pipeline_k, shared.pipeline_v):
+        if count == 0:
+            # No query sees these keys: dK and dV are zeros, and K and V are not loaded. K last: it lets consumers
+            # release both.
+            for pipeline in (shared.pipeline_v, shared.pipeline_k):
                 pipeline.producer_wait(n)
                 pipeline.producer_commit(n)
         for head in cutlass.range(heads.first, heads.end, unroll=1):
@@ -94,11 +94,11 @@ class Producer:
 
     @cute.jit
     def load_queries(
-        self, key_tile: KeyTile, head: Int32, blocks: BlockRange, steps: Int32, n_v: Int32, first: Int32
+        self, key_tile: KeyTile, head: Int32, blocks: BlockRange, steps: Int32, n_keys: Int32, first: Int32
     ) -> None:
         """Load Q and dO of one head, with LSE, bias and D; steps: uses so far of their pipelines.
 
-        V is loaded between Q and dO of use ``first``: its memory is free only when the last dV has been stored.
+        K and V are loaded after Q and dO of use ``first``, whose memory is free earlier.
         """
         kernel, inputs, shared = self.kernel, self.inputs, self.shared
         info, tile_m = key_tile.info, kernel.tile.tile_m
@@ -118,8 +118,9 @@ class Producer:
             if cutlass.const_expr(kernel.loads_bias_by_tma):
                 inputs.bias.load(g_bias, block, shared.bias.tensor, shared.pipeline_q, n)
             inputs.lse.load(g_lse, first_rows + block, shared.s_lse, shared.pipeline_q, n)
-            if n == first:
-                self.load_values(key_tile, n_v)
             shared.pipeline_do.producer_acquire(n)
             inputs.do.load(g_do, block, shared.s_do, shared.pipeline_do, n)
             inputs.minus_d.load(g_minus_d, first_rows + block, shared.s_minus_d, shared.pipeline_do, n)
+            if n == first:
+                self.load_keys(key_tile, n_keys)
+                self.load_values(key_tile, n_keys)

@@ -55,6 +55,7 @@ class Head:
     first_use: Int32  # of the pipelines of Q and dO
     thread: Int32
     bias_address: Int32 | None  # of the thread's first element in the first stage, or None
+    key_use: Int32  # of the pipelines of K and V
 
     def use_of(self, block: Int32) -> Int32:
         """The use of the pipelines, and of dS's buffer, for a query block."""
@@ -107,13 +108,15 @@ class Head:
         return mask
 
     @cute.jit
-    def probabilities_and_gradients(self, block: Int32, masked: Constexpr) -> tuple[cute.Tensor, cute.Tensor]:
+    def probabilities_and_gradients(
+        self, block: Int32, masked: Constexpr, first: Constexpr = False
+    ) -> tuple[cute.Tensor, cute.Tensor]:
         """P, dropped elements zero, and dS of a query block, in 16 bits."""
         shared, n = self.shared, self.use_of(block)
         acc_s, acc_dp = self.scores_accumulator(), self.scores_accumulator()
         scores = self.score_tile(acc_s, block)
         loaded = self.kernel.epilogues.load(self.state, scores)
-        mask, lse = self.start_s_and_dp(acc_s, acc_dp, block)
+        mask, lse = self.start_s_and_dp(acc_s, acc_dp, block, first)
         # While S and dP run, the reads that were not issued before them.
         if cutlass.const_expr(mask is None):
             mask = self.kernel.epilogues.dropout_mask(self.state, scores)
@@ -158,7 +161,7 @@ class Head:
 
     @cute.jit
     def start_s_and_dp(
-        self, acc_s: cute.Tensor, acc_dp: cute.Tensor, block: Int32
+        self, acc_s: cute.Tensor, acc_dp: cute.Tensor, block: Int32, first: Constexpr
     ) -> tuple[tuple | None, cute.Tensor | None]:
         """Start S and dP of a query block; returns its dropout mask and its rows' log-sum-exps, or None if read later.
 
@@ -178,6 +181,8 @@ class Head:
             minus_d = self.row_values(shared.s_minus_d, shared.pipeline_do, n)
             start_from(self.score_map.view(acc_dp), minus_d)
         self.start_scores(op.a_scores, op.b_scores, acc_s, shared.pipeline_q.stage(n), False)
+        if cutlass.const_expr(first and self.kernel.waits_for_v_late):
+            shared.pipeline_v.consumer_wait(self.key_use)
         if cutlass.const_expr(not self.kernel.dp_starts_from_d):
             shared.pipeline_do.consumer_wait(n)
         self.start_scores(op.a_dp, op.b_dp, acc_dp, shared.pipeline_do.stage(n), self.kernel.dp_starts_from_d)
@@ -318,10 +323,12 @@ class DqLate:
         head, shared, n = self.head, self.head.shared, self.head.use_of(block)
         dq_bulk: Constexpr = head.kernel.tile.dq_bulk
         acc_dq = head.dq_accumulator()
-        p, ds = head.probabilities_and_gradients(block, masked)
+        p, ds = head.probabilities_and_gradients(block, masked, first)
 
         if cutlass.const_expr(not first):
             self.wait_for_ds(n - 1)
+        elif cutlass.const_expr(head.kernel.tile.dv_leaves_v(head.kernel.traits)):
+            consumer_barrier(head.kernel.tile.warpgroups)  # the last dK and dV have left dS's memory
         head.store_scores(ds, shared.s_ds, n)  # its stage is free: all have arrived at dS of the step before
         if cutlass.const_expr(not first):
             head.start_dq(acc_dq, n - 1)
@@ -379,12 +386,21 @@ class DqInStep:
         head.store_scores(p, shared.s_p, n)
         cute.arch.fence_proxy("async.shared", space="cta")
         consumer_barrier(head.kernel.tile.warpgroups)
-        head.start_dv(p, n)
         acc_dq = head.dq_accumulator()
-        head.start_dq(acc_dq, n)
-        head.start_dk(ds, n)
-        warpgroup.wait_group(1)
+        if cutlass.const_expr(head.kernel.adds_dq_early):
+            head.start_dq(acc_dq, n)
+            head.start_dv(p, n)
+            warpgroup.wait_group(1)
+            head.add_dq(acc_dq, block)
+            head.start_dk(ds, n)
+            warpgroup.wait_group(1)
+        else:
+            head.start_dv(p, n)
+            head.start_dq(acc_dq, n)
+            head.start_dk(ds, n)
+            warpgroup.wait_group(1)
         shared.pipeline_do.consumer_release(n, Accessed.BY_THREADS_FENCED)  # fenced above
-        head.add_dq(acc_dq, block)
+        if cutlass.const_expr(not head.kernel.adds_dq_early):
+            head.add_dq(acc_dq, block)
         warpgroup.wait_group(0)
         shared.pipeline_q.consumer_release(n, Accessed.BY_THREADS_FENCED)

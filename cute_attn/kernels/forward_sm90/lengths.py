@@ -32,6 +32,10 @@ SHORT_BIASED = 512
 FEW_KEYS = (64, 80, 96)
 """Keys per step for sequences of at most as many keys, such as a text's 77."""
 
+FEW_STEPS, NARROW = 4, 1.17
+"""Maximum steps of a sequence for which the number of keys per step matters, and the time of a key in one of
+``FEW_KEYS`` over that in the default tile: 257 keys are faster as 3 of 96 than as 3 of 128."""
+
 LEAST_GAIN = 1.1
 """Minimum estimated speedup for choosing a tile with another number of rows."""
 
@@ -79,12 +83,29 @@ def tile_for_lengths(
     if not default.speculative:
         # A function may grow along the keys: each step would be computed twice.
         tile = dataclasses.replace(tile, speculative=False)
-    if seqlen_k > max(FEW_KEYS) or traits.bias:
+    if traits.bias:
         return tile
-    enough = [
-        n for n in FEW_KEYS if seqlen_k <= n < tile.tile_n and (n % 32 == 0 or traits.dropout != "flash")
-    ]
-    return dataclasses.replace(tile, tile_n=enough[0]) if enough else tile
+    return dataclasses.replace(tile, tile_n=_keys_per_step(tile, traits, seqlen_k))
+
+
+def _keys_per_step(tile: ForwardSm90Tile, traits: Traits, seqlen_k: int) -> int:
+    """Keys per step for sequences of few keys: the fewest that hold all of them, or a number that wastes fewer."""
+    options = [n for n in FEW_KEYS if n < tile.tile_n and (n % 32 == 0 or traits.dropout != "flash")]
+    enough = [n for n in options if seqlen_k <= n]
+    if enough:
+        return enough[0]
+    if (
+        seqlen_k > FEW_STEPS * tile.tile_n
+        or traits.causal
+        or traits.windowed
+        or lists_blocks(traits.epilogues)
+    ):
+        return tile.tile_n
+
+    def cost(n: int) -> float:
+        return -(-seqlen_k // n) * n * (NARROW if n < tile.tile_n else 1)
+
+    return min((tile.tile_n, *options), key=cost)
 
 
 def _short_tile(traits: Traits, seqlen_q: int, seqlen_k: int, window: int) -> ForwardSm90Tile | None:
@@ -123,12 +144,17 @@ def _with_group(plain: ForwardSm90Tile, traits: Traits, group: int) -> ForwardSm
     """The tile with several heads of a key head, and so fewer queries, or None where that does not pay.
 
     Under a mask, fewer queries have more keys in common, and fewer blocks are partially masked; packed sequences end
-    within fewer rows. Head dims from 65 to 128 gain nothing.
+    within fewer rows. Head dims from 65 to 128 gain only by the latter.
     """
     d = max(traits.head_dim, traits.head_dim_v)
     pays = traits.varlen or traits.causal or traits.windowed
     heads = max(n for n in (1, 2, 4, 8) if group % n == 0)
-    if heads < 4 or not pays or 64 < d <= 128 or plain.tile_m == 64:
+    if (
+        heads < (2 if d > 128 else 4)
+        or not pays
+        or (64 < d <= 128 and not traits.varlen)
+        or plain.tile_m == 64
+    ):
         return None
     packed = dataclasses.replace(plain, pack_heads=heads)
     return packed if packed.reject(traits, "sm90") is None else None
@@ -158,11 +184,14 @@ def _tile_for_work(
 ) -> ForwardSm90Tile | None:
     """A tile of fewer rows where tiles of ``plain`` leave multiprocessors idle or have empty rows.
 
-    If small CTAs do not fill the multiprocessors either, they get more keys per step.
+    If small CTAs do not fill the multiprocessors either, or leave one of them alone behind three, they get more keys
+    per step.
     """
     if plain.tile_m == 64:
-        few = plain.blocks_per_sm > 2 and _count(plain, seqlen_q, pairs) <= 2 * MULTIPROCESSORS
-        return _of_warpgroups(traits, "one_warpgroup") if few else None
+        each = -(-_count(plain, seqlen_q, pairs) // MULTIPROCESSORS)
+        return (
+            _of_warpgroups(traits, "one_warpgroup") if plain.blocks_per_sm > 2 and each in (1, 2, 4) else None
+        )
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
     # A row's time in another tile over its time in the default: for CTAs that fill a multiprocessor, and for one CTA.
     # Ratios of large calls and of single tiles: bench/notes.md.
@@ -170,7 +199,7 @@ def _tile_for_work(
     if plain.tile_m > 128:
         slower = 1.13 if d <= 64 else MANY_ROWS[traits.head_dim]
         others.append((_of_warpgroups(traits, "two_warpgroups"), slower, slower))
-    if _count(plain, seqlen_q, pairs) <= MULTIPROCESSORS:  # many short sequences would load K and V too often
+    if d <= 64 or _count(plain, seqlen_q, pairs) <= MULTIPROCESSORS:  # others would load K and V too often
         slower = 1.16 if d <= 64 else 1.08 if d <= 128 else 1.45
         others.append((_of_warpgroups(traits, "one_warpgroup"), slower, 1.45))
     if not others:
