@@ -58,7 +58,7 @@ class ListBlocks:
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> BlockListsTile:
-        return BlockListsTile()
+        return BlockListsTile.default(target)
 
     # ---- host ----
 

@@ -78,7 +78,7 @@ class ListVisits:
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> BlockListsTile:
-        return BlockListsTile()
+        return BlockListsTile.default(target)
 
     # ---- host ----
 

@@ -9,6 +9,7 @@ import functools
 
 from cute_attn.tiles import (
     SHARED_MEMORY_BYTES,
+    TILES_OF,
     ForwardSm80Tile,
     best_packing,
     first_that_fits,
@@ -33,11 +34,12 @@ def _tiles_for_few_rows(traits: Traits, target: str) -> tuple[ForwardSm80Tile, .
     """Tiles of 16, 32 and 64 rows. Memory bounds them, so each multiprocessor keeps 64 KB or more in flight.
 
     A warp has 16 rows, and the other warps divide the keys: each additional warp along the rows reads all of K and V
-    from shared memory once more.
+    from shared memory once more. Above head dim 192, of these only the one of 32 rows has no spills on sm100 and sm120.
     """
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
     found = []
-    for rows, warps, groups in ((16, 1, 4), (32, 2, 2), (64, 4, 1)):
+    sizes = ((16, 1, 4), (32, 2, 2), (64, 4, 1))
+    for rows, warps, groups in sizes[1:2] if target in TILES_OF and d > 192 else sizes:
         keys = 128 if d <= 64 else 64
         fewest = max(16 * groups, 32)
         keeps_q = d <= 128 and not (rows == 64 and (traits.tree or traits.paged or traits.split == "shares"))

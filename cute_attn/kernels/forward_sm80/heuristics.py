@@ -15,9 +15,20 @@ TABLE = Table(__file__, ForwardSm80Tile)
 
 
 def default_tile(traits: Traits, target: str) -> ForwardSm80Tile:
-    """The tile for many rows. For 97 to 128 columns ptxas spills on sm100 and sm120 unless Q K^T stays a loop."""
+    """The tile for many rows."""
     tile = TABLE.first(traits, target, *keys(traits, target))
-    return replace(tile, qk_unroll=1) if target in TILES_OF and 96 < traits.head_dim_v <= 128 else tile
+    return _without_spills(tile, traits) if target in TILES_OF else tile
+
+
+def _without_spills(tile: ForwardSm80Tile, traits: Traits) -> ForwardSm80Tile:
+    """On sm100 and sm120 ptxas spills what it keeps on sm80: Q K^T as a loop, or fewer scores, take fewer registers."""
+    columns, pressure = traits.head_dim_v, register_pressure(traits)
+    if 96 < columns <= 128:
+        tile = replace(tile, qk_unroll=1)
+        if traits.dropout and pressure <= 3:
+            return replace(tile, tile_n=32)
+        return replace(tile, tile_m=64) if traits.windowed and 1 <= pressure <= 3 else tile
+    return replace(tile, qk_unroll=1) if columns <= 32 and traits.dtype != "fp32" else tile
 
 
 def keys(traits: Traits, target: str, dtype: str = "") -> tuple[Key, ...]:
