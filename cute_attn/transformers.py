@@ -98,8 +98,9 @@ def attention_mask(
         allow_is_causal_skip
         and isinstance(q_offset, int)
         and q_offset + q_length == kv_offset + kv_length  # the last query is at the last key
-        and (local_size is None or _is_window(local_size, config))
-    )
+        and (local_size is None or local_size == getattr(config, "sliding_window", None))
+        and (local_size is None or getattr(config, "attention_chunk_size", None) is None)
+    )  # layers pass a sliding window to the attention function, but no chunk
     everything = allow_is_bidirectional_skip and local_size is None
     long_enough = attention_mask is None or attention_mask.shape[1] >= kv_length
     if not use_vmap and (causal or everything) and long_enough:
@@ -116,14 +117,6 @@ def attention_mask(
         allow_is_causal_skip=False, allow_is_bidirectional_skip=False, use_vmap=use_vmap, config=config,
         **others,
     )  # fmt: skip
-
-
-def _is_window(local_size: int, config: Any) -> bool:
-    """True for the sliding window that layers pass to the attention function, False for a chunk."""
-    return (
-        getattr(config, "sliding_window", None) == local_size
-        and getattr(config, "attention_chunk_size", None) is None
-    )
 
 
 def attention_forward(

@@ -43,6 +43,7 @@ from cute_attn.host.values import (
     length,
     number,
     python_number,
+    scale_of,
     shown,
     tensors_of,
     tile_text,
@@ -552,7 +553,7 @@ def draw_rng_state(device: torch.device | str) -> Tensor:
     Raises:
         ValueError: ``device`` is none.
     """
-    return random_states.draw(check_device("device", device)).clone()
+    return random_states.draw(check_device(device)).clone()
 
 
 def _all_epilogues(tensors: Tensors, epilogues: Epilogues, functions: Functions) -> Epilogues:
@@ -766,9 +767,6 @@ def _call_of(tensors: Tensors, options: _Options) -> Call:
     mask, window_left, window_right = resolve_mask(options.causal, options.window)
     names, epilogue_tensors, epilogue_numbers = pack_epilogues(options.epilogues)
     tensors = materialized(tensors)
-    scale = options.softmax_scale
-    if scale is None:
-        scale = q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
     call = Call(
         *(
             *tensors[:-1],
@@ -776,7 +774,7 @@ def _call_of(tensors: Tensors, options: _Options) -> Call:
             materialized(epilogue_tensors),
             length("max_seqlen_q", options.max_seqlen_q) if options.varlen else _size(q),
             length("max_seqlen_k", options.max_seqlen_k) if options.varlen else _size(k),
-            number("softmax_scale", scale),
+            scale_of(options.softmax_scale, q),
             mask,
             window_left,
             window_right,

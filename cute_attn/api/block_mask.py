@@ -90,7 +90,7 @@ def _block_size(given: Any) -> tuple[int, int]:
 def _device(given: Any) -> torch.device:
     if given is None:
         given = "cuda" if torch.cuda.is_available() else "cpu"
-    device = check_device("device", given)
+    device = check_device(given)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     if device.type not in ("cuda", "cpu"):

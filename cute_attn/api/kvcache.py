@@ -43,6 +43,7 @@ from cute_attn.host.values import (
     length,
     number,
     python_number,
+    scale_of,
     shown,
     tile_text,
 )
@@ -215,7 +216,7 @@ def _attend(tensors: Tensors, out: Tensor | None, options: _Options) -> tuple[Te
     call = call._replace(
         rotary_interleaved=bool(rotary_interleaved),
         max_seqlen_q=stated if packed else longest,
-        softmax_scale=number("softmax_scale", _scale(q) if softmax_scale is None else softmax_scale),
+        softmax_scale=scale_of(softmax_scale, q),
         mask=mask,
         window_left=left,
         window_right=right,
@@ -297,10 +298,6 @@ def _one_length(
     rows = q if cu_seqlens_q is None else cu_seqlens_q[1:]
     batch = rows.shape[0] if rows.dim() else 0  # a q without dimensions is refused later
     return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
-
-
-def _scale(q: Tensor) -> float:
-    return q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
 
 
 # ---- the operator ----

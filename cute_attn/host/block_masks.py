@@ -202,23 +202,17 @@ def _kind_where(counts: Tensor, indices: Tensor, columns: int, kind: int) -> Ten
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def block_lists(
-    kinds: Tensor,
-    block_size: tuple[int, int],
-    batch: int,
-    seqlen_q: int,
-    nheads: int,
-    seqlen_k: int,
-    nheads_kv: int,
-) -> tuple[Tensor, ...]:
+def block_lists(kinds: Tensor, block_size: tuple[int, int], *sizes: int) -> tuple[Tensor, ...]:
     """Counts and blocks of the key blocks of each query block, then those of the query blocks of each key block.
 
     The layout is that of :class:`cute_attn.work.block_lists.BlockLists`. A key block is visited for all query heads of
     its kv head at a time: its list is the union of theirs. On a GPU a kernel makes them; this code is the definition.
+    sizes: batch, queries, heads, keys and kv heads.
     """
+    batch, seqlen_q, nheads, seqlen_k, nheads_kv = sizes
     some = kinds.numel() and seqlen_q and seqlen_k
     if type(kinds) is Tensor and kinds.is_cuda and some and compiler.has_dsl():
-        return _lists_by_kernel(kinds, block_size, batch, seqlen_q, nheads, seqlen_k, nheads_kv)
+        return _lists_by_kernel(kinds, block_size, *sizes)
     for dim, seqlen, rows in ((2, seqlen_q, block_size[0]), (3, seqlen_k, block_size[1])):
         kinds = _in_listed_blocks(kinds, dim, seqlen, rows)
     shared = kinds
@@ -230,16 +224,9 @@ def block_lists(
     return (*_lists(kinds, batch, nheads, seqlen_k), *of_keys)
 
 
-def _lists_by_kernel(
-    kinds: Tensor,
-    block_size: tuple[int, int],
-    batch: int,
-    seqlen_q: int,
-    nheads: int,
-    seqlen_k: int,
-    nheads_kv: int,
-) -> tuple[Tensor, ...]:
+def _lists_by_kernel(kinds: Tensor, block_size: tuple[int, int], *sizes: int) -> tuple[Tensor, ...]:
     """:func:`block_lists` in one launch. A bundle may lack that kernel: without the DSL the definition is computed."""
+    batch, seqlen_q, nheads, seqlen_k, nheads_kv = sizes
     shared, (rows, columns) = kinds.shape[:2], (-(-n // LISTED_ROWS) for n in (seqlen_q, seqlen_k))
     shapes = ((rows, 2), (rows, columns), (columns, 2), (columns, rows))
     lists = [torch.empty((*shared, *shape), dtype=torch.int32, device=kinds.device) for shape in shapes]
@@ -249,9 +236,9 @@ def _lists_by_kernel(
         traits = Traits("block_visits", "sm80", "bf16", LISTED_ROWS)
         kernel = compiler.compile(traits, None, compiler.default_target("sm80"))
         found = {"of_queries": tuple(lists[:2]), "of_keys": tuple(lists[2:])}
-        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "group": group}
-        blocks = dict(zip(("block_q", "block_k"), block_size, strict=True))
-        record.launch(*kernel.bind(mKinds=kinds, **found, **sizes, **blocks))
+        numbers = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "group": group}
+        numbers |= zip(("block_q", "block_k"), block_size, strict=True)
+        record.launch(*kernel.bind(mKinds=kinds, **found, **numbers))
     return tuple(x.expand(batch, nheads, -1, -1) for x in lists)
 
 

@@ -113,8 +113,12 @@ def _launched(
     plan: Plan, call: Call, out: Tensor | None, lse: Tensor | None, *, keeps_rows: bool = True
 ) -> Outputs:
     keeps_rows, q = keeps_rows and out is not None and call.varlen, call.q
-    if call.return_softmax and any(x is not None for x in call[3:7]):
-        _refuse_capture()
+    read = call.return_softmax and any(x is not None for x in call[3:7])
+    if read and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            "return_softmax is True with lengths, which it reads on the host, in a CUDA graph's capture; accepted: "
+            "without lengths, or outside a graph"
+        )
     if "pad" in plan.functions:
         return _padded(plan, call, out, lse)
     call = call.with_positive_scale()
@@ -187,15 +191,6 @@ def _divided(plan: Plan, call: Call, out: Tensor, lse: Tensor, *, keeps_rows: bo
     if keeps_rows:
         record.step(write_owned, out, written, call.cu_seqlens_q)
     return out, lse, None
-
-
-def _refuse_capture() -> None:
-    """Raise where a CUDA graph captures a call that returns its softmax: the host reads its lengths."""
-    if torch.cuda.is_current_stream_capturing():
-        raise NotImplementedError(
-            "return_softmax is True with lengths, which it reads on the host, in a CUDA graph's capture; accepted: "
-            "without lengths, or outside a graph"
-        )
 
 
 def _fill_with_sinks(lse: Tensor, call: Call) -> None:

@@ -249,9 +249,8 @@ def recorded(
         key, tensors, functions, tables: see :func:`find`.
         call: makes it.
     """
-    if not no_dispatch_mode() or thread.recording is not None or not _on_gpu(tensors):
-        return call()
-    if forward_ad._current_level >= 0:
+    on_gpu = bool(tensors) and type(tensors[0]) in (Tensor, torch.nn.Parameter) and tensors[0].is_cuda
+    if not on_gpu or not no_dispatch_mode() or thread.recording is not None or forward_ad._current_level >= 0:
         return call()
     own, before = Reads(*functions) if functions else None, traces_alone()
     complete, kept = (True, ()) if own is None else (own.complete, own.kept)
@@ -314,10 +313,6 @@ def _record(tensors: Tensors, call: Callable[[], Any], users: int = 0) -> tuple[
     # As guards see it: whatever the mode of gradients is.
     constant = not any(x is not None and x.requires_grad for x in tensors)
     return found, recording.record(found, constant=constant), not recording.unlike
-
-
-def _on_gpu(tensors: Tensors) -> bool:
-    return bool(tensors) and type(tensors[0]) in (Tensor, torch.nn.Parameter) and tensors[0].is_cuda
 
 
 def _remember(full: tuple, known: Record | bool, kept: Sequence[Any] = ()) -> None:

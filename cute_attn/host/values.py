@@ -113,6 +113,13 @@ def number(name: str, value: Any) -> float:
         return math.inf if value > 0 else -math.inf
 
 
+def scale_of(softmax_scale: Any, q: Tensor) -> float:
+    """``softmax_scale`` as a float; None for the default, which belongs to q's head dim."""
+    if softmax_scale is None:
+        softmax_scale = q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
+    return number("softmax_scale", softmax_scale)
+
+
 def length(name: str, value: Any) -> int:
     """``value`` as an int of 0 to 2**31 - 1, or one that a compiler does not know yet.
 
@@ -127,13 +134,13 @@ def length(name: str, value: Any) -> int:
     return value  # type: ignore[return-value]
 
 
-def check_device(name: str, device: Any) -> torch.device:
+def check_device(device: Any) -> torch.device:
     """A device by its name; raises ValueError for any other value."""
     if isinstance(device, str | torch.device):
         with contextlib.suppress(RuntimeError):
             return torch.device(device)
     raise ValueError(
-        f"{name} is {shown(device)}; accepted: a torch.device, or text such as 'cpu' or 'cuda:0'"
+        f"device is {shown(device)}; accepted: a torch.device, or text such as 'cpu' or 'cuda:0'"
     )
 
 

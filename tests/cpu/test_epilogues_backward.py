@@ -29,14 +29,12 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # The loops over one thread's registers are unrolled on purpose: fragments take static indices.
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @pytest.fixture(autouse=True)
-def one_thread():
-    """Problems are so small that torch's threads would spend their time waiting for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def seed():
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 @register_epilogue("bent")

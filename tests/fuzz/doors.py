@@ -307,42 +307,11 @@ def _registered_name(kind: str, body: str, names: tuple[str, ...], of: tuple, fu
     return _names[key]
 
 
+ATTENTION = (*SCORES, "top_left", "head_dim_v", "bias", "any_bias", "sinks", "used", "score", "mask")
 DOORS = {
-    "attention": Door(
-        _with_functions,
-        (*SCORES, "top_left", "head_dim_v", "bias", "any_bias", "sinks", "used", "score", "mask", "grads"),
-    ),
-    "attention_backward": Door(
-        _backward,
-        (
-            *SCORES,
-            "top_left",
-            "head_dim_v",
-            "bias",
-            "any_bias",
-            "sinks",
-            "used",
-            "score",
-            "mask",
-            "own_grads",
-        ),
-    ),
-    "attention_varlen": Door(
-        _varlen,
-        (
-            *SCORES,
-            "top_left",
-            "head_dim_v",
-            "bias",
-            "any_bias",
-            "sinks",
-            "used",
-            "score",
-            "mask",
-            "lengths",
-            "grads",
-        ),
-    ),
+    "attention": Door(_with_functions, (*ATTENTION, "grads")),
+    "attention_backward": Door(_backward, (*ATTENTION, "own_grads")),
+    "attention_varlen": Door(_varlen, (*ATTENTION, "lengths", "grads")),
     "block_mask": Door(
         functools.partial(_block_mask, "block_size"),
         (*SCORES, "bias", "sinks", "score", "mask", "only_mask", "mostly_nonempty", "grads"),
