@@ -43,6 +43,40 @@ class Case:
         return len(self.lengths)
 
 
+def random_case(seed: int, appends: bool = False) -> Case:
+    """appends: whether all calls append rows."""
+    pick = random.Random(seed)
+    batch, packed, page = pick.randint(1, 4), pick.random() < 0.5, pick.choice((0, 0, 1, 2, 3, 5, 7))
+    capacity = page * pick.randint(2, 6) if page else pick.randint(5, 20)
+
+    def drawn(low: int, high: int, chance: float = 1.0) -> tuple[int, ...]:
+        return tuple(pick.randint(low, high) for _ in range(batch)) if pick.random() < chance else ()
+
+    def rows(high: int) -> tuple[int, ...]:
+        return drawn(0, high) if packed else (pick.randint(1, high),) * batch
+
+    return Case(
+        lengths=drawn(0, capacity),
+        new=rows(5) if appends or pick.random() < 0.6 else (),
+        queries=rows(4),
+        capacity=capacity,
+        page=page,
+        batch_idx=tuple(pick.sample(range(batch + 2), batch)) if pick.random() < 0.4 else (),
+        leftpad=drawn(0, 4, 0.4),
+        packed=packed,
+        heads=pick.choice(((1, 1), (2, 2), (3, 1), (4, 2), (6, 3))),
+        dims=pick.choice(((16, 8), (40, 16))),
+        rotary=pick.choice((0, 2, 6, 8, 16)),
+        interleaved=pick.random() < 0.5,
+        rotary_seqlens=drawn(-3, 50, 0.3),
+        mask=pick.choice(("", "causal", "window")),
+        window=(pick.choice((0, 3, UNBOUNDED)), pick.choice((0, 2, UNBOUNDED))),
+        softcap=pick.choice((0.0, 2.0)),
+        alibi=pick.choice(("", "heads", "batch")),
+        sinks=pick.random() < 0.3,
+    )
+
+
 CASES = {
     "plain": Case((5, 17, 1)),
     "empty": Case((0, 3), queries=(2, 2)),

@@ -1,7 +1,6 @@
 """The append kernel: every thread of every CTA, compiled for the CPU, against the definition bit for bit."""
 
 import dataclasses
-import random
 
 import cutlass
 import pytest
@@ -16,7 +15,7 @@ from cute_attn.host import append
 from cute_attn.reference import kvcache as ref
 from cute_attn.traits import Traits
 from tests import emulated_append
-from tests.kvcache_problem import CASES, Case, Problem
+from tests.kvcache_problem import CASES, Case, Problem, random_case
 
 
 @pytest.fixture(autouse=True)
@@ -58,35 +57,7 @@ def test_every_thread_against_the_definition(name):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_random_cases(seed):
-    pick = random.Random(seed)
-    batch, page, packed = pick.randint(1, 4), pick.choice((0, 0, 1, 3)), pick.random() < 0.5
-    capacity = page * pick.randint(2, 6) if page else pick.randint(5, 20)
-
-    def lengths(low, high):
-        return (
-            tuple(pick.randint(low, high) for _ in range(batch))
-            if packed
-            else (pick.randint(low, high),) * batch
-        )
-
-    check(
-        Case(
-            lengths=tuple(pick.randint(0, capacity) for _ in range(batch)),
-            new=lengths(0, 5) if packed else lengths(1, 5),
-            queries=lengths(0, 4) if packed else lengths(1, 4),
-            capacity=capacity,
-            page=page,
-            batch_idx=tuple(pick.sample(range(batch + 2), batch)) if pick.random() < 0.4 else (),
-            packed=packed,
-            heads=pick.choice(((1, 1), (4, 2), (6, 3))),
-            dims=pick.choice(((16, 8), (40, 16))),
-            rotary=pick.choice((0, 2, 6, 16)),
-            interleaved=pick.random() < 0.5,
-            rotary_seqlens=tuple(pick.randint(-3, 50) for _ in range(batch)) if pick.random() < 0.3 else (),
-            mask=pick.choice(("", "causal")),
-        ),
-        seed,
-    )  # fmt: skip
+    check(random_case(seed, appends=True), seed)
 
 
 @pytest.mark.parametrize("page", [0, 4])

@@ -2,15 +2,13 @@
 
 import itertools
 import math
-import random
 
 import pytest
 import torch
 
 from cute_attn import reference
-from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.reference import kvcache as ref
-from tests.kvcache_problem import CASES, Case, Problem
+from tests.kvcache_problem import CASES, Problem, random_case
 
 
 def check(problem: Problem):
@@ -33,39 +31,7 @@ def test_against_loops(name):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_cases_against_loops(seed):
-    pick = random.Random(seed)
-    batch = pick.randint(1, 4)
-    page = pick.choice((0, 0, 1, 2, 5, 7))
-    capacity = page * pick.randint(2, 6) if page else pick.randint(5, 20)
-    packed = pick.random() < 0.5
-
-    def lengths(low, high):
-        return (
-            tuple(pick.randint(low, high) for _ in range(batch))
-            if packed
-            else (pick.randint(low, high),) * batch
-        )
-
-    case = Case(
-        lengths=tuple(pick.randint(0, capacity) for _ in range(batch)),
-        new=lengths(0, 5) if pick.random() < 0.6 else (),
-        queries=lengths(0 if packed else 1, 4),
-        capacity=capacity,
-        page=page,
-        batch_idx=tuple(pick.sample(range(batch + 2), batch)) if pick.random() < 0.4 else (),
-        leftpad=tuple(pick.randint(0, 4) for _ in range(batch)) if pick.random() < 0.4 else (),
-        packed=packed,
-        heads=pick.choice(((1, 1), (2, 2), (3, 1), (4, 2))),
-        rotary=pick.choice((0, 2, 6, 8)),
-        interleaved=pick.random() < 0.5,
-        rotary_seqlens=tuple(pick.randint(0, 20) for _ in range(batch)) if pick.random() < 0.3 else (),
-        mask=pick.choice(("", "causal", "window")),
-        window=(pick.choice((0, 3, UNBOUNDED)), pick.choice((0, 2, UNBOUNDED))),
-        softcap=pick.choice((0.0, 2.0)),
-        alibi=pick.choice(("", "heads", "batch")),
-        sinks=pick.random() < 0.3,
-    )  # fmt: skip
-    check(Problem(case, seed))
+    check(Problem(random_case(seed), seed))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
