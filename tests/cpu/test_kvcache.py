@@ -20,7 +20,7 @@ from cute_attn.host import append as host_append
 from cute_attn.host import plans, split_kv
 from cute_attn.host.call import Call
 from cute_attn.host.memory import is_lazy
-from tests import emulated_kvcache
+from tests import emulated_kvcache, refusals
 from tests.kvcache_problem import CASES, Case, Problem
 
 
@@ -399,94 +399,75 @@ def test_under_torch_compile(name):
 # ---- wrong calls ----
 
 PLAIN = Case((4, 6), new=(2, 2), queries=(2, 2), rotary=4)
-WRONG = {
-    "no-tensor": ({"k": 3, "v": 3}, "k is an int; accepted: a torch.Tensor"),
-    "k-alone": ({"v": None}, "v is None; accepted: both k and v, or neither"),
-    "k-without-lengths": ({"cache_seqlens": None}, "cache_seqlens is None; accepted with k and v: rows in use"),
-    "k-shape": ({"k": torch.zeros(2, 2, 3, 16)}, r"k has shape \(2, 2, 3, 16\); accepted: \(2, rows, 1, 16\)"),
-    "v-rows": ({"v": torch.zeros(2, 3, 1, 8)}, r"v has shape \(2, 3, 1, 8\); accepted: k's rows, \(2, 2, 1\)"),
-    "k-dtype": ({"k": torch.zeros(2, 2, 1, 16).half()}, "k has dtype torch.float16; accepted: torch.float32, k_ca"),
-    "cu-without-k": ({"k": None, "v": None, "cu_seqlens_k_new": ints(0, 1, 2)}, "cu_seqlens_k_new is given without"),
-    "lengths-dtype": ({"cache_seqlens": torch.tensor([1, 2])}, "cache_seqlens has dtype torch.int64; accepted: tor"),
-    "lengths-shape": ({"cache_seqlens": ints(1, 2, 3)}, r"cache_seqlens has shape \(3,\); accepted: \(2,\)"),
-    "lengths-bool": ({"cache_seqlens": True}, "cache_seqlens is True; accepted: int32"),
-    "batch-idx": ({"cache_batch_idx": ints(1)}, r"cache_batch_idx has shape \(1,\); accepted: \(2,\)"),
-    "page-table": ({"page_table": ints(1, 2)}, r"page_table has shape \(2,\) and strides \(1,\); accepted: \(entri"),
-    "page-entries": ({"page_table": ints(1, 2).view(1, 2)}, "page_table has 1 entries; accepted: 2, the batch, or"),
-    "page-dtype": ({"page_table": torch.zeros(2, 1)}, "page_table has dtype torch.float32; accepted: torch.int32"),
-    "leftpad": ({"cache_leftpad": ints(1)}, r"cache_leftpad has shape \(1,\); accepted: \(2,\)"),
-    "sin": ({"rotary_sin": None}, "rotary_sin is None; accepted: both rotary_cos and rotary_sin, or neither"),
-    "sin-shape": ({"rotary_sin": torch.zeros(40, 3)}, r"rotary_sin has shape \(40, 3\); accepted: \(40, 2\), rotary"),
-    "cos-wide": ({"rotary_cos": torch.zeros(40, 9)}, r"rotary_cos has shape \(40, 9\) .* with up to 8 pairs"),
-    "cos-short": (
-        {"rotary_cos": torch.zeros(23, 2), "rotary_sin": torch.zeros(23, 2)},
-        "rotary_cos has 23 positions; accepted: 24 or more, the cache's capacity, or rotary_seqlens",
-    ),
-    "cos-dtype": ({"rotary_cos": torch.zeros(40, 2).double()}, "rotary_cos has dtype torch.float64; accepted: torc"),
-    "no-position": ({"k": None, "v": None, "cache_seqlens": None}, "cache_seqlens is None; accepted with rotary_cos"),
-    "positions-alone": (
-        {"rotary_cos": None, "rotary_sin": None, "rotary_seqlens": ints(1, 2)},
-        "rotary_seqlens is given without rotary_cos and rotary_sin; accepted: with them",
-    ),
-    "top-left": ({"causal": "top_left"}, "causal is 'top_left'; accepted: False or True, aligned bottom right"),
-    "splits": ({"num_splits": 513}, "num_splits is 513; accepted: 0 to 512"),
-    "one-length": ({"cache_seqlens": 25}, "cache_seqlens is 25; accepted: 0 to 24"),
-    "split-keys": ({"split_keys": 100}, "split_keys is 100; accepted: multiples of 128 from 128 to"),
-    "both-splits": ({"split_keys": 128, "num_splits": 2}, "num_splits is 2 beside split_keys; accepted: 0"),
-    "slopes": ({"alibi_slopes": torch.zeros(3)}, r"alibi_slopes has shape \(3,\); accepted: \(2,\) or \(2, 2\)"),
-    "out": ({"out": torch.zeros(2, 2, 2, 7)}, r"out has shape \(2, 2, 2, 7\); accepted: \(2, 2, 2, 8\)"),
-    "device": ({"k": torch.zeros(2, 2, 1, 16, device="meta")}, "k is on meta; accepted: cpu, where q is"),
-    "packed": ({"cu_seqlens_q": ints(0, 2, 4)}, r"q has shape \(2, 2, 2, 16\); accepted: \(total, nheads, head_dim\)"),
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_call_is_told(name):
-    options, message = WRONG[name]
+def told(**options):
+    return run(Problem(PLAIN, dtype=torch.float32), **options)
+
+
+def changed(tensor, change, **options):
+    """A call with another q, or another cache of k or v."""
     problem = Problem(PLAIN, dtype=torch.float32)
-    with pytest.raises((TypeError, ValueError), match="^" + message) as error:
-        run(problem, **options)
-    assert "\n" not in str(error.value)
+    setattr(problem, tensor, change(getattr(problem, tensor)))
+    return run(problem, **options)
 
 
-WRONG_TENSORS = {
-    "q-dtype": ("q", lambda x: x.half(), "q has dtype torch.float16; accepted: torch.float32, k_cache's"),
-    "q-dim": ("q", lambda x: x[..., :8], "q has head_dim 8; accepted: 16, k_cache's"),
-    "v-shape": ("v", lambda x: x[:, :3], r"v_cache has shape \(2, 3, 1, 8\); accepted: \(2, 24, 1\) and a head_dim_v"),
-    "v-dtype": ("v", lambda x: x.half(), "v_cache has dtype torch.float16; accepted: torch.float32, k_cache's"),
-    "rank": ("k", lambda x: x[0], r"k_cache has shape \(24, 1, 16\); accepted: \(entries, capacity, nheads_kv"),
-    "heads": ("q", lambda x: x[:, :, :0], None),
-}  # fmt: skip
+WRONG = """
+told(k=3, v=3) -> TypeError: k is an int; accepted: a torch.Tensor
+told(v=None) -> ValueError: v is None; accepted: both k and v, or neither
+told(cache_seqlens=None) -> ValueError: cache_seqlens is None; accepted with k and v: rows in use
+told(k=torch.zeros(2, 2, 3, 16)) -> ValueError: k has shape (2, 2, 3, 16); accepted: (2, rows, 1, 16)
+told(v=torch.zeros(2, 3, 1, 8)) -> ValueError: v has shape (2, 3, 1, 8); accepted: k's rows, (2, 2, 1)
+told(k=torch.zeros(2, 2, 1, 16).half()) -> TypeError: k has dtype torch.float16; accepted: torch.float32, k_ca
+told(k=None, v=None, cu_seqlens_k_new=ints(0, 1, 2)) -> ValueError: cu_seqlens_k_new is given without
+told(cache_seqlens=torch.tensor([1, 2])) -> TypeError: cache_seqlens has dtype torch.int64; accepted: tor
+told(cache_seqlens=ints(1, 2, 3)) -> ValueError: cache_seqlens has shape (3,); accepted: (2,)
+told(cache_seqlens=True) -> TypeError: cache_seqlens is True; accepted: int32
+told(cache_batch_idx=ints(1)) -> ValueError: cache_batch_idx has shape (1,); accepted: (2,)
+told(page_table=ints(1, 2)) -> ValueError: page_table has shape (2,) and strides (1,); accepted: (entri
+told(page_table=ints(1, 2).view(1, 2)) -> ValueError: page_table has 1 entries; accepted: 2, the batch, or
+told(page_table=torch.zeros(2, 1)) -> TypeError: page_table has dtype torch.float32; accepted: torch.int32
+told(cache_leftpad=ints(1)) -> ValueError: cache_leftpad has shape (1,); accepted: (2,)
+told(rotary_sin=None) -> ValueError: rotary_sin is None; accepted: both rotary_cos and rotary_sin, or neither
+told(rotary_sin=torch.zeros(40, 3)) -> ValueError: rotary_sin has shape (40, 3); accepted: (40, 2), rotary
+told(rotary_cos=torch.zeros(40, 9)) -> ValueError: rotary_cos has shape (40, 9) ... with up to 8 pairs
+told(rotary_cos=torch.zeros(23, 2), rotary_sin=torch.zeros(23, 2))
+    -> ValueError: rotary_cos has 23 positions; accepted: 24 or more, the cache's capacity, or rotary_seqlens
+told(rotary_cos=torch.zeros(40, 2).double()) -> TypeError: rotary_cos has dtype torch.float64; accepted: torc
+told(k=None, v=None, cache_seqlens=None) -> ValueError: cache_seqlens is None; accepted with rotary_cos
+told(rotary_cos=None, rotary_sin=None, rotary_seqlens=ints(1, 2))
+    -> ValueError: rotary_seqlens is given without rotary_cos and rotary_sin; accepted: with them
+told(causal="top_left") -> ValueError: causal is 'top_left'; accepted: False or True, aligned bottom right
+told(num_splits=513) -> ValueError: num_splits is 513; accepted: 0 to 512
+told(cache_seqlens=25) -> ValueError: cache_seqlens is 25; accepted: 0 to 24
+told(split_keys=100) -> ValueError: split_keys is 100; accepted: multiples of 128 from 128 to
+told(split_keys=128, num_splits=2) -> ValueError: num_splits is 2 beside split_keys; accepted: 0
+told(alibi_slopes=torch.zeros(3)) -> ValueError: alibi_slopes has shape (3,); accepted: (2,) or (2, 2)
+told(out=torch.zeros(2, 2, 2, 7)) -> ValueError: out has shape (2, 2, 2, 7); accepted: (2, 2, 2, 8)
+told(k=torch.zeros(2, 2, 1, 16, device="meta")) -> ValueError: k is on meta; accepted: cpu, where q is
+told(cu_seqlens_q=ints(0, 2, 4)) -> ValueError: q has shape (2, 2, 2, 16); accepted: (total, nheads, head_dim)
+changed("q", lambda x: x.half()) -> TypeError: q has dtype torch.float16; accepted: torch.float32, k_cache's
+changed("q", lambda x: x[..., :8]) -> ValueError: q has head_dim 8; accepted: 16, k_cache's
+changed("v", lambda x: x[:, :3]) -> ValueError: v_cache has shape (2, 3, 1, 8); accepted: (2, 24, 1) and a head_dim_v
+changed("v", lambda x: x.half()) -> TypeError: v_cache has dtype torch.float16; accepted: torch.float32, k_cache's
+changed("k", lambda x: x[0]) -> ValueError: k_cache has shape (24, 1, 16); accepted: (entries, capacity, nheads_kv
+"""
 
 
-@pytest.mark.parametrize("name", WRONG_TENSORS)
-def test_wrong_tensors_are_told(name):
-    which, change, message = WRONG_TENSORS[name]
-    problem = Problem(PLAIN, dtype=torch.float32)
-    setattr(problem, which, change(getattr(problem, which)))
-    if message is None:
-        assert run(problem)[0].shape == (2, 2, 0, 8)
-        return
-    with pytest.raises((TypeError, ValueError), match="^" + message):
-        run(problem)
+@refusals.each(WRONG)
+def test_a_wrong_call_is_told(call, sentence):
+    refusals.check(call, sentence, globals())
 
 
-WRONG_RANKS = {
-    "q-0": ("q", 0, "q has shape"),
-    "q-2": ("q", 2, "q has shape"),
-    "v-0": ("v", 0, "v_cache has shape"),
-}
+def test_no_heads_have_no_output():
+    assert changed("q", lambda x: x[:, :, :0])[0].shape == (2, 2, 0, 8)
 
 
-@pytest.mark.parametrize("name", WRONG_RANKS)
-def test_wrong_ranks_are_told_before_shapes_are_derived(name):
-    which, rank, message = WRONG_RANKS[name]
-    problem = Problem(PLAIN, dtype=torch.float32)
-    out = torch.zeros(2, 2, 2, 8)
-    setattr(problem, which, getattr(problem, which)[(0,) * (4 - rank)])
-    for options in ({"out": out}, {"cache_seqlens": 4}):
-        with pytest.raises(ValueError, match="^" + message):
-            run(problem, **options)
+@pytest.mark.parametrize(("tensor", "rank"), [("q", 0), ("q", 2), ("v", 0)])
+def test_wrong_ranks_are_told_before_shapes_are_derived(tensor, rank):
+    for options in ({"out": torch.zeros(2, 2, 2, 8)}, {"cache_seqlens": 4}):
+        with pytest.raises(ValueError, match=r"^(q|v_cache) has shape"):
+            changed(tensor, lambda x: x[(0,) * (4 - rank)], **options)
 
 
 def test_a_gradient_is_refused():
@@ -500,18 +481,17 @@ def test_a_gradient_is_refused():
         run(problem)
 
 
-BEYOND = {
-    "beyond": (Case((23, 5), new=(2, 2)), r"cache_seqlens\[0\] is 23 and 2 rows are appended; accepted: up to the"),
-    "negative": (Case((3, -1)), r"cache_seqlens\[1\] is -1; accepted: 0 to 24"),
-    "leftpad": (Case((3, 4), leftpad=(0, 25)), r"cache_leftpad\[1\] is 25; accepted: 0 to 24"),
-}  # fmt: skip
+BEYOND = """
+Case((23, 5), new=(2, 2)) -> cache_seqlens[0] is 23 and 2 rows are appended; accepted: up to the
+Case((3, -1)) -> cache_seqlens[1] is -1; accepted: 0 to 24
+Case((3, 4), leftpad=(0, 25)) -> cache_leftpad[1] is 25; accepted: 0 to 24
+"""
 
 
-@pytest.mark.parametrize("name", BEYOND)
-def test_lengths_out_of_bounds_are_told_where_asked(name):
-    case, message = BEYOND[name]
-    with pytest.raises(ValueError, match="^" + message):
-        run(Problem(case, dtype=torch.float32), check_lengths=True)
+@refusals.each(BEYOND)
+def test_lengths_out_of_bounds_are_told_where_asked(call, sentence):
+    call = f"run(Problem({call}, dtype=torch.float32), check_lengths=True)"
+    refusals.check(call, f"ValueError: {sentence}", globals())
 
 
 def test_tables_out_of_bounds_are_told_where_asked():

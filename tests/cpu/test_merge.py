@@ -15,6 +15,7 @@ from cute_attn.kernels.combine import Combine, GivenRows
 from cute_attn.reference import kvcache as kvcache_reference
 from cute_attn.tiles.inference import MAX_PARTIALS, CombineTile
 from cute_attn.traits import Traits
+from tests import refusals
 from tests.merged_rows import merge_rows
 
 # ---- the kernel's steps ----
@@ -171,25 +172,6 @@ def test_a_tile_for_every_head_dim(dim):
         assert tile.threads_per_row(traits) * tile.vectors(traits) * 4 >= dim
 
 
-WRONG_TILES = {
-    "rows=0": "rows is 0; accepted: 1 or more",
-    "rows=64,groups=8": "rows and groups are 64 and 8, 16384 threads with 32 for each; accepted: up to 1024",
-}
-
-
-@pytest.mark.parametrize("tile", WRONG_TILES)
-def test_a_tile_that_cannot_work_is_refused(tile):
-    with pytest.raises(registry.Unsupported, match=WRONG_TILES[tile]):
-        registry.lookup(Traits("combine", "sm80", "bf16", 128), tile)
-
-
-def test_features_are_refused():
-    with pytest.raises(
-        registry.Unsupported, match=r"uses no features but sinks; accepted: combine-sm80-bf16-d128$"
-    ):
-        registry.lookup(Traits("combine", "sm80", "bf16", 128, mask="causal"))
-
-
 # ---- the public function ----
 
 
@@ -223,48 +205,48 @@ def test_under_torch_compile():
 
 
 OUTS, LSES = torch.zeros(2, 1, 3, 4, 8), torch.zeros(2, 1, 4, 3)
-WRONG = {
-    "shape": ((OUTS, LSES[:, 0]), {}, r"lses has shape \(2, 4, 3\); accepted: \(2, 1, 4, 3\), for outs of"),
-    "rank": ((OUTS[0, 0], LSES), {}, r"outs has shape \(3, 4, 8\); accepted: \(partials, batch,"),
-    "none": ((OUTS[:0], LSES[:0]), {}, "outs has 0 partial results; accepted: 1 or more"),
-    "dtype": ((OUTS, LSES), {"dtype": torch.int32}, "dtype is torch.int32; accepted: torch.float16"),
-    "lse": ((OUTS, LSES.half()), {}, "lses has dtype torch.float16; accepted: torch.float32"),
-    "sinks": ((OUTS, LSES), {"sinks": torch.zeros(3)}, r"sinks has shape \(3,\); accepted: \(4,\), a number per head"),
-    "sinks-dtype": ((OUTS, LSES), {"sinks": torch.zeros(4).double()}, "sinks has dtype torch.float64; accepted: torch"),
-    "sinks-sparse": ((OUTS, LSES), {"sinks": torch.zeros(4).to_sparse()}, "^sinks is of layout torch.sparse_coo; acc"),
-    "list": (([OUTS[0], OUTS[0, 0]], LSES), {}, r"^outs\[1\] has shape \(3, 4, 8\); accepted: \(1, 3, 4, 8\)$"),
-    "list-dtype": (([OUTS[0], OUTS[0].half()], LSES), {}, r"^outs\[1\] has dtype torch.float16; accepted: torch.flo"),
-    "list-none": (([], []), {}, "^outs has 0 partial results; accepted: 1 or more$"),
-    "list-lses-none": ((OUTS, ()), {}, "^lses has 0 partial results; accepted: 1 or more$"),
-    "list-numbers": (([1, 2], LSES), {}, r"^outs\[0\] is an int; accepted: a torch.Tensor$"),
-    "list-sparse": (([OUTS[0].to_sparse()], LSES), {}, r"^outs\[0\] is of layout torch.sparse_coo; accepted: a dense"),
-    "generator": (((x for x in OUTS), LSES), {}, "^outs is a generator; accepted: a list or a tuple of tensors, or"),
-    "no-tensor": ((3, LSES), {}, "^outs is an int; accepted: a list or a tuple of tensors, or one tensor of all$"),
-    "device": ((OUTS, LSES.to("meta")), {}, "lses is on meta; accepted: cpu, where outs is"),
-}  # fmt: skip
+WRONG = """
+merge_attention(OUTS, LSES[:, 0]) -> ValueError: lses has shape (2, 4, 3); accepted: (2, 1, 4, 3), for outs of
+merge_attention(OUTS[0, 0], LSES) -> ValueError: outs has shape (3, 4, 8); accepted: (partials, batch,
+merge_attention(OUTS[:0], LSES[:0]) -> ValueError: outs has 0 partial results; accepted: 1 or more
+merge_attention(OUTS, LSES, dtype=torch.int32) -> TypeError: dtype is torch.int32; accepted: torch.float16
+merge_attention(OUTS, LSES.half()) -> TypeError: lses has dtype torch.float16; accepted: torch.float32
+merge_attention(OUTS, LSES, sinks=torch.zeros(3))
+    -> ValueError: sinks has shape (3,); accepted: (4,), a number per head
+merge_attention(OUTS, LSES, sinks=torch.zeros(4).double()) -> TypeError: sinks has dtype torch.float64; accepted: torch
+merge_attention(OUTS, LSES, sinks=torch.zeros(4).to_sparse()) -> TypeError: sinks is of layout torch.sparse_coo; acc
+merge_attention([OUTS[0], OUTS[0, 0]], LSES) -> ValueError: outs[1] has shape (3, 4, 8); accepted: (1, 3, 4, 8)
+merge_attention([OUTS[0], OUTS[0].half()], LSES) -> ValueError: outs[1] has dtype torch.float16; accepted: torch.flo
+merge_attention([], []) -> ValueError: outs has 0 partial results; accepted: 1 or more
+merge_attention(OUTS, ()) -> ValueError: lses has 0 partial results; accepted: 1 or more
+merge_attention([1, 2], LSES) -> TypeError: outs[0] is an int; accepted: a torch.Tensor
+merge_attention([OUTS[0].to_sparse()], LSES) -> TypeError: outs[0] is of layout torch.sparse_coo; accepted: a dense
+merge_attention((x for x in OUTS), LSES) -> TypeError: outs is a generator; accepted: a list or a tuple of tensors, or
+merge_attention(3, LSES) -> TypeError: outs is an int; accepted: a list or a tuple of tensors, or one tensor of all
+merge_attention(OUTS, LSES.to("meta")) -> ValueError: lses is on meta; accepted: cpu, where outs is
+on_cuda((513, 1, 1, 1, 8), torch.float16) -> ValueError: outs has 513 partial results; accepted on CUDA: up to 512
+on_cuda((2, 1, 1, 1, 12), torch.float16)
+    -> ValueError: outs has head_dim_v 12; accepted on CUDA: multiples of 8 up to 256
+on_cuda((2, 1, 1, 1, 8), torch.float64) -> TypeError: dtype is torch.float64; accepted on CUDA: torch.float16
+registry.lookup(D128, "rows=0") -> Unsupported: rows is 0; accepted: 1 or more
+registry.lookup(D128, "rows=64,groups=8")
+    -> Unsupported: rows and groups are 64 and 8, 16384 threads with 32 for each; accepted: up to 1024
+registry.lookup(Traits("combine", "sm80", "bf16", 128, mask="causal"))
+    -> Unsupported: uses no features but sinks; accepted: combine-sm80-bf16-d128
+"""
+D128 = Traits("combine", "sm80", "bf16", 128)
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_call_is_told(name):
-    given, options, message = WRONG[name]
-    with pytest.raises((TypeError, ValueError), match=message):
-        merge_attention(*given, **options)
-
-
-WRONG_ON_CUDA = {
-    "partials": ((513, 1, 1, 1, 8), torch.float16, "outs has 513 partial results; accepted on CUDA: up to 512"),
-    "dim": ((2, 1, 1, 1, 12), torch.float16, "outs has head_dim_v 12; accepted on CUDA: multiples of 8 up to 256"),
-    "dtype": ((2, 1, 1, 1, 8), torch.float64, "dtype is torch.float64; accepted on CUDA: torch.float16"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", WRONG_ON_CUDA)
-def test_what_the_kernel_does_not_support_is_told(name):
-    shape, dtype, message = WRONG_ON_CUDA[name]
+def on_cuda(shape, dtype):
+    """Raise for what the kernel does not support, of a call that is right."""
     outs, lses = torch.zeros(shape, device="meta"), torch.zeros(shape[:-1], device="meta").transpose(2, 3)
     check(outs, lses, None, dtype)
-    with pytest.raises((TypeError, ValueError), match=message):
-        check_for_kernels(outs, lses, dtype)
+    check_for_kernels(outs, lses, dtype)
+
+
+@refusals.each(WRONG)
+def test_a_wrong_call_is_told(call, sentence):
+    refusals.check(call, sentence, globals())
 
 
 def test_a_gradient_is_refused():

@@ -16,7 +16,7 @@ import cute_attn
 import layouts
 from cute_attn.compiler import registry, variants
 from cute_attn.kernels.forward_sm80 import ForwardSm80
-from tests import processes, toy
+from tests import processes, refusals, toy
 
 ROOT = processes.ROOT
 
@@ -266,51 +266,29 @@ def test_a_variant_of_a_class_for_two_generations_says_which(monkeypatch):
     assert registry.KERNELS["forward", "sm80", "other"] is other
 
 
-NO_KERNEL = "accepted: a class that extends one of the package's kernels, such as ForwardSm80"
+NO_KERNELS = """
+register(3, variant="x")
+    -> TypeError: kernel is 3; accepted: a class that extends one of the package's kernels, such as ForwardSm80
+register(None, variant="x") -> TypeError: kernel is None; accepted: a class that extends
+register(type("X", (), {}), variant="x")
+    -> TypeError: kernel is X, without supports, __call__, default_tile; accepted: ...ForwardSm80, or has its methods
+register(dict, variant="x") -> TypeError: kernel is dict, without supports, ...; accepted: a class that extends
+register(ForwardSm80, variant="my variant-2") -> ValueError: variant is 'my variant-2'; accepted: a lower-case word
+register(ForwardSm80, variant="Mine") -> ValueError: variant is 'Mine'; accepted: a lower-case word
+register(ForwardSm80, variant="a:b") -> ValueError: variant is 'a:b'; accepted: a lower-case word
+register(ForwardSm80, variant="") -> ValueError: variant is ''; accepted: a lower-case word
+register(ForwardSm80, variant=3) -> ValueError: variant is 3; accepted: a lower-case word
+register(toy.Toy, variant="x", op="sideways") -> ValueError: op is 'sideways'; accepted: forward, backward,
+register(toy.Toy, variant="x", arch="sm75") -> ValueError: arch is 'sm75'; accepted: sm80, sm90
+register(registry.KERNELS["append", "sm80", ""], variant="x", op="forward")
+    -> ValueError: op is 'forward' ... 'append' and 'sm80'
+"""
 
 
-@pytest.mark.parametrize(
-    ("kernel", "named", "error", "message"),
-    [
-        (3, {"variant": "x"}, TypeError, f"^kernel is 3; {NO_KERNEL}$"),
-        (None, {"variant": "x"}, TypeError, f"^kernel is None; {NO_KERNEL}$"),
-        (
-            type("X", (), {}),
-            {"variant": "x"},
-            TypeError,
-            f"^kernel is X, without supports, __call__, default_tile; {NO_KERNEL}, or has its methods$",
-        ),
-        (dict, {"variant": "x"}, TypeError, f"^kernel is dict, without supports, .*{NO_KERNEL}"),
-        (
-            ForwardSm80,
-            {"variant": "my variant-2"},
-            ValueError,
-            "^variant is 'my variant-2'; accepted: a lower-case word",
-        ),
-        (ForwardSm80, {"variant": "Mine"}, ValueError, "^variant is 'Mine'; accepted: a lower-case word"),
-        (ForwardSm80, {"variant": "a:b"}, ValueError, "^variant is 'a:b'; accepted: a lower-case word"),
-        (ForwardSm80, {"variant": ""}, ValueError, "^variant is ''; accepted: a lower-case word"),
-        (ForwardSm80, {"variant": 3}, ValueError, "^variant is 3; accepted: a lower-case word"),
-        (
-            toy.Toy,
-            {"variant": "x", "op": "sideways"},
-            ValueError,
-            "^op is 'sideways'; accepted: forward, backward,",
-        ),
-        (toy.Toy, {"variant": "x", "arch": "sm75"}, ValueError, "^arch is 'sm75'; accepted: sm80, sm90$"),
-        (
-            registry.KERNELS["append", "sm80", ""],
-            {"variant": "x", "op": "forward"},
-            ValueError,
-            "op is 'forward' .* 'append' and 'sm80'",
-        ),
-    ],
-    ids=str,
-)
-def test_what_is_no_kernel_is_not_registered(kernel, named, error, message):
+@refusals.each(NO_KERNELS)
+def test_what_is_no_kernel_is_not_registered(call, sentence):
     before = dict(registry.KERNELS)
-    with pytest.raises(error, match=message):
-        cute_attn.register(kernel, **named)
+    refusals.check(call, sentence, {**globals(), "register": cute_attn.register})
     assert before == registry.KERNELS
 
 

@@ -14,6 +14,7 @@ from cute_attn.epilogues.names import user_epilogue
 from cute_attn.host.checks import check
 from cute_attn.host.epilogue_gradients import with_targets
 from cute_attn.traits import Traits
+from tests import refusals
 from tests.cpu.test_ops import call
 
 
@@ -75,21 +76,32 @@ def test_a_mask_hides_keys():
     torch.testing.assert_close(found.transpose(1, 2), expected)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ((), "is given 0 arguments; accepted: table, strength"),
-        ((0.5, 0.5), "argument table .* is a float; accepted: a tensor of float32 with 2 dimensions"),
-        ((torch.zeros(4), 0.5), "is a tensor of float32 with 1 dimensions; accepted: .* with 2 dimensions"),
-        ((torch.zeros(4, 9).half(), 0.5), "is a tensor of float16 with 2 dimensions; accepted: .* float32"),
-        ((torch.zeros(9, 4).T, 0.5), "with 2 dimensions, its last stride not 1; accepted"),
-        ((torch.zeros(4, 9), torch.zeros(())), "argument strength .* 0 dimensions; accepted: a float"),
-    ],
-)
-def test_other_arguments_are_refused(given, message):
+def apply(name, *given):
     q = randn(1, 40, 4, 64)
-    with pytest.raises(TypeError, match=message):
-        attention(q, q, q, epilogues={"relative_by_function": given})
+    return attention(q, q, q, epilogues={name: given})
+
+
+OTHERS = """
+apply("relative_by_function") -> TypeError: is given 0 arguments; accepted: table, strength
+apply("relative_by_function", 0.5, 0.5)
+    -> TypeError: argument table ... is a float; accepted: a tensor of float32 with 2 dimensions
+apply("relative_by_function", torch.zeros(4), 0.5)
+    -> TypeError: is a tensor of float32 with 1 dimensions; accepted: ... with 2 dimensions
+apply("relative_by_function", torch.zeros(4, 9).half(), 0.5)
+    -> TypeError: is a tensor of float16 with 2 dimensions; accepted: ... float32
+apply("relative_by_function", torch.zeros(9, 4).T, 0.5)
+    -> TypeError: with 2 dimensions, its last stride not 1; accepted
+apply("relative_by_function", torch.zeros(4, 9), torch.zeros(()))
+    -> TypeError: argument strength ... 0 dimensions; accepted: a float
+apply("blocks_of_keys", 2**31, LOOSE) -> ValueError: argument size ... is 2147483648; accepted: ints of 32 bits
+apply("blocks_of_keys", 3.0, LOOSE) -> TypeError: argument size ... is a float; accepted: an int
+apply("blocks_of_keys", 3, torch.ones(0)) -> ValueError: argument weights ... has shape (0,); accepted: elements
+"""
+
+
+@refusals.each(OTHERS)
+def test_other_arguments_are_refused(call, sentence):
+    refusals.check(call, sentence, globals())
 
 
 def test_one_tensor_may_be_two_arguments_of_the_example():
@@ -140,20 +152,6 @@ def blocks_of_keys(b, h, q_idx, kv_idx, size, weights):
     return (kv_idx // size % 2 == 0) | (weights[h] > 2)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ((2**31, torch.ones(4)), "argument size .* is 2147483648; accepted: ints of 32 bits"),
-        ((3.0, torch.ones(4)), "argument size .* is a float; accepted: an int"),
-        ((3, torch.ones(0)), r"argument weights .* has shape \(0,\); accepted: elements"),
-    ],
-)
-def test_numbers_and_tensors_out_of_range_are_refused(given, message):
-    q = randn(1, 8, 4, 64)
-    with pytest.raises((TypeError, ValueError), match=message):
-        attention(q, q, q, epilogues={"blocks_of_keys": given})
-
-
 def test_arguments_are_checked_before_a_kernel_is_built():
     q, table = randn(1, 8, 4, 16), randn(4, 9)
     given = call(q, q, q)._replace(
@@ -168,44 +166,34 @@ def test_arguments_are_checked_before_a_kernel_is_built():
 LOOSE = torch.ones(4)
 
 
-@pytest.mark.parametrize(
-    ("function", "example", "message"),
-    [
-        (lambda s, b, h, q, k: s + LOOSE[h], None, "refers to a tensor that is none of its arguments"),
-        (
-            lambda s, b, h, q, k, x: s,
-            None,
-            r"example of score_mod 'wrong' is None; accepted for arguments \(x\): a function of \(batch, nheads,",
-        ),
-        (lambda s, b, h, q, k: s, LOOSE, "returns tensor.*; accepted: none"),
-        (
-            lambda s, b, h, q, k, x: s,
-            (True,),
-            "returns True for x; accepted: floats, ints of 32 bits, and den",
-        ),
-        (lambda s, b, h, q, k, x: s, (2**31,), "returns 2147483648 for x; accepted"),
-        (lambda s, b, h, q, k, x: s, (LOOSE.cfloat(),), "a tensor of torch.complex64, .* for x; accepted"),
-        (lambda s, b, h, q, k, x: s + (2 * x)[h], (LOOSE,), "a tensor of shape .4,. as a whole"),
-        (lambda s, b, h, q, k, x: s + x.sum(), (LOOSE,), "uses sum of a whole tensor; accepted: its elem"),
-        (lambda s, b, h, q, k, x: s if x.shape[0] else -s, (LOOSE,), "asks for the number of a traced value"),
-        (
-            lambda s, b, h: s,
-            None,
-            r"takes \(s, b, h\); accepted: \(score, batch, head, query, key\) and then",
-        ),
-        (lambda *all: all[0], None, r"takes \(\*all\); accepted"),
-        ("f", None, "score_mod is a str"),
-    ],
-)
-def test_wrong_functions_are_refused(function, example, message):
-    made = None if example is None else lambda *sizes: example
-    with pytest.raises(TypeError, match=message):
-        score_mod("wrong", example=made)(function)
+def wrong(function, *example):
+    """Registers it; an example of these values, of none without."""
+    score_mod("wrong", example=(lambda *sizes: example) if example else None)(function)
 
 
-def test_an_example_is_a_function():
-    with pytest.raises(TypeError, match="example of score_mod 'wrong' is 3; accepted: a function of"):
-        score_mod("wrong", example=3)(lambda s, b, h, q, k, x: s)
+WRONG = """
+wrong(lambda s, b, h, q, k: s + LOOSE[h]) -> refers to a tensor that is none of its arguments
+wrong(lambda s, b, h, q, k, x: s)
+    -> example of score_mod 'wrong' is None; accepted for arguments (x): a function of (batch, nheads,
+wrong(lambda s, b, h, q, k: s, LOOSE) -> returns 1 arguments; accepted: none
+wrong(lambda s, b, h, q, k, x: s, True) -> returns True for x; accepted: floats, ints of 32 bits, and den
+wrong(lambda s, b, h, q, k, x: s, 2**31) -> returns 2147483648 for x; accepted
+wrong(lambda s, b, h, q, k, x: s, LOOSE.cfloat()) -> a tensor of torch.complex64, ... for x; accepted
+wrong(lambda s, b, h, q, k, x: s + (2 * x)[h], LOOSE) -> a tensor of shape (4,) as a whole
+wrong(lambda s, b, h, q, k, x: s + x.sum(), LOOSE) -> uses sum of a whole tensor; accepted: its elem
+wrong(lambda s, b, h, q, k, x: s if x.shape[0] else -s, LOOSE) -> asks for the number of a traced value
+wrong(lambda s, b, h: s) -> takes (s, b, h); accepted: (score, batch, head, query, key) and then
+wrong(lambda *all: all[0]) -> takes (*all); accepted
+wrong("f") -> score_mod is a str
+score_mod("wrong", example=lambda *sizes: LOOSE)(lambda s, b, h, q, k: s) -> returns tensor...; accepted: none
+score_mod("wrong", example=3)(lambda s, b, h, q, k, x: s)
+    -> example of score_mod 'wrong' is 3; accepted: a function of
+"""
+
+
+@refusals.each(WRONG)
+def test_wrong_functions_are_refused(call, sentence):
+    refusals.check(call, f"TypeError: {sentence}", globals())
 
 
 def test_a_name_belongs_to_one_function():
