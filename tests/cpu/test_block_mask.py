@@ -13,6 +13,7 @@ from cute_attn.host.backward import BiasGradient
 from cute_attn.host.block_masks import FULL, PARTIAL, block_lists, epilogue_of_block_mask, kinds_of
 from cute_attn.reference.tilings import TILINGS, TRANSPOSED, Scores
 from cute_attn.traits import LISTED_ROWS
+from tests import refusals
 
 DOCUMENT = torch.tensor([0] * 130 + [1] * 300 + [2] * 400)
 
@@ -242,24 +243,6 @@ def test_equal_masks_share_a_kernel():
     assert len(names) == 1
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"q": 3}, "q is an int; accepted: a torch.Tensor"),
-        (
-            {"q": torch.ones(300, 4, 16)},
-            r"q has shape \(300, 4, 16\); accepted: \(batch, seqlen, heads, head_dim\)",
-        ),
-        ({"k": None}, "k is a NoneType; accepted: a torch.Tensor"),
-        ({"k": torch.ones(4)}, r"k has shape \(4,\); accepted: \(batch, seqlen, heads, head_dim\)"),
-    ],
-)
-def test_tensors_that_no_block_mask_is_for(change, message):
-    mask, x = create_block_mask(window, None, 4, 300, 300, device="cpu"), torch.ones(1, 300, 4, 16)
-    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
-        attention(**({"q": x, "k": x, "v": x, "block_mask": mask} | change))
-
-
 def test_inside_torch_compile():
     """With what a graph computes, and a gradient."""
     q, k, v = (x.requires_grad_() for x in qkv())
@@ -295,24 +278,32 @@ def test_lists_of_fake_tensors_are_not_kept():
     torch.testing.assert_close(shorter, expected[:, :200])
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"block_mask": torch.ones(3, 3)}, TypeError, "block_mask is a Tensor; accepted: torch's BlockMask"),
-        (
-            {"seqused_k": torch.tensor([3, 3], dtype=torch.int32)},
-            ValueError,
-            "block_mask is given with seqused_k",
-        ),
-        ({"nheads": 6}, ValueError, "block_mask has heads 4; accepted: 6, q's, or 1"),
-        ({"nheads_kv": 3}, ValueError, "q has 4 heads; accepted: a multiple of k's 3"),
-        ({"nheads_kv": 0}, ValueError, "q has 4 heads; accepted: a multiple of k's 0"),
-        ({"seqlen_k": 500}, ValueError, "block_mask has 300 keys; accepted: 500 or more"),
-    ],
-)
-def test_a_wrong_call_is_refused(change, error, message):
+def told(tensors=None, **options):
+    """A call of tensors by name, or of those of ``qkv``, with a mask of 4 heads of 300 queries and keys."""
     mask = create_block_mask(window, None, 4, 300, 300, device="cpu")
-    sizes = {name: change[name] for name in ("nheads", "nheads_kv", "seqlen_k") if name in change}
-    given = {"block_mask": mask, **{name: x for name, x in change.items() if name not in sizes}}
-    with pytest.raises(error, match=message):
-        attention(*qkv(**sizes), **given)
+    given = dict(zip("qkv", qkv(), strict=True)) | (tensors or {})
+    return attention(**given, **({"block_mask": mask} | options))
+
+
+def of_sizes(**sizes):
+    return dict(zip("qkv", qkv(**sizes), strict=True))
+
+
+WRONG = """
+told(block_mask=torch.ones(3, 3)) -> TypeError: block_mask is a Tensor; accepted: torch's BlockMask
+told(seqused_k=torch.tensor([3, 3], dtype=torch.int32)) -> ValueError: block_mask is given with seqused_k
+told(of_sizes(nheads=6)) -> ValueError: block_mask has heads 4; accepted: 6, q's, or 1
+told(of_sizes(nheads_kv=3)) -> ValueError: q has 4 heads; accepted: a multiple of k's 3
+told(of_sizes(nheads_kv=0)) -> ValueError: q has 4 heads; accepted: a multiple of k's 0
+told(of_sizes(seqlen_k=500)) -> ValueError: block_mask has 300 keys; accepted: 500 or more
+told({"q": 3}) -> TypeError: q is an int; accepted: a torch.Tensor
+told({"q": torch.ones(300, 4, 16)})
+    -> ValueError: q has shape (300, 4, 16); accepted: (batch, seqlen, heads, head_dim)
+told({"k": None}) -> TypeError: k is a NoneType; accepted: a torch.Tensor
+told({"k": torch.ones(4)}) -> ValueError: k has shape (4,); accepted: (batch, seqlen, heads, head_dim)
+"""
+
+
+@refusals.each(WRONG)
+def test_a_wrong_call_is_refused(call, sentence):
+    refusals.check(call, sentence, globals())

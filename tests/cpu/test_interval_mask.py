@@ -7,6 +7,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from cute_attn import attention
 from cute_attn.flex import interval_mask
 from cute_attn.host.block_masks import FULL, PARTIAL, kinds_of
+from tests import refusals
 
 
 def bounds(batch, nheads, seqlen_q, seqlen_k, kind):
@@ -60,19 +61,18 @@ def test_both_doors_take_it():
 ONE = torch.zeros(1, 2, 8, dtype=torch.int32)
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ((0, ONE, 8), TypeError, "begin is an? int; accepted: a tensor .batch, nheads, seqlen_q."),
-        ((ONE, ONE.float(), 8), TypeError, "end has dtype torch.float32; accepted: torch.int32, torch.int64"),
-        ((ONE[0], ONE, 8), ValueError, "begin has shape .2, 8.; accepted: .batch, nheads, seqlen_q."),
-        ((ONE[..., :0], ONE, 8), ValueError, "begin has shape .1, 2, 0."),
-        ((ONE, ONE[..., :1], 8), ValueError, "end has shape .1, 2, 1.; accepted: .1, 2, 8., begin's"),
-        ((ONE, ONE.expand(3, 2, 8), 8.0), ValueError, "seqlen_k is 8.0; accepted: an int of 1 or more"),
-        ((ONE, ONE, 0), ValueError, "seqlen_k is 0; accepted"),
-        ((ONE, ONE.to("meta"), 8), ValueError, "end is on meta; accepted: cpu, where begin is"),
-    ],
-)
-def test_wrong_bounds_are_refused(given, error, message):
-    with pytest.raises(error, match=message):
-        interval_mask(*given)
+WRONG = """
+interval_mask(0, ONE, 8) -> TypeError: begin is an int; accepted: a tensor (batch, nheads, seqlen_q)
+interval_mask(ONE, ONE.float(), 8) -> TypeError: end has dtype torch.float32; accepted: torch.int32, torch.int64
+interval_mask(ONE[0], ONE, 8) -> ValueError: begin has shape (2, 8); accepted: (batch, nheads, seqlen_q)
+interval_mask(ONE[..., :0], ONE, 8) -> ValueError: begin has shape (1, 2, 0)
+interval_mask(ONE, ONE[..., :1], 8) -> ValueError: end has shape (1, 2, 1); accepted: (1, 2, 8), begin's
+interval_mask(ONE, ONE.expand(3, 2, 8), 8.0) -> ValueError: seqlen_k is 8.0; accepted: an int of 1 or more
+interval_mask(ONE, ONE, 0) -> ValueError: seqlen_k is 0; accepted
+interval_mask(ONE, ONE.to("meta"), 8) -> ValueError: end is on meta; accepted: cpu, where begin is
+"""
+
+
+@refusals.each(WRONG)
+def test_wrong_bounds_are_refused(call, sentence):
+    refusals.check(call, sentence, globals())
