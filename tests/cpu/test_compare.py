@@ -11,7 +11,7 @@ from cute_attn.lab.compare import MOST_ROWS, Row, compare, normalized
 from cute_attn.lab.sass import BYTES, Instruction, Loop, Step
 from cute_attn.lab.verdict import Verdict, verdict
 from cute_attn.traits import Traits
-from tests import toy
+from tests import refusals, toy
 
 SMALL = "forward-sm80-bf16-d32-causal"
 
@@ -190,28 +190,22 @@ def test_a_tile_of_another_revision_differs_in_fields_that_both_have():
     assert first.endswith("at old") and " at " not in second
 
 
-@pytest.mark.parametrize(
-    "name, tile, at, message",
-    [
-        (
-            "forward-sm80-bf16-d64",
-            "",
-            "nonsense",
-            "revision is 'nonsense'; accepted: a commit of the git repository",
-        ),
-        (
-            "forward-sm80-bf16-d64",
-            "values=0",
-            "HEAD",
-            "could not be built at HEAD: values is 0; accepted: 1 or more",
-        ),
-        (toy.NAME, "", "HEAD", "accepted with a revision: kernels without a variant"),
-    ],
-)
-def test_a_wrong_revision_is_one_sentence(old_revision, name, tile, at, message):
-    with pytest.raises(ValueError) as error:
-        revision.verdict_at(at, Traits.parse(name), tile, "sm80")
-    assert message in str(error.value) and "\n" not in str(error.value)
+WRONG = """
+old("forward-sm80-bf16-d64", "", "nonsense")
+    -> ValueError: revision is 'nonsense'; accepted: a commit of the git repository
+old("forward-sm80-bf16-d64", "values=0", "HEAD")
+    -> ValueError: could not be built at HEAD: values is 0; accepted: 1 or more
+old(toy.NAME, "", "HEAD") -> ValueError: accepted with a revision: kernels without a variant
+"""
+
+
+def old(name, tile, at):
+    return revision.verdict_at(at, Traits.parse(name), tile, "sm80")
+
+
+@refusals.each(WRONG)
+def test_a_wrong_revision_is_one_sentence(old_revision, call, sentence):
+    refusals.check(call, sentence, globals())
 
 
 def test_a_revision_is_no_option_of_git(old_revision, tmp_path):

@@ -25,7 +25,7 @@ from cute_attn.lab.pictures import pictures
 from cute_attn.lab.verdict import verdict
 from cute_attn.tiles import TARGETS
 from cute_attn.traits import Traits
-from tests import processes, toy
+from tests import processes, refusals, toy
 
 ROOT = Path(__file__).parents[2]
 TRAITS = Traits.parse(toy.NAME)
@@ -239,19 +239,18 @@ def test_an_argument_that_cannot_be_faked_is_named(fresh_cache, monkeypatch):
         compile(toy.NAME)
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (("forward-sm80",), "name is 'forward-sm80'"),
-        ((toy.NAME, None, "sm75"), "target is 'sm75'; accepted: sm80"),
-        ((toy.NAME, "rows=3"), "tile has 'rows=3'"),
-        ((toy.NAME, "values=0"), "values is 0"),
-        (("forward-sm80:toy-bf16-d128",), "head_dim is 128; accepted: 64"),
-    ],
-)
-def test_wrong_calls(fresh_cache, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        compile(*arguments)
+WRONG = """
+compile("forward-sm80") -> ValueError: name is 'forward-sm80'
+compile(toy.NAME, None, "sm75") -> ValueError: target is 'sm75'; accepted: sm80
+compile(toy.NAME, "rows=3") -> ValueError: tile has 'rows=3'
+compile(toy.NAME, "values=0") -> Unsupported: values is 0
+compile("forward-sm80:toy-bf16-d128") -> Unsupported: head_dim is 128; accepted: 64
+"""
+
+
+@refusals.each(WRONG)
+def test_wrong_calls(fresh_cache, call, sentence):
+    refusals.check(call, sentence, globals())
 
 
 def test_what_others_write_during_a_build_is_not_lost(fresh_cache, monkeypatch, capsys):
@@ -771,30 +770,22 @@ def test_a_lookup_takes_a_name():
         Contender.of(3)
 
 
-ASKED = "kernels' names such as 'forward-sm80-bf16-d128', or tuples"
+ASKED = "accepted: kernels' names such as 'forward-sm80-bf16-d128', or tuples"
+REQUESTS = f"""
+{NAME!r} -> TypeError: requests is '{NAME}'; accepted: a list of kernels' names such as
+3 -> TypeError: requests is 3; accepted: a list of kernels' names such as
+[3] -> TypeError: requests has 3; {ASKED}
+[()] -> TypeError: requests has (); {ASKED}
+[(NAME, None, None, None)] -> TypeError: requests has ('{NAME}', None, None, None); {ASKED}
+[(NAME, 3)] -> TypeError: tile is 3; {NO_TILE}
+[(NAME, None, "sm75")] -> ValueError: target is 'sm75'; accepted
+["nonsense"] -> ValueError: name is 'nonsense'; accepted
+"""
 
 
-@pytest.mark.parametrize(
-    ("requests", "error", "message"),
-    [
-        (NAME, TypeError, f"^requests is '{NAME}'; accepted: a list of {ASKED}"),
-        (3, TypeError, f"^requests is 3; accepted: a list of {ASKED}"),
-        ([3], TypeError, f"^requests has 3; accepted: {ASKED}"),
-        ([()], TypeError, rf"^requests has \(\); accepted: {ASKED}"),
-        (
-            [(NAME, None, None, None)],
-            TypeError,
-            rf"^requests has \('{NAME}', None, None, None\); accepted: {ASKED}",
-        ),
-        ([(NAME, 3)], TypeError, f"^tile is 3; {NO_TILE}$"),
-        ([(NAME, None, "sm75")], ValueError, "^target is 'sm75'; accepted"),
-        (["nonsense"], ValueError, "^name is 'nonsense'; accepted"),
-    ],
-    ids=str,
-)
-def test_what_is_no_request_is_not_prebuilt(fresh_cache, requests, error, message):
-    with pytest.raises(error, match=message):
-        list(prebuild(requests))
+@refusals.each(REQUESTS)
+def test_what_is_no_request_is_not_prebuilt(fresh_cache, call, sentence):
+    refusals.check(f"list(prebuild({call}))", sentence, globals())
 
 
 @pytest.mark.filterwarnings("error")

@@ -19,6 +19,7 @@ from layouts import model
 from layouts.host import coordinate_table, offset_table, run_on_host
 from layouts.model import no_arguments, smem_map
 from layouts.swizzle import Swizzle, atom_cols, choose_swizzle
+from tests import refusals
 
 HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256)
 
@@ -211,34 +212,27 @@ def write_ids(tensor: cute.Tensor):
             tensor[i, j] = 32 * i + j
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: layouts.smem_layout(12, 64, Float16), "rows=12"),
-        (lambda: layouts.smem_layout(8, 64, Float16, stages=0), "stages=0"),
-        (lambda: layouts.wgmma_smem_layout(64, 64, Float16, major="m"), "major='m'"),
-        (lambda: layouts.wgmma_smem_layout(12, 64, Float16), "rows=12"),
-        (lambda: layouts.gmem_tiled_copy(Float16, 12, 64, asynchronous=True), "num_threads=12"),
-        (lambda: layouts.gmem_tiled_copy(Float16, 128, 64, asynchronous=True, bits=48), "bits=48"),
-        (lambda: layouts.tiled_mma_sm80(Float16, 4, warps_n=3), "num_warps=4"),
-        (lambda: layouts.tiled_mma_sm90(Float16, 96, 64, warpgroups=1), "m=96"),
-        (lambda: layouts.tiled_mma_sm90(Float16, 64, 264, warpgroups=1), "n=264"),
-        (lambda: layouts.tiled_mma_sm90(Float16, 64, 64, warpgroups=1, a_source="gmem"), "a_source='gmem'"),
-        (
-            lambda: layouts.tiled_mma_sm90(Float16, 64, 64, warpgroups=1, a_source="rmem", a_major="mn"),
-            "a_major='mn'",
-        ),
-        (
-            lambda: layouts.ldmatrix_copy_a(layouts.tiled_mma_sm80(Float16, 4), Float32, transpose=True),
-            "16-bit",
-        ),
-        (lambda: layouts.store_copy_c(layouts.tiled_mma_sm80(Float16, 4), Float16, "sm70"), "arch='sm70'"),
-        (lambda: layouts.row_col_modes(layouts.tiled_mma_sm80(Float16, 4), 48, 64), "tile_m=48"),
-    ],
-)
-def test_wrong_arguments_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        model.trace(call)
+WRONG = """
+smem_layout(12, 64, Float16) -> rows=12
+smem_layout(8, 64, Float16, stages=0) -> stages=0
+wgmma_smem_layout(64, 64, Float16, major="m") -> major='m'
+wgmma_smem_layout(12, 64, Float16) -> rows=12
+gmem_tiled_copy(Float16, 12, 64, asynchronous=True) -> num_threads=12
+gmem_tiled_copy(Float16, 128, 64, asynchronous=True, bits=48) -> bits=48
+tiled_mma_sm80(Float16, 4, warps_n=3) -> num_warps=4
+tiled_mma_sm90(Float16, 96, 64, warpgroups=1) -> m=96
+tiled_mma_sm90(Float16, 64, 264, warpgroups=1) -> n=264
+tiled_mma_sm90(Float16, 64, 64, warpgroups=1, a_source="gmem") -> a_source='gmem'
+tiled_mma_sm90(Float16, 64, 64, warpgroups=1, a_source="rmem", a_major="mn") -> a_major='mn'
+ldmatrix_copy_a(layouts.tiled_mma_sm80(Float16, 4), Float32, transpose=True) -> 16-bit
+store_copy_c(layouts.tiled_mma_sm80(Float16, 4), Float16, "sm70") -> arch='sm70'
+row_col_modes(layouts.tiled_mma_sm80(Float16, 4), 48, 64) -> tile_m=48
+"""
+
+
+@refusals.each(WRONG)
+def test_wrong_arguments_are_named(call, sentence):
+    refusals.check(f"model.trace(lambda: layouts.{call})", f"ValueError: {sentence}", globals())
 
 
 # Copies between global and shared memory

@@ -17,7 +17,7 @@ from cute_attn.lab.copies import Conflicts
 from cute_attn.lab.gpu import resident_blocks
 from cute_attn.lab.sass import BYTES, Instruction, Loop, Step
 from cute_attn.lab.verdict import clocks, verdict
-from tests import processes, toy
+from tests import processes, refusals, toy
 
 AMPERE, HOPPER = "forward-sm80-bf16-d64-causal", "forward-sm90-bf16-d128-causal"
 SMALL = "forward-sm80-fp16-d32"
@@ -98,24 +98,18 @@ def test_a_tile_that_does_not_fit_says_why():
     assert "fits" in str(one) and "no: forward-sm80 declined" in " ".join(str(one).split())
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (
-            ("forward-sm80-bf16-d64", "tile_k=3"),
-            "tile has 'tile_k=3' (did you mean 'tile_n'?); accepted: FIELD=VALUE with a field of tile_m",
-        ),
-        (
-            ("forward-sm80-bf16-d64", None, "sm70"),
-            "target is 'sm70'; accepted: sm80, sm86, sm89, sm90, sm100, sm120",
-        ),
-        (("forwards-sm80",), "forwards-sm80"),
-    ],
-)
-def test_a_wrong_call_is_one_sentence(arguments, message):
-    with pytest.raises(ValueError) as error:
-        verdict(*arguments)
-    assert message in str(error.value) and "\n" not in str(error.value)
+WRONG = """
+verdict("forward-sm80-bf16-d64", "tile_k=3")
+    -> ValueError: tile has 'tile_k=3' (did you mean 'tile_n'?); accepted: FIELD=VALUE with a field of tile_m
+verdict("forward-sm80-bf16-d64", None, "sm70")
+    -> ValueError: target is 'sm70'; accepted: sm80, sm86, sm89, sm90, sm100, sm120
+verdict("forwards-sm80") -> ValueError: forwards-sm80
+"""
+
+
+@refusals.each(WRONG)
+def test_a_wrong_call_is_one_sentence(call, sentence):
+    refusals.check(call, sentence, globals())
 
 
 def test_a_users_kernel_without_a_step_says_so(fresh_cache):
