@@ -6,10 +6,6 @@ from typing import Any
 from cutlass import Float32, Int32, cute
 
 from cute_attn.device.seqlen import Seqlens
-from cute_attn.epilogues.chain import ScoreState
-from cute_attn.epilogues.softmax import OnlineSoftmax
-from cute_attn.kernels.forward_sm80.key_groups import KeyGroup
-from cute_attn.work.block_range import BlockRange
 from cute_attn.work.query_tiles import QueryGrid
 
 
@@ -56,21 +52,3 @@ class SharedMemory:
     share: cute.Pointer  # int32: each warp's copy of the CTA's stream-K range, in attention with a cache
     p: cute.Tensor | None = None  # (tile_m, tile_n, 1), where warps divide columns, and
     exchange: cute.Tensor | None = None  # (tile_m, warps_n) fp32
-
-
-@dataclass(frozen=True)
-class MainloopContext:
-    """Inputs of the main loop's steps for the CTA's work tile."""
-
-    operands: Operands
-    load_k: Any  # a ``BlockLoad`` or a ``PagedLoad``
-    load_v: Any
-    blocks: BlockRange
-    state: ScoreState
-    group: KeyGroup
-    thread: Int32  # in the group
-    row0: Int32
-    softmax: OnlineSoftmax
-    shared: SharedMemory
-    acc_o: cute.Tensor
-    acc_o_rows: cute.Tensor  # acc_o as (rows, head_dim_v)

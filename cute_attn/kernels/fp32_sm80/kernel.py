@@ -6,7 +6,7 @@ kernel computes: its products of terms then have the precision of fp32. Otherwis
 of tf32 from Q, K and V themselves. The other kernel's CTAs return at once. So results are right for any input, and the
 host reads no number back.
 
-The main loop is :mod:`cute_attn.kernels.forward_sm80.kernel`'s, on rows of twice as many elements of 16 bits. A row of
+The main loop is :mod:`cute_attn.kernels.forward_sm80.main_loop`'s, on rows of twice as many elements of 16 bits. A row of
 Q is read by only one CTA. It splits the row on the way to shared memory: terms in global memory would be written and
 read for nothing. Scores and the output are in natural units, so that epilogues are the same.
 
@@ -34,8 +34,9 @@ from cute_attn.device.split_rows import split_tile
 from cute_attn.device.terms import P_EXPONENT, inverse_of_power_of_two
 from cute_attn.kernels import fakes
 from cute_attn.kernels.forward_sm80.kernel import ForwardSm80
+from cute_attn.kernels.forward_sm80.main_loop import MainLoop
 from cute_attn.kernels.forward_sm80.products import OneTermProducts, Products, StoredTermsProducts
-from cute_attn.kernels.forward_sm80.storage import ForwardParams, MainloopContext
+from cute_attn.kernels.forward_sm80.storage import ForwardParams
 from cute_attn.kernels.fp32_sm80.heuristics import default_tile, terms_pay
 from cute_attn.outputs.fp32_rows import store_pairs
 from cute_attn.tiles import ForwardTermsTile, padded
@@ -229,25 +230,25 @@ class ForwardTerms(FollowsSplit):
         return traits.fp32_terms * padded(traits.head_dim), traits.fp32_terms * padded(traits.head_dim_v)
 
     @cute.jit
-    def load_queries(self, q: cute.Tensor, mQ: cute.Tensor, tile: QueryTile, ctx: MainloopContext) -> None:
+    def load_queries(self, q: cute.Tensor, mQ: cute.Tensor, tile: QueryTile, loop: MainLoop) -> None:
         """Q's terms to shared memory, while the first key blocks load; the first step's barrier follows."""
-        self.start_loads(ctx)
-        traits, factor = self.traits, inverse_of_power_of_two(ctx.operands.scales[0])
-        target, threads = ctx.shared.q[None, None, 0], self.tile.num_threads
-        rows = (ctx.row0, tile.info.seqlen_q, target, traits.head_dim)
-        split_tile(q, *rows, factor, ctx.thread, threads, traits.fp32_terms)
+        loop.start_loads()
+        traits, factor = self.traits, inverse_of_power_of_two(loop.operands.scales[0])
+        target, threads = loop.shared.q[None, None, 0], self.tile.num_threads
+        rows = (loop.row0, tile.info.seqlen_q, target, traits.head_dim)
+        split_tile(q, *rows, factor, loop.thread, threads, traits.fp32_terms)
 
-    def output_scale(self, ctx: MainloopContext) -> Any:
+    def output_scale(self, loop: MainLoop) -> Any:
         """Also undoes V's scale and, with two terms, P's."""
-        scale = ctx.operands.scales[2]
+        scale = loop.operands.scales[2]
         if self.two_terms:
             scale = scale * Float32(2.0**-P_EXPONENT)
-        return self.epilogues.rescale(ctx.state) * scale
+        return self.epilogues.rescale(loop.state) * scale
 
     @cute.jit
-    def store_output(self, mO: cute.Tensor, ctx: MainloopContext, tile: QueryTile, thread: Int32) -> None:
+    def store_output(self, mO: cute.Tensor, loop: MainLoop, tile: QueryTile, thread: Int32) -> None:
         """O in fp32, from registers."""
         o = sequence(mO, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
         columns: Constexpr = padded(self.traits.head_dim_v)
-        own = ScoreMap.make(ctx.operands.tiled_mma, self.tile.tile_m, columns, thread)
-        store_pairs(o, ctx.acc_o_rows, own, tile.row0, tile.info.seqlen_q, self.traits.head_dim_v)
+        own = ScoreMap.make(loop.operands.tiled_mma, self.tile.tile_m, columns, thread)
+        store_pairs(o, loop.acc_o_rows, own, tile.row0, tile.info.seqlen_q, self.traits.head_dim_v)

@@ -1,6 +1,6 @@
 """The Ampere forward for attention with a cache of keys and values. Runs on every target.
 
-The main loop of :mod:`cute_attn.kernels.forward_sm80.kernel` with three differences:
+The main loop of :mod:`cute_attn.kernels.forward_sm80.main_loop` with three differences:
 
 - Keys and values come from a cache: contiguous entries, or pages of any size, row by row. Lengths are read on the
   device. Key indices are rows of an entry; leftpad is the first key that a query may see.
@@ -33,7 +33,8 @@ from cute_attn.kernels import fakes
 from cute_attn.kernels.forward_sm80.kernel import ForwardSm80
 from cute_attn.kernels.forward_sm80.key_groups import KeyGroup
 from cute_attn.kernels.forward_sm80.loads import BlockLoad
-from cute_attn.kernels.forward_sm80.storage import MainloopContext, SharedMemory
+from cute_attn.kernels.forward_sm80.main_loop import MainLoop
+from cute_attn.kernels.forward_sm80.storage import SharedMemory
 from cute_attn.kernels.kvcache_sm80.heuristics import tile_for_cache
 from cute_attn.kernels.kvcache_sm80.loads import PagedLoad
 from cute_attn.kernels.limits import beyond_cache
@@ -190,19 +191,19 @@ class KvcacheSm80(ForwardSm80):
             if cutlass.const_expr(self.traits.split == "parts"):
                 own = KeyPart.of(blocks, part, params.partials, self.tile.tile_n)
                 blocks = blocks.clipped(own.begin, own.end)
-            ctx = self.attend(params, shared, group, tile, state, blocks)
+            loop = self.attend(params, shared, group, tile, state, blocks)
             if group.is_first:
-                self.finish_tile(params, ctx, tile, part)
+                self.finish_tile(params, loop, tile, part)
 
     @cute.jit
-    def finish_tile(self, params: CacheParams, ctx: MainloopContext, tile: QueryTile, part: Int32) -> None:
+    def finish_tile(self, params: CacheParams, loop: MainLoop, tile: QueryTile, part: Int32) -> None:
         """Store the result of a work tile or of a split."""
         varlen = self.traits.varlen
         if cutlass.const_expr(self.traits.split == "parts"):
             target = RowTarget.part(params.partials, part, tile, varlen)
         else:
             target = RowTarget.whole(params.mO, params.mLSE, tile, varlen)
-        self.store(ctx, tile, self.normalize(params, ctx, tile, None), target)
+        self.store(loop, tile, self.normalize(params, loop, tile, None), target)
 
     @cute.jit
     def run_shares(self, params: CacheParams, shared: SharedMemory, group: KeyGroup) -> None:
@@ -223,10 +224,10 @@ class KvcacheSm80(ForwardSm80):
                 if share.whole | (share.begin < share.end):
                     kept = KeptShare.of(self.tile, shared.share)
                     kept.store(share, slot)
-                    ctx = self.attend_share(params, shared, group, share)
+                    loop = self.attend_share(params, shared, group, share)
                     cute.arch.barrier()  # Q, K and V have been read and results merged: the next unit may load
                     if group.is_first:
-                        self.finish_share(params, ctx, kept)
+                        self.finish_share(params, loop, kept)
                     share = kept.load()
                 more = share.next < end
                 if more:
@@ -234,7 +235,7 @@ class KvcacheSm80(ForwardSm80):
 
     def attend_share(
         self, params: CacheParams, shared: SharedMemory, group: KeyGroup, share: Share
-    ) -> MainloopContext:
+    ) -> MainLoop:
         """Attention of a unit with the key blocks of a ``Share``."""
         tile = self.tile_of_share(params, share)
         state, blocks = self.visible(params, tile)
@@ -250,14 +251,14 @@ class KvcacheSm80(ForwardSm80):
         return params.packs.tile(row0, pack, batch, SeqlenInfo.read(params.seqlens, batch))
 
     @cute.jit
-    def finish_share(self, params: CacheParams, ctx: MainloopContext, kept: KeptShare) -> None:
+    def finish_share(self, params: CacheParams, loop: MainLoop, kept: KeptShare) -> None:
         """Store the result of a ``Share``, directly if it has all key blocks of its unit."""
         tile, partial = self.tile_of_share(params, kept.load()), kept.partial()
-        lse = self.normalize(params, ctx, tile, partial < 0)
+        lse = self.normalize(params, loop, tile, partial < 0)
         if partial < 0:
-            self.store(ctx, tile, lse, RowTarget.whole(params.mO, params.mLSE, tile, self.traits.varlen))
+            self.store(loop, tile, lse, RowTarget.whole(params.mO, params.mLSE, tile, self.traits.varlen))
         else:
-            self.store(ctx, tile, lse, RowTarget.share(params.partials, partial, self.tile.pack_heads))
+            self.store(loop, tile, lse, RowTarget.share(params.partials, partial, self.tile.pack_heads))
 
     def visible(self, params: CacheParams, tile: QueryTile) -> tuple:
         """The epilogues' state of a work tile, and the key blocks that its queries see."""
@@ -273,19 +274,15 @@ class KvcacheSm80(ForwardSm80):
         tile: QueryTile,
         state: Any,
         blocks: BlockRange,
-    ) -> MainloopContext:
+    ) -> MainLoop:
         """Attention of a work tile with some key blocks: O and row statistics, at the end in the first group."""
         q = sequence(params.mQ, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
-        load_k, load_v = self.cache_loads(params, shared, tile, group)
+        loads = self.cache_loads(params, shared, tile, group)
         operands = self.products.operands(self.tiled_mma(), shared, group.thread, None)
-        ctx = self.mainloop_context(
-            operands, load_k, load_v, blocks, state, tile.row0, params.scale_log2, shared, group
-        )
-        self.load_queries(q, params.mQ, tile, ctx)
-        self.main_loop(ctx)
-        if self.tile.key_groups > 1:
-            self.merge_groups(ctx)
-        return ctx
+        loop = self.main_loop(params, tile, operands, loads, blocks, state, shared, group)
+        self.load_queries(q, params.mQ, tile, loop)
+        loop.run()
+        return loop
 
     def cache_loads(
         self, params: CacheParams, shared: SharedMemory, tile: QueryTile, group: KeyGroup
@@ -318,25 +315,25 @@ class KvcacheSm80(ForwardSm80):
         return cute.make_rmem_tensor(cute.make_layout(rows), Int32)
 
     def normalize(
-        self, params: CacheParams, ctx: MainloopContext, tile: QueryTile, whole: Boolean | None
+        self, params: CacheParams, loop: MainLoop, tile: QueryTile, whole: Boolean | None
     ) -> cute.Tensor:
         """Normalise O; returns LSE. Results that are not ``whole`` get their sinks when they are merged."""
-        chain, own = self.epilogues, self.output_map(ctx)
+        chain, own = self.epilogues, self.output_map(loop)
         sinks = chain.sinks_of_rows(params.score_args, tile.head, tile.heads_left, own)
         if sinks and whole is not None:
             sinks = tuple(cutlass.select_(whole, sink, -Float32.inf) for sink in sinks)
-        lse = cute.make_rmem_tensor(cute.make_layout(cute.size(ctx.acc_o_rows, mode=[0])), Float32)
-        softmax = self.stored_softmax(ctx, ctx.thread).load_stats()
-        softmax.normalize(ctx.acc_o_rows, lse, chain.rescale(ctx.state), sinks)
+        lse = cute.make_rmem_tensor(cute.make_layout(cute.size(loop.acc_o_rows, mode=[0])), Float32)
+        softmax = loop.stored_softmax(loop.thread).load_stats()
+        softmax.normalize(loop.acc_o_rows, lse, chain.rescale(loop.state), sinks)
         return lse
 
-    def store(self, ctx: MainloopContext, tile: QueryTile, lse: cute.Tensor, target: RowTarget) -> None:
+    def store(self, loop: MainLoop, tile: QueryTile, lse: cute.Tensor, target: RowTarget) -> None:
         """O and LSE to a target."""
-        store_rows(target, ctx.acc_o_rows, lse, self.output_map(ctx), tile, self.traits.head_dim_v)
+        store_rows(target, loop.acc_o_rows, lse, self.output_map(loop), tile, self.traits.head_dim_v)
 
-    def output_map(self, ctx: MainloopContext) -> ScoreMap:
+    def output_map(self, loop: MainLoop) -> ScoreMap:
         """Rows and columns of O that a thread holds."""
         columns = padded(self.traits.head_dim_v)
         return ScoreMap.make(
-            ctx.operands.tiled_mma, self.tile.tile_m, columns, ctx.thread, heads=self.tile.pack_heads
+            loop.operands.tiled_mma, self.tile.tile_m, columns, loop.thread, heads=self.tile.pack_heads
         )
