@@ -6,7 +6,7 @@ kernel computes: its products of terms then have the precision of fp32. Otherwis
 of tf32 from Q, K and V themselves. The other kernel's CTAs return at once. So results are right for any input, and the
 host reads no number back.
 
-The main loop is :mod:`cute_attn.kernels.forward_sm80.main_loop`'s, on rows of twice as many elements of 16 bits. A row of
+The main loop is :mod:`cute_attn.kernels.forward_sm80.main_loop`, on rows of twice as many elements of 16 bits. A row of
 Q is read by only one CTA. It splits the row on the way to shared memory: terms in global memory would be written and
 read for nothing. Scores and the output are in natural units, so that epilogues are the same.
 
