@@ -48,9 +48,15 @@ def best(verdicts: Iterable[Verdict]) -> Verdict:
     """The verdict that is best by its code: without spills in the step if there is one, then the fastest by estimate.
 
     Raises:
+        TypeError: one is no verdict.
         ValueError: no tile fits and has a steady step, or they compute different things or are of different targets.
     """
     given = list(verdicts)
+    for one in given:
+        if not hasattr(one, "spills_in_step"):
+            raise TypeError(
+                f"verdicts have {one!r:.200}; accepted: what cute_attn.lab.verdict.verdict returns"
+            )
     known = [one for one in given if one.fits and one.step is not None]
     if not known or len({_computes(one) for one in given}) > 1:
         raise ValueError(

@@ -63,6 +63,8 @@ def test_a_tile_that_spills_in_the_step_is_not_the_best():
     (first, *_) = findings(fast, made())
     assert lab.best([fast, made()]) == made() and lab.best([fast]) is fast
     assert lab.best(iter([made(), made(96, tensor=500.0)])) == made(96, tensor=500.0)
+    with pytest.raises(TypeError, match="verdicts have 'tile_n=96'; accepted: what"):
+        lab.best(["tile_n=96"])
     assert first.startswith("By its code num_stages=2 is the best: num_stages=3 spills in the step.")
     assert (
         findings(fast)[-1]
