@@ -42,6 +42,23 @@ class Compiled(NamedTuple):
         return self.function, *ordered(self.kernel.traits, parameters(type(self.kernel)), arguments)
 
 
+class Generator:
+    """What is used of a CUDA generator."""
+
+    def __init__(self, seed: int, offset: int) -> None:
+        self.seed, self.offset = seed, offset
+
+    def initial_seed(self) -> int:
+        return self.seed
+
+    def get_offset(self) -> int:
+        return self.offset
+
+    def set_offset(self, offset: int) -> None:
+        assert offset % 4 == 0
+        self.offset = offset
+
+
 def device(
     patch: pytest.MonkeyPatch, multiprocessors: int = MULTIPROCESSORS, schedule: Any = None, target: str = ""
 ) -> None:

@@ -1,11 +1,8 @@
 """The examples run, and their claims hold: a layout and an epilogue from outside the package."""
 
 import base64
-import importlib.util
 import json
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,18 +19,9 @@ from cute_attn.reference import emulate
 from cute_attn.reference.tilings import TILINGS, Scores
 from cute_attn.traits import Traits
 from tests import notebook, processes
+from tests.programs import load
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-def load(name):
-    """An example as a module; what it registers stays registered."""
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+EXAMPLES = processes.ROOT / "examples"
 
 
 @pytest.mark.parametrize("name", ["custom_layout", "custom_epilogue"])

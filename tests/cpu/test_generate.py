@@ -1,45 +1,16 @@
 """The example that generates through a paged cache, on the CPU: its tokens are plain torch's."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "generate.py"
-SMALL = [
-    "--device",
-    "cpu",
-    "--steps",
-    "6",
-    "--layers",
-    "2",
-    "--width",
-    "256",
-    "--longest",
-    "20",
-    "--batch",
-    "3",
-]
+from tests import programs
 
-
-@pytest.fixture
-def example():
-    spec = importlib.util.spec_from_file_location("generate", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def run(example, monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["generate.py", *SMALL, *arguments])
-    example.main()
+SMALL = "generate --device cpu --steps 6 --layers 2 --width 256 --longest 20 --batch 3"
 
 
 @pytest.mark.parametrize("page", ["1", "7", "64"])
-def test_every_token_is_plain_torchs(example, monkeypatch, capsys, page):
-    run(example, monkeypatch, "--page", page, "--seed", page)
+def test_every_token_is_plain_torchs(monkeypatch, capsys, page):
+    programs.run(monkeypatch, SMALL, "--page", page, "--seed", page)
     assert "18 of 18 tokens are plain torch's most likely ones" in capsys.readouterr().out
 
 
@@ -52,16 +23,18 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_wrong_call_is_detected(example, monkeypatch, name):
+def test_a_wrong_call_is_detected(monkeypatch, name):
+    example = programs.load("generate")
     right = example.attention_with_kvcache
     monkeypatch.setattr(
         example, "attention_with_kvcache", lambda *tensors, **given: right(*tensors, **BROKEN[name](given))
     )
     with pytest.raises(SystemExit, match="behind plain torch's"):
-        run(example, monkeypatch)
+        programs.run(monkeypatch, SMALL)
 
 
-def test_pages_are_handed_out_as_sequences_grow(example):
+def test_pages_are_handed_out_as_sequences_grow():
+    example = programs.load("generate")
     model = example.Llama(1, 128, 1, 0)
     cache = example.PagedCache.make(model, 2, 20, 4, "cpu", torch.float32)
     cache.reserve([5, 0])

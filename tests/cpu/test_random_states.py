@@ -6,26 +6,19 @@ import torch
 import cute_attn
 from cute_attn.host import random_states
 from cute_attn.host.random_states import DRAWN, STEP
+from tests import machine
 
 CUDA = torch.device("cuda", 0)
 
 
-class Generator:
-    """The part of a CUDA generator's interface that is used."""
+class Generator(machine.Generator):
+    """Its launches, which draw groups, and the stream."""
 
     device = torch.device("cpu")
 
     def __init__(self):
-        self.seed, self.offset, self.stream, self.launches = 0, 0, 0, []
-
-    def initial_seed(self):
-        return self.seed
-
-    def get_offset(self):
-        return self.offset
-
-    def set_offset(self, offset):
-        self.offset = offset
+        super().__init__(0, 0)
+        self.stream, self.launches = 0, []
 
     def draw_group(self, device, seed, group):
         self.launches.append((seed, group))

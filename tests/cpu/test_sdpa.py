@@ -22,7 +22,7 @@ from cute_attn.host.activation import Options
 from cute_attn.sdpa import calls, operators, overrides, plans, slower
 from cute_attn.sdpa.calls import Inputs, request_of, why_not, why_not_drawn
 from cute_attn.sdpa.operators import OPERATORS, STATES
-from tests import refusals
+from tests import machine, refusals
 
 BF16 = torch.bfloat16
 aten = torch.ops.aten
@@ -247,7 +247,7 @@ def test_whose_masks_are_drawn_here(backend):
 
 def test_a_capture_decides_no_backward(monkeypatch):
     """A forward before a CUDA graph, under rng="torch", and its backward inside."""
-    monkeypatch.setattr(plans, "_generator", lambda device: Generator(5, 0))
+    monkeypatch.setattr(plans, "_generator", lambda device: machine.Generator(5, 0))
     q = randn(1, 2, 8, 16, dtype=BF16)
     options = Options(rng="torch", unsupported="error")
     out, lse, *_, seed, offset, _ = operators.flash_forward(options, q, q, q, 0.5)
@@ -527,25 +527,8 @@ def test_what_saves_tensors_keeps_whose_a_mask_is(backend, how, on_cpu):
 # ---- dropout from torch's generator ----
 
 
-class Generator:
-    """What is used of a CUDA generator, which a machine without a GPU lacks."""
-
-    def __init__(self, seed, offset):
-        self.seed, self.offset = seed, offset
-
-    def initial_seed(self):
-        return self.seed
-
-    def get_offset(self):
-        return self.offset
-
-    def set_offset(self, offset):
-        assert offset % 4 == 0
-        self.offset = offset
-
-
 def test_rng_torch_takes_and_advances_torchs_generator(monkeypatch):
-    generator = Generator(2**64 - 5, 12)
+    generator = machine.Generator(2**64 - 5, 12)
     monkeypatch.setattr(plans, "_generator", lambda device: generator)
     options = Options(rng="torch")
     q, k = randn(2, 3, 5, 16, dtype=BF16), randn(2, 3, 7, 16, dtype=BF16)

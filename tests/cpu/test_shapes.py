@@ -8,9 +8,6 @@ from hypothesis import strategies as st
 from cute_attn.lab.benchmark import peers
 from cute_attn.lab.benchmark.workload import Workload
 
-# ---- shapes ----
-
-
 # ---- useful operations ----
 
 _SIZES = st.integers(1, 40)
@@ -94,6 +91,3 @@ def test_we_compute_what_the_workload_says(features):
             scores = 30 * (scores / 30).tanh()
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0)
         torch.testing.assert_close(mine, torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(2, 1)))
-
-
-# ---- ratios ----
