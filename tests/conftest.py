@@ -18,17 +18,6 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
-def one_thread():
-    """For problems so small that torch's threads would spend their time waiting for each other."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
 def fresh_cache(tmp_path, monkeypatch):
     """The folder of an empty disk cache, with a compiler that has nothing in memory."""
     from cute_attn.compiler import compiled

@@ -11,12 +11,19 @@ import os
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Read when torch is loaded. Problems are too small for its threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 KERNELS = Path(__file__).parents[2] / "build" / "kernels"
 os.environ.setdefault("CUTE_ATTN_CACHE_DIR", str(KERNELS))
+
+# No test looks at a clock: others may keep the machine busy.
+hypothesis.settings.register_profile(
+    "busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("busy")
 
 gc.disable()  # until all tests are collected: a quarter of that time would go into looking for garbage
 

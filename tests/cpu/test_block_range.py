@@ -127,7 +127,7 @@ def lengths(draw, *tiles):
     return max(draw(st.integers(0, 4)) * draw(st.sampled_from(tiles)) + draw(st.integers(-2, 2)), 0)
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(st.data())
 def test_every_row_sees_a_key_before_the_first_block_without_a_mask(data):
     """So that frozen row maxima are some row's own; what is not masked all queries see whole, and none misses a key."""

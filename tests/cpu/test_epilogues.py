@@ -26,9 +26,6 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # The loops over one thread's registers are unrolled on purpose: fragments take static indices.
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @register_epilogue("skewed")
 class Skewed(Epilogue):
     """Not symmetric in anything: score * (1 + query / 64) + table[head, key % 8] - batch."""

@@ -29,9 +29,6 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # The loops over one thread's registers are unrolled on purpose: fragments take static indices.
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)

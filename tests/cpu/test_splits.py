@@ -135,7 +135,7 @@ def test_a_larger_l2_never_asks_for_more_splits(triangular):
     assert found[0] == 71 or not triangular
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.integers(1, 3000),
     st.integers(1, 3000),
@@ -165,7 +165,7 @@ def test_even_splits_are_the_fewest_for_each_largest_part(group):
     assert [*even_splits(group)] == sorted(parts.values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1, 600),
     st.integers(1, 600),

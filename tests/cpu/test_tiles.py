@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from cutlass import Float16, cute
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import layouts
@@ -272,7 +272,6 @@ def test_a_variant_keeps_its_own_default_tile(parent, op, change):
     assert made.for_lengths(32, 32, 1, "sm90", 1).tile == own
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_every_tile_by_lengths_and_work_fits(data):
     draw = data.draw
