@@ -13,6 +13,7 @@ from cute_attn.compiler import compile, registry
 from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
 from cute_attn.kernels.forward_sm80 import ForwardSm80
 from cute_attn.kernels.forward_sm90 import ForwardSm90
+from cute_attn.kernels.forward_sm90 import lengths as forward_lengths
 from cute_attn.tiles import (
     SHARED_MEMORY_BYTES,
     TARGETS,
@@ -232,6 +233,46 @@ def test_a_backward_of_64_rows_where_128_would_be_empty():
     assert rows == {1: 64, 64: 64, 65: 128, 128: 128, 129: 64, 257: 64, 305: 64, 400: 128, 577: 128}
 
 
+def test_a_backward_of_few_keys_or_a_short_window():
+    def tile(features, seqlen_q, seqlen_k, window=0):
+        kernel = registry.lookup(Traits.parse(f"backward-sm90-bf16-{features}"))
+        found = kernel.for_lengths(seqlen_q, seqlen_k, 1, "sm90", None, window).tile
+        return found.tile_m, found.tile_n
+
+    large = (128, 128)
+    assert tile("d64", 4096, 77) == (128, 80) and tile("d64", 4096, 154) == tile("d48", 1024, 129) == (
+        64,
+        160,
+    )
+    assert tile("d64", 1023, 77) == tile("d64", 4096, 100) == tile("d64", 4096, 161) == large
+    assert tile("d64-causal", 4096, 77) == tile("d64-dropout", 4096, 77) == large
+    assert tile("d32", 4096, 77) == tile("d32", 4096, 4096) == large  # no rows of 64 numbers
+    assert [tile("d64-window", 8192, 8192, window=n) for n in (130, 131)] == [(64, 128), large]
+
+
+def test_keys_of_a_step_waste_few():
+    def keys(features, seqlen_k):
+        kernel = registry.lookup(Traits.parse(f"forward-sm90-bf16-{features}"))
+        return kernel.for_lengths(4096, seqlen_k, 1).tile.tile_n
+
+    assert [keys("d256", n) for n in (64, 65, 80, 81)] == [64, 80, 80, 64]
+    assert keys("d80", 1500) == keys("d80-causal", 257) == keys("d80-window", 257) == 128
+    assert keys("d80", 257) == 96 and keys("d80-dropout", 270) == 96 and keys("d80", 384) == 128
+
+
+def test_bounds_beside_a_list_of_blocks_leave_64_keys(monkeypatch):
+    """With more, registers do not suffice. The list's blocks are multiples of 64 keys, not of 80 or 96."""
+    monkeypatch.setattr(forward_lengths, "lists_blocks", lambda epilogues: True)
+
+    def keys(features, dim, lengths):
+        kernel = registry.lookup(Traits.parse(f"forward-sm90-bf16-d{dim}{features}"))
+        return kernel.for_lengths(lengths, lengths, 1).tile.tile_n
+
+    for dim, lengths in itertools.product((64, 128), (512, 4096)):
+        assert keys("-causal", dim, lengths) == keys("-window", dim, lengths) == 64
+        assert keys("", dim, lengths) == 128
+
+
 def test_small_tiles_where_a_query_sees_few_keys():
     """Keys on average, keys of a window, or functions, whose cost does not depend on lengths."""
 
@@ -256,7 +297,8 @@ def test_a_tile_holds_the_heads_of_a_key_head_under_a_mask():
         return kernel.for_lengths(8192, 8192, group).tile.pack_heads
 
     assert [heads("d64-causal", n) for n in (1, 2, 4, 5, 6, 8, 16)] == [1, 1, 4, 1, 1, 8, 8]
-    assert heads("d256-causal", 8) == heads("d256-varlen", 8) == 8
+    assert [heads("d256-causal", n) for n in (2, 5, 6)] == [2, 1, 2]
+    assert heads("d256-causal", 8) == heads("d256-varlen", 8) == heads("d128-varlen", 8) == 8
     assert heads("d256", 8) == heads("d128-causal", 8) == 1
 
 
