@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 import cute_attn
-from cute_attn import _without_dsl, compiler
+from cute_attn import compiler
 from cute_attn.cli.options import AsJson, make_console, working
 from cute_attn.compiler.bundle import find_bundle
 from cute_attn.compiler.cache import default_cache, switched_off
@@ -53,7 +53,7 @@ def examine(as_json: AsJson = False) -> None:
 
 
 def _compiler() -> tuple[str, str]:
-    if not _without_dsl.is_installed() and find_bundle() is not None:
+    if not compiler.has_dsl() and find_bundle() is not None:
         return "not installed", f"to build kernels: {_REINSTALL}"
     versions = ", ".join(f"{name} {value}" for name, value in compiler.toolchain().items())
     return f"{versions}; {SMALL} has {compiler.compile(SMALL).resources.registers} registers", ""
@@ -71,7 +71,7 @@ def _gpu() -> tuple[str, str]:
 
 def _bundle() -> tuple[str, str]:
     bundle = find_bundle()
-    if bundle is None and not _without_dsl.is_installed():
+    if bundle is None and not compiler.has_dsl():
         raise RuntimeError("none, and no compiler: no call on a GPU can run")
     if bundle is None:
         return "none: kernels are built at their first call", "cute-attn bundle"

@@ -92,15 +92,13 @@ def launch(
         return out, lse.fill_(-math.inf) if call.sinks is None else lse.copy_(
             call.sinks[:, None].expand_as(lse)
         )
-    from cute_attn.device.seqlen import Seqlens
-    from cute_attn.work.key_parts import Partials
-
+    # As kernels take them: a ``Seqlens``, ``Partials`` and ``CacheTables``, which load the DSL.
     lengths = (call.cu_seqlens_q, call.cu_seqlens_k, None, call.lengths)
-    seqlens = Seqlens(*lengths, *call.longest, call.cache_leftpad, call.added)
+    seqlens = (*lengths, *call.longest, call.cache_leftpad, call.added)
     (split, layouts), partials = plan.division, None
     if layouts:  # the caching allocator keeps them for the stream, or for the graph that captures the call
         outs, lses = (record.empty(q, shape, strides, torch.float32) for shape, strides in layouts)
-        partials = Partials(outs, lses, split.parts, split.part_keys)
+        partials = outs, lses, split.parts, split.part_keys
     if plan.kernel.traits.variant:
         record.also()  # a user's class may read its arguments
     scores = plan.kernel.score_args(_score_inputs(call))
@@ -122,7 +120,7 @@ def launch(
         assert partials is not None
         if out.dim() == 3:
             results = {name: x.unsqueeze(0) for name, x in results.items()}
-        own = {"mOpartial": partials.out, "mLSEpartial": partials.lse, "mSinks": call.sinks}
+        own: dict[str, Any] = {"mOpartial": partials[0], "mLSEpartial": partials[1], "mSinks": call.sinks}
         record.launch(*plan.functions["combine"].bind(**results, **own))
     elif split.how == "shares":
         mask_args = scores[1] or None  # the DSL takes no empty tuple
@@ -132,15 +130,13 @@ def launch(
     return out, lse
 
 
-def _tables(call: Call) -> Any:
-    from cute_attn.device.key_rows import CacheTables
-
+def _tables(call: Call) -> tuple[Tensor | None, Tensor | None] | None:
     table, batch_idx = call.page_table, call.cache_batch_idx
     if table is None and batch_idx is None:
         return None
     if table is not None and table.shape[1] == 1:
         table = as_strided(table, tuple(table.shape), (table.stride(0), 1))
-    return CacheTables(table, batch_idx)
+    return table, batch_idx
 
 
 def _score_inputs(call: Call) -> Any:

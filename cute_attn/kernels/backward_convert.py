@@ -7,7 +7,7 @@ loads the fragments that thread t of the main kernel's CTAs added, sums them, co
 to shared memory, from where rows are stored 16 bytes at a time.
 
 Limits: fp16, bf16 and fp32; head dims up to 576; rows of dQ 16-byte aligned with a contiguous last dimension, otherwise
-of any strides. The tile is the main kernel's; ``cute_attn.outputs.dq_order`` has the
+of any strides. The tile is the main kernel's; ``cute_attn.kernels.dq_order`` has the
 fields that matter.
 """
 
@@ -22,10 +22,10 @@ from cutlass.cute.nvgpu import warp
 
 import layouts
 from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequence
+from cute_attn.kernels import dq_order as dq
 from cute_attn.kernels import fakes
 from cute_attn.kernels.copies import Copies, Part, SmemLayout
 from cute_attn.kernels.limits import beyond
-from cute_attn.outputs import dq_order as dq
 from cute_attn.outputs.accumulate import load_fragment
 from cute_attn.tiles import padded
 from cute_attn.traits import DTYPES, MAX_HEAD_DIM, Traits

@@ -111,7 +111,7 @@ D = (rowsum(dO * O) - dLSE) / rp and rp = 1 / (1 - dropout_p)."""
 Accumulators = Annotated[cute.Tensor, lambda kernel: workspace(rank(kernel.traits))]
 """mDQaccum: (accumulators, batch, nheads, rows * padded head_dim), or varlen (accumulators, nheads, ...).
 
-dQ / (rp * softmax_scale), query block by query block, each in the order of ``cute_attn.outputs.dq_order``."""
+dQ / (rp * softmax_scale), query block by query block, each in the order of ``cute_attn.kernels.dq_order``."""
 
 Counter = Annotated[cute.Tensor, lambda kernel: workspace(1)]
 """mNext: (16,), 0 in its first 4 bytes, see ``BackwardSchedule``."""

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import cute_attn
-from cute_attn import _without_dsl
-from cute_attn.compiler import bundle, compiled, registry
+from cute_attn.compiler import bundle, compiled, has_dsl, registry
 from cute_attn.compiler.cache import CUBIN, LIBRARY, OBJECT, DiskCache, Entry, default_cache, switched_off
 from cute_attn.compiler.compiled import (
     Prebuilt,
@@ -141,8 +140,8 @@ def make_bundle(requests: Iterable[Request], output: Path, workers: int | None =
 
 def check_requests(requests: Iterable[Any]) -> list[Request]:
     """Each request once; raises ValueError where the DSL is not installed, or a kernel is none of the package's."""
-    if not _without_dsl.is_installed():
-        raise ValueError(f"{_without_dsl.REASON}; accepted: a machine where it is")
+    if not has_dsl():
+        raise ValueError("nvidia-cutlass-dsl is not installed; accepted: a machine where it is")
     given = (
         (traits, tile, target or default_target(traits.arch))
         for traits, tile, target in as_requests(requests)

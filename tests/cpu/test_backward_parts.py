@@ -26,9 +26,9 @@ from cute_attn.device.seqlen import (
     workspace_rows,
 )
 from cute_attn.host.backward import kernels_of
+from cute_attn.kernels import dq_order as dq
 from cute_attn.kernels.backward_convert import BackwardConvert
 from cute_attn.kernels.backward_preprocess import BackwardPreprocess, Rows
-from cute_attn.outputs import dq_order as dq
 from cute_attn.outputs.accumulate import add_fragment, load_fragment, stage_fragment
 from cute_attn.tiles import BackwardPreprocessTile, BackwardSm80Tile, BackwardSm90Tile, padded
 from cute_attn.traits import Traits

@@ -17,7 +17,7 @@ from cute_attn.compiler import compile
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.device.wgmma import operand_layout
 from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
-from cute_attn.outputs.dq_order import accumulator_shape, mma_dq
+from cute_attn.kernels.dq_order import accumulator_shape, mma_dq
 from cute_attn.tiles import SHARED_MEMORY_BYTES, padded
 from cute_attn.traits import Traits
 from cute_attn.work.block_range import BlockRange

@@ -219,7 +219,7 @@ def test_doctor_says_what_is_broken(monkeypatch, capsys):
 def test_doctor_says_that_nothing_can_run_without_compiler_and_bundle(monkeypatch):
     from cute_attn.cli import doctor
 
-    monkeypatch.setattr(doctor._without_dsl, "is_installed", lambda: False)
+    monkeypatch.setattr(doctor.compiler, "has_dsl", lambda: False)
     monkeypatch.setattr(doctor, "find_bundle", lambda: None)
     with pytest.raises(RuntimeError, match="none, and no compiler"):
         doctor._bundle()

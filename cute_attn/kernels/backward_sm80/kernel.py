@@ -47,6 +47,7 @@ from cute_attn.device.seqlen import existing_rows, padded_row0, sequence, worksp
 from cute_attn.device.terms import Terms, all_fit, change_units, common_scale, running_scale
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.kernels import dq_order as dq
 from cute_attn.kernels import fakes
 from cute_attn.kernels.backward_sm80.heuristics import TERMS_LEAST_FLOP, default_tile
 from cute_attn.kernels.backward_sm80.loads import BlockLoad, first_term, term_of
@@ -70,7 +71,6 @@ from cute_attn.kernels.backward_sm80.streamed import Streamed
 from cute_attn.kernels.copies import Copies
 from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent
-from cute_attn.outputs import dq_order as dq
 from cute_attn.outputs.accumulate import add_fragment
 from cute_attn.tiles import BackwardSm80Tile, padded
 from cute_attn.traits import DTYPES, MAX_HEAD_DIM, Traits

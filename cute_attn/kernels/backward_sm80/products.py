@@ -15,8 +15,8 @@ import layouts
 from cute_attn.device.gemm import SmemOperand, SmemResult, gemm, gemm_rs, gemm_sr
 from cute_attn.device.gemm_terms import Fp32Operand, Fp32Result, StoredTerms, paired_operand_a
 from cute_attn.device.terms import P_EXPONENT, PRODUCTS, Terms, split
+from cute_attn.kernels import dq_order as dq
 from cute_attn.kernels.backward_sm80.storage import BackwardSm80Storage
-from cute_attn.outputs import dq_order as dq
 from cute_attn.tiles import BackwardSm80Tile, padded
 from cute_attn.traits import Traits
 

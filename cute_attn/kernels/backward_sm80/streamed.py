@@ -24,10 +24,10 @@ from cute_attn.device.math import rematerialize, rematerialize_each
 from cute_attn.device.probabilities import score_gradient
 from cute_attn.device.seqlen import existing_rows, padded_row0, sequence, workspace_rows
 from cute_attn.epilogues.chain import ScoreState
+from cute_attn.kernels import dq_order as dq
 from cute_attn.kernels.backward_sm80.params import BackwardParams
 from cute_attn.kernels.backward_sm80.products import Operand, Products
 from cute_attn.kernels.backward_sm80.storage import ScaleStorage, factor_of, gradient_factors
-from cute_attn.outputs import dq_order as dq
 from cute_attn.outputs.accumulate import add_fragment
 from cute_attn.tiles import padded
 from cute_attn.work.block_range import BlockRange

@@ -87,9 +87,9 @@ from cute_attn.kernels.backward_sm90.roles import BiasGradientStorer, DqAdder, P
 from cute_attn.kernels.backward_sm90.scores_ahead import ScoresAhead
 from cute_attn.kernels.backward_sm90.steps import DqInStep, DqLate
 from cute_attn.kernels.copies import Copies, transposed
+from cute_attn.kernels.dq_order import block_floats, mma_dq
 from cute_attn.kernels.limits import LARGE_HEAD_DIM, beyond
 from cute_attn.kernels.step import StepContent, wgmma_count
-from cute_attn.outputs.dq_order import block_floats, mma_dq
 from cute_attn.outputs.peer_sum import cluster_barrier
 from cute_attn.rows.tma import TmaTiles, TmaVectors
 from cute_attn.rows.tma_bias import bias_tma

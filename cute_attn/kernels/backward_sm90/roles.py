@@ -9,8 +9,8 @@ from cutlass import Constexpr, Int32, Int64, cute
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.epilogues.dropout_words import UNIT_KEYS, generate_words
 from cute_attn.kernels.backward_sm90.params import BackwardOutputs, BackwardParams, BackwardStorage
+from cute_attn.kernels.dq_order import block_floats
 from cute_attn.outputs.accumulate import add_staged
-from cute_attn.outputs.dq_order import block_floats
 from cute_attn.rows.tma_bias import columns_of
 from cute_attn.work.broadcast import KeyTile
 

@@ -20,8 +20,8 @@ from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.wgmma import start_gemm
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.kernels.backward_sm90.params import BackwardStorage, Fragments
+from cute_attn.kernels.dq_order import block_floats, make_accumulator
 from cute_attn.outputs.accumulate import add_fragment, stage_fragment
-from cute_attn.outputs.dq_order import block_floats, make_accumulator
 from cute_attn.tiles import BackwardSm90Tile
 from cute_attn.work.block_range import BlockRange
 
