@@ -1,4 +1,4 @@
-"""The Ampere backward: gradients of attention with cp.async, ldmatrix and mma.sync. Runs on sm80, sm86, sm89 and sm90.
+"""The Ampere backward: gradients of attention with cp.async, ldmatrix and mma.sync. Runs on sm80 to sm120.
 
     S  = epilogues(softmax_scale * Q K^T)           (seqlen_q, seqlen_k), one tile at a time, in registers
     P  = exp(S - LSE)
