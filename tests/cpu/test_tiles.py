@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from cutlass import Float16, cute
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 import layouts
@@ -136,6 +136,7 @@ def test_a_tile_that_cannot_work_is_refused_in_one_sentence(call, sentence):
 
 @pytest.mark.parametrize("target", TARGETS)
 @given(value=traits)
+@example(value=Traits("forward", "sm80", "fp32", 8, 104, mask="window", alibi=True))
 def test_a_default_tile_fits(target, value):
     value = replace(value, arch="sm80", variant="", epilogues=())
     assume(ForwardSm80.supports(value) is None)

@@ -27,7 +27,8 @@ def _without_spills(tile: ForwardSm80Tile, traits: Traits) -> ForwardSm80Tile:
         tile = replace(tile, qk_unroll=1)
         if traits.dropout and pressure <= 3:
             return replace(tile, tile_n=32)
-        return replace(tile, tile_m=64) if traits.windowed and 1 <= pressure <= 3 else tile
+        fewer = traits.windowed and 1 <= pressure <= 3
+        return replace(tile, tile_m=16 * tile.warps_m) if fewer else tile
     return replace(tile, qk_unroll=1) if columns <= 32 and traits.dtype != "fp32" else tile
 
 
