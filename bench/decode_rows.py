@@ -87,7 +87,7 @@ class Row:
 
     @property
     def packed(self) -> bool:
-        """Whether queries are packed one after the other."""
+        """True if queries are packed one after the other."""
         return self.mixed
 
     @property

@@ -47,7 +47,7 @@ def main(question: str, description: str, workloads: Iterable[Workload]) -> None
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether any of the shell patterns matches."""
+    """True if any of the shell patterns matches."""
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 

@@ -21,7 +21,7 @@ _OWN = ("cute_attn", "layouts")
 
 @functools.cache
 def is_installed() -> bool:
-    """Whether there is a DSL to build kernels with."""
+    """True if there is a DSL to build kernels with."""
     try:
         return importlib.util.find_spec("cutlass") is not None
     except (ImportError, ValueError):  # the latter of a module that was made by hand

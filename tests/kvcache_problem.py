@@ -317,7 +317,7 @@ class Problem:
         return outs, lses
 
     def in_tree(self, b, query, key):
-        """Whether a query sees a key, both counted back from the end."""
+        """True if a query sees a key, both counted back from the end."""
         queries = self.case.queries or (1,) * self.case.batch
         row, draft = sum(queries[: b + 1]) + query, queries[b] + key
         return draft < 0 or int(self.tree[row, draft // 32]) >> (draft % 32) & 1 == 1

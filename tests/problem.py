@@ -65,7 +65,7 @@ class Case:
 
     @property
     def varlen(self) -> bool:
-        """Whether sequences are concatenated, with cu_seqlens."""
+        """True if sequences are concatenated, with cu_seqlens."""
         return bool(self.lengths_q)
 
     @property
@@ -116,7 +116,7 @@ class Case:
 
     @property
     def launches(self) -> bool:
-        """Whether a kernel is launched: nothing is empty."""
+        """True if a kernel is launched: nothing is empty."""
         return 0 not in (self.batch, self.nheads, *self.longest)
 
     def build(self, device: torch.device | str, seed: int = 0) -> "Problem":

@@ -66,7 +66,7 @@ class Difference:
 
     @property
     def equal(self) -> bool:
-        """Whether both steps have the same instructions, except for registers' numbers."""
+        """True if both steps have the same instructions, except for registers' numbers."""
         return bool(self.rows) and all(row.same for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:

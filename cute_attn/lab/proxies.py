@@ -38,11 +38,11 @@ class TmaPipeline:
     empty: int
 
     def is_full(self, offset: int) -> bool:
-        """Whether ``offset`` is one of its full barriers."""
+        """True if ``offset`` is one of its full barriers."""
         return self.full <= offset < self.empty
 
     def is_empty(self, offset: int) -> bool:
-        """Whether ``offset`` is one of its empty barriers."""
+        """True if ``offset`` is one of its empty barriers."""
         return self.empty <= offset < 2 * self.empty - self.full
 
 
@@ -245,7 +245,7 @@ def _is_arrival(i: Instruction) -> bool:
 
 
 def _announces_bytes(i: Instruction) -> bool:
-    """Whether it is an arrival that also states how many bytes TMA will write: in a register."""
+    """True if it is an arrival that also states how many bytes TMA will write: in a register."""
     return i.name.startswith("SYNCS.ARRIVE") and i.operands[-1] != "RZ"
 
 

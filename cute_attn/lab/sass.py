@@ -75,7 +75,7 @@ class Instruction:
 
     @property
     def may_fall_through(self) -> bool:
-        """Whether the next instruction may follow it."""
+        """True if the next instruction may follow it."""
         conditional = self.predicate not in ("", "@PT") or (self.opcode == "BRA" and len(self.operands) > 1)
         return conditional or self.opcode not in _ENDS
 
@@ -292,7 +292,7 @@ def _source(file: Path, sources: Path) -> Path:
 
 
 def _only_retries(block: Iterable[Instruction]) -> bool:
-    """Whether a block does nothing but try again to pass an mbarrier."""
+    """True if a block does nothing but try again to pass an mbarrier."""
     waits = [i.name.startswith("SYNCS.PHASECHK") for i in block]
     return any(waits) and all(wait or i.opcode in _RETRY for wait, i in zip(waits, block, strict=True))
 

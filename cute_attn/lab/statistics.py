@@ -50,7 +50,7 @@ class Interval:
         return "slower" if self.high < 1 else "undecided"
 
     def decided(self, resolution: float = RESOLUTION) -> bool:
-        """Whether the interval is narrower than the resolution, or farther from 1 than that. A look at the width does
+        """True if the interval is narrower than the resolution, or farther from 1 than that. A look at the width does
         not favour any outcome; a stop as soon as 1 is outside would.
         """
         beyond = _log(self.low) > resolution or _log(self.high) < -resolution

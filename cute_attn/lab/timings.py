@@ -88,7 +88,7 @@ class Timings:
         self._append({"kernel": kernel, "begun": False})
 
     def hung(self, kernel: str) -> bool:
-        """Whether an earlier process began to run it and never returned."""
+        """True if an earlier process began to run it and never returned."""
         return kernel in self._begun
 
     def _append(self, values: dict[str, Any]) -> None:

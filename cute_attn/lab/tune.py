@@ -377,7 +377,7 @@ class _Study:
         return key_of(registry.lookup(self.search.traits, tile, self.search.target), self.search.target)
 
     def recalled(self, entry: _Entry) -> bool:
-        """Whether nothing is left to time of it: an earlier study did, or never came back from it."""
+        """True if nothing is left to time of it: an earlier study did, or never came back from it."""
         if self.card is None or entry.candidate.status in ("timed", "failed"):
             return self.card is not None
         if self.timings.hung(self.cache_key(entry.tile)):
@@ -399,7 +399,7 @@ class _Study:
         self.mark(entry, status="timed", reason="", gains=gains, ms=times)
 
     def can_time(self) -> bool:
-        """Whether the default is ready to be timed against; it is checked and warmed up on its first call."""
+        """True if the default is ready to be timed against; it is checked and warmed up on its first call."""
         if self.card is None or self.default_built is None:
             return False
         if not self.runs:

@@ -96,7 +96,7 @@ def uses_tma(default: Default) -> bool:
 
 
 def has_one_step(default: Default) -> bool:
-    """Whether a loop of the kernel is a whole step; a tile that streams operands by columns has several a step."""
+    """True if a loop of the kernel is a whole step; a tile that streams operands by columns has several a step."""
     return hasattr(default.kernel, "step_content") and not getattr(default.kernel.tile, "columns", 0)
 
 

@@ -100,7 +100,7 @@ def test_a_commands_kernels_exist(command):
 
 
 def has_its_file(words: list[str]) -> bool:
-    """Whether a reader's own file is one of the examples."""
+    """True if a reader's own file is one of the examples."""
     return words[0] == "--load" and ((ROOT / words[1]).exists() or words[1] == "tour.levels")
 
 
@@ -291,7 +291,7 @@ def source_of(path: str) -> Path | None:
 
 
 def is_defined(name: str, path: Path) -> bool:
-    """Whether a file defines a class, function, method, attribute or constant of that dotted name."""
+    """True if a file defines a class, function, method, attribute or constant of that dotted name."""
     body = ast.parse(path.read_text()).body
     for part in name.split("."):
         found: list[ast.stmt] | None = None

@@ -47,7 +47,7 @@ TILES: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def has_short_tile(case: Case, arch: str) -> bool:
-    """Whether the kernel has another tile for the case's lengths and heads."""
+    """True if the kernel has another tile for the case's lengths and heads."""
     kernel = registry.lookup(case.traits(arch))
     return (
         kernel.for_lengths(*case.longest, case.group, arch, case.pairs, case.seen_by_window).tile

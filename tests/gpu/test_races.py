@@ -106,7 +106,7 @@ AMPERE = ("bias-of-heads-d64", "causal-d128-gqa", "everything-d64", "varlen-d64"
 
 
 def served_by_hopper(case: Case, op: str) -> bool:
-    """Whether a Hopper kernel serves it."""
+    """True if a Hopper kernel serves it."""
     try:
         registry.lookup(case.traits("sm90", op))
     except registry.Unsupported:
@@ -176,7 +176,7 @@ def hunt(call: Callable[[], dict[str, Tensor]]) -> None:
 
 
 def unequal(a: Tensor, b: Tensor) -> Tensor:
-    """Whether any bit differs, without waiting for the GPU."""
+    """True if any bit differs, without waiting for the GPU."""
     bits = {2: torch.int16, 4: torch.int32}[a.element_size()]
     return (a.view(bits) != b.view(bits)).any()
 

@@ -187,8 +187,8 @@ def _tile_for_work(
 ) -> ForwardSm90Tile | None:
     """A tile of fewer rows where tiles of ``plain`` leave multiprocessors idle or have empty rows.
 
-    If small CTAs do not fill the multiprocessors either, or leave one of them alone behind three, they get more keys
-    per step.
+    Small CTAs get more keys per step if they do not fill the multiprocessors either, or if a fourth one runs after
+    three.
     """
     if plain.tile_m == 64:
         each = -(-_count(plain, seqlen_q, pairs) // MULTIPROCESSORS)

@@ -107,12 +107,12 @@ class Workload:
 
     @property
     def equal_lengths(self) -> bool:
-        """Whether every sequence has as many keys as queries."""
+        """True if every sequence has as many keys as queries."""
         return not (self.lengths_k if self.lengths else self.seqlen_k)
 
     @property
     def windowed(self) -> bool:
-        """Whether a query's keys have window bounds."""
+        """True if a query's keys have window bounds."""
         return bool(self.window or self.window_right)
 
     @property
