@@ -364,9 +364,11 @@ class BackwardSm90:
     def waits_for_v_late(self) -> bool:
         """The first step of a key block starts S before V has arrived, unless rows of V have to be zeroed.
 
-        Not where V comes after dV: long sequences of head dim 128 are 1 to 2% slower with it.
+        Not where V comes after dV: long sequences of head dim 128 are 1 to 2% slower with it. With a TMA-loaded bias it
+        spills 32 bytes per thread.
         """
-        return self.tile.dv_leaves_v(self.traits) and not (self.traits.varlen or self.traits.seqused_k)
+        zeroed = self.traits.varlen or self.traits.seqused_k
+        return self.tile.dv_leaves_v(self.traits) and not (zeroed or self.loads_bias_by_tma)
 
     @property
     def adds_dq_early(self) -> bool:
