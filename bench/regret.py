@@ -186,7 +186,8 @@ def tiles(kernel: Any, shape: Shape, target: str) -> list[Any]:
             some = (forward.keys(traits, target, lengths) for lengths in ("long", "short", "one_warpgroup"))
             found += itertools.chain.from_iterable(forward.TABLE.tiles(*keys) for keys in some)
         elif traits.arch == "sm90":
-            some = (backward.keys(traits, target, lengths) for lengths in ("long", "keys_80", "keys_160"))
+            lengths_keys = ("long", *(f"keys_{n}" for n in backward.FEW_KEYS))
+            some = (backward.keys(traits, target, lengths) for lengths in lengths_keys)
             found += itertools.chain.from_iterable(backward.TABLE.tiles(*keys) for keys in some)
     by_tma = bool(getattr(kernel.tile, "bias_stages", 0))
     fit = [tile for tile in dict.fromkeys(found) if tile.reject(traits, target) is None]

@@ -279,7 +279,7 @@ def decided(made, compare):
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("compare", [operator.lt, operator.ge], ids=["lt", "ge"])
 def test_bounds_of_each_operation(name, compare):
-    """Of numbers of either sign and several thresholds: they decide most blocks as the same code does without them."""
+    """For numbers of both signs and several thresholds, kinds decide most blocks as the same code does without them."""
     known, right = decided(OPERATIONS[name], compare)
     assert known.sum() > 0.6 * (right != PARTIAL).sum()
 
