@@ -249,7 +249,7 @@ def recorded(
         key, tensors, functions, tables: see :func:`find`.
         call: makes it.
     """
-    on_gpu = bool(tensors) and type(tensors[0]) in (Tensor, torch.nn.Parameter) and tensors[0].is_cuda
+    on_gpu = len(tensors) > 0 and type(tensors[0]) in (Tensor, torch.nn.Parameter) and tensors[0].is_cuda
     if not on_gpu or not no_dispatch_mode() or thread.recording is not None or forward_ad._current_level >= 0:
         return call()
     own, before = Reads(*functions) if functions else None, traces_alone()

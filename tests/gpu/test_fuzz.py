@@ -21,9 +21,10 @@ CASES = gpu.cases()
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> None:
-    """Built, a share a core, on a machine without a GPU so far as the processes see."""
+    """Built, a part per core, on a machine without a GPU so far as the processes see."""
     jobs = os.cpu_count() or 1
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "tests.fuzz", "--gpu", "--compile"]
     builds = [subprocess.Popen([*command, f"{i}/{jobs}"], cwd=ROOT, env=environment) for i in range(jobs)]
     assert [build.wait() for build in builds] == [0] * jobs
