@@ -1,7 +1,7 @@
 """Kernels of the functions that documents and examples show: no default tile spills with one, or with its gradients.
 
-A few are built each time, and with the slow tests those that take the most registers of each kernel, target and head
-dim, and each function's backward on sm90: all of them on all targets would take an hour.
+A few are built each time, and with the slow tests one of those that take the most registers for each kernel, target and
+head dim, and each function's backward on sm90: all of them on all targets would take an hour.
 """
 
 import ast
@@ -178,13 +178,14 @@ MOST = {
     "gradients": ("learned_cap", "t5"),
 }
 """What holds or computes most of the functions that share a tile, and what alone has spilled."""
+GENERATIONS = [*(("sm80", target) for target in AMPERE_TARGETS), ("sm90", "sm90")]
 EXTREME = [
-    (function, op, *generation, head_dim)
-    for generation in (*(("sm80", target) for target in AMPERE_TARGETS), ("sm90", "sm90"))
+    (functions[(place + head_dim // 64) % len(functions)], op, *generation, head_dim)
     for op, functions in MOST.items()
-    for function in functions
+    for place, generation in enumerate(GENERATIONS)
     for head_dim in (64, 128)
 ]
+"""They take turns on the targets: each has several, and each target has several of them at both head dims."""
 KERNELS = dict.fromkeys((*EXTREME, *((function, "backward", "sm90", "sm90", 128) for function in FUNCTIONS)))
 
 

@@ -14,6 +14,7 @@ from cute_attn.tiles.table import Cell, Row, Table
 from cute_attn.traits import Traits
 from cute_attn.work.block_lists import divides
 from tests.cpu.test_examples import load
+from tests.defaults import covering
 
 ROOT = Path(__file__).parents[2]
 TABLES = {
@@ -116,17 +117,36 @@ def test_what_was_built_is_a_kernel_of_its_tile(kernel, row):
     assert int(found[4]) <= tile.smem_bytes(traits) and int(found[3]) <= REGISTERS_PER_THREAD
 
 
-BUILT_AGAIN = ("kvcache_sm80/d128", "backward_sm80/d192")
+FAST = ("kvcache_sm80/d128",)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "row"),
-    [
-        param if param.id in BUILT_AGAIN else pytest.param(*param.values, marks=pytest.mark.slow, id=param.id)
-        for param in of([one for one in ROWS if one[1].built])
-    ],
-)
-def test_a_built_row_has_its_registers(kernel, row):
+def pytest_generate_tests(metafunc):
+    if "rebuilt" in metafunc.fixturenames:
+        rows = [one for one in ROWS if one[1].built]
+        if not metafunc.config.getoption("--every-default", default=False):
+            rows = covering(rows, what_was_built)
+        names = [f"{kernel}/{row.name}" for kernel, row in rows]
+        slow = [() if name in FAST else pytest.mark.slow for name in names]
+        params = zip(rows, slow, names, strict=True)
+        metafunc.parametrize(
+            "rebuilt", [pytest.param(row, marks=marks, id=name) for row, marks, name in params]
+        )
+
+
+def what_was_built(one):
+    """Each kernel's targets, dtypes, sizes of head dims and features."""
+    kernel, row = one
+    name, target, *_ = BUILT.fullmatch(row.built).groups()
+    traits = Traits.parse(name)
+    size = sum(traits.head_dim > n for n in (64, 128, 256))
+    features = [
+        x for x in ("dropout", "bias", "varlen", "windowed", "sinks", "epilogues") if getattr(traits, x)
+    ]
+    return {(kernel, x) for x in (target, (traits.dtype, traits.precision), size, *features)}
+
+
+def test_a_built_row_has_its_registers(rebuilt):
+    kernel, row = rebuilt
     found = BUILT.fullmatch(row.built)
     if "relative_position" in found[1]:
         load("custom_epilogue")
