@@ -111,7 +111,7 @@ def sizes_of(kernel, name):
     }[name]
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", [name for name in KERNELS if name not in ("d32x64-in-regs", "d64-one-term")])
 def test_operands_are_read_at_the_layouts_addresses(name):
     kernel = kernel_of(name)
     for operand in OPERANDS:

@@ -66,13 +66,3 @@ def test_our_call_is_attention_with_the_rows_keys(row):
             scores[:, i, hidden] = -math.inf
         wanted = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
         torch.testing.assert_close(out[b], wanted, atol=2e-2, rtol=2e-2)
-
-
-def test_an_append_fills_the_last_rows():
-    row = next(row for row in SMALL if row.append)
-    (x,) = make_inputs(row, "cpu", copies=1)
-    assert x.cache_seqlens.tolist() == [36, 36] and x.rotary_cos.shape == (39, 8)
-    decode_impls.ours("sm90")(row, x)[""](x)
-    for b in range(2):
-        page = x.page_table[b, 36 // 3]
-        assert x.v_cache[page, 36 % 3].equal(x.v[b, 0])

@@ -1,7 +1,6 @@
 """Benchmarks without a GPU: their arithmetic, files, and calls of peers."""
 
 import math
-from dataclasses import replace
 from functools import partialmethod
 
 import pytest
@@ -12,25 +11,6 @@ from cute_attn.lab.benchmark import peers, results
 from cute_attn.lab.benchmark.workload import Workload
 from cute_attn.lab.check import Accuracy, check_workloads, small_workloads
 from cute_attn.traits import Traits
-
-
-def test_lengths_of_keys_and_windows_are_named():
-    few = Workload(2, 512, 16, 128, nheads_kv=2, seqlen_k=8192, causal=True)
-    assert few.name == "fwd-bf16-d128-b2-s512x8192-h16x2-causal"
-    assert (few.longest, few.longest_k, few.equal_lengths) == (512, 8192, False)
-    banded = Workload(1, 64, 2, 64, window=8, window_right=3)
-    assert banded.name == "fwd-bf16-d64-b1-s64-h2-window8_3" and banded.traits("sm80").mask == "window"
-    assert replace(banded, window=0).name == "fwd-bf16-d64-b1-s64-h2-window_3"
-    assert replace(banded, window=0).band == (None, 3) and replace(banded, window_right=0).band == (8, 0)
-    varlen = Workload(1, 1, 2, 64, lengths=(3, 5), lengths_k=(5, 3))
-    assert varlen.name == "fwd-bf16-d64-varlen2x5x5-h2" and varlen.sequences == ((3, 5), (5, 3))
-    x = replace(varlen, lengths_k=(7, 4)).inputs("cpu")
-    assert x.cu_seqlens.tolist() == [0, 3, 8] and x.cu_seqlens_k.tolist() == [0, 7, 11]
-    assert x.q.shape[0] == 8 and x.k.shape[0] == x.v.shape[0] == 11
-    assert Workload(1, 64, 2, 64, seqlen_k=64) == Workload(1, 64, 2, 64)
-    for wrong in ({"lengths_k": (1,)}, {"causal": True, "window_right": 1}):
-        with pytest.raises(ValueError, match=r"is .*; accepted: "):
-            replace(varlen, **wrong)
 
 
 @pytest.mark.parametrize("workload", list(forward.workloads()), ids=lambda workload: workload.name)
@@ -57,13 +37,6 @@ def test_torchs_gradients_accept_the_workload(workload):
             continue
         assert [g.shape for g in grads] == [y.shape for y in x.leaves(workload)]
         assert len(grads) == 3 + workload.bias_grad
-
-
-def test_our_gradients_are_timed():
-    workload = Workload(1, 16, 2, 64, causal=True, bias="fp32", op="backward", bias_grad=True, dtype="fp32")
-    x = workload.inputs("cpu")
-    grads = peers.ours("sm80")(workload, x)()
-    assert [g.shape for g in grads] == [x.q.shape, x.k.shape, x.v.shape, x.bias.shape] and grads[3].any()
 
 
 def test_peers_decline_unsupported_workloads():

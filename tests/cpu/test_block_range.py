@@ -60,7 +60,7 @@ def visible_keys(kind, shift, left, right, seqlen_k, queries):
 
 
 @pytest.mark.parametrize("top_left", [False, True], ids=["bottom_right", "top_left"])
-@pytest.mark.parametrize(("tile_m", "tile_n"), [(64, 64), (128, 16), (16, 48), (192, 176)])
+@pytest.mark.parametrize(("tile_m", "tile_n"), [(128, 16), (192, 176)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_block_ranges(kind, tile_m, tile_n, top_left):
     problems = list(problems_of(kind, tile_m, top_left))
@@ -178,7 +178,7 @@ def query_ranges(problems: cute.Tensor, out: cute.Tensor, mask: Constexpr, tile_
 
 
 @pytest.mark.parametrize("top_left", [False, True], ids=["bottom_right", "top_left"])
-@pytest.mark.parametrize(("tile_m", "tile_n"), [(64, 64), (128, 16), (16, 48), (80, 128)])
+@pytest.mark.parametrize(("tile_m", "tile_n"), [(128, 16), (80, 128)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_query_blocks_of_a_key_block(kind, tile_m, tile_n, top_left):
     """The same problems seen from the keys, with a key block behind the sequence's end besides."""

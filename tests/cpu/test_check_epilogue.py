@@ -1,26 +1,13 @@
 """check_epilogue and what calls users' epilogues by name: a right one passes, each mistake is found."""
 
-import dataclasses
-import json
-
 import cutlass
 import pytest
-import torch
 from cutlass import Float32, cute
 
-import cute_attn
-from cute_attn import Epilogue, check_epilogue, compile, register_epilogue
+from cute_attn import Epilogue, check_epilogue, register_epilogue
 from cute_attn.cli import main as commands
-from cute_attn.lab.benchmark.peers import Declined, call_options, fa2, ours
-from cute_attn.lab.benchmark.workload import Workload, of_traits
-from cute_attn.lab.tune import Search
-from cute_attn.lab.tune_worker import ranked
-from cute_attn.lab.workloads import default_workloads, parse
 from cute_attn.traits import Traits
-from tests import processes
 from tests.cpu.test_examples import load
-
-EXAMPLE = ("--load", "examples/custom_epilogue.py")
 
 
 class Scaled(Epilogue):
@@ -105,26 +92,6 @@ def test_a_wrong_call_is_one_sentence():
 # ---- by name ----
 
 
-def test_a_workload_has_the_epilogues_and_their_arguments():
-    load("custom_epilogue")
-    traits = Traits.parse("forward-sm90-bf16-d64-causal-relative_position-dropout")
-    workload = of_traits(traits, 2048)
-    assert workload.traits("sm90") == traits and "-relative_position-dropout" in workload.name
-    assert parse(f"s256-b2-h4-{'relative_position'}", traits).epilogues == ("relative_position",)
-    small = dataclasses.replace(workload, batch=1, seqlen=64, nheads=2, nheads_kv=2)
-    x = small.inputs("cpu")
-    (table,) = x.epilogues["relative_position"]
-    assert table.shape == (2, 257) and call_options(small, x)["epilogues"] == x.epilogues
-    with pytest.raises(Declined, match="FA2 in torch has no epilogue 'relative_position'"):
-        fa2(dataclasses.replace(small, dropout=""), x)
-    out = ours(None)(dataclasses.replace(small, dropout=""), x)()
-    plain = ours(None)(
-        dataclasses.replace(small, dropout="", epilogues=()), dataclasses.replace(x, epilogues={})
-    )()
-    assert not torch.allclose(out, plain, atol=0.01)
-    assert Workload(**json.loads(json.dumps(dataclasses.asdict(Workload(1, 8, 1, 64))))).epilogues in ((), [])
-
-
 def checked(name):
     return commands._check_epilogues(commands.make_console(), Traits.parse(f"forward-sm80-bf16-d64-{name}"))
 
@@ -136,25 +103,3 @@ def test_check_runs_it(capsys):
     assert problems == [] and text.count("  ok\n") == 4 and "wrong" not in text
     problems = checked("scaled_forward_wrong")
     assert problems == [] and "not compared: epilogue" in capsys.readouterr().out
-
-
-def test_check_fails_on_a_wrong_one(monkeypatch, capsys):
-    monkeypatch.setattr(ForwardWrong, "example_args", classmethod(lambda cls, *sizes: (0.5,)))
-    problems = checked("scaled_forward_wrong")
-    assert problems == ["epilogue 'scaled_forward_wrong' is not what its reference says"]
-
-
-def test_own_epilogues_are_timed_by_name_and_tuned():
-    name = "forward-sm80-bf16-d64-causal-relative_position"
-    done = processes.run("-m", "cute_attn", *EXAMPLE, "bench", name)
-    assert (done.returncode, done.stderr) == (2, "error: there is no GPU; timing a kernel needs one\n")
-    example = load("custom_epilogue")
-    workloads = default_workloads(Traits.parse(name))
-    search = Search.of(Traits.parse(name), example.NARROW, "sm80", workloads)
-    assert search.tiles and "relative_position" in search.workloads[0].name
-    found = ranked(compile(name, example.NARROW, "sm80"), [dataclasses.asdict(one) for one in workloads])
-    assert found["no_rank"] == "" and list(found["estimates"]) == [one.name for one in workloads]
-
-
-def test_the_public_name():
-    assert cute_attn.check_epilogue is check_epilogue

@@ -78,7 +78,7 @@ def test_a_wrong_dropout_mask_fails():
 
 
 @pytest.mark.parametrize(
-    "case", [c for c in CASES if c.name not in HUGE | FOR_LAUNCHES], ids=lambda c: c.name
+    "case", [c for c in CASES if c.name not in HUGE | FOR_LAUNCHES][::4], ids=lambda c: c.name
 )
 def test_the_reference_passes_its_cases(case):
     problem = case.build("cpu").compared()

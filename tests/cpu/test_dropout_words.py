@@ -55,7 +55,7 @@ def draw(
 @pytest.mark.parametrize(
     "offset, dropout_p, tile_m, tile_n",
     [
-        *((8, 0.3, *tile) for tile in ((64, 128), (48, 128), (128, 128), (80, 64), (16, 192))),
+        *((8, 0.3, *tile) for tile in ((48, 128), (80, 64), (16, 192))),
         *((*draw, 64, 128) for draw in ((2**33 - 4, 0.7), (0, 1 - 127.5 / 255))),
     ],
 )

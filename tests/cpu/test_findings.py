@@ -5,10 +5,8 @@ import dataclasses
 import pytest
 
 from cute_attn import lab
-from cute_attn.lab.copies import Conflicts
 from cute_attn.lab.findings import findings
 from cute_attn.lab.rank import NOISE, estimates, relative
-from cute_attn.lab.study import Candidate, Study
 from cute_attn.lab.verdict import Clocks, StepCost, Verdict
 
 NAME = "forward-sm80-bf16-d64"
@@ -45,16 +43,6 @@ def test_a_difference_below_noise_means_nothing():
         "Its steady step is bound by tensor cores, the best bound that a kernel can have: what is left to gain is "
         "exposed latency."
     ]
-
-
-def test_loads_from_global_memory_are_no_shared_memory():
-    one = made(shared=3000.0)
-    assert "is bound by shared memory, where operands are read" in findings(one)[0]
-    clocks = dataclasses.replace(one.step.clocks, global_loads=0.8)
-    (said,) = findings(dataclasses.replace(one, step=dataclasses.replace(one.step, clocks=clocks)))
-    assert said.startswith(
-        "The steady step is bound by the L1 cache: 80% of its clocks are threads' loads from global"
-    )
 
 
 def test_a_tile_that_spills_in_the_step_is_not_the_best():
@@ -101,31 +89,9 @@ def test_what_bounds_a_step_and_what_to_try(changes, said):
     assert ("try " in sentence) == ("tensor cores" not in sentence)
 
 
-CONFLICTS = (Conflicts("K by ldmatrix", "LDSM", 8, 1, 8),)
-
-
-def test_conflicts_are_the_advice_where_they_bound_the_step():
-    bound, fault = findings(made(shared=1500.0, copies=CONFLICTS))
-    assert bound == "The steady step is bound by shared memory, which bank conflicts make slower."
-    assert "another swizzle" in fault
-    _, spilled, conflicts = findings(made(spills=3, copies=CONFLICTS))
-    assert spilled.startswith("It spills 3 times") and conflicts == fault
-
-
 def test_kernels_that_compute_something_else_are_not_compared():
     other = dataclasses.replace(made(), name="forward-sm80-bf16-d64-causal")
     first, second = findings(made(), other)
     assert first.startswith(f"The steady step of {NAME} ") and second.startswith(
         f"The steady step of {other.name} "
     )
-
-
-def study(estimate, *others):
-    candidates = (Candidate("tile_n=80", "tile_n=80", "ranked", estimate=estimate), *others)
-    return Study(NAME, "sm90", "", "", ("w",), "d", candidates, {}, "", "", None, 1.0, (), "now")
-
-
-def test_a_study_that_was_cut_short_says_so():
-    missed = Candidate("tile_n=96", "tile_n=96", "not reached")
-    assert "tile_n=80 is the fastest of the 1 that were reached, at" in study(0.9, missed).sentence
-    assert "no tile of the 1 that were reached is faster" in study(1.1, missed).sentence

@@ -91,16 +91,6 @@ def test_a_study_is_a_page(tmp_path, one_picture):
     assert f"--tile {CHANGE}" in str(report.study_parts(study(best=CHANGE)))
 
 
-def test_the_command_writes_a_page(tmp_path):
-    name, tiles = "forward-sm80-bf16-d32-causal", ("--tile", "num_stages=2", "--tile", "tile_n=2048")
-    page = tmp_path / "x.html"
-    done = processes.run("-m", "cute_attn", "verdict", name, *tiles, "--lines", "--html", str(page))
-    assert done.returncode == 0, done.stderr
-    assert "no: " in read(page) and "instructions of a steady step" in read(page)
-    done = processes.run("-m", "cute_attn", "verdict", "append-sm80-bf16-d64", "--html", str(page))
-    assert done.returncode == 0 and "<svg" not in page.read_text()
-
-
 # ---- the commands ----
 
 

@@ -14,7 +14,6 @@ from cute_attn.lab.builds import Built
 from cute_attn.lab.card import Contender, Lost
 from cute_attn.lab.race import workloads_of
 from cute_attn.lab.space import Space
-from cute_attn.lab.timings import TimingKey, Timings
 from cute_attn.lab.tune import Equipment, table_row, tune
 from cute_attn.tiles import ForwardSm90Tile
 from cute_attn.traits import Traits
@@ -239,56 +238,6 @@ def test_a_tile_that_ended_the_gpus_context_is_left_out_the_next_time(kept):
         "an earlier study ran it and never came back; "
     )
     assert tile_of(deadly) not in builds.submitted and deadly not in heats(card)
-
-
-def test_a_line_that_was_not_finished_is_no_timing(kept):
-    keys = [TimingKey("kernel", "default", f"w{i}", "gpu", "1") for i in range(3)]
-    timings = Timings(kept)
-    timings.put(keys[0], [0.01, 0.02], 1.5)
-    with kept.open("a") as file:
-        file.write('{"key": {"kernel": "x", "defa')
-    Timings(kept).put(keys[1], [0.03], 2.5)
-    again = Timings(kept)
-    assert again.get(keys[0]).log_ratios == (0.01, 0.02) and again.get(keys[1]).ms == 2.5
-    assert again.get(keys[2]) is None
-    timings.began("a")
-    timings.began("b")
-    timings.ended("a")
-    assert not Timings(kept).hung("a") and Timings(kept).hung("b")
-
-
-# ---- order and budget ----
-
-
-def test_the_static_rank_needs_no_card(kept):
-    simulated = SimulatedBuilds(SimulatedCard(None), seconds=0.0, estimate=ridge)
-    study = tune(
-        NAME, static_only=True, workloads=["s8192"], resume=kept, equipment=Equipment(None, simulated)
-    )
-    assert study.gpu == "" and study.verdict is None and study.best == ""
-    assert study.candidates[0].change == "q_in_regs=false,share_qo_smem=true", (
-        "pairs of what helps are ranked too"
-    )
-    assert study.candidates[0].estimate == pytest.approx(0.965)
-    assert "is the fastest, at 0.965 of the default's time; nothing was run" in study.sentence
-    assert {one.status for one in study.candidates} == {"ranked"} and not kept.exists()
-
-
-def test_a_study_is_a_table_and_json(kept):
-    from rich.console import Console
-
-    study, _, _ = run(rugged, kept, failing=[dataclasses.replace(DEFAULT, tile_n=96)], workloads=())
-    console = Console(width=220, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(study.table(most=3))
-    text = console.export_text()
-    assert "tile_n=64" in text and "it does not build" in text and "slower ones are left out" in text
-    title, *rows = [line.strip() for line in text.splitlines() if "tile_" in line or NAME in line]
-    assert title == f"{NAME} on {study.gpu}" and rows[0].startswith("│ tile_m=128, tile_n=")
-    assert "│ 1 " in rows[0] and "the default" in rows[0] and "swizzle_bits" not in text
-    page = study._repr_html_()
-    assert "<pre" in page and study.name in page
-    values = json.loads(json.dumps(study.to_json()))
-    assert values["kind"] == "study" and len(values["candidates"]) == len(study.candidates)
 
 
 # ---- spaces ----

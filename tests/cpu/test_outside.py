@@ -1,7 +1,6 @@
 """The driver of others' suites, on a suite of its own."""
 
 import argparse
-import json
 
 import pytest
 
@@ -107,21 +106,3 @@ def test_listed_tests_run_instead_of_a_sample(suites, tmp_path, capsys):
     assert run.main([str(suites), "--ids", str(listed)]) == 2
     assert run.main([str(suites), "pytorch-sdpa", "--ids", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.count("accepted: a file, with one NAME") == 2
-
-
-def test_what_cannot_run_is_said(suites, capsys):
-    assert run.run_suite(SUITE, suites / "elsewhere", options()).skipped.endswith("test_them.py is missing")
-    lacking = Suite(**{**vars(SUITE), "needs": ("no_such_module",)})
-    assert run.run_suite(lacking, suites, options()).skipped == "not installed: no_such_module"
-    assert run.main([str(suites), "nothing"]) == 2
-    assert "NAME is 'nothing'; accepted: pytorch-sdpa, " in capsys.readouterr().err
-    (suites / "own" / "test_them.py").write_text("import no_such_module")
-    assert "No module named 'no_such_module'" in run.run_suite(SUITE, suites, options(workers=1)).tail
-
-
-def test_main_writes_json(suites, monkeypatch, tmp_path):
-    small = Suite(**{**vars(SUITE), "tests": {"test_some": 3}, "deselected": {}})
-    monkeypatch.setattr(run, "SUITES", {"own": small})
-    assert run.main([str(suites), "--workers", "1", "--json", str(tmp_path / "out.json")]) == 1
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert found["own"]["counts"]["passed"] == 2 and found["own"]["counts"]["failed"] == 1

@@ -127,8 +127,13 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype, shape, first", SHAPES)
+# Each shape in two kinds of memory, and each kind with half of the shapes.
+IN_TURN = [
+    (*shape, kind) for i, shape in enumerate(SHAPES) for j, kind in enumerate(KINDS) if (i + j) % 2 == 0
+]
+
+
+@pytest.mark.parametrize("dtype, shape, first, kind", IN_TURN)
 def test_padded_rows_have_all_elements_and_zeros_behind_them(dtype, shape, first, kind):
     source, target, places, wide_places = copied("forward_pad", dtype, shape, kind, first)
     expected = np.full_like(target, UNWRITTEN[target.dtype.itemsize])
@@ -137,8 +142,7 @@ def test_padded_rows_have_all_elements_and_zeros_behind_them(dtype, shape, first
     np.testing.assert_array_equal(target, expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype, shape, first", SHAPES)
+@pytest.mark.parametrize("dtype, shape, first, kind", IN_TURN)
 def test_rows_come_back_without_their_padding(dtype, shape, first, kind):
     first = first * 4 if kind == CONTIGUOUS else first  # of memory that a plan allocates, and of any other
     source, target, places, wide_places = copied("backward_unpad", dtype, shape, kind, first)

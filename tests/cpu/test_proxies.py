@@ -7,9 +7,7 @@ import pytest
 from cute_attn.compiler import compile
 from cute_attn.lab.proxies import TmaPipeline, proxy_order
 from cute_attn.lab.sass import BYTES, Code, Instruction
-from cute_attn.lab.verdict import verdict
 
-BIAS = "forward-sm90-bf16-d64-bias_bf16"
 BACKWARD = "backward-sm90-bf16-d64-causal"
 
 
@@ -31,32 +29,11 @@ def without_fences(code: Code) -> Code:
 # ---- kernels ----
 
 
-def test_a_bias_without_fences_is_found():
-    """Each release of a bias tile follows ldmatrix, and no fence but the one of the release."""
-    code = code_of(BIAS)
-    order = proxy_order(code)
-    bias = order.pipelines[-1]
-    found = proxy_order(without_fences(code)).unordered
-    of_bias = [one for one in found if bias.is_empty(offset(one.instruction))]
-    assert len(of_bias) >= 4 and all({"LDSM"} <= {i.opcode for i in one.accesses} for one in of_bias)
-    assert order.by_threads >= len(of_bias)
-
-
 def test_stored_tiles_without_fences_are_found():
     """O and dK are written by threads and stored by TMA, dQ is added by another warp's bulk reduction."""
     found = {i.opcode for i in unordered(without_fences(code_of(BACKWARD)))}
     assert {"UTMASTG", "SYNCS"} <= found
     assert "UTMASTG" in {i.opcode for i in unordered(without_fences(code_of("forward-sm90-bf16-d64-causal")))}
-
-
-def test_a_verdict_says_it():
-    order = verdict(BIAS).proxies
-    assert (
-        order.unordered == ()
-        and str(order) == f"at each of the {order.by_threads} releases after accesses by threads"
-    )
-    assert "proxy fences" in str(verdict(BIAS)) and str(order) in verdict(BIAS).as_dict()["proxies"]
-    assert verdict("forward-sm80-bf16-d32-causal").proxies is None
 
 
 # ---- code by hand ----
@@ -103,10 +80,6 @@ def address(n: int) -> str:
 
 def unordered(code: Code) -> list[Instruction]:
     return [one.instruction for one in proxy_order(code).unordered]
-
-
-def offset(i: Instruction) -> int:
-    return int(i.operands[1].rpartition("+")[2].rstrip("]"), 16) if "+0x" in i.operands[1] else 0
 
 
 def test_pipelines_are_found_by_their_producer():

@@ -33,11 +33,6 @@ PLAIN = Verdict("forward-sm90-bf16-d64", "sm90", "tile_m=128,tile_n=64,pack_head
 LOAD = Workload(1, 256, 4, 64)
 
 
-def test_units_overlap_in_part():
-    assert CLOCKS.estimate == 500 and CLOCKS.bound == "issue"
-    assert estimate(PLAIN) == 1000 * 500 / 8192
-
-
 def test_a_launch():
     """2 work tiles of 4 heads, 4 steps each, on fewer than all multiprocessors: one round of blocks."""
     assert estimate(PLAIN, LOAD) == 4 * 2 * 500 + 500 / 2 + LATENCY
@@ -52,16 +47,6 @@ def test_work_tiles_cover_what_is_visible(op, features, seqlen_k):
     tiles = work_tiles(load, {"tile_m": 1, "tile_n": 1})
     pairs = visible_pairs(300, seqlen_k or 300, *load.band)
     assert sum(steps * count for steps, count in tiles.items()) == 2 * 3 * pairs
-
-
-def test_work_tiles_by_hand():
-    tile = {"tile_m": 128, "tile_n": 64}
-    assert work_tiles(Workload(2, 256, 4, 64), tile) == {4: 2 * 2 * 4}
-    assert work_tiles(Workload(2, 256, 4, 64, causal=True), tile) == {2: 8, 4: 8}
-    assert work_tiles(Workload(1, 256, 4, 64, causal=True, op="backward"), tile) == {1: 8, 2: 8}
-    packed = {"tile_m": 128, "tile_n": 64, "pack_heads": 4}
-    assert work_tiles(Workload(1, 1, 8, 64, nheads_kv=2, seqlen_k=640), packed) == {10: 2}
-    assert work_tiles(Workload(1, 0, 2, 64, lengths=(128, 256, 128)), tile) == {2: 4, 4: 4}
 
 
 def test_list_scheduling():

@@ -9,7 +9,6 @@ import torch
 from bench import regret
 from bench.decode_rows import Row
 from bench.regret_shapes import FUNCTIONS, MASKS, MAX_CACHE, OPS, Shape, shapes_of
-from cute_attn import compiler
 from cute_attn.compiler import registry
 from cute_attn.lab.benchmark import results, timing
 from cute_attn.lab.benchmark.workload import Workload
@@ -101,80 +100,6 @@ def test_what_is_chosen_comes_first_and_every_kernel_can_be_built(shape, launche
         assert not one.tile or kernel.tile.text == one.tile
 
 
-def test_a_forward_of_few_queries_chooses_between_dividing_keys_and_a_tile(launched):
-    _, (chosen, *others) = found_candidates(SMALL[2])
-    assert chosen.split and not chosen.tile
-    assert {bool(one.tile) for one in others} == {bool(one.split) for one in others} == {True, False}
-    assert not any(one.tile and one.split for one in others)
-
-
-def test_a_forward_of_many_keys_could_divide_them(launched):
-    shape = Shape("forward", Workload(1, 500, 16, 64, seqlen_k=2000, causal=True))
-    prepared, found = found_candidates(shape)
-    (one,) = [one for one in found if one.split]
-    del launched[:]
-    with regret.forced(one, regret.new_plans()):
-        prepared(*one.named)()
-    assert [kernel.traits.op for kernel, _ in launched] == ["kvcache", "combine_shares"]
-    assert not any(one.split for one in found_candidates(SMALL[0])[1])
-
-
-def test_forced_splits_are_those_of_the_launch(launched):
-    prepared, (chosen, *others) = found_candidates(SMALL[3])
-    forced = {}
-    for one in (chosen, *others):
-        del launched[:]
-        with regret.forced(one, regret.new_plans()):
-            prepared(*one.named)()
-        (given,) = [given for kernel, given in launched if kernel.traits.op == "backward"]
-        forced[one.head_splits] = 2 * one.head_splits == given.mDK.shape[-2]
-    assert {1, 2, 4, 8} <= set(forced) and all(forced.values())
-
-
-def test_deterministic_calls_have_candidates_for_both_kinds_of_splits(launched):
-    _, (chosen, *others) = found_candidates(SMALL[5])
-    assert chosen.head_splits and chosen.key_splits
-    assert {one.key_splits for one in others} >= {1, 4, 8} - {chosen.key_splits}
-    assert {one.head_splits for one in others} >= {1, 4, 8} - {chosen.head_splits}
-    assert not found_candidates(SMALL[3])[1][0].key_splits
-
-
-def test_a_cache_is_divided_in_all_three_ways(launched):
-    prepared, found = found_candidates(SMALL[6])
-    kinds = set()
-    for one in found:
-        del launched[:]
-        with regret.forced(one, regret.new_plans()):
-            prepared(*one.named)()
-        ops = [kernel.traits.op for kernel, _ in launched]
-        combined = {"parts": "combine", "shares": "combine_shares", "": "kvcache"}[one.split.how]
-        assert ops[-1] == combined
-        kinds.add(one.split.how)
-    assert kinds == {"", "parts", "shares"}
-
-
-# ---- building ----
-
-
-def test_parts_build_what_timing_launches_each_once(launched, monkeypatch):
-    shapes = [SMALL[0], SMALL[5], SMALL[6]]
-    wanted = regret.needed(shapes)
-    del launched[:]
-    for shape in shapes:
-        prepared, found = found_candidates(shape)
-        for one in found:
-            with regret.forced(one, regret.new_plans()):
-                prepared(*one.named)()
-    assert {f"{kernel.traits} {kernel.tile} sm90" for kernel, _ in launched} == set(wanted)
-    built = []
-    monkeypatch.setattr(regret, "needed", lambda chosen: wanted)
-    monkeypatch.setattr(
-        compiler, "build", lambda kernel, target: built.append(f"{kernel.traits} {kernel.tile} {target}")
-    )
-    assert sum(regret.build(shapes, part, 3) for part in range(3)) == len(wanted)
-    assert sorted(built) == sorted(wanted)
-
-
 # ---- what is reported ----
 
 
@@ -195,40 +120,6 @@ def test_the_regret_is_of_times_that_were_taken_in_alternation(launched):
     assert row["regret"] == 0 and row["best"] == "the same" and min(row["times"].values()) < row["ms"]
     assert set(row["times"]) == set(first) and "declined" not in row
     call()
-
-
-def test_a_chosen_one_that_is_best_has_no_regret(launched):
-    row, _ = regret.regret(
-        SMALL[0], lambda runs, *_: {name: 2.0 + i for i, name in enumerate(runs)}, 10.0, "cpu"
-    )
-    assert row["regret"] == 0 and row["best"] == "the same" and row["ms"] == row["best_ms"] == 2.0
-
-
-def test_rows_and_summary_say_what_was_chosen_and_what_was_best(launched):
-    def medians(runs, *_):
-        return {name: 1.0 + i / 50 for i, name in enumerate(reversed(runs))}
-
-    rows = [regret.regret(shape, medians, 10.0, "cpu")[0] for shape in SMALL[:2]]
-    assert all(row["regret"] > 0 and row["best"] != "the same" for row in rows)
-    assert rows[0]["best"] in regret.line(rows[0]) and f"{rows[0]['regret']:.1%}" in regret.line(rows[0])
-    alone = rows[0] | {"times": {"the only one": 1.0}, "regret": 0.0}  # nothing was chosen
-    failed = {"op": "decode", "workload": "b1", "error": "RuntimeError: lost"}
-    assert "lost" in regret.line(failed)
-    (text,) = regret.summary([*rows, alone, failed]).splitlines()
-    worst = max(row["regret"] for row in rows)
-    assert text.startswith("forward") and "2 shapes" in text and f"worst {worst:6.1%}" in text
-
-
-def test_a_tile_that_a_call_cannot_have_is_reported(launched, monkeypatch):
-    found = regret.candidates
-
-    def with_another(shape, call, target="sm90"):
-        first, *_ = found(shape, call, target)
-        return [first, regret.replace(first, tile="tile_n=7")]
-
-    monkeypatch.setattr(regret, "candidates", with_another)
-    row, _ = regret.regret(SMALL[0], lambda runs, *_: dict.fromkeys(runs, 1.0), 10.0, "cpu")
-    assert list(row["times"]) == [row["chosen"]] and "tile_n" in row["declined"]["tile_n=7"]
 
 
 def test_a_run_is_written_row_by_row_and_goes_on_after_an_error(launched, tmp_path, monkeypatch, capsys):
@@ -262,23 +153,3 @@ def test_a_run_is_written_row_by_row_and_goes_on_after_an_error(launched, tmp_pa
     assert [row.get("error") for row in result["rows"]] == [None, None, "RuntimeError: out of memory", None]
     assert all(row["regret"] > 0 for row in result["rows"] if "regret" in row)
     assert "decode           1 shapes" in capsys.readouterr().out
-
-
-def test_the_command_needs_a_gpu_to_time_and_none_to_list(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["regret", "--op", "decode", "append", "--rows", "2", "--list"])
-    regret.main()
-    assert len(capsys.readouterr().out.splitlines()) == 4
-    monkeypatch.setattr("sys.argv", ["regret", "--op", "decode"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="no GPU"):
-        regret.main()
-
-
-def test_the_picture_shows_each_op():
-    pytest.importorskip("matplotlib")
-    times = {"chosen": 1.0, "another": 1.0}
-    rows = [{"op": op, "regret": r, "times": times} for op in ("forward", "decode") for r in (0.0, 0.02, 0.2)]
-    without = {"op": "append", "regret": 0.0, "times": {"the only one": 1.0}}
-    figure = regret.picture({"rows": [*rows, without, {"op": "masks", "error": "lost"}]})
-    labels = [line.get_label() for line in figure.axes[0].lines]
-    assert labels == ["forward, mean 7.3%", "decode, mean 7.3%"]

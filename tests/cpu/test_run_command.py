@@ -2,8 +2,6 @@
 
 import json
 import os
-import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +16,7 @@ from cute_attn.cli.main import app
 from cute_attn.host import doors
 from cute_attn.host.activation import Options
 from cute_attn.sdpa import operators, overrides
-from cute_attn.sdpa.observe import Observer, difference
+from cute_attn.sdpa.observe import Observer
 from tests import processes
 
 PROGRAM = """if True:
@@ -67,69 +65,6 @@ def test_a_module_and_its_failures(program):
     assert "4 attention calls" in done.stderr
 
 
-EARLY = """if True:
-    import os, sys, threading
-    assert "torch" not in sys.modules
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
-    from torch.nn.functional import scaled_dot_product_attention
-    print(torch.get_num_threads())
-    q = torch.randn(2, 4, 16, 32)
-
-    def late():
-        threading.main_thread().join()
-        scaled_dot_product_attention(q, q, q)
-
-    threading.Thread(target=late).start()
-    scaled_dot_product_attention(q, q, q)
-"""
-
-
-def test_a_program_comes_before_torch_and_its_threads_before_the_table(tmp_path):
-    path = tmp_path / "program.py"
-    path.write_text(EARLY)
-    command = [sys.executable, "-m", "cute_attn", "run", str(path)]
-    environment = os.environ | {"OMP_NUM_THREADS": "2"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
-    assert "2 attention calls" in done.stderr
-
-
-LOOKED_FOR = """if True:
-    import importlib.util, sys
-    sys.path.insert(0, FOLDER)
-    from cute_attn.cli import run
-
-    run.after_import("module", lambda: print("loaded", sys.modules["module"].x))
-    for _ in range(2):
-        print(importlib.util.find_spec("module").name)
-    try:
-        import module
-    except ImportError:
-        import module
-    print([finder for finder in sys.meta_path if type(finder).__module__ == "cute_attn.cli.run"])
-"""
-
-
-def test_a_module_that_was_looked_for_before_is_noticed(tmp_path):
-    """As transformers looks for torch; and a failed import may be tried again."""
-    tried = tmp_path / "tried"
-    (tmp_path / "module.py").write_text(
-        f"import os\nif not os.path.exists({str(tried)!r}):\n"
-        f"    os.mkdir({str(tried)!r})\n    raise ImportError\nx = 5\n"
-    )
-    code = LOOKED_FOR.replace("FOLDER", repr(str(tmp_path)))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "module\nmodule\nloaded 5\n[]\n"), done.stderr
-
-
-def test_a_program_without_torch():
-    command = [sys.executable, "-m", "cute_attn", "run", "-m", "this"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0 and "Namespaces" in done.stdout
-    assert done.stderr == "the program did not load torch\n"
-
-
 def test_nothing_starts_cuda(monkeypatch):
     """A program may still choose its GPUs, or fork."""
     asked = []
@@ -145,40 +80,6 @@ def test_nothing_starts_cuda(monkeypatch):
     execution.end()
     assert overrides.serving() is None and doors.observer is None
     assert set(asked) == {"1"} and check not in os.environ
-
-
-@pytest.mark.parametrize("kind", ["folder", "zip"])
-def test_a_folder_or_zip_file_with_a_main(program, kind, tmp_path):
-    folder = tmp_path / "app"
-    folder.mkdir()
-    program.rename(folder / "__main__.py")
-    (tmp_path / "beside.py").rename(folder / "beside.py")
-    path = folder if kind == "folder" else shutil.make_archive(str(folder), "zip", folder)
-    done = processes.run("-m", "cute_attn", "run", str(path), "a")
-    assert (done.returncode, done.stdout) == (0, "__main__ ['a'] 5\n")
-    assert "4 attention calls" in done.stderr
-
-
-def test_an_interrupted_program_ends_by_the_signal(tmp_path):
-    path = tmp_path / "program.py"
-    path.write_text(
-        "import atexit, torch\natexit.register(print, 'bye')\n"
-        "q = torch.zeros(1, 1, 2, 8)\ntorch.nn.functional.scaled_dot_product_attention(q, q, q)\n"
-        "raise KeyboardInterrupt\n"
-    )
-    done = processes.run("-m", "cute_attn", "run", str(path))
-    assert (done.returncode, done.stdout) == (-signal.SIGINT, "bye\n")
-    assert "KeyboardInterrupt" in done.stderr and "1 attention call," in done.stderr
-    assert "runpy" not in done.stderr
-
-
-def test_a_table_that_cannot_be_written(program, tmp_path):
-    missing = str(tmp_path / "no" / "out.json")
-    done = processes.run("-m", "cute_attn", "run", "--json", missing, str(program))
-    assert done.returncode == 2 and not done.stdout and "No such file or directory" in done.stderr
-    done = processes.run("-m", "cute_attn", "run", "--json", "/dev/full", str(program), "exit")
-    assert done.returncode == 3
-    assert done.stderr.index("4 attention calls") < done.stderr.index("the table was not written")
 
 
 MODULES = """if True:
@@ -303,14 +204,6 @@ def test_the_dispatcher_asks_the_observer():
     assert [row.calls for row in observer.rows.values()] == [1]
 
 
-def test_differences_of_what_is_not_finite():
-    nan, inf = float("nan"), float("inf")
-    x = torch.tensor([1.0, 4.0])
-    assert difference(torch.tensor([nan, 4.0]), x) == difference(torch.tensor([1.0, inf]), x) == inf
-    assert difference(torch.tensor([1.0, -inf]), torch.tensor([1.0, inf])) == inf
-    assert difference(torch.tensor([0.0, inf, 5.0]), torch.tensor([nan, inf, 4.0])) == 0.25
-
-
 def test_calls_of_ours_by_name_are_watched(monkeypatch):
     observer, q = Observer(), tensors()[0]
     with observer.watching():
@@ -320,12 +213,3 @@ def test_calls_of_ours_by_name_are_watched(monkeypatch):
     assert doors.watcher is None
     (row,) = observer.rows.values()
     assert (row.calls, row.reason) == (1, "query is on cpu, where the reference computes it")
-
-
-def test_watching_never_fails():
-    observer, q = Observer(), tensors()[0]
-    observer.note("door", {"query": q, "key": None, "value": q}, "")
-    (row,) = observer.rows.values()
-    assert row.signature == "not described: AttributeError" and row.gain.startswith(
-        "unknown: it is made here"
-    )

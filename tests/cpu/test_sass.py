@@ -1,6 +1,5 @@
 """The parser of machine code: instructions, control bits, source lines, loops, and the steady step of every default."""
 
-import networkx as nx
 import pytest
 
 from cute_attn.compiler import compile, cubin
@@ -76,38 +75,6 @@ def test_a_steady_step_repeats_products_starts_loads_and_skips_masks():
     assert counts == {"HMMA": 4, "MUFU.EX2": 2, "LDGSTS": 1, "FSEL": 0, "LDSM": 1}
     assert step.count() == step.stalls == 1 + 2 * 4 + 2 + 2 + 1 + 2
     assert step.steps == 1
-
-
-def test_retries_of_a_wait_are_no_loop():
-    """The blocks that ptxas puts behind the code for an mbarrier's wait."""
-    code = listing(
-        ("HGMMA.64x128x16.F32.BF16", "R24"),
-        ("SYNCS.PHASECHK.TRANS64.TRYWAIT", "P0", "[UR4]", "R2"),
-        ("BRA", at(6), "@!P0"),
-        ("MUFU.EX2", "R24", "R24"),
-        ("BRA", at(0), "@P1"),
-        ("EXIT",),
-        ("SYNCS.PHASECHK.TRANS64.TRYWAIT", "P0", "[UR4]", "R2"),
-        ("BRA", at(6), "@!P0"),
-        ("BRA", at(3)),
-    )
-    assert [loop.header for loop in code.loops] == [0]
-    step = code.step(StepContent(mma=1, exp2=1, elements=2, warps=4))
-    assert step.count("SYNCS") == 1 and step.count() == 5
-
-
-def test_a_loop_with_two_entries_is_no_step():
-    code = listing(
-        ("BRA", at(2), "@P0"),
-        ("HMMA.16816.F32", "R8"),
-        ("MUFU.EX2", "R8"),
-        ("BRA", at(1), "@P1"),
-        ("BRA", at(0), "@P2"),
-        ("EXIT",),
-    )
-    assert not nx.is_directed_acyclic_graph(code.graph)
-    with pytest.raises(StepNotFound):
-        code.step(StepContent(mma=1, exp2=1, elements=2, warps=4))
 
 
 def test_a_step_that_is_not_there_is_one_sentence():

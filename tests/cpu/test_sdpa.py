@@ -22,7 +22,7 @@ from cute_attn.host.activation import Options
 from cute_attn.sdpa import calls, operators, overrides, plans, slower
 from cute_attn.sdpa.calls import Inputs, request_of, why_not, why_not_drawn
 from cute_attn.sdpa.operators import OPERATORS, STATES
-from tests import machine, refusals
+from tests import machine, processes, refusals
 
 BF16 = torch.bfloat16
 aten = torch.ops.aten
@@ -597,9 +597,9 @@ def test_afterwards_pytorchs_kernels_run_or_are_missed(stock):
     assert not sdpa.served
 
 
-def test_threads_call_while_another_turns_it_on_and_off():
+def test_threads_call_while_another_turns_it_on_and_off(tmp_path):
     """A registration that is taken back leaves them in memory that is free."""
-    script = """if True:
+    (tmp_path / "script.py").write_text("""if True:
         import sys, threading, torch
         from torch.nn.functional import scaled_dot_product_attention
         from cute_attn import sdpa
@@ -636,8 +636,8 @@ def test_threads_call_while_another_turns_it_on_and_off():
         stop.set()
         [thread.join() for thread in threads]
         assert not failed, failed[0]
-    """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    """)
+    done = processes.run(str(tmp_path / "script.py"))
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -689,17 +689,17 @@ def test_a_backward_of_pytorchs_dropout_is_pytorchs(backend, on_cpu, monkeypatch
     assert reason.startswith("the forward drew its dropout mask by PyTorch's kernel")
 
 
-def test_an_activation_is_quiet():
+def test_an_activation_is_quiet(tmp_path):
     """PyTorch warns of the first override in a process."""
-    script = """if True:
+    (tmp_path / "script.py").write_text("""if True:
         import warnings, torch
         from cute_attn import sdpa
         library = torch.library.Library("aten", "IMPL")
         library.impl("_scaled_dot_product_cudnn_attention", lambda *a, **k: None, "CPU")
         warnings.simplefilter("error")
         sdpa.Activation(sdpa.Options(), "CPU")
-    """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    """)
+    done = processes.run(str(tmp_path / "script.py"))
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -8,9 +8,8 @@ import pytest
 from cutlass import BFloat16, Float16
 
 import layouts
-from cute_attn.lab.pictures import pictures
 from layouts import model
-from layouts.show import BankConflicts, bank_conflicts, picture, show
+from layouts.show import BankConflicts, bank_conflicts, show
 
 
 def mma():
@@ -101,22 +100,3 @@ def test_smem_picture_shows_the_banks(tmp_path):
         lambda: layouts.smem_layout(128, 64, BFloat16, swizzle_bits=0), tmp_path / "0.svg", dtype=BFloat16
     )
     assert any("a bank conflict of 8 ways" in text for text in texts(unswizzled))
-
-
-def test_a_notebook_shows_a_picture_and_a_kernels(tmp_path):
-    one = picture(smem_64, dtype=Float16, title="K")
-    assert repr(one) == "Picture('K')"
-    assert one.save(tmp_path / "k.svg").read_text() == one._repr_svg_() and "<svg" in one._repr_svg_()
-    assert show(smem_64, tmp_path / "shown.svg", dtype=Float16, title="K").read_text() == one._repr_svg_()
-    drawn = pictures("forward-sm80-bf16-d64", "tile_n=64")
-    assert list(drawn)[:3] == ["smem-q", "smem-k", "smem-v"] and "mma" in drawn
-    assert repr(drawn) == f"Pictures of forward-sm80-bf16-d64: {', '.join(drawn)}"
-    page = drawn._repr_html_()
-    assert page.count("<svg") == len(drawn) and "forward-sm80-bf16-d64: smem-k" in page
-    ids = re.findall(r' id="([^"]*)"', page)
-    assert len(ids) == len(set(ids)) and "<?xml" not in page
-    assert "rows 0-15 of 64" in drawn["smem-k"]._repr_svg_()
-    with pytest.raises(
-        ValueError, match="has no shared-memory layout and no MMA to draw; accepted: forward-sm80"
-    ):
-        pictures("append-sm80-bf16-d64")

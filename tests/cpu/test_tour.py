@@ -8,14 +8,12 @@ import pytest
 import torch
 from cutlass import Float32
 
-import layouts
 from cute_attn.compiler import compile, registry, toolchain
 from cute_attn.compiler.arguments import fakes
 from cute_attn.compiler.smem_layouts import reasons
 from cute_attn.lab.copies import conflicts
 from cute_attn.lab.verdict import verdict
 from layouts.model import trace
-from tour import __main__ as command
 from tour import page, report
 from tour.common import with_epilogue
 from tour.levels import LEVELS
@@ -50,10 +48,9 @@ NEW = {1: "SHFL", 2: "HMMA", 3: "LDSM", 4: "LDGSTS", 5: "HGMMA", 6: "USETMAXREG"
 """An instruction that the level before has none of; the seventh has named barriers."""
 
 
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("number", OWN)
-def test_a_level_builds_without_spills_and_with_its_own_instructions(number, causal):
-    compiled = compile(LEVELS[number].traits(128, causal), None, "sm90")
+def test_a_level_builds_without_spills_and_with_its_own_instructions(number):
+    compiled = compile(LEVELS[number].traits(128, True), None, "sm90")
     used, count = compiled.resources, compiled.instructions
     assert (used.spill_store_bytes, used.spill_load_bytes, used.local_bytes, compiled.warnings) == (
         0,
@@ -119,20 +116,6 @@ def test_the_laboratory_takes_the_levels():
     assert str(judged[7].proxies) == "none needed: no thread accesses what TMA fills"
 
 
-def test_the_command_measures_nothing_without_a_gpu(monkeypatch, capsys):
-    for words in (["--measure"], ["4", "--check"]):
-        monkeypatch.setattr("sys.argv", ["tour", *words])
-        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-        with pytest.raises(SystemExit, match="2"):
-            command.main()
-        assert capsys.readouterr().err.startswith("error: there is no GPU; ")
-    monkeypatch.setattr("sys.argv", ["tour"])
-    command.main()
-    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == [
-        entry.name for entry in LEVELS.values()
-    ]
-
-
 @pytest.mark.parametrize("number", [4, 5, 6, 7])
 def test_layouts_and_products_are_those_of_the_packages_kernels(number):
     """Which run on GPUs: shared memory, where K and V lie, and both MMAs."""
@@ -159,22 +142,12 @@ def test_layouts_and_products_are_those_of_the_packages_kernels(number):
     assert trace(lambda: of(level)) == trace(lambda: of(package))
 
 
-class WithoutSwizzle(LEVELS[3].kernel):
-    def smem_layout(self, rows):
-        return layouts.smem_layout(rows, self.traits.head_dim, self.dtype, swizzle_bits=0)
-
-
 @pytest.mark.parametrize("number", OWN)
 def test_copies_are_counted_and_layouts_are_right(number):
     kernel = kernel_of(number, head_dim=128)
     assert not list(reasons(kernel))
     found = conflicts(kernel)
     assert len(found) == (5 if number in (3, 4) else 0) and {copy.ways for copy in found} <= {1}
-
-
-def test_level_3_without_its_swizzle_has_the_conflicts_that_its_text_promises():
-    found = conflicts(WithoutSwizzle(LEVELS[3].traits(128, True), WithoutSwizzle.TILE))
-    assert {copy.ways for copy in found if copy.opcode == "LDSM"} == {8}
 
 
 def test_an_epilogue_is_a_function_of_a_file():

@@ -1,10 +1,6 @@
 """Verdicts: numbers worked out by hand, tiles that do not fit, source lines, users' kernels, and the command."""
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -17,7 +13,7 @@ from cute_attn.lab.copies import Conflicts
 from cute_attn.lab.gpu import resident_blocks
 from cute_attn.lab.sass import BYTES, Instruction, Loop, Step
 from cute_attn.lab.verdict import clocks, verdict
-from tests import processes, refusals, toy
+from tests import refusals, toy
 
 AMPERE, HOPPER = "forward-sm80-bf16-d64-causal", "forward-sm90-bf16-d128-causal"
 SMALL = "forward-sm80-fp16-d32"
@@ -215,48 +211,3 @@ def test_resident_blocks(target, threads, registers, shared_memory, expected):
     """By the limits of the programming guide: 65,536 registers in units of 256 per warp, 1 KB reserved per block."""
     blocks, limit = resident_blocks(target, threads, registers, shared_memory)
     assert (blocks, limit) == expected
-
-
-# ---- the command ----
-
-
-def test_a_users_epilogue_and_layout():
-    """The examples, which other tests build: an epilogue's loads, and rows without a swizzle."""
-    files = ("--load", "examples/custom_epilogue.py", "--load", "examples/custom_layout.py")
-    costs = []
-    narrow = ("--tile", "tile_m=128,tile_n=64,num_warps=4,num_stages=1")
-    for command in (
-        ("forward-sm80-bf16-d64-causal-relative_position", *narrow),
-        ("forward-sm80:plain-bf16-d64",),
-    ):
-        done = processes.run("-m", "cute_attn", *files, "verdict", *command, "--target", "sm80", "--json")
-        assert done.returncode == 0, done.stderr
-        costs += json.loads(done.stdout)
-    epilogue, plain = costs
-    steps = (epilogue["step"], plain["step"])
-    assert [(step["mma"], step["elements"]) for step in steps] == [(128, 64), (192, 96)]
-    with_addition, without = (step["instructions"] / step["elements"] for step in steps)
-    assert with_addition > without + 1  # an addition per element, and more
-    assert plain["step"]["bound"] == "shared memory" and not epilogue["no_step"]
-    assert {copy["ways"] for copy in plain["copies"] if copy["opcode"] == "LDSM"} == {8}
-
-
-# ---- builds ----
-
-
-def test_a_verdict_needs_no_torch(tmp_path):
-    """Which takes as long to load as the rest."""
-    code = (
-        "import sys, cute_attn\n"
-        "from cute_attn.lab.findings import findings\n"
-        "from cute_attn.lab.verdict import verdict\n"
-        "findings(verdict('forward-sm80-bf16-d64-causal', target='sm80'))\n"
-        "print('torch' in sys.modules, 'matplotlib' in sys.modules)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": str(processes.ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout == "False False\n", done.stdout + done.stderr
