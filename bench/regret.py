@@ -29,7 +29,7 @@ from unittest import mock
 from bench import run
 from bench.decode_rows import Row
 from bench.regret_shapes import OPS, Shape, shapes_of
-from cute_attn.host.backward_splits import MAX_SPLITS, even_splits
+from cute_attn.host.backward_splits import MAX_IN_ORDER, MAX_SPLITS, even_splits
 from cute_attn.lab.benchmark.workload import Workload
 
 LENGTHS = (1, 4, 16, 40, 64, 80, 96, 300, 600, 3000)
@@ -47,21 +47,21 @@ class Candidate:
     Attributes:
         tile: text of the main kernel's.
         head_splits: of the query heads of a kv head, in a backward.
-        key_splits: of the deterministic mode.
+        accumulators: of dQ, in the deterministic mode.
         split: of the keys of a cache, or of a forward by the kernels for a cache: a
             :class:`cute_attn.host.split_kv.Split`.
     """
 
     tile: str = ""
     head_splits: int = 0
-    key_splits: int = 0
+    accumulators: int = 0
     split: Any = None
 
     @property
     def name(self) -> str:
         """Such as ``tile_m=64,tile_n=128 head_splits=4``."""
         words = [self.tile]
-        words += [f"{name}={n}" for name in ("head_splits", "key_splits") if (n := getattr(self, name))]
+        words += [f"{name}={n}" for name in ("head_splits", "accumulators") if (n := getattr(self, name))]
         if self.split is not None:
             words.append("split=" + (f"{self.split.parts}" if self.split.how != "shares" else "shares"))
         return " ".join(filter(None, words))
@@ -88,7 +88,8 @@ def forced(candidate: Candidate, known: dict[str, dict]) -> Iterator[None]:
     choices = (
         (divided, "is_wanted", candidate.split is not None),
         (backward, "head_splits", candidate.head_splits),
-        (backward, "key_splits", candidate.key_splits),
+        (backward, "key_splits", candidate.accumulators),
+        (backward, "accumulators_in_order", candidate.accumulators),
         (split_kv, "_best_split", candidate.split),
     )
     with contextlib.ExitStack() as stack:
@@ -130,11 +131,14 @@ def candidates(
 
         stack.enter_context(forced(Candidate(), new_plans()))
         built = spied(compiler, "build")
-        heads, keys = spied(backward, "head_splits"), spied(backward, "key_splits")
+        heads, ordered = spied(backward, "head_splits"), spied(backward, "accumulators_in_order")
+        keys = spied(backward, "key_splits")
         divided = spied(split_kv, "_best_split")
         prepared()()
     kernel = next(args[0] for args, _ in reversed(built) if args[0].traits.op in (shape.kernel_op, "kvcache"))
-    splits, numbers, split = ([result for _, result in calls[-1:]] for calls in (heads, keys, divided))
+    splits, numbers, split = (
+        [result for _, result in calls[-1:]] for calls in (heads, ordered or keys, divided)
+    )
     split = split if kernel.traits.op == "kvcache" else []  # not that of the forward before a backward
     chosen = Candidate(kernel.tile.text, *(splits or [0]), *(numbers or [0]), *split)
     kept = chosen
@@ -146,16 +150,15 @@ def candidates(
             Candidate(),
         )
     found = [replace(kept, tile=tile.text) for tile in tiles(kernel, shape, target)]
-    if splits:  # another number of planes has another number of key splits
+    if splits:  # another number of planes has another number of accumulators
         found += [
-            replace(chosen, head_splits=n, key_splits=0)
+            replace(chosen, head_splits=n, accumulators=0)
             for n in _thinned(even_splits(shape.group), splits[0])
         ]
     if numbers:
         blocks = -(-shape.seqlen_k // kernel.tile.tile_n)
-        found += [
-            replace(chosen, key_splits=n) for n in _thinned(range(1, min(blocks, MAX_SPLITS) + 1), numbers[0])
-        ]
+        most = min(blocks, MAX_IN_ORDER if ordered else MAX_SPLITS)
+        found += [replace(chosen, accumulators=n) for n in _thinned(range(1, most + 1), numbers[0])]
     if split:  # with which goes another default tile
         found += [
             replace(chosen, tile="", split=one) for one in _cache_splits(*divided[-1][0]) if one != split[0]
@@ -189,6 +192,8 @@ def tiles(kernel: Any, shape: Shape, target: str) -> list[Any]:
             lengths_keys = ("long", *(f"keys_{n}" for n in backward.FEW_KEYS))
             some = (backward.keys(traits, target, lengths) for lengths in lengths_keys)
             found += itertools.chain.from_iterable(backward.TABLE.tiles(*keys) for keys in some)
+    if getattr(kernel.tile, "dq_in_order", False):
+        found = [tile.in_order() for tile in found]
     by_tma = bool(getattr(kernel.tile, "bias_stages", 0))
     fit = [tile for tile in dict.fromkeys(found) if tile.reject(traits, target) is None]
     return [tile for tile in fit if by_tma or not getattr(tile, "bias_stages", 0)]

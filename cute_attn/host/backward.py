@@ -18,7 +18,7 @@ CTAs (:func:`cute_attn.host.backward_splits.head_splits`). Deterministic: one co
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 from cute_attn import compiler
 from cute_attn.compiler import registry
 from cute_attn.host import fused_qkv, padding, plans, record
-from cute_attn.host.backward_splits import head_splits, key_splits, queries_seen
+from cute_attn.host.backward_splits import accumulators_in_order, head_splits, key_splits, queries_seen
 from cute_attn.host.call import NUM_TENSORS, Call
 from cute_attn.host.checks import (
     MAX_ROWS,
@@ -54,6 +54,7 @@ from cute_attn.host.plans import Plan
 from cute_attn.host.split_fp32 import MAX_ROWS as MAX_SPLIT_ROWS
 from cute_attn.host.split_fp32 import SplitLauncher, can_split
 from cute_attn.tiles import padded
+from cute_attn.tiles.backward import COUNTERS
 from cute_attn.traits import PARTS, Traits
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -161,15 +162,25 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
         kernel = choose_kernel(call, target, op="backward", bias_grad=bias is not None)
         if getattr(kernel.tile, "in_terms", False):
             kernel = _in_terms_or_whole(kernel, call, grad_out, target)
+        in_order = kernel.traits.arch == "sm90" and (deterministic or kernel.tile.dq_in_order)
+        if in_order and not call.lists_blocks:
+            kernel = replace(kernel, tile=kernel.tile.in_order())
+        elif in_order and kernel.tile.dq_in_order:
+            raise ValueError("backward_tile has dq_in_order=true with a list of blocks; accepted: false")
         traits, tile = kernel.traits, kernel.tile
+        in_order = getattr(tile, "dq_in_order", False)
         wanted = kernels_of(kernel, lse_grad=grad_lse is not None)
         blocks = -(-call.longest[1] // tile.tile_n)
         processors = multiprocessors(call.q.get_device()) // getattr(tile, "cluster", 1)
         in_l2 = l2_bytes(call.q.get_device())
-        heads_dkv = call.k.shape[-2] * head_splits(call, tile, processors, in_l2, deterministic)
-        num_splits = blocks
-        if deterministic:
-            num_splits = _accumulators(call, tile, traits.head_dim, heads_dkv, processors)
+        heads_dkv = call.k.shape[-2] * head_splits(
+            call, tile, processors, in_l2, deterministic and not in_order
+        )
+        num_splits, accumulators = blocks, 1
+        if in_order:
+            accumulators = _accumulators_in_order(call, tile, traits.head_dim, heads_dkv, processors)
+        elif deterministic:
+            num_splits = accumulators = _accumulators(call, tile, traits.head_dim, heads_dkv, processors)
         check_blocks(call, tile, wanted[1][1].rows, num_splits, heads_dkv)
         if traits.arch == "sm90":
             check_steps(
@@ -190,8 +201,9 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
             functions["fallback"] = compiler.compile(*wanted[-1], target)
     shapes = [tuple(x.shape) for x in call[:3]]
     shapes[1:] = [(*shape[:-2], heads_dkv, shape[-1]) for shape in shapes[1:]]
-    space = Workspace.of(call, tile.tile_m, padded(traits.head_dim), num_splits if deterministic else 1)
-    stride = space.dq[1][0] if deterministic else 0
+    turns = tile.cluster if in_order else 0
+    space = Workspace.of(call, tile.tile_m, padded(traits.head_dim), accumulators, turns)
+    stride = space.dq[1][0] if accumulators > 1 else 0
     return Plan(
         kernel, functions, Division(tuple(shapes), space, bias, num_splits, stride, processors, split)
     )
@@ -200,11 +212,25 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
 def _accumulators(call: Call, tile: Any, head_dim: int, heads_dkv: int, processors: int) -> int:
     """Number of dQ accumulators in the deterministic mode, one for each split of the key blocks."""
     shape, *_ = Workspace.of(call, tile.tile_m, padded(head_dim), 1).dq
-    _, queries = queries_seen(call, *call.longest, tile.tile_n)
-    steps = queries / tile.tile_m * (call.nheads / heads_dkv)
+    steps = _steps(call, tile, heads_dkv)
     all_blocks = heads_dkv * (call.k.shape[0] // tile.tile_n + call.batch) if call.varlen else 0
     blocks, heads = -(-call.longest[1] // tile.tile_n), call.batch * heads_dkv
     return key_splits(blocks, heads, processors, steps, 4 * math.prod(shape), all_blocks)
+
+
+def _accumulators_in_order(call: Call, tile: Any, head_dim: int, heads_dkv: int, processors: int) -> int:
+    """Number of dQ accumulators where key blocks add in order."""
+    shape, *_ = Workspace.of(call, tile.tile_m, padded(head_dim), 1).dq
+    steps, seqlen_q = _steps(call, tile, heads_dkv), call.longest[0]
+    seen = steps / (call.nheads / heads_dkv) * tile.tile_m / seqlen_q
+    blocks, heads = -(-call.longest[1] // tile.tile_n), call.batch * heads_dkv
+    return accumulators_in_order(blocks, heads, processors, steps, seen, 4 * math.prod(shape))
+
+
+def _steps(call: Call, tile: Any, heads_dkv: int) -> float:
+    """Query blocks that a CTA visits for a key block of the longest sequence, on average."""
+    _, queries = queries_seen(call, *call.longest, tile.tile_n)
+    return queries / tile.tile_m * (call.nheads / heads_dkv)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,26 +239,33 @@ class Workspace:
 
     Attributes:
         size: all of it.
-        lse_log2, minus_d, dq, next: (batch, nheads, rows), varlen (nheads, rows), twice; (accumulators, batch, nheads,
-            rows * head_dim), varlen without the batch; (16,), 16 bytes of them counters.
+        lse_log2, minus_d: (batch, nheads, rows), varlen (nheads, rows).
+        dq: (accumulators, batch, nheads, rows * head_dim), varlen without the batch.
+        counters: (counters,).
     """
 
     size: int
     lse_log2: tuple[tuple[int, ...], tuple[int, ...], int]
     minus_d: tuple[tuple[int, ...], tuple[int, ...], int]
     dq: tuple[tuple[int, ...], tuple[int, ...], int]
-    next: tuple[tuple[int, ...], tuple[int, ...], int]
+    counters: tuple[tuple[int, ...], tuple[int, ...], int]
 
     @staticmethod
-    def of(call: Call, tile_m: int, head_dim_padded: int, accumulators: int) -> "Workspace":
-        """Rows are padded to whole blocks of tile_m; with varlen, those of each sequence."""
+    def of(call: Call, tile_m: int, head_dim_padded: int, accumulators: int, turns: int = 0) -> "Workspace":
+        """Rows are padded to whole blocks of tile_m; with varlen, those of each sequence.
+
+        turns: counters of each query block in each accumulator.
+        """
         if call.varlen:
             rows = (call.q.shape[0] // tile_m + call.batch) * tile_m
             heads: tuple[int, ...] = (call.nheads,)
         else:
             rows = -(-call.longest[0] // tile_m) * tile_m
             heads = (call.batch, call.nheads)
-        shapes = ((*heads, rows), (*heads, rows), (accumulators, *heads, rows * head_dim_padded), (16,))
+        turns *= accumulators * math.prod(heads) * (rows // tile_m)
+        counters = -(-(COUNTERS + turns) // 16) * 16
+        dq = (accumulators, *heads, rows * head_dim_padded)
+        shapes = ((*heads, rows), (*heads, rows), dq, (counters,))
         parts, size = [], 0
         for shape in shapes:
             parts.append((shape, contiguous_strides(shape), size))
@@ -333,7 +366,7 @@ def _launched(
     space = division.workspace
     workspace = record.empty(call.q, (space.size,), (1,), torch.float32)
     lse_log2, minus_d, accumulators, counter = (
-        as_strided(workspace, *part) for part in (space.lse_log2, space.minus_d, space.dq, space.next)
+        as_strided(workspace, *part) for part in (space.lse_log2, space.minus_d, space.dq, space.counters)
     )
     if needed[4] and (call.varlen or call.seqused_q is not None):
         # Rows between sequences, which the preprocess leaves unwritten.
@@ -349,7 +382,7 @@ def _launched(
         "mO": out,
         "mLSE": lse,
         "mDLSE": grad_lse,
-        "mNext": counter,
+        "mCounters": counter,
         "gradients": cleared,
         "seqlens": own_seqlens,
         "keep_prob": keep,

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 MAX_SPLITS = 16
 """The most dQ accumulators of the deterministic mode."""
 
+MAX_IN_ORDER = 4
+"""The most accumulators where key blocks add in order."""
+TURN_STEPS = 2
+"""Steps from a key block's addition to the next one's to the same query block."""
+
 ADDING_STEPS = 14
 """Fixed cost of the sums of dK and of dV, without their bytes, in steps of a query block with a key block: row 55 of
 bench/history.md."""
@@ -71,6 +76,30 @@ def key_splits(
 
     times = [*map(time, splits)]
     return next(n for n, own in zip(splits, times, strict=True) if own <= NEARLY * min(times))
+
+
+def accumulators_in_order(
+    blocks: int, heads: int, multiprocessors: int, steps: float, seen: float, accumulator_bytes: int
+) -> int:
+    """dQ accumulators where key blocks add in order, each to one of them by turns: the fewest that are nearly fastest.
+
+    The key blocks that see a query block add to it ``TURN_STEPS`` steps apart. If a launch takes longer than that, it
+    delays only the key blocks of a head that begin together.
+
+    Args:
+        blocks, heads, multiprocessors, steps, accumulator_bytes: see :func:`key_splits`.
+        seen: fraction of the query blocks that a key block sees, on average.
+    """
+    busy, chain = blocks * heads * steps / multiprocessors, blocks * seen
+    together = min(chain, multiprocessors / heads)
+
+    def time(n: int) -> float:
+        turns = max(busy, TURN_STEPS * chain / n) + TURN_STEPS * together / n
+        return turns + n * accumulator_bytes / FROM_MEMORY
+
+    options = range(1, min(blocks, MAX_IN_ORDER) + 1)
+    fastest = min(map(time, options))
+    return next(n for n in options if time(n) <= NEARLY * fastest)
 
 
 def head_splits(

@@ -2,7 +2,7 @@
 
     minus_d[i] = (dLSE[i] - sum_j dO[i, j] * O[i, j]) / rp  rp = 1 / (1 - dropout_p)
     lse_log2[i] = LSE[i] * log2(e)                          so that P = exp2(score * log2(e) - lse_log2)
-    dQ accumulators = 0, the main kernel's claim counter = 0;  varlen dQ, dK and dV: rows out of bounds = 0
+    dQ accumulators = 0, the main kernel's counters = 0;  varlen dQ, dK and dV: rows out of bounds = 0
 
 A CTA computes some rows of one head. A few adjacent threads work on a row: each multiplies 16-byte vectors of dO and O,
 shuffles add the products, and the thread that writes both statistics reads the row's sum from shared memory. The
@@ -118,7 +118,7 @@ class BackwardPreprocess:
         mLSElog2: fakes.QueryNumbers,
         mMinusD: fakes.QueryNumbers,
         mDQaccum: fakes.Accumulators,
-        mNext: fakes.Counter,
+        mCounters: fakes.Counters,
         gradients: Annotated[tuple | None, _gradients_fake],
         seqlens: fakes.Lengths,
         keep_prob: Float32,
@@ -135,7 +135,7 @@ class BackwardPreprocess:
         nheads = mO.shape[1] if self.traits.varlen else mO.shape[2]
         blocks = cute.ceil_div(seqlens.max_seqlen_q, tile.tile_m) * (tile.tile_m // tile.rows)
         grid = RowGrid.make(nheads, blocks)
-        workspace = (mLSElog2, mMinusD, mDQaccum, mNext)
+        workspace = (mLSElog2, mMinusD, mDQaccum, mCounters)
         self.kernel(mDO, mO, mLSE, mDLSE, *workspace, gradients, seqlens, keep_prob, grid).launch(
             grid=[blocks * nheads * seqlens.batch(mO), 1, 1], block=[tile.num_threads, 1, 1], stream=stream
         )
@@ -152,7 +152,7 @@ class BackwardPreprocess:
         mLSElog2: cute.Tensor,
         mMinusD: cute.Tensor,
         mDQaccum: cute.Tensor,
-        mNext: cute.Tensor,
+        mCounters: cute.Tensor,
         gradients: tuple | None,
         seqlens: Seqlens,
         keep_prob: Float32,
@@ -192,8 +192,10 @@ class BackwardPreprocess:
                 lse_log2[thread], minus_d[thread] = self.statistics(
                     exists, sums[thread], lse, dlse, keep_prob
                 )
-        if thread == 0 and cute.arch.block_idx()[0] == 0:
-            mNext[0] = Float32(0.0)
+        threads = cute.arch.grid_dim()[0] * tile.num_threads
+        first = cute.arch.block_idx()[0] * tile.num_threads + thread
+        for i in cutlass.range(first, mCounters.shape[0], threads, unroll=1):
+            mCounters[i] = Float32(0.0)
         if cutlass.const_expr(gradients is not None):
             block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
             cu_seqlens = (seqlens.cu_seqlens_q, seqlens.cu_seqlens_k, seqlens.cu_seqlens_k)

@@ -113,8 +113,8 @@ Accumulators = Annotated[cute.Tensor, lambda kernel: workspace(rank(kernel.trait
 
 dQ / (rp * softmax_scale), query block by query block, each in the order of ``cute_attn.kernels.dq_order``."""
 
-Counter = Annotated[cute.Tensor, lambda kernel: workspace(1)]
-"""mNext: (16,), 0 in its first 4 bytes, see ``BackwardSchedule``."""
+Counters = Annotated[cute.Tensor, lambda kernel: workspace(1)]
+"""mCounters: fp32 zeros that are counted in as int32, see ``BackwardSchedule``."""
 
 
 # ---- tuples ----

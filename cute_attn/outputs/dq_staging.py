@@ -23,8 +23,17 @@ class DqStaging:
         cute.arch.mbarrier_wait(self.barriers + 1, (n & 1) ^ 1)
 
     @cute.jit
+    def turn_wait(self, n: Int32) -> None:
+        """By a warp that adds dQ from registers, in order, and not through the stage: wait for its n-th turn.
+
+        The consumer warp gives it by its n-th release.
+        """
+        cute.arch.mbarrier_wait(self.barriers + 1, n & 1)
+
+    @cute.jit
     def producer_commit(self) -> None:
-        """By a producer warp: its elements are written, and each lane has issued the fence for the async proxy."""
+        """By a producer warp: its elements are written, and each lane has issued the fence for the async proxy; or it
+        has added them."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.barriers)

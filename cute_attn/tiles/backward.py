@@ -17,6 +17,9 @@ from cute_attn.tiles.base import (
 )
 from cute_attn.traits import Traits
 
+COUNTERS = 16
+"""int32 counters of a backward before those of dQ's turns: the first counts claims, the others keep turns apart."""
+
 
 @dataclass(frozen=True)
 class BackwardSm80Tile(WarpTile):
@@ -327,10 +330,12 @@ class BackwardSm90Tile(Tile):
         dq_transposed: dQ is computed transposed, so that the warpgroups divide head_dim in steps of 64.
         dq_bulk: dQ is staged in shared memory, and one warp adds it by one bulk reduction per query block. Not
             with ``p_in_smem``.
+        dq_in_order: key blocks add to a query block's dQ in one order, so that gradients repeat bit for bit. A warp of
+            the producer warpgroup waits for the turns. Not with a list of blocks.
         bias_stages: stages of a 16-bit bias that TMA loads with Q: ``num_stages_q``, with rows aligned like q's;
             0: threads read the bias from global memory. If its gradient equals dS, TMA stores that from dS.
         mask_warps: warps of the producer warpgroup that compute the flash dropout mask, at most 3, or 1 with
-            ``dq_bulk``; 0: each consumer thread computes its words. Not with ``p_in_smem``.
+            ``dq_bulk`` or ``dq_in_order``; 0: each consumer thread computes its words. Not with ``p_in_smem``.
         cluster: CTAs that divide the columns of Q, K, V, dO, dQ, dK and dV; 2 exchange partial S and dP. Padded
             head dims are then multiples of 64, and ``scores_ahead`` is true.
         scores_ahead: with ``p_in_smem``, products run all the time: a query block's dP during its P, dV during dS, and
@@ -348,6 +353,7 @@ class BackwardSm90Tile(Tile):
     num_stages_ds: int = choice(2, 1, 2)
     dq_transposed: bool = False
     dq_bulk: bool = False
+    dq_in_order: bool = choice(False, False)  # by the call
     bias_stages: int = choice(0, 0, 1, 2, 3)
     mask_warps: int = choice(0, 0, 1, 2, 3)
     cluster: int = choice(1, 1, 2)
@@ -376,8 +382,14 @@ class BackwardSm90Tile(Tile):
             bias_stages=0,
             mask_warps=0,
             dq_bulk=False,
+            dq_in_order=False,
             staggered=False,
         )
+
+    def in_order(self) -> "BackwardSm90Tile":
+        """This tile, with dQ added in order."""
+        ordered = dataclasses.replace(self, dq_in_order=True, staggered=False)
+        return dataclasses.replace(ordered, mask_warps=min(self.mask_warps, ordered.idle_warps))
 
     @property
     def num_threads(self) -> int:
@@ -431,7 +443,7 @@ class BackwardSm90Tile(Tile):
     @property
     def idle_warps(self) -> int:
         """Warps of the producer warpgroup that are free for the dropout mask."""
-        return 1 if self.dq_bulk else 3
+        return 1 if self.dq_bulk or self.dq_in_order else 3
 
     @property
     def mask_words(self) -> int:
@@ -540,6 +552,8 @@ class BackwardSm90Tile(Tile):
             return f"num_stages_ds is {self.num_stages_ds}; accepted: 2 with p_in_smem=false"
         if self.p_in_smem and self.dq_bulk:
             return "dq_bulk is true; accepted: with p_in_smem=false"
+        if self.dq_in_order and self.staggered:
+            return "dq_in_order is true with staggered; accepted: one of them"
         if self.scores_ahead and not (self.p_in_smem and self.num_stages_q > 1):
             return "scores_ahead is true; accepted: with p_in_smem and 2 or more num_stages_q"
         if self.bias_stages and (traits.bias not in ("fp16", "bf16") or self.p_in_smem):

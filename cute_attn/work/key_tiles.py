@@ -21,7 +21,9 @@ class BackwardSchedule(NamedTuple):
     Attributes:
         num_splits: a work tile is every num_splits-th key block of a (batch, kv head).
         split_stride: floats between the accumulators of dQ of two splits; 0: all splits add to one accumulator.
-        counter: 4 bytes, 0 before the launch: work tiles claimed beyond each CTA's first one.
+        counter: 4 bytes, 0 before the launch: work tiles claimed beyond each CTA's first one. With a tile of
+            ``dq_in_order`` from element ``cute_attn.tiles.backward.COUNTERS`` on more such
+            counters, see :class:`cute_attn.outputs.dq_turns.DqTurns`.
         multiprocessors: of the GPU, or clusters of them.
     """
 
@@ -99,6 +101,9 @@ class KeyTileOrder:
     group are visited one after the other, by all CTAs at about the same time), and at most a quarter of the
     multiprocessors, so that some CTAs that run together read the same queries.
 
+    ``in_order``, where rows of a column wait for each other, visits sections row by row too, with a column for each
+    multiprocessor if L2 has room: few rows of a column then run together. With ``last_first`` from the last row on.
+
     Sequences have num_splits rows each, or with ``packed`` about as many as they have key blocks: row
     ``first_block(sequence)`` is the first one's, and the sequence of a row is found by bisection.
     """
@@ -110,6 +115,7 @@ class KeyTileOrder:
     blocks: Int32
     packed: Int32
     tile_n: Constexpr
+    last_row: Int32 | None = None  # with ``last_first``
 
     @staticmethod
     def make(
@@ -119,6 +125,8 @@ class KeyTileOrder:
         head_bytes: Int64,
         tile_n: int,
         longest_first: bool,
+        in_order: bool = False,
+        last_first: bool = False,
     ) -> "KeyTileOrder":
         """On the host; ``head_bytes``: of one query head's dQ in a sequence."""
         batch, nheads_dkv, num_splits = seqlens.batch(mDK), mDK.shape[-2], schedule.num_splits
@@ -130,9 +138,12 @@ class KeyTileOrder:
             packed = Int32((Int64(num_splits) * tile_n >= Int64(seqlens.max_seqlen_k)) & (fewest < rows))
             rows = cutlass.select_(packed == 1, fewest, rows)
         divisor, sections, together = cute.FastDivmodDivisorV2, None, 1
-        if longest_first:
-            together = Int32(cutlass.max(L2_SECTION_BYTES // cutlass.max(head_bytes, 1), 1))
-            sections = Sections.make(columns, cutlass.min(together, schedule.multiprocessors // 4))
+        if longest_first or in_order:
+            section, most = L2_SECTION_BYTES, schedule.multiprocessors // 4
+            if in_order:
+                section, most = L2_SECTION_BYTES // 2, schedule.multiprocessors
+            together = Int32(cutlass.max(section // cutlass.max(head_bytes, 1), 1))
+            sections = Sections.make(columns, cutlass.min(together, most))
             together = sections.columns.divisor
         return KeyTileOrder(
             num_splits=divisor(cutlass.max(num_splits, 1)),
@@ -142,6 +153,7 @@ class KeyTileOrder:
             blocks=rows * columns,
             packed=packed,
             tile_n=tile_n,
+            last_row=rows - 1 if last_first else None,
         )
 
     @cute.jit
@@ -168,6 +180,8 @@ class KeyTileOrder:
         row, column = position, section
         if cutlass.const_expr(self.sections is not None):
             row, column = self.sections.row_and_column(section, position)  # type: ignore[union-attr]
+        if cutlass.const_expr(self.last_row is not None):
+            row = self.last_row - row
         return row, column
 
 

@@ -78,13 +78,13 @@ class Torch:
     def preprocess(cls, traits, tile, given):
         seqlens, dlse = given.seqlens, given.mDLSE
         lse_log2, minus_d, accumulators, counter = workspace = (
-            *(given.mLSElog2, given.mMinusD, given.mDQaccum, given.mNext),
+            *(given.mLSElog2, given.mMinusD, given.mDQaccum, given.mCounters),
         )
         assert (given.gradients is not None) == traits.varlen
         for x, side in zip(given.gradients or (), "qkk", strict=False):
             ends = getattr(seqlens, f"cu_seqlens_{side}")
             x[: ends[0]], x[ends[-1] :] = 0, 0
-        counter[0] = 0
+        counter[:] = 0
         for x in workspace:
             assert x.is_contiguous() and x.data_ptr() % 16 == 0
         for b, (rows, _), _, first in cls.sequences(traits, tile, seqlens, given.mO):
@@ -306,10 +306,12 @@ def test_gradients(torch_kernels, name, lse_only, deterministic):
         torch.testing.assert_close(
             found / size, right / size, atol=0.02, rtol=0.02, msg=lambda m, x=x: f"{x}: {m}"
         )
-    schedules = [given.schedule for traits, _, given in torch_kernels.launched if traits.op == "backward"]
-    splits, strides = ([schedule[i] for schedule in schedules] for i in range(2))
-    assert len(splits) == (0 if 0 in problem.case.longest else 1)
-    assert all((stride > 0) == deterministic for stride in strides) and all(1 <= n <= 3 for n in splits)
+    mains = [
+        (tile, given.schedule) for traits, tile, given in torch_kernels.launched if traits.op == "backward"
+    ]
+    assert len(mains) == (0 if 0 in problem.case.longest else 1)
+    for tile, schedule in mains:
+        assert tile.dq_in_order == deterministic and 1 <= schedule.num_splits <= 3
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
@@ -741,7 +743,7 @@ def test_workspace():
     space = Workspace.of(call, 64, 64, 3)
     rows = (call.q.shape[0] // 64 + 4) * 64
     assert space.lse_log2[0] == (4, rows) and space.dq[0] == (3, 4, rows * 64)
-    assert space.next[0] == (16,) and space.size == 2 * 4 * rows + 3 * 4 * rows * 64 + 16
+    assert space.counters[0] == (16,) and space.size == 2 * 4 * rows + 3 * 4 * rows * 64 + 16
     batched = Workspace.of(the_call(SMALL.build("cpu")), 64, 64, 1)
     assert batched.dq[0] == (1, 2, 4, 64 * 64) and batched.dq[2] == 2 * 2 * 4 * 64
 

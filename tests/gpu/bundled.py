@@ -77,7 +77,9 @@ def check_no_compiler() -> None:
     assert not any(name.partition(".")[0] == "cutlass" for name in sys.modules)
     built = {kernel.how_built for kernel in loaded_kernels()}
     assert built == {"from a bundle"}, built
-    print(*sorted(f"{kernel.name} {kernel.tile.text} {kernel.target}" for kernel in loaded_kernels()), sep="\n")
+    print(
+        *sorted(f"{kernel.name} {kernel.tile.text} {kernel.target}" for kernel in loaded_kernels()), sep="\n"
+    )
     q = torch.randn(1, 64, 2, 96, device="cuda", dtype=torch.bfloat16)
     try:
         cute_attn.attention(q, q, q, softcap=20.0)

@@ -39,8 +39,9 @@ With ``mask_warps``, warps of the producer's warpgroup generate flash's dropout 
 element in shared memory, in the order of the consumers' registers.
 
 With ``dq_bulk`` the consumers store dQ to shared memory, and a warp of the producer's warpgroup adds it to global
-memory by one bulk reduction a step. Otherwise they add it from registers. With ``bias_stages`` another warp stores the
-bias gradient, if that is dS.
+memory by one bulk reduction a step. Otherwise they add it from registers. With ``dq_in_order`` key blocks add to a
+query block one after the other, so that gradients repeat bit for bit, and a warp waits for each turn. With
+``bias_stages`` another warp stores the bias gradient, if that is dS.
 
 Above head dim 128 dK and dV of 64 keys exceed a warpgroup's registers. P goes through shared memory too
 (``p_in_smem``): the warpgroups divide the keys of S, and the columns of dV, dK and dQ, which is not a step late.
@@ -83,17 +84,19 @@ from cute_attn.kernels.backward_sm90.params import (
     shared_memory,
 )
 from cute_attn.kernels.backward_sm90.producer import Producer
-from cute_attn.kernels.backward_sm90.roles import BiasGradientStorer, DqAdder, PhiloxProducer
+from cute_attn.kernels.backward_sm90.roles import BiasGradientStorer, DqAdder, DqOrder, PhiloxProducer
 from cute_attn.kernels.backward_sm90.scores_ahead import ScoresAhead
 from cute_attn.kernels.backward_sm90.steps import DqInStep, DqLate
 from cute_attn.kernels.copies import Copies, transposed
 from cute_attn.kernels.dq_order import block_floats, mma_dq
 from cute_attn.kernels.limits import LARGE_HEAD_DIM, beyond
 from cute_attn.kernels.step import StepContent, wgmma_count
+from cute_attn.outputs.dq_turns import DqTurns
 from cute_attn.outputs.peer_sum import cluster_barrier
 from cute_attn.rows.tma import TmaTiles, TmaVectors
 from cute_attn.rows.tma_bias import bias_tma
 from cute_attn.tiles import BackwardSm90Tile, first_that_fits, padded
+from cute_attn.tiles.backward import COUNTERS
 from cute_attn.traits import MAX_HEAD_DIM, Traits
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.broadcast import KeyTile
@@ -392,6 +395,15 @@ class BackwardSm90:
         return self.traits.windowed or self.epilogues.visits_lists
 
     @property
+    def last_keys_first(self) -> bool:
+        """With ``dq_in_order`` a sequence's last keys are added first.
+
+        In a window every key block then begins at queries that no other one has to add to before. Without one a key
+        block waits once, at its first query block, and the first keys, seen by the most queries, are computed first.
+        """
+        return self.traits.windowed
+
+    @property
     def query_loop(self) -> Any:
         """The class of the consumers' loop over a head's query blocks."""
         if self.tile.scores_ahead:
@@ -422,7 +434,10 @@ class BackwardSm90:
         traits, tile = self.traits, self.tile
         nheads = mQ.shape[-2]
         head_bytes = Int64(seqlens.max_seqlen_q) * (4 * padded(traits.head_dim))
-        order = KeyTileOrder.make(seqlens, mDK, schedule, head_bytes, tile.tile_n, traits.causal)
+        order = KeyTileOrder.make(
+            *(seqlens, mDK, schedule, head_bytes, tile.tile_n, traits.causal, tile.dq_in_order),
+            last_first=tile.dq_in_order and self.last_keys_first,
+        )
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         d, dv = self.dims
         inputs = BackwardInputs(
@@ -444,6 +459,7 @@ class BackwardSm90:
             mDV,
             mDQaccum,
             schedule.split_stride,
+            cute.recast_ptr(schedule.counter.iterator, dtype=Int32) + COUNTERS,
         )
         head_splits = HeadSplits.make(mQ, mK, mDK)
         params = BackwardParams(
@@ -478,7 +494,8 @@ class BackwardSm90:
                 for pipeline in (shared.pipeline_v, shared.pipeline_q, shared.pipeline_do):
                     pipeline.init(4 * self.tile.warpgroups)
                 # other warps that read the broadcast key tile
-                others = self.stores_bias_gradient + self.tile.dq_bulk + self.tile.mask_warps
+                others = self.stores_bias_gradient + self.tile.mask_warps
+                others += self.tile.dq_bulk or self.tile.dq_in_order
                 shared.pipeline_k.init(4 * self.tile.warpgroups + others)
                 if cutlass.const_expr(self.tile.mask_warps > 0):
                     shared.pipeline_mask.init(4 * self.tile.warpgroups, self.tile.mask_warps)
@@ -505,6 +522,9 @@ class BackwardSm90:
             if cutlass.const_expr(self.tile.dq_bulk):
                 if warp == 2:
                     DqAdder(self, params, shared, outputs).run()
+            elif cutlass.const_expr(self.tile.dq_in_order):
+                if warp == 2:
+                    DqOrder(self, params, shared, outputs).run()
             if cutlass.const_expr(self.tile.mask_warps > 0):
                 first = 4 - self.tile.mask_warps
                 if warp >= first:
@@ -527,7 +547,8 @@ class BackwardSm90:
         blocks = self.epilogues.query_blocks(
             state, key0, key0 + tile.tile_n, key_tile.info.seqlen_q, tile.tile_m
         )
-        if tile.staggered and not (self.traits.causal or self.traits.windowed or self.epilogues.visits_lists):
+        same = not (self.traits.causal or self.traits.windowed or self.epilogues.visits_lists)
+        if tile.staggered and same:
             return replace(blocks, first=key_tile.block % cutlass.max(blocks.end, 1))
         return blocks
 
@@ -544,6 +565,19 @@ class BackwardSm90:
         width = padded(self.traits.head_dim)
         rows = workspace_rows(split, key_tile.batch, head, row0, width, packed)
         return rows.iterator + self.part() * (block_floats(self.traits, self.tile) // self.tile.cluster)
+
+    def dq_turns(
+        self, params: BackwardParams, outputs: BackwardOutputs, key_tile: KeyTile, head_dq: cute.Pointer
+    ) -> DqTurns:
+        """The turns of a key block to add to the accumulator of one head, which begins at ``head_dq``."""
+        tile, accum = self.tile, outputs.mDQaccum
+        block_bytes = 4 * (block_floats(self.traits, tile) // tile.cluster)
+        first = (head_dq.toint() - accum.iterator.toint()) // block_bytes
+        apart = accum.shape[0]
+        before = key_tile.block + (apart if self.last_keys_first else -apart)
+        seen = self.query_blocks(params, replace(key_tile, block=cutlass.max(before, 0)))
+        end = cutlass.select_(before >= 0, seen.end, seen.begin)
+        return DqTurns(outputs.turns + first, tile.cluster, key_tile.block, before, seen.begin, end)
 
     def ds_stage(self, n: Int32) -> Int32:
         """The stage of a step's dS (and P)."""

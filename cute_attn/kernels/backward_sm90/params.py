@@ -88,6 +88,7 @@ class BackwardOutputs:
     mDV: cute.Tensor
     mDQaccum: cute.Tensor
     split_stride: Int64
+    turns: cute.Pointer  # counters of all query blocks, as they lie in mDQaccum, with tile.dq_in_order
 
 
 @dataclass(frozen=True)

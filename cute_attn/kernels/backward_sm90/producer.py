@@ -36,24 +36,45 @@ class Producer:
         order, splits = params.order, params.order.num_splits.divisor
         counter = cute.recast_ptr(params.counter.iterator, dtype=Int32)
         claims = WorkClaims(cute.make_tensor(counter, cute.make_layout(1)))
+        in_order: Constexpr = self.kernel.tile.dq_in_order
         position = cute.arch.block_idx()[0] // self.kernel.tile.cluster
         n, steps = Int32(0), Int32(0)  # uses so far of the pipelines of K and V, of Q and dO
         claimed = Int32(0)  # by a cluster
+        if cutlass.const_expr(in_order):
+            position = self.claim(claims, claimed)
+            claimed += 1
         while position < order.blocks:
             found = order.find(position, params.seqlens.cu_seqlens_k)
             first, head_dkv, batch = (cute.arch.make_warp_uniform(x) for x in found)
             info = SeqlenInfo.read(params.seqlens, batch)
             rows = existing_rows(params.seqlens.cu_seqlens_k, self.outputs.mDK, batch)
             for block in cutlass.range(first, cute.ceil_div(rows, tile_n), splits, unroll=1):
-                key_tile = KeyTile(block, first, head_dkv, batch, info)
+                split = first
+                if cutlass.const_expr(in_order):
+                    split = block % self.outputs.mDQaccum.shape[0]
+                key_tile = KeyTile(block, split, head_dkv, batch, info)
                 steps = self.load_block(key_tile, n, steps)
                 n += 1
-            if cutlass.const_expr(self.kernel.tile.cluster == 1):
-                position = claims.index(claims.claim())
-            else:
-                position = self.shared.cluster_claims.claim(claims, claimed)
-                claimed += 1
+            position = self.claim(claims, claimed)
+            claimed += 1
         self.shared.work.write_end(n)
+
+    @cute.jit
+    def claim(self, claims: WorkClaims, claimed: Int32) -> Int32:
+        """The position of the next work tile of this CTA or cluster, which has claimed some.
+
+        Without an order of dQ the first ones, one per CTA or cluster, are not claimed. With it CTAs may wait only for
+        work tiles of CTAs that run.
+        """
+        cluster: Constexpr = self.kernel.tile.cluster
+        position = Int32(0)
+        if cutlass.const_expr(cluster == 1):
+            position = claims.index(claims.claim())
+        else:
+            position = self.shared.cluster_claims.claim(claims, claimed)
+        if cutlass.const_expr(self.kernel.tile.dq_in_order):
+            position -= cute.arch.grid_dim()[0] // cluster
+        return position
 
     @cute.jit
     def load_block(self, key_tile: KeyTile, n: Int32, steps: Int32) -> Int32:

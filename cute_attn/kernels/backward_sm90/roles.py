@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Constexpr, Int32, Int64, cute
+from cutlass import Boolean, Constexpr, Int32, Int64, cute
 
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.epilogues.dropout_words import UNIT_KEYS, generate_words
 from cute_attn.kernels.backward_sm90.params import BackwardOutputs, BackwardParams, BackwardStorage
 from cute_attn.kernels.dq_order import block_floats
 from cute_attn.outputs.accumulate import add_staged
+from cute_attn.outputs.dq_turns import DqTurns
 from cute_attn.rows.tma_bias import columns_of
 from cute_attn.work.broadcast import KeyTile
 
@@ -81,25 +82,82 @@ class DqAdder(BackwardRole):
 
     outputs: BackwardOutputs
 
-    def begin_head(self, key_tile: KeyTile, head: Int32) -> cute.Pointer:
-        """The accumulator of the head's first query block."""
-        return self.kernel.dq_of_head(self.params, self.outputs, key_tile, head)
+    def begin_head(self, key_tile: KeyTile, head: Int32) -> tuple[cute.Pointer, DqTurns | None]:
+        """The accumulator of the head's first query block, and the turns to add to it."""
+        head_dq = self.kernel.dq_of_head(self.params, self.outputs, key_tile, head)
+        if not self.kernel.tile.dq_in_order:
+            return head_dq, None
+        return head_dq, self.kernel.dq_turns(self.params, self.outputs, key_tile, head_dq)
 
     @cute.jit
-    def step(self, head_dq: cute.Pointer, key_tile: KeyTile, block: Int32, n: Int32) -> None:
+    def step(self, of_head: tuple, key_tile: KeyTile, block: Int32, n: Int32) -> None:
         """Wait for dQ and add it; release its stage once it has been read."""
-        floats = block_floats(self.kernel.traits, self.kernel.tile)
+        floats, (head_dq, turns) = block_floats(self.kernel.traits, self.kernel.tile), of_head
+        if cutlass.const_expr(turns is not None):
+            turns.wait(block)  # while the consumers compute
+            cute.arch.fence_proxy("async.global")
         self.shared.dq_staging.consumer_wait(n)
         with cute.arch.elect_one():
             add_staged(self.shared.s_dq, head_dq + Int64(block) * floats, floats)
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             self.shared.dq_staging.consumer_release()
+            if cutlass.const_expr(turns is not None):
+                cute.arch.cp_async_bulk_wait_group(0)
+                cute.arch.fence_proxy("async.global")
+                turns.finish(block)
 
     @cute.jit
     def finish_tile(self) -> None:
         """Wait for the additions, so that the next key block's to the same accumulator follow them."""
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0)
+
+
+@dataclass(frozen=True)
+class DqOrder:
+    """One warp: gives the consumers their turns to add dQ from registers, and ends them.
+
+    A turn is given as soon as all consumers have added the last one's dQ, if it had come by then: only then is that
+    one ended, which takes until the additions are in L2.
+    """
+
+    kernel: Constexpr
+    params: BackwardParams
+    shared: BackwardStorage
+    outputs: BackwardOutputs
+
+    @cute.jit
+    def run(self) -> None:
+        """All steps of the running CTA, in the consumers' order."""
+        kernel, params, work = self.kernel, self.params, self.shared.work
+        n, i = Int32(0), Int32(0)
+        while work.holds(i):
+            key_tile = work.take(i, params.seqlens)
+            blocks, heads = kernel.query_blocks(params, key_tile), params.query_heads(key_tile)
+            for head in cutlass.range(heads.first, heads.end, unroll=1):
+                head_dq = kernel.dq_of_head(params, self.outputs, key_tile, head)
+                turns = kernel.dq_turns(params, self.outputs, key_tile, head_dq)
+                given = Boolean(False)
+                for block in cutlass.range(blocks.begin, blocks.end, unroll=1):
+                    given = self.step(turns, block, n, given, block + 1 < blocks.end)
+                    n += 1
+            i += 1
+
+    @cute.jit
+    def step(self, turns: DqTurns, block: Int32, n: Int32, given: Boolean, more: Boolean) -> Boolean:
+        """The n-th turn, which may have been given. Returns True if it gave the next one, of the next query block."""
+        staging = self.shared.dq_staging
+        if not given:
+            turns.wait(block)
+            with cute.arch.elect_one():
+                staging.consumer_release()
+        following = more & turns.has_come(block + 1)
+        staging.consumer_wait(n)
+        with cute.arch.elect_one():
+            if following:
+                staging.consumer_release()
+            turns.finish(block)
+        return following
 
 
 @dataclass(frozen=True)

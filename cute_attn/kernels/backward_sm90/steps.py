@@ -282,7 +282,11 @@ class Head:
             self.shared.dq_staging.producer_commit()
         else:
             base = self.dq + Int64(self.blocks.block(block)) * floats
+            if cutlass.const_expr(tile.dq_in_order):
+                self.shared.dq_staging.turn_wait(self.use_of(block))
             add_fragment(acc_dq, base, rematerialize_each(self.thread, block), tile.dq_vector)
+            if cutlass.const_expr(tile.dq_in_order):
+                self.shared.dq_staging.producer_commit()
 
 
 @cute.jit
