@@ -31,7 +31,9 @@ def bundle(
         typer.Option("-o", "--output", help="The folder or the wheel (a name that ends in .whl) to write."),
     ],
     names: Names = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every default kernel.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Kernels of common calls, and of the tables' rows.")
+    ] = False,
     like: Like = None,
     tile: TileText = "",
     targets: Annotated[
@@ -44,11 +46,11 @@ def bundle(
     ] = "",
     workers: Workers = None,
 ) -> None:
-    """Write compiled kernels for machines without the DSL: NAMEs, those of a program, or every default.
+    """Write compiled kernels for machines without the DSL: NAMEs, those of a program, or those of common calls.
 
     Such a machine finds them by CUTE_ATTN_BUNDLE=FOLDER, or by the wheel that is installed. A backward comes with the
-    kernels that its calls launch. Kernels are built in parallel processes and linked by the C compiler. Calls may need
-    other tiles than the default ones, for their lengths and on their GPU: --like has exactly what a program needed.
+    kernels that its calls launch. Kernels are built in parallel processes and linked by the C compiler. --like has
+    exactly what a program needed. --all has thousands of kernels, for calls of any lengths, and takes hours.
     """
     given = [what for what, there in (("NAMEs", names), ("--all", everything), ("--like", like)) if there]
     if len(given) != 1:

@@ -205,12 +205,12 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def requests_like(paths: list[Path]) -> list[Any]:
-    """The requests of ``--like``; says which kernels are none of the package's."""
+    """The requests of ``--like``; says which kernels have functions without names."""
     from cute_attn.lab import bundles
 
     requests, left_out = bundles.like(paths)
     for name in left_out:
-        print(f"left out: {name}, a kernel of your own", file=sys.stderr)
+        print(f"left out: {name}, whose function has no name; score_mod gives it one", file=sys.stderr)
     return requests
 
 

@@ -1,7 +1,7 @@
 """Shipped compiled kernels: a folder that :func:`cute_attn.compiler.build` searches first.
 
-    index.json      versions, licence, and of each kernel its name, tile, target, size and SHA-256
-    kernels/KEY     a shared library, compressed by zlib
+    index.json.xz   versions, licence, each archive's SHA-256, and of each kernel its name, tile, target and place
+    kernels/NUMBER  an archive: shared libraries of similar kernels, one after the other, compressed by xz
 
 A bundle is named by ``CUTE_ATTN_BUNDLE``, or installed as the package ``cute_attn_bundle``. ``cute-attn bundle`` linked
 its kernels, so that they need TVM FFI and torch's CUDA runtime, and no DSL. They are found by their sources
@@ -17,7 +17,6 @@ import importlib.util
 import itertools
 import json
 import os
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +25,8 @@ from typing import Any
 from cute_attn.compiler.cache import CUBIN, LIBRARY, Entry
 from cute_attn.compiler.fingerprint import machine, package_sources
 
-FORMAT = 1
-INDEX, KERNELS = "index.json", "kernels"
+FORMAT = 2
+INDEX, KERNELS = "index.json.xz", "kernels"
 PACKAGE = "cute_attn_bundle"
 VARIABLE = "CUTE_ATTN_BUNDLE"
 
@@ -43,37 +42,41 @@ class Bundle:
     Attributes:
         root: its folder.
         toolchain: versions of the tools that built its kernels.
-        kernels: by key, an :class:`Entry`'s ``meta`` and a description of the file: ``size`` and ``sha256``, and in the
-            library the cubin's place, ``cubin``.
+        archives: by name, ``size`` and ``sha256`` of the file.
+        kernels: by key, an :class:`Entry`'s ``meta``, the name of the ``archive``, the library's place in it, ``begin``
+            and ``size``, and the cubin's place in the library, ``cubin``.
     """
 
     root: Path
     toolchain: dict[str, str]
+    archives: dict[str, dict[str, Any]]
     kernels: dict[str, dict[str, Any]]
 
     def get(self, key: str) -> Entry | None:
         """The entry of that key, checked, or None where the bundle has none.
 
         Raises:
-            BundleUnusable: its file differs from the index.
+            BundleUnusable: its archive differs from the index.
         """
         meta = self.kernels.get(key)
         if meta is None:
             return None
+        archive = meta["archive"]
         try:
-            packed = (self.root / KERNELS / key).read_bytes()
+            packed = (self.root / KERNELS / archive).read_bytes()
         except OSError as error:
             raise BundleUnusable(
                 f"the bundle {self.root} lists {meta['name']}, whose file cannot be read ({error.strerror or error}); "
                 f"accepted: the whole bundle"
             ) from None
-        found = hashlib.sha256(packed).hexdigest()
-        if found != meta["sha256"]:
+        found, listed = hashlib.sha256(packed).hexdigest(), self.archives[archive]["sha256"]
+        if found != listed:
             raise BundleUnusable(
-                f"{meta['name']} in the bundle {self.root} is damaged: its file's SHA-256 begins with {found[:12]}, "
-                f"the index has {meta['sha256'][:12]}; accepted: the file that was bundled"
+                f"the file of {meta['name']} in the bundle {self.root} is damaged: its SHA-256 begins with "
+                f"{found[:12]}, the index has {listed[:12]}; accepted: the file that was bundled"
             )
-        library = zlib.decompress(packed)
+        end = meta["begin"] + meta["size"]
+        library = unpack(packed, end)[meta["begin"] :]
         begin, size = meta["cubin"]
         return Entry(
             key,
@@ -83,8 +86,27 @@ class Bundle:
 
     @property
     def size(self) -> int:
-        """Bytes of its kernels' files."""
-        return sum(meta["size"] for meta in self.kernels.values())
+        """Bytes of its archives."""
+        return sum(archive["size"] for archive in self.archives.values())
+
+
+def unpack(packed: bytes, size: int = -1) -> bytes:
+    """The first ``size`` bytes, or all, of what was compressed by xz.
+
+    Raises:
+        BundleUnusable: this Python was built without lzma.
+        ValueError: it is damaged.
+    """
+    try:
+        import lzma  # of the standard library, but some builds of Python lack it
+    except ImportError:
+        raise BundleUnusable(
+            "a bundle is not used: this Python has no module lzma; accepted: one that has"
+        ) from None
+    try:
+        return lzma.LZMADecompressor().decompress(packed, size)
+    except lzma.LZMAError as error:
+        raise ValueError(error) from None
 
 
 def find_bundle() -> Bundle | None:
@@ -109,10 +131,10 @@ def open_bundle(root: str) -> Bundle:
     """The bundle in a folder; as of :func:`find_bundle`."""
     folder = Path(root).expanduser().absolute()
     try:
-        index = json.loads((folder / INDEX).read_bytes())
+        index = json.loads(unpack((folder / INDEX).read_bytes()))
         content = {name: value for name, value in index.items() if name != "digest"}
         reason = _reason(content, index["digest"])
-        found = Bundle(folder, index["toolchain"], index["kernels"])
+        found = Bundle(folder, index["toolchain"], index["archives"], index["kernels"])
     except OSError as error:
         raise BundleUnusable(
             f"the bundle {folder} cannot be read ({error.strerror or error}); accepted as {VARIABLE}: a folder that "

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import lzma
 import os
 import re
 import shlex
@@ -30,9 +31,10 @@ from cute_attn.compiler.compiled import (
     default_target,
     prebuild,
     toolchain,
-    user_modules,
 )
 from cute_attn.compiler.fingerprint import machine, package_sources
+from cute_attn.epilogues.names import TRACED
+from cute_attn.host import common_calls
 from cute_attn.host.backward import kernels_of
 from cute_attn.lab.tables import template
 from cute_attn.traits import Traits
@@ -45,6 +47,8 @@ LICENCE = {
 }
 
 _EXPORTED = "{ global: __tvm_ffi_*; local: *; };"
+_ARCHIVE_BYTES = 8 << 20
+"""Maximum bytes of an archive's libraries, all of which a kernel's load may unpack."""
 _KNOWN_SYMBOL = re.compile(
     r"TVMFFI\w+|cu(da)?[A-Z]\w+|\w+@GLIBC_[\d.]+|_ITM_\w+|__gmon_start__|__cxa_finalize.*"
 )
@@ -55,9 +59,17 @@ _KNOWN_SYMBOL = re.compile(
 
 
 def default_requests(targets: Iterable[str]) -> list[Request]:
-    """The default kernels for these targets, and of each backward the kernels that its calls launch."""
-    pairs = (pair for target in targets for pair in registry.defaults_on(target))
-    return _distinct(_with_its_parts(traits, None, on) for traits, on in pairs)
+    """What ``--all`` builds: of these targets the kernels that common calls launch, and one for each row of the tables.
+
+    Common calls: :mod:`cute_attn.host.common_calls`. Each feature of :func:`registry.defaults` is there too, and each
+    backward comes with the kernels that its calls launch.
+    """
+    groups: list[list[Request]] = []
+    for target in targets:
+        groups.append(list(common_calls.kernels(target)))
+        groups += [_with_its_parts(traits, None, on) for traits, on in registry.defaults_on(target)]
+        groups += [_with_its_parts(*row) for row in common_calls.rows(target)]
+    return _distinct(groups)
 
 
 def named_requests(names: Iterable[str], tile: str, targets: Iterable[str]) -> list[Request]:
@@ -73,7 +85,7 @@ def named_requests(names: Iterable[str], tile: str, targets: Iterable[str]) -> l
     return _distinct(groups)
 
 
-def _with_its_parts(traits: Traits, tile: str | None, target: str) -> list[Request]:
+def _with_its_parts(traits: Traits, tile: Any, target: str) -> list[Request]:
     kernel = registry.lookup(traits, tile, target)
     if traits.op != "backward":
         return [(traits, kernel.tile, target)]
@@ -89,19 +101,18 @@ def like(paths: Iterable[Path]) -> tuple[list[Request], list[str]]:
     """The kernels that programs' calls needed, from the files that ``cute-attn run --json`` wrote of them.
 
     Returns:
-        the package's kernels, and the names of those of users, which are not bundled.
+        the kernels, and the names of those left out: of functions without names, which only their callers know.
 
     Raises:
-        ValueError: one is not such a file, or lists no kernel.
+        ValueError: one is not such a file, lists no kernel, or one of a file that was not loaded.
     """
     found: dict[Request, None] = {}
     left_out: dict[str, None] = {}
-    for path in paths:
-        for traits, tile, target in _listed(path):
-            if traits.epilogues or traits.variant not in ("", *registry.SPECULATIVE_PAIR):
-                left_out[traits.name] = None
-            else:
-                found[traits, registry.lookup(traits, tile, target).tile, target] = None
+    for traits, tile, on in itertools.chain.from_iterable(map(_listed, paths)):
+        if any(name.startswith(TRACED) for name in traits.epilogues):
+            left_out[traits.name] = None
+        else:
+            found[traits, registry.lookup(traits, tile, on).tile, on] = None
     return list(found), list(left_out)
 
 
@@ -139,18 +150,12 @@ def make_bundle(requests: Iterable[Request], output: Path, workers: int | None =
 
 
 def check_requests(requests: Iterable[Any]) -> list[Request]:
-    """Each request once; raises ValueError where the DSL is not installed, or a kernel is none of the package's."""
+    """Each request once, with a target; raises ValueError where the DSL is not installed."""
     if not has_dsl():
         raise ValueError("nvidia-cutlass-dsl is not installed; accepted: a machine where it is")
-    given = (
-        (traits, tile, target or default_target(traits.arch))
-        for traits, tile, target in as_requests(requests)
+    return _distinct(
+        [[(traits, tile, on or default_target(traits.arch))] for traits, tile, on in as_requests(requests)]
     )
-    wanted: list[Request] = list(dict.fromkeys(given))
-    for request in wanted:
-        if user_modules(request):
-            raise ValueError(f"{request[0]} is a kernel of your own; accepted in a bundle: the package's")
-    return wanted
 
 
 def _make(wanted: list[Request], output: Path, workers: int | None, cache: DiskCache) -> Iterator[Prebuilt]:
@@ -166,25 +171,19 @@ def _make(wanted: list[Request], output: Path, workers: int | None, cache: DiskC
                 raise ValueError(
                     f"{traits} is no longer in the cache {cache.root}; accepted: no pruning meanwhile"
                 )
-            kernels[compiled.bundle_key(kernel, target)] = _packed(entry)
+            kernels[compiled.bundle_key(kernel, target)] = _linked(entry)
 
         for built in prebuild(wanted, workers):
             failed += built.error is not None
             if built.error is None:
-                target = built.target or default_target(built.traits.arch)
-                linking.append(pool.submit(add, built.traits, built.tile, target))
+                linking.append(pool.submit(add, built.traits, built.tile, built.target or ""))
             yield built
         for future in linking:
             future.result()
     if failed:
         raise ValueError(f"{failed} of {len(wanted)} kernels could not be built, and nothing was written")
-    index = make_index({key: meta for key, (meta, _) in sorted(kernels.items())})
-    files = {f"{bundle.KERNELS}/{key}": packed for key, (_, packed) in sorted(kernels.items())}
-    files[bundle.INDEX] = json.dumps(index, indent=1).encode()
-    if output.suffix == ".whl":
-        _write_wheel(output, files)
-    else:
-        _write_folder(output, files)
+    files = contents(kernels)
+    (_write_wheel if output.suffix == ".whl" else _write_folder)(output, files)
 
 
 @contextlib.contextmanager
@@ -200,28 +199,55 @@ def without_bundle() -> Iterator[None]:
             os.environ[bundle.VARIABLE] = before
 
 
-def make_index(kernels: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """A bundle's index; kernels: by key."""
+def contents(kernels: dict[str, tuple[dict[str, Any], bytes]]) -> dict[str, bytes]:
+    """A bundle's files by name; kernels: by key, as :func:`_linked` returns them.
+
+    Similar kernels share an archive, in which each takes about a sixth of its size alone.
+    """
+    described, archives, raw = {}, [], b""
+    for key, (meta, packed) in sorted(kernels.items(), key=_by_similarity):
+        library = zlib.decompress(packed)
+        if raw and len(raw) + len(library) > _ARCHIVE_BYTES:
+            archives.append(lzma.compress(raw))
+            raw = b""
+        described[key] = meta | {"archive": str(len(archives)), "begin": len(raw), "size": len(library)}
+        raw += library
+    archives.append(lzma.compress(raw))
+    files = {f"{bundle.KERNELS}/{i}": packed for i, packed in enumerate(archives)}
     content = {
         "format": bundle.FORMAT,
         "version": cute_attn.__version__,
         "sources": package_sources(),
         "toolchain": toolchain(),
         "licence": LICENCE,
-        "kernels": kernels,
+        "archives": {
+            str(i): {"size": len(packed), "sha256": hashlib.sha256(packed).hexdigest()}
+            for i, packed in enumerate(archives)
+        },
+        "kernels": described,
     }
-    return content | {"digest": bundle.index_digest(content)}
+    return files | {bundle.INDEX: index_file(content)}
 
 
-def _packed(entry: Entry) -> tuple[dict[str, Any], bytes]:
-    """What the index has of a kernel, and its file."""
+def _by_similarity(kernel: tuple[str, tuple[dict[str, Any], bytes]]) -> tuple[str, ...]:
+    """The order of kernels in archives: tiles and dtypes of the same traits beside each other."""
+    key, (meta, _) = kernel
+    return meta["name"].replace("fp16", "bf16"), meta["target"], str(meta["tile"]), meta["name"], key
+
+
+def index_file(content: dict[str, Any]) -> bytes:
+    """The index with that content, and its digest."""
+    return lzma.compress(json.dumps(content | {"digest": bundle.index_digest(content)}).encode())
+
+
+def _linked(entry: Entry) -> tuple[dict[str, Any], bytes]:
+    """What the index has of a kernel except its archive, and its library, compressed."""
     library, cubin = link(entry.parts[OBJECT]), entry.parts[CUBIN]
-    packed, place = zlib.compress(library, 9), library.find(cubin)
+    place = library.find(cubin)
     if place < 0:
         raise RuntimeError(f"{entry.meta['name']}'s object does not contain its cubin as it is")
     meta = {name: value for name, value in entry.meta.items() if name != "toolchain"}
-    digest = hashlib.sha256(packed).hexdigest()
-    return meta | {"size": len(packed), "sha256": digest, "cubin": [place, len(cubin)]}, packed
+    return meta | {"cubin": [place, len(cubin)]}, zlib.compress(library, 1)
 
 
 # ---- linking ----

@@ -1,7 +1,9 @@
 """Bundles of compiled kernels: made here, and read where there is no compiler."""
 
 import json
+import lzma
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -17,16 +19,21 @@ from cute_attn.compiler.cache import CUBIN, LIBRARY
 from cute_attn.lab import bundles
 from tests import processes, toy  # noqa: F401  # registers the kernel
 
-APPEND, FORWARD = (Traits.parse(name) for name in ("append-sm80-bf16-d64", "forward-sm80-bf16-d64-causal"))
-REQUESTS = [(APPEND, None, "sm80"), (FORWARD, None, "sm80")]
+APPEND, SECOND, FORWARD = (
+    Traits.parse(name)
+    for name in ("append-sm80-bf16-d64", "append-sm80-fp16-d64", "forward-sm80-bf16-d64-causal")
+)
+REQUESTS = [(one, None, "sm80") for one in (APPEND, SECOND, FORWARD)]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A bundle of two small kernels."""
-    folder = tmp_path_factory.mktemp("bundles") / "two"
-    for built in bundles.make_bundle(REQUESTS, folder):
-        assert built.error is None
+    """A bundle of three small kernels: the first two in one archive, the third in another."""
+    folder = tmp_path_factory.mktemp("bundles") / "three"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bundles, "_ARCHIVE_BYTES", 128 << 10)
+        for built in bundles.make_bundle(REQUESTS, folder):
+            assert built.error is None
     return folder
 
 
@@ -58,6 +65,14 @@ def build(traits=APPEND):
 
 def key(traits=APPEND):
     return compiled.bundle_key(lookup(traits, None, "sm80"), "sm80")
+
+
+def archive(folder, number=0):
+    return folder / bundle.KERNELS / str(number)
+
+
+def index(folder):
+    return json.loads(bundle.unpack((folder / bundle.INDEX).read_bytes()))
 
 
 # ---- a machine without a compiler ----
@@ -162,7 +177,7 @@ def test_a_bundle_comes_before_the_cache(made, monkeypatch, fresh_cache):
 
 
 def test_the_machine_code_is_what_was_built(made):
-    for traits in (APPEND, FORWARD):
+    for traits in (APPEND, SECOND, FORWARD):
         assert open_bundle(str(made)).get(key(traits)).parts[CUBIN] == build(traits).cubin
 
 
@@ -187,36 +202,36 @@ def edit(**changes):
     """Change fields of the index; its digest follows."""
 
     def change(folder):
-        content = json.loads((folder / bundle.INDEX).read_text()) | changes
+        content = index(folder) | changes
         content.pop("digest")
-        (folder / bundle.INDEX).write_text(json.dumps(content | {"digest": bundle.index_digest(content)}))
+        (folder / bundle.INDEX).write_bytes(bundles.index_file(content))
 
     return change
 
 
 def edit_without_digest(folder):
-    text = (folder / bundle.INDEX).read_text()
-    (folder / bundle.INDEX).write_text(text.replace('"sm80"', '"sm90"'))
+    text = json.dumps(index(folder)).replace('"sm80"', '"sm90"')
+    (folder / bundle.INDEX).write_bytes(lzma.compress(text.encode()))
 
 
 def overwrite(folder):
-    (folder / bundle.INDEX).write_text('{"format": 1}')
+    (folder / bundle.INDEX).write_text('{"format": 2}')
 
 
 DAMAGES = {
-    "format": (edit(format=2), "its format is 2; accepted: 1"),
+    "format": (edit(format=1), "its format is 1; accepted: 2"),
     "sources": (edit(sources="f" * 40), "made of other sources of cute_attn (0.1.0, fingerprint ffffffffffff)"),
     "machine": (edit(toolchain={"platform": "linux-aarch64"}), "it was made on linux-aarch64; accepted: one made on"),
     "edited": (edit_without_digest, "its index is damaged"),
     "index": (overwrite, "its index is damaged"),
     "gone": (shutil.rmtree, "cannot be read (No such file or directory); accepted as CUTE_ATTN_BUNDLE: a folder"),
     "kernel": (
-        lambda folder: (folder / bundle.KERNELS / key()).write_bytes(b"other"),
-        "is damaged: its file's SHA-256",
+        lambda folder: archive(folder).write_bytes(b"other"),
+        "is damaged: its SHA-256 begins with",
     ),
-    "kernel gone": (lambda folder: (folder / bundle.KERNELS / key()).unlink(), "whose file cannot be read (No such"),
+    "kernel gone": (lambda folder: archive(folder).unlink(), "whose file cannot be read (No such"),
     "another": (
-        lambda folder: shutil.copy(folder / bundle.KERNELS / key(FORWARD), folder / bundle.KERNELS / key()),
+        lambda folder: shutil.copy(archive(folder, 1), archive(folder)),
         "append-sm80-bf16-d64 in the bundle",
     ),
 }  # fmt: skip
@@ -234,8 +249,8 @@ def test_a_damaged_or_foreign_bundle_is_refused(damage, copy, monkeypatch, no_ds
 
 def test_a_compiler_builds_what_a_bundle_cannot_give_and_says_so(copy, monkeypatch):
     monkeypatch.setenv(bundle.VARIABLE, str(copy))
-    (copy / bundle.KERNELS / key()).write_bytes(b"other")
-    with pytest.warns(UserWarning, match="kernels are built here: append-sm80-bf16-d64 in the bundle"):
+    archive(copy).write_bytes(b"other")
+    with pytest.warns(UserWarning, match="kernels are built here: the file of append-sm80-bf16-d64 in the"):
         assert build().how_built != "from a bundle"
     assert build(FORWARD).how_built == "from a bundle"
 
@@ -288,7 +303,7 @@ def test_a_wheel_installs_and_is_found(tmp_path, monkeypatch):
 
 
 def test_a_bundle_is_replaced_and_nothing_else_is(copy):
-    stale = copy / bundle.KERNELS / key(FORWARD)
+    stale = archive(copy, 1)
     list(bundles.make_bundle(REQUESTS[:1], copy))
     assert not stale.exists() and list(open_bundle(str(copy)).kernels) == [key()]
     (copy / bundle.INDEX).unlink()
@@ -303,16 +318,12 @@ def test_a_bundle_is_replaced_and_nothing_else_is(copy):
         ((APPEND.name, "--target", "sm80,sm70"), "--target is 'sm80,sm70'; accepted: some of sm80, sm86"),
         (("append-sm90-bf16-d64", "--target", "sm80"), "append-sm90 runs on sm90, not on sm80"),
         (("--all", "--tile", "tile_n=64"), "--tile is 'tile_n=64'; accepted beside NAMEs alone"),
-        (
-            ("--load", "tests/toy.py", "forward-sm80:toy-bf16-d64"),
-            "is a kernel of your own; accepted in a bundle: the",
-        ),
+        (("forward-sm80:toy-bf16-d64",), "a variant is registered by the file that defines it (--load FILE)"),
         (("--like", "pyproject.toml"), "--like is 'pyproject.toml', which is not one"),
     ],
 )
 def test_wrong_commands(tmp_path, arguments, text):
-    before, rest = (arguments[:2], arguments[2:]) if arguments[0] == "--load" else ((), arguments)
-    done = processes.run("-m", "cute_attn", *before, "bundle", *rest, "-o", str(tmp_path / "made"))
+    done = processes.run("-m", "cute_attn", "bundle", *arguments, "-o", str(tmp_path / "made"))
     assert done.returncode == 2 and text in done.stderr, done.stderr
     assert not (tmp_path / "made").exists()
 
@@ -343,9 +354,12 @@ def test_a_backward_comes_with_the_kernels_beside_it():
     assert {
         target for _, _, target in bundles.named_requests(["append-sm90-bf16-d64"], "", ["sm80", "sm90"])
     } == {"sm90"}
-    everything = bundles.default_requests(["sm80", "sm90"])
-    assert len(set(everything)) == len(everything) > 200
-    assert all(lookup(traits, tile, target) for traits, tile, target in everything)
+    everything = bundles.default_requests(["sm80"])
+    assert len(set(everything)) == len(everything) > 7000
+    assert {traits.dtype for traits, _, _ in everything} == {"bf16", "fp16", "fp32"}
+    assert all(
+        lookup(*one).tile.reject(one[0], "sm80") is None for one in random.Random(0).sample(everything, 500)
+    )
 
 
 @pytest.mark.slow
@@ -372,17 +386,51 @@ def test_a_programs_kernels_are_listed_and_bundled(tmp_path, made):
     listed.write_text('{"kernels": []}')
     with pytest.raises(ValueError, match="which lists no kernel; accepted"):
         bundles.like([listed])
-    own = {"name": "forward-sm80:toy-bf16-d64", "tile": "", "target": "sm80"}
+    own = {"name": "forward-sm80-bf16-d64-traced_0123", "tile": "", "target": "sm80"}
     listed.write_text(
         json.dumps({"kernels": [own, {"name": APPEND.name, "tile": tile.text, "target": "sm80"}]})
     )
     assert bundles.like([listed]) == ([(APPEND, tile, "sm80")], [own["name"]])
 
 
+FUNCTION = """
+import torch
+from cute_attn import score_mod
+
+
+@score_mod("distance", example=lambda batch, nheads, *_: (torch.randn(nheads, 129),))
+def distance(score, b, h, q_idx, kv_idx, table):
+    return score + table[h, (q_idx - kv_idx).clamp(0, 128)]
+"""
+WITHOUT_COMPILER = """
+import sys
+sys.path[:] = [path for path in sys.path if "nvidia_cutlass_dsl" not in path]
+import cute_attn, own_function
+print(cute_attn.compile("forward-sm80-bf16-d64-distance", target="sm80").how_built)
+"""
+
+
+@pytest.mark.slow
+def test_users_functions_and_kernels_are_bundled_and_exported(tmp_path, monkeypatch):
+    (tmp_path / "own_function.py").write_text(FUNCTION)
+    loaded = ("-m", "cute_attn", "--load", str(tmp_path / "own_function.py"), "--load", "tests/toy.py")
+    names = ("forward-sm80-bf16-d64-distance", "forward-sm80:toy-bf16-d64", "--target", "sm80")
+    for command in ("bundle", "export"):
+        done = processes.run(*loaded, command, *names, "-o", str(tmp_path / command))
+        assert done.returncode == 0 and "2 kernels" in done.stdout, done.stderr
+    assert (tmp_path / "export/forward_sm80_toy_bf16_d64.o").exists()
+    monkeypatch.setenv(bundle.VARIABLE, str(tmp_path / "bundle"))
+    assert build(Traits.parse("forward-sm80:toy-bf16-d64")).how_built == "from a bundle"
+    environment = os.environ | {"PYTHONPATH": f"{processes.ROOT}:{tmp_path}"}
+    command = [sys.executable, "-c", WITHOUT_COMPILER]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout == "from a bundle\n", done.stderr
+
+
 def test_doctor_names_the_bundle(made):
     done = processes.run("-m", "cute_attn", "doctor", "--json", environment={bundle.VARIABLE: str(made)})
     findings = {one["what"]: one for one in json.loads(done.stdout)}
-    assert findings["bundle"]["found"].startswith("2 kernels for sm80, 0.0 MB in") and done.returncode == 0
+    assert findings["bundle"]["found"].startswith("3 kernels for sm80, 0.0 MB in") and done.returncode == 0
     done = processes.run("-m", "cute_attn", "doctor", "--json", environment={bundle.VARIABLE: "/none"})
     findings = {one["what"]: one for one in json.loads(done.stdout)}
     assert findings["bundle"]["broken"] and done.returncode == 1

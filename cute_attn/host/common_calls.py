@@ -1,0 +1,143 @@
+"""The kernels that common calls launch, for bundles: what plans of these calls would choose, without a GPU.
+
+Common are bf16 and fp16; head dims 64, 96, 128 and 256; full, causal and window; sequences of one length or packed, of
+any lengths; 1, 4 or 8 query heads per key head; forward, backward, attention with a cache whose lengths are given,
+contiguous or in pages of 16, 64 or 256 rows, and new rows with any rotary embedding. Tiles depend on lengths, heads and
+numbers of sequences, which are tried on grids: finer ones find no other tile.
+"""
+
+import importlib
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cute_attn import kernels as folder
+from cute_attn.compiler import registry
+from cute_attn.host.backward import kernels_of
+from cute_attn.kernels.backward_sm80.heuristics import in_passes
+from cute_attn.tiles import first_that_fits
+from cute_attn.tiles.inference import MAX_PARTIALS, CacheCall, CombineSharesTile, CombineTile
+from cute_attn.traits import ROTARY, Traits
+
+DTYPES = ("bf16", "fp16")
+HEAD_DIMS = (64, 96, 128, 256)
+MASKS = ("", "causal", "window")
+GROUPS = (1, 4, 8)
+PAGE_SIZES = (16, 64, 256)
+PROCESSORS = {"sm80": 108, "sm90": 132}
+"""Multiprocessors of an A100, and of an H100 SXM or an H200: kernels that merge stream-K's results depend on them."""
+
+_QUERIES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 8192)
+_KEYS = (64, 80, 96, 128, 257, 288, 384, 512, 1024, 2048, 16384)
+_PAIRS = (1, 16, 64, 128, 264, 512, 1024)
+"""Numbers of sequences times query heads."""
+_WINDOWS = (128, 512, 1024, 4096)
+_PLANES = (0, 1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
+"""Numbers of sequences times key heads of caches with few keys; 0 stands for many keys."""
+
+Kernel = tuple[Traits, Any, str]
+"""Traits, tile, target."""
+
+
+def kernels(target: str) -> list[Kernel]:
+    """The kernels that common calls launch on one of ``PROCESSORS``, each once."""
+    found: dict[tuple[Traits, Any], None] = {}
+    for head_dim, mask, varlen in itertools.product(HEAD_DIMS, MASKS, (False, True)):
+        found |= dict.fromkeys(_forward_and_backward(head_dim, mask, varlen, target))
+        found |= dict.fromkeys(_cached(head_dim, mask, varlen, target))
+    for head_dim in HEAD_DIMS:
+        found |= dict.fromkeys(_merging_parts(head_dim, target))
+        found |= dict.fromkeys(_appending(head_dim, target))
+    return [(replace(traits, dtype=dtype), tile, target) for dtype in DTYPES for traits, tile in found]
+
+
+def rows(target: str) -> Iterator[Kernel]:
+    """Of each row of a table the kernel that it was built as for a target, without users' functions."""
+    for path in sorted(Path(folder.__file__).parent.glob("*/tiles.csv")):
+        table = importlib.import_module(f"cute_attn.kernels.{path.parent.name}.heuristics").TABLE
+        for row in table.rows:
+            name, _, on = row.built.partition(": ")[0].partition(" on ")
+            traits = Traits.parse(name) if on == target else None
+            if traits is not None and not traits.epilogues:
+                tiles = in_passes(row.tile, traits) if hasattr(row.tile, "dq_passes") else [row.tile]
+                yield traits, first_that_fits(tiles, traits, target), target
+
+
+def _forward_and_backward(
+    head_dim: int, mask: str, varlen: bool, target: str
+) -> Iterator[tuple[Traits, Any]]:
+    windows = _WINDOWS if mask == "window" else (0,)
+    pairs = (None,) if varlen else _PAIRS
+    forward, backward = (
+        registry.lookup(
+            Traits(op, registry.generations(target)[0], "bf16", head_dim, mask=mask, varlen=varlen)
+        )
+        for op in ("forward", "backward")
+    )
+    for call in itertools.product(_QUERIES, _KEYS, GROUPS, (target,), pairs, windows):
+        yield forward.traits, forward.for_lengths(*call).tile
+    for call in itertools.product(_QUERIES, _KEYS, (1,), (target,), (None,), windows):
+        kernel = backward.for_lengths(*call)
+        yield from kernels_of(kernel)
+        yield from kernels_of(kernel, lse_grad=True)
+
+
+def _cached(head_dim: int, mask: str, varlen: bool, target: str) -> Iterator[tuple[Traits, Any]]:
+    """With a cache; on Hopper also of calls without one whose few queries leave multiprocessors idle."""
+    arch = registry.generations(target)[0]
+    features: list[dict[str, Any]] = [{"seqused_k": True}, {"seqused_k": True, "paged": True}]
+    if arch == "sm90":
+        features.append({"varlen_k": True} if varlen else {})
+    for extra in features:
+        sizes = PAGE_SIZES if "paged" in extra else (0,)
+        calls = [
+            CacheCall(n, 1 << 16, group, size, 0, planes)
+            for n, group, size, planes in itertools.product(_QUERIES, GROUPS, sizes, _PLANES)
+        ]
+        for split in ("", "parts", "shares"):
+            traits = Traits("kvcache", arch, "bf16", head_dim, mask=mask, varlen=varlen, split=split, **extra)
+            kernel = registry.lookup(traits, None, target)
+            tiles: dict[Any, set[int]] = {}
+            for call in calls:
+                tiles.setdefault(kernel.for_cache(call, target).tile, set()).add(call.seqlen_q)
+            yield from ((traits, tile) for tile in tiles)
+            if split == "shares":
+                for tile, lengths in tiles.items():
+                    yield from _merging_shares(traits, tile, lengths, target)
+
+
+def _merging_shares(
+    main: Traits, tile: Any, lengths: Iterable[int], target: str
+) -> Iterator[tuple[Traits, Any]]:
+    kept = {name: getattr(main, name) for name in ("mask", "varlen", "seqused_k", "varlen_k")}
+    traits = Traits("combine_shares", main.arch, "bf16", main.head_dim_v, **kept)
+    slots = tile.blocks_per_sm * PROCESSORS[target]
+    units = {slots + 1, *(max(slots // n, 1) for n in (1, 8, 16, 17, 32, 33, 64, 65, slots))}
+    for number, queries in itertools.product(units, lengths):
+        yield traits, CombineSharesTile.after(tile, traits, number, slots, queries)
+
+
+def _merging_parts(head_dim: int, target: str) -> Iterator[tuple[Traits, Any]]:
+    traits = Traits("combine", registry.generations(target)[0], "bf16", head_dim)
+    for parts in range(2, MAX_PARTIALS + 1):
+        yield traits, CombineTile.of(parts, eager=True)
+
+
+def _appending(head_dim: int, target: str) -> Iterator[tuple[Traits, Any]]:
+    """New rows, and queries rotated with them."""
+    for rotary, packed, paged in itertools.product(("", *ROTARY), (False, True), (False, True)):
+        every: list[dict[str, Any]] = [{}, {"rotate_q": True}, {"rotate_q": True, "varlen": True}]
+        for queries in every if rotary else every[:1]:
+            traits = Traits(
+                "append",
+                registry.generations(target)[0],
+                "bf16",
+                head_dim,
+                rotary=rotary,
+                varlen_new=packed,
+                paged=paged,
+                **queries,
+            )
+            yield traits, registry.lookup(traits, None, target).tile

@@ -1,0 +1,115 @@
+"""Bundles of every kernel: random calls of the common kinds, as far as a card would launch their kernels."""
+
+import functools
+import random
+
+import pytest
+import torch
+import tvm_ffi
+
+from cute_attn import append_kv, attention, attention_varlen, attention_with_kvcache
+from cute_attn.host import common_calls
+from cute_attn.host.common_calls import DTYPES, GROUPS, HEAD_DIMS, MASKS, PAGE_SIZES, PROCESSORS
+from tests import machine
+
+CALLS = 80
+built = functools.cache(lambda target: frozenset(common_calls.kernels(target)))
+
+
+class Draw(random.Random):
+    """Random calls. Their tensors are not written: memory of that size is not needed."""
+
+    def common(self) -> None:
+        self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.choice(DTYPES)]
+        self.dim, self.group, self.kv_heads = (
+            self.choice(HEAD_DIMS),
+            self.choice(GROUPS),
+            self.choice((1, 2, 8)),
+        )
+        self.batch, mask = self.choice((1, 2, 5, 16, 64)), self.choice(MASKS)
+        window = (
+            (self.choice((50, 127, 500, 4000)), self.choice((0, 100))) if mask == "window" else (None, None)
+        )
+        self.mask = {"causal": mask == "causal", "window": window}
+
+    def length(self, most: int) -> int:
+        return round(2 ** self.uniform(0, most))
+
+    def rows(self, *shape: int, grad: bool = False) -> torch.Tensor:
+        return torch.empty(*shape, self.dim, dtype=self.dtype, requires_grad=grad)
+
+    def starts(self, longest: int) -> torch.Tensor:
+        return torch.tensor([0, *(longest * (i + 1) for i in range(self.batch))], dtype=torch.int32)
+
+    def attention(self, grad: bool = False) -> None:
+        self.common()
+        queries, keys = self.length(13 - 2 * grad), self.length(15 - 4 * grad)
+        heads, packed = self.group * self.kv_heads, self.random() < 0.5
+        outer_q, outer_k = [(self.batch * n,) if packed else (self.batch, n) for n in (queries, keys)]
+        q = self.rows(*outer_q, heads, grad=grad)
+        k, v = (self.rows(*outer_k, self.kv_heads, grad=grad) for _ in range(2))
+        if packed:
+            lengths = self.starts(queries), self.starts(keys), queries, keys
+            out, lse = attention_varlen(q, k, v, *lengths, **self.mask, return_lse=True)
+        else:
+            out, lse = attention(q, k, v, **self.mask, return_lse=True)
+        if grad:
+            outer = (out, lse) if self.random() < 0.5 else (out,)
+            torch.autograd.grad(outer, (q, k, v), [torch.empty_like(x) for x in outer])
+
+    def cache(self, *, append: bool = False) -> None:
+        self.common()
+        queries, most = (
+            self.choice((1, 1, 2, 5, self.length(11))),
+            2**29 // (self.batch * self.kv_heads * self.dim),
+        )
+        capacity = min(max(self.length(17), 64), most)  # a gigabyte at most
+        heads, packed, page = self.group * self.kv_heads, self.random() < 0.4, self.choice((0, *PAGE_SIZES))
+        pages = -(-capacity // page) if page else 0
+        outer = (self.batch * pages, page) if page else (self.batch, capacity)
+        caches = [self.rows(*outer, self.kv_heads) for _ in range(2)]
+        table = torch.zeros(self.batch, pages, dtype=torch.int32) if page else None
+        q = self.rows(*((self.batch * queries,) if packed else (self.batch, queries)), heads)
+        starts = {"cu_seqlens_q": self.starts(queries), "max_seqlen_q": queries} if packed else {}
+        given = {"page_table": table, "cache_seqlens": torch.ones(self.batch, dtype=torch.int32)}
+        new = {}
+        if append:
+            packed_new, rotary = self.random() < 0.5, self.random() < 0.7
+            outer = (self.batch * 3,) if packed_new else (self.batch, 3)
+            new = {name: self.rows(*outer, self.kv_heads) for name in ("k", "v")}
+            new["cu_seqlens_k_new"] = self.starts(3) if packed_new else None
+            if rotary:
+                new |= {
+                    name: torch.empty(1 << 18, 16, dtype=self.dtype) for name in ("rotary_cos", "rotary_sin")
+                }
+                new["rotary_interleaved"] = self.random() < 0.5
+            if self.random() < 0.5:
+                append_kv(*caches, **new, **given)
+                return
+        attention_with_kvcache(q, *caches, **starts, **given, **new, **self.mask)
+
+
+KINDS = {
+    "forward": Draw.attention,
+    "backward": functools.partial(Draw.attention, grad=True),
+    "cache": Draw.cache,
+    "append": functools.partial(Draw.cache, append=True),
+}
+
+
+@pytest.mark.parametrize("target", PROCESSORS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bundle_of_all_has_every_kernel_that_random_calls_launch(kind, target, monkeypatch):
+    launched = set()
+
+    def launch(kernel, on):
+        return lambda given: launched.add((kernel.traits, kernel.tile, on))
+
+    machine.gpu(monkeypatch, launch)
+    schedule = tvm_ffi.convert((machine.COUNTERS, PROCESSORS[target]))
+    machine.device(monkeypatch, PROCESSORS[target], schedule, target)
+    for seed in range(CALLS):
+        KINDS[kind](Draw(seed))
+    assert len(launched) > 40
+    missing = [f"{traits} with {tile}" for traits, tile, _ in sorted(launched - built(target), key=str)]
+    assert not missing, f"{len(missing)} of {len(launched)}"
