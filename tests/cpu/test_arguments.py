@@ -77,36 +77,21 @@ def flash_pages(table, longest=5, **changes):
 WRONG = """
 dense(q=Q.to_sparse()) -> TypeError: q is of layout torch.sparse_coo; accepted: a dense torch.Tensor
 dense(q=NESTED) -> TypeError: q is nested; accepted: a dense torch.Tensor
-dense(q=NESTED, k=NESTED, bias=ones(5, 5)) -> TypeError: q is nested; accepted
 dense(q=JAGGED, k=JAGGED, v=JAGGED) -> TypeError: q is nested; accepted: a dense torch.Tensor
 dense(alibi_slopes=ones(4).to_sparse()) -> TypeError: alibi_slopes is of layout torch.sparse_coo; accepted
 dense(q=Q.to("meta"), k=K.to("meta"), v=V.to("meta")) -> ValueError: q is on meta; accepted: cuda and cpu
 dense(causal=torch.tensor(True)) -> ValueError: causal is tensor(True); accepted: False, True, 'bot
-dense(causal=[True]) -> ValueError: causal is [True]; accepted: False, True
 dense(return_lse=torch.tensor(True)) -> TypeError: return_lse is tensor(True); accepted: False or
 dense(deterministic=torch.tensor(True)) -> TypeError: deterministic is tensor(True); accepted: False
 dense(kernel=3) -> TypeError: kernel is 3; accepted: 'ARCH', 'ARCH:VARIANT', or None
 dense(epilogues=("nope",)) -> ValueError: no epilogue is registered as 'nope'; accepted:
-dense(epilogues=3) -> TypeError: epilogues is 3; accepted: a tuple of names, or a dict of names to arg
-dense(epilogues=(3,)) -> TypeError: epilogues is (3,); accepted: a tuple of names, or a dict of
-dense(epilogues=(["q"],)) -> TypeError: epilogues is (['q'],); accepted: a tuple of names, or
 dense(epilogues={3: 4}) -> TypeError: epilogues is {3: 4}; accepted: a tuple of names, or a dict of
-dense(epilogues=ones(3)) -> TypeError: epilogues is a Tensor of shape (3,); accepted: a tuple of nam
-dense(epilogues=(x for x in "ab")) -> TypeError: epilogues is <generator ...>; accepted: a tuple of na
 dense(epilogues=None) -> TypeError: epilogues is None; accepted: a tuple of names, or a dict
 dense(epilogues=("x:t",)) -> ValueError: epilogues has the name 'x:t'; accepted: names without a colon
-dense(score_mod=lambda s, *_: s * 2, epilogues="ab") -> TypeError: epilogues is 'ab'; accepted: a tuple of names, or a d
 dense(score_mod=dict) -> TypeError: score_mod is the class dict; accepted: a function of
-dense(score_mod=NESTED) -> TypeError: score_mod is a Tensor; accepted: a function of
-dense(causal=([],)) -> ValueError: causal is ([],); accepted: False, True, 'bottom_right'
-dense(causal=ones(2, 2)) -> ValueError: causal is a Tensor of shape (2, 2); accepted: False, True
-dense(dropout_p=ones(3)) -> TypeError: dropout_p is a Tensor of shape (3,); accepted: a Python number
 dense(dropout_p=torch.tensor(0.5)) -> TypeError: dropout_p is tensor(0.5000); accepted: a Python number
 dense(dropout_mask=np.ones(3)) -> ValueError: dropout_mask is array(...); accepted: 'flash', 'mem_eff
 dense(precision=np.ones(3)) -> ValueError: precision is array(...); accepted: 'fp32', 'tf32', or None
-dense(softcap=10 ** 400) -> ValueError: softcap is inf; accepted: a finite number above 0
-dense(return_lse="yes") -> TypeError: return_lse is 'yes'; accepted: False or True
-dense(return_lse=([],)) -> TypeError: return_lse is ([],); accepted: False or True
 dense(tile=3) -> TypeError: tile is 3; accepted: a Tile, text such as 'tile_n=32', or None
 dense(backward_tile=[]) -> TypeError: backward_tile is []; accepted: a Tile, text such as
 dense(bias=ones(1, 4, 5, 7).to("meta")) -> ValueError: bias is on meta; accepted: cpu, where q is
@@ -116,19 +101,13 @@ varlen(seqused_q=ints(4, -2)) -> ValueError: seqused_q[1] is -2; accepted: 0 to 
 varlen(seqused_k=ints(5, 5)) -> ValueError: seqused_k[0] is 5; accepted: 0 to 4
 varlen(max_seqlen_q=2 ** 70) -> ValueError: max_seqlen_q is 1180591620717411303424; accepted: 0 to 2147483647
 dense(out=Q) -> ValueError: out shares memory with q; accepted: memory of its own
-dense(q=Q[:, :, :2], out=K[:, 2:]) -> ValueError: out shares memory with k; accepted: memory of its own
 dense(out=ones(400).as_strided((2, 5, 4, 16), (150, 30, 8, 1))) -> ValueError: out has shape (2, 5, 4, 16) and strides (
 dense(out=torch._efficientzerotensor((2, 5, 4, 16))) -> ValueError: out is a tensor of zeros without memory; acc
-varlen(cu_seqlens_q=torch.tensor(0)) -> ValueError: cu_seqlens_q has shape (); accepted: (batch + 1,
 varlen(cu_seqlens_q=[0, 4, 9]) -> TypeError: cu_seqlens_q is a list; accepted: a torch.Tensor
 backward(lse=3) -> TypeError: lse is an int; accepted: a torch.Tensor
 backward(out=None) -> TypeError: out is a NoneType; accepted: a torch.Tensor
-backward(wanted=3) -> ValueError: wanted is 3; accepted: a tuple of 'q', 'k', 'v', each once
-backward(wanted=(["q"],)) -> ValueError: wanted is (['q'],); accepted: a tuple of 'q', 'k', 'v', each
 backward(wanted=("q", "q")) -> ValueError: wanted is ('q', 'q'); accepted: a tuple of 'q', 'k', 'v', each
 backward(into=3) -> TypeError: into is an int; accepted: a list or a tuple of tensors, one for each of
-backward(into=(x for x in (Q, Q, Q))) -> TypeError: into is a generator; accepted: a list or a tuple of te
-backward(into=Q) -> TypeError: into is a Tensor; accepted: a list or a tuple of tensors, one for each
 backward(into=[Q.clone(), 3, 4]) -> TypeError: into[1] is an int; accepted: a torch.Tensor
 backward(into=[Q.clone()]) -> TypeError: into has 1 tensors; accepted: 3, one for each of ('q', 'k', 'v')
 backward(into=[ones(2, 5, 4, 8)], wanted=("q",)) -> ValueError: dq has shape (2, 5, 4, 8); accepted: (2, 5, 4, 16)
@@ -137,8 +116,6 @@ backward(grad_lse=LSE.to("meta")) -> ValueError: grad_lse is on meta; accepted: 
 backward(k=Q.to("meta")) -> ValueError: k is on meta; accepted: cpu, where q is
 backward(tile=3) -> TypeError: backward_tile is 3; accepted: a Tile, text such as
 backward(rng_state="ab") -> TypeError: rng_state is 'ab'; accepted: int64 or uint64 (2,), or (seed, off
-backward(rng_state=3, dropout_p=0.5) -> TypeError: rng_state is 3; accepted: int64 or uint64
-backward(rng_state=(3,), dropout_p=0.5) -> TypeError: rng_state is (3,); accepted: int64 or uint64
 backward(rng_state=(0.5, 1.0), dropout_p=0.5) -> TypeError: rng_state is (0.5, 1.0); accepted: int64
 backward(rng_state=(2 ** 64, 0), dropout_p=0.5) -> TypeError: rng_state is (18446744073709551616, 0); accepted: int64
 backward(rng_state=torch.zeros(2).long().to("meta")) -> ValueError: rng_state is on meta; accepted: a device
@@ -153,17 +130,13 @@ cu_seqlens_q=torch.tensor(3), cu_seqlens_k=STARTS, max_seqlen_q=5, max_seqlen_k=
 cached(q=NESTED) -> TypeError: q is nested; accepted: a dense torch.Tensor
 cached(q=QUERIES.to_sparse()) -> TypeError: q is of layout torch.sparse_coo; accepted: a dense
 packed_cached([0, 3, 6, 9], cache_seqlens=3) -> TypeError: cu_seqlens_q is a list; accepted: a torch.T
-packed_cached(torch.tensor(3), cache_seqlens=3) -> ValueError: cu_seqlens_q has shape (); accepted
 packed_cached(ints(), cache_seqlens=3) -> ValueError: cu_seqlens_q has shape (0,); accepted: (batch
-packed_cached(torch.tensor(3)) -> ValueError: cu_seqlens_q has shape (); accepted
 cached(cache_seqlens=2 ** 40) -> ValueError: cache_seqlens is 1099511627776; accepted: 0 to 16, the cache
 cached(cache_seqlens=-1) -> ValueError: cache_seqlens is -1; accepted: 0 to
 cached(cache_seqlens=3.0) -> TypeError: cache_seqlens is 3.0; accepted: int32 (batch,), an int or
-cached(cache_seqlens=ints(3, -1, 4)) -> ValueError: cache_seqlens[1] is -1; accepted: 0 to 16
 cached(cache_seqlens=ints(3, 4, 17)) -> ValueError: cache_seqlens[2] is 17; accepted: 0 to 16
 cached(cache_leftpad=ints(0, -2, 1)) -> ValueError: cache_leftpad[1] is -2; accepted: 0 to 16
 cached(softmax_scale=float("nan")) -> ValueError: softmax_scale is nan; accepted: a finite number
-cached(softmax_scale="1") -> TypeError: softmax_scale is '1'; accepted: a Python number
 cached(softcap=-1.0) -> ValueError: softcap is -1.0; accepted: a finite number above 0, or 0 for none
 cached(causal=torch.tensor(True)) -> ValueError: causal is tensor(True); accepted: False or True
 cached(alibi_slopes=ones(4).half()) -> TypeError: alibi_slopes has dtype torch.float16; accepted: torch
@@ -172,14 +145,10 @@ cached(q=QUERIES[..., :12], k_cache=K_CACHE[..., :12]) -> ValueError: k_cache ha
 cached(v_cache=ones(3, 16, 2, 32)[..., ::2]) -> ValueError: v_cache has strides (1024, 64, 32, 2); accepted: a last stri
 cached(kernel="sm70") -> ValueError: kernel is 'sm70' (did you mean 'sm90'?); accepted: 'sm80', 'sm90'
 cached(tile="nonsense") -> ValueError: tile has 'nonsense'; accepted: FIELD=VALUE with a field of tile_m
-cached(tile="num_warps=8", kernel="sm90") -> ValueError: tile has 'num_warps=8'; accepted: FIELD=VAL
 attention(Q, K, V, tile="tile_n=33") -> Unsupported: forward-sm80 declined ... tile_n is 33; accepted:
-attention(Q, K, V, tile="tile_n=-16") -> Unsupported: forward-sm80 ... tile_n is -16; accepted: multip
 attention(Q, K, V, backward_tile="tile_n=33") -> Unsupported: backward-sm80 declined ...; accepted:
 attention(np.ones(3), K, V) -> TypeError: q is an ndarray; accepted: a torch.Tensor
-attention(Q, K, V, score_mod=3) -> TypeError: score_mod is an int; accepted: a function of
 cached(tile=3) -> TypeError: tile is 3; accepted: a Tile, text such as
-cached(kernel=[]) -> TypeError: kernel is []; accepted: 'ARCH', 'ARCH:VARIANT', or None
 cached(max_seqlen_q="a") -> TypeError: max_seqlen_q is 'a'; accepted: a Python int
 packed_cached(ints(0, 3, 6, 9), max_seqlen_q=2 ** 70) -> ValueError: max_seqlen_q is ...; accepted: 0 to
 cached(return_lse="yes") -> TypeError: return_lse is 'yes'; accepted: False or True
@@ -193,9 +162,7 @@ cached(rotary_interleaved=torch.tensor(1)) -> TypeError: rotary_interleaved is t
 cached(cache_batch_idx=ints(0, -1, 1)) -> ValueError: cache_batch_idx[1] is -1; accepted: 0 to 2
 cached(page_table=ints(0, 7, 1).view(3, 1)) -> ValueError: page_table[1, 0] is 7; accepted: 0 to 2
 cached(out=ones(1, 1, 1, 16).expand(3, 2, 4, 16)) -> ValueError: out has shape (3, 2, 4, 16) and strides (0, 0, 0, 1), s
-cached(out=ones(400).as_strided((3, 2, 4, 16), (100, 50, 8, 1))) -> ValueError: out has shape ..., so that elements
 cached(out=QUERIES) -> ValueError: out shares memory with q; accepted: memory of its own
-cached(out=V_CACHE.view(-1, 2, 4, 16)[:3]) -> ValueError: out shares memory with v_cache; accepted
 cached(out=ones(3, 2, 4, 16).requires_grad_()) -> ValueError: out is given where autograd records; acce
 cached(out=[1]) -> TypeError: out is a list; accepted: a torch.Tensor
 cached(k=NEW, v=NEW, cache_seqlens=3, k_cache=torch._efficientzerotensor(K_CACHE.shape))
@@ -215,8 +182,6 @@ append(k_cache=ones(1, 4096, 1, 8), v_cache=ones(1, 4096, 1, 8), k=ones(1, 1, 1,
 cache_seqlens=ints(0), page_table=torch.zeros(1, 2 ** 19, dtype=torch.int32))
     -> ValueError: k_cache has capacity 2147483648; accepted: up to
 merge_attention(ones(2, 1, 3, 4, 8), ones(2, 1, 4, 3), dtype="fp16") -> TypeError: dtype is 'fp16'
-flash_pages([[0], [1]]) -> TypeError: block_table is a list; accepted: a torch.Tensor
-flash_pages(torch.tensor(1)) -> ValueError: block_table has shape (); accepted: (batch, pages of a
 flash_pages(TABLE[:2], longest=-1) -> ValueError: max_seqlen_k is -1; accepted: 0 to 16, the rows of a
 flash_pages(TABLE[:2].long()) -> TypeError: block_table has dtype torch.int64; accepted: torch.int32
 flash_pages(TABLE[:2], deterministic="no") -> TypeError: deterministic is 'no'; accepted: False or True

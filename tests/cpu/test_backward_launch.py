@@ -11,14 +11,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_attn import Unsupported, attention, attention_varlen, reference
+from cute_attn import Unsupported, reference
 from cute_attn.api import operators
 from cute_attn.compiler import registry
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.host import backward, plans
 from cute_attn.host.backward import (
-    BiasGradient,
-    Workspace,
     check_blocks,
     gradients,
     query_blocks,
@@ -736,34 +734,3 @@ def test_the_node_computes_only_needed_gradients(monkeypatch):
 
 
 # ---- numbers ----
-
-
-def test_workspace():
-    call = the_call(VARLEN.build("cpu"))
-    space = Workspace.of(call, 64, 64, 3)
-    rows = (call.q.shape[0] // 64 + 4) * 64
-    assert space.lse_log2[0] == (4, rows) and space.dq[0] == (3, 4, rows * 64)
-    assert space.counters[0] == (16,) and space.size == 2 * 4 * rows + 3 * 4 * rows * 64 + 16
-    batched = Workspace.of(the_call(SMALL.build("cpu")), 64, 64, 1)
-    assert batched.dq[0] == (1, 2, 4, 64 * 64) and batched.dq[2] == 2 * 2 * 4 * 64
-
-
-def test_a_bias_that_is_not_broadcast_has_its_gradient_written_once():
-    full = BiasGradient.of(the_call(CASES["bias"].build("cpu")), True)
-    assert full.dtype == BF16 and not full.clear and not full.sum_over
-    causal = BiasGradient.of(the_call(replace(CASES["bias"], causal=True).build("cpu")), False)
-    assert causal.dtype == BF16 and causal.clear
-    shared = BiasGradient.of(the_call(CASES["bias-over-hq"].build("cpu")), False)
-    assert (
-        shared.dtype == torch.float32 and shared.shape == (2, 1, 1, 150) and shared.seen[1] == (150, 0, 0, 1)
-    )
-    summed = BiasGradient.of(the_call(CASES["bias-over-hq"].build("cpu")), True)
-    assert summed.shape == (2, 4, 21, 150) and summed.sum_over == (1, 2)
-
-
-def test_the_public_functions_take_the_options():
-    q = torch.randn(1, 4, 2, 8)
-    cu = torch.tensor([0, 4], dtype=torch.int32)
-    assert torch.equal(attention(q, q, q, deterministic=True, backward_tile="tile_m=64"), attention(q, q, q))
-    varlen = attention_varlen(q[0], q[0], q[0], cu, cu, 4, 4, deterministic=True)
-    torch.testing.assert_close(varlen, attention(q, q, q)[0])

@@ -39,27 +39,6 @@ def test_torchs_gradients_accept_the_workload(workload):
         assert len(grads) == 3 + workload.bias_grad
 
 
-def test_peers_decline_unsupported_workloads():
-    for peer, features in (
-        (peers.fa2, {"bias": "bf16"}),
-        (peers.fa4, {"dropout": "flash"}),
-        (peers.cudnn, {"window": 8}),
-        (peers.mem_efficient, {"nheads_kv": 1}),
-        (peers.cudnn, {"bias": "bf16", "op": "backward", "bias_grad": True}),
-        (peers.fa2, {"alibi": True, "op": "backward"}),
-        (peers.mem_efficient, {"window": 8, "window_right": 8}),
-        (peers.fa3, {"alibi": True}),
-        (peers.fa3, {"dropout": "flash"}),
-        *((peer, {"sinks": "bf16"}) for peer in (peers.fa2, peers.fa3, peers.cudnn, peers.mem_efficient)),
-    ):
-        workload = Workload(1, 16, 2, 64, **features)
-        with pytest.raises(peers.Declined, match="has no"):
-            peer(workload, workload.inputs("meta"))
-    fewer = Workload(1, 16, 2, 64, seqlen_k=32, causal=True)
-    with pytest.raises(peers.Declined, match="aligns causal to the first"):
-        peers.cudnn(fewer, fewer.inputs("meta"))
-
-
 class _CountingClock:
     """Runs every call and reports a millisecond."""
 

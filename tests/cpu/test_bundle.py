@@ -26,8 +26,20 @@ APPEND, SECOND, FORWARD = (
 REQUESTS = [(one, None, "sm80") for one in (APPEND, SECOND, FORWARD)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def built_here():
+    """Kernels of a bundle are built in this process, not in new ones, which load the DSL again."""
+
+    def prebuild(requests, workers=None):
+        return (compiled.Prebuilt(*one, *compiled.build_for_later(*one)) for one in requests)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bundles, "prebuild", prebuild)
+        yield
+
+
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(built_here, tmp_path_factory):
     """A bundle of three small kernels: the first two in one archive, the third in another."""
     folder = tmp_path_factory.mktemp("bundles") / "three"
     with pytest.MonkeyPatch.context() as patch:

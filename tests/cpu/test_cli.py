@@ -1,6 +1,5 @@
 """The command line: output, and one sentence with status 2 for a wrong call."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -11,9 +10,7 @@ import typer
 
 from cute_attn import defaults, lookup
 from cute_attn.compiler import registry
-from cute_attn.lab.pictures import pictures
-from cute_attn.tiles import ForwardSm80Tile
-from cute_attn.traits import FEATURES, Traits
+from cute_attn.traits import FEATURES
 from tests import processes, toy  # noqa: F401  # registers the kernel
 
 TOY = "forward-sm80:toy-bf16-d64"
@@ -103,12 +100,6 @@ def test_list(run):
     assert rows["forward-sm80"][-4:-1] == [str(len(tiles)), "│", "forward-sm80-bf16-d128"]
 
 
-def test_list_takes_the_beginning_of_a_name(run):
-    rows = json.loads(ok(run("list", "forward-sm90", "--target", "sm90", "--json")))
-    known = [traits.name for traits, _ in defaults() if traits.name.startswith("forward-sm90-")]
-    assert [row["name"] for row in rows] == known and all(row["tile"] for row in rows)
-
-
 def test_blackwell_has_the_defaults_of_the_ampere_kernels(run):
     rows = json.loads(ok(run("list", "kvcache-sm80", "--target", "sm120", "--json")))
     assert len(rows) > 5 and all(row["tile"] and row["target"] == "sm120" for row in rows)
@@ -129,19 +120,6 @@ def test_features_are_listed_and_explained(run):
         assert done.returncode == 2 and f"(did you mean {meant!r}?); accepted: a kernel's name" in done.stderr
     text = ok(run("--load", "examples/custom_epilogue.py", "explain", "relative_position"))
     assert "relative_position" in text
-
-
-def test_every_word_has_an_explanation():
-    from cute_attn.lab import explain
-
-    for cls in explain.tile_classes():
-        if cls.__module__.startswith("cute_attn."):
-            missing = {field.name for field in dataclasses.fields(cls)} - set(explain.attribute_docs(cls))
-            assert not missing, (cls, missing)
-    assert list(explain.words("features")) == list(FEATURES)
-    assert len(explain.tile_classes()) > 8 and {"tile_m", "qk_unroll"} <= set(
-        explain.attribute_docs(ForwardSm80Tile)
-    )
 
 
 def test_doctor(run, tmp_path):
@@ -220,29 +198,6 @@ def test_check_fails_on_spills(run):
     assert done.returncode == 1 and "it spills registers" in done.stdout and "Traceback" not in done.stderr
     assert f"`cute-attn tune {TOY} --static` lists tiles that do not" in done.stdout
     assert done.stderr.count("bytes of each thread in local memory") == 1
-
-
-PICTURES = {
-    "forward-sm80-bf16-d64": 6,
-    "forward-sm90-bf16-d64-bias_bf16": 7,
-    "backward-sm80-bf16-d64": 9,
-    "backward-sm90-bf16-d256x64": 12,
-    "backward_convert-sm90-bf16-d96": 3,
-}
-
-
-def test_kernels_have_their_pictures():
-    """One of each kind is drawn for each generation, which takes a second."""
-    drawn = set()
-    for name, count in PICTURES.items():
-        found = pictures(name)
-        assert len(found) == count
-        for what, one in found.items():
-            kind = Traits.parse(name).arch, what.partition("-")[0]
-            if kind not in drawn:
-                drawn.add(kind)
-                assert one._repr_svg_().startswith("<?xml")
-    assert len(drawn) > 4
 
 
 def test_the_tour_is_a_command_and_a_module_to_load(run):
@@ -339,15 +294,6 @@ def test_a_result_that_cannot_be_written_is_refused_before_the_work(run, tmp_pat
     done = run(command, "forward-sm80-bf16-d64", *options, str(tmp_path / "file" / "result"))
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     assert f"error: {options[-1]} is '" in done.stderr and "that can be written (" in done.stderr
-
-
-def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path):
-    (tmp_path / "file").touch()
-    folder = {"CUTE_ATTN_CACHE_DIR": str(tmp_path / "file" / "cache")}
-    done = processes.run("-m", "cute_attn", *LOAD, "compile", TOY, environment=folder)
-    assert done.returncode == 0 and "registers per thread" in done.stdout
-    assert done.stderr.startswith("warning: compiled kernels stay in this process: the cache ")
-    assert done.stderr.count("\n") == 1
 
 
 def test_the_cache_switched_off(run):

@@ -110,11 +110,11 @@ def to_run() -> list[str]:
         command for command, words in COMMANDS.items() if words[0] not in NEED_FILES or has_its_file(words)
     ]
 
-    def options(command: str) -> set[tuple[str, str]]:
+    def options(command: str) -> set[tuple[str, str | bool]]:
         words = COMMANDS[command]
         features = {part for traits, _ in kernels_of(words) for part in traits.name.split("-")[4:]}
-        named = {word.partition("=")[0] for word in words if word.startswith("-")}
-        return {(command_of(words), what) for what in ("", *named, *features)}
+        named = {word.partition("=")[0] for word in words if word.startswith("-")} - {"--load"}
+        return {("", words[0] == "--load"), *((command_of(words), what) for what in ("", *named, *features))}
 
     return covering(usable, options, cost=lambda command: 1 + len(kernels_of(COMMANDS[command])))
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import cute_attn.flex
-from cute_attn import attention, lookup
-from cute_attn.compiler import registry
+from cute_attn import attention
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.host import choose
 from cute_attn.host.call import Call
@@ -100,29 +99,6 @@ def test_a_program_of_flex_attention(monkeypatch, capsys):
 
 
 # ---- a layout ----
-
-
-def test_layouts_have_the_documented_bank_conflicts():
-    example = load("custom_layout")
-    ways = {}
-    for name in example.KERNELS:
-        traits = Traits.parse(name)
-        conflicts = dict(example.count_conflicts(lookup(traits)))
-        ways[traits.variant] = [conflicts[f"ldmatrix of {operand}"].ways for operand in "KV"]
-        assert conflicts["cp.async of K"].extra == 0
-    assert ways == {"": [1, 1], "plain": [8, 8], "padded": [1, 1]}
-
-
-def test_a_padded_tile_counts_its_padding_and_is_refused_where_it_does_not_fit():
-    load("custom_layout")
-    traits = Traits.parse("forward-sm80:padded-bf16-d64")
-    plain, padded = lookup(Traits.parse("forward-sm80-bf16-d64")), lookup(traits)
-    rows = padded.tile.tile_m + 2 * padded.tile.tile_n * padded.tile.num_stages
-    assert padded.tile.smem_bytes(traits) == plain.tile.smem_bytes(plain.traits) + 16 * rows
-    stages = "tile_m=128,tile_n=64,num_stages=5"  # 98,304 of 101,376 bytes, and 12,288 of padding
-    assert lookup(Traits.parse("forward-sm80-bf16-d64"), stages, "sm86").tile.num_stages == 5
-    with pytest.raises(registry.Unsupported, match="needs 110592 bytes"):
-        lookup(traits, stages, "sm86")
 
 
 def test_a_call_names_a_variant():

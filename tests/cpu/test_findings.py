@@ -45,21 +45,6 @@ def test_a_difference_below_noise_means_nothing():
     ]
 
 
-def test_a_tile_that_spills_in_the_step_is_not_the_best():
-    other = made().tile.replace("num_stages=2", "num_stages=3")
-    fast = dataclasses.replace(made(96, tensor=500.0, spills=7), tile=other)
-    (first, *_) = findings(fast, made())
-    assert lab.best([fast, made()]) == made() and lab.best([fast]) is fast
-    assert lab.best(iter([made(), made(96, tensor=500.0)])) == made(96, tensor=500.0)
-    with pytest.raises(TypeError, match="verdicts have 'tile_n=96'; accepted: what"):
-        lab.best(["tile_n=96"])
-    assert first.startswith("By its code num_stages=2 is the best: num_stages=3 spills in the step.")
-    assert (
-        findings(fast)[-1]
-        == "It spills 7 times per step: try a smaller tile_n, more warps, or fewer fragments."
-    )
-
-
 @pytest.mark.parametrize(
     "verdicts",
     [
@@ -87,11 +72,3 @@ def test_what_bounds_a_step_and_what_to_try(changes, said):
     (sentence,) = findings(made(**changes))
     assert sentence.startswith(f"The steady step {said}")
     assert ("try " in sentence) == ("tensor cores" not in sentence)
-
-
-def test_kernels_that_compute_something_else_are_not_compared():
-    other = dataclasses.replace(made(), name="forward-sm80-bf16-d64-causal")
-    first, second = findings(made(), other)
-    assert first.startswith(f"The steady step of {NAME} ") and second.startswith(
-        f"The steady step of {other.name} "
-    )

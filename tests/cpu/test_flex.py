@@ -3,7 +3,6 @@
 import gc
 import inspect
 import itertools
-import json
 import warnings
 
 import pytest
@@ -18,7 +17,7 @@ from cute_attn.host import block_masks, doors
 from cute_attn.host.activation import Options
 from cute_attn.reference.check_epilogue import for_each
 from cute_attn.sdpa.observe import Observer
-from tests import processes, refusals
+from tests import refusals
 
 BATCH, NHEADS, SEQLEN_Q, SEQLEN_K = 2, 4, 100, 150
 GENERATOR = torch.Generator().manual_seed(0)
@@ -525,22 +524,6 @@ def test_activate_and_restore(monkeypatch):
         flex.activate(strict=2)
 
 
-def test_activation_where_nothing_is_served_warns_once(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(doors, "_warned", set())
-    with pytest.warns(
-        UserWarning, match="flex.activate.. does nothing here: there is no CUDA device"
-    ) as warned:
-        flex.activate()
-    assert warned[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        flex.activate()
-    with pytest.raises(ValueError, match="there is no CUDA device; accepted: a GPU of compute capability"):
-        flex.activate(strict=True)
-    assert overrides.serving() is None
-
-
 def test_a_function_of_other_arguments_is_left_alone(monkeypatch):
     monkeypatch.setattr(doors, "why_nothing_is_served", lambda: None)
     monkeypatch.setattr(overrides, "_stock", (lambda query, key, window: None).__code__)
@@ -568,29 +551,3 @@ def test_calls_are_compared_with_pytorchs(on_cpu):
     row = rows["flex_attention", f"{sizes}, score_mod, block_mask", 3]
     assert row.difference < 1e-5 and len(row.ours_us) == len(row.pytorch_us) == 1
     assert row.reason.startswith("score_mod uses erf")
-
-
-PROGRAM = """if True:
-    import torch
-    import torch.nn.attention.flex_attention as module, warnings
-    warnings.simplefilter("error")
-    from torch.nn.attention.flex_attention import flex_attention
-    module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
-    q = torch.randn(1, 2, 16, 8)
-    for _ in range(2):
-        flex_attention(q, q, q)
-    flex_attention(q, q, q, lambda score, b, h, i, j: score * 2)
-"""
-
-
-def test_a_programs_calls_are_listed(tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    results = str(tmp_path / "out.json")
-    done = processes.run("-m", "cute_attn", "run", "--json", results, str(tmp_path / "program.py"))
-    assert done.returncode == 0, done.stderr
-    sizes = "fp32, 1x2x16x8, k 1x2x16x8, v 1x2x16x8"
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [(row["operator"], row["signature"], row["calls"], row["reason"]) for row in rows] == [
-        ("flex_attention", sizes, 2, "query is on cpu; accepted: cuda"),
-        ("flex_attention", f"{sizes}, score_mod", 1, "query is on cpu; accepted: cuda"),
-    ]

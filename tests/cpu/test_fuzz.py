@@ -13,7 +13,7 @@ from tests.fuzz.doors import DOORS
 from tests.fuzz.grammar import Choices
 from tests.fuzz.judge import Fault, judge
 
-CHUNKS, CASES, EMULATED = 6, 100, 2
+CHUNKS, CASES, EMULATED = 4, 100, 2
 AT_ONCE = 6
 """Rules in a function of ``test_rules_as_device_code``, which is built as a whole."""
 

@@ -72,13 +72,11 @@ dense(q=randn(2, 16, 64, dtype=BF16)) -> ValueError: q has shape (2, 16, 64); ac
 dense(q=torch.ones((), dtype=BF16)) -> ValueError: q has shape (); accepted: (batch,
 dense(q=randn(3, 16, 4, 64, dtype=BF16)) -> ValueError: k has batch 2; accepted: 3, q's
 dense(v=randn(2, 23, 2, 64, dtype=BF16)) -> ValueError: v has shape (2, 23, 2, 64); accepted: (2, 24, 2)
-dense(v=randn(2, 24, 1, 64, dtype=BF16)) -> ValueError: v has shape (2, 24, 1, 64)
 dense(q=randn(2, 16, 4, 32, dtype=BF16)) -> ValueError: k has head_dim 64; accepted: 32, q's
 dense(q=randn(2, 16, 4, 0), k=randn(2, 24, 2, 0), v=randn(2, 24, 2, 8)) -> ValueError: head dims 0 and 8
 dense(q=randn(2, 16, 3, 64, dtype=BF16)) -> ValueError: q has 3 heads; accepted: a multiple of k's 2
 dense(k=randn(2, 24, 0, 64, dtype=BF16), v=randn(2, 24, 0, 64, dtype=BF16))
     -> ValueError: q has 4 heads; accepted: a multiple of k's 0
-dense(softmax_scale=-math.inf) -> ValueError: softmax_scale is -inf
 dense(softmax_scale=math.nan) -> ValueError: softmax_scale is nan; accepted: a finite number
 dense(softmax_scale=torch.tensor(1.0)) -> TypeError: softmax_scale is tensor(1.); accepted: a Python number
 dense(causal="left") -> ValueError: causal is 'left'; accepted: False, True, 'bottom_right', 'top_left'
@@ -90,7 +88,6 @@ dense(softcap=-1.0) -> ValueError: softcap is -1.0; accepted: a finite number ab
 dense(softcap=math.inf) -> ValueError: softcap is inf
 dense(dropout_p=1.0) -> ValueError: dropout_p is 1.0; accepted: 0 <= dropout_p < 1
 dense(dropout_p=1 - 2 ** (-25)) -> ValueError: dropout_p is 0.9999999...; accepted: 0 <=
-dense(dropout_p=-0.1) -> ValueError: dropout_p is -0.1
 dense(dropout_mask="cudnn") -> ValueError: dropout_mask is 'cudnn'; accepted: 'flash', 'mem_efficient'
 dense(dropout_p=0.1, rng_state=int32(1, 2)) -> TypeError: rng_state has dtype torch.int32; accepted: torch.int64
 dense(dropout_p=0.1, rng_state=torch.tensor([1])) -> ValueError: rng_state has shape (1,)
@@ -99,12 +96,8 @@ dense(sinks=randn(2, 4)) -> ValueError: sinks has shape (2, 4); accepted: (4,), 
 dense(sinks=randn(4).double())
     -> TypeError: sinks has dtype torch.float64; accepted: torch.float16, torch.bfloat16, torch.float32
 dense(bias=randn(24)) -> ValueError: bias has shape (24,); accepted: (2, 4, 16, 24), where each may be 1
-dense(q=torch.ones(2, 16, 4, 64, dtype=torch.int32), bias=torch.ones(16, 24, dtype=torch.bool))
-    -> TypeError: q has dtype torch.int32
 varlen(max_seqlen_k="a", bias=randn(1, 1, 16, 1)) -> TypeError: max_seqlen_k is 'a'
-varlen(max_seqlen_k=2 ** 70, bias=randn(1, 1, 16, 1)) -> ValueError: max_seqlen_k is 1180591620717411303424
 dense(bias=randn(1, 1, 15, 24)) -> ValueError: bias has shape (1, 1, 15, 24)
-dense(bias=randn(1, 1, 16, 23)) -> ValueError: bias has shape (1, 1, 16, 23)
 dense(bias=torch.ones(1, 1, 16, 24, dtype=torch.int32)) -> TypeError: bias has dtype torch.int32
 dense(seqused_k=torch.tensor([3, 4])) -> TypeError: seqused_k has dtype torch.int64; accepted: torch.int32
 dense(seqused_k=int32(3)) -> ValueError: seqused_k has shape (1,); accepted: (2,)
@@ -147,7 +140,6 @@ attention_varlen_backward(*[Q[0]] * 5, LSE, CU, CU, 9, 9)
     -> ValueError: lse has shape (1, 2, 16); accepted: (2, 16) or (2, 2, 9 or more)
 attention_varlen_backward(*[Q[0]] * 5, torch.zeros(2, 2, 6), CU, CU, 9, 9) -> ValueError: lse has shape (2, 2, 6); acc
 attention_varlen_backward(*[Q[0]] * 5, torch.zeros(3, 2, 9), CU, CU, 9, 9) -> ValueError: lse has shape (3, 2, 9); acc
-attention_varlen_backward(*[Q[0]] * 5, torch.zeros(2, 2, 0), CU, CU, 9, 9) -> ValueError: lse has shape (2, 2, 0); acc
 """
 
 
@@ -481,16 +473,6 @@ def test_an_lse_alone_gives_v_a_gradient_of_zeros(dtype):
     assert torch.equal(v.grad, torch.zeros_like(v))
 
 
-@pytest.mark.parametrize("sizes", [(0, 5, 6), (2, 0, 6), (2, 5, 0)], ids=["batch", "queries", "keys"])
-def test_empty_inputs_have_zero_gradients(sizes):
-    batch, seqlen_q, seqlen_k = sizes
-    q, k, v = (randn(batch, n, 2, 8).requires_grad_() for n in (seqlen_q, seqlen_k, seqlen_k))
-    inputs = (q, k, v, randn(1, 1, 1, seqlen_k).requires_grad_())
-    for output in attention(*inputs[:3], bias=inputs[3], return_lse=True):
-        grads = torch.autograd.grad(output.sum(), inputs, retain_graph=True)
-        assert all(torch.equal(grad, torch.zeros_like(x)) for grad, x in zip(grads, inputs, strict=True))
-
-
 # ---- precision and autocast ----
 
 
@@ -532,14 +514,6 @@ def test_a_given_output_is_written():
     result, lse = attention(q, k, v, out=out, return_lse=True)
     expected, expected_lse = attention(q, k, v, return_lse=True)
     assert result is out and torch.equal(out, expected) and torch.equal(lse, expected_lse)
-
-
-def test_a_given_output_has_no_gradient():
-    q = randn(1, 16, 2, 32).requires_grad_()
-    with pytest.raises(ValueError, match="out is given where autograd records"):
-        attention(q, q, q, out=torch.empty(1, 16, 2, 32))
-    with torch.no_grad():
-        attention(q, q, q, out=torch.empty(1, 16, 2, 32))
 
 
 def test_tangents_are_followed_on_the_cpu_and_refused_elsewhere():

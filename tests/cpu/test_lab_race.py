@@ -6,7 +6,6 @@ import torch
 from cute_attn.lab.benchmark import peers
 from cute_attn.lab.card import Contender, Wrong
 from cute_attn.lab.race import ab, fastest
-from cute_attn.lab.sensors import State
 from cute_attn.lab.workloads import default_workloads, parse
 from cute_attn.traits import Traits
 from tests.simulated_card import SimulatedCard
@@ -38,14 +37,6 @@ def test_an_ab_says_what_is_so(speed, outcome):
     assert one.low <= speed <= one.high and abs(one.ratio - speed) < 0.005
     assert (one.state.clock_mhz, one.state.reasons, one.void) == (1755, ("power",), 0)
     assert (found.gpu, found.driver) == ("simulated", "1.0")
-
-
-def test_rounds_are_void_while_the_gpu_is_slowed_by_heat():
-    states = [State(1200, 500, 88, ("heat",))] * 5 + [State(1755, 690, 61, ("power",))]
-    (one,) = ab(NARROW, DEFAULT, ["s8192"], card=card(options={"states": states})).measured
-    assert (one.rounds, one.void, one.state.celsius) == (21, 5, 88)
-    with pytest.raises(ValueError, match=r"all 1000 rounds on fwd-.* are void: the GPU is slowed by heat"):
-        ab(NARROW, DEFAULT, ["s8192"], card=card(options={"states": states[:1]}), budget_s=1e9)
 
 
 def test_a_wrong_kernel_is_not_timed():

@@ -1,20 +1,14 @@
 """Spaces, timings on disk and the tuner, on a simulated card with simulated builds: no real clock."""
 
-import csv
 import dataclasses
-import json
 
 import pytest
 
-from cute_attn import compiler
 from cute_attn.compiler import registry
-from cute_attn.kernels.forward_sm90.heuristics import TABLE
-from cute_attn.lab import builds as builds_module
 from cute_attn.lab.builds import Built
-from cute_attn.lab.card import Contender, Lost
-from cute_attn.lab.race import workloads_of
+from cute_attn.lab.card import Contender
 from cute_attn.lab.space import Space
-from cute_attn.lab.tune import Equipment, table_row, tune
+from cute_attn.lab.tune import Equipment, tune
 from cute_attn.tiles import ForwardSm90Tile
 from cute_attn.traits import Traits
 from tests.simulated_card import SimulatedCard
@@ -136,21 +130,6 @@ def test_the_default_stays_where_nothing_is_faster(kept):
     assert all(one.gain < 1 for one in study.candidates if one.status == "timed")
 
 
-def test_the_winner_is_printed_as_a_row_of_the_kernels_table(kept):
-    """With its speed on the largest workload, at 0.93 ms, in the place of the default's row."""
-    study, _, _ = run(rugged, kept, workloads=(), budget_s=120.0)
-    shapes = workloads_of([Contender(NAME)], study.workloads)
-    (line,) = csv.reader([table_row(study, shapes, "0123abc")])
-    row = next(row for row in TABLE.rows if row.name == "d128")
-    assert line[: 1 + len(row.keys)] == ["d128", *row.keys]
-    tile, measured, *others = line[1 + len(row.keys) :]
-    assert ForwardSm90Tile().override(tile) == dataclasses.replace(row.tile, tile_n=64)
-    speed, unit, rest = measured.split(" ", 2)
-    assert float(speed) == pytest.approx(shapes[1].flops / 0.93e9, rel=0.01)
-    assert (unit, rest) == ("TFLOP/s", "on fwd-bf16-d128-b2-s8192-h16; simulated; 0123abc")
-    assert others == ["", ""]
-
-
 # ---- what goes wrong ----
 
 
@@ -227,33 +206,7 @@ def test_a_stopped_study_goes_on_without_timing_twice(kept):
     assert not {tile_of(c) for c in done} & set(builds.submitted), "what is timed need not be built"
 
 
-def test_a_tile_that_ended_the_gpus_context_is_left_out_the_next_time(kept):
-    deadly = Contender(NAME, "tile_n=80")
-    card = SimulatedCard(milliseconds_of(slower), failing={deadly: Lost("tile_n=80 ended the GPU's context")})
-    with pytest.raises(Lost, match="call it again, and the study goes on without this tile"):
-        run(None, kept, "tile_n=64..112:16", card=card)
-    study, card, builds = run(slower, kept, "tile_n=64..112:16")
-    (lost,) = (one for one in study.candidates if one.status == "failed")
-    assert lost.change == "tile_n=80" and lost.reason.startswith(
-        "an earlier study ran it and never came back; "
-    )
-    assert tile_of(deadly) not in builds.submitted and deadly not in heats(card)
-
-
 # ---- spaces ----
-
-
-def test_spaces_by_text():
-    space = Space.parse("tile_n=64..96:16|128, num_stages=1|2,q_in_regs,speculative=true", DEFAULT)
-    assert dict(space.values) == {
-        "tile_n": (64, 80, 96, 128),
-        "num_stages": (1, 2),
-        "q_in_regs": (False, True),
-        "speculative": (True,),
-    }
-    assert len(list(space.all())) == 16
-    tiles, declined = space.tiles(TRAITS, "sm90")
-    assert len(tiles) + declined.total() == 16 and all(tile.reject(TRAITS, "sm90") is None for tile in tiles)
 
 
 @pytest.mark.parametrize(
@@ -269,28 +222,3 @@ def test_spaces_by_text():
 def test_wrong_spaces(text, message):
     with pytest.raises(ValueError, match=message):
         Space.parse(text, DEFAULT)
-
-
-# ---- builds in processes ----
-
-
-def test_a_worker_builds_and_ranks():
-    """In this process; a default that test_defaults.py builds too."""
-    from cute_attn.lab import tune_worker
-    from cute_attn.lab.workloads import default_workloads
-
-    name = "forward-sm90-bf16-d128-causal"
-    workloads = default_workloads(Traits.parse(name))
-    plain = json.loads(json.dumps([dataclasses.asdict(workload) for workload in workloads]))
-    request = {"traits": name, "tile": None, "target": "sm90", "modules": {}}
-    answer = json.loads(json.dumps(tune_worker.build_and_rank(plain, **request)))
-    kernel = registry.lookup(Traits.parse(name))
-    assert answer["error"] is None and answer["key"] == compiler.key_of(kernel, "sm90")
-    assert answer["no_rank"] == "" and answer["spills_in_step"] == 0
-    clocks = [answer["estimates"][workload.name] for workload in workloads]
-    assert 0 < clocks[0] < clocks[1], "four times the scores"
-    assert tune_worker.build_and_rank([], **request).keys() == {"seconds", "error"}, "for no workload no rank"
-    failed = tune_worker.build_and_rank(plain, **request | {"tile": "tile_n=2048"})
-    assert "shared memory" in failed["error"] or "accepted" in failed["error"]
-    built = builds_module._built(kernel.tile, answer)
-    assert built.estimates == answer["estimates"] and built.key == answer["key"] and not built.error

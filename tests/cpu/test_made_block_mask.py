@@ -321,11 +321,10 @@ def test_bounds_of_comparisons(compare):
     assert torch.equal(by_bounds, right) and len(right.unique()) == 2
 
 
-@pytest.mark.parametrize("first", range(0, 16, 8))
-def test_bounds_are_sound(first):
+def test_bounds_are_sound():
     """Also where numbers wrap, overflow or are NaN: what they decide is what the same code finds without them."""
     decided = 0
-    for seed in range(first, first + 8):
+    for seed in range(8):
         mask = random_mask(seed), 1, len(THRESHOLDS), (96, 112), (16, 16)
         by_bounds, right = emulated_kinds(*mask, ByBounds), emulated_kinds(*mask, Evaluating)
         known = by_bounds != PARTIAL

@@ -1,22 +1,13 @@
 """Records found by torch's guards, and by the whole key of a call."""
 
-import gc
-import weakref
-from collections import OrderedDict
-
 import pytest
 import torch
 import tvm_ffi
 from torch.autograd import forward_ad
 from torch.nn.attention.flex_attention import create_block_mask
 
-from cute_attn import attention, flash_attn, flex, sdpa, transformers
-from cute_attn.compiler import registry
-from cute_attn.epilogues.functions import known
+from cute_attn import attention, flash_attn, flex, transformers
 from cute_attn.host import block_masks, plans, record
-from cute_attn.host.activation import Options
-from cute_attn.kernels.backward_sm80.kernel import BackwardSm80
-from cute_attn.kernels.forward_sm80 import ForwardSm80
 from tests import machine
 
 KEY = ("some", 0.5, None)
@@ -174,23 +165,6 @@ def test_keys_that_cannot_be_hashed():
     assert not plans._records
 
 
-def test_an_owners_plans_are_forgotten_alone():
-    first, second = object(), object()
-    for owner in (first, second):
-        learn(tensors(), NUMBERS[0], (owner, 1))
-        assert seen(tensors(), (owner, 1)) == NUMBERS[0]
-    plans.forget(first)
-    assert seen(tensors(), (first, 1)) is None and seen(tensors(), (second, 1)) == NUMBERS[0]
-
-
-def test_more_calls_in_turn_than_have_guards_make_no_guards_anew(monkeypatch):
-    for n, kept in enumerate(NUMBERS):
-        learn(tensors(n + 1), kept)
-        seen(tensors(n + 1))
-    monkeypatch.setattr(plans, "guards", None)
-    assert [seen(tensors(n + 1)) for n in range(12)] == NUMBERS
-
-
 def test_a_plan_is_made_once():
     made = [plans.plan(KEY, tensors(n), object) for n in (5, 5, 6)]
     assert made[0] is made[1] is not made[2] and plans.known_plan(KEY, tensors()) is made[0]
@@ -261,21 +235,6 @@ def test_the_precision_of_fp32_is_that_of_each_call(door, monkeypatch):
         flags.allow_tf32 = before
 
 
-def test_a_function_that_learns_is_left_to_attention(monkeypatch):
-    """Its record of a call with gradients is attention's, also within another door's call."""
-    machine.gpu(monkeypatch, lambda kernel, target: lambda given: None)
-    q, table = torch.randn(2, 4, 64, 64).half(), torch.randn(64, requires_grad=True)
-    made = []
-    record_of = record.Recording.record
-    monkeypatch.setattr(
-        record.Recording, "record", lambda self, *a, **k: made.append(record_of(self, *a, **k)) or made[-1]
-    )
-    for _ in range(6):
-        out = flex.flex_attention(q, q, q, lambda s, b, h, i, j: s + table[j])
-        assert out.requires_grad
-    assert len(made) == 2 and made[1] is not None and made[1].plan is not None, "one at each door"
-
-
 # ---- calls of the doors, recorded, and what then differs ----
 
 
@@ -341,65 +300,11 @@ def test_a_tangent_is_refused_after_a_record(door, launches):
             call(dual, *given[1:])
 
 
-def test_a_variant_of_the_backward_serves_steps_from_its_registration_on(launches, monkeypatch):
-    monkeypatch.setattr(registry, "KERNELS", dict(registry.KERNELS))
-    grad, leaves = randn(1, 16, 2, 64), [randn(1, 16, 2, 64, grad=True) for _ in range(3)]
-
-    def backward_of_a_step():
-        launches.clear()
-        torch.autograd.grad(attention(*leaves, kernel="sm80:mine"), leaves, grad)
-        return [x.variant for x in launches if x.op == "backward"]
-
-    registry.register(type("Mine", (ForwardSm80,), {}), variant="mine")
-    assert [backward_of_a_step() for _ in range(3)] == [[""]] * 3
-    registry.register(type("Mine", (BackwardSm80,), {}), variant="mine", op="backward")
-    assert backward_of_a_step() == ["mine"]
-
-
-def test_a_function_that_is_forgotten_before_its_gradient_is_traced_again(launches, monkeypatch):
-    monkeypatch.setattr(known, "_known", OrderedDict())
-    monkeypatch.setattr(known, "_MOST", 4)
-    grad, leaves, usual = randn(1, 16, 2, 64), [randn(1, 16, 2, 64, grad=True) for _ in range(3)], scaled(0.5)
-    for step in range(8):
-        out = attention(*leaves, score_mod=usual) + attention(*leaves, score_mod=scaled(1.0 + step))
-        torch.autograd.grad(out, leaves, grad)
-        del out
-
-
-def test_one_tensor_for_three_is_another_call_than_three(launches, recordings):
-    q, k, v = (randn(2, 128, 4, 64) for _ in range(3))
-    for given in ((q, q, q), (q, k, v), (q, k, k)):
-        recordings.clear()
-        for _ in range(4):
-            attention(*given)
-        assert len(recordings) == 1
-
-
 def test_a_function_of_one_tensor_is_recorded_once(launches, recordings):
     q, function = randn(2, 128, 4, 64), scaled(0.5)
     for _ in range(5):
         attention(q, q, q, score_mod=function)
     assert len(recordings) == 1
-
-
-def test_a_function_over_many_shapes_in_turn_is_recorded_once_for_each(launches, recordings):
-    calls, function = [randn(1, 16 * (i + 1), 2, 64) for i in range(2 * plans._MOST_GUARDS)], scaled(0.5)
-    for _ in range(4):
-        for q in calls:
-            attention(q, q, q.clone(), score_mod=function)
-    assert len(recordings) == len(calls)
-
-
-def test_an_unaligned_call_leaves_the_operators_record_to_the_next(launches, recordings):
-    active = sdpa.Activation(Options(), "CPU")
-    try:
-        given = [randn(2, 4, 128, 64) for _ in range(3)]
-        unaligned = randn(2 * 4 * 128 * 64 + 1)[1:].view(2, 4, 128, 64)
-        for q in (given[0], unaligned, *given[:1] * 4):
-            torch.ops.aten._scaled_dot_product_flash_attention(q, *given[1:], 0.0, True)
-    finally:
-        active.remove()
-    assert len(recordings) == 2 and len(launches) == 6
 
 
 def test_a_capture_is_no_record(launches, recordings, monkeypatch):
@@ -414,22 +319,3 @@ def test_a_capture_is_no_record(launches, recordings, monkeypatch):
     for _ in range(4):
         attention(q, k, v, block_mask=mask)
     assert len(recordings) == 1
-
-
-def test_a_function_that_calls_itself_is_let_go(launches):
-    alive = []
-    q, k, v = (randn(2, 128, 4, 64) for _ in range(3))
-
-    def made():
-        table = torch.randn(4)
-        alive.append(weakref.ref(table))
-
-        def function(score, b, h, q_idx, kv_idx, again=True):
-            return function(score, b, h, q_idx, kv_idx, False) if again else score + table[h]
-
-        return function
-
-    for _ in range(5):
-        attention(q, k, v, score_mod=made())
-    gc.collect()
-    assert not any(one() is not None for one in alive)

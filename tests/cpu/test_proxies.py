@@ -48,7 +48,6 @@ PRODUCER = [
 WAIT = f"SYNCS.PHASECHK.TRANS64.TRYWAIT P0,{FULL},R2"
 RELEASE = f"SYNCS.ARRIVE.TRANS64.A1T0 RZ,{EMPTY},RZ"
 ARRIVE_AT_OTHER = f"SYNCS.ARRIVE.TRANS64.A1T0 RZ,{OTHER},RZ"
-WAIT_FOR_OTHER = f"SYNCS.PHASECHK.TRANS64.TRYWAIT P0,{OTHER},R2"
 FENCE, READ = "FENCE.VIEW.ASYNC.S", "LDSM.16.M88.4 R80,[R76]"
 
 
@@ -107,43 +106,3 @@ def test_pipelines_are_found_by_their_producer():
 def test_releases(lines, found):
     made = code(*lines)
     assert [f"{i.address:#x}" for i in unordered(made)] == [address(n) for n in found]
-
-
-@pytest.mark.parametrize(
-    ("lines", "found"),
-    [
-        (("STSM.16.M88.4 [R4],R8", FENCE, "BAR.SYNC 0x1,0x80", "UTMASTG.4D [UR4],[UR8]"), []),
-        (("STSM.16.M88.4 [R4],R8", "BAR.SYNC 0x1,0x80", "UTMASTG.4D [UR4],[UR8]"), [3]),
-        # Another warp stores what this one wrote while it held a stage.
-        (
-            (
-                "STS.128 [R4],R8",
-                FENCE,
-                ARRIVE_AT_OTHER,
-                WAIT_FOR_OTHER,
-                "UBLKRED.G.S.ADD.F32.RN [UR6],[UR5],UR8",
-            ),
-            [],
-        ),
-        (
-            (
-                "STS.128 [R4],R8",
-                ARRIVE_AT_OTHER,
-                FENCE,
-                WAIT_FOR_OTHER,
-                "UBLKRED.G.S.ADD.F32.RN [UR6],[UR5],UR8",
-            ),
-            [2],
-        ),
-    ],
-)
-def test_stores(lines, found):
-    made = code(WAIT, *lines, FENCE, RELEASE)
-    assert [f"{i.address:#x}" for i in unordered(made)] == [address(n) for n in found]
-
-
-def test_barriers_that_cannot_be_told_apart():
-    with pytest.raises(ValueError, match="no release of the stages of the mbarrier at 0x10"):
-        proxy_order(code(WAIT, READ))
-    with pytest.raises(ValueError, match="is not clear"):
-        proxy_order(code(WAIT, RELEASE, "SYNCS.ARRIVE.TRANS64 RZ,[UR4+0x30],R3"))

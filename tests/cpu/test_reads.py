@@ -14,7 +14,6 @@ from cute_attn.compiler import compiled
 from cute_attn.epilogues import names
 from cute_attn.epilogues.functions import known
 from cute_attn.epilogues.functions.known import epilogue_of
-from cute_attn.host import plans
 from tests import refusals
 
 TABLE = torch.tensor([1.0, 1.0])
@@ -407,18 +406,6 @@ def test_kernels_and_plans_go_with_their_function(monkeypatch):
     assert len(kernels) == 4  # nothing is asked where no traced function's kernel comes
     compiled._let_go(kernels["d"].traits)
     assert set(kernels) == {"b", "d"}
-
-
-def test_plans_go_with_their_function():
-    import weakref
-
-    epilogue = Kernel("")
-    key = ("forward", ((), weakref.ref(epilogue)), True)
-    assert plans.plan(key, (), lambda: "plan") == plans.known_plan(key, ()) == "plan"
-    count, other = len(plans._plans), Kernel("")
-    del epilogue, key
-    plans.plan(("forward", ((), weakref.ref(other)), True), (), lambda: "other plan")
-    assert len(plans._plans) == count
 
 
 def test_functions_come_from_many_threads(monkeypatch):

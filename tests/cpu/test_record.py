@@ -10,7 +10,7 @@ import torch
 import tvm_ffi
 
 from cute_attn.compiler import registry
-from cute_attn.host import counters, record
+from cute_attn.host import record
 from cute_attn.host.padding import Copies
 from cute_attn.host.record import Recording
 from cute_attn.traits import Traits
@@ -316,32 +316,6 @@ def test_a_record_keeps_no_tensor():
     assert not any(reference() is not None for reference in references)
 
 
-def test_a_record_keeps_no_counters(monkeypatch):
-    """A launch that a CUDA graph captures has counters of its own, in the graph's memory."""
-    references = []
-
-    def schedule(device):
-        own = torch.zeros(4, dtype=torch.int32)
-        references.append(weakref.ref(own))
-        return own, 132
-
-    @kernel
-    def note(x, tiles, out):
-        assert tiles[1] == 132
-
-    def run(x, y):
-        out = record.empty(x, (1,), (1,), x.dtype)
-        record.launch(note, x, record.work_tiles(-1), out)
-        return (out,)
-
-    monkeypatch.setattr(counters, "schedule", schedule)
-    calls = Calls(run)
-    for seed in range(3):
-        calls(*inputs(seed))
-    gc.collect()
-    assert len(references) == 3 and not any(reference() is not None for reference in references)
-
-
 def test_calls_at_one_time_have_arguments_of_their_own():
     """A launching function runs without the interpreter's lock: others may come in between."""
     calls, inside, results = Calls(), threading.Event(), {}
@@ -463,12 +437,3 @@ def test_counts_are_those_of_each_call():
     for seed in range(3):
         calls(*inputs(seed))
     assert served == {("door", ""): 3} and calls.in_steps == 1
-
-
-def test_without_a_recording_steps_execute_alone():
-    x, y = inputs(0)
-    check(call(x, y), x, y)
-    with Recording((x, y)) as recording:
-        record.also()
-        found = call(x, y)
-    assert recording.record(found) is None and record.thread.recording is None

@@ -10,7 +10,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cute_attn import sdpa
 from cute_attn.cli import run
 from cute_attn.cli.main import app
 from cute_attn.host import doors
@@ -190,26 +189,3 @@ def test_a_declined_call_has_its_reason():
     assert row.reason == found and found.startswith("q has head_dim 20; accepted")
     assert row.signature == "bf16, 1x2x8x20, k 1x2x8x20, v 1x2x8x20, dropout_p 0.5"
     assert row.gain == f"nothing: {found}"
-
-
-def test_the_dispatcher_asks_the_observer():
-    observer = Observer()
-    activation = sdpa.Activation(Options(), "CPU")
-    try:
-        with observer.watching():
-            torch.ops.aten._scaled_dot_product_flash_attention(*tensors())
-        torch.ops.aten._scaled_dot_product_flash_attention(*tensors())
-    finally:
-        activation.remove()
-    assert [row.calls for row in observer.rows.values()] == [1]
-
-
-def test_calls_of_ours_by_name_are_watched(monkeypatch):
-    observer, q = Observer(), tensors()[0]
-    with observer.watching():
-        doors.note("door", {"query": q, "key": q, "value": q})
-        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-        doors.note("door", {"query": q, "key": q, "value": q})
-    assert doors.watcher is None
-    (row,) = observer.rows.values()
-    assert (row.calls, row.reason) == (1, "query is on cpu, where the reference computes it")

@@ -1,7 +1,6 @@
 """PyTorch's attention operators on the kernels: which calls are served, layouts, values, and the way back."""
 
 import inspect
-import itertools
 import math
 import random
 import subprocess
@@ -274,94 +273,6 @@ def test_reason_takes_the_arguments_of_scaled_dot_product_attention():
         assert "query has shape (2, 4, 128)" in sdpa.reason(q3, q64, q64)
         assert "tensors are on cpu, cuda:0" in sdpa.reason(q64, q64, q64, torch.empty(1, 128, device="cpu"))
     assert sdpa.reason(*(randn(1, 1, 8, 8),) * 3) == "query is on cpu; accepted: cuda"
-
-
-# ---- layouts of outputs: PyTorch's meta functions ----
-
-ORDERS = list(itertools.permutations(range(3)))
-
-
-def laid_out(*shape, order, seed=0, gap=0):
-    """Random, with dimensions in memory in that order and ``gap`` elements after each row."""
-    order = (*order, 3)
-    stored = randn(*(shape[i] + gap * (i == 3) for i in order), seed=seed, dtype=BF16)[..., : shape[3]]
-    return stored.permute([order.index(i) for i in range(4)])
-
-
-def signature_of(x):
-    """Of a dropout state drawn here the dtype is uint64, which only backwards read."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    return tuple(x.shape), x.stride(), torch.int64 if x.dtype == torch.uint64 and not x.shape else x.dtype
-
-
-def on_meta(arguments):
-    """The arguments on the meta device, with their strides."""
-    return [
-        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-        if isinstance(x, torch.Tensor)
-        else x
-        for x in arguments
-    ]
-
-
-def check_contract(name, *arguments, **options):
-    """The operator's outputs, of which all but the debug mask are laid out as PyTorch's meta function says."""
-    own = next(functions[name] for functions in OPERATORS.values() if name in functions)
-    outputs = own(Options(), *arguments, **options)
-    assert not isinstance(outputs, str), outputs
-    expected = getattr(aten, name)(*on_meta(arguments), **options)
-    assert [signature_of(x) for x in outputs] == [signature_of(x) for x in expected]
-    return outputs
-
-
-@pytest.mark.parametrize("gap", [0, 8])
-@pytest.mark.parametrize("order", ORDERS)
-def test_flash_contract(order, gap):
-    q, k, v = (laid_out(2, h, n, 16, order=order, gap=gap) for h, n in ((4, 9), (2, 11), (2, 11)))
-    name = "_scaled_dot_product_flash_attention"
-    out, lse, *_, seed, offset, _ = check_contract(name, q, k, v, 0.2, True)
-    check_contract(name + "_backward", out, q, k, v, out, lse, None, None, 9, 11, 0.2, True, seed, offset)
-
-
-@pytest.mark.parametrize("rows", [9, 64])
-@pytest.mark.parametrize("log", [False, True])
-@pytest.mark.parametrize("order", ORDERS)
-def test_efficient_contract(order, log, rows):
-    q, k, v = (laid_out(2, 4, n, d, order=order, gap=8) for n, d in ((rows, 16), (11, 16), (11, 24)))
-    bias = randn(2, 4, rows, 11, dtype=BF16)
-    name = "_scaled_dot_product_efficient_attention"
-    out, lse, seed, offset = check_contract(name, q, k, v, bias, log, 0.2)
-    if log:
-        for needed in ([True] * 4, [True, True, True, False]):
-            saved = (out, q, k, v, bias, out, lse, seed, offset, 0.2, needed)
-            check_contract(name + "_backward", *saved)
-
-
-@pytest.mark.parametrize("dim_v", [16, 24])
-@pytest.mark.parametrize("order", ORDERS)
-def test_cudnn_contract(order, dim_v):
-    q, k, v = (laid_out(2, 4, n, d, order=order, gap=8) for n, d in ((9, 16), (11, 16), (11, dim_v)))
-    name = "_scaled_dot_product_cudnn_attention"
-    out, lse, *_, seed, offset, _ = check_contract(name, q, k, v, None, True)
-    saved = (out, q, k, v, out, lse, seed, offset, None, None, None, 9, 11, 0.0, False)
-    check_contract(name + "_backward", *saved)
-
-
-@pytest.mark.parametrize("heads_first", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-def test_contract_of_rows_before_heads(packed, heads_first):
-    q, k = randn(16, 4, 24, dtype=BF16)[..., :16], randn(16, 2, 16, seed=1, dtype=BF16)
-    if heads_first:
-        q, k = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k))
-    lengths = (CU, CU, 11, 11) if packed else (None, None, 16, 16)
-    if not packed:
-        q, k = q[None], k[None]
-    arguments = (q, k, k, *lengths, 0.2, True)
-    name = "_flash_attention_forward"
-    out, lse, state, unused, _ = check_contract(name, *arguments, False, window_size_left=3)
-    saved = (out, q, k, k, out, lse, *lengths, 0.2, True, state, unused)
-    check_contract("_flash_attention_backward", *saved, window_size_left=3)
 
 
 # ---- values and gradients, through PyTorch's dispatcher and autograd ----

@@ -1,11 +1,9 @@
 """The sweep of random shapes without a GPU: useful operations, and what we compute."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cute_attn.lab.benchmark import peers
 from cute_attn.lab.benchmark.workload import Workload
 
 # ---- useful operations ----
@@ -50,44 +48,3 @@ def test_flops_are_of_the_pairs_of_every_sequence(lengths, mask, window, right, 
     band = (window if windowed else None, 0 if causal else right if windowed else None)
     pairs = sum(_count(*pair, *band) for pair in lengths)
     assert workload.flops == 2 * 6 * pairs * op[1]
-
-
-# ---- peers accept the shapes ----
-
-
-@pytest.mark.parametrize(
-    "features",
-    [
-        {"seqlen_k": 40, "causal": True},
-        {"seqlen_k": 9, "window": 5, "window_right": 2},
-        {"lengths": (3, 17), "lengths_k": (20, 4), "window": 6, "causal": True},
-        {"lengths": (3, 17), "lengths_k": (20, 4), "softcap": True},
-    ],
-)
-def test_we_compute_what_the_workload_says(features):
-    """Against torch's softmax with an explicit mask."""
-    workload = Workload(2, 24, 4, 64, 2, 32, dtype="fp32", **features)
-    x = workload.inputs("cpu")
-    out = peers.ours("sm80")(workload, x)()
-    assert out.shape == (*x.q.shape[:-1], 32)
-    if workload.lengths:
-        tensors = zip(
-            x.q.split(workload.lengths),
-            *(tensor.split(workload.lengths_k) for tensor in (x.k, x.v)),
-            out.split(workload.lengths),
-            strict=True,
-        )
-    else:
-        tensors = zip(x.q, x.k, x.v, out, strict=True)
-    left, right = workload.band
-    for q, k, v, mine in tensors:
-        own = torch.arange(len(q))[:, None] + len(k) - len(q)
-        distance = torch.arange(len(k)) - own
-        hidden = torch.zeros_like(distance, dtype=torch.bool)
-        hidden |= distance < -left if left is not None else hidden
-        hidden |= distance > right if right is not None else hidden
-        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1)) / 8
-        if workload.softcap:
-            scores = 30 * (scores / 30).tanh()
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0)
-        torch.testing.assert_close(mine, torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(2, 1)))

@@ -8,11 +8,7 @@ from cutlass._mlir_helpers import op
 from cutlass.base_dsl import dsl
 
 from cute_attn import SpillWarning, compiler
-from cute_attn.kernels.step import StepContent
-from cute_attn.lab.copies import Conflicts
-from cute_attn.lab.gpu import resident_blocks
-from cute_attn.lab.sass import BYTES, Instruction, Loop, Step
-from cute_attn.lab.verdict import clocks, verdict
+from cute_attn.lab.verdict import verdict
 from tests import refusals, toy
 
 AMPERE, HOPPER = "forward-sm80-bf16-d64-causal", "forward-sm90-bf16-d128-causal"
@@ -120,13 +116,6 @@ def test_a_users_kernel_without_a_step_says_so(fresh_cache):
         verdict(compiled, "values=8")
 
 
-@pytest.mark.filterwarnings("ignore::cute_attn.SpillWarning")
-def test_spills_outside_the_step_are_counted(fresh_cache):
-    one = verdict(compiler.compile(toy.NAME, "values=256", "sm80"))
-    assert one.spills_in_step == 0 and one.spills_outside > 10
-    assert f"0 in the step, {one.spills_outside} outside" in str(one)
-
-
 def test_a_verdict_counts_spills_and_does_not_warn_of_them(fresh_cache):
     with warnings.catch_warnings():
         warnings.simplefilter("error", SpillWarning)
@@ -157,57 +146,3 @@ def test_source_lines_and_the_same_machine_code(source_locations):
     assert exp2.place.startswith("device/math.py:") and exp2.instructions >= lined.step.exp2
     assert {line.place.partition(":")[0] for line in lined.lines} >= {"device/gemm.py", "device/copy.py"}
     assert verdict(compiler.compile(SMALL, target="sm80"), lines=True).lines == lined.lines
-
-
-# ---- units ----
-
-
-def test_clocks_of_a_step():
-    """Two warpgroups: a wgmma from shared memory, an ldmatrix with conflicts, an exponential, a conversion."""
-    names = [
-        ("HGMMA", ("64x64x16", "F32", "BF16"), ("R0", "gdesc[UR4]", "RZ", "!UPT"), 2),
-        ("HGMMA", ("64x128x16", "F32", "BF16"), ("R0", "R8", "gdesc[UR4]", "R0"), 1),
-        ("LDSM", ("16", "M88", "4"), ("R4", "[R2]"), 3),
-        ("STS", ("64",), ("[R2]", "R4"), 1),
-        ("MUFU", ("EX2",), ("R4", "R4"), 4),
-        ("F2F", ("BF16", "F32"), ("R4", "R4"), 5),
-        ("F2FP", ("BF16", "F32", "PACK_AB"), ("R4", "R4", "R5"), 6),
-    ]
-    code = tuple(
-        (Instruction(BYTES * n, opcode, modifiers, operands, "", stall, ()), 2 if opcode == "MUFU" else 1)
-        for n, (opcode, modifiers, operands, stall) in enumerate(names)
-    )
-    step = Step(Loop(0, frozenset({0})), code, 1)
-    content = StepContent(mma=2, exp2=2, elements=8, warps=8, async_bytes=1280)
-    copies = [
-        Conflicts("Q by ldmatrix", "LDSM", 1024, 512, 4),
-        Conflicts("K by ldmatrix", "LDSM", 512, 512, 1),
-    ]
-    found = clocks(step, content, "sm90", copies)
-    assert found.tensor == 2 * 64 * 16 * (64 + 128) / 4096 * 2
-    assert found.special == 8 * 3 * 2
-    assert found.issue == 8 * 8 / 4
-    wgmma = 2 * (16 * 2 * (64 + 64) + 16 * 2 * 128) / 128
-    assert found.shared == pytest.approx(wgmma + 8 * (4 * 1.5 + 2) + 10)
-    assert found.warp == 2 + 1 + 3 + 1 + 2 * 4 + 5 + 6
-    assert found.bound == "shared memory"
-    more = clocks(step, dataclasses.replace(content, other_wgmma=(3, 256)), "sm90", copies)
-    assert more.tensor == found.tensor + 3 * 2 * 64 * 16 * 256 / 4096
-    assert more.shared == pytest.approx(found.shared + 3 * 2 * 16 * (64 + 256) / 128)
-
-
-@pytest.mark.parametrize(
-    "target, threads, registers, shared_memory, expected",
-    [
-        ("sm80", 128, 255, 0, (2, "registers")),
-        ("sm80", 128, 32, 81_920, (2, "shared memory")),
-        ("sm86", 128, 128, 40_000, (2, "shared memory")),
-        ("sm90", 384, 168, 100_000, (1, "registers")),
-        ("sm90", 32, 24, 0, (32, "blocks")),
-        ("sm86", 256, 16, 0, (6, "warps")),
-    ],
-)
-def test_resident_blocks(target, threads, registers, shared_memory, expected):
-    """By the limits of the programming guide: 65,536 registers in units of 256 per warp, 1 KB reserved per block."""
-    blocks, limit = resident_blocks(target, threads, registers, shared_memory)
-    assert (blocks, limit) == expected

@@ -327,14 +327,6 @@ def test_beyond_two_to_the_31(page, arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_a_thousand_repeats_bit_for_bit(arch):
-    call = ragged()
-    expected = call.run(kernel=arch)
-    for _ in range(1000):
-        assert same(call.run(kernel=arch), expected)
-
-
-@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("queries", [1, 16])
 def test_parts_of_keys_do_not_depend_on_the_batch(queries, arch):
     pick = random.Random(3)
