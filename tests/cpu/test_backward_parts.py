@@ -565,11 +565,3 @@ def test_every_default_has_a_preprocess_and_a_convert(arch, rest):
     main = registry.lookup(Traits.parse(f"backward-{arch}-bf16-{rest}"), target="sm90")
     for traits, tile in kernels_of(main):
         assert registry.lookup(traits, tile, "sm90").tile == tile
-
-
-def test_preprocess_and_convert_take_the_main_kernels_tile():
-    main = registry.lookup(Traits("backward", "sm80", "bf16", 128, mask="causal"), target="sm86").tile
-    part = Traits("backward_convert", "sm80", "bf16", 128)
-    assert registry.lookup(part, main, "sm86").tile == main
-    before = BackwardPreprocess.beside(part, main)
-    assert before == BackwardPreprocessTile.of(part, main.tile_m)

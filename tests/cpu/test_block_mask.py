@@ -5,10 +5,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from cute_attn import Traits, attention, lookup
+from cute_attn import attention
 from cute_attn.api import operators
 from cute_attn.epilogues.inputs import ScoreInputs
-from cute_attn.host import block_masks
 from cute_attn.host.backward import BiasGradient
 from cute_attn.host.block_masks import FULL, PARTIAL, block_lists, epilogue_of_block_mask, kinds_of
 from cute_attn.reference.tilings import TILINGS, TRANSPOSED, Scores
@@ -223,17 +222,6 @@ def test_a_bias_gradient_is_zero_where_no_block_is_listed(monkeypatch):
     assert [BiasGradient.of(call, False).clear for call in calls] == [False, True]
 
 
-def test_default_tiles_divide_listed_blocks():
-    mask = create_block_mask(causal_document, None, None, 300, 300, device="cpu")
-    name, _ = epilogue_of_block_mask(mask, *qkv()[:2])
-    for arch in ("sm80", "sm90"):
-        for head_dim in (32, 64, 96, 128, 192, 256):
-            kernel = lookup(Traits("forward", arch, "bf16", head_dim, epilogues=(name,)))
-            assert kernel.epilogues.visits_lists, kernel.tile
-    for head_dim in (64, 128, 256):
-        assert lookup(Traits("backward", "sm90", "bf16", head_dim, epilogues=(name,))).epilogues.visits_lists
-
-
 def test_equal_masks_share_a_kernel():
     names = {
         epilogue_of_block_mask(
@@ -261,13 +249,6 @@ def test_inside_torch_compile():
     grads = (torch.autograd.grad(x.sum(), (q, k, v)) for x in (compiled, expected))
     for got, want in zip(*grads, strict=True):
         torch.testing.assert_close(got, want)
-
-
-def test_lists_of_a_few_lengths_are_kept():
-    mask = create_block_mask(causal_document, None, None, 300, 300, device="cpu")
-    for n in range(100, 120):
-        epilogue_of_block_mask(mask, *qkv(seqlen_q=n, seqlen_k=n)[:2])
-    assert len(block_masks._made_of(mask).lists) == 8
 
 
 def test_lists_of_fake_tensors_are_not_kept():

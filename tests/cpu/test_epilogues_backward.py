@@ -235,16 +235,6 @@ def test_lengths_of_each_batch(name):
 
 
 @pytest.mark.parametrize("name", [SMALL, SMALL_TRANSPOSED])
-def test_softcap(name):
-    for cap in (0.5, 30.0):
-        problem = Scores.random(1, 2, 70, 140, softcap=cap, head_dim=64)
-        compare(name, "softcap", problem)
-        # So far out that tanh is 1 to the last bit, and nothing is left of the gradient.
-        got, _ = compare(name, "softcap", replace(problem, q=problem.q * 1000))
-        assert got.scores.isfinite().all()
-
-
-@pytest.mark.parametrize("name", [SMALL, SMALL_TRANSPOSED])
 def test_softcap_of_fp32(name):
     """Saved derivatives have fp32's precision."""
     problem = Scores.random(1, 2, 70, 140, softcap=2.0, head_dim=64)

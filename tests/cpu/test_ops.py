@@ -660,7 +660,6 @@ def many(sequences, heads):
 @pytest.mark.parametrize(
     ("sequences", "heads", "message"),
     [
-        (2**23, 4, None),
         (2**25, 4, f"q has 8 rows in {2**25} sequences, each padded to blocks of 64, {2**31} in all"),
         (2**24, 127, None),
         (

@@ -498,16 +498,6 @@ def test_what_is_declined_falls_through(stock):
     assert torch.equal(aten._scaled_dot_product_cudnn_attention(q, q, q, None, True)[0], torch.ones_like(q))
 
 
-def test_afterwards_pytorchs_kernels_run_or_are_missed(stock):
-    sdpa.Activation(Options(), "CPU").remove()
-    sdpa.served.clear()
-    q = randn(1, 2, 8, 16, dtype=BF16)
-    assert torch.equal(aten._scaled_dot_product_cudnn_attention(q, q, q, None, True)[0], torch.ones_like(q))
-    with pytest.raises(NotImplementedError, match="_flash_attention has no kernel of PyTorch's"):
-        aten._scaled_dot_product_flash_attention(q, q, q)
-    assert not sdpa.served
-
-
 def test_threads_call_while_another_turns_it_on_and_off(tmp_path):
     """A registration that is taken back leaves them in memory that is free."""
     (tmp_path / "script.py").write_text("""if True:

@@ -1,4 +1,4 @@
-"""The levels of the tour on the GPU: against the reference at odd lengths, with an epilogue, and again and again."""
+"""The levels of the tour on the GPU: against the reference at odd lengths, and with an epilogue."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -73,36 +73,6 @@ def test_a_level_against_the_reference(entry: Entry, shape: str, dim_and_mask: t
     check_forward({"out": out, "lse": lse}, *(by_definition(q, k, v, causal, dtype) for dtype in DTYPES))
 
 
-@pytest.mark.parametrize("shape", ["1000", "many-tiles-some-empty"])
-@pytest.mark.parametrize("tile", ["tile_n=48,num_stages=3", "tile_n=16,num_stages=2"])
-@pytest.mark.parametrize(
-    "entry", [entry for entry in HERE if 4 <= entry.number < 8], ids=lambda entry: f"level{entry.number}"
-)
-def test_a_pipeline_of_other_stages(entry: Entry, tile: str, shape: str) -> None:
-    """Three stages, whose number is no power of two, and smaller blocks of keys."""
-    q, k, v = inputs(*SHAPES[shape], 64)
-    out, lse = attention(q, k, v, causal=True, return_lse=True, kernel=entry.name, tile=tile)
-    check_forward({"out": out, "lse": lse}, *(by_definition(q, k, v, True, dtype) for dtype in DTYPES))
-
-
-@pytest.mark.parametrize("dim_and_mask", DIMS_AND_MASKS, ids=str)
-@pytest.mark.parametrize("entry", HERE, ids=lambda entry: f"level{entry.number}")
-def test_values_beyond_the_sequences_do_not_matter(entry: Entry, dim_and_mask: tuple[int, bool]) -> None:
-    """q, k and v are parts of larger tensors whose other rows are NaN."""
-    head_dim, causal = dim_and_mask
-    parts = []
-    for x in inputs(2, 77, 205, 4, 2, head_dim):
-        whole = torch.full((2, x.shape[1] + 130, *x.shape[2:]), torch.nan, device="cuda", dtype=x.dtype)
-        whole[:, : x.shape[1]] = x
-        parts.append(whole[:, : x.shape[1]])
-    copies = [x.contiguous() for x in parts]
-    found, expected = (
-        attention(*x, causal=causal, return_lse=True, kernel=entry.name) for x in (parts, copies)
-    )
-    assert all(map(torch.equal, found, expected))
-    assert not any(x.isnan().any() for x in found)
-
-
 @pytest.mark.parametrize("number", [number for number in NEARER if LEVELS[number] in HERE])
 def test_an_epilogue_changes_the_scores(number: int) -> None:
     """LSE tells a wrong query, which shifts all scores of its row alike: the softmax is the same."""
@@ -118,22 +88,3 @@ def test_an_epilogue_changes_the_scores(number: int) -> None:
         return {"out": (scores.softmax(-1) @ wide[2]).transpose(1, 2), "lse": scores.logsumexp(-1)}
 
     check_forward({"out": out, "lse": lse}, *map(expected, DTYPES))
-
-
-@pytest.mark.unguarded
-@pytest.mark.parametrize("dim_and_mask", DIMS_AND_MASKS, ids=str)
-@pytest.mark.parametrize(
-    "entry", [entry for entry in HERE if 3 <= entry.number < 8], ids=lambda e: f"level{e.number}"
-)
-def test_repeats_give_equal_bits(entry: Entry, dim_and_mask: tuple[int, bool]) -> None:
-    """With a warm L2 and with a flushed one: a race loses rarely."""
-    head_dim, causal = dim_and_mask
-    q, k, v = inputs(8, 1024, 1024, 16, 4, head_dim)
-    flush = torch.empty(64 << 20, dtype=torch.int32, device="cuda")
-    first = attention(q, k, v, causal=causal, kernel=entry.name)
-    different = 0
-    for i in range(100):
-        if i % 2:
-            flush.zero_()
-        different += not torch.equal(attention(q, k, v, causal=causal, kernel=entry.name), first)
-    assert different == 0
