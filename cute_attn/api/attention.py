@@ -164,7 +164,8 @@ def attention(
     deterministic : bool
         Gradients repeat bit for bit (the output always does). Also on under
         ``torch.use_deterministic_algorithms(True)``. The backward's workspace is then up to 16 times q's size in fp32
-        instead of once, plus 4 bytes per score for the gradient of a broadcast bias: :mod:`cute_attn.host.backward`.
+        instead of once, on Hopper at most four times or the size of k and v, plus 4 bytes per score for the gradient
+        of a broadcast bias: :mod:`cute_attn.host.backward`.
     backward_tile : Tile or str, optional
         As tile, for the backward.
     precision : {"fp32", "tf32"}, optional

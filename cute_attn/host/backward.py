@@ -12,9 +12,10 @@ As in :mod:`cute_attn.host.forward`, a plan is made once for the metadata of a c
 
 Workspace: fp32 of q's size, head dims padded to multiples of 32 and sequences to whole blocks, and two fp32 numbers
 per query and head; the terms, of the tensors' size; one copy of dK and dV per split where query heads are split among
-CTAs (:func:`cute_attn.host.backward_splits.head_splits`). Deterministic: one copy of dQ per split of the key blocks
-(:func:`cute_attn.host.backward_splits.key_splits`); and for a bias that is broadcast, its gradient before the sum,
-4 bytes per score. Otherwise such a gradient is accumulated in fp32, in the bias's size.
+CTAs (:func:`cute_attn.host.backward_splits.head_splits`). Deterministic: copies of dQ, on Hopper mostly one, to which
+key blocks add by turns (:func:`cute_attn.host.backward_splits.accumulators_in_order`), otherwise one per split of the
+key blocks (:func:`cute_attn.host.backward_splits.key_splits`); and for a bias that is broadcast, its gradient before
+the sum, 4 bytes per score. Otherwise such a gradient is accumulated in fp32, in the bias's size.
 """
 
 import math
@@ -174,7 +175,7 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
         processors = multiprocessors(call.q.get_device()) // getattr(tile, "cluster", 1)
         in_l2 = l2_bytes(call.q.get_device())
         heads_dkv = call.k.shape[-2] * head_splits(
-            call, tile, processors, in_l2, deterministic and not in_order
+            call, tile, processors, in_l2, deterministic and not in_order, in_order
         )
         num_splits, accumulators = blocks, 1
         if in_order:
@@ -224,7 +225,8 @@ def _accumulators_in_order(call: Call, tile: Any, head_dim: int, heads_dkv: int,
     steps, seqlen_q = _steps(call, tile, heads_dkv), call.longest[0]
     seen = steps / (call.nheads / heads_dkv) * tile.tile_m / seqlen_q
     blocks, heads = -(-call.longest[1] // tile.tile_n), call.batch * heads_dkv
-    return accumulators_in_order(blocks, heads, processors, steps, seen, 4 * math.prod(shape))
+    key_bytes = call.k.element_size() * (call.k.numel() + call.v.numel())
+    return accumulators_in_order(blocks, heads, processors, steps, seen, 4 * math.prod(shape), key_bytes)
 
 
 def _steps(call: Call, tile: Any, heads_dkv: int) -> float:

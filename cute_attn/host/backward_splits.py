@@ -17,7 +17,7 @@ MAX_SPLITS = 16
 """The most dQ accumulators of the deterministic mode."""
 
 MAX_IN_ORDER = 4
-"""The most accumulators where key blocks add in order."""
+"""The most accumulators where key blocks add in order, unless they are small."""
 TURN_STEPS = 2
 """Steps from a key block's addition to the next one's to the same query block."""
 
@@ -79,16 +79,24 @@ def key_splits(
 
 
 def accumulators_in_order(
-    blocks: int, heads: int, multiprocessors: int, steps: float, seen: float, accumulator_bytes: int
+    blocks: int,
+    heads: int,
+    multiprocessors: int,
+    steps: float,
+    seen: float,
+    accumulator_bytes: int,
+    key_bytes: int,
 ) -> int:
     """dQ accumulators where key blocks add in order, each to one of them by turns: the fewest that are nearly fastest.
 
     The key blocks that see a query block add to it ``TURN_STEPS`` steps apart. If a launch takes longer than that, it
-    delays only the key blocks of a head that begin together.
+    delays only the key blocks of a head that begin together. More than ``MAX_IN_ORDER`` take no more memory than k and
+    v.
 
     Args:
         blocks, heads, multiprocessors, steps, accumulator_bytes: see :func:`key_splits`.
         seen: fraction of the query blocks that a key block sees, on average.
+        key_bytes: of k and v.
     """
     busy, chain = blocks * heads * steps / multiprocessors, blocks * seen
     together = min(chain, multiprocessors / heads)
@@ -97,13 +105,19 @@ def accumulators_in_order(
         turns = max(busy, TURN_STEPS * chain / n) + TURN_STEPS * together / n
         return turns + n * accumulator_bytes / FROM_MEMORY
 
-    options = range(1, min(blocks, MAX_IN_ORDER) + 1)
+    most = min(MAX_SPLITS, max(MAX_IN_ORDER, key_bytes // accumulator_bytes))
+    options = range(1, min(blocks, most) + 1)
     fastest = min(map(time, options))
     return next(n for n in options if time(n) <= NEARLY * fastest)
 
 
 def head_splits(
-    call: "Call", tile: Any, multiprocessors: int, l2_bytes: int, deterministic: bool = False
+    call: "Call",
+    tile: Any,
+    multiprocessors: int,
+    l2_bytes: int,
+    deterministic: bool = False,
+    in_order: bool = False,
 ) -> int:
     """Work tiles among which the query heads of a kv head are split, as evenly as their number allows.
 
@@ -127,6 +141,8 @@ def head_splits(
         multiprocessors: of the GPU.
         l2_bytes: of the GPU.
         deterministic: whether a CTA computes several key blocks, one after the other.
+        in_order: whether a sequence's last key blocks are computed first. Under a causal mask the longest work tiles
+            then come last: heads are all split, so that these are short.
     """
     group = call.group
     most, mean = queries_seen(call, *call.longest, tile.tile_n)
@@ -162,6 +178,8 @@ def head_splits(
 
     whole, divided = WHOLE * l2_bytes * min(tile.tile_n / 128, 1), DIVIDED * l2_bytes
     options = [*even_splits(group)]
+    if in_order and drifts:
+        return group
     if call.lists_blocks:
         return next((n for n in options if n * tiles >= WAVES_OF_LISTS * multiprocessors), group)
     times = [time(splits) for splits in options]

@@ -1,13 +1,15 @@
 """Turns to add to a query block's dQ: where key blocks add in one order, gradients repeat bit for bit.
 
-The key blocks of an accumulator add to a query block from the first one to the last, or from the last to the first. A
-counter for each query block says which key block added last. Work tiles are claimed in the same order, so a CTA waits
-only for CTAs that run.
+The key blocks of an accumulator add to a query block from the last one to the first: under a causal mask or in a window
+each then begins at queries to which no other has to add before. A counter for each query block says which key block
+added last. Work tiles are claimed in the same order, so a CTA waits only for CTAs that run.
 """
 
 from dataclasses import dataclass
 
 from cutlass import Boolean, Constexpr, Int32, cute
+
+from cute_attn.work.block_range import BlockRange
 
 
 @dataclass(frozen=True)
@@ -20,21 +22,20 @@ class DqTurns:
     stride: Constexpr  # from a query block's counter to the next one's
     key_block: Int32
     before: Int32  # the key block that adds just before this one, if it sees the query block
-    begin: Int32  # the query blocks [begin, end) see it
-    end: Int32
+    seen_before: BlockRange  # the query blocks that it visits
 
     @cute.jit
     def has_come(self, block: Int32) -> Boolean:
         """True if the turn at a query block has come, at one look."""
         come = Boolean(True)
-        if (self.begin <= block) & (block < self.end):
+        if (self.seen_before.begin <= block) & (block < self.seen_before.end):
             come = self._last(block) == self.before + 1
         return come
 
     @cute.jit
     def wait(self, block: Int32) -> None:
         """Wait for the turn at a query block."""
-        if (self.begin <= block) & (block < self.end):
+        if (self.seen_before.begin <= block) & (block < self.seen_before.end):
             last = self._last(block)
             while last != self.before + 1:
                 last = self._last(block)

@@ -101,8 +101,9 @@ class KeyTileOrder:
     group are visited one after the other, by all CTAs at about the same time), and at most a quarter of the
     multiprocessors, so that some CTAs that run together read the same queries.
 
-    ``in_order``, where rows of a column wait for each other, visits sections row by row too, with a column for each
-    multiprocessor if L2 has room: few rows of a column then run together. With ``last_first`` from the last row on.
+    ``in_order``, where rows of a column wait for the ones behind them, sections are visited row by row as well, from
+    the last row on. Few rows of a column should run together: a section has a column for each multiprocessor if L2 has
+    room for their dQ, Q and dO.
 
     Sequences have num_splits rows each, or with ``packed`` about as many as they have key blocks: row
     ``first_block(sequence)`` is the first one's, and the sequence of a row is found by bisection.
@@ -115,7 +116,7 @@ class KeyTileOrder:
     blocks: Int32
     packed: Int32
     tile_n: Constexpr
-    last_row: Int32 | None = None  # with ``last_first``
+    last_row: Int32 | None = None  # with ``in_order``
 
     @staticmethod
     def make(
@@ -126,7 +127,6 @@ class KeyTileOrder:
         tile_n: int,
         longest_first: bool,
         in_order: bool = False,
-        last_first: bool = False,
     ) -> "KeyTileOrder":
         """On the host; ``head_bytes``: of one query head's dQ in a sequence."""
         batch, nheads_dkv, num_splits = seqlens.batch(mDK), mDK.shape[-2], schedule.num_splits
@@ -153,7 +153,7 @@ class KeyTileOrder:
             blocks=rows * columns,
             packed=packed,
             tile_n=tile_n,
-            last_row=rows - 1 if last_first else None,
+            last_row=rows - 1 if in_order else None,
         )
 
     @cute.jit

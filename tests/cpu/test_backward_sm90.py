@@ -185,27 +185,29 @@ def _order(
     sizes: cute.Tensor,
     out: cute.Tensor,
     tile_n: Constexpr,
-    longest_first: Constexpr,
+    options: Constexpr,
 ):
     seqlens = Seqlens(cu_seqlens, cu_seqlens, None, None, Int32(0), sizes[0])
     schedule = BackwardSchedule(sizes[1], Int64(0), sizes, sizes[3])
-    order = KeyTileOrder.make(seqlens, mK, schedule, Int64(sizes[2]), tile_n, longest_first)
+    order = KeyTileOrder.make(seqlens, mK, schedule, Int64(sizes[2]), tile_n, *options)
     _write_order(order, cu_seqlens, out)
 
 
 @functools.cache
-def _compiled_order(tile_n, longest_first, varlen):
+def _compiled_order(tile_n, options, varlen):
     k, ends = torch.zeros((1,) * (3 if varlen else 4)), torch.zeros(2, dtype=torch.int32)
     sizes, out = torch.zeros(4, dtype=torch.int32), torch.zeros((1, 3), dtype=torch.int32)
     tensors = [None if x is None else _dynamic(x) for x in (k, ends if varlen else None, sizes, out)]
-    return cute.compile(_order, *tensors, tile_n, longest_first)
+    return cute.compile(_order, *tensors, tile_n, options)
 
 
 def _dynamic(x):
     return from_dlpack(x).mark_layout_dynamic(leading_dim=x.ndim - 1)
 
 
-def key_tiles(k, splits, together, tile_n, longest_first, ends=None, longest=0, multiprocessors=10_000):
+def key_tiles(
+    k, splits, together, tile_n, longest_first, ends=None, longest=0, multiprocessors=10_000, in_order=False
+):
     """[(batch, kv head, first key block)] of every CTA, with the dQ of ``together`` heads in L2."""
     sizes = torch.tensor([longest, splits, L2_SECTION_BYTES // together, multiprocessors], dtype=torch.int32)
     out = torch.full((5000, 3), -1, dtype=torch.int32)
@@ -213,7 +215,7 @@ def key_tiles(k, splits, together, tile_n, longest_first, ends=None, longest=0, 
         None if x is None else _dynamic(x)
         for x in (k, None if ends is None else torch.tensor(ends, dtype=torch.int32), sizes, out)
     ]
-    _compiled_order(tile_n, longest_first, ends is not None)(*tensors)
+    _compiled_order(tile_n, (longest_first, in_order), ends is not None)(*tensors)
     blocks = int(out[0, 0])
     assert blocks < len(out)
     return [tuple(x) for x in out[1 : blocks + 1].tolist()]
@@ -227,6 +229,12 @@ def key_tiles(k, splits, together, tile_n, longest_first, ends=None, longest=0, 
 def test_every_key_block_once_and_the_longest_first(splits, heads, batch, together, longest_first):
     found = key_tiles(torch.empty(batch, splits * 64, heads, 1), splits, together, 64, longest_first)
     assert sorted(found) == list(itertools.product(range(batch), range(heads), range(splits)))
+    ordered = key_tiles(
+        torch.empty(batch, splits * 64, heads, 1), splits, together, 64, longest_first, in_order=True
+    )
+    assert sorted(ordered) == sorted(found)
+    for plane in itertools.product(range(batch), range(heads)):
+        assert [first for *own, first in ordered if tuple(own) == plane] == [*range(splits)][::-1]
     if longest_first:
         sections = -(-batch * heads // together)
         size = -(-batch * heads // sections) * splits  # sections are of equal size, except the last

@@ -212,6 +212,15 @@ def test_query_blocks_of_a_key_block(kind, tile_m, tile_n, top_left):
         blocks = range(-(-seqlen_q // tile_m)) if first + tile_n <= seqlen_k else ()
         whole = [m for m in blocks if bool(seen[m * tile_m : (m + 1) * tile_m].all())]
         assert list(range(full_begin, full_end)) == whole, problem
+    # Where key blocks take turns to add to a query block, the last one first, each waits for the one just before it
+    # if that visits the query block. So those that visit a query block have to be adjacent.
+    for _, own in itertools.groupby(zip(problems, out.tolist(), strict=True), lambda x: x[0][:4]):
+        ranges = [(begin, end) for _, (begin, *_, end) in own]
+        for apart, first in ((1, 0), (2, 0), (2, 1)):
+            for m in range(max(end for _, end in ranges)):
+                visits = [begin <= m < end for begin, end in ranges[first::apart]]
+                changes = itertools.pairwise([False, *visits, False])
+                assert sum(a != b for a, b in changes) <= 2, (ranges, m)
 
 
 # ---- lengths ----

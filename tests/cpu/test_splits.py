@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from cute_attn.compiler import registry
 from cute_attn.epilogues.inputs import UNBOUNDED
-from cute_attn.host.backward_splits import MAX_SPLITS, even_splits, head_splits, key_splits, queries_seen
+from cute_attn.host.backward_splits import (
+    MAX_IN_ORDER,
+    MAX_SPLITS,
+    accumulators_in_order,
+    even_splits,
+    head_splits,
+    key_splits,
+    queries_seen,
+)
 from cute_attn.host.call import Call
 from cute_attn.tiles import BackwardSm90Tile
 from cute_attn.traits import Traits
@@ -39,6 +47,15 @@ def call(
     longest = {"max_seqlen_q": seqlen_q, "max_seqlen_k": seqlen_k}
     left, right = window
     return Call(q, k, k, ends, ends, **longest, mask=mask, window_left=left, window_right=right)
+
+
+def test_accumulators_in_order():
+    """One where CTAs have enough to do between turns; more than four only of few queries beside many keys."""
+    one_head = 2**20
+    assert accumulators_in_order(64, 32, 132, 64.0, 0.5, 32 * one_head, 2**30) == 1
+    assert accumulators_in_order(64, 1, 132, 64.0, 1.0, one_head, 2**10) in range(2, MAX_IN_ORDER + 1)
+    assert accumulators_in_order(390, 1, 132, 8.0, 1.0, 2**18, 2**25) > MAX_IN_ORDER
+    assert accumulators_in_order(2, 1, 132, 1.0, 1.0, 2**10, 2**25) <= 2
 
 
 def test_key_splits():

@@ -40,7 +40,7 @@ element in shared memory, in the order of the consumers' registers.
 
 With ``dq_bulk`` the consumers store dQ to shared memory, and a warp of the producer's warpgroup adds it to global
 memory by one bulk reduction a step. Otherwise they add it from registers. With ``dq_in_order`` key blocks add to a
-query block one after the other, so that gradients repeat bit for bit, and a warp waits for each turn. With
+query block from the last one to the first, so that gradients repeat bit for bit; a warp waits for each turn. With
 ``bias_stages`` another warp stores the bias gradient, if that is dS.
 
 Above head dim 128 dK and dV of 64 keys exceed a warpgroup's registers. P goes through shared memory too
@@ -395,15 +395,6 @@ class BackwardSm90:
         return self.traits.windowed or self.epilogues.visits_lists
 
     @property
-    def last_keys_first(self) -> bool:
-        """With ``dq_in_order`` a sequence's last keys are added first.
-
-        In a window every key block then begins at queries that no other one has to add to before. Without one a key
-        block waits once, at its first query block, and the first keys, seen by the most queries, are computed first.
-        """
-        return self.traits.windowed
-
-    @property
     def query_loop(self) -> Any:
         """The class of the consumers' loop over a head's query blocks."""
         if self.tile.scores_ahead:
@@ -435,8 +426,7 @@ class BackwardSm90:
         nheads = mQ.shape[-2]
         head_bytes = Int64(seqlens.max_seqlen_q) * (4 * padded(traits.head_dim))
         order = KeyTileOrder.make(
-            *(seqlens, mDK, schedule, head_bytes, tile.tile_n, traits.causal, tile.dq_in_order),
-            last_first=tile.dq_in_order and self.last_keys_first,
+            seqlens, mDK, schedule, head_bytes, tile.tile_n, traits.causal, tile.dq_in_order
         )
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         d, dv = self.dims
@@ -573,11 +563,9 @@ class BackwardSm90:
         tile, accum = self.tile, outputs.mDQaccum
         block_bytes = 4 * (block_floats(self.traits, tile) // tile.cluster)
         first = (head_dq.toint() - accum.iterator.toint()) // block_bytes
-        apart = accum.shape[0]
-        before = key_tile.block + (apart if self.last_keys_first else -apart)
-        seen = self.query_blocks(params, replace(key_tile, block=cutlass.max(before, 0)))
-        end = cutlass.select_(before >= 0, seen.end, seen.begin)
-        return DqTurns(outputs.turns + first, tile.cluster, key_tile.block, before, seen.begin, end)
+        before = key_tile.block + accum.shape[0]
+        seen = self.query_blocks(params, replace(key_tile, block=before))
+        return DqTurns(outputs.turns + first, tile.cluster, key_tile.block, before, seen)
 
     def ds_stage(self, n: Int32) -> Int32:
         """The stage of a step's dS (and P)."""
