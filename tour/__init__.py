@@ -1,7 +1,7 @@
-"""Eight levels from a scalar loop to the shipped Hopper forward; ``python -m tour`` lists them."""
+"""Eight levels from a scalar loop to the shipped Hopper forward, two of the backward; ``python -m tour`` lists them."""
 
 
 def name_of(level: int) -> str:
     """What ``attention`` takes as ``kernel``: a level's generation, and the variant that it is registered as."""
-    arch = "sm80" if level < 5 else "sm90"
-    return f"{arch}:tour{level}" if level < 8 else arch
+    arch = "sm80" if level < 5 or level == 9 else "sm90"
+    return arch if level == 8 else f"{arch}:tour{level}"

@@ -1,9 +1,9 @@
-"""Eight levels from a scalar loop to the shipped Hopper forward.
+"""Eight levels from a scalar loop to the shipped Hopper forward, and two of the backward.
 
 cute-attn tour                       the levels; also: python -m tour
 cute-attn tour 4                     build level 4 and print what it costs; with a GPU, check it and time it
 cute-attn tour 4 --check             only check it, on a GPU
-cute-attn tour --measure -o FILE     check all, and time them in one run with the shipped kernel, on a GPU
+cute-attn tour --measure -o FILE     check and time levels 1 to 8 in one run, on a GPU
 cute-attn tour --page                write docs/tour.md again, in a clone; or: make tour
 """
 
@@ -24,11 +24,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="cute-attn tour", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("level", nargs="?", type=int, choices=range(1, 9), help="1 to 8")
+    parser.add_argument("level", nargs="?", type=int, choices=range(1, 11), help="1 to 10")
     parser.add_argument("--head-dim", type=int, choices=(64, 128), default=128)
     parser.add_argument("--full", action="store_true", help="without the causal mask of the page's figures")
     parser.add_argument("--check", action="store_true", help="only check it, on a GPU")
-    parser.add_argument("--measure", action="store_true", help="check and time all levels, on a GPU")
+    parser.add_argument("--measure", action="store_true", help="check and time levels 1 to 8, on a GPU")
     parser.add_argument("--page", action="store_true", help="write docs/tour.md again")
     parser.add_argument(
         "-o", "--output", type=Path, help="of --measure; else bench/results/DATE-GPU-tour.json"
@@ -43,7 +43,7 @@ def main() -> None:
     if (options.check or options.measure) and not torch.cuda.is_available():
         parser.exit(2, "error: there is no GPU; checking and timing a level need one\n")
     if options.check and options.level is None:
-        sys.exit("--check without a level; accepted: cute-attn tour 1 --check, up to 8")
+        sys.exit("--check without a level; accepted: cute-attn tour 1 --check, up to 10")
     if options.page:
         from tour import page
 
@@ -59,7 +59,7 @@ def main() -> None:
 
 def titles() -> Iterator[str]:
     """A line for each level, read from its file: importing it loads the compiler."""
-    for number in range(1, 9):
+    for number in range(1, 11):
         source = ast.parse(Path(__file__).with_name(f"level{number}.py").read_text())
         first = (ast.get_docstring(source) or "").splitlines()[0]
         yield f"{number}  {first.partition(': ')[2].rstrip('.'):60} {name_of(number)}"
@@ -69,10 +69,10 @@ def show(level: int, head_dim: int, causal: bool) -> None:
     """What a level costs; on a GPU also whether it is right, and how fast."""
     import torch
 
-    from tour.levels import LEVELS
+    from tour.levels import BACKWARD_LEVELS, LEVELS
     from tour.report import facts, time_one
 
-    entry = LEVELS[level]
+    entry = (LEVELS | BACKWARD_LEVELS)[level]
     print(f"level {level}: {entry.title}\n\n{entry.text}\n")
     for name, value in facts(entry, head_dim, causal).items():
         if value != []:
@@ -81,7 +81,8 @@ def show(level: int, head_dim: int, causal: bool) -> None:
         print("\nNo GPU here: with one, it would now be checked and timed.")
         return
     check(level)
-    print(time_one(entry, head_dim, causal))
+    if level in LEVELS:
+        print(time_one(entry, head_dim, causal))
 
 
 def _shown(value: Any) -> str:
@@ -93,10 +94,11 @@ def _shown(value: Any) -> str:
 
 def check(level: int) -> None:
     """Compare a level with the definition; the exit status is 1 where it is wrong."""
-    from tour.levels import LEVELS
+    from tour.levels import BACKWARD_LEVELS, LEVELS
     from tour.report import check as compare
+    from tour.report import check_backward
 
-    results = list(compare(LEVELS[level]))
+    results = list(compare(LEVELS[level]) if level in LEVELS else check_backward(BACKWARD_LEVELS[level]))
     wrong = [(name, accuracy) for name, accuracy in results if not accuracy.passed]
     for name, accuracy in wrong:
         print(f"{name}: error {accuracy.error:.2e}, allowed {accuracy.allowed:.2e}")

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import cuda.bindings.driver as cuda
+import cutlass
 from cutlass import BFloat16, Float32, Int32, cute
 
 import layouts
 from cute_attn.compiler import registry
+from cute_attn.device.math import LOG2_E, exp2
 from cute_attn.kernels import fakes
 from cute_attn.kernels.copies import Copies
 from cute_attn.kernels.step import StepContent, mma_sync_count, wgmma_count
@@ -28,6 +30,9 @@ from cute_attn.tiles import Tile
 from cute_attn.traits import Traits
 
 HEAD_DIMS = (64, 128)
+
+NoScoreArgs = Annotated[tuple, lambda kernel: (Float32(1.0),)]
+"""Arguments of epilogues, which no level reads; the DSL takes no empty tuple."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +88,7 @@ class Level:
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
         """Why no level serves ``traits``, or None."""
-        plain = Traits(
-            "forward", traits.arch, "bf16", traits.head_dim, mask=traits.mask, variant=traits.variant
-        )
-        if traits != plain or traits.mask not in ("", "causal") or traits.head_dim not in HEAD_DIMS:
-            return "accepted by a level of the tour: bf16, head dims 64 and 128, full or causal, nothing else"
-        return None
+        return declined(traits, "forward")
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> TourTile:
@@ -108,7 +108,7 @@ class Level:
         return self
 
     def score_args(self, inputs: Any) -> tuple:
-        """Arguments of epilogues, which no level reads; the DSL takes no empty tuple."""
+        """A launch's ``NoScoreArgs``."""
         return (1.0,)
 
     @cute.jit
@@ -122,7 +122,7 @@ class Level:
         seqlens: fakes.Lengths,
         softmax_scale: Float32,
         schedule: fakes.ForwardCounters,
-        score_args: Annotated[tuple, lambda kernel: (Float32(1.0),)],
+        score_args: NoScoreArgs,
         stream: cuda.CUstream,
     ) -> None:
         """Launch; the arguments of every forward kernel."""
@@ -176,6 +176,109 @@ class Tiled(Level):
             mma = wgmma_count(tile_m, tile_n, d, warps // 4) + wgmma_count(tile_m, d, tile_n, warps // 4)
             loaded = 4 * tile_n * d
         return StepContent(mma, elements + self.FACTORS, elements, warps, async_bytes=loaded)
+
+
+@dataclass(frozen=True)
+class BackwardLevel:
+    """The main kernel of a backward of bf16, full or causal; a subclass has the kernel.
+
+    Its tile is of the package's class. ``backward_preprocess`` and ``backward_convert`` follow from it: how many rows a
+    block has, and which thread holds which elements of dQ.
+    """
+
+    traits: Traits
+    tile: Any
+
+    TILE: ClassVar[Any]
+    dtype: ClassVar[Any] = BFloat16
+
+    @classmethod
+    def supports(cls, traits: Traits) -> str | None:
+        """Why no level serves ``traits``, or None."""
+        return declined(traits, "backward")
+
+    @classmethod
+    def default_tile(cls, traits: Traits, target: str) -> Any:
+        """The level's tile."""
+        return cls.TILE
+
+    def score_args(self, inputs: Any) -> tuple:
+        """A launch's ``NoScoreArgs``."""
+        return (1.0,)
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: fakes.HeadRows,
+        mK: fakes.HeadRows,
+        mV: fakes.HeadRows,
+        mDO: fakes.HeadRows,
+        mLSElog2: fakes.QueryNumbers,
+        mMinusD: fakes.QueryNumbers,
+        mDQaccum: fakes.Accumulators,
+        mDK: fakes.HeadRows,
+        mDV: fakes.HeadRows,
+        seqlens: fakes.Lengths,
+        softmax_scale: Float32,
+        schedule: fakes.BackwardCounters,
+        score_args: NoScoreArgs,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch; the arguments of the Hopper backward."""
+        tensors = (mQ, mK, mV, mDO, mLSElog2, mMinusD, mDQaccum, mDK, mDV)
+        self.launch(*tensors, softmax_scale, stream)
+
+    def launch(
+        self, mQ, mK, mV, mDO, mLSE, mMinusD, mDQ, mDK, mDV, scale: Float32, stream: cuda.CUstream
+    ) -> None:
+        """The level's own launch."""
+        raise NotImplementedError
+
+    @cute.jit
+    def probabilities(
+        self,
+        S: cute.Tensor,
+        modes,
+        query: Int32,
+        key: Int32,
+        shift: Int32,
+        seqlen_k: Int32,
+        lse,
+        scale: Float32,
+    ) -> None:
+        """S becomes P = exp(scale * S - LSE), 0 for keys beyond the sequence or after the query's own.
+
+        query, key: of S[0, 0]. lse: (rows,) times log2(e).
+        """
+        for r in cutlass.range_constexpr(len(modes.rows)):
+            row = query + modes.rows[r]
+            end = cutlass.min(seqlen_k, row + shift + 1) if self.traits.causal else seqlen_k
+            for c in cutlass.range_constexpr(len(modes.cols)):
+                p = exp2(S[r, c] * (scale * LOG2_E) - lse[row])
+                S[r, c] = p if key + modes.cols[c] < end else Float32(0.0)
+
+    @cute.jit
+    def write(
+        self, acc: cute.Tensor, mma, g: cute.Tensor, key0: Int32, factor: Float32, thread: Int32
+    ) -> None:
+        """A block of dK or dV, times ``factor``, to the rows of g (seqlen_k, head_dim) that exist."""
+        shape = (self.tile.tile_n, self.traits.head_dim)
+        modes = layouts.row_col_modes(mma, *shape)
+        row, col = layouts.thread_row_col(mma, *shape, thread)
+        rows = layouts.row_col_view(acc, modes)
+        for r in cutlass.range_constexpr(len(modes.rows)):
+            key = key0 + row + modes.rows[r]
+            if key < g.shape[0]:
+                for c in cutlass.range_constexpr(len(modes.cols)):
+                    g[key, col + modes.cols[c]] = (rows[r, c] * factor).to(g.element_type)
+
+
+def declined(traits: Traits, op: str) -> str | None:
+    """Why no level serves ``traits``, or None."""
+    plain = Traits(op, traits.arch, "bf16", traits.head_dim, mask=traits.mask, variant=traits.variant)
+    if traits != plain or traits.mask not in ("", "causal") or traits.head_dim not in HEAD_DIMS:
+        return "accepted by a level of the tour: bf16, head dims 64 and 128, full or causal, nothing else"
+    return None
 
 
 def with_epilogue(level: type[Level], score_mod: Callable[[Any, Any, Any, Any], Any]) -> type[Level]:

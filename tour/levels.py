@@ -1,18 +1,32 @@
 """All levels, registered: ``cute-attn --load tour.levels list`` has them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from cute_attn.compiler.registry import KERNELS
 from cute_attn.traits import Traits
-from tour import level1, level2, level3, level4, level5, level6, level7, level8, name_of
+from tour import (
+    level1,
+    level2,
+    level3,
+    level4,
+    level5,
+    level6,
+    level7,
+    level8,
+    level9,
+    level10,
+    name_of,
+)
 
 SHORT = (
     *("scalar", "mma.sync", "shared memory", "cp.async", "TMA, wgmma", "specialised", "ping-pong"),
     "speculation",
 )
 MODULES = (level1, level2, level3, level4, level5, level6, level7, level8)
+BACKWARD_MODULES = (level9, level10)
 
 
 @dataclass(frozen=True)
@@ -22,6 +36,11 @@ class Entry:
     number: int
     module: ModuleType
     kernel: Any
+
+    @property
+    def op(self) -> str:
+        """``"forward"`` or ``"backward"``."""
+        return "forward" if self.number <= len(MODULES) else "backward"
 
     @property
     def arch(self) -> str:
@@ -35,7 +54,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """What ``attention`` takes as ``kernel``."""
+        """What ``attention``, or ``attention_backward``, takes as ``kernel``."""
         return name_of(self.number)
 
     @property
@@ -56,11 +75,18 @@ class Entry:
     def traits(self, head_dim: int = 128, causal: bool = False) -> Traits:
         """Its kernel's traits."""
         mask = "causal" if causal else ""
-        return Traits("forward", self.arch, "bf16", head_dim, mask=mask, variant=self.variant)
+        return Traits(self.op, self.arch, "bf16", head_dim, mask=mask, variant=self.variant)
 
 
-LEVELS = {
-    number: Entry(number, module, KERNELS["forward", arch, variant])
-    for number, module in enumerate(MODULES, 1)
-    for arch, _, variant in (name_of(number).partition(":"),)
-}
+def _entries(op: str, modules: Sequence[ModuleType], first: int) -> dict[int, Entry]:
+    names = [name_of(first + i).partition(":") for i in range(len(modules))]
+    return {
+        first + i: Entry(first + i, module, KERNELS[op, arch, variant])
+        for i, (module, (arch, _, variant)) in enumerate(zip(modules, names, strict=True))
+    }
+
+
+LEVELS = _entries("forward", MODULES, 1)
+"""Of the forward."""
+BACKWARD_LEVELS = _entries("backward", BACKWARD_MODULES, 1 + len(MODULES))
+"""Of the backward; they are not timed with the others."""

@@ -10,34 +10,37 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tour.levels import LEVELS, Entry
+from tour.levels import BACKWARD_LEVELS, LEVELS, Entry
 from tour.report import COUNTED, TIMED, all_facts, plot, speeds
 
 ROOT = Path(__file__).parents[1]
 PAGE, FACTS, PICTURE = Path("docs/tour.md"), Path("docs/tour.json"), Path("docs/tour.png")
 
-INTRODUCTION = """# A tour: eight levels to the shipped kernel
+INTRODUCTION = """# A tour: eight levels to the shipped kernel, and two of the backward
 
-The tour leads from a warp that computes one query to the Hopper forward of this package. All levels compute bf16
-attention, full and causal, for head dims 64 and 128, grouped heads and any lengths, in tensors (batch, seqlen, heads,
-head_dim). Each level is one file of at most 200 lines under `tour/`: a complete kernel that a call can ask for. Its
-text says what the level before it wasted.
+The tour leads from a warp that computes one query to the Hopper forward of this package; [two more
+levels](#level-9) compute the backward. All levels compute bf16 attention, full and causal, for head dims 64 and 128,
+grouped heads and any lengths, in tensors (batch, seqlen, heads, head_dim). Each level is one short file under `tour/`:
+a complete kernel that a call can ask for. Its text says what the level before it wasted.
 
     cute-attn tour                       # the levels
     cute-attn tour 4                     # build one and print what it costs; with a GPU, check it and time it
-    cute-attn tour --measure -o FILE     # all of them against the shipped kernel, on a GPU
+    cute-attn tour --measure -o FILE     # levels 1 to 8 against the shipped kernel, on a GPU
     cute-attn --load tour.levels verdict forward-sm90:tour5-bf16-d128-causal --lines
     cute-attn --load tour.levels ab forward-sm90:tour6-bf16-d128 forward-sm90:tour7-bf16-d128
 
-Levels 1 to 4 run on any GPU from Ampere on, the others on Hopper. In Python, after `import tour.levels`,
-`attention(q, k, v, causal=True, kernel="sm90:tour5")` runs level 5. `make tour` writes this page.
+Levels 1 to 4 and 9 run on any GPU from Ampere on, the others on Hopper. In Python, after `import tour.levels`,
+`attention(q, k, v, causal=True, kernel="sm90:tour5")` runs level 5. Level 9 runs by
+`attention_backward(grad_out, q, k, v, out, lse, causal=True, kernel="sm80:tour9")`. `make tour` writes this page.
 """
 
 CLOCKS = """Costs are of the causal kernel at head dim 128, built for sm90. Clocks are `verdict`'s lower bound for
 1,000 scores, from the machine code of the loop over key blocks. Of one multiprocessor's tensor cores, special function
 units, schedulers and shared memory (with L1) they are the clocks of the unit that needs the most. The tensor cores need
 at least 125, with wgmma. The difference between that bound and a measured time is waiting. Levels 6 to 8 start with 168
-registers per thread. `setmaxnreg` then leaves 24 to the producer's warps and gives 240 to the consumers.
+registers per thread. `setmaxnreg` then leaves 24 to the producer's warps and gives 240 to the consumers. Levels 9 and
+10 compute five products for a score where a forward computes two. They are built, and checked on the CPU against the
+layouts and products of the shipped kernels; no GPU has run them yet.
 """
 
 
@@ -58,7 +61,7 @@ def summary(found: Mapping[str, Any], result: Mapping[str, Any] | None) -> str:
     header += ["full", "causal"] * bool(result)
     lines = [header, ["---", "---", *["---:"] * 4, "---", *["---:"] * (len(header) - 7)]]
     reached = speeds(result) if result else {}
-    for n, entry in LEVELS.items():
+    for n, entry in (LEVELS | BACKWARD_LEVELS).items():
         own = found["levels"][str(n)]
         clocks = own.get("clocks_per_step", {})
         cells = [
@@ -71,7 +74,7 @@ def summary(found: Mapping[str, Any], result: Mapping[str, Any] | None) -> str:
             max(clocks, key=lambda name: clocks[name]) if clocks else "-",
         ]
         if result:
-            cells += [reached_text(reached[n].get(which)) for which in ("full", "causal")]
+            cells += [reached_text(reached.get(n, {}).get(which)) for which in ("full", "causal")]
         lines.append(cells)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -86,7 +89,7 @@ def reached_text(row: Mapping[str, Any] | None) -> str:
 def section(entry: Entry, found: Mapping[str, Any], result: Mapping[str, Any] | None) -> str:
     """A level's text, its instructions and its speed."""
     own = found["levels"][str(entry.number)]
-    counts = ", ".join(f"{count} {name}" for name in COUNTED if (count := own["instructions"][name]))
+    counts = ", ".join(f"{count} {name}" for name in COUNTED if (count := own["instructions"].get(name)))
     cost = f"`tour/level{entry.number}.py`, kernel `{entry.name}`. Its machine code has {counts}."
     if "instructions_per_score" in own:
         clocks = ", ".join(f"{name} {value:,}" for name, value in own["clocks_per_step"].items())
@@ -94,7 +97,7 @@ def section(entry: Entry, found: Mapping[str, Any], result: Mapping[str, Any] | 
             f" A thread needs {own['instructions_per_score']} instructions a score; a step of the loop takes, in "
             f"clocks of a multiprocessor, at least: {clocks}."
         )
-    if result:
+    if result and entry.number in LEVELS:
         rows = speeds(result)[entry.number]
         cost += (
             f" Measured: {reached_text(rows.get('full'))} TFLOP/s, causal {reached_text(rows.get('causal'))}."
@@ -123,7 +126,9 @@ def page(found: Mapping[str, Any], result: Mapping[str, Any] | None) -> str:
     else:
         speed = "Not measured yet: `python -m tour --measure` needs a GPU.\n"
     parts = [INTRODUCTION, summary(found, result) + "\n", CLOCKS, speed]
-    return "\n".join([*parts, *(section(entry, found, result) for entry in LEVELS.values())])
+    return "\n".join(
+        [*parts, *(section(entry, found, result) for entry in (LEVELS | BACKWARD_LEVELS).values())]
+    )
 
 
 def write() -> None:

@@ -1,8 +1,9 @@
 """What a level costs by its machine code, whether it is right, and how fast it is."""
 
+import itertools
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,16 @@ import torch
 from cutlass import BFloat16
 
 import layouts
-from cute_attn import attention, reference
+from cute_attn import attention, attention_backward, reference
 from cute_attn.compiler import compile, toolchain
 from cute_attn.lab.check import Accuracy
 from cute_attn.lab.verdict import verdict
 from layouts.banks import bank_conflicts
-from tour.levels import LEVELS, Entry
+from tour.levels import BACKWARD_LEVELS, LEVELS, Entry
 
 COUNTED = (
     *("FFMA", "HMMA", "HGMMA", "MUFU", "SHFL", "LDG", "LDGSTS", "LDSM", "UTMALDG", "UTMASTG", "STG", "BAR"),
-    "USETMAXREG",
+    *("USETMAXREG", "STS", "STSM", "RED", "REDG"),
 )
 """Mnemonics of machine instructions that the levels differ in."""
 
@@ -72,7 +73,7 @@ def bank_conflict_ways() -> dict[str, int]:
 
 def all_facts() -> dict[str, Any]:
     """Facts of all levels, causal at head dim 128, and the toolchain that built them."""
-    levels = {str(n): facts(entry) for n, entry in LEVELS.items()}
+    levels = {str(n): facts(entry) for n, entry in (LEVELS | BACKWARD_LEVELS).items()}
     return {"toolchain": toolchain(), "bank_conflict_ways": bank_conflict_ways(), "levels": levels}
 
 
@@ -106,6 +107,37 @@ def check(entry: Entry) -> Iterator[tuple[str, Accuracy]]:
                 same = torch.equal(lse.isfinite(), seen)
                 error = float((lse.double() - exact[1])[seen].abs().max()) if seen.any() else 0.0
                 yield f"{name} lse", Accuracy(error if same else float("inf"), 0.0, 1e-4)
+
+
+def check_backward(entry: Entry) -> Iterator[tuple[str, Accuracy]]:
+    """The gradients of a level, as :func:`check`; the forward is the shipped one."""
+    for batch, seqlen_q, seqlen_k, nheads, nheads_kv in SHAPES:
+        for head_dim, causal in itertools.product((64, 128), (False, True)):
+            torch.manual_seed(0)
+            sizes = (seqlen_q, nheads), (seqlen_k, nheads_kv), (seqlen_k, nheads_kv), (seqlen_q, nheads)
+            q, k, v, grad = (
+                torch.randn(batch, n, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+                for n, heads in sizes
+            )
+            out, lse = attention(q, k, v, causal=causal, return_lse=True)
+            found = attention_backward(grad, q, k, v, out, lse, causal=causal, kernel=entry.name)
+            exact, plain = (
+                definition_gradients((q, k, v), grad, causal, dtype)
+                for dtype in (torch.float64, torch.bfloat16)
+            )
+            name = f"b{batch} s{seqlen_q}x{seqlen_k} h{nheads}x{nheads_kv} d{head_dim}" + " causal" * causal
+            for which, *three in zip(("dq", "dk", "dv"), found, exact, plain, strict=True):
+                yield f"{name} {which}", Accuracy.of(three[0], three[1], three[2])
+
+
+def definition_gradients(
+    given: Sequence[torch.Tensor], grad: torch.Tensor, causal: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    """By the definition, in plain torch."""
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in given)
+    features = reference.Features("causal" if causal else "")
+    out = reference.attention(q, k, v, q.shape[-1] ** -0.5, features)[0]
+    return torch.autograd.grad(out, (q, k, v), grad.to(dtype))
 
 
 def check_apart(entry: Entry) -> str:

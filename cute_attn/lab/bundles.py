@@ -47,7 +47,7 @@ LICENCE = {
 }
 
 _EXPORTED = "{ global: __tvm_ffi_*; local: *; };"
-_ARCHIVE_BYTES = 8 << 20
+_ARCHIVE_BYTES = 16 << 20
 """Maximum bytes of an archive's libraries, all of which a kernel's load may unpack."""
 _KNOWN_SYMBOL = re.compile(
     r"TVMFFI\w+|cu(da)?[A-Z]\w+|\w+@GLIBC_[\d.]+|_ITM_\w+|__gmon_start__|__cxa_finalize.*"
@@ -208,11 +208,11 @@ def contents(kernels: dict[str, tuple[dict[str, Any], bytes]]) -> dict[str, byte
     for key, (meta, packed) in sorted(kernels.items(), key=_by_similarity):
         library = zlib.decompress(packed)
         if raw and len(raw) + len(library) > _ARCHIVE_BYTES:
-            archives.append(lzma.compress(raw))
+            archives.append(lzma.compress(raw, preset=9))
             raw = b""
         described[key] = meta | {"archive": str(len(archives)), "begin": len(raw), "size": len(library)}
         raw += library
-    archives.append(lzma.compress(raw))
+    archives.append(lzma.compress(raw, preset=9))
     files = {f"{bundle.KERNELS}/{i}": packed for i, packed in enumerate(archives)}
     content = {
         "format": bundle.FORMAT,

@@ -7,14 +7,16 @@ import pytest
 import torch
 from cutlass import Float32
 
-from cute_attn import attention, compiler, reference
+from cute_attn import attention, attention_backward, compiler, reference
 from cute_attn.compiler import registry
-from tests.checks import check_forward
+from tests.checks import check_backward, check_forward
 from tour.common import with_epilogue
-from tour.levels import LEVELS, Entry
+from tour.levels import BACKWARD_LEVELS, LEVELS, Entry
+from tour.report import definition_gradients
 
 TARGET = compiler.default_target("sm90")
 HERE = [entry for entry in LEVELS.values() if TARGET in registry.RUNS_ON[entry.arch]]
+BACKWARD = [entry for entry in BACKWARD_LEVELS.values() if TARGET in registry.RUNS_ON[entry.arch]]
 SHAPES = {
     # batch, seqlen_q, seqlen_k, query heads, key heads
     "one": (2, 1, 1, 2, 2),
@@ -71,6 +73,19 @@ def test_a_level_against_the_reference(entry: Entry, shape: str, dim_and_mask: t
     q, k, v = inputs(*SHAPES[shape], head_dim)
     out, lse = attention(q, k, v, causal=causal, return_lse=True, kernel=entry.name)
     check_forward({"out": out, "lse": lse}, *(by_definition(q, k, v, causal, dtype) for dtype in DTYPES))
+
+
+@pytest.mark.parametrize("dim_and_mask", DIMS_AND_MASKS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("entry", BACKWARD, ids=lambda entry: f"level{entry.number}")
+def test_gradients_of_a_level(entry: Entry, shape: str, dim_and_mask: tuple[int, bool]) -> None:
+    head_dim, causal = dim_and_mask
+    q, k, v = inputs(*SHAPES[shape], head_dim)
+    out, lse = attention(q, k, v, causal=causal, return_lse=True)
+    grad, names = torch.randn_like(out), ("dq", "dk", "dv")
+    found = attention_backward(grad, q, k, v, out, lse, causal=causal, kernel=entry.name)
+    expected = (definition_gradients((q, k, v), grad, causal, dtype) for dtype in DTYPES[:2])
+    check_backward(*(dict(zip(names, one, strict=True)) for one in (found, *expected)))
 
 
 @pytest.mark.parametrize("number", [number for number in NEARER if LEVELS[number] in HERE])
