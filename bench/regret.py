@@ -63,13 +63,18 @@ class Candidate:
         words = [self.tile]
         words += [f"{name}={n}" for name in ("head_splits", "accumulators") if (n := getattr(self, name))]
         if self.split is not None:
-            words.append("split=" + (f"{self.split.parts}" if self.split.how != "shares" else "shares"))
+            words.append(
+                "split=" + (f"{self.split.num_splits}" if self.split.how != "stream_k" else "stream_k")
+            )
         return " ".join(filter(None, words))
 
     @property
     def named(self) -> tuple[str, int]:
-        """Arguments of a call: its tile, and the number of splits where it has not shares."""
-        return self.tile, self.split.parts if self.split is not None and self.split.how != "shares" else 0
+        """Arguments of a call: its tile, and the number of splits unless it is stream-K."""
+        return (
+            self.tile,
+            self.split.num_splits if self.split is not None and self.split.how != "stream_k" else 0,
+        )
 
     def beside(self, other: "Candidate") -> str:
         """Those words of the name that another's has not."""
@@ -164,7 +169,7 @@ def candidates(
             replace(chosen, tile="", split=one) for one in _cache_splits(*divided[-1][0]) if one != split[0]
         ]
     elif shape.may_divide_keys:
-        found.append(Candidate(split=split_kv.Split("shares")))
+        found.append(Candidate(split=split_kv.Split("stream_k")))
     return list(dict.fromkeys([chosen, *found]))
 
 
@@ -209,14 +214,14 @@ def _thinned(numbers: Iterable[int], chosen: int) -> list[int]:
 
 
 def _cache_splits(call: Any, tile: Any, processors: int) -> list[Any]:
-    """How the keys of a call with a cache may be divided: not, in shares, and in parts that there are CTAs for."""
+    """How the keys of a call with a cache may be divided: not, by stream-K, and in as many splits as there are CTAs."""
     from cute_attn.host.split_kv import Split, units
     from cute_attn.tiles.inference import MAX_PARTIALS
 
     blocks = -(-call.longest[1] // tile.tile_n)
     most = min(tile.blocks_per_sm * processors // units(call, tile), blocks, MAX_PARTIALS)
-    parts = {2**n for n in range(1, 10) if 2**n <= most} | ({most} if most > 1 else set())
-    return [Split(), Split("shares"), *(Split("parts", n) for n in sorted(parts))]
+    splits = {2**n for n in range(1, 10) if 2**n <= most} | ({most} if most > 1 else set())
+    return [Split(), Split("stream_k"), *(Split("fixed", n) for n in sorted(splits))]
 
 
 # ---- building ----

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 
 OPS = (
     *("forward", "backward", "backward_preprocess", "backward_convert"),
-    *("kvcache", "combine", "combine_shares", "append", "forward_split", "backward_split"),
+    *("kvcache", "combine", "combine_stream_k", "append", "forward_split", "backward_split"),
     *("forward_pad", "forward_unpad", "backward_pad", "backward_unpad"),
     *("block_kinds", "block_lists", "block_visits"),
 )
@@ -56,7 +56,7 @@ PRECISIONS = ("tf32",)
 BIAS_DTYPES = ("fp16", "bf16", "fp32")
 SINK_DTYPES = ("fp16", "bf16", "fp32")
 ROTARY = ("interleaved", "halves")
-SPLITS = ("parts", "shares")
+SPLITS = ("fixed", "stream_k")
 MASKS = ("causal", "causal_top_left", "window", "window_top_left")
 DROPOUTS = ("flash", "mem_efficient")
 ROW_BYTES = 16
@@ -99,13 +99,13 @@ FEATURES = tuple(_TOKENS)
 _BEFORE_EPILOGUES = ("precision", "mask", "softcap", "alibi", "bias")
 # Features of some ops only.
 _ONLY_IN: dict[str, tuple[str, ...]] = {
-    "sinks": ("forward", "kvcache", "combine", "combine_shares"),
+    "sinks": ("forward", "kvcache", "combine", "combine_stream_k"),
     "bias_grad": ("backward",),
     "lse_grad": ("backward_preprocess",),
     **dict.fromkeys(("rotary", "rotate_q", "varlen_new"), ("append",)),
     **dict.fromkeys(("paged", "batch_idx"), ("append", "kvcache")),
-    "leftpad": ("kvcache", "combine_shares"),
-    "varlen_k": ("kvcache", "combine_shares"),
+    "leftpad": ("kvcache", "combine_stream_k"),
+    "varlen_k": ("kvcache", "combine_stream_k"),
     "split": ("kvcache",),
     "tree": ("kvcache",),
 }
@@ -185,11 +185,11 @@ class Traits:
         varlen_new: new keys are packed, with cumulative lengths.
         paged: the cache consists of pages, found through a table. Append and kvcache, as ``batch_idx``.
         batch_idx: each sequence names its entry of the cache.
-        leftpad: each sequence has a first valid row of its entry. Kvcache, and combine_shares after it.
-        varlen_k: keys are packed sequences as well, instead of a cache. Kvcache and combine_shares.
+        leftpad: each sequence has a first valid row of its entry. Kvcache, and combine_stream_k after it.
+        varlen_k: keys are packed sequences as well, instead of a cache. Kvcache and combine_stream_k.
         tree: a row of bits for each query says which of the last keys it sees. Kvcache.
-        split: ``""``, or how the keys of a query block are split among CTAs: ``parts``, a fixed number or size of
-            splits, or ``shares``, stream-K: equal ranges of all key blocks (:mod:`cute_attn.work.key_shares`). Kvcache.
+        split: ``""``, or how the keys of a query block are split among CTAs: ``fixed``, a fixed number or size of
+            splits, or ``stream_k``: equal ranges of all key blocks (:mod:`cute_attn.work.stream_k`). Kvcache.
         variant: name of a registered kernel class, ``""`` for the package's default. Forwards of fp32 on sm80 have two
             more, ``terms`` and ``fallback``, launched together (:mod:`cute_attn.host.split_fp32`).
 

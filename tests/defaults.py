@@ -126,12 +126,15 @@ BACKWARD_BY_LENGTHS = {
 
 # Kvcache kernels of Hopper: decoding and chunked prefill, with pages of 8.
 BY_CACHE = {
-    (1, 65536, 4, 0): ("d128-seqused_k-split_shares",),
-    (1, 65536, 8, 8): ("d128-causal-seqused_k-paged-leftpad-split_shares", "d64-seqused_k-paged-split_parts"),
-    (16, 65536, 4, 16): ("d128-causal-softcap-alibi-varlen-seqused_k-paged-leftpad-split_shares",),
-    (512, 65536, 4, 0): tuple(f"d{dim}-causal-seqused_k-split_shares" for dim in (64, 128, 256)),
+    (1, 65536, 4, 0): ("d128-seqused_k-split_stream_k",),
+    (1, 65536, 8, 8): (
+        "d128-causal-seqused_k-paged-leftpad-split_stream_k",
+        "d64-seqused_k-paged-split_fixed",
+    ),
+    (16, 65536, 4, 16): ("d128-causal-softcap-alibi-varlen-seqused_k-paged-leftpad-split_stream_k",),
+    (512, 65536, 4, 0): tuple(f"d{dim}-causal-seqused_k-split_stream_k" for dim in (64, 128, 256)),
     (512, 65536, 8, 16): ("d128-causal-seqused_k-paged", "d64-causal-alibi-varlen-seqused_k"),
-    (512, 65536, 4, 8): ("d128-causal-softcap-alibi-varlen-seqused_k-paged-split_shares",),
+    (512, 65536, 4, 8): ("d128-causal-softcap-alibi-varlen-seqused_k-paged-split_stream_k",),
 }
 
 
@@ -148,7 +151,7 @@ BLACKWELL = {
     "sm100": (
         "forward-sm80-bf16-d128-causal-dropout",
         "forward-sm80-bf16-d128-window-softcap-alibi-varlen-seqused_k",
-        "kvcache-sm80-bf16-d256-causal-softcap-alibi-seqused_k-split_shares",
+        "kvcache-sm80-bf16-d256-causal-softcap-alibi-seqused_k-split_stream_k",
     ),
     "sm120": ("forward-sm80-bf16-d32-causal", "block_lists-sm80-bf16-d128", "block_visits-sm80-bf16-d128"),
 }

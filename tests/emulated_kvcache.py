@@ -36,7 +36,7 @@ def entries(packed, starts, capacity):
 
 
 def attend(kernel, given):
-    """What the kvcache kernel of some traits writes; of parts, the first has all keys."""
+    """What the kvcache kernel of some traits writes; of fixed splits, the first has all keys."""
     traits, seqlens, score_args, partials = kernel.traits, given.seqlens, given.score_args, given.partials
     assert given.schedule[1] == PROCESSORS and given.mK.shape[1] > 0
     k, v, (table, batch_idx) = given.mK, given.mV, given.tables or (None, None)
@@ -61,12 +61,14 @@ def attend(kernel, given):
     found, found_lse = ref.attention(
         given.mQ, cache, given.softmax_scale, lengths, reference.Features(traits.mask), inputs
     )
-    if traits.split == "parts":
-        assert partials.parts == partials.out.shape[0] > 1 and partials.part_keys % kernel.tile.tile_n == 0
+    if traits.split == "fixed":
+        assert (
+            partials.num_splits == partials.out.shape[0] > 1 and partials.split_keys % kernel.tile.tile_n == 0
+        )
         partials.lse.fill_(-math.inf)
         partials.out[0], partials.lse[0] = found, found_lse
         return
-    if traits.split == "shares":
+    if traits.split == "stream_k":
         assert partials.out.shape[0] == 2 * kernel.tile.blocks_per_sm * PROCESSORS
     given.mO.copy_(found)
     given.mLSE.copy_(found_lse)
@@ -79,10 +81,10 @@ def merge(kernel, given):
     given.mLSE.copy_(found_lse)
 
 
-def combine_shares(kernel, given):
+def combine_stream_k(kernel, given):
     """All results are whole here."""
     assert (given.mSinks is not None) == bool(kernel.traits.sinks)
-    assert 2 * given.slots == given.partials.out.shape[0] and given.mO.shape[-2] % given.nheads_kv == 0
+    assert 2 * given.kernel_ctas == given.partials.out.shape[0] and given.mO.shape[-2] % given.nheads_kv == 0
     assert (given.seqlens.cu_seqlens_q is not None) == kernel.traits.varlen
 
 
@@ -93,7 +95,7 @@ def patch(monkeypatch) -> list:
     def launched(kernel, target):
         if kernel.traits.op == "append":
             return emulated_append.launched(kernel, target)
-        run = {"combine": merge, "combine_shares": combine_shares, "kvcache": attend}[kernel.traits.op]
+        run = {"combine": merge, "combine_stream_k": combine_stream_k, "kvcache": attend}[kernel.traits.op]
         chosen.extend([kernel] if run is attend else ())
         declared = fakes(kernel)
 

@@ -48,8 +48,8 @@ _OWN = {
     ("kvcache", "sm90", ""): "kvcache_sm90.KvcacheSm90",
     ("combine", "sm80", ""): "combine.Combine",
     ("combine", "sm90", ""): "combine.Combine",
-    ("combine_shares", "sm80", ""): "combine.CombineShares",
-    ("combine_shares", "sm90", ""): "combine.CombineShares",
+    ("combine_stream_k", "sm80", ""): "combine.CombineStreamK",
+    ("combine_stream_k", "sm90", ""): "combine.CombineStreamK",
     ("forward_split", "sm80", ""): "split_fp32.SplitFp32",
     ("backward_split", "sm80", ""): "split_fp32.SplitFp32",
     **{(op, "sm80", ""): "pad_rows.PadRows" for op in PADDED_TENSORS},
@@ -263,7 +263,7 @@ def defaults() -> list[tuple[Traits, str]]:
             dims = {"fp16": (64,), "bf16": (96, 128), "fp32": (256,)}
             pairs += [(Traits(op, arch, dtype, dim), MEASURED) for dtype in dims for dim in dims[dtype]]
             continue
-        if op == "combine_shares":
+        if op == "combine_stream_k":
             pairs += [(Traits(op, arch, "bf16", dim, **extra), MEASURED) for dim, extra in _SHARES_FEATURES]
             continue
         if op == "kvcache":
@@ -311,13 +311,13 @@ _APPEND_FEATURES: list[dict[str, Any]] = [
 
 
 _CACHE_FEATURES: list[tuple[int, dict[str, Any]]] = [
-    (128, {"seqused_k": True, "split": "shares"}),
-    (64, {"mask": "causal", "varlen": True, "seqused_k": True, "paged": True, "split": "shares"}),
-    (128, {"mask": "window", "seqused_k": True, "batch_idx": True, "leftpad": True, "split": "parts"}),
-    (256, {"mask": "causal", "seqused_k": True, "softcap": True, "alibi": True, "split": "shares"}),
+    (128, {"seqused_k": True, "split": "stream_k"}),
+    (64, {"mask": "causal", "varlen": True, "seqused_k": True, "paged": True, "split": "stream_k"}),
+    (128, {"mask": "window", "seqused_k": True, "batch_idx": True, "leftpad": True, "split": "fixed"}),
+    (256, {"mask": "causal", "seqused_k": True, "softcap": True, "alibi": True, "split": "stream_k"}),
     (128, {"mask": "causal", "seqused_k": True, "paged": True}),
-    (128, {"sinks": "bf16", "seqused_k": True, "varlen": True, "split": "shares"}),
-    (64, {"seqused_k": True, "tree": True, "split": "shares"}),
+    (128, {"sinks": "bf16", "seqused_k": True, "varlen": True, "split": "stream_k"}),
+    (64, {"seqused_k": True, "tree": True, "split": "stream_k"}),
 ]
 _SHARES_FEATURES: list[tuple[int, dict[str, Any]]] = [
     (128, {"seqused_k": True}),

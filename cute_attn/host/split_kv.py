@@ -33,18 +33,18 @@ from cute_attn.host.memory import (
 )
 from cute_attn.host.plans import Plan
 from cute_attn.host.record import Layout
-from cute_attn.tiles.inference import MAX_PARTIALS, SPLIT_KEYS, CacheCall, CombineSharesTile, CombineTile
+from cute_attn.tiles.inference import MAX_PARTIALS, SPLIT_KEYS, CacheCall, CombineStreamKTile, CombineTile
 from cute_attn.traits import Traits
 
 EVEN = 8
 """Minimum keys per query above which a mask leaves a sequence's query blocks nearly equal numbers of keys."""
 BOX_ROWS = 8
 """TMA loads pages with a multiple of this many rows, the period of a swizzle. Ampere kernels load other pages."""
-FULL_PARTS = 0.9
+FULL_SPLITS = 0.9
 """Minimum fraction of the CTAs that an even split of equal sequences keeps busy; below it, stream-K is used."""
-PARTS_AT_ONCE = 128
+SPLITS_AT_ONCE = 128
 """Partial results of a row that the combine kernel loads at once, where they are many; more take another round."""
-BLOCKS_OF_A_PART, ENOUGH_CTAS = 5, 64
+BLOCKS_OF_A_SPLIT, ENOUGH_CTAS = 5, 64
 """Minimum key blocks per split where so many CTAs are busy: fewer partial results are merged sooner."""
 LEAST_SPLITS, LEAST_SPARED = 4, 288 << 10
 """Minimum number of even splits, and minimum bytes of K and V that they spare each CTA, for a second launch to pay."""
@@ -61,8 +61,8 @@ class Split:
     """How keys are divided: the trait ``split``, and the numbers of ``Partials``."""
 
     how: str = ""
-    parts: int = 1
-    part_keys: int = 0
+    num_splits: int = 1
+    split_keys: int = 0
 
 
 class Division(NamedTuple):
@@ -98,7 +98,7 @@ def launch(
     (split, layouts), partials = plan.division, None
     if layouts:  # the caching allocator keeps them for the stream, or for the graph that captures the call
         outs, lses = (record.empty(q, shape, strides, torch.float32) for shape, strides in layouts)
-        partials = outs, lses, split.parts, split.part_keys
+        partials = outs, lses, split.num_splits, split.split_keys
     if plan.kernel.traits.variant:
         record.also()  # a user's class may read its arguments
     scores = plan.kernel.score_args(_score_inputs(call))
@@ -116,16 +116,16 @@ def launch(
         "partials": partials,
     }
     record.launch(*plan.functions["main"].bind(**arguments))
-    if split.how == "parts":
+    if split.how == "fixed":
         assert partials is not None
         if out.dim() == 3:
             results = {name: x.unsqueeze(0) for name, x in results.items()}
         own: dict[str, Any] = {"mOpartial": partials[0], "mLSEpartial": partials[1], "mSinks": call.sinks}
         record.launch(*plan.functions["combine"].bind(**results, **own))
-    elif split.how == "shares":
+    elif split.how == "stream_k":
         mask_args = scores[1] or None  # the DSL takes no empty tuple
         own = {"partials": partials, "mSinks": call.sinks, "seqlens": seqlens, "mask_args": mask_args}
-        sizes = {"nheads_kv": call.k_cache.shape[-2], "slots": layouts[0][0][0] // 2}
+        sizes = {"nheads_kv": call.k_cache.shape[-2], "kernel_ctas": layouts[0][0][0] // 2}
         record.launch(*plan.functions["combine"].bind(**results, **own, **sizes))
     return out, lse
 
@@ -198,37 +198,37 @@ def _combine(kernel: Any, split: Split, shapes: tuple[tuple[int, ...], ...], cal
         return None
     # On Hopper its launch overlaps the end of the kernel before it, of either generation.
     arch = registry.generations(target)[0]
-    if split.how == "parts":
+    if split.how == "fixed":
         plain = Traits("combine", arch, traits.dtype, traits.head_dim_v, sinks=call.sinks_dtype)
-        tile = CombineTile.of(split.parts, eager=not split.part_keys)
+        tile = CombineTile.of(split.num_splits, eager=not split.split_keys)
         return compiler.compile(plain, tile, target)
     kept = {
         name: getattr(traits, name)
         for name in ("mask", "sinks", "varlen", "seqused_k", "leftpad", "varlen_k")
     }
-    own = Traits("combine_shares", arch, traits.dtype, traits.head_dim_v, **kept)
-    tile = CombineSharesTile.after(
-        kernel.tile, own, units(call, kernel.tile), shapes[0][0] // 2, call.longest[0]
+    own = Traits("combine_stream_k", arch, traits.dtype, traits.head_dim_v, **kept)
+    tile = CombineStreamKTile.after(
+        kernel.tile, own, work_tiles(call, kernel.tile), shapes[0][0] // 2, call.longest[0]
     )
     return compiler.compile(own, tile, target)
 
 
 def _partial_shapes(call: Call, kernel: Any, split: Split, processors: int) -> tuple[tuple[int, ...], ...]:
     dim = call.v_cache.shape[-1]
-    if split.how == "parts":
+    if split.how == "fixed":
         rows = call.q.shape[:-2] if call.cu_seqlens_q is None else (1, call.q.shape[0])
         heads = call.q.shape[-2]
-        return (split.parts, *rows, heads, dim), (split.parts, rows[0], heads, rows[1])
-    if split.how == "shares":
-        slots = kernel.tile.blocks_per_sm * processors
-        return (2 * slots, kernel.tile.tile_m, dim), (2 * slots, kernel.tile.tile_m)
+        return (split.num_splits, *rows, heads, dim), (split.num_splits, rows[0], heads, rows[1])
+    if split.how == "stream_k":
+        ctas = kernel.tile.blocks_per_sm * processors
+        return (2 * ctas, kernel.tile.tile_m, dim), (2 * ctas, kernel.tile.tile_m)
     return ()
 
 
 # ---- the kernel and how keys are divided ----
 
 
-def units(call: Call, tile: Any) -> int:
+def work_tiles(call: Call, tile: Any) -> int:
     """Query blocks of all sequences and packs of heads, at most."""
     packs = call.k_cache.shape[-2] * -(-call.group // tile.pack_heads)
     blocks = call.batch * -(-call.longest[0] // tile.queries)
@@ -248,7 +248,7 @@ def traits_of(call: Call, arch: str, split: str, variant: str = "") -> Traits:
         mask=call.mask,
         softcap=call.softcap > 0,
         alibi=call.alibi_slopes is not None,
-        sinks="" if split == "parts" else call.sinks_dtype,
+        sinks="" if split == "fixed" else call.sinks_dtype,
         varlen=call.cu_seqlens_q is not None,
         seqused_k=call.lengths is not None,
         varlen_k=call.cu_seqlens_k is not None,
@@ -309,10 +309,10 @@ def _kernel_and_split(call: Call, arch: str, variant: str, target: str, processo
         return kernel
 
     if call.num_splits == 0 and not call.split_keys:
-        kernel = kernel_of("shares")
+        kernel = kernel_of("stream_k")
         split = _best_split(call, kernel.tile, processors)
-        return kernel if split.how == "shares" else kernel_of(split.how), split
-    split = _parts(call)
+        return kernel if split.how == "stream_k" else kernel_of(split.how), split
+    split = _named_split(call)
     return kernel_of(split.how), split
 
 
@@ -340,19 +340,19 @@ def _key_bytes(call: Call) -> int:
     return call.q.element_size() * (call.q.shape[-1] + call.v_cache.shape[-1])
 
 
-def _parts(call: Call) -> Split:
+def _named_split(call: Call) -> Split:
     """The split that the call names."""
     capacity = call.longest[1]
     if call.split_keys:
-        parts = -(-capacity // call.split_keys)
-        if parts > MAX_PARTIALS:
+        num_splits = -(-capacity // call.split_keys)
+        if num_splits > MAX_PARTIALS:
             least = -(-capacity // (MAX_PARTIALS * SPLIT_KEYS)) * SPLIT_KEYS
             raise ValueError(
                 f"split_keys is {call.split_keys} with a capacity of {capacity}; accepted: {least} or more, for up "
-                f"to {MAX_PARTIALS} parts"
+                f"to {MAX_PARTIALS} splits"
             )
-        return Split("parts", parts, call.split_keys) if parts > 1 else Split()
-    return Split("parts", call.num_splits) if call.num_splits > 1 else Split()
+        return Split("fixed", num_splits, call.split_keys) if num_splits > 1 else Split()
+    return Split("fixed", call.num_splits) if call.num_splits > 1 else Split()
 
 
 def _best_split(call: Call, tile: Any, processors: int) -> Split:
@@ -362,22 +362,22 @@ def _best_split(call: Call, tile: Any, processors: int) -> Split:
     partial results. But lengths are not known here: in a batch they may differ, and then only stream-K keeps all CTAs
     busy. Stream-K has little regret for long sequences, the others for short ones.
     """
-    slots, count = tile.blocks_per_sm * processors, units(call, tile)
+    ctas, count = tile.blocks_per_sm * processors, work_tiles(call, tile)
     seqlen_q, seqlen_k = call.longest
     seen = min(seqlen_k, call.window + tile.queries) if call.window else seqlen_k
     blocks = -(-seen // tile.tile_n)
-    most = min(slots // count, blocks, MAX_PARTIALS)
-    if most > PARTS_AT_ONCE and PARTS_AT_ONCE * count >= FULL_PARTS * slots:
-        most = PARTS_AT_ONCE
-    splits = min(most, max(blocks // BLOCKS_OF_A_PART, -(-ENOUGH_CTAS // count), LEAST_SPLITS))
+    most = min(ctas // count, blocks, MAX_PARTIALS)
+    if most > SPLITS_AT_ONCE and SPLITS_AT_ONCE * count >= FULL_SPLITS * ctas:
+        most = SPLITS_AT_ONCE
+    splits = min(most, max(blocks // BLOCKS_OF_A_SPLIT, -(-ENOUGH_CTAS // count), LEAST_SPLITS))
     bytes_of_block = tile.tile_n * _key_bytes(call)
     spared = bytes_of_block * (blocks - -(-blocks // max(splits, 1)))
     even = not call.mask or EVEN * seqlen_q <= seqlen_k
     equal = call.batch == 1 or (call.lengths is None and call.cu_seqlens_k is None)
-    full = equal and even and most > 1 and most * count >= FULL_PARTS * slots
+    full = equal and even and most > 1 and most * count >= FULL_SPLITS * ctas
     if splits < LEAST_SPLITS or spared < LEAST_SPARED:
         splits = most if full and bytes_of_block * -(-blocks // most) > FEW_BYTES else 1
-    waves = splits * count / slots
+    waves = splits * count / ctas
     alone = bytes_of_block * -(-blocks // splits)
     if alone > FEW_BYTES or (splits == 1 and (math.ceil(waves) - waves) * alone > IDLE_BYTES):
         if splits == 1:
@@ -385,14 +385,14 @@ def _best_split(call: Call, tile: Any, processors: int) -> Split:
         else:
             pays = full
         if not pays:
-            return Split("shares")
-    return Split("parts", splits) if splits > 1 else Split()
+            return Split("stream_k")
+    return Split("fixed", splits) if splits > 1 else Split()
 
 
 def _check_sizes(call: Call, tile: Any) -> None:
     """Raise where indices of blocks, or positions on the line of all key blocks, exceed 32 bits."""
     capacity = call.longest[1]
-    count = units(call, tile)
+    count = work_tiles(call, tile)
     blocks = -(-capacity // tile.tile_n) + 2
     each = f"{count} blocks of up to {tile.queries} queries"
     check_count(f"q has {each}", count, MAX_ROWS)

@@ -1,7 +1,7 @@
 """Merges partial results of attention over disjoint sets of keys. Runs on every target.
 
-:class:`Combine` merges given results, :class:`CombineShares` the results of a kvcache kernel with stream-K scheduling.
-They share their device code; :class:`GivenRows` and :class:`UnitRows` say where a row's partial results are.
+:class:`Combine` merges given results, :class:`CombineStreamK` the results of a kvcache kernel with stream-K scheduling.
+They have the same device code; :class:`GivenRows` and :class:`StreamKRows` say where a row's partial results are.
 
     m       = max over i of lse[i]              for one query of one head, over its partial results i
     w[i]    = exp(lse[i] - m)
@@ -32,10 +32,10 @@ from cute_attn.device.seqlen import SeqlenInfo, Seqlens, first_block, sequence_o
 from cute_attn.epilogues.mask import Mask
 from cute_attn.kernels import fakes
 from cute_attn.kernels.limits import beyond
-from cute_attn.tiles.inference import MAX_PARTIALS, CombineSharesTile, CombineTile
+from cute_attn.tiles.inference import MAX_PARTIALS, CombineStreamKTile, CombineTile
 from cute_attn.traits import DTYPES, Traits
-from cute_attn.work.key_parts import Partials
-from cute_attn.work.key_shares import OVERHEAD, KeyShares, VisibleBlocks
+from cute_attn.work.key_splits import Partials
+from cute_attn.work.stream_k import OVERHEAD, StreamK, VisibleBlocks
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class RowPartials:
     """Offsets, in elements, and number of the partial results of one row.
 
     Partial result i is at ``start + i * step``; with ``alternates`` the first one is one index further: a range at the
-    end of a CTA's line has the odd index, see :class:`cute_attn.work.key_shares.Share`.
+    end of a CTA's range has the odd index, see :class:`cute_attn.work.stream_k.TileRange`.
     """
 
     count: Int32
@@ -209,7 +209,7 @@ class Combine:
         rows: Any,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch the kernel. partials: tensors of O and LSE first; rows: ``GivenRows`` or ``UnitRows``."""
+        """Launch the kernel. partials: tensors of O and LSE first; rows: ``GivenRows`` or ``StreamKRows``."""
         self.kernel(partials, mO, mLSE, mSinks, rows).launch(
             grid=[rows.ctas, 1, 1],
             block=[self.tile.num_threads(self.traits), 1, 1],
@@ -477,7 +477,7 @@ class Combine:
 
 
 @dataclass(frozen=True)
-class CombineUnit:
+class CombinedTile:
     """A CTA's work tile and rows. ``first == last``: a single CTA computed the tile, and there is nothing to merge."""
 
     batch: Int32
@@ -490,12 +490,16 @@ class CombineUnit:
 
 
 @dataclass(frozen=True)
-class UnitRows:
-    """Partial results of a kvcache kernel with split "shares" (stream-K). A CTA has some rows of one unit.
+class StreamKRows:
+    """Partial results of a kvcache kernel with split "stream_k". A CTA has some rows of one of its work tiles.
 
-    A unit is a query block of a pack of heads, divided into chunks of rows: block -> (batch, pack, m_block, chunk).
-    With ``by_slot`` it is the unit that a slot begins and does not end: block -> (slot, chunk). Packed queries have
-    the query blocks of all sequences, padded as in :func:`first_block`.
+    A work tile is a query block of a pack of heads, in chunks of rows: block -> (batch, pack, m_block, chunk).
+    With ``by_range`` it is the one that starts but does not end in a stream-K range: block -> (range, chunk). Packed
+    queries have the query blocks of all sequences, padded as in :func:`first_block`.
+
+    Attributes:
+        ctas: of the grid.
+        kernel_ctas: of the kvcache kernel, each with a stream-K range.
     """
 
     seqlens: Seqlens
@@ -506,7 +510,7 @@ class UnitRows:
     packs_per_kvhead: cute.FastDivmodDivisorV2
     group: Int32
     ctas: Int32
-    slots: Int32
+    kernel_ctas: Int32
 
     @staticmethod
     def make(
@@ -514,9 +518,9 @@ class UnitRows:
         seqlens: Seqlens,
         mask_args: tuple | None,
         nheads_kv: Int32,
-        slots: Int32,
-        tile: CombineSharesTile,
-    ) -> "UnitRows":
+        kernel_ctas: Int32,
+        tile: CombineStreamKTile,
+    ) -> "StreamKRows":
         """On the host."""
         queries = tile.tile_m // tile.pack_heads
         group = cutlass.max(mO.shape[-2] // cutlass.max(nheads_kv, 1), 1)
@@ -530,17 +534,21 @@ class UnitRows:
         else:
             m_blocks = Int32(mO.shape[0]) // queries + batch
             total = packs * m_blocks * chunks
-        if cutlass.const_expr(tile.by_slot):
-            total = slots * chunks
+        if cutlass.const_expr(tile.by_range):
+            total = kernel_ctas * chunks
         chunks, m_blocks, packs, packs_per_kvhead = (
             cute.FastDivmodDivisorV2(cutlass.max(n, 1)) for n in (chunks, m_blocks, packs, packs_per_kvhead)
         )
-        return UnitRows(seqlens, mask_args, chunks, m_blocks, packs, packs_per_kvhead, group, total, slots)
+        return StreamKRows(
+            seqlens, mask_args, chunks, m_blocks, packs, packs_per_kvhead, group, total, kernel_ctas
+        )
 
     @cute.jit
-    def find(self, kernel: Constexpr, partials: Partials, mO: cute.Tensor, base: cute.Pointer) -> CombineUnit:
-        """The CTA's unit; its first warp looks it up."""
-        start = kernel.tile.smem_areas(kernel.traits)["unit"][0]
+    def find(
+        self, kernel: Constexpr, partials: Partials, mO: cute.Tensor, base: cute.Pointer
+    ) -> CombinedTile:
+        """The CTA's work tile; its first warp looks it up."""
+        start = kernel.tile.smem_areas(kernel.traits)["work_tile"][0]
         found = cute.make_tensor(cute.recast_ptr(base + start, dtype=Int32), cute.make_layout(5))
         number, lane = self.seqlens.batch(mO), cute.arch.lane_idx()
         index, chunk = divmod(cute.arch.block_idx()[0], self.chunks)
@@ -548,24 +556,24 @@ class UnitRows:
             warm_lengths(self.seqlens, number, lane)
             self.look_up(kernel, index, number, lane, found)
         cute.arch.barrier()
-        return self.unit(found, chunk)
+        return self.read(found, chunk)
 
-    def are_divided(self, unit: CombineUnit) -> Boolean:
-        """False if a single slot computed the unit and wrote the result directly."""
-        return unit.first < unit.last
+    def are_divided(self, found: CombinedTile) -> Boolean:
+        """False if a single CTA computed the work tile and wrote the result directly."""
+        return found.first < found.last
 
     @cute.jit
     def look_up(
         self, kernel: Constexpr, index: Int32, number: Int32, lane: Int32, found: cute.Tensor
     ) -> None:
-        """A CTA's batch, pack, first row, and first and last slot, by a whole warp; number: of sequences."""
+        """A CTA's batch, pack, first row, and first and last range, by a whole warp; number: of sequences."""
         tile, seqlens = kernel.tile, self.seqlens
         queries: Constexpr = tile.tile_m // tile.pack_heads
         mask_args: Any = () if cutlass.const_expr(self.mask_args is None) else self.mask_args
         blocks = VisibleBlocks(seqlens, mask_args, kernel.mask, queries, tile.tile_n)
-        line = (blocks, number, self.packs.divisor, self.slots, lane, OVERHEAD)
-        if cutlass.const_expr(tile.by_slot):
-            batch, pack, m_block, last = KeyShares.make(*line).divided_unit(index)
+        line = (blocks, number, self.packs.divisor, self.kernel_ctas, lane, OVERHEAD)
+        if cutlass.const_expr(tile.by_range):
+            batch, pack, m_block, last = StreamK.make(*line).divided_tile(index)
             row0, first = m_block * queries, index
         else:
             plane, m_block = divmod(index, self.m_blocks)
@@ -577,65 +585,65 @@ class UnitRows:
                 batch, pack = divmod(plane, self.packs)
             row0, first, last = m_block * queries, Int32(0), Int32(0)
             if (row0 >= 0) & (row0 < SeqlenInfo.read(seqlens, batch).seqlen_q):
-                shares, start = KeyShares.measure(*line, batch)
-                first, last = shares.slots_of(start, batch, pack, m_block)
+                ranges, start = StreamK.measure(*line, batch)
+                first, last = ranges.ranges_of(start, batch, pack, m_block)
         if lane == 0:
             numbers = (batch, pack, row0, first, last)
             for i in cutlass.range_constexpr(5):
                 found[i] = numbers[i]
 
-    def unit(self, found: cute.Tensor, chunk: Int32) -> CombineUnit:
-        """The unit that was found."""
-        batch, pack, row0, first, last = (found[i] for i in range(5))
-        return CombineUnit(batch, pack, row0, chunk, SeqlenInfo.read(self.seqlens, batch), first, last)
+    def read(self, numbers: cute.Tensor, chunk: Int32) -> CombinedTile:
+        """The work tile that :meth:`look_up` found."""
+        batch, pack, row0, first, last = (numbers[i] for i in range(5))
+        return CombinedTile(batch, pack, row0, chunk, SeqlenInfo.read(self.seqlens, batch), first, last)
 
     @cute.jit
     def of_thread(
-        self, kernel: Constexpr, unit: CombineUnit, partials: Partials, thread: Int32
+        self, kernel: Constexpr, found: CombinedTile, partials: Partials, thread: Int32
     ) -> tuple[Place, RowPartials]:
-        """The thread's work, and where its row's partial results from slots first to last are."""
+        """The thread's work, and where its row's partial results from ranges first to last are."""
         tile, per_row = kernel.tile, kernel.tile.threads_per_row(kernel.traits)
         own = thread // (per_row * tile.groups)
-        row = unit.chunk * tile.rows + own
-        head_kv, of_kvhead = divmod(unit.pack, self.packs_per_kvhead)
+        row = found.chunk * tile.rows + own
+        head_kv, of_kvhead = divmod(found.pack, self.packs_per_kvhead)
         in_group = of_kvhead * tile.pack_heads + row % tile.pack_heads
-        query = unit.row0 + row // tile.pack_heads
-        exists = (row < tile.tile_m) & (query < unit.info.seqlen_q) & (in_group < self.group)
+        query = found.row0 + row // tile.pack_heads
+        exists = (row < tile.tile_m) & (query < found.info.seqlen_q) & (in_group < self.group)
         head = cutlass.min(head_kv * self.group + in_group, self.group * (head_kv + 1) - 1)
         group, lane = thread // per_row % tile.groups, thread % per_row
-        place = Place(own, group, lane, exists, unit.batch, unit.info.offset_q + query, head)
+        place = Place(own, group, lane, exists, found.batch, found.info.offset_q + query, head)
         (step, step_row, _), (lse_step, lse_row) = partials.out.stride, partials.lse.stride
-        row, before = Int64(cutlass.min(row, tile.tile_m - 1)), Int64(2 * unit.first)
+        row, before = Int64(cutlass.min(row, tile.tile_m - 1)), Int64(2 * found.first)
         out, lse = before * step + row * step_row, before * lse_step + row * lse_row
-        count = unit.last - unit.first + 1
+        count = found.last - found.first + 1
         return place, RowPartials(count, out, Int64(step), lse, Int64(lse_step), True)
 
 
 @dataclass(frozen=True)
-class CombineShares(Combine):
-    """Merges partial results of a kvcache kernel with split "shares" (stream-K). A CTA handles some rows of one unit.
+class CombineStreamK(Combine):
+    """Merges partial results of a kvcache kernel with split "stream_k". A CTA handles some rows of one work tile.
 
-    Its first warp finds the unit's slots by the arithmetic of :class:`KeyShares`. The CTA exits at once if a single
-    slot wrote the result.
+    Its first warp finds the tile's stream-K ranges by the arithmetic of :class:`StreamK`. The CTA exits at once if a
+    single CTA wrote the result.
     """
 
-    tile: CombineSharesTile
+    tile: CombineStreamKTile
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        if traits.op != "combine_shares":
-            return f"it computes combine_shares, not {traits.op}"
+        if traits.op != "combine_stream_k":
+            return f"it computes combine_stream_k, not {traits.op}"
         used = ("mask", "sinks", "varlen", "seqused_k", "leftpad", "varlen_k", "variant")
         own = {name: getattr(traits, name) for name in used}
-        plain = Traits("combine_shares", traits.arch, traits.dtype, traits.head_dim, **own)
+        plain = Traits("combine_stream_k", traits.arch, traits.dtype, traits.head_dim, **own)
         if traits != plain:
             return f"it uses lengths, the mask and sinks alone; accepted: {plain}"
         return beyond(traits)
 
     @classmethod
-    def default_tile(cls, traits: Traits, target: str) -> CombineSharesTile:
+    def default_tile(cls, traits: Traits, target: str) -> CombineStreamKTile:
         """The tile after a kernel with 64 rows and keys per block; calls have one that follows the kernel's."""
-        return CombineSharesTile()
+        return CombineStreamKTile()
 
     @property
     def mask(self) -> Mask:
@@ -652,9 +660,9 @@ class CombineShares(Combine):
         seqlens: fakes.Lengths,
         mask_args: Annotated[tuple | None, lambda kernel: kernel.mask.fake_args() or None],
         nheads_kv: Int32,
-        slots: Int32,
+        kernel_ctas: Int32,
         stream: cuda.CUstream,
     ) -> None:
         """Launch. mask_args: None where the mask has none."""
-        rows = UnitRows.make(mO, seqlens, mask_args, nheads_kv, slots, self.tile)
+        rows = StreamKRows.make(mO, seqlens, mask_args, nheads_kv, kernel_ctas, self.tile)
         self.launch(partials, mO, mLSE, mSinks, rows, stream)

@@ -13,7 +13,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from cute_attn.device.key_rows import CacheTables
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.traits import Traits
-from cute_attn.work.key_parts import Partials
+from cute_attn.work.key_splits import Partials
 from cute_attn.work.key_tiles import BackwardSchedule
 from cute_attn.work.query_tiles import ForwardSchedule
 
@@ -123,7 +123,7 @@ Counters = Annotated[cute.Tensor, lambda kernel: workspace(1)]
 
 def _seqlens_fake(kernel: Any) -> Seqlens:
     traits = kernel.traits
-    cached = traits.op in ("kvcache", "combine_shares")
+    cached = traits.op in ("kvcache", "combine_stream_k")
     present = (
         traits.varlen,
         traits.varlen_k if cached else traits.varlen,
@@ -151,10 +151,10 @@ Tables = Annotated[CacheTables | None, _tables_fake]
 
 
 def _partials_fake(kernel: Any) -> Partials | None:
-    split = kernel.traits.split or ("shares" if kernel.traits.op == "combine_shares" else "")
+    split = kernel.traits.split or ("stream_k" if kernel.traits.op == "combine_stream_k" else "")
     if not split:
         return None
-    sizes = (5, 4) if split == "parts" else (3, 2)
+    sizes = (5, 4) if split == "fixed" else (3, 2)
     return Partials(rows(Float32, sizes[0]), strided(Float32, sizes[1]), Int32(0), Int32(0))
 
 

@@ -37,7 +37,7 @@ def beyond_cache(traits: Traits, arch: str, lacks: tuple[str, ...] = ()) -> str 
     for name in ("bias", "dropout", "epilogues", "seqused_q", *lacks):
         if getattr(traits, name):
             return f"{name} is {getattr(traits, name)}; accepted: none"
-    if traits.split == "parts" and traits.sinks:
+    if traits.split == "fixed" and traits.sinks:
         return f"sinks is {traits.sinks} with split parts; accepted: none, since combine adds them"
     if traits.top_left:
         return f"mask is {traits.mask}; accepted: bottom right ones"

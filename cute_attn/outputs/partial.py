@@ -10,7 +10,7 @@ import cutlass
 from cutlass import Constexpr, Float32, Int32, Int64, cute
 
 from cute_attn.device.score_tile import ScoreMap
-from cute_attn.work.key_parts import Partials
+from cute_attn.work.key_splits import Partials
 from cute_attn.work.query_tiles import QueryTile
 
 
@@ -47,14 +47,14 @@ class RowTarget:
 
     @staticmethod
     @cute.jit
-    def part(partials: Partials, part: Int32, tile: QueryTile, varlen: Constexpr) -> "RowTarget":
-        """In the partial results of split "parts"."""
+    def split(partials: Partials, split: Int32, tile: QueryTile, varlen: Constexpr) -> "RowTarget":
+        """In the partial results of fixed splits."""
         out, lse = partials.out, partials.lse
         batch = Int32(0) if cutlass.const_expr(varlen) else tile.batch
         query = Int64(tile.info.offset_q + tile.row0)
-        first = Int64(part) * out.stride[0] + Int64(batch) * out.stride[1]
+        first = Int64(split) * out.stride[0] + Int64(batch) * out.stride[1]
         first += query * out.stride[2] + Int64(tile.head) * out.stride[3]
-        first_lse = Int64(part) * lse.stride[0] + Int64(batch) * lse.stride[1]
+        first_lse = Int64(split) * lse.stride[0] + Int64(batch) * lse.stride[1]
         first_lse += Int64(tile.head) * lse.stride[2] + query * lse.stride[3]
         return RowTarget(
             out.iterator + cute.assume(first, divby=4),
@@ -65,8 +65,8 @@ class RowTarget:
 
     @staticmethod
     @cute.jit
-    def share(partials: Partials, index: Int32, heads: Constexpr) -> "RowTarget":
-        """In the partial results of split "shares": rows of the tile follow each other."""
+    def stream_k(partials: Partials, index: Int32, heads: Constexpr) -> "RowTarget":
+        """In the partial results of stream-K: rows of the tile follow each other."""
         out, lse = partials.out, partials.lse
         step, step_lse = Int64(out.stride[1]), Int64(lse.stride[1])
         return RowTarget(

@@ -165,7 +165,7 @@ class ForwardSm80Tile(WarpTile):
         merge = self.merge_bytes(traits)
         stats = max(v_end, o, q + merge)
         end = stats + self.stats_bytes
-        warps = self.num_threads // 32 if traits.split == "shares" else 0
+        warps = self.num_threads // 32 if traits.split == "stream_k" else 0
         return {
             "q": (0, q),
             "k": (k_start, k_end),
@@ -173,7 +173,7 @@ class ForwardSm80Tile(WarpTile):
             "o": (0, o),
             "merge": (q, q + merge),
             "stats": (stats, end),
-            "share": (end, end + 4 * self.SHARE_NUMBERS * warps),
+            "tile_range": (end, end + 4 * self.RANGE_NUMBERS * warps),
             **self._exchange_areas(end, traits),
         }
 
@@ -184,8 +184,8 @@ class ForwardSm80Tile(WarpTile):
         end = start + self.tile_m * self.tile_n * self.operand_bytes(traits)
         return {"p": (start, end), "exchange": (end, end + 4 * self.tile_m * self.warps_n)}
 
-    SHARE_NUMBERS: ClassVar[int] = 8
-    """int32 numbers of each warp's copy of a ``Share``."""
+    RANGE_NUMBERS: ClassVar[int] = 8
+    """int32 numbers of each warp's copy of a ``TileRange``."""
 
     def merge_bytes(self, traits: Traits) -> int:
         """Shared memory for O and row statistics of all groups but the first one, in bytes."""
@@ -542,7 +542,7 @@ class KvcacheSm90Tile(ForwardSm90Tile):
     def shape_reason(self, traits: Traits) -> str | None:
         if self.half_registers and (self.warpgroups, self.blocks_per_sm) != (1, 1):
             return f"half_registers is True; accepted: with tile_m 64 and blocks_per_sm 1, for {traits}"
-        if traits.split == "shares" and self.speculative:
+        if traits.split == "stream_k" and self.speculative:
             return f"speculative is True; accepted: False with split shares, for {traits}"
         if traits.paged:
             boxes = self.page_rows >= 8 and self.page_rows % 8 == 0 and self.tile_n % self.page_rows == 0

@@ -21,7 +21,7 @@ class CacheCall:
         capacity: rows of an entry of the cache.
         group: query heads of a key head.
         page_size: rows of a page, 0 for a contiguous cache.
-        part_keys: keys of a split, which have to be whole key blocks; 0 without.
+        split_keys: keys of a split, which have to be whole key blocks; 0 without.
         planes: sequences times key heads, if few keys make each work tile read all its keys; 0 otherwise, and
             with ``split_keys``: its results must not depend on the batch.
     """
@@ -30,7 +30,7 @@ class CacheCall:
     capacity: int = 1 << 16
     group: int = 1
     page_size: int = 0
-    part_keys: int = 0
+    split_keys: int = 0
     planes: int = 0
 
 
@@ -65,9 +65,9 @@ class CombineTile(Tile):
 
     def threads_per_row(self, traits: Traits) -> int:
         """Adjacent threads of a group, each with up to two vectors of 16 bytes of a partial row: the fewest idle."""
-        pieces = traits.head_dim_v // 4
-        enough = [threads for threads in (32, 16, 8, 4, 2, 1) if 2 * threads >= pieces]
-        return min(enough, key=lambda threads: -(-pieces // threads) * threads)
+        vectors = traits.head_dim_v // 4
+        enough = [threads for threads in (32, 16, 8, 4, 2, 1) if 2 * threads >= vectors]
+        return min(enough, key=lambda threads: -(-vectors // threads) * threads)
 
     def vectors(self, traits: Traits) -> int:
         """16-byte vectors of a partial row for each thread."""
@@ -113,52 +113,52 @@ def _unroll(partials: int, groups: int) -> int:
 
 
 @dataclass(frozen=True)
-class CombineSharesTile(CombineTile):
+class CombineStreamKTile(CombineTile):
     """Tile of the combine kernel after a kernel with stream-K.
 
     Attributes:
         tile_m, tile_n, pack_heads: that kernel's.
-        by_slot: a CTA looks for the unit that a slot begins and does not end, rather than for the slots of one of all
-            units: if units are many, most are whole.
-        slots: maximum number of that kernel's slots; each leaves one partial result per row. Fewer slots need less
-            shared memory, so that CTAs find their units while that kernel's CTAs nearly fill the multiprocessors.
+        by_range: a CTA looks for the work tile that starts but does not end in a stream-K range, rather than for the
+            ranges of one of all work tiles: if these are many, most are whole.
+        kernel_ctas: maximum number of that kernel's CTAs; each leaves one partial result per row. Fewer of them need
+            less shared memory, so that CTAs find their work tiles while that kernel nearly fills the multiprocessors.
     """
 
     tile_m: int = 64
     tile_n: int = 64
     pack_heads: int = 1
-    by_slot: bool = False
-    slots: int = MAX_PARTIALS
+    by_range: bool = False
+    kernel_ctas: int = MAX_PARTIALS
 
     @property
     def most_partials(self) -> int:
-        return self.slots
+        return self.kernel_ctas
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
-        """Also the unit that the first warp found."""
+        """Also the work tile that the first warp found."""
         areas = CombineTile.smem_areas(self, traits)
         end = max(end for _, end in areas.values())
-        return areas | {"unit": (end, end + 32)}
+        return areas | {"work_tile": (end, end + 32)}
 
     @staticmethod
-    def after(tile: Any, traits: Traits, units: int, slots: int, queries: int) -> "CombineSharesTile":
-        """The tile after a kernel with ``tile`` for so many units, at most, divided among so many slots.
+    def after(tile: Any, traits: Traits, work_tiles: int, ctas: int, queries: int) -> "CombineStreamKTile":
+        """The tile after a kernel with ``tile``, whose CTAs divide at most so many work tiles.
 
-        queries: of a sequence, at most. Each CTA looks for its unit, so few CTAs have many rows each.
+        queries: of a sequence, at most. Each CTA looks for its work tile, so few CTAs have many rows each.
         """
-        partials = slots // max(units, 1)
+        partials = ctas // max(work_tiles, 1)
         groups = next((n for n in (8, 4, 2) if partials >= 4 * n), 1)
-        of_unit = min(queries * tile.pack_heads, tile.tile_m)
-        rows, unroll = (1, _unroll(partials, groups)) if groups > 1 else (4 if of_unit <= 4 else 16, 4)
-        chosen = CombineSharesTile(
-            rows, groups, unroll, True, tile.tile_m, tile.tile_n, tile.pack_heads, units > slots, slots
+        of_tile = min(queries * tile.pack_heads, tile.tile_m)
+        rows, unroll = (1, _unroll(partials, groups)) if groups > 1 else (4 if of_tile <= 4 else 16, 4)
+        chosen = CombineStreamKTile(
+            rows, groups, unroll, True, tile.tile_m, tile.tile_n, tile.pack_heads, work_tiles > ctas, ctas
         )
         while chosen.num_threads(traits) % 32:
             chosen = replace(chosen, rows=2 * chosen.rows)
         return chosen
 
     def shape_reason(self, traits: Traits) -> str | None:
-        for name in ("tile_m", "tile_n", "pack_heads", "slots"):
+        for name in ("tile_m", "tile_n", "pack_heads", "kernel_ctas"):
             if getattr(self, name) < 1:
                 return f"{name} is {getattr(self, name)}; accepted: 1 or more"
         if self.tile_m % self.pack_heads:

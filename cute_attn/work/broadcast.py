@@ -7,11 +7,11 @@ from cutlass import Boolean, Int32, cute
 
 from cute_attn.device.pipeline import Accessed, Pipeline
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens
-from cute_attn.work.key_parts import KeyPart
+from cute_attn.work.key_splits import KeySplit
 
 STAGES = 2
 INTS = 4
-INTS_OF_PARTS = 8
+INTS_OF_SPLITS = 8
 """Ints of an item with a range of key blocks; the last one is unused."""
 
 
@@ -19,7 +19,7 @@ INTS_OF_PARTS = 8
 class WorkItem:
     """A work tile of a forward: its index in the order, its first query, its first head and its batch.
 
-    The index is ``SECTION_END`` at the end of a section, and ``END`` at the end of the last one. ``part``: its range
+    The index is ``SECTION_END`` at the end of a section, and ``END`` at the end of the last one. ``split``: its range
     of key blocks, in kernels that divide them.
     """
 
@@ -27,7 +27,7 @@ class WorkItem:
     row0: Int32
     head: Int32
     batch: Int32
-    part: KeyPart | None = None
+    split: KeySplit | None = None
 
     END = -1
     SECTION_END = -2
@@ -42,7 +42,7 @@ class WorkBroadcast:
 
     @staticmethod
     def make(barriers: cute.Pointer, pointer: cute.Pointer, ints: int = INTS) -> "WorkBroadcast":
-        """``pointer``: 4 * ints * STAGES bytes of shared memory; ints: ``INTS``, or ``INTS_OF_PARTS``."""
+        """``pointer``: 4 * ints * STAGES bytes of shared memory; ints: ``INTS``, or ``INTS_OF_SPLITS``."""
         items = cute.make_tensor(cute.recast_ptr(pointer, dtype=Int32), cute.make_layout((ints, STAGES)))
         return WorkBroadcast(items, Pipeline(barriers, STAGES, 0))
 
@@ -54,10 +54,10 @@ class WorkBroadcast:
         with cute.arch.elect_one():
             self.items[0, stage], self.items[1, stage] = item.index, item.row0
             self.items[2, stage], self.items[3, stage] = item.head, item.batch
-            if cutlass.const_expr(item.part is not None):
-                part: KeyPart = item.part  # type: ignore[assignment]
-                self.items[4, stage], self.items[5, stage] = part.begin, part.end
-                self.items[6, stage] = part.partial
+            if cutlass.const_expr(item.split is not None):
+                split: KeySplit = item.split  # type: ignore[assignment]
+                self.items[4, stage], self.items[5, stage] = split.begin, split.end
+                self.items[6, stage] = split.partial
         self.pipeline.producer_commit(n)
 
     @cute.jit
@@ -75,8 +75,8 @@ class WorkBroadcast:
         values = [cute.arch.make_warp_uniform(self.items[i, stage]) for i in range(ints)]
         self.pipeline.consumer_release(n, Accessed.BY_THREADS)
         index, row0, head, batch = values[:INTS]
-        part = KeyPart(*values[INTS : INTS + 3]) if ints > INTS else None
-        return WorkItem(index, row0, head, batch, part)
+        split = KeySplit(*values[INTS : INTS + 3]) if ints > INTS else None
+        return WorkItem(index, row0, head, batch, split)
 
 
 @dataclass(frozen=True)

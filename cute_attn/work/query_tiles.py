@@ -8,7 +8,7 @@ from cutlass import Boolean, Constexpr, Int32, Int64, cute
 
 from cute_attn.device.math import optimization_barrier
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, first_block, sequence_of_block
-from cute_attn.work.key_parts import KeyPart
+from cute_attn.work.key_splits import KeySplit
 from cute_attn.work.sections import Sections
 
 L2_SECTION_BYTES = 32 << 20
@@ -32,7 +32,7 @@ class QueryTile:
     info: SeqlenInfo
     head_in_group: Int32 | None = None  # ``head`` among the heads of its kv head, in tiles of several heads
     heads_left: Int32 | None = None  # the kv head's heads from ``head`` on: a tile may have rows for more
-    part: KeyPart | None = None  # which of the key blocks, in kernels that divide them
+    split: KeySplit | None = None  # which of the key blocks, in kernels that divide them
 
     @property
     def exists(self) -> Boolean:

@@ -168,7 +168,7 @@ BLACKWELL = [
     *(("forward-sm80-bf16-d128-causal", target) for target in ("sm100", "sm120")),
     *(("backward-sm80-bf16-d64-causal-dropout", target) for target in ("sm100", "sm120")),
     ("backward-sm80-bf16-d128-softcap", "sm100"),
-    ("kvcache-sm80-bf16-d128-seqused_k-split_shares", "sm120"),
+    ("kvcache-sm80-bf16-d128-seqused_k-split_stream_k", "sm120"),
 ]
 
 
@@ -473,7 +473,7 @@ OTHER = {
     "leftpad": True,
     "varlen_k": True,
     "tree": True,
-    "split": "shares",
+    "split": "stream_k",
 }
 CACHE = Traits("kvcache", "sm80", "bf16", 64, varlen=True)
 APPEND = Traits("append", "sm80", "bf16", 64, rotary="interleaved")

@@ -25,7 +25,7 @@ PTX = {
     "block_kinds": ("st.global.b8",),
     **dict.fromkeys(BLOCK_OPS[1:], ("vote.sync.ballot", "popc", "ld.global.b8", "st.global")),
     "combine": ("ld.global.v4", "ex2.approx", "st.global"),
-    "combine_shares": ("ld.global.v4", "ex2.approx", "st.global"),
+    "combine_stream_k": ("ld.global.v4", "ex2.approx", "st.global"),
 }
 SASS = {
     "sm80": ("HMMA", "LDSM", "LDGSTS"),
@@ -38,7 +38,7 @@ SASS = {
     "block_kinds": ("STG",),
     **dict.fromkeys(BLOCK_OPS[1:], ("VOTE", "POPC", "LDG", "STG")),
     "combine": ("LDG", "LDS", "MUFU", "STG"),
-    "combine_shares": ("LDG", "LDS", "MUFU", "STG"),
+    "combine_stream_k": ("LDG", "LDS", "MUFU", "STG"),
 }
 
 

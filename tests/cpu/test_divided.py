@@ -48,13 +48,13 @@ def wanted(params):
 
 
 WANTED = {
-    "few-queries": (call(1024, 12928), "", "parts"),
-    "packed": (call(9, 54285, (8, 1), 256, batch=2, packed=True), "varlen-varlen_k", "parts"),
-    "causal": (call(4992, 27583, (1, 1), causal=True), "causal", "shares"),
-    "one-query": (call(1, 32768, (32, 8), 128), "", "parts"),
-    "window": (call(64, 32768, (8, 2), 128, batch=3, window=(20000, 0)), "window", "parts"),
-    "seqused": (call(2, 8192, batch=2, seqused_k=torch.ones(2, dtype=torch.int32)), "seqused_k", "parts"),
-    "an-idle-last-wave": (call(11520, 40832, (2, 1), 256), "", "shares"),
+    "few-queries": (call(1024, 12928), "", "fixed"),
+    "packed": (call(9, 54285, (8, 1), 256, batch=2, packed=True), "varlen-varlen_k", "fixed"),
+    "causal": (call(4992, 27583, (1, 1), causal=True), "causal", "stream_k"),
+    "one-query": (call(1, 32768, (32, 8), 128), "", "fixed"),
+    "window": (call(64, 32768, (8, 2), 128, batch=3, window=(20000, 0)), "window", "fixed"),
+    "seqused": (call(2, 8192, batch=2, seqused_k=torch.ones(2, dtype=torch.int32)), "seqused_k", "fixed"),
+    "an-idle-last-wave": (call(11520, 40832, (2, 1), 256), "", "stream_k"),
 }
 
 
@@ -93,8 +93,8 @@ def test_others_are_not(name):
 
 
 LAUNCHED = {
-    "shares": call(3, 4200, (4, 2), batch=2, causal=True),
-    "parts": call(2, 5000, (2, 1)),
+    "stream_k": call(3, 4200, (4, 2), batch=2, causal=True),
+    "fixed": call(2, 5000, (2, 1)),
     "packed": call(3, 4100, (4, 2), batch=2, packed=True, window=(900, 0)),
     "seqused": call(
         3, 4100, (4, 2), batch=2, packed=True, seqused_k=torch.tensor([77, 0], dtype=torch.int32)
@@ -140,6 +140,6 @@ def test_rows_that_no_sequence_owns_stay(monkeypatch):
 def test_ampere_keeps_its_forward():
     params = call(1, 8192)
     assert not divided.is_wanted(params, choose_kernel(params, "sm80"), "sm80", PROCESSORS)
-    traits = split_kv.traits_of(divided.as_cache(call(1, 8192, packed=True)), "sm80", "shares")
+    traits = split_kv.traits_of(divided.as_cache(call(1, 8192, packed=True)), "sm80", "stream_k")
     with pytest.raises(registry.Unsupported, match="varlen_k is True"):
         registry.lookup(traits)

@@ -127,8 +127,8 @@ def test_the_launches_equal_the_definition(name, cuda_on_cpu):
 
 SPLITS = {
     "none": ({"num_splits": 1}, ""),
-    "parts": ({"num_splits": 3}, "parts"),
-    "keys": ({"split_keys": 128}, "parts"),
+    "fixed": ({"num_splits": 3}, "fixed"),
+    "keys": ({"split_keys": 128}, "fixed"),
     "one-part": ({"split_keys": 512}, ""),
 }
 
@@ -497,18 +497,18 @@ def test_tables_out_of_bounds_are_told_where_asked():
 
 
 @pytest.mark.parametrize(
-    ("keys", "heads", "parts"),
+    ("keys", "heads", "num_splits"),
     [
         *((1024, (32, 8), 8), (4096, (32, 8), 12), (8192, (32, 8), 16), (65536, (32, 8), 16)),
         (131072, (32, 1), 128),
     ],
 )
-def test_parts_of_one_sequence(keys, heads, parts):
+def test_splits_of_one_sequence(keys, heads, num_splits):
     """As many as fill 132 multiprocessors, fewer where they are short, and none that combine loads in another round."""
     problem = Problem(Case((9,), heads=heads, dims=(128, 128)), dtype=torch.float16)
     problem.k = problem.v = torch.empty(1, keys, heads[1], 128, dtype=torch.float16)
     _, split = split_kv.choose_kernel(params_of(problem), "sm90", 132)
-    assert (split.how, split.parts) == ("parts", parts)
+    assert (split.how, split.num_splits) == ("fixed", num_splits)
 
 
 @pytest.mark.parametrize(("batch", "heads", "dim", "rows"), [(8, (8, 1), 256, 64), (80, (8, 1), 256, 128)])

@@ -148,8 +148,8 @@ def test_a_default_tile_fits(target, value):
 @given(tiles, traits)
 def test_shared_memory_does_not_overlap(tile, value):
     areas = tile.smem_areas(value)
-    assert all(start % 1024 == 0 for name, (start, _) in areas.items() if name != "share")
-    assert areas["stats"][1] <= areas["share"][0] and areas["share"][0] % 4 == 0
+    assert all(start % 1024 == 0 for name, (start, _) in areas.items() if name != "tile_range")
+    assert areas["stats"][1] <= areas["tile_range"][0] and areas["tile_range"][0] % 4 == 0
     inputs = [areas[name] for name in (("k", "v") if tile.share_qk_smem else ("q", "k", "v"))]
     for first, second in itertools.combinations([*inputs, areas["stats"]], 2):
         assert first[1] <= second[0] or second[1] <= first[0]

@@ -15,7 +15,7 @@ from tests.gpu.test_split_keys import Call
 from tests.problem import Case
 
 NAMES = ("causal-203x113", "varlen-causal", "causal-d128", "causal-d256", "everything-window-dropout")
-CACHED = {"one-query": (1, 0, {}), "pages-of-8": (9, 8, {"causal": True}), "parts": (9, 0, {"num_splits": 3})}
+CACHED = {"one-query": (1, 0, {}), "pages-of-8": (9, 8, {"causal": True}), "fixed": (9, 0, {"num_splits": 3})}
 """Queries of each sequence, rows of a page, options."""
 
 

@@ -42,7 +42,9 @@ def _tiles_for_few_rows(traits: Traits, target: str) -> tuple[ForwardSm80Tile, .
     for rows, warps, groups in sizes[1:2] if target in TILES_OF and d > 192 else sizes:
         keys = 128 if d <= 64 else 64
         fewest = max(16 * groups, 32)
-        keeps_q = d <= 128 and not (rows == 64 and (traits.tree or traits.paged or traits.split == "shares"))
+        keeps_q = d <= 128 and not (
+            rows == 64 and (traits.tree or traits.paged or traits.split == "stream_k")
+        )
         tiles = [
             ForwardSm80Tile(
                 rows, n, warps, stages, q_in_regs=keeps_q, qk_unroll=0 if d <= 128 else 4, key_groups=groups

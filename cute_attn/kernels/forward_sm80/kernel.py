@@ -337,7 +337,7 @@ class ForwardSm80:
             cute.make_tensor(area("o", self.dtype), self.smem_layout(tile.tile_m, dv)),
             area("stats", Float32),
             area("merge", Float32),
-            area("share", Int32),
+            area("tile_range", Int32),
             p,
             exchange,
         )

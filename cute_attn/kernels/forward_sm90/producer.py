@@ -38,7 +38,7 @@ class Producer(ForwardRole):
             while index < total and n < end:
                 tile, claimed = self.tile_at(index), Int32(0)
                 if tile.exists:
-                    work.publish(n, WorkItem(index, tile.row0, tile.head, tile.batch, tile.part))
+                    work.publish(n, WorkItem(index, tile.row0, tile.head, tile.batch, tile.split))
                     n += 1
                     pipeline_state, claimed = self.load(tile, pipeline_state, claims)
                 else:
@@ -54,8 +54,8 @@ class Producer(ForwardRole):
     @property
     def total(self) -> Int32:
         """Work tiles of all CTAs."""
-        total, parts = self.params.order.total, self.params.parts
-        return total if parts is None else total * parts.divisor
+        total, splits = self.params.order.total, self.params.splits
+        return total if splits is None else total * splits.divisor
 
     @cute.jit
     def run_tile(

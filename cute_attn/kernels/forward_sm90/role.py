@@ -11,7 +11,7 @@ from cute_attn.epilogues.chain import ScoreState
 from cute_attn.kernels.forward_sm90.storage import ForwardParams, ForwardStorage, PipelineState
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.broadcast import WorkItem
-from cute_attn.work.key_parts import KeyPart
+from cute_attn.work.key_splits import KeySplit
 from cute_attn.work.query_tiles import QueryTile
 from cute_attn.work.replay import Replay, WorkItemId
 
@@ -74,17 +74,17 @@ class ForwardRole:
     def tile_at(self, index: Int32) -> QueryTile:
         """The work tile ``index`` of the order, or the split of one; it may be empty."""
         params = self.params
-        if params.parts is None:
+        if params.splits is None:
             return params.order.tile(index, params.seqlens)
-        block, part = divmod(index, params.parts)
+        block, split = divmod(index, params.splits)
         tile = params.order.tile(block, params.seqlens)
         blocks, tile_n = self.blocks_of(tile), self.kernel.tile.tile_n
-        return replace(tile, part=KeyPart.of(blocks, part, params.partials, tile_n))
+        return replace(tile, split=KeySplit.of(blocks, split, params.partials, tile_n))
 
     def tile_of(self, item: WorkItem) -> QueryTile:
         """The work tile that the producer broadcast."""
         tile = self.params.order.of(item.row0, item.head, item.batch, self.params.seqlens)
-        return replace(tile, part=item.part)
+        return replace(tile, split=item.split)
 
     def begin(self, tile: QueryTile) -> tuple[ScoreContext, ScoreState]:
         """The epilogues' context and state for one work tile."""
@@ -94,7 +94,7 @@ class ForwardRole:
         """The key blocks that one work tile visits: all that its queries see, or its split of them."""
         end_row = cutlass.min(tile.row0 + self.kernel.tile.queries, tile.info.seqlen_q)
         blocks = self.kernel.epilogues.key_blocks(state, tile.row0, end_row, self.kernel.tile.tile_n)
-        return blocks if tile.part is None else blocks.clipped(tile.part.begin, tile.part.end)
+        return blocks if tile.split is None else blocks.clipped(tile.split.begin, tile.split.end)
 
     def blocks_of(self, tile: QueryTile) -> BlockRange:
         """The key blocks that one work tile visits, without its epilogues' state."""

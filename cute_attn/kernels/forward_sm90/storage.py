@@ -15,8 +15,8 @@ from cute_attn.rows.query_buffer import QueryBuffer
 from cute_attn.rows.tma import TmaTiles
 from cute_attn.rows.tma_bias import ROWS, TmaBias
 from cute_attn.tiles import padded
-from cute_attn.work.broadcast import INTS, INTS_OF_PARTS, STAGES, WorkBroadcast
-from cute_attn.work.key_parts import Partials
+from cute_attn.work.broadcast import INTS, INTS_OF_SPLITS, STAGES, WorkBroadcast
+from cute_attn.work.key_splits import Partials
 from cute_attn.work.query_tiles import QueryTileOrder
 from cute_attn.work.replay import Replay
 
@@ -55,7 +55,7 @@ class ForwardParams:
 
     Attributes:
         counters: see ``ForwardSchedule``.
-        parts: divides a work tile's index into its query block and its split; None unless the split is "parts".
+        splits: divides a work tile's index into its query block and its split; None unless the split is "fixed".
         partials: None without a split.
     """
 
@@ -67,7 +67,7 @@ class ForwardParams:
     nheads: Int32
     rows: KeyRows | None = None
     batch: Int32 | None = None
-    parts: cute.FastDivmodDivisorV2 | None = None
+    splits: cute.FastDivmodDivisorV2 | None = None
     partials: Partials | None = None
 
 
@@ -140,7 +140,7 @@ def make_storage(kernel: Any) -> ForwardStorage:
         pipelines.append(Pipeline(barriers + start, stages, 2 * rows * padded(head_dim)))
         start += Pipeline.barrier_bytes(stages) // 8
     area = {name: base + begin for name, (begin, _) in tile.smem_areas(kernel.traits).items()}
-    ints = INTS_OF_PARTS if kernel.traits.split else INTS
+    ints = INTS_OF_SPLITS if kernel.traits.split else INTS
     work = WorkBroadcast.make(barriers + start, base + tile.BROADCAST_START, ints)
     start += Pipeline.barrier_bytes(STAGES) // 8
     threads = 32 + (128 + 32 * kernel.loads_bias_by_tma) * tile.warpgroups

@@ -4,10 +4,9 @@ The main loop of :mod:`cute_attn.kernels.forward_sm80.main_loop` with three diff
 
 - Keys and values come from a cache: contiguous entries, or pages of any size, row by row. Lengths are read on the
   device. Key indices are rows of an entry; leftpad is the first key that a query may see.
-- Keys of a query block may be divided among CTAs. With split "parts" each query block has the same number of splits, or
-  splits of the same number of keys, and a CTA for each. With "shares" (stream-K) the grid is fixed, each CTA is a
-  *slot*, and all key blocks are divided equally among them (:mod:`cute_attn.work.key_shares`). The combine kernel
-  merges partial results.
+- Keys of a query block may be divided among CTAs. With split "fixed" each query block has the same number of splits, or
+  splits of the same number of keys, and a CTA for each. With "stream_k" the grid is fixed, and all key blocks are
+  divided equally among its CTAs (:mod:`cute_attn.work.stream_k`). The combine kernel merges partial results.
 - O is stored from registers: few rows exist in decoding.
 
 For few rows a CTA has warps that divide the keys (``key_groups``): each reads only its keys, so that shared memory
@@ -43,9 +42,9 @@ from cute_attn.tiles import ForwardSm80Tile, padded
 from cute_attn.tiles.inference import CacheCall
 from cute_attn.traits import Traits
 from cute_attn.work.block_range import BlockRange
-from cute_attn.work.key_parts import KeyPart, Partials
-from cute_attn.work.key_shares import OVERHEAD, KeyShares, Share, VisibleBlocks
+from cute_attn.work.key_splits import KeySplit, Partials
 from cute_attn.work.query_tiles import PackedHeads, QueryGrid, QueryTile
+from cute_attn.work.stream_k import OVERHEAD, StreamK, TileRange, VisibleBlocks
 
 
 @dataclass(frozen=True)
@@ -67,36 +66,40 @@ class CacheParams:
     grid: QueryGrid
     packs: PackedHeads
     partials: Partials | None
-    parts: cute.FastDivmodDivisorV2 | None  # number of splits of a query block, with split "parts"
+    splits: cute.FastDivmodDivisorV2 | None  # number of a query block's, with split "fixed"
 
 
 @dataclass(frozen=True)
-class KeptShare:
-    """A ``Share`` in shared memory, one copy per warp, to free registers while its key blocks are visited."""
+class KeptRange:
+    """A ``TileRange`` in shared memory, one copy per warp, to free registers while its key blocks are visited."""
 
     numbers: cute.Tensor  # int32 (8,)
 
     @staticmethod
-    def of(tile: ForwardSm80Tile, start: cute.Pointer) -> "KeptShare":
+    def of(tile: ForwardSm80Tile, start: cute.Pointer) -> "KeptRange":
         """The running warp's; ``start``: of the area."""
-        own = start + tile.SHARE_NUMBERS * cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        return KeptShare(cute.make_tensor(own, cute.make_layout(tile.SHARE_NUMBERS)))
+        own = start + tile.RANGE_NUMBERS * cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        return KeptRange(cute.make_tensor(own, cute.make_layout(tile.RANGE_NUMBERS)))
 
     @cute.jit
-    def store(self, share: Share, slot: Int32) -> None:
-        """By a whole warp: the unit, where the next one starts, the partial result's index or -1 for a final result."""
-        partial = cutlass.select_(share.whole, Int32(-1), share.partial(slot))
+    def store(self, tile_range: TileRange, index: Int32) -> None:
+        """By a whole warp: the work tile, where the next one starts, the partial result's index or -1 for none."""
+        partial = cutlass.select_(tile_range.whole, Int32(-1), tile_range.partial(index))
         cute.arch.sync_warp()  # all lanes have read the last one
         if cute.arch.lane_idx() == 0:
-            self.numbers[0], self.numbers[1], self.numbers[2] = share.batch, share.head, share.m_block
-            self.numbers[3], self.numbers[4] = share.next, partial
+            self.numbers[0], self.numbers[1], self.numbers[2] = (
+                tile_range.batch,
+                tile_range.head,
+                tile_range.m_block,
+            )
+            self.numbers[3], self.numbers[4] = tile_range.next, partial
         cute.arch.sync_warp()
 
-    def load(self) -> Share:
-        """The unit and where the next one starts; without key blocks."""
+    def load(self) -> TileRange:
+        """The work tile and where the next one starts; without key blocks."""
         zero, no = Int32(0), Boolean(False)
         batch, head, m_block, after = (self.numbers[i] for i in range(4))
-        return Share(batch, head, m_block, zero, zero, no, no, after)
+        return TileRange(batch, head, m_block, zero, zero, no, no, after)
 
     def partial(self) -> Int32:
         """The index of the partial result, or -1."""
@@ -147,18 +150,18 @@ class KvcacheSm80(ForwardSm80):
         m_blocks = cute.ceil_div(seqlens.max_seqlen_q, tile.queries)
         grid = QueryGrid.make(m_blocks, nheads, nheads_kv, tile.pack_heads)
         packs = PackedHeads.make(nheads // cutlass.max(nheads_kv, 1), nheads_kv, tile.pack_heads)
-        blocks, parts = m_blocks * grid.planes * batch, None
-        if cutlass.const_expr(split == "parts"):
-            blocks *= partials.parts  # type: ignore[union-attr]
-            parts = cute.FastDivmodDivisorV2(partials.parts)  # type: ignore[union-attr]
-        elif cutlass.const_expr(split == "shares"):
+        blocks, splits = m_blocks * grid.planes * batch, None
+        if cutlass.const_expr(split == "fixed"):
+            blocks *= partials.num_splits  # type: ignore[union-attr]
+            splits = cute.FastDivmodDivisorV2(partials.num_splits)  # type: ignore[union-attr]
+        elif cutlass.const_expr(split == "stream_k"):
             blocks = Int32(partials.out.shape[0]) // 2  # type: ignore[union-attr]
         # A kernel argument needs no register. With softcap, score_args[0] is the cap.
         scale_log2 = self.epilogues.scale_log2(score_args[0] if self.traits.softcap else softmax_scale)
         params = CacheParams(
             *(mQ, mK, mV, mO, mLSE, seqlens, KeyRows.make(mK, tables)),
             *(softmax_scale, scale_log2, score_args, nheads, batch),
-            *(grid, packs, partials, parts),
+            *(grid, packs, partials, splits),
         )
         self.kernel(params).launch(
             grid=[blocks, 1, 1],
@@ -174,91 +177,91 @@ class KvcacheSm80(ForwardSm80):
     def kernel(self, params: CacheParams) -> None:
         group = KeyGroup.of(self.tile, cute.arch.thread_idx()[0])
         shared = self.shared_memory(group)
-        if cutlass.const_expr(self.traits.split == "shares"):
-            self.run_shares(params, shared, group)
+        if cutlass.const_expr(self.traits.split == "stream_k"):
+            self.run_stream_k(params, shared, group)
         else:
             self.run_tile(params, shared, group)
 
     @cute.jit
     def run_tile(self, params: CacheParams, shared: SharedMemory, group: KeyGroup) -> None:
         """The CTA's work tile, or one split of it."""
-        index, part = cute.arch.block_idx()[0], Int32(0)
-        if cutlass.const_expr(self.traits.split == "parts"):
-            index, part = divmod(index, params.parts)
+        index, split = cute.arch.block_idx()[0], Int32(0)
+        if cutlass.const_expr(self.traits.split == "fixed"):
+            index, split = divmod(index, params.splits)
         tile = params.grid.at(index, params.seqlens, self.tile.queries)
         if tile.exists:
             state, blocks = self.visible(params, tile)
-            if cutlass.const_expr(self.traits.split == "parts"):
-                own = KeyPart.of(blocks, part, params.partials, self.tile.tile_n)
+            if cutlass.const_expr(self.traits.split == "fixed"):
+                own = KeySplit.of(blocks, split, params.partials, self.tile.tile_n)
                 blocks = blocks.clipped(own.begin, own.end)
             loop = self.attend(params, shared, group, tile, state, blocks)
             if group.is_first:
-                self.finish_tile(params, loop, tile, part)
+                self.finish_tile(params, loop, tile, split)
 
     @cute.jit
-    def finish_tile(self, params: CacheParams, loop: MainLoop, tile: QueryTile, part: Int32) -> None:
+    def finish_tile(self, params: CacheParams, loop: MainLoop, tile: QueryTile, split: Int32) -> None:
         """Store the result of a work tile or of a split."""
         varlen = self.traits.varlen
-        if cutlass.const_expr(self.traits.split == "parts"):
-            target = RowTarget.part(params.partials, part, tile, varlen)
+        if cutlass.const_expr(self.traits.split == "fixed"):
+            target = RowTarget.split(params.partials, split, tile, varlen)
         else:
             target = RowTarget.whole(params.mO, params.mLSE, tile, varlen)
         self.store(loop, tile, self.normalize(params, loop, tile, None), target)
 
     @cute.jit
-    def run_shares(self, params: CacheParams, shared: SharedMemory, group: KeyGroup) -> None:
-        """The slot's stream-K range, unit by unit."""
+    def run_stream_k(self, params: CacheParams, shared: SharedMemory, group: KeyGroup) -> None:
+        """The CTA's stream-K range, work tile by work tile."""
         mask, queries = self.epilogues.mask, self.tile.queries
         visible = VisibleBlocks(params.seqlens, params.score_args[1], mask, queries, self.tile.tile_n)
         packs = params.packs.per_sequence.divisor
         warm_lengths(params.seqlens, params.batch, cute.arch.lane_idx())
-        line = KeyShares.make(
+        line = StreamK.make(
             visible, params.batch, packs, cute.arch.grid_dim()[0], cute.arch.lane_idx(), OVERHEAD
         )
-        slot = line.slot_of_cta(cute.arch.block_idx()[0])
-        position, end = line.begin(slot), line.begin(slot + 1)
+        index = line.range_of_cta(cute.arch.block_idx()[0])
+        position, end = line.begin(index), line.begin(index + 1)
         if position < end:
-            share = line.share(position, end)
+            tile_range = line.range_at(position, end)
             more = Boolean(True)
             while more:
-                if share.whole | (share.begin < share.end):
-                    kept = KeptShare.of(self.tile, shared.share)
-                    kept.store(share, slot)
-                    loop = self.attend_share(params, shared, group, share)
-                    cute.arch.barrier()  # Q, K and V have been read and results merged: the next unit may load
+                if tile_range.whole | (tile_range.begin < tile_range.end):
+                    kept = KeptRange.of(self.tile, shared.tile_range)
+                    kept.store(tile_range, index)
+                    loop = self.attend_range(params, shared, group, tile_range)
+                    cute.arch.barrier()  # Q, K and V have been read and results merged: the next tile may load
                     if group.is_first:
-                        self.finish_share(params, loop, kept)
-                    share = kept.load()
-                more = share.next < end
+                        self.finish_range(params, loop, kept)
+                    tile_range = kept.load()
+                more = tile_range.next < end
                 if more:
-                    share = line.following(share, end)
+                    tile_range = line.following(tile_range, end)
 
-    def attend_share(
-        self, params: CacheParams, shared: SharedMemory, group: KeyGroup, share: Share
+    def attend_range(
+        self, params: CacheParams, shared: SharedMemory, group: KeyGroup, tile_range: TileRange
     ) -> MainLoop:
-        """Attention of a unit with the key blocks of a ``Share``."""
-        tile = self.tile_of_share(params, share)
+        """Attention of a work tile with the key blocks of a ``TileRange``."""
+        tile = self.tile_of_range(params, tile_range)
         state, blocks = self.visible(params, tile)
-        blocks = blocks.clipped(blocks.begin + share.begin, blocks.begin + share.end)
+        blocks = blocks.clipped(blocks.begin + tile_range.begin, blocks.begin + tile_range.end)
         return self.attend(params, shared, group, tile, state, blocks)
 
-    def tile_of_share(self, params: CacheParams, share: Share) -> QueryTile:
-        """The unit of ``share`` as a work tile; ``head`` of a ``Share`` is a pack of heads."""
+    def tile_of_range(self, params: CacheParams, tile_range: TileRange) -> QueryTile:
+        """The work tile of ``tile_range``, whose ``head`` is a pack of heads."""
         batch, pack, row0 = (
             cute.arch.make_warp_uniform(x)
-            for x in (share.batch, share.head, share.m_block * self.tile.queries)
+            for x in (tile_range.batch, tile_range.head, tile_range.m_block * self.tile.queries)
         )
         return params.packs.tile(row0, pack, batch, SeqlenInfo.read(params.seqlens, batch))
 
     @cute.jit
-    def finish_share(self, params: CacheParams, loop: MainLoop, kept: KeptShare) -> None:
-        """Store the result of a ``Share``, directly if it has all key blocks of its unit."""
-        tile, partial = self.tile_of_share(params, kept.load()), kept.partial()
+    def finish_range(self, params: CacheParams, loop: MainLoop, kept: KeptRange) -> None:
+        """Store the result of a ``TileRange``, directly if it has all key blocks of its work tile."""
+        tile, partial = self.tile_of_range(params, kept.load()), kept.partial()
         lse = self.normalize(params, loop, tile, partial < 0)
         if partial < 0:
             self.store(loop, tile, lse, RowTarget.whole(params.mO, params.mLSE, tile, self.traits.varlen))
         else:
-            self.store(loop, tile, lse, RowTarget.share(params.partials, partial, self.tile.pack_heads))
+            self.store(loop, tile, lse, RowTarget.stream_k(params.partials, partial, self.tile.pack_heads))
 
     def visible(self, params: CacheParams, tile: QueryTile) -> tuple:
         """The epilogues' state of a work tile, and the key blocks that its queries see."""

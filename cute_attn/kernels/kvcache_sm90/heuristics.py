@@ -28,7 +28,7 @@ def cache_tile(traits: Traits, call: CacheCall) -> KvcacheSm90Tile:
     """The tile for a call."""
     few = "few_32" if call.planes or call.seqlen_q * call.group <= FEW_ROWS else "few"
     packs = [n for n in (1, 2, 4, 8, 16, 32, 64) if n == 1 or (may_pack_heads(traits) and n < 2 * call.group)]
-    tiles = [_first(traits, rows, call.page_size, call.part_keys) for rows in (few, "many")]
+    tiles = [_first(traits, rows, call.page_size, call.split_keys) for rows in (few, "many")]
 
     def cost(tile: KvcacheSm90Tile, pack: int) -> tuple[float, int]:
         """Cost of a key head's work tiles in rows, fixed costs included; the larger pack if equal.
@@ -50,10 +50,10 @@ def keys(traits: Traits, target: str, rows: str = "few_32") -> tuple[Key, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _first(traits: Traits, rows: str, page_size: int, part_keys: int) -> KvcacheSm90Tile:
+def _first(traits: Traits, rows: str, page_size: int, split_keys: int) -> KvcacheSm90Tile:
     """The first one that fits, with boxes for pages of the call's size."""
     tiles = TABLE.tiles(*keys(traits, "sm90", rows))
-    tiles = tuple(tile for tile in tiles if part_keys % tile.tile_n == 0)
+    tiles = tuple(tile for tile in tiles if split_keys % tile.tile_n == 0)
     if traits.paged:
         tiles = tuple(
             dataclasses.replace(tile, page_rows=page_rows(page_size, tile.tile_n)) for tile in tiles

@@ -5,9 +5,9 @@ The roles of :mod:`cute_attn.kernels.forward_sm90.kernel` with three differences
 - ``CacheLoads``: keys and values come from a cache, or are packed sequences. A cache has contiguous entries, or pages
   that TMA loads in boxes of 8 rows or more; the Ampere kernel loads other pages. Lengths are read on the device. Key
   indices are rows of an entry; leftpad is the first key that a query may see.
-- ``ShareProducer``: keys of a query block may be divided among CTAs. With split "shares" (stream-K) the grid is fixed,
-  each CTA that fits the GPU at once is a *slot*, and all key blocks are divided equally among them
-  (:mod:`cute_attn.work.key_shares`). With "parts" each query block has the same number of splits, or splits of the same
+- ``StreamKProducer``: keys of a query block may be divided among CTAs. With split "stream_k" the grid is the
+  CTAs that fit the GPU at once, and all key blocks are divided equally among them
+  (:mod:`cute_attn.work.stream_k`). With "fixed" each query block has the same number of splits, or splits of the same
   number of keys, and CTAs claim them. The combine kernel merges partial results.
 - ``CacheResults``: O is stored from registers, since few rows exist in decoding.
 
@@ -34,7 +34,7 @@ from cute_attn.kernels.forward_sm90.consumer import Consumer, MainLoop
 from cute_attn.kernels.forward_sm90.producer import Producer
 from cute_attn.kernels.forward_sm90.storage import ConsumerThread, ForwardInputs, ForwardParams
 from cute_attn.kernels.kvcache_sm90.heuristics import cache_tile, default_cache_tile
-from cute_attn.kernels.kvcache_sm90.roles import CacheLoads, CacheResults, ShareProducer
+from cute_attn.kernels.kvcache_sm90.roles import CacheLoads, CacheResults, StreamKProducer
 from cute_attn.kernels.limits import beyond_cache
 from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.rows.cached import EVICT_FIRST, EVICT_NORMAL, EntryTiles, PagedTiles
@@ -103,13 +103,13 @@ class KvcacheSm90(ForwardSm90):
             self.cached(load, mV, traits.head_dim_v, policy),
             None,
         )
-        slots = tile.blocks_per_sm * schedule.multiprocessors
-        parts, grid = None, slots
-        if cutlass.const_expr(traits.split == "parts"):
-            parts = cute.FastDivmodDivisorV2(partials.parts)  # type: ignore[union-attr]
-            grid = cutlass.min(slots, order.total * partials.parts)  # type: ignore[union-attr]
+        ctas = tile.blocks_per_sm * schedule.multiprocessors
+        splits, grid = None, ctas
+        if cutlass.const_expr(traits.split == "fixed"):
+            splits = cute.FastDivmodDivisorV2(partials.num_splits)  # type: ignore[union-attr]
+            grid = cutlass.min(ctas, order.total * partials.num_splits)  # type: ignore[union-attr]
         elif cutlass.const_expr(not traits.split):
-            grid = cutlass.min(slots, order.total)
+            grid = cutlass.min(ctas, order.total)
         params = ForwardParams(
             seqlens,
             softmax_scale,
@@ -119,7 +119,7 @@ class KvcacheSm90(ForwardSm90):
             mQ.shape[-2],
             KeyRows.make(mK, tables),
             seqlens.batch(mQ),
-            parts,
+            splits,
             partials,
         )
         self.kernel(params, inputs, ForwardOutputs(None, mO, mLSE)).launch(
@@ -160,8 +160,8 @@ class KvcacheSm90(ForwardSm90):
             cute.arch.setmaxregister_decrease(self.tile.load_registers)
             if warp == 0:
                 producer = Producer(self, params, storage, CacheLoads(inputs, storage, params))
-                if cutlass.const_expr(self.traits.split == "shares"):
-                    ShareProducer(producer).run()
+                if cutlass.const_expr(self.traits.split == "stream_k"):
+                    StreamKProducer(producer).run()
                 else:
                     producer.run()
         else:

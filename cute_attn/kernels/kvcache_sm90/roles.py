@@ -17,9 +17,9 @@ from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.tiles import padded
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.broadcast import WorkItem
-from cute_attn.work.key_parts import KeyPart
-from cute_attn.work.key_shares import OVERHEAD, KeyShares, Share, VisibleBlocks
+from cute_attn.work.key_splits import KeySplit
 from cute_attn.work.query_tiles import QueryTile
+from cute_attn.work.stream_k import OVERHEAD, StreamK, TileRange, VisibleBlocks
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,16 @@ class CacheLoads:
 
 
 @dataclass(frozen=True)
-class ShareProducer:
-    """The producer warp with split "shares": its work tiles are the units of its slot's stream-K range."""
+class StreamKProducer:
+    """The producer warp with split "stream_k": it loads the work tiles of the CTA's stream-K range."""
 
     producer: Producer
 
     @cute.jit
     def run(self) -> None:
-        """Broadcast and load the key blocks of each unit in the CTA's stream-K range."""
+        """Broadcast each of these work tiles, and load its key blocks in the range."""
         kernel, params, work = self.producer.kernel, self.producer.params, self.producer.storage.work
-        slots, order = cute.arch.grid_dim()[0], params.order
+        ctas, order = cute.arch.grid_dim()[0], params.order
         blocks = VisibleBlocks(
             params.seqlens,
             params.score_args[1],
@@ -84,40 +84,38 @@ class ShareProducer:
             kernel.tile.tile_n,
         )
         warm_lengths(params.seqlens, params.batch, cute.arch.lane_idx())
-        shares = KeyShares.make(
-            blocks, params.batch, order.packs.divisor, slots, cute.arch.lane_idx(), OVERHEAD
-        )
-        slot = shares.slot_of_cta(cute.arch.block_idx()[0])
-        position, end, n = shares.begin(slot), shares.begin(slot + 1), Int32(0)
+        line = StreamK.make(blocks, params.batch, order.packs.divisor, ctas, cute.arch.lane_idx(), OVERHEAD)
+        index = line.range_of_cta(cute.arch.block_idx()[0])
+        position, end, n = line.begin(index), line.begin(index + 1), Int32(0)
         pipeline_state = PipelineState(Int32(0), Int32(0))
         if position < end:
-            share = shares.share(position, end)
+            tile_range = line.range_at(position, end)
             more = Boolean(True)
             while more:
-                if (share.begin < share.end) | share.whole:
-                    tile = self.tile_of_share(share, slot)
-                    work.publish(n, WorkItem(Int32(0), tile.row0, tile.head, tile.batch, tile.part))
+                if (tile_range.begin < tile_range.end) | tile_range.whole:
+                    tile = self.tile_of_range(tile_range, index)
+                    work.publish(n, WorkItem(Int32(0), tile.row0, tile.head, tile.batch, tile.split))
                     n += 1
                     pipeline_state, _ = self.producer.load(tile, pipeline_state, None)
-                more = share.next < end
+                more = tile_range.next < end
                 if more:
-                    share = shares.following(share, end)
+                    tile_range = line.following(tile_range, end)
         work.publish_end(n, Boolean(False))
 
-    def tile_of_share(self, share: Share, slot: Int32) -> QueryTile:
-        """A ``Share`` as a work tile; its ``head`` is a pack of heads."""
+    def tile_of_range(self, tile_range: TileRange, index: Int32) -> QueryTile:
+        """The work tile of ``tile_range``, whose ``head`` is a pack of heads, with its key blocks in the range."""
         params = self.producer.params
-        head = params.order.first_head(share.head)
-        row0 = share.m_block * self.producer.kernel.tile.queries
-        tile = params.order.of(row0, head, share.batch, params.seqlens)
+        head = params.order.first_head(tile_range.head)
+        row0 = tile_range.m_block * self.producer.kernel.tile.queries
+        tile = params.order.of(row0, head, tile_range.batch, params.seqlens)
         first = self.producer.blocks_of(tile).begin
-        partial = cutlass.select_(share.whole, Int32(-1), share.partial(slot))
-        return replace(tile, part=KeyPart(first + share.begin, first + share.end, partial))
+        partial = cutlass.select_(tile_range.whole, Int32(-1), tile_range.partial(index))
+        return replace(tile, split=KeySplit(first + tile_range.begin, first + tile_range.end, partial))
 
 
 @dataclass(frozen=True)
 class CacheResults:
-    """O and LSE from registers to the results, or where keys are divided to partial results."""
+    """O and LSE from registers to the results, or to partial results where keys are divided."""
 
     params: ForwardParams
     outputs: ForwardOutputs
@@ -127,25 +125,25 @@ class CacheResults:
         """Normalize O and store it with the LSE."""
         kernel, outputs, partials = loop.kernel, self.outputs, self.params.partials
         traits, tile, acc = kernel.traits, loop.query_tile, loop.thread.fragments.acc_o_rows
-        part: Any = tile.part
+        split: Any = tile.split
         thread, heads, dim = rematerialize(loop.thread.index), kernel.tile.pack_heads, traits.head_dim_v
         score_map = ScoreMap.make(kernel.mma_pv(), kernel.tile.tile_m, padded(dim), thread, heads=heads)
         chain = kernel.epilogues
         sinks = chain.sinks_of_rows(self.params.score_args, tile.head, tile.heads_left, score_map)
-        if cutlass.const_expr(sinks is not None and traits.split == "shares"):
+        if cutlass.const_expr(sinks is not None and traits.split == "stream_k"):
             # Partial results get theirs when they are merged.
-            sinks = tuple(cutlass.select_(part.partial < 0, sink, -Float32.inf) for sink in sinks)
+            sinks = tuple(cutlass.select_(split.partial < 0, sink, -Float32.inf) for sink in sinks)
         lse = cute.make_rmem_tensor(cute.make_layout(cute.size(acc, mode=[0])), Float32)
         loop.softmax.normalize(acc, lse, chain.rescale(loop.state), sinks)
         whole = RowTarget.whole(outputs.mO, outputs.mLSE, tile, traits.varlen)
-        if cutlass.const_expr(traits.split == "shares"):
-            if part.partial < 0:
+        if cutlass.const_expr(traits.split == "stream_k"):
+            if split.partial < 0:
                 store_rows(whole, acc, lse, score_map, tile, dim)
             else:
-                target = RowTarget.share(partials, part.partial, heads)
+                target = RowTarget.stream_k(partials, split.partial, heads)
                 store_rows(target, acc, lse, score_map, tile, dim)
-        elif cutlass.const_expr(traits.split == "parts"):
-            target = RowTarget.part(partials, part.partial, tile, traits.varlen)
+        elif cutlass.const_expr(traits.split == "fixed"):
+            target = RowTarget.split(partials, split.partial, tile, traits.varlen)
             store_rows(target, acc, lse, score_map, tile, dim)
         else:
             store_rows(whole, acc, lse, score_map, tile, dim)

@@ -1,20 +1,21 @@
 """Stream-K for attention: all key blocks in equal ranges, one per CTA, computed on the device from the lengths there.
 
-A *unit* is a query block of one kv head of one sequence, with the key blocks that its queries see. All units' key
-blocks lie on one line: kv head by kv head, sequence by sequence, query block by query block. The line is cut into
-ranges with sizes that differ by at most one, one for each *slot*, a CTA's index on the line. (As stream-K divides a
-GEMM: Osama et al. 2023, arXiv:2301.03598.) So CTAs at equal distances read all heads of a sequence at about the same
-time. Rows of these heads are adjacent in memory; one head after the other would read DRAM rows in fragments.
+A work tile is a query block of one kv head of one sequence, with the key blocks that its queries see. All work tiles'
+key blocks lie on one line: kv head by kv head, sequence by sequence, query block by query block. The line is cut into
+*stream-K ranges*, one per CTA, with sizes that differ by at most one. (As stream-K divides a GEMM: Osama et al. 2023,
+arXiv:2301.03598.) So CTAs at equal distances read all heads of a sequence at about the same time. Rows of these heads
+are adjacent in memory; one head after the other would read DRAM rows in fragments.
 
-So a CTA computes the end of one unit, some whole units, and the start of another. It writes whole units directly; the
-other two are partial results, at 2 * slot and 2 * slot + 1 of the workspace. The combine kernel finds a unit's slots by
-the same arithmetic, and nothing is written to say where they are. No plan is made on the host, so a CUDA graph replays
-with other lengths.
+So a CTA computes the end of one work tile, some whole ones, and the start of another. It writes whole tiles directly.
+The other two are partial results, at 2 * index and 2 * index + 1 of the workspace, where ``index`` numbers the ranges
+along the line. The combine kernel finds the ranges of a work tile by the same arithmetic, and nothing is written to say
+where they are. No plan is made on the host, so a CUDA graph replays with other lengths.
 
-If all units are equal and slightly fewer slots avoid cutting them, or cut them evenly, the remaining slots stay empty.
+If all work tiles are equal and slightly fewer ranges avoid cutting them, or cut them evenly, the remaining CTAs stay
+idle.
 
-On the line a unit also has ``overhead`` positions before its key blocks, for its fixed cost. A unit that sees no key
-counts as one block, so that a CTA writes its zeros.
+On the line a work tile also has ``overhead`` positions before its key blocks, for its fixed cost. A work tile that sees
+no key counts as one block, so that a CTA writes its zeros.
 """
 
 from collections.abc import Callable
@@ -31,9 +32,9 @@ from cute_attn.work.block_range import BlockRange
 
 WARP = 32
 EVEN = 16
-"""Units are cut evenly if at least ``(EVEN - 1) / EVEN`` of the slots are then used."""
+"""Work tiles are cut evenly if at least ``(EVEN - 1) / EVEN`` of the CTAs then have a range."""
 OVERHEAD = 1
-"""Positions on the line for a unit's fixed cost, its start and its end, in key blocks."""
+"""Positions on the line for the fixed cost of a work tile, its start and its end, in key blocks."""
 
 
 @dataclass(frozen=True)
@@ -67,16 +68,16 @@ class VisibleBlocks:
 
 
 @dataclass(frozen=True)
-class Share:
-    """One slot's range of one unit: [begin, end) of the unit's visible key blocks, counted from the first.
+class TileRange:
+    """The key blocks of one work tile in one stream-K range: [begin, end) of the visible ones, counted from the first.
 
     Without key blocks and not :attr:`whole` it is only overhead: there is nothing to do.
 
     Attributes:
-        batch, head, m_block: the unit; ``head`` of the kv heads.
-        starts: whether the unit's first key block is in this slot.
-        ends: whether its last is.
-        next: where on the line the following unit starts.
+        batch, head, m_block: the work tile; ``head`` of the kv heads.
+        starts: True if the work tile's first key block is in this range.
+        ends: True if its last is.
+        next: where on the line the following work tile starts.
     """
 
     batch: Int32
@@ -90,17 +91,17 @@ class Share:
 
     @property
     def whole(self) -> Boolean:
-        """The slot computes the whole unit and writes the result directly."""
+        """True if the CTA computes the whole work tile and writes the result directly."""
         return self.starts & self.ends
 
-    def partial(self, slot: Int32) -> Int32:
-        """The index of the partial result, unless :attr:`whole`."""
-        return 2 * slot + cutlass.select_(self.starts, Int32(1), Int32(0))
+    def partial(self, index: Int32) -> Int32:
+        """The index of the partial result of stream-K range ``index``, unless :attr:`whole`."""
+        return 2 * index + cutlass.select_(self.starts, Int32(1), Int32(0))
 
 
 @dataclass(frozen=True)
-class KeyShares:
-    """The line and its slots. ``blocks`` has ``m_blocks`` and ``key_blocks`` as :class:`VisibleBlocks`.
+class StreamK:
+    """The line and its stream-K ranges. ``blocks`` has ``m_blocks`` and ``key_blocks`` as :class:`VisibleBlocks`.
 
     Called by whole warps, each thread with its ``lane``; all get the same results. Positions are 32-bit: the host
     checks that all key blocks, with overhead, are fewer than 2**31.
@@ -110,18 +111,18 @@ class KeyShares:
     batch: Int32
     heads: Int32
     lane: Int32
-    of_head: Int32  # positions of a kv head's units
-    slots: Int32  # used slots: at most one per position
+    of_head: Int32  # positions of a kv head's work tiles
+    ranges: Int32  # that are not empty: at most one per position
     overhead: Constexpr
 
     @staticmethod
     @cute.jit
     def make(
-        blocks: Any, batch: Int32, heads: Int32, slots: Int32, lane: Int32, overhead: Constexpr
-    ) -> "KeyShares":
-        """Measure the line. slots: number of CTAs, at least 1."""
-        shares, _ = KeyShares.measure(blocks, batch, heads, slots, lane, overhead, Int32(0))
-        return shares
+        blocks: Any, batch: Int32, heads: Int32, ctas: Int32, lane: Int32, overhead: Constexpr
+    ) -> "StreamK":
+        """Measure the line. ctas: at least 1."""
+        line, _ = StreamK.measure(blocks, batch, heads, ctas, lane, overhead, Int32(0))
+        return line
 
     @staticmethod
     @cute.jit
@@ -129,16 +130,16 @@ class KeyShares:
         blocks: Any,
         batch: Int32,
         heads: Int32,
-        slots: Int32,
+        ctas: Int32,
         lane: Int32,
         overhead: Constexpr,
         sequence: Int32,
-    ) -> tuple["KeyShares", Int32]:
+    ) -> tuple["StreamK", Int32]:
         """As :meth:`make`, and where ``sequence`` starts among a head's positions."""
-        line = KeyShares(blocks, batch, heads, lane, Int32(0), Int32(0), overhead)
+        line = StreamK(blocks, batch, heads, lane, Int32(0), Int32(0), overhead)
         of_head, start, largest = warp_sums(line.sequence_size, batch, sequence, lane)
-        used = line.used_slots(slots, of_head, largest)
-        return KeyShares(blocks, batch, heads, lane, of_head, used, overhead), start
+        used = line.used_ranges(ctas, of_head, largest)
+        return StreamK(blocks, batch, heads, lane, of_head, used, overhead), start
 
     @property
     def total(self) -> Int32:
@@ -146,58 +147,58 @@ class KeyShares:
         return self.of_head * self.heads
 
     @cute.jit
-    def used_slots(self, slots: Int32, of_head: Int32, largest: Int32) -> Int32:
-        """Number of slots with work, from the positions of a head and of the longest sequence.
+    def used_ranges(self, ctas: Int32, of_head: Int32, largest: Int32) -> Int32:
+        """Number of ranges, from the positions of a head and of the longest sequence.
 
-        If all sequences are equally long and the first has one query block, slightly fewer slots may get whole units,
-        or equal fractions of units: nearly as many CTAs saturate the memory as well, with less to merge.
+        If all sequences are equally long and the first has one query block, slightly fewer ranges may contain whole
+        work tiles, or equal fractions of them: nearly as many CTAs saturate the memory as well, with less to merge.
         """
         total = of_head * self.heads
-        used = cutlass.min(slots, total)
+        used = cutlass.min(ctas, total)
         if (total > 0) & (of_head == self.batch * largest):
             if self.blocks.m_blocks(Int32(0)) == 1:
-                units = self.batch * self.heads
-                waves = cute.ceil_div(units, slots)
-                even = units // waves
-                fits = even * waves == units
-                if units < slots:
-                    even = slots // units * units
+                tiles = self.batch * self.heads
+                waves = cute.ceil_div(tiles, ctas)
+                even = tiles // waves
+                fits = even * waves == tiles
+                if tiles < ctas:
+                    even = ctas // tiles * tiles
                     fits = even <= total
-                if fits & (EVEN * even >= (EVEN - 1) * slots):
+                if fits & (EVEN * even >= (EVEN - 1) * ctas):
                     used = even
         return used
 
-    # ---- slots ----
+    # ---- ranges of the line ----
 
     @cute.jit
-    def slot_of_cta(self, cta: Int32) -> Int32:
-        """The slot of a CTA. If kv heads have equally many slots, CTAs that start together read one sequence."""
-        slot, each = cta, self.slots // self.heads
-        if (each * self.heads == self.slots) & (cta < self.slots):
-            slot = cta % self.heads * each + cta // self.heads
-        return slot
+    def range_of_cta(self, cta: Int32) -> Int32:
+        """The index of a CTA's range. If heads have equally many, CTAs that start together read one sequence."""
+        index, each = cta, self.ranges // self.heads
+        if (each * self.heads == self.ranges) & (cta < self.ranges):
+            index = cta % self.heads * each + cta // self.heads
+        return index
 
     @cute.jit
-    def begin(self, slot: Int32) -> Int32:
-        """Start of slot ``slot`` on the line, the end of the one before it; the end of the line for slots beyond.
+    def begin(self, index: Int32) -> Int32:
+        """Start of range ``index`` on the line, the end of the one before it; the end of the line for ranges beyond.
 
-        It is slot * total / slots, rounded down: the sizes alternate, so that equal units are cut equally.
+        It is index * total / ranges, rounded down: the sizes alternate, so that equal work tiles are cut equally.
         """
         position = self.total
-        if slot < self.slots:
-            size = self.total // self.slots
-            position = slot * size + slot * (self.total - size * self.slots) // self.slots
+        if index < self.ranges:
+            size = self.total // self.ranges
+            position = index * size + index * (self.total - size * self.ranges) // self.ranges
         return position
 
-    def slot_of(self, position: Int32) -> Int32:
-        """The slot that contains a position."""
-        return Int32(((Int64(position) + 1) * self.slots - 1) // self.total)
+    def range_of(self, position: Int32) -> Int32:
+        """The index of the range that contains a position."""
+        return Int32(((Int64(position) + 1) * self.ranges - 1) // self.total)
 
     # ---- sizes on the line ----
 
     @cute.jit
-    def unit_size(self, batch: Int32, m_block: Int32) -> Int32:
-        """Positions of a unit."""
+    def tile_size(self, batch: Int32, m_block: Int32) -> Int32:
+        """Positions of a work tile."""
         blocks = self.blocks.key_blocks(batch, m_block)
         return cutlass.max(blocks.end - blocks.begin, 1) + self.overhead
 
@@ -206,42 +207,42 @@ class KeyShares:
         """Positions of all query blocks of one kv head of a sequence."""
         size = Int32(0)
         for m_block in cutlass.range(self.blocks.m_blocks(batch), unroll=1):
-            size += self.unit_size(batch, m_block)
+            size += self.tile_size(batch, m_block)
         return size
 
-    # ---- from positions to units and back ----
+    # ---- from positions to work tiles and back ----
 
     @cute.jit
-    def share(self, position: Int32, end: Int32) -> Share:
-        """The range from ``position`` on of its unit, for the slot that ends at ``end``."""
-        batch, head, m_block, start, _ = self.find_unit(position)
-        return self.share_of_unit(batch, head, m_block, start, position, end)
+    def range_at(self, position: Int32, end: Int32) -> TileRange:
+        """The key blocks from ``position`` on of its work tile, in the range that ends at ``end``."""
+        batch, head, m_block, start, _ = self.find_tile(position)
+        return self.range_in_tile(batch, head, m_block, start, position, end)
 
     @cute.jit
-    def find_unit(self, position: Int32) -> tuple[Int32, Int32, Int32, Int32, Int32]:
-        """The unit that contains a position: its batch, head, m_block, start, and number of positions."""
+    def find_tile(self, position: Int32) -> tuple[Int32, Int32, Int32, Int32, Int32]:
+        """The work tile that contains a position: its batch, head, m_block, start, and number of positions."""
         head = position // self.of_head
         batch, start = self.find_sequence(position - head * self.of_head)
         start += head * self.of_head
         m_block = Int32(0)
-        size = self.unit_size(batch, m_block)
+        size = self.tile_size(batch, m_block)
         while start + size <= position:
             start += size
             m_block += 1
-            size = self.unit_size(batch, m_block)
+            size = self.tile_size(batch, m_block)
         return batch, head, m_block, start, size
 
     @cute.jit
-    def following(self, share: Share, end: Int32) -> Share:
-        """The slot's range of the unit after ``share``'s; :attr:`Share.next` < ``end``, so there is one."""
-        batch, head, m_block = share.batch, share.head, share.m_block + 1
+    def following(self, tile_range: TileRange, end: Int32) -> TileRange:
+        """The key blocks of the next work tile in the same range; :attr:`TileRange.next` < ``end``, so there is one."""
+        batch, head, m_block = tile_range.batch, tile_range.head, tile_range.m_block + 1
         if m_block >= self.blocks.m_blocks(batch):
             m_block = Int32(0)
             batch = self.nonempty(batch + 1)
             if batch >= self.batch:
                 head += 1
                 batch = self.nonempty(Int32(0))
-        return self.share_of_unit(batch, head, m_block, share.next, share.next, end)
+        return self.range_in_tile(batch, head, m_block, tile_range.next, tile_range.next, end)
 
     @cute.jit
     def nonempty(self, batch: Int32) -> Int32:
@@ -252,16 +253,16 @@ class KeyShares:
         return batch
 
     @cute.jit
-    def share_of_unit(
+    def range_in_tile(
         self, batch: Int32, head: Int32, m_block: Int32, start: Int32, position: Int32, end: Int32
-    ) -> Share:
-        """A slot's range from ``position`` to ``end`` of a unit that starts at ``start``."""
+    ) -> TileRange:
+        """The key blocks between positions ``position`` and ``end`` of a work tile that starts at ``start``."""
         seen = self.blocks.key_blocks(batch, m_block)
         blocks = seen.end - seen.begin
         first = start + self.overhead  # the first key block's position
         stop = first + cutlass.max(blocks, 1)
         until = cutlass.min(end, stop)
-        return Share(
+        return TileRange(
             batch=batch,
             head=head,
             m_block=m_block,
@@ -285,30 +286,30 @@ class KeyShares:
         return batch, start
 
     @cute.jit
-    def slots_of(self, start: Int32, batch: Int32, head: Int32, m_block: Int32) -> tuple[Int32, Int32]:
-        """The first and the last slot of a unit; if they are the same, that slot wrote the result directly.
+    def ranges_of(self, start: Int32, batch: Int32, head: Int32, m_block: Int32) -> tuple[Int32, Int32]:
+        """The first and the last range of a work tile; if they are the same, its CTA wrote the result directly.
 
-        Otherwise these two and each slot between them wrote a partial result: :meth:`Share.partial`. ``start``: the
-        sequence's first position in a head, see :meth:`measure`.
+        Otherwise the CTAs of these two and of each range between them wrote a partial result:
+        :meth:`TileRange.partial`. ``start``: the sequence's first position in a head, see :meth:`measure`.
         """
         position = start + head * self.of_head
         for before in cutlass.range(m_block, unroll=1):
-            position += self.unit_size(batch, before)
-        last = position + self.unit_size(batch, m_block) - 1
-        return self.slot_of(position + self.overhead), self.slot_of(last)
+            position += self.tile_size(batch, before)
+        last = position + self.tile_size(batch, m_block) - 1
+        return self.range_of(position + self.overhead), self.range_of(last)
 
     @cute.jit
-    def divided_unit(self, slot: Int32) -> tuple[Int32, Int32, Int32, Int32]:
-        """The unit, at most one, that starts in ``slot`` and ends in a later slot.
+    def divided_tile(self, index: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+        """The work tile, at most one, that starts in range ``index`` and ends in a later one.
 
-        Returns its batch, head and m_block, and its last slot; ``slot`` if no unit does.
+        Returns its batch, head and m_block, and its last range; ``index`` if there is no such work tile.
         """
-        batch, head, m_block, last = Int32(0), Int32(0), Int32(0), slot
-        end = self.begin(slot + 1)
-        if self.begin(slot) < end:
-            batch, head, m_block, start, size = self.find_unit(end - 1)
-            if self.slot_of(start + self.overhead) == slot:
-                last = self.slot_of(start + size - 1)
+        batch, head, m_block, last = Int32(0), Int32(0), Int32(0), index
+        end = self.begin(index + 1)
+        if self.begin(index) < end:
+            batch, head, m_block, start, size = self.find_tile(end - 1)
+            if self.range_of(start + self.overhead) == index:
+                last = self.range_of(start + size - 1)
         return batch, head, m_block, last
 
 

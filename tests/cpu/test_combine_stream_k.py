@@ -1,4 +1,4 @@
-"""The combine kernel after shares, on every thread of every CTA: it finds and merges what the slots have written.
+"""The combine kernel after stream-K, on every thread of every CTA: it finds and merges what the CTAs have written.
 
 Shares are the device code's (``tests.divided_keys``); what a kvcache kernel writes for each is computed in torch.
 """
@@ -14,11 +14,11 @@ from cutlass import Constexpr, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
 from cute_attn.device.seqlen import Seqlens
-from cute_attn.kernels.combine import CombineShares, UnitRows
-from cute_attn.tiles.inference import CombineSharesTile
+from cute_attn.kernels.combine import CombineStreamK, StreamKRows
+from cute_attn.tiles.inference import CombineStreamKTile
 from cute_attn.traits import Traits
-from cute_attn.work.key_parts import Partials
-from cute_attn.work.key_shares import OVERHEAD
+from cute_attn.work.key_splits import Partials
+from cute_attn.work.stream_k import OVERHEAD
 from tests.divided_keys import QUERIES, TILE_N, Line
 from tests.merged_rows import merge_rows
 
@@ -39,20 +39,20 @@ def combine(
     memory: cute.Tensor,
     kernel: Constexpr,
 ):
-    """All CTAs. numbers: max_seqlen_q, slots."""
+    """All CTAs. numbers: max_seqlen_q, ctas."""
     packed: Constexpr = kernel.traits.varlen
     seqlens = Seqlens(
         starts if packed else None, None, None, lengths, numbers[0], Int32(1 << 30), None, Int32(0)
     )
-    rows = UnitRows.make(out, seqlens, None, Int32(HEADS_KV), numbers[1], kernel.tile)
+    rows = StreamKRows.make(out, seqlens, None, Int32(HEADS_KV), numbers[1], kernel.tile)
     partials = Partials(outs, lses, Int32(0), Int32(0))
     found = cute.make_rmem_tensor(5, Int32)
     for block in cutlass.range(rows.ctas, unroll=1):
         index, chunk = divmod(block, rows.chunks)
         rows.look_up(kernel, index, Int32(lengths.shape[0]), Int32(0), found)
-        unit = rows.unit(found, chunk)
-        if rows.are_divided(unit):
-            at = functools.partial(rows.of_thread, kernel, unit, partials)
+        tile = rows.read(found, chunk)
+        if rows.are_divided(tile):
+            at = functools.partial(rows.of_thread, kernel, tile, partials)
             merge_rows(kernel, at, partials, memory, out, lse, None)
 
 
@@ -85,24 +85,24 @@ def attend(q, k, v, keys):
 class Call:
     """Random queries and keys, and results as a kvcache kernel leaves them."""
 
-    def __init__(self, kind, lengths, slots, seed=0):
+    def __init__(self, kind, lengths, ctas, seed=0):
         generator = torch.Generator().manual_seed(seed)
 
         def randn(*shape):
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
         self.kind, self.lengths = kind, lengths
-        self.line = Line(kind, OVERHEAD, lengths, PACKS, slots)
+        self.line = Line(kind, OVERHEAD, lengths, PACKS, ctas)
         self.q = [randn(n, HEADS_KV * GROUP, DIM) for n, _ in lengths]
         self.k, self.v = ([randn(n, HEADS_KV, DIM) for _, n in lengths] for _ in range(2))
-        self.outs = torch.full((2 * slots, QUERIES * PACK, DIM), math.nan)
-        self.lses = torch.full((2 * slots, QUERIES * PACK), math.nan)
+        self.outs = torch.full((2 * ctas, QUERIES * PACK, DIM), math.nan)
+        self.lses = torch.full((2 * ctas, QUERIES * PACK), math.nan)
         total = sum(n for n, _ in lengths)
         self.out = torch.full((total, HEADS_KV * GROUP, DIM), math.nan, dtype=torch.float16)
         self.lse = torch.full((HEADS_KV * GROUP, total), math.nan)
         self.starts = [0, *itertools.accumulate(n for n, _ in lengths)]
-        for share in self.line.shares:
-            self.write(share)
+        for tile_range in self.line.ranges:
+            self.write(tile_range)
 
     def row(self, b, head, query, begin, end):
         """A row's result over key blocks [begin, end)."""
@@ -111,21 +111,21 @@ class Call:
         keys = range(begin * TILE_N, min(end * TILE_N, last, seqlen_k))
         return attend(self.q[b][query, head], self.k[b][:, head // GROUP], self.v[b][:, head // GROUP], keys)
 
-    def write(self, share):
-        if share["begin"] >= share["end"] and not share["whole"]:
+    def write(self, tile_range):
+        if tile_range["begin"] >= tile_range["end"] and not tile_range["whole"]:
             return
-        b, pack = share["batch"], share["head"]
+        b, pack = tile_range["batch"], tile_range["head"]
         for r in range(QUERIES * PACK):
-            query, in_group = share["m_block"] * QUERIES + r // PACK, pack % 2 * PACK + r % PACK
+            query, in_group = tile_range["m_block"] * QUERIES + r // PACK, pack % 2 * PACK + r % PACK
             if query >= self.lengths[b][0] or in_group >= GROUP:
                 continue
             head = pack // 2 * GROUP + in_group
-            out, lse = self.row(b, head, query, share["begin"], share["end"])
-            if share["whole"]:
+            out, lse = self.row(b, head, query, tile_range["begin"], tile_range["end"])
+            if tile_range["whole"]:
                 at = self.starts[b] + query
                 self.out[at, head], self.lse[head, at] = out.nan_to_num(0.0).half(), lse
             else:
-                self.outs[share["partial"], r], self.lses[share["partial"], r] = out.float(), lse
+                self.outs[tile_range["partial"], r], self.lses[tile_range["partial"], r] = out.float(), lse
 
     def check(self, kernel):
         packed = kernel.traits.varlen
@@ -137,7 +137,7 @@ class Call:
         longest = max(n for n, _ in self.lengths)
         int32 = functools.partial(torch.tensor, dtype=torch.int32)
         tensors = (self.outs, self.lses, out, lse, int32(self.starts), int32([n for _, n in self.lengths]))
-        compiled(kernel)(*map(dynamic, (*tensors, int32([longest, self.line.slots]), memory)))
+        compiled(kernel)(*map(dynamic, (*tensors, int32([longest, self.line.ctas]), memory)))
         out = out if packed else out.flatten(0, 1)
         lse = lse if packed else lse.transpose(0, 1).flatten(1)
         for b, (queries, keys) in enumerate(self.lengths):
@@ -150,9 +150,9 @@ class Call:
                 assert lse[head, at] == whole_lse or math.isclose(lse[head, at], whole_lse, abs_tol=1e-4)
 
 
-def kernel_of(kind, varlen, rows, groups, unroll, eager, by_slot):
+def kernel_of(kind, varlen, rows, groups, unroll, eager, by_range):
     traits = Traits(
-        "combine_shares",
+        "combine_stream_k",
         "sm80",
         "fp16",
         DIM,
@@ -160,26 +160,26 @@ def kernel_of(kind, varlen, rows, groups, unroll, eager, by_slot):
         varlen=varlen,
         seqused_k=True,
     )
-    tile = CombineSharesTile(rows, groups, unroll, eager, QUERIES * PACK, TILE_N, PACK, by_slot)
+    tile = CombineStreamKTile(rows, groups, unroll, eager, QUERIES * PACK, TILE_N, PACK, by_range)
     assert tile.reject(traits, "sm80") is None
-    return CombineShares(traits, tile)
+    return CombineStreamK(traits, tile)
 
 
 TILES = [(8, 1, 4, False, True), (2, 8, 2, True, False), (4, 2, 16, True, True)]
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("slots", [1, 7, 33])
-def test_batched_queries(tile, slots):
-    Call("causal", [(2, 300), (2, 1), (2, 0), (2, 700)], slots).check(kernel_of("causal", False, *tile))
+@pytest.mark.parametrize("ctas", [1, 7, 33])
+def test_batched_queries(tile, ctas):
+    Call("causal", [(2, 300), (2, 1), (2, 0), (2, 700)], ctas).check(kernel_of("causal", False, *tile))
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("slots", [5, 40])
-def test_packed_queries(tile, slots):
+@pytest.mark.parametrize("ctas", [5, 40])
+def test_packed_queries(tile, ctas):
     """Of several query blocks, and of none."""
     lengths = [(1, 200), (0, 90), (40, 333), (17, 17), (3, 0), (16, 64)]
-    Call("causal", lengths, slots).check(kernel_of("causal", True, *tile))
+    Call("causal", lengths, ctas).check(kernel_of("causal", True, *tile))
 
 
 def test_all_keys():

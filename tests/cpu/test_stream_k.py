@@ -1,4 +1,4 @@
-"""Equal shares of all key blocks: the device code on the CPU, over random lengths, against brute force."""
+"""Stream-K ranges of all key blocks: the device code on the CPU, over random lengths, against brute force."""
 
 import pytest
 import torch
@@ -21,8 +21,8 @@ from tests.divided_keys import KINDS, Line, divide_by_a_warp, fakes
     st.integers(1, 140),
 )
 @example("none", 0, [(1, 673), (17, 321)], 1, 17)
-def test_random_lengths(kind, overhead, lengths, heads, slots):
-    Line(kind, overhead, lengths, heads, slots).check()
+def test_random_lengths(kind, overhead, lengths, heads, ctas):
+    Line(kind, overhead, lengths, heads, ctas).check()
 
 
 @pytest.mark.parametrize("overhead", [0, 3])
@@ -36,23 +36,23 @@ def test_more_sequences_than_a_warp_has_lanes(batch, overhead):
 
 LENGTHS = {
     "one-long-sequence": ([(1, 32768)], 8, 132),
-    "fewer-blocks-than-slots": ([(1, 40), (1, 65)], 1, 132),
+    "fewer-blocks-than-ctas": ([(1, 40), (1, 65)], 1, 132),
     "no-keys": ([(1, 0), (3, 0)], 2, 4),
     "no-queries": ([(0, 50), (0, 0)], 2, 4),
     "no-queries-at-the-ends": ([(0, 50), (1, 900), (0, 70)], 2, 5),
-    "one-slot": ([(1, 100), (1, 0), (17, 64)], 2, 1),
+    "one-cta": ([(1, 100), (1, 0), (17, 64)], 2, 1),
     "prefill-beside-decode": ([(64, 640), (1, 3000), (1, 31)], 2, 16),
 }
 
 
 @pytest.mark.parametrize(
-    ("batch", "slots", "used"), [(16, 132, 128), (17, 132, 132), (128, 132, 128), (32, 264, 256)]
+    ("batch", "ctas", "used"), [(16, 132, 128), (17, 132, 132), (128, 132, 128), (32, 264, 256)]
 )
-def test_sequences_of_one_length_leave_nothing_to_merge(batch, slots, used):
-    line = Line("causal", 1, [(1, 640)] * batch, 8, slots)
+def test_sequences_of_one_length_leave_nothing_to_merge(batch, ctas, used):
+    line = Line("causal", 1, [(1, 640)] * batch, 8, ctas)
     line.check()
     assert line.used == used
-    assert all(s["whole"] for s in line.shares) == (used != slots)
+    assert all(s["whole"] for s in line.ranges) == (used != ctas)
 
 
 @pytest.mark.parametrize("overhead", [0, 2])
@@ -62,12 +62,12 @@ def test_lengths(name, overhead):
 
 
 def test_slots_of_a_long_line():
-    """Positions times slots would exceed 32 bits."""
+    """Positions times ctas would exceed 32 bits."""
     line = Line("none", 0, [(1, 2**22 + 32), (1, 2**22 - 32)], 64, 264)
     assert line.total == 2**24
-    bounds = {s["slot"]: 0 for s in line.shares}
-    for s in line.shares:
-        bounds[s["slot"]] += s["end"] - s["begin"]
+    bounds = {s["index"]: 0 for s in line.ranges}
+    for s in line.ranges:
+        bounds[s["index"]] += s["end"] - s["begin"]
     assert len(bounds) == 264 and max(bounds.values()) - min(bounds.values()) <= 1
     line.check_partials()
 
