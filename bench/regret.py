@@ -215,11 +215,11 @@ def _thinned(numbers: Iterable[int], chosen: int) -> list[int]:
 
 def _cache_splits(call: Any, tile: Any, processors: int) -> list[Any]:
     """How the keys of a call with a cache may be divided: not, by stream-K, and in as many splits as there are CTAs."""
-    from cute_attn.host.split_kv import Split, units
+    from cute_attn.host.split_kv import Split, work_tiles
     from cute_attn.tiles.inference import MAX_PARTIALS
 
     blocks = -(-call.longest[1] // tile.tile_n)
-    most = min(tile.blocks_per_sm * processors // units(call, tile), blocks, MAX_PARTIALS)
+    most = min(tile.blocks_per_sm * processors // work_tiles(call, tile), blocks, MAX_PARTIALS)
     splits = {2**n for n in range(1, 10) if 2**n <= most} | ({most} if most > 1 else set())
     return [Split(), Split("stream_k"), *(Split("fixed", n) for n in sorted(splits))]
 

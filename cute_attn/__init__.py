@@ -101,7 +101,7 @@ def __dir__() -> list[str]:
 
 
 def _do_without_dsl() -> None:
-    """Install placeholders for it, and where a bundle can be used import what calls need."""
+    """Install placeholders for it, and if a bundle can be used import the modules that calls need."""
     _without_dsl.install()
     from cute_attn.compiler import registry, why_no_kernels  # only where there is no DSL
 

@@ -24,7 +24,7 @@ OPS = (
 )
 PARTS = ("backward_preprocess", "backward_convert")
 PART_FIELDS = ("arch", "dtype", "head_dim", "head_dim_v", "varlen", "seqused_q")
-"""The fields on which the backward's preprocess and convert depend; see :meth:`Traits.part`."""
+"""The fields on which the backward's preprocess and convert depend."""
 
 SPLIT_TENSORS = {
     "forward_split": ("head_dim", "head_dim", "head_dim_v"),

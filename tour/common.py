@@ -138,7 +138,7 @@ class Tiled(Level):
     """A level whose loops have tensor core products: levels 2 to 7."""
 
     FACTORS: ClassVar[int] = 2
-    """Exponentials of a step beside the scores': what O is rescaled by, of a thread's two rows."""
+    """Exponentials of a step in addition to those of the scores: the factors of O, for a thread's two rows."""
     dtype: ClassVar[Any] = BFloat16
 
     def copies(self) -> Copies:

@@ -81,7 +81,7 @@ class Scalar(Level):
         return cute.local_tile(row, (self.traits.head_dim // 32,), (lane,))
 
     def score(self, q: Any, k: cute.Tensor) -> Float32:
-        """q . k: the lane's part, and the sum over all lanes."""
+        """q . k: the lane's partial sum, and the sum over all lanes."""
         part = (q * k.load().to(Float32)).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
         return cute.arch.warp_reduction_sum(part)
 

@@ -144,7 +144,7 @@ class Tensorcores(Tiled):
 
     @cute.jit
     def probabilities(self, S: cute.Tensor, row_max, row_sum, scale: Float32) -> None:
-        """S to P = exp(S - row_max), and the lane's part of its sum."""
+        """S to P = exp(S - row_max), and the lane's partial sum of P."""
         for r in cutlass.range_constexpr(cute.size(row_max)):
             largest = Float32(0.0) if row_max[r] == -Float32.inf else row_max[r]  # -inf minus -inf is NaN
             for c in cutlass.range_constexpr(cute.size(S, mode=[1])):

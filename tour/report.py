@@ -51,8 +51,8 @@ def facts(entry: Entry, head_dim: int = 128, causal: bool = True) -> dict[str, A
         "instructions": {name: compiled.instructions.get(name, 0) for name in COUNTED},
     }
     if judged.step is not None:
-        clocks = {name: round(value) for name, value in judged.step.clocks.units.items()}
-        per_1000 = 1000 * max(judged.step.clocks.units.values()) / judged.step.scores
+        clocks = {name: round(value) for name, value in judged.step.clocks.pipes.items()}
+        per_1000 = 1000 * max(judged.step.clocks.pipes.values()) / judged.step.scores
         found |= {"clocks_per_step": clocks, "clocks_per_1000_scores": round(per_1000)}
         found["instructions_per_score"] = round(judged.step.instructions / judged.step.elements, 2)
     return found
@@ -141,7 +141,7 @@ def definition_gradients(
 
 
 def check_apart(entry: Entry) -> str:
-    """:func:`check` in a process of its own, which may crash or hang: "" or what is wrong."""
+    """:func:`check` in a process of its own, which may crash or hang: "" or the error."""
     command = [sys.executable, "-m", "tour", str(entry.number), "--check"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=CHECK_SECONDS)
@@ -155,7 +155,7 @@ def measure(report: Any = print, milliseconds: float = 100.0) -> dict[str, Any]:
     """Check every level, and time those that are right in one run with the shipped kernel.
 
     Returns:
-        a result as of ``bench/results``; ``checks``: level -> "" or what is wrong.
+        a result as of ``bench/results``; ``checks``: level -> "" or the error.
     """
     from cute_attn.lab.benchmark.peers import Declined, ours
     from cute_attn.lab.benchmark.results import time_workloads
@@ -208,7 +208,7 @@ def speeds(result: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """A line for each level: TFLOP/s, and the part of the shipped kernel's."""
+    """A line for each level: TFLOP/s, and the fraction of the shipped kernel's."""
     found = speeds(result)
     lines = [f"{'TFLOP/s, of the shipped kernel':46}{'full':>14}{'causal':>14}"]
     for number, entry in LEVELS.items():

@@ -55,7 +55,7 @@ def append_kv(
         of 8 elements in any order, on CUDA the data is aligned to 16 bytes; head_dim is a multiple of 8 up to 256, the
         capacity at most 2**30 - 2**13.
     v_cache : Tensor
-        As k_cache, with head_dim_v; it shares no memory with k_cache.
+        As k_cache, with head_dim_v; it does not overlap k_cache.
     k, v : Tensor (batch, rows, nheads_kv, head_dim) and head_dim_v, or packed (total, nheads_kv, head_dim)
         New rows.
     cache_seqlens : Tensor (batch,), int32
@@ -65,7 +65,7 @@ def append_kv(
         The pages of each entry, of any size; the capacity is all of them. Entries beyond a sequence's end may have any
         values.
     cache_batch_idx : Tensor (batch,), int32, optional
-        Each sequence's entry of the cache or of page_table; by default sequence b has entry b. If sequences share an
+        Each sequence's entry of the cache or of page_table; by default sequence b has entry b. If several have the same
         entry, the rows of an arbitrary one remain.
     cu_seqlens_k_new : Tensor (batch + 1,), int32, optional
         Where packed sequences of k and v start.

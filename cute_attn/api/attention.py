@@ -102,7 +102,7 @@ def attention(
         16 bytes. Tensors with other rows are copied, padded to multiples of 16 bytes. Under autocast fp32 tensors are
         cast, as by PyTorch's attention.
     k : Tensor (batch, seqlen_k, nheads_kv, head_dim)
-        As q. nheads is a multiple of nheads_kv: consecutive query heads share a key head.
+        As q. nheads is a multiple of nheads_kv: consecutive query heads use the same key head.
     v : Tensor (batch, seqlen_k, nheads_kv, head_dim_v)
         As k; head_dim_v may differ from head_dim.
     softmax_scale : float, optional
@@ -174,7 +174,7 @@ def attention(
         Large calls at "fp32" need workspace of the size of k and v, their backward of q, k, v and out; half as much
         at "tf32".
     out : Tensor (batch, seqlen_q, nheads, head_dim_v), optional
-        Written and returned in place of a new tensor, without gradients; it shares no memory with other arguments.
+        Written and returned in place of a new tensor, without gradients; it overlaps no other argument.
         On CUDA its rows are contiguous and start at multiples of 16 bytes, if the rows of q, k and v do.
 
     Returns
@@ -340,7 +340,7 @@ def attention_backward(
         The backward's.
     into : sequence of Tensor, optional
         Tensors to write the wanted gradients into, in that order, such as views of one tensor. Rows start at multiples
-        of 16 bytes and share no memory. Default: new tensors, views of one tensor if q, k and v are.
+        of 16 bytes and do not overlap. Default: new tensors, views of one tensor if q, k and v are.
     softmax_scale, causal, window, alibi_slopes, bias, sinks, softcap, dropout_p, dropout_mask, seqused_k, score_mod, \
 mask_mod, block_mask, epilogues, kernel, deterministic, precision
         As the forward's.

@@ -1,6 +1,6 @@
 """Attention under torch.func's transforms: ``grad``, ``vjp``, ``jacrev`` and ``vmap``, in any order.
 
-A batch of calls becomes one call with all their sequences. Calls that cannot share one run one after the other: packed
+A batch of calls becomes one call with all their sequences. Calls that do not fit into one run in turn: packed
 sequences, users' epilogues, and arguments of a whole call (sinks, the state of a dropout mask).
 """
 

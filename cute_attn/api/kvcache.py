@@ -135,7 +135,7 @@ check_lengths
         Instead of num_splits: keys per split, a multiple of 128, counted from row 0. Then results do not depend on the
         batch, bit for bit, while max_seqlen_q and the capacity are the same.
     out : Tensor, as returned, optional
-        Written and returned in place of a new tensor; it shares no memory with other arguments.
+        Written and returned in place of a new tensor; it overlaps no other argument.
     return_lse : bool
         Also return the logarithm of each row's sum of exponentials.
     kernel, tile

@@ -26,7 +26,7 @@ def merge_attention(
 ) -> tuple[Tensor, Tensor]:
     """out and lse over all keys, from partial results over disjoint sets of keys.
 
-    For example of a prefix that sequences share, and of each sequence's other keys. The definition is
+    For example of a prefix common to several sequences, and of each sequence's other keys. The definition is
     :func:`cute_attn.reference.kvcache.merge`; it computes CPU tensors. Sums have a fixed order: a call repeats bit for
     bit.
 

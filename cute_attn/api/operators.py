@@ -372,7 +372,7 @@ class Node(NamedTuple):
         """The node of a call that is checked, or that the forward will check."""
         rest = call[NUM_TENSORS + 1 :]
         shaped = all(x.dim() >= 3 for x in call[:3])  # the checks report errors
-        packed = fused_qkv.parts_packed(call[:3]) if shaped else 0
+        packed = fused_qkv.number_packed(call[:3]) if shaped else 0
         classes = user_classes(call)
         traced = tuple(x for x in classes if isinstance(x, weakref.ref))
         options = plans.Options((rest, *classes, *user_classes(call, "backward")))

@@ -492,7 +492,7 @@ def _store(cache: DiskCache | None, entry: Entry) -> str | None:
 def _build(kernel: Any, target: str, key: str, options: str) -> Entry:
     start = time.perf_counter()
     check_layouts(kernel)
-    function = f"cute_attn_{key[:16]}"  # loaded kernels must not share a symbol
+    function = f"cute_attn_{key[:16]}"  # loaded kernels need different symbols
     with tempfile.TemporaryDirectory(prefix="cute_attn-") as name:
         folder = Path(name)
         places = shlex.join(["--dump-dir", name, f"--remark-output={folder / 'remarks'}"])

@@ -25,9 +25,9 @@ from layouts.mma import row_col_modes, row_col_view, thread_row_col
 class SmemOperand:
     """A thread's slice of an MMA operand in shared memory, or of one of its terms, and its register fragment.
 
-    tile: (rows, cols, stage); fragment: (mma, rows, k); view: the fragment retiled for the copy, (copy, piece, k), one
-    ldmatrix per ``piece``. first_step, first_piece, offset: start of the term in the tile, ``offset`` in elements and
-    whole periods of the swizzle.
+    tile: (rows, cols, stage); fragment: (mma, rows, k); view: the fragment retiled for the copy, (copy, subtile, k),
+    one ldmatrix per ``subtile``. first_step, first_subtile, offset: start of the term in the tile, ``offset`` in
+    elements and whole periods of the swizzle.
     """
 
     tiled_copy: cute.TiledCopy
@@ -36,13 +36,13 @@ class SmemOperand:
     view: cute.Tensor
     thread: Int32
     first_step: Constexpr = 0
-    first_piece: Constexpr = 0
+    first_subtile: Constexpr = 0
     offset: Constexpr = 0
 
     loads_ahead = True
     """Steps that are summed from zero are all loaded before they are multiplied."""
     width = 2
-    """MMAs along N of a piece of B."""
+    """MMAs along N of a sub-tile of B."""
 
     @staticmethod
     def a(
@@ -75,7 +75,7 @@ class SmemOperand:
         return SmemOperand(tiled_copy, tile, fragment, view, thread, **place)
 
     @property
-    def pieces(self) -> int:
+    def subtiles(self) -> int:
         """ldmatrix instructions of a K step."""
         return cute.size(self.view, mode=[1])
 
@@ -111,49 +111,49 @@ class SmemOperand:
         swizzled = in_row & swizzled_bits(self.tile.layout)
         return (start ^ (swizzled * size)) + (in_row - swizzled + k // row * atom) * size
 
-    def address(self, start: Int32, piece: int, k: int) -> cute.Pointer:
-        """The address of the thread's vector of a piece, k steps after ``start``.
+    def address(self, start: Int32, subtile: int, k: int) -> cute.Pointer:
+        """The address of the thread's vector of a sub-tile, k steps after ``start``.
 
         Without the swizzle, vectors are at static offsets from the first one. The swizzle is linear under xor, so one
         xor of the first address accounts for the swizzled bits, and one register serves all addresses.
         """
-        distance = self._distance(piece + self.first_piece, k)
+        distance = self._distance(subtile + self.first_subtile, k)
         swizzled = distance & swizzled_bits(self.tile.layout)
         element = self.tile.element_type
         moved = start ^ (swizzled * (element.width // 8)) if swizzled else start
         pointer = cute.make_ptr(element, moved, cute.AddressSpace.smem, assumed_align=16)
         return pointer + (distance - swizzled + self.offset)
 
-    def load(self, start: Int32, piece: int, k: int, slot: int | None = None) -> None:
-        """Load a piece into step ``slot`` of the fragment, or k, from k steps after ``start``."""
+    def load(self, start: Int32, subtile: int, k: int, to: int | None = None) -> None:
+        """Load a sub-tile into step ``to`` of the fragment, or k, from k steps after ``start``."""
         elements = 128 // self.tile.element_type.width
-        source = cute.make_tensor(self.address(start, piece, k), cute.make_layout(elements))
-        cute.copy(self.tiled_copy, source, self.view[None, piece, k if slot is None else slot])
+        source = cute.make_tensor(self.address(start, subtile, k), cute.make_layout(elements))
+        cute.copy(self.tiled_copy, source, self.view[None, subtile, k if to is None else to])
 
-    def _distance(self, piece: int, k: int) -> int:
+    def _distance(self, subtile: int, k: int) -> int:
         """Elements from a thread's first vector to another one, without the swizzle."""
         layout = self.tile.layout
         unswizzled = layout.outer if isinstance(layout, cute.ComposedLayout) else layout
         vectors = self.tiled_copy.get_slice(0).partition_S(cute.make_tensor(self.tile.iterator, unswizzled))
-        return cute.crd2idx((0, piece, k, 0), vectors.layout)
+        return cute.crd2idx((0, subtile, k, 0), vectors.layout)
 
     def load_a(self, start: Int32, k: int) -> Terms:
-        """Load all pieces of A, k steps after ``start``."""
-        for piece in range(self.pieces):
-            self.load(start, piece, k)
+        """Load all sub-tiles of A, k steps after ``start``."""
+        for subtile in range(self.subtiles):
+            self.load(start, subtile, k)
         return (self.fragment[None, None, k],)
 
-    def load_b(self, start: Int32, piece: int, k: int) -> Terms:
-        """Load a piece of B, k steps after ``start``."""
-        self.load(start, piece, k)
-        return (cute.logical_divide(self.fragment, (None, self.width, None))[None, (None, piece), k],)
+    def load_b(self, start: Int32, subtile: int, k: int) -> Terms:
+        """Load a sub-tile of B, k steps after ``start``."""
+        self.load(start, subtile, k)
+        return (cute.logical_divide(self.fragment, (None, self.width, None))[None, (None, subtile), k],)
 
     def load_all(self) -> None:
         """Load all steps of the first stage, for an operand that stays in registers."""
         start = self.start(Int32(0))
         for k in range(self.steps):
-            for piece in range(self.pieces):
-                self.load(start, piece, k + self.first_step, k)
+            for subtile in range(self.subtiles):
+                self.load(start, subtile, k + self.first_step, k)
 
 
 def _plane(tile: cute.Tensor, shape: tuple[int, int] | None) -> cute.Tensor:
@@ -208,7 +208,7 @@ def gemm_rs(
         a: terms (mma, M, k).
         b, together, factor: see :func:`gemm`.
         row_factors: (2 M), factors of acc's rows before the product, two for each M. Only with all of K ``together``.
-        ahead: maximum pieces of B with products in flight, or 0 for any number.
+        ahead: maximum sub-tiles of B with products in flight, or 0 for any number.
     """
     b_start = b.start(stage)
     for k in cutlass.range_constexpr(0, b.steps, together):
@@ -236,14 +236,14 @@ def _times_b(
     row_factors: cute.Tensor | None = None,
     ahead: Constexpr = 0,
 ) -> None:
-    """The steps ``a`` along K, from ``first`` on: for each piece of B its loads, then the MMAs that read it."""
-    pieces = cute.logical_divide(acc, (None, None, b.width))
+    """The steps ``a`` along K, from ``first`` on: for each sub-tile of B its loads, then the MMAs that read it."""
+    subtiles = cute.logical_divide(acc, (None, None, b.width))
     at_once: Constexpr = len(a) if b.loads_ahead else 1
     zero = rematerialize(b.thread) >> 31 if ahead else None  # which the compiler does not know
-    for piece in cutlass.range_constexpr(b.pieces):
-        target, here = pieces[None, None, (None, piece)], start
-        if cutlass.const_expr(ahead and piece >= ahead):
-            here = b.after(start, pieces[None, None, (None, piece - ahead)], zero)
+    for subtile in cutlass.range_constexpr(b.subtiles):
+        target, here = subtiles[None, None, (None, subtile)], start
+        if cutlass.const_expr(ahead and subtile >= ahead):
+            here = b.after(start, subtiles[None, None, (None, subtile - ahead)], zero)
         total = target
         if cutlass.const_expr(len(a[0]) > 1):
             total = cute.make_rmem_tensor(cute.make_layout(target.shape), Float32)
@@ -251,7 +251,7 @@ def _times_b(
         elif cutlass.const_expr(row_factors is not None):
             _scale_and_add(target, row_factors, None, None)
         for k in cutlass.range_constexpr(0, len(a), at_once):
-            own = [b.load_b(here, piece, first + k + i) for i in range(at_once)]
+            own = [b.load_b(here, subtile, first + k + i) for i in range(at_once)]
             multiply(tiled_mma, total, a[k : k + at_once], own)
         if cutlass.const_expr(len(a[0]) > 1):
             # A vector for a single step: as scalars, streamed backwards have 1% more instructions.

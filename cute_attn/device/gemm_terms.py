@@ -56,7 +56,7 @@ class StoredTerms:
         shape = [cute.size(args[2], mode=[i]) for i in range(2)]
         shape[along_k] //= count
         one = make(*args, tuple(shape))
-        apart = {"first_step": one.steps} if along_k else {"first_piece": one.pieces}
+        apart = {"first_step": one.steps} if along_k else {"first_subtile": one.subtiles}
         places = ({name: t * n for name, n in apart.items()} for t in range(1, count))
         return StoredTerms((one, *(make(*args, tuple(shape), **place) for place in places)))
 
@@ -66,9 +66,9 @@ class StoredTerms:
         return self.each[0].thread
 
     @property
-    def pieces(self) -> int:
+    def subtiles(self) -> int:
         """ldmatrix instructions of a K step and a term."""
-        return self.each[0].pieces
+        return self.each[0].subtiles
 
     @property
     def steps(self) -> int:
@@ -96,12 +96,12 @@ class StoredTerms:
         return (starts[0] | (bits & zero),) * len(starts)
 
     def load_a(self, starts: tuple[Int32, ...], k: int) -> Terms:
-        """Load all pieces of A, k steps after ``starts``."""
+        """Load all sub-tiles of A, k steps after ``starts``."""
         return tuple(x.load_a(start, k)[0] for x, start in zip(self.each, starts, strict=True))
 
-    def load_b(self, starts: tuple[Int32, ...], piece: int, k: int) -> Terms:
-        """Load a piece of B, k steps after ``starts``."""
-        return tuple(x.load_b(start, piece, k)[0] for x, start in zip(self.each, starts, strict=True))
+    def load_b(self, starts: tuple[Int32, ...], subtile: int, k: int) -> Terms:
+        """Load a sub-tile of B, k steps after ``starts``."""
+        return tuple(x.load_b(start, subtile, k)[0] for x, start in zip(self.each, starts, strict=True))
 
     def load_all(self) -> None:
         """Load all steps of the first stage, for an operand that stays in registers."""
@@ -123,9 +123,9 @@ class SplitOnLoad:
     width = 2
 
     @property
-    def pieces(self) -> int:
+    def subtiles(self) -> int:
         """ldmatrix instructions of a K step."""
-        return self.words.pieces
+        return self.words.subtiles
 
     @property
     def steps(self) -> int:
@@ -146,12 +146,12 @@ class SplitOnLoad:
         return self.words.at_step(start, k)
 
     def load_a(self, start: Int32, k: int) -> Terms:
-        """Load all pieces of A, k steps after ``start``."""
+        """Load all sub-tiles of A, k steps after ``start``."""
         return self._split(self.words.load_a(start, k))
 
-    def load_b(self, start: Int32, piece: int, k: int) -> Terms:
-        """Load a piece of B, k steps after ``start``."""
-        return self._split(self.words.load_b(start, piece, k))
+    def load_b(self, start: Int32, subtile: int, k: int) -> Terms:
+        """Load a sub-tile of B, k steps after ``start``."""
+        return self._split(self.words.load_b(start, subtile, k))
 
     def load_all(self) -> None:
         """Load all steps of the first stage, for an operand that stays in registers."""
@@ -191,7 +191,7 @@ class Fp32Operand:
     width = 2
 
     @property
-    def pieces(self) -> int:
+    def subtiles(self) -> int:
         """16 rows each: one m16 of A, or two n8 of B."""
         return cute.size(self.tile, mode=[0]) // (16 * self.warps)
 
@@ -216,7 +216,7 @@ class Fp32Operand:
 
     @property
     def _half_row(self) -> int:
-        """Distance from a row of a piece to its counterpart in the other half."""
+        """Distance from a row of a sub-tile to its counterpart in the other half."""
         return 8 if self.is_a else 8 * self.warps
 
     def at_step(self, start: Int32, k: Int32) -> Int32:
@@ -240,13 +240,13 @@ class Fp32Operand:
         pointer = cute.make_ptr(Float32, moved, cute.AddressSpace.smem, assumed_align=bytes_)
         return pointer + (distance - swizzled)
 
-    def load(self, start: Int32, piece: int, step: int) -> cute.Tensor:
-        """4 fp32 registers of a piece, ``step`` steps after ``start``.
+    def load(self, start: Int32, subtile: int, step: int) -> cute.Tensor:
+        """4 fp32 registers of a sub-tile, ``step`` steps after ``start``.
 
         A: rows g and g + 8 of the first k, then of the second. B: both k of the first n8, then of the second.
         """
         words = cute.make_rmem_tensor(4, Float32)
-        pointers = self.pointers(start, piece, step)
+        pointers = self.pointers(start, subtile, step)
         if self.by_words:
             for i in range(4):
                 words[i] = cute.make_tensor(pointers[i], cute.make_layout(1))[0]
@@ -260,22 +260,22 @@ class Fp32Operand:
         return words
 
     def load_a(self, start: Int32, step: int) -> Terms:
-        """Load all pieces of A, (4, M), ``step`` steps after ``start``."""
-        words = cute.make_rmem_tensor(cute.make_layout((4, self.pieces)), Float32)
-        for piece in range(self.pieces):
-            loaded = self.load(start, piece, step)
+        """Load all sub-tiles of A, (4, M), ``step`` steps after ``start``."""
+        words = cute.make_rmem_tensor(cute.make_layout((4, self.subtiles)), Float32)
+        for subtile in range(self.subtiles):
+            loaded = self.load(start, subtile, step)
             for i in range(4):
-                words[i, piece] = loaded[i]
+                words[i, subtile] = loaded[i]
         return split(words, TFloat32, self.count)
 
-    def load_b(self, start: Int32, piece: int, step: int) -> Terms:
-        """Load a piece of B, (2, 2), ``step`` steps after ``start``."""
-        words = cute.make_tensor(self.load(start, piece, step).iterator, cute.make_layout((2, 2)))
+    def load_b(self, start: Int32, subtile: int, step: int) -> Terms:
+        """Load a sub-tile of B, (2, 2), ``step`` steps after ``start``."""
+        words = cute.make_tensor(self.load(start, subtile, step).iterator, cute.make_layout((2, 2)))
         return split(words, TFloat32, self.count)
 
-    def pointers(self, start: Int32, piece: int, step: int) -> list[cute.Pointer]:
-        """Addresses that the thread reads of a piece: a matrix row for ldmatrix, or each of its 4 words."""
-        row = 16 * self.warps * piece
+    def pointers(self, start: Int32, subtile: int, step: int) -> list[cute.Pointer]:
+        """Addresses that the thread reads of a sub-tile: a matrix row for ldmatrix, or each of its 4 words."""
+        row = 16 * self.warps * subtile
         if not self.by_words:
             return [self._pointer(start, self._distance(row, step), 16)]
         starts, rows = (start, self._second_k(start)), (row, row + self._half_row)
@@ -325,7 +325,7 @@ class Fp32Values:
         return thread // (32 * self.warps_m) * (cute.size(self.tile, mode=[1]) // self.warps_n)
 
     @property
-    def pieces(self) -> int:
+    def subtiles(self) -> int:
         """Groups of columns."""
         return cute.size(self.tile, mode=[1]) // (COLUMNS * self.warps_n)
 

@@ -106,7 +106,7 @@ def reciprocal(x: Float32) -> Float32:
 
 
 def quad_reduce(x: Float32, op) -> Float32:
-    """Reduce over the four lanes that share an accumulator row; all of them get the result."""
+    """Reduce over the four lanes of an accumulator row; all of them get the result."""
     x = op(x, cute.arch.shuffle_sync_bfly(x, offset=1))
     return op(x, cute.arch.shuffle_sync_bfly(x, offset=2))
 

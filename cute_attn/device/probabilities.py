@@ -34,7 +34,7 @@ def probabilities(
     Args:
         lse_log2: fp32, LSE * log2(e) of each of the thread's rows, infinities :func:`clamped`; +inf in fully masked and
             out-of-bounds rows, to make P 0 there.
-        scale_log2: log2(e) times the scores' factor to natural units.
+        scale_log2: log2(e) times the factor from the accumulator to scores.
         visible_keys: if scores may be large, a function of a query's index: the number of keys that the mask shows it;
             otherwise None. See :func:`_from_largest`.
     """

@@ -17,9 +17,9 @@ from layouts.mma import row_col_modes, row_col_view, thread_row_col
 class ScoreContext:
     """Values shared by all score tiles of one work tile.
 
-    ``acc * score_scale`` is a score in natural units, as in the reference. An epilogue that adds to scores adds
+    ``acc * score_scale`` is a score, as in the reference. An epilogue that adds to scores adds
     ``value * inv_score_scale``: one multiply-add. ``score_scale`` is the softmax scale, or the cap of a softcap,
-    after which acc is in [-1, 1]. A bias leaves scores in natural units, so for epilogues after it both are 1.
+    after which acc is in [-1, 1]. After a bias acc is the score itself, so that both are 1 for the epilogues after it.
     """
 
     batch: Int32
@@ -109,8 +109,8 @@ class ScoreMap:
 class ScoreTile:
     """A thread's elements of one score tile: acc (rows, cols), fp32 in registers.
 
-    A thread holds pairs of neighbouring keys, and a quad of lanes shares a row. If ``transposed`` it holds pairs of
-    neighbouring queries, and a quad shares a column.
+    A thread holds pairs of neighbouring keys, and a quad of lanes holds a row. If ``transposed`` it holds pairs of
+    neighbouring queries, and a quad holds a column.
 
     A tile may reach beyond the sequences: query indices row0 + rows[r] from seqlen_q on and key indices col0 + cols[c]
     from seqlen_k on are out of bounds (``ScoreContext``).

@@ -130,7 +130,7 @@ def padded_row0(seqlens: Seqlens, info: SeqlenInfo, batch: Int32, tile_m: cutlas
 def first_block(cu_seqlens: cute.Tensor, batch: Int32, tile: cutlass.Constexpr) -> Int32:
     """The first block of a varlen sequence if each is padded to blocks of ``tile`` rows: cu_seqlens[b] // tile + b.
 
-    No two sequences share a block, and all are within total // tile + batch blocks.
+    Each block belongs to one sequence, and all are within total // tile + batch blocks.
     """
     return cu_seqlens[batch] // tile + batch
 

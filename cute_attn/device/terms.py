@@ -204,7 +204,7 @@ def common_scale(words: cute.Tensor, of_warps: cute.Tensor, thread: Int32) -> tu
 
 @cute.jit
 def running_scale(
-    words: cute.Tensor, of_warps: cute.Tensor, applied: cute.Tensor, thread: Int32, piece: Constexpr
+    words: cute.Tensor, of_warps: cute.Tensor, applied: cute.Tensor, thread: Int32, subtile: Constexpr
 ) -> tuple[Float32, Float32, Float32]:
     """(scale, its inverse, the factor from sums with the last scale to sums with this one), with a barrier.
 
@@ -213,24 +213,24 @@ def running_scale(
     factor, and is multiplied when the scale changes: a few times per CTA.
 
     Args:
-        of_warps: (warps, pieces) int32 in shared memory, 0 before the first call; the largest so far.
+        of_warps: (warps, subtiles) int32 in shared memory, 0 before the first call; the largest so far.
         applied: (warps,) fp32, 1 before the first call; the last inverse.
         thread: of the CTA.
-        piece: index of this call among the calls between two other barriers. Each has a column of ``of_warps``: a warp
-            that is ahead must not change numbers that others have still to read.
+        subtile: index of this call among the calls between two other barriers. Each has a column of ``of_warps``: a
+            warp that is ahead must not change numbers that others have still to read.
     """
-    warps, pieces = (cute.size(of_warps, mode=[i]) for i in range(2))
+    warps, subtiles = (cute.size(of_warps, mode=[i]) for i in range(2))
     warp, largest = thread // 32, largest_finite(words)
-    if cutlass.const_expr(pieces > 1):
-        cute.arch.sync_warp()  # ``applied`` of the previous piece
+    if cutlass.const_expr(subtiles > 1):
+        cute.arch.sync_warp()  # ``applied`` of the previous sub-tile
     before = applied[warp]
     if thread % 32 == 0:
-        for own in cutlass.range_constexpr(pieces):
+        for own in cutlass.range_constexpr(subtiles):
             largest = cutlass.max(largest, of_warps[warp, own])
-        of_warps[warp, piece] = largest
+        of_warps[warp, subtile] = largest
     cute.arch.barrier()
     for other in cutlass.range_constexpr(warps):
-        largest = cutlass.max(largest, of_warps[other, piece])
+        largest = cutlass.max(largest, of_warps[other, subtile])
     scale, inverse = scale_of(largest)
     if thread % 32 == 0:
         applied[warp] = inverse

@@ -86,7 +86,7 @@ class Epilogue:
         return ()
 
     def forward(self, state: Any, tile: ScoreTile, loaded: Any) -> Any:
-        """Change ``tile.acc`` in place. A score in natural units is ``acc * context.score_scale``.
+        """Change ``tile.acc`` in place. A score is ``acc * context.score_scale``.
 
         ``backward`` gets the result; forward kernels ignore it.
         """
@@ -105,7 +105,7 @@ class Epilogue:
         """
 
     def backward(self, state: Any, tile: ScoreTile, saved: Any) -> None:
-        """Convert d(loss)/d(score after) in ``tile.acc`` into d(loss)/d(score before), in place, both in natural units.
+        """Convert d(loss)/d(score after) in ``tile.acc`` into d(loss)/d(score before), in place.
 
         ``saved`` is the result of ``forward`` for the same tile; it occupies registers in between. Gradients in
         ``tile.acc`` lack the factor ``context.gradient_scale``: ``add_gradients`` multiplies its results by it.
@@ -133,7 +133,7 @@ class Epilogue:
 
     @staticmethod
     def reference(scores: Any, coords: Any, inputs: ScoreInputs) -> Any:
-        """``forward`` on torch tensors: scores (batch, nheads, seqlen_q, seqlen_k) in natural units -> the same shape.
+        """``forward`` on torch tensors: scores (batch, nheads, seqlen_q, seqlen_k) -> the same shape.
 
         ``coords`` has index tensors ``batch``, ``head``, ``query`` and ``key`` that broadcast to the scores' shape.
         """

@@ -56,7 +56,7 @@ class BiasRows:
 class Bias(Epilogue):
     """score + bias, with a bias of any dtype (fp16, bf16 or fp32).
 
-    Scores are converted to natural units: in others the smallest number of a dtype, as in masks, would be -inf.
+    The accumulator becomes the score itself: scaled, the smallest number of a dtype, as in masks, would be -inf.
 
     A thread holds pairs of neighbouring columns. It loads pairs if rows are aligned to them, and single elements with
     clamped indices if not, or if the tile crosses the tensor's edge. Elements out of bounds are masked or not stored.
@@ -154,7 +154,7 @@ class Bias(Epilogue):
         loaded = cute.make_rmem_tensor(cute.make_layout((along // 2 * self._pair_words, lines)), Int32)
         if cutlass.const_expr(tile.transposed):
             self._load_transposed(state, tile, self._elements(loaded, along, lines))
-        # A warp-uniform branch: predicated off, the single loads would still use issue slots.
+        # A warp-uniform branch: predicated off, the single loads would still be issued.
         elif uniform(Uint32(state.paired & (_end(tile) <= state.seqlen_k))) != Uint32(0):
             for r in cutlass.range_constexpr(rows):
                 row = self._row(state, tile, tile.row0, r).align(self._pair_bytes)
@@ -215,20 +215,20 @@ class Bias(Epilogue):
     @cute.jit
     def _add_tma_bias(self, state: BiasRows, tile: ScoreTile) -> None:
         """From shared memory, by sub-tiles of each line: the next one is read while one is added."""
-        tma_bias, size = tile.tma_bias, tile.tma_bias.PIECE
+        tma_bias, size = tile.tma_bias, tile.tma_bias.SUBTILE
         along: Constexpr = len(tile.rows) if tile.transposed else len(tile.cols)
         lines: Constexpr = len(tile.cols) if tile.transposed else len(tile.rows)
         words = cute.make_rmem_tensor(cute.make_layout((along // 2, lines)), Int32)
         tma_bias.wait()
         tma_bias.read(0, words)
-        for piece in cutlass.range_constexpr(tma_bias.pieces):
-            if cutlass.const_expr(piece % 2 == 1):
+        for subtile in cutlass.range_constexpr(tma_bias.subtiles):
+            if cutlass.const_expr(subtile % 2 == 1):
                 cute.arch.sync_warp()  # otherwise all are read at once, and registers spill
-            if cutlass.const_expr(piece + 1 < tma_bias.pieces):
-                tma_bias.read(piece + 1, words)
+            if cutlass.const_expr(subtile + 1 < tma_bias.subtiles):
+                tma_bias.read(subtile + 1, words)
             else:
                 tma_bias.release()
-            self._add_to_scores(state, tile, words, piece * size, (piece + 1) * size)
+            self._add_to_scores(state, tile, words, subtile * size, (subtile + 1) * size)
 
     @cute.jit
     def _add_to_scores(

@@ -129,11 +129,11 @@ class EpilogueChain:
 
     @property
     def has_bias(self) -> bool:
-        """With a bias, scores leave :meth:`forward` in natural units."""
+        """With a bias, :meth:`forward` leaves unscaled scores in the accumulator."""
         return any(isinstance(m, Bias) for m in self.modifiers)
 
     def scale_log2(self, score_scale: Float32) -> Float32:
-        """log2(e) times the factor to natural units after all modifiers, from ``ScoreContext.score_scale``."""
+        """log2(e) times the factor from the accumulator to scores after all modifiers; see ``ScoreContext``."""
         return Float32(LOG2_E) if self.has_bias else score_scale * LOG2_E
 
     def fake_args(self) -> tuple:
@@ -248,7 +248,7 @@ class EpilogueChain:
         masked: Constexpr,
         partial: Boolean | None = None,
     ) -> tuple:
-        """Q K^T in ``tile.acc`` becomes scores in units of :meth:`scale_log2`, with the mask if ``masked``.
+        """Q K^T in ``tile.acc`` becomes scores over :meth:`scale_log2`, with the mask if ``masked``.
 
         partial: in a masked step, True if the mask of listed blocks applies as well: ``BlockRange.partial``.
 
@@ -281,7 +281,7 @@ class EpilogueChain:
     def backward(self, state: ScoreState, tile: ScoreTile, saved: tuple, adds: Boolean | None = None) -> None:
         """Gradients by the scores after all modifiers become gradients by the scores before, in ``tile.acc``.
 
-        Scores are in natural units; gradients lack the factor ``context.gradient_scale``.
+        Scores are not scaled; gradients lack the factor ``context.gradient_scale``.
 
         adds: True if this CTA adds the gradients of tensors, where several have the same scores; None: it does.
         """

@@ -34,14 +34,14 @@ def generate_words(
     halves: cute.Tensor,
     row0: Int32,
     col0: Int32,
-    unit: Int32,
+    block: Int32,
     tile_m: Constexpr,
     lane: Int32,
 ) -> None:
-    """By a warp: write the words of ``unit``, the unit-th 32 keys of the tile, for all its queries.
+    """By a warp: write the words of the tile's ``block``-th 32 keys, for all its queries.
 
-    A lane's call gives, for one query of every 8 and two neighbouring keys of every 8, all 4 eighths of the unit: byte
-    2 h + key % 2 of the call's word k is query 8 h and the k-th eighth.
+    A lane's call gives, for one query of every 8 and two neighbouring keys of every 8, all 4 eighths of these keys.
+    Byte 2 h + key % 2 of the call's word k is query 8 h and the k-th eighth.
 
     Args:
         halves: 16 bits, (2, threads, words): each thread's words, low half first.
@@ -51,7 +51,7 @@ def generate_words(
     for word in cutlass.range_constexpr(cute.size(halves, mode=[2])):
         blocks = min(QUERIES, tile_m - QUERIES * word) // FLASH_BLOCK[0]
         first = (row0 >> 4) + QUERIES // FLASH_BLOCK[0] * word
-        _generate_blocks(state, halves[None, None, word], first, (col0 >> 5) + unit, unit, blocks, lane)
+        _generate_blocks(state, halves[None, None, word], first, (col0 >> 5) + block, block, blocks, lane)
 
 
 @cute.jit
@@ -60,11 +60,11 @@ def _generate_blocks(
     halves: cute.Tensor,
     row_block: Int32,
     col_block: Int32,
-    unit: Int32,
+    block: Int32,
     blocks: Constexpr,
     lane: Int32,
 ) -> None:
-    """A word of each thread that holds keys of ``unit``: ``blocks`` blocks of 16 queries."""
+    """A word of each thread that holds some of the ``block``-th 32 keys: ``blocks`` blocks of 16 queries."""
     add, either = (Int32(uniform(Uint32(limit))) for limit in byte_limits(state.threshold))
     eighths = [Int32(0), Int32(0)]  # of the two warps; in each byte a bit for (z, k)
     own = words(state.base + Uint64(Uint32(lane)))
@@ -78,6 +78,6 @@ def _generate_blocks(
     for warp in cutlass.range_constexpr(2):
         bits = Int32(Uint32(eighths[warp]) >> missing)
         for key in cutlass.range_constexpr(2):
-            thread = (2 * unit + warp) * 32 + (2 * (lane & 3) + key) * 4 + (lane >> 3)
+            thread = (2 * block + warp) * 32 + (2 * (lane & 3) + key) * 4 + (lane >> 3)
             both = byte_permute(bits, bits, 0x2020 + 0x1111 * key)
             halves[query, thread] = cutlass.Int16(both)

@@ -1,4 +1,4 @@
-"""FlashAttention-3's functions, as in its module ``flash_attn_interface``, and the arguments they share.
+"""FlashAttention-3's functions, as in its module ``flash_attn_interface``, and their common arguments.
 
 q, k and v are (batch, seqlen, nheads, head_dim), packed (total, nheads, head_dim); k and v may have fewer heads, v
 another head_dim. In addition to the arguments of :mod:`~cute_attn.flash_attn.flash_attn_interface`,

@@ -1,4 +1,4 @@
-"""FlashAttention-2's functions, and the arguments they share; each function describes its differences.
+"""FlashAttention-2's functions, and their common arguments; each function describes its differences.
 
 q, k and v are (batch, seqlen, nheads, head_dim), packed (total, nheads, head_dim); k and v may have fewer heads.
 Packed tensors hold sequence b in rows cu_seqlens[b] to cu_seqlens[b + 1].
@@ -295,7 +295,7 @@ def flash_attn_with_kvcache(
 
 
 class _Options(NamedTuple):
-    """The arguments that all functions except the last share."""
+    """The arguments of all functions except the last."""
 
     scores: Scores
     dropout_p: float

@@ -9,7 +9,7 @@ Attention with a cache rotates in its append kernel: see rotary_cos of ``flash_a
     cos, sin     (positions, rotary_dim / 2); the first rotary_dim elements of each head are rotated
     interleaved  pairs are elements (2i, 2i + 1) rather than (i, i + rotary_dim / 2)
     seqlen_offsets   int, or int32 or int64 (batch,): the position of each sequence's first row
-    inplace      x's memory is changed, and the result shares it
+    inplace      x is changed and returned
 
 Functions raise TypeError or ValueError for an argument that is not as described.
 """

@@ -57,7 +57,7 @@ def flex_attention(
     scale : float, optional
         Factor of the products. Default 1 / sqrt(head_dim).
     enable_gqa : bool
-        Allow nheads to be a multiple of nheads_kv: consecutive query heads share a key head.
+        Allow nheads to be a multiple of nheads_kv: consecutive query heads use the same key head.
     return_lse : bool
         Also return lse.
     kernel_options : dict, optional

@@ -445,18 +445,18 @@ def _results(
 ) -> list[Tensor]:
     """The kernels' outputs dq, dk and dv: ``into``, or new tensors, views of one tensor if q, k and v are."""
     given, found = into or NOTHING, []
-    parts = fused_qkv.parts_packed(call[:3]) if all(needed[:3]) and into is not None else 0
+    count = fused_qkv.number_packed(call[:3]) if all(needed[:3]) and into is not None else 0
     whole = shapes[1][-2] == call.k.shape[-2]
-    packs = parts > 0 and whole and not any(x is not None for x in given[:3])
+    packs = count > 0 and whole and not any(x is not None for x in given[:3])
     together: Tensor | None = None
-    if packs and fused_qkv.are_adjacent((call.q, call.k, call.v)[3 - parts :]):
-        shape = (*shapes[2][:-2], parts, *shapes[2][-2:])
+    if packs and fused_qkv.are_adjacent((call.q, call.k, call.v)[3 - count :]):
+        shape = (*shapes[2][:-2], count, *shapes[2][-2:])
         together = record.contiguous(call.q, shape)
     for i, shape in enumerate(shapes):
         own = given[i]
-        if together is not None and i >= 3 - parts:
-            first = (i + parts - 3) * shape[-1] * shape[-2]
-            own = as_strided(together, shape, fused_qkv.packed_strides(shape, parts), first)
+        if together is not None and i >= 3 - count:
+            first = (i + count - 3) * shape[-1] * shape[-2]
+            own = as_strided(together, shape, fused_qkv.packed_strides(shape, count), first)
         elif own is None or tuple(own.shape) != shape:  # heads are divided, and added up afterwards
             own = record.contiguous(call.q, shape)
         found.append(own)

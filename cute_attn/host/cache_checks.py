@@ -265,7 +265,7 @@ def check_append_for_kernels(call: Call) -> None:
 
 
 def check_cache_addresses(k_cache: Tensor, v_cache: Tensor, written: bool = True) -> None:
-    """Raise for errors that only addresses show: an unaligned cache, or two written caches that share memory."""
+    """Raise for errors that only addresses show: an unaligned cache, or two written caches that overlap."""
     if written and overlap(k_cache, v_cache):
         raise ValueError("v_cache shares memory with k_cache; accepted: memory of its own")
     if not (k_cache.data_ptr() | v_cache.data_ptr()) % 16:

@@ -458,7 +458,7 @@ def check_writable(name: str, written: Tensor) -> None:
 
 
 def check_apart(name: str, written: Tensor, others: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError where elements of a written tensor share memory with each other or with another argument.
+    """Raise ValueError where elements of a written tensor overlap each other or another argument.
 
     Only tensors with addresses are compared; those of compilers and function transforms have none.
     """

@@ -1,7 +1,7 @@
 """The counters in GPU memory by which persistent forward kernels claim work tiles; see ``ForwardSchedule``.
 
-A kernel resets them at its end, so the launches of a stream share them. A CUDA graph may be replayed concurrently with
-other launches, so each captured launch has separate ones.
+A kernel resets them at its end, so all launches of a stream use the same ones. A CUDA graph may be
+replayed concurrently with other launches, so each captured launch has separate ones.
 """
 
 import functools

@@ -210,7 +210,7 @@ def _fill_with_sinks(lse: Tensor, call: Call) -> None:
 
 
 def are_functions(traits: Any) -> bool:
-    """True if no class of a user's takes part: kernel and epilogues are the package's or traced functions."""
+    """True if no class of a user's is involved: kernel and epilogues are the package's or traced functions."""
     if traits.variant or not traits.epilogues:
         return not traits.variant
     return not any(isinstance(user_epilogue(name), type) for name in traits.epilogues)

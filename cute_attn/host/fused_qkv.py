@@ -15,37 +15,37 @@ from cute_attn.host.memory import has_memory
 from cute_attn.host.plans import no_dispatch_mode
 
 
-def parts_packed(tensors: Sequence[Tensor]) -> int:
+def number_packed(tensors: Sequence[Tensor]) -> int:
     """Number of q, k and v, counted from v, that may be views of one packed tensor by their metadata: 3, 2 or 0."""
-    for parts in (3, 2):
-        if _alike(tensors[-parts:], parts):
-            return parts
+    for count in (3, 2):
+        if _alike(tensors[-count:], count):
+            return count
     return 0
 
 
 def are_adjacent(tensors: Sequence[Tensor]) -> bool:
-    """True if tensors that :func:`parts_packed` counted follow each other in memory."""
+    """True if tensors that :func:`number_packed` counted follow each other in memory."""
     x = tensors[0]
     first, step = x.data_ptr(), x.shape[-1] * x.shape[-2] * x.element_size()
     return all(other.data_ptr() == first + i * step for i, other in enumerate(tensors))
 
 
-def _alike(tensors: Sequence[Tensor], parts: int) -> bool:
+def _alike(tensors: Sequence[Tensor], count: int) -> bool:
     """Equal shapes and strides, with room for the other tensors between two rows, and whole heads without gaps."""
     x = tensors[0]
     nheads, dim = x.shape[-2:]
     heads_adjacent = x.stride(-1) == 1 and (nheads == 1 or x.stride(-2) == dim)
     return (
         heads_adjacent
-        and x.stride(-3) >= parts * nheads * dim
+        and x.stride(-3) >= count * nheads * dim
         and all(other.shape == x.shape and other.stride() == x.stride() for other in tensors)
     )
 
 
-def packed_strides(shape: Sequence[int], parts: int) -> tuple[int, ...]:
-    """Strides of a view of shape (..., heads, dim) into a contiguous (..., parts, heads, dim)."""
+def packed_strides(shape: Sequence[int], count: int) -> tuple[int, ...]:
+    """Strides of a view of shape (..., heads, dim) into a contiguous (..., count, heads, dim)."""
     *rows, nheads, dim = shape
-    strides, step = [dim, 1], parts * nheads * dim
+    strides, step = [dim, 1], count * nheads * dim
     for size in reversed(rows):
         strides.insert(0, step)
         step *= size
@@ -64,8 +64,8 @@ class _Unbind(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         """One tensor, without a copy if it exists already."""
-        *rows, parts, nheads, dim = ctx.shape
-        strides = packed_strides((*rows, nheads, dim), parts)
+        *rows, count, nheads, dim = ctx.shape
+        strides = packed_strides((*rows, nheads, dim), count)
         known = all(x.stride() == strides and has_memory(x) for x in grads)
         if known and are_adjacent(grads):
             storage = grads[0].untyped_storage().data_ptr()
@@ -76,7 +76,7 @@ class _Unbind(torch.autograd.Function):
 
 
 def unbind(packed: Tensor) -> tuple[Tensor, ...]:
-    """``packed.unbind(-3)``: views of (..., parts, heads, dim), such as q, k and v of qkv.
+    """``packed.unbind(-3)``: views of (..., count, heads, dim), such as q, k and v of qkv.
 
     Its gradient is not copied if the backward of :func:`cute_attn.attention` wrote all gradients into one tensor.
     """

@@ -24,7 +24,7 @@ from cute_attn.host.checks import check_count
 from cute_attn.traits import FULL, LISTED_ROWS, PARTIAL, Traits
 
 _MOST_CTAS = 1024
-"""Maximum CTAs, several per multiprocessor: where a mask has fewer query blocks, several CTAs share each."""
+"""Maximum CTAs, several per multiprocessor: where a mask has fewer query blocks, several CTAs divide each."""
 _WARPS = 4
 
 Sizes = tuple[int, int, int, int]

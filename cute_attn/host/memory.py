@@ -177,12 +177,12 @@ _MAX_TRIALS = 10_000
 
 
 def overlaps_itself(x: Tensor) -> bool:
-    """True if two elements of ``x`` share memory, as in an expanded tensor."""
+    """True if two elements of ``x`` overlap, as in an expanded tensor."""
     return _overlaps_itself(tuple(x.shape), tuple(x.stride()))
 
 
 def overlap(x: Tensor, y: Tensor) -> bool:
-    """True if an element of ``x`` shares memory with one of ``y``.
+    """True if an element of ``x`` overlaps one of ``y``.
 
     Two views of one tensor whose rows alternate do not overlap.
     """

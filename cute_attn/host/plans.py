@@ -57,7 +57,7 @@ _profiler_enabled = torch.autograd._profiler_enabled
 
 
 class Options:
-    """Part of a key that is made once and looked up often; its hash is kept."""
+    """A component of a key that is made once and looked up often; its hash is kept."""
 
     __slots__ = ("_hash", "values")
 
@@ -73,7 +73,7 @@ class Options:
 
 
 Brought = tuple[tuple, tuple, "Tables | None"]
-"""Part of a key, functions and tables, as :func:`find` takes them."""
+"""A component of a key: functions and tables, as :func:`find` takes them."""
 
 
 def brought(score_mod: Any, mask_mod: Any, block_mask: Any, sizes: tuple[int, ...]) -> Brought:

@@ -4,7 +4,7 @@
     rotated query i                                = query i turned by the angles of its position
 
 All new rows are written, whether a query sees them or not, in a separate launch before attention: no thread of
-attention waits for another's rows, and both archs share this file. Rows beyond the capacity are written nowhere.
+attention waits for another's rows, and this file serves both archs. Rows beyond the capacity are written nowhere.
 
 A CTA handles one row of all heads, of keys and values or of queries, 16 bytes per thread; a second extent of the grid
 divides rows that are longer than a CTA. The rows' addresses come from ``KeyRows``.

@@ -32,7 +32,7 @@ def block_floats(traits: Traits, tile: Any) -> int:
 
 
 def passes(tile: Any) -> int:
-    """Parts of head_dim with an accumulator each."""
+    """Number of column ranges of head_dim, each with an accumulator."""
     return getattr(tile, "dq_passes", 1)
 
 

@@ -148,20 +148,20 @@ class PadRows:
         self, x: cute.Tensor, y: cute.Tensor, places: RowPlaces, dim: Constexpr, block: Int32, thread: Int32
     ) -> None:
         """Rows of x to padded ones, by one of a CTA's threads."""
-        wide, rows, unit = self.wide(dim), self.rows(dim), self.tile.unit(self.traits)
+        wide, rows, vector = self.wide(dim), self.rows(dim), self.tile.vector(self.traits)
         row0, threads = block * rows, self.tile.num_threads
         if block < self.blocks(places, dim):
-            steps: Constexpr = -(-rows * (wide // unit) // threads)
-            values = cute.make_rmem_tensor(cute.make_layout((unit, steps)), y.element_type)
+            steps: Constexpr = -(-rows * (wide // vector) // threads)
+            values = cute.make_rmem_tensor(cute.make_layout((vector, steps)), y.element_type)
             stride = Int64(x.stride[cute.rank(x) - 1])
             if stride == 1:
                 self.load(x, places, dim, 1, row0, thread, values)
             else:
                 self.load(x, places, dim, stride, row0, thread, values)
             for i in cutlass.range_constexpr(steps):
-                row, col = quotient(thread + i * threads, wide // unit)
+                row, col = quotient(thread + i * threads, wide // vector)
                 if (row < rows) & (row0 + row < places.count):
-                    store_unit(values[None, i], y, Int64(row0 + row) * wide + col * unit)
+                    store_vector(values[None, i], y, Int64(row0 + row) * wide + col * vector)
 
     @cute.jit
     def load(
@@ -175,13 +175,13 @@ class PadRows:
         values: cute.Tensor,
     ) -> None:
         """A thread's vectors of padded rows from ``row0`` on; elements are ``stride`` apart in x."""
-        unit, steps = cute.size(values, mode=[0]), cute.size(values, mode=[1])
+        vector, steps = cute.size(values, mode=[0]), cute.size(values, mode=[1])
         values.fill(values.element_type(0.0))
         for i in cutlass.range_constexpr(steps):
-            row, col = quotient(thread + i * self.tile.num_threads, self.wide(dim) // unit)
-            start = places.start(x, cutlass.min(row0 + row, places.count - 1)) + Int64(col * unit) * stride
-            for e in cutlass.range_constexpr(unit):
-                if col * unit + e < dim:
+            row, col = quotient(thread + i * self.tile.num_threads, self.wide(dim) // vector)
+            start = places.start(x, cutlass.min(row0 + row, places.count - 1)) + Int64(col * vector) * stride
+            for e in cutlass.range_constexpr(vector):
+                if col * vector + e < dim:
                     values[e, i] = element(x, start + e * stride)[0]
 
     @cute.jit
@@ -208,22 +208,22 @@ class PadRows:
     @cute.jit
     def unpad_run(self, x: cute.Tensor, y: cute.Tensor, dim: Constexpr, row0: Int32, thread: Int32) -> None:
         """Copy to a CTA's rows from ``row0`` on, stored one right after the other."""
-        unit, threads, wide = self.tile.unit(self.traits), self.tile.num_threads, self.wide(dim)
+        vector, threads, wide = self.tile.vector(self.traits), self.tile.num_threads, self.wide(dim)
         source, target = Int64(row0) * wide, Int64(row0) * dim
         elements: Constexpr = self.rows(dim) * dim
-        steps: Constexpr = -(-elements // (unit * threads))
-        values = cute.make_rmem_tensor(cute.make_layout((unit, steps)), y.element_type)
+        steps: Constexpr = -(-elements // (vector * threads))
+        values = cute.make_rmem_tensor(cute.make_layout((vector, steps)), y.element_type)
         for i in cutlass.range_constexpr(steps):
-            at = cutlass.min((thread + i * threads) * unit, elements - unit)
+            at = cutlass.min((thread + i * threads) * vector, elements - vector)
             row, col = quotient(at, dim)
-            for e in cutlass.range_constexpr(unit):
+            for e in cutlass.range_constexpr(vector):
                 values[e, i] = element(x, source + (row * wide + col))[0]
                 col += 1
                 row, col = (row + 1, 0) if col == dim else (row, col)
         for i in cutlass.range_constexpr(steps):
-            at = (thread + i * threads) * unit
+            at = (thread + i * threads) * vector
             if at < elements:
-                store_unit(values[None, i], y, target + at)
+                store_vector(values[None, i], y, target + at)
 
     @cute.jit
     def unpad_elements(
@@ -252,14 +252,14 @@ def element(x: cute.Tensor, offset: Int64) -> cute.Tensor:
     return cute.make_tensor(x.iterator + offset, cute.make_layout(1))
 
 
-def store_unit(values: cute.Tensor, y: cute.Tensor, offset: Int64) -> None:
+def store_vector(values: cute.Tensor, y: cute.Tensor, offset: Int64) -> None:
     """Store ``values`` at a multiple of their size."""
-    unit = cute.size(values)
+    vector = cute.size(values)
     address = (y.iterator + offset).toint()
     target = cute.make_ptr(
-        y.element_type, address, y.memspace, assumed_align=unit * y.element_type.width // 8
+        y.element_type, address, y.memspace, assumed_align=vector * y.element_type.width // 8
     )
-    cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(unit)))
+    cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(vector)))
 
 
 def quotient(number: Int32, divisor: int) -> tuple[Int32, Int32]:

@@ -1,7 +1,7 @@
 """Builds a kernel with the sources on PYTHONPATH, which may be older than this file: a process of :mod:`.revision`.
 
-It is run as a file, so that its own package is not the one that it imports. It uses what all revisions have: Traits,
-``lookup`` and ``compile``; and, where there is a module that counts bank conflicts, that one.
+It is run as a file, so that its own package is not the one that it imports. It uses only names that all
+revisions have: Traits, ``lookup`` and ``compile``; and, if there is a module that counts bank conflicts, that one.
 """
 
 import json

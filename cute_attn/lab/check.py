@@ -59,7 +59,7 @@ def small_workloads(traits: Traits) -> list[Workload]:
 
 @dataclass(frozen=True)
 class Expected:
-    """A workload's inputs, and what its kernels have to compute from them: the output, or of a backward the gradients,
+    """A workload's inputs, and the results expected from its kernels: the output, or of a backward the gradients,
     ``exact`` by the reference in float64, and ``plain`` by torch at the kernel's precision.
     """
 

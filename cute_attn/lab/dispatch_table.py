@@ -22,7 +22,7 @@ _OLDEST = 80
 
 @dataclass(frozen=True)
 class Row:
-    """One attention, by its traits' name or what is asked for, and the kernel that serves it on a GPU: its tile, what
+    """One attention, by its traits' name or the arguments given, and the kernel that serves it on a GPU: its tile, what
     it takes as the tile estimates it, how many CTAs fit a multiprocessor; or the reason why there is none.
     """
 

@@ -2,7 +2,7 @@
 
     for word, text in explain("qk_unroll"): ...
 
-Words are a kernel's name or its beginning (``forward-sm80``), a part of one (``causal``), a field of a tile, or what a
+Words are a kernel's name or its beginning (``forward-sm80``), a word of one (``causal``), a field of a tile, or what a
 verdict and ``list`` print.
 """
 
@@ -22,7 +22,7 @@ from cute_attn.epilogues.names import is_registered, user_epilogue
 from cute_attn.tiles import Tile
 from cute_attn.traits import DTYPES, FEATURES, OPS, Traits, did_you_mean, ops_of
 
-# The kernels, and with them the DSL, are imported by what needs more than words.ini.
+# Only functions that need more than words.ini import the kernels, and with them the DSL.
 
 _ENTRY = re.compile(r"^    (\w[\w, ]*): (.*(?:\n(?:     .*|$))*)", re.M)
 

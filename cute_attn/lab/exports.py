@@ -1,4 +1,4 @@
-"""Kernels for programs in C and C++: objects, a header, the DSL's small runtime, and what CMake needs to link them.
+"""Kernels for programs in C and C++: objects, a header, the DSL's small runtime, and a CMake file to link them.
 
 Each kernel is one function by TVM FFI's calling convention, ``TVMFFISafeCallType`` of its ``tvm/ffi/c_api.h``. The
 header has a name, a tile and the arguments of each, as the kernel itself states them where a call is wrong.

@@ -67,7 +67,7 @@ def pictures(kernel: Traits | str, tile: Any = None, target: str | None = None) 
 
 
 def _things(kernel: Any) -> dict[str, Callable[[], Any]]:
-    """What to draw by name. Of shared memory the operands: what results are stored through is laid out as they are."""
+    """Name -> layout to draw. Of shared memory, the operands only: results are staged in the same layouts."""
     if not hasattr(kernel, "copies"):
         return {}
     results = ("p", "dk", "dv") if kernel.traits.op == "backward" else ("o",)

@@ -121,7 +121,7 @@ class _State:
         held: pipelines of which the warp holds a stage.
         accessed: (pipeline, address of an access while its stage is held); in ``unfenced`` those since the last fence.
         written: addresses of writes since the last fence: of whole tiles, and of others while a stage is held, which
-            leaves out the work items and slots that warps exchange.
+            leaves out the work items and replay lists that warps exchange.
     """
 
     held: frozenset[TmaPipeline] = frozenset()
@@ -250,7 +250,7 @@ def _announces_bytes(i: Instruction) -> bool:
 
 
 def _offset(i: Instruction) -> int:
-    """The constant part of an mbarrier's address."""
+    """The constant term of an mbarrier's address."""
     for operand in i.operands:
         if "[" in operand:
             found = _OFFSET.search(operand)

@@ -32,7 +32,7 @@ class State:
 
     @property
     def slowed(self) -> bool:
-        """True if something but power holds the clock down: what is timed then says little."""
+        """True if something but power holds the clock down: times measured then say little."""
         return any(reason in _SLOWED for reason in self.reasons)
 
 

@@ -4,7 +4,8 @@
     tiles, declined = space.tiles(traits, "sm90")
 
 A tile has a dozen fields, and a build takes seconds: a whole product is for a few of them. Otherwise one field at a
-time is changed (``neighbours``; ``repaired``, where that needs a second one), then what helped is combined (``pairs``).
+time is changed (``neighbours``; ``repaired``, where that needs a second one), then the changes that helped are
+combined (``pairs``).
 """
 
 import dataclasses
@@ -71,7 +72,7 @@ class Space:
     def neighbours(self, tile: Tile | None = None) -> Iterator[Tile]:
         """A tile, by default the space's own, with one field changed; each field's nearest values first.
 
-        So what is left out when time runs short are the values farthest from it.
+        So if time runs short the values farthest from it are left out.
         """
         tile = tile or self.tile
         orders = []

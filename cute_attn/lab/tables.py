@@ -43,7 +43,7 @@ class Table(rich.table.Table):
 
 
 class Printed(Group):
-    """What rich prints, which is text elsewhere, and a part of a page in notebooks."""
+    """What rich prints, as text; in notebooks, as a section of a page."""
 
     def __str__(self) -> str:
         return self._console().file.getvalue()  # type: ignore[attr-defined]

@@ -89,7 +89,7 @@ def bias_scores(scores: Tensor, coords: ScoreCoords, bias: Tensor) -> Tensor:
         index.clamp(max=size - 1)
         for index, size in zip((coords.batch, coords.head, coords.query, coords.key), bias.shape, strict=True)
     )
-    # Converted to the scores' dtype first: the gradient of an element that rows share is their sum in that dtype.
+    # Converted to the scores' dtype first: an element's gradient is the sum over all rows that read it, in that dtype.
     return scores + bias.to(scores.dtype)[batch, head, query, key]
 
 

@@ -46,7 +46,7 @@ class Emulated:
     """A forward's scores and outputs, as the threads computed them.
 
     Attributes:
-        scores: float32 (batch, nheads, max_seqlen_q, max_seqlen_k), natural units; -inf where a mask hides the key,
+        scores: float32 (batch, nheads, max_seqlen_q, max_seqlen_k), not scaled; -inf where a mask hides the key,
             and NaN where no block was visited.
         dropped: bool, as scores; False everywhere without dropout.
         visits: int32 (batch, nheads, query blocks, key blocks): UNVISITED, UNMASKED or MASKED; with
@@ -88,7 +88,7 @@ def scores_on_host(kernel: Any, products: Tensor, softmax_scale: float, inputs: 
         inputs: the epilogues' arguments.
 
     Returns:
-        the scores, as ``products``, in natural units; -inf where the mask hides a key.
+        the scores, as ``products``; -inf where the mask hides a key.
     """
     values = torch.zeros(*products.shape[:2], products.shape[3], 1)
     scores = attend_on_host(kernel, products, values, softmax_scale, inputs).scores

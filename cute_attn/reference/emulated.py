@@ -58,7 +58,7 @@ class Buffers(NamedTuple):
 
 @dataclass(frozen=True)
 class QueryBlockContext:
-    """The state that the threads of a query block share, of one head or one pack of heads."""
+    """The common state of the threads of a query block, of one head or one pack of heads."""
 
     buffers: Any  # Buffers or GradientBuffers, of this batch and head
     state: ScoreState

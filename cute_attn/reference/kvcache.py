@@ -117,7 +117,7 @@ def append(
     """Write new rows into the cache behind each sequence's ``cache_seqlens``.
 
     Args:
-        cache: is changed. If sequences share an entry, the rows of an arbitrary one remain.
+        cache: is changed. If sequences have the same entry, the rows of an arbitrary one remain.
         k, v: (batch, rows, nheads_kv, head_dim) and head_dim_v, or packed (total, nheads_kv, head_dim).
         cache_seqlens: int32 (batch,), rows in use before.
         cu_seqlens_k_new: int32 (batch + 1,), where packed sequences start.

@@ -67,7 +67,7 @@ class TmaTiles:
             smem_layout: layout of one tile.
             shape: (rows, columns) of a tile.
             heads: number of heads that alternate as a tile's rows.
-            nheads_kv: with several ``heads``, the kv heads that share the tensor's heads.
+            nheads_kv: with several ``heads``, the kv heads among which the tensor's heads are divided.
         """
         rows, cols = shape
         layout = cute.select(tensor.layout, mode=[0, 2, 1] if varlen else [1, 3, 2, 0])

@@ -33,12 +33,12 @@ class TmaBiasTile:
     pipeline: Pipeline
     use: Int32
 
-    PIECE: ClassVar[int] = 4
-    """A thread's columns in a ``piece`` of sixteen columns, in each of its two rows."""
+    SUBTILE: ClassVar[int] = 4
+    """A thread's columns in a ``subtile`` of sixteen columns, in each of its two rows."""
 
     @property
-    def pieces(self) -> int:
-        """Pieces of sixteen columns."""
+    def subtiles(self) -> int:
+        """Sub-tiles of sixteen columns."""
         return self.cols // 16
 
     @cute.jit
@@ -52,17 +52,17 @@ class TmaBiasTile:
         self.pipeline.consumer_release(self.use, Accessed.BY_THREADS)
 
     @cute.jit
-    def read(self, piece: Constexpr, words: cute.Tensor) -> None:
-        """Read a piece into the thread's pairs: ``words`` (pairs of columns, rows) of 32 bits."""
-        dtype, first = self.dtype, 16 * piece % layouts.atom_cols(self.cols, 16)
-        address = (self.address ^ Int32(2 * first)) + Int32(2 * ROWS * (16 * piece - first))
+    def read(self, subtile: Constexpr, words: cute.Tensor) -> None:
+        """Read a sub-tile into the thread's pairs: ``words`` (pairs of columns, rows) of 32 bits."""
+        dtype, first = self.dtype, 16 * subtile % layouts.atom_cols(self.cols, 16)
+        address = (self.address ^ Int32(2 * first)) + Int32(2 * ROWS * (16 * subtile - first))
         source = cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=16)
         copy = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), dtype)
         target = cute.make_rmem_tensor(cute.make_layout(8), dtype)
         cute.copy(copy, cute.make_tensor(source, cute.make_layout(8)), target)
         pairs = cute.recast_tensor(target, Int32)
         for i in cutlass.range_constexpr(4):  # 8 x 8 matrices: rows first, then columns
-            words[2 * piece + i // 2, i % 2] = pairs[i]
+            words[2 * subtile + i // 2, i % 2] = pairs[i]
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,12 @@ class TmaBiasTransposed:
     address: Int32  # ``lane_address_transposed`` in its stage
     takes_gradient: Constexpr  # the kernel stores the bias gradient, from shared memory
 
-    PIECE: ClassVar[int] = 4
-    """A thread's queries in a ``piece`` of sixteen queries, for each of its two keys."""
+    SUBTILE: ClassVar[int] = 4
+    """A thread's queries in a ``subtile`` of sixteen queries, for each of its two keys."""
 
     @property
-    def pieces(self) -> int:
-        """Pieces of sixteen queries."""
+    def subtiles(self) -> int:
+        """Sub-tiles of sixteen queries."""
         return self.queries // 16
 
     def wait(self) -> None:
@@ -92,16 +92,16 @@ class TmaBiasTransposed:
         """Nothing: Q's release includes it."""
 
     @cute.jit
-    def read(self, piece: Constexpr, words: cute.Tensor) -> None:
-        """Read a piece into the thread's pairs: ``words`` (pairs of queries, keys) of 32 bits."""
+    def read(self, subtile: Constexpr, words: cute.Tensor) -> None:
+        """Read a sub-tile into the thread's pairs: ``words`` (pairs of queries, keys) of 32 bits."""
         source = cute.make_ptr(self.dtype, self.address, cute.AddressSpace.smem, assumed_align=16)
         copy = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), self.dtype)
         target = cute.make_rmem_tensor(cute.make_layout(8), self.dtype)
-        rows = cute.make_tensor(source + 16 * ROW_COLS * piece, cute.make_layout(8))
+        rows = cute.make_tensor(source + 16 * ROW_COLS * subtile, cute.make_layout(8))
         cute.copy(copy, rows, target)
         pairs = cute.recast_tensor(target, Int32)
         for i in cutlass.range_constexpr(4):  # 8 x 8 matrices: keys first, then queries
-            words[2 * piece + i // 2, i % 2] = pairs[i]
+            words[2 * subtile + i // 2, i % 2] = pairs[i]
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,8 @@ def lane_address_transposed(base: Int32, thread: Int32, queries: int) -> Int32:
     the last eight queries, at the first or the last eight keys.
     """
     row, half, last, own_warp = thread & 7, (thread >> 3) & 1, (thread >> 4) & 1, (thread >> 5) & 3
-    query, piece = 8 * last + row, 2 * own_warp + half
-    return base + ((thread >> 7) * queries + query) * (2 * ROW_COLS) + ((piece ^ row) << 4)
+    query, subtile = 8 * last + row, 2 * own_warp + half
+    return base + ((thread >> 7) * queries + query) * (2 * ROW_COLS) + ((subtile ^ row) << 4)
 
 
 def lane_address(base: Int32, lane: Int32, cols: int) -> Int32:

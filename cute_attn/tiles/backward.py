@@ -130,7 +130,7 @@ class BackwardSm80Tile(WarpTile):
         return self.queries_at_once or self.tile_m
 
     @property
-    def pieces(self) -> int:
+    def subtiles(self) -> int:
         """Sub-tiles of ``queries`` queries in a step."""
         return self.tile_m // self.queries
 
@@ -199,7 +199,7 @@ class BackwardSm80Tile(WarpTile):
         warps = 4 * self.num_warps
         if not self.one_term(traits):
             return {"factors": 32, "largest": warps}
-        return {"factors": 32, "largest": warps * self.pieces, "applied": warps}
+        return {"factors": 32, "largest": warps * self.subtiles, "applied": warps}
 
     def registers(self, traits: Traits) -> int:
         d, dv, threads = padded(traits.head_dim), padded(traits.head_dim_v), self.num_threads
@@ -281,7 +281,7 @@ class BackwardSm80Tile(WarpTile):
         if self.operands not in (("whole",) if whole else ("whole", "terms", "fallback")):
             accepted = "whole" if whole else "whole or terms"
             return f"operands is {self.operands!r}; accepted: {accepted} for {traits}"
-        if self.in_terms and self.pieces > 1:
+        if self.in_terms and self.subtiles > 1:
             step = 16 * self.dq_warps_m
             if traits.fp32_terms == 2 or self.queries % step:
                 accepted = "all of tile_m" if traits.fp32_terms == 2 else f"multiples of {step}"
@@ -612,9 +612,9 @@ class BackwardPreprocessTile(Tile):
 
     def threads_per_row(self, traits: Traits) -> int:
         """Adjacent threads that read a row of O, up to three 16-byte vectors each: 4 to 32, the fewest idle."""
-        pieces = -(-traits.head_dim_v // self.length(traits))
-        enough = [threads for threads in (16, 8, 4, 32) if 3 * threads >= pieces] or [32]
-        return min(enough, key=lambda threads: -(-pieces // threads) * threads)
+        vectors = -(-traits.head_dim_v // self.length(traits))
+        enough = [threads for threads in (16, 8, 4, 32) if 3 * threads >= vectors] or [32]
+        return min(enough, key=lambda threads: -(-vectors // threads) * threads)
 
     def vectors(self, traits: Traits) -> int:
         """16-byte vectors of a row of O for each thread."""

@@ -378,7 +378,7 @@ class ForwardSm90Tile(Tile):
 
     BARRIER_BYTES: ClassVar[int] = 1024
     BROADCAST_START: ClassVar[int] = 480  # within the barriers: the work broadcast's items
-    REPLAY_START: ClassVar[int] = 512  # and the replay slots
+    REPLAY_START: ClassVar[int] = 512  # and the replay list
 
     def registers(self, traits: Traits) -> int:
         acc_o, acc_s = padded(traits.head_dim_v) // 2, self.tile_n // 2

@@ -13,40 +13,40 @@ class PadRowsTile(Tile):
 
     Attributes:
         num_threads: threads of a CTA.
-        units: minimum vectors of 8 bytes that a thread loads before it stores any, unless rows are very long.
+        vectors: minimum vectors of 8 bytes that a thread loads before it stores any, unless rows are very long.
     """
 
     num_threads: int = choice(256, 128, 256, 512)
-    units: int = choice(4, 2, 4, 8)
+    vectors: int = choice(4, 2, 4, 8)
 
-    UNIT_BYTES: ClassVar[int] = 8
+    VECTOR_BYTES: ClassVar[int] = 8
     """Bytes that a thread stores at once. 16-bit elements are loaded one by one: adjacent threads' loads are then 8
     bytes apart, and L1 needs a third of the time that it needs for 16."""
     ROWS: ClassVar[int] = 8
     """``ROWS`` adjacent rows of any head dim are a multiple of 16 bytes."""
 
-    def unit(self, traits: Traits) -> int:
-        """Elements of a vector of ``UNIT_BYTES``."""
-        return self.UNIT_BYTES // traits.element_bytes
+    def vector(self, traits: Traits) -> int:
+        """Elements of a vector of ``VECTOR_BYTES``."""
+        return self.VECTOR_BYTES // traits.element_bytes
 
     def rows(self, traits: Traits, head_dim: int) -> int:
         """Rows of a CTA, of a tensor with that head dim."""
-        units = aligned_head_dim(traits.dtype, head_dim) // self.unit(traits)
-        return max(self.units * self.num_threads // units // self.ROWS, 1) * self.ROWS
+        vectors = aligned_head_dim(traits.dtype, head_dim) // self.vector(traits)
+        return max(self.vectors * self.num_threads // vectors // self.ROWS, 1) * self.ROWS
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
         return {"none": (0, 0)}
 
     def registers(self, traits: Traits) -> int:
         longest = max(traits.head_dim, traits.head_dim_v)
-        units = self.rows(traits, longest) * aligned_head_dim(traits.dtype, longest) // self.unit(traits)
-        return 4 * -(-units // self.num_threads) + 40
+        vectors = self.rows(traits, longest) * aligned_head_dim(traits.dtype, longest) // self.vector(traits)
+        return 4 * -(-vectors // self.num_threads) + 40
 
     def shape_reason(self, traits: Traits) -> str | None:
         if traits.op not in PADDED_TENSORS:
             return f"op is {traits.op}; accepted: {', '.join(PADDED_TENSORS)}"
         if self.num_threads <= 0 or self.num_threads % 32 or self.num_threads > 1024:
             return f"num_threads is {self.num_threads}; accepted: multiples of 32 up to 1024"
-        if not 1 <= self.units <= 16:
-            return f"units is {self.units}; accepted: 1 to 16"
+        if not 1 <= self.vectors <= 16:
+            return f"vectors is {self.vectors}; accepted: 1 to 16"
         return None

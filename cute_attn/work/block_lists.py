@@ -34,4 +34,4 @@ class BlockLists:
         row = row0 // LISTED_ROWS
         full, end = (cute.ceil_div(self.counts[batch, head, row, i], tile) for i in range(2))
         listed = self.blocks[batch, head, row, None]
-        return BlockRange(Int32(0), Int32(0), full, end, listed=listed, parts=LISTED_ROWS // tile)
+        return BlockRange(Int32(0), Int32(0), full, end, listed=listed, tiles_per_block=LISTED_ROWS // tile)

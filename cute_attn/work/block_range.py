@@ -15,7 +15,7 @@ class BlockRange:
 
     begin <= full_begin <= full_end <= end always; begin == end if no key is visible. With :meth:`of_keys` they are
     query blocks of one key block. With ``listed`` these are positions in a list of blocks, see
-    :class:`cute_attn.work.block_lists.BlockLists`; each listed block is ``parts`` blocks of the tile.
+    :class:`cute_attn.work.block_lists.BlockLists`; each listed block is ``tiles_per_block`` blocks of the tile.
     """
 
     begin: Int32
@@ -24,13 +24,15 @@ class BlockRange:
     end: Int32
     first: Int32 | None = None  # the block of the first step, if not ``begin``; needs begin == 0
     listed: cute.Tensor | None = None
-    parts: Constexpr = 1
+    tiles_per_block: Constexpr = 1
 
     def block(self, step: Int32) -> Int32:
         """The block of step begin, begin + 1, ...: from a list, or rotated, so that they start at ``first``."""
         if self.listed is not None:
-            position = step // self.parts
-            return (self.listed[position] >> 1) * self.parts + (step - position * self.parts)
+            position = step // self.tiles_per_block
+            return (self.listed[position] >> 1) * self.tiles_per_block + (
+                step - position * self.tiles_per_block
+            )
         if self.first is None:
             return step
         block = step + self.first
@@ -38,7 +40,7 @@ class BlockRange:
 
     def partial(self, step: Int32) -> Boolean | None:
         """True if the mask hides some keys of the listed block of a step; None without a list."""
-        return None if self.listed is None else (self.listed[step // self.parts] & 1) == 1
+        return None if self.listed is None else (self.listed[step // self.tiles_per_block] & 1) == 1
 
     @cute.jit
     def clipped(self, begin: Int32, end: Int32) -> "BlockRange":

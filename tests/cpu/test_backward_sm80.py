@@ -19,7 +19,7 @@ from cute_attn.traits import Traits
 from layouts.host import run_on_host
 from tests.gpu import test_fp32_backward, test_head_dims_backward
 
-# The loops over one thread's pieces are unrolled on purpose: fragments take static indices.
+# The loops over one thread's subtiles are unrolled on purpose: fragments take static indices.
 
 UNTRANSPOSED = BackwardSm80Tile(64, 128, 8, 2, 4, 2)
 IN_REGS = BackwardSm80Tile(64, 128, 4, 1, 4, 2, p_in_regs=True, queries_at_once=32)
@@ -57,8 +57,8 @@ def storage_at_zero(kernel):
     return BackwardSm80Storage(
         k=at_zero(kernel.smem_layout(tile.tile_n, d, terms)),
         v=at_zero(kernel.smem_layout(tile.tile_n, dv, terms)),
-        q=at_zero(kernel.smem_layout(tile.queries, d, tile.pieces * tile.stages_q * terms)),
-        do=at_zero(kernel.smem_layout(tile.queries, dv, tile.pieces * tile.stages_do * terms)),
+        q=at_zero(kernel.smem_layout(tile.queries, d, tile.subtiles * tile.stages_q * terms)),
+        do=at_zero(kernel.smem_layout(tile.queries, dv, tile.subtiles * tile.stages_do * terms)),
         p=None if tile.p_in_regs else at_zero(kernel.smem_layout(*ds, terms)),
         ds=at_zero(kernel.smem_layout(*ds, terms)),
         lse=None,
@@ -71,7 +71,7 @@ def storage_at_zero(kernel):
 
 @cute.jit
 def write_reads(kernel: cutlass.Constexpr, name: cutlass.Constexpr, out: cute.Tensor):
-    """out[thread, k, piece, term] = addresses: the kernel's, unrolled and in a loop, and the layout's."""
+    """out[thread, k, subtile, term] = addresses: the kernel's, unrolled and in a loop, and the layout's."""
     for thread in cutlass.range(cute.size(out.shape[0])):
         operand = getattr(kernel.operands(storage_at_zero(kernel), thread), name)
         terms = getattr(operand, "each", (operand,))
@@ -82,13 +82,13 @@ def write_reads(kernel: cutlass.Constexpr, name: cutlass.Constexpr, out: cute.Te
         start = operand.start(Int32(0))
         for k in cutlass.range_constexpr(operand.steps):
             here = operand.at_step(start, Int32(k))
-            for piece in cutlass.range_constexpr(operand.pieces):
-                row, col, _ = reference[0, piece, k, 0]
+            for subtile in cutlass.range_constexpr(operand.subtiles):
+                row, col, _ = reference[0, subtile, k, 0]
                 for t, term in enumerate(terms):
                     unrolled, looped = (x[t] if len(terms) > 1 else x for x in (start, here))
-                    out[thread, k, piece, t, 0] = term.address(unrolled, piece, k).toint()
-                    out[thread, k, piece, t, 1] = term.address(looped, piece, 0).toint()
-                    out[thread, k, piece, t, 2] = 2 * (cute.crd2idx((row, col, 0), tile.layout) + t * whole)
+                    out[thread, k, subtile, t, 0] = term.address(unrolled, subtile, k).toint()
+                    out[thread, k, subtile, t, 1] = term.address(looped, subtile, 0).toint()
+                    out[thread, k, subtile, t, 2] = 2 * (cute.crd2idx((row, col, 0), tile.layout) + t * whole)
 
 
 def sizes_of(kernel, name):
@@ -158,7 +158,7 @@ def test_results_are_stored_at_the_layouts_addresses(name):
     sdp_m = tile.num_warps if tile.p_in_regs else tile.sdp_warps_m
     sdp_rows = kernel.scores_shape[0] // sdp_m // 8
     dkv_rows = tile.tile_n // tile.dkv_warps_m // 8
-    cases = [("ds_out", sdp_rows, scores, piece * tile.queries) for piece in range(tile.pieces)]
+    cases = [("ds_out", sdp_rows, scores, subtile * tile.queries) for subtile in range(tile.subtiles)]
     cases += [] if tile.p_in_regs else [("p_out", sdp_rows, scores, 0)]
     cases += [("dk", dkv_rows, tile.tile_n * d, 0), ("dv", dkv_rows, tile.tile_n * dv, 0)]
     for result, rows, elements, col0 in cases:
@@ -168,7 +168,7 @@ def test_results_are_stored_at_the_layouts_addresses(name):
             *(tile.num_threads, rows, pairs, 2),
         )
         np.testing.assert_array_equal(found[..., 0], found[..., 1], err_msg=result)
-        if (col0 == 0 and tile.pieces == 1) or result in ("dk", "dv"):
+        if (col0 == 0 and tile.subtiles == 1) or result in ("dk", "dv"):
             assert len(np.unique(found[..., 0])) == elements // 2
 
 
@@ -379,8 +379,8 @@ def test_pieces_of_one_term_are_whole_modes_of_dq():
     kernel = kernel_of("d64-one-term-in-regs")
     tile = kernel.tile
     found = run_on_host(lambda out: write_rows(kernel, out), tile.num_threads, 4, tile.tile_m // 32)
-    pieces = np.arange(tile.tile_m // 32) * tile.pieces // (tile.tile_m // 32)
-    assert tile.pieces == 2 and (found // tile.queries == pieces).all()
+    subtiles = np.arange(tile.tile_m // 32) * tile.subtiles // (tile.tile_m // 32)
+    assert tile.subtiles == 2 and (found // tile.queries == subtiles).all()
     for queries_at_once, text in ((16, "multiples of 32"), (32, None)):
         reason = replace(tile, queries_at_once=queries_at_once).reject(kernel.traits, "sm90")
         assert reason is None if text is None else text in reason

@@ -9,7 +9,7 @@ import layouts
 from cute_attn.device.gemm import SmemOperand
 from layouts.host import run_on_host
 
-# The loops over one thread's pieces are unrolled on purpose: fragments take static indices.
+# The loops over one thread's subtiles are unrolled on purpose: fragments take static indices.
 
 
 def make_operand(which, rows, cols, stages, bits, warps, thread):
@@ -27,7 +27,7 @@ def make_operand(which, rows, cols, stages, bits, warps, thread):
 
 @cute.jit
 def write_addresses(case: cutlass.Constexpr, out: cute.Tensor):
-    """out[thread, stage, k, piece] = addresses: the operand's, unrolled and in a loop, and the layout's."""
+    """out[thread, stage, k, subtile] = addresses: the operand's, unrolled and in a loop, and the layout's."""
     for thread in cutlass.range(cute.size(out.shape[0])):
         operand = make_operand(*case, thread)
         reference = operand.tiled_copy.get_slice(thread).partition_S(
@@ -37,23 +37,25 @@ def write_addresses(case: cutlass.Constexpr, out: cute.Tensor):
             start = operand.start(stage)
             for k in cutlass.range_constexpr(operand.steps):
                 here = operand.at_step(start, Int32(k))
-                for piece in cutlass.range_constexpr(operand.pieces):
-                    row, col, _ = reference[0, piece, k, 0]
-                    out[thread, stage, k, piece, 0] = operand.address(start, piece, k).toint()
-                    out[thread, stage, k, piece, 1] = operand.address(here, piece, 0).toint()
-                    out[thread, stage, k, piece, 2] = 2 * cute.crd2idx((row, col, stage), operand.tile.layout)
+                for subtile in cutlass.range_constexpr(operand.subtiles):
+                    row, col, _ = reference[0, subtile, k, 0]
+                    out[thread, stage, k, subtile, 0] = operand.address(start, subtile, k).toint()
+                    out[thread, stage, k, subtile, 1] = operand.address(here, subtile, 0).toint()
+                    out[thread, stage, k, subtile, 2] = 2 * cute.crd2idx(
+                        (row, col, stage), operand.tile.layout
+                    )
 
 
 @pytest.mark.parametrize("cols, bits", [(32, None), (64, None), (96, None), (128, None), (64, 0), (96, 1)])
 @pytest.mark.parametrize("which, rows, stages, warps", [("q", 128, 1, 4), ("k", 64, 2, 4), ("v", 48, 3, 2)])
 def test_addresses_are_the_layouts(which, rows, stages, warps, cols, bits):
-    steps, pieces = {
+    steps, subtiles = {
         "q": (cols // 16, rows // 16 // warps),
         "k": (cols // 16, rows // 16),
         "v": (rows // 16, cols // 16),
     }[which]
     case = (which, rows, cols, stages, bits, warps)
-    found = run_on_host(lambda out: write_addresses(case, out), 32 * warps, stages, steps, pieces, 3)
+    found = run_on_host(lambda out: write_addresses(case, out), 32 * warps, stages, steps, subtiles, 3)
     unrolled, looped, wanted = np.moveaxis(found, -1, 0)
     np.testing.assert_array_equal(unrolled, wanted)
     np.testing.assert_array_equal(looped, wanted)

@@ -23,7 +23,7 @@ from cute_attn.outputs.fp32_rows import store_pairs, store_vectors
 from cute_attn.traits import Traits
 from layouts.host import run_on_host
 
-# The loops over one thread's pieces are unrolled on purpose: fragments take static indices.
+# The loops over one thread's subtiles are unrolled on purpose: fragments take static indices.
 
 WARPS = 4
 
@@ -39,7 +39,7 @@ def tile_at_zero(rows, cols, dtype=Float32, stages=None):
 
 @cute.jit
 def write_terms(which: cutlass.Constexpr, dim: cutlass.Constexpr, out: cute.Tensor):
-    """out[thread, k, piece, term] = addresses of step k: the operand's, and the layout's."""
+    """out[thread, k, subtile, term] = addresses of step k: the operand's, and the layout's."""
     warps, rows = 2, 64
     tiled_mma, tile = layouts.tiled_mma_sm80(Float16, warps), tile_at_zero(rows, 2 * dim, Float16, 1)
     tile = layouts.transposed(tile) if which == "v" else tile
@@ -55,20 +55,20 @@ def write_terms(which: cutlass.Constexpr, dim: cutlass.Constexpr, out: cute.Tens
             # V is read from the start, Q and K in a loop by two steps.
             here = starts if which == "v" else operand.at_step(starts, Int32(k - k % 2))
             for t, term in enumerate(operand.each):
-                for piece in cutlass.range_constexpr(operand.pieces):
-                    first = (t * operand.pieces, 0) if which == "v" else (0, t * operand.steps)
-                    found = reference[0, piece + first[0], k + first[1], 0]
+                for subtile in cutlass.range_constexpr(operand.subtiles):
+                    first = (t * operand.subtiles, 0) if which == "v" else (0, t * operand.steps)
+                    found = reference[0, subtile + first[0], k + first[1], 0]
                     row, col, _ = found
                     step = k if which == "v" else k % 2
-                    out[thread, k, piece, t, 0] = term.address(here[t], piece, step).toint()
-                    out[thread, k, piece, t, 1] = 2 * cute.crd2idx((row, col, 0), tile.layout)
+                    out[thread, k, subtile, t, 0] = term.address(here[t], subtile, step).toint()
+                    out[thread, k, subtile, t, 1] = 2 * cute.crd2idx((row, col, 0), tile.layout)
 
 
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 160])
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 def test_addresses_of_terms_in_rows(which, dim):
-    steps, pieces = {"q": (dim // 16, 2), "k": (dim // 16, 4), "v": (4, dim // 16)}[which]
-    found = run_on_host(lambda out: write_terms(which, dim, out), 64, steps, pieces, 2, 2)
+    steps, subtiles = {"q": (dim // 16, 2), "k": (dim // 16, 4), "v": (4, dim // 16)}[which]
+    found = run_on_host(lambda out: write_terms(which, dim, out), 64, steps, subtiles, 2, 2)
     np.testing.assert_array_equal(found[..., 0], found[..., 1])
 
 
@@ -85,18 +85,18 @@ def make_operand(is_a, by_words, paired, rows, k, warps_m, thread):
 
 @cute.jit
 def write_addresses(case: cutlass.Constexpr, out: cute.Tensor):
-    """out[thread, step, piece, i] = addresses of pointer i: unrolled, and in a loop over steps."""
+    """out[thread, step, subtile, i] = addresses of pointer i: unrolled, and in a loop over steps."""
     for thread in cutlass.range(cute.size(out.shape[0])):
         operand = make_operand(*case, thread)
         start = operand.start(Int32(1))
         for step in cutlass.range_constexpr(operand.steps):
             here = operand.at_step(start, Int32(step))
-            for piece in cutlass.range_constexpr(operand.pieces):
-                unrolled = operand.pointers(start, piece, step)
-                looped = operand.pointers(here, piece, 0)
+            for subtile in cutlass.range_constexpr(operand.subtiles):
+                unrolled = operand.pointers(start, subtile, step)
+                looped = operand.pointers(here, subtile, 0)
                 for i in cutlass.range_constexpr(len(unrolled)):
-                    out[thread, step, piece, i, 0] = unrolled[i].toint()
-                    out[thread, step, piece, i, 1] = looped[i].toint()
+                    out[thread, step, subtile, i, 0] = unrolled[i].toint()
+                    out[thread, step, subtile, i, 1] = looped[i].toint()
 
 
 @cute.jit
@@ -107,14 +107,14 @@ def write_layout(stored: cutlass.Constexpr, out: cute.Tensor):
             out[row, col] = 4 * cute.crd2idx((row, col, 1), layout)
 
 
-def wanted(is_a, by_words, paired, warps_m, pieces, steps):
-    """(thread, step, piece, i, 2): row and k of each pointer, from the PTX manual's fragments of m16n8k8."""
+def wanted(is_a, by_words, paired, warps_m, subtiles, steps):
+    """(thread, step, subtile, i, 2): row and k of each pointer, from the PTX manual's fragments of m16n8k8."""
     warps = warps_m if is_a else WARPS // warps_m
-    found = np.zeros((32 * WARPS, steps, pieces, 4 if by_words else 1, 2), dtype=int)
-    for thread, step, piece in np.ndindex(32 * WARPS, steps, pieces):
+    found = np.zeros((32 * WARPS, steps, subtiles, 4 if by_words else 1, 2), dtype=int)
+    for thread, step, subtile in np.ndindex(32 * WARPS, steps, subtiles):
         warp, lane = divmod(thread, 32)
         first = 16 * (warp % warps_m) if is_a else 8 * (warp // warps_m)
-        first += 16 * warps * piece
+        first += 16 * warps * subtile
         half = 8 if is_a else 8 * warps  # an MMA tile of B has 8 columns of each warp, then 8 more of each
         if by_words:
             ks = [2 * (lane % 4), 2 * (lane % 4) + 1] if paired else [lane % 4, lane % 4 + 4]
@@ -124,7 +124,7 @@ def wanted(is_a, by_words, paired, warps_m, pieces, steps):
             m, row = divmod(lane, 8)
             r, k = (m % 2, m // 2) if is_a else (m // 2, m % 2)
             order = [(first + half * r + row, 4 * k)]
-        found[thread, step, piece] = [(r, 8 * step + k) for r, k in order]
+        found[thread, step, subtile] = [(r, 8 * step + k) for r, k in order]
     return found
 
 
@@ -133,15 +133,15 @@ def wanted(is_a, by_words, paired, warps_m, pieces, steps):
 @pytest.mark.parametrize("rows, k, warps_m", [(64, 96, 1), (128, 16, 2)])
 def test_lanes_read_their_fragments(rows, k, by_words, paired, is_a, warps_m):
     warps = warps_m if is_a else WARPS // warps_m
-    pieces, steps = rows // (16 * warps), k // 8
+    subtiles, steps = rows // (16 * warps), k // 8
     case = (is_a, by_words, paired, rows, k, warps_m)
     pointers = 4 if by_words else 1
-    found = run_on_host(lambda out: write_addresses(case, out), 32 * WARPS, steps, pieces, pointers, 2)
+    found = run_on_host(lambda out: write_addresses(case, out), 32 * WARPS, steps, subtiles, pointers, 2)
     stored = (k, rows) if by_words else (rows, k)
     addresses = run_on_host(lambda out: write_layout(stored, out), *stored)
     if by_words:
         addresses = addresses.T
-    where = wanted(is_a, by_words, paired, warps_m, pieces, steps)
+    where = wanted(is_a, by_words, paired, warps_m, subtiles, steps)
     expected = addresses[where[..., 0], where[..., 1]]
     np.testing.assert_array_equal(found[..., 0], expected)
     np.testing.assert_array_equal(found[..., 1], expected)
@@ -182,7 +182,7 @@ def test_operands_and_accumulators_divide_warps_alike(warps_m):
 def write_words(
     which: cutlass.Constexpr, shape: cutlass.Constexpr, warps: cutlass.Constexpr, out: cute.Tensor
 ):
-    """out[thread, piece, k, i] = coordinates of: the row of 16 bytes that the lane addresses (i 0), and by the MMA the
+    """out[thread, subtile, k, i]: coordinates of the row of 16 bytes that the lane addresses (i 0), and by the MMA the
     four registers that the copy fills (i 1 to 4)."""
     tiled_mma = layouts.tiled_mma_sm80(Float32, warps[0] * warps[1], warps_n=warps[1])
     make = layouts.ldmatrix_copy_a if which == "a" else layouts.ldmatrix_copy_b
@@ -196,23 +196,23 @@ def write_words(
             registers[i] = held[i][0] * 1000 + held[i][1]
         view = copy.get_slice(thread).retile(registers)
         source = copy.get_slice(thread).partition_S(identity)
-        for piece in cutlass.range_constexpr(cute.size(view, mode=[1])):
+        for subtile in cutlass.range_constexpr(cute.size(view, mode=[1])):
             for k in cutlass.range_constexpr(cute.size(view, mode=[2])):
-                row, col = source[0, piece, k]
-                out[thread, piece, k, 0] = row * 1000 + col
+                row, col = source[0, subtile, k]
+                out[thread, subtile, k, 0] = row * 1000 + col
                 for i in cutlass.range_constexpr(4):
-                    out[thread, piece, k, 1 + i] = view[i, piece, k]
+                    out[thread, subtile, k, 1 + i] = view[i, subtile, k]
 
 
 @pytest.mark.parametrize("which, shape", [("a", (64, 32)), ("b", (64, 32))])
 @pytest.mark.parametrize("warps", [(2, 1), (2, 2)])
 def test_ldmatrix_fills_the_operands_of_32_bits(which, shape, warps):
     """Lane l gets word l % 4 of the 16 bytes that lane 8 i + l // 4 addresses, in its register i."""
-    pieces = shape[0] // 16 // (warps[0] if which == "a" else warps[1])
+    subtiles = shape[0] // 16 // (warps[0] if which == "a" else warps[1])
     found = run_on_host(
         lambda out: write_words(which, shape, warps, out),
-        *(32 * warps[0] * warps[1], pieces, shape[1] // 8, 5),
-    ).reshape(-1, 32, pieces, shape[1] // 8, 5)
+        *(32 * warps[0] * warps[1], subtiles, shape[1] // 8, 5),
+    ).reshape(-1, 32, subtiles, shape[1] // 8, 5)
     lanes = np.arange(32)
     for i in range(4):
         got = found[..., 0][:, 8 * i + lanes // 4] + (lanes % 4)[None, :, None, None]
@@ -266,7 +266,7 @@ def write_values(shape: cutlass.Constexpr, warps: cutlass.Constexpr, out: cute.T
         for stage in cutlass.range(cute.size(out.shape[1])):
             starts = v.start(stage)
             for step in cutlass.range_constexpr(v.steps):
-                for group in cutlass.range_constexpr(v.pieces):
+                for group in cutlass.range_constexpr(v.subtiles):
                     for odd in cutlass.range_constexpr(2):
                         row, col = 8 * step + 2 * (lane % 4) + odd, 32 * group + col0
                         out[thread, stage, step, group, odd, 0] = v.address(starts[odd], step, group).toint()

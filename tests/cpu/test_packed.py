@@ -49,12 +49,12 @@ def _unbind(x):
 def test_parts_are_found_by_strides_and_addresses():
     qkv = torch.randn(2, 5, 3, 4, 8)
     q, k, v = qkv.unbind(-3)
-    assert fused_qkv.parts_packed((q, k, v)) == 3 and fused_qkv.are_adjacent((q, k, v))
+    assert fused_qkv.number_packed((q, k, v)) == 3 and fused_qkv.are_adjacent((q, k, v))
     assert not fused_qkv.are_adjacent((q, v, k))
     kv = torch.randn(2, 5, 2, 4, 8)
-    assert fused_qkv.parts_packed((q, *kv.unbind(-3))) == 2
-    assert fused_qkv.parts_packed((q.contiguous(), k.contiguous(), v.contiguous())) == 0
-    assert fused_qkv.parts_packed((q, k, v[..., :6])) == 0
+    assert fused_qkv.number_packed((q, *kv.unbind(-3))) == 2
+    assert fused_qkv.number_packed((q.contiguous(), k.contiguous(), v.contiguous())) == 0
+    assert fused_qkv.number_packed((q, k, v[..., :6])) == 0
 
 
 def call(**options):

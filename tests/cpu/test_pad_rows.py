@@ -16,7 +16,7 @@ from cute_attn.traits import PADDED_TENSORS, Traits, aligned_head_dim
 from layouts.host import run_on_host
 
 # Two CTAs and more for tensors of a few rows.
-TILE = PadRowsTile(num_threads=32, units=2)
+TILE = PadRowsTile(num_threads=32, vectors=2)
 
 CONTIGUOUS, TRANSPOSED, PACKED, SPREAD = "contiguous", "transposed", "packed", "spread"
 UNWRITTEN = {2: 2**16 - 1, 4: 2**32 - 1}

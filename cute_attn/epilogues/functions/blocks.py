@@ -75,7 +75,7 @@ class BlockPredicate:
 
     def _of(self, nodes: Sequence[Node], known: dict[Node, Any]) -> list[Any]:
         def place(node: Node) -> dict[Node, Any]:
-            return known if node.parts else self.expressions.values
+            return known if node.depends_on else self.expressions.values
 
         return [self.expressions.of(node, place) for node in nodes]
 
@@ -94,7 +94,7 @@ class BlockPredicate:
     def sees(self, query: Int32, of_query: Values, key: Int32, of_key: Values) -> Boolean:
         """The predicate of one query and one key, from their values."""
         predicate = self.predicate
-        known = {x: query if x.parts == QUERY else key for x in predicate.indices}
+        known = {x: query if x.depends_on == QUERY else key for x in predicate.indices}
         for nodes, values in ((predicate.of_queries, of_query), (predicate.of_keys, of_key)):
             for node, value in zip(nodes, values, strict=True):
                 known[node] = value != 0 if node.kind == BOOL else value
@@ -109,7 +109,7 @@ class BlockPredicate:
         queries, keys: its indices; of_queries, of_keys: bounds of their values.
         """
         predicate = self.predicate
-        known = {x: queries if x.parts == QUERY else keys for x in predicate.indices}
+        known = {x: queries if x.depends_on == QUERY else keys for x in predicate.indices}
         known |= dict(zip(predicate.of_queries, of_queries, strict=True))
         known |= dict(zip(predicate.of_keys, of_keys, strict=True))
         return Intervals(known, self.expressions).of(predicate.sees)

@@ -47,8 +47,8 @@ def fake_tensor(dtype: str, rank: int, unit_stride: bool) -> Any:
 def uniform_roots(*outputs: Node) -> list[Node]:
     """The values of a work tile that others are computed from, but constants."""
     nodes = ordered(*outputs)
-    used = [arg for node in nodes if node.parts for arg in node.args] + list(outputs)
-    return list(dict.fromkeys(x for x in used if not x.parts and x.op != "const"))
+    used = [arg for node in nodes if node.depends_on for arg in node.args] + list(outputs)
+    return list(dict.fromkeys(x for x in used if not x.depends_on and x.op != "const"))
 
 
 Row = tuple[int, tuple[Node, ...]]
@@ -59,8 +59,8 @@ def row_of(load: Node) -> Row | None:
 
     The last index is never one of them, so that the row is a tensor.
     """
-    first = tuple(itertools.takewhile(lambda x: not x.parts, load.args[:-1]))
-    return (load.value, first) if first and load.parts else None
+    first = tuple(itertools.takewhile(lambda x: not x.depends_on, load.args[:-1]))
+    return (load.value, first) if first and load.depends_on else None
 
 
 def rows_of(*outputs: Node) -> list[Row]:
@@ -172,7 +172,13 @@ def over_tile(
         ) -> dict[Node, Any]:
             if varies(node):
                 return diagonal if node in with_distance else element
-            return of_row[r] if node.parts & QUERY else of_col[c] if node.parts & KEY else expressions.values
+            return (
+                of_row[r]
+                if node.depends_on & QUERY
+                else of_col[c]
+                if node.depends_on & KEY
+                else expressions.values
+            )
 
         write(r, c, *(expressions.of(output, known) for output in outputs))
 
@@ -188,7 +194,7 @@ class Positions:
         """Nodes that vary only with query - key. nodes: operands first."""
         found: set[Node] = set()
         for x in nodes:
-            varying = [arg for arg in x.args if arg.parts]
+            varying = [arg for arg in x.args if arg.depends_on]
             if x.op in ("distance", "order") or (varying and found.issuperset(varying)):
                 found.add(x)
         return found

@@ -115,7 +115,7 @@ class FunctionEpilogue(Epilogue):
 
     def _loads(self) -> int:
         """Elements of tensors for a query, and for a key."""
-        return sum(x.op == "load" and x.parts in (QUERY, KEY) for x in ordered(self.lowered.forward))
+        return sum(x.op == "load" and x.depends_on in (QUERY, KEY) for x in ordered(self.lowered.forward))
 
     def warn_of_indices(  # type: ignore[override]
         self, inputs: ScoreInputs, sizes: Mapping[str, int]
@@ -337,7 +337,7 @@ class GradientEpilogue(FunctionEpilogue):
     def _kept(self) -> list[Node]:
         """Nodes that the forward computes for the backward: slopes that vary with the score, the score's first."""
         slopes = [self._slope, *(term.slope.node for term in self.lowered.terms)]
-        return list(dict.fromkeys(x for x in slopes if x is not None and x.parts & SCORE))
+        return list(dict.fromkeys(x for x in slopes if x is not None and x.depends_on & SCORE))
 
     def begin(self, args: tuple, context: ScoreContext) -> FunctionState:
         count = len(self.captured)
@@ -350,7 +350,7 @@ class GradientEpilogue(FunctionEpilogue):
     @staticmethod
     def _first(term: Term) -> tuple[Node, ...]:
         """A term's indices that a work tile has one of; the last index is left."""
-        return tuple(itertools.takewhile(lambda x: not x.parts, term.indices[:-1]))
+        return tuple(itertools.takewhile(lambda x: not x.depends_on, term.indices[:-1]))
 
     def forward(self, state: FunctionState, tile: ScoreTile, loaded: tuple = ()) -> tuple:
         shape = cute.make_layout((len(tile.rows), len(tile.cols)))
@@ -394,7 +394,7 @@ class GradientEpilogue(FunctionEpilogue):
             for at, amount in sums.values():
                 use(offset_in(target, indices, at), amount)
 
-        spread = any(x.parts for x in indices)
+        spread = any(x.depends_on for x in indices)
         add_elements(target.iterator, state.scale, elements, spread)
 
 

@@ -36,7 +36,9 @@ def times_slope(gradient: Float32, factor: Any, slope: Slope) -> Float32:
     """The gradient times a slope's value; 0 for a score without gradient, such as a hidden one."""
     if slope.node.is_const(1.0):
         return gradient
-    if not slope.node.parts:  # the head's scores are all hidden; visible ones would not be finite, either
+    if (
+        not slope.node.depends_on
+    ):  # the head's scores are all hidden; visible ones would not be finite, either
         factor = cutlass.select_(fabs(factor) < Float32.inf, factor, Float32(0.0))
     if not slope.unbounded:
         return gradient * factor

@@ -34,7 +34,7 @@ class Node:
         kind: of ``KINDS``.
         args: operands; the indices of a load.
         value: of a constant; a load's tensor; an extent's tensor and dimension.
-        parts: the ones of ``SCORE``, ``QUERY`` and ``KEY`` that it varies with.
+        depends_on: bits of ``SCORE``, ``QUERY`` and ``KEY``.
         dtype: torch's name of an integer's dtype, "" for a Python number; also a captured float's, and the dtype that
             a function casts to.
     """
@@ -43,7 +43,7 @@ class Node:
     kind: str
     args: tuple["Node", ...]
     value: Any
-    parts: int
+    depends_on: int
     dtype: str = ""
 
     def is_const(self, value: float | None = None) -> bool:
@@ -63,24 +63,24 @@ class Graph:
         kind: str,
         args: Sequence[Node] = (),
         value: Any = None,
-        parts: int = 0,
+        depends_on: int = 0,
         dtype: str = "",
     ) -> Node:
-        """The node of these fields; ``parts`` are added to its operands'; integers are promoted like torch's."""
+        """The node of these fields; ``depends_on`` is added to its operands'; integers are promoted like torch's."""
         if kind in (INT, LONG) and op not in _OF_NO_DTYPE and not (op == "cast" and args[0].kind == BOOL):
             dtype = dtype or _promoted_dtype(args)
         key = (op, kind, tuple(map(id, args)), type(value), repr(value), dtype)
         found = self._made.get(key)
         if found is None:
             for arg in args:
-                parts |= arg.parts
-            found = self._made[key] = Node(op, kind, tuple(args), value, parts, dtype)
+                depends_on |= arg.depends_on
+            found = self._made[key] = Node(op, kind, tuple(args), value, depends_on, dtype)
         return found
 
     def input(self, name: str) -> Node:
         """One of ``INPUTS``."""
-        kind, parts = INPUTS[name]
-        return self.make(name, kind, parts=parts)
+        kind, depends_on = INPUTS[name]
+        return self.make(name, kind, depends_on=depends_on)
 
     def const(self, value: bool | int | float) -> Node:
         """A Python number."""

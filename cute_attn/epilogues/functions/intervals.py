@@ -85,7 +85,7 @@ class Intervals:
         return self.known[node]
 
     def _found(self, node: Node) -> Interval:
-        if not node.parts:
+        if not node.depends_on:
             return point(node.kind, node.value if node.op == "const" else self.expressions.of(node))
         args = [self.of(arg) for arg in node.args]
         if node.op == "load":

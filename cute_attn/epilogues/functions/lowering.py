@@ -1,4 +1,4 @@
-"""A graph as kernels compute it: on scores in a tile's units, with cheap operations in place of expensive ones.
+"""A graph as kernels compute it: on scores as a tile scales them, with cheap operations in place of expensive ones.
 
 A tile holds scores over ``context.score_scale``. Factors that do not vary with the score, or with the query and the
 key, are multiplied with each other first, once per work tile, row or column: a bias costs one multiply-add per
@@ -81,7 +81,7 @@ Bounds = tuple[float, float]
 
 @dataclass(frozen=True, eq=False)
 class Slope:
-    """A derivative, in natural units. unbounded: it may be NaN or infinite where a mask hides the key."""
+    """A derivative by the score. unbounded: it may be NaN or infinite where a mask hides the key."""
 
     node: Node
     unbounded: bool
@@ -94,7 +94,7 @@ class Term:
     Attributes:
         number: number of the tensor.
         indices: indices of its element.
-        slope: the derivative of the new score by the element, in natural units.
+        slope: the derivative of the new score by the element.
     """
 
     number: int
@@ -122,12 +122,12 @@ class Lowered:
     @property
     def keeps_slope(self) -> bool:
         """The slope varies with the score, so the forward keeps it for the backward."""
-        return self.slope is not None and bool(self.slope.node.parts & SCORE)
+        return self.slope is not None and bool(self.slope.node.depends_on & SCORE)
 
 
 def varies(node: Node) -> bool:
     """True if a value is computed for each element, not once per row, column or work tile."""
-    return bool(node.parts & SCORE) or node.parts & (QUERY | KEY) == QUERY | KEY
+    return bool(node.depends_on & SCORE) or node.depends_on & (QUERY | KEY) == QUERY | KEY
 
 
 def lower(graph: Graph, output: Node, wanted: Collection[int] = ()) -> Lowered:
@@ -175,7 +175,7 @@ def _may_be_nan(output: Node, is_score: bool = False) -> bool:
 
 def _is_computed(x: Node) -> bool:
     """A float that is computed from floats that vary within a head's scores."""
-    return bool(x.parts) and x.kind == FLOAT and (x.op != "cast" or x.args[0].kind == FLOAT)
+    return bool(x.depends_on) and x.kind == FLOAT and (x.op != "cast" or x.args[0].kind == FLOAT)
 
 
 def _makes_nan(x: Node, hides: bool) -> bool:
@@ -184,13 +184,13 @@ def _makes_nan(x: Node, hides: bool) -> bool:
         return not math.isfinite(x.value) and not (hides and x.value < 0)
     if _is_computed(x):
         return x.op not in _BOUNDED
-    inner = ordered(x) if x.kind == FLOAT and not x.parts else []
+    inner = ordered(x) if x.kind == FLOAT and not x.depends_on else []
     by_head = any(y.op in ("batch", "head") for y in inner)  # else all scores are
     return by_head and any(y.op != "load" and y.op not in _BOUNDED for y in inner)
 
 
 def _once(method: Callable[[Any, Node], Any]) -> Callable[[Any, Node], Any]:
-    """Compute a method once for each node: graphs share nodes, and paths through them are many."""
+    """Compute a method once for each node: nodes have several users, and paths through them are many."""
 
     @functools.wraps(method)
     def known(self: Any, x: Node) -> Any:
@@ -206,14 +206,14 @@ class _Lowering:
     def __init__(self, graph: Graph) -> None:
         self.found: dict[str, dict[Node, Any]] = {}
         self.graph = graph
-        self.acc = graph.make("acc", FLOAT, parts=SCORE)
+        self.acc = graph.make("acc", FLOAT, depends_on=SCORE)
         self.inverse = graph.make("inverse", FLOAT)
         self.score = self.mul(self.acc, graph.make("unit", FLOAT))
         self._known: dict[Node, Node] = {}
         self._bounds: dict[Node, Bounds] = {}
 
     def of(self, node: Node) -> Node:
-        """The node's value in natural units."""
+        """The node's value, not scaled like the tile."""
         found = self._known.get(node)
         if found is None:
             found = self._known[node] = self._lowered(node)
@@ -251,7 +251,7 @@ class _Lowering:
             if node.op == "log":
                 return self._times(g.make("log2", FLOAT, args), LN_2)
         dtype = node.dtype if node.op == "load" else ""
-        return g.make(node.op, node.kind, args, node.value, node.parts, dtype)
+        return g.make(node.op, node.kind, args, node.value, node.depends_on, dtype)
 
     def _times(self, x: Node, factor: float) -> Node:
         return self.mul(x, self.graph.const(factor))
@@ -276,13 +276,16 @@ class _Lowering:
 
     @_once
     def scaled(self, x: Node) -> Node:
-        """x over the tile's unit. Sums without the score are scaled as a whole: positions cancel exactly before."""
+        """x over the tile's scale. Sums without the score are scaled as a whole: positions cancel exactly before."""
         g = self.graph
         if x is self.score:
             return self.acc
         if x.is_const() and math.isinf(x.value):
             return x
-        if x.op in ("add", "sub", "neg", "minimum", "maximum", "clamp_min", "clamp_max") and x.parts & SCORE:
+        if (
+            x.op in ("add", "sub", "neg", "minimum", "maximum", "clamp_min", "clamp_max")
+            and x.depends_on & SCORE
+        ):
             if any(map(self._is_free, x.args)):
                 return g.make(x.op, FLOAT, [self.scaled(arg) for arg in x.args])
         if x.op == "where" and all(map(self._is_free, x.args[1:])):
@@ -302,7 +305,7 @@ class _Lowering:
         """:meth:`scaled` adds no operation per element."""
         if x is self.score or not varies(x):
             return True
-        if x.op in ("add", "sub", "neg") and x.parts & SCORE:
+        if x.op in ("add", "sub", "neg") and x.depends_on & SCORE:
             return all(map(self._is_free, x.args))
         if x.op == "where":
             return all(map(self._is_free, x.args[1:]))
@@ -330,7 +333,7 @@ class _Lowering:
             kind = args[-1].kind
         made = self._shifted(node, args) if node.op in ("shl", "shr") else None
         if made is None:
-            made = g.make(node.op, kind, args, node.value, node.parts)
+            made = g.make(node.op, kind, args, node.value, node.depends_on)
         if within(exact, dtype) or node.dtype in ("", "int32", "int64"):
             return made
         return self._wrapped(made, node.dtype)
@@ -343,7 +346,7 @@ class _Lowering:
             return None
         last, zero = (g.cast(g.const(value), bits.kind) for value in (most, 0))
         outside = g.binary("or", g.compare("lt", bits, zero), g.compare("gt", bits, last), BOOL)
-        shifted = g.make(node.op, x.kind, (x, g.where(outside, last, bits)), None, node.parts)
+        shifted = g.make(node.op, x.kind, (x, g.where(outside, last, bits)), None, node.depends_on)
         return shifted if node.op == "shr" else g.where(outside, g.cast(zero, x.kind), shifted)
 
     def _wrapped(self, x: Node, dtype: str) -> Node:
@@ -391,7 +394,7 @@ def _rank(x: Node) -> int:
     """Cost rank of a value: 0 a constant, 1 per work tile, 2 per row or column, 3 per element."""
     if x.op == "const":
         return 0
-    return 3 if varies(x) else 2 if x.parts else 1
+    return 3 if varies(x) else 2 if x.depends_on else 1
 
 
 def _of_one_width(graph: Graph, args: Sequence[Node], least: str = INT) -> Sequence[Node]:

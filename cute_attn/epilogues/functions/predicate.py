@@ -32,14 +32,14 @@ class Predicate:
 def predicate_of(graph: Graph, output: Node) -> Predicate | None:
     """The mask of an epilogue's graph; None where it does more to scores than hide them."""
     seen = _seen(graph, output)
-    if seen is None or any(node.parts & SCORE for node in ordered(seen)):
+    if seen is None or any(node.depends_on & SCORE for node in ordered(seen)):
         return None
     sees = lower_predicate(graph, seen)
     ops = {node.op for node in ordered(sees)}
     leaves = _one_sided(sees)
     indices = tuple(x for x in leaves if x.op in ("query", "key"))
     of_queries, of_keys = (
-        tuple(x for x in leaves if x.parts == part and x not in indices) for part in (QUERY, KEY)
+        tuple(x for x in leaves if x.depends_on == part and x not in indices) for part in (QUERY, KEY)
     )
     return Predicate(seen, sees, of_queries, of_keys, indices, "batch" in ops, "head" in ops)
 
@@ -59,10 +59,10 @@ def _one_sided(root: Node) -> list[Node]:
     pending, known = [root], {root}
     while pending:
         node = pending.pop()
-        if node.parts in (QUERY, KEY):
+        if node.depends_on in (QUERY, KEY):
             found[node] = None
             continue
-        fresh = [x for x in reversed(node.args) if x.parts and x not in known]
+        fresh = [x for x in reversed(node.args) if x.depends_on and x not in known]
         known.update(fresh)
         pending += fresh
     return list(found)

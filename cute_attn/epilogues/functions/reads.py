@@ -30,7 +30,7 @@ _BUILTINS = frozenset(("int", "bool", "float", "tuple", "list")) | {
     *("round", "sum", "zip", "TypeError", "ValueError"),
 }
 """Builtins whose results depend only on their operands."""
-_MOST_PARTS = 4096
+_MOST_VALUES = 4096
 """Maximum length of a key; with more, tracing costs less than comparing."""
 
 
@@ -56,7 +56,7 @@ class Reads:
     Tensors count by dtype, shape, strides and device, so that others can replace them.
 
     Attributes:
-        parts: the key's values, in the order of reading.
+        values: of the key, in the order of reading.
         steps: how a later call reads and compares them without a key: in :mod:`cute_attn.host.plans`.
         tensors: the referenced tensors, each once.
         references: the tensor of each reference.
@@ -67,7 +67,7 @@ class Reads:
     def __init__(self, *functions: Callable | None, state: tuple = ()) -> None:
         """state: values, in addition to the functions, that the trace depends on."""
         # A number gets torch's default dtype when combined with an integer.
-        self.parts: list[Any] = [torch.get_default_dtype(), *state]
+        self.values: list[Any] = [torch.get_default_dtype(), *state]
         self.steps: list[Step] = []
         self.tensors: list[Tensor] = []
         self.references: list[Tensor] = []
@@ -81,7 +81,7 @@ class Reads:
     @property
     def key(self) -> tuple:
         """The values that later calls compare."""
-        return tuple(self.parts)
+        return tuple(self.values)
 
     def _step(self, x: Any, parent: int, get: Callable[[Any], Any], test: Callable | None = None) -> int:
         """Place of a value that later calls read; test: see :class:`Step`."""
@@ -93,12 +93,12 @@ class Reads:
         kind = type(x)
         if not self.complete:
             return
-        if len(self.parts) > _MOST_PARTS:
+        if len(self.values) > _MOST_VALUES:
             self.complete = False
         elif kind in _PLAIN:
             self._equal(x, parent, get)
         elif kind is float:
-            self.parts.append(repr(x))  # -0.0 is not 0.0, and NaN is NaN
+            self.values.append(repr(x))  # -0.0 is not 0.0, and NaN is NaN
             own = self._step(x, parent, get)
             self._step(repr(x), own, repr, functools.partial(operator.eq, repr(x)))
         elif kind is Tensor or kind is torch.nn.Parameter:
@@ -128,7 +128,7 @@ class Reads:
     ) -> None:
         """Read the contents of x. They may include x: a function that calls itself."""
         if id(x) in self._active:
-            self.parts.append(("within", self._active.index(id(x))))
+            self.values.append(("within", self._active.index(id(x))))
             if type(x) is FunctionType:  # keep neither it nor its references
                 self._step(x, parent, get, functools.partial(_is_alive, weakref.ref(x)))
             else:
@@ -139,7 +139,7 @@ class Reads:
         self._active.pop()
 
     def _items(self, items: tuple | list, place: int) -> None:
-        self.parts += (type(items), len(items))
+        self.values += (type(items), len(items))
         self._step(len(items), place, len, functools.partial(operator.eq, len(items)))
         for number, item in enumerate(items):
             self._walk(item, place, operator.itemgetter(number))
@@ -156,25 +156,25 @@ class Reads:
             self._walk(getattr(x, name), place, operator.attrgetter(name))
 
     def _equal(self, x: Any, parent: int, get: Callable[[Any], Any]) -> None:
-        self.parts += (type(x), x)
+        self.values += (type(x), x)
         self._step(x, parent, get, functools.partial(operator.eq, x))
 
     def _identity(self, x: Any, parent: int, get: Callable[[Any], Any]) -> None:
-        self.parts.append(id(x))
+        self.values.append(id(x))
         self.kept.append(x)
         self._step(x, parent, get, functools.partial(operator.is_, x))
 
     def _tensor(self, x: Tensor) -> None:
         self.references.append(x)
         place = self._places.setdefault(id(x), len(self.tensors))
-        self.parts.append(place)
+        self.values.append(place)
         if place < len(self.tensors):
             return
         self.tensors.append(x)
         if x.layout is not torch.strided or x.is_nested or vars(x):
             self.complete = False
         else:
-            self.parts += (x.dtype, x.shape, x.stride(), x.device)
+            self.values += (x.dtype, x.shape, x.stride(), x.device)
 
     def _function(self, function: FunctionType, place: int) -> None:
         code = function.__code__
@@ -201,7 +201,7 @@ class Reads:
             globals_ = self._step(scope, place, operator.attrgetter("__globals__"))
             for name in names.read:
                 if name in scope:
-                    self.parts.append(name)
+                    self.values.append(name)
                     self._walk(scope[name], globals_, operator.itemgetter(name))
                 elif name in _BUILTINS:
                     self._step(False, globals_, operator.methodcaller("__contains__", name), operator.not_)

@@ -143,7 +143,7 @@ def _renumbered(recorder: "Recorder", output: Node) -> Trace:
         if node.op == "load":
             value = used.setdefault(value, len(used))
         args = [changed[x] for x in node.args]
-        changed[node] = graph.make(node.op, node.kind, args, value, node.parts, node.dtype)
+        changed[node] = graph.make(node.op, node.kind, args, value, node.depends_on, node.dtype)
     tensors = tuple(recorder.tensors[i] for i in used)
     return Trace(graph, changed[output], tensors, recorder.reads)
 

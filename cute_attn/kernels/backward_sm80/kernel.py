@@ -218,7 +218,7 @@ class BackwardSm80:
             )
             found.area("dk", (tile.tile_n, chunk), "gradient_layout", chunk, at="keys")
             return found
-        q, do = (tile.pieces * stages for stages in (tile.stages_q, tile.stages_do))
+        q, do = (tile.subtiles * stages for stages in (tile.stages_q, tile.stages_do))
         operands(
             k=(tile.tile_n, d, 1), v=(tile.tile_n, dv, 1), q=(tile.queries, d, q), do=(tile.queries, dv, do)
         )
@@ -446,7 +446,7 @@ class BackwardSm80:
         plane, terms = self.products.scores_plane, self.stored_terms
 
         def stages(number: int) -> int:
-            return tile.pieces * number * terms
+            return tile.subtiles * number * terms
 
         return BackwardSm80Storage(
             k=area("k", self.smem_layout(tile.tile_n, d, terms)),
@@ -466,8 +466,8 @@ class BackwardSm80:
     def scale_storage(self, area: Any) -> ScaleStorage | None:
         """Shared memory for operands in terms; area: see ``ScaleStorage.make``."""
         tile = self.tile
-        pieces = tile.pieces if self.products.one_term else 0
-        return ScaleStorage.make(area, tile.num_warps, pieces) if tile.in_terms else None
+        subtiles = tile.subtiles if self.products.one_term else 0
+        return ScaleStorage.make(area, tile.num_warps, subtiles) if tile.in_terms else None
 
     @cute.jit
     def load_keys(
@@ -546,7 +546,7 @@ class BackwardSm80:
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()
         self.start_next(ctx, block, tile.stages_q == 2, tile.stages_do == 2)
-        factors_ds = tuple(self.scores(ctx, block, piece) for piece in range(tile.pieces))
+        factors_ds = tuple(self.scores(ctx, block, subtile) for subtile in range(tile.subtiles))
         cute.arch.barrier()
         if cutlass.const_expr(tile.p_in_regs):
             self.start_next(ctx, block, tile.stages_q == 1, tile.stages_do == 1)
@@ -583,38 +583,38 @@ class BackwardSm80:
             cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def scores(self, ctx: MainloopContext, block: Int32, piece: Constexpr) -> Float32:
+    def scores(self, ctx: MainloopContext, block: Int32, subtile: Constexpr) -> Float32:
         """P and dS of one sub-tile of the queries; with ``p_in_regs`` also adds its products to dV and dK.
 
         Returns the scale of dS, if it is stored in terms.
         """
         tile, op, chain = self.tile, ctx.operands, self.epilogues
-        acc_s, ahead = self.multiply_qk(ctx, block, piece)
-        scores = self.score_tile(ctx, block, piece, acc_s)
-        saved = self.exponentiate(ctx, block, piece, scores, ahead)
-        stage_do = self.stage(optimization_barrier(block), tile.stages_do) * tile.pieces + piece
-        acc_dp, minus_d = self.multiply_dov(ctx, block, piece, stage_do)
-        p, dp = self.rounded(acc_s), self.score_tile(ctx, block, piece, acc_dp)
+        acc_s, ahead = self.multiply_qk(ctx, block, subtile)
+        scores = self.score_tile(ctx, block, subtile, acc_s)
+        saved = self.exponentiate(ctx, block, subtile, scores, ahead)
+        stage_do = self.stage(optimization_barrier(block), tile.stages_do) * tile.subtiles + subtile
+        acc_dp, minus_d = self.multiply_dov(ctx, block, subtile, stage_do)
+        p, dp = self.rounded(acc_s), self.score_tile(ctx, block, subtile, acc_dp)
         chain.zero_dropped(ahead.dropped, self.by_rows(op, p))
         self.use_probabilities(ctx, self.products.operand_of_p(p), stage_do)
         chain.zero_dropped(ahead.dropped, dp.acc)
         score_gradient(scores.acc, dp.acc, minus_d)
         chain.backward(ctx.state, dp, saved)
-        ds, factor = self.operand_of_ds(ctx, acc_dp, (ctx.gradients.dk,), ctx.thread_again, piece)
-        op.ds_out.store(ds, piece * tile.queries)
+        ds, factor = self.operand_of_ds(ctx, acc_dp, (ctx.gradients.dk,), ctx.thread_again, subtile)
+        op.ds_out.store(ds, subtile * tile.queries)
         if cutlass.const_expr(tile.p_in_regs):
-            stage_q = self.stage(optimization_barrier(block), tile.stages_q) * tile.pieces + piece
+            stage_q = self.stage(optimization_barrier(block), tile.stages_q) * tile.subtiles + subtile
             of_dk = factor * ctx.factor("q")
             self.products.multiply_scores(op.mma_dkv, ctx.gradients.dk, ds, op.q_t, stage_q, of_dk)
         return factor
 
-    def multiply_qk(self, ctx: MainloopContext, block: Int32, piece: int) -> tuple[cute.Tensor, ReadAhead]:
+    def multiply_qk(self, ctx: MainloopContext, block: Int32, subtile: int) -> tuple[cute.Tensor, ReadAhead]:
         """S = Q K^T, and the values that are computed and read before it."""
         tile, op, products = self.tile, ctx.operands, self.products
-        stage_q = self.stage(block, tile.stages_q) * tile.pieces + piece
+        stage_q = self.stage(block, tile.stages_q) * tile.subtiles + subtile
         acc_s = self.scores_accumulator(op)
         acc_s.fill(0.0)
-        ahead = self.read_ahead(ctx.state, lambda: self.score_tile(ctx, block, piece, acc_s))
+        ahead = self.read_ahead(ctx.state, lambda: self.score_tile(ctx, block, subtile, acc_s))
         unroll = products.steps_at_once(padded(self.traits.head_dim), tile.sdp_unroll)
         if tile.p_in_regs:
             products.multiply(op.mma_sdp, acc_s, op.k, op.q, stage_q, unroll, factor=ctx.factor("s"))
@@ -634,7 +634,7 @@ class BackwardSm80:
 
     @cute.jit
     def exponentiate(
-        self, ctx: Any, block: Int32, piece: Constexpr, scores: ScoreTile, ahead: ReadAhead
+        self, ctx: Any, block: Int32, subtile: Constexpr, scores: ScoreTile, ahead: ReadAhead
     ) -> tuple:
         """S becomes P: the epilogues, the mask where its edge crosses the block, and exp(S - LSE).
 
@@ -645,19 +645,19 @@ class BackwardSm80:
         full_begin, full_end = ctx.full_blocks()
         if (block < full_begin) | (block >= full_end):
             chain.mask.forward(ctx.band(), scores)
-        lse = self.row_numbers(ctx, block, piece, ctx.smem.lse)
+        lse = self.row_numbers(ctx, block, subtile, ctx.smem.lse)
         visible_keys = (lambda query: ctx.band().visible_keys(query)) if chain.may_be_large else None
         probabilities(scores, lse, ctx.scale_log2, visible_keys)
         return saved
 
     def multiply_dov(
-        self, ctx: MainloopContext, block: Int32, piece: int, stage: Int32
+        self, ctx: MainloopContext, block: Int32, subtile: int, stage: Int32
     ) -> tuple[cute.Tensor, cute.Tensor | None]:
         """dP = dO V^T and -D of the thread's rows; or dP - D, if the accumulator starts from -D, and None."""
         op = ctx.operands
         # Dropout zeroes elements of dP, not of D; and one term's dP is scaled.
         apart = bool(self.traits.dropout) or self.products.one_term
-        minus_d = None if apart else self.row_numbers(ctx, block, piece, ctx.smem.minus_d)
+        minus_d = None if apart else self.row_numbers(ctx, block, subtile, ctx.smem.minus_d)
         acc = self.scores_accumulator(op)
         if minus_d is None:
             acc.fill(0.0)
@@ -666,7 +666,7 @@ class BackwardSm80:
         factor = ctx.factor("dp")
         self.products.multiply_by_v(acc, op, stage, factor)
         self.products.to_units(acc, factor)
-        return acc, self.row_numbers(ctx, block, piece, ctx.smem.minus_d) if apart else None
+        return acc, self.row_numbers(ctx, block, subtile, ctx.smem.minus_d) if apart else None
 
     def use_probabilities(self, ctx: MainloopContext, p: Terms, stage_do: Int32) -> None:
         """P to shared memory for dV, or with ``p_in_regs`` its product with dO."""
@@ -678,12 +678,12 @@ class BackwardSm80:
             self.products.multiply_scores(op.mma_dkv, ctx.gradients.dv, p, op.do_t, stage_do, of_dv)
 
     def operand_of_ds(
-        self, ctx: Any, acc_dp: cute.Tensor, dk: Any, thread: Callable[[], Int32], piece: int = 0
+        self, ctx: Any, acc_dp: cute.Tensor, dk: Any, thread: Callable[[], Int32], subtile: int = 0
     ) -> tuple[Terms, Float32]:
         """dS as it is stored for dK and dQ, and its scale; dk: accumulators, with one term in that scale too."""
         if not self.tile.in_terms:
             return (self.rounded(acc_dp),), Float32(1.0)
-        scale, factor = self.gradient_scale(ctx.smem.scales, acc_dp, dk, thread(), piece)
+        scale, factor = self.gradient_scale(ctx.smem.scales, acc_dp, dk, thread(), subtile)
         return self.products.in_terms(acc_dp, scale), factor
 
     def rounded(self, acc: cute.Tensor) -> cute.Tensor:
@@ -698,18 +698,18 @@ class BackwardSm80:
 
     @cute.jit
     def gradient_scale(
-        self, scales: ScaleStorage, ds: cute.Tensor, dk: Constexpr, thread: Int32, piece: Constexpr = 0
+        self, scales: ScaleStorage, ds: cute.Tensor, dk: Constexpr, thread: Int32, subtile: Constexpr = 0
     ) -> tuple[Float32, Float32]:
         """The power of two by which dS is scaled when split, and its inverse; with one term it scales dK as well."""
         if cutlass.const_expr(self.products.one_term):
-            scale, inverse, change = running_scale(ds, scales.largest, scales.applied, thread, piece)
+            scale, inverse, change = running_scale(ds, scales.largest, scales.applied, thread, subtile)
             for acc in dk:
                 change_units(acc, change)
         else:
             scale, inverse = common_scale(ds, scales.largest, thread)
         return scale, inverse
 
-    def score_tile(self, ctx: MainloopContext, block: Int32, piece: int, acc: cute.Tensor) -> ScoreTile:
+    def score_tile(self, ctx: MainloopContext, block: Int32, subtile: int, acc: cute.Tensor) -> ScoreTile:
         """An accumulator of scores with the query and key indices of its elements."""
         tile = self.tile
         score_map = ScoreMap.make(
@@ -719,14 +719,16 @@ class BackwardSm80:
             ctx.thread_again(),
             tile.p_in_regs,
         )
-        return score_map.tile(acc, block * tile.tile_m + piece * tile.queries, ctx.key0)
+        return score_map.tile(acc, block * tile.tile_m + subtile * tile.queries, ctx.key0)
 
     def by_rows(self, op: Operands, p: cute.Tensor) -> cute.Tensor:
         """A (rows, cols) view of ``p``, laid out as the scores' accumulator."""
         modes = layouts.row_col_modes(op.mma_sdp, *self.scores_shape, self.tile.p_in_regs)
         return layouts.row_col_view(p, modes)
 
-    def row_numbers(self, ctx: MainloopContext, block: Int32, piece: int, s_row: cute.Tensor) -> cute.Tensor:
+    def row_numbers(
+        self, ctx: MainloopContext, block: Int32, subtile: int, s_row: cute.Tensor
+    ) -> cute.Tensor:
         """LSE or D of the thread's rows, from shared memory."""
         tile = self.tile
         score_map = ScoreMap.make(
@@ -741,7 +743,7 @@ class BackwardSm80:
         numbers = cute.make_rmem_tensor(cute.make_layout(len(rows)), Float32)
         mine = s_row.iterator + (stage * tile.tile_m + score_map.thr_row)
         for r, row in enumerate(rows):
-            numbers[r] = cute.make_tensor(mine + (piece * tile.queries + row), cute.make_layout(1))[0]
+            numbers[r] = cute.make_tensor(mine + (subtile * tile.queries + row), cute.make_layout(1))[0]
         return numbers
 
     @cute.jit
@@ -759,9 +761,9 @@ class BackwardSm80:
             )
             if cutlass.const_expr(self.products.one_term):
                 # The rows of a sub-tile are whole M modes of the accumulator.
-                pieces = cute.logical_divide(acc, (None, cute.size(acc, mode=[1]) // tile.pieces, None))
-                for piece in cutlass.range_constexpr(tile.pieces):
-                    self.products.to_units(pieces[None, (None, piece), None], factors[piece] * of_k)
+                subtiles = cute.logical_divide(acc, (None, cute.size(acc, mode=[1]) // tile.subtiles, None))
+                for subtile in cutlass.range_constexpr(tile.subtiles):
+                    self.products.to_units(subtiles[None, (None, subtile), None], factors[subtile] * of_k)
             blocks = cute.make_ptr(
                 Float32, ctx.smem.number("dq")[0], cute.AddressSpace.gmem, assumed_align=16
             )

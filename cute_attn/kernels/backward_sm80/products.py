@@ -49,14 +49,14 @@ class Operands:
         return self.k_ts[0]
 
 
-def columns_of(s: cute.Tensor, layout_of: Callable[..., Any], index: int, parts: int) -> cute.Tensor:
-    """The ``index``-th of ``parts`` equal column ranges of a tile; atoms of 128 bytes of all rows follow each other."""
-    if parts == 1:
+def columns_of(s: cute.Tensor, layout_of: Callable[..., Any], index: int, count: int) -> cute.Tensor:
+    """The ``index``-th of ``count`` equal column ranges of a tile; atoms of 128 bytes of all rows follow each other."""
+    if count == 1:
         return s
     rows, cols = (cute.size(s, mode=[i]) for i in range(2))
     stages = (1,) if cute.rank(s) == 3 else (None,)
     return cute.make_tensor(
-        s.iterator + index * rows * (cols // parts), layout_of(rows, cols // parts, *stages)
+        s.iterator + index * rows * (cols // count), layout_of(rows, cols // count, *stages)
     )
 
 

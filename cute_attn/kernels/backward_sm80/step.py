@@ -25,10 +25,10 @@ def step_content(traits: Traits, tile: BackwardSm80Tile, products: int = 1) -> S
     own = (tile.columns, tile.columns) if tile.columns else (d, dv)
     mma_dk, mma_dv = (count(m, n, dim) for dim in own)  # dQ needs as many as dK
     chunk = tile.chunk(traits) if tile.columns else 0
-    piece = loop(mma_s, d, tile.sdp_unroll, chunk)
+    subtile = loop(mma_s, d, tile.sdp_unroll, chunk)
     if not tile.v_in_regs:
-        piece += loop(mma_dp, dv, tile.sdp_unroll, chunk)
-    loops = piece * tile.pieces
+        subtile += loop(mma_dp, dv, tile.sdp_unroll, chunk)
+    loops = subtile * tile.subtiles
     if tile.columns:
         chunks = tile.columns // chunk
         of_m, of_n = (
@@ -39,5 +39,5 @@ def step_content(traits: Traits, tile: BackwardSm80Tile, products: int = 1) -> S
         if not tile.p_in_regs:
             loops += loop(mma_dv, m, tile.dkv_unroll) + loop(mma_dk, m, tile.dkv_unroll)
         loops += loop(mma_dk // tile.dq_passes, n, tile.dq_unroll) * tile.dq_passes
-    mma, elements = tile.pieces * (mma_s + mma_dp) + mma_dv + 2 * mma_dk, m * n // tile.num_threads
+    mma, elements = tile.subtiles * (mma_s + mma_dp) + mma_dv + 2 * mma_dk, m * n // tile.num_threads
     return StepContent(mma, elements * (1 + traits.softcap), elements, warps, loops)

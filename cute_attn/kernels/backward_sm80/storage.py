@@ -29,13 +29,13 @@ class ScaleStorage:
     applied: cute.Tensor | None  # (warps,): with one term, the scale of each warp's dK
 
     @staticmethod
-    def make(area: Callable[..., cute.Tensor], num_warps: int, pieces: int) -> "ScaleStorage":
-        """area: (name, layout, element type) -> an area of shared memory; pieces: sub-tiles, or 0 with two terms."""
+    def make(area: Callable[..., cute.Tensor], num_warps: int, subtiles: int) -> "ScaleStorage":
+        """area: (name, layout, element type) -> an area of shared memory; subtiles: 0 with two terms."""
         of_warps = cute.make_layout(num_warps)
         return ScaleStorage(
             area("factors", cute.make_layout(8), Float32),
-            area("largest", cute.make_layout((num_warps, pieces)) if pieces else of_warps, Int32),
-            area("applied", of_warps, Float32) if pieces else None,
+            area("largest", cute.make_layout((num_warps, subtiles)) if subtiles else of_warps, Int32),
+            area("applied", of_warps, Float32) if subtiles else None,
         )
 
     def store(self, scales: cute.Tensor) -> None:

@@ -16,7 +16,7 @@ A CTA owns tile_m queries of one head and visits the key blocks that they see, l
 A loop with masks visits the key blocks on the mask's edge, a loop without masks the others. Follows FlashAttention-2
 (Dao 2023, https://arxiv.org/abs/2307.08691).
 
-Above head dim 256 one warp cannot hold a row of O. There ``warps_n`` warps share rows, see
+Above head dim 256 one warp cannot hold a row of O. There ``warps_n`` warps divide rows, see
 :mod:`cute_attn.kernels.forward_sm80.warps_along_n`.
 
 In fp32 both products are of tf32 terms, see ``cute_attn.device.gemm_terms``, or in large calls of fp16 ones, see

@@ -18,7 +18,7 @@ from cute_attn.kernels.forward_sm80.storage import Operands, SharedMemory
 from cute_attn.tiles import ForwardSm80Tile
 from cute_attn.traits import Traits
 
-PIECES_AHEAD = 2
+SUBTILES_AHEAD = 2
 """Groups of 16 columns with products of fp16 terms in flight at a time. Unbounded, ptxas computes the sums of many
 groups before it adds any of them to the output, and spills."""
 
@@ -157,7 +157,7 @@ class Fp32Products(Products):
 class StoredTermsProducts(Fp32Products):
     """Products of two fp16 terms: rows of Q, K, V and P have all hi, then all lo terms."""
 
-    ahead: ClassVar[int] = PIECES_AHEAD
+    ahead: ClassVar[int] = SUBTILES_AHEAD
 
     @property
     def dtype(self) -> Any:

@@ -1,4 +1,4 @@
-"""Steps of warps that share rows: with large head dims one warp cannot hold a row of O.
+"""Steps of warps that divide rows: with large head dims one warp cannot hold a row of O.
 
 ``warps_n`` warps divide the keys of a score tile and the columns of V and O. They exchange row maxima, P, and once at
 the end row sums in shared memory:
@@ -60,7 +60,7 @@ class SharedRows:
 
     @cute.jit
     def step(self, block: Int32, masked: Constexpr) -> None:
-        """One key block, by warps that share rows; each load overlaps the other operand's product."""
+        """One key block, by warps that divide rows; each load overlaps the other operand's product."""
         loop, chain = self.loop, self.loop.kernel.epilogues
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()

@@ -42,7 +42,7 @@ LEAST_GAIN = 1.1
 MANY_ROWS = {72: 1.25, 88: 1.2, 104: 1.08}
 """Head dims with tiles of 192 rows: the time of a row in a tile of 128 over the time in this tile.
 
-Their rows begin within sectors of L2, so L2 traffic bounds the kernel, and more rows share a load.
+Their rows begin within sectors of L2, so L2 traffic bounds the kernel, and more rows use each load.
 """
 
 

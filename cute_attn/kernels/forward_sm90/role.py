@@ -21,7 +21,7 @@ class ForwardRole:
     """A role: a subclass defines its task for one work tile, :meth:`run` loops over all of them.
 
     All roles of a CTA process the same work tiles in the same order: a section's tiles as the producer broadcasts them,
-    then with ``speculative`` the section's failed ones again, in the order of their slots.
+    then with ``speculative`` the section's failed ones again, in order.
     """
 
     kernel: Constexpr
@@ -29,7 +29,7 @@ class ForwardRole:
     storage: ForwardStorage
 
     CLEARS_REPLAY: ClassVar[bool] = False
-    """Set for the one role, a single warp of the CTA, that clears the replay slots."""
+    """Set for the one role, a single warp of the CTA, that clears the replay list."""
 
     def run_tile(
         self, tile: QueryTile, pipeline_state: PipelineState, item: WorkItemId | None

@@ -23,7 +23,7 @@ from cute_attn.work.replay import Replay
 
 @dataclass(frozen=True)
 class ForwardStorage:
-    """Shared storage: operands with their stages last, their pipelines, the work broadcast and replay slots."""
+    """Shared storage: operands with their stages last, their pipelines, the work broadcast and replay list."""
 
     q: QueryBuffer
     s_k: cute.Tensor
@@ -37,7 +37,7 @@ class ForwardStorage:
 
     @cute.jit
     def init(self, warpgroups: Constexpr, lane: Int32) -> None:
-        """By one warp, before the CTA synchronizes: the barriers and the replay slots."""
+        """By one warp, before the CTA synchronizes: the barriers and the replay list."""
         with cute.arch.elect_one():
             for pipeline in (self.q.pipeline, self.pipeline_k, self.pipeline_v):
                 pipeline.init(4 * warpgroups)

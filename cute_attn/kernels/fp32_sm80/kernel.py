@@ -8,7 +8,7 @@ host reads no number back.
 
 The main loop is :mod:`cute_attn.kernels.forward_sm80.main_loop`, on rows of twice as many elements of 16 bits. A row of
 Q is read by only one CTA. It splits the row on the way to shared memory: terms in global memory would be written and
-read for nothing. Scores and the output are in natural units, so that epilogues are the same.
+read for nothing. Scores and the output are not scaled, so that epilogues are the same.
 
 Under a causal mask the longest work tiles are first, see :meth:`cute_attn.work.query_tiles.QueryGrid.longest_first`.
 

@@ -33,7 +33,7 @@ class Workload:
         bias_grad: whether a backward computes the bias's gradient too.
 
     Raises:
-        ValueError: fields that contradict each other; the message names the field, its value and what is accepted.
+        ValueError: fields that contradict each other; the message names the field, its value and the accepted ones.
     """
 
     batch: int
