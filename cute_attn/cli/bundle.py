@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from cute_attn import lab
 from cute_attn.cli.options import (
     Like,
     Names,
@@ -61,8 +62,6 @@ def bundle(
         raise ValueError(f"--tile is {tile!r}; accepted beside NAMEs alone")
     with working("choosing kernels"):
         import_kernels()
-        from cute_attn.lab import bundles
-
         wanted = list(filter(None, targets.split(",")))
         for target in wanted:
             if target not in ACCEPTED:
@@ -72,12 +71,12 @@ def bundle(
         if like:
             requests = [one for one in requests_like(like) if not wanted or one[2] in wanted]
         elif everything:
-            requests = bundles.default_requests(wanted or TARGETS.split(","))
+            requests = lab.bundles.default_requests(wanted or TARGETS.split(","))
         else:
-            requests = bundles.named_requests(names or (), tile, wanted)
-    show_building(bundles.make_bundle(requests, output, workers), len(requests))
-    print(f"{counted(len(requests), 'kernel')}, {bundles.size_of(output) / 1e6:.1f} MB in {output}")
-    print(f"licence: {bundles.LICENCE['kernels']}; {bundles.LICENCE['runtime']}")
+            requests = lab.bundles.named_requests(names or (), tile, wanted)
+    show_building(lab.bundles.make_bundle(requests, output, workers), len(requests))
+    print(f"{counted(len(requests), 'kernel')}, {lab.bundles.size_of(output) / 1e6:.1f} MB in {output}")
+    print(f"licence: {lab.bundles.LICENCE['kernels']}; {lab.bundles.LICENCE['runtime']}")
 
 
 def export(
@@ -102,13 +101,11 @@ def export(
     """
     with working("building: seconds each, the first time"):
         import_kernels()
-        from cute_attn.lab import bundles, exports
-
-        requests = bundles.named_requests(names, tile, [target] if target else [])
-        kernels = exports.export(requests, output, workers)
+        requests = lab.bundles.named_requests(names, tile, [target] if target else [])
+        kernels = lab.exports.export(requests, output, workers)
     for kernel in kernels:
-        print(f"{exports.macro_name(kernel.traits, kernel.target)}  {kernel.tile}")
+        print(f"{lab.exports.macro_name(kernel.traits, kernel.target)}  {kernel.tile}")
     print(
-        f"{counted(len(kernels), 'kernel')} in {output}; licence: {bundles.LICENCE['kernels']}; "
-        f"{bundles.LICENCE['runtime']}"
+        f"{counted(len(kernels), 'kernel')} in {output}; licence: {lab.bundles.LICENCE['kernels']}; "
+        f"{lab.bundles.LICENCE['runtime']}"
     )

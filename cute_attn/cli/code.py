@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cute_attn import lab
 from cute_attn.cli.options import (
     AsJson,
     Name,
@@ -41,16 +42,13 @@ def verdict_of_tiles(
     if not any(one.fits for one in found):
         raise ValueError("; ".join(dict.fromkeys(one.reason for one in found)))
     if page is not None:
-        from cute_attn.lab import report
-
         with working("writing the page"):
-            report.of_verdicts(found, page)
+            lab.report.of_verdicts(found, page)
     if as_json:
         print(json.dumps([one.as_dict() for one in found], indent=1))
         return
-    from cute_attn.lab.verdict import line_table, shown
-
-    show(shown(*found, verbose=is_verbose()), *(line_table(one) for one in found if one.lines))
+    lines_of = (lab.verdict.line_table(one) for one in found if one.lines)
+    show(lab.verdict.shown(*found, verbose=is_verbose()), *lines_of)
 
 
 def difference_of_two(
@@ -80,9 +78,7 @@ def difference_of_two(
     sides = _sides(name, other, tiles or [], bool(revisions))
     old = [_verdict_at(revision, side, target) for revision, side in zip(revisions, sides, strict=False)]
     a, b = [*old, *_verdicts(sides[len(old) :], target, lines=True)]
-    from cute_attn.lab.compare import compare
-
-    found = compare(a, b)
+    found = lab.compare.compare(a, b)
     if as_json:
         print(json.dumps(found.as_dict(), indent=1))
     else:
@@ -91,11 +87,9 @@ def difference_of_two(
 
 def _verdict_at(revision: str, side: "Side", target: str | None) -> Any:
     """The verdict on a side as a revision's sources have it."""
-    from cute_attn.lab.revision import verdict_at
-
     name, tile = side
     with working(f"building {name} at {revision}"):
-        return verdict_at(revision, Traits.parse(name), tile or "", target)
+        return lab.revision.verdict_at(revision, Traits.parse(name), tile or "", target)
 
 
 def _verdicts(sides: Sequence["Side"], target: str | None, lines: bool) -> list[Any]:
@@ -104,13 +98,10 @@ def _verdicts(sides: Sequence["Side"], target: str | None, lines: bool) -> list[
         return []
     with working("loading the compiler") as say:
         import_kernels()
-        from cute_attn.lab.builds import build_at_once
-        from cute_attn.lab.verdict import verdict
-
         what = " and ".join(dict.fromkeys(f"{name} {tile or ''}".strip() for name, tile in sides))
         say(f"building {what}: seconds each, the first time")
-        build_at_once(sides, target, lines=lines)
-        return [verdict(name, tile, target, lines=lines) for name, tile in sides]
+        lab.builds.build_at_once(sides, target, lines=lines)
+        return [lab.verdict.verdict(name, tile, target, lines=lines) for name, tile in sides]
 
 
 Side = tuple[str, str | None]

@@ -1,4 +1,4 @@
-"""``make demo``: what this project does, in half a minute; all but the last part without a GPU.
+"""``make demo``: what this project does, in half a minute; all but the last step without a GPU.
 
 The score tiles and epilogues of an Ampere and a Hopper kernel, run on the CPU for every thread and compared with torch;
 what both kernels cost, and what bounds them; pictures. With a GPU: `cute-attn check` and `bench --peers` of both.
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def epilogues_on_the_cpu() -> str:
-    """The kernels' MMA tiling and epilogues, for every thread, against the same formulas in torch; what is wrong."""
+    """The kernels' MMA tiling and epilogues, for every thread, against the same formulas in torch; returns errors."""
     heading(f"Score tiles of {len(registry.KERNELS)} kernels share epilogues. On this CPU, against torch:")
     scale, shape = 128**-0.5, (2, 4, 150, 200)
     products = torch.randn(2, 4, 150, 128) @ torch.randn(2, 4, 128, 200)

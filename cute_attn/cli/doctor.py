@@ -1,4 +1,4 @@
-"""The command ``cute-attn doctor``: what this machine has, what works, and how to mend what does not."""
+"""The command ``cute-attn doctor``: the state of this machine, what works, and how to mend the rest."""
 
 import json
 import platform
@@ -32,7 +32,7 @@ def examine(as_json: AsJson = False) -> None:
             say(what)
             try:
                 (found, fix), broken = check(), False
-            except Exception as error:  # a broken installation is what is looked for
+            except Exception as error:  # the command looks for broken installations
                 found, broken = str(error).strip().partition("\n")[0] or type(error).__name__, True
             findings.append({"what": what, "found": found, "fix": fix, "broken": broken})
     wrong = ", ".join(one["what"] for one in findings if one["broken"])

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
+from cute_attn import lab
 from cute_attn.cli.code import Tiles
 from cute_attn.cli.options import (
     Name,
@@ -47,14 +48,12 @@ def ab_of_tiles(
     A is NAME, with the first --tile. B is NAME2, such as a variant's base, a peer, or NAME with its default or the
     second --tile. Kernels are compared with the reference first, a peer with the kernel.
     """
-    from cute_attn.lab.race import ab
-
     tiles = tiles or [""]
     if len(tiles) > 2 or (peer and (other or len(tiles) > 1)):
         raise ValueError("B is given more than once; accepted: one of NAME2, --peer and a second --tile")
     second: Any = peer or (other or name, tiles[1] if len(tiles) > 1 else tiles[0] if other else None)
     with working("building") as say:
-        found = ab(
+        found = lab.race.ab(
             (name, tiles[0]), second, workloads or (), resolution=resolution, budget_s=budget, progress=say
         )
     if output is not None:
@@ -95,18 +94,12 @@ def tune_tile(
     page: Page = None,
 ) -> None:
     """Search for a faster tile within a budget; after Ctrl-C the same command goes on."""
-    from cute_attn.lab.benchmark.results import commit
-    from cute_attn.lab.card import Contender
-    from cute_attn.lab.race import workloads_of
-    from cute_attn.lab.tune import Progress as Seen
-    from cute_attn.lab.tune import table_row, tune
-
     console = make_console()
     columns = (BarColumn(bar_width=20), *(TextColumn(text, markup=False) for text in _SHOWN))
     with live_progress(*columns, TimeElapsedColumn()) as progress:
         task = progress.add_task("", best="")
 
-        def watch(seen: Seen) -> None:
+        def watch(seen: Any) -> None:
             if not progress.tasks[task].description:
                 progress.console.print(seen.text, highlight=False, markup=False)
             best = f"best {seen.best} {100 * (seen.gain - 1):+.1f}%" if seen.best else "best: the default"
@@ -115,7 +108,9 @@ def tune_tile(
 
         asked: dict[str, Any] = {"target": target, "workloads": workloads or (), "budget_s": budget}
         try:
-            study = tune(name, space, static_only=static, resume=timings, seed=seed, watch=watch, **asked)
+            study = lab.tune.tune(
+                name, space, static_only=static, resume=timings, seed=seed, watch=watch, **asked
+            )
         except KeyboardInterrupt:
             progress.console.print("stopped; the same command goes on where it was")
             raise typer.Exit(130) from None
@@ -128,9 +123,8 @@ def tune_tile(
     if study.best_text:
         console.print(f"\n    {study.best_text}", highlight=False, markup=False)
     if row and study.best:
-        print(table_row(study, workloads_of([Contender(study.name)], workloads or ()), commit()))
+        sizes = lab.race.workloads_of([lab.card.Contender(study.name)], workloads or ())
+        print(lab.tune.table_row(study, sizes, lab.benchmark.results.commit()))
     if page is not None:
-        from cute_attn.lab import report
-
         with working("writing the page, which builds the kernels that it shows"):
-            report.of_study(study, page)
+            lab.report.of_study(study, page)

@@ -17,7 +17,7 @@ KERNELS = {
     "flash-attn2": ("bert_padding, flash_attn_interface", "cute_attn.flash_attn.flash_attn_interface"),
     "flash-attn3": ("flash_attn_3 as flash_attn_interface", "cute_attn.flash_attn.flash_attn_3"),
 }
-"""A kernel's folder -> what its module has from cute_attn.flash_attn, and the module that its functions are in."""
+"""A kernel's folder -> its names from cute_attn.flash_attn, and the module that its functions are in."""
 REPOSITORIES = {
     "kernels-community/flash-attn2": "flash-attn2",
     "kernels-community/flash-attn3": "flash-attn3",

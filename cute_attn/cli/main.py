@@ -20,7 +20,8 @@ from rich.markup import escape
 
 import cute_attn
 
-# Modules that load torch or the DSL are imported inside the commands: --help and the cache need neither.
+# The laboratory's modules are loaded on first use (``lab.tune``), and torch inside commands: --help needs neither.
+from cute_attn import lab
 from cute_attn.cli import bundle, code, doctor, gpu, hub, run, table
 from cute_attn.cli.errors import described
 from cute_attn.cli.options import (
@@ -44,6 +45,7 @@ from cute_attn.cli.options import (
     writable_folder,
 )
 from cute_attn.compiler import compile, default_target, prebuild, registry
+from cute_attn.compiler.cache import default_cache, switched_off
 from cute_attn.epilogues.names import example_args
 from cute_attn.lab.tables import Table, brief_tile, counted
 from cute_attn.tiles import SHARED_MEMORY_BYTES, TARGETS
@@ -381,11 +383,9 @@ def _check_epilogues(console: Console, traits: Traits) -> list[str]:
 
 
 def _check_on_gpu(console: Console, traits: Traits, tile: str) -> list[str]:
-    from cute_attn.lab import check
-
     table = Table("workload", "error", "plain torch's", "allowed", "")
     failed = 0
-    for workload, found in check.check_workloads(traits, check.small_workloads(traits), tile or None):
+    for workload, found in lab.check.check_workloads(traits, lab.check.small_workloads(traits), tile or None):
         failed += not found.passed
         numbers = (f"{x:.2e}" for x in (found.error, found.plain, found.allowed))
         table.add_row(workload.name, *numbers, "ok" if found.passed else "[red]wrong")
@@ -408,18 +408,18 @@ def bench_kernel(
     """Time a kernel on the GPU, alone or with its peers in the same run."""
     import torch
 
-    from cute_attn.lab.benchmark.peers import PEERS, ours
-    from cute_attn.lab.benchmark.workload import of_traits
+    from cute_attn.lab.benchmark import peers as known
+    from cute_attn.lab.benchmark import results, workload
 
     traits = Traits.parse(name)
-    workloads = [of_traits(traits, seqlen) for seqlen in seqlens or (2048, 8192)]
+    workloads = [workload.of_traits(traits, seqlen) for seqlen in seqlens or (2048, 8192)]
     if not torch.cuda.is_available():
         raise ValueError("there is no GPU; timing a kernel needs one")
-    from cute_attn.lab.benchmark.results import time_workloads
-
     kernel = f"{traits.arch}:{traits.variant}" if traits.variant else traits.arch
-    rivals = {f"cute_attn/{traits.op}-{kernel}": ours(kernel, tile or None)} | (PEERS if peers else {})
-    result = time_workloads(workloads, rivals)
+    rivals = {f"cute_attn/{traits.op}-{kernel}": known.ours(kernel, tile or None)} | (
+        known.PEERS if peers else {}
+    )
+    result = results.time_workloads(workloads, rivals)
     if as_json:
         print(json.dumps(result, indent=1))
         return
@@ -444,10 +444,10 @@ def draw_kernel(
 ) -> None:
     """Draw a kernel's shared-memory layouts, copies and MMA."""
     import_kernels()
-    from cute_attn.lab.pictures import pictures
-
     with working("drawing"):
-        paths = list(pictures(name, tile or None, target).save(output, ".svg" if svg else ".png"))
+        paths = list(
+            lab.pictures.pictures(name, tile or None, target).save(output, ".svg" if svg else ".png")
+        )
     print(*paths, sep="\n")
 
 
@@ -518,8 +518,6 @@ def cache_prebuild(
 
 
 def _cache() -> Any:
-    from cute_attn.compiler.cache import default_cache, switched_off
-
     cache = default_cache()
     if cache is None:
         raise ValueError(f"{switched_off()}; the cache commands need the disk cache")

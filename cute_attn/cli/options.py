@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, and where commands print."""
+"""Arguments and options of several commands, and where commands print."""
 
 import contextlib
 import gc
@@ -23,7 +23,10 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from cute_attn import lab
 from cute_attn.compiler import registry
+from cute_attn.compiler.cache import usable_cache
+from cute_attn.compiler.fingerprint import package_sources
 from cute_attn.tiles import TARGETS, check_target
 from cute_attn.traits import ARCHS, DTYPES, FEATURES, OPS, Traits
 
@@ -41,7 +44,7 @@ def complete_tile(context: typer.Context, text: str) -> list[str]:
     """What a shell offers for the beginning of a tile's text: the fields of the kernel's tile that it has not yet."""
     import_kernels()
     done, comma, begun = text.rpartition(",")
-    name = context.params.get("name") or next(iter(context.args), "")  # not parsed beside what is begun
+    name = context.params.get("name") or next(iter(context.args), "")  # not parsed when a word is incomplete
     try:
         tile = registry.lookup(Traits.parse(name), None).tile
     except ValueError:  # no name yet, or none of a kernel
@@ -156,9 +159,6 @@ Page = Annotated[Path | None, typer.Option("--html", callback=writable_file, hel
 
 def kept(name: str, make: Callable[[], Any]) -> Any:
     """What ``make`` returns, as JSON, kept by the sources that made it; made anew once kernels are imported."""
-    from cute_attn.compiler.cache import usable_cache
-    from cute_attn.compiler.fingerprint import package_sources
-
     cache = None if "cutlass" in sys.modules else usable_cache()
     if cache is None:
         return make()
@@ -197,7 +197,7 @@ def make_console() -> Console:
 
 @contextlib.contextmanager
 def working(text: str) -> Iterator[Callable[[str], None]]:
-    """Say on a terminal's stderr what is being done, and for how long; gives what changes the text."""
+    """Show progress and its duration on a terminal's stderr; gives a function that changes the text."""
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with live_progress(*columns) as progress:
         task = progress.add_task(text)
@@ -206,9 +206,7 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
 
 def requests_like(paths: list[Path]) -> list[Any]:
     """The requests of ``--like``; says which kernels have functions without names."""
-    from cute_attn.lab import bundles
-
-    requests, left_out = bundles.like(paths)
+    requests, left_out = lab.bundles.like(paths)
     for name in left_out:
         print(f"left out: {name}, whose function has no name; score_mod gives it one", file=sys.stderr)
     return requests
@@ -241,11 +239,11 @@ def live_progress(*columns: ProgressColumn) -> Progress:
 
 
 def show(*parts: Any) -> None:
-    """Print, on a terminal through a pager what is longer than its screen."""
+    """Print; on a terminal, through a pager if the text is longer than the screen."""
     console = make_console()
     with console.capture() as captured:
         console.print(*parts, sep="\n")
-    os.environ.setdefault("LESS", "FRX")  # as git sets it: what was read stays on the screen
+    os.environ.setdefault("LESS", "FRX")  # as git sets it: the last page stays on the screen
     is_long = console.is_terminal and sys.stdin.isatty() and captured.get().count("\n") >= console.height
     with console.pager(styles=True) if is_long and _pages else contextlib.nullcontext():
         console.print(*parts, sep="\n")

@@ -26,6 +26,7 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.console import Console
 
+import cute_attn
 from cute_attn.host.activation import Options
 from cute_attn.host.imports import after_import
 from cute_attn.lab.tables import Table, counted
@@ -51,7 +52,7 @@ def run(
     Afterwards a table on stderr has its calls by signature, those through cute_attn.transformers and
     cute_attn.flash_attn as well: how often, served or why not and, with --shadow, the largest difference from PyTorch's
     result, microseconds of both, and what the whole run gains. Calls that PyTorch computes by plain matrix products
-    reach no kernel and are not listed. Without a GPU nothing is served, and the table says what there is to serve.
+    reach no kernel and are not listed. Without a GPU nothing is served, and the table lists the calls that could be.
 
     The program is a Python file, a folder or zip file with a __main__.py, or with -m a module. Under torchrun the first
     rank reports. Processes that the program itself starts afresh, as torch.multiprocessing.spawn does, are not served:
@@ -245,8 +246,6 @@ def table(rows: list[Any], seconds: float) -> Table:
 
 def summary(rows: list[Any], program: str, seconds: float, gains: list[float]) -> dict[str, Any]:
     """The table and the machine, for JSON."""
-    import cute_attn
-
     torch: Any = sys.modules.get("torch")
     started = torch is not None and torch.cuda.is_initialized()
     return {

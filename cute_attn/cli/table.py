@@ -1,4 +1,4 @@
-"""The commands ``cute-attn table``, what is served and at which cost, and ``explain``."""
+"""The commands ``cute-attn table``, the served calls and their costs, and ``explain``."""
 
 import json
 from collections.abc import Iterable
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cute_attn import lab
 from cute_attn.cli.options import AsJson, Target, complete_name, import_kernels, show, working
 from cute_attn.lab.tables import Table
 from cute_attn.traits import ARCHS, FEATURES
@@ -30,8 +31,6 @@ def print_table(
     as_json: AsJson = False,
 ) -> None:
     """Dtypes, generations, head dims, dropout and bias: the kernel's default tile, or why there is none."""
-    from cute_attn.lab.dispatch_table import grid, mem_efficient
-
     for name, value, accepted in (
         ("--op", op, ("forward", "backward")),
         ("--arch", arch, (None, *ARCHS)),
@@ -42,7 +41,8 @@ def print_table(
     if like and (op, arch) not in (("backward", None), ("backward", "sm80")):
         raise ValueError(f"--like is {like!r} with {op} on {arch}; accepted: the backward, on sm80")
     with working("choosing default tiles"):
-        rows = mem_efficient(target) if like else list(grid(op, arch, target))
+        made = lab.dispatch_table
+        rows = made.mem_efficient(target) if like else list(made.grid(op, arch, target))
     if as_json:
         print(json.dumps([{**vars(one), "tile": one.tile and one.tile.text} for one in rows], indent=1))
     else:
@@ -91,21 +91,17 @@ def explain_words(
     """What a kernel's name, a field of its tile, or a row of its verdict means."""
     table = Table("word", "what it means")
     with working("reading docstrings"):
-        from cute_attn.lab.explain import explain, listed_words
-
-        if not listed_words().keys() >= set(words):
+        if not lab.explain.listed_words().keys() >= set(words):
             import_kernels()
         for word in words:
-            for name, text in explain(word):
+            for name, text in lab.explain.explain(word):
                 table.add_row(name, text)
     show(table)
 
 
 def features_table() -> Table:
     """Every word that a kernel's name may have after its head dims."""
-    from cute_attn.lab.explain import feature_text
-
     table = Table("feature", "what it means", title="OP-ARCH-DTYPE-dDIM[xDIM_V][-FEATURE...]")
     for feature in FEATURES:
-        table.add_row(feature, feature_text(feature))
+        table.add_row(feature, lab.explain.feature_text(feature))
     return table

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from cute_attn.compiler import registry
+from cute_attn.compiler.variants import changes_the_result
 from cute_attn.epilogues.names import TRACED, user_epilogue
 from cute_attn.host.call import Call
 from cute_attn.host.memory import ALIGNMENT_BYTES, is_aligned
@@ -127,8 +128,6 @@ def check_words(kernel: str, **tiles: str) -> None:
 
 def _check_variant(kernel: str, ops: Iterable[str]) -> None:
     """Refuse a variant that may compute something other than the definition."""
-    from cute_attn.compiler.variants import changes_the_result
-
     arch, _, variant = kernel.partition(":")
     for op in ops:
         registered = registry.KERNELS.get((op, arch, variant))

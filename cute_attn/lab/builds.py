@@ -16,6 +16,7 @@ from cute_attn.compiler import registry
 from cute_attn.compiler.cache import usable_cache
 from cute_attn.compiler.workers import Worker
 from cute_attn.lab.benchmark.workload import Workload
+from cute_attn.lab.tune_worker import build_parts, ranked
 from cute_attn.tiles import Tile
 from cute_attn.traits import Traits
 
@@ -149,8 +150,6 @@ class WorkerBuilds:
                     worker.interrupt()
 
     def _build_here(self, tile: Tile) -> Built:
-        from cute_attn.lab.tune_worker import build_parts, ranked
-
         try:
             compiled = compiler.compile(self._traits, tile, self._target)
             build_parts(compiled)

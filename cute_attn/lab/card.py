@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cute_attn.compiler import Request, default_target, is_built, prebuild, registry
+from cute_attn.host.backward import kernels_of
 from cute_attn.lab.benchmark import peers
 from cute_attn.lab.benchmark.results import TOLERANCE, difference, first_line
 from cute_attn.lab.benchmark.timing import Clock, query_gpu
@@ -87,7 +88,7 @@ class Gpu:
         return time.monotonic()
 
     def build(self, contenders: Sequence[Contender], workloads: Sequence[Workload]) -> None:
-        """Build what running these needs, in parallel. What does not build fails in :meth:`prepare`."""
+        """Build all kernels that these need, in parallel. One that does not build fails in :meth:`prepare`."""
         wanted = [r for c in contenders if c.kernel for r in needed_kernels(c, workloads)]
         missing = [r for r in dict.fromkeys(wanted) if not _is_built(r)]
         for _ in prebuild(missing) if len(missing) > 1 else ():
@@ -133,7 +134,7 @@ class Gpu:
 
 
 class Checks:
-    """Inputs of workloads, and what has to come out: computed once, compared with many tiles."""
+    """Inputs of workloads, and the outputs expected: computed once, compared with many tiles."""
 
     def __init__(self) -> None:
         self._inputs: dict[Workload, Inputs] = {}
@@ -225,8 +226,6 @@ def needed_kernels(
     contender: Contender, workloads: Sequence[Workload], target: str | None = None
 ) -> Iterator[Request]:
     """The kernels that checking and timing a kernel launches: its own, of a backward also the forwards before it."""
-    from cute_attn.host.backward import kernels_of
-
     traits = Traits.parse(contender.kernel)
     target = target or default_target(traits.arch)
     for workload in workloads:

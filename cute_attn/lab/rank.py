@@ -1,9 +1,9 @@
 """A static rank: which of several tiles is likely to be faster, from only their verdicts.
 
-The model has few parts, and no constant of a single kernel:
+The model is short, and has no constant of a single kernel:
 
-* A block's step takes the root of the sum of the squares of what it needs of each unit (tensor cores, special
-  functions, issue, shared memory): units overlap, though not entirely. Blocks that share a multiprocessor divide it.
+* A block's step takes the root of the sum of the squares of its clocks on each pipe (tensor cores, special
+  functions, issue, shared memory): pipes overlap, though not entirely. Blocks on the same multiprocessor divide it.
   A step takes no less than its warps' stalls.
 * A work tile takes its steps, half a step more, whose products overlap nothing, and ``LATENCY``.
 * Work tiles go to the blocks that are resident on all multiprocessors, longest first, as the kernels' schedules do.
@@ -22,15 +22,16 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from cute_attn.lab.gpu import MULTIPROCESSORS
+from cute_attn.lab.workloads import default_workloads
 from cute_attn.traits import Traits
 
 if TYPE_CHECKING:
     from cute_attn.lab.benchmark.workload import Workload
 
 Verdict = Any
-"""A :class:`cute_attn.lab.verdict.Verdict`, whose table ends in what is found here."""
+"""A :class:`cute_attn.lab.verdict.Verdict`, whose table ends with these estimates."""
 NOISE = 0.02
-"""Differences of estimates below this share mean nothing."""
+"""Differences of estimates below this fraction mean nothing."""
 LATENCY = 1500
 """Clocks of a work tile that nothing hides: its first loads, the last stores. From bench/notes.md's times at s512."""
 MOST_SIMULATED = 50_000
@@ -69,8 +70,6 @@ def estimate(verdict: Verdict, workload: "Workload | None" = None) -> float:
 
 def estimates(verdict: Verdict) -> dict[str, float]:
     """:func:`estimate` by the names of a kernel's default workloads; of a kernel without any, by ``""``."""
-    from cute_attn.lab.workloads import default_workloads
-
     try:
         workloads = default_workloads(Traits.parse(verdict.name))
     except ValueError:
@@ -116,13 +115,13 @@ def _steps(
     return found
 
 
-def makespan(tiles: dict[float, int], slots: int) -> float:
-    """The time until the last of these work tiles ends: each duration so many times, longest first, on ``slots``."""
+def makespan(tiles: dict[float, int], places: int) -> float:
+    """The time until the last of these work tiles ends: each duration so many times, longest first, on ``places``."""
     total = sum(duration * count for duration, count in tiles.items())
     count = sum(tiles.values())
     if count > MOST_SIMULATED:
-        return total / slots + total / count / 2
-    ends = [0.0] * slots
+        return total / places + total / count / 2
+    ends = [0.0] * places
     for duration in sorted(tiles, reverse=True):
         for _ in range(tiles[duration]):
             heapq.heapreplace(ends, ends[0] + duration)

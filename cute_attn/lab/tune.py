@@ -5,10 +5,11 @@
     study = tune("forward-sm90-bf16-d128-causal", workloads=["b1-s8192-h32x8"], budget_s=60)
     print(study.sentence)
 
-What a tile declines is never built. The others are built by worker processes, while the GPU races what is ready, the
+What a tile declines is never built. The others are built by worker processes, while the GPU races the ones ready, the
 most promising by its code first and what spills in the steady step last. Each is compared with the reference, then
-timed in a few rounds beside the default; then what helped is combined. The best are raced against each other, and an
-A/B of the winner against the default decides. Timings are kept on disk: a study that is stopped goes on where it was.
+timed in a few rounds beside the default; then the changes that helped are combined. The best are raced against
+each other, and an A/B of the winner against the default decides. Timings are kept on disk: a study that is stopped
+goes on where it was.
 """
 
 import importlib
@@ -24,6 +25,8 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from cute_attn.compiler import SpillWarning, default_target, key_of, registry
 from cute_attn.compiler.registry import kernel_class
@@ -106,8 +109,6 @@ def tune(
     shapes = workloads_of([Contender(traits.name)], workloads)
     search = Search.of(traits, space, target, shapes, seed)
     if equipment is None and not static_only:
-        import torch
-
         if not torch.cuda.is_available():
             raise ValueError("there is no GPU; --static ranks without one")
     if equipment is None:
@@ -514,6 +515,6 @@ class _Study:
 
 
 def _promising(entry: _Entry) -> tuple[bool, float]:
-    """To sort what is ready: without spills first, then by the estimate."""
+    """To sort kernels that are ready: without spills first, then by the estimate."""
     estimate = entry.candidate.estimate
     return entry.candidate.spills_in_step > 0, math.inf if estimate is None else estimate

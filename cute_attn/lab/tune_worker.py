@@ -15,8 +15,11 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from cute_attn.compiler import SpillWarning, compile
+from cute_attn.compiler import SpillWarning, compile, registry
 from cute_attn.compiler.prebuild_worker import build
+from cute_attn.lab.benchmark.workload import Workload
+from cute_attn.lab.rank import estimate
+from cute_attn.lab.verdict import verdict
 
 
 def main() -> None:
@@ -46,21 +49,15 @@ def build_parts(compiled: Any) -> None:
     """The kernels that a launch needs beside a backward's main one."""
     if compiled.traits.op != "backward":
         return
-    from cute_attn.compiler.registry import lookup
-    from cute_attn.host.backward import kernels_of
+    from cute_attn.host.backward import kernels_of  # loads torch
 
-    for traits, tile in kernels_of(lookup(compiled.traits, compiled.tile, compiled.target))[1:]:
+    for traits, tile in kernels_of(registry.lookup(compiled.traits, compiled.tile, compiled.target))[1:]:
         compile(traits, tile, compiled.target)
 
 
 def ranked(compiled: Any, workloads: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """A kernel's estimated time of each workload, and its spills; or why there is no estimate."""
-    from cute_attn.lab.benchmark.workload import Workload
-
     try:
-        from cute_attn.lab.rank import estimate
-        from cute_attn.lab.verdict import verdict
-
         found = verdict(compiled)
         plain = [
             {n: tuple(x) if isinstance(x, list) else x for n, x in values.items()} for values in workloads

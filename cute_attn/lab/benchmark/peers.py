@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from cute_attn.api import attention as interface
 from cute_attn.compiler import default_target, registry
 from cute_attn.lab.benchmark.workload import DROPOUT_P, SOFTCAP, Inputs, Workload
 
@@ -86,8 +88,6 @@ def ours(
     """
 
     def implementation(workload: Workload, x: Inputs) -> Run:
-        from cute_attn.api import attention as interface
-
         which = "tile" if workload.op == "forward" else "backward_tile"
         options = call_options(workload, x) | {"kernel": kernel, which: tile, "precision": precision} | more
 
@@ -151,8 +151,6 @@ def mem_efficient(workload: Workload, x: Inputs) -> Run:
 
 def cudnn(workload: Workload, x: Inputs) -> Run:
     """cuDNN, through torch's scaled_dot_product_attention."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     _needs("cuDNN in torch", workload, "window", "alibi", "softcap", "sinks", "varlen")
     if workload.causal and not workload.equal_lengths:
         raise Declined(
