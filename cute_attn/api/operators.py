@@ -103,7 +103,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The needed gradients of q, k, v, bias and sinks; through the dispatcher where something observes operators.
 
-    needed: of these, and perhaps of the epilogues' tensors; their gradients then follow.
+    needed: a flag for each, and perhaps for each of the epilogues' tensors, whose gradients then follow.
     launched: whether a kernel has read and written all tensors except the outputs' gradients in place.
     into: tensors to write gradients into, for all needed ones or for none.
     """
@@ -276,7 +276,7 @@ def _loss(
 ) -> Tensor:
     """A number whose gradients are those of attention with the ``given`` out and lse, as kernels compute them.
 
-    These may cover more keys than the call has, as when ranges of a sequence are merged: probabilities are relative to
+    They may cover more keys than the call does, as when ranges of a sequence are merged: probabilities are relative to
     the given lse.
     """
     out, lse = outputs

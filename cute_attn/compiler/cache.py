@@ -1,6 +1,6 @@
 """Compiled kernels on disk: one file per kernel, written whole or not at all; a corrupt one is a miss.
 
-Kernels are loaded as native code. So only its user may open the cache (mode 0700), and files that another user owns or
+Kernels are loaded as native code. So the cache is private to its user (mode 0700), and files that another user owns or
 may write are not loaded. A file's digest covers its key, and the bytes that were checked are the bytes that are loaded:
 anyone who may rename folders above the cache can only make kernels go missing.
 """

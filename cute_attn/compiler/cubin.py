@@ -44,9 +44,9 @@ class Resources:
 
     Attributes:
         registers: 32-bit registers per thread.
-        shared_memory_bytes: static and dynamic shared memory a CTA, without the system's.
+        shared_memory_bytes: static and dynamic shared memory per CTA, without the system's.
         spill_store_bytes, spill_load_bytes: registers written to and read from local memory, as ptxas counts them.
-        local_bytes: stack and local memory a thread.
+        local_bytes: stack and local memory per thread.
     """
 
     registers: int

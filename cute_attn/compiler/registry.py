@@ -8,7 +8,7 @@ the logger ``cute_attn`` reports it at level DEBUG:
 
 * for the sequences' lengths, the heads of a group and the numbers of sequences and heads: the kernel's
   ``for_lengths``, if its class has one;
-* in a backward in fp32 of few operations, or of too many rows to split them into terms: the default tile of whole
+* in an fp32 backward that is too small for terms to pay, or has too many rows for them: the default tile of whole
   operands;
 * where the default tile loads a bias by TMA (or stores its gradient) and the bias has a single row, or strides or an
   address that TMA cannot use, the tile without: :func:`other_tiles`, which ``cute-attn list`` shows. A call that

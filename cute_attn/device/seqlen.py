@@ -101,7 +101,7 @@ def sequence(
 ) -> cute.Tensor:
     """One head as (seqlen, head_dim): of (batch, seqlen, heads, head_dim), or varlen (total, heads, head_dim).
 
-    Offsets are 64-bit. The shape is no bound of the sequence: callers check lengths.
+    Offsets are 64-bit. The shape is the tensor's and may exceed the sequence: callers check lengths.
     """
     if cutlass.const_expr(varlen):
         stride_row, stride_head, stride_dim = tensor.stride

@@ -34,7 +34,7 @@ class Scores(NamedTuple):
         return flag("causal", self.causal)
 
     def arguments(self, q: Tensor) -> dict[str, Any]:
-        """As :func:`cute_attn.attention` takes them. q: as the caller gave it, before its head dim is padded."""
+        """Arguments of :func:`cute_attn.attention` for these. q: the caller's, before its head dim is padded."""
         scale, slopes = self.softmax_scale, self.alibi_slopes
         if scale is None and q.dim() and q.shape[-1]:
             scale = q.shape[-1] ** -0.5

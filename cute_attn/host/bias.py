@@ -9,7 +9,7 @@ from cute_attn.host.values import python_number
 
 
 def with_readable_bias(tensors: Tensors, max_seqlen_k: int | None) -> Tensors:
-    """A call's tensors, q, k, v and so on, with :func:`readable`'s bias.
+    """The tensors of a call (q, k, v, ...), with the bias as :func:`readable` returns it.
 
     max_seqlen_k: of packed sequences; None: k has the keys of a batch.
     """

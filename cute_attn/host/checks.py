@@ -390,7 +390,7 @@ def check_gradients(
 def check_out(call: Call, out: Tensor, *, rows: bool = False) -> None:
     """Raise where ``out`` cannot be written in place of a new output. Assumes that the call is checked.
 
-    rows: whether kernels write it in place if they read q, k and v in place.
+    rows: True if kernels write it directly whenever they read q, k and v without padded copies.
     """
     wanted = {"device": call.q.device, "dtype": call.q.dtype, "shape": call.output_shapes()[0]}
     check_written("out", out, call.tensors(), rows=rows and call.q.is_cuda and call.aligned, **wanted)

@@ -173,7 +173,7 @@ def _aligned(traits: Traits) -> Traits:
 
 
 def _tma_bias_reason(call: Call, kernel: Any) -> str | None:
-    """Why TMA cannot load a bias or store its gradient as the kernel's tile has it, or None.
+    """Why TMA cannot load the bias, or store its gradient, by the kernel's tile, or None.
 
     A single row is cheaper without TMA.
     """

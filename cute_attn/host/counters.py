@@ -64,8 +64,8 @@ def _take(device: int) -> Tensor:
 def _allocate(device: int) -> list[Tensor]:
     """Counters of zeros, ready for any stream.
 
-    In a separate thread: a thread that warms up a CUDA graph allocates from the graph's pool, where torch accepts no
-    memory that outlives the graph's run.
+    Allocates in a separate thread, because one that warms up a CUDA graph allocates from the graph's pool, where torch
+    accepts no memory that outlives the graph's run.
     """
 
     def allocate() -> list[Tensor]:

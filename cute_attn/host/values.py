@@ -62,7 +62,7 @@ def tensors_of(name: str, values: Any, count: int | None = None, what: str = "")
 
 
 def shown(value: Any) -> str:
-    """``value`` in a sentence: on one line, and short. Of a tensor with many numbers none is read."""
+    """``value`` in a sentence: on one line, and short. The elements of a large tensor are not read."""
     if isinstance(value, Tensor) and (value.is_nested or value.layout is not torch.strided or value.dim()):
         return "a nested Tensor" if value.is_nested else f"a Tensor of shape {tuple(value.shape)}"
     text = " ".join(repr(value).split())

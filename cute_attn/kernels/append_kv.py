@@ -190,7 +190,7 @@ class AppendKv:
     ) -> cute.Tensor:
         """``values``, elements [col, col + 8) of row ``source``, with the rotated pairs turned.
 
-        Positions beyond the table count as its last one.
+        Positions beyond the table use its last row.
         """
         pairs = Int32(angles.cos.shape[1])
         position = cutlass.max(cutlass.min(position, angles.cos.shape[0] - 1), 0)

@@ -327,7 +327,7 @@ class Combine:
         place: Place,
         loaded: cute.Tensor | None = None,
     ):
-        """The group's sums: of weighted rows, this thread's columns (4, vectors), and of weights.
+        """The group's two sums: weighted rows, for this thread's columns (4, vectors), and weights.
 
         The rows of ``unroll`` partial results are loaded at once; ``loaded``: the first ones, by :meth:`load_first`.
         """

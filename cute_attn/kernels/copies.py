@@ -85,7 +85,7 @@ class Copies:
         of: Any = None,
         by: int = 1,
     ) -> Make:
-        """An area by its name in the tile's ``smem_areas``, or ``at`` that one; left out if it has no room.
+        """State the layout of the area ``name`` or ``at`` in the tile's ``smem_areas``, unless the area is empty.
 
         of: the dtype, by default the kernel's. by: number of equal areas that it is divided into.
         """

@@ -4,11 +4,11 @@
     unpad    y[row, col] = x[row, col] for the columns of y
 
 Attention kernels load rows of whole 16 bytes that start at multiples of 16 bytes. Rows of other head dims (59, 123,
-201), strides or addresses are padded before them in one launch, q, k and v together, in the backward dO and O as well;
-another launch behind them copies their outputs to the call's head dim. Columns of zeros change no score and no
-gradient, and the kernels between compute with the call's softmax scale.
+201), strides or addresses are first copied to padded ones, in one launch for q, k and v, and in the backward for dO and
+O as well. A second launch, after the kernels, copies their outputs to the call's head dim. Columns of zeros change no
+score and no gradient, and the kernels between compute with the call's softmax scale.
 
-A CTA copies rows of one tensor, a multiple of eight. So its padded rows are one run of memory that starts at a multiple
+A CTA copies a multiple of eight rows of one tensor. So its padded rows are one run of memory that starts at a multiple
 of 16 bytes, and so are unpadded rows of any head dim that lie one right after the other. Adjacent threads store
 adjacent 8 bytes of such a run, from elements that they load one by one, all before any store. A thread finds a row by
 two divisions with factors made on the host. If unpadded rows to be written do not form such a run, adjacent threads

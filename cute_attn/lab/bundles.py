@@ -254,7 +254,7 @@ def _linked(entry: Entry) -> tuple[dict[str, Any], bytes]:
 
 
 def link(object_file: bytes) -> bytes:
-    """A shared library of a kernel's object, which needs TVM FFI and a CUDA runtime of the process, and no more.
+    """Link a kernel's object into a shared library. Of the process it needs only TVM FFI and a CUDA runtime.
 
     Raises:
         ValueError: there is no C compiler, it failed, or the object needs something else.

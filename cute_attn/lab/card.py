@@ -95,7 +95,7 @@ class Gpu:
             pass
 
     def prepare(self, contender: Contender, workload: Workload) -> Run:
-        """What to time, after its output was compared with the reference.
+        """The function to time; its output was compared with the reference.
 
         Raises:
             Wrong: the output differs.

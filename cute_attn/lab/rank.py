@@ -44,7 +44,7 @@ def estimate(verdict: Verdict, workload: "Workload | None" = None) -> float:
     Estimates are comparable only for the same traits, target and workload; smaller is faster.
 
     Raises:
-        ValueError: the tile does not fit, has no steady step, or has not the traits of the workload's op.
+        ValueError: the tile does not fit, has no steady step, or its traits are not those of the workload.
     """
     if not verdict.fits or verdict.step is None:
         raise ValueError(f"there is nothing to estimate: {verdict.reason or verdict.no_step}")

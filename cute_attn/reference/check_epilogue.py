@@ -38,7 +38,7 @@ class Checked:
     Attributes:
         what: "forward", "backward" or "gradient of" a captured tensor, and the tiling.
         error: the largest absolute difference; infinite where one side masks a score that the other does not.
-        allowed: the largest one that rounding explains.
+        allowed: the largest difference that rounding explains.
         precision: a property of the kernels' arithmetic that explains a larger one, such as no rounding to 16 bits.
     """
 
@@ -148,9 +148,9 @@ def check_epilogue(
 
 
 def for_each(function: Callable, takes_score: bool = False) -> Callable[..., Tensor]:
-    """A function of FlexAttention's signature for all scores (batch, nheads, seqlen_q, seqlen_k) and indices, by vmap.
+    """A function of FlexAttention's signature, mapped over all scores (batch, nheads, seqlen_q, seqlen_k) by vmap.
 
-    It takes scores, where the function takes one, and one dimension of each index.
+    Arguments: the scores if ``takes_score``, and the indices of each dimension as a one-dimensional tensor.
     """
 
     def tensor_of(*args: Any) -> Tensor:
@@ -243,9 +243,9 @@ class _Check:
         of: Callable[[Precision], Tensor],
         rounding: Callable[[], Tensor] | None = None,
     ) -> Checked:
-        """``found``, with the explanation if one covers each of the elements that differ.
+        """``found``, with the reasons if these explain all elements that differ.
 
-        of: the reference in a precision; rounding: how much fp32's rounding of large numbers changes an element.
+        of: computes the reference in a precision; rounding: error of an element by fp32's rounding of large numbers.
         """
         if found.passed or not self.precisions:
             return found

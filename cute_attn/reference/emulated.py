@@ -1,4 +1,5 @@
-"""The code that :mod:`cute_attn.reference.emulate` compiles for the host: kernels' code in loops, batches to threads.
+"""Functions that :mod:`cute_attn.reference.emulate` compiles for the host: kernels' device code in loops over batches,
+heads, blocks and threads.
 
 A phase is one function of a thread, called for all threads before the next one: so they proceed in lock-step.
 """

@@ -57,7 +57,7 @@ class Request(NamedTuple):
 
     @property
     def empty(self) -> bool:
-        """True if nothing is launched. PyTorch's cuDNN attention returns None without a sequence or a head."""
+        """True if q or k has no elements: PyTorch launches nothing, and its cuDNN attention may return None."""
         return 0 in (*self.q, *self.k)
 
 

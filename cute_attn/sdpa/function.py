@@ -26,7 +26,7 @@ def install(function: Callable[..., Tensor]) -> None:
 
 
 def remove() -> None:
-    """Put PyTorch's function back. Modules that imported the other one meanwhile reach PyTorch's through it."""
+    """Put PyTorch's function back. Modules that imported the replacement keep it; it then calls PyTorch's."""
     global _installed
     own, _installed = _installed, None
     if own is not None and F.scaled_dot_product_attention is own:

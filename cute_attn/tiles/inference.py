@@ -22,8 +22,8 @@ class CacheCall:
         group: query heads of a key head.
         page_size: rows of a page, 0 for a contiguous cache.
         split_keys: keys of a split, which have to be whole key blocks; 0 without.
-        planes: sequences times key heads, if few keys make each work tile read all its keys; 0 otherwise, and
-            with ``split_keys``: its results must not depend on the batch.
+        planes: sequences times key heads if keys are too few to be split; 0 otherwise, and with ``split_keys``,
+            whose results must not depend on the batch.
     """
 
     seqlen_q: int = 1

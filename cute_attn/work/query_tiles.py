@@ -97,7 +97,7 @@ class QueryGrid:
         return replace(grid, packs=PackedHeads.make(group, nheads_kv, heads))
 
     def longest_first(self, seqlens: Seqlens, batch: Int32, key_bytes: int, fewest: Int32) -> "QueryGrid":
-        """On the host: the grid by sections of as many heads as keep K and V in L2, or have ``fewest`` work tiles.
+        """On the host: the grid in sections, of all heads whose K and V fit L2 and of at least ``fewest`` work tiles.
 
         key_bytes: of one row of K and of V.
         """

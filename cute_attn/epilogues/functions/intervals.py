@@ -1,7 +1,7 @@
 """Bounds of a traced value over a block of queries and keys, from bounds of its operands.
 
 Sound for the device's arithmetic: a value lies between its bounds also where it wraps or rounds. An integer's bounds
-have 64 bits; where they leave its type the value may have wrapped, and is anything. A float's bounds are rounded like
+have 64 bits; where they leave its type the value may have wrapped, and may be any. A float's bounds are rounded like
 the value, which keeps their order; a product's are widened, since a compiler may fuse it with a sum. Unknown values are
 between the least and the greatest of their type: a float that may be NaN or infinite, an element at one of several
 indices, the result of an operation without a rule. So a predicate is certainly true, certainly false, or neither.
@@ -70,9 +70,9 @@ def _select(condition: Boolean, a: Any, b: Any) -> Any:
 
 
 class Intervals:
-    """Bounds of nodes.
+    """Bounds of a graph's nodes.
 
-    known: of those that vary, where the walk ends; expressions: values of those that do not.
+    known: bounds of the nodes that vary and need no operands; expressions: values of the nodes that do not vary.
     """
 
     def __init__(self, known: dict[Node, Interval], expressions: Expressions) -> None:

@@ -1,4 +1,4 @@
-"""A graph as kernels compute it: on scores as a tile scales them, with cheap operations in place of expensive ones.
+"""A graph as kernels compute it: on scaled scores, with cheap operations in place of expensive ones.
 
 A tile holds scores over ``context.score_scale``. Factors that do not vary with the score, or with the query and the
 key, are multiplied with each other first, once per work tile, row or column: a bias costs one multiply-add per

@@ -39,7 +39,7 @@ class Step(NamedTuple):
 
     Attributes:
         parent: where it is read from: 0 for the functions, or one more than a step's number.
-        get: reads it from that.
+        get: reads it from its parent.
         kind: its type.
         test: True for the same value; None if its contents have separate steps.
     """
@@ -61,7 +61,7 @@ class Reads:
         tensors: the referenced tensors, each once.
         references: the tensor of each reference.
         kept: objects that the key names by their id.
-        complete: the key determines the functions' behaviour.
+        complete: True if the key determines the functions' behaviour.
     """
 
     def __init__(self, *functions: Callable | None, state: tuple = ()) -> None:

@@ -99,9 +99,9 @@ def trace_with_arguments(
     mask_mod: Callable | None,
     dtype: torch.dtype = torch.float32,
 ) -> Trace:
-    """The same for functions with tensors and numbers as further parameters, which refer to no other tensors.
+    """Like :func:`trace`, for functions whose tensors are all among their further parameters, with numbers.
 
-    arguments: with any call's dtypes and numbers of dimensions; their sizes and numbers are not recorded.
+    arguments: examples. The graph depends on their dtypes and numbers of dimensions, not on their sizes or values.
 
     Raises:
         TypeError: also where one refers to another tensor.
@@ -492,7 +492,7 @@ class Row(_Traced):
 
 
 class Argument(Row):
-    """A tensor argument of a function. A call's tensor has other sizes, so sizes are traced too."""
+    """A tensor argument of a function. Tensors of calls have other sizes, so sizes are nodes of the graph too."""
 
     def extent(self, name: str, dim: int | None = None) -> Any:
         """Its ``shape``, ``size`` or ``numel``. ``len`` is refused, since Python requires a number."""

@@ -185,10 +185,9 @@ def _of_warpgroups(traits: Traits, number: str) -> ForwardSm90Tile:
 def _tile_for_work(
     plain: ForwardSm90Tile, traits: Traits, seqlen_q: int, seqlen_k: int, pairs: int
 ) -> ForwardSm90Tile | None:
-    """A tile of fewer rows where tiles of ``plain`` leave multiprocessors idle or have empty rows.
+    """A tile with fewer rows if ``plain`` leaves multiprocessors idle or computes empty rows, else None.
 
-    Small CTAs get more keys per step if they do not fill the multiprocessors either, or if a fourth one runs after
-    three.
+    If ``plain`` has 64 rows: a tile with more keys per step for one, two or four CTAs per multiprocessor.
     """
     if plain.tile_m == 64:
         each = -(-_count(plain, seqlen_q, pairs) // MULTIPROCESSORS)

@@ -20,9 +20,9 @@ SCORES, VALUES = 0, 1
 
 @dataclass(frozen=True)
 class SharedProbabilities:
-    """P of a step, and by how much its step rescales each row of O: written by one warpgroup, read by both.
+    """P of one step and the factors that rescale the rows of O: written by one warpgroup, read by both.
 
-    A work tile has a use for each key block, and one more with only the last factors of its rows.
+    A work tile fills it once per key block, and once more with the factors that normalize its rows.
     """
 
     tensor: cute.Tensor  # (64, tile_n, stage)

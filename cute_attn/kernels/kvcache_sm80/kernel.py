@@ -320,7 +320,7 @@ class KvcacheSm80(ForwardSm80):
     def normalize(
         self, params: CacheParams, loop: MainLoop, tile: QueryTile, whole: Boolean | None
     ) -> cute.Tensor:
-        """Normalise O; returns LSE. Results that are not ``whole`` get their sinks when they are merged."""
+        """Normalise O; returns LSE. Only ``whole`` results get their sinks here, the others when they are merged."""
         chain, own = self.epilogues, self.output_map(loop)
         sinks = chain.sinks_of_rows(params.score_args, tile.head, tile.heads_left, own)
         if sinks and whole is not None:

@@ -169,7 +169,7 @@ class Workload:
 
     @property
     def flops(self) -> int:
-        """Useful floating-point operations: two a multiply-add, of the (query, key) pairs that see each other.
+        """Useful floating-point operations: two per multiply-add, of the (query, key) pairs that see each other.
 
         A forward has two products, a backward five: the scores and dQ and dK along head_dim, dP and dV along
         head_dim_v.
@@ -246,9 +246,9 @@ class Inputs:
 
 
 def visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> int:
-    """How many (query, key) pairs see each other in a sequence and head.
+    """Number of (query, key) pairs that a mask leaves in one head of a sequence.
 
-    The last query's own key is the last one, and a query sees ``left`` keys before and ``right`` after its own.
+    The last query is aligned with the last key; a query sees ``left`` keys before its position and ``right`` after it.
     """
 
     def up_to(after: int) -> int:
