@@ -388,7 +388,6 @@ class Fp32Result(SmemResult):
     """As :class:`SmemResult`, in fp32."""
 
     def address(self, start: Int32, row: int, col: int) -> cute.Pointer:
-        """The address of the pair ``row`` rows and ``col`` columns after the first."""
         layout = self.tile.layout
         outer = layout.outer if isinstance(layout, cute.ComposedLayout) else layout
         distance = cute.crd2idx((row, col), outer)
@@ -413,13 +412,11 @@ class PairedResult(Fp32Result):
     """Stores P so that it is read as :func:`paired_operand_a` has it: keys 2t and 2t + 1 at places t and t + 4."""
 
     def start(self) -> Int32:
-        """The address of the thread's first element, rematerialized so that it occupies no register."""
         rows, cols = self.shape
         row, col = thread_row_col(self.tiled_mma, rows, cols, below_1024(rematerialize(self.thread)))
         return (self.tile.iterator + cute.crd2idx((row, col - col % 8 // 2), self.tile.layout)).toint()
 
     def store(self, terms: Terms, col0: int = 0) -> None:
-        """Store the only one of ``terms``, with the accumulator's layout, at column ``col0``."""
         modes = row_col_modes(self.tiled_mma, *self.shape)
         view, start = row_col_view(terms[0], modes), self.start()
         for r, row in enumerate(modes.rows):

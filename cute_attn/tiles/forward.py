@@ -123,7 +123,6 @@ class ForwardSm80Tile(WarpTile):
 
     @property
     def num_threads(self) -> int:
-        """Threads of a CTA."""
         return self.group_threads * self.key_groups
 
     @property

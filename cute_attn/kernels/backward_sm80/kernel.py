@@ -270,7 +270,6 @@ class BackwardSm80:
         scales: TermScales,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch."""
         if cutlass.const_expr(self.tile.in_terms):
             mQ, mK, mV, mDO = (first_term(m) for m in (mQ, mK, mV, mDO))
         nheads = mQ.shape[-2]

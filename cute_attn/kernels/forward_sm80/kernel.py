@@ -242,7 +242,6 @@ class ForwardSm80:
         score_args: fakes.ScoreArgs,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch."""
         params = self.params((mQ, mK, mV, mO, mLSE), seqlens, softmax_scale, schedule, score_args)
         ctas = params.grid.tiles(seqlens.batch(mQ))
         self.kernel(params).launch(grid=[ctas, 1, 1], block=[self.tile.num_threads, 1, 1], stream=stream)

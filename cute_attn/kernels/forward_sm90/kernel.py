@@ -258,7 +258,6 @@ class ForwardSm90:
         score_args: fakes.ScoreArgs,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch."""
         traits, tile = self.traits, self.tile
         key_bytes = 2 * (traits.head_dim + traits.head_dim_v)
         order = QueryTileOrder.make(seqlens, mQ, mK, key_bytes, tile.queries, tile.pack_heads, traits.causal)

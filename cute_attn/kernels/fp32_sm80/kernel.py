@@ -72,7 +72,6 @@ class FollowsSplit(ForwardSm80):
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        """Why this kernel cannot serve ``traits``, or None."""
         if traits.dtype != "fp32":
             return f"it computes fp32, not {traits.dtype}"
         return super().supports(traits)
@@ -184,7 +183,6 @@ class ForwardTerms(FollowsSplit):
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardTermsTile:
-        """The tile for calls that name none."""
         return default_tile(traits, target)
 
     # ---- differences from 16-bit tensors ----

@@ -61,14 +61,12 @@ class ForwardLargeSm90(ForwardSm90):
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        """Why this kernel cannot serve ``traits``, or None."""
         if traits.head_dim_v > MAX_HEAD_DIM_V:
             return f"head_dim_v is {traits.head_dim_v}; accepted: up to {MAX_HEAD_DIM_V}"
         return beyond(traits, most=MAX_HEAD_DIM)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardLargeTile:  # type: ignore[override]
-        """The tile for calls that name none."""
         return TABLE.first(traits, target, *keys(traits, target))
 
     def for_lengths(
@@ -154,11 +152,9 @@ class ForwardLargeSm90(ForwardSm90):
 
     @property
     def output_columns(self) -> int:
-        """Columns of O that a warpgroup has in registers and stores."""
         return self.tile.columns_of_v(self.traits) // self.tile.warpgroups
 
     def values(self, op: Any, mV: cute.Tensor) -> TmaTiles:
-        """TMA tiles of V."""
         tile = self.tile
         shape = (tile.tile_n, tile.columns_of_v(self.traits))
         return TmaTiles.make(op, mV, self.values_layout(), shape, cute.rank(mV) == 3)

@@ -59,7 +59,6 @@ class LargeStorage(ForwardStorage):
 
     @cute.jit
     def init(self, warpgroups: Constexpr, lane: Int32) -> None:
-        """By one warp, before the CTA synchronizes: the barriers and the replay list."""
         both: Constexpr = 4 * warpgroups
         with cute.arch.elect_one():
             self.q.pipeline.init(both)

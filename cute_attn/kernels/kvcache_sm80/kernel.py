@@ -114,7 +114,6 @@ class KvcacheSm80(ForwardSm80):
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        """Why this kernel cannot serve ``traits``, or None."""
         return beyond_cache(traits, "sm80", lacks=("varlen_k",))
 
     @classmethod
@@ -144,7 +143,6 @@ class KvcacheSm80(ForwardSm80):
         partials: fakes.PartialResults,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch."""
         tile, split = self.tile, self.traits.split
         batch, nheads, nheads_kv = seqlens.batch(mQ), mQ.shape[-2], mK.shape[-2]
         m_blocks = cute.ceil_div(seqlens.max_seqlen_q, tile.queries)

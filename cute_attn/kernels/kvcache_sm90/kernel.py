@@ -54,7 +54,6 @@ class KvcacheSm90(ForwardSm90):
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        """Why this kernel cannot serve ``traits``, or None."""
         return beyond_cache(traits, "sm90")
 
     @classmethod
@@ -68,7 +67,6 @@ class KvcacheSm90(ForwardSm90):
 
     @property
     def has_values_out_of_bounds(self) -> bool:
-        """Loads of V reach rows outside the sequence. They must be zeroed: they may be NaN, and 0 * NaN is NaN."""
         return self.traits.seqused_k or self.traits.paged or self.traits.varlen_k
 
     # ---- host ----
@@ -89,7 +87,6 @@ class KvcacheSm90(ForwardSm90):
         partials: fakes.PartialResults,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch."""
         traits, tile = self.traits, self.tile
         key_bytes = 2 * (traits.head_dim + traits.head_dim_v)
         order = QueryTileOrder.make(seqlens, mQ, mK, key_bytes, tile.queries, tile.pack_heads, traits.causal)
