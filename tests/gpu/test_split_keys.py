@@ -214,7 +214,7 @@ def test_head_dims(dims, split, arch):
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_few_and_many_sequences(arch):
-    """More units than slots, and fewer key blocks than slots."""
+    """More work tiles than CTAs, and fewer key blocks than CTAs."""
     pick = random.Random(7)
     for batch, longest in ((1, 40), (1, 3000), (33, 64), (300, 500), (1100, 90)):
         call = Call(tuple(pick.randint(0, longest) for _ in range(batch)), (1,) * batch, heads=(4, 2))
@@ -253,8 +253,8 @@ def test_long_pages_equal_entries_bit_for_bit(page):
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("page", [16, 64])
-def test_many_units_of_each_slot(page, arch):
-    """A CTA has four whole units, again and again: nothing that one leaves reaches the next."""
+def test_many_work_tiles_per_cta(page, arch):
+    """A CTA has four whole work tiles, again and again: nothing that one leaves reaches the next."""
     call = Call((2000,) * 66, (1,) * 66, heads=(16, 8), capacity=2048)
     expected = call.run(kernel=arch)
     call.check(expected)
