@@ -27,7 +27,7 @@ from cute_attn.compiler.fingerprint import digest
 OBJECT, CUBIN, PTX = "kernel.o", "kernel.cubin", "kernel.ptx"
 LIBRARY = "kernel.so"
 ELSEWHERE = "CUTE_ATTN_CACHE_DIR names another folder"
-_PARTS = (OBJECT, CUBIN, PTX)
+_FILES = (OBJECT, CUBIN, PTX)
 _NAMES = ("kernels", "locks")
 _FORMAT = 2
 _warned: set[str] = set()
@@ -40,12 +40,12 @@ class Entry:
     Attributes:
         key: the key under which it is found.
         meta: name, target, tile, resources, warnings, seconds, ...
-        parts: its ``OBJECT``, ``CUBIN`` and ``PTX``; of a bundle its ``LIBRARY`` and ``CUBIN``.
+        files: its ``OBJECT``, ``CUBIN`` and ``PTX``; of a bundle its ``LIBRARY`` and ``CUBIN``.
     """
 
     key: str
     meta: dict[str, Any]
-    parts: dict[str, bytes]
+    files: dict[str, bytes]
 
 
 @dataclass(frozen=True)
@@ -190,14 +190,14 @@ class DiskCache:
 
 def _packed(entry: Entry) -> list[bytes]:
     """A line of JSON, then the entry's files."""
-    parts = [entry.parts[name] for name in _PARTS]
+    files = [entry.files[name] for name in _FILES]
     header = {
         "format": _FORMAT,
-        "digest": _digest(entry.key, entry.meta, parts),
-        "sizes": [len(part) for part in parts],
+        "digest": _digest(entry.key, entry.meta, files),
+        "sizes": [len(file) for file in files],
         "meta": entry.meta,
     }
-    return [json.dumps(header).encode(), b"\n", *parts]
+    return [json.dumps(header).encode(), b"\n", *files]
 
 
 def _read(path: Path) -> tuple[Entry, Listed] | None:
@@ -212,16 +212,16 @@ def _read(path: Path) -> tuple[Entry, Listed] | None:
             line, _, rest = file.read().partition(b"\n")
         header = json.loads(line)
         ends = list(itertools.accumulate(header["sizes"]))
-        parts = [rest[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-        sound = header["format"] == _FORMAT and header["digest"] == _digest(path.name, header["meta"], parts)
-        entry = Entry(path.name, header["meta"], dict(zip(_PARTS, parts, strict=True)))
+        files = [rest[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        sound = header["format"] == _FORMAT and header["digest"] == _digest(path.name, header["meta"], files)
+        entry = Entry(path.name, header["meta"], dict(zip(_FILES, files, strict=True)))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return (entry, Listed(entry.key, entry.meta, status.st_size, status.st_mtime)) if sound else None
 
 
-def _digest(key: str, meta: dict[str, Any], parts: list[bytes]) -> str:
-    return digest(key.encode(), json.dumps(meta, sort_keys=True).encode(), *parts)
+def _digest(key: str, meta: dict[str, Any], files: list[bytes]) -> str:
+    return digest(key.encode(), json.dumps(meta, sort_keys=True).encode(), *files)
 
 
 def _remove(path: Path) -> int:

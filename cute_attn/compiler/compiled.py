@@ -151,12 +151,12 @@ class CompiledKernel:
     @functools.cached_property
     def function(self) -> Callable[..., None]:
         """The launching function, loaded on first use; a hot path keeps it."""
-        parts, name = self._entry.parts, self._entry.meta["function"]
-        if LIBRARY in parts:
-            return load_function(parts[LIBRARY], name, self._entry.meta["toolchain"])
+        files, name = self._entry.files, self._entry.meta["function"]
+        if LIBRARY in files:
+            return load_function(files[LIBRARY], name, self._entry.meta["toolchain"])
         # From memory: the file may have gone, or be another, since it was checked.
         with open(os.memfd_create("cute_attn"), "wb") as file:
-            file.write(parts[OBJECT])
+            file.write(files[OBJECT])
             file.flush()
             module = dsl().runtime.load_module(f"/proc/self/fd/{file.fileno()}", enable_tvm_ffi=True)
         return getattr(module, name)
@@ -174,16 +174,16 @@ class CompiledKernel:
 
     @property
     def ptx(self) -> str:
-        if PTX not in self._entry.parts:
+        if PTX not in self._entry.files:
             raise ValueError(
                 f"{self.name} comes from a bundle, which holds no PTX; accepted: {VARIABLE}=0, with which "
                 "nvidia-cutlass-dsl builds it"
             )
-        return self._entry.parts[PTX].decode().rstrip("\0")
+        return self._entry.files[PTX].decode().rstrip("\0")
 
     @property
     def cubin(self) -> bytes:
-        return self._entry.parts[CUBIN]
+        return self._entry.files[CUBIN]
 
     @functools.cached_property
     def sass(self) -> str:
@@ -198,7 +198,7 @@ class CompiledKernel:
     @property
     def how_built(self) -> str:
         """Its source, cache or bundle, or the time of building it."""
-        if LIBRARY in self._entry.parts:
+        if LIBRARY in self._entry.files:
             return "from a bundle"
         return "from the cache" if self.from_cache else f"in {self.seconds:.1f} s"
 
@@ -500,14 +500,14 @@ def _build(kernel: Any, target: str, key: str, options: str) -> Entry:
         with dsl().no_arguments():
             compiled = dsl().cute.compile(kernel, *fakes(kernel), stream, options=f"{options} {places}")
         compiled.export_to_c(str(folder / OBJECT), function_name=function)
-        parts = {
+        files = {
             OBJECT: (folder / OBJECT).read_bytes(),
             CUBIN: bytes(compiled.__cubin__),
             PTX: compiled.__ptx__.encode(),
         }
         remarks = (folder / "remarks").read_text("utf-8", "replace")
         module = str(compiled.ir_module)
-    resources = _cubin.read_resources(parts[CUBIN], remarks, module)
+    resources = _cubin.read_resources(files[CUBIN], remarks, module)
     meta = {
         "name": kernel.traits.name,
         "tile": asdict(kernel.tile),
@@ -518,7 +518,7 @@ def _build(kernel: Any, target: str, key: str, options: str) -> Entry:
         "function": function,
         "toolchain": toolchain(),
     }
-    return Entry(key, meta, parts)
+    return Entry(key, meta, files)
 
 
 def check_layouts(kernel: Any) -> None:

@@ -242,7 +242,7 @@ def index_file(content: dict[str, Any]) -> bytes:
 
 def _linked(entry: Entry) -> tuple[dict[str, Any], bytes]:
     """What the index has of a kernel except its archive, and its library, compressed."""
-    library, cubin = link(entry.parts[OBJECT]), entry.parts[CUBIN]
+    library, cubin = link(entry.files[OBJECT]), entry.files[CUBIN]
     place = library.find(cubin)
     if place < 0:
         raise RuntimeError(f"{entry.meta['name']}'s object does not contain its cubin as it is")

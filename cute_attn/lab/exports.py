@@ -51,7 +51,7 @@ def export(requests: Iterable[Request], folder: Path, workers: int | None = None
     for kernel, name, entry in zip(kernels, names, entries, strict=True):
         if entry is None:
             raise ValueError(f"{kernel.name} is no longer in the cache; accepted: no pruning meanwhile")
-        (folder / f"{name}.o").write_bytes(entry.parts[OBJECT])
+        (folder / f"{name}.o").write_bytes(entry.files[OBJECT])
         declarations.append(declaration(kernel, entry.meta["function"]))
     (folder / HEADER).write_text(template("kernels.h").format(**LICENCE, declarations="".join(declarations)))
     (folder / "raise.c").write_text(template("raise.c"))

@@ -97,7 +97,7 @@ def _by_nvml(nvml: Any, handle: Any) -> State:
 
 
 def parse_nvidia_smi(line: str | None) -> State | None:
-    """The state from a line of nvidia-smi's CSV without units, or None."""
+    """The state from a line of nvidia-smi's ``csv,nounits``, or None."""
     if line is None:
         return None
     clock, power, heat, reasons = (_number(value) for value in line.split(","))

@@ -129,7 +129,7 @@ def attend_on_host(
         kernel: anything with a forward kernel's ``epilogues``, ``tile`` (tile_m, tile_n, and perhaps pack_heads) and
             ``tiled_mma()`` or ``mma_qk()``.
         products: q k^T, float32 (batch, nheads, max_seqlen_q, max_seqlen_k), on the CPU.
-        values: V for each query head, float32 (batch, nheads, max_seqlen_k, head_dim_v); packed heads share the first
+        values: V for each query head, float32 (batch, nheads, max_seqlen_k, head_dim_v); packed heads have the first
             one's.
         softmax_scale: as for ``attention``.
         inputs: the epilogues' arguments, tensors as the operators give them (broadcast by stride 0).

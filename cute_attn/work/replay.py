@@ -25,7 +25,7 @@ class Replay:
     """
 
     # In shared memory, SECTION + 1 words: index of a failed work tile + 1, or 0; the last one: whether any failed.
-    slots: cute.Tensor
+    marks: cute.Tensor
     threads: Constexpr  # threads of the CTA that synchronize
 
     SECTION = 127
@@ -41,13 +41,13 @@ class Replay:
     def clear(self, lane: Int32) -> None:
         """By one warp, before any :meth:`mark`."""
         for i in cutlass.range_constexpr(0, Replay.SECTION + 1, 32):
-            self.slots[i + lane] = Int32(0)
+            self.marks[i + lane] = Int32(0)
 
     @cute.jit
     def mark(self, item: WorkItemId) -> None:
         """By any thread: the work tile failed."""
-        self.slots[item.n % Replay.SECTION] = item.index + 1
-        self.slots[Replay.SECTION] = Int32(1)
+        self.marks[item.n % Replay.SECTION] = item.index + 1
+        self.marks[Replay.SECTION] = Int32(1)
 
     @cute.jit
     def sync(self) -> None:
@@ -56,15 +56,15 @@ class Replay:
 
     def any(self) -> Boolean:
         """After :meth:`sync`: whether any work tile failed."""
-        return Boolean(self.slots[Replay.SECTION] != 0)
+        return Boolean(self.marks[Replay.SECTION] != 0)
 
-    def failed(self, slot: Int32) -> Boolean:
-        """After :meth:`sync`: True if the work tile in ``slot`` failed."""
-        return Boolean(self.slots[slot] != 0)
+    def failed(self, place: Int32) -> Boolean:
+        """After :meth:`sync`: True if the work tile marked at ``place`` failed."""
+        return Boolean(self.marks[place] != 0)
 
-    def index(self, slot: Int32) -> Int32:
-        """The index in the order of the failed work tile in ``slot``."""
-        return cute.arch.make_warp_uniform(self.slots[slot]) - 1
+    def index(self, place: Int32) -> Int32:
+        """The index, in the schedule's order, of the failed work tile marked at ``place``."""
+        return cute.arch.make_warp_uniform(self.marks[place]) - 1
 
     @cute.jit
     def reset(self, clears: Constexpr) -> None:

@@ -94,7 +94,7 @@ def index(folder):
 def found(made, tmp_path_factory):
     """What a process without the DSL finds, by the sentences of ``tests/without_compiler.py``."""
     folder = tmp_path_factory.mktemp("runtime")
-    library = open_bundle(str(made)).get(key()).parts[LIBRARY]
+    library = open_bundle(str(made)).get(key()).files[LIBRARY]
     (folder / "kernel.so").write_bytes(library)
     done = subprocess.run(
         ["nm", "--dynamic", "--undefined-only", folder / "kernel.so"],
@@ -184,13 +184,13 @@ def test_a_bundle_comes_before_the_cache(made, monkeypatch, fresh_cache):
     kernel = build()
     assert kernel.how_built == "from a bundle" and kernel is build() and not fresh_cache.exists()
     assert compiled.is_built(lookup(APPEND, None, "sm80"), "sm80")
-    assert kernel.cubin[:4] == b"\x7fELF" and len(kernel.cubin) < len(kernel._entry.parts[LIBRARY])
+    assert kernel.cubin[:4] == b"\x7fELF" and len(kernel.cubin) < len(kernel._entry.files[LIBRARY])
     assert not compiled.is_built(lookup(APPEND, None, "sm90"), "sm90")
 
 
 def test_the_machine_code_is_what_was_built(made):
     for traits in (APPEND, SECOND, FORWARD):
-        assert open_bundle(str(made)).get(key(traits)).parts[CUBIN] == build(traits).cubin
+        assert open_bundle(str(made)).get(key(traits)).files[CUBIN] == build(traits).cubin
 
 
 def test_what_builds_a_kernel_does_not_change_its_key_in_a_bundle(monkeypatch):
