@@ -7,12 +7,7 @@ from torch import Tensor
 
 from cute_attn.host import plans
 from cute_attn.host.append import launch
-from cute_attn.host.cache_checks import (
-    check_append,
-    check_append_for_kernels,
-    check_lengths,
-    check_tensors,
-)
+from cute_attn.host.cache_checks import check_append, check_append_for_kernels, check_lengths, check_tensors
 from cute_attn.host.call import Call, schema
 from cute_attn.host.checks import check_writable
 from cute_attn.host.memory import Tensors

@@ -24,13 +24,7 @@ from cute_attn.host.cache_checks import check_lengths as _check_lengths
 from cute_attn.host.call import Call, schema
 from cute_attn.host.checks import MAX_SEQLEN, check_out, check_starts, check_writable
 from cute_attn.host.choose import check_words
-from cute_attn.host.memory import (
-    Tensors,
-    is_lazy,
-    is_readable,
-    on_device,
-    write_owned,
-)
+from cute_attn.host.memory import Tensors, is_lazy, is_readable, on_device, write_owned
 from cute_attn.host.plans import Plan, no_dispatch_mode
 from cute_attn.host.split_kv import MAX_PARTIALS, SPLIT_KEYS, known_plan, plan_for
 from cute_attn.host.split_kv import launch as launch_attention
@@ -305,8 +299,7 @@ def _one_length(
 _SCHEMA = schema(ARGUMENTS, k="Tensor?", v="Tensor?", **append.CACHES)
 _library = torch.library.Library("cute_attn", "FRAGMENT")
 _library.define(
-    f"attention_with_kvcache({_SCHEMA}) -> (Tensor out, Tensor lse)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    f"attention_with_kvcache({_SCHEMA}) -> (Tensor out, Tensor lse)", tags=(torch.Tag.pt2_compliant_tag,)
 )
 
 

@@ -29,9 +29,7 @@ _OWN, _OWN_ID = "from the cute_attn that is installed", "_cute_attn_hub_"
 """What the files have; others that are in the way stay."""
 
 
-def hub(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to write.")],
-) -> None:
+def hub(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to write.")]) -> None:
     """Write local kernels for Hugging Face and print how to use them.
 
     Programs that ask the hub for FlashAttention-2's or -3's kernels then run on those of this package, unchanged.

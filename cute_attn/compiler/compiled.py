@@ -556,10 +556,7 @@ Request = tuple[Traits, Any, str | None]
 
 
 def prebuild(
-    requests: Iterable[Traits | str | tuple],
-    workers: int | None = None,
-    *,
-    lines: bool = False,
+    requests: Iterable[Traits | str | tuple], workers: int | None = None, *, lines: bool = False
 ) -> Iterator[Prebuilt]:
     """Build many kernels into the disk cache in parallel processes; yields each when built.
 

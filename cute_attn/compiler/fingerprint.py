@@ -30,10 +30,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _LAYOUTS = _PACKAGE.parent / "layouts"
 _SHAPING = ("traits.py", "tiles", "epilogues", "device", "work", "rows", "outputs", "kernels", "compiler")
 """Files and folders that shape a kernel or the data stored with it; none imports from other folders."""
-_DISTRIBUTIONS = {
-    "cutlass_dsl": "nvidia-cutlass-dsl",
-    "tvm_ffi": "apache-tvm-ffi",
-}
+_DISTRIBUTIONS = {"cutlass_dsl": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}
 
 
 def dsl() -> Any:

@@ -238,10 +238,7 @@ def flash_attn_with_kvcache(
 
 
 def flash_attn_combine(
-    out_partial: Tensor,
-    lse_partial: Tensor,
-    out: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     """One result from partial ones over disjoint sets of keys: out, and softmax_lse (batch, seqlen, nheads).
 

@@ -25,11 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.api.attention import (
-    attention_backward,
-    attention_varlen_backward,
-    draw_rng_state,
-)
+from cute_attn.api.attention import attention_backward, attention_varlen_backward, draw_rng_state
 from cute_attn.flash_attn.conventions import (
     Scores,
     attend,
@@ -173,12 +169,7 @@ def backward(
     with torch.no_grad():
         if not direct:
             _check_into(given, {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse})
-        arguments: Any = (
-            pad_head_dim(dout),
-            *map(whole_head_dim, (q, k, v)),
-            pad_head_dim(out),
-            lse,
-        )
+        arguments: Any = (pad_head_dim(dout), *map(whole_head_dim, (q, k, v)), pad_head_dim(out), lse)
         options |= {"wanted": tuple(given), "into": tuple(given.values()) if direct else None}
         if lengths is None:
             found = attention_backward(*arguments, **options)

@@ -176,11 +176,7 @@ def apply_rotary_emb_qkv_(
 
 
 def apply_rotary_emb_kv_(
-    kv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool = False,
-    seqlen_offsets: int | Tensor = 0,
+    kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
 ) -> Tensor:
     """Turn k of kv (batch, seqlen, 2, nheads, head_dim) in place."""
     check_tensors(kv=kv)

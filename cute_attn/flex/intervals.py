@@ -54,11 +54,7 @@ def interval_mask(begin: Tensor, end: Tensor, seqlen_k: int) -> BlockMask:
 
     first_key, last_key = begin.expand(sizes), end.expand(sizes)
     return BlockMask.from_kv_blocks(
-        *partial_lists,
-        *full_lists,
-        BLOCK_SIZE=LISTED_ROWS,
-        mask_mod=sees,
-        seq_lengths=(sizes[2], seqlen_k),
+        *partial_lists, *full_lists, BLOCK_SIZE=LISTED_ROWS, mask_mod=sees, seq_lengths=(sizes[2], seqlen_k)
     )
 
 

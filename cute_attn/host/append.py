@@ -33,10 +33,7 @@ def traits_of(call: Call, arch: str, q: Tensor | None) -> Traits:
 
 
 def launch(
-    call: Call,
-    q: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    rises: bool = False,
+    call: Call, q: Tensor | None = None, cu_seqlens_q: Tensor | None = None, rises: bool = False
 ) -> Tensor | None:
     """Launch the kernel: append, and with ``q`` return its rotated copy.
 
@@ -60,11 +57,7 @@ def launch(
 
 
 def kernel_arguments(
-    call: Call,
-    q: Tensor | None,
-    rotated: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    rises: bool,
+    call: Call, q: Tensor | None, rotated: Tensor | None, cu_seqlens_q: Tensor | None, rises: bool
 ) -> tuple[dict[str, Any], int]:
     """The kernel's arguments, tuples in place of its classes, and the number of rows."""
     first = call.cache_seqlens if call.rotary_seqlens is None else call.rotary_seqlens

@@ -44,12 +44,7 @@ from cute_attn.host.checks import (
 from cute_attn.host.choose import choose_kernel, user_classes
 from cute_attn.host.counters import l2_bytes, multiprocessors
 from cute_attn.host.forward import are_functions, as_kernels_read
-from cute_attn.host.memory import (
-    as_strided,
-    contiguous_strides,
-    is_aligned,
-    on_device,
-)
+from cute_attn.host.memory import as_strided, contiguous_strides, is_aligned, on_device
 from cute_attn.host.padding import Copies
 from cute_attn.host.plans import Plan
 from cute_attn.host.split_fp32 import MAX_ROWS as MAX_SPLIT_ROWS

@@ -320,14 +320,7 @@ class Call(NamedTuple):
         scale = abs(self.softmax_scale) if sign else 1.0
         return self._replace(q=(self.q * sign).contiguous(), softmax_scale=scale)
 
-    def traits(
-        self,
-        arch: str,
-        variant: str = "",
-        *,
-        op: str = "forward",
-        bias_grad: bool = False,
-    ) -> Traits:
+    def traits(self, arch: str, variant: str = "", *, op: str = "forward", bias_grad: bool = False) -> Traits:
         """Traits of a forward or backward kernel of ``arch``; bias_grad: it computes the bias's gradient."""
         return Traits(
             op=op, arch=arch, dtype=DTYPE_NAMES[self.q.dtype], head_dim=int(self.q.shape[-1]),

@@ -26,14 +26,7 @@ from cute_attn.host.memory import (
     overlaps_itself,
 )
 from cute_attn.host.values import check_dense, check_dtype, check_present, shown, wrong_shape
-from cute_attn.traits import (
-    DROPOUTS,
-    MASKS,
-    MAX_HEAD_DIM,
-    PRECISIONS,
-    head_dim_multiple,
-    head_dims_text,
-)
+from cute_attn.traits import DROPOUTS, MASKS, MAX_HEAD_DIM, PRECISIONS, head_dim_multiple, head_dims_text
 
 KERNEL_DTYPES = tuple(DTYPE_NAMES)
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -397,12 +390,7 @@ def check_out(call: Call, out: Tensor, *, rows: bool = False) -> None:
 
 
 def check_written(
-    name: str,
-    written: Any,
-    others: Iterable[tuple[str, Tensor | None]],
-    *,
-    rows: bool = False,
-    **wanted: Any,
+    name: str, written: Any, others: Iterable[tuple[str, Tensor | None]], *, rows: bool = False, **wanted: Any
 ) -> None:
     """Raise where a result cannot be written to a tensor that a caller gave.
 

@@ -31,13 +31,7 @@ def user_classes(call: Call, op: str = "forward") -> tuple[Any, ...]:
     return (kernel, *(weakref.ref(x) if name.startswith(TRACED) else x for name, x in found))
 
 
-def choose_kernel(
-    call: Call,
-    target: str,
-    *,
-    op: str = "forward",
-    bias_grad: bool = False,
-) -> Any:
+def choose_kernel(call: Call, target: str, *, op: str = "forward", bias_grad: bool = False) -> Any:
     """The kernel with its tile: the newest generation that supports the call on ``target``, or the one that it names.
 
     Lengths, heads and the bias's layout may change the default tile: see :mod:`cute_attn.compiler.registry`.
@@ -59,9 +53,7 @@ def choose_kernel(
             variant = ""
         try:
             kernel = registry.lookup(
-                call.traits(arch, variant, op=op, bias_grad=bias_grad),
-                tile or None,
-                target,
+                call.traits(arch, variant, op=op, bias_grad=bias_grad), tile or None, target
             )
             if not tile and hasattr(kernel, "for_lengths"):  # a user's may have one tile
                 pairs = None if call.varlen else call.batch * call.nheads

@@ -97,10 +97,7 @@ class Copies:
             self._launch(padded, results, cu_seqlens)
 
     def _launch(
-        self,
-        sources: Sequence[Tensor | None],
-        targets: Sequence[Tensor | None],
-        cu_seqlens: Tensor | None,
+        self, sources: Sequence[Tensor | None], targets: Sequence[Tensor | None], cu_seqlens: Tensor | None
     ) -> None:
         """Copy pairs of tensors; arbitrary tensors stand for the other arguments, which the kernel ignores."""
         both = [x is not None and y is not None for x, y in zip(sources, targets, strict=True)]

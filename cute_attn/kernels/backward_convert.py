@@ -134,12 +134,7 @@ class BackwardConvert:
 
     @cute.kernel
     def kernel(
-        self,
-        mDQaccum: cute.Tensor,
-        mDQ: cute.Tensor,
-        seqlens: Seqlens,
-        scale: Float32,
-        grid: QueryGrid,
+        self, mDQaccum: cute.Tensor, mDQ: cute.Tensor, seqlens: Seqlens, scale: Float32, grid: QueryGrid
     ) -> None:
         traits, tile = self.traits, self.tile
         thread, _, _ = cute.arch.thread_idx()

@@ -94,9 +94,7 @@ class BlockKinds:
         """Launch. groups: CTAs of a block of queries. mask_args: the mask's captured tensors, or None."""
         batch, nheads, rows, _ = mKinds.shape
         self.kernel(mKinds, seqlen_q, seqlen_k, groups, mask_args).launch(
-            grid=[groups * rows * nheads * batch, 1, 1],
-            block=[self.tile.num_threads, 1, 1],
-            stream=stream,
+            grid=[groups * rows * nheads * batch, 1, 1], block=[self.tile.num_threads, 1, 1], stream=stream
         )
 
     # ---- device ----
@@ -136,13 +134,7 @@ class BlockKinds:
 
     @cute.jit
     def keep_queries(
-        self,
-        state: MaskState,
-        values: tuple,
-        row: Int32,
-        seqlen_q: Int32,
-        thread: Int32,
-        threads: Constexpr,
+        self, state: MaskState, values: tuple, row: Int32, seqlen_q: Int32, thread: Int32, threads: Constexpr
     ) -> None:
         """Write the values of a block's queries, by one of so many threads."""
         for i in cutlass.range(thread, self.tile.tile_m, threads):

@@ -177,12 +177,7 @@ class ListVisits:
 
     @cute.jit
     def kind(
-        self,
-        mKinds: cute.Tensor,
-        line: VisitLine,
-        sizes: BlockSizes,
-        of_query: Constexpr,
-        other: Int32,
+        self, mKinds: cute.Tensor, line: VisitLine, sizes: BlockSizes, of_query: Constexpr, other: Int32
     ):
         """The kind of one of a list's blocks, and the one that it is listed as; 0 for one beyond them."""
         block = cutlass.min(other, line.size - 1)

@@ -222,12 +222,7 @@ class Combine:
 
     @cute.kernel
     def kernel(
-        self,
-        partials: tuple,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
-        mSinks: cute.Tensor | None,
-        rows: Any,
+        self, partials: tuple, mO: cute.Tensor, mLSE: cute.Tensor, mSinks: cute.Tensor | None, rows: Any
     ) -> None:
         thread = cute.arch.thread_idx()[0]
         base = memory.SmemAllocator().allocate(self.tile.smem_bytes(self.traits), 16)

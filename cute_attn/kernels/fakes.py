@@ -77,8 +77,7 @@ HeadRows = Annotated[cute.Tensor, head_rows]
 k and v have nheads_kv heads; v and o rows of head_dim_v."""
 
 CacheRows = Annotated[
-    cute.Tensor,
-    lambda kernel: rows(CUTE_DTYPES[kernel.traits.dtype], 3 if kernel.traits.varlen_k else 4),
+    cute.Tensor, lambda kernel: rows(CUTE_DTYPES[kernel.traits.dtype], 3 if kernel.traits.varlen_k else 4)
 ]
 """A cache of k or v: (entries or pages, rows, nheads_kv, dim); with ``varlen_k`` packed, (total, nheads_kv, dim)."""
 

@@ -8,11 +8,7 @@ LARGE_HEAD_DIM = 256
 
 
 def beyond(
-    traits: Traits,
-    *,
-    dtypes: tuple[str, ...] = HALF,
-    most: int = LARGE_HEAD_DIM,
-    multiple: int = 8,
+    traits: Traits, *, dtypes: tuple[str, ...] = HALF, most: int = LARGE_HEAD_DIM, multiple: int = 8
 ) -> str | None:
     """Why a kernel with these limits cannot serve ``traits``, or None.
 

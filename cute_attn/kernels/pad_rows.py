@@ -110,9 +110,7 @@ class PadRows:
             if which & (1 << i) != 0:
                 blocks = cutlass.max(blocks, self.blocks(places[i], self.dims[i]))
         self.kernel(mSource, mTarget, places, which, mCuSeqlens).launch(
-            grid=[cutlass.max(blocks, 1), len(mSource), 1],
-            block=[self.tile.num_threads, 1, 1],
-            stream=stream,
+            grid=[cutlass.max(blocks, 1), len(mSource), 1], block=[self.tile.num_threads, 1, 1], stream=stream
         )
 
     # ---- device ----

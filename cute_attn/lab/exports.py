@@ -13,13 +13,7 @@ from pathlib import Path
 from cute_attn.compiler import compiled
 from cute_attn.compiler.cache import OBJECT, default_cache, switched_off
 from cute_attn.compiler.compiled import CompiledKernel, Request, default_target, prebuild
-from cute_attn.lab.bundles import (
-    LICENCE,
-    RUNTIME,
-    check_requests,
-    runtime_archive,
-    without_bundle,
-)
+from cute_attn.lab.bundles import LICENCE, RUNTIME, check_requests, runtime_archive, without_bundle
 from cute_attn.lab.tables import template
 from cute_attn.traits import Traits
 

@@ -255,11 +255,7 @@ class _Host(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _compiled(
-    entry: Callable[..., None],
-    fields: Any,
-    kernel: Any,
-    classes: tuple[type, ...],
-    given: tuple[bool, ...],
+    entry: Callable[..., None], fields: Any, kernel: Any, classes: tuple[type, ...], given: tuple[bool, ...]
 ) -> _Host:
     """The emulation of a kernel, for all sizes.
 

@@ -11,10 +11,7 @@ import cutlass
 from cutlass import Boolean, Constexpr, Float16, Float32, Int32, cute
 
 from cute_attn.device.math import convert_to_16_bits, fmax
-from cute_attn.device.probabilities import (
-    probabilities,
-    score_gradient,
-)
+from cute_attn.device.probabilities import probabilities, score_gradient
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 from cute_attn.epilogues.chain import ScoreState

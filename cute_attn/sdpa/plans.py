@@ -19,13 +19,7 @@ from cute_attn.host import forward as _forward
 from cute_attn.host import random_states, record
 from cute_attn.host.bias import last_contiguous
 from cute_attn.host.call import ATTENTION
-from cute_attn.host.memory import (
-    ALIGNMENT_BYTES,
-    as_strided,
-    contiguous_strides,
-    on_device,
-    regular,
-)
+from cute_attn.host.memory import ALIGNMENT_BYTES, as_strided, contiguous_strides, on_device, regular
 from cute_attn.host.record import Layout
 from cute_attn.sdpa.calls import Inputs, Request, translated
 

@@ -80,10 +80,7 @@ AS_TORCH = Precision()
 
 
 def evaluate(
-    output: Node,
-    inputs: Mapping[str, Tensor],
-    tensors: Sequence[Any],
-    precision: Precision = AS_TORCH,
+    output: Node, inputs: Mapping[str, Tensor], tensors: Sequence[Any], precision: Precision = AS_TORCH
 ) -> Tensor:
     """The output for inputs that broadcast to the scores' shape: a predicate, or scores in their dtype.
 

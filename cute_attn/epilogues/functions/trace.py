@@ -537,7 +537,7 @@ _METADATA = _SIZES | _TYPES | _KINDS | {"ndim", "dim", "ndimension"}
 """Attributes and methods that follow from dtype, shape, strides and device."""
 _CONVERSIONS = frozenset(("__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__"))
 _VALUES = _CONVERSIONS | {
-    *("__iter__", "__contains__", "item", "tolist", "numpy", "is_nonzero", "equal", "allclose"),
+    *("__iter__", "__contains__", "item", "tolist", "numpy", "is_nonzero", "equal", "allclose")
 }
 """Operations that need the number of a traced value."""
 

@@ -51,12 +51,7 @@ from cute_attn.kernels import dq_order as dq
 from cute_attn.kernels import fakes
 from cute_attn.kernels.backward_sm80.heuristics import TERMS_LEAST_FLOP, default_tile
 from cute_attn.kernels.backward_sm80.loads import BlockLoad, first_term, term_of
-from cute_attn.kernels.backward_sm80.params import (
-    BackwardParams,
-    Gradients,
-    MainloopContext,
-    ReadAhead,
-)
+from cute_attn.kernels.backward_sm80.params import BackwardParams, Gradients, MainloopContext, ReadAhead
 from cute_attn.kernels.backward_sm80.products import Operands, Products
 from cute_attn.kernels.backward_sm80.step import step_content
 from cute_attn.kernels.backward_sm80.storage import (
@@ -712,11 +707,7 @@ class BackwardSm80:
         """An accumulator of scores with the query and key indices of its elements."""
         tile = self.tile
         score_map = ScoreMap.make(
-            ctx.operands.mma_sdp,
-            tile.queries,
-            tile.tile_n,
-            ctx.thread_again(),
-            tile.p_in_regs,
+            ctx.operands.mma_sdp, tile.queries, tile.tile_n, ctx.thread_again(), tile.p_in_regs
         )
         return score_map.tile(acc, block * tile.tile_m + subtile * tile.queries, ctx.key0)
 
@@ -731,11 +722,7 @@ class BackwardSm80:
         """LSE or D of the thread's rows, from shared memory."""
         tile = self.tile
         score_map = ScoreMap.make(
-            ctx.operands.mma_sdp,
-            tile.queries,
-            tile.tile_n,
-            ctx.thread_again(),
-            tile.p_in_regs,
+            ctx.operands.mma_sdp, tile.queries, tile.tile_n, ctx.thread_again(), tile.p_in_regs
         )
         rows = score_map.modes.rows
         stage = self.stage(optimization_barrier(block), cute.size(s_row, mode=[1]))
