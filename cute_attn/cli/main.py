@@ -325,7 +325,7 @@ def check_kernel(name: Name, tile: TileText = "", target: Target = None) -> None
     import torch
 
     import_kernels()
-    from cute_attn.compiler.smem_layouts import reasons
+    from cute_attn.compiler.smem_layouts import reasons  # loads the DSL
 
     traits = Traits.parse(name)
     console = make_console()
@@ -365,7 +365,7 @@ def check_kernel(name: Name, tile: TileText = "", target: Target = None) -> None
 
 def _check_epilogues(console: Console, traits: Traits) -> list[str]:
     """Users' epilogues against their references, on the CPU."""
-    from cute_attn.reference.check_epilogue import check_epilogue
+    from cute_attn.reference.check_epilogue import check_epilogue  # loads the DSL
 
     failed = []
     for name in traits.epilogues:
@@ -526,7 +526,7 @@ def _cache() -> Any:
 
 def tour(context: typer.Context) -> None:
     """Eight levels from a scalar loop to the shipped Hopper forward: N builds one and says what it costs."""
-    from tour.__main__ import main
+    from tour.__main__ import main  # loads torch and the DSL
 
     sys.argv = ["cute-attn tour", *context.args]
     main()

@@ -109,7 +109,7 @@ class Execution:
         """Serve and watch calls; torch was loaded, and CUDA has not started."""
         import torch
 
-        from cute_attn.sdpa.observe import Observer
+        from cute_attn.sdpa.observe import Observer  # loads torch, as the program has
         from cute_attn.sdpa.overrides import Activation
 
         self._observer = Observer(self.shadow)

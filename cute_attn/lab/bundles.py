@@ -283,7 +283,7 @@ def compiler() -> list[str]:
 
 def runtime_archive() -> Path:
     """The runtime that kernels are linked with, of the DSL's flavour that is in use."""
-    from cutlass.runtime import find_runtime_libraries
+    from cutlass.runtime import find_runtime_libraries  # loads the DSL
 
     return Path(find_runtime_libraries(enable_tvm_ffi=False)[0]).parent / RUNTIME
 

@@ -21,7 +21,7 @@ class Conflicts:
 
 def conflicts(kernel: Any) -> tuple[Conflicts, ...]:
     """Every copy of a kernel with its bank conflicts; none for a kernel that states no copies."""
-    from layouts.banks import bank_conflicts
+    from layouts.banks import bank_conflicts  # loads the DSL
 
     found = []
     for one in kernel.copies().moves if hasattr(kernel, "copies") else ():

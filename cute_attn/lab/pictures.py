@@ -47,7 +47,7 @@ def pictures(kernel: Traits | str, tile: Any = None, target: str | None = None) 
     Raises:
         ValueError: the kernel has none, one of a user's cannot be right, or an argument is wrong.
     """
-    from layouts.show import picture
+    from layouts.show import picture  # loads the DSL
 
     traits = Traits.of(kernel)
     found = registry.lookup(traits, tile, target)

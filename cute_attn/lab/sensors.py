@@ -66,12 +66,12 @@ class Sensor(NamedTuple):
 def sensor(uuid: str) -> Sensor:
     """The sensor of the GPU with torch's UUID. nvidia-smi takes a tenth of a second and is asked in few rounds."""
     try:
-        import pynvml
+        import pynvml  # may not be installed
 
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
     except Exception:  # it is not installed, or does not know this GPU
-        from cute_attn.lab.benchmark.timing import query_gpu
+        from cute_attn.lab.benchmark.timing import query_gpu  # loads torch
 
         return Sensor(lambda: parse_nvidia_smi(query_gpu(_NVIDIA_SMI)), busy_ms=500.0, every=10)
     return Sensor(lambda: _by_nvml(pynvml, handle), busy_ms=15.0, every=1)

@@ -186,7 +186,7 @@ class Workload:
 
     def inputs(self, device: str = "cuda") -> "Inputs":
         """New random tensors of these sizes."""
-        import torch
+        import torch  # takes seconds, and workers read workloads without it
 
         dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
         dtype = dtypes[self.dtype]
