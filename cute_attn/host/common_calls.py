@@ -18,7 +18,7 @@ from cute_attn.compiler import registry
 from cute_attn.host.backward import kernels_of
 from cute_attn.kernels.backward_sm80.heuristics import in_passes
 from cute_attn.tiles import first_that_fits
-from cute_attn.tiles.inference import MAX_PARTIALS, CacheCall, CombineSharesTile, CombineTile
+from cute_attn.tiles.inference import MAX_PARTIALS, CacheCall, CombineStreamKTile, CombineTile
 from cute_attn.traits import ROTARY, Traits
 
 DTYPES = ("bf16", "fp16")
@@ -48,7 +48,7 @@ def kernels(target: str) -> list[Kernel]:
         found |= dict.fromkeys(_forward_and_backward(head_dim, mask, varlen, target))
         found |= dict.fromkeys(_cached(head_dim, mask, varlen, target))
     for head_dim in HEAD_DIMS:
-        found |= dict.fromkeys(_merging_parts(head_dim, target))
+        found |= dict.fromkeys(_merging_splits(head_dim, target))
         found |= dict.fromkeys(_appending(head_dim, target))
     return [(replace(traits, dtype=dtype), tile, target) for dtype in DTYPES for traits, tile in found]
 
@@ -96,33 +96,33 @@ def _cached(head_dim: int, mask: str, varlen: bool, target: str) -> Iterator[tup
             CacheCall(n, 1 << 16, group, size, 0, planes)
             for n, group, size, planes in itertools.product(_QUERIES, GROUPS, sizes, _PLANES)
         ]
-        for split in ("", "parts", "shares"):
+        for split in ("", "fixed", "stream_k"):
             traits = Traits("kvcache", arch, "bf16", head_dim, mask=mask, varlen=varlen, split=split, **extra)
             kernel = registry.lookup(traits, None, target)
             tiles: dict[Any, set[int]] = {}
             for call in calls:
                 tiles.setdefault(kernel.for_cache(call, target).tile, set()).add(call.seqlen_q)
             yield from ((traits, tile) for tile in tiles)
-            if split == "shares":
+            if split == "stream_k":
                 for tile, lengths in tiles.items():
-                    yield from _merging_shares(traits, tile, lengths, target)
+                    yield from _merging_ranges(traits, tile, lengths, target)
 
 
-def _merging_shares(
+def _merging_ranges(
     main: Traits, tile: Any, lengths: Iterable[int], target: str
 ) -> Iterator[tuple[Traits, Any]]:
     kept = {name: getattr(main, name) for name in ("mask", "varlen", "seqused_k", "varlen_k")}
-    traits = Traits("combine_shares", main.arch, "bf16", main.head_dim_v, **kept)
-    slots = tile.blocks_per_sm * PROCESSORS[target]
-    units = {slots + 1, *(max(slots // n, 1) for n in (1, 8, 16, 17, 32, 33, 64, 65, slots))}
-    for number, queries in itertools.product(units, lengths):
-        yield traits, CombineSharesTile.after(tile, traits, number, slots, queries)
+    traits = Traits("combine_stream_k", main.arch, "bf16", main.head_dim_v, **kept)
+    ctas = tile.blocks_per_sm * PROCESSORS[target]
+    tiles = {ctas + 1, *(max(ctas // n, 1) for n in (1, 8, 16, 17, 32, 33, 64, 65, ctas))}
+    for number, queries in itertools.product(tiles, lengths):
+        yield traits, CombineStreamKTile.after(tile, traits, number, ctas, queries)
 
 
-def _merging_parts(head_dim: int, target: str) -> Iterator[tuple[Traits, Any]]:
+def _merging_splits(head_dim: int, target: str) -> Iterator[tuple[Traits, Any]]:
     traits = Traits("combine", registry.generations(target)[0], "bf16", head_dim)
-    for parts in range(2, MAX_PARTIALS + 1):
-        yield traits, CombineTile.of(parts, eager=True)
+    for splits in range(2, MAX_PARTIALS + 1):
+        yield traits, CombineTile.of(splits, eager=True)
 
 
 def _appending(head_dim: int, target: str) -> Iterator[tuple[Traits, Any]]:
