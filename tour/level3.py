@@ -1,7 +1,7 @@
 """Level 3: shared memory, a swizzle, ldmatrix.
 
 What level 2 wasted: four warps each loaded all of K and V, 2 or 4 bytes at a time, with an address for every load. The
-tensor cores waited for 96 loads a step of 32 matrix instructions.
+tensor cores waited for 96 loads per step of 32 matrix instructions.
 
 Here the CTA loads each block of K and V once, in rows of 16-byte vectors, into shared memory. From there ``ldmatrix``
 fills the fragments: one instruction reads four 8 x 8 matrices and leaves each lane the elements that mma.sync needs.

@@ -94,7 +94,7 @@ def section(entry: Entry, found: Mapping[str, Any], result: Mapping[str, Any] | 
     if "instructions_per_score" in own:
         clocks = ", ".join(f"{name} {value:,}" for name, value in own["clocks_per_step"].items())
         cost += (
-            f" A thread needs {own['instructions_per_score']} instructions a score; a step of the loop takes, in "
+            f" A thread needs {own['instructions_per_score']} instructions per score; a step of the loop takes, in "
             f"clocks of a multiprocessor, at least: {clocks}."
         )
     if result and entry.number in LEVELS:

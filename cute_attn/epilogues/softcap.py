@@ -16,7 +16,7 @@ class Softcap(Epilogue):
     """Leaves tanh(score / cap) in ``tile.acc``; the context's score_scale is the cap.
 
     The derivative 1 - tanh^2, in [0, 1], is saved; for fp32 operands in fp32, for 16-bit ones in fp16, half a register
-    an element. fp16's relative rounding is at most 2^-11, and dS is rounded to 16 bits anyway; below its range, 6e-8,
+    per element. fp16's relative rounding is at most 2^-11, and dS is rounded to 16 bits anyway; below its range, 6e-8,
     the error of tanh is larger. bf16 would round more, and 1 - tanh^2 from a saved tanh would lose its digits near 1.
 
     saves: the dtype of saved derivatives, Float16 or Float32; None to save none.

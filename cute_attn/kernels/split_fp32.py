@@ -200,7 +200,7 @@ class SplitFp32:
     ) -> None:
         """Write the terms of every blocks-th group of rows; columns beyond ``dim`` are 0.
 
-        From the last rows on: the L2 has those that were measured last, and then the first rows' terms.
+        Starts with the last rows, measured last and still in L2; at its end L2 has the first rows' terms.
         """
         lane, rows, cols = thread % LANES, self.tile.rows, padded(dim)
         count: Constexpr = self.traits.fp32_terms

@@ -1,6 +1,6 @@
 """How sure a difference of two times is: paired log-ratios, and an interval of their median by order statistics.
 
-Nothing is assumed of the noise but that rounds are alike and independent. With n rounds the median lies between the
+The only assumption is that rounds are independent and equally distributed. With n rounds the median lies between the
 k-th smallest and the k-th largest ratio unless fewer than k of n fair coins show one side, a binomial probability
 (David and Nagaraja, Order Statistics, section 7.1). A bootstrap of so few rounds would be far too sure of itself.
 """

@@ -37,8 +37,8 @@ class PagedTiles:
     """A paged cache, (pages, page_size, nheads_kv, dim), loaded in boxes of ``box`` rows that lie in one page each.
 
     A swizzle depends only on the address, so that boxes of multiples of 8 rows below each other make up the tile that
-    wgmma reads. For boxes that the sequence does not have a page beyond the last one is loaded: TMA writes zeros and
-    counts its bytes, and the table's entry is not used.
+    wgmma reads. Boxes beyond the sequence are loaded from a page number beyond the last one: TMA writes
+    zeros and counts their bytes, and the table's entry is not used.
     """
 
     atom: cute.CopyAtom
