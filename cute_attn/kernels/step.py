@@ -18,6 +18,7 @@ class StepContent:
         loops: products that are loops within the step, in their order: (matrix instructions of an iteration,
             iterations). A product with one iteration is no loop.
         async_bytes: bytes that TMA and bulk reductions write to or read from shared memory in a step.
+        added_bytes: bytes that bulk reductions add to global memory in a step.
         other_wgmma: (how many, n) wgmma of 64 x n x 16, both operands in shared memory, that the CTA's other warpgroups
             issue in a step.
         ctas: CTAs of a cluster with the same scores.
@@ -29,6 +30,7 @@ class StepContent:
     warps: int
     loops: Loops = ()
     async_bytes: int = 0
+    added_bytes: int = 0
     other_wgmma: tuple[int, int] = (0, 0)
     ctas: int = 1
 

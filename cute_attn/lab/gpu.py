@@ -17,6 +17,8 @@ SPECIAL = 16
 """Lanes of a special-function instruction per clock."""
 SHARED_BYTES = 128
 """Bytes of shared memory a clock: a wavefront."""
+ADDED_BYTES = 32
+"""Bytes of fp32 additions to global memory a clock, in L2: as measured on an H200, bench/notes.md."""
 _REGISTER_UNIT = 256  # registers are given to warps in units
 
 

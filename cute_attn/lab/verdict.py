@@ -25,7 +25,7 @@ from cute_attn.compiler import registry
 from cute_attn.kernels.step import StepContent
 from cute_attn.lab.copies import Conflicts, conflicts
 from cute_attn.lab.findings import findings
-from cute_attn.lab.gpu import MULTIPROCESSORS, SCHEDULERS, SHARED_BYTES, SPECIAL, resident_blocks
+from cute_attn.lab.gpu import ADDED_BYTES, MULTIPROCESSORS, SCHEDULERS, SHARED_BYTES, SPECIAL, resident_blocks
 from cute_attn.lab.proxies import ProxyOrder, proxy_order
 from cute_attn.lab.sass import MMA, PACKAGES, Code, Instruction, Step, StepNotFound
 from cute_attn.lab.tables import Printed, Table, brief_tile
@@ -53,6 +53,7 @@ class Clocks:
             TMA, with bank conflicts.
         warp: the sum of a warp's stalls. The other warps of its scheduler issue meanwhile.
         global_loads: the share of ``shared`` that threads' loads from global memory take, such as a bias or a table.
+        additions: of fp32 additions to global memory, such as a backward's to dQ, from registers or in bulk.
     """
 
     tensor: float
@@ -61,12 +62,14 @@ class Clocks:
     shared: float
     warp: float
     global_loads: float = 0.0
+    additions: float = 0.0
 
     @property
     def units(self) -> dict[str, float]:
-        """The units' clocks, by name."""
+        """The units' clocks, by name; additions where there are any."""
         names = ("tensor cores", "special functions", "issue", "shared memory")
-        return dict(zip(names, (self.tensor, self.special, self.issue, self.shared), strict=True))
+        found = dict(zip(names, (self.tensor, self.special, self.issue, self.shared), strict=True))
+        return found | ({"additions": self.additions} if self.additions else {})
 
     @property
     def estimate(self) -> float:
@@ -293,7 +296,7 @@ def _threads(built: Any) -> int:
 def clocks(step: Step, content: StepContent, target: str, copies: Sequence[Conflicts] = ()) -> Clocks:
     """Lower bounds of a step's clocks on one multiprocessor, for one block."""
     machine = MULTIPROCESSORS[target]
-    tensor = wavefronts = loads = 0.0
+    tensor = wavefronts = loads = added = 0.0
     factor = _conflict_factors(copies)
     for i, times in step.instructions:
         if i.opcode in MMA:
@@ -302,8 +305,10 @@ def clocks(step: Step, content: StepContent, target: str, copies: Sequence[Confl
         wavefronts += own
         if i.opcode == "LDG":
             loads += own
+        if i.opcode in ("RED", "REDG"):
+            added += times * 32 * 4 * int(next((m[4:] for m in i.modifiers if m.startswith("F32x")), "1"))
     warps, steps = content.warps, step.steps
-    tensor, wavefronts, loads = (x * warps / steps for x in (tensor, wavefronts, loads))
+    tensor, wavefronts, loads, added = (x * warps / steps for x in (tensor, wavefronts, loads, added))
     others, n = content.other_wgmma
     if others:
         other = Instruction(0, "HGMMA", (f"64x{n}x16",), ("", "gdesc"), "", 0, ())
@@ -311,7 +316,8 @@ def clocks(step: Step, content: StepContent, target: str, copies: Sequence[Confl
         wavefronts += 4 * others * _wavefronts(other)
     shared = wavefronts + content.async_bytes / SHARED_BYTES
     special, issue = step.count(*_SPECIAL) * warps * 32 / SPECIAL, step.count() * warps / SCHEDULERS
-    return Clocks(tensor, special, issue, shared, step.stalls, loads / shared if shared else 0.0)
+    additions = (added + content.added_bytes) / ADDED_BYTES
+    return Clocks(tensor, special, issue, shared, step.stalls, loads / shared if shared else 0.0, additions)
 
 
 def _conflict_factors(copies: Sequence[Conflicts]) -> dict[str, float]:

@@ -84,6 +84,13 @@ def test_every_copy_of_every_kernel_is_read(fresh_cache):
     }
 
 
+@pytest.mark.parametrize("tile", ["dq_bulk=true", "dq_bulk=false"])
+def test_additions_to_dq_are_counted_from_registers_and_in_bulk(tile, fresh_cache):
+    one = verdict("backward-sm90-bf16-d64", f"tile_m=64,{tile}", "sm90")
+    assert one.step.clocks.additions == 4 * 64 * 64 / 32
+    assert "clocks per step: additions" in str(one)
+
+
 def test_a_tile_that_does_not_fit_says_why():
     one = verdict("forward-sm80-bf16-d64", "tile_n=512", "sm80")
     assert not one.fits and one.step is None and one.reason.endswith("sm80 has 166912")

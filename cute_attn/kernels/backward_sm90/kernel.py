@@ -191,10 +191,13 @@ class BackwardSm90:
         )
         elements = tile.tile_m * tile.tile_n // tile.mma_threads
         moved = 2 * tile.tile_m * (d + dv + (tile.tile_n if tile.bias_stages else 0))
-        moved += 4 * tile.tile_m * (2 + (d if tile.dq_bulk else 0))  # LSE and D; dQ
+        added = 4 * tile.tile_m * d if tile.dq_bulk else 0
+        moved += 4 * tile.tile_m * 2 + added  # LSE and D; dQ
         moved += 8 * tile.tile_m * tile.tile_n if tile.cluster > 1 else 0  # a peer's S and dP
         exp2 = elements * (1 + self.traits.softcap)
-        return StepContent(mma, exp2, elements, 4 * groups, async_bytes=moved, ctas=tile.cluster)
+        return StepContent(
+            mma, exp2, elements, 4 * groups, async_bytes=moved, added_bytes=added, ctas=tile.cluster
+        )
 
     # ---- layouts, copies and MMAs: override one of these to experiment ----
 
