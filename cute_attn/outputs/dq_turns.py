@@ -14,11 +14,12 @@ from cute_attn.work.block_range import BlockRange
 
 @dataclass(frozen=True)
 class DqTurns:
-    """A key block's turns at the query blocks of one head, for one warp."""
+    """A key block's turns at the query blocks of one head, for one warp.
 
-    counters: (
-        cute.Pointer
-    )  # 4 bytes, of the head's first query block: 1 + the key block that added last, at first 0
+    A counter holds 1 + the key block that added last, at first 0.
+    """
+
+    counters: cute.Pointer  # int32, from that of the head's first query block on
     stride: Constexpr  # from a query block's counter to the next one's
     key_block: Int32
     before: Int32  # the key block that adds just before this one, if it sees the query block

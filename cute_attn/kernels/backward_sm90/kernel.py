@@ -84,7 +84,7 @@ from cute_attn.kernels.backward_sm90.params import (
     shared_memory,
 )
 from cute_attn.kernels.backward_sm90.producer import Producer
-from cute_attn.kernels.backward_sm90.roles import BiasGradientStorer, DqAdder, DqOrder, PhiloxProducer
+from cute_attn.kernels.backward_sm90.roles import BiasGradientStorer, DqAdder, PhiloxProducer, TurnGiver
 from cute_attn.kernels.backward_sm90.scores_ahead import ScoresAhead
 from cute_attn.kernels.backward_sm90.steps import DqInStep, DqLate
 from cute_attn.kernels.copies import Copies, transposed
@@ -517,7 +517,7 @@ class BackwardSm90:
                     DqAdder(self, params, shared, outputs).run()
             elif cutlass.const_expr(self.tile.dq_in_order):
                 if warp == 2:
-                    DqOrder(self, params, shared, outputs).run()
+                    TurnGiver(self, params, shared, outputs).run()
             if cutlass.const_expr(self.tile.mask_warps > 0):
                 first = 4 - self.tile.mask_warps
                 if warp >= first:

@@ -114,11 +114,11 @@ class DqAdder(BackwardRole):
 
 
 @dataclass(frozen=True)
-class DqOrder:
+class TurnGiver:
     """One warp: gives the consumers their turns to add dQ from registers, and ends them.
 
-    A turn is given as soon as all consumers have added the last one's dQ, if it had come by then: only then is that
-    one ended, which takes until the additions are in L2.
+    If the next turn has come when all consumers have added dQ, it is given before this one is ended: the release waits
+    until the additions are in L2.
     """
 
     kernel: Constexpr
