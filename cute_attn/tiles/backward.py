@@ -330,8 +330,9 @@ class BackwardSm90Tile(Tile):
         dq_transposed: dQ is computed transposed, so that the warpgroups divide head_dim in steps of 64.
         dq_bulk: dQ is staged in shared memory, and one warp adds it by one bulk reduction per query block. Not
             with ``p_in_smem``.
-        dq_in_order: key blocks add to a query block's dQ in one order, so that gradients repeat bit for bit. A warp of
-            the producer warpgroup waits for the turns. Not with a list of blocks.
+        dq_in_order: key blocks add to a query block's dQ in one order, so that gradients repeat bit for bit: the tile
+            of calls with ``deterministic=True``. A warp of the producer warpgroup waits for the turns. Not with a list
+            of blocks.
         bias_stages: stages of a 16-bit bias that TMA loads with Q: ``num_stages_q``, with rows aligned like q's;
             0: threads read the bias from global memory. If its gradient equals dS, TMA stores that from dS.
         mask_warps: warps of the producer warpgroup that compute the flash dropout mask, at most 3, or 1 with
