@@ -51,8 +51,8 @@ def facts(entry: Entry, head_dim: int = 128, causal: bool = True) -> dict[str, A
         "instructions": {name: compiled.instructions.get(name, 0) for name in COUNTED},
     }
     if judged.step is not None:
-        clocks = {name: round(value) for name, value in judged.step.clocks.units.items()}
-        per_1000 = 1000 * max(judged.step.clocks.units.values()) / judged.step.scores
+        clocks = {name: round(value) for name, value in judged.step.clocks.pipes.items()}
+        per_1000 = 1000 * max(judged.step.clocks.pipes.values()) / judged.step.scores
         found |= {"clocks_per_step": clocks, "clocks_per_1000_scores": round(per_1000)}
         found["instructions_per_score"] = round(judged.step.instructions / judged.step.elements, 2)
     return found

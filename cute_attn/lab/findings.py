@@ -15,9 +15,9 @@ _TRY = {
     "shared memory": "where operands are read more than once: try more rows per warp (a larger tile_m for the same "
     "warps), or operands in registers",
 }
-"""Unit -> what follows where it bounds a step."""
+"""Pipe -> what follows where it bounds a step."""
 _NEAR = 0.9
-"""Fraction of the bounding unit's clocks above which another unit bounds a step as well."""
+"""Fraction of the bounding pipe's clocks above which another pipe bounds a step as well."""
 _MOST = 0.5
 """Fraction of the clocks of shared memory and L1 above which loads from global memory bound them."""
 
@@ -139,7 +139,7 @@ def _bound(one: Verdict, subject: str) -> str:
     # Of all resident blocks together.
     if clocks.warp > max(one.blocks, 1) * clocks.estimate:
         return (
-            f"{subject} waits: one warp's stalls take {clocks.warp:,.0f} clocks, what the units need of all resident "
+            f"{subject} waits: one warp's stalls take {clocks.warp:,.0f} clocks, what the pipes need of all resident "
             f"warps {one.blocks * clocks.estimate:,.0f}; try more blocks per multiprocessor, more warps or more stages."
         )
     if one.uncounted:
@@ -147,8 +147,8 @@ def _bound(one: Verdict, subject: str) -> str:
             f"{subject} has no certain bound: bank conflicts of its {' and '.join(one.uncounted)} are not counted, so "
             "the clocks of shared memory may be higher; a kernel's method copies() states what to count."
         )
-    near = _NEAR * clocks.units[clocks.bound]
-    also = [unit for unit, count in clocks.units.items() if unit != clocks.bound and count >= near]
+    near = _NEAR * clocks.pipes[clocks.bound]
+    also = [pipe for pipe, count in clocks.pipes.items() if pipe != clocks.bound and count >= near]
     beside = f" ({', '.join(also)} nearly as much)" if also else ""
     if clocks.bound == "shared memory" and clocks.global_loads >= _MOST:
         return (

@@ -16,10 +16,10 @@ SCHEDULERS = 4
 SPECIAL = 16
 """Lanes of a special-function instruction per clock."""
 SHARED_BYTES = 128
-"""Bytes of shared memory a clock: a wavefront."""
+"""Bytes of shared memory per clock: a wavefront."""
 ADDED_BYTES = 32
-"""Bytes of fp32 additions to global memory a clock, in L2: as measured on an H200, bench/notes.md."""
-_REGISTER_UNIT = 256  # registers are given to warps in units
+"""Bytes of fp32 additions to global memory per clock, in L2: as measured on an H200, bench/notes.md."""
+_REGISTER_GRAIN = 256  # a warp's registers are allocated in multiples of this
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def resident_blocks(target: str, threads: int, registers: int, shared_memory: in
     """How many blocks a multiprocessor holds at a time, and what limits them; registers: of a thread when it starts."""
     limits = MULTIPROCESSORS[target]
     warps = -(-threads // 32)
-    registers_of_warp = -(-32 * registers // _REGISTER_UNIT) * _REGISTER_UNIT
+    registers_of_warp = -(-32 * registers // _REGISTER_GRAIN) * _REGISTER_GRAIN
     # A scheduler has a quarter of the registers for its own warps.
     warps_by_registers = REGISTERS // SCHEDULERS // registers_of_warp * SCHEDULERS
     most = {

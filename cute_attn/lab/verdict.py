@@ -2,8 +2,8 @@
 
     print(verdict("forward-sm90-bf16-d128", "tile_n=160"))
 
-The clocks of a step are lower bounds, one for each pipe: what the multiprocessor's unit needs for the instructions of
-one step of one block, if nothing else made it wait. The unit with the most clocks bounds the loop; where a step takes
+The clocks of a step are lower bounds, one for each pipe: what the multiprocessor's pipe needs for the instructions of
+one step of one block, if nothing else made it wait. The pipe with the most clocks bounds the loop; where a step takes
 far longer than that on a GPU, latencies do, of which the sum of a warp's stalls is a lower bound.
 """
 
@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from cute_attn.compiler import registry
+from cute_attn import compiler
+from cute_attn.compiler import CompiledKernel, SpillWarning, registry
 from cute_attn.kernels.step import StepContent
 from cute_attn.lab.copies import Conflicts, conflicts
 from cute_attn.lab.findings import findings
@@ -35,7 +36,7 @@ from cute_attn.traits import Traits
 if TYPE_CHECKING:
     from cute_attn.compiler import CompiledKernel
 
-_SPECIAL = ("MUFU", "F2F", "I2F", "F2I")  # conversions of one number go through the same unit
+_SPECIAL = ("MUFU", "F2F", "I2F", "F2I")  # conversions of one number go through the same pipe
 SPILLS = ("LDL", "STL")
 _SHARED = ("LDS", "LDSM", "STS", "STSM", "LDGSTS")
 _MEMORY = ("LDS", "STS", "LDGSTS", "STG", "RED", "REDG", "ATOMG", *SPILLS)
@@ -46,13 +47,13 @@ MOST_LINES = 20
 
 @dataclass(frozen=True)
 class Clocks:
-    """Clocks that units of a multiprocessor need for one step of one block, and that a single warp needs.
+    """Clocks that the pipes of a multiprocessor need for one step of one block, and that a single warp needs.
 
     Attributes:
         shared: of shared memory, and the L1 cache, which is the same memory: accesses of threads, wgmma, cp.async and
             TMA, with bank conflicts.
         warp: the sum of a warp's stalls. The other warps of its scheduler issue meanwhile.
-        global_loads: the share of ``shared`` that threads' loads from global memory take, such as a bias or a table.
+        global_loads: the clocks of ``shared`` that threads' loads from global memory take, such as a bias or a table.
         additions: of fp32 additions to global memory, such as a backward's to dQ, from registers or in bulk.
     """
 
@@ -65,27 +66,27 @@ class Clocks:
     additions: float = 0.0
 
     @property
-    def units(self) -> dict[str, float]:
-        """The units' clocks, by name; additions where there are any."""
+    def pipes(self) -> dict[str, float]:
+        """The pipes' clocks, by name; additions if there are any."""
         names = ("tensor cores", "special functions", "issue", "shared memory")
         found = dict(zip(names, (self.tensor, self.special, self.issue, self.shared), strict=True))
         return found | ({"additions": self.additions} if self.additions else {})
 
     @property
     def estimate(self) -> float:
-        """What a step probably takes: the root of the sum of the units' squares, since they overlap only in part."""
-        return math.hypot(*self.units.values())
+        """What a step probably takes: the root of the sum of the pipes' squares, since they overlap incompletely."""
+        return math.hypot(*self.pipes.values())
 
     @property
     def bound(self) -> str:
-        """The unit with the most clocks."""
-        return max(self.units, key=lambda name: self.units[name])
+        """The pipe with the most clocks."""
+        return max(self.pipes, key=lambda name: self.pipes[name])
 
 
 @dataclass(frozen=True)
 class StepCost:
     """The steady step: where its loop begins, instructions of one warp, scores of a thread (``elements``) and of a
-    block, or its share of its cluster's.
+    block, or its fraction of its cluster's.
     """
 
     address: int
@@ -209,20 +210,18 @@ def verdict(
     Raises:
         ValueError: an argument is wrong.
     """
-    from cute_attn.compiler import CompiledKernel, SpillWarning, compile, default_target, registry
-
     if isinstance(kernel, CompiledKernel):
         if tile is not None or target is not None:
             raise ValueError(f"tile is {tile!r} and target {target!r}; accepted with a compiled kernel: None")
         if lines:
-            kernel = compile(kernel.traits, kernel.tile, kernel.target, lines=True)
+            kernel = compiler.compile(kernel.traits, kernel.tile, kernel.target, lines=True)
         return _of_compiled(kernel)
     traits = Traits.of(kernel)
-    target = target or default_target(traits.arch)
+    target = target or compiler.default_target(traits.arch)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SpillWarning)  # the verdict counts spills
-            compiled = compile(traits, tile, target, lines=lines)
+            compiled = compiler.compile(traits, tile, target, lines=lines)
         return _of_compiled(compiled)
     except registry.Unsupported as error:
         return Verdict(traits.name, target, text_of(tile) or "the default", str(error))
@@ -429,17 +428,17 @@ def _column(one: Verdict) -> dict[str, str]:
         rows["ptxas"] = "[red]" + " ".join(one.warnings)
     if one.step is None:
         return rows | {"steady step": one.no_step}
-    step, units = one.step, one.step.clocks.units
+    step, pipes = one.step, one.step.clocks.pipes
     rows["steady step"] = (
         f"{step.instructions} instructions per warp, {step.mma} of them matrix products, {step.exp2} exponentials"
     )
     rows["instructions per element"] = f"{step.instructions / step.elements:.2f}"
-    for unit, count in units.items():
-        share = count / units[step.clocks.bound]
-        bound = "  [bold]bound" if unit == step.clocks.bound else f"  {share:.0%}"
-        rows[f"clocks per step: {unit}"] = f"{count:,.0f}{bound}"
+    for pipe, count in pipes.items():
+        fraction = count / pipes[step.clocks.bound]
+        bound = "  [bold]bound" if pipe == step.clocks.bound else f"  {fraction:.0%}"
+        rows[f"clocks per step: {pipe}"] = f"{count:,.0f}{bound}"
     rows["clocks per step: one warp's stalls"] = f"{step.clocks.warp:,.0f}"
-    least, estimate = (1000 * x / step.scores for x in (units[step.clocks.bound], step.clocks.estimate))
+    least, estimate = (1000 * x / step.scores for x in (pipes[step.clocks.bound], step.clocks.estimate))
     rows["clocks for 1,000 scores"] = f"at least {least:.0f}, estimated {estimate:.0f}"
     return rows
 

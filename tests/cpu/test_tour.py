@@ -96,7 +96,7 @@ def test_the_laboratory_takes_the_levels():
     judged = {
         number: verdict(compile(LEVELS[number].traits(128, True), None, "sm90")) for number in range(2, 8)
     }
-    per_score = [max(one.step.clocks.units.values()) / one.step.scores for one in judged.values()]
+    per_score = [max(one.step.clocks.pipes.values()) / one.step.scores for one in judged.values()]
     assert per_score == sorted(per_score, reverse=True) and len(set(per_score)) == 5
     assert judged[7].step.clocks.bound == "tensor cores" == judged[6].step.clocks.bound
     assert str(judged[7].proxies) == "none needed: no thread accesses what TMA fills"
