@@ -86,7 +86,7 @@ class Tensorcores(Tiled):
                 for c in cutlass.range_constexpr(len(modes.cols)):
                     row_max[r] = fmax(row_max[r], S[r, c])
         for r in cutlass.range_constexpr(len(modes.rows)):
-            row_max[r] = quad_reduce(row_max[r], fmax)  # four lanes share a row
+            row_max[r] = quad_reduce(row_max[r], fmax)  # four lanes hold a row
 
         for block in cutlass.range(cute.ceil_div(keys, tile_n), unroll=1):
             acc_S = self.scores(mma, mine, tSrQ, gK, coords_k, block)

@@ -99,7 +99,7 @@ class Shared(Tiled):
                 for c in cutlass.range_constexpr(len(modes.cols)):
                     row_max[r] = fmax(row_max[r], S[r, c])
         for r in cutlass.range_constexpr(len(modes.rows)):
-            row_max[r] = quad_reduce(row_max[r], fmax)  # four lanes share a row
+            row_max[r] = quad_reduce(row_max[r], fmax)  # four lanes hold a row
 
         for block in cutlass.range(cute.ceil_div(keys, tile_n), unroll=1):
             cute.arch.sync_threads()

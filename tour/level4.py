@@ -172,12 +172,12 @@ class Pipelined(Tiled):
 
     @cute.jit
     def softmax(self, S: cute.Tensor, O: cute.Tensor, row_max, row_sum, scale_log2: Float32) -> None:
-        """Online softmax: S becomes P in units of the new maximum, O and row_sum change their units."""
+        """Online softmax: S becomes P relative to the new maximum, and O and row_sum are rescaled."""
         for r in cutlass.range_constexpr(cute.size(row_max)):
             largest = row_max[r]
             for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
                 largest = fmax(largest, S[r, c])
-            largest = quad_reduce(largest, fmax)  # four lanes share a row
+            largest = quad_reduce(largest, fmax)  # four lanes hold a row
             finite = Float32(0.0) if largest == -Float32.inf else largest  # -inf minus -inf is NaN
             factor = exp2((row_max[r] - finite) * scale_log2)
             row_max[r], row_sum[r] = largest, row_sum[r] * factor

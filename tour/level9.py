@@ -10,7 +10,7 @@ D is the sum over a row of dO * O: what a row of dP loses because the probabilit
 
 Which loop is outside? dK and dV are sums over queries, dQ is a sum over keys: one of them has to cross CTAs. Here a CTA
 keeps 64 keys, with their dK and dV in registers, and visits the blocks of queries, of all heads that share these keys.
-Its part of dQ is added to fp32 memory by atomic additions.
+Its contribution to dQ is added to fp32 memory by atomic additions.
 
 Three launches do it. The package's ``backward_preprocess`` computes D and clears the memory of dQ; this kernel follows;
 ``backward_convert`` rounds dQ. So LSE arrives as LSE * log2(e), +inf in rows that do not exist: exp2 then gives P = 0
@@ -176,7 +176,7 @@ class BackwardTiles(BackwardLevel):
                     for c in cutlass.range_constexpr(len(modes.cols)):
                         dP[r, c] = S[r, c] * (dP[r, c] + minus_d)
                 self.store(mma, acc_dP, sDS, thread)
-                cute.arch.sync_threads()  # all threads' parts of P and dS are there
+                cute.arch.sync_threads()  # P and dS are complete
                 self.product(
                     mma, acc_dV, layouts.transposed(sP), layouts.transposed(sDO), thread, (True, True)
                 )

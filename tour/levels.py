@@ -87,6 +87,6 @@ def _entries(op: str, modules: Sequence[ModuleType], first: int) -> dict[int, En
 
 
 LEVELS = _entries("forward", MODULES, 1)
-"""Of the forward."""
+"""Levels of the forward."""
 BACKWARD_LEVELS = _entries("backward", BACKWARD_MODULES, 1 + len(MODULES))
-"""Of the backward; they are not timed with the others."""
+"""Levels of the backward; they are not timed with the others."""

@@ -35,8 +35,8 @@ Levels 1 to 4 and 9 run on any GPU from Ampere on, the others on Hopper. In Pyth
 """
 
 CLOCKS = """Costs are of the causal kernel at head dim 128, built for sm90. Clocks are `verdict`'s lower bound for
-1,000 scores, from the machine code of the loop over key blocks. Of one multiprocessor's tensor cores, special function
-units, schedulers and shared memory (with L1) they are the clocks of the unit that needs the most. The tensor cores need
+1,000 scores, from the machine code of the loop over key blocks. Of one multiprocessor's pipes (tensor cores, special
+functions, issue, and shared memory with L1) they are the clocks of the one that needs the most. The tensor cores need
 at least 125, with wgmma. The difference between that bound and a measured time is waiting. Levels 6 to 8 start with 168
 registers per thread. `setmaxnreg` then leaves 24 to the producer's warps and gives 240 to the consumers. Levels 9 and
 10 compute five products for a score where a forward computes two. They are built, and checked on the CPU against the

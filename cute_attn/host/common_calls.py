@@ -54,7 +54,7 @@ def kernels(target: str) -> list[Kernel]:
 
 
 def rows(target: str) -> Iterator[Kernel]:
-    """Of each row of a table the kernel that it was built as for a target, without users' functions."""
+    """For each row of a table, the kernel that it was built as for a target, without users' functions."""
     for path in sorted(Path(folder.__file__).parent.glob("*/tiles.csv")):
         table = importlib.import_module(f"cute_attn.kernels.{path.parent.name}.heuristics").TABLE
         for row in table.rows:

@@ -202,7 +202,7 @@ def without_bundle() -> Iterator[None]:
 def contents(kernels: dict[str, tuple[dict[str, Any], bytes]]) -> dict[str, bytes]:
     """A bundle's files by name; kernels: by key, as :func:`_linked` returns them.
 
-    Similar kernels share an archive, in which each takes about a sixth of its size alone.
+    Similar kernels are in one archive, in which each takes about a sixth of its size.
     """
     described, archives, raw = {}, [], b""
     for key, (meta, packed) in sorted(kernels.items(), key=_by_similarity):

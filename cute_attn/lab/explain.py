@@ -135,7 +135,9 @@ def _field(word: str) -> Iterator[tuple[str, str]]:
         if word in _fields(cls):
             fields: Any = dataclasses.fields(cls)  # type: ignore[arg-type]
             values = next(f for f in fields if f.name == word).metadata.get("values", ())
-            tried = f" `tune` tries {', '.join(map(str, dict.fromkeys(values)))}." if len(set(values)) > 1 else ""
+            tried = (
+                f" `tune` tries {', '.join(map(str, dict.fromkeys(values)))}." if len(set(values)) > 1 else ""
+            )
             text = attribute_docs(cls).get(word, "-").rstrip(".") + "." + tried
             texts.setdefault(text, []).extend(kernels)
     yield from ((f"{word} of {', '.join(kernels)}", text) for text, kernels in texts.items())
