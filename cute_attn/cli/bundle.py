@@ -14,16 +14,12 @@ from cute_attn.cli.options import (
     Workers,
     complete_name,
     import_kernels,
-    requests_like,
     show_building,
     working,
     writable_folder,
 )
 from cute_attn.lab.tables import counted
-from cute_attn.tiles import TARGETS as ACCEPTED
-
-TARGETS = "sm80,sm90"
-"""What --all is for."""
+from cute_attn.tiles import TARGETS
 
 
 def bundle(
@@ -41,7 +37,7 @@ def bundle(
         str,
         typer.Option(
             "--target",
-            help=f"Such as {TARGETS}, which --all is for; by default of NAMEs the GPU that is present, or the kernel's "
+            help="Such as sm80,sm90, which --all is for; by default of NAMEs the GPU that is present, or the kernel's "
             "generation.",
         ),
     ] = "",
@@ -55,23 +51,20 @@ def bundle(
     """
     given = [what for what, there in (("NAMEs", names), ("--all", everything), ("--like", like)) if there]
     if len(given) != 1:
-        raise ValueError(
-            f"{' and '.join(given) or 'nothing'} is given; accepted: NAMEs, --all or --like alone"
-        )
+        raise ValueError(f"{' and '.join(given) or 'nothing'} is given; accepted: NAMEs, --all or --like")
     if tile and not names:
         raise ValueError(f"--tile is {tile!r}; accepted beside NAMEs alone")
     with working("choosing kernels"):
         import_kernels()
+        from cute_attn.host import common_calls
+
         wanted = list(filter(None, targets.split(",")))
-        for target in wanted:
-            if target not in ACCEPTED:
-                raise ValueError(
-                    f"--target is {targets!r}; accepted: some of {', '.join(ACCEPTED)}, with commas"
-                )
+        if not set(wanted) <= set(TARGETS):
+            raise ValueError(f"--target is {targets!r}; accepted: some of {', '.join(TARGETS)}, with commas")
         if like:
-            requests = [one for one in requests_like(like) if not wanted or one[2] in wanted]
+            requests = [one for one in lab.bundles.like(like) if not wanted or one[2] in wanted]
         elif everything:
-            requests = lab.bundles.default_requests(wanted or TARGETS.split(","))
+            requests = common_calls.everything(wanted or common_calls.PROCESSORS)
         else:
             requests = lab.bundles.named_requests(names or (), tile, wanted)
     show_building(lab.bundles.make_bundle(requests, output, workers), len(requests))

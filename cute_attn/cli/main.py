@@ -34,10 +34,9 @@ from cute_attn.cli.options import (
     Verbose,
     Workers,
     import_kernels,
+    import_names,
     is_verbose,
-    kept,
     make_console,
-    requests_like,
     set_pager,
     show,
     show_building,
@@ -168,11 +167,11 @@ def list_kernels(
             "`list --all` has every default tile, `list forward-sm80` a kernel's, `list --features` words"
         )
         with working("choosing default tiles"):
-            for row in kept(f"list-{target}", lambda: _counts(target)):
+            for row in _counts(target):
                 counts.add_row(*row)
         show(counts)
         return
-    import_kernels()
+    import_names()
     pairs = registry.defaults_on(target)
     if names:
         pairs = [one for name in names for one in _named(name, pairs, [target] if target else TARGETS)]
@@ -219,7 +218,7 @@ def _defaults(rows: list[dict[str, Any]]) -> Table:
 
 def _counts(target: str | None) -> list[list[str]]:
     """A row for each kernel: where it runs, how many default tiles there are, and one of them."""
-    import_kernels()
+    import_names()
     rows, known = list[list[str]](), registry.defaults_on(target)
     for op, arch, variant in registry.KERNELS:
         label, runs_on = registry.label((op, arch, variant)), registry.RUNS_ON[arch]
@@ -509,7 +508,7 @@ def cache_prebuild(
     if like:
         if names or tile or target:
             raise ValueError("--like is given beside NAMEs, --tile or --target; accepted: --like alone")
-        requests = requests_like(like)
+        requests = lab.bundles.like(like)
     elif names:
         requests = [(Traits.parse(n), tile or None, target) for n in names]
     else:

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import json
 import os
 import sys
 import tempfile
@@ -23,12 +22,13 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from cute_attn import lab
+from cute_attn import _without_dsl
 from cute_attn.compiler import registry
-from cute_attn.compiler.cache import usable_cache
-from cute_attn.compiler.fingerprint import package_sources
 from cute_attn.tiles import TARGETS, check_target
 from cute_attn.traits import ARCHS, DTYPES, FEATURES, OPS, Traits
+
+ends_with_command = False
+"""True if this process runs one command, so that it may do without the DSL for good."""
 
 
 def complete_name(text: str) -> list[str]:
@@ -42,7 +42,7 @@ def complete_name(text: str) -> list[str]:
 
 def complete_tile(context: typer.Context, text: str) -> list[str]:
     """What a shell offers for the beginning of a tile's text: the fields of the kernel's tile that it has not yet."""
-    import_kernels()
+    import_names()
     done, comma, begun = text.rpartition(",")
     name = context.params.get("name") or next(iter(context.args), "")  # not parsed when a word is incomplete
     try:
@@ -157,25 +157,6 @@ _PAGE = "Also write one HTML page here, with layouts and steady steps; it needs 
 Page = Annotated[Path | None, typer.Option("--html", callback=writable_file, help=_PAGE)]
 
 
-def kept(name: str, make: Callable[[], Any]) -> Any:
-    """What ``make`` returns, as JSON, kept by the sources that made it; made anew once kernels are imported."""
-    cache = None if "cutlass" in sys.modules else usable_cache()
-    if cache is None:
-        return make()
-    path, sources = cache.root.with_name(f"{cache.root.name}-lab") / f"{name}.json", package_sources()
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        found = json.loads(path.read_text())
-        if found["sources"] == sources:
-            return found["made"]
-    made = make()
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(f".{os.getpid()}")
-        scratch.write_text(json.dumps({"sources": sources, "made": made}))
-        scratch.replace(path)
-    return made
-
-
 def import_kernels() -> None:
     """Import the kernels, and with them the DSL, in half the time that it takes by itself.
 
@@ -187,6 +168,16 @@ def import_kernels() -> None:
     finally:
         gc.enable()
     gc.freeze()
+
+
+def import_names() -> None:
+    """As :func:`import_kernels`, for names, tiles and docstrings: a program that ends then does without the DSL.
+
+    Not after ``--load``: a user's file imports the DSL.
+    """
+    if ends_with_command and "cutlass" not in sys.modules:
+        _without_dsl.install()
+    import_kernels()
 
 
 def make_console() -> Console:
@@ -202,14 +193,6 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
     with live_progress(*columns) as progress:
         task = progress.add_task(text)
         yield lambda now: progress.update(task, description=now)
-
-
-def requests_like(paths: list[Path]) -> list[Any]:
-    """The requests of ``--like``; says which kernels have functions without names."""
-    requests, left_out = lab.bundles.like(paths)
-    for name in left_out:
-        print(f"left out: {name}, whose function has no name; score_mod gives it one", file=sys.stderr)
-    return requests
 
 
 def show_building(builds: Iterable[Any], total: int) -> None:

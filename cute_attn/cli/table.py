@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cute_attn import lab
-from cute_attn.cli.options import AsJson, Target, complete_name, import_kernels, show, working
+from cute_attn.cli.options import AsJson, Target, complete_name, import_names, show, working
 from cute_attn.lab.tables import Table
 from cute_attn.traits import ARCHS, FEATURES
 
@@ -92,7 +92,7 @@ def explain_words(
     table = Table("word", "what it means")
     with working("reading docstrings"):
         if not lab.explain.listed_words().keys() >= set(words):
-            import_kernels()
+            import_names()
         for word in words:
             for name, text in lab.explain.explain(word):
                 table.add_row(name, text)

@@ -15,6 +15,7 @@ from typing import Any
 
 from cute_attn import kernels as folder
 from cute_attn.compiler import registry
+from cute_attn.compiler.compiled import Request
 from cute_attn.host.backward import kernels_of
 from cute_attn.kernels.backward_sm80.heuristics import in_passes
 from cute_attn.tiles import first_that_fits
@@ -37,11 +38,8 @@ _WINDOWS = (128, 512, 1024, 4096)
 _PLANES = (0, 1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
 """Numbers of sequences times key heads of caches with few keys; 0 stands for many keys."""
 
-Kernel = tuple[Traits, Any, str]
-"""Traits, tile, target."""
 
-
-def kernels(target: str) -> list[Kernel]:
+def kernels(target: str) -> list[Request]:
     """The kernels that common calls launch on one of ``PROCESSORS``, each once."""
     found: dict[tuple[Traits, Any], None] = {}
     for head_dim, mask, varlen in itertools.product(HEAD_DIMS, MASKS, (False, True)):
@@ -53,7 +51,34 @@ def kernels(target: str) -> list[Kernel]:
     return [(replace(traits, dtype=dtype), tile, target) for dtype in DTYPES for traits, tile in found]
 
 
-def rows(target: str) -> Iterator[Kernel]:
+def everything(targets: Iterable[str]) -> list[Request]:
+    """What a bundle of all has: for these targets :func:`kernels`, :func:`rows`, and each feature of the defaults.
+
+    Targets outside ``PROCESSORS`` have no common calls. A backward comes with the kernels that its calls launch.
+    """
+    groups = []
+    for target in targets:
+        groups.append(kernels(target) if target in PROCESSORS else [])
+        groups += [with_its_parts(traits, None, on) for traits, on in registry.defaults_on(target)]
+        groups += [with_its_parts(*row) for row in rows(target)]
+    return distinct(groups)
+
+
+def with_its_parts(traits: Traits, tile: Any, target: str) -> list[Request]:
+    """A kernel by its traits, and its tile, the tile's text or None; with those that calls of a backward launch."""
+    kernel = registry.lookup(traits, tile, target)
+    if traits.op != "backward":
+        return [(traits, kernel.tile, target)]
+    beside = [one for lse_grad in (False, True) for one in kernels_of(kernel, lse_grad=lse_grad)]
+    return [(part, own or registry.lookup(part, None, target).tile, target) for part, own in beside]
+
+
+def distinct(groups: Iterable[list[Request]]) -> list[Request]:
+    """Each kernel once."""
+    return list(dict.fromkeys(itertools.chain.from_iterable(groups)))
+
+
+def rows(target: str) -> Iterator[tuple[Traits, Any, str]]:
     """For each row of a table, the kernel that it was built as for a target, without users' functions."""
     for path in sorted(Path(folder.__file__).parent.glob("*/tiles.csv")):
         table = importlib.import_module(f"cute_attn.kernels.{path.parent.name}.heuristics").TABLE

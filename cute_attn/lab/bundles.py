@@ -15,6 +15,7 @@ import re
 import shlex
 import subprocess
 import tempfile
+import warnings
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
@@ -35,7 +36,6 @@ from cute_attn.compiler.compiled import (
 from cute_attn.compiler.fingerprint import machine, package_sources
 from cute_attn.epilogues.names import TRACED
 from cute_attn.host import common_calls
-from cute_attn.host.backward import kernels_of
 from cute_attn.lab.tables import template
 from cute_attn.traits import Traits
 
@@ -58,20 +58,6 @@ _KNOWN_SYMBOL = re.compile(
 # ---- what to bundle ----
 
 
-def default_requests(targets: Iterable[str]) -> list[Request]:
-    """What ``--all`` builds: of these targets the kernels that common calls launch, and one for each row of the tables.
-
-    Common calls: :mod:`cute_attn.host.common_calls`. Each feature of :func:`registry.defaults` is there too, and each
-    backward comes with the kernels that its calls launch.
-    """
-    groups: list[list[Request]] = []
-    for target in targets:
-        groups.append(list(common_calls.kernels(target)))
-        groups += [_with_its_parts(traits, None, on) for traits, on in registry.defaults_on(target)]
-        groups += [_with_its_parts(*row) for row in common_calls.rows(target)]
-    return _distinct(groups)
-
-
 def named_requests(names: Iterable[str], tile: str, targets: Iterable[str]) -> list[Request]:
     """Kernels by their names, each for those of the targets that it runs on, by default for the GPU that is present.
 
@@ -81,39 +67,27 @@ def named_requests(names: Iterable[str], tile: str, targets: Iterable[str]) -> l
     for traits in map(Traits.parse, names):
         given = list(targets) or [default_target(traits.arch)]
         fitting = [on for on in given if on in registry.RUNS_ON[traits.arch]]
-        groups += [_with_its_parts(traits, tile or None, on) for on in fitting or given]
-    return _distinct(groups)
+        groups += [common_calls.with_its_parts(traits, tile or None, on) for on in fitting or given]
+    return common_calls.distinct(groups)
 
 
-def _with_its_parts(traits: Traits, tile: Any, target: str) -> list[Request]:
-    kernel = registry.lookup(traits, tile, target)
-    if traits.op != "backward":
-        return [(traits, kernel.tile, target)]
-    beside = [one for lse_grad in (False, True) for one in kernels_of(kernel, lse_grad=lse_grad)]
-    return [(part, own or registry.lookup(part, None, target).tile, target) for part, own in beside]
-
-
-def _distinct(groups: Iterable[list[Request]]) -> list[Request]:
-    return list(dict.fromkeys(itertools.chain.from_iterable(groups)))
-
-
-def like(paths: Iterable[Path]) -> tuple[list[Request], list[str]]:
+def like(paths: Iterable[Path]) -> list[Request]:
     """The kernels that programs' calls needed, from the files that ``cute-attn run --json`` wrote of them.
 
-    Returns:
-        the kernels, and the names of those left out: of functions without names, which only their callers know.
+    Those of functions without names, which only their callers know, are left out with a warning.
 
     Raises:
         ValueError: one is not such a file, lists no kernel, or one of a file that was not loaded.
     """
     found: dict[Request, None] = {}
-    left_out: dict[str, None] = {}
     for traits, tile, on in itertools.chain.from_iterable(map(_listed, paths)):
         if any(name.startswith(TRACED) for name in traits.epilogues):
-            left_out[traits.name] = None
+            warnings.warn(
+                f"left out: {traits}, whose function has no name; score_mod gives it one", stacklevel=2
+            )
         else:
             found[traits, registry.lookup(traits, tile, on).tile, on] = None
-    return list(found), list(left_out)
+    return list(found)
 
 
 def _listed(path: Path) -> list[tuple[Traits, str, str]]:
@@ -153,8 +127,9 @@ def check_requests(requests: Iterable[Any]) -> list[Request]:
     """Each request once, with a target; raises ValueError where the DSL is not installed."""
     if not has_dsl():
         raise ValueError("nvidia-cutlass-dsl is not installed; accepted: a machine where it is")
-    return _distinct(
-        [[(traits, tile, on or default_target(traits.arch))] for traits, tile, on in as_requests(requests)]
+    given = as_requests(requests)
+    return list(
+        dict.fromkeys((traits, tile, on or default_target(traits.arch)) for traits, tile, on in given)
     )
 
 
