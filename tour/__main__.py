@@ -9,7 +9,9 @@ cute-attn tour --page                write docs/tour.md again, in a clone; or: m
 
 import argparse
 import ast
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,16 +75,28 @@ def show(level: int, head_dim: int, causal: bool) -> None:
     from tour.report import facts, time_one
 
     entry = (LEVELS | BACKWARD_LEVELS)[level]
-    print(f"level {level}: {entry.title}\n\n{entry.text}\n")
+    print(f"level {level}: {entry.title}\n\n{folded(entry.text)}\n")
     for name, value in facts(entry, head_dim, causal).items():
         if value != []:
-            print(f"{name.replace('_', ' '):26} {_shown(value)}")
+            line = f"{name.replace('_', ' '):26} {_shown(value)}"
+            print(textwrap.fill(line, width(), subsequent_indent=27 * " ", drop_whitespace=True))
     if not torch.cuda.is_available():
         print("\nNo GPU here: with one, it would now be checked and timed.")
         return
     check(level)
     if level in LEVELS:
         print(time_one(entry, head_dim, causal))
+
+
+def folded(text: str) -> str:
+    """A level's text in the terminal's width; indented lines stay as they are."""
+    parts = (part if part.startswith(" ") else textwrap.fill(part, width()) for part in text.split("\n\n"))
+    return "\n\n".join(parts)
+
+
+def width() -> int:
+    """Columns of the terminal, 120 at most and where there is none."""
+    return min(shutil.get_terminal_size((120, 24)).columns, 120)
 
 
 def _shown(value: Any) -> str:

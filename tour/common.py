@@ -192,6 +192,10 @@ class BackwardLevel:
     TILE: ClassVar[Any]
     dtype: ClassVar[Any] = BFloat16
 
+    def __post_init__(self) -> None:
+        if self.tile != self.TILE:
+            raise registry.Unsupported(f"tile is {self.tile}; accepted by this level: {self.TILE} alone")
+
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
         """Why no level serves ``traits``, or None."""

@@ -3,8 +3,8 @@
 A backward has five products where a forward has two. Of each tile of scores it computes P again, from Q, K and the LSE
 that the forward kept, instead of reading a matrix that no memory could hold:
 
-    S = Q K^T        P = exp(scale * S - LSE)           dV += P^T dO
-    dP = dO V^T      dS = P * (dP - D)                  dK += dS^T Q        dQ += dS K
+    S = Q K^T       P = exp(scale * S - LSE)     dV += P^T dO
+    dP = dO V^T     dS = P * (dP - D)            dK += dS^T Q     dQ += dS K
 
 D is the sum over a row of dO * O: what a row of dP loses because the probabilities of a row always add up to 1.
 

@@ -93,10 +93,11 @@ def like(paths: Iterable[Path]) -> list[Request]:
 def _listed(path: Path) -> list[tuple[Traits, str, str]]:
     accepted = "accepted: a file of `cute-attn run --json` from a machine with a GPU"
     try:
-        rows = json.loads(path.read_bytes())["kernels"]
+        rows = json.loads(Path(path).read_bytes())["kernels"]
         found = [(Traits.parse(row["name"]), row["tile"], row["target"]) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"--like is {str(path)!r}, which is not one ({error}); {accepted}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"--like is {str(path)!r}, which is not one ({reason}); {accepted}") from None
     if not found:
         raise ValueError(f"--like is {str(path)!r}, which lists no kernel; {accepted}")
     return found
@@ -120,6 +121,7 @@ def make_bundle(requests: Iterable[Request], output: Path, workers: int | None =
     cache = default_cache()
     if cache is None:
         raise ValueError(f"{switched_off()}; bundling needs the disk cache")
+    _prepare(output)
     return _make(wanted, output, workers, cache)
 
 
@@ -297,6 +299,17 @@ def _check_output(output: Path) -> None:
     elif output.exists() and not (output / bundle.INDEX).is_file():
         if not output.is_dir() or any(output.iterdir()):
             raise ValueError(f"-o is {str(output)!r}; accepted: a new or empty folder, or one with a bundle")
+
+
+def _prepare(output: Path) -> None:
+    """Make the folder now: kernels take long to build."""
+    folder = output.parent if output.suffix == ".whl" else output
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"-o is {str(output)!r}; accepted: a place that can be written ({reason})") from None
 
 
 def _write_folder(folder: Path, files: dict[str, bytes]) -> None:

@@ -341,6 +341,11 @@ def test_wrong_commands(tmp_path, arguments, text):
     assert not (tmp_path / "made").exists()
 
 
+def test_an_output_that_cannot_be_written_is_refused_before_kernels_are_built():
+    with pytest.raises(ValueError, match="-o is '/proc/none'; accepted: a place that can be written"):
+        bundles.make_bundle(REQUESTS, Path("/proc/none"))
+
+
 @pytest.mark.parametrize("name", ["made.whl", "."])
 def test_wrong_outputs(tmp_path, name):
     (tmp_path / "something").touch()

@@ -47,6 +47,9 @@ def test_a_level_follows_the_one_before_and_declines_the_rest():
             registry.Unsupported, match="bf16, head dims 64 and 128, full or causal, nothing else"
         ):
             registry.lookup(name)
+    for name, tile in (("sm80:tour9", "dq_vector=4"), ("sm90:tour10", "tile_n=64")):
+        with pytest.raises(registry.Unsupported, match=r"accepted by this level: tile_m=64,tile_n=.* alone"):
+            registry.lookup(f"backward-{name}-bf16-d64", tile, "sm90")
 
 
 PACKAGES = {
