@@ -8,7 +8,8 @@ from cute_attn.compiler import compile
 from cute_attn.lab.proxies import TmaPipeline, proxy_order
 from cute_attn.lab.sass import BYTES, Code, Instruction
 
-BACKWARD = "backward-sm90-bf16-d64-causal"
+FORWARD, BACKWARD = "forward-sm90-bf16-d64-causal-sinks_bf16", "backward-sm90-bf16-d64-causal-dropout"
+"""Which test_defaults.py builds, too."""
 
 
 def code_of(name: str, tile: str | None = None) -> Code:
@@ -33,7 +34,7 @@ def test_stored_tiles_without_fences_are_found():
     """O and dK are written by threads and stored by TMA, dQ is added by another warp's bulk reduction."""
     found = {i.opcode for i in unordered(without_fences(code_of(BACKWARD)))}
     assert {"UTMASTG", "SYNCS"} <= found
-    assert "UTMASTG" in {i.opcode for i in unordered(without_fences(code_of("forward-sm90-bf16-d64-causal")))}
+    assert "UTMASTG" in {i.opcode for i in unordered(without_fences(code_of(FORWARD)))}
 
 
 # ---- code by hand ----
