@@ -1,9 +1,11 @@
 """score_mod and mask_mod: device code of traced functions against torch, identity, refusals, gradients on the CPU."""
 
 import math
+import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.attention.flex_attention import and_masks, flex_attention, noop_mask, or_masks
 
 from cute_attn import Traits, attention, check_epilogue, compile, lookup
@@ -14,7 +16,7 @@ from cute_attn.epilogues.names import user_epilogue
 from cute_attn.host.call import Call
 from cute_attn.host.choose import user_classes
 from cute_attn.reference import emulate
-from cute_attn.reference.check_epilogue import for_each
+from cute_attn.reference.check_epilogue import _function, for_each
 from cute_attn.reference.tilings import TINY, Scores
 from tests import refusals
 from tests.cpu.test_examples import load
@@ -85,7 +87,16 @@ def integers(score, b, h, q_idx, kv_idx):
     )
 
 
-FUNCTIONS = (prefix_lm, alibi, t5, transcendental, pieces, integers)
+def composed(score, b, h, q_idx, kv_idx):
+    smooth = (
+        F.silu(score) + F.gelu(score) + F.gelu(score, approximate="tanh") + F.softplus(score) + F.mish(score)
+    )
+    steps = torch.round(score) * 0.1 + torch.frac(score * 0.3) + F.leaky_relu(score) + F.elu(score)
+    others = torch.atan(score) + torch.expm1(score * 0.2) + torch.log1p(score.abs()) + torch.erf(score)
+    return (smooth + steps + others).masked_fill((q_idx + kv_idx) % 7 == 0, -torch.inf)
+
+
+FUNCTIONS = (prefix_lm, alibi, t5, transcendental, pieces, integers, composed)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
@@ -140,6 +151,26 @@ def hashed(s, b, h, i, j):
     wide = (i * 1000003 + j * 998244353) % 97 + (i + 40000) * (j + 70000) % 7 + ((i << 40) >> 38) + (i >> 33)
     narrow = (BYTES[i] - BYTES[j]) + SIGNED[i] * SIGNED[j] + WORDS[i] * WORDS[j] % 7 + LONGS[i] * 3 % 5
     return s + (wide + narrow + i.int() * 1000003 * 4001 % 11 + WORDS[i].long() * WORDS[j] % 13) * 0.1
+
+
+COMPOSED_CALLS = """
+F.silu(s); F.gelu(s); F.gelu(s, approximate="tanh"); F.softplus(s, 2.0); F.logsigmoid(s); F.mish(s); F.elu(s, 0.5)
+F.selu(s); F.celu(s, 0.7); F.leaky_relu(s); F.relu6(3 * s); F.hardtanh(s); F.hardsigmoid(s); F.hardswish(s)
+F.hardshrink(s); F.softshrink(s, 0.3); F.tanhshrink(s); F.softsign(s); F.threshold(s, 0.1, 0.2); torch.frac(s)
+torch.tan(torch.tanh(s)); torch.sinh(s); torch.cosh(s); torch.asinh(s); torch.acosh(s * s + 1.5); s.erfc()
+torch.atanh(0.9 * torch.tanh(s)); torch.log10(s * s + 1); torch.hypot(s, s + 1); torch.logaddexp(s, 0.5 * s)
+torch.lerp(s, s * s, 0.3); torch.addcmul(s, s, s, value=0.5); torch.addcdiv(s, s, 2 + s * s); s.masked_fill(i < j, 0.5)
+torch.where(torch.isnan(s) | torch.isinf(s), 0.0, s); torch.where(torch.isfinite(s), s, 0.0); torch.deg2rad(s)
+torch.where(torch.isposinf(s) | torch.isneginf(s), 0.0, s); torch.rad2deg(s); torch.round(s) + s; torch.rsub(s, 2)
+"""
+
+
+@pytest.mark.parametrize("call", re.split(r"; |\n", COMPOSED_CALLS.strip()))
+def test_functions_that_are_made_of_others_have_torchs_values_and_derivatives(call):
+    function = eval(f"lambda s, b, h, i, j: {call}", globals())
+    name, tensors = epilogue_of(function, None, dtype=torch.float64)
+    found = _function(function, "score_mod", Scores.random(1, 2, 40, 50, extra={name: tensors}), name)
+    assert len(found) == 2 and all(one.passed for one in found), list(map(str, found))
 
 
 def buckets(s, b, h, i, j):
@@ -363,8 +394,9 @@ def score(function):
 
 
 REFUSED = """
-score_mod=lambda s, *_: torch.erf(s) -> TypeError: score_mod uses erf; accepted: + -
-score_mod=lambda s, *_: s.erfc() -> TypeError: score_mod uses erfc; accepted
+score_mod=lambda s, *_: torch.lgamma(s) -> TypeError: score_mod uses lgamma; accepted: + -
+score_mod=lambda s, *_: s.digamma() -> TypeError: score_mod uses digamma; accepted
+score_mod=lambda s, *_: torch.round(s, decimals=1) -> TypeError: uses round with arguments that are not traced
 score_mod=lambda s, *_: s + SLOPES.add_(s) -> TypeError: changes a value in place by add_
 score_mod=lambda s, b, h, q, k: s if q > k else 0.0 -> TypeError: asks for the number ... accepted: torch.where
 score_mod=lambda s, *_: math.exp(s) -> TypeError: asks for the number of a traced value

@@ -41,10 +41,11 @@ _TENSORS: dict[str, Callable[..., Tensor]] = {
     **{name: getattr(torch, name) for name in ("minimum", "maximum", "exp", "exp2", "log", "log2", "sqrt")},
     **{
         name: getattr(torch, name)
-        for name in ("rsqrt", "tanh", "sigmoid", "sin", "cos", "floor", "ceil", "trunc")
+        for name in ("rsqrt", "tanh", "sigmoid", "sin", "cos", "floor", "ceil", "trunc", "round")
     },
+    **{name: getattr(torch, name) for name in ("atan", "erf", "expm1", "log1p")},
 }
-_STEPS = frozenset(("floor", "ceil", "trunc", "lt", "le", "gt", "ge", "eq", "ne"))
+_STEPS = frozenset(("floor", "ceil", "trunc", "round", "lt", "le", "gt", "ge", "eq", "ne"))
 
 Value = Tensor | bool | int | float
 

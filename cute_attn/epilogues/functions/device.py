@@ -9,7 +9,7 @@ from cutlass import BFloat16, Boolean, Float16, Float32, Float64, Int8, Int16, I
 from cutlass._mlir.dialects import arith
 from cutlass.cute.runtime import make_fake_tensor
 
-from cute_attn.device.math import exp2, fabs, fma, log2, reciprocal, tanh_base2
+from cute_attn.device.math import LOG2_E, exp2, fabs, fma, log2, reciprocal, tanh_base2
 from cute_attn.device.score_tile import ScoreTile
 from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, KEY, LONG, QUERY, Node, ordered
 from cute_attn.epilogues.functions.lowering import bounds, varies
@@ -280,6 +280,20 @@ def _reduced(x: Float32) -> Float32:
     return fma(turns, Float32(-_TURN_LOW), fma(turns, Float32(-_TURN_HIGH), x))
 
 
+_ERF = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
+"""Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26: within 1.5e-7."""
+
+
+def _erf(x: Float32) -> Float32:
+    size = fabs(x)
+    t = reciprocal(fma(size, Float32(0.3275911), Float32(1.0)))
+    rest = Float32(_ERF[0])
+    for factor in _ERF[1:]:
+        rest = fma(rest, t, Float32(factor))
+    value = 1.0 - rest * t * exp2(size * size * -LOG2_E)
+    return cutlass.select_(x < 0.0, -value, value)
+
+
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
@@ -317,4 +331,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "floor": cute.math.floor,
     "ceil": cute.math.ceil,
     "trunc": cute.math.trunc,
+    "round": cute.math.roundeven,
+    "erf": _erf,
+    **{name: getattr(cute.math, name) for name in ("atan", "expm1", "log1p")},
 }

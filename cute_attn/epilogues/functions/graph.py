@@ -303,6 +303,10 @@ def _times(g: Graph, x: Node, factor: float) -> Node:
     return g.binary("mul", x, g.const(factor))
 
 
+def _one_plus(g: Graph, x: Node) -> Node:
+    return g.binary("add", g.const(1.0), x)
+
+
 def _one_minus(g: Graph, x: Node) -> Node:
     return g.binary("sub", g.const(1.0), x)
 
@@ -330,5 +334,13 @@ _RULES: dict[str, Rule] = {
     "sigmoid": _function(lambda g, x, a: g.binary("mul", x, _one_minus(g, x))),
     "sin": _function(lambda g, x, a: g.unary("cos", a)),
     "cos": _function(lambda g, x, a: g.unary("neg", g.unary("sin", a))),
+    "atan": _function(lambda g, x, a: g.binary("div", g.const(1.0), _one_plus(g, g.binary("mul", a, a)))),
+    "erf": _function(
+        lambda g, x, a: _times(
+            g, g.unary("exp", g.unary("neg", g.binary("mul", a, a))), 2 / math.sqrt(math.pi)
+        )
+    ),
+    "expm1": _function(lambda g, x, a: _one_plus(g, x)),
+    "log1p": _function(lambda g, x, a: g.binary("div", g.const(1.0), _one_plus(g, a))),
 }
 """The derivative of each operation except steps, from the node, its operands and their derivatives."""

@@ -66,6 +66,9 @@ _BOUNDED = frozenset(
         "sigmoid2",
         "sin",
         "cos",
+        "atan",
+        "erf",
+        "round",
         "distance",
         "order",
     ]

@@ -15,6 +15,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from cute_attn import traits
+from cute_attn.epilogues.functions.composed import COMPOSED
 from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, KINDS, LONG, Graph, Node, ordered
 
 SIGNATURES = {
@@ -30,7 +31,8 @@ LOADED = {
 """Dtypes of captured tensors -> kinds of their elements in a graph."""
 ACCEPTED = (
     "+ - * / // % ** by a constant, comparisons, & | ^ ~ << >>, where, abs, sign, minimum, maximum, min, max, clamp, "
-    "exp, exp2, log, log2, sqrt, rsqrt, square, reciprocal, tanh, sigmoid, relu, sin, cos, floor, ceil, trunc, casts, "
+    "exp, exp2, log, log2, sqrt, rsqrt, square, reciprocal, tanh, sigmoid, relu, sin, cos, atan, erf, expm1, log1p, "
+    "floor, ceil, trunc, round, gelu, silu, softplus, masked_fill and others of docs/functions.md, casts, "
     "logical_and, logical_or, logical_xor, logical_not, and elements of captured tensors"
 )
 
@@ -652,6 +654,12 @@ def _step(op: str) -> Make:
     return make
 
 
+def _round(t: Recorder, input: Any, *, decimals: int = 0) -> Node:
+    if decimals:
+        raise _Refused
+    return _step("round")(t, input)
+
+
 def _floor_divide(t: Recorder, input: Any, other: Any) -> Node:
     a, b = t.graph.promoted(t.node(input), t.node(other), least=INT)
     if a.kind == FLOAT:
@@ -813,7 +821,13 @@ def _same(t: Recorder, input: Any, *_: Any, **__: Any) -> Node:
     return t.node(input)
 
 
+def _composed(function: Callable[..., Tensor]) -> Make:
+    """Of torch's operations on the traced values themselves."""
+    return lambda t, *args, **options: t.node(function(*args, **options))
+
+
 _OPERATIONS: dict[str, Make] = {
+    **{name: _composed(function) for name, function in COMPOSED.items()},
     "add": _binary("add", of_bools="or"),
     "sub": _binary("sub"),
     "subtract": _binary("sub"),
@@ -848,10 +862,12 @@ _OPERATIONS: dict[str, Make] = {
     **{long: _compared(op) for long, op in (("less", "lt"), ("less_equal", "le"), ("greater", "gt"))},
     **{long: _compared(op) for long, op in (("greater_equal", "ge"), ("not_equal", "ne"))},
     **{name: _unary(name) for name in ("neg", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh")},
-    **{name: _unary(name) for name in ("sigmoid", "sin", "cos", "abs")},
+    **{name: _unary(name) for name in ("sigmoid", "sin", "cos", "abs", "atan", "erf", "expm1", "log1p")},
+    "arctan": _unary("atan"),
     "negative": _unary("neg"),
     "absolute": _unary("abs"),
     **{name: _step(name) for name in ("floor", "ceil", "trunc")},
+    "round": _round,
     "where": _method_where,
     "sign": _sign,
     "sgn": _sign,
