@@ -8,6 +8,7 @@ numbers of sequences, which are tried on grids: finer ones find no other tile.
 
 import importlib
 import itertools
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from cute_attn.compiler import registry
 from cute_attn.compiler.compiled import Request
 from cute_attn.host.backward import kernels_of
 from cute_attn.kernels.backward_sm80.heuristics import in_passes
-from cute_attn.tiles import first_that_fits
+from cute_attn.tiles import MEASURED, first_that_fits
 from cute_attn.tiles.inference import MAX_PARTIALS, CacheCall, CombineStreamKTile, CombineTile
 from cute_attn.traits import ROTARY, Traits
 
@@ -79,15 +80,30 @@ def distinct(groups: Iterable[list[Request]]) -> list[Request]:
 
 
 def rows(target: str) -> Iterator[tuple[Traits, Any, str]]:
-    """For each row of a table, the kernel that it was built as for a target, without users' functions."""
+    """For each row of a table, the kernel that it was built or measured as for a target, without users' functions."""
     for path in sorted(Path(folder.__file__).parent.glob("*/tiles.csv")):
         table = importlib.import_module(f"cute_attn.kernels.{path.parent.name}.heuristics").TABLE
         for row in table.rows:
-            name, _, on = row.built.partition(": ")[0].partition(" on ")
+            name, on = _evidence(row, path.parent.name)
             traits = Traits.parse(name) if on == target else None
             if traits is not None and not traits.epilogues:
                 tiles = in_passes(row.tile, traits) if hasattr(row.tile, "dq_passes") else [row.tile]
-                yield traits, first_that_fits(tiles, traits, target), target
+                tile = first_that_fits(tiles, traits, target)
+                if tile.reject(traits, target) is None:  # not every head dim of a row's range fits
+                    yield traits, tile, target
+
+
+def _evidence(row: Any, folder: str) -> tuple[str, str]:
+    """The kernel's name and the target with which a row was built, or measured; empty for calls with a cache."""
+    if row.built:
+        name, _, on = row.built.partition(": ")[0].partition(" on ")
+        return name, on
+    op, *words = row.measured.partition(" on ")[2].partition(";")[0].split("-")
+    if op not in ("fwd", "bwd"):
+        return "", ""
+    kernel = {"fp32_sm80": "forward-sm80:terms", "head_dim_512_sm90": "forward-sm90"}.get(folder)
+    features = [word for word in words[2:] if not re.fullmatch(r"[bsh]\d.*|varlen\d.*", word)]
+    return "-".join([kernel or folder.replace("_", "-"), *words[:2], *features]), MEASURED
 
 
 def _forward_and_backward(
