@@ -75,6 +75,7 @@ def transcendental(score, b, h, q_idx, kv_idx):
 
 def pieces(score, b, h, q_idx, kv_idx):
     near = torch.clamp(score, -2, 2) + torch.maximum(score, score * 0.5) + torch.rsqrt(score * score + 1)
+    near = near + TABLE[h, :][q_idx % 32] + TABLE[h, ...][..., kv_idx % 32]
     return torch.where(KEPT[b, kv_idx], near * BIAS[h, kv_idx] - score.abs(), -torch.inf) + 2.0 ** -(h + 1.0)
 
 
@@ -404,6 +405,8 @@ score_mod=lambda s, b, *_: sum(range(b)) -> TypeError: asks for the number of a 
 score_mod=lambda s, *_: s + SLOPES -> TypeError: a tensor of shape (3,) as a whole; accepted: its
 score_mod=lambda s, b, h, q, k: s + TABLE[h] -> TypeError: a tensor of shape (32,) as a whole
 score_mod=lambda s, b, h, q, k: s + TABLE[h, 1:][q] -> TypeError: indexes a tensor by slice
+score_mod=lambda s, b, h, q, k: s + TABLE[..., q][h] -> TypeError: indexes a tensor by slice
+score_mod=lambda s, b, h, q, k: s + TABLE[..., h, ...] -> TypeError: indexes a tensor by Ellipsis
 score_mod=lambda s, *_: s + SLOPES[s] -> TypeError: indexes a tensor by a float; accepted: traced int
 score_mod=lambda s, b, h, q, k: s + SLOPES[h, q] -> TypeError: of 1 dimensions by 2 integers
 score_mod=lambda s, b, h, *_: s + torch.ones(3, dtype=torch.complex64)[h]

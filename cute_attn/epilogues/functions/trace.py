@@ -389,7 +389,7 @@ class Recorder(TorchFunctionMode):
             return self.refuse("indexes a traced value", "captured tensors as tables")
         row = table if isinstance(table, Row) else Row(self, table, ())
         tensor, first, number = row.tensor, row.first, row.number
-        items = index if isinstance(index, tuple) else (index,)
+        items = _without_whole(index if isinstance(index, tuple) else (index,), tensor.dim() - len(first))
         nodes = list(first)
         for item in items:
             if isinstance(item, slice | list | None) or item is Ellipsis or isinstance(item, bool):
@@ -415,6 +415,17 @@ class Recorder(TorchFunctionMode):
             return kind(self, tensor, tuple(nodes), number)
         node = self.load(tensor, tuple(nodes), number)
         return self.symbol(self._differentiable(node))
+
+
+def _without_whole(items: tuple, dimensions: int) -> tuple:
+    """Indices without those at the end that take all of a dimension: ``:`` and ``...``."""
+    whole = [i for i, item in enumerate(items) if item is Ellipsis]
+    if len(whole) == 1:
+        rest = items[whole[0] + 1 :]
+        items = (*items[: whole[0]], *[slice(None)] * (dimensions - len(items) + 1), *rest)
+    while items and isinstance(items[-1], slice) and items[-1] == slice(None):
+        items = items[:-1]
+    return items
 
 
 class _Refused(Exception):
