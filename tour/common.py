@@ -191,6 +191,7 @@ class BackwardLevel:
 
     TILE: ClassVar[Any]
     dtype: ClassVar[Any] = BFloat16
+    repeats_bits: ClassVar[bool] = False  # dQ is added in any order
 
     def __post_init__(self) -> None:
         if self.tile != self.TILE:

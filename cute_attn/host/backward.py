@@ -158,6 +158,10 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
         kernel = choose_kernel(call, target, op="backward", bias_grad=bias is not None)
         if getattr(kernel.tile, "in_terms", False):
             kernel = _in_terms_or_whole(kernel, call, grad_out, target)
+        if deterministic and not getattr(kernel, "repeats_bits", True):  # a user's class may say so
+            raise ValueError(
+                f"deterministic is True; accepted by {type(kernel).__name__}, whose gradients' bits vary: False"
+            )
         in_order = kernel.traits.arch == "sm90" and (deterministic or kernel.tile.dq_in_order)
         if in_order and not call.lists_blocks:
             kernel = replace(kernel, tile=kernel.tile.in_order())

@@ -177,3 +177,8 @@ def test_a_call_that_names_a_level_launches_it_between_the_packages_kernels(numb
     ]
     assert type(launched[1]) is BACKWARD_LEVELS[number].kernel
     assert launched[1].tile.mma_threads == launched[2].tile.mma_threads == 256
+    with pytest.raises(
+        ValueError, match=r"deterministic is True; accepted by \w+, whose gradients' bits vary: False"
+    ):
+        repeated = call._replace(deterministic=True)
+        backward.gradients(repeated, grad, None, q, torch.zeros(2, 4, 100), (True, True, True, False, False))
