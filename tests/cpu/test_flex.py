@@ -334,7 +334,7 @@ flex_attention(q, k, v, block_mask=create_block_mask(causal, 3, 1, SEQLEN_Q, SEQ
     -> ValueError: block_mask has batch 3; accepted: 2, q's, or 1
 flex_attention(q, k, v, block_mask=create_block_mask(causal, 1, 2, SEQLEN_Q, SEQLEN_K, device="cpu"))
     -> ValueError: block_mask has heads 2; accepted: 4, q's, or 1
-flex_attention(q, k, v, score_mod=lambda s, *_: torch.erf(s)) -> TypeError: score_mod uses erf; accepted
+flex_attention(q, k, v, score_mod=lambda s, *_: torch.lgamma(s)) -> TypeError: score_mod uses lgamma; accepted
 """
 
 
@@ -391,7 +391,7 @@ def served():
 
 
 def unsupported(score, b, h, q_idx, kv_idx):
-    return score * torch.erf(score)
+    return score * torch.lgamma(score)
 
 
 def test_pytorchs_function_is_served_where_it_was_imported_before(on_cpu):
@@ -452,7 +452,7 @@ def test_what_is_not_served_is_pytorchs_and_warns_once(on_cpu, monkeypatch):
     monkeypatch.setattr(doors, "_warned", set())
     x = inputs(dtype=torch.float32)
     with pytest.warns(
-        UserWarning, match="PyTorch computes a call of flex_attention: score_mod uses erf"
+        UserWarning, match="PyTorch computes a call of flex_attention: score_mod uses lgamma"
     ) as warned:
         out = pytorch.flex_attention(*x, unsupported)
     assert len(warned) == 1
@@ -479,7 +479,7 @@ def test_what_falls_out_of_compiled_code_is_compiled(on_cpu, monkeypatch):
 
 def test_what_is_not_served_can_be_an_error(on_cpu):
     overrides.Activation(Options(unsupported="error"), "cpu")
-    message = "flex_attention is not served: score_mod uses erf"
+    message = "flex_attention is not served: score_mod uses lgamma"
     for function in (pytorch.flex_attention, torch.compile(pytorch.flex_attention, backend="eager")):
         with pytest.raises(Unsupported, match=message):
             function(*inputs(), unsupported)
@@ -550,4 +550,4 @@ def test_calls_are_compared_with_pytorchs(on_cpu):
     }
     row = rows["flex_attention", f"{sizes}, score_mod, block_mask", 3]
     assert row.difference < 1e-5 and len(row.ours_us) == len(row.pytorch_us) == 1
-    assert row.reason.startswith("score_mod uses erf")
+    assert row.reason.startswith("score_mod uses lgamma")
