@@ -77,9 +77,7 @@ RULES = {
         ({f} * math.sqrt(factor + 1)); torch.where({m}, {f}, -1); ({f}).float(); torch.lt({f}, {f}).float();
         ({i}).abs().float().sqrt(); max(factor, {c}) * {f};
         operator.mul({f}, {c}); ({f}).true_divide({c} + 3);
-        ({f}).to(torch.float64); torch.nn.functional.gelu({f}); torch.nn.functional.silu({f}); torch.erf({f});
-        torch.atan({f}); ({f}).masked_fill({m}, {c}); torch.nn.functional.softplus({f}); torch.round({f}) * 0.1;
-        torch.log1p(({f}).abs()); torch.lerp({f}, {f}, 0.25); torch.nn.functional.leaky_relu({f})
+        ({f}).to(torch.float64)
     """),
     "i": _rules("""
         ({i} + {i}); ({i} - {n}); ({n} - {i}); ({i} * 3); -({i}); ({i} // {n}); ({i} % {n});
