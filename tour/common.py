@@ -239,6 +239,23 @@ class BackwardLevel:
         """The level's own launch."""
         raise NotImplementedError
 
+    def key_tile(self, index: Int32, n_blocks: Int32, mK, mDK) -> tuple[Int32, Int32, Int32, Int32]:
+        """The key block, head of dK and dV, key head and batch of CTA ``index``."""
+        heads_dkv = mDK.shape[2]
+        head_dkv = index // n_blocks % heads_dkv
+        head_kv = head_dkv // (heads_dkv // mK.shape[2])
+        return index % n_blocks, head_dkv, head_kv, index // n_blocks // heads_dkv
+
+    def query_heads(self, head_dkv: Int32, mQ, mK, mDK) -> tuple[Int32, Int32, Int32]:
+        """The first query head of a head of dK and dV, one past the last, and the steps from one to the next.
+
+        Where few CTAs would share many query heads, the host gives each key head several heads of dK and dV, which it
+        sums afterwards. Each visits every splits-th query head.
+        """
+        splits, group = mDK.shape[2] // mK.shape[2], mQ.shape[2] // mK.shape[2]
+        head_kv = head_dkv // splits
+        return head_kv * group + head_dkv % splits, (head_kv + 1) * group, splits
+
     @cute.jit
     def probabilities(
         self,

@@ -1,6 +1,6 @@
 """Level 10: the backward by TMA and wgmma.
 
-What level 9 wasted: each product reads its operands anew, by 108 ldmatrix for 160 mma.sync at head dim 128, and all
+What level 9 wasted: each product reads its operands again, by 108 ldmatrix for 160 mma.sync at head dim 128, and all
 threads wait for each block of Q and dO.
 
 The five products are those of level 9. wgmma reads both of its operands from shared memory, and a transposed one as it
@@ -99,17 +99,10 @@ class BackwardWgmma(BackwardLevel):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tile_m, tile_n, d = self.tile.tile_m, self.tile.tile_n, self.traits.head_dim
         seqlen_q, seqlen_k = Int32(mQ.shape[0]), Int32(mK.shape[0])
-        n_blocks, heads_dkv = cute.ceil_div(seqlen_k, tile_n), mDK.shape[2]
-        n_block, head_dkv, batch = (
-            index % n_blocks,
-            index // n_blocks % heads_dkv,
-            index // n_blocks // heads_dkv,
-        )
-        splits, group = heads_dkv // mK.shape[2], mQ.shape[2] // mK.shape[2]
-        head_kv, first = head_dkv // splits, head_dkv // splits * group + head_dkv % splits
-        heads = cute.ceil_div(
-            (head_kv + 1) * group - first, splits
-        )  # every splits-th of the group, as in level 9
+        n_blocks = cute.ceil_div(seqlen_k, tile_n)
+        n_block, head_dkv, head_kv, batch = self.key_tile(index, n_blocks, mK, mDK)
+        first, end, splits = self.query_heads(head_dkv, mQ, mK, mDK)
+        heads = cute.ceil_div(end - first, splits)
         key0, shift = n_block * tile_n, seqlen_k - seqlen_q
         m_begin, m_blocks = Int32(0), cute.ceil_div(seqlen_q, tile_m)
         if cutlass.const_expr(self.traits.causal):

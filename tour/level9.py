@@ -116,16 +116,9 @@ class BackwardTiles(BackwardLevel):
         thread, index = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         tile_m, tile_n, d = self.tile.tile_m, self.tile.tile_n, self.traits.head_dim
         seqlen_q, seqlen_k = Int32(mQ.shape[1]), Int32(mK.shape[1])
-        n_blocks, heads_dkv = cute.ceil_div(seqlen_k, tile_n), mDK.shape[2]
-        n_block, head_dkv, batch = (
-            index % n_blocks,
-            index // n_blocks % heads_dkv,
-            index // n_blocks // heads_dkv,
-        )
-        # Where few CTAs would share many query heads, the host gives each key head several heads of dK and dV, which
-        # it sums afterwards. This CTA's is one of them: it visits every splits-th query head.
-        splits, group = heads_dkv // mK.shape[2], mQ.shape[2] // mK.shape[2]
-        head_kv, first = head_dkv // splits, head_dkv // splits * group + head_dkv % splits
+        n_blocks = cute.ceil_div(seqlen_k, tile_n)
+        n_block, head_dkv, head_kv, batch = self.key_tile(index, n_blocks, mK, mDK)
+        first, end, splits = self.query_heads(head_dkv, mQ, mK, mDK)
         key0, shift = n_block * tile_n, seqlen_k - seqlen_q
         m_begin, m_end = Int32(0), cute.ceil_div(seqlen_q, tile_m)
         if cutlass.const_expr(self.traits.causal):
@@ -153,7 +146,7 @@ class BackwardTiles(BackwardLevel):
         row, col = layouts.thread_row_col(mma, tile_m, tile_n, thread)
         S, dP = layouts.row_col_view(acc_S, modes), layouts.row_col_view(acc_dP, modes)
 
-        for head in cutlass.range(first, (head_kv + 1) * group, splits, unroll=1):
+        for head in cutlass.range(first, end, splits, unroll=1):
             gQ, gDO = sequence(mQ, batch, head, 0, False), sequence(mDO, batch, head, 0, False)
             for m_block in cutlass.range(m_begin, m_end, unroll=1):
                 cute.arch.sync_threads()  # the last step's operands have been read

@@ -158,15 +158,7 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
         kernel = choose_kernel(call, target, op="backward", bias_grad=bias is not None)
         if getattr(kernel.tile, "in_terms", False):
             kernel = _in_terms_or_whole(kernel, call, grad_out, target)
-        if deterministic and not getattr(kernel, "repeats_bits", True):  # a user's class may say so
-            raise ValueError(
-                f"deterministic is True; accepted by {type(kernel).__name__}, whose gradients' bits vary: False"
-            )
-        in_order = kernel.traits.arch == "sm90" and (deterministic or kernel.tile.dq_in_order)
-        if in_order and not call.lists_blocks:
-            kernel = replace(kernel, tile=kernel.tile.in_order())
-        elif in_order and kernel.tile.dq_in_order:
-            raise ValueError("backward_tile has dq_in_order=true with a list of blocks; accepted: false")
+        kernel = _with_order(kernel, call, deterministic)
         traits, tile = kernel.traits, kernel.tile
         in_order = getattr(tile, "dq_in_order", False)
         wanted = kernels_of(kernel, lse_grad=grad_lse is not None)
@@ -177,10 +169,9 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
             call, tile, processors, in_l2, deterministic and not in_order, in_order
         )
         num_splits, accumulators = blocks, 1
-        if in_order:
-            accumulators = _accumulators_in_order(call, tile, traits.head_dim, heads_dkv, processors)
-        elif deterministic:
-            num_splits = accumulators = _accumulators(call, tile, traits.head_dim, heads_dkv, processors)
+        if in_order or deterministic:
+            accumulators = _accumulators(call, tile, traits.head_dim, heads_dkv, processors)
+            num_splits = blocks if in_order else accumulators
         check_blocks(call, tile, wanted[1][1].rows, num_splits, heads_dkv)
         if traits.arch == "sm90":
             check_steps(
@@ -209,29 +200,35 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
     )
 
 
+def _with_order(kernel: Any, call: Call, deterministic: bool) -> Any:
+    """The kernel with a tile that adds dQ in order, on Hopper where gradients have to repeat and no blocks are listed.
+
+    Raises:
+        ValueError: the kernel's gradients do not repeat, or the call names such a tile with a list of blocks.
+    """
+    named = getattr(kernel.tile, "dq_in_order", False)
+    if deterministic and not getattr(kernel, "repeats_bits", True):  # a user's class may say so
+        raise ValueError(
+            f"deterministic is True; accepted by {type(kernel).__name__}, whose gradients' bits vary: False"
+        )
+    if named and call.lists_blocks:
+        raise ValueError("backward_tile has dq_in_order=true with a list of blocks; accepted: false")
+    if kernel.traits.arch != "sm90" or call.lists_blocks or not (deterministic or named):
+        return kernel
+    return replace(kernel, tile=kernel.tile.in_order())
+
+
 def _accumulators(call: Call, tile: Any, head_dim: int, heads_dkv: int, processors: int) -> int:
-    """Number of dQ accumulators in the deterministic mode, one for each split of the key blocks."""
+    """Number of dQ accumulators: where key blocks add in order, or one for each split of the key blocks."""
     shape, *_ = Workspace.of(call, tile.tile_m, padded(head_dim), 1).dq
-    steps = _steps(call, tile, heads_dkv)
-    all_blocks = heads_dkv * (call.k.shape[0] // tile.tile_n + call.batch) if call.varlen else 0
     blocks, heads = -(-call.longest[1] // tile.tile_n), call.batch * heads_dkv
-    return key_splits(blocks, heads, processors, steps, 4 * math.prod(shape), all_blocks)
-
-
-def _accumulators_in_order(call: Call, tile: Any, head_dim: int, heads_dkv: int, processors: int) -> int:
-    """Number of dQ accumulators where key blocks add in order."""
-    shape, *_ = Workspace.of(call, tile.tile_m, padded(head_dim), 1).dq
-    steps, seqlen_q = _steps(call, tile, heads_dkv), call.longest[0]
-    seen = steps / (call.nheads / heads_dkv) * tile.tile_m / seqlen_q
-    blocks, heads = -(-call.longest[1] // tile.tile_n), call.batch * heads_dkv
-    key_bytes = call.k.element_size() * (call.k.numel() + call.v.numel())
-    return accumulators_in_order(blocks, heads, processors, steps, seen, 4 * math.prod(shape), key_bytes)
-
-
-def _steps(call: Call, tile: Any, heads_dkv: int) -> float:
-    """Query blocks that a CTA visits for a key block of the longest sequence, on average."""
     _, queries = queries_seen(call, *call.longest, tile.tile_n)
-    return queries / tile.tile_m * (call.nheads / heads_dkv)
+    steps, accumulator_bytes = queries / tile.tile_m * (call.nheads / heads_dkv), 4 * math.prod(shape)
+    if getattr(tile, "dq_in_order", False):
+        key_bytes, seen = call.k.element_size() * (call.k.numel() + call.v.numel()), queries / call.longest[0]
+        return accumulators_in_order(blocks, heads, processors, steps, seen, accumulator_bytes, key_bytes)
+    all_blocks = heads_dkv * (call.k.shape[0] // tile.tile_n + call.batch) if call.varlen else 0
+    return key_splits(blocks, heads, processors, steps, accumulator_bytes, all_blocks)
 
 
 @dataclass(frozen=True, slots=True)

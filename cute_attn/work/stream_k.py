@@ -302,7 +302,7 @@ class StreamK:
     def divided_tile(self, index: Int32) -> tuple[Int32, Int32, Int32, Int32]:
         """The work tile, at most one, that starts in range ``index`` and ends in a later one.
 
-        Returns its batch, head and m_block, and its last range; ``index`` if there is no such work tile.
+        Returns its batch, head and m_block, and its last range; ``index`` if no work tile has that index.
         """
         batch, head, m_block, last = Int32(0), Int32(0), Int32(0), index
         end = self.begin(index + 1)

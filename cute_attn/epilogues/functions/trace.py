@@ -833,7 +833,7 @@ def _same(t: Recorder, input: Any, *_: Any, **__: Any) -> Node:
 
 
 def _composed(function: Callable[..., Tensor]) -> Make:
-    """Of torch's operations on the traced values themselves."""
+    """The operations that ``function`` makes of the traced values."""
     return lambda t, *args, **options: t.node(function(*args, **options))
 
 
