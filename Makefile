@@ -41,7 +41,7 @@ help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
 demo: $(installed)
-	$(run) -m cute_attn.cli.demo
+	@$(run) -m cute_attn.cli.demo
 
 test: lint
 	@$(MAKE) --no-print-directory -j 2 types cpu-tests
@@ -88,25 +88,34 @@ bench-models: $(installed_dev)
 	$(run) -m bench.models $(ARGS)
 
 # No byte code: most of what is installed is never loaded, and compiling it doubles the time.
-install := $(VENV)/bin/python -m pip install -q --no-compile -c constraints.txt -e
+pip := $(VENV)/bin/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt -e
+# One line, and all that pip prints where it fails.
+define install
+	@echo "installing .[$(extras)] into $(VENV), a minute or two"
+	@$(pip) ".[$(extras)]" >$(VENV)/pip.log 2>&1 || { cat $(VENV)/pip.log; exit 1; }
+endef
+$(VENV)/installed: extras := lab
+$(VENV)/installed-dev: extras := dev
+$(VENV)/installed-docs: extras := docs
+$(VENV)/installed-doors: extras := dev,dev-doors
 
 $(VENV)/bin/python:
-	$(BASE_PYTHON) -m venv $(VENV)
+	@$(BASE_PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(install) ".[lab]"
+	$(install)
 	@touch $@
 
 $(VENV)/installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(install) ".[dev]"
+	$(install)
 	@touch $@ $(VENV)/installed
 
 $(VENV)/installed-docs: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(install) ".[docs]"
+	$(install)
 	@touch $@
 
 $(VENV)/installed-doors: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(install) ".[dev,dev-doors]"
+	$(install)
 	@touch $@ $(VENV)/installed-dev $(VENV)/installed
 
 tour: $(installed_dev)

@@ -1,18 +1,19 @@
 """``make demo``: what this project does, in half a minute; all but the last step without a GPU.
 
 The score tiles and epilogues of an Ampere and a Hopper kernel, run on the CPU for every thread and compared with torch;
-what both kernels cost, and what bounds them; pictures. With a GPU: `cute-attn check` and `bench --peers` of both.
+what one of them costs, and what bounds it; pictures. With a GPU: both kernels compared with torch, and timed.
 """
 
+import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from cute_attn import reference
-from cute_attn.cli.main import bench_kernel, check_kernel
 from cute_attn.cli.options import make_console, working
 from cute_attn.compiler import registry
 from cute_attn.epilogues.inputs import ScoreInputs
@@ -23,50 +24,56 @@ from cute_attn.reference import emulate
 from cute_attn.traits import Traits
 
 FLAGSHIP = "forward-sm80-bf16-d64-causal"
-HOPPER = "forward-sm90-bf16-d64-causal"
 LARGE = ("forward-sm80-bf16-d128-causal", "forward-sm90-bf16-d128-causal")
 PICTURES = Path("build/pictures")
+NEXT = (
+    ("tour 3", "a lesson: shared memory, a swizzle, ldmatrix"),
+    (f"verdict {FLAGSHIP} --tile tile_n=64 --tile tile_n=96", "two tiles"),
+    ("list", "all kernels; `list --features` has the words of their names"),
+)
 
 console = make_console()
 
 
-def heading(text: str) -> None:
-    console.print(f"\n[bold]{text}", highlight=False)
+def heading(command: str, text: str) -> None:
+    """What a step does, and the command that does it, if there is one."""
+    console.print(f"\n[bold]{f'cute-attn {command}: ' if command else ''}{text}", highlight=False)
 
 
 def main() -> None:
     start = time.perf_counter()
     torch.manual_seed(0)
-    # Two processes build while this one computes.
-    builds = threading.Thread(target=build_at_once, args=([(FLAGSHIP, None), (HOPPER, None)], "sm90"))
+    # Another process builds while this one computes.
+    builds = threading.Thread(target=build_at_once, args=([(FLAGSHIP, None)], "sm90"))
     builds.start()
-    wrong = epilogues_on_the_cpu()
-    heading("What it costs as an Ampere and as a Hopper kernel, and what bounds it: `cute-attn verdict`")
-    with working("building both kernels"):
+    wrong = list(epilogues_on_the_cpu())
+    heading(f"verdict {FLAGSHIP} --target sm90", "what it costs")
+    with working("building the kernel"):
         builds.join()
-        costs = [verdict(name, target="sm90") for name in (FLAGSHIP, HOPPER)]
-    console.print(shown(*costs))
-    heading(f"Layouts, copies and matrix products of {HOPPER}: `cute-attn show`")
+        cost = verdict(FLAGSHIP, target="sm90")
+    console.print(shown(cost))
+    heading(f"show {FLAGSHIP}", "layouts, copies, MMAs")
     with working("drawing"):
-        drawn = list(pictures(HOPPER).save(PICTURES))
+        drawn = list(pictures(FLAGSHIP, target="sm90").save(PICTURES))
     console.print(f"  {len(drawn)} pictures in {PICTURES}, such as {drawn[0].name}", highlight=False)
     if torch.cuda.is_available():
-        for name in LARGE if torch.cuda.get_device_capability() == (9, 0) else LARGE[:1]:
-            check_kernel(name)
-            bench_kernel(name, peers=True)
+        wrong += on_the_gpu()
     else:
-        console.print("\nNo GPU here: with one, kernels would now be compared with torch and timed.")
-    console.print(f"{'[red]' + wrong if wrong else 'All agree.'} {time.perf_counter() - start:.0f} s")
+        console.print("\nThere is no GPU: with one, kernels would now be compared with torch and timed.")
+    console.print(f"[red]wrong: {', '.join(wrong)}" if wrong else "All agree.", end="")
+    console.print(f" {time.perf_counter() - start:.0f} s", highlight=False)
+    next_steps()
     if wrong:
         sys.exit(1)
 
 
-def epilogues_on_the_cpu() -> str:
-    """The kernels' MMA tiling and epilogues, for every thread, against the same formulas in torch; returns errors."""
-    heading(f"Score tiles of {len(registry.KERNELS)} kernels share epilogues. On this CPU, against torch:")
+def epilogues_on_the_cpu() -> Iterator[str]:
+    """The kernels' MMA tiling and epilogues, for every thread, against the formulas in torch; yields what differs."""
+    heading(
+        "", f"Score tiles of {len(registry.KERNELS)} kernels share epilogues. On this CPU, against torch:"
+    )
     scale, shape = 128**-0.5, (2, 4, 150, 200)
     products = torch.randn(2, 4, 150, 128) @ torch.randn(2, 4, 128, 200)
-    wrong = ""
     for arch, features, inputs in (
         ("sm80", "causal", ScoreInputs()),
         ("sm90", "window", ScoreInputs(window_left=40, window_right=3)),
@@ -83,8 +90,41 @@ def epilogues_on_the_cpu() -> str:
         rounding = 16 * torch.finfo(expected.dtype).eps * float(expected[finite].abs().max())
         agrees = bool((ours.isfinite() == finite).all()) and difference <= rounding
         console.print(f"  {what:24} largest difference {difference:.1e}  {'ok' if agrees else '[red]wrong'}")
-        wrong += "" if agrees else f"{what} is wrong. "
-    return wrong
+        if not agrees:
+            yield what
+
+
+def on_the_gpu() -> Iterator[str]:
+    """Kernels compared with the reference, and timed beside the peers that run here; yields what is wrong."""
+    from cute_attn.lab.benchmark import peers, results, workload
+    from cute_attn.lab.check import check_workloads, small_workloads
+
+    names = LARGE if torch.cuda.get_device_capability() == (9, 0) else LARGE[:1]
+    heading("check NAME and cute-attn bench NAME --peers", "against the definition, and 2,048 tokens")
+    for name in names:
+        traits = Traits.parse(name)
+        found = list(check_workloads(traits, small_workloads(traits)))
+        failed = sum(not accuracy.passed for _, accuracy in found)
+        rows = results.time_workloads(
+            [workload.of_traits(traits, 2048)], {traits.arch: peers.ours(traits.arch)} | peers.PEERS
+        )["rows"]
+        speeds = ", ".join(f"{row['impl']} {row['value']:.0f}" for row in rows if "value" in row)
+        console.print(
+            f"  {name}: {len(found) - failed} of {len(found)} right; TFLOP/s: {speeds}", highlight=False
+        )
+        yield from [name] * bool(failed)
+
+
+def next_steps() -> None:
+    """Commands to go on with, as this process's Python runs them."""
+    installed = Path(sys.executable).with_name("cute-attn").exists()
+    command = "cute-attn" if installed else "python -m cute_attn"
+    console.print("\n[bold]Next:")
+    if installed and sys.prefix != sys.base_prefix and os.environ.get("VIRTUAL_ENV") != sys.prefix:
+        console.print(f"  source {os.path.relpath(sys.prefix)}/bin/activate", highlight=False)
+    for rest, what in NEXT:
+        console.print(f"  {command} {rest}  [dim]# {what}", highlight=False, soft_wrap=True)
+    console.print("  README.md, Read on: the pages of docs", highlight=False)
 
 
 if __name__ == "__main__":
