@@ -92,7 +92,8 @@ def attention(
 
     Scores pass, in this order, through softcap, ALiBi, bias, users' epilogues, score_mod, mask_mod and the mask; the
     softmax in float32; dropout. A query that sees no key has out 0 and lse -inf, or with sinks the sink.
-    :mod:`cute_attn.reference` is the definition; CPU tensors are computed by it, in float32 or float64.
+    :mod:`cute_attn.reference` is the definition; CPU tensors are computed by it, in float32 or float64. What others
+    call is_causal, attn_mask, scale and window_size is causal, bias, softmax_scale and window here: docs/doors.md.
 
     Parameters
     ----------

@@ -199,16 +199,20 @@ def verdict(
     target: str | None = None,
     *,
     lines: bool = False,
+    refuse: bool = True,
 ) -> Verdict:
-    """Build a kernel if need be, and read what it costs; of a tile that does not fit, the reason.
+    """Build a kernel if need be, and read what it costs.
 
     Args:
         kernel: a compiled kernel, which has its tile and target, traits or their name.
         tile, target: as of :func:`cute_attn.compile`.
         lines: also the costliest source lines, for which it is built with line info: the same machine code.
+        refuse: raise for a tile that the kernel cannot have; if False, the verdict's ``reason`` says why, and a table
+            of several verdicts has a column for it.
 
     Raises:
         ValueError: an argument is wrong.
+        Unsupported: a ValueError; no kernel has those traits, or not with that tile.
     """
     if isinstance(kernel, CompiledKernel):
         if tile is not None or target is not None:
@@ -224,6 +228,8 @@ def verdict(
             compiled = compiler.compile(traits, tile, target, lines=lines)
         return _of_compiled(compiled)
     except registry.Unsupported as error:
+        if refuse:
+            raise
         return Verdict(traits.name, target, text_of(tile) or "the default", str(error))
 
 

@@ -6,6 +6,7 @@ Commands that need no GPU run, on kernels that other tests build too; those that
 import ast
 import importlib
 import importlib.util
+import inspect
 import itertools
 import json
 import re
@@ -16,6 +17,7 @@ import pytest
 import typer
 import typer.core
 
+from cute_attn import attention, attention_with_kvcache, flash_attn
 from cute_attn.cli.main import app
 from cute_attn.compiler import registry
 from cute_attn.traits import Traits
@@ -242,6 +244,28 @@ def test_a_dotted_name_exists(name):
         if not hasattr(found, part):
             importlib.import_module(".".join(name.split(".")[:i]))
         found = getattr(found, part)
+
+
+def test_the_table_of_names_has_arguments_of_each_function():
+    """docs/doors.md, by column: PyTorch's, FlashAttention's, this package's."""
+    text = (ROOT / "docs/doors.md").read_text().partition("| `scaled_dot_product_attention`")[2]
+    rows = [line.split("|")[1:4] for line in text.partition("\n\n")[0].splitlines()[2:]]
+    torchs = {"query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"}
+    flash = (
+        flash_attn.flash_attn_func,
+        flash_attn.flash_attn_varlen_func,
+        flash_attn.flash_attn_with_kvcache,
+    )
+    known = [torchs, *(_arguments(*functions) for functions in (flash, (attention, attention_with_kvcache)))]
+    assert len(rows) > 10
+    for row in rows:
+        named = [re.findall(r"`(\w+)(?:=[^`]*)?`", cell) for cell in row]
+        assert [set(names) - of for names, of in zip(named, known, strict=True)] == [set()] * 3
+    assert torchs == {name for row in rows for name in re.findall(r"`(\w+)", row[0])}
+
+
+def _arguments(*functions) -> set[str]:
+    return {name for function in functions for name in inspect.signature(function).parameters}
 
 
 # ---- what the first screen promises ----

@@ -92,7 +92,7 @@ def test_additions_to_dq_are_counted_from_registers_and_in_bulk(tile, fresh_cach
 
 
 def test_a_tile_that_does_not_fit_says_why():
-    one = verdict("forward-sm80-bf16-d64", "tile_n=512", "sm80")
+    one = verdict("forward-sm80-bf16-d64", "tile_n=512", "sm80", refuse=False)
     assert not one.fits and one.step is None and one.reason.endswith("sm80 has 166912")
     assert "fits" in str(one) and "no: forward-sm80 declined" in " ".join(str(one).split())
 
@@ -103,6 +103,10 @@ verdict("forward-sm80-bf16-d64", "tile_k=3")
 verdict("forward-sm80-bf16-d64", None, "sm70")
     -> ValueError: target is 'sm70'; accepted: sm80, sm86, sm89, sm90, sm100, sm120
 verdict("forwards-sm80") -> ValueError: forwards-sm80
+verdict("forward-sm80-bf16-d64", "tile_n=1024", "sm80")
+    -> Unsupported: forward-sm80 declined forward-sm80-bf16-d64: tile tile_m=128,tile_n=1024,num_stages=2 needs
+verdict("forward-sm90-bf16-d64", "tile_n=24") -> Unsupported: tile_n is 24; accepted: multiples of 16 up to 256
+verdict("forward-sm90-fp32-d64") -> Unsupported: forward-sm90 declined forward-sm90-fp32-d64
 """
 
 
