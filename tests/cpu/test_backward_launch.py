@@ -16,11 +16,7 @@ from cute_attn.api import operators
 from cute_attn.compiler import registry
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.host import backward, plans
-from cute_attn.host.backward import (
-    check_blocks,
-    gradients,
-    query_blocks,
-)
+from cute_attn.host.backward import check_blocks, gradients, query_blocks
 from cute_attn.host.call import NUM_TENSORS
 from cute_attn.tiles import BackwardSm80Tile, padded
 from cute_attn.traits import PADDED_TENSORS
@@ -724,9 +720,7 @@ def test_the_node_computes_only_needed_gradients(monkeypatch):
     )
     assert calls[1][0] is None and calls[1][1] is not None
     (again,) = torch.autograd.grad(
-        operators.Attention.apply(node, None, (), q, *the_case[1:NUM_TENSORS])[0].sum(),
-        q,
-        create_graph=True,
+        operators.Attention.apply(node, None, (), q, *the_case[1:NUM_TENSORS])[0].sum(), q, create_graph=True
     )
     with pytest.raises(NotImplementedError, match="a second derivative of attention is asked for"):
         again.sum().backward()

@@ -89,12 +89,6 @@ def test_a_folder_with_other_files_keeps_its_permissions(store):
     store.root.chmod(0o755)
     store.prepare()
     assert mode(store.root) == 0o755
-    store.root.chmod(0o777)
-    with pytest.raises(
-        CacheUnusable, match="cache may be written by others, so no kernel is loaded from there"
-    ):
-        store.prepare()
-    assert mode(store.root) == 0o777
 
 
 @pytest.mark.parametrize("bits", [0o660, 0o602])
@@ -107,20 +101,12 @@ def test_an_entry_that_others_may_write_is_a_miss(store, bits):
     assert store.get("key").meta == {"name": "two"}
 
 
-def test_an_entry_of_another_user_is_a_miss(store, monkeypatch):
-    owner = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    with pytest.warns(
-        UserWarning, match=f"key belongs to user {owner}, so .* what user {owner + 1} alone"
-    ) as seen:
-        assert store.get("key") is None and store.get("key") is None
-    assert len(seen) == 1
-
-
-def test_a_folder_of_another_user_is_neither_read_nor_written(store, monkeypatch):
+def test_what_belongs_to_another_user_is_neither_read_nor_written(store, monkeypatch):
     owner, before = os.geteuid(), sorted(store.root.rglob("*"))
     store.root.chmod(0o777)
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.warns(UserWarning, match=f"belongs to user {owner}, so .* what user {owner + 1} alone"):
+        assert store.get("key") is None
     with pytest.raises(CacheUnusable, match=f"cache belongs to user {owner}"):
         store.prepare()
     assert sorted(store.root.rglob("*")) == before and mode(store.root) == 0o777
@@ -203,21 +189,6 @@ def test_a_kernel_outlives_its_file(fresh_cache, monkeypatch):
     cache.default_cache().prune()
     assert callable(found.function) and found.ptx == ptx and found.cubin == compiled.cubin
     assert compiler.compile(toy.NAME, target="sm80") is found
-
-
-def test_what_was_checked_is_what_is_loaded(built, fresh_cache, monkeypatch):
-    from cutlass.cute import runtime
-
-    compiled = compiler.compile(toy.NAME, target="sm80")
-    (fresh_cache / "kernels" / compiled.key).write_bytes(b"another user's")
-    loaded = []
-
-    def load(path, **_):
-        loaded.append(Path(path).read_bytes())
-        return type("Module", (), {"f": print})
-
-    monkeypatch.setattr(runtime, "load_module", load)
-    assert compiled.function is print and loaded == [PARTS[OBJECT]]
 
 
 @pytest.mark.parametrize("switched_off", [False, True])
@@ -343,12 +314,6 @@ def test_what_is_prebuilt_has_to_be_stored(built, unwritable):
     assert seconds == 1.0 and (error == "there is no disk cache" or "cannot be written" in error)
 
 
-def test_prebuilding_needs_a_folder(fresh_cache):
-    fresh_cache.write_text("a file")
-    with pytest.raises(ValueError, match=r"the cache .* cannot be made or read .*File exists"):
-        next(compiler.prebuild([]))
-
-
 def test_nothing_is_left_of_what_could_not_be_written(store, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -387,21 +352,13 @@ def test_the_default_folder(monkeypatch, tmp_path, given, root):
     assert found == Path(root.format(here=tmp_path, own=pwd.getpwuid(os.getuid()).pw_dir))
 
 
-@pytest.mark.parametrize("word", ["0", "no", "No", "OFF", "false", "False", " 0 "])
-def test_words_that_switch_the_cache_off(monkeypatch, word):
-    monkeypatch.setenv("CUTE_ATTN_CACHE", word)
-    assert cache.default_cache() is None and cache.switched_off() == f"CUTE_ATTN_CACHE is {word!r}"
-
-
-@pytest.mark.parametrize("word", ["", "1", "yes", "On", "TRUE"])
-def test_words_that_leave_the_cache_on(monkeypatch, word, recwarn):
-    monkeypatch.setenv("CUTE_ATTN_CACHE", word)
-    assert cache.default_cache() is not None and not recwarn
-
-
-def test_another_word_is_a_warning(monkeypatch):
+def test_words_that_switch_the_cache_off_and_leave_it_on(monkeypatch, recwarn):
+    for word in ("0", "no", "OFF", "False", " 0 "):
+        monkeypatch.setenv("CUTE_ATTN_CACHE", word)
+        assert cache.default_cache() is None and cache.switched_off() == f"CUTE_ATTN_CACHE is {word!r}"
+    for word in ("", "1", "yes", "On", "TRUE"):
+        monkeypatch.setenv("CUTE_ATTN_CACHE", word)
+        assert cache.default_cache() is not None and not recwarn
     monkeypatch.setenv("CUTE_ATTN_CACHE", "never")
-    with pytest.warns(
-        UserWarning, match="^CUTE_ATTN_CACHE is 'never', which leaves the cache on; accepted: 1, on,"
-    ):
+    with pytest.warns(UserWarning, match="'never', which leaves the cache on; accepted: 1, on,"):
         assert cache.default_cache() is not None

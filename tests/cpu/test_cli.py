@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-import typer
 
 from cute_attn import defaults, lookup
 from cute_attn.compiler import registry
@@ -78,12 +77,6 @@ def test_a_command_loads_what_it_needs(command, loaded, tmp_path):
     assert done.returncode == 0 and done.stderr == f"{loaded}\nTrue {'cutlass' in loaded}\n", done.stderr
 
 
-def test_a_wrong_name_is_refused_before_the_compiler_loads():
-    done = loading("compile", "nonsense")
-    sentence, loaded, _ = done.stderr.split("\n", 2)
-    assert done.returncode == 2 and sentence.startswith("error: ") and loaded == ""
-
-
 def test_list(run):
     text = ok(run("list"))
     assert text.count("\n") < 40 and "--all" in text
@@ -126,21 +119,9 @@ def test_doctor(run, tmp_path):
     found = {one["what"]: one for one in json.loads(done.stdout)}
     assert {"cute_attn", "CUTLASS DSL", "nvdisasm", "GPU", "bundle"} < set(found)
     assert found["attention"]["found"].startswith("right")
-    assert found["cache"]["broken"] and "CUTE_ATTN_CACHE_DIR" in found["cache"]["fix"]
-
-
-def test_doctor_says_what_is_broken(monkeypatch, capsys):
-    from cute_attn.cli import doctor
-
-    def broken():
-        raise ImportError("libsomething.so is missing\nand more")
-
-    monkeypatch.setattr(doctor, "CHECKS", {"a library": (broken, "pip install it")})
-    with pytest.raises(typer.Exit) as stop:
-        doctor.examine()
-    text = capsys.readouterr().out
-    assert stop.value.exit_code == 1
-    assert "libsomething.so is missing" in text and "and more" not in text and "pip install" in text
+    assert (
+        found["cache"]["broken"] and "CUTE_ATTN_CACHE_DIR" in found["cache"]["fix"] and done.returncode == 1
+    )
 
 
 def test_list_gives_reasons(run):
@@ -218,18 +199,13 @@ def test_the_cache_commands(run, tmp_path):
 
 WRONG = {
     "compile nonsense": "name is 'nonsense'; accepted: OP-ARCH-DTYPE-dDIM",
-    "compile forward-sm80-bf16-d60": "head_dim is 60; accepted: multiples of 8",
     "compile forward-sm80:mine-bf16-d64": "no kernel computes forward-sm80:mine-bf16-d64: none is registered as "
     "forward-sm80:mine; accepted: forward-sm80, forward-sm90,",
-    "compile forward-sm80-bf16-d64 --tile rows=3": "tile has 'rows=3'",
     "compile forward-sm80-bf16-d128 --tile tile_n=2048": "bytes of shared memory",
     "list --target sm75": "target is 'sm75'; accepted: sm80",
-    "bench forward-sm80-bf16-d64": "there is no GPU",
     "bench combine-sm80-bf16-d64": "is neither a forward nor a backward; accepted",
-    "compile forward-sm80-bf16-d64-return_softmax": "no epilogue is registered as 'return_softmax'",
     "show backward_preprocess-sm80-bf16-d64": "has no shared-memory layout and no MMA to draw",
     "--load absent.py list": "--load is 'absent.py'",
-    "cache prebuild nonsense": "name is 'nonsense'",
     "list forward-sm90 --target sm100": "no default kernel of forward-sm90 is for sm100",
     "list forwrad-sm80": "name is 'forwrad-sm80' (did you mean 'forward-sm80'?); accepted",
     "compile forwad-sm80-bf16-d64": "op is 'forwad' (did you mean 'forward'?); accepted",
@@ -278,11 +254,7 @@ def test_an_error_in_a_loaded_file_has_its_line(run, tmp_path, where):
     assert "cli/main.py" in run("-v", "--load", str(file), "compile", "forward-sm80-bf16-d64-broken").stderr
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["tune --static -o", "verdict --html"],
-    ids=lambda words: words[:4],
-)
+@pytest.mark.parametrize("words", ["tune --static -o", "verdict --html"], ids=lambda words: words[:4])
 def test_a_result_that_cannot_be_written_is_refused_before_the_work(run, tmp_path, words):
     (tmp_path / "file").touch()
     command, *options = words.split()

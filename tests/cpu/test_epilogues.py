@@ -93,11 +93,7 @@ def signs(tiling, problem):
 
 @pytest.mark.parametrize(
     ("name", "dropout"),
-    [
-        (SMALL, "dropout"),
-        ("warps8x1-128x96", "dropout_mem_efficient"),
-        ("wgmma2-128x112", "dropout"),
-    ],
+    [(SMALL, "dropout"), ("warps8x1-128x96", "dropout_mem_efficient"), ("wgmma2-128x112", "dropout")],
 )
 def test_the_whole_chain(name, dropout):
     """Softcap, ALiBi, a bias, a user's epilogue, a window and dropout, in this order and over several blocks."""

@@ -1,6 +1,5 @@
 """The examples run, and their claims hold: a layout and an epilogue from outside the package."""
 
-import base64
 import json
 import re
 
@@ -10,9 +9,6 @@ import torch
 import cute_attn.flex
 from cute_attn import attention
 from cute_attn.epilogues.inputs import ScoreInputs
-from cute_attn.host import choose
-from cute_attn.host.call import Call
-from cute_attn.kernels.forward_sm80 import ForwardSm80
 from cute_attn.reference import emulate
 from cute_attn.reference.tilings import TILINGS, Scores
 from cute_attn.traits import Traits
@@ -70,24 +66,6 @@ def without_measures(text):
     return re.sub(r"\d\.\de-\d\d", "error", json.dumps(read, indent=1))
 
 
-def test_the_notebook_shows_what_its_texts_say():
-    path = EXAMPLES / "walkthrough.ipynb"
-    read = json.loads(path.read_text())
-    assert str(processes.ROOT) not in path.read_text()
-    shown = [output for cell in notebook.cells(read) for output in cell["outputs"]]
-    assert len(shown) == len(notebook.cells(read))
-    default, tiles, swizzled, plain, layouts, checked, leaky, shapes, measured = (
-        "".join(output["data"]["text/plain"]) for output in shown
-    )
-    assert "bank conflicts" in default and "tile_n=128" in tiles
-    pictures = [base64.b64decode(output["data"].get("image/png", "")) for output in shown]
-    assert [image[1:4] == b"PNG" for image in pictures] == [n in (2, 3) for n in range(len(shown))]
-    assert max(map(len, pictures)) < 200_000 and swizzled != plain
-    assert "By its code forward-sm80-bf16-d64-causal is the best" in layouts and "8-way" in layouts
-    assert checked.count("  ok") == 4 and "backward" in checked
-    assert "-leaky on sm90" in leaky and shapes.count("Size") == 2 and measured.startswith("'No GPU here")
-
-
 def test_a_program_of_flex_attention(monkeypatch, capsys):
     import torch.nn.attention.flex_attention as pytorch
 
@@ -99,22 +77,6 @@ def test_a_program_of_flex_attention(monkeypatch, capsys):
 
 
 # ---- a layout ----
-
-
-def test_a_call_names_a_variant():
-    """attention(..., kernel="sm80:padded") becomes a call whose kernel is the subclass."""
-    example = load("custom_layout")
-    q = torch.empty(1, 8, 2, 64, dtype=torch.bfloat16)
-    call = Call(q, q, q, max_seqlen_q=8, max_seqlen_k=8)
-    chosen = {
-        kernel: choose.choose_kernel(call._replace(kernel=kernel), "sm90")
-        for kernel in ("sm80", "sm80:plain", "sm80:padded")
-    }
-    classes = {name: type(kernel) for name, kernel in chosen.items()}
-    expected = (ForwardSm80, example.PlainForward, example.PaddedForward)
-    assert classes == dict(zip(chosen, expected, strict=True))
-    padded = chosen["sm80:padded"]  # keeps its tile, which has room for its layouts, for few queries too
-    assert padded.tile == padded.default_tile(padded.traits, "sm90") != chosen["sm80"].tile
 
 
 # ---- an epilogue ----

@@ -1,13 +1,12 @@
-"""FlashAttention-2's functions: each argument's meaning as a call of ours, and its conventions against plain torch."""
+"""FlashAttention-2's functions: each argument's meaning as a call of ours, conventions, results and gradients."""
 
 import math
-from itertools import pairwise
 
 import pytest
 import torch
 
 import cute_attn.flash_attn as package
-from cute_attn import draw_rng_state, reference
+from cute_attn import attention, attention_varlen
 from cute_attn.flash_attn import bert_padding, rotary
 from cute_attn.flash_attn import flash_attn_interface as fa
 from cute_attn.host.head_dims import whole_head_dim
@@ -22,55 +21,6 @@ def randn(*shape, seed=0, dtype=F64):
 
 def int32(*values):
     return torch.tensor(values, dtype=torch.int32)
-
-
-# ---- plain torch ----
-
-
-def visible(rows, cols, causal, window):
-    """Which keys each query sees; the last query's own key is the last key."""
-    distance = torch.arange(cols) - torch.arange(rows)[:, None] - (cols - rows)
-    left, right = window
-    seen = torch.ones(rows, cols, dtype=torch.bool)
-    if left >= 0:
-        seen &= distance >= -left
-    if causal or right >= 0:
-        seen &= distance <= (0 if causal else right)
-    return seen
-
-
-def plain(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0, slopes=None, kept=None, p=0.0):
-    """Attention (batch, seqlen, nheads, dim) step by step: out, lse, softmax.
-
-    kept: which elements dropout keeps.
-    """
-    rows, cols, nheads = q.shape[1], k.shape[1], q.shape[2]
-    k, v = (x.repeat_interleave(nheads // x.shape[2], 2) for x in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (scale or q.shape[-1] ** -0.5)
-    if softcap:
-        scores = softcap * (scores / softcap).tanh()
-    if slopes is not None:
-        distance = (torch.arange(rows)[:, None] + cols - rows - torch.arange(cols)).abs()
-        scores = scores - slopes.expand(q.shape[0], nheads)[:, :, None, None] * distance
-    seen = visible(rows, cols, causal, window)
-    scores = scores.masked_fill(~seen, -math.inf)
-    some = seen.any(1)[:, None]
-    softmax = torch.where(some, scores.masked_fill(~some, 0.0).softmax(-1), 0.0)
-    lse = scores.masked_fill(~some, 0.0).logsumexp(-1).masked_fill(~some[:, 0], math.inf)
-    used = softmax if kept is None else softmax * kept / (1 - p)
-    return torch.einsum("bhqk,bkhd->bqhd", used, v), lse, softmax
-
-
-def plain_varlen(q, k, v, cu_q, cu_k, slopes=None, **options):
-    """The same for each sequence, joined: out and lse."""
-    outs, lses = [], []
-    bounds = zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True)
-    for b, ((q0, q1), (k0, k1)) in enumerate(bounds):
-        own = slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes
-        out, lse, _ = plain(q[None, q0:q1], k[None, k0:k1], v[None, k0:k1], slopes=own, **options)
-        outs.append(out[0])
-        lses.append(lse[0])
-    return torch.cat(outs), torch.cat(lses, 1)
 
 
 # ---- what the arguments mean ----
@@ -141,15 +91,15 @@ def test_meanings(theirs, ours):
 # ---- the six functions under one name ----
 
 
-def leaves(varlen, packed, dim=16, nheads_kv=2):
+def leaves(varlen, packed, dim=16):
     """Inputs that require gradients, as the function takes them."""
     rows = (lambda n: (CU_Q[-1] if n == 7 else CU_K[-1],)) if varlen else (lambda n: (BATCH, n))
     q = randn(*rows(7), 4, dim, seed=1).requires_grad_()
     if packed == "qkv":
         return (randn(*rows(7), 3, 4, dim, seed=2).requires_grad_(),)
     if packed == "kv":
-        return q, randn(*rows(9), 2, nheads_kv, dim, seed=3).requires_grad_()
-    return q, *(randn(*rows(9), nheads_kv, dim, seed=s).requires_grad_() for s in (4, 5))
+        return q, randn(*rows(9), 2, 2, dim, seed=3).requires_grad_()
+    return q, *(randn(*rows(9), 2, dim, seed=s).requires_grad_() for s in (4, 5))
 
 
 def separate(tensors, packed):
@@ -168,10 +118,11 @@ def call(tensors, varlen, packed, **options):
 
 
 def expected(tensors, varlen, packed, **options):
+    """By our own functions, with an LSE of plus infinity for rows without keys."""
     q, k, v = separate(tensors, packed)
-    if varlen:
-        return plain_varlen(q, k, v, CU_Q, CU_Q if packed == "qkv" else CU_K, **options)
-    return plain(q, k, v, **options)[:2]
+    lengths = (CU_Q, CU_Q if packed == "qkv" else CU_K, 7, 7) if varlen else ()
+    found = (attention_varlen if varlen else attention)(q, k, v, *lengths, return_lse=True, **options)
+    return found[0], found[1].masked_fill(found[1] == -math.inf, math.inf), *found[2:]
 
 
 def compare(actual, wanted, tensors, outputs=2):
@@ -187,64 +138,31 @@ def compare(actual, wanted, tensors, outputs=2):
 
 FUNCTIONS = [(varlen, packed) for varlen in (False, True) for packed in ("", "kv", "qkv")]
 SLOPES = randn(4, seed=6).abs()
-# (options of the function, the same for plain torch)
-OPTIONS = {
-    "plain": ({}, {}),
-    "causal_window": ({"causal": True, "window_size": (2, 3)}, {"causal": True, "window": (2, -1)}),
-    "scores": (
-        {"softmax_scale": 0.5, "window_size": (-5, 1), "softcap": 0.7, "alibi_slopes": SLOPES},
-        {"scale": 0.5, "window": (-1, 1), "softcap": 0.7, "slopes": SLOPES},
-    ),
-}
+GIVEN = {"softmax_scale": 0.5, "window_size": (-5, 1), "softcap": 0.7, "alibi_slopes": SLOPES}
+MEANT = {"softmax_scale": 0.5, "window": (None, 1), "softcap": 0.7, "alibi_slopes": SLOPES}
 
 
 @pytest.mark.parametrize("dim", [16, 59])
-@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("varlen", "packed"), FUNCTIONS)
-def test_values_and_gradients(varlen, packed, options, dim):
-    given, meant = OPTIONS[options]
+def test_values_and_gradients(varlen, packed, dim):
     tensors = leaves(varlen, packed, dim)
-    out, lse, s_dmask = call(tensors, varlen, packed, return_attn_probs=True, **given)
-    compare((out, lse), expected(tensors, varlen, packed, **meant), tensors)
+    out, lse, s_dmask = call(tensors, varlen, packed, return_attn_probs=True, **GIVEN)
+    compare((out, lse), expected(tensors, varlen, packed, **MEANT), tensors)
     assert s_dmask.shape == (0,) and s_dmask.dtype == out.dtype and out.shape[-1] == dim
-    alone = call(tensors, varlen, packed, **given)
+    alone = call(tensors, varlen, packed, **GIVEN)
     assert isinstance(alone, torch.Tensor) and torch.equal(alone, out)
 
 
-@pytest.mark.parametrize("packed", ["", "kv", "qkv"])
-@pytest.mark.parametrize("options", ["plain", "causal_window"])
-def test_dropout(packed, options):
-    given, meant = OPTIONS[options]
-    tensors = leaves(False, packed)
+@pytest.mark.parametrize(("varlen", "packed"), FUNCTIONS)
+def test_dropout_comes_from_the_generator(varlen, packed):
+    tensors = leaves(varlen, packed)
     torch.manual_seed(3)
-    out, lse, s_dmask = call(tensors, False, packed, dropout_p=0.4, return_attn_probs=True, **given)
-    kept = ~s_dmask.signbit()
-    wanted = plain(*separate(tensors, packed), kept=kept, p=0.4, **meant)
-    compare((out, lse), wanted, tensors)
-    torch.testing.assert_close(s_dmask.abs(), wanted[2])
-    rows, cols = s_dmask.shape[2:]
-    seen = visible(rows, cols, meant.get("causal", False), meant.get("window", (-1, -1)))
-    assert 0.45 < kept[:, :, seen].double().mean() < 0.75
-
-
-def test_dropout_of_packed_sequences_comes_from_the_generator():
-    tensors = leaves(True, "")
+    found = call(tensors, varlen, packed, dropout_p=0.4, causal=True, return_attn_probs=True)
     torch.manual_seed(3)
-    state = draw_rng_state("cpu")
-    wanted = reference.attention(
-        *tensors,
-        0.25,
-        reference.Features(dropout="flash"),
-        reference.ScoreInputs(dropout_p=0.4, rng_state=state),
-        reference.Lengths(CU_Q, CU_K, max_seqlen_q=7, max_seqlen_k=7),
-        return_softmax=True,
-    )
-    torch.manual_seed(3)
-    actual = call(tensors, True, "", dropout_p=0.4, return_attn_probs=True)
-    assert actual[2].shape == (BATCH, 4, 7, 7)
-    for a, b in zip(actual, wanted, strict=True):
-        assert torch.equal(a, b)
-    assert not torch.equal(call(tensors, True, "", dropout_p=0.4), actual[0])
+    wanted = expected(tensors, varlen, packed, dropout_p=0.4, causal=True, return_softmax=True)
+    compare(found, wanted, tensors)
+    assert torch.equal(found[2], wanted[2]) and found[2].signbit().any()
+    assert not torch.equal(call(tensors, varlen, packed, dropout_p=0.4, causal=True), found[0])
 
 
 def test_a_query_without_keys_has_zeros_and_an_lse_of_plus_infinity():
@@ -286,15 +204,6 @@ def test_compiles_into_one_graph():
     compare(compiled(*tensors), f(*tensors), tensors)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_dtypes(dtype):
-    tensors = tuple(x.detach().to(dtype) for x in leaves(False, "", dim=12))
-    out, lse, _ = package.flash_attn_func(*tensors, return_attn_probs=True)
-    assert out.dtype == dtype and lse.dtype == torch.float32
-    wanted = plain(*(x.double() for x in tensors))
-    torch.testing.assert_close(out.double(), wanted[0], rtol=0, atol=2e-2)
-
-
 # ---- a cache of keys and values ----
 
 
@@ -303,7 +212,7 @@ def test_a_cache_without_keys():
     out, lse = package.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=0, return_softmax_lse=True)
     assert not out.any() and (lse == math.inf).all()
     full = package.flash_attn_with_kvcache(q.transpose(2, 3).contiguous().transpose(2, 3), cache, cache)
-    torch.testing.assert_close(full, plain(q, cache, cache)[0])
+    torch.testing.assert_close(full, attention(q, cache, cache))
 
 
 @pytest.mark.parametrize("dim", [16, 11])
@@ -314,8 +223,8 @@ def test_varlen_with_pages(dim):
     k, v = (
         torch.cat([x[table[b].long()].flatten(0, 1)[:n] for b, n in enumerate(CU_K.diff())]) for x in pages
     )
-    for a, b in zip(found, plain_varlen(q, k, v, CU_Q, CU_K, causal=True), strict=False):
-        torch.testing.assert_close(a, b.to(a.dtype))
+    for a, b in zip(found, expected((q, k, v), True, "", causal=True), strict=False):
+        torch.testing.assert_close(a, b)
     assert found[2].numel() == 0
     recorded = package.flash_attn_varlen_func(q.clone().requires_grad_(), *pages, CU_Q, CU_K, 7, 7, **options)
     assert torch.equal(recorded, found[0])

@@ -22,7 +22,7 @@ from cute_attn.api.attention import (
 )
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
 from cute_attn.host import dispatch
-from cute_attn.host.call import Call, pack_epilogues, unpack_epilogues
+from cute_attn.host.call import Call
 from cute_attn.host.checks import check, check_for_kernels
 from tests import refusals
 
@@ -367,22 +367,6 @@ def test_without_dropout_the_generator_is_unchanged():
 
 
 # ---- users' epilogues ----
-
-
-def test_epilogues_through_plain_lists():
-    a, b = randn(2), randn(3)
-    given = {"first": (a, 2, 0.5), "second": (), "third": b}
-    packed_lists = pack_epilogues(given)
-    assert packed_lists[0] == ("first:tif", "second", "third:t")
-    unpacked = unpack_epilogues(*packed_lists)
-    assert list(unpacked) == list(given)
-    assert (
-        unpacked["first"][0] is a
-        and unpacked["first"][1:] == (2, 0.5)
-        and isinstance(unpacked["first"][1], int)
-    )
-    assert unpacked["second"] == () and unpacked["third"][0] is b
-    assert pack_epilogues(("x", "y")) == (("x", "y"), (), ())
 
 
 def test_gradients_reach_everything_on_the_cpu():

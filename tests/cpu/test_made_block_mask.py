@@ -357,8 +357,7 @@ def test_device_code_lists_blocks_in_order(shape):
 
 
 @pytest.mark.parametrize(
-    ("block_size", "lengths"),
-    [((128, 128), (500, 1300)), ((64, 256), (256, 200)), ((32, 96), (90, 128))],
+    ("block_size", "lengths"), [((128, 128), (500, 1300)), ((64, 256), (256, 200)), ((32, 96), (90, 128))]
 )
 @pytest.mark.parametrize(("heads", "heads_kv"), [(1, 2), (4, 4), (4, 2), (3, 1)])
 def test_device_code_lists_what_kernels_visit(lengths, heads, heads_kv, block_size):

@@ -92,17 +92,3 @@ def test_a_sample_runs_and_is_reported(suites, capsys):
     printed = capsys.readouterr().out
     assert "own: 15 passed, 2 failed, 1 fell through, 1 skipped; 19 of " in printed
     assert "skipped 1: Skipped: for a reason" in printed and "q has head_dim 20; accepted" in printed
-
-
-def test_listed_tests_run_instead_of_a_sample(suites, tmp_path, capsys):
-    listed = tmp_path / "ids"
-    own = [f"test_them.py::test_many[{a}-{b}-{-b}]" for a, b in ((3, 7), (49, 39), (0, 0))]
-    pytests = ["test_them.py::test_some[2]", "test_them.py::test_other"]
-    listed.write_text("\n".join([*own, *pytests, own[0], "", "test_them.py::test_many[50-0-0]"]))
-    outcome = run.run_suite(SUITE, suites, options(ids=listed))
-    assert outcome.share == {*own, *pytests} and outcome.sampled == 5
-    assert outcome.counts() == {"passed": 3, "failed": 2, "not reached": 0}
-    assert outcome.left_out == {"test_them.py::test_many[50-0-0]: no such test": 1}
-    assert run.main([str(suites), "--ids", str(listed)]) == 2
-    assert run.main([str(suites), "pytorch-sdpa", "--ids", str(tmp_path / "none")]) == 2
-    assert capsys.readouterr().err.count("accepted: a file, with one NAME") == 2

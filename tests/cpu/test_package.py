@@ -14,7 +14,7 @@ import torch
 
 import cute_attn
 import layouts
-from cute_attn.compiler import registry, variants
+from cute_attn.compiler import registry
 from cute_attn.kernels.forward_sm80 import ForwardSm80
 from tests import processes, refusals, toy
 
@@ -329,11 +329,3 @@ def test_a_variant_computes_on_the_cpu_what_it_means_or_is_refused(monkeypatch, 
     ) as error:
         call(q, q, q, kernel=f"{arch}:mine")
     assert str(error.value).endswith("others need a GPU")
-
-
-def test_each_method_that_decides_how_is_one_of_a_kernel():
-    kernels = {
-        *registry.KERNELS.values(),
-        registry.kernel_class(registry.Traits("forward", "sm90", "bf16", 512)),
-    }
-    assert not [name for name in variants.HOW if not any(hasattr(one, name) for one in kernels)]

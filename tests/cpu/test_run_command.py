@@ -176,16 +176,3 @@ def test_shadowed_calls_are_compared_and_timed():
     assert row.gain_us == pytest.approx(5 * (theirs - ours))
     assert all(torch.equal(x[0], found[0][0]) for x in found)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_a_declined_call_has_its_reason():
-    observer = Observer(1)
-    q = torch.zeros(1, 2, 8, 20, dtype=torch.bfloat16)
-    given = (q, q, q, None, True, 0.5)
-    found = observer(
-        "_scaled_dot_product_cudnn_attention", operators.cudnn_forward, Options(), None, given, {}
-    )
-    (row,) = observer.rows.values()
-    assert row.reason == found and found.startswith("q has head_dim 20; accepted")
-    assert row.signature == "bf16, 1x2x8x20, k 1x2x8x20, v 1x2x8x20, dropout_p 0.5"
-    assert row.gain == f"nothing: {found}"

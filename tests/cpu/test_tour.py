@@ -1,17 +1,13 @@
-"""The levels of the tour: their size, what they compile to, and their device code for all threads on the CPU."""
+"""The levels of the tour: what they compile to and decline, and the page about them."""
 
 import json
-import re
 
 import pytest
-import torch
 
 from cute_attn.compiler import compile, registry, toolchain
-from cute_attn.compiler.arguments import fakes
 from cute_attn.compiler.smem_layouts import reasons
 from cute_attn.lab.copies import conflicts
 from cute_attn.lab.verdict import verdict
-from layouts.model import trace
 from tour import page, report
 from tour.common import with_epilogue
 from tour.levels import LEVELS
@@ -71,26 +67,6 @@ def test_a_level_declines_in_one_sentence_what_it_does_not_compute():
             registry.lookup(LEVELS[number].traits(), tile, "sm90")
 
 
-def test_a_launch_takes_the_arguments_of_the_package():
-    """``attention`` launches a level as any forward: by its place, with tuples of the same form."""
-
-    def signature(number):
-        compiled, x = compile(LEVELS[number].traits(128, True), None, "sm90"), torch.zeros(1, 1, 1, 128)
-        with pytest.raises((ValueError, TypeError)) as refused:
-            compiled.function(x, x, x, x, x, None, 0.0, None, None)
-        types = re.search(r"__call__\((.*)\)`", str(refused.value))[1]
-        return re.sub(r"\w+: ", "", types).partition(", Tuple[float32")[0]
-
-    shipped = signature(8)
-    assert shipped.count("Tuple") == 2 and shipped.count("Tensor") == 6
-    assert {number: signature(number) for number in OWN} == dict.fromkeys(OWN, shipped)
-    taken = (
-        registry.lookup(LEVELS[7].traits()).score_args(None),
-        fakes(registry.lookup(LEVELS[7].traits()))[-1],
-    )
-    assert [len(x) for x in taken] == [1, 1]
-
-
 def test_the_laboratory_takes_the_levels():
     """Each clock bound is below that of the level before, down to the tensor cores' own."""
     judged = {
@@ -100,32 +76,6 @@ def test_the_laboratory_takes_the_levels():
     assert per_score == sorted(per_score, reverse=True) and len(set(per_score)) == 5
     assert judged[7].step.clocks.bound == "tensor cores" == judged[6].step.clocks.bound
     assert str(judged[7].proxies) == "none needed: no thread accesses what TMA fills"
-
-
-@pytest.mark.parametrize("number", [4, 5, 6, 7])
-def test_layouts_and_products_are_those_of_the_packages_kernels(number):
-    """Which run on GPUs: shared memory, where K and V lie, and both MMAs."""
-    level, d = kernel_of(number, head_dim=128), 128
-    rows, keys, stages = level.tile.tile_m, level.tile.tile_n, level.tile.num_stages
-    arch = LEVELS[number].arch
-    tile = f"tile_m={rows},tile_n={keys},num_stages={stages}"
-    tile += ",num_warps=4" if arch == "sm80" else ",q_in_regs=false,speculative=false"
-    package = registry.lookup(registry.Traits("forward", arch, "bf16", d), tile, "sm90")
-
-    def of(kernel):
-        if number == 4:
-            return [
-                str(
-                    kernel.smem_layout(keys, stages)
-                    if kernel is level
-                    else kernel.smem_layout(keys, d, stages)
-                )
-            ]
-        own = (keys, stages) if kernel is level else (keys, d, stages)
-        products = [(str(mma.op), str(mma.thr_layout_vmnk)) for mma in (kernel.mma_qk(), kernel.mma_pv())]
-        return [str(kernel.smem_layout(*own)), *products]
-
-    assert trace(lambda: of(level)) == trace(lambda: of(package))
 
 
 @pytest.mark.parametrize("number", OWN)
