@@ -7,7 +7,7 @@ import torch
 from cutlass import Int32, cute
 from torch.nn.attention.flex_attention import create_block_mask
 
-from cute_attn import attention, attention_varlen, reference, score_mod
+from cute_attn import attention, reference, score_mod
 from cute_attn.api import operators
 from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.functions.known import block_mask_epilogue_of, epilogue_of
@@ -265,49 +265,6 @@ def test_hidden_scores_reach_no_gradient_of_a_kernel(case, mask, tiling):
     for found, leaf in zip(targets, leaves, strict=True):
         largest = float(leaf.grad.abs().max())
         torch.testing.assert_close(found.double(), leaf.grad, atol=2e-5 * largest, rtol=1e-4)
-
-
-HIDES = ("causal", "window", "mask_mod", "block_mask", "varlen", "seqused")
-
-
-@pytest.mark.parametrize("hides", HIDES)
-@pytest.mark.parametrize("case", ["reciprocal", "kerple", "root"])
-def test_hidden_scores_reach_no_gradient_on_the_cpu(case, hides):
-    function, tensors = HIDDEN[case]
-    generator = torch.Generator().manual_seed(2)
-    q, k, v = (torch.randn(1, 60, 3, 8, dtype=torch.float64, generator=generator) for _ in range(3))
-    leaves = [x.detach().clone().double().requires_grad_() for x in (q, k, v, *tensors)]
-    own = [x.detach().clone().requires_grad_() for x in leaves]
-    score_mod, length = with_tensors(function, own[3:]), 40 if hides == "seqused" else 60
-    if hides == "varlen":
-        starts = torch.tensor([0, 60], dtype=torch.int32)
-        packed = (x[0] for x in own[:3])
-        out = attention_varlen(*packed, starts, starts, 60, 60, causal=True, score_mod=score_mod)[None]
-    else:
-        options = {
-            "causal": {"causal": True},
-            "window": {"window": (20, 0)},
-            "mask_mod": {"mask_mod": lambda b, h, q, k: seen_by(q, k)},
-            "block_mask": {
-                "block_mask": create_block_mask(
-                    lambda b, h, q, k: seen_by(q, k), None, None, 60, 60, device="cpu", BLOCK_SIZE=16
-                )
-            },
-            "seqused": {
-                "mask_mod": lambda b, h, q, k: seen_by(q, k),
-                "seqused_k": torch.tensor([40], dtype=torch.int32),
-            },
-        }
-        out = attention(*own[:3], score_mod=score_mod, **options[hides])
-    at_q, at_k = torch.arange(60)[:, None], torch.arange(60)
-    seen = seen_by(at_q, at_k) & (at_k < length) & (at_q - at_k <= (20 if hides == "window" else 60))
-    scores = torch.einsum("bqhd,bkhd->bhqk", *leaves[:2]) * 8**-0.5
-    p = of_visible(function, scores, seen, leaves[3:]).softmax(-1)
-    expected = torch.einsum("bhqk,bkhd->bqhd", p, leaves[2])
-    weights = torch.randn(out.shape, dtype=out.dtype, generator=generator)
-    torch.testing.assert_close(out, expected)
-    got, right = (torch.autograd.grad((x * weights).sum(), of) for x, of in ((out, own), (expected, leaves)))
-    torch.testing.assert_close(got, right)
 
 
 @pytest.mark.parametrize("hides", ["causal", "blocks"])

@@ -307,24 +307,6 @@ def test_users_epilogues_come_first():
     torch.testing.assert_close(got, dense(q, k, v, both)[0])
 
 
-def test_a_function_of_what_a_graph_computes():
-    """Captured tensors are results of the graph before; the call is an operator of the graph after, with a gradient."""
-    q, k, v = (x.float() for x in inputs(30, 30, 3, 3))
-
-    def model(q, k, v, slopes):
-        steeper = slopes * 2
-        return attention(q + 1, k, v, score_mod=lambda s, b, h, i, j: s - steeper[h] * (i - j).abs())
-
-    def gradient(function, slopes):
-        out = function(q, k, v, slopes)
-        return torch.autograd.grad((out * out).sum(), (q, k, v))
-
-    compiled = torch.compile(model, backend="aot_eager")
-    for slopes in (torch.rand(3), torch.rand(3)):
-        for got, expected in zip(gradient(compiled, slopes), gradient(model, slopes), strict=True):
-            torch.testing.assert_close(got, expected)
-
-
 # ---- identity ----
 
 

@@ -53,29 +53,6 @@ def test_device_code_is_the_function(name):
     assert sorted(whats) == ["backward"] * 2 + ["forward"] * 2 + tables
 
 
-@pytest.mark.parametrize(("length", "strength"), [(33, 0.25), (7, 2), (257, -1.0)])
-def test_a_call_is_that_of_the_function_with_its_arguments(length, strength):
-    """Sizes and numbers are the call's own, not the example's."""
-    q, k, v, table = randn(2, 40, 4, 64), randn(2, 50, 2, 64), randn(2, 51, 2, 64)[:, 1:], randn(4, length)
-    table.requires_grad_()
-    found = attention(q, k, v, epilogues={"relative_by_function": (table, strength)})
-    wanted = attention(q, k, v, score_mod=lambda *scores: relative(*scores, table, strength))
-    torch.testing.assert_close(found, wanted)
-    gradients = [torch.autograd.grad(out.square().sum(), table)[0] for out in (found, wanted)]
-    assert gradients[0].abs().max() > 0
-    torch.testing.assert_close(*gradients)
-
-
-def test_a_mask_hides_keys():
-    q, k, v = randn(2, 40, 2, 64), randn(2, 50, 2, 64), randn(2, 51, 2, 64)[:, 1:]
-    document = torch.arange(50).repeat(2, 1) // 20
-    found = attention(q, k, v, epilogues={"document_by_function": document, "even_by_function": ()})
-    seen = (document[:, None, :40, None] == document[:, None, None]) & (torch.arange(50) % 2 == 0)
-    own = (x.transpose(1, 2) for x in (q, k, v))
-    expected = torch.nn.functional.scaled_dot_product_attention(*own, attn_mask=seen)
-    torch.testing.assert_close(found.transpose(1, 2), expected)
-
-
 def apply(name, *given):
     q = randn(1, 40, 4, 64)
     return attention(q, q, q, epilogues={name: given})
@@ -231,13 +208,3 @@ def test_a_name_belongs_to_one_file(tmp_path, monkeypatch):
     load("one", 2)
     with pytest.raises(ValueError, match=r"'first_by_file' is taken by one\.first"):
         load("two", 1)
-
-
-def test_the_elements_of_an_argument_are_counted():
-    @score_mod("scaled_by_count", example=lambda *_: (torch.randn(3, 2),))
-    def scaled_by_count(score, b, h, q_idx, kv_idx, x):
-        return score * x.nelement() / x.numel() * 2
-
-    q = randn(1, 8, 2, 16)
-    found = attention(q, q, q, epilogues={"scaled_by_count": (randn(5, 7),)})
-    torch.testing.assert_close(found, attention(q, q, q, softmax_scale=2 / 4))

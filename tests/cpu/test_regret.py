@@ -1,15 +1,11 @@
 """The regret of choices without a GPU: which shapes and candidates there are, what is forced, and what is reported."""
 
-import json
-
 import pytest
-import torch
 
 from bench import regret
 from bench.decode_rows import Row
 from bench.regret_shapes import OPS, Shape, shapes_of
 from cute_attn.compiler import registry
-from cute_attn.lab.benchmark import results, timing
 from cute_attn.lab.benchmark.workload import Workload
 from tests import machine
 
@@ -84,36 +80,3 @@ def test_what_is_chosen_comes_first_and_every_kernel_can_be_built(shape, launche
 
 
 # ---- what is reported ----
-
-
-def test_a_run_is_written_row_by_row_and_goes_on_after_an_error(launched, tmp_path, monkeypatch, capsys):
-    class Clock:
-        def medians(self, runs, *_):
-            return {name: 2.0 - i / 100 for i, name in enumerate(runs)}
-
-    def prepared(shape, device, on=Shape.prepared):
-        if shape is SMALL[6]:
-            raise RuntimeError("out of memory")
-        return on(shape, "cpu")
-
-    monkeypatch.setattr(Shape, "prepared", prepared)
-    monkeypatch.setattr(
-        results, "machine", lambda: {"gpu": "NVIDIA H100", "date": "2026-11-25", "clock_mhz": None}
-    )
-    monkeypatch.setattr(timing, "Clock", Clock)
-    monkeypatch.setattr(timing, "clock_under_load", lambda call, ms: call() or 1755)
-    for name in ("synchronize", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(regret, "shapes_of", lambda op, *_: {"forward": SMALL[:2], "decode": SMALL[6:8]}[op])
-    path = tmp_path / "x.json"
-    monkeypatch.setattr("sys.argv", ["regret", "--op", "forward", "decode", "-o", str(path)])
-    regret.main()
-    result = json.loads(path.read_text())
-    assert (
-        result["clock_mhz"] == 1755
-        and [row["op"] for row in result["rows"]] == ["forward"] * 2 + ["decode"] * 2
-    )
-    assert [row.get("error") for row in result["rows"]] == [None, None, "RuntimeError: out of memory", None]
-    assert all(row["regret"] > 0 for row in result["rows"] if "regret" in row)
-    assert "decode           1 shapes" in capsys.readouterr().out

@@ -1,15 +1,10 @@
 """Pictures show the models, and counts of bank conflicts equal those worked out by hand."""
 
-import re
-from collections import Counter
-from html import unescape
-
 import pytest
-from cutlass import BFloat16, Float16
+from cutlass import Float16
 
 import layouts
-from layouts import model
-from layouts.show import BankConflicts, bank_conflicts, show
+from layouts.show import BankConflicts, bank_conflicts
 
 
 def mma():
@@ -18,12 +13,6 @@ def mma():
 
 def smem_64():
     return layouts.smem_layout(64, 64, Float16)
-
-
-def texts(path):
-    """The strings in an SVG file."""
-    found = re.findall(r"<text.*?>(.*?)</text>", path.read_text(), re.S)
-    return [unescape(re.sub(r"<.*?>", "", text)) for text in found]
 
 
 # Bank conflicts
@@ -83,20 +72,3 @@ def test_wrong_shapes_are_refused(copy, layout, message):
 
 
 # Pictures
-
-
-def test_smem_picture_shows_the_banks(tmp_path):
-    def smem():
-        return layouts.smem_layout(128, 64, BFloat16)
-
-    path = show(smem, tmp_path / "smem.svg", dtype=BFloat16)
-    shown = texts(path)
-    banks = model.smem_map(smem, BFloat16).banks[:16, ::2].ravel()
-    axis = Counter(map(str, [*range(16), *range(0, 64, 8)]))
-    assert Counter(text for text in shown if text.isdigit()) == Counter(map(str, banks)) + axis
-    assert any("S<3,3,3>" in text for text in shown)
-    assert any("without a bank conflict" in text for text in shown)
-    unswizzled = show(
-        lambda: layouts.smem_layout(128, 64, BFloat16, swizzle_bits=0), tmp_path / "0.svg", dtype=BFloat16
-    )
-    assert any("a bank conflict of 8 ways" in text for text in texts(unswizzled))

@@ -72,6 +72,8 @@ forward(layer(), *T, ADDED, sliding_window=2) == attention(*O, bias=ADDED)
 forward(layer(), *T, SEEN, position_bias=ADDED) == attention(*O, bias=ADDED.masked_fill(~SEEN[..., :6], -np.inf))
 forward(layer(), *heads(9, 9, batch=1), None, sliding_window=2, **LENGTHS)
     == attention_varlen(*PACKED, STARTS, STARTS, 4, 4, causal=True, window=(1, 0))
+forward(layer(), *heads(9, 9, batch=1), None, s_aux=SINKS, **LENGTHS)
+    == attention_varlen(*PACKED, STARTS, STARTS, 4, 4, causal=True, sinks=SINKS)
 """
 
 
@@ -91,23 +93,6 @@ def test_padding(window):
     assert not out[0, :2].any()
     out, _ = hf.attention_forward(layer(is_causal=False), q, k, v, padding)
     torch.testing.assert_close(out, plain(q, k, v, padding[:, None, None, :].expand(2, 1, 6, 6)))
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_sinks_are_keys_without_a_value(packed):
-    q, k, v = heads(9, 9, batch=1)
-    sinks = randn(4, seed=7).requires_grad_()
-    starts = torch.tensor([0, 4, 9], dtype=torch.int32)
-    lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 5, "max_length_k": 5}
-    out, _ = hf.attention_forward(layer(), q, k, v, None, s_aux=sinks, **(lengths if packed else {}))
-    owner = torch.bucketize(torch.arange(9), starts, right=True)
-    seen = band(9, 9) & (owner[:, None] == owner) if packed else band(9, 9)
-    scores = (q @ k.repeat_interleave(2, 1).mT / 4).masked_fill(~seen, -math.inf)
-    scores = torch.cat([scores, sinks[None, :, None, None].expand(1, 4, 9, 1)], -1)
-    wanted = (scores.softmax(-1)[..., :-1] @ v.repeat_interleave(2, 1)).transpose(1, 2)
-    torch.testing.assert_close(out, wanted)
-    grads = [torch.autograd.grad(x.square().sum(), sinks)[0] for x in (out, wanted)]
-    torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize("mask", [None, torch.ones(2, 6).bool(), band(6, 6).expand(2, 1, 6, 6)])

@@ -1,30 +1,30 @@
-"""FlashAttention-2's functions on the card: options that its callers use, against the definition in float64."""
+"""FlashAttention-2's functions on the card: options that its callers use, against ours and the CPU's."""
 
 import math
 
 import pytest
 import torch
 
-from cute_attn import flash_attn, reference
-from cute_attn.api.attention import resolve_mask
-from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn import attention, attention_varlen, flash_attn
 from tests.checks import check
 
 CU_Q, CU_K = (0, 70, 70, 203), (0, 90, 131, 400)
 OPTIONS = {
-    "plain": {},
-    "causal_window": {"causal": True, "window_size": (64, 5)},
-    "softcap": {"softcap": 8.0, "causal": True},
-    "dropout": {"dropout_p": 0.25},
-    "deterministic": {"deterministic": True, "window_size": (40, 30)},
+    "plain": ({}, {}),
+    "causal_window": ({"causal": True, "window_size": (64, 5)}, {"causal": True, "window": (64, 0)}),
+    "softcap": ({"softcap": 8.0, "causal": True}, {"softcap": 8.0, "causal": True}),
+    "dropout": ({"dropout_p": 0.25}, {"dropout_p": 0.25, "return_softmax": True}),
+    "window": ({"window_size": (40, 30)}, {"window": (40, 30)}),
 }
+"""Options of the function, and the same for ours."""
 
 
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize("dim", [40, 59, 128])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_values_and_gradients(name, dim, varlen):
-    options = OPTIONS[name]
+    """Those of ``attention``, with an LSE of plus infinity for rows without keys."""
+    given, meant = OPTIONS[name]
     generator = torch.Generator("cuda").manual_seed(0)
     rows = ((203,), (400,)) if varlen else ((2, 130), (2, 150))
     shapes = ((*rows[0], 4, dim), *2 * ((*rows[1], 2, dim),))
@@ -33,46 +33,20 @@ def test_values_and_gradients(name, dim, varlen):
         for s in shapes
     )
     cu = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in (CU_Q, CU_K)]
-    if varlen:
-        results = flash_attn.flash_attn_varlen_func(q, k, v, *cu, 133, 269, return_attn_probs=True, **options)
-    else:
-        results = flash_attn.flash_attn_func(q, k, v, return_attn_probs=True, **options)
-    grad = torch.randn(results[0].shape, generator=generator, device="cuda", dtype=torch.bfloat16)
-    actual = [*results[:2], *torch.autograd.grad(results[0], (q, k, v), grad)]
-
-    kept = ~results[2].signbit() if options.get("dropout_p") else None
-    exact, plain = (defined((q, k, v), cu if varlen else None, options, kept, grad, d) for d in DTYPES)
-    for which, a, e, p in zip(("out", "lse", "dq", "dk", "dv"), actual, exact, plain, strict=True):
-        factor = 3.0 if which.startswith("d") else 2.0
-        check(which, a, e, p, factor=factor, roundings=32 if which == "lse" else 1, floor=1e-5)
-
-
-DTYPES = (torch.float64, torch.bfloat16)
-
-
-def defined(tensors, cu, options, kept, grad, dtype):
-    """out, lse and gradients by the reference, where dropout's mask is what the function returned."""
-    window = tuple(None if x < 0 else x for x in options.get("window_size", (-1, -1)))
-    causal = options.get("causal", False)
-    mask, left, right = resolve_mask(causal, (window[0], None if causal else window[1]))
-    inputs = ScoreInputs(left, right, softcap=options.get("softcap", 0.0))
-    lengths = reference.Lengths(*cu, max_seqlen_q=133, max_seqlen_k=269) if cu else reference.Lengths()
-    p = options.get("dropout_p", 0.0)
-    features = reference.Features(mask, "returned" if p else "")
-    inputs = ScoreInputs(
-        left, right, softcap=inputs.softcap, dropout_p=p, rng_state=torch.zeros(2, device="cuda")
-    )
-
-    def keep(coords, dropout_p, state):
-        return kept[coords.batch, coords.head, coords.query, coords.key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(reference.DROPOUT_KEEP, "returned", keep)
-        leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
-        scale = tensors[0].shape[-1] ** -0.5
-        out, lse, _ = reference.attention(*leaves, scale, features, inputs, lengths, compute_dtype=dtype)
-        grads = torch.autograd.grad(out, leaves, grad.to(dtype))
-    return [out.detach(), lse.detach().masked_fill(lse == -math.inf, math.inf), *grads]
+    lengths = (*cu, 133, 269) if varlen else ()
+    theirs = flash_attn.flash_attn_varlen_func if varlen else flash_attn.flash_attn_func
+    ours = attention_varlen if varlen else attention
+    torch.manual_seed(1)
+    found = theirs(q, k, v, *lengths, return_attn_probs=True, deterministic=True, **given)
+    torch.manual_seed(1)
+    wanted = ours(q, k, v, *lengths, return_lse=True, deterministic=True, **meant)
+    lse = wanted[1].masked_fill(wanted[1] == -math.inf, math.inf)
+    grad = torch.randn(found[0].shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+    grads = (torch.autograd.grad(out, (q, k, v), grad) for out in (found[0], wanted[0]))
+    for own, other in zip((*found[:2], *next(grads)), (wanted[0], lse, *next(grads)), strict=True):
+        torch.testing.assert_close(own, other)
+    if "dropout_p" in given:
+        assert torch.equal(found[2], wanted[2])
 
 
 KVCACHE = {

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_attn import attention, attention_varlen
+from cute_attn import attention
 from cute_attn.compiler import registry
 from cute_attn.host import record
 from tests.cases import BY_NAME, CASES
@@ -191,57 +191,6 @@ def tensors():
         torch.randn(2, n, h, 64, dtype=torch.bfloat16, device="cuda")
         for n, h in ((113, 4), (203, 2), (203, 2))
     ]
-
-
-def test_the_operator_passes_opcheck(tensors, monkeypatch):
-    # opcheck compares storage offsets, and a guarded output has one of its own.
-    monkeypatch.setattr(record, "new_empty_strided", ALLOCATE)
-    q, k, v = tensors
-    bias = torch.randn(1, 4, 1, 203, dtype=torch.bfloat16, device="cuda")
-    state = torch.tensor([1, 2], device="cuda")
-    sinks = torch.randn(4, device="cuda")
-    for extra in ((None, None, None, "", 0.0), (bias, sinks, state, "flash", 0.25)):
-        arguments = (
-            q,
-            k,
-            v,
-            *(None,) * 5,
-            *extra[:3],
-            [],
-            113,
-            203,
-            0.125,
-            "causal",
-            0,
-            0,
-            0.0,
-            *extra[3:],
-            [],
-            [],
-        )
-        torch.library.opcheck(torch.ops.cute_attn.forward.default, (*arguments, False, "", "", False, "", ""))
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_into_one_graph(tensors, dynamic):
-    torch.compiler.reset()
-    q, k, v = tensors
-    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 50, 113], [0, 103, 203]))
-    state = torch.tensor([1, 2], device="cuda")
-
-    def f(q, k, v):
-        batched = attention(q, k, v, causal=True, dropout_p=0.1, rng_state=state)
-        return batched, attention_varlen(
-            q[0], k[0], v[0], cu_q, cu_k, 63, 103, window=(20, 0), return_lse=True
-        )
-
-    (expected, (expected_out, expected_lse)) = f(q, k, v)
-    out, (packed_out, lse) = torch.compile(f, fullgraph=True, dynamic=dynamic, backend="aot_eager")(q, k, v)
-    assert (
-        torch.equal(out, expected)
-        and torch.equal(packed_out, expected_out)
-        and torch.equal(lse, expected_lse)
-    )
 
 
 def test_a_replayed_graph_uses_a_new_mask(tensors):

@@ -1,13 +1,12 @@
-"""fp32 on the card, at its own precision and at tf32's: named cases, and PyTorch's memory-efficient kernel's error."""
+"""fp32 on the card, at its own precision and at tf32's: named cases, what PyTorch's products say, and refusals."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cute_attn import Unsupported, attention
-from tests.checks import Errors, check
+from tests.checks import check
 from tests.problem import Case, Problem
 
 CASES = [
@@ -53,22 +52,6 @@ def test_case(case, precision, matmul_precision):
 def randn(*shape, seed=0):
     generator = torch.Generator("cuda").manual_seed(seed)
     return torch.randn(*shape, generator=generator, device="cuda")
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_error_is_at_most_that_of_the_memory_efficient_kernel(head_dim):
-    q, k, v = (randn(2, 2048, 4, head_dim, seed=i) for i in range(3))
-    heads_first = tuple(x.transpose(1, 2) for x in (q, k, v))
-    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-        theirs = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True)
-    with sdpa_kernel(SDPBackend.MATH):
-        exact = torch.nn.functional.scaled_dot_product_attention(
-            *(x.double() for x in heads_first), is_causal=True
-        )
-    ours = attention(q, k, v, causal=True, precision="fp32").transpose(1, 2)
-    own, other = Errors.of(ours, exact), Errors.of(theirs, exact)
-    print(f"ours {own}, memory-efficient {other}")
-    assert own.rms <= 1.5 * other.rms and own.largest <= 1.5 * other.largest
 
 
 def test_precision_follows_pytorchs_products(matmul_precision):

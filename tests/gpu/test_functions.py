@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_attn import attention, attention_varlen, score_mod
+from cute_attn import attention, attention_varlen
 from cute_attn.reference.check_epilogue import for_each
 from tests.gpu.archs import runnable_archs
 
@@ -115,53 +115,6 @@ def test_equals_dense_torch(name: str, head_dim: int, arch: str) -> None:
         assert error <= 3 * allowed + floor, f"{what}: {error} for torch's {allowed}"
 
 
-@score_mod("scaled_relative", example=lambda batch, nheads, *_: (torch.randn(nheads, 257), 0.5))
-def scaled_relative(s: Any, b: Any, h: Any, q: Any, k: Any, table: Any, strength: Any) -> Any:
-    reach = table.shape[1] // 2
-    return s + strength * table[h, (k - q).clamp(-reach, reach) + reach]
-
-
-@pytest.mark.parametrize("arch", ["sm80", "sm90"])
-def test_a_registered_function_is_the_function_of_its_arguments(arch: str) -> None:
-    if arch not in runnable_archs():
-        pytest.skip(f"no GPU for {arch}")
-    leaves = inputs(64, torch.bfloat16)
-    for length, strength in ((257, 0.5), (33, -2)):
-        table = torch.randn(NHEADS, length, device="cuda")
-
-        def captured(*at: Any, table: Tensor = table, strength: float = strength) -> Any:
-            return scaled_relative(*at, table, strength)
-
-        given = ({"epilogues": {"scaled_relative": (table, strength)}}, {"score_mod": captured})
-        outs = [attention(*leaves, causal=True, kernel=arch, **one) for one in given]  # type: ignore[arg-type]
-        grads = [torch.autograd.grad(out, leaves, torch.ones_like(out)) for out in outs]
-        for found, expected in zip((outs[0], *grads[0]), (outs[1], *grads[1]), strict=True):
-            torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
-
-
-def test_composes_with_what_attention_has() -> None:
-    """Against the CPU's, which is the reference."""
-    x = {"cuda": tensors("cuda"), "cpu": tensors("cpu")}
-    leaves = [t.detach() for t in inputs(64, torch.bfloat16)]
-    bias, sinks = torch.randn(1, NHEADS, SEQLEN, SEQLEN).bfloat16(), torch.randn(NHEADS)
-    outputs = []
-    for device in ("cuda", "cpu"):
-        score_mod, mask_mod = functions("softcap", x[device])
-        own = [t.to(device) for t in (*leaves, bias, sinks)]
-        outputs.append(
-            attention(
-                *own[:3],
-                bias=own[3],
-                sinks=own[4],
-                causal=True,
-                window=(100, 0),
-                score_mod=score_mod,
-                mask_mod=mask_mod,
-            )
-        )
-    torch.testing.assert_close(outputs[0].cpu(), outputs[1], atol=2e-2, rtol=2e-2)  # type: ignore[union-attr]
-
-
 def test_varlen_and_dropout_repeat() -> None:
     score_mod, mask_mod = functions("alibi", tensors("cuda"))
     q, k, v = (t.detach()[0] for t in inputs(64, torch.bfloat16))
@@ -258,16 +211,6 @@ def test_negative_indices_count_from_the_end(arch: str) -> None:
         *leaves, score_mod=lambda s, b, h, q, k: s + table[h, (q + 500).clamp(0, 598)], kernel=arch
     )
     torch.testing.assert_close(beyond, last)
-
-
-def test_other_tensors_are_launched_by_the_same_kernel() -> None:
-    leaves = [t.detach() for t in inputs(64, torch.bfloat16)]
-    outputs = []
-    for factor in (0.0, 1.0):
-        slopes = torch.full((NHEADS,), factor, device="cuda")
-        outputs.append(attention(*leaves, score_mod=lambda s, b, h, q, k, x=slopes: s - x[h] * (q - k).abs()))
-    torch.testing.assert_close(outputs[0], attention(*leaves), atol=4e-3, rtol=1e-2)
-    assert not torch.allclose(outputs[0], outputs[1], atol=1e-2)  # type: ignore[arg-type]
 
 
 LEARNED = {

@@ -72,6 +72,14 @@ def defined(dtype, inputs, bias, *, is_causal=False, scale=None):
     return with_gradients(out.transpose(1, 2), inputs, bias)
 
 
+def check_results(found, inputs, bias=None, **options):
+    exact, plain = (defined(dtype, inputs, bias, **options) for dtype in (torch.float64, BF16))
+    assert found.keys() == exact.keys()
+    for name, value in found.items():
+        factor = 2.0 if name == "out" else GRADIENT
+        check(name, value, exact[name], plain[name], factor=factor, floor=1e-5)
+
+
 def both_served(backend):
     assert not [key for key in sdpa.served if key[1]]
     names = {name for name, _ in sdpa.served}
@@ -100,11 +108,8 @@ def test_values_and_gradients(backend, options, order):
     with sdpa.active(), sdpa_kernel(BACKENDS[backend]):
         found = [results(inputs, bias, **options) for _ in range(2)]  # the second by prepared launches
     both_served(backend)
-    exact, plain = (defined(dtype, inputs, bias, **options) for dtype in (torch.float64, BF16))
-    for name in exact:
-        factor = 2.0 if name == "out" else GRADIENT
-        for actual in found:
-            check(name, actual[name], exact[name], plain[name], factor=factor, floor=1e-5)
+    for actual in found:
+        check_results(actual, inputs, bias, **options)
 
 
 MASKS = {
@@ -131,10 +136,7 @@ def test_masks_of_any_shape(name, kind):
         actual = [results(inputs, mask) for _ in range(2)][1]  # by prepared launches
     both_served("efficient")
     whole = mask if mask.dim() == 4 else mask[None, None]
-    exact, plain = (defined(dtype, inputs, whole) for dtype in (torch.float64, BF16))
-    for what, value in actual.items():
-        factor = 2.0 if what == "out" else GRADIENT
-        check(what, value, exact[what], plain[what], factor=factor, floor=1e-5)
+    check_results(actual, inputs, whole)
 
 
 @pytest.mark.parametrize("order", ["bshd", "bhsd"])
@@ -145,10 +147,7 @@ def test_few_queries_with_many_keys(backend, order):
     with sdpa.active(), sdpa_kernel(BACKENDS[backend]):
         actual = results(inputs)
     both_served(backend)
-    exact, plain = (defined(dtype, inputs, None) for dtype in (torch.float64, BF16))
-    for name, value in actual.items():
-        factor = 2.0 if name == "out" else GRADIENT
-        check(name, value, exact[name], plain[name], factor=factor, floor=1e-5)
+    check_results(actual, inputs)
 
 
 @pytest.mark.parametrize("backend", ["flash", "efficient"])
