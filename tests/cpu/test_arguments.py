@@ -36,7 +36,6 @@ NEW, LENGTHS = ones(3, 1, 2, 16), ints(0, 0, 0)
 TABLE = ints(0, 1, 2).view(3, 1)
 ALL = ones(400)
 NESTED = torch.nested.nested_tensor([ones(5, 4, 16)] * 2)
-JAGGED = torch.nested.nested_tensor([ones(5, 4, 16)] * 2, layout=torch.jagged)
 
 
 def dense(**changes):
@@ -77,49 +76,35 @@ def flash_pages(table, longest=5, **changes):
 WRONG = """
 dense(q=Q.to_sparse()) -> TypeError: q is of layout torch.sparse_coo; accepted: a dense torch.Tensor
 dense(q=NESTED) -> TypeError: q is nested; accepted: a dense torch.Tensor
-dense(q=JAGGED, k=JAGGED, v=JAGGED) -> TypeError: q is nested; accepted: a dense torch.Tensor
-dense(alibi_slopes=ones(4).to_sparse()) -> TypeError: alibi_slopes is of layout torch.sparse_coo; accepted
 dense(q=Q.to("meta"), k=K.to("meta"), v=V.to("meta")) -> ValueError: q is on meta; accepted: cuda and cpu
 dense(causal=torch.tensor(True)) -> ValueError: causal is tensor(True); accepted: False, True, 'bot
 dense(return_lse=torch.tensor(True)) -> TypeError: return_lse is tensor(True); accepted: False or
-dense(deterministic=torch.tensor(True)) -> TypeError: deterministic is tensor(True); accepted: False
 dense(kernel=3) -> TypeError: kernel is 3; accepted: 'ARCH', 'ARCH:VARIANT', or None
 dense(epilogues=("nope",)) -> ValueError: no epilogue is registered as 'nope'; accepted:
-dense(epilogues={3: 4}) -> TypeError: epilogues is {3: 4}; accepted: a tuple of names, or a dict of
-dense(epilogues=None) -> TypeError: epilogues is None; accepted: a tuple of names, or a dict
 dense(epilogues=("x:t",)) -> ValueError: epilogues has the name 'x:t'; accepted: names without a colon
 dense(score_mod=dict) -> TypeError: score_mod is the class dict; accepted: a function of
 dense(dropout_p=torch.tensor(0.5)) -> TypeError: dropout_p is tensor(0.5000); accepted: a Python number
 dense(dropout_mask=np.ones(3)) -> ValueError: dropout_mask is array(...); accepted: 'flash', 'mem_eff
-dense(precision=np.ones(3)) -> ValueError: precision is array(...); accepted: 'fp32', 'tf32', or None
 dense(tile=3) -> TypeError: tile is 3; accepted: a Tile, text such as 'tile_n=32', or None
-dense(backward_tile=[]) -> TypeError: backward_tile is []; accepted: a Tile, text such as
 dense(bias=ones(1, 4, 5, 7).to("meta")) -> ValueError: bias is on meta; accepted: cpu, where q is
 dense(seqused_k=ints(-1, 3)) -> ValueError: seqused_k[0] is -1; accepted: 0 to 7
-dense(seqused_k=ints(7, 8)) -> ValueError: seqused_k[1] is 8; accepted: 0 to 7
 varlen(seqused_q=ints(4, -2)) -> ValueError: seqused_q[1] is -2; accepted: 0 to 5
-varlen(seqused_k=ints(5, 5)) -> ValueError: seqused_k[0] is 5; accepted: 0 to 4
 varlen(max_seqlen_q=2 ** 70) -> ValueError: max_seqlen_q is 1180591620717411303424; accepted: 0 to 2147483647
 dense(out=Q) -> ValueError: out shares memory with q; accepted: memory of its own
 dense(out=ones(400).as_strided((2, 5, 4, 16), (150, 30, 8, 1))) -> ValueError: out has shape (2, 5, 4, 16) and strides (
 dense(out=torch._efficientzerotensor((2, 5, 4, 16))) -> ValueError: out is a tensor of zeros without memory; acc
-varlen(cu_seqlens_q=[0, 4, 9]) -> TypeError: cu_seqlens_q is a list; accepted: a torch.Tensor
 backward(lse=3) -> TypeError: lse is an int; accepted: a torch.Tensor
-backward(out=None) -> TypeError: out is a NoneType; accepted: a torch.Tensor
 backward(wanted=("q", "q")) -> ValueError: wanted is ('q', 'q'); accepted: a tuple of 'q', 'k', 'v', each
 backward(into=3) -> TypeError: into is an int; accepted: a list or a tuple of tensors, one for each of
 backward(into=[Q.clone(), 3, 4]) -> TypeError: into[1] is an int; accepted: a torch.Tensor
 backward(into=[Q.clone()]) -> TypeError: into has 1 tensors; accepted: 3, one for each of ('q', 'k', 'v')
 backward(into=[ones(2, 5, 4, 8)], wanted=("q",)) -> ValueError: dq has shape (2, 5, 4, 8); accepted: (2, 5, 4, 16)
-backward(grad_out=3) -> TypeError: grad_out is an int; accepted: a torch.Tensor
 backward(grad_lse=LSE.to("meta")) -> ValueError: grad_lse is on meta; accepted: cpu, where q is
-backward(k=Q.to("meta")) -> ValueError: k is on meta; accepted: cpu, where q is
 backward(tile=3) -> TypeError: backward_tile is 3; accepted: a Tile, text such as
 backward(rng_state="ab") -> TypeError: rng_state is 'ab'; accepted: int64 or uint64 (2,), or (seed, off
 backward(rng_state=(0.5, 1.0), dropout_p=0.5) -> TypeError: rng_state is (0.5, 1.0); accepted: int64
 backward(rng_state=(2 ** 64, 0), dropout_p=0.5) -> TypeError: rng_state is (18446744073709551616, 0); accepted: int64
 backward(rng_state=torch.zeros(2).long().to("meta")) -> ValueError: rng_state is on meta; accepted: a device
-draw_rng_state(3.5) -> ValueError: device is 3.5; accepted: a torch.device, or text such as
 draw_rng_state("gpu") -> ValueError: device is 'gpu'; accepted: a torch.device, or text such as
 backward(into=[ones(2, 5, 4, 16)[:]] * 3) -> ValueError: dk shares memory with dq; accepted: memory of its own
 backward(into=[torch._neg_view(ones(2, 5, 4, 16))], wanted=("q",)) -> ValueError: dq is a view that torch negates where
@@ -128,11 +113,9 @@ backward(of=attention_varlen_backward, q=PACKED_Q, k=PACKED_K, v=PACKED_K, grad_
 cu_seqlens_q=torch.tensor(3), cu_seqlens_k=STARTS, max_seqlen_q=5, max_seqlen_k=5)
     -> ValueError: cu_seqlens_q has shape (); accepted
 cached(q=NESTED) -> TypeError: q is nested; accepted: a dense torch.Tensor
-cached(q=QUERIES.to_sparse()) -> TypeError: q is of layout torch.sparse_coo; accepted: a dense
 packed_cached([0, 3, 6, 9], cache_seqlens=3) -> TypeError: cu_seqlens_q is a list; accepted: a torch.T
 packed_cached(ints(), cache_seqlens=3) -> ValueError: cu_seqlens_q has shape (0,); accepted: (batch
 cached(cache_seqlens=2 ** 40) -> ValueError: cache_seqlens is 1099511627776; accepted: 0 to 16, the cache
-cached(cache_seqlens=-1) -> ValueError: cache_seqlens is -1; accepted: 0 to
 cached(cache_seqlens=3.0) -> TypeError: cache_seqlens is 3.0; accepted: int32 (batch,), an int or
 cached(cache_seqlens=ints(3, 4, 17)) -> ValueError: cache_seqlens[2] is 17; accepted: 0 to 16
 cached(cache_leftpad=ints(0, -2, 1)) -> ValueError: cache_leftpad[1] is -2; accepted: 0 to 16
@@ -143,38 +126,30 @@ cached(alibi_slopes=ones(4).half()) -> TypeError: alibi_slopes has dtype torch.f
 cached(alibi_slopes=ones(8)[::2]) -> ValueError: alibi_slopes has strides (2,); accepted: a last
 cached(q=QUERIES[..., :12], k_cache=K_CACHE[..., :12]) -> ValueError: k_cache has head dim 12; accepted: multiples of 8
 cached(v_cache=ones(3, 16, 2, 32)[..., ::2]) -> ValueError: v_cache has strides (1024, 64, 32, 2); accepted: a last stri
-cached(kernel="sm70") -> ValueError: kernel is 'sm70' (did you mean 'sm90'?); accepted: 'sm80', 'sm90'
 cached(tile="nonsense") -> ValueError: tile has 'nonsense'; accepted: FIELD=VALUE with a field of tile_m
 attention(Q, K, V, tile="tile_n=33") -> Unsupported: forward-sm80 declined ... tile_n is 33; accepted:
 attention(Q, K, V, backward_tile="tile_n=33") -> Unsupported: backward-sm80 declined ...; accepted:
 attention(np.ones(3), K, V) -> TypeError: q is an ndarray; accepted: a torch.Tensor
-cached(tile=3) -> TypeError: tile is 3; accepted: a Tile, text such as
 cached(max_seqlen_q="a") -> TypeError: max_seqlen_q is 'a'; accepted: a Python int
 packed_cached(ints(0, 3, 6, 9), max_seqlen_q=2 ** 70) -> ValueError: max_seqlen_q is ...; accepted: 0 to
 cached(return_lse="yes") -> TypeError: return_lse is 'yes'; accepted: False or True
 cached(check_lengths="no") -> TypeError: check_lengths is 'no'; accepted: False or True
-cached(check_lengths=ones(3)) -> TypeError: check_lengths is a Tensor of shape (3,); accepted: Fals
 cached(split_keys=2 ** 70) -> ValueError: split_keys is 1180591620717411303424; accepted: multiples
 cached(out=ones(3, 2, 4, 8)) -> ValueError: out has shape (3, 2, 4, 8); accepted: (3, 2, 4, 16)
 cached(sinks=ALL[:4], out=ALL[:384].view(3, 2, 4, 16)) -> ValueError: out shares memory with sinks; accepted: memory of
-cached(kernel=3) -> TypeError: kernel is 3; accepted: 'ARCH', 'ARCH:VARIANT', or None
 cached(rotary_interleaved=torch.tensor(1)) -> TypeError: rotary_interleaved is tensor(1); accepted:
 cached(cache_batch_idx=ints(0, -1, 1)) -> ValueError: cache_batch_idx[1] is -1; accepted: 0 to 2
 cached(page_table=ints(0, 7, 1).view(3, 1)) -> ValueError: page_table[1, 0] is 7; accepted: 0 to 2
 cached(out=ones(1, 1, 1, 16).expand(3, 2, 4, 16)) -> ValueError: out has shape (3, 2, 4, 16) and strides (0, 0, 0, 1), s
 cached(out=QUERIES) -> ValueError: out shares memory with q; accepted: memory of its own
 cached(out=ones(3, 2, 4, 16).requires_grad_()) -> ValueError: out is given where autograd records; acce
-cached(out=[1]) -> TypeError: out is a list; accepted: a torch.Tensor
 cached(k=NEW, v=NEW, cache_seqlens=3, k_cache=torch._efficientzerotensor(K_CACHE.shape))
     -> ValueError: k_cache is a tensor of zeros without memory; accepted: a tensor to write
 cached(k=NEW, v=NEW, cache_seqlens=3, v_cache=K_CACHE) -> ValueError: v_cache shares memory with k_cache; accepted: memo
 append(v_cache=K_CACHE) -> ValueError: v_cache shares memory with k_cache; accepted: memory of its own
 append(k_cache=ones(1, 16, 2, 16).expand(3, 16, 2, 16)) -> ValueError: k_cache has shape (3, 16, 2, 16) and strides (0,
-append(v_cache=ones(3, 1, 2, 16).expand(3, 16, 2, 16)) -> ValueError: v_cache has shape ..., so that
-append(v_cache=torch._efficientzerotensor(V_CACHE.shape)) -> ValueError: v_cache is a tensor of zeros withou
 append(page_table=TABLE + 5) -> ValueError: page_table[0, 0] is 5; accepted: 0 to 2
 append(cache_seqlens=ints(0, 17, 0)) -> ValueError: cache_seqlens[1] is 17; accepted: 0 to 16
-append(rotary_interleaved="no") -> TypeError: rotary_interleaved is 'no'; accepted: False or True
 append(check_lengths="no") -> TypeError: check_lengths is 'no'; accepted: False or True
 append(cu_seqlens_k_new=torch.tensor(3)) -> ValueError: cu_seqlens_k_new has shape (); accepted: (batch
 append(cache_seqlens=0) -> TypeError: cache_seqlens is an int; accepted: a torch.Tensor
@@ -185,17 +160,13 @@ merge_attention(ones(2, 1, 3, 4, 8), ones(2, 1, 4, 3), dtype="fp16") -> TypeErro
 flash_pages(TABLE[:2], longest=-1) -> ValueError: max_seqlen_k is -1; accepted: 0 to 16, the rows of a
 flash_pages(TABLE[:2].long()) -> TypeError: block_table has dtype torch.int64; accepted: torch.int32
 flash_pages(TABLE[:2], deterministic="no") -> TypeError: deterministic is 'no'; accepted: False or True
-flash_attn.flash_attn_with_kvcache(QUERIES, K_CACHE, V_CACHE, block_table=[0]) -> TypeError: block_table is a list
 flash_attn.flash_attn_with_kvcache(QUERIES, K_CACHE, V_CACHE, return_softmax_lse="no")
     -> TypeError: return_softmax_lse is 'no'; accepted: False or True
 flash_attn.flash_attn_func(Q, K, V, causal="no") -> TypeError: causal is 'no'; accepted: False or T
 flash_attn.flash_attn_func(Q, K, V, causal=ones(3)) -> TypeError: causal is a Tensor of shape
 flash_attn.flash_attn_func(Q, K, V, window_size=ones(2, 2)) -> ValueError: window_size is a Tensor of
-flash_attn_3.flash_attn_func(Q, K, V, qv=[]) -> NotImplementedError: qv is []; accepted: its default
 flash_attn_3._flash_attn_forward(QUERIES, K_CACHE, V_CACHE, rotary_sin=ones(16, 4))
     -> ValueError: rotary_cos is None; accepted: both rotary_cos and rotary_sin, or neither
-flash_attn.flash_attn_func(NESTED, NESTED, NESTED) -> TypeError: q is nested; accepted: a dense
-flash_attn.flash_attn_func(Q, K, V, softcap=None) -> TypeError: softcap is None; accepted: a Python
 flash_attn.flash_attn_func(Q, K, V, None) -> TypeError: dropout_p is None; accepted: a Python
 """
 

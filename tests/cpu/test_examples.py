@@ -1,7 +1,8 @@
-"""The examples run, and their claims hold: a layout and an epilogue from outside the package."""
+"""The examples run on CPUs, and their claims hold."""
 
 import json
 import re
+import socket
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.reference import emulate
 from cute_attn.reference.tilings import TILINGS, Scores
 from cute_attn.traits import Traits
-from tests import notebook, processes
+from tests import machine, notebook, processes, programs
 from tests.programs import load
 
 EXAMPLES = processes.ROOT / "examples"
@@ -107,3 +108,107 @@ def test_an_epilogue_is_used_by_attention():
         ScoreInputs(extra={"relative_position": (table,)}),
     )
     assert float(scores.diagonal(dim1=-2, dim2=-1).abs().max()) == 0.0 and float(scores.min()) == -4e4
+
+
+# ---- drop-ins, on CPUs ----
+
+
+def test_context_parallel_over_two_processes(tmp_path):
+    """Each part of a sequence is computed by the overridden operators, and merged by PyTorch."""
+    command = [EXAMPLES / "context_parallel.py", "--seqlen", 128, "--heads", 2, "--head-dim", 16]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    # What torchrun sets, without the interpreters that it starts.
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = ({"RANK": str(i), "LOCAL_RANK": str(i)} for i in range(2))
+    both = processes.run_at_once(
+        [[*command, "--json", tmp_path / "rows.json"]] * 2, *(common | rank for rank in ranks)
+    )
+    for done in both:
+        assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["rotation"] for row in rows] == ["allgather", "alltoall"]
+    for row in rows:
+        assert row["served"] == 4  # two parts of keys, forward and backward
+        assert max(row["errors"].values()) < 0.01
+
+
+def test_models_before_and_after(tmp_path):
+    done = processes.run(
+        str(EXAMPLES / "drop_in.py"), "--small", "--repeats", "1", "--json", str(tmp_path / "rows.json")
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "No GPU here: nothing is served" in done.stdout and " times, " not in done.stdout
+    assert "images/s" not in done.stdout and "tokens/s" not in done.stdout
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert "dit" in rows
+    for row in rows.values():
+        assert 0 < row["before_error"] < 0.05 and 0 < row["after_error"] < 0.05
+
+
+# ---- generating through a paged cache ----
+
+GENERATE = "generate --device cpu --steps 6 --layers 2 --width 256 --longest 20 --batch 3"
+
+
+@pytest.mark.parametrize("page", ["1", "7", "64"])
+def test_every_token_is_plain_torchs(monkeypatch, capsys, page):
+    programs.run(monkeypatch, GENERATE, "--page", page, "--seed", page)
+    assert "18 of 18 tokens are plain torch's most likely ones" in capsys.readouterr().out
+
+
+BROKEN = {
+    "position": lambda given: given | {"cache_seqlens": given["cache_seqlens"] + 1},
+    "pairs": lambda given: given | {"rotary_interleaved": True},
+    "mask": lambda given: given | {"causal": False},
+    "table": lambda given: given | {"page_table": given["page_table"].flip(0)},
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_wrong_call_is_detected(monkeypatch, name):
+    example = programs.load("generate")
+    right = example.attention_with_kvcache
+    monkeypatch.setattr(
+        example, "attention_with_kvcache", lambda *tensors, **given: right(*tensors, **BROKEN[name](given))
+    )
+    with pytest.raises(SystemExit, match="behind plain torch's"):
+        programs.run(monkeypatch, GENERATE)
+
+
+def test_pages_are_handed_out_as_sequences_grow():
+    example = programs.load("generate")
+    model = example.Llama(1, 128, 1, 0)
+    cache = example.PagedCache.make(model, 2, 20, 4, "cpu", torch.float32)
+    cache.reserve([5, 0])
+    assert cache.reserved == [8, 0] and len(cache.free) == 8
+    cache.reserve([8, 1])
+    assert cache.reserved == [8, 4] and len(set(cache.table[0, :2].tolist()) | {int(cache.table[1, 0])}) == 3
+
+
+# ---- training a GPT ----
+
+TRAIN = "train_gpt --device cpu --dropout 0 --steps 4 --width 128 --seqlen 32 --batch 2"
+
+
+def test_both_attentions_train_alike(monkeypatch, tmp_path, capsys):
+    programs.run(monkeypatch, TRAIN, "--plot", str(tmp_path / "curves.png"))
+    assert "apart by 0.0" in capsys.readouterr().out
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    assert (tmp_path / "curves.json").exists()
+
+
+def test_a_different_attention_is_detected(monkeypatch):
+    example = programs.load("train_gpt")
+    plain = example.attention
+    monkeypatch.setattr(example, "attention", lambda q, k, v, **options: plain(q, k, v) * 1.5)
+    with pytest.raises(SystemExit, match=r"the losses of step \d+ differ by"):
+        programs.run(monkeypatch, TRAIN, "--plot", "")
+
+
+def test_the_seed_is_as_pytorch_takes_it(monkeypatch):
+    generator = machine.Generator(2**64 - 3, 8)
+    monkeypatch.setattr(torch.cuda, "default_generators", {-1: generator})
+    state = programs.load("train_gpt").torch_rng_state(torch.empty(2, 5, 3, 8))
+    assert state.tolist() == [-3, 8] and generator.offset == 8 + 32 * 2 * 3
