@@ -28,7 +28,13 @@ from torch import Tensor
 from cute_attn import compiler
 from cute_attn.compiler import registry
 from cute_attn.host import fused_qkv, padding, plans, record
-from cute_attn.host.backward_splits import accumulators_in_order, head_splits, key_splits, queries_seen
+from cute_attn.host.backward_splits import (
+    Columns,
+    accumulators_in_order,
+    head_splits,
+    key_splits,
+    queries_seen,
+)
 from cute_attn.host.call import NUM_TENSORS, Call
 from cute_attn.host.checks import (
     MAX_ROWS,
@@ -170,7 +176,7 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
         )
         num_splits, accumulators = blocks, 1
         if in_order or deterministic:
-            accumulators = _accumulators(call, tile, traits.head_dim, heads_dkv, processors)
+            accumulators = _accumulators(call, tile, traits.head_dim, heads_dkv, processors, in_l2)
             num_splits = blocks if in_order else accumulators
         check_blocks(call, tile, wanted[1][1].rows, num_splits, heads_dkv)
         if traits.arch == "sm90":
@@ -218,17 +224,23 @@ def _with_order(kernel: Any, call: Call, deterministic: bool) -> Any:
     return replace(kernel, tile=kernel.tile.in_order())
 
 
-def _accumulators(call: Call, tile: Any, head_dim: int, heads_dkv: int, processors: int) -> int:
+def _accumulators(call: Call, tile: Any, head_dim: int, heads_dkv: int, processors: int, in_l2: int) -> int:
     """Number of dQ accumulators: where key blocks add in order, or one for each split of the key blocks."""
     shape, *_ = Workspace.of(call, tile.tile_m, padded(head_dim), 1).dq
-    blocks, heads = -(-call.longest[1] // tile.tile_n), call.batch * heads_dkv
+    blocks, heads = -(-call.longest[1] // tile.tile_n), heads_dkv * call.batch
     _, queries = queries_seen(call, *call.longest, tile.tile_n)
-    steps, accumulator_bytes = queries / tile.tile_m * (call.nheads / heads_dkv), 4 * math.prod(shape)
+    group, accumulator_bytes = call.nheads / heads_dkv, 4 * math.prod(shape)
+    packed = call.k.shape[0] // tile.tile_n + call.batch if call.varlen else 0
     if getattr(tile, "dq_in_order", False):
-        key_bytes, seen = call.k.element_size() * (call.k.numel() + call.v.numel()), queries / call.longest[0]
-        return accumulators_in_order(blocks, heads, processors, steps, seen, accumulator_bytes, key_bytes)
-    all_blocks = heads_dkv * (call.k.shape[0] // tile.tile_n + call.batch) if call.varlen else 0
-    return key_splits(blocks, heads, processors, steps, accumulator_bytes, all_blocks)
+        order = (heads_dkv, blocks, packed, call.batch) if packed else (heads, blocks, blocks, 1)
+        steps, seen = group * max(queries / tile.tile_m, 1), queries / call.longest[0]
+        dims, element = call.q.shape[-1] + call.v.shape[-1], call.q.element_size()
+        query_bytes, key_bytes = (element * dims * (x.numel() // x.shape[-1]) for x in (call.q, call.k))
+        columns = Columns(*order, steps, seen)
+        sizes = accumulator_bytes, query_bytes, key_bytes
+        return accumulators_in_order(columns, *sizes, processors, in_l2)
+    steps = group * queries / tile.tile_m
+    return key_splits(blocks, heads, processors, steps, accumulator_bytes, heads_dkv * packed)
 
 
 @dataclass(frozen=True, slots=True)

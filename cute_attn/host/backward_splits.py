@@ -3,6 +3,7 @@
 Host code, run once for the metadata of a call.
 """
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ MAX_IN_ORDER = 4
 """The most accumulators where key blocks add in order, unless they are small."""
 TURN_STEPS = 2
 """Steps from a key block's addition to the next one's to the same query block."""
+AROUND_STEPS = 4
+"""Time to load a key block's K and V and to store its dK and dV, in steps."""
 
 ADDING_STEPS = 14
 """Fixed cost of the sums of dK and of dV, without their bytes, in steps of a query block with a key block: row 55 of
@@ -35,7 +38,7 @@ DIVISOR_WITHIN = 1.5
 to 25% faster than 3."""
 UNEVEN = 4 / 3
 """Maximum ratio of the longest work tile to the mean for CTAs to stay in step; above it, waves fall apart."""
-WAVES_OF_LISTS = 3
+WAVES_OF_LISTS = 6
 """Minimum waves of work tiles with a block mask: the lengths of its lists are not known here."""
 MOST_BLOCKS = 64
 """Maximum key blocks of a sequence for which :func:`queries_seen` counts queries."""
@@ -78,35 +81,65 @@ def key_splits(
     return next(n for n, own in zip(splits, times, strict=True) if own <= NEARLY * min(times))
 
 
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Columns of :class:`cute_attn.work.key_tiles.KeyTileOrder`, whose key blocks add to dQ in order.
+
+    Attributes:
+        count: how many.
+        blocks: key blocks of the longest sequence.
+        rows: key blocks of a column.
+        sequences: of a column, one after the other.
+        steps: query blocks that a CTA visits for a key block.
+        seen: fraction of the query blocks that a key block sees, on average.
+    """
+
+    count: int
+    blocks: int
+    rows: int
+    sequences: int
+    steps: float
+    seen: float
+
+
 def accumulators_in_order(
-    blocks: int,
-    heads: int,
-    multiprocessors: int,
-    steps: float,
-    seen: float,
+    columns: Columns,
     accumulator_bytes: int,
+    query_bytes: int,
     key_bytes: int,
+    multiprocessors: int,
+    l2_bytes: int,
 ) -> int:
     """dQ accumulators where key blocks add in order, each to one of them by turns: the fewest that are nearly fastest.
 
     The key blocks that see a query block add to it ``TURN_STEPS`` steps apart. If a launch takes longer than that, it
-    delays only the key blocks of a head that begin together. More than ``MAX_IN_ORDER`` take no more memory than k and
-    v.
+    delays only the key blocks of a column that begin together. The accumulators that are in use at a time stay in
+    half the L2, beside Q and dO: beyond it an addition takes up to twice as long. More than ``MAX_IN_ORDER`` take no
+    more memory than k and v.
 
     Args:
-        blocks, heads, multiprocessors, steps, accumulator_bytes: see :func:`key_splits`.
-        seen: fraction of the query blocks that a key block sees, on average.
-        key_bytes: of k and v.
+        columns: all of the call's.
+        accumulator_bytes: of one accumulator.
+        query_bytes: of Q and dO.
+        key_bytes: of K and V.
+        multiprocessors, l2_bytes: of the GPU.
     """
-    busy, chain = blocks * heads * steps / multiprocessors, blocks * seen
-    together = min(chain, multiprocessors / heads)
+    beside = multiprocessors / columns.count  # key blocks of a column that run at a time
+    sequences = max(1.0, min(columns.sequences, beside / columns.blocks))  # of a column that run at a time
+    busy = columns.rows * (columns.steps + AROUND_STEPS) / beside
+    chain = columns.rows * columns.seen / sequences
+    together = min(columns.blocks * columns.seen, beside)
+    used = min(1.0, beside) * sequences / columns.sequences  # fraction of the accumulators, at a time
 
     def time(n: int) -> float:
         turns = max(busy, TURN_STEPS * chain / n) + TURN_STEPS * together / n
         return turns + n * accumulator_bytes / FROM_MEMORY
 
-    most = min(MAX_SPLITS, max(MAX_IN_ORDER, key_bytes // accumulator_bytes))
-    options = range(1, min(blocks, most) + 1)
+    def fits(n: int) -> bool:
+        return n == 1 or used * (n * accumulator_bytes + query_bytes) <= l2_bytes / 2
+
+    most = min(MAX_SPLITS, max(MAX_IN_ORDER, key_bytes // accumulator_bytes), columns.blocks)
+    options = [n for n in range(1, most + 1) if fits(n)]
     fastest = min(map(time, options))
     return next(n for n in options if time(n) <= NEARLY * fastest)
 

@@ -55,6 +55,9 @@ IDLE_BYTES = 1 << 20
 STREAM_K_COST = 1.27
 """Time of stream-K over that of whole work tiles where the tensor cores are the limit, with more than 64 rows."""
 
+SIMILAR = 0.7
+"""Minimum mean over maximum of packed sequences' keys for whole work tiles, of which the longest end last."""
+
 
 @dataclass(frozen=True)
 class Split:
@@ -360,7 +363,7 @@ def _best_split(call: Call, tile: Any, processors: int) -> Split:
 
     Even splits and whole work tiles cost less than stream-K: its CTAs compute prefix sums of the lengths and merge more
     partial results. But lengths are not known here: in a batch they may differ, and then only stream-K keeps all CTAs
-    busy. Stream-K has little regret for long sequences, the others for short ones.
+    busy. Stream-K has little regret for long sequences, the others for short ones. Of packed keys the mean is known.
     """
     ctas, count = tile.blocks_per_sm * processors, work_tiles(call, tile)
     seqlen_q, seqlen_k = call.longest
@@ -381,7 +384,9 @@ def _best_split(call: Call, tile: Any, processors: int) -> Split:
     alone = bytes_of_block * -(-blocks // splits)
     if alone > FEW_BYTES or (splits == 1 and (math.ceil(waves) - waves) * alone > IDLE_BYTES):
         if splits == 1:
-            pays = tile.tile_m > 64 and math.ceil(waves) <= STREAM_K_COST * waves
+            packed = call.cu_seqlens_k is not None
+            similar = not packed or call.k_cache.shape[0] >= SIMILAR * call.batch * seqlen_k
+            pays = similar and tile.tile_m > 64 and math.ceil(waves) <= STREAM_K_COST * waves
         else:
             pays = full
         if not pays:

@@ -536,7 +536,8 @@ def test_the_second_call_reuses_the_plan(torch_kernels):
     assert len(torch_kernels.built) == 6
     with torch_deterministic():
         gradients(call, torch.ones_like(out), None, out, lse, (True, True, True, False, False))
-    assert len(torch_kernels.built) == 9 and torch_kernels.launched[-2][2].schedule[1] > 0
+    assert len(torch_kernels.built) == 9
+    assert any(getattr(built[1], "dq_in_order", False) for built in torch_kernels.built[6:])
 
 
 def test_saved_tensors_may_return_with_other_strides(torch_kernels):

@@ -15,6 +15,7 @@ from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.host.backward_splits import (
     MAX_IN_ORDER,
     MAX_SPLITS,
+    Columns,
     accumulators_in_order,
     even_splits,
     head_splits,
@@ -50,12 +51,21 @@ def call(
 
 
 def test_accumulators_in_order():
-    """One where CTAs have enough to do between turns; more than four only of few queries beside many keys."""
-    one_head = 2**20
-    assert accumulators_in_order(64, 32, 132, 64.0, 0.5, 32 * one_head, 2**30) == 1
-    assert accumulators_in_order(64, 1, 132, 64.0, 1.0, one_head, 2**10) in range(2, MAX_IN_ORDER + 1)
-    assert accumulators_in_order(390, 1, 132, 8.0, 1.0, 2**18, 2**25) > MAX_IN_ORDER
-    assert accumulators_in_order(2, 1, 132, 1.0, 1.0, 2**10, 2**25) <= 2
+    """One where CTAs have enough to do between turns, or L2 is full; more only of few queries beside many keys."""
+
+    def accumulators(blocks, count, steps, one, keys=2**30, seen=1.0, rows=0, sequences=1):
+        columns = Columns(count, blocks, rows or blocks, sequences, steps, seen)
+        return accumulators_in_order(columns, one, one, keys, 132, 50 * 2**20)
+
+    assert accumulators(64, 32, 64.0, 2**25, seen=0.5) == 1
+    assert accumulators(64, 1, 64.0, 2**20, 2**10) in range(2, MAX_IN_ORDER + 1)
+    assert accumulators(390, 1, 8.0, 2**18) > MAX_IN_ORDER
+    assert accumulators(2, 1, 1.0, 2**10) <= 2
+    assert accumulators(194, 4, 16.0, 2**22) == 4, "no more than stay in half the L2"
+    assert accumulators(240, 3, 14.0, 7 * 2**20, rows=1014, sequences=12) > MAX_IN_ORDER, (
+        "sequences after each other use a part of them at a time"
+    )
+    assert accumulators(240, 3, 14.0, 7 * 2**20, rows=24 * 240, sequences=1) < MAX_IN_ORDER
 
 
 def test_key_splits():

@@ -33,10 +33,10 @@ def cache_tile(traits: Traits, call: CacheCall) -> KvcacheSm90Tile:
     def cost(tile: KvcacheSm90Tile, pack: int) -> tuple[float, int]:
         """Cost of a key head's work tiles in rows, fixed costs included; the larger pack if equal.
 
-        Work tiles that do not fill the GPU run at once, so that only the time of one counts.
+        Of few keys, work tiles run in waves: those of a wave take the time of one.
         """
         count = -(-call.group // pack) * -(-call.seqlen_q // (tile.tile_m // pack))
-        waves = max(call.planes * count / MULTIPROCESSORS, 1) if call.planes else count
+        waves = math.ceil(call.planes * count / MULTIPROCESSORS) if call.planes else count
         return waves * (tile.tile_m + TILE_ROWS), -pack
 
     tile, pack = min(((tile, n) for tile in tiles for n in packs), key=lambda candidate: cost(*candidate))

@@ -1,7 +1,9 @@
 """Timing on the GPU: medians of single calls, each on a cold L2, in rounds over all implementations."""
 
+import math
 import statistics
 import subprocess
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +11,9 @@ import torch
 
 FLUSH_BYTES = 256 * 2**20  # several times the L2 of any target
 FLUSHES = 4
-"""Before each call: 0.3 ms on an H200, longer than a host takes to launch a backward."""
+"""The fewest before each call: 0.3 ms on an H200."""
+LAUNCH = 1.5
+"""Time of the flushes over the host's time for one call."""
 _WARM_UP = 3
 
 
@@ -21,12 +25,19 @@ class Clock:
 
     def __init__(self) -> None:
         self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+        self._flush_milliseconds = 0.1
+        self._flush_milliseconds = statistics.median(self.once(self._flush.zero_, _WARM_UP))
 
     def once(self, run: Callable[[], Any], count: int) -> list[float]:
-        """Milliseconds of each of ``count`` calls."""
+        """Milliseconds of each of ``count`` calls, after one that tells how long the host takes to launch it."""
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        run()
+        launch = 1e3 * (time.perf_counter() - begin)
+        flushes = max(FLUSHES, math.ceil(LAUNCH * launch / self._flush_milliseconds))
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
         for start, end in events:
-            for _ in range(FLUSHES):
+            for _ in range(flushes):
                 self._flush.zero_()
             start.record()
             run()
