@@ -8,7 +8,7 @@
 # make bench-decode     attention with a cache against its peers and against reading alone; ARGS="--rows 'b1-*'"
 # make bench-shapes     random shapes, forward and backward, in search of cliffs; ARGS="--seed 1" for others
 # make bench-models     the attention of real models, forward and backward; ARGS="'*llama*'" for some
-# make tour       docs/tour.md again, from the levels under tour/ and their newest measurement
+# make tour       docs/tour.md and examples/tour again, from the levels under tour/ and their newest measurement
 # make docs       a static site of the documents, build/site
 #
 # BASE_PYTHON=python3.12 chooses what .venv is made from. On a GPU machine whose python3 has torch with CUDA, the DSL and
@@ -120,6 +120,7 @@ $(VENV)/installed-doors: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 tour: $(installed_dev)
 	$(run) -m tour --page
+	for file in examples/tour/*.ipynb; do $(run) -m tests.notebook $$file --write || exit 1; done
 
 docs: $(VENV)/installed-docs
 	PYTHONPATH=$(CURDIR) $(VENV)/bin/python -m docs.site

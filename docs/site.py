@@ -1,15 +1,18 @@
 """A static site of the documents: every page with what it links to, at the same place, so that links stay as they are.
+Notebooks become pages, with their stored outputs.
 
 python -m docs.site            copy the pages to build/pages and build build/site, by mkdocs.yml; or: make docs
 """
 
 import argparse
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 START, STYLE = Path("README.md"), Path("docs/site.css")  # the site's first page; what mkdocs.yml names
@@ -36,11 +39,35 @@ def files() -> list[Path]:
 
 
 def copy(folder: Path) -> None:
-    """The files, in a folder that has nothing else."""
+    """The files, in a folder that has nothing else; a notebook as a page of its name."""
     shutil.rmtree(folder, ignore_errors=True)
     for path in (*files(), STYLE):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / path, folder / path)
+        if path.suffix == ".md":
+            (folder / path).write_text((ROOT / path).read_text().replace(".ipynb)", ".md)"))
+        elif path.suffix == ".ipynb":
+            (folder / path).with_suffix(".md").write_text(page_of(json.loads((ROOT / path).read_text())))
+        else:
+            shutil.copyfile(ROOT / path, folder / path)
+
+
+def page_of(notebook: dict[str, Any]) -> str:
+    """A notebook with its outputs, as a page."""
+    parts = []
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        parts += map(_output, cell.get("outputs", ()))
+    return "\n\n".join(parts) + "\n"
+
+
+def _output(output: dict[str, Any]) -> str:
+    data = output.get("data", {})
+    if "image/png" in data:
+        return f'<img alt="" src="data:image/png;base64,{data["image/png"]}">'
+    if "text/html" in data:
+        return "".join(data["text/html"])
+    return "```text\n" + "".join(output.get("text") or data["text/plain"]) + "\n```"
 
 
 def main() -> None:

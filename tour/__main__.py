@@ -4,7 +4,7 @@ cute-attn tour                       the levels; also: python -m tour
 cute-attn tour 4                     build level 4 and print what it costs; with a GPU, check it and time it
 cute-attn tour 4 --check             only check it, on a GPU
 cute-attn tour --measure -o FILE     check and time levels 1 to 8 in one run, on a GPU
-cute-attn tour --page                write docs/tour.md again, in a clone; or: make tour
+cute-attn tour --page                write docs/tour.md and the notebooks' cells again, in a clone; or: make tour
 """
 
 import argparse
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="without the causal mask of the page's figures")
     parser.add_argument("--check", action="store_true", help="only check it, on a GPU")
     parser.add_argument("--measure", action="store_true", help="check and time levels 1 to 8, on a GPU")
-    parser.add_argument("--page", action="store_true", help="write docs/tour.md again")
+    parser.add_argument("--page", action="store_true", help="write docs/tour.md and examples/tour again")
     parser.add_argument(
         "-o", "--output", type=Path, help="of --measure; else bench/results/DATE-GPU-tour.json"
     )
@@ -47,10 +47,11 @@ def main() -> None:
     if options.check and options.level is None:
         sys.exit("--check without a level; accepted: cute-attn tour 1 --check, up to 10")
     if options.page:
-        from tour import page
+        from tour import notebooks, page
 
         page.write()
-        print(f"wrote {page.PAGE}")
+        notebooks.write()
+        print(f"wrote {page.PAGE} and {notebooks.FOLDER}")
     elif options.measure:
         measure(options.output)
     elif options.check:

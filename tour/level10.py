@@ -21,7 +21,8 @@ not order the two.
 TMA loads a block of Q and dO while the one before it is computed, as in level 5. dQ leaves by RED of four floats each.
 
 What to look at: HGMMA with both operands in shared memory, STSM, and that nothing else is loaded by threads but LSE and
-D. The shipped kernel has a producer warp, issues products of the next block early, and adds dQ by bulk copies.
+D. The shipped kernel has a producer warp, issues products of the next block early and, at head dim 64, adds dQ by bulk
+copies.
 
 Any lengths. The additions to dQ come in any order, so its last bits differ from call to call.
 """

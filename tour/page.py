@@ -21,7 +21,8 @@ INTRODUCTION = """# A tour: eight levels to the shipped kernel, and two of the b
 The tour leads from a warp that computes one query to the Hopper forward of this package; [two more
 levels](#level-9) compute the backward. All levels compute bf16 attention, full and causal, for head dims 64 and 128,
 grouped heads and any lengths, in tensors (batch, seqlen, heads, head_dim). Each level is one short file under `tour/`:
-a complete kernel that a call can ask for. Its text says what the level before it wasted.
+a complete kernel that a call can ask for. Its text says what the level before it wasted. A notebook of each level has
+the kernel as a cell to change, and its outputs.
 
     cute-attn tour                       # the levels
     cute-attn tour 4                     # build one and print what it costs; with a GPU, check it and time it
@@ -90,7 +91,9 @@ def section(entry: Entry, found: Mapping[str, Any], result: Mapping[str, Any] | 
     """A level's text, its instructions and its speed."""
     own = found["levels"][str(entry.number)]
     counts = ", ".join(f"{count} {name}" for name in COUNTED if (count := own["instructions"].get(name)))
-    cost = f"`tour/level{entry.number}.py`, kernel `{entry.name}`. Its machine code has {counts}."
+    does = "has it as a cell to change" if entry.variant else "builds it with and without speculation"
+    notebook = f"[a notebook](../examples/tour/level{entry.number}.ipynb) {does}"
+    cost = f"`tour/level{entry.number}.py`, kernel `{entry.name}`; {notebook}. Its machine code has {counts}."
     if "instructions_per_score" in own:
         clocks = ", ".join(f"{name} {value:,}" for name, value in own["clocks_per_step"].items())
         cost += (

@@ -10,7 +10,8 @@ _TRY = {
     "tensor cores": "the best bound that a kernel can have: what is left to gain is exposed latency",
     "special functions": "which compute the exponentials: no tile has fewer of them, so try to have more warps wait "
     "for them at a time",
-    "issue": "which issue every instruction: try a larger tile_n, which spends fewer instructions on an element",
+    "issue": "the slots in which schedulers issue instructions: try a larger tile_n, which spends fewer of them on an "
+    "element",
     "additions": "to dQ: a larger tile_n adds fewer bytes for an element",
     "shared memory": "where operands are read more than once: try more rows per warp (a larger tile_m for the same "
     "warps), or operands in registers",

@@ -78,7 +78,8 @@ class ProxyOrder:
         if not self.unordered:
             if not self.by_threads:
                 return "none needed: no thread accesses what TMA fills"
-            return f"at each of the {self.by_threads} releases after accesses by threads"
+            which = "the release" if self.by_threads == 1 else f"each of the {self.by_threads} releases"
+            return f"at {which} after accesses by threads"
         return f"{len(self.unordered)} missing: {'; '.join(map(str, self.unordered[:3]))}"
 
 

@@ -29,7 +29,7 @@ from cute_attn.lab.findings import findings
 from cute_attn.lab.gpu import ADDED_BYTES, MULTIPROCESSORS, SCHEDULERS, SHARED_BYTES, SPECIAL, resident_blocks
 from cute_attn.lab.proxies import ProxyOrder, proxy_order
 from cute_attn.lab.sass import MMA, PACKAGES, Code, Instruction, Step, StepNotFound
-from cute_attn.lab.tables import Printed, Table, brief_tile
+from cute_attn.lab.tables import Printed, Table, brief_tile, counted
 from cute_attn.tiles import text_of
 from cute_attn.traits import Traits
 
@@ -436,7 +436,7 @@ def _column(one: Verdict) -> dict[str, str]:
         return rows | {"steady step": one.no_step}
     step, pipes = one.step, one.step.clocks.pipes
     rows["steady step"] = (
-        f"{step.instructions} instructions per warp, {step.mma} of them matrix products, {step.exp2} exponentials"
+        f"{step.instructions:,} instructions per warp, {step.mma:,} of them matrix products, {step.exp2:,} exponentials"
     )
     rows["instructions per element"] = f"{step.instructions / step.elements:.2f}"
     for pipe, count in pipes.items():
@@ -445,7 +445,7 @@ def _column(one: Verdict) -> dict[str, str]:
         rows[f"clocks per step: {pipe}"] = f"{count:,.0f}{bound}"
     rows["clocks per step: one warp's stalls"] = f"{step.clocks.warp:,.0f}"
     least, estimate = (1000 * x / step.scores for x in (pipes[step.clocks.bound], step.clocks.estimate))
-    rows["clocks for 1,000 scores"] = f"at least {least:.0f}, estimated {estimate:.0f}"
+    rows["clocks for 1,000 scores"] = f"at least {least:,.0f}, estimated {estimate:,.0f}"
     return rows
 
 
@@ -454,7 +454,9 @@ def _in_short(one: Verdict) -> str:
         return "it does not fit"
     spills = one.spills_in_step + one.spills_outside or "no"
     step = f", bound by {one.step.clocks.bound}" if one.step else ""
-    return f"{one.blocks} blocks per multiprocessor, {one.registers} registers, {spills} spills{step}"
+    return (
+        f"{counted(one.blocks, 'block')} per multiprocessor, {one.registers} registers, {spills} spills{step}"
+    )
 
 
 def _bank_conflicts(one: Verdict) -> str:

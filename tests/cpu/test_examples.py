@@ -48,10 +48,13 @@ def test_a_learned_bias_is_learned_alike():
     assert all((table[:, :8] != 0).all() for _, table in runs)
 
 
+NOTEBOOKS = sorted(EXAMPLES.rglob("*.ipynb"))
+
+
 @pytest.mark.slow
-def test_the_notebooks_outputs_are_todays():
-    """`python -m tests.notebook examples/walkthrough.ipynb --write` stores them."""
-    path = EXAMPLES / "walkthrough.ipynb"
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebooks_outputs_are_todays(path):
+    """`python -m tests.notebook FILE --write` stores them."""
     done = processes.run("-m", "tests.notebook", str(path))
     assert done.returncode == 0, done.stderr
     assert without_measures(path.read_text()) == without_measures(done.stdout)

@@ -8,9 +8,10 @@ from cute_attn.compiler import compile, registry, toolchain
 from cute_attn.compiler.smem_layouts import reasons
 from cute_attn.lab.copies import conflicts
 from cute_attn.lab.verdict import verdict
-from tour import page, report
+from tests import notebook
+from tour import notebooks, page, report
 from tour.common import with_epilogue
-from tour.levels import LEVELS
+from tour.levels import BACKWARD_LEVELS, LEVELS
 
 OWN = range(1, 8)  # the eighth is the package's
 
@@ -95,3 +96,17 @@ def test_the_page_is_of_todays_texts_and_numbers():
     assert facts["bank_conflict_ways"] == report.bank_conflict_ways() == {"swizzled": 1, "plain": 8}
     if facts["toolchain"] == toolchain():
         assert facts["levels"]["7"] == report.facts(LEVELS[7]), "make tour"
+
+
+@pytest.mark.parametrize("entry", (LEVELS | BACKWARD_LEVELS).values(), ids=lambda entry: str(entry.number))
+def test_a_levels_notebook_has_its_file_as_a_cell_and_its_outputs(entry):
+    """That its outputs are today's is a slow test of the examples."""
+    text = notebooks.path_of(entry).read_text()
+    stored = json.loads(text)
+    shown = [output for cell in notebook.cells(stored) for output in cell["outputs"]]
+    assert sum("clocks for 1,000 scores" in str(one) or "no loop over" in str(one) for one in shown) >= 1
+    assert str(page.ROOT) not in text and "<cell" not in text and len(text) < 130_000
+    for cell in notebook.cells(stored):
+        cell |= {"execution_count": None, "outputs": []}
+    assert stored == notebooks.made(entry), "make tour"
+    assert notebooks.source_of(entry) in "".join(notebook.cells(stored)[1]["source"])
