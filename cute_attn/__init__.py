@@ -92,7 +92,10 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f".{name}", __name__)
     if name not in _HOME:
-        raise AttributeError(f"module 'cute_attn' has no attribute {name!r}")
+        # With both, Python suggests a similar name.
+        raise AttributeError(
+            f"module 'cute_attn' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
+        )
     return getattr(import_module(f".{_HOME[name]}", __name__), name)
 
 

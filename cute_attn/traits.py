@@ -127,6 +127,14 @@ def ops_of(feature: str) -> tuple[str, ...]:
     return _ONLY_IN.get(_TOKENS[feature][0], OPS)
 
 
+_MEANT = {
+    **dict.fromkeys(("sm86", "sm89", "sm100", "sm120"), ", a target (--target)"),
+    **{f"{name}16": f" (did you mean '{short}16'?)" for name, short in (("bfloat", "bf"), ("float", "fp"))},
+    "float32": " (did you mean 'fp32'?)",
+}
+"""Words of other places -> what a sentence says of them."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """``" (did you mean 'causal'?)"`` for a misspelled word, or ``""``."""
     close = difflib.get_close_matches(word, list(known), 1, 0.7)
@@ -242,7 +250,7 @@ class Traits:
             ("split", ("", *SPLITS)),
         ):
             if (given := getattr(self, name)) not in accepted:
-                meant = did_you_mean(str(given), accepted)
+                meant = _MEANT.get(str(given)) or did_you_mean(str(given), accepted)
                 raise ValueError(f"{name} is {given!r}{meant}; accepted: {', '.join(map(repr, accepted))}")
         multiple = 1 if self.op in PADDED_TENSORS else head_dim_multiple(self.dtype)
         for name in ("head_dim", "head_dim_v"):
@@ -303,8 +311,10 @@ class Traits:
             return kernel
         if isinstance(kernel, str):
             return cls.parse(kernel)
+        text = repr(kernel)  # a tensor's has many lines
+        given = text if len(text) < 100 and "\n" not in text else kind_of(kernel)
         raise TypeError(
-            f"{named} is {kernel!r:.100}; accepted: Traits, or a name such as 'forward-sm80-bf16-d128-causal'"
+            f"{named} is {given}; accepted: Traits, or a name such as 'forward-sm80-bf16-d128-causal'"
         )
 
     @classmethod
@@ -312,8 +322,13 @@ class Traits:
         """The traits of a name such as ``forward-sm80-bf16-d192x128-causal``.
 
         Raises:
+            TypeError: it is no text.
             ValueError: the text is not a kernel's name.
         """
+        if not isinstance(name, str):
+            raise TypeError(
+                f"name is {kind_of(name)}; accepted: text such as 'forward-sm80-bf16-d128-causal'"
+            )
         parts = name.split("-")
         dims = _DIMS.fullmatch(parts[3]) if len(parts) > 3 else None
         if dims is None:

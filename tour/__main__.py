@@ -65,7 +65,7 @@ def titles() -> Iterator[str]:
     for number in range(1, 11):
         source = ast.parse(Path(__file__).with_name(f"level{number}.py").read_text())
         first = (ast.get_docstring(source) or "").splitlines()[0]
-        yield f"{number}  {first.partition(': ')[2].rstrip('.'):60} {name_of(number)}"
+        yield f"{number:<3} {first.partition(': ')[2].rstrip('.'):60} {name_of(number)}"
 
 
 def show(level: int, head_dim: int, causal: bool) -> None:
@@ -76,7 +76,7 @@ def show(level: int, head_dim: int, causal: bool) -> None:
     from tour.report import facts, time_one
 
     entry = (LEVELS | BACKWARD_LEVELS)[level]
-    print(f"level {level}: {entry.title}\n\n{folded(entry.text)}\n")
+    print(f"level {level}: {entry.title}\n\n{folded(entry.plain_text)}\n")
     for name, value in facts(entry, head_dim, causal).items():
         if value != []:
             line = f"{name.replace('_', ' '):26} {_shown(value)}"

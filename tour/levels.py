@@ -72,6 +72,11 @@ class Entry:
         """Its docstring without the first line."""
         return (self.module.__doc__ or "").partition("\n")[2].strip()
 
+    @property
+    def plain_text(self) -> str:
+        """Its text as Markdown: without the marks of roles."""
+        return self.text.replace("``", "`").replace(":meth:", "")
+
     def traits(self, head_dim: int = 128, causal: bool = False) -> Traits:
         """Its kernel's traits."""
         mask = "causal" if causal else ""

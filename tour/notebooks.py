@@ -111,9 +111,8 @@ def made(entry: Entry) -> dict[str, Any]:
         if entry.variant
         else "## The kernel\n\n[docs/a_kernel.md](../../docs/a_kernel.md) walks through it."
     )
-    text = entry.text.replace("``", "`").replace(":meth:", "")
     cells = [
-        ("markdown", f"# Level {n}: {entry.title}\n\n{text}"),
+        ("markdown", f"# Level {n}: {entry.title}\n\n{entry.plain_text}"),
         ("code", _head(entry, "\n".join(trials))),
         ("markdown", kernel),
         ("code", own),

@@ -105,8 +105,7 @@ def section(entry: Entry, found: Mapping[str, Any], result: Mapping[str, Any] | 
         cost += (
             f" Measured: {reached_text(rows.get('full'))} TFLOP/s, causal {reached_text(rows.get('causal'))}."
         )
-    text = entry.text.replace("``", "`").replace(":meth:", "")
-    text = text.replace("docs/a_kernel.md", "[docs/a_kernel.md](a_kernel.md)")
+    text = entry.plain_text.replace("docs/a_kernel.md", "[docs/a_kernel.md](a_kernel.md)")
     if entry.number == 3:
         ways = found["bank_conflict_ways"]
         swizzled = "no bank conflicts" if ways["swizzled"] == 1 else f"{ways['swizzled']}-way bank conflicts"

@@ -62,7 +62,8 @@ def _compiler() -> tuple[str, str]:
 def _gpu() -> tuple[str, str]:
     import torch  # its failure is a result
 
-    torchs = f"torch {torch.__version__}, for CUDA {torch.version.cuda}"
+    built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU alone"
+    torchs = f"torch {torch.__version__}, for {built_for}"
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()}, of {compiler.default_target('sm80')}'s kernels; {torchs}", ""
     fix = "for more than builds: a GPU of Ampere or later, torch for CUDA, and a driver as new"

@@ -21,6 +21,8 @@ def described(error: BaseException, *, verbose: bool) -> str | None:
     user's file its traceback is left, without the frames of what is installed unless ``verbose``.
     """
     frames = _frames(error.__traceback__)
+    if isinstance(error, SyntaxError) and error.filename and not is_installed(Path(error.filename)):
+        return "".join(["error in a loaded file:\n", *traceback.format_exception_only(error)]).rstrip()
     users = [one for one in frames if not is_installed(_path(one))]
     if _is_own_sentence(error, frames):
         text = error.args[0] if isinstance(error, KeyError) and error.args else error

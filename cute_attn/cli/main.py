@@ -293,7 +293,7 @@ def cost_table(compiled: Any) -> Table:
         "registers per thread": str(resources.registers),
         "shared memory per block": f"{resources.shared_memory_bytes:,} bytes",
         "spills": f"[red]{spills}" if resources.spill_store_bytes else "none",
-        "local memory a thread": f"{resources.local_bytes} bytes",
+        "local memory per thread": f"{resources.local_bytes} bytes",
     }
     if compiled.warnings:
         costs["ptxas"] = "[red]" + " ".join(compiled.warnings)

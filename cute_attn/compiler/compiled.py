@@ -216,7 +216,7 @@ class CompiledKernel:
             "registers per thread": str(used.registers),
             "shared memory per block": f"{used.shared_memory_bytes:,} bytes",
             "spills": f"{used.spill_store_bytes} bytes stored, {used.spill_load_bytes} loaded",
-            "local memory a thread": f"{used.local_bytes} bytes",
+            "local memory per thread": f"{used.local_bytes} bytes",
             "built": self.how_built,
         }
         if self.warnings:
@@ -581,7 +581,10 @@ def prebuild(
     if cache is None:
         raise ValueError(f"{switched_off()}; prebuilding needs the disk cache")
     cache.prepare()
-    wanted = as_requests(requests)
+    return _prebuilt(as_requests(requests), workers, lines)
+
+
+def _prebuilt(wanted: list[Request], workers: int | None, lines: bool) -> Iterator[Prebuilt]:
     modules = {request: user_modules(request) for request in wanted}
     own = [request for request in wanted if "__main__" in modules[request]]
     yield from _build_in_processes(

@@ -124,7 +124,7 @@ def user_epilogue(name: str) -> Any:
     found = _REGISTERED.get(name) or _TRACED.get(name)
     if found is None:
         names = sorted(_REGISTERED)
-        known = ", ".join(names) or "none, before register_epilogue"
+        known = ", ".join(names) or "a name that register_epilogue, score_mod or mask_mod has registered"
         meant = did_you_mean(name, (*FEATURES, *names))
         raise ValueError(f"no epilogue is registered as {name!r}{meant}; accepted: {known}")
     return found

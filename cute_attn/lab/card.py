@@ -57,10 +57,10 @@ class Contender:
         check_tile(tile)
         if name in peers.PEERS and tile is None:
             return Contender(peer=name)
-        try:
-            return Contender(Traits.of(name).name, text_of(tile))
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{error}; or a peer: {', '.join(peers.PEERS)}") from None
+        if isinstance(name, str) and "-" not in name:
+            accepted = f"a peer ({', '.join(peers.PEERS)}), or a kernel's name such as forward-sm90-bf16-d128"
+            raise ValueError(f"the kernel or peer is {name!r}; accepted: {accepted}")
+        return Contender(Traits.of(name).name, text_of(tile))
 
     def __str__(self) -> str:
         return self.peer or (f"{self.kernel} {self.tile}" if self.tile else f"{self.kernel} (default tile)")

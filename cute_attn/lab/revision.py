@@ -72,9 +72,7 @@ def _check_out(revision: str, folder: Path) -> None:
     """The revision's files in ``folder``."""
     commit = _git("rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}").decode().strip()
     if not commit:
-        raise ValueError(
-            f"revision is {revision!r}; accepted: a commit of the git repository that {ROOT.name} lies in"
-        )
+        raise ValueError(f"revision is {revision!r}; accepted: a commit of the git repository of {ROOT}")
     with tarfile.open(fileobj=io.BytesIO(_git("archive", "--format=tar", commit))) as archive:
         archive.extractall(folder, filter="data")
 

@@ -163,7 +163,10 @@ def _values(name: str, text: str, tile: Tile) -> Iterator[Any]:
     for part in text.split("|"):
         found = _RANGE.fullmatch(part.strip())
         if found is None:
-            yield getattr(tile.override(f"{name}={part.strip()}"), name)
+            try:
+                yield getattr(tile.override(f"{name}={part.strip()}"), name)
+            except ValueError as error:
+                raise ValueError(f"{error}, several as A|B, or FIRST..LAST[:STEP]") from None
             continue
         first, last, step = int(found[1]), int(found[2]), int(found[3] or 1)
         if type(getattr(tile, name)) is not int or step < 1 or first > last:

@@ -79,7 +79,7 @@ class Tile:
         """This tile with the fields of ``text`` changed, such as ``"tile_n=128,q_in_regs=true"``.
 
         Raises:
-            ValueError: a field that does not exist or a value that does not parse.
+            ValueError: a field that does not exist or that is given twice, or a value that does not parse.
         """
         types = {f.name: type(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]
         changes: dict[str, Any] = {}
@@ -90,6 +90,8 @@ class Tile:
                 raise ValueError(
                     f"tile has {item!r}{meant}; accepted: FIELD=VALUE with a field of {', '.join(types)}"
                 )
+            if name in changes:
+                raise ValueError(f"tile has {name} twice; accepted: each field once")
             changes[name] = _parse(name, value, types[name])
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
@@ -187,9 +189,8 @@ def _parse(name: str, value: str, kind: type) -> Any:
         return int(value)
     if kind is str:
         return value
-    raise ValueError(
-        f"tile field {name} is {value!r}; accepted: {'true or false' if kind is bool else kind.__name__}"
-    )
+    accepted = {bool: "true or false", int: "a whole number"}.get(kind, kind.__name__)
+    raise ValueError(f"tile field {name} is {value!r}; accepted: {accepted}")
 
 
 def check_tile(tile: Any) -> None:

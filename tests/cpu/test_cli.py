@@ -254,6 +254,16 @@ def test_an_error_in_a_loaded_file_has_its_line(run, tmp_path, where):
     assert "cli/main.py" in run("-v", "--load", str(file), "compile", "forward-sm80-bf16-d64-broken").stderr
 
 
+def test_a_loaded_file_that_does_not_parse_has_its_line(run, tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text("x = 1 +\n")
+    done = run("--load", str(file), "list")
+    assert done.returncode == 2 and done.stderr.startswith(
+        f'error in a loaded file:\n  File "{file}", line 1'
+    )
+    assert done.stderr.endswith("SyntaxError: invalid syntax\n")
+
+
 @pytest.mark.parametrize("words", ["tune --static -o", "verdict --html"], ids=lambda words: words[:4])
 def test_a_result_that_cannot_be_written_is_refused_before_the_work(run, tmp_path, words):
     (tmp_path / "file").touch()

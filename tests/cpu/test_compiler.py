@@ -684,7 +684,12 @@ compile(3) -> TypeError: traits is 3; {NO_TRAITS}
 lookup(None) -> TypeError: traits is None; {NO_TRAITS}
 verdict([NAME]) -> TypeError: kernel is ['{NAME}']; {NO_TRAITS}
 pictures(3) -> TypeError: kernel is 3; {NO_TRAITS}
-Contender.of(3) -> TypeError: kernel is 3; {NO_TRAITS}; or a peer:
+Contender.of(3) -> TypeError: kernel is 3; {NO_TRAITS}
+verdict(torch.ones(9, 9)) -> TypeError: kernel is a Tensor; {NO_TRAITS}
+Traits.parse(5) -> TypeError: name is an int; accepted: text such as 'forward-sm80-bf16-d128-causal'
+lookup("forward-sm100-bf16-d64") -> ValueError: arch is 'sm100', a target (--target); accepted: 'sm80', 'sm90'
+lookup("forward-sm90-bfloat16-d64") -> ValueError: dtype is 'bfloat16' (did you mean 'bf16'?); accepted: 'fp16'
+lookup(f"{{NAME}}-causl") -> ValueError: no epilogue is registered as 'causl' (did you mean 'causal'?); accepted:
 compile(NAME, 3) -> TypeError: tile is 3; {NO_TILE}
 lookup(NAME, ["tile_n=32"]) -> TypeError: tile is ['tile_n=32']; {NO_TILE}
 lookup(NAME, lookup("backward-sm80-bf16-d64").tile)
@@ -722,4 +727,4 @@ REQUESTS = f"""
 
 @refusals.each(REQUESTS)
 def test_what_is_no_request_is_not_prebuilt(fresh_cache, call, sentence):
-    refusals.check(f"list(compiler.prebuild({call}))", sentence, globals())
+    refusals.check(f"compiler.prebuild({call})", sentence, globals())  # before the first build

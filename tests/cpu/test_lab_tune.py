@@ -215,7 +215,7 @@ def test_a_stopped_study_goes_on_without_timing_twice(kept):
         ("tile_q=3", r"space has 'tile_q'; accepted: fields of ForwardSm90Tile \(tile_m, tile_n, "),
         ("tile_n=5..3", "accepted: FIRST..LAST"),
         ("q_in_regs=1..2", "accepted: FIRST..LAST"),
-        ("tile_n=wide", "tile field tile_n is 'wide'; accepted: int"),
+        ("tile_n=64-128", "tile_n is '64-128'; accepted: a whole number, several as A|B, or FIRST"),
     ],
 )
 def test_wrong_spaces(text, message):

@@ -102,7 +102,8 @@ def test_a_partial_text_overrides():
             r"tile has 'tile_k=3' \(did you mean 'tile_n'\?\); accepted: FIELD=VALUE with a field of",
         ),
         ("tile_n", "tile has 'tile_n'; accepted"),
-        ("tile_n=wide", "tile field tile_n is 'wide'; accepted: int"),
+        ("tile_n=wide", "tile field tile_n is 'wide'; accepted: a whole number"),
+        ("tile_n=64,tile_n=96", "tile has tile_n twice; accepted: each field once"),
         ("q_in_regs=1", "tile field q_in_regs is '1'; accepted: true or false"),
     ],
 )
