@@ -59,8 +59,6 @@ def test_a_right_one_passes_by_its_class_or_name():
     found = check_epilogue(Right)
     assert found.passed and found.differentiable, str(found)
     assert [one.what.split(",")[0] for one in found.comparisons] == ["forward"] * 2 + ["backward"] * 2
-    page = found._repr_html_()
-    assert page.startswith("<table") and all(one.what in page for one in found.comparisons)
     assert check_epilogue("scaled_right", 0.25).passed
 
 
