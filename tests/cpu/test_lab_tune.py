@@ -7,7 +7,6 @@ import pytest
 from cute_attn.compiler import registry
 from cute_attn.lab.builds import Built
 from cute_attn.lab.card import Contender
-from cute_attn.lab.space import Space
 from cute_attn.lab.tune import Equipment, tune
 from cute_attn.tiles import ForwardSm90Tile
 from cute_attn.traits import Traits
@@ -207,17 +206,3 @@ def test_a_stopped_study_goes_on_without_timing_twice(kept):
 
 
 # ---- spaces ----
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("tile_q=3", r"space has 'tile_q'; accepted: fields of ForwardSm90Tile \(tile_m, tile_n, "),
-        ("tile_n=5..3", "accepted: FIRST..LAST"),
-        ("q_in_regs=1..2", "accepted: FIRST..LAST"),
-        ("tile_n=64-128", "tile_n is '64-128'; accepted: a whole number, several as A|B, or FIRST"),
-    ],
-)
-def test_wrong_spaces(text, message):
-    with pytest.raises(ValueError, match=message):
-        Space.parse(text, DEFAULT)
