@@ -725,6 +725,3 @@ def test_the_node_computes_only_needed_gradients(monkeypatch):
     )
     with pytest.raises(NotImplementedError, match="a second derivative of attention is asked for"):
         again.sum().backward()
-
-
-# ---- numbers ----

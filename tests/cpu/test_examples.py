@@ -80,9 +80,6 @@ def test_a_program_of_flex_attention(monkeypatch, capsys):
     assert float(printed.partition("PyTorch's ")[2].split()[0]) < 1e-5
 
 
-# ---- a layout ----
-
-
 # ---- an epilogue ----
 
 

@@ -31,13 +31,13 @@ EVERY = [
     *((f"terms-fp32-d{dim}-window-bias_fp32-dropout_mem_efficient", "sm90") for dim in (64, 96, 128, 256)),
     *((f"terms-fp32-{dims}", "sm90") for dims in ("d320", "d512", "d576x512-causal", "d60-varlen-seqused_q")),
     *((f"terms-fp32-d{dim}", target) for dim in (64, 128, 256) for target in ("sm80", "sm86")),
-    *((f"exact-fp32-d{dim}-causal", "sm90") for dim in (64, 128, 256)),
+    *((f"fallback-fp32-d{dim}-causal", "sm90") for dim in (64, 128, 256)),
     *((TF32.format(dim) + rest, "sm90") for dim in (32, 64, 96, 128, 192, 256) for rest in ("", FEATURES)),
     *((TF32.format(dim) + "-bias_fp32", "sm90") for dim in (64, 128, 320)),
     *((TF32.format(dim), "sm90") for dim in ("320", "512", "576x512")),
     *((TF32.format(dim), target) for dim in (64, 128, 256) for target in ("sm80", "sm86")),
     ("terms-fp32-d60-tf32-varlen-seqused_q", "sm90"),
-    ("exact-fp32-d64-tf32-causal", "sm90"),
+    ("fallback-fp32-d64-tf32-causal", "sm90"),
 ]
 
 

@@ -203,6 +203,3 @@ def test_a_stopped_study_goes_on_without_timing_twice(kept):
     assert not set(heats(resumed)) & set(done) - raced
     assert {c.tile for c in done} <= {one.change for one in study.candidates if one.kept}
     assert not {tile_of(c) for c in done} & set(builds.submitted), "what is timed need not be built"
-
-
-# ---- spaces ----

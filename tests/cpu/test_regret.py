@@ -77,6 +77,3 @@ def test_what_is_chosen_comes_first_and_every_kernel_can_be_built(shape, launche
         kernel = next(kernel for kernel, _ in reversed(launched) if kernel.traits.op in ops)
         assert registry.lookup(kernel.traits, kernel.tile, "sm90") == kernel
         assert not one.tile or kernel.tile.text == one.tile
-
-
-# ---- what is reported ----

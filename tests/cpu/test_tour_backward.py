@@ -45,9 +45,6 @@ def test_a_level_declines_the_rest():
             registry.lookup(f"backward-{name}-bf16-d64", tile, "sm90")
 
 
-# ---- device code on the CPU ----
-
-
 # ---- in the package ----
 
 

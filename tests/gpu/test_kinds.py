@@ -258,6 +258,3 @@ def test_one_record_does_not_serve_other_calls():
     for _ in range(3):
         for key, own in made.items():
             check(gradients(call_of(key[-1]), own[:3], own[3]), wanted[key])
-
-
-# ---- changes in place between forward and backward ----
