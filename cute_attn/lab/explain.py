@@ -24,6 +24,8 @@ from cute_attn.traits import DTYPES, FEATURES, OPS, Traits, did_you_mean, ops_of
 
 # Only functions that need more than words.ini import the kernels, and with them the DSL.
 
+_DIMS = re.compile(r"d\d+(x\d+)?")
+_DIMS_TEXT = "the head dims: of q and k, and after an x of v where that is another"
 _ENTRY = re.compile(r"^    (\w[\w, ]*): (.*(?:\n(?:     .*|$))*)", re.M)
 
 
@@ -44,7 +46,7 @@ def explain(word: str) -> list[tuple[str, str]]:
     Raises:
         ValueError: it is no word of the project; the message has one that may have been meant.
     """
-    if found := list(_listed(word)):
+    if found := list(_listed(re.sub(r"^\d+-way$", "n-way", word))):
         return found
     for of in (_name, _epilogue, _field, _part):
         found = list(of(word))
@@ -102,7 +104,7 @@ def _name(word: str) -> Iterator[tuple[str, str]]:
     yield op, _first_paragraph(getattr(inspect.getmodule(kernel), "__doc__", None) or kernel.__doc__ or "")
     yield from ((one, words("words")[one]) for one in (arch, *rest[1:2]) if one in words("words"))
     if len(rest) > 2:
-        yield rest[2], "the head dims: of q and k, and after an x of v where that is another"
+        yield rest[2], _DIMS_TEXT
     yield from (text for one in rest[3:] for text in (_listed(one) if one in FEATURES else _epilogue(one)))
     for cls, labels in tile_classes(keys).items():
         docs = attribute_docs(cls)
@@ -116,7 +118,7 @@ def listed_words() -> dict[str, str]:
 
 
 def _listed(word: str) -> Iterator[tuple[str, str]]:
-    if text := listed_words().get(word):
+    if text := _DIMS_TEXT if _DIMS.fullmatch(word) else listed_words().get(word):
         yield word, text
 
 

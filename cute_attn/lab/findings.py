@@ -82,11 +82,11 @@ def _comparison(verdicts: Sequence[Verdict]) -> tuple[str, Verdict]:
     for time, one in others:
         gap, name = time / least - 1, _short(one, verdicts)
         if one.spills_in_step and not first.spills_in_step:
-            said.append(f"{name} spills in the step" + (f" and is {gap:.1%} slower" if gap >= NOISE else ""))
+            said.append(f"{name} spills in the step" + (f" and {_slower(gap)}" if gap >= NOISE else ""))
         elif abs(gap) < NOISE:
             ties.append(f"{name} {_away(abs(gap))}")
         else:
-            said.append(f"{name} is {gap:.1%} slower")
+            said.append(f"{name} {_slower(gap)}")
     only_ties = bool(ties) and not said
     what = "tiles" if len({one.name for one in verdicts}) == 1 else "kernels"
     begin = (
@@ -95,6 +95,11 @@ def _comparison(verdicts: Sequence[Verdict]) -> tuple[str, Verdict]:
         else f"By its code {_short(first, verdicts)} is the best"
     )
     return f"{begin}: {'; '.join([*said, *ties])}. `cute-attn ab` measures it on a GPU.", first
+
+
+def _slower(gap: float) -> str:
+    """How much more time a tile takes."""
+    return f"is {gap:.1%} slower" if gap < 1 else f"takes {1 + gap:.1f} times as long"
 
 
 def _away(gap: float) -> str:

@@ -56,8 +56,8 @@ def pictures(kernel: Traits | str, tile: Any = None, target: str | None = None) 
     if not things:
         known = (registry.label(key) for key, cls in registry.KERNELS.items() if hasattr(cls, "copies"))
         raise ValueError(
-            f"{traits} has no shared-memory layout and no MMA to draw; accepted: {', '.join(known)}, and classes that "
-            "extend them"
+            f"{traits} states no layout and no MMA to draw (method copies); accepted: {', '.join(known)}, and classes "
+            "that extend them"
         )
     title = traits.name
     drawn = {

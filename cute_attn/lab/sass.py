@@ -245,7 +245,9 @@ def _instructions(cubin: bytes, sources: Path) -> Iterator[Instruction]:
     files = [str(_source(Path(file), sources)) for file in files]
     sections = {name: (offset, size) for name, offset, size in _cubin.sections(cubin)}
     if len(functions) != 1:
-        raise ValueError(f"the cubin has {len(functions)} functions; accepted: one kernel")
+        raise ValueError(
+            f"the machine code has {len(functions)} kernels; accepted: one, and `cute-attn compile` takes several"
+        )
     listed = functions[0]["sass-instructions"]
     offset, size = sections[f".text.{functions[0]['function-name']}"]
     if size < BYTES * len(listed):

@@ -245,7 +245,7 @@ def _of_compiled(compiled: "CompiledKernel") -> Verdict:
 def content_of(kernel: Any) -> StepContent | str:
     """What a kernel says that a step holds, or why it does not."""
     if not hasattr(kernel, "step_content"):
-        return f"{type(kernel).__name__} states no step_content: it has no loop over blocks"
+        return f"not known: {type(kernel).__name__} has no method step_content"
     return kernel.step_content()
 
 

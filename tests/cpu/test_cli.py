@@ -106,6 +106,8 @@ def test_features_are_listed_and_explained(run):
     for word, meant in {"qk_unrol": "qk_unroll", "forwrad-sm80": "forward-sm80", "casual": "causal"}.items():
         done = run("explain", word)
         assert done.returncode == 2 and f"(did you mean {meant!r}?); accepted: a kernel's name" in done.stderr
+    words = ("8-way", "d192x128", "exposed latency", "in the step", "local memory per thread", "fallback")
+    assert len(ok(run("explain", *words)).splitlines()) >= 4 + len(words)
     text = ok(run("--load", "examples/custom_epilogue.py", "explain", "relative_position"))
     assert "relative_position" in text
 
@@ -204,7 +206,7 @@ WRONG = {
     "compile forward-sm80-bf16-d128 --tile tile_n=2048": "bytes of shared memory",
     "list --target sm75": "target is 'sm75'; accepted: sm80",
     "bench combine-sm80-bf16-d64": "is neither a forward nor a backward; accepted",
-    "show backward_preprocess-sm80-bf16-d64": "has no shared-memory layout and no MMA to draw",
+    "show backward_preprocess-sm80-bf16-d64": "states no layout and no MMA to draw",
     "--load absent.py list": "--load is 'absent.py'",
     "list forward-sm90 --target sm100": "no default kernel of forward-sm90 is for sm100",
     "list forwrad-sm80": "name is 'forwrad-sm80' (did you mean 'forward-sm80'?); accepted",

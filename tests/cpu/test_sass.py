@@ -98,5 +98,5 @@ def test_an_unknown_form_of_nvdisasms_output_is_said(monkeypatch):
 def test_a_cubin_of_two_kernels_is_refused(monkeypatch):
     monkeypatch.setattr(cubin, "disassemble_json", lambda cubin: [{}, [{}, {}]])
     monkeypatch.setattr(cubin, "sections", lambda cubin: [])
-    with pytest.raises(ValueError, match="the cubin has 2 functions; accepted: one kernel"):
+    with pytest.raises(ValueError, match="the machine code has 2 kernels; accepted: one"):
         Code.of(b"")

@@ -118,7 +118,7 @@ def test_a_wrong_call_is_one_sentence(call, sentence):
 def test_a_users_kernel_without_a_step_says_so(fresh_cache):
     compiled = compiler.compile(toy.NAME, target="sm80")
     one = verdict(compiled)
-    assert one.step is None and one.no_step == "Toy states no step_content: it has no loop over blocks"
+    assert one.step is None and one.no_step == "not known: Toy has no method step_content"
     assert one.instructions == sum(compiled.instructions.values()) and one.copies == ()
     assert one.blocks == 16 and one.limited_by == "warps"
     with pytest.raises(
