@@ -34,7 +34,8 @@ class Pair:
     @property
     def tiles(self) -> tuple[str, str]:
         """The faster and the slower tile."""
-        return self.faster, f"{self.faster},{self.slower}"
+        fields = dict(item.split("=") for item in f"{self.faster},{self.slower}".split(","))
+        return self.faster, ",".join(map("=".join, fields.items()))
 
     @property
     def load(self) -> Workload:
