@@ -247,10 +247,12 @@ class EpilogueChain:
         loaded: tuple,
         masked: Constexpr,
         partial: Boolean | None = None,
+        ends: Boolean | bool = True,
     ) -> tuple:
         """Q K^T in ``tile.acc`` becomes scores over :meth:`scale_log2`, with the mask if ``masked``.
 
-        partial: in a masked step, True if the mask of listed blocks applies as well: ``BlockRange.partial``.
+        partial: in a masked step, True if the mask of listed blocks applies as well: ``BlockRange.visit``.
+        ends: whether a listed block may reach beyond the sequence; False as a constant saves the code.
 
         Returns each modifier's values for :meth:`backward`: registers, or None; () in a forward kernel.
         """
@@ -258,8 +260,10 @@ class EpilogueChain:
             self._modify(modifier, own, tile, read, masked, partial)
             for modifier, own, read in zip(self.modifiers, state.modifiers, loaded, strict=True)
         )
-        if masked:
+        if masked and (ends is True or not self.visits_lists):
             self.mask.forward(state.band, tile)
+        elif masked and ends is not False:
+            run_if(ends, functools.partial(self.mask.forward, state.band, tile))
         return saved if self.differentiable else ()
 
     def _modify(

@@ -179,7 +179,7 @@ def _query_block(ctx: QueryBlockContext, args: Any, head: Int32):
         if step >= blocks.full_begin and step < blocks.full_end and not first:
             _key_block(ctx, block, False)
         else:
-            _key_block(ctx, block, True, blocks.partial(step))
+            _key_block(ctx, block, True, blocks.visit(step)[1])
         if cutlass.const_expr(ctx.kernel.epilogues.dropout is not None):
             for thread in cutlass.range(ctx.threads):
                 _drop(ctx, thread, block)
@@ -308,7 +308,7 @@ def every_key_block(buffers: GradientBuffers, seqlens: Seqlens, args: Any, scale
                     masked = (step < blocks.full_begin) | (step >= blocks.full_end)
                     visit = Int32(MASKED) if masked else Int32(UNMASKED)
                     plane.visits[block, col0 // size.tile_n] = visit
-                    column, partial = col0 // size.tile_n, blocks.partial(step)
+                    column, partial = col0 // size.tile_n, blocks.visit(step)[1]
                     for thread in cutlass.range(ctx.threads):
                         if cutlass.const_expr(not chain.visits_lists):
                             _differentiate(ctx, thread, column, masked)

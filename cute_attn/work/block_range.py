@@ -28,19 +28,18 @@ class BlockRange:
 
     def block(self, step: Int32) -> Int32:
         """The block of step begin, begin + 1, ...: from a list, or rotated, so that they start at ``first``."""
+        return self.visit(step)[0]
+
+    def visit(self, step: Int32) -> tuple[Int32, Boolean | None]:
+        """The block of a step, and True if the mask hides some keys of a listed one; None without a list."""
         if self.listed is not None:
             position = step // self.tiles_per_block
-            return (self.listed[position] >> 1) * self.tiles_per_block + (
-                step - position * self.tiles_per_block
-            )
+            entry, tile = self.listed[position], step - position * self.tiles_per_block
+            return (entry >> 1) * self.tiles_per_block + tile, (entry & 1) == 1
         if self.first is None:
-            return step
+            return step, None
         block = step + self.first
-        return cutlass.select_(block >= self.end, block - self.end, block)
-
-    def partial(self, step: Int32) -> Boolean | None:
-        """True if the mask hides some keys of the listed block of a step; None without a list."""
-        return None if self.listed is None else (self.listed[step // self.tiles_per_block] & 1) == 1
+        return cutlass.select_(block >= self.end, block - self.end, block), None
 
     @cute.jit
     def clipped(self, begin: Int32, end: Int32) -> "BlockRange":

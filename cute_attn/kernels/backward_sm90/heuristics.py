@@ -17,6 +17,8 @@ FEW_KEYS, EMPTY_KEYS, MANY_QUERIES = (80, 160), 1.5, 1024
 default tile would compute EMPTY_KEYS times as many keys."""
 MANY = 6
 """Maximum of numbers that functions hold; above it, tiles have as few keys as for head dims above 128."""
+FEW_HELD = 2
+"""Maximum of these numbers beside a list of blocks for as many queries as without one."""
 TABLE = Table(__file__, BackwardSm90Tile)
 
 
@@ -35,7 +37,8 @@ def keys(traits: Traits, target: str, lengths: str = "long", *, tma: bool = True
     if _needs_registers(traits):
         registers = "needed"
     else:
-        registers = "some" if listed or (traits.dropout and own_rows) else "free"
+        some = (listed and numbers > FEW_HELD) or (traits.dropout and (listed or own_rows))
+        registers = "some" if some else "free"
     return (
         max(dim, 129) if numbers > MANY else dim,
         *(mask, bias, registers, numbers, traits.dropout or "none", "listed" if listed else "all"),

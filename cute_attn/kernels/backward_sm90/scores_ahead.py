@@ -61,15 +61,15 @@ class ScoresAhead:
         """
         head, shared, n = self.head, self.head.shared, self.head.use_of(block)
         chain, tile = head.kernel.epilogues, head.kernel.tile
-        scores, acc_dp = head.score_tile(acc_s, block), head.scores_accumulator()
+        scores, partial = head.score_tile(acc_s, block)
+        acc_dp = head.scores_accumulator()
         loaded = chain.load(head.state, scores)
         lse = head.row_values(shared.s_lse, shared.pipeline_q, n)
         self.start_dp(acc_dp, block)
         mask = chain.dropout_mask(head.state, scores)
         if cutlass.const_expr(tile.cluster > 1):
             shared.peer_s.add(acc_s, rematerialize_each(head.thread, n), n)
-        partial = head.blocks.partial(block) if cutlass.const_expr(masked) else None
-        saved = chain.forward(head.state, scores, loaded, masked, partial)
+        saved = chain.forward(head.state, scores, loaded, masked, partial, head.ends())
         probabilities(scores, lse, head.scale_log2, head.visible_keys)
         p = head.p_in_16_bits(acc_s, mask)
         warpgroup.wait_group(0)

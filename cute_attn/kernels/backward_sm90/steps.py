@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
-from cutlass import Constexpr, Float32, Int32, Int64, cute
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
 import layouts
@@ -114,7 +114,7 @@ class Head:
         """P, dropped elements zero, and dS of a query block, in 16 bits."""
         shared, n = self.shared, self.use_of(block)
         acc_s, acc_dp = self.scores_accumulator(), self.scores_accumulator()
-        scores = self.score_tile(acc_s, block)
+        scores, partial = self.score_tile(acc_s, block)
         loaded = self.kernel.epilogues.load(self.state, scores)
         mask, lse = self.start_s_and_dp(acc_s, acc_dp, block, first)
         # While S and dP run, the reads that were not issued before them.
@@ -123,8 +123,7 @@ class Head:
         if cutlass.const_expr(lse is None and not self.kernel.loads_bias_by_tma):
             lse = self.row_values(shared.s_lse, shared.pipeline_q, n)
         warpgroup.wait_group(1)
-        partial = self.blocks.partial(block) if cutlass.const_expr(masked) else None
-        saved = self.kernel.epilogues.forward(self.state, scores, loaded, masked, partial)
+        saved = self.kernel.epilogues.forward(self.state, scores, loaded, masked, partial, self.ends())
         if cutlass.const_expr(lse is None):
             # Only here, where the registers of a TMA-loaded bias are free again.
             lse = self.row_values(shared.s_lse, shared.pipeline_q, n)
@@ -195,13 +194,18 @@ class Head:
         )
 
     @cute.jit
-    def score_tile(self, acc_s: cute.Tensor, block: Int32) -> ScoreTile:
-        """S of ``block`` in ``acc_s``, with its place."""
-        scores = self.score_map.tile(acc_s, self.blocks.block(block) * self.kernel.tile.tile_m, self.key0)
+    def score_tile(self, acc_s: cute.Tensor, block: Int32) -> tuple[ScoreTile, Boolean | None]:
+        """S of ``block`` in ``acc_s``, with its place, and whether a listed block is partial."""
+        place, partial = self.blocks.visit(block)
+        scores = self.score_map.tile(acc_s, place * self.kernel.tile.tile_m, self.key0)
         if cutlass.const_expr(self.kernel.loads_bias_by_tma):
             stage = self.shared.pipeline_q.stage(self.use_of(block))
             scores = replace(scores, tma_bias=self.shared.bias.tile(self.bias_address, stage))
-        return scores
+        return scores, partial
+
+    def ends(self) -> Boolean:
+        """The key block reaches beyond the sequence."""
+        return self.key0 + self.kernel.tile.tile_n > self.state.band.seqlen_k
 
     @cute.jit
     def start_scores(

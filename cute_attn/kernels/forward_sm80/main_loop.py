@@ -193,7 +193,7 @@ class MainLoop:
         # Otherwise coordinates and addresses stay in registers from step to step.
         thread = rematerialize(self.thread)
         scores = self.score_tile(block, acc_s, thread)
-        partial = self.blocks.partial(block) if cutlass.const_expr(masked) else None
+        partial = self.blocks.visit(block)[1] if cutlass.const_expr(masked) else None
         chain.forward(self.state, scores, loaded, masked, partial)
         stored = self.stored_softmax(thread)
         softmax = stored.load_stats()

@@ -69,7 +69,7 @@ class SharedRows:
         acc_s, loaded = loop.scores(block, Int32(0))
         thread = rematerialize(loop.thread)
         scores = loop.score_tile(block, acc_s, thread)
-        partial = loop.blocks.partial(block) if cutlass.const_expr(masked) else None
+        partial = loop.blocks.visit(block)[1] if cutlass.const_expr(masked) else None
         chain.forward(loop.state, scores, loaded, masked, partial)
         stored = loop.stored_softmax(thread)
         softmax, exchange = stored.load_stats(), self.row_exchange(thread)

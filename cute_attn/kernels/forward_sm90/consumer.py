@@ -168,7 +168,15 @@ class MainLoop:
         blocks = self.blocks
         self.first_step()
         last = blocks.end - 1
-        self.steps(cutlass.min(blocks.full_end, last), last, True, False)
+        masked = cutlass.min(blocks.full_end, last)
+        if cutlass.const_expr(speculative and blocks.listed is not None):
+            # All blocks of a list may be partial, where a band has two.
+            if self.some_row_hidden():
+                self.steps(masked, last, True, False)
+            else:
+                self.steps(masked, last, True, True)
+        else:
+            self.steps(masked, last, True, False)
         begin, end = blocks.full_begin, cutlass.min(blocks.full_end, last)
         if cutlass.const_expr(speculative and self.kernel.may_hide_rows):
             if self.some_row_hidden():
@@ -197,12 +205,16 @@ class MainLoop:
 
     @cute.jit
     def some_row_hidden(self) -> Boolean:
-        """A row of the warpgroup has seen only hidden keys so far; a barrier of all its threads."""
+        """A row of the warpgroup has seen only hidden keys so far; a barrier of all its threads.
+
+        The branch on it is declared uniform: otherwise descriptors of the loops behind it are in each lane's registers.
+        """
         index = rematerialize(self.thread.lane + self.thread.group * WARPGROUP)
         hidden, score_map = Boolean(False), self.kernel.score_map(index)
         for r in cutlass.range_constexpr(len(score_map.modes.rows)):
             hidden = hidden | (self.exists(score_map, r) & ~self.softmax.has_seen(r, HIDDEN))
-        return warpgroup_any(self.thread.group, hidden)
+        found = warpgroup_any(self.thread.group, hidden)
+        return Boolean(cute.arch.make_warp_uniform(Int32(found)) != 0)
 
     def exists(self, score_map: ScoreMap, r: int) -> Boolean:
         """Rows from seqlen_q on pad the tile; they cannot fail."""
@@ -227,19 +239,21 @@ class MainLoop:
     def first_probabilities(self):
         """S and softmax of the last key block: its score tile, and the registers in which P is now."""
         storage, n = self.storage, self.uses.keys
-        scores, acc_s, loaded = self.score_tile(self.blocks.block(self.blocks.end - 1), n)
+        block, partial = self.blocks.visit(self.blocks.end - 1)
+        scores, acc_s, loaded = self.score_tile(block, n)
         storage.pipeline_k.consumer_wait(n)
         self.start_qk(acc_s, n)
         warpgroup.wait_group(0)
         storage.pipeline_k.consumer_release(n, Accessed.BY_WGMMA)
-        self.probabilities(scores, loaded, True, False, self.blocks.partial(self.blocks.end - 1))
+        self.probabilities(scores, loaded, True, False, partial, ends=True)
         return scores, acc_s
 
     @cute.jit
     def step(self, step: Int32, masked: Constexpr, frozen: Constexpr) -> None:
         """S and P of the block of ``step``, overlapped with P V of the block visited before it."""
         storage, n = self.storage, self.uses.keys + (self.blocks.end - 1 - step)
-        scores, acc_s, loaded = self.score_tile(self.blocks.block(step), n)
+        block, partial = self.blocks.visit(step)
+        scores, acc_s, loaded = self.score_tile(block, n)
         storage.pipeline_k.consumer_wait(n)
         self.thread.ping_pong.sync()
         self.start_qk(acc_s, n)
@@ -248,7 +262,6 @@ class MainLoop:
         self.thread.ping_pong.arrive()
         warpgroup.wait_group(1)
         storage.pipeline_k.consumer_release(n, Accessed.BY_WGMMA)
-        partial = self.blocks.partial(step) if cutlass.const_expr(masked) else None
         self.probabilities(scores, loaded, masked, frozen, partial)
         warpgroup.wait_group(0)
         storage.pipeline_v.consumer_release(n - 1, Accessed.BY_WGMMA)
@@ -298,12 +311,14 @@ class MainLoop:
         masked: Constexpr,
         frozen: Constexpr,
         partial: Boolean | None = None,
+        ends: Constexpr = False,
     ) -> None:
         """Scores to probabilities; unless ``frozen``, ``factors`` become O's rescaling factors.
 
-        partial: see :meth:`EpilogueChain.forward`.
+        partial, ends: see :meth:`EpilogueChain.forward`; a list's last block, the first one visited, may reach beyond
+        the sequence.
         """
-        self.kernel.epilogues.forward(self.state, scores, loaded, masked, partial)
+        self.kernel.epilogues.forward(self.state, scores, loaded, masked, partial, ends)
         if cutlass.const_expr(frozen):
             self.softmax.advance_frozen(scores.acc)
         else:
