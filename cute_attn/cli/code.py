@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from cute_attn import lab
 from cute_attn.cli.options import (
@@ -48,7 +49,16 @@ def verdict_of_tiles(
         print(json.dumps([one.as_dict() for one in found], indent=1))
         return
     lines_of = (lab.verdict.line_table(one) for one in found if one.lines)
-    show(lab.verdict.shown(*found, verbose=is_verbose()), *lines_of)
+    show(lab.verdict.shown(*found, verbose=is_verbose()), *map(Text, _functions_cost(found)), *lines_of)
+
+
+def _functions_cost(found: Sequence[Any]) -> list[str]:
+    """What the functions of a kernel cost, of a single verdict."""
+    if len(found) > 1:
+        return []
+    with working("building the kernel without its functions"):
+        plain = lab.verdict.without_functions(found[0])
+    return [] if plain is None else [lab.findings.cost_of_functions(found[0], plain)]
 
 
 def difference_of_two(

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from cute_attn.lab.rank import NOISE, Verdict, estimates, relative
+from cute_attn.lab.rank import NOISE, Verdict, estimate, estimates, relative
 from cute_attn.traits import Traits
 
 _TRY = {
@@ -17,6 +17,7 @@ _TRY = {
     "warps), or operands in registers",
 }
 """Pipe -> what follows where it bounds a step."""
+_LESS = ("more", "less")
 _NEAR = 0.9
 """Fraction of the bounding pipe's clocks above which another pipe bounds a step as well."""
 _MOST = 0.5
@@ -39,6 +40,20 @@ def findings(*verdicts: Verdict) -> list[str]:
     if len(known) == 2 and len({one.name for one in known}) == 2:
         return [*compared, *(said for one in known for said in _on(one, f"The steady step of {_label(one)}"))]
     return [*compared, *_on(best, "Its steady step" if compared else "The steady step")]
+
+
+def cost_of_functions(one: Verdict, plain: Verdict) -> str:
+    """What a kernel's epilogues cost, against the verdict on the same kernel and tile without them."""
+    epilogues = Traits.parse(one.name).epilogues
+    names, costs = " and ".join(epilogues), "costs" if len(epilogues) == 1 else "cost"
+    if one.step is None or plain.step is None:
+        return f"What {names} {costs} is not known: without, {plain.reason or plain.no_step}."
+    each, least = (x.step.instructions / x.step.elements for x in (one, plain))
+    less = 1 - estimate(plain) / estimate(one)
+    return (
+        f"{names} {costs} {each - least:.2f} of the {each:.2f} instructions per element. By its code the same tile "
+        f"without takes {'as long' if abs(less) < NOISE else f'{abs(less):.0%} {_LESS[less > 0]} time'}."
+    )
 
 
 def _computes(one: Verdict) -> tuple[Traits, str]:

@@ -15,7 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -231,6 +231,16 @@ def verdict(
         if refuse:
             raise
         return Verdict(traits.name, target, text_of(tile) or "the default", str(error))
+
+
+def without_functions(one: Verdict) -> Verdict | None:
+    """The verdict on the same kernel and tile without its epilogues, built if need be; None for one without any, or
+    without a steady step.
+    """
+    traits = Traits.parse(one.name)
+    if not traits.epilogues or one.step is None:
+        return None
+    return verdict(replace(traits, epilogues=()), one.tile, one.target, refuse=False)
 
 
 def _of_compiled(compiled: "CompiledKernel") -> Verdict:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -245,6 +246,17 @@ def test_an_error_in_a_loaded_file_has_its_line(run, tmp_path):
     assert "KeyError: 'missing'" in shown
     assert "frames of installed packages are hidden; -v shows them" in shown[-1]
     assert "cli/main.py" in run("-v", "--load", str(file), "compile", "forward-sm80-bf16-d64-broken").stderr
+
+
+@pytest.mark.slow
+def test_a_verdict_says_what_a_function_costs(run, tmp_path):
+    file = tmp_path / "mine.py"
+    head = "from cute_attn import score_mod\n@score_mod('plus', example=lambda *_: ())\n"
+    file.write_text(head + "def plus(score, b, h, q, k):\n    return score + 0.001 * (q - k)\n")
+    done = run("--load", str(file), "verdict", "forward-sm80-bf16-d32-plus", "--target", "sm90")
+    assert re.search(
+        r"^plus costs \d\.\d\d of the \d+\.\d\d instructions per element\. By its code", ok(done), re.M
+    )
 
 
 def test_a_loaded_file_that_does_not_parse_has_its_line(run, tmp_path):

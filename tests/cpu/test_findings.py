@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from cute_attn import lab
-from cute_attn.lab.findings import findings
+from cute_attn.lab.findings import cost_of_functions, findings
 from cute_attn.lab.rank import NOISE, estimates, relative
 from cute_attn.lab.verdict import Clocks, StepCost, Verdict
 
@@ -43,6 +43,22 @@ def test_a_difference_below_noise_means_nothing():
         "Its steady step is bound by tensor cores, the best bound that a kernel can have: what is left to gain is "
         "exposed latency."
     ]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "rest"),
+    [(2000.0, "takes 44% less time."), (1000.0, "takes as long."), (900.0, "takes 8% more time.")],
+)
+def test_what_functions_cost_is_said_against_the_kernel_without_them(tensor, rest):
+    plain, one = made(), dataclasses.replace(made(tensor=tensor), name=f"{NAME}-scaled")
+    one = dataclasses.replace(one, step=dataclasses.replace(one.step, instructions=1092))
+    said = cost_of_functions(one, plain)
+    assert said.startswith(
+        "scaled costs 2.00 of the 11.38 instructions per element. By its code the same tile"
+    )
+    assert said.endswith(rest), said
+    unknown = dataclasses.replace(plain, step=None, reason="tile_n is 96")
+    assert cost_of_functions(one, unknown) == "What scaled costs is not known: without, tile_n is 96."
 
 
 @pytest.mark.parametrize(
