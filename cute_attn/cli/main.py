@@ -400,7 +400,7 @@ def bench_kernel(
         bool, typer.Option("--peers", help="Also time torch's backends and FlashAttention-4.")
     ] = False,
     seqlens: Annotated[
-        list[int] | None, typer.Option("--seqlen", help="Sequence lengths; may be repeated.")
+        list[int] | None, typer.Option("--seqlen", min=1, help="Sequence lengths; may be repeated.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -93,7 +93,7 @@ Target = Annotated[
     typer.Option("--target", autocompletion=lambda: TARGETS, callback=_checked_target, help=_TARGET),
 ]
 Like = Annotated[list[Path] | None, typer.Option("--like", help=_LIKE)]
-Workers = Annotated[int | None, typer.Option(help="Processes; by default one a core.")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Processes; by default one per core.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 _verbose, _pages = False, True

@@ -8,12 +8,14 @@ A kernel may have ``"lines": true``, for line info. ``modules`` register its var
 copy of the calling process: that would run the caller's script again.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import json
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,22 @@ from cute_attn.compiler import SpillWarning, compiled
 
 
 def main() -> None:
-    """Build until the input ends. Output of users' modules is redirected to stderr."""
+    """Build until the input ends."""
     warnings.simplefilter("ignore", SpillWarning)  # for whoever runs the kernel
-    results = os.fdopen(os.dup(1), "w")
+    serve(build)
+
+
+def serve(answer: Callable[..., dict[str, Any]]) -> None:
+    """Answer until the input ends, or nobody reads. Output of users' modules is redirected to stderr."""
+    results = os.dup(1)
     os.dup2(2, 1)
-    sys.path[:] = json.loads(sys.stdin.readline())
-    for line in sys.stdin:
-        print(json.dumps(build(**json.loads(line))), file=results, flush=True)
+    path = sys.stdin.readline()
+    if not path:  # the caller ended before this process had loaded
+        return
+    sys.path[:] = json.loads(path)
+    with contextlib.suppress(BrokenPipeError):
+        for line in sys.stdin:
+            os.write(results, json.dumps(answer(**json.loads(line))).encode() + b"\n")
 
 
 def build(

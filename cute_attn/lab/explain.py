@@ -105,7 +105,10 @@ def _name(word: str) -> Iterator[tuple[str, str]]:
     yield from ((one, words("words")[one]) for one in (arch, *rest[1:2]) if one in words("words"))
     if len(rest) > 2:
         yield rest[2], _DIMS_TEXT
-    yield from (text for one in rest[3:] for text in (_listed(one) if one in FEATURES else _epilogue(one)))
+    for one in rest[3:]:
+        if one not in FEATURES:
+            user_epilogue(one)  # raises for one that is not registered
+        yield from _listed(one) if one in FEATURES else _epilogue(one)
     for cls, labels in tile_classes(keys).items():
         docs = attribute_docs(cls)
         yield f"tile of {', '.join(labels)}", _first_paragraph(cls.__doc__ or "")

@@ -311,7 +311,7 @@ class _Study:
         declined = self.search.declined.total()
         return (
             f"{counted(len(self.entries), 'candidate')}, {counted(declined, 'tile')} declined; about {fit} fit "
-            f"{self.end - self.start:.0f} s with {counted(self.builds.workers, 'build')} at a time"
+            f"{max(self.end - self.start, 0):.0f} s with {counted(self.builds.workers, 'build')} at a time"
             + (f", the last {self.reserve:.0f} s for the best ones' race and A/B" if self.reserve else "")
         )
 

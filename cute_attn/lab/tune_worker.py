@@ -8,28 +8,21 @@ Without workloads the kernel is one that others need, and not ranked. A backward
 Reading the code takes half a second, which the process that times kernels should not spend.
 """
 
-import json
-import os
-import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from cute_attn.compiler import SpillWarning, compile, registry
-from cute_attn.compiler.prebuild_worker import build
+from cute_attn.compiler.prebuild_worker import build, serve
 from cute_attn.lab.benchmark.workload import Workload
 from cute_attn.lab.rank import estimate
 from cute_attn.lab.verdict import verdict
 
 
 def main() -> None:
-    """Build until the input ends. What users' modules print goes to stderr."""
+    """Build until the input ends."""
     warnings.simplefilter("ignore", SpillWarning)  # the answers have the spills
-    results = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    sys.path[:] = json.loads(sys.stdin.readline())
-    for line in sys.stdin:
-        print(json.dumps(build_and_rank(**json.loads(line))), file=results, flush=True)
+    serve(build_and_rank)
 
 
 def build_and_rank(workloads: Sequence[dict[str, Any]], **request: Any) -> dict[str, Any]:

@@ -207,6 +207,7 @@ WRONG = {
     "compile forward-sm80-bf16-d128 --tile tile_n=2048": "bytes of shared memory",
     "list --target sm75": "target is 'sm75'; accepted: sm80",
     "bench combine-sm80-bf16-d64": "is neither a forward nor a backward; accepted",
+    "explain forward-sm80-bf16-d64-foo": "no epilogue is registered as 'foo'",
     "show backward_preprocess-sm80-bf16-d64": "states no layout and no MMA to draw",
     "--load absent.py list": "--load is 'absent.py'",
     "list forward-sm90 --target sm100": "no default kernel of forward-sm90 is for sm100",

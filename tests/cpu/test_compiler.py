@@ -382,6 +382,14 @@ def test_prebuild_in_a_script_without_a_guard(fresh_cache, tmp_path):
     assert done.stdout == f"script\n{expected}\n{found}\n"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["compiler.prebuild_worker", "lab.tune_worker"])
+def test_a_worker_whose_caller_has_ended_ends_without_a_word(module):
+    command = [sys.executable, "-m", f"cute_attn.{module}"]
+    done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_a_module_that_prebuilds_when_imported_terminates(fresh_cache, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     call = "from cute_attn import Traits, prebuild\nfor _ in prebuild([(Traits.parse('forward-sm80:test-bf16-d64'),"
