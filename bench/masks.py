@@ -216,6 +216,7 @@ def flex(row: Row) -> Forward:
 
     from cute_attn import block_mask
 
+    torch.compiler.reset()  # after a few functions more it would run uncompiled
     compiled = torch.compile(flex_attention, dynamic=False)
     mask, function = row.mask, None
     if mask is None:

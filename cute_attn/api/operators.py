@@ -20,7 +20,7 @@ from cute_attn.host.call import ATTENTION, NUM_TENSORS, Call, pytorchs_precision
 from cute_attn.host.checks import check, check_gradients, check_out
 from cute_attn.host.choose import user_classes
 from cute_attn.host.dispatch import DIFFERENTIABLE, NO_GRADIENT, transforms_are_active
-from cute_attn.host.epilogue_gradients import check_wanted, in_dtype_of, with_targets
+from cute_attn.host.epilogue_gradients import check_wanted, gradient_of, with_targets
 from cute_attn.host.forward import Outputs
 from cute_attn.host.forward import forward as launch
 from cute_attn.host.memory import Tensors, all_plain, none_overrides, on_device, write_owned
@@ -131,7 +131,7 @@ def _all_gradients(
     asked, targets = with_targets(call, own)
     found = gradients(asked, *outer, named, into)
     pairs = zip(targets, call.epilogue_tensors, strict=True)
-    return (*found, *(None if target is None else in_dtype_of(x, target) for target, x in pairs))
+    return (*found, *(None if target is None else gradient_of(x, target) for target, x in pairs))
 
 
 def forward_cuda(call: Call, into: Tensor | None = None) -> Outputs:

@@ -93,6 +93,11 @@ def registered_functions(names: Sequence[str]) -> list[Any] | None:
     return None if any(one is None or isinstance(one, type) for one in found) else found
 
 
+def are_functions(names: Iterable[str]) -> bool:
+    """True if none of the epilogues is a class."""
+    return all(name in _TRACED or not isinstance(_REGISTERED.get(name), type) for name in names)
+
+
 def is_registered(name: str) -> bool:
     """True if ``name`` is registered, by a caller or for a trace."""
     return name in _REGISTERED or name in _TRACED

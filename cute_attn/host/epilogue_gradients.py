@@ -14,6 +14,9 @@ from cute_attn.host.memory import on_device
 
 MAX_ELEMENTS = 2**31 - 1
 """Maximum elements of a tensor with a gradient: offsets have 32 bits."""
+COPIES, COPIED_BYTES = 128, 1 << 20
+"""Maximum copies of a gradient, to which CTAs add in turn, and maximum bytes of all: CTAs that add to one small tensor
+wait for each other."""
 
 
 @dataclass(frozen=True)
@@ -78,24 +81,28 @@ def check_wanted(call: Call, wanted: Sequence[bool]) -> None:
 
 
 def _zeros_like(x: Tensor) -> Tensor:
+    """Copies of a gradient: fp32 (copies, *x.shape), of a tensor without dimensions (copies, 1)."""
+    copies = max(1, min(COPIES, COPIED_BYTES // max(4 * x.numel(), 1)))
     with on_device(x.get_device()):
-        made = record.contiguous(x, tuple(x.shape), torch.float32)
+        made = record.contiguous(x, (copies, *(x.shape or (1,))), torch.float32)
         record.step(Tensor.zero_, made)
     return made
 
 
-def in_dtype_of(x: Tensor, target: Tensor) -> Tensor:
-    """A gradient in the dtype of its tensor."""
-    if target.dtype == x.dtype:
-        return target
+def gradient_of(x: Tensor, copies: Tensor) -> Tensor:
+    """The sum of a gradient's copies, in the dtype of its tensor."""
     with on_device(x.get_device()):
         made = record.contiguous(x, tuple(x.shape))
-        record.step(Tensor.copy_, made, target)
+        record.step(_add_up, made, copies)
     return made
 
 
+def _add_up(gradient: Tensor, copies: Tensor) -> None:
+    gradient.copy_((copies.sum(0) if len(copies) > 1 else copies[0]).view(gradient.shape))
+
+
 def with_targets(call: Call, wanted: Sequence[bool]) -> tuple[Call, list[Tensor | None]]:
-    """The call with tensors to which its backward adds the wanted gradients, and these: fp32, of the inputs' shapes.
+    """The call with tensors to which its backward adds the wanted gradients, and these: fp32, (copies, *input's shape).
 
     Raises:
         NotImplementedError, ValueError: see :func:`check_wanted`.

@@ -331,12 +331,17 @@ class _Check:
         tiling = TINY[what].of(self.name, op="backward")
         assert tiling.traits is not None
         expected = self._gradients(tiling.traits, grad_out, AS_TORCH, leaves)
-        targets = [torch.zeros(leaves[i].shape) for i in numbers]
+        targets = [torch.zeros(1, *(leaves[i].shape or (1,))) for i in numbers]  # one copy of each gradient
         inputs = replace(self.problem.inputs, extra={own: (*args, *targets)})
         given = replace(self.problem, inputs=inputs)
         given.differentiate(TINY[what].of(own, op="backward"), grad_out, expected.lse, -expected.dpsum)
         return [
-            _compared(f"gradient of tensor {i}, {what}", found, leaves[i].grad.float(), largest)
+            _compared(
+                f"gradient of tensor {i}, {what}",
+                found.view(leaves[i].shape),
+                leaves[i].grad.float(),
+                largest,
+            )
             for i, found in zip(numbers, targets, strict=True)
         ]
 

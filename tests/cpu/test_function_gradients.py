@@ -14,7 +14,7 @@ from cute_attn.epilogues.functions.known import block_mask_epilogue_of, epilogue
 from cute_attn.epilogues.names import user_epilogue
 from cute_attn.host.block_masks import epilogue_of_block_mask
 from cute_attn.host.call import ATTENTION, NUM_TENSORS
-from cute_attn.host.epilogue_gradients import MAX_ELEMENTS, check_wanted, with_targets
+from cute_attn.host.epilogue_gradients import COPIED_BYTES, COPIES, MAX_ELEMENTS, check_wanted, with_targets
 from cute_attn.reference.check_epilogue import BACKWARD, Scores
 from cute_attn.reference.tilings import SMALL, TILINGS, TINY
 from tests.cpu.test_ops import call
@@ -44,14 +44,14 @@ def test_score_tiles_add_up_to_the_gradient(function, tiling):
     grad_out = torch.randn(problem.q.shape, generator=torch.Generator().manual_seed(1))
     leaves = tuple(x.double().requires_grad_() for x in tensors)
     expected = _with(problem, name, leaves).expected_gradients(traits, grad_out)
-    targets = tuple(torch.zeros(x.shape) for x in tensors)
+    targets = tuple(torch.zeros(1, *(x.shape or (1,))) for x in tensors)  # one copy of each gradient
     got = _with(problem, own, (*tensors, *targets)).differentiate(
         TINY[tiling].of(own, op="backward"), grad_out, expected.lse, -expected.dpsum
     )
     torch.testing.assert_close(got.scores, expected.scores.float(), atol=1e-4, rtol=1e-4)
     for found, leaf in zip(targets, leaves, strict=True):
         largest = float(leaf.grad.abs().max())
-        torch.testing.assert_close(found.double(), leaf.grad, atol=2e-5 * largest, rtol=1e-4)
+        torch.testing.assert_close(found.view(leaf.shape).double(), leaf.grad, atol=2e-5 * largest, rtol=1e-4)
 
 
 def _with(problem, name, given):
@@ -126,8 +126,8 @@ def test_a_backward_gets_tensors_to_add_to():
     asked, targets = with_targets(given, (True, True, False))
     table, shift, numbers = given.epilogue_tensors
     assert [x if x is None else (x.dtype, x.shape) for x in targets] == [
-        (torch.float32, table.shape),
-        (torch.float32, shift.shape),
+        (torch.float32, (COPIES, *table.shape)),
+        (torch.float32, (COPIES, *shift.shape)),
         None,
     ]
     assert [x.partition(":")[2] for x in asked.epilogues] == ["tt", "fttt"]
@@ -141,6 +141,13 @@ def test_a_backward_gets_tensors_to_add_to():
     assert second.wanted == (1,) and second.graph is user_epilogue("scaled_and_shifted").graph
     alone, targets = with_targets(given, (False, True, False))
     assert alone.epilogues[0] == given.epilogues[0] and targets[0] is None
+
+
+def test_large_gradients_have_few_copies():
+    """Few CTAs of many add to the same element of a large one."""
+    shift = torch.zeros(COPIED_BYTES // 4 // 3 + 1)
+    _, targets = with_targets(_called(shift), (False, True, False))
+    assert targets[1].shape == (2, *shift.shape)
 
 
 def test_the_operator_returns_them():
@@ -255,7 +262,7 @@ def test_hidden_scores_reach_no_gradient_of_a_kernel(case, mask, tiling):
     out = torch.einsum("bhqk,bkhd->bqhd", p, problem.v.double())
     (out * grad_out).sum().backward()
     minus_d = -(out * grad_out).sum(-1).transpose(1, 2).detach().float()
-    targets = tuple(torch.zeros(x.shape) for x in tensors)
+    targets = tuple(torch.zeros(1, *(x.shape or (1,))) for x in tensors)  # one copy of each gradient
     tile = TINY[tiling].of(f"{mask}-seqused_q-seqused_k-{own}".removeprefix("-"), op="backward")
     got = _with(problem, own, (*tensors, *targets)).differentiate(
         tile, grad_out, lse.detach().float(), minus_d
@@ -264,7 +271,7 @@ def test_hidden_scores_reach_no_gradient_of_a_kernel(case, mask, tiling):
     torch.testing.assert_close(got.scores, raw.grad.float(), atol=1e-4, rtol=1e-4)
     for found, leaf in zip(targets, leaves, strict=True):
         largest = float(leaf.grad.abs().max())
-        torch.testing.assert_close(found.double(), leaf.grad, atol=2e-5 * largest, rtol=1e-4)
+        torch.testing.assert_close(found.view(leaf.shape).double(), leaf.grad, atol=2e-5 * largest, rtol=1e-4)
 
 
 @pytest.mark.parametrize("hides", ["causal", "blocks"])

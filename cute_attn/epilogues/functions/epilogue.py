@@ -22,7 +22,13 @@ from cute_attn.epilogues.functions.device import (
     rows_of,
     uniform_roots,
 )
-from cute_attn.epilogues.functions.gradients import add_elements, amount_of, offset_in, times_slope
+from cute_attn.epilogues.functions.gradients import (
+    add_elements,
+    amount_of,
+    of_this_cta,
+    offset_in,
+    times_slope,
+)
 from cute_attn.epilogues.functions.graph import FLOAT, KEY, QUERY, SCORE, Graph, Node, digest, ordered
 from cute_attn.epilogues.functions.lowering import Lowered, Term, bounds, lower, varies
 from cute_attn.epilogues.functions.trace import Trace, as_kernels_read
@@ -308,7 +314,10 @@ def _with_gradients(epilogue: FunctionEpilogue, wanted: tuple[int, ...]) -> "Gra
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GradientEpilogue(FunctionEpilogue):
-    """A backward's epilogue that adds to the gradients of captured tensors, fp32 arguments that follow the tensors."""
+    """A backward's epilogue that adds to the gradients of captured tensors.
+
+    These are fp32 arguments that follow the tensors, each with a dimension of copies in front; a CTA adds to one copy.
+    """
 
     wanted: tuple[int, ...]
 
@@ -324,7 +333,7 @@ class GradientEpilogue(FunctionEpilogue):
 
     def fake_args(self) -> tuple:
         ranks = (self.captured[number].rank for number in self.wanted)
-        return (*super().fake_args(), *(fake_tensor("float32", rank, True) for rank in ranks))
+        return (*super().fake_args(), *(fake_tensor("float32", 1 + rank, True) for rank in ranks))
 
     def host_args(self, inputs: ScoreInputs) -> tuple:
         return tuple(as_kernels_read(x) for x in inputs.extra[self.name])
@@ -343,7 +352,8 @@ class GradientEpilogue(FunctionEpilogue):
         count = len(self.captured)
         state = super().begin(args[:count], context)
         values = dict(zip(uniform_roots(*self._all()), state.values, strict=True))
-        expressions = Expressions(values, dict(zip(self.wanted, args[count:], strict=True)))
+        copies = zip(self.wanted, args[count:], strict=True)
+        expressions = Expressions(values, {number: of_this_cta(tensor) for number, tensor in copies})
         targets = tuple(expressions.row((term.number, self._first(term))) for term in self.lowered.terms)
         return replace(state, targets=targets, scale=context.gradient_scale)
 

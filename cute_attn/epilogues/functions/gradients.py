@@ -24,6 +24,12 @@ Elements = Callable[[Callable[[Int32, Float32], None]], None]
 """Calls its argument for each of a thread's sums: with an offset in the target, and the number to add."""
 
 
+def of_this_cta(copies: cute.Tensor) -> cute.Tensor:
+    """The copy of a gradient to which this CTA adds."""
+    block = cute.arch.block_idx()[0] if on_device() else Int32(0)
+    return copies[(block % Int32(copies.shape[0]), *(None,) * (len(copies.shape) - 1))]
+
+
 def offset_in(target: cute.Tensor, nodes: tuple[Node, ...], indices: tuple[Any, ...]) -> Int32:
     """The offset of an element, its indices clamped to the tensor; 0 in a tensor of no dimensions."""
     offset = Int32(0)

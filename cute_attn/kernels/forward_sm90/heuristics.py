@@ -4,11 +4,13 @@ If an epilogue needs registers (a bias, the words of the mem_efficient mask), th
 Q in shared memory. Narrow key blocks waste less at the edges of short sequences, and small CTAs overlap.
 """
 
-from cute_attn.epilogues.names import held, in_every_step, lists_blocks
+from cute_attn.epilogues.names import are_functions, held, in_every_step, lists_blocks
 from cute_attn.tiles import ForwardSm90Tile, padded
 from cute_attn.tiles.table import Key, Table
 from cute_attn.traits import Traits
 
+FEW_HELD = 3
+"""Maximum of numbers that a function holds for the tile of functions."""
 TABLE = Table(__file__, ForwardSm90Tile)
 
 
@@ -43,8 +45,17 @@ def _features(traits: Traits) -> str:
 
 
 def _registers(traits: Traits) -> str:
-    """``free`` if registers are left for keys or Q, else ``needed``, or ``fp32`` with an fp32 bias (fewest left)."""
+    """``free`` if registers are left for keys or Q, else ``needed``, or ``fp32`` with an fp32 bias (fewest left).
+
+    ``function`` beside nothing but a mask, in bf16: what a user's function adds is rarely so large that P, with frozen
+    row maxima, exceeds bf16.
+    """
     if traits.bias == "fp32":
         return "fp32"
-    needed = traits.bias or in_every_step(traits.epilogues) or traits.dropout == "mem_efficient"
+    epilogues = in_every_step(traits.epilogues)
+    alone = epilogues_beside(traits) == 1 and not lists_blocks(traits.epilogues)
+    few = held(traits.epilogues, traits.op) <= FEW_HELD and max(traits.head_dim, traits.head_dim_v) <= 128
+    if epilogues and alone and few and traits.dtype == "bf16" and are_functions(epilogues):
+        return "function"
+    needed = traits.bias or epilogues or traits.dropout == "mem_efficient"
     return "needed" if needed or padded(traits.head_dim_v) > 192 else "free"

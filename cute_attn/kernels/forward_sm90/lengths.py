@@ -118,15 +118,15 @@ def _short_tile(traits: Traits, seqlen_q: int, seqlen_k: int, window: int) -> Fo
     bias that TMA loads and head dims above 64, only one tile with all queries is faster.
     """
     d = max(traits.head_dim, traits.head_dim_v)
+    seen = seqlen_k // 2 if _is_triangular(traits, seqlen_q, seqlen_k) else seqlen_k
     if d <= 64 and lists_blocks(traits.epilogues):  # smaller ones have no registers for a list
-        return _of_warpgroups(traits, "one_warpgroup")
+        return _of_warpgroups(traits, "one_warpgroup") if seen <= SHORT_SEQLEN else None
     tiles = TABLE.tiles(*keys(traits, "sm90", "short"))
     if not tiles:
         return None
     if traits.bias:
         few = seqlen_q <= tiles[0].tile_m if d > 64 else max(seqlen_q, seqlen_k) <= SHORT_BIASED
         return tiles[0] if few and tiles[0].bias_stages else None
-    seen = seqlen_k // 2 if _is_triangular(traits, seqlen_q, seqlen_k) else seqlen_k
     if d > 128 and seqlen_k <= max(FEW_KEYS):
         short = False
     elif window:
