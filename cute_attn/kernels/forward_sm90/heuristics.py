@@ -36,12 +36,16 @@ def epilogues_beside(traits: Traits) -> int:
 
 
 def _features(traits: Traits) -> str:
-    """``none``, ``one`` or ``several``, as users' functions count, or ``philox`` for the mem_efficient mask's words."""
+    """``none``, ``one`` or ``several``, as users' functions count; ``softcap`` if alone, ``philox`` for a mem_efficient
+    mask's words."""
     if traits.dropout == "mem_efficient":
         return "philox"
     if traits.epilogues:
         return "several"
-    return ("none", "one")[epilogues_beside(traits)] if epilogues_beside(traits) < 2 else "several"
+    beside = epilogues_beside(traits)
+    if beside == 1:
+        return "softcap" if traits.softcap else "one"
+    return "several" if beside else "none"
 
 
 def _registers(traits: Traits) -> str:
