@@ -8,6 +8,7 @@
 # make bench-decode     attention with a cache against its peers and against reading alone; ARGS="--rows 'b1-*'"
 # make bench-shapes     random shapes, forward and backward, in search of cliffs; ARGS="--seed 1" for others
 # make bench-models     the attention of real models, forward and backward; ARGS="'*llama*'" for some
+# make bench-masks      block masks and functions, forward and backward; ARGS="'d64-*'" for some
 # make tour       docs/tour.md and examples/tour again, from the levels under tour/ and their newest measurement
 # make docs       a static site of the documents, build/site
 #
@@ -24,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX := $(CURDIR)/build/pycache
 
 ready = import torch, cutlass, tvm_ffi, pytest, rich, typer, filelock; assert torch.cuda.is_available()
-ifneq (,$(filter demo test-gpu bench bench-backward bench-decode bench-shapes bench-models,$(MAKECMDGOALS)))
+ifneq (,$(filter demo test-gpu bench bench-backward bench-decode bench-shapes bench-models bench-masks,$(MAKECMDGOALS)))
   ifeq (,$(PYTHON))
     PYTHON := $(shell $(BASE_PYTHON) -c "$(ready)" 2>/dev/null && command -v $(BASE_PYTHON))
   endif
@@ -36,7 +37,7 @@ ifeq (,$(PYTHON))
 endif
 run := PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
 
-.PHONY: help docs tour demo test test-slow test-doors cpu-tests test-gpu bench bench-backward bench-decode bench-shapes bench-models lint format types clean
+.PHONY: help docs tour demo test test-slow test-doors cpu-tests test-gpu bench bench-backward bench-decode bench-shapes bench-models bench-masks lint format types clean
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
@@ -86,6 +87,9 @@ bench-shapes: $(installed_dev)
 
 bench-models: $(installed_dev)
 	$(run) -m bench.models $(ARGS)
+
+bench-masks: $(installed_dev)
+	$(run) -m bench.masks $(ARGS)
 
 # No byte code: most of what is installed is never loaded, and compiling it doubles the time.
 pip := $(VENV)/bin/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt -e
