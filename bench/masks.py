@@ -181,32 +181,22 @@ def built_in(row: Row) -> Forward:
 def fa4(row: Row) -> Forward:
     """FlashAttention-4: the same mask, in CuTe's operators, and the same blocks."""
     from flash_attn.cute import flash_attn_func
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch as Lists
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     if row.mask is None:
         raise NotImplementedError("functions are not written for it here")
     function, mask = MASKS[row.kind], row.mask
-    forward = Lists(
-        mask.kv_num_blocks,
-        mask.kv_indices,
-        mask.full_kv_num_blocks,
-        mask.full_kv_indices,
-        block_size=(BLOCK, BLOCK),
-    )
-    backward = Lists(
-        mask.q_num_blocks,
-        mask.q_indices,
-        mask.full_q_num_blocks,
-        mask.full_q_indices,
-        block_size=(BLOCK, BLOCK),
-    )
+
+    def lists(of: str) -> Any:
+        names = f"{of}_num_blocks {of}_indices full_{of}_num_blocks full_{of}_indices".split()
+        return BlockSparseTensorsTorch(*(getattr(mask, name) for name in names), block_size=(BLOCK, BLOCK))
 
     def of_indices(b: Any, h: Any, q: Any, kv: Any, seqlens: Any, tensors: Any) -> Any:
         return function(b, h, q, kv)
 
     q, k, v = (row.inputs[name] for name in "qkv")
-    lists = {"block_sparse_tensors": forward, "block_sparse_tensors_bwd": backward}
-    return lambda: flash_attn_func(q, k, v, mask_mod=of_indices, **lists)[0]
+    options = {"block_sparse_tensors": lists("kv"), "block_sparse_tensors_bwd": lists("q")}
+    return lambda: flash_attn_func(q, k, v, mask_mod=of_indices, **options)[0]
 
 
 def flex(row: Row) -> Forward:

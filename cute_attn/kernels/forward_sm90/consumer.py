@@ -168,23 +168,10 @@ class MainLoop:
         blocks = self.blocks
         self.first_step()
         last = blocks.end - 1
-        masked = cutlass.min(blocks.full_end, last)
-        if cutlass.const_expr(speculative and blocks.listed is not None):
-            # All blocks of a list may be partial, where a band has two.
-            if self.some_row_hidden():
-                self.steps(masked, last, True, False)
-            else:
-                self.steps(masked, last, True, True)
-        else:
-            self.steps(masked, last, True, False)
-        begin, end = blocks.full_begin, cutlass.min(blocks.full_end, last)
-        if cutlass.const_expr(speculative and self.kernel.may_hide_rows):
-            if self.some_row_hidden():
-                self.steps(begin, end, False, False)
-            else:
-                self.steps(begin, end, False, True)
-        else:
-            self.steps(begin, end, False, speculative)
+        # All blocks of a list may be partial, where a band has two.
+        freezes: Constexpr = speculative and blocks.listed is not None
+        self.steps_from_first(cutlass.min(blocks.full_end, last), last, True, freezes)
+        self.steps_from_first(blocks.full_begin, cutlass.min(blocks.full_end, last), False, speculative)
         if cutlass.const_expr(self.state.band.has_first):
             self.steps(blocks.begin, cutlass.min(blocks.full_begin, last), True, False)
         self.storage.q.release_after(LastUse.PRODUCTS, self.uses.queries)
@@ -227,6 +214,17 @@ class MainLoop:
         begin, end = optimization_barrier(begin), optimization_barrier(end)
         for i in cutlass.range(end - begin, unroll=1):
             self.step(end - 1 - i, masked, frozen)
+
+    @cute.jit
+    def steps_from_first(self, begin: Int32, end: Int32, masked: Constexpr, speculative: Constexpr) -> None:
+        """Key blocks [begin, end); if ``speculative``, with frozen row maxima where each row has one."""
+        if cutlass.const_expr(speculative and self.kernel.may_hide_rows):
+            if self.some_row_hidden():
+                self.steps(begin, end, masked, False)
+            else:
+                self.steps(begin, end, masked, True)
+        else:
+            self.steps(begin, end, masked, speculative)
 
     @cute.jit
     def first_step(self) -> None:
