@@ -74,6 +74,15 @@ def test_few_work_tiles_are_divided(name):
     assert cached.output_shapes() == params.output_shapes()
 
 
+def test_stream_k_divides_packed_keys_of_unlike_lengths():
+    """Whole work tiles of the longest sequence would end last; where all are as long, nothing is divided."""
+    alike = call(1882, 30732, (3, 3), 64, batch=12, packed=True, causal=True)
+    alike = alike._replace(q=alike.q[:8000])
+    unlike = alike._replace(k=alike.k[:128000], v=alike.v[:128000])
+    found = [split_kv.choose_kernel(divided.as_cache(x), "sm90", PROCESSORS)[1] for x in (alike, unlike)]
+    assert [(split.how, split.num_splits) for split in found] == [("", 1), ("stream_k", 1)]
+
+
 UNWANTED = {
     "many-queries": call(8192, 8192),
     "few-keys": call(1, 2048),
