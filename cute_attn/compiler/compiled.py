@@ -43,7 +43,7 @@ from cute_attn.compiler.cache import (
     warn_once,
 )
 from cute_attn.compiler.cubin import Resources
-from cute_attn.compiler.fingerprint import cache_key, dsl, source_key, toolchain
+from cute_attn.compiler.fingerprint import cache_key, digest, dsl, source_key, toolchain
 from cute_attn.compiler.workers import Worker
 from cute_attn.epilogues.names import TRACED, is_registered, user_epilogue
 from cute_attn.tiles import check_target, check_tile, text_of
@@ -369,7 +369,15 @@ def _why_not_built(kernel: Any, target: str) -> str:
 
 def key_of(kernel: Any, target: str, *, lines: bool = False) -> str:
     """The key that :func:`build` caches it under."""
-    return cache_key(*_what(kernel, target, lines))
+    key = cache_key(*_what(kernel, target, lines))
+    places = _source_places(kernel.traits) if lines else ""
+    return digest(key.encode(), places.encode()) if places else key
+
+
+def _source_places(traits: Traits) -> str:
+    """The lines that the line info of its epilogues' functions names; "" without functions."""
+    found = (getattr(user_epilogue(name), "source_places", None) for name in traits.epilogues)
+    return "".join(repr(places) for places in found if places)
 
 
 def bundle_key(kernel: Any, target: str) -> str:

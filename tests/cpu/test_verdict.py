@@ -1,14 +1,17 @@
 """Verdicts: numbers worked out by hand, tiles that do not fit, source lines, users' kernels, and the command."""
 
 import dataclasses
+import inspect
 import warnings
 
 import pytest
+import torch
 from cutlass._mlir_helpers import op
 from cutlass.base_dsl import dsl
 
-from cute_attn import SpillWarning, compiler
-from cute_attn.lab.verdict import verdict
+from cute_attn import SpillWarning, Traits, compiler, score_mod
+from cute_attn.compiler import registry
+from cute_attn.lab.verdict import lines_of, verdict
 from tests import refusals, toy
 
 AMPERE, HOPPER = "forward-sm80-bf16-d64-causal", "forward-sm90-bf16-d128-causal"
@@ -157,3 +160,46 @@ def test_source_lines_and_the_same_machine_code(source_locations):
     assert exp2.place.startswith("device/math.py:") and exp2.instructions >= lined.step.exp2
     assert {line.place.partition(":")[0] for line in lined.lines} >= {"device/gemm.py", "device/copy.py"}
     assert verdict(compiler.compile(SMALL, target="sm80"), lines=True).lines == lined.lines
+
+
+@score_mod("capped_in_lines", example=lambda batch, nheads, *_: (torch.ones(nheads),))
+def capped_in_lines(score, b, h, q, k, slopes):
+    capped = torch.tanh(score * 0.25)
+    return torch.where(
+        (q ^ k) % 3 == 0,
+        capped + slopes[h] * (q - k),
+        score,
+    )
+
+
+def test_instructions_of_a_function_have_the_lines_of_its_source(source_locations):
+    name = f"{SMALL}-capped_in_lines"
+    plain, lined = verdict(name, target="sm80"), verdict(name, target="sm80", lines=True)
+    assert dataclasses.replace(lined, lines=()) == plain
+    lines = lines_of(lined.steady)
+    others = [line for line in lines if line.place.startswith("epilogues/functions/")]
+    # Positions, which all lines of the function share.
+    assert all(line.source.startswith("return {x: tile.") for line in others)
+    own = {line.source: line.instructions for line in lines if line.place.startswith("test_verdict.py:")}
+    assert {*own} == {
+        "capped = torch.tanh(score * 0.25)",
+        "return torch.where(",
+        "(q ^ k) % 3 == 0,",
+        "capped + slopes[h] * (q - k),",
+    }
+    assert sum(own.values()) > 4 * lined.step.elements
+    tanh = {(i.file, i.line) for i, _ in lined.steady.instructions if i.name == "MUFU.RCP"}
+    assert tanh == {(__file__, inspect.getsourcelines(capped_in_lines)[1] + 2)}
+
+
+def test_the_place_of_a_function_is_part_of_a_key_only_with_lines():
+    def keys(text):
+        written = {"__name__": __name__}
+        exec(compile(text, "written.py", "exec"), written)
+        score_mod("written_twice")(written["plus"])
+        kernel = registry.lookup(Traits.parse(f"{SMALL}-written_twice"), None, "sm80")
+        return [compiler.key_of(kernel, "sm80", lines=lines) for lines in (False, True)]
+
+    text = "def plus(score, b, h, q, k):\n    return score + q\n"
+    (key, lined), (same, moved) = keys(text), keys(f"\n{text}")
+    assert key == same and lined != moved and keys(text) == [key, lined]

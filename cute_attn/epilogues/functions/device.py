@@ -1,13 +1,17 @@
 """A lowered graph as CuTe DSL expressions on a score tile in registers."""
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import cutlass
 from cutlass import BFloat16, Boolean, Float16, Float32, Float64, Int8, Int16, Int32, Int64, Uint8, cute
+from cutlass._mlir import ir
 from cutlass._mlir.dialects import arith
+from cutlass._mlir_helpers.op import loc_transform
 from cutlass.cute.runtime import make_fake_tensor
+from cutlass.cutlass_dsl import dsl_user_op
 
 from cute_attn.device.math import LOG2_E, exp2, fabs, fma, log2, reciprocal, tanh_base2
 from cute_attn.device.score_tile import ScoreTile
@@ -42,6 +46,24 @@ def fake_tensor(dtype: str, rank: int, unit_stride: bool) -> Any:
     if unit_stride:
         stride[-1] = 1
     return make_fake_tensor(ELEMENTS[dtype], tuple(cute.sym_int() for _ in range(rank)), stride=tuple(stride))
+
+
+@dsl_user_op
+def _location(*, loc: Any = None) -> Any:
+    """The location that the DSL gives an operation here; None in a build without line info."""
+    return loc
+
+
+@contextlib.contextmanager
+def in_source(node: Node) -> Iterator[None]:
+    """Give operations the location of the line of the user's function that asks for the node, with line info."""
+    if node.place is None or _location() is None:
+        yield
+        return
+    here = ir.Location.file(*node.place, 0)
+    # MLIR's builders read the first, the DSL's operations the second.
+    with here, loc_transform(lambda _: here):
+        yield
 
 
 def uniform_roots(*outputs: Node) -> list[Node]:
@@ -94,7 +116,9 @@ class Expressions:
         """The node's value. known: the dict that keeps a node's value, for a row, a column or an element."""
         place = self.values if known is None else known(node)
         if node not in place:
-            place[node] = self._computed(node, [self.of(arg, known) for arg in node.args])
+            args = [self.of(arg, known) for arg in node.args]
+            with in_source(node):
+                place[node] = self._computed(node, args)
         return place[node]
 
     def _computed(self, node: Node, args: list) -> Any:
@@ -208,11 +232,12 @@ class Positions:
     def of_element(self, tile: ScoreTile, r: int, c: int) -> dict[Node, Any]:
         values: dict[Node, Any] = {x: tile.acc[r, c] for x in self.inputs if x.op == "acc"}
         for x in self.inputs:
-            if x.op == "distance":
-                distance = self._distance(tile, r, c, TYPES[x.kind])
-                values[x] = distance if x.args[0].op == "query" else -distance
-            elif x.op == "order":
-                values[x] = _OPERATIONS[x.value](*self._ordered(tile, r, c))
+            with in_source(x):
+                if x.op == "distance":
+                    distance = self._distance(tile, r, c, TYPES[x.kind])
+                    values[x] = distance if x.args[0].op == "query" else -distance
+                elif x.op == "order":
+                    values[x] = _OPERATIONS[x.value](*self._ordered(tile, r, c))
         return values
 
     def _kept(self, key: tuple, make: Callable[[], Any]) -> Any:

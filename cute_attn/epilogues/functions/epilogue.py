@@ -29,7 +29,7 @@ from cute_attn.epilogues.functions.gradients import (
     offset_in,
     times_slope,
 )
-from cute_attn.epilogues.functions.graph import FLOAT, KEY, QUERY, SCORE, Graph, Node, digest, ordered
+from cute_attn.epilogues.functions.graph import FLOAT, KEY, QUERY, SCORE, Graph, Node, Place, digest, ordered
 from cute_attn.epilogues.functions.lowering import Lowered, Term, bounds, lower, varies
 from cute_attn.epilogues.functions.trace import Trace, as_kernels_read
 from cute_attn.epilogues.inputs import ScoreInputs
@@ -144,6 +144,11 @@ class FunctionEpilogue(Epilogue):
                         "raises IndexError",
                         stacklevel=2,
                     )
+
+    @property
+    def source_places(self) -> list[Place]:
+        """Where the function's nodes are made, on which a build with line info depends."""
+        return [x.place for x in ordered(self.output) if x.place is not None]
 
     def fake_args(self) -> tuple:
         return tuple(fake_tensor(*one) for one in self.captured)

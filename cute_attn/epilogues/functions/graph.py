@@ -23,6 +23,8 @@ INPUTS = {
     "query": (INT, QUERY),
     "key": (INT, KEY),
 }
+Place = tuple[str, int]
+"""An absolute path, or a name such as ``<stdin>``, and a line."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -37,6 +39,7 @@ class Node:
         depends_on: bits of ``SCORE``, ``QUERY`` and ``KEY``.
         dtype: torch's name of an integer's dtype, "" for a Python number; also a captured float's, and the dtype that
             a function casts to.
+        place: the line of the function that first asks for it, or None. It is no part of a graph's identity.
     """
 
     op: str
@@ -45,17 +48,43 @@ class Node:
     value: Any
     depends_on: int
     dtype: str = ""
+    place: Place | None = None
 
     def is_const(self, value: float | None = None) -> bool:
         """True for a constant, or with ``value`` for that constant."""
         return self.op == "const" and (value is None or self.value == value)
 
 
+class _At:
+    """See :meth:`Graph.at`. A generator in its place would make traces a tenth slower."""
+
+    __slots__ = ("before", "graph", "place")
+
+    def __init__(self, graph: "Graph", place: Place | None) -> None:
+        self.graph, self.place = graph, place
+
+    def __enter__(self) -> None:
+        self.before = self.graph.place
+        self.graph.place = self.place or self.before
+
+    def __exit__(self, *error: object) -> None:
+        self.graph.place = self.before
+
+
 class Graph:
-    """Makes nodes, each once, with constants folded where that is exact for every operand."""
+    """Makes nodes, each once, with constants folded where that is exact for every operand.
+
+    Attributes:
+        place: of the nodes that are made next.
+    """
 
     def __init__(self) -> None:
         self._made: dict[tuple, Node] = {}
+        self.place: Place | None = None
+
+    def at(self, place: Place | None) -> "_At":
+        """A context in which nodes are given another place; None: the same one."""
+        return _At(self, place)
 
     def make(
         self,
@@ -74,7 +103,7 @@ class Graph:
         if found is None:
             for arg in args:
                 depends_on |= arg.depends_on
-            found = self._made[key] = Node(op, kind, tuple(args), value, depends_on, dtype)
+            found = self._made[key] = Node(op, kind, tuple(args), value, depends_on, dtype, self.place)
         return found
 
     def input(self, name: str) -> Node:
@@ -217,17 +246,16 @@ class _Derivative:
         if key not in self._known:
             outermost = outermost and x.op in ("add", "where")
             slopes = [self.of(arg, outermost) for arg in x.args]
-            if x.op == "where" and outermost:
-                self._known[key] = self._where_seen(x, slopes)
-            else:
-                self._known[key] = _RULES[x.op](self, x, *x.args, *slopes)
+            rule = _Derivative._where_seen if x.op == "where" and outermost else _RULES[x.op]
+            with self.graph.at(x.place):
+                self._known[key] = rule(self, x, *x.args, *slopes)
         return self._known[key]
 
-    def _where_seen(self, x: Node, slopes: list) -> Node | None:
-        for value, other in ((1, 2), (2, 1)):
-            if x.args[value].is_const(-math.inf):
-                return slopes[other]
-        return _where(self, x, *x.args, *slopes)
+    def _where_seen(self, x: Node, c: Node, a: Node, b: Node, dc: Any, da: Any, db: Any) -> Node | None:
+        for value, slope in ((a, db), (b, da)):
+            if value.is_const(-math.inf):
+                return slope
+        return _where(self, x, c, a, b, dc, da, db)
 
     # ---- arithmetic where None is 0 ----
 

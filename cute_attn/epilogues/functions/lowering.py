@@ -199,7 +199,8 @@ def _once(method: Callable[[Any, Node], Any]) -> Callable[[Any, Node], Any]:
     def known(self: Any, x: Node) -> Any:
         found = self.found.setdefault(method.__name__, {})
         if x not in found:
-            found[x] = method(self, x)
+            with self.graph.at(x.place):
+                found[x] = method(self, x)
         return found[x]
 
     return known
@@ -211,15 +212,20 @@ class _Lowering:
         self.graph = graph
         self.acc = graph.make("acc", FLOAT, depends_on=SCORE)
         self.inverse = graph.make("inverse", FLOAT)
-        self.score = self.mul(self.acc, graph.make("unit", FLOAT))
         self._known: dict[Node, Node] = {}
         self._bounds: dict[Node, Bounds] = {}
+
+    @functools.cached_property
+    def score(self) -> Node:
+        """The score. It is made when it is first read, so that its place is that line."""
+        return self.mul(self.acc, self.graph.make("unit", FLOAT))
 
     def of(self, node: Node) -> Node:
         """The node's value, not scaled like the tile."""
         found = self._known.get(node)
         if found is None:
-            found = self._known[node] = self._lowered(node)
+            with self.graph.at(node.place):
+                found = self._known[node] = self._lowered(node)
         return found
 
     def _lowered(self, node: Node) -> Node:

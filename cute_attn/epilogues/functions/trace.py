@@ -5,8 +5,11 @@ import inspect
 import math
 import numbers
 import operator
+import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from cute_attn import traits
 from cute_attn.epilogues.functions.composed import COMPOSED
-from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, KINDS, LONG, Graph, Node, ordered
+from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, KINDS, LONG, Graph, Node, Place, ordered
 
 SIGNATURES = {
     "score_mod": ("score", "batch", "head", "query", "key"),
@@ -128,7 +131,8 @@ def _output(recorder: "Recorder", score_mod: Callable | None, mask_mod: Callable
             raise TypeError(
                 f"mask_mod returned {_THE_KINDS[seen.kind]}; accepted: a bool, such as q_idx >= kv_idx"
             )
-        output = graph.where(seen, output, graph.const(-math.inf))
+        with graph.at(seen.place):
+            output = graph.where(seen, output, graph.const(-math.inf))
     return output
 
 
@@ -145,7 +149,9 @@ def _renumbered(recorder: "Recorder", output: Node) -> Trace:
         if node.op == "load":
             value = used.setdefault(value, len(used))
         args = [changed[x] for x in node.args]
+        graph.place = node.place
         changed[node] = graph.make(node.op, node.kind, args, value, node.depends_on, node.dtype)
+    graph.place = None
     tensors = tuple(recorder.tensors[i] for i in used)
     return Trace(graph, changed[output], tensors, recorder.reads)
 
@@ -186,7 +192,7 @@ class Recorder(TorchFunctionMode):
             # Python's operators replace a TypeError by another one.
             raise error if self._refusal is None else self._refusal from None
         finally:
-            self._is_open = False
+            self._is_open, self.graph.place = False, None
         if self._refusal is not None and self._is_refused:  # the function caught it, and did something else
             raise self._refusal
         return output
@@ -274,6 +280,7 @@ class Recorder(TorchFunctionMode):
                 "torch.autograd.Function, whose backward would be ignored",
                 "torch's own operations",
             )
+        self.graph.place = _place_of(sys._getframe(1))
         name = _name_of(func)
         if name == "__getitem__":
             return self.lookup(*args)
@@ -415,6 +422,32 @@ class Recorder(TorchFunctionMode):
             return kind(self, tensor, tuple(nodes), number)
         node = self.load(tensor, tuple(nodes), number)
         return self.symbol(self._differentiable(node))
+
+
+def _place_of(frame: FrameType | None) -> Place | None:
+    """The innermost line of a user's code that led to an operation; of a function of torch's, its own line.
+
+    frame: the operation's. None if another thread calls a function of torch's.
+    """
+    outermost = frame
+    while frame is not None and frame.f_code is not Recorder.call.__code__:
+        if not frame.f_globals.get("__name__", "").startswith(_INNER):
+            return _line_of(frame)
+        outermost, frame = frame, frame.f_back
+    return None if frame is None or outermost is None else _line_of(outermost)
+
+
+_INNER = ("torch.", f"{__package__}.")
+"""Modules that are no user's code: torch's and these."""
+
+
+def _line_of(frame: FrameType) -> Place:
+    return _absolute(frame.f_code.co_filename), frame.f_lineno
+
+
+@functools.lru_cache(1024)
+def _absolute(file: str) -> str:
+    return file if file.startswith("<") else os.path.abspath(file)
 
 
 def _without_whole(items: tuple, dimensions: int) -> tuple:
