@@ -100,6 +100,11 @@ def step(function: Callable[..., Any], *arguments: Any) -> None:
         thread.recording.add_launch(function, arguments, of_torch=True)
 
 
+def sum_of_copies(made: Tensor, copies: Tensor) -> None:
+    """A :func:`step`: ``made`` becomes the sum over the first dimension, in its own dtype and shape."""
+    made.copy_((copies.sum(0) if len(copies) > 1 else copies[0]).view(made.shape))
+
+
 def overwritten(*tensors: Tensor, alone: bool = False) -> None:
     """Increment the version counters of arguments that a kernel has written.
 

@@ -34,7 +34,7 @@ WAYS = {
     "attention and its gradients": (28, 7, 4),
     "attention_varlen": (14, 3, 3),
     "attention with a score_mod": (13, 3, 3),
-    "attention with a score_mod and its gradients": (37, 7, 4),
+    "attention with a score_mod and its gradients": (44, 7, 4),
     "attention with a BlockMask": (14, 4, 4),
     "attention_with_kvcache": (10, 3, 3),
     "attention_with_kvcache, appending": (13, 3, 3),

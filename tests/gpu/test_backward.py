@@ -44,8 +44,8 @@ TILES: dict[str, dict[str, tuple[str, ...]]] = {
         "p_in_regs=true,v_in_regs=false,queries_at_once=0,tile_m=64,tile_n=64,num_warps=4,sdp_warps_m=1,"
         "dkv_warps_m=4,dq_warps_m=2,stages_q=1,stages_do=1": D256,
         "stages_q=1,stages_do=1": (),
-        f"{_PLAIN},v_in_regs=true,tile_m=64,tile_n=64,num_warps=8,sdp_warps_m=4,dkv_warps_m=2,dq_warps_m=2,"
-        "stages_q=1,stages_do=1,sdp_unroll=2,dkv_unroll=2,dq_unroll=1,dq_vector=1": D96_D256,
+        "p_in_regs=false,v_in_regs=true,queries_at_once=0,tile_m=64,tile_n=64,num_warps=8,sdp_warps_m=4,"
+        "dkv_warps_m=2,dq_warps_m=2,stages_q=1,stages_do=1,sdp_unroll=2,dkv_unroll=2,dq_unroll=1,dq_vector=1": D96_D256,
         "p_in_regs=true,v_in_regs=true,queries_at_once=16,tile_m=32,tile_n=64,num_warps=4,sdp_warps_m=1,"
         "dkv_warps_m=4,dq_warps_m=2,stages_q=1,stages_do=1": D96_D256,
         "dq_vector=2": (),
