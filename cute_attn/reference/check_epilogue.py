@@ -15,6 +15,7 @@ from cute_attn import reference
 from cute_attn.epilogues.base import Epilogue
 from cute_attn.epilogues.functions.definition import AS_TORCH, Precision
 from cute_attn.epilogues.functions.epilogue import FunctionEpilogue
+from cute_attn.epilogues.functions.gradients import one_copy
 from cute_attn.epilogues.functions.graph import FLOAT, ordered
 from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.epilogues.functions.trace import kind_of
@@ -331,7 +332,7 @@ class _Check:
         tiling = TINY[what].of(self.name, op="backward")
         assert tiling.traits is not None
         expected = self._gradients(tiling.traits, grad_out, AS_TORCH, leaves)
-        targets = [torch.zeros(1, *(leaves[i].shape or (1,))) for i in numbers]  # one copy of each gradient
+        targets = [one_copy(leaves[i]) for i in numbers]
         inputs = replace(self.problem.inputs, extra={own: (*args, *targets)})
         given = replace(self.problem, inputs=inputs)
         given.differentiate(TINY[what].of(own, op="backward"), grad_out, expected.lse, -expected.dpsum)

@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from cute_attn import attention, reference, score_mod
 from cute_attn.api import operators
 from cute_attn.epilogues.chain import EpilogueChain
+from cute_attn.epilogues.functions.gradients import one_copy
 from cute_attn.epilogues.functions.known import block_mask_epilogue_of, epilogue_of
 from cute_attn.epilogues.names import user_epilogue
 from cute_attn.host.block_masks import epilogue_of_block_mask
@@ -44,7 +45,7 @@ def test_score_tiles_add_up_to_the_gradient(function, tiling):
     grad_out = torch.randn(problem.q.shape, generator=torch.Generator().manual_seed(1))
     leaves = tuple(x.double().requires_grad_() for x in tensors)
     expected = _with(problem, name, leaves).expected_gradients(traits, grad_out)
-    targets = tuple(torch.zeros(1, *(x.shape or (1,))) for x in tensors)  # one copy of each gradient
+    targets = tuple(map(one_copy, tensors))
     got = _with(problem, own, (*tensors, *targets)).differentiate(
         TINY[tiling].of(own, op="backward"), grad_out, expected.lse, -expected.dpsum
     )
@@ -262,7 +263,7 @@ def test_hidden_scores_reach_no_gradient_of_a_kernel(case, mask, tiling):
     out = torch.einsum("bhqk,bkhd->bqhd", p, problem.v.double())
     (out * grad_out).sum().backward()
     minus_d = -(out * grad_out).sum(-1).transpose(1, 2).detach().float()
-    targets = tuple(torch.zeros(1, *(x.shape or (1,))) for x in tensors)  # one copy of each gradient
+    targets = tuple(map(one_copy, tensors))
     tile = TINY[tiling].of(f"{mask}-seqused_q-seqused_k-{own}".removeprefix("-"), op="backward")
     got = _with(problem, own, (*tensors, *targets)).differentiate(
         tile, grad_out, lse.detach().float(), minus_d

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from cute_attn.epilogues.functions.gradients import one_copy
 from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.epilogues.names import user_epilogue
 from cute_attn.reference.tilings import TINY, Scores
@@ -104,7 +105,7 @@ def _emulated(case: Case, functions: Functions, exact: dict[str, Tensor]) -> dic
     found = {"scores": with_tensors.emulate(TINY[FORWARD[tiling]].of(name)).scores}
     floats = tuple(i for i, x in enumerate(tensors) if _is_float(x))
     own, numbers = user_epilogue(name).with_gradients(floats) if floats else (name, ())
-    targets = tuple(torch.zeros(tensors[i].shape) for i in numbers)
+    targets = tuple(one_copy(tensors[i]) for i in numbers)
     given = replace(problem, inputs=replace(problem.inputs, extra={own: (*tensors, *targets)}))
     lse, minus_d = exact["lse"].float(), -exact["dpsum"].float()
     found["dscores"] = given.differentiate(
@@ -112,4 +113,6 @@ def _emulated(case: Case, functions: Functions, exact: dict[str, Tensor]) -> dic
     ).scores
     names = {id(x): f"d{name}" for name, x in functions.values.items()}  # others are computed from these
     pairs = zip(numbers, targets, strict=True)
-    return found | {names[id(tensors[i])]: x for i, x in pairs if id(tensors[i]) in names}
+    return found | {
+        names[id(tensors[i])]: x.view(tensors[i].shape) for i, x in pairs if id(tensors[i]) in names
+    }

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cutlass
+import torch
 from cutlass import Boolean, Constexpr, Float32, Int32, Pointer, cute
 
 from cute_attn.device.lanes import add_to, adds_for, lanes_sum
@@ -22,6 +23,11 @@ LANES = (1, 2, 4, 8, 16)
 
 Elements = Callable[[Callable[[Int32, Float32], None]], None]
 """Calls its argument for each of a thread's sums: with an offset in the target, and the number to add."""
+
+
+def one_copy(x: torch.Tensor) -> torch.Tensor:
+    """Zeros to which device code adds x's gradient, where it runs on the CPU: fp32 (1, *x.shape)."""
+    return torch.zeros(1, *(x.shape or (1,)))
 
 
 def of_this_cta(copies: cute.Tensor) -> cute.Tensor:
