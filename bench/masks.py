@@ -1,13 +1,13 @@
-"""What does a mask cost, forward and backward, beside this package's own causal kernel and the peers of the same run?
+"""What does a mask cost, forward and backward, next to this package's own causal kernel and the peers of the same run?
 
-    python -m bench.masks                    every row; writes bench/results/DATE-GPU-masks.json
+    python -m bench.masks                       every row; writes bench/results/DATE-GPU-masks.json
     python -m bench.masks 'd64-*' '*-causal'    the rows whose name matches
-    python -m bench.masks --compile 0/8      build a share of the package's kernels, without a GPU
-    python -m bench.masks --list             their names
+    python -m bench.masks --compile 0/8         build a share of the package's kernels, without a GPU
+    python -m bench.masks --list                their names
 
 Needs a GPU. One sequence of 16,384 tokens with 16 heads in bf16: eight masks as a BlockMask, then functions of scores
-under a causal mask. ``built_in`` is the package's kernel that has the mask or the function as an option, or else the
-causal one for the same number of visited scores. Peers get the same blocks: FlashAttention-4 as lists, FlexAttention
+under a causal mask. ``built_in`` is the package's kernel that has the mask or the function as an option, or else its
+causal kernel, which visits other scores. Peers get the same blocks: FlashAttention-4 as lists, FlexAttention
 compiled. Each output is compared with the package's.
 """
 
@@ -300,19 +300,10 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 def build(chosen: Sequence[Row]) -> int:
     """Build the package's kernels of these rows into the disk cache, and say how many."""
-    import pytest
-
     from cute_attn import compiler
     from tests import machine
 
-    found: dict[str, tuple[Any, str]] = {}
-
-    def launched(kernel: Any, target: str) -> Callable[..., None]:
-        found[f"{kernel.traits} {kernel.tile} {target}"] = kernel, target
-        return lambda given: None
-
-    with pytest.MonkeyPatch.context() as patch:
-        machine.gpu(patch, launched)
+    with machine.launches() as (_, found):
         for row in chosen:
             prepared(row, "cpu")
             for implementation in (cute, built_in):

@@ -229,23 +229,15 @@ def _cache_splits(call: Any, tile: Any, processors: int) -> list[Any]:
 
 def needed(chosen: Sequence[Shape]) -> dict[str, tuple[Any, str]]:
     """(kernel, target) by a name of all that timing the shapes launches. Needs no GPU: nothing is computed."""
-    import pytest
     import torch
 
     from tests import machine
 
-    found: dict[str, tuple[Any, str]] = {}
-
-    def launched(kernel: Any, target: str) -> Callable[..., None]:
-        found[f"{kernel.traits} {kernel.tile} {target}"] = kernel, target
-        return lambda given: None
-
     def empty(*shape: Any, generator: Any = None, **options: Any) -> Any:
         return torch.empty(*shape, **options)
 
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+    with machine.launches() as (patch, found), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        machine.gpu(patch, launched)
         patch.setattr(torch, "randn", empty)  # memory that nobody touches costs nothing
         patch.setattr(torch.Tensor, "normal_", lambda x, **options: x)
         for shape in chosen:

@@ -7,7 +7,7 @@ new memory with what no kernel leaves there. Nothing of this is patched anywhere
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
@@ -150,6 +150,20 @@ def gpu(patch: pytest.MonkeyPatch, launched: Callable[[Any, str], Run]) -> None:
     patch.setattr(sdpa_plans, "runs_kernels", lambda q: True)
     patch.setattr(kvcache, "known_plan", _checked_plan)
     patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+
+
+@contextlib.contextmanager
+def launches() -> Iterator[tuple[pytest.MonkeyPatch, dict[str, tuple[Any, str]]]]:
+    """:func:`gpu`, by a patch for more; and (kernel, target), by a name of both, of all that calls launch there."""
+    found: dict[str, tuple[Any, str]] = {}
+
+    def launched(kernel: Any, target: str) -> Run:
+        found[f"{kernel.traits} {kernel.tile} {target}"] = kernel, target
+        return lambda given: None
+
+    with pytest.MonkeyPatch.context() as patch:
+        gpu(patch, launched)
+        yield patch, found
 
 
 def _checked_plan(call: Any) -> Any:

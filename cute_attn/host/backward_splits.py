@@ -124,12 +124,12 @@ def accumulators_in_order(
         key_bytes: of K and V.
         multiprocessors, l2_bytes: of the GPU.
     """
-    beside = multiprocessors / columns.count  # key blocks of a column that run at a time
-    sequences = max(1.0, min(columns.sequences, beside / columns.blocks))  # of a column that run at a time
-    busy = columns.rows * (columns.steps + AROUND_STEPS) / beside
+    running = multiprocessors / columns.count  # key blocks of a column that run at a time
+    sequences = max(1.0, min(columns.sequences, running / columns.blocks))  # of a column that run at a time
+    busy = columns.rows * (columns.steps + AROUND_STEPS) / running
     chain = columns.rows * columns.seen / sequences
-    together = min(columns.blocks * columns.seen, beside)
-    used = min(1.0, beside) * sequences / columns.sequences  # fraction of the accumulators, at a time
+    together = min(columns.blocks * columns.seen, running)
+    used = min(1.0, running) * sequences / columns.sequences  # fraction of the accumulators, at a time
 
     def time(n: int) -> float:
         turns = max(busy, TURN_STEPS * chain / n) + TURN_STEPS * together / n

@@ -56,7 +56,7 @@ STREAM_K_COST = 1.27
 """Time of stream-K over that of whole work tiles where the tensor cores are the limit, with more than 64 rows."""
 
 SIMILAR = 0.7
-"""Minimum mean over maximum of packed sequences' keys for whole work tiles, of which the longest end last."""
+"""Minimum ratio of mean to maximum of packed sequences' keys for whole work tiles: those of the longest end last."""
 
 
 @dataclass(frozen=True)
