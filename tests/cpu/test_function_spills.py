@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from cute_attn import Traits, compile
+from cute_attn.compiler import registry
 from cute_attn.epilogues.functions.known import block_mask_epilogue_of, epilogue_of
 from cute_attn.epilogues.names import user_epilogue
 from tests.cpu.test_documents import ROOT, blocks
@@ -196,3 +197,12 @@ KERNELS = dict.fromkeys((*EXTREME, *((function, "backward", "sm90", "sm90", 128)
 )
 def test_a_function_does_not_spill(case, pages):
     check(*case, pages)
+
+
+def test_row_maxima_are_frozen_where_the_nearest_keys_come_first():
+    def frozen(dtype, mask):
+        traits = Traits.parse(f"forward-sm90-{dtype}-d128{mask}-{traced(slopes)}")
+        return registry.lookup(traits).tile.speculative
+
+    assert [frozen("bf16", mask) for mask in ("-causal", "-window", "")] == [True, False, False]
+    assert not frozen("fp16", "-causal")

@@ -154,6 +154,16 @@ def test_deterministic_calls_have_fewer_work_tiles_to_fill_the_gpu_with():
     assert splits_of(short, "NVIDIA H200", True) == splits_of(short) == 1
 
 
+def test_heads_in_order_are_all_split_under_a_mask_unless_the_sums_cost_more():
+    """Few queries that see a window of many keys have little else to do than the sums."""
+
+    def in_order(params):
+        return head_splits(params, TILE, 132, 50 << 20, in_order=True)
+
+    assert in_order(call(2868, 2868, 16, 1, mask="causal")) == 16
+    assert in_order(call(4, 67277, 28, 7, 3, "window", window=(4736, 2176))) == 1
+
+
 @pytest.mark.parametrize("triangular", [True, False])
 def test_a_larger_l2_never_asks_for_more_splits(triangular):
     params = call(8192, 8192, 71, 1, 2, "causal" if triangular else "")

@@ -51,15 +51,16 @@ def _features(traits: Traits) -> str:
 def _registers(traits: Traits) -> str:
     """``free`` if registers are left for keys or Q, else ``needed``, or ``fp32`` with an fp32 bias (fewest left).
 
-    ``function`` beside nothing but a mask, in bf16: what a user's function adds is rarely so large that P, with frozen
-    row maxima, exceeds bf16.
+    ``function`` beside nothing but a causal mask, in bf16: with row maxima frozen after the nearest keys, what a user's
+    function adds to farther ones is rarely so large that P exceeds bf16. Without a mask the first keys may be the
+    farthest, and each work tile is computed twice: a penalty of distance then took 1.3 to 1.5 times as long.
     """
     if traits.bias == "fp32":
         return "fp32"
     epilogues = in_every_step(traits.epilogues)
     alone = epilogues_beside(traits) == 1 and not lists_blocks(traits.epilogues)
     few = held(traits.epilogues, traits.op) <= FEW_HELD and max(traits.head_dim, traits.head_dim_v) <= 128
-    if epilogues and alone and few and traits.dtype == "bf16" and are_functions(epilogues):
+    if epilogues and alone and few and traits.causal and traits.dtype == "bf16" and are_functions(epilogues):
         return "function"
     needed = traits.bias or epilogues or traits.dropout == "mem_efficient"
     return "needed" if needed or padded(traits.head_dim_v) > 192 else "free"
