@@ -45,6 +45,18 @@ def test_names_are_listed_and_loaded_on_first_use():
         cute_attn.lab.verdct  # noqa: B018
 
 
+def test_the_laboratory_says_where_a_function_is():
+    with pytest.raises(TypeError, match=r"its function is cute_attn.lab.verdict.verdict$"):
+        cute_attn.lab.verdict("forward-sm80-bf16-d64")
+    with pytest.raises(TypeError, match=r"^cute_attn.lab.race is a module$"):
+        cute_attn.lab.race()
+    for name, place in cute_attn.lab._PLACES.items():
+        with pytest.raises(AttributeError, match=f"it is cute_attn.lab.{place}$"):
+            getattr(cute_attn.lab, name)
+        module, function = place.split(".")
+        assert callable(getattr(getattr(cute_attn.lab, module), function))
+
+
 @pytest.mark.parametrize("package", [cute_attn, layouts], ids=lambda package: package.__name__)
 def test_type_checkers_see_every_name_where_it_is(package):
     own = package.__name__
