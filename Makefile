@@ -127,7 +127,7 @@ tour: $(installed_dev)
 	for file in examples/tour/*.ipynb; do $(run) -m tests.notebook $$file --write || exit 1; done
 
 docs: $(VENV)/installed-docs
-	PYTHONPATH=$(CURDIR) $(VENV)/bin/python -m docs.site
+	@PYTHONPATH=$(CURDIR) $(VENV)/bin/python -m docs.site
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -52,8 +52,8 @@ def copy(folder: Path) -> None:
 
 
 def page_of(notebook: dict[str, Any]) -> str:
-    """A notebook with its outputs, as a page."""
-    parts = []
+    """A notebook with its outputs, as a page that has the width of its table of contents too."""
+    parts = ["---\nhide: [toc]\n---"]
     for cell in notebook["cells"]:
         source = "".join(cell["source"])
         parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")

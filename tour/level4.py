@@ -6,7 +6,9 @@ tensor cores waited for each block of K and V, which came through registers.
 Online softmax visits the keys once. With a running maximum m and everything so far in units of exp(m), a block with a
 larger maximum m' only changes the units:
 
-    factor = exp(m - m')        sum = factor * sum + sum of exp(s - m')        O = factor * O + exp(S - m') V
+    factor = exp(m - m')
+    sum    = factor * sum + sum of exp(s - m')
+    O      = factor * O + exp(S - m') V
 
 ``cp.async`` copies 16 bytes from global to shared memory without a register in between, while the warp goes on. K and
 V have ``num_stages`` places: while block j is computed, block j + 1 arrives. Copies are committed in groups and waited

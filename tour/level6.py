@@ -12,10 +12,11 @@ Roles meet in pipelines (``cute_attn.device.pipeline``): each stage has two mbar
 Empty: each consumer warp has arrived, once its products had read them. Use n of a pipeline is in stage n mod stages,
 and both sides wait by the parity of n div stages: the producer for the opposite one, so that its first waits pass.
 
-    producer                             consumers
-    acquire K[n]: wait empty, expect     wait full K[n];  S = Q K[n]^T;  release K[n]: arrive at empty
-    load K[n]                            softmax
-    acquire V[n]; load V[n]              wait full V[n];  O += P V[n];   release V[n]
+    producer                          consumers
+    acquire K[n]: wait empty, expect  wait full K[n]; S = Q K[n]^T
+    load K[n]                         release K[n]: arrive at empty
+    acquire V[n]; load V[n]           softmax
+                                      wait full V[n]; O += P V[n]; release V[n]
 
 K and V have pipelines of their own: Q K^T starts when K is there. By itself all this gains little: two CTAs of level 5
 that share a multiprocessor overlap as the two consumers do. But only consumers of one CTA can agree, as in level 7.

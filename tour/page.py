@@ -1,6 +1,8 @@
 """The page docs/tour.md: the levels' docstrings, what their machine code costs, and what they reach.
 
-    python -m tour --page      write docs/tour.json (built now), docs/tour.md and, of a measurement, docs/tour.png
+```sh
+python -m tour --page      write docs/tour.json (built now), docs/tour.md and, of a measurement, docs/tour.png
+```
 
 Numbers of speed come from the newest ``bench/results/*-tour.json``.
 """
@@ -24,11 +26,14 @@ grouped heads and any lengths, in tensors (batch, seqlen, heads, head_dim). Each
 a complete kernel that a call can ask for. Its text says what the level before it wasted. A notebook of each level has
 the kernel as a cell to change, and its outputs.
 
-    cute-attn tour                       # the levels
-    cute-attn tour 4                     # build one and print what it costs; with a GPU, check it and time it
-    cute-attn tour --measure -o FILE     # levels 1 to 8 against the shipped kernel, on a GPU
-    cute-attn --load tour.levels verdict forward-sm90:tour5-bf16-d128-causal --lines
-    cute-attn --load tour.levels ab forward-sm90:tour6-bf16-d128 forward-sm90:tour7-bf16-d128
+```sh
+cute-attn tour                    # the levels
+cute-attn tour 4                  # what one costs; with a GPU, check and time it
+cute-attn tour --measure -o FILE  # levels 1 to 8 and the shipped kernel, on a GPU
+cute-attn --load tour.levels verdict forward-sm90:tour5-bf16-d128-causal --lines
+cute-attn --load tour.levels \\
+    ab forward-sm90:tour6-bf16-d128 forward-sm90:tour7-bf16-d128
+```
 
 Levels 1 to 4 and 9 run on any GPU from Ampere on, the others on Hopper. In Python, after `import tour.levels`,
 `attention(q, k, v, causal=True, kernel="sm90:tour5")` runs level 5. Level 9 runs by

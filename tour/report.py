@@ -229,14 +229,22 @@ def plot(result: Mapping[str, Any], path: Path) -> Path:
     from matplotlib import pyplot as plt
 
     found = speeds(result)
-    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
-    for which, colour in (("full", "tab:blue"), ("causal", "tab:orange")):
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for which, colour, above in (("full", "tab:blue", 7), ("causal", "tab:orange", -14)):
         points = [(n, rows[which]["value"]) for n, rows in found.items() if "value" in rows.get(which, {})]
         axes.plot(*zip(*points, strict=True), "o-", color=colour, label=which)
         for number, value in points:
-            axes.annotate(f"{value:.3g}", (number, value), (0, 7), textcoords="offset points", fontsize=8)
+            axes.annotate(
+                f"{value:.3g}",
+                (number, value),
+                (0, above),
+                textcoords="offset points",
+                fontsize=9,
+                ha="center",
+            )
     axes.set_yscale("log")
-    axes.set_xticks(list(LEVELS), [f"{n}\n{LEVELS[n].short}" for n in LEVELS], fontsize=8)
+    axes.margins(y=0.1)
+    axes.set_xticks(list(LEVELS), [f"{n}\n{LEVELS[n].short}" for n in LEVELS], fontsize=9)
     axes.set_ylabel("TFLOP/s")
     axes.grid(axis="y", alpha=0.3)
     axes.legend(fontsize=8)

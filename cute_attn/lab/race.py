@@ -100,17 +100,18 @@ class Comparison:
 
     def table(self) -> Table:
         """A row per workload."""
-        heads = ("outcome", "speed", "95% interval", "rounds", "ms", "ms of b", "MHz", "W", "°C", "held by")
         title = f"a: {self.a}\nb: {self.b}\n{self.gpu}, driver {self.driver}"
-        table = Table("workload", *heads, title=title)
+        table = Table(
+            "workload", "outcome", "speed, 95% interval", "rounds", "ms", "ms of b", "GPU", title=title
+        )
         for one in self.measured:
             state, void = one.state, f" ({one.void} void)" if one.void else ""
-            numbers = (state.clock_mhz, state.watts, state.celsius)
+            numbers = ((state.clock_mhz, "MHz"), (state.watts, "W"), (state.celsius, "°C"))
+            held = (f"held down by {' and '.join(state.reasons)}",) if state.reasons else ()
             table.add_row(
-                *(one.workload, one.outcome, _percent(one.ratio - 1), _range(one), f"{one.rounds}{void}"),
-                *(f"{one.ms_a:.4g}", f"{one.ms_b:.4g}"),
-                *("-" if number is None else str(number) for number in numbers),
-                ", ".join(state.reasons) or "-",
+                *(one.workload, one.outcome, f"{_percent(one.ratio - 1)}\n{_range(one)}"),
+                *(f"{one.rounds}{void}", f"{one.ms_a:.4g}", f"{one.ms_b:.4g}"),
+                ", ".join((*(f"{n} {unit}" for n, unit in numbers if n is not None), *held)) or "-",
             )
         return table
 

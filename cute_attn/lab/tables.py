@@ -53,6 +53,6 @@ class Printed(Group):
         return self._console().export_html(inline_styles=True, code_format=code)
 
     def _console(self) -> Console:
-        console = Console(file=io.StringIO(), width=150, record=True)
+        console = Console(file=io.StringIO(), width=96, record=True)
         console.print(self)
         return console

@@ -400,6 +400,7 @@ def table(*verdicts: Verdict, verbose: bool = False) -> Table:
     """Verdicts side by side, a column each; verbose: with all fields of the tiles."""
     title, heads = _heads(verdicts, verbose)
     made = Table("", *heads, title=title)
+    made.columns[0].no_wrap = len(verdicts) < 3  # then lines have room for it
     found = [_column(one) for one in verdicts]
     for what in dict.fromkeys(key for column in found for key in column):
         made.add_row(what, *(column.get(what, "-") for column in found))

@@ -28,16 +28,19 @@ ROOT = processes.ROOT
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 TEXT = "\n".join(page.read_text() for page in PAGES)
 
+COLUMNS = 88
+"""Of code, and of what samples print: both stand whole on a page of the site and on GitHub."""
+
 NEED_GPU = {"bench", "ab", "tune"}
 NEED_FILES = {"run", "hub", "bundle", "export", "--load"}
 """The first words of commands on a reader's own files, which are parsed alone."""
 
 
 def quoted() -> list[str]:
-    """Indented lines, without comments, and what stands between backticks, over line ends too."""
-    fenced = re.sub(r"^```.*?^```", "", TEXT, flags=re.S | re.M)
-    lines = [line.strip() for line in re.findall(r"^ {4}(\S.*)$", fenced, re.M)]
-    return [*lines, *(" ".join(text.split()) for text in re.findall(r"`([^`]+)`", fenced))]
+    """Lines of shell, and what stands between backticks, over line ends too."""
+    shell = "\n".join(re.findall(r"^```sh\n(.*?)^```", TEXT, re.S | re.M)).replace("\\\n", " ")
+    prose = re.sub(r"^```.*?^```", "", TEXT, flags=re.S | re.M)
+    return [*shell.splitlines(), *(" ".join(text.split()) for text in re.findall(r"`([^`]+)`", prose))]
 
 
 def words_after(*start: str) -> dict[str, list[str]]:
@@ -207,18 +210,28 @@ def test_a_pages_python_runs(page, tmp_path):
     assert done.returncode == 0 and "wrong" not in done.stdout, done.stdout + done.stderr
 
 
-SAMPLES = [block for page in PAGES for block in blocks(page, "console")]
+SAMPLES = [block.replace("\\\n", "") for page in PAGES for block in blocks(page, "console")]
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.partition("\n")[0])
 def test_a_printed_sample_is_what_the_command_prints(sample):
     command, _, expected = sample.partition("\n")
     assert command.startswith("$ cute-attn ")
-    done = processes.run("-m", "cute_attn", *shlex.split(command)[2:], environment={"COLUMNS": "120"})
+    done = processes.run("-m", "cute_attn", *shlex.split(command)[2:], environment={"COLUMNS": str(COLUMNS)})
     assert done.returncode == 0, done.stderr
     assert [line.rstrip() for line in done.stdout.splitlines()] == [
         line.rstrip() for line in expected.splitlines()
     ]
+
+
+def test_code_is_no_wider_than_the_site():
+    for page in PAGES:
+        fences = re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.S | re.M)
+        indented = re.findall(
+            r"^ {4}(\S.*|\s+\S.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M), re.M
+        )
+        lines = [*"\n".join(fences).splitlines(), *indented]
+        assert [line for line in lines if len(line) > COLUMNS] == [], page
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"\bcute_attn(?:\.[a-z]\w*)+", TEXT))))

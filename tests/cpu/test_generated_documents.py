@@ -66,7 +66,7 @@ def test_links_into_the_page_of_functions_are_its_entries():
 def test_a_notebook_is_a_page_with_its_outputs(tmp_path):
     site.copy(tmp_path)
     page = (tmp_path / "examples/tour/level3.md").read_text()
-    assert page.startswith("# Level 3: ") and page.count("```python\n") == 6 and page.count("</pre>") == 2
+    assert "\n# Level 3: " in page and page.count("```python\n") == 6 and page.count("</pre>") == 2
     assert page.count("<img") == 1 and "```text\n'No GPU here: nothing was compared.'\n```" in page
     linking = [path for path in tmp_path.rglob("*.md") if ".ipynb)" in path.read_text()]
     assert not linking and "](../examples/tour/level3.md)" in (tmp_path / "docs/tour.md").read_text()
