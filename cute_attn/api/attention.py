@@ -1,7 +1,7 @@
 """The public functions: :func:`attention` on batches, :func:`attention_varlen` on packed sequences."""
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,18 +9,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cute_attn.api import operators
-from cute_attn.epilogues.functions.known import epilogue_of, hold
+from cute_attn.api.functions import Functions, MaskMod, ScoreMod, all_epilogues, brings_functions, read_by
 from cute_attn.epilogues.inputs import UNBOUNDED
-from cute_attn.epilogues.names import registered_functions
 from cute_attn.host import choose, plans, random_states
 from cute_attn.host.bias import additive, with_readable_bias
-from cute_attn.host.block_masks import epilogue_of_block_mask
 from cute_attn.host.call import (
     BIAS,
     NUM_TENSORS,
     PYTORCHS,
     Call,
-    given_epilogues,
     pack_epilogues,
     pytorchs_precision,
 )
@@ -28,7 +25,6 @@ from cute_attn.host.checks import DROPOUTS, check_starts, check_writable
 from cute_attn.host.dispatch import DIFFERENTIABLE, refuse_tangents
 from cute_attn.host.forward import Outputs
 from cute_attn.host.memory import Tensors, materialized
-from cute_attn.host.plans import no_dispatch_mode
 from cute_attn.host.record import drawn
 from cute_attn.host.values import (
     check_choice,
@@ -53,9 +49,6 @@ from cute_attn.host.values import (
 Result = Tensor | tuple[Tensor, ...]
 Window = tuple[int | None, int | None]
 RngState = Tensor | tuple[Tensor | int, Tensor | int]
-ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
-MaskMod = Callable[[Any, Any, Any, Any], Any]
-Functions = tuple[ScoreMod | None, MaskMod | None, Any]
 Epilogues = Sequence[str] | Mapping[str, Any]
 
 
@@ -452,7 +445,7 @@ def _gradients(
 ) -> tuple[Tensor, ...]:
     """The wanted gradients; tensors, functions: see :func:`_attend`; outer: the gradients of out and lse, out, lse."""
     (q, *_), (*firsts, bias, sinks, rng_state) = tensors, tensors
-    epilogues = _all_epilogues(tensors, options.epilogues, functions)
+    epilogues = all_epilogues(tensors, options.epilogues, functions)
     state = _rng_state(rng_state, q, number("dropout_p", options.dropout_p))
     tensors = (*firsts, _given_bias(bias, q, wanted), sinks, state)
     precision = resolve_precision(q, options.precision)
@@ -558,52 +551,6 @@ def draw_rng_state(device: torch.device | str) -> Tensor:
     return random_states.draw(check_device(device)).clone()
 
 
-def _all_epilogues(tensors: Tensors, epilogues: Epilogues, functions: Functions) -> Epilogues:
-    """The epilogues and, after them, those of the functions and of the BlockMask. Arguments: see :func:`_attend`."""
-    (q, k, *_), (score_mod, mask_mod, block_mask), found = tensors, functions, []
-    compiling = torch.compiler.is_compiling()
-    if score_mod is not None or mask_mod is not None:
-        device = q.device if isinstance(q, Tensor) else None
-        dtype = torch.float64 if isinstance(q, Tensor) and q.dtype == torch.float64 else torch.float32
-        traced = between_graphs().epilogue_of if compiling else epilogue_of
-        found.append(traced(score_mod, mask_mod, device, dtype))
-    if block_mask is not None:
-        _check_for_block_mask(q, k, tensors[_SEQUSED_K])
-        visits = between_graphs().epilogue_of_block_mask if compiling else epilogue_of_block_mask
-        found.append(visits(block_mask, q, k))
-    for name, made in found:
-        if name:
-            epilogues = {**given_epilogues(epilogues), name: made}
-            if not compiling:
-                _hold_for_graphs(name, q)
-    return epilogues
-
-
-def between_graphs() -> Any:
-    """:mod:`cute_attn.api.outside_graphs`."""
-    from cute_attn.api import outside_graphs  # loads torch's compiler
-
-    return outside_graphs
-
-
-def _hold_for_graphs(name: str, q: Any) -> None:
-    """Keep a function's epilogue if a graph or a tracer may name it, or a CUDA graph captures its kernel."""
-    if not isinstance(q, Tensor):
-        return
-    if not no_dispatch_mode() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
-        hold(name)
-
-
-def _check_for_block_mask(q: Any, k: Any, seqused_k: Tensor | None) -> None:
-    """Raise for a call that a BlockMask does not fit, whatever it lists."""
-    if seqused_k is not None:
-        raise ValueError("block_mask is given with seqused_k; accepted: one of them")
-    for name, x in (("q", q), ("k", k)):
-        check_dense(name, x)
-        if x.dim() != 4:
-            raise wrong_shape(name, x, "(batch, seqlen, heads, head_dim)")
-
-
 class _Options(NamedTuple):
     """A call's arguments other than tensors, as the caller wrote them."""
 
@@ -657,10 +604,8 @@ def _attend(
         return _result(_outputs(tensors, given, out, functions), given[_RETURN_LSE])
     key: Hashable = given
     all_tensors, read, tables = tensors if out is None else (*tensors, out), (), None
-    score_mod, mask_mod, block_mask = functions
-    named = type(given[_EPILOGUES]) is not tuple or given[_EPILOGUES]
-    if named or score_mod is not None or mask_mod is not None or block_mask is not None:
-        found = _read_by(given, functions, q, tensors[1])
+    if brings_functions(given[_EPILOGUES], functions):
+        found = read_by(given, _EPILOGUES, functions, q, tensors[1])
         if found is None:
             return _result(_outputs(tensors, given, out, functions), given[_RETURN_LSE])
         key, own, read, tables = found
@@ -689,12 +634,9 @@ _MAX_SEQLEN_K, _DROPOUT_P, _EPILOGUES, _RETURN_LSE, _PRECISION = (
 def _outputs(tensors: Tensors, given: tuple, out: Tensor | None, functions: Functions) -> Outputs:
     """out, lse and perhaps softmax of a call without a record. Arguments: see :func:`_attend`."""
     options = _Options._make(given)
-    epilogues = _all_epilogues(tensors, options.epilogues, functions)
+    epilogues = all_epilogues(tensors, options.epilogues, functions)
     call = _call_of(tensors, options._replace(epilogues=epilogues))
     return operators.forward(call) if out is None else operators.forward_into(call, out)
-
-
-_SEQUSED_K = Call._fields.index("seqused_k")
 
 
 def _drawn_state(q: Tensor) -> Tensor:
@@ -702,27 +644,6 @@ def _drawn_state(q: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return random_states.draw(q.device)
     return drawn(functools.partial(random_states.draw, q.device))
-
-
-def _read_by(
-    given: tuple, functions: Functions, q: Tensor, k: Any
-) -> tuple[Hashable, tuple[Tensor, ...], tuple, plans.Tables | None] | None:
-    """Key, tensors, functions and tables of a call with functions or named epilogues, for :func:`plans.find`.
-
-    None where an epilogue is a user's class: it may do anything.
-    """
-    sizes = (*q.shape[:3], *k.shape[1:3]) if isinstance(k, Tensor) else ()
-    key, read, tables = plans.brought(*functions, sizes)
-    own: tuple[Tensor, ...] = ()
-    if type(given[_EPILOGUES]) is not tuple or given[_EPILOGUES]:
-        names, own, numbers = pack_epilogues(given[_EPILOGUES])
-        registered = registered_functions([name.partition(":")[0] for name in names])
-        if registered is None:
-            return None
-        key += (names, numbers, tuple(map(id, registered)))
-        read += tuple(function for one in registered for function in one.functions)
-    plain = (*given[:_EPILOGUES], (), *given[_EPILOGUES + 1 :])
-    return (plain, key), own, read, tables
 
 
 def _in_precision(tensors: Tensors, given: tuple) -> tuple[Tensors, tuple]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from cute_attn.api.attention import between_graphs
+from cute_attn.api.functions import between_graphs
 from cute_attn.epilogues.functions.trace import check_function
 from cute_attn.host.mask_kinds import LISTED_ROWS, made_block_mask
 from cute_attn.host.values import check_device, is_int, python_number, shown

@@ -4,14 +4,23 @@ On CUDA in up to three launches: the append kernel if the call appends or rotate
 combine kernel if the keys of a query block are split among CTAs.
 """
 
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cute_attn import reference
 from cute_attn.api import append
 from cute_attn.api.attention import Window, resolve_mask
+from cute_attn.api.functions import (
+    Epilogues,
+    Functions,
+    MaskMod,
+    ScoreMod,
+    all_epilogues,
+    brings_functions,
+    read_by,
+)
 from cute_attn.host import plans, record
 from cute_attn.host.append import launch as launch_append
 from cute_attn.host.cache_checks import (
@@ -21,10 +30,10 @@ from cute_attn.host.cache_checks import (
     check_tensors,
 )
 from cute_attn.host.cache_checks import check_lengths as _check_lengths
-from cute_attn.host.call import Call, schema
+from cute_attn.host.call import Call, pack_epilogues, schema
 from cute_attn.host.checks import MAX_SEQLEN, check_out, check_starts, check_writable
 from cute_attn.host.choose import check_words
-from cute_attn.host.memory import Tensors, is_lazy, is_readable, on_device, write_owned
+from cute_attn.host.memory import Tensors, is_lazy, is_readable, materialized, on_device, write_owned
 from cute_attn.host.plans import Plan, no_dispatch_mode
 from cute_attn.host.split_kv import MAX_PARTIALS, SPLIT_KEYS, known_plan, plan_for
 from cute_attn.host.split_kv import launch as launch_attention
@@ -50,7 +59,7 @@ _TENSORS = (
 )  # fmt: skip
 _OPTIONS = (
     "rotary_interleaved", "max_seqlen_q", "softmax_scale", "mask", "window_left", "window_right", "softcap",
-    "kernel", "tile", "num_splits", "split_keys",
+    "kernel", "tile", "num_splits", "split_keys", "epilogues", "epilogue_tensors", "epilogue_numbers",
 )  # fmt: skip
 ARGUMENTS = (*_TENSORS[:12], _OPTIONS[0], *_TENSORS[12:], *_OPTIONS[1:])
 """Arguments of the operator ``attention_with_kvcache``, in order: fields of a call."""
@@ -81,6 +90,9 @@ def attention_with_kvcache(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    epilogues: Sequence[str] | Mapping[str, Any] = (),
     num_splits: int = 0,
     split_keys: int | None = None,
     out: Tensor | None = None,
@@ -121,6 +133,10 @@ check_lengths
         sequence's last seqlen_q keys, the keys of the queries; it sees all keys before them. total_q: rows of q,
         batch * seqlen_q or packed; words: max_seqlen_q / 32 or more. Positions of a tree's queries are not its rows: no
         window and no ALiBi with it, and rotary embedding before the call.
+    score_mod, mask_mod, epilogues
+        As for :func:`cute_attn.attention`, after softcap, ALiBi and the tree. q_idx counts a sequence's queries of this
+        call, kv_idx its keys from cache_leftpad on: a query's position is ``q_idx + seqlen_k - seqlen_q`` of lengths
+        that the function captures. Functions work on packed heads, classes on one head per work tile.
     num_splits : int
         How the keys of a query block are split on CUDA. 0: by the shapes, mostly stream-K, equal ranges of all key
         blocks for the CTAs that fit the GPU at once; 1: not at all; n up to 512: into n splits. A call repeats bit
@@ -160,15 +176,24 @@ check_lengths
     )  # fmt: skip
     options = _Options(
         rotary_interleaved, max_seqlen_q, softmax_scale, causal, window, softcap, num_splits, split_keys, kernel,
-        tile, check_lengths, return_lse,
+        tile, check_lengths, return_lse, epilogues,
     )  # fmt: skip
+    functions = (score_mod, mask_mod, None)
+    given, read = tensors if out is None else (*tensors, out), ()
+    key: Hashable = options
     users = isinstance(kernel, str) and ":" in kernel  # a user's class may be registered again at any time
+    if not users and isinstance(q, Tensor) and brings_functions(epilogues, functions):
+        brought = read_by(options, _EPILOGUES, functions, q, k_cache)
+        if brought is None:
+            users = True
+        else:
+            key, own, read, _ = brought
+            given = (*given, *own)
     if users or check_lengths is not False or type(return_lse) is not bool:
-        found = _attend(tensors, out, options)
+        found = _attend(tensors, out, options, functions)
     else:
-        given = tensors if out is None else (*tensors, out)
-        key = ("attention_with_kvcache", options)
-        found = plans.repeat(key, given, lambda: _attend(tensors, out, options))
+        key = ("attention_with_kvcache", key)
+        found = plans.repeat(key, given, lambda: _attend(tensors, out, options, functions), read)
     return found if return_lse else found[0]
 
 
@@ -187,14 +212,20 @@ class _Options(NamedTuple):
     tile: Any
     check_lengths: bool
     return_lse: bool
+    epilogues: Epilogues
 
 
-def _attend(tensors: Tensors, out: Tensor | None, options: _Options) -> tuple[Tensor, Tensor]:
+_EPILOGUES = _Options._fields.index("epilogues")
+
+
+def _attend(
+    tensors: Tensors, out: Tensor | None, options: _Options, functions: Functions
+) -> tuple[Tensor, Tensor]:
     """out and lse of a call that no record is known of; tensors: of the names of ``_TENSORS``."""
     call = Call.of(_TENSORS, tensors)
     q, k_cache, cu_seqlens_q = call.q, call.k_cache, call.cu_seqlens_q
     rotary_interleaved, max_seqlen_q, softmax_scale, causal, window, softcap, *others = options
-    kernel, tile, check_lengths, return_lse = others[2:]
+    kernel, tile, check_lengths, return_lse, named = others[2:]
     num_splits, split_keys = map(python_number, others[:2])
     _check_splits(num_splits, split_keys)
     check_flags(rotary_interleaved=rotary_interleaved, return_lse=return_lse, check_lengths=check_lengths)
@@ -204,6 +235,7 @@ def _attend(tensors: Tensors, out: Tensor | None, options: _Options) -> tuple[Te
         for name, x in (("q", q), ("k_cache", k_cache)):
             check_dense(name, x)
     mask, left, right = resolve_mask(causal, window)
+    epilogues, epilogue_tensors, epilogue_numbers = pack_epilogues(all_epilogues(tensors, named, functions))
     packed = cu_seqlens_q is not None
     longest = q.shape[0 if packed else 1] if q.dim() > 1 else 0
     stated = longest if max_seqlen_q is None else length("max_seqlen_q", max_seqlen_q)
@@ -219,6 +251,9 @@ def _attend(tensors: Tensors, out: Tensor | None, options: _Options) -> tuple[Te
         tile=tile_text("tile", tile),
         num_splits=num_splits,
         split_keys=split_keys or 0,
+        epilogues=epilogues,
+        epilogue_tensors=materialized(epilogue_tensors),
+        epilogue_numbers=epilogue_numbers,
     )
     # On CUDA a call of known metadata is checked already.
     plan = known_plan(call) if q.is_cuda and no_dispatch_mode() else None
@@ -315,7 +350,7 @@ def attend_cpu(*arguments: Any) -> tuple[Tensor, Tensor]:
         call.cache,
         call.softmax_scale,
         lengths,
-        reference.Features(call.mask),
+        call.by_definition()[0],
         call.score_inputs(),
     )
 

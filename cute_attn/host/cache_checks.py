@@ -6,10 +6,12 @@ that.
 
 import itertools
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from cute_attn.epilogues.names import are_functions
 from cute_attn.host.call import Call
 from cute_attn.host.checks import (
     FLOAT_DTYPES,
@@ -17,6 +19,7 @@ from cute_attn.host.checks import (
     check_apart,
     check_count,
     check_cumulative,
+    check_epilogues,
     check_int32,
     check_range,
     check_scale,
@@ -184,6 +187,18 @@ def check_attention(call: Call) -> None:
         check_sinks(call.sinks, nheads, q.dtype)
     if call.tree_mask is not None:
         _check_tree(call, call.tree_mask)
+    check_epilogues(call, call.cache.capacity)
+    if call.cache_leftpad is not None:
+        _check_counts_keys(call.epilogue_names)
+
+
+def _check_counts_keys(names: Iterable[str]) -> None:
+    """Raise for a class, which would take a cache's rows for keys."""
+    for name in names:
+        if not are_functions((name,)):
+            raise ValueError(
+                f"epilogue {name!r}, a class, is given with cache_leftpad; accepted with it: functions"
+            )
 
 
 def _check_slopes(slopes: Tensor, batch: int, nheads: int, dtype: torch.dtype) -> None:

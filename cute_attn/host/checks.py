@@ -52,10 +52,11 @@ def check(call: Call) -> None:
     _check_numbers(call)
     _check_lengths(call)
     _check_score_tensors(call)
-    _check_epilogues(call)
+    check_epilogues(call, call.max_seqlen_k)
 
 
-def _check_epilogues(call: Call) -> None:
+def check_epilogues(call: Call, keys: int) -> None:
+    """Raise for wrong arguments of users' epilogues. keys: the most of a sequence."""
     if not call.epilogues:
         return
     inputs = call.score_inputs()
@@ -63,7 +64,7 @@ def _check_epilogues(call: Call) -> None:
         epilogue = user_epilogue(name)
         epilogue.check(inputs)
         if call.q.is_cuda:
-            nheads, lengths = call.nheads, (call.max_seqlen_q, call.max_seqlen_k)
+            nheads, lengths = call.nheads, (call.max_seqlen_q, keys)
             if not any(isinstance(x, torch.SymInt) for x in (call.batch, nheads, *lengths)):
                 sizes = (call.batch, nheads, *lengths)
                 epilogue.warn_of_indices(

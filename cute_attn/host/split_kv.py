@@ -251,6 +251,7 @@ def traits_of(call: Call, arch: str, split: str, variant: str = "") -> Traits:
         mask=call.mask,
         softcap=call.softcap > 0,
         alibi=call.alibi_slopes is not None,
+        epilogues=call.epilogue_names,
         sinks="" if split == "fixed" else call.sinks_dtype,
         varlen=call.cu_seqlens_q is not None,
         seqused_k=call.lengths is not None,

@@ -30,7 +30,7 @@ def beyond_cache(traits: Traits, arch: str, lacks: tuple[str, ...] = ()) -> str 
     """Why the kvcache kernel of ``arch`` cannot serve ``traits``, or None. lacks: features that this one has not."""
     if (traits.op, traits.arch) != ("kvcache", arch):
         return f"it computes kvcache-{arch}, not {traits.op}-{traits.arch}"
-    for name in ("bias", "dropout", "epilogues", "seqused_q", *lacks):
+    for name in ("bias", "dropout", "seqused_q", *lacks):
         if getattr(traits, name):
             return f"{name} is {getattr(traits, name)}; accepted: none"
     if traits.split == "fixed" and traits.sinks:

@@ -191,9 +191,10 @@ def attention(
         where = cache.rows(b, begin, max(begin, ends[b]))
         own = _inputs_of(inputs, b)
         k, v = (x[where].unsqueeze(0) for x in (cache.k, cache.v))
-        own_features = features
+        epilogues = tuple(_of_sequence(epilogue, b) for epilogue in features.epilogues)
         if trees is not None:
-            own_features = dataclasses.replace(features, epilogues=(tree_epilogue(trees[b]),))
+            epilogues = (tree_epilogue(trees[b]), *epilogues)
+        own_features = dataclasses.replace(features, epilogues=epilogues)
         found, found_lse, _ = reference.attention(own_q.unsqueeze(0), k, v, softmax_scale, own_features, own)
         own_out.copy_(found[0])
         own_lse.copy_(found_lse[0])
@@ -210,6 +211,15 @@ def tree_epilogue(rows: Tensor) -> reference.Epilogue:
         return scores.masked_fill((draft >= 0) & (seen == 0), -math.inf)
 
     return hide
+
+
+def _of_sequence(epilogue: reference.Epilogue, batch: int) -> reference.Epilogue:
+    """The epilogue for one sequence's scores."""
+
+    def apply(scores: Tensor, coords: reference.ScoreCoords, inputs: ScoreInputs) -> Tensor:
+        return epilogue(scores, dataclasses.replace(coords, batch=coords.batch + batch), inputs)
+
+    return apply
 
 
 def _inputs_of(inputs: ScoreInputs, batch: int) -> ScoreInputs:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from cute_attn.epilogues.names import are_functions
 from cute_attn.tiles.base import COMPUTE_REGISTERS, LOAD_REGISTERS, Tile, WarpTile, choice, padded, row_bytes
 from cute_attn.traits import Traits
 
@@ -22,8 +23,12 @@ TILE_ROWS = 64
 
 
 def may_pack_heads(traits: Traits) -> bool:
-    """If only ALiBi, of all epilogues, depends on the head, a work tile may hold rows of several heads."""
-    return not (traits.bias or traits.dropout or traits.epilogues)
+    """If no epilogue takes all rows for one head's, a work tile may hold rows of several heads.
+
+    ALiBi does not, nor do functions in the caches' kernels; in others their head is the work tile's.
+    """
+    functions = traits.op == "kvcache" and are_functions(traits.epilogues)
+    return not (traits.bias or traits.dropout or (traits.epilogues and not functions))
 
 
 def best_packing(tiles: Sequence[Any], plain: Any, seqlen_q: int, group: int, varlen: bool) -> Any:

@@ -208,10 +208,17 @@ def over_tile(
 
 
 class Positions:
-    """The inputs that vary within a tile: query, key, values derived from both, and the accumulator."""
+    """The inputs that vary within a tile: query, key, values derived from both, and the accumulator.
 
-    def __init__(self, nodes: Iterable[Node]) -> None:
-        self.inputs = [x for x in nodes if x.op in ("query", "key", "acc", "distance", "order")]
+    heads: of each row, if they are not all the work tile's; then the head is an input as well.
+    """
+
+    counts_from = False
+    """Whether keys count from one that need not be the first of a block; those before it are taken for it."""
+
+    def __init__(self, nodes: Iterable[Node], heads: tuple = ()) -> None:
+        varying = ("query", "key", "acc", "distance", "order", *(("head",) if heads else ()))
+        self.inputs, self.heads = [x for x in nodes if x.op in varying], heads
         self._known: dict[tuple, Any] = {}
 
     def with_distance(self, nodes: Iterable[Node]) -> set[Node]:
@@ -224,10 +231,13 @@ class Positions:
         return found
 
     def of_row(self, tile: ScoreTile, r: int) -> dict[Node, Any]:
-        return {x: tile.row0 + tile.rows[r] for x in self.inputs if x.op == "query"}
+        values = {x: tile.row0 + tile.rows[r] for x in self.inputs if x.op == "query"}
+        return values | {x: self.heads[r] for x in self.inputs if x.op == "head"}
 
     def of_col(self, tile: ScoreTile, c: int) -> dict[Node, Any]:
-        return {x: tile.col0 + tile.cols[c] for x in self.inputs if x.op == "key"}
+        key = tile.col0 + tile.cols[c]
+        key = cutlass.max(key, 0) if self.counts_from else key
+        return {x: key for x in self.inputs if x.op == "key"}
 
     def of_element(self, tile: ScoreTile, r: int, c: int) -> dict[Node, Any]:
         values: dict[Node, Any] = {x: tile.acc[r, c] for x in self.inputs if x.op == "acc"}

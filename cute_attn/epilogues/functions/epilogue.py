@@ -29,7 +29,18 @@ from cute_attn.epilogues.functions.gradients import (
     offset_in,
     times_slope,
 )
-from cute_attn.epilogues.functions.graph import FLOAT, KEY, QUERY, SCORE, Graph, Node, Place, digest, ordered
+from cute_attn.epilogues.functions.graph import (
+    FLOAT,
+    KEY,
+    QUERY,
+    SCORE,
+    Graph,
+    Node,
+    Place,
+    digest,
+    ordered,
+    with_heads_of_rows,
+)
 from cute_attn.epilogues.functions.lowering import Lowered, Term, bounds, lower, varies
 from cute_attn.epilogues.functions.trace import Trace, as_kernels_read
 from cute_attn.epilogues.inputs import ScoreInputs
@@ -64,6 +75,8 @@ def _shape(given: Sequence[Any], number: int) -> tuple[int, ...]:
 class FunctionState:
     """A work tile's captured tensors, the rows and values that are the same throughout it, and the last positions.
 
+    head, last_head: the work tile's first head and the last of all, where its rows have heads of their own.
+    first_key: the key that counts as 0, where it is not the first row of the keys.
     lists: block lists of a mask, if any, with the (batch, head) that they are read for.
     targets: for each term the slice of its gradient that the work tile adds to, with the gradients' factor.
     """
@@ -73,6 +86,9 @@ class FunctionState:
     values: tuple
     last_q: Int32
     last_k: Int32
+    head: Any = ()
+    last_head: Any = ()
+    first_key: Any = ()
     lists: tuple = ()
     at: Any = ()
     targets: tuple = ()
@@ -90,6 +106,7 @@ class FunctionEpilogue(Epilogue):
         lowered: the graph as kernels compute it.
         differentiates: set for backward kernels. A forward needs no slopes, and stores no rows beyond
             sequences.
+        heads_of_rows: set for kernels whose work tiles have several heads.
         with_terms: wanted tensors -> the epilogue that computes their gradients as well.
     """
 
@@ -99,9 +116,12 @@ class FunctionEpilogue(Epilogue):
     captured: tuple[Captured, ...]
     lowered: Lowered
     differentiates: bool = False
+    heads_of_rows: bool = False
     with_terms: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
     def of(self, traits: Traits) -> "FunctionEpilogue":  # type: ignore[override]
+        if traits.op == "kvcache":
+            return replace(self, lowered=lower(*with_heads_of_rows(self.output)), heads_of_rows=True)
         return replace(self, differentiates=traits.op == "backward")
 
     def with_gradients(self, wanted: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:  # type: ignore[override]
@@ -175,16 +195,27 @@ class FunctionEpilogue(Epilogue):
         expressions = Expressions(values, args)
         rows = tuple(expressions.row(row) for row in rows_of(*self._all()))
         found = tuple(expressions.of(root) for root in uniform_roots(*self._all()))
-        return FunctionState(args, rows, found, context.seqlen_q - 1, context.seqlen_k - 1)
+        state = FunctionState(args, rows, found, context.seqlen_q - 1, context.seqlen_k - 1)
+        if self.heads_of_rows:
+            state = replace(state, head=context.head, last_head=context.nheads - 1)
+        return state if context.first_key is None else replace(state, first_key=context.first_key)
 
     def _over(
         self, state: FunctionState, tile: ScoreTile, outputs: Sequence[Node], write: Callable[..., None]
     ) -> None:
         values = dict(zip(uniform_roots(*self._all()), state.values, strict=True))
         rows = dict(zip(rows_of(*self._all()), state.rows, strict=True))
-        over_tile(
-            tile, Expressions(values, state.tensors, rows), Positions(ordered(*outputs)), outputs, write
-        )
+        positions = Positions(ordered(*outputs), self._heads(state, tile))
+        if state.first_key != ():
+            tile, positions.counts_from = replace(tile, col0=tile.col0 - state.first_key), True
+        over_tile(tile, Expressions(values, state.tensors, rows), positions, outputs, write)
+
+    def _heads(self, state: FunctionState, tile: ScoreTile) -> tuple:
+        """The head of each row; a work tile may have rows for more heads than there are."""
+        if not self.heads_of_rows:
+            return ()
+        heads = tile.heads or (Int32(0),) * len(tile.rows)
+        return tuple(cutlass.min(state.head + head, state.last_head) for head in heads)
 
     def _finish(self, state: FunctionState, tile: ScoreTile) -> None:
         """Hide queries beyond the sequence from a backward, where their scores may be NaN."""

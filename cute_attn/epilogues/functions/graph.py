@@ -191,6 +191,18 @@ def _promoted_dtype(args: Sequence[Node]) -> str:
     return max(found, key=lambda name: WIDTHS[name], default="int64")
 
 
+def with_heads_of_rows(output: Node) -> tuple[Graph, Node]:
+    """The same function where rows of a work tile belong to different heads: values of the head vary with the query."""
+    graph = Graph()
+    made: dict[Node, Node] = {}
+    for x in ordered(output):
+        with graph.at(x.place):
+            args = [made[arg] for arg in x.args]
+            depends_on = QUERY if x.op == "head" else x.depends_on
+            made[x] = graph.make(x.op, x.kind, args, x.value, depends_on, x.dtype)
+    return graph, made[output]
+
+
 def ordered(*outputs: Node) -> list[Node]:
     """Every node that the outputs need, operands first."""
     found: dict[Node, None] = {}

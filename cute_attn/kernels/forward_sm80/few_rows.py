@@ -43,7 +43,7 @@ def _tiles_for_few_rows(traits: Traits, target: str) -> tuple[ForwardSm80Tile, .
         keys = 128 if d <= 64 else 64
         fewest = max(16 * groups, 32)
         keeps_q = d <= 128 and not (
-            rows == 64 and (traits.tree or traits.paged or traits.split == "stream_k")
+            rows == 64 and (traits.tree or traits.paged or traits.epilogues or traits.split == "stream_k")
         )
         tiles = [
             ForwardSm80Tile(

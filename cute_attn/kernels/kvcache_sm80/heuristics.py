@@ -16,7 +16,7 @@ TABLE = Table(__file__, ForwardSm80Tile)
 
 def keys(traits: Traits, target: str) -> tuple[Key, ...]:
     """A row's keys."""
-    return (max(traits.head_dim, traits.head_dim_v),)
+    return max(traits.head_dim, traits.head_dim_v), "functions" if traits.epilogues else "plain"
 
 
 def tile_for_cache(traits: Traits, call: CacheCall, target: str) -> ForwardSm80Tile:

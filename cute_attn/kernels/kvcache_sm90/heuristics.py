@@ -44,9 +44,13 @@ def cache_tile(traits: Traits, call: CacheCall) -> KvcacheSm90Tile:
 
 
 def keys(traits: Traits, target: str, rows: str = "few_32") -> tuple[Key, ...]:
-    """A row's keys; rows: ``few`` for up to 64, ``few_32`` for up to 32, ``many`` for more."""
+    """A row's keys; rows: ``few`` for up to 64, ``few_32`` for up to 32, ``many`` for more.
+
+    ``pressure`` on registers: 2 of users' epilogues, which may grow along the keys, so that rows have no speculation.
+    """
     split = "divided" if traits.split else "whole"
-    return max(traits.head_dim, traits.head_dim_v), rows, split, int(traits.softcap and traits.alibi)
+    pressure = 2 if traits.epilogues else int(traits.softcap and traits.alibi)
+    return max(traits.head_dim, traits.head_dim_v), rows, split, pressure
 
 
 @functools.lru_cache(maxsize=1024)
