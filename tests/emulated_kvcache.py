@@ -10,6 +10,7 @@ import torch
 from cute_attn import reference
 from cute_attn.compiler.arguments import fakes
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
+from cute_attn.epilogues.names import user_epilogue
 from cute_attn.reference import emulate
 from cute_attn.reference import kvcache as ref
 from tests import emulated_append, machine
@@ -55,11 +56,15 @@ def attend(kernel, given):
         sinks=score_args[-1][0] if traits.sinks else None,
         tree_mask=score_args[2 + traits.softcap + traits.alibi][0] if traits.tree else None,
         softcap=score_args[0] if traits.softcap else 0.0,
+        extra=dict(
+            zip(traits.epilogues, score_args[2 + traits.softcap + traits.alibi + traits.tree :], strict=False)
+        ),
     )
     used = None if seqlens.seqused_k is None else seqlens.seqused_k + seqlens.added_k
     lengths = ref.Lengths(used, seqlens.leftpad, seqlens.cu_seqlens_q)
+    own = tuple(user_epilogue(name).reference for name in traits.epilogues)
     found, found_lse = ref.attention(
-        given.mQ, cache, given.softmax_scale, lengths, reference.Features(traits.mask), inputs
+        given.mQ, cache, given.softmax_scale, lengths, reference.Features(traits.mask, epilogues=own), inputs
     )
     if traits.split == "fixed":
         assert (

@@ -9,7 +9,9 @@ import torch
 
 from cute_attn import reference
 from cute_attn.api.append import ARGUMENTS as APPEND
+from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
+from cute_attn.epilogues.names import user_epilogue
 from cute_attn.host.call import Call
 from cute_attn.reference import kvcache as ref
 
@@ -37,6 +39,7 @@ class Case:
     alibi: str = ""  # "heads" or "batch"
     sinks: bool = False
     tree: bool = False
+    functions: bool = False  # of all inputs: score_mod and mask_mod
 
     @property
     def batch(self) -> int:
@@ -74,6 +77,7 @@ def random_case(seed: int, appends: bool = False) -> Case:
         softcap=pick.choice((0.0, 2.0)),
         alibi=pick.choice(("", "heads", "batch")),
         sinks=pick.random() < 0.3,
+        functions=pick.random() < 0.2,
     )
 
 
@@ -121,6 +125,11 @@ CASES = {
     "tree-alone": Case((3, 0, 5), queries=(5, 5, 5), tree=True, mask="causal"),
     "tree-packed": Case((35, 0, 60), queries=(33, 1, 40), packed=True, tree=True, capacity=64, sinks=True),
     "tree-page-leftpad": Case((7, 12), queries=(4, 4), tree=True, page=3, leftpad=(5, 4), softcap=1.5),
+    "functions": Case((5, 0, 9), functions=True, heads=(6, 2), queries=(3, 3, 3)),
+    "functions-leftpad-page": Case((7, 12), functions=True, page=3, leftpad=(3, 4), mask="causal", queries=(2, 2)),
+    "functions-packed-append": Case((5, 0, 9), queries=(2, 4, 0), new=(2, 4, 3), packed=True, functions=True, rotary=4,
+                                    heads=(5, 1), softcap=1.5, sinks=True, mask="window", window=(4, 1)),
+    "functions-leftpad": Case((17, 60), functions=True, leftpad=(3, 14), heads=(8, 1), capacity=64, alibi="batch"),
     "groups": Case((5, 9), heads=(6, 2)),
     "groups-of-5": Case((5, 9), heads=(5, 1), dims=(24, 16), mask="causal", queries=(2, 2)),
 }  # fmt: skip
@@ -166,6 +175,8 @@ class Problem:
         rows, words = math.prod(self.q.shape[:-2]), -(-max(queries) // 32)
         bits = torch.randint(-(2**31), 2**31, (rows, words), generator=generator, dtype=torch.int32)
         self.tree = bits if case.tree else None
+        shape = (case.batch, heads, max(*queries, 1), case.capacity)
+        self.added = randn(*shape).float() if case.functions else None
 
     def int32(self, values):
         return torch.tensor(values, dtype=torch.int32, device=self.device) if values else None
@@ -173,7 +184,7 @@ class Problem:
     def to(self, device: str) -> "Problem":
         """The same problem, moved there."""
         self.device = device
-        for name in ("q", "k", "v", "table", "cu_q", "cu_new", "slopes", "sinks", "tree"):
+        for name in ("q", "k", "v", "table", "cu_q", "cu_new", "slopes", "sinks", "tree", "added"):
             value = getattr(self, name)
             setattr(self, name, None if value is None else value.to(device))
         self.new = self.new and [x.to(device) for x in self.new]
@@ -218,7 +229,23 @@ class Problem:
             "alibi_slopes": self.slopes,
             "sinks": self.sinks,
             "tree_mask": self.tree,
+            **(self.functions() if case.functions else {}),
         }
+
+    def functions(self) -> dict[str, Any]:
+        """score_mod and mask_mod."""
+        added = self.added
+        return {
+            "score_mod": lambda score, b, h, i, j: score + added[b, h, i, j],
+            "mask_mod": lambda b, h, i, j: (2 * b + h + i + j) % 3 != 0,
+        }
+
+    def epilogues(self) -> dict[str, tuple]:
+        """What the functions are traced as, with its tensors."""
+        if not self.case.functions:
+            return {}
+        name, tensors = epilogue_of(*self.functions().values())
+        return {name: tensors}
 
     def place(self, b: int, row: int) -> tuple[int, int]:
         """Where a row of sequence b is, and so the definition's arithmetic once more."""
@@ -249,18 +276,20 @@ class Problem:
             start = lengths if self.rotary.seqlens is None else self.rotary.seqlens
             positions = ref.query_positions(start, self.cu_q, q.shape[:-2], bool(case.mask))
             q = ref.rotate(q.flatten(0, -3), positions, self.rotary).view(q.shape)
+        own = self.epilogues()
         return ref.attention(
             q,
             self.cache,
             0.3,
             ref.Lengths(total, self.int32(case.leftpad), self.cu_q),
-            reference.Features(case.mask),
+            reference.Features(case.mask, epilogues=tuple(user_epilogue(name).reference for name in own)),
             ScoreInputs(
                 *case.window,
                 alibi_slopes=self.slopes,
                 softcap=case.softcap,
                 sinks=self.sinks,
                 tree_mask=self.tree,
+                extra=own,
             ),
         )
 
@@ -340,6 +369,11 @@ class Problem:
             score = case.softcap * math.tanh(score / case.softcap) if case.softcap else score
             # Both lengths count from leftpad, so that their difference does not depend on it.
             scores[key] = score - slope * abs(own - key)
+            if self.added is not None:
+                query, index = from_last + (case.queries or (1,) * case.batch)[b], key - keys.start
+                scores[key] += float(self.added[b, head, query, index])
+                if (2 * b + head + query + index) % 3 == 0:
+                    del scores[key]
         sink = [] if self.sinks is None else [float(self.sinks[head])]
         if scores or sink:
             largest = max([*scores.values(), *sink])

@@ -21,6 +21,7 @@ from cute_attn.host import plans, split_kv
 from cute_attn.host.call import Call
 from cute_attn.host.memory import is_lazy
 from tests import emulated_kvcache, refusals
+from tests.cpu.test_examples import load
 from tests.kvcache_problem import CASES, Case, Problem
 
 
@@ -458,6 +459,34 @@ def test_wrong_ranks_are_told_before_shapes_are_derived(tensor, rank):
     for options in ({"out": torch.zeros(2, 2, 2, 8)}, {"cache_seqlens": 4}):
         with pytest.raises(ValueError, match=r"^(q|v_cache) has shape"):
             changed(tensor, lambda x: x[(0,) * (4 - rank)], **options)
+
+
+def test_functions_read_heads_of_rows_and_classes_do_not():
+    """So a work tile has several heads with a function, and one with a class, which takes cache rows for keys."""
+    packs = []
+    load("custom_epilogue")
+    table = torch.zeros(8, 41)
+    for own in (
+        {"score_mod": lambda score, b, h, i, j: score * h},
+        {"epilogues": {"relative_position": table}},
+    ):
+        problem = Problem(Case((9,), heads=(8, 1), dims=(64, 64)), dtype=torch.float16)
+        kernel, _ = split_kv.choose_kernel(params_of(problem, **own), "sm90", 132)
+        packs.append(kernel.tile.pack_heads)
+    assert packs == [8, 1]
+    with pytest.raises(
+        ValueError, match=r"^epilogue 'relative_position', a class, is given with cache_leftpad"
+    ):
+        run(problem, epilogues={"relative_position": table}, cache_leftpad=ints(3))
+
+
+def test_a_functions_tensor_has_no_gradient():
+    problem = Problem(CASES["functions"], dtype=torch.float32)
+    problem.added.requires_grad_()
+    with pytest.raises(
+        NotImplementedError, match=r"requires a gradient, which attention_with_kvcache does not"
+    ):
+        run(problem)
 
 
 def test_a_gradient_is_refused():

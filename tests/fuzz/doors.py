@@ -246,6 +246,7 @@ def _cache(case: Case, inputs: Inputs) -> dict[str, Any]:
 
 def _kvcache(case: Case, inputs: Inputs, functions: Functions) -> Results:
     own = _options(case, inputs) | _cache(case, inputs)
+    own |= {"score_mod": functions.score_mod, "mask_mod": functions.mask_mod}
     own.pop("bias")
     return _named(cute_attn.attention_with_kvcache(inputs.q, own.pop("k_cache"), own.pop("v_cache"), **own))
 
@@ -334,7 +335,9 @@ DOORS = {
     "flash_attn_varlen_func": Door(_flash_varlen, (*SCORES, "lengths", "grads"), ALL),
     "flash_attn_with_kvcache": Door(_flash_kvcache, (*SCORES, "aligned", "mostly_nonempty", "used"), ALL),
     "attention_with_kvcache": Door(
-        _kvcache, (*SCORES, "aligned", "mostly_nonempty", "head_dim_v", "sinks", "used"), ALL
+        _kvcache,
+        (*SCORES, "aligned", "mostly_nonempty", "head_dim_v", "sinks", "used", "score", "mask"),
+        ALL,
     ),
     "merge_attention": Door(_merge, ("scale", "softcap", "gqa", "layout", "head_dim_v", "sinks"), ALL),
 }
