@@ -30,6 +30,7 @@ LENGTHS = torch.tensor([60, 90], dtype=torch.int16)
 KEPT = torch.rand(100, 2).T > 0.3  # last stride 2
 BIAS = torch.randn(NHEADS, 100).bfloat16()
 TEMPERATURE = torch.tensor(0.3, dtype=torch.float64)
+LIMITS = torch.tensor([5, 20, 60])
 
 
 def causal(b, h, q_idx, kv_idx):
@@ -97,7 +98,27 @@ def composed(score, b, h, q_idx, kv_idx):
     return (smooth + steps + others).masked_fill((q_idx + kv_idx) % 7 == 0, -torch.inf)
 
 
-FUNCTIONS = (prefix_lm, alibi, t5, transcendental, pieces, integers, composed)
+def pointwise(score, b, h, q_idx, kv_idx):
+    bounded, distance = torch.tanh(score), (q_idx - kv_idx).float()
+    angles = (
+        torch.atan2(score, distance)
+        + torch.copysign(bounded, -distance)
+        + torch.copysign(score, kv_idx - q_idx)
+    )
+    powers = (
+        (bounded + 1.5) ** BIAS[h, q_idx].float() + bounded ** (h + 1) + (bounded + 2) ** -2.5 + bounded**5
+    )
+    smooth = (
+        torch.sinc(score)
+        + torch.logaddexp(score, bounded)
+        + torch.acos(0.9 * bounded)
+        + torch.asinh(9 * score)
+    )
+    steps = torch.fmod(q_idx - kv_idx, 7) + torch.bucketize(kv_idx, LIMITS) + (7 * q_idx).byte() * 0.01
+    return angles + powers + smooth + steps + TABLE[:, 3:][h, kv_idx % 29] + torch.fmod(score, 0.7).detach()
+
+
+FUNCTIONS = (prefix_lm, alibi, t5, transcendental, pieces, integers, composed, pointwise)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
@@ -154,6 +175,7 @@ def hashed(s, b, h, i, j):
     return s + (wide + narrow + i.int() * 1000003 * 4001 % 11 + WORDS[i].long() * WORDS[j] % 13) * 0.1
 
 
+BOUNDARIES = torch.tensor([-1.0, 0.0, 0.5], dtype=torch.float64)
 COMPOSED_CALLS = """
 F.silu(s); F.gelu(s); F.gelu(s, approximate="tanh"); F.softplus(s, 2.0); F.logsigmoid(s); F.mish(s); F.elu(s, 0.5)
 F.selu(s); F.celu(s, 0.7); F.leaky_relu(s); F.relu6(3 * s); F.hardtanh(s); F.hardsigmoid(s); F.hardswish(s)
@@ -163,6 +185,20 @@ torch.atanh(0.9 * torch.tanh(s)); torch.log10(s * s + 1); torch.hypot(s, s + 1);
 torch.lerp(s, s * s, 0.3); torch.addcmul(s, s, s, value=0.5); torch.addcdiv(s, s, 2 + s * s); s.masked_fill(i < j, 0.5)
 torch.where(torch.isnan(s) | torch.isinf(s), 0.0, s); torch.where(torch.isfinite(s), s, 0.0); torch.deg2rad(s)
 torch.where(torch.isposinf(s) | torch.isneginf(s), 0.0, s); torch.rad2deg(s); torch.round(s) + s; torch.rsub(s, 2)
+torch.asin(0.9 * torch.tanh(s)) + torch.arccos(0.9 * torch.tanh(s)); torch.atan2(s, i - j); torch.asinh(100 * s)
+torch.copysign(s, (j - i).float()) * torch.copysign(s, -2.0); torch.copysign(DOUBLES[i], s) * s; torch.fmod(s, 0.7) + s
+s + torch.fmod(i - j, 7) + torch.div(j - i, 7, rounding_mode="trunc"); torch.fmax(s, 0.5 * s); s.fmin(DOUBLES[i])
+torch.add(s, i, alpha=2) - s.sub(s * s, alpha=0.3); torch.rsub(s, s * s, alpha=2); torch.round(s, decimals=2) * s
+torch.ldexp(s, i % 3); torch.logit(torch.sigmoid(s)); torch.sigmoid(s).logit(eps=0.1); torch.logaddexp2(s, 0.5 * s)
+torch.nan_to_num(torch.where(i < j, math.inf, s), posinf=3.0); torch.where(i < j, math.nan, s).nan_to_num(0.5)
+torch.where(torch.signbit(s), 0.2 * s, s); torch.sinc(s) + s.mul(0.01).sinc(); torch.special.xlogy(s * s, 1 + s * s)
+torch.special.xlog1py(s * s, s * s) + torch.special.entr(s * s); torch.special.ndtr(s) + torch.special.expit(s)
+(1.5 + torch.tanh(s)) ** DOUBLES[i] + torch.tanh(s) ** (i % 4) + torch.tanh(s) ** 7; torch.float_power(s * s + 1, 0.3)
+(s * s + 1) ** 2.5 * s.abs() ** -0.3; (1.5 + torch.tanh(s)) ** -3; s * torch.isclose(s, s + 1, 0.1, 0.2)
+s * torch.heaviside(s.detach(), DOUBLES[0]); F.prelu(s, DOUBLES[:1]); s * torch.bucketize(s.detach(), BOUNDARIES)
+s * torch.bucketize(i, WORDS[:3], right=True) + torch.searchsorted(WORDS[:3], i); (i > j).where(i > 3, False) * s
+s.unsqueeze(0).exp().view(()) + s[None][0]; s * (i[None] - j.reshape(1)).squeeze(0); s * torch.as_tensor(s).half()
+s + i.short() + i.char() * 2 + (i * 7).byte() + s.to(torch.int8); torch.where(condition=i < j, input=s, other=0.0)
 """
 
 
@@ -229,6 +265,34 @@ def test_a_wrong_gradient_of_a_captured_tensor_is_found(monkeypatch):
     found = check_epilogue(lambda s, b, h, i, j: s * AROUND[h, i - j])
     failed = [one.what for one in found.comparisons if not one.passed]
     assert len(failed) == 2 and all(one.startswith("gradient of tensor 0") for one in failed), str(found)
+
+
+# ---- tables ----
+
+GRID = torch.randn(3, 60, dtype=torch.float64, requires_grad=True)
+TABLE_READS = """
+GRID[h, d]; GRID[h][d]; GRID[h, :][d]; GRID[h, ...][..., d]; GRID[:, d][h]; GRID[..., d][h]; GRID.T[d, h]; GRID.mT[d][h]
+GRID.view(-1)[60 * h + d % 60]; GRID.reshape(3, 6, 10)[h, d // 10, d % 10]; GRID[h].view(6, 10)[d // 10][d % 10]
+GRID.select(0, h)[d]; torch.select(GRID[h], 0, d); GRID[h].flip(0)[-1 - d]; GRID.take(60 * h + d % 60)
+GRID[h].gather(0, d % 60); torch.gather(GRID[1:], 1, (d % 60).view(1, 1))[0, 0] * 0 + GRID[h, d]
+GRID.index_select(0, h)[0, d]; GRID[h].index_select(0, d[None]).squeeze(); GRID[h.unsqueeze(0), d.view(1)].squeeze()
+F.embedding(d % 60, GRID.t())[h]; torch.embedding(GRID, h)[d]; GRID[None, h, None][0, 0, d]; GRID[h].double()[d]
+torch.where(d % 60 > 19, GRID[h, 20:][d % 60 - 20], GRID[h, :20][d % 20]); GRID[h, d % GRID.shape[1]]
+GRID[h][d % GRID[h].size(0)]; (2 * GRID[h])[d] / 2; torch.cat((GRID[:1], GRID[1:]))[h, d]
+GRID[h].clone()[:, None][d][0]
+"""
+
+
+@pytest.mark.parametrize("read", re.split(r"; |\n", TABLE_READS.strip()))
+def test_each_way_to_read_a_table_has_its_gradient(read):
+    """Those of GRID[h, d], where the distance d also counts from the end."""
+    q, k, v = (x.detach() for x in inputs(20, 30, 3, 3))
+    function = eval(f"lambda s, b, h, i, j: (lambda d: s * (1 + {read}))(i - j)", globals())
+    got = attention(q, k, v, score_mod=function)
+    expected = dense(q, k, v, lambda s, b, h, i, j: s * (1 + GRID[h, i - j]))[0]
+    torch.testing.assert_close(got, expected)
+    grads = [torch.autograd.grad(out.square().sum(), GRID)[0] for out in (got, expected)]
+    torch.testing.assert_close(*grads)
 
 
 # ---- indices ----
@@ -379,22 +443,29 @@ def score(function):
 REFUSED = """
 score_mod=lambda s, *_: torch.lgamma(s) -> TypeError: score_mod uses lgamma; accepted: + -
 score_mod=lambda s, *_: s.digamma() -> TypeError: score_mod uses digamma; accepted
-score_mod=lambda s, *_: torch.round(s, decimals=1) -> TypeError: uses round with arguments that are not traced
 score_mod=lambda s, *_: s + SLOPES.add_(s) -> TypeError: changes a value in place by add_
 score_mod=lambda s, b, h, q, k: s if q > k else 0.0 -> TypeError: asks for the number ... accepted: torch.where
 score_mod=lambda s, *_: math.exp(s) -> TypeError: asks for the number of a traced value
 score_mod=lambda s, b, *_: sum(range(b)) -> TypeError: asks for the number of a traced value
 score_mod=lambda s, *_: s + SLOPES -> TypeError: a tensor of shape (3,) as a whole; accepted: its
 score_mod=lambda s, b, h, q, k: s + TABLE[h] -> TypeError: a tensor of shape (32,) as a whole
-score_mod=lambda s, b, h, q, k: s + TABLE[h, 1:][q] -> TypeError: indexes a tensor by slice
-score_mod=lambda s, b, h, q, k: s + TABLE[..., q][h] -> TypeError: indexes a tensor by slice
 score_mod=lambda s, b, h, q, k: s + TABLE[..., h, ...] -> TypeError: indexes a tensor by Ellipsis
 score_mod=lambda s, *_: s + SLOPES[s] -> TypeError: indexes a tensor by a float; accepted: traced int
 score_mod=lambda s, b, h, q, k: s + SLOPES[h, q] -> TypeError: of 1 dimensions by 2 integers
 score_mod=lambda s, b, h, *_: s + torch.ones(3, dtype=torch.complex64)[h]
     -> TypeError: captures a tensor of torch.complex64, ...; accepted: dense ones of torch.bool
 score_mod=lambda s, b, h, *_: s + torch.ones(0)[h] -> ValueError: of shape (0,); accepted: one with
-score_mod=lambda s, *_: s ** 2.5 -> TypeError: uses pow with arguments that are not traced
+score_mod=lambda s, b, h, *_: s + 2 ** h -> TypeError: uses __rpow__ with arguments that are not traced
+score_mod=lambda s, *_: s & 1 -> TypeError: uses __and__, which torch refuses: ... (line 1 of <string>)
+score_mod=lambda s, b, h, q, k: ~s -> TypeError: uses __invert__, which torch refuses
+score_mod=lambda s, b, h, q, k: s - (q > k).sub(True) -> TypeError: uses sub, which torch refuses: Subtraction
+score_mod=lambda s, b, h, q, k: s + torch.where(q, s, 0.0) -> TypeError: uses where, which torch refuses: where expected
+score_mod=lambda s, b, h, q, k: s + F.gelu(q - k) -> TypeError: uses gelu, which torch refuses
+score_mod=lambda s, b, h, q, k: s + torch.add(q, k, alpha=0.5) -> TypeError: uses add, which torch refuses: For integral
+score_mod=lambda s, *_: s[None] -> TypeError: returned a value of shape (1,); accepted: one of no dimensions
+score_mod=lambda s, *_: s.expand(3) -> TypeError: makes a tensor of shape (3,) of a traced value by expand
+score_mod=lambda s, b, h, *_: s + F.embedding(h, TABLE, padding_idx=0)[0] -> TypeError: uses embedding with arguments
+score_mod=lambda s, b, h, *_: s + (TABLE[h] + SLOPES)[0] -> TypeError: uses add of a row of a tensor (
 score_mod=lambda s, *_: None -> TypeError: score_mod returned None; accepted: traced values
 score_mod=1.0 -> TypeError: score_mod is a float; accepted: a function of (score, batch
 mask_mod=lambda b, h, q, k: q - k -> TypeError: mask_mod returned an integer; accepted: a bool

@@ -106,7 +106,10 @@ def cosh(input: Tensor) -> Tensor:
 
 
 def asinh(input: Tensor) -> Tensor:
-    return torch.log(input + torch.sqrt(input * input + 1))
+    size = torch.where(input < 0, -input, input)
+    square = size * size
+    found = torch.log1p(size + square / (1 + torch.sqrt(1 + square)))
+    return torch.where(input < 0, -found, found)
 
 
 def acosh(input: Tensor) -> Tensor:
@@ -130,7 +133,12 @@ def hypot(input: Tensor, other: Tensor) -> Tensor:
 
 
 def logaddexp(input: Tensor, other: Tensor) -> Tensor:
-    return other + softplus(input - other)
+    distance = torch.where(input == other, 0.0, input - other)  # also of two infinities
+    return torch.maximum(input, other) + torch.log1p(torch.exp(-torch.abs(distance)))
+
+
+def logaddexp2(input: Tensor, other: Tensor) -> Tensor:
+    return logaddexp(input * math.log(2), other * math.log(2)) / math.log(2)
 
 
 def lerp(input: Tensor, end: Tensor, weight: Any) -> Tensor:
@@ -177,7 +185,112 @@ def rad2deg(input: Tensor) -> Tensor:
     return input * (180 / math.pi)
 
 
+def asin(input: Tensor) -> Tensor:
+    return torch.atan(input / torch.sqrt((1 - input) * (1 + input)))
+
+
+def acos(input: Tensor) -> Tensor:
+    return 2 * torch.atan(torch.sqrt((1 - input) / (1 + input)))
+
+
+def atan2(input: Tensor, other: Tensor) -> Tensor:
+    steep = torch.abs(input) > torch.abs(other)
+    above, below = torch.where(steep, other, input), torch.where(steep, input, other)
+    angle = torch.atan(above / torch.where(below == 0, 1.0, below))
+    half = copysign(math.pi / 2 * torch.ones_like(angle), input)
+    flat = torch.where(torch.signbit(other), angle + 2 * half, angle)
+    return torch.where(steep, half - angle, flat)
+
+
+def copysign(input: Tensor, other: Any) -> Tensor:
+    size = 1.0 * torch.abs(input)
+    if not isinstance(other, Tensor):
+        return size if math.copysign(1, other) > 0 else -size
+    return torch.where(torch.signbit(other), -size, size)
+
+
+def fmod(input: Tensor, other: Any) -> Tensor:
+    return input - torch.div(input, other, rounding_mode="trunc") * other
+
+
+def fmax(input: Tensor, other: Tensor) -> Tensor:
+    return torch.where((input >= other) | (other != other), input, other)
+
+
+def fmin(input: Tensor, other: Tensor) -> Tensor:
+    return torch.where((input <= other) | (other != other), input, other)
+
+
+def float_power(input: Tensor, exponent: Any) -> Tensor:
+    return torch.pow(input.double(), exponent)
+
+
+def heaviside(input: Tensor, values: Tensor) -> Tensor:
+    return torch.where(input == 0, values, (input > 0).to(values.dtype))
+
+
+def isclose(
+    input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> Tensor:
+    distance = torch.abs(input - other)
+    found = (input == other) | ((distance < math.inf) & (distance <= atol + torch.abs(rtol * other)))
+    return found | ((input != input) & (other != other)) if equal_nan else found
+
+
+def ldexp(input: Tensor, other: Tensor) -> Tensor:
+    return input * torch.exp2(other)
+
+
+def logit(input: Tensor, eps: float | None = None) -> Tensor:
+    x = input if eps is None else torch.clamp(input, eps, 1 - eps)
+    return torch.log(x / (1 - x))
+
+
+def nan_to_num(
+    input: Tensor, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
+) -> Tensor:
+    if not input.is_floating_point():
+        return input
+    ends = torch.finfo(input.dtype)
+    finite = torch.where(input == math.inf, ends.max if posinf is None else posinf, input)
+    finite = torch.where(input == -math.inf, ends.min if neginf is None else neginf, finite)
+    return torch.where(input != input, 0.0 if nan is None else nan, finite)
+
+
+def prelu(input: Tensor, weight: Tensor) -> Tensor:
+    return torch.where(input > 0, input, weight.squeeze() * input)
+
+
+def sinc(input: Tensor) -> Tensor:
+    x = input * math.pi
+    near = torch.abs(x) < 0.05  # where the derivative of the quotient is a difference of large numbers
+    square, x = x * x, torch.where(near, 1.0, x)
+    return torch.where(near, 1 - square / 6 + square * square / 120, torch.sin(x) / x)
+
+
+def xlogy(input: Tensor, other: Tensor) -> Tensor:
+    none = (input == 0) & (other <= 0)
+    return torch.where(none, 0.0, input * torch.log(torch.where(none, 1.0, other)))
+
+
+def xlog1py(input: Tensor, other: Tensor) -> Tensor:
+    none = (input == 0) & (other <= -1)
+    return torch.where(none, 0.0, input * torch.log1p(torch.where(none, 0.0, other)))
+
+
+def entr(input: Tensor) -> Tensor:
+    seen = input > 0
+    return torch.where(input < 0, -math.inf, -input * torch.log(torch.where(seen, input, 1.0)))
+
+
+def ndtr(input: Tensor) -> Tensor:
+    return 0.5 + 0.5 * torch.erf(input * math.sqrt(0.5))
+
+
 COMPOSED: dict[str, Callable[..., Tensor]] = {
     name: made for name, made in list(globals().items()) if inspect.isfunction(made)
+}
+COMPOSED |= {
+    f"arc{name[1:]}": COMPOSED[name] for name in ("asin", "acos", "atan2", "asinh", "acosh", "atanh")
 }
 """By torch's names."""

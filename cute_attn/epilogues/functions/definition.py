@@ -29,6 +29,7 @@ _NUMBERS: dict[str, Callable[..., Any]] = {
     "shr": operator.rshift,
     "neg": operator.neg,
     "abs": abs,
+    "pow": operator.pow,
     "where": torch.where,
     **{name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")},
 }
@@ -43,9 +44,9 @@ _TENSORS: dict[str, Callable[..., Tensor]] = {
         name: getattr(torch, name)
         for name in ("rsqrt", "tanh", "sigmoid", "sin", "cos", "floor", "ceil", "trunc", "round")
     },
-    **{name: getattr(torch, name) for name in ("atan", "erf", "expm1", "log1p")},
+    **{name: getattr(torch, name) for name in ("atan", "erf", "expm1", "log1p", "signbit")},
 }
-_STEPS = frozenset(("floor", "ceil", "trunc", "round", "lt", "le", "gt", "ge", "eq", "ne"))
+_STEPS = frozenset(("floor", "ceil", "trunc", "round", "signbit", "lt", "le", "gt", "ge", "eq", "ne"))
 
 Value = Tensor | bool | int | float
 

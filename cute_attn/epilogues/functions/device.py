@@ -244,8 +244,7 @@ class Positions:
         for x in self.inputs:
             with in_source(x):
                 if x.op == "distance":
-                    distance = self._distance(tile, r, c, TYPES[x.kind])
-                    values[x] = distance if x.args[0].op == "query" else -distance
+                    values[x] = self._distance(tile, r, c, TYPES[x.kind], x.args[0].op == "query")
                 elif x.op == "order":
                     values[x] = _OPERATIONS[x.value](*self._ordered(tile, r, c))
         return values
@@ -255,13 +254,16 @@ class Positions:
             self._known[key] = make()
         return self._known[key]
 
-    def _distance(self, tile: ScoreTile, r: int, c: int, kind: Any) -> Any:
-        """query - key, as a number of that type: of a row's or a column's, where these are fewer, and a constant."""
+    def _distance(self, tile: ScoreTile, r: int, c: int, kind: Any, of_query: bool) -> Any:
+        """query - key as a number of that type: of a row's or a column's, where these are fewer, and a constant.
+
+        of_query: else key - query, by a subtraction too, since a float has a negative 0.
+        """
         if len(tile.rows) <= len(tile.cols):
             of_row = self._kept(("row", r, kind), lambda: kind(tile.row0 + tile.rows[r] - tile.col0))
-            return of_row - kind(tile.cols[c])
+            return of_row - kind(tile.cols[c]) if of_query else kind(tile.cols[c]) - of_row
         of_col = self._kept(("col", c, kind), lambda: kind(tile.row0 - tile.col0 - tile.cols[c]))
-        return of_col + kind(tile.rows[r])
+        return of_col + kind(tile.rows[r]) if of_query else kind(-tile.rows[r]) - of_col
 
     def _ordered(self, tile: ScoreTile, r: int, c: int) -> tuple[Int32, Int32]:
         """Two numbers that compare as query and key do, one of them a constant."""
@@ -310,6 +312,10 @@ def _bits_of_power(x: Any) -> int | None:
 
 def _not(a: Any) -> Any:
     return ~a if not isinstance(a, Boolean) else Boolean(arith.xori(a.ir_value(), Boolean(True).ir_value()))
+
+
+def _signbit(x: Float32) -> Boolean:
+    return Int32(arith.bitcast(Int32.mlir_type, x.ir_value())) < 0
 
 
 def _bits(op: Callable[..., Any]) -> Callable[..., Any]:
@@ -380,5 +386,6 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "trunc": cute.math.trunc,
     "round": cute.math.roundeven,
     "erf": _erf,
+    "signbit": _signbit,
     **{name: getattr(cute.math, name) for name in ("atan", "expm1", "log1p")},
 }

@@ -330,6 +330,15 @@ def _clamp(inside: str) -> Rule:
     return rule
 
 
+def _pow(d: _Derivative, x: Node, a: Node, b: Node, da: Any, db: Any) -> Node | None:
+    """Zero by the base where the exponent is 0, and by the exponent where the base is 0, as in torch."""
+    g, zero = d.graph, d.graph.const(0.0)
+    lower = g.binary("pow", a, g.binary("sub", b, g.const(1.0)))
+    by_base = g.where(g.compare("eq", b, zero), zero, g.binary("mul", b, lower))
+    by_exponent = g.where(g.compare("eq", x, zero), zero, g.binary("mul", x, g.unary("log", a)))
+    return d.add(d.mul(da, by_base), d.mul(db, by_exponent))
+
+
 def _function(slope: Callable[[Graph, Node, Node], Node]) -> Rule:
     """slope: of the graph, the value and its operand."""
 
@@ -357,6 +366,7 @@ _RULES: dict[str, Rule] = {
     "sub": lambda d, x, a, b, da, db: d.add(da, d.neg(db)),
     "mul": lambda d, x, a, b, da, db: d.add(d.mul(da, b), d.mul(db, a)),
     "div": _div,
+    "pow": _pow,
     "neg": lambda d, x, a, da: d.neg(da),
     "abs": _abs,
     "where": _where,

@@ -257,10 +257,26 @@ class _Lowering:
                 return g.make("sigmoid2", FLOAT, (self._times(args[0], -LOG2_E),))
             if node.op == "exp":
                 return g.make("exp2", FLOAT, (self._times(args[0], LOG2_E),))
+            if node.op == "pow":
+                return self._pow(*args)
             if node.op == "log":
                 return self._times(g.make("log2", FLOAT, args), LN_2)
         dtype = node.dtype if node.op == "load" else ""
         return g.make(node.op, node.kind, args, node.value, node.depends_on, dtype)
+
+    def _pow(self, x: Node, power: Node) -> Node:
+        """x to a power: of a negative x only to a whole one; a logarithm of it is NaN."""
+        g, zero = self.graph, self.graph.const(0.0)
+        if power.op == "const" and not power.value.is_integer():
+            return g.unary("exp2", self.mul(g.unary("log2", x), power))
+        found = g.unary("exp2", self.mul(g.unary("log2", g.unary("abs", x)), power))
+        half = self._times(power, 0.5)
+        is_odd = g.compare("ne", g.unary("floor", half), half)
+        negative = g.where(is_odd, g.unary("neg", found), found)
+        whole = g.compare("eq", g.unary("floor", power), power)
+        negative = g.where(whole, negative, g.const(math.nan))
+        found = g.where(g.compare("lt", x, zero), negative, found)
+        return g.where(g.compare("eq", power, zero), g.const(1.0), found)
 
     def _times(self, x: Node, factor: float) -> Node:
         return self.mul(x, self.graph.const(factor))
@@ -383,6 +399,8 @@ class _Lowering:
             return self.graph.make("distance", FLOAT, x.args)
         if not varies(x):
             return self.graph.cast(x, FLOAT)
+        if x.op == "neg":  # an integer has no negative 0
+            return self.graph.make("sub", FLOAT, (self.graph.const(0.0), self._exact(x.args[0])))
         return self.graph.make(x.op, FLOAT, [self._exact(arg) for arg in x.args])
 
     @_once

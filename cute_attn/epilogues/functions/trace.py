@@ -6,11 +6,12 @@ import math
 import numbers
 import operator
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ LOADED = {
 }
 """Dtypes of captured tensors -> kinds of their elements in a graph."""
 ACCEPTED = (
-    "+ - * / // % ** by a constant, comparisons, & | ^ ~ << >>, where, abs, sign, minimum, maximum, min, max, clamp, "
+    "+ - * / // % **, comparisons, & | ^ ~ << >>, where, abs, sign, minimum, maximum, min, max, clamp, "
     "exp, exp2, log, log2, sqrt, rsqrt, square, reciprocal, tanh, sigmoid, relu, sin, cos, atan, erf, expm1, log1p, "
     "floor, ceil, trunc, round, gelu, silu, softplus, masked_fill and others of docs/functions.md, casts, "
     "logical_and, logical_or, logical_xor, logical_not, and elements of captured tensors"
@@ -187,7 +188,7 @@ class Recorder(TorchFunctionMode):
         try:
             with self:
                 inputs = [self.symbol(self.graph.input(name)) for name in SIGNATURES[what]]
-                output = self.node(function(*inputs, *self.arguments), "returned")
+                output = self._returned(function(*inputs, *self.arguments))
         except Exception as error:
             # Python's operators replace a TypeError by another one.
             raise error if self._refusal is None else self._refusal from None
@@ -196,6 +197,11 @@ class Recorder(TorchFunctionMode):
         if self._refusal is not None and self._is_refused:  # the function caught it, and did something else
             raise self._refusal
         return output
+
+    def _returned(self, x: Any) -> Node:
+        if isinstance(x, Symbol) and x.rank:
+            self.refuse(f"returned a value of shape {tuple(x.shape)}", "one of no dimensions")
+        return self.node(x, "returned")
 
     def _check_arguments(self, function: Any) -> None:
         wanted = (*SIGNATURES[self.what], *(f"argument {i + 1}" for i in range(len(self.arguments))))
@@ -207,13 +213,13 @@ class Recorder(TorchFunctionMode):
             given = inspect.signature(function)
             raise TypeError(f"{self.what} takes {given}; accepted: ({', '.join(wanted)})") from None
 
-    def symbol(self, node: Node) -> "Symbol":
-        """A traced value."""
+    def symbol(self, node: Node, dimensions: int = 0) -> "Symbol":
+        """A traced value, as a tensor of one element."""
         if self._depth(node) > _MOST_IN_A_ROW:
             self.refuse(
                 "chains too many operations", f"up to {_MOST_IN_A_ROW}, each on the result of the last"
             )
-        return Symbol(self, node)
+        return Symbol(self, node, dimensions)
 
     def dtype_of(self, node: Node) -> torch.dtype:
         """A value's dtype, promoted from its operands' like torch's: numbers and integers do not affect a float's."""
@@ -239,7 +245,7 @@ class Recorder(TorchFunctionMode):
     def _argument(self, number: int, x: Any) -> "Symbol | Argument":
         """The symbol for a function's argument behind its signature's."""
         if isinstance(x, Tensor) and x.dim():
-            return Argument(self, x, (), number)
+            return Argument(self, x, (None,) * x.dim(), number)
         kind = LOADED.get(x.dtype, FLOAT) if isinstance(x, Tensor) else FLOAT if isinstance(x, float) else INT
         dtype = _dtype_name(x.dtype) if isinstance(x, Tensor) else ""
         return self.symbol(self.graph.make("load", kind, (), number, dtype=dtype))
@@ -282,7 +288,8 @@ class Recorder(TorchFunctionMode):
             )
         self.graph.place = _place_of(sys._getframe(1))
         name = _name_of(func)
-        if name == "__getitem__":
+        first = args[0] if args else next(iter(kwargs.values()))
+        if name == "__getitem__" and not isinstance(args[0], Symbol):
             return self.lookup(*args)
         if name in _METADATA:
             return self._metadata(name, func, args, kwargs)
@@ -297,27 +304,80 @@ class Recorder(TorchFunctionMode):
         made = _OPERATIONS.get(name[:-1]) if in_place else _made_by(func)
         if in_place and (made is None or func is not getattr(Tensor, name) or not self._is_writable(args[0])):
             self.refuse(f"changes a value in place by {name}")
+        if name in _VIEWS and isinstance(first, Symbol):
+            return self._view(name, func, args, kwargs)
+        if args and type(first) is Row and _first_traced((args[1:], tuple(kwargs.values()))) is None:
+            return self._of_rows(name, func, args, kwargs)
         if made is None:
-            if isinstance(args[0], Row):
+            if isinstance(first, Row):
                 self.refuse(f"uses {name} of a whole tensor", "its elements, shape and dtype")
             return self.refuse(f"uses {name}")
         try:
             node = made(self, *args, **kwargs)
-        except _Refused:
-            self.refuse(f"uses {name} with arguments that are not traced")
-        except TypeError as error:
-            if "unexpected keyword" in str(error) or "positional argument" in str(error):
+        except (_Refused, TypeError) as error:
+            if isinstance(error, _Refused) or _WRONG_ARGUMENTS.search(str(error)):
+                if name not in _LOOKUPS:
+                    self._check_with_torch(name, func, args, kwargs)
                 self.refuse(f"uses {name} with arguments that are not traced")
             raise
+        if name in _LOOKUPS:
+            return node
+        if isinstance(node, Symbol):
+            rank, node = node.rank, node.node
+        else:
+            rank = max(map(_rank, (*args, *kwargs.values())))
         if in_place:
             return self._written(args[0], node, name)
-        if name in _ALIASES and isinstance(args[0], Symbol):
-            if node is args[0].node:
-                return args[0]
-            args[0].has_alias = name in ("detach", "data")
-        result = self.symbol(self._differentiable(node))
+        self._check_with_torch(name, func, args, kwargs)
+        if name in _ALIASES and isinstance(first, Symbol):
+            if node is first.node:
+                return first
+            first.has_alias = name in ("detach", "data")
+        result = self.symbol(self._differentiable(node), rank)
         result.has_alias = name in ("detach", "data")
         return result
+
+    def _check_with_torch(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Refuse what torch refuses for values of these dtypes, such as ``&`` of floats."""
+        reason = _refused_by_torch(
+            func, tuple(map(_kind, args)), tuple((x, _kind(y)) for x, y in kwargs.items())
+        )
+        if reason:
+            self.refuse(f"uses {name}, which torch refuses: {reason}", "operands that torch takes")
+
+    def _view(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> "Symbol":
+        """A traced value as a tensor of one element with other dimensions."""
+        with torch._C.DisableTorchFunction():
+            shape = func(_Kind(torch.float64, args[0].rank).one(), *args[1:], **kwargs).shape
+        if shape.numel() != 1:
+            self.refuse(f"makes a tensor of shape {tuple(shape)} of a traced value by {name}", "one element")
+        if len(shape) == args[0].rank:
+            return args[0]
+        args[0].has_alias = True
+        view = self.symbol(args[0].node, len(shape))
+        view.has_alias = True
+        return view
+
+    def _of_rows(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """An operation of torch's on a row: on all rows of the tensor, of which the same one is read."""
+        row = args[0]
+        fixed = [axis for axis, node in enumerate(row.places) if node is not None]
+
+        def of_one(x: Tensor) -> Any:
+            return func(x, *args[1:], **kwargs)
+
+        made = of_one
+        for place in reversed(range(len(fixed))):
+            made = torch.vmap(made, fixed[place] - place)
+        try:
+            found = made(row.tensor)
+        except (RuntimeError, ValueError, TypeError) as error:
+            reason = str(error).partition("\n")[0]
+            return self.refuse(
+                f"uses {name} of a row of a tensor ({reason})", "its elements, shape and dtype"
+            )
+        nodes = [row.places[axis] for axis in fixed]
+        return self._element_or_row(Row, found, (*nodes, *[None] * (found.dim() - len(nodes))))
 
     def _differentiable(self, node: Node) -> Node:
         return node if self._has_gradients is not False else self.graph.detached(node)
@@ -348,7 +408,9 @@ class Recorder(TorchFunctionMode):
     def refuse(self, what: str, accepted: str = ACCEPTED, *, as_torch: bool = False) -> Any:
         """Raise the error. as_torch: torch raises a TypeError, too, such as for ``x == None``; Python catches it."""
         self._is_refused = self._is_refused or not as_torch
-        self._refusal = self._refusal or TypeError(f"{self.what} {what}; accepted: {accepted}")
+        at = _place_of(sys._getframe(1))
+        line = "" if at is None or at[0] == __file__ else f" (line {at[1]} of {os.path.basename(at[0])})"
+        self._refusal = self._refusal or TypeError(f"{self.what} {what}; accepted: {accepted}{line}")
         raise self._refusal from None
 
     # ---- values ----
@@ -363,10 +425,11 @@ class Recorder(TorchFunctionMode):
             return self.graph.const(x)
         if isinstance(x, numbers.Real):  # NumPy's
             return self.graph.const(x.item())  # type: ignore[attr-defined]
-        if isinstance(x, Tensor) and not isinstance(x, Row) and x.dim() == 0:
-            return self.load(x, ())
+        if isinstance(x, Tensor) and not isinstance(x, Row) and x.numel() == 1:
+            return self.load(x, (self.graph.const(0),) * x.dim())
         if isinstance(x, Tensor):
-            shape = tuple(x.tensor.shape[len(x.first) :] if isinstance(x, Row) else x.shape)
+            with torch._C.DisableTorchFunction():
+                shape = tuple(x.shape)
             return self.refuse(
                 f"{did} a tensor of shape {shape} as a whole", "its elements, such as table[h, q_idx]"
             )
@@ -392,36 +455,70 @@ class Recorder(TorchFunctionMode):
 
     def lookup(self, table: Any, index: Any) -> Any:
         """``table[index]``: an element, or a row with dimensions left to index."""
-        if isinstance(table, Symbol):
-            return self.refuse("indexes a traced value", "captured tensors as tables")
-        row = table if isinstance(table, Row) else Row(self, table, ())
-        tensor, first, number = row.tensor, row.first, row.number
-        items = _without_whole(index if isinstance(index, tuple) else (index,), tensor.dim() - len(first))
-        nodes = list(first)
+        row = table if isinstance(table, Row) else Row(self, table, (None,) * table.dim())
+        tensor, dimensions = row.tensor, row.places.count(None)
+        items = list(index) if isinstance(index, tuple) else [index]
         for item in items:
-            if isinstance(item, slice | list | None) or item is Ellipsis or isinstance(item, bool):
-                return self.refuse(f"indexes a tensor by {item!r}", "traced integers, one for each dimension")
-            node = self.node(item, "indexes a tensor by")
-            if node.kind not in (INT, LONG):
-                return self.refuse(f"indexes a tensor by {_THE_KINDS[node.kind]}", "traced integers")
-            if isinstance(item, Symbol) and item.own_dtype in _NO_INDICES:
-                return self.refuse(
-                    f"indexes a tensor by a {item.own_dtype}, which torch takes for a mask or refuses",
-                    "int32 and int64, such as x.int()",
-                )
-            if node.op == "const" and node.value < 0 and len(nodes) < tensor.dim():
-                size = table.shape[len(nodes) - len(first)]
-                node = self.node(size + (node.value if isinstance(size, int) else self.symbol(node)))
-            nodes.append(node)
-        if len(nodes) > tensor.dim():
+            if isinstance(item, list | bool):
+                return self.refuse(f"indexes a tensor by {item!r}", "traced integers and slices")
+        used = sum(item is not None and item is not Ellipsis for item in items)
+        whole = [place for place, item in enumerate(items) if item is Ellipsis] or [len(items)]
+        if len(whole) > 1:
+            return self.refuse("indexes a tensor by Ellipsis twice", "one")
+        if used > dimensions:
             return self.refuse(
-                f"indexes a tensor of {tensor.dim()} dimensions by {len(nodes)} integers", "one each"
+                f"indexes a tensor of {dimensions} dimensions by {used} integers", "one for each dimension"
             )
-        if len(nodes) < tensor.dim():
-            kind = Argument if isinstance(table, Argument) else Row
-            return kind(self, tensor, tuple(nodes), number)
-        node = self.load(tensor, tuple(nodes), number)
-        return self.symbol(self._differentiable(node))
+        items[whole[0] : whole[0] + 1] = [slice(None)] * (dimensions - used)
+        cut: list[slice | None] = []  # what torch does before: slices, and new dimensions
+        nodes: list[Node | None] = []
+        for axis, own in enumerate(row.places):
+            while own is None and items[0] is None:
+                cut.append(items.pop(0))
+                nodes.append(None)
+            item = slice(None) if own is not None else items.pop(0)
+            cut.append(item if isinstance(item, slice) else slice(None))
+            nodes.append(own if isinstance(item, slice) else self._index(table, row, axis, item))
+        cut += items
+        nodes += items
+        if any(one != slice(None) for one in cut):
+            if isinstance(table, Argument):
+                return self.refuse("cuts an argument, whose calls' own have other sizes", "traced integers")
+            tensor = tensor[tuple(cut)]
+        rank = max(map(_rank, index if isinstance(index, tuple) else (index,)), default=0)
+        kind = Argument if isinstance(table, Argument) else Row
+        return self._element_or_row(kind, tensor, tuple(nodes), row.number, rank)
+
+    def _index(self, table: Any, row: "Row", axis: int, item: Any) -> Node:
+        """An index of one dimension."""
+        node = self.node(item, "indexes a tensor by")
+        if node.kind not in (INT, LONG):
+            return self.refuse(f"indexes a tensor by {_THE_KINDS[node.kind]}", "traced integers")
+        if isinstance(item, Symbol) and item.own_dtype in _NO_INDICES:
+            return self.refuse(
+                f"indexes a tensor by a {item.own_dtype}, which torch takes for a mask or refuses",
+                "int32 and int64, such as x.int()",
+            )
+        if node.op == "const" and node.value < 0:
+            size = table.shape[row.places[:axis].count(None)]
+            node = self.node(size + (node.value if isinstance(size, int) else self.symbol(node)))
+        return node
+
+    def _element_or_row(
+        self,
+        kind: type,
+        tensor: Tensor,
+        index: tuple[Node | None, ...],
+        number: int | None = None,
+        rank: int = 0,
+    ) -> Any:
+        """rank: of the element; indices may be tensors with dimensions of size 1."""
+        nodes = tuple(x for x in index if x is not None)
+        if len(nodes) < len(index):
+            if rank:
+                return self.refuse(f"indexes some dimensions by a tensor of {rank} dimensions", "x.squeeze()")
+            return kind(self, tensor, index, number)
+        return self.symbol(self._differentiable(self.load(tensor, nodes, number)), rank)
 
 
 def _place_of(frame: FrameType | None) -> Place | None:
@@ -450,19 +547,51 @@ def _absolute(file: str) -> str:
     return file if file.startswith("<") else os.path.abspath(file)
 
 
-def _without_whole(items: tuple, dimensions: int) -> tuple:
-    """Indices without those at the end that take all of a dimension: ``:`` and ``...``."""
-    whole = [i for i, item in enumerate(items) if item is Ellipsis]
-    if len(whole) == 1:
-        rest = items[whole[0] + 1 :]
-        items = (*items[: whole[0]], *[slice(None)] * (dimensions - len(items) + 1), *rest)
-    while items and isinstance(items[-1], slice) and items[-1] == slice(None):
-        items = items[:-1]
-    return items
+class _Kind(NamedTuple):
+    """A tensor of one element, for torch's own checks of arguments."""
+
+    dtype: torch.dtype
+    rank: int
+
+    def one(self) -> Tensor:
+        """One, in the widest float if it is any: some 16-bit operations are missing on the CPU."""
+        dtype = torch.float64 if self.dtype.is_floating_point else self.dtype
+        return torch.ones((1,) * self.rank, dtype=dtype)
+
+
+def _rank(x: Any) -> int:
+    return x.rank if isinstance(x, Symbol) else x.dim() if isinstance(x, Tensor) else 0
+
+
+def _kind(x: Any) -> Any:
+    """A tensor's kind; anything else as its repr and itself, since 1, 1.0 and True are equal."""
+    if isinstance(x, Symbol):
+        return _Kind(x.own_dtype, x.rank)
+    if isinstance(x, Tensor):
+        return _Kind(x.dtype, x.dim())
+    return ("(", tuple(map(_kind, x))) if isinstance(x, tuple | list) else (repr(x), x)
+
+
+@functools.lru_cache(4096)
+def _refused_by_torch(func: Any, args: tuple, kwargs: tuple) -> str:
+    """Why torch refuses an operation on values of these kinds, or ""."""
+
+    def given(x: Any) -> Any:
+        return x.one() if isinstance(x, _Kind) else tuple(map(given, x[1])) if x[0] == "(" else x[1]
+
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        try:
+            func(*map(given, args), **{name: given(x) for name, x in kwargs})
+        except (RuntimeError, TypeError, ValueError) as error:
+            return str(error).partition("\n")[0].strip().rstrip(".")
+    return ""
 
 
 class _Refused(Exception):
     """An operation is traced, but not with these arguments."""
+
+
+_WRONG_ARGUMENTS = re.compile("unexpected keyword|positional argument|keyword-only argument")
 
 
 _DTYPES = {BOOL: torch.bool, INT: torch.int64, LONG: torch.int64, FLOAT: torch.float32}
@@ -508,32 +637,34 @@ class _Traced(Tensor):
 
 
 class Symbol(_Traced):
-    """A scalar of a trace: a tensor of no dimensions."""
+    """A scalar of a trace: a tensor of one element, of no dimensions unless the function adds some."""
 
     node: Node
     own_dtype: torch.dtype
+    rank: int
     has_alias = False
     """True if another value, such as a detached one, is in the same memory."""
 
-    def __new__(cls, recorder: Recorder, node: Node) -> "Symbol":
+    def __new__(cls, recorder: Recorder, node: Node, dimensions: int = 0) -> "Symbol":
         dtype = recorder.dtype_of(node)
-        made = cls._of(cls, recorder, (), dtype)
-        made.node, made.own_dtype = node, dtype
+        made = cls._of(cls, recorder, (1,) * dimensions, dtype)
+        made.node, made.own_dtype, made.rank = node, dtype, dimensions
         return made
 
 
 class Row(_Traced):
-    """A captured tensor with its first indices: ``table[h]``, before ``[q_idx]``."""
+    """A captured tensor with indices of some dimensions, None for others: ``table[h]``, before ``[q_idx]``."""
 
     tensor: Tensor
-    first: tuple[Node, ...]
+    places: tuple[Node | None, ...]
     number: int | None
 
     def __new__(
-        cls, recorder: Recorder, tensor: Tensor, first: tuple[Node, ...], number: int | None = None
+        cls, recorder: Recorder, tensor: Tensor, places: tuple[Node | None, ...], number: int | None = None
     ) -> "Row":
-        made = cls._of(cls, recorder, tensor.shape[len(first) :], tensor.dtype)
-        made.tensor, made.first, made.number = tensor, first, number
+        shape = [size for size, one in zip(tensor.shape, places, strict=True) if one is None]
+        made = cls._of(cls, recorder, shape, tensor.dtype)
+        made.tensor, made.places, made.number = tensor, places, number
         return made
 
 
@@ -543,7 +674,7 @@ class Argument(Row):
     def extent(self, name: str, dim: int | None = None) -> Any:
         """Its ``shape``, ``size`` or ``numel``. ``len`` is refused, since Python requires a number."""
         made = self.recorder.graph.make
-        axes = range(len(self.first), self.tensor.dim())
+        axes = (axis for axis, one in enumerate(self.places) if one is None)
         sizes = tuple(self.recorder.symbol(made("extent", INT, (), (self.number, axis))) for axis in axes)
         if name == "__len__":
             return self.recorder.refuse(
@@ -574,6 +705,15 @@ _ALIASES = frozenset(
     )
 )
 """Operations that return the value itself where it has the dtype that they are asked for."""
+_LOOKUPS = frozenset(("select", "index_select", "gather", "take", "embedding", "bucketize", "searchsorted"))
+"""Operations with tables."""
+_VIEWS = frozenset(
+    (
+        *("view", "view_as", "reshape", "reshape_as", "expand", "expand_as", "squeeze", "unsqueeze"),
+        *("flatten", "ravel", "T", "mT", "real", "__getitem__"),
+    )
+)
+"""Operations that give a tensor of one element other dimensions."""
 _SIZES = frozenset(("shape", "size", "numel", "nelement", "__len__", "stride", "is_contiguous"))
 _TYPES = frozenset(
     ("dtype", "device", "layout", "itemsize", "element_size", "get_device", "is_floating_point")
@@ -617,7 +757,7 @@ def _is_random(func: Any) -> bool:
 def _made_by(func: Any) -> "Make | None":
     """The operation on traced values for a function of torch, if any."""
     if isinstance(func, OpOverload | OpOverloadPacket):
-        return _OPERATIONS.get(_name_of(func))
+        return _OPERATIONS.get(_name_of(func).removeprefix("special_"))
     return _by_identity().get(func)
 
 
@@ -626,7 +766,7 @@ def _by_identity() -> "dict[Any, Make]":
     """Torch's functions, methods and operators of the names below, and of operators those with reversed operands."""
     found: dict[Any, Make] = {}
     for name, made in _OPERATIONS.items():
-        for place in (torch, Tensor, torch.nn.functional):
+        for place in (torch, Tensor, torch.nn.functional, torch.special):
             for one in (name, f"__{name}__"):
                 if callable(function := getattr(place, one, None)):
                     found.setdefault(function, made)
@@ -635,16 +775,22 @@ def _by_identity() -> "dict[Any, Make]":
             if function is not None:
                 found.setdefault(function, _reversed(_OPERATIONS[name]))
     found[Tensor.data.__get__] = _detach  # type: ignore[attr-defined]
+    found[Tensor.where] = lambda t, input, condition, other: _where(t, condition, input, other)
+    found[torch.nn.functional.embedding] = _embedding_of_nn
+    found[torch.searchsorted] = lambda t, sorted_sequence, input, **options: _bucketize(
+        t, input, sorted_sequence, **options
+    )
     return found
 
 
 def _reversed(made: "Make") -> "Make":
-    return lambda t, input, other: made(t, other, input)
+    return lambda t, input, other, **options: made(t, other, input, **options)
 
 
 # ---- operations by torch's names ----
 
-Make = Callable[..., Node]
+Make = Callable[..., Any]
+"""Of the recorder and an operation's arguments: its node, or what :meth:`Recorder.lookup` returns."""
 
 
 def _binary(op: str, least: str = INT, of_bools: str = "") -> Make:
@@ -657,6 +803,16 @@ def _binary(op: str, least: str = INT, of_bools: str = "") -> Make:
                 raise _Refused
             return t.graph.binary(of_bools, a, b, BOOL)
         return t.graph.binary(op, a, b, least)
+
+    return make
+
+
+def _scaled(made: Make) -> Make:
+    """With ``alpha``, a factor of the second operand."""
+
+    def make(t: Recorder, input: Any, other: Any, *, alpha: float = 1) -> Node:
+        scaled = other if alpha == 1 else t.symbol(t.graph.binary("mul", t.node(other), t.node(alpha)))
+        return made(t, input, scaled)
 
     return make
 
@@ -699,9 +855,11 @@ def _step(op: str) -> Make:
 
 
 def _round(t: Recorder, input: Any, *, decimals: int = 0) -> Node:
-    if decimals:
-        raise _Refused
-    return _step("round")(t, input)
+    if not decimals:
+        return _step("round")(t, input)
+    g, factor = t.graph, t.graph.const(10.0 ** abs(decimals))
+    before, after = ("mul", "div") if decimals > 0 else ("div", "mul")
+    return g.binary(after, g.unary("round", g.binary(before, t.node(input), factor)), factor)
 
 
 def _floor_divide(t: Recorder, input: Any, other: Any) -> Node:
@@ -722,37 +880,44 @@ def _remainder(t: Recorder, input: Any, other: Any) -> Node:
 def _div(t: Recorder, input: Any, other: Any, *, rounding_mode: str | None = None) -> Node:
     if rounding_mode == "floor":
         return _floor_divide(t, input, other)
-    made = t.graph.binary("div", t.node(input), t.node(other), FLOAT)
-    if rounding_mode == "trunc" and FLOAT in (t.node(input).kind, t.node(other).kind):
-        return t.graph.unary("trunc", made)
-    if rounding_mode is not None:
-        raise _Refused
-    return made
+    g, a, b = t.graph, t.node(input), t.node(other)
+    if rounding_mode == "trunc" and FLOAT not in (a.kind, b.kind):
+        whole, zero = g.binary("floordiv", g.unary("abs", a), g.unary("abs", b)), g.const(0)
+        differ = g.binary("xor", g.compare("lt", a, zero), g.compare("lt", b, zero), BOOL)
+        return g.where(differ, g.unary("neg", whole), whole)
+    made = g.binary("div", a, b, FLOAT)
+    return g.unary("trunc", made) if rounding_mode == "trunc" else made
+
+
+_MOST_FACTORS = 64
 
 
 def _pow(t: Recorder, input: Any, exponent: Any) -> Node:
-    x, power = t.node(input), t.node(exponent)
+    g, x, power = t.graph, t.node(input), t.node(exponent)
     if power.op == "const" and power.value in (0.5, -0.5):
-        return t.graph.unary("sqrt" if power.value > 0 else "rsqrt", x)
-    if power.op == "const" and power.value in (1, 2, 3, 4):
-        result = t.graph.promoted(x, least=power.kind)[0]
-        factor = result
-        for _ in range(int(power.value) - 1):
-            result = t.graph.binary("mul", result, factor)
-        return result
-    if x.op == "const" and x.value > 0 and FLOAT in (x.kind, power.kind):
-        return t.graph.unary("exp2", t.graph.binary("mul", power, t.graph.const(math.log2(x.value)), FLOAT))
-    raise _Refused
+        return g.unary("sqrt" if power.value > 0 else "rsqrt", x)
+    if power.op == "const" and power.value in range(1, _MOST_FACTORS + 1):
+        return _power(g, g.promoted(x, least=power.kind)[0], int(power.value))
+    if FLOAT not in (x.kind, power.kind):
+        raise _Refused  # of integers: a loop
+    if power.op == "const" and -power.value in range(1, _MOST_FACTORS + 1):
+        return g.binary("div", g.const(1.0), _power(g, x, -int(power.value)), FLOAT)
+    if x.op == "const" and x.value > 0:
+        return g.unary("exp2", g.binary("mul", power, g.const(math.log2(x.value)), FLOAT))
+    return g.binary("pow", x, power, FLOAT)
+
+
+def _power(g: Graph, x: Node, count: int) -> Node:
+    """The product of ``count`` factors x."""
+    if count == 1:
+        return x
+    half = _power(g, x, count // 2)
+    square = g.binary("mul", half, half)
+    return g.binary("mul", square, x) if count % 2 else square
 
 
 def _where(t: Recorder, condition: Any, input: Any, other: Any) -> Node:
     return t.graph.where(t.graph.cast(t.node(condition), BOOL), t.node(input), t.node(other))
-
-
-def _method_where(t: Recorder, first: Any, second: Any, other: Any) -> Node:
-    """``torch.where(condition, input, other)`` or ``input.where(condition, other)``."""
-    condition, value = (first, second) if t.node(first).kind == BOOL else (second, first)
-    return _where(t, condition, value, other)
 
 
 def _clamp(t: Recorder, input: Any, min: Any = None, max: Any = None) -> Node:
@@ -806,10 +971,9 @@ def _cast(t: Recorder, x: Node, dtype: torch.dtype) -> Node:
     kind = LOADED[dtype]
     if kind == LONG and x.kind in (BOOL, INT):
         kind = INT
+    if dtype in _NO_INDICES and x.kind == FLOAT:
+        x = t.graph.cast(x, INT, "int32")
     return t.graph.cast(x, kind, _dtype_name(dtype))
-
-
-_NARROW = (torch.uint8, torch.int8, torch.int16)
 
 
 def _to(t: Recorder, input: Any, *args: Any, dtype: Any = None, device: Any = None, **_: Any) -> Node:
@@ -818,8 +982,8 @@ def _to(t: Recorder, input: Any, *args: Any, dtype: Any = None, device: Any = No
     x = t.node(input)
     if not dtypes:
         return x
-    if dtypes[0] not in LOADED or dtypes[0] in _NARROW:
-        raise _Refused  # narrower integers would wrap
+    if dtypes[0] not in LOADED:
+        raise _Refused
     return _cast(t, x, dtypes[0])
 
 
@@ -840,6 +1004,71 @@ def _typed(t: Recorder, number: Node, dtype: torch.dtype | None) -> Node:
     if not wide or number.op != "const" or not math.isfinite(number.value):  # -inf hides, whatever its dtype
         return number
     return t.graph.make("cast", FLOAT, (number,), dtype=_dtype_name(dtype))  # type: ignore[arg-type]
+
+
+def _signbit(t: Recorder, input: Any) -> Node:
+    x = t.node(input)
+    return (
+        t.graph.make("signbit", BOOL, (x,)) if x.kind == FLOAT else t.graph.compare("lt", x, t.graph.const(0))
+    )
+
+
+_MOST_BOUNDARIES = 64
+
+
+def _bucketize(
+    t: Recorder, input: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False
+) -> Symbol:
+    """The number of boundaries below the input, by a comparison with each; NaN is above all."""
+    if boundaries.dim() != 1 or isinstance(boundaries, Argument) or len(boundaries) > _MOST_BOUNDARIES:
+        raise _Refused
+    g, found = t.graph, t.graph.const(0)
+    for place in range(len(boundaries)):
+        one = t.lookup(boundaries, place).node
+        above = g.compare("lt" if right else "le", t.node(input), one)
+        found = g.binary("add", found, g.cast(g.make("not", BOOL, (above,)), INT, "int64"))
+    return t.symbol(g.cast(found, INT, "int32") if out_int32 else found)
+
+
+def _select(t: Recorder, input: Any, dim: int, index: Any) -> Any:
+    return t.lookup(input, (*[slice(None)] * (dim % input.dim()), index))
+
+
+def _index_select(t: Recorder, input: Any, dim: int, index: Any) -> Any:
+    return torch.unsqueeze(_select(t, input, dim, index.squeeze()), dim)
+
+
+def _gather(t: Recorder, input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
+    if max(index.dim(), 1) != input.dim():
+        raise _Refused
+    axis = dim % input.dim()
+    return t.lookup(input, tuple(index if axis == i else 0 for i in range(input.dim())))
+
+
+def _take(t: Recorder, input: Any, index: Any) -> Any:
+    return t.lookup(torch.reshape(input, (-1,)) if input.dim() != 1 else input, index)
+
+
+def _embedding(
+    t: Recorder,
+    weight: Any,
+    indices: Any,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    if padding_idx != -1 or scale_grad_by_freq or sparse:  # another gradient
+        raise _Refused
+    return t.lookup(weight, indices)
+
+
+def _embedding_of_nn(
+    t: Recorder, input: Any, weight: Any, padding_idx: int | None = None, max_norm: Any = None, **others: Any
+) -> Any:
+    if (padding_idx, max_norm) != (None, None):
+        raise _Refused
+    others.pop("norm_type", None)
+    return _embedding(t, weight, input, **others)
 
 
 def _filled(value: Any) -> Make:
@@ -867,14 +1096,14 @@ def _same(t: Recorder, input: Any, *_: Any, **__: Any) -> Node:
 
 def _composed(function: Callable[..., Tensor]) -> Make:
     """The operations that ``function`` makes of the traced values."""
-    return lambda t, *args, **options: t.node(function(*args, **options))
+    return lambda t, *args, **options: function(*args, **options)
 
 
 _OPERATIONS: dict[str, Make] = {
     **{name: _composed(function) for name, function in COMPOSED.items()},
-    "add": _binary("add", of_bools="or"),
-    "sub": _binary("sub"),
-    "subtract": _binary("sub"),
+    "add": _scaled(_binary("add", of_bools="or")),
+    **dict.fromkeys(("sub", "subtract"), _scaled(_binary("sub"))),
+    "rsub": _reversed(_scaled(_binary("sub"))),
     "mul": _binary("mul", of_bools="and"),
     "multiply": _binary("mul", of_bools="and"),
     "truediv": _div,
@@ -911,8 +1140,11 @@ _OPERATIONS: dict[str, Make] = {
     "negative": _unary("neg"),
     "absolute": _unary("abs"),
     **{name: _step(name) for name in ("floor", "ceil", "trunc")},
+    "fix": _step("trunc"),
+    "expit": _unary("sigmoid"),
+    "signbit": _signbit,
     "round": _round,
-    "where": _method_where,
+    "where": _where,
     "sign": _sign,
     "sgn": _sign,
     "relu": _relu,
@@ -920,14 +1152,26 @@ _OPERATIONS: dict[str, Make] = {
     "reciprocal": _reciprocal,
     "float": _cast_to(torch.float32),
     "double": _cast_to(torch.float64),
+    "half": _cast_to(torch.float16),
+    "bfloat16": _cast_to(torch.bfloat16),
     "int": _cast_to(torch.int32),
+    "short": _cast_to(torch.int16),
+    "char": _cast_to(torch.int8),
+    "byte": _cast_to(torch.uint8),
     "long": _cast_to(torch.int64),
     "bool": _cast_to(torch.bool),
     "to": _to,
+    "as_tensor": _to,
+    "bucketize": _bucketize,
+    "select": _select,
+    "index_select": _index_select,
+    "gather": _gather,
+    "take": _take,
+    "embedding": _embedding,
     "type": _type,
     "type_as": _type,
     "detach": _detach,
-    **dict.fromkeys(("pos", "positive", "clone", "contiguous"), _same),
+    **dict.fromkeys(("pos", "positive", "clone", "contiguous", "conj", "resolve_conj"), _same),
     **{name: _filled(1) for name in ("ones_like", "new_ones")},
     **{name: _filled(0) for name in ("zeros_like", "new_zeros")},
     **{name: _filled(None) for name in ("full_like", "new_full", "new_tensor")},
@@ -935,6 +1179,7 @@ _OPERATIONS: dict[str, Make] = {
 
 KNOWN_NAMES = (
     _METADATA
+    | _VIEWS
     | _OPERATIONS.keys()
     | {x for x in dir(math) if not x.startswith("_")}
     | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
