@@ -48,11 +48,37 @@ def functions(name: str, x: dict[str, Tensor]) -> Made:
         "relative": (lambda s, b, h, q, k: s + x["table"][h, (k - q).clamp(-128, 128) + 128], None),
         "softcap": (lambda s, b, h, q, k: x["cap"] * torch.tanh(s / x["cap"]), document),
         "wave": (lambda s, b, h, q, k: s * (1 + torch.sin(q * 0.37 - k) / 2) + torch.log(1 + s * s), None),
+        "angles": (
+            lambda s, b, h, q, k: torch.atan2(s, (q - k).float()) + s * torch.acos(torch.tanh(s) / 2),
+            None,
+        ),
+        "powers": (
+            lambda s, b, h, q, k: (torch.tanh(s) + 1.5) ** (1 + x["slopes"][h]) + s.tanh() ** (h + 1),
+            causal,
+        ),
+        "signs": (lambda s, b, h, q, k: s + torch.copysign(s, (q % 7 - k % 5).float()) / 2, None),
+        "smooth": (
+            lambda s, b, h, q, k: torch.sinc(s) + torch.logaddexp(s, 0.5 * s) + torch.asinh(s),
+            document,
+        ),
+        "integers": (
+            lambda s, b, h, q, k: s + torch.fmod(q - k, 7) / 8 + (q * 2**33 + k) % 5 + (7 * k).byte() / 64,
+            None,
+        ),
+        "rows": (
+            lambda s, b, h, q, k: s + x["table"][:, 1:][h, (q + k) % 256] + x["table"].T[k % 257, h],
+            causal,
+        ),
+        "nan": (
+            lambda s, b, h, q, k: torch.nan_to_num(s / (q - k), 0.5, 2.0, -2.0) / 64 + torch.fmax(s, -s),
+            None,
+        ),
     }
     return cases[name]
 
 
-CASES = ("causal", "document", "padding", "alibi", "relative", "softcap", "wave")
+CASES = ("causal", "document", "padding", "alibi", "relative", "softcap", "wave", "angles", "powers", "signs")
+CASES += ("smooth", "integers", "rows", "nan")
 
 
 def dense_scores(q: Tensor, k: Tensor, score_mod: Any, mask_mod: Any) -> Tensor:
@@ -219,6 +245,9 @@ LEARNED = {
     "slopes": ("slopes", lambda t: lambda s, b, h, q, k: s - t[h] * (q - k).abs() / 64),
     "temperature": ("slopes", lambda t: lambda s, b, h, q, k: s * t[h]),
     "cap": ("cap", lambda t: lambda s, b, h, q, k: t * torch.tanh(s / t)),
+    "row": ("table", lambda t: lambda s, b, h, q, k: s + t[h, 1:].view(2, 128)[q % 2, k % 128]),
+    "column": ("table", lambda t: lambda s, b, h, q, k: s + t[..., (k - q) % 257][h]),
+    "power": ("slopes", lambda t: lambda s, b, h, q, k: s * (1 + t[h]) ** ((q - k).abs() % 3)),
     "keys": ("document", lambda t: lambda s, b, h, q, k: s + t[b, k] * t[b, q]),
 }
 
