@@ -172,7 +172,11 @@ AROUND = torch.randn(NHEADS, 201)
 def hashed(s, b, h, i, j):
     wide = (i * 1000003 + j * 998244353) % 97 + (i + 40000) * (j + 70000) % 7 + ((i << 40) >> 38) + (i >> 33)
     narrow = (BYTES[i] - BYTES[j]) + SIGNED[i] * SIGNED[j] + WORDS[i] * WORDS[j] % 7 + LONGS[i] * 3 % 5
-    long = WORDS[i].long() * WORDS[j] % 13 + (WORDS[i].to(torch.int64) + WORDS[j]) % 11 + (i.long() * 2**40 + j) % 19
+    long = (
+        WORDS[i].long() * WORDS[j] % 13
+        + (WORDS[i].to(torch.int64) + WORDS[j]) % 11
+        + (i.long() * 2**40 + j) % 19
+    )
     return s + (wide + narrow + long + i.int() * 1000003 * 4001 % 11) * 0.1
 
 
