@@ -137,7 +137,10 @@ _MEANT = {
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """``" (did you mean 'causal'?)"`` for a misspelled word, or ``""``."""
-    close = difflib.get_close_matches(word, list(known), 1, 0.7)
+    whole = list(known)
+    parts = {part: one for one in reversed(whole) for part in one.split("_")}
+    close = difflib.get_close_matches(word, whole, 1, 0.7)
+    close += [parts[part] for part in difflib.get_close_matches(word, parts, 1, 0.8)]
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 

@@ -46,7 +46,7 @@ def register(name: str = NAME) -> None:
     """
     if "flash" in name or "/" in name or "|" in name:
         raise ValueError(
-            f"name is {name!r}; accepted: without 'flash', '/' and '|', which have a meaning there"
+            f"name is {name!r}; accepted: one without 'flash', '/' and '|', which mean something to transformers"
         )
     from transformers.masking_utils import AttentionMaskInterface  # a library that few users have
     from transformers.modeling_utils import AttentionInterface  # as above

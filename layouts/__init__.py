@@ -21,8 +21,11 @@ conflicts, pass a function that builds it to ``layouts.show``:
 neither the DSL nor matplotlib.
 """
 
+import sys
 from importlib import import_module
 from typing import Any
+
+from layouts.modules import Package
 
 _HOME = {
     "BANKS": "swizzle",
@@ -44,12 +47,15 @@ _HOME = {
     "tiled_mma_sm80": "mma",
     "tiled_mma_sm90": "mma",
 }
+_PLACES = {"bank_conflicts": "banks.bank_conflicts", "picture": "show.picture"}
+"""What is looked for here, and needs numpy -> where it is."""
 __all__ = list(_HOME)
+sys.modules[__name__].__class__ = Package
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'layouts' has no attribute {name!r}")
+        raise sys.modules[__name__].missing(name, _PLACES.get(name))
     return getattr(import_module(f".{_HOME[name]}", __name__), name)
 
 

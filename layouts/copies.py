@@ -5,7 +5,7 @@ from typing import Any
 from cutlass import cute
 from cutlass.cute.nvgpu import CopyUniversalOp, LoadCacheMode, cpasync, warp
 
-from .swizzle import atom_cols
+from .swizzle import atom_cols, bits_of
 
 
 def gmem_tiled_copy(
@@ -18,7 +18,7 @@ def gmem_tiled_copy(
     asynchronous: cp.async (global to shared memory; 128 bits bypass L1), otherwise loads and stores.
     Raises ValueError unless the threads fill whole rows and the vectors whole elements.
     """
-    if bits not in (32, 64, 128) or bits % dtype.width:
+    if bits not in (32, 64, 128) or bits % bits_of(dtype):
         raise ValueError(
             f"bits={bits}: a copy moves 32, 64 or 128 bits, whole elements of {dtype.width} bits"
         )

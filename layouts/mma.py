@@ -9,6 +9,8 @@ from typing import Any
 from cutlass import Float32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
+from .swizzle import bits_of
+
 _MAJOR = {"k": OperandMajorMode.K, "mn": OperandMajorMode.MN}
 _SOURCE = {"smem": warpgroup.OperandSource.SMEM, "rmem": warpgroup.OperandSource.RMEM}
 
@@ -23,7 +25,7 @@ def tiled_mma_sm80(dtype: Any, num_warps: int, *, warps_n: int = 1) -> cute.Tile
     if warps_n < 1 or num_warps < 1 or num_warps % warps_n:
         raise ValueError(f"num_warps={num_warps}: must be a positive multiple of warps_n={warps_n}")
     warps_m = num_warps // warps_n
-    k = 256 // dtype.width
+    k = 256 // bits_of(dtype)
     if dtype is Float32:
         op: Any = warp.MmaTF32Op((16, 8, k))
     else:

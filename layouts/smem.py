@@ -11,7 +11,7 @@ from typing import Any
 from cutlass import cute
 from cutlass.cute.nvgpu import warpgroup
 
-from .swizzle import atom_cols, choose_swizzle
+from .swizzle import atom_cols, bits_of, choose_swizzle
 
 _ATOM_ROWS = 8
 _KINDS = {
@@ -37,8 +37,8 @@ def smem_layout(
     """
     if rows <= 0 or rows % _ATOM_ROWS:
         raise ValueError(f"rows={rows}: a shared-memory tile needs a positive multiple of {_ATOM_ROWS} rows")
-    width = atom_cols(cols, dtype.width)
-    swizzle = choose_swizzle(cols, dtype.width, swizzle_bits)
+    width = atom_cols(cols, bits_of(dtype))
+    swizzle = choose_swizzle(cols, bits_of(dtype), swizzle_bits)
     atom = cute.make_composed_layout(
         cute.make_swizzle(swizzle.bits, swizzle.base, swizzle.shift),
         0,
@@ -63,7 +63,7 @@ def wgmma_smem_layout(
         raise ValueError(
             f"rows={rows}, cols={cols}: the extent that is not contiguous must be a multiple of {_ATOM_ROWS}"
         )
-    row_bytes = atom_cols(contiguous, dtype.width) * dtype.width // 8
+    row_bytes = atom_cols(contiguous, bits_of(dtype)) * dtype.width // 8
     atom = warpgroup.make_smem_layout_atom(_KINDS[major, row_bytes], dtype)
     return _tile(atom, (rows, cols), stages, (0, 1) if major == "k" else (1, 0))
 

@@ -31,6 +31,14 @@ class Swizzle:
         return f"S<{self.bits},{self.base},{self.shift}>"
 
 
+def bits_of(dtype: Any) -> int:
+    """Bits of an element. Raises TypeError for torch's dtypes and others that are none of CUTLASS."""
+    width = getattr(dtype, "width", None)
+    if not isinstance(width, int):
+        raise TypeError(f"dtype is {dtype!r}; accepted: one of CUTLASS, such as cutlass.BFloat16")
+    return width
+
+
 def atom_cols(cols: int, width: int) -> int:
     """Columns of a swizzle atom: the widest of 128, 64, 32, 16 bytes that divides a row.
 

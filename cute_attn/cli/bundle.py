@@ -20,6 +20,7 @@ from cute_attn.cli.options import (
 )
 from cute_attn.lab.tables import counted
 from cute_attn.tiles import TARGETS
+from cute_attn.traits import Traits
 
 
 def bundle(
@@ -54,13 +55,15 @@ def bundle(
         raise ValueError(f"{' and '.join(given) or 'nothing'} is given; accepted: NAMEs, --all or --like")
     if tile and not names:
         raise ValueError(f"--tile is {tile!r}; accepted beside NAMEs alone")
+    wanted = list(filter(None, targets.split(",")))
+    if not set(wanted) <= set(TARGETS):
+        raise ValueError(f"--target is {targets!r}; accepted: some of {', '.join(TARGETS)}, with commas")
+    for name in names or ():
+        Traits.parse(name)
     with working("choosing kernels"):
         import_kernels()
         from cute_attn.host import common_calls
 
-        wanted = list(filter(None, targets.split(",")))
-        if not set(wanted) <= set(TARGETS):
-            raise ValueError(f"--target is {targets!r}; accepted: some of {', '.join(TARGETS)}, with commas")
         if like:
             requests = [one for one in lab.bundles.like(like) if not wanted or one[2] in wanted]
         elif everything:
@@ -92,6 +95,8 @@ def export(
 
     A backward comes with the kernels that its calls launch. examples/cpp calls a forward, a backward and a decode.
     """
+    for name in names:
+        Traits.parse(name)
     with working("building: seconds each, the first time"):
         import_kernels()
         requests = lab.bundles.named_requests(names, tile, [target] if target else [])

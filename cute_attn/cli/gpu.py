@@ -16,6 +16,7 @@ from cute_attn.cli.options import (
     Target,
     live_progress,
     make_console,
+    need_gpu,
     working,
     writable_file,
 )
@@ -51,6 +52,8 @@ def ab_of_tiles(
     tiles = tiles or [""]
     if len(tiles) > 2 or (peer and (other or len(tiles) > 1)):
         raise ValueError("B is given more than once; accepted: one of NAME2, --peer and a second --tile")
+    if not (peer or workloads):  # else the rest may be wrong, which is said first
+        need_gpu()
     second: Any = peer or (other or name, tiles[1] if len(tiles) > 1 else tiles[0] if other else None)
     with working("building") as say:
         found = lab.race.ab(
@@ -94,6 +97,8 @@ def tune_tile(
     page: Page = None,
 ) -> None:
     """Search for a faster tile within a budget; after Ctrl-C the same command goes on."""
+    if not (static or space or workloads):
+        need_gpu("--static (static_only=True) ranks without one")
     console = make_console()
     columns = (BarColumn(bar_width=20), *(TextColumn(text, markup=False) for text in _SHOWN))
     with live_progress(*columns, TimeElapsedColumn()) as progress:

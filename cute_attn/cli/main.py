@@ -37,6 +37,7 @@ from cute_attn.cli.options import (
     import_names,
     is_verbose,
     make_console,
+    need_gpu,
     set_pager,
     show,
     show_building,
@@ -405,6 +406,7 @@ def bench_kernel(
     as_json: AsJson = False,
 ) -> None:
     """Time a kernel on the GPU, alone or with its peers in the same run."""
+    need_gpu()
     import torch
 
     from cute_attn.lab.benchmark import peers as known

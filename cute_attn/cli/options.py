@@ -1,6 +1,7 @@
 """Arguments and options of several commands, and where commands print."""
 
 import contextlib
+import ctypes
 import gc
 import os
 import sys
@@ -24,6 +25,7 @@ from rich.progress import (
 
 from cute_attn import _without_dsl
 from cute_attn.compiler import registry
+from cute_attn.epilogues.names import user_epilogue
 from cute_attn.tiles import TARGETS, check_target
 from cute_attn.traits import ARCHS, DTYPES, FEATURES, OPS, Traits
 
@@ -57,7 +59,8 @@ def complete_tile(context: typer.Context, text: str) -> list[str]:
 def _checked_name(context: typer.Context, name: str | None) -> str | None:
     """A kernel's name, read before the kernels are imported, which takes seconds."""
     if name is not None and not context.resilient_parsing:
-        Traits.parse(name)
+        for epilogue in Traits.parse(name).epilogues:
+            user_epilogue(epilogue)
     return name
 
 
@@ -178,6 +181,19 @@ def import_names() -> None:
     if ends_with_command and "cutlass" not in sys.modules:
         _without_dsl.install()
     import_kernels()
+
+
+def need_gpu(otherwise: str = "timing a kernel needs one") -> None:
+    """Refuse before torch is loaded, which takes seconds: without CUDA's driver there is no GPU.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if "torch" not in sys.modules:  # which knows itself, and is asked later
+        try:
+            ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            raise ValueError(f"there is no GPU; {otherwise}") from None
 
 
 def make_console() -> Console:

@@ -19,7 +19,7 @@ def check_name(name: Any) -> None:
     """Raise ValueError unless ``name`` can be an epilogue's word in a kernel's name."""
     if not isinstance(name, str) or not is_word(name) or name in FEATURES:
         raise ValueError(
-            f"an epilogue's name is {name!r}; accepted: lower-case words like 'my_bias' that are not traits' own"
+            f"an epilogue's name is {name!r}; accepted: a lower-case word such as 'my_bias' that is no feature's"
         )
 
 

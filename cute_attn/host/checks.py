@@ -217,7 +217,7 @@ def _check_score_tensors(call: Call) -> None:
             or bias.shape[3] != full[3]
             or any(size not in (1, whole) for size, whole in zip(bias.shape, full, strict=True))
         ):
-            raise wrong_shape("bias", bias, f"{full}, where each may be 1 and the first be missing")
+            raise wrong_shape("bias", bias, f"{full}, where each may be 1, without leading dimensions too")
         if bias.dtype not in FLOAT_DTYPES:
             raise TypeError(f"bias has dtype {bias.dtype}; accepted: {_list((*FLOAT_DTYPES, torch.bool))}")
     if call.dropout:

@@ -9,8 +9,9 @@ Its modules are imported on first use. Without a GPU: ``verdict``, ``compare``, 
 import pkgutil
 import sys
 from importlib import import_module
-from types import ModuleType
 from typing import Any
+
+from layouts.modules import Package
 
 _MODULES = tuple(module.name for module in pkgutil.iter_modules(__path__))
 _PLACES = {
@@ -24,34 +25,14 @@ _PLACES = {
 """What is looked for here -> where it is."""
 
 
-class _Module(ModuleType):
-    """A module that says where its function is when it is called itself."""
-
-    def __call__(self, *args: Any, **options: Any) -> None:
-        own = self.__name__.rpartition(".")[2]
-        place = f"; its function is {self.__name__}.{own}" if hasattr(self, own) else ""
-        raise TypeError(f"{self.__name__} is a module{place}")
-
-
-class _Laboratory(_Module):
-    def __setattr__(self, name: str, value: Any) -> None:  # Python's import sets a module here
-        if type(value) is ModuleType:
-            value.__class__ = _Module
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Laboratory
+sys.modules[__name__].__class__ = Package
 
 
 def __getattr__(name: str) -> Any:
     if name == "best":
         return import_module(".findings", __name__).best
     if name not in _MODULES:
-        place = f"; it is {__name__}.{_PLACES[name]}" if name in _PLACES else ""
-        # With both, Python suggests a similar name.
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}{place}", name=name, obj=sys.modules[__name__]
-        )
+        raise sys.modules[__name__].missing(name, _PLACES.get(name))
     return import_module(f".{name}", __name__)
 
 

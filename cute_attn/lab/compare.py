@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.text import Text
 
+from cute_attn.lab.rank import check_verdict
 from cute_attn.lab.sass import Instruction, Step
 from cute_attn.lab.tables import Printed, Table
 from cute_attn.lab.verdict import Verdict, lines_of, shown
@@ -103,9 +104,11 @@ def compare(a: Verdict, b: Verdict) -> Difference:
     """How two kernels' steady steps differ.
 
     Raises:
+        TypeError: one is no verdict.
         ValueError: one of the verdicts is on a tile that does not fit.
     """
-    for one in (a, b):
+    for what, one in (("a is", a), ("b is", b)):
+        check_verdict(what, one)
         if not one.fits:
             raise ValueError(f"there is no code to compare: {one.reason}")
     if a.steady is None or b.steady is None:

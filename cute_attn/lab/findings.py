@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from cute_attn.lab.rank import NOISE, Verdict, estimate, estimates, relative
+from cute_attn.lab.rank import NOISE, Verdict, check_verdict, estimate, estimates, relative
 from cute_attn.traits import Traits
 
 _TRY = {
@@ -70,10 +70,7 @@ def best(verdicts: Iterable[Verdict]) -> Verdict:
     """
     given = list(verdicts)
     for one in given:
-        if not hasattr(one, "spills_in_step"):
-            raise TypeError(
-                f"verdicts have {one!r:.200}; accepted: what cute_attn.lab.verdict.verdict returns"
-            )
+        check_verdict("verdicts have", one)
     known = [one for one in given if one.fits and one.step is not None]
     if not known or len({_computes(one) for one in given}) > 1:
         raise ValueError(
@@ -103,13 +100,15 @@ def _comparison(verdicts: Sequence[Verdict]) -> tuple[str, Verdict]:
         else:
             said.append(f"{name} {_slower(gap)}")
     only_ties = bool(ties) and not said
-    what = "tiles" if len({one.name for one in verdicts}) == 1 else "kernels"
+    dated = any(one.revision for one in verdicts)
+    what = "kernels" if len({one.name for one in verdicts}) > 1 else "revisions" if dated else "tiles"
+    measured = "" if dated else " `cute-attn ab` measures it on a GPU."
     begin = (
         f"By their code the {what} are equal"
         if only_ties
         else f"By its code {_short(first, verdicts)} is the best"
     )
-    return f"{begin}: {'; '.join([*said, *ties])}. `cute-attn ab` measures it on a GPU.", first
+    return f"{begin}: {'; '.join([*said, *ties])}.{measured}", first
 
 
 def _slower(gap: float) -> str:
@@ -126,8 +125,8 @@ def _short(one: Verdict, verdicts: Sequence[Verdict]) -> str:
     """What a tile has that not all have, or the kernel where they differ."""
     if len({other.name for other in verdicts}) > 1:
         return _label(one)
-    if one.revision:
-        return f"the one at {one.revision}"
+    if any(other.revision for other in verdicts):
+        return f"the one at {one.revision}" if one.revision else "today's"
     common = set.intersection(*(set(other.tile.split(",")) for other in verdicts))
     own = [item for item in one.tile.split(",") if item not in common]
     return ",".join(own) or one.brief()

@@ -38,14 +38,22 @@ MOST_SIMULATED = 50_000
 """Work tiles whose schedule is simulated; of more, the mean says enough."""
 
 
+def check_verdict(what: str, one: Any) -> None:
+    """Raise TypeError unless ``one`` is a verdict."""
+    if not hasattr(one, "spills_in_step"):
+        raise TypeError(f"{what} {one!r:.200}; accepted: what cute_attn.lab.verdict.verdict returns")
+
+
 def estimate(verdict: Verdict, workload: "Workload | None" = None) -> float:
     """Clocks of one launch for a workload, or without one, clocks of a multiprocessor for 1,000 scores.
 
     Estimates are comparable only for the same traits, target and workload; smaller is faster.
 
     Raises:
+        TypeError: ``verdict`` is none.
         ValueError: the tile does not fit, has no steady step, or its traits are not those of the workload.
     """
+    check_verdict("verdict is", verdict)
     if not verdict.fits or verdict.step is None:
         raise ValueError(f"there is nothing to estimate: {verdict.reason or verdict.no_step}")
     step, blocks = verdict.step, max(verdict.blocks, 1)

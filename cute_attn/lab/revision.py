@@ -24,15 +24,16 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD_AT = Path(__file__).with_name("build_at.py")
 
 
-def verdict_at(revision: str, traits: Traits, tile: str = "", target: str | None = None) -> Verdict:
+def verdict_at(revision: str, kernel: Traits | str, tile: str = "", target: str | None = None) -> Verdict:
     """The verdict of the revision's kernel, with its source lines; an old one's bank conflicts are not counted.
 
     The revision, of the repository that this package lies in, is checked out into a temporary folder, and a process
     builds the kernel there, with the revision's default tile as the text changes it.
 
     Raises:
-        ValueError: it is no revision, the traits are a variant's or have users' epilogues, or it has no such kernel.
+        ValueError: it is no revision, it has no such kernel, or the kernel is a variant or has users' epilogues.
     """
+    traits = Traits.of(kernel)
     if traits.variant or traits.epilogues:
         raise ValueError(
             f"{traits} is not the package's own; accepted with a revision: kernels without a variant or an epilogue of "

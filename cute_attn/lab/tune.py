@@ -110,7 +110,7 @@ def tune(
     search = Search.of(traits, space, target, shapes, seed)
     if equipment is None and not static_only:
         if not torch.cuda.is_available():
-            raise ValueError("there is no GPU; --static ranks without one")
+            raise ValueError("there is no GPU; --static (static_only=True) ranks without one")
     if equipment is None:
         card = None if static_only else Gpu()
         all_needed = () if static_only else needed_kernels(search.default, shapes, search.target)

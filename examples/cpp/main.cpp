@@ -100,7 +100,7 @@ void launch(TVMFFISafeCallType kernel, const A &...arguments) {  // on TVM FFI's
 
 int main() {
   int sms = 0;
-  cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0);
+  if (cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0)) return std::puts("error: there is no GPU"), 2;
   const Random q({B, S, H, D}, 1), k({B, S, HK, D}, 2), v({B, S, HK, D}, 3), g({B, S, H, D}, 4);
   const Tensor out = zeros({B, S, H, D}, kBf16), lse = zeros({B, H, S}, kF32);
   const Args lengths{nullptr, nullptr, nullptr, nullptr, S, S, nullptr, nullptr}, scores{1.0, Args{}};

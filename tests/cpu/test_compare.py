@@ -174,11 +174,13 @@ old("forward-sm80-bf16-d64", "", "nonsense")
 old("forward-sm80-bf16-d64", "values=0", "HEAD")
     -> ValueError: could not be built at HEAD: values is 0; accepted: 1 or more
 old(toy.NAME, "", "HEAD") -> ValueError: accepted with a revision: kernels without a variant
+compare(toy.NAME, 3)
+    -> TypeError: a is 'forward-sm80:toy-bf16-d64'; accepted: what cute_attn.lab.verdict.verdict returns
 """
 
 
 def old(name, tile, at):
-    return revision.verdict_at(at, Traits.parse(name), tile, "sm80")
+    return revision.verdict_at(at, name, tile, "sm80")
 
 
 @refusals.each(WRONG)

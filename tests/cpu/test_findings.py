@@ -46,6 +46,18 @@ def test_a_difference_below_noise_means_nothing():
 
 
 @pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (1000.0, "By their code the revisions are equal: today's costs the same."),
+        (2000.0, "By its code the one at HEAD~3 is the best: today's is 76.8% slower."),
+    ],
+)
+def test_a_revision_is_named_and_no_race_is_proposed(tensor, said):
+    old = dataclasses.replace(made(), revision="HEAD~3")
+    assert findings(old, made(tensor=tensor))[0] == said
+
+
+@pytest.mark.parametrize(
     ("tensor", "rest"),
     [(2000.0, "takes 44% less time."), (1000.0, "takes as long."), (900.0, "takes 8% more time.")],
 )

@@ -7,7 +7,7 @@ WRONG = {
     f"ab {NAME} --tile a --tile b --peer fa4": "B is given more than once; accepted: one of NAME2",
     f"ab {NAME} --peer fa5": "the kernel or peer is 'fa5'",
     f"ab {NAME} --workload large": "workload has 'large'; accepted: bBATCH",
-    f"tune {NAME}": "there is no GPU; --static ranks without one",
+    f"tune {NAME}": "there is no GPU; --static (static_only=True) ranks without one",
     f"tune {NAME} tile_q=3": "space has 'tile_q'; accepted: fields of ForwardSm90Tile (tile_m, tile_n,",
     f"tune {NAME} num_stages=9|10": "all 2 tiles were declined: 2 need more shared memory than sm90 has",
 }

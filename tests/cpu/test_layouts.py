@@ -12,6 +12,7 @@ import cutlass
 import numpy as np
 import pycute
 import pytest
+import torch
 from cutlass import BFloat16, Float16, Float32, cute
 
 import layouts
@@ -75,6 +76,15 @@ def test_atom_and_swizzle_of_a_row(cols, width):
 def test_too_wide_a_swizzle_is_refused(cols, bits):
     with pytest.raises(ValueError, match=f"swizzle_bits={bits}"):
         choose_swizzle(cols, 16, bits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None, 16])
+def test_a_dtype_is_of_cutlass(dtype):
+    for made in (layouts.smem_layout, layouts.wgmma_smem_layout):
+        with pytest.raises(TypeError, match=f"dtype is {dtype}; accepted: one of CUTLASS"):
+            made(64, 64, dtype)
+    with pytest.raises(TypeError, match=f"dtype is {dtype}; accepted: one of CUTLASS"):
+        layouts.tiled_mma_sm80(dtype, 4)
 
 
 def test_a_row_of_odd_bytes_is_refused():

@@ -50,11 +50,17 @@ def test_the_laboratory_says_where_a_function_is():
         cute_attn.lab.verdict("forward-sm80-bf16-d64")
     with pytest.raises(TypeError, match=r"^cute_attn.lab.race is a module$"):
         cute_attn.lab.race()
-    for name, place in cute_attn.lab._PLACES.items():
-        with pytest.raises(AttributeError, match=f"it is cute_attn.lab.{place}$"):
-            getattr(cute_attn.lab, name)
+    with pytest.raises(TypeError, match=r"its function is layouts.show.show$"):
+        importlib.import_module("layouts.show")(lambda: None, "mma.png")
+
+
+@pytest.mark.parametrize("package", [cute_attn.lab, layouts], ids=lambda package: package.__name__)
+def test_a_package_says_where_a_function_of_a_module_is(package):
+    for name, place in package._PLACES.items():
+        with pytest.raises(AttributeError, match=f"it is {package.__name__}.{place}$"):
+            getattr(package, name)
         module, function = place.split(".")
-        assert callable(getattr(getattr(cute_attn.lab, module), function))
+        assert callable(getattr(importlib.import_module(f"{package.__name__}.{module}"), function))
 
 
 @pytest.mark.parametrize("package", [cute_attn, layouts], ids=lambda package: package.__name__)

@@ -77,3 +77,8 @@ def test_a_wrong_call_is_one_sentence(one, load, message):
     with pytest.raises(ValueError) as error:
         estimate(one, load)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_only_a_verdict_is_estimated():
+    with pytest.raises(TypeError, match="verdict is 3; accepted: what cute_attn"):
+        estimate(3)

@@ -2,8 +2,10 @@
 
 import pytest
 from cutlass import Float16
+from torch.nn.attention.flex_attention import create_block_mask
 
 import layouts
+from cute_attn.lab.pictures import pictures
 from layouts.show import BankConflicts, bank_conflicts
 
 
@@ -72,3 +74,25 @@ def test_wrong_shapes_are_refused(copy, layout, message):
 
 
 # Pictures
+
+
+# Masks
+
+
+def test_a_block_mask_is_drawn(tmp_path):
+    def window(b, h, query, key):
+        return (query >= key) & (query - key < 256)
+
+    mask = create_block_mask(window, None, 2, 10_000, 10_000, device="cpu")
+    drawn = pictures(mask)
+    (left, right), blocks = drawn["blocks"].grid[0], mask.to_dense()[0, 0, :64, :64]
+    assert {(cell.row, cell.col) for cell in left.cells} == {*map(tuple, blocks.nonzero().tolist())}
+    assert left.cells == right.cells and "0-63 of 79" in left.title
+    whole = {(cell.row, cell.col) for cell in left.cells if cell.color != left.cells[0].color}
+    assert whole == {(row, row - 1) for row in range(1, 64)}
+    visited = int(mask.to_dense().sum())
+    assert f"{visited} of {2 * 79 * 79} are, {2 * 77} of them" in drawn["blocks"].legend.notes[0]
+    (path,) = drawn.save(tmp_path)
+    assert path.stat().st_size > 10_000
+    with pytest.raises(ValueError, match="no tile"):
+        pictures(mask, "tile_n=64")

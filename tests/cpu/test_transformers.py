@@ -224,7 +224,7 @@ def test_register_adds_both_functions(sdpa_mask, monkeypatch):
     assert functions.functions == {"cute_attn": hf.attention_forward}
     assert masks.functions == {"cute_attn": hf.attention_mask}
     for name in ("my_flash", "a/b", "x|y"):
-        with pytest.raises(ValueError, match="accepted: without 'flash'"):
+        with pytest.raises(ValueError, match="accepted: one without 'flash'"):
             hf.register(name)
 
 
