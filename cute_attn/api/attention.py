@@ -88,6 +88,9 @@ def attention(
     :mod:`cute_attn.reference` is the definition; CPU tensors are computed by it, in float32 or float64. What others
     call is_causal, attn_mask, scale and window_size is causal, bias, softmax_scale and window here: docs/doors.md.
 
+    out and lse are differentiable in q, k, v, bias, sinks and tensors of functions; on the CPU also in slopes and in
+    epilogues' tensors.
+
     Parameters
     ----------
     q : Tensor (batch, seqlen_q, nheads, head_dim)
@@ -180,9 +183,6 @@ def attention(
     softmax : Tensor (batch, nheads, seqlen_q, seqlen_k), q's dtype
         Before dropout. The sign bit of an element that its query sees is set where dropout drops it.
 
-    out and lse are differentiable in q, k, v, bias, sinks and tensors of functions; the CPU's also in slopes and in
-    epilogues' tensors.
-
     Raises
     ------
     TypeError, ValueError
@@ -261,7 +261,9 @@ mask_mod, epilogues, return_lse, return_softmax, kernel, tile, deterministic, ba
         Alone, or the first of a tuple with, in this order, lse and softmax. Rows beyond seqused_q are 0 (lse: -inf);
         rows of no sequence are not written.
     lse : Tensor (nheads, total_q)
+        As :func:`attention`'s.
     softmax : Tensor (batch, nheads, max_seqlen_q, max_seqlen_k)
+        As :func:`attention`'s.
 
     Raises
     ------
@@ -322,6 +324,7 @@ def attention_backward(
     q, k, v
         As for :func:`attention`.
     out : Tensor (batch, seqlen_q, nheads, head_dim_v)
+        The forward's.
     lse : Tensor (batch, nheads, seqlen_q), float32
         May be longer than seqlen_q. Rows that see no key have -inf, or +inf as PyTorch's. It includes sinks.
     grad_lse : Tensor (batch, nheads, seqlen_q), float32, optional
@@ -398,6 +401,7 @@ def attention_varlen_backward(
     Parameters
     ----------
     grad_out, out : Tensor (total_q, nheads, head_dim_v)
+        As for :func:`attention_backward`.
     lse : Tensor (nheads, total_q), or (batch, nheads, max_seqlen_q or more), float32
         The latter is PyTorch's memory-efficient attention's.
     others

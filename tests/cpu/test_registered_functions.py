@@ -114,7 +114,7 @@ def test_objects_and_partial_functions_are_functions():
 
 @pytest.mark.parametrize("name", ["causal", "my-bias", "d64", "", "Bias", relative])
 def test_names_that_no_kernel_can_have_are_refused(name):
-    with pytest.raises(ValueError, match=r"an epilogue's name is .*; accepted: lower-case words"):
+    with pytest.raises(ValueError, match=r"an epilogue's name is .*; accepted: a lower-case word such"):
         score_mod(name)
 
 
