@@ -106,9 +106,22 @@ def bits(b, h, q, k):
     return ((q ^ k) & 64 == 0) & ((q | 1) - (k << 1) < 100) & ((~q >> 3) + (k >> 2) < 40)
 
 
+EDGES = torch.tensor([30, 100, 190])
+
+
+def truncated(b, h, q, k):
+    near = (torch.fmod(q - k, 40) >= 0) & (torch.div(k - q, 50, rounding_mode="trunc") > -3)
+    return (torch.bucketize(q, EDGES) == torch.bucketize(k, EDGES)) | (near & ((5 * k).byte() < 200))
+
+
+def of_floats(b, h, q, k):
+    distance = torch.copysign(torch.hypot(q / 9, k / 7), q - k)
+    return (distance > -20) & ~torch.signbit(PLACE[:, 0][q % 90]) & (torch.pow(k + 1.0, 1.5) < 40.0 * q + 900)
+
+
 MASKS = (
     *(causal, window, documents, shuffled, neighbourhood, prefix, dilated, of_heads, of_a_table, padded),
-    *(in_time, near, everywhere, always, nowhere, of_queries, bits),
+    *(in_time, near, everywhere, always, nowhere, of_queries, bits, truncated, of_floats),
 )
 
 
@@ -207,6 +220,9 @@ OPERATIONS = {
     "floordiv by both": lambda q, k: (q - 50) // (k // 16 + 1),
     "mod": lambda q, k: (q // 16 - k) % 37,
     "mod by both": lambda q, k: (q - k) % (k // 16 + 30),
+    "fmod": lambda q, k: torch.fmod(q // 16 - k, 37),
+    "div towards 0": lambda q, k: torch.div(q - k, 7, rounding_mode="trunc"),
+    "bucketize": lambda q, k: torch.bucketize(q - k, THRESHOLDS.sort().values) * 4 - 30,
     "and": lambda q, k: (q - k) & (k // 2 + 20),
     "and of the signed": lambda q, k: (q - k) & (k - 40),
     "or": lambda q, k: (q * 2) | (k + 3),
@@ -261,6 +277,8 @@ BEYOND = {
     "products": lambda q, k: (q - k) * 2**26,
     "sums": lambda q, k: q * 2**24 + k * 2**24,
     "shifts": lambda q, k: (q + k) << 25,
+    "bytes": lambda q, k: (3 * q).byte() - (k * 2).to(torch.int8),
+    "powers": lambda q, k: (q - 50.0) ** 3 - (k - 0.5) ** 1.5 * 9,
     "sums of 64 bits": lambda q, k: TABLES["long"][q] * 2 + TABLES["long"][k],
     "products of 64 bits": lambda q, k: (TABLES["long"][q] // 2**20) * (k - 50),
     "integers of 64 bits": lambda q, k: TABLES["long"][q].to(torch.int32) - k,

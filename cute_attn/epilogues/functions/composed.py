@@ -210,7 +210,10 @@ def copysign(input: Tensor, other: Any) -> Tensor:
 
 
 def fmod(input: Tensor, other: Any) -> Tensor:
-    return input - torch.div(input, other, rounding_mode="trunc") * other
+    if torch.result_type(input, other).is_floating_point:
+        return input - torch.div(input, other, rounding_mode="trunc") * other
+    size = torch.abs(input) % abs(other)
+    return torch.where(input < 0, -size, size)
 
 
 def fmax(input: Tensor, other: Tensor) -> Tensor:

@@ -716,7 +716,16 @@ _VIEWS = frozenset(
 """Operations that give a tensor of one element other dimensions."""
 _SIZES = frozenset(("shape", "size", "numel", "nelement", "__len__", "stride", "is_contiguous"))
 _TYPES = frozenset(
-    ("dtype", "device", "layout", "itemsize", "element_size", "get_device", "is_floating_point")
+    (
+        "dtype",
+        "device",
+        "layout",
+        "itemsize",
+        "element_size",
+        "get_device",
+        "is_floating_point",
+        "result_type",
+    )
 )
 _KINDS = frozenset(("is_complex", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_nested"))
 _METADATA = _SIZES | _TYPES | _KINDS | {"ndim", "dim", "ndimension"}
