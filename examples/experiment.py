@@ -1,5 +1,7 @@
 """From a changed layout to a verdict, which needs no GPU, and an A/B: rows of shared memory without a swizzle."""
 
+import argparse
+
 import rich
 import torch
 
@@ -17,6 +19,9 @@ class Plain(ForwardSm80):
 
 
 register(Plain, variant="unswizzled")
-names = "forward-sm80:unswizzled-bf16-d64", "forward-sm80-bf16-d64"
-rich.print(shown(*map(verdict, names)))
-print(ab(*names).sentence if torch.cuda.is_available() else "No GPU here: with one, an A/B would follow.")
+
+if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    names = "forward-sm80:unswizzled-bf16-d64", "forward-sm80-bf16-d64"
+    rich.print(shown(*map(verdict, names)))
+    print(ab(*names).sentence if torch.cuda.is_available() else "No GPU here: with one, an A/B would follow.")

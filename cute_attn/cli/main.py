@@ -328,6 +328,7 @@ def check_kernel(name: Name, tile: TileText = "", target: Target = None) -> None
     from cute_attn.compiler.smem_layouts import reasons  # loads the DSL
 
     traits = Traits.parse(name)
+    registry.known_class(traits)
     console = make_console()
     table = Table("target", "fits", title=traits.name)
     for on in (target,) if target else registry.RUNS_ON.get(traits.arch, ()):

@@ -30,6 +30,7 @@ from cute_attn.traits import (
     PARTS,
     SPLIT_TENSORS,
     Traits,
+    did_you_mean,
     is_word,
 )
 
@@ -187,16 +188,9 @@ def lookup(traits: Traits | str, tile: Tile | str | None = None, target: str | N
     target = target or traits.arch
     check_target(target)
     check_tile(tile)
-    key = (traits.op, traits.arch, traits.variant)
     for name in traits.epilogues:
         user_epilogue(name)
-    kernel = kernel_class(traits)
-    if kernel is None:
-        others = ", ".join(label(other) for other in _kernels() if other[0] == traits.op)
-        hint = "; a variant is registered by the file that defines it (--load FILE)" if traits.variant else ""
-        raise Unsupported(
-            f"no kernel computes {traits}: none is registered as {label(key)}; accepted: {others}{hint}"
-        )
+    kernel, key = known_class(traits), (traits.op, traits.arch, traits.variant)
     if target not in RUNS_ON[traits.arch]:
         raise Unsupported(f"{label(key)} runs on {', '.join(RUNS_ON[traits.arch])}, not on {target}")
     reason = kernel.supports(traits)
@@ -206,6 +200,20 @@ def lookup(traits: Traits | str, tile: Tile | str | None = None, target: str | N
         if reason is None:
             return kernel(traits, chosen)
     raise Unsupported(f"{label(key)} declined {traits}: {reason}")
+
+
+def known_class(traits: Traits) -> Any:
+    """The class that is registered for ``traits``. Raises Unsupported if none is."""
+    found = kernel_class(traits)
+    if found is None:
+        own = label((traits.op, traits.arch, traits.variant))
+        others = [label(other) for other in _kernels() if other[0] == traits.op]
+        hint = "; a variant is registered by the file that defines it (--load FILE)" if traits.variant else ""
+        raise Unsupported(
+            f"no kernel computes {traits}: none is registered as {own}{did_you_mean(own, others)}; accepted: "
+            f"{', '.join(others)}{hint}"
+        )
+    return found
 
 
 def kernel_class(traits: Traits) -> Any:

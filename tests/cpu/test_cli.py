@@ -203,7 +203,7 @@ def test_the_cache_commands(run, tmp_path):
 WRONG = {
     "compile nonsense": "name is 'nonsense'; accepted: OP-ARCH-DTYPE-dDIM",
     "compile forward-sm80:mine-bf16-d64": "no kernel computes forward-sm80:mine-bf16-d64: none is registered as "
-    "forward-sm80:mine; accepted: forward-sm80, forward-sm90,",
+    "forward-sm80:mine (did you mean 'forward-sm80'?); accepted: forward-sm80, forward-sm90,",
     "compile forward-sm80-bf16-d128 --tile tile_n=2048": "bytes of shared memory",
     "list --target sm75": "target is 'sm75'; accepted: sm80",
     "bench combine-sm80-bf16-d64": "is neither a forward nor a backward; accepted",
