@@ -215,6 +215,24 @@ def test_functions_that_are_made_of_others_have_torchs_values_and_derivatives(ca
     assert len(found) == 2 and all(one.passed for one in found), list(map(str, found))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_results_have_torchs_dtypes(dtype):
+    """Also where operations of several dtypes are made of others, and for numbers with a dtype."""
+    others = "torch.full_like(s, 0.5) * s; s.new_zeros(()) + i; (s * DOUBLES[:1].float()).squeeze(); torch.sign(s) + s"
+    for call in re.split(r"; |\n", f"{COMPOSED_CALLS.strip()}; {others}"):
+        if "prelu" in call or "heaviside" in call:  # torch wants operands of one dtype
+            continue
+        seen = []
+
+        def reports(s, b, h, i, j, call=call, seen=seen):
+            seen.append(eval(call, globals(), {"s": s.to(dtype), "i": i, "j": j}).dtype)
+            return s
+
+        epilogue_of(reports, None)
+        reports(torch.tensor(0.5), *map(torch.tensor, (1, 2, 5, 3)))
+        assert seen[0] == seen[1], call
+
+
 def buckets(s, b, h, i, j):
     near = torch.log(((j - i).abs() + 1).to(torch.float32) / 8) / math.log(16) * 8
     return s + near.to(torch.int32) + torch.where((i - j) % 2 == 0, 0.4, 0.0)

@@ -213,13 +213,13 @@ class Recorder(TorchFunctionMode):
             given = inspect.signature(function)
             raise TypeError(f"{self.what} takes {given}; accepted: ({', '.join(wanted)})") from None
 
-    def symbol(self, node: Node, dimensions: int = 0) -> "Symbol":
-        """A traced value, as a tensor of one element."""
+    def symbol(self, node: Node, rank: int = 0, dtype: torch.dtype | None = None) -> "Symbol":
+        """A traced value, as a tensor of one element. dtype: of a number that has one."""
         if self._depth(node) > _MOST_IN_A_ROW:
             self.refuse(
                 "chains too many operations", f"up to {_MOST_IN_A_ROW}, each on the result of the last"
             )
-        return Symbol(self, node, dimensions)
+        return Symbol(self, node, rank, dtype or self.dtype_of(node))
 
     def dtype_of(self, node: Node) -> torch.dtype:
         """A value's dtype, promoted from its operands' like torch's: numbers and integers do not affect a float's."""
@@ -328,27 +328,34 @@ class Recorder(TorchFunctionMode):
             rank = max(map(_rank, (*args, *kwargs.values())))
         if in_place:
             return self._written(args[0], node, name)
-        self._check_with_torch(name, func, args, kwargs)
+        dtype = self._check_with_torch(name, func, args, kwargs)
+        node = self._of_dtype(node, dtype)
         if name in _ALIASES and isinstance(first, Symbol):
             if node is first.node:
                 return first
             first.has_alias = name in ("detach", "data")
-        result = self.symbol(self._differentiable(node), rank)
+        result = self.symbol(self._differentiable(node), rank, dtype if node.op == "const" else None)
         result.has_alias = name in ("detach", "data")
         return result
 
-    def _check_with_torch(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Refuse what torch refuses for values of these dtypes, such as ``&`` of floats."""
-        reason = _refused_by_torch(
-            func, tuple(map(_kind, args)), tuple((x, _kind(y)) for x, y in kwargs.items())
-        )
-        if reason:
-            self.refuse(f"uses {name}, which torch refuses: {reason}", "operands that torch takes")
+    def _check_with_torch(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Refuse what torch refuses for values of these dtypes, such as ``&`` of floats; else the result's dtype."""
+        given = tuple(map(_kind, args)), tuple((x, _kind(y)) for x, y in kwargs.items())
+        found = _in_torch(func, *given)
+        if isinstance(found, str):
+            self.refuse(f"uses {name}, which torch refuses: {found}", "operands that torch takes")
+        return found
+
+    def _of_dtype(self, node: Node, dtype: torch.dtype | None) -> Node:
+        """A float in the dtype that torch's operation has, where operations that it is made of promote otherwise."""
+        if dtype is None or node.kind != FLOAT or node.op == "const" or self.dtype_of(node) == dtype:
+            return node
+        return self.graph.cast(node, FLOAT, _dtype_name(dtype))
 
     def _view(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> "Symbol":
         """A traced value as a tensor of one element with other dimensions."""
         with torch._C.DisableTorchFunction():
-            shape = func(_Kind(torch.float64, args[0].rank).one(), *args[1:], **kwargs).shape
+            shape = func(_Kind(torch.float64, args[0].rank).one(False), *args[1:], **kwargs).shape
         if shape.numel() != 1:
             self.refuse(f"makes a tensor of shape {tuple(shape)} of a traced value by {name}", "one element")
         if len(shape) == args[0].rank:
@@ -553,9 +560,9 @@ class _Kind(NamedTuple):
     dtype: torch.dtype
     rank: int
 
-    def one(self) -> Tensor:
-        """One, in the widest float if it is any: some 16-bit operations are missing on the CPU."""
-        dtype = torch.float64 if self.dtype.is_floating_point else self.dtype
+    def one(self, widened: bool) -> Tensor:
+        """One; widened: a float in the widest dtype, since the CPU lacks some 16-bit operations."""
+        dtype = torch.float64 if widened and self.dtype.is_floating_point else self.dtype
         return torch.ones((1,) * self.rank, dtype=dtype)
 
 
@@ -573,18 +580,26 @@ def _kind(x: Any) -> Any:
 
 
 @functools.lru_cache(4096)
-def _refused_by_torch(func: Any, args: tuple, kwargs: tuple) -> str:
-    """Why torch refuses an operation on values of these kinds, or ""."""
+def _in_torch(func: Any, args: tuple, kwargs: tuple) -> torch.dtype | str | None:
+    """The dtype of an operation's result for values of these kinds, or why torch refuses it; None if unknown."""
 
-    def given(x: Any) -> Any:
-        return x.one() if isinstance(x, _Kind) else tuple(map(given, x[1])) if x[0] == "(" else x[1]
+    def given(x: Any, widened: bool) -> Any:
+        if isinstance(x, _Kind):
+            return x.one(widened)
+        return tuple(given(y, widened) for y in x[1]) if x[0] == "(" else x[1]
 
+    reason = ""
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        try:
-            func(*map(given, args), **{name: given(x) for name, x in kwargs})
-        except (RuntimeError, TypeError, ValueError) as error:
-            return str(error).partition("\n")[0].strip().rstrip(".")
-    return ""
+        for widened in (False, True):
+            try:
+                found = func(
+                    *(given(x, widened) for x in args), **{name: given(x, widened) for name, x in kwargs}
+                )
+            except (RuntimeError, TypeError, ValueError) as error:
+                reason = str(error).partition("\n")[0].strip().rstrip(".")
+            else:
+                return None if widened else getattr(found, "dtype", None)
+    return reason
 
 
 class _Refused(Exception):
@@ -645,10 +660,9 @@ class Symbol(_Traced):
     has_alias = False
     """True if another value, such as a detached one, is in the same memory."""
 
-    def __new__(cls, recorder: Recorder, node: Node, dimensions: int = 0) -> "Symbol":
-        dtype = recorder.dtype_of(node)
-        made = cls._of(cls, recorder, (1,) * dimensions, dtype)
-        made.node, made.own_dtype, made.rank = node, dtype, dimensions
+    def __new__(cls, recorder: Recorder, node: Node, rank: int, dtype: torch.dtype) -> "Symbol":
+        made = cls._of(cls, recorder, (1,) * rank, dtype)
+        made.node, made.own_dtype, made.rank = node, dtype, rank
         return made
 
 
