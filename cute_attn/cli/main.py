@@ -163,7 +163,8 @@ def list_kernels(
         show(table.features_table())
         return
     if not (names or everything or as_json):
-        counts = Table("kernel", "runs on", "default tiles", "such as")
+        counts = Table("kernel", "runs on", "tiles", "such as")
+        counts.columns[0].no_wrap = True  # the others fold in a narrow terminal
         counts.caption = (
             "`list --all` has every default tile, `list forward-sm80` a kernel's, `list --features` words"
         )
