@@ -47,7 +47,7 @@ def append_kv(
     ----------
     k_cache : Tensor (entries, capacity, nheads_kv, head_dim), or (pages, page_size, nheads_kv, head_dim)
         fp16 or bf16 on CUDA, any float dtype on the CPU. The last dimension is contiguous, other strides are multiples
-        of 8 elements in any order, on CUDA the data is aligned to 16 bytes; head_dim is a multiple of 8 up to 256, the
+        of 8 elements in any order, on CUDA the data is aligned to 16 bytes; head_dim is a multiple of 8 up to 576, the
         capacity at most 2**30 - 2**13.
     v_cache : Tensor
         As k_cache, with head_dim_v; it does not overlap k_cache.

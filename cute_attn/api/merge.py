@@ -14,7 +14,7 @@ from cute_attn.host.split_kv import MAX_PARTIALS
 from cute_attn.host.values import check_dense, check_dtype, shown, tensors_of, wrong_shape
 from cute_attn.reference import kvcache as kvcache_reference
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 
 def merge_attention(
@@ -34,7 +34,7 @@ def merge_attention(
     ----------
     outs : Tensor (partials, batch, seqlen_q, nheads, head_dim_v), or packed (partials, total_q, nheads, head_dim_v)
         fp32; other float dtypes are copied to fp32 on CUDA. Or a sequence of partial results, copied to one tensor.
-        On CUDA up to 512 partials, head_dim_v a multiple of 8 up to 256.
+        On CUDA up to 512 partials, head_dim_v a multiple of 8 up to 512.
     lses : Tensor (partials, batch, nheads, seqlen_q), or packed (partials, nheads, total_q), float32
         Natural logarithms. Where one is -inf or +inf, that partial result saw no key and its out is not used.
     sinks : Tensor (nheads,), float32, fp16 or bf16, optional

@@ -62,7 +62,10 @@ _OWN = {
 }
 """The package's kernels, by module and class."""
 
-_LARGE = {("forward", "sm90"): "head_dim_512_sm90.ForwardLargeSm90"}
+_LARGE = {
+    ("forward", "sm90"): "head_dim_512_sm90.ForwardLargeSm90",
+    ("kvcache", "sm90"): "kvcache_512_sm90.KvcacheLargeSm90",
+}
 """(op, arch) -> the one in place of that above for head dims beyond ``LARGE_HEAD_DIM``."""
 
 

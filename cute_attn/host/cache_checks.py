@@ -32,7 +32,9 @@ from cute_attn.host.checks import (
 )
 from cute_attn.host.memory import is_aligned, overlap
 from cute_attn.host.values import check_dtype, check_present, wrong_shape
+from cute_attn.traits import MAX_HEAD_DIM
 
+MAX_HEAD_DIM_V = 512
 APPEND_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -69,9 +71,9 @@ def _check_cache(call: Call, batch: int) -> None:
         raise ValueError(f"k_cache has shape {shape}; accepted: {rows}, nheads_kv, head_dim), none of them 0")
     if v_cache.dim() != 4 or v_cache.shape[:-1] != k_cache.shape[:-1] or not v_cache.shape[-1]:
         raise wrong_shape("v_cache", v_cache, f"{tuple(k_cache.shape[:-1])} and a head_dim_v, as k_cache")
-    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if x.shape[-1] % 8 or x.shape[-1] > 256:
-            raise ValueError(f"{name} has head dim {x.shape[-1]}; accepted: multiples of 8 up to 256")
+    for name, x, most in (("k_cache", k_cache, MAX_HEAD_DIM), ("v_cache", v_cache, MAX_HEAD_DIM_V)):
+        if x.shape[-1] % 8 or x.shape[-1] > most:
+            raise ValueError(f"{name} has head dim {x.shape[-1]}; accepted: multiples of 8 up to {most}")
         check_strides(name, x)
     table = call.page_table
     if table is not None:

@@ -19,5 +19,5 @@ def launch(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, sinks: Tensor |
     target = compiler.default_target("sm80")
     arch, sink_dtype = registry.generations(target)[0], "" if sinks is None else DTYPE_NAMES[sinks.dtype]
     traits = Traits("combine", arch, DTYPE_NAMES[out.dtype], outs.shape[-1], sinks=sink_dtype)
-    compiled = compiler.compile(traits, CombineTile.of(outs.shape[0]), target)
+    compiled = compiler.compile(traits, CombineTile.of(outs.shape[0]).for_head_dim(traits.head_dim_v), target)
     record.launch(*compiled.bind(mOpartial=outs, mLSEpartial=lses, mO=out, mLSE=lse, mSinks=sinks))

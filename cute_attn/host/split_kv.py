@@ -203,7 +203,7 @@ def _combine(kernel: Any, split: Split, shapes: tuple[tuple[int, ...], ...], cal
     arch = registry.generations(target)[0]
     if split.how == "fixed":
         plain = Traits("combine", arch, traits.dtype, traits.head_dim_v, sinks=call.sinks_dtype)
-        tile = CombineTile.of(split.num_splits, eager=not split.split_keys)
+        tile = CombineTile.of(split.num_splits, not split.split_keys).for_head_dim(traits.head_dim_v)
         return compiler.compile(plain, tile, target)
     kept = {
         name: getattr(traits, name)

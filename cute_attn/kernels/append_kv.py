@@ -12,7 +12,7 @@ divides rows that are longer than a CTA. The rows' addresses come from ``KeyRows
 Rotation is in fp32 and rounds once. With cosines and sines of 16 bits, products are exact in fp32, so that it does not
 matter where the compiler fuses multiply and add: results equal the definition's bit for bit.
 
-Limits: fp16 and bf16; head dims up to 256, multiples of 8; 16-byte aligned rows with a contiguous last dimension,
+Limits: fp16 and bf16; head dims up to 576, multiples of 8; 16-byte aligned rows with a contiguous last dimension,
 otherwise of any strides; any even number of rotated elements.
 """
 
@@ -29,7 +29,7 @@ from cute_attn.kernels import fakes
 from cute_attn.kernels.limits import beyond
 from cute_attn.rows.new_rows import Angles, NewKeys, NewRow, Queries, number_of_rows
 from cute_attn.tiles.inference import AppendTile
-from cute_attn.traits import Traits
+from cute_attn.traits import MAX_HEAD_DIM, Traits
 
 
 def _new_fake(kernel: Any) -> NewKeys:
@@ -73,7 +73,7 @@ class AppendKv:
             return f"it uses no score features; accepted: {plain}"
         if traits.varlen and not traits.rotate_q:
             return "varlen is of the queries; accepted: with rotate_q"
-        return beyond(traits)
+        return beyond(traits, most=MAX_HEAD_DIM)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> AppendTile:

@@ -17,7 +17,7 @@ groups of threads each add up every groups-th partial row, 16 bytes per thread a
 group adds the groups' sums in their order. So the order of all sums depends only on the number of partial results and
 the tile: results repeat bit for bit.
 
-Limits: up to ``MAX_PARTIALS`` fp32 partial results; out in fp16, bf16 or fp32; head dims up to 256, multiples of 8.
+Limits: up to ``MAX_PARTIALS`` fp32 partial results; out in fp16, bf16 or fp32; head dims up to 512, multiples of 8.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from cute_attn.device.math import LOG2_E, convert_to_16_bits, exp2, fmax, log, r
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, first_block, sequence_of_block, warm_lengths
 from cute_attn.epilogues.mask import Mask
 from cute_attn.kernels import fakes
-from cute_attn.kernels.limits import beyond
+from cute_attn.kernels.limits import MAX_HEAD_DIM_V, beyond
 from cute_attn.tiles.inference import MAX_PARTIALS, CombineStreamKTile, CombineTile
 from cute_attn.traits import DTYPES, Traits
 from cute_attn.work.key_splits import Partials
@@ -173,7 +173,7 @@ class Combine:
         plain = Traits("combine", traits.arch, traits.dtype, traits.head_dim, **own)
         if traits != plain:
             return f"it uses no features but sinks; accepted: {plain}"
-        return beyond(traits, dtypes=DTYPES)
+        return beyond(traits, dtypes=DTYPES, most=MAX_HEAD_DIM_V)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> CombineTile:
@@ -633,7 +633,7 @@ class CombineStreamK(Combine):
         plain = Traits("combine_stream_k", traits.arch, traits.dtype, traits.head_dim, **own)
         if traits != plain:
             return f"it uses lengths, the mask and sinks alone; accepted: {plain}"
-        return beyond(traits)
+        return beyond(traits, most=MAX_HEAD_DIM_V)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> CombineStreamKTile:

@@ -5,6 +5,8 @@ from cute_attn.traits import Traits, head_dims_text
 HALF = ("fp16", "bf16")
 LARGE_HEAD_DIM = 256
 """Above it several warps or warpgroups divide the columns of O, in kernels that can."""
+MAX_HEAD_DIM_V = 512
+"""The largest head dim of V of Hopper kernels, 256 columns of O for each of two warpgroups, and of merging."""
 
 
 def beyond(
@@ -26,8 +28,15 @@ def beyond(
     return None
 
 
-def beyond_cache(traits: Traits, arch: str, lacks: tuple[str, ...] = ()) -> str | None:
-    """Why the kvcache kernel of ``arch`` cannot serve ``traits``, or None. lacks: features that this one has not."""
+def beyond_cache(
+    traits: Traits, arch: str, lacks: tuple[str, ...] = (), most: int = LARGE_HEAD_DIM
+) -> str | None:
+    """Why a kvcache kernel of ``arch`` cannot serve ``traits``, or None.
+
+    Args:
+        lacks: features that this one has not.
+        most: the largest head dim.
+    """
     if (traits.op, traits.arch) != ("kvcache", arch):
         return f"it computes kvcache-{arch}, not {traits.op}-{traits.arch}"
     for name in ("bias", "dropout", "seqused_q", *lacks):
@@ -37,4 +46,4 @@ def beyond_cache(traits: Traits, arch: str, lacks: tuple[str, ...] = ()) -> str 
         return f"sinks is {traits.sinks} with split parts; accepted: none, since combine adds them"
     if traits.top_left:
         return f"mask is {traits.mask}; accepted: bottom right ones"
-    return beyond(traits)
+    return beyond(traits, most=most)

@@ -90,12 +90,12 @@ def row_exists(score_map: ScoreMap, r: Constexpr, tile: QueryTile):
 def store_rows(
     target: RowTarget,
     acc: cute.Tensor,
-    lse: cute.Tensor,
+    lse: Any,  # or None
     score_map: ScoreMap,
     tile: QueryTile,
     dim: Constexpr,
 ) -> None:
-    """Store O and its LSE.
+    """Store O and its LSE, unless that is None.
 
     Args:
         acc: O normalised, (rows, columns) as ``score_map`` has them: fp32, converted to the target's type.
@@ -113,12 +113,13 @@ def store_rows(
                 head * target.out_steps[0] + query * target.out_steps[1] + score_map.thr_col, divby=2
             )
             pair, wanted = cute.make_rmem_tensor(cute.make_layout(2), dtype), Int32(dim)
-            if cutlass.const_expr(dtype is Float32):
+            if cutlass.const_expr(dtype is Float32 and lse is not None):
                 wanted = cutlass.select_(lse[r] == -Float32.inf, Int32(0), wanted)
             for c in cutlass.range_constexpr(0, cute.size(acc, mode=[1]), 2):
                 if score_map.thr_col + cols[c] < wanted:
                     pair[0], pair[1] = dtype(acc[r, c]), dtype(acc[r, c + 1])
                     cute.autovec_copy(pair, cute.make_tensor(row + cols[c], cute.make_layout(2)))
-            if score_map.thr_col == 0:
-                place = head * target.lse_steps[0] + query * target.lse_steps[1]
-                cute.make_tensor(target.lse + place, cute.make_layout(1))[0] = lse[r]
+            if cutlass.const_expr(lse is not None):
+                if score_map.thr_col == 0:
+                    place = head * target.lse_steps[0] + query * target.lse_steps[1]
+                    cute.make_tensor(target.lse + place, cute.make_layout(1))[0] = lse[r]

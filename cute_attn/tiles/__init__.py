@@ -19,6 +19,7 @@ from cute_attn.tiles.forward import (
     ForwardSm80Tile,
     ForwardSm90Tile,
     ForwardTermsTile,
+    KvcacheLargeTile,
     KvcacheSm90Tile,
     best_packing,
     may_pack_heads,
@@ -27,6 +28,6 @@ from cute_attn.tiles.forward import (
 __all__ = [
     "MEASURED", "MULTIPROCESSORS", "SHARED_MEMORY_BYTES", "TARGETS", "TILES_OF", "BackwardPreprocessTile",
     "BackwardSm80Tile", "BackwardSm90Tile", "ForwardLargeTile", "ForwardSm80Tile", "ForwardSm90Tile",
-    "ForwardTermsTile", "KvcacheSm90Tile", "Tile", "best_packing", "check_target", "check_tile",
+    "ForwardTermsTile", "KvcacheLargeTile", "KvcacheSm90Tile", "Tile", "best_packing", "check_target", "check_tile",
     "first_that_fits", "may_pack_heads", "padded", "text_of",
 ]  # fmt: skip

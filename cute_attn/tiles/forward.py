@@ -66,6 +66,19 @@ def pack_heads_reason(pack_heads: int, most: int, traits: Traits) -> str | None:
     return None
 
 
+def pages_reason(tile: Any, traits: Traits) -> str | None:
+    """Why TMA cannot load boxes of the tile's ``page_rows``, or None."""
+    if not traits.paged:
+        return (
+            f"page_rows is {tile.page_rows}; accepted: 0 without pages, for {traits}"
+            if tile.page_rows
+            else None
+        )
+    if tile.page_rows >= 8 and tile.page_rows % 8 == 0 and tile.tile_n % tile.page_rows == 0:
+        return None
+    return f"page_rows is {tile.page_rows}; accepted: multiples of 8 that divide tile_n, {tile.tile_n}, for {traits}"
+
+
 @dataclass(frozen=True)
 class ForwardSm80Tile(WarpTile):
     """Tile of the Ampere forward.
@@ -470,10 +483,13 @@ class ForwardLargeTile(Tile):
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
         """First byte and end of Q (and O in its place), K, V, P and the factors of O's rows, after the barriers."""
+        return self._areas(traits, max(padded(traits.head_dim), self.columns_of_v(traits)))
+
+    def _areas(self, traits: Traits, columns_of_q: int) -> dict[str, tuple[int, int]]:
         d, dv = padded(traits.head_dim), self.columns_of_v(traits)
         sizes = {
             "barriers": self.BARRIER_BYTES,
-            "q": 2 * self.tile_m * max(d, dv),
+            "q": 2 * self.tile_m * columns_of_q,
             "k": 2 * self.tile_n * d * self.num_stages,
             "v": 2 * self.tile_n * dv * self.num_stages,
             "p": 2 * self.tile_m * self.tile_n * self.p_stages,
@@ -501,6 +517,30 @@ class ForwardLargeTile(Tile):
                 f"{self.compute_registers}"
             )
         return None
+
+
+@dataclass(frozen=True)
+class KvcacheLargeTile(ForwardLargeTile):
+    """Tile of the Hopper forward with a cache for head dims above 256; O is stored from registers.
+
+    Attributes:
+        page_rows: as :class:`KvcacheSm90Tile`'s.
+    """
+
+    page_rows: int = choice(0, 0, 8, 16, 32, 64)
+
+    compute_registers: ClassVar[int] = 224
+    load_registers: ClassVar[int] = 56  # the producer computes stream-K ranges and pages
+    min_blocks_per_sm: ClassVar[int] = 1
+    share_qo_smem: ClassVar[bool] = False
+    BROADCAST_START: ClassVar[int] = 448  # items with key ranges are twice as large
+
+    def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
+        """As the forward's, without memory for O."""
+        return self._areas(traits, padded(traits.head_dim))
+
+    def shape_reason(self, traits: Traits) -> str | None:
+        return pages_reason(self, traits) or super().shape_reason(traits)
 
 
 @dataclass(frozen=True)
@@ -548,13 +588,4 @@ class KvcacheSm90Tile(ForwardSm90Tile):
             return f"half_registers is True; accepted: with tile_m 64 and blocks_per_sm 1, for {traits}"
         if traits.split == "stream_k" and self.speculative:
             return f"speculative is True; accepted: False with split shares, for {traits}"
-        if traits.paged:
-            boxes = self.page_rows >= 8 and self.page_rows % 8 == 0 and self.tile_n % self.page_rows == 0
-            if not boxes:
-                return (
-                    f"page_rows is {self.page_rows}; accepted: multiples of 8 that divide tile_n, {self.tile_n}, for "
-                    f"{traits}"
-                )
-        elif self.page_rows:
-            return f"page_rows is {self.page_rows}; accepted: 0 without pages, for {traits}"
-        return super().shape_reason(traits)
+        return pages_reason(self, traits) or super().shape_reason(traits)

@@ -1,7 +1,7 @@
 """Tiles of the kernels around attention with a cache: combine and append."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from cute_attn.tiles.base import Tile, choice
 from cute_attn.traits import Traits
@@ -58,15 +58,23 @@ class CombineTile(Tile):
         groups = 8 if partials >= 64 else 4
         return CombineTile(1, groups, _unroll(partials, groups) if eager else 4, eager)
 
+    def for_head_dim(self, head_dim_v: int) -> Self:
+        """This tile, or for more columns than 256 one whose threads load fewer of their longer rows at once."""
+        return self if head_dim_v <= 256 else replace(self, unroll=min(self.unroll, 4))
+
     @property
     def most_partials(self) -> int:
         """Partial results of a row, at most."""
         return MAX_PARTIALS
 
     def threads_per_row(self, traits: Traits) -> int:
-        """Adjacent threads of a group, each with up to two vectors of 16 bytes of a partial row: the fewest idle."""
+        """Adjacent threads of a group, each with two vectors of 16 bytes of a partial row or less: the fewest idle.
+
+        Above head dim 256 four.
+        """
         vectors = traits.head_dim_v // 4
-        enough = [threads for threads in (32, 16, 8, 4, 2, 1) if 2 * threads >= vectors]
+        each = 2 if traits.head_dim_v <= 256 else 4
+        enough = [threads for threads in (32, 16, 8, 4, 2, 1) if each * threads >= vectors]
         return min(enough, key=lambda threads: -(-vectors // threads) * threads)
 
     def vectors(self, traits: Traits) -> int:
@@ -155,7 +163,7 @@ class CombineStreamKTile(CombineTile):
         )
         while chosen.num_threads(traits) % 32:
             chosen = replace(chosen, rows=2 * chosen.rows)
-        return chosen
+        return chosen.for_head_dim(traits.head_dim_v)
 
     def shape_reason(self, traits: Traits) -> str | None:
         for name in ("tile_m", "tile_n", "pack_heads", "kernel_ctas"):

@@ -566,6 +566,7 @@ KERNELS = {
     "forward_sm90": set(),
     "kvcache_sm90": {"forward_sm90"},
     "head_dim_512_sm90": {"forward_sm90"},
+    "kvcache_512_sm90": {"forward_sm90", "head_dim_512_sm90", "kvcache_sm90"},
     "backward_sm80": set(),
     "backward_sm90": set(),
 }

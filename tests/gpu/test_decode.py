@@ -1,5 +1,6 @@
 """merge_attention, append_kv and attention_with_kvcache on the GPU, against the definition."""
 
+import copy
 import dataclasses
 import math
 
@@ -165,6 +166,53 @@ def test_attention_is_the_definition(name, arch):
     torch.testing.assert_close(out.cpu(), whole, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse.cpu(), whole_lse, rtol=1e-3, atol=1e-3)
     assert bits(problem.k).equal(bits(expected.k)) and bits(problem.v).equal(bits(expected.v))
+
+
+@pytest.mark.parametrize("name", [name for name, arch in cases_of_archs() if arch == "sm90"])
+def test_large_head_dims(name):
+    """Of latent attention, with values of their own."""
+    check_large(Problem(dataclasses.replace(CASES[name], dims=(576, 512)), dtype=torch.bfloat16), "cpu")
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 3])
+@pytest.mark.parametrize(("heads", "queries"), [(1, 1), (8, 2), (16, 1), (128, 1), (24, 5)])
+def test_latent_attention(heads, queries, num_splits):
+    """Values are the first columns of the keys. Long sequences too, so that ranges of keys are divided."""
+    case = Case(
+        (700, 64, 0, 1031, 5),
+        queries=(queries,) * 5,
+        capacity=1088,
+        page=64,
+        heads=(heads, 1),
+        dims=(576, 512),
+        mask="causal",
+    )
+    problem = Problem(case, dtype=torch.bfloat16)
+    problem.v = problem.k[..., :512]
+    found = check_large(problem, "cuda", num_splits=num_splits)
+    for _ in range(30):
+        again = attention_with_kvcache(
+            problem.q, problem.k, problem.v, return_lse=True, num_splits=num_splits, **problem.options()
+        )
+        assert all(one.equal(other) for one, other in zip(again, found, strict=True))
+
+
+def check_large(problem: Problem, exact: str, **options):
+    """A problem on the CPU, which goes to the GPU, against the definition on the device ``exact``."""
+    wide = problem.v.data_ptr() == problem.k.data_ptr()
+    expected = copy.deepcopy(problem).to(exact)
+    problem.to("cuda")
+    for one in (problem, expected):
+        one.slopes = None if one.slopes is None else one.slopes.float()
+        if wide:
+            one.v = one.k[..., : problem.case.dims[1]]
+    found = attention_with_kvcache(
+        problem.q, problem.k, problem.v, return_lse=True, **options, **problem.options()
+    )
+    whole, whole_lse = expected.run()
+    torch.testing.assert_close(found[0], whole.to("cuda"), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found[1], whole_lse.to("cuda"), rtol=1e-3, atol=1e-3)
+    return found
 
 
 def test_a_graph_replays_with_other_lengths():

@@ -11,7 +11,7 @@ from cute_attn.device.pipeline import WARPGROUP, PingPong, Pipeline
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.kernels.forward_sm90.storage import ConsumerThread, ForwardStorage, Fragments, smem_tensor
 from cute_attn.rows.query_buffer import QueryBuffer
-from cute_attn.work.broadcast import WorkBroadcast
+from cute_attn.work.broadcast import INTS, INTS_OF_SPLITS, WorkBroadcast
 from cute_attn.work.replay import Replay
 
 SCORES, VALUES = 0, 1
@@ -103,7 +103,9 @@ def make_storage(kernel: Any) -> LargeStorage:
         smem_tensor(kernel, start["q"], tile.tile_m, kernel.output_columns, tile.warpgroups),
         pipelines[1],
         pipelines[2],
-        WorkBroadcast.make(barriers + taken, base + tile.BROADCAST_START),
+        WorkBroadcast.make(
+            barriers + taken, base + tile.BROADCAST_START, INTS_OF_SPLITS if traits.split else INTS
+        ),
         Replay.make(base + tile.REPLAY_START, 32 + WARPGROUP * tile.warpgroups),
         None,
         SharedProbabilities(p, factors, pipelines[3]),

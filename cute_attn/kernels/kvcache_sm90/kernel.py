@@ -14,7 +14,8 @@ The roles of :mod:`cute_attn.kernels.forward_sm90.kernel` with three differences
 The producer runs ahead into the next work tile, with Q copied to registers so that its shared memory is free again: the
 pipelines stay full across work tiles, as reading at memory speed needs about 100 KB in flight on a multiprocessor.
 
-Limits: as the forward's; the cache in its layouts of rows before heads or heads before rows, by strides.
+Limits: as the forward's; the cache in its layouts of rows before heads or heads before rows, by strides. For head dims
+above 256 see :mod:`cute_attn.kernels.kvcache_512_sm90.kernel`.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int64, cute
+from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
 from cute_attn.device.key_rows import KeyRows
@@ -32,7 +33,12 @@ from cute_attn.kernels import fakes
 from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.kernels.forward_sm90.consumer import Consumer, MainLoop
 from cute_attn.kernels.forward_sm90.producer import Producer
-from cute_attn.kernels.forward_sm90.storage import ConsumerThread, ForwardInputs, ForwardParams
+from cute_attn.kernels.forward_sm90.storage import (
+    ConsumerThread,
+    ForwardInputs,
+    ForwardParams,
+    ForwardStorage,
+)
 from cute_attn.kernels.kvcache_sm90.heuristics import cache_tile, default_cache_tile
 from cute_attn.kernels.kvcache_sm90.roles import CacheLoads, CacheResults, StreamKProducer
 from cute_attn.kernels.limits import beyond_cache
@@ -97,7 +103,7 @@ class KvcacheSm90(ForwardSm90):
         inputs = ForwardInputs(
             self.rows(load, mQ, 64, traits.head_dim, tile.pack_heads, nheads_kv),
             self.cached(load, mK, traits.head_dim, policy),
-            self.cached(load, mV, traits.head_dim_v, policy),
+            self.cached_values(load, mV, policy),
             None,
         )
         ctas = tile.blocks_per_sm * schedule.multiprocessors
@@ -136,6 +142,10 @@ class KvcacheSm90(ForwardSm90):
         tiles = self.rows(op, cache, tile_n, head_dim)
         return EntryTiles(dataclasses.replace(tiles, policy=policy))
 
+    def cached_values(self, op: Any, cache: cute.Tensor, policy: Int64) -> EntryTiles | PagedTiles:
+        """The loads of V."""
+        return self.cached(op, cache, self.traits.head_dim_v, policy)
+
     # ---- device ----
 
     @cute.kernel
@@ -163,5 +173,15 @@ class KvcacheSm90(ForwardSm90):
                     producer.run()
         else:
             cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
-            consumer = ConsumerThread.make(self, storage, thread - WARPGROUP)
-            Consumer(self, params, storage, consumer, MainLoop, CacheResults(params, outputs)).run()
+            self.consume(params, storage, outputs, warp, thread)
+
+    def consume(
+        self,
+        params: ForwardParams,
+        storage: ForwardStorage,
+        outputs: ForwardOutputs,
+        warp: Int32,
+        thread: Int32,
+    ) -> None:
+        consumer = ConsumerThread.make(self, storage, thread - WARPGROUP)
+        Consumer(self, params, storage, consumer, MainLoop, CacheResults(params, outputs)).run()

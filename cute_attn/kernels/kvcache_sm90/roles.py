@@ -123,18 +123,40 @@ class CacheResults:
     @cute.jit
     def store(self, loop: MainLoop) -> None:
         """Normalize O and store it with the LSE."""
-        kernel, outputs, partials = loop.kernel, self.outputs, self.params.partials
-        traits, tile, acc = kernel.traits, loop.query_tile, loop.thread.fragments.acc_o_rows
-        split: Any = tile.split
-        thread, heads, dim = rematerialize(loop.thread.index), kernel.tile.pack_heads, traits.head_dim_v
-        score_map = ScoreMap.make(kernel.mma_pv(), kernel.tile.tile_m, padded(dim), thread, heads=heads)
-        chain = kernel.epilogues
-        sinks = chain.sinks_of_rows(self.params.score_args, tile.head, tile.heads_left, score_map)
-        if cutlass.const_expr(sinks is not None and traits.split == "stream_k"):
-            # Partial results get theirs when they are merged.
-            sinks = tuple(cutlass.select_(split.partial < 0, sink, -Float32.inf) for sink in sinks)
+        kernel, tile, acc = loop.kernel, loop.query_tile, loop.thread.fragments.acc_o_rows
+        thread, heads, dim = (
+            rematerialize(loop.thread.index),
+            kernel.tile.pack_heads,
+            padded(kernel.traits.head_dim_v),
+        )
+        score_map = ScoreMap.make(kernel.mma_pv(), kernel.tile.tile_m, dim, thread, heads=heads)
         lse = cute.make_rmem_tensor(cute.make_layout(cute.size(acc, mode=[0])), Float32)
-        loop.softmax.normalize(acc, lse, chain.rescale(loop.state), sinks)
+        sinks = self.sinks(loop, thread)
+        loop.softmax.normalize(acc, lse, kernel.epilogues.rescale(loop.state), sinks)
+        self.write(kernel, tile, acc, lse, score_map)
+
+    @cute.jit
+    def sinks(self, loop: MainLoop, thread: Int32) -> Any:
+        """The attention sink of each of the rows of ``thread``, or None; partial results get theirs when merged."""
+        found: Any = loop.sinks(self.params, thread)
+        split: Any = loop.query_tile.split
+        if cutlass.const_expr(found is not None and loop.kernel.traits.split == "stream_k"):
+            found = tuple(cutlass.select_(split.partial < 0, sink, -Float32.inf) for sink in found)
+        return found
+
+    @cute.jit
+    def write(
+        self,
+        kernel: Constexpr,
+        tile: QueryTile,
+        acc: cute.Tensor,
+        lse: cute.Tensor | None,
+        score_map: ScoreMap,
+    ) -> None:
+        """O normalised, and LSE unless it is None, to where they belong."""
+        outputs, partials, traits = self.outputs, self.params.partials, kernel.traits
+        split: Any = tile.split
+        heads, dim = kernel.tile.pack_heads, traits.head_dim_v
         whole = RowTarget.whole(outputs.mO, outputs.mLSE, tile, traits.varlen)
         if cutlass.const_expr(traits.split == "stream_k"):
             if split.partial < 0:

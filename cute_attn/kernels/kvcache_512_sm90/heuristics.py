@@ -1,0 +1,29 @@
+"""Default tiles of the Hopper forward with a cache for head dims above 256, from ``tiles.csv``."""
+
+import dataclasses
+
+from cute_attn.kernels.kvcache_sm90.heuristics import page_rows
+from cute_attn.tiles import KvcacheLargeTile, best_packing, first_that_fits, may_pack_heads
+from cute_attn.tiles.inference import CacheCall
+from cute_attn.tiles.table import Key, Table
+from cute_attn.traits import Traits
+
+TABLE = Table(__file__, KvcacheLargeTile)
+
+
+def keys(traits: Traits, target: str) -> tuple[Key, ...]:
+    """A row's keys."""
+    return (max(traits.head_dim, traits.head_dim_v),)
+
+
+def cache_tile(traits: Traits, call: CacheCall) -> KvcacheLargeTile:
+    """The tile for a call, with as many heads of a key head as leave the fewest rows empty."""
+    tiles = tuple(tile for tile in TABLE.tiles(*keys(traits, "sm90")) if call.split_keys % tile.tile_n == 0)
+    if traits.paged:
+        tiles = tuple(
+            dataclasses.replace(tile, page_rows=page_rows(call.page_size, tile.tile_n)) for tile in tiles
+        )
+    tile = first_that_fits(tiles, traits, "sm90")
+    if not may_pack_heads(traits):
+        return tile
+    return best_packing([tile], tile, call.seqlen_q, call.group, traits.varlen) or tile

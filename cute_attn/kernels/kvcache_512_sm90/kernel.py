@@ -1,0 +1,77 @@
+"""The Hopper forward for attention with a cache, for head dims above 256, such as latent attention's 576 and 512.
+
+The consumers of :mod:`cute_attn.kernels.head_dim_512_sm90.kernel`, which divide the columns of O, with the loads and
+the key ranges of :mod:`cute_attn.kernels.kvcache_sm90.kernel`. Each warpgroup stores its
+columns of O from registers.
+
+Limits: as the caches' Hopper kernel's, with head dims up to 576 of q and k and up to 512 of v.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass import Int32, Int64, cute
+
+from cute_attn.device.pipeline import WARPGROUP
+from cute_attn.kernels.forward_sm90.consumer import Consumer
+from cute_attn.kernels.forward_sm90.storage import ForwardParams
+from cute_attn.kernels.head_dim_512_sm90.kernel import ForwardLargeSm90
+from cute_attn.kernels.head_dim_512_sm90.storage import SCORES, VALUES, LargeStorage, consumer_thread
+from cute_attn.kernels.kvcache_512_sm90.heuristics import cache_tile
+from cute_attn.kernels.kvcache_512_sm90.roles import CacheScoreLoop, CacheScoreResults, CacheValueConsumer
+from cute_attn.kernels.kvcache_sm90.kernel import KvcacheSm90
+from cute_attn.kernels.kvcache_sm90.roles import CacheResults
+from cute_attn.kernels.limits import MAX_HEAD_DIM_V, beyond_cache
+from cute_attn.outputs.staged_output import ForwardOutputs
+from cute_attn.rows.cached import EntryTiles, PagedTiles
+from cute_attn.tiles import KvcacheLargeTile
+from cute_attn.tiles.inference import CacheCall
+from cute_attn.traits import MAX_HEAD_DIM, Traits
+
+
+@dataclass(frozen=True)
+class KvcacheLargeSm90(KvcacheSm90, ForwardLargeSm90):
+    """Attention with a cache and a head dim above 256, of (traits, tile); ``__call__`` launches it."""
+
+    tile: KvcacheLargeTile  # type: ignore[assignment]
+
+    @classmethod
+    def supports(cls, traits: Traits) -> str | None:
+        if traits.head_dim_v > MAX_HEAD_DIM_V:
+            return f"head_dim_v is {traits.head_dim_v}; accepted: up to {MAX_HEAD_DIM_V}"
+        return beyond_cache(traits, "sm90", most=MAX_HEAD_DIM)
+
+    @classmethod
+    def default_tile(cls, traits: Traits, target: str) -> KvcacheLargeTile:  # type: ignore[override]
+        """The tile for one query a sequence."""
+        return cache_tile(traits, CacheCall(page_size=64 if traits.paged else 0))
+
+    def for_cache(self, call: CacheCall, target: str) -> "KvcacheLargeSm90":
+        """This kernel with the tile for a call, in place of its default tile."""
+        return dataclasses.replace(self, tile=cache_tile(self.traits, call))
+
+    def cached_values(self, op: Any, cache: cute.Tensor, policy: Int64) -> EntryTiles | PagedTiles:
+        """The loads of V, each warpgroup's columns in whole swizzle atoms."""
+        if self.traits.paged:
+            columns = self.tile.columns_of_v(self.traits)
+            return PagedTiles.make(op, cache, self.tile.tile_n, self.tile.page_rows, columns, policy)
+        return EntryTiles(dataclasses.replace(self.values(op, cache), policy=policy))
+
+    @cute.jit
+    def consume(
+        self,
+        params: ForwardParams,
+        storage: LargeStorage,
+        outputs: ForwardOutputs,
+        warp: Int32,
+        thread: Int32,
+    ) -> None:
+        """By a warp of a consumer warpgroup: its half of O's columns of all work tiles, and of the first one also P."""
+        lane, results = thread % WARPGROUP, CacheResults(params, outputs)
+        if warp < 8:
+            scores = consumer_thread(self, storage, SCORES, lane)
+            Consumer(self, params, storage, scores, CacheScoreLoop, CacheScoreResults(results)).run()
+        else:
+            values = consumer_thread(self, storage, VALUES, lane)
+            CacheValueConsumer(self, params, storage, values, results).run()
