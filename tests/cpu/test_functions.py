@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import and_masks, flex_attention, noop_mask, or_masks
 
 from cute_attn import Traits, attention, check_epilogue, compile, lookup
-from cute_attn.epilogues.functions import device, epilogue, gradients, graph
+from cute_attn.epilogues.functions import device, epilogue, gradients, graph, known
 from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.names import user_epilogue
@@ -203,6 +203,8 @@ torch.special.xlog1py(s * s, s * s) + torch.special.entr(s * s); torch.special.n
 s * torch.heaviside(s.detach(), DOUBLES[0]); F.prelu(s, DOUBLES[:1]); s * torch.bucketize(s.detach(), BOUNDARIES)
 s * torch.bucketize(i, WORDS[:3], right=True) + torch.searchsorted(WORDS[:3], i); (i > j).where(i > 3, False) * s
 s.unsqueeze(0).exp().view(()) + s[None][0]; s * (i[None] - j.reshape(1)).squeeze(0); s * torch.as_tensor(s).half()
+torch.where(i < j, s, torch.tensor(-0.5, dtype=s.dtype, device=s.device)); s * torch.full((), 0.3, dtype=torch.bfloat16)
+s * (torch.ones((), dtype=torch.bool) & (i > j)); s.lerp(torch.zeros((), dtype=s.dtype), 0.3) * torch.scalar_tensor(2.0)
 s + i.short() + i.char() * 2 + (i * 7).byte() + s.to(torch.int8); torch.where(condition=i < j, input=s, other=0.0)
 """
 
@@ -213,6 +215,25 @@ def test_functions_that_are_made_of_others_have_torchs_values_and_derivatives(ca
     name, tensors = epilogue_of(function, None, dtype=torch.float64)
     found = _function(function, "score_mod", Scores.random(1, 2, 40, 50, extra={name: tensors}), name)
     assert len(found) == 2 and all(one.passed for one in found), list(map(str, found))
+
+
+@pytest.mark.parametrize(
+    ("function", "captures"),
+    [
+        (lambda s, b, h, i, j: torch.where(i >= j, s, torch.tensor(-math.inf, dtype=s.dtype)), 0),
+        (lambda s, b, h, i, j: s + torch.full((), 0.3) * torch.ones(1)[0], 0),
+        (lambda s, b, h, i, j: s * float(torch.tensor(0.3)), 0),
+        (lambda s, b, h, i, j: s + (TABLE * torch.tensor(2.0))[h, j], 1),
+    ],
+)
+def test_numbers_that_a_function_makes_tensors_of_are_not_captured(function, captures):
+    name, tensors = epilogue_of(function, None)
+    assert len(tensors) == captures
+    found = _function(function, "score_mod", Scores.random(1, 3, 20, 30, extra={name: tensors}), name)
+    assert all(one.passed for one in found), list(map(str, found))
+    before = known.traces_alone()
+    assert epilogue_of(function, None)[0] == name
+    assert known.traces_alone() - before == captures + ("float" in function.__code__.co_names)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

@@ -8,7 +8,7 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple
@@ -252,8 +252,12 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _first_traced((args, tuple(kwargs.values()))) is None:
+        given = (args, tuple(kwargs.values()))
+        first = _first_traced(given)
+        if first is None:
             return self._on_tensors(func, args, kwargs)
+        if first.made is not None and _needs_tensors(func, given):
+            return self._on_tensors(func, _as_made(args), {x: _as_made(y) for x, y in kwargs.items()})
         return self.operation(func, args, kwargs)
 
     def _on_tensors(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -271,7 +275,23 @@ class Recorder(TorchFunctionMode):
         name = _name_of(func)
         if "out" in kwargs or _is_in_place(name) or not (makes_tensors or name in _METADATA):
             self.reads = self.reads or name
-        return result
+        return self._number(func, result, args, kwargs) if func in _NUMBERS else result
+
+    def _number(self, func: Any, made: Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A float or a bool that the function makes a tensor of: a number of the graph, not a captured tensor."""
+        kind = LOADED.get(made.dtype)
+        if (
+            made.numel() != 1
+            or kind not in (BOOL, FLOAT)
+            or made.requires_grad
+            or next(_tensors_in(args), None) is not None
+        ):
+            return made
+        value = func(*args, **{**kwargs, "device": "cpu"}).item()  # rounded to its dtype
+        node = _typed(self, self.graph.cast(self.graph.const(value), kind), made.dtype)
+        number = self.symbol(node, made.dim(), made.dtype)
+        number.made = made
+        return number
 
     def operation(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """An operation with traced values, known by ``func``'s identity: users may choose the same names."""
@@ -398,7 +418,7 @@ class Recorder(TorchFunctionMode):
         if KINDS.index(node.kind) > KINDS.index(x.node.kind) and (node.kind, x.node.kind) != (LONG, INT):
             was, new = _THE_KINDS[x.node.kind], _THE_KINDS[node.kind]
             self.refuse(f"writes {new} in place of {was} by {name}", "results of the value's own dtype")
-        x.node = self.graph.cast(node, x.node.kind, x.node.dtype)
+        x.node, x.made = self.graph.cast(node, x.node.kind, x.node.dtype), None
         return x
 
     def _metadata(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -616,11 +636,32 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _first_traced(x: Any) -> "Symbol | Row | None":
-    """The first traced value in arguments or in lists of them."""
+def _tensors_in(x: Any) -> Iterator[Tensor]:
+    """Tensors and traced values in arguments, or in lists of them."""
     if isinstance(x, tuple | list):
-        return next((found for one in x if (found := _first_traced(one)) is not None), None)
-    return x if isinstance(x, Symbol | Row) else None
+        for one in x:
+            yield from _tensors_in(one)
+    elif isinstance(x, Tensor):
+        yield x
+
+
+def _first_traced(x: Any) -> "Symbol | Row | None":
+    return next((one for one in _tensors_in(x) if isinstance(one, Symbol | Row)), None)
+
+
+def _needs_tensors(func: Any, given: Any) -> bool:
+    """True if all traced values are numbers that the function has made tensors of, and it asks for more than those."""
+    tensors = list(_tensors_in(given))
+    if any(one.made is None for one in tensors if isinstance(one, _Traced)):
+        return False
+    return _name_of(func) in _VALUES or any(not isinstance(x, _Traced) and x.numel() > 1 for x in tensors)
+
+
+def _as_made(x: Any) -> Any:
+    """Arguments with the tensors that the function has made in place of their numbers."""
+    if isinstance(x, tuple | list):
+        return type(x)(map(_as_made, x))
+    return x.made if isinstance(x, Symbol) else x
 
 
 class _Traced(Tensor):
@@ -630,6 +671,8 @@ class _Traced(Tensor):
     """
 
     recorder: Recorder
+    made: Tensor | None = None
+    """A number as the tensor that the function has made of it."""
 
     @staticmethod
     def _of(cls: Any, recorder: Recorder, shape: Sequence[int], dtype: torch.dtype) -> Any:
@@ -729,6 +772,9 @@ _VIEWS = frozenset(
 )
 """Operations that give a tensor of one element other dimensions."""
 _SIZES = frozenset(("shape", "size", "numel", "nelement", "__len__", "stride", "is_contiguous"))
+_NUMBERS = frozenset(
+    (torch.tensor, torch.full, torch.zeros, torch.ones, torch.scalar_tensor, torch.as_tensor)
+)
 _TYPES = frozenset(
     (
         "dtype",
@@ -1206,6 +1252,7 @@ KNOWN_NAMES = (
     | _OPERATIONS.keys()
     | {x for x in dir(math) if not x.startswith("_")}
     | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
+    | {"tensor", "full", "zeros", "ones", "scalar_tensor"}
     | {"Tensor", "no_grad", "enable_grad", "nn", "functional", "special", "data", "inf", "nan", "newaxis"}
 )
 """Names of attributes that mean the same in every call: operations, metadata, and constants of torch and math."""
