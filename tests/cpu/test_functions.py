@@ -303,6 +303,11 @@ def test_a_difference_of_precision_is_no_error():
     assert "differs in precision: kernels do not round to 16 bits" in str(found)
 
 
+def test_a_score_of_fp32s_least_number_is_infinite_in_kernels():
+    found = check_epilogue(lambda s, b, h, i, j: torch.where(i >= j, s, torch.finfo(torch.float32).min))
+    assert found.passed and "scores over the scale leave fp32's range" in str(found)
+
+
 def test_a_wrong_gradient_of_a_captured_tensor_is_found(monkeypatch):
     offset = gradients.offset_in
     monkeypatch.setattr(epilogue, "offset_in", lambda *args: offset(*args) + 1)
