@@ -344,6 +344,61 @@ def test_each_way_to_read_a_table_has_its_gradient(read):
     torch.testing.assert_close(*grads)
 
 
+def viewed(table):
+    return lambda s, b, h, i, j: s + table.T[j, h] * table[h, 1:][i] + table[h].view(5, 6)[i % 5, j % 6]
+
+
+def test_views_of_tables_are_those_of_the_next_call():
+    q, k, v = (x.detach() for x in inputs(20, 30, 3, 3))
+    attention(q, k, v, score_mod=viewed(torch.randn(3, 30, dtype=torch.float64)))
+    before, whole = known.traces_alone(), torch.randn(5, 3, 30, dtype=torch.float64, requires_grad=True)
+    for table in whole.unbind():
+        got = attention(q, k, v, score_mod=viewed(table))
+        expected = dense(q, k, v, viewed(table))[0]
+        torch.testing.assert_close(got, expected)
+        grads = [torch.autograd.grad(out.square().sum(), whole)[0] for out in (got, expected)]
+        torch.testing.assert_close(*grads)
+    assert known.traces_alone() == before
+
+
+class Passing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x[:, 1:]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return F.pad(grad, (1, 0)) * 3
+
+
+def unlearned(table):
+    with torch.no_grad():
+        return table[:, 1:]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [unlearned, Passing.apply, lambda table: Passing.apply(table).T.T, lambda table: table.detach()[:, 1:]],
+)
+def test_views_without_their_own_gradient_are_made_in_each_call(made):
+    """The first table requires no gradient, so that what becomes of it cannot be seen."""
+    q, k, v = (x.detach() for x in inputs(20, 25, 3, 3))
+    for learnt in (False, True):
+        table = torch.randn(3, 30, dtype=torch.float64, requires_grad=learnt)
+        found = attention(q, k, v, score_mod=lambda s, b, h, i, j, x=table: s + made(x)[h, j])
+    view = made(table)
+    expected = dense(q, k, v, lambda s, b, h, i, j: s + view[h, j])[0]
+    torch.testing.assert_close(found, expected)
+    assert found.requires_grad == expected.requires_grad
+    if found.requires_grad:  # also of a view without gradients
+        grads = [
+            torch.autograd.grad(out.square().sum(), table, allow_unused=True)[0] for out in (found, expected)
+        ]
+        assert (grads[0] is None) == (grads[1] is None) == (made is unlearned)
+        if grads[0] is not None:
+            torch.testing.assert_close(*grads)
+
+
 # ---- indices ----
 
 

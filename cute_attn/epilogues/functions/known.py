@@ -13,11 +13,30 @@ from cute_attn.epilogues.functions.trace import Trace, check_function, trace
 from cute_attn.epilogues.names import user_epilogue
 
 
+class _View(NamedTuple):
+    """A view that a function makes of a captured tensor, as its metadata determine it.
+
+    Attributes:
+        place: index of the captured tensor.
+        offset: of the view's first element from the tensor's.
+    """
+
+    place: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def of(self, tensors: list[Tensor]) -> Tensor:
+        """The same view, of the tensor that is captured now."""
+        x = tensors[self.place]
+        return x.as_strided(self.shape, self.strides, x.storage_offset() + self.offset)
+
+
 class _Known(NamedTuple):
-    """A trace's epilogue or None, the indices of the captured tensors, and the objects that the key names by id."""
+    """A trace's epilogue or None, its tensors by their places, and the objects that the key names by id."""
 
     epilogue: Any
-    tensors: tuple[int, ...]
+    tensors: tuple[int | _View, ...]
     kept: tuple
 
 
@@ -112,16 +131,20 @@ def _known_or_traced(
             if known is not None:
                 _known.move_to_end(key)
         if known is not None:
-            tensors = tuple([reads.tensors[i] for i in known.tensors])
+            own = reads.tensors
+            tensors = tuple([x.of(own) if isinstance(x, _View) else own[x] for x in known.tensors])
             return known.epilogue.name if known.epilogue is not None else "", tensors
     # A kept trace serves calls with gradients as well; a trace for only this call sees torch's state as it is.
     with torch.set_grad_enabled(torch.is_grad_enabled() or reads.complete):
         traced = trace(score_mod, mask_mod, device, kind[0])
         epilogue = register(traced)
     places = {id(x): i for i, x in enumerate(reads.tensors)}
-    lasts = reads.complete and not traced.reads and all(id(x) in places for x in traced.tensors)
+    read = tuple(
+        _place_of(x, source, places) for x, source in zip(traced.tensors, traced.sources, strict=True)
+    )
+    lasts = reads.complete and not traced.reads and None not in read
     if lasts and Reads(score_mod, mask_mod, state=(device, *kind)).key == key:  # tracing changed nothing
-        found = _Known(epilogue, tuple(places[id(x)] for x in traced.tensors), tuple(reads.kept))
+        found = _Known(epilogue, read, tuple(reads.kept))  # type: ignore[arg-type]
         with _lock:
             _known[key] = found
             while len(_known) > _MOST:
@@ -130,3 +153,16 @@ def _known_or_traced(
         _thread.alone += 1
         _recent.append(epilogue)
     return epilogue.name if epilogue is not None else "", traced.tensors
+
+
+def _place_of(x: Tensor, source: Tensor | None, places: dict[int, int]) -> int | _View | None:
+    """Where later calls find a traced tensor; None for one that the function computes."""
+    if id(x) in places:
+        return places[id(x)]
+    if source is None or id(source) not in places or x.dtype != source.dtype or not _is_alias_of(x, source):
+        return None
+    offset = int(x.storage_offset()) - int(source.storage_offset())
+    return _View(places[id(source)], tuple(x.shape), x.stride(), offset)
+
+
+_is_alias_of = torch._C._is_alias_of  # type: ignore[attr-defined]

@@ -47,12 +47,14 @@ class Trace:
 
     With a function of arguments, the arguments in their order replace captured tensors.
     reads: see :class:`Recorder`.
+    sources: of each tensor that is a view, the tensor that it is one of; else None.
     """
 
     graph: Graph
     output: Node
     tensors: tuple[Any, ...]
     reads: str = ""
+    sources: tuple[Tensor | None, ...] = ()
 
 
 def kind_of(function: Callable) -> str:
@@ -154,7 +156,8 @@ def _renumbered(recorder: "Recorder", output: Node) -> Trace:
         changed[node] = graph.make(node.op, node.kind, args, value, node.depends_on, node.dtype)
     graph.place = None
     tensors = tuple(recorder.tensors[i] for i in used)
-    return Trace(graph, changed[output], tensors, recorder.reads)
+    sources = tuple(recorder.views.get(id(x), (x, None))[1] for x in tensors)
+    return Trace(graph, changed[output], tensors, recorder.reads, sources)
 
 
 class Recorder(TorchFunctionMode):
@@ -163,6 +166,7 @@ class Recorder(TorchFunctionMode):
     Attributes:
         reads: a value that the function read and its tensors' dtype, shape, strides and device do not determine, such
             as a tensor's value by ``item``; "" for nothing. The trace holds only for that value.
+        views: by id, tensors that the function has made by indices and views, each with what it is a view of.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, arguments: Sequence[Any] = ()) -> None:
@@ -176,6 +180,7 @@ class Recorder(TorchFunctionMode):
         self._dtypes: dict[Node, torch.dtype] = {}
         # None without autograd, where values have no derivative that could be another.
         self._has_gradients: bool | None = None
+        self.views: dict[int, tuple[Tensor, Tensor]] = {}
         self.tensors: list[Any] = list(arguments)
         self.arguments = [self._argument(number, x) for number, x in enumerate(arguments)]
 
@@ -275,7 +280,15 @@ class Recorder(TorchFunctionMode):
         name = _name_of(func)
         if "out" in kwargs or _is_in_place(name) or not (makes_tensors or name in _METADATA):
             self.reads = self.reads or name
+        if makes_tensors and name in _VIEWS_OF_TABLES and args and isinstance(args[0], Tensor):
+            for made in (result,) if isinstance(result, Tensor) else result:
+                self._note_view(made, args[0])
         return self._number(func, result, args, kwargs) if func in _NUMBERS else result
+
+    def _note_view(self, made: Tensor, source: Tensor) -> None:
+        """Where no gradient is lost, as by torch.no_grad; ``made`` may be a copy, too."""
+        if torch.is_grad_enabled():
+            self.views[id(made)] = (made, self.views.get(id(source), (source, source))[1])
 
     def _number(self, func: Any, made: Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A float or a bool that the function makes a tensor of: a number of the graph, not a captured tensor."""
@@ -403,6 +416,8 @@ class Recorder(TorchFunctionMode):
             return self.refuse(
                 f"uses {name} of a row of a tensor ({reason})", "its elements, shape and dtype"
             )
+        if name in _VIEWS_OF_TABLES:
+            self._note_view(found, row.tensor)
         nodes = [row.places[axis] for axis in fixed]
         return self._element_or_row(Row, found, (*nodes, *[None] * (found.dim() - len(nodes))))
 
@@ -511,7 +526,8 @@ class Recorder(TorchFunctionMode):
         if any(one != slice(None) for one in cut):
             if isinstance(table, Argument):
                 return self.refuse("cuts an argument, whose calls' own have other sizes", "traced integers")
-            tensor = tensor[tuple(cut)]
+            tensor = row.tensor[tuple(cut)]
+            self._note_view(tensor, row.tensor)
         rank = max(map(_rank, index if isinstance(index, tuple) else (index,)), default=0)
         kind = Argument if isinstance(table, Argument) else Row
         return self._element_or_row(kind, tensor, tuple(nodes), row.number, rank)
@@ -772,6 +788,10 @@ _VIEWS = frozenset(
 )
 """Operations that give a tensor of one element other dimensions."""
 _SIZES = frozenset(("shape", "size", "numel", "nelement", "__len__", "stride", "is_contiguous"))
+_VIEWS_OF_TABLES = _VIEWS | {
+    *("t", "transpose", "swapaxes", "permute", "movedim", "unflatten", "select", "narrow", "unbind", "chunk"),
+    *("split", "diagonal", "unfold"),
+}
 _NUMBERS = frozenset(
     (torch.tensor, torch.full, torch.zeros, torch.ones, torch.scalar_tensor, torch.as_tensor)
 )
@@ -1248,7 +1268,7 @@ _OPERATIONS: dict[str, Make] = {
 
 KNOWN_NAMES = (
     _METADATA
-    | _VIEWS
+    | _VIEWS_OF_TABLES
     | _OPERATIONS.keys()
     | {x for x in dir(math) if not x.startswith("_")}
     | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
