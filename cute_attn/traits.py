@@ -92,6 +92,7 @@ _TOKENS: dict[str, tuple[str, object]] = {
     "leftpad": ("leftpad", True),
     "varlen_k": ("varlen_k", True),
     "tree": ("tree", True),
+    "latent": ("latent", True),
     **{f"split_{split}": ("split", split) for split in SPLITS},
 }
 FEATURES = tuple(_TOKENS)
@@ -108,6 +109,7 @@ _ONLY_IN: dict[str, tuple[str, ...]] = {
     "varlen_k": ("kvcache", "combine_stream_k"),
     "split": ("kvcache",),
     "tree": ("kvcache",),
+    "latent": ("kvcache",),
 }
 _TOKEN_OF = {value: token for token, value in _TOKENS.items()}
 
@@ -234,6 +236,7 @@ class Traits:
     leftpad: bool = False
     varlen_k: bool = False
     tree: bool = False
+    latent: bool = False
     split: str = ""
     variant: str = ""
 

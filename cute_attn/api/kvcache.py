@@ -30,7 +30,7 @@ from cute_attn.host.cache_checks import (
     check_tensors,
 )
 from cute_attn.host.cache_checks import check_lengths as _check_lengths
-from cute_attn.host.call import Call, pack_epilogues, schema
+from cute_attn.host.call import LARGE_HEAD_DIM, Call, is_latent, pack_epilogues, schema
 from cute_attn.host.checks import MAX_SEQLEN, check_out, check_starts, check_writable
 from cute_attn.host.choose import check_words
 from cute_attn.host.memory import Tensors, is_lazy, is_readable, materialized, on_device, write_owned
@@ -192,9 +192,15 @@ check_lengths
     if users or check_lengths is not False or type(return_lse) is not bool:
         found = _attend(tensors, out, options, functions)
     else:
-        key = ("attention_with_kvcache", key)
+        key = ("attention_with_kvcache", key, _are_latent(k_cache, v_cache))
         found = plans.repeat(key, given, lambda: _attend(tensors, out, options, functions), read)
     return found if return_lse else found[0]
+
+
+def _are_latent(k_cache: Any, v_cache: Any) -> bool:
+    """:func:`is_latent` for tensors that have memory: a record for latent values serves no others."""
+    large = isinstance(k_cache, Tensor) and k_cache.dim() == 4 and k_cache.shape[-1] > LARGE_HEAD_DIM
+    return large and isinstance(v_cache, Tensor) and no_dispatch_mode() and is_latent(k_cache, v_cache)
 
 
 class _Options(NamedTuple):

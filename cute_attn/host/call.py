@@ -229,6 +229,11 @@ class Call(NamedTuple):
         return Cache(self.k_cache, self.v_cache, self.page_table, self.cache_batch_idx)
 
     @property
+    def latent(self) -> bool:
+        """The values are the first columns of the keys, of a head dim for which kernels load these once."""
+        return is_latent(self.k_cache, self.v_cache)
+
+    @property
     def entries(self) -> int:
         """Entries of the cache."""
         return self.k_cache.shape[0] if self.page_table is None else self.page_table.shape[0]
@@ -347,6 +352,22 @@ SINGLE_TENSORS = (*Call._fields[:NUM_TENSORS], *Call._fields[_FIRST_CACHE:_LAST_
 """The fields that are tensors or None."""
 ATTENTION = Call._fields[:_FIRST_CACHE]
 """The fields of calls without a cache."""
+
+
+LARGE_HEAD_DIM = 256
+"""Above it kernels load latent keys once."""
+
+
+def is_latent(k_cache: Tensor | None, v_cache: Tensor | None) -> bool:
+    """True if ``v_cache`` is a view of the first columns of a ``k_cache`` with a head dim above 256."""
+    if (
+        k_cache is None
+        or v_cache is None
+        or k_cache.shape[-1] <= LARGE_HEAD_DIM
+        or v_cache.shape[-1] > k_cache.shape[-1]
+    ):
+        return False
+    return v_cache.data_ptr() == k_cache.data_ptr() and v_cache.stride() == k_cache.stride()
 
 
 # ---- schemas of torch operators ----

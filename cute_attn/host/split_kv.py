@@ -159,7 +159,7 @@ def _score_inputs(call: Call) -> Any:
 def _key_and_tensors(call: Call) -> tuple[Hashable, Tensors]:
     """The key and tensors by which :mod:`cute_attn.host.plans` finds a call."""
     tensors, options = call.metadata()
-    return ("kvcache", options, *user_classes(call, "kvcache")), tensors
+    return ("kvcache", options, call.latent, *user_classes(call, "kvcache")), tensors
 
 
 def known_plan(call: Call) -> Plan | None:
@@ -260,6 +260,7 @@ def traits_of(call: Call, arch: str, split: str, variant: str = "") -> Traits:
         batch_idx=call.cache_batch_idx is not None,
         leftpad=call.cache_leftpad is not None,
         tree=call.tree_mask is not None,
+        latent=call.latent,
         split=split,
         variant=variant,
     )

@@ -491,7 +491,7 @@ class ForwardLargeTile(Tile):
             "barriers": self.BARRIER_BYTES,
             "q": 2 * self.tile_m * columns_of_q,
             "k": 2 * self.tile_n * d * self.num_stages,
-            "v": 2 * self.tile_n * dv * self.num_stages,
+            "v": 0 if traits.latent else 2 * self.tile_n * dv * self.num_stages,
             "p": 2 * self.tile_m * self.tile_n * self.p_stages,
             "factors": 4 * self.tile_m * self.p_stages,
         }
@@ -540,6 +540,8 @@ class KvcacheLargeTile(ForwardLargeTile):
         return self._areas(traits, padded(traits.head_dim))
 
     def shape_reason(self, traits: Traits) -> str | None:
+        if traits.latent and self.num_stages < 2:  # a step needs the keys of two blocks
+            return f"num_stages is {self.num_stages}; accepted: 2 or more, for {traits}"
         return pages_reason(self, traits) or super().shape_reason(traits)
 
 

@@ -242,7 +242,7 @@ class MainLoop:
         storage.pipeline_k.consumer_wait(n)
         self.start_qk(acc_s, n)
         warpgroup.wait_group(0)
-        storage.pipeline_k.consumer_release(n, Accessed.BY_WGMMA)
+        self.release_keys(n)
         self.probabilities(scores, loaded, True, False, partial, ends=True)
         return scores, acc_s
 
@@ -259,7 +259,7 @@ class MainLoop:
         self.start_pv(n - 1)
         self.thread.ping_pong.arrive()
         warpgroup.wait_group(1)
-        storage.pipeline_k.consumer_release(n, Accessed.BY_WGMMA)
+        self.release_keys(n)
         self.probabilities(scores, loaded, masked, frozen, partial)
         warpgroup.wait_group(0)
         storage.pipeline_v.consumer_release(n - 1, Accessed.BY_WGMMA)
@@ -294,6 +294,10 @@ class MainLoop:
         """Issue acc_s = Q K^T with use n of K's pipeline."""
         op, stage = self.thread.fragments, self.storage.pipeline_k.stage(n)
         start_gemm(self.kernel.mma_qk(), acc_s, op.q, op.k[None, None, None, stage], False)
+
+    def release_keys(self, n: Int32) -> None:
+        """S is complete: use n of K's pipeline is read."""
+        self.storage.pipeline_k.consumer_release(n, Accessed.BY_WGMMA)
 
     @cute.jit
     def start_pv(self, n: Int32) -> None:

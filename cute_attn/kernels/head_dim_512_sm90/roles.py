@@ -85,7 +85,7 @@ class ScoreLoop(MainLoop):
         self.start_qk(acc_s, n)
         self.start_pv(n - 1)
         warpgroup.wait_group(1)
-        storage.pipeline_k.consumer_release(n, Accessed.BY_WGMMA)
+        self.release_keys(n)
         self.probabilities(scores, loaded, masked, False)
         self.publish(scores, acc_s, n)
         warpgroup.wait_group(0)

@@ -11,6 +11,7 @@ from cute_attn.device.pipeline import WARPGROUP, PingPong, Pipeline
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.kernels.forward_sm90.storage import ConsumerThread, ForwardStorage, Fragments, smem_tensor
 from cute_attn.rows.query_buffer import QueryBuffer
+from cute_attn.tiles import padded
 from cute_attn.work.broadcast import INTS, INTS_OF_SPLITS, WorkBroadcast
 from cute_attn.work.replay import Replay
 
@@ -53,17 +54,22 @@ class SharedProbabilities:
 
 @dataclass(frozen=True)
 class LargeStorage(ForwardStorage):
-    """As the Hopper forward's, with P."""
+    """As the Hopper forward's, with P.
+
+    latent: V is the first columns of K, in its memory and with its pipeline.
+    """
 
     p: SharedProbabilities
+    latent: Constexpr = False
 
     @cute.jit
     def init(self, warpgroups: Constexpr, lane: Int32) -> None:
         both: Constexpr = 4 * warpgroups
         with cute.arch.elect_one():
             self.q.pipeline.init(both)
-            self.pipeline_k.init(4)
-            self.pipeline_v.init(both)
+            self.pipeline_k.init(both if self.latent else 4)
+            if cutlass.const_expr(not self.latent):
+                self.pipeline_v.init(both)
             self.p.pipeline.init(both, producers=4)
             self.work.pipeline.init(both)
         cute.arch.mbarrier_init_fence()
@@ -80,7 +86,7 @@ def make_storage(kernel: Any) -> LargeStorage:
     taken = 0
     q = smem_tensor(kernel, start["q"], tile.tile_m, traits.head_dim, 1)
     k = smem_tensor(kernel, start["k"], tile.tile_n, traits.head_dim, tile.num_stages)
-    v = _tensor(start["v"], kernel.values_layout(tile.num_stages), kernel.dtype)
+    v = _values(kernel, start)
     p = _tensor(start["p"], kernel.probabilities_layout(tile.p_stages), kernel.dtype)
     for tensor, stages, loaded in (
         (q, 1, 1),
@@ -102,14 +108,25 @@ def make_storage(kernel: Any) -> LargeStorage:
         v,
         smem_tensor(kernel, start["q"], tile.tile_m, kernel.output_columns, tile.warpgroups),
         pipelines[1],
-        pipelines[2],
+        pipelines[1 if traits.latent else 2],
         WorkBroadcast.make(
             barriers + taken, base + tile.BROADCAST_START, INTS_OF_SPLITS if traits.split else INTS
         ),
         Replay.make(base + tile.REPLAY_START, 32 + WARPGROUP * tile.warpgroups),
         None,
         SharedProbabilities(p, factors, pipelines[3]),
+        traits.latent,
     )
+
+
+def _values(kernel: Any, start: dict[str, cute.Pointer]) -> cute.Tensor:
+    """V (tile_n, columns, stages); the first columns of K's stages if it is latent."""
+    layout = kernel.values_layout(kernel.tile.num_stages)
+    if not kernel.traits.latent:
+        return _tensor(start["v"], layout, kernel.dtype)
+    outer, step = layout.outer, kernel.tile.tile_n * padded(kernel.traits.head_dim)
+    own = cute.make_layout(outer.shape, stride=(outer.stride[0], outer.stride[1], (0, step)))
+    return cute.make_tensor(cute.recast_ptr(start["k"], layout.inner, dtype=kernel.dtype), own)
 
 
 def _tensor(pointer: cute.Pointer, layout: cute.ComposedLayout, dtype: Any) -> cute.Tensor:

@@ -13,7 +13,7 @@ TABLE = Table(__file__, KvcacheLargeTile)
 
 def keys(traits: Traits, target: str) -> tuple[Key, ...]:
     """A row's keys."""
-    return (max(traits.head_dim, traits.head_dim_v),)
+    return max(traits.head_dim, traits.head_dim_v), "latent" if traits.latent else "two"
 
 
 def cache_tile(traits: Traits, call: CacheCall) -> KvcacheLargeTile:

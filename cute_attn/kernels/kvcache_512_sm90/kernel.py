@@ -1,8 +1,10 @@
 """The Hopper forward for attention with a cache, for head dims above 256, such as latent attention's 576 and 512.
 
 The consumers of :mod:`cute_attn.kernels.head_dim_512_sm90.kernel`, which divide the columns of O, with the loads and
-the key ranges of :mod:`cute_attn.kernels.kvcache_sm90.kernel`. Each warpgroup stores its
-columns of O from registers.
+the key ranges of :mod:`cute_attn.kernels.kvcache_sm90.kernel`. Each warpgroup stores its columns of O from registers.
+
+Where V is the first columns of K (the trait ``latent``), a key block is loaded once, and is free again after both of
+its products.
 
 Limits: as the caches' Hopper kernel's, with head dims up to 576 of q and k and up to 512 of v.
 """
@@ -15,11 +17,16 @@ from cutlass import Int32, Int64, cute
 
 from cute_attn.device.pipeline import WARPGROUP
 from cute_attn.kernels.forward_sm90.consumer import Consumer
-from cute_attn.kernels.forward_sm90.storage import ForwardParams
+from cute_attn.kernels.forward_sm90.storage import ForwardInputs, ForwardParams
 from cute_attn.kernels.head_dim_512_sm90.kernel import ForwardLargeSm90
 from cute_attn.kernels.head_dim_512_sm90.storage import SCORES, VALUES, LargeStorage, consumer_thread
 from cute_attn.kernels.kvcache_512_sm90.heuristics import cache_tile
-from cute_attn.kernels.kvcache_512_sm90.roles import CacheScoreLoop, CacheScoreResults, CacheValueConsumer
+from cute_attn.kernels.kvcache_512_sm90.roles import (
+    CacheScoreLoop,
+    CacheScoreResults,
+    CacheValueConsumer,
+    LatentLoads,
+)
 from cute_attn.kernels.kvcache_sm90.kernel import KvcacheSm90
 from cute_attn.kernels.kvcache_sm90.roles import CacheResults
 from cute_attn.kernels.limits import MAX_HEAD_DIM_V, beyond_cache
@@ -57,6 +64,11 @@ class KvcacheLargeSm90(KvcacheSm90, ForwardLargeSm90):
             columns = self.tile.columns_of_v(self.traits)
             return PagedTiles.make(op, cache, self.tile.tile_n, self.tile.page_rows, columns, policy)
         return EntryTiles(dataclasses.replace(self.values(op, cache), policy=policy))
+
+    def loads(self, inputs: ForwardInputs, storage: LargeStorage, params: ForwardParams) -> Any:  # type: ignore[override]
+        if self.traits.latent:
+            return LatentLoads(inputs, storage, params)
+        return super().loads(inputs, storage, params)
 
     @cute.jit
     def consume(

@@ -4,6 +4,7 @@ A work tile whose queries see no key uses neither Q nor P: its O is 0.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Constexpr, Int32, cute
@@ -13,19 +14,63 @@ from cute_attn.device.math import rematerialize
 from cute_attn.device.pipeline import WARPGROUP, Accessed
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.epilogues.softmax import multiply_rows
+from cute_attn.kernels.forward_sm90.producer import CLAIM_AHEAD
 from cute_attn.kernels.forward_sm90.role import ForwardRole
-from cute_attn.kernels.forward_sm90.storage import ConsumerThread, PipelineState
+from cute_attn.kernels.forward_sm90.storage import (
+    ConsumerThread,
+    ForwardInputs,
+    ForwardParams,
+    PipelineState,
+)
 from cute_attn.kernels.head_dim_512_sm90.roles import HalfOutput, ScoreLoop
 from cute_attn.kernels.head_dim_512_sm90.storage import SCORES, VALUES, LargeStorage
 from cute_attn.kernels.kvcache_sm90.roles import CacheResults
 from cute_attn.rows.query_buffer import LastUse
+from cute_attn.work.block_range import BlockRange
 from cute_attn.work.query_tiles import QueryTile
 from cute_attn.work.replay import WorkItemId
 
 
 @dataclass(frozen=True)
+class LatentLoads:
+    """The loads of Q and of key blocks whose first columns are the values."""
+
+    inputs: ForwardInputs
+    storage: LargeStorage
+    params: ForwardParams
+
+    @cute.jit
+    def run(self, tile: QueryTile, blocks: BlockRange, pipeline_state: PipelineState, claims: Any) -> Int32:
+        """As :meth:`CacheLoads.run`."""
+        inputs, storage, info, rows = self.inputs, self.storage, tile.info, self.params.rows
+        last, keys, head = blocks.end - 1, pipeline_state.keys, tile.head_kv
+        pipeline, count, claimed = storage.pipeline_k, blocks.end - blocks.begin, Int32(0)
+        step: Constexpr = inputs.k.blocks_found
+        found = inputs.k.find(rows, tile.batch, last, info)
+        ahead = inputs.k.find(rows, tile.batch, last - step, info)
+        claim_at = cutlass.max(count - CLAIM_AHEAD, 0)
+        for i in cutlass.range(count, unroll=1):
+            if cutlass.const_expr(claims is not None):
+                if i == claim_at:
+                    claimed = claims.claim()
+            if i > 0 and i % step == 0:
+                found = ahead
+                ahead = inputs.k.find(rows, tile.batch, last - i - step, info)
+            pipeline.producer_acquire(keys + i)
+            inputs.k.load(found, i % step, head, storage.s_k, pipeline, keys + i)
+            if i == 0:
+                storage.q.load(inputs.q, tile, pipeline_state.queries)
+        return claimed
+
+
+@dataclass(frozen=True)
 class CacheScoreLoop(ScoreLoop):
     """As :class:`ScoreLoop`; the rows of V before a sequence's first key are zeroed before P is published."""
+
+    def release_keys(self, n: Int32) -> None:
+        """Latent keys are read once more, as values."""
+        if not self.storage.latent:
+            super().release_keys(n)
 
     @cute.jit
     def publish(self, scores: ScoreTile, acc_s: cute.Tensor, n: Int32) -> None:

@@ -114,7 +114,7 @@ class KvcacheSm80(ForwardSm80):
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        return beyond_cache(traits, "sm80", lacks=("varlen_k",))
+        return beyond_cache(traits, "sm80", lacks=("varlen_k", "latent"))
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardSm80Tile:

@@ -60,7 +60,7 @@ class KvcacheSm90(ForwardSm90):
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        return beyond_cache(traits, "sm90")
+        return beyond_cache(traits, "sm90", lacks=("latent",))
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> KvcacheSm90Tile:
@@ -166,7 +166,7 @@ class KvcacheSm90(ForwardSm90):
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.tile.load_registers)
             if warp == 0:
-                producer = Producer(self, params, storage, CacheLoads(inputs, storage, params))
+                producer = Producer(self, params, storage, self.loads(inputs, storage, params))
                 if cutlass.const_expr(self.traits.split == "stream_k"):
                     StreamKProducer(producer).run()
                 else:
@@ -174,6 +174,10 @@ class KvcacheSm90(ForwardSm90):
         else:
             cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
             self.consume(params, storage, outputs, warp, thread)
+
+    def loads(self, inputs: ForwardInputs, storage: ForwardStorage, params: ForwardParams) -> Any:
+        """The producer's loads."""
+        return CacheLoads(inputs, storage, params)
 
     def consume(
         self,
