@@ -41,9 +41,13 @@ def register(name: str = NAME) -> None:
     ------
     ModuleNotFoundError
         transformers is not installed.
+    TypeError
+        The name is no text.
     ValueError
         transformers would give the name another meaning.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"name is {name!r}; accepted: text such as 'cute_attn'")
     if "flash" in name or "/" in name or "|" in name:
         raise ValueError(
             f"name is {name!r}; accepted: one without 'flash', '/' and '|', which mean something to transformers"

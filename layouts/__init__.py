@@ -47,7 +47,7 @@ _HOME = {
     "tiled_mma_sm80": "mma",
     "tiled_mma_sm90": "mma",
 }
-_PLACES = {"bank_conflicts": "banks.bank_conflicts", "picture": "show.picture"}
+_PLACES = {"bank_conflicts": "banks.bank_conflicts", "picture": "show.picture", "show": "show.show"}
 """What is looked for here, and needs numpy -> where it is."""
 __all__ = list(_HOME)
 sys.modules[__name__].__class__ = Package

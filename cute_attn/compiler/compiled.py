@@ -579,8 +579,10 @@ def prebuild(
 
     Raises:
         TypeError: a request is none.
-        ValueError: the disk cache is off or cannot be used, a name is not one, or a loaded file calls this.
+        ValueError: the disk cache is off or cannot be used, a name or a number is not one, or a loaded file calls this.
     """
+    if workers is not None and (not isinstance(workers, int) or workers < 1):
+        raise ValueError(f"workers is {workers!r}; accepted: 1 or more, or None for one a core")
     if in_prebuild_worker:
         raise ValueError(
             "a module that registers kernels calls prebuild when it is imported; accepted: a script"

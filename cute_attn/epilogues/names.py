@@ -17,6 +17,10 @@ TRACED = "traced_"
 
 def check_name(name: Any) -> None:
     """Raise ValueError unless ``name`` can be an epilogue's word in a kernel's name."""
+    if callable(name):
+        raise ValueError(
+            f"{name!r} is given in place of a name; accepted: a call such as @score_mod('my_bias')"
+        )
     if not isinstance(name, str) or not is_word(name) or name in FEATURES:
         raise ValueError(
             f"an epilogue's name is {name!r}; accepted: a lower-case word such as 'my_bias' that is no feature's"
@@ -27,11 +31,17 @@ def register_epilogue(name: str) -> Callable[[type], type]:
     """Class decorator: register an epilogue under ``name``, for traits.
 
     Raises:
+        TypeError: what is decorated is no class with the methods of an epilogue.
         ValueError: the name is taken by a class of another name or file, or cannot be a word of a kernel's name.
     """
     check_name(name)
 
     def register(cls: Any) -> Any:
+        is_class = isinstance(cls, type)
+        if not is_class or not (hasattr(cls, "forward") and hasattr(cls, "reference")):
+            raise TypeError(
+                f"epilogue {name!r} is {cls!r}; accepted: a class that extends cute_attn.Epilogue"
+            )
         check_free(name, cls)
         cls.name = name
         _REGISTERED[name] = cls

@@ -20,7 +20,7 @@ missing, so importing one raises ModuleNotFoundError, and libraries assume an ol
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -116,7 +116,7 @@ def install(versions: Sequence[int] = (2, 3)) -> None:
     ValueError
         One of these modules is installed.
     """
-    if not versions or not set(versions) <= set(MODULES):
+    if not isinstance(versions, Iterable) or not versions or not set(versions) <= set(MODULES):
         raise ValueError(f"versions is {versions!r}; accepted: some of {', '.join(map(str, MODULES))}")
     wanted = [number for number in MODULES if number in versions and not _is_ours(number)]
     for number in wanted:

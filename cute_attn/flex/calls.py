@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from cute_attn.api.attention import attention
 from cute_attn.host import plans, record
 from cute_attn.host.memory import on_device
-from cute_attn.host.values import check_dense, check_dtype, check_flags, shown, wrong_shape
+from cute_attn.host.values import check_dense, check_dtype, check_flags, number, shown, wrong_shape
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
 
@@ -29,6 +29,8 @@ def attend(
 ) -> Result:
     """See :func:`cute_attn.flex.flex_attention`."""
     check_flags(enable_gqa=enable_gqa, return_lse=return_lse)
+    if scale is not None:
+        number("scale", scale)
     _check_tensors(query, key, value, enable_gqa)
     _check_outputs(return_lse, kernel_options, return_aux)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))

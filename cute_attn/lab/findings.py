@@ -30,6 +30,8 @@ def findings(*verdicts: Verdict) -> list[str]:
     Of tiles of one kernel: the best, and what bounds it. Of two kernels: what bounds each, and before that which is the
     better one, where both compute the same.
     """
+    for one in verdicts:
+        check_verdict("verdicts have", one)
     known = [one for one in verdicts if one.fits and one.step is not None]
     if not known:
         return []

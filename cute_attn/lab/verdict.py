@@ -28,6 +28,7 @@ from cute_attn.lab.copies import Conflicts, conflicts
 from cute_attn.lab.findings import findings
 from cute_attn.lab.gpu import ADDED_BYTES, MULTIPROCESSORS, SCHEDULERS, SHARED_BYTES, SPECIAL, resident_blocks
 from cute_attn.lab.proxies import ProxyOrder, proxy_order
+from cute_attn.lab.rank import check_verdict
 from cute_attn.lab.sass import MMA, PACKAGES, Code, Instruction, Step, StepNotFound
 from cute_attn.lab.tables import Printed, Table, brief_tile, counted
 from cute_attn.tiles import text_of
@@ -397,7 +398,13 @@ def shown(*verdicts: Verdict, verbose: bool = False) -> Printed:
 
 
 def table(*verdicts: Verdict, verbose: bool = False) -> Table:
-    """Verdicts side by side, a column each; verbose: with all fields of the tiles."""
+    """Verdicts side by side, a column each; verbose: with all fields of the tiles.
+
+    Raises:
+        TypeError: there is none, or one is no verdict.
+    """
+    for one in verdicts or (None,):
+        check_verdict("verdicts have", one)
     title, heads = _heads(verdicts, verbose)
     made = Table("", *heads, title=title)
     made.columns[0].no_wrap = len(verdicts) < 3  # then lines have room for it

@@ -115,6 +115,8 @@ def test_each_flash_attention_can_be_had_alone(installed):
     assert metadata.version("flash_attn_3") == flash_attn_3.__version__ == package.VERSIONS[3]
     with pytest.raises(ValueError, match=r"versions is \[4\]; accepted: some of 2, 3"):
         installed([4])
+    with pytest.raises(ValueError, match="versions is 2; accepted: some of 2, 3"):
+        installed(2)
 
 
 @pytest.mark.parametrize("name", ["flash_attn", "flash_attn_interface"])

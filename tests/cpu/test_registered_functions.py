@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from cute_attn import attention, check_epilogue, mask_mod, score_mod
+from cute_attn import attention, check_epilogue, mask_mod, register_epilogue, score_mod
 from cute_attn.compiler import registry
 from cute_attn.compiler.compiled import key_of, user_modules
 from cute_attn.epilogues.names import user_epilogue
@@ -112,10 +112,20 @@ def test_objects_and_partial_functions_are_functions():
         assert user_epilogue(name).lowered.slope.node.is_const(2.0)
 
 
-@pytest.mark.parametrize("name", ["causal", "my-bias", "d64", "", "Bias", relative])
+@pytest.mark.parametrize("name", ["causal", "my-bias", "d64", "", "Bias", 3])
 def test_names_that_no_kernel_can_have_are_refused(name):
     with pytest.raises(ValueError, match=r"an epilogue's name is .*; accepted: a lower-case word such"):
         score_mod(name)
+    with pytest.raises(
+        ValueError, match=r"in place of a name; accepted: a call such as @score_mod\('my_bias'\)"
+    ):
+        score_mod(relative)
+
+
+@pytest.mark.parametrize("what", [3, relative, type("Empty", (), {})])
+def test_only_a_class_of_an_epilogue_is_registered(what):
+    with pytest.raises(TypeError, match=r"epilogue 'no_class' is .*; accepted: a class that extends"):
+        register_epilogue("no_class")(what)
 
 
 def test_an_example_leaves_random_numbers_alone():

@@ -226,6 +226,8 @@ def test_register_adds_both_functions(sdpa_mask, monkeypatch):
     for name in ("my_flash", "a/b", "x|y"):
         with pytest.raises(ValueError, match="accepted: one without 'flash'"):
             hf.register(name)
+    with pytest.raises(TypeError, match="name is 3; accepted: text"):
+        hf.register(3)
 
 
 def test_register_without_transformers(monkeypatch):
