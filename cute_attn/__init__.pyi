@@ -81,6 +81,9 @@ class _KvcacheOptions(TypedDict, total=False):
     alibi_slopes: Tensor | None
     sinks: Tensor | None
     tree_mask: Tensor | None
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
+    epilogues: Sequence[str] | Mapping[str, Any]
     num_splits: int
     split_keys: int | None
     out: Tensor | None

@@ -47,17 +47,20 @@ _HOME = {
     "tiled_mma_sm80": "mma",
     "tiled_mma_sm90": "mma",
 }
-_PLACES = {"bank_conflicts": "banks.bank_conflicts", "picture": "show.picture", "show": "show.show"}
+_MODULES = ("show",)
+_PLACES = {"bank_conflicts": "banks.bank_conflicts", "picture": "show.picture"}
 """What is looked for here, and needs numpy -> where it is."""
 __all__ = list(_HOME)
 sys.modules[__name__].__class__ = Package
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)
     if name not in _HOME:
         raise sys.modules[__name__].missing(name, _PLACES.get(name))
     return getattr(import_module(f".{_HOME[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+    return sorted({*__all__, *_MODULES, *(name for name in globals() if name.startswith("__"))})

@@ -1,5 +1,6 @@
 """What the package imports on first use, for type checkers and editors."""
 
+from layouts import show as show
 from layouts.copies import gmem_tiled_copy, ldmatrix_copy_a, ldmatrix_copy_b, store_copy_c
 from layouts.mma import (
     RowColModes,

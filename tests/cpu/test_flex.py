@@ -256,7 +256,7 @@ flex_attention(q, k[..., 1:], v) -> ValueError: key has head dim 15; accepted: 1
 flex_attention(q, k[:, :2], v[:, :2]) -> ValueError: key has 2 heads; accepted without enable_gqa: 4
 flex_attention(q, k[:, :3], v[:, :3], enable_gqa=True) -> ValueError: query has 4 heads; accepted with
 flex_attention(q, k, v, enable_gqa=1.5) -> TypeError: enable_gqa is 1.5; accepted: False or True
-flex_attention(q, k, v, scale="1") -> TypeError: softmax_scale is '1'; accepted: a Python number
+flex_attention(q, k, v, scale="1") -> TypeError: scale is '1'; accepted: a Python number
 flex_attention(q, k, v, kernel_options=3) -> TypeError: kernel_options is 3; accepted: a dict, which is not read
 flex_attention(q, k, v, return_aux=True) -> TypeError: return_aux is True; accepted: an AuxRequest, or None
 flex_attention(q, k, v, return_aux=AuxRequest(), return_lse=True) -> ValueError: return_lse is True with return_aux
