@@ -105,20 +105,28 @@ class Pipelined(Tiled):
         for masked in (False, True):
             begin, end = (full, n_blocks) if masked else (Int32(0), full)
             for block in cutlass.range(begin, end, unroll=1):
+                # All groups of this thread but the newest stages - 2 have arrived, this block's among them.
                 cute.arch.cp_async_wait_group(stages - 2)
-                cute.arch.sync_threads()  # this block has arrived, and the last one has been read
+                # So they have for all threads; and all have read the block before, whose stage is free.
+                cute.arch.sync_threads()
+
+                # The free stage takes the block that is stages - 1 ahead, while this one is computed.
                 stage, ahead = block % stages, block + stages - 1
                 if ahead < n_blocks:
                     self.load(gK, ahead, sK, ahead % stages, thread)
                     self.load(gV, ahead, sV, ahead % stages, thread)
+                # A group even where nothing is left to load: groups are waited for by their number.
                 cute.arch.cp_async_commit_group()
+
                 acc_S.fill(0.0)
                 self.product(mma, copy_k, acc_S, tSrQ, sK[None, None, stage], thread)
                 self.modify(S, modes, row0 + row, block * tile_n + col, shift, seqlen_k, head, scale, masked)
                 self.softmax(S, O, row_max, row_sum, self.scale_log2(scale))
+                # P in 16 bits is the A operand of P V, as the lane holds it.
                 P.store(acc_S.load().to(BFloat16))
                 self.product(mma, copy_v, acc_O, layouts.as_operand_a(P), sVt[None, None, stage], thread)
         cute.arch.cp_async_wait_group(0)  # where no key is seen, loads are under way
+
         for r in cutlass.range_constexpr(len(modes.rows)):
             query, (factor, lse) = (
                 row0 + row + modes.rows[r],

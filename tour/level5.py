@@ -108,23 +108,31 @@ class OneWarpgroup(Tiled):
         acc_O.fill(0.0)
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
-        cute.arch.mbarrier_wait(barriers + stages, 0)
+
+        cute.arch.mbarrier_wait(barriers + stages, 0)  # Q: its barrier is used once, so the parity is 0
         for masked in (False, True):
             begin, end = (full, n_blocks) if masked else (Int32(0), full)
             for block in cutlass.range(begin, end, unroll=1):
-                cute.arch.sync_threads()  # the last block has been read by all warps
+                # All warps have read the block before; TMA may write its stage again.
+                cute.arch.sync_threads()
                 ahead, stage = block + stages - 1, block % stages
                 if warp == 0 and ahead < n_blocks:
                     self.load(kv, ahead, ahead % stages, barriers + ahead % stages, 2 * tile_n)
+
+                # A barrier's phase ends each time that its bytes have arrived. This is the stage's use number
+                # block // stages, and a use waits for the end of a phase of its own parity.
                 cute.arch.mbarrier_wait(barriers + stage, block // stages % 2)
                 self.start_gemm(self.mma_qk(), acc_S, tSrQ, tSrK[None, None, None, stage], False)
-                warpgroup.wait_group(0)
+                warpgroup.wait_group(0)  # S is complete
                 self.modify(S, modes, row0 + row, block * tile_n + col, shift, seqlen_k, head, scale, masked)
                 self.softmax(S, O, row_max, row_sum, self.scale_log2(scale))
                 convert_to_16_bits(acc_S, P)
+
+                # P is read from registers, and V from the stage: neither may change before the wait.
                 tOrP = layouts.as_operand_a(P)
                 self.start_gemm(self.mma_pv(), acc_O, tOrP, tOrV[None, None, None, stage], True)
                 warpgroup.wait_group(0)
+
         for r in cutlass.range_constexpr(len(modes.rows)):
             query = row0 + row + modes.rows[r]
             factor, lse = self.finish(row_max[r], row_sum[r], self.scale_log2(scale))

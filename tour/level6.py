@@ -100,18 +100,19 @@ class Specialized(Tiled):
         if warp == 0:
             with cute.arch.elect_one():
                 for pipeline in (q, k, v):
-                    pipeline.init(4 * GROUPS)
+                    pipeline.init(4 * GROUPS)  # a stage is empty when each consumer warp has released it
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(24)
-            if warp == 0:
+            if warp == 0:  # the producer; the other three warps of its warpgroup only give up registers
                 gQ = cute.local_tile(mQ[None, None, head, batch], (tile_m, d), (None, 0))
                 gK, gV = (
                     cute.local_tile(x[None, None, head_kv, batch], (tile_n, d), (None, 0)) for x in (mK, mV)
                 )
                 self.load(tma_q, gQ, m_block, sQ, q, Int32(0))
+                # It runs ahead until no stage is empty; use n of a pipeline is block n.
                 for n in cutlass.range(n_blocks, unroll=1):
                     self.load(tma_k, gK, n, sK, k, n)
                     self.load(tma_v, gV, n, sV, v, n)
@@ -141,18 +142,23 @@ class Specialized(Tiled):
             for masked in (False, True):
                 begin, end = (full, n_blocks) if masked else (Int32(0), full)
                 for n in cutlass.range(begin, end, unroll=1):
-                    k.consumer_wait(n)
+                    k.consumer_wait(n)  # until its bytes are there
                     self.start_gemm(self.mma_qk(), acc_S, tSrQ, tSrK[None, None, None, k.stage(n)], False)
                     warpgroup.wait_group(0)
+                    # Only now: the product reads the stage until it is complete.
                     k.consumer_release(n, Accessed.BY_WGMMA)
+
                     self.modify(S, modes, row0 + row, n * tile_n + col, shift, seqlen_k, head, scale, masked)
                     softmax.step(S, O, masked)
                     convert_to_16_bits(acc_S, P)
+
+                    # V had the softmax's time to arrive.
                     v.consumer_wait(n)
                     tOrP = layouts.as_operand_a(P)
                     self.start_gemm(self.mma_pv(), acc_O, tOrP, tOrV[None, None, None, v.stage(n)], True)
                     warpgroup.wait_group(0)
                     v.consumer_release(n, Accessed.BY_WGMMA)
+
             softmax.normalize(O, lse, Float32(1.0))
             for r in cutlass.range_constexpr(len(modes.rows)):
                 query = row0 + row + modes.rows[r]

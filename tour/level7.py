@@ -92,16 +92,19 @@ class Overlapped(Tiled):
                     pipeline.init(4 * GROUPS)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+
         if warp < 4:
             cute.arch.setmaxregister_decrease(24)
             if warp == 0:
-                use_q, use = Int32(0), Int32(0)  # of Q's pipeline, and of K's and V's
+                # Uses of Q's pipeline, and of K's and V's. They count on across work tiles, in the consumers
+                # as well, so stages and parities go on where the last tile left them.
+                use_q, use = Int32(0), Int32(0)
                 first, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
                 for index in cutlass.range(first, tiles, ctas, unroll=1):
                     m_block, head, head_kv, batch, n_blocks, _ = self.work(index, mO, mK)
                     gQ, gK = tma_q.sequence(0, head, batch), tma_k.sequence(0, head_kv, batch)
                     gV = tma_v.sequence(0, head_kv, batch)
-                    q.producer_acquire(use_q)
+                    q.producer_acquire(use_q)  # until both consumers have used the last tile's Q
                     tma_q.load(gQ, m_block, sQ, q, use_q)
                     for n in cutlass.range(n_blocks, unroll=1):  # last block first: it has the mask
                         for tma, g, s, pipeline in ((tma_k, gK, sK, k), (tma_v, gV, sV, v)):
@@ -131,14 +134,17 @@ class Overlapped(Tiled):
         S, O = layouts.row_col_view(acc_S, modes), layouts.row_col_view(acc_O, modes_o)
         factors, lse = (cute.make_rmem_tensor(len(modes.rows), Float32) for _ in range(2))
         scale_log2 = scale * LOG2_E if self.SCORE_MOD is None else Float32(LOG2_E)  # modified: scaled
+
         ping_pong, use_q, use = PingPong(group, GROUPS, True), Int32(0), Int32(0)
-        ping_pong.start()
+        ping_pong.start()  # the first turn is the first warpgroup's
         for index in cutlass.range(cute.arch.block_idx()[0], tiles, cute.arch.grid_dim()[0], unroll=1):
             m_block, head, _, batch, n_blocks, full = self.work(index, mO, mK)
             at = (m_block * tile_m + row, col, mK.shape[1] - mO.shape[1], mK.shape[1], head, scale)
             softmax = OnlineSoftmax.make(2, scale_log2, self.SCORE_MOD is not None, threshold=8)
             acc_O.fill(0.0)
             q.consumer_wait(use_q)
+
+            # The first block has no P V beside it: S[0], its softmax, P[0].
             if n_blocks > 0:
                 k.consumer_wait(use)
                 start_gemm(self.mma_qk(), acc_S, tSrQ, tSrK[None, None, None, k.stage(use)], False)
@@ -147,23 +153,30 @@ class Overlapped(Tiled):
                 self.modify(S, modes, at, n_blocks - 1, True)
                 softmax.advance(S, factors, True)
                 convert_to_16_bits(acc_S, P)
+
+            # From then on S[n] and P[n - 1] V[n - 1] are issued together: P and V are one block late.
             for masked in (True, False):
                 begin, end = (1, n_blocks - full) if masked else (cutlass.max(n_blocks - full, 1), n_blocks)
                 for n in cutlass.range(use + begin, use + end, unroll=1):
                     k.consumer_wait(n)
-                    ping_pong.sync()
+                    ping_pong.sync()  # this warpgroup's turn to issue products
                     start_gemm(self.mma_qk(), acc_S, tSrQ, tSrK[None, None, None, k.stage(n)], False)
                     v.consumer_wait(n - 1)
                     start_gemm(self.mma_pv(), acc_O, tOrP, tOrV[None, None, None, v.stage(n - 1)], True)
-                    ping_pong.arrive()
-                    warpgroup.wait_group(1)  # S is there, P V may still run
+                    ping_pong.arrive()  # the other one's turn
+
+                    warpgroup.wait_group(1)  # all groups but the newest: S is there, P V may still run
                     k.consumer_release(n, Accessed.BY_WGMMA)
                     self.modify(S, modes, at, n_blocks - 1 - (n - use), masked)
                     softmax.advance(S, factors, masked)
+
+                    # P V is complete: its V may go, its P may be overwritten, and O rescaled.
                     warpgroup.wait_group(0)
                     v.consumer_release(n - 1, Accessed.BY_WGMMA)
                     convert_to_16_bits(acc_S, P)
                     softmax.rescale(O, factors)
+
+            # No product reads Q again, so the next tile's may come while the last P V runs and O is stored.
             q.consumer_release(use_q, Accessed.BY_WGMMA)
             use_q, use = use_q + 1, use + n_blocks
             if n_blocks > 0:
@@ -171,6 +184,7 @@ class Overlapped(Tiled):
                 start_gemm(self.mma_pv(), acc_O, tOrP, tOrV[None, None, None, v.stage(use - 1)], True)
                 warpgroup.wait_group(0)
                 v.consumer_release(use - 1, Accessed.BY_WGMMA)
+
             softmax.normalize(O, lse, Float32(1.0))
             for r in cutlass.range_constexpr(len(modes.rows)):
                 query = m_block * tile_m + row + modes.rows[r]
