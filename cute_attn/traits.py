@@ -141,6 +141,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """``" (did you mean 'causal'?)"`` for a misspelled word, or ``""``."""
     whole = list(known)
     parts = {part: one for one in reversed(whole) for part in one.split("_")}
+    word = word.lower()
     close = difflib.get_close_matches(word, whole, 1, 0.7)
     close += [parts[part] for part in difflib.get_close_matches(word, parts, 1, 0.8)]
     return f" (did you mean {close[0]!r}?)" if close else ""

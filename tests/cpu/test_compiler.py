@@ -697,6 +697,7 @@ Contender.of(3) -> TypeError: kernel is 3; {NO_TRAITS}
 verdict(torch.ones(9, 9)) -> TypeError: kernel is a Tensor; {NO_TRAITS}
 compiler.prebuild([NAME], 0) -> ValueError: workers is 0; accepted: 1 or more, or None for one a core
 compiler.prebuild([NAME], "2") -> ValueError: workers is '2'; accepted: 1 or more, or None for one a core
+lookup("FORWARD-sm80-bf16-d64") -> ValueError: op is 'FORWARD' (did you mean 'forward'?); accepted: 'forward'
 Traits.parse(5) -> TypeError: name is an int; accepted: text such as 'forward-sm80-bf16-d128-causal'
 lookup("forward-sm100-bf16-d64") -> ValueError: arch is 'sm100', a target (--target); accepted: 'sm80', 'sm90'
 lookup("forward-sm90-bfloat16-d64") -> ValueError: dtype is 'bfloat16' (did you mean 'bf16'?); accepted: 'fp16'
