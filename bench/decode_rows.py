@@ -11,6 +11,8 @@ from torch import Tensor
 
 LLAMA = (32, 8)
 """Query and kv heads of most rows."""
+LATENT = (576, 512)
+"""Head dims of keys and values of DeepSeek's latent attention."""
 COLD_BYTES = 256 * 2**20
 """Keys and values that are read between two uses of one cache: several times the L2 of any target."""
 MOST_COPIES = 64
@@ -28,6 +30,7 @@ class Row:
         batch, keys: sequences, and the keys of each after the append; the capacity too.
         heads: query and kv heads.
         head_dim: of queries, keys and values.
+        latent: instead, keys have head dim 576 and values are their first 512 numbers.
         queries: of each sequence.
         causal: whether queries see no later key.
         window: keys before its own that a query sees, 0 for all.
@@ -43,6 +46,7 @@ class Row:
     keys: int
     heads: tuple[int, int] = LLAMA
     head_dim: int = 128
+    latent: bool = False
     queries: int = 1
     causal: bool = False
     window: int = 0
@@ -63,7 +67,7 @@ class Row:
             f"k{self.keys}",
             "ragged" if self.ragged else "",
             "" if self.heads == LLAMA else "h{}x{}".format(*self.heads),
-            "" if self.head_dim == 128 else f"d{self.head_dim}",
+            "latent" if self.latent else "" if self.head_dim == 128 else f"d{self.head_dim}",
             f"q{self.queries}" if self.queries > 1 else "",
             "causal" if self.causal and self.queries > 1 else "",
             f"window{self.window}" if self.window else "",
@@ -102,7 +106,12 @@ class Row:
         seen = sum(
             min(keys, self.window + queries) if self.window else keys for queries, keys in self.sequences
         )
-        return 2 * 2 * self.head_dim * self.heads[1] * seen
+        return 2 * (self.dims[0] if self.latent else sum(self.dims)) * self.heads[1] * seen
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Head dims of keys and of values."""
+        return LATENT if self.latent else (self.head_dim, self.head_dim)
 
     @property
     def flops(self) -> int:
@@ -111,7 +120,7 @@ class Row:
         for queries, keys in self.sequences:
             hidden = queries * (queries - 1) // 2 if self.causal else 0
             pairs += queries * min(keys, self.window + 1) if self.window else queries * keys - hidden
-        return 4 * self.head_dim * self.heads[0] * pairs
+        return 2 * sum(self.dims) * self.heads[0] * pairs
 
     @property
     def copies(self) -> int:
@@ -147,7 +156,7 @@ def make_inputs(row: Row, device: torch.device | str = "cuda", copies: int = 0) 
     def int32(values: Any) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    (nheads, nheads_kv), dim = row.heads, row.head_dim
+    (nheads, nheads_kv), (dim, dim_v) = row.heads, row.dims
     queries, lengths = zip(*row.sequences, strict=True)
     batch = len(lengths)
     shared: dict[str, Any] = {}
@@ -168,9 +177,10 @@ def make_inputs(row: Row, device: torch.device | str = "cuda", copies: int = 0) 
         order = torch.randperm(pages, generator=torch.Generator().manual_seed(0))
         shared |= {"page_table": order.to(torch.int32).view(batch, -1).to(device)}
         shape = (pages, row.page)
+    caches = (randn(*shape, nheads_kv, dim) for _ in range(copies or row.copies))
     return [
-        Inputs(q, randn(*shape, nheads_kv, dim), randn(*shape, nheads_kv, dim), **shared)
-        for _ in range(copies or row.copies)
+        Inputs(q, k, k[..., :dim_v] if row.latent else randn(*shape, nheads_kv, dim_v), **shared)
+        for k in caches
     ]
 
 
@@ -203,3 +213,7 @@ def rows() -> Iterator[Row]:
     for keys in (16384, 65536):
         yield Row(1, keys, queries=512, causal=True)
     yield Row(1, 32768, heads=(8, 1), queries=2048, causal=True)
+    for nheads in (8, 16, 32, 64, 128):
+        yield Row(64, 4096, heads=(nheads, 1), latent=True, page=64)
+    yield Row(64, 4096, heads=(128, 1), latent=True, queries=2, causal=True, page=64)
+    yield Row(1, 65536, heads=(16, 1), latent=True)
