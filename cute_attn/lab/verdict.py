@@ -419,9 +419,11 @@ def _heads(verdicts: Sequence[Verdict], verbose: bool) -> tuple[str | None, list
     tiles = [one.tile if verbose else one.brief() for one in verdicts]
     at = [f" at {one.revision}" if one.revision else "" for one in verdicts]
     if len({(one.name, one.target) for one in verdicts}) > 1:
+        # A long name is two lines: a narrow column would break it anywhere.
+        names = [re.sub(r"^(\w+-[\w:]+)-", r"\1\n-", one.name) for one in verdicts]
         title, heads = (
             None,
-            [f"{v.name} on {v.target},{tile}" for v, tile in zip(verdicts, tiles, strict=True)],
+            [f"{name}\non {v.target},{tile}" for name, v, tile in zip(names, verdicts, tiles, strict=True)],
         )
     else:
         title, first = f"{verdicts[0].name} on {verdicts[0].target}", verdicts[0].tile.split(",")
