@@ -176,6 +176,8 @@ def hashed(s, b, h, i, j):
         WORDS[i].long() * WORDS[j] % 13
         + (WORDS[i].to(torch.int64) + WORDS[j]) % 11
         + (i.long() * 2**40 + j) % 19
+        + KEPT[b, i].long() * BYTES[j].long()
+        + BIAS[h, i].long()
     )
     return s + (wide + narrow + long + i.int() * 1000003 * 4001 % 11) * 0.1
 

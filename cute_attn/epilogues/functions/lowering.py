@@ -470,7 +470,7 @@ def exact_bounds(node: Node, args: Sequence[Bounds]) -> Bounds:
     if node.op == "load" or not args:
         dtype = node.dtype or "int32"
         return (-_ELEMENT, _ELEMENT) if dtype == "int32" else RANGES[dtype]
-    if node.op == "cast" and node.dtype == "int64" and node.args[0].op == "load" and args:
+    if node.op == "cast" and node.dtype == "int64" and node.args[0].op == "load" and node.args[0].kind == INT:
         return RANGES[node.args[0].dtype]  # a function that asks for 64 bits has large elements
     rule = _BOUNDS.get(node.op)
     return (-math.inf, math.inf) if rule is None else rule(*args)
