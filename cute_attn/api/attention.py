@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cute_attn.api import operators
-from cute_attn.api.functions import Functions, MaskMod, ScoreMod, all_epilogues, brings_functions, read_by
+from cute_attn.api.functions import Functions, MaskMod, ScoreMod, all_epilogues
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.host import choose, plans, random_states
 from cute_attn.host.bias import additive, with_readable_bias
@@ -608,8 +608,10 @@ def _attend(
         return _result(_outputs(tensors, given, out, functions), given[_RETURN_LSE])
     key: Hashable = given
     all_tensors, read, tables = tensors if out is None else (*tensors, out), (), None
-    if brings_functions(given[_EPILOGUES], functions):
-        found = read_by(given, _EPILOGUES, functions, q, tensors[1])
+    score_mod, mask_mod, block_mask = functions
+    named = type(given[_EPILOGUES]) is not tuple or given[_EPILOGUES]
+    if named or score_mod is not None or mask_mod is not None or block_mask is not None:
+        found = plans.read_by(given, _EPILOGUES, functions, q, tensors[1])
         if found is None:
             return _result(_outputs(tensors, given, out, functions), given[_RETURN_LSE])
         key, own, read, tables = found

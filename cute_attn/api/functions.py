@@ -1,16 +1,14 @@
 """Functions and named epilogues among the arguments of a public function."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cute_attn.epilogues.functions.known import epilogue_of, hold
-from cute_attn.epilogues.names import registered_functions
-from cute_attn.host import plans
 from cute_attn.host.block_masks import epilogue_of_block_mask
-from cute_attn.host.call import Call, given_epilogues, pack_epilogues
+from cute_attn.host.call import Call, given_epilogues
 from cute_attn.host.memory import Tensors
 from cute_attn.host.plans import no_dispatch_mode
 from cute_attn.host.values import check_dense, wrong_shape
@@ -22,13 +20,6 @@ Functions = tuple[ScoreMod | None, MaskMod | None, Any]
 Epilogues = Sequence[str] | Mapping[str, Any]
 
 _SEQUSED_K = Call._fields.index("seqused_k")
-
-
-def brings_functions(epilogues: Any, functions: Functions) -> bool:
-    """True if a call has epilogues by name, or functions."""
-    score_mod, mask_mod, block_mask = functions
-    named = type(epilogues) is not tuple or epilogues
-    return bool(named) or score_mod is not None or mask_mod is not None or block_mask is not None
 
 
 def all_epilogues(tensors: Tensors, epilogues: Epilogues, functions: Functions) -> Epilogues:
@@ -78,27 +69,3 @@ def _check_for_block_mask(q: Any, k: Any, seqused_k: Tensor | None) -> None:
         check_dense(name, x)
         if x.dim() != 4:
             raise wrong_shape(name, x, "(batch, seqlen, heads, head_dim)")
-
-
-def read_by(
-    given: tuple, at: int, functions: Functions, q: Tensor, k: Any
-) -> tuple[Hashable, tuple[Tensor, ...], tuple, plans.Tables | None] | None:
-    """Key, tensors, functions and tables of a call with functions or named epilogues, for :func:`plans.find`.
-
-    None where an epilogue is a user's class: it may do anything.
-
-    Args:
-        given: the call's arguments other than tensors; its epilogues are the one of number ``at``.
-    """
-    sizes = (*q.shape[:3], *k.shape[1:3]) if isinstance(k, Tensor) else ()
-    key, read, tables = plans.brought(*functions, sizes)
-    own: tuple[Tensor, ...] = ()
-    if type(given[at]) is not tuple or given[at]:
-        names, own, numbers = pack_epilogues(given[at])
-        registered = registered_functions([name.partition(":")[0] for name in names])
-        if registered is None:
-            return None
-        key += (names, numbers, tuple(map(id, registered)))
-        read += tuple(function for one in registered for function in one.functions)
-    plain = (*given[:at], (), *given[at + 1 :])
-    return (plain, key), own, read, tables

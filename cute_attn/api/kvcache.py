@@ -18,8 +18,6 @@ from cute_attn.api.functions import (
     MaskMod,
     ScoreMod,
     all_epilogues,
-    brings_functions,
-    read_by,
 )
 from cute_attn.host import plans, record
 from cute_attn.host.append import launch as launch_append
@@ -182,8 +180,9 @@ check_lengths
     given, read = tensors if out is None else (*tensors, out), ()
     key: Hashable = options
     users = isinstance(kernel, str) and ":" in kernel  # a user's class may be registered again at any time
-    if not users and isinstance(q, Tensor) and brings_functions(epilogues, functions):
-        brought = read_by(options, _EPILOGUES, functions, q, k_cache)
+    named = type(epilogues) is not tuple or epilogues
+    if (named or score_mod is not None or mask_mod is not None) and not users and isinstance(q, Tensor):
+        brought = plans.read_by(options, _EPILOGUES, functions, q, k_cache)
         if brought is None:
             users = True
         else:
@@ -192,15 +191,15 @@ check_lengths
     if users or check_lengths is not False or type(return_lse) is not bool:
         found = _attend(tensors, out, options, functions)
     else:
-        key = ("attention_with_kvcache", key, _are_latent(k_cache, v_cache))
+        large = isinstance(k_cache, Tensor) and k_cache.dim() == 4 and k_cache.shape[-1] > LARGE_HEAD_DIM
+        key = ("attention_with_kvcache", key, large and _are_latent(k_cache, v_cache))
         found = plans.repeat(key, given, lambda: _attend(tensors, out, options, functions), read)
     return found if return_lse else found[0]
 
 
-def _are_latent(k_cache: Any, v_cache: Any) -> bool:
+def _are_latent(k_cache: Tensor, v_cache: Any) -> bool:
     """:func:`is_latent` for tensors that have memory: a record for latent values serves no others."""
-    large = isinstance(k_cache, Tensor) and k_cache.dim() == 4 and k_cache.shape[-1] > LARGE_HEAD_DIM
-    return large and isinstance(v_cache, Tensor) and no_dispatch_mode() and is_latent(k_cache, v_cache)
+    return isinstance(v_cache, Tensor) and no_dispatch_mode() and is_latent(k_cache, v_cache)
 
 
 class _Options(NamedTuple):

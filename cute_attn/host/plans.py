@@ -22,7 +22,9 @@ from torch.autograd import forward_ad
 
 from cute_attn.epilogues.functions.known import traces_alone
 from cute_attn.epilogues.functions.reads import Reads, Step
+from cute_attn.epilogues.names import registered_functions
 from cute_attn.host import block_masks, doors
+from cute_attn.host.call import pack_epilogues
 from cute_attn.host.memory import Tensors, all_plain, tensor_guards
 from cute_attn.host.record import Record, Recording, thread
 
@@ -91,6 +93,31 @@ def brought(score_mod: Any, mask_mod: Any, block_mask: Any, sizes: tuple[int, ..
     size, lengths = getattr(block_mask, "BLOCK_SIZE", None), getattr(block_mask, "seq_lengths", None)
     tables = functools.partial(block_masks.tables_of, block_mask, sizes)
     return (*key, size, lengths), (score_mod, mask_mod, getattr(block_mask, "mask_mod", None)), tables
+
+
+def read_by(
+    given: tuple, at: int, functions: tuple, q: Tensor, k: Any
+) -> "tuple[Hashable, tuple[Tensor, ...], tuple, Tables | None] | None":
+    """Key, tensors, functions and tables of a call with functions or named epilogues, for :func:`find`.
+
+    None where an epilogue is a user's class: it may do anything.
+
+    Args:
+        functions: score_mod, mask_mod and block_mask.
+        given: the call's arguments other than tensors; its epilogues are the one of number ``at``.
+    """
+    sizes = (*q.shape[:3], *k.shape[1:3]) if isinstance(k, Tensor) else ()
+    key, read, tables = brought(*functions, sizes)
+    own: tuple[Tensor, ...] = ()
+    if type(given[at]) is not tuple or given[at]:
+        names, own, numbers = pack_epilogues(given[at])
+        registered = registered_functions([name.partition(":")[0] for name in names])
+        if registered is None:
+            return None
+        key += (names, numbers, tuple(map(id, registered)))
+        read += tuple(function for one in registered for function in one.functions)
+    plain = (*given[:at], (), *given[at + 1 :])
+    return (plain, key), own, read, tables
 
 
 STORES = ("_plans", "_records", "_guarded", "_kept")
