@@ -221,7 +221,11 @@ def _with_order(kernel: Any, call: Call, deterministic: bool) -> Any:
         raise ValueError("backward_tile has dq_in_order=true with a list of blocks; accepted: false")
     if kernel.traits.arch != "sm90" or call.lists_blocks or not (deterministic or named):
         return kernel
-    return replace(kernel, tile=kernel.tile.in_order())
+    tile, dims = kernel.tile.in_order(), (kernel.traits.head_dim, kernel.traits.head_dim_v)
+    if tile.mask_warps and max(dims) <= 64 and not (call.backward_tile or call.bias is not None):
+        # One warp that adds in bulk takes its turn sooner: row 74 of bench/notes.md.
+        tile = replace(tile, tile_m=64, dq_bulk=True, mask_warps=0)
+    return replace(kernel, tile=tile)
 
 
 def _accumulators(call: Call, tile: Any, head_dim: int, heads_dkv: int, processors: int, in_l2: int) -> int:

@@ -43,6 +43,8 @@ WAVES_OF_LISTS = 6
 WAITS = 3
 """Times as long that key blocks that add in order take where long work tiles come last: with 16 query heads 3.5 on an
 H100. If the sums of split dK and dV cost more, as where few queries see many keys, heads are not all split."""
+FEW_BLOCKS = 4
+"""Maximum key blocks of a sequence that hardly wait for each other: with 2 of them, 16 splits lose 20%."""
 MOST_BLOCKS = 64
 """Maximum key blocks of a sequence for which :func:`queries_seen` counts queries."""
 
@@ -178,7 +180,8 @@ def head_splits(
         l2_bytes: of the GPU.
         deterministic: whether a CTA computes several key blocks, one after the other.
         in_order: whether a sequence's last key blocks are computed first. Under a causal mask the longest work tiles
-            then come last: heads are all split, so that these are short, unless the sums cost more (``WAITS``).
+            then come last: heads are all split, so that these are short, unless the sums cost more (``WAITS``) or
+            blocks are few.
     """
     group = call.group
     most, mean = queries_seen(call, *call.longest, tile.tile_n)
@@ -217,7 +220,8 @@ def head_splits(
     if call.lists_blocks:
         return next((n for n in options if n * tiles >= WAVES_OF_LISTS * multiprocessors), group)
     times = [time(splits) for splits in options]
-    if in_order and drifts and times[-1] <= WAITS * min(times):
+    many = -(-call.longest[1] // tile.tile_n) > FEW_BLOCKS
+    if in_order and drifts and many and times[-1] <= WAITS * min(times):
         return group
     fewest = next(n for n, own in zip(options, times, strict=True) if own <= NEARLY * min(times))
     if not drifts or (fewest == 1 and in_flight(1) <= whole):

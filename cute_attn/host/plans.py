@@ -96,7 +96,7 @@ def brought(score_mod: Any, mask_mod: Any, block_mask: Any, sizes: tuple[int, ..
 
 
 def read_by(
-    given: tuple, at: int, functions: tuple, q: Tensor, k: Any
+    given: tuple, at: int, functions: tuple[Any, Any, Any], q: Tensor, k: Any
 ) -> "tuple[Hashable, tuple[Tensor, ...], tuple, Tables | None] | None":
     """Key, tensors, functions and tables of a call with functions or named epilogues, for :func:`find`.
 

@@ -161,6 +161,7 @@ def test_heads_in_order_are_all_split_under_a_mask_unless_the_sums_cost_more():
         return head_splits(params, TILE, 132, 50 << 20, in_order=True)
 
     assert in_order(call(2868, 2868, 16, 1, mask="causal")) == 16
+    assert in_order(call(138, 138, 16, 1, 512, "causal", head_dim=48)) == 1
     assert in_order(call(4, 67277, 28, 7, 3, "window", window=(4736, 2176))) == 1
 
 
