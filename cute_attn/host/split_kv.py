@@ -159,6 +159,7 @@ def _score_inputs(call: Call) -> Any:
 def _key_and_tensors(call: Call) -> tuple[Hashable, Tensors]:
     """The key and tensors by which :mod:`cute_attn.host.plans` finds a call."""
     tensors, options = call.metadata()
+    tensors = (*tensors, *call.epilogue_tensors)
     return ("kvcache", options, call.latent, *user_classes(call, "kvcache")), tensors
 
 

@@ -480,6 +480,18 @@ def test_functions_read_heads_of_rows_and_classes_do_not():
         run(problem, epilogues={"relative_position": table}, cache_leftpad=ints(3))
 
 
+def test_a_plan_serves_tensors_of_its_functions_of_one_kind():
+    """Arguments of a registered epilogue are checked once for all calls of the same metadata."""
+    load("custom_epilogue")
+    problem = Problem(Case((9,), heads=(8, 1), dims=(64, 64)), dtype=torch.float16)
+    keys = [
+        split_kv._key_and_tensors(params_of(problem, epilogues={"relative_position": table}))
+        for table in (torch.zeros(8, 41), torch.zeros(8, 41), torch.zeros(8, 43))
+    ]
+    full = [plans._full_key(*key) for key in keys]
+    assert full[0] == full[1] != full[2]
+
+
 def test_a_functions_tensor_has_no_gradient():
     problem = Problem(CASES["functions"], dtype=torch.float32)
     problem.added.requires_grad_()
