@@ -283,6 +283,7 @@ def test_small_tiles_where_a_query_sees_few_keys():
     assert tile("d64-causal", 2048, 2048) == small and tile("d64-causal", 2050, 2050) == large
     assert tile("d64-window", 16384, 16384, window=2048) == small
     assert tile("d64-window", 16384, 16384, window=2049) == tile("d64-window", 16384, 16384) == large
+    assert tile("d64-window", 512, 512, window=4096) == small
     assert tile("d64-causal-softcap", 16384, 16384) == tile("d64-causal-dropout", 512, 512) == small
     assert tile("d256-window", 8192, 8192, window=128) == (128, 64, 1)
     assert [tile("d136-window", 8192, 8192, window=n)[1] for n in (128, 512)] == [128, 64]

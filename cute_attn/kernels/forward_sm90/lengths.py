@@ -129,7 +129,7 @@ def _short_tile(traits: Traits, seqlen_q: int, seqlen_k: int, window: int) -> Fo
         return tiles[0] if few and tiles[0].bias_stages else None
     if d > 128 and seqlen_k <= max(FEW_KEYS):
         short = False
-    elif window:
+    elif window and window < seqlen_k:
         short = window <= SHORT_WINDOW and (window >= LEAST_WINDOW or not 128 < d <= 192)
     elif d <= 64:
         short = seen <= SHORT_SEQLEN or traits.softcap or bool(traits.epilogues)
