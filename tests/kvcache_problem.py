@@ -178,6 +178,18 @@ class Problem:
         shape = (case.batch, heads, max(*queries, 1), case.capacity)
         self.added = randn(*shape).float() if case.functions else None
 
+    def share(self) -> "Problem":
+        """The same problem with latent values: the first columns of the keys, in their memory."""
+        columns = self.case.dims[1]
+        self.v = self.k[..., :columns]
+        self.new = self.new and [self.new[0], self.new[0][..., :columns]]
+        return self
+
+    def apart(self) -> "Problem":
+        """The same problem with values in memory of their own."""
+        self.v, self.new = self.v.clone(), self.new and [x.clone() for x in self.new]
+        return self
+
     def int32(self, values):
         return torch.tensor(values, dtype=torch.int32, device=self.device) if values else None
 

@@ -50,7 +50,8 @@ def append_kv(
         of 8 elements in any order, on CUDA the data is aligned to 16 bytes; head_dim is a multiple of 8 up to 576, the
         capacity at most 2**30 - 2**13.
     v_cache : Tensor
-        As k_cache, with head_dim_v; it does not overlap k_cache.
+        As k_cache, with head_dim_v up to 512; it does not overlap k_cache. Or latent values: the view
+        ``k_cache[..., :head_dim_v]``, with ``k[..., :head_dim_v]`` as v and without rotary embedding.
     k, v : Tensor (batch, rows, nheads_kv, head_dim) and head_dim_v, or packed (total, nheads_kv, head_dim)
         New rows.
     cache_seqlens : Tensor (batch,), int32

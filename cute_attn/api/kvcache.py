@@ -31,7 +31,15 @@ from cute_attn.host.cache_checks import check_lengths as _check_lengths
 from cute_attn.host.call import LARGE_HEAD_DIM, Call, is_latent, pack_epilogues, schema
 from cute_attn.host.checks import MAX_SEQLEN, check_out, check_starts, check_writable
 from cute_attn.host.choose import check_words
-from cute_attn.host.memory import Tensors, is_lazy, is_readable, materialized, on_device, write_owned
+from cute_attn.host.memory import (
+    Tensors,
+    has_memory,
+    is_lazy,
+    is_readable,
+    materialized,
+    on_device,
+    write_owned,
+)
 from cute_attn.host.plans import Plan, no_dispatch_mode
 from cute_attn.host.split_kv import MAX_PARTIALS, SPLIT_KEYS, known_plan, plan_for
 from cute_attn.host.split_kv import launch as launch_attention
@@ -111,7 +119,9 @@ def attention_with_kvcache(
         In k_cache's dtype; nheads is a multiple of nheads_kv.
     k_cache, v_cache, k, v, page_table, cache_batch_idx, cu_seqlens_k_new, rotary_seqlens, rotary_interleaved, \
 check_lengths
-        As for :func:`cute_attn.api.append.append_kv`; without k and v nothing is appended.
+        As for :func:`cute_attn.api.append.append_kv`; without k and v nothing is appended, and caches may overlap.
+        Head dims above 256 are Hopper's. There ``k_cache[..., :head_dim_v]`` as v_cache, as in DeepSeek's latent
+        attention, is loaded once.
     cache_seqlens : Tensor (batch,), int32, or int, optional
         Rows in use before the append, leftpad counted: 0 to the capacity. Values of a tensor on CUDA are checked with
         check_lengths only. Default, without k: the capacity.
@@ -191,15 +201,19 @@ check_lengths
     if users or check_lengths is not False or type(return_lse) is not bool:
         found = _attend(tensors, out, options, functions)
     else:
-        large = isinstance(k_cache, Tensor) and k_cache.dim() == 4 and k_cache.shape[-1] > LARGE_HEAD_DIM
-        key = ("attention_with_kvcache", key, large and _are_latent(k_cache, v_cache))
+        cached = isinstance(k_cache, Tensor) and not k_cache.is_nested and k_cache.dim() == 4
+        latent = cached and k_cache.shape[-1] > LARGE_HEAD_DIM and _are_latent(k_cache, v_cache)
+        key = ("attention_with_kvcache", key, latent)
         found = plans.repeat(key, given, lambda: _attend(tensors, out, options, functions), read)
     return found if return_lse else found[0]
 
 
 def _are_latent(k_cache: Tensor, v_cache: Any) -> bool:
     """:func:`is_latent` for tensors that have memory: a record for latent values serves no others."""
-    return isinstance(v_cache, Tensor) and no_dispatch_mode() and is_latent(k_cache, v_cache)
+    if not isinstance(v_cache, Tensor) or v_cache.is_nested or v_cache.dim() != 4 or not no_dispatch_mode():
+        return False  # the checks refuse it, or the dispatcher serves it
+    dense = all(x.layout is torch.strided and has_memory(x) for x in (k_cache, v_cache))
+    return dense and is_latent(k_cache, v_cache)
 
 
 class _Options(NamedTuple):
@@ -383,7 +397,7 @@ def attend_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def attend(call: Call, plan: Plan, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The launches of a call; out: as kernels write it, or None."""
-    check_cache_addresses(call.k_cache, call.v_cache, call.k is not None)
+    check_cache_addresses(call)
     found = _launched(call, plan, out)
     if call.k is not None:
         record.overwritten(call.k_cache, call.v_cache)

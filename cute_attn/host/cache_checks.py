@@ -30,7 +30,7 @@ from cute_attn.host.checks import (
     check_strides,
     on_host,
 )
-from cute_attn.host.memory import is_aligned, overlap
+from cute_attn.host.memory import has_memory, is_aligned, is_first_columns, overlap
 from cute_attn.host.values import check_dtype, check_present, wrong_shape
 from cute_attn.traits import MAX_HEAD_DIM
 
@@ -122,7 +122,23 @@ def _check_new(call: Call, batch: int) -> None:
     if cu_seqlens is not None:
         check_cumulative("cu_seqlens_k_new", cu_seqlens, batch, k.shape[0], k.shape[0])
     check_apart("k_cache", call.k_cache, ())
-    check_apart("v_cache", call.v_cache, [("k_cache", call.k_cache)])
+    check_apart("v_cache", call.v_cache, ())
+    if all(map(has_memory, (call.k_cache, call.v_cache, k, v))):
+        _check_written(call)
+
+
+def _check_written(call: Call) -> None:
+    """Raise ValueError if the new values would overwrite keys, unless they are equal to the new keys there."""
+    k_cache, v_cache, k, v = call.k_cache, call.v_cache, call.k, call.v
+    if not overlap(k_cache, v_cache):
+        return
+    assert k is not None and v is not None
+    latent = is_first_columns(v_cache, k_cache) and is_first_columns(v, k)
+    if not latent or call.rotary_cos is not None:
+        raise ValueError(
+            "v_cache shares memory with k_cache; accepted: memory of its own, or without rotary embedding the views "
+            "k_cache[..., :head_dim_v] and, as v, k[..., :head_dim_v]"
+        )
 
 
 def _check_rotary(call: Call, batch: int) -> None:
@@ -276,15 +292,16 @@ def check_append_for_kernels(call: Call) -> None:
     """Raise for a call that the append kernel does not support. Assumes :func:`check_append`."""
     for name, x in (("k_cache", call.k_cache), ("v_cache", call.v_cache)):
         check_dtype(name, x, *APPEND_DTYPES, on=" on CUDA")
-    check_cache_addresses(call.k_cache, call.v_cache, call.k is not None)
+    check_cache_addresses(call)
     if call.k is not None:
         check_count("k has elements in rows of one head", call.k.numel() // call.k.shape[-1])
 
 
-def check_cache_addresses(k_cache: Tensor, v_cache: Tensor, written: bool = True) -> None:
-    """Raise for errors that only addresses show: an unaligned cache, or two written caches that overlap."""
-    if written and overlap(k_cache, v_cache):
-        raise ValueError("v_cache shares memory with k_cache; accepted: memory of its own")
+def check_cache_addresses(call: Call) -> None:
+    """Raise for errors that only addresses show: an unaligned cache, or written caches that overlap."""
+    k_cache, v_cache = call.k_cache, call.v_cache
+    if call.k is not None:
+        _check_written(call)
     if not (k_cache.data_ptr() | v_cache.data_ptr()) % 16:
         return
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):

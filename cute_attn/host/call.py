@@ -13,7 +13,7 @@ from torch import Tensor
 from cute_attn import reference
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
 from cute_attn.epilogues.names import lists_blocks, user_epilogue
-from cute_attn.host.memory import materialized, rows_are_aligned
+from cute_attn.host.memory import is_first_columns, materialized, rows_are_aligned
 from cute_attn.host.values import python_number, shown
 from cute_attn.reference.kvcache import Cache, Rotary
 from cute_attn.traits import Traits
@@ -360,14 +360,9 @@ LARGE_HEAD_DIM = 256
 
 def is_latent(k_cache: Tensor | None, v_cache: Tensor | None) -> bool:
     """True if ``v_cache`` is a view of the first columns of a ``k_cache`` with a head dim above 256."""
-    if (
-        k_cache is None
-        or v_cache is None
-        or k_cache.shape[-1] <= LARGE_HEAD_DIM
-        or v_cache.shape[-1] > k_cache.shape[-1]
-    ):
+    if k_cache is None or v_cache is None or k_cache.shape[-1] <= LARGE_HEAD_DIM:
         return False
-    return v_cache.data_ptr() == k_cache.data_ptr() and v_cache.stride() == k_cache.stride()
+    return is_first_columns(v_cache, k_cache)
 
 
 # ---- schemas of torch operators ----

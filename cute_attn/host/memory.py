@@ -173,6 +173,14 @@ def _owned(out: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 # ---- overlaps ----
 
+
+def is_first_columns(x: Tensor, whole: Tensor) -> bool:
+    """True if ``x`` is the view ``whole[..., :n]``; both have memory, and one shape except for the last dimension."""
+    return (
+        x.shape[-1] <= whole.shape[-1] and x.data_ptr() == whole.data_ptr() and x.stride() == whole.stride()
+    )
+
+
 _MAX_TRIALS = 10_000
 
 

@@ -323,10 +323,15 @@ class Recording:
         )
 
     def _are_apart(self, given: list[Any], used: tuple[int, ...], i: int, j: int) -> bool:
-        """True if the i-th of the used tensors, which is written, must not overlap the j-th."""
+        """True if the i-th of the used tensors, which is written, must not overlap the j-th.
+
+        Written tensors that start at one address, such as latent values and their keys, still do so in later calls.
+        """
         x, y = given[used[i]], given[used[j]]
         both = any(y is one for one in self.written)
-        return x is not y and (i < j if both else any(x is one for one in self.alone))
+        if both:
+            return i < j and x.data_ptr() != y.data_ptr()
+        return x is not y and any(x is one for one in self.alone)
 
     def _is_own(self, place: Any) -> bool:
         """True unless a result is a view of an argument or an argument that the call did not write."""

@@ -145,8 +145,16 @@ cached(out=QUERIES) -> ValueError: out shares memory with q; accepted: memory of
 cached(out=ones(3, 2, 4, 16).requires_grad_()) -> ValueError: out is given where autograd records; acce
 cached(k=NEW, v=NEW, cache_seqlens=3, k_cache=torch._efficientzerotensor(K_CACHE.shape))
     -> ValueError: k_cache is a tensor of zeros without memory; accepted: a tensor to write
-cached(k=NEW, v=NEW, cache_seqlens=3, v_cache=K_CACHE) -> ValueError: v_cache shares memory with k_cache; accepted: memo
-append(v_cache=K_CACHE) -> ValueError: v_cache shares memory with k_cache; accepted: memory of its own
+cached(k=NEW, v=NEW.clone(), cache_seqlens=3, v_cache=K_CACHE)
+    -> ValueError: v_cache shares memory with k_cache; accepted: memory of its own, or without rotary embedding the \
+views k_cache[..., :head_dim_v] and, as v, k[..., :head_dim_v]
+append(v_cache=K_CACHE, v=NEW.clone()) -> ValueError: v_cache shares memory with k_cache; accepted: memory of its own
+append(v_cache=K_CACHE[..., 8:], v=NEW[..., 8:]) -> ValueError: v_cache shares memory with k_cache; accepted: memory of
+append(v_cache=K_CACHE[..., :8], v=NEW[..., 8:]) -> ValueError: v_cache shares memory with k_cache; accepted: memory of
+append(k_cache=K_CACHE[..., :8], k=NEW[..., :8], v_cache=K_CACHE) -> ValueError: v_cache shares memory with k_cache; acc
+append(v_cache=K_CACHE, rotary_cos=ones(16, 4), rotary_sin=ones(16, 4)) -> ValueError: v_cache shares memory with k_cach
+append(v_cache=K_CACHE.as_strided((3, 16, 2, 8), (512, 32, 8, 1)), v=NEW[..., :8])
+    -> ValueError: v_cache shares memory with k_cache; accepted: memory of its own
 append(k_cache=ones(1, 16, 2, 16).expand(3, 16, 2, 16)) -> ValueError: k_cache has shape (3, 16, 2, 16) and strides (0,
 append(page_table=TABLE + 5) -> ValueError: page_table[0, 0] is 5; accepted: 0 to 2
 append(cache_seqlens=ints(0, 17, 0)) -> ValueError: cache_seqlens[1] is 17; accepted: 0 to 16

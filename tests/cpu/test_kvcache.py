@@ -20,7 +20,7 @@ from cute_attn.host import append as host_append
 from cute_attn.host import plans, split_kv
 from cute_attn.host.call import Call
 from cute_attn.host.memory import is_lazy
-from tests import emulated_kvcache, refusals
+from tests import emulated_kvcache, machine, refusals
 from tests.cpu.test_examples import load
 from tests.kvcache_problem import CASES, Case, Problem
 
@@ -54,6 +54,27 @@ def test_append_alone(name):
     append_kv(**problem.append_arguments())
     for found, whole in zip((problem.k, problem.v), expected, strict=True):
         torch.testing.assert_close(found, whole, equal_nan=True)
+
+
+def latent(name: str, dtype: torch.dtype) -> tuple[Problem, Problem]:
+    """A problem whose values are views of the keys, and the same with values in memory of their own."""
+    case = dataclasses.replace(CASES[name], rotary=0)
+    return Problem(case, dtype=dtype).share(), Problem(case, dtype=dtype).share().apart()
+
+
+LATENT = ["append-beyond-capacity", "page-3", "packed-append", "page-batch-idx", "leftpad-append"]
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_latent_rows_are_appended_once(name):
+    """Values that are views of the keys, in the cache and in new rows, are written as equal keys are."""
+    for call in (run, lambda problem: append_kv(**problem.append_arguments())):
+        problem, expected = latent(name, torch.float64)
+        for found, whole in zip(call(problem) or (), call(expected) or (), strict=True):
+            torch.testing.assert_close(found, whole)
+        assert problem.v.data_ptr() == problem.k.data_ptr()
+        for found, whole in ((problem.k, expected.k), (problem.v, expected.v)):
+            torch.testing.assert_close(found, whole, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_length_for_all_and_none_for_full_entries():
@@ -124,6 +145,11 @@ def check_attention(problem: Problem, expected: Problem, **options):
 @pytest.mark.parametrize("name", CASES)
 def test_the_launches_equal_the_definition(name, cuda_on_cpu):
     check_attention(*(Problem(CASES[name], dtype=torch.float16) for _ in range(2)))
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_latent_rows_are_appended_by_the_launches(name, cuda_on_cpu):
+    check_attention(*latent(name, torch.float16))
 
 
 SPLITS = {
@@ -338,6 +364,49 @@ def test_caches_that_share_memory_are_refused_by_a_known_plan(cuda_on_cpu):
     kvcache.attend_cuda(*params_of(problem)._replace(k_cache=k[:2], v_cache=v[:2]).values(kvcache.ARGUMENTS))
 
 
+def rows_of_keys(dims: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """A call's tensors: latent values, in the cache and in new rows."""
+    q, cache, new = (torch.zeros(2, n, heads, dims[0]).half() for n, heads in ((1, 4), (24, 1), (1, 1)))
+    values = {"v_cache": cache[..., : dims[1]], "v": new[..., : dims[1]]}
+    return {"q": q, "k_cache": cache, "k": new, "cache_seqlens": ints(5, 9)} | values
+
+
+def elsewhere(given: dict[str, torch.Tensor], *names: str) -> dict[str, torch.Tensor]:
+    """The same call, and metadata, with some tensors in other memory."""
+    others = {name: given[name].new_zeros(given["k" + name[1:]].shape) for name in names}
+    return given | {name: x[..., : given[name].shape[-1]] for name, x in others.items()}
+
+
+@pytest.mark.parametrize("dims", [(576, 512), (64, 48)])
+def test_a_record_knows_whether_values_are_latent(dims, monkeypatch):
+    """Whichever call is recorded: metadata does not show it."""
+    launched, made = [], []
+
+    def launch(kernel, target):
+        def note(given):
+            if kernel.traits.op == "append":
+                caches = (given.mKcache, given.mVcache, given.new.k, given.new.v)
+                launched.append(tuple(x.data_ptr() for x in caches))
+
+        return note
+
+    machine.gpu(monkeypatch, launch)
+    right = kvcache._attend
+    monkeypatch.setattr(kvcache, "_attend", lambda *given: made.append(1) or right(*given))
+    names = ("k_cache", "v_cache", "k", "v")
+    kinds = ((), ("v_cache",), ("v_cache", "v"))
+    for first in kinds:
+        machine.forget_plans(monkeypatch)
+        for apart in (first, first, first, *kinds, first):
+            given = elsewhere(rows_of_keys(dims), *apart)
+            made.clear()
+            attention_with_kvcache(**given)
+            assert launched[-1] == tuple(given[name].data_ptr() for name in names)
+        assert not made, "the last call is repeated from its record"
+        with pytest.raises(ValueError, match=r"^v_cache shares memory with k_cache; accepted: memory of its"):
+            attention_with_kvcache(**elsewhere(rows_of_keys(dims), "v"))
+
+
 def test_rows_of_more_elements_than_a_grid_has_are_told(cuda_on_cpu, monkeypatch):
     monkeypatch.setattr(compiler, "compile", None)
     heads = 65_535 * 128 // 2  # of 2 vectors of 8 elements, a thread each
@@ -379,9 +448,12 @@ def test_schemas_say_what_is_written():
         assert written == ["k_cache", "v_cache"]
 
 
-@pytest.mark.parametrize("name", ["packed-append", "page-3", "rotary-halves-causal"])
+@pytest.mark.parametrize("name", ["packed-append", "page-3", "rotary-halves-causal", "latent"])
 def test_under_torch_compile(name):
-    problem, expected = (Problem(CASES[name], dtype=torch.float32) for _ in range(2))
+    if name == "latent":
+        problem, expected = latent("page-3", torch.float32)
+    else:
+        problem, expected = (Problem(CASES[name], dtype=torch.float32) for _ in range(2))
     traced = torch.compile(attention_with_kvcache, fullgraph=True, backend="aot_eager")
     found = traced(problem.q, problem.k, problem.v, return_lse=True, **problem.options())
     for one, whole in zip(found, run(expected), strict=True):

@@ -175,11 +175,14 @@ def test_large_head_dims(name):
 
 
 @pytest.mark.parametrize("num_splits", [0, 1, 3])
-@pytest.mark.parametrize(("heads", "queries"), [(1, 1), (8, 2), (16, 1), (128, 1), (24, 5)])
-def test_latent_attention(heads, queries, num_splits):
+@pytest.mark.parametrize(
+    ("heads", "queries", "new"), [(1, 1, 0), (8, 2, 2), (16, 1, 1), (128, 1, 0), (128, 1, 1), (24, 5, 5)]
+)
+def test_latent_attention(heads, queries, new, num_splits):
     """Values are the first columns of the keys. Long sequences too, so that ranges of keys are divided."""
     case = Case(
         (700, 64, 0, 1031, 5),
+        new=(new,) * 5 if new else (),
         queries=(queries,) * 5,
         capacity=1088,
         page=64,
@@ -187,10 +190,9 @@ def test_latent_attention(heads, queries, num_splits):
         dims=(576, 512),
         mask="causal",
     )
-    problem = Problem(case, dtype=torch.bfloat16)
-    problem.v = problem.k[..., :512]
+    problem = Problem(case, dtype=torch.bfloat16).share()
     found = check_large(problem, "cuda", num_splits=num_splits)
-    for _ in range(30):
+    for _ in range(30):  # each appends the same rows at the same places
         again = attention_with_kvcache(
             problem.q, problem.k, problem.v, return_lse=True, num_splits=num_splits, **problem.options()
         )
@@ -199,19 +201,20 @@ def test_latent_attention(heads, queries, num_splits):
 
 def check_large(problem: Problem, exact: str, **options):
     """A problem on the CPU, which goes to the GPU, against the definition on the device ``exact``."""
-    wide = problem.v.data_ptr() == problem.k.data_ptr()
+    latent = problem.v.data_ptr() == problem.k.data_ptr()
     expected = copy.deepcopy(problem).to(exact)
     problem.to("cuda")
     for one in (problem, expected):
         one.slopes = None if one.slopes is None else one.slopes.float()
-        if wide:
-            one.v = one.k[..., : problem.case.dims[1]]
+        if latent:
+            one.share()
     found = attention_with_kvcache(
         problem.q, problem.k, problem.v, return_lse=True, **options, **problem.options()
     )
     whole, whole_lse = expected.run()
     torch.testing.assert_close(found[0], whole.to("cuda"), rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(found[1], whole_lse.to("cuda"), rtol=1e-3, atol=1e-3)
+    assert bits(problem.k).equal(bits(expected.k)) and bits(problem.v).equal(bits(expected.v))
     return found
 
 

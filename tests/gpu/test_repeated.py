@@ -103,6 +103,13 @@ def appended(seed):
     return caches
 
 
+def appended_latent(seed):
+    """Values that are views of the keys."""
+    q, cache, new = (randn(2, n, heads, 128, seed=seed + n) for n, heads in ((2, 8), (300, 1), (3, 1)))
+    views = {"v": new[..., :64], "cache_seqlens": lengths(60 + seed, 200), "return_lse": True}
+    return (*attention_with_kvcache(q, cache, cache[..., :64], k=new, **views), cache)
+
+
 def merged(seed):
     outs, lses = randn(3, 2, 50, 4, 64, seed=seed, dtype=torch.float32), randn(3, 2, 4, 50, seed=seed + 1)
     return merge_attention(outs, lses.float(), dtype=torch.bfloat16)
@@ -257,6 +264,7 @@ CALLS = {
     "cache, append": (cached(new=2, queries=2), True),
     "cache, append and rotary": (cached(new=2, queries=2, rotary=True), True),
     "append": (appended, True),
+    "cache, append of latent rows": (appended_latent, True),
     "merge": (merged, True),
     "SDPA flash": (by_pytorch(backend=BACKENDS.FLASH_ATTENTION), True),
     "SDPA flash, one query": (by_pytorch((2, 1, 4, 64), backend=BACKENDS.FLASH_ATTENTION), True),
