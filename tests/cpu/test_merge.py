@@ -226,7 +226,7 @@ merge_attention(3, LSES) -> TypeError: outs is an int; accepted: a list or a tup
 merge_attention(OUTS, LSES.to("meta")) -> ValueError: lses is on meta; accepted: cpu, where outs is
 on_cuda((513, 1, 1, 1, 8), torch.float16) -> ValueError: outs has 513 partial results; accepted on CUDA: up to 512
 on_cuda((2, 1, 1, 1, 12), torch.float16)
-    -> ValueError: outs has head_dim_v 12; accepted on CUDA: multiples of 8 up to 256
+    -> ValueError: outs has head_dim_v 12; accepted on CUDA: multiples of 8 up to 512
 on_cuda((2, 1, 1, 1, 8), torch.float64) -> TypeError: dtype is torch.float64; accepted on CUDA: torch.float16
 registry.lookup(D128, "rows=0") -> Unsupported: rows is 0; accepted: 1 or more
 registry.lookup(D128, "rows=64,groups=8")
