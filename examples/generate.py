@@ -1,12 +1,17 @@
 """Generate with a small Llama-shaped model through a paged cache, and compare every token with plain torch.
 
     python examples/generate.py                  64 tokens for each of 4 prompts on the GPU, decoding in a CUDA graph
+    python examples/generate.py --latent         the same with latent attention
     python examples/generate.py --device cpu --steps 8 --layers 2
 
 Random weights from a seed; grouped heads, rotary embedding, RMSNorm and SwiGLU. Each layer's attention is one call of
 ``attention_with_kvcache``: it appends the new keys and values to the cache's pages, rotates keys and queries, attends.
 The prompts, of different lengths, are one packed call a layer. A decoding step is captured as a CUDA graph once:
 lengths, tables of pages and tokens are tensors that it reads at each replay. The host only hands out pages.
+
+With ``--latent``, as DeepSeek's models decode, all query heads read one key head of 512 latent columns and 64 rotated
+ones. The latent columns are also the values, so the cache has keys only: values are a view of them. The projections of
+the latent columns to each head are part of those of q and of the output.
 
 Plain torch then computes the logits of the whole text without a cache, in float32. Each token has to be its most
 likely one, or as likely as that up to rounding.
@@ -24,8 +29,11 @@ from cute_attn import attention_with_kvcache
 
 VOCABULARY = 256
 HEAD_DIM = 64
+"""Latent attention's keys end with as many rotated columns."""
+LATENT = 512
+"""Columns of latent attention's values, the first ones of its keys."""
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""A layer's index, q, k and v (..., heads, head_dim) before the rotary embedding -> the output, as q."""
+"""A layer's index, q, k and v (..., heads, head_dim) before rotary embedding -> the output, with v's columns."""
 
 
 # ---- the model ----
@@ -34,19 +42,22 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class Block(nn.Module):
     """Attention and SwiGLU, each after an RMSNorm and with a residual."""
 
-    def __init__(self, width: int, heads: int, heads_kv: int) -> None:
+    def __init__(self, width: int, heads: int, heads_kv: int, latent: bool) -> None:
         super().__init__()
-        self.heads, self.heads_kv = heads, heads_kv
+        self.split, self.dims = (heads, heads_kv, heads_kv), (HEAD_DIM, HEAD_DIM)
+        if latent:
+            self.split, self.dims = (heads, 1), (LATENT + HEAD_DIM, LATENT)
         self.norms = nn.ModuleList([nn.RMSNorm(width, eps=1e-6) for _ in range(2)])
-        self.qkv = nn.Linear(width, (heads + 2 * heads_kv) * HEAD_DIM, bias=False)
-        self.project = nn.Linear(heads * HEAD_DIM, width, bias=False)
+        self.qkv = nn.Linear(width, sum(self.split) * self.dims[0], bias=False)
+        self.project = nn.Linear(heads * self.dims[1], width, bias=False)
         self.gate_up = nn.Linear(width, 4 * width, bias=False)
         self.down = nn.Linear(2 * width, width, bias=False)
 
     def forward(self, x: Tensor, layer: int, attend: Attend) -> Tensor:
         """x: (..., width)."""
-        qkv = self.qkv(self.norms[0](x)).unflatten(-1, (-1, HEAD_DIM))
-        q, k, v = qkv.split((self.heads, self.heads_kv, self.heads_kv), -2)
+        qkv = self.qkv(self.norms[0](x)).unflatten(-1, (-1, self.dims[0]))
+        q, k, *values = qkv.split(self.split, -2)
+        v = values[0] if values else k[..., :LATENT]
         x = x + self.project(attend(layer, q, k, v).flatten(-2))
         gate, up = self.gate_up(self.norms[1](x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
@@ -55,11 +66,11 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """Logits of the next token."""
 
-    def __init__(self, layers: int, width: int, heads_kv: int, seed: int) -> None:
+    def __init__(self, layers: int, width: int, heads_kv: int, seed: int, latent: bool = False) -> None:
         super().__init__()
-        heads = width // HEAD_DIM
+        heads, self.latent = width // HEAD_DIM, latent
         self.embedding = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList([Block(width, heads, heads_kv) for _ in range(layers)])
+        self.blocks = nn.ModuleList([Block(width, heads, heads_kv, latent) for _ in range(layers)])
         self.norm, self.head = nn.RMSNorm(width, eps=1e-6), nn.Linear(width, VOCABULARY, bias=False)
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
@@ -79,6 +90,14 @@ def rotary_tables(positions: int, device: torch.device | str) -> tuple[Tensor, T
     frequencies = 1e4 ** (-torch.arange(0, HEAD_DIM, 2, device=device) / HEAD_DIM)
     angles = torch.outer(torch.arange(positions, device=device).float(), frequencies)
     return angles.cos(), angles.sin()
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (..., heads, columns), its last columns turned by the angles (..., 1, head_dim / 2) in float32."""
+    rest, first, second = x.split((x.shape[-1] - HEAD_DIM, HEAD_DIM // 2, HEAD_DIM // 2), -1)
+    first, second = first.float(), second.float()
+    turned = (first * cos - second * sin, first * sin + second * cos)
+    return torch.cat((rest, *(part.to(x.dtype) for part in turned)), -1)
 
 
 # ---- with a cache ----
@@ -108,11 +127,14 @@ class PagedCache:
         """For sequences of up to ``rows`` rows. Pages are handed out in a random order."""
         per_sequence = -(-rows // page)
         pages = batch * per_sequence
-        shape = (pages, page, model.blocks[0].heads_kv, HEAD_DIM)
+        block = model.blocks[0]
+        shape = (pages, page, block.split[1], block.dims[0])
         # A row that is read before it is written would make a token of it.
         keys, values = (
             [torch.full(shape, torch.nan, device=device, dtype=dtype) for _ in model.blocks] for _ in range(2)
         )
+        if model.latent:
+            values = [x[..., :LATENT] for x in keys]
         table = torch.zeros(batch, per_sequence, dtype=torch.int32, device=device)
         lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         free = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).tolist()
@@ -141,9 +163,21 @@ class Generator:
     tokens: Tensor  # (batch,): the last of each sequence, which a step replaces
     graph: "torch.cuda.CUDAGraph | None" = None
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **packed: object) -> Tensor:
-        """Append to the layer's cache, rotate, attend: one call."""
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, **packed: object
+    ) -> Tensor:
+        """Append to the layer's cache, rotate, attend: one call.
+
+        The call can rotate a row's first columns. Latent attention's last ones are rotated before it.
+
+        positions: those of the new rows, as q without heads and columns.
+        """
         cache, (cos, sin) = self.cache, self.rotary
+        if self.model.latent:
+            q, k = (rotated(x, cos[positions].unsqueeze(-2), sin[positions].unsqueeze(-2)) for x in (q, k))
+            v = k[..., :LATENT]
+        else:
+            packed |= {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": False}
         out = attention_with_kvcache(
             q,
             cache.keys[layer],
@@ -152,9 +186,6 @@ class Generator:
             v=v,
             cache_seqlens=cache.lengths,
             page_table=cache.table,
-            rotary_cos=cos,
-            rotary_sin=sin,
-            rotary_interleaved=False,
             causal=True,
             **packed,  # type: ignore[arg-type]
         )
@@ -167,13 +198,15 @@ class Generator:
         self.cache.reserve(counts)
         ends = torch.tensor([0, *counts], device=self.tokens.device).cumsum(0).to(torch.int32)
         packed = {"cu_seqlens_q": ends, "cu_seqlens_k_new": ends, "max_seqlen_q": max(counts)}
-        logits = self.model(torch.cat(prompts), lambda *given: self.attend(*given, **packed))
+        positions = torch.cat([torch.arange(n, device=self.tokens.device) for n in counts])
+        logits = self.model(torch.cat(prompts), lambda *given: self.attend(*given, positions, **packed))
         self.tokens.copy_(logits[ends[1:].long() - 1].argmax(-1))
         self.cache.lengths += ends.diff()
 
     def step(self) -> None:
         """One token more for each sequence. Reads and writes tensors of the device alone."""
-        logits = self.model(self.tokens.unsqueeze(1), self.attend)
+        positions = self.cache.lengths.unsqueeze(1)
+        logits = self.model(self.tokens.unsqueeze(1), lambda *given: self.attend(*given, positions))
         self.tokens.copy_(logits[:, 0].argmax(-1))
         self.cache.lengths += 1
 
@@ -213,14 +246,9 @@ class Generator:
 def plain_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of one whole sequence (rows, heads, head_dim), in float32."""
     cos, sin = (x.unsqueeze(1) for x in rotary_tables(q.shape[0], q.device))
-
-    def rotated(x: Tensor) -> Tensor:
-        first, second = x.chunk(2, -1)
-        return torch.cat((first * cos - second * sin, first * sin + second * cos), -1)
-
     group = q.shape[1] // k.shape[1]
-    k, v = rotated(k).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = torch.einsum("qhd,khd->hqk", rotated(q), k) * HEAD_DIM**-0.5
+    k, v = rotated(k, cos, sin).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", rotated(q, cos, sin), k) * q.shape[-1] ** -0.5
     hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1)
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
@@ -264,12 +292,15 @@ def main() -> None:
         ("seed", 0),
     ):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    parser.add_argument("--latent", action="store_true")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device is 'cuda', and there is no GPU; accepted here: --device cpu")
     device, dtype = options.device, torch.bfloat16 if options.device == "cuda" else torch.float32
-    exact = Llama(options.layers, options.width, options.heads_kv, options.seed).to(device)
-    model = Llama(options.layers, options.width, options.heads_kv, options.seed).to(device, dtype)
+    exact, model = (
+        Llama(options.layers, options.width, options.heads_kv, options.seed, options.latent) for _ in range(2)
+    )
+    exact, model = exact.to(device), model.to(device, dtype)
     exact.load_state_dict(model.state_dict())  # the same weights, rounded to 16 bits
     draw = torch.Generator().manual_seed(options.seed)
     lengths = torch.randint(1, options.longest + 1, (options.batch,), generator=draw).tolist()

@@ -152,9 +152,9 @@ def test_models_before_and_after(tmp_path):
 GENERATE = "generate --device cpu --steps 6 --layers 2 --width 256 --longest 20 --batch 3"
 
 
-@pytest.mark.parametrize("page", ["1", "7", "64"])
-def test_every_token_is_plain_torchs(monkeypatch, capsys, page):
-    programs.run(monkeypatch, GENERATE, "--page", page, "--seed", page)
+@pytest.mark.parametrize(("page", "options"), [("1", ()), ("7", ()), ("64", ()), ("7", ("--latent",))])
+def test_every_token_is_plain_torchs(monkeypatch, capsys, page, options):
+    programs.run(monkeypatch, GENERATE, "--page", page, "--seed", page, *options)
     assert "18 of 18 tokens are plain torch's most likely ones" in capsys.readouterr().out
 
 
@@ -166,15 +166,18 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_wrong_call_is_detected(monkeypatch, name):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, ()) for name in BROKEN), ("position", ("--latent",)), ("table", ("--latent",))],
+)
+def test_a_wrong_call_is_detected(monkeypatch, name, options):
     example = programs.load("generate")
     right = example.attention_with_kvcache
     monkeypatch.setattr(
         example, "attention_with_kvcache", lambda *tensors, **given: right(*tensors, **BROKEN[name](given))
     )
     with pytest.raises(SystemExit, match="behind plain torch's"):
-        programs.run(monkeypatch, GENERATE)
+        programs.run(monkeypatch, GENERATE, *options)
 
 
 def test_pages_are_handed_out_as_sequences_grow():

@@ -5,12 +5,17 @@ import re
 import pytest
 
 from tests import programs
+from tests.gpu.archs import runnable_archs
+
+CALLS = [("1", ()), ("16", ()), ("24", ())]
+if "sm90" in runnable_archs("kvcache"):
+    CALLS.append(("16", ("--latent",)))
 
 
-@pytest.mark.parametrize("page", ["1", "16", "24"])
-def test_every_token_is_plain_torchs(page, monkeypatch, capsys):
+@pytest.mark.parametrize(("page", "options"), CALLS)
+def test_every_token_is_plain_torchs(page, options, monkeypatch, capsys):
     # It raises where a token is not among the most likely ones.
-    programs.run(monkeypatch, "generate --steps 20 --layers 2 --longest 90", "--page", page)
+    programs.run(monkeypatch, "generate --steps 20 --layers 2 --longest 90", "--page", page, *options)
     printed = capsys.readouterr().out
     assert "decoded in a CUDA graph" in printed
     assert int(re.search(r"(\d+) of 80 tokens", printed)[1]) >= 60
