@@ -93,8 +93,8 @@ def combine_stream_k(kernel, given):
     assert (given.seqlens.cu_seqlens_q is not None) == kernel.traits.varlen
 
 
-def patch(monkeypatch) -> list:
-    """Launches on CUDA take CPU tensors; returns the kvcache kernels that were chosen."""
+def patch(monkeypatch, gpu: bool = False) -> list:
+    """Launches on CUDA take CPU tensors; returns the kvcache kernels that were chosen. gpu: they go by records too."""
     chosen = []
 
     def launched(kernel, target):
@@ -110,6 +110,9 @@ def patch(monkeypatch) -> list:
 
         return launch
 
-    machine.device(monkeypatch, PROCESSORS, target="sm90")
-    machine.kernels(monkeypatch, launched)
+    if gpu:
+        machine.gpu(monkeypatch, launched, PROCESSORS)
+    else:
+        machine.device(monkeypatch, PROCESSORS, target="sm90")
+        machine.kernels(monkeypatch, launched)
     return chosen

@@ -137,13 +137,15 @@ def poison(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(record, "new_empty_strided", poisoned)
 
 
-def gpu(patch: pytest.MonkeyPatch, launched: Callable[[Any, str], Run]) -> None:
+def gpu(
+    patch: pytest.MonkeyPatch, launched: Callable[[Any, str], Run], multiprocessors: int = MULTIPROCESSORS
+) -> None:
     """CPU tensors are a Hopper GPU's at every door; ``launched``: as of :func:`kernels`.
 
     Of PyTorch's fused attention the operators are served, ``torch.ops.aten._scaled_dot_product_flash_attention`` and
     others: its function finds no backend for CPU tensors.
     """
-    device(patch, schedule=tvm_ffi.convert((COUNTERS, MULTIPROCESSORS)), target="sm90")
+    device(patch, multiprocessors, tvm_ffi.convert((COUNTERS, multiprocessors)), "sm90")
     kernels(patch, launched, prepared=True)
     patch.setattr(torch.Tensor, "is_cuda", property(lambda x: True), raising=False)
     patch.setattr(record, "_empty_strided_cuda", None)

@@ -564,6 +564,38 @@ def test_a_plan_serves_tensors_of_its_functions_of_one_kind():
     assert full[0] == full[1] != full[2]
 
 
+def test_a_record_follows_what_a_function_reads(monkeypatch):
+    """Other values of its tensor, another tensor, another number of its closure, other values that are a view of K."""
+    reads = {"factor": 0.5, "table": torch.randn(4)}
+
+    def score_mod(score, b, h, i, j):
+        return score * reads["factor"] + reads["table"][h]
+
+    def dense(q, k, v):
+        scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), k.float()) * 0.1
+        scores = score_mod(scores, 0, torch.arange(4)[:, None, None], 0, 0)
+        return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v.float())
+
+    q, k = torch.randn(2, 3, 4, 320).half(), torch.randn(2, 40, 4, 320).half()
+    expected, found, made = [], [], []
+    with monkeypatch.context() as patch:
+        emulated_kvcache.patch(patch, gpu=True)
+        right = kvcache._attend
+        patch.setattr(kvcache, "_attend", lambda *given: made.append(1) or right(*given))
+        for step in range(32):
+            reads["factor"] = 0.5 + step // 8
+            if step % 8 > 5:
+                reads["table"].mul_(2)
+            if step % 8 == 7:
+                reads["table"] = torch.randn(4)
+            v = k[..., :64] if step % 2 else torch.randn(2, 40, 4, 320)[..., :64].half()
+            found.append(attention_with_kvcache(q, k, v, score_mod=score_mod, softmax_scale=0.1))
+            expected.append(dense(q, k, v))
+    assert len(made) < len(found)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.float(), other, atol=1e-3, rtol=1e-3)
+
+
 def test_a_functions_tensor_has_no_gradient():
     problem = Problem(CASES["functions"], dtype=torch.float32)
     problem.added.requires_grad_()

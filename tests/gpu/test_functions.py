@@ -70,7 +70,10 @@ def functions(name: str, x: dict[str, Tensor]) -> Made:
             causal,
         ),
         "nan": (
-            lambda s, b, h, q, k: torch.nan_to_num(s / (q - k), 0.5, 2.0, -2.0) / 64 + torch.fmax(s, -s),
+            # A quotient's gradient would be NaN in torch too, where it is infinite.
+            lambda s, b, h, q, k: (
+                torch.nan_to_num(torch.where(q == k, torch.inf, s), 0.5, 2.0) / 64 + torch.fmax(s, -s)
+            ),
             None,
         ),
     }
