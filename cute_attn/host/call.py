@@ -16,6 +16,7 @@ from cute_attn.epilogues.names import lists_blocks, user_epilogue
 from cute_attn.host.memory import is_first_columns, materialized, rows_are_aligned
 from cute_attn.host.values import python_number, shown
 from cute_attn.reference.kvcache import Cache, Rotary
+from cute_attn.tiles import is_latent_dim
 from cute_attn.traits import Traits
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -359,8 +360,13 @@ LARGE_HEAD_DIM = 256
 
 
 def is_latent(k_cache: Tensor | None, v_cache: Tensor | None) -> bool:
-    """True if ``v_cache`` is a view of the first columns of a ``k_cache`` with a head dim above 256."""
+    """True if ``v_cache`` is a view of the first columns of a ``k_cache`` with a head dim above 256.
+
+    Of a number of columns, that is, which two warpgroups can read as values from the keys' swizzle atoms.
+    """
     if k_cache is None or v_cache is None or k_cache.shape[-1] <= LARGE_HEAD_DIM:
+        return False
+    if not is_latent_dim(v_cache.shape[-1]):
         return False
     return is_first_columns(v_cache, k_cache)
 

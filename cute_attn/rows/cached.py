@@ -51,10 +51,12 @@ class PagedTiles:
     policy: Int64
 
     @staticmethod
-    def make(op: Any, cache: cute.Tensor, tile_n: int, box: int, cols: int, policy: Int64) -> "PagedTiles":
-        """On the host."""
+    def make(
+        op: Any, cache: cute.Tensor, tile_n: int, box: int, cols: int, policy: Int64, parts: int = 1
+    ) -> "PagedTiles":
+        """On the host. parts: warpgroups that divide the columns: swizzle atoms are as wide as these allow."""
         view = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=[1, 3, 2, 0]))
-        width = layouts.atom_cols(cols, cache.element_type.width)
+        width = layouts.atom_cols(cols // parts, cache.element_type.width)
         layout = layouts.wgmma_smem_layout(box, width, cache.element_type)
         atom, coords = cpasync.make_tiled_tma_atom(op, view, layout, (box, width))
         order = [step.mode for step in coords.stride]

@@ -10,6 +10,7 @@ from cute_attn.tiles.base import (
     check_target,
     check_tile,
     first_that_fits,
+    is_latent_dim,
     padded,
     text_of,
 )
@@ -29,5 +30,5 @@ __all__ = [
     "MEASURED", "MULTIPROCESSORS", "SHARED_MEMORY_BYTES", "TARGETS", "TILES_OF", "BackwardPreprocessTile",
     "BackwardSm80Tile", "BackwardSm90Tile", "ForwardLargeTile", "ForwardSm80Tile", "ForwardSm90Tile",
     "ForwardTermsTile", "KvcacheLargeTile", "KvcacheSm90Tile", "Tile", "best_packing", "check_target", "check_tile",
-    "first_that_fits", "may_pack_heads", "padded", "text_of",
+    "first_that_fits", "is_latent_dim", "may_pack_heads", "padded", "text_of",
 ]  # fmt: skip

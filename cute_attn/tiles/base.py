@@ -40,6 +40,11 @@ def padded(head_dim: int) -> int:
     return -(-head_dim // pad) * pad
 
 
+def is_latent_dim(head_dim_v: int) -> bool:
+    """Values of so many columns can be read from the swizzle atoms of keys, 64 columns each, by two warpgroups."""
+    return -(-head_dim_v // 64) % 2 == 0
+
+
 def row_bytes(traits: Traits) -> tuple[int, int]:
     """Bytes of a padded row of head_dim elements, and of head_dim_v elements."""
     return traits.element_bytes * padded(traits.head_dim), traits.element_bytes * padded(traits.head_dim_v)

@@ -588,7 +588,7 @@ def test_a_record_follows_what_a_function_reads(monkeypatch):
                 reads["table"].mul_(2)
             if step % 8 == 7:
                 reads["table"] = torch.randn(4)
-            v = k[..., :64] if step % 2 else torch.randn(2, 40, 4, 320)[..., :64].half()
+            v = k[..., :128] if step % 2 else torch.randn(2, 40, 4, 320)[..., :128].half()
             found.append(attention_with_kvcache(q, k, v, score_mod=score_mod, softmax_scale=0.1))
             expected.append(dense(q, k, v))
     assert len(made) < len(found)

@@ -32,7 +32,7 @@ from cute_attn.kernels.kvcache_sm90.roles import CacheResults
 from cute_attn.kernels.limits import MAX_HEAD_DIM_V, beyond_cache
 from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.rows.cached import EntryTiles, PagedTiles
-from cute_attn.tiles import KvcacheLargeTile
+from cute_attn.tiles import KvcacheLargeTile, is_latent_dim
 from cute_attn.tiles.inference import CacheCall
 from cute_attn.traits import MAX_HEAD_DIM, Traits
 
@@ -47,6 +47,8 @@ class KvcacheLargeSm90(KvcacheSm90, ForwardLargeSm90):
     def supports(cls, traits: Traits) -> str | None:
         if traits.head_dim_v > MAX_HEAD_DIM_V:
             return f"head_dim_v is {traits.head_dim_v}; accepted: up to {MAX_HEAD_DIM_V}"
+        if traits.latent and not is_latent_dim(traits.head_dim_v):
+            return f"head_dim_v is {traits.head_dim_v} with latent; accepted: one of whole 128 columns, padded to 64"
         return beyond_cache(traits, "sm90", most=MAX_HEAD_DIM)
 
     @classmethod
@@ -61,8 +63,8 @@ class KvcacheLargeSm90(KvcacheSm90, ForwardLargeSm90):
     def cached_values(self, op: Any, cache: cute.Tensor, policy: Int64) -> EntryTiles | PagedTiles:
         """The loads of V, each warpgroup's columns in whole swizzle atoms."""
         if self.traits.paged:
-            columns = self.tile.columns_of_v(self.traits)
-            return PagedTiles.make(op, cache, self.tile.tile_n, self.tile.page_rows, columns, policy)
+            tile, columns = self.tile, self.tile.columns_of_v(self.traits)
+            return PagedTiles.make(op, cache, tile.tile_n, tile.page_rows, columns, policy, tile.warpgroups)
         return EntryTiles(dataclasses.replace(self.values(op, cache), policy=policy))
 
     def loads(self, inputs: ForwardInputs, storage: LargeStorage, params: ForwardParams) -> Any:  # type: ignore[override]
