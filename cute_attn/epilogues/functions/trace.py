@@ -72,8 +72,9 @@ def kind_of(function: Callable) -> str:
     for name, arguments in SIGNATURES.items():
         if len(wanted) == len(arguments):
             return name
+    takes = "1 argument" if len(wanted) == 1 else f"{len(wanted)} arguments"
     raise TypeError(
-        f"a function takes {len(wanted)} arguments; accepted: score_mod(score, b, h, q_idx, kv_idx) or "
+        f"a function takes {takes}; accepted: score_mod(score, b, h, q_idx, kv_idx) or "
         "mask_mod(b, h, q_idx, kv_idx)"
     )
 
