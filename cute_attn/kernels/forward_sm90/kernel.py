@@ -341,4 +341,8 @@ class ForwardSm90:
     ) -> None:
         """By a warp of a consumer warpgroup: its rows of all work tiles."""
         consumer = ConsumerThread.make(self, storage, thread - WARPGROUP)
-        Consumer(self, params, storage, consumer, MainLoop, StagedResults(params, outputs)).run()
+        Consumer(self, params, storage, consumer, MainLoop, self.results(params, outputs)).run()
+
+    def results(self, params: ForwardParams, outputs: ForwardOutputs) -> Any:
+        """What stores O and LSE."""
+        return StagedResults(params, outputs)

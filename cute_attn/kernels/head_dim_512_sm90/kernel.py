@@ -32,7 +32,7 @@ from cute_attn.device.wgmma import operand_layout
 from cute_attn.kernels.copies import Copies
 from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.kernels.forward_sm90.consumer import Consumer
-from cute_attn.kernels.forward_sm90.storage import ForwardParams
+from cute_attn.kernels.forward_sm90.storage import ConsumerThread, ForwardParams
 from cute_attn.kernels.head_dim_512_sm90.heuristics import TABLE, keys, tile_for_lengths
 from cute_attn.kernels.head_dim_512_sm90.roles import ScoreLoop, ScoreResults, ValueConsumer
 from cute_attn.kernels.head_dim_512_sm90.storage import (
@@ -174,8 +174,18 @@ class ForwardLargeSm90(ForwardSm90):
         """By a warp of a consumer warpgroup: its half of O's columns of all work tiles, and of the first one also P."""
         lane = thread % WARPGROUP
         if warp < 8:
-            scores = consumer_thread(self, storage, SCORES, lane)
-            Consumer(self, params, storage, scores, ScoreLoop, ScoreResults(params, outputs)).run()
+            self.scores(params, storage, outputs, consumer_thread(self, storage, SCORES, lane)).run()
         else:
-            values = consumer_thread(self, storage, VALUES, lane)
-            ValueConsumer(self, params, storage, outputs, values).run()
+            self.products(params, storage, outputs, consumer_thread(self, storage, VALUES, lane)).run()
+
+    def scores(
+        self, params: ForwardParams, storage: LargeStorage, outputs: ForwardOutputs, thread: ConsumerThread
+    ) -> Consumer:
+        """The role of the warpgroup that computes S and P."""
+        return Consumer(self, params, storage, thread, ScoreLoop, ScoreResults(params, outputs))
+
+    def products(
+        self, params: ForwardParams, storage: LargeStorage, outputs: ForwardOutputs, thread: ConsumerThread
+    ) -> ValueConsumer:
+        """The role of the other one."""
+        return ValueConsumer(self, params, storage, outputs, thread)

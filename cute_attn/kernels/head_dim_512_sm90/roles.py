@@ -1,6 +1,7 @@
 """The consumer warpgroups for head dims above 256: one computes S and P, and both divide the columns of O."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Constexpr, Int32, cute
@@ -119,6 +120,24 @@ class ScoreLoop(MainLoop):
         p.write_factors(self.thread.fragments.factors, self.score_map, use)
         p.commit(use)
 
+    @cute.jit
+    def finish_rows(self, sinks: Constexpr) -> cute.Tensor:
+        """Factors that normalize O's rows become the thread's; returns their LSE. sinks: one for each row, or None."""
+        factors, rescale = self.thread.fragments.factors, self.kernel.epilogues.rescale(self.state)
+        lse = cute.make_rmem_tensor_like(factors)
+        for r in cutlass.range_constexpr(cute.size(factors)):
+            factors[r], lse[r] = self.softmax.finish_row(r, rescale, sinks)
+        return lse
+
+    @cute.jit
+    def publish_factors(self, score_map: ScoreMap) -> None:
+        """The factors that normalize O, to the other warpgroup."""
+        p, use = self.storage.p, self.uses.keys + (self.blocks.end - self.blocks.begin) + self.tiles_before
+        p.pipeline.producer_wait(use)
+        p.write_factors(self.thread.fragments.factors, score_map, use)
+        p.commit(use)
+        p.pipeline.consumer_release(use, Accessed.BY_THREADS)
+
 
 @dataclass(frozen=True)
 class ScoreResults:
@@ -132,17 +151,10 @@ class ScoreResults:
         """Publish the factors that normalize O; store its first half, and LSE."""
         kernel, storage, own = loop.kernel, loop.storage, loop.thread
         thread, fragments, tile = rematerialize(own.index), own.fragments, loop.query_tile
-        score_map, factors = kernel.score_map(thread), fragments.factors
-        lse = cute.make_rmem_tensor_like(factors)
-        sinks, rescale = loop.sinks(self.params, thread), kernel.epilogues.rescale(loop.state)
-        for r in cutlass.range_constexpr(cute.size(factors)):
-            factors[r], lse[r] = loop.softmax.finish_row(r, rescale, sinks)
-        p, use = storage.p, loop.uses.keys + (loop.blocks.end - loop.blocks.begin) + loop.tiles_before
-        p.pipeline.producer_wait(use)
-        p.write_factors(factors, score_map, use)
-        p.commit(use)
-        p.pipeline.consumer_release(use, Accessed.BY_THREADS)
-        multiply_rows(fragments.acc_o_rows, factors)
+        score_map = kernel.score_map(thread)
+        lse = loop.finish_rows(loop.sinks(self.params, thread))
+        loop.publish_factors(score_map)
+        multiply_rows(fragments.acc_o_rows, fragments.factors)
         store_lse(self.outputs.mLSE, lse, score_map, tile, kernel.traits.varlen)
         s_o = storage.s_o[None, None, SCORES]
         output = OutputStore(kernel, self.outputs, s_o, own.group, thread, SCORES)
@@ -152,10 +164,13 @@ class ScoreResults:
 
 @dataclass(frozen=True)
 class ValueConsumer(ForwardRole):
-    """The warpgroup with the second half of O's columns; it multiplies the other warpgroup's P by V."""
+    """The warpgroup with the second half of O's columns; it multiplies the other warpgroup's P by V.
+
+    outputs: where O belongs; a subclass may have an object of another class.
+    """
 
     storage: LargeStorage
-    outputs: ForwardOutputs
+    outputs: Any
     thread: ConsumerThread
 
     def run(self) -> None:
@@ -169,23 +184,28 @@ class ValueConsumer(ForwardRole):
     ) -> PipelineState:
         """Its half of O of one work tile."""
         queries, keys = pipeline_state.queries, pipeline_state.keys
-        q, p, op = self.storage.q, self.storage.p, self.thread.fragments
-        blocks, score_map = self.blocks_of(tile), self.score_map()
+        q, op, blocks = self.storage.q, self.thread.fragments, self.blocks_of(tile)
         op.acc_o.fill(0.0)
         q.pipeline.consumer_wait(queries)  # O reuses its memory
         end = keys + (blocks.end - blocks.begin)
-        for n in cutlass.range(keys, end, unroll=1):
-            self.step(score_map, n, n + queries)
-        p.pipeline.consumer_wait(end + queries)
-        p.read_factors(op.factors, score_map, end + queries)
-        p.pipeline.consumer_release(end + queries, Accessed.BY_THREADS)
-        multiply_rows(op.acc_o_rows, op.factors)
+        self.multiply(keys, end, queries)
         s_o = self.storage.s_o[None, None, VALUES]
         output = OutputStore(self.kernel, self.outputs, s_o, self.thread.group, self.thread.index, VALUES)
         output.store(op.acc_o, tile)
         output.wait()
         q.release_after(LastUse.STORE, queries)
         return PipelineState(queries + 1, end)
+
+    @cute.jit
+    def multiply(self, begin: Int32, end: Int32, queries: Int32) -> None:
+        """O normalised: of uses [begin, end) of V's pipeline, after ``queries`` work tiles."""
+        p, op, score_map = self.storage.p, self.thread.fragments, self.score_map()
+        for n in cutlass.range(begin, end, unroll=1):
+            self.step(score_map, n, n + queries)
+        p.pipeline.consumer_wait(end + queries)
+        p.read_factors(op.factors, score_map, end + queries)
+        p.pipeline.consumer_release(end + queries, Accessed.BY_THREADS)
+        multiply_rows(op.acc_o_rows, op.factors)
 
     def score_map(self) -> ScoreMap:
         """The rows that the thread holds."""

@@ -13,13 +13,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass import Int32, Int64, cute
+from cutlass import Int64, cute
 
-from cute_attn.device.pipeline import WARPGROUP
 from cute_attn.kernels.forward_sm90.consumer import Consumer
-from cute_attn.kernels.forward_sm90.storage import ForwardInputs, ForwardParams
+from cute_attn.kernels.forward_sm90.storage import ConsumerThread, ForwardInputs, ForwardParams
 from cute_attn.kernels.head_dim_512_sm90.kernel import ForwardLargeSm90
-from cute_attn.kernels.head_dim_512_sm90.storage import SCORES, VALUES, LargeStorage, consumer_thread
+from cute_attn.kernels.head_dim_512_sm90.storage import LargeStorage
 from cute_attn.kernels.kvcache_512_sm90.heuristics import cache_tile
 from cute_attn.kernels.kvcache_512_sm90.roles import (
     CacheScoreLoop,
@@ -28,7 +27,6 @@ from cute_attn.kernels.kvcache_512_sm90.roles import (
     LatentLoads,
 )
 from cute_attn.kernels.kvcache_sm90.kernel import KvcacheSm90
-from cute_attn.kernels.kvcache_sm90.roles import CacheResults
 from cute_attn.kernels.limits import MAX_HEAD_DIM_V, beyond_cache
 from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.rows.cached import EntryTiles, PagedTiles
@@ -72,20 +70,13 @@ class KvcacheLargeSm90(KvcacheSm90, ForwardLargeSm90):
             return LatentLoads(inputs, storage, params)
         return super().loads(inputs, storage, params)
 
-    @cute.jit
-    def consume(
-        self,
-        params: ForwardParams,
-        storage: LargeStorage,
-        outputs: ForwardOutputs,
-        warp: Int32,
-        thread: Int32,
-    ) -> None:
-        """By a warp of a consumer warpgroup: its half of O's columns of all work tiles, and of the first one also P."""
-        lane, results = thread % WARPGROUP, CacheResults(params, outputs)
-        if warp < 8:
-            scores = consumer_thread(self, storage, SCORES, lane)
-            Consumer(self, params, storage, scores, CacheScoreLoop, CacheScoreResults(results)).run()
-        else:
-            values = consumer_thread(self, storage, VALUES, lane)
-            CacheValueConsumer(self, params, storage, values, results).run()
+    def scores(
+        self, params: ForwardParams, storage: LargeStorage, outputs: ForwardOutputs, thread: ConsumerThread
+    ) -> Consumer:
+        results = CacheScoreResults(self.results(params, outputs))
+        return Consumer(self, params, storage, thread, CacheScoreLoop, results)
+
+    def products(
+        self, params: ForwardParams, storage: LargeStorage, outputs: ForwardOutputs, thread: ConsumerThread
+    ) -> CacheValueConsumer:
+        return CacheValueConsumer(self, params, storage, self.results(params, outputs), thread)

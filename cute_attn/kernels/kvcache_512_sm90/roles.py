@@ -8,23 +8,19 @@ from typing import Any
 
 import cutlass
 from cutlass import Constexpr, Int32, cute
-from cutlass.cute.nvgpu import warpgroup
 
 from cute_attn.device.math import rematerialize
-from cute_attn.device.pipeline import WARPGROUP, Accessed
+from cute_attn.device.pipeline import WARPGROUP
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.epilogues.softmax import multiply_rows
 from cute_attn.kernels.forward_sm90.producer import CLAIM_AHEAD
 from cute_attn.kernels.forward_sm90.role import ForwardRole
 from cute_attn.kernels.forward_sm90.storage import (
-    ConsumerThread,
-    ForwardInputs,
-    ForwardParams,
     PipelineState,
 )
-from cute_attn.kernels.head_dim_512_sm90.roles import HalfOutput, ScoreLoop
-from cute_attn.kernels.head_dim_512_sm90.storage import SCORES, VALUES, LargeStorage
-from cute_attn.kernels.kvcache_sm90.roles import CacheResults
+from cute_attn.kernels.head_dim_512_sm90.roles import ScoreLoop, ValueConsumer
+from cute_attn.kernels.head_dim_512_sm90.storage import SCORES, VALUES
+from cute_attn.kernels.kvcache_sm90.roles import CacheLoads, CacheResults
 from cute_attn.rows.query_buffer import LastUse
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.query_tiles import QueryTile
@@ -32,12 +28,8 @@ from cute_attn.work.replay import WorkItemId
 
 
 @dataclass(frozen=True)
-class LatentLoads:
+class LatentLoads(CacheLoads):
     """The loads of Q and of key blocks whose first columns are the values."""
-
-    inputs: ForwardInputs
-    storage: LargeStorage
-    params: ForwardParams
 
     @cute.jit
     def run(self, tile: QueryTile, blocks: BlockRange, pipeline_state: PipelineState, claims: Any) -> Int32:
@@ -87,30 +79,22 @@ class CacheScoreResults:
     @cute.jit
     def store(self, loop: CacheScoreLoop) -> None:
         """Publish the factors that normalize O; store its first half, and LSE."""
-        kernel, storage, own, tile = loop.kernel, loop.storage, loop.thread, loop.query_tile
-        fragments, thread = own.fragments, rematerialize(own.index)
-        factors, lse = fragments.factors, cute.make_rmem_tensor_like(fragments.factors)
-        sinks, rescale = self.results.sinks(loop, thread), kernel.epilogues.rescale(loop.state)
-        for r in cutlass.range_constexpr(cute.size(factors)):
-            factors[r], lse[r] = loop.softmax.finish_row(r, rescale, sinks)
-        count = loop.blocks.end - loop.blocks.begin
-        if count > 0:
-            p, use = storage.p, loop.uses.keys + count + loop.tiles_before
-            p.pipeline.producer_wait(use)
-            p.write_factors(factors, kernel.score_map(thread), use)
-            p.commit(use)
-            p.pipeline.consumer_release(use, Accessed.BY_THREADS)
-        multiply_rows(fragments.acc_o_rows, factors)
-        self.results.write(kernel, tile, fragments.acc_o_rows, lse, output_map(kernel, SCORES, thread))
+        kernel, fragments, thread = loop.kernel, loop.thread.fragments, rematerialize(loop.thread.index)
+        lse = loop.finish_rows(self.results.sinks(loop, thread))
+        if loop.blocks.begin < loop.blocks.end:
+            loop.publish_factors(kernel.score_map(thread))
+        multiply_rows(fragments.acc_o_rows, fragments.factors)
+        o_map = output_map(kernel, SCORES, thread)
+        self.results.write(kernel, loop.query_tile, fragments.acc_o_rows, lse, o_map)
 
 
 @dataclass(frozen=True)
-class CacheValueConsumer(ForwardRole):
-    """The warpgroup with the second half of O's columns; it multiplies the other warpgroup's P by V."""
+class CacheValueConsumer(ValueConsumer):
+    """As :class:`ValueConsumer`; ``outputs`` is a :class:`CacheResults`."""
 
-    storage: LargeStorage
-    thread: ConsumerThread
-    results: CacheResults
+    def run(self) -> None:
+        """All work tiles; O is not stored by TMA, so that nothing is left to wait for."""
+        ForwardRole.run(self)
 
     @cute.jit
     def run_tile(
@@ -118,35 +102,17 @@ class CacheValueConsumer(ForwardRole):
     ) -> PipelineState:
         """Its half of O of one work tile."""
         queries, keys = pipeline_state.queries, pipeline_state.keys
-        q, p, op = self.storage.q, self.storage.p, self.thread.fragments
-        blocks = self.blocks_of(tile)
+        q, op, blocks = self.storage.q, self.thread.fragments, self.blocks_of(tile)
         op.acc_o.fill(0.0)
         if blocks.begin < blocks.end:
             q.pipeline.consumer_wait(queries)
             q.release_after(LastUse.PRODUCTS, queries)
-            score_map = output_map(self.kernel, VALUES, self.thread.index)
             end = keys + (blocks.end - blocks.begin)
-            for n in cutlass.range(keys, end, unroll=1):
-                self.step(score_map, n, n + queries)
-            p.pipeline.consumer_wait(end + queries)
-            p.read_factors(op.factors, score_map, end + queries)
-            p.pipeline.consumer_release(end + queries, Accessed.BY_THREADS)
-            multiply_rows(op.acc_o_rows, op.factors)
+            self.multiply(keys, end, queries)
             queries, keys = queries + 1, end
-        target_map = output_map(self.kernel, VALUES, rematerialize(self.thread.index))
-        self.results.write(self.kernel, tile, op.acc_o_rows, None, target_map)
+        o_map = output_map(self.kernel, VALUES, rematerialize(self.thread.index))
+        self.outputs.write(self.kernel, tile, op.acc_o_rows, None, o_map)
         return PipelineState(queries, keys)
-
-    @cute.jit
-    def step(self, score_map: ScoreMap, n: Int32, use: Int32) -> None:
-        """O += P V with use n of V's pipeline and ``use`` of P's."""
-        p, output = self.storage.p, HalfOutput(self.kernel, self.storage, self.thread)
-        p.pipeline.consumer_wait(use)
-        p.read_factors(self.thread.fragments.factors, score_map, use)
-        output.rescale()
-        output.start(n, use)
-        warpgroup.wait_group(0)
-        output.release(n, use)
 
 
 def output_map(kernel: Constexpr, group: int, lane: Int32) -> ScoreMap:

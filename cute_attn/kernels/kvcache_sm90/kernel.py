@@ -24,17 +24,14 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
 from cute_attn.device.key_rows import KeyRows
-from cute_attn.device.pipeline import WARPGROUP
 from cute_attn.kernels import fakes
 from cute_attn.kernels.forward_sm90 import ForwardSm90
-from cute_attn.kernels.forward_sm90.consumer import Consumer, MainLoop
 from cute_attn.kernels.forward_sm90.producer import Producer
 from cute_attn.kernels.forward_sm90.storage import (
-    ConsumerThread,
     ForwardInputs,
     ForwardParams,
     ForwardStorage,
@@ -179,13 +176,5 @@ class KvcacheSm90(ForwardSm90):
         """The producer's loads."""
         return CacheLoads(inputs, storage, params)
 
-    def consume(
-        self,
-        params: ForwardParams,
-        storage: ForwardStorage,
-        outputs: ForwardOutputs,
-        warp: Int32,
-        thread: Int32,
-    ) -> None:
-        consumer = ConsumerThread.make(self, storage, thread - WARPGROUP)
-        Consumer(self, params, storage, consumer, MainLoop, CacheResults(params, outputs)).run()
+    def results(self, params: ForwardParams, outputs: ForwardOutputs) -> CacheResults:
+        return CacheResults(params, outputs)
