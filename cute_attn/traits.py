@@ -66,6 +66,10 @@ LISTED_ROWS = 128
 """Queries and keys of a block that a sparse mask lists. A kernel's blocks are that or a divisor, or it visits all."""
 MAX_HEAD_DIM = 576
 """The largest head dim of any kernel; each kernel's ``supports`` has its limit."""
+MAX_HEAD_DIM_V = 512
+"""The largest head dim of V of Hopper kernels, 256 columns of O for each of two warpgroups, and of merging."""
+LARGE_HEAD_DIM = 256
+"""Above it several warps or warpgroups divide the columns of O, in kernels that can."""
 
 _WORD = re.compile(r"[a-z_][a-z0-9_]*")
 _DIMS = re.compile(r"d(\d+)(?:x(\d+))?")

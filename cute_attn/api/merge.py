@@ -13,8 +13,7 @@ from cute_attn.host.merge import launch
 from cute_attn.host.split_kv import MAX_PARTIALS
 from cute_attn.host.values import check_dense, check_dtype, shown, tensors_of, wrong_shape
 from cute_attn.reference import kvcache as kvcache_reference
-
-MAX_HEAD_DIM = 512
+from cute_attn.traits import MAX_HEAD_DIM_V
 
 
 def merge_attention(
@@ -129,8 +128,10 @@ def check_for_kernels(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> None:
     if outs.shape[0] > MAX_PARTIALS:
         raise ValueError(f"outs has {outs.shape[0]} partial results; accepted on CUDA: up to {MAX_PARTIALS}")
     dim = outs.shape[-1]
-    if dim % 8 or not 0 < dim <= MAX_HEAD_DIM:
-        raise ValueError(f"outs has head_dim_v {dim}; accepted on CUDA: multiples of 8 up to {MAX_HEAD_DIM}")
+    if dim % 8 or not 0 < dim <= MAX_HEAD_DIM_V:
+        raise ValueError(
+            f"outs has head_dim_v {dim}; accepted on CUDA: multiples of 8 up to {MAX_HEAD_DIM_V}"
+        )
     check_count("outs has rows", outs[0].numel() // dim)
 
 

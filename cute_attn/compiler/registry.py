@@ -20,10 +20,10 @@ import importlib
 from typing import Any
 
 from cute_attn.epilogues.names import user_epilogue
-from cute_attn.kernels.limits import LARGE_HEAD_DIM
 from cute_attn.tiles import MEASURED, TARGETS, TILES_OF, Tile, check_target, check_tile
 from cute_attn.traits import (
     BLOCK_OPS,
+    LARGE_HEAD_DIM,
     LISTED_ROWS,
     OPS,
     PADDED_TENSORS,

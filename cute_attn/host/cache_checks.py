@@ -32,9 +32,8 @@ from cute_attn.host.checks import (
 )
 from cute_attn.host.memory import has_memory, is_aligned, is_first_columns, overlap
 from cute_attn.host.values import check_dtype, check_present, wrong_shape
-from cute_attn.traits import MAX_HEAD_DIM
+from cute_attn.traits import MAX_HEAD_DIM, MAX_HEAD_DIM_V
 
-MAX_HEAD_DIM_V = 512
 APPEND_DTYPES = (torch.float16, torch.bfloat16)
 
 

@@ -17,7 +17,7 @@ from cute_attn.host.memory import is_first_columns, materialized, rows_are_align
 from cute_attn.host.values import python_number, shown
 from cute_attn.reference.kvcache import Cache, Rotary
 from cute_attn.tiles import is_latent_dim
-from cute_attn.traits import Traits
+from cute_attn.traits import LARGE_HEAD_DIM, Traits
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -355,12 +355,8 @@ ATTENTION = Call._fields[:_FIRST_CACHE]
 """The fields of calls without a cache."""
 
 
-LARGE_HEAD_DIM = 256
-"""Above it kernels load latent keys once."""
-
-
 def is_latent(k_cache: Tensor | None, v_cache: Tensor | None) -> bool:
-    """True if ``v_cache`` is a view of the first columns of a ``k_cache`` with a head dim above 256.
+    """True if ``v_cache`` is a view of the first columns of a ``k_cache`` with a head dim above ``LARGE_HEAD_DIM``.
 
     Of a number of columns, that is, which two warpgroups can read as values from the keys' swizzle atoms.
     """

@@ -14,6 +14,7 @@ from cute_attn.host import split_kv
 from cute_attn.host.call import Call
 from cute_attn.host.checks import KERNEL_DTYPES, check_query_blocks
 from cute_attn.host.plans import Plan
+from cute_attn.traits import LARGE_HEAD_DIM
 
 FEW_TILES, LEAST_KEYS = 0.5, 4096
 """Maximum work tiles per multiprocessor, and minimum keys that a query sees: a split then pays for a second launch."""
@@ -38,7 +39,7 @@ def is_wanted(call: Call, kernel: Any, target: str, multiprocessors: int) -> boo
         return False
     if kernel.traits.top_left or call.return_softmax:
         return False
-    if max(kernel.traits.head_dim, kernel.traits.head_dim_v) > registry.LARGE_HEAD_DIM:
+    if max(kernel.traits.head_dim, kernel.traits.head_dim_v) > LARGE_HEAD_DIM:
         return False
     if call.bias is not None or call.dropout or call.epilogues or call.seqused_q is not None:
         return False

@@ -31,9 +31,9 @@ from cute_attn.device.math import LOG2_E, convert_to_16_bits, exp2, fmax, log, r
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, first_block, sequence_of_block, warm_lengths
 from cute_attn.epilogues.mask import Mask
 from cute_attn.kernels import fakes
-from cute_attn.kernels.limits import MAX_HEAD_DIM_V, beyond
+from cute_attn.kernels.limits import beyond
 from cute_attn.tiles.inference import MAX_PARTIALS, CombineStreamKTile, CombineTile
-from cute_attn.traits import DTYPES, Traits
+from cute_attn.traits import DTYPES, MAX_HEAD_DIM_V, Traits
 from cute_attn.work.key_splits import Partials
 from cute_attn.work.stream_k import OVERHEAD, StreamK, VisibleBlocks
 

@@ -1,12 +1,8 @@
 """Reasons of several kernels' ``supports`` to decline."""
 
-from cute_attn.traits import Traits, head_dims_text
+from cute_attn.traits import LARGE_HEAD_DIM, Traits, head_dims_text
 
 HALF = ("fp16", "bf16")
-LARGE_HEAD_DIM = 256
-"""Above it several warps or warpgroups divide the columns of O, in kernels that can."""
-MAX_HEAD_DIM_V = 512
-"""The largest head dim of V of Hopper kernels, 256 columns of O for each of two warpgroups, and of merging."""
 
 
 def beyond(

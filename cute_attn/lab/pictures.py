@@ -21,7 +21,7 @@ _MOST_BLOCKS = 64
 """Query and key blocks of a mask that are drawn: more would be smaller than a line."""
 _MOST_MASKS = 4
 _BLOCK_COLORS = ((0.62, 0.78, 0.94), (0.25, 0.49, 0.77))
-"""Of a block that is partly seen, and of one that is seen whole."""
+"""Colours of a block that is partly seen, and of one that is seen whole."""
 
 
 class Pictures(dict[str, "Picture"]):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, ClassVar, Self, TypeVar
 
-from cute_attn.traits import Traits, did_you_mean
+from cute_attn.traits import LARGE_HEAD_DIM, Traits, did_you_mean
 
 SHARED_MEMORY_BYTES = {
     "sm80": 166_912,
@@ -34,9 +34,9 @@ HEAD_DIM_PAD = 32
 def padded(head_dim: int) -> int:
     """head_dim rounded up to a multiple of ``HEAD_DIM_PAD``, as shared memory and registers hold it.
 
-    Above 256 of twice that: several warps divide the columns.
+    Above ``LARGE_HEAD_DIM`` of twice that: several warps divide the columns.
     """
-    pad = HEAD_DIM_PAD if head_dim <= 256 else 2 * HEAD_DIM_PAD
+    pad = HEAD_DIM_PAD if head_dim <= LARGE_HEAD_DIM else 2 * HEAD_DIM_PAD
     return -(-head_dim // pad) * pad
 
 

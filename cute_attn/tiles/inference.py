@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from cute_attn.tiles.base import Tile, choice
-from cute_attn.traits import Traits
+from cute_attn.traits import LARGE_HEAD_DIM, Traits
 
 MAX_PARTIALS = 512
 """The most partial results that a row of the combine kernel merges."""
@@ -60,7 +60,7 @@ class CombineTile(Tile):
 
     def for_head_dim(self, head_dim_v: int) -> Self:
         """This tile, or for more columns than 256 one whose threads load fewer of their longer rows at once."""
-        return self if head_dim_v <= 256 else replace(self, unroll=min(self.unroll, 4))
+        return self if head_dim_v <= LARGE_HEAD_DIM else replace(self, unroll=min(self.unroll, 4))
 
     @property
     def most_partials(self) -> int:
@@ -73,7 +73,7 @@ class CombineTile(Tile):
         Above head dim 256 four.
         """
         vectors = traits.head_dim_v // 4
-        each = 2 if traits.head_dim_v <= 256 else 4
+        each = 2 if traits.head_dim_v <= LARGE_HEAD_DIM else 4
         enough = [threads for threads in (32, 16, 8, 4, 2, 1) if each * threads >= vectors]
         return min(enough, key=lambda threads: -(-vectors // threads) * threads)
 

@@ -30,7 +30,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 TEXT = "\n".join(page.read_text() for page in PAGES)
 
 COLUMNS = 88
-"""Of code, and of what samples print: both stand whole on a page of the site and on GitHub."""
+"""Columns of code and of what samples print: both stand whole on a page of the site and on GitHub."""
 
 NEED_GPU = {"bench", "ab", "tune"}
 NEED_FILES = {"run", "hub", "bundle", "export", "--load"}

@@ -400,7 +400,7 @@ class Recorder(TorchFunctionMode):
         return view
 
     def _of_rows(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """An operation of torch's on a row: on all rows of the tensor, of which the same one is read."""
+        """An operation of torch's on a row: it is applied to all rows of the tensor, and the same one is read."""
         row = args[0]
         fixed = [axis for axis, node in enumerate(row.places) if node is not None]
 
@@ -880,7 +880,7 @@ def _reversed(made: "Make") -> "Make":
 # ---- operations by torch's names ----
 
 Make = Callable[..., Any]
-"""Of the recorder and an operation's arguments: its node, or what :meth:`Recorder.lookup` returns."""
+"""Takes the recorder and an operation's arguments; returns its node, or what :meth:`Recorder.lookup` returns."""
 
 
 def _binary(op: str, least: str = INT, of_bools: str = "") -> Make:

@@ -89,7 +89,7 @@ from cute_attn.kernels.backward_sm90.scores_ahead import ScoresAhead
 from cute_attn.kernels.backward_sm90.steps import DqInStep, DqLate
 from cute_attn.kernels.copies import Copies, transposed
 from cute_attn.kernels.dq_order import block_floats, mma_dq
-from cute_attn.kernels.limits import LARGE_HEAD_DIM, beyond
+from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent, wgmma_count
 from cute_attn.outputs.dq_turns import DqTurns
 from cute_attn.outputs.peer_sum import cluster_barrier
@@ -97,7 +97,7 @@ from cute_attn.rows.tma import TmaTiles, TmaVectors
 from cute_attn.rows.tma_bias import bias_tma
 from cute_attn.tiles import BackwardSm90Tile, first_that_fits, padded
 from cute_attn.tiles.backward import COUNTERS
-from cute_attn.traits import MAX_HEAD_DIM, Traits
+from cute_attn.traits import LARGE_HEAD_DIM, MAX_HEAD_DIM, Traits
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.broadcast import KeyTile
 from cute_attn.work.key_tiles import HeadSplits, KeyTileOrder

@@ -42,12 +42,12 @@ from cute_attn.kernels.head_dim_512_sm90.storage import (
     consumer_thread,
     make_storage,
 )
-from cute_attn.kernels.limits import MAX_HEAD_DIM_V, beyond
+from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent, wgmma_count
 from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.rows.tma import TmaTiles
 from cute_attn.tiles import ForwardLargeTile, padded
-from cute_attn.traits import MAX_HEAD_DIM, Traits
+from cute_attn.traits import MAX_HEAD_DIM, MAX_HEAD_DIM_V, Traits
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,12 @@ from cute_attn.kernels.kvcache_512_sm90.roles import (
     LatentLoads,
 )
 from cute_attn.kernels.kvcache_sm90.kernel import KvcacheSm90
-from cute_attn.kernels.limits import MAX_HEAD_DIM_V, beyond_cache
+from cute_attn.kernels.limits import beyond_cache
 from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.rows.cached import EntryTiles, PagedTiles
 from cute_attn.tiles import KvcacheLargeTile, is_latent_dim
 from cute_attn.tiles.inference import CacheCall
-from cute_attn.traits import MAX_HEAD_DIM, Traits
+from cute_attn.traits import MAX_HEAD_DIM, MAX_HEAD_DIM_V, Traits
 
 
 @dataclass(frozen=True)
