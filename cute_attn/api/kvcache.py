@@ -28,7 +28,7 @@ from cute_attn.host.cache_checks import (
     check_tensors,
 )
 from cute_attn.host.cache_checks import check_lengths as _check_lengths
-from cute_attn.host.call import Call, is_latent, pack_epilogues, schema
+from cute_attn.host.call import LARGE_HEAD_DIM, Call, is_latent, pack_epilogues, schema
 from cute_attn.host.checks import MAX_SEQLEN, check_out, check_starts, check_writable
 from cute_attn.host.choose import check_words
 from cute_attn.host.memory import (
@@ -57,7 +57,6 @@ from cute_attn.host.values import (
     tile_text,
 )
 from cute_attn.reference import kvcache as kvcache_reference
-from cute_attn.traits import LARGE_HEAD_DIM
 
 _TENSORS = (
     "q", "k_cache", "v_cache", "k", "v", "cache_seqlens", "page_table", "cache_batch_idx", "cu_seqlens_k_new",

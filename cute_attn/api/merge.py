@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cute_attn.host import plans, record
+from cute_attn.host.cache_checks import MAX_HEAD_DIM_V
 from cute_attn.host.call import DTYPE_NAMES
 from cute_attn.host.checks import FLOAT_DTYPES, check_count, check_like, check_sinks
 from cute_attn.host.memory import Tensors, materialized, on_device
@@ -13,7 +14,6 @@ from cute_attn.host.merge import launch
 from cute_attn.host.split_kv import MAX_PARTIALS
 from cute_attn.host.values import check_dense, check_dtype, shown, tensors_of, wrong_shape
 from cute_attn.reference import kvcache as kvcache_reference
-from cute_attn.traits import MAX_HEAD_DIM_V
 
 
 def merge_attention(
