@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from cute_attn.compiler import registry
+from cute_attn.epilogues.names import are_functions
 from cute_attn.host import split_kv
 from cute_attn.host.call import Call
 from cute_attn.host.checks import KERNEL_DTYPES, check_query_blocks
@@ -41,7 +42,9 @@ def is_wanted(call: Call, kernel: Any, target: str, multiprocessors: int) -> boo
         return False
     if max(kernel.traits.head_dim, kernel.traits.head_dim_v) > LARGE_HEAD_DIM:
         return False
-    if call.bias is not None or call.dropout or call.epilogues or call.seqused_q is not None:
+    if call.bias is not None or call.dropout or call.seqused_q is not None:
+        return False
+    if call.lists_blocks or not are_functions(call.epilogue_names):
         return False
     seen = min(call.longest[1], call.window or call.longest[1])
     if seen < LEAST_KEYS:

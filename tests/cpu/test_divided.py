@@ -6,9 +6,11 @@ import torch
 from cute_attn.api import operators
 from cute_attn.api.attention import _call_of, _Options
 from cute_attn.compiler import registry
+from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.host import divided, forward, split_kv
 from cute_attn.host.choose import choose_kernel
 from tests import emulated_kvcache
+from tests.cpu.test_examples import load
 
 PROCESSORS = 132
 
@@ -47,6 +49,12 @@ def wanted(params):
     return divided.is_wanted(params, kernel, "sm90", PROCESSORS)
 
 
+def distance(score, b, h, q_idx, kv_idx):
+    return score - 0.5 * (kv_idx - q_idx).abs()
+
+
+FUNCTION, _ = epilogue_of(distance, None, torch.device("cpu"), torch.float32)
+
 WANTED = {
     "few-queries": (call(1024, 12928), "", "fixed"),
     "packed": (call(9, 54285, (8, 1), 256, batch=2, packed=True), "varlen-varlen_k", "fixed"),
@@ -54,6 +62,7 @@ WANTED = {
     "one-query": (call(1, 32768, (32, 8), 128), "", "fixed"),
     "window": (call(64, 32768, (8, 2), 128, batch=3, window=(20000, 0)), "window", "fixed"),
     "seqused": (call(2, 8192, batch=2, seqused_k=torch.ones(2, dtype=torch.int32)), "seqused_k", "fixed"),
+    "function": (call(1, 32768, (32, 8), 128, epilogues={FUNCTION: ()}), FUNCTION, "fixed"),
     "an-idle-last-wave": (call(11520, 40832, (2, 1), 256), "", "stream_k"),
 }
 
@@ -101,9 +110,16 @@ def test_others_are_not(name):
     assert not wanted(UNWANTED[name])
 
 
+def test_a_class_is_not():
+    """It would take the rows of a cache for keys."""
+    load("custom_epilogue")
+    assert not wanted(call(1, 8192, epilogues={"relative_position": (torch.zeros(4, 9),)}))
+
+
 LAUNCHED = {
     "stream_k": call(3, 4200, (4, 2), batch=2, causal=True),
     "fixed": call(2, 5000, (2, 1)),
+    "function": call(2, 5000, (2, 1), epilogues={FUNCTION: ()}),
     "packed": call(3, 4100, (4, 2), batch=2, packed=True, window=(900, 0)),
     "seqused": call(
         3, 4100, (4, 2), batch=2, packed=True, seqused_k=torch.tensor([77, 0], dtype=torch.int32)

@@ -47,6 +47,32 @@ def test_batched(name):
     check(found, attention(q, k, v, seqused_k=used, return_lse=True, kernel="sm90", **options))
 
 
+FUNCTIONS = {
+    "score": {"score_mod": lambda s, b, h, i, j: s - (h + 1) * 0.001 * (j - i).abs()},
+    "mask": {"mask_mod": lambda b, h, i, j: (j < 4100) | ((j + i + h) % 5 == b)},
+    "causal-both": {
+        "score_mod": lambda s, b, h, i, j: torch.tanh(s / 5) * 5,
+        "mask_mod": lambda b, h, i, j: (i + j) % 3 != 0,
+        "causal": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name):
+    """Indices count within the sequence, as where keys are not divided; gradients are the ordinary backward's."""
+    options = FUNCTIONS[name]
+    q, k, v = (x.requires_grad_() for x in tensors((2, 9, 8, 128), *[(2, 6001, 2, 128)] * 2))
+    found = launches(lambda: attention(*(x.detach() for x in (q, k, v)), return_lse=True, **options))
+    check(found, attention(q, k, v, return_lse=True, kernel="sm90", **options))
+    grads = []
+    for kernel in (None, "sm90"):
+        out = attention(q, k, v, kernel=kernel, **options)
+        grads.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
+    for one, whole in zip(*grads, strict=True):
+        torch.testing.assert_close(one, whole, rtol=3e-2, atol=3e-2)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed(causal):
     """Also sequences without queries or keys; the rows of the others are no sequence's own."""
