@@ -190,15 +190,20 @@ class Line:
         self.check_partials()
 
     def ranges_by_definition(self):
-        """All, or those that cut sequences alike which are equally long on the line, the first with one query block."""
+        """All, or those that cut work tiles alike, of sequences that are equally long on the line."""
         positions = [0] * self.batch
         for (b, head, _), blocks in self.tiles.items():
             positions[b] += (max(blocks, 1) + self.overhead) * (head == 0)
-        count = self.batch * self.heads
-        if self.length and len(set(positions)) == 1 and (0, 0, 1) not in self.tiles:
-            waves = -(-count // self.ctas)
-            alike = [n for n in range(1, self.ctas + 1) if n * waves == count or n % count == 0]
-            if alike and 15 / 16 * self.ctas <= alike[-1] <= self.length:
+        blocks = sum((0, 0, m) in self.tiles for m in range(64))
+        if self.length and len(set(positions)) == 1:
+            first = blocks * (max(self.tiles[0, 0, 0], 1) + self.overhead)
+            count, waves = blocks * self.batch * self.heads, -(-blocks * self.batch * self.heads // self.ctas)
+            whole = [n for n in range(1, self.ctas + 1) if n * waves == count and first == positions[0]]
+            cut = [n for n in range(1, self.ctas + 1) if n % count == 0]
+            alike = whole if count >= self.ctas else cut
+            alone = 15 / 16 if blocks == 1 else 4 / 5
+            similar = 15 * positions[0] <= 16 * first and first <= positions[0]
+            if similar and alike and alone * self.ctas <= alike[-1] <= self.length:
                 return alike[-1]
         return min(self.ctas, self.length)
 

@@ -17,8 +17,9 @@ from cute_attn.host.checks import KERNEL_DTYPES, check_query_blocks
 from cute_attn.host.plans import Plan
 from cute_attn.traits import LARGE_HEAD_DIM
 
-FEW_TILES, LEAST_KEYS = 0.5, 4096
-"""Maximum work tiles per multiprocessor, and minimum keys that a query sees: a split then pays for a second launch."""
+FEW_TILES, LEAST_NUMBERS = 0.5, 1 << 18
+"""Maximum work tiles per multiprocessor, and minimum numbers of K and V that a query sees, those of 1,024 keys of head
+dim 128: a split then pays for a second launch."""
 LAST_WAVE, MANY_KEYS = 1.4, 16384
 """The same for more work tiles: minimum ratio of their waves, rounded up, to their waves, and minimum keys."""
 
@@ -47,7 +48,7 @@ def is_wanted(call: Call, kernel: Any, target: str, multiprocessors: int) -> boo
     if call.lists_blocks or not are_functions(call.epilogue_names):
         return False
     seen = min(call.longest[1], call.window or call.longest[1])
-    if seen < LEAST_KEYS:
+    if seen * (call.q.shape[-1] + call.v.shape[-1]) < LEAST_NUMBERS:
         return False
     # Work tiles are counted with a large call's tile: `kernel` may have fewer rows because the call is small.
     large = registry.lookup(kernel.traits, None, target)

@@ -40,8 +40,9 @@ EVEN = 8
 """Minimum keys per query above which a mask leaves a sequence's query blocks nearly equal numbers of keys."""
 BOX_ROWS = 8
 """TMA loads pages with a multiple of this many rows, the period of a swizzle. Ampere kernels load other pages."""
-FULL_SPLITS = 0.9
-"""Minimum fraction of the CTAs that an even split of equal sequences keeps busy; below it, stream-K is used."""
+FULL_SPLITS, IN_STEP = 0.9, 0.8
+"""Minimum fraction of the CTAs that an even split of equal sequences keeps busy; below it, stream-K is used. The same
+for several query blocks: those of a split read the same keys at about the same time."""
 SPLITS_AT_ONCE = 128
 """Partial results of a row that the combine kernel loads at once, where they are many; more take another round."""
 BLOCKS_OF_A_SPLIT, ENOUGH_CTAS = 5, 64
@@ -380,7 +381,8 @@ def _best_split(call: Call, tile: Any, processors: int) -> Split:
     spared = bytes_of_block * (blocks - -(-blocks // max(splits, 1)))
     even = not call.mask or EVEN * seqlen_q <= seqlen_k
     equal = call.batch == 1 or (call.lengths is None and call.cu_seqlens_k is None)
-    full = equal and even and most > 1 and most * count >= FULL_SPLITS * ctas
+    least = IN_STEP if seqlen_q > tile.queries else FULL_SPLITS
+    full = equal and even and most > 1 and most * count >= least * ctas
     if splits < LEAST_SPLITS or spared < LEAST_SPARED:
         splits = most if full and bytes_of_block * -(-blocks // most) > FEW_BYTES else 1
     waves = splits * count / ctas

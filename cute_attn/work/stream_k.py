@@ -31,8 +31,9 @@ from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 from cute_attn.work.block_range import BlockRange
 
 WARP = 32
-EVEN = 16
-"""Work tiles are cut evenly if at least ``(EVEN - 1) / EVEN`` of the CTAs then have a range."""
+EVEN, IN_STEP = 16, 5
+"""Work tiles are cut evenly if at least ``(n - 1) / n`` of the CTAs then have a range: n of a query block alone, and of
+several that read the same keys."""
 OVERHEAD = 1
 """Positions on the line for the fixed cost of a work tile, its start and its end, in key blocks."""
 
@@ -150,21 +151,25 @@ class StreamK:
     def used_ranges(self, ctas: Int32, of_head: Int32, largest: Int32) -> Int32:
         """Number of ranges, from the positions of a head and of the longest sequence.
 
-        If all sequences are equally long and the first has one query block, slightly fewer ranges may contain whole
-        work tiles, or equal fractions of them: nearly as many CTAs saturate the memory as well, with less to merge.
+        If all sequences are equally long, slightly fewer ranges may contain whole work tiles, or equal fractions of
+        them: nearly as many CTAs saturate the memory as well, with less to merge. Several query blocks then read their
+        keys in step, from L2 but once, which pays for more idle CTAs. Under a mask these see nearly as many keys each.
         """
         total = of_head * self.heads
         used = cutlass.min(ctas, total)
         if (total > 0) & (of_head == self.batch * largest):
-            if self.blocks.m_blocks(Int32(0)) == 1:
-                tiles = self.batch * self.heads
+            m_blocks = self.blocks.m_blocks(Int32(0))
+            first = m_blocks * self.tile_size(Int32(0), Int32(0))
+            if (first <= largest) & (first >= largest - largest // EVEN):
+                tiles = self.batch * self.heads * m_blocks
                 waves = cute.ceil_div(tiles, ctas)
                 even = tiles // waves
-                fits = even * waves == tiles
+                fits = (even * waves == tiles) & (first == largest)
                 if tiles < ctas:
                     even = ctas // tiles * tiles
                     fits = even <= total
-                if fits & (EVEN * even >= (EVEN - 1) * ctas):
+                least = cutlass.select_(m_blocks == 1, Int32(EVEN), Int32(IN_STEP))
+                if fits & (least * even >= (least - 1) * ctas):
                     used = even
         return used
 

@@ -21,6 +21,8 @@ from tests.divided_keys import KINDS, Line, divide_by_a_warp, fakes
     st.integers(1, 140),
 )
 @example("none", 0, [(1, 673), (17, 321)], 1, 17)
+@example("causal", 0, [(50, 700), (50, 700)], 2, 33)
+@example("none", 3, [(50, 700), (50, 700)], 2, 8)
 def test_random_lengths(kind, overhead, lengths, heads, ctas):
     Line(kind, overhead, lengths, heads, ctas).check()
 
@@ -53,6 +55,16 @@ def test_sequences_of_one_length_leave_nothing_to_merge(batch, ctas, used):
     line.check()
     assert line.used == used
     assert all(s["whole"] for s in line.ranges) == (used != ctas)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "used"), [("none", 6400, 108), ("causal", 6400, 108), ("causal", 600, 132)]
+)
+def test_query_blocks_that_see_nearly_the_same_keys_read_them_in_step(kind, keys, used):
+    """Nine of them, of three heads: four ranges of each, 108 of 132 CTAs."""
+    line = Line(kind, 1, [(144, keys)], 3, 132)
+    line.check()
+    assert line.used == used
 
 
 @pytest.mark.parametrize("overhead", [0, 2])

@@ -12,9 +12,9 @@ from cute_attn.traits import Traits
 FEW_ROWS, EMPTY = 64, 1.2
 """Rows of the tile for few queries, or a short window; it is chosen where the default tile computes EMPTY times as
 many."""
-FEW_KEYS, EMPTY_KEYS, MANY_QUERIES = (80, 160), 1.5, 1024
-"""Keys of tiles for few keys, such as a text's 77 or 154. They are chosen for so many queries at least, where the
-default tile would compute EMPTY_KEYS times as many keys."""
+FEW_KEYS, EMPTY_KEYS = {80: 1024, 160: 1}, 1.5
+"""Keys of tiles for few keys, such as a text's 77 or 154, and minimum queries. They are chosen where the default tile
+would compute EMPTY_KEYS times as many keys."""
 MANY = 6
 """Maximum of numbers that functions hold; above it, tiles have as few keys as for head dims above 128."""
 FEW_HELD = 2
@@ -50,7 +50,7 @@ def lengths_of(seqlen_q: int, seqlen_k: int, tile_n: int) -> str:
     """The key ``lengths``; tile_n: keys of a block of the default tile."""
     few = next((n for n in FEW_KEYS if seqlen_k <= n), 0)
     computed = -(-seqlen_k // tile_n) * tile_n
-    return f"keys_{few}" if few and seqlen_q >= MANY_QUERIES and computed >= EMPTY_KEYS * few else "long"
+    return f"keys_{few}" if few and seqlen_q >= FEW_KEYS[few] and computed >= EMPTY_KEYS * few else "long"
 
 
 def visited_rows(tile_m: int, tile_n: int, seqlen_q: int, window: int) -> int:

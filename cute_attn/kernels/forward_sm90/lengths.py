@@ -26,6 +26,9 @@ SHORT_WINDOW = 2048
 LEAST_WINDOW = 256
 """Minimum window of head dims 129 to 192 for narrow key blocks; below it, 128 keys cover it in fewer steps."""
 
+NARROW_WINDOW = 512
+"""Maximum window of packed heads of dims 65 to 128 for 64 keys per step; beyond it, 96 or 128."""
+
 SHORT_BIASED = 512
 """The same with a bias that TMA loads: beyond it 192 rows are faster than 64."""
 
@@ -72,13 +75,11 @@ def tile_for_lengths(
         tile = best_packing(tiles, plain, seqlen_q, packed, traits.varlen)
         if tile is None and packed > 1:
             tile = _with_group(plain, traits, group)
-    if (
-        tile is None
-        and pairs is not None
-        and not traits.varlen
-        and (traits.epilogues or not epilogues_beside(traits))
-    ):
-        tile = _tile_for_work(plain, traits, seqlen_q, seqlen_k, pairs)
+    if tile is None and pairs is not None and not traits.varlen:
+        if default.bias_stages:
+            tile = _biased_tile_for_work(traits, seqlen_q, pairs)
+        elif traits.epilogues or not epilogues_beside(traits):
+            tile = _tile_for_work(plain, traits, seqlen_q, seqlen_k, pairs)
     tile = tile or plain
     if not default.speculative:
         # A function may grow along the keys: each step would be computed twice.
@@ -88,15 +89,21 @@ def tile_for_lengths(
     if lists_blocks(traits.epilogues) and (traits.windowed or traits.causal):
         # Bounds beside a list need registers; the list's blocks are multiples of 64 keys.
         return dataclasses.replace(tile, tile_n=64)
-    return dataclasses.replace(tile, tile_n=_keys_per_step(tile, traits, seqlen_k))
+    return dataclasses.replace(tile, tile_n=_keys_per_step(tile, traits, seqlen_k, window))
 
 
-def _keys_per_step(tile: ForwardSm90Tile, traits: Traits, seqlen_k: int) -> int:
-    """Keys per step for sequences of few keys: the fewest that hold all of them, or a number that wastes fewer."""
+def _keys_per_step(tile: ForwardSm90Tile, traits: Traits, seqlen_k: int, window: int) -> int:
+    """Keys per step for sequences of few keys: the fewest that hold all of them, or a number that wastes fewer.
+
+    Packed heads have few queries, whose windows begin and end at nearly the same keys: narrow blocks waste fewer.
+    """
     options = [n for n in FEW_KEYS if n < tile.tile_n and (n % 32 == 0 or traits.dropout != "flash")]
     enough = [n for n in options if seqlen_k <= n]
     if enough:
         return enough[0]
+    if traits.windowed and tile.pack_heads > 1 and 64 < max(traits.head_dim, traits.head_dim_v) <= 128:
+        wide = 96 if tile.pack_heads >= 4 else 128
+        return min(tile.tile_n, 64 if window <= NARROW_WINDOW else wide)
     if (
         seqlen_k > FEW_STEPS * tile.tile_n
         or traits.causal
@@ -147,15 +154,15 @@ def _with_group(plain: ForwardSm90Tile, traits: Traits, group: int) -> ForwardSm
     """The tile with several heads of a key head, and so fewer queries, or None where that does not pay.
 
     Under a mask, fewer queries have more keys in common, and fewer blocks are partially masked; packed sequences end
-    within fewer rows. Head dims from 65 to 128 gain only by the latter.
+    within fewer rows. Head dims from 65 to 128 gain by the latter and under a window.
     """
     d = max(traits.head_dim, traits.head_dim_v)
     pays = traits.varlen or traits.causal or traits.windowed
     heads = max(n for n in (1, 2, 4, 8) if group % n == 0)
     if (
-        heads < (2 if d > 128 else 4)
+        heads < (2 if d > 128 or (d > 64 and traits.windowed) else 4)
         or not pays
-        or (64 < d <= 128 and not traits.varlen)
+        or (64 < d <= 128 and not (traits.varlen or traits.windowed))
         or plain.tile_m == 64
     ):
         return None
@@ -218,6 +225,12 @@ def _tile_for_work(
 
     best = min(others, key=lambda other: estimate(*other))
     return best[0] if LEAST_GAIN * estimate(*best) < estimate(plain, 1.0, 1.0) else None
+
+
+def _biased_tile_for_work(traits: Traits, seqlen_q: int, pairs: int) -> ForwardSm90Tile | None:
+    """With a bias that TMA loads: the tile of 64 rows, if every work tile then has a multiprocessor to itself."""
+    few = _of_warpgroups(traits, "one_warpgroup")
+    return few if few.bias_stages and _count(few, seqlen_q, pairs) <= MULTIPROCESSORS else None
 
 
 def _count(tile: ForwardSm90Tile, seqlen_q: int, pairs: int) -> int:
