@@ -57,11 +57,13 @@ BIAS_DTYPES = ("fp16", "bf16", "fp32")
 SINK_DTYPES = ("fp16", "bf16", "fp32")
 ROTARY = ("interleaved", "halves")
 SPLITS = ("fixed", "stream_k")
+ALIGNMENTS = (1, 2, 4)
+"""Elements that the rows of a cache start at multiples of, if not at multiples of 16 bytes."""
 MASKS = ("causal", "causal_top_left", "window", "window_top_left")
 DROPOUTS = ("flash", "mem_efficient")
 ROW_BYTES = 16
-"""Rows of head-dim elements, and their strides, are multiples of this many bytes, except where padding copies read or
-write the call's tensors."""
+"""Rows of head-dim elements, and their strides, are multiples of this many bytes, except with an ``alignment`` and
+where padding copies read or write the call's tensors."""
 LISTED_ROWS = 128
 """Queries and keys of a block that a sparse mask lists. A kernel's blocks are that or a divisor, or it visits all."""
 MAX_HEAD_DIM = 576
@@ -98,6 +100,7 @@ _TOKENS: dict[str, tuple[str, object]] = {
     "tree": ("tree", True),
     "latent": ("latent", True),
     **{f"split_{split}": ("split", split) for split in SPLITS},
+    **{f"aligned_{n}": ("alignment", n) for n in ALIGNMENTS},
 }
 FEATURES = tuple(_TOKENS)
 """The optional words of a name, except for users' epilogues."""
@@ -114,6 +117,7 @@ _ONLY_IN: dict[str, tuple[str, ...]] = {
     "split": ("kvcache",),
     "tree": ("kvcache",),
     "latent": ("kvcache",),
+    "alignment": ("kvcache", "combine", "combine_stream_k", "append"),
 }
 _TOKEN_OF = {value: token for token, value in _TOKENS.items()}
 
@@ -180,7 +184,8 @@ class Traits:
         op: the operation, one of ``OPS``.
         arch: the kernel's generation. An ``sm80`` kernel (cp.async, mma.sync) also runs on later GPUs.
         dtype: element type of q, k, v and o.
-        head_dim: elements of a row of q and k, up to 576; whole 16 bytes, except for the padding copies.
+        head_dim: elements of a row of q and k, up to 576; whole 16 bytes, except with ``alignment`` and for the padding
+            copies.
         head_dim_v: elements of a row of v and o; ``0`` stands for ``head_dim``.
         precision: of the products in fp32: ``""`` for that of fp32, ``"tf32"`` for operands rounded to tf32's
             11 significant bits.
@@ -208,6 +213,8 @@ class Traits:
         tree: a row of bits for each query says which of the last keys it sees. Kvcache.
         split: ``""``, or how the keys of a query block are split among CTAs: ``fixed``, a fixed number or size of
             splits, or ``stream_k``: equal ranges of all key blocks (:mod:`cute_attn.work.stream_k`). Kvcache.
+        alignment: 0 for rows that start at multiples of 16 bytes, or elements that starts of rows and head dims are
+            multiples of: 1, 2 or 4. Kernels with a cache.
         variant: name of a registered kernel class, ``""`` for the package's default. Forwards of fp32 on sm80 have two
             more, ``terms`` and ``fallback``, launched together (:mod:`cute_attn.host.split_fp32`).
 
@@ -243,6 +250,7 @@ class Traits:
     tree: bool = False
     latent: bool = False
     split: str = ""
+    alignment: int = 0
     variant: str = ""
 
     def __post_init__(self) -> None:
@@ -259,11 +267,16 @@ class Traits:
             ("dropout", ("", *DROPOUTS)),
             ("rotary", ("", *ROTARY)),
             ("split", ("", *SPLITS)),
+            ("alignment", (0, *ALIGNMENTS)),
         ):
             if (given := getattr(self, name)) not in accepted:
-                meant = _MEANT.get(str(given)) or did_you_mean(str(given), accepted)
+                meant = _MEANT.get(str(given)) or did_you_mean(str(given), map(str, accepted))
                 raise ValueError(f"{name} is {given!r}{meant}; accepted: {', '.join(map(repr, accepted))}")
-        multiple = 1 if self.op in PADDED_TENSORS else head_dim_multiple(self.dtype)
+        if self.alignment * self.element_bytes >= ROW_BYTES:
+            raise ValueError(
+                f"alignment is {self.alignment} with dtype {self.dtype!r}; accepted: 0 for {ROW_BYTES} bytes"
+            )
+        multiple = 1 if self.op in PADDED_TENSORS else self.row_alignment
         for name in ("head_dim", "head_dim_v"):
             dim = getattr(self, name)
             if not (isinstance(dim, int) and 0 < dim <= MAX_HEAD_DIM and dim % multiple == 0):
@@ -397,6 +410,11 @@ class Traits:
     def element_bytes(self) -> int:
         """Bytes of an element of q, k, v and o."""
         return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def row_alignment(self) -> int:
+        """Elements that starts of rows and head dims are multiples of."""
+        return self.alignment or head_dim_multiple(self.dtype)
 
     @property
     def fp32_terms(self) -> int:

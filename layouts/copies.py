@@ -9,12 +9,12 @@ from .swizzle import atom_cols, bits_of
 
 
 def gmem_tiled_copy(
-    dtype: Any, num_threads: int, cols: int, *, asynchronous: bool, bits: int = 128
+    dtype: Any, num_threads: int, cols: int, *, asynchronous: bool, bits: int = 128, threads_per_row: int = 0
 ) -> cute.TiledCopy:
     """Copies row-major (rows, cols) tiles between global memory and shared memory or registers.
 
     A thread copies vectors of ``bits`` bits; adjacent threads cover up to 128 bytes of a row, one row of the swizzle
-    atom of ``smem_layout``. A step covers num_threads / threads_per_row rows.
+    atom of ``smem_layout``, or ``threads_per_row`` of them less. A step covers num_threads / threads_per_row rows.
     asynchronous: cp.async (global to shared memory; 128 bits bypass L1), otherwise loads and stores.
     Raises ValueError unless the threads fill whole rows and the vectors whole elements.
     """
@@ -24,7 +24,7 @@ def gmem_tiled_copy(
         )
     vector = bits // dtype.width
     width = atom_cols(cols, dtype.width)
-    threads_per_row = width // vector
+    threads_per_row = threads_per_row or width // vector
     if num_threads % threads_per_row:
         raise ValueError(
             f"num_threads={num_threads}: must be a multiple of the {threads_per_row} threads of a row"

@@ -101,6 +101,8 @@ FURTHER = [
     "backward-sm90-fp16-d128-causal-dropout",
     "backward-sm90-fp16-d64-causal-softcap-alibi",
     "backward-sm90-fp16-d64-causal-softcap-alibi-bias_bf16-dropout-bias_grad",
+    "append-sm90-bf16-d59-rotary_interleaved-rotate_q-aligned_1",
+    "combine-sm90-bf16-d59-aligned_1",
 ]
 # Forward kernels that have another tile for few queries, or on Hopper for short sequences.
 SHORT, DECODE, DECODE_FEW, CHUNK = (512, 512, 1), (1, 4096, 8), (4, 4096, 4), (64, 4096, 4)
@@ -135,6 +137,14 @@ BY_CACHE = {
     (512, 65536, 4, 0): tuple(f"d{dim}-causal-seqused_k-split_stream_k" for dim in (64, 128, 256)),
     (512, 65536, 8, 16): ("d128-causal-seqused_k-paged", "d64-causal-alibi-varlen-seqused_k"),
     (512, 65536, 4, 8): ("d128-causal-softcap-alibi-varlen-seqused_k-paged-split_stream_k",),
+}
+
+
+# Of Ampere: rows that start anywhere.
+ANY_ROWS = {
+    (1, 65536, 4, 3): ("d59-causal-varlen-seqused_k-paged-leftpad-split_stream_k-aligned_1",),
+    (16, 65536, 4, 0): ("d122-causal-softcap-alibi-seqused_k-split_fixed-aligned_2",),
+    (512, 65536, 4, 16): ("d252-causal-varlen-seqused_k-paged-split_stream_k-aligned_4",),
 }
 
 
@@ -187,6 +197,11 @@ def representative() -> list[Default]:
         *(
             Default(Traits.parse(f"kvcache-sm90-bf16-{rest}"), "sm90", call)
             for call, names in BY_CACHE.items()
+            for rest in names
+        ),
+        *(
+            Default(Traits.parse(f"kvcache-sm80-bf16-{rest}"), "sm80", call)
+            for call, names in ANY_ROWS.items()
             for rest in names
         ),
         *(Default(*pair) for pair in registry.defaults()),

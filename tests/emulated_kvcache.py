@@ -71,7 +71,8 @@ def attend(kernel, given):
             partials.num_splits == partials.out.shape[0] > 1 and partials.split_keys % kernel.tile.tile_n == 0
         )
         partials.lse.fill_(-math.inf)
-        partials.out[0], partials.lse[0] = found, found_lse
+        partials.out.fill_(math.nan)
+        partials.out[0][..., : found.shape[-1]], partials.lse[0] = found, found_lse
         return
     if traits.split == "stream_k":
         assert partials.out.shape[0] == 2 * kernel.tile.blocks_per_sm * PROCESSORS
@@ -82,7 +83,7 @@ def attend(kernel, given):
 def merge(kernel, given):
     """What the combine kernel writes."""
     found, found_lse = ref.merge(given.mOpartial, given.mLSEpartial, given.mSinks)
-    given.mO.copy_(found)
+    given.mO.copy_(found[..., : given.mO.shape[-1]])
     given.mLSE.copy_(found_lse)
 
 

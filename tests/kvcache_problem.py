@@ -81,6 +81,9 @@ def random_case(seed: int, appends: bool = False) -> Case:
     )
 
 
+UNALIGNED = {1: (13, 6), 2: (18, 10), 4: (20, 12)}
+"""Head dims whose rows start at multiples of so many elements."""
+
 CASES = {
     "plain": Case((5, 17, 1)),
     "empty": Case((0, 3), queries=(2, 2)),

@@ -46,9 +46,10 @@ def append_kv(
     Parameters
     ----------
     k_cache : Tensor (entries, capacity, nheads_kv, head_dim), or (pages, page_size, nheads_kv, head_dim)
-        fp16 or bf16 on CUDA, any float dtype on the CPU. The last dimension is contiguous, other strides are multiples
-        of 8 elements in any order, on CUDA the data is aligned to 16 bytes; head_dim is a multiple of 8 up to 576, the
-        capacity at most 2**30 - 2**13.
+        fp16 or bf16 on CUDA, any float dtype on the CPU. The last dimension is contiguous, other strides are in any
+        order. Kernels are fastest where head_dim and strides are multiples of 8 elements. The data on CUDA is aligned
+        as these are: to 16 bytes, or for multiples of 4, 2 and 1 elements to as many. head_dim is at most 576, the
+        capacity 2**30 - 2**13.
     v_cache : Tensor
         As k_cache, with head_dim_v up to 512; it does not overlap k_cache. Or latent values: the view
         ``k_cache[..., :head_dim_v]``, with ``k[..., :head_dim_v]`` as v and without rotary embedding.

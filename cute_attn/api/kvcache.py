@@ -120,8 +120,8 @@ def attention_with_kvcache(
     k_cache, v_cache, k, v, page_table, cache_batch_idx, cu_seqlens_k_new, rotary_seqlens, rotary_interleaved, \
 check_lengths
         As for :func:`cute_attn.api.append.append_kv`; without k and v nothing is appended, and caches may overlap.
-        Head dims above 256 are Hopper's. There ``k_cache[..., :head_dim_v]`` as v_cache, as in DeepSeek's latent
-        attention, is loaded once.
+        Head dims above 256 are Hopper's, and multiples of 8 like the strides. There ``k_cache[..., :head_dim_v]`` as
+        v_cache, as in DeepSeek's latent attention, is loaded once.
     cache_seqlens : Tensor (batch,), int32, or int, optional
         Rows in use before the append, leftpad counted: 0 to the capacity. Values of a tensor on CUDA are checked with
         check_lengths only. Default, without k: the capacity.
@@ -290,7 +290,7 @@ def _attend(
     if plan is None:
         found, lse = torch.ops.cute_attn.attention_with_kvcache.default(*call.values(ARGUMENTS))
     else:
-        direct = out if out is not None and _is_written_directly(out) else None
+        direct = out if out is not None and _is_written_directly(out, call.alignment) else None
         found, lse = attend(call, plan, direct)
     if out is not None and found is not out:
         found = write_owned(out, found, cu_seqlens_q)
@@ -308,9 +308,9 @@ def _check_arguments(call: Call) -> None:
             check_writable(name, getattr(call, name))
 
 
-def _is_written_directly(out: Tensor) -> bool:
+def _is_written_directly(out: Tensor, alignment: int) -> bool:
     """True if kernels can write ``out``; otherwise the result is copied to it."""
-    return is_readable(out) and not is_lazy(out)
+    return is_readable(out, alignment) and not is_lazy(out)
 
 
 def _check_splits(num_splits: int, split_keys: int | None) -> None:
@@ -415,7 +415,7 @@ def _launched(call: Call, plan: Plan, out: Tensor | None) -> tuple[Tensor, Tenso
             turned = q if rotates else None
             rotated = launch_append(call, turned, call.cu_seqlens_q, bool(call.mask))
             q = q if rotated is None else rotated
-        return launch_attention(plan, call, record.readable(q), out)
+        return launch_attention(plan, call, record.readable(q, call.alignment), out)
 
 
 _library.impl("attention_with_kvcache", attend_cpu, "CPU")

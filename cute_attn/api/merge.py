@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from cute_attn.host import plans, record
-from cute_attn.host.cache_checks import MAX_HEAD_DIM_V
 from cute_attn.host.call import DTYPE_NAMES
 from cute_attn.host.checks import FLOAT_DTYPES, check_count, check_like, check_sinks
 from cute_attn.host.memory import Tensors, materialized, on_device
@@ -14,6 +13,7 @@ from cute_attn.host.merge import launch
 from cute_attn.host.split_kv import MAX_PARTIALS
 from cute_attn.host.values import check_dense, check_dtype, shown, tensors_of, wrong_shape
 from cute_attn.reference import kvcache as kvcache_reference
+from cute_attn.traits import MAX_HEAD_DIM_V, head_dims_text
 
 
 def merge_attention(
@@ -32,8 +32,8 @@ def merge_attention(
     Parameters
     ----------
     outs : Tensor (partials, batch, seqlen_q, nheads, head_dim_v), or packed (partials, total_q, nheads, head_dim_v)
-        fp32; other float dtypes are copied to fp32 on CUDA. Or a sequence of partial results, copied to one tensor.
-        On CUDA up to 512 partials, head_dim_v a multiple of 8 up to 512.
+        fp32; on CUDA other float dtypes, and head dims that are no multiple of 4, are copied to rows of fp32. Or a
+        sequence of partial results, copied to one tensor. On CUDA up to 512 partials, head_dim_v up to 512.
     lses : Tensor (partials, batch, nheads, seqlen_q), or packed (partials, nheads, total_q), float32
         Natural logarithms. Where one is -inf or +inf, that partial result saw no key and its out is not used.
     sinks : Tensor (nheads,), float32, fp16 or bf16, optional
@@ -128,10 +128,8 @@ def check_for_kernels(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> None:
     if outs.shape[0] > MAX_PARTIALS:
         raise ValueError(f"outs has {outs.shape[0]} partial results; accepted on CUDA: up to {MAX_PARTIALS}")
     dim = outs.shape[-1]
-    if dim % 8 or not 0 < dim <= MAX_HEAD_DIM_V:
-        raise ValueError(
-            f"outs has head_dim_v {dim}; accepted on CUDA: multiples of 8 up to {MAX_HEAD_DIM_V}"
-        )
+    if not 0 < dim <= MAX_HEAD_DIM_V:
+        raise ValueError(f"outs has head_dim_v {dim}; accepted on CUDA: {head_dims_text(1, MAX_HEAD_DIM_V)}")
     check_count("outs has rows", outs[0].numel() // dim)
 
 

@@ -5,14 +5,19 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Boolean, Constexpr, Int32, Int64, cute
 
-from cute_attn.device.math import optimization_barrier, rematerialize
+from cute_attn.device.math import on_device, optimization_barrier, rematerialize
+
+ELEMENTS_IN_FLIGHT = 32
+"""Elements that a thread loads one by one before it stores them to shared memory."""
 
 
 @dataclass(frozen=True)
 class RowCopy:
     """A thread's copies of (rows, cols) tiles; the first ``valid_cols`` columns are in bounds.
 
-    Where ``heads`` heads alternate as rows, those from ``heads_left`` on are out of bounds as well.
+    Where ``heads`` heads alternate as rows, those from ``heads_left`` on are out of bounds as well. Rows in global
+    memory start at multiples of ``alignment`` elements, or with 0 of 16 bytes. With 1 no cp.async can copy them: they
+    are loaded element by element.
     """
 
     tiled_copy: cute.TiledCopy
@@ -21,6 +26,7 @@ class RowCopy:
     valid_cols: Constexpr
     heads: Constexpr = 1
     heads_left: Int32 | None = None
+    alignment: Constexpr = 0
 
     @cute.jit
     def copy(
@@ -41,6 +47,7 @@ class RowCopy:
         s, t = mine.partition_S(source), mine.partition_D(target)
         first = mine.partition_S(cute.make_identity_tensor((row_step, self.cols)))[0]
         exists = cute.make_rmem_tensor(cute.make_layout((1, 1, cute.size(s, mode=[2]))), Boolean)
+        loaded: tuple = ()
         for m in cutlass.range_constexpr(cute.size(s, mode=[1])):
             for k in cutlass.range_constexpr(cute.size(s, mode=[2])):
                 exists[0, 0, k] = Boolean(True)
@@ -53,20 +60,64 @@ class RowCopy:
                 if cutlass.const_expr(self.heads > 1):
                     head = (first[0] + m * row_step) % self.heads
                     exists[0, 0, k] = exists[0, 0, k] & (head < self.heads_left)
-            if cutlass.const_expr(whole and self.cols == self.valid_cols):
+            if cutlass.const_expr(self.alignment == 1):
+                loaded += (self.load_elements(s[None, m, None], t[None, m, None], exists, first[1]),)
+                loaded = store_elements(loaded, m + 1 == cute.size(s, mode=[1]))
+            elif cutlass.const_expr(whole and self.cols == self.valid_cols):
                 cute.copy(self.tiled_copy, s[None, m, None], t[None, m, None])
             else:
                 cute.copy(self.tiled_copy, s[None, m, None], t[None, m, None], pred=exists[None, 0, None])
 
+    @cute.jit
+    def load_elements(
+        self, source: cute.Tensor, target: cute.Tensor, exists: cute.Tensor, first_col: Int32
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """Load a thread's vectors (elements, vectors) of a row, zeros out of bounds; returns them and ``target``.
+
+        exists: (1, 1, vectors), whether a vector has elements in bounds. first_col: of the first vector.
+        """
+        size, col_step = cute.size(source, mode=[0]), cute.size(self.tiled_copy.tiler_mn[1])
+        values = cute.make_rmem_tensor(
+            cute.make_layout((size, cute.size(source, mode=[1]))), source.element_type
+        )
+        values.fill(source.element_type(0.0))
+        for k in cutlass.range_constexpr(cute.size(source, mode=[1])):
+            for e in cutlass.range_constexpr(size):
+                there = exists[0, 0, k]
+                if cutlass.const_expr((k + 1) * col_step > self.valid_cols):
+                    there = there & (first_col + (k * col_step + e) < self.valid_cols)
+                if there:
+                    values[e, k] = source[e, k]
+        return values, target
+
+
+def store_elements(loaded: tuple, last: bool) -> tuple:
+    """Store rows of :meth:`RowCopy.load_elements` to shared memory if they are many or the last; returns those left.
+
+    Later loads wait for these stores: all of a block at once would need too many registers.
+    """
+    if not last and sum(cute.size(values) for values, _ in loaded) < ELEMENTS_IN_FLIGHT:
+        return loaded
+    for values, target in loaded:
+        for k in range(cute.size(values, mode=[1])):
+            cute.autovec_copy(values[None, k], target[None, k])
+    if on_device():
+        cute.arch.sync_warp()
+    return ()
+
 
 @cute.jit
-def block_of_rows(tensor: cute.Tensor, block: Int32, rows: Constexpr, cols: Constexpr) -> cute.Tensor:
+def block_of_rows(
+    tensor: cute.Tensor, block: Int32, rows: Constexpr, cols: Constexpr, alignment: Constexpr = 0
+) -> cute.Tensor:
     """Rows [block * rows, (block + 1) * rows) of a (length, head_dim) tensor, as (rows, cols); bounds are not checked.
 
     The row stride passes an optimization barrier: otherwise each row's 64-bit offset is hoisted out of the caller's
-    loop, at two registers for each row that a thread copies.
+    loop, at two registers for each row that a thread copies. alignment: elements that rows start at multiples of, 0 for
+    16 bytes.
     """
     stride = tensor.stride[0]
     start = Int64(block) * (rows * stride)
-    row_stride = cute.assume(optimization_barrier(Int64(stride)), divby=128 // tensor.element_type.width)
+    multiple: Constexpr = alignment or 128 // tensor.element_type.width
+    row_stride = cute.assume(optimization_barrier(Int64(stride)), divby=multiple)
     return cute.make_tensor(tensor.iterator + start, cute.make_layout((rows, cols), stride=(row_stride, 1)))

@@ -12,9 +12,9 @@ from torch import Tensor
 from cute_attn.api.attention import attention, attention_varlen
 from cute_attn.api.kvcache import attention_with_kvcache
 from cute_attn.host import doors
-from cute_attn.host.checks import check_starts, check_writable, check_written
+from cute_attn.host.checks import check_starts, check_written
 from cute_attn.host.fused_qkv import unbind
-from cute_attn.host.head_dims import cut_head_dim, has_whole_head_dim, pad_head_dim, whole_head_dim
+from cute_attn.host.head_dims import cut_head_dim, whole_head_dim
 from cute_attn.host.memory import write_owned
 from cute_attn.host.values import check_dense, check_dtype, is_one_of, number, shown, wrong_shape
 
@@ -200,34 +200,13 @@ def attend_cache(
     return_lse: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """:func:`cute_attn.api.kvcache.attention_with_kvcache` with caches of any head dim; out, and with return_lse lse.
-
-    Where a head dim is no multiple of 8 the caches are copied, padded, and copied back where k and v were appended.
-    """
+    """:func:`cute_attn.api.kvcache.attention_with_kvcache`: out, and with return_lse lse."""
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     check_tensors(**{name: x for name, x in (("k", k), ("v", v)) if x is not None})
     options |= {"return_lse": True, **scores.arguments(q)} if return_lse else scores.arguments(q)
     q, k, v = contiguous(q), contiguous(k), contiguous(v)
-    if has_whole_head_dim(k_cache) and has_whole_head_dim(v_cache):
-        found = attention_with_kvcache(q, k_cache, v_cache, k=k, v=v, out=out, **options)
-        return found if isinstance(found, tuple) else (found, None)
-    named = [("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v)]
-    if k is not None:
-        for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-            check_written(name, x, [one for one in named if one[0] != name])
-            check_writable(name, x)
-    if out is not None:
-        shape = (*q.shape[:-1], v_cache.shape[-1])
-        check_written("out", out, named, shape=shape, dtype=q.dtype, device=q.device)
-    caches = (pad_head_dim(k_cache), pad_head_dim(v_cache))
-    q, k, v = (pad_head_dim(x) if isinstance(x, Tensor) else x for x in (q, k, v))
-    found = attention_with_kvcache(q, *caches, k=k, v=v, **options)
-    for own, used in zip((k_cache, v_cache), caches, strict=True):
-        if k is not None and used is not own:
-            own.copy_(used[..., : own.shape[-1]])
-    padded, lse = found if isinstance(found, tuple) else (found, None)
-    result = cut_head_dim(padded, v_cache.shape[-1])
-    return result if out is None else write_owned(out, result, options.get("cu_seqlens_q")), lse
+    found = attention_with_kvcache(q, k_cache, v_cache, k=k, v=v, out=out, **options)
+    return found if isinstance(found, tuple) else (found, None)
 
 
 def attend_pages(

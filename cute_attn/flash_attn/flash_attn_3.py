@@ -33,7 +33,6 @@ from cute_attn.flash_attn.conventions import (
 )
 from cute_attn.flash_attn.operators import backward
 from cute_attn.host.checks import check_written
-from cute_attn.host.head_dims import cut_head_dim, pad_head_dim
 from cute_attn.host.values import python_number, shown, wrong_shape
 
 __all__ = [
@@ -266,8 +265,7 @@ def flash_attn_combine(
             [("out_partial", out_partial), ("lse_partial", lse_partial)],
         )
         check_written("out", out, named, shape=out_partial.shape[1:], dtype=dtype, device=out_partial.device)
-    merged, lse = merge_attention(pad_head_dim(out_partial), lse_partial.transpose(-1, -2), dtype=out_dtype)
-    merged = cut_head_dim(merged, out_partial.shape[-1])
+    merged, lse = merge_attention(out_partial, lse_partial.transpose(-1, -2), dtype=out_dtype)
     return merged if out is None else out.copy_(merged), lse.transpose(-1, -2)
 
 

@@ -233,9 +233,6 @@ def flash_attn_with_kvcache(
 ) -> Result:
     """Attention with a cache of keys and values, to which k and v are appended first, in place; no gradients.
 
-    With a head_dim that is no multiple of 8 each call copies the whole cache, padded, and back where k and v are
-    given, as FlashAttention-2 does: a cache of the next multiple, with zeros, spares that.
-
     Parameters
     ----------
     q : Tensor (batch, seqlen_q, nheads, head_dim)

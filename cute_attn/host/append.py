@@ -9,7 +9,7 @@ from cute_attn.compiler import registry
 from cute_attn.host import record
 from cute_attn.host.call import DTYPE_NAMES, Call
 from cute_attn.host.checks import check_count
-from cute_attn.host.memory import on_device, regular
+from cute_attn.host.memory import ALIGNMENT_BYTES, on_device, regular
 from cute_attn.tiles.inference import AppendTile
 from cute_attn.traits import Traits
 
@@ -29,6 +29,7 @@ def traits_of(call: Call, arch: str, q: Tensor | None) -> Traits:
         varlen_new=call.cu_seqlens_k_new is not None,
         paged=call.page_table is not None,
         batch_idx=call.cache_batch_idx is not None,
+        alignment=call.alignment,
     )
 
 
@@ -46,7 +47,7 @@ def launch(
     rotated = None
     with on_device(call.k_cache.get_device()):
         if q is not None:
-            q = record.readable(q)
+            q = record.readable(q, call.alignment)
             rotated = record.contiguous(q, tuple(q.shape))
         arguments, rows = kernel_arguments(call, q, rotated, cu_seqlens_q, rises)
         if rows:
@@ -60,6 +61,7 @@ def kernel_arguments(
     call: Call, q: Tensor | None, rotated: Tensor | None, cu_seqlens_q: Tensor | None, rises: bool
 ) -> tuple[dict[str, Any], int]:
     """The kernel's arguments, tuples in place of its classes, and the number of rows."""
+    alignment = call.alignment
     first = call.cache_seqlens if call.rotary_seqlens is None else call.rotary_seqlens
     seqlens = first if call.cache_seqlens is None else call.cache_seqlens
     if call.k is None or call.v is None or call.k.numel() == 0:
@@ -67,7 +69,7 @@ def kernel_arguments(
         none = [x[:0] for x in (call.k_cache, call.v_cache)]
         k, v = (x[:, 0] if call.cu_seqlens_k_new is not None else x for x in none)
     else:
-        k, v = record.readable(call.k), record.readable(call.v)
+        k, v = record.readable(call.k, alignment), record.readable(call.v, alignment)
     tables = None
     if call.page_table is not None or call.cache_batch_idx is not None:
         table = call.page_table
@@ -81,13 +83,15 @@ def kernel_arguments(
         rows += q.numel() // q.shape[-1] // max(q.shape[-2], 1)
     check_count("k and q have rows", rows)
     heads = max(k.shape[-2] * (k.shape[-1] + v.shape[-1]), 0 if q is None else q.shape[-2] * q.shape[-1])
-    check_count("k and v, or q, have elements in a row of all heads", heads, _MAX_ROW)
+    vector = alignment or ALIGNMENT_BYTES // k.element_size()
+    check_count("k and v, or q, have elements in a row of all heads", heads, _MAX_ROW * vector)
     if seqlens is None or seqlens.shape[0] == 0:
         rows = 0  # rows, if any, belong to no sequence
-    new = (regular(k), regular(v), seqlens, call.cu_seqlens_k_new)
-    caches = {"mKcache": regular(call.k_cache), "mVcache": regular(call.v_cache), "tables": tables}
+    new = (regular(k, alignment), regular(v, alignment), seqlens, call.cu_seqlens_k_new)
+    own = (record.in_place(x, alignment) for x in (call.k_cache, call.v_cache))
+    caches = {**dict(zip(("mKcache", "mVcache"), own, strict=True)), "tables": tables}
     return {**caches, "new": new, "angles": angles, "queries": queries}, rows
 
 
-# The grid's second extent is at most 65,535 CTAs, of threads with 8 elements each.
-_MAX_ROW = 65_535 * AppendTile().num_threads * 8
+# The grid's second extent is at most 65,535 CTAs, of threads with a vector each.
+_MAX_ROW = 65_535 * AppendTile().num_threads

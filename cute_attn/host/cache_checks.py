@@ -21,16 +21,16 @@ from cute_attn.host.checks import (
     check_cumulative,
     check_epilogues,
     check_int32,
+    check_last_stride,
     check_range,
     check_scale,
     check_sinks,
     check_slopes,
     check_softcap,
     check_starts,
-    check_strides,
     on_host,
 )
-from cute_attn.host.memory import has_memory, is_aligned, is_first_columns, overlap
+from cute_attn.host.memory import ALIGNMENT_BYTES, has_memory, is_aligned, is_first_columns, overlap
 from cute_attn.host.values import check_dtype, check_present, wrong_shape
 from cute_attn.traits import MAX_HEAD_DIM, MAX_HEAD_DIM_V
 
@@ -71,9 +71,9 @@ def _check_cache(call: Call, batch: int) -> None:
     if v_cache.dim() != 4 or v_cache.shape[:-1] != k_cache.shape[:-1] or not v_cache.shape[-1]:
         raise wrong_shape("v_cache", v_cache, f"{tuple(k_cache.shape[:-1])} and a head_dim_v, as k_cache")
     for name, x, most in (("k_cache", k_cache, MAX_HEAD_DIM), ("v_cache", v_cache, MAX_HEAD_DIM_V)):
-        if x.shape[-1] % 8 or x.shape[-1] > most:
-            raise ValueError(f"{name} has head dim {x.shape[-1]}; accepted: multiples of 8 up to {most}")
-        check_strides(name, x)
+        if x.shape[-1] > most:
+            raise ValueError(f"{name} has head dim {x.shape[-1]}; accepted: up to {most}")
+        check_last_stride(name, x)
     table = call.page_table
     if table is not None:
         check_dtype("page_table", table, torch.int32)
@@ -297,14 +297,17 @@ def check_append_for_kernels(call: Call) -> None:
 
 
 def check_cache_addresses(call: Call) -> None:
-    """Raise for errors that only addresses show: an unaligned cache, or written caches that overlap."""
+    """Raise for errors that only addresses show: caches aligned less than their rows, or written ones that overlap."""
     k_cache, v_cache = call.k_cache, call.v_cache
     if call.k is not None:
         _check_written(call)
     if not (k_cache.data_ptr() | v_cache.data_ptr()) % 16:
         return
+    alignment = call.alignment
+    multiple = alignment * k_cache.element_size() or ALIGNMENT_BYTES
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if not is_aligned(x):
+        if not is_aligned(x, alignment):
             raise ValueError(
-                f"{name} starts {x.data_ptr() % 16} bytes past a multiple of 16; accepted: aligned"
+                f"{name} starts {x.data_ptr() % multiple} bytes past a multiple of {multiple}; accepted: aligned as "
+                "its rows are"
             )

@@ -13,7 +13,7 @@ from torch import Tensor
 from cute_attn import reference
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
 from cute_attn.epilogues.names import lists_blocks, user_epilogue
-from cute_attn.host.memory import is_first_columns, materialized, rows_are_aligned
+from cute_attn.host.memory import is_first_columns, materialized, row_alignment, rows_are_aligned
 from cute_attn.host.values import python_number, shown
 from cute_attn.reference.kvcache import Cache, Rotary
 from cute_attn.tiles import is_latent_dim
@@ -233,6 +233,11 @@ class Call(NamedTuple):
     def latent(self) -> bool:
         """The values are the first columns of the keys, of a head dim for which kernels load these once."""
         return is_latent(self.k_cache, self.v_cache)
+
+    @property
+    def alignment(self) -> int:
+        """Elements that rows of the cache start at multiples of, 0 for 16 bytes: the traits' alignment."""
+        return row_alignment(self.k_cache, self.v_cache)
 
     @property
     def entries(self) -> int:

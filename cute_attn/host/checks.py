@@ -286,10 +286,10 @@ def check_for_kernels(call: Call, *, unaligned: bool = False) -> None:
     _check_sizes(call)
     if call.alibi_slopes is not None:
         check_dtype("alibi_slopes", call.alibi_slopes, torch.float32)
-        _check_last_stride("alibi_slopes", call.alibi_slopes)
+        check_last_stride("alibi_slopes", call.alibi_slopes)
     if call.bias is not None:
         check_dtype("bias", call.bias, *DTYPE_NAMES)
-        _check_last_stride("bias", call.bias)
+        check_last_stride("bias", call.bias)
 
 
 def _check_sizes(call: Call) -> None:
@@ -342,14 +342,15 @@ def check_steps(call: Call, query_blocks: int, tile: Any, multiprocessors: int) 
     check_count(f"{what}: steps of each of {multiprocessors} multiprocessors", steps, MAX_STEPS)
 
 
-def _check_last_stride(name: str, tensor: Tensor) -> None:
+def check_last_stride(name: str, tensor: Tensor) -> None:
+    """Raise ValueError for rows whose elements are not contiguous."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{name} has strides {tuple(tensor.stride())}; accepted: a last stride of 1")
 
 
 def check_strides(name: str, tensor: Tensor) -> None:
     """Raise ValueError for rows that are not contiguous, or not whole 16 bytes apart."""
-    _check_last_stride(name, tensor)
+    check_last_stride(name, tensor)
     for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
         if size > 1 and stride % (ALIGNMENT_BYTES // tensor.element_size()):
             raise ValueError(

@@ -49,14 +49,23 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 ALIGNMENT_BYTES = 16
 
 
-def is_aligned(x: Tensor) -> bool:
-    """True if ``x`` starts at a multiple of 16 bytes; it must have memory."""
-    return x.data_ptr() % ALIGNMENT_BYTES == 0
+def is_aligned(x: Tensor, alignment: int = 0) -> bool:
+    """True if ``x`` starts at a multiple of ``alignment`` elements, or with 0 of 16 bytes; it must have memory."""
+    return x.data_ptr() % (alignment * x.element_size() or ALIGNMENT_BYTES) == 0
 
 
-def may_be_aligned(x: Tensor) -> bool:
+def may_be_aligned(x: Tensor, alignment: int = 0) -> bool:
     """:func:`is_aligned`, or True for a tensor without memory: its address is not known yet."""
-    return not has_memory(x) or is_aligned(x)
+    return not has_memory(x) or is_aligned(x, alignment)
+
+
+def row_alignment(*tensors: Tensor) -> int:
+    """Elements that head dims and, from the first, the starts of rows are multiples of: 0 for 16 bytes, or fewer."""
+    found = whole = ALIGNMENT_BYTES // tensors[0].element_size()
+    for x in tensors:
+        steps = [step for n, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
+        found = math.gcd(found, x.shape[-1], *steps)
+    return 0 if found == whole else found
 
 
 def rows_are_aligned(x: Tensor) -> bool:
@@ -76,9 +85,12 @@ def rows_are_whole(x: Tensor) -> bool:
 _MAX_STRIDE = 2**38
 
 
-def rows_are_regular(x: Tensor) -> bool:
-    """True if every stride has the divisibility that kernels assume, also in dimensions of size 1."""
-    whole = ALIGNMENT_BYTES // x.element_size()
+def rows_are_regular(x: Tensor, alignment: int = 0) -> bool:
+    """True if every stride has the divisibility that kernels assume, also in dimensions of size 1.
+
+    alignment: elements that strides are multiples of, 0 for 16 bytes.
+    """
+    whole = alignment or ALIGNMENT_BYTES // x.element_size()
     return x.stride(-1) == 1 and all(s % whole == 0 and s <= _MAX_STRIDE for s in x.stride()[:-1])
 
 
@@ -98,14 +110,14 @@ def is_broadcast(x: Tensor) -> bool:
     return any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True))
 
 
-def regular(x: Tensor) -> Tensor:
+def regular(x: Tensor, alignment: int = 0) -> Tensor:
     """``x``, or a view of it with regular strides in dimensions of size 1."""
-    return x if rows_are_regular(x) else as_strided(x, tuple(x.shape), regular_strides(x, x.shape))
+    return x if rows_are_regular(x, alignment) else as_strided(x, tuple(x.shape), regular_strides(x, x.shape))
 
 
-def is_readable(x: Tensor) -> bool:
+def is_readable(x: Tensor, alignment: int = 0) -> bool:
     """True if kernels can access ``x`` in place, by its strides and its address if that is known."""
-    return rows_are_regular(x) and may_be_aligned(x)
+    return rows_are_regular(x, alignment) and may_be_aligned(x, alignment)
 
 
 # ---- what the dispatcher does with a tensor ----

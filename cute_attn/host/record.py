@@ -117,14 +117,26 @@ def overwritten(*tensors: Tensor, alone: bool = False) -> None:
         thread.recording.alone += tensors if alone else ()
 
 
-def readable(x: Tensor) -> Tensor:
-    """``x``, or a copy where kernels cannot read its strides or its address."""
-    regular = memory.rows_are_regular(x)
+def readable(x: Tensor, alignment: int = 0) -> Tensor:
+    """``x``, or a copy where kernels cannot read its strides or its address.
+
+    alignment: elements that starts of rows are multiples of, 0 for 16 bytes; a multiple of it is the last size.
+    """
+    regular = memory.rows_are_regular(x, alignment)
     if regular and memory.may_be_aligned(x):
         return x
-    if regular:  # a copy only for its address
+    if regular:  # a copy only for its address, or none
         unlike_others()
+        if alignment and memory.is_aligned(x, alignment):
+            return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def in_place(x: Tensor, alignment: int = 0) -> Tensor:
+    """``x``, which starts at a multiple of ``alignment`` elements or of 16 bytes, as kernels read and write it."""
+    if not memory.is_aligned(x):  # the next call's may start between these multiples
+        unlike_others()
+    return memory.regular(x, alignment)
 
 
 def also() -> None:

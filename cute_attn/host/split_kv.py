@@ -28,13 +28,12 @@ from cute_attn.host.memory import (
     clear_owned,
     contiguous_strides,
     on_device,
-    regular,
     regular_strides,
 )
 from cute_attn.host.plans import Plan
 from cute_attn.host.record import Layout
 from cute_attn.tiles.inference import MAX_PARTIALS, SPLIT_KEYS, CacheCall, CombineStreamKTile, CombineTile
-from cute_attn.traits import Traits
+from cute_attn.traits import Traits, aligned_head_dim
 
 EVEN = 8
 """Minimum keys per query above which a mask leaves a sequence's query blocks nearly equal numbers of keys."""
@@ -109,8 +108,8 @@ def launch(
     results = {"mO": out, "mLSE": lse}
     arguments = {
         "mQ": q,
-        "mK": regular(call.k_cache),
-        "mV": regular(call.v_cache),
+        "mK": record.in_place(call.k_cache, plan.kernel.traits.alignment),
+        "mV": record.in_place(call.v_cache, plan.kernel.traits.alignment),
         **results,
         "seqlens": seqlens,
         "tables": _tables(call),
@@ -204,12 +203,16 @@ def _combine(kernel: Any, split: Split, shapes: tuple[tuple[int, ...], ...], cal
     # On Hopper its launch overlaps the end of the kernel before it, of either generation.
     arch = registry.generations(target)[0]
     if split.how == "fixed":
-        plain = Traits("combine", arch, traits.dtype, traits.head_dim_v, sinks=call.sinks_dtype)
+        plain = Traits(
+            *("combine", arch, traits.dtype, traits.head_dim_v),
+            sinks=call.sinks_dtype,
+            alignment=traits.alignment,
+        )
         tile = CombineTile.of(split.num_splits, not split.split_keys).for_head_dim(traits.head_dim_v)
         return compiler.compile(plain, tile, target)
     kept = {
         name: getattr(traits, name)
-        for name in ("mask", "sinks", "varlen", "seqused_k", "leftpad", "varlen_k")
+        for name in ("mask", "sinks", "varlen", "seqused_k", "leftpad", "varlen_k", "alignment")
     }
     own = Traits("combine_stream_k", arch, traits.dtype, traits.head_dim_v, **kept)
     tile = CombineStreamKTile.after(
@@ -219,7 +222,7 @@ def _combine(kernel: Any, split: Split, shapes: tuple[tuple[int, ...], ...], cal
 
 
 def _partial_shapes(call: Call, kernel: Any, split: Split, processors: int) -> tuple[tuple[int, ...], ...]:
-    dim = call.v_cache.shape[-1]
+    dim = aligned_head_dim("fp32", call.v_cache.shape[-1])
     if split.how == "fixed":
         rows = call.q.shape[:-2] if call.cu_seqlens_q is None else (1, call.q.shape[0])
         heads = call.q.shape[-2]
@@ -264,6 +267,7 @@ def traits_of(call: Call, arch: str, split: str, variant: str = "") -> Traits:
         tree=call.tree_mask is not None,
         latent=call.latent,
         split=split,
+        alignment=call.alignment,
         variant=variant,
     )
 
@@ -293,9 +297,9 @@ def choose_kernel(call: Call, target: str, processors: int) -> tuple[Any, Split]
 
 
 def _generations(call: Call, target: str) -> list[str]:
-    """The generations of kernels that run on a target, the newest first, except for pages that TMA cannot load."""
+    """The generations of kernels that run on a target, the newest first, except for rows that TMA cannot load."""
     names = registry.generations(target)
-    return names[-1:] if _page_rows(call) % BOX_ROWS else names
+    return names[-1:] if _page_rows(call) % BOX_ROWS or call.alignment else names
 
 
 def _page_rows(call: Call) -> int:

@@ -6,14 +6,15 @@
 All new rows are written, whether a query sees them or not, in a separate launch before attention: no thread of
 attention waits for another's rows, and this file serves both archs. Rows beyond the capacity are written nowhere.
 
-A CTA handles one row of all heads, of keys and values or of queries, 16 bytes per thread; a second extent of the grid
-divides rows that are longer than a CTA. The rows' addresses come from ``KeyRows``.
+A CTA handles one row of all heads, of keys and values or of queries, 16 bytes per thread, or with an ``alignment`` so
+many elements; a second extent of the grid divides rows that are longer than a CTA. The rows' addresses come from
+``KeyRows``.
 
 Rotation is in fp32 and rounds once. With cosines and sines of 16 bits, products are exact in fp32, so that it does not
 matter where the compiler fuses multiply and add: results equal the definition's bit for bit.
 
-Limits: fp16 and bf16; head dims up to 576, multiples of 8; 16-byte aligned rows with a contiguous last dimension,
-otherwise of any strides; any even number of rotated elements.
+Limits: fp16 and bf16; head dims up to 576; rows with a contiguous last dimension, otherwise of any strides; any even
+number of rotated elements.
 """
 
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ from cute_attn.traits import MAX_HEAD_DIM, Traits
 
 def _new_fake(kernel: Any) -> NewKeys:
     traits = kernel.traits
-    k, v = (fakes.rows(fakes.CUTE_DTYPES[traits.dtype], 3 if traits.varlen_new else 4) for _ in range(2))
+    dtype, ndim = fakes.CUTE_DTYPES[traits.dtype], 3 if traits.varlen_new else 4
+    k, v = (fakes.rows(dtype, ndim, traits.alignment) for _ in range(2))
     return NewKeys(k, v, fakes.plain(Int32, 1), fakes.numbers(traits.varlen_new))
 
 
@@ -49,7 +51,7 @@ def _queries_fake(kernel: Any) -> Queries | None:
     traits = kernel.traits
     if not traits.rotate_q:
         return None
-    q, rotated = (fakes.rows(fakes.CUTE_DTYPES[traits.dtype], fakes.rank(traits)) for _ in range(2))
+    q, rotated = (fakes.head_rows(kernel) for _ in range(2))
     return Queries(q, rotated, fakes.numbers(traits.varlen), Int32(0))
 
 
@@ -66,7 +68,10 @@ class AppendKv:
     def supports(cls, traits: Traits) -> str | None:
         if traits.op != "append":
             return f"it computes append, not {traits.op}"
-        used = ("head_dim_v", "varlen", "rotary", "rotate_q", "varlen_new", "paged", "batch_idx", "variant")
+        used = (
+            *("head_dim_v", "varlen", "rotary", "rotate_q", "varlen_new", "paged", "batch_idx"),
+            *("alignment", "variant"),
+        )
         own = {name: getattr(traits, name) for name in used}
         plain = Traits("append", traits.arch, traits.dtype, traits.head_dim, **own)
         if traits != plain:
@@ -78,6 +83,11 @@ class AppendKv:
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> AppendTile:
         return AppendTile()
+
+    @property
+    def vector(self) -> int:
+        """Elements that a thread copies."""
+        return self.traits.row_alignment
 
     # ---- host ----
 
@@ -92,13 +102,13 @@ class AppendKv:
         queries: Annotated[Queries | None, _queries_fake],
         stream: cuda.CUstream,
     ) -> None:
-        per_row = new.k.shape[-2] * ((self.traits.head_dim + self.traits.head_dim_v) // 8)
+        per_row = new.k.shape[-2] * ((self.traits.head_dim + self.traits.head_dim_v) // self.vector)
         new_rows = number_of_rows(new.k)
         rows = new_rows
         if cutlass.const_expr(queries is not None):
             q: cute.Tensor = queries.q  # type: ignore[union-attr]
             rows += number_of_rows(q)
-            per_row = cutlass.max(per_row, q.shape[-2] * (self.traits.head_dim // 8))
+            per_row = cutlass.max(per_row, q.shape[-2] * (self.traits.head_dim // self.vector))
         key_rows = KeyRows.make(mKcache, tables)
         self.kernel(mKcache, mVcache, key_rows, new, new_rows, angles, queries).launch(
             grid=[rows, cute.ceil_div(per_row, self.tile.num_threads), 1],
@@ -137,16 +147,17 @@ class AppendKv:
         number: Int32,
         vector: Int32,
     ) -> None:
-        """Vector ``vector`` of new row ``number``: of 8 elements of a key's heads, then of a value's."""
+        """Vector ``vector`` of new row ``number``: of a key's heads, then of a value's."""
         row = NewRow.find(new.k, new.cu_seqlens, number)
-        per_key, per_value = self.traits.head_dim // 8, self.traits.head_dim_v // 8
+        size = self.vector
+        per_key, per_value = self.traits.head_dim // size, self.traits.head_dim_v // size
         of_keys = new.k.shape[-2] * per_key
         of_values = new.k.shape[-2] * per_value
         target = new.seqlens[row.batch] + row.index
         if row.exists and target >= 0 and target < key_rows.capacity and vector < of_keys + of_values:
             place = key_rows.place(row.batch, target)
             if vector < of_keys:
-                head, col = vector // per_key, vector % per_key * 8
+                head, col = vector // per_key, vector % per_key * size
                 source = row.elements(new.k, head)
                 values = self.load(source, col)
                 if cutlass.const_expr(angles is not None):
@@ -154,7 +165,7 @@ class AppendKv:
                     values = self.rotate(values, source, col, angles, position)
                 self.store(values, key_rows.row(mKcache, place, head), col)
             else:
-                head, col = (vector - of_keys) // per_value, (vector - of_keys) % per_value * 8
+                head, col = (vector - of_keys) // per_value, (vector - of_keys) % per_value * size
                 values = self.load(row.elements(new.v, head), col)
                 self.store(values, key_rows.row(mVcache, place, head), col)
 
@@ -162,9 +173,9 @@ class AppendKv:
     def rotate_query(self, queries: Queries, angles: Angles, number: Int32, vector: Int32) -> None:
         """Vector ``vector`` of query row ``number``, rotated to its copy."""
         row = NewRow.find(queries.q, queries.cu_seqlens, number)
-        per_head = self.traits.head_dim // 8
+        per_head = self.traits.head_dim // self.vector
         if row.exists and vector < queries.q.shape[-2] * per_head:
-            head, col = vector // per_head, vector % per_head * 8
+            head, col = vector // per_head, vector % per_head * self.vector
             source = row.elements(queries.q, head)
             position = angles.seqlens[row.batch] + row.index * queries.step
             values = self.rotate(self.load(source, col), source, col, angles, position)
@@ -172,35 +183,37 @@ class AppendKv:
 
     @cute.jit
     def load(self, source: cute.Tensor, col: Int32) -> cute.Tensor:
-        """Elements [col, col + 8) of a row."""
-        values = cute.make_rmem_tensor(cute.make_layout(8), source.element_type)
-        start = cute.assume(Int64(col), divby=8)
-        cute.autovec_copy(cute.make_tensor(source.iterator + start, cute.make_layout(8)), values)
+        """The vector of a row from element ``col`` on."""
+        values = cute.make_rmem_tensor(cute.make_layout(self.vector), source.element_type)
+        start = cute.assume(Int64(col), divby=self.vector)
+        cute.autovec_copy(cute.make_tensor(source.iterator + start, cute.make_layout(self.vector)), values)
         return values
 
     @cute.jit
     def store(self, values: cute.Tensor, target: cute.Tensor, col: Int32) -> None:
-        """Elements [col, col + 8) of a row."""
-        start = cute.assume(Int64(col), divby=8)
-        cute.autovec_copy(values, cute.make_tensor(target.iterator + start, cute.make_layout(8)))
+        """The vector of a row from element ``col`` on."""
+        start = cute.assume(Int64(col), divby=self.vector)
+        cute.autovec_copy(values, cute.make_tensor(target.iterator + start, cute.make_layout(self.vector)))
 
     @cute.jit
     def rotate(
         self, values: cute.Tensor, source: cute.Tensor, col: Int32, angles: Angles, position: Int32
     ) -> cute.Tensor:
-        """``values``, elements [col, col + 8) of row ``source``, with the rotated pairs turned.
+        """``values``, the vector of row ``source`` from element ``col`` on, with the rotated pairs turned.
 
         Positions beyond the table use its last row.
         """
         pairs = Int32(angles.cos.shape[1])
         position = cutlass.max(cutlass.min(position, angles.cos.shape[0] - 1), 0)
-        wide = cute.make_rmem_tensor(cute.make_layout(8), Float32)
+        wide = cute.make_rmem_tensor(cute.make_layout(self.vector), Float32)
         cos, sin = (self.angle_row(table, position) for table in (angles.cos, angles.sin))
-        for e in cutlass.range_constexpr(8):
+        for e in cutlass.range_constexpr(self.vector):
             # Indices out of bounds are clamped, to avoid a branch.
             at = cutlass.min(col + e, 2 * pairs - 1)
-            if cutlass.const_expr(self.traits.rotary == "interleaved"):
+            if cutlass.const_expr(self.traits.rotary == "interleaved" and self.vector > 1):
                 first, pair, other = Boolean(e % 2 == 0), at // 2, values[e ^ 1]
+            elif cutlass.const_expr(self.traits.rotary == "interleaved"):
+                first, pair, other = at % 2 == 0, at // 2, source[at ^ 1]
             else:
                 first = at < pairs
                 pair = at if first else at - pairs
@@ -209,7 +222,7 @@ class AppendKv:
             c, s = Float32(cos[pair]), Float32(sin[pair])
             turned = x * c - y * s if first else y * s + x * c
             wide[e] = turned if col + e < 2 * pairs else x
-        result = cute.make_rmem_tensor(cute.make_layout(8), values.element_type)
+        result = cute.make_rmem_tensor(cute.make_layout(self.vector), values.element_type)
         convert_to_16_bits(wide, result)
         return result
 

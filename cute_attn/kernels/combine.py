@@ -17,7 +17,8 @@ groups of threads each add up every groups-th partial row, 16 bytes per thread a
 group adds the groups' sums in their order. So the order of all sums depends only on the number of partial results and
 the tile: results repeat bit for bit.
 
-Limits: up to ``MAX_PARTIALS`` fp32 partial results; out in fp16, bf16 or fp32; head dims up to 512, multiples of 8.
+Limits: up to ``MAX_PARTIALS`` fp32 partial results, their rows whole 16 bytes; out in fp16, bf16 or fp32; head dims up
+to 512.
 """
 
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from cute_attn.device.seqlen import SeqlenInfo, Seqlens, first_block, sequence_o
 from cute_attn.epilogues.mask import Mask
 from cute_attn.kernels import fakes
 from cute_attn.kernels.limits import beyond
-from cute_attn.tiles.inference import MAX_PARTIALS, CombineStreamKTile, CombineTile
+from cute_attn.tiles.inference import MAX_PARTIALS, CombineStreamKTile, CombineTile, partial_columns
 from cute_attn.traits import DTYPES, MAX_HEAD_DIM_V, Traits
 from cute_attn.work.key_splits import Partials
 from cute_attn.work.stream_k import OVERHEAD, StreamK, VisibleBlocks
@@ -40,7 +41,7 @@ from cute_attn.work.stream_k import OVERHEAD, StreamK, VisibleBlocks
 
 @dataclass(frozen=True)
 class Shared:
-    """A CTA's shared memory: fp32 (rows, most_partials) twice, (rows, groups, head_dim_v), (rows, groups).
+    """A CTA's shared memory: fp32 (rows, most_partials) twice, (rows, groups, columns), (rows, groups).
 
     The latter two have no memory, and no use, with one group.
     """
@@ -169,11 +170,11 @@ class Combine:
     def supports(cls, traits: Traits) -> str | None:
         if traits.op != "combine":
             return f"it computes combine, not {traits.op}"
-        own = {name: getattr(traits, name) for name in ("sinks", "variant")}
+        own = {name: getattr(traits, name) for name in ("sinks", "alignment", "variant")}
         plain = Traits("combine", traits.arch, traits.dtype, traits.head_dim, **own)
         if traits != plain:
             return f"it uses no features but sinks; accepted: {plain}"
-        return beyond(traits, dtypes=DTYPES, most=MAX_HEAD_DIM_V)
+        return beyond(traits, dtypes=DTYPES, most=MAX_HEAD_DIM_V, multiple=traits.row_alignment)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> CombineTile:
@@ -195,8 +196,8 @@ class Combine:
         """Launch. Packed rows are one batch.
 
         Args:
-            mOpartial, mLSEpartial: fp32 (partials, batch, queries, nheads, head_dim_v) and (partials, batch, nheads,
-                queries).
+            mOpartial, mLSEpartial: fp32 (partials, batch, queries, nheads, columns) and (partials, batch, nheads,
+                queries); columns: head_dim_v rounded up to 4.
         """
         self.launch((mOpartial, mLSEpartial), mO, mLSE, mSinks, GivenRows.make(mO, self.tile), stream)
 
@@ -281,7 +282,7 @@ class Combine:
         return Shared(
             area("lse", tile.rows, tile.most_partials),
             area("weights", tile.rows, tile.most_partials),
-            area("sums", tile.rows, tile.groups, self.traits.head_dim_v),
+            area("sums", tile.rows, tile.groups, partial_columns(self.traits)),
             area("totals", tile.rows, tile.groups),
         )
 
@@ -365,7 +366,7 @@ class Combine:
     ) -> None:
         """Load this thread's columns of a partial row; in place of those out of bounds, others."""
         for j in cutlass.range_constexpr(self.tile.vectors(self.traits)):
-            col = cutlass.min(self.column(place, j), self.traits.head_dim_v - 4)
+            col = cutlass.min(self.column(place, j), partial_columns(self.traits) - 4)
             source = outs + cute.assume(row + col, divby=4)
             cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), values[None, j, u])
 
@@ -455,14 +456,17 @@ class Combine:
             out.store(acc.load())
         else:
             convert_to_16_bits(acc, out)
+        width: Constexpr = min(4, self.traits.row_alignment)
         start = Int64(place.query) * mO.stride[-3] + Int64(place.head) * mO.stride[-2]
         if cutlass.const_expr(len(mO.shape) == 4):
             start += Int64(place.batch) * mO.stride[0]
         for j in cutlass.range_constexpr(self.tile.vectors(self.traits)):
             col = self.column(place, j)
-            if col < self.traits.head_dim_v:
-                target = mO.iterator + cute.assume(start + col, divby=4)
-                cute.autovec_copy(out[None, j], cute.make_tensor(target, cute.make_layout(4)))
+            for e in cutlass.range_constexpr(0, 4, width):
+                if col + e < self.traits.head_dim_v:
+                    target = mO.iterator + cute.assume(start + col + e, divby=width)
+                    some = cute.make_tensor(out[None, j].iterator + e, cute.make_layout(width))
+                    cute.autovec_copy(some, cute.make_tensor(target, cute.make_layout(width)))
         if place.lane == 0:
             start = Int64(place.head) * mLSE.stride[-2] + Int64(place.query) * mLSE.stride[-1]
             if cutlass.const_expr(len(mLSE.shape) == 3):
@@ -628,7 +632,7 @@ class CombineStreamK(Combine):
     def supports(cls, traits: Traits) -> str | None:
         if traits.op != "combine_stream_k":
             return f"it computes combine_stream_k, not {traits.op}"
-        used = ("mask", "sinks", "varlen", "seqused_k", "leftpad", "varlen_k", "variant")
+        used = ("mask", "sinks", "varlen", "seqused_k", "leftpad", "varlen_k", "alignment", "variant")
         own = {name: getattr(traits, name) for name in used}
         plain = Traits("combine_stream_k", traits.arch, traits.dtype, traits.head_dim, **own)
         if traits != plain:

@@ -1,7 +1,7 @@
 """Argument types shared by several kernels, with how each is faked (:mod:`cute_attn.compiler.arguments`).
 
 Sizes and strides are symbolic, strides 64 bit; rows of head_dim are 16-byte aligned, with strides in multiples of
-16 bytes.
+16 bytes, or as the traits' ``alignment`` says.
 """
 
 from typing import Annotated, Any
@@ -24,12 +24,15 @@ ALIGN_BYTES = 16
 # ---- tensors of any kernel ----
 
 
-def rows(dtype: Any, ndim: int) -> cute.Tensor:
-    """A tensor of head-dim rows: last dimension contiguous, its size and other strides multiples of 16 bytes."""
-    divisibility = ALIGN_BYTES * 8 // dtype.width
+def rows(dtype: Any, ndim: int, alignment: int = 0) -> cute.Tensor:
+    """A tensor of head-dim rows: last dimension contiguous, its size and other strides multiples of 16 bytes.
+
+    Or of ``alignment`` elements.
+    """
+    divisibility = alignment or ALIGN_BYTES * 8 // dtype.width
     shape = (*(cute.sym_int() for _ in range(ndim - 1)), cute.sym_int(divisibility=divisibility))
     stride = (*(cute.sym_int64(divisibility=divisibility) for _ in range(ndim - 1)), 1)
-    return make_fake_tensor(dtype, shape, stride=stride, assumed_align=ALIGN_BYTES)
+    return make_fake_tensor(dtype, shape, stride=stride, assumed_align=divisibility * dtype.width // 8)
 
 
 def plain(dtype: Any, ndim: int) -> cute.Tensor:
@@ -68,7 +71,7 @@ def rank(traits: Traits) -> int:
 
 def head_rows(kernel: Any) -> cute.Tensor:
     """See :data:`HeadRows`."""
-    return rows(CUTE_DTYPES[kernel.traits.dtype], rank(kernel.traits))
+    return rows(CUTE_DTYPES[kernel.traits.dtype], rank(kernel.traits), kernel.traits.alignment)
 
 
 HeadRows = Annotated[cute.Tensor, head_rows]
@@ -77,7 +80,10 @@ HeadRows = Annotated[cute.Tensor, head_rows]
 k and v have nheads_kv heads; v and o rows of head_dim_v."""
 
 CacheRows = Annotated[
-    cute.Tensor, lambda kernel: rows(CUTE_DTYPES[kernel.traits.dtype], 3 if kernel.traits.varlen_k else 4)
+    cute.Tensor,
+    lambda kernel: rows(
+        CUTE_DTYPES[kernel.traits.dtype], 3 if kernel.traits.varlen_k else 4, kernel.traits.alignment
+    ),
 ]
 """A cache of k or v: (entries or pages, rows, nheads_kv, dim); with ``varlen_k`` packed, (total, nheads_kv, dim)."""
 

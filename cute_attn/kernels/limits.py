@@ -13,8 +13,9 @@ def beyond(
     Args:
         dtypes: of q, k, v and o.
         most: the largest head dim.
-        multiple: of the head dims.
+        multiple: of the head dims, unless the traits have an ``alignment``.
     """
+    multiple = traits.alignment or multiple
     if traits.dtype not in dtypes:
         return f"dtype is {traits.dtype}; accepted: {', '.join(dtypes)}"
     for name in ("head_dim", "head_dim_v"):

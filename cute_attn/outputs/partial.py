@@ -21,16 +21,20 @@ class RowTarget:
     Attributes:
         out, lse: of the tile's first query and head.
         out_steps, lse_steps: elements from one head to the next, and from one query to the next.
+        width: columns stored at once, 2, or 1 where rows start anywhere.
     """
 
     out: cute.Pointer
     lse: cute.Pointer
     out_steps: tuple[Int64, Int64]
     lse_steps: tuple[Int64, Int64]
+    width: Constexpr = 2
 
     @staticmethod
     @cute.jit
-    def whole(mO: cute.Tensor, mLSE: cute.Tensor, tile: QueryTile, varlen: Constexpr) -> "RowTarget":
+    def whole(
+        mO: cute.Tensor, mLSE: cute.Tensor, tile: QueryTile, varlen: Constexpr, width: Constexpr = 2
+    ) -> "RowTarget":
         """In the results: mO (batch, seqlen_q, nheads, head_dim_v) and mLSE (batch, nheads, seqlen_q), or varlen."""
         query = Int64(tile.info.offset_q + tile.row0)
         out = query * mO.stride[-3] + Int64(tile.head) * mO.stride[-2]
@@ -39,10 +43,11 @@ class RowTarget:
             out += Int64(tile.batch) * mO.stride[0]
             lse += Int64(tile.batch) * mLSE.stride[0]
         return RowTarget(
-            mO.iterator + cute.assume(out, divby=2),
+            mO.iterator + cute.assume(out, divby=width),
             mLSE.iterator + lse,
             (Int64(mO.stride[-2]), Int64(mO.stride[-3])),
             (Int64(mLSE.stride[-2]), Int64(mLSE.stride[-1])),
+            width,
         )
 
     @staticmethod
@@ -101,7 +106,8 @@ def store_rows(
         acc: O normalised, (rows, columns) as ``score_map`` has them: fp32, converted to the target's type.
         lse: (rows), natural logarithms.
         score_map: of O's accumulator.
-        dim: head_dim_v; columns from there on are not written. Of partial results that saw no key the LSE is enough.
+        dim: head_dim_v; columns from there on are not written, except for the next one of an odd ``dim`` in pairs. Of
+            partial results that saw no key the LSE is enough.
     """
     dtype: Any = target.out.dtype
     cols = score_map.modes.cols
@@ -110,15 +116,17 @@ def store_rows(
             head = Int64(score_map.head(r)) if cutlass.const_expr(score_map.heads > 1) else Int64(0)
             query = Int64(score_map.query(r))
             row = target.out + cute.assume(
-                head * target.out_steps[0] + query * target.out_steps[1] + score_map.thr_col, divby=2
+                head * target.out_steps[0] + query * target.out_steps[1] + score_map.thr_col,
+                divby=target.width,
             )
-            pair, wanted = cute.make_rmem_tensor(cute.make_layout(2), dtype), Int32(dim)
+            some, wanted = cute.make_rmem_tensor(cute.make_layout(target.width), dtype), Int32(dim)
             if cutlass.const_expr(dtype is Float32 and lse is not None):
                 wanted = cutlass.select_(lse[r] == -Float32.inf, Int32(0), wanted)
-            for c in cutlass.range_constexpr(0, cute.size(acc, mode=[1]), 2):
+            for c in cutlass.range_constexpr(0, cute.size(acc, mode=[1]), target.width):
                 if score_map.thr_col + cols[c] < wanted:
-                    pair[0], pair[1] = dtype(acc[r, c]), dtype(acc[r, c + 1])
-                    cute.autovec_copy(pair, cute.make_tensor(row + cols[c], cute.make_layout(2)))
+                    for e in cutlass.range_constexpr(target.width):
+                        some[e] = dtype(acc[r, c + e])
+                    cute.autovec_copy(some, cute.make_tensor(row + cols[c], cute.make_layout(target.width)))
             if cutlass.const_expr(lse is not None):
                 if score_map.thr_col == 0:
                     place = head * target.lse_steps[0] + query * target.lse_steps[1]

@@ -4,12 +4,17 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from cute_attn.tiles.base import Tile, choice
-from cute_attn.traits import LARGE_HEAD_DIM, Traits
+from cute_attn.traits import LARGE_HEAD_DIM, Traits, aligned_head_dim
 
 MAX_PARTIALS = 512
 """The most partial results that a row of the combine kernel merges."""
 SPLIT_KEYS = 128
 """Divisor of the keys of a split: whole key blocks of every tile for calls with ``split_keys``."""
+
+
+def partial_columns(traits: Traits) -> int:
+    """Columns of a partial result: whole vectors of 16 bytes."""
+    return aligned_head_dim("fp32", traits.head_dim_v)
 
 
 @dataclass(frozen=True)
@@ -72,14 +77,14 @@ class CombineTile(Tile):
 
         Above head dim 256 four.
         """
-        vectors = traits.head_dim_v // 4
+        vectors = partial_columns(traits) // 4
         each = 2 if traits.head_dim_v <= LARGE_HEAD_DIM else 4
         enough = [threads for threads in (32, 16, 8, 4, 2, 1) if each * threads >= vectors]
         return min(enough, key=lambda threads: -(-vectors // threads) * threads)
 
     def vectors(self, traits: Traits) -> int:
         """16-byte vectors of a partial row for each thread."""
-        return -(-traits.head_dim_v // (4 * self.threads_per_row(traits)))
+        return -(-partial_columns(traits) // (4 * self.threads_per_row(traits)))
 
     def num_threads(self, traits: Traits) -> int:
         """Threads of a CTA."""
@@ -90,7 +95,7 @@ class CombineTile(Tile):
         sizes = {
             "lse": 4 * self.rows * self.most_partials,
             "weights": 4 * self.rows * self.most_partials,
-            "sums": 4 * self.rows * self.groups * traits.head_dim_v if self.groups > 1 else 0,
+            "sums": 4 * self.rows * self.groups * partial_columns(traits) if self.groups > 1 else 0,
             "totals": 4 * self.rows * self.groups if self.groups > 1 else 0,
         }
         areas, start = {}, 0
@@ -185,7 +190,7 @@ class AppendTile(Tile):
     """Tile of the append kernel.
 
     Attributes:
-        num_threads: threads of a CTA; each copies 16 bytes of a row.
+        num_threads: threads of a CTA; each copies 16 bytes of a row, or with an ``alignment`` so many elements.
     """
 
     num_threads: int = choice(128, 64, 128, 256)

@@ -15,7 +15,7 @@ from cute_attn.host import append
 from cute_attn.reference import kvcache as ref
 from cute_attn.traits import Traits
 from tests import emulated_append
-from tests.kvcache_problem import CASES, Case, Problem, random_case
+from tests.kvcache_problem import CASES, UNALIGNED, Case, Problem, random_case
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +53,14 @@ def check(case: Case, seed: int = 0) -> None:
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.new or case.rotary])
 def test_every_thread_against_the_definition(name):
     check(CASES[name])
+
+
+@pytest.mark.parametrize("alignment", UNALIGNED)
+@pytest.mark.parametrize("name", ["page-3", "rotary-halves-causal", "packed-append", "rotary-seqlens"])
+def test_head_dims_of_rows_that_start_anywhere(name, alignment):
+    case = dataclasses.replace(CASES[name], dims=UNALIGNED[alignment])
+    assert Problem(case, dtype=torch.float16).append().alignment == alignment
+    check(case)
 
 
 @pytest.mark.parametrize("seed", range(30))

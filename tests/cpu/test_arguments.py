@@ -124,7 +124,7 @@ cached(softcap=-1.0) -> ValueError: softcap is -1.0; accepted: a finite number a
 cached(causal=torch.tensor(True)) -> ValueError: causal is tensor(True); accepted: False or True
 cached(alibi_slopes=ones(4).half()) -> TypeError: alibi_slopes has dtype torch.float16; accepted: torch
 cached(alibi_slopes=ones(8)[::2]) -> ValueError: alibi_slopes has strides (2,); accepted: a last
-cached(q=QUERIES[..., :12], k_cache=K_CACHE[..., :12]) -> ValueError: k_cache has head dim 12; accepted: multiples of 8
+cached(k_cache=ones(3, 16, 2, 577)) -> ValueError: k_cache has head dim 577; accepted: up to 576
 cached(v_cache=ones(3, 16, 2, 32)[..., ::2]) -> ValueError: v_cache has strides (1024, 64, 32, 2); accepted: a last stri
 cached(tile="nonsense") -> ValueError: tile has 'nonsense'; accepted: FIELD=VALUE with a field of tile_m
 attention(Q, K, V, tile="tile_n=33") -> Unsupported: forward-sm80 declined ... tile_n is 33; accepted:

@@ -1,4 +1,4 @@
-"""Rows of a paged cache in shared memory: boxes make up the tile that wgmma reads."""
+"""Rows of a cache in shared memory: boxes make up the tile that wgmma reads; elements of rows that start anywhere."""
 
 import cutlass
 import pytest
@@ -8,8 +8,15 @@ from cutlass.cute.runtime import from_dlpack
 
 import layouts
 from cute_attn.compiler import registry
+from cute_attn.device.copy import RowCopy
+from cute_attn.device.key_rows import CacheTables, KeyRows
+from cute_attn.device.seqlen import sequence
 from cute_attn.device.wgmma import operand_layout
 from cute_attn.host.call import is_latent
+from cute_attn.kernels.forward_sm80.key_groups import KeyGroup
+from cute_attn.kernels.forward_sm80.loads import BlockLoad
+from cute_attn.kernels.kvcache_sm80.loads import PagedLoad
+from cute_attn.tiles import padded
 from cute_attn.traits import Traits
 
 
@@ -70,3 +77,57 @@ def test_values_of_other_widths_are_loaded_on_their_own(dim_v):
     assert not is_latent(keys, keys[..., :dim_v]) and is_latent(keys, keys[..., :512])
     with pytest.raises(registry.Unsupported, match=f"head_dim_v is {dim_v} with latent"):
         registry.lookup(Traits.parse(f"kvcache-sm90-bf16-d576x{dim_v}-latent"))
+
+
+# ---- rows that start anywhere ----
+
+KEYS, ROWS, PAGE = 64, 40, 3
+"""Keys of a block, of a sequence, and rows of a page."""
+
+
+@cute.jit
+def load_elements(
+    cache: cute.Tensor, table: cute.Tensor | None, found: cute.Tensor, kernel: Constexpr, first: Int32
+):
+    """A block of keys as all threads load it, the rows [first, ROWS), to a row-major tile."""
+    dim, threads = kernel.traits.head_dim, kernel.tile.group_threads
+    rows = KeyRows.make(cache, CacheTables(table, None))
+    for thread in cutlass.range(threads, unroll=1):
+        group = KeyGroup(Int32(0), thread, 1, 4)
+        copy = RowCopy(kernel.gmem_load(dim), thread, padded(dim), dim, alignment=1)
+        if cutlass.const_expr(table is None):
+            entry = sequence(cache, Int32(0), Int32(1), Int32(0), False)
+            BlockLoad(copy, entry, found, Int32(ROWS), group, first).start(Int32(0), Int32(0), False)
+        else:
+            pages = kernel.page_numbers(copy)
+            where = (cache, Int32(1), rows, Int32(0), found, first, Int32(ROWS), group, pages)
+            load = PagedLoad(copy, *where)
+            load.find(Int32(0))
+            load.start(Int32(0), Int32(0), False)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("dim", [13, 59, 100, 201])
+def test_elements_of_rows_that_start_anywhere(dim, paged):
+    """Each is where it belongs; columns and rows beyond are zero, whatever is next to them in memory."""
+    traits = Traits("kvcache", "sm80", "fp16", dim, paged=paged, alignment=1)
+    kernel = registry.lookup(traits, f"tile_m=64,tile_n={KEYS},num_warps=4,key_groups=1")
+    pages = 16
+    entry = torch.randn(pages * PAGE, 2, dim).half()
+    table = torch.randperm(pages).int()[None, : pages - 2] if paged else None
+    # At an odd address, after and before NaN.
+    memory = torch.full((entry.numel() + 2 * dim + 1,), torch.nan, dtype=torch.float16)
+    shape = (pages, PAGE, 2, dim) if paged else (1, pages * PAGE, 2, dim)
+    cache = memory[dim + 1 - dim % 2 :][: entry.numel()].view(shape).copy_(entry.view(shape))
+    keys = cache[table[0].long()].flatten(0, 1)[:, 1] if paged else cache[0, :, 1]
+    wanted = torch.zeros(KEYS, padded(dim), dtype=torch.float16)
+    first = 2
+    wanted[first:ROWS, :dim] = keys[first:ROWS]
+    found = torch.full((KEYS, padded(dim), 1), torch.nan, dtype=torch.float16)
+
+    def dynamic(x, leading, align):
+        return from_dlpack(x, assumed_align=align).mark_layout_dynamic(leading_dim=leading)
+
+    tables = None if table is None else dynamic(table, 1, 4)
+    load_elements(dynamic(cache, 3, 2), tables, from_dlpack(found, assumed_align=8), kernel, first)
+    assert found[..., 0].equal(wanted)

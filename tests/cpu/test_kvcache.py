@@ -22,7 +22,7 @@ from cute_attn.host.call import Call
 from cute_attn.host.memory import is_lazy
 from tests import emulated_kvcache, machine, refusals
 from tests.cpu.test_examples import load
-from tests.kvcache_problem import CASES, Case, Problem
+from tests.kvcache_problem import CASES, UNALIGNED, Case, Problem
 
 
 def ints(*values):
@@ -145,6 +145,48 @@ def check_attention(problem: Problem, expected: Problem, **options):
 @pytest.mark.parametrize("name", CASES)
 def test_the_launches_equal_the_definition(name, cuda_on_cpu):
     check_attention(*(Problem(CASES[name], dtype=torch.float16) for _ in range(2)))
+
+
+@pytest.mark.parametrize("options", [{"num_splits": 1}, {"num_splits": 3}, {"split_keys": 128}], ids=str)
+@pytest.mark.parametrize("alignment", UNALIGNED)
+@pytest.mark.parametrize(
+    "name", ["plain", "packed-append", "page-16", "rotary-halves", "leftpad-page", "sinks"]
+)
+def test_head_dims_of_rows_that_start_anywhere(name, alignment, options, cuda_on_cpu):
+    """By the Ampere kernel, without a warning; the cache stays where it is."""
+    case = dataclasses.replace(
+        CASES[name], dims=UNALIGNED[alignment], capacity=144 if CASES[name].page else 150
+    )
+    check_attention(*(Problem(case, dtype=torch.float16) for _ in range(2)), **options)
+    (kernel,) = cuda_on_cpu
+    assert (kernel.traits.arch, kernel.traits.alignment) == ("sm80", alignment)
+
+
+def test_keys_and_values_between_each_other(cuda_on_cpu):
+    """Views of one tensor: values start at an odd address."""
+    problem, expected = (
+        Problem(dataclasses.replace(CASES["append"], dims=(13, 13)), dtype=torch.float16) for _ in range(2)
+    )
+    both = torch.cat((problem.k, problem.v), -1)
+    problem.k, problem.v = both[..., :13], both[..., 13:]
+    assert problem.v.data_ptr() % 4 == 2
+    check_attention(problem, expected)
+
+
+def test_caches_start_where_rows_may(cuda_on_cpu):
+    problem = Problem(dataclasses.replace(CASES["append"], dims=(20, 12)), dtype=torch.float16)
+    shifted = torch.zeros(problem.k.numel() + 2, dtype=torch.float16)[2:].view(problem.k.shape)
+    problem.k = shifted.copy_(problem.k)
+    message = "k_cache starts 4 bytes past a multiple of 8; accepted: aligned as its rows are"
+    with pytest.raises(ValueError, match=message):
+        kvcache.attend_cuda(*arguments_of(problem))
+
+
+def test_large_head_dims_of_rows_that_start_anywhere_are_told(cuda_on_cpu):
+    problem = Problem(Case((5, 9), dims=(300, 300)), dtype=torch.float16)
+    message = "kvcache-sm80 declined .*-aligned_4: head_dim is 300; accepted: multiples of 4 up to 256"
+    with pytest.raises(registry.Unsupported, match=message):
+        kvcache.attend_cuda(*arguments_of(problem))
 
 
 @pytest.mark.parametrize("name", LATENT)
@@ -314,8 +356,9 @@ def test_a_negated_cache_is_not_written():
 
 def test_outputs_that_kernels_do_not_write_directly(cuda_on_cpu):
     out = torch.zeros(2, 1, 2, 8, dtype=torch.float16)
-    assert kvcache._is_written_directly(out) and not kvcache._is_written_directly(torch._neg_view(out))
-    assert not kvcache._is_written_directly(torch.zeros(2, 1, 2, 9, dtype=torch.float16)[..., 1:])
+    assert kvcache._is_written_directly(out, 0) and not kvcache._is_written_directly(torch._neg_view(out), 0)
+    assert not kvcache._is_written_directly(torch.zeros(2, 1, 2, 9, dtype=torch.float16)[..., 1:], 0)
+    assert kvcache._is_written_directly(torch.zeros(2, 1, 2, 9, dtype=torch.float16)[..., 1:], 1)
 
 
 @pytest.mark.parametrize("path", ["append", "attention", "append-cpu", "attention-cpu", "out", "out-cpu"])

@@ -11,9 +11,10 @@ from cutlass.cute.runtime import from_dlpack
 
 from cute_attn.api.merge import check, check_for_kernels, merge_attention
 from cute_attn.compiler import compile, registry
+from cute_attn.host.memory import row_alignment
 from cute_attn.kernels.combine import Combine, GivenRows
 from cute_attn.reference import kvcache as kvcache_reference
-from cute_attn.tiles.inference import MAX_PARTIALS, CombineTile
+from cute_attn.tiles.inference import MAX_PARTIALS, CombineTile, partial_columns
 from cute_attn.traits import Traits
 from tests import refusals
 from tests.merged_rows import merge_rows
@@ -53,8 +54,9 @@ def compiled(kernel: Combine):
 
 
 def emulate(kernel: Combine, outs: torch.Tensor, lses: torch.Tensor, sinks: torch.Tensor | None = None):
-    dtype = {"fp16": torch.float16, "fp32": torch.float32}[kernel.traits.dtype]
+    dtype, dim = {"fp16": torch.float16, "fp32": torch.float32}[kernel.traits.dtype], outs.shape[-1]
     out = torch.full(outs.shape[1:], math.nan, dtype=dtype)
+    outs = torch.nn.functional.pad(outs, (0, partial_columns(kernel.traits) - dim), value=math.nan)
     lse = torch.full(lses.shape[1:], math.nan)
     memory = torch.full((kernel.tile.smem_bytes(kernel.traits) // 4,), math.nan)
     sinks = torch.full((1,), math.nan) if sinks is None else sinks
@@ -83,6 +85,10 @@ KERNELS = {
     "narrow": (8, "fp16", T(8, 1, 8)),
     "odd": (72, "fp16", T(2, 3, 1)),
     "eager": (64, "fp32", T(2, 2, 4, eager=True)),
+    "any-row": (59, "fp16", T(2, 2, 2)),
+    "any-fp32-row": (13, "fp32", T(4, 1)),
+    "pairs": (102, "fp16", T(1, 4)),
+    "half-vectors": (20, "fp16", T(8, 1)),
 }
 
 
@@ -90,7 +96,8 @@ KERNELS = {
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_thread_against_the_definition(name, partials):
     dim, dtype, tile = KERNELS[name]
-    kernel = Combine(Traits("combine", "sm80", dtype, dim), tile)
+    alignment = row_alignment(torch.empty(1, dim, dtype=torch.float16 if dtype == "fp16" else torch.float32))
+    kernel = Combine(Traits("combine", "sm80", dtype, dim, alignment=alignment), tile)
     assert tile.reject(kernel.traits, "sm86") is None
     outs, lses = partial_results(partials, 2, 3, 3, dim, seed=partials)
     lses[:, 1, 2, 1] = -math.inf  # a row without keys
@@ -225,8 +232,7 @@ merge_attention((x for x in OUTS), LSES) -> TypeError: outs is a generator; acce
 merge_attention(3, LSES) -> TypeError: outs is an int; accepted: a list or a tuple of tensors, or one tensor of all
 merge_attention(OUTS, LSES.to("meta")) -> ValueError: lses is on meta; accepted: cpu, where outs is
 on_cuda((513, 1, 1, 1, 8), torch.float16) -> ValueError: outs has 513 partial results; accepted on CUDA: up to 512
-on_cuda((2, 1, 1, 1, 12), torch.float16)
-    -> ValueError: outs has head_dim_v 12; accepted on CUDA: multiples of 8 up to 512
+on_cuda((2, 1, 1, 1, 513), torch.float16) -> ValueError: outs has head_dim_v 513; accepted on CUDA: 1 to 512
 on_cuda((2, 1, 1, 1, 8), torch.float64) -> TypeError: dtype is torch.float64; accepted on CUDA: torch.float16
 registry.lookup(D128, "rows=0") -> Unsupported: rows is 0; accepted: 1 or more
 registry.lookup(D128, "rows=64,groups=8")

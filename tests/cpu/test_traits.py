@@ -87,6 +87,10 @@ Traits("forward", *BASE, bias="bf16", bias_grad=True)
     -> ValueError: bias_grad is True with op 'forward'; accepted: with op 'backward'
 Traits("forward", *BASE, bias="bf16", bias_grad=True)
     -> ValueError: bias_grad is True with op 'forward'; accepted: with op 'backward'
+Traits("forward", *BASE, alignment=2) -> ValueError: alignment is 2 with op 'forward'; accepted: with op 'kvcache' or
+Traits("kvcache", *BASE, alignment=8) -> ValueError: alignment is 8; accepted: 0, 1, 2, 4
+Traits("combine", "sm80", "fp32", 60, alignment=4) -> ValueError: alignment is 4 with dtype 'fp32'; accepted: 0 for 16
+Traits("kvcache", "sm80", "bf16", 59, alignment=2) -> ValueError: head_dim is 59; accepted: multiples of 2 up to 576
 Traits("backward", *BASE, bias_grad=True) -> ValueError: bias_grad is True without a bias; accepted: with
 Traits("backward", *BASE, lse_grad=True)
     -> ValueError: lse_grad is True with op 'backward'; accepted: with op 'backward_preprocess'

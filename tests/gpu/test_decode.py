@@ -62,6 +62,19 @@ def test_merge(partials, arch):
             check_merged((out, lse), outs, lses)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dim", [1, 13, 59, 102, 100, 511])
+def test_merge_attention_of_any_head_dim(dim, dtype):
+    outs, lses = partial_results(6, 2, 33, 5, dim)
+    found = merge_attention(outs, lses, dtype=dtype)
+    check_merged(found, outs, lses)
+    for _ in range(3):  # from its record
+        assert all(
+            one.equal(other)
+            for one, other in zip(merge_attention(outs, lses, dtype=dtype), found, strict=True)
+        )
+
+
 @pytest.mark.parametrize("queries", [1, 3, 108, 1024])
 def test_merge_attention(queries):
     outs, lses = partial_results(6, 1, queries, 5, 128)
@@ -122,6 +135,24 @@ def test_append_is_the_definition_bit_for_bit(name, dtype, arch):
         assert bits(rotated).equal(bits(whole))
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dims", [(59, 41), (34, 18), (100, 52), (574, 301)])
+@pytest.mark.parametrize(
+    "name", ["append-beyond-capacity", "page-3", "packed-append", "rotary-halves-causal", "rotary-seqlens"]
+)
+def test_append_of_rows_that_start_anywhere(name, dims, arch):
+    case = dataclasses.replace(CASES[name], dims=dims, heads=(6, 2))
+    problem, expected = Problem(case, dtype=torch.bfloat16).to("cuda"), Problem(case, dtype=torch.bfloat16)
+    expected.run()
+    rotated = launched(problem, arch, problem.q if case.rotary else None)
+    assert bits(problem.k).equal(bits(expected.k)) and bits(problem.v).equal(bits(expected.v))
+    if rotated is not None:
+        start = expected.int32(case.lengths) if expected.rotary.seqlens is None else expected.rotary.seqlens
+        positions = query_positions(start, expected.cu_q, expected.q.shape[:-2], bool(case.mask))
+        whole = rotate(expected.q.flatten(0, -3), positions, expected.rotary).view(expected.q.shape)
+        assert bits(rotated).equal(bits(whole))
+
+
 @pytest.mark.parametrize("page", [0, 16])
 def test_append_beyond_two_to_the_31(page):
     """Entries, or pages, more than 2**31 elements apart."""
@@ -166,6 +197,71 @@ def test_attention_is_the_definition(name, arch):
     torch.testing.assert_close(out.cpu(), whole, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse.cpu(), whole_lse, rtol=1e-3, atol=1e-3)
     assert bits(problem.k).equal(bits(expected.k)) and bits(problem.v).equal(bits(expected.v))
+
+
+ANY_ROWS = [(59, 13), (34, 18), (100, 100), (250, 251)]
+"""Head dims whose rows start at multiples of 1, 2, 4 and 1 elements."""
+WITH_ANY_ROWS = (
+    *("plain", "append", "batch-idx", "page-3", "page-16", "leftpad-append", "leftpad-page", "packed-append"),
+    *("rotary-halves-causal", "window-past", "alibi-batch", "sinks-packed", "tree-page-leftpad"),
+    *("functions-leftpad-page", "groups-of-5"),
+)
+
+
+@pytest.mark.parametrize("dims", ANY_ROWS[:3])
+@pytest.mark.parametrize("name", WITH_ANY_ROWS)
+def test_rows_that_start_anywhere(name, dims):
+    """By the Ampere kernel on any GPU. Rows that no sequence has are NaN: columns beyond a head dim are theirs too."""
+    check_large(Problem(dataclasses.replace(CASES[name], dims=dims), dtype=torch.bfloat16), "cpu")
+
+
+@pytest.mark.parametrize("num_splits", [0, 3])
+@pytest.mark.parametrize("page", [0, 7])
+@pytest.mark.parametrize("dims", ANY_ROWS)
+@pytest.mark.parametrize(("heads", "queries"), [((4, 4), 1), ((8, 2), 5), ((8, 2), 80)])
+def test_rows_that_start_anywhere_in_many_blocks(heads, queries, dims, page, num_splits):
+    """Few and many queries, with keys divided among CTAs; from a record as well."""
+    case = Case(
+        (700, 64, 0, 1031, 5),
+        new=(queries,) * 5,
+        queries=(queries,) * 5,
+        capacity=1120,
+        page=page,
+        heads=heads,
+        dims=dims,
+        rotary=8,
+        mask="causal",
+    )
+    problem = Problem(case, dtype=torch.float16)
+    found = check_large(problem, "cuda", num_splits=num_splits)
+    for _ in range(10):  # each appends the same rows at the same places
+        again = attention_with_kvcache(
+            problem.q, problem.k, problem.v, return_lse=True, num_splits=num_splits, **problem.options()
+        )
+        assert all(one.equal(other) for one, other in zip(again, found, strict=True))
+
+
+@pytest.mark.parametrize("dim", [13, 59, 100])
+def test_keys_and_values_side_by_side(dim):
+    """Views of one tensor, so that values start between multiples of 16 bytes, and calls at several addresses."""
+    case = Case(
+        (400, 37), new=(2, 2), queries=(2, 2), capacity=512, heads=(4, 2), dims=(dim, dim), mask="causal"
+    )
+    expected = Problem(case, dtype=torch.float16)
+    whole, whole_lse = copy.deepcopy(expected).run()
+    for shift in (0, 1, 2, 4, 0) if dim % 2 else (0, 4, 8, 4, 0):
+        problem = copy.deepcopy(expected).to("cuda")
+        both = torch.full(
+            (problem.k[..., 0].numel() * 2 * dim + shift,), math.nan, dtype=torch.float16, device="cuda"
+        )
+        both = both[shift:].view(*problem.k.shape[:3], 2 * dim)
+        for _ in range(3):
+            both[..., :dim], both[..., dim:] = expected.k.to("cuda"), expected.v.to("cuda")
+            found = attention_with_kvcache(
+                problem.q, both[..., :dim], both[..., dim:], return_lse=True, **problem.options()
+            )
+            torch.testing.assert_close(found[0].cpu(), whole, rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(found[1].cpu(), whole_lse, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("dims", [(576, 512), (320, 320), (264, 64)])

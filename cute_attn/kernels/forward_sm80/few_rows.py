@@ -35,12 +35,13 @@ def _tiles_for_few_rows(traits: Traits, target: str) -> tuple[ForwardSm80Tile, .
 
     A warp has 16 rows, and the other warps divide the keys: each additional warp along the rows reads all of K and V
     from shared memory once more. Above head dim 192, of these only the one of 32 rows has no spills on sm100 and sm120.
+    Narrow copies of rows with an ``alignment`` need more registers for addresses.
     """
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
     found = []
     sizes = ((16, 1, 4), (32, 2, 2), (64, 4, 1))
     for rows, warps, groups in sizes[1:2] if target in TILES_OF and d > 192 else sizes:
-        keys = 128 if d <= 64 else 64
+        keys = 128 if d <= 64 else 64 if d <= 128 or not traits.alignment else 32
         fewest = max(16 * groups, 32)
         keeps_q = d <= 128 and not (
             rows == 64 and (traits.tree or traits.paged or traits.epilogues or traits.split == "stream_k")

@@ -220,8 +220,9 @@ class ForwardSm80:
         found.part("copy-gmem-to-smem", "gmem_load", self.traits.head_dim)
         found.part("copy-smem-to-gmem", "gmem_store", self.traits.head_dim_v)
         found.part("mma", "tiled_mma", warps_n=tile.warps_n)
-        found.move("K by cp.async", "LDGSTS", lambda: self.gmem_load(d), k)
-        found.move("V by cp.async", "LDGSTS", lambda: self.gmem_load(dv), v)
+        how = ("by cp.async", "LDGSTS", None) if self.traits.alignment != 1 else ("by elements", "STS", "dst")
+        found.move(f"K {how[0]}", how[1], lambda: self.gmem_load(d), k, how[2])
+        found.move(f"V {how[0]}", how[1], lambda: self.gmem_load(dv), v, how[2])
         found.ldmatrix("Q", "A", self.tiled_mma, q).ldmatrix("K", "B", self.tiled_mma, k)
         found.ldmatrix("V", "B", self.tiled_mma, v, transpose=True).store("O", self.tiled_mma, o)
         return found.move("O from shared memory", "LDS", lambda: self.gmem_store(dv), o, "src")
@@ -404,7 +405,9 @@ class ForwardSm80:
 
     def row_copy(self, copy: cute.TiledCopy, dim: int, tile: QueryTile, thread: Int32) -> RowCopy:
         """A copy of a work tile's rows."""
-        return RowCopy(copy, thread, padded(dim), dim, self.tile.pack_heads, tile.heads_left)
+        return RowCopy(
+            copy, thread, padded(dim), dim, self.tile.pack_heads, tile.heads_left, self.traits.alignment
+        )
 
     @cute.jit
     def rows(self, head: cute.Tensor, tensor: cute.Tensor, dim: Constexpr, row0: Int32) -> cute.Tensor:
@@ -419,7 +422,8 @@ class ForwardSm80:
         layout = cute.make_layout(
             ((heads, self.tile.queries), padded(dim)), stride=((tensor.stride[-2], step), 1)
         )
-        return cute.make_tensor(head.iterator + cute.assume(Int64(row0) * step, divby=8), layout)
+        start = cute.assume(Int64(row0) * step, divby=self.traits.row_alignment)
+        return cute.make_tensor(head.iterator + start, layout)
 
     @cute.jit
     def finish(

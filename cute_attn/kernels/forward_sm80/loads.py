@@ -25,7 +25,8 @@ class BlockLoad:
         """Start loading ``block``; ``whole``: all its keys exist. Others are zeroed, since 0 * NaN is NaN."""
         rows = cute.size(self.s, mode=[0])
         block = self.group.part_of(block)
-        g_block = block_of_rows(self.g, block, rows, cute.size(self.s, mode=[1]))
+        cols, alignment = cute.size(self.s, mode=[1]), self.row_copy.alignment
+        g_block = block_of_rows(self.g, block, rows, cols, alignment)
         target, last = self.s[None, None, stage], self.seqlen_k - block * rows
         if cutlass.const_expr(self.first_key is None):
             self.row_copy.copy(g_block, target, last, whole)

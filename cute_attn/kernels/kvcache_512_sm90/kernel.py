@@ -47,7 +47,7 @@ class KvcacheLargeSm90(KvcacheSm90, ForwardLargeSm90):
             return f"head_dim_v is {traits.head_dim_v}; accepted: up to {MAX_HEAD_DIM_V}"
         if traits.latent and not is_latent_dim(traits.head_dim_v):
             return f"head_dim_v is {traits.head_dim_v} with latent; accepted: one of whole 128 columns, padded to 64"
-        return beyond_cache(traits, "sm90", most=MAX_HEAD_DIM)
+        return beyond_cache(traits, "sm90", lacks=("alignment",), most=MAX_HEAD_DIM)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> KvcacheLargeTile:  # type: ignore[override]

@@ -8,6 +8,8 @@ The main loop of :mod:`cute_attn.kernels.forward_sm80.main_loop` with three diff
   splits of the same number of keys, and a CTA for each. With "stream_k" the grid is fixed, and all key blocks are
   divided equally among its CTAs (:mod:`cute_attn.work.stream_k`). The combine kernel merges partial results.
 - O is stored from registers: few rows exist in decoding.
+- With an ``alignment`` rows start at multiples of 8 or 4 bytes, which cp.async copies at once, or of one element. Such
+  elements pass through registers, and a key block's loads do not overlap the products.
 
 For few rows a CTA has warps that divide the keys (``key_groups``): each reads only its keys, so that shared memory
 is read once whatever the number of warps. Follows FlashDecoding (Dao et al. 2023,
@@ -24,6 +26,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
+import layouts
 from cute_attn.device.copy import RowCopy
 from cute_attn.device.key_rows import KeyRows
 from cute_attn.device.score_tile import ScoreMap
@@ -45,6 +48,10 @@ from cute_attn.work.block_range import BlockRange
 from cute_attn.work.key_splits import KeySplit, Partials
 from cute_attn.work.query_tiles import PackedHeads, QueryGrid, QueryTile
 from cute_attn.work.stream_k import OVERHEAD, StreamK, TileRange, VisibleBlocks
+
+ELEMENTS_AT_ONCE = 4
+"""Elements that a thread loads one by one and stores to shared memory at once: adjacent threads' loads are then 8 bytes
+apart, see :class:`cute_attn.tiles.pad_rows.PadRowsTile`."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +132,27 @@ class KvcacheSm80(ForwardSm80):
         """This kernel with the tile for a call, in place of its default tile."""
         return dataclasses.replace(self, tile=tile_for_cache(self.traits, call, target))
 
+    # ---- layouts, copies and the MMA ----
+
+    def gmem_load(self, head_dim: int) -> cute.TiledCopy:
+        """As the forward's, with an ``alignment`` in narrower vectors.
+
+        No more threads than with wide ones share a row, so that each has few rows, with a page number and an address.
+        """
+        elements, cols = self.traits.alignment, padded(head_dim)
+        if not elements:
+            return super().gmem_load(head_dim)
+        bits = 8 * self.traits.element_bytes * (elements if elements > 1 else ELEMENTS_AT_ONCE)
+        threads = layouts.atom_cols(cols, self.dtype.width) * self.dtype.width // 128
+        return layouts.gmem_tiled_copy(
+            self.dtype,
+            self.tile.group_threads,
+            cols,
+            asynchronous=elements > 1,
+            bits=bits,
+            threads_per_row=threads,
+        )
+
     # ---- host ----
 
     @cute.jit
@@ -203,7 +231,7 @@ class KvcacheSm80(ForwardSm80):
         if cutlass.const_expr(self.traits.split == "fixed"):
             target = RowTarget.split(params.partials, split, tile, varlen)
         else:
-            target = RowTarget.whole(params.mO, params.mLSE, tile, varlen)
+            target = self.result_rows(params, tile)
         self.store(loop, tile, self.normalize(params, loop, tile, None), target)
 
     @cute.jit
@@ -257,9 +285,14 @@ class KvcacheSm80(ForwardSm80):
         tile, partial = self.tile_of_range(params, kept.load()), kept.partial()
         lse = self.normalize(params, loop, tile, partial < 0)
         if partial < 0:
-            self.store(loop, tile, lse, RowTarget.whole(params.mO, params.mLSE, tile, self.traits.varlen))
+            self.store(loop, tile, lse, self.result_rows(params, tile))
         else:
             self.store(loop, tile, lse, RowTarget.stream_k(params.partials, partial, self.tile.pack_heads))
+
+    def result_rows(self, params: CacheParams, tile: QueryTile) -> RowTarget:
+        """A work tile's rows of the results."""
+        traits = self.traits
+        return RowTarget.whole(params.mO, params.mLSE, tile, traits.varlen, min(traits.row_alignment, 2))
 
     def visible(self, params: CacheParams, tile: QueryTile) -> tuple:
         """The epilogues' state of a work tile, and the key blocks that its queries see."""
@@ -292,7 +325,7 @@ class KvcacheSm80(ForwardSm80):
         traits, key_rows, info = self.traits, params.key_rows, tile.info
         entry = key_rows.entry(tile.batch)
         copy_k, copy_v = (
-            RowCopy(self.gmem_load(dim), group.thread, padded(dim), dim)
+            RowCopy(self.gmem_load(dim), group.thread, padded(dim), dim, alignment=traits.alignment)
             for dim in (traits.head_dim, traits.head_dim_v)
         )
         if not traits.paged:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Boolean, Constexpr, Int32, Int64, cute
 
-from cute_attn.device.copy import RowCopy
+from cute_attn.device.copy import RowCopy, store_elements
 from cute_attn.device.key_rows import KeyRows
 from cute_attn.device.math import rematerialize
 from cute_attn.kernels.forward_sm80.key_groups import KeyGroup
@@ -45,10 +45,12 @@ class PagedLoad:
         copy = self.row_copy
         first, step = self._rows()
         targets = copy.tiled_copy.get_slice(rematerialize(copy.thread)).partition_D(self.s[None, None, stage])
+        size: Constexpr = cute.size(targets, mode=[0])
         steps: Constexpr = cute.size(targets, mode=[2])
         width: Constexpr = copy.cols // steps
         exists = cute.make_rmem_tensor(cute.make_layout((1, 1, steps)), Boolean)
         row0 = self.group.part_of(block) * cute.size(self.s, mode=[0]) + first[0]
+        loaded: tuple = ()
         for m in cutlass.range_constexpr(cute.size(self.pages)):
             row = row0 + m * step
             there = (row >= self.first_key) & (row < self.seqlen_k)
@@ -58,9 +60,15 @@ class PagedLoad:
                     exists[0, 0, k] = there & (first[1] + k * width < copy.valid_cols)
             place = (self.pages[m], self.key_rows.row_in_page(row))
             start = self.key_rows.row(self.cache, place, self.head).iterator
-            vectors = cute.make_layout(((8, 1), steps), stride=((1, 0), width))
-            source = cute.make_tensor(start + cute.assume(Int64(first[1]), divby=8), vectors)
-            cute.copy(copy.tiled_copy, source, targets[None, m, None], pred=exists[None, 0, None])
+            vectors = cute.make_layout(((size, 1), steps), stride=((1, 0), width))
+            source = cute.make_tensor(
+                start + cute.assume(Int64(first[1]), divby=copy.alignment or size), vectors
+            )
+            if cutlass.const_expr(copy.alignment == 1):
+                loaded += (copy.load_elements(source, targets[None, m, None], exists, first[1]),)
+                loaded = store_elements(loaded, m + 1 == cute.size(self.pages))
+            else:
+                cute.copy(copy.tiled_copy, source, targets[None, m, None], pred=exists[None, 0, None])
 
     def _rows(self) -> tuple:
         """(row, column) of the thread's first element of a block, and how many rows further the next ones are."""

@@ -57,7 +57,7 @@ class KvcacheSm90(ForwardSm90):
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        return beyond_cache(traits, "sm90", lacks=("latent",))
+        return beyond_cache(traits, "sm90", lacks=("latent", "alignment"))
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> KvcacheSm90Tile:
