@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cute_attn.api import operators
-from cute_attn.api.functions import Functions, MaskMod, ScoreMod, all_epilogues
+from cute_attn.api.functions import Functions, MaskMod, ScoreMod, all_epilogues, in_a_graph, in_graphs
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.host import choose, plans, random_states
 from cute_attn.host.bias import additive, with_readable_bias
@@ -448,6 +448,20 @@ def _gradients(
     into: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
     """The wanted gradients; tensors, functions: see :func:`_attend`; outer: the gradients of out and lse, out, lse."""
+    arguments = (tensors, options, functions, outer, wanted, into)
+    if in_a_graph(functions):
+        return in_graphs().whole(lambda: _computed_gradients(*arguments))
+    return _computed_gradients(*arguments)
+
+
+def _computed_gradients(
+    tensors: Tensors,
+    options: "_Options",
+    functions: Functions,
+    outer: operators.Outer,
+    wanted: Sequence[str],
+    into: Sequence[Tensor] | None,
+) -> tuple[Tensor, ...]:
     (q, *_), (*firsts, bias, sinks, rng_state) = tensors, tensors
     epilogues = all_epilogues(tensors, options.epilogues, functions)
     state = _rng_state(rng_state, q, number("dropout_p", options.dropout_p))
@@ -639,6 +653,12 @@ _MAX_SEQLEN_K, _DROPOUT_P, _EPILOGUES, _RETURN_LSE, _PRECISION = (
 
 def _outputs(tensors: Tensors, given: tuple, out: Tensor | None, functions: Functions) -> Outputs:
     """out, lse and perhaps softmax of a call without a record. Arguments: see :func:`_attend`."""
+    if in_a_graph(functions):
+        return in_graphs().whole(lambda: _computed(tensors, given, out, functions))
+    return _computed(tensors, given, out, functions)
+
+
+def _computed(tensors: Tensors, given: tuple, out: Tensor | None, functions: Functions) -> Outputs:
     options = _Options._make(given)
     epilogues = all_epilogues(tensors, options.epilogues, functions)
     call = _call_of(tensors, options._replace(epilogues=epilogues))

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from cute_attn.api.functions import between_graphs
 from cute_attn.epilogues.functions.trace import check_function
 from cute_attn.host.mask_kinds import LISTED_ROWS, made_block_mask
 from cute_attn.host.values import check_device, is_int, python_number, shown
@@ -65,7 +64,9 @@ def block_mask(
     )
     where = _device(device)
     if torch.compiler.is_compiling():
-        return between_graphs().made_block_mask(mask_mod, sizes, _block_size(block_size), where)
+        from cute_attn.api import outside_graphs  # loads torch's compiler
+
+        return outside_graphs.made_block_mask(mask_mod, sizes, _block_size(block_size), where)
     return made_block_mask(mask_mod, sizes, _block_size(block_size), where)
 
 

@@ -28,29 +28,33 @@ def all_epilogues(tensors: Tensors, epilogues: Epilogues, functions: Functions) 
     tensors: q and k first; with a BlockMask as :func:`cute_attn.api.attention._attend` has them.
     """
     (q, k, *_), (score_mod, mask_mod, block_mask), found = tensors, functions, []
-    compiling = torch.compiler.is_compiling()
+    if block_mask is not None:
+        _check_for_block_mask(q, k, tensors[_SEQUSED_K])
+    if in_a_graph(functions):
+        return {**given_epilogues(epilogues), **in_graphs().stand_ins(tensors, functions)}
     if score_mod is not None or mask_mod is not None:
         device = q.device if isinstance(q, Tensor) else None
         dtype = torch.float64 if isinstance(q, Tensor) and q.dtype == torch.float64 else torch.float32
-        traced = between_graphs().epilogue_of if compiling else epilogue_of
-        found.append(traced(score_mod, mask_mod, device, dtype))
+        found.append(epilogue_of(score_mod, mask_mod, device, dtype))
     if block_mask is not None:
-        _check_for_block_mask(q, k, tensors[_SEQUSED_K])
-        visits = between_graphs().epilogue_of_block_mask if compiling else epilogue_of_block_mask
-        found.append(visits(block_mask, q, k))
+        found.append(epilogue_of_block_mask(block_mask, q, k))
     for name, made in found:
         if name:
             epilogues = {**given_epilogues(epilogues), name: made}
-            if not compiling:
-                _hold_for_graphs(name, q)
+            _hold_for_graphs(name, q)
     return epilogues
 
 
-def between_graphs() -> Any:
-    """:mod:`cute_attn.api.outside_graphs`."""
-    from cute_attn.api import outside_graphs  # loads torch's compiler
+def in_a_graph(functions: Functions) -> bool:
+    """True while torch's compiler interprets a call with functions."""
+    return torch.compiler.is_dynamo_compiling() and any(x is not None for x in functions)
 
-    return outside_graphs
+
+def in_graphs() -> Any:
+    """:mod:`cute_attn.api.in_graphs`."""
+    from cute_attn.api import in_graphs  # loads torch's compiler
+
+    return in_graphs
 
 
 def _hold_for_graphs(name: str, q: Any) -> None:

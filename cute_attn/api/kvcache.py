@@ -18,6 +18,8 @@ from cute_attn.api.functions import (
     MaskMod,
     ScoreMod,
     all_epilogues,
+    in_a_graph,
+    in_graphs,
 )
 from cute_attn.host import plans, record
 from cute_attn.host.append import launch as launch_append
@@ -192,7 +194,8 @@ check_lengths
     users = isinstance(kernel, str) and ":" in kernel  # a user's class may be registered again at any time
     named = type(epilogues) is not tuple or epilogues
     if (named or score_mod is not None or mask_mod is not None) and not users and isinstance(q, Tensor):
-        brought = plans.read_by(options, _EPILOGUES, functions, q, k_cache)
+        compiling = torch.compiler.is_compiling()
+        brought = None if compiling else plans.read_by(options, _EPILOGUES, functions, q, k_cache)
         if brought is None:
             users = True
         else:
@@ -241,6 +244,14 @@ def _attend(
     tensors: Tensors, out: Tensor | None, options: _Options, functions: Functions
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a call that no record is known of; tensors: of the names of ``_TENSORS``."""
+    if in_a_graph(functions):
+        return in_graphs().whole(lambda: _computed(tensors, out, options, functions))
+    return _computed(tensors, out, options, functions)
+
+
+def _computed(
+    tensors: Tensors, out: Tensor | None, options: _Options, functions: Functions
+) -> tuple[Tensor, Tensor]:
     call = Call.of(_TENSORS, tensors)
     q, k_cache, cu_seqlens_q = call.q, call.k_cache, call.cu_seqlens_q
     rotary_interleaved, max_seqlen_q, softmax_scale, causal, window, softcap, *others = options

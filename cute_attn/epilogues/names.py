@@ -137,6 +137,11 @@ def user_epilogue(name: str) -> Any:
         ValueError: nothing is registered under it; the message lists the registered names.
     """
     found = _REGISTERED.get(name) or _TRACED.get(name)
+    if found is None and name.startswith(TRACED):
+        raise ValueError(
+            f"{name} is a function that this process has not traced; accepted: a program that calls attention with it "
+            "before, or compiles it"
+        )
     if found is None:
         names = sorted(_REGISTERED)
         known = ", ".join(names) or "a name that register_epilogue, score_mod or mask_mod has registered"

@@ -86,8 +86,8 @@ def flex_attention(
     arguments = (
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
     )  # fmt: skip
-    if torch.compiler.is_compiling() and (score_mod is not None or block_mask is not None):
-        return overrides.between_graphs().flex_attention(*arguments, return_aux=return_aux)
+    if torch.compiler.is_compiling():
+        return attend(*arguments, return_aux=return_aux)
 
     def call() -> Result:
         found = attend(*arguments, return_aux=return_aux)
@@ -114,8 +114,8 @@ def activate(*, unsupported: str = "fall_back", strict: bool = False) -> None:
     """Serve ``torch.nn.attention.flex_attention.flex_attention`` from now on, also where it was imported before.
 
     A second call replaces the options of the first. Where nothing can be served, as on a machine without a GPU, the
-    first call warns and none does anything. Inside ``torch.compile`` a call runs between two graphs; PyTorch computes
-    calls that may not break the graph, under ``fullgraph=True`` or an export.
+    first call warns and none does anything. Inside ``torch.compile`` a call is a node of the graph, ours or PyTorch's,
+    and counts when it is traced.
 
     Parameters
     ----------

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.attention.flex_attention as _module
+from torch._subclasses.fake_tensor import FakeTensor
 
 from cute_attn.flex.calls import Result, attend
 from cute_attn.host import doors
@@ -106,7 +107,7 @@ class Activation:
     ) -> Result | str:
         """The result, or why PyTorch computes it, as one sentence."""
         for name, x in (("query", query), ("key", key), ("value", value)):
-            if not none_overrides((x,)) or x is None:
+            if x is None or not (none_overrides((x,)) or _is_exported(x)):
                 return f"{name} is {kind_of(x)}; accepted: a plain torch.Tensor"
         if query.device.type != self.device:
             return f"query is on {query.device}; accepted: cuda"
@@ -134,9 +135,28 @@ def _route(*args: Any, **kwargs: Any) -> Result:
         return pytorchs(*args, **kwargs)
     if not torch.compiler.is_compiling():
         return _serve(activation, pytorchs, args, kwargs)
-    if not activation.device or between_graphs().stays_whole():
+    if not activation.device:
         return pytorchs(*args, **kwargs)
-    return between_graphs().serve(*args, **kwargs)
+    if torch.compiler.is_dynamo_compiling() and _is_observed() and not between_graphs().stays_whole():
+        return between_graphs().serve(*args, **kwargs)
+    found = activation.attend(activation.options, *args, **kwargs)
+    if not isinstance(found, str):
+        note_in_a_graph("")
+        return found
+    if activation.options.unsupported == "error":
+        raise not_served(found)
+    note_in_a_graph(found)
+    return pytorchs(*args, **kwargs)
+
+
+def _is_exported(x: Any) -> bool:
+    """True for a tensor of ``torch.export``, which stands for a plain one."""
+    return torch.compiler.is_exporting() and isinstance(x, FakeTensor)
+
+
+def _is_observed() -> bool:
+    """True while each call is watched or repeated by PyTorch, which a graph's own nodes are not."""
+    return doors.observer is not None or doors.watcher is not None
 
 
 def between_graphs() -> Any:
@@ -146,8 +166,17 @@ def between_graphs() -> Any:
     return outside_graphs
 
 
+@torch.compiler.assume_constant_result
+def note_in_a_graph(reason: str) -> None:
+    """Count a call in a graph when it is traced. reason: why PyTorch computes it, or ""."""
+    if reason:
+        fall_through(reason)
+    else:
+        doors.served.add(NAME)
+
+
 def serve_compiled(*args: Any, **kwargs: Any) -> Result:
-    """A call from compiled code. If PyTorch must compute it, its function is compiled."""
+    """A call between two graphs. If PyTorch must compute it, its function is compiled."""
     activation = _serving
     if activation is None:
         return _compiled()(*args, **kwargs)
@@ -172,18 +201,20 @@ def _serve(activation: Activation, stock: Callable[..., Result], args: tuple, kw
     if not reason:
         doors.served.add(NAME)
         return found
-    fall_through(options, reason)
+    if options.unsupported == "error":
+        doors.served.add(NAME, reason)
+        raise not_served(reason)
+    fall_through(reason)
     return stock(*args, **kwargs)
 
 
-def fall_through(options: Options, reason: str) -> None:
-    """Count a call that PyTorch computes, and warn of the first where nobody watches.
+def not_served(reason: str) -> Exception:
+    """The error for a call that no kernel supports."""
+    return doors.Unsupported(f"{NAME} is not served: {reason}")
 
-    Raises:
-        Unsupported: if the options say so.
-    """
+
+def fall_through(reason: str) -> None:
+    """Count a call that PyTorch computes, and warn of the first where nobody watches."""
     doors.served.add(NAME, reason)
-    if options.unsupported == "error":
-        raise doors.Unsupported(f"{NAME} is not served: {reason}")
     if doors.watcher is None:  # who watches is told of each
         doors.warn_once(NAME, f"PyTorch computes a call of {NAME}: {reason}")

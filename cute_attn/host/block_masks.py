@@ -6,7 +6,7 @@ lists of blocks of ``LISTED_ROWS``. Tables and lists are made on the mask's devi
 long as the mask lives.
 """
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -37,17 +37,13 @@ def epilogue_of_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor) -> tuple
     Raises:
         TypeError, ValueError: no BlockMask, or one of other sizes or on another device.
     """
-    if not isinstance(block_mask, BlockMask):
-        raise TypeError(f"block_mask is {kind_of(block_mask)}; accepted: torch's BlockMask, or None")
+    check_block_mask(block_mask)
     made = _made_of(block_mask)
-    _check(block_mask, made.kinds, q, k)
+    check_fits(block_mask, made.kinds, q, k)
     if not all((*q.shape[:3], *k.shape[1:3])):
         return "", ()
-    mask_mod = _visible if block_mask.mask_mod is noop_mask else block_mask.mask_mod
-    whole = all(rows % LISTED_ROWS == 0 for rows in block_mask.BLOCK_SIZE)
-    function = _function(made.kinds, block_mask.BLOCK_SIZE, mask_mod)
-    unites = made.kinds.shape[1] > 1 and q.shape[2] > k.shape[2]
-    name, tensors = block_mask_epilogue_of(function, mask_mod if whole else None, unites, q.device)
+    function, partial, unites = functions_of(block_mask, made.kinds, q, k)
+    name, tensors = block_mask_epilogue_of(function, partial, unites, q.device)
     sizes = (*q.shape[:3], *k.shape[1:3])
     lists = made.lists.get(sizes)
     if lists is None:
@@ -57,6 +53,22 @@ def epilogue_of_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor) -> tuple
         if all(type(x) is Tensor for x in lists):  # no tracer's
             made.lists[sizes] = lists
     return name, (*tensors, *lists)
+
+
+def check_block_mask(block_mask: Any) -> None:
+    """Raise TypeError for an argument that is no BlockMask."""
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(f"block_mask is {kind_of(block_mask)}; accepted: torch's BlockMask, or None")
+
+
+def functions_of(
+    block_mask: BlockMask, kinds: Tensor, q: Tensor, k: Tensor
+) -> tuple[Callable, Callable | None, bool]:
+    """What :func:`cute_attn.epilogues.functions.known.block_mask_epilogue_of` takes for a mask with these kinds."""
+    mask_mod = _visible if block_mask.mask_mod is noop_mask else block_mask.mask_mod
+    whole = all(rows % LISTED_ROWS == 0 for rows in block_mask.BLOCK_SIZE)
+    function = _function(kinds, block_mask.BLOCK_SIZE, mask_mod)
+    return function, mask_mod if whole else None, kinds.shape[1] > 1 and q.shape[2] > k.shape[2]
 
 
 def tables_of(block_mask: BlockMask, sizes: tuple[int, ...]) -> tuple[Tensor, ...] | None:
@@ -98,6 +110,17 @@ def _function(kinds: Tensor, block_size: tuple[int, int], mask_mod: Callable) ->
     return sees
 
 
+class Blocks(NamedTuple):
+    """What a table of kinds is made of, by the names that a BlockMask has for it."""
+
+    kv_num_blocks: Tensor
+    kv_indices: Tensor
+    full_kv_num_blocks: Tensor | None
+    full_kv_indices: Tensor | None
+    BLOCK_SIZE: Sequence[int]
+    seq_lengths: Sequence[int]
+
+
 class _Made(NamedTuple):
     """A BlockMask's table, and its lists by sizes; valid as long as their source is unchanged."""
 
@@ -131,6 +154,11 @@ def remember(block_mask: BlockMask, kinds: Tensor) -> _Made:
     if made.state and type(kinds) is Tensor:  # no tracer's
         _made[block_mask] = made
     return made
+
+
+def blocks_of(block_mask: BlockMask) -> Blocks:
+    """The blocks that a mask lists for each block of queries."""
+    return Blocks._make((*_source_of(block_mask), block_mask.BLOCK_SIZE, block_mask.seq_lengths))
 
 
 def _source_of(block_mask: BlockMask) -> tuple[Tensor | None, ...]:
@@ -178,7 +206,7 @@ def _stream(x: Tensor) -> int:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def kinds_of(block_mask: BlockMask) -> Tensor:
+def kinds_of(block_mask: BlockMask | Blocks) -> Tensor:
     """Each block's kind, 0, ``PARTIAL`` or ``FULL``: uint8 (batch or 1, heads or 1, query blocks, key blocks)."""
     width = block_mask.kv_indices.shape[-1]
     if block_mask.full_kv_indices is not None:
@@ -200,16 +228,29 @@ def _kind_where(counts: Tensor, indices: Tensor, columns: int, kind: int) -> Ten
     return kinds.scatter_(-1, column, kind)[..., :columns]
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
-def block_lists(kinds: Tensor, block_size: tuple[int, int], *sizes: int) -> tuple[Tensor, ...]:
+def block_lists(kinds: Tensor, block_size: Sequence[int], *sizes: int) -> tuple[Tensor, ...]:
     """Counts and blocks of the key blocks of each query block, then those of the query blocks of each key block.
 
-    The layout is that of :class:`cute_attn.work.block_lists.BlockLists`. A key block is visited for all query heads of
-    its kv head at a time: its list is the union of theirs. On a GPU a kernel makes them; this code is the definition.
-    sizes: batch, queries, heads, keys and kv heads.
+    The layout is that of :class:`cute_attn.work.block_lists.BlockLists`. sizes: batch, queries, heads, keys and kv
+    heads.
     """
-    batch, seqlen_q, nheads, seqlen_k, nheads_kv = sizes
+    return for_each(shared_lists(kinds, block_size, *sizes), *sizes)
+
+
+def for_each(lists: Sequence[Tensor], batch: int, seqlen_q: int, nheads: int, *_: int) -> tuple[Tensor, ...]:
+    """Shared lists for each sequence and head."""
+    return tuple(x.expand(batch, nheads, -1, -1) for x in lists)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def shared_lists(kinds: Tensor, block_size: Sequence[int], *sizes: int) -> tuple[Tensor, ...]:
+    """:func:`block_lists` with size 1 for sequences or heads where the mask is the same for all.
+
+    A key block is visited for all query heads of its kv head at a time: its list is the union of theirs. On a GPU a
+    kernel makes them; this code is the definition.
+    """
+    _, seqlen_q, nheads, seqlen_k, nheads_kv = sizes
     some = kinds.numel() and seqlen_q and seqlen_k
     if type(kinds) is Tensor and kinds.is_cuda and some and compiler.has_dsl():
         return _lists_by_kernel(kinds, block_size, *sizes)
@@ -220,13 +261,13 @@ def block_lists(kinds: Tensor, block_size: tuple[int, int], *sizes: int) -> tupl
         groups = kinds.unflatten(1, (nheads_kv, -1))
         seen, full = (groups > 0).any(2), (groups == FULL).all(2)
         shared = (seen.int() + full.int()).repeat_interleave(nheads // nheads_kv, 1)
-    of_keys = _lists(shared.mT, batch, nheads, seqlen_q, last_is_masked=seqlen_k % LISTED_ROWS > 0)
-    return (*_lists(kinds, batch, nheads, seqlen_k), *of_keys)
+    of_keys = _lists(shared.mT, seqlen_q, last_is_masked=seqlen_k % LISTED_ROWS > 0)
+    return (*_lists(kinds, seqlen_k), *of_keys)
 
 
-def _lists_by_kernel(kinds: Tensor, block_size: tuple[int, int], *sizes: int) -> tuple[Tensor, ...]:
-    """:func:`block_lists` in one launch. A bundle may lack that kernel: without the DSL the definition is computed."""
-    batch, seqlen_q, nheads, seqlen_k, nheads_kv = sizes
+def _lists_by_kernel(kinds: Tensor, block_size: Sequence[int], *sizes: int) -> tuple[Tensor, ...]:
+    """:func:`shared_lists` in one launch. A bundle may lack that kernel: without the DSL the definition is computed."""
+    _, seqlen_q, nheads, seqlen_k, nheads_kv = sizes
     shared, (rows, columns) = kinds.shape[:2], (-(-n // LISTED_ROWS) for n in (seqlen_q, seqlen_k))
     shapes = ((rows, 2), (rows, columns), (columns, 2), (columns, rows))
     lists = [torch.empty((*shared, *shape), dtype=torch.int32, device=kinds.device) for shape in shapes]
@@ -239,7 +280,7 @@ def _lists_by_kernel(kinds: Tensor, block_size: tuple[int, int], *sizes: int) ->
         numbers = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "group": group}
         numbers |= zip(("block_q", "block_k"), block_size, strict=True)
         record.launch(*kernel.bind(mKinds=kinds, **found, **numbers))
-    return tuple(x.expand(batch, nheads, -1, -1) for x in lists)
+    return tuple(lists)
 
 
 def _in_listed_blocks(kinds: Tensor, dim: int, seqlen: int, rows: int) -> Tensor:
@@ -255,9 +296,7 @@ def _in_listed_blocks(kinds: Tensor, dim: int, seqlen: int, rows: int) -> Tensor
     return seen.any(0).int() + full.all(0).int()
 
 
-def _lists(
-    kinds: Tensor, batch: int, nheads: int, seqlen: int, *, last_is_masked: bool = False
-) -> tuple[Tensor, Tensor]:
+def _lists(kinds: Tensor, seqlen: int, *, last_is_masked: bool = False) -> tuple[Tensor, Tensor]:
     """Counts and blocks along the last dimension, of ``seqlen`` rows.
 
     The last block counts as partial if it ends beyond them. So it is last in each list that contains it, and kernels
@@ -278,10 +317,11 @@ def _lists(
     counts = torch.stack((full, listed), -1).int()
     blocks = torch.sort(kinds, dim=-1, descending=True, stable=True).indices
     blocks = (2 * blocks + hides.gather(-1, blocks)).int()
-    return counts.expand(batch, nheads, -1, -1), blocks.expand(batch, nheads, -1, -1)
+    return counts, blocks
 
 
-def _check(block_mask: BlockMask, kinds: Tensor, q: Tensor, k: Tensor) -> None:
+def check_fits(block_mask: BlockMask, kinds: Tensor, q: Tensor, k: Tensor) -> None:
+    """Raise ValueError for a mask of other sizes, or on another device."""
     if kinds.device != q.device:
         raise ValueError(f"block_mask is on {kinds.device}; accepted: {q.device}, where q is")
     for what, dim, size in (("batch", 0, q.shape[0]), ("heads", 1, q.shape[2])):

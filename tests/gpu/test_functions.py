@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils.checkpoint import checkpoint
 
 from cute_attn import attention, attention_varlen
 from cute_attn.reference.check_epilogue import for_each
@@ -334,6 +337,89 @@ def test_a_learned_bias_in_other_calls(how: str) -> None:
         found = torch.autograd.grad(rows, own, grad.flatten(0, 1))[0]  # type: ignore[arg-type]
         out = rows.view(2, SEQLEN, NHEADS, 64)  # type: ignore[union-attr]
     check_captured(found, leaves, out, grad, LEARNED["relative"][1], own, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["relative", "row", "column", "power", "cap"])
+def test_a_learned_function_in_a_whole_graph(name: str) -> None:
+    """As inputs of the graph captured tensors have gradients, and other values compile nothing."""
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("inductor")
+    leaves, own = inputs(64, torch.bfloat16), learned(name, "cuda")
+    grad = torch.randn(2, SEQLEN, NHEADS, 64, device="cuda").bfloat16()
+
+    def call(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Any:
+        return attention(q, k, v, score_mod=LEARNED[name][1](table), mask_mod=causal)
+
+    compiled = torch.compile(call, backend=counter, fullgraph=True)
+    for factor in (1.0, 0.5):
+        table = (own.detach() * factor).requires_grad_()
+        out = compiled(*leaves, table)
+        found = torch.autograd.grad(out, (*leaves, table), grad)
+        check_captured(found[-1], leaves, out, grad, LEARNED[name][1], table, causal)
+        expected = call(*leaves, table)
+        torch.testing.assert_close(out, expected, atol=1e-2, rtol=1e-2)
+        for ours, theirs in zip(found[:-1], torch.autograd.grad(expected, leaves, grad), strict=True):
+            torch.testing.assert_close(ours.float(), theirs.float(), atol=5e-2, rtol=2e-2)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "checkpoint"])
+@pytest.mark.parametrize("rows", [64, 128])
+def test_block_masks_in_a_whole_graph(rows: int, recomputed: bool) -> None:
+    """Two layers that share a mask, whose tables a graph makes again for another mask."""
+    torch.compiler.reset()
+    leaves, slopes = inputs(64, torch.bfloat16), learned("slopes", "cuda")
+    grad = torch.randn(2, SEQLEN, NHEADS, 64, device="cuda").bfloat16()
+
+    def layer(x: Tensor, k: Tensor, v: Tensor, slopes: Tensor, mask: Any) -> Any:
+        def alibi(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return s - slopes[h] * (i - j).abs() / 64
+
+        return x + attention(x, k, v, score_mod=alibi, block_mask=mask)  # type: ignore[operator]
+
+    def model(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, mask: Any) -> Any:
+        for _ in range(2):
+            if recomputed:
+                q = checkpoint(layer, q, k, v, slopes, mask, use_reentrant=False)
+            else:
+                q = layer(q, k, v, slopes, mask)
+        return q
+
+    compiled = torch.compile(model, fullgraph=True)
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        document = torch.randint(0, 4, (2, SEQLEN), generator=generator).sort().values.cuda()
+        mask = documents(document, rows)
+        found, expected = (
+            (out, *torch.autograd.grad(out, (*leaves, slopes), grad))
+            for out in (run(*leaves, slopes, mask) for run in (compiled, model))
+        )
+        for ours, theirs in zip(found, expected, strict=True):
+            atol = 2e-2 * max(1.0, float(theirs.detach().abs().max()))
+            torch.testing.assert_close(ours.float(), theirs.float(), atol=atol, rtol=2e-2)
+
+
+def documents(document: Tensor, rows: int) -> Any:
+    def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (document[b, i] == document[b, j]) & (i >= j)
+
+    return create_block_mask(seen, 2, None, SEQLEN, SEQLEN, device="cuda", BLOCK_SIZE=rows)
+
+
+def test_a_whole_graph_replayed_by_cuda() -> None:
+    torch.compiler.reset()
+    q, k, v = (x.detach() for x in inputs(64, torch.bfloat16))
+    slopes, mask = learned("slopes", "cuda").detach(), documents(tensors("cuda")["document"], 128)
+
+    def call(q: Tensor, slopes: Tensor) -> Any:
+        return attention(
+            q, k, v, score_mod=lambda s, b, h, i, j: s - slopes[h] * (i - j).abs(), block_mask=mask
+        )
+
+    compiled = torch.compile(call, fullgraph=True, mode="reduce-overhead")
+    for factor in (1.0, 2.0, 3.0, 4.0):
+        given = (q * factor, slopes * factor)
+        torch.testing.assert_close(compiled(*given), call(*given), atol=1e-2, rtol=1e-2)
 
 
 def test_gradients_that_repeat_are_refused() -> None:

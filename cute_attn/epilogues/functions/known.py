@@ -83,12 +83,12 @@ def epilogue_of(
         TypeError, ValueError: as :func:`cute_attn.epilogues.functions.trace.trace`.
     """
 
-    def register(traced: Trace) -> Any:
-        if traced.output.op == "score":
-            return None
-        return _registering().register_trace(traced)
+    return _known_or_traced(score_mod, mask_mod, device, (dtype,), _registered)
 
-    return _known_or_traced(score_mod, mask_mod, device, (dtype,), register)
+
+def held_epilogue_of(traced: Trace) -> tuple[str, tuple[Tensor, ...]]:
+    """:func:`epilogue_of` for a trace that a graph names."""
+    return _held_as(_registered(traced)), traced.tensors
 
 
 def block_mask_epilogue_of(
@@ -105,6 +105,24 @@ def block_mask_epilogue_of(
         return _registering().register_block_mask(traced, traced_partial, unites)
 
     return _known_or_traced(None, mask_mod, device, (torch.float32, partial is None, unites), register)
+
+
+def held_block_mask_epilogue_of(
+    traced: Trace, partial: Trace | None, unites: bool
+) -> tuple[str, tuple[Tensor, ...]]:
+    """:func:`block_mask_epilogue_of` for traces that a graph names."""
+    return _held_as(_registering().register_block_mask(traced, partial, unites)), traced.tensors
+
+
+def _registered(traced: Trace) -> Any:
+    return None if traced.output.op == "score" else _registering().register_trace(traced)
+
+
+def _held_as(epilogue: Any) -> str:
+    if epilogue is None:
+        return ""
+    hold(epilogue.name)
+    return epilogue.name
 
 
 def hold(name: str) -> None:

@@ -91,14 +91,18 @@ def trace(
     mask_mod: Callable | None = None,
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
+    applied: "Applied | None" = None,
 ) -> Trace:
     """The graph of ``score_mod``, then of ``mask_mod``, with -inf for hidden keys. dtype: of scores.
+
+    applied: see :class:`Recorder`.
 
     Raises:
         TypeError: an operation of a function has no node; the message names it.
         ValueError: it reads an element of an empty tensor.
     """
     recorder = Recorder(device or torch.device("cpu"), dtype)
+    recorder.applied = applied or _applied
     return _renumbered(recorder, _output(recorder, score_mod, mask_mod))
 
 
@@ -161,6 +165,14 @@ def _renumbered(recorder: "Recorder", output: Node) -> Trace:
     return Trace(graph, changed[output], tensors, recorder.reads, sources)
 
 
+Applied = Callable[..., Tensor]
+"""Of a function, a tensor and further arguments: the function's result, a view or another tensor."""
+
+
+def _applied(function: Callable[..., Tensor], tensor: Tensor, *args: Any) -> Tensor:
+    return function(tensor, *args)
+
+
 class Recorder(TorchFunctionMode):
     """Records one trace. As a mode it also sees operations on real tensors, such as ``table[h, q - k]``.
 
@@ -168,12 +180,16 @@ class Recorder(TorchFunctionMode):
         reads: a value that the function read and its tensors' dtype, shape, strides and device do not determine, such
             as a tensor's value by ``item``; "" for nothing. The trace holds only for that value.
         views: by id, tensors that the function has made by indices and views, each with what it is a view of.
+        applied: makes a tensor of a captured one, where the trace itself does so.
+        line: of the function, where the stack does not have it.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, arguments: Sequence[Any] = ()) -> None:
         super().__init__()
         self.graph, self.device, self.dtype = Graph(), device, dtype
         self.what = self.reads = ""
+        self.applied: Applied = _applied
+        self.line: Place | None = None
         self._is_open = False
         self._refusal: TypeError | None = None
         self._is_refused = False
@@ -226,6 +242,10 @@ class Recorder(TorchFunctionMode):
                 "chains too many operations", f"up to {_MOST_IN_A_ROW}, each on the result of the last"
             )
         return Symbol(self, node, rank, dtype or self.dtype_of(node))
+
+    def as_tensor(self, x: Any) -> Any:
+        """A number as a traced value; anything else as it is."""
+        return self.symbol(self.graph.const(x)) if isinstance(x, int | float) else x
 
     def dtype_of(self, node: Node) -> torch.dtype:
         """A value's dtype, promoted from its operands' like torch's: numbers and integers do not affect a float's."""
@@ -320,7 +340,7 @@ class Recorder(TorchFunctionMode):
                 "torch.autograd.Function, whose backward would be ignored",
                 "torch's own operations",
             )
-        self.graph.place = _place_of(sys._getframe(1))
+        self.graph.place = self.line or _place_of(sys._getframe(1))
         name = _name_of(func)
         first = args[0] if args else next(iter(kwargs.values()))
         if name == "__getitem__" and not isinstance(args[0], Symbol):
@@ -411,7 +431,7 @@ class Recorder(TorchFunctionMode):
         for place in reversed(range(len(fixed))):
             made = torch.vmap(made, fixed[place] - place)
         try:
-            found = made(row.tensor)
+            found = self.applied(made, row.tensor)
         except (RuntimeError, ValueError, TypeError) as error:
             reason = str(error).partition("\n")[0]
             return self.refuse(
@@ -451,7 +471,7 @@ class Recorder(TorchFunctionMode):
     def refuse(self, what: str, accepted: str = ACCEPTED, *, as_torch: bool = False) -> Any:
         """Raise the error. as_torch: torch raises a TypeError, too, such as for ``x == None``; Python catches it."""
         self._is_refused = self._is_refused or not as_torch
-        at = _place_of(sys._getframe(1))
+        at = self.line or _place_of(sys._getframe(1))
         line = "" if at is None or at[0] == __file__ else f" (line {at[1]} of {os.path.basename(at[0])})"
         self._refusal = self._refusal or TypeError(f"{self.what} {what}; accepted: {accepted}{line}")
         raise self._refusal from None
@@ -527,7 +547,7 @@ class Recorder(TorchFunctionMode):
         if any(one != slice(None) for one in cut):
             if isinstance(table, Argument):
                 return self.refuse("cuts an argument, whose calls' own have other sizes", "traced integers")
-            tensor = row.tensor[tuple(cut)]
+            tensor = self.applied(operator.getitem, row.tensor, tuple(cut))
             self._note_view(tensor, row.tensor)
         rank = max(map(_rank, index if isinstance(index, tuple) else (index,)), default=0)
         kind = Argument if isinstance(table, Argument) else Row

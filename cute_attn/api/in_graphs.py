@@ -1,0 +1,343 @@
+"""Calls with functions inside torch's compiler: one node of its graph, whose functions are traced at compile time.
+
+The compiler interprets a function where it is called. So a call calls it with stand-ins for a score and its indices.
+These, and the result, are arguments of the call's operator in place of an epilogue's. Before the compiler goes on,
+:func:`settled` traces the nodes between them (:mod:`cute_attn.epilogues.functions.program`). It gives the operator the
+epilogue's name and the captured tensors, which are then inputs of the graph like other tensors.
+
+What cannot be interpreted breaks the graph before the call, which then runs between two graphs as it does outside of
+them. Importing this module loads torch's compiler.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables import higher_order_ops
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx.node import map_arg
+from torch.overrides import TorchFunctionMode
+
+from cute_attn.api import operators
+from cute_attn.api.block_tables import block_tables
+from cute_attn.epilogues.functions.known import held_block_mask_epilogue_of, held_epilogue_of, hold
+from cute_attn.epilogues.functions.program import VALUE, Nodes, Program, erase, programs
+from cute_attn.epilogues.functions.trace import SIGNATURES, check_function, trace
+from cute_attn.epilogues.names import TRACED, register_traced
+from cute_attn.host import block_masks, doors
+from cute_attn.host.checks import check, check_for_kernels
+from cute_attn.host.head_dims import pad_head_dim
+from cute_attn.host.memory import Tensors
+
+Result = TypeVar("Result")
+
+
+# ---- interpreted by the compiler ----
+
+
+def whole(compute: Callable[[], Result]) -> Result:
+    """The results of ``compute``, which calls one operator with the arguments of :func:`stand_ins`.
+
+    Raises:
+        TypeError: functions that are not traced, or that no kernel supports.
+    """
+
+    def body() -> Any:
+        if not torch.compiler.is_dynamo_compiling():  # between two graphs
+            return compute()
+        found = compute()
+        refusal = settled()
+        return refusal or found
+
+    found = _whole(body)
+    if isinstance(found, str):
+        raise TypeError(found)
+    return found
+
+
+def stand_ins(tensors: Tensors, functions: tuple[Any, Any, Any]) -> dict[str, tuple[Tensor, ...]]:
+    """Epilogues and their arguments, in place of those of functions: stand-ins, results, and a BlockMask's tables.
+
+    tensors: q and k first. functions: score_mod, mask_mod and block_mask.
+    """
+    (q, k, *_), (score_mod, mask_mod, block_mask) = tensors, functions
+    found: dict[str, tuple[Tensor, ...]] = {}
+    noted: tuple[Tensor, ...] = ()
+    for what, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        if function is not None:
+            noted += _noted(what, function, q)
+    if noted:
+        found[_FUNCTIONS] = noted
+    if block_mask is not None:
+        block_masks.check_block_mask(block_mask)
+        sizes = (*q.shape[:3], *k.shape[1:3])
+        kinds, *lists = block_tables(block_masks.blocks_of(block_mask), *sizes)
+        block_masks.check_fits(block_mask, kinds, q, k)
+        if all(sizes):
+            function, partial, unites = block_masks.functions_of(block_mask, kinds, q, k)
+            noted = _noted("mask_mod", function, q)
+            if partial is not None:
+                noted += _noted("mask_mod", partial, q)
+            found[_UNITED if unites else _LISTED] = (*noted, *lists)
+    return found
+
+
+def _noted(what: str, function: Callable[..., Any], q: Tensor) -> tuple[Tensor, ...]:
+    """Stand-ins for a function's inputs, and its result for them."""
+    check_function(what, function)
+    inputs = [torch.empty((), dtype=torch.int64, device=q.device) for _ in range(4)]
+    if what == "score_mod":
+        inputs = [torch.empty((), dtype=_dtype_of_scores(q), device=q.device), *inputs]
+    result = function(*inputs)
+    if not isinstance(result, Tensor):
+        result = torch.full((), result, device=q.device)
+    return (*inputs, result)
+
+
+def _dtype_of_scores(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+# ---- what it calls while it interprets ----
+
+
+class _StandIn:
+    """Stands for an epilogue between the call of an operator and :func:`settled`, which checks gradients."""
+
+    def __init__(self, name: str) -> None:
+        self.name = TRACED + name
+
+    def with_gradients(self, arguments: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+        """Nothing yet."""
+        return self.name, ()
+
+
+def _stand_in(name: str) -> str:
+    made = register_traced(_StandIn(name))
+    hold(made.name)
+    return made.name
+
+
+_FUNCTIONS, _LISTED, _UNITED = map(_stand_in, ("noted", "noted_listed", "noted_united"))
+_LISTS = 4
+"""Tensors of a BlockMask's lists."""
+
+
+@torch.compiler.assume_constant_result
+def settled() -> str:
+    """Give the graph's last operator the epilogues that its stand-ins are for; "", or why that is impossible."""
+    graph = InstructionTranslator.current_tx().output.current_tracer.graph
+    node = next(x for x in reversed(graph.nodes) if _has_stand_ins(x))
+    given = _Given(node)
+    first = next(iter(given.inputs))
+    order = list(graph.nodes)
+    try:
+        given.settle(graph)
+    except (TypeError, ValueError, LookupError, NotImplementedError) as error:
+        erase(graph, order[order.index(node) :])
+        return str(error)
+    finally:
+        noted = order[order.index(first) : order.index(node)]
+        erase(graph, _depending(noted, given.inputs))
+    return ""
+
+
+def _has_stand_ins(node: fx.Node) -> bool:
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "cute_attn":
+        return False
+    names = [x.name for x in node.target._schema.arguments]
+    if "epilogues" not in names:
+        return False
+    given = node.args[names.index("epilogues")]
+    return any(str(one).partition(":")[0] in (_FUNCTIONS, _LISTED, _UNITED) for one in given)  # type: ignore[union-attr]
+
+
+class _Given:
+    """An operator's epilogues, with stand-ins for some.
+
+    Attributes:
+        node: the operator's.
+        inputs: stand-ins for the inputs of functions.
+    """
+
+    def __init__(self, node: fx.Node) -> None:
+        self.node, self.inputs = node, list[fx.Node]()
+        arguments = [x.name for x in node.target._schema.arguments]  # type: ignore[union-attr]
+        self._places = [arguments.index(name) for name in ("epilogues", "epilogue_tensors")]
+        names, tensors = (list(node.args[place]) for place in self._places)  # type: ignore[arg-type]
+        self._parts: list[tuple[str, list[str], list[Any]]] = []
+        for one in names:
+            name, _, letters = one.partition(":")
+            count = letters.count("t")
+            own, tensors = tensors[:count], tensors[count:]
+            whats = _noted_functions(name, own)
+            self._parts.append((one, whats, own))
+            for what in whats:
+                self.inputs += own[: len(SIGNATURES[what])]
+                own = own[len(SIGNATURES[what]) + 1 :]
+
+    def settle(self, graph: fx.Graph) -> None:
+        """Replace the stand-ins.
+
+        Raises:
+            TypeError, ValueError, LookupError, NotImplementedError: a function is not traced, or no kernel supports it.
+        """
+        like = self.node.all_input_nodes[0].meta[VALUE]
+        nodes = Nodes(graph, self.node, like, _dtype_of_scores(like))
+        names, tensors = list[str](), list[Any]()
+        for one, whats, own in self._parts:
+            if not whats:
+                names.append(one)
+                tensors += own
+                continue
+            functions, lists = programs(nodes, whats, own)
+            name, found = _traced(nodes, one.partition(":")[0], functions)
+            if name:
+                captured = [*map(nodes.node_of, found), *lists]
+                names.append(f"{name}:{'t' * len(captured)}" if captured else name)
+                tensors += captured
+        args = list[Any](self.node.args)
+        for place, value in zip(self._places, (names, tensors), strict=True):
+            args[place] = value
+        _check_kernels(self.node, args)
+        self.node.args = tuple(args)
+
+
+def _traced(nodes: Nodes, stand_in: str, functions: list[Program]) -> tuple[str, tuple[Tensor, ...]]:
+    """The epilogue of noted functions, and the tensors that they capture."""
+    device, dtype = nodes.like.device, nodes.dtype
+    if stand_in == _FUNCTIONS:
+        by_name = {one.what: one for one in functions}
+        both = (by_name.get("score_mod"), by_name.get("mask_mod"))
+        return held_epilogue_of(trace(*both, device, dtype, nodes.applied))
+    traced, *partial = (trace(None, one, device, applied=nodes.applied) for one in functions)
+    return held_block_mask_epilogue_of(traced, partial[0] if partial else None, stand_in == _UNITED)
+
+
+def _noted_functions(name: str, given: Sequence[Any]) -> list[str]:
+    """The functions that an epilogue's arguments were noted for: names of signatures."""
+    sizes = {what: len(SIGNATURES[what]) + 1 for what in SIGNATURES}
+    if name == _FUNCTIONS:
+        alone = {sizes[what]: [what] for what in sizes}
+        return alone.get(len(given), list(sizes))
+    if name in (_LISTED, _UNITED):
+        return ["mask_mod"] * ((len(given) - _LISTS) // sizes["mask_mod"])
+    return []
+
+
+def _depending(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> list[fx.Node]:
+    """The inputs, and the nodes that depend on them."""
+    found = dict.fromkeys(inputs)
+    for node in nodes:
+        if not found.keys().isdisjoint(node.all_input_nodes):
+            found[node] = None
+    return list(found)
+
+
+def _check_kernels(node: fx.Node, args: Sequence[Any]) -> None:
+    """Raise where a GPU's kernels do not compute an attention, or autograd a gradient that is asked for."""
+    if node.target is not torch.ops.cute_attn.forward.default:
+        return
+    call = operators.call_of(map_arg(tuple(args), lambda x: x.meta[VALUE]))
+    needs = operators.requires_grad(call) and torch.is_grad_enabled()
+    if not call.q.is_cuda or 0 in (*call.q.shape, *call.k.shape):
+        return
+    check(call)
+    check_for_kernels(call, unaligned=True)
+    q, k, v = map(pad_head_dim, call[:3])
+    call = call._replace(q=q, k=k, v=v)
+    for op in ("forward", "backward") if needs else ("forward",):
+        why = doors.why_no_kernel(call, doors.target_of(call.q.device), op)
+        if why is not None:
+            raise doors.Unsupported(why)
+
+
+# ---- the compiler's way to interpret a call ----
+
+
+class _Whole(HigherOrderOperator):
+    """Calls a function without arguments; the compiler interprets it as a unit, which a graph cannot break within."""
+
+    def __init__(self) -> None:
+        super().__init__("cute_attn_call")
+
+    def __call__(self, body: Callable[[], Any]) -> Any:
+        """Between two graphs; one that the compiler interprets is none of a graph's nodes."""
+        return torch.compiler.disable(body)()
+
+
+_whole = _Whole()
+
+
+class _Elements(TorchFunctionMode):
+    """Makes ``table[h, q_idx]`` an element where PyTorch would read the number of a stand-in, which has none."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(x, Tensor) and x.dtype != torch.bool for x in index):
+                return _element(args[0], list(index))
+        if func in (torch.select, Tensor.select) and len(args) == 3 and isinstance(args[2], Tensor):
+            return _element(args[0], [*[slice(None)] * (args[1] % args[0].dim()), args[2]])
+        return func(*args, **(kwargs or {}))
+
+
+def _element(table: Tensor, index: list[Any]) -> Tensor:
+    used = sum(x is not None and x is not Ellipsis for x in index)
+    for place in [place for place, x in enumerate(index) if x is Ellipsis]:
+        index[place : place + 1] = [slice(None)] * (table.dim() - used)
+    rest = table[tuple(slice(None) if isinstance(x, Tensor) else x for x in index)]
+    kept = [x for x in index if not isinstance(x, int | torch.SymInt)]
+    return torch.ops.aten.index.Tensor(rest, [x if isinstance(x, Tensor) else None for x in kept])
+
+
+class _WholeVariable(higher_order_ops.WrapHigherOrderVariable):
+    """How the compiler interprets a call of :class:`_Whole`."""
+
+    _HOP_NAME = "cute_attn's call"
+
+    def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+        """What the function returns; its nodes are the graph's own."""
+        with _Elements():
+            found = super().call_function(tx, args, kwargs)
+        _inline(tx.output)
+        return found
+
+
+higher_order_ops._hop_name_to_variable_class[_whole.__name__] = _WholeVariable
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def _inline(output: Any) -> None:
+    """Replace the last node, a call of a graph, by the graph's nodes: passes that refuse such calls see operators."""
+    graph = output.current_tracer.graph
+    node = next(x for x in reversed(graph.nodes) if x.target is _whole)
+    holder, *given = node.args
+    body = output.nn_modules[holder.target]
+    values: dict[fx.Node, fx.Node] = {}
+    arguments = iter(given)
+    returned: Any = ()
+    with graph.inserting_before(node):
+        for one in body.graph.nodes:
+            if one.op == "placeholder":
+                values[one] = next(arguments)
+            elif one.op == "output":
+                (returned,) = one.args
+            else:
+                values[one] = graph.node_copy(one, values.__getitem__)
+    for user in list(node.users):  # the compiler keeps these nodes
+        made = values[returned[user.args[1]]]
+        if made.target is operator.getitem:
+            user.args = made.args
+        else:
+            user.target, user.args = _same, (made,)
+    graph.erase_node(node)
+    if not holder.users:
+        graph.erase_node(holder)
+        del output.nn_modules[holder.target]
