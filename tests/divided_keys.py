@@ -201,7 +201,7 @@ class Line:
             whole = [n for n in range(1, self.ctas + 1) if n * waves == count and first == positions[0]]
             cut = [n for n in range(1, self.ctas + 1) if n % count == 0]
             alike = whole if count >= self.ctas else cut
-            alone = 15 / 16 if blocks == 1 else 4 / 5
+            alone = 15 / 16 if blocks == 1 else 2 / 3
             similar = 15 * positions[0] <= 16 * first and first <= positions[0]
             if similar and alike and alone * self.ctas <= alike[-1] <= self.length:
                 return alike[-1]

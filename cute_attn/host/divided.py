@@ -54,7 +54,11 @@ def is_wanted(call: Call, kernel: Any, target: str, multiprocessors: int) -> boo
     large = registry.lookup(kernel.traits, None, target)
     large = large.for_lengths(*call.longest, call.group, target, window=call.window)
     waves = check_query_blocks(call, large) / multiprocessors
-    return waves <= FEW_TILES or (seen >= MANY_KEYS and math.ceil(waves) >= LAST_WAVE * waves)
+    if waves <= FEW_TILES:
+        return True
+    # Under a causal mask the shortest work tiles come last, and leave little idle.
+    equal = not kernel.traits.causal or call.longest[1] >= 2 * call.longest[0]
+    return equal and seen >= MANY_KEYS and math.ceil(waves) >= LAST_WAVE * waves
 
 
 def plan_for_attention(call: Call) -> Plan:

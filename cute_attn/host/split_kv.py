@@ -39,7 +39,7 @@ EVEN = 8
 """Minimum keys per query above which a mask leaves a sequence's query blocks nearly equal numbers of keys."""
 BOX_ROWS = 8
 """TMA loads pages with a multiple of this many rows, the period of a swizzle. Ampere kernels load other pages."""
-FULL_SPLITS, IN_STEP = 0.9, 0.8
+FULL_SPLITS, IN_STEP = 0.9, 0.67
 """Minimum fraction of the CTAs that an even split of equal sequences keeps busy; below it, stream-K is used. The same
 for several query blocks: those of a split read the same keys at about the same time."""
 SPLITS_AT_ONCE = 128
@@ -52,8 +52,9 @@ FEW_BYTES = 2 << 20
 """Maximum bytes of K and V per CTA for which stream-K costs more than any imbalance of lengths."""
 IDLE_BYTES = 1 << 20
 """Maximum of these bytes times the idle fraction of the last wave; above it, stream-K may pay."""
-STREAM_K_COST = 1.27
-"""Time of stream-K over that of whole work tiles where the tensor cores are the limit, with more than 64 rows."""
+STREAM_K_COST, OUT_OF_STEP = 1.27, 1.5
+"""Time of stream-K over that of whole work tiles where the tensor cores are the limit, with more than 64 rows: for one
+work tile of a kv head and for several, which read the same keys at different times."""
 
 SIMILAR = 0.7
 """Minimum ratio of mean to maximum of packed sequences' keys for whole work tiles: those of the longest end last."""
@@ -384,8 +385,9 @@ def _best_split(call: Call, tile: Any, processors: int) -> Split:
     bytes_of_block = tile.tile_n * _key_bytes(call)
     spared = bytes_of_block * (blocks - -(-blocks // max(splits, 1)))
     even = not call.mask or EVEN * seqlen_q <= seqlen_k
+    shared = count > call.batch * call.k_cache.shape[-2]  # work tiles that read the same keys
     equal = call.batch == 1 or (call.lengths is None and call.cu_seqlens_k is None)
-    least = IN_STEP if seqlen_q > tile.queries else FULL_SPLITS
+    least = IN_STEP if shared else FULL_SPLITS
     full = equal and even and most > 1 and most * count >= least * ctas
     if splits < LEAST_SPLITS or spared < LEAST_SPARED:
         splits = most if full and bytes_of_block * -(-blocks // most) > FEW_BYTES else 1
@@ -395,7 +397,8 @@ def _best_split(call: Call, tile: Any, processors: int) -> Split:
         if splits == 1:
             packed = call.cu_seqlens_k is not None
             similar = not packed or call.k_cache.shape[0] >= SIMILAR * call.batch * seqlen_k
-            pays = similar and tile.tile_m > 64 and math.ceil(waves) <= STREAM_K_COST * waves
+            cost = OUT_OF_STEP if shared else STREAM_K_COST
+            pays = similar and tile.tile_m > 64 and math.ceil(waves) <= cost * waves
         else:
             pays = full
         if not pays:

@@ -31,7 +31,7 @@ from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 from cute_attn.work.block_range import BlockRange
 
 WARP = 32
-EVEN, IN_STEP = 16, 5
+EVEN, IN_STEP = 16, 3
 """Work tiles are cut evenly if at least ``(n - 1) / n`` of the CTAs then have a range: n of a query block alone, and of
 several that read the same keys."""
 OVERHEAD = 1

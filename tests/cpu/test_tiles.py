@@ -216,7 +216,9 @@ def test_a_lookup_names_the_reason_for_a_declined_tile():
         ("d72", 1024, 1024, 256, 192),
         ("d80", 1024, 1024, 256, 128),
         ("d32-bias_bf16", 32, 128, 16384, 64),
-        ("d128-bias_bf16", 65, 4096, 8, 128),
+        ("d128-bias_bf16", 65, 4096, 8, 64),
+        ("d128-bias_bf16", 65, 4096, 80, 128),
+        ("d64-bias_bf16", 64, 4096, 800, 64),
     ],
 )
 def test_rows_of_a_work_tile_follow_the_work(features, seqlen_q, seqlen_k, pairs, rows):

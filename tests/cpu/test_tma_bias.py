@@ -67,11 +67,11 @@ OTHERS = {
 @pytest.mark.parametrize("seqlen_k", [64, 4096])
 @pytest.mark.parametrize("name", [*READABLE, *OTHERS])
 def test_a_bias_is_loaded_by_tma_where_tma_can_read_it(name, seqlen_k):
-    """By the tile for short sequences, and by the one for long ones."""
+    """By the tile for short sequences, and by the one for few queries and many keys."""
     bias = (READABLE | OTHERS)[name]
     kernel = choose.choose_kernel(call(bias)._replace(max_seqlen_k=seqlen_k), "sm90")
     assert kernel.loads_bias_by_tma == (name in READABLE)
-    assert (kernel.tile.tile_m == 64) == (seqlen_k == 64)
+    assert (kernel.tile.tile_m, kernel.tile.tile_n) == (64, 64 if seqlen_k == 64 else 128)
     assert kernel.tile.reject(kernel.traits, "sm90") is None
 
 

@@ -113,7 +113,7 @@ class ForwardSm90:
 
     def without_tma_bias(self) -> "ForwardSm90":
         """This kernel with threads that read the bias from memory; it has the default tile or the one for lengths."""
-        if self.tile.blocks_per_sm > 1:
+        if self.tile.tile_m == 64:
             return dataclasses.replace(
                 self, tile=dataclasses.replace(self.tile, bias_stages=0, speculative=False)
             )

@@ -76,8 +76,8 @@ def tile_for_lengths(
         if tile is None and packed > 1:
             tile = _with_group(plain, traits, group)
     if tile is None and pairs is not None and not traits.varlen:
-        if default.bias_stages:
-            tile = _biased_tile_for_work(traits, seqlen_q, pairs)
+        if traits.bias:
+            tile = short or _biased_tile_for_work(default, traits, seqlen_q, pairs)
         elif traits.epilogues or not epilogues_beside(traits):
             tile = _tile_for_work(plain, traits, seqlen_q, seqlen_k, pairs)
     tile = tile or plain
@@ -227,10 +227,13 @@ def _tile_for_work(
     return best[0] if LEAST_GAIN * estimate(*best) < estimate(plain, 1.0, 1.0) else None
 
 
-def _biased_tile_for_work(traits: Traits, seqlen_q: int, pairs: int) -> ForwardSm90Tile | None:
-    """With a bias that TMA loads: the tile of 64 rows, if every work tile then has a multiprocessor to itself."""
+def _biased_tile_for_work(
+    default: ForwardSm90Tile, traits: Traits, seqlen_q: int, pairs: int
+) -> ForwardSm90Tile | None:
+    """With a bias, the tile of 64 rows: for no more queries, or if each work tile has a multiprocessor to itself."""
     few = _of_warpgroups(traits, "one_warpgroup")
-    return few if few.bias_stages and _count(few, seqlen_q, pairs) <= MULTIPROCESSORS else None
+    pays = seqlen_q <= few.tile_m or _count(few, seqlen_q, pairs) <= MULTIPROCESSORS
+    return few if pays and bool(few.bias_stages) == bool(default.bias_stages) else None
 
 
 def _count(tile: ForwardSm90Tile, seqlen_q: int, pairs: int) -> int:
