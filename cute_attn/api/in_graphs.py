@@ -314,6 +314,21 @@ def _same(x: Any) -> Any:
     return x
 
 
+def _made_before(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, fx.Node]) -> fx.Node | None:
+    """The graph's own node for a mask's tables, which an earlier layer has made; None if its tensors may have changed.
+
+    values: the graph's node for each that ``node`` takes.
+    """
+    tables = torch.ops.cute_attn.block_tables.default
+    if node.target is not tables:
+        return None
+    args = map_arg(node.args, values.__getitem__)
+    used = {user.target for x in node.all_input_nodes for user in values[x].users}
+    if not used <= {tables, _whole}:
+        return None
+    return next((x for x in graph.nodes if x.target is tables and x.args == args), None)
+
+
 def _inline(output: Any) -> None:
     """Replace the last node, a call of a graph, by the graph's nodes: passes that refuse such calls see operators."""
     graph = output.current_tracer.graph
@@ -330,7 +345,8 @@ def _inline(output: Any) -> None:
             elif one.op == "output":
                 (returned,) = one.args
             else:
-                values[one] = graph.node_copy(one, values.__getitem__)
+                made = _made_before(graph, one, values)
+                values[one] = graph.node_copy(one, values.__getitem__) if made is None else made
     for user in list(node.users):  # the compiler keeps these nodes
         made = values[returned[user.args[1]]]
         if made.target is operator.getitem:

@@ -297,8 +297,25 @@ def test_layers(recomputed):
             x = checkpoint(layer, x, use_reentrant=False) if recomputed else layer(x)
         return x
 
-    got = torch.compile(model, backend="aot_eager", fullgraph=True)(Q)
+    backend = Graphs()
+    got = torch.compile(model, backend=backend, fullgraph=True)(Q)
     assert_same(got, model(Q), Q, *(layer.table for layer in layers))
+    if not recomputed:
+        assert operators_of(backend.graphs[0]) == ["block_tables", "forward", "forward"]
+
+
+def test_tables_are_made_again_where_a_mask_changes():
+    def model(x, counts):
+        mask = mask_of(block_size=128)
+        mask.full_kv_num_blocks = mask.full_kv_indices = None
+        mask.kv_num_blocks = counts
+        first = attention(x, K, V, block_mask=mask)
+        counts.zero_()
+        return first + 2 * attention(x, K, V, block_mask=mask)
+
+    given = [torch.ones(1, 1, 1, dtype=torch.int32) for _ in range(2)]
+    out = torch.compile(model, backend="aot_eager", fullgraph=True)(Q, given[0])
+    torch.testing.assert_close(out, model(Q, given[1]))
 
 
 def test_caches():
