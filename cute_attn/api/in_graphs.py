@@ -322,11 +322,17 @@ def _made_before(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, fx.Node])
     tables = torch.ops.cute_attn.block_tables.default
     if node.target is not tables:
         return None
-    args = map_arg(node.args, values.__getitem__)
+    args = map_arg(map_arg(node.args, values.__getitem__), _by_value)
     used = {user.target for x in node.all_input_nodes for user in values[x].users}
     if not used <= {tables, _whole}:
         return None
-    return next((x for x in graph.nodes if x.target is tables and x.args == args), None)
+    return next((x for x in graph.nodes if x.target is tables and map_arg(x.args, _by_value) == args), None)
+
+
+def _by_value(node: fx.Node) -> Any:
+    """A node, but of a length its expression: each call reads lengths anew."""
+    value = node.meta.get(VALUE)
+    return value.node.expr if isinstance(value, torch.SymInt) else node
 
 
 def _inline(output: Any) -> None:
