@@ -102,6 +102,8 @@ FURTHER = [
     "backward-sm90-fp16-d64-causal-softcap-alibi",
     "backward-sm90-fp16-d64-causal-softcap-alibi-bias_bf16-dropout-bias_grad",
     "append-sm90-bf16-d59-rotary_interleaved-rotate_q-aligned_1",
+    "append-sm90-fp32-d128-rotary_halves-rotate_q",
+    "combine_stream_k-sm90-fp32-d128-causal-seqused_k",
     "combine-sm90-bf16-d59-aligned_1",
 ]
 # Forward kernels that have another tile for few queries, or on Hopper for short sequences.
@@ -140,11 +142,22 @@ BY_CACHE = {
 }
 
 
-# Of Ampere: rows that start anywhere.
-ANY_ROWS = {
-    (1, 65536, 4, 3): ("d59-causal-varlen-seqused_k-paged-leftpad-split_stream_k-aligned_1",),
-    (16, 65536, 4, 0): ("d122-causal-softcap-alibi-seqused_k-split_fixed-aligned_2",),
-    (512, 65536, 4, 16): ("d252-causal-varlen-seqused_k-paged-split_stream_k-aligned_4",),
+# Those of Ampere: rows that start anywhere, and fp32.
+BY_AMPERES_CACHE = {
+    (1, 65536, 4, 3): (
+        "bf16-d59-causal-varlen-seqused_k-paged-leftpad-split_stream_k-aligned_1",
+        "fp32-d256-causal-softcap-alibi-varlen-seqused_k-paged-leftpad-split_stream_k",
+    ),
+    (16, 65536, 4, 0): (
+        "bf16-d122-causal-softcap-alibi-seqused_k-split_fixed-aligned_2",
+        "fp32-d64-causal-seqused_k-split_stream_k",
+        "fp32-d128-causal-softcap-alibi-seqused_k-split_stream_k",
+    ),
+    (512, 65536, 4, 16): (
+        "bf16-d252-causal-varlen-seqused_k-paged-split_stream_k-aligned_4",
+        "fp32-d128-tf32-causal-varlen-seqused_k-paged-split_stream_k",
+        "fp32-d253-window-seqused_k-paged-split_fixed-aligned_1",
+    ),
 }
 
 
@@ -200,8 +213,8 @@ def representative() -> list[Default]:
             for rest in names
         ),
         *(
-            Default(Traits.parse(f"kvcache-sm80-bf16-{rest}"), "sm80", call)
-            for call, names in ANY_ROWS.items()
+            Default(Traits.parse(f"kvcache-sm80-{rest}"), "sm80", call)
+            for call, names in BY_AMPERES_CACHE.items()
             for rest in names
         ),
         *(Default(*pair) for pair in registry.defaults()),

@@ -46,8 +46,8 @@ def append_kv(
     Parameters
     ----------
     k_cache : Tensor (entries, capacity, nheads_kv, head_dim), or (pages, page_size, nheads_kv, head_dim)
-        fp16 or bf16 on CUDA, any float dtype on the CPU. The last dimension is contiguous, other strides are in any
-        order. Kernels are fastest where head_dim and strides are multiples of 8 elements. The data on CUDA is aligned
+        fp16, bf16 or fp32 on CUDA, any float dtype on the CPU. The last dimension is contiguous, other strides are in
+        any order. Kernels are fastest where head_dim and strides are multiples of 16 bytes. The data on CUDA is aligned
         as these are: to 16 bytes, or for multiples of 4, 2 and 1 elements to as many. head_dim is at most 576, the
         capacity 2**30 - 2**13.
     v_cache : Tensor

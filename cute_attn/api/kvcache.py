@@ -30,7 +30,7 @@ from cute_attn.host.cache_checks import (
     check_tensors,
 )
 from cute_attn.host.cache_checks import check_lengths as _check_lengths
-from cute_attn.host.call import LARGE_HEAD_DIM, Call, is_latent, pack_epilogues, schema
+from cute_attn.host.call import LARGE_HEAD_DIM, Call, is_latent, pack_epilogues, pytorchs_precision, schema
 from cute_attn.host.checks import MAX_SEQLEN, check_out, check_starts, check_writable
 from cute_attn.host.choose import check_words
 from cute_attn.host.memory import (
@@ -118,7 +118,8 @@ def attention_with_kvcache(
     Parameters
     ----------
     q : Tensor (batch, seqlen_q, nheads, head_dim), or packed (total_q, nheads, head_dim) with cu_seqlens_q
-        In k_cache's dtype; nheads is a multiple of nheads_kv.
+        In k_cache's dtype; nheads is a multiple of nheads_kv. Products of fp32 are in PyTorch's precision, that of
+        fp32 or of tf32.
     k_cache, v_cache, k, v, page_table, cache_batch_idx, cu_seqlens_k_new, rotary_seqlens, rotary_interleaved, \
 check_lengths
         As for :func:`cute_attn.api.append.append_kv`; without k and v nothing is appended, and caches may overlap.
@@ -206,9 +207,15 @@ check_lengths
     else:
         cached = isinstance(k_cache, Tensor) and not k_cache.is_nested and k_cache.dim() == 4
         latent = cached and k_cache.shape[-1] > LARGE_HEAD_DIM and _are_latent(k_cache, v_cache)
-        key = ("attention_with_kvcache", key, latent)
+        key = ("attention_with_kvcache", key, latent, _precision(q))
         found = plans.repeat(key, given, lambda: _attend(tensors, out, options, functions), read)
     return found if return_lse else found[0]
+
+
+def _precision(q: Any) -> str:
+    """The traits' precision of a call: for fp32 tensors that of PyTorch's products, which may change between calls."""
+    single = isinstance(q, Tensor) and q.dtype == torch.float32 and no_dispatch_mode()
+    return pytorchs_precision() if single else ""
 
 
 def _are_latent(k_cache: Tensor, v_cache: Any) -> bool:
@@ -286,6 +293,7 @@ def _computed(
         epilogue_numbers=epilogue_numbers,
     )
     # On CUDA a call of known metadata is checked already.
+    call = call._replace(precision=_precision(q))
     plan = known_plan(call) if q.is_cuda and no_dispatch_mode() else None
     if plan is None:
         _check_arguments(call)
@@ -398,6 +406,8 @@ def _rotated(call: Call) -> Tensor:
 def attend_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
     """By the append, the kvcache and the combine kernel, on the current stream of q's device."""
     call = Call.of(ARGUMENTS, arguments)
+    if call.q.dtype == torch.float32:
+        call = call._replace(precision=pytorchs_precision())
     plan = known_plan(call)
     if plan is None:
         check_attention(call)

@@ -16,8 +16,8 @@ class RowCopy:
     """A thread's copies of (rows, cols) tiles; the first ``valid_cols`` columns are in bounds.
 
     Where ``heads`` heads alternate as rows, those from ``heads_left`` on are out of bounds as well. Rows in global
-    memory start at multiples of ``alignment`` elements, or with 0 of 16 bytes. With 1 no cp.async can copy them: they
-    are loaded element by element.
+    memory start at multiples of ``alignment`` elements, or with 0 of 16 bytes. ``by_elements``: of fewer than the 4
+    bytes that cp.async copies at least, so that they are loaded element by element.
     """
 
     tiled_copy: cute.TiledCopy
@@ -27,6 +27,7 @@ class RowCopy:
     heads: Constexpr = 1
     heads_left: Int32 | None = None
     alignment: Constexpr = 0
+    by_elements: Constexpr = False
 
     @cute.jit
     def copy(
@@ -60,7 +61,7 @@ class RowCopy:
                 if cutlass.const_expr(self.heads > 1):
                     head = (first[0] + m * row_step) % self.heads
                     exists[0, 0, k] = exists[0, 0, k] & (head < self.heads_left)
-            if cutlass.const_expr(self.alignment == 1):
+            if cutlass.const_expr(self.by_elements):
                 loaded += (self.load_elements(s[None, m, None], t[None, m, None], exists, first[1]),)
                 loaded = store_elements(loaded, m + 1 == cute.size(s, mode=[1]))
             elif cutlass.const_expr(whole and self.cols == self.valid_cols):

@@ -10,7 +10,7 @@ them. Any order of k gives the same product as long as both operands have it: wh
 lane t of a quad holds columns 2 t and 2 t + 1, which become places t and t + 4 of k (``paired``).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cutlass import Constexpr, Float16, Float32, Int32, TFloat32, cute
@@ -18,6 +18,7 @@ from cutlass.cute.nvgpu import warp
 
 from cute_attn.device.gemm import SmemOperand, SmemResult, below_1024, swizzled_bits
 from cute_attn.device.math import rematerialize
+from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.terms import Terms, split
 from layouts.mma import row_col_modes, row_col_view, thread_row_col
 
@@ -345,6 +346,13 @@ class Fp32Values:
         )
         return first, second
 
+    def after(self, starts: tuple[Int32, Int32], results: cute.Tensor, zero: Int32) -> tuple[Int32, Int32]:
+        """``starts``, for loads that shall not start before ``results`` have been computed."""
+        bits = Int32(0)
+        for i in range(cute.size(results)):
+            bits = bits | results[i].bitcast(Int32)
+        return starts[0] | (bits & zero), starts[1] | (bits & zero)
+
     def load_b(self, starts: tuple[Int32, Int32], group: int, step: int) -> Terms:
         """Load four MMAs' B operands, (2, 4): a group of columns in one step along the keys."""
         fragment, row = (
@@ -357,6 +365,20 @@ class Fp32Values:
             for j in range(4):
                 fragment[i, j] = row[j]
         return split(fragment, TFloat32, self.count)
+
+    @staticmethod
+    def output_rows(acc: cute.Tensor, score_map: ScoreMap, thread: Int32) -> tuple[cute.Tensor, ScoreMap]:
+        """The accumulator of P V as (rows, columns), a thread's columns in their order, and where these are.
+
+        score_map: of the accumulator, whose rows it has.
+        """
+        (key, row), m, n = acc.layout.stride
+        groups = cute.size(acc, mode=[2]) // 4
+        shape = ((2, cute.size(acc, mode=[1])), (4, 2, groups))
+        view = cute.make_tensor(acc.iterator, cute.make_layout(shape, stride=((row, m), (n, key, 4 * n))))
+        cols = tuple(COLUMNS * group + col for group in range(groups) for col in range(8))
+        modes = replace(score_map.modes, cols=cols)
+        return view, replace(score_map, modes=modes, thr_col=thread % 4 * 8)
 
     def address(self, start: Int32, step: int, group: int) -> cute.Pointer:
         """The address of a vector from one of ``starts``: whole atoms of the layout, at static distances."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cute_attn.epilogues.names import are_functions
-from cute_attn.host.call import Call
+from cute_attn.host.call import DTYPE_NAMES, Call
 from cute_attn.host.checks import (
     FLOAT_DTYPES,
     MAX_SEQLEN,
@@ -33,9 +33,6 @@ from cute_attn.host.checks import (
 from cute_attn.host.memory import ALIGNMENT_BYTES, has_memory, is_aligned, is_first_columns, overlap
 from cute_attn.host.values import check_dtype, check_present, wrong_shape
 from cute_attn.traits import MAX_HEAD_DIM, MAX_HEAD_DIM_V
-
-APPEND_DTYPES = (torch.float16, torch.bfloat16)
-
 
 # ---- checks on any device ----
 
@@ -290,7 +287,7 @@ def check_values(call: Call, leftpad: Tensor | None = None) -> None:
 def check_append_for_kernels(call: Call) -> None:
     """Raise for a call that the append kernel does not support. Assumes :func:`check_append`."""
     for name, x in (("k_cache", call.k_cache), ("v_cache", call.v_cache)):
-        check_dtype(name, x, *APPEND_DTYPES, on=" on CUDA")
+        check_dtype(name, x, *DTYPE_NAMES, on=" on CUDA")
     check_cache_addresses(call)
     if call.k is not None:
         check_count("k has elements in rows of one head", call.k.numel() // call.k.shape[-1])

@@ -254,6 +254,7 @@ def traits_of(call: Call, arch: str, split: str, variant: str = "") -> Traits:
         DTYPE_NAMES[call.q.dtype],
         int(call.q.shape[-1]),
         int(call.v_cache.shape[-1]),
+        precision=call.precision,
         mask=call.mask,
         softcap=call.softcap > 0,
         alibi=call.alibi_slopes is not None,
@@ -298,9 +299,13 @@ def choose_kernel(call: Call, target: str, processors: int) -> tuple[Any, Split]
 
 
 def _generations(call: Call, target: str) -> list[str]:
-    """The generations of kernels that run on a target, the newest first, except for rows that TMA cannot load."""
+    """The generations of kernels that run on a target, the newest first.
+
+    Fp32, and rows that TMA cannot load, are Ampere's.
+    """
     names = registry.generations(target)
-    return names[-1:] if _page_rows(call) % BOX_ROWS or call.alignment else names
+    amperes = call.q.dtype == torch.float32 or call.alignment or _page_rows(call) % BOX_ROWS
+    return names[-1:] if amperes else names
 
 
 def _page_rows(call: Call) -> int:

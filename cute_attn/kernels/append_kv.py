@@ -13,8 +13,8 @@ many elements; a second extent of the grid divides rows that are longer than a C
 Rotation is in fp32 and rounds once. With cosines and sines of 16 bits, products are exact in fp32, so that it does not
 matter where the compiler fuses multiply and add: results equal the definition's bit for bit.
 
-Limits: fp16 and bf16; head dims up to 576; rows with a contiguous last dimension, otherwise of any strides; any even
-number of rotated elements.
+Limits: fp16, bf16 and fp32; head dims up to 576; rows with a contiguous last dimension, otherwise of any strides; any
+even number of rotated elements.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from cute_attn.kernels import fakes
 from cute_attn.kernels.limits import beyond
 from cute_attn.rows.new_rows import Angles, NewKeys, NewRow, Queries, number_of_rows
 from cute_attn.tiles.inference import AppendTile
-from cute_attn.traits import MAX_HEAD_DIM, Traits
+from cute_attn.traits import DTYPES, MAX_HEAD_DIM, Traits
 
 
 def _new_fake(kernel: Any) -> NewKeys:
@@ -78,7 +78,7 @@ class AppendKv:
             return f"it uses no score features; accepted: {plain}"
         if traits.varlen and not traits.rotate_q:
             return "varlen is of the queries; accepted: with rotate_q"
-        return beyond(traits, most=MAX_HEAD_DIM)
+        return beyond(traits, dtypes=DTYPES, most=MAX_HEAD_DIM, multiple=traits.row_alignment)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> AppendTile:
@@ -223,7 +223,10 @@ class AppendKv:
             turned = x * c - y * s if first else y * s + x * c
             wide[e] = turned if col + e < 2 * pairs else x
         result = cute.make_rmem_tensor(cute.make_layout(self.vector), values.element_type)
-        convert_to_16_bits(wide, result)
+        if cutlass.const_expr(result.element_type is Float32):
+            result.store(wide.load())
+        else:
+            convert_to_16_bits(wide, result)
         return result
 
     @cute.jit

@@ -637,7 +637,7 @@ class CombineStreamK(Combine):
         plain = Traits("combine_stream_k", traits.arch, traits.dtype, traits.head_dim, **own)
         if traits != plain:
             return f"it uses lengths, the mask and sinks alone; accepted: {plain}"
-        return beyond(traits, most=MAX_HEAD_DIM_V)
+        return beyond(traits, dtypes=DTYPES, most=MAX_HEAD_DIM_V, multiple=traits.row_alignment)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> CombineStreamKTile:

@@ -26,13 +26,18 @@ def beyond(
 
 
 def beyond_cache(
-    traits: Traits, arch: str, lacks: tuple[str, ...] = (), most: int = LARGE_HEAD_DIM
+    traits: Traits,
+    arch: str,
+    lacks: tuple[str, ...] = (),
+    most: int = LARGE_HEAD_DIM,
+    dtypes: tuple[str, ...] = HALF,
 ) -> str | None:
     """Why a kvcache kernel of ``arch`` cannot serve ``traits``, or None.
 
     Args:
         lacks: features that this one has not.
         most: the largest head dim.
+        dtypes: of q, k, v and o.
     """
     if (traits.op, traits.arch) != ("kvcache", arch):
         return f"it computes kvcache-{arch}, not {traits.op}-{traits.arch}"
@@ -43,4 +48,4 @@ def beyond_cache(
         return f"sinks is {traits.sinks} with split parts; accepted: none, since combine adds them"
     if traits.top_left:
         return f"mask is {traits.mask}; accepted: bottom right ones"
-    return beyond(traits, most=most)
+    return beyond(traits, dtypes=dtypes, most=most, multiple=traits.row_alignment)

@@ -22,6 +22,7 @@ class RowTarget:
         out, lse: of the tile's first query and head.
         out_steps, lse_steps: elements from one head to the next, and from one query to the next.
         width: columns stored at once, 2, or 1 where rows start anywhere.
+        is_partial: the LSE says which rows have no key, so that their O is not needed.
     """
 
     out: cute.Pointer
@@ -29,6 +30,7 @@ class RowTarget:
     out_steps: tuple[Int64, Int64]
     lse_steps: tuple[Int64, Int64]
     width: Constexpr = 2
+    is_partial: Constexpr = True
 
     @staticmethod
     @cute.jit
@@ -48,6 +50,7 @@ class RowTarget:
             (Int64(mO.stride[-2]), Int64(mO.stride[-3])),
             (Int64(mLSE.stride[-2]), Int64(mLSE.stride[-1])),
             width,
+            False,
         )
 
     @staticmethod
@@ -120,7 +123,7 @@ def store_rows(
                 divby=target.width,
             )
             some, wanted = cute.make_rmem_tensor(cute.make_layout(target.width), dtype), Int32(dim)
-            if cutlass.const_expr(dtype is Float32 and lse is not None):
+            if cutlass.const_expr(target.is_partial and lse is not None):
                 wanted = cutlass.select_(lse[r] == -Float32.inf, Int32(0), wanted)
             for c in cutlass.range_constexpr(0, cute.size(acc, mode=[1]), target.width):
                 if score_map.thr_col + cols[c] < wanted:

@@ -94,7 +94,7 @@ def load_elements(
     rows = KeyRows.make(cache, CacheTables(table, None))
     for thread in cutlass.range(threads, unroll=1):
         group = KeyGroup(Int32(0), thread, 1, 4)
-        copy = RowCopy(kernel.gmem_load(dim), thread, padded(dim), dim, alignment=1)
+        copy = RowCopy(kernel.gmem_load(dim), thread, padded(dim), dim, alignment=1, by_elements=True)
         if cutlass.const_expr(table is None):
             entry = sequence(cache, Int32(0), Int32(1), Int32(0), False)
             BlockLoad(copy, entry, found, Int32(ROWS), group, first).start(Int32(0), Int32(0), False)

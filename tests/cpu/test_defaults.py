@@ -10,7 +10,7 @@ from cute_attn.compiler import compile
 from cute_attn.lab import sass
 from cute_attn.lab.proxies import proxy_order
 from cute_attn.lab.sass import BYTES, Code, StepNotFound
-from cute_attn.traits import BLOCK_OPS, PADDED_TENSORS, SPLIT_TENSORS
+from cute_attn.traits import BLOCK_OPS, PADDED_TENSORS, SPLIT_TENSORS, Traits
 from tests.defaults import Default, cover, covering, every, representative
 
 # Instructions that kernels must have, in PTX and in SASS.
@@ -27,12 +27,8 @@ PTX = {
     "combine": ("ld.global.v4", "ex2.approx", "st.global"),
     "combine_stream_k": ("ld.global.v4", "ex2.approx", "st.global"),
 }
-# Narrow copies are cached in L1; of rows that start anywhere there is none.
-ALIGNED = {
-    1: ("mma.sync", "ldmatrix.sync"),
-    2: (*PTX["sm80"][:2], "cp.async.ca"),
-    4: (*PTX["sm80"][:2], "cp.async.ca"),
-}
+NARROW = (*PTX["sm80"][:2], "cp.async.ca")
+"""Of rows with an alignment: copies of fewer than 16 bytes are cached in L1."""
 SASS = {
     "sm80": ("HMMA", "LDSM", "LDGSTS"),
     "sm90": ("HGMMA", "UTMALDG"),
@@ -106,6 +102,11 @@ def has_one_step(default: Default) -> bool:
     return hasattr(default.kernel, "step_content") and not getattr(default.kernel.tile, "columns", 0)
 
 
+def loads_elements(traits: Traits) -> bool:
+    """Rows start at multiples of 2 bytes, which cp.async does not copy."""
+    return traits.alignment * traits.element_bytes == 2
+
+
 def build(default: Default):
     return compile(default.traits, default.kernel.tile, default.target)
 
@@ -118,9 +119,11 @@ def test_default_builds_without_spills(default):
     assert resources.shared_memory_bytes <= compiled.tile.smem_bytes(traits)
     if (traits.op, traits.arch) == ("forward", "sm90"):
         assert resources.shared_memory_bytes == compiled.tile.smem_bytes(traits)
-    words = PTX.get(traits.op) or ALIGNED.get(traits.alignment) or PTX[traits.arch]
-    if traits.alignment and traits.op in PTX:
-        words = ("ld.global", "st.global")
+    words = PTX.get(traits.op) or PTX[traits.arch]
+    if traits.alignment:
+        words = (
+            ("ld.global", "st.global") if traits.op in PTX else NARROW[: 2 if loads_elements(traits) else 3]
+        )
     assert not [word for word in words if word not in compiled.ptx]
 
 
@@ -131,7 +134,7 @@ def test_the_machine_code_of_a_default(disassembled):
         assert set(SASS[traits.op]) <= build(disassembled).instructions.keys()
         return
     code = Code.of(build(disassembled).cubin, traits.name)
-    loads = ("LDG", "STS") if traits.alignment == 1 else SASS[traits.arch][2:]
+    loads = ("LDG", "STS") if loads_elements(traits) else SASS[traits.arch][2:]
     assert {i.opcode for i in code.instructions}.issuperset((*SASS[traits.arch][:2], *loads))
     if uses_tma(disassembled):
         order = proxy_order(code)

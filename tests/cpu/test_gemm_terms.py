@@ -329,25 +329,41 @@ def test_results_are_stored_at_the_layouts_addresses(paired, shape, warps):
 
 
 @cute.jit
+def accumulator(tiled_mma: cute.TiledMma, shape: cutlass.Constexpr, warps: cutlass.Constexpr, thread: Int32):
+    """An accumulator whose elements are 1000 times their row plus their column, by the PTX manual's fragment of C and
+    the order of V's columns: column n of MMA j of group c is column 32 c + 4 n + j. And the thread's first column."""
+    lane, warp_m, warp_n = thread % 32, thread // 32 % warps[0], thread // 32 // warps[0]
+    first_row, first_col = 16 * warp_m + lane // 4, warp_n * (shape[1] // warps[1])
+    acc = cute.make_rmem_tensor(tiled_mma.get_slice(0).partition_shape_C(shape), Float32)
+    for n in cutlass.range_constexpr(cute.size(acc, mode=[2])):
+        for m in cutlass.range_constexpr(cute.size(acc, mode=[1])):
+            for i in cutlass.range_constexpr(4):
+                row = first_row + 16 * warps[0] * m + 8 * (i // 2)
+                col = first_col + 32 * (n // 4) + 4 * (2 * (lane % 4) + i % 2) + n % 4
+                acc[i, m, n] = Float32(1000 * row + col)
+    return acc, first_col + lane % 4 * 8
+
+
+@cute.jit
 def write_vectors(shape: cutlass.Constexpr, warps: cutlass.Constexpr, dim: cutlass.Constexpr, out):
-    """Store an accumulator whose elements are 1000 times their row plus their column, by the PTX manual's fragment of C
-    and the order of V's columns: column n of MMA j of group c is column 32 c + 4 n + j."""
-    rows, cols = shape
     tiled_mma = layouts.tiled_mma_sm80(Float32, warps[0] * warps[1], warps_n=warps[1])
     offsets = layouts.row_col_modes(tiled_mma, *shape).rows
     for thread in cutlass.range(32 * warps[0] * warps[1]):
-        lane, warp_m, warp_n = thread % 32, thread // 32 % warps[0], thread // 32 // warps[0]
-        first_row, first_col = 16 * warp_m + lane // 4, warp_n * (cols // warps[1])
-        acc = cute.make_rmem_tensor(tiled_mma.get_slice(0).partition_shape_C(shape), Float32)
-        for n in cutlass.range_constexpr(cute.size(acc, mode=[2])):
-            for m in cutlass.range_constexpr(cute.size(acc, mode=[1])):
-                for i in cutlass.range_constexpr(4):
-                    row = first_row + 16 * warps[0] * m + 8 * (i // 2)
-                    col = first_col + 32 * (n // 4) + 4 * (2 * (lane % 4) + i % 2) + n % 4
-                    acc[i, m, n] = Float32(1000 * row + col)
+        acc, first_col = accumulator(tiled_mma, shape, warps, thread)
         row0, _ = layouts.thread_row_col(tiled_mma, *shape, thread)
-        given = (acc, offsets, row0, rows - 3, first_col + lane % 4 * 8, dim)
-        store_vectors(output(out, rows, dim), *given)
+        store_vectors(output(out, shape[0], dim), acc, offsets, row0, shape[0] - 3, first_col, dim)
+
+
+@cute.jit
+def write_columns(shape: cutlass.Constexpr, warps: cutlass.Constexpr, dim: cutlass.Constexpr, out):
+    """By rows and columns in their order."""
+    tiled_mma = layouts.tiled_mma_sm80(Float32, warps[0])
+    for thread in cutlass.range(32 * warps[0]):
+        acc, _ = accumulator(tiled_mma, shape, warps, thread)
+        score_map = ScoreMap.make(tiled_mma, *shape, thread)
+        acc_rows, score_map = Fp32Values.output_rows(acc, score_map, thread)
+        given = (score_map, Int32(0), Int32(shape[0] - 3), dim)
+        store_pairs(output(out, shape[0], dim), acc_rows, *given)
 
 
 @cute.jit
@@ -375,6 +391,9 @@ def output(out, rows, dim):
         (write_vectors, (64, 64), (2, 1), 60),
         (write_vectors, (32, 128), (2, 2), 128),
         (write_vectors, (64, 64), (4, 1), 60),
+        (write_columns, (16, 96), (1, 1), 70),
+        (write_columns, (64, 64), (2, 1), 62),
+        (write_columns, (64, 128), (4, 1), 128),
         *((write_pairs, (64, 64), (2, 1), dim) for dim in (64, 36)),
     ],
 )

@@ -139,7 +139,10 @@ def check_attention(problem: Problem, expected: Problem, **options):
     for one, whole in zip(found, expected.run(), strict=True):
         torch.testing.assert_close(one, whole, rtol=1e-3, atol=1e-3)
     for one, whole in zip((problem.k, problem.v), (expected.k, expected.v), strict=True):
-        assert one.view(torch.int16).equal(whole.view(torch.int16))
+        if one.dtype == torch.float32:
+            assert torch.allclose(one, whole, rtol=1e-6, atol=1e-6, equal_nan=True)
+        else:
+            assert one.view(torch.int16).equal(whole.view(torch.int16))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -160,6 +163,25 @@ def test_head_dims_of_rows_that_start_anywhere(name, alignment, options, cuda_on
     check_attention(*(Problem(case, dtype=torch.float16) for _ in range(2)), **options)
     (kernel,) = cuda_on_cpu
     assert (kernel.traits.arch, kernel.traits.alignment) == ("sm80", alignment)
+
+
+@pytest.mark.parametrize("options", [{"num_splits": 1}, {"num_splits": 3}, {}], ids=str)
+@pytest.mark.parametrize("dims", [(16, 8), (18, 6), (13, 12)])
+@pytest.mark.parametrize("name", ["packed-append", "page-16", "rotary-halves", "sinks"])
+def test_fp32_caches(name, dims, options, cuda_on_cpu):
+    """By the Ampere kernel, without a warning."""
+    case = dataclasses.replace(CASES[name], dims=dims)
+    check_attention(*(Problem(case, dtype=torch.float32) for _ in range(2)), **options)
+    (kernel,) = cuda_on_cpu
+    assert (kernel.traits.arch, kernel.traits.dtype, kernel.traits.precision) == ("sm80", "fp32", "")
+
+
+def test_fp32_has_pytorchs_precision(cuda_on_cpu, monkeypatch):
+    """That of each call: a plan of another precision does not serve it."""
+    for precision in ("", "tf32", ""):
+        monkeypatch.setattr(kvcache, "pytorchs_precision", lambda precision=precision: precision)
+        check_attention(*(Problem(CASES["plain"], dtype=torch.float32) for _ in range(2)))
+    assert [kernel.traits.precision for kernel in cuda_on_cpu] == ["", "tf32"]
 
 
 def test_keys_and_values_between_each_other(cuda_on_cpu):

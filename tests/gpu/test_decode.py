@@ -215,13 +215,9 @@ def test_rows_that_start_anywhere(name, dims):
     check_large(Problem(dataclasses.replace(CASES[name], dims=dims), dtype=torch.bfloat16), "cpu")
 
 
-@pytest.mark.parametrize("num_splits", [0, 3])
-@pytest.mark.parametrize("page", [0, 7])
-@pytest.mark.parametrize("dims", ANY_ROWS)
-@pytest.mark.parametrize(("heads", "queries"), [((4, 4), 1), ((8, 2), 5), ((8, 2), 80)])
-def test_rows_that_start_anywhere_in_many_blocks(heads, queries, dims, page, num_splits):
-    """Few and many queries, with keys divided among CTAs; from a record as well."""
-    case = Case(
+def many_blocks(heads, queries, dims, page) -> Case:
+    """Sequences of several key blocks, and of none, to which the queries' keys are appended."""
+    return Case(
         (700, 64, 0, 1031, 5),
         new=(queries,) * 5,
         queries=(queries,) * 5,
@@ -232,13 +228,72 @@ def test_rows_that_start_anywhere_in_many_blocks(heads, queries, dims, page, num
         rotary=8,
         mask="causal",
     )
-    problem = Problem(case, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("num_splits", [0, 3])
+@pytest.mark.parametrize("page", [0, 7])
+@pytest.mark.parametrize("dims", ANY_ROWS)
+@pytest.mark.parametrize(("heads", "queries"), [((4, 4), 1), ((8, 2), 5), ((8, 2), 80)])
+def test_rows_that_start_anywhere_in_many_blocks(heads, queries, dims, page, num_splits):
+    """Few and many queries, with keys divided among CTAs; from a record as well."""
+    problem = Problem(many_blocks(heads, queries, dims, page), dtype=torch.float16)
     found = check_large(problem, "cuda", num_splits=num_splits)
     for _ in range(10):  # each appends the same rows at the same places
         again = attention_with_kvcache(
             problem.q, problem.k, problem.v, return_lse=True, num_splits=num_splits, **problem.options()
         )
         assert all(one.equal(other) for one, other in zip(again, found, strict=True))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (13, 58), (256, 256)])
+@pytest.mark.parametrize("name", WITH_ANY_ROWS)
+def test_fp32(name, dims):
+    """Also of rows that start anywhere; as precise as fp32."""
+    check_fp32(Problem(dataclasses.replace(CASES[name], dims=dims), dtype=torch.float32))
+
+
+@pytest.mark.parametrize("num_splits", [0, 3])
+@pytest.mark.parametrize("page", [0, 7])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (59, 201)])
+@pytest.mark.parametrize(("heads", "queries"), [((4, 4), 1), ((8, 2), 5), ((8, 2), 80)])
+def test_fp32_in_many_blocks(heads, queries, dims, page, num_splits):
+    case = many_blocks(heads, queries, dims, page)
+    check_fp32(Problem(case, dtype=torch.float32), num_splits=num_splits)
+
+
+def check_fp32(problem: Problem, **options):
+    """Against the definition in fp64 of the same numbers."""
+    expected = copy.deepcopy(problem)
+    for name in ("q", "k", "v", "sinks", "slopes"):
+        x = getattr(expected, name)
+        setattr(expected, name, None if x is None else x.double())
+    expected.new = expected.new and [x.double() for x in expected.new]
+    if expected.rotary is not None:
+        angles = (expected.rotary.cos.double(), expected.rotary.sin.double())
+        expected.rotary = dataclasses.replace(expected.rotary, cos=angles[0], sin=angles[1])
+    problem.to("cuda")
+    whole, whole_lse = expected.run()
+    for _ in range(4):  # the later ones from a record, on the rows that the first one appended
+        out, lse = attention_with_kvcache(
+            problem.q, problem.k, problem.v, return_lse=True, **options, **problem.options()
+        )
+        torch.testing.assert_close(out.cpu().double(), whole, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(lse.cpu().double(), whole_lse, rtol=1e-5, atol=1e-5)
+    for found, own in ((problem.k, expected.k), (problem.v, expected.v)):
+        torch.testing.assert_close(found.cpu().double(), own, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+def test_fp32_follows_pytorchs_precision(monkeypatch):
+    """Also in calls from a record."""
+    case = Case((300, 70), capacity=512, heads=(4, 2), dims=(64, 64))
+    problem = Problem(case, dtype=torch.float32).to("cuda")
+    exact, _ = copy.deepcopy(problem).to("cpu").run()
+    for allowed in (False, True, False, True):
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
+        for _ in range(3):
+            out = attention_with_kvcache(problem.q, problem.k, problem.v, **problem.options())
+            error = (out.cpu() - exact).abs().max().item()
+            assert (1e-5 < error < 5e-3) if allowed else error < 1e-5
 
 
 @pytest.mark.parametrize("dim", [13, 59, 100])

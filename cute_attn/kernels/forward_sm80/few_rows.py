@@ -25,31 +25,36 @@ def tile_for_lengths(
     """The tile for sequences of at most ``seqlen_q`` queries, ``group`` heads per key head; ``many``: for many rows."""
     if not may_pack_heads(traits):
         return many
-    tiles = [*_tiles_for_few_rows(traits, target), many]
+    tiles = [*tiles_for_few_rows(traits, target), many]
     return best_packing(tiles, many, seqlen_q, group, traits.varlen) or many
 
 
 @functools.lru_cache(maxsize=1024)
-def _tiles_for_few_rows(traits: Traits, target: str) -> tuple[ForwardSm80Tile, ...]:
+def tiles_for_few_rows(traits: Traits, target: str) -> tuple[ForwardSm80Tile, ...]:
     """Tiles of 16, 32 and 64 rows. Memory bounds them, so each multiprocessor keeps 64 KB or more in flight.
 
     A warp has 16 rows, and the other warps divide the keys: each additional warp along the rows reads all of K and V
     from shared memory once more. Above head dim 192, of these only the one of 32 rows has no spills on sm100 and sm120.
-    Narrow copies of rows with an ``alignment`` need more registers for addresses.
+    Narrow copies of rows with an ``alignment`` need more registers for addresses, and fp32 for terms of all operands.
     """
-    d = max(padded(traits.head_dim), padded(traits.head_dim_v))
+    d, single = max(padded(traits.head_dim), padded(traits.head_dim_v)), traits.dtype == "fp32"
     found = []
     sizes = ((16, 1, 4), (32, 2, 2), (64, 4, 1))
     for rows, warps, groups in sizes[1:2] if target in TILES_OF and d > 192 else sizes:
         keys = 128 if d <= 64 else 64 if d <= 128 or not traits.alignment else 32
-        fewest = max(16 * groups, 32)
-        keeps_q = d <= 128 and not (
-            rows == 64 and (traits.tree or traits.paged or traits.epilogues or traits.split == "stream_k")
-        )
-        tiles = [
-            ForwardSm80Tile(
-                rows, n, warps, stages, q_in_regs=keeps_q, qk_unroll=0 if d <= 128 else 4, key_groups=groups
+        if single and d > 64:
+            keys = 32 if d <= 128 else 16
+        fewest = max(16 * groups, min(keys, 32))
+        keeps_q = (
+            not single
+            and d <= 128
+            and not (
+                rows == 64 and (traits.tree or traits.paged or traits.epilogues or traits.split == "stream_k")
             )
+        )
+        unroll = (2 if d <= 128 else 1) if single else (0 if d <= 128 else 4)
+        tiles = [
+            ForwardSm80Tile(rows, n, warps, stages, q_in_regs=keeps_q, qk_unroll=unroll, key_groups=groups)
             for n, stages in ((keys, 3), (keys, 2), (fewest, 2), (fewest, 1))
         ]
         tile = first_that_fits(tiles, traits, target)

@@ -156,6 +156,11 @@ class ForwardSm80:
         return self.traits.dtype == "fp32"
 
     @property
+    def loads_elements(self) -> bool:
+        """Rows start at multiples of fewer bytes than cp.async copies."""
+        return self.traits.alignment * self.traits.element_bytes == 2
+
+    @property
     def scores_may_be_large(self) -> bool:
         """The softmax then subtracts huge scores before it scales them: fp32 has inputs of any size."""
         return self.epilogues.may_be_large or (self.single and not self.traits.precision)
@@ -220,7 +225,7 @@ class ForwardSm80:
         found.part("copy-gmem-to-smem", "gmem_load", self.traits.head_dim)
         found.part("copy-smem-to-gmem", "gmem_store", self.traits.head_dim_v)
         found.part("mma", "tiled_mma", warps_n=tile.warps_n)
-        how = ("by cp.async", "LDGSTS", None) if self.traits.alignment != 1 else ("by elements", "STS", "dst")
+        how = ("by elements", "STS", "dst") if self.loads_elements else ("by cp.async", "LDGSTS", None)
         found.move(f"K {how[0]}", how[1], lambda: self.gmem_load(d), k, how[2])
         found.move(f"V {how[0]}", how[1], lambda: self.gmem_load(dv), v, how[2])
         found.ldmatrix("Q", "A", self.tiled_mma, q).ldmatrix("K", "B", self.tiled_mma, k)
@@ -406,7 +411,8 @@ class ForwardSm80:
     def row_copy(self, copy: cute.TiledCopy, dim: int, tile: QueryTile, thread: Int32) -> RowCopy:
         """A copy of a work tile's rows."""
         return RowCopy(
-            copy, thread, padded(dim), dim, self.tile.pack_heads, tile.heads_left, self.traits.alignment
+            *(copy, thread, padded(dim), dim, self.tile.pack_heads, tile.heads_left),
+            *(self.traits.alignment, self.loads_elements),
         )
 
     @cute.jit

@@ -5,7 +5,11 @@ They have fewer keys than the forward's, since pages and stream-K need registers
 
 import dataclasses
 
-from cute_attn.kernels.forward_sm80.few_rows import ctas_per_multiprocessor, tile_for_lengths
+from cute_attn.kernels.forward_sm80.few_rows import (
+    ctas_per_multiprocessor,
+    tile_for_lengths,
+    tiles_for_few_rows,
+)
 from cute_attn.tiles import TILES_OF, ForwardSm80Tile
 from cute_attn.tiles.inference import CacheCall
 from cute_attn.tiles.table import Key, Table
@@ -21,7 +25,10 @@ def keys(traits: Traits, target: str) -> tuple[Key, ...]:
 
 def tile_for_cache(traits: Traits, call: CacheCall, target: str) -> ForwardSm80Tile:
     """The tile for attention with a cache."""
-    many = TABLE.first(traits, target, *keys(traits, target))
+    if traits.dtype == "fp32":  # 64 rows for many as well: a warp has registers for the terms of 16
+        many = tiles_for_few_rows(traits, target)[-1]
+    else:
+        many = TABLE.first(traits, target, *keys(traits, target))
     if target in TILES_OF and max(traits.head_dim, traits.head_dim_v) > 192:
         many = dataclasses.replace(many, qk_unroll=2)  # with 4, ptxas spills there
     tile = tile_for_lengths(traits, call.seqlen_q, call.group, many, target)

@@ -8,19 +8,22 @@ The main loop of :mod:`cute_attn.kernels.forward_sm80.main_loop` with three diff
   splits of the same number of keys, and a CTA for each. With "stream_k" the grid is fixed, and all key blocks are
   divided equally among its CTAs (:mod:`cute_attn.work.stream_k`). The combine kernel merges partial results.
 - O is stored from registers: few rows exist in decoding.
-- With an ``alignment`` rows start at multiples of 8 or 4 bytes, which cp.async copies at once, or of one element. Such
-  elements pass through registers, and a key block's loads do not overlap the products.
+- With an ``alignment`` rows start at multiples of 8 or 4 bytes, which cp.async copies at once, or of one element of 16
+  bits. Such elements pass through registers, and a key block's loads do not overlap the products.
 
 For few rows a CTA has warps that divide the keys (``key_groups``): each reads only its keys, so that shared memory
 is read once whatever the number of warps. Follows FlashDecoding (Dao et al. 2023,
 https://pytorch.org/blog/flash-decoding/) and stream-K.
 
-Limits: as the forward's; the cache in its layouts of rows before heads or heads before rows, by strides.
+In fp32 both products are of tf32 terms, into which registers are split. The cache is neither copied nor split itself.
+
+Limits: head dims up to 256; the cache in its layouts of rows before heads or heads before rows, by strides.
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -28,6 +31,7 @@ from cutlass import Boolean, Float32, Int32, cute
 
 import layouts
 from cute_attn.device.copy import RowCopy
+from cute_attn.device.gemm_terms import Fp32Values
 from cute_attn.device.key_rows import KeyRows
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, sequence, warm_lengths
@@ -36,6 +40,7 @@ from cute_attn.kernels.forward_sm80.kernel import ForwardSm80
 from cute_attn.kernels.forward_sm80.key_groups import KeyGroup
 from cute_attn.kernels.forward_sm80.loads import BlockLoad
 from cute_attn.kernels.forward_sm80.main_loop import MainLoop
+from cute_attn.kernels.forward_sm80.products import Fp32Products, Products
 from cute_attn.kernels.forward_sm80.storage import SharedMemory
 from cute_attn.kernels.kvcache_sm80.heuristics import tile_for_cache
 from cute_attn.kernels.kvcache_sm80.loads import PagedLoad
@@ -43,7 +48,7 @@ from cute_attn.kernels.limits import beyond_cache
 from cute_attn.outputs.partial import RowTarget, store_rows
 from cute_attn.tiles import ForwardSm80Tile, padded
 from cute_attn.tiles.inference import CacheCall
-from cute_attn.traits import Traits
+from cute_attn.traits import DTYPES, Traits
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.key_splits import KeySplit, Partials
 from cute_attn.work.query_tiles import PackedHeads, QueryGrid, QueryTile
@@ -114,6 +119,16 @@ class KeptRange:
 
 
 @dataclass(frozen=True)
+class BoundedFp32Products(Fp32Products):
+    """The forward's fp32 products with the sums of one group of columns of O in flight.
+
+    Packed heads, pages and stream-K leave no registers for more.
+    """
+
+    ahead: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
 class KvcacheSm80(ForwardSm80):
     """Attention with a cache, of (traits, tile); ``__call__`` launches it."""
 
@@ -121,7 +136,7 @@ class KvcacheSm80(ForwardSm80):
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        return beyond_cache(traits, "sm80", lacks=("varlen_k", "latent"))
+        return beyond_cache(traits, "sm80", lacks=("varlen_k", "latent"), dtypes=DTYPES)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardSm80Tile:
@@ -134,6 +149,10 @@ class KvcacheSm80(ForwardSm80):
 
     # ---- layouts, copies and the MMA ----
 
+    @functools.cached_property
+    def products(self) -> Products:
+        return (BoundedFp32Products if self.single else Products)(self.traits, self.tile)
+
     def gmem_load(self, head_dim: int) -> cute.TiledCopy:
         """As the forward's, with an ``alignment`` in narrower vectors.
 
@@ -142,13 +161,13 @@ class KvcacheSm80(ForwardSm80):
         elements, cols = self.traits.alignment, padded(head_dim)
         if not elements:
             return super().gmem_load(head_dim)
-        bits = 8 * self.traits.element_bytes * (elements if elements > 1 else ELEMENTS_AT_ONCE)
+        bits = self.dtype.width * (ELEMENTS_AT_ONCE if self.loads_elements else elements)
         threads = layouts.atom_cols(cols, self.dtype.width) * self.dtype.width // 128
         return layouts.gmem_tiled_copy(
             self.dtype,
             self.tile.group_threads,
             cols,
-            asynchronous=elements > 1,
+            asynchronous=not self.loads_elements,
             bits=bits,
             threads_per_row=threads,
         )
@@ -325,7 +344,11 @@ class KvcacheSm80(ForwardSm80):
         traits, key_rows, info = self.traits, params.key_rows, tile.info
         entry = key_rows.entry(tile.batch)
         copy_k, copy_v = (
-            RowCopy(self.gmem_load(dim), group.thread, padded(dim), dim, alignment=traits.alignment)
+            RowCopy(
+                *(self.gmem_load(dim), group.thread, padded(dim), dim),
+                alignment=traits.alignment,
+                by_elements=self.loads_elements,
+            )
             for dim in (traits.head_dim, traits.head_dim_v)
         )
         if not traits.paged:
@@ -363,7 +386,10 @@ class KvcacheSm80(ForwardSm80):
 
     def store(self, loop: MainLoop, tile: QueryTile, lse: cute.Tensor, target: RowTarget) -> None:
         """O and LSE to a target."""
-        store_rows(target, loop.acc_o_rows, lse, self.output_map(loop), tile, self.traits.head_dim_v)
+        acc, score_map = loop.acc_o_rows, self.output_map(loop)
+        if cutlass.const_expr(self.single):
+            acc, score_map = Fp32Values.output_rows(loop.acc_o, score_map, loop.thread)
+        store_rows(target, acc, lse, score_map, tile, self.traits.head_dim_v)
 
     def output_map(self, loop: MainLoop) -> ScoreMap:
         """Rows and columns of O that a thread holds."""

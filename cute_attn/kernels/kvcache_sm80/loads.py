@@ -64,7 +64,7 @@ class PagedLoad:
             source = cute.make_tensor(
                 start + cute.assume(Int64(first[1]), divby=copy.alignment or size), vectors
             )
-            if cutlass.const_expr(copy.alignment == 1):
+            if cutlass.const_expr(copy.by_elements):
                 loaded += (copy.load_elements(source, targets[None, m, None], exists, first[1]),)
                 loaded = store_elements(loaded, m + 1 == cute.size(self.pages))
             else:
