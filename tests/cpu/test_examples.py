@@ -29,6 +29,7 @@ def test_runs_as_a_script(name):
 
 NEEDS = {
     "generate.py": "--device is 'cuda', and there is no GPU; accepted here: --device cpu",
+    "serve.py": "--device is 'cuda', and there is no GPU; accepted here: --device cpu",
     "context_parallel.py": "RANK is not set; accepted: processes that torchrun starts",
 }
 
@@ -188,6 +189,58 @@ def test_pages_are_handed_out_as_sequences_grow():
     assert cache.reserved == [8, 0] and len(cache.free) == 8
     cache.reserve([8, 1])
     assert cache.reserved == [8, 4] and len(set(cache.table[0, :2].tolist()) | {int(cache.table[1, 0])}) == 3
+
+
+# ---- serving by continuous batching ----
+
+SERVE = (
+    "serve --device cpu --requests 5 --slots 2 --layers 2 --width 256 --heads-kv 2 --longest 20 --wanted 8"
+)
+
+
+def serving():
+    """The example, which imports the other one."""
+    programs.load("generate")
+    return programs.load("serve")
+
+
+@pytest.mark.parametrize("page", ["1", "7"])
+def test_every_token_that_is_served_is_plain_torchs(monkeypatch, capsys, page):
+    """Of requests whose prompts come in chunks, in slots and pages that others had before."""
+    serving()
+    programs.run(monkeypatch, SERVE, "--chunk", "6", "--compared", "5", "--page", page, "--seed", page)
+    printed = capsys.readouterr().out
+    equal, total = re.search(r"(\d+) of (\d+) compared tokens", printed).groups()
+    assert equal == total and f"{total} generated, on the CPU" in printed
+
+
+@pytest.mark.parametrize("name", ["position", "pairs", "mask"])
+def test_a_wrong_call_of_the_server_is_detected(monkeypatch, name):
+    example = serving()
+    right = example.attention_with_kvcache
+    monkeypatch.setattr(
+        example, "attention_with_kvcache", lambda *tensors, **given: right(*tensors, **BROKEN[name](given))
+    )
+    with pytest.raises(SystemExit, match="behind plain torch's"):
+        programs.run(monkeypatch, SERVE, "--chunk", "6", "--compared", "5")
+
+
+def test_pages_and_slots_come_back():
+    """A request waits for pages of all its rows; when all are served, each is free again."""
+    example = serving()
+    model = example.Llama(1, 128, 1, 0)
+    server = example.Server(model, 2, 12, pages=5, page=4, chunk=8, dtype=torch.float32)
+    requests = [example.Request([1] * 6, 6), example.Request([2] * 7, 5), example.Request([3], 1)]
+    waiting = example.deque(requests)
+    server.admit(waiting)
+    assert server.running == [requests[0], None] and len(server.free) == 2
+    with torch.no_grad():
+        while server.running != [None, None] or waiting:
+            server.step()
+            server.admit(waiting)
+    assert [len(request.found) for request in requests] == [6, 5, 1]
+    assert sorted(server.free) == [1, 2, 3, 4, 5] and not server.lengths.any()
+    assert (server.tables == example.SCRATCH).all()
 
 
 # ---- training a GPT ----

@@ -1,8 +1,9 @@
-"""The example that generates through a paged cache: on the GPU its steps are replays of one CUDA graph."""
+"""The examples that generate through a paged cache: on the GPU their steps are replays of one CUDA graph."""
 
 import re
 
 import pytest
+import torch
 
 from tests import programs
 from tests.gpu.archs import runnable_archs
@@ -19,3 +20,15 @@ def test_every_token_is_plain_torchs(page, options, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "decoded in a CUDA graph" in printed
     assert int(re.search(r"(\d+) of 80 tokens", printed)[1]) >= 60
+
+
+def test_every_token_that_is_served_is_plain_torchs(monkeypatch, capsys):
+    programs.load("generate")  # which it imports
+    programs.run(
+        monkeypatch,
+        "serve --requests 12 --slots 4 --layers 2 --width 512 --heads-kv 2 --longest 90 --wanted 20 --chunk 64",
+        *("--compared", "12"),
+    )
+    printed = capsys.readouterr().out
+    equal, total = map(int, re.search(r"(\d+) of (\d+) compared tokens", printed).groups())
+    assert torch.cuda.get_device_name() in printed and equal >= 0.75 * total
