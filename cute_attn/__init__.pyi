@@ -32,7 +32,7 @@ from cute_attn.epilogues.names import register_epilogue
 from cute_attn.reference.check_epilogue import check_epilogue
 from cute_attn.traits import Traits
 
-class _Options(TypedDict, total=False):
+class _AttentionOptions(TypedDict, total=False):
     softmax_scale: float | None
     causal: bool | str
     window: Window
@@ -46,6 +46,7 @@ class _Options(TypedDict, total=False):
     seqused_k: Tensor | None
     score_mod: ScoreMod | None
     mask_mod: MaskMod | None
+    block_mask: Any
     epilogues: Sequence[str] | Mapping[str, Any]
     kernel: str | None
     tile: Any
@@ -54,10 +55,7 @@ class _Options(TypedDict, total=False):
     precision: str | None
     out: Tensor | None
 
-class _AttentionOptions(_Options, total=False):
-    block_mask: Any
-
-class _VarlenOptions(_Options, total=False):
+class _VarlenOptions(_AttentionOptions, total=False):
     seqused_q: Tensor | None
 
 class _KvcacheOptions(TypedDict, total=False):

@@ -223,6 +223,7 @@ def attention_varlen(
     seqused_k: Tensor | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
+    block_mask: Any = None,
     epilogues: Sequence[str] | Mapping[str, Any] = (),
     return_lse: bool = False,
     return_softmax: bool = False,
@@ -251,6 +252,9 @@ def attention_varlen(
         Number of rows of each sequence that exist, as for :func:`attention`.
     bias : Tensor (batch or 1, nheads or 1, max_seqlen_q or 1, max_seqlen_k or 1)
         As for :func:`attention`, indexed by a position in its sequence.
+    block_mask : torch.nn.attention.flex_attention.BlockMask, optional
+        As for :func:`attention`, of as many sequences as are packed, or of 1, and of max_seqlen_q and max_seqlen_k or
+        more: its blocks and its function count within a sequence. Kernels visit all blocks.
     softmax_scale, causal, window, alibi_slopes, sinks, softcap, dropout_p, dropout_mask, rng_state, score_mod, \
 mask_mod, epilogues, return_lse, return_softmax, kernel, tile, deterministic, backward_tile, precision, out
         As for :func:`attention`.
@@ -277,7 +281,7 @@ mask_mod, epilogues, return_lse, return_softmax, kernel, tile, deterministic, ba
         True, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, softcap, dropout_p, dropout_mask, epilogues,
         return_lse, return_softmax, kernel, tile, deterministic, backward_tile, precision,
     )  # fmt: skip
-    return _attend(tensors, options, out, (score_mod, mask_mod, None))
+    return _attend(tensors, options, out, (score_mod, mask_mod, block_mask))
 
 
 def attention_backward(
@@ -389,6 +393,7 @@ def attention_varlen_backward(
     seqused_k: Tensor | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
+    block_mask: Any = None,
     epilogues: Sequence[str] | Mapping[str, Any] = (),
     kernel: str | None = None,
     tile: Any = None,
@@ -424,7 +429,7 @@ def attention_varlen_backward(
         True, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, softcap, dropout_p, dropout_mask, epilogues,
         False, False, kernel, None, deterministic, tile, precision,
     )  # fmt: skip
-    outer, functions = (grad_out, grad_lse, out, lse), (score_mod, mask_mod, None)
+    outer, functions = (grad_out, grad_lse, out, lse), (score_mod, mask_mod, block_mask)
     return _gradients(tensors, options, functions, outer, wanted, into)
 
 
@@ -463,7 +468,8 @@ def _computed_gradients(
     into: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
     (q, *_), (*firsts, bias, sinks, rng_state) = tensors, tensors
-    epilogues = all_epilogues(tensors, options.epilogues, functions)
+    longest = (options.max_seqlen_q, options.max_seqlen_k) if options.varlen else None
+    epilogues = all_epilogues(tensors, options.epilogues, functions, longest)
     state = _rng_state(rng_state, q, number("dropout_p", options.dropout_p))
     tensors = (*firsts, _given_bias(bias, q, wanted), sinks, state)
     precision = resolve_precision(q, options.precision)
@@ -660,7 +666,8 @@ def _outputs(tensors: Tensors, given: tuple, out: Tensor | None, functions: Func
 
 def _computed(tensors: Tensors, given: tuple, out: Tensor | None, functions: Functions) -> Outputs:
     options = _Options._make(given)
-    epilogues = all_epilogues(tensors, options.epilogues, functions)
+    longest = (options.max_seqlen_q, options.max_seqlen_k) if options.varlen else None
+    epilogues = all_epilogues(tensors, options.epilogues, functions, longest)
     call = _call_of(tensors, options._replace(epilogues=epilogues))
     return operators.forward(call) if out is None else operators.forward_into(call, out)
 

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from cute_attn.epilogues.functions.known import epilogue_of, hold
-from cute_attn.host.block_masks import epilogue_of_block_mask
+from cute_attn.epilogues.functions.trace import check_function
+from cute_attn.host.block_masks import epilogue_of_block_mask, mask_of_packed
 from cute_attn.host.call import Call, given_epilogues
+from cute_attn.host.checks import check_starts
 from cute_attn.host.memory import Tensors
 from cute_attn.host.plans import no_dispatch_mode
-from cute_attn.host.values import check_dense, wrong_shape
+from cute_attn.host.values import check_dense, length, wrong_shape
 
 ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
 MaskMod = Callable[[Any, Any, Any, Any], Any]
@@ -22,11 +24,18 @@ Epilogues = Sequence[str] | Mapping[str, Any]
 _SEQUSED_K = Call._fields.index("seqused_k")
 
 
-def all_epilogues(tensors: Tensors, epilogues: Epilogues, functions: Functions) -> Epilogues:
+def all_epilogues(
+    tensors: Tensors, epilogues: Epilogues, functions: Functions, longest: Sequence[Any] | None = None
+) -> Epilogues:
     """The epilogues and, after them, those of the functions and of the BlockMask.
 
-    tensors: q and k first; with a BlockMask as :func:`cute_attn.api.attention._attend` has them.
+    Args:
+        tensors: q and k first; with a BlockMask as :func:`cute_attn.api.attention._attend` has them.
+        epilogues, functions: the call's.
+        longest: queries and keys of the longest sequence, of packed ones.
     """
+    if functions[2] is not None and longest is not None:
+        functions = (functions[0], _mask_of_packed(tensors, functions, longest), None)
     (q, k, *_), (score_mod, mask_mod, block_mask), found = tensors, functions, []
     if block_mask is not None:
         _check_for_block_mask(q, k, tensors[_SEQUSED_K])
@@ -43,6 +52,30 @@ def all_epilogues(tensors: Tensors, epilogues: Epilogues, functions: Functions) 
             epilogues = {**given_epilogues(epilogues), name: made}
             _hold_for_graphs(name, q)
     return epilogues
+
+
+def _mask_of_packed(tensors: Tensors, functions: Functions, longest: Sequence[Any]) -> MaskMod:
+    """A call's mask_mod and BlockMask as one function, of packed sequences."""
+    (q, k, _, starts, *_), (_, mask_mod, block_mask) = tensors, functions
+    for name, x in (("q", q), ("k", k)):
+        check_dense(name, x)
+        if x.dim() != 3:
+            raise wrong_shape(name, x, "(total, heads, head_dim)")
+    check_starts("cu_seqlens_q", starts)
+    most = [
+        min(length(f"max_seqlen_{side}", n), x.shape[0])
+        for side, n, x in zip("qk", longest, (q, k), strict=True)
+    ]
+    sizes = (starts.shape[0] - 1, most[0], q.shape[1], most[1], k.shape[1])
+    listed = mask_of_packed(block_mask, q.device, *sizes)
+    if mask_mod is None:
+        return listed
+    check_function("mask_mod", mask_mod)
+
+    def both(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return mask_mod(b, h, q_idx, kv_idx) & listed(b, h, q_idx, kv_idx)
+
+    return both
 
 
 def in_a_graph(functions: Functions) -> bool:

@@ -75,9 +75,9 @@ def stand_ins(tensors: Tensors, functions: tuple[Any, Any, Any]) -> dict[str, tu
         block_masks.check_block_mask(block_mask)
         sizes = (*q.shape[:3], *k.shape[1:3])
         kinds, *lists = block_tables(block_masks.blocks_of(block_mask), *sizes)
-        block_masks.check_fits(block_mask, kinds, q, k)
+        block_masks.check_fits(block_mask, kinds, q.device, *sizes)
         if all(sizes):
-            function, partial, unites = block_masks.functions_of(block_mask, kinds, q, k)
+            function, partial, unites = block_masks.functions_of(block_mask, kinds, *sizes)
             noted = _noted("mask_mod", function, q)
             if partial is not None:
                 noted += _noted("mask_mod", partial, q)

@@ -38,13 +38,12 @@ def epilogue_of_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor) -> tuple
         TypeError, ValueError: no BlockMask, or one of other sizes or on another device.
     """
     check_block_mask(block_mask)
-    made = _made_of(block_mask)
-    check_fits(block_mask, made.kinds, q, k)
-    if not all((*q.shape[:3], *k.shape[1:3])):
+    made, sizes = _made_of(block_mask), (*q.shape[:3], *k.shape[1:3])
+    check_fits(block_mask, made.kinds, q.device, *sizes)
+    if not all(sizes):
         return "", ()
-    function, partial, unites = functions_of(block_mask, made.kinds, q, k)
+    function, partial, unites = functions_of(block_mask, made.kinds, *sizes)
     name, tensors = block_mask_epilogue_of(function, partial, unites, q.device)
-    sizes = (*q.shape[:3], *k.shape[1:3])
     lists = made.lists.get(sizes)
     if lists is None:
         lists = block_lists(made.kinds, block_mask.BLOCK_SIZE, *sizes)
@@ -61,20 +60,36 @@ def check_block_mask(block_mask: Any) -> None:
         raise TypeError(f"block_mask is {kind_of(block_mask)}; accepted: torch's BlockMask, or None")
 
 
-def functions_of(
-    block_mask: BlockMask, kinds: Tensor, q: Tensor, k: Tensor
-) -> tuple[Callable, Callable | None, bool]:
+def functions_of(block_mask: BlockMask, kinds: Tensor, *sizes: int) -> tuple[Callable, Callable | None, bool]:
     """What :func:`cute_attn.epilogues.functions.known.block_mask_epilogue_of` takes for a mask with these kinds."""
+    _, _, nheads, _, nheads_kv = sizes
     mask_mod = _visible if block_mask.mask_mod is noop_mask else block_mask.mask_mod
     whole = all(rows % LISTED_ROWS == 0 for rows in block_mask.BLOCK_SIZE)
     function = _function(kinds, block_mask.BLOCK_SIZE, mask_mod)
-    return function, mask_mod if whole else None, kinds.shape[1] > 1 and q.shape[2] > k.shape[2]
+    return function, mask_mod if whole else None, kinds.shape[1] > 1 and nheads > nheads_kv
+
+
+def mask_of_packed(block_mask: BlockMask, device: torch.device, *sizes: int) -> Callable:
+    """The mask function of a BlockMask whose sequences are packed; its blocks are not listed.
+
+    sizes: sequences, the queries of the longest, heads, its keys and kv heads.
+
+    Raises:
+        TypeError, ValueError: as :func:`epilogue_of_block_mask`.
+    """
+    check_block_mask(block_mask)
+    compiling = torch.compiler.is_dynamo_compiling()
+    kinds = _kinds(blocks_of(block_mask)) if compiling else _made_of(block_mask).kinds
+    check_fits(block_mask, kinds, device, *sizes)
+    function, _, _ = functions_of(block_mask, kinds, *sizes)
+    return function
 
 
 def tables_of(block_mask: BlockMask, sizes: tuple[int, ...]) -> tuple[Tensor, ...] | None:
     """The table of kinds and the lists that an earlier call of these sizes was given, where they still hold.
 
-    Outside captures of CUDA graphs. sizes: batch, queries, heads, keys and kv heads.
+    Outside captures of CUDA graphs. sizes: batch, queries, heads, keys and kv heads; none of packed sequences, whose
+    masks have no lists.
     """
     known = _made.get(block_mask)
     if known is None:
@@ -87,7 +102,7 @@ def tables_of(block_mask: BlockMask, sizes: tuple[int, ...]) -> tuple[Tensor, ..
     for x, known_x, version in zip(source, known.source, versions, strict=True):
         if x is not known_x or (x is not None and x._version != version):
             return None
-    kinds, lists = known.kinds, known.lists.get(sizes)
+    kinds, lists = known.kinds, known.lists.get(sizes) if sizes else ()
     if lists is None or (kinds.is_cuda and torch._C._cuda_getCurrentRawStream(kinds.get_device()) != stream):
         return None
     return kinds, *lists
@@ -208,6 +223,10 @@ def _stream(x: Tensor) -> int:
 @torch.no_grad()
 def kinds_of(block_mask: BlockMask | Blocks) -> Tensor:
     """Each block's kind, 0, ``PARTIAL`` or ``FULL``: uint8 (batch or 1, heads or 1, query blocks, key blocks)."""
+    return _kinds(block_mask)
+
+
+def _kinds(block_mask: BlockMask | Blocks) -> Tensor:
     width = block_mask.kv_indices.shape[-1]
     if block_mask.full_kv_indices is not None:
         width = max(width, block_mask.full_kv_indices.shape[-1])
@@ -320,21 +339,19 @@ def _lists(kinds: Tensor, seqlen: int, *, last_is_masked: bool = False) -> tuple
     return counts, blocks
 
 
-def check_fits(block_mask: BlockMask, kinds: Tensor, q: Tensor, k: Tensor) -> None:
+def check_fits(block_mask: BlockMask, kinds: Tensor, device: torch.device, *sizes: int) -> None:
     """Raise ValueError for a mask of other sizes, or on another device."""
-    if kinds.device != q.device:
-        raise ValueError(f"block_mask is on {kinds.device}; accepted: {q.device}, where q is")
-    for what, dim, size in (("batch", 0, q.shape[0]), ("heads", 1, q.shape[2])):
+    batch, seqlen_q, nheads, seqlen_k, nheads_kv = sizes
+    if kinds.device != device:
+        raise ValueError(f"block_mask is on {kinds.device}; accepted: {device}, where q is")
+    for what, dim, size in (("batch", 0, batch), ("heads", 1, nheads)):
         if kinds.shape[dim] not in (1, size):
             raise ValueError(f"block_mask has {what} {kinds.shape[dim]}; accepted: {size}, q's, or 1")
-    nheads, nheads_kv = q.shape[2], k.shape[2]
     if nheads % nheads_kv if nheads_kv else nheads:
         raise ValueError(f"q has {nheads} heads; accepted: a multiple of k's {nheads_kv}")
-    for i, (what, x) in enumerate((("queries", q), ("keys", k))):
+    for i, (what, seqlen) in enumerate((("queries", seqlen_q), ("keys", seqlen_k))):
         most = kinds.shape[2 + i] * block_mask.BLOCK_SIZE[i]
         if tuple(block_mask.BLOCK_SIZE) != _UNBOUNDED:
             most = min(most, block_mask.seq_lengths[i])
-        if x.shape[1] > most:
-            raise ValueError(
-                f"block_mask has {most} {what}; accepted: {x.shape[1]} or more, for these q and k"
-            )
+        if seqlen > most:
+            raise ValueError(f"block_mask has {most} {what}; accepted: {seqlen} or more, for these q and k")

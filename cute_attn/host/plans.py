@@ -78,7 +78,9 @@ Brought = tuple[tuple, tuple, "Tables | None"]
 """A component of a key: functions and tables, as :func:`find` takes them."""
 
 
-def brought(score_mod: Any, mask_mod: Any, block_mask: Any, sizes: tuple[int, ...]) -> Brought:
+def brought(
+    score_mod: Any, mask_mod: Any, block_mask: Any, sizes: tuple[int, ...], is_packed: bool = False
+) -> Brought:
     """The arguments by which :func:`find` finds a call. sizes: batch, queries, heads, keys and kv heads."""
     # A number takes torch's default dtype where it meets an integer; a captured tensor's gradient repeats in no order.
     key = (
@@ -91,7 +93,7 @@ def brought(score_mod: Any, mask_mod: Any, block_mask: Any, sizes: tuple[int, ..
     if block_mask is None:
         return key, (score_mod, mask_mod), None
     size, lengths = getattr(block_mask, "BLOCK_SIZE", None), getattr(block_mask, "seq_lengths", None)
-    tables = functools.partial(block_masks.tables_of, block_mask, sizes)
+    tables = functools.partial(block_masks.tables_of, block_mask, () if is_packed else sizes)
     return (*key, size, lengths), (score_mod, mask_mod, getattr(block_mask, "mask_mod", None)), tables
 
 
@@ -107,7 +109,7 @@ def read_by(
         given: the call's arguments other than tensors; its epilogues are the one of number ``at``.
     """
     sizes = (*q.shape[:3], *k.shape[1:3]) if isinstance(k, Tensor) else ()
-    key, read, tables = brought(*functions, sizes)
+    key, read, tables = brought(*functions, sizes, is_packed=q.dim() == 3)
     own: tuple[Tensor, ...] = ()
     if type(given[at]) is not tuple or given[at]:
         names, own, numbers = pack_epilogues(given[at])

@@ -5,8 +5,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from cute_attn import attention
+from cute_attn import attention, attention_varlen
 from cute_attn.api import operators
+from cute_attn.api.attention import attention_varlen_backward
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.host.backward import BiasGradient
 from cute_attn.host.block_masks import FULL, PARTIAL, block_lists, epilogue_of_block_mask, kinds_of
@@ -232,6 +233,93 @@ def test_inside_torch_compile():
     grads = (torch.autograd.grad(x.sum(), (q, k, v)) for x in (compiled, expected))
     for got, want in zip(*grads, strict=True):
         torch.testing.assert_close(got, want)
+
+
+# ---- packed sequences ----
+
+STARTS_Q, STARTS_K = (torch.tensor(x, dtype=torch.int32) for x in ([0, 130, 130, 300], [0, 200, 210, 300]))
+LONGEST = (170, 200)
+KINDS_OF_SEQUENCES = torch.tensor([3, 40, 90])
+
+
+def of_sequences(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx).abs() <= KINDS_OF_SEQUENCES[b] + 20 * h
+
+
+def of_each(b, h, q_idx, kv_idx):
+    return (q_idx >= kv_idx) | (kv_idx % 3 == 0)
+
+
+def packed(q, k, v, **options):
+    return attention_varlen(q[0], k[0], v[0], STARTS_Q, STARTS_K, *LONGEST, **options)
+
+
+def one_by_one(q, k, v, mask_mod, **options):
+    """Each sequence by itself, with its number in place of the batch's."""
+    outs = []
+    for b in range(3):
+        rows = [
+            x[:, starts[b] : starts[b + 1]] for x, starts in ((q, STARTS_Q), (k, STARTS_K), (v, STARTS_K))
+        ]
+        outs.append(attention(*rows, mask_mod=lambda _, h, i, j, b=b: mask_mod(b, h, i, j), **options)[0])
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("block_size", [(128, 128), (64, 96)])
+@pytest.mark.parametrize(("mask_mod", "sizes"), [(of_sequences, (3, 4)), (of_each, (None, None))])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_packed_sequences(mask_mod, sizes, block_size, compiled):
+    """Blocks and functions count within a sequence; the mask may be longer than the longest."""
+    torch.compiler.reset()
+    leaves = [x.requires_grad_() for x in qkv(1)]
+    mask = create_block_mask(mask_mod, *sizes, 190, 256, device="cpu", BLOCK_SIZE=block_size)
+    call = torch.compile(packed, backend="aot_eager", fullgraph=True) if compiled else packed
+    outs = [call(*leaves, block_mask=mask, causal=True), one_by_one(*leaves, mask_mod, causal=True)]
+    torch.testing.assert_close(*outs)
+    grads = (torch.autograd.grad(out.square().sum(), leaves) for out in outs)
+    for got, want in zip(*grads, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_packed_sequences_with_other_functions():
+    q, k, v = qkv(1)
+    mask = create_block_mask(of_sequences, 3, 4, 170, 200, device="cpu")
+    options = {"score_mod": lambda s, b, h, i, j: s * (i - j).abs(), "softcap": 3.0}
+    got = packed(q, k, v, block_mask=mask, mask_mod=of_each, **options)
+    want = one_by_one(q, k, v, lambda b, h, i, j: of_sequences(b, h, i, j) & of_each(b, h, i, j), **options)
+    torch.testing.assert_close(got, want)
+    listed = packed(q, k, v, block_mask=blocks_of((0,), (0, 1)))
+    seen = one_by_one(q, k, v, lambda b, h, i, j: (i >= 128) | (j < 128))
+    torch.testing.assert_close(listed, seen)
+
+
+def test_the_gradient_of_packed_sequences_as_a_call():
+    q, k, v = qkv(1)
+    mask = create_block_mask(of_sequences, 3, 4, 170, 200, device="cpu")
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = packed(*leaves, block_mask=mask, return_lse=True)
+    expected = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    given = [x.detach() for x in (q[0], k[0], v[0], out, lse)]
+    found = attention_varlen_backward(
+        torch.ones_like(out), *given, STARTS_Q, STARTS_K, *LONGEST, block_mask=mask
+    )
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got[None], want)
+
+
+@refusals.each("""
+packed(*qkv(1), block_mask=of(2, 4, 170, 200)) -> ValueError: block_mask has batch 2; accepted: 3, q's, or 1
+packed(*qkv(1), block_mask=of(3, 2, 170, 200)) -> ValueError: block_mask has heads 2; accepted: 4, q's, or 1
+packed(*qkv(1), block_mask=of(3, 4, 130, 200)) -> ValueError: block_mask has 130 queries; accepted: 170 or more
+packed(*qkv(1), block_mask=of(3, 4, 170, 190)) -> ValueError: block_mask has 190 keys; accepted: 200 or more
+packed(*qkv(1), block_mask=of_each) -> TypeError: block_mask is ...; accepted: torch's BlockMask, or None
+packed([[1]], *qkv(1)[1:], block_mask=of(3, 4, 170, 200)) -> TypeError: q is a list; accepted: a torch.Tensor
+""")
+def test_masks_that_packed_sequences_refuse(call, sentence):
+    def of(*sizes):
+        return create_block_mask(of_each, *sizes, device="cpu")
+
+    refusals.check(call, sentence, {**globals(), "of": of})
 
 
 def test_lists_of_fake_tensors_are_not_kept():

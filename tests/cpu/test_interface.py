@@ -303,7 +303,7 @@ def test_both_operators_take_the_same_options():
         for f in (attention, attention_varlen)
     ]
     varlen = {name: p for name, p in options[1].items() if name != "seqused_q"}
-    assert varlen == {name: p for name, p in options[0].items() if name != "block_mask"}  # of batches alone
+    assert varlen == options[0]
 
 
 def test_every_option_reaches_the_reference():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from cute_attn import attention
+from cute_attn import attention, attention_varlen
 from tests.gpu.archs import runnable_archs
 
 NHEADS, NHEADS_KV = 4, 2
@@ -46,10 +46,12 @@ def inputs(seqlen_q: int, seqlen_k: int, head_dim: int, seed: int = 0) -> list[T
     return [torch.randn(2, *size, head_dim, generator=generator).bfloat16() for size in sizes]
 
 
-def results(tensors: list[Tensor], **options: Any) -> list[Tensor]:
+def results(tensors: list[Tensor], *lengths: Any, **options: Any) -> list[Tensor]:
+    """lengths: of packed sequences, further arguments."""
     q, k, v, grad_out = tensors
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out, lse = attention(*leaves, return_lse=True, **options)
+    call = attention_varlen if lengths else attention
+    out, lse = call(*leaves, *lengths, return_lse=True, **options)
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad_out)]
 
 
@@ -69,6 +71,14 @@ def compare(arch: str, head_dim: int, name: str, lengths: tuple[int, int]) -> No
     own, mask = [x.cuda() for x in tensors], mask_of(name, *lengths, "cuda")
     torch.full((1 << 28,), float("nan"), device="cuda")  # what outputs are allocated from afterwards
     found = results(own, block_mask=mask, kernel=arch, deterministic=True)
+    check(found, exact, lengths)
+    for _ in range(20):
+        again = results(own, block_mask=mask, kernel=arch, deterministic=True)
+        assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True))
+
+
+def check(found: list[Tensor], exact: list[Tensor], lengths: Any) -> None:
+    """A GPU's out, lse and gradients, against the definition's in float64."""
     seen = exact[1].isfinite()
     assert torch.equal(found[1].isfinite().cpu(), seen)
     torch.testing.assert_close(found[1].cpu().double()[seen], exact[1][seen], atol=2e-3, rtol=1e-3)
@@ -77,9 +87,26 @@ def compare(arch: str, head_dim: int, name: str, lengths: tuple[int, int]) -> No
     ):
         error = float((got.cpu().double() - right).abs().max() / right.abs().max())
         assert error < 1.5e-2, f"{what} of {lengths}: {error}"
-    for _ in range(20):
-        again = results(own, block_mask=mask, kernel=arch, deterministic=True)
-        assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize("name", ["document", "window", "blocks", "blocks of heads", "small blocks"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("arch", ["sm80", "sm90"])
+def test_packed_sequences(arch: str, head_dim: int, name: str) -> None:
+    """Also repeated, from a record, and with the tables of another mask."""
+    if arch not in runnable_archs():
+        pytest.skip(f"no GPU for {arch}")
+    tensors = [x.flatten(0, 1) for x in inputs(1000, 1000, head_dim)]
+    starts, longest = torch.tensor([0, 700, 2000], dtype=torch.int32), 1300
+    cpus, own = (starts, starts, longest, longest), [x.cuda() for x in tensors]
+    gpus = (starts.cuda(), starts.cuda(), longest, longest)
+    for other in (name, "document"):
+        mask = mask_of(other, longest, longest, "cuda")
+        exact = results(
+            [x.double() for x in tensors], *cpus, block_mask=mask_of(other, longest, longest, "cpu")
+        )
+        for _ in range(4):
+            check(results(own, *gpus, block_mask=mask, kernel=arch), exact, other)
 
 
 def test_beside_other_features() -> None:
