@@ -9,22 +9,24 @@ from .swizzle import atom_cols, bits_of
 
 
 def gmem_tiled_copy(
-    dtype: Any, num_threads: int, cols: int, *, asynchronous: bool, bits: int = 128, threads_per_row: int = 0
+    dtype: Any, num_threads: int, cols: int, *, asynchronous: bool, bits: int = 128, thread_bits: int = 0
 ) -> cute.TiledCopy:
     """Copies row-major (rows, cols) tiles between global memory and shared memory or registers.
 
-    A thread copies vectors of ``bits`` bits; adjacent threads cover up to 128 bytes of a row, one row of the swizzle
-    atom of ``smem_layout``, or ``threads_per_row`` of them less. A step covers num_threads / threads_per_row rows.
+    A thread copies vectors of ``bits`` bits, ``thread_bits`` (by default one vector) side by side. Adjacent threads
+    cover up to 128 bytes of a row, one row of the swizzle atom of ``smem_layout``, and a step covers as many rows as
+    that leaves threads. With a swizzled layout ``thread_bits`` are 128 at least: narrower parts of a swizzled 16 bytes get
+    wrong addresses from the DSL (4.8.1).
     asynchronous: cp.async (global to shared memory; 128 bits bypass L1), otherwise loads and stores.
     Raises ValueError unless the threads fill whole rows and the vectors whole elements.
     """
-    if bits not in (32, 64, 128) or bits % bits_of(dtype):
+    if bits not in (16, 32, 64, 128) or bits % bits_of(dtype) or (bits == 16 and asynchronous):
         raise ValueError(
-            f"bits={bits}: a copy moves 32, 64 or 128 bits, whole elements of {dtype.width} bits"
+            f"bits={bits}: a copy moves 32, 64 or 128 bits, without cp.async also 16, whole elements of "
+            f"{dtype.width} bits"
         )
-    vector = bits // dtype.width
-    width = atom_cols(cols, dtype.width)
-    threads_per_row = threads_per_row or width // vector
+    own = max(bits, thread_bits) // dtype.width
+    threads_per_row = atom_cols(cols, dtype.width) // own
     if num_threads % threads_per_row:
         raise ValueError(
             f"num_threads={num_threads}: must be a multiple of the {threads_per_row} threads of a row"
@@ -36,7 +38,7 @@ def gmem_tiled_copy(
         op = CopyUniversalOp()
     atom = cute.make_copy_atom(op, dtype, num_bits_per_copy=bits)
     threads = cute.make_layout((num_threads // threads_per_row, threads_per_row), stride=(threads_per_row, 1))
-    return cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, vector)))
+    return cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, own)))
 
 
 def ldmatrix_copy_a(tiled_mma: cute.TiledMma, dtype: Any, transpose: bool = False) -> cute.TiledCopy:

@@ -43,51 +43,66 @@ class RowCopy:
         Out of bounds cp.async writes zeros, and a store to global memory writes nothing. Addresses are rematerialized
         at each call, so that they occupy no registers through a mainloop.
         """
-        row_step, col_step = (cute.size(extent) for extent in self.tiled_copy.tiler_mn)
+        row_step = cute.size(self.tiled_copy.tiler_mn[0])
         mine = self.tiled_copy.get_slice(rematerialize(self.thread))
         s, t = mine.partition_S(source), mine.partition_D(target)
         first = mine.partition_S(cute.make_identity_tensor((row_step, self.cols)))[0]
-        exists = cute.make_rmem_tensor(cute.make_layout((1, 1, cute.size(s, mode=[2]))), Boolean)
+        exists = self.predicate(s)
         loaded: tuple = ()
         for m in cutlass.range_constexpr(cute.size(s, mode=[1])):
-            for k in cutlass.range_constexpr(cute.size(s, mode=[2])):
-                exists[0, 0, k] = Boolean(True)
-                if cutlass.const_expr((k + 1) * col_step > self.valid_cols):
-                    exists[0, 0, k] = first[1] + k * col_step < self.valid_cols
-                if cutlass.const_expr(not whole):
-                    exists[0, 0, k] = exists[0, 0, k] & (first[0] + m * row_step < rows)
-                if cutlass.const_expr(first_row is not None):
-                    exists[0, 0, k] = exists[0, 0, k] & (first[0] + m * row_step >= first_row)
-                if cutlass.const_expr(self.heads > 1):
-                    head = (first[0] + m * row_step) % self.heads
-                    exists[0, 0, k] = exists[0, 0, k] & (head < self.heads_left)
+            there = Boolean(True)
+            if cutlass.const_expr(not whole):
+                there = there & (first[0] + m * row_step < rows)
+            if cutlass.const_expr(first_row is not None):
+                there = there & (first[0] + m * row_step >= first_row)
+            if cutlass.const_expr(self.heads > 1):
+                there = there & ((first[0] + m * row_step) % self.heads < self.heads_left)
+            self.fill_predicate(exists, there, first[1])
             if cutlass.const_expr(self.by_elements):
-                loaded += (self.load_elements(s[None, m, None], t[None, m, None], exists, first[1]),)
+                loaded += (self.load_elements(s[None, m, None], t[None, m, None], exists),)
                 loaded = store_elements(loaded, m + 1 == cute.size(s, mode=[1]))
             elif cutlass.const_expr(whole and self.cols == self.valid_cols):
                 cute.copy(self.tiled_copy, s[None, m, None], t[None, m, None])
             else:
                 cute.copy(self.tiled_copy, s[None, m, None], t[None, m, None], pred=exists[None, 0, None])
 
+    def predicate(self, mine: cute.Tensor) -> cute.Tensor:
+        """Which vectors of a row are in bounds, for :meth:`fill_predicate`: (vectors side by side, 1, steps).
+
+        mine: a thread's part of a tile, ((elements, vectors side by side), rows, steps).
+        """
+        shape = (cute.size(mine, mode=[0, 1]), 1, cute.size(mine, mode=[2]))
+        return cute.make_rmem_tensor(cute.make_layout(shape), Boolean)
+
+    @cute.jit
+    def fill_predicate(self, exists: cute.Tensor, row_exists: Boolean, first_col: Int32) -> None:
+        """first_col: the thread's first column."""
+        col_step: Constexpr = cute.size(self.tiled_copy.tiler_mn[1])
+        beside: Constexpr = cute.size(exists, mode=[0])
+        vector: Constexpr = self.vector
+        for k in cutlass.range_constexpr(cute.size(exists, mode=[2])):
+            for e in cutlass.range_constexpr(beside):
+                exists[e, 0, k] = row_exists
+                if cutlass.const_expr((k + 1) * col_step > self.valid_cols):
+                    exists[e, 0, k] = (first_col + (k * col_step + e * vector) < self.valid_cols) & row_exists
+
+    @property
+    def vector(self) -> int:
+        """Elements that an instruction copies."""
+        return self.alignment or 128 // self.tiled_copy.value_type.width
+
     @cute.jit
     def load_elements(
-        self, source: cute.Tensor, target: cute.Tensor, exists: cute.Tensor, first_col: Int32
+        self, source: cute.Tensor, target: cute.Tensor, exists: cute.Tensor
     ) -> tuple[cute.Tensor, cute.Tensor]:
-        """Load a thread's vectors (elements, vectors) of a row, zeros out of bounds; returns them and ``target``.
-
-        exists: (1, 1, vectors), whether a vector has elements in bounds. first_col: of the first vector.
-        """
-        size, col_step = cute.size(source, mode=[0]), cute.size(self.tiled_copy.tiler_mn[1])
+        """Load a thread's elements of a row, (elements side by side, steps), zeros out of bounds, for ``target``."""
         values = cute.make_rmem_tensor(
-            cute.make_layout((size, cute.size(source, mode=[1]))), source.element_type
+            cute.make_layout((cute.size(source, mode=[0]), cute.size(source, mode=[1]))), source.element_type
         )
         values.fill(source.element_type(0.0))
         for k in cutlass.range_constexpr(cute.size(source, mode=[1])):
-            for e in cutlass.range_constexpr(size):
-                there = exists[0, 0, k]
-                if cutlass.const_expr((k + 1) * col_step > self.valid_cols):
-                    there = there & (first_col + (k * col_step + e) < self.valid_cols)
-                if there:
+            for e in cutlass.range_constexpr(cute.size(source, mode=[0])):
+                if exists[e, 0, k]:
                     values[e, k] = source[e, k]
         return values, target
 

@@ -383,9 +383,10 @@ class BackwardSm90Tile(Tile):
         )
 
     def in_order(self) -> "BackwardSm90Tile":
-        """This tile, with dQ added in order."""
+        """This tile, with dQ added in order. One warp adds; fewer mask warps than before would be waited for."""
         ordered = dataclasses.replace(self, dq_in_order=True, staggered=False)
-        return dataclasses.replace(ordered, mask_warps=min(self.mask_warps, ordered.idle_warps))
+        enough = self.mask_warps <= ordered.idle_warps
+        return dataclasses.replace(ordered, mask_warps=self.mask_warps if enough else 0)
 
     @property
     def num_threads(self) -> int:

@@ -76,10 +76,10 @@ def tile_for_lengths(
         if tile is None and packed > 1:
             tile = _with_group(plain, traits, group)
     if tile is None and pairs is not None and not traits.varlen:
-        if traits.bias:
-            tile = short or _biased_tile_for_work(default, traits, seqlen_q, pairs)
-        elif traits.epilogues or not epilogues_beside(traits):
+        if traits.epilogues or not epilogues_beside(traits):
             tile = _tile_for_work(plain, traits, seqlen_q, seqlen_k, pairs)
+        else:
+            tile = short or _tile_of_few_rows(default, traits, seqlen_q, pairs)
     tile = tile or plain
     if not default.speculative:
         # A function may grow along the keys: each step would be computed twice.
@@ -227,12 +227,16 @@ def _tile_for_work(
     return best[0] if LEAST_GAIN * estimate(*best) < estimate(plain, 1.0, 1.0) else None
 
 
-def _biased_tile_for_work(
+def _tile_of_few_rows(
     default: ForwardSm90Tile, traits: Traits, seqlen_q: int, pairs: int
 ) -> ForwardSm90Tile | None:
-    """With a bias, the tile of 64 rows: for no more queries, or if each work tile has a multiprocessor to itself."""
+    """Beside a bias, dropout, softcap or ALiBi: the tile of 64 rows if each work tile has a multiprocessor to itself.
+
+    With a bias also for no more queries than that.
+    """
     few = _of_warpgroups(traits, "one_warpgroup")
-    pays = seqlen_q <= few.tile_m or _count(few, seqlen_q, pairs) <= MULTIPROCESSORS
+    alone = _count(few, seqlen_q, pairs) <= MULTIPROCESSORS
+    pays = alone or (traits.bias and seqlen_q <= few.tile_m)
     return few if pays and bool(few.bias_stages) == bool(default.bias_stages) else None
 
 

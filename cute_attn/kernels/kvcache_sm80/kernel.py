@@ -54,10 +54,6 @@ from cute_attn.work.key_splits import KeySplit, Partials
 from cute_attn.work.query_tiles import PackedHeads, QueryGrid, QueryTile
 from cute_attn.work.stream_k import OVERHEAD, StreamK, TileRange, VisibleBlocks
 
-ELEMENTS_AT_ONCE = 4
-"""Elements that a thread loads one by one and stores to shared memory at once: adjacent threads' loads are then 8 bytes
-apart, see :class:`cute_attn.tiles.pad_rows.PadRowsTile`."""
-
 
 @dataclass(frozen=True)
 class CacheParams:
@@ -154,22 +150,17 @@ class KvcacheSm80(ForwardSm80):
         return (BoundedFp32Products if self.single else Products)(self.traits, self.tile)
 
     def gmem_load(self, head_dim: int) -> cute.TiledCopy:
-        """As the forward's, with an ``alignment`` in narrower vectors.
-
-        No more threads than with wide ones share a row, so that each has few rows, with a page number and an address.
-        """
-        elements, cols = self.traits.alignment, padded(head_dim)
+        """As the forward's, with an ``alignment`` each 16 bytes in narrower vectors."""
+        elements = self.traits.alignment
         if not elements:
             return super().gmem_load(head_dim)
-        bits = self.dtype.width * (ELEMENTS_AT_ONCE if self.loads_elements else elements)
-        threads = layouts.atom_cols(cols, self.dtype.width) * self.dtype.width // 128
         return layouts.gmem_tiled_copy(
             self.dtype,
             self.tile.group_threads,
-            cols,
+            padded(head_dim),
             asynchronous=not self.loads_elements,
-            bits=bits,
-            threads_per_row=threads,
+            bits=self.dtype.width * elements,
+            thread_bits=128,
         )
 
     # ---- host ----

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Boolean, Constexpr, Int32, Int64, cute
+from cutlass import Constexpr, Int32, Int64, cute
 
 from cute_attn.device.copy import RowCopy, store_elements
 from cute_attn.device.key_rows import KeyRows
@@ -45,27 +45,23 @@ class PagedLoad:
         copy = self.row_copy
         first, step = self._rows()
         targets = copy.tiled_copy.get_slice(rematerialize(copy.thread)).partition_D(self.s[None, None, stage])
-        size: Constexpr = cute.size(targets, mode=[0])
+        vector: Constexpr = cute.size(targets, mode=[0, 0])
+        beside: Constexpr = cute.size(targets, mode=[0, 1])
         steps: Constexpr = cute.size(targets, mode=[2])
         width: Constexpr = copy.cols // steps
-        exists = cute.make_rmem_tensor(cute.make_layout((1, 1, steps)), Boolean)
+        exists = copy.predicate(targets)
         row0 = self.group.part_of(block) * cute.size(self.s, mode=[0]) + first[0]
         loaded: tuple = ()
         for m in cutlass.range_constexpr(cute.size(self.pages)):
             row = row0 + m * step
             there = (row >= self.first_key) & (row < self.seqlen_k)
-            for k in cutlass.range_constexpr(steps):
-                exists[0, 0, k] = there
-                if cutlass.const_expr((k + 1) * width > copy.valid_cols):
-                    exists[0, 0, k] = there & (first[1] + k * width < copy.valid_cols)
+            copy.fill_predicate(exists, there, first[1])
             place = (self.pages[m], self.key_rows.row_in_page(row))
             start = self.key_rows.row(self.cache, place, self.head).iterator
-            vectors = cute.make_layout(((size, 1), steps), stride=((1, 0), width))
-            source = cute.make_tensor(
-                start + cute.assume(Int64(first[1]), divby=copy.alignment or size), vectors
-            )
+            vectors = cute.make_layout(((vector, beside), steps), stride=((1, vector), width))
+            source = cute.make_tensor(start + cute.assume(Int64(first[1]), divby=vector * beside), vectors)
             if cutlass.const_expr(copy.by_elements):
-                loaded += (copy.load_elements(source, targets[None, m, None], exists, first[1]),)
+                loaded += (copy.load_elements(source, targets[None, m, None], exists),)
                 loaded = store_elements(loaded, m + 1 == cute.size(self.pages))
             else:
                 cute.copy(copy.tiled_copy, source, targets[None, m, None], pred=exists[None, 0, None])
