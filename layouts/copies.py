@@ -15,8 +15,8 @@ def gmem_tiled_copy(
 
     A thread copies vectors of ``bits`` bits, ``thread_bits`` (by default one vector) side by side. Adjacent threads
     cover up to 128 bytes of a row, one row of the swizzle atom of ``smem_layout``, and a step covers as many rows as
-    that leaves threads. With a swizzled layout ``thread_bits`` are 128 at least: narrower parts of a swizzled 16 bytes get
-    wrong addresses from the DSL (4.8.1).
+    that leaves threads. With a swizzled layout ``thread_bits`` are 128 at least: the DSL (4.8.1) computes wrong
+    addresses of narrower parts.
     asynchronous: cp.async (global to shared memory; 128 bits bypass L1), otherwise loads and stores.
     Raises ValueError unless the threads fill whole rows and the vectors whole elements.
     """
