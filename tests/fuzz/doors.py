@@ -333,10 +333,10 @@ DOORS = {
     ),
     "flash_attn_func": Door(_flash, (*SCORES, "grads"), ALL),
     "flash_attn_varlen_func": Door(_flash_varlen, (*SCORES, "lengths", "grads"), ALL),
-    "flash_attn_with_kvcache": Door(_flash_kvcache, (*SCORES, "aligned", "mostly_nonempty", "used"), ALL),
+    "flash_attn_with_kvcache": Door(_flash_kvcache, (*SCORES, "mostly_nonempty", "used"), ALL),
     "attention_with_kvcache": Door(
         _kvcache,
-        (*SCORES, "aligned", "mostly_nonempty", "head_dim_v", "sinks", "used", "score", "mask"),
+        (*SCORES, "mostly_nonempty", "head_dim_v", "sinks", "used", "score", "mask"),
         ALL,
     ),
     "merge_attention": Door(_merge, ("scale", "softcap", "gqa", "layout", "head_dim_v", "sinks"), ALL),

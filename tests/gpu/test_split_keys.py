@@ -13,6 +13,7 @@ from cute_attn.api.kvcache import attention_with_kvcache
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
 from cute_attn.host import record, split_kv
 from cute_attn.reference import kvcache as ref
+from tests import machine
 from tests.gpu.archs import runnable_archs
 
 ARCHS = runnable_archs("kvcache")
@@ -210,6 +211,21 @@ def test_trees_of_draft_tokens(queries, page, split, arch):
 def test_head_dims(dims, split, arch):
     call = Call((70, 0, 1500), (2, 2, 2), dims=dims)
     call.check(call.run(kernel=arch, **split))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dims", [(59, 59), (34, 50), (100, 36), (128, 251)], ids=str)
+@pytest.mark.parametrize("queries", [1, 3, 70])
+def test_stream_k_of_rows_that_start_anywhere(queries, dims, dtype, monkeypatch):
+    """And of fp32, by the Ampere kernel; in pages as well, and again."""
+    monkeypatch.setattr(split_kv, "_best_split", lambda *given: split_kv.Split("stream_k"))
+    machine.forget_plans(monkeypatch)
+    call = Call((1, 0, 63, 700, 2049, 5000), (queries,) * 6, dims=dims)
+    call.q, call.k, call.v = (x.to(dtype) for x in (call.q, call.k, call.v))
+    found = call.run(causal=True)
+    call.check(found, causal=True)
+    for _ in range(3):
+        assert same(call.run(causal=True), found) and same(call.run_paged(7, causal=True), found)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

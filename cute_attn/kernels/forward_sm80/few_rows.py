@@ -42,8 +42,8 @@ def tiles_for_few_rows(traits: Traits, target: str) -> tuple[ForwardSm80Tile, ..
     sizes = ((16, 1, 4), (32, 2, 2), (64, 4, 1))
     for rows, warps, groups in sizes[1:2] if target in TILES_OF and d > 192 else sizes:
         keys = 128 if d <= 64 else 64 if d <= 128 or not traits.alignment else 32
-        if single and d > 64:
-            keys = 32 if d <= 128 else 16
+        if single:
+            keys = 64 if d <= 64 else 32 if d <= 128 else 16
         fewest = max(16 * groups, min(keys, 32))
         keeps_q = (
             not single
