@@ -13,9 +13,12 @@ from cute_attn.device.key_rows import CacheTables, KeyRows
 from cute_attn.device.seqlen import sequence
 from cute_attn.device.wgmma import operand_layout
 from cute_attn.host.call import is_latent
+from cute_attn.kernels import fakes
 from cute_attn.kernels.forward_sm80.key_groups import KeyGroup
 from cute_attn.kernels.forward_sm80.loads import BlockLoad
+from cute_attn.kernels.kvcache_sm80.kernel import KvcacheSm80
 from cute_attn.kernels.kvcache_sm80.loads import PagedLoad
+from cute_attn.reference import emulate
 from cute_attn.tiles import padded
 from cute_attn.traits import Traits
 
@@ -85,49 +88,82 @@ KEYS, ROWS, PAGE = 64, 40, 3
 """Keys of a block, of a sequence, and rows of a page."""
 
 
+class WithoutCpAsync(KvcacheSm80):
+    """The same copies by loads and stores, which run on the host. Out of bounds they write nothing."""
+
+    def gmem_load(self, head_dim):
+        return layouts.gmem_tiled_copy(
+            self.dtype,
+            self.tile.group_threads,
+            padded(head_dim),
+            asynchronous=False,
+            bits=self.dtype.width * self.traits.alignment,
+            thread_bits=128,
+        )
+
+
 @cute.jit
-def load_elements(
-    cache: cute.Tensor, table: cute.Tensor | None, found: cute.Tensor, kernel: Constexpr, first: Int32
-):
-    """A block of keys as all threads load it, the rows [first, ROWS), to a row-major tile."""
-    dim, threads = kernel.traits.head_dim, kernel.tile.group_threads
-    rows = KeyRows.make(cache, CacheTables(table, None))
+def load(given: tuple, kernel: Constexpr):
+    """A block of keys as all threads load it, the rows [first, ROWS). memory: for the kernel's shared memory."""
+    cache, table, memory, found, first = given
+    traits, threads = kernel.traits, kernel.tile.group_threads
+    dim, rows = traits.head_dim, KeyRows.make(cache, CacheTables(table, None))
+    target = cute.make_tensor(memory.iterator, kernel.smem_layout(KEYS, dim, 1))
     for thread in cutlass.range(threads, unroll=1):
         group = KeyGroup(Int32(0), thread, 1, 4)
-        copy = RowCopy(kernel.gmem_load(dim), thread, padded(dim), dim, alignment=1, by_elements=True)
+        how = {"alignment": traits.alignment, "by_elements": kernel.loads_elements}
+        copy = RowCopy(kernel.gmem_load(dim), thread, padded(dim), dim, **how)
         if cutlass.const_expr(table is None):
             entry = sequence(cache, Int32(0), Int32(1), Int32(0), False)
-            BlockLoad(copy, entry, found, Int32(ROWS), group, first).start(Int32(0), Int32(0), False)
+            BlockLoad(copy, entry, target, Int32(ROWS), group, first).start(Int32(0), Int32(0), False)
         else:
             pages = kernel.page_numbers(copy)
-            where = (cache, Int32(1), rows, Int32(0), found, first, Int32(ROWS), group, pages)
-            load = PagedLoad(copy, *where)
-            load.find(Int32(0))
-            load.start(Int32(0), Int32(0), False)
+            where = (cache, Int32(1), rows, Int32(0), target, first, Int32(ROWS), group, pages)
+            paged = PagedLoad(copy, *where)
+            paged.find(Int32(0))
+            paged.start(Int32(0), Int32(0), False)
+    for row in cutlass.range(KEYS):
+        for col in cutlass.range(padded(dim)):
+            found[row, col] = target[row, col, 0]
 
 
-@pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("dim", [13, 59, 100, 201])
-def test_elements_of_rows_that_start_anywhere(dim, paged):
-    """Each is where it belongs; columns and rows beyond are zero, whatever is next to them in memory."""
-    traits = Traits("kvcache", "sm80", "fp16", dim, paged=paged, alignment=1)
-    kernel = registry.lookup(traits, f"tile_m=64,tile_n={KEYS},num_warps=4,key_groups=1")
-    pages = 16
-    entry = torch.randn(pages * PAGE, 2, dim).half()
+@pytest.mark.parametrize(
+    ("dim", "alignment", "paged"),
+    [
+        *((dim, 1, paged) for dim in (13, 59, 100, 201) for paged in (False, True)),
+        *((34, 2, True), (250, 2, True), (100, 4, True), (76, 4, True)),
+    ],
+)
+def test_rows_that_start_anywhere(dim, alignment, paged):
+    """Each element is where it belongs; columns and rows beyond are zero, whatever is next to them in memory."""
+    traits = Traits("kvcache", "sm80", "fp16", dim, paged=paged, alignment=alignment)
+    tile = registry.lookup(traits, f"tile_m=64,tile_n={KEYS},num_warps=4,key_groups=1").tile
+    kernel = (KvcacheSm80 if alignment == 1 else WithoutCpAsync)(traits, tile)
+    pages, heads = 16, 2
     table = torch.randperm(pages).int()[None, : pages - 2] if paged else None
-    # At an odd address, after and before NaN.
-    memory = torch.full((entry.numel() + 2 * dim + 1,), torch.nan, dtype=torch.float16)
-    shape = (pages, PAGE, 2, dim) if paged else (1, pages * PAGE, 2, dim)
-    cache = memory[dim + 1 - dim % 2 :][: entry.numel()].view(shape).copy_(entry.view(shape))
+    # Between multiples of more elements, after and before NaN.
+    size, before = pages * PAGE * heads * dim, dim // 16 * 16 + 16 + alignment
+    around = torch.full((before + size + dim,), torch.nan, dtype=torch.float16)
+    shape = (pages, PAGE, heads, dim) if paged else (1, pages * PAGE, heads, dim)
+    cache = around[before:][:size].view(shape).copy_(torch.randn(shape))
     keys = cache[table[0].long()].flatten(0, 1)[:, 1] if paged else cache[0, :, 1]
-    wanted = torch.zeros(KEYS, padded(dim), dtype=torch.float16)
-    first = 2
+    wanted, first = torch.zeros(KEYS, padded(dim), dtype=torch.float16), 2
     wanted[first:ROWS, :dim] = keys[first:ROWS]
-    found = torch.full((KEYS, padded(dim), 1), torch.nan, dtype=torch.float16)
+    memory = torch.full((KEYS * padded(dim),), torch.nan if alignment == 1 else 0.0, dtype=torch.float16)
+    found = torch.full_like(wanted, torch.nan)
 
-    def dynamic(x, leading, align):
-        return from_dlpack(x, assumed_align=align).mark_layout_dynamic(leading_dim=leading)
+    declared = (
+        fakes.rows(cutlass.Float16, 4, alignment),
+        fakes.plain(Int32, 2) if paged else None,
+        fakes.rows(cutlass.Float16, 1),
+        fakes.rows(cutlass.Float16, 2),
+        Int32(0),
+    )
 
-    tables = None if table is None else dynamic(table, 1, 4)
-    load_elements(dynamic(cache, 3, 2), tables, from_dlpack(found, assumed_align=8), kernel, first)
-    assert found[..., 0].equal(wanted)
+    @cute.jit
+    def host(values: tuple):
+        load(emulate._arguments(declared, values), kernel)
+
+    compiled = cute.compile(host, emulate._values(declared), options="--gpu-arch sm_90a")
+    compiled(emulate._values(declared, (cache, table, memory, found, first)))
+    assert found.equal(wanted)
