@@ -169,10 +169,10 @@ def head_splits(
     **Bytes in flight.** CTAs reuse each other's Q, dO and dQ while these are in L2. Without a mask all work tiles take
     as many steps: the CTAs of a kv head are at the same query head at the same time, and only its queries are in
     flight. Under a causal mask, and with packed sequences of unlike lengths, they drift apart, until they are anywhere
-    in their heads. The fraction of Q, dO and dQ
-    in flight is then that of all work tiles that are running; n splits make n times as many work tiles, so the
-    fraction is an nth. On 132 multiprocessors 128 keys of head dim 128 make 16.5 MB in flight for each head of a work
-    tile, whatever the lengths.
+    in their heads. (Key blocks that add in order stay together in packed sequences.) The fraction of Q, dO and dQ in
+    flight is then that of all work tiles that are running; n splits make n times as many work tiles, so the fraction is
+    an nth. On 132 multiprocessors 128 keys of head dim 128 make 16.5 MB in flight for each head of a work tile,
+    whatever the lengths.
 
     Args:
         call: the call's.
@@ -188,7 +188,7 @@ def head_splits(
     most, mean = queries_seen(call, *call.longest, tile.tile_n)
     if group == 1 or not most:
         return 1
-    unlike = call.varlen and call.longest[0] * call.batch > UNEVEN * call.q.shape[0]
+    unlike = call.varlen and not in_order and call.longest[0] * call.batch > UNEVEN * call.q.shape[0]
     drifts = most > UNEVEN * mean or unlike
     tiles, steps, longest, queries = 0, 0.0, 0.0, 0  # of one head
     for count, seqlen_q, seqlen_k in _sequences(call):

@@ -44,9 +44,9 @@ FULL_SPLITS, IN_STEP = 0.9, 0.67
 for several query blocks: those of a split read the same keys at about the same time."""
 SPLITS_AT_ONCE = 128
 """Partial results of a row that the combine kernel loads at once, where they are many; more take another round."""
-BLOCKS_OF_A_SPLIT, ENOUGH_CTAS = 5, 64
+BLOCKS_OF_A_SPLIT, ENOUGH_CTAS = 5, 48
 """Minimum key blocks per split where so many CTAs are busy: fewer partial results are merged sooner."""
-LEAST_SPLITS, LEAST_SPARED = 4, 288 << 10
+LEAST_SPLITS, LEAST_SPARED = 4, 224 << 10
 """Minimum number of even splits, and minimum bytes of K and V that they spare each CTA, for a second launch to pay."""
 FEW_BYTES = 2 << 20
 """Maximum bytes of K and V per CTA for which stream-K costs more than any imbalance of lengths."""
