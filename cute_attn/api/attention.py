@@ -9,7 +9,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cute_attn.api import operators
-from cute_attn.api.functions import Functions, MaskMod, ScoreMod, all_epilogues, in_a_graph, in_graphs
+from cute_attn.api.functions import (
+    Functions,
+    MaskMod,
+    ScoreMod,
+    all_epilogues,
+    in_a_graph,
+    in_graphs,
+    packed_sequences,
+)
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.host import choose, plans, random_states
 from cute_attn.host.bias import additive, with_readable_bias
@@ -254,7 +262,7 @@ def attention_varlen(
         As for :func:`attention`, indexed by a position in its sequence.
     block_mask : torch.nn.attention.flex_attention.BlockMask, optional
         As for :func:`attention`, of as many sequences as are packed, or of 1, and of max_seqlen_q and max_seqlen_k or
-        more: its blocks and its function count within a sequence. Kernels visit all blocks.
+        more: its blocks and its function count within a sequence.
     softmax_scale, causal, window, alibi_slopes, sinks, softcap, dropout_p, dropout_mask, rng_state, score_mod, \
 mask_mod, epilogues, return_lse, return_softmax, kernel, tile, deterministic, backward_tile, precision, out
         As for :func:`attention`.
@@ -631,7 +639,10 @@ def _attend(
     score_mod, mask_mod, block_mask = functions
     named = type(given[_EPILOGUES]) is not tuple or given[_EPILOGUES]
     if named or score_mod is not None or mask_mod is not None or block_mask is not None:
-        found = plans.read_by(given, _EPILOGUES, functions, q, tensors[1])
+        packed = None
+        if block_mask is not None and given[0]:
+            packed = packed_sequences(tensors, given[1:3])
+        found = plans.read_by(given, _EPILOGUES, functions, q, tensors[1], packed)
         if found is None:
             return _result(_outputs(tensors, given, out, functions), given[_RETURN_LSE])
         key, own, read, tables = found

@@ -1,5 +1,6 @@
 """The torch operator ``cute_attn::block_tables``: what kernels read of a BlockMask, in graphs of torch's compiler."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from cute_attn.traits import LISTED_ROWS
 _library = torch.library.Library("cute_attn", "FRAGMENT")
 _BLOCKS = "Tensor kv_num_blocks, Tensor kv_indices, Tensor? full_kv_num_blocks, Tensor? full_kv_indices"
 _library.define(
-    f"block_tables({_BLOCKS}, SymInt[] block_size, SymInt[] seq_lengths, SymInt[] sizes) -> "
+    f"block_tables({_BLOCKS}, SymInt[] block_size, SymInt[] seq_lengths, SymInt[] sizes, Tensor[] starts) -> "
     "(Tensor kinds, Tensor key_counts, Tensor key_blocks, Tensor query_counts, Tensor query_blocks)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -19,16 +20,17 @@ _library.define(
 Tables = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def block_tables(blocks: Blocks, *sizes: int) -> tuple[Tensor, ...]:
-    """The table of kinds, and the lists of :func:`cute_attn.host.block_masks.block_lists` for these sizes."""
-    kinds, *lists = torch.ops.cute_attn.block_tables.default(*blocks, sizes)
+def block_tables(blocks: Blocks, *sizes: int, starts: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+    """The table of kinds, and the lists of :func:`cute_attn.host.block_masks.block_lists` for these arguments."""
+    kinds, *lists = torch.ops.cute_attn.block_tables.default(*blocks, sizes, starts)
     return kinds, *for_each(lists, *sizes)
 
 
 def _made(*arguments: Any) -> Tables:
-    blocks, sizes = Blocks(*arguments[:-1]), arguments[-1]
-    kinds = kinds_of(blocks).contiguous()
-    return kinds, *shared_lists(kinds, blocks.BLOCK_SIZE, *sizes)  # type: ignore[return-value]
+    *blocks, sizes, starts = arguments
+    listed = Blocks._make(blocks)
+    kinds = kinds_of(listed).contiguous()
+    return kinds, *shared_lists(kinds, listed.BLOCK_SIZE, *sizes, starts=starts)  # type: ignore[return-value]
 
 
 _library.impl("block_tables", _made, "CPU")
@@ -37,12 +39,13 @@ _library.impl("block_tables", _made, "CUDA")
 
 @torch.library.register_fake("cute_attn::block_tables", lib=_library)
 def _fake(*arguments: Any) -> Tables:
-    (counts, indices, _, full, block_size, seq_lengths), sizes = Blocks(*arguments[:-1]), arguments[-1]
+    counts, indices, _, full, block_size, seq_lengths, sizes, starts = arguments
     widths = [x.shape[-1] for x in (indices, full) if x is not None]
     columns = max(*widths, -(-seq_lengths[1] // block_size[1]))
     shared = (1,) * (3 - counts.dim()) + tuple(counts.shape[:-1])
     rows, columns_listed = (-(-n // LISTED_ROWS) for n in (sizes[1], sizes[3]))
     shapes = ((rows, 2), (rows, columns_listed), (columns_listed, 2), (columns_listed, rows))
+    of_lists = (sizes[0], shared[1]) if starts else shared
     kinds = indices.new_empty((*shared, counts.shape[-1], columns), dtype=torch.uint8)
-    lists = [indices.new_empty((*shared, *shape), dtype=torch.int32) for shape in shapes]
-    return kinds, *lists  # type: ignore[return-value]
+    lists = [indices.new_empty((*of_lists, *shape), dtype=torch.int32) for shape in shapes]
+    return kinds, *lists

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from cute_attn.epilogues.functions.known import epilogue_of, hold
-from cute_attn.epilogues.functions.trace import check_function
-from cute_attn.host.block_masks import epilogue_of_block_mask, mask_of_packed
+from cute_attn.host.block_masks import Packed, epilogue_of_block_mask
 from cute_attn.host.call import Call, given_epilogues
 from cute_attn.host.checks import check_starts
 from cute_attn.host.memory import Tensors
@@ -34,19 +33,20 @@ def all_epilogues(
         epilogues, functions: the call's.
         longest: queries and keys of the longest sequence, of packed ones.
     """
-    if functions[2] is not None and longest is not None:
-        functions = (functions[0], _mask_of_packed(tensors, functions, longest), None)
     (q, k, *_), (score_mod, mask_mod, block_mask), found = tensors, functions, []
+    packed = None
     if block_mask is not None:
-        _check_for_block_mask(q, k, tensors[_SEQUSED_K])
+        packed = packed_sequences(tensors, longest)
+        if packed is None:
+            _check_for_block_mask(q, k, tensors[_SEQUSED_K])
     if in_a_graph(functions):
-        return {**given_epilogues(epilogues), **in_graphs().stand_ins(tensors, functions)}
+        return {**given_epilogues(epilogues), **in_graphs().stand_ins(tensors, functions, packed)}
     if score_mod is not None or mask_mod is not None:
         device = q.device if isinstance(q, Tensor) else None
         dtype = torch.float64 if isinstance(q, Tensor) and q.dtype == torch.float64 else torch.float32
         found.append(epilogue_of(score_mod, mask_mod, device, dtype))
     if block_mask is not None:
-        found.append(epilogue_of_block_mask(block_mask, q, k))
+        found.append(epilogue_of_block_mask(block_mask, q, k, packed))
     for name, made in found:
         if name:
             epilogues = {**given_epilogues(epilogues), name: made}
@@ -54,28 +54,23 @@ def all_epilogues(
     return epilogues
 
 
-def _mask_of_packed(tensors: Tensors, functions: Functions, longest: Sequence[Any]) -> MaskMod:
-    """A call's mask_mod and BlockMask as one function, of packed sequences."""
-    (q, k, _, starts, *_), (_, mask_mod, block_mask) = tensors, functions
-    for name, x in (("q", q), ("k", k)):
-        check_dense(name, x)
+def packed_sequences(tensors: Tensors, longest: Sequence[Any] | None) -> Packed | None:
+    """What a BlockMask is for. tensors, longest: see :func:`all_epilogues`.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
+    if longest is None:
+        return None
+    (q, k, _, *starts), most = tensors[:5], []
+    for side, x, start, n in zip("qk", (q, k), starts, longest, strict=True):
+        check_dense(side, x)
         if x.dim() != 3:
-            raise wrong_shape(name, x, "(total, heads, head_dim)")
-    check_starts("cu_seqlens_q", starts)
-    most = [
-        min(length(f"max_seqlen_{side}", n), x.shape[0])
-        for side, n, x in zip("qk", longest, (q, k), strict=True)
-    ]
-    sizes = (starts.shape[0] - 1, most[0], q.shape[1], most[1], k.shape[1])
-    listed = mask_of_packed(block_mask, q.device, *sizes)
-    if mask_mod is None:
-        return listed
-    check_function("mask_mod", mask_mod)
-
-    def both(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return mask_mod(b, h, q_idx, kv_idx) & listed(b, h, q_idx, kv_idx)
-
-    return both
+            raise wrong_shape(side, x, "(total, heads, head_dim)")
+        check_starts(f"cu_seqlens_{side}", start)
+        most.append(min(length(f"max_seqlen_{side}", n), x.shape[0]))
+    sizes = (starts[0].shape[0] - 1, most[0], q.shape[1], most[1], k.shape[1])
+    return Packed((starts[0], starts[1]), sizes)
 
 
 def in_a_graph(functions: Functions) -> bool:

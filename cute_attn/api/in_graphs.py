@@ -58,7 +58,9 @@ def whole(compute: Callable[[], Result]) -> Result:
     return found
 
 
-def stand_ins(tensors: Tensors, functions: tuple[Any, Any, Any]) -> dict[str, tuple[Tensor, ...]]:
+def stand_ins(
+    tensors: Tensors, functions: tuple[Any, Any, Any], packed: block_masks.Packed | None
+) -> dict[str, tuple[Tensor, ...]]:
     """Epilogues and their arguments, in place of those of functions: stand-ins, results, and a BlockMask's tables.
 
     tensors: q and k first. functions: score_mod, mask_mod and block_mask.
@@ -73,8 +75,10 @@ def stand_ins(tensors: Tensors, functions: tuple[Any, Any, Any]) -> dict[str, tu
         found[_FUNCTIONS] = noted
     if block_mask is not None:
         block_masks.check_block_mask(block_mask)
-        sizes = (*q.shape[:3], *k.shape[1:3])
-        kinds, *lists = block_tables(block_masks.blocks_of(block_mask), *sizes)
+        sizes, starts = (
+            ((*q.shape[:3], *k.shape[1:3]), ()) if packed is None else (packed.sizes, packed.starts)
+        )
+        kinds, *lists = block_tables(block_masks.blocks_of(block_mask), *sizes, starts=starts)
         block_masks.check_fits(block_mask, kinds, q.device, *sizes)
         if all(sizes):
             function, partial, unites = block_masks.functions_of(block_mask, kinds, *sizes)

@@ -83,7 +83,7 @@ class EpilogueChain:
         dropout = Dropout(traits.dropout, traits.varlen) if traits.dropout else None
         sinks = Sinks(traits.sinks) if traits.sinks else None
         listed = any(m.lists_blocks for m in modifiers)
-        alone = not (traits.mask or traits.varlen or traits.seqused_q or traits.seqused_k)
+        alone = not (traits.mask or traits.seqused_q or traits.seqused_k)
         visits = listed and alone and tile is not None and divides(tile)
         if visits:
             modifiers = [m.visiting() if m.lists_blocks else m for m in modifiers]

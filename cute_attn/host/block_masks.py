@@ -27,30 +27,42 @@ _UNBOUNDED = (1 << 30, 1 << 30)
 """The block size of the one-block masks that FlexAttention makes: they state lengths of 1 and fit any."""
 
 
-def epilogue_of_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor) -> tuple[str, tuple[Tensor, ...]]:
+class Packed(NamedTuple):
+    """Sequences that are packed one after the other.
+
+    Attributes:
+        starts: cu_seqlens_q and cu_seqlens_k.
+        sizes: sequences, the queries of the longest, heads, its keys and kv heads.
+    """
+
+    starts: tuple[Tensor, Tensor]
+    sizes: tuple[int, int, int, int, int]
+
+
+def epilogue_of_block_mask(
+    block_mask: BlockMask, q: Tensor, k: Tensor, packed: Packed | None = None
+) -> tuple[str, tuple[Tensor, ...]]:
     """The registered name of a BlockMask's epilogue, and its arguments for q (batch, seqlen, heads, dim) and k.
 
     ("", ()) without scores.
 
-    Lengths may be shorter than the mask's.
+    Lengths may be shorter than the mask's. packed: of q (total, heads, dim) and k.
 
     Raises:
         TypeError, ValueError: no BlockMask, or one of other sizes or on another device.
     """
     check_block_mask(block_mask)
-    made, sizes = _made_of(block_mask), (*q.shape[:3], *k.shape[1:3])
+    made = _made_of(block_mask)
+    sizes, starts = ((*q.shape[:3], *k.shape[1:3]), ()) if packed is None else (packed.sizes, packed.starts)
     check_fits(block_mask, made.kinds, q.device, *sizes)
     if not all(sizes):
         return "", ()
     function, partial, unites = functions_of(block_mask, made.kinds, *sizes)
     name, tensors = block_mask_epilogue_of(function, partial, unites, q.device)
-    lists = made.lists.get(sizes)
+    lists = made.lists_for(sizes, starts)
     if lists is None:
-        lists = block_lists(made.kinds, block_mask.BLOCK_SIZE, *sizes)
-        while len(made.lists) >= _MOST_LISTS:  # lengths may differ from call to call
-            made.lists.pop(next(iter(made.lists)))
-        if all(type(x) is Tensor for x in lists):  # no tracer's
-            made.lists[sizes] = lists
+        lists = block_lists(made.kinds, block_mask.BLOCK_SIZE, *sizes, starts=starts)
+        made.keep(lists, sizes, starts)
     return name, (*tensors, *lists)
 
 
@@ -69,27 +81,12 @@ def functions_of(block_mask: BlockMask, kinds: Tensor, *sizes: int) -> tuple[Cal
     return function, mask_mod if whole else None, kinds.shape[1] > 1 and nheads > nheads_kv
 
 
-def mask_of_packed(block_mask: BlockMask, device: torch.device, *sizes: int) -> Callable:
-    """The mask function of a BlockMask whose sequences are packed; its blocks are not listed.
-
-    sizes: sequences, the queries of the longest, heads, its keys and kv heads.
-
-    Raises:
-        TypeError, ValueError: as :func:`epilogue_of_block_mask`.
-    """
-    check_block_mask(block_mask)
-    compiling = torch.compiler.is_dynamo_compiling()
-    kinds = _kinds(blocks_of(block_mask)) if compiling else _made_of(block_mask).kinds
-    check_fits(block_mask, kinds, device, *sizes)
-    function, _, _ = functions_of(block_mask, kinds, *sizes)
-    return function
-
-
-def tables_of(block_mask: BlockMask, sizes: tuple[int, ...]) -> tuple[Tensor, ...] | None:
+def tables_of(
+    block_mask: BlockMask, sizes: tuple[int, ...], starts: tuple[Tensor, ...] = ()
+) -> tuple[Tensor, ...] | None:
     """The table of kinds and the lists that an earlier call of these sizes was given, where they still hold.
 
-    Outside captures of CUDA graphs. sizes: batch, queries, heads, keys and kv heads; none of packed sequences, whose
-    masks have no lists.
+    Outside captures of CUDA graphs. sizes: batch, queries, heads, keys and kv heads. starts: of packed sequences.
     """
     known = _made.get(block_mask)
     if known is None:
@@ -102,7 +99,7 @@ def tables_of(block_mask: BlockMask, sizes: tuple[int, ...]) -> tuple[Tensor, ..
     for x, known_x, version in zip(source, known.source, versions, strict=True):
         if x is not known_x or (x is not None and x._version != version):
             return None
-    kinds, lists = known.kinds, known.lists.get(sizes) if sizes else ()
+    kinds, lists = known.kinds, known.lists_for(sizes, starts) if starts else known.lists.get(sizes)
     if lists is None or (kinds.is_cuda and torch._C._cuda_getCurrentRawStream(kinds.get_device()) != stream):
         return None
     return kinds, *lists
@@ -136,13 +133,48 @@ class Blocks(NamedTuple):
     seq_lengths: Sequence[int]
 
 
+class _OfPacked(NamedTuple):
+    """Lists of packed sequences; valid as long as these start where they did."""
+
+    lists: tuple[Tensor, ...]
+    starts: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+
+
 class _Made(NamedTuple):
-    """A BlockMask's table, and its lists by sizes; valid as long as their source is unchanged."""
+    """A BlockMask's table, and its lists by sizes; valid as long as their source is unchanged.
+
+    of_packed: lists by sizes and the ids of the starts, which they keep alive.
+    """
 
     source: tuple[Tensor | None, ...]
     state: tuple
     kinds: Tensor
     lists: dict[tuple[int, ...], tuple[Tensor, ...]]
+    of_packed: dict[tuple[int, ...], _OfPacked]
+
+    def lists_for(self, sizes: tuple[int, ...], starts: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        """The lists that an earlier call had, where these tensors still hold the same lengths."""
+        if not starts:
+            return self.lists.get(sizes)
+        known = self.of_packed.get((*sizes, *map(id, starts)))
+        return known.lists if known is not None and known.versions == _versions(starts) else None
+
+    def keep(self, lists: tuple[Tensor, ...], sizes: tuple[int, ...], starts: tuple[Tensor, ...]) -> None:
+        """Keep lists for later calls."""
+        if any(type(x) is not Tensor for x in (*lists, *starts)) or any(x.is_inference() for x in starts):
+            return  # a tracer's, or of lengths whose changes cannot be seen
+        kept: dict[tuple[int, ...], Any] = self.of_packed if starts else self.lists
+        while len(kept) >= _MOST_LISTS:  # lengths may differ from call to call
+            kept.pop(next(iter(kept)))
+        if starts:
+            kept[(*sizes, *map(id, starts))] = _OfPacked(lists, starts, _versions(starts))
+        else:
+            kept[sizes] = lists
+
+
+def _versions(starts: tuple[Tensor, ...]) -> tuple[int, ...]:
+    return tuple([-1 if x.is_inference() else x._version for x in starts])
 
 
 _made: MutableMapping[BlockMask, _Made] = WeakKeyDictionary()
@@ -156,7 +188,7 @@ def _made_of(block_mask: BlockMask) -> _Made:
     source = _source_of(block_mask)
     state = _state_of(block_mask)
     if state is None:
-        return _Made(source, (), kinds_of(block_mask), {})
+        return _Made(source, (), kinds_of(block_mask), {}, {})
     known = _made.get(block_mask)
     if known is not None and known.state == state and all(map(_is, known.source, source)):
         return known
@@ -165,7 +197,7 @@ def _made_of(block_mask: BlockMask) -> _Made:
 
 def remember(block_mask: BlockMask, kinds: Tensor) -> _Made:
     """Keep a mask's table of kinds as long as it lives and its lists do not change."""
-    made = _Made(_source_of(block_mask), _state_of(block_mask) or (), kinds, {})
+    made = _Made(_source_of(block_mask), _state_of(block_mask) or (), kinds, {}, {})
     if made.state and type(kinds) is Tensor:  # no tracer's
         _made[block_mask] = made
     return made
@@ -223,10 +255,6 @@ def _stream(x: Tensor) -> int:
 @torch.no_grad()
 def kinds_of(block_mask: BlockMask | Blocks) -> Tensor:
     """Each block's kind, 0, ``PARTIAL`` or ``FULL``: uint8 (batch or 1, heads or 1, query blocks, key blocks)."""
-    return _kinds(block_mask)
-
-
-def _kinds(block_mask: BlockMask | Blocks) -> Tensor:
     width = block_mask.kv_indices.shape[-1]
     if block_mask.full_kv_indices is not None:
         width = max(width, block_mask.full_kv_indices.shape[-1])
@@ -247,13 +275,15 @@ def _kind_where(counts: Tensor, indices: Tensor, columns: int, kind: int) -> Ten
     return kinds.scatter_(-1, column, kind)[..., :columns]
 
 
-def block_lists(kinds: Tensor, block_size: Sequence[int], *sizes: int) -> tuple[Tensor, ...]:
+def block_lists(
+    kinds: Tensor, block_size: Sequence[int], *sizes: int, starts: Sequence[Tensor] = ()
+) -> tuple[Tensor, ...]:
     """Counts and blocks of the key blocks of each query block, then those of the query blocks of each key block.
 
     The layout is that of :class:`cute_attn.work.block_lists.BlockLists`. sizes: batch, queries, heads, keys and kv
-    heads.
+    heads. starts: of packed sequences, of which the sizes are the longest's.
     """
-    return for_each(shared_lists(kinds, block_size, *sizes), *sizes)
+    return for_each(shared_lists(kinds, block_size, *sizes, starts=starts), *sizes)
 
 
 def for_each(lists: Sequence[Tensor], batch: int, seqlen_q: int, nheads: int, *_: int) -> tuple[Tensor, ...]:
@@ -263,25 +293,33 @@ def for_each(lists: Sequence[Tensor], batch: int, seqlen_q: int, nheads: int, *_
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def shared_lists(kinds: Tensor, block_size: Sequence[int], *sizes: int) -> tuple[Tensor, ...]:
+def shared_lists(
+    kinds: Tensor, block_size: Sequence[int], *sizes: int, starts: Sequence[Tensor] = ()
+) -> tuple[Tensor, ...]:
     """:func:`block_lists` with size 1 for sequences or heads where the mask is the same for all.
 
     A key block is visited for all query heads of its kv head at a time: its list is the union of theirs. On a GPU a
-    kernel makes them; this code is the definition.
+    kernel makes them, except of packed sequences; this code is the definition.
     """
     _, seqlen_q, nheads, seqlen_k, nheads_kv = sizes
-    some = kinds.numel() and seqlen_q and seqlen_k
+    some = kinds.numel() and seqlen_q and seqlen_k and not starts
     if type(kinds) is Tensor and kinds.is_cuda and some and compiler.has_dsl():
         return _lists_by_kernel(kinds, block_size, *sizes)
-    for dim, seqlen, rows in ((2, seqlen_q, block_size[0]), (3, seqlen_k, block_size[1])):
-        kinds = _in_listed_blocks(kinds, dim, seqlen, rows)
+    queries, keys = (
+        starts[side].diff().long() if starts else torch.full((1,), seqlen, device=kinds.device)
+        for side, seqlen in enumerate((seqlen_q, seqlen_k))
+    )
+    for dim, lengths, most, rows in (
+        (2, queries, seqlen_q, block_size[0]),
+        (3, keys, seqlen_k, block_size[1]),
+    ):
+        kinds = _in_listed_blocks(kinds, dim, lengths, most, rows)
     shared = kinds
     if kinds.shape[1] > 1:
         groups = kinds.unflatten(1, (nheads_kv, -1))
         seen, full = (groups > 0).any(2), (groups == FULL).all(2)
         shared = (seen.int() + full.int()).repeat_interleave(nheads // nheads_kv, 1)
-    of_keys = _lists(shared.mT, seqlen_q, last_is_masked=seqlen_k % LISTED_ROWS > 0)
-    return (*_lists(kinds, seqlen_k), *of_keys)
+    return (*_lists(kinds, keys), *_lists(shared.mT, queries, keys))
 
 
 def _lists_by_kernel(kinds: Tensor, block_size: Sequence[int], *sizes: int) -> tuple[Tensor, ...]:
@@ -302,40 +340,58 @@ def _lists_by_kernel(kinds: Tensor, block_size: Sequence[int], *sizes: int) -> t
     return tuple(lists)
 
 
-def _in_listed_blocks(kinds: Tensor, dim: int, seqlen: int, rows: int) -> Tensor:
-    """Kinds of blocks of ``LISTED_ROWS`` along ``dim`` for blocks of ``rows``: full and hidden where all of it is."""
-    count, last = -(-seqlen // LISTED_ROWS), kinds.shape[dim] - 1
-    first = torch.arange(count, device=kinds.device) * LISTED_ROWS
-    end = (first + LISTED_ROWS - 1).clamp(max=max(seqlen - 1, 0)) // rows
-    parts = [
-        kinds.index_select(dim, torch.minimum(first // rows + i, end).clamp(max=last))
-        for i in range((LISTED_ROWS - 1) // rows + 2)
-    ]
-    seen, full = (torch.stack(x) for x in zip(*((part > 0, part == FULL) for part in parts), strict=True))
-    return seen.any(0).int() + full.all(0).int()
+def _in_listed_blocks(kinds: Tensor, dim: int, lengths: Tensor, most: int, rows: int) -> Tensor:
+    """Kinds of blocks of ``LISTED_ROWS`` along ``dim`` for blocks of ``rows``: full and hidden where all of it is.
 
-
-def _lists(kinds: Tensor, seqlen: int, *, last_is_masked: bool = False) -> tuple[Tensor, Tensor]:
-    """Counts and blocks along the last dimension, of ``seqlen`` rows.
-
-    The last block counts as partial if it ends beyond them. So it is last in each list that contains it, and kernels
-    with smaller blocks visit none that begins beyond the rows.
-
-    last_is_masked: whether all blocks of the last list count as partial. That list belongs to a key block that ends
-    beyond the sequence: P of its scores of 0 is infinite if a query's other scores are far below, and dQ would be NaN.
+    lengths: of each sequence, or of all; blocks beyond are hidden. most: of the longest.
     """
-    missing, hides = -seqlen % LISTED_ROWS, kinds == PARTIAL
-    kinds = kinds.clone(memory_format=torch.contiguous_format)  # strides of 1 also with one block
-    if missing:
-        kinds[..., -1].clamp_(max=PARTIAL)
-    if last_is_masked:
-        kinds[..., -1, :].clamp_(max=PARTIAL)
+    first = torch.arange(-(-most // LISTED_ROWS), device=kinds.device) * LISTED_ROWS
+    last = (lengths[:, None] - 1).clamp(min=0)
+    end = torch.minimum(first + LISTED_ROWS - 1, last) // rows
+    shape = [max(kinds.shape[0], len(lengths)), *kinds.shape[1:]]
+    kinds = kinds.expand(shape[0], -1, -1, -1)
+    shape[dim], along = len(first), [-1 if i in (0, dim) else 1 for i in range(4)]
+    along[0] = len(lengths)
+
+    def kind_of(part: Tensor) -> Tensor:
+        place = torch.minimum(part, end).clamp(max=kinds.shape[dim] - 1)
+        return kinds.gather(dim, place.view(along).expand(shape))
+
+    parts = [kind_of(first // rows + i) for i in range((LISTED_ROWS - 1) // rows + 2)]
+    seen, full = (torch.stack(x) for x in zip(*((part > 0, part == FULL) for part in parts), strict=True))
+    return (seen.any(0).int() + full.all(0).int()) * (first < lengths[:, None]).view(along)
+
+
+def _with_partial_ends(kinds: Tensor, lengths: Tensor, dim: int) -> Tensor:
+    """Kinds of which each sequence's last block along ``dim`` is at most partial, where it reaches beyond the length.
+
+    Along the lists: so it is last in each that contains it, and kernels with smaller blocks visit none that begins
+    beyond the rows. Of the lists themselves, that of a key block beyond the sequence: P of its scores of 0 is infinite
+    if a query's other scores are far below, and dQ would be NaN.
+    """
+    shape = [-1 if i in (0, dim) else 1 for i in range(4)]
+    ends = _ends(lengths, kinds.shape[dim]).view(len(lengths), *shape[1:])
+    return torch.where(ends, kinds.clamp(max=PARTIAL), kinds)
+
+
+def _ends(lengths: Tensor, count: int) -> Tensor:
+    """True for the block of each sequence that ends beyond it: (lengths, count)."""
+    place = torch.arange(count, device=lengths.device)
+    return (place == lengths[:, None] // LISTED_ROWS) & (lengths[:, None] % LISTED_ROWS > 0)
+
+
+def _lists(kinds: Tensor, lengths: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Counts and blocks along the last dimension, of ``lengths`` rows. keys: lengths of the lists of key blocks."""
+    hides = kinds == PARTIAL
+    kinds = _with_partial_ends(kinds, lengths, 3)
+    if keys is not None:
+        kinds = _with_partial_ends(kinds, keys, 2)
     full, listed = ((kinds >= kind).sum(-1) * LISTED_ROWS for kind in (FULL, PARTIAL))
-    if missing:
-        listed = listed - (kinds[..., -1] > 0) * missing
+    ends = _ends(lengths, kinds.shape[3])[:, None, None]
+    listed = listed - ((kinds > 0) & ends).sum(-1) * (-lengths % LISTED_ROWS)[:, None, None]
     counts = torch.stack((full, listed), -1).int()
     blocks = torch.sort(kinds, dim=-1, descending=True, stable=True).indices
-    blocks = (2 * blocks + hides.gather(-1, blocks)).int()
+    blocks = (2 * blocks + hides.gather(-1, blocks)).int().contiguous()
     return counts, blocks
 
 

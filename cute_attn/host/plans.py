@@ -79,9 +79,12 @@ Brought = tuple[tuple, tuple, "Tables | None"]
 
 
 def brought(
-    score_mod: Any, mask_mod: Any, block_mask: Any, sizes: tuple[int, ...], is_packed: bool = False
+    score_mod: Any, mask_mod: Any, block_mask: Any, sizes: tuple[int, ...], starts: Tensors = ()
 ) -> Brought:
-    """The arguments by which :func:`find` finds a call. sizes: batch, queries, heads, keys and kv heads."""
+    """The arguments by which :func:`find` finds a call.
+
+    sizes: batch, queries, heads, keys and kv heads. starts: of packed sequences with a BlockMask.
+    """
     # A number takes torch's default dtype where it meets an integer; a captured tensor's gradient repeats in no order.
     key = (
         torch.get_default_dtype(),
@@ -93,12 +96,17 @@ def brought(
     if block_mask is None:
         return key, (score_mod, mask_mod), None
     size, lengths = getattr(block_mask, "BLOCK_SIZE", None), getattr(block_mask, "seq_lengths", None)
-    tables = functools.partial(block_masks.tables_of, block_mask, () if is_packed else sizes)
+    tables = functools.partial(block_masks.tables_of, block_mask, sizes, starts)
     return (*key, size, lengths), (score_mod, mask_mod, getattr(block_mask, "mask_mod", None)), tables
 
 
 def read_by(
-    given: tuple, at: int, functions: tuple[Any, Any, Any], q: Tensor, k: Any
+    given: tuple,
+    at: int,
+    functions: tuple[Any, Any, Any],
+    q: Tensor,
+    k: Any,
+    packed: block_masks.Packed | None = None,
 ) -> "tuple[Hashable, tuple[Tensor, ...], tuple, Tables | None] | None":
     """Key, tensors, functions and tables of a call with functions or named epilogues, for :func:`find`.
 
@@ -107,9 +115,13 @@ def read_by(
     Args:
         functions: score_mod, mask_mod and block_mask.
         given: the call's arguments other than tensors; its epilogues are the one of number ``at``.
+        packed: with a BlockMask of packed sequences.
     """
     sizes = (*q.shape[:3], *k.shape[1:3]) if isinstance(k, Tensor) else ()
-    key, read, tables = brought(*functions, sizes, is_packed=q.dim() == 3)
+    starts: Tensors = ()
+    if packed is not None:
+        starts, sizes = packed
+    key, read, tables = brought(*functions, sizes, starts)
     own: tuple[Tensor, ...] = ()
     if type(given[at]) is not tuple or given[at]:
         names, own, numbers = pack_epilogues(given[at])

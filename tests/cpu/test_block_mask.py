@@ -1,5 +1,8 @@
 """Block masks: their lists, the reference, and the forward kernels' visits of listed blocks, emulated on the CPU."""
 
+import operator
+from dataclasses import replace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -10,7 +13,8 @@ from cute_attn.api import operators
 from cute_attn.api.attention import attention_varlen_backward
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.host.backward import BiasGradient
-from cute_attn.host.block_masks import FULL, PARTIAL, block_lists, epilogue_of_block_mask, kinds_of
+from cute_attn.host.block_masks import FULL, PARTIAL, Packed, block_lists, epilogue_of_block_mask, kinds_of
+from cute_attn.reference import Lengths
 from cute_attn.reference.tilings import TILINGS, TRANSPOSED, Scores
 from cute_attn.traits import LISTED_ROWS
 from tests import refusals
@@ -279,6 +283,95 @@ def test_packed_sequences(mask_mod, sizes, block_size, compiled):
     grads = (torch.autograd.grad(out.square().sum(), leaves) for out in outs)
     for got, want in zip(*grads, strict=True):
         torch.testing.assert_close(got, want)
+
+
+LENGTHS_Q, LENGTHS_K = (torch.tensor(x, dtype=torch.int32) for x in ([300, 0, 130, 40], [200, 70, 300, 0]))
+
+
+def emulated(case, *, nheads_kv):
+    """Sequences of these lengths: as kernels take them, packed, and as the definition takes them, each with its own."""
+
+    def near(b, h, q_idx, kv_idx):
+        return (q_idx - kv_idx).abs() <= 30 + 60 * b + 20 * h
+
+    masks = {
+        "causal": lambda: create_block_mask(lambda b, h, i, j: i >= j, None, None, 300, 300, device="cpu"),
+        "window": lambda: create_block_mask(near, 4, 2, 300, 300, device="cpu"),
+        "small blocks": lambda: create_block_mask(near, 4, 2, 300, 384, device="cpu", BLOCK_SIZE=32),
+        "blocks": lambda: blocks_of((0, 2), (1,), ()),
+        "full blocks": lambda: full_blocks(causal_document),
+    }
+    problem = Scores.random(4, 2, 300, 300)
+    starts = tuple(torch.nn.functional.pad(x.cumsum(0), (1, 0)).int() for x in (LENGTHS_Q, LENGTHS_K))
+    rows = (problem.q[0], problem.k[0, :, :nheads_kv])
+    packed = Packed(starts, (4, 300, 2, 300, nheads_kv))
+    name, tensors = epilogue_of_block_mask(masks[case](), *rows, packed)
+    problem = replace(problem, inputs=ScoreInputs(extra={name: tensors}))
+    lengths = (Lengths(*starts, None, None, 300, 300), Lengths(None, None, LENGTHS_Q, LENGTHS_K))
+    return name, tensors, *(replace(problem, lengths=own) for own in lengths)
+
+
+def visited(counts, rows_of_tile, columns_of_tile, tiles):
+    """How many of the other side's blocks each block of a tile visits by its list, of every sequence and head."""
+    row = torch.arange(tiles) * rows_of_tile // LISTED_ROWS
+    return (counts[:, :, row, 1] + columns_of_tile - 1) // columns_of_tile
+
+
+@pytest.mark.parametrize("tiling", ["warps4x1-128x32", "wgmma2-64x128-along-n", "warps2x2-64x64"])
+@pytest.mark.parametrize("case", ["causal", "window", "small blocks", "blocks", "full blocks"])
+def test_kernels_visit_listed_blocks_of_packed_sequences(case, tiling):
+    name, tensors, packed, each = emulated(case, nheads_kv=2)
+    made = TILINGS[tiling].of(f"{name}-varlen")
+    assert made.epilogues.visits_lists
+    found, (out, lse) = packed.emulate(made), each.expected(TILINGS[tiling].of(name).traits)
+    for b, rows in enumerate(LENGTHS_Q.tolist()):
+        seen = lse[b, :, :rows].isfinite()
+        assert torch.equal(found.lse[b, :, :rows].isfinite(), seen)
+        torch.testing.assert_close(found.lse[b, :, :rows][seen], lse[b, :, :rows][seen], atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(found.out[b, :, :rows], out[b, :, :rows], atol=2e-3, rtol=1e-2)
+        tiles = -(-rows // made.tile.tile_m)
+        listed = visited(tensors[-4], made.tile.tile_m, made.tile.tile_n, tiles)[b]
+        assert torch.equal((found.visits[b, :, :tiles] > 0).sum(-1), listed)
+        assert not found.visits[b, :, :, -(-int(LENGTHS_K[b]) // made.tile.tile_n) :].any()
+        assert not found.visits[b, :, tiles:].any()
+
+
+@pytest.mark.parametrize("tiling", ["warps4x1-64x64-transposed", "wgmma2-64x128-transposed"])
+@pytest.mark.parametrize("case", ["causal", "window", "full blocks"])
+def test_backward_kernels_visit_listed_blocks_of_packed_sequences(case, tiling):
+    """The heads share a kv head: a key block is visited with the query blocks that either of them lists."""
+    name, tensors, packed, each = emulated(case, nheads_kv=1)
+    made = TRANSPOSED[tiling].of(f"{name}-varlen", op="backward")
+    assert made.epilogues.visits_lists
+    grad_out = torch.randn(packed.q.shape, generator=torch.Generator().manual_seed(7))
+    expected = each.expected_gradients(TRANSPOSED[tiling].of(name, op="backward").traits, grad_out)
+    found = packed.differentiate(made, grad_out, expected.lse, -expected.dpsum)
+    for b, (rows, keys) in enumerate(zip(LENGTHS_Q.tolist(), LENGTHS_K.tolist(), strict=True)):
+        tiles = -(-keys // made.tile.tile_n)
+        listed = visited(tensors[-2], made.tile.tile_n, made.tile.tile_m, tiles)[b]
+        assert torch.equal((found.visits[b] > 0).sum(1)[:, :tiles], listed)
+        assert not found.visits[b, :, -(-rows // made.tile.tile_m) :].any()
+        for got, want in ((found.p, expected.p), (found.scores, expected.scores)):
+            torch.testing.assert_close(
+                got[b, :, :rows, :keys].double(), want[b, :, :rows, :keys], atol=1e-4, rtol=2**-10
+            )
+
+
+def test_lists_of_packed_sequences_are_kept_while_these_start_there():
+    q, k, _ = (x[0] for x in qkv(1))
+    mask = create_block_mask(of_sequences, 3, 4, 170, 200, device="cpu")
+    starts = (STARTS_Q.clone(), STARTS_K.clone())
+    packed = Packed(starts, (3, 170, 4, 200, 2))
+
+    def lists(packed):
+        return epilogue_of_block_mask(mask, q, k, packed)[1][-4:]
+
+    first = lists(packed)
+    assert all(map(operator.is_, lists(packed), first))
+    others = lists(packed._replace(starts=(starts[0], starts[1].clone())))
+    assert not any(map(operator.is_, others, first)) and all(map(torch.equal, others, first))
+    starts[1][1:3] = torch.tensor([10, 20])
+    assert not torch.equal(lists(packed)[0], first[0])
 
 
 def test_packed_sequences_with_other_functions():

@@ -109,6 +109,24 @@ def test_packed_sequences(arch: str, head_dim: int, name: str) -> None:
             check(results(own, *gpus, block_mask=mask, kernel=arch), exact, other)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("arch", runnable_archs())
+def test_packed_sequences_see_no_other(arch: str, head_dim: int) -> None:
+    """NaN in the next sequence's rows, which loads of the last block reach, and an empty sequence."""
+    starts = torch.tensor([0, 700, 700, 2000], dtype=torch.int32, device="cuda")
+    own = [x.flatten(0, 1).cuda() for x in inputs(1000, 1000, head_dim)]
+    mask = mask_of("window", 1300, 1300, "cuda")
+    lengths = (starts, starts, 1300, 1300)
+    expected = results(own, *lengths, block_mask=mask, kernel=arch, deterministic=True)
+    poisoned = [x.clone() for x in own]
+    for x in poisoned:
+        x[700:] = float("nan")
+    found = results(poisoned, *lengths, block_mask=mask, kernel=arch, deterministic=True)
+    for got, right in zip((found[0], *found[2:]), (expected[0], *expected[2:]), strict=True):
+        assert torch.equal(got[:700], right[:700])
+    assert torch.equal(found[1][:, :700], expected[1][:, :700])
+
+
 def test_beside_other_features() -> None:
     """A causal mask and a score function beside it, and a graph's replay with other tensors."""
     tensors = inputs(640, 640, 64)

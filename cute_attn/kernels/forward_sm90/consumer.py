@@ -231,7 +231,7 @@ class MainLoop:
         """S, softmax and P of the last key block, the first one visited."""
         scores, acc_s = self.first_probabilities()
         self.convert(scores, acc_s)
-        self.zero_values_out_of_bounds(self.blocks.end - 1, self.uses.keys)
+        self.zero_values_out_of_bounds(self.blocks.block(self.blocks.end - 1), self.uses.keys)
 
     @cute.jit
     def first_probabilities(self):
