@@ -293,7 +293,8 @@ def _element(table: Tensor, index: list[Any]) -> Tensor:
     used = sum(x is not None and x is not Ellipsis for x in index)
     for place in [place for place, x in enumerate(index) if x is Ellipsis]:
         index[place : place + 1] = [slice(None)] * (table.dim() - used)
-    rest = table[tuple(slice(None) if isinstance(x, Tensor) else x for x in index)]
+    places = {torch.SymInt: 0}  # any one has the same shape, and an own number would become a constant
+    rest = table[tuple(slice(None) if isinstance(x, Tensor) else places.get(type(x), x) for x in index)]
     kept = [x for x in index if not isinstance(x, int | torch.SymInt)]
     return torch.ops.aten.index.Tensor(rest, [x if isinstance(x, Tensor) else None for x in kept])
 

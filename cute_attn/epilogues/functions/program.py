@@ -145,13 +145,16 @@ class Program:
         found = values.get(self.result)
         return self.nodes.value_of(self.result, True) if found is None else found
 
+    def _value(self, x: fx.Node, values: dict[fx.Node, Any], as_tensor: bool) -> Any:
+        return values[x] if x in values else self.nodes.value_of(x, as_tensor)
+
     def _run(self, recorder: Recorder, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         name = getattr(node.target, "__name__", node.target)
-
-        def value_of(x: fx.Node) -> Any:
-            return values[x] if x in values else self.nodes.value_of(x, name in _ARITHMETIC)
-
-        args, kwargs = map_arg(node.args, value_of), map_arg(node.kwargs, value_of)
+        given = node.args
+        if name == "getitem" and isinstance(given[1], tuple):  # bounds of slices are constants
+            index = [self._value(x, values, True) if isinstance(x, fx.Node) else x for x in given[1]]
+            given = (given[0], tuple(index))
+        args, kwargs = map_arg((given, node.kwargs), lambda x: self._value(x, values, name in _ARITHMETIC))
         if name in _CLAMPS and any(isinstance(x, Tensor) for x in (*args[1:], *kwargs.values())):
             args, kwargs = map_aggregate((args, kwargs), recorder.as_tensor)  # torch takes no mixture
         if node.op == "call_function":

@@ -1156,7 +1156,7 @@ def _gather(t: Recorder, input: Any, dim: int, index: Any, *, sparse_grad: bool 
 
 
 def _take(t: Recorder, input: Any, index: Any) -> Any:
-    return t.lookup(torch.reshape(input, (-1,)) if input.dim() != 1 else input, index)
+    return t.lookup(t.applied(torch.reshape, input, (-1,)) if input.dim() != 1 else input, index)
 
 
 def _embedding(
