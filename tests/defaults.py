@@ -147,6 +147,7 @@ BY_AMPERES_CACHE = {
     (1, 65536, 4, 3): (
         "bf16-d59-causal-varlen-seqused_k-paged-leftpad-split_stream_k-aligned_1",
         "fp32-d256-causal-softcap-alibi-varlen-seqused_k-paged-leftpad-split_stream_k",
+        "bf16-d576x512-causal-softcap-alibi-varlen-seqused_k-paged-leftpad-split_stream_k",
     ),
     (16, 65536, 4, 0): (
         "bf16-d122-causal-softcap-alibi-seqused_k-split_fixed-aligned_2",
@@ -157,6 +158,7 @@ BY_AMPERES_CACHE = {
         "bf16-d252-causal-varlen-seqused_k-paged-split_stream_k-aligned_4",
         "fp32-d128-tf32-causal-varlen-seqused_k-paged-split_stream_k",
         "fp32-d253-window-seqused_k-paged-split_fixed-aligned_1",
+        "bf16-d573x511-causal-seqused_k-paged-split_stream_k-aligned_1",
     ),
 }
 

@@ -123,8 +123,8 @@ def attention_with_kvcache(
     k_cache, v_cache, k, v, page_table, cache_batch_idx, cu_seqlens_k_new, rotary_seqlens, rotary_interleaved, \
 check_lengths
         As for :func:`cute_attn.api.append.append_kv`; without k and v nothing is appended, and caches may overlap.
-        Head dims above 256 are Hopper's, and multiples of 8 like the strides. There ``k_cache[..., :head_dim_v]`` as
-        v_cache, as in DeepSeek's latent attention, is loaded once.
+        fp32 has head dims up to 256 on CUDA. Above 256 ``k_cache[..., :head_dim_v]`` as v_cache, as in DeepSeek's
+        latent attention, is loaded once on Hopper.
     cache_seqlens : Tensor (batch,), int32, or int, optional
         Rows in use before the append, leftpad counted: 0 to the capacity. Values of a tensor on CUDA are checked with
         check_lengths only. Default, without k: the capacity.

@@ -267,7 +267,7 @@ def traits_of(call: Call, arch: str, split: str, variant: str = "") -> Traits:
         batch_idx=call.cache_batch_idx is not None,
         leftpad=call.cache_leftpad is not None,
         tree=call.tree_mask is not None,
-        latent=call.latent,
+        latent=call.latent and arch == "sm90",  # the Ampere kernel loads keys and values, wherever these are
         split=split,
         alignment=call.alignment,
         variant=variant,

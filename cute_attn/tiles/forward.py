@@ -183,6 +183,8 @@ class ForwardSm80Tile(WarpTile):
         stats = max(v_end, o, q + merge)
         end = stats + self.stats_bytes
         warps = self.num_threads // 32 if traits.split == "stream_k" else 0
+        exchange = self._exchange_areas(end, traits)
+        ranges = max([end, *(last for _, last in exchange.values())])
         return {
             "q": (0, q),
             "k": (k_start, k_end),
@@ -190,8 +192,8 @@ class ForwardSm80Tile(WarpTile):
             "o": (0, o),
             "merge": (q, q + merge),
             "stats": (stats, end),
-            "tile_range": (end, end + 4 * self.RANGE_NUMBERS * warps),
-            **self._exchange_areas(end, traits),
+            "tile_range": (ranges, ranges + 4 * self.RANGE_NUMBERS * warps),
+            **exchange,
         }
 
     def _exchange_areas(self, start: int, traits: Traits) -> dict[str, tuple[int, int]]:
@@ -230,7 +232,10 @@ class ForwardSm80Tile(WarpTile):
             return f"warps_n is {self.warps_n}; accepted: a divisor of {self.num_warps} warps"
         if self.warps_n == 1:
             return None
-        plain = replace(self, num_stages=1, q_in_regs=False, share_qk_smem=False, key_groups=1, pack_heads=1)
+        pack = self.pack_heads if traits.op == "kvcache" else 1
+        plain = replace(
+            self, num_stages=1, q_in_regs=False, share_qk_smem=False, key_groups=1, pack_heads=pack
+        )
         if self != plain:
             return f"warps_n is {self.warps_n}; accepted: 1 with other fields than those of tile {plain}"
         columns = (32 if traits.dtype == "fp32" else 16) * self.warps_n

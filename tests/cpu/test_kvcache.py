@@ -204,9 +204,23 @@ def test_caches_start_where_rows_may(cuda_on_cpu):
         kvcache.attend_cuda(*arguments_of(problem))
 
 
-def test_large_head_dims_of_rows_that_start_anywhere_are_told(cuda_on_cpu):
-    problem = Problem(Case((5, 9), dims=(300, 300)), dtype=torch.float16)
-    message = "kvcache-sm80 declined .*-aligned_4: head_dim is 300; accepted: multiples of 4 up to 256"
+@pytest.mark.parametrize(
+    ("dims", "page", "arch"),
+    [((576, 512), 16, "sm90"), ((576, 512), 12, "sm80"), ((300, 260), 0, "sm80"), ((261, 35), 3, "sm80")],
+)
+def test_large_head_dims(dims, page, arch, cuda_on_cpu):
+    """Of rows that TMA loads they are Hopper's; Ampere's kernel reads all others, of packed heads too."""
+    case = Case((5, 19), new=(2, 2), queries=(2, 2), heads=(6, 1), dims=dims, page=page, capacity=48)
+    check_attention(*(Problem(case, dtype=torch.float16) for _ in range(2)))
+    (kernel,) = cuda_on_cpu
+    assert kernel.traits.arch == arch and kernel.tile.pack_heads > 1
+
+
+def test_large_head_dims_of_fp32_are_told(cuda_on_cpu):
+    problem = Problem(Case((5, 9), dims=(300, 300)), dtype=torch.float32)
+    message = (
+        "kvcache-sm80 declined kvcache-sm80-fp32-d300.*: head_dim is 300; accepted: multiples of 4 up to 256"
+    )
     with pytest.raises(registry.Unsupported, match=message):
         kvcache.attend_cuda(*arguments_of(problem))
 

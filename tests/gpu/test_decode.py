@@ -326,6 +326,23 @@ def test_large_head_dims(name, dims):
     check_large(Problem(dataclasses.replace(CASES[name], dims=dims), dtype=torch.bfloat16), "cpu")
 
 
+@pytest.mark.parametrize("dims", [(576, 512), (320, 64), (261, 300)])
+@pytest.mark.parametrize("name", WITH_ANY_ROWS)
+def test_large_head_dims_by_the_ampere_kernel(name, dims):
+    """Whose warps divide the columns of O; rows of the last ones start anywhere."""
+    problem = Problem(dataclasses.replace(CASES[name], dims=dims), dtype=torch.bfloat16)
+    check_large(problem, "cpu", kernel="sm80")
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("heads", [1, 16, 40])
+def test_latent_attention_by_the_ampere_kernel(heads, num_splits):
+    """It loads values as any others."""
+    case = Case((700, 64, 0, 5), new=(2,) * 4, queries=(2,) * 4, capacity=768, page=12, heads=(heads, 1))
+    case = dataclasses.replace(case, dims=(576, 512), mask="causal")
+    check_large(Problem(case, dtype=torch.bfloat16).share(), "cuda", num_splits=num_splits)
+
+
 @pytest.mark.parametrize("num_splits", [0, 1, 3])
 @pytest.mark.parametrize(
     ("heads", "queries", "new"), [(1, 1, 0), (8, 2, 2), (16, 1, 1), (128, 1, 0), (128, 1, 1), (24, 5, 5)]

@@ -213,8 +213,16 @@ def test_head_dims(dims, split, arch):
     call.check(call.run(kernel=arch, **split))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("dims", [(59, 59), (34, 50), (100, 36), (128, 251)], ids=str)
+@pytest.mark.parametrize(
+    ("dims", "dtype"),
+    [
+        *(((59, 59), dtype) for dtype in (torch.bfloat16, torch.float32)),
+        *(((128, 251), dtype) for dtype in (torch.bfloat16, torch.float32)),
+        *((dims, torch.bfloat16) for dims in ((34, 50), (100, 36), (300, 261), (572, 508))),
+        ((128, 128), torch.float32),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("queries", [1, 3, 70])
 def test_stream_k_of_rows_that_start_anywhere(queries, dims, dtype, monkeypatch):
     """And of fp32, by the Ampere kernel; in pages as well, and again."""

@@ -16,7 +16,7 @@ from cute_attn.tiles import (
     may_pack_heads,
     padded,
 )
-from cute_attn.traits import Traits
+from cute_attn.traits import LARGE_HEAD_DIM, Traits
 
 
 def tile_for_lengths(
@@ -38,6 +38,8 @@ def tiles_for_few_rows(traits: Traits, target: str) -> tuple[ForwardSm80Tile, ..
     Narrow copies of rows with an ``alignment`` need more registers for addresses, and fp32 for terms of all operands.
     """
     d, single = max(padded(traits.head_dim), padded(traits.head_dim_v)), traits.dtype == "fp32"
+    if d > LARGE_HEAD_DIM:
+        return _tiles_for_large_head_dims(traits, target)
     found = []
     sizes = ((16, 1, 4), (32, 2, 2), (64, 4, 1))
     for rows, warps, groups in sizes[1:2] if target in TILES_OF and d > 192 else sizes:
@@ -59,6 +61,22 @@ def tiles_for_few_rows(traits: Traits, target: str) -> tuple[ForwardSm80Tile, ..
         ]
         tile = first_that_fits(tiles, traits, target)
         if tile.reject(traits, target) is None:
+            blocks = ctas_per_multiprocessor(tile, traits, target)
+            found.append(dataclasses.replace(tile, blocks_per_sm=blocks))
+    return tuple(found)
+
+
+def _tiles_for_large_head_dims(traits: Traits, target: str) -> tuple[ForwardSm80Tile, ...]:
+    """Tiles of 16, 32 and 64 rows with warps that divide the columns of O; the last one whether it fits or not."""
+    found: list[ForwardSm80Tile] = []
+    for rows, sizes in (
+        (16, ((64, 4, 4), (32, 2, 2))),
+        (32, ((64, 8, 4), (32, 4, 2))),
+        (64, ((64, 8, 4), (32, 8, 2))),
+    ):
+        tiles = [ForwardSm80Tile(rows, keys, warps, 1, qk_unroll=2, warps_n=n) for keys, warps, n in sizes]
+        tile = first_that_fits(tiles, traits, target)
+        if tile.reject(traits, target) is None or not found:
             blocks = ctas_per_multiprocessor(tile, traits, target)
             found.append(dataclasses.replace(tile, blocks_per_sm=blocks))
     return tuple(found)

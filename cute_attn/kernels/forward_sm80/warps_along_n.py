@@ -80,6 +80,7 @@ class SharedRows:
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()
         if block > loop.blocks.begin:
+            loop.find_pages(block - 1)
             loop.load_k.start(block - 1, 0, True)
         cute.arch.cp_async_commit_group()
         exchange.read(maxima, fmax)

@@ -13,7 +13,7 @@ from cute_attn.kernels.forward_sm80.few_rows import (
 from cute_attn.tiles import TILES_OF, ForwardSm80Tile
 from cute_attn.tiles.inference import CacheCall
 from cute_attn.tiles.table import Key, Table
-from cute_attn.traits import Traits
+from cute_attn.traits import LARGE_HEAD_DIM, Traits
 
 TABLE = Table(__file__, ForwardSm80Tile)
 
@@ -25,11 +25,12 @@ def keys(traits: Traits, target: str) -> tuple[Key, ...]:
 
 def tile_for_cache(traits: Traits, call: CacheCall, target: str) -> ForwardSm80Tile:
     """The tile for attention with a cache."""
-    if traits.dtype == "fp32":  # 64 rows for many as well: a warp has registers for the terms of 16
-        many = tiles_for_few_rows(traits, target)[-1]
+    largest = max(traits.head_dim, traits.head_dim_v)
+    if traits.dtype == "fp32" or largest > LARGE_HEAD_DIM:
+        many = tiles_for_few_rows(traits, target)[-1]  # of 64 rows: registers hold no more
     else:
         many = TABLE.first(traits, target, *keys(traits, target))
-    if target in TILES_OF and max(traits.head_dim, traits.head_dim_v) > 192:
+    if target in TILES_OF and largest > 192:
         many = dataclasses.replace(many, qk_unroll=2)  # with 4, ptxas spills there
     tile = tile_for_lengths(traits, call.seqlen_q, call.group, many, target)
     return dataclasses.replace(tile, blocks_per_sm=ctas_per_multiprocessor(tile, traits, target))

@@ -17,7 +17,8 @@ https://pytorch.org/blog/flash-decoding/) and stream-K.
 
 In fp32 both products are of tf32 terms, into which registers are split. The cache is neither copied nor split itself.
 
-Limits: head dims up to 256; the cache in its layouts of rows before heads or heads before rows, by strides.
+Limits: head dims up to 576, V's up to 512, in fp32 up to 256; the cache in its layouts of rows before heads or heads
+before rows, by strides.
 """
 
 import dataclasses
@@ -42,13 +43,14 @@ from cute_attn.kernels.forward_sm80.loads import BlockLoad
 from cute_attn.kernels.forward_sm80.main_loop import MainLoop
 from cute_attn.kernels.forward_sm80.products import Fp32Products, Products
 from cute_attn.kernels.forward_sm80.storage import SharedMemory
+from cute_attn.kernels.forward_sm80.warps_along_n import SharedRows
 from cute_attn.kernels.kvcache_sm80.heuristics import tile_for_cache
 from cute_attn.kernels.kvcache_sm80.loads import PagedLoad
 from cute_attn.kernels.limits import beyond_cache
 from cute_attn.outputs.partial import RowTarget, store_rows
 from cute_attn.tiles import ForwardSm80Tile, padded
 from cute_attn.tiles.inference import CacheCall
-from cute_attn.traits import DTYPES, Traits
+from cute_attn.traits import DTYPES, LARGE_HEAD_DIM, MAX_HEAD_DIM, MAX_HEAD_DIM_V, Traits
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.key_splits import KeySplit, Partials
 from cute_attn.work.query_tiles import PackedHeads, QueryGrid, QueryTile
@@ -132,7 +134,10 @@ class KvcacheSm80(ForwardSm80):
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        return beyond_cache(traits, "sm80", lacks=("varlen_k", "latent"), dtypes=DTYPES)
+        most = LARGE_HEAD_DIM if traits.dtype == "fp32" else MAX_HEAD_DIM
+        if most >= traits.head_dim_v > MAX_HEAD_DIM_V:
+            return f"head_dim_v is {traits.head_dim_v}; accepted: up to {MAX_HEAD_DIM_V}, as merging has it"
+        return beyond_cache(traits, "sm80", lacks=("varlen_k", "latent"), most=most, dtypes=DTYPES)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardSm80Tile:
@@ -372,6 +377,8 @@ class KvcacheSm80(ForwardSm80):
             sinks = tuple(cutlass.select_(whole, sink, -Float32.inf) for sink in sinks)
         lse = cute.make_rmem_tensor(cute.make_layout(cute.size(loop.acc_o_rows, mode=[0])), Float32)
         softmax = loop.stored_softmax(loop.thread).load_stats()
+        if cutlass.const_expr(self.tile.warps_n > 1):
+            SharedRows(loop).add_row_sums(softmax, loop.thread)
         softmax.normalize(loop.acc_o_rows, lse, chain.rescale(loop.state), sinks)
         return lse
 
