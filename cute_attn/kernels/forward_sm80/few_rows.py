@@ -67,12 +67,16 @@ def tiles_for_few_rows(traits: Traits, target: str) -> tuple[ForwardSm80Tile, ..
 
 
 def _tiles_for_large_head_dims(traits: Traits, target: str) -> tuple[ForwardSm80Tile, ...]:
-    """Tiles of 16, 32 and 64 rows with warps that divide the columns of O; the last one whether it fits or not."""
+    """Tiles of 16, 32 and 64 rows with warps that divide the columns of O; the first one whether it fits or not.
+
+    With 64 rows, 64 keys may spill from 512 columns on.
+    """
+    d = max(padded(traits.head_dim), padded(traits.head_dim_v))
     found: list[ForwardSm80Tile] = []
     for rows, sizes in (
         (16, ((64, 4, 4), (32, 2, 2))),
         (32, ((64, 8, 4), (32, 4, 2))),
-        (64, ((64, 8, 4), (32, 8, 2))),
+        (64, ((64, 8, 4), (32, 8, 2))[d >= 512 :]),
     ):
         tiles = [ForwardSm80Tile(rows, keys, warps, 1, qk_unroll=2, warps_n=n) for keys, warps, n in sizes]
         tile = first_that_fits(tiles, traits, target)
