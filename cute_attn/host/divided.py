@@ -20,7 +20,7 @@ from cute_attn.traits import LARGE_HEAD_DIM
 FEW_TILES, LEAST_NUMBERS = 0.5, 1 << 18
 """Maximum work tiles per multiprocessor, and minimum numbers of K and V that a query sees, those of 1,024 keys of head
 dim 128: a split then pays for a second launch."""
-LAST_WAVE, MANY_KEYS = 1.4, 16384
+LAST_WAVE, MANY_KEYS = 1.5, 16384
 """The same for more work tiles: minimum ratio of their waves, rounded up, to their waves, and minimum keys."""
 
 

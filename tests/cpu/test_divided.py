@@ -63,7 +63,7 @@ WANTED = {
     "window": (call(64, 32768, (8, 2), 128, batch=3, window=(20000, 0)), "window", "fixed"),
     "seqused": (call(2, 8192, batch=2, seqused_k=torch.ones(2, dtype=torch.int32)), "seqused_k", "fixed"),
     "function": (call(1, 32768, (32, 8), 128, epilogues={FUNCTION: ()}), FUNCTION, "fixed"),
-    "an-idle-last-wave": (call(11520, 40832, (2, 1), 256), "", "stream_k"),
+    "an-idle-last-wave": (call(9216, 40832, (2, 1), 256), "", "stream_k"),
 }
 
 
@@ -97,6 +97,7 @@ UNWANTED = {
     "few-keys": call(1, 2000),
     "few-keys-of-a-window": call(64, 8192, (8, 2), 128, batch=3, window=(1000, 0)),
     "a-full-last-wave": call(16384, 40832, (1, 1), 256),
+    "a-fuller-last-wave": call(11520, 40832, (2, 1), 256),
     "top-left": call(1, 8192, causal="top_left"),
     "a-named-kernel": call(1, 8192, kernel="sm90"),
     "a-tile": call(1, 8192, tile="tile_n=64"),
