@@ -23,7 +23,12 @@ from torch.overrides import TorchFunctionMode
 
 from cute_attn.api import operators
 from cute_attn.api.block_tables import block_tables
-from cute_attn.epilogues.functions.known import held_block_mask_epilogue_of, held_epilogue_of, hold
+from cute_attn.epilogues.functions.known import (
+    held_block_mask_epilogue_of,
+    held_epilogue_of,
+    hold,
+    with_texts,
+)
 from cute_attn.epilogues.functions.program import VALUE, Nodes, Program, erase, programs
 from cute_attn.epilogues.functions.trace import SIGNATURES, check_function, trace
 from cute_attn.epilogues.names import TRACED, register_traced
@@ -204,7 +209,7 @@ class _Given:
                 names.append(f"{name}:{'t' * len(captured)}" if captured else name)
                 tensors += captured
         args = list[Any](self.node.args)
-        for place, value in zip(self._places, (names, tensors), strict=True):
+        for place, value in zip(self._places, (list(with_texts(names)), tensors), strict=True):
             args[place] = value
         _check_kernels(self.node, args)
         self.node.args = tuple(args)

@@ -21,6 +21,7 @@ from cute_attn.api.functions import (
     in_a_graph,
     in_graphs,
 )
+from cute_attn.epilogues.functions.known import with_texts, without_texts
 from cute_attn.host import plans, record
 from cute_attn.host.append import launch as launch_append
 from cute_attn.host.cache_checks import (
@@ -307,6 +308,7 @@ def _computed(
     if out is not None:
         check_out(call, out)
     if plan is None:
+        call = call._replace(epilogues=with_texts(call.epilogues))
         found, lse = torch.ops.cute_attn.attention_with_kvcache.default(*call.values(ARGUMENTS))
     else:
         direct = out if out is not None and _is_written_directly(out, call.alignment) else None
@@ -376,9 +378,14 @@ _library.define(
 )
 
 
+def _call_of(arguments: tuple) -> Call:
+    call = Call.of(ARGUMENTS, arguments)
+    return call._replace(epilogues=without_texts(call.epilogues)) if call.epilogues else call
+
+
 def attend_cpu(*arguments: Any) -> tuple[Tensor, Tensor]:
     """By the definition."""
-    call = Call.of(ARGUMENTS, arguments)
+    call = _call_of(arguments)
     check_attention(call)
     if call.k is not None:
         append.append_by_definition(call)
@@ -405,7 +412,7 @@ def _rotated(call: Call) -> Tensor:
 
 def attend_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
     """By the append, the kvcache and the combine kernel, on the current stream of q's device."""
-    call = Call.of(ARGUMENTS, arguments)
+    call = _call_of(arguments)
     if call.q.dtype == torch.float32:
         call = call._replace(precision=pytorchs_precision())
     plan = known_plan(call)
@@ -445,7 +452,7 @@ _library.impl("attention_with_kvcache", attend_cuda, "CUDA")
 
 @torch.library.register_fake("cute_attn::attention_with_kvcache", lib=_library)
 def _attend_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    call = Call.of(ARGUMENTS, arguments)
+    call = _call_of(arguments)
     out, lse = call.output_shapes()
     dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
     return call.q.new_empty(out), call.q.new_empty(lse, dtype=dtype)

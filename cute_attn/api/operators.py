@@ -12,7 +12,9 @@ from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
 
 from cute_attn import reference
+from cute_attn.api import block_tables as block_tables  # its operator, for programs that were exported
 from cute_attn.api import functorch
+from cute_attn.epilogues.functions.known import with_texts, without_texts
 from cute_attn.epilogues.names import TRACED, user_epilogue
 from cute_attn.host import fused_qkv, plans
 from cute_attn.host.backward import NOTHING, Gradients, check_given, gradients
@@ -56,6 +58,7 @@ def forward(call: Call) -> Outputs:
         return run(call) if call.q.is_cuda else forward_cpu(call)
     if transforms_are_active():
         return functorch.forward(call)
+    call = call._replace(epilogues=with_texts(call.epilogues))
     out, lse, softmax = torch.ops.cute_attn.forward.default(*call.values(ATTENTION))
     return out, lse, softmax if call.return_softmax else None
 
@@ -184,7 +187,8 @@ def _dependent(output: Tensor, inputs: Sequence[Tensor | None]) -> Tensor:
 def call_of(arguments: tuple) -> Call:
     """The call of an operator's arguments."""
     values: Any = (tuple(x) if isinstance(x, list) else x for x in _with_list(arguments))
-    return Call(*values).resolved()
+    call = Call(*values).resolved()
+    return call._replace(epilogues=without_texts(call.epilogues)) if call.epilogues else call
 
 
 def _with_list(arguments: tuple) -> tuple:

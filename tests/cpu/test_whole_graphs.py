@@ -16,8 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from cute_attn import attention, attention_varlen, attention_with_kvcache, flex, score_mod
 from cute_attn.api import in_graphs
 from cute_attn.api.attention import attention_backward
-from cute_attn.epilogues.functions.known import held_epilogue_of
+from cute_attn.epilogues.functions.graph import digest
+from cute_attn.epilogues.functions.known import held_epilogue_of, without_texts
+from cute_attn.epilogues.functions.saved import text_of, traces_of
 from cute_attn.epilogues.functions.trace import trace
+from cute_attn.epilogues.names import user_epilogue
 from cute_attn.flex import overrides
 from cute_attn.host import doors
 from cute_attn.host.activation import Options
@@ -434,32 +437,60 @@ class Exported(torch.nn.Module):
         self.register_buffer("document", DOCUMENT.clone())
 
     def forward(self, q):
-        return attention(
+        out = attention(
             q, KEYS, KEYS, score_mod=bias_of(self.table),
             mask_mod=lambda b, h, i, j: self.document[i] == self.document[j],
         )  # fmt: skip
+        listed = attention(q, KEYS, KEYS, score_mod=constants(self.table.T.T), block_mask=OF_HEADS)
+        cached = attention_with_kvcache(q.detach(), KEYS, KEYS, score_mod=in_place(self.table.detach()))
+        return out + listed + cached
+
+
+ELSEWHERE = """
+import sys, torch
+from cute_attn import attention_with_kvcache
+program, given, expected = sys.argv[1:]
+loaded = torch.export.load(program).module()
+with torch.no_grad():
+    loaded.table.mul_(2)
+    torch.testing.assert_close(loaded(torch.load(given)), torch.load(expected))
+"""
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
 def test_exports(strict, tmp_path):
-    """With the captured tensors as the program's own; in a process that has traced the function."""
-    model, file = Exported(), tmp_path / "program.pt2"
-    program = torch.export.export(model, (Q.detach(),), strict=strict)
-    assert operators_of(program) == ["forward"]
-    torch.export.save(program, file)
+    """With the captured tensors as the program's own, also in a process that has not traced the functions."""
+    model, q = Exported(), Q.detach()
+    program = torch.export.export(model, (q,), strict=strict)
+    assert (
+        operators_of(program)[-1] == "attention_with_kvcache" and operators_of(program).count("forward") == 2
+    )
     with torch.no_grad():
         model.table.mul_(2)
-        expected = model(Q)
-        loaded = torch.export.load(file).module()
-        loaded.table.mul_(2)
-        torch.testing.assert_close(loaded(Q), expected)
-    if strict:
-        run = (
-            "import sys, torch, cute_attn.api.attention\n"
-            f"torch.export.load({str(file)!r}).module()(torch.zeros(2, {LENGTH}, {NHEADS}, 16))\n"
-        )
-        done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=False)
-        assert "is a function that this process has not traced; accepted: a program that" in done.stderr
+        expected = model(q)
+        loaded = program.module()
+        loaded.table.copy_(model.table)
+        torch.testing.assert_close(loaded(q), expected)
+        loaded.table.div_(2)
+    files = [tmp_path / name for name in ("program.pt2", "q.pt", "expected.pt")]
+    torch.export.save(program, files[0])
+    torch.save(q, files[1])
+    torch.save(expected, files[2])
+    run = [sys.executable, "-c", ELSEWHERE, *map(str, files)]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+
+
+def test_functions_of_other_versions_are_refused():
+    trace_ = trace(bias_of(TABLE), documents)
+    made, *others = traces_of(text_of(trace_, trace(None, documents), True))
+    assert made.output is not trace_.output and digest(made.output, []) == digest(trace_.output, [])
+    assert others[1] and digest(others[0].output, []) == digest(trace(None, documents).output, [])
+    name = "traced_0123456789abcdef"
+    with pytest.raises(ValueError, match=f"{name} is a function of another version's program"):
+        without_texts((f"{name}:t:{text_of(trace_)}",))
+    with pytest.raises(ValueError, match=f"{name} is a function that this process has not traced"):
+        user_epilogue(name)
 
 
 # ---- in PyTorch's place ----

@@ -2,15 +2,16 @@
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cute_attn.epilogues.functions.reads import Reads
+from cute_attn.epilogues.functions.saved import text_of, traces_of
 from cute_attn.epilogues.functions.trace import Trace, check_function, trace
-from cute_attn.epilogues.names import user_epilogue
+from cute_attn.epilogues.names import is_registered, user_epilogue
 
 
 class _View(NamedTuple):
@@ -45,6 +46,8 @@ _known: OrderedDict[tuple, _Known] = OrderedDict()
 _recent: deque[Any] = deque(maxlen=_MOST)
 """Epilogues of functions that are traced in each call: calls in flight name them."""
 _held: dict[str, Any] = {}
+_texts: dict[str, str] = {}
+"""Functions of exported programs, by their names."""
 _lock = threading.Lock()
 
 
@@ -102,7 +105,7 @@ def block_mask_epilogue_of(
 
     def register(traced: Trace) -> Any:
         traced_partial = None if partial is None else trace(None, partial, device)
-        return _registering().register_block_mask(traced, traced_partial, unites)
+        return _registered_block_mask(traced, traced_partial, unites)
 
     return _known_or_traced(None, mask_mod, device, (torch.float32, partial is None, unites), register)
 
@@ -111,11 +114,57 @@ def held_block_mask_epilogue_of(
     traced: Trace, partial: Trace | None, unites: bool
 ) -> tuple[str, tuple[Tensor, ...]]:
     """:func:`block_mask_epilogue_of` for traces that a graph names."""
-    return _held_as(_registering().register_block_mask(traced, partial, unites)), traced.tensors
+    return _held_as(_registered_block_mask(traced, partial, unites)), traced.tensors
 
 
 def _registered(traced: Trace) -> Any:
-    return None if traced.output.op == "score" else _registering().register_trace(traced)
+    if traced.output.op == "score":
+        return None
+    made = _registering().register_trace(traced)
+    if torch.compiler.is_exporting():
+        _texts[made.name] = text_of(traced)
+    return made
+
+
+def _registered_block_mask(traced: Trace, partial: Trace | None, unites: bool) -> Any:
+    made = _registering().register_block_mask(traced, partial, unites)
+    if torch.compiler.is_exporting():
+        _texts[made.name] = text_of(traced, partial, unites)
+    return made
+
+
+# ---- exported programs ----
+
+
+def with_texts(epilogues: Sequence[str]) -> tuple[str, ...]:
+    """Epilogues as an operator takes them: in an export, functions' names and letters with the functions behind."""
+    if not torch.compiler.is_exporting():
+        return tuple(epilogues)
+    return tuple(map(_with_text, epilogues))
+
+
+def _with_text(item: str) -> str:
+    name, _, letters = item.partition(":")
+    text = _texts.get(name)
+    return item if text is None else f"{name}:{letters}:{text}"
+
+
+def without_texts(epilogues: Sequence[str]) -> tuple[str, ...]:
+    """The inverse of :func:`with_texts`; functions that this process has not traced are registered."""
+    return tuple([_without_text(item) if item.count(":") > 1 else item for item in epilogues])
+
+
+def _without_text(item: str) -> str:
+    name, letters, text = item.split(":")
+    if not is_registered(name):
+        traced, partial, unites = traces_of(text)
+        made = _registered(traced) if unites is None else _registered_block_mask(traced, partial, unites)
+        if made.name != name:
+            raise ValueError(
+                f"{name} is a function of another version's program; accepted: one exported anew"
+            )
+        hold(name)
+    return f"{name}:{letters}" if letters else name
 
 
 def _held_as(epilogue: Any) -> str:
@@ -143,7 +192,7 @@ def _known_or_traced(
             check_function(what, function)
     reads = Reads(score_mod, mask_mod, state=(device, *kind))
     key = reads.key
-    if reads.complete:
+    if reads.complete and not torch.compiler.is_exporting():
         with _lock:
             known = _known.get(key)
             if known is not None:

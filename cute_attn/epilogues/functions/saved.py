@@ -1,0 +1,48 @@
+"""Traces as text, in exported programs: a process that loads one has not traced its functions. Imports no compiler."""
+
+import base64
+import json
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_attn.epilogues.functions.graph import Graph, Node, ordered
+from cute_attn.epilogues.functions.trace import Trace
+
+
+def text_of(traced: Trace, partial: Trace | None = None, unites: bool | None = None) -> str:
+    """Traces as ASCII letters, digits, "-", "_" and "=". unites: None for a function without a BlockMask."""
+    parts = [_listed(traced), None if partial is None else _listed(partial), unites]
+    return base64.urlsafe_b64encode(zlib.compress(json.dumps(parts).encode())).decode()
+
+
+def traces_of(text: str) -> tuple[Trace, Trace | None, bool | None]:
+    """The arguments of :func:`text_of`, with tensors without memory."""
+    traced, partial, unites = json.loads(zlib.decompress(base64.urlsafe_b64decode(text)))
+    return _trace(*traced), None if partial is None else _trace(*partial), unites
+
+
+def _listed(traced: Trace) -> list[Any]:
+    nodes = ordered(traced.output)
+    number = {node: i for i, node in enumerate(nodes)}
+    rows = [[x.op, x.kind, [number[arg] for arg in x.args], x.value, x.depends_on, x.dtype] for x in nodes]
+    tensors = [
+        [str(x.dtype).removeprefix("torch."), x.dim(), x.dim() == 0 or x.stride(-1) == 1]
+        for x in traced.tensors
+    ]
+    return [rows, tensors]
+
+
+def _trace(rows: list[list[Any]], tensors: list[list[Any]]) -> Trace:
+    graph, made = Graph(), list[Node]()
+    for op, kind, args, value, depends_on, dtype in rows:
+        value = tuple(value) if isinstance(value, list) else value
+        made.append(graph.make(op, kind, [made[i] for i in args], value, depends_on, dtype))
+    return Trace(graph, made[-1], tuple(_like(*one) for one in tensors))
+
+
+def _like(dtype: str, dim: int, unit_stride: bool) -> Tensor:
+    made = torch.empty((2,) * dim, dtype=getattr(torch, dtype), device="meta")
+    return made if unit_stride else made.as_strided(made.shape, (*made.stride()[:-1], 2))
