@@ -14,7 +14,8 @@ _BLOCKS = "Tensor kv_num_blocks, Tensor kv_indices, Tensor? full_kv_num_blocks, 
 _library.define(
     f"block_tables({_BLOCKS}, SymInt[] block_size, SymInt[] seq_lengths, SymInt[] sizes, Tensor[] starts) -> "
     "(Tensor kinds, Tensor key_counts, Tensor key_blocks, Tensor query_counts, Tensor query_blocks)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    # Partitions of a graph that CUDA replays take tables as inputs: in its memory pool they are found alive afterwards.
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe),
 )
 
 Tables = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
