@@ -58,7 +58,7 @@ def calls() -> dict:
     q, k, v = (randn(2, 128, 4, 64) for _ in range(3))
     learnt = [randn(2, 128, 4, 64, grad=True) for _ in range(3)]
     grad, bias = randn(2, 128, 4, 64), randn(2, 4, 128, 128)
-    one, k_cache, v_cache = randn(2, 1, 8, 128), randn(2, 512, 2, 128), randn(2, 512, 2, 128)
+    one, k_cache, v_cache = randn(2, 1, 8, 128), randn(2, 256, 2, 128), randn(2, 256, 2, 128)
     new, lengths = [randn(2, 1, 2, 128) for _ in range(2)], torch.tensor([100, 200], dtype=torch.int32)
     packed, starts = [randn(256, 4, 64) for _ in range(3)], torch.tensor([0, 100, 256], dtype=torch.int32)
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
