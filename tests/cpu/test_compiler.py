@@ -471,6 +471,7 @@ OTHER = {
     "varlen_k": True,
     "tree": True,
     "latent": True,
+    "alignment": 4,
     "split": "stream_k",
 }
 CACHE = Traits("kvcache", "sm80", "bf16", 64, varlen=True)
@@ -479,7 +480,7 @@ ELSEWHERE = {
     "bias_grad": Traits("backward", "sm80", "bf16", 64, bias="bf16"),
     "lse_grad": Traits("backward_preprocess", "sm80", "bf16", 64),
     **dict.fromkeys(("rotary", "rotate_q", "varlen_new", "paged", "batch_idx"), APPEND),
-    **dict.fromkeys(("leftpad", "varlen_k", "tree", "latent", "split"), CACHE),
+    **dict.fromkeys(("leftpad", "varlen_k", "tree", "latent", "alignment", "split"), CACHE),
     "precision": Traits("forward", "sm80", "fp32", 64),
 }
 """Traits that have what a forward has not."""

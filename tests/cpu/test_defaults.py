@@ -195,5 +195,10 @@ def test_few_queries_and_little_work_have_tiles_of_their_own():
     for default in every():
         if default.lengths:
             tile = default.kernel.tile
+            if (
+                default.traits.arch == "sm80" and default.lengths[0] > tile.tile_m
+            ):  # packing would spare no rows
+                assert tile.pack_heads == 1, str(default)
+                continue
             assert tile != Default(default.traits, default.target).kernel.tile, str(default)
             assert getattr(tile, "pack_heads", 1) == default.lengths[2], str(default)
