@@ -642,7 +642,7 @@ FA3._flash_attn_forward(ODD, ODD, ODD, out_=ONE_ROW, leftpad_k=int32(0, 0))
 FA3._flash_attn_forward(ODD.clone().requires_grad_(), ODD, ODD, out_=torch.empty_like(ODD))
     -> ValueError: out is given where autograd records; accepted: without gradients
 FA2.flash_attn_with_kvcache(ODD, *[ODD_CACHE] * 2, ODD, ODD.clone(), cache_seqlens=1)
-    -> ValueError: v_cache shares memory with k_cache; accepted: memory of its own, or without rotary embedding the views
+    -> ValueError: v_cache shares memory with k_cache; accepted: memory of its own, or without rotary embedding the
 FA2.flash_attn_with_kvcache(Q, Q.clone(), Q.clone(), Q.to_sparse(), Q, cache_seqlens=0)
     -> TypeError: k is of layout torch.sparse_coo; accepted: a dense torch.Tensor
 FA2._flash_attn_varlen_forward(Q[0], Q[0], Q[0], *ONE, 0.0, 1.0, False, leftpad_k=int32(1))
