@@ -211,6 +211,8 @@ def test_a_lookup_names_the_reason_for_a_declined_tile():
         ("d64", 512, 50176, None, 192),
         ("d64-causal", 2048, 2048, 8, 64),
         ("d64-varlen", 2048, 2048, 8, 192),
+        ("d64-causal-varlen", 2440, 2440, 26, 64),
+        ("d64-causal-varlen", 4096, 4096, 26, 192),
         ("d128-causal", 1024, 1024, 64, 128),
         ("d256", 1024, 1024, 8, 64),
         ("d72", 1024, 1024, 256, 192),

@@ -6,7 +6,7 @@ Rules instead of rows: they estimate the time of a call with each of a few tiles
 import dataclasses
 
 from cute_attn.epilogues.names import lists_blocks
-from cute_attn.kernels.forward_sm90.heuristics import TABLE, epilogues_beside, keys
+from cute_attn.kernels.forward_sm90.heuristics import TABLE, keys
 from cute_attn.tiles import (
     MULTIPROCESSORS,
     ForwardSm90Tile,
@@ -19,6 +19,9 @@ from cute_attn.traits import Traits
 
 SHORT_SEQLEN = 1024
 """Maximum keys that a query sees on average for which tiles are small: prologue and epilogue dominate them."""
+
+PACKED = 2 / 3
+"""Keys of packed sequences, on average, over those of the longest."""
 
 SHORT_WINDOW = 2048
 """The same with a window: blocks at both of its ends are partially masked, and small ones waste less."""
@@ -76,10 +79,10 @@ def tile_for_lengths(
         if tile is None and packed > 1:
             tile = _with_group(plain, traits, group)
     if tile is None and pairs is not None and not traits.varlen:
-        if traits.epilogues or not epilogues_beside(traits):
-            tile = _tile_for_work(plain, traits, seqlen_q, seqlen_k, pairs)
+        if traits.bias:
+            tile = short or _biased_tile_for_work(default, traits, seqlen_q, pairs)
         else:
-            tile = short or _tile_of_few_rows(default, traits, seqlen_q, pairs)
+            tile = _tile_for_work(plain, traits, seqlen_q, seqlen_k, pairs)
     tile = tile or plain
     if not default.speculative:
         # A function may grow along the keys: each step would be computed twice.
@@ -126,6 +129,8 @@ def _short_tile(traits: Traits, seqlen_q: int, seqlen_k: int, window: int) -> Fo
     """
     d = max(traits.head_dim, traits.head_dim_v)
     seen = seqlen_k // 2 if _is_triangular(traits, seqlen_q, seqlen_k) else seqlen_k
+    if traits.varlen:
+        seen = PACKED * seen  # only the longest is known
     if d <= 64 and lists_blocks(traits.epilogues):  # smaller ones have no registers for a list
         return _of_warpgroups(traits, "one_warpgroup") if seen <= SHORT_SEQLEN else None
     tiles = TABLE.tiles(*keys(traits, "sm90", "short"))
@@ -227,16 +232,12 @@ def _tile_for_work(
     return best[0] if LEAST_GAIN * estimate(*best) < estimate(plain, 1.0, 1.0) else None
 
 
-def _tile_of_few_rows(
+def _biased_tile_for_work(
     default: ForwardSm90Tile, traits: Traits, seqlen_q: int, pairs: int
 ) -> ForwardSm90Tile | None:
-    """Beside a bias, dropout, softcap or ALiBi: the tile of 64 rows if each work tile has a multiprocessor to itself.
-
-    With a bias also for no more queries than that.
-    """
+    """The tile of 64 rows for no more queries, or if each work tile then has a multiprocessor to itself."""
     few = _of_warpgroups(traits, "one_warpgroup")
-    alone = _count(few, seqlen_q, pairs) <= MULTIPROCESSORS
-    pays = alone or (traits.bias and seqlen_q <= few.tile_m)
+    pays = seqlen_q <= few.tile_m or _count(few, seqlen_q, pairs) <= MULTIPROCESSORS
     return few if pays and bool(few.bias_stages) == bool(default.bias_stages) else None
 
 
