@@ -130,7 +130,7 @@ def _short_tile(traits: Traits, seqlen_q: int, seqlen_k: int, window: int) -> Fo
     d = max(traits.head_dim, traits.head_dim_v)
     seen = seqlen_k // 2 if _is_triangular(traits, seqlen_q, seqlen_k) else seqlen_k
     if traits.varlen:
-        seen = PACKED * seen  # only the longest is known
+        seen = int(PACKED * seen)  # only the longest is known
     if d <= 64 and lists_blocks(traits.epilogues):  # smaller ones have no registers for a list
         return _of_warpgroups(traits, "one_warpgroup") if seen <= SHORT_SEQLEN else None
     tiles = TABLE.tiles(*keys(traits, "sm90", "short"))
