@@ -476,8 +476,7 @@ def _computed_gradients(
     into: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
     (q, *_), (*firsts, bias, sinks, rng_state) = tensors, tensors
-    longest = (options.max_seqlen_q, options.max_seqlen_k) if options.varlen else None
-    epilogues = all_epilogues(tensors, options.epilogues, functions, longest)
+    epilogues = all_epilogues(tensors, options.epilogues, functions, options.longest)
     state = _rng_state(rng_state, q, number("dropout_p", options.dropout_p))
     tensors = (*firsts, _given_bias(bias, q, wanted), sinks, state)
     precision = resolve_precision(q, options.precision)
@@ -604,6 +603,11 @@ class _Options(NamedTuple):
     backward_tile: Any
     precision: str | None
 
+    @property
+    def longest(self) -> tuple[int | None, int | None] | None:
+        """Queries and keys of the longest packed sequence; None without packed ones."""
+        return (self.max_seqlen_q, self.max_seqlen_k) if self.varlen else None
+
 
 def _attend(
     tensors: Tensors, given: tuple, out: Tensor | None = None, functions: Functions = (None, None, None)
@@ -677,8 +681,7 @@ def _outputs(tensors: Tensors, given: tuple, out: Tensor | None, functions: Func
 
 def _computed(tensors: Tensors, given: tuple, out: Tensor | None, functions: Functions) -> Outputs:
     options = _Options._make(given)
-    longest = (options.max_seqlen_q, options.max_seqlen_k) if options.varlen else None
-    epilogues = all_epilogues(tensors, options.epilogues, functions, longest)
+    epilogues = all_epilogues(tensors, options.epilogues, functions, options.longest)
     call = _call_of(tensors, options._replace(epilogues=epilogues))
     return operators.forward(call) if out is None else operators.forward_into(call, out)
 

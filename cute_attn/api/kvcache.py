@@ -208,7 +208,6 @@ check_lengths
     else:
         cached = isinstance(k_cache, Tensor) and not k_cache.is_nested and k_cache.dim() == 4
         latent = cached and k_cache.shape[-1] > LARGE_HEAD_DIM and _are_latent(k_cache, v_cache)
-        # Only fp32 products have a precision, which may change between calls.
         precision = _precision(q) if cached and k_cache.dtype == torch.float32 else ""
         key = ("attention_with_kvcache", key, latent, precision)
         found = plans.repeat(key, given, lambda: _attend(tensors, out, options, functions), read)

@@ -20,20 +20,20 @@ from cute_attn.traits import Traits
 SHORT_SEQLEN = 1024
 """Maximum keys that a query sees on average for which tiles are small: prologue and epilogue dominate them."""
 
-PACKED = 2 / 3
-"""Keys of packed sequences, on average, over those of the longest."""
-
 SHORT_WINDOW = 2048
 """The same with a window: blocks at both of its ends are partially masked, and small ones waste less."""
 
 LEAST_WINDOW = 256
 """Minimum window of head dims 129 to 192 for narrow key blocks; below it, 128 keys cover it in fewer steps."""
 
-NARROW_WINDOW = 512
-"""Maximum window of packed heads of dims 65 to 128 for 64 keys per step; beyond it, 96 or 128."""
-
 SHORT_BIASED = 512
 """The same with a bias that TMA loads: beyond it 192 rows are faster than 64."""
+
+PACKED = 2 / 3
+"""Keys of packed sequences, on average, over those of the longest."""
+
+NARROW_WINDOW = 512
+"""Maximum window of packed heads of dims 65 to 128 for 64 keys per step; beyond it, 96 or 128."""
 
 FEW_KEYS = (64, 80, 96)
 """Keys per step for sequences of at most as many keys, such as a text's 77."""
