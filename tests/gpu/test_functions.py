@@ -363,6 +363,7 @@ def test_a_learned_function_in_a_whole_graph(name: str) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.once  # a checkpoint counts the tensors that a call saves
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "checkpoint"])
 @pytest.mark.parametrize("rows", [64, 128])
 def test_block_masks_in_a_whole_graph(rows: int, recomputed: bool) -> None:
@@ -406,6 +407,7 @@ def documents(document: Tensor, rows: int) -> Any:
     return create_block_mask(seen, 2, None, SEQLEN, SEQLEN, device="cuda", BLOCK_SIZE=rows)
 
 
+@pytest.mark.unguarded
 def test_a_whole_graph_replayed_by_cuda() -> None:
     torch.compiler.reset()
     q, k, v = (x.detach() for x in inputs(64, torch.bfloat16))
