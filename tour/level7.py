@@ -37,10 +37,16 @@ class Overlapped(Tiled):
     """A producer warp and two consumer warpgroups that take turns; persistent."""
 
     TILE = TourTile(tile_m=128, tile_n=128, num_warps=8, num_stages=2)
+    SECTION = 8
+    QREG = False
+    NOSTORE = False
+    KFIRST = False
+    """Heads, of all sequences, whose work tiles come together: their K and V stay in the L2 cache."""
 
     def mma_qk(self) -> cute.TiledMma:
         """S = Q K^T: both operands from shared memory."""
-        return layouts.tiled_mma_sm90(BFloat16, self.tile.tile_m, self.tile.tile_n, warpgroups=GROUPS)
+        shape = (self.tile.tile_m, self.tile.tile_n)
+        return layouts.tiled_mma_sm90(BFloat16, *shape, warpgroups=GROUPS, a_source="rmem" if self.QREG else "smem")
 
     def mma_pv(self) -> cute.TiledMma:
         """O += P V: P from registers, V with its dims contiguous."""
@@ -66,13 +72,17 @@ class Overlapped(Tiled):
         """Work tile ``index``: (query block, head, kv head, batch, key blocks, those without a mask)."""
         (tile_m, tile_n, _, _), (_, seqlen_q, nheads, _) = self.sizes, mO.shape
         m_blocks, seqlen_k = cute.ceil_div(Int32(seqlen_q), tile_m), Int32(mK.shape[1])
-        m_block, head = m_blocks - 1 - index % m_blocks, index // m_blocks % nheads
+        section = index // (m_blocks * self.SECTION)
+        first, within = section * self.SECTION, index - section * (m_blocks * self.SECTION)
+        together = cutlass.min(Int32(self.SECTION), mO.shape[0] * nheads - first)
+        m_block, head = m_blocks - 1 - within // together, first + within % together
         n_blocks, full = cute.ceil_div(seqlen_k, tile_n), seqlen_k // tile_n
         if cutlass.const_expr(self.traits.causal):
             end = m_block * tile_m + seqlen_k - seqlen_q + 1  # of the keys that the tile's first query sees
             n_blocks = cutlass.max(cutlass.min(n_blocks, cute.ceil_div(end + tile_m - 1, tile_n)), 0)
             full = cutlass.max(cutlass.min(full, end // tile_n), 0)
-        return m_block, head, head // (nheads // mK.shape[2]), index // m_blocks // nheads, n_blocks, full
+        batch, head = head // nheads, head % nheads
+        return m_block, head, head // (nheads // mK.shape[2]), batch, n_blocks, full
 
     @cute.kernel
     def kernel(self, tma_q, tma_k, tma_v, mK, mO, mLSE, scale: Float32, tiles: Int32):
@@ -104,12 +114,18 @@ class Overlapped(Tiled):
                     m_block, head, head_kv, batch, n_blocks, _ = self.work(index, mO, mK)
                     gQ, gK = tma_q.sequence(0, head, batch), tma_k.sequence(0, head_kv, batch)
                     gV = tma_v.sequence(0, head_kv, batch)
-                    q.producer_acquire(use_q)  # until both consumers have used the last tile's Q
-                    tma_q.load(gQ, m_block, sQ, q, use_q)
+                    if cutlass.const_expr(not self.KFIRST):
+                        q.producer_acquire(use_q)  # until both consumers have used the last tile's Q
+                        tma_q.load(gQ, m_block, sQ, q, use_q)
                     for n in cutlass.range(n_blocks, unroll=1):  # last block first: it has the mask
-                        for tma, g, s, pipeline in ((tma_k, gK, sK, k), (tma_v, gV, sV, v)):
-                            pipeline.producer_acquire(use + n)
-                            tma.load(g, n_blocks - 1 - n, s, pipeline, use + n)
+                        k.producer_acquire(use + n)
+                        tma_k.load(gK, n_blocks - 1 - n, sK, k, use + n)
+                        if cutlass.const_expr(self.KFIRST):
+                            if n == 0:
+                                q.producer_acquire(use_q)  # until both consumers have used the last tile's Q
+                                tma_q.load(gQ, m_block, sQ, q, use_q)
+                        v.producer_acquire(use + n)
+                        tma_v.load(gV, n_blocks - 1 - n, sV, v, use + n)
                     use_q, use = use_q + 1, use + n_blocks
         else:
             cute.arch.setmaxregister_increase(240)
@@ -122,7 +138,12 @@ class Overlapped(Tiled):
         thread, group = cute.arch.thread_idx()[0] - WARPGROUP, warp // 4 - 1
         qk, pv = self.mma_qk(), self.mma_pv()
         mine_qk, mine_pv = qk.get_slice(group * WARPGROUP), pv.get_slice(group * WARPGROUP)
-        tSrQ = qk.make_fragment_A(mine_qk.partition_A(sQ))[None, None, None, 0]
+        if cutlass.const_expr(self.QREG):
+            tSrQ = qk.make_fragment_A(mine_qk.partition_A(sQ)[None, None, None, 0])
+            copy_q = layouts.ldmatrix_copy_a(qk, BFloat16)
+            mine_q = copy_q.get_slice(thread)
+        else:
+            tSrQ = qk.make_fragment_A(mine_qk.partition_A(sQ))[None, None, None, 0]
         tSrK = qk.make_fragment_B(mine_qk.partition_B(sK))
         tOrV = pv.make_fragment_B(mine_pv.partition_B(layouts.transposed(sV)))
         acc_S = cute.make_rmem_tensor(mine_qk.partition_shape_C((tile_m, tile_n)), Float32)
@@ -143,6 +164,9 @@ class Overlapped(Tiled):
             softmax = OnlineSoftmax.make(2, scale_log2, self.SCORE_MOD is not None, threshold=8)
             acc_O.fill(0.0)
             q.consumer_wait(use_q)
+            if cutlass.const_expr(self.QREG):
+                cute.copy(copy_q, mine_q.partition_S(sQ[None, None, 0]), mine_q.retile(tSrQ))
+                q.consumer_release(use_q, Accessed.BY_THREADS)
 
             # The first block has no P V beside it: S[0], its softmax, P[0].
             if n_blocks > 0:
@@ -177,7 +201,8 @@ class Overlapped(Tiled):
                     softmax.rescale(O, factors)
 
             # No product reads Q again, so the next tile's may come while the last P V runs and O is stored.
-            q.consumer_release(use_q, Accessed.BY_WGMMA)
+            if cutlass.const_expr(not self.QREG):
+                q.consumer_release(use_q, Accessed.BY_WGMMA)
             use_q, use = use_q + 1, use + n_blocks
             if n_blocks > 0:
                 v.consumer_wait(use - 1)
@@ -188,6 +213,7 @@ class Overlapped(Tiled):
             softmax.normalize(O, lse, Float32(1.0))
             for r in cutlass.range_constexpr(len(modes.rows)):
                 query = m_block * tile_m + row + modes.rows[r]
+                if cutlass.const_expr(self.NOSTORE): query = query + (mO.shape[1] if O[r, 0] != 1.25e17 else 0)
                 if query < mO.shape[1]:
                     for c in cutlass.range_constexpr(len(modes_o.cols)):
                         mO[batch, query, head, col + modes_o.cols[c]] = O[r, c].to(BFloat16)

@@ -30,6 +30,8 @@ class Epilogue:
     """Tells a class that code makes from others of its name, as the source does for a written one."""
     lists_blocks: ClassVar[bool] = False
     """Set if it hides all keys outside listed blocks, and changes no score of a listed block without a mask."""
+    reads_keys: ClassVar[bool] = True
+    """Unset if what it does to a score depends on no key."""
 
     @classmethod
     def of(cls, traits: Traits) -> "Epilogue":

@@ -92,6 +92,11 @@ def held(names: Iterable[str], op: str) -> int:
     return sum(user_epilogue(name).held(op == "backward") for name in names if is_registered(name))
 
 
+def reads_keys(names: Iterable[str]) -> bool:
+    """What one of the epilogues adds to a score may depend on its key."""
+    return any(not is_registered(name) or user_epilogue(name).reads_keys for name in names)
+
+
 def lists_blocks(names: Sequence[str]) -> bool:
     """One of the registered epilogues lists the blocks that are visited."""
     return len(in_every_step(names)) < len(names)

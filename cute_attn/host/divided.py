@@ -20,6 +20,8 @@ from cute_attn.traits import LARGE_HEAD_DIM
 FEW_TILES, LEAST_NUMBERS = 0.5, 1 << 18
 """Maximum work tiles per multiprocessor, and minimum numbers of K and V that a query sees, those of 1,024 keys of head
 dim 128: a split then pays for a second launch."""
+FEW_PACKED = 1.0
+"""The same for few queries of packed sequences: as many work tiles do not end together, because lengths differ."""
 LAST_WAVE, MANY_KEYS = 1.5, 16384
 """The same for more work tiles: minimum ratio of their waves, rounded up, to their waves, and minimum keys."""
 
@@ -54,7 +56,8 @@ def is_wanted(call: Call, kernel: Any, target: str, multiprocessors: int) -> boo
     large = registry.lookup(kernel.traits, None, target)
     large = large.for_lengths(*call.longest, call.group, target, window=call.window)
     waves = check_query_blocks(call, large) / multiprocessors
-    if waves <= FEW_TILES:
+    unlike = call.varlen and call.longest[1] >= split_kv.EVEN * call.longest[0]
+    if waves <= (FEW_PACKED if unlike else FEW_TILES):
         return True
     # Under a causal mask the shortest work tiles come last, and leave little idle.
     equal = not kernel.traits.causal or call.longest[1] >= 2 * call.longest[0]

@@ -46,8 +46,8 @@ SPLITS_AT_ONCE = 128
 """Partial results of a row that the combine kernel loads at once, where they are many; more take another round."""
 BLOCKS_OF_A_SPLIT, ENOUGH_CTAS = 5, 48
 """Minimum key blocks per split where so many CTAs are busy: fewer partial results are merged sooner."""
-LEAST_SPLITS, LEAST_SPARED = 4, 224 << 10
-"""Minimum number of even splits, and minimum bytes of K and V that they spare each CTA, for a second launch to pay."""
+LEAST_SPLITS, LEAST_SPARED = 4, 448
+"""Minimum number of even splits, and minimum keys that they spare each CTA, for a second launch to pay."""
 FEW_BYTES = 2 << 20
 """Maximum bytes of K and V per CTA for which stream-K costs more than any imbalance of lengths."""
 IDLE_BYTES = 1 << 20
@@ -55,6 +55,11 @@ IDLE_BYTES = 1 << 20
 STREAM_K_COST, OUT_OF_STEP = 1.27, 1.5
 """Time of stream-K over that of whole work tiles where the tensor cores are the limit, with more than 64 rows: for one
 work tile of a kv head and for several, which read the same keys at different times."""
+
+FEW_SEQUENCES = 4
+"""Maximum sequences whose several query blocks of over 64 rows take even splits, although lengths are not known here:
+stream-K takes 1.2 to 1.3 times as long for equal ones, as much as it saves for lengths of which the mean is 3/4 of the
+maximum."""
 
 SIMILAR = 0.7
 """Minimum ratio of mean to maximum of packed sequences' keys for whole work tiles: those of the longest end last."""
@@ -388,14 +393,15 @@ def _best_split(call: Call, tile: Any, processors: int) -> Split:
         most = SPLITS_AT_ONCE
     splits = min(most, max(blocks // BLOCKS_OF_A_SPLIT, -(-ENOUGH_CTAS // count), LEAST_SPLITS))
     bytes_of_block = tile.tile_n * _key_bytes(call)
-    spared = bytes_of_block * (blocks - -(-blocks // max(splits, 1)))
+    spared = tile.tile_n * (blocks - -(-blocks // max(splits, 1)))
     even = not call.mask or EVEN * seqlen_q <= seqlen_k
     shared = count > call.batch * call.k_cache.shape[-2]  # work tiles that read the same keys
-    equal = call.batch == 1 or (call.lengths is None and call.cu_seqlens_k is None)
+    few = shared and tile.tile_m > 64 and call.batch <= FEW_SEQUENCES
+    equal = few or call.batch == 1 or (call.lengths is None and call.cu_seqlens_k is None)
     least = IN_STEP if shared else FULL_SPLITS
     full = equal and even and most > 1 and most * count >= least * ctas
     if splits < LEAST_SPLITS or spared < LEAST_SPARED:
-        splits = most if full and bytes_of_block * -(-blocks // most) > FEW_BYTES else 1
+        splits = most if full and (few or bytes_of_block * -(-blocks // most) > FEW_BYTES) else 1
     waves = splits * count / ctas
     alone = bytes_of_block * -(-blocks // splits)
     if alone > FEW_BYTES or (splits == 1 and (math.ceil(waves) - waves) * alone > IDLE_BYTES):

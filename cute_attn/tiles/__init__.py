@@ -16,6 +16,7 @@ from cute_attn.tiles.base import (
 )
 from cute_attn.tiles.forward import (
     MULTIPROCESSORS,
+    PACKS,
     ForwardLargeTile,
     ForwardSm80Tile,
     ForwardSm90Tile,
@@ -27,7 +28,7 @@ from cute_attn.tiles.forward import (
 )
 
 __all__ = [
-    "MEASURED", "MULTIPROCESSORS", "SHARED_MEMORY_BYTES", "TARGETS", "TILES_OF", "BackwardPreprocessTile",
+    "MEASURED", "MULTIPROCESSORS", "PACKS", "SHARED_MEMORY_BYTES", "TARGETS", "TILES_OF", "BackwardPreprocessTile",
     "BackwardSm80Tile", "BackwardSm90Tile", "ForwardLargeTile", "ForwardSm80Tile", "ForwardSm90Tile",
     "ForwardTermsTile", "KvcacheLargeTile", "KvcacheSm90Tile", "Tile", "best_packing", "check_target", "check_tile",
     "first_that_fits", "is_latent_dim", "may_pack_heads", "padded", "text_of",

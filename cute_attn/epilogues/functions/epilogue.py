@@ -139,6 +139,11 @@ class FunctionEpilogue(Epilogue):
             return self._loads() + 2 * self.lowered.keeps_slope * (1 + long)
         return self._loads() + _takes_long(self.lowered.forward, most=12)
 
+    @property
+    def reads_keys(self) -> bool:  # type: ignore[override]
+        """False for functions of the score and the query, which are as large for far keys as for near ones."""
+        return any(x.op == "key" for x in ordered(self.lowered.forward))
+
     def _loads(self) -> int:
         """Elements of tensors for a query, and for a key."""
         return sum(x.op == "load" and x.depends_on in (QUERY, KEY) for x in ordered(self.lowered.forward))

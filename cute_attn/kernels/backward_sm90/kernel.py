@@ -153,13 +153,15 @@ class BackwardSm90:
         own = self.tile != BackwardSm90.default_tile(self.traits, target)
         lengths = lengths_of(seqlen_q, seqlen_k, tile_n)
         if lengths != "long" and not own:
-            return replace(self, tile=TABLE.first(self.traits, target, *keys(self.traits, target, lengths)))
-        if own or tile_m <= FEW_ROWS or rows < EMPTY * few:
+            of_few_keys = TABLE.first(self.traits, target, *keys(self.traits, target, lengths))
+            if of_few_keys != self.tile:
+                return replace(self, tile=of_few_keys)
+        if own or tile_m == FEW_ROWS or rows < EMPTY * few:
             return self
         fewer = [
             tile
             for tile in TABLE.tiles(*keys(self.traits, target))
-            if tile.tile_m <= FEW_ROWS and tile.bias_stages == self.tile.bias_stages
+            if tile.tile_m <= FEW_ROWS and tile.tile_m != tile_m and tile.bias_stages == self.tile.bias_stages
         ]
         return replace(self, tile=first_that_fits(fewer, self.traits, target)) if fewer else self
 

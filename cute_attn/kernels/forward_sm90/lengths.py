@@ -5,10 +5,11 @@ Rules instead of rows: they estimate the time of a call with each of a few tiles
 
 import dataclasses
 
-from cute_attn.epilogues.names import lists_blocks
-from cute_attn.kernels.forward_sm90.heuristics import TABLE, keys
+from cute_attn.epilogues.names import lists_blocks, reads_keys
+from cute_attn.kernels.forward_sm90.heuristics import TABLE, epilogues_beside, keys
 from cute_attn.tiles import (
     MULTIPROCESSORS,
+    PACKS,
     ForwardSm90Tile,
     best_packing,
     first_that_fits,
@@ -77,14 +78,14 @@ def tile_for_lengths(
         tiles = _packing_tiles(traits, short, default, seqlen_q * group)
         tile = best_packing(tiles, plain, seqlen_q, packed, traits.varlen)
         if tile is None and packed > 1:
-            tile = _with_group(plain, traits, group)
+            tile = _with_group(plain, traits, seqlen_q, group, window)
     if tile is None and pairs is not None and not traits.varlen:
         if traits.bias:
             tile = short or _biased_tile_for_work(default, traits, seqlen_q, pairs)
         else:
             tile = _tile_for_work(plain, traits, seqlen_q, seqlen_k, pairs)
     tile = tile or plain
-    if not default.speculative:
+    if not default.speculative and not _is_of_scores(traits):
         # A function may grow along the keys: each step would be computed twice.
         tile = dataclasses.replace(tile, speculative=False)
     if traits.bias:
@@ -92,10 +93,15 @@ def tile_for_lengths(
     if lists_blocks(traits.epilogues) and (traits.windowed or traits.causal):
         # Bounds beside a list need registers; the list's blocks are multiples of 64 keys.
         return dataclasses.replace(tile, tile_n=64)
-    return dataclasses.replace(tile, tile_n=_keys_per_step(tile, traits, seqlen_k, window))
+    return dataclasses.replace(tile, tile_n=_keys_per_step(tile, traits, seqlen_q, seqlen_k, window))
 
 
-def _keys_per_step(tile: ForwardSm90Tile, traits: Traits, seqlen_k: int, window: int) -> int:
+def _is_of_scores(traits: Traits) -> bool:
+    """The only epilogues are functions of a score and its query, such as a cap: they do not grow along the keys."""
+    return bool(traits.epilogues) and epilogues_beside(traits) == 1 and not reads_keys(traits.epilogues)
+
+
+def _keys_per_step(tile: ForwardSm90Tile, traits: Traits, seqlen_q: int, seqlen_k: int, window: int) -> int:
     """Keys per step for sequences of few keys: the fewest that hold all of them, or a number that wastes fewer.
 
     Packed heads have few queries, whose windows begin and end at nearly the same keys: narrow blocks waste fewer.
@@ -107,17 +113,20 @@ def _keys_per_step(tile: ForwardSm90Tile, traits: Traits, seqlen_k: int, window:
     if traits.windowed and tile.pack_heads > 1 and 64 < max(traits.head_dim, traits.head_dim_v) <= 128:
         wide = 96 if tile.pack_heads >= 4 else 128
         return min(tile.tile_n, 64 if window <= NARROW_WINDOW else wide)
-    if (
-        seqlen_k > FEW_STEPS * tile.tile_n
-        or traits.causal
-        or traits.windowed
-        or lists_blocks(traits.epilogues)
-    ):
+    first = 0  # of the keys that are visited
+    if traits.windowed and not (traits.varlen or traits.top_left) and seqlen_q <= tile.tile_m:
+        first = max(0, seqlen_k - seqlen_q - window + 1)
+    elif traits.causal or traits.windowed:  # work tiles begin and end anywhere
         return tile.tile_n
 
-    def cost(n: int) -> float:
-        return -(-seqlen_k // n) * n * (NARROW if n < tile.tile_n else 1)
+    def visited(n: int) -> int:
+        return (seqlen_k - 1) // n - first // n + 1
 
+    def cost(n: int) -> float:
+        return visited(n) * n * (NARROW if n < tile.tile_n else 1)
+
+    if visited(tile.tile_n) > FEW_STEPS or lists_blocks(traits.epilogues):
+        return tile.tile_n
     return min((tile.tile_n, *options), key=cost)
 
 
@@ -133,6 +142,8 @@ def _short_tile(traits: Traits, seqlen_q: int, seqlen_k: int, window: int) -> Fo
         seen = int(PACKED * seen)  # only the longest is known
     if d <= 64 and lists_blocks(traits.epilogues):  # smaller ones have no registers for a list
         return _of_warpgroups(traits, "one_warpgroup") if seen <= SHORT_SEQLEN else None
+    if 64 < d <= 128 and _is_of_scores(traits):
+        return _of_warpgroups(traits, "one_warpgroup")
     tiles = TABLE.tiles(*keys(traits, "sm90", "short"))
     if not tiles:
         return None
@@ -155,7 +166,9 @@ def _is_triangular(traits: Traits, seqlen_q: int, seqlen_k: int) -> bool:
     return traits.causal and (traits.top_left or seqlen_k < 2 * seqlen_q)
 
 
-def _with_group(plain: ForwardSm90Tile, traits: Traits, group: int) -> ForwardSm90Tile | None:
+def _with_group(
+    plain: ForwardSm90Tile, traits: Traits, seqlen_q: int, group: int, window: int
+) -> ForwardSm90Tile | None:
     """The tile with several heads of a key head, and so fewer queries, or None where that does not pay.
 
     Under a mask, fewer queries have more keys in common, and fewer blocks are partially masked; packed sequences end
@@ -164,6 +177,8 @@ def _with_group(plain: ForwardSm90Tile, traits: Traits, group: int) -> ForwardSm
     d = max(traits.head_dim, traits.head_dim_v)
     pays = traits.varlen or traits.causal or traits.windowed
     heads = max(n for n in (1, 2, 4, 8) if group % n == 0)
+    if window and heads == 1 < group:
+        heads = _heads_within(plain, traits, seqlen_q, group, window)
     if (
         heads < (2 if d > 128 or (d > 64 and traits.windowed) else 4)
         or not pays
@@ -173,6 +188,17 @@ def _with_group(plain: ForwardSm90Tile, traits: Traits, group: int) -> ForwardSm
         return None
     packed = dataclasses.replace(plain, pack_heads=heads)
     return packed if packed.reject(traits, "sm90") is None else None
+
+
+def _heads_within(plain: ForwardSm90Tile, traits: Traits, seqlen_q: int, group: int, window: int) -> int:
+    """Packed heads of an odd group for a window: some rows stay empty, but work tiles see fewer keys."""
+
+    def cost(heads: int) -> float:
+        queries = plain.tile_m // heads
+        return -(-group // heads) * -(-seqlen_q // queries) * (queries + window + plain.tile_n)
+
+    best = min((n for n in PACKS if n < 2 * group), key=cost)
+    return best if LEAST_GAIN * cost(best) < cost(1) else 1
 
 
 def _packing_tiles(
