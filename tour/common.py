@@ -7,8 +7,8 @@ A level is registered as a variant of ``forward-sm80`` or ``forward-sm90``, so t
     PYTHONPATH=. cute-attn --load tour/levels.py verdict forward-sm90:tour5-bf16-d128-causal --lines
 
 A level's ``launch`` takes mQ, mO (batch, seqlen_q, nheads, head_dim); mK, mV (batch, seqlen_k, nheads_kv, head_dim);
-mLSE (batch, nheads, seqlen_q) fp32; the softmax scale; and the schedule of persistent CTAs, which level 7 reads. No
-level reads the kernels' other arguments, which serve features that levels decline.
+mLSE (batch, nheads, seqlen_q) fp32; the softmax scale; and the number of multiprocessors, which level 7 reads. No level
+reads the kernels' other arguments, which serve features that levels decline.
 """
 
 import itertools
@@ -126,9 +126,9 @@ class Level:
         stream: cuda.CUstream,
     ) -> None:
         """Launch; the arguments of every forward kernel."""
-        self.launch(mQ, mK, mV, mO, mLSE, softmax_scale, schedule, stream)
+        self.launch(mQ, mK, mV, mO, mLSE, softmax_scale, schedule.multiprocessors, stream)
 
-    def launch(self, mQ, mK, mV, mO, mLSE, scale: Float32, schedule: Any, stream: Any) -> None:
+    def launch(self, mQ, mK, mV, mO, mLSE, scale: Float32, multiprocessors: Int32, stream: Any) -> None:
         """The level's own launch."""
         raise NotImplementedError
 

@@ -35,7 +35,7 @@ class Scalar(Level):
 
     TILE = TourTile(tile_m=1, tile_n=16, num_warps=1)
 
-    def launch(self, mQ, mK, mV, mO, mLSE, scale: Float32, schedule, stream):
+    def launch(self, mQ, mK, mV, mO, mLSE, scale: Float32, multiprocessors, stream):
         grid = mQ.shape[0] * mQ.shape[1] * mQ.shape[2]
         # exp(x) is 2^(x log2 e): the hardware has exp2, and the factor joins the scale.
         self.kernel(mQ, mK, mV, mO, mLSE, scale * LOG2_E).launch(

@@ -37,7 +37,7 @@ class Tensorcores(Tiled):
     TILE = TourTile(tile_m=64, tile_n=16, num_warps=4)
     FACTORS = 0  # O is not rescaled
 
-    def launch(self, mQ, mK, mV, mO, mLSE, scale: Float32, schedule, stream):
+    def launch(self, mQ, mK, mV, mO, mLSE, scale: Float32, multiprocessors, stream):
         ctas = cute.ceil_div(mQ.shape[1], self.tile.tile_m) * mQ.shape[2] * mQ.shape[0]
         self.kernel(mQ, mK, mV, mO, mLSE, scale * LOG2_E).launch(
             grid=[ctas, 1, 1],

@@ -50,7 +50,7 @@ class Pipelined(Tiled):
         """(rows, head_dim, stages) in shared memory, without bank conflicts."""
         return layouts.smem_layout(rows, self.traits.head_dim, BFloat16, stages=stages)
 
-    def launch(self, mQ, mK, mV, mO, mLSE, scale: Float32, schedule, stream):
+    def launch(self, mQ, mK, mV, mO, mLSE, scale: Float32, multiprocessors, stream):
         grid = cute.ceil_div(mQ.shape[1], self.tile.tile_m) * mQ.shape[2] * mQ.shape[0]
         self.kernel(mQ, mK, mV, mO, mLSE, scale).launch(
             grid=[grid, 1, 1], block=[32 * self.tile.num_warps, 1, 1], stream=stream

@@ -66,7 +66,7 @@ class Specialized(Tiled):
         box, op = (rows, self.traits.head_dim), cpasync.CopyBulkTensorTileG2SOp()
         return cpasync.make_tiled_tma_atom(op, view, self.smem_layout(rows), box)
 
-    def launch(self, mQ, mK, mV, mO, mLSE, scale: Float32, schedule, stream):
+    def launch(self, mQ, mK, mV, mO, mLSE, scale: Float32, multiprocessors, stream):
         tile_m, tile_n, _, _ = self.sizes
         tmas = *self.tma(mQ, tile_m), *self.tma(mK, tile_n), *self.tma(mV, tile_n)
         ctas = cute.ceil_div(mQ.shape[1], tile_m) * mQ.shape[2] * mQ.shape[0]

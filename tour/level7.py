@@ -7,10 +7,10 @@ Overlap within a warpgroup: S[j] = Q K[j]^T and O += P[j-1] V[j-1] are issued to
 beside the latter: ``wait_group(1)`` waits for the older one only. Ping-pong (FlashAttention-3, arXiv:2407.08608):
 named barriers let the warpgroups issue in turns: one has the tensor cores while the other exponentiates.
 
-Persistent: one CTA per multiprocessor computes work tile after work tile. Its producer claims the next one from a
-counter in global memory, by one atomic addition, and loads it while the consumers finish the last: nobody waits for the
-slowest multiprocessor, or for whoever got the longest tiles of a causal mask. The producer loads in the order of the
-consumers' waits, K[j] before V[j-1]; in the order of levels 5 and 6 each K would wait for a stage of V.
+Persistent: n CTAs, one per multiprocessor, take n work tiles in each round; a CTA's producer loads the next one while
+the consumers finish the last. Under a causal mask work tiles have unlike lengths, so every other round is dealt from
+the other end: who had a long one gets a short one. The producer loads in the order of the consumers' waits, K[j] before
+V[j-1]: in the order of levels 5 and 6 each K would wait for a stage of V.
 
 What levels 4 to 6 wrote out is imported from the package. Its softmax keeps a row's maximum until an exponential would
 exceed 2^8: O is rarely rescaled, and no digits are lost, as only the units differ.
@@ -21,7 +21,7 @@ What to look at: the order of HGMMA, MUFU and the waits between. Any lengths; 12
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import BFloat16, Boolean, Constexpr, Float32, Int32, Int64, cute, memory
+from cutlass import BFloat16, Constexpr, Float32, Int32, Int64, cute, memory
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 import layouts
@@ -31,8 +31,6 @@ from cute_attn.device.pipeline import WARPGROUP, Accessed, PingPong, Pipeline
 from cute_attn.device.wgmma import start_gemm
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.rows.tma import TmaTiles
-from cute_attn.work.broadcast import WorkBroadcast, WorkItem
-from cute_attn.work.query_tiles import WorkClaims
 from tour.common import Tiled, TourTile
 
 GROUPS = 2  # consumer warpgroups
@@ -57,20 +55,33 @@ class Overlapped(Tiled):
         """(rows, head_dim[, stages]) in shared memory, in a swizzle of TMA and wgmma."""
         return layouts.wgmma_smem_layout(rows, self.traits.head_dim, BFloat16, stages=stages)
 
-    def launch(self, mQ, mK, mV, mO, mLSE, scale: Float32, schedule, stream):
+    def launch(self, mQ, mK, mV, mO, mLSE, scale: Float32, multiprocessors, stream):
         (tile_m, tile_n, d, _), load = self.sizes, cpasync.CopyBulkTensorTileG2SOp()
         sizes = ((mQ, tile_m), (mK, tile_n), (mV, tile_n))
         tmas = [TmaTiles.make(load, x, self.smem_layout(n), (n, d), False) for x, n in sizes]
         tiles = cute.ceil_div(mQ.shape[1], tile_m) * mQ.shape[2] * mQ.shape[0]
-        ctas, threads = cutlass.min(tiles, schedule.multiprocessors), WARPGROUP * (1 + GROUPS)
-        self.kernel(*tmas, mK, mO, mLSE, scale, tiles, schedule.counters).launch(
+        ctas, threads = cutlass.min(tiles, multiprocessors), WARPGROUP * (1 + GROUPS)
+        self.kernel(*tmas, mK, mO, mLSE, scale, tiles).launch(
             grid=[ctas, 1, 1], block=[threads, 1, 1], stream=stream, min_blocks_per_mp=1
         )
 
     @cute.jit
-    def work(self, index: Int32, mO: cute.Tensor, mK: cute.Tensor):
-        """Work tile ``index``: (query block, head, kv head, batch, key blocks, those without a mask)."""
+    def place(self, round_: Int32) -> Int32:
+        """This CTA's work tile among those of a round."""
+        cta, last = cute.arch.block_idx()[0], cute.arch.grid_dim()[0] - 1
+        return cta if round_ % 2 == 0 else last - cta
+
+    @cute.jit
+    def rounds(self, tiles: Int32) -> Int32:
+        """How many work tiles this CTA computes. The last round has fewer than CTAs."""
+        full, rest = tiles // cute.arch.grid_dim()[0], tiles % cute.arch.grid_dim()[0]
+        return full + Int32(self.place(full) < rest)
+
+    @cute.jit
+    def work(self, round_: Int32, mO: cute.Tensor, mK: cute.Tensor):
+        """The CTA's work tile: (query block, head, kv head, batch, key blocks, those without a mask)."""
         (tile_m, tile_n, _, _), (_, seqlen_q, nheads, _) = self.sizes, mO.shape
+        index = round_ * cute.arch.grid_dim()[0] + self.place(round_)
         m_blocks, seqlen_k = cute.ceil_div(Int32(seqlen_q), tile_m), Int32(mK.shape[1])
         m_block, head = m_blocks - 1 - index % m_blocks, index // m_blocks % nheads
         n_blocks, full = cute.ceil_div(seqlen_k, tile_n), seqlen_k // tile_n
@@ -81,7 +92,7 @@ class Overlapped(Tiled):
         return m_block, head, head // (nheads // mK.shape[2]), index // m_blocks // nheads, n_blocks, full
 
     @cute.kernel
-    def kernel(self, tma_q, tma_k, tma_v, mK, mO, mLSE, scale: Float32, tiles: Int32, counters):
+    def kernel(self, tma_q, tma_k, tma_v, mK, mO, mLSE, scale: Float32, tiles: Int32):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tile_m, tile_n, d, stages = self.sizes
         allocator = memory.SmemAllocator()
@@ -89,13 +100,12 @@ class Overlapped(Tiled):
             allocator.allocate_tensor(BFloat16, layout.outer, 1024, layout.inner)
             for layout in map(self.smem_layout, (tile_m, tile_n, tile_n), (1, stages, stages))
         )
-        barriers = allocator.allocate_array(Int64, 6 + 4 * stages, byte_alignment=8)
+        barriers = allocator.allocate_array(Int64, 2 + 4 * stages, byte_alignment=8)
         q = Pipeline(barriers, 1, 2 * tile_m * d)
-        claimed = WorkBroadcast.make(barriers + 2, allocator.allocate_array(Int32, 8, byte_alignment=16))
-        k, v = (Pipeline(barriers + 6 + 2 * stages * i, stages, 2 * tile_n * d) for i in (0, 1))
+        k, v = (Pipeline(barriers + 2 + 2 * stages * i, stages, 2 * tile_n * d) for i in (0, 1))
         if warp == 0:
             with cute.arch.elect_one():
-                for pipeline in (q, k, v, claimed.pipeline):
+                for pipeline in (q, k, v):
                     pipeline.init(4 * GROUPS)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -103,41 +113,31 @@ class Overlapped(Tiled):
         if warp < 4:
             cute.arch.setmaxregister_decrease(24)
             if warp == 0:
-                claims = WorkClaims(counters)
-                self.produce(tma_q, tma_k, tma_v, sQ, sK, sV, q, k, v, mK, mO, tiles, claimed, claims)
+                # Uses of Q's pipeline, and of K's and V's. They count on across work tiles, in the consumers
+                # as well, so stages and parities go on where the last tile left them.
+                use_q, use = Int32(0), Int32(0)
+                for round_ in cutlass.range(self.rounds(tiles), unroll=1):
+                    m_block, head, head_kv, batch, n_blocks, _ = self.work(round_, mO, mK)
+                    gQ, gK = tma_q.sequence(0, head, batch), tma_k.sequence(0, head_kv, batch)
+                    gV = tma_v.sequence(0, head_kv, batch)
+                    # Last block first: it has the mask. K[0], Q; then K[n] before V[n - 1].
+                    for n in cutlass.range(n_blocks + 1, unroll=1):
+                        if n < n_blocks:
+                            k.producer_acquire(use + n)
+                            tma_k.load(gK, n_blocks - 1 - n, sK, k, use + n)
+                        if n > 0:
+                            v.producer_acquire(use + n - 1)
+                            tma_v.load(gV, n_blocks - n, sV, v, use + n - 1)
+                        else:
+                            q.producer_acquire(use_q)  # until both consumers have used the last tile's Q
+                            tma_q.load(gQ, m_block, sQ, q, use_q)
+                    use_q, use = use_q + 1, use + n_blocks
         else:
             cute.arch.setmaxregister_increase(240)
-            self.consume(warp, sQ, sK, sV, q, k, v, mK, mO, mLSE, scale, claimed)
+            self.consume(warp, sQ, sK, sV, q, k, v, mK, mO, mLSE, scale, tiles)
 
     @cute.jit
-    def produce(self, tma_q, tma_k, tma_v, sQ, sK, sV, q, k, v, mK, mO, tiles: Int32, claimed, claims):
-        """By one warp: claim work tiles, tell the consumers, and load Q, K and V."""
-        # Uses of Q's pipeline, and of K's and V's. They count on across work tiles, in the consumers as well, so stages
-        # and parities go on where the last tile left them.
-        use_q, use, index = Int32(0), Int32(0), Int32(cute.arch.block_idx()[0])
-        while index < tiles:
-            claimed.publish(use_q, WorkItem(index, Int32(0), Int32(0), Int32(0)))
-            following = claims.claim()  # its latency passes during the loads
-            m_block, head, head_kv, batch, n_blocks, _ = self.work(index, mO, mK)
-            gQ, gK = tma_q.sequence(0, head, batch), tma_k.sequence(0, head_kv, batch)
-            gV = tma_v.sequence(0, head_kv, batch)
-            # Last block first: it has the mask. K[0], Q; then K[n] before V[n - 1].
-            for n in cutlass.range(n_blocks + 1, unroll=1):
-                if n < n_blocks:
-                    k.producer_acquire(use + n)
-                    tma_k.load(gK, n_blocks - 1 - n, sK, k, use + n)
-                if n > 0:
-                    v.producer_acquire(use + n - 1)
-                    tma_v.load(gV, n_blocks - n, sV, v, use + n - 1)
-                else:
-                    q.producer_acquire(use_q)  # until both consumers have used the last tile's Q
-                    tma_q.load(gQ, m_block, sQ, q, use_q)
-            use_q, use, index = use_q + 1, use + n_blocks, claims.index(following)
-        claimed.publish_end(use_q, Boolean(False))
-        claims.leave()
-
-    @cute.jit
-    def consume(self, warp: Int32, sQ, sK, sV, q, k, v, mK, mO, mLSE, scale: Float32, claimed):
+    def consume(self, warp: Int32, sQ, sK, sV, q, k, v, mK, mO, mLSE, scale: Float32, tiles: Int32):
         """By two warpgroups: O and LSE of every work tile."""
         tile_m, tile_n, d, _ = self.sizes
         thread, group = cute.arch.thread_idx()[0] - WARPGROUP, warp // 4 - 1
@@ -158,9 +158,8 @@ class Overlapped(Tiled):
 
         ping_pong, use_q, use = PingPong(group, GROUPS, True), Int32(0), Int32(0)
         ping_pong.start()  # the first turn is the first warpgroup's
-        index = claimed.take(use_q).index
-        while index != WorkItem.END:
-            m_block, head, _, batch, n_blocks, full = self.work(index, mO, mK)
+        for round_ in cutlass.range(self.rounds(tiles), unroll=1):
+            m_block, head, _, batch, n_blocks, full = self.work(round_, mO, mK)
             at = (m_block * tile_m + row, col, mK.shape[1] - mO.shape[1], mK.shape[1], head, scale)
             softmax = OnlineSoftmax.make(2, scale_log2, self.SCORE_MOD is not None, threshold=8)
             acc_O.fill(0.0)
@@ -215,7 +214,6 @@ class Overlapped(Tiled):
                         mO[batch, query, head, col + modes_o.cols[c]] = O[r, c].to(BFloat16)
                     if col == 0:
                         mLSE[batch, head, query] = lse[r]
-            index = claimed.take(use_q).index
         ping_pong.finish()
 
     @cute.jit
