@@ -4,6 +4,7 @@
     python -m bench.regret --op backward --seed 3 --rows 60 -o FILE
     python -m bench.regret --op decode --compile 3/16    build a 16th of the kernels that this needs, without a GPU
     python -m bench.regret --list                  the shapes
+    python -m bench.regret --judge FILE FILE       what would be chosen now, by stored timings, without a GPU
 
 Timing needs a Hopper GPU, and is short where all kernels are in the disk cache before. Candidates are what the chooser
 takes for some call: tiles of the kernel's table for its traits, whatever the lengths; splits of keys; splits of query
@@ -15,6 +16,7 @@ import argparse
 import contextlib
 import functools
 import itertools
+import json
 import re
 import statistics
 import sys
@@ -23,7 +25,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from bench import run
@@ -113,10 +115,30 @@ def new_plans() -> dict[str, dict]:
     return {name: {} for name in plans.STORES}
 
 
-def candidates(
-    shape: Shape, prepared: Callable[..., Callable[[], Any]], target: str = "sm90"
-) -> list[Candidate]:
-    """What the choosers take for the shape's call, then whatever else they could, one choice changed at a time."""
+class Choice(NamedTuple):
+    """What the choosers take for a shape's call.
+
+    Attributes:
+        candidate: the choice.
+        kernel: the main kernel, of which other tiles are candidates.
+        kept: what goes with another tile.
+        head_splits: how many, or nothing where heads are not split.
+        accumulators: how many, or nothing.
+        in_order: whether key blocks add to these in order.
+        divided: how keys are divided among CTAs, and the arguments of that choice; or nothing.
+    """
+
+    candidate: Candidate
+    kernel: Any
+    kept: Candidate
+    head_splits: list[int]
+    accumulators: list[int]
+    in_order: bool
+    divided: list[tuple[tuple, Any]]
+
+
+def choice(shape: Shape, prepared: Callable[..., Callable[[], Any]], target: str = "sm90") -> Choice:
+    """What the choosers take for the shape's call, by making it."""
     from cute_attn import compiler
     from cute_attn.compiler import registry
     from cute_attn.host import backward, split_kv
@@ -141,19 +163,31 @@ def candidates(
         divided = spied(split_kv, "_best_split")
         prepared()()
     kernel = next(args[0] for args, _ in reversed(built) if args[0].traits.op in (shape.kernel_op, "kvcache"))
-    splits, numbers, split = (
-        [result for _, result in calls[-1:]] for calls in (heads, ordered or keys, divided)
+    splits, numbers = ([result for _, result in calls[-1:]] for calls in (heads, ordered or keys))
+    divided = (
+        divided[-1:] if kernel.traits.op == "kvcache" else []
+    )  # not that of the forward before a backward
+    chosen = Candidate(
+        kernel.tile.text,
+        head_splits=splits[0] if splits else 0,
+        accumulators=numbers[0] if numbers else 0,
+        split=divided[0][1] if divided else None,
     )
-    split = split if kernel.traits.op == "kvcache" else []  # not that of the forward before a backward
-    chosen = Candidate(kernel.tile.text, *(splits or [0]), *(numbers or [0]), *split)
     kept = chosen
     if kernel.traits.op != shape.kernel_op:  # a forward that divides keys as long as it names no tile
         assert isinstance(shape.of, Workload)
-        kernel, chosen, kept = (
-            registry.lookup(shape.of.traits("sm90"), None, target),
-            Candidate(split=split[0]),
-            Candidate(),
-        )
+        kernel = registry.lookup(shape.of.traits("sm90"), None, target)
+        chosen, kept = Candidate(split=chosen.split), Candidate()
+    return Choice(chosen, kernel, kept, splits, numbers, bool(ordered), divided)
+
+
+def candidates(
+    shape: Shape, prepared: Callable[..., Callable[[], Any]], target: str = "sm90"
+) -> list[Candidate]:
+    """What the choosers take for the shape's call, then whatever else they could, one choice changed at a time."""
+    from cute_attn.host import split_kv
+
+    chosen, kernel, kept, splits, numbers, in_order, divided = choice(shape, prepared, target)
     found = [replace(kept, tile=tile.text) for tile in tiles(kernel, shape, target)]
     if splits:  # another number of planes has another number of accumulators
         found += [
@@ -162,13 +196,11 @@ def candidates(
         ]
     if numbers:
         blocks = -(-shape.seqlen_k // kernel.tile.tile_n)
-        most = min(blocks, MAX_IN_ORDER if ordered else MAX_SPLITS)
+        most = min(blocks, MAX_IN_ORDER if in_order else MAX_SPLITS)
         found += [replace(chosen, accumulators=n) for n in _thinned(range(1, most + 1), numbers[0])]
-    if split:  # with which goes another default tile
-        found += [
-            replace(chosen, tile="", split=one) for one in _cache_splits(*divided[-1][0]) if one != split[0]
-        ]
-    elif shape.may_divide_keys:
+    for arguments, split in divided:  # with which goes another default tile
+        found += [replace(chosen, tile="", split=one) for one in _cache_splits(*arguments) if one != split]
+    if not divided and shape.may_divide_keys:
         found.append(Candidate(split=split_kv.Split("stream_k")))
     return list(dict.fromkeys([chosen, *found]))
 
@@ -224,11 +256,12 @@ def _cache_splits(call: Any, tile: Any, processors: int) -> list[Any]:
     return [Split(), Split("stream_k"), *(Split("fixed", n) for n in sorted(splits))]
 
 
-# ---- building ----
+# ---- without a GPU ----
 
 
-def needed(chosen: Sequence[Shape]) -> dict[str, tuple[Any, str]]:
-    """(kernel, target) by a name of all that timing the shapes launches. Needs no GPU: nothing is computed."""
+@contextlib.contextmanager
+def simulated() -> Iterator[dict[str, tuple[Any, str]]]:
+    """Calls on the CPU plan what they would launch on a GPU, and compute nothing; the kernels, by name."""
     import torch
 
     from tests import machine
@@ -240,6 +273,12 @@ def needed(chosen: Sequence[Shape]) -> dict[str, tuple[Any, str]]:
         warnings.simplefilter("ignore")
         patch.setattr(torch, "randn", empty)  # memory that nobody touches costs nothing
         patch.setattr(torch.Tensor, "normal_", lambda x, **options: x)
+        yield found
+
+
+def needed(chosen: Sequence[Shape]) -> dict[str, tuple[Any, str]]:
+    """(kernel, target) by a name of all that timing the shapes launches."""
+    with simulated() as found:
         for shape in chosen:
             prepared = shape.prepared("cpu")
             first, *others = candidates(shape, prepared)
@@ -248,6 +287,37 @@ def needed(chosen: Sequence[Shape]) -> dict[str, tuple[Any, str]]:
                     with forced(one, new_plans()), contextlib.suppress(ValueError):  # which timing reports
                         prepared(*one.named)()
     return found
+
+
+def judged(stored: Mapping[str, Any], ops: Sequence[str], rows: int) -> Iterator[dict[str, Any]]:
+    """Rows of a stored result as the choosers would choose now, by the timings that it has.
+
+    What is chosen now and was no candidate then has no regret, but an ``error``.
+    """
+    known = {(row["op"], row["workload"]): row for row in stored["rows"] if len(row.get("times", ())) > 1}
+    with simulated():
+        for shape in itertools.chain.from_iterable(shapes_of(op, stored["seed"], rows) for op in ops):
+            row = known.get((shape.op, shape.name))
+            if row is None:
+                continue
+            chosen, times = choice(shape, shape.prepared("cpu")).candidate, row["times"]
+            name, whole = chosen.name, replace(chosen, accumulators=0).name
+            name = (
+                whole if whole in times and name not in times else name
+            )  # other head splits were timed with it
+            found = {"op": shape.op, "workload": shape.name, "chosen": name, "times": times}
+            if name == row["chosen"]:  # timed in alternation
+                yield found | {key: row[key] for key in ("best", "ms", "best_ms", "regret")}
+            elif name not in times:
+                yield found | {"error": f"{name} was not timed"}
+            else:
+                best = min(times, key=times.__getitem__)
+                yield found | {
+                    "best": best,
+                    "ms": times[name],
+                    "best_ms": times[best],
+                    "regret": round(times[name] / times[best] - 1, 4),
+                }
 
 
 def build(chosen: Sequence[Shape], part: int, parts: int) -> int:
@@ -318,7 +388,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
     """Mean and worst regret of each op, of shapes that left a choice."""
     by_op: dict[str, list[float]] = {}
     for row in rows:
-        if len(row.get("times", ())) > 1:
+        if len(row.get("times", ())) > 1 and "regret" in row:
             by_op.setdefault(row["op"], []).append(row["regret"])
     return "\n".join(
         f"{op:14} {len(found):3} shapes, mean {statistics.fmean(found):6.1%}, worst {max(found):6.1%}"
@@ -395,12 +465,24 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--compile", metavar="PART/PARTS", help="build a share of the kernels, without a GPU")
     made.add_argument("--list", action="store_true", help="print the shapes and stop")
+    made.add_argument(
+        "--judge",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="today's choices by stored timings, without a GPU",
+    )
     made.add_argument("-o", "--output", type=Path, help="the file to write")
     return made
 
 
 def main() -> None:
     options = parser().parse_args()
+    if options.judge:
+        stored = [json.loads(path.read_text()) for path in options.judge]
+        rows = [row for one in stored for row in judged(one, options.op, options.rows)]
+        print(*map(line, sorted(rows, key=lambda row: row.get("regret", -1.0))), summary(rows), sep="\n")
+        return
     chosen = [shape for op in options.op for shape in shapes_of(op, options.seed, options.rows)]
     if options.list:
         print("\n".join(f"{shape.op:14} {shape.name}" for shape in chosen))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cute_attn.host.block_masks import Blocks, for_each, kinds_of, shared_lists
-from cute_attn.traits import LISTED_ROWS
+from cute_attn.host.mask_kinds import LISTED_ROWS
 
 _library = torch.library.Library("cute_attn", "FRAGMENT")
 _BLOCKS = "Tensor kv_num_blocks, Tensor kv_indices, Tensor? full_kv_num_blocks, Tensor? full_kv_indices"

@@ -6,14 +6,11 @@ import torch
 from torch import Tensor
 
 from cute_attn.host import plans, record
-from cute_attn.host.call import DTYPE_NAMES
-from cute_attn.host.checks import FLOAT_DTYPES, check_count, check_like, check_sinks
+from cute_attn.host.checks import check_like
 from cute_attn.host.memory import Tensors, materialized, on_device
-from cute_attn.host.merge import launch
-from cute_attn.host.split_kv import MAX_PARTIALS
-from cute_attn.host.values import check_dense, check_dtype, shown, tensors_of, wrong_shape
+from cute_attn.host.merge import check, check_for_kernels, launch
+from cute_attn.host.values import check_dense, shown, tensors_of
 from cute_attn.reference import kvcache as kvcache_reference
-from cute_attn.traits import MAX_HEAD_DIM_V, head_dims_text
 
 
 def merge_attention(
@@ -88,49 +85,6 @@ def _stacked(name: str, partials: Tensor | Sequence[Tensor]) -> Tensor:
     for i, x in enumerate(found):
         check_like(f"{name}[{i}]", x, shape=found[0].shape, dtype=found[0].dtype, device=found[0].device)
     return torch.stack(found)
-
-
-# ---- checks ----
-
-
-def check(outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> None:
-    """Raise TypeError or ValueError for the first wrong argument, on any device."""
-    for name, x in (("outs", outs), ("lses", lses)):
-        check_dtype(name, x, *FLOAT_DTYPES)
-    if lses.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"lses has dtype {lses.dtype}; accepted: torch.float32")
-    if lses.device != outs.device:
-        raise ValueError(f"lses is on {lses.device}; accepted: {outs.device}, where outs is")
-    if dtype not in FLOAT_DTYPES:
-        raise TypeError(f"dtype is {dtype}; accepted: {', '.join(map(str, FLOAT_DTYPES))}")
-    if outs.dim() not in (4, 5):
-        raise wrong_shape(
-            "outs",
-            outs,
-            "(partials, batch, seqlen_q, nheads, head_dim_v) or (partials, total_q, nheads, head_dim_v)",
-        )
-    if outs.shape[0] == 0:
-        raise ValueError("outs has 0 partial results; accepted: 1 or more")
-    expected = (*outs.shape[:-3], outs.shape[-2], outs.shape[-3])
-    if tuple(lses.shape) != expected:
-        raise wrong_shape("lses", lses, f"{expected}, for outs of shape {tuple(outs.shape)}")
-    if sinks is not None:
-        if sinks.device != outs.device:
-            raise ValueError(f"sinks is on {sinks.device}; accepted: {outs.device}, where outs is")
-        check_sinks(sinks, outs.shape[-2])
-
-
-def check_for_kernels(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> None:
-    """Raise for arguments that the kernel does not support. Assumes :func:`check`."""
-    if dtype not in DTYPE_NAMES:
-        raise TypeError(f"dtype is {dtype}; accepted on CUDA: {', '.join(map(str, DTYPE_NAMES))}")
-    check_dtype("lses", lses, torch.float32, on=" on CUDA")
-    if outs.shape[0] > MAX_PARTIALS:
-        raise ValueError(f"outs has {outs.shape[0]} partial results; accepted on CUDA: up to {MAX_PARTIALS}")
-    dim = outs.shape[-1]
-    if not 0 < dim <= MAX_HEAD_DIM_V:
-        raise ValueError(f"outs has head_dim_v {dim}; accepted on CUDA: {head_dims_text(1, MAX_HEAD_DIM_V)}")
-    check_count("outs has rows", outs[0].numel() // dim)
 
 
 # ---- the operator ----

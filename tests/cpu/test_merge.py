@@ -9,9 +9,10 @@ import torch
 from cutlass import Constexpr, cute
 from cutlass.cute.runtime import from_dlpack
 
-from cute_attn.api.merge import check, check_for_kernels, merge_attention
+from cute_attn.api.merge import merge_attention
 from cute_attn.compiler import compile, registry
 from cute_attn.host.memory import row_alignment
+from cute_attn.host.merge import check, check_for_kernels
 from cute_attn.kernels.combine import Combine, GivenRows
 from cute_attn.reference import kvcache as kvcache_reference
 from cute_attn.tiles.inference import MAX_PARTIALS, CombineTile, partial_columns

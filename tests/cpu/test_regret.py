@@ -1,5 +1,7 @@
 """The regret of choices without a GPU: which shapes and candidates there are, what is forced, and what is reported."""
 
+import json
+
 import pytest
 
 from bench import regret
@@ -77,3 +79,30 @@ def test_what_is_chosen_comes_first_and_every_kernel_can_be_built(shape, launche
         kernel = next(kernel for kernel, _ in reversed(launched) if kernel.traits.op in ops)
         assert registry.lookup(kernel.traits, kernel.tile, "sm90") == kernel
         assert not one.tile or kernel.tile.text == one.tile
+
+
+def test_stored_timings_judge_todays_choices(capsys, monkeypatch, tmp_path):
+    shapes = SMALL[:4]
+    with regret.simulated():
+        names = [regret.choice(shape, shape.prepared("cpu")).candidate.name for shape in shapes]
+
+    def row(shape, **given):
+        return {"op": shape.op, "workload": shape.name, "best_ms": 1.0, "best": "another", **given}
+
+    rows = [
+        row(shapes[0], chosen=names[0], ms=1.02, regret=0.02, times={names[0]: 1.1, "another": 1.0}),
+        row(shapes[1], chosen="another", ms=1.0, regret=0.0, times={names[1]: 1.5, "another": 1.0}),
+        row(shapes[2], chosen="another", ms=1.0, regret=0.0, times={"third": 1.5, "another": 1.0}),
+        row(shapes[3], chosen=names[3], ms=1.0, regret=0.0, times={names[3]: 1.0}),  # which left no choice
+    ]
+    monkeypatch.setattr(regret, "shapes_of", lambda op, *_: [shape for shape in shapes if shape.op == op])
+    found = list(regret.judged({"seed": 0, "rows": rows}, OPS, 24))
+    assert [one.get("regret") for one in found] == [0.02, 0.5, None]
+    assert found[2]["error"] == f"{names[2]} was not timed"
+    assert regret.summary(found) == "forward          2 shapes, mean  26.0%, worst  50.0%"
+
+    path = tmp_path / "stored.json"
+    path.write_text(json.dumps({"seed": 0, "rows": rows[:2]}))
+    monkeypatch.setattr("sys.argv", ["regret", "--op", "forward", "--judge", str(path)])
+    regret.main()
+    assert "regret  50.0%" in capsys.readouterr().out
