@@ -418,7 +418,7 @@ def bench_kernel(
     workloads = [workload.of_traits(traits, seqlen) for seqlen in seqlens or (2048, 8192)]
     if not torch.cuda.is_available():
         raise ValueError("there is no GPU; timing a kernel needs one")
-    kernel = f"{traits.arch}:{traits.variant}" if traits.variant else traits.arch
+    kernel = known.kernel_of(traits)
     rivals = {f"cute_attn/{traits.op}-{kernel}": known.ours(kernel, tile or None)} | (
         known.PEERS if peers else {}
     )

@@ -163,7 +163,7 @@ class Checks:
             if (contender.kernel, tile) not in self._passed:
                 self._check_small_sizes(contender, traits, tile)
                 self._passed.add((contender.kernel, tile))
-            implementation = peers.ours(kernel_of(traits), contender.tile or None)
+            implementation = peers.ours(peers.kernel_of(traits), contender.tile or None)
         if workload not in self._inputs:
             torch.manual_seed(0)
             self._inputs[workload] = workload.inputs()
@@ -182,7 +182,7 @@ class Checks:
             if workload not in self._small:
                 self._small[workload] = Expected.of(workload)
             expected = self._small[workload]
-            accuracy = expected.accuracy(expected.run(kernel_of(traits), tile.text))
+            accuracy = expected.accuracy(expected.run(peers.kernel_of(traits), tile.text))
             if not accuracy.passed:
                 raise Wrong(
                     f"{contender} is wrong on {workload.name}: its error is {accuracy.error:.2g}, "
@@ -201,11 +201,6 @@ def small_sizes(traits: Traits, tile: Any) -> list[Workload]:
         for size in small_workloads(traits)
     ]
     return list(dict.fromkeys(sizes))
-
-
-def kernel_of(traits: Traits) -> str:
-    """``"ARCH"`` or ``"ARCH:VARIANT"``, as the operator takes it."""
-    return f"{traits.arch}:{traits.variant}" if traits.variant else traits.arch
 
 
 def tile_at(contender: Contender, workload: Workload, target: str | None = None) -> Tile:

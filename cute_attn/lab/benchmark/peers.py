@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cute_attn.api import attention as interface
 from cute_attn.compiler import default_target, registry
 from cute_attn.lab.benchmark.workload import DROPOUT_P, SOFTCAP, Inputs, Workload
+from cute_attn.traits import Traits
 
 Run = Callable[[], Tensor | tuple[Tensor, ...]]
 Implementation = Callable[[Workload, Inputs], Run]
@@ -87,19 +88,23 @@ def ours(
     tile: of the timed op. precision: of fp32 products. more: arguments of the operator that no workload has.
     """
 
-    def implementation(workload: Workload, x: Inputs) -> Run:
-        which = "tile" if workload.op == "forward" else "backward_tile"
-        options = call_options(workload, x) | {"kernel": kernel, which: tile, "precision": precision} | more
+    options = {"precision": precision, **more}
+    return lambda workload, x: _run(workload, x, lambda x: output(workload, x, kernel, tile, **options))
 
-        def forward(x: Inputs) -> Tensor:
-            if x.cu_seqlens is None or x.cu_seqlens_k is None:
-                return _first(interface.attention(x.q, x.k, x.v, **options))
-            lengths = (x.cu_seqlens, x.cu_seqlens_k, workload.longest, workload.longest_k)
-            return _first(interface.attention_varlen(x.q, x.k, x.v, *lengths, **options))
 
-        return _run(workload, x, forward)
+def output(workload: Workload, x: Inputs, kernel: str | None, tile: str | None, **more: Any) -> Tensor:
+    """What the operator computes of a workload's inputs; arguments are those of :func:`ours`."""
+    which = "tile" if workload.op == "forward" else "backward_tile"
+    options = call_options(workload, x) | {"kernel": kernel, which: tile} | more
+    if x.cu_seqlens is None or x.cu_seqlens_k is None:
+        return _first(interface.attention(x.q, x.k, x.v, **options))
+    lengths = (x.cu_seqlens, x.cu_seqlens_k, workload.longest, workload.longest_k)
+    return _first(interface.attention_varlen(x.q, x.k, x.v, *lengths, **options))
 
-    return implementation
+
+def kernel_of(traits: Traits) -> str:
+    """``"ARCH"`` or ``"ARCH:VARIANT"``, as the operator takes it."""
+    return f"{traits.arch}:{traits.variant}" if traits.variant else traits.arch
 
 
 def deterministic(workload: Workload, x: Inputs) -> Run:
@@ -189,17 +194,19 @@ def fa4(workload: Workload, x: Inputs) -> Run:
         "softcap": SOFTCAP if workload.softcap else 0.0,
         "learnable_sink": x.sinks,
     }
-    function = flash_attn_func
+    return _run_flash(workload, x, flash_attn_func, flash_attn_varlen_func, options)
+
+
+def _run_flash(
+    workload: Workload, x: Inputs, dense: Callable, varlen: Callable, options: dict[str, Any]
+) -> Run:
+    """FlashAttention's function of what the workload has, tensors of equal or packed sequences."""
+    function = dense
     if x.cu_seqlens is not None:
-        options |= _varlen(workload, x)
-        function = flash_attn_varlen_func
+        function = varlen
+        options |= {"cu_seqlens_q": x.cu_seqlens, "cu_seqlens_k": x.cu_seqlens_k}
+        options |= {"max_seqlen_q": workload.longest, "max_seqlen_k": workload.longest_k}
     return _run(workload, x, lambda x: _first(function(x.q, x.k, x.v, **options)))
-
-
-def _varlen(workload: Workload, x: Inputs) -> dict[str, Any]:
-    """Arguments of FlashAttention's varlen functions beside the tensors."""
-    cu_seqlens = {"cu_seqlens_q": x.cu_seqlens, "cu_seqlens_k": x.cu_seqlens_k}
-    return cu_seqlens | {"max_seqlen_q": workload.longest, "max_seqlen_k": workload.longest_k}
 
 
 def fa3(workload: Workload, x: Inputs) -> Run:
@@ -226,11 +233,7 @@ def fa3(workload: Workload, x: Inputs) -> Run:
         "softcap": SOFTCAP if workload.softcap else 0.0,
         "num_splits": 0 if workload.op == "forward" else 1,  # 0 leaves the number of splits to FA3
     }
-    function = flash_attn_func
-    if x.cu_seqlens is not None:
-        options |= _varlen(workload, x)
-        function = flash_attn_varlen_func
-    return _run(workload, x, lambda x: _first(function(x.q, x.k, x.v, **options)))
+    return _run_flash(workload, x, flash_attn_func, flash_attn_varlen_func, options)
 
 
 def _fa3_lacks(workload: Workload, sm8x: bool, flags: Mapping[str, bool]) -> str | None:
