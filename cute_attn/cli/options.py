@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import gc
+import json
 import os
 import sys
 import tempfile
@@ -156,6 +157,9 @@ def _writes(option: str, path: Path, what: str) -> Iterator[None]:
         raise ValueError(f"{option} is {str(path)!r}; accepted: {accepted}") from None
 
 
+OutputFolder = Annotated[
+    Path, typer.Option("-o", "--output", callback=writable_folder, help="The folder to write into.")
+]
 _PAGE = "Also write one HTML page here, with layouts and steady steps; it needs no network."
 Page = Annotated[Path | None, typer.Option("--html", callback=writable_file, help=_PAGE)]
 
@@ -246,3 +250,13 @@ def show(*parts: Any) -> None:
     is_long = console.is_terminal and sys.stdin.isatty() and captured.get().count("\n") >= console.height
     with console.pager(styles=True) if is_long and _pages else contextlib.nullcontext():
         console.print(*parts, sep="\n")
+
+
+def answer(
+    as_json: bool, values: Any, shown: Callable[[], Any], print_shown: Callable[[Any], None] = show
+) -> None:
+    """Print a result's values as JSON, or what is shown of it."""
+    if as_json:
+        print(json.dumps(values, indent=1))
+    else:
+        print_shown(shown())

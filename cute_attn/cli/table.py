@@ -1,6 +1,5 @@
 """The commands ``cute-attn table``, the served calls and their costs, and ``explain``."""
 
-import json
 from collections.abc import Iterable
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cute_attn import lab
-from cute_attn.cli.options import AsJson, Target, complete_name, import_names, show, working
+from cute_attn.cli.options import AsJson, Target, answer, complete_name, import_names, show, working
 from cute_attn.lab.tables import Table
 from cute_attn.traits import ARCHS, FEATURES
 
@@ -43,10 +42,8 @@ def print_table(
     with working("choosing default tiles"):
         made = lab.dispatch_table
         rows = made.mem_efficient(target) if like else list(made.grid(op, arch, target))
-    if as_json:
-        print(json.dumps([{**vars(one), "tile": one.tile and one.tile.text} for one in rows], indent=1))
-    else:
-        show(_table(rows))
+    values = [{**vars(one), "tile": one.tile and one.tile.text} for one in rows]
+    answer(as_json, values, lambda: _table(rows))
 
 
 def _table(rows: "Iterable[Row]") -> Table:
