@@ -71,20 +71,19 @@ def _checked_target(context: typer.Context, target: str | None) -> str | None:
     return target
 
 
-_NAME = "A kernel, such as forward-sm80-bf16-d128-causal."
 _TILE = "Fields of the tile to change: tile_n=128,num_stages=2."
 _TARGET = (
     "sm80, sm86, sm89, sm90, sm100 or sm120; by default the GPU that is present, or the kernel's generation."
 )
 _LIKE = "A file of `cute-attn run --json`: the kernels that it lists; may be repeated."
-Name = Annotated[
-    str, typer.Argument(metavar="NAME", autocompletion=complete_name, callback=_checked_name, help=_NAME)
-]
-_OTHER = "Another kernel, such as the base of a variant."
-Other = Annotated[
-    str | None,
-    typer.Argument(metavar="NAME2", autocompletion=complete_name, callback=_checked_name, help=_OTHER),
-]
+
+
+def _kernel(metavar: str, meaning: str) -> Any:
+    return typer.Argument(metavar=metavar, autocompletion=complete_name, callback=_checked_name, help=meaning)
+
+
+Name = Annotated[str, _kernel("NAME", "A kernel, such as forward-sm80-bf16-d128-causal.")]
+Other = Annotated[str | None, _kernel("NAME2", "Another kernel, such as the base of a variant.")]
 Names = Annotated[
     list[str] | None,
     typer.Argument(

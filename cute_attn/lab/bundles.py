@@ -118,11 +118,17 @@ def make_bundle(requests: Iterable[Request], output: Path, workers: int | None =
     _check_output(output)
     wanted = check_requests(requests)
     _run([*compiler(), "--version"], Path())
-    cache = default_cache()
-    if cache is None:
-        raise ValueError(f"{switched_off()}; bundling needs the disk cache")
+    cache = disk_cache("bundling")
     _prepare(output)
     return _make(wanted, output, workers, cache)
+
+
+def disk_cache(what: str) -> DiskCache:
+    """The cache of what needs one; raises ValueError where it is off."""
+    cache = default_cache()
+    if cache is None:
+        raise ValueError(f"{switched_off()}; {what} needs the disk cache")
+    return cache
 
 
 def check_requests(requests: Iterable[Any]) -> list[Request]:

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from cute_attn.compiler import Request, default_target, is_built, prebuild, registry
+from cute_attn.compiler import default_target, is_built, prebuild, registry
 from cute_attn.host.backward import kernels_of
 from cute_attn.lab.benchmark import peers
 from cute_attn.lab.benchmark.results import TOLERANCE, difference, first_line
@@ -90,7 +90,7 @@ class Gpu:
     def build(self, contenders: Sequence[Contender], workloads: Sequence[Workload]) -> None:
         """Build all kernels that these need, in parallel. One that does not build fails in :meth:`prepare`."""
         wanted = [r for c in contenders if c.kernel for r in needed_kernels(c, workloads)]
-        missing = [r for r in dict.fromkeys(wanted) if not _is_built(r)]
+        missing = [r for r in dict.fromkeys(wanted) if not is_built(registry.lookup(*r), r[2])]
         for _ in prebuild(missing) if len(missing) > 1 else ():
             pass
 
@@ -219,7 +219,7 @@ def tile_at(contender: Contender, workload: Workload, target: str | None = None)
 
 def needed_kernels(
     contender: Contender, workloads: Sequence[Workload], target: str | None = None
-) -> Iterator[Request]:
+) -> Iterator[tuple[Traits, Tile, str]]:
     """The kernels that checking and timing a kernel launches: its own, of a backward also the forwards before it."""
     traits = Traits.parse(contender.kernel)
     target = target or default_target(traits.arch)
@@ -236,8 +236,3 @@ def needed_kernels(
         forward = Contender(replace(traits, op="forward", bias_grad=False, variant=variant).name)
         for size in (workload, *small_sizes(traits, kernel.tile)):
             yield Traits.parse(forward.kernel), tile_at(forward, size, target), target
-
-
-def _is_built(request: Request) -> bool:
-    traits, tile, target = request
-    return is_built(registry.lookup(traits, tile, target), target or default_target(traits.arch))

@@ -146,6 +146,5 @@ def inline_svg(text: str, name: str) -> str:
     """An SVG file as an element of a page: without its head and metadata, with ids that begin with ``name``."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", text, count=1)
+    text = re.sub("<svg[^>]*", lambda svg: re.sub(r' (width|height)="[^"]*"', "", svg[0]), text, count=1)
     return re.sub(r'((?:\bid="|href="#|url\(#))', rf"\g<1>{name}-", text)

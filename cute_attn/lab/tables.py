@@ -31,13 +31,6 @@ def brief_tile(name: str, target: str | None, tile: str) -> str:
 
 
 class Table(rich.table.Table):
-    """A table of rich's."""
-
-    def __init__(self, *heads: str, **options: Any) -> None:
-        super().__init__(**options)
-        for head in heads:
-            self.add_column(head)
-
     def add_column(self, *args: Any, **options: Any) -> None:
         super().add_column(*args, **{"overflow": "fold"} | options)
 

@@ -108,10 +108,9 @@ def tune(
     traits = Traits.of(name, "name")
     shapes = workloads_of([Contender(traits.name)], workloads)
     search = Search.of(traits, space, target, shapes, seed)
-    if equipment is None and not static_only:
-        if not torch.cuda.is_available():
-            raise ValueError("there is no GPU; --static (static_only=True) ranks without one")
     if equipment is None:
+        if not static_only and not torch.cuda.is_available():
+            raise ValueError("there is no GPU; --static (static_only=True) ranks without one")
         card = None if static_only else Gpu()
         all_needed = () if static_only else needed_kernels(search.default, shapes, search.target)
         beside = dict.fromkeys(request for request in all_needed if request[1] != search.space.tile)
@@ -249,6 +248,7 @@ class _Study:
         self.search, self.timings, self.watch = search, timings, watch
         self.builds = equipment.builds
         self.card = None if static_only else equipment.card
+        self.now = time.monotonic if self.card is None else self.card.now
         self.entries: dict[Tile, _Entry] = {}
         self.ready: list[_Entry] = []
         self.default_built: Built | None = None
@@ -262,23 +262,18 @@ class _Study:
         one_ab = 4 * ROUNDS * SAMPLE_MS / 1000 * 1.2 + _AB_S
         self.reserve = 0.0 if self.card is None else min(budget_s / 2, _RACE * one_ab * len(search.workloads))
 
-    def now(self) -> float:
-        if self.card is not None:
-            return self.card.now()
-        return time.monotonic()
-
     def run(self) -> Study:
         """All of it."""
         self.add(self.search.tiles)
         self.notes.append(self.promise())
         self.say(self.notes[0])
         self.builds.submit([self.search.space.tile])
-        self.submit(list(self.entries.values()))
+        self.submit(self.entries.values())
         while self.now() < self.end - self.reserve:
             busy = self.ready and self.default_built is not None
             self.collect(0.0 if busy else self.end - self.reserve - self.now())
             if self.ready and self.can_time():
-                self.ready.sort(key=_promising)
+                self.ready.sort(key=lambda entry: entry.candidate.order)
                 self.heat(self.ready.pop(0))
             elif not self.builds.pending and not self.ready and not self.combine():
                 break
@@ -296,10 +291,9 @@ class _Study:
                 new.append(self.entries[tile])
         return new
 
-    def submit(self, entries: Sequence[_Entry]) -> None:
+    def submit(self, entries: Iterable[_Entry]) -> None:
         """Build those whose times are not known."""
-        unknown = [entry for entry in entries if not self.recalled(entry)]
-        self.builds.submit([entry.tile for entry in unknown])
+        self.builds.submit([entry.tile for entry in entries if not self.recalled(entry)])
 
     def promise(self) -> str:
         """How many candidates fit the budget."""
@@ -512,9 +506,3 @@ class _Study:
         )
         built = sum(entry.candidate.status != "not reached" for entry in self.entries.values())
         self.watch(Progress(text, len(self.entries), built, len(timed), change, gain))
-
-
-def _promising(entry: _Entry) -> tuple[bool, float]:
-    """To sort kernels that are ready: without spills first, then by the estimate."""
-    estimate = entry.candidate.estimate
-    return entry.candidate.spills_in_step > 0, math.inf if estimate is None else estimate

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.text import Text
 
@@ -33,9 +33,6 @@ from cute_attn.lab.sass import MMA, PACKAGES, Code, Instruction, Step, StepNotFo
 from cute_attn.lab.tables import Printed, Table, brief_tile, counted
 from cute_attn.tiles import text_of
 from cute_attn.traits import Traits
-
-if TYPE_CHECKING:
-    from cute_attn.compiler import CompiledKernel
 
 _SPECIAL = ("MUFU", "F2F", "I2F", "F2I")  # conversions of one number go through the same pipe
 SPILLS = ("LDL", "STL")
@@ -195,7 +192,7 @@ class Verdict:
 
 
 def verdict(
-    kernel: "CompiledKernel | Traits | str",
+    kernel: CompiledKernel | Traits | str,
     tile: Any = None,
     target: str | None = None,
     *,
@@ -244,7 +241,7 @@ def without_functions(one: Verdict) -> Verdict | None:
     return verdict(replace(traits, epilogues=()), one.tile, one.target, refuse=False)
 
 
-def _of_compiled(compiled: "CompiledKernel") -> Verdict:
+def _of_compiled(compiled: CompiledKernel) -> Verdict:
     """The verdict on a kernel of the running sources."""
     kernel = registry.lookup(compiled.traits, compiled.tile, compiled.target)
     with ThreadPoolExecutor(1) as beside:  # nvdisasm is a process, which takes as long as what follows

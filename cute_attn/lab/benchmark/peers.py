@@ -8,7 +8,6 @@ raises :class:`Declined` with the reason. Under dropout each draws its own mask.
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -173,8 +172,7 @@ def cudnn(workload: Workload, x: Inputs) -> Run:
 
     def forward(x: Inputs) -> Tensor:
         q, k, v = (tensor.transpose(1, 2) for tensor in (x.q, x.k, x.v))
-        backend: AbstractContextManager = sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
-        with backend:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=x.bias, **options)
         return out.transpose(1, 2)
 
@@ -280,9 +278,8 @@ def ffpa(workload: Workload, x: Inputs) -> Run:
     }
 
     def forward(x: Inputs) -> Tensor:
-        return ffpa_attn_func(*(tensor.transpose(1, 2) for tensor in (x.q, x.k, x.v)), **options).transpose(
-            1, 2
-        )
+        q, k, v = (tensor.transpose(1, 2) for tensor in (x.q, x.k, x.v))
+        return ffpa_attn_func(q, k, v, **options).transpose(1, 2)
 
     return _run(workload, x, forward)
 
@@ -307,7 +304,6 @@ def own_kernels(op: str = "forward") -> dict[str, Implementation]:
 
 
 def versions() -> dict[str, str]:
-    """The peers' versions."""
     in_torch = dict.fromkeys(("fa2", "mem_efficient"), f"torch {torch.__version__}")
     fa3, fa4, ffpa = map(_installed, ("flash-attn-3", "flash-attn-4", "ffpa-attn"))
     cudnn = str(torch.backends.cudnn.version())
