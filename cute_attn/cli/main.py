@@ -277,7 +277,6 @@ def summary(compiled: Any) -> dict[str, Any]:
 
 
 def cost_table(compiled: Any) -> Table:
-    """What a compiled kernel costs."""
     table = Table("", f"{compiled.name} on {compiled.target}")
     resources, instructions = compiled.resources, compiled.instructions
     spills = f"{resources.spill_store_bytes} bytes stored, {resources.spill_load_bytes} loaded"

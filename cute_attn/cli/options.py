@@ -123,11 +123,7 @@ Verbose = Annotated[bool, typer.Option("-v", "--verbose", callback=_set_verbose,
 
 
 def writable_file(context: typer.Context, param: typer.CallbackParam, path: Path | None) -> Path | None:
-    """An option's file, tried before the work whose result it is for; its folder is made, unless a shell completes.
-
-    Raises:
-        ValueError: it cannot be written.
-    """
+    """An option's file, tried before the work whose result it is for; its folder is made, unless a shell completes."""
     if path is not None and not context.resilient_parsing:
         with _writes(param.opts[0], path, "a file"):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,11 +183,7 @@ def import_names() -> None:
 
 
 def need_gpu(otherwise: str = "timing a kernel needs one") -> None:
-    """Refuse before torch is loaded, which takes seconds: without CUDA's driver there is no GPU.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Refuse before torch is loaded, which takes seconds: without CUDA's driver there is no GPU."""
     if "torch" not in sys.modules:  # which knows itself, and is asked later
         try:
             ctypes.CDLL("libcuda.so.1")
@@ -215,11 +207,7 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def show_building(builds: Iterable[Any], total: int) -> None:
-    """A progress bar of what :func:`cute_attn.prebuild` yields.
-
-    Raises:
-        ValueError: some could not be built.
-    """
+    """A progress bar of what :func:`cute_attn.prebuild` yields; raises ValueError if some could not be built."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     failed = 0
     with Progress(*columns) as progress:

@@ -119,7 +119,14 @@ def make_bundle(requests: Iterable[Request], output: Path, workers: int | None =
     wanted = check_requests(requests)
     _run([*compiler(), "--version"], Path())
     cache = disk_cache("bundling")
-    _prepare(output)
+    # The folder is made now: kernels take long to build.
+    folder = output.parent if output.suffix == ".whl" else output
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"-o is {str(output)!r}; accepted: a place that can be written ({reason})") from None
     return _make(wanted, output, workers, cache)
 
 
@@ -305,17 +312,6 @@ def _check_output(output: Path) -> None:
     elif output.exists() and not (output / bundle.INDEX).is_file():
         if not output.is_dir() or any(output.iterdir()):
             raise ValueError(f"-o is {str(output)!r}; accepted: a new or empty folder, or one with a bundle")
-
-
-def _prepare(output: Path) -> None:
-    """Make the folder now: kernels take long to build."""
-    folder = output.parent if output.suffix == ".whl" else output
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        reason = error.strerror or error
-        raise ValueError(f"-o is {str(output)!r}; accepted: a place that can be written ({reason})") from None
 
 
 def _write_folder(folder: Path, files: dict[str, bytes]) -> None:

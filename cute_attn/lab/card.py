@@ -46,11 +46,7 @@ class Contender:
 
     @staticmethod
     def of(what: "Contender | Traits | str | tuple[Traits | str, Tile | str | None]") -> "Contender":
-        """From a peer's or a kernel's name, or (kernel's name, tile).
-
-        Raises:
-            TypeError, ValueError: it is none of these.
-        """
+        """From a peer's or a kernel's name, or (kernel's name, tile)."""
         if isinstance(what, Contender):
             return what
         name, tile = what if isinstance(what, tuple | list) and len(what) == 2 else (what, None)
@@ -67,11 +63,7 @@ class Contender:
 
 
 class Gpu:
-    """torch's current GPU; ``gpu`` and ``driver`` say which, since timings of another are others.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """torch's current GPU; ``gpu`` and ``driver`` say which, since timings of another are others."""
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
@@ -83,9 +75,7 @@ class Gpu:
         self._checks = Checks()
         self._milliseconds: WeakKeyDictionary[Run, float] = WeakKeyDictionary()
 
-    def now(self) -> float:
-        """Seconds on a clock that never goes back."""
-        return time.monotonic()
+    now = staticmethod(time.monotonic)
 
     def build(self, contenders: Sequence[Contender], workloads: Sequence[Workload]) -> None:
         """Build all kernels that these need, in parallel. One that does not build fails in :meth:`prepare`."""
@@ -147,9 +137,6 @@ class Checks:
 
         A kernel is compared with the reference at a few small sizes; on this workload, without dropout, each contender
         with the first one.
-
-        Raises:
-            ValueError: the workload is not one of the kernel's.
         """
         if contender.peer:
             implementation = peers.PEERS[contender.peer]
@@ -204,11 +191,7 @@ def small_sizes(traits: Traits, tile: Any) -> list[Workload]:
 
 
 def tile_at(contender: Contender, workload: Workload, target: str | None = None) -> Tile:
-    """The tile that a kernel takes on a workload: its own, or the default one, which depends on lengths and heads.
-
-    Raises:
-        Unsupported: no kernel supports it.
-    """
+    """The tile that a kernel takes on a workload: its own, or the default one, which depends on lengths and heads."""
     traits = Traits.parse(contender.kernel)
     target = target or default_target(traits.arch)
     kernel = registry.lookup(traits, contender.tile or None, target)

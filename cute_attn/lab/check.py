@@ -33,7 +33,6 @@ class Accuracy:
 
     @classmethod
     def of(cls, out: Tensor, exact: Tensor, plain: Tensor, factor: float = 2.0) -> "Accuracy":
-        """Compare ``out`` with the exact result and with plain torch's."""
         if out.numel() == 0:
             return cls(0.0, 0.0, 0.0)
         error = float((out.double() - exact).abs().max())
@@ -43,11 +42,7 @@ class Accuracy:
 
 
 def small_workloads(traits: Traits) -> list[Workload]:
-    """A few sizes around a tile's, with two query heads per key head, for a kernel of those traits.
-
-    Raises:
-        ValueError: no workload has such traits.
-    """
+    """A few sizes around a tile's, with two query heads per key head, for a kernel of those traits."""
     workloads = []
     # A query that sees a single key has gradients of zero up to rounding: nothing to compare.
     for seqlen in SEQLENS[traits.op == "backward" :]:
@@ -111,11 +106,7 @@ class Expected:
 def check_workloads(
     traits: Traits, workloads: Iterable[Workload], tile: str | None = None
 ) -> Iterator[tuple[Workload, Accuracy]]:
-    """Run the kernel of those traits on each workload, and compare with the reference.
-
-    Raises:
-        Unsupported: no kernel supports them.
-    """
+    """Run the kernel of those traits on each workload, and compare with the reference."""
     for workload in workloads:
         expected = Expected.of(workload)
         yield workload, expected.accuracy(expected.run(kernel_of(traits), tile))

@@ -38,11 +38,9 @@ class TmaPipeline:
     empty: int
 
     def is_full(self, offset: int) -> bool:
-        """True if ``offset`` is one of its full barriers."""
         return self.full <= offset < self.empty
 
     def is_empty(self, offset: int) -> bool:
-        """True if ``offset`` is one of its empty barriers."""
         return self.empty <= offset < 2 * self.empty - self.full
 
 
@@ -133,7 +131,6 @@ class _State:
     written: frozenset[int] = frozenset()
 
     def joined(self, other: "_State") -> "_State":
-        """The state where two paths join."""
         return _State(
             self.held | other.held,
             self.accessed | other.accessed,

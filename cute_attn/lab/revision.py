@@ -65,7 +65,6 @@ def verdict_at(revision: str, kernel: Traits | str, tile: str = "", target: str 
 
 
 def _check_out(revision: str, folder: Path) -> None:
-    """The revision's files in ``folder``."""
     commit = _git("rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}").decode().strip()
     if not commit:
         raise ValueError(f"revision is {revision!r}; accepted: a commit of the git repository of {ROOT}")

@@ -115,5 +115,4 @@ def _number(text: str) -> int | None:
 
 
 def named(bits: int) -> tuple[str, ...]:
-    """Names of NVML's reasons."""
     return tuple(name for bit, name in _REASONS.items() if bits & bit)

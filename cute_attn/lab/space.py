@@ -130,12 +130,6 @@ def kind_of(reason: str, target: str) -> str:
     return "have another " + _FIELD_IS.sub(r"\1; ", reason)
 
 
-def all_declined(declined: Counter[str]) -> str:
-    """The sentence for a space of which nothing is left."""
-    reasons = ", ".join(f"{count} {reason}" for reason, count in declined.most_common(4))
-    return f"all {declined.total()} tiles were declined: {reasons}"
-
-
 def changed_fields(base: Tile, tile: Tile) -> dict[str, Any]:
     """Field -> value where a tile differs from another of its class."""
     names = [field.name for field in dataclasses.fields(tile)]  # type: ignore[arg-type]

@@ -12,7 +12,6 @@ from cute_attn.traits import Traits
 
 
 def template(name: str) -> str:
-    """A file of ``templates``."""
     return resources.files("cute_attn.lab").joinpath("templates", name).read_text()
 
 

@@ -291,7 +291,6 @@ def judge(built: Any, code: Code, content: StepContent | str, copies: tuple[Conf
 
 
 def step_cost(step: Step, content: Any, target: str, copies: Sequence[Conflicts] = ()) -> StepCost:
-    """What a steady step costs."""
     counts = (step.count(), step.count(*MMA), step.count("MUFU.EX2"))
     scores = 32 * content.warps * content.elements // content.ctas
     found = clocks(step, content, target, copies)
@@ -299,7 +298,6 @@ def step_cost(step: Step, content: Any, target: str, copies: Sequence[Conflicts]
 
 
 def _threads(built: Any) -> int:
-    """Threads of a block."""
     stated = re.search(r"\.reqntid (\d+), (\d+), (\d+)", built.ptx)
     if stated is None:
         raise ValueError(f"the PTX of {built.name} states no threads of a block (.reqntid)")
@@ -432,7 +430,6 @@ def _heads(verdicts: Sequence[Verdict], verbose: bool) -> tuple[str | None, list
 
 
 def _column(one: Verdict) -> dict[str, str]:
-    """A verdict's column."""
     if not one.fits:
         return {"fits": f"[red]no: {one.reason}"}
     spills = f"{one.spills_in_step} in the step, {one.spills_outside} outside"

@@ -183,25 +183,20 @@ def fa4(workload: Workload, x: Inputs) -> Run:
     """FlashAttention-4, in the CuTe DSL."""
     _needs("FA4", workload, "bias", "alibi", "dropout")
     try:
-        from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+        from flash_attn import cute as library
     except ImportError as error:
         raise Declined(f"flash-attn-4 is not installed ({error})") from error
-    options: dict[str, Any] = {
-        "causal": workload.causal and not workload.windowed,
-        "window_size": workload.band if workload.windowed else (None, None),
-        "softcap": SOFTCAP if workload.softcap else 0.0,
-        "learnable_sink": x.sinks,
-    }
-    return _run_flash(workload, x, flash_attn_func, flash_attn_varlen_func, options)
+    window = workload.band if workload.windowed else (None, None)
+    return _run_flash(workload, x, library, window_size=window, learnable_sink=x.sinks)
 
 
-def _run_flash(
-    workload: Workload, x: Inputs, dense: Callable, varlen: Callable, options: dict[str, Any]
-) -> Run:
-    """FlashAttention's function of what the workload has, tensors of equal or packed sequences."""
-    function = dense
+def _run_flash(workload: Workload, x: Inputs, library: Any, **options: Any) -> Run:
+    """The function of FlashAttention's ``library`` for the workload's sequences, packed ones or others."""
+    options["causal"] = workload.causal and not workload.windowed
+    options["softcap"] = SOFTCAP if workload.softcap else 0.0
+    function = library.flash_attn_func
     if x.cu_seqlens is not None:
-        function = varlen
+        function = library.flash_attn_varlen_func
         options |= {"cu_seqlens_q": x.cu_seqlens, "cu_seqlens_k": x.cu_seqlens_k}
         options |= {"max_seqlen_q": workload.longest, "max_seqlen_k": workload.longest_k}
     return _run(workload, x, lambda x: _first(function(x.q, x.k, x.v, **options)))
@@ -213,25 +208,18 @@ def fa3(workload: Workload, x: Inputs) -> Run:
     if workload.op == "backward" and workload.lengths:
         raise Declined("FA3's backward is not called with varlen: builds without that kernel end the process")
     try:
+        import flash_attn_interface as library  # type: ignore[import-not-found]
         from flash_attn_config import CONFIG  # type: ignore[import-not-found]
-        from flash_attn_interface import (  # type: ignore[import-not-found]
-            flash_attn_func,
-            flash_attn_varlen_func,
-        )
     except ImportError as error:
         raise Declined(f"FA3 is not installed ({error})") from error
     sm8x = x.q.is_cuda and torch.cuda.get_device_capability(x.q.device)[0] == 8
     absent = _fa3_lacks(workload, sm8x, CONFIG["build_flags"])
     if absent:
         raise Declined(f"FA3 was built without {absent}")
-    window = tuple(-1 if side is None else side for side in workload.band)
-    options: dict[str, Any] = {
-        "causal": workload.causal and not workload.windowed,
-        "window_size": window if workload.windowed else (-1, -1),
-        "softcap": SOFTCAP if workload.softcap else 0.0,
-        "num_splits": 0 if workload.op == "forward" else 1,  # 0 leaves the number of splits to FA3
-    }
-    return _run_flash(workload, x, flash_attn_func, flash_attn_varlen_func, options)
+    band = workload.band if workload.windowed else (None, None)
+    window = tuple(-1 if side is None else side for side in band)
+    num_splits = 0 if workload.op == "forward" else 1  # 0 leaves the number of splits to FA3
+    return _run_flash(workload, x, library, window_size=window, num_splits=num_splits)
 
 
 def _fa3_lacks(workload: Workload, sm8x: bool, flags: Mapping[str, bool]) -> str | None:
