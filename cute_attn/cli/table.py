@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -10,9 +10,6 @@ from cute_attn import lab
 from cute_attn.cli.options import AsJson, Target, answer, complete_name, import_names, show, working
 from cute_attn.lab.tables import Table
 from cute_attn.traits import ARCHS, FEATURES
-
-if TYPE_CHECKING:
-    from cute_attn.lab.dispatch_table import Row
 
 
 def print_table(
@@ -46,7 +43,7 @@ def print_table(
     answer(as_json, values, lambda: _table(rows))
 
 
-def _table(rows: "Iterable[Row]") -> Table:
+def _table(rows: Iterable[Any]) -> Table:
     heads = ("attention", "target", "tile, or why there is none", "registers", "shared memory", "CTAs")
     table = Table(*heads, title="tile: queries x keys, warps; registers are estimates")
     for reason, same in groupby(rows, lambda one: one.reason):

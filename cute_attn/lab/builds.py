@@ -177,5 +177,4 @@ def build_at_once(
         if not compiler.is_built(kernel, on, lines=lines) and request not in missing:
             missing.append(request)
     if len(missing) > 1 and usable_cache() is not None:
-        for _ in compiler.prebuild(missing, lines=lines):
-            pass
+        list(compiler.prebuild(missing, lines=lines))

@@ -81,8 +81,8 @@ class Gpu:
         """Build all kernels that these need, in parallel. One that does not build fails in :meth:`prepare`."""
         wanted = [r for c in contenders if c.kernel for r in needed_kernels(c, workloads)]
         missing = [r for r in dict.fromkeys(wanted) if not is_built(registry.lookup(*r), r[2])]
-        for _ in prebuild(missing) if len(missing) > 1 else ():
-            pass
+        if len(missing) > 1:
+            list(prebuild(missing))
 
     def prepare(self, contender: Contender, workload: Workload) -> Run:
         """The function to time; its output was compared with the reference.

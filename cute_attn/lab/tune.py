@@ -35,7 +35,7 @@ from cute_attn.lab.builds import Built, WorkerBuilds
 from cute_attn.lab.card import Contender, Gpu, Lost, Run, Wrong, needed_kernels, tile_at
 from cute_attn.lab.race import HEAT_MS, SAMPLE_MS, Comparison, ab, fastest, warm, workloads_of
 from cute_attn.lab.rank import relative
-from cute_attn.lab.space import Space, accepted, change_text, changed_fields
+from cute_attn.lab.space import Space, accepted, changed_fields
 from cute_attn.lab.statistics import RESOLUTION, ROUNDS, abba
 from cute_attn.lab.study import Candidate, Study, as_python
 from cute_attn.lab.tables import counted
@@ -175,8 +175,9 @@ class Search:
         return Contender(self.traits.name, self.change(tile))
 
     def change(self, tile: Tile) -> str:
-        """A tile as a change of the one that ``--tile`` changes: the default for long sequences."""
-        return change_text(registry.lookup(self.traits, None, self.target).tile, tile)
+        """A tile as a change of the one that ``--tile`` changes, the default for long sequences: ``"tile_n=112"``."""
+        default = registry.lookup(self.traits, None, self.target).tile.text.split(",")
+        return ",".join(item for item in tile.text.split(",") if item not in default)
 
     @staticmethod
     def of(
