@@ -292,7 +292,8 @@ def measure(chosen: Sequence[Row], options: argparse.Namespace) -> None:
     """Time the rows; the result is written after each, in case the run is cut."""
     from bench.decode_impls import names_of
     from cute_attn.compiler import default_target
-    from cute_attn.lab.benchmark.results import default_path, machine, median_clock, write
+    from cute_attn.lab.benchmark.results import default_path, machine, write
+    from cute_attn.lab.sensors import known_median
 
     target = default_target("sm80")
     os.environ.setdefault(_FA4_KEEPS_KERNELS, "1")
@@ -312,8 +313,8 @@ def measure(chosen: Sequence[Row], options: argparse.Namespace) -> None:
             print_line(line)
         clocks.append(clock)
         result["rows"] += lines
-        write(result | {"clock_mhz": median_clock(clocks)}, path)
-    show(result | {"clock_mhz": median_clock(clocks)}, options.picture or path.with_suffix(".png"))
+        write(result | {"clock_mhz": known_median(clocks)}, path)
+    show(result | {"clock_mhz": known_median(clocks)}, options.picture or path.with_suffix(".png"))
     print(f"wrote {path}")
 
 

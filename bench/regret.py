@@ -410,8 +410,9 @@ def measure(chosen: Sequence[Shape], options: argparse.Namespace) -> None:
 
     if not torch.cuda.is_available():
         sys.exit("no GPU: a benchmark needs one")
-    from cute_attn.lab.benchmark.results import default_path, first_line, machine, median_clock, write
+    from cute_attn.lab.benchmark.results import default_path, first_line, machine, write
     from cute_attn.lab.benchmark.timing import Clock, clock_under_load
+    from cute_attn.lab.sensors import known_median
 
     clock, clocks = Clock(), list[int | None]()
     result: dict[str, Any] = machine() | {"seed": options.seed, "rows": []}
@@ -428,7 +429,7 @@ def measure(chosen: Sequence[Shape], options: argparse.Namespace) -> None:
             torch.cuda.synchronize()  # raises again if the GPU's context is lost
         print(line(row), flush=True)
         result["rows"].append(row)
-        write(result | {"clock_mhz": median_clock(clocks)}, path)
+        write(result | {"clock_mhz": known_median(clocks)}, path)
         torch.cuda.empty_cache()
     print(f"\n{summary(result['rows'])}\n{result['gpu']}; wrote {path}")
     with contextlib.suppress(ImportError):

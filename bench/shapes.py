@@ -301,7 +301,8 @@ def measure(
 
     if not torch.cuda.is_available():
         sys.exit("no GPU: a benchmark needs one")
-    from cute_attn.lab.benchmark.results import default_path, machine, median_clock, write
+    from cute_attn.lab.benchmark.results import default_path, machine, write
+    from cute_attn.lab.sensors import known_median
 
     names = {op: rivals(op, options.impl, peers) for op in {w.op for w in chosen}}
     for op, found in names.items():
@@ -315,8 +316,8 @@ def measure(
             run.print_row(row)
         clocks.append(clock)
         result["rows"] += rows
-        write(result | {"clock_mhz": median_clock(clocks)}, path)
-    result = cliffs.worst_first(result | {"clock_mhz": median_clock(clocks)})
+        write(result | {"clock_mhz": known_median(clocks)}, path)
+    result = cliffs.worst_first(result | {"clock_mhz": known_median(clocks)})
     write(result, path)
     show(result, options.picture or path.with_suffix(".png"))
     print(f"wrote {path}")

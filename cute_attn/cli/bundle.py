@@ -9,6 +9,7 @@ from cute_attn import lab
 from cute_attn.cli.options import (
     Like,
     Names,
+    OutputFolder,
     Target,
     TileText,
     Workers,
@@ -16,7 +17,6 @@ from cute_attn.cli.options import (
     import_kernels,
     show_building,
     working,
-    writable_folder,
 )
 from cute_attn.lab.tables import counted
 from cute_attn.tiles import TARGETS
@@ -84,9 +84,7 @@ def export(
             help="Kernels, such as forward-sm80-bf16-d128-causal.",
         ),
     ],
-    output: Annotated[
-        Path, typer.Option("-o", "--output", callback=writable_folder, help="The folder to write into.")
-    ],
+    output: OutputFolder,
     tile: TileText = "",
     target: Target = None,
     workers: Workers = None,

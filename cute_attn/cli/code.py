@@ -15,13 +15,13 @@ from cute_attn.cli.options import (
     Page,
     Target,
     Verbose,
+    answer,
     complete_tile,
     import_kernels,
     is_verbose,
     show,
     working,
 )
-from cute_attn.traits import Traits
 
 _TILES = "Fields of the default tile to change: tile_n=128,num_stages=2; may be repeated."
 Tiles = Annotated[list[str] | None, typer.Option("--tile", autocompletion=complete_tile, help=_TILES)]
@@ -48,17 +48,13 @@ def verdict_of_tiles(
     if as_json:
         print(json.dumps([one.as_dict() for one in found], indent=1))
         return
-    lines_of = (lab.verdict.line_table(one) for one in found if one.lines)
-    show(lab.verdict.shown(*found, verbose=is_verbose()), *map(Text, _functions_cost(found)), *lines_of)
-
-
-def _functions_cost(found: Sequence[Any]) -> list[str]:
-    """What the functions of a kernel cost, of a single verdict."""
-    if len(found) > 1:
-        return []
-    with working("building the kernel without its functions"):
-        plain = lab.verdict.without_functions(found[0])
-    return [] if plain is None else [lab.findings.cost_of_functions(found[0], plain)]
+    parts: list[Any] = [lab.verdict.shown(*found, verbose=is_verbose())]
+    if len(found) == 1:
+        with working("building the kernel without its functions"):
+            plain = lab.verdict.without_functions(found[0])
+        if plain is not None:
+            parts.append(Text(lab.findings.cost_of_functions(found[0], plain)))
+    show(*parts, *(lab.verdict.line_table(one) for one in found if one.lines))
 
 
 def difference_of_two(
@@ -86,20 +82,13 @@ def difference_of_two(
     if len(revisions) > 2:
         raise ValueError(f"--at is given {len(revisions)} times; accepted: two revisions at most")
     sides = _sides(name, other, tiles or [], bool(revisions))
-    old = [_verdict_at(revision, side, target) for revision, side in zip(revisions, sides, strict=False)]
-    a, b = [*old, *_verdicts(sides[len(old) :], target, lines=True)]
-    found = lab.compare.compare(a, b)
-    if as_json:
-        print(json.dumps(found.as_dict(), indent=1))
-    else:
-        show(found.shown(verbose=is_verbose()))
-
-
-def _verdict_at(revision: str, side: "Side", target: str | None) -> Any:
-    """The verdict on a side as a revision's sources have it."""
-    name, tile = side
-    with working(f"building {name} at {revision}"):
-        return lab.revision.verdict_at(revision, Traits.parse(name), tile or "", target)
+    found = []
+    for revision, (kernel, tile) in zip(revisions, sides, strict=False):
+        with working(f"building {kernel} at {revision}"):
+            found.append(lab.revision.verdict_at(revision, kernel, tile or "", target))
+    found += _verdicts(sides[len(found) :], target, lines=True)
+    difference = lab.compare.compare(*found)
+    answer(as_json, difference.as_dict(), lambda: difference.shown(verbose=is_verbose()))
 
 
 def _verdicts(sides: Sequence["Side"], target: str | None, lines: bool) -> list[Any]:

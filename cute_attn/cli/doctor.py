@@ -1,6 +1,5 @@
 """The command ``cute-attn doctor``: the state of this machine, what works, and how to mend the rest."""
 
-import json
 import platform
 import tempfile
 from importlib.util import find_spec
@@ -11,7 +10,7 @@ import typer
 
 import cute_attn
 from cute_attn import compiler
-from cute_attn.cli.options import AsJson, make_console, working
+from cute_attn.cli.options import AsJson, answer, make_console, working
 from cute_attn.compiler.bundle import find_bundle
 from cute_attn.compiler.cache import default_cache, switched_off
 from cute_attn.compiler.cubin import cuda_tool
@@ -41,10 +40,7 @@ def examine(as_json: AsJson = False) -> None:
     )
     for one in findings:
         table.add_row(one["what"], f"[red]{one['found']}" if one["broken"] else one["found"], one["fix"])
-    if as_json:
-        print(json.dumps(findings, indent=1))
-    else:
-        make_console().print(table)
+    answer(as_json, findings, lambda: table, make_console().print)
     if wrong:
         raise typer.Exit(1)
 

@@ -94,7 +94,6 @@ def _module(kernel: str) -> str:
 
 
 def _metadata(kernel: str, backend: str) -> str:
-    """What describes a variant."""
     said = {
         "id": f"{_OWN_ID}{kernel[-1]}_{backend}",
         "name": "cute-attn",

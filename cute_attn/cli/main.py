@@ -29,10 +29,12 @@ from cute_attn.cli.options import (
     Like,
     Name,
     Names,
+    OutputFolder,
     Target,
     TileText,
     Verbose,
     Workers,
+    answer,
     import_kernels,
     import_names,
     is_verbose,
@@ -106,11 +108,6 @@ def _load(name: str) -> None:
     spec.loader.exec_module(module)
 
 
-def _paragraphs(doc: str) -> str:
-    """A docstring whose lines end with its paragraphs, which a terminal folds at its width."""
-    return "\n\n".join(" ".join(part.split()) for part in doc.split("\n\n"))
-
-
 def _print_version(asked: bool) -> None:
     if asked:
         print(f"cute-attn {cute_attn.__version__}")
@@ -180,10 +177,7 @@ def list_kernels(
     else:
         pairs = [(t, on) for t, on in pairs if t == Traits(t.op, t.arch, t.dtype, t.head_dim)]
     rows = [_listed(traits, on) for traits, on in pairs]
-    if as_json:
-        print(json.dumps(rows, indent=1))
-    else:
-        show(_defaults(rows))
+    answer(as_json, rows, lambda: _defaults(rows))
 
 
 def _named(name: str, known: list[Any], targets: Sequence[str]) -> list[Any]:
@@ -272,10 +266,7 @@ def compile_kernel(
         (output / f"{base}.ptx").write_text(compiled.ptx)
         (output / f"{base}.cubin").write_bytes(compiled.cubin)
         (output / f"{base}.sass").write_text(compiled.sass)
-    if as_json:
-        print(json.dumps(summary(compiled), indent=1))
-    else:
-        make_console().print(cost_table(compiled))
+    answer(as_json, summary(compiled), lambda: cost_table(compiled), make_console().print)
 
 
 def summary(compiled: Any) -> dict[str, Any]:
@@ -286,7 +277,6 @@ def summary(compiled: Any) -> dict[str, Any]:
 
 
 def cost_table(compiled: Any) -> Table:
-    """What a compiled kernel costs."""
     table = Table("", f"{compiled.name} on {compiled.target}")
     resources, instructions = compiled.resources, compiled.instructions
     spills = f"{resources.spill_store_bytes} bytes stored, {resources.spill_load_bytes} loaded"
@@ -418,21 +408,18 @@ def bench_kernel(
     workloads = [workload.of_traits(traits, seqlen) for seqlen in seqlens or (2048, 8192)]
     if not torch.cuda.is_available():
         raise ValueError("there is no GPU; timing a kernel needs one")
-    kernel = f"{traits.arch}:{traits.variant}" if traits.variant else traits.arch
+    kernel = known.kernel_of(traits)
     rivals = {f"cute_attn/{traits.op}-{kernel}": known.ours(kernel, tile or None)} | (
         known.PEERS if peers else {}
     )
     result = results.time_workloads(workloads, rivals)
-    if as_json:
-        print(json.dumps(result, indent=1))
-        return
     table = Table(
         "workload", "by", "ms", "TFLOP/s", title=f"{result['gpu']}, {result['clock_mhz']} MHz under load"
     )
     for row in result["rows"]:
         numbers = (row["error"], "") if "error" in row else (f"{row['ms']:.3f}", f"{row['value']:.0f}")
         table.add_row(row["workload"], row["impl"], *numbers)
-    make_console().print(table)
+    answer(as_json, result, lambda: table, make_console().print)
 
 
 @app.command("show")
@@ -440,9 +427,7 @@ def draw_kernel(
     name: Name,
     tile: TileText = "",
     target: Target = None,
-    output: Annotated[
-        Path, typer.Option("-o", "--output", callback=writable_folder, help="The folder to write into.")
-    ] = Path("pictures"),
+    output: OutputFolder = Path("pictures"),
     svg: Annotated[bool, typer.Option("--svg", help="Draw SVG instead of PNG.")] = False,
 ) -> None:
     """Draw a kernel's shared-memory layouts, copies and MMA."""
@@ -535,21 +520,19 @@ def tour(context: typer.Context) -> None:
     main()
 
 
-_COMMANDS: dict[str, Any] = {
-    "verdict": code.verdict_of_tiles,
-    "diff": code.difference_of_two,
-    "ab": gpu.ab_of_tiles,
-    "tune": gpu.tune_tile,
-    "table": table.print_table,
-    "explain": table.explain_words,
-    "doctor": doctor.examine,
-}
-for _name, _command in _COMMANDS.items():
-    app.command(_name)(_command)
+app.command("verdict")(code.verdict_of_tiles)
+app.command("diff")(code.difference_of_two)
+app.command("ab")(gpu.ab_of_tiles)
+app.command("tune")(gpu.tune_tile)
+app.command("table")(table.print_table)
+app.command("explain")(table.explain_words)
+app.command("doctor")(doctor.examine)
 app.command("tour", context_settings=run.ITS_OWN, add_help_option=False)(tour)
 app.command("run", context_settings=run.ITS_OWN, no_args_is_help=True)(run.run)
 app.command("hub", no_args_is_help=True)(hub.hub)
 app.command("bundle", no_args_is_help=True)(bundle.bundle)
 app.command("export", no_args_is_help=True)(bundle.export)
 for _one in (*app.registered_commands, *cache_app.registered_commands):
-    _one.help = _paragraphs((_one.callback and _one.callback.__doc__) or "")
+    # A paragraph is one line, which a terminal folds at its width.
+    _paragraphs = (_one.callback.__doc__ or "").split("\n\n")
+    _one.help = "\n\n".join(" ".join(part.split()) for part in _paragraphs)

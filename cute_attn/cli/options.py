@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import gc
+import json
 import os
 import sys
 import tempfile
@@ -70,20 +71,19 @@ def _checked_target(context: typer.Context, target: str | None) -> str | None:
     return target
 
 
-_NAME = "A kernel, such as forward-sm80-bf16-d128-causal."
 _TILE = "Fields of the tile to change: tile_n=128,num_stages=2."
 _TARGET = (
     "sm80, sm86, sm89, sm90, sm100 or sm120; by default the GPU that is present, or the kernel's generation."
 )
 _LIKE = "A file of `cute-attn run --json`: the kernels that it lists; may be repeated."
-Name = Annotated[
-    str, typer.Argument(metavar="NAME", autocompletion=complete_name, callback=_checked_name, help=_NAME)
-]
-_OTHER = "Another kernel, such as the base of a variant."
-Other = Annotated[
-    str | None,
-    typer.Argument(metavar="NAME2", autocompletion=complete_name, callback=_checked_name, help=_OTHER),
-]
+
+
+def _kernel(metavar: str, meaning: str) -> Any:
+    return typer.Argument(metavar=metavar, autocompletion=complete_name, callback=_checked_name, help=meaning)
+
+
+Name = Annotated[str, _kernel("NAME", "A kernel, such as forward-sm80-bf16-d128-causal.")]
+Other = Annotated[str | None, _kernel("NAME2", "Another kernel, such as the base of a variant.")]
 Names = Annotated[
     list[str] | None,
     typer.Argument(
@@ -123,11 +123,7 @@ Verbose = Annotated[bool, typer.Option("-v", "--verbose", callback=_set_verbose,
 
 
 def writable_file(context: typer.Context, param: typer.CallbackParam, path: Path | None) -> Path | None:
-    """An option's file, tried before the work whose result it is for; its folder is made, unless a shell completes.
-
-    Raises:
-        ValueError: it cannot be written.
-    """
+    """An option's file, tried before the work whose result it is for; its folder is made, unless a shell completes."""
     if path is not None and not context.resilient_parsing:
         with _writes(param.opts[0], path, "a file"):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -156,6 +152,9 @@ def _writes(option: str, path: Path, what: str) -> Iterator[None]:
         raise ValueError(f"{option} is {str(path)!r}; accepted: {accepted}") from None
 
 
+OutputFolder = Annotated[
+    Path, typer.Option("-o", "--output", callback=writable_folder, help="The folder to write into.")
+]
 _PAGE = "Also write one HTML page here, with layouts and steady steps; it needs no network."
 Page = Annotated[Path | None, typer.Option("--html", callback=writable_file, help=_PAGE)]
 
@@ -184,11 +183,7 @@ def import_names() -> None:
 
 
 def need_gpu(otherwise: str = "timing a kernel needs one") -> None:
-    """Refuse before torch is loaded, which takes seconds: without CUDA's driver there is no GPU.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Refuse before torch is loaded, which takes seconds: without CUDA's driver there is no GPU."""
     if "torch" not in sys.modules:  # which knows itself, and is asked later
         try:
             ctypes.CDLL("libcuda.so.1")
@@ -212,11 +207,7 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def show_building(builds: Iterable[Any], total: int) -> None:
-    """A progress bar of what :func:`cute_attn.prebuild` yields.
-
-    Raises:
-        ValueError: some could not be built.
-    """
+    """A progress bar of what :func:`cute_attn.prebuild` yields; raises ValueError if some could not be built."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     failed = 0
     with Progress(*columns) as progress:
@@ -246,3 +237,13 @@ def show(*parts: Any) -> None:
     is_long = console.is_terminal and sys.stdin.isatty() and captured.get().count("\n") >= console.height
     with console.pager(styles=True) if is_long and _pages else contextlib.nullcontext():
         console.print(*parts, sep="\n")
+
+
+def answer(
+    as_json: bool, values: Any, shown: Callable[[], Any], print_shown: Callable[[Any], None] = show
+) -> None:
+    """Print a result's values as JSON, or what is shown of it."""
+    if as_json:
+        print(json.dumps(values, indent=1))
+    else:
+        print_shown(shown())

@@ -227,7 +227,6 @@ def report(observer: Any, program: str, seconds: float, output: TextIO | None) -
 
 
 def table(rows: list[Any], seconds: float) -> Table:
-    """Calls by signature."""
     served = sum(row.calls for row in rows if row.reason is None)
     calls = sum(row.calls for row in rows)
     title = f"{counted(calls, 'attention call')}, {served} on the kernels, in {seconds:.1f} s"

@@ -1,19 +1,15 @@
 """The commands ``cute-attn table``, the served calls and their costs, and ``explain``."""
 
-import json
 from collections.abc import Iterable
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from cute_attn import lab
-from cute_attn.cli.options import AsJson, Target, complete_name, import_names, show, working
+from cute_attn.cli.options import AsJson, Target, answer, complete_name, import_names, show, working
 from cute_attn.lab.tables import Table
 from cute_attn.traits import ARCHS, FEATURES
-
-if TYPE_CHECKING:
-    from cute_attn.lab.dispatch_table import Row
 
 
 def print_table(
@@ -43,13 +39,11 @@ def print_table(
     with working("choosing default tiles"):
         made = lab.dispatch_table
         rows = made.mem_efficient(target) if like else list(made.grid(op, arch, target))
-    if as_json:
-        print(json.dumps([{**vars(one), "tile": one.tile and one.tile.text} for one in rows], indent=1))
-    else:
-        show(_table(rows))
+    values = [{**vars(one), "tile": one.tile and one.tile.text} for one in rows]
+    answer(as_json, values, lambda: _table(rows))
 
 
-def _table(rows: "Iterable[Row]") -> Table:
+def _table(rows: Iterable[Any]) -> Table:
     heads = ("attention", "target", "tile, or why there is none", "registers", "shared memory", "CTAs")
     table = Table(*heads, title="tile: queries x keys, warps; registers are estimates")
     for reason, same in groupby(rows, lambda one: one.reason):

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from cute_attn import compiler
 from cute_attn.compiler import registry
@@ -45,7 +44,8 @@ class WorkerBuilds:
     """Builds in processes, by default one a core but one, which is left for who times; ranked for workloads.
 
     Kernels of the running script, which the processes do not import, are built by this process when results are taken.
-    ``beside``: kernels that running these needs too; they are built first, and not reported.
+    ``beside``: kernels that running these needs too; they are built first, and not reported. ``pending``: how many
+    submitted tiles' results were not taken yet.
     """
 
     def __init__(
@@ -68,21 +68,16 @@ class WorkerBuilds:
         self._threads: list[threading.Thread] = []
         self._processes: list[Worker] = []
         self._lock = threading.Lock()
-        self._pending = 0
+        self.pending = 0
         self._closed = False
         for request in beside:
             if "__main__" not in compiler.user_modules(request):
                 self._want(request)
 
-    @property
-    def pending(self) -> int:
-        """Submitted tiles whose result was not taken yet."""
-        return self._pending
-
     def submit(self, tiles: Iterable[Tile]) -> None:
         """Build these too, in this order, after what was submitted."""
         for tile in tiles:
-            self._pending += 1
+            self.pending += 1
             if "__main__" in compiler.user_modules((self._traits, tile, self._target)):
                 self._own.append(tile)
                 continue
@@ -98,14 +93,14 @@ class WorkerBuilds:
     def take(self, wait_s: float) -> list[Built]:
         """Results that are there; waits up to so many seconds for the first one."""
         if self._own:
-            self._pending -= 1
+            self.pending -= 1
             return [self._build_here(self._own.pop(0))]
         self._stop_slow_ones()
         found, seconds = list[Built](), max(0.0, min(wait_s, 5.0))
         with contextlib.suppress(queue.Empty):
             while True:
                 found.append(self._done.get(not found and seconds > 0, seconds or None))
-        self._pending -= len(found)
+        self.pending -= len(found)
         return found
 
     def close(self) -> None:
@@ -133,9 +128,12 @@ class WorkerBuilds:
             with self._lock:
                 del self._running[worker]
                 self._durations.append(time.monotonic() - start)
+            error = answer.pop("error")
             if tile in self._slow:
-                answer = {"error": f"its build was given up after {self._slow[tile]:.0f} s"}
-            self._done.put(_built(tile, answer))
+                error = f"its build was given up after {self._slow[tile]:.0f} s"
+            self._done.put(
+                Built(tile, error=error.strip().splitlines()[0]) if error else Built(tile, **answer)
+            )
         worker.stop()
 
     def _stop_slow_ones(self) -> None:
@@ -179,11 +177,4 @@ def build_at_once(
         if not compiler.is_built(kernel, on, lines=lines) and request not in missing:
             missing.append(request)
     if len(missing) > 1 and usable_cache() is not None:
-        for _ in compiler.prebuild(missing, lines=lines):
-            pass
-
-
-def _built(tile: Tile, answer: dict[str, Any]) -> Built:
-    if answer["error"] is not None:
-        return Built(tile, error=answer["error"].strip().splitlines()[0])
-    return Built(tile, **{name: value for name, value in answer.items() if name != "error"})
+        list(compiler.prebuild(missing, lines=lines))

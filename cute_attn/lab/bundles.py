@@ -118,11 +118,24 @@ def make_bundle(requests: Iterable[Request], output: Path, workers: int | None =
     _check_output(output)
     wanted = check_requests(requests)
     _run([*compiler(), "--version"], Path())
+    cache = disk_cache("bundling")
+    # The folder is made now: kernels take long to build.
+    folder = output.parent if output.suffix == ".whl" else output
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"-o is {str(output)!r}; accepted: a place that can be written ({reason})") from None
+    return _make(wanted, output, workers, cache)
+
+
+def disk_cache(what: str) -> DiskCache:
+    """The cache of what needs one; raises ValueError where it is off."""
     cache = default_cache()
     if cache is None:
-        raise ValueError(f"{switched_off()}; bundling needs the disk cache")
-    _prepare(output)
-    return _make(wanted, output, workers, cache)
+        raise ValueError(f"{switched_off()}; {what} needs the disk cache")
+    return cache
 
 
 def check_requests(requests: Iterable[Any]) -> list[Request]:
@@ -299,17 +312,6 @@ def _check_output(output: Path) -> None:
     elif output.exists() and not (output / bundle.INDEX).is_file():
         if not output.is_dir() or any(output.iterdir()):
             raise ValueError(f"-o is {str(output)!r}; accepted: a new or empty folder, or one with a bundle")
-
-
-def _prepare(output: Path) -> None:
-    """Make the folder now: kernels take long to build."""
-    folder = output.parent if output.suffix == ".whl" else output
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        reason = error.strerror or error
-        raise ValueError(f"-o is {str(output)!r}; accepted: a place that can be written ({reason})") from None
 
 
 def _write_folder(folder: Path, files: dict[str, bytes]) -> None:

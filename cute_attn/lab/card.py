@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from cute_attn.compiler import Request, default_target, is_built, prebuild, registry
+from cute_attn.compiler import default_target, is_built, prebuild, registry
 from cute_attn.host.backward import kernels_of
 from cute_attn.lab.benchmark import peers
 from cute_attn.lab.benchmark.results import TOLERANCE, difference, first_line
@@ -46,11 +46,7 @@ class Contender:
 
     @staticmethod
     def of(what: "Contender | Traits | str | tuple[Traits | str, Tile | str | None]") -> "Contender":
-        """From a peer's or a kernel's name, or (kernel's name, tile).
-
-        Raises:
-            TypeError, ValueError: it is none of these.
-        """
+        """From a peer's or a kernel's name, or (kernel's name, tile)."""
         if isinstance(what, Contender):
             return what
         name, tile = what if isinstance(what, tuple | list) and len(what) == 2 else (what, None)
@@ -67,11 +63,7 @@ class Contender:
 
 
 class Gpu:
-    """torch's current GPU; ``gpu`` and ``driver`` say which, since timings of another are others.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """torch's current GPU; ``gpu`` and ``driver`` say which, since timings of another are others."""
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
@@ -83,16 +75,14 @@ class Gpu:
         self._checks = Checks()
         self._milliseconds: WeakKeyDictionary[Run, float] = WeakKeyDictionary()
 
-    def now(self) -> float:
-        """Seconds on a clock that never goes back."""
-        return time.monotonic()
+    now = staticmethod(time.monotonic)
 
     def build(self, contenders: Sequence[Contender], workloads: Sequence[Workload]) -> None:
         """Build all kernels that these need, in parallel. One that does not build fails in :meth:`prepare`."""
         wanted = [r for c in contenders if c.kernel for r in needed_kernels(c, workloads)]
-        missing = [r for r in dict.fromkeys(wanted) if not _is_built(r)]
-        for _ in prebuild(missing) if len(missing) > 1 else ():
-            pass
+        missing = [r for r in dict.fromkeys(wanted) if not is_built(registry.lookup(*r), r[2])]
+        if len(missing) > 1:
+            list(prebuild(missing))
 
     def prepare(self, contender: Contender, workload: Workload) -> Run:
         """The function to time; its output was compared with the reference.
@@ -147,9 +137,6 @@ class Checks:
 
         A kernel is compared with the reference at a few small sizes; on this workload, without dropout, each contender
         with the first one.
-
-        Raises:
-            ValueError: the workload is not one of the kernel's.
         """
         if contender.peer:
             implementation = peers.PEERS[contender.peer]
@@ -163,7 +150,7 @@ class Checks:
             if (contender.kernel, tile) not in self._passed:
                 self._check_small_sizes(contender, traits, tile)
                 self._passed.add((contender.kernel, tile))
-            implementation = peers.ours(kernel_of(traits), contender.tile or None)
+            implementation = peers.ours(peers.kernel_of(traits), contender.tile or None)
         if workload not in self._inputs:
             torch.manual_seed(0)
             self._inputs[workload] = workload.inputs()
@@ -182,7 +169,7 @@ class Checks:
             if workload not in self._small:
                 self._small[workload] = Expected.of(workload)
             expected = self._small[workload]
-            accuracy = expected.accuracy(expected.run(kernel_of(traits), tile.text))
+            accuracy = expected.accuracy(expected.run(peers.kernel_of(traits), tile.text))
             if not accuracy.passed:
                 raise Wrong(
                     f"{contender} is wrong on {workload.name}: its error is {accuracy.error:.2g}, "
@@ -203,17 +190,8 @@ def small_sizes(traits: Traits, tile: Any) -> list[Workload]:
     return list(dict.fromkeys(sizes))
 
 
-def kernel_of(traits: Traits) -> str:
-    """``"ARCH"`` or ``"ARCH:VARIANT"``, as the operator takes it."""
-    return f"{traits.arch}:{traits.variant}" if traits.variant else traits.arch
-
-
 def tile_at(contender: Contender, workload: Workload, target: str | None = None) -> Tile:
-    """The tile that a kernel takes on a workload: its own, or the default one, which depends on lengths and heads.
-
-    Raises:
-        Unsupported: no kernel supports it.
-    """
+    """The tile that a kernel takes on a workload: its own, or the default one, which depends on lengths and heads."""
     traits = Traits.parse(contender.kernel)
     target = target or default_target(traits.arch)
     kernel = registry.lookup(traits, contender.tile or None, target)
@@ -224,7 +202,7 @@ def tile_at(contender: Contender, workload: Workload, target: str | None = None)
 
 def needed_kernels(
     contender: Contender, workloads: Sequence[Workload], target: str | None = None
-) -> Iterator[Request]:
+) -> Iterator[tuple[Traits, Tile, str]]:
     """The kernels that checking and timing a kernel launches: its own, of a backward also the forwards before it."""
     traits = Traits.parse(contender.kernel)
     target = target or default_target(traits.arch)
@@ -241,8 +219,3 @@ def needed_kernels(
         forward = Contender(replace(traits, op="forward", bias_grad=False, variant=variant).name)
         for size in (workload, *small_sizes(traits, kernel.tile)):
             yield Traits.parse(forward.kernel), tile_at(forward, size, target), target
-
-
-def _is_built(request: Request) -> bool:
-    traits, tile, target = request
-    return is_built(registry.lookup(traits, tile, target), target or default_target(traits.arch))

@@ -10,7 +10,7 @@ from cute_attn import reference
 from cute_attn.api import attention as interface
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
 from cute_attn.epilogues.names import user_epilogue
-from cute_attn.lab.benchmark.peers import call_options
+from cute_attn.lab.benchmark.peers import call_options, kernel_of, output
 from cute_attn.lab.benchmark.workload import Inputs, Workload, of_traits
 from cute_attn.traits import Traits
 
@@ -33,7 +33,6 @@ class Accuracy:
 
     @classmethod
     def of(cls, out: Tensor, exact: Tensor, plain: Tensor, factor: float = 2.0) -> "Accuracy":
-        """Compare ``out`` with the exact result and with plain torch's."""
         if out.numel() == 0:
             return cls(0.0, 0.0, 0.0)
         error = float((out.double() - exact).abs().max())
@@ -43,11 +42,7 @@ class Accuracy:
 
 
 def small_workloads(traits: Traits) -> list[Workload]:
-    """A few sizes around a tile's, with two query heads per key head, for a kernel of those traits.
-
-    Raises:
-        ValueError: no workload has such traits.
-    """
+    """A few sizes around a tile's, with two query heads per key head, for a kernel of those traits."""
     workloads = []
     # A query that sees a single key has gradients of zero up to rounding: nothing to compare.
     for seqlen in SEQLENS[traits.op == "backward" :]:
@@ -94,18 +89,10 @@ class Expected:
         Raises:
             Unsupported: the kernel does not support the workload or the tile.
         """
-        workload, x = self.workload, self.x
-        which = "tile" if workload.op == "forward" else "backward_tile"
-        options = call_options(workload, x) | {"kernel": kernel, which: tile, "rng_state": self.rng_state}
-        if x.cu_seqlens is None or x.cu_seqlens_k is None:
-            out = interface.attention(x.q, x.k, x.v, **options)
-        else:
-            lengths = (x.cu_seqlens, x.cu_seqlens_k, workload.longest, workload.longest_k)
-            out = interface.attention_varlen(x.q, x.k, x.v, *lengths, **options)
-        assert isinstance(out, Tensor)
+        out = output(self.workload, self.x, kernel, tile, rng_state=self.rng_state)
         if self.grad is None:
             return (out,)
-        return torch.autograd.grad(out, x.leaves(workload), self.grad)
+        return torch.autograd.grad(out, self.x.leaves(self.workload), self.grad)
 
     def accuracy(self, results: Sequence[Tensor]) -> Accuracy:
         """Accuracy of an output, or of the gradient whose error is largest relative to its tolerance."""
@@ -119,15 +106,10 @@ class Expected:
 def check_workloads(
     traits: Traits, workloads: Iterable[Workload], tile: str | None = None
 ) -> Iterator[tuple[Workload, Accuracy]]:
-    """Run the kernel of those traits on each workload, and compare with the reference.
-
-    Raises:
-        Unsupported: no kernel supports them.
-    """
-    kernel = f"{traits.arch}:{traits.variant}" if traits.variant else traits.arch
+    """Run the kernel of those traits on each workload, and compare with the reference."""
     for workload in workloads:
         expected = Expected.of(workload)
-        yield workload, expected.accuracy(expected.run(kernel, tile))
+        yield workload, expected.accuracy(expected.run(kernel_of(traits), tile))
 
 
 def _by_definition(workload: Workload, x: Inputs, rng_state: Tensor, dtype: torch.dtype) -> Tensor:

@@ -81,7 +81,10 @@ class Difference:
         parts: list[Any] = [shown(self.a, self.b, verbose=verbose)]
         for title, counts in (("opcodes of a steady step", self.opcodes), ("source lines", self.lines)):
             if counts:
-                parts.append(_count_table(title, counts))
+                table = Table("", "a", "b", "change", title=title)
+                for one in counts:
+                    table.add_row(Text(one.what), str(one.a), str(one.b), f"{one.change:+}")
+                parts.append(table)
         if self.equal:
             parts.append(Text("The steady steps are equal except for registers' numbers."))
         elif self.rows:
@@ -104,7 +107,6 @@ def compare(a: Verdict, b: Verdict) -> Difference:
     """How two kernels' steady steps differ.
 
     Raises:
-        TypeError: one is no verdict.
         ValueError: one of the verdicts is on a tile that does not fit.
     """
     for what, one in (("a is", a), ("b is", b)):
@@ -156,13 +158,6 @@ def normalized(i: Instruction) -> str:
 
 
 # ---- tables ----
-
-
-def _count_table(title: str, counts: tuple[Count, ...]) -> Table:
-    made = Table("", "a", "b", "change", title=title)
-    for one in counts:
-        made.add_row(Text(one.what), str(one.a), str(one.b), f"{one.change:+}")
-    return made
 
 
 def _side_by_side(rows: tuple[Row, ...], most: int | None) -> Table:

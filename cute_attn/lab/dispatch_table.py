@@ -108,9 +108,8 @@ def row(traits: Traits, target: str) -> Row:
 def grid(op: str, arch: str | None, target: str | None) -> list[Row]:
     """dtype x generation x head dims x dropout x bias; ``target``: by default the generation's newest."""
     rows = []
-    kinds = product(
-        DTYPES, ARCHS if arch is None else (arch,), HEAD_DIMS, ("", "mem_efficient"), (False, True)
-    )
+    archs = ARCHS if arch is None else (arch,)
+    kinds = product(DTYPES, archs, HEAD_DIMS, ("", "mem_efficient"), (False, True))
     for dtype, of, dims, dropout, bias in kinds:
         grad = bias and op == "backward"
         traits = Traits(op, of, dtype, *dims, dropout=dropout, bias=dtype if bias else "", bias_grad=grad)

@@ -139,10 +139,8 @@ def _field(word: str) -> Iterator[tuple[str, str]]:
     for cls, kernels in tile_classes().items():
         if word in _fields(cls):
             fields: Any = dataclasses.fields(cls)  # type: ignore[arg-type]
-            values = next(f for f in fields if f.name == word).metadata.get("values", ())
-            tried = (
-                f" `tune` tries {', '.join(map(str, dict.fromkeys(values)))}." if len(set(values)) > 1 else ""
-            )
+            values = dict.fromkeys(next(f for f in fields if f.name == word).metadata.get("values", ()))
+            tried = f" `tune` tries {', '.join(map(str, values))}." if len(values) > 1 else ""
             text = attribute_docs(cls).get(word, "-").rstrip(".") + "." + tried
             texts.setdefault(text, []).extend(kernels)
     yield from ((f"{word} of {', '.join(kernels)}", text) for text, kernels in texts.items())

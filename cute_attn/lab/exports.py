@@ -11,9 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from cute_attn.compiler import compiled
-from cute_attn.compiler.cache import OBJECT, default_cache, switched_off
+from cute_attn.compiler.cache import OBJECT
 from cute_attn.compiler.compiled import CompiledKernel, Request, default_target, prebuild
-from cute_attn.lab.bundles import LICENCE, RUNTIME, check_requests, runtime_archive, without_bundle
+from cute_attn.lab import bundles
 from cute_attn.lab.tables import template
 from cute_attn.traits import Traits
 
@@ -26,15 +26,13 @@ def export(requests: Iterable[Request], folder: Path, workers: int | None = None
     Raises:
         ValueError: as of :func:`cute_attn.lab.bundles.make_bundle`.
     """
-    wanted = check_requests(requests)
+    wanted = bundles.check_requests(requests)
     names = [macro_name(traits, target or default_target(traits.arch)) for traits, _, target in wanted]
     for (traits, _, _), name in zip(wanted, names, strict=True):
         if names.count(name) > 1:
             raise ValueError(f"{traits} is exported more than once; accepted: one tile of a name and target")
-    cache = default_cache()
-    if cache is None:
-        raise ValueError(f"{switched_off()}; exporting needs the disk cache")
-    with without_bundle():
+    cache = bundles.disk_cache("exporting")
+    with bundles.without_bundle():
         for built in prebuild(wanted, workers):
             if built.error is not None:
                 raise ValueError(f"{built.traits} could not be built: {built.error}")
@@ -47,11 +45,13 @@ def export(requests: Iterable[Request], folder: Path, workers: int | None = None
             raise ValueError(f"{kernel.name} is no longer in the cache; accepted: no pruning meanwhile")
         (folder / f"{name}.o").write_bytes(entry.files[OBJECT])
         declarations.append(declaration(kernel, entry.meta["function"]))
-    (folder / HEADER).write_text(template("kernels.h").format(**LICENCE, declarations="".join(declarations)))
+    (folder / HEADER).write_text(
+        template("kernels.h").format(**bundles.LICENCE, declarations="".join(declarations))
+    )
     (folder / "raise.c").write_text(template("raise.c"))
-    shutil.copyfile(runtime_archive(), folder / RUNTIME)
+    shutil.copyfile(bundles.runtime_archive(), folder / bundles.RUNTIME)
     objects = "\n  ".join(f"${{CMAKE_CURRENT_SOURCE_DIR}}/{name}.o" for name in names)
-    (folder / LISTS).write_text(template(LISTS).format(objects=objects, runtime=RUNTIME))
+    (folder / LISTS).write_text(template(LISTS).format(objects=objects, runtime=bundles.RUNTIME))
     return kernels
 
 
@@ -64,14 +64,16 @@ def declaration(kernel: CompiledKernel, symbol: str) -> str:
     """A kernel in the header: what it costs, its arguments, its function, and its tile as constants."""
     name, used = macro_name(kernel.traits, kernel.target), kernel.resources
     tile = (f"#define {name}_{field} {int(value)}" for field, value in asdict(kernel.tile).items())
-    costs = {"registers": used.registers, "memory": used.shared_memory_bytes}
-    what = {
-        "name": kernel.name,
-        "target": kernel.target,
-        "arguments": arguments(kernel),
-        "macro": name,
-    } | costs
-    return template("declaration.h").format(function=f"__tvm_ffi_{symbol}", tile="\n".join(tile), **what)
+    return template("declaration.h").format(
+        name=kernel.name,
+        target=kernel.target,
+        registers=used.registers,
+        memory=used.shared_memory_bytes,
+        arguments=arguments(kernel),
+        macro=name,
+        function=f"__tvm_ffi_{symbol}",
+        tile="\n".join(tile),
+    )
 
 
 def arguments(kernel: CompiledKernel) -> str:

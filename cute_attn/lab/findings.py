@@ -67,7 +67,6 @@ def best(verdicts: Iterable[Verdict]) -> Verdict:
     """The verdict that is best by its code: without spills in the step if there is one, then the fastest by estimate.
 
     Raises:
-        TypeError: one is no verdict.
         ValueError: no tile fits and has a steady step, or they compute different things or are of different targets.
     """
     given = list(verdicts)
@@ -98,7 +97,8 @@ def _comparison(verdicts: Sequence[Verdict]) -> tuple[str, Verdict]:
         if one.spills_in_step and not first.spills_in_step:
             said.append(f"{name} spills in the step" + (f" and {_slower(gap)}" if gap >= NOISE else ""))
         elif abs(gap) < NOISE:
-            ties.append(f"{name} {_away(abs(gap))}")
+            away = f"is {abs(gap):.1%} away, and less than {NOISE:.0%} means nothing"
+            ties.append(f"{name} {away if gap else 'costs the same'}")
         else:
             said.append(f"{name} {_slower(gap)}")
     only_ties = bool(ties) and not said
@@ -114,13 +114,7 @@ def _comparison(verdicts: Sequence[Verdict]) -> tuple[str, Verdict]:
 
 
 def _slower(gap: float) -> str:
-    """How much more time a tile takes."""
     return f"is {gap:.1%} slower" if gap < 1 else f"takes {1 + gap:.1f} times as long"
-
-
-def _away(gap: float) -> str:
-    """How far a tile is that is within the noise."""
-    return f"is {gap:.1%} away, and less than {NOISE:.0%} means nothing" if gap else "costs the same"
 
 
 def _short(one: Verdict, verdicts: Sequence[Verdict]) -> str:

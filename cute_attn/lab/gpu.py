@@ -42,9 +42,8 @@ MULTIPROCESSORS = {
     "sm86": Multiprocessor(102_400, 48, 16, 1024, 0, 84, 360),  # A40
     "sm89": Multiprocessor(102_400, 48, 24, 1024, 0, 142, 310),  # L40S
     "sm90": Multiprocessor(233_472, 64, 32, 0.62 * 4096, 4096, 132, 2200),  # H200
-    "sm100": Multiprocessor(
-        233_472, 64, 32, 0.62 * 4096, 0, 148, 3900
-    ),  # B200; mma.sync is taken to be as on Hopper
+    # B200; mma.sync is taken to be as on Hopper
+    "sm100": Multiprocessor(233_472, 64, 32, 0.62 * 4096, 0, 148, 3900),
     "sm120": Multiprocessor(102_400, 48, 24, 1024, 0, 188, 620),  # RTX PRO 6000
 }
 

@@ -101,16 +101,14 @@ def _mask(mask: "BlockMask") -> "Picture":
         panel, counts = _blocks(mask, b, h, f"sequence {b}, head {h}" if sequences * heads > 1 else "blocks")
         panels.append(panel)
         visited, whole = visited + sum(counts), whole + counts[1]
-    legend = Legend(
-        [(name, [_BLOCK_COLORS[kind]]) for kind, name in enumerate(("partly seen", "seen whole"))],
-        [
-            f"White blocks are not visited. {visited} of {len(shown) * rows * cols} are, {whole} of them whole."
-        ],
-        [
-            f"{sequences} x {heads} x {rows} x {cols} blocks of {' x '.join(map(str, mask.BLOCK_SIZE))} elements"
-        ],
+    kinds = [(name, [_BLOCK_COLORS[kind]]) for kind, name in enumerate(("partly seen", "seen whole"))]
+    seen = (
+        f"White blocks are not visited. {visited} of {len(shown) * rows * cols} are, {whole} of them whole."
     )
-    return Picture([panels], "BlockMask", legend)
+    size = (
+        f"{sequences} x {heads} x {rows} x {cols} blocks of {' x '.join(map(str, mask.BLOCK_SIZE))} elements"
+    )
+    return Picture([panels], "BlockMask", Legend(kinds, [seen], [size]))
 
 
 def _blocks(mask: "BlockMask", b: int, h: int, title: str) -> "tuple[Panel, tuple[int, int]]":
@@ -121,12 +119,8 @@ def _blocks(mask: "BlockMask", b: int, h: int, title: str) -> "tuple[Panel, tupl
     shape = min(rows, _MOST_BLOCKS), min(cols, _MOST_BLOCKS)
     unit = min(0.25, 6.0 / max(shape))
     cells, counts = [], []
-    for color, numbers, indices in zip(
-        _BLOCK_COLORS,
-        (mask.kv_num_blocks, mask.full_kv_num_blocks),
-        (mask.kv_indices, mask.full_kv_indices),
-        strict=True,
-    ):
+    partial, whole = (mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)
+    for color, (numbers, indices) in zip(_BLOCK_COLORS, (partial, whole), strict=True):
         listed: list[list[int]] = []
         if numbers is not None and indices is not None:  # a mask without whole blocks may have None
             lists = zip(numbers[b, h].tolist(), indices[b, h].tolist(), strict=True)
@@ -146,6 +140,5 @@ def inline_svg(text: str, name: str) -> str:
     """An SVG file as an element of a page: without its head and metadata, with ids that begin with ``name``."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", text, count=1)
+    text = re.sub("<svg[^>]*", lambda svg: re.sub(r' (width|height)="[^"]*"', "", svg[0]), text, count=1)
     return re.sub(r'((?:\bid="|href="#|url\(#))', rf"\g<1>{name}-", text)

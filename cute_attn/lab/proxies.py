@@ -38,11 +38,9 @@ class TmaPipeline:
     empty: int
 
     def is_full(self, offset: int) -> bool:
-        """True if ``offset`` is one of its full barriers."""
         return self.full <= offset < self.empty
 
     def is_empty(self, offset: int) -> bool:
-        """True if ``offset`` is one of its empty barriers."""
         return self.empty <= offset < 2 * self.empty - self.full
 
 
@@ -96,7 +94,9 @@ def proxy_order(code: Code) -> ProxyOrder:
     pending = [0]
     while pending:
         block = pending.pop()
-        after = walk.through(code.blocks[block], before[block])
+        after = before[block]
+        for i in code.blocks[block]:
+            after = walk.after(i, after)
         for following in graph.successors(block):
             joined = before[following].joined(after) if following in before else after
             if joined != before.get(following):
@@ -131,7 +131,6 @@ class _State:
     written: frozenset[int] = frozenset()
 
     def joined(self, other: "_State") -> "_State":
-        """The state where two paths join."""
         return _State(
             self.held | other.held,
             self.accessed | other.accessed,
@@ -150,13 +149,7 @@ class _Walk:
     by_threads: set[int] = field(default_factory=set)
     unordered: dict[int, set[int]] = field(default_factory=dict)
 
-    def through(self, block: Iterable[Instruction], state: _State) -> _State:
-        """The state after a block."""
-        for i in block:
-            state = self._after(i, state)
-        return state
-
-    def _after(self, i: Instruction, state: _State) -> _State:
+    def after(self, i: Instruction, state: _State) -> _State:
         held, accessed, unfenced, written = state.held, state.accessed, state.unfenced, state.written
         if i.opcode in _ACCESSES:
             new = {(pipeline, i.address) for pipeline in held}

@@ -80,7 +80,6 @@ class Comparison:
 
     @property
     def sentence(self) -> str:
-        """The outcome in one sentence."""
         if len(self.measured) == 1:
             (one,) = self.measured
             default = self.b == str(Contender(self.a.partition(" ")[0])) != self.a
@@ -198,11 +197,7 @@ def ab(
 def workloads_of(
     contenders: Iterable[Contender], workloads: Sequence[Workload | str]
 ) -> tuple[Workload, ...]:
-    """The workloads, from their texts, or the default ones, for contenders of which at least one is a kernel.
-
-    Raises:
-        ValueError: all are peers, or a text is wrong.
-    """
+    """The workloads, from their texts, or the default ones, for contenders of which at least one is a kernel."""
     kernels = [contender.kernel for contender in contenders if contender.kernel]
     if not kernels:
         raise ValueError("a and b are peers; accepted: at least one kernel of this package")

@@ -50,7 +50,6 @@ def estimate(verdict: Verdict, workload: "Workload | None" = None) -> float:
     Estimates are comparable only for the same traits, target and workload; smaller is faster.
 
     Raises:
-        TypeError: ``verdict`` is none.
         ValueError: the tile does not fit, has no steady step, or its traits are not those of the workload.
     """
     check_verdict("verdict is", verdict)

@@ -56,22 +56,14 @@ def _write(path: Path, title: str, parts: Sequence[Any], verdicts: Sequence[Verd
     console.print(*parts, sep="\n", highlight=False, markup=False)
     if len(verdicts) > 1:
         console.print(compare(*verdicts[:2]).shown(verbose=True))
-    figures, left_out = drawn(verdicts[0])
+    one, figures, left_out = verdicts[0], list[str](), list[str]()
+    if hasattr(registry.lookup(Traits.parse(one.name), one.tile, one.target), "copies"):
+        for what, text in pictures(one.name, one.tile, one.target).inline():
+            fits = sum(map(len, figures)) + len(text) <= _FOR_PICTURES
+            (figures if fits else left_out).append(text if fits else what)
     console.print("Shared memory coloured by bank, copies and MMA by warp, of the first tile.")
     if left_out:
         names = ", ".join(left_out)
         console.print(f"Left out, since the page would be too large: {names}; cute-attn show draws them.")
     code = console.export_html(inline_styles=True, code_format="{code}")
     path.write_text(template("page.html").format(title=escape(title), code=code, figures="\n".join(figures)))
-
-
-def drawn(one: Verdict) -> tuple[list[str], list[str]]:
-    """Pictures of a kernel's layouts, copies and MMA as SVG, and names of those for which there is no room."""
-    figures: list[str] = []
-    left_out: list[str] = []
-    if not hasattr(registry.lookup(Traits.parse(one.name), one.tile, one.target), "copies"):
-        return [], []
-    for what, text in pictures(one.name, one.tile, one.target).inline():
-        fits = sum(map(len, figures)) + len(text) <= _FOR_PICTURES
-        (figures if fits else left_out).append(text if fits else what)
-    return figures, left_out

@@ -10,7 +10,6 @@ import tempfile
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from cute_attn.compiler import registry
 from cute_attn.compiler.cubin import Resources
@@ -57,20 +56,15 @@ def verdict_at(revision: str, kernel: Traits | str, tile: str = "", target: str 
         copies = [{name: one[name] for name in names & one.keys()} for one in facts.pop("copies")]
         built = SimpleNamespace(**facts, ptx=(result / "kernel.ptx").read_text(), resources=used)
         code = Code.of((result / "kernel.cubin").read_bytes(), traits.name, sources)
-        found = judge(built, code, _content(stated, traits, built), tuple(Conflicts(**one) for one in copies))
+        if stated is None:  # an old one; today's kernel with that tile does
+            content = content_of(registry.lookup(traits, built.tile, built.target))
+        else:
+            content = StepContent(**stated | {"loops": tuple(map(tuple, stated["loops"]))})
+        found = judge(built, code, content, tuple(Conflicts(**one) for one in copies))
         return replace(found, revision=revision)
 
 
-def _content(stated: dict[str, Any] | None, traits: Traits, built: Any) -> StepContent | str:
-    """What the revision states of a step; of one that states nothing, what today's kernel with that tile does."""
-    if stated is not None:
-        loops = tuple((mma, times) for mma, times in stated.pop("loops"))
-        return StepContent(**stated, loops=loops)
-    return content_of(registry.lookup(traits, built.tile, built.target))
-
-
 def _check_out(revision: str, folder: Path) -> None:
-    """The revision's files in ``folder``."""
     commit = _git("rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}").decode().strip()
     if not commit:
         raise ValueError(f"revision is {revision!r}; accepted: a commit of the git repository of {ROOT}")

@@ -240,9 +240,7 @@ class Code:
 
 
 def _instructions(cubin: bytes, sources: Path) -> Iterator[Instruction]:
-    """Read a cubin."""
-    functions, files = _disassembled(cubin)
-    files = [str(_source(Path(file), sources)) for file in files]
+    functions, files = _disassembled(cubin, sources)
     sections = {name: (offset, size) for name, offset, size in _cubin.sections(cubin)}
     if len(functions) != 1:
         raise ValueError(
@@ -271,14 +269,14 @@ def _instructions(cubin: bytes, sources: Path) -> Iterator[Instruction]:
         )
 
 
-def _disassembled(cubin: bytes) -> tuple[list[Any], list[str]]:
+def _disassembled(cubin: bytes, sources: Path) -> tuple[list[Any], list[str]]:
     """Functions and source files of nvdisasm's JSON."""
     listing = _cubin.disassemble_json(cubin)
     try:
-        _, functions, *sources = listing
+        _, functions, *tables = listing
         files = [
-            str(Path(table["directories"][entry["dir-idx"]]) / entry["file"])
-            for table in sources
+            str(_source(Path(table["directories"][entry["dir-idx"]]) / entry["file"], sources))
+            for table in tables
             for entry in table["files"]
         ]
     except (TypeError, ValueError, KeyError, IndexError) as error:

@@ -39,18 +39,19 @@ class State:
 def summary(states: Iterable[State | None]) -> State:
     """The median clock and power, the highest temperature and all reasons of some states."""
     known = [state for state in states if state is not None]
-
-    def median(values: list[int | None]) -> int | None:
-        numbers = [value for value in values if value is not None]
-        return round(statistics.median(numbers)) if numbers else None
-
     reasons = dict.fromkeys(reason for state in known for reason in state.reasons if reason != "idle")
     return State(
-        median([state.clock_mhz for state in known]),
-        median([state.watts for state in known]),
+        known_median(state.clock_mhz for state in known),
+        known_median(state.watts for state in known),
         max((state.celsius for state in known if state.celsius is not None), default=None),
         tuple(reasons),
     )
+
+
+def known_median(values: Iterable[int | None]) -> int | None:
+    """The median of those that are known, if any is."""
+    known = [value for value in values if value is not None]
+    return round(statistics.median(known)) if known else None
 
 
 class Sensor(NamedTuple):
@@ -114,5 +115,4 @@ def _number(text: str) -> int | None:
 
 
 def named(bits: int) -> tuple[str, ...]:
-    """Names of NVML's reasons."""
     return tuple(name for bit, name in _REASONS.items() if bits & bit)

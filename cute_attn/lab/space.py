@@ -130,33 +130,20 @@ def kind_of(reason: str, target: str) -> str:
     return "have another " + _FIELD_IS.sub(r"\1; ", reason)
 
 
-def all_declined(declined: Counter[str]) -> str:
-    """The sentence for a space of which nothing is left."""
-    reasons = ", ".join(f"{count} {reason}" for reason, count in declined.most_common(4))
-    return f"all {declined.total()} tiles were declined: {reasons}"
-
-
 def changed_fields(base: Tile, tile: Tile) -> dict[str, Any]:
     """Field -> value where a tile differs from another of its class."""
     names = [field.name for field in dataclasses.fields(tile)]  # type: ignore[arg-type]
     return {name: getattr(tile, name) for name in names if getattr(tile, name) != getattr(base, name)}
 
 
-def change_text(base: Tile, tile: Tile) -> str:
-    """What ``--tile`` takes to change one tile into another: ``"tile_n=112,q_in_regs=false"``."""
-    items = (item for item in tile.text.split(",") if item not in base.text.split(","))
-    return ",".join(items)
-
-
 def _known_values(tile: Tile) -> dict[str, tuple[Any, ...]]:
     """Field -> values to try: those of its metadata, of a bool both."""
-    known = {
-        field.name: tuple(
-            field.metadata.get("values", (False, True) if isinstance(field.default, bool) else ())
-        )
-        for field in dataclasses.fields(tile)  # type: ignore[arg-type]
-    }
-    return {name: values for name, values in known.items() if values}
+    known = {}
+    for field in dataclasses.fields(tile):  # type: ignore[arg-type]
+        both = (False, True) if isinstance(field.default, bool) else ()
+        if values := tuple(field.metadata.get("values", both)):
+            known[field.name] = values
+    return known
 
 
 def _values(name: str, text: str, tile: Tile) -> Iterator[Any]:

@@ -69,7 +69,6 @@ def median_rank(n: int) -> int:
 
 
 def interval(log_ratios: Sequence[float]) -> Interval:
-    """The median of some log-ratios and its interval."""
     ordered, k = sorted(log_ratios), median_rank(len(log_ratios))
     low, high = (ordered[k - 1], ordered[-k]) if k else (-math.inf, math.inf)
     return Interval(math.exp(statistics.median(ordered)), math.exp(low), math.exp(high), len(ordered))

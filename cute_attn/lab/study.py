@@ -87,7 +87,6 @@ class Study:
 
     @property
     def sentence(self) -> str:
-        """What came of it."""
         if not self.gpu:
             first = next((c for c in self.candidates if c.status == "ranked"), None)
             if first is None or first.estimate is None:

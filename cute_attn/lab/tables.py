@@ -12,7 +12,6 @@ from cute_attn.traits import Traits
 
 
 def template(name: str) -> str:
-    """A file of ``templates``."""
     return resources.files("cute_attn.lab").joinpath("templates", name).read_text()
 
 
@@ -31,13 +30,6 @@ def brief_tile(name: str, target: str | None, tile: str) -> str:
 
 
 class Table(rich.table.Table):
-    """A table of rich's."""
-
-    def __init__(self, *heads: str, **options: Any) -> None:
-        super().__init__(**options)
-        for head in heads:
-            self.add_column(head)
-
     def add_column(self, *args: Any, **options: Any) -> None:
         super().add_column(*args, **{"overflow": "fold"} | options)
 

@@ -70,7 +70,6 @@ class Timings:
             return
 
     def get(self, key: TimingKey) -> Timing | None:
-        """What was measured under the key, or None."""
         return self._found.get(key)
 
     def put(self, key: TimingKey, log_ratios: Sequence[float], ms: float) -> Timing:

@@ -21,7 +21,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from cute_attn.lab.builds import Built, WorkerBuilds
 from cute_attn.lab.card import Contender, Gpu, Lost, Run, Wrong, needed_kernels, tile_at
 from cute_attn.lab.race import HEAT_MS, SAMPLE_MS, Comparison, ab, fastest, warm, workloads_of
 from cute_attn.lab.rank import relative
-from cute_attn.lab.space import Space, accepted, all_declined, change_text, changed_fields
+from cute_attn.lab.space import Space, accepted, changed_fields
 from cute_attn.lab.statistics import RESOLUTION, ROUNDS, abba
 from cute_attn.lab.study import Candidate, Study, as_python
 from cute_attn.lab.tables import counted
@@ -108,10 +108,9 @@ def tune(
     traits = Traits.of(name, "name")
     shapes = workloads_of([Contender(traits.name)], workloads)
     search = Search.of(traits, space, target, shapes, seed)
-    if equipment is None and not static_only:
-        if not torch.cuda.is_available():
-            raise ValueError("there is no GPU; --static (static_only=True) ranks without one")
     if equipment is None:
+        if not static_only and not torch.cuda.is_available():
+            raise ValueError("there is no GPU; --static (static_only=True) ranks without one")
         card = None if static_only else Gpu()
         all_needed = () if static_only else needed_kernels(search.default, shapes, search.target)
         beside = dict.fromkeys(request for request in all_needed if request[1] != search.space.tile)
@@ -173,12 +172,12 @@ class Search:
         return Contender(self.traits.name)
 
     def contender(self, tile: Tile) -> Contender:
-        """The kernel with a tile."""
         return Contender(self.traits.name, self.change(tile))
 
     def change(self, tile: Tile) -> str:
-        """A tile as a change of the one that ``--tile`` changes: the default for long sequences."""
-        return change_text(registry.lookup(self.traits, None, self.target).tile, tile)
+        """A tile as a change of the one that ``--tile`` changes, the default for long sequences: ``"tile_n=112"``."""
+        default = registry.lookup(self.traits, None, self.target).tile.text.split(",")
+        return ",".join(item for item in tile.text.split(",") if item not in default)
 
     @staticmethod
     def of(
@@ -188,25 +187,19 @@ class Search:
         workloads: tuple[Workload, ...],
         seed: int = 0,
     ) -> "Search":
-        """The candidates of a space.
-
-        Raises:
-            ValueError: the space's text is wrong, or no tile is left.
-        """
+        """The candidates of a space."""
         target = target or default_target(traits.arch)
         start = tile_at(Contender(traits.name), workloads[0], target)
-        declined: Counter[str] = Counter()
+        grows = space is None
         if isinstance(space, str):
             space = Space.parse(space, start)
         if space is None:
             space = Space.around(start)
             found, declined = accepted([*space.neighbours(), *space.repaired(traits, target)], traits, target)
-            grows = True
         else:
             found, declined = space.tiles(traits, target)
             random.Random(seed).shuffle(found)
             found.sort(key=lambda tile: len(changed_fields(start, tile)))
-            grows = False
         group = max(w.nheads // w.nheads_kv for w in workloads)
         packed = [tile for tile in found if getattr(tile, "pack_heads", 1) >= max(2, 2 * group)]
         if packed:
@@ -214,7 +207,8 @@ class Search:
         tiles = [tile for tile in found if tile not in packed and tile != start]
         if not tiles:
             if declined:
-                raise ValueError(all_declined(declined))
+                reasons = ", ".join(f"{count} {reason}" for reason, count in declined.most_common(4))
+                raise ValueError(f"all {declined.total()} tiles were declined: {reasons}")
             raise ValueError("space has the default tile alone; accepted: one with others")
         return Search(traits, target, workloads, space, tuple(tiles), declined, grows)
 
@@ -226,12 +220,11 @@ class _Entry:
     tile: Tile
     candidate: Candidate
     built: Built | None = None
-    ratios: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def score(self) -> float:
-        """The mean over workloads of the median log-ratio."""
-        return statistics.fmean(statistics.median(one) for one in self.ratios.values())
+        """The logarithm of its gain; minus infinity where it was not timed."""
+        return -math.inf if self.candidate.gain is None else math.log(self.candidate.gain)
 
 
 class _Study:
@@ -249,6 +242,7 @@ class _Study:
         self.search, self.timings, self.watch = search, timings, watch
         self.builds = equipment.builds
         self.card = None if static_only else equipment.card
+        self.now = time.monotonic if self.card is None else self.card.now
         self.entries: dict[Tile, _Entry] = {}
         self.ready: list[_Entry] = []
         self.default_built: Built | None = None
@@ -262,23 +256,17 @@ class _Study:
         one_ab = 4 * ROUNDS * SAMPLE_MS / 1000 * 1.2 + _AB_S
         self.reserve = 0.0 if self.card is None else min(budget_s / 2, _RACE * one_ab * len(search.workloads))
 
-    def now(self) -> float:
-        if self.card is not None:
-            return self.card.now()
-        return time.monotonic()
-
     def run(self) -> Study:
-        """All of it."""
         self.add(self.search.tiles)
         self.notes.append(self.promise())
         self.say(self.notes[0])
         self.builds.submit([self.search.space.tile])
-        self.submit(list(self.entries.values()))
+        self.submit(self.entries.values())
         while self.now() < self.end - self.reserve:
             busy = self.ready and self.default_built is not None
             self.collect(0.0 if busy else self.end - self.reserve - self.now())
             if self.ready and self.can_time():
-                self.ready.sort(key=_promising)
+                self.ready.sort(key=lambda entry: entry.candidate.order)
                 self.heat(self.ready.pop(0))
             elif not self.builds.pending and not self.ready and not self.combine():
                 break
@@ -296,10 +284,9 @@ class _Study:
                 new.append(self.entries[tile])
         return new
 
-    def submit(self, entries: Sequence[_Entry]) -> None:
+    def submit(self, entries: Iterable[_Entry]) -> None:
         """Build those whose times are not known."""
-        unknown = [entry for entry in entries if not self.recalled(entry)]
-        self.builds.submit([entry.tile for entry in unknown])
+        self.builds.submit([entry.tile for entry in entries if not self.recalled(entry)])
 
     def promise(self) -> str:
         """How many candidates fit the budget."""
@@ -323,7 +310,7 @@ class _Study:
             helped = [e for e in self.entries.values() if (e.candidate.estimate or 1.0) < 1 - RESOLUTION]
             helped.sort(key=lambda entry: entry.candidate.estimate or 1.0)
         else:
-            helped = [e for e in self.entries.values() if e.ratios and e.score > RESOLUTION]
+            helped = [e for e in self.entries.values() if e.score > RESOLUTION]
             helped.sort(key=lambda entry: -entry.score)
         pairs, _ = accepted(
             self.search.space.pairs([entry.tile for entry in helped]), self.search.traits, self.search.target
@@ -394,7 +381,6 @@ class _Study:
         return True
 
     def note(self, entry: _Entry, workload: Workload, timing: Timing) -> None:
-        entry.ratios[workload.name] = timing.log_ratios
         gains = entry.candidate.gains | {workload.name: math.exp(statistics.median(timing.log_ratios))}
         times = entry.candidate.ms | {workload.name: timing.ms}
         self.mark(entry, status="timed", reason="", gains=gains, ms=times)
@@ -485,10 +471,11 @@ class _Study:
 
     def decide(self) -> tuple[Tile | None, Comparison | None]:
         """The fastest candidate and its A/B, or None if none was faster than the default so far."""
-        timed = sorted((e for e in self.entries.values() if e.ratios), key=lambda entry: -entry.score)
-        if self.card is None or not timed or timed[0].score <= 0:
+        best = max((entry.score for entry in self.entries.values()), default=0.0)
+        if self.card is None or best <= 0:
             return None, None
-        close = [entry for entry in timed if entry.score > max(0.0, timed[0].score - _CLOSE)][:_MOST_RACED]
+        close = [entry for entry in self.entries.values() if entry.score > max(0.0, best - _CLOSE)]
+        close = sorted(close, key=lambda entry: -entry.score)[:_MOST_RACED]
         winner = close[0].tile
         left = self.end - self.now() - self.reserve / _RACE
         if len(close) > 1 and left > 0:
@@ -504,17 +491,8 @@ class _Study:
         return winner, ab(ours, default, shapes, budget_s=left, card=self.card, progress=say)
 
     def say(self, text: str) -> None:
-        """Tell the watcher."""
-        timed = [entry for entry in self.entries.values() if entry.ratios]
-        best = max(timed, key=lambda entry: entry.score, default=None)
-        change, gain = (
-            ("", 1.0) if best is None or best.score <= 0 else (best.candidate.change, math.exp(best.score))
-        )
-        built = sum(entry.candidate.status != "not reached" for entry in self.entries.values())
-        self.watch(Progress(text, len(self.entries), built, len(timed), change, gain))
-
-
-def _promising(entry: _Entry) -> tuple[bool, float]:
-    """To sort kernels that are ready: without spills first, then by the estimate."""
-    estimate = entry.candidate.estimate
-    return entry.candidate.spills_in_step > 0, math.inf if estimate is None else estimate
+        candidates = [entry.candidate for entry in self.entries.values()]
+        gains = {one.change: one.gain for one in candidates if one.gain is not None}
+        best = max([("", 1.0), *gains.items()], key=lambda item: item[1])
+        built = sum(one.status != "not reached" for one in candidates)
+        self.watch(Progress(text, len(candidates), built, len(gains), *best))

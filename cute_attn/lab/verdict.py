@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.text import Text
 
@@ -33,9 +33,6 @@ from cute_attn.lab.sass import MMA, PACKAGES, Code, Instruction, Step, StepNotFo
 from cute_attn.lab.tables import Printed, Table, brief_tile, counted
 from cute_attn.tiles import text_of
 from cute_attn.traits import Traits
-
-if TYPE_CHECKING:
-    from cute_attn.compiler import CompiledKernel
 
 _SPECIAL = ("MUFU", "F2F", "I2F", "F2I")  # conversions of one number go through the same pipe
 SPILLS = ("LDL", "STL")
@@ -195,7 +192,7 @@ class Verdict:
 
 
 def verdict(
-    kernel: "CompiledKernel | Traits | str",
+    kernel: CompiledKernel | Traits | str,
     tile: Any = None,
     target: str | None = None,
     *,
@@ -212,7 +209,6 @@ def verdict(
             of several verdicts has a column for it.
 
     Raises:
-        ValueError: an argument is wrong.
         Unsupported: a ValueError; no kernel has those traits, or not with that tile.
     """
     if isinstance(kernel, CompiledKernel):
@@ -226,8 +222,7 @@ def verdict(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SpillWarning)  # the verdict counts spills
-            compiled = compiler.compile(traits, tile, target, lines=lines)
-        return _of_compiled(compiled)
+            return _of_compiled(compiler.compile(traits, tile, target, lines=lines))
     except registry.Unsupported as error:
         if refuse:
             raise
@@ -244,7 +239,7 @@ def without_functions(one: Verdict) -> Verdict | None:
     return verdict(replace(traits, epilogues=()), one.tile, one.target, refuse=False)
 
 
-def _of_compiled(compiled: "CompiledKernel") -> Verdict:
+def _of_compiled(compiled: CompiledKernel) -> Verdict:
     """The verdict on a kernel of the running sources."""
     kernel = registry.lookup(compiled.traits, compiled.tile, compiled.target)
     with ThreadPoolExecutor(1) as beside:  # nvdisasm is a process, which takes as long as what follows
@@ -264,10 +259,14 @@ def judge(built: Any, code: Code, content: StepContent | str, copies: tuple[Conf
     """The verdict on the machine code of a :class:`CompiledKernel`, or of an object with most of its attributes, with
     the content of its steady step, or why there is none.
     """
-    steady, no_step = None, content if isinstance(content, str) else ""
+    steady, step, no_step = None, None, content if isinstance(content, str) else ""
     if isinstance(content, StepContent):
         try:
             steady = code.step(content)
+            counts = (steady.count(), steady.count(*MMA), steady.count("MUFU.EX2"), content.elements)
+            scores = 32 * content.warps * content.elements // content.ctas
+            needed = clocks(steady, content, built.target, copies)
+            step = StepCost(steady.loop.header, *counts, scores, needed)
         except StepNotFound as error:
             no_step = str(error)
     proxies: ProxyOrder | str | None = None
@@ -283,7 +282,7 @@ def judge(built: Any, code: Code, content: StepContent | str, copies: tuple[Conf
     return Verdict(
         *(built.name, built.target, text_of(built.tile), None, blocks, limited_by, *used),
         *(in_step, max(spills - in_step, 0), tuple(built.warnings), len(code.instructions)),
-        step=None if steady is None else step_cost(steady, content, built.target, copies),
+        step=step,
         no_step=no_step,
         copies=copies,
         lines=tuple(lines_of(steady)[:MOST_LINES]) if steady else (),
@@ -293,16 +292,7 @@ def judge(built: Any, code: Code, content: StepContent | str, copies: tuple[Conf
     )
 
 
-def step_cost(step: Step, content: Any, target: str, copies: Sequence[Conflicts] = ()) -> StepCost:
-    """What a steady step costs."""
-    counts = (step.count(), step.count(*MMA), step.count("MUFU.EX2"))
-    scores = 32 * content.warps * content.elements // content.ctas
-    found = clocks(step, content, target, copies)
-    return StepCost(step.loop.header, *counts, content.elements, scores, found)
-
-
 def _threads(built: Any) -> int:
-    """Threads of a block."""
     stated = re.search(r"\.reqntid (\d+), (\d+), (\d+)", built.ptx)
     if stated is None:
         raise ValueError(f"the PTX of {built.name} states no threads of a block (.reqntid)")
@@ -398,11 +388,7 @@ def shown(*verdicts: Verdict, verbose: bool = False) -> Printed:
 
 
 def table(*verdicts: Verdict, verbose: bool = False) -> Table:
-    """Verdicts side by side, a column each; verbose: with all fields of the tiles.
-
-    Raises:
-        TypeError: there is none, or one is no verdict.
-    """
+    """Verdicts side by side, a column each; verbose: with all fields of the tiles."""
     for one in verdicts or (None,):
         check_verdict("verdicts have", one)
     title, heads = _heads(verdicts, verbose)
@@ -421,10 +407,10 @@ def _heads(verdicts: Sequence[Verdict], verbose: bool) -> tuple[str | None, list
     if len({(one.name, one.target) for one in verdicts}) > 1:
         # A long name is two lines: a narrow column would break it anywhere.
         names = [re.sub(r"^(\w+-[\w:]+)-", r"\1\n-", one.name) for one in verdicts]
-        title, heads = (
-            None,
-            [f"{name}\non {v.target},{tile}" for name, v, tile in zip(names, verdicts, tiles, strict=True)],
-        )
+        title = None
+        heads = [
+            f"{name}\non {v.target},{tile}" for name, v, tile in zip(names, verdicts, tiles, strict=True)
+        ]
     else:
         title, first = f"{verdicts[0].name} on {verdicts[0].target}", verdicts[0].tile.split(",")
         known = {field.partition("=")[0] for field in first}  # another revision may lack fields
@@ -435,7 +421,6 @@ def _heads(verdicts: Sequence[Verdict], verbose: bool) -> tuple[str | None, list
 
 
 def _column(one: Verdict) -> dict[str, str]:
-    """A verdict's column."""
     if not one.fits:
         return {"fits": f"[red]no: {one.reason}"}
     spills = f"{one.spills_in_step} in the step, {one.spills_outside} outside"

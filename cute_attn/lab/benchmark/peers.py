@@ -8,7 +8,6 @@ raises :class:`Declined` with the reason. Under dropout each draws its own mask.
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cute_attn.api import attention as interface
 from cute_attn.compiler import default_target, registry
 from cute_attn.lab.benchmark.workload import DROPOUT_P, SOFTCAP, Inputs, Workload
+from cute_attn.traits import Traits
 
 Run = Callable[[], Tensor | tuple[Tensor, ...]]
 Implementation = Callable[[Workload, Inputs], Run]
@@ -87,19 +87,23 @@ def ours(
     tile: of the timed op. precision: of fp32 products. more: arguments of the operator that no workload has.
     """
 
-    def implementation(workload: Workload, x: Inputs) -> Run:
-        which = "tile" if workload.op == "forward" else "backward_tile"
-        options = call_options(workload, x) | {"kernel": kernel, which: tile, "precision": precision} | more
+    options = {"precision": precision, **more}
+    return lambda workload, x: _run(workload, x, lambda x: output(workload, x, kernel, tile, **options))
 
-        def forward(x: Inputs) -> Tensor:
-            if x.cu_seqlens is None or x.cu_seqlens_k is None:
-                return _first(interface.attention(x.q, x.k, x.v, **options))
-            lengths = (x.cu_seqlens, x.cu_seqlens_k, workload.longest, workload.longest_k)
-            return _first(interface.attention_varlen(x.q, x.k, x.v, *lengths, **options))
 
-        return _run(workload, x, forward)
+def output(workload: Workload, x: Inputs, kernel: str | None, tile: str | None, **more: Any) -> Tensor:
+    """What the operator computes of a workload's inputs; arguments are those of :func:`ours`."""
+    which = "tile" if workload.op == "forward" else "backward_tile"
+    options = call_options(workload, x) | {"kernel": kernel, which: tile} | more
+    if x.cu_seqlens is None or x.cu_seqlens_k is None:
+        return _first(interface.attention(x.q, x.k, x.v, **options))
+    lengths = (x.cu_seqlens, x.cu_seqlens_k, workload.longest, workload.longest_k)
+    return _first(interface.attention_varlen(x.q, x.k, x.v, *lengths, **options))
 
-    return implementation
+
+def kernel_of(traits: Traits) -> str:
+    """``"ARCH"`` or ``"ARCH:VARIANT"``, as the operator takes it."""
+    return f"{traits.arch}:{traits.variant}" if traits.variant else traits.arch
 
 
 def deterministic(workload: Workload, x: Inputs) -> Run:
@@ -168,8 +172,7 @@ def cudnn(workload: Workload, x: Inputs) -> Run:
 
     def forward(x: Inputs) -> Tensor:
         q, k, v = (tensor.transpose(1, 2) for tensor in (x.q, x.k, x.v))
-        backend: AbstractContextManager = sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
-        with backend:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=x.bias, **options)
         return out.transpose(1, 2)
 
@@ -180,26 +183,23 @@ def fa4(workload: Workload, x: Inputs) -> Run:
     """FlashAttention-4, in the CuTe DSL."""
     _needs("FA4", workload, "bias", "alibi", "dropout")
     try:
-        from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+        from flash_attn import cute as library
     except ImportError as error:
         raise Declined(f"flash-attn-4 is not installed ({error})") from error
-    options: dict[str, Any] = {
-        "causal": workload.causal and not workload.windowed,
-        "window_size": workload.band if workload.windowed else (None, None),
-        "softcap": SOFTCAP if workload.softcap else 0.0,
-        "learnable_sink": x.sinks,
-    }
-    function = flash_attn_func
+    window = workload.band if workload.windowed else (None, None)
+    return _run_flash(workload, x, library, window_size=window, learnable_sink=x.sinks)
+
+
+def _run_flash(workload: Workload, x: Inputs, library: Any, **options: Any) -> Run:
+    """The function of FlashAttention's ``library`` for the workload's sequences, packed ones or others."""
+    options["causal"] = workload.causal and not workload.windowed
+    options["softcap"] = SOFTCAP if workload.softcap else 0.0
+    function = library.flash_attn_func
     if x.cu_seqlens is not None:
-        options |= _varlen(workload, x)
-        function = flash_attn_varlen_func
+        function = library.flash_attn_varlen_func
+        options |= {"cu_seqlens_q": x.cu_seqlens, "cu_seqlens_k": x.cu_seqlens_k}
+        options |= {"max_seqlen_q": workload.longest, "max_seqlen_k": workload.longest_k}
     return _run(workload, x, lambda x: _first(function(x.q, x.k, x.v, **options)))
-
-
-def _varlen(workload: Workload, x: Inputs) -> dict[str, Any]:
-    """Arguments of FlashAttention's varlen functions beside the tensors."""
-    cu_seqlens = {"cu_seqlens_q": x.cu_seqlens, "cu_seqlens_k": x.cu_seqlens_k}
-    return cu_seqlens | {"max_seqlen_q": workload.longest, "max_seqlen_k": workload.longest_k}
 
 
 def fa3(workload: Workload, x: Inputs) -> Run:
@@ -208,29 +208,18 @@ def fa3(workload: Workload, x: Inputs) -> Run:
     if workload.op == "backward" and workload.lengths:
         raise Declined("FA3's backward is not called with varlen: builds without that kernel end the process")
     try:
+        import flash_attn_interface as library  # type: ignore[import-not-found]
         from flash_attn_config import CONFIG  # type: ignore[import-not-found]
-        from flash_attn_interface import (  # type: ignore[import-not-found]
-            flash_attn_func,
-            flash_attn_varlen_func,
-        )
     except ImportError as error:
         raise Declined(f"FA3 is not installed ({error})") from error
     sm8x = x.q.is_cuda and torch.cuda.get_device_capability(x.q.device)[0] == 8
     absent = _fa3_lacks(workload, sm8x, CONFIG["build_flags"])
     if absent:
         raise Declined(f"FA3 was built without {absent}")
-    window = tuple(-1 if side is None else side for side in workload.band)
-    options: dict[str, Any] = {
-        "causal": workload.causal and not workload.windowed,
-        "window_size": window if workload.windowed else (-1, -1),
-        "softcap": SOFTCAP if workload.softcap else 0.0,
-        "num_splits": 0 if workload.op == "forward" else 1,  # 0 leaves the number of splits to FA3
-    }
-    function = flash_attn_func
-    if x.cu_seqlens is not None:
-        options |= _varlen(workload, x)
-        function = flash_attn_varlen_func
-    return _run(workload, x, lambda x: _first(function(x.q, x.k, x.v, **options)))
+    band = workload.band if workload.windowed else (None, None)
+    window = tuple(-1 if side is None else side for side in band)
+    num_splits = 0 if workload.op == "forward" else 1  # 0 leaves the number of splits to FA3
+    return _run_flash(workload, x, library, window_size=window, num_splits=num_splits)
 
 
 def _fa3_lacks(workload: Workload, sm8x: bool, flags: Mapping[str, bool]) -> str | None:
@@ -277,9 +266,8 @@ def ffpa(workload: Workload, x: Inputs) -> Run:
     }
 
     def forward(x: Inputs) -> Tensor:
-        return ffpa_attn_func(*(tensor.transpose(1, 2) for tensor in (x.q, x.k, x.v)), **options).transpose(
-            1, 2
-        )
+        q, k, v = (tensor.transpose(1, 2) for tensor in (x.q, x.k, x.v))
+        return ffpa_attn_func(q, k, v, **options).transpose(1, 2)
 
     return _run(workload, x, forward)
 
@@ -304,7 +292,6 @@ def own_kernels(op: str = "forward") -> dict[str, Implementation]:
 
 
 def versions() -> dict[str, str]:
-    """The peers' versions."""
     in_torch = dict.fromkeys(("fa2", "mem_efficient"), f"torch {torch.__version__}")
     fa3, fa4, ffpa = map(_installed, ("flash-attn-3", "flash-attn-4", "ffpa-attn"))
     cudnn = str(torch.backends.cudnn.version())

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import statistics
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
@@ -17,6 +16,7 @@ from cute_attn.compiler import toolchain
 from cute_attn.lab.benchmark.peers import Declined, Implementation, Run, versions
 from cute_attn.lab.benchmark.timing import Clock, clock_under_load, query_gpu
 from cute_attn.lab.benchmark.workload import Workload
+from cute_attn.lab.sensors import known_median
 
 TOLERANCE = 0.05
 """Relative to the largest output; what differs by more is an error."""
@@ -40,7 +40,7 @@ def time_workloads(
         clocks.append(mhz)
         for row in new:
             report(row)
-    return machine() | {"clock_mhz": median_clock(clocks), "rows": rows}
+    return machine() | {"clock_mhz": known_median(clocks), "rows": rows}
 
 
 def time_workload(
@@ -75,12 +75,6 @@ def time_workload(
     del runs
     torch.cuda.empty_cache()
     return rows, mhz
-
-
-def median_clock(clocks: Iterable[int | None]) -> int | None:
-    """Median of the clocks in MHz that are not None."""
-    known = [mhz for mhz in clocks if mhz is not None]
-    return round(statistics.median(known)) if known else None
 
 
 def _ready(

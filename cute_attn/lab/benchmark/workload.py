@@ -157,14 +157,10 @@ class Workload:
             self.head_dim,
             self.head_dim_v,
             mask="window" if self.windowed else "causal" if self.causal else "",
-            softcap=self.softcap,
-            alibi=self.alibi,
-            bias=self.bias,
-            epilogues=self.epilogues,
-            sinks=self.sinks if op == "forward" else "",
-            dropout=self.dropout,
             varlen=bool(self.lengths),
+            sinks=self.sinks if op == "forward" else "",
             bias_grad=self.bias_grad and op == "backward",
+            **_same_features(self),
         )
 
     @property
@@ -291,18 +287,19 @@ def of_traits(traits: Traits, seqlen: int) -> Workload:
         dtype=traits.dtype,
         causal=traits.causal or traits.windowed,
         window=WINDOW if traits.windowed else 0,
-        bias=traits.bias,
-        alibi=traits.alibi,
-        softcap=traits.softcap,
-        epilogues=traits.epilogues,
-        sinks=traits.sinks,
-        dropout=traits.dropout,
         op=traits.op,
+        sinks=traits.sinks,
         bias_grad=traits.bias_grad,
+        **_same_features(traits),
     )
     if traits.varlen:
         return replace(workload, lengths=mixed_lengths(workload.batch * workload.seqlen, seqlen))
     return workload
+
+
+def _same_features(one: Workload | Traits) -> dict[str, Any]:
+    """Features that workloads and traits have under the same names, with the same values."""
+    return {name: getattr(one, name) for name in ("softcap", "alibi", "bias", "epilogues", "dropout")}
 
 
 def mixed_lengths(tokens: int, longest: int) -> tuple[int, ...]:
