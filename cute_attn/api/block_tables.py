@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.host.block_masks import Blocks, for_each, kinds_of, shared_lists
-from cute_attn.host.mask_kinds import LISTED_ROWS
+from cute_attn.host.block_masks import Blocks, for_each, kinds_of, list_shapes, shared_lists
 
 _library = torch.library.Library("cute_attn", "FRAGMENT")
 _BLOCKS = "Tensor kv_num_blocks, Tensor kv_indices, Tensor? full_kv_num_blocks, Tensor? full_kv_indices"
@@ -44,9 +43,9 @@ def _fake(*arguments: Any) -> Tables:
     widths = [x.shape[-1] for x in (indices, full) if x is not None]
     columns = max(*widths, -(-seq_lengths[1] // block_size[1]))
     shared = (1,) * (3 - counts.dim()) + tuple(counts.shape[:-1])
-    rows, columns_listed = (-(-n // LISTED_ROWS) for n in (sizes[1], sizes[3]))
-    shapes = ((rows, 2), (rows, columns_listed), (columns_listed, 2), (columns_listed, rows))
     of_lists = (sizes[0], shared[1]) if starts else shared
     kinds = indices.new_empty((*shared, counts.shape[-1], columns), dtype=torch.uint8)
-    lists = [indices.new_empty((*of_lists, *shape), dtype=torch.int32) for shape in shapes]
+    lists = [
+        indices.new_empty((*of_lists, *shape), dtype=torch.int32) for shape in list_shapes(sizes[1], sizes[3])
+    ]
     return kinds, *lists

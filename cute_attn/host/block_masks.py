@@ -322,11 +322,17 @@ def shared_lists(
     return (*_lists(kinds, keys), *_lists(shared.mT, queries, keys))
 
 
+def list_shapes(seqlen_q: int, seqlen_k: int) -> tuple[tuple[int, int], ...]:
+    """Of the four lists of a sequence and a head: counts and blocks of query blocks, then of key blocks."""
+    rows, columns = (-(-n // LISTED_ROWS) for n in (seqlen_q, seqlen_k))
+    return (rows, 2), (rows, columns), (columns, 2), (columns, rows)
+
+
 def _lists_by_kernel(kinds: Tensor, block_size: Sequence[int], *sizes: int) -> tuple[Tensor, ...]:
     """:func:`shared_lists` in one launch. A bundle may lack that kernel: without the DSL the definition is computed."""
     _, seqlen_q, nheads, seqlen_k, nheads_kv = sizes
-    shared, (rows, columns) = kinds.shape[:2], (-(-n // LISTED_ROWS) for n in (seqlen_q, seqlen_k))
-    shapes = ((rows, 2), (rows, columns), (columns, 2), (columns, rows))
+    shared, shapes = kinds.shape[:2], list_shapes(seqlen_q, seqlen_k)
+    rows, columns = shapes[1]
     lists = [torch.empty((*shared, *shape), dtype=torch.int32, device=kinds.device) for shape in shapes]
     group = nheads // nheads_kv if shared[1] > 1 else 1
     check_count("block_mask has rows and columns of blocks", shared[0] * shared[1] * (rows + columns))

@@ -106,7 +106,7 @@ class Expected:
 def check_workloads(
     traits: Traits, workloads: Iterable[Workload], tile: str | None = None
 ) -> Iterator[tuple[Workload, Accuracy]]:
-    """Run the kernel of those traits on each workload, and compare with the reference."""
+    """Run the kernel of those traits on each workload, and compare with the reference. Unsupported if there is none."""
     for workload in workloads:
         expected = Expected.of(workload)
         yield workload, expected.accuracy(expected.run(kernel_of(traits), tile))

@@ -197,7 +197,7 @@ def ab(
 def workloads_of(
     contenders: Iterable[Contender], workloads: Sequence[Workload | str]
 ) -> tuple[Workload, ...]:
-    """The workloads, from their texts, or the default ones, for contenders of which at least one is a kernel."""
+    """The workloads, from their texts, or the default ones; without a kernel among the contenders a ValueError."""
     kernels = [contender.kernel for contender in contenders if contender.kernel]
     if not kernels:
         raise ValueError("a and b are peers; accepted: at least one kernel of this package")

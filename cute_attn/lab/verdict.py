@@ -388,7 +388,7 @@ def shown(*verdicts: Verdict, verbose: bool = False) -> Printed:
 
 
 def table(*verdicts: Verdict, verbose: bool = False) -> Table:
-    """Verdicts side by side, a column each; verbose: with all fields of the tiles."""
+    """Verdicts side by side, a column each; verbose: with all fields of the tiles. None at all is a TypeError."""
     for one in verdicts or (None,):
         check_verdict("verdicts have", one)
     title, heads = _heads(verdicts, verbose)
