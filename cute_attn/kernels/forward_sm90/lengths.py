@@ -5,7 +5,7 @@ Rules instead of rows: they estimate the time of a call with each of a few tiles
 
 import dataclasses
 
-from cute_attn.epilogues.names import lists_blocks, reads_keys
+from cute_attn.epilogues.names import held, lists_blocks, reads_keys
 from cute_attn.kernels.forward_sm90.heuristics import TABLE, epilogues_beside, keys
 from cute_attn.tiles import (
     MULTIPROCESSORS,
@@ -97,8 +97,13 @@ def tile_for_lengths(
 
 
 def _is_of_scores(traits: Traits) -> bool:
-    """The only epilogues are functions of a score and its query, such as a cap: they do not grow along the keys."""
-    return bool(traits.epilogues) and epilogues_beside(traits) == 1 and not reads_keys(traits.epilogues)
+    """The only epilogues are functions of a score and its query, such as a cap: they do not grow along the keys.
+
+    Those that hold numbers leave no registers for two loops.
+    """
+    names = traits.epilogues
+    alone = bool(names) and epilogues_beside(traits) == 1
+    return alone and not reads_keys(names) and not held(names, traits.op)
 
 
 def _keys_per_step(tile: ForwardSm90Tile, traits: Traits, seqlen_q: int, seqlen_k: int, window: int) -> int:
