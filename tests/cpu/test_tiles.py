@@ -4,12 +4,14 @@ import itertools
 from dataclasses import replace
 
 import pytest
+import torch
 from cutlass import Float16, cute
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 import layouts
 from cute_attn.compiler import compile, registry
+from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
 from cute_attn.kernels.forward_sm80 import ForwardSm80
 from cute_attn.kernels.forward_sm90 import ForwardSm90
@@ -249,6 +251,7 @@ def test_a_backward_of_few_keys_or_a_short_window():
     assert tile("d64-causal", 4096, 77) == tile("d64-dropout", 4096, 77) == large
     assert tile("d32", 4096, 77) == tile("d32", 4096, 4096) == large  # no rows of 64 numbers
     assert [tile("d64-window", 8192, 8192, window=n) for n in (130, 131)] == [(64, 128), large]
+    assert tile("d64-causal", 3, 131) == (64, 128)  # no tile for few keys, but one for few queries
 
 
 def test_keys_of_a_step_waste_few():
@@ -259,6 +262,36 @@ def test_keys_of_a_step_waste_few():
     assert [keys("d256", n) for n in (64, 65, 80, 81)] == [64, 80, 80, 64]
     assert keys("d80", 1500) == keys("d80-causal", 257) == keys("d80-window", 257) == 128
     assert keys("d80", 257) == 96 and keys("d80-dropout", 270) == 96 and keys("d80", 384) == 128
+
+
+def test_few_queries_under_a_window_take_the_steps_that_waste_fewest_keys():
+    kernel = registry.lookup(Traits.parse("forward-sm90-bf16-d128-window"))
+
+    def keys(seqlen_q, window):
+        return kernel.for_lengths(seqlen_q, 5507, 1, "sm90", None, window).tile.tile_n
+
+    # Of keys 5,375 to 5,506: two steps of 80 from 5,360 on, three of 64, two of 96 and of 128.
+    assert keys(68, 65) == 80
+    assert keys(68, 3000) == 128 and keys(129, 65) == 128  # many steps; work tiles begin anywhere
+
+
+def test_functions_of_scores_speculate():
+    """They are as large for far keys as for near ones; others may grow with the distance."""
+
+    def tile(dim, score_mod, lengths=8192):
+        name = epilogue_of(score_mod, None)[0]
+        kernel = registry.lookup(Traits("forward", "sm90", "bf16", dim, epilogues=(name,)))
+        found = kernel.for_lengths(lengths, lengths, 1).tile
+        return found.tile_m, found.tile_n, found.speculative
+
+    def capped(score, b, h, q, k):
+        return 20 * torch.tanh(score / 20)
+
+    def distant(score, b, h, q, k):
+        return score - (q - k).abs() / 64
+
+    assert tile(64, capped) == tile(128, capped) == (64, 64, True)
+    assert not tile(64, distant)[2] and tile(128, distant) == (128, 128, False)
 
 
 def test_bounds_beside_a_list_of_blocks_leave_64_keys(monkeypatch):
@@ -302,6 +335,12 @@ def test_a_tile_holds_the_heads_of_a_key_head_under_a_mask():
     assert [heads("d256-causal", n) for n in (2, 5, 6)] == [2, 1, 2]
     assert heads("d256-causal", 8) == heads("d256-varlen", 8) == heads("d128-varlen", 8) == 8
     assert heads("d256", 8) == heads("d128-causal", 8) == 1
+
+
+def test_an_odd_group_is_packed_where_its_work_tiles_then_see_fewer_keys():
+    kernel = registry.lookup(Traits.parse("forward-sm90-bf16-d256-window"))
+    heads = {n: kernel.for_lengths(123, 13754, 15, "sm90", None, n).tile.pack_heads for n in (66, 4096)}
+    assert heads == {66: 16, 4096: 1}
 
 
 @pytest.mark.parametrize(
