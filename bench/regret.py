@@ -119,20 +119,14 @@ class Choice(NamedTuple):
     """What the choosers take for a shape's call.
 
     Attributes:
-        candidate: the choice.
-        kernel: the main kernel, of which other tiles are candidates.
-        kept: what goes with another tile.
-        head_splits: how many, or nothing where heads are not split.
-        accumulators: how many, or nothing.
-        in_order: whether key blocks add to these in order.
+        candidate: the choice. It names no tile where a forward divides keys, as it does while a call names none.
+        kernel: the main kernel; other tiles of it are candidates.
+        in_order: whether key blocks add to the accumulators in order.
         divided: how keys are divided among CTAs, and the arguments of that choice; or nothing.
     """
 
     candidate: Candidate
     kernel: Any
-    kept: Candidate
-    head_splits: list[int]
-    accumulators: list[int]
     in_order: bool
     divided: list[tuple[tuple, Any]]
 
@@ -163,22 +157,14 @@ def choice(shape: Shape, prepared: Callable[..., Callable[[], Any]], target: str
         divided = spied(split_kv, "_best_split")
         prepared()()
     kernel = next(args[0] for args, _ in reversed(built) if args[0].traits.op in (shape.kernel_op, "kvcache"))
-    splits, numbers = ([result for _, result in calls[-1:]] for calls in (heads, ordered or keys))
-    divided = (
-        divided[-1:] if kernel.traits.op == "kvcache" else []
-    )  # not that of the forward before a backward
-    chosen = Candidate(
-        kernel.tile.text,
-        head_splits=splits[0] if splits else 0,
-        accumulators=numbers[0] if numbers else 0,
-        split=divided[0][1] if divided else None,
-    )
-    kept = chosen
-    if kernel.traits.op != shape.kernel_op:  # a forward that divides keys as long as it names no tile
+    if kernel.traits.op != "kvcache":
+        divided = []  # by the forward before a backward
+    splits, numbers, split = (calls[-1][1] if calls else None for calls in (heads, ordered or keys, divided))
+    chosen = Candidate(kernel.tile.text, splits or 0, numbers or 0, split)
+    if kernel.traits.op != shape.kernel_op:
         assert isinstance(shape.of, Workload)
-        kernel = registry.lookup(shape.of.traits("sm90"), None, target)
-        chosen, kept = Candidate(split=chosen.split), Candidate()
-    return Choice(chosen, kernel, kept, splits, numbers, bool(ordered), divided)
+        kernel, chosen = registry.lookup(shape.of.traits("sm90"), None, target), Candidate(split=split)
+    return Choice(chosen, kernel, bool(ordered), divided[-1:])
 
 
 def candidates(
@@ -187,17 +173,18 @@ def candidates(
     """What the choosers take for the shape's call, then whatever else they could, one choice changed at a time."""
     from cute_attn.host import split_kv
 
-    chosen, kernel, kept, splits, numbers, in_order, divided = choice(shape, prepared, target)
+    chosen, kernel, in_order, divided = choice(shape, prepared, target)
+    kept = chosen if chosen.tile else Candidate()
     found = [replace(kept, tile=tile.text) for tile in tiles(kernel, shape, target)]
-    if splits:  # another number of planes has another number of accumulators
+    if chosen.head_splits:  # another number of planes has another number of accumulators
         found += [
             replace(chosen, head_splits=n, accumulators=0)
-            for n in _thinned(even_splits(shape.group), splits[0])
+            for n in _thinned(even_splits(shape.group), chosen.head_splits)
         ]
-    if numbers:
+    if chosen.accumulators:
         blocks = -(-shape.seqlen_k // kernel.tile.tile_n)
         most = min(blocks, MAX_IN_ORDER if in_order else MAX_SPLITS)
-        found += [replace(chosen, accumulators=n) for n in _thinned(range(1, most + 1), numbers[0])]
+        found += [replace(chosen, accumulators=n) for n in _thinned(range(1, most + 1), chosen.accumulators)]
     for arguments, split in divided:  # with which goes another default tile
         found += [replace(chosen, tile="", split=one) for one in _cache_splits(*arguments) if one != split]
     if not divided and shape.may_divide_keys:
@@ -301,10 +288,9 @@ def judged(stored: Mapping[str, Any], ops: Sequence[str], rows: int) -> Iterator
             if row is None:
                 continue
             chosen, times = choice(shape, shape.prepared("cpu")).candidate, row["times"]
-            name, whole = chosen.name, replace(chosen, accumulators=0).name
-            name = (
-                whole if whole in times and name not in times else name
-            )  # other head splits were timed with it
+            name = chosen.name
+            if name not in times:  # other head splits were timed with whatever accumulators they take
+                name = next((n for n in times if n == replace(chosen, accumulators=0).name), name)
             found = {"op": shape.op, "workload": shape.name, "chosen": name, "times": times}
             if name == row["chosen"]:  # timed in alternation
                 yield found | {key: row[key] for key in ("best", "ms", "best_ms", "regret")}

@@ -9,8 +9,8 @@ named barriers let the warpgroups issue in turns: one has the tensor cores while
 
 Persistent: n CTAs, one per multiprocessor, take n work tiles in each round; a CTA's producer loads the next one while
 the consumers finish the last. Under a causal mask work tiles have unlike lengths, so every other round is dealt from
-the other end: who had a long one gets a short one. The producer loads in the order of the consumers' waits, K[j] before
-V[j-1]: in the order of levels 5 and 6 each K would wait for a stage of V.
+the other end: a CTA with a long one then gets a short one. The producer loads in the order of the consumers' waits,
+K[j] before V[j-1]: in the order of levels 5 and 6 each K would wait for a stage of V.
 
 What levels 4 to 6 wrote out is imported from the package. Its softmax keeps a row's maximum until an exponential would
 exceed 2^8: O is rarely rescaled, and no digits are lost, as only the units differ.

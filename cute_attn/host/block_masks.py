@@ -323,7 +323,7 @@ def shared_lists(
 
 
 def list_shapes(seqlen_q: int, seqlen_k: int) -> tuple[tuple[int, int], ...]:
-    """Of the four lists of a sequence and a head: counts and blocks of query blocks, then of key blocks."""
+    """Shapes of a sequence's and a head's four lists: counts and blocks of query blocks, then of key blocks."""
     rows, columns = (-(-n // LISTED_ROWS) for n in (seqlen_q, seqlen_k))
     return (rows, 2), (rows, columns), (columns, 2), (columns, rows)
 

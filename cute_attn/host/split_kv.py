@@ -58,8 +58,7 @@ work tile of a kv head and for several, which read the same keys at different ti
 
 FEW_SEQUENCES = 4
 """Maximum sequences whose several query blocks of over 64 rows take even splits, although lengths are not known here:
-stream-K takes 1.2 to 1.3 times as long for equal ones, as much as it saves for lengths of which the mean is 3/4 of the
-maximum."""
+stream-K takes 1.2 to 1.3 times as long for equal ones, as much as it saves where their mean is 3/4 of the maximum."""
 
 SIMILAR = 0.7
 """Minimum ratio of mean to maximum of packed sequences' keys for whole work tiles: those of the longest end last."""

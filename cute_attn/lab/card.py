@@ -46,7 +46,7 @@ class Contender:
 
     @staticmethod
     def of(what: "Contender | Traits | str | tuple[Traits | str, Tile | str | None]") -> "Contender":
-        """From a peer's or a kernel's name, or (kernel's name, tile)."""
+        """From a peer's or a kernel's name, or (kernel's name, tile); TypeError or ValueError for anything else."""
         if isinstance(what, Contender):
             return what
         name, tile = what if isinstance(what, tuple | list) and len(what) == 2 else (what, None)
@@ -191,7 +191,11 @@ def small_sizes(traits: Traits, tile: Any) -> list[Workload]:
 
 
 def tile_at(contender: Contender, workload: Workload, target: str | None = None) -> Tile:
-    """The tile that a kernel takes on a workload: its own, or the default one, which depends on lengths and heads."""
+    """The tile that a kernel takes on a workload: its own, or the default one, which depends on lengths and heads.
+
+    Raises:
+        Unsupported: no kernel supports it.
+    """
     traits = Traits.parse(contender.kernel)
     target = target or default_target(traits.arch)
     kernel = registry.lookup(traits, contender.tile or None, target)

@@ -187,7 +187,7 @@ class Search:
         workloads: tuple[Workload, ...],
         seed: int = 0,
     ) -> "Search":
-        """The candidates of a space."""
+        """The candidates of a space. ValueError if its text is wrong, or no tile is left."""
         target = target or default_target(traits.arch)
         start = tile_at(Contender(traits.name), workloads[0], target)
         grows = space is None

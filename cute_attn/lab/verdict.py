@@ -209,6 +209,7 @@ def verdict(
             of several verdicts has a column for it.
 
     Raises:
+        ValueError: an argument is wrong.
         Unsupported: a ValueError; no kernel has those traits, or not with that tile.
     """
     if isinstance(kernel, CompiledKernel):

@@ -61,5 +61,5 @@ def parse(text: str, traits: Traits) -> Workload:
 
 
 def default_workloads(traits: Traits) -> tuple[Workload, ...]:
-    """What a kernel of those traits is timed with where nothing is named."""
+    """What a kernel of those traits is timed with where nothing is named. ValueError if no workload has them."""
     return tuple(of_traits(traits, seqlen) for seqlen in SEQLENS)
