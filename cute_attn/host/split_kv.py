@@ -48,6 +48,8 @@ BLOCKS_OF_A_SPLIT, ENOUGH_CTAS = 5, 48
 """Minimum key blocks per split where so many CTAs are busy: fewer partial results are merged sooner."""
 LEAST_SPLITS, LEAST_SPARED = 4, 448
 """Minimum number of even splits, and minimum keys that they spare each CTA, for a second launch to pay."""
+FEW_SPLITS_SPARED = 1024
+"""The same keys for two or three even splits, of sequences of one length."""
 FEW_BYTES = 2 << 20
 """Maximum bytes of K and V per CTA for which stream-K costs more than any imbalance of lengths."""
 IDLE_BYTES = 1 << 20
@@ -400,7 +402,9 @@ def _best_split(call: Call, tile: Any, processors: int) -> Split:
     least = IN_STEP if shared else FULL_SPLITS
     full = equal and even and most > 1 and most * count >= least * ctas
     if splits < LEAST_SPLITS or spared < LEAST_SPARED:
-        splits = most if full and (few or bytes_of_block * -(-blocks // most) > FEW_BYTES) else 1
+        left = -(-blocks // max(most, 1))
+        pays = few or bytes_of_block * left > FEW_BYTES or tile.tile_n * (blocks - left) > FEW_SPLITS_SPARED
+        splits = most if full and pays else 1
     waves = splits * count / ctas
     alone = bytes_of_block * -(-blocks // splits)
     if alone > FEW_BYTES or (splits == 1 and (math.ceil(waves) - waves) * alone > IDLE_BYTES):
