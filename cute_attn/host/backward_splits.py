@@ -48,6 +48,9 @@ FEW_BLOCKS = 4
 MOST_BLOCKS = 64
 """Maximum key blocks of a sequence for which :func:`queries_seen` counts queries."""
 
+UNKNOWN = 0.5
+"""Idle time at the end of packed sequences of unlike lengths, of which only the sums are known, over the mean time of a
+work tile."""
 WHOLE, DIVIDED = 1.6, 0.8
 """Bytes in flight over L2's size. Above the first, heads are split until the second is reached; between the two the
 sums cost more than the misses. As good on an H100 and an H200 are 1.4 to 1.8, and 0.7 to 0.9: row 62 of
@@ -208,7 +211,8 @@ def head_splits(
         moved = (splits + 1) * gradient_bytes
         adding = moved / (BYTES_PER_STEP if moved <= l2_bytes else FROM_MEMORY)
         adding = ADDING_STEPS + adding if splits > 1 else 0
-        busiest = max(steps / multiprocessors, heads * longest)
+        last = UNKNOWN * steps / (splits * tiles) if unlike else 0
+        busiest = max(steps / multiprocessors + last, heads * longest)
         if longest * tiles * group <= UNEVEN * steps:  # shorter tiles count as fractions of whole ones
             waves = splits * steps / (group * longest * multiprocessors)
             busiest = math.ceil(round(waves, 6)) * heads * longest

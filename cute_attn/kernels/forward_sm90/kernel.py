@@ -114,9 +114,11 @@ class ForwardSm90:
     def without_tma_bias(self) -> "ForwardSm90":
         """This kernel with threads that read the bias from memory; it has the default tile or the one for lengths."""
         if self.tile.tile_m == 64:
-            return dataclasses.replace(
-                self, tile=dataclasses.replace(self.tile, bias_stages=0, speculative=False)
-            )
+            tile = dataclasses.replace(self.tile, bias_stages=0, speculative=False)
+            # Without a bias in shared memory, two CTAs of few rows may fit: twice the loads in flight.
+            two = dataclasses.replace(tile, blocks_per_sm=2, speculative=True)
+            few = tile.blocks_per_sm == 1 and two.reject(self.traits, "sm90") is None
+            return dataclasses.replace(self, tile=two if few else tile)
         tile = TABLE.first(self.traits, "sm90", *keys(self.traits, "sm90", tma=False))
         return dataclasses.replace(self, tile=tile)
 
