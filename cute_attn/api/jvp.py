@@ -8,7 +8,6 @@ with P the probabilities of the scores S::
 """
 
 import contextlib
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,14 +17,13 @@ from torch.autograd import forward_ad
 from cute_attn.api.operators import below_operators, call_of, forward_cpu
 from cute_attn.host.call import ATTENTION, Call, schema
 from cute_attn.host.dispatch import DIFFERENTIABLE
+from cute_attn.host.jvp import Tangents, with_tangents
 
 _library = torch.library.Library("cute_attn", "FRAGMENT")
 _library.define(
     f"jvp(Tensor?[] tangents, {schema(ATTENTION)}) -> (Tensor out, Tensor lse, Tensor out_dot, Tensor lse_dot)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-Tangents = Sequence[Tensor | None]
-"""A tangent for each of q, k, v, bias, sinks and the epilogues' tensors."""
 
 
 def _jvp_cpu(tangents: Tangents, *arguments: Any) -> tuple[Tensor, ...]:
@@ -51,8 +49,8 @@ def _dual(x: Tensor | None, tangent: Tensor | None) -> Tensor | None:
     return forward_ad.make_dual(x.detach().contiguous(), tangent.detach().contiguous())
 
 
-def _jvp_cuda(*_: Any) -> tuple[Tensor, ...]:
-    raise NotImplementedError("a forward-mode derivative of attention is asked for; accepted on CUDA: none")
+def _jvp_cuda(tangents: Tangents, *arguments: Any) -> tuple[Tensor, ...]:
+    return with_tangents(call_of(arguments), tangents)
 
 
 _library.impl("jvp", _jvp_cpu, "CPU")

@@ -1,6 +1,7 @@
 """Forward-mode derivatives of attention on the CPU, against torch's own of a dense definition in float64."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,9 +10,12 @@ from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 
 from cute_attn import attention, attention_varlen, flex
+from cute_attn.compiler import registry
 from cute_attn.host.call import ATTENTION, Call
-from cute_attn.reference import FULL_LENGTHS, Features, ScoreInputs
+from cute_attn.kernels.jvp_sm80 import JvpSm80
+from cute_attn.reference import FULL_LENGTHS, Features, Lengths, ScoreInputs
 from cute_attn.reference import attention as definition
+from cute_attn.reference.tilings import TINY, Scores
 
 SHAPES = {"q": (2, 5, 4, 8), "k": (2, 6, 2, 8), "v": (2, 6, 2, 4)}
 
@@ -212,3 +216,81 @@ def test_the_definition_itself():
     given, dots = tensors(), tensors(seed=10)
     call = lambda x: definition(*x.values(), 0.3, Features(), ScoreInputs(), FULL_LENGTHS)[0]  # noqa: E731
     same(jvp(call, (given,), (dots,)), jvp(lambda x: dense(**x, scale=0.3)[0], (given,), (dots,)))
+
+
+# ---- the kernel ----
+
+FEATURES = {
+    "": {},
+    "causal": {},
+    "window_top_left": {"window_left": 5, "window_right": 3},
+    "causal-softcap-alibi": {"softcap": 1.5, "alibi_slopes": torch.tensor([[0.5, 0.1], [0.0, 1.0]])},
+    "dropout": {"dropout_p": 0.3, "rng_state": torch.tensor([3, 4])},
+    "causal-bias_bf16-dropout_mem_efficient": {
+        "bias": randn(2, 2, 40, 50).bfloat16(),
+        "dropout_p": 0.3,
+        "rng_state": torch.tensor([3, 4]),
+    },
+    "causal-sinks_bf16": {"sinks": torch.tensor([0.5, -3.0]).bfloat16()},
+    "seqused_q-seqused_k": {},
+}
+
+
+@pytest.mark.parametrize("features", FEATURES)
+def test_threads_compute_the_definition(features):
+    """Scores, P, tangents and rows' statistics by the kernel's code for each thread; sizes are no whole tiles."""
+    problem, dots = (Scores.random(2, 2, 40, 50, seed=i, **FEATURES[features]) for i in range(2))
+    tiling = TINY["warps2x1-32x32"].of(features, op="jvp")
+    if "seqused" in features:
+        used = (torch.tensor(x, dtype=torch.int32) for x in ([40, 17], [33, 50]))
+        problem = replace(problem, lengths=Lengths(None, None, *used, 40, 50))
+
+    def by_definition(*tensors):
+        given = (problem.scale, problem.features(tiling.traits), problem.inputs, problem.lengths)
+        out, lse, _ = definition(*tensors, *given)
+        return out.transpose(1, 2), lse
+
+    primals, tangents = ([x.double() for x in (y.q, y.k, y.v)] for y in (problem, dots))
+    (out, lse), (out_dot, lse_dot) = jvp(by_definition, tuple(primals), tuple(tangents))
+    found = problem.tangents(tiling, dots)
+    exists = lse.isfinite()  # threads also compute rows of a block beyond the sequence's end
+    assert exists.any() and found.lse[exists].isfinite().all()
+    rows = exists.unsqueeze(-1).expand_as(out)
+    for name, one, right, of in (
+        ("out", found.out, out, rows),
+        ("lse", found.lse, lse, exists),
+        ("out_dot", found.out_dot, out_dot, rows),
+        ("lse_dot", found.lse_dot, lse_dot, exists),
+    ):
+        error = (one.double() - right)[of].abs().max()
+        rounded = "softcap" in features  # its slopes, to fp16
+        limit = {"lse": 2e-6, "lse_dot": 2e-3 if rounded else 5e-6}.get(name, 5e-3)
+        assert error <= limit, f"{name}: {error}"
+
+
+def test_what_the_keys_of_a_row_have_in_common_costs_no_digits():
+    """A part of S_dot that is equal for all keys changes no output."""
+    problem, dots = (Scores.random(1, 1, 32, 64, seed=i) for i in range(2))
+    tiling = TINY["warps2x1-32x32"].of("", op="jvp")
+    shared = torch.zeros(32, 8)
+    shared[:, 0] = 1000.0
+    keys = problem.k.clone()
+    keys[..., 0] = 1.0
+    problem = replace(problem, k=keys)
+    plain = problem.tangents(tiling, dots)
+    moved = problem.tangents(tiling, replace(dots, q=dots.q + shared[None, :, None]))
+    torch.testing.assert_close(moved.out_dot, plain.out_dot, atol=5e-3, rtol=0)
+    torch.testing.assert_close(moved.lse_dot, plain.lse_dot + 1000.0 * problem.scale, atol=1e-3, rtol=0)
+
+
+def test_what_the_kernel_serves():
+    assert isinstance(registry.lookup("jvp-sm80-bf16-d256x128-window-softcap", None, "sm90"), JvpSm80)
+    for name, reason in (
+        ("jvp-sm80-fp32-d64", "dtype is fp32; accepted: fp16, bf16"),
+        ("jvp-sm80-bf16-d256", "head_dim_v is 256; accepted: up to 128"),
+        ("jvp-sm90-bf16-d64", "accepted: jvp-sm80"),
+    ):
+        with pytest.raises(registry.Unsupported, match=reason):
+            registry.lookup(name)
+    with pytest.raises(registry.Unsupported, match="accepted with tangents: tile_m=64"):
+        registry.lookup("jvp-sm80-bf16-d64", "pack_heads=2")
