@@ -69,7 +69,7 @@ class EpilogueChain:
         if reason:
             raise NotImplementedError(reason)
         derivatives = traits.differentiates
-        slopes = Float32 if traits.dtype == "fp32" else Float16
+        slopes = Float32 if traits.dtype == "fp32" or traits.op == "jvp" else Float16
         modifiers: list[Epilogue] = []
         if traits.softcap:
             modifiers.append(Softcap(slopes if derivatives else None))

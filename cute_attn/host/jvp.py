@@ -4,7 +4,6 @@ One launch computes outputs and tangents. Where V has more than ``MAX_COLUMNS`` 
 several equal parts of them, and each computes all scores.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -103,8 +102,8 @@ def _plan(call: Call) -> Plan:
             f"q is fp32 in a forward-mode derivative of attention; accepted on CUDA: {', '.join(HALF)}"
         )
     target, columns = compiler.default_target("sm80"), Columns.of(call)
-    traits = dataclasses.replace(call.traits("sm80", op="jvp"), head_dim=columns.qk, head_dim_v=columns.v)
-    kernel = registry.lookup(traits, None, target)
+    q, v = (x[..., :1].expand(*x.shape[:-1], n) for x, n in ((call.q, columns.qk), (call.v, columns.v)))
+    kernel = registry.lookup(call._replace(q=q, v=v).traits("sm80", op="jvp"), None, target)
     check_query_blocks(call, kernel)
     return Plan(kernel, {"main": compiler.build(kernel, target)})
 
