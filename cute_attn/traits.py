@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
 OPS = (
-    *("forward", "jvp", "backward", "backward_preprocess", "backward_convert"),
+    *("forward", "backward", "backward_preprocess", "backward_convert", "jvp"),
     *("kvcache", "combine", "combine_stream_k", "append", "forward_split", "backward_split"),
     *("forward_pad", "forward_unpad", "backward_pad", "backward_unpad"),
     *("block_kinds", "block_lists", "block_visits"),
