@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
 OPS = (
-    *("forward", "backward", "backward_preprocess", "backward_convert"),
+    *("forward", "backward", "backward_preprocess", "backward_convert", "jvp"),
     *("kvcache", "combine", "combine_stream_k", "append", "forward_split", "backward_split"),
     *("forward_pad", "forward_unpad", "backward_pad", "backward_unpad"),
     *("block_kinds", "block_lists", "block_visits"),
@@ -107,7 +107,7 @@ FEATURES = tuple(_TOKENS)
 _BEFORE_EPILOGUES = ("precision", "mask", "softcap", "alibi", "bias")
 # Features of some ops only.
 _ONLY_IN: dict[str, tuple[str, ...]] = {
-    "sinks": ("forward", "kvcache", "combine", "combine_stream_k"),
+    "sinks": ("forward", "jvp", "kvcache", "combine", "combine_stream_k"),
     "bias_grad": ("backward",),
     "lse_grad": ("backward_preprocess",),
     **dict.fromkeys(("rotary", "rotate_q", "varlen_new"), ("append",)),
@@ -181,7 +181,7 @@ class Traits:
     """A kernel's computation: the operation, the kernel's generation, the types, the score features.
 
     Attributes:
-        op: the operation, one of ``OPS``.
+        op: the operation, one of ``OPS``. ``jvp`` is the forward with its forward-mode derivative.
         arch: the kernel's generation. An ``sm80`` kernel (cp.async, mma.sync) also runs on later GPUs.
         dtype: element type of q, k, v and o.
         head_dim: elements of a row of q and k, up to 576; whole 16 bytes, except with ``alignment`` and for the padding
@@ -420,6 +420,11 @@ class Traits:
     def fp32_terms(self) -> int:
         """Terms of an fp32 number in tf32 or fp16: hi and lo, or with precision tf32 only hi."""
         return 1 if self.precision == "tf32" else 2
+
+    @property
+    def differentiates(self) -> bool:
+        """True if the derivatives of score epilogues are computed, in reverse or forward mode."""
+        return self.op in ("backward", "jvp")
 
     @property
     def causal(self) -> bool:

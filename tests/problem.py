@@ -85,7 +85,7 @@ class Case:
             softcap=self.softcap > 0,
             alibi=bool(self.alibi),
             bias=self.bias,
-            sinks=self.sinks if op == "forward" else "",
+            sinks=self.sinks if op != "backward" else "",
             dropout=self.dropout_mask if self.dropout_p else "",
             varlen=self.varlen,
             seqused_q=bool(self.seqused_q),

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from cute_attn.api import jvp as jvp  # its operator
 from cute_attn.api import operators
 from cute_attn.api.functions import (
     Functions,
@@ -30,7 +30,7 @@ from cute_attn.host.call import (
     pytorchs_precision,
 )
 from cute_attn.host.checks import DROPOUTS, check_starts, check_writable
-from cute_attn.host.dispatch import DIFFERENTIABLE, refuse_tangents
+from cute_attn.host.dispatch import DIFFERENTIABLE
 from cute_attn.host.forward import Outputs
 from cute_attn.host.memory import Tensors, materialized
 from cute_attn.host.record import drawn
@@ -619,8 +619,6 @@ def _attend(
     q, bias = tensors[0], tensors[BIAS]
     if not isinstance(q, Tensor):
         raise TypeError(f"q is {kind_of(q)}; accepted: a torch.Tensor")
-    if forward_ad._current_level >= 0 and q.is_cuda:
-        refuse_tangents(tensors)
     if q.dtype == torch.float32 or given[_PRECISION] is not None:
         tensors, given = _in_precision(tensors, given)
         q, bias = tensors[0], tensors[BIAS]

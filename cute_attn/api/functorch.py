@@ -1,4 +1,7 @@
-"""Attention under torch.func's transforms: ``grad``, ``vjp``, ``jacrev`` and ``vmap``, in any order.
+"""Attention under torch.func's transforms: ``grad``, ``vjp``, ``jacrev``, ``jvp``, ``jacfwd`` and ``vmap``.
+
+A call whose tensors have tangents, from ``jvp`` or ``torch.autograd.forward_ad``, is one call of the operator
+``cute_attn::jvp``: it returns the outputs and their tangents.
 
 A batch of calls becomes one call with all their sequences. Calls that do not fit into one run in turn: packed
 sequences, users' epilogues, and arguments of a whole call (sinks, the state of a dropout mask).
@@ -9,16 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cute_attn.host.call import ATTENTION, NUM_TENSORS, Call
 from cute_attn.host.checks import check
-from cute_attn.host.dispatch import DIFFERENTIABLE, NO_GRADIENT
+from cute_attn.host.dispatch import DIFFERENTIABLE, NO_GRADIENT, NO_TANGENT
 
 _FIELDS = Call._fields[:NUM_TENSORS]
 _BY_SEQUENCE = ("q", "k", "v", "seqused_q", "seqused_k")
 _INDICES = tuple(_FIELDS.index(name) for name in DIFFERENTIABLE)
 _RANKS = {"alibi_slopes": 1, "bias": 4}
 Dims = tuple[int | None, ...]
+_NO_SECOND = "a second derivative of attention is asked for; accepted: first ones"
+_TransformType = torch._C._functorch.TransformType
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -34,6 +40,56 @@ def forward(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     check(call)
     found = _Forward.apply(call[NUM_TENSORS + 1 :], *call[:NUM_TENSORS], *call.epilogue_tensors)
     return found if call.return_softmax else (*found, None)
+
+
+def with_tangents(call: Call) -> tuple[Tensor, Tensor, None] | None:
+    """out and lse with their tangents, dual tensors; None where no tensor of the call has a tangent that is visible.
+
+    Under another transform than ``jvp``, tangents are those of a transform outside it: ``_Forward.jvp`` gets them.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A parameter is wrong.
+    NotImplementedError
+        No kernel follows one of the tangents.
+    """
+    primals, tangents = _unpacked(call)
+    if all(tangent is None for tangent in tangents):
+        return None
+    check(call)
+    out, lse, *found = _jvp(call[NUM_TENSORS + 1 :], primals, tangents)
+    return *map(forward_ad.make_dual, (out, lse), found), None
+
+
+def refuse_out(call: Call) -> None:
+    """Raise NotImplementedError for a call with tangents whose result is to be written to a given tensor."""
+    if any(tangent is not None for tangent in _unpacked(call)[1]):
+        raise NotImplementedError(
+            "out is given in a forward-mode derivative of attention; accepted: a call without out"
+        )
+
+
+def _unpacked(call: Call) -> tuple[tuple, tuple]:
+    """A call's tensors without tangents, and the tangents that are visible here, None for others."""
+    tensors, top = (*call[:NUM_TENSORS], *call.epilogue_tensors), torch._C._functorch.peek_interpreter_stack()
+    if top is not None and top.key() != _TransformType.Jvp:
+        return tensors, (None,) * len(tensors)
+    pairs = [(None, None) if x is None else forward_ad.unpack_dual(x) for x in tensors]
+    primals, tangents = zip(*pairs, strict=True)
+    return primals, tangents
+
+
+def _jvp(rest: tuple, tensors: Sequence[Any], tangents: Sequence[Any]) -> tuple[Tensor, ...]:
+    """out, lse and their tangents, for a tangent or None of each tensor."""
+    if tangents[_FIELDS.index("alibi_slopes")] is not None:
+        raise NotImplementedError(NO_TANGENT)
+    if _call(rest, tensors).return_softmax:
+        raise NotImplementedError(
+            "return_softmax is True in a forward-mode derivative of attention; accepted: False"
+        )
+    wanted = (*(tangents[i] for i in _INDICES), *tangents[NUM_TENSORS:])
+    return _Jvp.apply(rest, len(wanted), *wanted, *tensors)
 
 
 def _call(rest: tuple, tensors: Sequence[Any]) -> Call:
@@ -54,6 +110,7 @@ class _Forward(torch.autograd.Function):
         rest, *tensors = inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *output[:2])
+        ctx.save_for_forward(*tensors, *output[:2])
         ctx.rest = rest
         if len(output) > 2:
             ctx.mark_non_differentiable(output[2])
@@ -71,6 +128,11 @@ class _Forward(torch.autograd.Function):
             for i in [i for i, wanted in zip(_INDICES, needed, strict=True) if wanted]:
                 found[i], *grads = grads
         return None, *found
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        *tensors, _, _ = ctx.saved_tensors
+        return _jvp(ctx.rest, tensors, tangents)[2:]
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, rest: tuple, *tensors: Any) -> tuple[tuple, tuple]:
@@ -109,7 +171,11 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple:
-        raise NotImplementedError("a second derivative of attention is asked for; accepted: first ones")
+        raise NotImplementedError(_NO_SECOND)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> tuple:
+        raise NotImplementedError(_NO_SECOND)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, rest: tuple, needed: tuple, *given: Any) -> tuple[tuple, tuple]:
@@ -124,6 +190,46 @@ class _Backward(torch.autograd.Function):
         bias, at = tensors[_FIELDS.index("bias")], dims[4 + _FIELDS.index("bias")]
         if needed[3] and (bias.shape[0] if at is None else bias.movedim(at, 0).shape[1]) == 1:
             found[-1] = found[-1].sum(1, keepdim=True)
+        return tuple(found), (0,) * len(found)
+
+
+class _Jvp(torch.autograd.Function):
+    """Arguments: rest of :class:`_Forward`, the number of tangents, a tangent or None for each of q, k, v, bias, sinks
+    and the epilogues' tensors, and the tensors of :class:`_Forward`.
+
+    Returns out, lse and their tangents.
+    """
+
+    @staticmethod
+    def forward(rest: tuple, number: int, *given: Any) -> tuple[Tensor, ...]:
+        tangents, tensors = list(given[:number]), given[number:]
+        return torch.ops.cute_attn.jvp.default(tangents, *_call(rest, tensors).values(ATTENTION))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple:
+        raise NotImplementedError(_NO_SECOND)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> tuple:
+        raise NotImplementedError(_NO_SECOND)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, rest: tuple, number: int, *given: Any) -> tuple[tuple, tuple]:
+        dims, size = in_dims[2:], info.batch_size
+        tangents, tensors = given[:number], given[number:]
+        rows, others = tangents[:3], tangents[3:]
+        queries = next((dim for dim in (*dims[:3], *dims[number : number + 3]) if dim is not None), None)
+        if any(x is not None for x in others) or _needs_loop(info, rest, tensors, dims[number:], queries):
+            found = _looped(lambda own: _Jvp.apply(rest, number, *own), size, given, dims)
+        else:
+            merged = _merged(size, tensors, dims[number:])
+            sequences = [_flat(size, x, dim) for x, dim in zip(rows, dims, strict=False)]
+            called = _Jvp.apply(rest, number, *sequences, *others, *merged)
+            found = [x.unflatten(0, (size, -1)) for x in called]
         return tuple(found), (0,) * len(found)
 
 

@@ -1,15 +1,17 @@
 """The torch operators ``cute_attn::forward`` and ``::backward``: for CUDA, the CPU, fake tensors, and autograd."""
 
+import contextlib
 import functools
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
+from torch.autograd import forward_ad
 
 from cute_attn import reference
 from cute_attn.api import block_tables as block_tables  # its operator, for programs that were exported
@@ -54,6 +56,12 @@ _EPILOGUES, _KERNEL = (Call._fields.index(name) - NUM_TENSORS - 1 for name in ("
 
 def forward(call: Call) -> Outputs:
     """out, lse, and softmax or None; through the dispatcher where something observes operators."""
+    if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
+        # On the CPU torch follows tangents through the definition, except within transforms.
+        if call.q.is_cuda or transforms_are_active():
+            found = functorch.with_tangents(call)
+            if found is not None:
+                return found
     if no_dispatch_mode() and all_plain((*call[:NUM_TENSORS], *call.epilogue_tensors)):
         return run(call) if call.q.is_cuda else forward_cpu(call)
     if transforms_are_active():
@@ -89,6 +97,8 @@ def forward_into(call: Call, out: Tensor) -> Outputs:
     if not torch.compiler.is_compiling():  # the operator checks
         check(call)
     check_out(call, out, rows=True)
+    if forward_ad._current_level >= 0:
+        functorch.refuse_out(call)
     if no_dispatch_mode() and all_plain((*call[:NUM_TENSORS], *call.epilogue_tensors, out)):
         return forward_cuda(call, out) if call.q.is_cuda else forward_cpu(call, out)
     result, *others = forward(call)
@@ -264,10 +274,7 @@ def _backward_cpu(*arguments: Any) -> tuple[Tensor, ...]:
     flags = itertools.chain(needed[_NAMED:], itertools.repeat(False))
     pairs = zip(call.epilogue_tensors, flags, strict=False)
     own = tuple(x.detach().requires_grad_() if wanted else x for x, wanted in pairs)
-    # A mode or a tracer may run this below the dispatcher's autograd: enable that again.
-    views = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
-    graph = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
-    with views, graph, torch.enable_grad():
+    with below_operators(), torch.enable_grad():
         outputs = forward_cpu(call._replace(**inputs, epilogue_tensors=own, return_softmax=False))[:2]
         loss = _loss(outputs, (out, lse), (grad_out, grad_lse))
     grads: dict[str, Tensor | None] = dict.fromkeys(DIFFERENTIABLE)
@@ -275,6 +282,15 @@ def _backward_cpu(*arguments: Any) -> tuple[Tensor, ...]:
     found = iter(torch.autograd.grad(loss, leaves, materialize_grads=True) if leaves else ())
     grads |= {name: next(found).contiguous() for name in inputs}
     return _filled(call, (*grads.values(), *(next(found) if x.requires_grad else None for x in own)))
+
+
+@contextlib.contextmanager
+def below_operators() -> Iterator[None]:
+    """Within it autograd works in an operator's implementation: a mode or a tracer may run that below autograd."""
+    views = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
+    graph = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+    with views, graph:
+        yield
 
 
 def _loss(

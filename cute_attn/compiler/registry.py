@@ -37,6 +37,7 @@ from cute_attn.traits import (
 _OWN = {
     ("forward", "sm80", ""): "forward_sm80.ForwardSm80",
     ("forward", "sm90", ""): "forward_sm90.ForwardSm90",
+    ("jvp", "sm80", ""): "jvp_sm80.JvpSm80",
     ("backward", "sm80", ""): "backward_sm80.kernel.BackwardSm80",
     ("backward", "sm90", ""): "backward_sm90.kernel.BackwardSm90",
     ("backward_convert", "sm80", ""): "backward_convert.BackwardConvert",
@@ -295,14 +296,15 @@ def defaults() -> list[tuple[Traits, str]]:
             continue
         for head_dim in (32, 64, 96, 128, 192, 256):
             for mask in ("", "causal"):
-                for target in sorted({targets[0], MEASURED}):
-                    pairs.append((Traits(op, arch, "bf16", head_dim, mask=mask), target))
+                traits = Traits(op, arch, "bf16", head_dim, _columns(op, head_dim), mask=mask)
+                pairs += [(traits, target) for target in sorted({targets[0], MEASURED})]
         for head_dim in (64, 128):
             pairs += [(Traits(op, arch, "bf16", head_dim, **extra), MEASURED) for extra in _features(op)]
         if arch == "sm90":
             pairs.append((Traits(op, arch, "bf16", 512, mask="causal"), MEASURED))
         if "sm86" in targets:
-            pairs += [(Traits(op, arch, "bf16", dim, mask="causal"), "sm86") for dim in (64, 128, 256)]
+            for dim in (64, 128, 256):
+                pairs.append((Traits(op, arch, "bf16", dim, _columns(op, dim), mask="causal"), "sm86"))
             pairs.append((Traits(op, arch, "fp16", 128, mask="causal"), "sm89"))
     return pairs
 
@@ -337,6 +339,11 @@ _SHARES_FEATURES: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
+def _columns(op: str, head_dim: int) -> int:
+    """Columns of V beside those of Q and K: a kernel with tangents has at most 128."""
+    return min(head_dim, 128) if op == "jvp" else head_dim
+
+
 def _features(op: str) -> list[dict[str, Any]]:
     """Every feature of an attention kernel once."""
     grad = {"bias_grad": True} if op == "backward" else {}
@@ -348,7 +355,7 @@ def _features(op: str) -> list[dict[str, Any]]:
         {"mask": "causal", "bias": "fp32"},
         {"alibi": True, "mask": "causal"},
         {"softcap": True},
-        *([{"mask": "causal", "sinks": "bf16"}] if op == "forward" else []),
+        *([{"mask": "causal", "sinks": "bf16"}] if op != "backward" else []),
         {"varlen": True, "mask": "causal", "seqused_k": True},
     ]
 

@@ -20,6 +20,9 @@ from cute_attn.device.math import rematerialize
 from cute_attn.device.terms import Terms, multiply
 from layouts.mma import row_col_modes, row_col_view, thread_row_col
 
+Dual = tuple[Any, Any]
+"""An accumulator or an operand, and its tangent."""
+
 
 @dataclass(frozen=True)
 class SmemOperand:
@@ -214,6 +217,40 @@ def gemm_rs(
     for k in cutlass.range_constexpr(0, b.steps, together):
         own = [tuple(term[None, None, k + i] for term in a) for i in range(together)]
         _times_b(tiled_mma, acc, own, b, b_start, k, factor, row_factors, ahead)
+
+
+@cute.jit
+def dual_gemm(tiled_mma: cute.TiledMma, acc: Dual, a: Dual, b: Dual, stage: Int32, unroll: Constexpr) -> None:
+    """acc += A B^T of dual numbers, with both operands in shared memory, each in two neighbouring stages.
+
+    Each element is loaded once for three products. stage: of B; unroll: see :func:`gemm`.
+    """
+    starts = [x.start(Int32(i)) for i, x in enumerate(a)]
+    starts += [x.start(2 * stage + i) for i, x in enumerate(b)]
+    for first in cutlass.range(0, b[0].steps, unroll, unroll=1):
+        here = [x.at_step(start, first) for x, start in zip((*a, *b), starts, strict=True)]
+        for k in cutlass.range_constexpr(unroll):
+            own = [x.load_a(start, k) for x, start in zip(a, here[:2], strict=True)]
+            _times_dual(tiled_mma, acc, own, b, here[2:], k)
+
+
+@cute.jit
+def dual_gemm_rs(tiled_mma: cute.TiledMma, acc: Dual, a: Dual, b: Dual, stage: Int32) -> None:
+    """As :func:`dual_gemm`, with A in registers: (mma, M, k) and its tangent."""
+    starts = [x.start(2 * stage + i) for i, x in enumerate(b)]
+    for k in cutlass.range_constexpr(b[0].steps):
+        _times_dual(tiled_mma, acc, [(x[None, None, k],) for x in a], b, starts, k)
+
+
+def _times_dual(tiled_mma: cute.TiledMma, acc: Dual, a: list[Terms], b: Dual, starts: list, k: int) -> None:
+    """A step along K: for each sub-tile of B and its tangent their loads, then the three products."""
+    targets = [cute.logical_divide(x, (None, None, b[0].width)) for x in acc]
+    for subtile in range(b[0].subtiles):
+        total, dot = (x[None, None, (None, subtile)] for x in targets)
+        own = [x.load_b(start, subtile, k) for x, start in zip(b, starts, strict=True)]
+        multiply(tiled_mma, total, a[:1], own[:1])
+        multiply(tiled_mma, dot, a[1:], own[:1])
+        multiply(tiled_mma, dot, a[:1], own[1:])
 
 
 @cute.jit

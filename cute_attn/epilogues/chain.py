@@ -52,7 +52,7 @@ class EpilogueChain:
     softcap: bool
     top_left: bool
     sinks: Sinks | None = None
-    differentiable: bool = False  # in a backward kernel: ``forward`` returns values for ``backward``
+    differentiable: bool = False  # in a kernel of derivatives: ``forward`` returns values for ``backward``
     visits_lists: bool = False  # only listed blocks; those without a mask leave out the lists' epilogue
 
     @staticmethod
@@ -68,11 +68,11 @@ class EpilogueChain:
         reason = EpilogueChain.decline(traits)
         if reason:
             raise NotImplementedError(reason)
-        backward = traits.op == "backward"
-        slopes = Float32 if traits.dtype == "fp32" else Float16
+        derivatives = traits.differentiates
+        slopes = Float32 if traits.dtype == "fp32" or traits.op == "jvp" else Float16
         modifiers: list[Epilogue] = []
         if traits.softcap:
-            modifiers.append(Softcap(slopes if backward else None))
+            modifiers.append(Softcap(slopes if derivatives else None))
         if traits.alibi:
             modifiers.append(Alibi())
         if traits.bias:
@@ -94,14 +94,14 @@ class EpilogueChain:
             traits.softcap,
             traits.top_left,
             sinks,
-            backward,
+            derivatives,
             visits,
         )
 
     @staticmethod
     def decline(traits: Traits) -> str | None:
         """Why no kernel supports these traits' epilogues, or None; for kernels' ``supports``."""
-        if traits.op != "backward":
+        if not traits.differentiates:
             return None
         missing = [name for name in traits.epilogues if not user_epilogue(name).differentiable()]
         if not missing:
@@ -285,7 +285,8 @@ class EpilogueChain:
     def backward(self, state: ScoreState, tile: ScoreTile, saved: tuple, adds: Boolean | None = None) -> None:
         """Gradients by the scores after all modifiers become gradients by the scores before, in ``tile.acc``.
 
-        Scores are not scaled; gradients lack the factor ``context.gradient_scale``.
+        Scores are not scaled; gradients lack the factor ``context.gradient_scale``. Modifiers work score by score, so
+        that the same factors take tangents of the scores before to tangents of those after: :meth:`tangents`.
 
         adds: True if this CTA adds the gradients of tensors, where several have the same scores; None: it does.
         """
@@ -295,6 +296,11 @@ class EpilogueChain:
                 modifier.add_gradients(own, tile, kept)
             elif modifier.has_gradients:
                 run_if(adds, functools.partial(modifier.add_gradients, own, tile, kept))
+            modifier.backward(own, tile, kept)
+
+    def tangents(self, state: ScoreState, tile: ScoreTile, saved: tuple) -> None:
+        """Tangents of the scores before all modifiers become tangents of the scores after, in ``tile.acc``."""
+        for modifier, own, kept in zip(self.modifiers, state.modifiers, saved, strict=True):
             modifier.backward(own, tile, kept)
 
     def drop(self, state: ScoreState, tile: ScoreTile, p: cute.Tensor) -> None:

@@ -89,7 +89,7 @@ def in_every_step(names: Iterable[str]) -> list[str]:
 
 def held(names: Iterable[str], op: str) -> int:
     """Numbers that registered epilogues hold: :meth:`Epilogue.held`."""
-    return sum(user_epilogue(name).held(op == "backward") for name in names if is_registered(name))
+    return sum(user_epilogue(name).held(op in ("backward", "jvp")) for name in names if is_registered(name))
 
 
 def reads_keys(names: Iterable[str]) -> bool:

@@ -15,9 +15,10 @@ from cute_attn.epilogues.base import Epilogue
 class Softcap(Epilogue):
     """Leaves tanh(score / cap) in ``tile.acc``; the context's score_scale is the cap.
 
-    The derivative 1 - tanh^2, in [0, 1], is saved; for fp32 operands in fp32, for 16-bit ones in fp16, half a register
-    per element. fp16's relative rounding is at most 2^-11, and dS is rounded to 16 bits anyway; below its range, 6e-8,
-    the error of tanh is larger. bf16 would round more, and 1 - tanh^2 from a saved tanh would lose its digits near 1.
+    The derivative 1 - tanh^2, in [0, 1], is saved. It is fp32 for fp32 operands and for the tangent of LSE, else fp16,
+    half a register per element. fp16's relative rounding is at most 2^-11, and dS is rounded to 16 bits anyway; below
+    its range, 6e-8, the error of tanh is larger. bf16 would round more, and 1 - tanh^2 from a saved tanh would lose its
+    digits near 1.
 
     saves: the dtype of saved derivatives, Float16 or Float32; None to save none.
     """

@@ -338,7 +338,7 @@ class Call(NamedTuple):
             head_dim_v=int(self.v.shape[-1]), precision=self.precision, mask=self.mask,
             softcap=self.softcap > 0, alibi=self.alibi_slopes is not None,
             bias="" if self.bias is None else DTYPE_NAMES[self.bias.dtype], epilogues=self.epilogue_names,
-            sinks=self.sinks_dtype if op == "forward" else "", dropout=self.dropout, varlen=self.varlen,
+            sinks=self.sinks_dtype if op != "backward" else "", dropout=self.dropout, varlen=self.varlen,
             seqused_q=self.seqused_q is not None, seqused_k=self.seqused_k is not None, bias_grad=bias_grad,
             variant=variant,
         )  # fmt: skip

@@ -32,7 +32,9 @@ from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.names import user_epilogue
 from cute_attn.reference.emulated import (
     Buffers,
+    DualBuffers,
     GradientBuffers,
+    every_dual_sequence,
     every_key_block,
     every_sequence,
     packed_heads,
@@ -60,6 +62,21 @@ class Emulated:
     visits: Tensor
     out: Tensor
     lse: Tensor
+
+
+@dataclass(frozen=True)
+class EmulatedTangents:
+    """The outputs of a forward with tangents, as the threads computed them; P and P S_dot were rounded to fp16.
+
+    Attributes:
+        out, out_dot: float32 (batch, nheads, max_seqlen_q, head_dim_v), NaN where no thread wrote.
+        lse, lse_dot: float32 (batch, nheads, max_seqlen_q), likewise.
+    """
+
+    out: Tensor
+    lse: Tensor
+    out_dot: Tensor
+    lse_dot: Tensor
 
 
 @dataclass(frozen=True)
@@ -180,6 +197,64 @@ def _unpack(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(2, (-1, heads)).transpose(2, 3).flatten(1, 2)
 
 
+def tangents_on_host(
+    kernel: Any,
+    products: tuple[Tensor, Tensor],
+    values: tuple[Tensor, Tensor],
+    softmax_scale: float,
+    inputs: ScoreInputs,
+    lengths: reference.Lengths = reference.FULL_LENGTHS,
+) -> EmulatedTangents:
+    """The per-thread code of a forward with tangents on given products, in the emulator's loop over blocks.
+
+    Args:
+        kernel: as for :func:`attend_on_host`, with traits of the op ``jvp``; its tile has a head.
+        products: q k^T and q_dot k^T + q k_dot^T, each as for :func:`attend_on_host`.
+        values: V and its tangent, likewise.
+        softmax_scale, inputs, lengths: as there.
+    """
+    batch, nheads, seqlen_q, seqlen_k = products[0].shape
+    tile_m, tile_n = kernel.tile.tile_m, kernel.tile.tile_n
+    m_blocks, n_blocks = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
+    padded = (batch, nheads, m_blocks * tile_m, n_blocks * tile_n)
+    columns = values[0].shape[3]
+    seen = (slice(None), slice(None), slice(seqlen_q), slice(seqlen_k))
+    scores = [torch.zeros(padded) for _ in range(5)]
+    keys = [torch.zeros(batch, nheads, n_blocks * tile_n, columns) for _ in range(2)]
+    for x, given in zip((*scores[:2], *keys), (*products, *values), strict=True):
+        x[:, :, : given.shape[2], : given.shape[3]] = given
+    buffers = DualBuffers(
+        products=scores[0],
+        values=keys[0],
+        scores=torch.full(padded, torch.nan),
+        p=scores[2],
+        visits=torch.zeros(batch, nheads, m_blocks, n_blocks, dtype=torch.int32),
+        out=torch.zeros(*padded[:3], columns),
+        lse=torch.full(padded[:3], torch.nan),
+        factors=torch.empty(padded[:3]),
+        maxima=torch.full(padded[:3], -torch.inf),
+        sums=torch.zeros(padded[:3]),
+        statistics=torch.empty(2 * tile_m * tile_n),
+        products_dot=scores[1],
+        values_dot=keys[1],
+        exact_p=scores[3],
+        dots=scores[4],
+        out_dot=torch.zeros(*padded[:3], columns),
+        lse_dot=torch.full(padded[:3], torch.nan),
+        unseen=torch.empty(padded[:3]),
+        block_sums=torch.empty(*padded[:3], 2),
+        totals=torch.zeros(padded[:3]),
+        row_tangents=torch.empty(2 * tile_m * tile_n),
+    )
+    _run(every_dual_sequence, kernel, buffers, (lengths, seqlen_q, seqlen_k), inputs, softmax_scale)
+    lse, lse_dot, out, out_dot = (
+        x[seen[:3]] for x in (buffers.lse, buffers.lse_dot, buffers.out, buffers.out_dot)
+    )
+    missing = lse.isnan().unsqueeze(-1)
+    out, out_dot = (x.masked_fill(missing, torch.nan) for x in (out, out_dot))
+    return EmulatedTangents(out, lse, out_dot, lse_dot)
+
+
 def differentiate_on_host(
     kernel: Any,
     products: Tensor,
@@ -224,13 +299,18 @@ def differentiate_on_host(
 
 
 _DTYPES = {"visits": Int32}
-_RANKS = {"lse": 3, "factors": 3, "maxima": 3, "sums": 3, "statistics": 1, "lse_log2": 3, "minus_d": 3}
+_RANKS = {
+    **dict.fromkeys(
+        ("lse", "factors", "maxima", "sums", "lse_log2", "minus_d", "lse_dot", "unseen", "totals"), 3
+    ),
+    **dict.fromkeys(("statistics", "row_tangents"), 1),
+}
 
 
 def _run(
     entry: Callable[..., None],
     kernel: Any,
-    buffers: Buffers | GradientBuffers,
+    buffers: Buffers | DualBuffers | GradientBuffers,
     rows: tuple[reference.Lengths, int, int],
     inputs: ScoreInputs,
     softmax_scale: float,

@@ -16,6 +16,7 @@ from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.epilogues.softmax import OnlineSoftmax
+from cute_attn.epilogues.tangents import RowTangents, weigh
 
 UNVISITED, UNMASKED, MASKED = 0, 1, 2
 
@@ -54,11 +55,37 @@ class Buffers(NamedTuple):
     statistics: Any
 
 
+class DualBuffers(NamedTuple):
+    """The tensors of an emulated forward with tangents, those of :class:`Buffers` that it has first."""
+
+    products: Any
+    values: Any
+    scores: Any
+    p: Any
+    visits: Any
+    out: Any
+    lse: Any
+    factors: Any
+    maxima: Any
+    sums: Any
+    statistics: Any
+    products_dot: Any
+    values_dot: Any
+    exact_p: Any  # not rounded
+    dots: Any
+    out_dot: Any
+    lse_dot: Any
+    unseen: Any
+    block_sums: Any  # of a block's P and P S_dot
+    totals: Any
+    row_tangents: Any
+
+
 @dataclass(frozen=True)
 class QueryBlockContext:
     """The common state of the threads of a query block, of one head or one pack of heads."""
 
-    buffers: Any  # Buffers or GradientBuffers, of this batch and head
+    buffers: Any  # Buffers, DualBuffers or GradientBuffers, of this batch and head
     state: ScoreState
     row0: Int32
     seqlen_q: Int32
@@ -120,8 +147,17 @@ class QueryBlockContext:
 
     def statistics(self, thread: Int32, rows: int) -> cute.Tensor:
         """A thread's (rows, 2) row maxima and sums, as in shared memory."""
+        return self._pairs(self.buffers.statistics, thread, rows)
+
+    def _pairs(self, of_threads: cute.Tensor, thread: Int32, rows: int) -> cute.Tensor:
+        """A thread's (rows, 2) numbers."""
         layout = cute.make_layout((rows, 2, self.threads), stride=(1, rows, 2 * rows))
-        return cute.make_tensor(self.buffers.statistics.iterator, layout)[None, None, thread]
+        return cute.make_tensor(of_threads.iterator, layout)[None, None, thread]
+
+    def row_tangents(self, thread: Int32, rows: int) -> RowTangents:
+        """A thread's current statistics of tangents."""
+        pairs = self._pairs(self.buffers.row_tangents, thread, rows)
+        return RowTangents(pairs[None, 0], pairs[None, 1])
 
     def online_softmax(self, thread: Int32, rows: int) -> OnlineSoftmax:
         """A thread's current statistics."""
@@ -157,7 +193,7 @@ def _plane(buffers: Any, batch: Int32, head: Int32) -> Any:
     own = {
         name: tensor[(batch, head, *[None] * (cute.rank(tensor) - 2))]
         for name, tensor in zip(buffers._fields, buffers, strict=True)
-        if name != "statistics"
+        if name not in ("statistics", "row_tangents")
     }
     return buffers._replace(**own)
 
@@ -284,6 +320,171 @@ def _finish(ctx: QueryBlockContext, thread: Int32, args: Any, head: Int32):
             sinks = chain.sinks_of_rows(args, head, Int32(ctx.heads), ctx.score_map(thread))
             factor, lse = softmax.finish_with_sink(r, row_sum, rescale, sinks[r])
         ctx.buffers.factors[rows[r]], ctx.buffers.lse[rows[r]] = factor, lse
+
+
+# ---- the forward with tangents ----
+
+
+@cute.jit
+def every_dual_sequence(buffers: DualBuffers, seqlens: Seqlens, args: Any, scale: Float32, kernel: Constexpr):
+    batches, nheads, _, _ = buffers.products.shape
+    for batch in cutlass.range(batches):
+        info = SeqlenInfo.read(seqlens, batch)
+        for head in cutlass.range(nheads):
+            chain = kernel.epilogues
+            context = chain.context(args, seqlens, info, batch, head, nheads, scale)
+            state = chain.begin(args, context)
+            plane = _plane(buffers, batch, head)
+            for row0 in cutlass.range(0, info.seqlen_q, kernel.tile.tile_m):
+                scale_log2 = chain.scale_log2(context.score_scale)
+                ctx = QueryBlockContext(plane, state, row0, info.seqlen_q, scale_log2, kernel)
+                _dual_query_block(ctx, args, head, scale)
+
+
+@cute.jit
+def _dual_query_block(ctx: QueryBlockContext, args: Any, head: Int32, scale: Float32):
+    size, chain = ctx.kernel.tile, ctx.kernel.epilogues
+    end_row = cutlass.min(ctx.row0 + size.tile_m, ctx.seqlen_q)
+    blocks = chain.key_blocks(ctx.state, ctx.row0, end_row, size.tile_n)
+    for thread in cutlass.range(ctx.threads):
+        rows = len(ctx.score_map(thread).modes.rows)
+        OnlineSoftmax.make(rows, ctx.scale_log2, False, ctx.statistics(thread, rows))
+        tangents = ctx.row_tangents(thread, rows)
+        tangents.center.fill(0.0)
+        tangents.total.fill(0.0)
+    for i in cutlass.range(blocks.end - blocks.begin):
+        step = blocks.end - 1 - i
+        block = blocks.block(step)
+        if step >= blocks.full_begin and step < blocks.full_end:
+            _dual_key_block(ctx, block, scale, False)
+        else:
+            _dual_key_block(ctx, block, scale, True, blocks.visit(step)[1])
+        for row in cutlass.range(ctx.row0, end_row):
+            _add_dual_products(ctx, row, block)
+    for thread in cutlass.range(ctx.threads):
+        _add_up(ctx, thread)
+        _add_up_totals(ctx, thread)
+    for thread in cutlass.range(ctx.threads):
+        _finish(ctx, thread, args, head)
+    for thread in cutlass.range(ctx.threads):
+        _finish_tangents(ctx, thread, end_row)
+
+
+@cute.jit
+def _dual_key_block(
+    ctx: QueryBlockContext, block: Int32, scale: Float32, masked: Constexpr, partial: Boolean | None = None
+):
+    """All threads in lock-step; they exchange their maxima, and then the sums of their rows."""
+    for thread in cutlass.range(ctx.threads):
+        _score(ctx, thread, block, masked, partial)
+    for row in cutlass.range(ctx.row0, ctx.row0 + ctx.kernel.tile.tile_m):
+        ctx.buffers.block_sums[row, 0] = 0.0
+        ctx.buffers.block_sums[row, 1] = 0.0
+    for thread in cutlass.range(ctx.threads):
+        _weigh(ctx, thread, block, scale, masked, partial)
+    for thread in cutlass.range(ctx.threads):
+        _center(ctx, thread, block)
+
+
+@cute.jit
+def _weigh(
+    ctx: QueryBlockContext,
+    thread: Int32,
+    block: Int32,
+    scale: Float32,
+    masked: Constexpr,
+    partial: Boolean | None = None,
+):
+    """Scores become P under the new maximum, and tangents of products P S_dot."""
+    chain, buffers, rows = ctx.kernel.epilogues, ctx.buffers, ctx.rows(thread)
+    acc, dot, p = (ctx.fragment(thread, x) for x in (Float32, Float32, Float16))
+    tile = ctx.score_tile(thread, acc, block * ctx.kernel.tile.tile_n)
+    loaded = chain.load(ctx.state, tile)
+    _copy(ctx.part(buffers.products, thread, block), acc)
+    saved = chain.forward(ctx.state, tile, loaded, masked, partial)
+    stored = ctx.online_softmax(thread, len(rows))
+    softmax = stored.load_stats()
+    for r in cutlass.range_constexpr(len(rows)):
+        buffers.unseen[rows[r]] = Float32(1.0) if softmax.row_max[r] == -Float32.inf else Float32(0.0)
+        row_max = softmax.max_to_use(r, buffers.maxima[rows[r]])
+        buffers.factors[rows[r]] = softmax.exponentiate(tile.acc, r, row_max, masked)
+    stored.store_stats(softmax)
+    _copy(ctx.part(buffers.products_dot, thread, block), dot)
+    dots = tile.of(ctx.score_map(thread).view(dot))
+    weigh(tile.acc, dots.acc, scale)
+    chain.tangents(ctx.state, dots, saved)
+    for r in cutlass.range_constexpr(len(rows)):
+        own = ctx.row_tangents(thread, len(rows)).sums(r, tile.acc, dots.acc)
+        for i in cutlass.range_constexpr(2):
+            buffers.block_sums[rows[r], i] = buffers.block_sums[rows[r], i] + own[i]
+    _copy(acc, ctx.part(buffers.exact_p, thread, block))
+    _copy(dot, ctx.part(buffers.dots, thread, block))
+    _copy(acc, p)
+    chain.zero_dropped(chain.dropout_mask(ctx.state, tile), ctx.score_map(thread).view(p))
+    _copy(p, ctx.part(buffers.p, thread, block))
+
+
+@cute.jit
+def _center(ctx: QueryBlockContext, thread: Int32, block: Int32):
+    """P S_dot becomes P (S_dot - center), in 16 bits."""
+    chain, buffers, rows = ctx.kernel.epilogues, ctx.buffers, ctx.rows(thread)
+    acc, dot, half = (ctx.fragment(thread, x) for x in (Float32, Float32, Float16))
+    tile = ctx.score_tile(thread, acc, block * ctx.kernel.tile.tile_n)
+    dots = tile.of(ctx.score_map(thread).view(dot))
+    _copy(ctx.part(buffers.exact_p, thread, block), acc)
+    _copy(ctx.part(buffers.dots, thread, block), dot)
+    tangents = ctx.row_tangents(thread, len(rows))
+    for r in cutlass.range_constexpr(len(rows)):
+        row, own = rows[r], tangents.sums(r, tile.acc, dots.acc)
+        of_row = (buffers.block_sums[row, 0], buffers.block_sums[row, 1])
+        unseen = buffers.unseen[row] != 0.0
+        tangents.subtract_center(r, tile.acc, dots.acc, own, of_row, buffers.factors[row], unseen)
+    _copy(dot, half)
+    chain.zero_dropped(chain.dropout_mask(ctx.state, tile), ctx.score_map(thread).view(half))
+    _copy(half, ctx.part(buffers.dots, thread, block))
+
+
+@cute.jit
+def _add_dual_products(ctx: QueryBlockContext, row: Int32, block: Int32):
+    """The product of P + P S_dot e with V + V_dot e, in a row."""
+    buffers, tile_n = ctx.buffers, ctx.kernel.tile.tile_n
+    for d in cutlass.range(buffers.out.shape[1]):
+        total = buffers.out[row, d] * buffers.factors[row]
+        dot = buffers.out_dot[row, d] * buffers.factors[row]
+        for key in cutlass.range(block * tile_n, (block + 1) * tile_n):
+            p, value = buffers.p[row, key], buffers.values[key, d]
+            total = total + p * value
+            dot = dot + buffers.dots[row, key] * value + p * buffers.values_dot[key, d]
+        buffers.out[row, d], buffers.out_dot[row, d] = total, dot
+
+
+@cute.jit
+def _add_up_totals(ctx: QueryBlockContext, thread: Int32):
+    """As :func:`_add_up`, for the sums of tangents."""
+    rows = ctx.rows(thread)
+    total = ctx.row_tangents(thread, len(rows)).total
+    for r in cutlass.range_constexpr(len(rows)):
+        ctx.buffers.totals[rows[r]] = ctx.buffers.totals[rows[r]] + total[r]
+
+
+@cute.jit
+def _finish_tangents(ctx: QueryBlockContext, thread: Int32, end_row: Int32):
+    """LSE_dot, and of one of the threads of a row its O and O_dot."""
+    chain, buffers, score_map = ctx.kernel.epilogues, ctx.buffers, ctx.score_map(thread)
+    rows, has_sinks = ctx.rows(thread), chain.sinks is not None
+    softmax = ctx.online_softmax(thread, len(rows)).load_stats()
+    tangents = ctx.row_tangents(thread, len(rows))
+    for r in cutlass.range_constexpr(len(rows)):
+        row = rows[r]
+        if (score_map.thr_col == 0) & (row < end_row):
+            found = tangents.finish(
+                r, softmax, buffers.sums[row], buffers.totals[row], buffers.lse[row], has_sinks
+            )
+            buffers.lse_dot[row] = found[0]
+            for d in cutlass.range(buffers.out.shape[1]):
+                o = buffers.out[row, d] * buffers.factors[row]
+                buffers.out[row, d] = o
+                buffers.out_dot[row, d] = buffers.out_dot[row, d] * buffers.factors[row] - found[1] * o
 
 
 # ---- the backward ----

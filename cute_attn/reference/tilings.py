@@ -14,7 +14,7 @@ from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.names import user_epilogue
 from cute_attn.reference import emulate
-from cute_attn.reference.emulate import Emulated, EmulatedGradients
+from cute_attn.reference.emulate import Emulated, EmulatedGradients, EmulatedTangents
 from cute_attn.traits import Traits
 
 
@@ -139,6 +139,14 @@ class Scores:
         """The results of all threads of the tiling."""
         values = self.v.transpose(1, 2)
         return emulate.attend_on_host(tiling, self.products, values, self.scale, self.inputs, self.lengths)
+
+    def tangents(self, tiling: Tiling, dots: "Scores") -> EmulatedTangents:
+        """The outputs and their tangents of all threads of the tiling; ``dots``: with the tangents of q, k and v."""
+        product = torch.einsum("bqhd,bkhd->bhqk", dots.q, self.k)
+        product = product + torch.einsum("bqhd,bkhd->bhqk", self.q, dots.k)
+        values = (self.v.transpose(1, 2), dots.v.transpose(1, 2))
+        given = ((self.products, product), values, self.scale, self.inputs, self.lengths)
+        return emulate.tangents_on_host(tiling, *given)
 
     def differentiate(
         self, tiling: Tiling, grad_out: Tensor, lse: Tensor, minus_d: Tensor

@@ -319,6 +319,38 @@ class ForwardTermsTile(ForwardSm80Tile):
 
 
 @dataclass(frozen=True)
+class JvpSm80Tile(ForwardSm80Tile):
+    """Tile of the forward with its forward-mode derivative: each operand has its tangent beside it, and O as well."""
+
+    tile_m: int = choice(64, 32, 64, 128)
+    tile_n: int = choice(64, *range(16, 129, 16))
+
+    def row_bytes(self, traits: Traits) -> tuple[int, int]:
+        """Bytes of a row and its tangent."""
+        row, row_v = super().row_bytes(traits)
+        return 2 * row, 2 * row_v
+
+    def registers(self, traits: Traits) -> int:
+        rows = self.tile_m // self.num_warps
+        acc_o, acc_s = rows * padded(traits.head_dim_v) // 32, rows * self.tile_n // 32
+        return 2 * (acc_o + acc_s) + acc_s // 8 + rows // 2 + 24
+
+    def shape_reason(self, traits: Traits) -> str | None:
+        plain = replace(
+            self,
+            q_in_regs=False,
+            share_qk_smem=False,
+            key_groups=1,
+            pack_heads=1,
+            blocks_per_sm=1,
+            warps_n=1,
+        )
+        if self != plain:
+            return f"tile is {self}; accepted with tangents: {plain}"
+        return super().shape_reason(traits)
+
+
+@dataclass(frozen=True)
 class ForwardSm90Tile(Tile):
     """Tile of the Hopper forward.
 

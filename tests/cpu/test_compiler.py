@@ -565,6 +565,7 @@ KERNELS = {
     "forward_sm80": set(),
     "kvcache_sm80": {"forward_sm80"},
     "fp32_sm80": {"forward_sm80"},
+    "jvp_sm80": {"forward_sm80"},
     "forward_sm90": set(),
     "kvcache_sm90": {"forward_sm90"},
     "head_dim_512_sm90": {"forward_sm90"},

@@ -45,7 +45,7 @@ SASS = {
 
 
 COVER = cover()
-LOOPS = ("forward", "backward", "kvcache")
+LOOPS = ("forward", "jvp", "backward", "kvcache")
 
 
 def pytest_generate_tests(metafunc):

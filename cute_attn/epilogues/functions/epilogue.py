@@ -104,7 +104,7 @@ class FunctionEpilogue(Epilogue):
         graph, output: the trace.
         captured: layout of each captured tensor.
         lowered: the graph as kernels compute it.
-        differentiates: set for backward kernels. A forward needs no slopes, and stores no rows beyond
+        differentiates: set for kernels of derivatives. A forward needs no slopes, and stores no rows beyond
             sequences.
         heads_of_rows: set for kernels whose work tiles have several heads.
         with_terms: wanted tensors -> the epilogue that computes their gradients as well.
@@ -122,7 +122,7 @@ class FunctionEpilogue(Epilogue):
     def of(self, traits: Traits) -> "FunctionEpilogue":  # type: ignore[override]
         if traits.op == "kvcache":
             return replace(self, lowered=lower(*with_heads_of_rows(self.output)), heads_of_rows=True)
-        return replace(self, differentiates=traits.op == "backward")
+        return replace(self, differentiates=traits.differentiates)
 
     def with_gradients(self, wanted: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:  # type: ignore[override]
         """A mask's tensors, and those that only make indices, have none."""

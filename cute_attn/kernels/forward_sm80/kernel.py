@@ -28,7 +28,7 @@ Limits: head dims up to 576, padded in shared memory and registers; rows are mul
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -71,6 +71,9 @@ class ForwardSm80:
 
     traits: Traits
     tile: ForwardSm80Tile
+
+    numbers: ClassVar[int] = 1
+    """Stages of shared memory for each stage of Q, K, V and O: two where their tangents lie beside them."""
 
     # ---- support, tiles and arguments ----
 
@@ -115,7 +118,7 @@ class ForwardSm80:
     def can_visit_lists(self) -> bool:
         """Plain forwards can skip blocks that a block list leaves out."""
         plain = (self.tile.pack_heads, self.tile.key_groups, self.tile.warps_n) == (1, 1, 1)
-        return self.traits.op == "forward" and plain and not self.single
+        return self.traits.op in ("forward", "jvp") and plain and not self.single
 
     def score_args(self, inputs: ScoreInputs) -> tuple:
         """The epilogues' arguments of one launch."""
@@ -217,11 +220,9 @@ class ForwardSm80:
         def area(name: str, rows: int, dim: int, stages: int = 1, groups: int = 1) -> Any:
             return found.area(name, (rows, padded(dim), stages), "smem_layout", rows, dim, stages, by=groups)
 
-        q = area("q", tile.tile_m, d)
-        k, v = (
-            area(x, tile.group_keys, n, tile.num_stages, tile.key_groups) for x, n in (("k", d), ("v", dv))
-        )
-        o = area("o", tile.tile_m, dv)
+        q, o = (area(x, tile.tile_m, n, self.numbers) for x, n in (("q", d), ("o", dv)))
+        stages = self.numbers * tile.num_stages
+        k, v = (area(x, tile.group_keys, n, stages, tile.key_groups) for x, n in (("k", d), ("v", dv)))
         found.part("copy-gmem-to-smem", "gmem_load", self.traits.head_dim)
         found.part("copy-smem-to-gmem", "gmem_store", self.traits.head_dim_v)
         found.part("mma", "tiled_mma", warps_n=tile.warps_n)
@@ -321,7 +322,7 @@ class ForwardSm80:
         def stages(name: str, head_dim: int) -> cute.Tensor:
             start, layout = (
                 area(name, self.dtype),
-                self.smem_layout(tile.group_keys, head_dim, tile.num_stages),
+                self.smem_layout(tile.group_keys, head_dim, self.numbers * tile.num_stages),
             )
             if tile.key_groups > 1:
                 start += cute.assume(group.index * cute.cosize(layout), divby=512)
@@ -336,10 +337,10 @@ class ForwardSm80:
                 area("exchange", Float32), cute.make_layout((tile.tile_m, tile.warps_n))
             )
         return SharedMemory(
-            cute.make_tensor(area("q", self.dtype), self.smem_layout(tile.tile_m, d)),
+            cute.make_tensor(area("q", self.dtype), self.smem_layout(tile.tile_m, d, self.numbers)),
             stages("k", d),
             stages("v", dv),
-            cute.make_tensor(area("o", self.dtype), self.smem_layout(tile.tile_m, dv)),
+            cute.make_tensor(area("o", self.dtype), self.smem_layout(tile.tile_m, dv, self.numbers)),
             area("stats", Float32),
             area("merge", Float32),
             area("tile_range", Int32),
@@ -473,12 +474,19 @@ class ForwardSm80:
 
     @cute.jit
     def store_half(
-        self, o: cute.Tensor, mO: cute.Tensor, loop: MainLoop, tile: QueryTile, thread: Int32
+        self,
+        o: cute.Tensor,
+        mO: cute.Tensor,
+        loop: MainLoop,
+        tile: QueryTile,
+        thread: Int32,
+        acc: cute.Tensor | None = None,
     ) -> None:
-        """O in 16 bits, through shared memory, for 16-byte stores."""
+        """O in 16 bits, through shared memory, for 16-byte stores. acc: another result of its shape."""
         dv, tiled_mma = self.traits.head_dim_v, loop.operands.tiled_mma
-        fragment = cute.make_rmem_tensor_like(loop.acc_o, self.dtype)
-        fragment.store(loop.acc_o.load().to(self.dtype))
+        acc = loop.acc_o if acc is None else acc
+        fragment = cute.make_rmem_tensor_like(acc, self.dtype)
+        fragment.store(acc.load().to(self.dtype))
         loop.group.barrier()
         store = layouts.store_copy_c(tiled_mma, self.dtype, "sm80")
         mine = store.get_slice(thread)

@@ -1,0 +1,154 @@
+"""A call of attention with tangents on CUDA: its plan and its launches.
+
+One launch computes outputs and tangents. Where V has more than ``MAX_COLUMNS`` columns there is a launch for each of
+several equal parts of them, and each computes all scores.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_attn import compiler
+from cute_attn.compiler import registry
+from cute_attn.host import plans, record
+from cute_attn.host.call import NUM_TENSORS, Call
+from cute_attn.host.checks import check, check_for_kernels, check_query_blocks
+from cute_attn.host.choose import user_classes
+from cute_attn.host.dispatch import DIFFERENTIABLE
+from cute_attn.host.forward import as_kernels_read, forward
+from cute_attn.host.memory import clear_owned, on_device
+from cute_attn.host.plans import Plan
+from cute_attn.kernels.limits import HALF
+from cute_attn.traits import ROW_BYTES
+
+MAX_COLUMNS = 128
+"""Maximum columns of V of a launch."""
+_ROWS = DIFFERENTIABLE[:3]
+
+Tangents = Sequence[Tensor | None]
+"""A tangent of each of q, k, v, bias, sinks and the epilogues' tensors, None for zeros."""
+
+
+class Columns(NamedTuple):
+    """Padded columns of Q and K, those of V in each launch, and the launches."""
+
+    qk: int
+    v: int
+    launches: int
+
+    @staticmethod
+    def of(call: Call) -> "Columns":
+        """Rows are multiples of 16 bytes."""
+        whole = ROW_BYTES // call.q.element_size()
+        (d, dv), launches = (call.q.shape[-1], call.v.shape[-1]), -(-call.v.shape[-1] // MAX_COLUMNS)
+        return Columns(-(-d // whole) * whole, -(-dv // (whole * launches)) * whole, launches)
+
+
+def with_tangents(call: Call, tangents: Tangents) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out, lse and their tangents, on the current stream of q's device.
+
+    Raises:
+        NotImplementedError: a tangent of another tensor than q, k and v, fp32, or a kernel or tile that the call names.
+        TypeError, ValueError, Unsupported: a parameter is wrong, or no kernel supports the call.
+    """
+    check(call)
+    _check_tangents(call, tangents)
+    with on_device(call.q.get_device()):
+        out_shape, lse_shape = call.output_shapes()
+        if 0 in (call.batch, *call.longest, *out_shape, *call.k.shape):
+            out, lse, _ = forward(call)
+            return out, lse, torch.zeros_like(out), torch.zeros_like(lse)
+        key = ("jvp", call[NUM_TENSORS + 1 :], *user_classes(call))
+        plan = plans.plan(key, (*call[:NUM_TENSORS], *call.epilogue_tensors), lambda: _plan(call))
+        columns = Columns.of(call)
+        shape = (*out_shape[:-1], columns.v * columns.launches)
+        outs = [record.contiguous(call.q, shape) for _ in range(2)]
+        lses = [record.contiguous(call.q, lse_shape, torch.float32) for _ in range(2)]
+        if call.seqused_q is not None:  # rows that no thread writes
+            for x, value in zip(lses, (-torch.inf, 0.0), strict=True):
+                x.fill_(value)
+            for x in outs:
+                clear_owned(x, None)
+        _launch(plan, call, tangents, outs, lses)
+        out, out_dot = (x[..., : out_shape[-1]].contiguous() for x in outs)
+        return out, lses[0], out_dot, lses[1]
+
+
+def _check_tangents(call: Call, tangents: Tangents) -> None:
+    for name, dot in zip(_ROWS, tangents, strict=False):
+        x = getattr(call, name)
+        if dot is not None and (dot.shape, dot.dtype, dot.device) != (x.shape, x.dtype, x.device):
+            raise ValueError(
+                f"the tangent of {name} is {tuple(dot.shape)}, {dot.dtype} on {dot.device}; accepted: "
+                f"{tuple(x.shape)}, {x.dtype} on {x.device}"
+            )
+    more = tangents[len(_ROWS) :]
+    if any(dot is not None for dot in more):
+        names = (*DIFFERENTIABLE, *("a tensor of an epilogue" for _ in call.epilogue_tensors))[len(_ROWS) :]
+        given = next(name for name, dot in zip(names, more, strict=True) if dot is not None)
+        raise NotImplementedError(f"{given} has a tangent; accepted on CUDA: tangents of {', '.join(_ROWS)}")
+
+
+def _plan(call: Call) -> Plan:
+    check_for_kernels(call, unaligned=True)
+    if call.kernel or call.tile:
+        raise NotImplementedError(
+            "kernel or tile is given in a forward-mode derivative of attention; accepted: None"
+        )
+    if call.q.dtype == torch.float32:
+        raise NotImplementedError(
+            f"q is fp32 in a forward-mode derivative of attention; accepted on CUDA: {', '.join(HALF)}"
+        )
+    target, columns = compiler.default_target("sm80"), Columns.of(call)
+    q, v = (x[..., :1].expand(*x.shape[:-1], n) for x, n in ((call.q, columns.qk), (call.v, columns.v)))
+    kernel = registry.lookup(call._replace(q=q, v=v).traits("sm80", op="jvp"), None, target)
+    check_query_blocks(call, kernel)
+    return Plan(kernel, {"main": compiler.build(kernel, target)})
+
+
+def _launch(
+    plan: Plan, call: Call, tangents: Tangents, outs: Sequence[Tensor], lses: Sequence[Tensor]
+) -> None:
+    columns, sign = Columns.of(call), call.scale_sign
+    call = as_kernels_read(call)
+    given = [(getattr(call, name), dot) for name, dot in zip(_ROWS, tangents, strict=False)]
+    widths = (columns.qk, columns.qk, columns.v * columns.launches)
+    (q, q_dot), (k, k_dot), (v, v_dot) = (
+        (_rows(x, n), _zeros(x, n) if dot is None else _rows(dot, n))
+        for (x, dot), n in zip(given, widths, strict=True)
+    )
+    if sign != 1:  # online softmax takes maxima of q k^T: the factor must be above 0
+        q, q_dot = q * sign, q_dot * sign
+    for i in range(columns.launches):
+        own = slice(i * columns.v, (i + 1) * columns.v)
+        arguments: dict[str, Any] = {
+            "mQ": q,
+            "mK": k,
+            "mV": v[..., own],
+            "mQdot": q_dot,
+            "mKdot": k_dot,
+            "mVdot": v_dot[..., own],
+            "mO": outs[0][..., own],
+            "mLSE": lses[0],
+            "mOdot": outs[1][..., own],
+            "mLSEdot": lses[1],
+            "seqlens": call.seqlens(),
+            "softmax_scale": abs(call.softmax_scale) if sign else 1.0,
+            "schedule": record.work_tiles(q.get_device()),
+            "score_args": plan.kernel.score_args(call.score_inputs()),
+        }
+        record.launch(*plan.functions["main"].bind(**arguments))
+
+
+def _rows(x: Tensor, columns: int) -> Tensor:
+    """``x`` as kernels load it, with columns of zeros beyond its head dim."""
+    if x.shape[-1] < columns:
+        return torch.nn.functional.pad(x, (0, columns - x.shape[-1]))
+    return record.readable(x)
+
+
+def _zeros(x: Tensor, columns: int) -> Tensor:
+    """Zeros for a tangent: one row."""
+    return x.new_zeros(columns).expand(*x.shape[:-1], columns)

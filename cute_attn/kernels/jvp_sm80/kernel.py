@@ -1,0 +1,274 @@
+"""The Ampere forward with its forward-mode derivative: cp.async, ldmatrix and mma.sync. Runs on sm80 to sm120.
+
+With a dot for a tangent, P the probabilities of the scores S, and sums over a row's keys::
+
+    S_dot   = epilogues'(softmax_scale * (Q_dot K^T + Q K_dot^T))
+    LSE_dot = sum P S_dot
+    O_dot   = dropout(P (S_dot - LSE_dot)) V + dropout(P) V_dot
+
+It is the forward of :mod:`cute_attn.kernels.forward_sm80` on dual numbers: each product is one of X + X_dot e with
+e^2 = 0, three products on tensor cores that load each operand once. The second one has P + P S_dot e and V + V_dot e,
+so that a work tile has two accumulators, O and A = P S_dot V + P V_dot, and at the end O_dot = A - LSE_dot O. P S_dot
+is centered (:class:`cute_attn.epilogues.tangents.RowTangents`). The epilogues' factors are those of a backward.
+
+A step has six products where the forward's has two. No result is added atomically, and nothing is saved: the kernel
+returns O and LSE too.
+
+Shared memory: a tile of Q, K, V or O and the tile of its tangent are two neighbouring stages.
+
+Limits: fp16 and bf16, head dims up to 256, of V up to 128: two accumulators of more columns do not fit into registers.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Constexpr, Float32, Int32, cute
+
+import layouts
+from cute_attn.device.gemm import Dual, dual_gemm, dual_gemm_rs
+from cute_attn.device.math import add, optimization_barrier, quad_reduce, rematerialize
+from cute_attn.device.seqlen import sequence
+from cute_attn.epilogues.chain import EpilogueChain
+from cute_attn.epilogues.softmax import multiply_rows
+from cute_attn.epilogues.tangents import RowTangents, weigh
+from cute_attn.kernels import fakes
+from cute_attn.kernels.forward_sm80.kernel import ForwardSm80
+from cute_attn.kernels.forward_sm80.key_groups import KeyGroup
+from cute_attn.kernels.forward_sm80.loads import BlockLoad
+from cute_attn.kernels.forward_sm80.main_loop import MainLoop
+from cute_attn.kernels.forward_sm80.storage import ForwardParams
+from cute_attn.kernels.jvp_sm80.heuristics import default_tile
+from cute_attn.kernels.limits import beyond
+from cute_attn.kernels.step import StepContent, mma_sync_count, product_loop
+from cute_attn.outputs.lse import store_lse
+from cute_attn.tiles import JvpSm80Tile, padded
+from cute_attn.traits import Traits
+from cute_attn.work.query_tiles import QueryTile
+
+MAX_COLUMNS = 128
+"""Maximum head dim of V: two accumulators of 16 rows and 128 columns take 128 registers."""
+
+
+@dataclass(frozen=True)
+class JvpParams(ForwardParams):
+    """A launch of the forward, with its tangents."""
+
+    mQdot: cute.Tensor
+    mKdot: cute.Tensor
+    mVdot: cute.Tensor
+    mOdot: cute.Tensor
+    mLSEdot: cute.Tensor
+
+
+@dataclass(frozen=True)
+class DualLoad:
+    """Loads key blocks of K or V and of its tangent, to two neighbouring stages."""
+
+    value: BlockLoad
+    tangent: BlockLoad
+
+    def start(self, block: Int32, stage: Int32, whole: Constexpr) -> None:
+        """As ``BlockLoad.start``."""
+        self.value.start(block, 2 * stage, whole)
+        self.tangent.start(block, 2 * stage + 1, whole)
+
+
+@dataclass(frozen=True)
+class DualLoop(MainLoop):
+    """The forward's main loop on dual numbers."""
+
+    tangents: Any  # ``Operands`` of the tangents' fragments
+    acc_dot: cute.Tensor  # P S_dot V + P V_dot
+    acc_dot_rows: cute.Tensor  # acc_dot as (rows, head_dim_v)
+    rows: RowTangents
+    softmax_scale: Float32
+
+    @cute.jit
+    def scores(self, block: Int32, stage: Int32):
+        """Q K^T and its tangent, and the epilogues' loads from global memory, issued before it."""
+        op, dot, tile, chain = self.operands, self.tangents, self.kernel.tile, self.kernel.epilogues
+        shape = op.tiled_mma.get_slice(0).partition_shape_C((tile.tile_m, tile.tile_n))
+        acc = tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(2))
+        for x in acc:
+            x.fill(0.0)
+        loaded = ()
+        if cutlass.const_expr(chain.modifiers):
+            loaded = chain.load(self.state, self.score_tile(block, acc[0], rematerialize(self.thread)))
+        dual_gemm(op.tiled_mma, acc, (op.q, dot.q), (op.k, dot.k), stage, self.kernel.unroll)
+        return acc, loaded
+
+    @cute.jit
+    def accumulate(self, block: Int32, acc: Dual, loaded: tuple, stage: Int32, masked: Constexpr) -> None:
+        """Scores to probabilities, tangents to P S_dot, and the product with V + V_dot e."""
+        chain = self.kernel.epilogues
+        thread = rematerialize(self.thread)
+        scores = self.score_tile(block, acc[0], thread)
+        partial = self.blocks.visit(block)[1] if cutlass.const_expr(masked) else None
+        saved = chain.forward(self.state, scores, loaded, masked, partial)
+        stored = self.stored_softmax(thread)
+        softmax = stored.load_stats()
+        unseen = tuple(softmax.row_max[r] == -Float32.inf for r in range(cute.size(softmax.row_max)))
+        factors = cute.make_rmem_tensor(cute.make_layout(cute.size(softmax.row_max)), Float32)
+        softmax.advance(scores.acc, factors, masked)
+        stored.store_stats(softmax)
+        dots = scores.of(self.by_rows(acc[1]))
+        weigh(scores.acc, dots.acc, self.softmax_scale)
+        chain.tangents(self.state, dots, saved)
+        self.rows.advance(scores.acc, dots.acc, factors, unseen)
+        for x in (self.acc_o_rows, self.acc_dot_rows):
+            multiply_rows(x, factors)
+        dropped = chain.dropout_mask(self.state, scores)
+        p = tuple(cute.make_rmem_tensor_like(x, self.kernel.dtype) for x in acc)
+        for x, half in zip(acc, p, strict=True):
+            half.store(x.load().to(self.kernel.dtype))
+            chain.zero_dropped(dropped, self.by_rows(half))
+        a = tuple(layouts.as_operand_a(half) for half in p)
+        v = (self.operands.v, self.tangents.v)
+        dual_gemm_rs(self.operands.tiled_mma, (self.acc_o, self.acc_dot), a, v, stage)
+
+
+@dataclass(frozen=True)
+class JvpSm80(ForwardSm80):
+    """Kernel of the forward and its forward-mode derivative, of (traits, tile); ``__call__`` launches it."""
+
+    tile: JvpSm80Tile
+    numbers: ClassVar[int] = 2
+
+    @classmethod
+    def supports(cls, traits: Traits) -> str | None:
+        if (traits.op, traits.arch) != ("jvp", "sm80"):
+            return f"it computes jvp-sm80, not {traits.op}-{traits.arch}"
+        if traits.head_dim_v > MAX_COLUMNS:
+            return f"head_dim_v is {traits.head_dim_v}; accepted: up to {MAX_COLUMNS}"
+        return beyond(traits) or EpilogueChain.decline(traits)
+
+    @classmethod
+    def default_tile(cls, traits: Traits, target: str) -> JvpSm80Tile:
+        return default_tile(traits, target)
+
+    def for_lengths(self, *sizes: Any, **more: Any) -> "JvpSm80":
+        """This kernel: its tile serves all lengths."""
+        return self
+
+    def step_content(self) -> StepContent:
+        tile, d, dv = self.tile, padded(self.traits.head_dim), padded(self.traits.head_dim_v)
+        qk = 3 * mma_sync_count(tile.tile_m, tile.tile_n, d, tile.num_warps)
+        pv = 3 * mma_sync_count(tile.tile_m, dv, tile.tile_n, tile.num_warps)
+        elements, rows = tile.tile_m * tile.tile_n // tile.num_threads, tile.tile_m // (8 * tile.num_warps)
+        exp2 = elements * (1 + self.traits.softcap) + rows
+        return StepContent(qk + pv, exp2, elements, tile.num_warps, product_loop(qk, d // 16, self.unroll))
+
+    # ---- host ----
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: fakes.HeadRows,
+        mK: fakes.HeadRows,
+        mV: fakes.HeadRows,
+        mQdot: fakes.HeadRows,
+        mKdot: fakes.HeadRows,
+        mVdot: fakes.HeadRows,
+        mO: fakes.HeadRows,
+        mLSE: fakes.RowNumbers,
+        mOdot: fakes.HeadRows,
+        mLSEdot: fakes.RowNumbers,
+        seqlens: fakes.Lengths,
+        softmax_scale: Float32,
+        schedule: fakes.ForwardCounters,
+        score_args: fakes.ScoreArgs,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch. Each tangent is as its tensor, with strides of its own."""
+        forward = self.params((mQ, mK, mV, mO, mLSE), seqlens, softmax_scale, schedule, score_args)
+        params = JvpParams(
+            **vars(forward), mQdot=mQdot, mKdot=mKdot, mVdot=mVdot, mOdot=mOdot, mLSEdot=mLSEdot
+        )
+        ctas = params.grid.tiles(seqlens.batch(mQ))
+        self.kernel(params).launch(grid=[ctas, 1, 1], block=[self.tile.num_threads, 1, 1], stream=stream)
+
+    # ---- device ----
+
+    @cute.kernel
+    def kernel(self, params: JvpParams) -> None:
+        self.run(params)
+
+    @cute.jit
+    def run(self, params: JvpParams) -> None:
+        """The CTA's work tile."""
+        tile = params.grid.tile(params.seqlens, self.tile.queries)
+        if tile.exists:
+            loop = self.dual_loop(params, tile)
+            self.load_duals(params, tile, loop)
+            loop.run()
+            tile = params.grid.tile(params.seqlens, self.tile.queries)
+            self.finish_duals(params, loop, tile)
+
+    def dual_loop(self, params: JvpParams, tile: QueryTile) -> DualLoop:
+        """Before the first step: O, A and all sums are zero."""
+        group, (width, width_v) = KeyGroup.of(self.tile, cute.arch.thread_idx()[0]), self.row_widths
+        chain, shared = self.epilogues, self.shared_memory(group)
+        _, state = chain.begin_tile(params, tile, tile.head)
+        end_row = cutlass.min(tile.row0 + self.tile.queries, tile.info.seqlen_q)
+        blocks = chain.key_blocks(state, tile.row0, end_row, self.tile.tile_n)
+        operands, tangents = (
+            self.products.operands(self.tiled_mma(), shared, group.thread, None) for _ in range(2)
+        )
+
+        def load(pair: Dual, area: cute.Tensor, columns: int) -> DualLoad:
+            return DualLoad(*(self.block_load(m, area, columns, tile, group) for m in pair))
+
+        loads = (
+            load((params.mK, params.mKdot), shared.k, width),
+            load((params.mV, params.mVdot), shared.v, width_v),
+        )
+        forward = self.main_loop(params, tile, operands, loads, blocks, state, shared, group)
+        acc_dot = cute.make_rmem_tensor_like(forward.acc_o)
+        acc_dot.fill(0.0)
+        rows = cute.make_tensor(acc_dot.iterator, forward.acc_o_rows.layout)
+        return DualLoop(
+            **vars(forward),
+            tangents=tangents,
+            acc_dot=acc_dot,
+            acc_dot_rows=rows,
+            rows=RowTangents.make(cute.size(rows, mode=[0])),
+            softmax_scale=params.softmax_scale,
+        )
+
+    @cute.jit
+    def load_duals(self, params: JvpParams, tile: QueryTile, loop: DualLoop) -> None:
+        """Start loading Q and its tangent, then the first key blocks."""
+        d, _ = self.row_widths
+        copy = self.row_copy(self.gmem_load(d), d, tile, loop.thread)
+        for i, m in enumerate((params.mQ, params.mQdot)):
+            q = sequence(m, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
+            rows = self.rows(q, m, d, loop.row0)
+            copy.copy(rows, loop.shared.q[None, None, i], tile.info.seqlen_q - loop.row0, False)
+        cute.arch.cp_async_commit_group()
+        loop.start_loads()
+
+    @cute.jit
+    def finish_duals(self, params: JvpParams, loop: DualLoop, tile: QueryTile) -> None:
+        """Normalise and store O, LSE and their tangents."""
+        thread, rows = loop.thread, cute.size(loop.acc_o_rows, mode=[0])
+        lse, lse_dot = (cute.make_rmem_tensor(cute.make_layout(rows), Float32) for _ in range(2))
+        softmax, rescale = loop.stored_softmax(thread).load_stats(), self.output_scale(loop)
+        sinks = self.epilogues.sinks_of_rows(
+            params.score_args, tile.head, tile.heads_left, loop.score_map(thread)
+        )
+        for r in cutlass.range_constexpr(rows):
+            factor, lse[r] = softmax.finish_row(r, rescale, sinks)
+            row_sum, total = (quad_reduce(x[r], add) for x in (softmax.row_sum, loop.rows.total))
+            lse_dot[r], shift = loop.rows.finish(r, softmax, row_sum, total, lse[r], sinks is not None)
+            for c in cutlass.range_constexpr(cute.size(loop.acc_o_rows, mode=[1])):
+                o = loop.acc_o_rows[r, c] * factor
+                loop.acc_o_rows[r, c] = o
+                loop.acc_dot_rows[r, c] = loop.acc_dot_rows[r, c] * factor - shift * o
+        thread = optimization_barrier(thread)
+        for m, found in ((params.mLSE, lse), (params.mLSEdot, lse_dot)):
+            store_lse(m, found, loop.score_map(thread), tile, self.traits.varlen)
+        for m, acc in ((params.mO, loop.acc_o), (params.mOdot, loop.acc_dot)):
+            o = sequence(m, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
+            self.store_half(o, m, loop, tile, thread, acc)

@@ -1,0 +1,403 @@
+"""Forward-mode derivatives of attention on the CPU, against torch's own of a dense definition in float64."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.func import grad, jacfwd, jacrev, jvp, vmap
+
+from cute_attn import attention, attention_varlen, flex
+from cute_attn.compiler import registry
+from cute_attn.compiler.arguments import fakes
+from cute_attn.host.call import ATTENTION, Call
+from cute_attn.host.jvp import with_tangents
+from cute_attn.kernels.jvp_sm80 import JvpSm80
+from cute_attn.reference import FULL_LENGTHS, Features, Lengths, ScoreInputs
+from cute_attn.reference import attention as definition
+from cute_attn.reference.tilings import TINY, Scores
+from tests import emulated_kvcache, machine
+
+SHAPES = {"q": (2, 5, 4, 8), "k": (2, 6, 2, 8), "v": (2, 6, 2, 4)}
+
+
+def randn(*shape, seed=0):
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def tensors(seed=0, **shapes):
+    return {name: randn(*shape, seed=seed + i) for i, (name, shape) in enumerate((SHAPES | shapes).items())}
+
+
+def same(found, expected):
+    torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-11)
+
+
+def dense(q, k, v, *, scale=8**-0.5, softcap=0.0, mask=None, bias=None, slopes=None, sinks=None, keep=None):
+    """out and lse in plain torch."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    s = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    distance = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] - torch.arange(k.shape[1])
+    if slopes is not None:
+        s = s - slopes[:, None, None] * distance.abs()
+    if bias is not None:
+        s = s + bias
+    if mask is not None:
+        s = s.masked_fill(~mask(distance), -math.inf)
+    wide = s if sinks is None else torch.cat((s, sinks[:, None, None].expand(*s.shape[:3], 1)), -1)
+    lse = wide.logsumexp(-1)
+    p = (s - lse[..., None]).exp()
+    return torch.einsum("bhqk,bkhd->bqhd", p if keep is None else p * keep, v), lse
+
+
+def causal(distance):
+    return distance >= 0
+
+
+CALLS = {
+    "plain": ({}, {}, {}),
+    "causal": ({"causal": True}, {"mask": causal}, {}),
+    "window": ({"window": (2, 1)}, {"mask": lambda x: (x <= 2) & (x >= -1)}, {}),
+    "softcap": ({"softcap": 1.5}, {"softcap": 1.5}, {}),
+    "scale": ({"softmax_scale": -0.3, "causal": True}, {"scale": -0.3, "mask": causal}, {}),
+    "bias": ({"softcap": 2.0}, {"softcap": 2.0}, {"bias": (2, 4, 5, 6)}),
+    "broadcast bias": ({}, {}, {"bias": (1, 4, 1, 6)}),
+    "sinks": ({"causal": True}, {"mask": causal}, {"sinks": (4,)}),
+}
+
+
+@pytest.mark.parametrize("transform", ["jvp", "dual", "vmap"])
+@pytest.mark.parametrize("name", CALLS)
+def test_tangents_of_every_argument(name, transform):
+    options, plain, more = CALLS[name]
+    given, dots = tensors(**more), tensors(seed=10, **more)
+
+    def call(given):
+        return attention(**given, **options, return_lse=True)
+
+    expected = jvp(lambda x: dense(**x, **plain), (given,), (dots,))
+    if transform == "jvp":
+        same(jvp(call, (given,), (dots,)), expected)
+    elif transform == "vmap":
+        pair = {x: torch.stack((y, -y)) for x, y in dots.items()}
+        found = vmap(lambda dots: jvp(call, (given,), (dots,))[1])(pair)
+        same(found, tuple(torch.stack((x, -x)) for x in expected[1]))
+    else:
+        with forward_ad.dual_level():
+            duals = {x: forward_ad.make_dual(given[x], dots[x]) for x in given}
+            found = [forward_ad.unpack_dual(x) for x in call(duals)]
+        same(tuple(x.primal for x in found), expected[0])
+        same(tuple(x.tangent for x in found), expected[1])
+
+
+@pytest.mark.parametrize("of", ["q", "k", "v"])
+def test_a_tangent_of_one_tensor(of):
+    given, dot = tensors(), tensors(seed=10)[of]
+    slopes = torch.tensor([0.5, 0.25, 0.0, 1.0], dtype=torch.float64)
+
+    def call(x):
+        return attention(**given | {of: x}, alibi_slopes=slopes)
+
+    expected = jvp(lambda x: dense(**given | {of: x}, slopes=slopes)[0], (given[of],), (dot,))
+    same(jvp(call, (given[of],), (dot,)), expected)
+
+
+def test_jacfwd_is_jacrev():
+    given = tensors()
+    for of in SHAPES:
+        call = lambda x, of=of: attention(**given | {of: x}, causal=True, return_lse=True)  # noqa: E731
+        same(jacfwd(call)(given[of]), jacrev(call)(given[of]))
+
+
+@pytest.mark.parametrize("mask", ["flash", "mem_efficient"])
+def test_dropout(mask):
+    given, dots, state = tensors(), tensors(seed=10), torch.tensor([3, 4])
+
+    def call(given):
+        return attention(**given, dropout_p=0.4, dropout_mask=mask, rng_state=state)
+
+    _, p = attention(**given, dropout_p=0.4, dropout_mask=mask, rng_state=state, return_softmax=True)
+    keep = (~p.signbit()).double() / 0.6
+    assert 0 < keep.count_nonzero() < keep.numel()
+    same(jvp(call, (given,), (dots,)), jvp(lambda x: dense(**x, keep=keep)[0], (given,), (dots,)))
+
+
+def test_packed_sequences():
+    ends = torch.tensor([0, 2, 5], dtype=torch.int32)
+    given = {x: randn(5, *shape[2:], seed=i) for i, (x, shape) in enumerate(SHAPES.items())}
+    dots = {x: randn(*y.shape, seed=10 + i) for i, (x, y) in enumerate(given.items())}
+
+    def call(given):
+        return attention_varlen(*given.values(), ends, ends, 3, 3, causal=True)
+
+    def expected(given):
+        rows = [slice(0, 2), slice(2, 5)]
+        parts = [dense(**{x: y[None, own] for x, y in given.items()}, mask=causal)[0][0] for own in rows]
+        return torch.cat(parts)
+
+    same(jvp(call, (given,), (dots,)), jvp(expected, (given,), (dots,)))
+
+
+def test_functions_and_what_they_capture():
+    given, dots = tensors(), tensors(seed=10)
+    table, dot = randn(4, seed=20), randn(4, seed=21)
+    heads_first = {x: y.transpose(1, 2) for x, y in given.items()}
+    dots_first = {x: y.transpose(1, 2) for x, y in dots.items()}
+
+    def call(given, table):
+        return flex.flex_attention(
+            *given.values(), score_mod=lambda s, b, h, i, j: s * s * table[h], enable_gqa=True
+        )
+
+    def expected(given, table):
+        q, k, v = given.values()
+        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+        s = (q @ k.transpose(-1, -2)) * 8**-0.5
+        return (s * s * table[:, None, None]).softmax(-1) @ v
+
+    primals, wanted = jvp(expected, (heads_first, table), (dots_first, dot))
+    with forward_ad.dual_level():
+        duals = {x: forward_ad.make_dual(heads_first[x], dots_first[x]) for x in given}
+        found = forward_ad.unpack_dual(call(duals, forward_ad.make_dual(table, dot)))
+    same(found, (primals, wanted))
+    same(jvp(call, (heads_first, table), (dots_first, dot)), (primals, wanted))
+
+
+def test_rows_without_keys_have_no_tangent():
+    given, dots = tensors(k=(2, 2, 2, 8), v=(2, 2, 2, 4)), tensors(seed=10, k=(2, 2, 2, 8), v=(2, 2, 2, 4))
+    (_, lse), (dot, lse_dot) = jvp(lambda x: attention(**x, causal=True, return_lse=True), (given,), (dots,))
+    assert (lse[:, :, :3] == -math.inf).all()
+    assert not dot[:, :3].any() and not lse_dot[:, :, :3].any()
+    assert dot.isfinite().all() and lse_dot.isfinite().all()
+
+
+def test_of_other_transforms():
+    given, dots = tensors(), tensors(seed=10)
+
+    def loss(q):
+        return attention(q, given["k"], given["v"]).square().sum()
+
+    many, dot = torch.stack((given["q"], dots["q"])), randn(2, *SHAPES["q"], seed=30)
+    call = lambda q: attention(q, given["k"], given["v"], causal=True)  # noqa: E731
+    found = jvp(vmap(call), (many,), (dot,))
+    each = lambda x: torch.stack([dense(y, given["k"], given["v"], mask=causal)[0] for y in x])  # noqa: E731
+    same(found, jvp(each, (many,), (dot,)))
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        jvp(grad(loss), (given["q"],), (dots["q"],))
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        grad(lambda q: jvp(loss, (q,), (dots["q"],))[1])(given["q"])
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        jvp(lambda q: jvp(loss, (q,), (dots["q"],))[1], (given["q"],), (dots["q"],))
+
+
+def test_wrong_calls():
+    given, dots = tensors(), tensors(seed=10)
+    with pytest.raises(NotImplementedError, match="return_softmax is True in a forward-mode derivative"):
+        jvp(lambda x: attention(**x, return_softmax=True), (given,), (dots,))
+    slopes = torch.ones(4, dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match="alibi_slopes has a tangent"):
+        jvp(lambda x: attention(**given, alibi_slopes=x), (slopes,), (slopes,))
+    out = torch.empty(2, 5, 4, 4, dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match="out is given in a forward-mode derivative"):
+        jvp(lambda x: attention(**x, out=out), (given,), (dots,))
+
+
+def test_the_operator_under_fake_tensors():
+    with FakeTensorMode():
+        q = torch.empty(2, 5, 4, 8)
+        call = Call(q, q, q, max_seqlen_q=5, max_seqlen_k=5)
+        found = torch.ops.cute_attn.jvp([q, None, None, None, None], *call.values(ATTENTION))
+    assert [tuple(x.shape) for x in found] == [(2, 5, 4, 8), (2, 4, 5)] * 2
+
+
+def test_the_definition_itself():
+    """Chunks of the definition write tangents in place."""
+    given, dots = tensors(), tensors(seed=10)
+    call = lambda x: definition(*x.values(), 0.3, Features(), ScoreInputs(), FULL_LENGTHS)[0]  # noqa: E731
+    same(jvp(call, (given,), (dots,)), jvp(lambda x: dense(**x, scale=0.3)[0], (given,), (dots,)))
+
+
+# ---- the kernel ----
+
+FEATURES = {
+    "": {},
+    "causal": {},
+    "window_top_left": {"window_left": 5, "window_right": 3},
+    "causal-softcap-alibi": {"softcap": 1.5, "alibi_slopes": torch.tensor([[0.5, 0.1], [0.0, 1.0]])},
+    "dropout": {"dropout_p": 0.3, "rng_state": torch.tensor([3, 4])},
+    "causal-bias_bf16-dropout_mem_efficient": {
+        "bias": randn(2, 2, 40, 50).bfloat16(),
+        "dropout_p": 0.3,
+        "rng_state": torch.tensor([3, 4]),
+    },
+    "causal-sinks_bf16": {"sinks": torch.tensor([0.5, -3.0]).bfloat16()},
+    "seqused_q-seqused_k": {},
+}
+
+
+@pytest.mark.parametrize("features", FEATURES)
+def test_threads_compute_the_definition(features):
+    """Scores, P, tangents and rows' statistics by the kernel's code for each thread; sizes are no whole tiles."""
+    problem, dots = (Scores.random(2, 2, 40, 50, seed=i, **FEATURES[features]) for i in range(2))
+    tiling = TINY["warps2x1-32x32"].of(features, op="jvp")
+    if "seqused" in features:
+        used = (torch.tensor(x, dtype=torch.int32) for x in ([40, 17], [33, 50]))
+        problem = replace(problem, lengths=Lengths(None, None, *used, 40, 50))
+
+    def by_definition(*tensors):
+        given = (problem.scale, problem.features(tiling.traits), problem.inputs, problem.lengths)
+        out, lse, _ = definition(*tensors, *given)
+        return out.transpose(1, 2), lse
+
+    primals, tangents = ([x.double() for x in (y.q, y.k, y.v)] for y in (problem, dots))
+    (out, lse), (out_dot, lse_dot) = jvp(by_definition, tuple(primals), tuple(tangents))
+    found = problem.tangents(tiling, dots)
+    exists = lse.isfinite()  # threads also compute rows of a block beyond the sequence's end
+    assert exists.any() and found.lse[exists].isfinite().all()
+    rows = exists.unsqueeze(-1).expand_as(out)
+    for name, one, right, of in (
+        ("out", found.out, out, rows),
+        ("lse", found.lse, lse, exists),
+        ("out_dot", found.out_dot, out_dot, rows),
+        ("lse_dot", found.lse_dot, lse_dot, exists),
+    ):
+        error = (one.double() - right)[of].abs().max()
+        limit = {"lse": 2e-6, "lse_dot": 5e-6}.get(name, 5e-3)
+        assert error <= limit, f"{name}: {error}"
+
+
+def test_what_the_keys_of_a_row_have_in_common_costs_no_digits():
+    """A part of S_dot that is equal for all keys changes no output."""
+    problem, dots = (Scores.random(1, 1, 32, 64, seed=i) for i in range(2))
+    tiling = TINY["warps2x1-32x32"].of("", op="jvp")
+    shared = torch.zeros(32, 8)
+    shared[:, 0] = 1000.0
+    keys = problem.k.clone()
+    keys[..., 0] = 1.0
+    problem = replace(problem, k=keys)
+    plain = problem.tangents(tiling, dots)
+    moved = problem.tangents(tiling, replace(dots, q=dots.q + shared[None, :, None]))
+    torch.testing.assert_close(moved.out_dot, plain.out_dot, atol=5e-3, rtol=0)
+    torch.testing.assert_close(moved.lse_dot, plain.lse_dot + 1000.0 * problem.scale, atol=1e-3, rtol=0)
+
+
+def test_what_the_kernel_serves():
+    assert isinstance(registry.lookup("jvp-sm80-bf16-d256x128-window-softcap", None, "sm90"), JvpSm80)
+    for name, reason in (
+        ("jvp-sm80-fp32-d64", "dtype is fp32; accepted: fp16, bf16"),
+        ("jvp-sm80-bf16-d256", "head_dim_v is 256; accepted: up to 128"),
+        ("jvp-sm90-bf16-d64", "accepted: jvp-sm80"),
+    ):
+        with pytest.raises(registry.Unsupported, match=reason):
+            registry.lookup(name)
+    with pytest.raises(registry.Unsupported, match="accepted with tangents: tile_m=64"):
+        registry.lookup("jvp-sm80-bf16-d64", "pack_heads=2")
+
+
+# ---- the host ----
+
+
+def int32(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+HOST = {
+    "plain": ({}, {}),
+    "odd head dims": ({"d": 59, "dv": 21}, {}),
+    "more columns than a launch has": ({"dv": 200}, {}),
+    "a negative scale": ({}, {"softmax_scale": -0.5}),
+    "a scale of 0": ({}, {"softmax_scale": 0.0}),
+    "packed": ({"varlen": True}, {}),
+    "rows without an owner": ({}, {"seqused_q": int32(3, 5)}),
+    "no keys": ({"keys": 0}, {}),
+}
+
+
+def by_definition(given, traits):
+    """Writes what the kernel would, to rows that sequences own."""
+    lengths = Lengths(*given.seqlens[:6])
+
+    def call(*tensors):
+        return definition(*tensors, given.softmax_scale, Features(traits.mask), ScoreInputs(), lengths)[:2]
+
+    tensors = ((given.mQ, given.mK, given.mV), (given.mQdot, given.mKdot, given.mVdot))
+    (out, lse), (out_dot, lse_dot) = jvp(call, *(tuple(x.double() for x in own) for own in tensors))
+    used = [None] * len(out) if lengths.seqused_q is None else lengths.seqused_q.tolist()
+    for b, rows in enumerate(used):
+        for target, x in ((given.mO, out), (given.mOdot, out_dot)):
+            target[b, :rows] = x[b, :rows].to(target.dtype)
+    for b, rows in enumerate(used[: len(lse)]):
+        for target, x in ((given.mLSE, lse), (given.mLSEdot, lse_dot)):
+            target[b][..., :rows] = x[b][..., :rows].float()
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The kernels that calls launch, each computed by the definition from the very arguments that it would get."""
+    found = []
+
+    def build(kernel, target):
+        def run(given):
+            emulated_kvcache.check_arguments(fakes(kernel), tuple(vars(given).values()))
+            assert given.mQ.shape[-1] == kernel.traits.head_dim and given.softmax_scale > 0
+            by_definition(given, kernel.traits)
+            found.append(kernel)
+
+        return run
+
+    machine.device(monkeypatch)
+    machine.kernels(monkeypatch, build)
+    machine.poison(monkeypatch)
+    return found
+
+
+@pytest.mark.parametrize("name", HOST)
+def test_the_host(name, launched):
+    sizes, options = HOST[name]
+    sizes = {"d": 16, "dv": 16, "varlen": False, "keys": 6} | sizes
+    keys, lead = sizes["keys"], () if sizes["varlen"] else (2,)
+    shapes = [(*lead, n, heads, d) for n, heads, d in ((5, 4, "d"), (keys, 2, "d"), (keys, 2, "dv"))]
+    given, dots = (
+        [randn(*x[:-1], sizes[x[-1]], seed=i + j).bfloat16() for i, x in enumerate(shapes)] for j in (0, 10)
+    )
+    more = {"softmax_scale": 0.25, "mask": "causal", "max_seqlen_q": 5, "max_seqlen_k": keys} | options
+    if sizes["varlen"]:
+        more |= {"cu_seqlens_q": int32(0, 2, 5), "cu_seqlens_k": int32(0, 3, 6)}
+    call = Call(*given, **more)
+    for tangents in (dots, [dots[0], None, None], [None, None, dots[2]]):
+        found = with_tangents(call, [*tangents, None, None])
+        expected = torch.ops.cute_attn.jvp([*tangents, None, None], *call.values(ATTENTION))
+        for x, right in zip(found, expected, strict=True):
+            assert x.dtype == right.dtype
+            torch.testing.assert_close(x, right, atol=2e-2 if x.dtype != torch.float32 else 1e-5, rtol=1e-2)
+    launches = {"no keys": 0, "more columns than a launch has": 2}.get(name, 1)
+    assert len(launched) == 3 * launches
+
+
+def test_what_the_host_refuses(launched):
+    q = randn(1, 4, 2, 16).bfloat16()
+    call = Call(q, q, q, max_seqlen_q=4, max_seqlen_k=4)
+    bias = torch.zeros(1, 2, 4, 4).bfloat16()
+    for own, tangents, error, message in (
+        (
+            call._replace(bias=bias),
+            [None, None, None, bias, None],
+            NotImplementedError,
+            "bias has a tangent; acc",
+        ),
+        (call._replace(tile="tile_n=16"), [q, *(None,) * 4], NotImplementedError, "kernel or tile is given"),
+        (call, [q.float(), *(None,) * 4], ValueError, r"the tangent of q is \(1, 4, 2, 16\), torch.float32"),
+        (call, [None, q[:, :2], *(None,) * 3], ValueError, r"the tangent of k is \(1, 2, 2, 16\)"),
+        (
+            Call(*(q.float(),) * 3, max_seqlen_q=4, max_seqlen_k=4),
+            [None] * 5,
+            NotImplementedError,
+            "q is fp32 in",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            with_tangents(own, tangents)

@@ -1,0 +1,203 @@
+"""Forward-mode derivatives on the GPU: every named case by the tolerance rule, and torch.func's transforms."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import jacfwd, jvp, vmap
+from torch.nn.attention.flex_attention import create_block_mask
+
+from cute_attn import attention, flex
+from cute_attn.host.jvp import MAX_COLUMNS
+from cute_attn.traits import Traits
+from tests.cases import BY_NAME, CASES
+from tests.checks import check
+from tests.problem import Case, Problem
+
+FAR = ("expanded", "far")
+"""Layouts of which torch makes no dual tensors, or whose tangents would be as large."""
+SERVED = [
+    replace(case, return_softmax=False)
+    for case in CASES
+    if case.dtype != "fp32" and case.layout not in FAR and case.head_dim <= 256
+]
+OF_HEAD_DIMS = [
+    Case(f"d{d}x{dv}", head_dim=d, head_dim_v=dv, causal=True, seqlen_q=150, seqlen_k=170)
+    for d, dv in ((59, 21), (8, 128), (160, 160), (256, 256), (64, 200), (192, 128))
+]
+CAUSAL = BY_NAME["causal-203x113"]
+NAMES = ("q", "k", "v")
+
+
+def tangents(of: Case, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the tensors' shapes and layouts, with NaN in rows that no sequence owns."""
+    return of.build("cuda", seed=seed).tensors
+
+
+def followed(problem: Problem, dots: dict[str, Tensor]) -> dict[str, Tensor]:
+    """out, lse and their tangents."""
+    with forward_ad.dual_level():
+        pairs = zip(NAMES, problem.tensors, strict=True)
+        duals = tuple(forward_ad.make_dual(x, dots[name]) if name in dots else x for name, x in pairs)
+        found = [forward_ad.unpack_dual(x) for x in replace(problem, tensors=duals)._run()]
+    return named(problem, [x.primal for x in found], [x.tangent for x in found])
+
+
+def defined(problem: Problem, dots: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The same by torch through the reference in ``dtype``."""
+    given = dict(zip(NAMES, (x.to(dtype) for x in problem.tensors), strict=True))
+
+    def call(moved: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        own = tuple((given | moved).values())
+        return replace(problem, tensors=own)._define(dtype)[:2]  # type: ignore[arg-type]
+
+    moved = {name: given[name] for name in dots}
+    return named(problem, *jvp(call, (moved,), ({name: x.to(dtype) for name, x in dots.items()},)))
+
+
+def named(problem: Problem, primals: Any, found: Any) -> dict[str, Tensor]:
+    pairs = (problem._named(primals), problem._named(found))
+    return {f"{name}{dot}": x for of, dot in zip(pairs, ("", "_dot"), strict=True) for name, x in of.items()}
+
+
+def check_tangents(of: Case, dots: dict[str, Tensor], **options: Any) -> None:
+    problem = of.build("cuda")
+    actual = followed(problem, dots)
+    again = followed(problem, dots)
+    if of.compare:
+        index = list(of.compare)
+        actual, again = ({name: x[index] for name, x in found.items()} for found in (actual, again))
+        problem, dots = problem.compared(), {name: x[index] for name, x in dots.items()}
+    exact, plain, plain32 = (
+        defined(problem, dots, dtype) for dtype in (torch.float64, problem.tensors[0].dtype, torch.float32)
+    )
+    for name, x in actual.items():
+        assert torch.equal(x, again[name]), f"{name} is another in a second call"
+        single = name.startswith("lse")
+        roundings = {"roundings": 32.0} if single else {}
+        right = exact[name]
+        if name == "lse_dot":  # 0 in rows without keys
+            right = right.masked_fill(exact["lse"].isinf(), 0.0)
+        check(name, x, right, plain32[name] if single else plain[name], **roundings)
+
+
+@pytest.mark.parametrize("of", [*SERVED, *OF_HEAD_DIMS], ids=lambda case: case.name)
+def test_case(of: Case) -> None:
+    check_tangents(of, dict(zip(NAMES, tangents(of), strict=True)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("of", [CAUSAL, BY_NAME["varlen-causal"]], ids=lambda case: case.name)
+def test_a_tangent_of_one_tensor(of: Case, name: str) -> None:
+    check_tangents(of, {name: dict(zip(NAMES, tangents(of), strict=True))[name]})
+
+
+def test_a_part_that_all_keys_have_in_common() -> None:
+    """S_dot with a large mean: the part that changes out keeps its digits."""
+    of = replace(CAUSAL, name="common")
+    problem = of.build("cuda")
+    q, k, _ = problem.tensors
+    k[..., 0] = 2.0
+    dots = [x.clone() for x in tangents(of)]
+    dots[0][..., 0] = 64.0
+    given = dict(zip(NAMES, dots, strict=True))
+    actual, exact = followed(problem, given), defined(problem, given, torch.float64)
+    check("out_dot", actual["out_dot"], exact["out_dot"], defined(problem, given, q.dtype)["out_dot"])
+
+
+def test_jvp_jacfwd_and_vmap() -> None:
+    problem, dots = CAUSAL.build("cuda"), tangents(CAUSAL)
+    expected = followed(problem, dict(zip(NAMES, dots, strict=True)))
+
+    def call(*tensors: Tensor) -> Any:
+        return attention(*tensors, causal=CAUSAL.causal, return_lse=True)
+
+    found = jvp(call, problem.tensors, dots)
+    for x, name in zip((*found[0], *found[1]), ("out", "lse", "out_dot", "lse_dot"), strict=True):
+        assert torch.equal(x, expected[name]), name
+    many = tuple(torch.stack((x, -x, 0 * x)) for x in dots)
+    of_each = vmap(lambda *own: jvp(call, problem.tensors, own)[1])(*many)
+    for i, own in enumerate(zip(*many, strict=True)):
+        for x, right in zip(of_each, jvp(call, problem.tensors, own)[1], strict=True):
+            assert torch.equal(x[i], right)
+    k, v = (x[:1] for x in problem.tensors[1:])
+
+    def of_a_row(row: Tensor) -> Tensor:
+        return attention(row[None, None, None].expand(1, 1, k.shape[2], -1), k, v)[0, 0, 0]
+
+    row, dot = problem.tensors[0][0, -1, 0], dots[0][0, -1, 0]
+    matrix, right = jacfwd(of_a_row)(row), jvp(of_a_row, (row,), (dot,))[1]
+    torch.testing.assert_close(matrix.double() @ dot.double(), right.double(), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_functions(masked: bool) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", generator=generator).bfloat16()
+
+    shapes = ((2, 4, 300, 64), (2, 2, 300, 64), (2, 2, 300, 64))
+    given, dots = ([randn(*shape) for shape in shapes] for _ in range(2))
+    table = torch.rand(4, device="cuda", generator=generator)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.tanh(score * table[h]) + (i - j) * 0.01
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i >= j) & (i // 100 == j // 100)
+
+    block_mask = create_block_mask(mask_mod, None, None, 300, 300) if masked else None  # type: ignore[arg-type]
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex.flex_attention(q, k, v, score_mod, block_mask=block_mask, enable_gqa=True)
+
+    def by_definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+        index = [torch.arange(n, device="cuda") for n in (2, 4, 300, 300)]
+        b, h, i, j = (x.view([-1 if a == axis else 1 for a in range(4)]) for axis, x in enumerate(index))
+        s = score_mod((q @ k.transpose(-1, -2)) * 0.125, b, h, i, j)
+        if masked:
+            s = s.masked_fill(~mask_mod(b, h, i, j), -torch.inf)
+        return (s.softmax(-1) @ v).to(q.dtype)
+
+    found = jvp(call, tuple(given), tuple(dots))
+    exact, plain = (
+        jvp(by_definition, *(tuple(x.to(dtype) for x in own) for own in (given, dots)))
+        for dtype in (torch.float64, torch.float32)
+    )
+    for name, x, right, other in zip(("out", "out_dot"), found, exact, plain, strict=True):
+        check(name, x, right, other.bfloat16(), factor=4.0)
+
+
+def test_wrong_calls() -> None:
+    q = torch.randn(1, 16, 2, 64, device="cuda")
+    half = q.bfloat16()
+    bias = torch.randn(1, 2, 16, 16, device="cuda").bfloat16()
+    for call, given, message in (
+        (lambda x: attention(x, x, x), q, "q is fp32 in a forward-mode derivative"),
+        (
+            lambda x: attention(half, half, half, bias=x),
+            bias,
+            "bias has a tangent; accepted on CUDA: tangents of q",
+        ),
+        (lambda x: attention(x, x, x, kernel="sm80"), half, "kernel or tile is given in a forward-mode"),
+        (lambda x: attention(x, x, x, out=torch.empty_like(x)), half, "out is given in a forward-mode"),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            jvp(call, (given,), (torch.ones_like(given),))
+
+
+def needed_kernels(params: dict[str, Any], target: str) -> Iterator[tuple[Traits, Any, str]]:
+    """The kernel of a case, for the columns of V of a launch."""
+    of = params.get("of")
+    if of is None or not of.launches:
+        return
+    traits = of.traits("sm80", "jvp")
+    launches = -(-traits.head_dim_v // MAX_COLUMNS)
+    columns = -(-of.size_v // (8 * launches)) * 8
+    yield replace(traits, head_dim_v=columns), None, target
