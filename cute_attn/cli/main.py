@@ -49,7 +49,7 @@ from cute_attn.cli.options import (
 from cute_attn.compiler import compile, default_target, prebuild, registry
 from cute_attn.compiler.cache import default_cache, switched_off
 from cute_attn.epilogues.names import example_args
-from cute_attn.lab.tables import Table, brief_tile, counted
+from cute_attn.lab.tables import Table, brief_tile, counted, sized
 from cute_attn.tiles import SHARED_MEMORY_BYTES, TARGETS
 from cute_attn.traits import OPS, Traits, did_you_mean
 
@@ -452,7 +452,9 @@ def cache_list(
             json.dumps([{"key": entry.key, "bytes": entry.size} | entry.meta for entry in entries], indent=1)
         )
         return
-    title = f"{counted(len(entries), 'kernel')}, {sum(entry.size for entry in entries) / 1e6:.1f} MB in {cache.root}"
+    title = (
+        f"{counted(len(entries), 'kernel')}, {sized(sum(entry.size for entry in entries))} in {cache.root}"
+    )
     if everything:
         table = Table("kernel", "target", "tile", "built in", "key", title=title)
         for entry in entries:
@@ -481,7 +483,7 @@ def cache_prune(
     """Remove kernels that are no longer used, and broken ones."""
     cache = _cache()
     count, size = cache.prune(None if everything else older_than * 86400)
-    print(f"removed {counted(count, 'kernel')}, {size / 1e6:.1f} MB from {cache.root}")
+    print(f"removed {counted(count, 'kernel')}, {sized(size)} from {cache.root}")
 
 
 @cache_app.command("prebuild")

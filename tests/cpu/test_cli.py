@@ -339,3 +339,9 @@ def test_a_missing_package_is_named_in_one_sentence(tmp_path):
     done = in_a_new_process(script)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "error: the command needs rich and typer; pip install rich typer\n"
+    script.write_text(
+        WITHOUT.replace("'rich'", "'pytest'") + "from bench import run\nrun.machine_of_tests()\n"
+    )
+    done = in_a_new_process(script)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: planning calls without a GPU needs pytest; pip install pytest\n"
