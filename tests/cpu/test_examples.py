@@ -41,6 +41,13 @@ def test_what_an_example_needs_is_one_sentence(name):
     assert "Traceback" not in done.stderr and done.stdout == ""
 
 
+def test_the_program_in_cpp_is_as_long_as_the_documents_say():
+    promised = int(
+        re.search(r"`examples/cpp` is (\d+) lines", (EXAMPLES.parent / "docs/bundle.md").read_text())[1]
+    )
+    assert len((EXAMPLES / "cpp/main.cpp").read_text().splitlines()) == promised
+
+
 def test_a_learned_bias_is_learned_alike():
     """As with a dense bias, on the CPU; the table's gradient is what finds the token."""
     example = load("learned_bias")
