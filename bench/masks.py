@@ -301,8 +301,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 def build(chosen: Sequence[Row]) -> int:
     """Build the package's kernels of these rows into the disk cache, and say how many."""
     from cute_attn import compiler
-    from tests import machine
 
+    machine = run.machine_of_tests()
     with machine.launches() as (_, found):
         for row in chosen:
             prepared(row, "cpu")

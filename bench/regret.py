@@ -251,7 +251,7 @@ def simulated() -> Iterator[dict[str, tuple[Any, str]]]:
     """Calls on the CPU plan what they would launch on a GPU, and compute nothing; the kernels, by name."""
     import torch
 
-    from tests import machine
+    machine = run.machine_of_tests()
 
     def empty(*shape: Any, generator: Any = None, **options: Any) -> Any:
         return torch.empty(*shape, **options)

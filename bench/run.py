@@ -2,6 +2,7 @@
 
 import argparse
 import fnmatch
+import importlib.util
 import multiprocessing
 import statistics
 import sys
@@ -44,6 +45,13 @@ def main(question: str, description: str, workloads: Iterable[Workload]) -> None
     path = write(result, options.output or default_path(RESULTS, question, result))
     print_table(result)
     print(f"{result['gpu']}, {result['clock_mhz']} MHz under load, dropout {DROPOUT_P}; wrote {path}")
+
+
+def machine_of_tests() -> Any:
+    """``tests.machine``, which plans calls where there is no GPU; exits with a sentence where pytest is missing."""
+    if importlib.util.find_spec("pytest") is None:
+        sys.exit("error: planning calls without a GPU needs pytest; pip install pytest")
+    return importlib.import_module("tests.machine")
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

@@ -159,7 +159,7 @@ def section(result: dict[str, Any], source: str, patterns: tuple[str, ...] = ("*
     caption = f"{unit}, medians, all in one run on one {machine}; {versions} ([{source}](../{source}))."
     if op == "decode":
         most = decode_picture.ceiling(result)
-        caption += f" GB/s are of keys and values, the faster kernel's; reading alone takes {most:.0f}."
+        caption += f" GB/s are of keys and values, the faster kernel's; reading alone reaches {most:.0f}."
     rows = decode_table(result) if op == "decode" else table(result, patterns)
     return f"{BEGIN[op]}\n{caption}\n\n{rows}\n{END[op]}"
 

@@ -107,5 +107,6 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Give the modules that are imported from now on placeholders."""
-    sys.meta_path.insert(0, _Finder())
+    """Give the modules that are imported from now on placeholders; a second time does nothing."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())

@@ -1,7 +1,8 @@
 """PyTorch's context parallelism over the kernels: one sequence, divided among GPUs, in a ring.
 
-    torchrun --nproc-per-node 2 examples/context_parallel.py                       forward and backward, timed
-    torchrun --nproc-per-node 2 examples/context_parallel.py --seqlen 256          on CPUs, by the reference
+    torchrun --nproc-per-node 2 examples/context_parallel.py
+
+On GPUs forward and backward are timed. On CPUs the reference computes a short sequence.
 
 torch.distributed.tensor.experimental.context_parallel calls PyTorch's attention operators on the parts of a sequence,
 merges their outputs by their LSE, and passes keys on, gathered or from neighbour to neighbour. With cute_attn.sdpa
@@ -147,7 +148,8 @@ def main() -> None:
     )
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--seqlen", type=int, default=32768, help="of the whole sequence")
+    seqlen = 32768 if torch.cuda.is_available() else 256
+    parser.add_argument("--seqlen", type=int, default=seqlen, help="of the whole sequence")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=20, help="timed forwards and backwards")
     parser.add_argument("--json", type=Path, help="write the rows into this file")

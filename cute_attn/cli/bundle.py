@@ -1,5 +1,6 @@
 """The commands ``cute-attn bundle``, kernels for machines without a compiler, and ``export``, for C and C++."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,7 @@ from cute_attn.cli.options import (
     show_building,
     working,
 )
-from cute_attn.lab.tables import counted
+from cute_attn.lab.tables import counted, sized
 from cute_attn.tiles import TARGETS
 from cute_attn.traits import Traits
 
@@ -52,9 +53,9 @@ def bundle(
     """
     given = [what for what, there in (("NAMEs", names), ("--all", everything), ("--like", like)) if there]
     if len(given) != 1:
-        raise ValueError(f"{' and '.join(given) or 'nothing'} is given; accepted: NAMEs, --all or --like")
+        raise ValueError(f"given: {' and '.join(given) or 'nothing'}; accepted: NAMEs, --all or --like")
     if tile and not names:
-        raise ValueError(f"--tile is {tile!r}; accepted beside NAMEs alone")
+        raise ValueError(f"--tile is {tile!r}; accepted with NAMEs only")
     wanted = list(filter(None, targets.split(",")))
     if not set(wanted) <= set(TARGETS):
         raise ValueError(f"--target is {targets!r}; accepted: some of {', '.join(TARGETS)}, with commas")
@@ -70,8 +71,10 @@ def bundle(
             requests = common_calls.everything(wanted or common_calls.PROCESSORS)
         else:
             requests = lab.bundles.named_requests(names or (), tile, wanted)
+    ops = Counter(traits.op for traits, _, _ in requests)
+    print(f"{counted(len(requests), 'kernel')}:", ", ".join(f"{n} {op}" for op, n in ops.most_common()))
     show_building(lab.bundles.make_bundle(requests, output, workers), len(requests))
-    print(f"{counted(len(requests), 'kernel')}, {lab.bundles.size_of(output) / 1e6:.1f} MB in {output}")
+    print(f"{counted(len(requests), 'kernel')}, {sized(lab.bundles.size_of(output))} in {output}")
     print(f"licence: {lab.bundles.LICENCE['kernels']}; {lab.bundles.LICENCE['runtime']}")
 
 

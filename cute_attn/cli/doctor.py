@@ -14,7 +14,7 @@ from cute_attn.cli.options import AsJson, answer, make_console, working
 from cute_attn.compiler.bundle import find_bundle
 from cute_attn.compiler.cache import default_cache, switched_off
 from cute_attn.compiler.cubin import cuda_tool
-from cute_attn.lab.tables import Table, counted
+from cute_attn.lab.tables import Table, counted, sized
 
 # What loads torch or the DSL is imported inside the checks: one that is broken is a finding.
 
@@ -58,11 +58,11 @@ def _compiler() -> tuple[str, str]:
 def _gpu() -> tuple[str, str]:
     import torch  # its failure is a result
 
-    built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU alone"
+    built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"
     torchs = f"torch {torch.__version__}, for {built_for}"
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()}, of {compiler.default_target('sm80')}'s kernels; {torchs}", ""
-    fix = "for more than builds: a GPU of Ampere or later, torch for CUDA, and a driver as new"
+    fix = "to run kernels: a GPU from Ampere on, torch for CUDA, and a driver for that CUDA"
     return f"none; {torchs}", fix
 
 
@@ -73,9 +73,7 @@ def _bundle() -> tuple[str, str]:
     if bundle is None:
         return "none: kernels are built at their first call", "cute-attn bundle"
     targets = " and ".join(sorted({meta["target"] for meta in bundle.kernels.values()}))
-    size = (
-        f"{counted(len(bundle.kernels), 'kernel')} for {targets}, {bundle.size / 1e6:.1f} MB in {bundle.root}"
-    )
+    size = f"{counted(len(bundle.kernels), 'kernel')} for {targets}, {sized(bundle.size)} in {bundle.root}"
     return f"{size}, built for CUDA {bundle.toolchain['ptx_toolkit']}", ""
 
 
@@ -86,12 +84,14 @@ def _cache() -> tuple[str, str]:
     cache.prepare()
     with tempfile.TemporaryFile(dir=cache.root):
         sizes = [one.size for one in cache.entries()]
-    return f"{counted(len(sizes), 'kernel')}, {sum(sizes) / 1e6:.0f} MB in {cache.root}, writable", ""
+    return f"{counted(len(sizes), 'kernel')}, {sized(sum(sizes))} in {cache.root}, writable", ""
 
 
 def _doors() -> tuple[str, str]:
     there = [name for name in ("flash_attn", "transformers", "kernels") if find_spec(name) is not None]
-    return f"installed: {', '.join(there) or 'none'}", "docs/doors.md says how each takes these kernels"
+    return ", ".join(
+        there
+    ) or "none of flash_attn, transformers and kernels", "docs/doors.md: how each runs these kernels"
 
 
 def _attention() -> tuple[str, str]:
@@ -114,6 +114,6 @@ CHECKS = {
     "GPU": (_gpu, "another GPU; calls stay PyTorch's here"),
     "bundle": (_bundle, "another bundle, or the compiler"),
     "cache": (_cache, "CUTE_ATTN_CACHE_DIR names a folder that can be written"),
-    "drop-ins": (_doors, _REINSTALL),
+    "libraries": (_doors, _REINSTALL),
     "attention": (_attention, _REINSTALL),
 }

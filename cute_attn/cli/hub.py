@@ -54,10 +54,18 @@ def write(folder: Path) -> list[Path]:
     Raises
     ------
     ValueError
-        The folder's path has a character by which LOCAL_KERNELS separates entries, or a file or link is in the way.
+        The folder cannot be made, its path has a character by which LOCAL_KERNELS separates entries, or a file or
+        link is in the way.
     """
     if set(":=") & set(str(folder.resolve())):
         raise ValueError(f"FOLDER is {str(folder)!r}; accepted: a path without ':' and '='")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(
+            f"FOLDER is {str(folder)!r}; accepted: a folder that can be written ({reason})"
+        ) from None
     texts = {
         folder / kernel / "build" / f"torch-{backend}" / name: text
         for kernel in KERNELS

@@ -21,7 +21,7 @@ from rich.markup import escape
 import cute_attn
 
 # The laboratory's modules are loaded on first use (``lab.tune``), and torch inside commands: --help needs neither.
-from cute_attn import lab
+from cute_attn import _without_dsl, lab
 from cute_attn.cli import bundle, code, doctor, gpu, hub, run, table
 from cute_attn.cli.errors import described
 from cute_attn.cli.options import (
@@ -49,7 +49,7 @@ from cute_attn.cli.options import (
 from cute_attn.compiler import compile, default_target, prebuild, registry
 from cute_attn.compiler.cache import default_cache, switched_off
 from cute_attn.epilogues.names import example_args
-from cute_attn.lab.tables import Table, brief_tile, counted
+from cute_attn.lab.tables import Table, brief_tile, counted, sized
 from cute_attn.tiles import SHARED_MEMORY_BYTES, TARGETS
 from cute_attn.traits import OPS, Traits, did_you_mean
 
@@ -98,11 +98,13 @@ def _load(name: str) -> None:
     path = Path(name)
     spec = importlib.util.spec_from_file_location(path.stem, path) if path.is_file() else None
     if spec is None or spec.loader is None:
-        with contextlib.suppress(ImportError, ValueError):
-            if importlib.util.find_spec(name) is not None:
-                importlib.import_module(name)
-                return
-        raise ValueError(f"--load is {name!r}; accepted: a Python file, or a module that is installed")
+        there = False
+        with contextlib.suppress(ImportError, ValueError):  # no such package; no name of a module
+            there = importlib.util.find_spec(name) is not None
+        if not there:
+            raise ValueError(f"--load is {name!r}; accepted: a Python file, or a module that is installed")
+        importlib.import_module(name)
+        return
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
@@ -452,7 +454,9 @@ def cache_list(
             json.dumps([{"key": entry.key, "bytes": entry.size} | entry.meta for entry in entries], indent=1)
         )
         return
-    title = f"{counted(len(entries), 'kernel')}, {sum(entry.size for entry in entries) / 1e6:.1f} MB in {cache.root}"
+    title = (
+        f"{counted(len(entries), 'kernel')}, {sized(sum(entry.size for entry in entries))} in {cache.root}"
+    )
     if everything:
         table = Table("kernel", "target", "tile", "built in", "key", title=title)
         for entry in entries:
@@ -481,7 +485,7 @@ def cache_prune(
     """Remove kernels that are no longer used, and broken ones."""
     cache = _cache()
     count, size = cache.prune(None if everything else older_than * 86400)
-    print(f"removed {counted(count, 'kernel')}, {size / 1e6:.1f} MB from {cache.root}")
+    print(f"removed {counted(count, 'kernel')}, {sized(size)} from {cache.root}")
 
 
 @cache_app.command("prebuild")
@@ -514,6 +518,10 @@ def _cache() -> Any:
 
 def tour(context: typer.Context) -> None:
     """Eight levels from a scalar loop to the shipped Hopper forward: N builds one and says what it costs."""
+    if {"--check", "--measure"} & {*context.args}:
+        need_gpu("checking and timing a level need one")
+    if any(word.isdigit() for word in context.args) and not _without_dsl.is_installed():
+        raise ValueError(_without_dsl.REASON)
     from tour.__main__ import main  # loads torch and the DSL
 
     sys.argv = ["cute-attn tour", *context.args]

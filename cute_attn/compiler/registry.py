@@ -129,7 +129,8 @@ def register(kernel: Any, *, variant: str, op: str = "", arch: str = "") -> Any:
     known = _kernels().get(key)
     if known is not None and known.__qualname__ != kernel.__qualname__:
         raise ValueError(
-            f"variant {variant!r} of {op}-{arch} is taken by {known.__module__}.{known.__qualname__}"
+            f"variant {variant!r} of {op}-{arch} is taken by {known.__module__}.{known.__qualname__}; accepted: "
+            "another word"
         )
     _kernels()[key] = kernel
     return kernel

@@ -97,7 +97,9 @@ def _listed(path: Path) -> list[tuple[Traits, str, str]]:
         found = [(Traits.parse(row["name"]), row["tile"], row["target"]) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"--like is {str(path)!r}, which is not one ({reason}); {accepted}") from None
+        raise ValueError(
+            f"--like is {str(path)!r}, which cannot be read as one ({reason}); {accepted}"
+        ) from None
     if not found:
         raise ValueError(f"--like is {str(path)!r}, which lists no kernel; {accepted}")
     return found

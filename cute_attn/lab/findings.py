@@ -67,8 +67,11 @@ def best(verdicts: Iterable[Verdict]) -> Verdict:
     """The verdict that is best by its code: without spills in the step if there is one, then the fastest by estimate.
 
     Raises:
+        TypeError: they are no verdicts.
         ValueError: no tile fits and has a steady step, or they compute different things or are of different targets.
     """
+    if not isinstance(verdicts, Iterable):
+        raise TypeError(f"verdicts is {verdicts!r:.200}; accepted: a list of verdicts")
     given = list(verdicts)
     for one in given:
         check_verdict("verdicts have", one)

@@ -20,6 +20,11 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def sized(count: int) -> str:
+    """A number of bytes as text: KB below a megabyte, else MB."""
+    return f"{count / 1e3:.0f} KB" if count < 1e6 else f"{count / 1e6:.1f} MB"
+
+
 def brief_tile(name: str, target: str | None, tile: str) -> str:
     """A tile's text without the fields that have their class's default; all where its class is not known."""
     try:

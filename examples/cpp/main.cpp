@@ -4,24 +4,19 @@
 //                                                                 kvcache-sm90-bf16-d128-causal-seqused_k-paged
 //   cmake -S examples/cpp -B build/cpp -DKERNELS=$PWD/kernels && cmake --build build/cpp && build/cpp/example
 #include <cuda_runtime.h>
-#include <tvm/ffi/container/array.h>
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/function.h>
+#include <tvm/ffi/tvm_ffi.h>
 
+#include <bit>
 #include <cmath>
 #include <cstdio>
-#include <cstring>
 #include <numeric>
 #include <random>
 #include <vector>
 
 #include "cute_attn_kernels.h"
 
-namespace ffi = tvm::ffi;
-using ffi::Tensor;
-using Args = ffi::Array<ffi::Any>;  // a tuple of arguments
-using Floats = std::vector<float>;
-using Shape = std::vector<int64_t>;
+using namespace tvm::ffi;
+using Args = Array<Any>;  // a tuple of arguments
 
 constexpr DLDataType kBf16{kDLBfloat, 16, 1}, kF32{kDLFloat, 32, 1}, kI32{kDLInt, 32, 1};
 // Sequences, rows, heads, heads of keys, head dim; rows of a page of the cache, and pages of a sequence.
@@ -30,44 +25,32 @@ const double kScale = 1 / std::sqrt(double(D));
 
 struct Gpu {
   void AllocData(DLTensor *x) {
-    if (cudaMalloc(&x->data, ffi::GetDataSize(*x)) || cudaMemset(x->data, 0, ffi::GetDataSize(*x))) std::abort();
+    if (cudaMalloc(&x->data, GetDataSize(*x)) || cudaMemset(x->data, 0, GetDataSize(*x))) std::abort();
   }
   void FreeData(DLTensor *x) { cudaFree(x->data); }
 };
+float from_bf16(uint16_t x) { return std::bit_cast<float>(uint32_t(x) << 16); }
+Tensor zeros(const Shape &shape, DLDataType type) { return Tensor::FromNDAlloc(Gpu{}, shape, type, {kDLCUDA, 0}); }
 
-Tensor zeros(const Shape &shape, DLDataType type) {
-  return Tensor::FromNDAlloc(Gpu{}, ffi::Shape(shape.begin(), shape.end()), type, DLDevice{kDLCUDA, 0});
-}
-
-template <typename T>
-Tensor upload(const std::vector<T> &x, const Shape &shape, DLDataType type) {
+Tensor upload(const auto &x, const Shape &shape, DLDataType type) {
   Tensor made = zeros(shape, type);
-  cudaMemcpy(made.data_ptr(), x.data(), sizeof(T) * x.size(), cudaMemcpyHostToDevice);
+  cudaMemcpy(made.data_ptr(), x.data(), sizeof(x[0]) * x.size(), cudaMemcpyHostToDevice);
   return made;
 }
 
-float from_bf16(uint16_t x) {
-  const uint32_t bits = uint32_t(x) << 16;
-  float made;
-  return std::memcpy(&made, &bits, 4), made;
-}
-
 struct Random {  // normal values that bf16 has, on the CPU and on the GPU
-  Floats x;
+  std::vector<float> x;
   Tensor gpu;
   Random(const Shape &shape, int seed) : gpu(zeros(shape, kBf16)) {
     std::mt19937 engine(seed);
     std::normal_distribution<float> normal;
     std::vector<uint16_t> half(gpu.numel());
-    for (uint16_t &one : half) {
-      const float value = normal(engine);
-      std::memcpy(&one, reinterpret_cast<const char *>(&value) + 2, 2), x.push_back(from_bf16(one));
-    }
+    for (uint16_t &one : half) x.push_back(from_bf16(one = std::bit_cast<uint32_t>(normal(engine)) >> 16));
     gpu = upload(half, shape, kBf16);
   }
 };
 
-bool compare(const char *name, const Tensor &found, const Floats &expected) {
+bool compare(const char *name, const Tensor &found, const std::vector<float> &expected) {
   std::vector<uint16_t> half(expected.size());
   if (cudaMemcpy(half.data(), found.data_ptr(), 2 * half.size(), cudaMemcpyDeviceToHost)) std::abort();
   double sum = 0, all = 0;
@@ -77,30 +60,27 @@ bool compare(const char *name, const Tensor &found, const Floats &expected) {
   return sum < 1e-4 * all;  // false for NaN
 }
 
-// One query of a head: o, and with g, dO, what it adds to the gradients. Rows of keys are HK * D apart.
-void attend(const float *q, const float *k, const float *v, int keys, float *o, const float *g = nullptr,
+// One query of a head: o and, with dO in g, what it adds to the gradients. Key and value j begin at row(j).
+void attend(const float *q, const float *k, const float *v, int keys, auto row, float *o, const float *g = nullptr,
             float *dq = nullptr, float *dk = nullptr, float *dv = nullptr) {
   std::vector<double> p(keys);
   double sum = 0, delta = 0;
   auto dot = [](const float *a, const float *b) { return std::inner_product(a, a + D, b, 0.0); };
-  for (int j = 0; j < keys; ++j) sum += p[j] = std::exp(kScale * dot(q, k + j * HK * D));
-  for (int j = 0; j < keys * D; ++j) o[j % D] += float(p[j / D] / sum * v[j / D * HK * D + j % D]);
+  for (int j = 0; j < keys; ++j) sum += p[j] = std::exp(kScale * dot(q, k + row(j)));
+  for (int j = 0; j < keys * D; ++j) o[j % D] += float(p[j / D] / sum * v[row(j / D) + j % D]);
   if (g) delta = dot(g, o);
   for (int j = 0; g && j < keys * D; ++j) {
-    const int at = j / D * HK * D, d = j % D;
+    const int at = row(j / D), d = j % D;
     const double prob = p[j / D] / sum, ds = kScale * prob * (dot(g, v + at) - delta);
     dq[d] += float(ds * k[at + d]), dk[at + d] += float(ds * q[d]), dv[at + d] += float(prob * g[d]);
   }
 }
 
-template <typename... A>
-void launch(TVMFFISafeCallType kernel, const A &...arguments) {  // on TVM FFI's current stream, which is 0
-  ffi::Function::InvokeExternC(nullptr, kernel, arguments...);
-}
-
 int main() {
   int sms = 0;
   if (cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0)) return std::puts("error: there is no GPU"), 2;
+  // On TVM FFI's current stream, which is the default one.
+  const auto launch = [](auto kernel, const auto &...given) { Function::InvokeExternC(nullptr, kernel, given...); };
   const Random q({B, S, H, D}, 1), k({B, S, HK, D}, 2), v({B, S, HK, D}, 3), g({B, S, H, D}, 4);
   const Tensor out = zeros({B, S, H, D}, kBf16), lse = zeros({B, H, S}, kF32);
   const Args lengths{nullptr, nullptr, nullptr, nullptr, S, S, nullptr, nullptr}, scores{1.0, Args{}};
@@ -124,19 +104,16 @@ int main() {
          Args{nullptr, nullptr, nullptr, upload(used, {B}, kI32), 1, PAGE * PAGES, nullptr, 0},
          Args{upload(table, {B, PAGES}, kI32), nullptr}, kScale, schedule, scores, nullptr);
 
-  Floats o(q.x.size()), gq(q.x.size()), gk(k.x.size()), gv(k.x.size()), step(B * H * D), ks, vs;
+  std::vector<float> o(q.x.size()), gq(q.x.size()), gk(k.x.size()), gv(k.x.size()), step(B * H * D);
   for (int i = 0; i < B * S * H; ++i) {
     const int at = (i / H / S * S * HK + i % H / (H / HK)) * D;
-    attend(&q.x[i * D], &k.x[at], &v.x[at], i / H % S + 1, &o[i * D], &g.x[i * D], &gq[i * D], &gk[at], &gv[at]);
-  }
-  constexpr int LINE = PAGE * HK * D;
-  for (int page : table) {
-    ks.insert(ks.end(), &kp.x[page * LINE], &kp.x[page * LINE] + LINE);
-    vs.insert(vs.end(), &vp.x[page * LINE], &vp.x[page * LINE] + LINE);
+    const auto row = [](int j) { return j * HK * D; };
+    attend(&q.x[i * D], &k.x[at], &v.x[at], i / H % S + 1, row, &o[i * D], &g.x[i * D], &gq[i * D], &gk[at], &gv[at]);
   }
   for (int i = 0; i < B * H; ++i) {
-    const int at = i / H * PAGES * LINE + i % H / (H / HK) * D;
-    attend(&one.x[i * D], &ks[at], &vs[at], used[i / H], &step[i * D]);
+    const int head = i % H / (H / HK);
+    const auto row = [&](int j) { return ((table[i / H * PAGES + j / PAGE] * PAGE + j % PAGE) * HK + head) * D; };
+    attend(&one.x[i * D], kp.x.data(), vp.x.data(), used[i / H], row, &step[i * D]);
   }
   const bool right = compare("out", out, o) & compare("dq", dq, gq) & compare("dk", dk, gk) & compare("dv", dv, gv);
   return compare("decoded", decoded, step) && right ? 0 : 1;

@@ -295,12 +295,12 @@ def test_a_bundle_is_replaced_and_nothing_else_is(copy):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((APPEND.name, "--all"), "NAMEs and --all is given; accepted: NAMEs, --all or --like"),
+        ((APPEND.name, "--all"), "given: NAMEs and --all; accepted: NAMEs, --all or --like"),
         ((APPEND.name, "--target", "sm80,sm70"), "--target is 'sm80,sm70'; accepted: some of sm80, sm86"),
         (("append-sm90-bf16-d64", "--target", "sm80"), "append-sm90 runs on sm90, not on sm80"),
-        (("--all", "--tile", "tile_n=64"), "--tile is 'tile_n=64'; accepted beside NAMEs alone"),
+        (("--all", "--tile", "tile_n=64"), "--tile is 'tile_n=64'; accepted with NAMEs only"),
         (("forward-sm80:toy-bf16-d64",), "a variant is registered by the file that defines it (--load FILE)"),
-        (("--like", "pyproject.toml"), "--like is 'pyproject.toml', which is not one"),
+        (("--like", "pyproject.toml"), "--like is 'pyproject.toml', which cannot be read as one ("),
     ],
 )
 def test_wrong_commands(tmp_path, arguments, text):
@@ -358,7 +358,7 @@ def test_a_programs_kernels_are_listed_and_bundled(tmp_path, made):
     tile = lookup(APPEND, "num_threads=64").tile
     assert bundles.like([listed, listed]) == [(APPEND, tile, "sm80")]
     for command, text in (
-        (("bundle", "-o", str(tmp_path / "made")), "1 kernel,"),
+        (("bundle", "-o", str(tmp_path / "made")), "1 kernel: 1 append\n"),
         (("cache", "prebuild"), "1/1"),
     ):
         done = processes.run("-m", "cute_attn", *command, "--like", str(listed))

@@ -214,6 +214,7 @@ WRONG = {
     "list forwrad-sm80": "name is 'forwrad-sm80' (did you mean 'forward-sm80'?); accepted",
     "compile forwad-sm80-bf16-d64": "op is 'forwad' (did you mean 'forward'?); accepted",
     "ab forward-sm80-bf16-d64 forward-sm90-bf16-d64": "there is no GPU",
+    "tour 4 --check": "there is no GPU; checking and timing a level need one",
     "verdict forward-sm80-bf16-d64 --tile tile_n=33 --tile tile_n=-16": "tile_n is -16; accepted",
 }
 
@@ -333,9 +334,34 @@ def test_commands_do_without_what_only_others_need(command, tmp_path):
     assert (done.returncode, done.stderr) == SENTENCES[command] and "Traceback" not in done.stdout
 
 
+WITHOUT_DSL = {
+    "list forward-sm80-bf16-d64": (0, ""),
+    "tour 1": (2, "error: building kernels needs nvidia-cutlass-dsl, which is not installed\n"),
+    "--load tour.levels list": (2, "ModuleNotFoundError: No module named 'cutlass'\n"),
+}
+
+
+@pytest.mark.parametrize("command", WITHOUT_DSL)
+def test_commands_without_the_dsl(command, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nsys.path[:] = [path for path in sys.path if 'nvidia_cutlass_dsl' not in path]\n"
+        f"sys.argv[1:] = {command.split()}\nfrom cute_attn.__main__ import main\nmain()\n"
+    )
+    done = in_a_new_process(script)
+    status, said = WITHOUT_DSL[command]
+    assert done.returncode == status and said in done.stderr and bool(said) == bool(done.stderr)
+
+
 def test_a_missing_package_is_named_in_one_sentence(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(WITHOUT + "from cute_attn.__main__ import main\nmain()\n")
     done = in_a_new_process(script)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "error: the command needs rich and typer; pip install rich typer\n"
+    script.write_text(
+        WITHOUT.replace("'rich'", "'pytest'") + "from bench import run\nrun.machine_of_tests()\n"
+    )
+    done = in_a_new_process(script)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: planning calls without a GPU needs pytest; pip install pytest\n"

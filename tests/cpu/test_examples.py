@@ -41,6 +41,13 @@ def test_what_an_example_needs_is_one_sentence(name):
     assert "Traceback" not in done.stderr and done.stdout == ""
 
 
+def test_the_program_in_cpp_is_as_long_as_the_documents_say():
+    promised = int(
+        re.search(r"`examples/cpp` is (\d+) lines", (EXAMPLES.parent / "docs/bundle.md").read_text())[1]
+    )
+    assert len((EXAMPLES / "cpp/main.cpp").read_text().splitlines()) == promised
+
+
 def test_a_learned_bias_is_learned_alike():
     """As with a dense bias, on the CPU; the table's gradient is what finds the token."""
     example = load("learned_bias")
@@ -76,7 +83,8 @@ def test_a_program_of_flex_attention(monkeypatch, capsys):
 
     monkeypatch.setattr(pytorch, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # no compiler is loaded
     load("flex_attention").main()
-    printed = capsys.readouterr().out
+    printed, warned = capsys.readouterr()
+    assert not warned
     assert "3 images, 301 patches" in printed and "No GPU here" in printed
     assert float(printed.partition("PyTorch's ")[2].split()[0]) < 1e-5
 
@@ -116,7 +124,7 @@ def test_an_epilogue_is_used_by_attention():
 
 def test_context_parallel_over_two_processes(tmp_path):
     """Each part of a sequence is computed by the overridden operators, and merged by PyTorch."""
-    command = [EXAMPLES / "context_parallel.py", "--seqlen", 128, "--heads", 2, "--head-dim", 16]
+    command = [EXAMPLES / "context_parallel.py", "--heads", 2, "--head-dim", 16]
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

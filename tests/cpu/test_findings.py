@@ -85,6 +85,8 @@ def test_what_functions_cost_is_said_against_the_kernel_without_them(tensor, res
 def test_the_best_of_what_cannot_be_compared_is_refused(verdicts):
     with pytest.raises(ValueError, match="accepted: on kernels that compute the same on one target"):
         lab.best(verdicts)
+    with pytest.raises(TypeError, match="verdicts is 3; accepted: a list"):
+        lab.best(3)
 
 
 @pytest.mark.parametrize(

@@ -549,6 +549,7 @@ def score(function):
 REFUSED = """
 score_mod=lambda s, *_: torch.lgamma(s) -> TypeError: score_mod uses lgamma; accepted: + -
 score_mod=lambda s, *_: s.digamma() -> TypeError: score_mod uses digamma; accepted
+score_mod=lambda s, *_: s.cap() -> AttributeError: has no attribute 'cap'; accepted: those of a torch.Tensor
 score_mod=lambda s, *_: s + SLOPES.add_(s) -> TypeError: changes a value in place by add_
 score_mod=lambda s, b, h, q, k: s if q > k else 0.0 -> TypeError: asks for the number ... accepted: torch.where
 score_mod=lambda s, *_: math.exp(s) -> TypeError: asks for the number of a traced value

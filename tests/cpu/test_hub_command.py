@@ -58,6 +58,8 @@ def test_a_wrong_folder_is_refused(tmp_path):
     file.write_text("")
     done = CliRunner().invoke(app, ["hub", str(file)])
     assert isinstance(done.exception, ValueError) and "a file; accepted: a folder" in str(done.exception)
+    done = CliRunner().invoke(app, ["hub", "/proc/none"])
+    assert str(done.exception).startswith("FOLDER is '/proc/none'; accepted: a folder that can be written (")
     with pytest.raises(ValueError, match="accepted: a path without ':' and '='"):
         hub.write(tmp_path / "a=b")
 

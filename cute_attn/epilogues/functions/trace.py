@@ -717,6 +717,9 @@ class _Traced(Tensor):
         made.recorder = recorder
         return made
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a traced value has no attribute {name!r}; accepted: those of a torch.Tensor")
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
