@@ -19,6 +19,7 @@ from cute_attn import compiler
 from cute_attn.epilogues.functions.known import block_mask_epilogue_of
 from cute_attn.host import memory, record
 from cute_attn.host.checks import check_count
+from cute_attn.host.dispatch import beyond_transforms
 from cute_attn.host.values import kind_of
 from cute_attn.traits import FULL, LISTED_ROWS, PARTIAL, Traits
 
@@ -52,7 +53,8 @@ def epilogue_of_block_mask(
         TypeError, ValueError: no BlockMask, or one of other sizes or on another device.
     """
     check_block_mask(block_mask)
-    made = _made_of(block_mask)
+    with beyond_transforms():
+        made = _made_of(block_mask)
     sizes, starts = ((*q.shape[:3], *k.shape[1:3]), ()) if packed is None else (packed.sizes, packed.starts)
     check_fits(block_mask, made.kinds, q.device, *sizes)
     if not all(sizes):
@@ -61,7 +63,8 @@ def epilogue_of_block_mask(
     name, tensors = block_mask_epilogue_of(function, partial, unites, q.device)
     lists = made.lists_for(sizes, starts)
     if lists is None:
-        lists = block_lists(made.kinds, block_mask.BLOCK_SIZE, *sizes, starts=starts)
+        with beyond_transforms():
+            lists = block_lists(made.kinds, block_mask.BLOCK_SIZE, *sizes, starts=starts)
         made.keep(lists, sizes, starts)
     return name, (*tensors, *lists)
 

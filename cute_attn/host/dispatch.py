@@ -1,6 +1,10 @@
 """The operators' derivatives, and whether something transforms them."""
 
+import contextlib
+from contextlib import AbstractContextManager
+
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 """The arguments with a gradient."""
@@ -20,3 +24,8 @@ def transforms_are_active() -> bool:
         return False
     top = torch._C._functorch.peek_interpreter_stack()
     return top is not None and top.key() != torch._C._functorch.TransformType.Functionalize
+
+
+def beyond_transforms() -> AbstractContextManager:
+    """Makes tensors that outlive a torch.func transform: within it, torch makes wrappers that end with it."""
+    return temporarily_clear_interpreter_stack() if transforms_are_active() else contextlib.nullcontext()

@@ -13,7 +13,15 @@ from cute_attn.api import operators
 from cute_attn.api.attention import attention_varlen_backward
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.host.backward import BiasGradient
-from cute_attn.host.block_masks import FULL, PARTIAL, Packed, block_lists, epilogue_of_block_mask, kinds_of
+from cute_attn.host.block_masks import (
+    FULL,
+    PARTIAL,
+    Packed,
+    block_lists,
+    epilogue_of_block_mask,
+    kinds_of,
+    tables_of,
+)
 from cute_attn.reference import Lengths
 from cute_attn.reference.tilings import TILINGS, TRANSPOSED, Scores
 from cute_attn.traits import LISTED_ROWS
@@ -198,6 +206,16 @@ def test_lists_have_unit_strides(lengths):
     mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, *lengths, device="cpu")
     made = block_lists(kinds_of(mask), mask.BLOCK_SIZE, 2, lengths[0], 4, lengths[1], 2)
     assert [x.stride(-1) for x in made] == [1] * 4
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, lambda f: lambda x: torch.func.jvp(f, (x,), (x,))])
+def test_lists_that_a_transform_meets_first_outlive_it(transform):
+    q = torch.randn(1, 300, 1, 16)
+    mask = create_block_mask(causal_document, None, None, 300, 300, device="cpu")
+    transform(lambda x: attention(x, x, x, block_mask=mask).sum())(q)
+    kept = tables_of(mask, (1, 300, 1, 300, 1))
+    assert kept is not None
+    assert not any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in kept)
 
 
 def test_a_bias_gradient_is_zero_where_no_block_is_listed(monkeypatch):
