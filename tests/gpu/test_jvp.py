@@ -78,7 +78,8 @@ def check_tangents(of: Case, dots: dict[str, Tensor], **options: Any) -> None:
     for name, x in actual.items():
         assert torch.equal(x, again[name]), f"{name} is another in a second call"
         single = name.startswith("lse")
-        roundings = {"roundings": 32.0} if single else {}
+        # The relative error of P is lse's absolute one: lse_dot, a sum of P S_dot of both signs, takes it over.
+        roundings = {"roundings": {"lse": 32.0, "lse_dot": 128.0}[name]} if single else {}
         right = exact[name]
         if name == "lse_dot":  # 0 in rows without keys
             right = right.masked_fill(exact["lse"].isinf(), 0.0)
