@@ -10,6 +10,7 @@ from cute_attn.host.append import launch
 from cute_attn.host.cache_checks import check_append, check_append_for_kernels, check_lengths, check_tensors
 from cute_attn.host.call import Call, schema
 from cute_attn.host.checks import check_writable
+from cute_attn.host.dispatch import refuse_tangents
 from cute_attn.host.memory import Tensors
 from cute_attn.host.record import overwritten
 from cute_attn.host.values import check_flags
@@ -116,7 +117,8 @@ _check_lengths = check_lengths  # the parameter of the same name hides it
 
 
 def refuse_gradients(call: Call, function: str) -> None:
-    """Raise NotImplementedError where autograd would record the call."""
+    """Raise NotImplementedError where autograd would record the call, or follow tangents through it."""
+    refuse_tangents((x for _, x in call.tensors()), function)
     if torch.is_grad_enabled():
         for name, x in call.tensors():
             if x.requires_grad:

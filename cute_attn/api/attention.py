@@ -97,7 +97,8 @@ def attention(
     call is_causal, attn_mask, scale and window_size is causal, bias, softmax_scale and window here: docs/doors.md.
 
     out and lse are differentiable in q, k, v, bias, sinks and tensors of functions; on the CPU also in slopes and in
-    epilogues' tensors.
+    epilogues' tensors. Tangents of q, k and v, of ``torch.func.jvp`` or ``torch.autograd.forward_ad``, pass to both; on
+    the CPU also those of the other tensors. docs/features.md says which calls have none.
 
     Parameters
     ----------
@@ -198,7 +199,8 @@ def attention(
     Unsupported
         No kernel supports the call; a ValueError that gives each kernel's reason.
     NotImplementedError
-        A CUDA tensor other than q, k, v, bias and sinks requires a gradient.
+        A CUDA tensor other than q, k, v, bias and sinks requires a gradient, or one other than q, k and v has a
+        tangent.
     """
     tensors = (q, k, v, None, None, None, seqused_k, alibi_slopes, bias, sinks, rng_state)
     options = (

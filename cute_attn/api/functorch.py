@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from cute_attn.host.call import ATTENTION, NUM_TENSORS, Call
 from cute_attn.host.checks import check
-from cute_attn.host.dispatch import DIFFERENTIABLE, NO_GRADIENT, NO_TANGENT
+from cute_attn.host.dispatch import DIFFERENTIABLE, LEVEL, NO_GRADIENT, NO_TANGENT, unpacked
 
 _FIELDS = Call._fields[:NUM_TENSORS]
 _BY_SEQUENCE = ("q", "k", "v", "seqused_q", "seqused_k")
@@ -24,7 +24,6 @@ _INDICES = tuple(_FIELDS.index(name) for name in DIFFERENTIABLE)
 _RANKS = {"alibi_slopes": 1, "bias": 4}
 Dims = tuple[int | None, ...]
 _NO_SECOND = "a second derivative of attention is asked for; accepted: first ones"
-_TransformType = torch._C._functorch.TransformType
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -42,10 +41,12 @@ def forward(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     return found if call.return_softmax else (*found, None)
 
 
-def with_tangents(call: Call) -> tuple[Tensor, Tensor, None] | None:
+def with_tangents(call: Call, operator: Any = None) -> tuple[Tensor, Tensor, None] | None:
     """out and lse with their tangents, dual tensors; None where no tensor of the call has a tangent that is visible.
 
     Under another transform than ``jvp``, tangents are those of a transform outside it: ``_Forward.jvp`` gets them.
+
+    operator: the one to call, in the operator's own implementation; None to call it with its rules for transforms.
 
     Raises
     ------
@@ -57,9 +58,14 @@ def with_tangents(call: Call) -> tuple[Tensor, Tensor, None] | None:
     primals, tangents = _unpacked(call)
     if all(tangent is None for tangent in tangents):
         return None
-    check(call)
-    out, lse, *found = _jvp(call[NUM_TENSORS + 1 :], primals, tangents)
-    return *map(forward_ad.make_dual, (out, lse), found), None
+    rest = call[NUM_TENSORS + 1 :]
+    if operator is None:
+        check(call)
+        outputs = _jvp(rest, primals, tangents)
+    else:
+        outputs = operator(_wanted(rest, primals, tangents), *_call(rest, primals).values(ATTENTION))
+    pairs = zip(outputs[:2], outputs[2:], strict=True)
+    return *(forward_ad.make_dual(*pair, level=LEVEL) for pair in pairs), None
 
 
 def refuse_out(call: Call) -> None:
@@ -72,24 +78,24 @@ def refuse_out(call: Call) -> None:
 
 def _unpacked(call: Call) -> tuple[tuple, tuple]:
     """A call's tensors without tangents, and the tangents that are visible here, None for others."""
-    tensors, top = (*call[:NUM_TENSORS], *call.epilogue_tensors), torch._C._functorch.peek_interpreter_stack()
-    if top is not None and top.key() != _TransformType.Jvp:
-        return tensors, (None,) * len(tensors)
-    pairs = [(None, None) if x is None else forward_ad.unpack_dual(x) for x in tensors]
-    primals, tangents = zip(*pairs, strict=True)
-    return primals, tangents
+    return unpacked((*call[:NUM_TENSORS], *call.epilogue_tensors))
 
 
 def _jvp(rest: tuple, tensors: Sequence[Any], tangents: Sequence[Any]) -> tuple[Tensor, ...]:
     """out, lse and their tangents, for a tangent or None of each tensor."""
+    wanted = _wanted(rest, tensors, tangents)
+    return _Jvp.apply(rest, len(wanted), *wanted, *tensors)
+
+
+def _wanted(rest: tuple, tensors: Sequence[Any], tangents: Sequence[Any]) -> tuple[Tensor | None, ...]:
+    """The operator's tangents."""
     if tangents[_FIELDS.index("alibi_slopes")] is not None:
         raise NotImplementedError(NO_TANGENT)
     if _call(rest, tensors).return_softmax:
         raise NotImplementedError(
             "return_softmax is True in a forward-mode derivative of attention; accepted: False"
         )
-    wanted = (*(tangents[i] for i in _INDICES), *tangents[NUM_TENSORS:])
-    return _Jvp.apply(rest, len(wanted), *wanted, *tensors)
+    return *(tangents[i] for i in _INDICES), *tangents[NUM_TENSORS:]
 
 
 def _call(rest: tuple, tensors: Sequence[Any]) -> Call:

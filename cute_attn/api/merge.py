@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cute_attn.host import plans, record
 from cute_attn.host.checks import check_like
+from cute_attn.host.dispatch import refuse_tangents
 from cute_attn.host.memory import Tensors, materialized, on_device
 from cute_attn.host.merge import check, check_for_kernels, launch
 from cute_attn.host.values import check_dense, shown, tensors_of
@@ -72,6 +73,7 @@ def _merge(tensors: Tensors, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]
         raise NotImplementedError(
             "outs, lses or sinks requires a gradient, which merge_attention does not give; accepted: tensors without"
         )
+    refuse_tangents((outs, lses, sinks), "merge_attention")
     return torch.ops.cute_attn.merge.default(*materialized(tensors), outs.dtype if dtype is None else dtype)
 
 

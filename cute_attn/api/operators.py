@@ -287,9 +287,10 @@ def _backward_cpu(*arguments: Any) -> tuple[Tensor, ...]:
 @contextlib.contextmanager
 def below_operators() -> Iterator[None]:
     """Within it autograd works in an operator's implementation: a mode or a tracer may run that below autograd."""
-    views = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
-    graph = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
-    with views, graph:
+    key = torch._C.DispatchKey
+    with contextlib.ExitStack() as guards:
+        for one in (key.ADInplaceOrView, key.AutogradFunctionality, key.ZeroTensor):  # tangents of zeros
+            guards.enter_context(torch._C._SetExcludeDispatchKeyGuard(one, False))
         yield
 
 
@@ -523,10 +524,17 @@ def _differentiate_operator(
 _with_gradient = make_autograd_impl(
     torch.ops.cute_attn.forward.default, Info(_differentiate_operator, _save_operator)
 )
-# As torch.library.register_autograd does, except that it would pass None on.
-_library.impl(
-    "forward",
-    lambda keyset, *arguments: _with_gradient(keyset, *_with_list(arguments)),
-    "Autograd",
-    with_keyset=True,
-)
+
+
+def _with_derivatives(keyset: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """As torch.library.register_autograd does, except that it would pass None on, and drop tangents in silence."""
+    arguments = _with_list(given)
+    # In traced code the level is not known here.
+    if forward_ad._current_level >= 0 or plans.transforms_are_on():
+        found = functorch.with_tangents(Call(*arguments), torch.ops.cute_attn.jvp.default)
+        if found is not None:
+            return *found[:2], found[0].new_empty(0)
+    return _with_gradient(keyset, *arguments)
+
+
+_library.impl("forward", _with_derivatives, "Autograd", with_keyset=True)

@@ -1,10 +1,14 @@
 """The operators' derivatives, and whether something transforms them."""
 
 import contextlib
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
 
 DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 """The arguments with a gradient."""
@@ -29,3 +33,27 @@ def transforms_are_active() -> bool:
 def beyond_transforms() -> AbstractContextManager:
     """Makes tensors that outlive a torch.func transform: within it, torch makes wrappers that end with it."""
     return temporarily_clear_interpreter_stack() if transforms_are_active() else contextlib.nullcontext()
+
+
+LEVEL = 0
+"""The level of all dual tensors: torch nests none of ``forward_ad``."""
+
+
+def unpacked(tensors: Iterable[Any]) -> tuple[tuple, tuple]:
+    """``tensors`` without tangents, and the tangents that are visible here, None for others.
+
+    Under another transform than ``jvp``, those of a transform outside it are not.
+    """
+    given, top = tuple(tensors), torch._C._functorch.peek_interpreter_stack()
+    if top is not None and top.key() != torch._C._functorch.TransformType.Jvp:
+        return given, (None,) * len(given)
+    pairs: list[Any] = [(None, None) if x is None else forward_ad.unpack_dual(x, level=LEVEL) for x in given]
+    return tuple(primal for primal, _ in pairs), tuple(tangent for _, tangent in pairs)
+
+
+def refuse_tangents(tensors: Iterable[Tensor | None], function: str) -> None:
+    """Raise NotImplementedError for a tensor with a tangent, which ``function`` would drop."""
+    if forward_ad._current_level >= 0 and any(x is not None for x in unpacked(tensors)[1]):
+        raise NotImplementedError(
+            f"a tensor has a tangent, which {function} does not follow; accepted: tensors without one"
+        )

@@ -53,6 +53,11 @@ def no_dispatch_mode() -> bool:
     )
 
 
+def transforms_are_on() -> bool:
+    """True under a transform of torch.func, one that a compiler applies included."""
+    return _function_transforms() is not None
+
+
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _function_transforms, _tracing_state = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 _profiler_enabled = torch.autograd._profiler_enabled

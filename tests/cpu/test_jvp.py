@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 
-from cute_attn import attention, attention_varlen, flex
+from cute_attn import append_kv, attention, attention_varlen, attention_with_kvcache, flex, merge_attention
 from cute_attn.compiler import registry
 from cute_attn.compiler.arguments import fakes
 from cute_attn.host.call import ATTENTION, Call
@@ -192,6 +192,27 @@ def test_of_other_transforms():
         grad(lambda q: jvp(loss, (q,), (dots["q"],))[1])(given["q"])
     with pytest.raises(NotImplementedError, match="second derivative"):
         jvp(lambda q: jvp(loss, (q,), (dots["q"],))[1], (given["q"],), (dots["q"],))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_in_compiled_code(inside):
+    """jvp inside a graph, and a compiled function of dual tensors."""
+    given, dots = (tuple(x.values()) for x in (tensors(), tensors(seed=10)))
+
+    def call(*given):
+        return attention(*given, causal=True)
+
+    expected = jvp(call, given, dots)
+    if inside:
+        same(
+            torch.compile(lambda x, y: jvp(call, x, y), fullgraph=True, backend="aot_eager")(given, dots),
+            expected,
+        )
+        return
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(*pair) for pair in zip(given, dots, strict=True)]
+        found = forward_ad.unpack_dual(torch.compile(call, backend="aot_eager")(*duals))
+    same(tuple(found), expected)
 
 
 def test_wrong_calls():
@@ -401,3 +422,20 @@ def test_what_the_host_refuses(launched):
     ):
         with pytest.raises(error, match=message):
             with_tangents(own, tangents)
+
+
+def test_functions_without_derivatives_refuse_tangents():
+    q, cache = torch.randn(1, 2, 2, 16), torch.randn(1, 8, 2, 16)
+    for call, x, name in (
+        (lambda x: attention_with_kvcache(x, cache, cache), q, "attention_with_kvcache"),
+        (lambda x: append_kv(cache, cache, x, x, cache_seqlens=int32(0)), q, "append_kv"),
+        (
+            lambda x: merge_attention(x, torch.randn(2, 1, 2, 3))[0],
+            torch.randn(2, 1, 3, 2, 16),
+            "merge_attention",
+        ),
+    ):
+        with pytest.raises(
+            NotImplementedError, match=f"a tensor has a tangent, which {name} does not follow"
+        ):
+            jvp(call, (x,), (x,))

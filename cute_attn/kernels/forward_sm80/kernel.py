@@ -220,9 +220,10 @@ class ForwardSm80:
         def area(name: str, rows: int, dim: int, stages: int = 1, groups: int = 1) -> Any:
             return found.area(name, (rows, padded(dim), stages), "smem_layout", rows, dim, stages, by=groups)
 
-        q, o = (area(x, tile.tile_m, n, self.numbers) for x, n in (("q", d), ("o", dv)))
         stages = self.numbers * tile.num_stages
+        q = area("q", tile.tile_m, d, self.numbers)
         k, v = (area(x, tile.group_keys, n, stages, tile.key_groups) for x, n in (("k", d), ("v", dv)))
+        o = area("o", tile.tile_m, dv, self.numbers)
         found.part("copy-gmem-to-smem", "gmem_load", self.traits.head_dim)
         found.part("copy-smem-to-gmem", "gmem_store", self.traits.head_dim_v)
         found.part("mma", "tiled_mma", warps_n=tile.warps_n)
