@@ -177,8 +177,15 @@ BLACKWELL = {
         "forward-sm80-bf16-d128-causal-dropout",
         "forward-sm80-bf16-d128-window-softcap-alibi-varlen-seqused_k",
         "kvcache-sm80-bf16-d256-causal-softcap-alibi-seqused_k-split_stream_k",
+        "backward-sm80-bf16-d64-causal-dropout",
     ),
-    "sm120": ("forward-sm80-bf16-d32-causal", "block_lists-sm80-bf16-d128", "block_visits-sm80-bf16-d128"),
+    "sm120": (
+        "forward-sm80-bf16-d128-causal",
+        "backward-sm80-bf16-d64-causal-dropout",
+        "kvcache-sm80-bf16-d128-seqused_k-split_stream_k",
+        "block_lists-sm80-bf16-d128",
+        "block_visits-sm80-bf16-d128",
+    ),
 }
 """Kernels that spill on Blackwell with the tile that they have on Ampere."""
 EVERYDAY_DIMS = (64, 128)

@@ -154,22 +154,6 @@ def test_the_target_is_the_kernels_own_without_a_gpu(fresh_cache, monkeypatch):
     assert compile(toy.NAME).target == "sm80"
 
 
-BLACKWELL = [
-    *(("forward-sm80-bf16-d128-causal", target) for target in ("sm100", "sm120")),
-    *(("backward-sm80-bf16-d64-causal-dropout", target) for target in ("sm100", "sm120")),
-    ("backward-sm80-bf16-d128-softcap", "sm100"),
-    ("kvcache-sm80-bf16-d128-seqused_k-split_stream_k", "sm120"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "target"), BLACKWELL)
-def test_default_tiles_do_not_spill_on_blackwell(name, target):
-    """Those whose rows for other targets would."""
-    used = compile(name, target=target).resources
-    assert (used.spill_store_bytes, used.spill_load_bytes, used.local_bytes) == (0, 0, 0)
-
-
 def test_hopper_kernels_decline_blackwell_by_name():
     for target in ("sm100", "sm120"):
         with pytest.raises(registry.Unsupported, match=f"forward-sm90 runs on sm90, not on {target}"):
