@@ -112,7 +112,9 @@ def test_a_bundle_of_all_has_every_kernel_that_random_calls_launch(kind, target,
     for seed in range(CALLS):
         KINDS[kind](Draw(seed))
     assert len(launched) > 40
-    missing = [f"{traits} with {tile}" for traits, tile, _ in sorted(launched.difference(kernels(target)), key=str)]
+    missing = [
+        f"{traits} with {tile}" for traits, tile, _ in sorted(launched.difference(kernels(target)), key=str)
+    ]
     assert not missing, f"{len(missing)} of {len(launched)}"
 
 
