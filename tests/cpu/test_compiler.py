@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from cute_attn import compiler, lookup
-from cute_attn.compiler import cache, compile, compiled, cubin, fingerprint, registry, workers
+from cute_attn.compiler import cache, compile, compiled, cubin, fingerprint, registry
 from cute_attn.lab.card import Contender
 from cute_attn.lab.pictures import pictures
 from cute_attn.lab.verdict import verdict
@@ -415,14 +415,20 @@ def test_each_prebuilt_kernel_has_a_result(fresh_cache, tmp_path, monkeypatch):
 
 
 def test_closing_the_iterator_stops_the_processes(fresh_cache, monkeypatch):
-    stopped = []
-    stop = workers.Worker.stop
-    monkeypatch.setattr(workers.Worker, "stop", lambda self: (stop(self), stopped.append(self)))
+    """The second build goes on until its process is stopped, and none is begun after it."""
+    asked, stopped = [], threading.Event()
+
+    def ask(message):
+        asked.append(message)
+        if len(asked) > 1:
+            stopped.wait()
+        return {"error": None}
+
+    monkeypatch.setattr(compiled, "Worker", lambda module: types.SimpleNamespace(ask=ask, stop=stopped.set))
     built = compiler.prebuild([(TRAITS, f"values={n}", "sm80") for n in (1, 2, 3, 4)], 1)
     next(built)
     built.close()
-    (worker,) = stopped
-    assert worker._process.poll() is not None
+    assert stopped.is_set() and len(asked) <= 2
 
 
 # ---- the key ----
