@@ -2,6 +2,7 @@
 # make test       lint, types and the CPU tests (no GPU needed; some 10 minutes on two cores)
 # make test-slow  the CPU tests that build most: the other default kernels' tiles, exports, a notebook
 # make test-doors the CPU tests that need transformers, Hugging Face's kernels or basedpyright, after installing them
+# make test-all   these three in one run, which loads torch and collects the tests once
 # make test-gpu   the kernels against the reference, on a GPU
 # make bench      the forward kernels against their peers, on a GPU; writes bench/results
 # make bench-backward   the same for the backward
@@ -37,7 +38,7 @@ ifeq (,$(PYTHON))
 endif
 run := PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
 
-.PHONY: help docs tour demo test test-slow test-doors cpu-tests test-gpu bench bench-backward bench-decode bench-shapes bench-models bench-masks lint format types clean
+.PHONY: help docs tour demo test test-slow test-doors test-all cpu-tests all-cpu-tests test-gpu bench bench-backward bench-decode bench-shapes bench-models bench-masks lint format types clean
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
@@ -57,6 +58,13 @@ test-slow: $(installed_dev)
 # Their libraries take 215 MB, and over a minute where the package index is slow, so `make test` does without them.
 test-doors: $(VENV)/installed-doors
 	PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(VENV)/bin/python -m pytest -m doors -q $(ARGS)
+
+test-all: $(VENV)/installed-doors
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory -j 2 types all-cpu-tests
+
+all-cpu-tests: $(VENV)/installed-doors
+	PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(VENV)/bin/python -m pytest tests/cpu -n $(JOBS) --dist worksteal -q $(ARGS)
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .

@@ -105,6 +105,12 @@ FURTHER = [
     "append-sm90-fp32-d128-rotary_halves-rotate_q",
     "combine_stream_k-sm90-fp32-d128-causal-seqused_k",
     "combine-sm90-bf16-d59-aligned_1",
+    # In place of several kernels with one of these features each.
+    "forward-sm80-bf16-d64-causal-sinks_bf16-dropout_mem_efficient",
+    "forward-sm90-fp16-d128-causal-sinks_bf16-dropout_mem_efficient",
+    "backward-sm90-fp16-d64-window-softcap-alibi-dropout_mem_efficient-varlen-seqused_k",
+    "kvcache-sm80-bf16-d64-sinks_bf16-seqused_k-batch_idx-leftpad-tree-split_stream_k",
+    "kvcache-sm90-bf16-d64-sinks_bf16-seqused_k-batch_idx-leftpad-tree-split_stream_k",
 ]
 # Forward kernels that have another tile for few queries, or on Hopper for short sequences.
 SHORT, DECODE, DECODE_FEW, CHUNK = (512, 512, 1), (1, 4096, 8), (4, 4096, 4), (64, 4096, 4)
@@ -177,8 +183,15 @@ BLACKWELL = {
         "forward-sm80-bf16-d128-causal-dropout",
         "forward-sm80-bf16-d128-window-softcap-alibi-varlen-seqused_k",
         "kvcache-sm80-bf16-d256-causal-softcap-alibi-seqused_k-split_stream_k",
+        "backward-sm80-bf16-d64-causal-dropout",
     ),
-    "sm120": ("forward-sm80-bf16-d32-causal", "block_lists-sm80-bf16-d128", "block_visits-sm80-bf16-d128"),
+    "sm120": (
+        "forward-sm80-bf16-d128-causal",
+        "backward-sm80-bf16-d64-causal-dropout",
+        "kvcache-sm80-bf16-d128-seqused_k-split_stream_k",
+        "block_lists-sm80-bf16-d128",
+        "block_visits-sm80-bf16-d128",
+    ),
 }
 """Kernels that spill on Blackwell with the tile that they have on Ampere."""
 EVERYDAY_DIMS = (64, 128)

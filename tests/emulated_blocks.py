@@ -5,10 +5,8 @@ import torch
 from cutlass import Constexpr, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
-from cute_attn.epilogues.functions.blocks import BlockPredicate, MaskState, kept_type
+from cute_attn.epilogues.functions.blocks import MaskState, kept_type
 from cute_attn.epilogues.functions.epilogue import as_kernels_read
-from cute_attn.epilogues.functions.graph import BOOL
-from cute_attn.epilogues.functions.intervals import unknown
 from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.kernels.block_kinds import BlockKinds
 from cute_attn.kernels.block_lists import BlockCounts, ListBlocks
@@ -38,18 +36,6 @@ def emulated_kinds(mask_mod, batch, nheads, lengths, block_size, kernel_class=Bl
 def dynamic(x):
     """A tensor of sizes and strides that the code does not know."""
     return from_dlpack(x).mark_layout_dynamic(leading_dim=x.dim() - 1 if x.stride(-1) == 1 else None)
-
-
-class Evaluating(BlockKinds):
-    """Decides no block by bounds."""
-
-    def mask(self, state):
-        return _Unbounded(self.predicate, state)
-
-
-class _Unbounded(BlockPredicate):
-    def bounds(self, *known):
-        return unknown(BOOL)
 
 
 class ByBounds(BlockKinds):

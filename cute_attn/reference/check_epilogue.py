@@ -26,8 +26,8 @@ from cute_attn.reference.tilings import SMALL, TILINGS, TINY, Gradients, Scores,
 from cute_attn.traits import Traits
 from layouts import html
 
-FORWARD = (SMALL, "wgmma1-64x80")
-BACKWARD = ("warps2x1-32x32", "wgmma1-32x64-transposed")
+FORWARD = {SMALL: TILINGS[SMALL], "wgmma1-64x16": TINY["wgmma1-64x16"]}
+BACKWARD = ("warps2x1-32x16", "wgmma1-16x64-transposed")
 """Tilings of both generations, in a backward also a transposed one."""
 _ROUNDING = 1e-4
 """Relative to the largest value: far above float32's rounding, far below the error of a wrong formula."""
@@ -142,7 +142,7 @@ def check_epilogue(
         found = _function(epilogue, kind, Scores.random(*sizes, extra={name: args}), name)
     problem = Scores.random(*sizes, extra={name: args or example_args(name, *sizes)})
     check = _Check(problem, name)
-    found += [check.forward(TILINGS[tiling].of(name), tiling) for tiling in FORWARD]
+    found += [check.forward(tiling.of(name), what) for what, tiling in FORWARD.items()]
     if check.cls.differentiable():
         for tiling in BACKWARD:
             found += check.backward(tiling)

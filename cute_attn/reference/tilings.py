@@ -94,10 +94,10 @@ TRANSPOSED = {
 }
 # Few registers per thread, for epilogues that take long to compile.
 TINY = {
-    "warps2x1-32x32": _warps(32, 32, 2),
-    "warps2x1-32x32-transposed": _warps(32, 32, 2, 1, True),
-    "wgmma1-64x32": _warpgroups(64, 32, 1),
-    "wgmma1-32x64-transposed": _warpgroups(32, 64, 1, 1, True),
+    "warps2x1-32x16": _warps(32, 16, 2),
+    "warps2x1-16x32-transposed": _warps(16, 32, 2, 1, True),
+    "wgmma1-64x16": _warpgroups(64, 16, 1),
+    "wgmma1-16x64-transposed": _warpgroups(16, 64, 1, 1, True),
 }
 SMALL = "warps4x1-64x32"
 

@@ -111,7 +111,9 @@ def sizes_of(kernel, name):
     }[name]
 
 
-@pytest.mark.parametrize("name", [name for name in KERNELS if name not in ("d32x64-in-regs", "d64-one-term")])
+@pytest.mark.parametrize(
+    "name", ["d128-64x128", "d256-64x32", "d64-in-regs", "d96x160-terms", "d64-terms", "d64-one-term-in-regs"]
+)
 def test_operands_are_read_at_the_layouts_addresses(name):
     kernel = kernel_of(name)
     for operand in OPERANDS:
@@ -315,30 +317,32 @@ def test_tiles_of_gpu_tests_are_accepted(module, name, tile):
     assert registry.lookup(traits, tile, "sm90").tile.reject(traits, "sm90") is None
 
 
-MMA = re.compile(r"mma\.sync\S+\s+{(.*?)},\s+{.*?},\s+{.*?},\s+{(.*?)};", re.DOTALL)
-
-
-def summed_from_zero(ptx):
-    """How many MMAs each sum has that starts from zeros, and how many sums start from something else."""
-    zeros, lengths, others, of_result = set(re.findall(r"mov\.b32\s+(%r\d+), 0f00000000;", ptx)), [], 0, {}
-    for result, start in MMA.findall(ptx):
-        registers = start.replace(" ", "").split(",")
-        if registers[0] in of_result:
-            of_result[result.split(",")[0].strip()] = index = of_result[registers[0]]
-            lengths[index] += 1
-        else:
-            of_result[result.split(",")[0].strip()] = len(lengths)
-            lengths.append(1)
-            others += not zeros.issuperset(registers)
-    return lengths, others
+def chains_of(ptx):
+    """The MMAs of each sum, as (A, B) of registers, and the sums' first registers."""
+    chains, starts, of_result = [], [], {}
+    for mma in re.findall(r"mma\.sync\S+\s+{(.*?)},\s+{(.*?)},\s+{(.*?)},\s+{(.*?)};", ptx, re.DOTALL):
+        result, a, b, start = (tuple(x.replace(" ", "").split(",")) for x in mma)
+        chain = of_result.get(start)
+        if chain is None:
+            chains.append(chain := [])
+            starts += start
+        chain.append((a, b))
+        of_result[result] = chain
+    return chains, starts
 
 
 @pytest.mark.parametrize("operands, head_dim", [("terms", 256), ("fallback", 64)])
-def test_products_of_fp32_are_summed_from_zero(operands, head_dim):
-    """Long sums by tensor cores, which round toward zero, err by multiples of fp32's rounding."""
-    compiled = compile(f"backward-sm80-fp32-d{head_dim}-causal", f"operands={operands}", "sm80")
-    lengths, others = summed_from_zero(compiled.ptx)
-    assert lengths and set(lengths) == {3} and others == 0
+def test_products_of_fp32_are_three_summed_from_zero(operands, head_dim):
+    """Long sums by tensor cores, which round toward zero, err by multiples of fp32's rounding.
+
+    In terms, a sum is of lo and hi, hi and lo, and hi and hi, in this order.
+    """
+    ptx = compile(f"backward-sm80-fp32-d{head_dim}-causal", f"operands={operands}", "sm80").ptx
+    chains, starts = chains_of(ptx)
+    assert chains and {len(chain) for chain in chains} == {3}
+    assert set(re.findall(r"mov\.b32\s+(%r\d+), 0f00000000;", ptx)).issuperset(starts)
+    for (a_lo, b_hi), (a_hi, b_lo), last in chains if operands == "terms" else ():
+        assert last == (a_hi, b_hi) and not set(a_lo) & set(a_hi) and not set(b_lo) & set(b_hi)
 
 
 def test_one_term_takes_one_product_in_fp16_and_leaves_small_shared_memory_to_whole_operands():
@@ -384,24 +388,6 @@ def test_pieces_of_one_term_are_whole_modes_of_dq():
     for queries_at_once, text in ((16, "multiples of 32"), (32, None)):
         reason = replace(tile, queries_at_once=queries_at_once).reject(kernel.traits, "sm90")
         assert reason is None if text is None else text in reason
-
-
-def test_products_in_terms_are_of_lo_hi_and_hi_lo_and_hi_hi():
-    """The three MMAs of a sum, in this order: both parts of A with B's hi, A's hi with both parts of B."""
-    ptx = compile("backward-sm80-fp32-d256-causal", "operands=terms", "sm80").ptx
-    chains, of_result = [], {}
-    for result, a, b, start in re.findall(
-        r"mma\.sync\S+\s+{(.*?)},\s+{(.*?)},\s+{(.*?)},\s+{(.*?)};", ptx, re.DOTALL
-    ):
-        names = [tuple(x.replace(" ", "").split(",")) for x in (result, a, b, start)]
-        chain = of_result.get(names[3])
-        if chain is None:
-            chains.append(chain := [])
-        chain.append(names[1:3])
-        of_result[names[0]] = chain
-    assert chains
-    for (a_lo, b_hi), (a_hi, b_lo), last in chains:
-        assert last == [a_hi, b_hi] and not set(a_lo) & set(a_hi) and not set(b_lo) & set(b_hi)
 
 
 def test_an_epilogue_without_a_derivative_is_declined():

@@ -1,12 +1,14 @@
-"""The tolerance rule and the cases it is applied to: right results pass, wrong ones fail."""
+"""The tolerance rule and its cases: right results pass, wrong ones fail, and which cases tiles decline."""
 
 import math
+from importlib import import_module
 
 import pytest
 import torch
 
 from tests.cases import CASES
 from tests.checks import check, check_forward
+from tests.gpu.tile_cases import wrongly_listed
 
 HUGE = {"far", "beyond-2-31"}  # more memory than a test machine may have
 # Plain torch has no grid and no Philox call whose limits they could reach.
@@ -56,3 +58,9 @@ def test_the_reference_passes_its_cases(case):
     dtype = problem.tensors[0].dtype
     exact, plain32 = problem.expected(torch.float64), problem.expected(torch.float32)
     check_forward(problem.run(), exact, problem.expected(dtype), plain32)
+
+
+@pytest.mark.parametrize("op", ["forward", "backward"])
+def test_declined_cases_are_listed(op):
+    tiles = import_module(f"tests.gpu.test_{op}").TILES
+    assert wrongly_listed(op, tiles) == []

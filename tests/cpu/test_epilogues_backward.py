@@ -117,10 +117,10 @@ def check_bias(grad_bias, expected):
 @pytest.mark.parametrize(
     ("name", "features"),
     [
-        ("warps2x1-32x32", "window-softcap-alibi-bias_fp16-bent-dropout"),
-        ("wgmma1-64x32", "causal-softcap-bias_fp32-dropout_mem_efficient"),
-        ("wgmma1-32x64-transposed", "causal-softcap-bias_bf16-dropout"),
-        ("warps2x1-32x32-transposed", "window-softcap-bias_fp32-bent-dropout_mem_efficient"),
+        ("warps2x1-32x16", "window-softcap-alibi-bias_fp16-bent-dropout"),
+        ("wgmma1-64x16", "causal-softcap-bias_fp32-dropout_mem_efficient"),
+        ("wgmma1-16x64-transposed", "causal-softcap-bias_bf16-dropout"),
+        ("warps2x1-16x32-transposed", "window-softcap-bias_fp32-bent-dropout_mem_efficient"),
     ],
 )
 def test_the_whole_chain(name, features):
@@ -204,7 +204,7 @@ def test_rows_of_large_numbers(name, features):
     check_bias(grad_bias, expected)
 
 
-@pytest.mark.parametrize("name", ["warps2x1-32x32", "wgmma1-32x64-transposed"])
+@pytest.mark.parametrize("name", ["warps2x1-32x16", "wgmma1-16x64-transposed"])
 def test_lengths_of_each_batch(name):
     """seqused: what lies beyond a batch's own queries and keys is neither read nor written."""
     used_q, used_k = [130, 1, 64, 0, 70], [200, 3, 0, 9, 65]
@@ -321,11 +321,11 @@ def gradient_like(bias, dtype, pad=(1, 1), offset=0):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("warps2x1-32x32", "fp32"),
-        ("warps2x1-32x32-transposed", "fp16"),
-        ("wgmma1-64x32", "bf16"),
-        ("wgmma1-32x64-transposed", "bf16"),
-        ("warps2x1-32x32-transposed", "fp32"),
+        ("warps2x1-32x16", "fp32"),
+        ("warps2x1-16x32-transposed", "fp16"),
+        ("wgmma1-64x16", "bf16"),
+        ("wgmma1-16x64-transposed", "bf16"),
+        ("warps2x1-16x32-transposed", "fp32"),
     ],
 )
 def test_bias_gradient(name, dtype):
@@ -389,7 +389,7 @@ def test_lanes_exchange_what_they_read_for_each_other(name):
 def test_full_bias_gradient_in_fp32():
     """Of a broadcast 16-bit bias, as in the deterministic mode: nothing is added to twice."""
     bias = torch.randn(1, 1, 70, 90).half().expand(2, 2, 70, 90)
-    for name in ("warps2x1-32x32", "warps2x1-32x32-transposed"):
+    for name in ("warps2x1-32x16", "warps2x1-16x32-transposed"):
         grad = torch.zeros(2, 2, 70, 90)
         _, expected = compare(name, "bias_fp16", Scores.random(2, 2, 70, 90, bias=bias), grad)
         check_bias(grad, expected)
@@ -402,7 +402,7 @@ def test_bias_gradient_far_apart(tmp_path):
         memory = mmap.mmap(file.fileno(), 0)
     grad = torch.frombuffer(memory, dtype=torch.float16).as_strided((2, 1, 8, 64), (2**32, 0, 64, 1))
     bias = torch.randn(2, 1, 8, 64).half()
-    for name in ("warps2x1-32x32", "warps2x1-32x32-transposed"):
+    for name in ("warps2x1-32x16", "warps2x1-16x32-transposed"):
         grad.zero_()
         _, expected = compare(name, "bias_fp16", Scores.random(2, 1, 8, 64, bias=bias), grad)
         check_bias(grad, expected)

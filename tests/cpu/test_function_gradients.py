@@ -219,14 +219,14 @@ HIDDEN = {
     "table": (lambda s, b, h, q, k, x: s * x[h, q] + torch.where(q >= k, x[h, k], torch.inf), (UNKNOWN,)),
 }
 ON_TILES = (
-    ("reciprocal", "causal_top_left", "wgmma1-32x64-transposed"),
-    ("reciprocal", "", "warps2x1-32x32"),
-    ("kerple", "causal_top_left", "warps2x1-32x32"),
-    ("kerple", "", "wgmma1-32x64-transposed"),
-    ("root", "causal_top_left", "wgmma1-32x64-transposed"),
-    ("of the score", "causal_top_left", "warps2x1-32x32"),
-    ("table", "causal_top_left", "warps2x1-32x32"),
-    ("table", "", "wgmma1-32x64-transposed"),
+    ("reciprocal", "causal_top_left", "wgmma1-16x64-transposed"),
+    ("reciprocal", "", "warps2x1-32x16"),
+    ("kerple", "causal_top_left", "warps2x1-32x16"),
+    ("kerple", "", "wgmma1-16x64-transposed"),
+    ("root", "causal_top_left", "wgmma1-16x64-transposed"),
+    ("of the score", "causal_top_left", "warps2x1-32x16"),
+    ("table", "causal_top_left", "warps2x1-32x16"),
+    ("table", "", "wgmma1-16x64-transposed"),
 )
 
 

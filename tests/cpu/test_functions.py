@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import and_masks, flex_attention, noop_mask, or_masks
+from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
 
 from cute_attn import Traits, attention, check_epilogue, compile, lookup
 from cute_attn.epilogues.functions import device, epilogue, gradients, graph, known
@@ -29,7 +29,6 @@ DOCUMENT = torch.randint(0, 3, (2, 100)).sort().values
 LENGTHS = torch.tensor([60, 90], dtype=torch.int16)
 KEPT = torch.rand(100, 2).T > 0.3  # last stride 2
 BIAS = torch.randn(NHEADS, 100).bfloat16()
-TEMPERATURE = torch.tensor(0.3, dtype=torch.float64)
 LIMITS = torch.tensor([5, 20, 60])
 
 
@@ -62,16 +61,6 @@ def t5(score, b, h, q_idx, kv_idx):
     far = 8 + (torch.log(n.float() / 8 + 1e-6) / math.log(16) * 8).to(torch.long)
     bucket = torch.where(n < 8, n, torch.minimum(far, torch.full_like(far, 15)))
     return score + TABLE[h, bucket + torch.where(kv_idx > q_idx, 16, 0)]
-
-
-def transcendental(score, b, h, q_idx, kv_idx):
-    wave = torch.sin(q_idx * 0.37 - kv_idx) * torch.log(1 + score * score)
-    return (
-        score
-        + wave
-        + torch.sigmoid(score) * TEMPERATURE
-        - torch.exp(-score.square()) / (2 + torch.cos(score))
-    )
 
 
 def pieces(score, b, h, q_idx, kv_idx):
@@ -118,7 +107,7 @@ def pointwise(score, b, h, q_idx, kv_idx):
     return angles + powers + smooth + steps + TABLE[:, 3:][h, kv_idx % 29] + torch.fmod(score, 0.7).detach()
 
 
-FUNCTIONS = (prefix_lm, alibi, t5, transcendental, pieces, integers, composed, pointwise)
+FUNCTIONS = (prefix_lm, t5, pieces, composed, pointwise)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
@@ -402,21 +391,6 @@ def test_views_without_their_own_gradient_are_made_in_each_call(made):
 
 
 # ---- indices ----
-
-
-def test_negative_indices_count_from_the_end():
-    """As FlexAttention's; on the kernels' tiles as well, where the gradient of the table follows."""
-
-    def around(score, b, h, q_idx, kv_idx):
-        return score + AROUND[h, q_idx - kv_idx]
-
-    q, k, v = (torch.randn(2, NHEADS, n, 16) for n in (64, 96, 96))
-    expected = flex_attention(q, k, v, score_mod=around)
-    got = attention(*(x.transpose(1, 2) for x in (q, k, v)), score_mod=around)
-    torch.testing.assert_close(got.transpose(1, 2), expected, atol=1e-5, rtol=1e-5)
-    found = check_epilogue(around)
-    assert found.passed, str(found)
-    assert [one.what for one in found.comparisons if "tensor 0" in one.what]
 
 
 @pytest.mark.parametrize(("shift", "index"), [(100, 119), (-110, -139)])

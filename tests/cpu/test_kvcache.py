@@ -14,7 +14,6 @@ from cute_attn import compiler
 from cute_attn.api import append, kvcache
 from cute_attn.api.append import append_kv
 from cute_attn.api.kvcache import attention_with_kvcache
-from cute_attn.compiler import registry
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.host import append as host_append
 from cute_attn.host import plans, split_kv
@@ -195,15 +194,6 @@ def test_keys_and_values_between_each_other(cuda_on_cpu):
     check_attention(problem, expected)
 
 
-def test_caches_start_where_rows_may(cuda_on_cpu):
-    problem = Problem(dataclasses.replace(CASES["append"], dims=(20, 12)), dtype=torch.float16)
-    shifted = torch.zeros(problem.k.numel() + 2, dtype=torch.float16)[2:].view(problem.k.shape)
-    problem.k = shifted.copy_(problem.k)
-    message = "k_cache starts 4 bytes past a multiple of 8; accepted: aligned as its rows are"
-    with pytest.raises(ValueError, match=message):
-        kvcache.attend_cuda(*arguments_of(problem))
-
-
 @pytest.mark.parametrize(
     ("dims", "page", "arch"),
     [((576, 512), 16, "sm90"), ((576, 512), 12, "sm80"), ((300, 260), 0, "sm80"), ((261, 35), 3, "sm80")],
@@ -214,15 +204,6 @@ def test_large_head_dims(dims, page, arch, cuda_on_cpu):
     check_attention(*(Problem(case, dtype=torch.float16) for _ in range(2)))
     (kernel,) = cuda_on_cpu
     assert kernel.traits.arch == arch and kernel.tile.pack_heads > 1
-
-
-def test_large_head_dims_of_fp32_are_told(cuda_on_cpu):
-    problem = Problem(Case((5, 9), dims=(300, 300)), dtype=torch.float32)
-    message = (
-        "kvcache-sm80 declined kvcache-sm80-fp32-d300.*: head_dim is 300; accepted: multiples of 4 up to 256"
-    )
-    with pytest.raises(registry.Unsupported, match=message):
-        kvcache.attend_cuda(*arguments_of(problem))
 
 
 @pytest.mark.parametrize("name", LATENT)
@@ -259,28 +240,6 @@ def test_boxes_of_pages(cuda_on_cpu):
         assert getattr(cuda_on_cpu[-1].tile, "page_rows", None) == box
 
 
-def test_pages_that_tma_cannot_load_are_told(cuda_on_cpu):
-    problem = Problem(Case((150, 290), page=12, capacity=300, dims=(128, 128)), dtype=torch.float16)
-    message = "kvcache-sm90 declined .*: pages have 12 rows; accepted: multiples of 8"
-    with pytest.raises(registry.Unsupported, match=message):
-        kvcache.attend_cuda(*arguments_of(problem, kernel="sm90"))
-
-
-WRONG_TILES = {
-    "tile_n=48": ({"split_keys": 128}, "split_keys is 128; accepted: multiples of tile_n, 48"),
-    "page_rows=32": ({}, "page_rows is 32; accepted: divisors of the page's 16 rows"),
-    "tile_m=65": ({}, "tile_m is 65; accepted"),
-}
-
-
-@pytest.mark.parametrize("tile", WRONG_TILES)
-def test_tiles_that_do_not_fit_the_call_are_told(tile, cuda_on_cpu):
-    options, message = WRONG_TILES[tile]
-    problem = Problem(Case((150, 290), page=16, capacity=304, dims=(128, 128)), dtype=torch.float16)
-    with pytest.raises(registry.Unsupported, match=f"kvcache-sm90 declined .*: {message}"):
-        kvcache.attend_cuda(*arguments_of(problem, tile=tile, **options))
-
-
 def test_a_tile_changes_the_one_of_the_call(cuda_on_cpu):
     case = Case((150, 290), page=16, capacity=304, dims=(128, 128), heads=(4, 1))
     check_attention(*(Problem(case, dtype=torch.float16) for _ in range(2)), tile="num_stages=4")
@@ -312,12 +271,37 @@ def test_a_kernel_gets_a_positive_scale(scale, cuda_on_cpu):
             torch.testing.assert_close(one, whole, rtol=1e-3, atol=1e-3)
 
 
-def test_too_many_parts_are_told(cuda_on_cpu):
-    problem = Problem(Case((5,), capacity=128 * 513), dtype=torch.float16)
-    with pytest.raises(
-        ValueError, match=r"^split_keys is 128 with a capacity of 65664; accepted: 256 or more"
-    ):
-        kvcache.attend_cuda(*arguments_of(problem, split_keys=128))
+PAGES_OF_16 = Case((150, 290), page=16, capacity=304, dims=(128, 128))
+
+
+def launched(case, dtype=torch.float16, shifted=False, **options):
+    """A call of a case; shifted: its keys start 4 bytes behind a multiple of 16."""
+    problem = Problem(case, dtype=dtype)
+    if shifted:
+        problem.k = torch.zeros(problem.k.numel() + 2, dtype=dtype)[2:].view(problem.k.shape)
+    return kvcache.attend_cuda(*arguments_of(problem, **options))
+
+
+REFUSED = """
+launched(Case((5, 0), new=(1, 1), dims=(20, 12)), shifted=True)
+    -> ValueError: k_cache starts 4 bytes past a multiple of 8; accepted: aligned as its rows are
+launched(Case((5,), capacity=128 * 513), split_keys=128)
+    -> Unsupported: split_keys is 128 with a capacity of 65664; accepted: 256 or more
+launched(Case((5, 9), dims=(300, 300)), torch.float32)
+    -> Unsupported: kvcache-sm80 declined kvcache-sm80-fp32-d300...: head_dim is 300; accepted: multiples of 4 up to 256
+launched(Case((150, 290), page=12, capacity=300, dims=(128, 128)), kernel="sm90")
+    -> Unsupported: kvcache-sm90 declined ...: pages have 12 rows; accepted: multiples of 8
+launched(PAGES_OF_16, tile="tile_n=48", split_keys=128)
+    -> Unsupported: kvcache-sm90 declined ...: split_keys is 128; accepted: multiples of tile_n, 48
+launched(PAGES_OF_16, tile="page_rows=32")
+    -> Unsupported: kvcache-sm90 declined ...: page_rows is 32; accepted: divisors of the page's 16 rows
+launched(PAGES_OF_16, tile="tile_m=65") -> Unsupported: kvcache-sm90 declined ...: tile_m is 65; accepted
+"""
+
+
+@refusals.each(REFUSED)
+def test_what_no_kernel_takes_is_told(call, sentence, cuda_on_cpu):
+    refusals.check(call, sentence, globals())
 
 
 def test_new_rows_of_any_strides_and_sizes_of_one(cuda_on_cpu):

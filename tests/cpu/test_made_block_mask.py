@@ -16,7 +16,7 @@ from cute_attn.host.block_masks import block_lists, epilogue_of_block_mask, kind
 from cute_attn.host.mask_kinds import lists_of
 from cute_attn.traits import FULL, LISTED_ROWS, PARTIAL
 from tests import machine, refusals
-from tests.emulated_blocks import ByBounds, Evaluating, emulated_kinds, emulated_lists, emulated_visits
+from tests.emulated_blocks import ByBounds, emulated_kinds, emulated_lists, emulated_visits
 
 CPU = torch.device("cpu")
 BATCH, NHEADS = 2, 3
@@ -194,7 +194,7 @@ def test_bounds_of_documents_are_those_of_their_ends():
     assert evaluated.sum() < 24 + 3 * 24
 
 
-# ---- random functions: what bounds decide is what evaluation finds ----
+# ---- what bounds decide is what every element says ----
 
 TABLES = {
     "int": torch.randint(-40, 40, (120,), generator=generator, dtype=torch.int32),
@@ -250,9 +250,9 @@ OPERATIONS = {
 
 
 def decided(made, compare):
-    """Which blocks bounds decide, as they are, and the kinds of all."""
+    """Which blocks bounds decide, as their elements say, and the kinds of all."""
     mask = lambda b, h, q, k: compare(made(q, k), THRESHOLDS[h]), 1, len(THRESHOLDS), (96, 112), (16, 16)
-    by_bounds, right = emulated_kinds(*mask, ByBounds), emulated_kinds(*mask, Evaluating)
+    by_bounds, right = emulated_kinds(*mask, ByBounds), kinds_of_elements(*mask)
     known = by_bounds != PARTIAL
     assert torch.equal(by_bounds[known], right[known])
     return known, right
@@ -268,7 +268,7 @@ def compared_in_turn(names):
 
 @compared_in_turn(OPERATIONS)
 def test_bounds_of_each_operation(name, compare):
-    """For numbers of both signs and several thresholds, kinds decide most blocks as the same code does without them."""
+    """For numbers of both signs and several thresholds, bounds decide most blocks as their elements do."""
     known, right = decided(OPERATIONS[name], compare)
     assert known.sum() > 0.6 * (right != PARTIAL).sum()
 
@@ -296,7 +296,7 @@ def test_bounds_of_what_wraps_or_is_no_number(name, compare):
 @pytest.mark.parametrize("compare", [operator.le, operator.gt, operator.eq, operator.ne])
 def test_bounds_of_comparisons(compare):
     mask = lambda b, h, q, k: compare(q // 16 - k // 16, THRESHOLDS[h]), 1, 16, (96, 112), (16, 16)
-    by_bounds, right = emulated_kinds(*mask, ByBounds), emulated_kinds(*mask, Evaluating)
+    by_bounds, right = emulated_kinds(*mask, ByBounds), kinds_of_elements(*mask)
     assert torch.equal(by_bounds, right) and len(right.unique()) == 2
 
 

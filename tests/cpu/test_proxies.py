@@ -8,7 +8,7 @@ from cute_attn.compiler import compile
 from cute_attn.lab.proxies import TmaPipeline, proxy_order
 from cute_attn.lab.sass import BYTES, Code, Instruction
 
-FORWARD, BACKWARD = "forward-sm90-bf16-d64-causal-sinks_bf16", "backward-sm90-bf16-d64-causal-dropout"
+FORWARD, BACKWARD = "forward-sm90-bf16-d64-causal", "backward-sm90-bf16-d64-causal-dropout"
 """Which test_defaults.py builds, too."""
 
 

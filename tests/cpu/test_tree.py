@@ -17,7 +17,7 @@ from cute_attn.reference.tilings import SMALL, TILINGS, Scores
     [
         (SMALL, 1, "tree"),
         (SMALL, 4, "causal-tree"),
-        ("warps8x1-128x96", 1, "softcap-tree"),
+        ("warps2x2-64x64", 1, "softcap-tree"),
         ("wgmma1-64x80", 8, "tree"),
         ("warps2x4-32x128", 1, "causal-tree"),
     ],

@@ -14,8 +14,8 @@ from tests.fuzz import oracle
 from tests.fuzz.case import Case, Functions
 from tests.fuzz.judge import CLEAN, Fault, Outcome
 
-FORWARD = ("warps2x1-32x32", "wgmma1-64x32")
-BACKWARD = ("warps2x1-32x32", "wgmma1-32x64-transposed")
+FORWARD = ("warps2x1-32x16", "wgmma1-64x16")
+BACKWARD = ("warps2x1-32x16", "wgmma1-16x64-transposed")
 FLOOR = 1e-4
 """Of the largest value: above float32's rounding and fast functions', far below a wrong formula's."""
 

@@ -157,23 +157,31 @@ def assert_alike(
         )
 
 
-def test_any_score_gradients_have_a_scale() -> None:
+PRECISIONS = pytest.mark.parametrize(
+    ("precision", "whole", "tolerance"), [("fp32", WHOLE, 1e-5), ("tf32", None, 4e-3)]
+)
+"""What operands in terms are compared with: whole ones in fp32, and products in tf32."""
+
+
+@PRECISIONS
+@pytest.mark.parametrize("factor", [1e-3, 1e6])
+def test_any_score_gradients_have_a_scale(
+    factor: float, precision: str, whole: str | None, tolerance: float
+) -> None:
     """An out and a LSE of more keys than these, as of a context that is divided, whose D exceeds what dO and V say."""
     grad_out, q, k, v, out, lse = small_problem()
-    for factor in (1e-3, 1e6):
-        given = (grad_out, q, k, v, factor * out, lse + 3.0)
-        found = attention_backward(*given, causal=True, tile=TERMS)
-        whole = attention_backward(*given, causal=True, tile=WHOLE)
-        assert_alike(found, whole, 1e-5)
+    given = (grad_out, q, k, v, factor * out, lse + 3.0)
+    both = (attention_backward(*given, causal=True, precision=precision, tile=x) for x in (TERMS, whole))
+    assert_alike(*both, tolerance)
 
 
-def test_infinity_stays_in_its_rows() -> None:
+@PRECISIONS
+def test_infinity_stays_in_its_rows(precision: str, whole: str | None, tolerance: float) -> None:
     """Of out, which is not split: dS has inf, which decides no scale."""
-    grad_out, q, k, v, out, lse = small_problem()
-    out[0, 70, 1, 3] = torch.inf
-    found = attention_backward(grad_out, q, k, v, out, lse, causal=True, tile=TERMS)
-    whole = attention_backward(grad_out, q, k, v, out, lse, causal=True, tile=WHOLE)
-    assert_alike(found, whole, 1e-5, all_finite=False)
+    given = small_problem()
+    given[4][0, 70, 1, 3] = torch.inf
+    both = (attention_backward(*given, causal=True, precision=precision, tile=x) for x in (TERMS, whole))
+    assert_alike(*both, tolerance, all_finite=False)
 
 
 @pytest.mark.parametrize("name", ["d64-causal", "d128-causal", "d256"])

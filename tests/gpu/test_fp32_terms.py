@@ -10,33 +10,19 @@ import torch
 from cute_attn import attention, attention_varlen, reference
 from cute_attn.host import split_fp32
 from tests.checks import check
+from tests.gpu.test_fp32 import CASES as SMALL
 from tests.problem import Case
 
 TERMS = "sm80:terms"
+BY_NAME = {case.name: case for case in SMALL}
 # Poison in rows that no sequence owns makes the fallback kernel compute varlen and seqused cases.
 CASES = [
-    Case("causal-d64", seqlen_q=203, seqlen_k=333, causal=True),
-    Case("full-d128", seqlen_q=130, seqlen_k=1030, head_dim=128),
-    Case("window-d36", seqlen_q=200, seqlen_k=300, head_dim=36, window=(70, 9)),
-    Case("top-left-d192x64", seqlen_q=300, seqlen_k=200, head_dim=192, head_dim_v=64, causal="top_left"),
-    Case("d256", seqlen_q=150, seqlen_k=200, head_dim=256),
-    Case("d512", seqlen_q=70, seqlen_k=100, head_dim=512),
-    Case("d59-causal", seqlen_q=200, seqlen_k=190, head_dim=59, causal=True),
-    Case("bias-dropout-d128", seqlen_q=130, seqlen_k=130, bias="fp32", bias_hides=True, head_dim=128, dropout_p=0.2),
-    Case(
-        "alibi-softcap-dropout_mem_efficient-d64",
-        seqlen_q=160,
-        seqlen_k=202,
-        causal=True,
-        alibi="heads",
-        softcap=7.0,
-        dropout_p=0.2,
-        dropout_mask="mem_efficient",
-    ),
-    Case("varlen-d64", lengths_q=(70, 0, 133), lengths_k=(90, 41, 269), causal=True, seqused_k=(80, 41, 200)),
-    Case("large-scores-d64", seqlen_q=128, seqlen_k=500, logits=20.0),
-]  # fmt: skip
-CASES = [replace(case, dtype="fp32") for case in CASES]
+    *(case for case in SMALL if case.name not in ("bias-d64", "bias-half-d128", "dropout-d64")),
+    Case("d256", dtype="fp32", seqlen_q=150, seqlen_k=200, head_dim=256),
+    Case("d512", dtype="fp32", seqlen_q=70, seqlen_k=100, head_dim=512),
+    Case("d59-causal", dtype="fp32", seqlen_q=200, seqlen_k=190, head_dim=59, causal=True),
+    replace(BY_NAME["bias-d64"], name="bias-dropout-d128", head_dim=128, dropout_p=0.2),
+]
 TF32 = ("causal-d64", "d512", "d59-causal", "bias-dropout-d128", "varlen-d64")
 TF32_FACTOR = 1.5
 """How many times the error of the kernel that multiplies in tf32 one of a single fp16 term may have."""

@@ -1,13 +1,12 @@
-"""Large and odd head dims on the card, rows that start anywhere, and PyTorch's memory-efficient kernel's error."""
+"""Large and odd head dims on the card, and rows that start anywhere."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cute_attn import attention
-from tests.checks import Errors, check
+from tests.checks import check
 from tests.gpu.archs import runnable_archs
 from tests.problem import Case
 
@@ -89,32 +88,6 @@ def test_large_head_dims_in_many_work_tiles():
 
 def alike(x, y):
     return (x.float() - y.float()).abs().max() <= 2**-6 * y.float().abs().max()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "seqlen"),
-    [
-        *((torch.bfloat16, head_dim, 1024) for head_dim in (320, 512)),
-        *((torch.float32, head_dim, 2048) for head_dim in (64, 128)),
-    ],
-)
-def test_error_is_at_most_that_of_the_memory_efficient_kernel(dtype, head_dim, seqlen):
-    generator = torch.Generator("cuda").manual_seed(0)
-    q, k, v = (
-        torch.randn(2, 4, seqlen, head_dim, generator=generator, device="cuda").to(dtype) for _ in range(3)
-    )
-    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-        theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    with sdpa_kernel(SDPBackend.MATH):
-        exact = torch.nn.functional.scaled_dot_product_attention(
-            *(x.double() for x in (q, k, v)), is_causal=True
-        )
-    options = {"precision": "fp32"} if dtype == torch.float32 else {}
-    rows_first = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-    ours = attention(*rows_first, causal=True, **options).transpose(1, 2)
-    own, other = Errors.of(ours, exact), Errors.of(theirs, exact)
-    print(f"ours {own}, memory-efficient {other}")
-    assert own.rms <= 1.5 * other.rms and own.largest <= 1.5 * other.largest
 
 
 ODD = [

@@ -1,4 +1,4 @@
-"""The backward of head dims beyond 256 on the GPU, resident and streamed: against float64 and PyTorch's kernel."""
+"""The backward of head dims beyond 256 on the GPU, resident and streamed, and of rows that start anywhere."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +14,7 @@ from cute_attn import attention, attention_backward
 from cute_attn.compiler import registry
 from cute_attn.host.backward import kernels_of
 from cute_attn.traits import Traits
-from tests.checks import CANCELLATION, GRADIENT, Errors, check
+from tests.checks import CANCELLATION, GRADIENT, check
 from tests.gpu.archs import runnable_archs
 from tests.gpu.test_fp32_backward import run
 from tests.gpu.test_head_dims import among_infinities
@@ -182,34 +182,6 @@ def test_the_bias_gradient_is_added_once(columns: str) -> None:
     given = (grad, q, k, v, out.detach().transpose(1, 2).float(), scores.logsumexp(-1).float())
     (found,) = attention_backward(*given, bias=bias, wanted=("bias",), tile=STREAMED + columns)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("head_dim", [320, 512])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_error_is_at_most_one_and_a_half_of_pytorchs(head_dim: int, dtype: torch.dtype) -> None:
-    generator = torch.Generator("cuda").manual_seed(0)
-    shape = (2, 256, 2, head_dim)
-    q, k, v, grad = (torch.randn(shape, generator=generator, device="cuda").to(dtype) for _ in range(4))
-
-    def results(of: torch.dtype, backend: SDPBackend) -> tuple:
-        own = [x.to(of).detach().requires_grad_() for x in (q, k, v)]
-        with sdpa_kernel(backend):
-            out = scaled_dot_product_attention(*(x.transpose(1, 2) for x in own), is_causal=True).transpose(
-                1, 2
-            )
-        return out.detach(), torch.autograd.grad(out, own, grad.to(of))
-
-    _, exact = results(torch.float64, SDPBackend.MATH)
-    out, theirs = results(dtype, SDPBackend.EFFICIENT_ATTENTION)
-    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) * head_dim**-0.5
-    hidden = torch.ones(256, 256, device="cuda", dtype=torch.bool).triu(1)
-    lse = scores.masked_fill(hidden, -torch.inf).logsumexp(-1).float()
-    ours = attention_backward(grad, q, k, v, out, lse, causal=True)
-    for name, own, other, wanted in zip("qkv", ours, theirs, exact, strict=True):
-        errors = Errors.of(own, wanted), Errors.of(other, wanted)
-        print(f"d{name}: error {errors[0]}, PyTorch's {errors[1]}")
-        assert errors[0].rms <= 1.5 * errors[1].rms, f"d{name}: {errors[0]}, PyTorch's {errors[1]}"
-        assert errors[0].largest <= 1.5 * errors[1].largest, f"d{name}: {errors[0]}, PyTorch's {errors[1]}"
 
 
 UNALIGNED = [

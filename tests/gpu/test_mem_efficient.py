@@ -66,6 +66,13 @@ def xformers_cases() -> Iterator[Case]:
         yield case("fp32", 300 // heads, 256, 128, heads, 32, 32)
     for _ in range(6):
         yield case("fp16", choice.randint(1, 40), choice.randint(1, 500), choice.randint(1, 500), 3, 128, 64)
+    for dtype, dim, length in (
+        *(("bf16", dim, 1024) for dim in (320, 512)),
+        *(("fp32", dim, 256) for dim in (320, 512)),
+    ):
+        yield case(dtype, 2, length, length, 2, dim, dim)
+    for dim in (64, 128):  # large enough for terms
+        yield case("fp32", 2, 2048, 2048, 4, dim, dim)
 
 
 CASES = [*pytorch_cases(), *xformers_cases()]
