@@ -264,7 +264,7 @@ FEATURES = {
 def test_threads_compute_the_definition(features):
     """Scores, P, tangents and rows' statistics by the kernel's code for each thread; sizes are no whole tiles."""
     problem, dots = (Scores.random(2, 2, 40, 50, seed=i, **FEATURES[features]) for i in range(2))
-    tiling = TINY["warps2x1-32x32"].of(features, op="jvp")
+    tiling = TINY["warps2x1-32x16"].of(features, op="jvp")
     if "seqused" in features:
         used = (torch.tensor(x, dtype=torch.int32) for x in ([40, 17], [33, 50]))
         problem = replace(problem, lengths=Lengths(None, None, *used, 40, 50))
@@ -294,7 +294,7 @@ def test_threads_compute_the_definition(features):
 def test_what_the_keys_of_a_row_have_in_common_costs_no_digits():
     """A part of S_dot that is equal for all keys changes no output."""
     problem, dots = (Scores.random(1, 1, 32, 64, seed=i) for i in range(2))
-    tiling = TINY["warps2x1-32x32"].of("", op="jvp")
+    tiling = TINY["warps2x1-32x16"].of("", op="jvp")
     shared = torch.zeros(32, 8)
     shared[:, 0] = 1000.0
     keys = problem.k.clone()
