@@ -26,7 +26,7 @@ MEASURED = re.compile(
     r"([\d.]+) (TFLOP/s|GB/s)(?: and causal ([\d.]+))? on (\S+); ([A-Z]\d+[\w ]*); ([0-9a-f]{7,12})"
 )
 BUILT = re.compile(r"(\S+) on (sm\d\d): (\d+) registers, (\d+) bytes, (\d+) spills")
-SPILL = {"forward_sm80/tf32-d256-16-rows": 108, "backward_sm80/large-16-keys": 8}
+SPILL = {"forward_sm80/fp32-16-rows": 108, "backward_sm80/large-16-keys": 8}
 """Rows -> bytes that they spill, which is known: of head dims that few programs have."""
 
 
