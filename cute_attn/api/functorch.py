@@ -151,7 +151,23 @@ class _Forward(torch.autograd.Function):
         return tuple(found), (0,) * len(found)
 
 
-class _Backward(torch.autograd.Function):
+class _Derivative(torch.autograd.Function):
+    """A first derivative: it has none of its own."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple:
+        raise NotImplementedError(_NO_SECOND)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> tuple:
+        raise NotImplementedError(_NO_SECOND)
+
+
+class _Backward(_Derivative):
     """Arguments: rest of :class:`_Forward`, needed, gradients of out and lse, out, lse, tensors of :class:`_Forward`.
 
     Returns the needed gradients.
@@ -172,18 +188,6 @@ class _Backward(torch.autograd.Function):
         return tuple(x for x, wanted in zip(grads[:-1], needed, strict=True) if wanted)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> tuple:
-        raise NotImplementedError(_NO_SECOND)
-
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> tuple:
-        raise NotImplementedError(_NO_SECOND)
-
-    @staticmethod
     def vmap(info: Any, in_dims: tuple, rest: tuple, needed: tuple, *given: Any) -> tuple[tuple, tuple]:
         dims, size = in_dims[2:], info.batch_size
         outputs, tensors = given[:4], given[4:]
@@ -199,7 +203,7 @@ class _Backward(torch.autograd.Function):
         return tuple(found), (0,) * len(found)
 
 
-class _Jvp(torch.autograd.Function):
+class _Jvp(_Derivative):
     """Arguments: rest of :class:`_Forward`, the number of tangents, a tangent or None for each of q, k, v, bias, sinks
     and the epilogues' tensors, and the tensors of :class:`_Forward`.
 
@@ -210,18 +214,6 @@ class _Jvp(torch.autograd.Function):
     def forward(rest: tuple, number: int, *given: Any) -> tuple[Tensor, ...]:
         tangents, tensors = list(given[:number]), given[number:]
         return torch.ops.cute_attn.jvp.default(tangents, *_call(rest, tensors).values(ATTENTION))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> tuple:
-        raise NotImplementedError(_NO_SECOND)
-
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> tuple:
-        raise NotImplementedError(_NO_SECOND)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, rest: tuple, number: int, *given: Any) -> tuple[tuple, tuple]:

@@ -40,7 +40,7 @@ class RowTangents:
 
     @staticmethod
     def make(rows: int) -> "RowTangents":
-        """Of rows that have seen no key."""
+        """Before a row has seen a key."""
         center, total = (cute.make_rmem_tensor(cute.make_layout(rows), Float32) for _ in range(2))
         center.fill(0.0)
         total.fill(0.0)

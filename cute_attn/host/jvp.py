@@ -1,6 +1,6 @@
 """A call of attention with tangents on CUDA: its plan and its launches.
 
-One launch computes outputs and tangents. Where V has more than ``MAX_COLUMNS`` columns there is a launch for each of
+One launch computes outputs and tangents. Where V has more than ``MAX_DUAL_COLUMNS`` columns there is a launch for each of
 several equal parts of them, and each computes all scores.
 """
 
@@ -20,11 +20,9 @@ from cute_attn.host.dispatch import DIFFERENTIABLE
 from cute_attn.host.forward import as_kernels_read, forward
 from cute_attn.host.memory import clear_owned, on_device
 from cute_attn.host.plans import Plan
-from cute_attn.kernels.limits import HALF
+from cute_attn.kernels.limits import HALF, MAX_DUAL_COLUMNS
 from cute_attn.traits import ROW_BYTES
 
-MAX_COLUMNS = 128
-"""Maximum columns of V of a launch."""
 _ROWS = DIFFERENTIABLE[:3]
 
 Tangents = Sequence[Tensor | None]
@@ -42,7 +40,7 @@ class Columns(NamedTuple):
     def of(call: Call) -> "Columns":
         """Rows are multiples of 16 bytes."""
         whole = ROW_BYTES // call.q.element_size()
-        (d, dv), launches = (call.q.shape[-1], call.v.shape[-1]), -(-call.v.shape[-1] // MAX_COLUMNS)
+        (d, dv), launches = (call.q.shape[-1], call.v.shape[-1]), -(-call.v.shape[-1] // MAX_DUAL_COLUMNS)
         return Columns(-(-d // whole) * whole, -(-dv // (whole * launches)) * whole, launches)
 
 

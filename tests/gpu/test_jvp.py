@@ -12,7 +12,7 @@ from torch.func import jacfwd, jvp, vmap
 from torch.nn.attention.flex_attention import create_block_mask
 
 from cute_attn import attention, flex
-from cute_attn.host.jvp import MAX_COLUMNS
+from cute_attn.kernels.limits import MAX_DUAL_COLUMNS
 from cute_attn.traits import Traits
 from tests.cases import BY_NAME, CASES
 from tests.checks import check
@@ -199,6 +199,6 @@ def needed_kernels(params: dict[str, Any], target: str) -> Iterator[tuple[Traits
     if of is None or not of.launches:
         return
     traits = of.traits("sm80", "jvp")
-    launches = -(-traits.head_dim_v // MAX_COLUMNS)
+    launches = -(-traits.head_dim_v // MAX_DUAL_COLUMNS)
     columns = -(-of.size_v // (8 * launches)) * 8
     yield replace(traits, head_dim_v=columns), None, target

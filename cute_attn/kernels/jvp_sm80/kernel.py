@@ -40,15 +40,12 @@ from cute_attn.kernels.forward_sm80.loads import BlockLoad
 from cute_attn.kernels.forward_sm80.main_loop import MainLoop
 from cute_attn.kernels.forward_sm80.storage import ForwardParams
 from cute_attn.kernels.jvp_sm80.heuristics import default_tile
-from cute_attn.kernels.limits import beyond
+from cute_attn.kernels.limits import MAX_DUAL_COLUMNS, beyond
 from cute_attn.kernels.step import StepContent, mma_sync_count, product_loop
 from cute_attn.outputs.lse import store_lse
 from cute_attn.tiles import JvpSm80Tile, padded
 from cute_attn.traits import Traits
 from cute_attn.work.query_tiles import QueryTile
-
-MAX_COLUMNS = 128
-"""Maximum head dim of V: two accumulators of 16 rows and 128 columns take 128 registers."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +137,8 @@ class JvpSm80(ForwardSm80):
     def supports(cls, traits: Traits) -> str | None:
         if (traits.op, traits.arch) != ("jvp", "sm80"):
             return f"it computes jvp-sm80, not {traits.op}-{traits.arch}"
-        if traits.head_dim_v > MAX_COLUMNS:
-            return f"head_dim_v is {traits.head_dim_v}; accepted: up to {MAX_COLUMNS}"
+        if traits.head_dim_v > MAX_DUAL_COLUMNS:
+            return f"head_dim_v is {traits.head_dim_v}; accepted: up to {MAX_DUAL_COLUMNS}"
         return beyond(traits) or EpilogueChain.decline(traits)
 
     @classmethod
