@@ -1,7 +1,7 @@
 """A call of attention with tangents on CUDA: its plan and its launches.
 
-One launch computes outputs and tangents. Where V has more than ``MAX_DUAL_COLUMNS`` columns there is a launch for each of
-several equal parts of them, and each computes all scores.
+One launch computes outputs and tangents. Where V has more than ``MAX_DUAL_COLUMNS`` columns, each of several launches
+computes an equal number of them, and all scores.
 """
 
 from collections.abc import Sequence
