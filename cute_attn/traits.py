@@ -56,7 +56,7 @@ PRECISIONS = ("tf32",)
 BIAS_DTYPES = ("fp16", "bf16", "fp32")
 SINK_DTYPES = ("fp16", "bf16", "fp32")
 ROTARY = ("interleaved", "halves")
-SPLITS = ("fixed", "stream_k")
+SPLITS = ("fixed", "stream_k", "folded")
 ALIGNMENTS = (1, 2, 4)
 """Elements that the rows of a cache start at multiples of, if not at multiples of 16 bytes."""
 MASKS = ("causal", "causal_top_left", "window", "window_top_left")
@@ -211,8 +211,9 @@ class Traits:
         leftpad: each sequence has a first valid row of its entry. Kvcache, and combine_stream_k after it.
         varlen_k: keys are packed sequences as well, instead of a cache. Kvcache and combine_stream_k.
         tree: a row of bits for each query says which of the last keys it sees. Kvcache.
-        split: ``""``, or how the keys of a query block are split among CTAs: ``fixed``, a fixed number or size of
-            splits, or ``stream_k``: equal ranges of all key blocks (:mod:`cute_attn.work.stream_k`). Kvcache.
+        split: ``""``, or how the keys of a query block are split: among CTAs ``fixed``, a fixed number or size of
+            splits, or ``stream_k``, equal ranges of all key blocks (:mod:`cute_attn.work.stream_k`); or ``folded``, one
+            CTA adds splits of a fixed size (:mod:`cute_attn.outputs.fold`). Kvcache.
         alignment: 0 for rows that start at multiples of 16 bytes, or elements that starts of rows and head dims are
             multiples of: 1, 2 or 4. Kernels with a cache.
         variant: name of a registered kernel class, ``""`` for the package's default. Forwards of fp32 on sm80 have two
@@ -425,6 +426,11 @@ class Traits:
     def differentiates(self) -> bool:
         """True if the derivatives of score epilogues are computed, in reverse or forward mode."""
         return self.op in ("backward", "jvp")
+
+    @property
+    def divides_keys(self) -> bool:
+        """True if several CTAs compute a query block, each some of its keys."""
+        return self.split not in ("", "folded")
 
     @property
     def causal(self) -> bool:

@@ -15,7 +15,8 @@ stays NaN.
 A CTA merges a few rows. The threads of a row load its LSEs to shared memory and turn them into weights there. Then
 groups of threads each add up every groups-th partial row, 16 bytes per thread and several rows in flight, and the first
 group adds the groups' sums in their order. So the order of all sums depends only on the number of partial results and
-the tile: results repeat bit for bit.
+the tile: results repeat bit for bit. With ``in_order`` partial results are added from the last one to the first, as in
+:mod:`cute_attn.outputs.fold`, so that empty ones change no bit.
 
 Limits: up to ``MAX_PARTIALS`` fp32 partial results, their rows whole 16 bytes; out in fp16, bf16 or fp32; head dims up
 to 512.
@@ -28,11 +29,12 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute, memory
 
-from cute_attn.device.math import LOG2_E, convert_to_16_bits, exp2, fmax, log, reciprocal
+from cute_attn.device.math import LOG2_E, convert_to_16_bits, exp2, fmax, product
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, first_block, sequence_of_block, warm_lengths
 from cute_attn.epilogues.mask import Mask
 from cute_attn.kernels import fakes
 from cute_attn.kernels.limits import beyond
+from cute_attn.outputs.fold import RowSums, added, normalized, with_sink
 from cute_attn.tiles.inference import MAX_PARTIALS, CombineStreamKTile, CombineTile, partial_columns
 from cute_attn.traits import DTYPES, MAX_HEAD_DIM_V, Traits
 from cute_attn.work.key_splits import Partials
@@ -255,15 +257,21 @@ class Combine:
     ) -> None:
         """Merge the rows of a CTA: ``partials`` are this thread's row's, at ``out`` and ``lse``."""
         self.load_lse(lse, partials, shared, place)
-        loaded = self.load_first(out, partials, place) if cutlass.const_expr(self.tile.eager) else None
-        cute.arch.barrier()
-        row_max, largest = self.compute_weights(partials.count, shared, place)
-        cute.arch.barrier()
-        acc, total = self.add_partials(out, partials, largest, shared, place, loaded)
-        if cutlass.const_expr(self.tile.groups > 1):
-            self.store_sums(acc, total, shared, place)
+        acc = cute.make_rmem_tensor(cute.make_layout((4, self.tile.vectors(self.traits))), Float32)
+        acc.fill(0.0)
+        if cutlass.const_expr(self.tile.in_order):
             cute.arch.barrier()
-            total = self.add_groups(acc, shared, place)
+            row_max, total = self.add_in_order(acc, out, partials, shared, place)
+        else:
+            loaded = self.load_first(out, partials, place) if cutlass.const_expr(self.tile.eager) else None
+            cute.arch.barrier()
+            row_max, largest = self.compute_weights(partials.count, shared, place)
+            cute.arch.barrier()
+            total = self.add_partials(acc, out, partials, largest, shared, place, loaded)
+            if cutlass.const_expr(self.tile.groups > 1):
+                self.store_sums(acc, total, shared, place)
+                cute.arch.barrier()
+                total = self.add_groups(acc, shared, place)
         if cutlass.const_expr(mSinks is not None):
             row_max, total = self.add_sink(acc, total, row_max, mSinks, place)
         if place.exists and place.group == 0:
@@ -295,6 +303,27 @@ class Combine:
             shared.lse[place.row, i] = -Float32.inf if lse == Float32.inf else lse
 
     @cute.jit
+    def add_in_order(
+        self, acc: cute.Tensor, outs: cute.Pointer, partials: RowPartials, shared: Shared, place: Place
+    ) -> tuple[Float32, Float32]:
+        """Add up this thread's columns in ``acc``; the row's greatest LSE and its sum of weights."""
+        sums, values, unroll = RowSums.make(1), self.row_values(), self.tile.unroll
+        filled = Int32(0)  # a partial result of the row that is in the cache
+        for batch in cutlass.range(0, partials.count, unroll, unroll=1):
+            for u in cutlass.range_constexpr(unroll):
+                i = cutlass.max(partials.count - 1 - batch - u, 0)
+                filled = i if shared.lse[place.row, i] != -Float32.inf else filled
+                self.load_row(values, u, outs, partials.out_row(filled), place)
+            for u in cutlass.range_constexpr(unroll):
+                i = partials.count - 1 - batch - u
+                lse = shared.lse[place.row, cutlass.max(i, 0)] if i >= 0 else -Float32.inf
+                kept, weight = sums.add(0, lse)
+                for j in cutlass.range_constexpr(cute.size(acc, mode=[1])):
+                    for e in cutlass.range_constexpr(4):
+                        acc[e, j] = added(acc[e, j], kept, values[e, j, u], weight)
+        return sums.largest[0], sums.total[0]
+
+    @cute.jit
     def compute_weights(self, partials: Int32, shared: Shared, place: Place) -> tuple[Float32, Int32]:
         """Weights from LSEs, in shared memory; returns the row's maximum, and where it or a NaN is, -1 for nowhere."""
         row_max, largest = -Float32.inf, Int32(-1)
@@ -316,21 +345,20 @@ class Combine:
     @cute.jit
     def add_partials(
         self,
+        acc: cute.Tensor,
         outs: cute.Pointer,
         partials: RowPartials,
         largest: Int32,
         shared: Shared,
         place: Place,
         loaded: cute.Tensor | None = None,
-    ):
-        """The group's two sums: weighted rows, for this thread's columns (4, vectors), and weights.
+    ) -> Float32:
+        """The group's two sums: weighted rows in ``acc``, this thread's columns (4, vectors), and the weights'.
 
         The rows of ``unroll`` partial results are loaded at once; ``loaded``: the first ones, by :meth:`load_first`.
         """
         step: Constexpr = self.tile.groups * self.tile.unroll
         count = Int32(0) if largest < 0 else partials.count
-        acc = cute.make_rmem_tensor(cute.make_layout((4, self.tile.vectors(self.traits))), Float32)
-        acc.fill(0.0)
         total, first = Float32(0.0), place.group
         values = self.row_values() if loaded is None else loaded
         if cutlass.const_expr(loaded is not None):
@@ -343,7 +371,7 @@ class Combine:
                 weight = self.weight(i, count, shared, place)
                 self.load_row(values, u, outs, partials.out_row(largest if weight == 0.0 else i), place)
             total = self.add_batch(acc, total, values, batch, count, shared, place)
-        return acc, total
+        return total
 
     def row_values(self) -> cute.Tensor:
         """Registers for this thread's columns of ``unroll`` partial rows."""
@@ -428,13 +456,10 @@ class Combine:
     @cute.jit
     def add_sink(self, acc: cute.Tensor, total: Float32, row_max: Float32, sinks: cute.Tensor, place: Place):
         """The row's maximum and sum of weights with its head's sink; ``acc`` is scaled to them."""
-        sink = Float32(sinks[place.head])
-        largest = fmax(row_max, sink)
-        shift = Float32(0.0) if largest == -Float32.inf else largest
-        factor = exp2((row_max - shift) * LOG2_E)
+        largest, total, factor = with_sink(row_max, total, Float32(sinks[place.head]))
         for i in cutlass.range_constexpr(cute.size(acc)):
-            acc[i] = acc[i] * factor
-        return largest, total * factor + exp2((sink - shift) * LOG2_E)
+            acc[i] = product(acc[i], factor)
+        return largest, total
 
     @cute.jit
     def store(
@@ -448,10 +473,10 @@ class Combine:
     ) -> None:
         """Normalise and write the row and its LSE."""
         dtype = fakes.CUTE_DTYPES[self.traits.dtype]
-        factor = Float32(0.0) if total == 0.0 else reciprocal(total)
+        factor, natural_lse = normalized(row_max, total)
         out = cute.make_rmem_tensor(acc.layout, dtype)
         for i in cutlass.range_constexpr(cute.size(acc)):
-            acc[i] = acc[i] * factor
+            acc[i] = product(acc[i], factor)
         if cutlass.const_expr(dtype is Float32):
             out.store(acc.load())
         else:
@@ -472,7 +497,7 @@ class Combine:
             if cutlass.const_expr(len(mLSE.shape) == 3):
                 start += Int64(place.batch) * mLSE.stride[0]
             target = cute.make_tensor(mLSE.iterator + start, cute.make_layout(1))
-            target[0] = -Float32.inf if total == 0.0 else row_max + log(total)
+            target[0] = natural_lse
 
 
 @dataclass(frozen=True)

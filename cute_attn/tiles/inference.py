@@ -8,8 +8,8 @@ from cute_attn.traits import LARGE_HEAD_DIM, Traits, aligned_head_dim
 
 MAX_PARTIALS = 512
 """The most partial results that a row of the combine kernel merges."""
-SPLIT_KEYS = 128
-"""Divisor of the keys of a split: whole key blocks of every tile for calls with ``split_keys``."""
+FOLDED_KEYS = 1024
+"""Keys of a split in calls with ``same_bits``, counted from row 0: whole key blocks of every tile."""
 
 
 def partial_columns(traits: Traits) -> int:
@@ -26,16 +26,15 @@ class CacheCall:
         capacity: rows of an entry of the cache.
         group: query heads of a key head.
         page_size: rows of a page, 0 for a contiguous cache.
-        split_keys: keys of a split, which have to be whole key blocks; 0 without.
-        planes: sequences times key heads if keys are too few to be split; 0 otherwise, and with ``split_keys``,
-            whose results must not depend on the batch.
+        same_bits: results must not depend on the call's shapes: all tiles have as many keys.
+        planes: sequences times key heads if keys are too few to be split; 0 otherwise, and with ``same_bits``.
     """
 
     seqlen_q: int = 1
     capacity: int = 1 << 16
     group: int = 1
     page_size: int = 0
-    split_keys: int = 0
+    same_bits: bool = False
     planes: int = 0
 
 
@@ -48,12 +47,14 @@ class CombineTile(Tile):
         groups: groups of threads that divide the partial results of a row.
         unroll: partial results that a thread loads at once.
         eager: the first partial results are loaded together with the LSEs, before their weights are known.
+        in_order: partial results are added from the last one to the first, whatever their number, in one group.
     """
 
     rows: int = choice(4, 1, 2, 4, 8)
     groups: int = choice(1, 1, 2, 4, 8)
     unroll: int = choice(4, 2, 4, 8, 16)
     eager: bool = False
+    in_order: bool = False
 
     @staticmethod
     def of(partials: int, eager: bool = False) -> "CombineTile":
@@ -111,6 +112,10 @@ class CombineTile(Tile):
         for name in ("rows", "groups", "unroll"):
             if getattr(self, name) < 1:
                 return f"{name} is {getattr(self, name)}; accepted: 1 or more"
+        if self.in_order and (self.groups > 1 or self.eager):
+            return (
+                f"in_order is True with {self.groups} groups and eager={self.eager}; accepted: one, and False"
+            )
         threads = self.num_threads(traits)
         if threads > 1024:
             return (

@@ -260,12 +260,20 @@ class MainLoop:
         self.thread.ping_pong.arrive()
         warpgroup.wait_group(1)
         self.release_keys(n)
+        self.before_softmax(step)
         self.probabilities(scores, loaded, masked, frozen, partial)
         warpgroup.wait_group(0)
         storage.pipeline_v.consumer_release(n - 1, Accessed.BY_WGMMA)
         self.convert(scores, acc_s)
         if cutlass.const_expr(not frozen):
-            self.softmax.rescale(self.thread.fragments.acc_o_rows, self.thread.fragments.factors)
+            self.rescale(step)
+
+    def before_softmax(self, step: Int32) -> None:
+        """Called before the softmax of the block of ``step``."""
+
+    def rescale(self, step: Int32) -> None:
+        """Rescale O so far to the row maxima after the block of ``step``."""
+        self.softmax.rescale(self.thread.fragments.acc_o_rows, self.thread.fragments.factors)
 
     @cute.jit
     def last_product(self) -> None:

@@ -140,7 +140,7 @@ def make_storage(kernel: Any) -> ForwardStorage:
         pipelines.append(Pipeline(barriers + start, stages, 2 * rows * padded(head_dim)))
         start += Pipeline.barrier_bytes(stages) // 8
     area = {name: base + begin for name, (begin, _) in tile.smem_areas(kernel.traits).items()}
-    ints = INTS_OF_SPLITS if kernel.traits.split else INTS
+    ints = INTS_OF_SPLITS if kernel.traits.divides_keys else INTS
     work = WorkBroadcast.make(barriers + start, base + tile.BROADCAST_START, ints)
     start += Pipeline.barrier_bytes(STAGES) // 8
     threads = 32 + (128 + 32 * kernel.loads_bias_by_tma) * tile.warpgroups

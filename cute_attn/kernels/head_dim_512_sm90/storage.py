@@ -110,7 +110,7 @@ def make_storage(kernel: Any) -> LargeStorage:
         pipelines[1],
         pipelines[1 if traits.latent else 2],
         WorkBroadcast.make(
-            barriers + taken, base + tile.BROADCAST_START, INTS_OF_SPLITS if traits.split else INTS
+            barriers + taken, base + tile.BROADCAST_START, INTS_OF_SPLITS if traits.divides_keys else INTS
         ),
         Replay.make(base + tile.REPLAY_START, 32 + WARPGROUP * tile.warpgroups),
         None,

@@ -1,6 +1,6 @@
 """The Hopper forward for attention with a cache of keys and values.
 
-The roles of :mod:`cute_attn.kernels.forward_sm90.kernel` with three differences, each an object of ``roles.py``:
+The roles of :mod:`cute_attn.kernels.forward_sm90.kernel` with four differences, each an object of ``roles.py``:
 
 - ``CacheLoads``: keys and values come from a cache, or are packed sequences. A cache has contiguous entries, or pages
   that TMA loads in boxes of 8 rows or more; the Ampere kernel loads other pages. Lengths are read on the device. Key
@@ -9,6 +9,7 @@ The roles of :mod:`cute_attn.kernels.forward_sm90.kernel` with three differences
   CTAs that fit the GPU at once, and all key blocks are divided equally among them
   (:mod:`cute_attn.work.stream_k`). With "fixed" each query block has the same number of splits, or splits of the same
   number of keys, and CTAs claim them. The combine kernel merges partial results.
+- ``FoldedConsumer``: with split "folded" a CTA computes all keys, and adds up the results of splits of a fixed size.
 - ``CacheResults``: O is stored from registers, since few rows exist in decoding.
 
 The producer runs ahead into the next work tile, with Q copied to registers so that its shared memory is free again: the
@@ -24,20 +25,23 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int64, cute
+from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
 from cute_attn.device.key_rows import KeyRows
+from cute_attn.device.pipeline import WARPGROUP
 from cute_attn.kernels import fakes
 from cute_attn.kernels.forward_sm90 import ForwardSm90
+from cute_attn.kernels.forward_sm90.consumer import Consumer, MainLoop
 from cute_attn.kernels.forward_sm90.producer import Producer
 from cute_attn.kernels.forward_sm90.storage import (
+    ConsumerThread,
     ForwardInputs,
     ForwardParams,
     ForwardStorage,
 )
 from cute_attn.kernels.kvcache_sm90.heuristics import cache_tile, default_cache_tile
-from cute_attn.kernels.kvcache_sm90.roles import CacheLoads, CacheResults, StreamKProducer
+from cute_attn.kernels.kvcache_sm90.roles import CacheLoads, CacheResults, FoldedConsumer, StreamKProducer
 from cute_attn.kernels.limits import beyond_cache
 from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.rows.cached import EVICT_FIRST, EVICT_NORMAL, EntryTiles, PagedTiles
@@ -108,7 +112,7 @@ class KvcacheSm90(ForwardSm90):
         if cutlass.const_expr(traits.split == "fixed"):
             splits = cute.FastDivmodDivisorV2(partials.num_splits)  # type: ignore[union-attr]
             grid = cutlass.min(ctas, order.total * partials.num_splits)  # type: ignore[union-attr]
-        elif cutlass.const_expr(not traits.split):
+        elif cutlass.const_expr(not traits.divides_keys):
             grid = cutlass.min(ctas, order.total)
         params = ForwardParams(
             seqlens,
@@ -157,7 +161,7 @@ class KvcacheSm90(ForwardSm90):
             storage.init(self.tile.warpgroups, thread)
         # The previous kernel may write lengths, queries and new rows of the cache.
         cute.arch.griddepcontrol_wait()
-        if cutlass.const_expr(self.traits.split != ""):
+        if cutlass.const_expr(self.traits.divides_keys):
             cute.arch.griddepcontrol_launch_dependents()
         cute.arch.sync_threads()
         if warp < 4:
@@ -171,6 +175,19 @@ class KvcacheSm90(ForwardSm90):
         else:
             cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
             self.consume(params, storage, outputs, warp, thread)
+
+    def consume(
+        self,
+        params: ForwardParams,
+        storage: ForwardStorage,
+        outputs: ForwardOutputs,
+        warp: Int32,
+        thread: Int32,
+    ) -> None:
+        """By a warp of a consumer warpgroup: its rows of all work tiles."""
+        consumer = ConsumerThread.make(self, storage, thread - WARPGROUP)
+        role = FoldedConsumer if self.traits.split == "folded" else Consumer
+        role(self, params, storage, consumer, MainLoop, self.results(params, outputs)).run()
 
     def loads(self, inputs: ForwardInputs, storage: ForwardStorage, params: ForwardParams) -> Any:
         """The producer's loads."""

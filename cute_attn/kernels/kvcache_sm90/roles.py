@@ -1,20 +1,24 @@
 """What the Hopper forward's roles are given for a cache: loads of key blocks, stream-K ranges, stores of results."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import cutlass
 from cutlass import Boolean, Constexpr, Float32, Int32, cute
 
 from cute_attn.device.math import rematerialize
+from cute_attn.device.pipeline import WARPGROUP
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import warm_lengths
-from cute_attn.kernels.forward_sm90.consumer import MainLoop
+from cute_attn.epilogues.softmax import OnlineSoftmax
+from cute_attn.kernels.forward_sm90.consumer import Consumer, MainLoop
 from cute_attn.kernels.forward_sm90.producer import CLAIM_AHEAD, Producer
 from cute_attn.kernels.forward_sm90.storage import ForwardInputs, ForwardParams, ForwardStorage, PipelineState
+from cute_attn.outputs.fold import Fold
 from cute_attn.outputs.partial import RowTarget, store_rows
 from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.tiles import padded
+from cute_attn.tiles.inference import FOLDED_KEYS
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.broadcast import WorkItem
 from cute_attn.work.key_splits import KeySplit
@@ -132,7 +136,10 @@ class CacheResults:
         score_map = ScoreMap.make(kernel.mma_pv(), kernel.tile.tile_m, dim, thread, heads=heads)
         lse = cute.make_rmem_tensor(cute.make_layout(cute.size(acc, mode=[0])), Float32)
         sinks = self.sinks(loop, thread)
-        loop.softmax.normalize(acc, lse, kernel.epilogues.rescale(loop.state), sinks)
+        if cutlass.const_expr(kernel.traits.split == "folded"):
+            loop.finish(lse, sinks)
+        else:
+            loop.softmax.normalize(acc, lse, kernel.epilogues.rescale(loop.state), sinks)
         self.write(kernel, tile, acc, lse, score_map)
 
     @cute.jit
@@ -169,3 +176,77 @@ class CacheResults:
             store_rows(target, acc, lse, score_map, tile, dim)
         else:
             store_rows(whole, acc, lse, score_map, tile, dim)
+
+
+@dataclass(frozen=True)
+class FoldedLoop(MainLoop):
+    """The steps with split "folded": O of each split of ``FOLDED_KEYS`` keys is added to that of the splits behind it.
+
+    A split's first step begins with empty statistics, while P V of the split before it, the one behind it, still runs;
+    after that, O so far is that split's result.
+
+    Attributes:
+        fold: what was added so far.
+        behind: statistics of the split whose O is complete.
+    """
+
+    fold: Fold | None = None
+    behind: OnlineSoftmax | None = None
+
+    @staticmethod
+    def of(loop: MainLoop, fold: Fold) -> "FoldedLoop":
+        """``loop`` with this ``fold``."""
+        softmax = loop.softmax
+        row_max, row_sum = (cute.make_rmem_tensor_like(x) for x in (softmax.row_max, softmax.row_sum))
+        own = {field.name: getattr(loop, field.name) for field in fields(MainLoop)}
+        return FoldedLoop(**own, fold=fold, behind=replace(softmax, row_max=row_max, row_sum=row_sum))
+
+    def ends_split(self, step: Int32) -> Boolean:
+        """The block of ``step`` is the last one of its split."""
+        blocks: Constexpr = FOLDED_KEYS // self.kernel.tile.tile_n
+        return (step + 1) % blocks == 0
+
+    @cute.jit
+    def before_softmax(self, step: Int32) -> None:
+        """At the end of a split: set the statistics of the split behind it apart, and begin with empty ones."""
+        if self.ends_split(step):
+            for r in cutlass.range_constexpr(cute.size(self.softmax.row_max)):
+                self.behind.row_max[r], self.behind.row_sum[r] = (
+                    self.softmax.row_max[r],
+                    self.softmax.row_sum[r],
+                )
+                self.softmax.row_max[r], self.softmax.row_sum[r] = -Float32.inf, Float32(0.0)
+
+    @cute.jit
+    def rescale(self, step: Int32) -> None:
+        """Rescale O, or at the end of a split add it to the fold and begin with an empty one."""
+        acc = self.thread.fragments.acc_o_rows
+        if self.ends_split(step):
+            lse = cute.make_rmem_tensor(cute.make_layout(cute.size(acc, mode=[0])), Float32)
+            self.behind.normalize(acc, lse, Float32(1.0))
+            last = self.blocks.end - 1
+            self.fold.add(acc, lse, step + FOLDED_KEYS // self.kernel.tile.tile_n >= last, True)
+            self.thread.fragments.acc_o.fill(0.0)
+        else:
+            self.softmax.rescale(acc, self.thread.fragments.factors)
+
+    @cute.jit
+    def finish(self, lse: cute.Tensor, sinks: Constexpr) -> None:
+        """After the last step: add the first split, and normalise O and LSE of all of them."""
+        acc, blocks, tile_n = self.thread.fragments.acc_o_rows, self.blocks, self.kernel.tile.tile_n
+        self.softmax.normalize(acc, lse, Float32(1.0))
+        size: Constexpr = FOLDED_KEYS // tile_n
+        self.fold.add(acc, lse, (blocks.end - 1) // size <= blocks.begin // size, False)
+        self.fold.finish(acc, lse, sinks)
+
+
+@dataclass(frozen=True)
+class FoldedConsumer(Consumer):
+    """The consumer of ``FoldedLoop``."""
+
+    def main_loop(self, tile: QueryTile, uses: PipelineState) -> MainLoop:
+        """The main loop of one work tile, with an empty fold."""
+        loop, acc = super().main_loop(tile, uses), self.thread.fragments.acc_o_rows
+        sizes = (cute.size(acc, mode=[0]), cute.size(acc, mode=[1]))
+        threads = self.kernel.tile.warpgroups * WARPGROUP
+        return FoldedLoop.of(loop, Fold.make(self.params.partials.out, *sizes, threads, self.thread.index))
