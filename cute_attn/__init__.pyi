@@ -51,6 +51,7 @@ class _AttentionOptions(TypedDict, total=False):
     kernel: str | None
     tile: Any
     deterministic: bool
+    same_bits: bool
     backward_tile: Any
     precision: str | None
     out: Tensor | None
@@ -83,7 +84,7 @@ class _KvcacheOptions(TypedDict, total=False):
     mask_mod: MaskMod | None
     epilogues: Sequence[str] | Mapping[str, Any]
     num_splits: int
-    split_keys: int | None
+    same_bits: bool
     out: Tensor | None
     kernel: str | None
     tile: Any

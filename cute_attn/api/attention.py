@@ -85,6 +85,7 @@ def attention(
     kernel: str | None = None,
     tile: Any = None,
     deterministic: bool = False,
+    same_bits: bool = False,
     backward_tile: Any = None,
     precision: str | None = None,
     out: Tensor | None = None,
@@ -172,6 +173,11 @@ def attention(
         ``torch.use_deterministic_algorithms(True)``. The backward's workspace is then up to 16 times q's size in fp32
         instead of once, on Hopper at most four times or the size of k and v, plus 4 bytes per score for the gradient
         of a broadcast bias: :mod:`cute_attn.host.backward`.
+    same_bits : bool
+        On Hopper a row's output, LSE and gradients depend on its own sequence alone, bit for bit: neither on the other
+        sequences of a call nor on how they are passed, batched, packed, in a cache or as the queries of some positions
+        only. Not with bias, dropout, block_mask or fp32; head dims are multiples of 8. docs/features.md says what it
+        costs.
     backward_tile : Tile or str, optional
         As tile, for the backward.
     precision : {"fp32", "tf32"}, optional
@@ -205,7 +211,7 @@ def attention(
     tensors = (q, k, v, None, None, None, seqused_k, alibi_slopes, bias, sinks, rng_state)
     options = (
         False, None, None, softmax_scale, causal, window, softcap, dropout_p, dropout_mask, epilogues,
-        return_lse, return_softmax, kernel, tile, deterministic, backward_tile, precision,
+        return_lse, return_softmax, kernel, tile, deterministic, backward_tile, precision, same_bits,
     )  # fmt: skip
     return _attend(tensors, options, out, (score_mod, mask_mod, block_mask))
 
@@ -240,6 +246,7 @@ def attention_varlen(
     kernel: str | None = None,
     tile: Any = None,
     deterministic: bool = False,
+    same_bits: bool = False,
     backward_tile: Any = None,
     precision: str | None = None,
     out: Tensor | None = None,
@@ -266,7 +273,7 @@ def attention_varlen(
         As for :func:`attention`, of as many sequences as are packed, or of 1, and of max_seqlen_q and max_seqlen_k or
         more: its blocks and its function count within a sequence.
     softmax_scale, causal, window, alibi_slopes, sinks, softcap, dropout_p, dropout_mask, rng_state, score_mod, \
-mask_mod, epilogues, return_lse, return_softmax, kernel, tile, deterministic, backward_tile, precision, out
+mask_mod, epilogues, return_lse, return_softmax, kernel, tile, deterministic, same_bits, backward_tile, precision, out
         As for :func:`attention`.
 
     Returns
@@ -289,7 +296,7 @@ mask_mod, epilogues, return_lse, return_softmax, kernel, tile, deterministic, ba
     )  # fmt: skip
     options = (
         True, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, softcap, dropout_p, dropout_mask, epilogues,
-        return_lse, return_softmax, kernel, tile, deterministic, backward_tile, precision,
+        return_lse, return_softmax, kernel, tile, deterministic, backward_tile, precision, same_bits,
     )  # fmt: skip
     return _attend(tensors, options, out, (score_mod, mask_mod, block_mask))
 
@@ -322,6 +329,7 @@ def attention_backward(
     kernel: str | None = None,
     tile: Any = None,
     deterministic: bool = False,
+    same_bits: bool = False,
     precision: str | None = None,
     into: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
@@ -353,7 +361,7 @@ def attention_backward(
         Tensors to write the wanted gradients into, in that order, such as views of one tensor. Rows start at multiples
         of 16 bytes and do not overlap. Default: new tensors, views of one tensor if q, k and v are.
     softmax_scale, causal, window, alibi_slopes, bias, sinks, softcap, dropout_p, dropout_mask, seqused_k, score_mod, \
-mask_mod, block_mask, epilogues, kernel, deterministic, precision
+mask_mod, block_mask, epilogues, kernel, deterministic, same_bits, precision
         As the forward's.
 
     Returns
@@ -369,7 +377,7 @@ mask_mod, block_mask, epilogues, kernel, deterministic, precision
     tensors = (q, k, v, None, None, None, seqused_k, alibi_slopes, bias, sinks, rng_state)
     options = _Options(
         False, None, None, softmax_scale, causal, window, softcap, dropout_p, dropout_mask, epilogues,
-        False, False, kernel, None, deterministic, tile, precision,
+        False, False, kernel, None, deterministic, tile, precision, same_bits,
     )  # fmt: skip
     outer, functions = (grad_out, grad_lse, out, lse), (score_mod, mask_mod, block_mask)
     return _gradients(tensors, options, functions, outer, wanted, into)
@@ -408,6 +416,7 @@ def attention_varlen_backward(
     kernel: str | None = None,
     tile: Any = None,
     deterministic: bool = False,
+    same_bits: bool = False,
     precision: str | None = None,
     into: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
@@ -437,7 +446,7 @@ def attention_varlen_backward(
     )  # fmt: skip
     options = _Options(
         True, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, softcap, dropout_p, dropout_mask, epilogues,
-        False, False, kernel, None, deterministic, tile, precision,
+        False, False, kernel, None, deterministic, tile, precision, same_bits,
     )  # fmt: skip
     outer, functions = (grad_out, grad_lse, out, lse), (score_mod, mask_mod, block_mask)
     return _gradients(tensors, options, functions, outer, wanted, into)
@@ -604,6 +613,7 @@ class _Options(NamedTuple):
     deterministic: bool
     backward_tile: Any
     precision: str | None
+    same_bits: bool
 
     @property
     def longest(self) -> tuple[int | None, int | None] | None:
@@ -729,6 +739,7 @@ def _call_of(tensors: Tensors, options: _Options) -> Call:
         return_lse=options.return_lse,
         return_softmax=options.return_softmax,
         deterministic=options.deterministic,
+        same_bits=options.same_bits,
     )
     check_choice("dropout_mask", options.dropout_mask, DROPOUTS)
     tile, backward_tile = tile_text("tile", options.tile), tile_text("backward_tile", options.backward_tile)
@@ -759,6 +770,7 @@ def _call_of(tensors: Tensors, options: _Options) -> Call:
             bool(options.deterministic),
             backward_tile,
             options.precision or "",
+            bool(options.same_bits),
         )
     )
     if q.device.type == "cpu" and (tile or backward_tile):

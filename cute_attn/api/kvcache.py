@@ -44,7 +44,7 @@ from cute_attn.host.memory import (
     write_owned,
 )
 from cute_attn.host.plans import Plan, no_dispatch_mode
-from cute_attn.host.split_kv import MAX_PARTIALS, SPLIT_KEYS, known_plan, plan_for
+from cute_attn.host.split_kv import MAX_PARTIALS, known_plan, plan_for
 from cute_attn.host.split_kv import launch as launch_attention
 from cute_attn.host.values import (
     check_dense,
@@ -68,7 +68,7 @@ _TENSORS = (
 )  # fmt: skip
 _OPTIONS = (
     "rotary_interleaved", "max_seqlen_q", "softmax_scale", "mask", "window_left", "window_right", "softcap",
-    "kernel", "tile", "num_splits", "split_keys", "epilogues", "epilogue_tensors", "epilogue_numbers",
+    "kernel", "tile", "num_splits", "same_bits", "epilogues", "epilogue_tensors", "epilogue_numbers",
 )  # fmt: skip
 ARGUMENTS = (*_TENSORS[:12], _OPTIONS[0], *_TENSORS[12:], *_OPTIONS[1:])
 """Arguments of the operator ``attention_with_kvcache``, in order: fields of a call."""
@@ -103,7 +103,7 @@ def attention_with_kvcache(
     mask_mod: MaskMod | None = None,
     epilogues: Sequence[str] | Mapping[str, Any] = (),
     num_splits: int = 0,
-    split_keys: int | None = None,
+    same_bits: bool = False,
     out: Tensor | None = None,
     return_lse: bool = False,
     kernel: str | None = None,
@@ -153,9 +153,10 @@ check_lengths
         How the keys of a query block are split on CUDA. 0: by the shapes, mostly stream-K, equal ranges of all key
         blocks for the CTAs that fit the GPU at once; 1: not at all; n up to 512: into n splits. A call repeats bit
         for bit; other splits, and with 0 other sequences in the batch, change results by rounding.
-    split_keys : int, optional
-        Instead of num_splits: keys per split, a multiple of 128, counted from row 0. Then results do not depend on the
-        batch, bit for bit, while max_seqlen_q and the capacity are the same.
+    same_bits : bool
+        As for :func:`cute_attn.attention`: a row's results depend on its own sequence alone, bit for bit, and are those
+        of :func:`cute_attn.attention` and :func:`cute_attn.attention_varlen` with the same keys, if rotary embedding
+        is not asked for. Pages have a multiple of 8 rows. num_splits is 0.
     out : Tensor, as returned, optional
         Written and returned in place of a new tensor; it overlaps no other argument.
     return_lse : bool
@@ -187,7 +188,7 @@ check_lengths
         rotary_sin, rotary_seqlens, cache_leftpad, cu_seqlens_q, alibi_slopes, sinks, tree_mask,
     )  # fmt: skip
     options = _Options(
-        rotary_interleaved, max_seqlen_q, softmax_scale, causal, window, softcap, num_splits, split_keys, kernel,
+        rotary_interleaved, max_seqlen_q, softmax_scale, causal, window, softcap, num_splits, same_bits, kernel,
         tile, check_lengths, return_lse, epilogues,
     )  # fmt: skip
     functions = (score_mod, mask_mod, None)
@@ -238,7 +239,7 @@ class _Options(NamedTuple):
     window: Window
     softcap: float
     num_splits: int
-    split_keys: int | None
+    same_bits: bool
     kernel: str | None
     tile: Any
     check_lengths: bool
@@ -265,9 +266,15 @@ def _computed(
     q, k_cache, cu_seqlens_q = call.q, call.k_cache, call.cu_seqlens_q
     rotary_interleaved, max_seqlen_q, softmax_scale, causal, window, softcap, *others = options
     kernel, tile, check_lengths, return_lse, named = others[2:]
-    num_splits, split_keys = map(python_number, others[:2])
-    _check_splits(num_splits, split_keys)
-    check_flags(rotary_interleaved=rotary_interleaved, return_lse=return_lse, check_lengths=check_lengths)
+    num_splits, same_bits = python_number(others[0]), others[1]
+    if not is_int(num_splits) or not 0 <= num_splits <= MAX_PARTIALS:
+        raise ValueError(f"num_splits is {shown(num_splits)}; accepted: 0 to {MAX_PARTIALS}")
+    check_flags(
+        rotary_interleaved=rotary_interleaved,
+        same_bits=same_bits,
+        return_lse=return_lse,
+        check_lengths=check_lengths,
+    )
     if not is_one_of(causal, (False, True)):
         raise ValueError(f"causal is {shown(causal)}; accepted: False or True, aligned bottom right")
     if not isinstance(q, Tensor) or not isinstance(k_cache, Tensor) or q.is_nested:
@@ -289,7 +296,7 @@ def _computed(
         kernel=kernel_name(kernel),
         tile=tile_text("tile", tile),
         num_splits=num_splits,
-        split_keys=split_keys or 0,
+        same_bits=bool(same_bits),
         epilogues=epilogues,
         epilogue_tensors=materialized(epilogue_tensors),
         epilogue_numbers=epilogue_numbers,
@@ -333,21 +340,6 @@ def _check_arguments(call: Call) -> None:
 def _is_written_directly(out: Tensor, alignment: int) -> bool:
     """True if kernels can write ``out``; otherwise the result is copied to it."""
     return is_readable(out, alignment) and not is_lazy(out)
-
-
-def _check_splits(num_splits: int, split_keys: int | None) -> None:
-    if not is_int(num_splits) or not 0 <= num_splits <= MAX_PARTIALS:
-        raise ValueError(f"num_splits is {shown(num_splits)}; accepted: 0 to {MAX_PARTIALS}")
-    if split_keys is None:
-        return
-    if not is_int(split_keys) or not 0 < split_keys <= MAX_SEQLEN or split_keys % SPLIT_KEYS:
-        raise ValueError(
-            f"split_keys is {shown(split_keys)}; accepted: multiples of {SPLIT_KEYS} from {SPLIT_KEYS} to {MAX_SEQLEN}"
-        )
-    if num_splits:
-        raise ValueError(
-            f"num_splits is {num_splits} beside split_keys; accepted: 0, its default, with split_keys"
-        )
 
 
 def _one_length(

@@ -29,6 +29,7 @@ from cute_attn import compiler
 from cute_attn.compiler import registry
 from cute_attn.host import fused_qkv, padding, plans, record
 from cute_attn.host.backward_splits import (
+    SAME_BITS_ACCUMULATORS,
     Columns,
     accumulators_in_order,
     head_splits,
@@ -128,7 +129,7 @@ class Division(NamedTuple):
 
 def plan_of(call: Call, outer: Outer, needed: tuple[bool, ...]) -> Plan:
     """The plan of a call, kept under its metadata."""
-    deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
+    deterministic = call.deterministic or call.same_bits or torch.are_deterministic_algorithms_enabled()
     options = (call[NUM_TENSORS + 1 :], *user_classes(call, "backward"), deterministic)
     starts = tuple(map(is_aligned, call[:3])), call.bias is None or is_aligned(call.bias)
     tensors = (*call[:NUM_TENSORS], *outer, *call.epilogue_tensors)
@@ -231,6 +232,8 @@ def _with_order(kernel: Any, call: Call, deterministic: bool) -> Any:
 def _accumulators(call: Call, tile: Any, head_dim: int, heads_dkv: int, processors: int, in_l2: int) -> int:
     """Number of dQ accumulators: where key blocks add in order, or one for each split of the key blocks."""
     shape, *_ = Workspace.of(call, tile.tile_m, padded(head_dim), 1).dq
+    if call.same_bits:
+        return SAME_BITS_ACCUMULATORS
     blocks, heads = -(-call.longest[1] // tile.tile_n), heads_dkv * call.batch
     _, queries = queries_seen(call, *call.longest, tile.tile_n)
     group, accumulator_bytes = call.nheads / heads_dkv, 4 * math.prod(shape)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 MAX_SPLITS = 16
 """The most dQ accumulators of the deterministic mode."""
 
+SAME_BITS_ACCUMULATORS = 2
+"""The dQ accumulators of calls with ``same_bits``, whatever their shapes: key block i adds to number i % 2."""
 MAX_IN_ORDER = 4
 """The most accumulators where key blocks add in order, unless they are small."""
 TURN_STEPS = 2
@@ -177,6 +179,8 @@ def head_splits(
     an nth. On 132 multiprocessors 128 keys of head dim 128 make 16.5 MB in flight for each head of a work tile,
     whatever the lengths.
 
+    With ``same_bits`` the split follows from the mask alone.
+
     Args:
         call: the call's.
         tile: the main kernel's.
@@ -188,6 +192,8 @@ def head_splits(
             blocks are few.
     """
     group = call.group
+    if call.same_bits:
+        return group if call.mask else 1
     most, mean = queries_seen(call, *call.longest, tile.tile_n)
     if group == 1 or not most:
         return 1

@@ -23,6 +23,7 @@ from cute_attn.host.checks import (
     check_int32,
     check_last_stride,
     check_range,
+    check_same_bits,
     check_scale,
     check_sinks,
     check_slopes,
@@ -202,6 +203,7 @@ def check_attention(call: Call) -> None:
     if call.tree_mask is not None:
         _check_tree(call, call.tree_mask)
     check_epilogues(call, call.cache.capacity)
+    check_same_bits(call)
     if call.cache_leftpad is not None:
         _check_counts_keys(call.epilogue_names)
 

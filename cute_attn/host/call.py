@@ -38,7 +38,7 @@ _ABSENT: Any = None
 
 
 class Call(NamedTuple):
-    """The arguments of a call; those up to ``precision`` in the order of the operator ``cute_attn::forward``.
+    """The arguments of a call; those up to ``same_bits`` in the order of the operator ``cute_attn::forward``.
 
     Attributes:
         q: (batch, seqlen, heads, dim), or packed (total, heads, dim) with cu_seqlens_q; absent where a call only
@@ -59,6 +59,7 @@ class Call(NamedTuple):
         deterministic: whether gradients repeat bit for bit.
         backward_tile: as ``tile``, for the backward's main kernel.
         precision: of ``traits.PRECISIONS``, or empty for that of q's dtype; or ``PYTORCHS``, see :meth:`resolved`.
+        same_bits: whether a row's bits depend on its own sequence alone.
         k_cache, v_cache: (entries, capacity, nheads_kv, dim), or (pages, page_size, nheads_kv, dim) with page_table.
         cache_seqlens: int32 (batch,), rows in use before the append, or None for full entries.
         page_table: int32 (entries, pages of an entry), or None.
@@ -70,7 +71,6 @@ class Call(NamedTuple):
         cache_leftpad: int32 (batch,), the first valid row, or None.
         tree_mask: int32 (rows of q, words), or None.
         num_splits: splits of each query block's keys; 0 for stream-K.
-        split_keys: keys per split, or 0.
     """
 
     q: Tensor = _ABSENT
@@ -102,6 +102,7 @@ class Call(NamedTuple):
     deterministic: bool = False
     backward_tile: str = ""
     precision: str = ""
+    same_bits: bool = False
     k_cache: Tensor = _ABSENT
     v_cache: Tensor = _ABSENT
     cache_seqlens: Tensor | None = None
@@ -115,7 +116,6 @@ class Call(NamedTuple):
     tree_mask: Tensor | None = None
     rotary_interleaved: bool = True
     num_splits: int = 0
-    split_keys: int = 0
 
     @classmethod
     def of(cls, names: Sequence[str], values: Sequence[Any]) -> Self:

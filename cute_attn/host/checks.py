@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cute_attn.epilogues.inputs import UNBOUNDED
-from cute_attn.epilogues.names import user_epilogue
+from cute_attn.epilogues.names import are_functions, user_epilogue
 from cute_attn.host.call import DTYPE_NAMES, PYTORCHS, Call
 from cute_attn.host.memory import (
     ALIGNMENT_BYTES,
@@ -53,6 +53,34 @@ def check(call: Call) -> None:
     _check_lengths(call)
     _check_score_tensors(call)
     check_epilogues(call, call.max_seqlen_k)
+    check_same_bits(call)
+
+
+def check_same_bits(call: Call) -> None:
+    """Raise for a call with same_bits and a feature that the kernels of that mode lack, on any device."""
+    if not call.same_bits:
+        return
+    dims = call.q.shape[-1], call.keys[1].shape[-1]
+    refused = {
+        f"{call.q.dtype}": call.q.dtype not in (torch.float16, torch.bfloat16),
+        f"head dims {dims[0]} and {dims[1]}, which are no multiples of 8": any(dim % 8 for dim in dims),
+        "bias": call.bias is not None,
+        "dropout_p": bool(call.dropout),
+        "block_mask": call.lists_blocks,
+        "seqused_q": call.seqused_q is not None,
+        "return_softmax": call.return_softmax,
+        "a top left mask": "top_left" in call.mask,
+        "tile": bool(call.tile or call.backward_tile),
+        "num_splits": call.num_splits != 0,
+        f"kernel {call.kernel!r}": call.kernel not in ("", "sm90"),
+        "classes of users": not are_functions(call.epilogue_names),
+    }
+    for what, is_given in refused.items():
+        if is_given:
+            raise ValueError(
+                f"same_bits is True with {what}; accepted: fp16 or bf16, head dims in multiples of 8, with masks "
+                "aligned bottom right, window, softcap, ALiBi, sinks, functions, lengths, caches, pages and trees"
+            )
 
 
 def check_epilogues(call: Call, keys: int) -> None:

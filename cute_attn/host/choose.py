@@ -55,7 +55,7 @@ def choose_kernel(call: Call, target: str, *, op: str = "forward", bias_grad: bo
             kernel = registry.lookup(
                 call.traits(arch, variant, op=op, bias_grad=bias_grad), tile or None, target
             )
-            if not tile and hasattr(kernel, "for_lengths"):  # a user's may have one tile
+            if not (tile or call.same_bits) and hasattr(kernel, "for_lengths"):  # a user's may have one tile
                 pairs = None if call.varlen else call.batch * call.nheads
                 kernel = kernel.for_lengths(*call.longest, call.group, target, pairs, call.window)
             reason = _tma_bias_reason(call, kernel)

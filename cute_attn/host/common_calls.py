@@ -134,7 +134,7 @@ def _cached(head_dim: int, mask: str, varlen: bool, target: str) -> Iterator[tup
     for extra in features:
         sizes = PAGE_SIZES if "paged" in extra else (0,)
         calls = [
-            CacheCall(n, 1 << 16, group, size, 0, planes)
+            CacheCall(n, 1 << 16, group, size, planes=planes)
             for n, group, size, planes in itertools.product(_QUERIES, GROUPS, sizes, _PLANES)
         ]
         for split in ("", "fixed", "stream_k"):

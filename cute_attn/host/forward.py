@@ -94,6 +94,8 @@ def plan_forward(call: Call) -> Plan:
                 "unpad": padding.kernel_for("forward_unpad", call),
             }
             return Plan(functions=functions)
+        if call.same_bits:
+            return divided.plan_for_attention(call)
         target = compiler.default_target("sm80")
         kernel = choose_kernel(call, target)
         blocks = check_query_blocks(call, kernel)

@@ -95,6 +95,10 @@ def _plan(call: Call) -> Plan:
         raise NotImplementedError(
             "kernel or tile is given in a forward-mode derivative of attention; accepted: None"
         )
+    if call.same_bits:
+        raise NotImplementedError(
+            "same_bits is True in a forward-mode derivative of attention; accepted: False"
+        )
     if call.q.dtype == torch.float32:
         raise NotImplementedError(
             f"q is fp32 in a forward-mode derivative of attention; accepted on CUDA: {', '.join(HALF)}"

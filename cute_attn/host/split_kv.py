@@ -32,8 +32,9 @@ from cute_attn.host.memory import (
 )
 from cute_attn.host.plans import Plan
 from cute_attn.host.record import Layout
-from cute_attn.tiles.inference import MAX_PARTIALS, SPLIT_KEYS, CacheCall, CombineStreamKTile, CombineTile
-from cute_attn.traits import Traits, aligned_head_dim
+from cute_attn.tiles import padded
+from cute_attn.tiles.inference import FOLDED_KEYS, MAX_PARTIALS, CacheCall, CombineStreamKTile, CombineTile
+from cute_attn.traits import LARGE_HEAD_DIM, ROW_BYTES, Traits, aligned_head_dim
 
 EVEN = 8
 """Minimum keys per query above which a mask leaves a sequence's query blocks nearly equal numbers of keys."""
@@ -61,6 +62,12 @@ work tile of a kv head and for several, which read the same keys at different ti
 FEW_SEQUENCES = 4
 """Maximum sequences whose several query blocks of over 64 rows take even splits, although lengths are not known here:
 stream-K takes 1.2 to 1.3 times as long for equal ones, as much as it saves where their mean is 3/4 of the maximum."""
+
+FOLDED_CTAS, FEW_ROWS, FEW_WORK_TILES = 0.5, 16, 2.0
+"""Maximum work tiles per CTA for which ``same_bits`` divides keys among CTAs, rather than folding their splits in one:
+the first in general, the last for so few rows per key head that partial results are small beside the keys."""
+MANY_MERGED = 4096
+"""Minimum rows of a call for which a CTA of the combine kernel with ``in_order`` has several of them."""
 
 SIMILAR = 0.7
 """Minimum ratio of mean to maximum of packed sequences' keys for whole work tiles: those of the longest end last."""
@@ -215,7 +222,11 @@ def _combine(kernel: Any, split: Split, shapes: tuple[tuple[int, ...], ...], cal
             sinks=call.sinks_dtype,
             alignment=traits.alignment,
         )
-        tile = CombineTile.of(split.num_splits, not split.split_keys).for_head_dim(traits.head_dim_v)
+        tile = CombineTile.of(split.num_splits, eager=True)
+        if call.same_bits:
+            rows = 4 if math.prod(call.q.shape[:-1]) >= MANY_MERGED else 1
+            tile = CombineTile(rows, unroll=8, in_order=True)
+        tile = tile.for_head_dim(traits.head_dim_v)
         return compiler.compile(plain, tile, target)
     kept = {
         name: getattr(traits, name)
@@ -237,6 +248,9 @@ def _partial_shapes(call: Call, kernel: Any, split: Split, processors: int) -> t
     if split.how == "stream_k":
         ctas = kernel.tile.blocks_per_sm * processors
         return (2 * ctas, kernel.tile.tile_m, dim), (2 * ctas, kernel.tile.tile_m)
+    if split.how == "folded":  # O so far of each CTA; its threads keep the rest
+        ctas = kernel.tile.blocks_per_sm * processors
+        return (ctas, kernel.tile.tile_m, padded(kernel.traits.head_dim_v)), (1, 1)
     return ()
 
 
@@ -287,7 +301,7 @@ def choose_kernel(call: Call, target: str, processors: int) -> tuple[Any, Split]
         Unsupported: no kernel supports it, with each one's reason.
     """
     check_kernel(call.kernel, ("kvcache",))
-    names = [call.kernel] if call.kernel else _generations(call, target)
+    names = _generations(call, target) if call.same_bits or not call.kernel else [call.kernel]
     reasons: list[str] = []
     for name in names:
         arch, _, variant = name.partition(":")
@@ -311,6 +325,14 @@ def _generations(call: Call, target: str) -> list[str]:
     """
     names = registry.generations(target)
     amperes = call.q.dtype == torch.float32 or call.alignment or _page_rows(call) % BOX_ROWS
+    if call.same_bits:
+        if names[0] != "sm90" or amperes:
+            raise registry.Unsupported(
+                f"same_bits is True on {target}, with pages of {_page_rows(call)} rows and rows aligned to "
+                f"{call.alignment or ROW_BYTES // call.q.element_size()} elements; accepted: on Hopper, pages of "
+                f"multiples of {BOX_ROWS} rows, rows aligned to 16 bytes"
+            )
+        return ["sm90"]
     return names[-1:] if amperes else names
 
 
@@ -331,18 +353,17 @@ def _kernel_and_split(call: Call, arch: str, variant: str, target: str, processo
         _check_sizes(call, kernel.tile)
         return kernel
 
-    if call.num_splits == 0 and not call.split_keys:
-        kernel = kernel_of("stream_k")
-        split = _best_split(call, kernel.tile, processors)
-        return kernel if split.how == "stream_k" else kernel_of(split.how), split
-    split = _named_split(call)
-    return kernel_of(split.how), split
+    if call.num_splits:
+        split = Split("fixed", call.num_splits) if call.num_splits > 1 else Split()
+        return kernel_of(split.how), split
+    kernel = kernel_of("fixed" if call.same_bits else "stream_k")
+    choose = _split_in_order if call.same_bits else _best_split
+    split = choose(call, kernel.tile, processors)
+    return kernel if split.how == kernel.traits.split else kernel_of(split.how), split
 
 
 def _call_reason(call: Call, tile: Any) -> str | None:
-    """Why a tile does not fit the call's splits or pages, or None."""
-    if call.split_keys % tile.tile_n:
-        return f"split_keys is {call.split_keys}; accepted: multiples of tile_n, {tile.tile_n}"
+    """Why a tile does not fit the call's pages, or None."""
     box, rows = getattr(tile, "page_rows", 0), _page_rows(call)
     if box and rows % BOX_ROWS:
         return f"pages have {rows} rows; accepted: multiples of {BOX_ROWS}"
@@ -353,9 +374,9 @@ def _call_reason(call: Call, tile: Any) -> str | None:
 
 def cache_call(call: Call) -> CacheCall:
     """The traits of the call that decide its tile."""
-    few = not call.split_keys and call.longest[1] * _key_bytes(call) <= FEW_BYTES
+    few = not call.same_bits and call.longest[1] * _key_bytes(call) <= FEW_BYTES
     planes = call.batch * call.k_cache.shape[-2] if few else 0
-    return CacheCall(*call.longest, call.group, _page_rows(call), call.split_keys, planes)
+    return CacheCall(*call.longest, call.group, _page_rows(call), call.same_bits, planes)
 
 
 def _key_bytes(call: Call) -> int:
@@ -363,19 +384,26 @@ def _key_bytes(call: Call) -> int:
     return call.q.element_size() * (call.q.shape[-1] + call.v_cache.shape[-1])
 
 
-def _named_split(call: Call) -> Split:
-    """The split that the call names."""
-    capacity = call.longest[1]
-    if call.split_keys:
-        num_splits = -(-capacity // call.split_keys)
-        if num_splits > MAX_PARTIALS:
-            least = -(-capacity // (MAX_PARTIALS * SPLIT_KEYS)) * SPLIT_KEYS
-            raise ValueError(
-                f"split_keys is {call.split_keys} with a capacity of {capacity}; accepted: {least} or more, for up "
-                f"to {MAX_PARTIALS} splits"
-            )
-        return Split("fixed", num_splits, call.split_keys) if num_splits > 1 else Split()
-    return Split("fixed", call.num_splits) if call.num_splits > 1 else Split()
+def _split_in_order(call: Call, tile: Any, processors: int) -> Split:
+    """The split of a call with ``same_bits``: splits of ``FOLDED_KEYS`` keys among CTAs, or folded in one.
+
+    Both give the same bits, so that the choice may follow from the shapes.
+    """
+    ctas, count, num_splits = (
+        tile.blocks_per_sm * processors,
+        work_tiles(call, tile),
+        -(-call.longest[1] // FOLDED_KEYS),
+    )
+    few = min(call.longest[0] * call.group, tile.tile_m) <= FEW_ROWS
+    divided = count <= (FEW_WORK_TILES if few else FOLDED_CTAS) * ctas and 1 < num_splits <= MAX_PARTIALS
+    if max(call.q.shape[-1], call.v_cache.shape[-1]) <= LARGE_HEAD_DIM and not divided:
+        return Split("folded", 1, FOLDED_KEYS)
+    if num_splits > MAX_PARTIALS:
+        raise ValueError(
+            f"same_bits is True with a capacity of {call.longest[1]} and head dims above {LARGE_HEAD_DIM}; accepted: "
+            f"up to {MAX_PARTIALS * FOLDED_KEYS}"
+        )
+    return Split("fixed", max(num_splits, 2), FOLDED_KEYS)
 
 
 def _best_split(call: Call, tile: Any, processors: int) -> Split:

@@ -33,6 +33,7 @@ def beyond_cache(
     lacks: tuple[str, ...] = (),
     most: int = LARGE_HEAD_DIM,
     dtypes: tuple[str, ...] = HALF,
+    folds: bool = False,
 ) -> str | None:
     """Why a kvcache kernel of ``arch`` cannot serve ``traits``, or None.
 
@@ -40,6 +41,7 @@ def beyond_cache(
         lacks: features that this one has not.
         most: the largest head dim.
         dtypes: of q, k, v and o.
+        folds: it has the split "folded".
     """
     if (traits.op, traits.arch) != ("kvcache", arch):
         return f"it computes kvcache-{arch}, not {traits.op}-{traits.arch}"
@@ -48,6 +50,8 @@ def beyond_cache(
             return f"{name} is {getattr(traits, name)}; accepted: none"
     if traits.split == "fixed" and traits.sinks:
         return f"sinks is {traits.sinks} with split parts; accepted: none, since combine adds them"
+    if traits.split == "folded" and not folds:
+        return f"split is {traits.split}; accepted: the others"
     if traits.top_left:
         return f"mask is {traits.mask}; accepted: bottom right ones"
     return beyond(traits, dtypes=dtypes, most=most, multiple=traits.row_alignment)

@@ -4,7 +4,7 @@ import dataclasses
 
 from cute_attn.kernels.kvcache_sm90.heuristics import page_rows
 from cute_attn.tiles import KvcacheLargeTile, best_packing, first_that_fits, may_pack_heads
-from cute_attn.tiles.inference import CacheCall
+from cute_attn.tiles.inference import FOLDED_KEYS, CacheCall
 from cute_attn.tiles.table import Key, Table
 from cute_attn.traits import Traits
 
@@ -18,7 +18,11 @@ def keys(traits: Traits, target: str) -> tuple[Key, ...]:
 
 def cache_tile(traits: Traits, call: CacheCall) -> KvcacheLargeTile:
     """The tile for a call, with as many heads of a key head as leave the fewest rows empty."""
-    tiles = tuple(tile for tile in TABLE.tiles(*keys(traits, "sm90")) if call.split_keys % tile.tile_n == 0)
+    tiles = tuple(
+        tile
+        for tile in TABLE.tiles(*keys(traits, "sm90"))
+        if not (call.same_bits and FOLDED_KEYS % tile.tile_n)
+    )
     if traits.paged:
         tiles = tuple(
             dataclasses.replace(tile, page_rows=page_rows(call.page_size, tile.tile_n)) for tile in tiles

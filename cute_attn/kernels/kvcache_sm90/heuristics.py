@@ -8,7 +8,7 @@ import functools
 import math
 
 from cute_attn.tiles import MULTIPROCESSORS, KvcacheSm90Tile, first_that_fits, may_pack_heads
-from cute_attn.tiles.inference import CacheCall
+from cute_attn.tiles.inference import FOLDED_KEYS, CacheCall
 from cute_attn.tiles.table import Key, Table
 from cute_attn.traits import Traits
 
@@ -28,7 +28,10 @@ def cache_tile(traits: Traits, call: CacheCall) -> KvcacheSm90Tile:
     """The tile for a call."""
     few = "few_32" if call.planes or call.seqlen_q * call.group <= FEW_ROWS else "few"
     packs = [n for n in (1, 2, 4, 8, 16, 32, 64) if n == 1 or (may_pack_heads(traits) and n < 2 * call.group)]
-    tiles = [_first(traits, rows, call.page_size, call.split_keys) for rows in (few, "many")]
+    many = _first(traits, ("many",), call.page_size, call.same_bits)
+    # With the same keys per step, a row's bits do not depend on the tile.
+    few_rows, keys_per_step = (("few", "few_32"), many.tile_n) if call.same_bits else ((few,), 0)
+    tiles = [_first(traits, few_rows, call.page_size, call.same_bits, keys_per_step), many]
 
     def cost(tile: KvcacheSm90Tile, pack: int) -> tuple[float, int]:
         """Cost of a key head's work tiles in rows, fixed costs included; the larger pack if equal.
@@ -54,10 +57,20 @@ def keys(traits: Traits, target: str, rows: str = "few_32") -> tuple[Key, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _first(traits: Traits, rows: str, page_size: int, split_keys: int) -> KvcacheSm90Tile:
-    """The first one that fits, with boxes for pages of the call's size."""
-    tiles = TABLE.tiles(*keys(traits, "sm90", rows))
-    tiles = tuple(tile for tile in tiles if split_keys % tile.tile_n == 0)
+def _first(
+    traits: Traits, rows: tuple[str, ...], page_size: int, folds: bool = False, tile_n: int = 0
+) -> KvcacheSm90Tile:
+    """The first one that fits, with boxes for pages of the call's size.
+
+    Args:
+        rows: keys of :func:`keys`.
+        folds: its key blocks divide ``FOLDED_KEYS``.
+        tile_n: the keys of its blocks, 0 for any.
+    """
+    found = (tile for one in rows for tile in TABLE.tiles(*keys(traits, "sm90", one)))
+    tiles = tuple(
+        tile for tile in found if not (folds and FOLDED_KEYS % tile.tile_n) and tile_n in (0, tile.tile_n)
+    )
     if traits.paged:
         tiles = tuple(
             dataclasses.replace(tile, page_rows=page_rows(page_size, tile.tile_n)) for tile in tiles

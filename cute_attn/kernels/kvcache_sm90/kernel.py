@@ -61,7 +61,7 @@ class KvcacheSm90(ForwardSm90):
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        return beyond_cache(traits, "sm90", lacks=("latent", "alignment"))
+        return beyond_cache(traits, "sm90", lacks=("latent", "alignment"), folds=True)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> KvcacheSm90Tile:

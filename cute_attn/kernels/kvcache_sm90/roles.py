@@ -10,7 +10,6 @@ from cute_attn.device.math import rematerialize
 from cute_attn.device.pipeline import WARPGROUP
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import warm_lengths
-from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.forward_sm90.consumer import Consumer, MainLoop
 from cute_attn.kernels.forward_sm90.producer import CLAIM_AHEAD, Producer
 from cute_attn.kernels.forward_sm90.storage import ForwardInputs, ForwardParams, ForwardStorage, PipelineState
@@ -137,7 +136,7 @@ class CacheResults:
         lse = cute.make_rmem_tensor(cute.make_layout(cute.size(acc, mode=[0])), Float32)
         sinks = self.sinks(loop, thread)
         if cutlass.const_expr(kernel.traits.split == "folded"):
-            loop.finish(lse, sinks)
+            loop.finish(lse, sinks)  # type: ignore[attr-defined]
         else:
             loop.softmax.normalize(acc, lse, kernel.epilogues.rescale(loop.state), sinks)
         self.write(kernel, tile, acc, lse, score_map)
@@ -190,8 +189,8 @@ class FoldedLoop(MainLoop):
         behind: statistics of the split whose O is complete.
     """
 
-    fold: Fold | None = None
-    behind: OnlineSoftmax | None = None
+    fold: Any = None  # a Fold
+    behind: Any = None  # an OnlineSoftmax
 
     @staticmethod
     def of(loop: MainLoop, fold: Fold) -> "FoldedLoop":
@@ -209,13 +208,12 @@ class FoldedLoop(MainLoop):
     @cute.jit
     def before_softmax(self, step: Int32) -> None:
         """At the end of a split: set the statistics of the split behind it apart, and begin with empty ones."""
+        (row_max, row_sum), behind = (self.softmax.row_max, self.softmax.row_sum), self.behind
+        behind_max, behind_sum = behind.row_max, behind.row_sum
         if self.ends_split(step):
-            for r in cutlass.range_constexpr(cute.size(self.softmax.row_max)):
-                self.behind.row_max[r], self.behind.row_sum[r] = (
-                    self.softmax.row_max[r],
-                    self.softmax.row_sum[r],
-                )
-                self.softmax.row_max[r], self.softmax.row_sum[r] = -Float32.inf, Float32(0.0)
+            for r in cutlass.range_constexpr(cute.size(row_max)):
+                behind_max[r], behind_sum[r] = row_max[r], row_sum[r]
+                row_max[r], row_sum[r] = -Float32.inf, Float32(0.0)
 
     @cute.jit
     def rescale(self, step: Int32) -> None:
@@ -226,7 +224,7 @@ class FoldedLoop(MainLoop):
             self.behind.normalize(acc, lse, Float32(1.0))
             last = self.blocks.end - 1
             self.fold.add(acc, lse, step + FOLDED_KEYS // self.kernel.tile.tile_n >= last, True)
-            self.thread.fragments.acc_o.fill(0.0)
+            acc.fill(0.0)
         else:
             self.softmax.rescale(acc, self.thread.fragments.factors)
 
@@ -249,4 +247,5 @@ class FoldedConsumer(Consumer):
         loop, acc = super().main_loop(tile, uses), self.thread.fragments.acc_o_rows
         sizes = (cute.size(acc, mode=[0]), cute.size(acc, mode=[1]))
         threads = self.kernel.tile.warpgroups * WARPGROUP
-        return FoldedLoop.of(loop, Fold.make(self.params.partials.out, *sizes, threads, self.thread.index))
+        partials: Any = self.params.partials
+        return FoldedLoop.of(loop, Fold.make(partials.out, *sizes, threads, self.thread.index))

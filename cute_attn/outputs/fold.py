@@ -1,0 +1,142 @@
+"""Results of a row over several splits of its keys, added one after the other, from the last split to the first.
+
+The order of the sums, and so each bit of the result, follows from the row's own splits: neither those of other rows nor
+empty ones change it. The Hopper kernel with split "folded" adds its splits so as it computes them, and the combine
+kernel with ``in_order`` those that a kernel with split "fixed" left; with the same splits both give the same bits.
+
+    m'  = max(m, lse)               m: the greatest LSE so far, -inf before the first one
+    O'  = O exp(m - m') + o exp(lse - m')
+    sum'= sum exp(m - m') + exp(lse - m')
+
+After the last split out is O / sum and its LSE is m + log(sum).
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Boolean, Constexpr, Float32, Int32, cute
+
+from cute_attn.device.math import LOG2_E, exp2, fma, fmax, log, product, reciprocal
+
+
+AT_ONCE = 4
+"""Vectors of 16 bytes that a thread loads at once; columns of head dims are multiples of them."""
+
+
+@dataclass(frozen=True)
+class RowSums:
+    """Each row's greatest LSE so far, and the sum of exp(LSE - greatest)."""
+
+    largest: cute.Tensor
+    total: cute.Tensor
+
+    @staticmethod
+    def make(rows: int) -> "RowSums":
+        """Of rows to which nothing was added."""
+        largest, total = (cute.make_rmem_tensor(cute.make_layout(rows), Float32) for _ in range(2))
+        largest.fill(-Float32.inf)
+        total.fill(0.0)
+        return RowSums(largest, total)
+
+    @cute.jit
+    def add(self, r: Constexpr, lse: Float32) -> tuple[Float32, Float32]:
+        """Add a result of row r: the factor of its O so far, and that of the result, 0 if it saw no key."""
+        largest = fmax(self.largest[r], lse)
+        shift = Float32(0.0) if largest == -Float32.inf else largest
+        kept = exp2((self.largest[r] - shift) * LOG2_E)
+        weight = exp2((lse - shift) * LOG2_E)
+        self.total[r] = fma(self.total[r], kept, weight)
+        self.largest[r] = largest
+        return kept, weight
+
+
+@cute.jit
+def added(o: Float32, kept: Float32, value: Float32, weight: Float32) -> Float32:
+    """An element of O with that of a result; a result without weight may be anything."""
+    before = product(o, kept)
+    return before if weight == 0.0 else fma(value, weight, before)
+
+
+@cute.jit
+def with_sink(largest: Float32, total: Float32, sink: Float32) -> tuple[Float32, Float32, Float32]:
+    """A row's greatest LSE and its sum with an attention sink, and the factor of its O."""
+    greatest = fmax(largest, sink)
+    shift = Float32(0.0) if greatest == -Float32.inf else greatest
+    factor = exp2((largest - shift) * LOG2_E)
+    return greatest, fma(total, factor, exp2((sink - shift) * LOG2_E)), factor
+
+
+@cute.jit
+def normalized(largest: Float32, total: Float32) -> tuple[Float32, Float32]:
+    """The factor of a row's O, and its LSE: 0 and -inf if it saw no key."""
+    factor = Float32(0.0) if total == 0.0 else reciprocal(total)
+    lse = -Float32.inf if total == 0.0 else largest + log(total)
+    return factor, lse
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A thread's part of the splits of one work tile: sums in registers, O so far in global memory, in L2.
+
+    Attributes:
+        memory: of the thread: (4, vectors), 16 bytes at once.
+    """
+
+    sums: RowSums
+    memory: cute.Tensor
+
+    @staticmethod
+    def make(scratch: cute.Tensor, rows: int, columns: int, threads: int, thread: Int32) -> "Fold":
+        """Nothing added yet.
+
+        Args:
+            scratch: fp32 (CTAs, rows of a work tile, columns); no order of its elements is agreed upon.
+            rows, columns: of a thread.
+        """
+        start = scratch.iterator + cute.assume(
+            cutlass.Int64(cute.arch.block_idx()[0]) * scratch.stride[0] + thread * 4, divby=4
+        )
+        layout = cute.make_layout((4, rows * columns // 4), stride=(1, 4 * threads))
+        return Fold(RowSums.make(rows), cute.make_tensor(start, layout))
+
+    @cute.jit
+    def add(self, acc: cute.Tensor, lse: cute.Tensor, first: Boolean, store: Constexpr) -> None:
+        """Add the result of a split: acc (rows, columns) normalised, lse (rows) natural.
+
+        Args:
+            first: nothing was added before.
+            store: to the memory; False to acc, for the last split.
+        """
+        columns: Constexpr = cute.size(acc, mode=[1]) // 4
+        at_once: Constexpr = min(columns, AT_ONCE)
+        before = cute.make_rmem_tensor(cute.make_layout((4, at_once)), Float32)
+        for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
+            kept, weight = self.sums.add(r, lse[r])
+            for start in cutlass.range_constexpr(0, columns, at_once):
+                before.fill(0.0)
+                if not first:
+                    for j in cutlass.range_constexpr(at_once):
+                        cute.autovec_copy(self.memory[None, r * columns + start + j], before[None, j])
+                for j in cutlass.range_constexpr(at_once):
+                    for e in cutlass.range_constexpr(4):
+                        c = 4 * (start + j) + e
+                        sum_of_both = added(before[e, j], kept, acc[r, c], weight)
+                        if cutlass.const_expr(store):
+                            before[e, j] = sum_of_both
+                        else:
+                            acc[r, c] = sum_of_both
+                    if cutlass.const_expr(store):
+                        cute.autovec_copy(before[None, j], self.memory[None, r * columns + start + j])
+
+    @cute.jit
+    def finish(self, acc: cute.Tensor, lse: cute.Tensor, sinks: Constexpr = None) -> None:
+        """After the last split: acc becomes the output, lse its LSE; sinks: of each row, or None."""
+        for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
+            largest, total = self.sums.largest[r], self.sums.total[r]
+            if cutlass.const_expr(sinks is not None):
+                largest, total, factor = with_sink(largest, total, Float32(sinks[r]))
+                for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
+                    acc[r, c] = product(acc[r, c], factor)
+            inverse, lse[r] = normalized(largest, total)
+            for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
+                acc[r, c] = product(acc[r, c], inverse)
