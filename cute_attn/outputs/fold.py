@@ -18,7 +18,6 @@ from cutlass import Boolean, Constexpr, Float32, Int32, cute
 
 from cute_attn.device.math import LOG2_E, exp2, fma, fmax, log, product, reciprocal
 
-
 AT_ONCE = 4
 """Vectors of 16 bytes that a thread loads at once; columns of head dims are multiples of them."""
 

@@ -35,7 +35,7 @@ from cute_attn.work.query_tiles import QueryTile
 from cute_attn.work.replay import WorkItemId
 
 LARGEST_SUM = 2.0**40
-"""Largest sum of a thread's probabilities of a row that a frozen maximum may leave: far below fp32's largest."""
+"""Far below fp32's largest number."""
 HIDDEN = -64.0
 """log2: if a row's frozen maximum is below this, a bias has hidden all keys that it visited."""
 
@@ -177,12 +177,17 @@ class MainLoop:
         self.storage.q.release_after(LastUse.PRODUCTS, self.uses.queries)
         self.last_product()
 
+    @property
+    def largest_sum(self) -> float:
+        """Largest sum of a thread's probabilities of a row that a frozen maximum may leave."""
+        return LARGEST_SUM
+
     @cute.jit
     def overflowed(self) -> Boolean:
-        """In one of the thread's rows below seqlen_q the sum exceeds LARGEST_SUM or is NaN, or O is not finite."""
+        """In one of the thread's rows below seqlen_q the sum exceeds largest_sum or is NaN, or O is not finite."""
         failed, score_map = Boolean(False), self.kernel.score_map(rematerialize(self.thread.index))
         for r in cutlass.range_constexpr(len(score_map.modes.rows)):
-            too_large = ~self.softmax.within(r, LARGEST_SUM)
+            too_large = ~self.softmax.within(r, self.largest_sum)
             if cutlass.const_expr(self.kernel.traits.dtype == "fp16"):
                 # A probability above 2^16 is inf in fp16, and its product with any V is not finite.
                 o = self.thread.fragments.acc_o_rows[r, 0]
@@ -260,7 +265,8 @@ class MainLoop:
         self.thread.ping_pong.arrive()
         warpgroup.wait_group(1)
         self.release_keys(n)
-        self.before_softmax(step)
+        if cutlass.const_expr(not frozen):
+            self.before_softmax(step)
         self.probabilities(scores, loaded, masked, frozen, partial)
         warpgroup.wait_group(0)
         storage.pipeline_v.consumer_release(n - 1, Accessed.BY_WGMMA)
@@ -269,7 +275,7 @@ class MainLoop:
             self.rescale(step)
 
     def before_softmax(self, step: Int32) -> None:
-        """Called before the softmax of the block of ``step``."""
+        """Called before the softmax of the block of ``step``, unless row maxima are frozen."""
 
     def rescale(self, step: Int32) -> None:
         """Rescale O so far to the row maxima after the block of ``step``."""

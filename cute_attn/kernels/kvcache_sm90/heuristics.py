@@ -16,6 +16,8 @@ FEW_ROWS = 32
 """Maximum rows of a key head for which a step has 64 keys, except where keys are few."""
 TILE_ROWS = 64
 """Fixed cost of a work tile, which reads all keys, as an equal number of rows."""
+THRESHOLDS = {"bf16": 42, "fp16": 14}
+"""``rescale_threshold`` with ``same_bits``: with frozen maxima, P within it is as without. fp16 has P up to 2^16."""
 TABLE = Table(__file__, KvcacheSm90Tile)
 
 
@@ -42,6 +44,8 @@ def cache_tile(traits: Traits, call: CacheCall) -> KvcacheSm90Tile:
         waves = math.ceil(call.planes * count / MULTIPROCESSORS) if call.planes else count
         return waves * (tile.tile_m + TILE_ROWS), -pack
 
+    if call.same_bits:
+        tiles = [dataclasses.replace(tile, rescale_threshold=THRESHOLDS[traits.dtype]) for tile in tiles]
     tile, pack = min(((tile, n) for tile in tiles for n in packs), key=lambda candidate: cost(*candidate))
     return dataclasses.replace(tile, pack_heads=pack)
 
@@ -51,7 +55,7 @@ def keys(traits: Traits, target: str, rows: str = "few_32") -> tuple[Key, ...]:
 
     ``pressure`` on registers: 2 of users' epilogues, which may grow along the keys, so that rows have no speculation.
     """
-    split = "divided" if traits.split else "whole"
+    split = "divided" if traits.divides_keys else "whole"
     pressure = 2 if traits.epilogues else int(traits.softcap and traits.alibi)
     return max(traits.head_dim, traits.head_dim_v), rows, split, pressure
 

@@ -6,7 +6,7 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Constexpr, Float32, Int32, cute
 
-from cute_attn.device.math import rematerialize
+from cute_attn.device.math import optimization_barrier, rematerialize
 from cute_attn.device.pipeline import WARPGROUP
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import warm_lengths
@@ -182,35 +182,62 @@ class FoldedLoop(MainLoop):
     """The steps with split "folded": O of each split of ``FOLDED_KEYS`` keys is added to that of the splits behind it.
 
     A split's first step begins with empty statistics, while P V of the split before it, the one behind it, still runs;
-    after that, O so far is that split's result.
+    after that, O so far is that split's result. A row's maximum is that of the first block of a split in which it sees
+    a key, until a score exceeds it by ``rescale_threshold``. Frozen maxima are those without a check: where they would
+    not be the same, sums exceed ``largest_sum``, and the work tile is replayed.
 
     Attributes:
         fold: what was added so far.
         behind: statistics of the split whose O is complete.
+        failed: (1), 1 if a complete split's sum is too large.
     """
 
     fold: Any = None  # a Fold
     behind: Any = None  # an OnlineSoftmax
+    failed: Any = None  # a tensor
 
     @staticmethod
     def of(loop: MainLoop, fold: Fold) -> "FoldedLoop":
         """``loop`` with this ``fold``."""
-        softmax = loop.softmax
+        softmax, failed = loop.softmax, cute.make_rmem_tensor(cute.make_layout(1), Int32)
+        failed.fill(0)
         row_max, row_sum = (cute.make_rmem_tensor_like(x) for x in (softmax.row_max, softmax.row_sum))
         own = {field.name: getattr(loop, field.name) for field in fields(MainLoop)}
-        return FoldedLoop(**own, fold=fold, behind=replace(softmax, row_max=row_max, row_sum=row_sum))
+        behind = replace(softmax, row_max=row_max, row_sum=row_sum)
+        return FoldedLoop(**own, fold=fold, behind=behind, failed=failed)
 
-    def ends_split(self, step: Int32) -> Boolean:
-        """The block of ``step`` is the last one of its split."""
-        blocks: Constexpr = FOLDED_KEYS // self.kernel.tile.tile_n
-        return (step + 1) % blocks == 0
+    @property
+    def blocks_of_split(self) -> int:
+        """Key blocks of a split."""
+        return FOLDED_KEYS // self.kernel.tile.tile_n
+
+    @property
+    def largest_sum(self) -> float:
+        return 2.0 ** (self.kernel.tile.rescale_threshold - 1)
+
+    @cute.jit
+    def steps(self, begin: Int32, end: Int32, masked: Constexpr, frozen: Constexpr) -> None:
+        """Key blocks [begin, end), last one first; row maxima of a split are frozen after its last block."""
+        if cutlass.const_expr(not frozen):
+            super().steps(begin, end, masked, False)
+        else:
+            begin, end = optimization_barrier(begin), optimization_barrier(end)
+            size: Constexpr = self.blocks_of_split
+            while begin < end:
+                if end % size == 0:
+                    self.step(end - 1, masked, False)
+                    end -= 1
+                first = cutlass.max(begin, end // size * size)
+                for i in cutlass.range(end - first, unroll=1):
+                    self.step(end - 1 - i, masked, True)
+                end = first
 
     @cute.jit
     def before_softmax(self, step: Int32) -> None:
         """At the end of a split: set the statistics of the split behind it apart, and begin with empty ones."""
         (row_max, row_sum), behind = (self.softmax.row_max, self.softmax.row_sum), self.behind
         behind_max, behind_sum = behind.row_max, behind.row_sum
-        if self.ends_split(step):
+        if (step + 1) % self.blocks_of_split == 0:
             for r in cutlass.range_constexpr(cute.size(row_max)):
                 behind_max[r], behind_sum[r] = row_max[r], row_sum[r]
                 row_max[r], row_sum[r] = -Float32.inf, Float32(0.0)
@@ -218,22 +245,30 @@ class FoldedLoop(MainLoop):
     @cute.jit
     def rescale(self, step: Int32) -> None:
         """Rescale O, or at the end of a split add it to the fold and begin with an empty one."""
-        acc = self.thread.fragments.acc_o_rows
-        if self.ends_split(step):
+        acc, failed, size = self.thread.fragments.acc_o_rows, self.failed, self.blocks_of_split
+        if (step + 1) % size == 0:
+            if cutlass.const_expr(self.kernel.tile.speculative):
+                failed[0] = failed[0] | Int32(replace(self, softmax=self.behind).sums_overflowed())
             lse = cute.make_rmem_tensor(cute.make_layout(cute.size(acc, mode=[0])), Float32)
             self.behind.normalize(acc, lse, Float32(1.0))
-            last = self.blocks.end - 1
-            self.fold.add(acc, lse, step + FOLDED_KEYS // self.kernel.tile.tile_n >= last, True)
+            self.fold.add(acc, lse, step + size >= self.blocks.end - 1, True)
             acc.fill(0.0)
         else:
             self.softmax.rescale(acc, self.thread.fragments.factors)
 
+    def sums_overflowed(self) -> Boolean:
+        """A row of this split alone has too large a sum, or an O that is not finite."""
+        return super().overflowed()
+
+    def overflowed(self) -> Boolean:
+        """The same for any split."""
+        return self.sums_overflowed() | (self.failed[0] != 0)
+
     @cute.jit
     def finish(self, lse: cute.Tensor, sinks: Constexpr) -> None:
         """After the last step: add the first split, and normalise O and LSE of all of them."""
-        acc, blocks, tile_n = self.thread.fragments.acc_o_rows, self.blocks, self.kernel.tile.tile_n
+        acc, blocks, size = self.thread.fragments.acc_o_rows, self.blocks, self.blocks_of_split
         self.softmax.normalize(acc, lse, Float32(1.0))
-        size: Constexpr = FOLDED_KEYS // tile_n
         self.fold.add(acc, lse, (blocks.end - 1) // size <= blocks.begin // size, False)
         self.fold.finish(acc, lse, sinks)
 
