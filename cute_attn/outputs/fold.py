@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Boolean, Constexpr, Float32, Int32, cute
 
-from cute_attn.device.math import LOG2_E, exp2, fma, fmax, log, product, reciprocal
+from cute_attn.device.math import LOG2_E, exp2, fma, fmax, log, product, reciprocal, rematerialize
 
 AT_ONCE = 4
 """Vectors of 16 bytes that a thread loads at once; columns of head dims are multiples of them."""
@@ -78,25 +78,22 @@ class Fold:
     """A thread's part of the splits of one work tile: sums in registers, O so far in global memory, in L2.
 
     Attributes:
-        memory: of the thread: (4, vectors), 16 bytes at once.
+        scratch: fp32 (CTAs, rows of a work tile, columns); no order of its elements is agreed upon.
+        thread: the thread's index among ``threads``.
     """
 
     sums: RowSums
-    memory: cute.Tensor
+    scratch: cute.Tensor
+    thread: Int32
+    threads: Constexpr
 
-    @staticmethod
-    def make(scratch: cute.Tensor, rows: int, columns: int, threads: int, thread: Int32) -> "Fold":
-        """Nothing added yet.
-
-        Args:
-            scratch: fp32 (CTAs, rows of a work tile, columns); no order of its elements is agreed upon.
-            rows, columns: of a thread.
-        """
-        start = scratch.iterator + cute.assume(
-            cutlass.Int64(cute.arch.block_idx()[0]) * scratch.stride[0] + thread * 4, divby=4
-        )
-        layout = cute.make_layout((4, rows * columns // 4), stride=(1, 4 * threads))
-        return Fold(RowSums.make(rows), cute.make_tensor(start, layout))
+    @cute.jit
+    def memory(self, vectors: Constexpr) -> cute.Tensor:
+        """The thread's part of the scratch: (4, vectors), 16 bytes at once. Its address is computed for each use."""
+        thread = rematerialize(self.thread)
+        first = cutlass.Int64(cute.arch.block_idx()[0]) * self.scratch.stride[0] + thread * 4
+        start = self.scratch.iterator + cute.assume(first, divby=4)
+        return cute.make_tensor(start, cute.make_layout((4, vectors), stride=(1, 4 * self.threads)))
 
     @cute.jit
     def add(self, acc: cute.Tensor, lse: cute.Tensor, first: Boolean, store: Constexpr) -> None:
@@ -109,13 +106,14 @@ class Fold:
         columns: Constexpr = cute.size(acc, mode=[1]) // 4
         at_once: Constexpr = min(columns, AT_ONCE)
         before = cute.make_rmem_tensor(cute.make_layout((4, at_once)), Float32)
+        memory = self.memory(cute.size(acc) // 4)
         for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
             kept, weight = self.sums.add(r, lse[r])
             for start in cutlass.range_constexpr(0, columns, at_once):
                 before.fill(0.0)
                 if not first:
                     for j in cutlass.range_constexpr(at_once):
-                        cute.autovec_copy(self.memory[None, r * columns + start + j], before[None, j])
+                        cute.autovec_copy(memory[None, r * columns + start + j], before[None, j])
                 for j in cutlass.range_constexpr(at_once):
                     for e in cutlass.range_constexpr(4):
                         c = 4 * (start + j) + e
@@ -125,7 +123,7 @@ class Fold:
                         else:
                             acc[r, c] = sum_of_both
                     if cutlass.const_expr(store):
-                        cute.autovec_copy(before[None, j], self.memory[None, r * columns + start + j])
+                        cute.autovec_copy(before[None, j], memory[None, r * columns + start + j])
 
     @cute.jit
     def finish(self, acc: cute.Tensor, lse: cute.Tensor, sinks: Constexpr = None) -> None:

@@ -13,7 +13,7 @@ from cute_attn.device.seqlen import warm_lengths
 from cute_attn.kernels.forward_sm90.consumer import Consumer, MainLoop
 from cute_attn.kernels.forward_sm90.producer import CLAIM_AHEAD, Producer
 from cute_attn.kernels.forward_sm90.storage import ForwardInputs, ForwardParams, ForwardStorage, PipelineState
-from cute_attn.outputs.fold import Fold
+from cute_attn.outputs.fold import Fold, RowSums
 from cute_attn.outputs.partial import RowTarget, store_rows
 from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.tiles import padded
@@ -223,13 +223,17 @@ class FoldedLoop(MainLoop):
         else:
             begin, end = optimization_barrier(begin), optimization_barrier(end)
             size: Constexpr = self.blocks_of_split
-            while begin < end:
-                if end % size == 0:
-                    self.step(end - 1, masked, False)
-                    end -= 1
-                first = cutlass.max(begin, end // size * size)
-                for i in cutlass.range(end - first, unroll=1):
-                    self.step(end - 1 - i, masked, True)
+            first = cutlass.max(
+                begin, end // size * size
+            )  # the split of ``end`` is begun, unless it is ``first``
+            super().steps(first, end, masked, True)
+            end = first
+            splits = cute.ceil_div(end - begin // size * size, size) if begin < end else Int32(0)
+            for _ in cutlass.range(splits, unroll=1):
+                self.step(end - 1, masked, False)
+                first = cutlass.max(begin, end - size)
+                for i in cutlass.range(end - 1 - first, unroll=1):
+                    self.step(end - 2 - i, masked, True)
                 end = first
 
     @cute.jit
@@ -280,7 +284,6 @@ class FoldedConsumer(Consumer):
     def main_loop(self, tile: QueryTile, uses: PipelineState) -> MainLoop:
         """The main loop of one work tile, with an empty fold."""
         loop, acc = super().main_loop(tile, uses), self.thread.fragments.acc_o_rows
-        sizes = (cute.size(acc, mode=[0]), cute.size(acc, mode=[1]))
-        threads = self.kernel.tile.warpgroups * WARPGROUP
-        partials: Any = self.params.partials
-        return FoldedLoop.of(loop, Fold.make(partials.out, *sizes, threads, self.thread.index))
+        threads, partials = self.kernel.tile.warpgroups * WARPGROUP, self.params.partials
+        sums = RowSums.make(cute.size(acc, mode=[0]))
+        return FoldedLoop.of(loop, Fold(sums, partials.out, self.thread.index, threads))  # type: ignore[union-attr]
