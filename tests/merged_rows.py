@@ -25,11 +25,16 @@ def merge_rows(
         kernel.compute_weights(own.count, shared, place)
     for thread in cutlass.range(threads, unroll=1):
         place, own = at(thread)
-        row_max, largest = kernel.compute_weights(own.count, shared, place)
-        loaded = None
-        if cutlass.const_expr(kernel.tile.eager):
-            loaded = kernel.load_first(outs, own, place)
-        acc, total = kernel.add_partials(outs, own, largest, shared, place, loaded)
+        acc = cute.make_rmem_tensor(cute.make_layout((4, kernel.tile.vectors(kernel.traits))), Float32)
+        acc.fill(0.0)
+        if cutlass.const_expr(kernel.tile.in_order):
+            row_max, total = kernel.add_in_order(acc, outs, own, shared, place)
+        else:
+            row_max, largest = kernel.compute_weights(own.count, shared, place)
+            loaded = None
+            if cutlass.const_expr(kernel.tile.eager):
+                loaded = kernel.load_first(outs, own, place)
+            total = kernel.add_partials(acc, outs, own, largest, shared, place, loaded)
         if cutlass.const_expr(kernel.tile.groups > 1):
             kernel.store_sums(acc, total, shared, place)
         elif place.exists:

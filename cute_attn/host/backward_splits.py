@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 MAX_SPLITS = 16
 """The most dQ accumulators of the deterministic mode."""
 
-SAME_BITS_ACCUMULATORS = 2
-"""The dQ accumulators of calls with ``same_bits``, whatever their shapes: key block i adds to number i % 2."""
 MAX_IN_ORDER = 4
 """The most accumulators where key blocks add in order, unless they are small."""
 TURN_STEPS = 2

@@ -134,7 +134,7 @@ cached(max_seqlen_q="a") -> TypeError: max_seqlen_q is 'a'; accepted: a Python i
 packed_cached(ints(0, 3, 6, 9), max_seqlen_q=2 ** 70) -> ValueError: max_seqlen_q is ...; accepted: 0 to
 cached(return_lse="yes") -> TypeError: return_lse is 'yes'; accepted: False or True
 cached(check_lengths="no") -> TypeError: check_lengths is 'no'; accepted: False or True
-cached(split_keys=2 ** 70) -> ValueError: split_keys is 1180591620717411303424; accepted: multiples
+cached(same_bits=torch.tensor(1)) -> TypeError: same_bits is tensor(1); accepted: False or True
 cached(out=ones(3, 2, 4, 8)) -> ValueError: out has shape (3, 2, 4, 8); accepted: (3, 2, 4, 16)
 cached(sinks=ALL[:4], out=ALL[:384].view(3, 2, 4, 16)) -> ValueError: out shares memory with sinks; accepted: memory of
 cached(rotary_interleaved=torch.tensor(1)) -> TypeError: rotary_interleaved is tensor(1); accepted:

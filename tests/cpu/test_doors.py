@@ -234,7 +234,6 @@ NUMBERS = {
             Q, CACHE, CACHE, cache_seqlens=n, num_splits=n, softmax_scale=n, softcap=n, window=(n, n)
         ),
     ),
-    "split_keys": (128, lambda n: attention_with_kvcache(Q, CACHE, CACHE, split_keys=n)),
     "packed cache": (6, lambda n: attention_with_kvcache(ROWS, CACHE, CACHE, cu_seqlens_q=CU, max_seqlen_q=n)),
     "flash_attn": (2, lambda n: flash_attn.flash_attn_func(Q, Q, Q, 0.0, n, window_size=(n, n), softcap=n)),
     "flash_attn scale": (0.3, lambda n: flash_attn.flash_attn_func(Q, Q, Q, softmax_scale=n)),

@@ -149,7 +149,7 @@ def test_the_launches_equal_the_definition(name, cuda_on_cpu):
     check_attention(*(Problem(CASES[name], dtype=torch.float16) for _ in range(2)))
 
 
-@pytest.mark.parametrize("options", [{"num_splits": 1}, {"num_splits": 3}, {"split_keys": 128}], ids=str)
+@pytest.mark.parametrize("options", [{"num_splits": 1}, {"num_splits": 3}, {}], ids=str)
 @pytest.mark.parametrize("alignment", UNALIGNED)
 @pytest.mark.parametrize(
     "name", ["plain", "packed-append", "page-16", "rotary-halves", "leftpad-page", "sinks"]
@@ -214,8 +214,7 @@ def test_latent_rows_are_appended_by_the_launches(name, cuda_on_cpu):
 SPLITS = {
     "none": ({"num_splits": 1}, ""),
     "fixed": ({"num_splits": 3}, "fixed"),
-    "keys": ({"split_keys": 128}, "fixed"),
-    "one-part": ({"split_keys": 512}, ""),
+    "same-bits": ({"same_bits": True}, "folded"),
 }
 
 
@@ -285,14 +284,14 @@ def launched(case, dtype=torch.float16, shifted=False, **options):
 REFUSED = """
 launched(Case((5, 0), new=(1, 1), dims=(20, 12)), shifted=True)
     -> ValueError: k_cache starts 4 bytes past a multiple of 8; accepted: aligned as its rows are
-launched(Case((5,), capacity=128 * 513), split_keys=128)
-    -> Unsupported: split_keys is 128 with a capacity of 65664; accepted: 256 or more
+launched(Case((5,), dims=(320, 320), capacity=1024 * 513), same_bits=True)
+    -> ValueError: same_bits is True with a capacity of 525312 and head dims above 256; accepted: up to 524288
+launched(Case((150, 290), page=12, capacity=300, dims=(128, 128)), same_bits=True)
+    -> Unsupported: same_bits is True on sm90, with pages of 12 rows ... accepted: on Hopper, pages of multiples of 8
 launched(Case((5, 9), dims=(300, 300)), torch.float32)
     -> Unsupported: kvcache-sm80 declined kvcache-sm80-fp32-d300...: head_dim is 300; accepted: multiples of 4 up to 256
 launched(Case((150, 290), page=12, capacity=300, dims=(128, 128)), kernel="sm90")
     -> Unsupported: kvcache-sm90 declined ...: pages have 12 rows; accepted: multiples of 8
-launched(PAGES_OF_16, tile="tile_n=48", split_keys=128)
-    -> Unsupported: kvcache-sm90 declined ...: split_keys is 128; accepted: multiples of tile_n, 48
 launched(PAGES_OF_16, tile="page_rows=32")
     -> Unsupported: kvcache-sm90 declined ...: page_rows is 32; accepted: divisors of the page's 16 rows
 launched(PAGES_OF_16, tile="tile_m=65") -> Unsupported: kvcache-sm90 declined ...: tile_m is 65; accepted
@@ -567,8 +566,8 @@ told(rotary_cos=None, rotary_sin=None, rotary_seqlens=ints(1, 2))
     -> ValueError: rotary_seqlens is given without rotary_cos and rotary_sin; accepted: with them
 told(causal="top_left") -> ValueError: causal is 'top_left'; accepted: False or True, aligned bottom right
 told(num_splits=513) -> ValueError: num_splits is 513; accepted: 0 to 512
-told(split_keys=100) -> ValueError: split_keys is 100; accepted: multiples of 128 from 128 to
-told(split_keys=128, num_splits=2) -> ValueError: num_splits is 2 beside split_keys; accepted: 0
+told(same_bits=1) -> TypeError: same_bits is 1; accepted: False or True
+told(same_bits=True) -> ValueError: same_bits is True with torch.float32; accepted: fp16 or bf16
 told(alibi_slopes=torch.zeros(3)) -> ValueError: alibi_slopes has shape (3,); accepted: (2,) or (2, 2)
 told(k=torch.zeros(2, 2, 1, 16, device="meta")) -> ValueError: k is on meta; accepted: cpu, where q is
 told(cu_seqlens_q=ints(0, 2, 4)) -> ValueError: q has shape (2, 2, 2, 16); accepted: (total, nheads, head_dim)

@@ -90,6 +90,7 @@ KERNELS = {
     "any-fp32-row": (13, "fp32", T(4, 1)),
     "pairs": (102, "fp16", T(1, 4)),
     "half-vectors": (20, "fp16", T(8, 1)),
+    "in-order": (64, "fp32", T(2, 1, 4, in_order=True)),
 }
 
 
@@ -124,6 +125,23 @@ def test_sinks_join_once(tile):
     assert lse[1, 2, 1] == 200 and lse[0, 3, 2] == -math.inf and (out[1, 1, 2] == 0).all()
     plain, _ = kvcache_reference.merge(outs, lses)
     torch.testing.assert_close(out[:, :, 3], plain[:, :, 3])
+
+
+def test_empty_partial_results_change_no_bit_in_order():
+    """Nor do the results of other rows: a row alone, of the partial results that saw a key."""
+    kernel = Combine(Traits("combine", "sm80", "fp32", 16), T(2, 1, 4, in_order=True))
+    outs, lses = partial_results(9, 1, 6, 2, 16)
+    out, lse = emulate(kernel, outs, lses)
+    for query in range(6):
+        for head in range(2):
+            seen = lses[:, 0, head, query].isfinite()
+            assert 0 < seen.sum() < 9
+            alone = (
+                outs[seen, :, query : query + 1, head : head + 1],
+                lses[seen, :, head : head + 1, query : query + 1],
+            )
+            own, own_lse = emulate(kernel, *(x.contiguous() for x in alone))
+            assert own[0, 0, 0].equal(out[0, query, head]) and own_lse[0, 0, 0] == lse[0, head, query]
 
 
 def test_the_most_partial_results():

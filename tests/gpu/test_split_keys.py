@@ -17,7 +17,7 @@ from tests import machine
 from tests.gpu.archs import runnable_archs
 
 ARCHS = runnable_archs("kvcache")
-SPLITS = [{}, {"num_splits": 1}, {"num_splits": 3}, {"split_keys": 128}]
+SPLITS = [{}, {"num_splits": 1}, {"num_splits": 3}]
 
 
 @pytest.fixture(autouse=True)
@@ -138,13 +138,6 @@ def test_any_number_of_splits(splits, arch):
     found = call.run(num_splits=splits, kernel=arch)
     call.check(found)
     assert (found[0][1] == 0).all() and (found[1][1] == -math.inf).all()
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("keys", [128, 1024, 4096, 8192])
-def test_parts_of_keys(keys, arch):
-    call = ragged()
-    call.check(call.run(split_keys=keys, kernel=arch))
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -348,26 +341,6 @@ def test_beyond_two_to_the_31(page, arch):
 
 
 # ---- repeats, batches and graphs ----
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("queries", [1, 16])
-def test_parts_of_keys_do_not_depend_on_the_batch(queries, arch):
-    pick = random.Random(3)
-    call = Call(tuple(pick.randint(queries, 3000) for _ in range(64)), (queries,) * 64)
-    options = {"causal": True, "kernel": arch, "split_keys": 512}
-    out, lse = call.run(**options)
-    for b in range(0, 64, 9):
-        lengths = int32(call.lengths[b : b + 1])
-        alone = attention_with_kvcache(
-            call.q[b : b + 1],
-            call.k[b : b + 1],
-            call.v[b : b + 1],
-            cache_seqlens=lengths,
-            return_lse=True,
-            **options,
-        )
-        assert same(alone, (out[b : b + 1], lse[b : b + 1]))
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -254,10 +254,7 @@ def _fa4_varlen(
     )
     is_cache = k.dim() == 4 and cu_seqlens_k is None and seqused_q is None and not differentiates
     if page_table is not None or (is_cache and (seqused_k is not None or num_splits != 1)):
-        if seqlen_k_per_split is not None:
-            options["split_keys"] = seqlen_k_per_split
-        else:
-            options["num_splits"] = num_splits
+        options |= {"num_splits": num_splits} if seqlen_k_per_split is None else {"same_bits": True}
         lengths = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
         out, lse = _cached(
             q, k, v, cache_seqlens=seqused_k, page_table=page_table, return_lse=True, **lengths, **options

@@ -45,7 +45,10 @@ def cache_tile(traits: Traits, call: CacheCall) -> KvcacheSm90Tile:
         return waves * (tile.tile_m + TILE_ROWS), -pack
 
     if call.same_bits:
-        tiles = [dataclasses.replace(tile, rescale_threshold=THRESHOLDS[traits.dtype]) for tile in tiles]
+        # The fold needs the registers of Q.
+        fields = {"q_in_regs": False} if traits.split == "folded" else {}
+        fields["rescale_threshold"] = THRESHOLDS[traits.dtype]
+        tiles = [dataclasses.replace(tile, **fields) for tile in tiles]
     tile, pack = min(((tile, n) for tile in tiles for n in packs), key=lambda candidate: cost(*candidate))
     return dataclasses.replace(tile, pack_heads=pack)
 
