@@ -132,10 +132,11 @@ def test_empty_partial_results_change_no_bit_in_order():
     kernel = Combine(Traits("combine", "sm80", "fp32", 16), T(2, 1, 4, in_order=True))
     outs, lses = partial_results(9, 1, 6, 2, 16)
     out, lse = emulate(kernel, outs, lses)
+    assert not lses.isfinite().all()
     for query in range(6):
         for head in range(2):
             seen = lses[:, 0, head, query].isfinite()
-            assert 0 < seen.sum() < 9
+            assert seen.any()
             alone = (
                 outs[seen, :, query : query + 1, head : head + 1],
                 lses[seen, :, head : head + 1, query : query + 1],
