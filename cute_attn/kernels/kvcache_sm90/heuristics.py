@@ -6,6 +6,7 @@ Few rows are bound by memory, with about 200 KB of loads in flight, more by the 
 import dataclasses
 import functools
 import math
+from typing import Any
 
 from cute_attn.tiles import MULTIPROCESSORS, KvcacheSm90Tile, first_that_fits, may_pack_heads
 from cute_attn.tiles.inference import FOLDED_KEYS, CacheCall
@@ -46,9 +47,9 @@ def cache_tile(traits: Traits, call: CacheCall) -> KvcacheSm90Tile:
 
     if call.same_bits:
         # The fold needs the registers of Q.
-        fields = {"q_in_regs": False} if traits.split == "folded" else {}
-        fields["rescale_threshold"] = THRESHOLDS[traits.dtype]
-        tiles = [dataclasses.replace(tile, **fields) for tile in tiles]
+        own: dict[str, Any] = {"q_in_regs": False} if traits.split == "folded" else {}
+        own["rescale_threshold"] = THRESHOLDS[traits.dtype]
+        tiles = [dataclasses.replace(tile, **own) for tile in tiles]
     tile, pack = min(((tile, n) for tile in tiles for n in packs), key=lambda candidate: cost(*candidate))
     return dataclasses.replace(tile, pack_heads=pack)
 
