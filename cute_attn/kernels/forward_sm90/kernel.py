@@ -343,7 +343,12 @@ class ForwardSm90:
     ) -> None:
         """By a warp of a consumer warpgroup: its rows of all work tiles."""
         consumer = ConsumerThread.make(self, storage, thread - WARPGROUP)
-        Consumer(self, params, storage, consumer, MainLoop, self.results(params, outputs)).run()
+        self.consumer(self, params, storage, consumer, MainLoop, self.results(params, outputs)).run()
+
+    @property
+    def consumer(self) -> type[Consumer]:
+        """The role of a consumer warpgroup."""
+        return Consumer
 
     def results(self, params: ForwardParams, outputs: ForwardOutputs) -> Any:
         """What stores O and LSE."""

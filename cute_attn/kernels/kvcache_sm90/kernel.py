@@ -25,17 +25,15 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
 from cute_attn.device.key_rows import KeyRows
-from cute_attn.device.pipeline import WARPGROUP
 from cute_attn.kernels import fakes
 from cute_attn.kernels.forward_sm90 import ForwardSm90
-from cute_attn.kernels.forward_sm90.consumer import Consumer, MainLoop
+from cute_attn.kernels.forward_sm90.consumer import Consumer
 from cute_attn.kernels.forward_sm90.producer import Producer
 from cute_attn.kernels.forward_sm90.storage import (
-    ConsumerThread,
     ForwardInputs,
     ForwardParams,
     ForwardStorage,
@@ -176,18 +174,9 @@ class KvcacheSm90(ForwardSm90):
             cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
             self.consume(params, storage, outputs, warp, thread)
 
-    def consume(
-        self,
-        params: ForwardParams,
-        storage: ForwardStorage,
-        outputs: ForwardOutputs,
-        warp: Int32,
-        thread: Int32,
-    ) -> None:
-        """By a warp of a consumer warpgroup: its rows of all work tiles."""
-        consumer = ConsumerThread.make(self, storage, thread - WARPGROUP)
-        role = FoldedConsumer if self.traits.split == "folded" else Consumer
-        role(self, params, storage, consumer, MainLoop, self.results(params, outputs)).run()
+    @property
+    def consumer(self) -> type[Consumer]:
+        return FoldedConsumer if self.traits.split == "folded" else Consumer
 
     def loads(self, inputs: ForwardInputs, storage: ForwardStorage, params: ForwardParams) -> Any:
         """The producer's loads."""
