@@ -708,7 +708,7 @@ def _in_precision(tensors: Tensors, given: tuple) -> tuple[Tensors, tuple]:
     q, precision = tensors[0], resolve_precision(tensors[0], given[_PRECISION])
     if q.dtype == torch.float32 and not q.is_meta and torch.is_autocast_enabled(q.device.type):
         tensors, precision = _under_autocast(tensors), ""
-    return tensors, (*given[:_PRECISION], precision)
+    return tensors, (*given[:_PRECISION], precision, *given[_PRECISION + 1 :])
 
 
 def _under_autocast(tensors: Tensors) -> Tensors:
