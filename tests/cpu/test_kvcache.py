@@ -566,7 +566,7 @@ told(rotary_cos=None, rotary_sin=None, rotary_seqlens=ints(1, 2))
     -> ValueError: rotary_seqlens is given without rotary_cos and rotary_sin; accepted: with them
 told(causal="top_left") -> ValueError: causal is 'top_left'; accepted: False or True, aligned bottom right
 told(num_splits=513) -> ValueError: num_splits is 513; accepted: 0 to 512
-told(same_bits=1) -> TypeError: same_bits is 1; accepted: False or True
+told(same_bits="yes") -> TypeError: same_bits is 'yes'; accepted: False or True
 told(same_bits=True) -> ValueError: same_bits is True with torch.float32; accepted: fp16 or bf16
 told(alibi_slopes=torch.zeros(3)) -> ValueError: alibi_slopes has shape (3,); accepted: (2,) or (2, 2)
 told(k=torch.zeros(2, 2, 1, 16, device="meta")) -> ValueError: k is on meta; accepted: cpu, where q is
