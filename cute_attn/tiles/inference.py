@@ -1,6 +1,6 @@
 """Tiles of the kernels around attention with a cache: combine and append."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from cute_attn.tiles.base import Tile, choice
@@ -54,7 +54,7 @@ class CombineTile(Tile):
     groups: int = choice(1, 1, 2, 4, 8)
     unroll: int = choice(4, 2, 4, 8, 16)
     eager: bool = False
-    in_order: bool = False
+    in_order: bool = field(default=False, kw_only=True)
 
     @staticmethod
     def of(partials: int, eager: bool = False) -> "CombineTile":
