@@ -173,7 +173,6 @@ class CombineStreamKTile(CombineTile):
             groups,
             unroll,
             True,
-            False,
             tile.tile_m,
             tile.tile_n,
             tile.pack_heads,
