@@ -11,6 +11,7 @@ kernel with ``in_order`` those that a kernel with split "fixed" left; with the s
 After the last split out is O / sum and its LSE is m + log(sum).
 """
 
+import math
 from dataclasses import dataclass
 
 import cutlass
@@ -19,7 +20,7 @@ from cutlass import Boolean, Constexpr, Float32, Int32, cute
 from cute_attn.device.math import LOG2_E, exp2, fma, fmax, log, product, reciprocal, rematerialize
 
 AT_ONCE = 4
-"""Vectors of 16 bytes that a thread loads at once; columns of head dims are multiples of them."""
+"""Vectors of 16 bytes that a thread loads at once, or 2 where its columns are not whole multiples of so many."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Fold:
             store: to the memory; False to acc, for the last split.
         """
         columns: Constexpr = cute.size(acc, mode=[1]) // 4
-        at_once: Constexpr = min(columns, AT_ONCE)
+        at_once: Constexpr = math.gcd(columns, AT_ONCE)
         before = cute.make_rmem_tensor(cute.make_layout((4, at_once)), Float32)
         memory = self.memory(cute.size(acc) // 4)
         for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):

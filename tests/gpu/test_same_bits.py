@@ -17,6 +17,7 @@ CASES = {
     "d128-large-scores": (128, 8, 2, torch.bfloat16, 40.0, {}),
     "d64": (64, 8, 2, torch.float16, 1.0, {"causal": True}),
     "d64-large-scores": (64, 4, 4, torch.float16, 40.0, {"causal": True}),
+    "d96": (96, 4, 2, torch.bfloat16, 1.0, {"causal": True}),
     "d256-window": (256, 4, 2, torch.bfloat16, 1.0, {"causal": True, "window": (700, 0)}),
     "sinks": (128, 4, 1, torch.bfloat16, 1.0, {"causal": True, "sinks": True, "softcap": 5.0}),
 }
@@ -75,7 +76,7 @@ def check(found, expected):
 
 @pytest.mark.parametrize("name", CASES)
 def test_doors_of_random_calls(name):
-    """204 seeded calls in all: packed, a cache or its pages, of a few last queries or of many."""
+    """Seeded calls: packed, a cache or its pages, of a few last queries or of many."""
     for seed in range(CALLS):
         given = Sequences(name, seed)
         last = given.pick.choice((1, 1, 2, 4, 17, 150, 1000))
