@@ -767,7 +767,7 @@ def _call_of(tensors: Tensors, options: _Options) -> Call:
             bool(options.return_softmax),
             kernel,
             tile,
-            bool(options.deterministic),
+            bool(options.deterministic or options.same_bits),
             backward_tile,
             options.precision or "",
             bool(options.same_bits),

@@ -128,7 +128,7 @@ class Division(NamedTuple):
 
 def plan_of(call: Call, outer: Outer, needed: tuple[bool, ...]) -> Plan:
     """The plan of a call, kept under its metadata."""
-    deterministic = call.deterministic or call.same_bits or torch.are_deterministic_algorithms_enabled()
+    deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
     options = (call[NUM_TENSORS + 1 :], *user_classes(call, "backward"), deterministic)
     starts = tuple(map(is_aligned, call[:3])), call.bias is None or is_aligned(call.bias)
     tensors = (*call[:NUM_TENSORS], *outer, *call.epilogue_tensors)

@@ -59,7 +59,7 @@ class Call(NamedTuple):
         deterministic: whether gradients repeat bit for bit.
         backward_tile: as ``tile``, for the backward's main kernel.
         precision: of ``traits.PRECISIONS``, or empty for that of q's dtype; or ``PYTORCHS``, see :meth:`resolved`.
-        same_bits: whether a row's bits depend on its own sequence alone.
+        same_bits: whether a row's bits depend on its own sequence alone; ``deterministic`` is then set too.
         k_cache, v_cache: (entries, capacity, nheads_kv, dim), or (pages, page_size, nheads_kv, dim) with page_table.
         cache_seqlens: int32 (batch,), rows in use before the append, or None for full entries.
         page_table: int32 (entries, pages of an entry), or None.
