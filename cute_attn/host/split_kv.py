@@ -389,11 +389,8 @@ def _split_in_order(call: Call, tile: Any, processors: int) -> Split:
 
     Both give the same bits, so that the choice may follow from the shapes.
     """
-    ctas, count, num_splits = (
-        tile.blocks_per_sm * processors,
-        work_tiles(call, tile),
-        -(-call.longest[1] // FOLDED_KEYS),
-    )
+    ctas, count = tile.blocks_per_sm * processors, work_tiles(call, tile)
+    num_splits = -(-call.longest[1] // FOLDED_KEYS)
     few = min(call.longest[0] * call.group, tile.tile_m) <= FEW_ROWS
     divided = count <= (FEW_WORK_TILES if few else FOLDED_CTAS) * ctas and 1 < num_splits <= MAX_PARTIALS
     if max(call.q.shape[-1], call.v_cache.shape[-1]) <= LARGE_HEAD_DIM and not divided:

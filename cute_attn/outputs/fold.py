@@ -32,7 +32,7 @@ class RowSums:
 
     @staticmethod
     def make(rows: int) -> "RowSums":
-        """Of rows to which nothing was added."""
+        """The sums of rows to which nothing was added."""
         largest, total = (cute.make_rmem_tensor(cute.make_layout(rows), Float32) for _ in range(2))
         largest.fill(-Float32.inf)
         total.fill(0.0)

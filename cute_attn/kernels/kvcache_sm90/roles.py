@@ -223,9 +223,8 @@ class FoldedLoop(MainLoop):
         else:
             begin, end = optimization_barrier(begin), optimization_barrier(end)
             size: Constexpr = self.blocks_of_split
-            first = cutlass.max(
-                begin, end // size * size
-            )  # the split of ``end`` is begun, unless it is ``first``
+            # The split of block ``end`` has begun, unless ``end`` is its first block.
+            first = cutlass.max(begin, end // size * size)
             super().steps(first, end, masked, True)
             end = first
             splits = cute.ceil_div(end - begin // size * size, size) if begin < end else Int32(0)
