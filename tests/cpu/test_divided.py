@@ -40,6 +40,7 @@ def call(seqlen_q, seqlen_k, heads=(4, 4), dim=64, batch=1, packed=False, dtype=
         "return_lse": False,
         "return_softmax": False,
         "deterministic": False,
+        "same_bits": False,
     }
     return _call_of((q, k, k, *lengths, *tensors.values()), _Options(**options | changes))
 
