@@ -13,7 +13,7 @@ from cute_attn.compiler import registry
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.forward_sm80.key_groups import GroupResults
 from cute_attn.tiles import TARGETS, ForwardSm80Tile
-from cute_attn.tiles.inference import SPLIT_KEYS, CacheCall
+from cute_attn.tiles.inference import CacheCall
 from cute_attn.traits import Traits
 
 ROWS, DIM, THREADS = 16, 32, 32
@@ -110,8 +110,8 @@ def test_chosen_tiles_fit_every_head_dim(features, target):
                 Traits.parse(cached + ("-tree" if "tree" in features else "")), None, target
             )
             for seqlen_q, group in CALLS:
-                tile = kernel.for_cache(CacheCall(seqlen_q, 4096, group, 16, SPLIT_KEYS), target).tile
-                assert tile.reject(kernel.traits, target) is None and SPLIT_KEYS % tile.tile_n == 0
+                tile = kernel.for_cache(CacheCall(seqlen_q, 4096, group, 16), target).tile
+                assert tile.reject(kernel.traits, target) is None and 128 % tile.tile_n == 0
             if "tree" not in features:
                 plain = registry.lookup(Traits.parse(f"forward-sm80-bf16-{dims}{features}"), None, target)
                 for seqlen_q, group in CALLS:
