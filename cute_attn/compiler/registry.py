@@ -38,6 +38,7 @@ _OWN = {
     ("forward", "sm80", ""): "forward_sm80.ForwardSm80",
     ("forward", "sm90", ""): "forward_sm90.ForwardSm90",
     ("jvp", "sm80", ""): "jvp_sm80.JvpSm80",
+    ("jvp", "sm90", ""): "jvp_sm90.JvpSm90",
     ("backward", "sm80", ""): "backward_sm80.kernel.BackwardSm80",
     ("backward", "sm90", ""): "backward_sm90.kernel.BackwardSm90",
     ("backward_convert", "sm80", ""): "backward_convert.BackwardConvert",
@@ -295,13 +296,14 @@ def defaults() -> list[tuple[Traits, str]]:
         if op in BLOCK_OPS:
             pairs += [(Traits(op, arch, "bf16", LISTED_ROWS), target) for target in (targets[0], MEASURED)]
             continue
-        for head_dim in (32, 64, 96, 128, 192, 256):
+        dual_sm90 = (op, arch) == ("jvp", "sm90")
+        for head_dim in (32, 64, 96, 128) if dual_sm90 else (32, 64, 96, 128, 192, 256):
             for mask in ("", "causal"):
                 traits = Traits(op, arch, "bf16", head_dim, _columns(op, head_dim), mask=mask)
                 pairs += [(traits, target) for target in sorted({targets[0], MEASURED})]
         for head_dim in (64, 128):
             pairs += [(Traits(op, arch, "bf16", head_dim, **extra), MEASURED) for extra in _features(op)]
-        if arch == "sm90":
+        if arch == "sm90" and not dual_sm90:
             pairs.append((Traits(op, arch, "bf16", 512, mask="causal"), MEASURED))
         if "sm86" in targets:
             for dim in (64, 128, 256):

@@ -15,10 +15,18 @@ def start_gemm(
 ) -> None:
     """Issue acc (+)= A B^T and commit it as one wgmma group. acc must not be accessed before a wait for it."""
     warpgroup.fence()
+    issue(tiled_mma, acc, a, b, accumulate)
+    warpgroup.commit_group()
+
+
+@cute.jit
+def issue(
+    tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: Constexpr
+) -> None:
+    """Issue acc (+)= A B^T, one product of a wgmma group."""
     for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
         tiled_mma.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
         cute.gemm(tiled_mma, acc, a[None, None, k], b[None, None, k], acc)
-    warpgroup.commit_group()
 
 
 def operand_layout(rows: int, cols: int, dtype: Any, *, stages: int | None = None, parts: int = 1) -> Any:

@@ -15,14 +15,6 @@ from cute_attn.device.math import LOG2_E, add, exp2, fma, log2, quad_reduce, rec
 from cute_attn.epilogues.softmax import OnlineSoftmax
 
 
-@cute.jit
-def weigh(p: cute.Tensor, dot: cute.Tensor, softmax_scale: Float32) -> None:
-    """Tangents of Q K^T in ``dot`` (rows, cols) become P S_dot, before the epilogues' factors; 0 where P is."""
-    for r in cutlass.range_constexpr(cute.size(p, mode=[0])):
-        for c in cutlass.range_constexpr(cute.size(p, mode=[1])):
-            dot[r, c] = dot[r, c] * softmax_scale * p[r, c]
-
-
 @dataclass(frozen=True)
 class RowTangents:
     """Running statistics of a thread's rows.
@@ -32,59 +24,107 @@ class RowTangents:
     nothing remains but P v_dot.
 
     center: (rows), equal in the four lanes of a row; total: (rows), sum of P (S_dot - center) over the thread's
-    elements, under the online softmax's maximum.
+    elements, under the online softmax's maximum. scale: factor of S_dot, the softmax scale.
     """
 
     center: cute.Tensor
     total: cute.Tensor
+    scale: Float32
 
     @staticmethod
-    def make(rows: int) -> "RowTangents":
+    def make(rows: int, softmax_scale: Float32) -> "RowTangents":
         """Before a row has seen a key."""
         center, total = (cute.make_rmem_tensor(cute.make_layout(rows), Float32) for _ in range(2))
         center.fill(0.0)
         total.fill(0.0)
-        return RowTangents(center, total)
+        return RowTangents(center, total, softmax_scale)
 
-    def sums(self, r: Constexpr, p: cute.Tensor, dot: cute.Tensor) -> tuple[Float32, Float32]:
+    def sums(
+        self, r: Constexpr, p: cute.Tensor, dot: cute.Tensor, guarded: Constexpr
+    ) -> tuple[Float32, Float32]:
         """The sums of P and of P S_dot over the thread's elements of row r."""
         weight, tangent = Float32(0.0), Float32(0.0)
         for c in range(cute.size(p, mode=[1])):
-            weight, tangent = weight + p[r, c], tangent + dot[r, c]
+            weight = weight + p[r, c]
+            tangent = tangent + _weighed(p[r, c], dot[r, c] * self.scale, guarded)
         return weight, tangent
 
     @cute.jit
-    def subtract_center(
-        self,
-        r: Constexpr,
-        p: cute.Tensor,
-        dot: cute.Tensor,
-        own: tuple[Float32, Float32],
-        row: tuple[Float32, Float32],
-        factor: Float32,
-        unseen: Boolean,
-    ) -> None:
-        """P S_dot in ``dot`` becomes P (S_dot - center).
-
-        Args:
-            own, row: the thread's and the whole row's :meth:`sums`.
-            factor: of earlier sums, of the online softmax.
-            unseen: the row had seen no key before this block.
-        """
+    def set_center(self, r: Constexpr, row: tuple[Float32, Float32], unseen: Boolean) -> None:
+        """From the whole row's :meth:`sums` in its first block with any key. unseen: it had seen none before."""
         if unseen & (row[0] != 0.0):
             self.center[r] = row[1] / row[0]
-        center = self.center[r]
-        self.total[r] = self.total[r] * factor + fma(-center, own[0], own[1])
-        for c in cutlass.range_constexpr(cute.size(p, mode=[1])):
-            dot[r, c] = fma(-center, p[r, c], dot[r, c])
 
     @cute.jit
-    def advance(self, p: cute.Tensor, dot: cute.Tensor, factors: cute.Tensor, unseen: Constexpr) -> None:
-        """One key block; unseen: a flag for each row."""
-        for r in cutlass.range_constexpr(cute.size(p, mode=[0])):
-            own = self.sums(r, p, dot)
-            row = tuple(quad_reduce(x, add) for x in own)
-            self.subtract_center(r, p, dot, own, row, factors[r], unseen[r])
+    def weigh(
+        self, r: Constexpr, p: cute.Tensor, dot: cute.Tensor, factor: Constexpr, guarded: Constexpr
+    ) -> None:
+        """S_dot in ``dot`` becomes P (S_dot - center). factor: of earlier sums, of the online softmax; None: 1."""
+        # A block's elements are added up first: one sum over many keys would lose digits.
+        center, total, own = self.center[r], self.total[r], Float32(0.0)
+        if cutlass.const_expr(factor is not None):
+            total = total * factor
+        for c in cutlass.range_constexpr(cute.size(p, mode=[1])):
+            dot[r, c] = _weighed(p[r, c], fma(dot[r, c], self.scale, -center), guarded)
+            own = own + dot[r, c]
+        self.total[r] = total + own
+
+    @cute.jit
+    def advance(
+        self, p: cute.Tensor, dot: cute.Tensor, factors: Constexpr, unseen: Constexpr, guarded: Constexpr
+    ) -> None:
+        """One key block; by whole warps.
+
+        Args:
+            p, dot: P and the tangents of scores without their scale (rows, cols); dot becomes P (S_dot - center).
+            factors: of earlier sums, or None under frozen row maxima.
+            unseen: for each row, whether it had seen no key before this block; () if none had.
+            guarded: where P is 0, dot may be NaN.
+        """
+        rows: Constexpr = cute.size(p, mode=[0])
+        if cutlass.const_expr(len(unseen) > 0):
+            self.find_centers(p, dot, unseen, guarded)
+        for r in cutlass.range_constexpr(rows):
+            factor = None if cutlass.const_expr(factors is None) else factors[r]
+            self.weigh(r, p, dot, factor, guarded)
+
+    @cute.jit
+    def find_centers(self, p: cute.Tensor, dot: cute.Tensor, unseen: Constexpr, guarded: Constexpr) -> None:
+        """The centers of rows that see their first key; see :meth:`advance`."""
+        any_unseen = unseen[0]
+        for r in cutlass.range_constexpr(1, len(unseen)):
+            any_unseen = any_unseen | unseen[r]
+        if cute.arch.vote_any_sync(any_unseen):
+            for r in cutlass.range_constexpr(len(unseen)):
+                own = self.sums(r, p, dot, guarded)
+                self.set_center(r, tuple(quad_reduce(x, add) for x in own), unseen[r])
+
+    @cute.jit
+    def normalize(
+        self,
+        softmax: OnlineSoftmax,
+        out: tuple[cute.Tensor, cute.Tensor],
+        lse: tuple[cute.Tensor, cute.Tensor],
+        rescale: Float32,
+        sinks: Constexpr,
+    ) -> None:
+        """After the last key block: ``out`` and ``lse``, each with its tangent, as ``OnlineSoftmax.normalize``.
+
+        Args:
+            out: O and A, the sums of P (S_dot - center) V + P V_dot: (rows, head_dim_v).
+            lse: (rows), written.
+            rescale: factor of O, of dropout.
+            sinks: an attention sink for each row, or None.
+        """
+        (o, dot), (natural, natural_dot) = out, lse
+        for r in cutlass.range_constexpr(cute.size(o, mode=[0])):
+            factor, natural[r] = softmax.finish_row(r, rescale, sinks)
+            row_sum, total = (quad_reduce(x[r], add) for x in (softmax.row_sum, self.total))
+            natural_dot[r], shift = self.finish(r, softmax, row_sum, total, natural[r], sinks is not None)
+            for c in cutlass.range_constexpr(cute.size(o, mode=[1])):
+                found = o[r, c] * factor
+                o[r, c] = found
+                dot[r, c] = dot[r, c] * factor - shift * found
 
     def finish(
         self, r: int, softmax: OnlineSoftmax, row_sum: Float32, total: Float32, lse: Float32, has_sinks: bool
@@ -114,3 +154,8 @@ class RowTangents:
             if cutlass.const_expr(has_sinks):
                 lse_dot = lse_dot * exp2(softmax.subtracted(r) + log2(row_sum) - lse * LOG2_E)
         return lse_dot, lse_dot - self.center[r]
+
+
+def _weighed(p: Float32, dot: Float32, guarded: bool) -> Float32:
+    """p dot; ``guarded``: 0 where p is, since 0 * NaN is NaN."""
+    return cutlass.select_(p == 0.0, Float32(0.0), p * dot) if guarded else p * dot

@@ -43,7 +43,7 @@ def choose_kernel(call: Call, target: str, *, op: str = "forward", bias_grad: bo
     Raises:
         Unsupported: no kernel supports it, with each one's reason.
     """
-    tile = call.tile if op == "forward" else call.backward_tile
+    tile = {"forward": call.tile, "backward": call.backward_tile}.get(op, "")
     check_kernel(call.kernel, ("forward", op))
     names = [call.kernel] if call.kernel else registry.generations(target)
     reasons: list[str] = []

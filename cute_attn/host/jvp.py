@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from cute_attn import compiler
-from cute_attn.compiler import registry
 from cute_attn.host import plans, record
 from cute_attn.host.call import NUM_TENSORS, Call
-from cute_attn.host.checks import check, check_for_kernels, check_query_blocks
-from cute_attn.host.choose import user_classes
+from cute_attn.host.checks import check, check_for_kernels, check_query_blocks, check_steps
+from cute_attn.host.choose import choose_kernel, user_classes
+from cute_attn.host.counters import multiprocessors
 from cute_attn.host.dispatch import DIFFERENTIABLE
 from cute_attn.host.forward import as_kernels_read, forward
 from cute_attn.host.memory import clear_owned, on_device
@@ -105,8 +105,10 @@ def _plan(call: Call) -> Plan:
         )
     target, columns = compiler.default_target("sm80"), Columns.of(call)
     q, v = (x[..., :1].expand(*x.shape[:-1], n) for x, n in ((call.q, columns.qk), (call.v, columns.v)))
-    kernel = registry.lookup(call._replace(q=q, v=v).traits("sm80", op="jvp"), None, target)
-    check_query_blocks(call, kernel)
+    kernel = choose_kernel(call._replace(q=q, v=v), target, op="jvp")
+    blocks = check_query_blocks(call, kernel)
+    if kernel.traits.arch == "sm90":
+        check_steps(call, blocks, kernel.tile, multiprocessors(call.q.get_device()))
     return Plan(kernel, {"main": compiler.build(kernel, target)})
 
 

@@ -16,7 +16,7 @@ from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.epilogues.softmax import OnlineSoftmax
-from cute_attn.epilogues.tangents import RowTangents, weigh
+from cute_attn.epilogues.tangents import RowTangents
 
 UNVISITED, UNMASKED, MASKED = 0, 1, 2
 
@@ -154,10 +154,10 @@ class QueryBlockContext:
         layout = cute.make_layout((rows, 2, self.threads), stride=(1, rows, 2 * rows))
         return cute.make_tensor(of_threads.iterator, layout)[None, None, thread]
 
-    def row_tangents(self, thread: Int32, rows: int) -> RowTangents:
+    def row_tangents(self, thread: Int32, rows: int, scale: Float32 | float = 1.0) -> RowTangents:
         """A thread's current statistics of tangents."""
         pairs = self._pairs(self.buffers.row_tangents, thread, rows)
-        return RowTangents(pairs[None, 0], pairs[None, 1])
+        return RowTangents(pairs[None, 0], pairs[None, 1], Float32(scale))
 
     def online_softmax(self, thread: Int32, rows: int) -> OnlineSoftmax:
         """A thread's current statistics."""
@@ -383,7 +383,7 @@ def _dual_key_block(
     for thread in cutlass.range(ctx.threads):
         _weigh(ctx, thread, block, scale, masked, partial)
     for thread in cutlass.range(ctx.threads):
-        _center(ctx, thread, block)
+        _center(ctx, thread, block, scale)
 
 
 @cute.jit
@@ -395,7 +395,7 @@ def _weigh(
     masked: Constexpr,
     partial: Boolean | None = None,
 ):
-    """Scores become P under the new maximum, and tangents of products P S_dot."""
+    """Scores become P under the new maximum, and tangents of products S_dot."""
     chain, buffers, rows = ctx.kernel.epilogues, ctx.buffers, ctx.rows(thread)
     acc, dot, p = (ctx.fragment(thread, x) for x in (Float32, Float32, Float16))
     tile = ctx.score_tile(thread, acc, block * ctx.kernel.tile.tile_n)
@@ -411,10 +411,9 @@ def _weigh(
     stored.store_stats(softmax)
     _copy(ctx.part(buffers.products_dot, thread, block), dot)
     dots = tile.of(ctx.score_map(thread).view(dot))
-    weigh(tile.acc, dots.acc, scale)
     chain.tangents(ctx.state, dots, saved)
     for r in cutlass.range_constexpr(len(rows)):
-        own = ctx.row_tangents(thread, len(rows)).sums(r, tile.acc, dots.acc)
+        own = ctx.row_tangents(thread, len(rows), scale).sums(r, tile.acc, dots.acc, False)
         for i in cutlass.range_constexpr(2):
             buffers.block_sums[rows[r], i] = buffers.block_sums[rows[r], i] + own[i]
     _copy(acc, ctx.part(buffers.exact_p, thread, block))
@@ -425,20 +424,20 @@ def _weigh(
 
 
 @cute.jit
-def _center(ctx: QueryBlockContext, thread: Int32, block: Int32):
-    """P S_dot becomes P (S_dot - center), in 16 bits."""
+def _center(ctx: QueryBlockContext, thread: Int32, block: Int32, scale: Float32):
+    """S_dot becomes P (S_dot - center), in 16 bits."""
     chain, buffers, rows = ctx.kernel.epilogues, ctx.buffers, ctx.rows(thread)
     acc, dot, half = (ctx.fragment(thread, x) for x in (Float32, Float32, Float16))
     tile = ctx.score_tile(thread, acc, block * ctx.kernel.tile.tile_n)
     dots = tile.of(ctx.score_map(thread).view(dot))
     _copy(ctx.part(buffers.exact_p, thread, block), acc)
     _copy(ctx.part(buffers.dots, thread, block), dot)
-    tangents = ctx.row_tangents(thread, len(rows))
+    tangents = ctx.row_tangents(thread, len(rows), scale)
     for r in cutlass.range_constexpr(len(rows)):
-        row, own = rows[r], tangents.sums(r, tile.acc, dots.acc)
+        row = rows[r]
         of_row = (buffers.block_sums[row, 0], buffers.block_sums[row, 1])
-        unseen = buffers.unseen[row] != 0.0
-        tangents.subtract_center(r, tile.acc, dots.acc, own, of_row, buffers.factors[row], unseen)
+        tangents.set_center(r, of_row, buffers.unseen[row] != 0.0)
+        tangents.weigh(r, tile.acc, dots.acc, buffers.factors[row], False)
     _copy(dot, half)
     chain.zero_dropped(chain.dropout_mask(ctx.state, tile), ctx.score_map(thread).view(half))
     _copy(half, ctx.part(buffers.dots, thread, block))

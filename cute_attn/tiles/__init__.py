@@ -22,6 +22,7 @@ from cute_attn.tiles.forward import (
     ForwardSm90Tile,
     ForwardTermsTile,
     JvpSm80Tile,
+    JvpSm90Tile,
     KvcacheLargeTile,
     KvcacheSm90Tile,
     best_packing,
@@ -31,6 +32,6 @@ from cute_attn.tiles.forward import (
 __all__ = [
     "MEASURED", "MULTIPROCESSORS", "PACKS", "SHARED_MEMORY_BYTES", "TARGETS", "TILES_OF", "BackwardPreprocessTile",
     "BackwardSm80Tile", "BackwardSm90Tile", "ForwardLargeTile", "ForwardSm80Tile", "ForwardSm90Tile",
-    "ForwardTermsTile", "JvpSm80Tile", "KvcacheLargeTile", "KvcacheSm90Tile", "Tile", "best_packing", "check_target",
-    "check_tile", "first_that_fits", "is_latent_dim", "may_pack_heads", "padded", "text_of",
+    "ForwardTermsTile", "JvpSm80Tile", "JvpSm90Tile", "KvcacheLargeTile", "KvcacheSm90Tile", "Tile", "best_packing",
+    "check_target", "check_tile", "first_that_fits", "is_latent_dim", "may_pack_heads", "padded", "text_of",
 ]  # fmt: skip

@@ -411,10 +411,13 @@ class ForwardSm90Tile(Tile):
         """Registers of a producer thread."""
         return LOAD_REGISTERS[self.warpgroups] if self.blocks_per_sm == 1 else 24
 
+    NUMBERS: ClassVar[int] = 1  # tiles of each operand, next to each other
+
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
         """First byte and end of the barriers, Q, K and V of all stages, O and a bias; see ``share_qo_smem``."""
-        row, row_v = row_bytes(traits)
-        q, o, start = self.tile_m * row, self.tile_m * row_v, self.BARRIER_BYTES
+        o, start = self.tile_m * row_bytes(traits)[1], self.BARRIER_BYTES
+        row, row_v = (self.NUMBERS * size for size in row_bytes(traits))
+        q = self.tile_m * row
         k_start = start + (max(q, o) if self.share_qo_smem else q)
         v_start = k_start + self.tile_n * row * self.num_stages
         v_end = v_start + self.tile_n * row_v * self.num_stages
@@ -476,6 +479,30 @@ class ForwardSm90Tile(Tile):
 
 
 @dataclass(frozen=True)
+class JvpSm90Tile(ForwardSm90Tile):
+    """Tile of the Hopper forward with its forward-mode derivative: each operand has its tangent beside it.
+
+    O and its tangent are stored one after the other, through the same shared memory.
+    """
+
+    tile_n: int = choice(48, *range(32, 129, 16))
+    rescale_threshold: int = choice(8, 0, 8)
+
+    NUMBERS: ClassVar[int] = 2
+    # Fields of the forward's tile that are fixed here:
+    q_in_regs: ClassVar[bool] = False  # type: ignore[misc]
+    share_qo_smem: ClassVar[bool] = False  # type: ignore[misc]
+    blocks_per_sm: ClassVar[int] = 1  # type: ignore[misc]
+    bias_stages: ClassVar[int] = 0  # type: ignore[misc]
+    pack_heads: ClassVar[int] = 1  # type: ignore[misc]
+
+    def registers(self, traits: Traits) -> int:
+        acc_o, acc_s = padded(traits.head_dim_v) // 2, self.tile_n // 2
+        bias = acc_s // (1 if traits.bias == "fp32" else 2) if traits.bias else 0
+        return 2 * (acc_o + acc_s) + acc_s + bias // 2 + 16
+
+
+@dataclass(frozen=True)
 class ForwardLargeTile(Tile):
     """Tile of the Hopper forward for head dims above 256: 64 rows per CTA.
 
@@ -504,6 +531,7 @@ class ForwardLargeTile(Tile):
     q_in_regs: ClassVar[bool] = False
     speculative: ClassVar[bool] = False
     bias_stages: ClassVar[int] = 0
+    NUMBERS: ClassVar[int] = ForwardSm90Tile.NUMBERS
     BARRIER_BYTES: ClassVar[int] = ForwardSm90Tile.BARRIER_BYTES
     BROADCAST_START: ClassVar[int] = ForwardSm90Tile.BROADCAST_START
     REPLAY_START: ClassVar[int] = ForwardSm90Tile.REPLAY_START

@@ -15,6 +15,7 @@ from cute_attn.compiler.arguments import fakes
 from cute_attn.host.call import ATTENTION, Call
 from cute_attn.host.jvp import with_tangents
 from cute_attn.kernels.jvp_sm80 import JvpSm80
+from cute_attn.kernels.jvp_sm90 import JvpSm90
 from cute_attn.reference import FULL_LENGTHS, Features, Lengths, ScoreInputs
 from cute_attn.reference import attention as definition
 from cute_attn.reference.tilings import TINY, Scores
@@ -260,11 +261,14 @@ FEATURES = {
 }
 
 
-@pytest.mark.parametrize("features", FEATURES)
-def test_threads_compute_the_definition(features):
+@pytest.mark.parametrize(
+    ("features", "tiling"),
+    [*((name, "warps2x1-32x16") for name in FEATURES), ("causal-softcap-alibi", "wgmma1-64x16")],
+)
+def test_threads_compute_the_definition(features, tiling):
     """Scores, P, tangents and rows' statistics by the kernel's code for each thread; sizes are no whole tiles."""
     problem, dots = (Scores.random(2, 2, 40, 50, seed=i, **FEATURES[features]) for i in range(2))
-    tiling = TINY["warps2x1-32x16"].of(features, op="jvp")
+    tiling = TINY[tiling].of(features, op="jvp")
     if "seqused" in features:
         used = (torch.tensor(x, dtype=torch.int32) for x in ([40, 17], [33, 50]))
         problem = replace(problem, lengths=Lengths(None, None, *used, 40, 50))
@@ -308,10 +312,12 @@ def test_what_the_keys_of_a_row_have_in_common_costs_no_digits():
 
 def test_what_the_kernel_serves():
     assert isinstance(registry.lookup("jvp-sm80-bf16-d256x128-window-softcap", None, "sm90"), JvpSm80)
+    assert isinstance(registry.lookup("jvp-sm90-fp16-d40x128-varlen"), JvpSm90)
     for name, reason in (
         ("jvp-sm80-fp32-d64", "dtype is fp32; accepted: fp16, bf16"),
         ("jvp-sm80-bf16-d256", "head_dim_v is 256; accepted: up to 128"),
-        ("jvp-sm90-bf16-d64", "accepted: jvp-sm80"),
+        ("jvp-sm90-fp32-d64", "dtype is fp32; accepted: fp16, bf16"),
+        ("jvp-sm90-bf16-d192x128", "head_dim is 192; accepted: multiples of 8 up to 128"),
     ):
         with pytest.raises(registry.Unsupported, match=reason):
             registry.lookup(name)

@@ -12,6 +12,7 @@ from torch.func import jacfwd, jvp, vmap
 from torch.nn.attention.flex_attention import create_block_mask
 
 from cute_attn import attention, flex
+from cute_attn.compiler import registry
 from cute_attn.kernels.limits import MAX_DUAL_COLUMNS
 from cute_attn.traits import Traits
 from tests.cases import BY_NAME, CASES
@@ -198,7 +199,7 @@ def needed_kernels(params: dict[str, Any], target: str) -> Iterator[tuple[Traits
     of = params.get("of")
     if of is None or not of.launches:
         return
-    traits = of.traits("sm80", "jvp")
-    launches = -(-traits.head_dim_v // MAX_DUAL_COLUMNS)
+    launches = -(-of.traits("sm80", "jvp").head_dim_v // MAX_DUAL_COLUMNS)
     columns = -(-of.size_v // (8 * launches)) * 8
-    yield replace(traits, head_dim_v=columns), None, target
+    kernels = (replace(of.traits(arch, "jvp"), head_dim_v=columns) for arch in registry.generations(target))
+    yield next(x for x in kernels if registry.known_class(x).supports(x) is None), None, target

@@ -366,17 +366,23 @@ class MainLoop:
                 self.storage.pipeline_v.consumer_wait(n)
                 self.zero_values(Int32(0), cutlass.min(rows, self.kernel.tile.tile_n), n)
 
+    @property
+    def values(self) -> tuple[cute.Tensor, ...]:
+        """V in shared memory, (tile_n, head_dim_v, stages)."""
+        return (self.storage.s_v,)
+
     @cute.jit
     def zero_values(self, begin: Int32, end: Int32, n: Int32) -> None:
         """Zero rows [begin, end) of V's use n, after it is full; a barrier of the warpgroup's threads."""
         kernel, storage = self.kernel, self.storage
-        s_v = storage.s_v[None, None, storage.pipeline_v.stage(n)]
         lane = cute.arch.thread_idx()[0] % WARPGROUP
         vectors = padded(kernel.traits.head_dim_v) // 8
         zeros = cute.make_rmem_tensor(cute.make_layout(8), kernel.dtype)
         zeros.fill(0.0)
-        for i in cutlass.range(lane, (end - begin) * vectors, WARPGROUP, unroll=1):
-            row = cute.local_tile(s_v, (1, 8), (begin + i // vectors, i % vectors))
-            cute.autovec_copy(zeros, row[0, None])
+        for values in self.values:
+            s_v = values[None, None, storage.pipeline_v.stage(n)]
+            for i in cutlass.range(lane, (end - begin) * vectors, WARPGROUP, unroll=1):
+                row = cute.local_tile(s_v, (1, 8), (begin + i // vectors, i % vectors))
+                cute.autovec_copy(zeros, row[0, None])
         cute.arch.fence_proxy("async.shared", space="cta")
         warpgroup_barrier(self.thread.group)

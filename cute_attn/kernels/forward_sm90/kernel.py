@@ -135,7 +135,7 @@ class ForwardSm90:
     @property
     def can_visit_lists(self) -> bool:
         """Plain forwards can skip blocks that a block list leaves out."""
-        return self.traits.op == "forward" and self.tile.pack_heads == 1
+        return self.traits.op in ("forward", "jvp") and self.tile.pack_heads == 1
 
     def score_args(self, inputs: ScoreInputs) -> tuple:
         """The epilogues' arguments of one launch."""
@@ -192,10 +192,11 @@ class ForwardSm90:
     def copies(self) -> Copies:
         """Q and O of a warpgroup, K, V and a bias in shared memory; TMA moves all but Q, into registers, and O."""
         traits, tile, groups = self.traits, self.tile, self.tile.warpgroups
+        numbers = tile.NUMBERS
         d, dv, found = traits.head_dim, traits.head_dim_v, Copies(self, WARPGROUP * groups)
         for name, rows, dim, stages in (
-            *(("k", tile.tile_n, d, tile.num_stages), ("q", ROWS, d, groups)),
-            *(("v", tile.tile_n, dv, tile.num_stages), ("o", ROWS, dv, groups)),
+            *(("k", tile.tile_n, d, numbers * tile.num_stages), ("q", ROWS, d, numbers * groups)),
+            *(("v", tile.tile_n, dv, numbers * tile.num_stages), ("o", ROWS, dv, groups)),
         ):
             found.area(name, (rows, padded(dim), stages), "smem_layout", rows, dim, stages)
         if self.loads_bias_by_tma:
@@ -260,21 +261,43 @@ class ForwardSm90:
         score_args: fakes.ScoreArgs,
         stream: cuda.CUstream,
     ) -> None:
-        traits, tile = self.traits, self.tile
-        key_bytes = 2 * (traits.head_dim + traits.head_dim_v)
-        order = QueryTileOrder.make(seqlens, mQ, mK, key_bytes, tile.queries, tile.pack_heads, traits.causal)
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        inputs = ForwardInputs(
+        inputs = self.inputs(mQ, mK, mV, score_args)
+        outputs = self.outputs(mO, mLSE, mK)
+        self.launch(mQ, mK, inputs, outputs, seqlens, softmax_scale, schedule, score_args, stream)
+
+    def inputs(self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, score_args: tuple) -> ForwardInputs:
+        """The operands, as TMA loads them."""
+        traits, tile, load = self.traits, self.tile, cpasync.CopyBulkTensorTileG2SOp()
+        return ForwardInputs(
             self.rows(load, mQ, 64, traits.head_dim, tile.pack_heads, mK.shape[-2]),
             self.rows(load, mK, tile.tile_n, traits.head_dim),
             self.values(load, mV),
             bias_tma(self.epilogues.bias(score_args), self.bias_layout()) if self.loads_bias_by_tma else None,
         )
-        tma_o = self.rows(
-            cpasync.CopyBulkTensorTileS2GOp(), mO, 64, self.output_columns, tile.pack_heads, mK.shape[-2]
-        )
+
+    def outputs(self, mO: cute.Tensor, mLSE: cute.Tensor, mK: cute.Tensor) -> ForwardOutputs:
+        """O, as TMA stores it, and LSE."""
+        store, heads = cpasync.CopyBulkTensorTileS2GOp(), self.tile.pack_heads
+        return ForwardOutputs(self.rows(store, mO, 64, self.output_columns, heads, mK.shape[-2]), mO, mLSE)
+
+    def launch(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        inputs: ForwardInputs,
+        outputs: Any,
+        seqlens: Any,
+        softmax_scale: Float32,
+        schedule: Any,
+        score_args: tuple,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch as many CTAs as the multiprocessors hold, or as there are work tiles."""
+        traits, tile = self.traits, self.tile
+        key_bytes = 2 * (traits.head_dim + traits.head_dim_v)
+        order = QueryTileOrder.make(seqlens, mQ, mK, key_bytes, tile.queries, tile.pack_heads, traits.causal)
         params = ForwardParams(seqlens, softmax_scale, score_args, order, schedule.counters, mQ.shape[-2])
-        self.kernel(params, inputs, ForwardOutputs(tma_o, mO, mLSE)).launch(
+        self.kernel(params, inputs, outputs).launch(
             grid=[cutlass.min(tile.blocks_per_sm * schedule.multiprocessors, order.total), 1, 1],
             block=[tile.num_threads, 1, 1],
             stream=stream,
@@ -297,6 +320,11 @@ class ForwardSm90:
 
     @cute.kernel
     def kernel(self, params: ForwardParams, inputs: ForwardInputs, outputs: ForwardOutputs) -> None:
+        self.run(params, inputs, outputs)
+
+    @cute.jit
+    def run(self, params: ForwardParams, inputs: ForwardInputs, outputs: Any) -> None:
+        """The CTA's work."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         thread, _, _ = cute.arch.thread_idx()
         storage = self.storage()

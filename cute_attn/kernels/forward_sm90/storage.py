@@ -12,7 +12,6 @@ from cute_attn.device.pipeline import WARPGROUP, PingPong, Pipeline
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.kernels.fakes import CUTE_DTYPES
 from cute_attn.rows.query_buffer import QueryBuffer
-from cute_attn.rows.tma import TmaTiles
 from cute_attn.rows.tma_bias import ROWS, TmaBias
 from cute_attn.tiles import padded
 from cute_attn.work.broadcast import INTS, INTS_OF_SPLITS, STAGES, WorkBroadcast
@@ -73,9 +72,9 @@ class ForwardParams:
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """Operands in global memory; k and v are ``TmaTiles``, or for a cache the classes of ``cute_attn.rows.cached``."""
+    """Operands in global memory: ``TmaTiles`` or, for k and v of a cache, the classes of ``cute_attn.rows.cached``."""
 
-    q: TmaTiles
+    q: Any
     k: Any
     v: Any
     bias: Any  # TmaTiles, or None
@@ -128,6 +127,7 @@ class ConsumerThread:
 def make_storage(kernel: Any) -> ForwardStorage:
     """Barriers, Q, K and V by stages, O by warpgroups (in Q's memory with ``share_qo_smem``), bias tiles."""
     d, dv, tile = kernel.traits.head_dim, kernel.traits.head_dim_v, kernel.tile
+    numbers = tile.NUMBERS
     base = memory.SmemAllocator().allocate(tile.smem_bytes(kernel.traits), byte_alignment=1024)
     barriers = cute.recast_ptr(base, dtype=Int64)
     pipelines: list[Pipeline] = []
@@ -137,7 +137,7 @@ def make_storage(kernel: Any) -> ForwardStorage:
         (tile.num_stages, tile.tile_n, d),
         (tile.num_stages, tile.tile_n, dv),
     ):
-        pipelines.append(Pipeline(barriers + start, stages, 2 * rows * padded(head_dim)))
+        pipelines.append(Pipeline(barriers + start, stages, numbers * 2 * rows * padded(head_dim)))
         start += Pipeline.barrier_bytes(stages) // 8
     area = {name: base + begin for name, (begin, _) in tile.smem_areas(kernel.traits).items()}
     ints = INTS_OF_SPLITS if kernel.traits.divides_keys else INTS
@@ -145,9 +145,9 @@ def make_storage(kernel: Any) -> ForwardStorage:
     start += Pipeline.barrier_bytes(STAGES) // 8
     threads = 32 + (128 + 32 * kernel.loads_bias_by_tma) * tile.warpgroups
     return ForwardStorage(
-        QueryBuffer(smem_tensor(kernel, area["q"], 64, d, tile.warpgroups), pipelines[0], tile),
-        smem_tensor(kernel, area["k"], tile.tile_n, d, tile.num_stages),
-        smem_tensor(kernel, area["v"], tile.tile_n, dv, tile.num_stages),
+        QueryBuffer(smem_tensor(kernel, area["q"], 64, d, numbers * tile.warpgroups), pipelines[0], tile),
+        smem_tensor(kernel, area["k"], tile.tile_n, d, numbers * tile.num_stages),
+        smem_tensor(kernel, area["v"], tile.tile_n, dv, numbers * tile.num_stages),
         smem_tensor(kernel, area["o"], 64, dv, tile.warpgroups),
         pipelines[1],
         pipelines[2],

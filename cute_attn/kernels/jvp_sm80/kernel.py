@@ -28,11 +28,11 @@ from cutlass import Constexpr, Float32, Int32, cute
 
 import layouts
 from cute_attn.device.gemm import Dual, dual_gemm, dual_gemm_rs
-from cute_attn.device.math import add, optimization_barrier, quad_reduce, rematerialize
+from cute_attn.device.math import optimization_barrier, rematerialize
 from cute_attn.device.seqlen import sequence
 from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.softmax import multiply_rows
-from cute_attn.epilogues.tangents import RowTangents, weigh
+from cute_attn.epilogues.tangents import RowTangents
 from cute_attn.kernels import fakes
 from cute_attn.kernels.forward_sm80.kernel import ForwardSm80
 from cute_attn.kernels.forward_sm80.key_groups import KeyGroup
@@ -80,7 +80,6 @@ class DualLoop(MainLoop):
     acc_dot: cute.Tensor  # P S_dot V + P V_dot
     acc_dot_rows: cute.Tensor  # acc_dot as (rows, head_dim_v)
     rows: RowTangents
-    softmax_scale: Float32
 
     @cute.jit
     def scores(self, block: Int32, stage: Int32):
@@ -111,9 +110,8 @@ class DualLoop(MainLoop):
         softmax.advance(scores.acc, factors, masked)
         stored.store_stats(softmax)
         dots = scores.of(self.by_rows(acc[1]))
-        weigh(scores.acc, dots.acc, self.softmax_scale)
         chain.tangents(self.state, dots, saved)
-        self.rows.advance(scores.acc, dots.acc, factors, unseen)
+        self.rows.advance(scores.acc, dots.acc, factors, unseen, False)
         for x in (self.acc_o_rows, self.acc_dot_rows):
             multiply_rows(x, factors)
         dropped = chain.dropout_mask(self.state, scores)
@@ -230,8 +228,7 @@ class JvpSm80(ForwardSm80):
             tangents=tangents,
             acc_dot=acc_dot,
             acc_dot_rows=rows,
-            rows=RowTangents.make(cute.size(rows, mode=[0])),
-            softmax_scale=params.softmax_scale,
+            rows=RowTangents.make(cute.size(rows, mode=[0]), params.softmax_scale),
         )
 
     @cute.jit
@@ -255,14 +252,8 @@ class JvpSm80(ForwardSm80):
         sinks = self.epilogues.sinks_of_rows(
             params.score_args, tile.head, tile.heads_left, loop.score_map(thread)
         )
-        for r in cutlass.range_constexpr(rows):
-            factor, lse[r] = softmax.finish_row(r, rescale, sinks)
-            row_sum, total = (quad_reduce(x[r], add) for x in (softmax.row_sum, loop.rows.total))
-            lse_dot[r], shift = loop.rows.finish(r, softmax, row_sum, total, lse[r], sinks is not None)
-            for c in cutlass.range_constexpr(cute.size(loop.acc_o_rows, mode=[1])):
-                o = loop.acc_o_rows[r, c] * factor
-                loop.acc_o_rows[r, c] = o
-                loop.acc_dot_rows[r, c] = loop.acc_dot_rows[r, c] * factor - shift * o
+        out = (loop.acc_o_rows, loop.acc_dot_rows)
+        loop.rows.normalize(softmax, out, (lse, lse_dot), rescale, sinks)
         thread = optimization_barrier(thread)
         for m, found in ((params.mLSE, lse), (params.mLSEdot, lse_dot)):
             store_lse(m, found, loop.score_map(thread), tile, self.traits.varlen)

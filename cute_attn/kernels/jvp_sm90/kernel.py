@@ -1,0 +1,313 @@
+"""The Hopper forward with its forward-mode derivative: TMA, wgmma and specialised warpgroups.
+
+With a dot for a tangent, P the probabilities of the scores S, and sums over a row's keys::
+
+    S_dot   = epilogues'(softmax_scale * (Q_dot K^T + Q K_dot^T))
+    LSE_dot = sum P S_dot
+    O_dot   = dropout(P (S_dot - LSE_dot)) V + dropout(P) V_dot
+
+It is the forward of :mod:`cute_attn.kernels.forward_sm90` with the products of :mod:`cute_attn.kernels.jvp_sm80`. A
+step has six: three for the scores of a key block and their tangents, and three, of the block before, for O and
+A = P S_dot V + P V_dot. At the end O_dot = A - LSE_dot O. P S_dot is centered
+(:class:`cute_attn.epilogues.tangents.RowTangents`).
+
+A tile of Q, K or V and the tile of its tangent are two neighbouring stages of shared memory, loaded by one pipeline.
+
+Limits: fp16 and bf16, head dims up to 128. Two accumulators of 64 rows and 128 columns leave a consumer thread 112
+registers for scores, P and their tangents.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Boolean, Constexpr, Float32, Int32, cute
+from cutlass.cute.nvgpu import warpgroup
+
+from cute_attn.device.math import convert_to_16_bits, rematerialize
+from cute_attn.device.pipeline import WARPGROUP, Pipeline
+from cute_attn.device.wgmma import issue
+from cute_attn.epilogues.chain import EpilogueChain
+from cute_attn.epilogues.tangents import RowTangents
+from cute_attn.kernels import fakes
+from cute_attn.kernels.forward_sm90.consumer import Consumer, MainLoop
+from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
+from cute_attn.kernels.forward_sm90.storage import (
+    ConsumerThread,
+    ForwardInputs,
+    ForwardParams,
+    ForwardStorage,
+    Fragments,
+    PipelineState,
+    make_fragments,
+)
+from cute_attn.kernels.jvp_sm90.heuristics import default_tile
+from cute_attn.kernels.limits import MAX_DUAL_COLUMNS, beyond
+from cute_attn.kernels.step import StepContent, wgmma_count
+from cute_attn.outputs.lse import store_lse
+from cute_attn.outputs.staged_output import ForwardOutputs, OutputStore
+from cute_attn.rows.tma import TmaTiles
+from cute_attn.tiles import JvpSm90Tile, padded
+from cute_attn.traits import Traits
+from cute_attn.work.query_tiles import QueryTile
+
+
+@dataclass(frozen=True)
+class DualTiles:
+    """A tensor and its tangent: each tile and its tangent's are loaded together, to two neighbouring stages."""
+
+    value: TmaTiles
+    tangent: TmaTiles
+
+    @property
+    def atom(self) -> cute.CopyAtom:
+        """Of the value."""
+        return self.value.atom
+
+    def _both(self, name: str, *arguments: Any) -> tuple[cute.Tensor, cute.Tensor]:
+        first, second = (getattr(x, name)(*arguments) for x in (self.value, self.tangent))
+        return first, second
+
+    def sequence(self, first_row: Int32, head: Int32, batch: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+        """As ``TmaTiles.sequence``, of both."""
+        return self._both("sequence", first_row, head, batch)
+
+    def sequence_of_tile(self, first_row: Int32, tile: QueryTile) -> tuple[cute.Tensor, cute.Tensor]:
+        """As ``TmaTiles.sequence_of_tile``, of both."""
+        return self._both("sequence_of_tile", first_row, tile)
+
+    def load(self, tiles: tuple, n: Int32, target: cute.Tensor, pipeline: Pipeline, use: Int32) -> None:
+        """Start loading tile n of both into their stages of ``target`` (rows, cols, 2 stages)."""
+        for i, own in enumerate((self.value, self.tangent)):
+            stage = 2 * pipeline.stage(use) + i
+            own.load_part(tiles[i], n, target[None, None, stage], pipeline, use)
+
+    def load_part(self, tiles: tuple, part: int, target: cute.Tensor, pipeline: Pipeline, use: Int32) -> None:
+        """Start loading into ``target`` (rows, cols): even parts are tiles of the value, odd ones of the tangent."""
+        own = self.tangent if part % 2 else self.value
+        own.load_part(tiles[part % 2], part // 2, target, pipeline, use)
+
+
+@dataclass(frozen=True)
+class DualOutputs:
+    """Results and their tangents in global memory."""
+
+    value: ForwardOutputs
+    tangent: ForwardOutputs
+
+
+def every_second(tensor: cute.Tensor, first: int) -> cute.Tensor:
+    """(rows, cols, 2 stages) as (rows, cols, stages): the stages first, first + 2, ..."""
+    layout, stages = tensor.layout, cute.size(tensor, mode=[2]) // 2
+    (rows, cols, _), (d_rows, d_cols, _) = layout.shape, layout.stride
+    layout = cute.make_layout((rows, cols, stages), stride=(d_rows, d_cols, layout((0, 0, 2))))
+    return cute.make_tensor(tensor[None, None, first].iterator, layout)
+
+
+def storage_of(storage: ForwardStorage, which: int) -> ForwardStorage:
+    """The shared storage with the operands, or with their tangents if ``which`` is 1."""
+    q = replace(storage.q, tensor=every_second(storage.q.tensor, which))
+    return replace(storage, q=q, s_k=every_second(storage.s_k, which), s_v=every_second(storage.s_v, which))
+
+
+@dataclass(frozen=True)
+class DualLoop(MainLoop):
+    """The forward's main loop on dual numbers: scores and their tangents are pairs."""
+
+    tangents: Fragments  # of the operands' tangents; its acc_o is A
+    s_vdot: cute.Tensor
+    rows: RowTangents
+
+    @property
+    def values(self) -> tuple[cute.Tensor, ...]:
+        return self.storage.s_v, self.s_vdot
+
+    def score_tile(self, block: Int32, n: Int32):
+        """Registers of both, and the epilogues' loads from global memory."""
+        scores, acc_s, loaded = super().score_tile(block, n)
+        dots = cute.make_rmem_tensor_like(acc_s)
+        return (scores, scores.of(self.score_map.view(dots))), (acc_s, dots), loaded
+
+    @cute.jit
+    def start_qk(self, acc_s: tuple, n: Int32) -> None:
+        """Issue Q K^T and its tangent with use n of K's pipeline, as one wgmma group."""
+        op, dot, mma = self.thread.fragments, self.tangents, self.kernel.mma_qk()
+        k, k_dot = (x.k[None, None, None, self.storage.pipeline_k.stage(n)] for x in (op, dot))
+        warpgroup.fence()
+        issue(mma, acc_s[0], op.q, k, False)
+        issue(mma, acc_s[1], dot.q, k, False)
+        issue(mma, acc_s[1], op.q, k_dot, True)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def start_pv(self, n: Int32) -> None:
+        """Issue O += P V and A += P S_dot V + P V_dot with use n of V's pipeline, as one wgmma group."""
+        op, dot, mma = self.thread.fragments, self.tangents, self.kernel.mma_pv()
+        v, v_dot = (x.v[None, None, None, self.storage.pipeline_v.stage(n)] for x in (op, dot))
+        warpgroup.fence()
+        issue(mma, op.acc_o, op.p_operand, v, True)
+        issue(mma, dot.acc_o, dot.p_operand, v, True)
+        issue(mma, dot.acc_o, op.p_operand, v_dot, True)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def probabilities(
+        self,
+        scores: tuple,
+        loaded: tuple,
+        masked: Constexpr,
+        frozen: Constexpr,
+        partial: Boolean | None = None,
+        ends: Constexpr = False,
+    ) -> None:
+        """Scores to probabilities, and their tangents to P (S_dot - center)."""
+        (tile, dots), chain, softmax = scores, self.kernel.epilogues, self.softmax
+        factors, row_max = self.thread.fragments.factors, softmax.row_max
+        saved = chain.forward(self.state, tile, loaded, masked, partial, ends)
+        unseen = tuple(row_max[r] == -Float32.inf for r in range(0 if frozen else cute.size(row_max)))
+        if cutlass.const_expr(frozen):
+            softmax.advance_frozen(tile.acc)
+        else:
+            softmax.advance(tile.acc, factors, masked)
+        chain.tangents(self.state, dots, saved)
+        # Keys beyond the sequence may be NaN.
+        self.rows.advance(tile.acc, dots.acc, None if frozen else factors, unseen, masked)
+
+    @cute.jit
+    def convert(self, scores: tuple, acc_s: tuple) -> None:
+        """Convert P and P S_dot to 16 bits with dropout."""
+        chain = self.kernel.epilogues
+        dropped = chain.dropout_mask(self.state, scores[0])
+        for acc, own in ((acc_s[0], self.thread.fragments), (acc_s[1], self.tangents)):
+            convert_to_16_bits(acc, own.p)
+            chain.zero_dropped(dropped, self.score_map.view(own.p))
+
+    def rescale(self, step: Int32) -> None:
+        """Rescale O and A so far to the row maxima after the block of ``step``."""
+        factors = self.thread.fragments.factors
+        for own in (self.thread.fragments, self.tangents):
+            self.softmax.rescale(own.acc_o_rows, factors)
+
+
+@dataclass(frozen=True)
+class DualConsumer(Consumer):
+    """One warpgroup: O, LSE and their tangents of its rows of every work tile."""
+
+    tangents: Fragments
+    s_vdot: cute.Tensor
+
+    def main_loop(self, tile: QueryTile, uses: PipelineState) -> DualLoop:
+        """As the forward's, with A and all sums of tangents zero."""
+        forward = super().main_loop(tile, uses)
+        self.tangents.acc_o.fill(0.0)
+        count = cute.size(self.tangents.acc_o_rows, mode=[0])
+        rows = RowTangents.make(count, self.params.softmax_scale)
+        own = (self.tangents, self.s_vdot, rows)
+        return DualLoop(*(getattr(forward, field.name) for field in fields(MainLoop)), *own)  # type: ignore[call-arg]
+
+
+@dataclass(frozen=True)
+class DualResults:
+    """O and its tangent through shared memory, one after the other; LSE and its tangent from registers."""
+
+    params: ForwardParams
+    outputs: DualOutputs
+
+    @cute.jit
+    def store(self, loop: DualLoop) -> OutputStore:
+        """Normalize and store; a TMA store may be pending afterwards."""
+        thread, group = rematerialize(loop.thread.index), loop.thread.group
+        kernel, tile, value, tangent = loop.kernel, loop.query_tile, loop.thread.fragments, loop.tangents
+        layout = cute.make_layout(len(loop.score_map.modes.rows))
+        lse, lse_dot = (cute.make_rmem_tensor(layout, Float32) for _ in range(2))
+        sinks, rescale = loop.sinks(self.params, thread), kernel.epilogues.rescale(loop.state)
+        out = (value.acc_o_rows, tangent.acc_o_rows)
+        loop.rows.normalize(loop.softmax, out, (lse, lse_dot), rescale, sinks)
+        for m, found in ((self.outputs.value, lse), (self.outputs.tangent, lse_dot)):
+            store_lse(m.mLSE, found, kernel.score_map(thread), tile, kernel.traits.varlen)
+        s_o, lane = loop.storage.s_o[None, None, group], thread % WARPGROUP
+        OutputStore(kernel, self.outputs.value, s_o, group, lane).store(value.acc_o, tile)
+        output = OutputStore(kernel, self.outputs.tangent, s_o, group, lane)
+        output.store(tangent.acc_o, tile)
+        return output
+
+
+@dataclass(frozen=True)
+class JvpSm90(ForwardSm90):
+    """Kernel of the forward and its forward-mode derivative, of (traits, tile); ``__call__`` launches it."""
+
+    tile: JvpSm90Tile
+
+    @classmethod
+    def supports(cls, traits: Traits) -> str | None:
+        if (traits.op, traits.arch) != ("jvp", "sm90"):
+            return f"it computes jvp-sm90, not {traits.op}-{traits.arch}"
+        return beyond(traits, most=MAX_DUAL_COLUMNS) or EpilogueChain.decline(traits)
+
+    @classmethod
+    def default_tile(cls, traits: Traits, target: str) -> JvpSm90Tile:
+        return default_tile(traits, target)
+
+    def for_lengths(self, *sizes: Any, **more: Any) -> "JvpSm90":
+        """This kernel: its tile serves all lengths."""
+        return self
+
+    def step_content(self) -> StepContent:
+        tile, d, dv = self.tile, padded(self.traits.head_dim), padded(self.traits.head_dim_v)
+        qk = 3 * wgmma_count(tile.tile_m, tile.tile_n, d, tile.warpgroups)
+        pv = 3 * wgmma_count(tile.tile_m, dv, tile.tile_n, tile.warpgroups)
+        elements = tile.tile_n // 2
+        loaded = 4 * tile.tile_n * (d + dv)
+        exp2 = elements * (1 + self.traits.softcap) + (0 if tile.speculative else 2)
+        return StepContent(qk + pv, exp2, elements, 4 * tile.warpgroups, async_bytes=loaded)
+
+    # ---- host ----
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: fakes.HeadRows,
+        mK: fakes.HeadRows,
+        mV: fakes.HeadRows,
+        mQdot: fakes.HeadRows,
+        mKdot: fakes.HeadRows,
+        mVdot: fakes.HeadRows,
+        mO: fakes.HeadRows,
+        mLSE: fakes.RowNumbers,
+        mOdot: fakes.HeadRows,
+        mLSEdot: fakes.RowNumbers,
+        seqlens: fakes.Lengths,
+        softmax_scale: Float32,
+        schedule: fakes.ForwardCounters,
+        score_args: fakes.ScoreArgs,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch. Each tangent is as its tensor, with strides of its own."""
+        value, tangent = (self.inputs(*own, score_args) for own in ((mQ, mK, mV), (mQdot, mKdot, mVdot)))
+        pairs = zip((value.q, value.k, value.v), (tangent.q, tangent.k, tangent.v), strict=True)
+        q, k, v = (DualTiles(*pair) for pair in pairs)
+        inputs = ForwardInputs(q, k, v, None)
+        outputs = DualOutputs(self.outputs(mO, mLSE, mK), self.outputs(mOdot, mLSEdot, mK))
+        self.launch(mQ, mK, inputs, outputs, seqlens, softmax_scale, schedule, score_args, stream)
+
+    # ---- device ----
+
+    @cute.kernel
+    def kernel(self, params: ForwardParams, inputs: ForwardInputs, outputs: DualOutputs) -> None:
+        self.run(params, inputs, outputs)
+
+    def consume(
+        self,
+        params: ForwardParams,
+        storage: ForwardStorage,
+        outputs: DualOutputs,  # type: ignore[override]
+        warp: Int32,
+        thread: Int32,
+    ) -> None:
+        """By a warp of a consumer warpgroup: its rows of all work tiles."""
+        value, tangent = (storage_of(storage, i) for i in range(2))
+        consumer = ConsumerThread.make(self, value, thread - WARPGROUP)
+        tangents = make_fragments(self, tangent, consumer.group)
+        results = DualResults(params, outputs)
+        DualConsumer(self, params, value, consumer, MainLoop, results, tangents, tangent.s_v).run()
