@@ -14,8 +14,11 @@ from tests.fuzz.grammar import Choices
 from tests.fuzz.judge import Fault, judge
 
 CHUNKS, CASES = 4, 100
-AT_ONCE = 6
-"""Rules in a function of ``test_rules_as_device_code``, which is built as a whole."""
+PARTS, AT_ONCE = 5, 11
+"""Rules in a function of ``test_rules_as_device_code``, which is built as a whole: more make scores too large.
+
+The first two have those that read ``table`` itself; copies of it, which later ones read, have gradients of their own.
+"""
 
 
 def test_the_oracle_imports_torch_alone():
@@ -83,10 +86,10 @@ def test_each_rule_of_the_grammar():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", range(PARTS))
 def test_rules_as_device_code(part):
     rules = [*dict.fromkeys(each_rule())]
-    for first in range(part * AT_ONCE, len(rules), 8 * AT_ONCE):
+    for first in range(part * AT_ONCE, len(rules), PARTS * AT_ONCE):
         case = case_of(*rules[first : first + AT_ONCE])
         assert emulated.judge(case).kind == "right", case
 

@@ -273,9 +273,11 @@ def test_a_kernel_gets_a_positive_scale(scale, cuda_on_cpu):
 PAGES_OF_16 = Case((150, 290), page=16, capacity=304, dims=(128, 128))
 
 
-def launched(case, dtype=torch.float16, shifted=False, **options):
-    """A call of a case; shifted: its keys start 4 bytes behind a multiple of 16."""
+def launched(case, dtype=torch.float16, shifted=False, capacity=None, **options):
+    """A call of a case; shifted: its keys start 4 bytes behind a multiple of 16; capacity: of copies of a row."""
     problem = Problem(case, dtype=dtype)
+    if capacity:
+        problem.k, problem.v = (x[:, :1].expand(-1, capacity, -1, -1) for x in (problem.k, problem.v))
     if shifted:
         problem.k = torch.zeros(problem.k.numel() + 2, dtype=dtype)[2:].view(problem.k.shape)
     return kvcache.attend_cuda(*arguments_of(problem, **options))
@@ -284,7 +286,7 @@ def launched(case, dtype=torch.float16, shifted=False, **options):
 REFUSED = """
 launched(Case((5, 0), new=(1, 1), dims=(20, 12)), shifted=True)
     -> ValueError: k_cache starts 4 bytes past a multiple of 8; accepted: aligned as its rows are
-launched(Case((5,), dims=(320, 320), capacity=1024 * 513), same_bits=True)
+launched(Case((5,), dims=(320, 320)), capacity=1024 * 513, same_bits=True)
     -> ValueError: same_bits is True with a capacity of 525312 and head dims above 256; accepted: up to 524288
 launched(Case((150, 290), page=12, capacity=300, dims=(128, 128)), same_bits=True)
     -> Unsupported: same_bits is True on sm90, with pages of 12 rows ... accepted: on Hopper, pages of multiples of 8
