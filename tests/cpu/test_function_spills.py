@@ -118,7 +118,6 @@ FUNCTIONS = {
     "rational": lambda pages: "shown_rational",
     "relative_position": lambda pages: load("custom_epilogue").RelativePosition.name,
     "softcap-and-document": lambda pages: traced(softcap, same_document),
-    "images": lambda pages: traced(images()[0]),
     "document-blocks": lambda pages: listed(same_document),
     "causal_bias-blocks": lambda pages: f"{traced(causal_bias)}-{listed(same_document)}",
     "image-blocks": lambda pages: f"{traced(images()[0])}-{listed(images()[1])}",
