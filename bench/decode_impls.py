@@ -20,6 +20,7 @@ Implementation = Callable[[Row, Inputs], dict[str, Call]]
 FA3_SPLITS = (4, 16, 32)
 """Numbers of splits that FlashAttention-3 is called with, beside its own choice."""
 _FA2_PAGE = 256
+_FLASHMLA_PAGE = 64
 
 
 def ours(kernel: str | None, tile: str | None = None, num_splits: int = 0) -> Implementation:
@@ -170,6 +171,29 @@ def fa4(row: Row, x: Inputs) -> dict[str, Call]:
     return {"": call}
 
 
+def flashmla(row: Row, x: Inputs) -> dict[str, Call]:
+    """FlashMLA, as SGLang builds it, with the schedule computed beforehand: latent caches in pages of 64 rows."""
+    try:
+        from sgl_kernel.flash_mla import (  # type: ignore[import-not-found]
+            flash_mla_with_kvcache,
+            get_mla_metadata,
+        )
+    except ImportError as error:
+        raise Declined(f"FlashMLA is not installed ({error})") from error
+    if not row.latent or row.page != _FLASHMLA_PAGE or row.append or row.packed or row.window:
+        raise Declined(f"FlashMLA decodes latent caches in pages of {_FLASHMLA_PAGE}")
+
+    @functools.cache
+    def metadata() -> Any:
+        return get_mla_metadata(x.cache_seqlens, row.queries * row.heads[0], 1, row.heads[0])
+
+    def call(x: Inputs) -> Tensor:
+        where = (x.k_cache, x.page_table, x.cache_seqlens, row.dims[1])
+        return flash_mla_with_kvcache(x.q, *where, *metadata(), causal=row.causal)[0]
+
+    return {"": call}
+
+
 def cudnn(row: Row, x: Inputs) -> dict[str, Call]:
     """cuDNN through torch's scaled_dot_product_attention: contiguous caches, all of them full."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -193,7 +217,13 @@ def cudnn(row: Row, x: Inputs) -> dict[str, Call]:
 
 
 OURS = {"cute_attn/sm90": "sm90", "cute_attn/sm80": "sm80"}
-PEERS: dict[str, Implementation] = {"fa3": fa3, "fa2": fa2, "fa4": fa4, "cudnn": cudnn}
+PEERS: dict[str, Implementation] = {
+    "fa3": fa3,
+    "fa2": fa2,
+    "fa4": fa4,
+    "flashmla": flashmla,
+    "cudnn": cudnn,
+}
 IMPLEMENTATIONS: dict[str, Implementation] = PEERS | {name: ours(arch) for name, arch in OURS.items()}
 
 
