@@ -123,17 +123,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple:
-        *tensors, out, lse = ctx.saved_tensors
-        asked = ctx.needs_input_grad[1:]
-        if asked[_FIELDS.index("alibi_slopes")] or any(asked[NUM_TENSORS:]):
-            raise NotImplementedError(NO_GRADIENT)
-        found: list[Tensor | None] = [None] * len(asked)
-        needed = tuple(asked[i] for i in _INDICES)
-        if any(needed) and not (grad_out is None and grad_lse is None):
-            grads = _Backward.apply(ctx.rest, needed, grad_out, grad_lse, out, lse, *tensors)
-            for i in [i for i, wanted in zip(_INDICES, needed, strict=True) if wanted]:
-                found[i], *grads = grads
-        return None, *found
+        return None, *_gradients(ctx, ctx.needs_input_grad[1:], grad_out, grad_lse)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -149,6 +139,22 @@ class _Forward(torch.autograd.Function):
             merged = _merged(info.batch_size, tensors, dims)
             found = [x.unflatten(0, (info.batch_size, -1)) for x in _Forward.apply(rest, *merged)]
         return tuple(found), (0,) * len(found)
+
+
+def _gradients(
+    ctx: Any, asked: tuple[bool, ...], grad_out: Tensor | None, grad_lse: Tensor | None
+) -> list[Tensor | None]:
+    """The gradients of a call's tensors, which ``ctx`` has saved with out and lse; asked: which are needed."""
+    *tensors, out, lse = ctx.saved_tensors
+    if asked[_FIELDS.index("alibi_slopes")] or any(asked[NUM_TENSORS:]):
+        raise NotImplementedError(NO_GRADIENT)
+    found: list[Tensor | None] = [None] * len(asked)
+    needed = tuple(asked[i] for i in _INDICES)
+    if any(needed) and not (grad_out is None and grad_lse is None):
+        grads = _Backward.apply(ctx.rest, needed, grad_out, grad_lse, out, lse, *tensors)
+        for i in [i for i, wanted in zip(_INDICES, needed, strict=True) if wanted]:
+            found[i], *grads = grads
+    return found
 
 
 class _Derivative(torch.autograd.Function):
@@ -207,13 +213,29 @@ class _Jvp(_Derivative):
     """Arguments: rest of :class:`_Forward`, the number of tangents, a tangent or None for each of q, k, v, bias, sinks
     and the epilogues' tensors, and the tensors of :class:`_Forward`.
 
-    Returns out, lse and their tangents.
+    Returns out, lse and their tangents. out and lse have gradients, as a loss with a stopped tangent asks for.
     """
 
     @staticmethod
     def forward(rest: tuple, number: int, *given: Any) -> tuple[Tensor, ...]:
         tangents, tensors = list(given[:number]), given[number:]
         return torch.ops.cute_attn.jvp.default(tangents, *_call(rest, tensors).values(ATTENTION))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        rest, number, *given = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*given[number:], *output[:2])
+        ctx.rest, ctx.number = rest, number
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *of_tangents: Tensor | None
+    ) -> tuple:
+        if any(x is not None for x in of_tangents):
+            raise NotImplementedError(_NO_SECOND)
+        first = 2 + ctx.number
+        return *(None,) * first, *_gradients(ctx, ctx.needs_input_grad[first:], grad_out, grad_lse)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, rest: tuple, number: int, *given: Any) -> tuple[tuple, tuple]:

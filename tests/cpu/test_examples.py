@@ -276,3 +276,27 @@ def test_the_seed_is_as_pytorch_takes_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "default_generators", {-1: generator})
     state = programs.load("train_gpt").torch_rng_state(torch.empty(2, 5, 3, 8))
     assert state.tolist() == [-3, 8] and generator.offset == 8 + 32 * 2 * 3
+
+
+# ---- a loss with a forward-mode derivative ----
+
+MEANFLOW = "meanflow --device cpu --steps 3"
+
+
+def test_both_attentions_learn_the_mean_velocity_alike(monkeypatch, capsys):
+    programs.run(monkeypatch, MEANFLOW)
+    assert "largest difference" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("of", ["output", "tangent"])
+def test_a_wrong_attention_or_tangent_is_detected(monkeypatch, of):
+    example = programs.load("meanflow")
+    plain = example.attention
+
+    def wrong(q, k, v):
+        out = plain(q, k, v)
+        return 1.01 * out if of == "output" else out.detach() + 1.01 * (out - out.detach())
+
+    monkeypatch.setattr(example, "attention", wrong)
+    with pytest.raises(SystemExit, match="differ by more than rounding"):
+        programs.run(monkeypatch, MEANFLOW)

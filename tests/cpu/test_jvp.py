@@ -195,6 +195,27 @@ def test_of_other_transforms():
         jvp(lambda q: jvp(loss, (q,), (dots["q"],))[1], (given["q"],), (dots["q"],))
 
 
+@pytest.mark.parametrize("functional", [True, False])
+def test_gradients_of_what_has_a_tangent(functional):
+    """A loss of out and LSE, beside their tangents: MeanFlow's."""
+    given, dots = tensors(), tensors(seed=10)
+    weights = [randn(2, 5, 4, 4, seed=40), randn(2, 4, 5, seed=41)]
+
+    def loss(found):
+        return sum((x * w).sum() for x, w in zip(found, weights, strict=True))
+
+    def of_ours(given):
+        return loss(jvp(lambda x: attention(**x, causal=True, return_lse=True), (given,), (dots,))[0])
+
+    leaves = {name: x.clone().requires_grad_() for name, x in given.items()}
+    expected = torch.autograd.grad(loss(dense(**leaves, mask=causal)), list(leaves.values()))
+    if functional:
+        found = grad(of_ours)(given).values()
+    else:
+        found = torch.autograd.grad(of_ours(leaves), list(leaves.values()))
+    same(tuple(found), expected)
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_in_compiled_code(inside):
     """jvp inside a graph, and a compiled function of dual tensors."""
