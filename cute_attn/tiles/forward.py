@@ -320,7 +320,7 @@ class ForwardTermsTile(ForwardSm80Tile):
 
 @dataclass(frozen=True)
 class JvpSm80Tile(ForwardSm80Tile):
-    """Tile of the forward with its forward-mode derivative: each operand has its tangent beside it, and O as well."""
+    """Tile of the forward with its forward-mode derivative: each operand has its tangent next to it, and O as well."""
 
     tile_m: int = choice(64, 32, 64, 128)
     tile_n: int = choice(64, *range(16, 129, 16))
@@ -480,7 +480,7 @@ class ForwardSm90Tile(Tile):
 
 @dataclass(frozen=True)
 class JvpSm90Tile(ForwardSm90Tile):
-    """Tile of the Hopper forward with its forward-mode derivative: each operand has its tangent beside it.
+    """Tile of the Hopper forward with its forward-mode derivative: each operand has its tangent next to it.
 
     O and its tangent are stored one after the other, through the same shared memory.
     """
