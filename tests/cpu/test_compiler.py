@@ -558,6 +558,7 @@ KERNELS = {
     "jvp_sm80": {"forward_sm80"},
     "forward_sm90": set(),
     "kvcache_sm90": {"forward_sm90"},
+    "jvp_sm90": {"forward_sm90"},
     "head_dim_512_sm90": {"forward_sm90"},
     "kvcache_512_sm90": {"forward_sm90", "head_dim_512_sm90", "kvcache_sm90"},
     "backward_sm80": set(),
