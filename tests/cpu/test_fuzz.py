@@ -17,7 +17,7 @@ CHUNKS, CASES = 4, 100
 PARTS, AT_ONCE = 5, 11
 """Rules in a function of ``test_rules_as_device_code``, which is built as a whole: more make scores too large.
 
-The first two have those that read ``table`` itself; copies of it, which later ones read, have gradients of their own.
+Some larger groups also fail in the emulator's gradient of ``table``, for a reason that was not found.
 """
 
 

@@ -62,7 +62,7 @@ class DualTiles:
 
     @property
     def atom(self) -> cute.CopyAtom:
-        """Of the value."""
+        """The atom of the value's loads."""
         return self.value.atom
 
     def _both(self, name: str, *arguments: Any) -> tuple[cute.Tensor, cute.Tensor]:
