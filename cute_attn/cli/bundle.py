@@ -14,6 +14,7 @@ from cute_attn.cli.options import (
     Target,
     TileText,
     Workers,
+    check_kernels,
     complete_name,
     import_kernels,
     show_building,
@@ -21,7 +22,6 @@ from cute_attn.cli.options import (
 )
 from cute_attn.lab.tables import counted, sized
 from cute_attn.tiles import TARGETS
-from cute_attn.traits import Traits
 
 
 def bundle(
@@ -59,8 +59,7 @@ def bundle(
     wanted = list(filter(None, targets.split(",")))
     if not set(wanted) <= set(TARGETS):
         raise ValueError(f"--target is {targets!r}; accepted: some of {', '.join(TARGETS)}, with commas")
-    for name in names or ():
-        Traits.parse(name)
+    check_kernels(names or (), tile, wanted[0] if len(wanted) == 1 else None)
     with working("choosing kernels"):
         import_kernels()
         from cute_attn.host import common_calls
@@ -96,8 +95,7 @@ def export(
 
     A backward comes with the kernels that its calls launch. examples/cpp calls a forward, a backward and a decode.
     """
-    for name in names:
-        Traits.parse(name)
+    check_kernels(names, tile, target)
     with working("building: seconds each, the first time"):
         import_kernels()
         requests = lab.bundles.named_requests(names, tile, [target] if target else [])

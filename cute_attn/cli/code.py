@@ -16,12 +16,15 @@ from cute_attn.cli.options import (
     Target,
     Verbose,
     answer,
+    check_first,
     complete_tile,
     import_kernels,
     is_verbose,
+    look_up,
     show,
     working,
 )
+from cute_attn.compiler import registry
 
 _TILES = "Fields of the default tile to change: tile_n=128,num_stages=2; may be repeated."
 Tiles = Annotated[list[str] | None, typer.Option("--tile", autocompletion=complete_tile, help=_TILES)]
@@ -95,6 +98,7 @@ def _verdicts(sides: Sequence["Side"], target: str | None, lines: bool) -> list[
     """The verdict of each side; several that are not built yet are built at the same time."""
     if not sides:
         return []
+    check_first(lambda: _check_sides(sides, target))
     with working("loading the compiler") as say:
         import_kernels()
         what = " and ".join(dict.fromkeys(f"{name} {tile or ''}".strip() for name, tile in sides))
@@ -103,6 +107,18 @@ def _verdicts(sides: Sequence["Side"], target: str | None, lines: bool) -> list[
         # Of several tiles, one that does not fit is a column that says why.
         refuse = len(sides) == 1
         return [lab.verdict.verdict(name, tile, target, lines=lines, refuse=refuse) for name, tile in sides]
+
+
+def _check_sides(sides: Sequence["Side"], target: str | None) -> None:
+    """Raise ValueError if no side fits, or one has a tile that is none."""
+    reasons = []
+    for name, tile in sides:
+        try:
+            look_up(name, tile, target)
+        except registry.Unsupported as reason:
+            reasons.append(str(reason))
+    if len(reasons) == len(sides):
+        raise ValueError("; ".join(dict.fromkeys(reasons)))
 
 
 Side = tuple[str, str | None]

@@ -1,6 +1,7 @@
 """The commands of the laboratory that use a GPU: ab and tune."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,18 +9,22 @@ import typer
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from cute_attn import lab
-from cute_attn.cli.code import Tiles
+from cute_attn.cli.code import Side, Tiles
 from cute_attn.cli.options import (
     Name,
     Other,
     Page,
     Target,
+    check_first,
     live_progress,
+    look_up,
     make_console,
+    need_compiler,
     need_gpu,
     working,
     writable_file,
 )
+from cute_attn.traits import did_you_mean
 
 _SIZES = "Sizes: b2-s8192-h16, s512x8192-h32x8, or a workload's name; repeatable. Default: s2048, s8192."
 Workloads = Annotated[list[str] | None, typer.Option("--workload", "--workloads", help=_SIZES)]
@@ -30,12 +35,20 @@ Output = Annotated[
 ]
 
 
+def _known_peer(peer: str | None) -> str | None:
+    known = lab.benchmark.PEERS
+    if peer not in (None, *known):
+        raise ValueError(f"--peer is {peer!r}{did_you_mean(peer, known)}; accepted: {', '.join(known)}")
+    return peer
+
+
 def ab_of_tiles(
     name: Name,
     other: Other = None,
     tiles: Tiles = None,
     peer: Annotated[
-        str | None, typer.Option("--peer", help="B: fa4, fa3, cudnn, fa2, mem_efficient or ffpa.")
+        str | None,
+        typer.Option("--peer", callback=_known_peer, help="B: fa4, fa3, cudnn, fa2, mem_efficient or ffpa."),
     ] = None,
     workloads: Workloads = None,
     resolution: Annotated[
@@ -52,9 +65,10 @@ def ab_of_tiles(
     tiles = tiles or [""]
     if len(tiles) > 2 or (peer and (other or len(tiles) > 1)):
         raise ValueError("B is given more than once; accepted: one of NAME2, --peer and a second --tile")
-    if not (peer or workloads):  # else the rest may be wrong, which is said first
-        need_gpu()
     second: Any = peer or (other or name, tiles[1] if len(tiles) > 1 else tiles[0] if other else None)
+    sides: list[Side] = [(name, tiles[0])] if peer else [(name, tiles[0]), second]
+    check_first(lambda: _look_up(sides, None, workloads))
+    need_gpu()
     with working("building") as say:
         found = lab.race.ab(
             (name, tiles[0]), second, workloads or (), resolution=resolution, budget_s=budget, progress=say
@@ -64,6 +78,18 @@ def ab_of_tiles(
     console = make_console()
     console.print(found.table())
     console.print(found.sentence, highlight=False, markup=False)
+
+
+def _look_up(
+    sides: Sequence[Side], target: str | None, workloads: list[str] | None, space: str | None = None
+) -> None:
+    """Raise ValueError for a kernel, a tile, a workload or a space that is none."""
+    for name, tile in sides:
+        kernel = look_up(name, tile, target)
+        for workload in workloads or ():
+            lab.workloads.parse(workload, kernel.traits)
+        if space:
+            lab.space.Space.parse(space, kernel.tile)
 
 
 _SHOWN = ("{task.completed} of {task.total}", "{task.fields[best]}", "{task.description}")
@@ -97,7 +123,9 @@ def tune_tile(
     page: Page = None,
 ) -> None:
     """Search for a faster tile within a budget; after Ctrl-C the same command goes on."""
-    if not (static or space or workloads):
+    check_first(lambda: _look_up([(name, None)], target, workloads, space))
+    need_compiler()
+    if not static:
         need_gpu("--static (static_only=True) ranks without one")
     console = make_console()
     columns = (BarColumn(bar_width=20), *(TextColumn(text, markup=False) for text in _SHOWN))

@@ -21,7 +21,7 @@ from rich.markup import escape
 import cute_attn
 
 # The laboratory's modules are loaded on first use (``lab.tune``), and torch inside commands: --help needs neither.
-from cute_attn import _without_dsl, lab
+from cute_attn import lab
 from cute_attn.cli import bundle, code, doctor, gpu, hub, run, table
 from cute_attn.cli.errors import described
 from cute_attn.cli.options import (
@@ -35,10 +35,12 @@ from cute_attn.cli.options import (
     Verbose,
     Workers,
     answer,
+    check_kernels,
     import_kernels,
     import_names,
     is_verbose,
     make_console,
+    need_compiler,
     need_gpu,
     set_pager,
     show,
@@ -260,6 +262,7 @@ def compile_kernel(
     verbose: Verbose = False,
 ) -> None:
     """Build a kernel, with or without a GPU, and print what it costs."""
+    check_kernels([name], tile, target)
     with working(f"building {name}: seconds, the first time"):
         import_kernels()
         compiled = compile(name, tile or None, target)
@@ -315,6 +318,7 @@ def _spaced(tile: Any) -> str:
 @app.command("check")
 def check_kernel(name: Name, tile: TileText = "", target: Target = None) -> None:
     """Check a tile's fit, the layouts of shared memory, a build for spills and, on a GPU, against the reference."""
+    check_kernels([name], tile, target)
     import torch
 
     import_kernels()
@@ -400,6 +404,7 @@ def bench_kernel(
     as_json: AsJson = False,
 ) -> None:
     """Time a kernel on the GPU, alone or with its peers in the same run."""
+    check_kernels([name], tile)
     need_gpu()
     import torch
 
@@ -433,6 +438,7 @@ def draw_kernel(
     svg: Annotated[bool, typer.Option("--svg", help="Draw SVG instead of PNG.")] = False,
 ) -> None:
     """Draw a kernel's shared-memory layouts, copies and MMA."""
+    check_kernels([name], tile, target)
     import_kernels()
     with working("drawing"):
         paths = list(
@@ -497,10 +503,12 @@ def cache_prebuild(
     workers: Workers = None,
 ) -> None:
     """Build NAMEs, the kernels of a program, or every default kernel, in parallel processes."""
+    if like and (names or tile or target):
+        raise ValueError("--like is given beside NAMEs, --tile or --target; accepted: --like alone")
+    check_kernels(names or (), tile, target)
+    need_compiler()
     requests: list[tuple[Traits, Any, str | None]]
     if like:
-        if names or tile or target:
-            raise ValueError("--like is given beside NAMEs, --tile or --target; accepted: --like alone")
         requests = lab.bundles.like(like)
     elif names:
         requests = [(Traits.parse(n), tile or None, target) for n in names]
@@ -520,8 +528,8 @@ def tour(context: typer.Context) -> None:
     """Eight levels from a scalar loop to the shipped Hopper forward: N builds one and says what it costs."""
     if {"--check", "--measure"} & {*context.args}:
         need_gpu("checking and timing a level need one")
-    if any(word.isdigit() for word in context.args) and not _without_dsl.is_installed():
-        raise ValueError(_without_dsl.REASON)
+    if any(word.isdigit() for word in context.args):
+        need_compiler()
     from tour.__main__ import main  # loads torch and the DSL
 
     sys.argv = ["cute-attn tour", *context.args]

@@ -95,7 +95,7 @@ Target = Annotated[
     str | None,
     typer.Option("--target", autocompletion=lambda: TARGETS, callback=_checked_target, help=_TARGET),
 ]
-Like = Annotated[list[Path] | None, typer.Option("--like", help=_LIKE)]
+Like = Annotated[list[Path] | None, typer.Option("--like", exists=True, dir_okay=False, help=_LIKE)]
 Workers = Annotated[int | None, typer.Option(min=1, help="Processes; by default one per core.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -180,6 +180,53 @@ def import_names() -> None:
     if ends_with_command and "cutlass" not in sys.modules:
         _without_dsl.install()
     import_kernels()
+
+
+def check_first(look: Callable[[], object]) -> None:
+    """Raise the ValueError of ``look`` before the command loads torch and the DSL, which takes seconds.
+
+    A forked process looks without the DSL. After ``--load`` the DSL is there, and the command itself refuses.
+    """
+    if not ends_with_command or "cutlass" in sys.modules:
+        return
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        refused = ""
+        try:
+            _without_dsl.install()
+            look()
+        except ValueError as reason:
+            refused = str(reason)
+        finally:  # another error is the command's too
+            os.write(writing, refused.encode())
+            os._exit(0)
+    os.close(writing)
+    with open(reading) as pipe:
+        refused = pipe.read()
+    os.waitpid(child, 0)
+    if refused:
+        raise ValueError(refused)
+
+
+def look_up(name: str, tile: str | None = None, target: str | None = None) -> Any:
+    """The kernel on the target, or on the oldest that takes it; raises what :func:`registry.lookup` raises."""
+    traits = Traits.parse(name)
+    for on in [target] if target else registry.RUNS_ON[traits.arch]:
+        with contextlib.suppress(registry.Unsupported):
+            return registry.lookup(traits, tile or None, on)
+    return registry.lookup(traits, tile or None, target)
+
+
+def check_kernels(names: Iterable[str], tile: str | None = None, target: str | None = None) -> None:
+    """:func:`check_first` that each kernel exists and takes the tile on the target."""
+    check_first(lambda: [look_up(name, tile, target) for name in names])
+
+
+def need_compiler() -> None:
+    """Refuse to build where there is nothing to build with."""
+    if not _without_dsl.is_installed():
+        raise ValueError(_without_dsl.REASON)
 
 
 def need_gpu(otherwise: str = "timing a kernel needs one") -> None:

@@ -84,6 +84,14 @@ def _kernels() -> dict[tuple[str, str, str], Any]:
     return globals().get("KERNELS") or __getattr__("KERNELS")
 
 
+def _registered(key: tuple[str, str, str]) -> Any:
+    """A class of ``KERNELS``, or None. While these are not loaded, it alone is."""
+    known = globals().get("KERNELS")
+    if known is None:
+        return _loaded(_OWN[key]) if key in _OWN else None
+    return known.get(key)
+
+
 def _loaded(path: str) -> Any:
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(f"cute_attn.kernels.{module}"), name)
@@ -213,7 +221,7 @@ def known_class(traits: Traits) -> Any:
     found = kernel_class(traits)
     if found is None:
         own = label((traits.op, traits.arch, traits.variant))
-        others = [label(other) for other in _kernels() if other[0] == traits.op]
+        others = [label(other) for other in globals().get("KERNELS", _OWN) if other[0] == traits.op]
         hint = "; a variant is registered by the file that defines it (--load FILE)" if traits.variant else ""
         raise Unsupported(
             f"no kernel computes {traits}: none is registered as {own}{did_you_mean(own, others)}; accepted: "
@@ -227,7 +235,7 @@ def kernel_class(traits: Traits) -> Any:
     large = max(traits.head_dim, traits.head_dim_v) > LARGE_HEAD_DIM and not traits.variant
     if large and (traits.op, traits.arch) in _LARGE:
         return _loaded(_LARGE[traits.op, traits.arch])
-    return _kernels().get((traits.op, traits.arch, traits.variant))
+    return _registered((traits.op, traits.arch, traits.variant))
 
 
 def other_tiles(kernel: Any) -> list[tuple[str, Tile]]:
@@ -255,7 +263,7 @@ def _default_tile(kernel: Any, traits: Traits, target: str) -> Tile:
     if traits.op not in PARTS:
         return kernel.default_tile(traits, target)
     main = dataclasses.replace(traits, op="backward", lse_grad=False)
-    return kernel.beside(traits, _kernels()["backward", traits.arch, ""].default_tile(main, target))
+    return kernel.beside(traits, _registered(("backward", traits.arch, "")).default_tile(main, target))
 
 
 def defaults() -> list[tuple[Traits, str]]:

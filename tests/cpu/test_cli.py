@@ -227,6 +227,27 @@ def test_wrong_calls(run, command):
     assert WRONG[command] in done.stderr
 
 
+EARLY = {
+    "compile forward-sm80-bf16-d64 --tile tilen=32": "tile has 'tilen=32' (did you mean 'tile_n'?); accepted",
+    "check kvcache-sm90-bf16-d512 --tile stages=9": "tile has 'stages=9' (did you mean 'num_stages'?); accepted",
+    "bench forward-sm80-bf16-d64 --tile tile_n=7": "tile_n is 7; accepted",
+    "verdict backward-sm90-bf16-d128 --target sm80": "backward-sm90 runs on sm90, not on sm80",
+    "ab forward-sm90-bf16-d128 --peer fa9": "--peer is 'fa9'; accepted: fa2, mem_efficient",
+    "ab forward-sm90-bf16-d128 --peer fa4 --workload xx": "workload has 'xx'; accepted",
+    "tune forward-sm90-bf16-d128 tilen=64|96": "space has 'tilen'; accepted",
+    "cache prebuild forward-sm80-bf16-d64 --tile tile_n=3": "tile_n is 3; accepted",
+    "export forward-sm80-bf16-d64 --tile tile_n=3 -o build": "tile_n is 3; accepted",
+}
+
+
+@pytest.mark.parametrize("command", EARLY)
+def test_wrong_calls_are_refused_before_torch_and_the_dsl_are_loaded(command):
+    done = loading(*command.split())
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.endswith("\n\nTrue False\n")
+    assert EARLY[command] in done.stderr and done.stderr.count("\n") == 3
+
+
 IN_A_FILE = """import cute_attn
 
 
@@ -337,6 +358,8 @@ def test_commands_do_without_what_only_others_need(command, tmp_path):
 WITHOUT_DSL = {
     "list forward-sm80-bf16-d64": (0, ""),
     "tour 1": (2, "error: building kernels needs nvidia-cutlass-dsl, which is not installed\n"),
+    "cache prebuild forward-sm80-bf16-d64": (2, "error: building kernels needs nvidia-cutlass-dsl"),
+    "tune --static forward-sm80-bf16-d64": (2, "error: building kernels needs nvidia-cutlass-dsl"),
     "--load tour.levels list": (2, "ModuleNotFoundError: No module named 'cutlass'\n"),
 }
 

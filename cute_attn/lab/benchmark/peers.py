@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cute_attn.api import attention as interface
 from cute_attn.compiler import default_target, registry
+from cute_attn.lab import benchmark
 from cute_attn.lab.benchmark.workload import DROPOUT_P, SOFTCAP, Inputs, Workload
 from cute_attn.traits import Traits
 
@@ -276,9 +277,7 @@ def _first(result: Any) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
-PEERS: dict[str, Implementation] = {
-    peer.__name__: peer for peer in (fa2, mem_efficient, cudnn, fa3, fa4, ffpa, deterministic)
-}
+PEERS: dict[str, Implementation] = {name: globals()[name] for name in benchmark.PEERS}
 
 
 def own_kernels(op: str = "forward") -> dict[str, Implementation]:
