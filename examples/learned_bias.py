@@ -85,6 +85,8 @@ def train(flex: Callable[..., Any], device: str, steps: int, length: int) -> tup
 def main() -> None:
     """Train both, and print every few losses."""
     on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        print("No GPU here: the definition, in plain torch, for half a minute", flush=True)
     device, steps, length = ("cuda", 200, 512) if on_gpu else ("cpu", 32, 48)
     theirs, _ = train(torch.compile(flex_attention) if on_gpu else dense, device, steps, length)
     ours, table = train(cute_attn.flex.flex_attention, device, steps, length)
@@ -94,8 +96,6 @@ def main() -> None:
     difference = max(abs(a - b) for a, b in zip(theirs, ours, strict=True))
     found = table[:, 1:].argmax(-1).add(1).tolist()
     print(f"largest difference of the losses: {difference:.0e}; the buckets with the most weight: {found}")
-    if not on_gpu:
-        print("No GPU here: the definition, in plain torch")
 
 
 if __name__ == "__main__":

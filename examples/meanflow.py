@@ -1,7 +1,6 @@
 """Train a small MeanFlow model twice from one seed: with this package's attention, and with the dense definition.
 
-    python examples/meanflow.py                                200 steps on the GPU
-    python examples/meanflow.py --device cpu --steps 5         in seconds, a smaller model
+    python examples/meanflow.py                   200 steps on the GPU; without one, 5 steps of a smaller model
 
 A MeanFlow (Geng et al. 2025, https://arxiv.org/abs/2505.13447) learns the mean velocity u(z, r, t) of a flow between
 the times r and t, which then samples in one step. Its target is v - (t - r) du/dt, with du/dt the derivative of u along
@@ -104,8 +103,14 @@ def train(attend: Attend, steps: int, device: torch.device) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=SIZES, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, help="by default 200, on the CPU 5")
     options = parser.parse_args()
+    if options.steps is None:
+        options.steps = 200 if options.device == "cuda" else 5
+    if options.steps < 1:
+        parser.error(f"--steps is {options.steps}; accepted: 1 or more")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device is 'cuda', and there is no GPU; accepted here: --device cpu")
     device = torch.device(options.device)
     runs = {attend.__name__: train(attend, options.steps, device) for attend in (ours, dense)}
     for name, losses in runs.items():

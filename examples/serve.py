@@ -1,7 +1,7 @@
 """Serve requests by continuous batching: chunked prefill and decoding share one paged cache and its calls.
 
     python examples/serve.py                 64 requests in 16 slots on the GPU, decoding steps in a CUDA graph
-    python examples/serve.py --device cpu --requests 5 --slots 2 --layers 2 --width 256 --longest 20 --chunk 16
+    python examples/serve.py --device cpu    in seconds, 5 requests in 2 slots of a smaller model
 
 The model is that of ``generate.py``, with random weights. A request comes at an iteration, and waits for a slot and
 for pages of all its rows. While a slot has a prompt left, an iteration is one packed call a layer: of up to ``--chunk``
@@ -24,6 +24,20 @@ from torch import Tensor
 
 from cute_attn import attention_with_kvcache
 
+SIZES = {
+    "requests": (64, 5),
+    "slots": (16, 2),
+    "every": (2, 2),
+    "layers": (4, 2),
+    "width": (1024, 256),
+    "heads_kv": (4, 2),
+    "page": (16, 16),
+    "longest": (500, 20),
+    "wanted": (100, 8),
+    "chunk": (256, 16),
+    "compared": (2, 5),
+}
+"""Defaults on a GPU and on the CPU."""
 SCRATCH = 0
 """The page of slots without a request."""
 
@@ -181,13 +195,18 @@ def main() -> None:
     """Serve and compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    numbers = {"requests": 64, "slots": 16, "every": 2, "layers": 4, "width": 1024, "heads_kv": 4, "page": 16}
-    numbers |= {"longest": 500, "wanted": 100, "chunk": 256, "compared": 2, "seed": 0}
-    for name, value in numbers.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    parser.add_argument("--seed", type=int, default=0)
+    for name, (on_gpu, on_cpu) in SIZES.items():
+        text = f"by default {on_gpu}, on the CPU {on_cpu}"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=text)
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device is 'cuda', and there is no GPU; accepted here: --device cpu")
+    for name, defaults in SIZES.items():
+        if getattr(options, name) is None:
+            setattr(options, name, defaults[options.device == "cpu"])
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; accepted: 1 or more")
     if options.chunk <= options.slots:
         parser.error(f"--chunk is {options.chunk}; accepted: more than --slots, {options.slots}")
     device, dtype = options.device, torch.bfloat16 if options.device == "cuda" else torch.float32

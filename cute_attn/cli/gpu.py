@@ -37,7 +37,7 @@ Output = Annotated[
 
 def _known_peer(peer: str | None) -> str | None:
     known = lab.benchmark.PEERS
-    if peer not in (None, *known):
+    if peer is not None and peer not in known:
         raise ValueError(f"--peer is {peer!r}{did_you_mean(peer, known)}; accepted: {', '.join(known)}")
     return peer
 

@@ -201,9 +201,7 @@ def test_pages_are_handed_out_as_sequences_grow():
 
 # ---- serving by continuous batching ----
 
-SERVE = (
-    "serve --device cpu --requests 5 --slots 2 --layers 2 --width 256 --heads-kv 2 --longest 20 --wanted 8"
-)
+SERVE = "serve --device cpu"
 
 
 def serving():
