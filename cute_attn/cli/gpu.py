@@ -114,7 +114,11 @@ def tune_tile(
     seed: Annotated[int, typer.Option(help="Of the order in which a large space is tried.")] = 0,
     timings: Annotated[
         Path | None,
-        typer.Option("--timings", help="The file of timings that are kept; by default the user's own."),
+        typer.Option(
+            "--timings",
+            callback=writable_file,
+            help="The file of timings that are kept; by default the user's own.",
+        ),
     ] = None,
     row: Annotated[
         bool, typer.Option("--row", help="Also print the winner as the line of its kernel's tiles.csv.")

@@ -35,6 +35,7 @@ from cute_attn.cli.options import (
     Verbose,
     Workers,
     answer,
+    check_files,
     check_kernels,
     import_kernels,
     import_names,
@@ -505,6 +506,7 @@ def cache_prebuild(
     """Build NAMEs, the kernels of a program, or every default kernel, in parallel processes."""
     if like and (names or tile or target):
         raise ValueError("--like is given beside NAMEs, --tile or --target; accepted: --like alone")
+    check_files(like or ())
     check_kernels(names or (), tile, target)
     need_compiler()
     requests: list[tuple[Traits, Any, str | None]]

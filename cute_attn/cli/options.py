@@ -95,7 +95,7 @@ Target = Annotated[
     str | None,
     typer.Option("--target", autocompletion=lambda: TARGETS, callback=_checked_target, help=_TARGET),
 ]
-Like = Annotated[list[Path] | None, typer.Option("--like", exists=True, dir_okay=False, help=_LIKE)]
+Like = Annotated[list[Path] | None, typer.Option("--like", help=_LIKE)]
 Workers = Annotated[int | None, typer.Option(min=1, help="Processes; by default one per core.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -221,6 +221,13 @@ def look_up(name: str, tile: str | None = None, target: str | None = None) -> An
 def check_kernels(names: Iterable[str], tile: str | None = None, target: str | None = None) -> None:
     """:func:`check_first` that each kernel exists and takes the tile on the target."""
     check_first(lambda: [look_up(name, tile, target) for name in names])
+
+
+def check_files(like: Iterable[Path]) -> None:
+    """Refuse a --like that is no file before what reads it is loaded, which takes seconds."""
+    for path in like:
+        if not path.is_file():
+            raise ValueError(f"--like is {str(path)!r}; accepted: a file of `cute-attn run --json`")
 
 
 def need_compiler() -> None:

@@ -236,6 +236,7 @@ EARLY = {
     "ab forward-sm90-bf16-d128 --peer fa4 --workload xx": "workload has 'xx'; accepted",
     "tune forward-sm90-bf16-d128 tilen=64|96": "space has 'tilen'; accepted",
     "cache prebuild forward-sm80-bf16-d64 --tile tile_n=3": "tile_n is 3; accepted",
+    "cache prebuild --like absent.json": "--like is 'absent.json'; accepted: a file of `cute-attn run",
     "export forward-sm80-bf16-d64 --tile tile_n=3 -o build": "tile_n is 3; accepted",
 }
 
@@ -292,7 +293,7 @@ def test_a_loaded_file_that_does_not_parse_has_its_line(run, tmp_path):
     assert done.stderr.endswith("SyntaxError: invalid syntax\n")
 
 
-@pytest.mark.parametrize("words", ["tune --static -o", "verdict --html"], ids=lambda words: words[:4])
+@pytest.mark.parametrize("words", ["tune --static -o", "tune --static --timings", "verdict --html"])
 def test_a_result_that_cannot_be_written_is_refused_before_the_work(run, tmp_path, words):
     (tmp_path / "file").touch()
     command, *options = words.split()
