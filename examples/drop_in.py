@@ -205,6 +205,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10, help="timed steps")
     parser.add_argument("--json", type=Path, help="write the rows into this file")
     options = parser.parse_args()
+    if options.json is not None:
+        try:
+            options.json.touch()
+        except OSError as error:
+            parser.error(
+                f"--json is {str(options.json)!r}; accepted: a file that can be written ({error.strerror})"
+            )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows: dict[str, dict[str, Any]] = {}
     for when in ("before", "after"):  # once it was active, PyTorch's calls take a hop through Python

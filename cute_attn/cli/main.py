@@ -96,20 +96,28 @@ def _as_a_line(message: Any, category: Any, filename: str, lineno: int, line: st
     return _default_format(message, category, filename, lineno, line)
 
 
-def _load(name: str) -> None:
-    """Run a user's file, which registers variants and epilogues, or import a module that does."""
+def _file(name: str) -> Any:
+    """The specification of a user's file, or None for a module; raises ValueError for a name that is neither."""
     path = Path(name)
     spec = importlib.util.spec_from_file_location(path.stem, path) if path.is_file() else None
-    if spec is None or spec.loader is None:
-        there = False
-        with contextlib.suppress(ImportError, ValueError):  # no such package; no name of a module
-            there = importlib.util.find_spec(name) is not None
-        if not there:
-            raise ValueError(f"--load is {name!r}; accepted: a Python file, or a module that is installed")
+    if spec is not None and spec.loader is not None:
+        return spec
+    there = False
+    with contextlib.suppress(ImportError, ValueError):  # no such package; no name of a module
+        there = importlib.util.find_spec(name) is not None
+    if not there:
+        raise ValueError(f"--load is {name!r}; accepted: a Python file, or a module that is installed")
+    return None
+
+
+def _load(name: str) -> None:
+    """Run a user's file, which registers variants and epilogues, or import a module that does."""
+    spec = _file(name)
+    if spec is None:
         importlib.import_module(name)
         return
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
 
 
@@ -138,6 +146,9 @@ def load(
 ) -> None:
     set_pager(pager)
     if files:
+        _file(
+            files[0]
+        )  # a wrong name is said before the DSL is loaded; one file may make the next module importable
         import_kernels()
     for file in files or ():
         _load(file)

@@ -209,7 +209,6 @@ WRONG = {
     "bench combine-sm80-bf16-d64": "is neither a forward nor a backward; accepted",
     "explain forward-sm80-bf16-d64-foo": "no epilogue is registered as 'foo'",
     "show backward_preprocess-sm80-bf16-d64": "states no layout and no MMA to draw",
-    "--load absent.py list": "--load is 'absent.py'",
     "list forward-sm90 --target sm100": "no default kernel of forward-sm90 is for sm100",
     "list forwrad-sm80": "name is 'forwrad-sm80' (did you mean 'forward-sm80'?); accepted",
     "compile forwad-sm80-bf16-d64": "op is 'forwad' (did you mean 'forward'?); accepted",
@@ -237,6 +236,7 @@ EARLY = {
     "tune forward-sm90-bf16-d128 tilen=64|96": "space has 'tilen'; accepted",
     "cache prebuild forward-sm80-bf16-d64 --tile tile_n=3": "tile_n is 3; accepted",
     "cache prebuild --like absent.json": "--like is 'absent.json'; accepted: a file of `cute-attn run",
+    "--load absent.py list": "--load is 'absent.py'",
     "export forward-sm80-bf16-d64 --tile tile_n=3 -o build": "tile_n is 3; accepted",
 }
 
