@@ -259,7 +259,7 @@ def test_keys_of_a_step_waste_few():
         kernel = registry.lookup(Traits.parse(f"forward-sm90-bf16-{features}"))
         return kernel.for_lengths(4096, seqlen_k, 1).tile.tile_n
 
-    assert [keys("d256", n) for n in (64, 65, 80, 81)] == [64, 80, 80, 64]
+    assert [keys("d192", n) for n in (64, 65, 80, 81)] == [64, 80, 80, 96]
     assert keys("d80", 1500) == keys("d80-causal", 257) == keys("d80-window", 257) == 128
     assert keys("d80", 257) == 96 and keys("d80-dropout", 270) == 96 and keys("d80", 384) == 128
 
