@@ -20,17 +20,9 @@ from cute_attn.epilogues.functions.lowering import bounds, varies
 
 TYPES: dict[str, Any] = {BOOL: Boolean, INT: Int32, LONG: Int64, FLOAT: Float32}
 ELEMENTS: dict[str, Any] = {
-    "bool": Uint8,
-    "uint8": Uint8,
-    "int8": Int8,
-    "int16": Int16,
-    "int32": Int32,
-    "int64": Int64,
-    "float16": Float16,
-    "bfloat16": BFloat16,
-    "float32": Float32,
-    "float64": Float64,
-}
+    "bool": Uint8, "uint8": Uint8, "int8": Int8, "int16": Int16, "int32": Int32, "int64": Int64,
+    "float16": Float16, "bfloat16": BFloat16, "float32": Float32, "float64": Float64,
+}  # fmt: skip
 """The DSL's types by the names of torch's dtypes."""
 
 
@@ -131,11 +123,8 @@ class Expressions:
             return Int32(self.tensors[number].shape[axis])
         if node.op == "cast":
             return TYPES[node.kind](args[0])
-        if node.op == "distance":
-            return TYPES[node.kind](args[0] - args[1])
-        if node.op == "order":
-            return TYPES[node.kind](_OPERATIONS[node.value](*args))
-        return TYPES[node.kind](_OPERATIONS[node.op](*args))
+        op = {"distance": "sub", "order": node.value}.get(node.op, node.op)
+        return TYPES[node.kind](_OPERATIONS[op](*args))
 
     def _load(self, node: Node, args: list) -> Any:
         tensor = self.tensors[node.value]
@@ -176,17 +165,13 @@ def over_tile(
     Values that vary with only the row or only the column are computed once for each: the more numerous of the two one
     after the other, so that few registers hold the others'. Values of the distance are computed once per diagonal.
     """
-    outputs = tuple(outputs)
+    outputs, of_tile = tuple(outputs), expressions.values
     with_distance = positions.with_distance(ordered(*outputs))
     of_diagonal: dict[int, dict[Node, Any]] = {}
     rows, cols = range(len(tile.rows)), range(len(tile.cols))
     of_row: dict[int, dict[Node, Any]] = {r: positions.of_row(tile, r) for r in rows}
     of_col: dict[int, dict[Node, Any]] = {c: positions.of_col(tile, c) for c in cols}
-    pairs = (
-        ((r, c) for r in rows for c in cols)
-        if len(rows) > len(cols)
-        else ((r, c) for c in cols for r in rows)
-    )
+    pairs = itertools.product(rows, cols) if len(rows) > len(cols) else ((r, c) for c in cols for r in rows)
     for r, c in pairs:
         of_element: dict[Node, Any] = positions.of_element(tile, r, c)
         diagonal = of_diagonal.setdefault(tile.rows[r] - tile.cols[c], dict(of_element))
@@ -196,13 +181,7 @@ def over_tile(
         ) -> dict[Node, Any]:
             if varies(node):
                 return diagonal if node in with_distance else element
-            return (
-                of_row[r]
-                if node.depends_on & QUERY
-                else of_col[c]
-                if node.depends_on & KEY
-                else expressions.values
-            )
+            return of_row[r] if node.depends_on & QUERY else of_col[c] if node.depends_on & KEY else of_tile
 
         write(r, c, *(expressions.of(output, known) for output in outputs))
 
@@ -277,18 +256,6 @@ class Positions:
 # ---- operations ----
 
 
-def _min(a: Any, b: Any) -> Any:
-    return cutlass.min(a, b)
-
-
-def _max(a: Any, b: Any) -> Any:
-    return cutlass.max(a, b)
-
-
-def _where(condition: Any, a: Any, b: Any) -> Any:
-    return cutlass.select_(condition, a, b)
-
-
 def _floor_divide(a: Any, b: Any) -> Any:
     bits = _bits_of_power(b)
     if bits is not None:
@@ -356,10 +323,10 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "abs": lambda a: fabs(a) if isinstance(a, Float32) else cutlass.max(a, -a),
     "floordiv": _floor_divide,
     "mod": _remainder,
-    "minimum": _min,
-    "maximum": _max,
-    "clamp_min": _max,
-    "clamp_max": _min,
+    "minimum": cutlass.min,
+    "maximum": cutlass.max,
+    "clamp_min": cutlass.max,
+    "clamp_max": cutlass.min,
     "lt": lambda a, b: a < b,
     "le": lambda a, b: a <= b,
     "gt": lambda a, b: a > b,
@@ -372,7 +339,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "not": _not,
     "shl": _bits(arith.shli),
     "shr": _bits(arith.shrsi),
-    "where": _where,
+    "where": cutlass.select_,
     "exp2": exp2,
     "log2": log2,
     "tanh2": tanh_base2,

@@ -164,11 +164,9 @@ class Graph:
 
     def detached(self, x: Node) -> Node:
         """x without a derivative, as torch's detach."""
-        return (
-            x
-            if x.kind != FLOAT or x.op in ("const", "detach")
-            else self.make("detach", FLOAT, (x,), dtype=x.dtype)
-        )
+        if x.kind != FLOAT or x.op in ("const", "detach"):
+            return x
+        return self.make("detach", FLOAT, (x,), dtype=x.dtype)
 
     def where(self, condition: Node, a: Node, b: Node) -> Node:
         """a where the condition holds, else b."""
@@ -267,7 +265,7 @@ class _Derivative:
         for value, slope in ((a, db), (b, da)):
             if value.is_const(-math.inf):
                 return slope
-        return _where(self, x, c, a, b, dc, da, db)
+        return self.where(c, da, db)
 
     # ---- arithmetic where None is 0 ----
 
@@ -292,10 +290,6 @@ class _Derivative:
 
 
 Rule = Callable[..., Node | None]
-
-
-def _where(d: _Derivative, x: Node, c: Node, a: Node, b: Node, dc: Any, da: Any, db: Any) -> Node | None:
-    return d.where(c, da, db)
 
 
 def _div(d: _Derivative, x: Node, a: Node, b: Node, da: Any, db: Any) -> Node | None:
@@ -323,11 +317,7 @@ def _extreme(chosen: str) -> Rule:
 
 def _clamp(inside: str) -> Rule:
     """The derivative of the value where it is within the bound, as in torch's clamp; else the bound's."""
-
-    def rule(d: _Derivative, x: Node, a: Node, b: Node, da: Any, db: Any) -> Node | None:
-        return d.where(d.graph.compare(inside, a, b), da, db)
-
-    return rule
+    return lambda d, x, a, b, da, db: d.where(d.graph.compare(inside, a, b), da, db)
 
 
 def _pow(d: _Derivative, x: Node, a: Node, b: Node, da: Any, db: Any) -> Node | None:
@@ -341,11 +331,7 @@ def _pow(d: _Derivative, x: Node, a: Node, b: Node, da: Any, db: Any) -> Node | 
 
 def _function(slope: Callable[[Graph, Node, Node], Node]) -> Rule:
     """slope: of the graph, the value and its operand."""
-
-    def rule(d: _Derivative, x: Node, a: Node, da: Any) -> Node | None:
-        return d.mul(da, slope(d.graph, x, a))
-
-    return rule
+    return lambda d, x, a, da: d.mul(da, slope(d.graph, x, a))
 
 
 def _times(g: Graph, x: Node, factor: float) -> Node:
@@ -369,7 +355,7 @@ _RULES: dict[str, Rule] = {
     "pow": _pow,
     "neg": lambda d, x, a, da: d.neg(da),
     "abs": _abs,
-    "where": _where,
+    "where": lambda d, x, c, a, b, dc, da, db: d.where(c, da, db),
     "minimum": _extreme("minimum"),
     "maximum": _extreme("maximum"),
     "clamp_min": _clamp("ge"),

@@ -7,6 +7,7 @@ between the least and the greatest of their type: a float that may be NaN or inf
 indices, the result of an operation without a rule. So a predicate is certainly true, certainly false, or neither.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -98,8 +99,7 @@ class Intervals:
         one = _all(index.low == index.high for index in indices)
         places = dict(zip(node.args, (index.low for index in indices), strict=True))
         element = self.expressions.of(node, lambda x: places if x is node or x in places else {})
-        value, rest = point(node.kind, element), unknown(node.kind)
-        return Interval(_select(one, value.low, rest.low), _select(one, value.high, rest.high))
+        return _if(one, node.kind, point(node.kind, element))
 
 
 def _all(conditions: Any) -> Boolean:
@@ -142,24 +142,6 @@ def _inside(node: Node, args: Sequence[Interval], found: Interval) -> Interval:
 # ---- rules: of the node and its operands' bounds ----
 
 
-def _least(*xs: Any) -> Any:
-    found = xs[0]
-    for x in xs[1:]:
-        found = lesser(found, x)
-    return found
-
-
-def _greatest(*xs: Any) -> Any:
-    found = xs[0]
-    for x in xs[1:]:
-        found = greater(found, x)
-    return found
-
-
-def _add(node: Node, a: Interval, b: Interval) -> Interval:
-    return Interval(a.low + b.low, a.high + b.high)
-
-
 def _sub(node: Node, a: Interval, b: Interval) -> Interval:
     return Interval(a.low - b.high, a.high - b.low)
 
@@ -173,7 +155,7 @@ def _corners(op: Callable[[Any, Any], Any], a: Interval, b: Interval) -> Interva
     """The interval of an operation that is monotonic in each operand, from the intervals' ends."""
     firsts, seconds = ([x.low] if x.is_point else [x.low, x.high] for x in (a, b))
     found = [op(x, y) for x, y in itertools.product(firsts, seconds)]
-    return Interval(_least(*found), _greatest(*found))
+    return Interval(functools.reduce(lesser, found), functools.reduce(greater, found))
 
 
 def _mul(node: Node, a: Interval, b: Interval) -> Interval:
@@ -184,13 +166,9 @@ def _mul(node: Node, a: Interval, b: Interval) -> Interval:
     return Interval(found.low - low, found.high + high)
 
 
-def _neg(node: Node, a: Interval) -> Interval:
-    return Interval(-a.high, -a.low)
-
-
 def _abs(node: Node, a: Interval) -> Interval:
     zero = type(a.low)(0)
-    return Interval(_greatest(a.low, -a.high, zero), _greatest(-a.low, a.high))
+    return Interval(greater(greater(a.low, -a.high), zero), greater(-a.low, a.high))
 
 
 def _lower(node: Node, a: Interval, b: Interval) -> Interval:
@@ -256,7 +234,7 @@ def _opposite(x: Boolean) -> Boolean:
 
 def _not(node: Node, a: Interval) -> Interval:
     if node.kind == BOOL:
-        return Interval(_opposite(a.high), _opposite(a.low))
+        return _inverted(a)
     return Interval(-a.high - 1, -a.low - 1)
 
 
@@ -312,9 +290,8 @@ def _eq(a: Interval, b: Interval) -> Interval:
     return Interval((a.low == b.high) & (a.high == b.low), _opposite((a.high < b.low) | (b.high < a.low)))
 
 
-def _ne(a: Interval, b: Interval) -> Interval:
-    found = _eq(a, b)
-    return Interval(_opposite(found.high), _opposite(found.low))
+def _inverted(a: Interval) -> Interval:
+    return Interval(_opposite(a.high), _opposite(a.low))
 
 
 _COMPARISONS: dict[str, Callable[[Interval, Interval], Interval]] = {
@@ -323,24 +300,24 @@ _COMPARISONS: dict[str, Callable[[Interval, Interval], Interval]] = {
     "gt": lambda a, b: _lt(b, a),
     "ge": lambda a, b: _le(b, a),
     "eq": _eq,
-    "ne": _ne,
+    "ne": lambda a, b: _inverted(_eq(a, b)),
 }
-
-
-def _step(op: Callable[[Any], Any]) -> Callable[..., Interval]:
-    return lambda node, a: Interval(op(a.low), op(a.high))
 
 
 def _compared(op: str) -> Callable[..., Interval]:
     return lambda node, a, b: _COMPARISONS[op](a, b)
 
 
+def _step(op: Callable[[Any], Any]) -> Callable[..., Interval]:
+    return lambda node, a: Interval(op(a.low), op(a.high))
+
+
 _RULES: dict[str, Callable[..., Interval]] = {
-    "add": _add,
+    "add": lambda node, a, b: Interval(a.low + b.low, a.high + b.high),
     "sub": _sub,
     "distance": _distance,
     "mul": _mul,
-    "neg": _neg,
+    "neg": lambda node, a: Interval(-a.high, -a.low),
     "abs": _abs,
     "minimum": _lower,
     "maximum": _higher,

@@ -27,52 +27,11 @@ from cute_attn.epilogues.functions.graph import (
     ordered,
 )
 
-_BOUNDED = frozenset(
-    [
-        "acc",
-        "batch",
-        "head",
-        "query",
-        "key",
-        "const",
-        "extent",
-        "unit",
-        "inverse",
-        "cast",
-        "add",
-        "sub",
-        "mul",
-        "neg",
-        "abs",
-        "where",
-        "minimum",
-        "maximum",
-        "clamp_min",
-        "clamp_max",
-        "and",
-        "or",
-        "xor",
-        "not",
-        "floor",
-        "ceil",
-        "trunc",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "eq",
-        "ne",
-        "tanh2",
-        "sigmoid2",
-        "sin",
-        "cos",
-        "atan",
-        "erf",
-        "round",
-        "distance",
-        "order",
-    ]
-)
+_BOUNDED = frozenset((
+    "acc", "batch", "head", "query", "key", "const", "extent", "unit", "inverse", "cast", "add", "sub", "mul", "neg",
+    "abs", "where", "minimum", "maximum", "clamp_min", "clamp_max", "and", "or", "xor", "not", "floor", "ceil", "trunc",
+    "lt", "le", "gt", "ge", "eq", "ne", "tanh2", "sigmoid2", "sin", "cos", "atan", "erf", "round", "distance", "order",
+))  # fmt: skip
 """Operations that are finite for finite operands."""
 _MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
 """A comparison of a and b as one of b and a."""

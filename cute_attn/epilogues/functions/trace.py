@@ -785,59 +785,34 @@ class Argument(Row):
 # ---- torch's functions ----
 
 _NO_INDICES = frozenset((torch.uint8, torch.int8, torch.int16))
-_ALIASES = frozenset(
-    (
-        "contiguous",
-        "to",
-        "type",
-        "type_as",
-        "float",
-        "double",
-        "int",
-        "long",
-        "bool",
-        "positive",
-        "detach",
-        "data",
-    )
-)
+_ALIASES = frozenset((
+    "contiguous", "to", "type", "type_as", "float", "double", "int", "long", "bool", "positive", "detach", "data",
+))  # fmt: skip
 """Operations that return the value itself where it has the dtype that they are asked for."""
 _LOOKUPS = frozenset(("select", "index_select", "gather", "take", "embedding", "bucketize", "searchsorted"))
 """Operations with tables."""
-_VIEWS = frozenset(
-    (
-        *("view", "view_as", "reshape", "reshape_as", "expand", "expand_as", "squeeze", "unsqueeze"),
-        *("flatten", "ravel", "T", "mT", "real", "__getitem__"),
-    )
-)
+_VIEWS = frozenset((
+    "view", "view_as", "reshape", "reshape_as", "expand", "expand_as", "squeeze", "unsqueeze", "flatten", "ravel", "T",
+    "mT", "real", "__getitem__",
+))  # fmt: skip
 """Operations that give a tensor of one element other dimensions."""
 _SIZES = frozenset(("shape", "size", "numel", "nelement", "__len__", "stride", "is_contiguous"))
 _VIEWS_OF_TABLES = _VIEWS | {
-    *("t", "transpose", "swapaxes", "permute", "movedim", "unflatten", "select", "narrow", "unbind", "chunk"),
-    *("split", "diagonal", "unfold"),
-}
+    "t", "transpose", "swapaxes", "permute", "movedim", "unflatten", "select", "narrow", "unbind", "chunk", "split",
+    "diagonal", "unfold",
+}  # fmt: skip
 _NUMBERS = frozenset(
     (torch.tensor, torch.full, torch.zeros, torch.ones, torch.scalar_tensor, torch.as_tensor)
 )
-_TYPES = frozenset(
-    (
-        "dtype",
-        "device",
-        "layout",
-        "itemsize",
-        "element_size",
-        "get_device",
-        "is_floating_point",
-        "result_type",
-    )
-)
-_KINDS = frozenset(("is_complex", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_nested"))
-_METADATA = _SIZES | _TYPES | _KINDS | {"ndim", "dim", "ndimension"}
+_METADATA = _SIZES | {
+    "ndim", "dim", "ndimension", "dtype", "device", "layout", "itemsize", "element_size", "get_device", "result_type",
+    "is_floating_point", "is_complex", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_nested",
+}  # fmt: skip
 """Attributes and methods that follow from dtype, shape, strides and device."""
-_CONVERSIONS = frozenset(("__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__"))
-_VALUES = _CONVERSIONS | {
-    *("__iter__", "__contains__", "item", "tolist", "numpy", "is_nonzero", "equal", "allclose")
-}
+_VALUES = frozenset((
+    "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__", "__iter__", "__contains__", "item",
+    "tolist", "numpy", "is_nonzero", "equal", "allclose",
+))  # fmt: skip
 """Operations that need the number of a traced value."""
 
 
@@ -887,7 +862,7 @@ def _by_identity() -> "dict[Any, Make]":
         for function in (getattr(Tensor, f"__r{name}__", None), getattr(torch, f"r{name}", None)):
             if function is not None:
                 found.setdefault(function, _reversed(_OPERATIONS[name]))
-    found[Tensor.data.__get__] = _detach  # type: ignore[attr-defined]
+    found[Tensor.data.__get__] = _OPERATIONS["detach"]  # type: ignore[attr-defined]
     found[Tensor.where] = lambda t, input, condition, other: _where(t, condition, input, other)
     found[torch.nn.functional.embedding] = _embedding_of_nn
     found[torch.searchsorted] = lambda t, sorted_sequence, input, **options: _bucketize(
@@ -943,10 +918,7 @@ def _integers(op: str) -> Make:
 
 
 def _logical(op: str) -> Make:
-    def make(t: Recorder, input: Any, other: Any) -> Node:
-        return t.graph.binary(op, t.graph.cast(t.node(input), BOOL), t.graph.cast(t.node(other), BOOL), BOOL)
-
-    return make
+    return lambda t, input, other: t.graph.binary(op, _predicate(t, input), _predicate(t, other), BOOL)
 
 
 def _compared(op: str) -> Make:
@@ -1030,7 +1002,11 @@ def _power(g: Graph, x: Node, count: int) -> Node:
 
 
 def _where(t: Recorder, condition: Any, input: Any, other: Any) -> Node:
-    return t.graph.where(t.graph.cast(t.node(condition), BOOL), t.node(input), t.node(other))
+    return t.graph.where(_predicate(t, condition), t.node(input), t.node(other))
+
+
+def _predicate(t: Recorder, input: Any) -> Node:
+    return t.graph.cast(t.node(input), BOOL)
 
 
 def _clamp(t: Recorder, input: Any, min: Any = None, max: Any = None) -> Node:
@@ -1048,10 +1024,6 @@ def _invert(t: Recorder, input: Any) -> Node:
     return t.graph.make("not", x.kind, (x,))
 
 
-def _not(t: Recorder, input: Any) -> Node:
-    return t.graph.make("not", BOOL, (t.graph.cast(t.node(input), BOOL),))
-
-
 def _sign(t: Recorder, input: Any) -> Node:
     x, g = t.node(input), t.graph
     one = _typed(t, g.const(1.0), input.dtype) if x.kind == FLOAT else g.const(1)
@@ -1063,14 +1035,6 @@ def _relu(t: Recorder, input: Any, inplace: bool = False) -> Node:
     x = t.node(input)
     zero = t.graph.cast(t.graph.const(0), x.kind)
     return t.graph.where(t.graph.compare("gt", x, zero), x, zero)
-
-
-def _square(t: Recorder, input: Any) -> Node:
-    return _pow(t, input, 2)
-
-
-def _reciprocal(t: Recorder, input: Any) -> Node:
-    return t.graph.binary("div", t.graph.const(1.0), t.node(input), FLOAT)
 
 
 def _cast_to(dtype: torch.dtype) -> Make:
@@ -1107,10 +1071,6 @@ def _type(t: Recorder, input: Any, dtype: Any = None) -> Node:
     return _to(t, input, dtype)
 
 
-def _detach(t: Recorder, input: Any) -> Node:
-    return t.graph.detached(t.node(input))
-
-
 def _typed(t: Recorder, number: Node, dtype: torch.dtype | None) -> Node:
     """A number with a tensor's dtype; unlike Python's numbers it affects promotion."""
     wide = dtype == torch.float64 or (dtype == torch.float32 and number.kind == FLOAT)
@@ -1121,9 +1081,7 @@ def _typed(t: Recorder, number: Node, dtype: torch.dtype | None) -> Node:
 
 def _signbit(t: Recorder, input: Any) -> Node:
     x = t.node(input)
-    return (
-        t.graph.make("signbit", BOOL, (x,)) if x.kind == FLOAT else t.graph.compare("lt", x, t.graph.const(0))
-    )
+    return t.graph.make("signbit", BOOL, (x,)) if x.kind == FLOAT else _compared("lt")(t, input, 0)
 
 
 _MOST_BOUNDARIES = 64
@@ -1145,10 +1103,6 @@ def _bucketize(
 
 def _select(t: Recorder, input: Any, dim: int, index: Any) -> Any:
     return t.lookup(input, (*[slice(None)] * (dim % input.dim()), index))
-
-
-def _index_select(t: Recorder, input: Any, dim: int, index: Any) -> Any:
-    return torch.unsqueeze(_select(t, input, dim, index.squeeze()), dim)
 
 
 def _gather(t: Recorder, input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
@@ -1203,91 +1157,72 @@ def _filled(value: Any) -> Make:
     return make
 
 
-def _same(t: Recorder, input: Any, *_: Any, **__: Any) -> Node:
-    return t.node(input)
-
-
-def _composed(function: Callable[..., Tensor]) -> Make:
-    """The operations that ``function`` makes of the traced values."""
-    return lambda t, *args, **options: function(*args, **options)
-
-
+_LONG_NAMES = {"less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "not_equal": "ne"}
+_CASTS = {
+    "float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16,
+    "int": torch.int32, "short": torch.int16, "char": torch.int8, "byte": torch.uint8, "long": torch.int64,
+    "bool": torch.bool,
+}  # fmt: skip
+_FUNCTIONS = (
+    "neg", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid", "sin", "cos", "abs", "atan", "erf",
+    "expm1", "log1p",
+)  # fmt: skip
 _OPERATIONS: dict[str, Make] = {
-    **{name: _composed(function) for name, function in COMPOSED.items()},
+    **{name: lambda t, *args, of=of, **options: of(*args, **options) for name, of in COMPOSED.items()},
     "add": _scaled(_binary("add", of_bools="or")),
     **dict.fromkeys(("sub", "subtract"), _scaled(_binary("sub"))),
     "rsub": _reversed(_scaled(_binary("sub"))),
-    "mul": _binary("mul", of_bools="and"),
-    "multiply": _binary("mul", of_bools="and"),
-    "truediv": _div,
-    "true_divide": _div,
-    "div": _div,
-    "divide": _div,
-    "floordiv": _floor_divide,
-    "floor_divide": _floor_divide,
-    "mod": _remainder,
-    "remainder": _remainder,
+    **dict.fromkeys(("mul", "multiply"), _binary("mul", of_bools="and")),
+    **dict.fromkeys(("truediv", "true_divide", "div", "divide"), _div),
+    **dict.fromkeys(("floordiv", "floor_divide"), _floor_divide),
+    **dict.fromkeys(("mod", "remainder"), _remainder),
     "pow": _pow,
-    "minimum": _binary("minimum", of_bools="and"),
-    "maximum": _binary("maximum", of_bools="or"),
-    "min": _binary("minimum", of_bools="and"),
-    "max": _binary("maximum", of_bools="or"),
-    "clamp": _clamp,
-    "clip": _clamp,
+    "square": lambda t, input: _pow(t, input, 2),
+    "reciprocal": lambda t, input: t.graph.binary("div", t.graph.const(1.0), t.node(input), FLOAT),
+    **dict.fromkeys(("minimum", "min"), _binary("minimum", of_bools="and")),
+    **dict.fromkeys(("maximum", "max"), _binary("maximum", of_bools="or")),
+    **dict.fromkeys(("clamp", "clip"), _clamp),
     "clamp_min": lambda t, input, min: _clamp(t, input, min),
     "clamp_max": lambda t, input, max: _clamp(t, input, None, max),
-    **{name: _integers(name) for name in ("and", "or", "xor")},
-    **{f"bitwise_{name}": _integers(name) for name in ("and", "or", "xor")},
-    **{name: _integers("shl") for name in ("lshift", "bitwise_left_shift")},
-    **{name: _integers("shr") for name in ("rshift", "bitwise_right_shift")},
+    **{before + name: _integers(name) for name in ("and", "or", "xor") for before in ("", "bitwise_")},
+    **dict.fromkeys(("lshift", "bitwise_left_shift"), _integers("shl")),
+    **dict.fromkeys(("rshift", "bitwise_right_shift"), _integers("shr")),
     **{f"logical_{name}": _logical(name) for name in ("and", "or", "xor")},
-    "logical_not": _not,
-    "invert": _invert,
-    "bitwise_not": _invert,
+    "logical_not": lambda t, input: t.graph.make("not", BOOL, (_predicate(t, input),)),
+    **dict.fromkeys(("invert", "bitwise_not"), _invert),
     **{name: _compared(name) for name in ("lt", "le", "gt", "ge", "eq", "ne")},
-    **{long: _compared(op) for long, op in (("less", "lt"), ("less_equal", "le"), ("greater", "gt"))},
-    **{long: _compared(op) for long, op in (("greater_equal", "ge"), ("not_equal", "ne"))},
-    **{name: _unary(name) for name in ("neg", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh")},
-    **{name: _unary(name) for name in ("sigmoid", "sin", "cos", "abs", "atan", "erf", "expm1", "log1p")},
+    **{long: _compared(op) for long, op in _LONG_NAMES.items()},
+    **{name: _unary(name) for name in _FUNCTIONS},
     "arctan": _unary("atan"),
     "negative": _unary("neg"),
     "absolute": _unary("abs"),
+    "expit": _unary("sigmoid"),
     **{name: _step(name) for name in ("floor", "ceil", "trunc")},
     "fix": _step("trunc"),
-    "expit": _unary("sigmoid"),
-    "signbit": _signbit,
     "round": _round,
+    "signbit": _signbit,
+    **dict.fromkeys(("sign", "sgn"), _sign),
     "where": _where,
-    "sign": _sign,
-    "sgn": _sign,
     "relu": _relu,
-    "square": _square,
-    "reciprocal": _reciprocal,
-    "float": _cast_to(torch.float32),
-    "double": _cast_to(torch.float64),
-    "half": _cast_to(torch.float16),
-    "bfloat16": _cast_to(torch.bfloat16),
-    "int": _cast_to(torch.int32),
-    "short": _cast_to(torch.int16),
-    "char": _cast_to(torch.int8),
-    "byte": _cast_to(torch.uint8),
-    "long": _cast_to(torch.int64),
-    "bool": _cast_to(torch.bool),
-    "to": _to,
-    "as_tensor": _to,
+    **{name: _cast_to(dtype) for name, dtype in _CASTS.items()},
+    **dict.fromkeys(("to", "as_tensor"), _to),
+    **dict.fromkeys(("type", "type_as"), _type),
+    "detach": lambda t, input: t.graph.detached(t.node(input)),
+    **dict.fromkeys(
+        ("pos", "positive", "clone", "contiguous", "conj", "resolve_conj"),
+        lambda t, input, *_, **__: t.node(input),
+    ),
     "bucketize": _bucketize,
     "select": _select,
-    "index_select": _index_select,
+    "index_select": lambda t, input, dim, index: torch.unsqueeze(
+        _select(t, input, dim, index.squeeze()), dim
+    ),
     "gather": _gather,
     "take": _take,
     "embedding": _embedding,
-    "type": _type,
-    "type_as": _type,
-    "detach": _detach,
-    **dict.fromkeys(("pos", "positive", "clone", "contiguous", "conj", "resolve_conj"), _same),
-    **{name: _filled(1) for name in ("ones_like", "new_ones")},
-    **{name: _filled(0) for name in ("zeros_like", "new_zeros")},
-    **{name: _filled(None) for name in ("full_like", "new_full", "new_tensor")},
+    **dict.fromkeys(("ones_like", "new_ones"), _filled(1)),
+    **dict.fromkeys(("zeros_like", "new_zeros"), _filled(0)),
+    **dict.fromkeys(("full_like", "new_full", "new_tensor"), _filled(None)),
 }
 
 KNOWN_NAMES = (
