@@ -148,7 +148,6 @@ _library.define(
 
 
 def append_cpu(*arguments: Any) -> None:
-    """By the definition."""
     call = Call.of(ARGUMENTS, arguments)
     check_append(call, batch_of(call))
     append_by_definition(call)

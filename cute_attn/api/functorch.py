@@ -88,7 +88,6 @@ def _jvp(rest: tuple, tensors: Sequence[Any], tangents: Sequence[Any]) -> tuple[
 
 
 def _wanted(rest: tuple, tensors: Sequence[Any], tangents: Sequence[Any]) -> tuple[Tensor | None, ...]:
-    """The operator's tangents."""
     if tangents[_FIELDS.index("alibi_slopes")] is not None:
         raise NotImplementedError(NO_TANGENT)
     if _call(rest, tensors).return_softmax:

@@ -377,7 +377,6 @@ def _call_of(arguments: tuple) -> Call:
 
 
 def attend_cpu(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """By the definition."""
     call = _call_of(arguments)
     check_attention(call)
     if call.k is not None:

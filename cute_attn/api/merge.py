@@ -78,7 +78,6 @@ def _merge(tensors: Tensors, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]
 
 
 def _stacked(name: str, partials: Tensor | Sequence[Tensor]) -> Tensor:
-    """Partial results as one tensor."""
     if isinstance(partials, Tensor):
         return partials
     found = tensors_of(name, partials, what=", or one tensor of all")
@@ -99,7 +98,6 @@ _library.define(
 
 
 def merge_cpu(outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """By the definition."""
     check(outs, lses, sinks, dtype)
     out, lse = kvcache_reference.merge(outs, lses, sinks)
     return out.to(dtype), lse.to(lses.dtype)

@@ -462,7 +462,6 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor) -> Tensor:
-        """``grad`` itself."""
         return grad.view_as(grad)
 
     @staticmethod

@@ -86,7 +86,6 @@ class Bundle:
 
     @property
     def size(self) -> int:
-        """Bytes of its archives."""
         return sum(archive["size"] for archive in self.archives.values())
 
 
@@ -121,7 +120,6 @@ def find_bundle() -> Bundle | None:
 
 @functools.cache
 def _installed() -> str | None:
-    """The folder of the package."""
     spec = importlib.util.find_spec(PACKAGE)
     return next(iter(spec.submodule_search_locations or ()), None) if spec else None
 

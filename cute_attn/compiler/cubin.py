@@ -87,7 +87,6 @@ def read_warnings(remarks: str) -> tuple[str, ...]:
 
 
 def _plain(remarks: str) -> str:
-    """Without colours and line wraps."""
     return " ".join(_ANSI.sub("", remarks).split())
 
 

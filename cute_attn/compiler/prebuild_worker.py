@@ -23,7 +23,6 @@ from cute_attn.compiler import SpillWarning, compiled
 
 
 def main() -> None:
-    """Build until the input ends."""
     warnings.simplefilter("ignore", SpillWarning)  # for whoever runs the kernel
     serve(build)
 

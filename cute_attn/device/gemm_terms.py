@@ -63,7 +63,6 @@ class StoredTerms:
 
     @property
     def thread(self) -> Int32:
-        """The thread's index."""
         return self.each[0].thread
 
     @property

@@ -51,7 +51,6 @@ class KeyRows:
 
     @cute.jit
     def entry(self, batch: Int32) -> Int32:
-        """The entry of a sequence."""
         entry = batch
         if cutlass.const_expr(self.tables.batch_idx is not None):
             entry = self.tables.batch_idx[batch]  # type: ignore[index]

@@ -53,7 +53,6 @@ def exp2(x: Float32) -> Float32:
 
 
 def log(x: Float32) -> Float32:
-    """Natural logarithm."""
     return cute.math.log(x, fastmath=True)
 
 

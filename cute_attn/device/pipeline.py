@@ -42,7 +42,6 @@ class Pipeline:
 
     @staticmethod
     def barrier_bytes(num_stages: int) -> int:
-        """Shared memory for the barriers."""
         return 16 * num_stages
 
     @cute.jit
@@ -59,7 +58,6 @@ class Pipeline:
             cute.arch.mbarrier_init(self.barriers + self.num_stages + stage, consumers * lanes)
 
     def stage(self, n: Int32) -> Int32:
-        """The stage of use n."""
         if self.num_stages == 1:
             return Int32(0)
         if self.num_stages & (self.num_stages - 1) == 0:

@@ -15,7 +15,6 @@ LANES = 32
 
 
 def width() -> int:
-    """Lanes of a warp."""
     return LANES if on_device() else 1
 
 
@@ -25,7 +24,6 @@ def lane() -> Int32:
 
 
 def ballot(x: Boolean) -> Int32:
-    """A bit for each lane."""
     return Int32(cute.arch.vote_ballot_sync(x)) if on_device() else Int32(x)
 
 

@@ -361,7 +361,6 @@ class Bias(Epilogue):
         return self._converted(wide)
 
     def _converted(self, wide: cute.Tensor) -> cute.Tensor:
-        """Converted to the bias's dtype."""
         target = cute.make_rmem_tensor(wide.layout, self._dtype)
         convert_to_16_bits(wide, target)
         return target

@@ -253,7 +253,6 @@ class _WithoutBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, what: str, *tensors: Tensor) -> Tensor:
-        """``out`` itself, detached."""
         ctx.what = what
         return out.detach()
 

@@ -27,7 +27,6 @@ def attend(
     *,
     return_aux: AuxRequest | None = None,
 ) -> Result:
-    """See :func:`cute_attn.flex.flex_attention`."""
     check_flags(enable_gqa=enable_gqa, return_lse=return_lse)
     if scale is not None:
         number("scale", scale)

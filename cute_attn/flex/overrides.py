@@ -74,7 +74,6 @@ _switching = threading.RLock()
 
 
 def serving() -> "Activation | None":
-    """The activation."""
     return _serving
 
 
@@ -87,7 +86,6 @@ class Activation:
     """
 
     def __init__(self, options: Options, device: str = "cuda") -> None:
-        """Arguments: as above."""
         global _serving
         self.options, self.device = options, device
         with _switching:
@@ -129,7 +127,6 @@ class Activation:
 
 
 def _route(*args: Any, **kwargs: Any) -> Result:
-    """A call of PyTorch's function."""
     activation = _serving
     if activation is None:  # restored meanwhile
         return pytorchs(*args, **kwargs)
@@ -160,7 +157,6 @@ def _is_observed() -> bool:
 
 
 def between_graphs() -> Any:
-    """:mod:`cute_attn.flex.outside_graphs`."""
     from cute_attn.flex import outside_graphs  # loads torch's compiler
 
     return outside_graphs

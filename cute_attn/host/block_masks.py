@@ -164,7 +164,6 @@ class _Made(NamedTuple):
         return known.lists if known is not None and known.versions == _versions(starts) else None
 
     def keep(self, lists: tuple[Tensor, ...], sizes: tuple[int, ...], starts: tuple[Tensor, ...]) -> None:
-        """Keep lists for later calls."""
         if any(type(x) is not Tensor for x in (*lists, *starts)) or any(x.is_inference() for x in starts):
             return  # a tracer's, or of lengths whose changes cannot be seen
         kept: dict[tuple[int, ...], Any] = self.of_packed if starts else self.lists

@@ -158,12 +158,10 @@ class Call(NamedTuple):
 
     @property
     def batch(self) -> int:
-        """Number of sequences."""
         return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
 
     @property
     def nheads(self) -> int:
-        """Query heads."""
         return self.q.shape[-2]
 
     @property
@@ -208,7 +206,6 @@ class Call(NamedTuple):
         return f"{side} has "
 
     def output_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of out and lse."""
         lse = (self.nheads, self.q.shape[0]) if self.varlen else (self.batch, self.nheads, self.q.shape[1])
         return (*self.q.shape[:-1], self.keys[1].shape[-1]), lse
 
@@ -241,7 +238,6 @@ class Call(NamedTuple):
 
     @property
     def entries(self) -> int:
-        """Entries of the cache."""
         return self.k_cache.shape[0] if self.page_table is None else self.page_table.shape[0]
 
     @property
@@ -273,7 +269,6 @@ class Call(NamedTuple):
 
     @property
     def epilogue_names(self) -> tuple[str, ...]:
-        """Names of the users' epilogues."""
         return tuple(item.partition(":")[0] for item in self.epilogues)
 
     @property

@@ -95,5 +95,4 @@ def multiprocessors(device: int) -> int:
 
 @functools.cache
 def l2_bytes(device: int) -> int:
-    """Bytes of a GPU's L2."""
     return torch.cuda.get_device_properties(device).L2_cache_size

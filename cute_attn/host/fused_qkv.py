@@ -57,7 +57,6 @@ class _Unbind(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, ...]:
-        """Views of ``x``."""
         ctx.shape = x.shape
         return x.unbind(-3)
 

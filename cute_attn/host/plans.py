@@ -69,7 +69,6 @@ class Options:
     __slots__ = ("_hash", "values")
 
     def __init__(self, values: tuple[Hashable, ...]) -> None:
-        """values: the options."""
         self.values, self._hash = values, hash(values)
 
     def __hash__(self) -> int:

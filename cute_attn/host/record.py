@@ -80,7 +80,6 @@ def work_tiles(device: int) -> Any:
 
 
 def launch(function: Callable[..., None], *arguments: Any) -> None:
-    """Launch on the current stream."""
     function(*arguments)
     if thread.recording is not None:
         thread.recording.add_launch(function, arguments, direct=True)

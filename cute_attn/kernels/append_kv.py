@@ -86,7 +86,6 @@ class AppendKv:
 
     @property
     def vector(self) -> int:
-        """Elements that a thread copies."""
         return self.traits.row_alignment
 
     # ---- host ----

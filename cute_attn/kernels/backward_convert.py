@@ -58,7 +58,6 @@ class BackwardConvert:
 
     @property
     def dtype(self) -> Any:
-        """Element type of dQ."""
         return fakes.CUTE_DTYPES[self.traits.dtype]
 
     @property

@@ -671,7 +671,6 @@ class CombineStreamK(Combine):
 
     @property
     def mask(self) -> Mask:
-        """The kvcache kernel's."""
         return Mask.of(self.traits)
 
     @cute.jit

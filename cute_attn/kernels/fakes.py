@@ -43,7 +43,6 @@ def plain(dtype: Any, ndim: int) -> cute.Tensor:
 
 
 def strided(dtype: Any, ndim: int) -> cute.Tensor:
-    """A tensor with any strides."""
     shape = tuple(cute.sym_int() for _ in range(ndim))
     stride = tuple(cute.sym_int64() for _ in range(ndim))
     return make_fake_tensor(dtype, shape, stride=stride, assumed_align=dtype.width // 8)
@@ -70,7 +69,6 @@ def rank(traits: Traits) -> int:
 
 
 def head_rows(kernel: Any) -> cute.Tensor:
-    """See :data:`HeadRows`."""
     return rows(CUTE_DTYPES[kernel.traits.dtype], rank(kernel.traits), kernel.traits.alignment)
 
 

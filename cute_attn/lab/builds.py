@@ -104,7 +104,6 @@ class WorkerBuilds:
         return found
 
     def close(self) -> None:
-        """Stop at once."""
         self._closed = True
         for _ in self._threads:
             self._wanted.put(None)

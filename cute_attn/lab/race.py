@@ -98,7 +98,6 @@ class Comparison:
         return f"{self.a} against {self.b}: {'; '.join(parts)}{_conditions(state)}"
 
     def table(self) -> Table:
-        """A row per workload."""
         title = f"a: {self.a}\nb: {self.b}\n{self.gpu}, driver {self.driver}"
         table = Table(
             "workload", "outcome", "speed, 95% interval", "rounds", "ms", "ms of b", "GPU", title=title

@@ -64,7 +64,6 @@ class Space:
         return cls(tile, tuple(_known_values(tile).items()))
 
     def all(self) -> Iterator[Tile]:
-        """The product of all values."""
         names = [name for name, _ in self.values]
         for combination in itertools.product(*(values for _, values in self.values)):
             yield dataclasses.replace(self.tile, **dict(zip(names, combination, strict=True)))  # type: ignore[type-var]

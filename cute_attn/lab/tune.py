@@ -321,7 +321,6 @@ class _Study:
         return bool(new)
 
     def collect(self, wait_s: float) -> None:
-        """Take what was built."""
         self.say("building")
         for built in self.builds.take(wait_s):
             if built.tile == self.search.space.tile and self.default_built is None:

@@ -20,7 +20,6 @@ from cute_attn.lab.verdict import verdict
 
 
 def main() -> None:
-    """Build until the input ends."""
     warnings.simplefilter("ignore", SpillWarning)  # the answers have the spills
     serve(build_and_rank)
 

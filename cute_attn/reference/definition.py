@@ -64,7 +64,6 @@ class ScoreCoords:
 
     @property
     def diagonal(self) -> Tensor:
-        """Each query's aligned key position."""
         return self.query + (0 if self.top_left else self.seqlen_k - self.seqlen_q)
 
 

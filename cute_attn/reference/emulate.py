@@ -193,7 +193,6 @@ def _pack(x: Tensor, heads: int) -> Tensor:
 
 
 def _unpack(x: Tensor, heads: int) -> Tensor:
-    """The inverse of :func:`_pack`."""
     return x.unflatten(2, (-1, heads)).transpose(2, 3).flatten(1, 2)
 
 

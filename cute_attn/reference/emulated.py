@@ -108,12 +108,10 @@ class QueryBlockContext:
         return self.mma.size
 
     def score_map(self, thread: Int32) -> ScoreMap:
-        """The same as in kernels."""
         size = self.kernel.tile
         return ScoreMap.make(self.mma, size.tile_m, size.tile_n, thread, self.transposed, self.heads)
 
     def score_tile(self, thread: Int32, acc: cute.Tensor, col0: Int32) -> ScoreTile:
-        """The same as in kernels."""
         return self.score_map(thread).tile(acc, self.row0 // self.heads, col0)
 
     def rows(self, thread: Int32) -> list[Int32]:

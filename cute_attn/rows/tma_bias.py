@@ -113,7 +113,6 @@ class TmaBiasOfQueries:
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes of a stage."""
         queries, keys = (cute.size(self.tensor, mode=[i]) for i in (0, 1))
         return queries * keys * self.tensor.element_type.width // 8
 

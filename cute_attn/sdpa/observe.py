@@ -88,7 +88,6 @@ class Observer:
     """
 
     def __init__(self, shadow: int = 0) -> None:
-        """shadow: as above."""
         self.shadow = shadow
         self.rows: dict[tuple, Row] = {}
 

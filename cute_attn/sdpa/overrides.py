@@ -35,7 +35,6 @@ class Override:
     __slots__ = ("implementation", "name", "options", "state", "stock")
 
     def __init__(self, name: str, implementation: Callable[..., tuple | Tensor | str], stock: Any) -> None:
-        """Arguments: as above."""
         self.name, self.implementation, self.stock = name, implementation, stock
         self.state = STATES.get(name)
         self.options: Options | None = None

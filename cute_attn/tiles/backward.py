@@ -390,17 +390,14 @@ class BackwardSm90Tile(Tile):
 
     @property
     def num_threads(self) -> int:
-        """Threads of a CTA."""
         return self.mma_threads + 128
 
     @property
     def compute_registers(self) -> int:
-        """Registers of a consumer thread."""
         return COMPUTE_REGISTERS[self.warpgroups]
 
     @property
     def load_registers(self) -> int:
-        """Registers of a producer thread."""
         return LOAD_REGISTERS[self.warpgroups]
 
     @property

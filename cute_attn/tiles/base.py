@@ -140,7 +140,6 @@ class WarpTile(Tile):
 
     @property
     def num_threads(self) -> int:
-        """Threads of a CTA."""
         return 32 * self.num_warps
 
     @staticmethod

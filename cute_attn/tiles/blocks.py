@@ -29,7 +29,6 @@ class BlockKindsTile(Tile):
 
     @property
     def num_threads(self) -> int:
-        """Threads per CTA."""
         return self.num_warps * WARP
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
@@ -70,7 +69,6 @@ class BlockListsTile(Tile):
 
     @property
     def num_threads(self) -> int:
-        """Threads per CTA."""
         return self.num_warps * WARP
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:

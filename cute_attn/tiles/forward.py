@@ -136,7 +136,6 @@ class ForwardSm80Tile(WarpTile):
 
     @property
     def group_threads(self) -> int:
-        """Threads of a group."""
         return 32 * self.num_warps
 
     @property
@@ -291,7 +290,6 @@ class ForwardTermsTile(ForwardSm80Tile):
 
     @staticmethod
     def mma_depth(traits: Traits) -> int:
-        """Elements of a step along K, in 16 bits."""
         return 16
 
     @staticmethod
@@ -396,7 +394,6 @@ class ForwardSm90Tile(Tile):
 
     @property
     def num_threads(self) -> int:
-        """Threads of a CTA."""
         return 128 * (self.warpgroups + 1)
 
     @property
@@ -408,7 +405,6 @@ class ForwardSm90Tile(Tile):
 
     @property
     def load_registers(self) -> int:
-        """Registers of a producer thread."""
         return LOAD_REGISTERS[self.warpgroups] if self.blocks_per_sm == 1 else 24
 
     NUMBERS: ClassVar[int] = 1  # tiles of each operand, next to each other
@@ -601,7 +597,6 @@ class KvcacheLargeTile(ForwardLargeTile):
     BROADCAST_START: ClassVar[int] = 448  # items with key ranges are twice as large
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
-        """As the forward's, without memory for O."""
         return self._areas(traits, padded(traits.head_dim))
 
     def shape_reason(self, traits: Traits) -> str | None:

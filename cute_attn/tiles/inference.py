@@ -88,7 +88,6 @@ class CombineTile(Tile):
         return -(-partial_columns(traits) // (4 * self.threads_per_row(traits)))
 
     def num_threads(self, traits: Traits) -> int:
-        """Threads of a CTA."""
         return self.rows * self.groups * self.threads_per_row(traits)
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:

@@ -115,7 +115,6 @@ class QueryGrid:
         return self.nheads.divisor if self.packs is None else self.packs.per_sequence.divisor
 
     def tiles(self, batch: Int32) -> Int32:
-        """Number of work tiles."""
         return (self.last_m_block + 1) * self.planes * batch
 
     @cute.jit

@@ -144,7 +144,6 @@ class StreamK:
 
     @property
     def total(self) -> Int32:
-        """Positions on the line."""
         return self.of_head * self.heads
 
     @cute.jit

@@ -59,7 +59,6 @@ class MaskState:
 
     @staticmethod
     def begin(predicate: Predicate, tensors: tuple, batch: Int32, head: Int32) -> "MaskState":
-        """Compute them."""
         roots, inputs = uniform_roots(predicate.sees), {"batch": batch, "head": head}
         expressions = Expressions({x: inputs[x.op] for x in ordered(*roots) if x.op in inputs}, tensors)
         return MaskState(tensors, tuple(expressions.of(root) for root in roots))
@@ -80,11 +79,9 @@ class BlockPredicate:
         return [self.expressions.of(node, place) for node in nodes]
 
     def of_query(self, query: Int32) -> list[Any]:
-        """A query's values."""
         return self._one_sided(self.predicate.of_queries, query)
 
     def of_key(self, key: Int32) -> list[Any]:
-        """A key's values."""
         return self._one_sided(self.predicate.of_keys, key)
 
     def _one_sided(self, nodes: Sequence[Node], index: Int32) -> list[Any]:

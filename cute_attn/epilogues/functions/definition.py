@@ -72,7 +72,6 @@ class Precision:
         return x.int().long() if self.wraps and isinstance(x, Tensor) and x.dtype == torch.int64 else x
 
     def before_step(self, x: Value) -> Value:
-        """An operand of a step."""
         if self.nudge and isinstance(x, Tensor) and x.is_floating_point():
             return x + x.abs() * self.nudge
         return x

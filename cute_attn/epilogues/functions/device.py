@@ -78,7 +78,6 @@ def row_of(load: Node) -> Row | None:
 
 
 def rows_of(*outputs: Node) -> list[Row]:
-    """Rows of all loads."""
     found = (row_of(x) for x in ordered(*outputs) if x.op == "load")
     return list(dict.fromkeys(x for x in found if x is not None))
 

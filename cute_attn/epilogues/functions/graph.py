@@ -107,12 +107,10 @@ class Graph:
         return found
 
     def input(self, name: str) -> Node:
-        """One of ``INPUTS``."""
         kind, depends_on = INPUTS[name]
         return self.make(name, kind, depends_on=depends_on)
 
     def const(self, value: bool | int | float) -> Node:
-        """A Python number."""
         kind = BOOL if isinstance(value, bool) else INT if isinstance(value, int) else FLOAT
         if kind == INT and not -(2**31) <= value < 2**31:
             kind = LONG

@@ -46,7 +46,6 @@ class Interval(NamedTuple):
 
 
 def point(kind: str, value: Any) -> Interval:
-    """The interval of one value."""
     value = _dynamic(_type_of(kind)(value))
     return Interval(value, value)
 
@@ -80,7 +79,6 @@ class Intervals:
         self.known, self.expressions = dict(known), expressions
 
     def of(self, node: Node) -> Interval:
-        """The node's bounds."""
         if node not in self.known:
             self.known[node] = self._found(node)
         return self.known[node]

@@ -341,7 +341,6 @@ class _Lowering:
         return g.make("shr", INT, (g.make("shl", INT, (x, unused)), unused))
 
     def bounds(self, node: Node) -> Bounds:
-        """Bounds of a traced integer."""
         return bounds(node, self._bounds)
 
     def _float(self, x: Node) -> Node:

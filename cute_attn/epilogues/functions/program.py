@@ -41,7 +41,6 @@ class Nodes:
     """
 
     def __init__(self, graph: fx.Graph, before: fx.Node, like: Tensor, dtype: torch.dtype) -> None:
-        """Arguments: as above."""
         self.graph, self.before, self.like, self.dtype = graph, before, like, dtype
         self._nodes: dict[int, fx.Node] = {}
         self._numbers: dict[fx.Node, Tensor] = {}
@@ -135,7 +134,6 @@ class Program:
         self.steps = steps
 
     def __call__(self, *inputs: Symbol) -> Any:
-        """The result for traced inputs."""
         values: dict[fx.Node, Any] = dict(zip(self.inputs, inputs, strict=True))
         recorder = inputs[0].recorder
         for node in self.steps:

@@ -554,7 +554,6 @@ class Recorder(TorchFunctionMode):
         return self._element_or_row(kind, tensor, tuple(nodes), row.number, rank)
 
     def _index(self, table: Any, row: "Row", axis: int, item: Any) -> Node:
-        """An index of one dimension."""
         node = self.node(item, "indexes a tensor by")
         if node.kind not in (INT, LONG):
             return self.refuse(f"indexes a tensor by {_THE_KINDS[node.kind]}", "traced integers")

@@ -29,7 +29,6 @@ def default_tile(traits: Traits, target: str, *, whole: bool = False) -> Backwar
 
 
 def keys(traits: Traits, target: str) -> tuple[Key, ...]:
-    """A row's keys."""
     half = traits.dtype != "fp32"
     dtype = "half" if half else traits.precision or "fp32"
     pressure = register_pressure(traits)

@@ -179,7 +179,6 @@ class BackwardSm80:
 
     @functools.cached_property
     def products(self) -> Products:
-        """The five products."""
         return Products(self.traits, self.tile, self.dtype)
 
     def mma_sdp(self) -> cute.TiledMma:
@@ -535,7 +534,6 @@ class BackwardSm80:
 
     @cute.jit
     def step(self, ctx: MainloopContext, block: Int32) -> None:
-        """One query block."""
         tile = self.tile
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()

@@ -100,7 +100,6 @@ class StreamedContext:
         return below_1024(rematerialize(self.thread))
 
     def band(self) -> Band:
-        """The mask's band."""
         return self.state.band
 
     def full_blocks(self) -> tuple[Int32, Int32]:
@@ -116,12 +115,10 @@ class Streamed:
 
     @property
     def tile(self) -> Any:
-        """The kernel's."""
         return self.kernel.tile
 
     @property
     def products(self) -> Products:
-        """The kernel's."""
         return self.kernel.products
 
     @property
@@ -163,7 +160,6 @@ class Streamed:
         )
 
     def operands(self, smem: StreamedStorage, thread: Int32) -> StreamedOperands:
-        """All products' operands."""
         kernel, tile, products = self.kernel, self.tile, self.products
         sdp, dkv, of_dq = kernel.mma_sdp(), kernel.mma_dkv(), kernel.mma_dq()
         plane = kernel.smem_layout(tile.tile_m, tile.tile_n, None)

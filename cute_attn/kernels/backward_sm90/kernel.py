@@ -132,7 +132,6 @@ class BackwardSm90:
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> BackwardSm90Tile:
-        """The tile for calls that name none."""
         return TABLE.first(traits, target, *keys(traits, target))
 
     def for_lengths(
@@ -426,7 +425,6 @@ class BackwardSm90:
         score_args: fakes.ScoreArgs,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch."""
         traits, tile = self.traits, self.tile
         nheads = mQ.shape[-2]
         head_bytes = Int64(seqlens.max_seqlen_q) * (4 * padded(traits.head_dim))

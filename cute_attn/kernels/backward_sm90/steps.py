@@ -383,7 +383,6 @@ class DqInStep:
 
     @cute.jit
     def step(self, block: Int32, masked: Constexpr) -> None:
-        """One query block."""
         head, shared, n = self.head, self.head.shared, self.head.use_of(block)
         p, ds = head.probabilities_and_gradients(block, masked)
         # With two stages no read of a stage is pending: a warpgroup passes this step's barrier only after the others

@@ -86,7 +86,6 @@ class ForwardSm80:
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardSm80Tile:
-        """The tile for calls that name none."""
         return default_tile(traits, target)
 
     def for_lengths(

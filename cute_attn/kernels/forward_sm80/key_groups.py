@@ -37,7 +37,6 @@ class KeyGroup:
         return block if self.count == 1 else block * self.count + self.index
 
     def barrier(self) -> None:
-        """Wait for the group's threads."""
         if self.count == 1:
             cute.arch.barrier()
         elif self.warps == 1:
@@ -68,7 +67,6 @@ class GroupResults:
 
     @cute.jit
     def store(self, softmax: OnlineSoftmax, acc_o: cute.Tensor) -> None:
-        """Write the thread's values."""
         vectors = cute.make_tensor(acc_o.iterator, cute.make_layout((4, cute.size(acc_o) // 4)))
         cute.autovec_copy(vectors, self.o)
         for r in cutlass.range_constexpr(cute.size(softmax.row_max)):

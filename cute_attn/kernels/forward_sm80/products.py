@@ -108,7 +108,6 @@ class Fp32Products(Products):
 
     @property
     def count(self) -> int:
-        """Terms of an element."""
         return self.traits.fp32_terms
 
     @property

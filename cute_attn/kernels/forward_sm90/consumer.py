@@ -54,7 +54,6 @@ class Consumer(ForwardRole):
     results: Any
 
     def run(self) -> None:
-        """All work tiles, concurrently with the other warpgroups."""
         self.thread.ping_pong.start()
         super().run()
         self.thread.ping_pong.finish()
@@ -164,7 +163,6 @@ class MainLoop:
 
     @cute.jit
     def run(self, speculative: Constexpr) -> None:
-        """All key blocks."""
         blocks = self.blocks
         self.first_step()
         last = blocks.end - 1

@@ -85,7 +85,6 @@ class ForwardSm90:
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardSm90Tile:
-        """The tile for calls that name none."""
         return TABLE.first(traits, target, *keys(traits, target))
 
     def for_lengths(
@@ -306,7 +305,6 @@ class ForwardSm90:
         )
 
     def values(self, op: Any, mV: cute.Tensor) -> TmaTiles:
-        """TMA tiles of V."""
         return self.rows(op, mV, self.tile.tile_n, self.traits.head_dim_v)
 
     def rows(
@@ -324,7 +322,6 @@ class ForwardSm90:
 
     @cute.jit
     def run(self, params: ForwardParams, inputs: ForwardInputs, outputs: Any) -> None:
-        """The CTA's work."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         thread, _, _ = cute.arch.thread_idx()
         storage = self.storage()
@@ -379,5 +376,4 @@ class ForwardSm90:
         return Consumer
 
     def results(self, params: ForwardParams, outputs: ForwardOutputs) -> Any:
-        """What stores O and LSE."""
         return StagedResults(params, outputs)

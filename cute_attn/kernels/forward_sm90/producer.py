@@ -61,7 +61,6 @@ class Producer(ForwardRole):
     def run_tile(
         self, tile: QueryTile, pipeline_state: PipelineState, item: WorkItemId | None
     ) -> PipelineState:
-        """Load a replayed work tile."""
         pipeline_state, _ = self.load(tile, pipeline_state, None)
         WorkClaims(self.params.counters).count_replay()
         return pipeline_state

@@ -23,7 +23,6 @@ def default_tile(traits: Traits, target: str) -> ForwardTermsTile:
 
 
 def keys(traits: Traits, target: str) -> tuple[Key, ...]:
-    """A row's keys."""
     return traits.head_dim_v, half.register_pressure(traits)
 
 

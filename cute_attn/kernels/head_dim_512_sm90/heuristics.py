@@ -8,7 +8,6 @@ TABLE = Table(__file__, ForwardLargeTile)
 
 
 def keys(traits: Traits, target: str) -> tuple[Key, ...]:
-    """A row's keys."""
     return (max(traits.head_dim, traits.head_dim_v),)
 
 

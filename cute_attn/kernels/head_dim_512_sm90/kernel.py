@@ -75,7 +75,6 @@ class ForwardLargeSm90(ForwardSm90):
         pairs: int | None = None,
         window: int = 0,
     ) -> "ForwardLargeSm90":
-        """This kernel with the tile for sequences of at most these lengths, in place of its default tile."""
         tile = tile_for_lengths(self.traits, self.tile, seqlen_q, group)
         return dataclasses.replace(self, tile=tile)
 

@@ -72,7 +72,6 @@ class ScoreLoop(MainLoop):
 
     @cute.jit
     def first_step(self) -> None:
-        """S, softmax and P of the last key block, the first one visited."""
         scores, acc_s = self.first_probabilities()
         self.zero_values_out_of_bounds(self.blocks.end - 1, self.uses.keys)
         self.publish(scores, acc_s, self.uses.keys)
@@ -95,7 +94,6 @@ class ScoreLoop(MainLoop):
 
     @cute.jit
     def last_product(self) -> None:
-        """O += P V of the first key block, the last one visited."""
         n = self.uses.keys + (self.blocks.end - 1 - self.blocks.begin)
         self.start_pv(n)
         warpgroup.wait_group(0)
@@ -174,7 +172,6 @@ class ValueConsumer(ForwardRole):
     thread: ConsumerThread
 
     def run(self) -> None:
-        """All work tiles."""
         super().run()
         cute.arch.cp_async_bulk_wait_group(0)
 
@@ -182,7 +179,6 @@ class ValueConsumer(ForwardRole):
     def run_tile(
         self, tile: QueryTile, pipeline_state: PipelineState, item: WorkItemId | None
     ) -> PipelineState:
-        """Its half of O of one work tile."""
         queries, keys = pipeline_state.queries, pipeline_state.keys
         q, op, blocks = self.storage.q, self.thread.fragments, self.blocks_of(tile)
         op.acc_o.fill(0.0)

@@ -14,5 +14,4 @@ def default_tile(traits: Traits, target: str) -> JvpSm80Tile:
 
 
 def keys(traits: Traits, target: str) -> tuple[Key, ...]:
-    """A row's keys."""
     return traits.head_dim, traits.head_dim_v, register_pressure(traits)

@@ -67,7 +67,6 @@ class DualLoad:
     tangent: BlockLoad
 
     def start(self, block: Int32, stage: Int32, whole: Constexpr) -> None:
-        """As ``BlockLoad.start``."""
         self.value.start(block, 2 * stage, whole)
         self.tangent.start(block, 2 * stage + 1, whole)
 
@@ -192,7 +191,6 @@ class JvpSm80(ForwardSm80):
 
     @cute.jit
     def run(self, params: JvpParams) -> None:
-        """The CTA's work tile."""
         tile = params.grid.tile(params.seqlens, self.tile.queries)
         if tile.exists:
             loop = self.dual_loop(params, tile)

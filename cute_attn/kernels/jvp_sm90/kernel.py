@@ -62,7 +62,6 @@ class DualTiles:
 
     @property
     def atom(self) -> cute.CopyAtom:
-        """The atom of the value's loads."""
         return self.value.atom
 
     def _both(self, name: str, *arguments: Any) -> tuple[cute.Tensor, cute.Tensor]:
@@ -70,11 +69,9 @@ class DualTiles:
         return first, second
 
     def sequence(self, first_row: Int32, head: Int32, batch: Int32) -> tuple[cute.Tensor, cute.Tensor]:
-        """As ``TmaTiles.sequence``, of both."""
         return self._both("sequence", first_row, head, batch)
 
     def sequence_of_tile(self, first_row: Int32, tile: QueryTile) -> tuple[cute.Tensor, cute.Tensor]:
-        """As ``TmaTiles.sequence_of_tile``, of both."""
         return self._both("sequence_of_tile", first_row, tile)
 
     def load(self, tiles: tuple, n: Int32, target: cute.Tensor, pipeline: Pipeline, use: Int32) -> None:
@@ -305,7 +302,6 @@ class JvpSm90(ForwardSm90):
         warp: Int32,
         thread: Int32,
     ) -> None:
-        """By a warp of a consumer warpgroup: its rows of all work tiles."""
         value, tangent = (storage_of(storage, i) for i in range(2))
         consumer = ConsumerThread.make(self, value, thread - WARPGROUP)
         tangents = make_fragments(self, tangent, consumer.group)

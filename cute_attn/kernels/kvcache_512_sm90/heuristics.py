@@ -12,7 +12,6 @@ TABLE = Table(__file__, KvcacheLargeTile)
 
 
 def keys(traits: Traits, target: str) -> tuple[Key, ...]:
-    """A row's keys."""
     return max(traits.head_dim, traits.head_dim_v), "latent" if traits.latent else "two"
 
 

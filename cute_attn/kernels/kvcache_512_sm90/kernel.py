@@ -51,11 +51,9 @@ class KvcacheLargeSm90(KvcacheSm90, ForwardLargeSm90):
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> KvcacheLargeTile:  # type: ignore[override]
-        """The tile for one query a sequence."""
         return cache_tile(traits, CacheCall(page_size=64 if traits.paged else 0))
 
     def for_cache(self, call: CacheCall, target: str) -> "KvcacheLargeSm90":
-        """This kernel with the tile for a call, in place of its default tile."""
         return dataclasses.replace(self, tile=cache_tile(self.traits, call))
 
     def cached_values(self, op: Any, cache: cute.Tensor, policy: Int64) -> EntryTiles | PagedTiles:

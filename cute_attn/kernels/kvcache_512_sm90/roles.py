@@ -33,7 +33,6 @@ class LatentLoads(CacheLoads):
 
     @cute.jit
     def run(self, tile: QueryTile, blocks: BlockRange, pipeline_state: PipelineState, claims: Any) -> Int32:
-        """As :meth:`CacheLoads.run`."""
         inputs, storage, info, rows = self.inputs, self.storage, tile.info, self.params.rows
         last, keys, head = blocks.end - 1, pipeline_state.keys, tile.head_kv
         pipeline, count, claimed = storage.pipeline_k, blocks.end - blocks.begin, Int32(0)
@@ -100,7 +99,6 @@ class CacheValueConsumer(ValueConsumer):
     def run_tile(
         self, tile: QueryTile, pipeline_state: PipelineState, item: WorkItemId | None
     ) -> PipelineState:
-        """Its half of O of one work tile."""
         queries, keys = pipeline_state.queries, pipeline_state.keys
         q, op, blocks = self.storage.q, self.thread.fragments, self.blocks_of(tile)
         op.acc_o.fill(0.0)

@@ -19,7 +19,6 @@ TABLE = Table(__file__, ForwardSm80Tile)
 
 
 def keys(traits: Traits, target: str) -> tuple[Key, ...]:
-    """A row's keys."""
     return max(traits.head_dim, traits.head_dim_v), "functions" if traits.epilogues else "plain"
 
 

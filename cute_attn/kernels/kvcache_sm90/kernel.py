@@ -179,7 +179,6 @@ class KvcacheSm90(ForwardSm90):
         return FoldedConsumer if self.traits.split == "folded" else Consumer
 
     def loads(self, inputs: ForwardInputs, storage: ForwardStorage, params: ForwardParams) -> Any:
-        """The producer's loads."""
         return CacheLoads(inputs, storage, params)
 
     def results(self, params: ForwardParams, outputs: ForwardOutputs) -> CacheResults:

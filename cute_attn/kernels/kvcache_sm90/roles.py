@@ -281,7 +281,6 @@ class FoldedConsumer(Consumer):
     """The consumer of ``FoldedLoop``."""
 
     def main_loop(self, tile: QueryTile, uses: PipelineState) -> MainLoop:
-        """The main loop of one work tile, with an empty fold."""
         loop, acc = super().main_loop(tile, uses), self.thread.fragments.acc_o_rows
         threads, partials = self.kernel.tile.warpgroups * WARPGROUP, self.params.partials
         sums = RowSums.make(cute.size(acc, mode=[0]))
