@@ -156,14 +156,8 @@ def append_cpu(*arguments: Any) -> None:
 def append_by_definition(call: Call) -> None:
     """Append k and v of checked parameters in plain torch."""
     assert call.k is not None and call.v is not None and call.cache_seqlens is not None
-    kvcache_reference.append(
-        call.cache,
-        call.k,
-        call.v,
-        call.cache_seqlens,
-        cu_seqlens_k_new=call.cu_seqlens_k_new,
-        rotary=call.rotary,
-    )
+    more = {"cu_seqlens_k_new": call.cu_seqlens_k_new, "rotary": call.rotary}
+    kvcache_reference.append(call.cache, call.k, call.v, call.cache_seqlens, **more)
 
 
 def append_cuda(*arguments: Any) -> None:
@@ -179,6 +173,4 @@ _library.impl("append_kv", append_cpu, "CPU")
 _library.impl("append_kv", append_cuda, "CUDA")
 
 
-@torch.library.register_fake("cute_attn::append_kv", lib=_library)
-def _append_fake(*arguments: Any) -> None:
-    """Nothing but the caches is written."""
+torch.library.register_fake("cute_attn::append_kv", lambda *_: None, lib=_library)  # only caches are written

@@ -14,8 +14,7 @@ from cute_attn.api.functions import (
     MaskMod,
     ScoreMod,
     all_epilogues,
-    in_a_graph,
-    in_graphs,
+    as_one_node,
     packed_sequences,
 )
 from cute_attn.epilogues.inputs import UNBOUNDED
@@ -57,7 +56,6 @@ from cute_attn.host.values import (
 Result = Tensor | tuple[Tensor, ...]
 Window = tuple[int | None, int | None]
 RngState = Tensor | tuple[Tensor | int, Tensor | int]
-Epilogues = Sequence[str] | Mapping[str, Any]
 
 
 def attention(
@@ -380,7 +378,7 @@ mask_mod, block_mask, epilogues, kernel, deterministic, same_bits, precision
         False, False, kernel, None, deterministic, tile, precision, same_bits,
     )  # fmt: skip
     outer, functions = (grad_out, grad_lse, out, lse), (score_mod, mask_mod, block_mask)
-    return _gradients(tensors, options, functions, outer, wanted, into)
+    return as_one_node(_gradients, functions, tensors, options, outer, wanted, into)
 
 
 def attention_varlen_backward(
@@ -449,7 +447,7 @@ def attention_varlen_backward(
         False, False, kernel, None, deterministic, tile, precision, same_bits,
     )  # fmt: skip
     outer, functions = (grad_out, grad_lse, out, lse), (score_mod, mask_mod, block_mask)
-    return _gradients(tensors, options, functions, outer, wanted, into)
+    return as_one_node(_gradients, functions, tensors, options, outer, wanted, into)
 
 
 def _given_bias(bias: Any, q: Any, wanted: Any) -> Any:
@@ -464,28 +462,14 @@ def _given_bias(bias: Any, q: Any, wanted: Any) -> Any:
 
 
 def _gradients(
+    functions: Functions,
     tensors: Tensors,
     options: "_Options",
-    functions: Functions,
     outer: operators.Outer,
     wanted: Sequence[str],
     into: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
-    """The wanted gradients; tensors, functions: see :func:`_attend`; outer: the gradients of out and lse, out, lse."""
-    arguments = (tensors, options, functions, outer, wanted, into)
-    if in_a_graph(functions):
-        return in_graphs().whole(lambda: _computed_gradients(*arguments))
-    return _computed_gradients(*arguments)
-
-
-def _computed_gradients(
-    tensors: Tensors,
-    options: "_Options",
-    functions: Functions,
-    outer: operators.Outer,
-    wanted: Sequence[str],
-    into: Sequence[Tensor] | None,
-) -> tuple[Tensor, ...]:
+    """The wanted gradients; functions, tensors: see :func:`_attend`; outer: the gradients of out and lse, out, lse."""
     (q, *_), (*firsts, bias, sinks, rng_state) = tensors, tensors
     epilogues = all_epilogues(tensors, options.epilogues, functions, options.longest)
     state = _rng_state(rng_state, q, number("dropout_p", options.dropout_p))
@@ -647,7 +631,7 @@ def _attend(
     if dropout_p and tensors[-1] is None:
         tensors = (*tensors[:-1], _drawn_state(q))
     if torch.compiler.is_compiling():
-        return _result(_outputs(tensors, given, out, functions), given[_RETURN_LSE])
+        return _result(as_one_node(_computed, functions, tensors, given, out), given[_RETURN_LSE])
     key: Hashable = given
     all_tensors, read, tables = tensors if out is None else (*tensors, out), (), None
     score_mod, mask_mod, block_mask = functions
@@ -658,7 +642,7 @@ def _attend(
             packed = packed_sequences(tensors, given[1:3])
         found = plans.read_by(given, _EPILOGUES, functions, q, tensors[1], packed)
         if found is None:
-            return _result(_outputs(tensors, given, out, functions), given[_RETURN_LSE])
+            return _result(as_one_node(_computed, functions, tensors, given, out), given[_RETURN_LSE])
         key, own, read, tables = found
         all_tensors = (*all_tensors, *own)
     known, outputs = plans.find(key, all_tensors, read, tables), None
@@ -669,7 +653,7 @@ def _attend(
         else:
             outputs = operators.repeat(record, found)
     if outputs is None:
-        call = functools.partial(_outputs, tensors, given, out, functions)
+        call = functools.partial(as_one_node, _computed, functions, tensors, given, out)
         outputs = plans.recorded(key, all_tensors, call, read, tables)
     if outputs[2] is not None:
         return _result(outputs, given[_RETURN_LSE])
@@ -682,14 +666,8 @@ _MAX_SEQLEN_K, _DROPOUT_P, _EPILOGUES, _RETURN_LSE, _PRECISION = (
 )
 
 
-def _outputs(tensors: Tensors, given: tuple, out: Tensor | None, functions: Functions) -> Outputs:
+def _computed(functions: Functions, tensors: Tensors, given: tuple, out: Tensor | None) -> Outputs:
     """out, lse and perhaps softmax of a call without a record. Arguments: see :func:`_attend`."""
-    if in_a_graph(functions):
-        return in_graphs().whole(lambda: _computed(tensors, given, out, functions))
-    return _computed(tensors, given, out, functions)
-
-
-def _computed(tensors: Tensors, given: tuple, out: Tensor | None, functions: Functions) -> Outputs:
     options = _Options._make(given)
     epilogues = all_epilogues(tensors, options.epilogues, functions, options.longest)
     call = _call_of(tensors, options._replace(epilogues=epilogues))

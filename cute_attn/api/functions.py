@@ -79,10 +79,16 @@ def in_a_graph(functions: Functions) -> bool:
 
 
 def in_graphs() -> Any:
-    """:mod:`cute_attn.api.in_graphs`."""
     from cute_attn.api import in_graphs  # loads torch's compiler
 
     return in_graphs
+
+
+def as_one_node(compute: Callable[..., Any], functions: Functions, *arguments: Any) -> Any:
+    """``compute(functions, *arguments)``; where torch's compiler interprets a call with functions, as a single node."""
+    if not in_a_graph(functions):
+        return compute(functions, *arguments)
+    return in_graphs().whole(lambda: compute(functions, *arguments))
 
 
 def _hold_for_graphs(name: str, q: Any) -> None:

@@ -63,7 +63,7 @@ def with_tangents(call: Call, operator: Any = None) -> tuple[Tensor, Tensor, Non
         check(call)
         outputs = _jvp(rest, primals, tangents)
     else:
-        outputs = operator(_wanted(rest, primals, tangents), *_call(rest, primals).values(ATTENTION))
+        outputs = operator(_wanted(rest, primals, tangents), *Call.joined(primals, rest).values(ATTENTION))
     pairs = zip(outputs[:2], outputs[2:], strict=True)
     return *(forward_ad.make_dual(*pair, level=LEVEL) for pair in pairs), None
 
@@ -90,15 +90,11 @@ def _jvp(rest: tuple, tensors: Sequence[Any], tangents: Sequence[Any]) -> tuple[
 def _wanted(rest: tuple, tensors: Sequence[Any], tangents: Sequence[Any]) -> tuple[Tensor | None, ...]:
     if tangents[_FIELDS.index("alibi_slopes")] is not None:
         raise NotImplementedError(NO_TANGENT)
-    if _call(rest, tensors).return_softmax:
+    if Call.joined(tensors, rest).return_softmax:
         raise NotImplementedError(
             "return_softmax is True in a forward-mode derivative of attention; accepted: False"
         )
     return *(tangents[i] for i in _INDICES), *tangents[NUM_TENSORS:]
-
-
-def _call(rest: tuple, tensors: Sequence[Any]) -> Call:
-    return Call._make((*tensors[:NUM_TENSORS], tuple(tensors[NUM_TENSORS:]), *rest))
 
 
 class _Forward(torch.autograd.Function):
@@ -106,7 +102,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(rest: tuple, *tensors: Any) -> tuple[Tensor, ...]:
-        call = _call(rest, tensors)
+        call = Call.joined(tensors, rest)
         found = torch.ops.cute_attn.forward.default(*call.values(ATTENTION))
         return found if call.return_softmax else found[:2]
 
@@ -189,7 +185,7 @@ class _Backward(_Derivative):
         *tensors: Any,
     ) -> tuple[Tensor, ...]:
         given = (grad_out, grad_lse, out, lse, list(needed))
-        grads = torch.ops.cute_attn.backward.default(*given, *_call(rest, tensors).values(ATTENTION))
+        grads = torch.ops.cute_attn.backward.default(*given, *Call.joined(tensors, rest).values(ATTENTION))
         return tuple(x for x, wanted in zip(grads[:-1], needed, strict=True) if wanted)
 
     @staticmethod
@@ -218,7 +214,7 @@ class _Jvp(_Derivative):
     @staticmethod
     def forward(rest: tuple, number: int, *given: Any) -> tuple[Tensor, ...]:
         tangents, tensors = list(given[:number]), given[number:]
-        return torch.ops.cute_attn.jvp.default(tangents, *_call(rest, tensors).values(ATTENTION))
+        return torch.ops.cute_attn.jvp.default(tangents, *Call.joined(tensors, rest).values(ATTENTION))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -260,7 +256,7 @@ def _needs_loop(info: Any, rest: tuple, tensors: Sequence[Any], dims: Dims, quer
     ValueError
         A dropout mask is drawn under ``randomness="error"``, vmap's default.
     """
-    call, of = _call(rest, tensors), dict(zip(_FIELDS, dims, strict=False))
+    call, of = Call.joined(tensors, rest), dict(zip(_FIELDS, dims, strict=False))
     if info.batch_size == 0 or call.cu_seqlens_q is not None or call.epilogues or of["sinks"] is not None:
         return True
     if not call.dropout:

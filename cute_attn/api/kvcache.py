@@ -18,8 +18,7 @@ from cute_attn.api.functions import (
     MaskMod,
     ScoreMod,
     all_epilogues,
-    in_a_graph,
-    in_graphs,
+    as_one_node,
 )
 from cute_attn.epilogues.functions.known import with_texts, without_texts
 from cute_attn.host import plans, record
@@ -204,14 +203,15 @@ check_lengths
         else:
             key, own, read, _ = brought
             given = (*given, *own)
+    arguments = (functions, tensors, out, options)
     if users or check_lengths is not False or type(return_lse) is not bool:
-        found = _attend(tensors, out, options, functions)
+        found = as_one_node(_attend, *arguments)
     else:
         cached = isinstance(k_cache, Tensor) and not k_cache.is_nested and k_cache.dim() == 4
         latent = cached and k_cache.shape[-1] > LARGE_HEAD_DIM and _are_latent(k_cache, v_cache)
         precision = _precision(q) if cached and k_cache.dtype == torch.float32 else ""
         key = ("attention_with_kvcache", key, latent, precision)
-        found = plans.repeat(key, given, lambda: _attend(tensors, out, options, functions), read)
+        found = plans.repeat(key, given, lambda: as_one_node(_attend, *arguments), read)
     return found if return_lse else found[0]
 
 
@@ -251,17 +251,9 @@ _EPILOGUES = _Options._fields.index("epilogues")
 
 
 def _attend(
-    tensors: Tensors, out: Tensor | None, options: _Options, functions: Functions
+    functions: Functions, tensors: Tensors, out: Tensor | None, options: _Options
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a call that no record is known of; tensors: of the names of ``_TENSORS``."""
-    if in_a_graph(functions):
-        return in_graphs().whole(lambda: _computed(tensors, out, options, functions))
-    return _computed(tensors, out, options, functions)
-
-
-def _computed(
-    tensors: Tensors, out: Tensor | None, options: _Options, functions: Functions
-) -> tuple[Tensor, Tensor]:
     call = Call.of(_TENSORS, tensors)
     q, k_cache, cu_seqlens_q = call.q, call.k_cache, call.cu_seqlens_q
     rotary_interleaved, max_seqlen_q, softmax_scale, causal, window, softcap, *others = options
@@ -270,11 +262,8 @@ def _computed(
     if not is_int(num_splits) or not 0 <= num_splits <= MAX_PARTIALS:
         raise ValueError(f"num_splits is {shown(num_splits)}; accepted: 0 to {MAX_PARTIALS}")
     check_flags(
-        rotary_interleaved=rotary_interleaved,
-        same_bits=same_bits,
-        return_lse=return_lse,
-        check_lengths=check_lengths,
-    )
+        rotary_interleaved=rotary_interleaved, same_bits=same_bits, return_lse=return_lse, check_lengths=check_lengths
+    )  # fmt: skip
     if not is_one_of(causal, (False, True)):
         raise ValueError(f"causal is {shown(causal)}; accepted: False or True, aligned bottom right")
     if not isinstance(q, Tensor) or not isinstance(k_cache, Tensor) or q.is_nested:
@@ -382,13 +371,9 @@ def attend_cpu(*arguments: Any) -> tuple[Tensor, Tensor]:
     if call.k is not None:
         append.append_by_definition(call)
     lengths = kvcache_reference.Lengths(call.lengths_after(), call.cache_leftpad, call.cu_seqlens_q)
+    features, inputs, _ = call.by_definition()
     return kvcache_reference.attention(
-        _rotated(call),
-        call.cache,
-        call.softmax_scale,
-        lengths,
-        call.by_definition()[0],
-        call.score_inputs(),
+        _rotated(call), call.cache, call.softmax_scale, lengths, features, inputs
     )
 
 

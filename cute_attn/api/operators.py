@@ -401,10 +401,6 @@ class Node(NamedTuple):
         options = plans.Options((rest, *classes, *user_classes(call, "backward")))
         return Node(rest, options, packed, traced)
 
-    def call(self, tensors: Sequence[Any]) -> Call:
-        """The call of these tensors, q to rng_state and the epilogues'."""
-        return Call._make((*tensors[:NUM_TENSORS], tuple(tensors[NUM_TENSORS:]), *self.rest))
-
 
 def _save(ctx: Any, tensors: Sequence[Any], rest: tuple, outputs: tuple, node: Node | None = None) -> None:
     """tensors: q to rng_state, and the epilogues'; rest: the call's other arguments; node: of a direct call."""
@@ -414,17 +410,11 @@ def _save(ctx: Any, tensors: Sequence[Any], rest: tuple, outputs: tuple, node: N
     ctx.save_for_backward(*tensors, out, lse)
     ctx.rest = rest
     if node is None:  # a traced function's lives until its gradient
-        ctx.epilogues = _registered(rest[_EPILOGUES])
+        ctx.epilogues = [user_epilogue(item.partition(":")[0]) for item in rest[_EPILOGUES]]
     elif node.traced:
         ctx.epilogues = [one() for one in node.traced]
     if softmax is not None:
         ctx.mark_non_differentiable(softmax)
-
-
-def _registered(epilogues: Sequence[str]) -> tuple[Any, ...]:
-    if not epilogues:
-        return ()
-    return tuple(user_epilogue(item.partition(":")[0]) for item in epilogues)
 
 
 def _differentiate(
@@ -445,7 +435,7 @@ def _differentiate(
             return found
 
     def run() -> tuple[Tensor | None, ...]:
-        call = Call._make((*tensors[:NUM_TENSORS], tuple(tensors[NUM_TENSORS:]), *ctx.rest))
+        call = Call.joined(tensors, ctx.rest)
         return backward(call, grad_out, grad_lse, out, lse, wanted, node is not None)
 
     if key is not None:
@@ -484,7 +474,7 @@ class Attention(torch.autograd.Function):
         """tensors: q to rng_state, and the epilogues'; given: the arguments of a record of the call."""
         outputs = None if record is None else record.run(given)
         if outputs is None:
-            outputs = launch(node.call(tensors))
+            outputs = launch(Call.joined(tensors, node.rest))
         _save(ctx, tensors, node.rest, outputs, node)
         return outputs
 

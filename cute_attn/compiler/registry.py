@@ -304,20 +304,19 @@ def defaults() -> list[tuple[Traits, str]]:
         if op in BLOCK_OPS:
             pairs += [(Traits(op, arch, "bf16", LISTED_ROWS), target) for target in (targets[0], MEASURED)]
             continue
-        dual_sm90 = (op, arch) == ("jvp", "sm90")
-        for head_dim in (32, 64, 96, 128) if dual_sm90 else (32, 64, 96, 128, 192, 256):
+        for head_dim in (32, 64, 96, 128, 192, 256):
             for mask in ("", "causal"):
                 traits = Traits(op, arch, "bf16", head_dim, _columns(op, head_dim), mask=mask)
                 pairs += [(traits, target) for target in sorted({targets[0], MEASURED})]
         for head_dim in (64, 128):
             pairs += [(Traits(op, arch, "bf16", head_dim, **extra), MEASURED) for extra in _features(op)]
-        if arch == "sm90" and not dual_sm90:
+        if arch == "sm90":
             pairs.append((Traits(op, arch, "bf16", 512, mask="causal"), MEASURED))
         if "sm86" in targets:
             for dim in (64, 128, 256):
                 pairs.append((Traits(op, arch, "bf16", dim, _columns(op, dim), mask="causal"), "sm86"))
             pairs.append((Traits(op, arch, "fp16", 128, mask="causal"), "sm89"))
-    return pairs
+    return [(traits, target) for traits, target in pairs if known_class(traits).supports(traits) is None]
 
 
 def defaults_on(target: str | None) -> list[tuple[Traits, str]]:

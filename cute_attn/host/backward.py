@@ -154,11 +154,7 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
         if any(copied):
             named = {"q": call.q, "k": call.k, "v": call.v, "grad_out": grad_out, "out": out}
             padding.check_rows(named, (*copied, *padding.to_copy((grad_out, out))))
-            functions = {
-                "pad": padding.kernel_for("backward_pad", call),
-                "unpad": padding.kernel_for("backward_unpad", call),
-            }
-            return Plan(functions=functions)
+            return Plan(functions=padding.kernels_for("backward", call))
         bias = BiasGradient.of(call, deterministic) if needed[3] else None
         target = compiler.default_target("sm80")
         kernel = choose_kernel(call, target, op="backward", bias_grad=bias is not None)
@@ -180,12 +176,8 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
             num_splits = blocks if in_order else accumulators
         check_blocks(call, tile, wanted[1][1].rows, num_splits, heads_dkv)
         if traits.arch == "sm90":
-            check_steps(
-                call,
-                query_blocks(call, tile.tile_m),
-                tile,
-                min(processors, call.batch * heads_dkv * num_splits),
-            )
+            ctas = min(processors, call.batch * heads_dkv * num_splits)
+            check_steps(call, query_blocks(call, tile.tile_m), tile, ctas)
         functions = {
             "main": compiler.build(kernel, target),
             "preprocess": compiler.compile(*wanted[1], target),
@@ -389,20 +381,15 @@ def _launched(
         record.step(Tensor.zero_, workspace[: space.dq[2]])
     dbias = None if division.bias is None else division.bias.allocate(call.q, given[3])
     call = as_kernels_read(call)
-    seqlens, own_seqlens = _seqlens(call)
+    # The preprocess and the convert take no lengths of keys.
+    seqlens, own_seqlens = call.seqlens(), call._replace(seqused_k=None).seqlens()
     keep = 1.0 - call.dropout_p
     cleared = (dq, dk, dv) if call.varlen else None
     numbers = {"mLSElog2": lse_log2, "mMinusD": minus_d, "mDQaccum": accumulators}
     preprocessed = {
-        "mDO": grad_out,
-        "mO": out,
-        "mLSE": lse,
-        "mDLSE": grad_lse,
-        "mCounters": counter,
-        "gradients": cleared,
-        "seqlens": own_seqlens,
-        "keep_prob": keep,
-    }
+        "mDO": grad_out, "mO": out, "mLSE": lse, "mDLSE": grad_lse, "mCounters": counter, "gradients": cleared,
+        "seqlens": own_seqlens, "keep_prob": keep,
+    }  # fmt: skip
     record.launch(*plan.functions["preprocess"].bind(**numbers, **preprocessed))
     arguments = {
         "mQ": call.q,
@@ -512,11 +499,6 @@ def _padded(
     unpad.unpad([x if cuts else None for cuts, x in zip(cut, found, strict=False)], results)
     wanted = (x if one else None for x, one in zip(results, needed, strict=False))
     return (*wanted, *found[3:])  # type: ignore[return-value]
-
-
-def _seqlens(call: Call) -> tuple[Any, Any]:
-    """Lengths for the main kernel; and for the preprocess and the convert, without the keys' lengths."""
-    return call.seqlens(), call._replace(seqused_k=None).seqlens()
 
 
 def _sinks_gradient(

@@ -6,6 +6,7 @@ lists of blocks of ``LISTED_ROWS``. Tables and lists are made on the mask's devi
 long as the mask lives.
 """
 
+import operator
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -192,7 +193,7 @@ def _made_of(block_mask: BlockMask) -> _Made:
     if state is None:
         return _Made(source, (), kinds_of(block_mask), {}, {})
     known = _made.get(block_mask)
-    if known is not None and known.state == state and all(map(_is, known.source, source)):
+    if known is not None and known.state == state and all(map(operator.is_, known.source, source)):
         return known
     return remember(block_mask, kinds_of(block_mask))
 
@@ -226,17 +227,8 @@ def _state_of(block_mask: BlockMask) -> tuple | None:
     if capture is None or any(x is not None and x.is_inference() for x in source):
         return None
     versions = tuple(None if x is None else x._version for x in source)
-    return (
-        versions,
-        block_mask.BLOCK_SIZE,
-        block_mask.seq_lengths,
-        _stream(block_mask.kv_num_blocks),
-        capture,
-    )
-
-
-def _is(x: Any, y: Any) -> bool:
-    return x is y
+    stream = _stream(block_mask.kv_num_blocks)
+    return versions, block_mask.BLOCK_SIZE, block_mask.seq_lengths, stream, capture
 
 
 def _capture(x: Tensor | None) -> int | None:
@@ -311,11 +303,8 @@ def shared_lists(
         starts[side].diff().long() if starts else torch.full((1,), seqlen, device=kinds.device)
         for side, seqlen in enumerate((seqlen_q, seqlen_k))
     )
-    for dim, lengths, most, rows in (
-        (2, queries, seqlen_q, block_size[0]),
-        (3, keys, seqlen_k, block_size[1]),
-    ):
-        kinds = _in_listed_blocks(kinds, dim, lengths, most, rows)
+    kinds = _in_listed_blocks(kinds, 2, queries, seqlen_q, block_size[0])
+    kinds = _in_listed_blocks(kinds, 3, keys, seqlen_k, block_size[1])
     shared = kinds
     if kinds.shape[1] > 1:
         groups = kinds.unflatten(1, (nheads_kv, -1))

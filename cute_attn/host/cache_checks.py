@@ -6,7 +6,6 @@ that.
 
 import itertools
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -197,7 +196,10 @@ def check_attention(call: Call) -> None:
     check_softcap(call.softcap)
     slopes = call.alibi_slopes
     if slopes is not None:
-        _check_slopes(slopes, call.batch, nheads, q.dtype)
+        check_slopes(slopes, call.batch, nheads)
+        if (slopes.dtype, q.dtype) != (torch.float64, torch.float64):
+            check_dtype("alibi_slopes", slopes, torch.float32)
+        check_last_stride("alibi_slopes", slopes)
     if call.sinks is not None:
         check_sinks(call.sinks, nheads, q.dtype)
     if call.tree_mask is not None:
@@ -205,24 +207,11 @@ def check_attention(call: Call) -> None:
     check_epilogues(call, call.cache.capacity)
     check_same_bits(call)
     if call.cache_leftpad is not None:
-        _check_counts_keys(call.epilogue_names)
-
-
-def _check_counts_keys(names: Iterable[str]) -> None:
-    """Raise for a class, which would take a cache's rows for keys."""
-    for name in names:
-        if not are_functions((name,)):
-            raise ValueError(
-                f"epilogue {name!r}, a class, is given with cache_leftpad; accepted with it: functions"
-            )
-
-
-def _check_slopes(slopes: Tensor, batch: int, nheads: int, dtype: torch.dtype) -> None:
-    check_slopes(slopes, batch, nheads)
-    if (slopes.dtype, dtype) != (torch.float64, torch.float64):
-        check_dtype("alibi_slopes", slopes, torch.float32)
-    if slopes.shape[-1] > 1 and slopes.stride(-1) != 1:
-        raise ValueError(f"alibi_slopes has strides {tuple(slopes.stride())}; accepted: a last stride of 1")
+        for name in call.epilogue_names:  # a class would take the cache's rows for keys
+            if not are_functions((name,)):
+                raise ValueError(
+                    f"epilogue {name!r}, a class, is given with cache_leftpad; accepted with it: functions"
+                )
 
 
 def _check_tree(call: Call, tree: Tensor) -> None:

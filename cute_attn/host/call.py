@@ -122,6 +122,11 @@ class Call(NamedTuple):
         """The call with these fields, and the defaults of the others."""
         return cls(**dict(zip(names, values, strict=True)))
 
+    @classmethod
+    def joined(cls, tensors: Sequence[Any], rest: tuple) -> Self:
+        """The call of these tensors, q to rng_state and then the epilogues', and of the fields behind them."""
+        return cls._make((*tensors[:NUM_TENSORS], tuple(tensors[NUM_TENSORS:]), *rest))
+
     def values(self, names: Sequence[str]) -> tuple[Any, ...]:
         """Values of these fields, for instance an operator's arguments; the inverse of :meth:`of`."""
         return tuple(getattr(self, name) for name in names)
@@ -326,17 +331,16 @@ class Call(NamedTuple):
         scale = abs(self.softmax_scale) if sign else 1.0
         return self._replace(q=(self.q * sign).contiguous(), softmax_scale=scale)
 
-    def traits(self, arch: str, variant: str = "", *, op: str = "forward", bias_grad: bool = False) -> Traits:
-        """Traits of a forward or backward kernel of ``arch``; bias_grad: it computes the bias's gradient."""
-        return Traits(
-            op=op, arch=arch, dtype=DTYPE_NAMES[self.q.dtype], head_dim=int(self.q.shape[-1]),
-            head_dim_v=int(self.v.shape[-1]), precision=self.precision, mask=self.mask,
-            softcap=self.softcap > 0, alibi=self.alibi_slopes is not None,
-            bias="" if self.bias is None else DTYPE_NAMES[self.bias.dtype], epilogues=self.epilogue_names,
-            sinks=self.sinks_dtype if op != "backward" else "", dropout=self.dropout, varlen=self.varlen,
-            seqused_q=self.seqused_q is not None, seqused_k=self.seqused_k is not None, bias_grad=bias_grad,
-            variant=variant,
-        )  # fmt: skip
+    def traits(self, arch: str, variant: str = "", *, op: str = "forward", **own: Any) -> Traits:
+        """Traits of a kernel of ``arch``. own: those that differ from an attention's, or that it has not."""
+        fields: dict[str, Any] = {
+            "head_dim_v": int(self.keys[1].shape[-1]), "precision": self.precision, "mask": self.mask,
+            "softcap": self.softcap > 0, "alibi": self.alibi_slopes is not None,
+            "bias": "" if self.bias is None else DTYPE_NAMES[self.bias.dtype], "epilogues": self.epilogue_names,
+            "sinks": self.sinks_dtype if op != "backward" else "", "dropout": self.dropout, "varlen": self.varlen,
+            "seqused_q": self.seqused_q is not None, "seqused_k": self.seqused_k is not None, "variant": variant,
+        }  # fmt: skip
+        return Traits(op, arch, DTYPE_NAMES[self.q.dtype], int(self.q.shape[-1]), **(fields | own))
 
     @property
     def sinks_dtype(self) -> str:

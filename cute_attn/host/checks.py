@@ -92,12 +92,9 @@ def check_epilogues(call: Call, keys: int) -> None:
         epilogue = user_epilogue(name)
         epilogue.check(inputs)
         if call.q.is_cuda:
-            nheads, lengths = call.nheads, (call.max_seqlen_q, keys)
-            if not any(isinstance(x, torch.SymInt) for x in (call.batch, nheads, *lengths)):
-                sizes = (call.batch, nheads, *lengths)
-                epilogue.warn_of_indices(
-                    inputs, dict(zip(("batch", "head", "query", "key"), sizes, strict=True))
-                )
+            sizes = {"batch": call.batch, "head": call.nheads, "query": call.max_seqlen_q, "key": keys}
+            if not any(isinstance(x, torch.SymInt) for x in sizes.values()):
+                epilogue.warn_of_indices(inputs, sizes)
 
 
 def _check_tensors(call: Call) -> None:

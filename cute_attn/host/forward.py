@@ -89,11 +89,7 @@ def plan_forward(call: Call) -> Plan:
         copied = padding.to_copy(call[:3])
         if any(copied):
             padding.check_rows({"q": call.q, "k": call.k, "v": call.v}, copied)
-            functions = {
-                "pad": padding.kernel_for("forward_pad", call),
-                "unpad": padding.kernel_for("forward_unpad", call),
-            }
-            return Plan(functions=functions)
+            return Plan(functions=padding.kernels_for("forward", call))
         if call.same_bits:
             return divided.plan_for_attention(call)
         target = compiler.default_target("sm80")

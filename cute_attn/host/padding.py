@@ -110,12 +110,14 @@ class Copies:
         record.copy(*self.kernel.bind(mSource=source, mTarget=target, which=which, mCuSeqlens=cu_seqlens))
 
 
-def kernel_for(op: str, call: Call) -> Any:
-    """The compiled kernel of an op for a call's traits."""
-    dims, dtype = (call.q.shape[-1], call.v.shape[-1]), DTYPE_NAMES[call.q.dtype]
-    target = compiler.default_target("sm80")
-    kernel = registry.lookup(Traits(op, "sm80", dtype, *dims, varlen=call.varlen), None, target)
-    return compiler.build(kernel, target)
+def kernels_for(op: str, call: Call) -> dict[str, Any]:
+    """The compiled kernels that pad and unpad the tensors of a forward or a backward."""
+    dims, target = (call.q.shape[-1], call.v.shape[-1]), compiler.default_target("sm80")
+    found = {}
+    for way in ("pad", "unpad"):
+        traits = Traits(f"{op}_{way}", "sm80", DTYPE_NAMES[call.q.dtype], *dims, varlen=call.varlen)
+        found[way] = compiler.build(registry.lookup(traits, None, target), target)
+    return found
 
 
 def check_rows(named: dict[str, Tensor], copied: Sequence[bool]) -> None:

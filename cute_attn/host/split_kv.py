@@ -17,7 +17,7 @@ from torch import Tensor
 from cute_attn import compiler
 from cute_attn.compiler import registry
 from cute_attn.host import plans, record
-from cute_attn.host.call import DTYPE_NAMES, Call
+from cute_attn.host.call import Call
 from cute_attn.host.checks import MAX_ROWS, check_count
 from cute_attn.host.choose import check_kernel, user_classes
 from cute_attn.host.counters import multiprocessors
@@ -100,9 +100,9 @@ def launch(
     """
     starts, shapes = None if out is None else call.cu_seqlens_q, call.output_shapes()
     if out is None:
-        out = record.empty(q, shapes[0], contiguous_strides(shapes[0]), q.dtype)
+        out = record.contiguous(q, shapes[0])
     if lse is None:
-        lse = record.empty(q, shapes[1], contiguous_strides(shapes[1]), torch.float32)
+        lse = record.contiguous(q, shapes[1], torch.float32)
     if plan.kernel is None:
         record.also()
         out = clear_owned(out, starts)
@@ -217,25 +217,19 @@ def _combine(kernel: Any, split: Split, shapes: tuple[tuple[int, ...], ...], cal
     # On Hopper its launch overlaps the end of the kernel before it, of either generation.
     arch = registry.generations(target)[0]
     if split.how == "fixed":
-        plain = Traits(
-            *("combine", arch, traits.dtype, traits.head_dim_v),
-            sinks=call.sinks_dtype,
-            alignment=traits.alignment,
-        )
+        more = {"sinks": call.sinks_dtype, "alignment": traits.alignment}
+        plain = Traits("combine", arch, traits.dtype, traits.head_dim_v, **more)
         tile = CombineTile.of(split.num_splits, eager=True)
         if call.same_bits:
             rows = 4 if math.prod(call.q.shape[:-1]) >= MANY_MERGED else 1
             tile = CombineTile(rows, unroll=8, in_order=True)
         tile = tile.for_head_dim(traits.head_dim_v)
         return compiler.compile(plain, tile, target)
-    kept = {
-        name: getattr(traits, name)
-        for name in ("mask", "sinks", "varlen", "seqused_k", "leftpad", "varlen_k", "alignment")
-    }
-    own = Traits("combine_stream_k", arch, traits.dtype, traits.head_dim_v, **kept)
-    tile = CombineStreamKTile.after(
-        kernel.tile, own, work_tiles(call, kernel.tile), shapes[0][0] // 2, call.longest[0]
-    )
+    kept = ("mask", "sinks", "varlen", "seqused_k", "leftpad", "varlen_k", "alignment")
+    same = {name: getattr(traits, name) for name in kept}
+    own = Traits("combine_stream_k", arch, traits.dtype, traits.head_dim_v, **same)
+    tiles, ctas = work_tiles(call, kernel.tile), shapes[0][0] // 2
+    tile = CombineStreamKTile.after(kernel.tile, own, tiles, ctas, call.longest[0])
     return compiler.compile(own, tile, target)
 
 
@@ -268,30 +262,14 @@ def work_tiles(call: Call, tile: Any) -> int:
 
 def traits_of(call: Call, arch: str, split: str, variant: str = "") -> Traits:
     """Traits of the kvcache kernel. Where keys are split the combine kernel adds the sinks."""
-    return Traits(
-        "kvcache",
-        arch,
-        DTYPE_NAMES[call.q.dtype],
-        int(call.q.shape[-1]),
-        int(call.v_cache.shape[-1]),
-        precision=call.precision,
-        mask=call.mask,
-        softcap=call.softcap > 0,
-        alibi=call.alibi_slopes is not None,
-        epilogues=call.epilogue_names,
-        sinks="" if split == "fixed" else call.sinks_dtype,
-        varlen=call.cu_seqlens_q is not None,
-        seqused_k=call.lengths is not None,
-        varlen_k=call.cu_seqlens_k is not None,
-        paged=call.page_table is not None,
-        batch_idx=call.cache_batch_idx is not None,
-        leftpad=call.cache_leftpad is not None,
-        tree=call.tree_mask is not None,
-        latent=call.latent and arch == "sm90",  # the Ampere kernel loads keys and values, wherever these are
-        split=split,
-        alignment=call.alignment,
-        variant=variant,
-    )
+    sinks = "" if split == "fixed" else call.sinks_dtype
+    latent = call.latent and arch == "sm90"  # the Ampere kernel loads keys and values, wherever these are
+    return call.traits(
+        arch, variant, op="kvcache", sinks=sinks, seqused_k=call.lengths is not None,
+        varlen_k=call.cu_seqlens_k is not None, paged=call.page_table is not None,
+        batch_idx=call.cache_batch_idx is not None, leftpad=call.cache_leftpad is not None,
+        tree=call.tree_mask is not None, latent=latent, split=split, alignment=call.alignment,
+    )  # fmt: skip
 
 
 def choose_kernel(call: Call, target: str, processors: int) -> tuple[Any, Split]:

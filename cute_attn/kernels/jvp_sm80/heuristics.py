@@ -8,10 +8,5 @@ from cute_attn.traits import Traits
 TABLE = Table(__file__, JvpSm80Tile)
 
 
-def default_tile(traits: Traits, target: str) -> JvpSm80Tile:
-    """The tile for calls of any lengths."""
-    return TABLE.first(traits, target, *keys(traits, target))
-
-
 def keys(traits: Traits, target: str) -> tuple[Key, ...]:
     return traits.head_dim, traits.head_dim_v, register_pressure(traits)

@@ -22,24 +22,23 @@ Limits: fp16 and bf16, head dims up to 256, of V up to 128: two accumulators of 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Constexpr, Float32, Int32, cute
 
 import layouts
 from cute_attn.device.gemm import Dual, dual_gemm, dual_gemm_rs
 from cute_attn.device.math import optimization_barrier, rematerialize
-from cute_attn.device.seqlen import sequence
+from cute_attn.device.seqlen import Seqlens, sequence
 from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.softmax import multiply_rows
 from cute_attn.epilogues.tangents import RowTangents
-from cute_attn.kernels import fakes
+from cute_attn.kernels.dual_launch import DualLaunch
 from cute_attn.kernels.forward_sm80.kernel import ForwardSm80
 from cute_attn.kernels.forward_sm80.key_groups import KeyGroup
 from cute_attn.kernels.forward_sm80.loads import BlockLoad
 from cute_attn.kernels.forward_sm80.main_loop import MainLoop
 from cute_attn.kernels.forward_sm80.storage import ForwardParams
-from cute_attn.kernels.jvp_sm80.heuristics import default_tile
+from cute_attn.kernels.jvp_sm80.heuristics import TABLE, keys
 from cute_attn.kernels.limits import MAX_DUAL_COLUMNS, beyond
 from cute_attn.kernels.step import StepContent, mma_sync_count, product_loop
 from cute_attn.outputs.lse import store_lse
@@ -124,7 +123,7 @@ class DualLoop(MainLoop):
 
 
 @dataclass(frozen=True)
-class JvpSm80(ForwardSm80):
+class JvpSm80(DualLaunch, ForwardSm80):
     """Kernel of the forward and its forward-mode derivative, of (traits, tile); ``__call__`` launches it."""
 
     tile: JvpSm80Tile
@@ -140,11 +139,7 @@ class JvpSm80(ForwardSm80):
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> JvpSm80Tile:
-        return default_tile(traits, target)
-
-    def for_lengths(self, *sizes: Any, **more: Any) -> "JvpSm80":
-        """This kernel: its tile serves all lengths."""
-        return self
+        return TABLE.first(traits, target, *keys(traits, target))
 
     def step_content(self) -> StepContent:
         tile, d, dv = self.tile, padded(self.traits.head_dim), padded(self.traits.head_dim_v)
@@ -156,31 +151,21 @@ class JvpSm80(ForwardSm80):
 
     # ---- host ----
 
-    @cute.jit
-    def __call__(
+    def launch_duals(
         self,
-        mQ: fakes.HeadRows,
-        mK: fakes.HeadRows,
-        mV: fakes.HeadRows,
-        mQdot: fakes.HeadRows,
-        mKdot: fakes.HeadRows,
-        mVdot: fakes.HeadRows,
-        mO: fakes.HeadRows,
-        mLSE: fakes.RowNumbers,
-        mOdot: fakes.HeadRows,
-        mLSEdot: fakes.RowNumbers,
-        seqlens: fakes.Lengths,
+        tensors: tuple,
+        results: tuple,
+        seqlens: Seqlens,
         softmax_scale: Float32,
-        schedule: fakes.ForwardCounters,
-        score_args: fakes.ScoreArgs,
-        stream: cuda.CUstream,
+        schedule: Any,
+        *rest: Any,
     ) -> None:
-        """Launch. Each tangent is as its tensor, with strides of its own."""
-        forward = self.params((mQ, mK, mV, mO, mLSE), seqlens, softmax_scale, schedule, score_args)
-        params = JvpParams(
-            **vars(forward), mQdot=mQdot, mKdot=mKdot, mVdot=mVdot, mOdot=mOdot, mLSEdot=mLSEdot
-        )
-        ctas = params.grid.tiles(seqlens.batch(mQ))
+        (score_args, stream), (values, (mQdot, mKdot, mVdot)) = rest, tensors
+        (mO, mLSE), (mOdot, mLSEdot) = results
+        forward = self.params((*values, mO, mLSE), seqlens, softmax_scale, schedule, score_args)
+        duals = {"mQdot": mQdot, "mKdot": mKdot, "mVdot": mVdot, "mOdot": mOdot, "mLSEdot": mLSEdot}
+        params = JvpParams(**vars(forward), **duals)
+        ctas = params.grid.tiles(seqlens.batch(params.mQ))
         self.kernel(params).launch(grid=[ctas, 1, 1], block=[self.tile.num_threads, 1, 1], stream=stream)
 
     # ---- device ----

@@ -9,11 +9,6 @@ from cute_attn.traits import Traits
 TABLE = Table(__file__, JvpSm90Tile)
 
 
-def default_tile(traits: Traits, target: str) -> JvpSm90Tile:
-    """The tile for calls of any lengths."""
-    return TABLE.first(traits, target, *keys(traits, target))
-
-
 def keys(traits: Traits, target: str) -> tuple[Key, ...]:
     """A row's keys. Listed blocks are whole blocks of a tile's: of 32 or 64 keys, not of 48.
 

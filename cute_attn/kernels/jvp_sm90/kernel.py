@@ -17,20 +17,20 @@ Limits: fp16 and bf16, head dims up to 128. Two accumulators of 64 rows and 128 
 registers for scores, P and their tangents.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Constexpr, Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_attn.device.math import convert_to_16_bits, rematerialize
 from cute_attn.device.pipeline import WARPGROUP, Pipeline
+from cute_attn.device.seqlen import Seqlens
 from cute_attn.device.wgmma import issue
 from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.tangents import RowTangents
-from cute_attn.kernels import fakes
+from cute_attn.kernels.dual_launch import DualLaunch
 from cute_attn.kernels.forward_sm90.consumer import Consumer, MainLoop
 from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
 from cute_attn.kernels.forward_sm90.storage import (
@@ -42,7 +42,7 @@ from cute_attn.kernels.forward_sm90.storage import (
     PipelineState,
     make_fragments,
 )
-from cute_attn.kernels.jvp_sm90.heuristics import default_tile
+from cute_attn.kernels.jvp_sm90.heuristics import TABLE, keys
 from cute_attn.kernels.limits import MAX_DUAL_COLUMNS, beyond
 from cute_attn.kernels.step import StepContent, wgmma_count
 from cute_attn.outputs.lse import store_lse
@@ -200,8 +200,7 @@ class DualConsumer(Consumer):
         self.tangents.acc_o.fill(0.0)
         count = cute.size(self.tangents.acc_o_rows, mode=[0])
         rows = RowTangents.make(count, self.params.softmax_scale)
-        own = (self.tangents, self.s_vdot, rows)
-        return DualLoop(*(getattr(forward, field.name) for field in fields(MainLoop)), *own)  # type: ignore[call-arg]
+        return DualLoop(**vars(forward), tangents=self.tangents, s_vdot=self.s_vdot, rows=rows)
 
 
 @dataclass(frozen=True)
@@ -231,7 +230,7 @@ class DualResults:
 
 
 @dataclass(frozen=True)
-class JvpSm90(ForwardSm90):
+class JvpSm90(DualLaunch, ForwardSm90):
     """Kernel of the forward and its forward-mode derivative, of (traits, tile); ``__call__`` launches it."""
 
     tile: JvpSm90Tile
@@ -244,11 +243,7 @@ class JvpSm90(ForwardSm90):
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> JvpSm90Tile:
-        return default_tile(traits, target)
-
-    def for_lengths(self, *sizes: Any, **more: Any) -> "JvpSm90":
-        """This kernel: its tile serves all lengths."""
-        return self
+        return TABLE.first(traits, target, *keys(traits, target))
 
     def step_content(self) -> StepContent:
         tile, d, dv = self.tile, padded(self.traits.head_dim), padded(self.traits.head_dim_v)
@@ -261,32 +256,14 @@ class JvpSm90(ForwardSm90):
 
     # ---- host ----
 
-    @cute.jit
-    def __call__(
-        self,
-        mQ: fakes.HeadRows,
-        mK: fakes.HeadRows,
-        mV: fakes.HeadRows,
-        mQdot: fakes.HeadRows,
-        mKdot: fakes.HeadRows,
-        mVdot: fakes.HeadRows,
-        mO: fakes.HeadRows,
-        mLSE: fakes.RowNumbers,
-        mOdot: fakes.HeadRows,
-        mLSEdot: fakes.RowNumbers,
-        seqlens: fakes.Lengths,
-        softmax_scale: Float32,
-        schedule: fakes.ForwardCounters,
-        score_args: fakes.ScoreArgs,
-        stream: cuda.CUstream,
-    ) -> None:
-        """Launch. Each tangent is as its tensor, with strides of its own."""
-        value, tangent = (self.inputs(*own, score_args) for own in ((mQ, mK, mV), (mQdot, mKdot, mVdot)))
+    def launch_duals(self, tensors: tuple, results: tuple, seqlens: Seqlens, *rest: Any) -> None:
+        value, tangent = (self.inputs(*own, rest[2]) for own in tensors)
         pairs = zip((value.q, value.k, value.v), (tangent.q, tangent.k, tangent.v), strict=True)
         q, k, v = (DualTiles(*pair) for pair in pairs)
         inputs = ForwardInputs(q, k, v, None)
-        outputs = DualOutputs(self.outputs(mO, mLSE, mK), self.outputs(mOdot, mLSEdot, mK))
-        self.launch(mQ, mK, inputs, outputs, seqlens, softmax_scale, schedule, score_args, stream)
+        mQ, mK, _ = tensors[0]
+        outputs = DualOutputs(*(self.outputs(*own, mK) for own in results))
+        self.launch(mQ, mK, inputs, outputs, seqlens, *rest)
 
     # ---- device ----
 

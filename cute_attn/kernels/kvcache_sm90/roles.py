@@ -1,6 +1,6 @@
 """What the Hopper forward's roles are given for a cache: loads of key blocks, stream-K ranges, stores of results."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -10,6 +10,7 @@ from cute_attn.device.math import optimization_barrier, rematerialize
 from cute_attn.device.pipeline import WARPGROUP
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import warm_lengths
+from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.forward_sm90.consumer import Consumer, MainLoop
 from cute_attn.kernels.forward_sm90.producer import CLAIM_AHEAD, Producer
 from cute_attn.kernels.forward_sm90.storage import ForwardInputs, ForwardParams, ForwardStorage, PipelineState
@@ -79,13 +80,8 @@ class StreamKProducer:
         """Broadcast each of these work tiles, and load its key blocks in the range."""
         kernel, params, work = self.producer.kernel, self.producer.params, self.producer.storage.work
         ctas, order = cute.arch.grid_dim()[0], params.order
-        blocks = VisibleBlocks(
-            params.seqlens,
-            params.score_args[1],
-            kernel.epilogues.mask,
-            kernel.tile.queries,
-            kernel.tile.tile_n,
-        )
+        mask, tile = kernel.epilogues.mask, kernel.tile
+        blocks = VisibleBlocks(params.seqlens, params.score_args[1], mask, tile.queries, tile.tile_n)
         warm_lengths(params.seqlens, params.batch, cute.arch.lane_idx())
         line = StreamK.make(blocks, params.batch, order.packs.divisor, ctas, cute.arch.lane_idx(), OVERHEAD)
         index = line.range_of_cta(cute.arch.block_idx()[0])
@@ -127,12 +123,10 @@ class CacheResults:
     def store(self, loop: MainLoop) -> None:
         """Normalize O and store it with the LSE."""
         kernel, tile, acc = loop.kernel, loop.query_tile, loop.thread.fragments.acc_o_rows
-        thread, heads, dim = (
-            rematerialize(loop.thread.index),
-            kernel.tile.pack_heads,
-            padded(kernel.traits.head_dim_v),
+        thread, dim = rematerialize(loop.thread.index), padded(kernel.traits.head_dim_v)
+        score_map = ScoreMap.make(
+            kernel.mma_pv(), kernel.tile.tile_m, dim, thread, heads=kernel.tile.pack_heads
         )
-        score_map = ScoreMap.make(kernel.mma_pv(), kernel.tile.tile_m, dim, thread, heads=heads)
         lse = cute.make_rmem_tensor(cute.make_layout(cute.size(acc, mode=[0])), Float32)
         sinks = self.sinks(loop, thread)
         if cutlass.const_expr(kernel.traits.split == "folded"):
@@ -192,9 +186,9 @@ class FoldedLoop(MainLoop):
         failed: (1), 1 if a complete split's sum is too large.
     """
 
-    fold: Any = None  # a Fold
-    behind: Any = None  # an OnlineSoftmax
-    failed: Any = None  # a tensor
+    fold: Fold
+    behind: OnlineSoftmax
+    failed: cute.Tensor
 
     @staticmethod
     def of(loop: MainLoop, fold: Fold) -> "FoldedLoop":
@@ -202,9 +196,8 @@ class FoldedLoop(MainLoop):
         softmax, failed = loop.softmax, cute.make_rmem_tensor(cute.make_layout(1), Int32)
         failed.fill(0)
         row_max, row_sum = (cute.make_rmem_tensor_like(x) for x in (softmax.row_max, softmax.row_sum))
-        own = {field.name: getattr(loop, field.name) for field in fields(MainLoop)}
         behind = replace(softmax, row_max=row_max, row_sum=row_sum)
-        return FoldedLoop(**own, fold=fold, behind=behind, failed=failed)
+        return FoldedLoop(**vars(loop), fold=fold, behind=behind, failed=failed)
 
     @property
     def blocks_of_split(self) -> int:
