@@ -34,7 +34,6 @@ from cute_attn.reference.emulated import (
     Buffers,
     DualBuffers,
     GradientBuffers,
-    every_dual_sequence,
     every_key_block,
     every_sequence,
     packed_heads,
@@ -154,24 +153,8 @@ def attend_on_host(
     """
     max_seqlen_q, heads = products.shape[2], packed_heads(kernel)
     products, values = _pack(products, heads), values[:, ::heads]
-    batch, packs, rows, seqlen_k = products.shape
-    tile_m, tile_n = kernel.tile.tile_m, kernel.tile.tile_n
-    m_blocks, n_blocks = -(-rows // tile_m), -(-seqlen_k // tile_n)
-    padded = (batch, packs, m_blocks * tile_m, n_blocks * tile_n)
-    buffers = Buffers(
-        products=torch.zeros(padded),
-        values=torch.zeros(batch, packs, n_blocks * tile_n, values.shape[3]),
-        scores=torch.full(padded, torch.nan),
-        signs=torch.zeros(padded),
-        p=torch.zeros(padded),
-        visits=torch.zeros(batch, packs, m_blocks, n_blocks, dtype=torch.int32),
-        out=torch.zeros(*padded[:3], values.shape[3]),
-        lse=torch.full(padded[:3], torch.nan),
-        factors=torch.empty(padded[:3]),
-        maxima=torch.full(padded[:3], -torch.inf),
-        sums=torch.zeros(padded[:3]),
-        statistics=torch.empty(2 * tile_m * tile_n),
-    )
+    rows, seqlen_k = products.shape[2:]
+    buffers = _buffers(Buffers, kernel, products.shape, values.shape[3])
     buffers.products[:, :, :rows, :seqlen_k] = products
     buffers.values[:, :, :seqlen_k] = values
     _run(every_sequence, kernel, buffers, (lengths, max_seqlen_q, seqlen_k), inputs, softmax_scale)
@@ -212,43 +195,14 @@ def tangents_on_host(
         values: V and its tangent, likewise.
         softmax_scale, inputs, lengths: as there.
     """
-    batch, nheads, seqlen_q, seqlen_k = products[0].shape
-    tile_m, tile_n = kernel.tile.tile_m, kernel.tile.tile_n
-    m_blocks, n_blocks = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
-    padded = (batch, nheads, m_blocks * tile_m, n_blocks * tile_n)
-    columns = values[0].shape[3]
-    seen = (slice(None), slice(None), slice(seqlen_q), slice(seqlen_k))
-    scores = [torch.zeros(padded) for _ in range(5)]
-    keys = [torch.zeros(batch, nheads, n_blocks * tile_n, columns) for _ in range(2)]
-    for x, given in zip((*scores[:2], *keys), (*products, *values), strict=True):
+    _, _, seqlen_q, seqlen_k = products[0].shape
+    buffers = _buffers(DualBuffers, kernel, products[0].shape, values[0].shape[3])
+    own = (buffers.products, buffers.products_dot, buffers.values, buffers.values_dot)
+    for x, given in zip(own, (*products, *values), strict=True):
         x[:, :, : given.shape[2], : given.shape[3]] = given
-    buffers = DualBuffers(
-        products=scores[0],
-        values=keys[0],
-        scores=torch.full(padded, torch.nan),
-        p=scores[2],
-        visits=torch.zeros(batch, nheads, m_blocks, n_blocks, dtype=torch.int32),
-        out=torch.zeros(*padded[:3], columns),
-        lse=torch.full(padded[:3], torch.nan),
-        factors=torch.empty(padded[:3]),
-        maxima=torch.full(padded[:3], -torch.inf),
-        sums=torch.zeros(padded[:3]),
-        statistics=torch.empty(2 * tile_m * tile_n),
-        products_dot=scores[1],
-        values_dot=keys[1],
-        exact_p=scores[3],
-        dots=scores[4],
-        out_dot=torch.zeros(*padded[:3], columns),
-        lse_dot=torch.full(padded[:3], torch.nan),
-        unseen=torch.empty(padded[:3]),
-        block_sums=torch.empty(*padded[:3], 2),
-        totals=torch.zeros(padded[:3]),
-        row_tangents=torch.empty(2 * tile_m * tile_n),
-    )
-    _run(every_dual_sequence, kernel, buffers, (lengths, seqlen_q, seqlen_k), inputs, softmax_scale)
-    lse, lse_dot, out, out_dot = (
-        x[seen[:3]] for x in (buffers.lse, buffers.lse_dot, buffers.out, buffers.out_dot)
-    )
+    _run(every_sequence, kernel, buffers, (lengths, seqlen_q, seqlen_k), inputs, softmax_scale)
+    found = (buffers.lse, buffers.lse_dot, buffers.out, buffers.out_dot)
+    lse, lse_dot, out, out_dot = (x[:, :, :seqlen_q] for x in found)
     missing = lse.isnan().unsqueeze(-1)
     out, out_dot = (x.masked_fill(missing, torch.nan) for x in (out, out_dot))
     return EmulatedTangents(out, lse, out_dot, lse_dot)
@@ -275,19 +229,8 @@ def differentiate_on_host(
         minus_d: (dLSE - rowsum(dO * O)) * (1 - dropout_p), as lse.
         softmax_scale, inputs, lengths: as for :func:`attend_on_host`; ``inputs.grad_bias`` is written.
     """
-    batch, nheads, seqlen_q, seqlen_k = products.shape
-    tile_m, tile_n = kernel.tile.tile_m, kernel.tile.tile_n
-    m_blocks, n_blocks = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
-    padded = (batch, nheads, m_blocks * tile_m, n_blocks * tile_n)
-    buffers = GradientBuffers(
-        products=torch.zeros(padded),
-        grad_p=torch.zeros(padded),
-        lse_log2=torch.full(padded[:3], torch.inf),
-        minus_d=torch.zeros(padded[:3]),
-        p=torch.zeros(padded),
-        scores=torch.zeros(padded),
-        visits=torch.zeros(batch, nheads, m_blocks, n_blocks, dtype=torch.int32),
-    )
+    _, _, seqlen_q, seqlen_k = products.shape
+    buffers = _buffers(GradientBuffers, kernel, products.shape)
     seen = (slice(None), slice(None), slice(seqlen_q), slice(seqlen_k))
     buffers.products[seen], buffers.grad_p[seen] = products, grad_p
     lse_log2 = (lse * LOG2_E).clamp(-LARGEST, LARGEST)
@@ -304,12 +247,39 @@ _RANKS = {
     ),
     **dict.fromkeys(("statistics", "row_tangents"), 1),
 }
+_FILLS = {
+    **dict.fromkeys(("scores", "lse", "lse_dot"), torch.nan),
+    "maxima": -torch.inf,
+    "lse_log2": torch.inf,
+}
+"""The first values of buffers that do not begin as 0."""
+
+
+def _buffers(kind: Any, kernel: Any, shape: Sequence[int], columns: int = 0) -> Any:
+    """Buffers for scores of this shape and for ``columns`` of V, padded to whole blocks."""
+    (batch, heads, rows, keys), tile = shape, kernel.tile
+    blocks = (-(-rows // tile.tile_m), -(-keys // tile.tile_n))
+    padded = (batch, heads, blocks[0] * tile.tile_m, blocks[1] * tile.tile_n)
+    shapes = {
+        **dict.fromkeys(("values", "values_dot"), (batch, heads, padded[3], columns)),
+        **dict.fromkeys(("out", "out_dot"), (*padded[:3], columns)),
+        "visits": (batch, heads, *blocks),
+        "block_sums": (*padded[:3], 2),
+    }
+    by_rank = {1: (2 * tile.tile_m * tile.tile_n,), 3: padded[:3], 4: padded}
+
+    def new(name: str) -> Tensor:
+        size = shapes.get(name) or by_rank[_RANKS.get(name, 4)]
+        fill = 0.0 if kind is GradientBuffers and name == "scores" else _FILLS.get(name, 0.0)
+        return torch.full(size, fill, dtype=torch.int32 if name in _DTYPES else torch.float32)
+
+    return kind._make(map(new, kind._fields))
 
 
 def _run(
     entry: Callable[..., None],
     kernel: Any,
-    buffers: Buffers | DualBuffers | GradientBuffers,
+    buffers: Any,
     rows: tuple[reference.Lengths, int, int],
     inputs: ScoreInputs,
     softmax_scale: float,

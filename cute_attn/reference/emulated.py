@@ -4,8 +4,9 @@ heads, blocks and threads.
 A phase is one function of a thread, called for all threads before the next one: so they proceed in lock-step.
 """
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Constexpr, Float16, Float32, Int32, cute
@@ -26,59 +27,18 @@ def packed_heads(kernel: Any) -> int:
     return getattr(kernel.tile, "pack_heads", 1)
 
 
-class GradientBuffers(NamedTuple):
-    """The tensors of an emulated backward, all batches and heads."""
-
-    products: Any
-    grad_p: Any
-    lse_log2: Any
-    minus_d: Any
-    p: Any
-    scores: Any
-    visits: Any
-
-
-class Buffers(NamedTuple):
-    """The tensors of an emulated forward, all batches and heads, and values exchanged between threads."""
-
-    products: Any
-    values: Any
-    scores: Any
-    signs: Any
-    p: Any
-    visits: Any
-    out: Any
-    lse: Any
-    factors: Any
-    maxima: Any
-    sums: Any
-    statistics: Any
-
-
-class DualBuffers(NamedTuple):
-    """The tensors of an emulated forward with tangents, those of :class:`Buffers` that it has first."""
-
-    products: Any
-    values: Any
-    scores: Any
-    p: Any
-    visits: Any
-    out: Any
-    lse: Any
-    factors: Any
-    maxima: Any
-    sums: Any
-    statistics: Any
-    products_dot: Any
-    values_dot: Any
-    exact_p: Any  # not rounded
-    dots: Any
-    out_dot: Any
-    lse_dot: Any
-    unseen: Any
-    block_sums: Any  # of a block's P and P S_dot
-    totals: Any
-    row_tangents: Any
+GradientBuffers = namedtuple("GradientBuffers", "products grad_p lse_log2 minus_d p scores visits")
+"""The tensors of an emulated backward, all batches and heads."""
+Buffers = namedtuple(
+    "Buffers", "products values scores signs p visits out lse factors maxima sums statistics"
+)
+"""The tensors of an emulated forward, and values exchanged between threads."""
+DualBuffers = namedtuple(
+    "DualBuffers",
+    "products values scores p visits out lse factors maxima sums statistics products_dot values_dot exact_p dots "
+    "out_dot lse_dot unseen block_sums totals row_tangents",
+)
+"""The same with tangents. exact_p is not rounded; block_sums are of a block's P and P S_dot."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +129,8 @@ class QueryBlockContext:
 
 
 @cute.jit
-def every_sequence(buffers: Buffers, seqlens: Seqlens, args: Any, scale: Float32, kernel: Constexpr):
+def every_sequence(buffers: Any, seqlens: Seqlens, args: Any, scale: Float32, kernel: Constexpr):
+    """Of a forward; with the buffers for them also the tangents."""
     batches, packs, _, _ = buffers.products.shape
     heads: Constexpr = packed_heads(kernel)
     for batch in cutlass.range(batches):
@@ -182,7 +143,10 @@ def every_sequence(buffers: Buffers, seqlens: Seqlens, args: Any, scale: Float32
             for row0 in cutlass.range(0, info.seqlen_q * heads, kernel.tile.tile_m):
                 scale_log2 = chain.scale_log2(context.score_scale)
                 ctx = QueryBlockContext(plane, state, row0, info.seqlen_q, scale_log2, kernel)
-                _query_block(ctx, args, pack * heads)
+                if cutlass.const_expr(hasattr(buffers, "dots")):
+                    _dual_query_block(ctx, args, pack * heads, scale)
+                else:
+                    _query_block(ctx, args, pack * heads)
 
 
 @cute.jit
@@ -321,22 +285,6 @@ def _finish(ctx: QueryBlockContext, thread: Int32, args: Any, head: Int32):
 
 
 # ---- the forward with tangents ----
-
-
-@cute.jit
-def every_dual_sequence(buffers: DualBuffers, seqlens: Seqlens, args: Any, scale: Float32, kernel: Constexpr):
-    batches, nheads, _, _ = buffers.products.shape
-    for batch in cutlass.range(batches):
-        info = SeqlenInfo.read(seqlens, batch)
-        for head in cutlass.range(nheads):
-            chain = kernel.epilogues
-            context = chain.context(args, seqlens, info, batch, head, nheads, scale)
-            state = chain.begin(args, context)
-            plane = _plane(buffers, batch, head)
-            for row0 in cutlass.range(0, info.seqlen_q, kernel.tile.tile_m):
-                scale_log2 = chain.scale_log2(context.score_scale)
-                ctx = QueryBlockContext(plane, state, row0, info.seqlen_q, scale_log2, kernel)
-                _dual_query_block(ctx, args, head, scale)
 
 
 @cute.jit
