@@ -44,24 +44,12 @@ Result = Tensor | tuple[Tensor, ...]
 
 
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    qv: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-) -> Result:
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
+    qv: Tensor | None = None, q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0,
+    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
+    sm_margin: int = 0, return_attn_probs: bool = False,
+) -> Result:  # fmt: skip
     """Attention on batches: out (batch, seqlen_q, nheads, head_dim).
 
     Raises
@@ -80,20 +68,11 @@ def flash_attn_func(
 
 
 def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    num_heads_q: int | None = None,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-) -> Result:
+    qkv: Tensor, softmax_scale: float | None = None, causal: bool = False, q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None, v_descale: Tensor | None = None, window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0, softcap: float = 0.0, deterministic: bool = False, num_heads_q: int | None = None,
+    sm_margin: int = 0, return_attn_probs: bool = False,
+) -> Result:  # fmt: skip
     """:func:`flash_attn_func` with q, k and v in one tensor.
 
     Parameters
@@ -112,30 +91,14 @@ def flash_attn_qkvpacked_func(
 
 
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    qv: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, qv: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
+    pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
     return_attn_probs: bool = False,
-) -> Result:
+) -> Result:  # fmt: skip
     """Attention on packed sequences: out (total_q, nheads, head_dim).
 
     Parameters
@@ -162,37 +125,17 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    qv: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    page_table: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    rotary_seqlens: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    scheduler_metadata: Tensor | None = None,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-    return_softmax_lse: bool = False,
-) -> Result:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    qv: Tensor | None = None, rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None, cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None, page_table: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None, max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None, q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
+    rotary_interleaved: bool = True, scheduler_metadata: Tensor | None = None, num_splits: int = 0,
+    pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False,
+) -> Result:  # fmt: skip
     """Attention with a cache of keys and values, to which k and v are appended first, in place; no gradients.
 
     As :func:`cute_attn.flash_attn.flash_attn_with_kvcache` (its block_table is page_table here), and in addition

@@ -36,16 +36,9 @@ __all__ = [
 
 
 def apply_rotary(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    seqlen_offsets: int | Tensor = 0,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-    interleaved: bool = False,
-    inplace: bool = False,
-    conjugate: bool = False,
-) -> Tensor:
+    x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor = 0, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, interleaved: bool = False, inplace: bool = False, conjugate: bool = False,
+) -> Tensor:  # fmt: skip
     """x rotated; conjugate: by the negative angles, as for gradients. Differentiable in x."""
     check_tensors(x=x, cos=cos, sin=sin)
     dims = 3 if cu_seqlens is not None else 4
@@ -91,15 +84,9 @@ def _check_offsets(seqlen_offsets: Any, batch: int) -> None:
 
 
 def apply_rotary_emb(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool = False,
-    inplace: bool = False,
-    seqlen_offsets: int | Tensor = 0,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-) -> Tensor:
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+) -> Tensor:  # fmt: skip
     """:func:`apply_rotary` with its arguments in another order."""
     return apply_rotary(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved, inplace)
 
@@ -133,15 +120,9 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
 
 
 def apply_rotary_emb_qkv_(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cos_k: Tensor | None = None,
-    sin_k: Tensor | None = None,
-    interleaved: bool = False,
-    seqlen_offsets: int | Tensor = 0,
-    num_heads_q: int | None = None,
-) -> Tensor:
+    qkv: Tensor, cos: Tensor, sin: Tensor, cos_k: Tensor | None = None, sin_k: Tensor | None = None,
+    interleaved: bool = False, seqlen_offsets: int | Tensor = 0, num_heads_q: int | None = None,
+) -> Tensor:  # fmt: skip
     """Turn q and k of qkv in place.
 
     Parameters
