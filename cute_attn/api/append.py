@@ -156,7 +156,7 @@ def append_cpu(*arguments: Any) -> None:
 def append_by_definition(call: Call) -> None:
     """Append k and v of checked parameters in plain torch."""
     assert call.k is not None and call.v is not None and call.cache_seqlens is not None
-    more = {"cu_seqlens_k_new": call.cu_seqlens_k_new, "rotary": call.rotary}
+    more: dict[str, Any] = {"cu_seqlens_k_new": call.cu_seqlens_k_new, "rotary": call.rotary}
     kvcache_reference.append(call.cache, call.k, call.v, call.cache_seqlens, **more)
 
 

@@ -165,13 +165,11 @@ def flash_attn_with_kvcache(
         qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk
     )
     scores = Scores(softmax_scale, causal, window_size, softcap)
-    out, lse = attend_cache(
+    out, lse = _cached(
         q, k_cache, v_cache, scores, k=k, v=v, cache_seqlens=cache_seqlens, page_table=page_table,
         cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=None if max_seqlen_q is None else whole_number("max_seqlen_q", max_seqlen_q),
-        cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-        rotary_seqlens=None if rotary_cos is None else rotary_seqlens,
-        rotary_interleaved=flag("rotary_interleaved", rotary_interleaved), num_splits=num_splits,
+        max_seqlen_q=max_seqlen_q, cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        rotary_seqlens=rotary_seqlens, rotary_interleaved=rotary_interleaved, num_splits=num_splits,
         return_lse=flag("return_softmax_lse", return_softmax_lse),
     )  # fmt: skip
     given = {"cum_seq_q": cu_seqlens_q, "block_table": page_table}
@@ -263,14 +261,12 @@ def _flash_attn_forward(
     of_a_cache = (k_new, v_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, cu_seqlens_k_new)
     if any(x is not None for x in of_a_cache) or (cu_seqlens_q is not None and cu_seqlens_k is None):
         _alone("with a cache", cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q)
-        out, lse = attend_cache(
+        out, lse = _cached(
             q, k, v, scores, k=k_new, v=v_new, out=out_, cache_seqlens=seqused_k, page_table=page_table,
             cache_batch_idx=kv_batch_idx, cache_leftpad=leftpad_k, cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=None if max_seqlen_q is None else whole_number("max_seqlen_q", max_seqlen_q),
-            cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-            rotary_seqlens=None if rotary_cos is None else seqlens_rotary,
-            rotary_interleaved=flag("rotary_interleaved", rotary_interleaved), num_splits=num_splits,
-            return_lse=True,
+            max_seqlen_q=max_seqlen_q, cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin, rotary_seqlens=seqlens_rotary, rotary_interleaved=rotary_interleaved,
+            num_splits=num_splits, return_lse=True,
         )  # fmt: skip
         assert lse is not None
         note(door, (q, k, v), scores, cum_seq_q=cu_seqlens_q, block_table=page_table)
@@ -307,6 +303,16 @@ def _flash_attn_backward(
         lengths, options["seqused_q"] = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), sequed_q
     tensors = (dout, q, k, v, out, softmax_lse)
     return backward("flash_attn_3._flash_attn_backward", tensors, (dq, dk, dv), lengths, scores, options)
+
+
+def _cached(*tensors: Any, max_seqlen_q: Any, rotary_interleaved: Any, **others: Any) -> Any:
+    """:func:`attend_cache` of numbers and flags as FlashAttention accepts them."""
+    if max_seqlen_q is not None:
+        max_seqlen_q = whole_number("max_seqlen_q", max_seqlen_q)
+    if others["rotary_cos"] is None:  # they count with it only
+        others["rotary_seqlens"] = None
+    others["rotary_interleaved"] = flag("rotary_interleaved", rotary_interleaved)
+    return attend_cache(*tensors, max_seqlen_q=max_seqlen_q, **others)
 
 
 def _options(deterministic: Any, return_attn_probs: Any) -> dict[str, Any]:

@@ -221,9 +221,7 @@ def flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, slopes,
     )  # fmt: skip
     options = ("flash_attn cache", *numbers, rotary_interleaved, num_splits, return_softmax_lse)
-    if isinstance(cache_seqlens, int) or not plans.may_repeat(
-        options, q
-    ):  # each call makes a tensor of an int
+    if isinstance(cache_seqlens, int) or not plans.may_repeat(options, q):  # a call makes a tensor of an int
         return call()
     return plans.repeat(options, (*given, cache_seqlens), call)
 
@@ -296,14 +294,8 @@ def _attend_pages(
 ) -> Result:
     """Packed queries, and keys in pages."""
     flag("deterministic", options.deterministic)
-    out, lse = attend_pages(
-        tensors,
-        lengths,
-        block_table,
-        options.scores,
-        options.dropout_p,
-        flag("return_attn_probs", options.return_attn_probs),
-    )
+    probs = flag("return_attn_probs", options.return_attn_probs)
+    out, lse = attend_pages(tensors, lengths, block_table, options.scores, options.dropout_p, probs)
     noted = {"cum_seq_q": lengths[0], "block_table": block_table, "dropout_p": options.dropout_p}
     note(_DOORS[True], tensors, options.scores, **noted)
     return out if lse is None else (out, plus_infinity(lse), out.new_empty(0))

@@ -18,19 +18,11 @@ def traits_of(call: Call, arch: str, q: Tensor | None) -> Traits:
     """Traits of the append kernel; q: queries to rotate."""
     rotary = "interleaved" if call.rotary_interleaved else "halves"
     return Traits(
-        "append",
-        arch,
-        DTYPE_NAMES[call.k_cache.dtype],
-        call.k_cache.shape[-1],
-        call.v_cache.shape[-1],
-        varlen=q is not None and q.dim() == 3,
-        rotary="" if call.rotary_cos is None else rotary,
-        rotate_q=q is not None,
-        varlen_new=call.cu_seqlens_k_new is not None,
-        paged=call.page_table is not None,
-        batch_idx=call.cache_batch_idx is not None,
-        alignment=call.alignment,
-    )
+        "append", arch, DTYPE_NAMES[call.k_cache.dtype], call.k_cache.shape[-1], call.v_cache.shape[-1],
+        varlen=q is not None and q.dim() == 3, rotary="" if call.rotary_cos is None else rotary,
+        rotate_q=q is not None, varlen_new=call.cu_seqlens_k_new is not None, paged=call.page_table is not None,
+        batch_idx=call.cache_batch_idx is not None, alignment=call.alignment,
+    )  # fmt: skip
 
 
 def launch(

@@ -47,7 +47,9 @@ def kernels(target: str) -> list[Request]:
         found |= dict.fromkeys(_forward_and_backward(head_dim, mask, varlen, target))
         found |= dict.fromkeys(_cached(head_dim, mask, varlen, target))
     for head_dim in HEAD_DIMS:
-        found |= dict.fromkeys(_merging_splits(head_dim, target))
+        merging = Traits("combine", registry.generations(target)[0], "bf16", head_dim)
+        tiles = (CombineTile.of(splits, eager=True) for splits in range(2, MAX_PARTIALS + 1))
+        found |= dict.fromkeys((merging, tile) for tile in tiles)
         found |= dict.fromkeys(_appending(head_dim, target))
     return [(replace(traits, dtype=dtype), tile, target) for dtype in DTYPES for traits, tile in found]
 
@@ -111,12 +113,9 @@ def _forward_and_backward(
 ) -> Iterator[tuple[Traits, Any]]:
     windows = _WINDOWS if mask == "window" else (0,)
     pairs = (None,) if varlen else _PAIRS
-    forward, backward = (
-        registry.lookup(
-            Traits(op, registry.generations(target)[0], "bf16", head_dim, mask=mask, varlen=varlen)
-        )
-        for op in ("forward", "backward")
-    )
+    arch = registry.generations(target)[0]
+    plain = (Traits(op, arch, "bf16", head_dim, mask=mask, varlen=varlen) for op in ("forward", "backward"))
+    forward, backward = map(registry.lookup, plain)
     for call in itertools.product(_QUERIES, _KEYS, GROUPS, (target,), pairs, windows):
         yield forward.traits, forward.for_lengths(*call).tile
     for call in itertools.product(_QUERIES, _KEYS, (1,), (target,), (None,), windows):
@@ -160,25 +159,11 @@ def _merging_ranges(
         yield traits, CombineStreamKTile.after(tile, traits, number, ctas, queries)
 
 
-def _merging_splits(head_dim: int, target: str) -> Iterator[tuple[Traits, Any]]:
-    traits = Traits("combine", registry.generations(target)[0], "bf16", head_dim)
-    for splits in range(2, MAX_PARTIALS + 1):
-        yield traits, CombineTile.of(splits, eager=True)
-
-
 def _appending(head_dim: int, target: str) -> Iterator[tuple[Traits, Any]]:
     """New rows, and queries rotated with them."""
     for rotary, packed, paged in itertools.product(("", *ROTARY), (False, True), (False, True)):
         every: list[dict[str, Any]] = [{}, {"rotate_q": True}, {"rotate_q": True, "varlen": True}]
         for queries in every if rotary else every[:1]:
-            traits = Traits(
-                "append",
-                registry.generations(target)[0],
-                "bf16",
-                head_dim,
-                rotary=rotary,
-                varlen_new=packed,
-                paged=paged,
-                **queries,
-            )
+            own = {"rotary": rotary, "varlen_new": packed, "paged": paged, **queries}
+            traits = Traits("append", registry.generations(target)[0], "bf16", head_dim, **own)
             yield traits, registry.lookup(traits, None, target).tile

@@ -88,10 +88,8 @@ def why_not(request: Request) -> str | None:
         return str(error)
     if request.empty:
         return None
-    missing = why_no_kernel(call, request.target, "forward") or why_no_kernel(
-        call, request.target, "backward"
-    )
-    return missing or faster_by_pytorch(request)
+    missing = (why_no_kernel(call, request.target, op) for op in ("forward", "backward"))
+    return next(filter(None, missing), None) or faster_by_pytorch(request)
 
 
 def _stated_reason(request: Request) -> str | None:
@@ -146,28 +144,15 @@ def translated(request: Request, inputs: Inputs, rng_state: Tensor | None = None
     """
     left, right = (None if bound < 0 else bound for bound in request.window)
     alignment = "bottom_right" if request.backend == "flash" else "top_left"
-    mask, window_left, window_right = resolve_mask(
-        alignment if request.causal else False, (left, 0 if request.causal else right)
-    )
+    bounds = (left, 0 if request.causal else right)
+    mask, window_left, window_right = resolve_mask(alignment if request.causal else False, bounds)
     dropout = ("mem_efficient" if request.backend == "efficient" else "flash") if request.dropout_p else ""
+    # The precision is that of fp32, whatever PyTorch's flags say: so does its memory-efficient kernel.
     return Call(
-        *inputs[:3],
-        cu_seqlens_q=inputs.cu_seqlens_q,
-        cu_seqlens_k=inputs.cu_seqlens_k,
-        seqused_k=inputs.seqused_k,
-        alibi_slopes=inputs.alibi_slopes,
-        bias=inputs.bias,
-        rng_state=rng_state,
-        max_seqlen_q=request.longest[0],
-        max_seqlen_k=request.longest[1],
-        softmax_scale=request.q[-1] ** -0.5 if request.scale is None else request.scale,
-        mask=mask,
-        window_left=window_left,
-        window_right=window_right,
-        dropout=dropout,
-        dropout_p=request.dropout_p,
-        precision="",  # of fp32, whatever PyTorch's flags say: so does its memory-efficient kernel
-    )
+        **inputs._asdict(), rng_state=rng_state, max_seqlen_q=request.longest[0], max_seqlen_k=request.longest[1],
+        softmax_scale=request.q[-1] ** -0.5 if request.scale is None else request.scale, mask=mask,
+        window_left=window_left, window_right=window_right, dropout=dropout, dropout_p=request.dropout_p,
+    )  # fmt: skip
 
 
 def request_of(

@@ -19,6 +19,7 @@ from torch import Tensor
 from cute_attn import sdpa
 from cute_attn.host import doors
 from cute_attn.sdpa import function
+from cute_attn.sdpa.calls import _is_capturing
 
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
@@ -68,11 +69,8 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         """The row as JSON takes it."""
-        names = (
-            *("operator", "signature", "reason", "calls", "ours_us", "pytorch_us"),
-            *("difference", "gain_us", "gain"),
-        )
-        return {name: getattr(self, name) for name in names}
+        names = "operator signature reason calls ours_us pytorch_us difference gain_us gain"
+        return {name: getattr(self, name) for name in names.split()}
 
 
 class Observer:
@@ -202,7 +200,7 @@ def _incomparable(name: str, given: dict[str, Any], first: Tensor, stock: Any) -
         return "dropout masks differ"
     if name.endswith("inplace"):
         return "it writes into an argument"
-    if _capturing(first):
+    if _is_capturing(first.device):
         return "it was captured in a CUDA graph"
     return "PyTorch has no kernel for it" if stock is None else ""
 
@@ -253,10 +251,6 @@ def difference(ours: Any, theirs: Any) -> float:
             largest = float(b.nan_to_num(0.0, 0.0, 0.0).abs().max()) or 1.0
             worst = max(worst, float(apart.max()) / largest)
     return worst
-
-
-def _capturing(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @contextlib.contextmanager

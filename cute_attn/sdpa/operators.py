@@ -50,15 +50,9 @@ def _forward(
     if reason is not None:
         return reason
     rows = request.longest[0]
-    return forward(
-        request,
-        inputs,
-        options.rng,
-        heads_first=heads_first,
-        wants_lse=wants_lse,
-        lse_rows=-(-rows // 32) * 32 if request.backend == "efficient" and wants_lse else rows,
-        return_softmax=debug,
-    )
+    lse_rows = -(-rows // 32) * 32 if request.backend == "efficient" and wants_lse else rows
+    layout: dict[str, Any] = {"heads_first": heads_first, "lse_rows": lse_rows}
+    return forward(request, inputs, options.rng, **layout, wants_lse=wants_lse, return_softmax=debug)
 
 
 def _backward(
@@ -158,11 +152,10 @@ def _of(backend: str, name: str) -> Callable[[Callable[..., Any]], Callable[...,
 
 
 def _signature(name: str) -> inspect.Signature:
-    parameters = [inspect.Parameter("options", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    for one in (
-        getattr(torch.ops.aten, name).default._schema.arguments if hasattr(torch.ops.aten, name) else ()
-    ):
-        kind = inspect.Parameter.KEYWORD_ONLY if one.kwarg_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
+    either, own = inspect.Parameter.POSITIONAL_OR_KEYWORD, getattr(torch.ops.aten, name, None)
+    parameters = [inspect.Parameter("options", either)]
+    for one in () if own is None else own.default._schema.arguments:
+        kind = inspect.Parameter.KEYWORD_ONLY if one.kwarg_only else either
         default = one.default_value if one.has_default_value() else inspect.Parameter.empty
         parameters.append(inspect.Parameter(one.name.rstrip("_"), kind, default=default))
     return inspect.Signature(parameters)
@@ -203,10 +196,8 @@ def efficient_forward(options: Options, given: Any) -> tuple | str:
 @_of("efficient", "_scaled_dot_product_efficient_attention_backward")
 def efficient_backward(options: Options, given: Any) -> tuple | str:
     bias, state = given.attn_bias, (given.philox_seed, given.philox_offset)
-    grads, wanted = (
-        (given.grad_out, given.out, given.logsumexp),
-        bias is not None and given.grad_input_mask[3],
-    )
+    grads = (given.grad_out, given.out, given.logsumexp)
+    wanted = bias is not None and given.grad_input_mask[3]
     found = _drawn_by_pytorch(given) or _backward(
         _asked("efficient", given, bias), _inputs(given, bias), grads, state, bias_gradient=bool(wanted)
     )
@@ -239,10 +230,8 @@ def cudnn_forward(options: Options, given: Any) -> tuple | str:
 def cudnn_backward(options: Options, given: Any) -> tuple | str:
     bias = None if given.attn_bias is None else four_dims(given.attn_bias)
     lse, state = given.logsumexp, (given.philox_seed, given.philox_offset)
-    grads, request = (
-        (given.grad_out, given.out, lse.reshape(lse.shape[:3])),
-        _asked("cudnn", given, bias, learns=True),
-    )
+    grads = (given.grad_out, given.out, lse.reshape(lse.shape[:3]))
+    request = _asked("cudnn", given, bias, learns=True)
     return _drawn_by_pytorch(given) or _backward(request, _inputs(given, bias), grads, state)
 
 
@@ -250,16 +239,10 @@ def _rows(given: Any, seqused_k: Tensor | None = None, slopes: Tensor | None = N
     """The request and the inputs of tensors with rows before heads, batches or packed sequences."""
     lengths = (given.cum_seq_q, given.cum_seq_k)
     inputs = (given.query, given.key, given.value, None, *lengths, seqused_k, slopes)
-    request = request_of(
-        "flash",
-        Inputs(*inputs),
-        causal=given.is_causal,
-        dropout_p=given.dropout_p,
-        scale=given.scale,
-        window=(given.window_size_left, given.window_size_right),
-        longest=None if lengths[0] is None else (given.max_q, given.max_k),  # ignored on batches
-    )
-    return request, inputs
+    options = {"causal": given.is_causal, "dropout_p": given.dropout_p, "scale": given.scale}
+    window = (given.window_size_left, given.window_size_right)
+    longest = None if lengths[0] is None else (given.max_q, given.max_k)  # ignored on batches
+    return request_of("flash", Inputs(*inputs), **options, window=window, longest=longest), inputs
 
 
 @_of("flash", "_flash_attention_forward")

@@ -38,10 +38,10 @@ def _narrow_bias(bias: Tensor) -> Tensor:
     return last_contiguous(as_strided(bias, (*shape, bias.shape[-1]), tuple(bias.stride())))
 
 
-def _prepared(inputs: Inputs, *, bias_gradient: bool = False) -> Inputs:
-    """Tensors as kernels read them. A bias with a gradient keeps its shape, the shape of the gradient."""
-    q, k, v = map(_readable, inputs[:3])
-    bias = inputs.bias
+def _kernel_inputs(inputs: tuple, heads_first: bool, *, bias_gradient: bool = False) -> Inputs:
+    """Tensors with rows before heads, as kernels read them. A bias keeps its gradient's shape, if that is wanted."""
+    q, k, v = map(_readable, map(rows_first, inputs[:3]) if heads_first else inputs[:3])
+    bias = inputs[3]
     if bias is not None:
         bias = last_contiguous(bias) if bias_gradient else _narrow_bias(bias)
     return Inputs(q, k, v, bias, *inputs[4:])
@@ -186,12 +186,6 @@ def forward(
     return Results(output.of_rows(written), lse, state, softmax)
 
 
-def _kernel_inputs(inputs: tuple, heads_first: bool, *, bias_gradient: bool = False) -> Inputs:
-    """Inputs with rows before heads, copied where kernels cannot read them."""
-    q, k, v = map(rows_first, inputs[:3]) if heads_first else inputs[:3]
-    return _prepared(Inputs(q, k, v, *inputs[3:]), bias_gradient=bias_gradient)
-
-
 def runs_kernels(q: Tensor) -> bool:
     """True if kernels compute a call, False if the reference does."""
     return q.is_cuda
@@ -213,24 +207,17 @@ def draw(request: Request, device: torch.device, rng: str) -> Tensor:
     """Seed and offset of a mask; under rng="torch" those that PyTorch's kernel would take from its generator."""
     if rng != "torch":
         return random_states.draw(device)
-    generator = _generator(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[index]
     seed, offset = generator.initial_seed(), generator.get_offset()
     generator.set_offset(offset + _advance(request))
     return torch.tensor([(seed + 2**63) % 2**64 - 2**63, offset], dtype=torch.int64, device=device)
 
 
-def _generator(device: torch.device) -> torch.Generator:
-    return torch.cuda.default_generators[
-        torch.cuda.current_device() if device.index is None else device.index
-    ]
-
-
 def _advance(request: Request) -> int:
     """The increment of the generator's offset by PyTorch's forward: one per thread or score, in fours."""
-    if request.lengths[0] is not None:
-        batch = request.lengths[0][0][0] - 1
-    else:
-        batch = request.q[0]
+    starts = request.lengths[0]
+    batch = request.q[0] if starts is None else starts[0][0] - 1
     heads = batch * request.q[-2]
     count = heads * 32 if request.backend == "flash" else heads * math.prod(request.longest)
     return (count + 3) // 4 * 4

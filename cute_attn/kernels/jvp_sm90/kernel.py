@@ -256,13 +256,13 @@ class JvpSm90(DualLaunch, ForwardSm90):
 
     # ---- host ----
 
-    def launch_duals(self, tensors: tuple, results: tuple, seqlens: Seqlens, *rest: Any) -> None:
-        value, tangent = (self.inputs(*own, rest[2]) for own in tensors)
+    def launch_duals(self, tensors: Any, results: Any, seqlens: Seqlens, *rest: Any) -> None:
+        value, tangent = (self.inputs(mQ, mK, mV, rest[2]) for mQ, mK, mV in tensors)
         pairs = zip((value.q, value.k, value.v), (tangent.q, tangent.k, tangent.v), strict=True)
         q, k, v = (DualTiles(*pair) for pair in pairs)
         inputs = ForwardInputs(q, k, v, None)
         mQ, mK, _ = tensors[0]
-        outputs = DualOutputs(*(self.outputs(*own, mK) for own in results))
+        outputs = DualOutputs(*(self.outputs(mO, mLSE, mK) for mO, mLSE in results))
         self.launch(mQ, mK, inputs, outputs, seqlens, *rest)
 
     # ---- device ----
