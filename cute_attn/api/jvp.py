@@ -49,12 +49,8 @@ def _dual(x: Tensor | None, tangent: Tensor | None) -> Tensor | None:
     return forward_ad.make_dual(x.detach().contiguous(), tangent.detach().contiguous())
 
 
-def _jvp_cuda(tangents: Tangents, *arguments: Any) -> tuple[Tensor, ...]:
-    return with_tangents(call_of(arguments), tangents)
-
-
 _library.impl("jvp", _jvp_cpu, "CPU")
-_library.impl("jvp", _jvp_cuda, "CUDA")
+_library.impl("jvp", lambda tangents, *arguments: with_tangents(call_of(arguments), tangents), "CUDA")
 
 
 @torch.library.register_fake("cute_attn::jvp", lib=_library)

@@ -415,14 +415,10 @@ def kernel_classes(kernel_class: type, traits: Traits) -> tuple[Any, ...]:
 
 def _let_go(traits: Traits) -> None:
     """Before a new kernel of a traced function, drop the kernels whose functions no longer exist."""
-
-    def is_dead(name: str) -> bool:
-        return name.startswith(TRACED) and not is_registered(name)
-
     if any(name.startswith(TRACED) for name in traits.epilogues):
         for known in (_requests, _kernels):
             for key, kernel in list(known.items()):
-                if any(map(is_dead, kernel.traits.epilogues)):
+                if any(x.startswith(TRACED) and not is_registered(x) for x in kernel.traits.epilogues):
                     known.pop(key, None)  # type: ignore[call-overload]
 
 

@@ -92,14 +92,10 @@ def cache_key(traits: Any, tile: Any, target: str, options: str, classes: Iterab
     parts = {
         "source": source_key(traits, tile, target, options, classes),
         "toolchain": toolchain(),
-        "environment": _environment(),
+        # The variables from which the DSL reads compile options.
+        "environment": {name: value for name, value in os.environ.items() if name.startswith("CUTE_DSL_")},
     }
     return digest(json.dumps(parts, sort_keys=True).encode())
-
-
-def _environment() -> dict[str, str]:
-    """The variables from which the DSL reads compile options."""
-    return {name: value for name, value in os.environ.items() if name.startswith("CUTE_DSL_")}
 
 
 def digest(*parts: bytes) -> str:

@@ -22,15 +22,12 @@ def changes_the_result(kernel: type) -> str | None:
     bases = [base for base in kernel.__mro__ if _is_ours(base)]
     if not bases:
         return f"{kernel.__qualname__} extends no kernel of the package"
+    # Methods that every dataclass has do not count.
     own = (name for base in kernel.__mro__[:-1] if not _is_ours(base) for name in vars(base))
-    changed = [name for name in dict.fromkeys(own) if _is_of(bases[0], name) and name not in HOW]
+    called = [name for name in dict.fromkeys(own) if name == "__call__" or not name.startswith("__")]
+    changed = [name for name in called if hasattr(bases[0], name) and name not in HOW]
     return f"{kernel.__qualname__} overrides {', '.join(changed)}" if changed else None
 
 
 def _is_ours(base: Any) -> bool:
     return base.__module__.startswith("cute_attn.")
-
-
-def _is_of(base: type, name: str) -> bool:
-    """True if the package calls it; methods that every dataclass has do not count."""
-    return hasattr(base, name) and (name == "__call__" or not name.startswith("__"))

@@ -311,7 +311,7 @@ class Bias(Epilogue):
     ) -> None:
         pointer, stride = state.gradient.pointer, state.gradient.row_stride
         if cutlass.const_expr(how == ADDED):
-            pointer, stride = self._as_floats(pointer), stride // self._in_a_float
+            pointer, stride = self._as_floats(pointer), stride // (32 // self._dtype.width)
         rows = _row_pointers(pointer, stride, tile, row0)
         for r in cutlass.range_constexpr(len(tile.rows)):
             for c in cutlass.range_constexpr(0, len(tile.cols), 2):
@@ -358,17 +358,9 @@ class Bias(Epilogue):
         wide = cute.make_rmem_tensor(len(indices), Float32)
         for i, index in enumerate(indices):
             wide[i] = tile.acc[index] * gradient.scale
-        return self._converted(wide)
-
-    def _converted(self, wide: cute.Tensor) -> cute.Tensor:
         target = cute.make_rmem_tensor(wide.layout, self._dtype)
         convert_to_16_bits(wide, target)
         return target
-
-    @property
-    def _in_a_float(self) -> int:
-        """Elements of the bias's dtype in the size of an fp32."""
-        return 32 // self._dtype.width
 
     def _as_floats(self, pointer: cute.Pointer) -> cute.Pointer:
         return cute.recast_ptr(pointer.align(4), dtype=Float32)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
@@ -30,14 +29,10 @@ class Softcap(Epilogue):
         return context.softmax_scale * context.inv_score_scale * TANH_UNIT
 
     def forward(self, state: Float32, tile: ScoreTile, loaded=()) -> cute.Tensor | None:
-        self._cap(state, tile)
-        return self._slopes(tile) if self.saves else None
-
-    @cute.jit
-    def _cap(self, state: Float32, tile: ScoreTile) -> None:
-        for r in cutlass.range_constexpr(len(tile.rows)):
-            for c in cutlass.range_constexpr(len(tile.cols)):
+        for r in range(len(tile.rows)):
+            for c in range(len(tile.cols)):
                 tile.acc[r, c] = tanh_base2(tile.acc[r, c] * state)
+        return self._slopes(tile) if self.saves else None
 
     @cute.jit
     def _slopes(self, tile: ScoreTile) -> cute.Tensor:

@@ -104,8 +104,9 @@ class Activation:
         **kwargs: Any,
     ) -> Result | str:
         """The result, or why PyTorch computes it, as one sentence."""
+        exports = torch.compiler.is_exporting()  # its tensors stand for plain ones
         for name, x in (("query", query), ("key", key), ("value", value)):
-            if x is None or not (none_overrides((x,)) or _is_exported(x)):
+            if x is None or not (none_overrides((x,)) or (exports and isinstance(x, FakeTensor))):
                 return f"{name} is {kind_of(x)}; accepted: a plain torch.Tensor"
         if query.device.type != self.device:
             return f"query is on {query.device}; accepted: cuda"
@@ -134,7 +135,9 @@ def _route(*args: Any, **kwargs: Any) -> Result:
         return _serve(activation, pytorchs, args, kwargs)
     if not activation.device:
         return pytorchs(*args, **kwargs)
-    if torch.compiler.is_dynamo_compiling() and _is_observed() and not between_graphs().stays_whole():
+    # While each call is watched or repeated by PyTorch, which a graph's own nodes are not.
+    observed = doors.observer is not None or doors.watcher is not None
+    if torch.compiler.is_dynamo_compiling() and observed and not between_graphs().stays_whole():
         return between_graphs().serve(*args, **kwargs)
     found = activation.attend(activation.options, *args, **kwargs)
     if not isinstance(found, str):
@@ -144,16 +147,6 @@ def _route(*args: Any, **kwargs: Any) -> Result:
         raise not_served(found)
     note_in_a_graph(found)
     return pytorchs(*args, **kwargs)
-
-
-def _is_exported(x: Any) -> bool:
-    """True for a tensor of ``torch.export``, which stands for a plain one."""
-    return torch.compiler.is_exporting() and isinstance(x, FakeTensor)
-
-
-def _is_observed() -> bool:
-    """True while each call is watched or repeated by PyTorch, which a graph's own nodes are not."""
-    return doors.observer is not None or doors.watcher is not None
 
 
 def between_graphs() -> Any:

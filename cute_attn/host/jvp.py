@@ -120,7 +120,7 @@ def _launch(
     given = [(getattr(call, name), dot) for name, dot in zip(_ROWS, tangents, strict=False)]
     widths = (columns.qk, columns.qk, columns.v * columns.launches)
     (q, q_dot), (k, k_dot), (v, v_dot) = (
-        (_rows(x, n), _zeros(x, n) if dot is None else _rows(dot, n))
+        (_rows(x, n), x.new_zeros(n).expand(*x.shape[:-1], n) if dot is None else _rows(dot, n))
         for (x, dot), n in zip(given, widths, strict=True)
     )
     if sign != 1:  # online softmax takes maxima of q k^T: the factor must be above 0
@@ -128,21 +128,12 @@ def _launch(
     for i in range(columns.launches):
         own = slice(i * columns.v, (i + 1) * columns.v)
         arguments: dict[str, Any] = {
-            "mQ": q,
-            "mK": k,
-            "mV": v[..., own],
-            "mQdot": q_dot,
-            "mKdot": k_dot,
-            "mVdot": v_dot[..., own],
-            "mO": outs[0][..., own],
-            "mLSE": lses[0],
-            "mOdot": outs[1][..., own],
-            "mLSEdot": lses[1],
-            "seqlens": call.seqlens(),
-            "softmax_scale": abs(call.softmax_scale) if sign else 1.0,
+            "mQ": q, "mK": k, "mV": v[..., own], "mQdot": q_dot, "mKdot": k_dot, "mVdot": v_dot[..., own],
+            "mO": outs[0][..., own], "mLSE": lses[0], "mOdot": outs[1][..., own], "mLSEdot": lses[1],
+            "seqlens": call.seqlens(), "softmax_scale": abs(call.softmax_scale) if sign else 1.0,
             "schedule": record.work_tiles(q.get_device()),
             "score_args": plan.kernel.score_args(call.score_inputs()),
-        }
+        }  # fmt: skip
         record.launch(*plan.functions["main"].bind(**arguments))
 
 
@@ -151,8 +142,3 @@ def _rows(x: Tensor, columns: int) -> Tensor:
     if x.shape[-1] < columns:
         return torch.nn.functional.pad(x, (0, columns - x.shape[-1]))
     return record.readable(x)
-
-
-def _zeros(x: Tensor, columns: int) -> Tensor:
-    """Zeros for a tangent: one row."""
-    return x.new_zeros(columns).expand(*x.shape[:-1], columns)

@@ -76,14 +76,6 @@ class Rows:
         return cutlass.min(self.row0 + row, self.info.seqlen_q - 1)
 
 
-def _lse_grad_fake(kernel: Any) -> cute.Tensor | None:
-    return fakes.strided(Float32, fakes.rank(kernel.traits) - 1) if kernel.traits.lse_grad else None
-
-
-def _gradients_fake(kernel: Any) -> tuple | None:
-    return tuple(fakes.head_rows(kernel) for _ in range(3)) if kernel.traits.varlen else None
-
-
 @dataclass(frozen=True)
 class BackwardPreprocess:
     """Preprocess of (traits, tile); call it to trace the host side, see ``__call__``."""
@@ -114,12 +106,20 @@ class BackwardPreprocess:
         mDO: fakes.HeadRows,
         mO: fakes.HeadRows,
         mLSE: fakes.RowNumbers,
-        mDLSE: Annotated[cute.Tensor | None, _lse_grad_fake],
+        mDLSE: Annotated[
+            cute.Tensor | None,
+            lambda kernel: (
+                fakes.strided(Float32, fakes.rank(kernel.traits) - 1) if kernel.traits.lse_grad else None
+            ),
+        ],
         mLSElog2: fakes.QueryNumbers,
         mMinusD: fakes.QueryNumbers,
         mDQaccum: fakes.Accumulators,
         mCounters: fakes.Counters,
-        gradients: Annotated[tuple | None, _gradients_fake],
+        gradients: Annotated[
+            tuple | None,
+            lambda kernel: tuple(map(fakes.head_rows, (kernel,) * 3)) if kernel.traits.varlen else None,
+        ],
         seqlens: fakes.Lengths,
         keep_prob: Float32,
         stream: cuda.CUstream,

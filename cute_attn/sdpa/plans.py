@@ -207,11 +207,15 @@ def draw(request: Request, device: torch.device, rng: str) -> Tensor:
     """Seed and offset of a mask; under rng="torch" those that PyTorch's kernel would take from its generator."""
     if rng != "torch":
         return random_states.draw(device)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    generator = torch.cuda.default_generators[index]
+    generator = _generator(device)
     seed, offset = generator.initial_seed(), generator.get_offset()
     generator.set_offset(offset + _advance(request))
     return torch.tensor([(seed + 2**63) % 2**64 - 2**63, offset], dtype=torch.int64, device=device)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
 
 
 def _advance(request: Request) -> int:

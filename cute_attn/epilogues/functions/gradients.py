@@ -99,7 +99,7 @@ def _add(
 @cute.jit
 def _add_sum(target: Pointer, total: Float32, scale: Float32) -> None:
     total = lanes_sum(total, LANES)
-    if adds_for(_lane()):
+    if adds_for(cute.arch.lane_idx() if on_device() else Int32(0)):
         add_to(target, total * scale)
 
 
@@ -107,7 +107,3 @@ def _add_sum(target: Pointer, total: Float32, scale: Float32) -> None:
 def _add_one(target: Pointer, amount: Float32) -> None:
     if amount != 0.0:
         add_to(target, amount)
-
-
-def _lane() -> Int32:
-    return cute.arch.lane_idx() if on_device() else Int32(0)

@@ -140,13 +140,8 @@ def with_texts(epilogues: Sequence[str]) -> tuple[str, ...]:
     """Epilogues as an operator takes them: in an export, functions' names and letters with the functions behind."""
     if not torch.compiler.is_exporting():
         return tuple(epilogues)
-    return tuple(map(_with_text, epilogues))
-
-
-def _with_text(item: str) -> str:
-    name, _, letters = item.partition(":")
-    text = _texts.get(name)
-    return item if text is None else f"{name}:{letters}:{text}"
+    texts = ((item, _texts.get(item.partition(":")[0])) for item in epilogues)
+    return tuple(item if text is None else f"{item}{':' * (':' not in item)}:{text}" for item, text in texts)
 
 
 def without_texts(epilogues: Sequence[str]) -> tuple[str, ...]:

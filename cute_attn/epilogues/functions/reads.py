@@ -116,7 +116,7 @@ class Reads:
         elif (
             x is Tensor
             or (kind is type and x in _TYPES)
-            or _is_known_function(x)
+            or (kind is BuiltinFunctionType and x in _torchs_functions())
             or (kind is ModuleType and x.__name__.partition(".")[0] in _LIBRARIES)
         ):
             self._identity(x, parent, get)
@@ -130,7 +130,8 @@ class Reads:
         if id(x) in self._active:
             self.values.append(("within", self._active.index(id(x))))
             if type(x) is FunctionType:  # keep neither it nor its references
-                self._step(x, parent, get, functools.partial(_is_alive, weakref.ref(x)))
+                one = weakref.ref(x)
+                self._step(x, parent, get, lambda x: one() is x)
             else:
                 self.complete = False
             return
@@ -209,10 +210,6 @@ class Reads:
                     self.complete = False
 
 
-def _is_alive(one: "weakref.ref[Any]", x: Any) -> bool:
-    return one() is x
-
-
 def _values(entries: dict) -> tuple:
     return tuple(entries.values())
 
@@ -223,10 +220,6 @@ def _is_of_torch(scope: dict[str, Any]) -> bool:
     if not isinstance(name, str) or name.partition(".")[0] != "torch":
         return False
     return getattr(sys.modules.get(name), "__dict__", None) is scope
-
-
-def _is_known_function(x: Any) -> bool:
-    return type(x) is BuiltinFunctionType and x in _torchs_functions()
 
 
 @functools.cache
