@@ -27,32 +27,24 @@ from cute_attn.host.imports import after_import
 __version__ = "0.1.0"
 _imported_at = time.time()  # sources that changed later may not be what runs
 
-_HOME = {
-    "Traits": "traits",
-    "compile": "compiler",
-    "prebuild": "compiler",
-    "CompiledKernel": "compiler",
-    "Resources": "compiler",
-    "SpillWarning": "compiler",
-    "Unsupported": "compiler.registry",
-    "defaults": "compiler.registry",
-    "lookup": "compiler.registry",
-    "register": "compiler.registry",
-    "Epilogue": "epilogues.base",
-    "register_epilogue": "epilogues.names",
-    "mask_mod": "epilogues.functions.registered",
-    "score_mod": "epilogues.functions.registered",
-    "check_epilogue": "reference.check_epilogue",
-    "attention": "api.attention",
-    "attention_backward": "api.attention",
-    "attention_varlen": "api.attention",
-    "attention_varlen_backward": "api.attention",
-    "draw_rng_state": "api.attention",
-    "attention_with_kvcache": "api.kvcache",
-    "append_kv": "api.append",
-    "merge_attention": "api.merge",
-    "block_mask": "api.block_mask",
+_NAMES: dict[str, tuple[str, ...]] = {
+    "traits": ("Traits",),
+    "compiler": ("compile", "prebuild", "CompiledKernel", "Resources", "SpillWarning"),
+    "compiler.registry": ("Unsupported", "defaults", "lookup", "register"),
+    "epilogues.base": ("Epilogue",),
+    "epilogues.names": ("register_epilogue",),
+    "epilogues.functions.registered": ("mask_mod", "score_mod"),
+    "reference.check_epilogue": ("check_epilogue",),
+    "api.attention": (
+        *("attention", "attention_backward", "attention_varlen", "attention_varlen_backward"),
+        "draw_rng_state",
+    ),
+    "api.kvcache": ("attention_with_kvcache",),
+    "api.append": ("append_kv",),
+    "api.merge": ("merge_attention",),
+    "api.block_mask": ("block_mask",),
 }
+_HOME = {name: home for home, names in _NAMES.items() for name in names}
 _OPERATORS = ("api.attention", "api.kvcache", "api.append", "api.merge")
 """What registers torch's operators."""
 _CALLS = (*_OPERATORS, "compiler.registry")
@@ -60,32 +52,11 @@ _CALLS = (*_OPERATORS, "compiler.registry")
 _MODULES = ("flash_attn", "flex", "lab", "sdpa", "transformers")
 # Spelled out, which type checkers and linters need.
 __all__ = [
-    "CompiledKernel",
-    "Epilogue",
-    "Resources",
-    "SpillWarning",
-    "Traits",
-    "Unsupported",
-    "__version__",
-    "append_kv",
-    "attention",
-    "attention_backward",
-    "attention_varlen",
-    "attention_varlen_backward",
-    "attention_with_kvcache",
-    "block_mask",
-    "check_epilogue",
-    "compile",
-    "defaults",
-    "draw_rng_state",
-    "lookup",
-    "mask_mod",
-    "merge_attention",
-    "prebuild",
-    "register",
-    "register_epilogue",
-    "score_mod",
-]
+    "CompiledKernel", "Epilogue", "Resources", "SpillWarning", "Traits", "Unsupported", "__version__",
+    "append_kv", "attention", "attention_backward", "attention_varlen", "attention_varlen_backward",
+    "attention_with_kvcache", "block_mask", "check_epilogue", "compile", "defaults", "draw_rng_state", "lookup",
+    "mask_mod", "merge_attention", "prebuild", "register", "register_epilogue", "score_mod",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

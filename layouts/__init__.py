@@ -27,26 +27,16 @@ from typing import Any
 
 from layouts.modules import Package
 
-_HOME = {
-    "BANKS": "swizzle",
-    "Swizzle": "swizzle",
-    "atom_cols": "swizzle",
-    "choose_swizzle": "swizzle",
-    "smem_layout": "smem",
-    "transposed": "smem",
-    "wgmma_smem_layout": "smem",
-    "gmem_tiled_copy": "copies",
-    "ldmatrix_copy_a": "copies",
-    "ldmatrix_copy_b": "copies",
-    "store_copy_c": "copies",
-    "RowColModes": "mma",
-    "as_operand_a": "mma",
-    "row_col_modes": "mma",
-    "row_col_view": "mma",
-    "thread_row_col": "mma",
-    "tiled_mma_sm80": "mma",
-    "tiled_mma_sm90": "mma",
+_NAMES = {
+    "swizzle": ("BANKS", "Swizzle", "atom_cols", "choose_swizzle"),
+    "smem": ("smem_layout", "transposed", "wgmma_smem_layout"),
+    "copies": ("gmem_tiled_copy", "ldmatrix_copy_a", "ldmatrix_copy_b", "store_copy_c"),
+    "mma": (
+        *("RowColModes", "as_operand_a", "row_col_modes", "row_col_view", "thread_row_col"),
+        *("tiled_mma_sm80", "tiled_mma_sm90"),
+    ),
 }
+_HOME = {name: home for home, names in _NAMES.items() for name in names}
 _MODULES = ("show",)
 _PLACES = {"bank_conflicts": "banks.bank_conflicts", "picture": "show.picture"}
 """What is looked for here, and needs numpy -> where it is."""

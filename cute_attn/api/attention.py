@@ -713,12 +713,8 @@ def _call_of(tensors: Tensors, options: _Options) -> Call:
     required = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k") if options.varlen else ("q", "k", "v")
     check_present(zip(Call._fields[:NUM_TENSORS], tensors, strict=True), required)
     kernel = kernel_name(options.kernel)
-    check_flags(
-        return_lse=options.return_lse,
-        return_softmax=options.return_softmax,
-        deterministic=options.deterministic,
-        same_bits=options.same_bits,
-    )
+    flags = ("return_lse", "return_softmax", "deterministic", "same_bits")
+    check_flags(**{name: getattr(options, name) for name in flags})
     check_choice("dropout_mask", options.dropout_mask, DROPOUTS)
     tile, backward_tile = tile_text("tile", options.tile), tile_text("backward_tile", options.backward_tile)
     if q.device.type == "cpu" and (kernel or tile or backward_tile):
@@ -726,31 +722,17 @@ def _call_of(tensors: Tensors, options: _Options) -> Call:
     mask, window_left, window_right = resolve_mask(options.causal, options.window)
     names, epilogue_tensors, epilogue_numbers = pack_epilogues(options.epilogues)
     tensors = materialized(tensors)
-    call = Call(
-        *(
-            *tensors[:-1],
-            tensors[-1] if options.dropout_p else None,
-            materialized(epilogue_tensors),
-            length("max_seqlen_q", options.max_seqlen_q) if options.varlen else _size(q),
-            length("max_seqlen_k", options.max_seqlen_k) if options.varlen else _size(k),
-            scale_of(options.softmax_scale, q),
-            mask,
-            window_left,
-            window_right,
-            number("softcap", options.softcap),
-            options.dropout_mask if options.dropout_p else "",
-            number("dropout_p", options.dropout_p),
-            names,
-            epilogue_numbers,
-            bool(options.return_softmax),
-            kernel,
-            tile,
-            bool(options.deterministic or options.same_bits),
-            backward_tile,
-            options.precision or "",
-            bool(options.same_bits),
-        )
-    )
+    values = (
+        *tensors[:-1], tensors[-1] if options.dropout_p else None, materialized(epilogue_tensors),
+        length("max_seqlen_q", options.max_seqlen_q) if options.varlen else _size(q),
+        length("max_seqlen_k", options.max_seqlen_k) if options.varlen else _size(k),
+        scale_of(options.softmax_scale, q), mask, window_left, window_right, number("softcap", options.softcap),
+        options.dropout_mask if options.dropout_p else "", number("dropout_p", options.dropout_p), names,
+        epilogue_numbers, bool(options.return_softmax), kernel, tile,
+        bool(options.deterministic or options.same_bits), backward_tile, options.precision or "",
+        bool(options.same_bits),
+    )  # fmt: skip
+    call = Call(*values)
     if q.device.type == "cpu" and (tile or backward_tile):
         for op, text in (("forward", tile), ("backward", backward_tile)):
             choose.check_tile(call, op, text)

@@ -275,21 +275,12 @@ def _attend(
     longest = q.shape[0 if packed else 1] if q.dim() > 1 else 0
     stated = longest if max_seqlen_q is None else length("max_seqlen_q", max_seqlen_q)
     call = call._replace(
-        rotary_interleaved=bool(rotary_interleaved),
-        max_seqlen_q=stated if packed else longest,
-        softmax_scale=scale_of(softmax_scale, q),
-        mask=mask,
-        window_left=left,
-        window_right=right,
-        softcap=number("softcap", softcap),
-        kernel=kernel_name(kernel),
-        tile=tile_text("tile", tile),
-        num_splits=num_splits,
-        same_bits=bool(same_bits),
-        epilogues=epilogues,
-        epilogue_tensors=materialized(epilogue_tensors),
-        epilogue_numbers=epilogue_numbers,
-    )
+        rotary_interleaved=bool(rotary_interleaved), max_seqlen_q=stated if packed else longest,
+        softmax_scale=scale_of(softmax_scale, q), mask=mask, window_left=left, window_right=right,
+        softcap=number("softcap", softcap), kernel=kernel_name(kernel), tile=tile_text("tile", tile),
+        num_splits=num_splits, same_bits=bool(same_bits), epilogues=epilogues,
+        epilogue_tensors=materialized(epilogue_tensors), epilogue_numbers=epilogue_numbers,
+    )  # fmt: skip
     # On CUDA a call of known metadata is checked already.
     call = call._replace(precision=_precision(q))
     plan = known_plan(call) if q.is_cuda and no_dispatch_mode() else None

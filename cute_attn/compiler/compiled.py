@@ -51,14 +51,8 @@ from cute_attn.traits import Traits
 from layouts import html
 
 __all__ = [
-    "CompiledKernel",
-    "Resources",
-    "SpillWarning",
-    "compile",
-    "default_target",
-    "prebuild",
-    "toolchain",
-]
+    "CompiledKernel", "Resources", "SpillWarning", "compile", "default_target", "prebuild", "toolchain",
+]  # fmt: skip
 
 # The compiler's names of the targets.
 _GPU_ARCH = {

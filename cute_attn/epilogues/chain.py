@@ -87,16 +87,8 @@ class EpilogueChain:
         visits = listed and alone and tile is not None and divides(tile)
         if visits:
             modifiers = [m.visiting() if m.lists_blocks else m for m in modifiers]
-        return EpilogueChain(
-            Mask.of(traits),
-            tuple(modifiers),
-            dropout,
-            traits.softcap,
-            traits.top_left,
-            sinks,
-            derivatives,
-            visits,
-        )
+        of_traits = (traits.softcap, traits.top_left, sinks, derivatives)
+        return EpilogueChain(Mask.of(traits), tuple(modifiers), dropout, *of_traits, visits)
 
     @staticmethod
     def decline(traits: Traits) -> str | None:
@@ -173,30 +165,19 @@ class EpilogueChain:
     ) -> ScoreContext:
         """The context of one work tile, shared by its epilogues."""
         score_scale = args[0] if self.softcap else scale
+        first_row = None  # a sequence's, in a tensor with a row for each query
+        if any(isinstance(m, Tree) for m in self.modifiers):
+            first_row = batch * seqlens.max_seqlen_q if seqlens.cu_seqlens_q is None else info.offset_q
+        gradient_scale = Float32(1.0)
+        if self.dropout:
+            gradient_scale = self.dropout.rescale_of(args[len(self._begun_parts)])
         return ScoreContext(
-            batch=batch,
-            head=head,
-            nheads=nheads,
-            seqlen_q=info.seqlen_q,
-            seqlen_k=info.seqlen_k,
-            max_seqlen_q=seqlens.max_seqlen_q,
-            max_seqlen_k=seqlens.max_seqlen_k,
-            shift=Int32(0) if self.top_left else info.seqlen_k - info.seqlen_q,
-            softmax_scale=scale,
-            score_scale=score_scale,
-            inv_score_scale=1.0 / score_scale,
-            gradient_scale=self.dropout.rescale_of(args[len(self._begun_parts)])
-            if self.dropout
-            else Float32(1.0),
-            first_key=info.first_key,
-            first_row=self._first_row(seqlens, info, batch),
-        )
-
-    def _first_row(self, seqlens: Seqlens, info: SeqlenInfo, batch: Int32) -> Int32 | None:
-        """A sequence's first row in a tensor with a row for each query."""
-        if not any(isinstance(m, Tree) for m in self.modifiers):
-            return None
-        return batch * seqlens.max_seqlen_q if seqlens.cu_seqlens_q is None else info.offset_q
+            batch=batch, head=head, nheads=nheads, seqlen_q=info.seqlen_q, seqlen_k=info.seqlen_k,
+            max_seqlen_q=seqlens.max_seqlen_q, max_seqlen_k=seqlens.max_seqlen_k,
+            shift=Int32(0) if self.top_left else info.seqlen_k - info.seqlen_q, softmax_scale=scale,
+            score_scale=score_scale, inv_score_scale=1.0 / score_scale, gradient_scale=gradient_scale,
+            first_key=info.first_key, first_row=first_row,
+        )  # fmt: skip
 
     def begin(self, args: tuple, context: ScoreContext) -> ScoreState:
         """Begin every epilogue for one work tile."""
@@ -309,7 +290,7 @@ class EpilogueChain:
             self.dropout.forward(state.dropout, tile, p)
 
     def dropout_mask(self, state: ScoreState, tile: ScoreTile) -> tuple:
-        """The tile's dropout mask, a bit per element, for :meth:`zero_dropped` and :meth:`dropped_pair`; () for none.
+        """The tile's dropout mask, a bit per element, for :meth:`zero_dropped`; () for none.
 
         ``tile.acc`` is not read, so that products may still run. By whole warps, with shuffles.
         """
@@ -321,19 +302,6 @@ class EpilogueChain:
         """Zero the dropped elements of ``view``, (rows, cols), 16-bit or fp32."""
         if self.dropout:
             self.dropout.zero_dropped(mask, view)
-
-    def dropped_pair(self, mask: tuple, pair: int) -> Int32:
-        """16 ones for each dropped element of the ``pair``-th pair, in register order."""
-        assert self.dropout
-        return self.dropout.dropped_pair(mask, pair)
-
-    def mark_dropped(self, state: ScoreState, tile: ScoreTile, p: cute.Tensor) -> None:
-        """Set the sign bit of the dropped elements of p that the mask lets their query see. Overwrites ``tile.acc``."""
-        if self.dropout and state.dropout:
-            self.dropout.signs(state.dropout, tile, p)
-            tile.registers().fill(0.0)
-            self.mask.forward(state.band, tile)
-            self.dropout.clear_signs(tile.acc, p)
 
     def sinks_of_rows(
         self, args: tuple, head: Int32, heads_left: Int32 | None, score_map: ScoreMap

@@ -31,10 +31,8 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 FLASH_BLOCK = (16, 32)
 FLASH_ROUNDS = 7
-_SIGNS = 0x80008000  # of two elements of 16 bits
-PAIRS = (
-    16  # in a word of a packed mask: their first elements in its low half, the second ones in its high half
-)
+PAIRS = 16
+"""In a word of a packed mask: their first elements in its low half, the second ones in its high half."""
 
 
 def philox(counter: tuple, key: tuple, rounds: int) -> tuple:
@@ -145,25 +143,16 @@ class Dropout:
     def forward(self, state: DropoutState, tile: ScoreTile, p: cute.Tensor) -> None:
         """Zero the dropped elements of p, a (rows, cols) view of 16-bit or fp32 registers."""
         if p.element_type is not Float32:
-            self._apply(state, tile, p, lambda pair, dropped: pair & ~dropped)
+            pairs = _as_words(p)
+            for first, second, dropped in self._masks(state, tile):
+                pair = _pair_index(p, first, second)
+                pairs[pair] = pairs[pair] & ~dropped
             return
         bits = _as_words(p)
         for first, second, dropped in self._masks(state, tile):
             pair = _pair_index(p, first, second)
             for i in range(2):  # one of the halves, twice
                 bits[2 * pair + i] = bits[2 * pair + i] & ~byte_permute(dropped, dropped, 0x1010 + 0x2222 * i)
-
-    def signs(self, state: DropoutState, tile: ScoreTile, p: cute.Tensor) -> None:
-        """Set the sign bit of the dropped elements of p."""
-        self._apply(state, tile, p, lambda pair, dropped: pair | (dropped & _signed(_SIGNS)))
-
-    @staticmethod
-    def clear_signs(where: cute.Tensor, p: cute.Tensor) -> None:
-        """Clear the sign bit of the elements of p where ``where``, fp32 with p's layout, has one."""
-        pairs, signs = _as_words(p), _as_words(where)
-        for i in range(cute.size(pairs)):
-            both = byte_permute(signs[2 * i], signs[2 * i + 1], 0xFFBB)
-            pairs[i] = pairs[i] & ~(both & _signed(_SIGNS))
 
     def packed_mask(self, state: DropoutState, tile: ScoreTile) -> tuple[Int32, ...]:
         """The tile's mask, a bit an element in words of ``PAIRS`` pairs, for :meth:`zero_dropped`.
@@ -198,12 +187,6 @@ class Dropout:
         bit = _pair_bit(pair)
         signs = mask[pair // PAIRS] << Int32(7 - bit % 8)
         return byte_permute(signs, signs, 0xAA88 + 0x1111 * (bit // 8))
-
-    def _apply(self, state: DropoutState, tile: ScoreTile, p: cute.Tensor, change) -> None:
-        pairs = _as_words(p)
-        for first, second, dropped in self._masks(state, tile):
-            pair = _pair_index(p, first, second)
-            pairs[pair] = change(pairs[pair], dropped)
 
     def _masks(self, state: DropoutState, tile: ScoreTile):
         """((row, column), the same of the next register, 16 ones for each dropped one of the two) of every pair."""

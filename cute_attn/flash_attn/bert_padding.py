@@ -8,13 +8,9 @@ from cute_attn.flash_attn.conventions import check_tensors, whole_number
 from cute_attn.host.values import wrong_shape
 
 __all__ = [
-    "index_first_axis",
-    "index_first_axis_residual",
-    "index_put_first_axis",
-    "pad_input",
-    "unpad_input",
+    "index_first_axis", "index_first_axis_residual", "index_put_first_axis", "pad_input", "unpad_input",
     "unpad_input_for_concatenated_sequences",
-]
+]  # fmt: skip
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:

@@ -25,14 +25,9 @@ from cute_attn.host.values import is_int, python_number, shown, wrong_shape
 from cute_attn.reference.kvcache import Rotary, rotate
 
 __all__ = [
-    "RotaryEmbedding",
-    "apply_rotary",
-    "apply_rotary_emb",
-    "apply_rotary_emb_func",
-    "apply_rotary_emb_kv_",
-    "apply_rotary_emb_qkv_",
-    "apply_rotary_emb_torch",
-]
+    "RotaryEmbedding", "apply_rotary", "apply_rotary_emb", "apply_rotary_emb_func", "apply_rotary_emb_kv_",
+    "apply_rotary_emb_qkv_", "apply_rotary_emb_torch",
+]  # fmt: skip
 
 
 def apply_rotary(

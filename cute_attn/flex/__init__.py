@@ -29,18 +29,11 @@ __all__ = ["activate", "active", "flex_attention", "interval_mask", "restore", "
 
 
 def flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Any] | None = None,
-    block_mask: BlockMask | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    kernel_options: dict[str, Any] | None = None,
-    *,
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any] | None = None,
+    block_mask: BlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
+    return_lse: bool = False, kernel_options: dict[str, Any] | None = None, *,
     return_aux: AuxRequest | None = None,
-) -> Result:
+) -> Result:  # fmt: skip
     """``torch.nn.attention.flex_attention.flex_attention``, as one call of :func:`cute_attn.attention`.
 
     Parameters

@@ -15,18 +15,11 @@ Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Any] | None = None,
-    block_mask: BlockMask | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    kernel_options: dict[str, Any] | None = None,
-    *,
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any] | None = None,
+    block_mask: BlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
+    return_lse: bool = False, kernel_options: dict[str, Any] | None = None, *,
     return_aux: AuxRequest | None = None,
-) -> Result:
+) -> Result:  # fmt: skip
     check_flags(enable_gqa=enable_gqa, return_lse=return_lse)
     if scale is not None:
         number("scale", scale)

@@ -31,18 +31,9 @@ pytorchs.__kwdefaults__ = _function.__kwdefaults__
 
 
 def flex_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    score_mod: Any = None,
-    block_mask: Any = None,
-    scale: Any = None,
-    enable_gqa: Any = False,
-    return_lse: Any = False,
-    kernel_options: Any = None,
-    *,
-    return_aux: Any = None,
-) -> Any:
+    query: Any, key: Any, value: Any, score_mod: Any = None, block_mask: Any = None, scale: Any = None,
+    enable_gqa: Any = False, return_lse: Any = False, kernel_options: Any = None, *, return_aux: Any = None,
+) -> Any:  # fmt: skip
     """PyTorch's function gets this code, and runs it with the globals of PyTorch's module."""
     from cute_attn.flex.overrides import _route  # the globals are those of another module
 

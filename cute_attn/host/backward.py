@@ -391,19 +391,12 @@ def _launched(
         "seqlens": own_seqlens, "keep_prob": keep,
     }  # fmt: skip
     record.launch(*plan.functions["preprocess"].bind(**numbers, **preprocessed))
+    schedule = (division.num_splits, division.split_stride, counter, division.multiprocessors)
     arguments = {
-        "mQ": call.q,
-        "mK": call.k,
-        "mV": call.v,
-        "mDO": grad_out,
-        "mDK": dk,
-        "mDV": dv,
-        **numbers,
-        "seqlens": seqlens,
-        "softmax_scale": call.softmax_scale,
-        "schedule": (division.num_splits, division.split_stride, counter, division.multiprocessors),
+        "mQ": call.q, "mK": call.k, "mV": call.v, "mDO": grad_out, "mDK": dk, "mDV": dv, **numbers,
+        "seqlens": seqlens, "softmax_scale": call.softmax_scale, "schedule": schedule,
         "score_args": _score_args(plan, call, dbias),
-    }
+    }  # fmt: skip
     _launch_main(plan, arguments)
     if needed[0]:
         own = {"mDQaccum": accumulators, "mDQ": dq, "seqlens": own_seqlens}

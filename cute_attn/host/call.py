@@ -293,21 +293,12 @@ class Call(NamedTuple):
 
     def score_inputs(self, grad_bias: Tensor | None = None) -> ScoreInputs:
         """The epilogues' inputs, tensors as the caller gave them; a backward writes ``grad_bias``."""
+        own = (self.epilogues, self.epilogue_tensors, self.epilogue_numbers)
         return ScoreInputs(
-            window_left=self.window_left,
-            window_right=self.window_right,
-            alibi_slopes=self.alibi_slopes,
-            bias=self.bias,
-            grad_bias=grad_bias,
-            sinks=self.sinks,
-            tree_mask=self.tree_mask,
-            softcap=self.softcap,
-            dropout_p=self.dropout_p,
-            rng_state=self.rng_state,
-            extra=unpack_epilogues(self.epilogues, self.epilogue_tensors, self.epilogue_numbers)
-            if self.epilogues
-            else {},
-        )
+            window_left=self.window_left, window_right=self.window_right, alibi_slopes=self.alibi_slopes,
+            bias=self.bias, grad_bias=grad_bias, sinks=self.sinks, tree_mask=self.tree_mask, softcap=self.softcap,
+            dropout_p=self.dropout_p, rng_state=self.rng_state, extra=unpack_epilogues(*own) if self.epilogues else {},
+        )  # fmt: skip
 
     def resolved(self) -> Self:
         """The call with the precision of PyTorch's products now, where it follows that."""

@@ -138,16 +138,10 @@ def _launched(
     if not are_functions(plan.kernel.traits):
         record.also()  # users' classes may read their arguments
     arguments = {
-        "mQ": call.q,
-        "mK": call.k,
-        "mV": call.v,
-        "mO": out,
-        "mLSE": lse,
-        "seqlens": call.seqlens(),
-        "softmax_scale": call.softmax_scale,
-        "schedule": record.work_tiles(q.get_device()),
+        "mQ": call.q, "mK": call.k, "mV": call.v, "mO": out, "mLSE": lse, "seqlens": call.seqlens(),
+        "softmax_scale": call.softmax_scale, "schedule": record.work_tiles(q.get_device()),
         "score_args": plan.kernel.score_args(call.score_inputs()),
-    }
+    }  # fmt: skip
     if "fallback" in plan.functions:
         split_fp32.launch_forward(plan, arguments)
     else:

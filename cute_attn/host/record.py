@@ -306,32 +306,20 @@ class Recording:
         first = [starts.index(start) for start in starts]
         number = {source: i for i, source in enumerate((*used, *range(self._given, len(self._sources))))}
         written = tuple(number[i] for i in used if any(x is given[i] for x in self.written))
-        return Record(
-            device=given[used[0]].get_device(),
-            tensors=used,
-            aligned=tuple(
-                i
-                for i, (source, start) in enumerate(zip(used, starts, strict=True))
-                if source in rows and start % ALIGNMENT_BYTES == 0
-            ),
-            same=tuple((j, i) for i, j in enumerate(first) if i != j),
-            made=tuple(made),
-            own=tuple(x == y for x, y in zip(made, self._made, strict=True)),
-            launches=tuple(
-                (function, tuple(_numbered(x, number) for x in arguments), of_torch)
-                for function, arguments, of_torch in self._launches
-            ),
-            results=tuple(_numbered(x, number) for x in places),
-            single=single,
-            written=written,
-            apart=tuple(
-                (i, j) for i in written for j in range(len(used)) if self._are_apart(given, used, i, j)
-            ),
-            counts=tuple(self.counts),
-            constant=constant,
-            plan=self.plan,
-            saved=self._saved(given),
+        aligned = (i for i, start in enumerate(starts) if used[i] in rows and start % ALIGNMENT_BYTES == 0)
+        pairs = ((i, j) for i in written for j in range(len(used)))
+        launches = (
+            (function, tuple(_numbered(x, number) for x in arguments), of_torch)
+            for function, arguments, of_torch in self._launches
         )
+        return Record(
+            device=given[used[0]].get_device(), tensors=used, aligned=tuple(aligned),
+            same=tuple((j, i) for i, j in enumerate(first) if i != j), made=tuple(made),
+            own=tuple(x == y for x, y in zip(made, self._made, strict=True)), launches=tuple(launches),
+            results=tuple(_numbered(x, number) for x in places), single=single, written=written,
+            apart=tuple(pair for pair in pairs if self._are_apart(given, used, *pair)), counts=tuple(self.counts),
+            constant=constant, plan=self.plan, saved=self._saved(given),
+        )  # fmt: skip
 
     def _are_apart(self, given: list[Any], used: tuple[int, ...], i: int, j: int) -> bool:
         """True if the i-th of the used tensors, which is written, must not overlap the j-th.

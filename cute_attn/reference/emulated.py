@@ -241,13 +241,18 @@ def _exponentiate(ctx: QueryBlockContext, thread: Int32, block: Int32, masked: C
 
 @cute.jit
 def _drop(ctx: QueryBlockContext, thread: Int32, block: Int32):
-    """Apply dropout to P; the signs of ones record dropped elements."""
-    chain, score_map = ctx.kernel.epilogues, ctx.score_map(thread)
-    ones, p = ctx.fragment(thread, Float16), ctx.fragment(thread, Float16)
-    tile = score_map.tile(ctx.fragment(thread, Float32), ctx.row0, block * ctx.kernel.tile.tile_n)
-    ones.fill(1.0)
-    chain.mark_dropped(ctx.state, tile, score_map.view(ones))
-    _copy(ones, ctx.part(ctx.buffers.signs, thread, block))
+    """Apply dropout to P, and note which elements are dropped that the mask lets their query see: -1."""
+    chain, score_map, acc = ctx.kernel.epilogues, ctx.score_map(thread), ctx.fragment(thread, Float32)
+    kept, p = ctx.fragment(thread, Float16), ctx.fragment(thread, Float16)
+    tile = score_map.tile(acc, ctx.row0, block * ctx.kernel.tile.tile_n)
+    kept.fill(1.0)
+    acc.fill(0.0)
+    chain.drop(ctx.state, tile, score_map.view(kept))
+    chain.mask.forward(ctx.state.band, tile)
+    for i in cutlass.range_constexpr(cute.size(acc)):
+        dropped = (kept[i] == 0.0) & (acc[i] == 0.0)
+        kept[i] = Float16(-1.0) if dropped else Float16(1.0)
+    _copy(kept, ctx.part(ctx.buffers.signs, thread, block))
     _copy(ctx.part(ctx.buffers.p, thread, block), p)
     chain.drop(ctx.state, tile, score_map.view(p))
     _copy(p, ctx.part(ctx.buffers.p, thread, block))

@@ -107,16 +107,9 @@ def active(**options: Any) -> Iterator[None]:
 
 
 def reason(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> str | None:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> str | None:  # fmt: skip
     """Why kernels here do not serve a call of ``scaled_dot_product_attention`` and its backward; None where they do.
 
     Takes that function's arguments, and reads only shapes, dtypes and devices; fake tensors will do. A call with a

@@ -158,17 +158,9 @@ class Observer:
             return row, row.calls
 
     def _function(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
         """scaled_dot_product_attention, and a note of the call, unless it is compiled or traced."""
         options = {"scale": scale, "enable_gqa": enable_gqa}
         if torch.compiler.is_compiling() or torch.jit.is_tracing():  # traces record reads of shapes

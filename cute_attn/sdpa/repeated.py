@@ -19,16 +19,9 @@ from cute_attn.host import doors, plans
 
 
 def key_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple | None:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> tuple | None:  # fmt: skip
     """The key of a call of PyTorch's function with these arguments; None if PyTorch computes it in any case."""
     if (  # overrides of functions are looked for first, since they see attributes being read
         attn_mask is not None

@@ -16,20 +16,13 @@ from torch import Tensor
 from cute_attn.epilogues.functions.graph import BOOL, FLOAT, Node, ordered
 
 _NUMBERS: dict[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
+    **{op: getattr(operator, op) for op in ("add", "sub", "mul", "floordiv", "mod", "xor", "neg", "pow")},
     "div": operator.truediv,
-    "floordiv": operator.floordiv,
-    "mod": operator.mod,
     "and": operator.and_,
     "or": operator.or_,
-    "xor": operator.xor,
     "shl": operator.lshift,
     "shr": operator.rshift,
-    "neg": operator.neg,
     "abs": abs,
-    "pow": operator.pow,
     "where": torch.where,
     **{name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")},
 }
