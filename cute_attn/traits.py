@@ -387,9 +387,6 @@ class Traits:
         """Traits of the backward's ``"backward_preprocess"`` or ``"backward_convert"``: only dtype, dims and varlen.
 
         So one compiled kernel serves many main kernels. lse_grad: the preprocess reads a gradient of LSE.
-
-        Raises:
-            ValueError: another op, or lse_grad for the convert.
         """
         if op not in PARTS:
             raise ValueError(f"op is {op!r}; accepted: {', '.join(map(repr, PARTS))}")
@@ -397,11 +394,7 @@ class Traits:
         return Traits(op, lse_grad=lse_grad, **kept)
 
     def split_fp32(self, op: str) -> "Traits":
-        """Traits of ``"forward_split"`` or ``"backward_split"``: only precision, dims and varlen.
-
-        Raises:
-            ValueError: another op.
-        """
+        """Traits of ``"forward_split"`` or ``"backward_split"``: only precision, dims and varlen."""
         if op not in SPLIT_TENSORS:
             raise ValueError(f"op is {op!r}; accepted: {', '.join(map(repr, SPLIT_TENSORS))}")
         names = ("dtype", "head_dim", "head_dim_v", "precision", "varlen")

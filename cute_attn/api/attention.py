@@ -524,11 +524,7 @@ def _lse_of_rows(call: Call, lse: Tensor) -> Tensor:
 
 
 def _rng_state(rng_state: Any, q: Any, dropout_p: float) -> Tensor | None:
-    """Seed and offset as the kernels read them; None without dropout.
-
-    Raises:
-        TypeError, ValueError: they are not as :func:`attention_backward` describes.
-    """
+    """Seed and offset as the kernels read them; None without dropout."""
     if rng_state is None or not isinstance(q, Tensor):
         return None
     words = (rng_state,) if isinstance(rng_state, Tensor) else rng_state
@@ -745,13 +741,7 @@ def _size(x: Tensor) -> int:
 
 
 def resolve_precision(q: Tensor, precision: str | None = None) -> str:
-    """The traits' precision of a call: the stated one, or for fp32 tensors that of PyTorch's products.
-
-    Raises
-    ------
-    ValueError
-        precision is not as :func:`attention` describes, or q is no fp32 tensor.
-    """
+    """The traits' precision of a call: the stated one, or for fp32 tensors that of PyTorch's products."""
     single = isinstance(q, Tensor) and q.dtype == torch.float32
     if precision is None:
         # Compiled code reads PyTorch's setting when it runs.
@@ -764,13 +754,7 @@ def resolve_precision(q: Tensor, precision: str | None = None) -> str:
 
 
 def resolve_mask(causal: bool | str, window: Window) -> tuple[str, int, int]:
-    """The traits' mask, and its bounds.
-
-    Raises
-    ------
-    ValueError
-        causal or window is not as :func:`attention` describes.
-    """
+    """The traits' mask, and its bounds."""
     check_choice("causal", causal, (False, True, "bottom_right", "top_left"))
     if not (isinstance(window, tuple | list) and len(window) == 2):
         raise ValueError(f"window is {shown(window)}; accepted: (left, right), each None or a number of keys")

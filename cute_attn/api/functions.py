@@ -55,11 +55,7 @@ def all_epilogues(
 
 
 def packed_sequences(tensors: Tensors, longest: Sequence[Any] | None) -> Packed | None:
-    """What a BlockMask is for. tensors, longest: see :func:`all_epilogues`.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong.
-    """
+    """What a BlockMask is for. tensors, longest: see :func:`all_epilogues`."""
     if longest is None:
         return None
     (q, k, _, *starts), most = tensors[:5], []

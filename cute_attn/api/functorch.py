@@ -27,15 +27,7 @@ _NO_SECOND = "a second derivative of attention is asked for; accepted: first one
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As :func:`cute_attn.api.operators.forward`; a transform is active.
-
-    Raises
-    ------
-    TypeError, ValueError
-        A parameter is wrong.
-    NotImplementedError
-        No kernel computes a requested gradient.
-    """
+    """As :func:`cute_attn.api.operators.forward`; a transform is active."""
     check(call)
     found = _Forward.apply(call[NUM_TENSORS + 1 :], *call[:NUM_TENSORS], *call.epilogue_tensors)
     return found if call.return_softmax else (*found, None)
@@ -47,13 +39,6 @@ def with_tangents(call: Call, operator: Any = None) -> tuple[Tensor, Tensor, Non
     Under another transform than ``jvp``, tangents are those of a transform outside it: ``_Forward.jvp`` gets them.
 
     operator: the one to call, in the operator's own implementation; None to call it with its rules for transforms.
-
-    Raises
-    ------
-    TypeError, ValueError
-        A parameter is wrong.
-    NotImplementedError
-        No kernel follows one of the tangents.
     """
     primals, tangents = _unpacked(call)
     if all(tangent is None for tangent in tangents):

@@ -39,11 +39,7 @@ def _fake(kernel: Any, name: str, annotation: Any) -> Any:
 
 
 def ordered(kernel: Any, names: Iterable[str], given: Mapping[str, Any]) -> tuple:
-    """The arguments of a launch in the order of ``names``. kernel: its name, for the message.
-
-    Raises:
-        TypeError: one is missing, or the kernel does not have it.
-    """
+    """The arguments of a launch in the order of ``names``. kernel: its name, for the message."""
     names = tuple(names)
     if given.keys() != set(names):
         raise TypeError(f"{kernel} is launched with {', '.join(given)}; accepted: {', '.join(names)}")

@@ -203,11 +203,7 @@ def load_function(library: bytes, name: str, toolchain: dict[str, str]) -> Calla
 
 
 def _driver_cuda_major() -> int:
-    """The newest major version of CUDA that the driver runs.
-
-    Raises:
-        BundleUnusable: no driver is found, or it does not report its version.
-    """
+    """The newest major version of CUDA that the driver runs."""
     version = ctypes.c_int()
     try:
         status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))

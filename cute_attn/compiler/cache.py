@@ -257,11 +257,7 @@ def warn_once(reason: str) -> None:
 
 
 def caches_folder() -> Path:
-    """The user's folder for caches: ``XDG_CACHE_HOME`` where that is an absolute path, else ``~/.cache``.
-
-    Raises:
-        CacheUnusable: the user has no home.
-    """
+    """The user's folder for caches: ``XDG_CACHE_HOME`` where that is an absolute path, else ``~/.cache``."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     return Path(given) if os.path.isabs(given) else _home() / ".cache"
 

@@ -314,11 +314,7 @@ def _built(kernel: Any, target: str, lines: bool) -> CompiledKernel:
 
 
 def _bundled(kernel: Any, target: str) -> CompiledKernel | None:
-    """The bundle's kernel, or None. An unusable bundle is a warning if the DSL can build instead.
-
-    Raises:
-        BundleUnusable: it cannot be used, and the DSL is not installed.
-    """
+    """The bundle's kernel, or None. An unusable bundle is a warning if the DSL can build instead."""
     try:
         bundle = find_bundle()
         if bundle is None:
@@ -595,12 +591,7 @@ def _prebuilt(wanted: list[Request], workers: int | None, lines: bool) -> Iterat
 
 
 def as_requests(requests: Any) -> list[Request]:
-    """Each request once: traits or their name, or a tuple of these, a tile or its text, and a target.
-
-    Raises:
-        TypeError: one is not a request, or they are not in a list.
-        ValueError: a name or a target is not one.
-    """
+    """Each request once: traits or their name, or a tuple of these, a tile or its text, and a target."""
     accepted = (
         "kernels' names such as 'forward-sm80-bf16-d128', or tuples (name, tile or None, target or None)"
     )

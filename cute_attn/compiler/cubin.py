@@ -63,9 +63,6 @@ def read_resources(cubin: bytes, remarks: str, module: str) -> Resources:
         cubin: the ELF image.
         remarks: the compiler's output under ``remarks{ptx}``.
         module: the lowered module with its host code, as text.
-
-    Raises:
-        ValueError: one of them has an unknown form.
     """
     text = _plain(remarks)
     spills = [(int(stores), int(loads)) for stores, loads in _SPILLS.findall(text)]
@@ -152,11 +149,7 @@ def _dynamic_shared_memory(module: str) -> int:
 
 
 def cuda_tool(name: str) -> str:
-    """Path of a CUDA binary utility: from its Python package, from PATH or CUDA_HOME, or from Triton.
-
-    Raises:
-        FileNotFoundError: it is not installed.
-    """
+    """Path of a CUDA binary utility: from its Python package, from PATH or CUDA_HOME, or from Triton."""
     try:
         for file in importlib.metadata.files(f"nvidia-cuda-{name}") or ():
             if file.name == name:
@@ -174,12 +167,7 @@ def cuda_tool(name: str) -> str:
 
 
 def disassemble(cubin: bytes) -> str:
-    """The cubin's SASS, as nvdisasm prints it.
-
-    Raises:
-        FileNotFoundError: nvdisasm is not installed.
-        RuntimeError: nvdisasm could not read the cubin.
-    """
+    """The cubin's SASS, as nvdisasm prints it."""
     return _nvdisasm(cubin, "-c")
 
 

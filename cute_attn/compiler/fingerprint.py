@@ -45,9 +45,6 @@ def toolchain() -> dict[str, str]:
     """Versions of the tools that turn a kernel's source into code, by name.
 
     ``ptx_toolkit`` is the CUDA version inside the DSL's compiler: its cu12 and cu13 flavours emit different PTX.
-
-    Raises:
-        RuntimeError: the DSL is not installed.
     """
     if not _without_dsl.is_installed():
         raise RuntimeError(_without_dsl.REASON)

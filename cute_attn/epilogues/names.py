@@ -51,11 +51,7 @@ def register_epilogue(name: str) -> Callable[[type], type]:
 
 
 def register_function(name: str, epilogue: Any) -> None:
-    """Register a function's epilogue, an object in place of a class; ``epilogue.written`` has its module and name.
-
-    Raises:
-        ValueError: as :func:`register_epilogue`.
-    """
+    """Register a function's epilogue, an object in place of a class; ``epilogue.written`` has its module and name."""
     check_name(name)
     check_free(name, epilogue)
     _REGISTERED[name] = epilogue

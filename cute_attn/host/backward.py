@@ -85,9 +85,6 @@ def gradients(
         grad_out, grad_lse: None for one that is zero.
         into: tensors to write gradients into, None for each to allocate; without ``into``, allocated gradients
             are never views of one tensor.
-
-    Raises:
-        TypeError, ValueError, Unsupported: a parameter is wrong, or no kernel supports the call.
     """
     if grad_out is None:  # one row of zeros, broadcast
         shape, _ = call.output_shapes()

@@ -49,9 +49,6 @@ def epilogue_of_block_mask(
     ("", ()) without scores.
 
     Lengths may be shorter than the mask's. packed: of q (total, heads, dim) and k.
-
-    Raises:
-        TypeError, ValueError: no BlockMask, or one of other sizes or on another device.
     """
     check_block_mask(block_mask)
     with beyond_transforms():

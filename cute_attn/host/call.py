@@ -385,11 +385,7 @@ def schema(names: Sequence[str], **other: str) -> str:
 
 
 def given_epilogues(epilogues: Sequence[str] | Mapping[str, Any]) -> Mapping[str, Any]:
-    """Epilogues as a mapping of names to arguments.
-
-    Raises:
-        TypeError: they are neither names nor a mapping.
-    """
+    """Epilogues as a mapping of names to arguments."""
     names = tuple(epilogues) if isinstance(epilogues, tuple | list | Mapping) else (None,)
     if not all(isinstance(name, str) for name in names):
         raise TypeError(

@@ -39,9 +39,6 @@ def choose_kernel(call: Call, target: str, *, op: str = "forward", bias_grad: bo
     A variant that is registered only for the forward leaves the backward to its generation's default kernel. If a
     newer generation declines the tile, for instance for an older one's fields, a warning gives its reason; if it
     does not compute the traits, the log at level DEBUG does.
-
-    Raises:
-        Unsupported: no kernel supports it, with each one's reason.
     """
     tile = {"forward": call.tile, "backward": call.backward_tile}.get(op, "")
     check_kernel(call.kernel, ("forward", op))
@@ -79,9 +76,6 @@ def check_kernel(kernel: str, ops: Iterable[str]) -> dict[str, str]:
     """Refuse a name under which no kernel of those ops is registered; "" names none.
 
     Returns the generation of each name that is accepted.
-
-    Raises:
-        ValueError: with the accepted names.
     """
     names = {
         f"{arch}:{variant}" if variant else arch: arch for op, arch, variant in registry.KERNELS if op in ops
@@ -97,9 +91,6 @@ def check_words(kernel: str, **tiles: str) -> None:
     """Refuse an unregistered kernel and a tile's text that no kernel reads, for tensors that none computes.
 
     tiles: a text for each op of the call, "" for the default tile.
-
-    Raises:
-        ValueError: with the accepted values.
     """
     names = check_kernel(kernel, tiles)
     if ":" in kernel:
@@ -135,9 +126,6 @@ def check_tile(call: Call, op: str, text: str) -> None:
     """Refuse a tile's text that leaves the call without a kernel on a GPU, for tensors that none computes.
 
     If no kernel serves the call with its default tile either, this accepts: a call on a GPU gives the reason.
-
-    Raises:
-        Unsupported: the reason of the newest kernel whose tile has the fields.
     """
     reasons: list[ValueError] = []
     for name in [call.kernel] if call.kernel else registry.generations("sm90") if text else []:

@@ -98,11 +98,7 @@ def gradient_of(x: Tensor, copies: Tensor) -> Tensor:
 
 
 def with_targets(call: Call, wanted: Sequence[bool]) -> tuple[Call, list[Tensor | None]]:
-    """The call with tensors to which its backward adds the wanted gradients, and these: fp32, (copies, *input's shape).
-
-    Raises:
-        NotImplementedError, ValueError: see :func:`check_wanted`.
-    """
+    """The call with tensors to which its backward adds the wanted gradients, and these: fp32 (copies, *shape)."""
     check_wanted(call, wanted)
     targets = [_zeros_like(x) if own else None for x, own in zip(call.epilogue_tensors, wanted, strict=True)]
     names: list[str] = []

@@ -44,9 +44,6 @@ def forward(
         out: memory for it, of strides that kernels write.
         keeps_rows: whether rows of ``out`` that no sequence owns keep their contents, with packed queries.
         lse: memory for it, perhaps with more rows than queries; the extra rows keep their contents.
-
-    Raises:
-        TypeError, ValueError, Unsupported: a parameter is wrong, or no kernel supports the call.
     """
     plan = plan_of(call)
     with on_device(call.q.get_device()):

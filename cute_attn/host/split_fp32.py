@@ -55,11 +55,7 @@ class SplitLauncher:
 
     @staticmethod
     def of(main: Traits, op: str, target: str) -> "SplitLauncher":
-        """For a main kernel's traits; op: ``"forward_split"`` or ``"backward_split"``.
-
-        Raises:
-            Unsupported: no kernel splits such tensors.
-        """
+        """For a main kernel's traits; op: ``"forward_split"`` or ``"backward_split"``."""
         compiled = compiler.compile(main.split_fp32(op), None, target)
         names = SPLIT_TENSORS[op][MEASURED_TENSORS[op] :]
         dims = tuple(padded(getattr(main, name)) for name in names)

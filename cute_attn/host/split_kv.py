@@ -184,11 +184,7 @@ def known_plan(call: Call) -> Plan | None:
 
 
 def plan_for(call: Call) -> Plan:
-    """The plan of a checked call, kept under its metadata.
-
-    Raises:
-        ValueError, Unsupported: sizes are beyond the kernels' integers, or no kernel supports the call.
-    """
+    """The plan of a checked call, kept under its metadata."""
     return plans.plan(*_key_and_tensors(call), lambda: make_plan(call))
 
 
@@ -273,11 +269,7 @@ def traits_of(call: Call, arch: str, split: str, variant: str = "") -> Traits:
 
 
 def choose_kernel(call: Call, target: str, processors: int) -> tuple[Any, Split]:
-    """The kernel with its tile: the newest generation that supports the call, or the named one; and its split.
-
-    Raises:
-        Unsupported: no kernel supports it, with each one's reason.
-    """
+    """The kernel with its tile: the newest generation that supports the call, or the named one; and its split."""
     check_kernel(call.kernel, ("kvcache",))
     names = _generations(call, target) if call.same_bits or not call.kernel else [call.kernel]
     reasons: list[str] = []

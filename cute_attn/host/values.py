@@ -121,11 +121,7 @@ def scale_of(softmax_scale: Any, q: Tensor) -> float:
 
 
 def length(name: str, value: Any) -> int:
-    """``value`` as an int of 0 to 2**31 - 1, or one that a compiler does not know yet.
-
-    Raises:
-        TypeError, ValueError: it is neither.
-    """
+    """``value`` as an int of 0 to 2**31 - 1, or one that a compiler does not know yet."""
     value = python_number(value)
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         raise TypeError(f"{name} is {shown(value)}; accepted: a Python int")

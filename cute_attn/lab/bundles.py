@@ -246,11 +246,7 @@ def _linked(entry: Entry) -> tuple[dict[str, Any], bytes]:
 
 
 def link(object_file: bytes) -> bytes:
-    """Link a kernel's object into a shared library. Of the process it needs only TVM FFI and a CUDA runtime.
-
-    Raises:
-        ValueError: there is no C compiler, it failed, or the object needs something else.
-    """
+    """Link a kernel's object into a shared library. Of the process it needs only TVM FFI and a CUDA runtime."""
     with tempfile.TemporaryDirectory(prefix="cute_attn-") as name:
         folder = Path(name)
         (folder / OBJECT).write_bytes(object_file)

@@ -191,11 +191,7 @@ def small_sizes(traits: Traits, tile: Any) -> list[Workload]:
 
 
 def tile_at(contender: Contender, workload: Workload, target: str | None = None) -> Tile:
-    """The tile that a kernel takes on a workload: its own, or the default one, which depends on lengths and heads.
-
-    Raises:
-        Unsupported: no kernel supports it.
-    """
+    """The tile that a kernel takes on a workload: its own, or the default one, which depends on lengths and heads."""
     traits = Traits.parse(contender.kernel)
     target = target or default_target(traits.arch)
     kernel = registry.lookup(traits, contender.tile or None, target)

@@ -84,11 +84,7 @@ class Expected:
         return cls(workload, x, rng_state, grad, computed(torch.float64), computed(x.q.dtype))
 
     def run(self, kernel: str, tile: str | None = None) -> tuple[Tensor, ...]:
-        """What the operator computes with a kernel, ``"ARCH"`` or ``"ARCH:VARIANT"``, and a tile.
-
-        Raises:
-            Unsupported: the kernel does not support the workload or the tile.
-        """
+        """What the operator computes with a kernel, ``"ARCH"`` or ``"ARCH:VARIANT"``, and a tile."""
         out = output(self.workload, self.x, kernel, tile, rng_state=self.rng_state)
         if self.grad is None:
             return (out,)

@@ -21,11 +21,7 @@ HEADER, LISTS = "cute_attn_kernels.h", "CMakeLists.txt"
 
 
 def export(requests: Iterable[Request], folder: Path, workers: int | None = None) -> list[CompiledKernel]:
-    """Build kernels in parallel processes, write them and what links them to ``folder``; returns them.
-
-    Raises:
-        ValueError: as of :func:`cute_attn.lab.bundles.make_bundle`.
-    """
+    """Build kernels in parallel processes, write them and what links them to ``folder``; returns them."""
     wanted = bundles.check_requests(requests)
     names = [macro_name(traits, target or default_target(traits.arch)) for traits, _, target in wanted]
     for (traits, _, _), name in zip(wanted, names, strict=True):

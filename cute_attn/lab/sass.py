@@ -131,10 +131,6 @@ class Code:
     def of(cubin: bytes, name: str = "", sources: Path = SOURCES) -> "Code":
         """The code of a cubin with one kernel, made of the packages in ``sources``: line info names the files of the
         process that built it, which the cache may have from another checkout with the same sources.
-
-        Raises:
-            FileNotFoundError: nvdisasm is not installed.
-            ValueError: the cubin or nvdisasm's output has an unknown form.
         """
         return Code(tuple(_instructions(cubin, sources)), name)
 
@@ -186,9 +182,6 @@ class Code:
         A mask gives a kernel several loops, of which the one without is the shortest; so is the one with frozen row
         maxima. Within a loop, the path with the fewest instructions is taken of those that start most asynchronous
         copies, wide ones first: it skips masks and rescaling, and starts the next loads, of rows that are aligned best.
-
-        Raises:
-            StepNotFound: there is none.
         """
         found = [step for loop in self.loops if (step := self._step_of(loop, content)) is not None]
         inner = [s for s in found if not any(other.loop.blocks < s.loop.blocks for other in found)]

@@ -38,9 +38,6 @@ class Space:
 
         A field's values are ``A|B|...``, ``FIRST..LAST`` or ``FIRST..LAST:STEP``; without any they are those that the
         tile's class has for it, of a bool both.
-
-        Raises:
-            ValueError: a field that does not exist, or values that do not parse.
         """
         known = _known_values(tile)
         names = [field.name for field in dataclasses.fields(tile)]  # type: ignore[arg-type]

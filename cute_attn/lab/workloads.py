@@ -25,9 +25,6 @@ def parse(text: str, traits: Traits) -> Workload:
         text: ``bBATCH-sSEQLEN[xSEQLEN_K]-hHEADS[xKV_HEADS]`` in any order, each by default that of 16k tokens of hidden
             size 2048; for traits with a window also ``window[LEFT][_RIGHT]``. Of a varlen kernel, BATCH times SEQLEN
             tokens in sequences of up to SEQLEN. Or such a workload's name, whose other words have to be the traits'.
-
-    Raises:
-        ValueError: a word is not one of these.
     """
     given: dict[str, int] = {}
     others = []

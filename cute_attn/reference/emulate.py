@@ -335,9 +335,6 @@ def _values(fake: Any, given: Any = None) -> Any:
     """The values passed for an argument: numbers; of tensors the address, and sizes and strides not compiled in.
 
     fake: the argument as declared; given: the caller's, None for placeholders to compile with.
-
-    Raises:
-        ValueError: a tensor is not as declared.
     """
     if fake is None:
         return None

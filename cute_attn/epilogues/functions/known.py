@@ -81,9 +81,6 @@ def epilogue_of(
     compared. An epilogue lives as long as one of the last functions, a gradient to come, or :func:`hold` needs it.
 
     dtype: of scores.
-
-    Raises:
-        TypeError, ValueError: as :func:`cute_attn.epilogues.functions.trace.trace`.
     """
 
     return _known_or_traced(score_mod, mask_mod, device, (dtype,), _registered)

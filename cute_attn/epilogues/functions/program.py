@@ -66,11 +66,7 @@ class Nodes:
             ) from None
 
     def node_of(self, tensor: Tensor) -> fx.Node:
-        """The node of a tensor.
-
-        Raises:
-            TypeError: it has none.
-        """
+        """The node of a tensor."""
         found = self._nodes.get(id(tensor))
         if found is None or found.meta[VALUE] is not tensor:
             raise TypeError(

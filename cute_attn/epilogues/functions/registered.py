@@ -57,12 +57,7 @@ class RegisteredFunction(FunctionEpilogue):
         return self.example(batch, nheads, seqlen_q, seqlen_k)
 
     def given(self, inputs: ScoreInputs) -> tuple:
-        """A call's arguments.
-
-        Raises:
-            TypeError: they are others than the function's.
-            ValueError: the function refers to a value that has changed since it was registered.
-        """
+        """A call's arguments."""
         self._check_unchanged()
         given = inputs.extra.get(self.name, ())
         if len(given) != len(self.parameters):

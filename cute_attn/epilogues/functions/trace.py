@@ -58,11 +58,7 @@ class Trace:
 
 
 def kind_of(function: Callable) -> str:
-    """The kind of a function by its parameters, score_mod or mask_mod.
-
-    Raises:
-        TypeError: they are of neither kind.
-    """
+    """The kind of a function by its parameters, score_mod or mask_mod."""
     parameters = inspect.signature(function).parameters.values()
     wanted = [
         x

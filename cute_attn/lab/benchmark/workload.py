@@ -269,11 +269,7 @@ def standard(head_dim: int, seqlen: int, **features: Any) -> Workload:
 
 
 def of_traits(traits: Traits, seqlen: int) -> Workload:
-    """A workload for a kernel of those traits.
-
-    Raises:
-        ValueError: no workload has such traits.
-    """
+    """A workload for a kernel of those traits."""
     if traits.op not in ("forward", "backward"):
         raise ValueError(
             f"{traits} is neither a forward nor a backward; accepted: forward or backward kernels"
