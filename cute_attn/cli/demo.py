@@ -95,7 +95,7 @@ def epilogues_on_the_cpu() -> Iterator[str]:
 
 
 def on_the_gpu() -> Iterator[str]:
-    """Kernels compared with the reference, and timed beside the peers that run here; yields what is wrong."""
+    """Kernels compared with the reference, and timed against the peers that run here; yields what is wrong."""
     from cute_attn.lab.benchmark import peers, results, workload
     from cute_attn.lab.check import check_workloads, small_workloads
 

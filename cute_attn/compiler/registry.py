@@ -350,7 +350,7 @@ _SHARES_FEATURES: list[tuple[int, dict[str, Any]]] = [
 
 
 def _columns(op: str, head_dim: int) -> int:
-    """Columns of V beside those of Q and K: a kernel with tangents has at most 128."""
+    """Columns of V next to those of Q and K: a kernel with tangents has at most 128."""
     return min(head_dim, 128) if op == "jvp" else head_dim
 
 

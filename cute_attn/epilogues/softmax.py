@@ -136,7 +136,7 @@ class OnlineSoftmax:
 
     @cute.jit
     def advance_frozen(self, acc: cute.Tensor) -> None:
-        """One key block under frozen row maxima (speculation); :meth:`within` checks the result later."""
+        """One key block under stale row maxima (speculation); :meth:`within` checks the result later."""
         for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
             max_scaled = self.row_max[r] * self.scale_log2
             total = self.row_sum[r]
@@ -147,7 +147,7 @@ class OnlineSoftmax:
             self.row_sum[r] = total
 
     def within(self, r: Constexpr, limit: Constexpr) -> Boolean:
-        """True if row r's frozen maximum was large enough; False if it was -inf (the sum is inf or NaN).
+        """True if row r's stale maximum was large enough; False if it was -inf (the sum is inf or NaN).
 
         If the sum is within ``limit``, so is each term: nothing has overflowed, and relative precision does not depend
         on the maximum.
@@ -157,7 +157,7 @@ class OnlineSoftmax:
     def has_seen(self, r: Constexpr, least: Constexpr) -> Boolean:
         """True if row r has seen a key: row_max * scale_log2 > ``least``; it is -inf if all keys were masked.
 
-        A large maximum does not count: it cannot be frozen.
+        A large maximum does not count: it cannot go stale.
         """
         max_scaled = self.row_max[r] * self.scale_log2
         seen = max_scaled > Float32(least)

@@ -1,4 +1,4 @@
-"""Tangents of a score tile and of its rows' statistics, beside the online softmax: the forward-mode derivative.
+"""Tangents of a score tile and of its rows' statistics, next to the online softmax: the forward-mode derivative.
 
 With a dot for a tangent, P the probabilities of the scores S, and sums over a row's keys::
 
@@ -77,7 +77,7 @@ class RowTangents:
 
         Args:
             p, dot: P and the tangents of scores without their scale (rows, cols); dot becomes P (S_dot - center).
-            factors: of earlier sums, or None under frozen row maxima.
+            factors: of earlier sums, or None under stale row maxima.
             unseen: for each row, whether it had seen no key before this block; () if none had.
             guarded: where P is 0, dot may be NaN.
         """

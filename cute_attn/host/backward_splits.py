@@ -122,7 +122,7 @@ def accumulators_in_order(
 
     The key blocks that see a query block add to it ``TURN_STEPS`` steps apart. If a launch takes longer than that, it
     delays only the key blocks of a column that begin together. The accumulators that are in use at a time stay in
-    half the L2, beside Q and dO: beyond it an addition takes up to twice as long. More than ``MAX_IN_ORDER`` take no
+    half the L2, next to Q and dO: beyond it an addition takes up to twice as long. More than ``MAX_IN_ORDER`` take no
     more memory than k and v.
 
     Args:

@@ -81,7 +81,7 @@ def _allocate(device: int) -> list[Tensor]:
 def replayed_tiles() -> int:
     """Work tiles that forward kernels have replayed since the process began, on all streams, CUDA graphs excluded.
 
-    A tile is replayed where a row's sum exceeds 2^40 under its frozen maximum. Waits for the GPU.
+    A tile is replayed where a row's sum exceeds 2^40 under its stale maximum. Waits for the GPU.
     """
     known = list(_of_streams.values())  # other threads add to it
     return sum(int(counters[_REPLAYS]) for counters in known)

@@ -222,7 +222,7 @@ def contents(kernels: dict[str, tuple[dict[str, Any], bytes]]) -> dict[str, byte
 
 
 def _by_similarity(kernel: tuple[str, tuple[dict[str, Any], bytes]]) -> tuple[str, ...]:
-    """The order of kernels in archives: tiles and dtypes of the same traits beside each other."""
+    """The order of kernels in archives: tiles and dtypes of the same traits next to each other."""
     key, (meta, _) = kernel
     return meta["name"].replace("fp16", "bf16"), meta["target"], str(meta["tile"]), meta["name"], key
 

@@ -1,4 +1,4 @@
-"""Two kernels' machine code beside each other: what a change of a tile, a layout or a source file did to the step.
+"""Two kernels' machine code next to each other: what a change of a tile, a layout or a source file did to the step.
 
 print(compare(verdict(name, "tile_n=128", lines=True), verdict(name, "tile_n=160", lines=True)))
 """

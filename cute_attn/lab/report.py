@@ -29,7 +29,7 @@ def of_verdicts(verdicts: Sequence[Verdict], path: Path) -> None:
 
 
 def of_study(study: Study, path: Path) -> None:
-    """Write the page of a search: its candidates and A/B, and the best one's step and layouts beside the default's."""
+    """Write the page of a search: its candidates and A/B, and the best one's step and layouts next to the default's."""
     first = next((one.change for one in study.candidates if one.status in ("timed", "ranked")), "")
     shape = parse(study.workloads[0], Traits.parse(study.name))
     pair = dict.fromkeys(Contender(study.name, change) for change in (study.best or first, ""))

@@ -118,7 +118,7 @@ def accepted(tiles: Iterable[Tile], traits: Traits, target: str) -> tuple[list[T
 
 
 def kind_of(reason: str, target: str) -> str:
-    """A tile's reason without its numbers, to count alike ones."""
+    """A tile's reason without its numbers, to count equal ones."""
     if _NEEDS_MEMORY.match(reason):
         return f"need more shared memory than {target} has"
     if _NEEDS_REGISTERS.match(reason):

@@ -35,7 +35,7 @@ class Timing:
 
 
 def default_path() -> Path:
-    """Beside the kernels' cache: ``cute_attn-lab/timings.jsonl`` in the user's folder for caches."""
+    """Next to the kernels' cache: ``cute_attn-lab/timings.jsonl`` in the user's folder for caches."""
     cache = default_cache()
     root = cache.root if cache is not None else caches_folder() / "cute_attn"
     return root.with_name(f"{root.name}-lab") / "timings.jsonl"

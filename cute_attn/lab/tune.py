@@ -7,7 +7,7 @@
 
 What a tile declines is never built. The others are built by worker processes, while the GPU races the ones ready, the
 most promising by its code first and what spills in the steady step last. Each is compared with the reference, then
-timed in a few rounds beside the default; then the changes that helped are combined. The best are raced against
+timed in a few rounds against the default; then the changes that helped are combined. The best are raced against
 each other, and an A/B of the winner against the default decides. Timings are kept on disk: a study that is stopped
 goes on where it was.
 """

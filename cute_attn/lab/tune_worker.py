@@ -38,7 +38,7 @@ def build_and_rank(workloads: Sequence[dict[str, Any]], **request: Any) -> dict[
 
 
 def build_parts(compiled: Any) -> None:
-    """The kernels that a launch needs beside a backward's main one."""
+    """The kernels that a launch needs in addition to a backward's main one."""
     if compiled.traits.op != "backward":
         return
     from cute_attn.host.backward import kernels_of  # loads torch

@@ -96,7 +96,7 @@ class QueryBlockContext:
         return cute.make_rmem_tensor(shape, dtype)
 
     def part(self, plane: cute.Tensor, thread: Int32, block: Int32) -> cute.Tensor:
-        """The thread's elements of a plane (query, key), by the MMA's partition."""
+        """The thread's elements of a (query, key) tensor, by the MMA's partition."""
         size = self.kernel.tile
         plane = cute.make_tensor(plane.iterator, cute.select(plane.layout, list(self._ordered(0, 1))))
         sizes = self._ordered(size.tile_m, size.tile_n)

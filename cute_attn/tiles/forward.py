@@ -360,7 +360,7 @@ class ForwardSm90Tile(Tile):
         rescale_threshold: O is rescaled only when a score exceeds the row maximum in use by more than so many powers of
             two; 0 rescales in every step.
         share_qo_smem: O reuses Q's shared memory, so the next Q loads after O has been stored.
-        speculative: after the masked blocks the row maxima are frozen; a work tile with a row sum above 2^40
+        speculative: after the masked blocks the row maxima are stale; a work tile with a row sum above 2^40
             is replayed with exact online softmax.
         blocks_per_sm: CTAs per multiprocessor, 1 to 3, of one consumer warpgroup each: prologue and epilogue of one
             overlap the products of another, which pays for short sequences.

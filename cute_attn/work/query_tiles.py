@@ -83,7 +83,7 @@ class QueryGrid:
     qheads_per_kvhead: cute.FastDivmodDivisorV2
     packs: PackedHeads | None = None
     section_tiles: cute.FastDivmodDivisorV2 | None = None
-    sections: Sections | None = None  # of planes
+    sections: Sections | None = None  # of batch x heads
     claimed: Int32 | None = None  # the running CTA's work tile, if it is not the CTA's index
 
     @staticmethod

@@ -20,7 +20,7 @@ class WorkItemId:
 class Replay:
     """The failed work tiles of a CTA's current section.
 
-    A work tile fails if a frozen row maximum was too small. A section has at most ``SECTION - 1`` work tiles; after it
+    A work tile fails if a stale row maximum was too small. A section has at most ``SECTION - 1`` work tiles; after it
     all threads synchronize, and its failed work tiles are replayed with exact online softmax. That cannot fail.
     """
 

@@ -73,7 +73,7 @@ class ForwardSm80:
     tile: ForwardSm80Tile
 
     numbers: ClassVar[int] = 1
-    """Stages of shared memory for each stage of Q, K, V and O: two where their tangents lie beside them."""
+    """Stages of shared memory for each stage of Q, K, V and O: two where their tangents lie next to them."""
 
     # ---- support, tiles and arguments ----
 

@@ -37,7 +37,7 @@ from cute_attn.work.replay import WorkItemId
 LARGEST_SUM = 2.0**40
 """Far below fp32's largest number."""
 HIDDEN = -64.0
-"""log2: if a row's frozen maximum is below this, a bias has hidden all keys that it visited."""
+"""log2: if a row's stale maximum is below this, a bias has hidden all keys that it visited."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Consumer(ForwardRole):
     def run_tile(
         self, tile: QueryTile, pipeline_state: PipelineState, item: WorkItemId | None
     ) -> PipelineState:
-        """Wait for Q, run the main loop, store O and LSE; with frozen row maxima unless it is a replay."""
+        """Wait for Q, run the main loop, store O and LSE; with stale row maxima unless it is a replay."""
         queries, keys = pipeline_state.queries, pipeline_state.keys
         speculative = cutlass.const_expr(self.kernel.tile.speculative and item is not None)
         q, fragments = self.storage.q, self.thread.fragments
@@ -177,7 +177,7 @@ class MainLoop:
 
     @property
     def largest_sum(self) -> float:
-        """Largest sum of a thread's probabilities of a row that a frozen maximum may leave."""
+        """Largest sum of a thread's probabilities of a row that a stale maximum may leave."""
         return LARGEST_SUM
 
     @cute.jit
@@ -212,7 +212,7 @@ class MainLoop:
 
     @cute.jit
     def steps(self, begin: Int32, end: Int32, masked: Constexpr, frozen: Constexpr) -> None:
-        """Key blocks [begin, end), last one first; ``frozen``: with frozen row maxima."""
+        """Key blocks [begin, end), last one first; ``frozen``: with stale row maxima."""
         # Otherwise the compiler recomputes their minima and maxima in every step.
         begin, end = optimization_barrier(begin), optimization_barrier(end)
         for i in cutlass.range(end - begin, unroll=1):
@@ -220,7 +220,7 @@ class MainLoop:
 
     @cute.jit
     def steps_from_first(self, begin: Int32, end: Int32, masked: Constexpr, speculative: Constexpr) -> None:
-        """Key blocks [begin, end); if ``speculative``, with frozen row maxima where each row has one."""
+        """Key blocks [begin, end); if ``speculative``, with stale row maxima where each row has one."""
         if cutlass.const_expr(speculative and self.kernel.may_hide_rows):
             if self.some_row_hidden():
                 self.steps(begin, end, masked, False)
@@ -273,7 +273,7 @@ class MainLoop:
             self.rescale(step)
 
     def before_softmax(self, step: Int32) -> None:
-        """Called before the softmax of the block of ``step``, unless row maxima are frozen."""
+        """Called before the softmax of the block of ``step``, unless row maxima are stale."""
 
     def rescale(self, step: Int32) -> None:
         """Rescale O so far to the row maxima after the block of ``step``."""

@@ -18,7 +18,7 @@ of ``num_stages`` stages. One to three consumer warpgroups compute 64 rows of th
         wait for O; rescale it; P[j] to 16 bits
     O += P V of the last block
 
-After the masked blocks the row maxima are frozen (``speculative``). A work tile with a row whose sum exceeds 2^40 is
+After the masked blocks the row maxima are stale (``speculative``). A work tile with a row whose sum exceeds 2^40 is
 replayed with exact online softmax. Every row has seen a key by then (``BlockRange``), unless a bias hides it: a
 warpgroup with such a row runs exact steps at once.
 
@@ -141,7 +141,7 @@ class ForwardSm90:
         return self.epilogues.host_args(inputs)
 
     def step_content(self) -> StepContent:
-        """A step of the unmasked loop, with frozen row maxima if ``speculative``, else with two rows' factors."""
+        """A step of the unmasked loop, with stale row maxima if ``speculative``, else with two rows' factors."""
         tile, d, dv = self.tile, padded(self.traits.head_dim), padded(self.traits.head_dim_v)
         qk = wgmma_count(tile.tile_m, tile.tile_n, d, tile.warpgroups)
         pv = wgmma_count(tile.tile_m, dv, tile.tile_n, tile.warpgroups)

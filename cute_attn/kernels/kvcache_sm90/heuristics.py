@@ -18,7 +18,7 @@ FEW_ROWS = 32
 TILE_ROWS = 64
 """Fixed cost of a work tile, which reads all keys, as an equal number of rows."""
 THRESHOLDS = {"bf16": 42, "fp16": 14}
-"""``rescale_threshold`` with ``same_bits``: with frozen maxima, P within it is as without. fp16 has P up to 2^16."""
+"""``rescale_threshold`` with ``same_bits``: with stale maxima, P within it is as without. fp16 has P up to 2^16."""
 TABLE = Table(__file__, KvcacheSm90Tile)
 
 

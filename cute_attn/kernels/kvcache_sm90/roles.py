@@ -177,7 +177,7 @@ class FoldedLoop(MainLoop):
 
     A split's first step begins with empty statistics, while P V of the split before it, the one behind it, still runs;
     after that, O so far is that split's result. A row's maximum is that of the first block of a split in which it sees
-    a key, until a score exceeds it by ``rescale_threshold``. Frozen maxima are those without a check: where they would
+    a key, until a score exceeds it by ``rescale_threshold``. Stale maxima are those without a check: where they would
     not be the same, sums exceed ``largest_sum``, and the work tile is replayed.
 
     Attributes:
@@ -210,7 +210,7 @@ class FoldedLoop(MainLoop):
 
     @cute.jit
     def steps(self, begin: Int32, end: Int32, masked: Constexpr, frozen: Constexpr) -> None:
-        """Key blocks [begin, end), last one first; row maxima of a split are frozen after its last block."""
+        """Key blocks [begin, end), last one first; row maxima of a split are stale after its last block."""
         if cutlass.const_expr(not frozen):
             super().steps(begin, end, masked, False)
         else:

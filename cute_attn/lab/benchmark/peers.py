@@ -306,7 +306,7 @@ def _installed(distribution: str) -> str | None:
 
 
 def _fa3_commit() -> str | None:
-    """The commit that FA3 was built from, of a file COMMIT beside its interface."""
+    """The commit that FA3 was built from, of a file COMMIT next to its interface."""
     found = importlib.util.find_spec("flash_attn_interface")
     if found is None or found.origin is None:
         return None

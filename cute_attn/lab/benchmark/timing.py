@@ -53,7 +53,7 @@ class Clock:
         most: int = 1000,
     ) -> dict[str, float]:
         """The median time of each call, by name, in milliseconds; each is called a few times beforehand, then timed for
-        ``milliseconds`` over all rounds, in which a drifting clock affects all alike.
+        ``milliseconds`` over all rounds, in which a drifting clock affects all equally.
 
         most: calls of each in a round; flushing the L2 costs more than a short call.
         """
