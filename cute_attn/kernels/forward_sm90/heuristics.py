@@ -51,7 +51,7 @@ def _features(traits: Traits) -> str:
 def _registers(traits: Traits) -> str:
     """``free`` if registers are left for keys or Q, else ``needed``, or ``fp32`` with an fp32 bias (fewest left).
 
-    ``function`` beside nothing but a causal mask, in bf16: with row maxima that are stale after the nearest keys, what a user's
+    ``function`` beside nothing but a causal mask, in bf16: with stale row maxima after the nearest keys, what a user's
     function adds to farther ones is rarely so large that P exceeds bf16. Without a mask the first keys may be the
     farthest, and each work tile is computed twice: a penalty of distance then took 1.3 to 1.5 times as long.
     """
