@@ -11,6 +11,7 @@ from cute_attn.tiles.base import (
     SHARED_MEMORY_BYTES,
     Tile,
     WarpTile,
+    areas_in_order,
     choice,
     padded,
     row_bytes,
@@ -145,9 +146,8 @@ class BackwardSm80Tile(WarpTile):
 
     def parts(self, traits: Traits) -> int:
         """CTAs that divide the columns of a key block."""
-        return (
-            -(-max(padded(traits.head_dim), padded(traits.head_dim_v)) // self.columns) if self.columns else 1
-        )
+        widest = max(padded(traits.head_dim), padded(traits.head_dim_v))
+        return -(-widest // self.columns) if self.columns else 1
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
         """Name -> first byte and end of each area of shared memory; dK and dV reuse the operands' memory."""
@@ -157,14 +157,10 @@ class BackwardSm80Tile(WarpTile):
         if self.one_term(traits):
             row, row_v, size = row // 2, row_v // 2, 2
         k, v, scores = n * row, n * row_v, size * m * n
-        areas, end = {}, 0
         if self.columns:
             chunk = 2 * self.chunk(traits) * size  # two stages
             named = {"queries": m * chunk, "keys": n * chunk, "p": scores, "ds": scores, "lse": 4 * m}
-            for name, size in (named | {"minus_d": 4 * m} | self._scale_areas(traits)).items():
-                areas[name] = (end, end + size)
-                end += size
-            return areas
+            return areas_in_order(named | {"minus_d": 4 * m} | self._scale_areas(traits))
         between = [("p", 0 if self.p_in_regs else scores), ("ds", scores)]
         rest = [
             ("q", m * row * self.stages_q),
@@ -175,15 +171,10 @@ class BackwardSm80Tile(WarpTile):
             ("spilled", 80),
             *self._scale_areas(traits).items(),
         ]
-        for name, size in [("k", k), ("v", v)]:
-            areas[name] = (end, end + size)
-            end += size
+        areas, end = areas_in_order({"k": k, "v": v}), k + v
         if self.v_in_regs:
-            start = areas["v"][0]
-            for name, size in between:
-                areas[name] = (start, start + size)
-                start += size
-            end = max(end, start)
+            areas |= areas_in_order(dict(between), start=k)
+            end = max(end, areas["ds"][1])
         for name, size in rest:
             if name == "lse":
                 end = max(end, dk + dv)  # the next areas are read while dK and dV are written
@@ -210,16 +201,10 @@ class BackwardSm80Tile(WarpTile):
         return gradients + v + max(2 * scores, dq) + 30
 
     def shape_reason(self, traits: Traits) -> str | None:
-        return (
-            self.num_warps_reason()
-            or self._warps_reason()
-            or self._steps_reason(traits)
-            or self._products_reason(traits)
-            or self._fp32_reason(traits)
-            or self.copies_reason(
-                traits, self.operand_bytes(traits), queries=self.queries, tile_n=self.tile_n
-            )
-        )
+        own = self.num_warps_reason() or self._warps_reason() or self._steps_reason(traits)
+        own = own or self._products_reason(traits) or self._fp32_reason(traits)
+        sizes = {"queries": self.queries, "tile_n": self.tile_n}
+        return own or self.copies_reason(traits, self.operand_bytes(traits), **sizes)
 
     def reject(self, traits: Traits, target: str) -> str | None:
         if self.dq_vector != 1 and target in ("sm80", "sm86", "sm89"):
@@ -466,10 +451,8 @@ class BackwardSm90Tile(Tile):
             "minus_d": 4 * self.row_stride * self.num_stages_do,
             "mask": 4 * self.mask_words * self.mma_threads * (self.MASK_STAGES if self.mask_warps else 0),
         }
-        areas, start = {}, 0
-        for name, size in sizes.items():
-            areas[name] = (start, start + size)
-            start += size
+        areas = areas_in_order(sizes)
+        start = sum(sizes.values())
         first, _ = areas["ds" if self.dk_leaves_k(traits) else "k"]
         areas["dk"], areas["dv"] = (first, first + sizes["k"]), areas["v"]
         if self.dk_leaves_k(traits) and not self.p_in_smem and max(d, dv) <= 96:
@@ -480,11 +463,8 @@ class BackwardSm90Tile(Tile):
         return areas
 
     def registers(self, traits: Traits) -> int:
-        d, dv, threads = (
-            self.columns_of(traits.head_dim),
-            self.columns_of(traits.head_dim_v),
-            self.mma_threads,
-        )
+        d, dv = self.columns_of(traits.head_dim), self.columns_of(traits.head_dim_v)
+        threads = self.mma_threads
         acc_dkv, acc_s = self.tile_n * (d + dv) // threads, self.tile_m * self.tile_n // threads
         acc_dq = self.tile_m * d // threads
         if self.p_in_smem:  # S and dP are gone before dQ is computed
@@ -563,12 +543,7 @@ class BackwardSm90Tile(Tile):
                 f"mask_warps is {self.mask_warps}; accepted: 0, or with flash's dropout and p_in_smem=false up to "
                 f"{self.idle_warps}, for {traits}"
             )
-        if self.registers(traits) > self.compute_registers:
-            return (
-                f"tile {self} needs about {self.registers(traits)} registers per thread for {traits}; with "
-                f"{self.warpgroups} warpgroups there are {self.compute_registers}"
-            )
-        return None
+        return self.registers_reason(traits, self.compute_registers, f"with {self.warpgroups} warpgroups ")
 
 
 @dataclass(frozen=True)

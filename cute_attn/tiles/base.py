@@ -6,6 +6,7 @@ result by the order of its roundings only.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, ClassVar, Self, TypeVar
@@ -56,6 +57,12 @@ def choice(default: Any, *values: Any) -> Any:
     A field without values, such as one that follows from others, is not varied; a bool needs none.
     """
     return dataclasses.field(default=default, metadata={"values": values})
+
+
+def areas_in_order(sizes: dict[str, int], start: int = 0) -> dict[str, tuple[int, int]]:
+    """Name -> first byte and end of areas of these sizes, one after the other."""
+    ends = itertools.accumulate(sizes.values(), initial=start)
+    return dict(zip(sizes, itertools.pairwise(ends), strict=True))
 
 
 class Tile:
@@ -124,12 +131,12 @@ class Tile:
         capacity, needed = SHARED_MEMORY_BYTES[target], self.smem_bytes(traits)
         if needed > capacity:
             return f"tile {self} needs {needed} bytes of shared memory for {traits}; {target} has {capacity}"
-        if self.registers(traits) > REGISTERS_PER_THREAD:
-            return (
-                f"tile {self} needs about {self.registers(traits)} registers per thread for {traits}; "
-                f"there are {REGISTERS_PER_THREAD}"
-            )
-        return None
+        return self.registers_reason(traits, REGISTERS_PER_THREAD)
+
+    def registers_reason(self, traits: Traits, most: int, where: str = "") -> str | None:
+        """Why so many registers per thread do not suffice for ``traits``, or None."""
+        needed = f"tile {self} needs about {self.registers(traits)} registers per thread for {traits}"
+        return f"{needed}; {where}there are {most}" if self.registers(traits) > most else None
 
 
 class WarpTile(Tile):

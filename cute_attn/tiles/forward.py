@@ -1,12 +1,20 @@
 """Tiles of the forward kernels and of the softmax kernel."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from cute_attn.epilogues.names import are_functions
-from cute_attn.tiles.base import COMPUTE_REGISTERS, LOAD_REGISTERS, Tile, WarpTile, choice, padded, row_bytes
+from cute_attn.tiles.base import (
+    COMPUTE_REGISTERS,
+    LOAD_REGISTERS,
+    Tile,
+    WarpTile,
+    areas_in_order,
+    choice,
+    padded,
+    row_bytes,
+)
 from cute_attn.traits import Traits
 
 SM90_SHARED_MEMORY = 233_472
@@ -466,12 +474,7 @@ class ForwardSm90Tile(Tile):
             return reason
         if 16 * (3 + 2 * self.num_stages + self.warpgroups * self.bias_stages) > self.BROADCAST_START:
             return f"num_stages is {self.num_stages}; accepted: stages whose barriers fit {self.BROADCAST_START} bytes"
-        if self.registers(traits) > self.compute_registers:
-            return (
-                f"tile {self} needs about {self.registers(traits)} registers per thread for {traits}; with "
-                f"{self.warpgroups} warpgroups there are {self.compute_registers}"
-            )
-        return None
+        return self.registers_reason(traits, self.compute_registers, f"with {self.warpgroups} warpgroups ")
 
 
 @dataclass(frozen=True)
@@ -556,8 +559,7 @@ class ForwardLargeTile(Tile):
             "p": 2 * self.tile_m * self.tile_n * self.p_stages,
             "factors": 4 * self.tile_m * self.p_stages,
         }
-        ends = list(itertools.accumulate(sizes.values()))
-        return {name: (end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
+        return areas_in_order(sizes)
 
     def registers(self, traits: Traits) -> int:
         acc_o, acc_s = self.columns_of_v(traits) // 4, self.tile_n // 2
@@ -570,14 +572,8 @@ class ForwardLargeTile(Tile):
             return f"tile_n is {self.tile_n}; accepted: multiples of {step} up to 256 for {traits}"
         if not 1 <= self.num_stages <= 8:
             return f"num_stages is {self.num_stages}; accepted: 1 to 8"
-        if reason := pack_heads_reason(self.pack_heads, self.tile_m, traits):
-            return reason
-        if self.registers(traits) > self.compute_registers:
-            return (
-                f"tile {self} needs about {self.registers(traits)} registers per thread for {traits}; there are "
-                f"{self.compute_registers}"
-            )
-        return None
+        reason = pack_heads_reason(self.pack_heads, self.tile_m, traits)
+        return reason or self.registers_reason(traits, self.compute_registers)
 
 
 @dataclass(frozen=True)

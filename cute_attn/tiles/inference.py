@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from cute_attn.tiles.base import Tile, choice
+from cute_attn.tiles.base import Tile, areas_in_order, choice
 from cute_attn.traits import LARGE_HEAD_DIM, Traits, aligned_head_dim
 
 MAX_PARTIALS = 512
@@ -98,11 +98,7 @@ class CombineTile(Tile):
             "sums": 4 * self.rows * self.groups * partial_columns(traits) if self.groups > 1 else 0,
             "totals": 4 * self.rows * self.groups if self.groups > 1 else 0,
         }
-        areas, start = {}, 0
-        for name, size in sizes.items():
-            areas[name] = (start, start + size)
-            start += size
-        return areas
+        return areas_in_order(sizes)
 
     def registers(self, traits: Traits) -> int:
         return 4 * self.vectors(traits) * (self.unroll + 1) + self.unroll + 40
