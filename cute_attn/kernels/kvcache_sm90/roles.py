@@ -80,8 +80,8 @@ class StreamKProducer:
         """Broadcast each of these work tiles, and load its key blocks in the range."""
         kernel, params, work = self.producer.kernel, self.producer.params, self.producer.storage.work
         ctas, order = cute.arch.grid_dim()[0], params.order
-        mask, tile = kernel.epilogues.mask, kernel.tile
-        blocks = VisibleBlocks(params.seqlens, params.score_args[1], mask, tile.queries, tile.tile_n)
+        sizes = kernel.tile.queries, kernel.tile.tile_n
+        blocks = VisibleBlocks(params.seqlens, params.score_args[1], kernel.epilogues.mask, *sizes)
         warm_lengths(params.seqlens, params.batch, cute.arch.lane_idx())
         line = StreamK.make(blocks, params.batch, order.packs.divisor, ctas, cute.arch.lane_idx(), OVERHEAD)
         index = line.range_of_cta(cute.arch.block_idx()[0])
