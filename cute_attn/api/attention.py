@@ -9,25 +9,11 @@ from torch import Tensor
 
 from cute_attn.api import jvp as jvp  # its operator
 from cute_attn.api import operators
-from cute_attn.api.functions import (
-    Functions,
-    MaskMod,
-    ScoreMod,
-    all_epilogues,
-    as_one_node,
-    packed_sequences,
-)
+from cute_attn.api.functions import Functions, MaskMod, ScoreMod, all_epilogues, as_one_node, packed_sequences
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.host import choose, plans, random_states
 from cute_attn.host.bias import additive, with_readable_bias
-from cute_attn.host.call import (
-    BIAS,
-    NUM_TENSORS,
-    PYTORCHS,
-    Call,
-    pack_epilogues,
-    pytorchs_precision,
-)
+from cute_attn.host.call import BIAS, NUM_TENSORS, PYTORCHS, Call, pack_epilogues, pytorchs_precision
 from cute_attn.host.checks import DROPOUTS, check_starts, check_writable
 from cute_attn.host.dispatch import DIFFERENTIABLE
 from cute_attn.host.forward import Outputs

@@ -12,14 +12,7 @@ from torch import Tensor
 
 from cute_attn.api import append
 from cute_attn.api.attention import Window, resolve_mask
-from cute_attn.api.functions import (
-    Epilogues,
-    Functions,
-    MaskMod,
-    ScoreMod,
-    all_epilogues,
-    as_one_node,
-)
+from cute_attn.api.functions import Epilogues, Functions, MaskMod, ScoreMod, all_epilogues, as_one_node
 from cute_attn.epilogues.functions.known import with_texts, without_texts
 from cute_attn.host import plans, record
 from cute_attn.host.append import launch as launch_append

@@ -25,14 +25,7 @@ from typing import Any
 import cute_attn
 from cute_attn.compiler import bundle, compiled, has_dsl, registry
 from cute_attn.compiler.cache import CUBIN, LIBRARY, OBJECT, DiskCache, Entry, default_cache, switched_off
-from cute_attn.compiler.compiled import (
-    Prebuilt,
-    Request,
-    as_requests,
-    default_target,
-    prebuild,
-    toolchain,
-)
+from cute_attn.compiler.compiled import Prebuilt, Request, as_requests, default_target, prebuild, toolchain
 from cute_attn.compiler.fingerprint import machine, package_sources
 from cute_attn.epilogues.names import TRACED
 from cute_attn.host import common_calls

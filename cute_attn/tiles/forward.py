@@ -343,13 +343,7 @@ class JvpSm80Tile(ForwardSm80Tile):
 
     def shape_reason(self, traits: Traits) -> str | None:
         plain = replace(
-            self,
-            q_in_regs=False,
-            share_qk_smem=False,
-            key_groups=1,
-            pack_heads=1,
-            blocks_per_sm=1,
-            warps_n=1,
+            self, q_in_regs=False, share_qk_smem=False, key_groups=1, pack_heads=1, blocks_per_sm=1, warps_n=1
         )
         if self != plain:
             return f"tile is {self}; accepted with tangents: {plain}"

@@ -164,15 +164,7 @@ class CombineStreamKTile(CombineTile):
         of_tile = min(queries * tile.pack_heads, tile.tile_m)
         rows, unroll = (1, _unroll(partials, groups)) if groups > 1 else (4 if of_tile <= 4 else 16, 4)
         chosen = CombineStreamKTile(
-            rows,
-            groups,
-            unroll,
-            True,
-            tile.tile_m,
-            tile.tile_n,
-            tile.pack_heads,
-            work_tiles > ctas,
-            ctas,
+            rows, groups, unroll, True, tile.tile_m, tile.tile_n, tile.pack_heads, work_tiles > ctas, ctas
         )
         while chosen.num_threads(traits) % 32:
             chosen = replace(chosen, rows=2 * chosen.rows)

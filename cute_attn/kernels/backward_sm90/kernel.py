@@ -69,14 +69,7 @@ from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels import fakes
 from cute_attn.kernels.backward_sm90.consumer import Consumer
-from cute_attn.kernels.backward_sm90.heuristics import (
-    EMPTY,
-    FEW_ROWS,
-    TABLE,
-    keys,
-    lengths_of,
-    visited_rows,
-)
+from cute_attn.kernels.backward_sm90.heuristics import EMPTY, FEW_ROWS, TABLE, keys, lengths_of, visited_rows
 from cute_attn.kernels.backward_sm90.params import (
     BackwardInputs,
     BackwardOutputs,

@@ -15,9 +15,7 @@ from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.epilogues.softmax import multiply_rows
 from cute_attn.kernels.forward_sm90.producer import CLAIM_AHEAD
 from cute_attn.kernels.forward_sm90.role import ForwardRole
-from cute_attn.kernels.forward_sm90.storage import (
-    PipelineState,
-)
+from cute_attn.kernels.forward_sm90.storage import PipelineState
 from cute_attn.kernels.head_dim_512_sm90.roles import ScoreLoop, ValueConsumer
 from cute_attn.kernels.head_dim_512_sm90.storage import SCORES, VALUES
 from cute_attn.kernels.kvcache_sm90.roles import CacheLoads, CacheResults

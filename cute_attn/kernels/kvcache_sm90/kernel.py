@@ -33,11 +33,7 @@ from cute_attn.kernels import fakes
 from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.kernels.forward_sm90.consumer import Consumer
 from cute_attn.kernels.forward_sm90.producer import Producer
-from cute_attn.kernels.forward_sm90.storage import (
-    ForwardInputs,
-    ForwardParams,
-    ForwardStorage,
-)
+from cute_attn.kernels.forward_sm90.storage import ForwardInputs, ForwardParams, ForwardStorage
 from cute_attn.kernels.kvcache_sm90.heuristics import cache_tile, default_cache_tile
 from cute_attn.kernels.kvcache_sm90.roles import CacheLoads, CacheResults, FoldedConsumer, StreamKProducer
 from cute_attn.kernels.limits import beyond_cache
