@@ -245,14 +245,9 @@ class BackwardPreprocess:
         vectors: Constexpr = tile.rows * width // 4
         for accumulator in cutlass.range(mDQaccum.shape[0], unroll=1):
             rows = accumulator_rows(
-                mDQaccum,
-                accumulator,
-                query_rows.batch,
-                query_rows.head,
-                query_rows.padded0,
-                width,
+                mDQaccum, accumulator, query_rows.batch, query_rows.head, query_rows.padded0, width,
                 self.traits.varlen,
-            )
+            )  # fmt: skip
             for first in cutlass.range_constexpr(0, vectors, tile.num_threads):
                 target = rows.iterator + cute.assume((first + thread) * 4, divby=4)
                 exists = (

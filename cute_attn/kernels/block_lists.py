@@ -12,7 +12,7 @@ Limits: none but 32-bit numbers of blocks.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -41,24 +41,39 @@ Counts = Annotated[tuple, lambda kernel: tuple(fakes.plain(Int32, ndim) for ndim
 
 
 @dataclass(frozen=True)
-class ListBlocks:
-    """Lists of blocks of (traits, tile); ``__call__`` launches it."""
+class ListsOfKinds:
+    """A kernel of (traits, tile) that reads kinds of blocks; a warp writes a list."""
+
+    op: ClassVar[str]
 
     traits: Traits
     tile: BlockListsTile
 
-    # ---- supported traits ----
-
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        if traits.op != BLOCK_OPS[1]:
-            return f"it computes {BLOCK_OPS[1]}, not {traits.op}"
+        if traits.op != cls.op:
+            return f"it computes {cls.op}, not {traits.op}"
         plain = Traits(traits.op, "sm80", "bf16", LISTED_ROWS)
         return None if traits == plain else f"it reads kinds of blocks alone; accepted: {plain}"
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> BlockListsTile:
         return BlockListsTile.default(target)
+
+    def launch(self, kernel: Any, lines: Int32, stream: cuda.CUstream) -> None:
+        """Launch with a warp for each of ``lines``."""
+        grid = [cute.ceil_div(lines, self.tile.num_warps), 1, 1]
+        kernel.launch(grid=grid, block=[self.tile.num_threads, 1, 1], stream=stream)
+
+    def line(self) -> Int32:
+        """The warp's."""
+        return cute.arch.block_idx()[0] * self.tile.num_warps + cute.arch.thread_idx()[0] // warp.LANES
+
+
+class ListBlocks(ListsOfKinds):
+    """Lists of blocks of (traits, tile); ``__call__`` launches it."""
+
+    op = BLOCK_OPS[1]
 
     # ---- host ----
 
@@ -67,19 +82,13 @@ class ListBlocks:
         self, mKinds: fakes.Kinds, of_queries: Counts, of_keys: Counts, stream: cuda.CUstream
     ) -> None:
         batch, nheads, rows, columns = mKinds.shape
-        lines = batch * nheads * (rows + columns)
-        self.kernel(mKinds, of_queries, of_keys).launch(
-            grid=[cute.ceil_div(lines, self.tile.num_warps), 1, 1],
-            block=[self.tile.num_threads, 1, 1],
-            stream=stream,
-        )
+        self.launch(self.kernel(mKinds, of_queries, of_keys), batch * nheads * (rows + columns), stream)
 
     # ---- device ----
 
     @cute.kernel
     def kernel(self, mKinds: cute.Tensor, of_queries: tuple, of_keys: tuple) -> None:
-        line = cute.arch.block_idx()[0] * self.tile.num_warps + cute.arch.thread_idx()[0] // warp.LANES
-        self.write(mKinds, BlockCounts(*of_queries), BlockCounts(*of_keys), line)
+        self.write(mKinds, BlockCounts(*of_queries), BlockCounts(*of_keys), self.line())
 
     # ---- device code that tests also run on the host ----
 

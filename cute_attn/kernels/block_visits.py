@@ -21,8 +21,8 @@ from cutlass import Boolean, Constexpr, Int32, cute
 
 from cute_attn.device import warp
 from cute_attn.kernels import fakes
-from cute_attn.tiles.blocks import BlockListsTile
-from cute_attn.traits import BLOCK_OPS, FULL, LISTED_ROWS, PARTIAL, Traits
+from cute_attn.kernels.block_lists import ListsOfKinds
+from cute_attn.traits import BLOCK_OPS, FULL, LISTED_ROWS, PARTIAL
 
 Visits = Annotated[tuple, lambda kernel: (fakes.plain(Int32, 4), fakes.plain(Int32, 4))]
 """Counts and blocks, see ``cute_attn.work.block_lists.BlockLists``."""
@@ -60,25 +60,10 @@ class VisitLine:
     is_masked: Boolean
 
 
-@dataclass(frozen=True)
-class ListVisits:
+class ListVisits(ListsOfKinds):
     """Lists of visits of (traits, tile); ``__call__`` launches it."""
 
-    traits: Traits
-    tile: BlockListsTile
-
-    # ---- supported traits ----
-
-    @classmethod
-    def supports(cls, traits: Traits) -> str | None:
-        if traits.op != BLOCK_OPS[2]:
-            return f"it computes {BLOCK_OPS[2]}, not {traits.op}"
-        plain = Traits(traits.op, "sm80", "bf16", LISTED_ROWS)
-        return None if traits == plain else f"it reads kinds of blocks alone; accepted: {plain}"
-
-    @classmethod
-    def default_tile(cls, traits: Traits, target: str) -> BlockListsTile:
-        return BlockListsTile.default(target)
+    op = BLOCK_OPS[2]
 
     # ---- host ----
 
@@ -98,18 +83,13 @@ class ListVisits:
         """Launch. group: query heads of a kv head, 1 where mKinds has one head."""
         sizes = BlockSizes(seqlen_q, seqlen_k, block_q, block_k, group)
         lines = mKinds.shape[0] * mKinds.shape[1] * (of_queries[0].shape[2] + of_keys[0].shape[2])
-        self.kernel(mKinds, of_queries, of_keys, sizes).launch(
-            grid=[cute.ceil_div(lines, self.tile.num_warps), 1, 1],
-            block=[self.tile.num_threads, 1, 1],
-            stream=stream,
-        )
+        self.launch(self.kernel(mKinds, of_queries, of_keys, sizes), lines, stream)
 
     # ---- device ----
 
     @cute.kernel
     def kernel(self, mKinds: cute.Tensor, of_queries: tuple, of_keys: tuple, sizes: BlockSizes) -> None:
-        line = cute.arch.block_idx()[0] * self.tile.num_warps + cute.arch.thread_idx()[0] // warp.LANES
-        self.write(mKinds, of_queries, of_keys, sizes, line)
+        self.write(mKinds, of_queries, of_keys, sizes, self.line())
 
     # ---- device code that tests also run on the host ----
 

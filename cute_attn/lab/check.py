@@ -114,15 +114,10 @@ def _by_definition(workload: Workload, x: Inputs, rng_state: Tensor, dtype: torc
     mask, left, right = interface.resolve_mask(options["causal"], options["window"])
     inputs = ScoreInputs(
         window_left=left if workload.windowed else UNBOUNDED,
-        window_right=right if workload.windowed else UNBOUNDED,
-        alibi_slopes=x.alibi_slopes,
-        bias=x.bias,
-        sinks=x.sinks,
-        softcap=options["softcap"],
-        dropout_p=options["dropout_p"],
-        rng_state=rng_state,
+        window_right=right if workload.windowed else UNBOUNDED, alibi_slopes=x.alibi_slopes, bias=x.bias,
+        sinks=x.sinks, softcap=options["softcap"], dropout_p=options["dropout_p"], rng_state=rng_state,
         extra=x.epilogues,
-    )
+    )  # fmt: skip
     lengths = reference.Lengths(
         x.cu_seqlens, x.cu_seqlens_k, max_seqlen_q=workload.longest, max_seqlen_k=workload.longest_k
     )

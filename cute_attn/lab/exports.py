@@ -61,15 +61,9 @@ def declaration(kernel: CompiledKernel, symbol: str) -> str:
     name, used = macro_name(kernel.traits, kernel.target), kernel.resources
     tile = (f"#define {name}_{field} {int(value)}" for field, value in asdict(kernel.tile).items())
     return template("declaration.h").format(
-        name=kernel.name,
-        target=kernel.target,
-        registers=used.registers,
-        memory=used.shared_memory_bytes,
-        arguments=arguments(kernel),
-        macro=name,
-        function=f"__tvm_ffi_{symbol}",
-        tile="\n".join(tile),
-    )
+        name=kernel.name, target=kernel.target, registers=used.registers, memory=used.shared_memory_bytes,
+        arguments=arguments(kernel), macro=name, function=f"__tvm_ffi_{symbol}", tile="\n".join(tile),
+    )  # fmt: skip
 
 
 def arguments(kernel: CompiledKernel) -> str:

@@ -7,16 +7,9 @@ from typing import Any, NamedTuple
 
 # NVML's bits of the reasons why the clock is not higher (nvml.h, nvmlClocksEventReasons).
 _REASONS = {
-    0x1: "idle",
-    0x2: "clock setting",
-    0x4: "power",
-    0x8: "hardware slowdown",
-    0x10: "sync boost",
-    0x20: "heat",
-    0x40: "heat (hardware)",
-    0x80: "power brake",
-    0x100: "display clock",
-}
+    0x1: "idle", 0x2: "clock setting", 0x4: "power", 0x8: "hardware slowdown", 0x10: "sync boost",
+    0x20: "heat", 0x40: "heat (hardware)", 0x80: "power brake", 0x100: "display clock",
+}  # fmt: skip
 _SLOWED = ("hardware slowdown", "heat", "heat (hardware)", "power brake")
 _NVIDIA_SMI = "clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active"
 

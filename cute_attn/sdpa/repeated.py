@@ -44,12 +44,8 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 def _what_choice_depends_on() -> tuple:
     """PyTorch's settings of backends: which are enabled, in which order, and whether results must repeat."""
     return (
-        _flash_enabled(),
-        _efficient_enabled(),
-        _cudnn_enabled(),
-        _are_deterministic(),
-        *_priority_order(),
-    )
+        _flash_enabled(), _efficient_enabled(), _cudnn_enabled(), _are_deterministic(), *_priority_order(),
+    )  # fmt: skip
 
 
 _flash_enabled, _efficient_enabled, _cudnn_enabled, _priority_order, _are_deterministic = (

@@ -354,14 +354,9 @@ class BackwardSm80:
     def score_context(self, params: BackwardParams, key_tile: KeyTiles, head: Int32) -> ScoreContext:
         """The epilogues' context of a query head and a key head's sequence."""
         return self.epilogues.context(
-            params.score_args,
-            params.seqlens,
-            key_tile.info,
-            key_tile.batch,
-            head,
-            params.nheads,
+            params.score_args, params.seqlens, key_tile.info, key_tile.batch, head, params.nheads,
             params.softmax_scale,
-        )
+        )  # fmt: skip
 
     # ---- dK and dV ----
 

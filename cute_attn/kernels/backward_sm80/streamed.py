@@ -209,24 +209,15 @@ class Streamed:
             row0 = padded_row0(seqlens, info, batch, tile.tile_m)
             dq_rows = params.dq_rows(key_tile, head, row0, padded(kernel.traits.head_dim), varlen)
             ctx = StreamedContext(
-                smem,
-                operands,
-                sequence(params.mQ, batch, head, info.offset_q, varlen),
+                smem, operands, sequence(params.mQ, batch, head, info.offset_q, varlen),
                 sequence(params.mDO, batch, head, info.offset_q, varlen),
                 sequence(params.mK, batch, heads.head_kv, info.offset_k, varlen),
                 sequence(params.mV, batch, heads.head_kv, info.offset_k, varlen),
                 workspace_rows(params.mLSElog2, batch, head, row0, 1, varlen),
                 workspace_rows(params.mMinusD, batch, head, row0, 1, varlen),
-                params.of_split(dq_rows, key_tile),
-                state,
-                blocks,
-                info.seqlen_q,
-                info.seqlen_k,
-                key0,
-                part,
-                params.scale_log2,
-                thread,
-            )
+                params.of_split(dq_rows, key_tile), state, blocks, info.seqlen_q, info.seqlen_k, key0, part,
+                params.scale_log2, thread,
+            )  # fmt: skip
             for block in cutlass.range(blocks.begin, blocks.end, unroll=1):
                 self.query_block(ctx, block, dk, dv)
         cute.arch.cp_async_wait_group(0)

@@ -109,17 +109,9 @@ class KvcacheSm90(ForwardSm90):
         elif cutlass.const_expr(not traits.divides_keys):
             grid = cutlass.min(ctas, order.total)
         params = ForwardParams(
-            seqlens,
-            softmax_scale,
-            score_args,
-            order,
-            schedule.counters,
-            mQ.shape[-2],
-            KeyRows.make(mK, tables),
-            seqlens.batch(mQ),
-            splits,
-            partials,
-        )
+            seqlens, softmax_scale, score_args, order, schedule.counters, mQ.shape[-2],
+            KeyRows.make(mK, tables), seqlens.batch(mQ), splits, partials,
+        )  # fmt: skip
         self.kernel(params, inputs, ForwardOutputs(None, mO, mLSE)).launch(
             grid=[grid, 1, 1],
             block=[tile.num_threads, 1, 1],

@@ -32,16 +32,11 @@ class Declined(Exception):
 def _needs(peer: str, workload: Workload, *absent: str) -> None:
     """Decline if the workload has a feature that is among ``absent``."""
     present = {
-        "window": workload.windowed,
-        "bias": workload.bias,
-        "sinks": workload.sinks,
-        "alibi": workload.alibi,
-        "softcap": workload.softcap,
-        "dropout": workload.dropout,
-        "varlen": workload.lengths,
+        "window": workload.windowed, "bias": workload.bias, "sinks": workload.sinks, "alibi": workload.alibi,
+        "softcap": workload.softcap, "dropout": workload.dropout, "varlen": workload.lengths,
         "unequal head dims": workload.head_dim != workload.head_dim_v,
         "grouped heads": workload.nheads != workload.nheads_kv,
-    }
+    }  # fmt: skip
     if workload.epilogues:
         raise Declined(f"{peer} has no epilogue {workload.epilogues[0]!r}")
     for feature in absent:

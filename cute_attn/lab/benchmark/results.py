@@ -128,15 +128,10 @@ def difference(out: Tensor, expected: Tensor) -> float:
 def machine() -> dict[str, Any]:
     """The GPU and the versions of a result."""
     return {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": query_gpu("driver_version"),
-        "clock_mhz": None,
-        "torch": torch.__version__,
-        "cutlass_dsl": toolchain()["cutlass_dsl"],
-        "peers": versions(),
-        "commit": commit(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+        "gpu": torch.cuda.get_device_name(), "driver": query_gpu("driver_version"), "clock_mhz": None,
+        "torch": torch.__version__, "cutlass_dsl": toolchain()["cutlass_dsl"], "peers": versions(),
+        "commit": commit(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }  # fmt: skip
 
 
 def commit() -> str:

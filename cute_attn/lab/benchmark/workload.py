@@ -277,17 +277,10 @@ def of_traits(traits: Traits, seqlen: int) -> Workload:
     if traits.seqused_q or traits.seqused_k or traits.top_left:
         raise ValueError(f"{traits} cannot be timed by name; accepted: no seqused or top-left masks")
     workload = standard(
-        traits.head_dim,
-        seqlen,
-        head_dim_v=traits.head_dim_v,
-        dtype=traits.dtype,
-        causal=traits.causal or traits.windowed,
-        window=WINDOW if traits.windowed else 0,
-        op=traits.op,
-        sinks=traits.sinks,
-        bias_grad=traits.bias_grad,
-        **_same_features(traits),
-    )
+        traits.head_dim, seqlen, head_dim_v=traits.head_dim_v, dtype=traits.dtype,
+        causal=traits.causal or traits.windowed, window=WINDOW if traits.windowed else 0, op=traits.op,
+        sinks=traits.sinks, bias_grad=traits.bias_grad, **_same_features(traits),
+    )  # fmt: skip
     if traits.varlen:
         return replace(workload, lengths=mixed_lengths(workload.batch * workload.seqlen, seqlen))
     return workload
