@@ -570,7 +570,7 @@ KERNELS = {
 def test_a_kernel_imports_no_other_one_than_that_which_it_extends():
     kernels = ROOT / "cute_attn" / "kernels"
     assert {path.name for path in kernels.iterdir() if (path / "kernel.py").exists()} == set(KERNELS)
-    shared = {"copies", "dq_order", "fakes", "limits", "step"}
+    shared = {"copies", "dq_order", "dual_launch", "fakes", "limits", "step"}
     extended = KERNELS | {"block_visits": {"block_lists"}}  # modules without products
     for path in kernels.rglob("*.py"):
         own = path.relative_to(kernels).parts[0].removesuffix(".py")
