@@ -16,16 +16,8 @@ MASKS: dict[str, dict[str, Any]] = {
     "window_top_left": {"causal": "top_left", "window": (50, None)},
 }
 SEQLENS = (
-    (1, 1),
-    (1, 63),
-    (63, 1),
-    (64, 64),
-    (65, 127),
-    (127, 65),
-    (129, 129),
-    (113, 203),
-    (203, 113),
-    (256, 1000),
+    *((1, 1), (1, 63), (63, 1), (64, 64), (65, 127)),
+    *((127, 65), (129, 129), (113, 203), (203, 113), (256, 1000)),
 )
 SEQLENS += ((1000, 256),)
 ALL = {"softcap": 12.0, "alibi": "batches", "bias": "bf16", "bias_broadcast": "b"}
@@ -41,13 +33,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "mem_efficient": {"dropout_p": 0.35, "dropout_mask": "mem_efficient"},
 }
 PAIRS = (
-    ("softcap", "alibi"),
-    ("softcap", "bias_bf16"),
-    ("softcap", "dropout"),
-    ("alibi", "bias_fp32"),
-    ("alibi", "dropout"),
-    ("bias_bf16", "dropout"),
-    ("bias_fp16", "mem_efficient"),
+    *(("softcap", "alibi"), ("softcap", "bias_bf16"), ("softcap", "dropout"), ("alibi", "bias_fp32")),
+    *(("alibi", "dropout"), ("bias_bf16", "dropout"), ("bias_fp16", "mem_efficient")),
 )
 VARLEN = {"lengths_q": (5, 0, 130, 64, 1, 77), "lengths_k": (70, 33, 0, 64, 129, 40)}
 # More query blocks than a GPU runs at a time, some of which see no key.
@@ -308,16 +295,9 @@ assert len(BY_NAME) == len(CASES), "names are distinct"
 FOR_EVERY_TILE = tuple(
     BY_NAME[name]
     for name in (
-        "causal-203x113",
-        "full-256x1000",
-        "window-1000x256",
-        "causal-d96",
-        "causal-d128",
-        "causal-d256",
-        "dropout-causal",
-        "everything-causal-dropout",
-        "everything-window-mem_efficient",
-        "varlen-causal",
+        *("causal-203x113", "full-256x1000", "window-1000x256", "causal-d96"),
+        *("causal-d128", "causal-d256", "dropout-causal", "everything-causal-dropout"),
+        *("everything-window-mem_efficient", "varlen-causal"),
     )
 )
 

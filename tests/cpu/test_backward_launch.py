@@ -425,11 +425,8 @@ def test_one_of_two_main_kernels_computes_in_fp32(torch_kernels, name, small_row
         torch.testing.assert_close(own, right, atol=atol, rtol=1e-3)
     launched = [(traits.op, getattr(tile, "operands", "")) for traits, tile, _ in torch_kernels.launched]
     assert launched == [
-        ("backward_preprocess", ""),
-        ("backward_split", ""),
-        ("backward", "terms"),
-        ("backward", "fallback"),
-        ("backward_convert", "fallback"),
+        *(("backward_preprocess", ""), ("backward_split", ""), ("backward", "terms")),
+        *(("backward", "fallback"), ("backward_convert", "fallback")),
     ]
 
 

@@ -177,22 +177,12 @@ def test_results_are_stored_at_the_layouts_addresses(name):
 @pytest.mark.parametrize(
     "change, named",
     [
-        ("num_warps=0", "num_warps"),
-        ("num_warps=6", "dkv_warps_m"),
-        ("dq_warps_m=3", "dq_warps_m"),
-        ("stages_q=3", "stages_q"),
-        ("stages_do=0", "stages_do"),
-        ("dq_vector=3", "dq_vector"),
-        ("dq_unroll=-1", "unroll"),
-        ("p_in_regs=true", "sdp_warps_m"),
-        ("queries_at_once=32", "queries_at_once"),
-        ("tile_m=48", "tile_m"),
-        ("tile_n=32", "tile_n"),
-        ("dkv_warps_m=1", "head_dim"),
-        ("tile_m=1024", "shared memory"),
-        ("tile_n=1024", "shared memory"),
-        ("dq_passes=3", "dq_passes"),
-        ("dq_passes=0", "dq_passes"),
+        *(("num_warps=0", "num_warps"), ("num_warps=6", "dkv_warps_m"), ("dq_warps_m=3", "dq_warps_m")),
+        *(("stages_q=3", "stages_q"), ("stages_do=0", "stages_do"), ("dq_vector=3", "dq_vector")),
+        *(("dq_unroll=-1", "unroll"), ("p_in_regs=true", "sdp_warps_m")),
+        *(("queries_at_once=32", "queries_at_once"), ("tile_m=48", "tile_m"), ("tile_n=32", "tile_n")),
+        *(("dkv_warps_m=1", "head_dim"), ("tile_m=1024", "shared memory")),
+        *(("tile_n=1024", "shared memory"), ("dq_passes=3", "dq_passes"), ("dq_passes=0", "dq_passes")),
     ],
 )
 def test_a_rejected_tile_names_the_reason(change, named):
@@ -348,12 +338,8 @@ def test_products_of_fp32_are_three_summed_from_zero(operands, head_dim):
 def test_one_term_takes_one_product_in_fp16_and_leaves_small_shared_memory_to_whole_operands():
     kernel = kernel_of("d64-one-term")
     for dims, target, operands in (
-        ((64, 64), "sm86", "terms"),
-        ((128, 128), "sm80", "terms"),
-        ((256, 256), "sm80", "terms"),
-        ((256, 256), "sm86", "whole"),
-        ((512, 512), "sm90", "terms"),
-        ((320, 96), "sm86", "terms"),
+        *(((64, 64), "sm86", "terms"), ((128, 128), "sm80", "terms"), ((256, 256), "sm80", "terms")),
+        *(((256, 256), "sm86", "whole"), ((512, 512), "sm90", "terms"), ((320, 96), "sm86", "terms")),
     ):
         traits = Traits("backward", "sm80", "fp32", *dims, precision="tf32")
         tile = registry.lookup(traits, None, target).tile

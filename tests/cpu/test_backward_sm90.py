@@ -25,14 +25,8 @@ from cute_attn.work.key_tiles import L2_SECTION_BYTES, BackwardSchedule, KeyTile
 from layouts.host import coordinate_table, offset_table
 
 FEATURES = (
-    "",
-    "-causal",
-    "-window",
-    "-softcap",
-    "-bias_fp32",
-    "-causal-dropout",
-    "-dropout_mem_efficient",
-    "-varlen",
+    *("", "-causal", "-window", "-softcap"),
+    *("-bias_fp32", "-causal-dropout", "-dropout_mem_efficient", "-varlen"),
 )
 
 

@@ -157,11 +157,7 @@ def test_compile_as_json(run):
     assert list(done) == ["name", "target", "tile", "resources", "instructions", "seconds"]
     assert (done["name"], done["target"], done["tile"]) == (TOY, "sm90", {"values": 4, "staged": True})
     assert set(done["resources"]) == {
-        "registers",
-        "shared_memory_bytes",
-        "spill_store_bytes",
-        "spill_load_bytes",
-        "local_bytes",
+        *("registers", "shared_memory_bytes", "spill_store_bytes", "spill_load_bytes", "local_bytes"),
     }
     assert done["instructions"]["FFMA"] >= 4 and done["seconds"] > 0
 

@@ -321,11 +321,8 @@ def gradient_like(bias, dtype, pad=(1, 1), offset=0):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("warps2x1-32x16", "fp32"),
-        ("warps2x1-16x32-transposed", "fp16"),
-        ("wgmma1-64x16", "bf16"),
-        ("wgmma1-16x64-transposed", "bf16"),
-        ("warps2x1-16x32-transposed", "fp32"),
+        *(("warps2x1-32x16", "fp32"), ("warps2x1-16x32-transposed", "fp16"), ("wgmma1-64x16", "bf16")),
+        *(("wgmma1-16x64-transposed", "bf16"), ("warps2x1-16x32-transposed", "fp32")),
     ],
 )
 def test_bias_gradient(name, dtype):

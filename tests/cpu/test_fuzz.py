@@ -26,11 +26,7 @@ def test_the_oracle_imports_torch_alone():
     found = {x.module for x in ast.walk(tree) if isinstance(x, ast.ImportFrom)}
     found |= {name.name for x in ast.walk(tree) if isinstance(x, ast.Import) for name in x.names}
     assert {name.partition(".")[0] for name in found} == {
-        "collections",
-        "contextlib",
-        "dataclasses",
-        "torch",
-        "typing",
+        *("collections", "contextlib", "dataclasses", "torch", "typing"),
     }
 
 

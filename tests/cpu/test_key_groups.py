@@ -124,12 +124,8 @@ def test_chosen_tiles_fit_every_head_dim(features, target):
 @pytest.mark.parametrize(
     "seqlen_q, group, rows, heads, groups",
     [
-        (1, 1, 16, 1, 4),
-        (1, 8, 16, 8, 4),
-        (4, 4, 16, 4, 4),
-        (1, 5, 16, 8, 4),
-        (8, 4, 32, 4, 2),
-        (16, 4, 64, 4, 1),
+        *((1, 1, 16, 1, 4), (1, 8, 16, 8, 4), (4, 4, 16, 4, 4)),
+        *((1, 5, 16, 8, 4), (8, 4, 32, 4, 2), (16, 4, 64, 4, 1)),
     ],
 )
 def test_few_rows_have_warps_along_the_keys(seqlen_q, group, rows, heads, groups):

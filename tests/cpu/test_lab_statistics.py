@@ -26,14 +26,9 @@ def test_ranks_are_those_of_the_binomial():
 @pytest.mark.parametrize(
     "low, high, outcome, decided",
     [
-        (0.998, 1.002, "same", True),
-        (1.001, 1.004, "same", True),
-        (1.001, 1.008, "faster", False),
-        (1.006, 1.2, "faster", True),
-        (0.5, 0.9, "slower", True),
-        (0.991, 0.999, "slower", False),
-        (0.99, 1.002, "undecided", False),
-        (0.0, math.inf, "undecided", False),
+        *((0.998, 1.002, "same", True), (1.001, 1.004, "same", True), (1.001, 1.008, "faster", False)),
+        *((1.006, 1.2, "faster", True), (0.5, 0.9, "slower", True), (0.991, 0.999, "slower", False)),
+        *((0.99, 1.002, "undecided", False), (0.0, math.inf, "undecided", False)),
     ],
 )
 def test_outcomes(low, high, outcome, decided):

@@ -252,11 +252,8 @@ def test_wrong_arguments_are_named(call, sentence):
 @pytest.mark.parametrize(
     ("num_threads", "rows", "cols", "dtype"),
     [
-        (128, 128, 64, Float16),
-        (128, 64, 96, BFloat16),
-        (256, 32, 256, Float16),
-        (64, 64, 160, Float16),
-        (128, 64, 64, Float32),
+        *((128, 128, 64, Float16), (128, 64, 96, BFloat16), (256, 32, 256, Float16)),
+        *((64, 64, 160, Float16), (128, 64, 64, Float32)),
     ],
 )
 def test_gmem_copy_moves_each_element_once_in_whole_rows(num_threads, rows, cols, dtype, asynchronous):

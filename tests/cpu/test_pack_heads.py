@@ -93,13 +93,8 @@ def chosen(seqlen_q: int, group: int, features: str = "d128", seqlen_k: int = 40
 @pytest.mark.parametrize(
     "seqlen_q, group, rows, heads",
     [
-        (8, 8, 64, 8),
-        (9, 8, 128, 8),
-        (1, 128, 64, 64),
-        (1, 6, 64, 8),
-        (29, 9, 128, 4),
-        (384, 8, 128, 1),
-        (3, 1, 64, 1),
+        *((8, 8, 64, 8), (9, 8, 128, 8), (1, 128, 64, 64), (1, 6, 64, 8)),
+        *((29, 9, 128, 4), (384, 8, 128, 1), (3, 1, 64, 1)),
     ],
 )
 def test_few_queries_are_packed(seqlen_q, group, rows, heads):

@@ -133,15 +133,8 @@ METHODS = {"smem_layout", "bias_layout", "values_layout", "probabilities_layout"
     f"layout_{name}" for name in ("k", "v", "q", "do", "ds", "bias")
 }
 PARTS = {
-    "gmem_load",
-    "gmem_store",
-    "tiled_mma",
-    "mma_qk",
-    "mma_pv",
-    "gmem_copy",
-    "mma_sdp",
-    "mma_dkv",
-    "mma_dq",
+    *("gmem_load", "gmem_store", "tiled_mma", "mma_qk", "mma_pv"),
+    *("gmem_copy", "mma_sdp", "mma_dkv", "mma_dq"),
 }
 PARTS |= {"mma_scores", "scores_store", "gradient_store", "store_copy"}
 

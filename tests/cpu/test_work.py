@@ -502,15 +502,8 @@ def backward_costs(problem, window, tiles, tile_m, tile_n, splits):
 @pytest.mark.parametrize(
     ("nheads", "seqlen"),
     [
-        (5, 16384),
-        (8, 16384),
-        (10, 8192),
-        (32, 4096),
-        (20, 4096),
-        (24, 1024),
-        (40, 1024),
-        (128, 512),
-        (132, 512),
+        *((5, 16384), (8, 16384), (10, 8192), (32, 4096), (20, 4096)),
+        *((24, 1024), (40, 1024), (128, 512), (132, 512)),
     ],
 )
 def test_sections_cost_little_under_a_causal_mask(nheads, seqlen):

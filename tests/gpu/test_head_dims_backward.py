@@ -222,11 +222,7 @@ def test_rows_among_infinities(of: Case) -> None:
     floor = CANCELLATION if 1 in of.lengths_k else 0.0
     assert start.out is not None
     for heads, whole in (
-        ((0, 0, 0, 0), 0),
-        ((1, 3, 2, 1), 0),
-        ((3, 1, 5, 2), 0),
-        ((2, 5, 1, 5), 0),
-        ((1, 2, 3, 0), 4),
+        *(((0, 0, 0, 0), 0), ((1, 3, 2, 1), 0), ((3, 1, 5, 2), 0), ((2, 5, 1, 5), 0), ((1, 2, 3, 0), 4)),
     ):
         moved = []
         for i, (x, before) in enumerate(zip((*problem.tensors, start.out), heads, strict=True)):
