@@ -7,11 +7,11 @@ import cuda.bindings.driver as cuda
 import cutlass
 import torch
 from cutlass import Constexpr, Int32, cute
-from cutlass.cute.runtime import from_dlpack
 
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.epilogues.mask import Mask
 from cute_attn.work.stream_k import StreamK, VisibleBlocks
+from tests.tensors import dynamic, int32
 
 QUERIES, TILE_N = 16, 32
 COLUMNS = ("index", "batch", "head", "m_block", "begin", "end", "whole", "partial")
@@ -110,10 +110,6 @@ def divide_by_a_warp(
     )
 
 
-def dynamic(x):
-    return from_dlpack(x).mark_layout_dynamic(leading_dim=x.ndim - 1)
-
-
 KINDS = {"none": Mask(False, False), "causal": Mask(True, False), "window": Mask(False, True)}
 
 
@@ -133,10 +129,6 @@ def on_device(kind, overhead):
     stream = cuda.CUstream(torch.cuda.current_stream().cuda_stream)
     compiled = cute.compile(divide_by_a_warp, *fakes(), KINDS[kind], overhead, stream)
     return lambda *tensors: compiled(*tensors, stream)
-
-
-def int32(values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 @functools.lru_cache(maxsize=256)
@@ -166,12 +158,12 @@ class Line:
         self.length = sum(max(n, 1) + overhead for n in self.tiles.values())
         ranges = torch.full((len(self.tiles) + 2 * ctas + 1, len(COLUMNS)), -1, dtype=torch.int32)
         tiles = torch.full((max(len(self.tiles), 1), 5), -1, dtype=torch.int32)
-        tiles[:, :3] = int32(list(self.tiles)) if self.tiles else 0
+        tiles[:, :3] = int32(*self.tiles) if self.tiles else 0
         if not self.tiles:
             tiles = tiles[:0]
-        numbers = int32([heads, ctas, window, -1, -1, -1])
-        cu_seqlens_q = int32([0, *itertools.accumulate(q for q, _ in lengths)])
-        tensors = (cu_seqlens_q, int32([k for _, k in lengths]), numbers, ranges, tiles)
+        numbers = int32(*[heads, ctas, window, -1, -1, -1])
+        cu_seqlens_q = int32(*[0, *itertools.accumulate(q for q, _ in lengths)])
+        tensors = (cu_seqlens_q, int32(*[k for _, k in lengths]), numbers, ranges, tiles)
         tensors = tuple(x.to(device) for x in tensors)
         run = on_host if device == "cpu" else on_device
         run(kind, overhead)(*map(dynamic, tensors))

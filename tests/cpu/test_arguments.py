@@ -15,13 +15,10 @@ from cute_attn import (
 from cute_attn.api.attention import attention_backward, attention_varlen_backward, draw_rng_state
 from cute_attn.flash_attn import flash_attn_3
 from tests import refusals
+from tests.tensors import int32
 
 NAMES = {"flash_attn_3": flash_attn_3, "merge_attention": merge_attention, "draw_rng_state": draw_rng_state}
 NAMES["attention_varlen_backward"] = attention_varlen_backward
-
-
-def ints(*values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def ones(*shape, dtype=torch.float32):
@@ -30,10 +27,10 @@ def ones(*shape, dtype=torch.float32):
 
 Q, K, V = ones(2, 5, 4, 16), ones(2, 7, 2, 16), ones(2, 7, 2, 16)
 PACKED_Q, PACKED_K = ones(9, 4, 16), ones(9, 2, 16)
-STARTS, LSE = ints(0, 4, 9), ones(2, 4, 5)
+STARTS, LSE = int32(0, 4, 9), ones(2, 4, 5)
 QUERIES, K_CACHE, V_CACHE = ones(3, 2, 4, 16), ones(3, 16, 2, 16), ones(3, 16, 2, 16)
-NEW, LENGTHS = ones(3, 1, 2, 16), ints(0, 0, 0)
-TABLE = ints(0, 1, 2).view(3, 1)
+NEW, LENGTHS = ones(3, 1, 2, 16), int32(0, 0, 0)
+TABLE = int32(0, 1, 2).view(3, 1)
 ALL = ones(400)
 NESTED = torch.nested.nested_tensor([ones(5, 4, 16)] * 2)
 
@@ -87,8 +84,8 @@ dense(dropout_p=torch.tensor(0.5)) -> TypeError: dropout_p is tensor(0.5000); ac
 dense(dropout_mask=np.ones(3)) -> ValueError: dropout_mask is array(...); accepted: 'flash', 'mem_eff
 dense(tile=3) -> TypeError: tile is 3; accepted: a Tile, text such as 'tile_n=32', or None
 dense(bias=ones(1, 4, 5, 7).to("meta")) -> ValueError: bias is on meta; accepted: cpu, where q is
-dense(seqused_k=ints(-1, 3)) -> ValueError: seqused_k[0] is -1; accepted: 0 to 7
-varlen(seqused_q=ints(4, -2)) -> ValueError: seqused_q[1] is -2; accepted: 0 to 5
+dense(seqused_k=int32(-1, 3)) -> ValueError: seqused_k[0] is -1; accepted: 0 to 7
+varlen(seqused_q=int32(4, -2)) -> ValueError: seqused_q[1] is -2; accepted: 0 to 5
 varlen(max_seqlen_q=2 ** 70) -> ValueError: max_seqlen_q is 1180591620717411303424; accepted: 0 to 2147483647
 dense(out=Q) -> ValueError: out shares memory with q; accepted: memory of its own
 dense(out=ones(400).as_strided((2, 5, 4, 16), (150, 30, 8, 1))) -> ValueError: out has shape (2, 5, 4, 16) and strides (
@@ -114,11 +111,11 @@ cu_seqlens_q=torch.tensor(3), cu_seqlens_k=STARTS, max_seqlen_q=5, max_seqlen_k=
     -> ValueError: cu_seqlens_q has shape (); accepted
 cached(q=NESTED) -> TypeError: q is nested; accepted: a dense torch.Tensor
 packed_cached([0, 3, 6, 9], cache_seqlens=3) -> TypeError: cu_seqlens_q is a list; accepted: a torch.T
-packed_cached(ints(), cache_seqlens=3) -> ValueError: cu_seqlens_q has shape (0,); accepted: (batch
+packed_cached(int32(), cache_seqlens=3) -> ValueError: cu_seqlens_q has shape (0,); accepted: (batch
 cached(cache_seqlens=2 ** 40) -> ValueError: cache_seqlens is 1099511627776; accepted: 0 to 16, the cache
 cached(cache_seqlens=3.0) -> TypeError: cache_seqlens is 3.0; accepted: int32 (batch,), an int or
-cached(cache_seqlens=ints(3, 4, 17)) -> ValueError: cache_seqlens[2] is 17; accepted: 0 to 16
-cached(cache_leftpad=ints(0, -2, 1)) -> ValueError: cache_leftpad[1] is -2; accepted: 0 to 16
+cached(cache_seqlens=int32(3, 4, 17)) -> ValueError: cache_seqlens[2] is 17; accepted: 0 to 16
+cached(cache_leftpad=int32(0, -2, 1)) -> ValueError: cache_leftpad[1] is -2; accepted: 0 to 16
 cached(softmax_scale=float("nan")) -> ValueError: softmax_scale is nan; accepted: a finite number
 cached(softcap=-1.0) -> ValueError: softcap is -1.0; accepted: a finite number above 0, or 0 for none
 cached(causal=torch.tensor(True)) -> ValueError: causal is tensor(True); accepted: False or True
@@ -131,15 +128,15 @@ attention(Q, K, V, tile="tile_n=33") -> Unsupported: forward-sm80 declined ... t
 attention(Q, K, V, backward_tile="tile_n=33") -> Unsupported: backward-sm80 declined ...; accepted:
 attention(np.ones(3), K, V) -> TypeError: q is an ndarray; accepted: a torch.Tensor
 cached(max_seqlen_q="a") -> TypeError: max_seqlen_q is 'a'; accepted: a Python int
-packed_cached(ints(0, 3, 6, 9), max_seqlen_q=2 ** 70) -> ValueError: max_seqlen_q is ...; accepted: 0 to
+packed_cached(int32(0, 3, 6, 9), max_seqlen_q=2 ** 70) -> ValueError: max_seqlen_q is ...; accepted: 0 to
 cached(return_lse="yes") -> TypeError: return_lse is 'yes'; accepted: False or True
 cached(check_lengths="no") -> TypeError: check_lengths is 'no'; accepted: False or True
 cached(same_bits=torch.tensor(1)) -> TypeError: same_bits is tensor(1); accepted: False or True
 cached(out=ones(3, 2, 4, 8)) -> ValueError: out has shape (3, 2, 4, 8); accepted: (3, 2, 4, 16)
 cached(sinks=ALL[:4], out=ALL[:384].view(3, 2, 4, 16)) -> ValueError: out shares memory with sinks; accepted: memory of
 cached(rotary_interleaved=torch.tensor(1)) -> TypeError: rotary_interleaved is tensor(1); accepted:
-cached(cache_batch_idx=ints(0, -1, 1)) -> ValueError: cache_batch_idx[1] is -1; accepted: 0 to 2
-cached(page_table=ints(0, 7, 1).view(3, 1)) -> ValueError: page_table[1, 0] is 7; accepted: 0 to 2
+cached(cache_batch_idx=int32(0, -1, 1)) -> ValueError: cache_batch_idx[1] is -1; accepted: 0 to 2
+cached(page_table=int32(0, 7, 1).view(3, 1)) -> ValueError: page_table[1, 0] is 7; accepted: 0 to 2
 cached(out=ones(1, 1, 1, 16).expand(3, 2, 4, 16)) -> ValueError: out has shape (3, 2, 4, 16) and strides (0, 0, 0, 1), s
 cached(out=QUERIES) -> ValueError: out shares memory with q; accepted: memory of its own
 cached(out=ones(3, 2, 4, 16).requires_grad_()) -> ValueError: out is given where autograd records; acce
@@ -157,12 +154,12 @@ append(v_cache=K_CACHE.as_strided((3, 16, 2, 8), (512, 32, 8, 1)), v=NEW[..., :8
     -> ValueError: v_cache shares memory with k_cache; accepted: memory of its own
 append(k_cache=ones(1, 16, 2, 16).expand(3, 16, 2, 16)) -> ValueError: k_cache has shape (3, 16, 2, 16) and strides (0,
 append(page_table=TABLE + 5) -> ValueError: page_table[0, 0] is 5; accepted: 0 to 2
-append(cache_seqlens=ints(0, 17, 0)) -> ValueError: cache_seqlens[1] is 17; accepted: 0 to 16
+append(cache_seqlens=int32(0, 17, 0)) -> ValueError: cache_seqlens[1] is 17; accepted: 0 to 16
 append(check_lengths="no") -> TypeError: check_lengths is 'no'; accepted: False or True
 append(cu_seqlens_k_new=torch.tensor(3)) -> ValueError: cu_seqlens_k_new has shape (); accepted: (batch
 append(cache_seqlens=0) -> TypeError: cache_seqlens is an int; accepted: a torch.Tensor
 append(k_cache=ones(1, 4096, 1, 8), v_cache=ones(1, 4096, 1, 8), k=ones(1, 1, 1, 8), v=ones(1, 1, 1, 8), \
-cache_seqlens=ints(0), page_table=torch.zeros(1, 2 ** 19, dtype=torch.int32))
+cache_seqlens=int32(0), page_table=torch.zeros(1, 2 ** 19, dtype=torch.int32))
     -> ValueError: k_cache has capacity 2147483648; accepted: up to
 merge_attention(ones(2, 1, 3, 4, 8), ones(2, 1, 4, 3), dtype="fp16") -> TypeError: dtype is 'fp16'
 flash_pages(TABLE[:2], longest=-1) -> ValueError: max_seqlen_k is -1; accepted: 0 to 16, the rows of a
@@ -185,10 +182,10 @@ def test_a_wrong_call_is_told_in_one_sentence(call, sentence):
 
 
 def test_lengths_may_be_0_and_all_rows():
-    found = attention(Q, K, V, seqused_k=ints(0, 7))
+    found = attention(Q, K, V, seqused_k=int32(0, 7))
     assert not found[0].any() and found[1].equal(attention(Q, K, V)[1])
-    assert not varlen(seqused_q=ints(0, 5), seqused_k=ints(4, 0)).any()
-    seen = cached(cache_seqlens=ints(0, 16, 4), cache_leftpad=ints(0, 16, 0))
+    assert not varlen(seqused_q=int32(0, 5), seqused_k=int32(4, 0)).any()
+    seen = cached(cache_seqlens=int32(0, 16, 4), cache_leftpad=int32(0, 16, 0))
     assert not seen[:2].any() and seen[2].equal(cached(cache_seqlens=4)[2])
 
 
@@ -209,11 +206,11 @@ def test_flash_attns_flags_may_be_what_has_a_truth_value(flag):
 
 def test_pages_that_no_row_needs_may_be_any():
     """Those behind a sequence's end, and those before the first valid row."""
-    table = ints(-7, 0, 99, 1, 2, -1).view(2, 3)
+    table = int32(-7, 0, 99, 1, 2, -1).view(2, 3)
     k, v = torch.randn(2, 3, 4, 2, 16)
-    options = {"page_table": table, "cache_seqlens": ints(6, 7), "cache_leftpad": ints(4, 0)}
+    options = {"page_table": table, "cache_seqlens": int32(6, 7), "cache_leftpad": int32(4, 0)}
     found = attention_with_kvcache(QUERIES[:2], k, v, **options)
-    options["page_table"] = ints(0, 0, 0, 1, 2, 0).view(2, 3)
+    options["page_table"] = int32(0, 0, 0, 1, 2, 0).view(2, 3)
     assert found.equal(attention_with_kvcache(QUERIES[:2], k, v, **options))
 
 
@@ -224,12 +221,12 @@ def test_numbers_of_numpy_are_causal_as_well(causal):
 
 
 def test_rows_of_no_sequence_keep_what_out_has():
-    starts = ints(1, 4, 4, 8)
+    starts = int32(1, 4, 4, 8)
     out = torch.full((9, 4, 16), 7.0)
     found = packed_cached(starts, out=out)
     assert found is out and (out[[0, 8]] == 7).all() and out[1:8].equal(packed_cached(starts)[1:8])
     out = torch.full((9, 4, 16), 7.0)
-    given = {"cu_seqlens_q": starts, "cu_seqlens_k": ints(0, 4, 8, 9)}
-    for more in ({}, {"seqused_q": ints(3, 0, 1)}):
+    given = {"cu_seqlens_q": starts, "cu_seqlens_k": int32(0, 4, 8, 9)}
+    for more in ({}, {"seqused_q": int32(3, 0, 1)}):
         assert varlen(**given, **more, out=out) is out
         assert (out[[0, 8]] == 7).all() and out[1:8].equal(varlen(**given, **more)[1:8])

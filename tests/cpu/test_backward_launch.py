@@ -20,7 +20,7 @@ from cute_attn.host.backward import check_blocks, gradients, query_blocks
 from cute_attn.host.call import NUM_TENSORS
 from cute_attn.tiles import BackwardSm80Tile, padded
 from cute_attn.traits import PADDED_TENSORS
-from tests import machine
+from tests import machine, refusals
 from tests.padded_rows import copy_rows
 from tests.problem import Case
 
@@ -416,7 +416,7 @@ def test_one_of_two_main_kernels_computes_in_fp32(torch_kernels, name, small_row
         changed[small_row].view(-1, changed[small_row].shape[-1])[3] *= 1e-8
     call = call._replace(q=inputs[0], k=inputs[1], v=inputs[2])
     out, lse, _ = operators.forward_cpu(call)
-    found = gradients(call, grad_out, None, out, lse, (True, True, True, False, False))[:3]
+    found = gradients(call, grad_out, None, out, lse, NEEDED)[:3]
     leaves = (*inputs, None, None)
     expected = expected_gradients(replace(problem, tensors=tuple(inputs)), leaves, (grad_out, None))
     for own, right in zip(found, expected, strict=True):
@@ -435,11 +435,11 @@ def test_small_calls_in_fp32_have_whole_operands(torch_kernels, monkeypatch, pre
     """Those of many operations are in terms, unless they have too many rows, which a named tile does not change."""
     call = the_call(FP32.build("cpu"))._replace(precision=precision, kernel="sm80")
     out, lse, _ = operators.forward_cpu(call)
-    grad_out, needed = torch.rand(out.shape), (True, True, True, False, False)
+    grad_out = torch.rand(out.shape)
 
     def operands(call):
         machine.forget_plans(monkeypatch)
-        found = backward.plan_of(call, (grad_out, None, out, lse), needed)
+        found = backward.plan_of(call, (grad_out, None, out, lse), NEEDED)
         return found.kernel.tile.operands, found.division.split is not None, "fallback" in found.functions
 
     assert operands(call) == ("whole", False, False)
@@ -513,10 +513,8 @@ def test_any_layout_of_the_outputs_gradient_is_accepted(torch_kernels):
         "one number": torch.ones((), dtype=BF16).expand(out.shape),
     }
     for name, grad in grads.items():
-        found = gradients(call, grad, None, out, lse, (True, True, True, False, False))
-        right = gradients(
-            call, grad.contiguous().clone(), None, out.clone(), lse, (True, True, True, False, False)
-        )
+        found = gradients(call, grad, None, out, lse, NEEDED)
+        right = gradients(call, grad.contiguous().clone(), None, out.clone(), lse, NEEDED)
         assert all(torch.equal(a, b) for a, b in zip(found[:3], right[:3], strict=True)), name
         read = torch_kernels.launched[-6][2].mDO
         assert read.stride(-1) == 1 and read.data_ptr() % 16 == 0
@@ -527,12 +525,12 @@ def test_the_second_call_reuses_the_plan(torch_kernels):
     call = the_call(SMALL.build("cpu"))
     out, lse, _ = operators.forward_cpu(call)
     for n in (1, 2):
-        gradients(call, torch.ones_like(out), None, out, lse, (True, True, True, False, False))
+        gradients(call, torch.ones_like(out), None, out, lse, NEEDED)
         assert len(torch_kernels.built) == 3 and len(torch_kernels.launched) == 3 * n
-    gradients(call, torch.ones_like(out), torch.zeros_like(lse), out, lse, (True, True, True, False, False))
+    gradients(call, torch.ones_like(out), torch.zeros_like(lse), out, lse, NEEDED)
     assert len(torch_kernels.built) == 6
     with torch_deterministic():
-        gradients(call, torch.ones_like(out), None, out, lse, (True, True, True, False, False))
+        gradients(call, torch.ones_like(out), None, out, lse, NEEDED)
     assert len(torch_kernels.built) == 9
     assert any(getattr(built[1], "dq_in_order", False) for built in torch_kernels.built[6:])
 
@@ -540,11 +538,11 @@ def test_the_second_call_reuses_the_plan(torch_kernels):
 def test_saved_tensors_may_return_with_other_strides(torch_kernels):
     call = the_call(replace(SMALL, layout="padded").build("cpu"))
     out, lse, _ = operators.forward_cpu(call)
-    grad, needed = torch.randn(out.shape).to(BF16), (True, True, True, False, False)
-    first = gradients(call, grad, None, out, lse, needed)
+    grad = torch.randn(out.shape).to(BF16)
+    first = gradients(call, grad, None, out, lse, NEEDED)
     views = out.new_empty((*out.shape[:-1], 2 * out.shape[-1]))[..., ::2].copy_(out)
     for one, result in ((call._replace(k=call.k.contiguous()), out), (call, views)):
-        again = gradients(one, grad, None, result, lse, needed)
+        again = gradients(one, grad, None, result, lse, NEEDED)
         assert all(torch.equal(a, b) for a, b in zip(first[:3], again[:3], strict=True))
     assert len(plans._plans) == 3
 
@@ -561,15 +559,15 @@ def torch_deterministic():
 def test_the_callers_kernel_and_tile_are_used(torch_kernels):
     call = the_call(SMALL.build("cpu"), kernel="sm80", backward_tile="tile_n=128")
     out, lse, _ = operators.forward_cpu(call)
-    gradients(call, torch.ones_like(out), None, out, lse, (True, True, True, False, False))
+    gradients(call, torch.ones_like(out), None, out, lse, NEEDED)
     assert {traits.arch for traits, _ in torch_kernels.built} == {"sm80"}
     assert torch_kernels.built[0][1].tile_n == 128
     with pytest.raises(ValueError, match=r"tile has 'rows=3'; accepted: FIELD=VALUE"):
         wrong = call._replace(backward_tile="rows=3")
-        gradients(wrong, torch.ones_like(out), None, out, lse, (True, True, True, False, False))
+        gradients(wrong, torch.ones_like(out), None, out, lse, NEEDED)
     with pytest.raises(Unsupported, match=r"needs \d+ bytes of shared memory"):
         wrong = call._replace(backward_tile="tile_n=8192")
-        gradients(wrong, torch.ones_like(out), None, out, lse, (True, True, True, False, False))
+        gradients(wrong, torch.ones_like(out), None, out, lse, NEEDED)
 
 
 def test_variants(torch_kernels, monkeypatch):
@@ -581,7 +579,7 @@ def test_variants(torch_kernels, monkeypatch):
     registry.register(type("Mine", (ForwardSm80,), {}), variant="mine")
     call = the_call(SMALL.build("cpu"), kernel="sm80:mine")
     out, lse, _ = operators.forward_cpu(call)
-    arguments = (torch.ones_like(out), None, out, lse, (True, True, True, False, False))
+    arguments = (torch.ones_like(out), None, out, lse, NEEDED)
     first = gradients(call, *arguments)
     assert [traits.variant for traits, _ in torch_kernels.built] == ["", "", ""]
     registry.register(type("Mine", (BackwardSm80,), {}), variant="mine", op="backward")
@@ -597,9 +595,9 @@ def test_lengths_beyond_all_rows_take_no_more_blocks(torch_kernels):
     rows = call.q.shape[0], call.k.shape[0]
     for deterministic in (False, True):
         stated = call._replace(max_seqlen_q=2**31 - 1, max_seqlen_k=2**31 - 1, deterministic=deterministic)
-        found = gradients(stated, torch.ones_like(out), None, out, lse, (True, True, True, False, False))
+        found = gradients(stated, torch.ones_like(out), None, out, lse, NEEDED)
         honest = call._replace(deterministic=deterministic)
-        right = gradients(honest, torch.ones_like(out), None, out, lse, (True, True, True, False, False))
+        right = gradients(honest, torch.ones_like(out), None, out, lse, NEEDED)
         for x, y in zip(found[:3], right[:3], strict=True):  # heads may be split otherwise
             torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
         given = [given for *_, given in torch_kernels.launched[-6:-3]]
@@ -611,7 +609,7 @@ def test_no_sequences_have_gradients_of_zeros(torch_kernels):
     none = torch.zeros(1, dtype=torch.int32)
     call = the_call(VARLEN.build("cpu"))._replace(cu_seqlens_q=none, cu_seqlens_k=none)
     out, lse, _ = operators.forward_cpu(call)
-    found = gradients(call, torch.ones_like(out), None, out, lse, (True, True, True, False, False))
+    found = gradients(call, torch.ones_like(out), None, out, lse, NEEDED)
     assert not torch_kernels.launched
     assert all(torch.equal(a, torch.zeros_like(b)) for a, b in zip(found, call[:3], strict=False))
 
@@ -628,47 +626,27 @@ def many(sequences, rows_q, rows_k=1, heads=4, heads_kv=4):
 TILE = BackwardSm80Tile(tile_m=64, tile_n=128)
 
 
-@pytest.mark.parametrize(
-    ("call", "rows", "splits", "message"),
-    [
-        (
-            many(2**19, 2**15),
-            32,
-            1,
-            f"max_seqlen_q is 32768, which makes {2**19} sequences of 4 heads of 1024 blocks of 32 queries, {2**31} ",
-        ),
-        (
-            many(2**25, 5),
-            64,
-            1,
-            f"q has 5 rows in {2**25} sequences, each padded to blocks of 64 rows, {2**31} in all",
-        ),
-        (
-            many(2**24, 5),
-            64,
-            1,
-            f"k has 1 rows in {2**24} sequences, each padded to blocks of 128 rows, {2**31} in all",
-        ),
-        (many(2**22, 5, 2**16 - 128), 64, 511, None),
-        (
-            many(2**22, 5, 2**16),
-            64,
-            512,
-            f"max_seqlen_k is 65536, which makes {2**22} sequences of 512 splits of their key blocks, {2**31} in all",
-        ),
-        (many(2**20, 5, 2**16, heads=127, heads_kv=127), 64, 16, None),
-        (
-            many(2**20, 5, 2**16, heads=128, heads_kv=128),
-            64,
-            16,
-            f"max_seqlen_k is 65536, which makes 128 heads of {2**24} splits of their key blocks, {2**31} in all",
-        ),
-        (many(5, 5, heads=2**26), 64, 1, f"q has heads, {2**26} in all; accepted on CUDA: up to {2**25}"),
-    ],
-)
-def test_counts_beyond_32_bits_are_refused(call, rows, splits, message):
-    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
-        check_blocks(call, TILE, rows, splits, call.k.shape[-2])
+def blocks(call, rows, splits):
+    check_blocks(call, TILE, rows, splits, call.k.shape[-2])
+
+
+@refusals.each(f"""
+blocks(many(2**19, 2**15), 32, 1) -> ValueError: \
+max_seqlen_q is 32768, which makes {2**19} sequences of 4 heads of 1024 blocks of 32 queries, {2**31}
+blocks(many(2**25, 5), 64, 1)
+    -> ValueError: q has 5 rows in {2**25} sequences, each padded to blocks of 64 rows, {2**31} in all
+blocks(many(2**24, 5), 64, 1)
+    -> ValueError: k has 1 rows in {2**24} sequences, each padded to blocks of 128 rows, {2**31} in all
+blocks(many(2**22, 5, 2**16), 64, 512) -> ValueError: \
+max_seqlen_k is 65536, which makes {2**22} sequences of 512 splits of their key blocks, {2**31} in all
+blocks(many(2**20, 5, 2**16, heads=128, heads_kv=128), 64, 16) -> ValueError: \
+max_seqlen_k is 65536, which makes 128 heads of {2**24} splits of their key blocks, {2**31} in all
+blocks(many(5, 5, heads=2**26), 64, 1) -> ValueError: q has heads, {2**26} in all; accepted on CUDA: up to {2**25}
+""")
+def test_counts_beyond_32_bits_are_refused(call, sentence):
+    refusals.check(call, sentence, globals())
+    blocks(many(2**22, 5, 2**16 - 128), 64, 511)
+    blocks(many(2**20, 5, 2**16, heads=127, heads_kv=127), 64, 16)
 
 
 def test_steps_of_varlen_sequences_are_bounded_by_all_rows():
@@ -680,13 +658,12 @@ def test_steps_of_varlen_sequences_are_bounded_by_all_rows():
 def test_wrong_shapes_are_refused(torch_kernels):
     call = the_call(SMALL.build("cpu"))
     out, lse, _ = operators.forward_cpu(call)
-    needed = (True, True, True, False, False)
     with pytest.raises(ValueError, match=r"grad_out has shape \(2, 21, 4, 8\); accepted: \(2, 21, 4, 24\)"):
-        gradients(call, out[..., :8], None, out, lse, needed)
+        gradients(call, out[..., :8], None, out, lse, NEEDED)
     with pytest.raises(TypeError, match=r"grad_out has dtype torch.float32; accepted: torch.bfloat16"):
-        gradients(call, out.float(), None, out, lse, needed)
+        gradients(call, out.float(), None, out, lse, NEEDED)
     with pytest.raises(ValueError, match=r"lse has shape \(2, 4, 20\); accepted: \(2, 4, 21\)"):
-        gradients(call, out, None, out, lse[..., 1:], needed)
+        gradients(call, out, None, out, lse[..., 1:], NEEDED)
 
 
 # ---- autograd's node ----

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from cutlass import Constexpr, Int32, Int64, cute
-from cutlass.cute.runtime import from_dlpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from cute_attn.traits import Traits
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.key_tiles import L2_SECTION_BYTES, BackwardSchedule, KeyTileOrder
 from layouts.host import coordinate_table, offset_table
+from tests.tensors import dynamic
 
 FEATURES = (
     *("", "-causal", "-window", "-softcap"),
@@ -191,12 +191,8 @@ def _order(
 def _compiled_order(tile_n, options, varlen):
     k, ends = torch.zeros((1,) * (3 if varlen else 4)), torch.zeros(2, dtype=torch.int32)
     sizes, out = torch.zeros(4, dtype=torch.int32), torch.zeros((1, 3), dtype=torch.int32)
-    tensors = [None if x is None else _dynamic(x) for x in (k, ends if varlen else None, sizes, out)]
+    tensors = [dynamic(x) for x in (k, ends if varlen else None, sizes, out)]
     return cute.compile(_order, *tensors, tile_n, options)
-
-
-def _dynamic(x):
-    return from_dlpack(x).mark_layout_dynamic(leading_dim=x.ndim - 1)
 
 
 def key_tiles(
@@ -206,8 +202,7 @@ def key_tiles(
     sizes = torch.tensor([longest, splits, L2_SECTION_BYTES // together, multiprocessors], dtype=torch.int32)
     out = torch.full((5000, 3), -1, dtype=torch.int32)
     tensors = [
-        None if x is None else _dynamic(x)
-        for x in (k, None if ends is None else torch.tensor(ends, dtype=torch.int32), sizes, out)
+        dynamic(x) for x in (k, None if ends is None else torch.tensor(ends, dtype=torch.int32), sizes, out)
     ]
     _compiled_order(tile_n, (longest_first, in_order), ends is not None)(*tensors)
     blocks = int(out[0, 0])
@@ -257,7 +252,7 @@ def _staggered(out: cute.Tensor, first: Int32):
 @pytest.mark.parametrize(("count", "first"), [(1, 0), (5, 0), (5, 1), (5, 4), (64, 37)])
 def test_staggered_ctas_visit_every_query_block_once(count, first):
     out = torch.full((count,), -1, dtype=torch.int32)
-    cute.compile(_staggered, _dynamic(out), Int32(0))(_dynamic(out), first)
+    cute.compile(_staggered, dynamic(out), Int32(0))(dynamic(out), first)
     assert out.tolist() == [(first + step) % count for step in range(count)]
 
 

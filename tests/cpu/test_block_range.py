@@ -17,6 +17,7 @@ from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.epilogues.mask import Mask
 from cute_attn.work.block_range import BlockRange
+from tests.tensors import dynamic
 
 KINDS = {"none": Mask(False, False), "causal": Mask(True, False), "window": Mask(False, True)}
 LENGTHS = (0, 1, 2, 15, 16, 17, 63, 64, 65, 100, 127, 128, 129, 300)
@@ -113,10 +114,6 @@ def compiled_block_range():
     return cute.compile(
         block_range, *(dynamic(torch.zeros(shape, dtype=torch.int32)) for shape in (1, (1, 4)))
     )
-
-
-def dynamic(x):
-    return from_dlpack(x).mark_layout_dynamic(leading_dim=x.ndim - 1)
 
 
 @st.composite

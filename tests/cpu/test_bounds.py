@@ -6,18 +6,14 @@ import cutlass
 import pytest
 import torch
 from cutlass import Constexpr, Float32, Int32, cute
-from cutlass.cute.runtime import from_dlpack
 
 from cute_attn.device.score_tile import ScoreContext
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.epilogues.mask import Mask
 from cute_attn.host.checks import MAX_ROWS, MAX_SEQLEN
+from tests.tensors import dynamic
 
 TILE = 2**12
-
-
-def on_cpu(x):
-    return from_dlpack(x).mark_layout_dynamic(leading_dim=x.ndim - 1)
 
 
 @cute.jit
@@ -49,7 +45,7 @@ def test_windows_of_the_longest_sequences(top_left):
     ]
     given = torch.tensor(cases, dtype=torch.int32)
     found = torch.zeros(len(cases), 4, dtype=torch.int32)
-    window_bounds(on_cpu(given), on_cpu(found), top_left)
+    window_bounds(dynamic(given), dynamic(found), top_left)
     for (seqlen_q, seqlen_k, left, right, query, key), row in zip(cases, found.tolist(), strict=True):
         shift = 0 if top_left else seqlen_k - seqlen_q
         assert row == [
@@ -79,7 +75,7 @@ def test_as_many_rows_as_there_may_be(tile):
     cases = [(count, step) for count in (MAX_SEQLEN, MAX_ROWS - TILE) for step in (1, 7, 2**12)]
     cases += [(MAX_ROWS // 2, MAX_ROWS // 2), (2**31 - 1 - MAX_SEQLEN, MAX_SEQLEN)]
     found = torch.zeros(len(cases), 5, dtype=torch.int32)
-    blocks_and_rounds(on_cpu(torch.tensor(cases, dtype=torch.int32)), on_cpu(found), tile)
+    blocks_and_rounds(dynamic(torch.tensor(cases, dtype=torch.int32)), dynamic(found), tile)
     for (count, step), row in zip(cases, found.tolist(), strict=True):
         blocks = -(-count // tile)
         assert row == [blocks, blocks * tile, count // step, count % step, 1]

@@ -1,10 +1,7 @@
 """The command line: output, and one sentence with status 2 for a wrong call."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -49,13 +46,7 @@ finally:
 
 def loading(*command, **environment):
     """A command in a new process, which says at its end what it has loaded."""
-    environment = {name: str(value) for name, value in environment.items()} | {
-        "PYTHONPATH": str(processes.ROOT)
-    }
-    words = [sys.executable, "-c", LOADED, *command]
-    return subprocess.run(
-        words, cwd=processes.ROOT, env=os.environ | environment, capture_output=True, text=True
-    )
+    return processes.alone("-c", LOADED, *command, environment=environment)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +65,7 @@ def test_a_command_loads_what_it_needs(command, loaded, tmp_path):
     """A verdict, of a kernel that is built already. The kernels' objects are none that garbage is looked for among."""
     if "verdict" in command:
         ok(processes.run("-m", "cute_attn", *command, environment={"CUTE_ATTN_CACHE_DIR": str(tmp_path)}))
-    done = loading(*command, CUTE_ATTN_CACHE_DIR=tmp_path)
+    done = loading(*command, CUTE_ATTN_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0 and done.stderr == f"{loaded}\nTrue {'cutlass' in loaded}\n", done.stderr
 
 
@@ -313,75 +304,43 @@ WITHOUT = (
 """What only the laboratory and the commands need is not installed."""
 
 
-def in_a_new_process(script):
-    environment = os.environ | {"PYTHONPATH": str(processes.ROOT)}
-    return subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
-
-
-def test_attention_needs_nothing_of_the_laboratory(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        WITHOUT + "import torch, cute_attn, cute_attn.flash_attn, cute_attn.sdpa, layouts\n"
-        "from cute_attn.compiler import registry\n"
-        "q = torch.randn(1, 4, 2, 8)\n"
-        "cute_attn.sdpa.activate()\n"
-        "print(cute_attn.attention(q, q, q).shape, cute_attn.lookup(cute_attn.Traits.parse('forward-sm80-bf16-d64')))\n"
-    )
-    done = in_a_new_process(script)
+def test_attention_needs_nothing_of_the_laboratory():
+    code = """
+import torch, cute_attn, cute_attn.flash_attn, cute_attn.sdpa, layouts
+from cute_attn.compiler import registry
+q = torch.randn(1, 4, 2, 8)
+cute_attn.sdpa.activate()
+print(cute_attn.attention(q, q, q).shape, cute_attn.lookup(cute_attn.Traits.parse("forward-sm80-bf16-d64")))
+"""
+    done = processes.alone("-c", WITHOUT + code)
     assert done.returncode == 0 and "torch.Size([1, 4, 2, 8]) ForwardSm80" in done.stdout, done.stderr
 
 
-SENTENCES = {
-    "list forward-sm80-bf16-d64": (0, ""),
-    "verdict forward-sm80-bf16-d64": (
-        2,
-        "error: reading machine code needs networkx; pip install networkx\n",
-    ),
-    "show forward-sm80-bf16-d64": (2, "error: pictures need matplotlib; pip install matplotlib\n"),
-}
+NO_LAB = "import sys; sys.modules.update(dict.fromkeys(('matplotlib', 'networkx')))"
+NO_DSL = "import sys; sys.path[:] = [path for path in sys.path if 'nvidia_cutlass_dsl' not in path]"
+LACKING = [
+    (NO_LAB, "list forward-sm80-bf16-d64", 0, ""),
+    (NO_LAB, "verdict forward-sm80-bf16-d64", 2, "error: reading machine code needs networkx; pip install networkx\n"),
+    (NO_LAB, "show forward-sm80-bf16-d64", 2, "error: pictures need matplotlib; pip install matplotlib\n"),
+    (NO_DSL, "list forward-sm80-bf16-d64", 0, ""),
+    (NO_DSL, "tour 1", 2, "error: building kernels needs nvidia-cutlass-dsl, which is not installed\n"),
+    (NO_DSL, "cache prebuild forward-sm80-bf16-d64", 2, "error: building kernels needs nvidia-cutlass-dsl, which is not installed\n"),
+    (NO_DSL, "tune --static forward-sm80-bf16-d64", 2, "error: building kernels needs nvidia-cutlass-dsl, which is not installed\n"),
+    (NO_DSL, "--load tour.levels list", 2, "ModuleNotFoundError: No module named 'cutlass'\n"),
+    (WITHOUT, "list", 1, "error: the command needs rich and typer; pip install rich typer\n"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("command", SENTENCES)
-def test_commands_do_without_what_only_others_need(command, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys\nsys.modules.update(dict.fromkeys(('matplotlib', 'networkx')))\n"
-        f"sys.argv[1:] = {command.split()}\nfrom cute_attn.__main__ import main\nmain()\n"
-    )
-    done = in_a_new_process(script)
-    assert (done.returncode, done.stderr) == SENTENCES[command] and "Traceback" not in done.stdout
+@pytest.mark.parametrize(("lacking", "command", "status", "said"), LACKING, ids=[row[1] for row in LACKING])
+def test_commands_do_without_what_only_others_need(lacking, command, status, said):
+    """Or name it in a sentence, which a file that was loaded has a place before."""
+    done = processes.alone("-c", f"{lacking}\nfrom cute_attn.__main__ import main\nmain()", *command.split())
+    assert done.returncode == status and "Traceback" not in done.stdout
+    assert done.stderr.endswith(said) if "--load" in command else done.stderr == said
 
 
-WITHOUT_DSL = {
-    "list forward-sm80-bf16-d64": (0, ""),
-    "tour 1": (2, "error: building kernels needs nvidia-cutlass-dsl, which is not installed\n"),
-    "cache prebuild forward-sm80-bf16-d64": (2, "error: building kernels needs nvidia-cutlass-dsl"),
-    "tune --static forward-sm80-bf16-d64": (2, "error: building kernels needs nvidia-cutlass-dsl"),
-    "--load tour.levels list": (2, "ModuleNotFoundError: No module named 'cutlass'\n"),
-}
-
-
-@pytest.mark.parametrize("command", WITHOUT_DSL)
-def test_commands_without_the_dsl(command, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys\nsys.path[:] = [path for path in sys.path if 'nvidia_cutlass_dsl' not in path]\n"
-        f"sys.argv[1:] = {command.split()}\nfrom cute_attn.__main__ import main\nmain()\n"
-    )
-    done = in_a_new_process(script)
-    status, said = WITHOUT_DSL[command]
-    assert done.returncode == status and said in done.stderr and bool(said) == bool(done.stderr)
-
-
-def test_a_missing_package_is_named_in_one_sentence(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(WITHOUT + "from cute_attn.__main__ import main\nmain()\n")
-    done = in_a_new_process(script)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: the command needs rich and typer; pip install rich typer\n"
-    script.write_text(
-        WITHOUT.replace("'rich'", "'pytest'") + "from bench import run\nrun.machine_of_tests()\n"
-    )
-    done = in_a_new_process(script)
+def test_calls_planned_without_a_gpu_need_pytest():
+    code = WITHOUT.replace("'rich'", "'pytest'") + "from bench import run\nrun.machine_of_tests()\n"
+    done = processes.alone("-c", code)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "error: planning calls without a GPU needs pytest; pip install pytest\n"

@@ -356,10 +356,7 @@ def test_prebuild_in_a_script_without_a_guard(fresh_cache, tmp_path):
     (tmp_path / "test_support_kernels.py").write_text(
         f"from cute_attn.cli.main import _load\nfrom pathlib import Path\n_load(Path({str(elsewhere / 'test.py')!r}))\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    done = processes.alone("script.py", folder=tmp_path)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     expected = [(name, None, True) for name in ("mine", "own", "test")]
     found = [True, False, True]  # the script's own was built by its own process
@@ -369,8 +366,7 @@ def test_prebuild_in_a_script_without_a_guard(fresh_cache, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["compiler.prebuild_worker", "lab.tune_worker"])
 def test_a_worker_whose_caller_has_ended_ends_without_a_word(module):
-    command = [sys.executable, "-m", f"cute_attn.{module}"]
-    done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = processes.alone("-m", f"cute_attn.{module}")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -379,10 +375,8 @@ def test_a_module_that_prebuilds_when_imported_terminates(fresh_cache, tmp_path,
     call = "from cute_attn import Traits, prebuild\nfor _ in prebuild([(Traits.parse('forward-sm80:test-bf16-d64'),"
     call += " None, 'sm80')], 1):\n    print(_.error)\n"
     (tmp_path / "prebuilding_module.py").write_text(NAMED_AS_ANOTHER + call)
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    done = subprocess.run(
-        [sys.executable, "-c", "import prebuilding_module"], env=environment, capture_output=True, text=True
-    )
+    path = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    done = processes.alone("-c", "import prebuilding_module", environment=path)
     assert "a module that registers kernels calls prebuild when it is imported" in done.stdout, done.stderr
 
 
@@ -673,10 +667,8 @@ def test_a_typed_classes_key_is_that_of_another_process(monkeypatch):
         "import pytest\nfrom tests.cpu import test_compiler\n"
         "with pytest.MonkeyPatch.context() as patch: print(test_compiler.key_of_a_cell(patch))"
     )
-    environment = os.environ | {"PYTHONHASHSEED": "1"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == key_of_a_cell(monkeypatch) + "\n"
+    done = processes.alone("-c", code, environment={"PYTHONHASHSEED": "1"})
+    assert done.stdout == key_of_a_cell(monkeypatch) + "\n", done.stderr
 
 
 NAME = "forward-sm80-bf16-d64"

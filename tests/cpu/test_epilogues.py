@@ -21,6 +21,7 @@ from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.epilogues.names import register_epilogue
 from cute_attn.reference.emulated import MASKED, UNMASKED, UNVISITED
 from cute_attn.reference.tilings import SMALL, TILINGS, Scores
+from tests.tensors import int32
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # The loops over one thread's registers are unrolled on purpose: fragments take static indices.
@@ -469,7 +470,7 @@ def test_lengths_of_each_batch(features):
     )
     if "bias" not in features:
         problem = Scores.random(5, 2, 130, 200)
-    lengths = reference.Lengths(seqused_q=as_int32(used_q), seqused_k=as_int32(used_k))
+    lengths = reference.Lengths(seqused_q=int32(*used_q), seqused_k=int32(*used_k))
     problem = replace(problem, lengths=lengths)
     for batch, (n_q, n_k) in enumerate(zip(used_q, used_k, strict=True)):
         problem.k[batch, n_k:] = torch.nan
@@ -480,7 +481,3 @@ def test_lengths_of_each_batch(features):
     for batch, n_q in enumerate(used_q):
         torch.testing.assert_close(got.lse[batch, :, :n_q], lse[batch, :, :n_q], atol=1e-5, rtol=1e-6)
         torch.testing.assert_close(got.out[batch, :, :n_q], out[batch, :, :n_q], atol=8e-3, rtol=0.0)
-
-
-def as_int32(values):
-    return torch.tensor(values, dtype=torch.int32)

@@ -22,6 +22,7 @@ from cute_attn.epilogues.names import register_epilogue
 from cute_attn.reference.emulated import MASKED, UNMASKED, UNVISITED
 from cute_attn.reference.tilings import SMALL, TILINGS, TINY, TRANSPOSED, Scores
 from cute_attn.traits import Traits
+from tests.tensors import int32
 
 ALL = {**TILINGS, **TRANSPOSED, **TINY}
 SMALL_TRANSPOSED = "warps4x1-64x64-transposed"
@@ -218,7 +219,7 @@ def test_lengths_of_each_batch(name):
         dropout_p=0.25,
         rng_state=torch.tensor([5, 12]),
     )
-    lengths = reference.Lengths(seqused_q=as_int32(used_q), seqused_k=as_int32(used_k))
+    lengths = reference.Lengths(seqused_q=int32(*used_q), seqused_k=int32(*used_k))
     grad_bias = torch.full((5, 2, 130, 200), torch.nan)
     for batch, (n_q, n_k) in enumerate(zip(used_q, used_k, strict=True)):
         grad_bias[batch, :, :n_q, :n_k] = 0.0
@@ -419,7 +420,3 @@ def test_bias_gradients_that_cannot_be_are_refused():
     ]:
         with pytest.raises(ValueError, match=message):
             chain.host_args(ScoreInputs(bias=bias, grad_bias=grad))
-
-
-def as_int32(values):
-    return torch.tensor(values, dtype=torch.int32)

@@ -1,5 +1,6 @@
 """FlashAttention-2's functions: each argument's meaning as a call of ours, conventions, results and gradients."""
 
+import functools
 import math
 
 import pytest
@@ -10,17 +11,11 @@ from cute_attn import attention, attention_varlen
 from cute_attn.flash_attn import bert_padding, rotary
 from cute_attn.flash_attn import flash_attn_interface as fa
 from cute_attn.host.head_dims import whole_head_dim
-from tests import calls, refusals
+from tests import calls, refusals, tensors
+from tests.tensors import int32
 
 F64 = torch.float64
-
-
-def randn(*shape, seed=0, dtype=F64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
-def int32(*values):
-    return torch.tensor(values, dtype=torch.int32)
+randn = functools.partial(tensors.randn, dtype=F64)
 
 
 # ---- what the arguments mean ----

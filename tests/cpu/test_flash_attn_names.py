@@ -1,5 +1,6 @@
 """The names that other libraries import from FlashAttention-2 and -3: where they are, signatures, meanings, results."""
 
+import functools
 import importlib
 import inspect
 import itertools
@@ -17,9 +18,11 @@ from cute_attn.flash_attn import bert_padding, extension, flash_attn_3, rotary
 from cute_attn.flash_attn import flash_attn_interface as interface
 from cute_attn.host import cache_checks
 from cute_attn.reference import kvcache as kvcache_reference
-from tests import calls, refusals
+from tests import calls, refusals, tensors
+from tests.tensors import int32
 
 F64 = torch.float64
+randn = functools.partial(tensors.randn, dtype=F64)
 
 # module, names, and who imports them, in 2026-08
 IMPORTED = """
@@ -223,14 +226,6 @@ def test_signatures_of_the_extension():
 
 
 # ---- what the arguments mean ----
-
-
-def randn(*shape, seed=0, dtype=F64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
-def int32(*values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 CU_Q, CU_K = int32(0, 4, 9, 16), int32(0, 7, 13, 20)

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.autograd import forward_ad
 
 from cute_attn import reference
 from cute_attn.api import operators
@@ -24,12 +23,9 @@ from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
 from cute_attn.host.call import Call
 from cute_attn.host.checks import check, check_for_kernels
 from tests import refusals
+from tests.tensors import int32, randn
 
 BF16 = torch.bfloat16
-
-
-def randn(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def dense(**changes):
@@ -40,18 +36,9 @@ def dense(**changes):
 
 def varlen(**changes):
     """Arguments of a valid varlen call, with changes."""
-    call = {
-        "q": randn(16, 4, 64, dtype=BF16),
-        "k": randn(24, 2, 64, dtype=BF16),
-        "v": randn(24, 2, 64, dtype=BF16),
-    }
-    call["cu_seqlens_q"] = torch.tensor([0, 6, 16], dtype=torch.int32)
-    call["cu_seqlens_k"] = torch.tensor([0, 24, 24], dtype=torch.int32)
+    call = {"q": randn(16, 4, 64, dtype=BF16)} | {name: randn(24, 2, 64, dtype=BF16) for name in "kv"}
+    call |= {"cu_seqlens_q": int32(0, 6, 16), "cu_seqlens_k": int32(0, 24, 24)}
     return call | {"max_seqlen_q": 10, "max_seqlen_k": 24} | changes
-
-
-def int32(*values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 META_Q = torch.empty(2, 16, 4, 64, dtype=BF16, device="meta")
@@ -308,16 +295,10 @@ def test_both_operators_take_the_same_options():
 def test_every_option_reaches_the_reference():
     rng_state, slopes, bias = torch.tensor([3, 4]), randn(4).abs(), randn(1, 4, 1, 24)
     arguments = dense() | {"softmax_scale": 0.2, "alibi_slopes": slopes, "bias": bias, "softcap": 2.0}
-    arguments |= {
-        "causal": "top_left",
-        "window": (9, None),
-        "dropout_p": 0.25,
-        "dropout_mask": "mem_efficient",
-    }
+    arguments |= {"causal": "top_left", "window": (9, None), "dropout_p": 0.25, "rng_state": rng_state}
     used = int32(24, 7)
-    out, lse, softmax = attention(
-        **arguments, rng_state=rng_state, seqused_k=used, return_lse=True, return_softmax=True
-    )
+    arguments |= {"dropout_mask": "mem_efficient", "seqused_k": used, "return_softmax": True}
+    out, lse, softmax = attention(**arguments, return_lse=True)
     inputs = ScoreInputs(9, 0, slopes, bias, softcap=2.0, dropout_p=0.25, rng_state=rng_state)
     features = reference.Features("window_top_left", "mem_efficient")
     q, k, v = (arguments[name] for name in "qkv")
@@ -345,22 +326,15 @@ def test_returned_values():
 
 
 def test_the_rng_state_comes_from_torchs_generator():
-    good = dense(dropout_p=0.5)
+    """Unless it is given, or nothing is dropped."""
+    good, state = dense(dropout_p=0.5), draw_rng_state("cpu")
     torch.manual_seed(1)
     first, second = attention(**good), attention(**good)
     torch.manual_seed(1)
     assert torch.equal(attention(**good), first) and not torch.equal(first, second)
-
-
-def test_a_dropout_mask_can_be_repeated():
-    state = draw_rng_state("cpu")
     assert state.shape == (2,) and state.dtype == torch.int64
-    good = dense(dropout_p=0.5, rng_state=state)
-    assert torch.equal(attention(**good), attention(**good))
-
-
-def test_without_dropout_the_generator_is_unchanged():
     before = torch.get_rng_state()
+    assert torch.equal(attention(**good, rng_state=state), attention(**good, rng_state=state))
     attention(**dense(dropout_p=0.0, rng_state=torch.tensor([1, 2])))
     assert torch.equal(before, torch.get_rng_state())
 
@@ -378,23 +352,10 @@ def test_backward_of_another_kernels_forward():
     expected = torch.autograd.grad((out, lse), (q, k, v, bias, sinks), (grad_out, grad_lse))
     longer = torch.nn.functional.pad(lse.detach(), (0, 16))
     given = [x.detach() for x in (q, k, v, out)]
-    for state in (
-        torch.tensor([-1, 7]),
-        torch.tensor([-1, 7]).view(torch.uint64),
-        (2**64 - 1, 7),
-        (torch.tensor(-1), torch.tensor([7])),
-    ):
-        grads = attention_backward(
-            grad_out,
-            *given,
-            longer,
-            grad_lse=grad_lse,
-            bias=bias.detach(),
-            sinks=sinks.detach(),
-            wanted=("sinks", "bias", "v", "k", "q"),
-            rng_state=state,
-            **options,
-        )
+    options |= {"bias": bias.detach(), "sinks": sinks.detach(), "wanted": ("sinks", "bias", "v", "k", "q")}
+    word = torch.tensor([-1, 7])
+    for state in (word, word.view(torch.uint64), (2**64 - 1, 7), (torch.tensor(-1), torch.tensor([7]))):
+        grads = attention_backward(grad_out, *given, longer, grad_lse=grad_lse, rng_state=state, **options)
         for a, b in zip(grads, reversed(expected), strict=True):
             torch.testing.assert_close(a, b)
 
@@ -417,14 +378,9 @@ def test_backward_of_a_varlen_forward():
 
 def test_a_backward_has_its_forwards_arguments():
     for forward, backward in ((attention, attention_backward), (attention_varlen, attention_varlen_backward)):
+        theirs, names = (set(inspect.signature(f).parameters) for f in (forward, backward))
         own = {"grad_out", "out", "lse", "grad_lse", "wanted", "into"}
-        names = set(inspect.signature(backward).parameters) - own
-        assert names == set(inspect.signature(forward).parameters) - {
-            "return_lse",
-            "return_softmax",
-            "backward_tile",
-            "out",
-        }
+        assert names - own == theirs - {"return_lse", "return_softmax", "backward_tile", "out"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, BF16])
@@ -484,16 +440,6 @@ def test_a_given_output_is_written():
     result, lse = attention(q, k, v, out=out, return_lse=True)
     expected, expected_lse = attention(q, k, v, return_lse=True)
     assert result is out and torch.equal(out, expected) and torch.equal(lse, expected_lse)
-
-
-def test_tangents_are_followed_on_the_cpu():
-    q, k, v = (torch.randn(1, 5, 2, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(q, torch.ones_like(q))
-        found = forward_ad.unpack_dual(attention(dual, k, v)).tangent
-    step = 1e-3
-    ends = [attention(q.double() + sign * step, k.double(), v.double()) for sign in (1, -1)]
-    torch.testing.assert_close(found.double(), (ends[0] - ends[1]) / (2 * step), atol=1e-4, rtol=1e-4)
 
 
 def test_a_tile_of_another_kernel_changes_nothing_on_the_cpu():

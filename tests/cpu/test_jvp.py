@@ -1,5 +1,6 @@
 """Forward-mode derivatives of attention on the CPU, against torch's own of a dense definition in float64."""
 
+import functools
 import math
 from dataclasses import replace
 
@@ -20,12 +21,11 @@ from cute_attn.reference import FULL_LENGTHS, Features, Lengths, ScoreInputs
 from cute_attn.reference import attention as definition
 from cute_attn.reference.tilings import TINY, Scores
 from tests import emulated_kvcache, machine
+from tests import tensors as drawn
+from tests.tensors import int32
 
+randn = functools.partial(drawn.randn, dtype=torch.float64)
 SHAPES = {"q": (2, 5, 4, 8), "k": (2, 6, 2, 8), "v": (2, 6, 2, 4)}
-
-
-def randn(*shape, seed=0):
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def tensors(seed=0, **shapes):
@@ -347,10 +347,6 @@ def test_what_the_kernel_serves():
 
 
 # ---- the host ----
-
-
-def int32(*numbers):
-    return torch.tensor(numbers, dtype=torch.int32)
 
 
 HOST = {

@@ -4,6 +4,7 @@ There the append kernel's own code runs on every thread, and attention is the re
 the forward kernel would get.
 """
 
+import contextlib
 import dataclasses
 import math
 
@@ -22,10 +23,7 @@ from cute_attn.host.memory import is_lazy
 from tests import emulated_kvcache, machine, refusals
 from tests.cpu.test_examples import load
 from tests.kvcache_problem import CASES, UNALIGNED, Case, Problem
-
-
-def ints(*values):
-    return torch.tensor(values, dtype=torch.int32)
+from tests.tensors import int32
 
 
 def run(problem: Problem, **options):
@@ -328,8 +326,8 @@ def test_nothing_to_do_launches_nothing(cuda_on_cpu, monkeypatch):
 def test_rows_of_no_sequence_launch_nothing(cuda_on_cpu, monkeypatch):
     """With no sequence there are no lengths to read."""
     monkeypatch.setattr(compiler, "compile", None)
-    k_cache, k, none = torch.zeros(0, 4, 1, 8).half(), torch.zeros(3, 1, 8).half(), ints()
-    append.append_cuda(k_cache, k_cache, k, k, none, None, None, ints(0), *[None] * 3, True)
+    k_cache, k, none = torch.zeros(0, 4, 1, 8).half(), torch.zeros(3, 1, 8).half(), int32()
+    append.append_cuda(k_cache, k_cache, k, k, none, None, None, int32(0), *[None] * 3, True)
 
 
 LAZY = {
@@ -432,7 +430,7 @@ def rows_of_keys(dims: tuple[int, int]) -> dict[str, torch.Tensor]:
     """A call's tensors: latent values, in the cache and in new rows."""
     q, cache, new = (torch.zeros(2, n, heads, dims[0]).half() for n, heads in ((1, 4), (24, 1), (1, 1)))
     values = {"v_cache": cache[..., : dims[1]], "v": new[..., : dims[1]]}
-    return {"q": q, "k_cache": cache, "k": new, "cache_seqlens": ints(5, 9)} | values
+    return {"q": q, "k_cache": cache, "k": new, "cache_seqlens": int32(5, 9)} | values
 
 
 def elsewhere(given: dict[str, torch.Tensor], *names: str) -> dict[str, torch.Tensor]:
@@ -477,13 +475,9 @@ def test_rows_of_more_elements_than_a_grid_has_are_told(cuda_on_cpu, monkeypatch
     for more in (0, 1):
         x = torch.zeros(1, 1, 1, 8, dtype=torch.float16).expand(1, 1, heads + more, 8)
         cache = torch.zeros(1, 1, 1, 8, dtype=torch.float16).expand(1, 1, heads + more, 8)
-        given = Call(k_cache=cache, v_cache=cache, k=x, v=x, cache_seqlens=ints(0))
-        if more:
-            with pytest.raises(
-                ValueError, match=r"k and v, or q, have elements in a row of all heads, 67107856 in all"
-            ):
-                host_append.kernel_arguments(given, None, None, None, False)
-        else:
+        given = Call(k_cache=cache, v_cache=cache, k=x, v=x, cache_seqlens=int32(0))
+        message = "k and v, or q, have elements in a row of all heads, 67107856 in all"
+        with pytest.raises(ValueError, match=message) if more else contextlib.nullcontext():
             host_append.kernel_arguments(given, None, None, None, False)
 
 
@@ -548,15 +542,15 @@ told(cache_seqlens=None) -> ValueError: cache_seqlens is None; accepted with k a
 told(k=torch.zeros(2, 2, 3, 16)) -> ValueError: k has shape (2, 2, 3, 16); accepted: (2, rows, 1, 16)
 told(v=torch.zeros(2, 3, 1, 8)) -> ValueError: v has shape (2, 3, 1, 8); accepted: k's rows, (2, 2, 1)
 told(k=torch.zeros(2, 2, 1, 16).half()) -> TypeError: k has dtype torch.float16; accepted: torch.float32, k_ca
-told(k=None, v=None, cu_seqlens_k_new=ints(0, 1, 2)) -> ValueError: cu_seqlens_k_new is given without
+told(k=None, v=None, cu_seqlens_k_new=int32(0, 1, 2)) -> ValueError: cu_seqlens_k_new is given without
 told(cache_seqlens=torch.tensor([1, 2])) -> TypeError: cache_seqlens has dtype torch.int64; accepted: tor
-told(cache_seqlens=ints(1, 2, 3)) -> ValueError: cache_seqlens has shape (3,); accepted: (2,)
+told(cache_seqlens=int32(1, 2, 3)) -> ValueError: cache_seqlens has shape (3,); accepted: (2,)
 told(cache_seqlens=True) -> TypeError: cache_seqlens is True; accepted: int32
-told(cache_batch_idx=ints(1)) -> ValueError: cache_batch_idx has shape (1,); accepted: (2,)
-told(page_table=ints(1, 2)) -> ValueError: page_table has shape (2,) and strides (1,); accepted: (entri
-told(page_table=ints(1, 2).view(1, 2)) -> ValueError: page_table has 1 entries; accepted: 2, the batch, or
+told(cache_batch_idx=int32(1)) -> ValueError: cache_batch_idx has shape (1,); accepted: (2,)
+told(page_table=int32(1, 2)) -> ValueError: page_table has shape (2,) and strides (1,); accepted: (entri
+told(page_table=int32(1, 2).view(1, 2)) -> ValueError: page_table has 1 entries; accepted: 2, the batch, or
 told(page_table=torch.zeros(2, 1)) -> TypeError: page_table has dtype torch.float32; accepted: torch.int32
-told(cache_leftpad=ints(1)) -> ValueError: cache_leftpad has shape (1,); accepted: (2,)
+told(cache_leftpad=int32(1)) -> ValueError: cache_leftpad has shape (1,); accepted: (2,)
 told(rotary_sin=None) -> ValueError: rotary_sin is None; accepted: both rotary_cos and rotary_sin, or neither
 told(rotary_sin=torch.zeros(40, 3)) -> ValueError: rotary_sin has shape (40, 3); accepted: (40, 2), rotary
 told(rotary_cos=torch.zeros(40, 9)) -> ValueError: rotary_cos has shape (40, 9) ... with up to 8 pairs
@@ -564,7 +558,7 @@ told(rotary_cos=torch.zeros(23, 2), rotary_sin=torch.zeros(23, 2))
     -> ValueError: rotary_cos has 23 positions; accepted: 24 or more, the cache's capacity, or rotary_seqlens
 told(rotary_cos=torch.zeros(40, 2).double()) -> TypeError: rotary_cos has dtype torch.float64; accepted: torc
 told(k=None, v=None, cache_seqlens=None) -> ValueError: cache_seqlens is None; accepted with rotary_cos
-told(rotary_cos=None, rotary_sin=None, rotary_seqlens=ints(1, 2))
+told(rotary_cos=None, rotary_sin=None, rotary_seqlens=int32(1, 2))
     -> ValueError: rotary_seqlens is given without rotary_cos and rotary_sin; accepted: with them
 told(causal="top_left") -> ValueError: causal is 'top_left'; accepted: False or True, aligned bottom right
 told(num_splits=513) -> ValueError: num_splits is 513; accepted: 0 to 512
@@ -572,7 +566,7 @@ told(same_bits="yes") -> TypeError: same_bits is 'yes'; accepted: False or True
 told(same_bits=True) -> ValueError: same_bits is True with torch.float32; accepted: fp16 or bf16
 told(alibi_slopes=torch.zeros(3)) -> ValueError: alibi_slopes has shape (3,); accepted: (2,) or (2, 2)
 told(k=torch.zeros(2, 2, 1, 16, device="meta")) -> ValueError: k is on meta; accepted: cpu, where q is
-told(cu_seqlens_q=ints(0, 2, 4)) -> ValueError: q has shape (2, 2, 2, 16); accepted: (total, nheads, head_dim)
+told(cu_seqlens_q=int32(0, 2, 4)) -> ValueError: q has shape (2, 2, 2, 16); accepted: (total, nheads, head_dim)
 changed("q", lambda x: x.half()) -> TypeError: q has dtype torch.float16; accepted: torch.float32, k_cache's
 changed("q", lambda x: x[..., :8]) -> ValueError: q has head_dim 8; accepted: 16, k_cache's
 changed("v", lambda x: x[:, :3]) -> ValueError: v_cache has shape (2, 3, 1, 8); accepted: (2, 24, 1) and a head_dim_v
@@ -602,18 +596,16 @@ def test_functions_read_heads_of_rows_and_classes_do_not():
     packs = []
     load("custom_epilogue")
     table = torch.zeros(8, 41)
-    for own in (
-        {"score_mod": lambda score, b, h, i, j: score * h},
-        {"epilogues": {"relative_position": table}},
-    ):
+    own_function = {"score_mod": lambda score, b, h, i, j: score * h}
+    for own in (own_function, {"epilogues": {"relative_position": table}}):
         problem = Problem(Case((9,), heads=(8, 1), dims=(64, 64)), dtype=torch.float16)
         kernel, _ = split_kv.choose_kernel(params_of(problem, **own), "sm90", 132)
         packs.append(kernel.tile.pack_heads)
     assert packs == [8, 1]
     with pytest.raises(
-        ValueError, match=r"^epilogue 'relative_position', a class, is given with cache_leftpad"
+        ValueError, match="epilogue 'relative_position', a class, is given with cache_leftpad"
     ):
-        run(problem, epilogues={"relative_position": table}, cache_leftpad=ints(3))
+        run(problem, epilogues={"relative_position": table}, cache_leftpad=int32(3))
 
 
 def test_a_plan_serves_tensors_of_its_functions_of_one_kind():
@@ -660,21 +652,13 @@ def test_a_record_follows_what_a_function_reads(monkeypatch):
         torch.testing.assert_close(one.float(), other, atol=1e-3, rtol=1e-3)
 
 
-def test_a_functions_tensor_has_no_gradient():
-    problem = Problem(CASES["functions"], dtype=torch.float32)
-    problem.added.requires_grad_()
-    with pytest.raises(
-        NotImplementedError, match=r"requires a gradient, which attention_with_kvcache does not"
-    ):
-        run(problem)
-
-
-def test_a_gradient_is_refused():
-    problem = Problem(PLAIN, dtype=torch.float32)
-    problem.q.requires_grad_()
-    with pytest.raises(
-        NotImplementedError, match=r"^q requires a gradient, which attention_with_kvcache does not"
-    ):
+@pytest.mark.parametrize(("case", "name"), [(CASES["functions"], "added"), (PLAIN, "q")])
+def test_a_gradient_is_refused(case, name):
+    problem = Problem(case, dtype=torch.float32)
+    getattr(problem, name).requires_grad_()
+    wanted = "^q " if name == "q" else ""
+    message = f"{wanted}requires a gradient, which attention_with_kvcache does not"
+    with pytest.raises(NotImplementedError, match=message):
         run(problem)
     with torch.no_grad():
         run(problem)
@@ -697,7 +681,7 @@ def test_tables_out_of_bounds_are_told_where_asked():
     problem = Problem(CASES["page-batch-idx"], dtype=torch.float32)
     run(problem, check_lengths=True)
     with pytest.raises(ValueError, match=r"^cache_batch_idx\[1\] is 3; accepted: 0 to 2"):
-        run(problem, cache_batch_idx=ints(0, 3), check_lengths=True)
+        run(problem, cache_batch_idx=int32(0, 3), check_lengths=True)
     problem.table[:, -1] = -1  # no sequence reaches the last page
     run(problem, check_lengths=True)
     problem.table[2, 1] = 2**31 - 1
@@ -706,16 +690,13 @@ def test_tables_out_of_bounds_are_told_where_asked():
 
 
 @pytest.mark.parametrize(
-    ("keys", "heads", "num_splits"),
-    [
-        *((1024, (32, 8), 6), (4096, (32, 8), 12), (8192, (32, 8), 16), (65536, (32, 8), 16)),
-        (131072, (32, 1), 128),
-    ],
+    ("keys", "kv_heads", "num_splits"),
+    [(1024, 8, 6), (4096, 8, 12), (8192, 8, 16), (65536, 8, 16), (131072, 1, 128)],
 )
-def test_splits_of_one_sequence(keys, heads, num_splits):
+def test_splits_of_one_sequence(keys, kv_heads, num_splits):
     """As many as fill 132 multiprocessors, fewer where they are short, and none that combine loads in another round."""
-    problem = Problem(Case((9,), heads=heads, dims=(128, 128)), dtype=torch.float16)
-    problem.k = problem.v = torch.empty(1, keys, heads[1], 128, dtype=torch.float16)
+    problem = Problem(Case((9,), heads=(32, kv_heads), dims=(128, 128)), dtype=torch.float16)
+    problem.k = problem.v = torch.empty(1, keys, kv_heads, 128, dtype=torch.float16)
     _, split = split_kv.choose_kernel(params_of(problem), "sm90", 132)
     assert (split.how, split.num_splits) == ("fixed", num_splits)
 

@@ -4,8 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import subprocess
-import sys
 import textwrap
 import warnings
 
@@ -28,12 +26,9 @@ from cute_attn.tiles import ForwardSm90Tile
 from cute_attn.traits import PADDED_TENSORS
 from tests import machine, processes
 from tests.padded_rows import copy_rows
+from tests.tensors import randn
 
 BF16 = torch.bfloat16
-
-
-def randn(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def inputs(dtype=torch.float32, requires_grad=False):
@@ -267,8 +262,7 @@ LOADED = """
 def load(tmp_path, saved, how, module=""):
     """In a new process, which imports the package and nothing of it."""
     script = textwrap.dedent(LOADED.format(load=how, module=module))
-    command = [sys.executable, "-c", script, str(tmp_path / saved), str(tmp_path / "call")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=processes.ROOT)
+    done = processes.alone("-c", script, tmp_path / saved, tmp_path / "call")
     assert done.returncode == 0, done.stderr
 
 
@@ -444,16 +438,8 @@ LAZY = {
 
 def all_tensors():
     """Every tensor of a call of attention but lengths, and a user's epilogue with one."""
-    q, k, v = kernel_inputs()
-    tensors = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "bias": randn(1, 4, 1, 11),
-        "alibi_slopes": randn(4),
-        "sinks": randn(4),
-    }
-    return tensors | {"rng_state": torch.tensor([5, 6])}
+    scores = {"bias": randn(1, 4, 1, 11), "alibi_slopes": randn(4), "sinks": randn(4)}
+    return dict(zip("qkv", kernel_inputs(), strict=True)) | scores | {"rng_state": torch.tensor([5, 6])}
 
 
 @pytest.mark.parametrize("which", [*all_tensors(), "epilogue"])

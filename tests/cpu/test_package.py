@@ -4,7 +4,6 @@ import ast
 import importlib
 import json
 import re
-import subprocess
 import sys
 import tomllib
 
@@ -21,9 +20,7 @@ ROOT = processes.ROOT
 
 
 def in_a_new_process(code):
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}
-    )
+    done = processes.alone("-c", code)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -117,8 +114,8 @@ def test_an_editor_knows_what_a_users_call_returns(tmp_path):
     (tmp_path / "users.py").write_text(USERS_FILE)
     options = {"typeCheckingMode": "standard", "extraPaths": [str(ROOT)], "include": ["users.py"]}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(options))
-    command = [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", sys.executable]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    command = ("-m", "basedpyright", "--outputjson", "--pythonpath", sys.executable)
+    done = processes.alone(*command, folder=tmp_path)
     said = json.loads(done.stdout)
     errors = [one for one in said["generalDiagnostics"] if one["severity"] == "error"]
     assert sorted({one["range"]["start"]["line"] + 1 for one in errors}) == WRONG_LINES, done.stdout
@@ -177,16 +174,12 @@ def test_the_version():
 
 def test_shells_complete_commands_and_names():
     def offered(line):
-        done = processes.run(
-            "-m",
-            "cute_attn",
-            environment={
-                "_CUTE_ATTN_COMPLETE": "complete_bash",
-                "COMP_WORDS": line,
-                "COMP_CWORD": str(line.count(" ")),
-            },
-        )
-        return done.stdout.split()
+        asked = {
+            "_CUTE_ATTN_COMPLETE": "complete_bash",
+            "COMP_WORDS": line,
+            "COMP_CWORD": str(line.count(" ")),
+        }
+        return processes.run("-m", "cute_attn", environment=asked).stdout.split()
 
     assert offered("cute-attn ver") == ["verdict"]
     assert offered("cute-attn verdict backward-sm") == ["backward-sm80", "backward-sm90"]

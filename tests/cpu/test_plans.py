@@ -9,6 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from cute_attn import attention, flash_attn, flex, transformers
 from cute_attn.host import block_masks, plans, record
 from tests import machine
+from tests.tensors import int32
 
 KEY = ("some", 0.5, None)
 NUMBERS = [float(n) for n in range(12)]
@@ -79,10 +80,6 @@ def test_an_equal_call_finds_the_record(keep):
     assert seen(tensors(), ("other",)) is None
 
 
-def lengths(*values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
 class Own(torch.Tensor):
     pass
 
@@ -120,17 +117,17 @@ def test_tensors_that_are_more_than_memory_have_no_plan():
 
 def test_arguments_of_the_same_metadata_are_not_confused(keep):
     for place, name in enumerate(("used_q", "used_k")):
-        keep(tensors(**{name: lengths(3, 4)}), NUMBERS[place])
-    assert seen(tensors(used_q=lengths(1, 2))) == NUMBERS[0]
-    assert seen(tensors(used_k=lengths(1, 2))) == NUMBERS[1]
+        keep(tensors(**{name: int32(3, 4)}), NUMBERS[place])
+    assert seen(tensors(used_q=int32(1, 2))) == NUMBERS[0]
+    assert seen(tensors(used_k=int32(1, 2))) == NUMBERS[1]
 
 
 def test_one_tensor_may_be_two_arguments(keep):
-    starts, other = lengths(0, 5), lengths(0, 5)
+    starts, other = int32(0, 5), int32(0, 5)
     keep(tensors(cu_q=starts, cu_k=starts), NUMBERS[0])
     assert seen(tensors(cu_q=other, cu_k=other)) == NUMBERS[0]
     assert seen(tensors(cu_q=other, cu_k=starts)) is None, "the record's launch got one address"
-    assert seen(tensors(cu_q=other, cu_k=lengths(0, 5, 7))) is None
+    assert seen(tensors(cu_q=other, cu_k=int32(0, 5, 7))) is None
     assert seen(tensors(cu_q=starts, cu_k=starts.long())) is None
 
 

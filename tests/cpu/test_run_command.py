@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -54,8 +52,7 @@ def test_a_script_runs_as_itself_and_is_reported(program, tmp_path):
 
 
 def test_a_module_and_its_failures(program):
-    command = [sys.executable, "-m", "cute_attn", "run", "-m", "program", "exit"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=program.parent)
+    done = processes.alone("-m", "cute_attn", "run", "-m", "program", "exit", folder=program.parent)
     assert (done.returncode, done.stdout) == (3, "__main__ ['exit'] 5\n")
     done = processes.run("-m", "cute_attn", "run", str(program), "raise")
     assert (

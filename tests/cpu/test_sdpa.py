@@ -3,8 +3,6 @@
 import inspect
 import math
 import random
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -22,6 +20,7 @@ from cute_attn.sdpa import calls, operators, overrides, plans, slower
 from cute_attn.sdpa.calls import Inputs, request_of, why_not, why_not_drawn
 from cute_attn.sdpa.operators import OPERATORS, STATES
 from tests import machine, processes, refusals
+from tests.tensors import randn
 
 BF16 = torch.bfloat16
 aten = torch.ops.aten
@@ -30,10 +29,6 @@ with_pages = pytest.mark.skipif(
     not hasattr(aten, "_flash_attention_forward_no_dropout_inplace"),
     reason="flash attention has neither pages nor a given output in this torch",
 )
-
-
-def randn(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def serving(key="CUDA"):
@@ -611,7 +606,7 @@ def test_drop_ins_are_imported_on_first_use():
         cute_attn.sdpa.served, cute_attn.flash_attn.flash_attn_func, cute_attn.transformers.register
         assert "transformers" not in sys.modules and "cutlass" not in sys.modules
     """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = processes.alone("-c", script)
     assert (done.returncode, done.stderr) == (0, "")
 
 

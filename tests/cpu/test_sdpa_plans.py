@@ -20,10 +20,11 @@ from cute_attn.host.record import Record, Recording
 from cute_attn.sdpa import operators, plans
 from cute_attn.sdpa.operators import Options
 from cute_attn.sdpa.overrides import Override
-from tests import machine
+from tests import machine, tensors
 
 OPTIONS = Options()
 aten = torch.ops.aten
+randn = functools.partial(tensors.randn, dtype=torch.float16)
 
 
 @pytest.fixture(autouse=True)
@@ -31,10 +32,6 @@ def no_plans():
     known.forget()
     yield
     known.forget()
-
-
-def randn(*shape, seed=0, dtype=torch.float16):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def in_order(shape, order, seed=0, gap=0):

@@ -1,5 +1,7 @@
 """Traits of the backward, its preprocess and its convert: names, dependences, refusals."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,24 +54,8 @@ def test_names_read_as_documented():
 
 def test_traits_of_preprocess_and_convert():
     plain = Traits("backward", "sm80", "fp16", 64, 128, varlen=True, seqused_q=True)
-    rich = Traits(
-        "backward",
-        "sm80",
-        "fp16",
-        64,
-        128,
-        varlen=True,
-        seqused_q=True,
-        mask="window",
-        softcap=True,
-        alibi=True,
-        bias="fp32",
-        bias_grad=True,
-        epilogues=("mine",),
-        dropout="flash",
-        seqused_k=True,
-        variant="wider",
-    )
+    scores = {"mask": "window", "softcap": True, "alibi": True, "bias": "fp32", "bias_grad": True}
+    rich = replace(plain, **scores, epilogues=("mine",), dropout="flash", seqused_k=True, variant="wider")
     for op in PARTS:
         part = rich.part(op)
         assert part == plain.part(op) == part.part(op)

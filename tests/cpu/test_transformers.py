@@ -3,6 +3,7 @@
 The functions' arguments are those of transformers 5.22 and 5.23.
 """
 
+import functools
 import inspect
 import math
 import sys
@@ -13,13 +14,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from cute_attn import transformers as hf
-from tests import calls, refusals
+from tests import calls, refusals, tensors
 
-F64 = torch.float64
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+randn = functools.partial(tensors.randn, dtype=torch.float64)
 
 
 def layer(**attributes):

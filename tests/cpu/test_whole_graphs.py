@@ -1,8 +1,6 @@
 """Calls with functions inside torch's compiler: one node of a whole graph, with the captured tensors as its inputs."""
 
 import contextlib
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -25,12 +23,10 @@ from cute_attn.flex import overrides
 from cute_attn.host import doors
 from cute_attn.host.activation import Options
 from cute_attn.host.call import ATTENTION, Call
+from tests import processes
+from tests.tensors import randn
 
 LENGTH, NHEADS = 40, 4
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 Q, K, V = (randn(2, LENGTH, NHEADS, 16, seed=i).requires_grad_() for i in range(3))
@@ -478,8 +474,7 @@ def test_exports(strict, tmp_path):
     torch.export.save(program, files[0])
     torch.save(q, files[1])
     torch.save(expected, files[2])
-    run = [sys.executable, "-c", ELSEWHERE, *map(str, files)]
-    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    done = processes.alone("-c", ELSEWHERE, *files)
     assert not done.returncode, done.stderr
 
 

@@ -13,7 +13,6 @@ import cutlass
 import pytest
 import torch
 from cutlass import Constexpr, Int32, Int64, cute
-from cutlass.cute.runtime import from_dlpack
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +21,7 @@ from cute_attn.kernels.forward_sm80.kernel import TILES_OF_A_SECTION
 from cute_attn.kernels.forward_sm90.producer import CLAIM_AHEAD
 from cute_attn.work.key_tiles import BackwardSchedule, HeadSplits, KeyTileOrder
 from cute_attn.work.query_tiles import L2_SECTION_BYTES, QueryGrid, QueryTileOrder
+from tests.tensors import dynamic, int32
 
 MAX_TILES = 3000
 MULTIPROCESSORS = (132, 114, 78)
@@ -67,15 +67,7 @@ class Problem:
 
     def cu_seqlens(self, side: str):
         lengths = self.lengths_q if side == "q" else self.lengths_k
-        return int32([*itertools.accumulate(lengths, initial=self.before)]) if self.packed else None
-
-
-def int32(values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def dynamic(x):
-    return None if x is None else from_dlpack(x).mark_layout_dynamic(leading_dim=x.ndim - 1)
+        return int32(*[*itertools.accumulate(lengths, initial=self.before)]) if self.packed else None
 
 
 @cute.jit
@@ -169,7 +161,7 @@ def _head_splits(mQ: cute.Tensor, mK: cute.Tensor, mDK: cute.Tensor, out: cute.T
 @functools.cache
 def compiled(function, packed, used, *options):
     """For any sizes. No lane is another than the first on the host."""
-    x, lengths, out = torch.empty((1,) * (3 if packed else 4)), int32([0]), int32([[0]])
+    x, lengths, out = torch.empty((1,) * (3 if packed else 4)), int32(*[0]), int32(*[[0]])
     given = [x] if function is _key_blocks else [x, x]
     given += [lengths if packed else None]
     given += [lengths if used else None] if function is _query_tiles else []
@@ -182,14 +174,14 @@ def run(function, tensors, sizes, *options, used=False, most=2 * MAX_TILES):
     """(the first row, those of the work tiles) of a function above."""
     out = torch.full((most + 1, 5), -1, dtype=torch.int32)
     packed = tensors[0].ndim == 3
-    compiled(function, packed, used, *options)(*map(dynamic, (*tensors, int32(sizes), out)))
+    compiled(function, packed, used, *options)(*map(dynamic, (*tensors, int32(*sizes), out)))
     first, *rows = out.tolist()
     return first[:4], rows[: first[0]]
 
 
 def query_tiles(problem, queries, heads=1, longest_first=False, key_bytes=512):
     """(tiles and sections, [(batch, head, row0, head_kv, exists)])."""
-    used = int32(problem.used_q) if problem.used_q else None
+    used = int32(*problem.used_q) if problem.used_q else None
     tensors = (problem.tensor("q"), problem.tensor("k"), problem.cu_seqlens("q"), used)
     sizes = (*problem.longest, key_bytes, queries)
     return run(_query_tiles, tensors, sizes, longest_first, heads, used=used is not None)
@@ -325,7 +317,7 @@ def test_a_section_keeps_groups_together_and_goes_from_the_last_query_block_down
 @functools.cache
 def compiled_head_splits():
     return cute.compile(
-        _head_splits, *(dynamic(torch.empty(1, 1, 1)) for _ in range(3)), dynamic(int32([[0]]))
+        _head_splits, *(dynamic(torch.empty(1, 1, 1)) for _ in range(3)), dynamic(int32(*[[0]]))
     )
 
 
@@ -360,7 +352,7 @@ HUGE = (2**23, 2**30, 2**31 - 1)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("seqlen_k", HUGE)
 def test_huge_stated_lengths_leave_a_section_one_key_head(seqlen_k, packed, longest_first):
-    x, starts = (torch.empty(40, 8, 1), int32([0, 7, 7, 40])) if packed else (torch.empty(3, 1, 8, 1), None)
+    x, starts = (torch.empty(40, 8, 1), int32(*[0, 7, 7, 40])) if packed else (torch.empty(3, 1, 8, 1), None)
     keys = x[..., :2, :].contiguous()
     (total, planes, last, sections), found = run(
         _query_tiles, (x, keys, starts, None), (40, seqlen_k, 512, 64), longest_first, 1
@@ -377,7 +369,7 @@ def test_huge_stated_lengths_leave_a_section_one_key_head(seqlen_k, packed, long
 def test_huge_stated_lengths_leave_a_section_one_column(longest, packed):
     """Of key blocks, with a split for each that the stated length has, as without the deterministic mode."""
     keys, starts = (
-        (torch.empty(40, 2, 1), int32([0, 7, 7, 40])) if packed else (torch.empty(3, 1, 2, 1), None)
+        (torch.empty(40, 2, 1), int32(*[0, 7, 7, 40])) if packed else (torch.empty(3, 1, 2, 1), None)
     )
     sizes = (longest, longest, -(-longest // 128), 132, 512, 128)
     (blocks, columns, last, sections), _ = run(_key_blocks, (keys, starts), sizes, True, most=100)
