@@ -100,25 +100,11 @@ def _features() -> list[Case]:
         Case("bias-by-tma-varlen", bias="bf16", lengths_q=(5, 0, 130, 64), lengths_k=(70, 33, 0, 136)),
         Case("bias-hides", bias="bf16", bias_hides=True, **odd),
         Case("bias-fp32-hides", bias="fp32", bias_hides=True, seqlen_q=64, seqlen_k=128),
-        Case(
-            "bias-beyond-65536",
-            bias="bf16",
-            bias_broadcast="bhq",
-            seqlen_q=17,
-            seqlen_k=65600,
-            nheads=2,
-            batch=1,
-        ),
-        Case(
-            "mem_efficient-beyond-65536",
-            **FEATURES["mem_efficient"],
-            seqlen_q=65600,
-            seqlen_k=17,
-            nheads=2,
-            batch=1,
-        ),
+        Case("bias-beyond-65536", bias="bf16", bias_broadcast="bhq", seqlen_q=17, seqlen_k=65600, nheads=2, batch=1),
+        Case("mem_efficient-beyond-65536", **FEATURES["mem_efficient"], seqlen_q=65600, seqlen_k=17, nheads=2,
+            batch=1),
         Case("dropout-beyond-65536", dropout_p=0.5, seqlen_q=17, seqlen_k=65600, nheads=2, batch=1),
-    ]
+    ]  # fmt: skip
     return cases
 
 
@@ -129,31 +115,16 @@ def _softmax() -> list[Case]:
         Case("softmax-causal-dropout", causal=True, dropout_p=0.3, logits=8.0, **odd, **GQA),
         Case("softmax-mem_efficient", **FEATURES["mem_efficient"], **odd, **GQA),
         Case("softmax-varlen-dropout", dropout_p=0.3, return_softmax=True, **VARLEN),
-        Case(
-            "softmax-everything-window",
-            dropout_p=0.3,
-            window=(37, 20),
-            head_dim=128,
-            layout="padded",
-            **ALL,
-            **odd,
-        ),
-        Case(
-            "softmax-bias-hides-d256", bias="fp32", bias_hides=True, head_dim=256, dtype="fp16", **odd, **MQA
-        ),
+        Case("softmax-everything-window", dropout_p=0.3, window=(37, 20), head_dim=128, layout="padded", **ALL,
+            **odd),
+        Case("softmax-bias-hides-d256", bias="fp32", bias_hides=True, head_dim=256, dtype="fp16", **odd, **MQA),
         Case("softmax-long-q", causal=True, head_dim=40, head_dim_v=72, **(odd | {"seqlen_q": 300}), **GQA),
-        Case(
-            "softmax-varlen-seqused",
-            seqused_q=USED_Q,
-            seqused_k=USED_K,
-            causal=True,
-            return_softmax=True,
-            **VARLEN,
-        ),
+        Case("softmax-varlen-seqused", seqused_q=USED_Q, seqused_k=USED_K, causal=True, return_softmax=True,
+            **VARLEN),
         Case("softmax-few-queries", seqlen_q=3, seqlen_k=300, nheads=16, nheads_kv=2, return_softmax=True),
         Case("softmax-no-keys", seqlen_q=5, seqlen_k=0, return_softmax=True),
         Case("softmax-sinks-dropout", sinks="fp32", dropout_p=0.3, causal=True, **odd),
-    ]
+    ]  # fmt: skip
 
 
 def _lengths() -> list[Case]:
@@ -171,16 +142,12 @@ def _lengths() -> list[Case]:
         Case("varlen-sinks-seqused", causal=True, seqused_q=USED_Q, seqused_k=USED_K, sinks="fp32", **VARLEN),
         Case("varlen-sinks-no-keys", lengths_q=(4, 3), lengths_k=(0, 0), sinks="bf16"),
         Case("sinks-no-keys", seqlen_q=5, seqlen_k=0, sinks="bf16"),
-        Case(
-            "sinks-more-queries", seqlen_q=203, seqlen_k=113, causal=True, sinks="fp32", head_dim=128, **GQA
-        ),
-        *(
-            Case(f"varlen-no-keys-d{d}", nheads=8, nheads_kv=4, head_dim=d, causal=d > 64, **NO_KEYS_BETWEEN)
-            for d in (64, 256)
-        ),
+        Case("sinks-more-queries", seqlen_q=203, seqlen_k=113, causal=True, sinks="fp32", head_dim=128, **GQA),
+        *(Case(f"varlen-no-keys-d{d}", nheads=8, nheads_kv=4, head_dim=d, causal=d > 64,
+            **NO_KEYS_BETWEEN) for d in (64, 256)),
         Case("varlen-one", causal=True, lengths_q=(129,), lengths_k=(129,)),
         *(Case(f"seqused_k-{mask}", **used, **MASKS[mask]) for mask in ("full", "causal", "window")),
-    ]
+    ]  # fmt: skip
     for sq, sk in ((0, 5), (5, 0), (0, 0)):
         cases += [
             Case(f"{mask}-d256-{sq}x{sk}", seqlen_q=sq, seqlen_k=sk, head_dim=256, **MASKS[mask])
@@ -236,30 +203,14 @@ def _memory() -> list[Case]:
         Case("fused", layout="fused", causal=True, seqlen_q=113, seqlen_k=113, **GQA),
         Case("expanded", layout="expanded", **odd),
         Case("odd-strides-batch-1", layout="odd_strides", batch=1, **odd),
-        Case(
-            "odd-strides-one-row",
-            layout="odd_strides",
-            batch=1,
-            nheads=1,
-            nheads_kv=1,
-            causal=True,
-            seqlen_q=1,
-            seqlen_k=1,
-        ),
+        Case("odd-strides-one-row", layout="odd_strides", batch=1, nheads=1, nheads_kv=1, causal=True, seqlen_q=1,
+            seqlen_k=1),
         Case("far", layout="far", causal=True, batch=3, seqlen_q=3, seqlen_k=3),
         Case("batch-8300", batch=8300, seqlen_q=1, seqlen_k=1),
         Case("batch-70000", batch=70_000, seqlen_q=1, seqlen_k=5, nheads=1, nheads_kv=1),
         Case("heads-66000", batch=1, seqlen_q=3, seqlen_k=5, nheads=66_000, nheads_kv=33_000),
-        Case(
-            "beyond-2-31",
-            batch=2100,
-            nheads=64,
-            nheads_kv=64,
-            head_dim=128,
-            causal=True,
-            compare=(0, 1049, 2099),
-        ),
-    ]
+        Case("beyond-2-31", batch=2100, nheads=64, nheads_kv=64, head_dim=128, causal=True, compare=(0, 1049, 2099)),
+    ]  # fmt: skip
 
 
 def _magnitudes() -> list[Case]:

@@ -128,3 +128,10 @@ def check_backward(
     assert actual.keys() == exact.keys() == plain.keys()
     for name, gradient in actual.items():
         check(name, gradient, exact[name], plain[name], factor=GRADIENT, floor=CANCELLATION)
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Results that are equal bit by bit."""
+    assert actual.keys() == expected.keys()
+    for name in actual:
+        assert torch.equal(actual[name], expected[name]), f"{name} differs"

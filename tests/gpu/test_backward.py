@@ -174,17 +174,12 @@ REPEATED = [
     BY_NAME[name]
     for name in ("causal-203x113", "varlen-causal", "window-1000x256", "window-5-300", "bias-over-bhq")
 ]
+FILLS = {"name": "gqa-that-fills-the-card", "batch": 8, "nheads": 8, "seqlen_q": 600, "seqlen_k": 600}
+LONG = {"name": "varlen-d256", "lengths_q": (700, 3, 40) * 6, "lengths_k": (700, 90, 0) * 6}
 REPEATED += [
-    replace(
-        BY_NAME["causal-d128"], name="gqa-that-fills-the-card", batch=8, nheads=8, seqlen_q=600, seqlen_k=600
-    ),
+    replace(BY_NAME["causal-d128"], **FILLS),
     replace(BY_NAME["window-5-300"], name="window-that-fills-the-card", batch=8, seqlen_q=900, seqlen_k=900),
-    replace(
-        BY_NAME["varlen-causal-d256"],
-        name="varlen-d256",
-        lengths_q=(700, 3, 40) * 6,
-        lengths_k=(700, 90, 0) * 6,
-    ),
+    replace(BY_NAME["varlen-causal-d256"], **LONG),
     EVERYTHING,
 ]
 
@@ -357,19 +352,10 @@ def test_continues_torchs_memory_efficient_attention(shape, mask, dropout_p, arc
     )
     theirs = torch.autograd.grad(out, leaves, grad_out)
     names = ("q", "k", "v", "bias")[: len(leaves)]
-    ours = attention_backward(
-        grad_out,
-        *tensors[:3],
-        out.detach(),
-        lse,
-        bias=None if bias is None else tensors[3],
-        wanted=names,
-        causal=(False, "top_left", "bottom_right")[mask],
-        dropout_p=dropout_p,
-        dropout_mask="mem_efficient",
-        rng_state=(seed, offset),
-        kernel=arch,
-    )
+    options = {"causal": (False, "top_left", "bottom_right")[mask], "dropout_mask": "mem_efficient"}
+    options |= {"dropout_p": dropout_p, "rng_state": (seed, offset), "kernel": arch, "wanted": names}
+    options |= {"bias": None if bias is None else tensors[3]}
+    ours = attention_backward(grad_out, *tensors[:3], out.detach(), lse, **options)
     state = torch.stack([seed, offset]).view(torch.int64).flatten().cuda() if dropout_p else None
     own_mask = ("", "causal_top_left", "causal")[mask]
     exact = by_definition(*tensors[:3], grad_out, own_mask, "mem_efficient", dropout_p, state, *tensors[3:])

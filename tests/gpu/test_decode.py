@@ -123,7 +123,10 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.new or case.rotary])
 def test_append_is_the_definition_bit_for_bit(name, dtype, arch):
-    case = dataclasses.replace(CASES[name], dims=(64, 40), heads=(6, 2))
+    check_append(dataclasses.replace(CASES[name], dims=(64, 40), heads=(6, 2)), dtype, arch)
+
+
+def check_append(case: Case, dtype: torch.dtype, arch: str) -> None:
     problem, expected = Problem(case, dtype=dtype).to("cuda"), Problem(case, dtype=dtype)
     expected.run()
     rotated = launched(problem, arch, problem.q if case.rotary and problem.q.numel() else None)
@@ -141,16 +144,7 @@ def test_append_is_the_definition_bit_for_bit(name, dtype, arch):
     "name", ["append-beyond-capacity", "page-3", "packed-append", "rotary-halves-causal", "rotary-seqlens"]
 )
 def test_append_of_rows_that_start_anywhere(name, dims, arch):
-    case = dataclasses.replace(CASES[name], dims=dims, heads=(6, 2))
-    problem, expected = Problem(case, dtype=torch.bfloat16).to("cuda"), Problem(case, dtype=torch.bfloat16)
-    expected.run()
-    rotated = launched(problem, arch, problem.q if case.rotary else None)
-    assert bits(problem.k).equal(bits(expected.k)) and bits(problem.v).equal(bits(expected.v))
-    if rotated is not None:
-        start = expected.int32(case.lengths) if expected.rotary.seqlens is None else expected.rotary.seqlens
-        positions = query_positions(start, expected.cu_q, expected.q.shape[:-2], bool(case.mask))
-        whole = rotate(expected.q.flatten(0, -3), positions, expected.rotary).view(expected.q.shape)
-        assert bits(rotated).equal(bits(whole))
+    check_append(dataclasses.replace(CASES[name], dims=dims, heads=(6, 2)), torch.bfloat16, arch)
 
 
 @pytest.mark.parametrize("page", [0, 16])
@@ -217,17 +211,9 @@ def test_rows_that_start_anywhere(name, dims):
 
 def many_blocks(heads, queries, dims, page) -> Case:
     """Sequences of several key blocks, and of none, to which the queries' keys are appended."""
-    return Case(
-        (700, 64, 0, 1031, 5),
-        new=(queries,) * 5,
-        queries=(queries,) * 5,
-        capacity=1120,
-        page=page,
-        heads=heads,
-        dims=dims,
-        rotary=8,
-        mask="causal",
-    )
+    of_each = {"new": (queries,) * 5, "queries": (queries,) * 5}
+    sizes = {"capacity": 1120, "page": page, "heads": heads, "dims": dims}
+    return Case((700, 64, 0, 1031, 5), **of_each, **sizes, rotary=8, mask="causal")
 
 
 @pytest.mark.parametrize("num_splits", [0, 3])
@@ -349,16 +335,9 @@ def test_latent_attention_by_the_ampere_kernel(heads, num_splits):
 )
 def test_latent_attention(heads, queries, new, num_splits):
     """Values are the first columns of the keys. Long sequences too, so that ranges of keys are divided."""
-    case = Case(
-        (700, 64, 0, 1031, 5),
-        new=(new,) * 5 if new else (),
-        queries=(queries,) * 5,
-        capacity=1088,
-        page=64,
-        heads=(heads, 1),
-        dims=(576, 512),
-        mask="causal",
-    )
+    of_each = {"new": (new,) * 5 if new else (), "queries": (queries,) * 5}
+    sizes = {"capacity": 1088, "page": 64, "heads": (heads, 1), "dims": (576, 512)}
+    case = Case((700, 64, 0, 1031, 5), **of_each, **sizes, mask="causal")
     problem = Problem(case, dtype=torch.bfloat16).share()
     found = check_large(problem, "cuda", num_splits=num_splits)
     for _ in range(30):  # each appends the same rows at the same places

@@ -227,13 +227,8 @@ class Varlen:
         """The reference's masks."""
         for b, rows, keys in self.sequences():
             here = coords(1, self.nheads, rows.stop - rows.start, keys.stop - keys.start)
-            here = replace(
-                here,
-                batch=here.batch + b,
-                max_seqlen_q=self.max_seqlens[0],
-                max_seqlen_k=self.max_seqlens[1],
-                varlen=True,
-            )
+            longest = dict(zip(("max_seqlen_q", "max_seqlen_k"), self.max_seqlens, strict=True))
+            here = replace(here, batch=here.batch + b, varlen=True, **longest)
             yield reference.mem_efficient_keep(here, self.dropout_p, state)[0]
 
     def equal_scores(self):
@@ -259,13 +254,12 @@ def test_the_mask_of_varlen_sequences_is_pytorchs(name, arch):
     assert all(0.5 < float(x.double().mean()) < 0.8 for x in keep if x.numel() > 1000)
     rng_state = as_tensor(state)
     options = {"rng_state": rng_state, "kernel": arch}
+    given = {**options, "wanted": ("v",)}
     masks = {
         "reference": case.defined(rng_state),
         "forward": case.kept(lambda v: case.call(attention_varlen, q, k, v, **options)),
         "backward": case.kept_backward(
-            lambda grad_out: case.call(
-                attention_varlen_backward, grad_out, q, k, v, out, lse, **options, wanted=("v",)
-            )[0]
+            lambda grad: case.call(attention_varlen_backward, grad, q, k, v, out, lse, **given)[0]
         ),
     }
     for who, mask in masks.items():

@@ -92,14 +92,9 @@ def test_pytorchs_function_is_served(activated: None, compiled: bool) -> None:
 
     def layer(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Any:
         steeper = slopes * 2
+        options: dict[str, Any] = {"enable_gqa": True, "return_aux": AuxRequest(lse=True)}
         return pytorch.flex_attention(
-            q * 0.5,
-            k,
-            v,
-            lambda s, b, h, i, j: s - steeper[h] * (i - j).abs(),
-            mask,
-            enable_gqa=True,
-            return_aux=AuxRequest(lse=True),
+            q * 0.5, k, v, lambda s, b, h, i, j: s - steeper[h] * (i - j).abs(), mask, **options
         )
 
     function = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
@@ -168,15 +163,8 @@ def test_a_learned_bias(activated: None, monkeypatch: pytest.MonkeyPatch) -> Non
         return out, torch.autograd.grad(out, slopes, grad)[0]
 
     out, found = gradient()
-    check_captured(
-        found,
-        [x.transpose(1, 2) for x in leaves],
-        out.transpose(1, 2),
-        grad.transpose(1, 2),
-        learned,
-        slopes,
-        None,
-    )
+    rows_first = [x.transpose(1, 2) for x in (*leaves, out, grad)]
+    check_captured(found, rows_first[:3], *rows_first[3:], learned, slopes, None)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with pytest.warns(UserWarning, match="an epilogue's tensor is asked for with deterministic=True"):

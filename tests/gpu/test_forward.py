@@ -9,7 +9,7 @@ import torch
 from cute_attn import attention
 from cute_attn.compiler import registry
 from tests.cases import BY_NAME, CASES
-from tests.checks import check_forward
+from tests.checks import assert_same, check_forward
 from tests.gpu.archs import runnable_archs
 from tests.gpu.tile_cases import tile_cases
 from tests.problem import Case, Problem
@@ -114,12 +114,6 @@ def test_any_tile_equals_any_tile(case, arch, tile):
 
 
 CAUSAL = BY_NAME["causal-203x113"]
-
-
-def assert_same(actual: dict, expected: dict) -> None:
-    assert actual.keys() == expected.keys()
-    for name in actual:
-        assert torch.equal(actual[name], expected[name]), f"{name} differs"
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -51,27 +51,13 @@ def functions(name: str, x: dict[str, Tensor]) -> Made:
         "relative": (lambda s, b, h, q, k: s + x["table"][h, (k - q).clamp(-128, 128) + 128], None),
         "softcap": (lambda s, b, h, q, k: x["cap"] * torch.tanh(s / x["cap"]), document),
         "wave": (lambda s, b, h, q, k: s * (1 + torch.sin(q * 0.37 - k) / 2) + torch.log(1 + s * s), None),
-        "angles": (
-            lambda s, b, h, q, k: torch.atan2(s, (q - k).float()) + s * torch.acos(torch.tanh(s) / 2),
-            None,
-        ),
-        "powers": (
-            lambda s, b, h, q, k: (torch.tanh(s) + 1.5) ** (1 + x["slopes"][h]) + s.tanh() ** (h + 1),
-            causal,
-        ),
+        "angles": (lambda s, b, h, q, k: torch.atan2(s, (q - k).float()) + s * torch.acos(torch.tanh(s) / 2), None),
+        "powers": (lambda s, b, h, q, k: (torch.tanh(s) + 1.5) ** (1 + x["slopes"][h]) + s.tanh() ** (h + 1), causal),
         "signs": (lambda s, b, h, q, k: s + torch.copysign(s, (q % 7 - k % 5).float()) / 2, None),
-        "smooth": (
-            lambda s, b, h, q, k: torch.sinc(s) + torch.logaddexp(s, 0.5 * s) + torch.asinh(s),
-            document,
-        ),
-        "integers": (
-            lambda s, b, h, q, k: s + torch.fmod(q - k, 7) / 8 + (q * 2**33 + k) % 5 + (7 * k).byte() / 64,
-            None,
-        ),
-        "rows": (
-            lambda s, b, h, q, k: s + x["table"][:, 1:][h, (q + k) % 256] + x["table"].T[k % 257, h],
-            causal,
-        ),
+        "smooth": (lambda s, b, h, q, k: torch.sinc(s) + torch.logaddexp(s, 0.5 * s) + torch.asinh(s), document),
+        "integers": (lambda s, b, h, q, k: s + torch.fmod(q - k, 7) / 8 + (q * 2**33 + k) % 5 + (7 * k).byte() / 64,
+            None),
+        "rows": (lambda s, b, h, q, k: s + x["table"][:, 1:][h, (q + k) % 256] + x["table"].T[k % 257, h], causal),
         "nan": (
             # A quotient's gradient would be NaN in torch too, where it is infinite.
             lambda s, b, h, q, k: (
@@ -79,7 +65,7 @@ def functions(name: str, x: dict[str, Tensor]) -> Made:
             ),
             None,
         ),
-    }
+    }  # fmt: skip
     return cases[name]
 
 

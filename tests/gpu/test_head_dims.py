@@ -29,29 +29,13 @@ FEATURES = [
     Case("used-d288", seqlen_q=90, seqlen_k=200, seqused_q=(90, 17), seqused_k=(200, 0), head_dim=288),
     Case("hiding-bias-d448", seqlen_q=130, seqlen_k=200, head_dim=448, bias="bf16", bias_hides=True),
     Case("frozen-maxima-d512", seqlen_q=128, seqlen_k=2000, head_dim=512, logits="negative"),
-    Case(
-        "mem-efficient-dropout-d384x288",
-        seqlen_q=100,
-        seqlen_k=260,
-        head_dim=384,
-        head_dim_v=288,
-        causal=True,
-        dropout_p=0.3,
-        dropout_mask="mem_efficient",
-    ),
-    Case(
-        "few-keys-d512x8",
-        lengths_q=(70, 0, 3, 64),
-        lengths_k=(1, 40, 65, 0),
-        nheads=8,
-        nheads_kv=1,
-        head_dim=512,
-        head_dim_v=8,
-        causal=True,
-    ),
+    Case("mem-efficient-dropout-d384x288", seqlen_q=100, seqlen_k=260, head_dim=384, head_dim_v=288, causal=True,
+        dropout_p=0.3, dropout_mask="mem_efficient"),
+    Case("few-keys-d512x8", lengths_q=(70, 0, 3, 64), lengths_k=(1, 40, 65, 0), nheads=8, nheads_kv=1, head_dim=512,
+        head_dim_v=8, causal=True),
     Case("one-key-d512x24", seqlen_q=5, seqlen_k=1, head_dim=512, head_dim_v=24, sinks="bf16"),
     Case("d512x40", seqlen_q=200, seqlen_k=200, head_dim=512, head_dim_v=40, window=(30, 30)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -27,23 +27,13 @@ CASES = [
     Case("bf16-d576x512-causal", head_dim=576, head_dim_v=512, causal=True, nheads_kv=1, **ODD),
     Case("bf16-d128x448", head_dim=128, head_dim_v=448, causal="top_left", **ODD),
     Case("bf16-d352-bias", head_dim=352, bias="bf16", **ODD),
-    Case(
-        "bf16-d512-varlen", head_dim=512, lengths_q=(60, 1, 130), lengths_k=(80, 60, 1), batch=3, causal=True
-    ),
+    Case("bf16-d512-varlen", head_dim=512, lengths_q=(60, 1, 130), lengths_k=(80, 60, 1), batch=3, causal=True),
     Case("fp32-d384", head_dim=384, dtype="fp32", seqlen_q=70, seqlen_k=100),
     Case("fp32-d512-causal", head_dim=512, dtype="fp32", causal=True, **ODD),
     Case("fp32-d576x512", head_dim=576, head_dim_v=512, dtype="fp32", **ODD),
-    Case(
-        "fp32-d512-bias-dropout",
-        head_dim=512,
-        dtype="fp32",
-        bias="fp32",
-        bias_broadcast="b",
-        dropout_p=0.2,
-        dropout_mask="mem_efficient",
-        **ODD,
-    ),
-]
+    Case("fp32-d512-bias-dropout", head_dim=512, dtype="fp32", bias="fp32", bias_broadcast="b", dropout_p=0.2,
+        dropout_mask="mem_efficient", **ODD),
+]  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}
 STREAMED = (
     "tile_m=64,tile_n=64,num_warps=8,sdp_warps_m=4,dkv_warps_m=4,dq_warps_m=4,p_in_regs=false,queries_at_once=0,"
@@ -68,15 +58,8 @@ CLUSTER = [
     Case("d128x448", head_dim=128, head_dim_v=448, **ODD),
     Case("d312x504", head_dim=312, head_dim_v=504, lengths_q=(60, 1, 130), lengths_k=(80, 60, 1), batch=3),
     Case("d512-varlen", head_dim=512, lengths_q=(60, 0, 130), lengths_k=(80, 60, 190), batch=3, causal=True),
-    Case(
-        "d512-used",
-        head_dim=512,
-        lengths_q=(60, 90, 130),
-        lengths_k=(80, 60, 190),
-        seqused_q=(33, 90, 0),
-        seqused_k=(80, 1, 100),
-        batch=3,
-    ),
+    Case("d512-used", head_dim=512, lengths_q=(60, 90, 130), lengths_k=(80, 60, 190), seqused_q=(33, 90, 0),
+        seqused_k=(80, 1, 100), batch=3),
     Case("d512-softcap-alibi", head_dim=512, softcap=15.0, alibi="heads", causal=True, **ODD),
     Case("d448-dropout", head_dim=448, dropout_p=0.2, **ODD),
     Case("d512-dropout", head_dim=512, dropout_p=0.2, dropout_mask="mem_efficient", causal=True, **ODD),
@@ -86,7 +69,7 @@ CLUSTER = [
     Case("one-key", head_dim=512, seqlen_q=70, seqlen_k=1),
     Case("one-query", head_dim=512, seqlen_q=1, seqlen_k=500),
     Case("large-scores", head_dim=512, logits=20.0, alibi="heads", seqlen_q=128, seqlen_k=500),
-]
+]  # fmt: skip
 CLUSTER_TILES = [
     ("d320-window", "num_stages_do=1,num_stages_q=3"),
     ("fp16-d384-top_left", "num_stages_ds=2"),

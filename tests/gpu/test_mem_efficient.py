@@ -132,27 +132,13 @@ def check_both(of: Case) -> None:
     single = dtype == torch.float32
     out, theirs = problem.run()["out"], pytorchs(problem, start)
     compare_with_pytorchs("out", out, theirs.get("out"), exact["out"])
-    check(
-        "out",
-        out,
-        exact["out"],
-        plain["out"],
-        factor=2 * FORWARD if single else FORWARD,
-        roundings=16 if single else 1,
-    )
+    factor, roundings = (2, 16) if single else (1, 1)
+    check("out", out, exact["out"], plain["out"], factor=factor * FORWARD, roundings=roundings)
     wanted, rounded = (problem.expected_gradients(start, of_) for of_ in (torch.float64, dtype))
-    factor = 2 * GRADIENT if single else GRADIENT
+    options = {"factor": factor * GRADIENT, "roundings": roundings, "floor": CANCELLATION}
     for name, value in problem.gradients(start).items():
         compare_with_pytorchs(name, value, theirs.get(name), wanted[name])
-        check(
-            name,
-            value,
-            wanted[name],
-            rounded[name],
-            factor=factor,
-            roundings=16 if single else 1,
-            floor=CANCELLATION,
-        )
+        check(name, value, wanted[name], rounded[name], **options)
 
 
 @pytest.mark.parametrize("of", CASES, ids=lambda case: case.name)

@@ -25,20 +25,10 @@ ARCHS = runnable_archs()
 SHORT: dict[str, Any] = {"batch": 32, "seqlen_q": 512, "seqlen_k": 512, "nheads": 16, "nheads_kv": 16}
 GQA: dict[str, Any] = {"batch": 8, "seqlen_q": 1024, "seqlen_k": 1024, "nheads": 16, "nheads_kv": 4}
 ODD: dict[str, Any] = {"batch": 24, "seqlen_q": 413, "seqlen_k": 503, "nheads": 12, "nheads_kv": 12}
-PACKED: dict[str, Any] = {
-    "lengths_q": (700, 3, 130, 511) * 8,
-    "lengths_k": (700, 90, 0, 800) * 8,
-    "nheads": 12,
-    "nheads_kv": 4,
-}
-EVERYTHING: dict[str, Any] = {
-    "causal": True,
-    "softcap": 12.0,
-    "alibi": "batches",
-    "bias": "bf16",
-    "bias_broadcast": "b",
-    "dropout_p": 0.1,
-}
+PACKED: dict[str, Any] = {"lengths_q": (700, 3, 130, 511) * 8, "lengths_k": (700, 90, 0, 800) * 8}
+PACKED |= {"nheads": 12, "nheads_kv": 4}
+EVERYTHING: dict[str, Any] = {"causal": True, "softcap": 12.0, "alibi": "batches", "dropout_p": 0.1}
+EVERYTHING |= {"bias": "bf16", "bias_broadcast": "b"}
 
 FORWARD = [
     Case("bias-of-heads-d64", bias="bf16", bias_broadcast="b", **SHORT),

@@ -160,13 +160,6 @@ def test_decoding_gives_what_training_saw():
     caches = [torch.zeros(1, 2048, 2, 128, device="cuda").bfloat16() for _ in range(2)]
     for i in range(n):
         step = slice(i, i + 1)
-        out = attention_with_kvcache(
-            q.detach()[:, step],
-            *caches,
-            k=k[:, step],
-            v=v[:, step],
-            cache_seqlens=torch.tensor([i]).int().cuda(),
-            causal=True,
-            same_bits=True,
-        )
+        new = {"k": k[:, step], "v": v[:, step], "cache_seqlens": torch.tensor([i]).int().cuda()}
+        out = attention_with_kvcache(q.detach()[:, step], *caches, **new, causal=True, same_bits=True)
         assert out.equal(trained[:, step])

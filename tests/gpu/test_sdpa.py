@@ -226,21 +226,14 @@ def test_dropout_and_its_gradients(backend, order):
     assert not torch.equal(both[0][1], both[1][1])
     mask = "mem_efficient" if backend == "efficient" else "flash"
     for found, (_, state) in zip(actual, both, strict=True):
-        exact, plain = (
-            with_gradients(
-                reference.attention(
-                    *(x.transpose(1, 2) for x in leaves),
-                    64**-0.5,
-                    reference.Features(dropout=mask),
-                    reference.ScoreInputs(dropout_p=0.3, rng_state=state),
-                    compute_dtype=dtype,
-                )[0].transpose(1, 2),
-                leaves,
-                None,
-            )
-            for dtype in (torch.float64, BF16)
-            for leaves in [[x.detach().to(dtype).requires_grad_() for x in inputs]]
-        )
+        given = (reference.Features(dropout=mask), reference.ScoreInputs(dropout_p=0.3, rng_state=state))
+        both_ways = []
+        for dtype in (torch.float64, BF16):
+            leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+            rows_first = [x.transpose(1, 2) for x in leaves]
+            out = reference.attention(*rows_first, 64**-0.5, *given, compute_dtype=dtype)[0]
+            both_ways.append(with_gradients(out.transpose(1, 2), leaves, None))
+        exact, plain = both_ways
         for name, value in found.items():
             factor = 2.0 if name == "out" else GRADIENT
             check(name, value, exact[name], plain[name], factor=factor, floor=1e-5)

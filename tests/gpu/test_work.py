@@ -9,7 +9,7 @@ import torch
 from cute_attn.host.checks import MAX_SEQLEN
 from cute_attn.host.counters import replayed_tiles
 from tests.cases import BY_NAME, FEATURES, VARLEN
-from tests.checks import check_backward, check_forward
+from tests.checks import assert_same, check_backward, check_forward
 from tests.gpu.archs import runnable_archs
 from tests.problem import Case
 
@@ -24,12 +24,6 @@ OTHER_LENGTHS = ((1300, 1300), (7, 70), (0, 40), (300, 300))
 def expectations(problem):
     """By definition: in float64, in the problem's own dtype and in float32."""
     return [problem.expected(dtype) for dtype in (torch.float64, problem.tensors[0].dtype, torch.float32)]
-
-
-def assert_same(actual, expected):
-    assert actual.keys() == expected.keys()
-    for name in actual:
-        assert torch.equal(actual[name], expected[name]), f"{name} differs"
 
 
 class Replays:
@@ -79,18 +73,9 @@ def test_nothing_is_replayed_of_normal_inputs(case, arch):
         check_forward(actual, *expectations(problem))
 
 
-USED = [
-    Case(
-        f"used-d{head_dim}",
-        head_dim=head_dim,
-        causal=True,
-        lengths_q=(300, 64, 700, 5),
-        lengths_k=(300, 64, 900, 70),
-        seqused_q=(130, 0, 700, 1),
-        seqused_k=(300, 10, 801, 69),
-    )
-    for head_dim in (64, 128)
-]
+SEQUENCES = {"lengths_q": (300, 64, 700, 5), "lengths_k": (300, 64, 900, 70)}
+SEQUENCES |= {"seqused_q": (130, 0, 700, 1), "seqused_k": (300, 10, 801, 69)}
+USED = [Case(f"used-d{dim}", head_dim=dim, causal=True, **SEQUENCES) for dim in (64, 128)]
 
 
 @pytest.mark.parametrize("arch", SPECULATIVE)
@@ -251,26 +236,17 @@ def test_stated_maxima_that_count(case, op, arch):
     exact, plain = (problem.expected_gradients(start, dtype) for dtype in (torch.float64, torch.bfloat16))
     check_backward(problem.gradients(start, kernel=arch), exact, plain)
     for longest in HUGE[1:]:
-        with pytest.raises(
-            ValueError, match=f"max_seqlen_q is {longest}; accepted on CUDA: up to {MAX_SEQLEN}"
-        ):
+        message = f"max_seqlen_q is {longest}; accepted on CUDA: up to {MAX_SEQLEN}"
+        with pytest.raises(ValueError, match=message):
             stated(problem, longest).run(kernel=arch)
 
 
 # ---- few queries, many keys ----
 
+GROUPED = {"batch": 1, "nheads": 32, "nheads_kv": 8, "seqlen_k": 16384, "causal": True}
 FEW_QUERIES = [
-    Case(
-        f"few-queries-{name}",
-        batch=1,
-        nheads=32,
-        nheads_kv=8,
-        seqlen_q=sq,
-        seqlen_k=16384,
-        head_dim=d,
-        causal=True,
-    )
-    for name, sq, d in (("512-d128", 512, 128), ("256-d64", 256, 64))
+    Case(f"few-queries-{rows}-d{dim}", seqlen_q=rows, head_dim=dim, **GROUPED)
+    for rows, dim in ((512, 128), (256, 64))
 ]
 
 
@@ -287,10 +263,9 @@ def test_few_queries_with_many_keys(case, arch):
 
 # ---- streams ----
 
+OF_1500 = {"name": "causal", "batch": 2, "nheads": 16, "nheads_kv": 4, "seqlen_q": 1500, "seqlen_k": 1500}
 BESIDE = [
-    replace(
-        BY_NAME["causal-d128"], name="causal", batch=2, nheads=16, nheads_kv=4, seqlen_q=1500, seqlen_k=1500
-    ),
+    replace(BY_NAME["causal-d128"], **OF_1500),
     replace(BY_NAME["full-d256"], name="d256", batch=2, nheads=8, nheads_kv=8, seqlen_q=900, seqlen_k=900),
     Case("packed", causal=True, nheads=16, **{name: lengths * 8 for name, lengths in VARLEN.items()}),
 ]
