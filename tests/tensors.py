@@ -15,3 +15,17 @@ def int32(*values):
 def dynamic(x):
     """As an argument of any size, whose last dimension is contiguous; None stays."""
     return None if x is None else from_dlpack(x).mark_layout_dynamic(leading_dim=x.ndim - 1)
+
+
+def inputs_of(features, batch, nheads, seqlen_q, seqlen_k):
+    """What an emulated problem with these features reads, and a window."""
+    shape, given = (batch, nheads, seqlen_q, seqlen_k), {"window_left": 20, "window_right": 3}
+    if "softcap" in features:
+        given["softcap"] = 2.5
+    if "alibi" in features:
+        given["alibi_slopes"] = torch.rand(batch, nheads)
+    if "bias" in features:
+        given["bias"] = torch.randn(shape).half()
+    if "dropout" in features:
+        given |= {"dropout_p": 0.3, "rng_state": torch.tensor([2**40 + 7, 2**33 - 4])}
+    return given

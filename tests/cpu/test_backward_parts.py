@@ -183,9 +183,8 @@ def test_staged_and_added_fragments_have_the_same_layout(name):
     added, staged = (torch.zeros(math.prod(dq.accumulator_shape(traits, tile))) for _ in range(2))
     given = [from_dlpack(x, assumed_align=16) for x in (added, staged)]
     cute.compile[ARCH[arch]](add_and_stage, *given, traits, tile)(*given)
-    assert torch.equal(added, staged) and torch.equal(
-        added.sort().values, torch.arange(added.numel(), dtype=torch.float32)
-    )
+    assert torch.equal(added, staged)
+    assert torch.equal(added.sort().values, torch.arange(added.numel(), dtype=torch.float32))
 
 
 def test_a_fragment_of_a_fractional_number_of_vectors_is_refused():
@@ -280,16 +279,8 @@ def test_preprocess_on_every_thread(name):
     d, dv, m = padded(case.head_dim), case.head_dim_v, case.tile.tile_m
     batch, longest, total = len(case.lengths), max(case.lengths), sum(case.lengths)
     used = case.used or case.lengths
-    traits = Traits(
-        "backward_preprocess",
-        "sm80",
-        "fp16",
-        case.head_dim,
-        dv,
-        varlen=case.varlen,
-        seqused_q=case.used is not None,
-        lse_grad=case.lse_grad,
-    )
+    features = {"varlen": case.varlen, "seqused_q": case.used is not None, "lse_grad": case.lse_grad}
+    traits = Traits("backward_preprocess", "sm80", "fp16", case.head_dim, dv, **features)
     assert case.tile.reject(traits, "sm80") is None
     plane = (heads,) if case.varlen else (batch, heads)
     tokens = (total,) if case.varlen else (batch, longest)
@@ -313,9 +304,8 @@ def test_preprocess_on_every_thread(name):
         end = first + -(-n // m) * m
         here = (slice(starts[b], starts[b] + n),) if case.varlen else (b, slice(0, n))
         numbers = (slice(None), *here) if case.varlen else (b, slice(None), slice(0, n))
-        minus_d = (dlse[numbers] if dlse is not None else 0.0) - (do[here].float() * o[here].float()).sum(
-            -1
-        ).T
+        products = (do[here].float() * o[here].float()).sum(-1).T
+        minus_d = (dlse[numbers] if dlse is not None else 0.0) - products
         seen = lse[numbers].isfinite()
         found = [
             torch.where(seen, lse[numbers] * math.log2(math.e), math.inf),
@@ -459,11 +449,9 @@ def elements_in_memory(traits: Traits, tile) -> tuple[torch.Tensor, torch.Tensor
     elements = torch.empty(order.numel(), dtype=torch.int32)
     position = thread // 32 * 32 * size + (i // vector * 32 + thread % 32) * vector + i % vector
     elements[position] = order
-    rows, cols = (
-        elements // dq.accumulator_shape(traits, tile)[1],
-        elements % dq.accumulator_shape(traits, tile)[1],
-    )
-    return (cols.long(), rows.long()) if tile.dq_transposed else (rows.long(), cols.long())
+    columns = dq.accumulator_shape(traits, tile)[1]
+    rows, cols = (elements // columns).long(), (elements % columns).long()
+    return (cols, rows) if tile.dq_transposed else (rows, cols)
 
 
 CONVERTS = {
@@ -489,9 +477,8 @@ def test_convert_on_every_thread(name):
     accumulators = torch.randn(3, *plane, blocks, m, padded(head_dim))
     rows, cols = elements_in_memory(traits, tile)
     memory = accumulators[..., rows, cols].reshape(3, *plane, -1).contiguous()
-    out = torch.full(
-        (total, heads, head_dim) if varlen else (batch, longest, heads, head_dim), math.nan
-    ).half()
+    tokens = (total,) if varlen else (batch, longest)
+    out = torch.full((*tokens, heads, head_dim), math.nan).half()
 
     summed = (accumulators[0] + accumulators[1] + accumulators[2]) * scale
     summed = summed.half().reshape(*plane, blocks * m, padded(head_dim))

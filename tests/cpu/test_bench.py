@@ -109,17 +109,8 @@ def test_all_are_served_without_the_rules():
 @pytest.fixture
 def short(monkeypatch):
     """Sequences of few blocks, in which each mask hides something."""
-    for name, value in {
-        "SEQLEN": 384,
-        "HEADS": 2,
-        "GRID": 32,
-        "RADIUS": 4,
-        "DOCUMENT": 150,
-        "PREFIX": 160,
-        "WINDOW": 100,
-        "FIRST": 20,
-        "REACH": 200,
-    }.items():
+    sizes = {"SEQLEN": 384, "HEADS": 2, "GRID": 32, "RADIUS": 4, "DOCUMENT": 150, "PREFIX": 160}
+    for name, value in (sizes | {"WINDOW": 100, "FIRST": 20, "REACH": 200}).items():
         monkeypatch.setattr(masks, name, value)
     monkeypatch.setitem(masks.OPTIONS, "window", {"causal": True, "window": (99, 0)})
 

@@ -151,15 +151,8 @@ class Call:
 
 
 def kernel_of(kind, varlen, rows, groups, unroll, eager, by_range):
-    traits = Traits(
-        "combine_stream_k",
-        "sm80",
-        "fp16",
-        DIM,
-        mask="" if kind == "none" else kind,
-        varlen=varlen,
-        seqused_k=True,
-    )
+    mask = "" if kind == "none" else kind
+    traits = Traits("combine_stream_k", "sm80", "fp16", DIM, mask=mask, varlen=varlen, seqused_k=True)
     tile = CombineStreamKTile(rows, groups, unroll, eager, QUERIES * PACK, TILE_N, PACK, by_range)
     assert tile.reject(traits, "sm80") is None
     return CombineStreamK(traits, tile)

@@ -26,22 +26,10 @@ def call(seqlen_q, seqlen_k, heads=(4, 4), dim=64, batch=1, packed=False, dtype=
     tensors = dict.fromkeys(("alibi_slopes", "bias", "sinks", "rng_state"))
     seqused_k = changes.pop("seqused_k", None)
     lengths[3] = seqused_k
-    options = dict.fromkeys(_Options._fields) | {
-        "precision": "",
-        "varlen": packed,
-        "max_seqlen_q": seqlen_q,
-        "max_seqlen_k": seqlen_k,
-        "causal": False,
-        "window": (None, None),
-        "softcap": 0.0,
-        "dropout_p": 0.0,
-        "dropout_mask": "flash",
-        "epilogues": (),
-        "return_lse": False,
-        "return_softmax": False,
-        "deterministic": False,
-        "same_bits": False,
-    }
+    options = dict.fromkeys(_Options._fields) | dict.fromkeys(("softcap", "dropout_p"), 0.0)
+    options |= dict.fromkeys(("causal", "return_lse", "return_softmax", "deterministic", "same_bits"), False)
+    options |= {"precision": "", "varlen": packed, "max_seqlen_q": seqlen_q, "max_seqlen_k": seqlen_k}
+    options |= {"window": (None, None), "dropout_mask": "flash", "epilogues": ()}
     return _call_of((q, k, k, *lengths, *tensors.values()), _Options(**options | changes))
 
 
@@ -75,10 +63,8 @@ def test_few_work_tiles_are_divided(name):
     cached = divided.as_cache(params)
     kernel, found = split_kv.choose_kernel(cached, "sm90", PROCESSORS)
     assert found.how == split
-    dims = f"d{params.q.shape[-1]}"
-    assert kernel.traits.name == "-".join(
-        word for word in ("kvcache-sm90-bf16", dims, features, f"split_{split}") if word
-    )
+    words = ("kvcache-sm90-bf16", f"d{params.q.shape[-1]}", features, f"split_{split}")
+    assert kernel.traits.name == "-".join(filter(None, words))
     assert kernel.tile.reject(kernel.traits, "sm90") is None
     assert split_kv._partial_shapes(cached, kernel, found, PROCESSORS)[0][-1] == params.v.shape[-1]
     assert cached.output_shapes() == params.output_shapes()

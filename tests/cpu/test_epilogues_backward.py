@@ -22,7 +22,7 @@ from cute_attn.epilogues.names import register_epilogue
 from cute_attn.reference.emulated import MASKED, UNMASKED, UNVISITED
 from cute_attn.reference.tilings import SMALL, TILINGS, TINY, TRANSPOSED, Scores
 from cute_attn.traits import Traits
-from tests.tensors import int32
+from tests.tensors import inputs_of, int32, randn
 
 ALL = {**TILINGS, **TRANSPOSED, **TINY}
 SMALL_TRANSPOSED = "warps4x1-64x64-transposed"
@@ -88,9 +88,7 @@ def compare(name, features, problem, grad_bias=None, **how):
     """
     bias_grad = "" if grad_bias is None else "-bias_grad"
     tiling = replace(ALL[name], **how).of(features + bias_grad, op="backward")
-    grad_out = torch.randn(
-        *problem.q.shape[:3], problem.v.shape[3], generator=torch.Generator().manual_seed(7)
-    )
+    grad_out = randn(*problem.q.shape[:3], problem.v.shape[3], seed=7)
     expected = problem.expected_gradients(tiling.traits, grad_out)
     given = replace(problem, inputs=replace(problem.inputs, grad_bias=grad_bias))
     got = given.differentiate(tiling, grad_out, expected.lse, -expected.dpsum)
@@ -129,17 +127,8 @@ def test_the_whole_chain(name, features):
     dtype = next(DTYPES[word[5:]] for word in features.split("-") if word.startswith("bias_"))
     for seqlen_q, seqlen_k in [(130, 259), (70, 40)]:
         bias = torch.randn(2, 2, seqlen_q, seqlen_k).to(dtype)
-        problem = Scores.random(
-            *(2, 2, seqlen_q, seqlen_k),
-            softcap=2.5,
-            alibi_slopes=torch.rand(2, 2) if "alibi" in features else None,
-            bias=bias,
-            window_left=100,
-            window_right=3,
-            dropout_p=0.3,
-            rng_state=torch.tensor([2**40 + 7, 2**33 - 4]),
-            extra={"bent": (torch.rand(2),)},
-        )
+        given = inputs_of(features, 2, 2, seqlen_q, seqlen_k) | {"bias": bias, "window_left": 100}
+        problem = Scores.random(2, 2, seqlen_q, seqlen_k, **given, extra={"bent": (torch.rand(2),)})
         grad_bias = torch.zeros_like(bias)
         _, expected = compare(name, features, problem, grad_bias)
         check_bias(grad_bias, expected)
@@ -209,24 +198,16 @@ def test_rows_of_large_numbers(name, features):
 def test_lengths_of_each_batch(name):
     """seqused: what lies beyond a batch's own queries and keys is neither read nor written."""
     used_q, used_k = [130, 1, 64, 0, 70], [200, 3, 0, 9, 65]
-    bias = torch.randn(5, 1, 130, 200).half().expand(5, 2, 130, 200)
-    problem = Scores.random(
-        *(5, 2, 130, 200),
-        alibi_slopes=torch.rand(5, 2),
-        bias=bias,
-        window_left=90,
-        window_right=20,
-        dropout_p=0.25,
-        rng_state=torch.tensor([5, 12]),
-    )
+    features = "window_top_left-alibi-bias_fp16-dropout-seqused_q-seqused_k"
+    given = inputs_of(features, 5, 2, 130, 200) | {"window_left": 90, "window_right": 20}
+    given["bias"] = torch.randn(5, 1, 130, 200).half().expand(5, 2, 130, 200)
+    problem = Scores.random(5, 2, 130, 200, **given)
     lengths = reference.Lengths(seqused_q=int32(*used_q), seqused_k=int32(*used_k))
     grad_bias = torch.full((5, 2, 130, 200), torch.nan)
     for batch, (n_q, n_k) in enumerate(zip(used_q, used_k, strict=True)):
         grad_bias[batch, :, :n_q, :n_k] = 0.0
     problem = replace(problem, lengths=lengths)
-    _, expected = compare(
-        name, "window_top_left-alibi-bias_fp16-dropout-seqused_q-seqused_k", problem, grad_bias
-    )
+    _, expected = compare(name, features, problem, grad_bias)
     for batch, (n_q, n_k) in enumerate(zip(used_q, used_k, strict=True)):
         assert grad_bias[batch, :, n_q:].isnan().all() and grad_bias[batch, :, :, n_k:].isnan().all()
     check_bias(grad_bias.nan_to_num(), expected)
@@ -310,9 +291,8 @@ def gradient_like(bias, dtype, pad=(1, 1), offset=0):
     """Zeros with a bias's extents and broadcasts in the midst of NaN, where nothing must be written."""
     sizes = [1 if step == 0 else size for size, step in zip(bias.shape, bias.stride(), strict=True)]
     *outer, rows, cols = sizes
-    storage = torch.full(
-        (offset + outer[0] * outer[1] * (rows + pad[0]) * (cols + pad[1]),), torch.nan, dtype=dtype
-    )
+    size = outer[0] * outer[1] * (rows + pad[0]) * (cols + pad[1])
+    storage = torch.full((offset + size,), torch.nan, dtype=dtype)
     whole = storage[offset:].view(*outer, rows + pad[0], cols + pad[1])
     inner = whole[:, :, :rows, :cols]
     inner.zero_()
@@ -412,10 +392,7 @@ def test_bias_gradients_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="grad_bias is None; accepted: zeros with the bias's extents"):
         chain.host_args(ScoreInputs(bias=bias))
     for grad, message in [
-        (
-            torch.zeros(1, 1, 8, 8, dtype=torch.float16),
-            "grad_bias is torch.float16; accepted: torch.float32, or",
-        ),
+        (torch.zeros(1, 1, 8, 8).half(), "grad_bias is torch.float16; accepted: torch.float32, or"),
         (torch.zeros(1, 1, 1, 8).bfloat16().expand(1, 1, 8, 8), "torch.bfloat16 and broadcast; accepted"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -18,17 +18,8 @@ def made(tile_n=96, *, tensor=1000.0, shared=500.0, warp=100.0, spills=0, blocks
     clocks = Clocks(tensor * scale, 100.0 * scale, 300.0 * scale, shared * scale, warp * scale)
     step = StepCost(0, 900, 200, 100, tile_n, 128 * tile_n, clocks)
     tile = f"tile_m=128,tile_n={tile_n},num_warps=4,num_stages=2,qk_unroll=0"
-    return Verdict(
-        NAME,
-        "sm90",
-        tile,
-        blocks=blocks,
-        registers=255,
-        spills_in_step=spills,
-        step=step,
-        copies=copies,
-        **changes,
-    )
+    used = {"blocks": blocks, "registers": 255, "spills_in_step": spills}
+    return Verdict(NAME, "sm90", tile, **used, step=step, copies=copies, **changes)
 
 
 def test_a_difference_below_noise_means_nothing():

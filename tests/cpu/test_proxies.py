@@ -18,13 +18,11 @@ def code_of(name: str, tile: str | None = None) -> Code:
 
 def without_fences(code: Code) -> Code:
     """The code as it is without its proxy fences."""
-    fences = ("FENCE.VIEW.ASYNC",)
-    return Code(
-        tuple(
-            replace(i, opcode="NOP", modifiers=()) if i.name.startswith(fences) else i
-            for i in code.instructions
-        )
-    )
+
+    def changed(i: Instruction) -> Instruction:
+        return replace(i, opcode="NOP", modifiers=()) if i.name.startswith("FENCE.VIEW.ASYNC") else i
+
+    return Code(tuple(map(changed, code.instructions)))
 
 
 # ---- kernels ----
@@ -59,17 +57,8 @@ def code(*lines: str) -> Code:
         predicate, _, rest = line.partition(" ") if line.startswith("@") else ("", "", line)
         name, _, operands = rest.partition(" ")
         opcode, *modifiers = name.split(".")
-        made.append(
-            Instruction(
-                BYTES * n,
-                opcode,
-                tuple(modifiers),
-                tuple(filter(None, operands.split(","))),
-                predicate,
-                1,
-                (),
-            )
-        )
+        given = (tuple(modifiers), tuple(filter(None, operands.split(","))), predicate, 1, ())
+        made.append(Instruction(BYTES * n, opcode, *given))
     return Code(tuple(made))
 
 

@@ -57,25 +57,21 @@ def test_list_scheduling():
 
 
 @pytest.mark.parametrize(
-    "one, load, message",
+    "changes, load, message",
     [
-        (dataclasses.replace(PLAIN, reason="it is too large"), None, "nothing to estimate: it is too large"),
+        ({"reason": "it is too large"}, None, "nothing to estimate: it is too large"),
+        ({"step": None, "no_step": "it has no loop"}, None, "nothing to estimate: it has no loop"),
+        ({"tile": "values=3"}, LOAD, "tile is 'values=3'; accepted for an estimate"),
         (
-            dataclasses.replace(PLAIN, step=None, no_step="it has no loop"),
-            None,
-            "nothing to estimate: it has no loop",
-        ),
-        (dataclasses.replace(PLAIN, tile="values=3"), LOAD, "tile is 'values=3'; accepted for an estimate"),
-        (
-            PLAIN,
+            {},
             standard(64, 512, op="backward"),
             "accepted: one of forward, which forward-sm90-bf16-d64 computes",
         ),
     ],
 )
-def test_a_wrong_call_is_one_sentence(one, load, message):
+def test_a_wrong_call_is_one_sentence(changes, load, message):
     with pytest.raises(ValueError) as error:
-        estimate(one, load)
+        estimate(dataclasses.replace(PLAIN, **changes), load)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 

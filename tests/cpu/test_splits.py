@@ -29,24 +29,14 @@ from cute_attn.traits import Traits
 TILE = BackwardSm90Tile(64, 128)
 
 
-def call(
-    seqlen_q,
-    seqlen_k,
-    nheads=1,
-    nheads_kv=1,
-    batch=1,
-    mask="",
-    window=(UNBOUNDED, UNBOUNDED),
-    packed=(),
-    head_dim=128,
-):
+def call(seqlen_q, seqlen_k, nheads=1, nheads_kv=1, batch=1, mask="", window=None, packed=(), head_dim=128):
     """Parameters without memory; ``packed``: all rows of queries and of keys, of sequences up to those lengths."""
     rows_q, rows_k = ((n,) for n in packed) if packed else ((batch, seqlen_q), (batch, seqlen_k))
     q = torch.empty(*rows_q, nheads, head_dim, dtype=torch.bfloat16, device="meta")
     k = torch.empty(*rows_k, nheads_kv, head_dim, dtype=torch.bfloat16, device="meta")
     ends = torch.empty(batch + 1, dtype=torch.int32, device="meta") if packed else None
     longest = {"max_seqlen_q": seqlen_q, "max_seqlen_k": seqlen_k}
-    left, right = window
+    left, right = window or (UNBOUNDED, UNBOUNDED)
     return Call(q, k, k, ends, ends, **longest, mask=mask, window_left=left, window_right=right)
 
 
