@@ -141,6 +141,17 @@ def with_lse(**given: Any) -> Any:
     return attention(**given, return_lse=True)
 
 
+def _packed_with_lse(**given: Any) -> Any:
+    return attention_varlen(**given, return_lse=True)
+
+
+def _cached_with_lse(**given: Any) -> Any:
+    return attention_with_kvcache(**given, return_lse=True)
+
+
+NO_CACHE = ("no key", "no head", "nothing")
+"""What calls with a cache decline."""
+
 DOORS = {
     "attention": Door(_batch, with_lse),
     "attention out": Door(_batch, attention),
@@ -161,14 +172,11 @@ DOORS = {
     ),
     "attention softmax": Door(_batch, lambda **a: attention(**a, return_softmax=True)[0]),
     "attention score_mod": Door(lambda s: _batch(s) | _table(s), _with_table(with_lse)),
-    "varlen": Door(_packed, lambda **a: attention_varlen(**a, return_lse=True)),
+    "varlen": Door(_packed, _packed_with_lse),
     "varlen bias": Door(
         lambda s: _packed(s) | {"bias": _learnt(s.batch, s.nheads, s.seqlen_q, s.seqlen_k)}, attention_varlen
     ),
-    "varlen sinks": Door(
-        lambda s: _packed(s) | {"sinks": _learnt(s.nheads)},
-        lambda **a: attention_varlen(**a, return_lse=True),
-    ),
+    "varlen sinks": Door(lambda s: _packed(s) | {"sinks": _learnt(s.nheads)}, _packed_with_lse),
     "varlen seqused": Door(lambda s: _packed(s) | _lengths(s, "seqused_q", "seqused_k"), attention_varlen),
     "varlen score_mod": Door(lambda s: _packed(s) | _table(s), _with_table(attention_varlen)),
     "flash_attn": Door(_batch, lambda **a: flash_attn.flash_attn_func(**a, return_attn_probs=True)[:2]),
@@ -176,10 +184,7 @@ DOORS = {
     "flash_attn slopes": Door(lambda s: _batch(s) | _slopes(s), flash_attn.flash_attn_func),
     "flash_attn varlen": Door(_packed, flash_attn.flash_attn_varlen_func),
     "flash_attn kvpacked": Door(
-        lambda s: {
-            "q": _batch(s)["q"],
-            "kv": _learnt(s.batch, s.seqlen_k, 2, s.nheads_kv, s.head_dim),
-        },
+        lambda s: {"q": _batch(s)["q"], "kv": _learnt(s.batch, s.seqlen_k, 2, s.nheads_kv, s.head_dim)},
         flash_attn.flash_attn_kvpacked_func,
     ),
     "flash_attn_3": Door(_batch, flash_attn_3.flash_attn_func),
@@ -187,51 +192,40 @@ DOORS = {
     "flex": Door(_heads_first, lambda **a: flex.flex_attention(**a, return_lse=True)),
     "flex score_mod": Door(lambda s: _heads_first(s) | _table(s), _with_table(flex.flex_attention)),
     "flex block_mask": Door(lambda s: _heads_first(s) | _blocks(s), _with_blocks),
-    "kvcache": Door(_cache, lambda **a: attention_with_kvcache(**a, return_lse=True), ("no key", "no head", "nothing")),
-    "kvcache sinks": Door(
-        lambda s: _cache(s) | {"sinks": torch.rand(s.nheads)},
-        lambda **a: attention_with_kvcache(**a, return_lse=True),
-        ("no key", "no head", "nothing"),
-    ),
-    "kvcache append": Door(
-        lambda s: _cache(s) | _new_rows(s), attention_with_kvcache, ("no key", "no head", "nothing")
-    ),
+    "kvcache": Door(_cache, _cached_with_lse, NO_CACHE),
+    "kvcache sinks": Door(lambda s: _cache(s) | {"sinks": torch.rand(s.nheads)}, _cached_with_lse, NO_CACHE),
+    "kvcache append": Door(lambda s: _cache(s) | _new_rows(s), attention_with_kvcache, NO_CACHE),
     "append_kv": Door(
         lambda s: {name: x for name, x in _cache(s).items() if name != "q"} | _new_rows(s),
         lambda **a: append_kv(**a) or a["k_cache"],
-        ("no key", "no head", "nothing"),
+        NO_CACHE,
     ),
     "flash_attn cache": Door(
-        _cache,
-        lambda **a: flash_attn.flash_attn_with_kvcache(**a, return_softmax_lse=True),
-        ("no key", "no head", "nothing"),
+        _cache, lambda **a: flash_attn.flash_attn_with_kvcache(**a, return_softmax_lse=True), NO_CACHE
     ),
 }  # fmt: skip
 """On tensors of any device."""
 
+
+def _efficient(**given: Any) -> Any:
+    return aten._scaled_dot_product_efficient_attention(**given, compute_log_sumexp=True)[0]
+
+
+def _cudnn(**given: Any) -> Any:
+    return aten._scaled_dot_product_cudnn_attention(**given, attn_bias=None, compute_log_sumexp=True)[0]
+
+
+def _biased(s: Sizes) -> dict[str, Any]:
+    return _heads_first(s) | {"attn_bias": _learnt(s.batch, s.nheads, s.seqlen_q, s.seqlen_k)}
+
+
 OPERATORS = {
     "flash operator": Door(_heads_first, lambda **a: aten._scaled_dot_product_flash_attention(**a)[0]),
-    "efficient operator": Door(
-        _heads_first,
-        lambda **a: aten._scaled_dot_product_efficient_attention(
-            **a, attn_bias=None, compute_log_sumexp=True
-        )[0],
-    ),
-    "efficient operator bias": Door(
-        lambda s: _heads_first(s) | {"attn_bias": _learnt(s.batch, s.nheads, s.seqlen_q, s.seqlen_k)},
-        lambda **a: aten._scaled_dot_product_efficient_attention(**a, compute_log_sumexp=True)[0],
-    ),
-    "efficient operator dropout": Door(
-        _heads_first,
-        lambda **a: aten._scaled_dot_product_efficient_attention(
-            **a, attn_bias=None, compute_log_sumexp=True, dropout_p=0.5
-        )[0],
-    ),
-    "cudnn operator": Door(
-        _heads_first,
-        lambda **a: aten._scaled_dot_product_cudnn_attention(**a, attn_bias=None, compute_log_sumexp=True)[0],
-    ),
-}
+    "efficient operator": Door(_heads_first, lambda **a: _efficient(**a, attn_bias=None)),
+    "efficient operator bias": Door(_biased, _efficient),
+    "efficient operator dropout": Door(_heads_first, lambda **a: _efficient(**a, attn_bias=None, dropout_p=0.5)),
+    "cudnn operator": Door(_heads_first, _cudnn),
+}  # fmt: skip
 """PyTorch's, which scaled_dot_product_attention calls; served where CPU tensors are a GPU's, and on a GPU."""
 
 

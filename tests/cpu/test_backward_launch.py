@@ -225,9 +225,8 @@ CASES = {
     "mem_efficient": replace(SMALL, dropout_p=0.25, dropout_mask="mem_efficient"),
     "seqused_k": replace(SMALL, seqused_k=(150, 0), causal=True),
     "varlen": replace(VARLEN, causal=True),
-    "varlen-seqused-bias": replace(
-        VARLEN, seqused_q=(3, 0, 66, 1), seqused_k=(30, 7, 0, 129), bias="bf16", bias_broadcast="q"
-    ),
+    "varlen-seqused-bias": replace(VARLEN, seqused_q=(3, 0, 66, 1), seqused_k=(30, 7, 0, 129), bias="bf16",
+        bias_broadcast="q"),
     "sinks": replace(SMALL, sinks="fp32", causal=True, seqlen_q=160),
     "sinks-dropout": replace(SMALL, sinks="bf16", dropout_p=0.25, window=(20, 3)),
     "sinks-varlen-seqused": replace(VARLEN, seqused_q=(3, 0, 66, 1), sinks="bf16"),
@@ -235,14 +234,13 @@ CASES = {
     "sinks-varlen-no-keys": replace(VARLEN, lengths_k=(0, 0, 0, 0), seqused_q=(3, 0, 60, 1), sinks="fp32"),
     "odd": replace(SMALL, head_dim=43, head_dim_v=21, causal=True),
     "odd-v-bias": replace(SMALL, head_dim_v=21, bias="fp32", bias_broadcast="b"),
-    "odd-padded-dropout": replace(
-        SMALL, head_dim=33, head_dim_v=24, layout="padded", dropout_p=0.25, dropout_mask="mem_efficient"
-    ),
+    "odd-padded-dropout": replace(SMALL, head_dim=33, head_dim_v=24, layout="padded", dropout_p=0.25,
+        dropout_mask="mem_efficient"),
     "odd-varlen-sinks": replace(VARLEN, head_dim=59, head_dim_v=59, seqused_q=(3, 0, 66, 1), sinks="fp32"),
     "no-queries": replace(SMALL, seqlen_q=0),
     "no-keys": replace(SMALL, seqlen_k=0),
     "one-by-one": replace(SMALL, seqlen_q=1, seqlen_k=1, batch=1, layout="odd_strides"),
-}
+}  # fmt: skip
 
 
 def the_call(problem, **options):
