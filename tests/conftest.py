@@ -17,14 +17,19 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="no GPU"))
 
 
-@pytest.fixture
-def fresh_cache(tmp_path, monkeypatch):
-    """The folder of an empty disk cache, with a compiler that has nothing in memory."""
+def forget(monkeypatch):
+    """Empty the compiler's memory, as in a new process."""
     from cute_attn.compiler import compiled
 
-    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("CUTE_ATTN_CACHE", raising=False)
     monkeypatch.setattr(compiled, "_requests", {})
     monkeypatch.setattr(compiled, "_kernels", {})
     monkeypatch.setattr(compiled, "_spilling", set())
+
+
+@pytest.fixture
+def fresh_cache(tmp_path, monkeypatch):
+    """The folder of an empty disk cache, with a compiler that has nothing in memory."""
+    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("CUTE_ATTN_CACHE", raising=False)
+    forget(monkeypatch)
     return tmp_path / "cache"

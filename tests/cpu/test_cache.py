@@ -17,6 +17,7 @@ from cute_attn import compiler
 from cute_attn.compiler import SpillWarning, cache, compiled, cubin
 from cute_attn.compiler.cache import CUBIN, OBJECT, PTX, CacheUnusable, DiskCache, Entry
 from tests import processes, toy
+from tests.conftest import forget
 
 pytestmark = pytest.mark.filterwarnings("ignore::cute_attn.compiler.SpillWarning")  # the toy's own
 PARTS = {OBJECT: b"object", CUBIN: b"cubin", PTX: b"ptx"}
@@ -48,12 +49,6 @@ def built(fresh_cache, monkeypatch):
 
     monkeypatch.setattr(compiled, "_build", build)
     return keys
-
-
-def forget(monkeypatch):
-    """Empty the compiler's memory, as in a new process."""
-    monkeypatch.setattr(compiled, "_requests", {})
-    monkeypatch.setattr(compiled, "_kernels", {})
 
 
 @pytest.fixture(params=[0o022, 0o000], ids=["umask022", "umask000"])

@@ -6,8 +6,8 @@ from cutlass.base_dsl import dsl
 from cutlass.cutlass_dsl import tvm_ffi_provider
 
 from cute_attn import compiler
-from cute_attn.compiler import compiled
 from tests import quick_builds, toy
+from tests.conftest import forget
 
 
 @pytest.mark.parametrize(
@@ -17,8 +17,7 @@ from tests import quick_builds, toy
 def test_quick_builds_yield_the_same_kernels(name, tile, fresh_cache, tmp_path, monkeypatch):
     quick = compiler.compile(name, tile, "sm90")
     monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path / "another"))
-    monkeypatch.setattr(compiled, "_requests", {})
-    monkeypatch.setattr(compiled, "_kernels", {})
+    forget(monkeypatch)
     tracking = []
 
     def track(enable):

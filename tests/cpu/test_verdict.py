@@ -11,6 +11,7 @@ from cutlass.base_dsl import dsl
 
 from cute_attn import SpillWarning, Traits, compiler, score_mod
 from cute_attn.compiler import registry
+from cute_attn.lab.copies import conflicts
 from cute_attn.lab.verdict import lines_of, verdict
 from tests import refusals, toy
 
@@ -59,32 +60,19 @@ def test_a_hopper_forward():
 
 def test_every_copy_of_every_kernel_is_read(fresh_cache):
     """Small tiles spread the compile time; layouts of all kernels are read without compiling."""
-    from cute_attn.compiler.registry import lookup
-    from cute_attn.lab.copies import conflicts
-    from cute_attn.traits import Traits
-
-    counts = {}
-    for name, tile in [
-        ("forward-sm80-bf16-d128", ""),
-        ("forward-sm90-bf16-d128", "q_in_regs=true"),
-        ("backward-sm80-bf16-d64", ""),
-        ("backward-sm80-bf16-d128", ""),
-        ("backward-sm90-bf16-d128", ""),
-        ("backward-sm90-bf16-d256", ""),
-        ("backward_convert-sm80-bf16-d64", ""),
-        ("backward_convert-sm90-bf16-d64", ""),
-        ("backward_preprocess-sm80-bf16-d64", ""),
-    ]:
-        found = conflicts(lookup(Traits.parse(name), tile or None))
-        counts[name] = len(found)
+    counts = {"forward-sm80-bf16-d128": 7, "forward-sm90-bf16-d128": 2}
+    counts |= {"backward-sm80-bf16-d64": 11, "backward-sm80-bf16-d128": 12}
+    counts |= dict.fromkeys(("backward-sm90-bf16-d128", "backward-sm90-bf16-d256"), 3)
+    counts |= dict.fromkeys(("backward_convert-sm80-bf16-d64", "backward_convert-sm90-bf16-d64"), 1)
+    for name, count in (counts | {"backward_preprocess-sm80-bf16-d64": 0}).items():
+        found = conflicts(
+            registry.lookup(name, "q_in_regs=true" if name.startswith("forward-sm90") else None)
+        )
+        assert len(found) == count, name
         assert all(copy.wavefronts == copy.minimum > 0 and copy.ways == 1 for copy in found), name
-    assert list(counts.values()) == [7, 2, 11, 12, 3, 3, 1, 1, 0]
-    plain = conflicts(lookup(Traits.parse("forward-sm80-bf16-d64"), "swizzle_bits=0"))
-    assert {copy.name: copy.ways for copy in plain if copy.opcode == "LDSM"} == {
-        "Q by ldmatrix": 8,
-        "K by ldmatrix": 8,
-        "V by ldmatrix.trans": 8,
-    }
+    plain = conflicts(registry.lookup("forward-sm80-bf16-d64", "swizzle_bits=0"))
+    ways = {copy.name: copy.ways for copy in plain if copy.opcode == "LDSM"}
+    assert ways == dict.fromkeys(("Q by ldmatrix", "K by ldmatrix", "V by ldmatrix.trans"), 8)
 
 
 @pytest.mark.parametrize(("head_dim", "in_bulk"), [(64, True), (128, False)])

@@ -140,11 +140,8 @@ def _key_blocks(
     out[0, 0] = order.blocks
     if cutlass.const_expr(longest_first):
         sections = order.sections
-        out[0, 1], out[0, 2], out[0, 3] = (
-            sections.columns.divisor,
-            sections.last_columns.divisor,
-            sections.last,
-        )
+        out[0, 1], out[0, 2] = sections.columns.divisor, sections.last_columns.divisor
+        out[0, 3] = sections.last
     for i in cutlass.range(cutlass.min(order.blocks, out.shape[0] - 1), unroll=1):
         first, head_kv, batch = order.find(i, cu_seqlens)
         out[i + 1, 0], out[i + 1, 1], out[i + 1, 2] = batch, head_kv, first
@@ -209,14 +206,13 @@ def problems(draw, most_tiles=500, longest=900):
     packed = draw(st.booleans())
     group, nheads_kv = draw(st.sampled_from((1, 2, 3, 4, 7, 8))), draw(st.integers(1, 5))
     count = draw(st.integers(1, 8))
-    lengths = [tuple(draw(st.lists(st.integers(0, longest), min_size=count, max_size=count))) for _ in "qk"]
+    some = st.lists(st.integers(0, longest), min_size=count, max_size=count).map(tuple)
+    lengths = [draw(some) for _ in "qk"]
     if not packed:
-        lengths = [(max(some),) * count for some in lengths]
-    used = (
-        draw(st.lists(st.integers(0, longest), min_size=count, max_size=count)) if draw(st.booleans()) else ()
-    )
+        lengths = [(max(own),) * count for own in lengths]
+    used = draw(some) if draw(st.booleans()) else ()
     around = [draw(st.integers(0, 300)) for _ in range(3)] if packed else [0] * 3
-    return Problem(*lengths, group * nheads_kv, nheads_kv, packed, *around, tuple(used))
+    return Problem(*lengths, group * nheads_kv, nheads_kv, packed, *around, used)
 
 
 @settings(deadline=None, max_examples=100)
@@ -248,18 +244,13 @@ def test_every_query_block_once(data):
         assert total <= packs * (rows // queries + len(problem.lengths_q))
 
 
+OF_A_GRID = ((64, 128), (False, True), (128, 2**15, 2**24), (1, 2), (0, 8, 100))
+
+
 @settings(deadline=None, max_examples=100)
-@given(
-    problems(),
-    st.sampled_from((64, 128)),
-    st.booleans(),
-    st.sampled_from((128, 2**15, 2**24)),
-    st.sampled_from((1, 2)),
-    st.sampled_from((0, 8, 100)),
-)
-def test_every_cta_of_a_grid_has_a_query_block_of_its_own(
-    problem, tile_m, longest_first, key_bytes, heads, fewest
-):
+@given(problems(), st.tuples(*map(st.sampled_from, OF_A_GRID)))
+def test_every_cta_of_a_grid_has_a_query_block_of_its_own(problem, chosen):
+    tile_m, longest_first, key_bytes, heads, fewest = chosen
     problem = Problem(*(getattr(problem, name) for name in problem.__dataclass_fields__ if name != "used_q"))
     (total, together, _, _), found = query_grid(problem, tile_m, longest_first, key_bytes, heads, fewest)
     real = [tuple(tile[:4]) for tile in found if tile[4]]
@@ -354,9 +345,8 @@ HUGE = (2**23, 2**30, 2**31 - 1)
 def test_huge_stated_lengths_leave_a_section_one_key_head(seqlen_k, packed, longest_first):
     x, starts = (torch.empty(40, 8, 1), int32(*[0, 7, 7, 40])) if packed else (torch.empty(3, 1, 8, 1), None)
     keys = x[..., :2, :].contiguous()
-    (total, planes, last, sections), found = run(
-        _query_tiles, (x, keys, starts, None), (40, seqlen_k, 512, 64), longest_first, 1
-    )
+    given = (x, keys, starts, None), (40, seqlen_k, 512, 64)
+    (total, planes, last, sections), found = run(_query_tiles, *given, longest_first, 1)
     assert total == (8 * 3 if packed else 24) and len(found) == total
     if longest_first and not packed:
         assert (planes, last, sections) == (4, 4, 5)
@@ -368,9 +358,7 @@ def test_huge_stated_lengths_leave_a_section_one_key_head(seqlen_k, packed, long
 @pytest.mark.parametrize("longest", HUGE)
 def test_huge_stated_lengths_leave_a_section_one_column(longest, packed):
     """Of key blocks, with a split for each that the stated length has, as without the deterministic mode."""
-    keys, starts = (
-        (torch.empty(40, 2, 1), int32(*[0, 7, 7, 40])) if packed else (torch.empty(3, 1, 2, 1), None)
-    )
+    keys, starts = (torch.empty(40, 2, 1), int32(0, 7, 7, 40)) if packed else (torch.empty(3, 1, 2, 1), None)
     sizes = (longest, longest, -(-longest // 128), 132, 512, 128)
     (blocks, columns, last, sections), _ = run(_key_blocks, (keys, starts), sizes, True, most=100)
     assert (columns, last, sections) == (1, 1, 1 if packed else 5)
@@ -442,24 +430,12 @@ def about(draw, most):
 def shapes(draw):
     """(problem, window) with as many heads as leave ``MAX_TILES`` blocks of 64 queries or keys."""
     packed = draw(st.booleans())
-    window = draw(
-        st.sampled_from(
-            (
-                Window(None, None),
-                Window(None, 0),
-                Window(None, 0),
-                Window(draw(about(8192)), draw(about(8192))),
-            )
-        )
-    )
+    own = Window(draw(about(8192)), draw(about(8192)))
+    window = draw(st.sampled_from((Window(None, None), Window(None, 0), Window(None, 0), own)))
     count = draw(about(32))
     if packed:
-        lengths_q = tuple(draw(st.lists(about(8192), min_size=count, max_size=count)))
-        lengths_k = (
-            lengths_q
-            if draw(st.booleans())
-            else tuple(draw(st.lists(about(16384), min_size=count, max_size=count)))
-        )
+        lengths_q = tuple(draw(about(8192)) for _ in range(count))
+        lengths_k = lengths_q if draw(st.booleans()) else tuple(draw(about(16384)) for _ in range(count))
     else:
         lengths_q = (draw(about(16384)),) * count
         lengths_k = lengths_q if draw(st.booleans()) else (draw(about(65536)),) * count
