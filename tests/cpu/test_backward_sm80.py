@@ -174,21 +174,35 @@ def test_results_are_stored_at_the_layouts_addresses(name):
             assert len(np.unique(found[..., 0])) == elements // 2
 
 
+STREAMED = BackwardSm80Tile(64, 64, 8, 4, 4, 4, dq_passes=8, columns=128)
+REJECTED = """
+num_warps=0 num_warps; num_warps=6 dkv_warps_m; dq_warps_m=3 dq_warps_m; stages_q=3 stages_q; stages_do=0 stages_do
+dq_vector=3 dq_vector; dq_unroll=-1 unroll; p_in_regs=true sdp_warps_m; queries_at_once=32 queries_at_once
+tile_m=48 tile_m; tile_n=32 tile_n; dkv_warps_m=1 head_dim; tile_m=1024 shared memory; tile_n=1024 shared memory
+dq_passes=3 dq_passes; dq_passes=0 dq_passes
+"""
+"""Changes of a tile, and what the reason names."""
+STREAMED_REJECTED = """
+columns=100 columns; columns=-64 columns; dq_passes=4 dq_passes 4; dq_warps_m=1 head_dim of a pass
+p_in_regs=true,sdp_warps_m=1,dkv_warps_m=8 columns
+"""
+
+
+def rows(text):
+    return [row.partition(" ")[::2] for row in re.split(r"; |\n", text.strip())]
+
+
 @pytest.mark.parametrize(
-    "change, named",
+    "tile, head_dim, target, change, named",
     [
-        *(("num_warps=0", "num_warps"), ("num_warps=6", "dkv_warps_m"), ("dq_warps_m=3", "dq_warps_m")),
-        *(("stages_q=3", "stages_q"), ("stages_do=0", "stages_do"), ("dq_vector=3", "dq_vector")),
-        *(("dq_unroll=-1", "unroll"), ("p_in_regs=true", "sdp_warps_m")),
-        *(("queries_at_once=32", "queries_at_once"), ("tile_m=48", "tile_m"), ("tile_n=32", "tile_n")),
-        *(("dkv_warps_m=1", "head_dim"), ("tile_m=1024", "shared memory")),
-        *(("tile_n=1024", "shared memory"), ("dq_passes=3", "dq_passes"), ("dq_passes=0", "dq_passes")),
+        *((UNTRANSPOSED, 64, "sm90", *row) for row in rows(REJECTED)),
+        *((STREAMED, 512, "sm86", *row) for row in rows(STREAMED_REJECTED)),
     ],
 )
-def test_a_rejected_tile_names_the_reason(change, named):
-    traits = Traits("backward", "sm80", "bf16", 64)
-    assert UNTRANSPOSED.reject(traits, "sm90") is None
-    reason = UNTRANSPOSED.override(change).reject(traits, "sm90")
+def test_a_rejected_tile_names_the_reason(tile, head_dim, target, change, named):
+    traits = Traits("backward", "sm80", "bf16", head_dim)
+    assert tile.reject(traits, target) is None
+    reason = tile.override(change).reject(traits, target)
     assert reason and named in reason, reason
 
 
@@ -220,26 +234,6 @@ def test_areas_overlap_only_where_memory_is_reused(v_in_regs):
         if areas[a][0] < areas[b][1] and areas[b][0] < areas[a][1]:
             assert (a, b) in taken_over, (a, b)
     assert areas["dk"][1] <= areas["dv"][0] and areas["dv"][1] <= tile.smem_bytes(traits)
-
-
-STREAMED = BackwardSm80Tile(64, 64, 8, 4, 4, 4, dq_passes=8, columns=128)
-
-
-@pytest.mark.parametrize(
-    "change, named",
-    [
-        ("columns=100", "columns"),
-        ("columns=-64", "columns"),
-        ("dq_passes=4", "dq_passes 4"),
-        ("p_in_regs=true,sdp_warps_m=1,dkv_warps_m=8", "columns"),
-        ("dq_warps_m=1", "head_dim of a pass"),
-    ],
-)
-def test_a_rejected_streamed_tile_names_the_reason(change, named):
-    traits = Traits("backward", "sm80", "bf16", 512)
-    assert STREAMED.reject(traits, "sm86") is None
-    reason = STREAMED.override(change).reject(traits, "sm86")
-    assert reason and named in reason, reason
 
 
 @pytest.mark.parametrize(
@@ -279,12 +273,10 @@ def write_columns(
         for part in cutlass.range_constexpr(parts):
             own = columns_of(whole, layout, part, parts)
             for col in cutlass.range(width):
-                out[row, part * width + col, 0] = (
-                    whole.iterator + cute.crd2idx((row, part * width + col, 0), whole.layout)
-                ).toint()
-                out[row, part * width + col, 1] = (
-                    own.iterator + cute.crd2idx((row, col, 0), own.layout)
-                ).toint()
+                at = part * width + col
+                place = whole.iterator + cute.crd2idx((row, at, 0), whole.layout)
+                part_place = own.iterator + cute.crd2idx((row, col, 0), own.layout)
+                out[row, at, 0], out[row, at, 1] = place.toint(), part_place.toint()
 
 
 @pytest.mark.parametrize("width, shape, parts", [(16, (32, 512), 2), (16, (64, 576), 9), (32, (32, 320), 5)])

@@ -17,6 +17,7 @@ from cute_attn.compiler.bundle import BundleUnusable, open_bundle
 from cute_attn.compiler.cache import CUBIN, LIBRARY
 from cute_attn.lab import bundles
 from tests import processes, toy  # noqa: F401  # registers the kernel
+from tests.conftest import forget
 
 APPEND, SECOND, FORWARD = (
     Traits.parse(name)
@@ -52,8 +53,7 @@ def made(built_here, tmp_path_factory):
 def unseen(monkeypatch):
     """Nothing in the compiler's memory; no bundle unless a test names one."""
     monkeypatch.delenv(bundle.VARIABLE, raising=False)
-    monkeypatch.setattr(compiled, "_requests", {})
-    monkeypatch.setattr(compiled, "_kernels", {})
+    forget(monkeypatch)
     monkeypatch.setattr(cache, "_warned", set())
     open_bundle.cache_clear()
 

@@ -22,15 +22,11 @@ class Draw(random.Random):
 
     def common(self) -> None:
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.choice(DTYPES)]
-        self.dim, self.group, self.kv_heads = (
-            self.choice(HEAD_DIMS),
-            self.choice(GROUPS),
-            self.choice((1, 2, 8)),
-        )
+        self.dim, self.group, self.kv_heads = map(self.choice, (HEAD_DIMS, GROUPS, (1, 2, 8)))
         self.batch, mask = self.choice((1, 2, 5, 16, 64)), self.choice(MASKS)
-        window = (
-            (self.choice((50, 127, 500, 4000)), self.choice((0, 100))) if mask == "window" else (None, None)
-        )
+        window = (None, None)
+        if mask == "window":
+            window = (self.choice((50, 127, 500, 4000)), self.choice((0, 100)))
         self.mask = {"causal": mask == "causal", "window": window}
 
     def length(self, most: int) -> int:
@@ -60,11 +56,9 @@ class Draw(random.Random):
 
     def cache(self, *, append: bool = False) -> None:
         self.common()
-        queries, most = (
-            self.choice((1, 1, 2, 5, self.length(11))),
-            2**29 // (self.batch * self.kv_heads * self.dim),
-        )
-        capacity = min(max(self.length(17), 64), most)  # a gigabyte at most
+        queries = self.choice((1, 1, 2, 5, self.length(11)))
+        most = 2**29 // (self.batch * self.kv_heads * self.dim)  # a gigabyte
+        capacity = min(max(self.length(17), 64), most)
         heads, packed, page = self.group * self.kv_heads, self.random() < 0.4, self.choice((0, *PAGE_SIZES))
         pages = -(-capacity // page) if page else 0
         outer = (self.batch * pages, page) if page else (self.batch, capacity)
@@ -80,9 +74,8 @@ class Draw(random.Random):
             new = {name: self.rows(*outer, self.kv_heads) for name in ("k", "v")}
             new["cu_seqlens_k_new"] = self.starts(3) if packed_new else None
             if rotary:
-                new |= {
-                    name: torch.empty(1 << 18, 16, dtype=self.dtype) for name in ("rotary_cos", "rotary_sin")
-                }
+                angles = (torch.empty(1 << 18, 16, dtype=self.dtype) for _ in range(2))
+                new |= zip(("rotary_cos", "rotary_sin"), angles, strict=True)
                 new["rotary_interleaved"] = self.random() < 0.5
             if self.random() < 0.5:
                 append_kv(*caches, **new, **given)
@@ -112,9 +105,8 @@ def test_a_bundle_of_all_has_every_kernel_that_random_calls_launch(kind, target,
     for seed in range(CALLS):
         KINDS[kind](Draw(seed))
     assert len(launched) > 40
-    missing = [
-        f"{traits} with {tile}" for traits, tile, _ in sorted(launched.difference(kernels(target)), key=str)
-    ]
+    lacking = sorted(launched.difference(kernels(target)), key=str)
+    missing = [f"{traits} with {tile}" for traits, tile, _ in lacking]
     assert not missing, f"{len(missing)} of {len(launched)}"
 
 

@@ -21,11 +21,8 @@ def step(*lines: str, line: int = 0) -> Step:
     for n, text in enumerate(lines):
         name, _, operands = text.partition(" ")
         opcode, *modifiers = name.split(".")
-        made.append(
-            Instruction(
-                BYTES * n, opcode, tuple(modifiers), tuple(operands.split(", ")), "", 1, (), __file__, line
-            )
-        )
+        given = (tuple(modifiers), tuple(operands.split(", ")), "", 1, (), __file__, line)
+        made.append(Instruction(BYTES * n, opcode, *given))
     return Step(Loop(0, frozenset({0})), tuple((i, 1) for i in made), 1)
 
 

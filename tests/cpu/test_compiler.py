@@ -24,16 +24,10 @@ from cute_attn.lab.pictures import pictures
 from cute_attn.lab.verdict import verdict
 from cute_attn.traits import Traits
 from tests import processes, refusals, toy
+from tests.conftest import forget
 
 ROOT = Path(__file__).parents[2]
 TRAITS = Traits.parse(toy.NAME)
-
-
-def forget(monkeypatch):
-    """Empty the compiler's memory, as in a new process."""
-    monkeypatch.setattr(compiled, "_requests", {})
-    monkeypatch.setattr(compiled, "_kernels", {})
-    monkeypatch.setattr(compiled, "_spilling", set())
 
 
 # ---- what a build reports ----
@@ -67,9 +61,8 @@ def test_resources_equal_cuobjdump(fresh_cache, tmp_path, target, tile):
     (tmp_path / "kernel.cubin").write_bytes(compiled.cubin)
     command = [cubin.cuda_tool("cuobjdump"), "--dump-resource-usage", str(tmp_path / "kernel.cubin")]
     usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack, local = (
-        int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "STACK", "LOCAL")
-    )
+    words = ("REG", "STACK", "LOCAL")
+    registers, stack, local = (int(re.search(rf"{word}:(\d+)", usage)[1]) for word in words)
     resources = compiled.resources
     assert (resources.registers, resources.local_bytes) == (registers, stack + local)
     assert resources.shared_memory_bytes == compiled.tile.smem_bytes(TRAITS)
@@ -97,9 +90,7 @@ def test_a_kernel_that_spills_warns_once(fresh_cache, monkeypatch):
         assert compile(toy.NAME, "values=256", "sm80") is built
         assert compile(toy.NAME, target="sm80").resources.spill_store_bytes == 0
     forget(monkeypatch)
-    with pytest.warns(
-        compiler.SpillWarning, match=text
-    ):  # as a call of an operator loads it, in a new process
+    with pytest.warns(compiler.SpillWarning, match=text):  # as an operator loads it in a new process
         found = compiler.build(registry.lookup(TRAITS, "values=256", "sm80"), "sm80")
     assert found.from_cache
 
@@ -193,9 +184,7 @@ def test_a_launch_is_bound_by_name(fresh_cache):
 
 def test_an_argument_that_cannot_be_faked_is_named(fresh_cache, monkeypatch):
     monkeypatch.setitem(toy.Toy.__call__.__wrapped__.__annotations__, "mY", float)
-    with pytest.raises(
-        TypeError, match=r"mY of Toy.__call__ is annotated .*float.*; accepted: a number's type"
-    ):
+    with pytest.raises(TypeError, match=r"mY of Toy.__call__ is annotated .*float.*; accepted: a number's"):
         compile(toy.NAME)
 
 
@@ -246,9 +235,7 @@ def test_nothing_on_disk_when_switched_off(fresh_cache, monkeypatch):
     assert callable(compiled.function) and compiled.ptx and not fresh_cache.exists()
 
 
-@pytest.mark.parametrize(
-    "damage", ["truncated", "flipped in the middle", "flipped at the end", "empty", "gone"]
-)
+@pytest.mark.parametrize("damage", ["truncated", "flipped in the middle", "flipped last", "empty", "gone"])
 def test_a_damaged_entry_is_a_miss_and_is_replaced(fresh_cache, monkeypatch, damage):
     key = compile(toy.NAME, target="sm80").key
     path = fresh_cache / "kernels" / key
@@ -384,11 +371,9 @@ def test_a_module_that_prebuilds_when_imported_terminates(fresh_cache, tmp_path,
 def test_each_prebuilt_kernel_has_a_result(fresh_cache, tmp_path, monkeypatch):
     """Found on disk, built, refused, and one whose building ends the process, after which another takes its place."""
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "deadly_kernels.py").write_text(
-        NAMED_AS_ANOTHER.replace(
-            "    pass", "    def __call__(self, x: \"__import__('os')._exit(3)\", stream): ..."
-        ).replace('"test"', '"deadly"')
-    )
+    call = "    def __call__(self, x: \"__import__('os')._exit(3)\", stream): ..."
+    source = NAMED_AS_ANOTHER.replace("    pass", call).replace('"test"', '"deadly"')
+    (tmp_path / "deadly_kernels.py").write_text(source)
     import deadly_kernels  # noqa: F401
 
     deadly = Traits.parse("forward-sm80:deadly-bf16-d64")
@@ -427,37 +412,26 @@ def test_closing_the_iterator_stops_the_processes(fresh_cache, monkeypatch):
 
 # ---- the key ----
 
-OTHER = {
+FLAGS = (
+    "softcap alibi varlen seqused_q seqused_k bias_grad lse_grad rotate_q varlen_new paged batch_idx leftpad"
+)
+OTHER: dict[str, object] = dict.fromkeys((*FLAGS.split(), "varlen_k", "tree", "latent"), True)
+OTHER |= {
     "arch": "sm90",
     "dtype": "fp16",
     "head_dim": 128,
     "head_dim_v": 128,
     "mask": "causal",
-    "softcap": True,
-    "alibi": True,
     "bias": "fp32",
+}
+OTHER |= {
     "epilogues": ("my_epilogue",),
     "sinks": "bf16",
     "dropout": "flash",
-    "varlen": True,
-    "seqused_q": True,
-    "seqused_k": True,
     "variant": "",
-    "bias_grad": True,
-    "lse_grad": True,
     "rotary": "halves",
-    "rotate_q": True,
-    "varlen_new": True,
-    "paged": True,
-    "batch_idx": True,
-    "precision": "tf32",
-    "leftpad": True,
-    "varlen_k": True,
-    "tree": True,
-    "latent": True,
-    "alignment": 4,
-    "split": "stream_k",
 }
+OTHER |= {"precision": "tf32", "alignment": 4, "split": "stream_k"}
 CACHE = Traits("kvcache", "sm80", "bf16", 64, varlen=True)
 APPEND = Traits("append", "sm80", "bf16", 64, rotary="interleaved")
 ELSEWHERE = {
@@ -523,9 +497,8 @@ def test_the_packages_sources_change_the_key(tmp_path, monkeypatch):
         seen.add(digest())
     assert len(seen) == len(shaping) + 1
     others = set((tmp_path / "cute_attn").rglob("*.py")) - set(shaping)
-    assert {"api", "host", "lab", "cli", "reference", "sdpa", "flash_attn"} <= {
-        path.parent.name for path in others
-    }
+    parents = {path.parent.name for path in others}
+    assert {"api", "host", "lab", "cli", "reference", "sdpa", "flash_attn"} <= parents
     for path in others:
         path.write_text("")
     assert digest() in seen
@@ -538,11 +511,9 @@ def test_what_shapes_a_kernel_imports_only_that():
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cute_attn"):
                     _, *places = node.module.split(".")
                     names = places[:1] or [alias.name for alias in node.names]
-                    shaping = {name.removesuffix(".py") for name in fingerprint._SHAPING} | {
-                        "_imported_at",
-                        "_without_dsl",
-                    }
-                    assert set(names) <= shaping, f"{path}: {ast.unparse(node)}"
+                    shaping = {name.removesuffix(".py") for name in fingerprint._SHAPING}
+                    others = {"_imported_at", "_without_dsl"}
+                    assert set(names) <= shaping | others, f"{path}: {ast.unparse(node)}"
 
 
 KERNELS = {
@@ -599,9 +570,8 @@ def test_a_users_sources_change_the_key(tmp_path, monkeypatch):
     with (tmp_path / "user_kernel.py").open("a") as file:
         file.write("    other = 1\n")
     assert len({first, second, digest()}) == 3
-    assert fingerprint.user_sources((dict,)) == fingerprint.user_sources(
-        (registry.KERNELS["forward", "sm80", ""],)
-    )
+    packages = registry.KERNELS["forward", "sm80", ""]
+    assert fingerprint.user_sources((dict,)) == fingerprint.user_sources((packages,))
 
 
 # ---- classes that no file has ----
@@ -657,9 +627,8 @@ def test_a_typed_class_is_known_by_its_code_and_what_that_names(monkeypatch):
 
 
 def test_a_typed_class_with_an_object_is_never_taken_for_another(monkeypatch):
-    assert key_of_a_cell(monkeypatch, constant="WIDTH = object()") != key_of_a_cell(
-        monkeypatch, constant="WIDTH = object()"
-    )
+    keys = [key_of_a_cell(monkeypatch, constant="WIDTH = object()") for _ in range(2)]
+    assert keys[0] != keys[1]
 
 
 def test_a_typed_classes_key_is_that_of_another_process(monkeypatch):

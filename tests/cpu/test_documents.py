@@ -176,12 +176,9 @@ def test_make_has_its_targets(pytestconfig):
 
 
 def test_files_exist():
-    named = {
-        Path(path) for path in re.findall(r"[(`]((?:bench|docs|examples|tests)/[\w./-]+\.\w+)[)`]", TEXT)
-    }
-    links = [
-        page.parent / link for page in PAGES for link in re.findall(r"\]\(([\w./-]+)\)", page.read_text())
-    ]
+    named = set(map(Path, re.findall(r"[(`]((?:bench|docs|examples|tests)/[\w./-]+\.\w+)[)`]", TEXT)))
+    pages = [(page, re.findall(r"\]\(([\w./-]+)\)", page.read_text())) for page in PAGES]
+    links = [page.parent / link for page, found in pages for link in found]
     assert len(named) > 10 and len(links) > 30
     assert [path for path in (*sorted(named), *links) if not (ROOT / path).exists()] == []
 
@@ -190,18 +187,11 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.S | re.M)
 
 
-SLOW_PAGES = ("tiles.md",)
+def marked(page: Path):
+    return pytest.param(page, marks=[pytest.mark.slow] if page.name == "tiles.md" else [], id=page.name)
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=[pytest.mark.slow] if page.name in SLOW_PAGES else [])
-        for page in PAGES
-        if blocks(page, "python")
-    ],
-    ids=lambda page: page.name,
-)
+@pytest.mark.parametrize("page", [marked(page) for page in PAGES if blocks(page, "python")])
 def test_a_pages_python_runs(page, tmp_path):
     """One after the other, as a reader types them; on a CPU, and without what only some readers have."""
     found = [block for block in blocks(page, "python") if "transformers" not in block]
@@ -221,17 +211,15 @@ def test_a_printed_sample_is_what_the_command_prints(sample):
     assert command.startswith("$ cute-attn ")
     done = processes.run("-m", "cute_attn", *shlex.split(command)[2:], environment={"COLUMNS": str(COLUMNS)})
     assert done.returncode == 0, done.stderr
-    assert [line.rstrip() for line in done.stdout.splitlines()] == [
-        line.rstrip() for line in expected.splitlines()
-    ]
+    found, wanted = ([line.rstrip() for line in text.splitlines()] for text in (done.stdout, expected))
+    assert found == wanted
 
 
 def test_code_is_no_wider_than_the_site():
     for page in PAGES:
         fences = re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.S | re.M)
-        indented = re.findall(
-            r"^ {4}(\S.*|\s+\S.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M), re.M
-        )
+        prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+        indented = re.findall(r"^ {4}(\S.*|\s+\S.*)$", prose, re.M)
         lines = [*"\n".join(fences).splitlines(), *indented]
         assert [line for line in lines if len(line) > COLUMNS] == [], page
 
@@ -252,11 +240,7 @@ def test_the_table_of_names_has_arguments_of_each_function():
     text = (ROOT / "docs/doors.md").read_text().partition("| `scaled_dot_product_attention`")[2]
     rows = [line.split("|")[1:4] for line in text.partition("\n\n")[0].splitlines()[2:]]
     torchs = {"query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"}
-    flash = (
-        flash_attn.flash_attn_func,
-        flash_attn.flash_attn_varlen_func,
-        flash_attn.flash_attn_with_kvcache,
-    )
+    flash = (getattr(flash_attn, f"flash_attn_{name}") for name in ("func", "varlen_func", "with_kvcache"))
     known = [torchs, *(_arguments(*functions) for functions in (flash, (attention, attention_with_kvcache)))]
     assert len(rows) > 10
     for row in rows:
@@ -290,16 +274,11 @@ def test_numbers_of_the_first_screen_are_stored_results():
         for row in stored("2026-11-26-nvidia-h200-masks.json")
         if (row["workload"], row["op"]) == ("d128-documents", "forward")
     }
-    numbers = [
-        value("forward", causal, "cute_attn/forward-sm90"),
-        value("forward", causal, "fa4"),
-        documents["cute"],
-        documents["flex"],
-        value("forward", f"{causal}-dropout", "cute_attn/forward-sm90"),
-        value("forward", f"{causal}-dropout", "cudnn"),
-        value("backward", grad, "cute_attn/backward-sm90"),
-        value("backward", grad, "mem_efficient"),
-    ]
+    ours = ("cute_attn/forward-sm90", "cute_attn/backward-sm90")
+    numbers = [value("forward", causal, impl) for impl in (ours[0], "fa4")]
+    numbers += [documents[impl] for impl in ("cute", "flex")]
+    numbers += [value("forward", f"{causal}-dropout", impl) for impl in (ours[0], "cudnn")]
+    numbers += [value("backward", grad, impl) for impl in (ours[1], "mem_efficient")]
     promised = [int(n) for n in re.findall(r"(?<!head dim )(?<![\d,])\b(\d{3})\b", screen)]
     assert promised == [round(number) for number in numbers]
 

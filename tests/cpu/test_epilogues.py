@@ -21,7 +21,7 @@ from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.epilogues.names import register_epilogue
 from cute_attn.reference.emulated import MASKED, UNMASKED, UNVISITED
 from cute_attn.reference.tilings import SMALL, TILINGS, Scores
-from tests.tensors import int32
+from tests.tensors import inputs_of, int32
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # The loops over one thread's registers are unrolled on purpose: fragments take static indices.
@@ -38,12 +38,8 @@ class Skewed(Epilogue):
         return inputs.extra["skewed"]
 
     def begin(self, args, context):
-        return (
-            args[0][context.head, None],
-            Float32(context.batch),
-            context.score_scale,
-            context.inv_score_scale,
-        )
+        scales = (context.score_scale, context.inv_score_scale)
+        return (args[0][context.head, None], Float32(context.batch), *scales)
 
     @cute.jit
     def forward(self, state, tile, loaded=()):
@@ -98,20 +94,13 @@ def signs(tiling, problem):
 )
 def test_the_whole_chain(name, dropout):
     """Softcap, ALiBi, a bias, a user's epilogue, a window and dropout, in this order and over several blocks."""
-    tiling = TILINGS[name].of(f"window-softcap-alibi-bias_fp16-skewed-{dropout}")
+    features = f"window-softcap-alibi-bias_fp16-skewed-{dropout}"
+    tiling = TILINGS[name].of(features)
     for seed, (seqlen_q, seqlen_k) in enumerate([(130, 259), (70, 40)]):
         torch.manual_seed(seed)
-        problem = Scores.random(
-            *(2, 2, seqlen_q, seqlen_k, seed),
-            softcap=2.5,
-            alibi_slopes=torch.rand(2, 2),
-            bias=torch.randn(2, 2, seqlen_q, seqlen_k).half(),
-            window_left=100,
-            window_right=3,
-            dropout_p=0.3,
-            rng_state=torch.tensor([2**40 + 7, 2**33 - 4]),
-            extra={"skewed": (torch.randn(2, 8),)},
-        )
+        given = inputs_of(features, 2, 2, seqlen_q, seqlen_k) | {"window_left": 100}
+        extra = {"skewed": (torch.randn(2, 8),)}
+        problem = Scores.random(2, 2, seqlen_q, seqlen_k, seed, **given, extra=extra)
         got = compare(tiling, problem)
         assert torch.equal(got.dropped, signs(tiling, problem))
         seen = got.scores > -torch.inf  # what was not visited is NaN
@@ -179,24 +168,10 @@ def check_visits(tile, visits, hidden):
 def test_sinks(name, features):
     """Below, beside and above all scores, and in rows that see no key."""
     tiling = TILINGS[name].of(features)
-    sinks = torch.tensor([-200.0, 1.5, 300.0]).to(
-        torch.float16 if "sinks_fp16" in features else torch.float32
-    )
+    sinks = torch.tensor([-200.0, 1.5, 300.0]).to(DTYPES["fp16" if "sinks_fp16" in features else "fp32"])
     for seqlen_q, seqlen_k in ((130, 210), (210, 130)):
-        got = compare(
-            tiling,
-            Scores.random(
-                *(2, 3, seqlen_q, seqlen_k),
-                softcap=2.5 if "softcap" in features else 0.0,
-                alibi_slopes=torch.rand(2, 3) if "alibi" in features else None,
-                bias=torch.randn(2, 3, seqlen_q, seqlen_k).half() if "bias" in features else None,
-                window_left=20,
-                window_right=3,
-                dropout_p=0.3 if "dropout" in features else 0.0,
-                rng_state=torch.tensor([2**40 + 7, 2**33 - 4]) if "dropout" in features else None,
-                sinks=sinks,
-            ),
-        )
+        shape = (2, 3, seqlen_q, seqlen_k)
+        got = compare(tiling, Scores.random(*shape, **inputs_of(features, *shape), sinks=sinks))
         assert (got.lse[:, 2] == 300).all() and (got.out[:, 2] == 0).all()
         if "causal" in features and seqlen_q > seqlen_k:
             assert (got.lse[:, 1, : seqlen_q - seqlen_k] == 1.5).all()
@@ -207,18 +182,13 @@ def test_p_times_a_power_of_two(features):
     """As a forward on fp32 in one fp16 part has it: outputs and LSE are the same, and those of rows without keys."""
     tiling = replace(TILINGS[SMALL].of(features), p_exponent=14)
     for seqlen_q, seqlen_k in ((130, 210), (210, 130)):
-        bias = torch.randn(2, 3, seqlen_q, seqlen_k).half()
-        bias[:, :, 5] = -torch.inf
-        problem = Scores.random(
-            *(2, 3, seqlen_q, seqlen_k),
-            bias=bias if "bias" in features else None,
-            window_left=20,
-            window_right=3,
-            dropout_p=0.3 if "dropout" in features else 0.0,
-            rng_state=torch.tensor([2**40 + 7, 2**33 - 4]) if "dropout" in features else None,
-            sinks=torch.tensor([-200.0, 1.5, 300.0]) if "sinks" in features else None,
-        )
-        compare(tiling, problem)
+        shape = (2, 3, seqlen_q, seqlen_k)
+        given = inputs_of(features, *shape)
+        if "bias" in features:
+            given["bias"][:, :, 5] = -torch.inf
+        if "sinks" in features:
+            given["sinks"] = torch.tensor([-200.0, 1.5, 300.0])
+        compare(tiling, Scores.random(*shape, **given))
 
 
 # ---- bias ----
@@ -276,12 +246,8 @@ def test_rows_of_large_numbers(features):
     bias[:, :, 13, ::2], bias[:, :, 13, 1::2] = smallest, -1e12
     bias[:, :, 15] = 1e12
     bias[:, :, 17] = -torch.inf
-    problem = Scores.random(
-        *(1, 1, 70, 192),
-        bias=bias,
-        softcap=30.0 if "softcap" in features else 0.0,
-        alibi_slopes=torch.rand(1, 1) if "alibi" in features else None,
-    )
+    given = inputs_of(features, 1, 1, 70, 192) | {"bias": bias}
+    problem = Scores.random(1, 1, 70, 192, **given | ({"softcap": 30.0} if "softcap" in features else {}))
     tiling = TILINGS[SMALL].of(features)
     got, (out, lse) = problem.emulate(tiling), problem.expected(tiling.traits)
     of_keys = {3: slice(None), 4: slice(None), 9: slice(None), 15: slice(None), 11: slice(0, None, 2)}
@@ -339,9 +305,8 @@ def test_bias_is_not_read_beyond_its_end(dtype):
     assert libc.mprotect(ctypes.c_void_p(end), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
     for cols in (83, 82):
         offset = 15 * mmap.PAGESIZE - 33 * cols * values.element_size()
-        bias = torch.frombuffer(pages, dtype=values.dtype, offset=offset, count=33 * cols).view(
-            1, 1, 33, cols
-        )
+        bias = torch.frombuffer(pages, dtype=values.dtype, offset=offset, count=33 * cols)
+        bias = bias.view(1, 1, 33, cols)
         assert bias.data_ptr() + bias.numel() * bias.element_size() == end
         bias.copy_(values[..., :cols])
         problem = Scores.random(1, 1, 33, cols, bias=bias)
@@ -371,9 +336,8 @@ def test_dropout_draws_pytorchs_masks(kind, name):
         (130, 97, 0.9, (1, 2**33 + 6)),
         (33, 66, 0.001, (3, 2**62 + 1)),
     ]:
-        problem = Scores.random(
-            2, 3, seqlen_q, seqlen_k, dropout_p=dropout_p, rng_state=torch.tensor(rng_state)
-        )
+        drawn = {"dropout_p": dropout_p, "rng_state": torch.tensor(rng_state)}
+        problem = Scores.random(2, 3, seqlen_q, seqlen_k, **drawn)
         got = compare(tiling, problem)
         keep = keep_mask(tiling, problem)
         assert torch.equal(got.dropped, ~keep)
@@ -410,15 +374,9 @@ def test_only_what_a_query_sees_is_marked_as_dropped(mask, dropout, name):
     """Whichever blocks are visited: -0.0 where P is 0 but seen, 0 where the mask hides a key."""
     tiling = TILINGS[name].of("-".join(filter(None, (mask, "alibi", dropout))))
     for seqlen_q, seqlen_k in [(130, 150), (150, 130)]:
-        # Slopes so steep that most of P is 0.
-        problem = Scores.random(
-            *(1, 2, seqlen_q, seqlen_k),
-            alibi_slopes=torch.full((1, 2), 40.0),
-            window_left=37,
-            window_right=5,
-            dropout_p=0.3,
-            rng_state=torch.tensor([5, 13]),
-        )
+        shape = (1, 2, seqlen_q, seqlen_k)
+        steep = {"alibi_slopes": torch.full((1, 2), 40.0)}  # so that most of P is 0
+        problem = Scores.random(*shape, **inputs_of(f"alibi-{dropout}", *shape) | steep)
         assert torch.equal(problem.emulate(tiling).dropped, signs(tiling, problem))
 
 
@@ -442,9 +400,8 @@ def test_softmax_over_many_blocks(name, threshold):
 def test_rows_that_see_nothing():
     """More queries than keys under a causal mask: the first rows are empty, whole blocks of them and part of one."""
     for features in ("causal", "window"):
-        got = compare(
-            TILINGS[SMALL].of(features), Scores.random(1, 1, 200, 60, window_left=3, window_right=0)
-        )
+        problem = Scores.random(1, 1, 200, 60, window_left=3, window_right=0)
+        got = compare(TILINGS[SMALL].of(features), problem)
         assert (got.lse[..., :140] == -torch.inf).all() and (got.out[..., :140, :] == 0).all()
         assert got.lse[..., 140:].isfinite().all()
         assert got.visits[0, 0, :2].eq(UNVISITED).all()
@@ -459,17 +416,10 @@ def test_lengths_of_each_batch(features):
     tiling = TILINGS[SMALL].of(f"{features}-seqused_q-seqused_k")
     used_q, used_k = [130, 1, 64, 0, 70], [200, 3, 0, 9, 65]
     torch.manual_seed(3)
-    problem = Scores.random(
-        *(5, 2, 130, 200),
-        alibi_slopes=torch.rand(5, 2),
-        bias=torch.randn(5, 1, 130, 200).bfloat16().expand(5, 2, 130, 200),
-        window_left=90,
-        window_right=20,
-        dropout_p=0.25,
-        rng_state=torch.tensor([5, 12]),
-    )
-    if "bias" not in features:
-        problem = Scores.random(5, 2, 130, 200)
+    given = inputs_of(features, 5, 2, 130, 200) | {"window_left": 90, "window_right": 20}
+    if "bias" in features:
+        given["bias"] = torch.randn(5, 1, 130, 200).bfloat16().expand(5, 2, 130, 200)
+    problem = Scores.random(5, 2, 130, 200, **given)
     lengths = reference.Lengths(seqused_q=int32(*used_q), seqused_k=int32(*used_k))
     problem = replace(problem, lengths=lengths)
     for batch, (n_q, n_k) in enumerate(zip(used_q, used_k, strict=True)):

@@ -59,17 +59,9 @@ def test_the_header_is_c_and_names_each_kernel(kernels):
         assert (folder / f"{name}.o").read_bytes()[:4] == b"\x7fELF"
     assert "schedule: Tuple[Tensor([4], int32), int32]" in text and "NVIDIA" in text
     include = tvm_ffi.libinfo.find_include_path(), tvm_ffi.libinfo.find_dlpack_include_path()
-    command = [
-        *bundles.compiler(),
-        "-std=c99",
-        "-Wall",
-        "-Werror",
-        "-fsyntax-only",
-        "-x",
-        "c",
-        folder / exports.HEADER,
-    ]
-    done = subprocess.run([*command, *(f"-I{path}" for path in include)], capture_output=True, text=True)
+    options = ("-std=c99", "-Wall", "-Werror", "-fsyntax-only", *(f"-I{path}" for path in include))
+    command = [*bundles.compiler(), *options, "-x", "c", folder / exports.HEADER]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 or "pragma once in main file" in done.stderr, done.stderr
 
 

@@ -70,15 +70,8 @@ def run(
     """A study on a card whose times are a function of the tile; returns it with the card and the builds."""
     card = card or SimulatedCard(lambda contender, workload: milliseconds(tile_of(contender)), seed=seed)
     simulated = SimulatedBuilds(card, **builds)
-    study = tune(
-        NAME,
-        space,
-        workloads=workloads,
-        budget_s=budget_s,
-        resume=resume,
-        seed=seed,
-        equipment=Equipment(card, simulated),
-    )
+    options = {"workloads": workloads, "budget_s": budget_s, "resume": resume, "seed": seed}
+    study = tune(NAME, space, **options, equipment=Equipment(card, simulated))
     assert simulated.closed
     return study, card, simulated
 

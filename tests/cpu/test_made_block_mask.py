@@ -261,9 +261,7 @@ def decided(made, compare):
 def compared_in_turn(names):
     """Names, each with one of two comparisons."""
     turns = [(name, (operator.lt, operator.ge)[place % 2]) for place, name in enumerate(names)]
-    return pytest.mark.parametrize(
-        ("name", "compare"), turns, ids=lambda value: getattr(value, "__name__", None)
-    )
+    return pytest.mark.parametrize(("name", "compare"), turns, ids=lambda x: getattr(x, "__name__", None))
 
 
 @compared_in_turn(OPERATIONS)
@@ -333,10 +331,8 @@ def test_device_code_lists_what_kernels_visit(lengths, heads, heads_kv, block_si
     rows, columns = (-(-n // size) for n, size in zip(lengths, block_size, strict=True))
     chances = torch.rand(2, heads, rows, columns, generator=generator)
     kinds = (chances > 0.2).byte() + (chances > 0.5).byte()
-    for found, expected in zip(
-        emulated_visits(kinds, block_size, *sizes), block_lists(kinds, block_size, *sizes), strict=True
-    ):
-        assert torch.equal(found, expected)
+    both = (lists(kinds, block_size, *sizes) for lists in (emulated_visits, block_lists))
+    assert all(map(torch.equal, *both))
 
 
 # ---- calls ----

@@ -57,11 +57,8 @@ def test_a_call_that_names_a_level_launches_it_between_the_packages_kernels(numb
         q, k, v, max_seqlen_q=100, max_seqlen_k=100, mask="causal", kernel=BACKWARD_LEVELS[number].name
     )
     backward.gradients(call, grad, None, q, torch.zeros(2, 4, 100), (True, True, True, False, False))
-    assert [kernel.traits.op for kernel in launched] == [
-        "backward_preprocess",
-        "backward",
-        "backward_convert",
-    ]
+    ops = ["backward_preprocess", "backward", "backward_convert"]
+    assert [kernel.traits.op for kernel in launched] == ops
     assert type(launched[1]) is BACKWARD_LEVELS[number].kernel
     assert launched[1].tile.mma_threads == launched[2].tile.mma_threads == 256
     with pytest.raises(

@@ -142,14 +142,15 @@ def sdpa_mask(monkeypatch):
 
 
 WINDOW = SimpleNamespace(sliding_window=4)
+BIDIRECTIONAL = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": True}
 NONE = {
     "plain": {},
     "continued": {"q_length": 3, "q_offset": 5},
     "decoding": {"q_length": 1, "q_offset": 7},
     "window": {"local_size": 4, "config": WINDOW},
     "window_cache": {"local_size": 4, "config": WINDOW, "q_length": 2, "q_offset": 30, "kv_offset": 24},
-    "bidirectional": {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": True},
-    "cross": {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": True, "q_length": 3},
+    "bidirectional": BIDIRECTIONAL,
+    "cross": BIDIRECTIONAL | {"q_length": 3},
 }
 FOUR = {
     "added": {"use_vmap": True},
@@ -158,12 +159,7 @@ FOUR = {
     "chunks_of_the_window": {"local_size": 4, "config": SimpleNamespace(attention_chunk_size=4, sliding_window=4)},
     "static_cache": {"q_offset": torch.tensor(0)},
     "unused_keys": {"q_length": 3, "q_offset": 0},
-    "bidirectional_window": {
-        "allow_is_causal_skip": False,
-        "allow_is_bidirectional_skip": True,
-        "local_size": 4,
-        "config": WINDOW,
-    },
+    "bidirectional_window": BIDIRECTIONAL | {"local_size": 4, "config": WINDOW},
 }  # fmt: skip
 
 
@@ -237,19 +233,9 @@ def test_register_without_transformers(monkeypatch):
 # ---- whole models ----
 
 needs_transformers = pytest.mark.doors("transformers")
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SMALL = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 12}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+SMALL |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 MODELS = {
     "Llama": {},
     "Mistral": {"sliding_window": 5},
@@ -303,20 +289,13 @@ def encoders():
     mask[0, 7:] = 0
     sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in SIDES.items()}
     bart = {"vocab_size": 97, "d_model": 48, "max_position_embeddings": 64} | sides
+    vit = sizes | {"image_size": 32, "patch_size": 8}
+    masked = {"input_ids": ids, "attention_mask": mask}
     return {
-        "BertModel": (
-            sizes | {"vocab_size": 97},
-            lambda model: model(ids, attention_mask=mask).last_hidden_state[mask.bool()],
-        ),
-        "ViTModel": (
-            sizes | {"image_size": 32, "patch_size": 8},
-            lambda model: model(torch.ones(1, 3, 32, 32)).last_hidden_state,
-        ),
-        "BartModel": (
-            bart,
-            lambda model: model(ids, attention_mask=mask, decoder_input_ids=ids[:, :6]).last_hidden_state,
-        ),
-    }
+        "BertModel": (sizes | {"vocab_size": 97}, lambda model: model(**masked).last_hidden_state[mask.bool()]),
+        "ViTModel": (vit, lambda model: model(torch.ones(1, 3, 32, 32)).last_hidden_state),
+        "BartModel": (bart, lambda model: model(**masked, decoder_input_ids=ids[:, :6]).last_hidden_state),
+    }  # fmt: skip
 
 
 SIDES = {"layers": 2, "attention_heads": 4, "ffn_dim": 64}
@@ -346,13 +325,9 @@ def test_generation_equals_eager(name, cache):
     ids = torch.randint(3, 97, (2, 7), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
-    options = {
-        "max_new_tokens": 9,
-        "do_sample": False,
-        "cache_implementation": cache,
-        "disable_compile": True,
-    }
-    tokens = [model.generate(ids, attention_mask=mask, **options) for model in (eager, ours)]
+    options = {"max_new_tokens": 9, "do_sample": False, "cache_implementation": cache}
+    options |= {"attention_mask": mask, "disable_compile": True}
+    tokens = [model.generate(ids, **options) for model in (eager, ours)]
     assert torch.equal(*tokens)
 
 

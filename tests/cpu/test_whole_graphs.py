@@ -143,27 +143,18 @@ CALLS = {
     "in_place": (lambda q, t: attention(q, K, V, score_mod=in_place(t)), TABLE),
     "constants": (lambda q, t: attention(q, K, V, score_mod=constants(t)), TABLE),
     "module": (lambda q, t: attention(q, K, V, score_mod=BIAS), BIAS.table),
-    "both": (
-        lambda q, t: attention(q, K, V, score_mod=alibi_of(t), mask_mod=documents, causal=True),
-        SLOPES,
-    ),
-    "named_too": (
-        lambda q, t: attention(q, K, V, epilogues={"whole_graphs_cap": t}, mask_mod=documents),
-        SLOPES,
-    ),
+    "both": (lambda q, t: attention(q, K, V, score_mod=alibi_of(t), mask_mod=documents, causal=True), SLOPES),
+    "named_too": (lambda q, t: attention(q, K, V, epilogues={"whole_graphs_cap": t}, mask_mod=documents), SLOPES),
     "always": (lambda q, t: attention(q, K, V, mask_mod=lambda b, h, i, j: True), None),
     "same": (lambda q, t: attention(q, K, V, score_mod=lambda s, b, h, i, j: s), None),
     "small_blocks": (lambda q, t: attention(q, K, V, block_mask=SMALL_BLOCKS), None),
-    "whole_blocks": (
-        lambda q, t: attention(q, K, V, score_mod=alibi_of(t), block_mask=WHOLE_BLOCKS),
-        SLOPES,
-    ),
+    "whole_blocks": (lambda q, t: attention(q, K, V, score_mod=alibi_of(t), block_mask=WHOLE_BLOCKS), SLOPES),
     "blocks_of_heads": (lambda q, t: attention(q, K, V, block_mask=OF_HEADS, causal=True), None),
     "united_blocks": (lambda q, t: attention(q, GROUPED, GROUPED, block_mask=OF_HEADS), None),
     "made_inside": (made_inside, DOCUMENT),
     "packed": (packed, SLOPES),
     "flex": (in_another_door, SLOPES),
-}
+}  # fmt: skip
 
 
 @score_mod("whole_graphs_cap", example=lambda batch, nheads, *_: (torch.ones(nheads),))

@@ -207,15 +207,10 @@ def _compare(case: Case, got: Results, exact: Results, plain: Results, floor: fl
                 own *= 16
         size = max(1.0, float(finite.max()) if finite.numel() else 0.0)
         try:
-            checks.check(
-                name,
-                found.detach(),
-                exact[name].detach(),
-                plain[name].detach(),
-                factor=checks.GRADIENT if is_gradient else checks.FORWARD,
-                roundings=32 if name == "lse" else 8 if is_gradient else 2,
-                floor=max(floor, own) * size,
-            )
+            three = (x.detach() for x in (found, exact[name], plain[name]))
+            factor = checks.GRADIENT if is_gradient else checks.FORWARD
+            roundings = 32 if name == "lse" else 8 if is_gradient else 2
+            checks.check(name, *three, factor=factor, roundings=roundings, floor=max(floor, own) * size)
         except AssertionError as error:
             raise Fault(str(error)) from None
 
