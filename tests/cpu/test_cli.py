@@ -121,15 +121,8 @@ def test_doctor(run, tmp_path):
 def test_list_gives_reasons(run):
     rows = json.loads(ok(run(*LOAD, "list", "forward-sm80:toy-bf16-d128", TOY, "--target", "sm80", "--json")))
     assert "head_dim is 128; accepted: 64" in rows[0]["reason"] and rows[0]["tile"] is None
-    assert rows[1] == {
-        "name": TOY,
-        "target": "sm80",
-        "tile": "values=8,staged=true",
-        "reason": None,
-        "shared_memory_bytes": 512,
-        "registers": 24,
-        "other_tiles": [],
-    }
+    named = {"name": TOY, "target": "sm80", "tile": "values=8,staged=true", "reason": None}
+    assert rows[1] == named | {"shared_memory_bytes": 512, "registers": 24, "other_tiles": []}
     assert "forward-sm80 runs on" not in ok(run("list", "forward-sm80-bf16-d256", "--target", "sm86"))
 
 
@@ -333,10 +326,10 @@ LACKING = [
 
 @pytest.mark.parametrize(("lacking", "command", "status", "said"), LACKING, ids=[row[1] for row in LACKING])
 def test_commands_do_without_what_only_others_need(lacking, command, status, said):
-    """Or name it in a sentence, which a file that was loaded has a place before."""
+    """Or name it in a sentence, which a loaded file has its places and a count of hidden frames around."""
     done = processes.alone("-c", f"{lacking}\nfrom cute_attn.__main__ import main\nmain()", *command.split())
     assert done.returncode == status and "Traceback" not in done.stdout
-    assert done.stderr.endswith(said) if "--load" in command else done.stderr == said
+    assert said in done.stderr if "--load" in command else done.stderr == said
 
 
 def test_calls_planned_without_a_gpu_need_pytest():
