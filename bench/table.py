@@ -285,6 +285,9 @@ def main() -> None:
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--write", action="store_true", help="replace the tables and pictures")
     options = parser.parse_args()
+    for path in options.results:
+        if not path.is_file():
+            parser.error(f"{path} is no file; accepted: results of bench.forward, bench.backward and bench.decode")
     if options.write:
         write(options.results)
         return

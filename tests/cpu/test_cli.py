@@ -311,14 +311,15 @@ print(cute_attn.attention(q, q, q).shape, cute_attn.lookup(cute_attn.Traits.pars
 
 NO_LAB = "import sys; sys.modules.update(dict.fromkeys(('matplotlib', 'networkx')))"
 NO_DSL = "import sys; sys.path[:] = [path for path in sys.path if 'nvidia_cutlass_dsl' not in path]"
+NO_COMPILER = "error: building kernels needs nvidia-cutlass-dsl, which is not installed\n"
 LACKING = [
     (NO_LAB, "list forward-sm80-bf16-d64", 0, ""),
     (NO_LAB, "verdict forward-sm80-bf16-d64", 2, "error: reading machine code needs networkx; pip install networkx\n"),
     (NO_LAB, "show forward-sm80-bf16-d64", 2, "error: pictures need matplotlib; pip install matplotlib\n"),
     (NO_DSL, "list forward-sm80-bf16-d64", 0, ""),
-    (NO_DSL, "tour 1", 2, "error: building kernels needs nvidia-cutlass-dsl, which is not installed\n"),
-    (NO_DSL, "cache prebuild forward-sm80-bf16-d64", 2, "error: building kernels needs nvidia-cutlass-dsl, which is not installed\n"),
-    (NO_DSL, "tune --static forward-sm80-bf16-d64", 2, "error: building kernels needs nvidia-cutlass-dsl, which is not installed\n"),
+    (NO_DSL, "tour 1", 2, NO_COMPILER),
+    (NO_DSL, "cache prebuild forward-sm80-bf16-d64", 2, NO_COMPILER),
+    (NO_DSL, "tune --static forward-sm80-bf16-d64", 2, NO_COMPILER),
     (NO_DSL, "--load tour.levels list", 2, "ModuleNotFoundError: No module named 'cutlass'\n"),
     (WITHOUT, "list", 1, "error: the command needs rich and typer; pip install rich typer\n"),
 ]  # fmt: skip
