@@ -287,7 +287,9 @@ def main() -> None:
     options = parser.parse_args()
     for path in options.results:
         if not path.is_file():
-            parser.error(f"{path} is no file; accepted: results of bench.forward, bench.backward and bench.decode")
+            parser.error(
+                f"{path} is no file; accepted: results of bench.forward, bench.backward and bench.decode"
+            )
     if options.write:
         write(options.results)
         return
