@@ -34,6 +34,21 @@ def pytest_addoption(parser):
     parser.addoption(
         "--every-default", action="store_true", help="build every default kernel, not only a cover of them"
     )
+    parser.addoption(
+        "--part",
+        metavar="K/N",
+        help="of the slow tests only every N-th, beginning with the K-th: 1/4 is a quarter",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    part = config.getoption("--part", default=None)
+    if part:
+        first, parts = map(int, part.split("/"))
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        others = {item for i, item in enumerate(slow) if i % parts != first - 1}
+        config.hook.pytest_deselected(items=list(others))
+        items[:] = [item for item in items if item not in others]
 
 
 def pytest_sessionstart(session):
