@@ -5,7 +5,7 @@ from tests import processes
 NAME = "forward-sm90-bf16-d128-causal"
 WRONG = {
     f"ab {NAME} --tile a --tile b --peer fa4": "B is given more than once; accepted: one of NAME2",
-    f"ab {NAME} --peer fa5": "the kernel or peer is 'fa5'",
+    f"ab {NAME} --peer fa5": "--peer is 'fa5'; accepted: fa2, mem_efficient,",
     f"ab {NAME} --workload large": "workload has 'large'; accepted: bBATCH",
     f"tune {NAME}": "there is no GPU; --static (static_only=True) ranks without one",
     f"tune {NAME} tile_q=3": "space has 'tile_q'; accepted: fields of ForwardSm90Tile (tile_m, tile_n,",
