@@ -118,7 +118,7 @@ FURTHER = [
 SHORT, DECODE, DECODE_FEW, CHUNK = (512, 512, 1), (1, 4096, 8), (4, 4096, 4), (64, 4096, 4)
 BY_LENGTHS = {
     SHORT: (
-        *(f"d{dim}{mask}" for dim in (32, 64, 192, 256) for mask in ("", "-causal")),
+        *(f"d{dim}{mask}" for dim in (32, 64, 192) for mask in ("", "-causal")),
         "d64-window",
         "d64-causal-varlen-seqused_k",
     ),
