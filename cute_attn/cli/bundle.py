@@ -14,7 +14,6 @@ from cute_attn.cli.options import (
     Target,
     TileText,
     Workers,
-    check_files,
     check_kernels,
     complete_name,
     import_kernels,
@@ -60,7 +59,8 @@ def bundle(
     wanted = list(filter(None, targets.split(",")))
     if not set(wanted) <= set(TARGETS):
         raise ValueError(f"--target is {targets!r}; accepted: some of {', '.join(TARGETS)}, with commas")
-    check_files(like or ())
+    for path in like or ():
+        lab.recorded.listed(path)
     check_kernels(names or (), tile, wanted[0] if len(wanted) == 1 else None)
     with working("choosing kernels"):
         import_kernels()

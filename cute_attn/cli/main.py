@@ -35,7 +35,6 @@ from cute_attn.cli.options import (
     Verbose,
     Workers,
     answer,
-    check_files,
     check_kernels,
     import_kernels,
     import_names,
@@ -517,7 +516,8 @@ def cache_prebuild(
     """Build NAMEs, the kernels of a program, or every default kernel, in parallel processes."""
     if like and (names or tile or target):
         raise ValueError("--like is given beside NAMEs, --tile or --target; accepted: --like alone")
-    check_files(like or ())
+    for path in like or ():
+        lab.recorded.listed(path)
     check_kernels(names or (), tile, target)
     need_compiler()
     requests: list[tuple[Traits, Any, str | None]]

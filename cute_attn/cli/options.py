@@ -223,13 +223,6 @@ def check_kernels(names: Iterable[str], tile: str | None = None, target: str | N
     check_first(lambda: [look_up(name, tile, target) for name in names])
 
 
-def check_files(like: Iterable[Path]) -> None:
-    """Refuse a --like that is no file before what reads it is loaded, which takes seconds."""
-    for path in like:
-        if not path.is_file():
-            raise ValueError(f"--like is {str(path)!r}; accepted: a file of `cute-attn run --json`")
-
-
 def need_compiler() -> None:
     """Refuse to build where there is nothing to build with."""
     if not _without_dsl.is_installed():

@@ -29,6 +29,7 @@ from cute_attn.compiler.compiled import Prebuilt, Request, as_requests, default_
 from cute_attn.compiler.fingerprint import machine, package_sources
 from cute_attn.epilogues.names import TRACED
 from cute_attn.host import common_calls
+from cute_attn.lab.recorded import listed
 from cute_attn.lab.tables import template
 from cute_attn.traits import Traits
 
@@ -73,7 +74,7 @@ def like(paths: Iterable[Path]) -> list[Request]:
         ValueError: one is not such a file, lists no kernel, or one of a file that was not loaded.
     """
     found: dict[Request, None] = {}
-    for traits, tile, on in itertools.chain.from_iterable(map(_listed, paths)):
+    for traits, tile, on in itertools.chain.from_iterable(map(listed, paths)):
         if any(name.startswith(TRACED) for name in traits.epilogues):
             warnings.warn(
                 f"left out: {traits}, whose function has no name; score_mod gives it one", stacklevel=2
@@ -81,21 +82,6 @@ def like(paths: Iterable[Path]) -> list[Request]:
         else:
             found[traits, registry.lookup(traits, tile, on).tile, on] = None
     return list(found)
-
-
-def _listed(path: Path) -> list[tuple[Traits, str, str]]:
-    accepted = "accepted: a file of `cute-attn run --json` from a machine with a GPU"
-    try:
-        rows = json.loads(Path(path).read_bytes())["kernels"]
-        found = [(Traits.parse(row["name"]), row["tile"], row["target"]) for row in rows]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(
-            f"--like is {str(path)!r}, which cannot be read as one ({reason}); {accepted}"
-        ) from None
-    if not found:
-        raise ValueError(f"--like is {str(path)!r}, which lists no kernel; {accepted}")
-    return found
 
 
 # ---- making it ----

@@ -215,7 +215,8 @@ EARLY = {
     "ab forward-sm90-bf16-d128 --peer fa4 --workload xx": "workload has 'xx'; accepted",
     "tune forward-sm90-bf16-d128 tilen=64|96": "space has 'tilen'; accepted",
     "cache prebuild forward-sm80-bf16-d64 --tile tile_n=3": "tile_n is 3; accepted",
-    "cache prebuild --like absent.json": "--like is 'absent.json'; accepted: a file of `cute-attn run",
+    "cache prebuild --like absent.json": "--like is 'absent.json', which cannot be read as one (No such file",
+    "bundle --like pyproject.toml -o build/none": "--like is 'pyproject.toml', which cannot be read as one (",
     "--load absent.py list": "--load is 'absent.py'",
     "export forward-sm80-bf16-d64 --tile tile_n=3 -o build": "tile_n is 3; accepted",
 }
