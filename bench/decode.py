@@ -281,10 +281,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if not chosen:
         sys.exit(f"no row matches {options.rows}; --list names them")
-    import torch
 
-    if not torch.cuda.is_available():
-        sys.exit("no GPU: a benchmark needs one")
+    run.need_gpu()
     measure(chosen, options)
 
 

@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import fnmatch
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from bench.run import need_gpu
 
 Run = Callable[[], Any]
 
@@ -224,8 +225,7 @@ def main() -> None:
     parser.add_argument("patterns", nargs="*", default=["*"], help="which rows, by shell patterns")
     parser.add_argument("--json", type=Path, help="write the rows into this file")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("no GPU: a benchmark needs one")
+    need_gpu()
     from cute_attn.lab.benchmark.results import machine
     from cute_attn.lab.benchmark.timing import Clock
 

@@ -16,12 +16,13 @@ import fnmatch
 import functools
 import itertools
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+
+from bench.run import need_gpu
 
 CALLS, WARM_UP, REPETITIONS = 40, 5, 100
 
@@ -197,10 +198,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("patterns", nargs="*", default=["*"], help="which rows, by shell patterns")
     options = parser.parse_args()
-    import torch
 
-    if not torch.cuda.is_available():
-        sys.exit("no GPU: a benchmark needs one")
+    need_gpu()
     print(f"{'us of host time, median (least)':34} {'forward':>16} {'forward+backward':>20}")
     for group in [[row] for row in rows()] + sdpa_rows():
         chosen = [

@@ -15,7 +15,6 @@ import argparse
 import functools
 import math
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -339,10 +338,8 @@ def main() -> None:
         part, parts = map(int, options.compile.split("/"))
         print(build(chosen[part::parts]), "kernels")
         return
-    import torch
 
-    if not torch.cuda.is_available():
-        sys.exit("no GPU: a benchmark needs one")
+    run.need_gpu()
     from cute_attn.lab.benchmark.results import default_path, machine, write
     from cute_attn.lab.benchmark.timing import Clock
 

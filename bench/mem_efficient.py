@@ -11,10 +11,9 @@ Kernels are built beforehand, by processes that make each row's first call.
 
 import argparse
 import itertools
-import sys
 from collections.abc import Iterator
 
-from bench.run import RESULTS, build_by_calls, matches, print_row
+from bench.run import RESULTS, build_by_calls, matches, need_gpu, print_row
 from cute_attn.lab.benchmark.workload import Workload
 
 PEER = "mem_efficient"
@@ -86,10 +85,8 @@ def main() -> None:
     if options.list or not chosen:
         print("\n".join(w.name for w in chosen) or f"no workload matches {options.patterns}")
         return
-    import torch
 
-    if not torch.cuda.is_available():
-        sys.exit("no GPU: a benchmark needs one")
+    need_gpu()
     from cute_attn.lab.benchmark.peers import PEERS, ours
     from cute_attn.lab.benchmark.results import default_path, time_workloads, write
 

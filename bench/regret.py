@@ -19,7 +19,6 @@ import itertools
 import json
 import re
 import statistics
-import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -394,8 +393,7 @@ def measure(chosen: Sequence[Shape], options: argparse.Namespace) -> None:
     """Time the shapes; the result is written after each, in case the run is cut."""
     import torch
 
-    if not torch.cuda.is_available():
-        sys.exit("no GPU: a benchmark needs one")
+    run.need_gpu()
     from cute_attn.lab.benchmark.results import default_path, first_line, machine, write
     from cute_attn.lab.benchmark.timing import Clock, clock_under_load
     from cute_attn.lab.sensors import known_median

@@ -31,10 +31,7 @@ def main(question: str, description: str, workloads: Iterable[Workload]) -> None
     if not chosen:
         sys.exit(f"no workload matches {options.patterns}; --list names them")
 
-    import torch
-
-    if not torch.cuda.is_available():
-        sys.exit("no GPU: a benchmark needs one")
+    need_gpu()
     from cute_attn.lab.benchmark.peers import PEERS, own_kernels
     from cute_attn.lab.benchmark.results import default_path, time_workloads, write
 
@@ -45,6 +42,14 @@ def main(question: str, description: str, workloads: Iterable[Workload]) -> None
     path = write(result, options.output or default_path(RESULTS, question, result))
     print_table(result)
     print(f"{result['gpu']}, {result['clock_mhz']} MHz under load, dropout {DROPOUT_P}; wrote {path}")
+
+
+def need_gpu() -> None:
+    """Exit with a sentence where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("no GPU: a benchmark needs one")
 
 
 def machine_of_tests() -> Any:

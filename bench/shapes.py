@@ -297,10 +297,8 @@ def measure(
         about: what the result has beside its rows.
         peers: the default of ``--impl``, beside our newest kernel.
     """
-    import torch
 
-    if not torch.cuda.is_available():
-        sys.exit("no GPU: a benchmark needs one")
+    run.need_gpu()
     from cute_attn.lab.benchmark.results import default_path, machine, write
     from cute_attn.lab.sensors import known_median
 

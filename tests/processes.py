@@ -55,7 +55,7 @@ def run_at_once(commands: Sequence[Sequence[str]], *environments: Mapping[str, s
 
 
 def alone(*command: str, environment: Mapping[str, str] | None = None, folder: Path = ROOT) -> Done:
-    """:func:`run` in an interpreter of its own, which has loaded nothing before; also ``-c`` and code."""
+    """:func:`run` in a new interpreter, which has loaded nothing before; also ``-c`` and code."""
     variables = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
     words = [sys.executable, *map(str, command)]
     return subprocess.run(

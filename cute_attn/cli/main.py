@@ -147,7 +147,7 @@ def load(
     if files:
         _file(
             files[0]
-        )  # a wrong name is said before the DSL is loaded; one file may make the next module importable
+        )  # refused before the DSL is loaded; the others may need what the first makes importable
         import_kernels()
     for file in files or ():
         _load(file)

@@ -36,6 +36,6 @@ class DualLaunch:
         score_args: fakes.ScoreArgs,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch. Each tangent is as its tensor, with strides of its own."""
+        """Launch. Each tangent is as its tensor, with its own strides."""
         tensors, results = ((mQ, mK, mV), (mQdot, mKdot, mVdot)), ((mO, mLSE), (mOdot, mLSEdot))
         self.launch_duals(tensors, results, seqlens, softmax_scale, schedule, score_args, stream)

@@ -179,7 +179,7 @@ class Code:
     def step(self, content: StepContent) -> Step:
         """The steady step: of the innermost loops with that content, the one with the fewest instructions.
 
-        A mask gives a kernel several loops, of which the one without is the shortest; so is the one with stale row
+        A mask gives a kernel several loops: the one without it is the shortest, and so is the one with stale row
         maxima. Within a loop, the path with the fewest instructions is taken of those that start most asynchronous
         copies, wide ones first: it skips masks and rescaling, and starts the next loads, of rows that are aligned best.
         """

@@ -130,7 +130,7 @@ class QueryBlockContext:
 
 @cute.jit
 def every_sequence(buffers: Any, seqlens: Seqlens, args: Any, scale: Float32, kernel: Constexpr):
-    """Of a forward; with the buffers for them also the tangents."""
+    """All sequences of a forward, and their tangents if there are buffers for them."""
     batches, packs, _, _ = buffers.products.shape
     heads: Constexpr = packed_heads(kernel)
     for batch in cutlass.range(batches):
