@@ -7,6 +7,7 @@ result by the order of its roundings only.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, ClassVar, Self, TypeVar
@@ -30,6 +31,8 @@ TILES_OF = {"sm100": "sm86", "sm120": "sm86"}
 """Target -> the target whose default tiles it uses: on sm100, ptxas spills with the tiles of sm80 and sm90."""
 REGISTERS_PER_THREAD = 255
 HEAD_DIM_PAD = 32
+ATOM_STEPS = 4
+"""MMA steps of the widest swizzle atom, 128 bytes of a row; see ``layouts.swizzle.atom_cols``."""
 
 
 def padded(head_dim: int) -> int:
@@ -156,9 +159,15 @@ class WarpTile(Tile):
 
     @staticmethod
     def steps_at_once(extent: int, unroll: int, element_bytes: int = 2) -> int:
-        """MMA steps of 32 bytes of ``extent`` that a product unrolls: a divisor of all steps, at most ``unroll``."""
+        """MMA steps of 32 bytes of ``extent`` that a product unrolls: a divisor of all steps, at most ``unroll``.
+
+        Unrolled steps start in a swizzle atom and end in it, or cover whole atoms: their addresses are xors of the
+        first one's.
+        """
         steps = extent * element_bytes // 32
-        return next(n for n in range(min(unroll or steps, steps), 0, -1) if steps % n == 0)
+        atom = math.gcd(steps, ATOM_STEPS)
+        divisors = (n for n in range(min(unroll or steps, steps), 0, -1) if steps % n == 0)
+        return next(n for n in divisors if n % atom == 0 or atom % n == 0)
 
     def num_warps_reason(self) -> str | None:
         """Why ``num_warps`` is out of range, or None."""

@@ -7,7 +7,11 @@ from cutlass import Float16, Int32, cute
 
 import layouts
 from cute_attn.device.gemm import SmemOperand
+from cute_attn.tiles.base import WarpTile
 from layouts.host import run_on_host
+
+UNROLLS = (0, 1, 2, 3, 4)
+"""Steps that a tile asks to unroll; 0 for all."""
 
 # The loops over one thread's subtiles are unrolled on purpose: fragments take static indices.
 
@@ -25,9 +29,14 @@ def make_operand(which, rows, cols, stages, bits, warps, thread):
     return SmemOperand.b(tiled_mma, copy, layouts.transposed(tile) if which == "v" else tile, thread)
 
 
+def first_of(k, steps, unroll):
+    """The first of the steps that a loop reads with step k."""
+    return k - k % WarpTile.steps_at_once(16 * steps, unroll)
+
+
 @cute.jit
 def write_addresses(case: cutlass.Constexpr, out: cute.Tensor):
-    """out[thread, stage, k, subtile] = addresses: the operand's, unrolled and in a loop, and the layout's."""
+    """out[thread, stage, k, subtile] = addresses: the operand's, by ``UNROLLS`` in a loop, and the layout's."""
     for thread in cutlass.range(cute.size(out.shape[0])):
         operand = make_operand(*case, thread)
         reference = operand.tiled_copy.get_slice(thread).partition_S(
@@ -36,12 +45,13 @@ def write_addresses(case: cutlass.Constexpr, out: cute.Tensor):
         for stage in cutlass.range(cute.size(out.shape[1])):
             start = operand.start(stage)
             for k in cutlass.range_constexpr(operand.steps):
-                here = operand.at_step(start, Int32(k))
                 for subtile in cutlass.range_constexpr(operand.subtiles):
                     row, col, _ = reference[0, subtile, k, 0]
-                    out[thread, stage, k, subtile, 0] = operand.address(start, subtile, k).toint()
-                    out[thread, stage, k, subtile, 1] = operand.address(here, subtile, 0).toint()
-                    out[thread, stage, k, subtile, 2] = 2 * cute.crd2idx(
+                    for i in cutlass.range_constexpr(len(UNROLLS)):
+                        first = first_of(k, operand.steps, UNROLLS[i])
+                        here = operand.at_step(start, Int32(first))
+                        out[thread, stage, k, subtile, i] = operand.address(here, subtile, k - first).toint()
+                    out[thread, stage, k, subtile, len(UNROLLS)] = 2 * cute.crd2idx(
                         (row, col, stage), operand.tile.layout
                     )
 
@@ -55,7 +65,7 @@ def test_addresses_are_the_layouts(which, rows, stages, warps, cols, bits):
         "v": (rows // 16, cols // 16),
     }[which]
     case = (which, rows, cols, stages, bits, warps)
-    found = run_on_host(lambda out: write_addresses(case, out), 32 * warps, stages, steps, subtiles, 3)
-    unrolled, looped, wanted = np.moveaxis(found, -1, 0)
-    np.testing.assert_array_equal(unrolled, wanted)
-    np.testing.assert_array_equal(looped, wanted)
+    found = run_on_host(lambda out: write_addresses(case, out), 32 * warps, stages, steps, subtiles, len(UNROLLS) + 1)
+    *read, wanted = np.moveaxis(found, -1, 0)
+    for unroll, addresses in zip(UNROLLS, read, strict=True):
+        np.testing.assert_array_equal(addresses, wanted, err_msg=f"{unroll} steps at a time")

@@ -405,7 +405,7 @@ def test_the_operator_passes_opcheck(tensors, monkeypatch):
     sinks = torch.randn(4, device="cuda")
     for extra in ((None, None, None, "", 0.0), (bias, sinks, state, "flash", 0.25)):
         arguments = (*tensors, *(None,) * 5, *extra[:3], [], 113, 203, 0.125, "causal", 0, 0, 0.0, *extra[3:])
-        arguments = (*arguments, [], [], False, "", "", True, "", "")
+        arguments = (*arguments, [], [], False, "", "", True, "", "", False)
         torch.library.opcheck(torch.ops.cute_attn.forward.default, arguments)
         detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
         out, lse, _ = torch.ops.cute_attn.forward.default(*detached)

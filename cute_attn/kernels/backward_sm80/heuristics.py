@@ -49,9 +49,12 @@ def _first(traits: Traits, target: str, whole: bool, *keys: Key) -> BackwardSm80
 
 
 def in_passes(tile: BackwardSm80Tile, traits: Traits) -> list[BackwardSm80Tile]:
-    """A row's tile; with ``dq_passes=0`` one per allowed number of passes, fewest first, or one pass per chunk."""
+    """A row's tile, and with one pass if its passes do not divide head_dim.
+
+    With ``dq_passes=0`` one per allowed number of passes, fewest first, or one pass per chunk.
+    """
     if tile.dq_passes:
-        return [tile]
+        return [tile] if tile.dq_passes == 1 else [tile, replace(tile, dq_passes=1)]
     if not (tile.columns or tile.in_terms):
         return [replace(tile, dq_passes=n) for n in PASSES]
     chunk, columns = tile.chunk(traits), tile.columns
