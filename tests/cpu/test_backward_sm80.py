@@ -373,7 +373,9 @@ def test_an_epilogue_without_a_derivative_is_declined():
     assert "forward" in BackwardSm80.supports(Traits("forward", "sm80", "bf16", 64))
 
 
-def test_steps_at_once_divide_all_steps():
-    for extent, unroll in itertools.product((32, 64, 96, 160), range(5)):
-        steps = BackwardSm80Tile.steps_at_once(extent, unroll)
-        assert (extent // 16) % steps == 0 and steps <= (unroll or extent // 16)
+def test_steps_at_once_stay_in_swizzle_atoms():
+    """They divide all steps, and a swizzle atom or atoms them."""
+    for extent, unroll in itertools.product(range(32, 577, 32), range(5)):
+        steps, atom = extent // 16, layouts.atom_cols(extent, 16) // 16
+        once = BackwardSm80Tile.steps_at_once(extent, unroll)
+        assert steps % once == 0 and once <= (unroll or steps) and (atom % once == 0 or once % atom == 0)

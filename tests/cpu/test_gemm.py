@@ -65,7 +65,9 @@ def test_addresses_are_the_layouts(which, rows, stages, warps, cols, bits):
         "v": (rows // 16, cols // 16),
     }[which]
     case = (which, rows, cols, stages, bits, warps)
-    found = run_on_host(lambda out: write_addresses(case, out), 32 * warps, stages, steps, subtiles, len(UNROLLS) + 1)
+    found = run_on_host(
+        lambda out: write_addresses(case, out), 32 * warps, stages, steps, subtiles, len(UNROLLS) + 1
+    )
     *read, wanted = np.moveaxis(found, -1, 0)
     for unroll, addresses in zip(UNROLLS, read, strict=True):
         np.testing.assert_array_equal(addresses, wanted, err_msg=f"{unroll} steps at a time")

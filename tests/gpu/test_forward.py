@@ -57,7 +57,9 @@ def long_tile(case: Case, arch: str) -> str:
     """The default tile as text, which sequences of the case's lengths would not be given."""
     kernel = registry.lookup(case.traits(arch))
     one_row = case.bias and "q" in case.bias_broadcast
-    if getattr(kernel.tile, "bias_stages", 0) and (case.longest[1] % 8 or one_row):  # TMA cannot load such rows
+    if getattr(kernel.tile, "bias_stages", 0) and (
+        case.longest[1] % 8 or one_row
+    ):  # TMA cannot load such rows
         kernel = kernel.without_tma_bias()
     return kernel.tile.text
 
@@ -163,11 +165,10 @@ def test_a_replayed_graph_uses_a_new_mask(tensors):
         for _ in range(2):
             graph.replay()
             results.append(out.clone())
-    assert not torch.equal(results[0], results[1]), "two replays, one mask"
-    assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3]), (
-        "a seed repeats its masks"
-    )
-    assert not torch.equal(results[0], results[4])
+    differ = [[int((x != y).sum()) for y in results] for x in results]
+    assert differ[0][1], "two replays, one mask"
+    assert differ[0][2] == differ[1][3] == 0, f"a seed repeats its masks: {differ}"
+    assert differ[0][4]
 
 
 def test_the_current_stream_is_used(tensors):

@@ -103,8 +103,12 @@ def test_any_head_dim(case):
 @pytest.mark.parametrize("head_dim", [32, 80, 96, 160, 224])
 def test_unrolled_steps(head_dim, unroll):
     """Head dims of several swizzle atoms, of 32 or 64 columns."""
-    case = Case(f"d{head_dim}x128", seqlen_q=130, seqlen_k=200, head_dim=head_dim, head_dim_v=128, causal=True)
-    compare(case.build("cuda"), case, kernel="sm80", tile=f"tile_m=64,tile_n=32,num_warps=4,qk_unroll={unroll}")
+    case = Case(
+        f"d{head_dim}x128", seqlen_q=130, seqlen_k=200, head_dim=head_dim, head_dim_v=128, causal=True
+    )
+    compare(
+        case.build("cuda"), case, kernel="sm80", tile=f"tile_m=64,tile_n=32,num_warps=4,qk_unroll={unroll}"
+    )
 
 
 def poisoned(x, shift, last_stride):
