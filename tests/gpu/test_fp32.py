@@ -13,6 +13,7 @@ CASES = [
     Case("causal-d64", seqlen_q=203, seqlen_k=333, causal=True),
     Case("full-d128", seqlen_q=130, seqlen_k=1030, head_dim=128),
     Case("window-d36", seqlen_q=200, seqlen_k=300, head_dim=36, window=(70, 9)),
+    Case("softcap-d96", seqlen_q=130, seqlen_k=200, head_dim=96, softcap=7.0),
     Case("top-left-d192x64", seqlen_q=300, seqlen_k=200, head_dim=192, head_dim_v=64, causal="top_left"),
     Case("alibi-softcap-d64", seqlen_q=200, seqlen_k=200, causal=True, alibi="heads", softcap=7.0),
     Case("bias-d64", seqlen_q=130, seqlen_k=129, bias="fp32", bias_hides=True),
