@@ -1,6 +1,6 @@
 # make demo       what the project does (half a minute after its installs; on a GPU, against torch)
-# make test       lint, types and the CPU tests (no GPU needed; some 10 minutes on two cores)
-# make test-slow  the CPU tests that build most: the other default kernels' tiles, exports, a notebook
+# make test       lint, types and the CPU tests (no GPU needed; some 8 minutes on two cores)
+# make test-slow  the CPU tests that build most: the other default kernels, exports, printed commands, notebooks
 # make test-doors the CPU tests that need transformers, Hugging Face's kernels or basedpyright, after installing them
 # make test-all   these three in one run, which loads torch and collects the tests once
 # make test-gpu   the kernels against the reference, on a GPU

@@ -91,6 +91,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", PROCESSORS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_bundle_of_all_has_every_kernel_that_random_calls_launch(kind, target, monkeypatch):

@@ -50,6 +50,7 @@ def test_what_was_added_is_beside_nothing():
     assert found.as_dict()["rows"][1] == {"a": "", "b": "FMNMX R4, R5", "same": False}
 
 
+@pytest.mark.slow
 def test_two_tiles_of_a_kernel():
     """Half as many keys per step: half of the products and exponentials."""
     found = compare(verdict(SMALL, target="sm80"), verdict(SMALL, "tile_n=64", "sm80"))

@@ -332,6 +332,7 @@ register(Mine, variant="test")
 """
 
 
+@pytest.mark.slow
 def test_prebuild_in_a_script_without_a_guard(fresh_cache, tmp_path):
     """The script runs once; kernels that it registers are built too, and those of modules outside sys.path."""
     (tmp_path / "script.py").write_text(GUARDLESS)
@@ -357,6 +358,7 @@ def test_a_worker_whose_caller_has_ended_ends_without_a_word(module):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@pytest.mark.slow
 def test_a_module_that_prebuilds_when_imported_terminates(fresh_cache, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     call = "from cute_attn import Traits, prebuild\nfor _ in prebuild([(Traits.parse('forward-sm80:test-bf16-d64'),"
@@ -367,6 +369,7 @@ def test_a_module_that_prebuilds_when_imported_terminates(fresh_cache, tmp_path,
     assert "a module that registers kernels calls prebuild when it is imported" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")  # as of a pipe that is left open
 def test_each_prebuilt_kernel_has_a_result(fresh_cache, tmp_path, monkeypatch):
     """Found on disk, built, refused, and one whose building ends the process, after which another takes its place."""

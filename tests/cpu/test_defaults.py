@@ -63,14 +63,14 @@ def marked(defaults: list[Default]) -> list:
 
 
 def kinds(default: Default) -> set[Hashable]:
-    """An operation on a generation, each with a dtype, a size of head dim and each feature that its loop has."""
+    """An operation on a generation; and on one of them, each dtype, size of head dim and feature of its loop."""
     traits = default.traits
-    own = (traits.op, traits.arch if traits.op in LOOPS else "")
+    found: set[Hashable] = {(traits.op, traits.arch if traits.op in LOOPS else ""), (traits.op, traits.dtype)}
     if traits.op not in LOOPS:
-        return {(*own, traits.dtype)}
+        return found
     sizes = (traits.head_dim > 128) + (traits.head_dim > 256)
     features = ("dropout", "softcap", "alibi", "bias", "varlen", "windowed", "causal", "sinks", "paged")
-    return {(*own, x) for x in (traits.dtype, sizes, *(x for x in features if getattr(traits, x)))}
+    return found | {(traits.op, x) for x in (sizes, *(x for x in features if getattr(traits, x)))}
 
 
 def to_disassemble() -> list[Default]:

@@ -131,6 +131,7 @@ def smaller(text: str) -> str:
     return re.sub(r"\b(forward-sm80-bf16)-d(64|128)(-causal|\")", r"\1-d32\3", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", to_run())
 def test_a_command_runs_or_says_that_it_needs_a_gpu(command, tmp_path):
     words = list(map(smaller, COMMANDS[command]))
@@ -191,6 +192,7 @@ def marked(page: Path):
     return pytest.param(page, marks=[pytest.mark.slow] if page.name == "tiles.md" else [], id=page.name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [marked(page) for page in PAGES if blocks(page, "python")])
 def test_a_pages_python_runs(page, tmp_path):
     """One after the other, as a reader types them; on a CPU, and without what only some readers have."""
@@ -205,6 +207,7 @@ def test_a_pages_python_runs(page, tmp_path):
 SAMPLES = [block.replace("\\\n", "") for page in PAGES for block in blocks(page, "console")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.partition("\n")[0])
 def test_a_printed_sample_is_what_the_command_prints(sample):
     command, _, expected = sample.partition("\n")

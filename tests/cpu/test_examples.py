@@ -19,6 +19,7 @@ from tests.programs import load
 EXAMPLES = processes.ROOT / "examples"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["custom_layout", "custom_epilogue"])
 def test_runs_as_a_script(name):
     done = processes.run(str(EXAMPLES / f"{name}.py"))
@@ -122,6 +123,7 @@ def test_an_epilogue_is_used_by_attention():
 # ---- drop-ins, on CPUs ----
 
 
+@pytest.mark.slow
 def test_context_parallel_over_two_processes(tmp_path):
     """Each part of a sequence is computed by the overridden operators, and merged by PyTorch."""
     command = [EXAMPLES / "context_parallel.py", "--heads", 2, "--head-dim", 16]

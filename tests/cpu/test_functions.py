@@ -572,6 +572,7 @@ def test_an_error_in_a_function_is_its_own():
 # ---- kernels ----
 
 
+@pytest.mark.slow
 def test_a_kernel_costs_what_one_by_hand_costs():
     """A relative bias, once traced and once as the example's class, on the example's tile."""
     example = load("custom_epilogue")

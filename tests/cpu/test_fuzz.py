@@ -68,6 +68,7 @@ def case_of(*terms):
     return Case(score=f"    return {' + '.join(('score', *terms))}", grads=("q", "k"))
 
 
+@pytest.mark.slow
 def test_each_rule_of_the_grammar():
     """None is refused, nor left out because torch refuses it."""
     wrong = {}

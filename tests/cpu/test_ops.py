@@ -266,6 +266,7 @@ def load(tmp_path, saved, how, module=""):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_saved_export_finds_the_operators(tmp_path):
     torch.export.save(program(tmp_path), tmp_path / "saved.pt2")
     load(tmp_path, "saved.pt2", "torch.export.load", ".module()")

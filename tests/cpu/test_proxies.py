@@ -28,6 +28,7 @@ def without_fences(code: Code) -> Code:
 # ---- kernels ----
 
 
+@pytest.mark.slow
 def test_stored_tiles_without_fences_are_found():
     """O and dK are written by threads and stored by TMA, dQ is added by another warp's bulk reduction."""
     found = {i.opcode for i in unordered(without_fences(code_of(BACKWARD)))}

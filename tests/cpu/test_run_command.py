@@ -51,6 +51,7 @@ def test_a_script_runs_as_itself_and_is_reported(program, tmp_path):
     assert found["rows"][0]["signature"] == "fp32, 2x4x16x32, k 2x4x16x32, v 2x4x16x32, causal"
 
 
+@pytest.mark.slow
 def test_a_module_and_its_failures(program):
     done = processes.alone("-m", "cute_attn", "run", "-m", "program", "exit", folder=program.parent)
     assert (done.returncode, done.stdout) == (3, "__main__ ['exit'] 5\n")

@@ -207,6 +207,7 @@ def with_constants(ptx: str) -> str:
     return re.sub(r"%r\d+", lambda found: constants.get(found[0], found[0]), ptx)
 
 
+@pytest.mark.slow
 def test_a_backward_reads_a_tma_bias_transposed_and_stores_its_gradient_by_tma():
     """Under a softcap it stores the gradient itself."""
     traits = replace(BACKWARD, bias_grad=True)

@@ -137,6 +137,7 @@ def source_locations(quick_builds, monkeypatch):
     op._set_enable_frame_filtering(False)
 
 
+@pytest.mark.slow
 def test_source_lines_and_the_same_machine_code(source_locations):
     plain, lined = verdict(SMALL, target="sm80"), verdict(SMALL, target="sm80", lines=True)
     code = [dataclasses.replace(i, file="", line=0) for i in lined.code.instructions]

@@ -444,6 +444,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
 def test_exports(strict, tmp_path):
     """With the captured tensors as the program's own, also in a process that has not traced the functions."""
