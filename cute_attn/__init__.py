@@ -3,15 +3,15 @@
     import cute_attn
 
     out = cute_attn.attention(q, k, v, causal=True)                                 the operator
-    kernel = cute_attn.compile("forward-sm80-bf16-d128-causal", "tile_n=128")       what it runs, and what that costs
+    kernel = cute_attn.compile("forward-sm80-bf16-d128-causal", "tile_n=128")       a kernel that it launches
     kernel.resources, kernel.instructions, kernel.ptx, kernel.sass
     cute_attn.sdpa.activate()                                                       PyTorch's attention on the kernels
-    cute_attn.flex, cute_attn.flash_attn, cute_attn.transformers                    FlexAttention's and others' names
+    cute_attn.flex, cute_attn.flash_attn, cute_attn.transformers                    the APIs of those packages
     cute_attn.lab                                                                   what a tile costs, and which is best
 
-Names are imported on first use: ``import cute_attn`` itself loads neither torch nor the DSL. Programs that
-``torch.export`` and AOTInductor saved find the operators all the same. Where there is a bundle and no DSL it loads all
-that a call needs, so that the first call waits only for its kernels.
+Names are imported on first use: ``import cute_attn`` itself loads neither torch nor the DSL. Programs saved by
+``torch.export`` and AOTInductor still find the operators. With a bundle and without the DSL, the import loads every
+module that a call needs, so that the first call waits only for its kernels.
 """
 
 import sys
@@ -46,9 +46,9 @@ _NAMES: dict[str, tuple[str, ...]] = {
 }
 _HOME = {name: home for home, names in _NAMES.items() for name in names}
 _OPERATORS = ("api.attention", "api.kvcache", "api.append", "api.merge")
-"""What registers torch's operators."""
+"""Modules that register operators with torch."""
 _CALLS = (*_OPERATORS, "compiler.registry")
-"""What calls on a GPU import."""
+"""Modules that calls on a GPU import."""
 _MODULES = ("flash_attn", "flex", "lab", "sdpa", "transformers")
 # Spelled out, which type checkers and linters need.
 __all__ = [
@@ -75,7 +75,7 @@ def __dir__() -> list[str]:
 
 
 def _do_without_dsl() -> None:
-    """Install placeholders for it, and if a bundle can be used import the modules that calls need."""
+    """Install placeholders for the DSL; if a bundle is usable, import the modules that calls need."""
     _without_dsl.install()
     from cute_attn.compiler import registry, why_no_kernels  # only where there is no DSL
 

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 
 def main() -> None:
-    """Run the command of the command line."""
+    """Run ``cute-attn`` with the arguments in ``sys.argv``."""
     missing = [name for name in ("rich", "typer") if find_spec(name) is None]
     if missing:
         sys.exit(f"error: the command needs {' and '.join(missing)}; pip install {' '.join(missing)}")

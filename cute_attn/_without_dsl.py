@@ -1,8 +1,8 @@
-"""Where the CUTLASS DSL is not installed: placeholders for it, so that kernels of a bundle run.
+"""Placeholders for the CUTLASS DSL where it is not installed, so that kernels of a bundle run.
 
-A kernel's class is written in the DSL, and the host reads its traits, tiles and arguments. Without the DSL the modules
-of this package and of ``layouts`` import placeholders for ``cutlass``. Class bodies, annotations and decorators may
-name them; what calls one raises a sentence. No other module sees them: its ``import cutlass`` fails as ever.
+A kernel's class is written in the DSL, and the host reads its traits, tiles and arguments. Without the DSL, modules of
+this package and of ``layouts`` import placeholders for ``cutlass``. Class bodies, annotations and decorators may use
+placeholders; calling one raises ``REASON``. In all other modules ``import cutlass`` still fails.
 """
 
 import builtins
@@ -21,7 +21,7 @@ _OWN = ("cute_attn", "layouts")
 
 @functools.cache
 def is_installed() -> bool:
-    """True if there is a DSL to build kernels with."""
+    """True if the DSL is installed, so that kernels can be built."""
     try:
         return importlib.util.find_spec("cutlass") is not None
     except (ImportError, ValueError):  # the latter of a module that was made by hand
@@ -29,7 +29,7 @@ def is_installed() -> bool:
 
 
 class _Placeholder(type):
-    """The class of the placeholders, which are classes themselves: annotations take them."""
+    """Metaclass of the placeholders, which are classes so that annotations accept them."""
 
     def __getattr__(cls, name: str) -> "_Placeholder":
         if name.startswith("__"):
@@ -42,7 +42,7 @@ class _Placeholder(type):
         return cls
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """As a decorator: something to be called only with the DSL. All else is such a call."""
+        """Act as a decorator on a lone function or class; raise RuntimeError for any other call."""
         if len(args) == 1 and not kwargs and isinstance(args[0], FunctionType):
             return _raising(args[0])
         if len(args) == 1 and not kwargs and isinstance(args[0], type):
@@ -51,7 +51,7 @@ class _Placeholder(type):
 
 
 def _raising(function: FunctionType) -> Callable[..., Any]:
-    """A decorated function, which the DSL would trace."""
+    """A wrapper of a decorated function that raises when called: only the DSL could trace the function."""
 
     @functools.wraps(function)
     def traced(*args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ def _raising(function: FunctionType) -> Callable[..., Any]:
 _PACKAGES = {
     name: _Placeholder(name, (), {"__module__": __name__, "__doc__": name}) for name in ("cutlass", "cuda")
 }
-"""The DSL, and CUDA's bindings, which come with it: kernels name the driver's types."""
+"""Placeholders for the DSL and for CUDA's bindings, which the DSL installs: kernels name the driver's types."""
 
 
 def _import(
@@ -73,7 +73,7 @@ def _import(
     fromlist: Sequence[str] | None = (),
     level: int = 0,
 ) -> Any:
-    """``__import__`` of this package's modules."""
+    """The ``__import__`` that this package's modules use: it returns placeholders for ``_PACKAGES``."""
     first, *rest = name.split(".")
     if level or first not in _PACKAGES:
         return builtins.__import__(name, globals, locals, fromlist or (), level)
@@ -82,14 +82,14 @@ def _import(
 
 
 _NAMES = {**vars(builtins), "__import__": _import}
-"""The built-in names of this package's modules."""
+"""Builtins of this package's modules."""
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds this package's modules as the others do; they import by :func:`_import`."""
+    """Finds this package's modules through the other finders, and makes the modules import by :func:`_import`."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
-        """The module's specification, with a loader that executes it with those built-in names."""
+        """The module's specification, with a loader that executes the module with ``_NAMES`` as its builtins."""
         if name.partition(".")[0] not in _OWN:
             return None
         others = [x for x in sys.meta_path if x is not self and hasattr(x, "find_spec")]
@@ -107,6 +107,6 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Give the modules that are imported from now on placeholders; a second time does nothing."""
+    """Give placeholders to this package's modules imported from now on; a second call does nothing."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

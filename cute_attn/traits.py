@@ -32,7 +32,7 @@ SPLIT_TENSORS = {
 }
 """The ops that split fp32 tensors into fp16 terms, and the trait with the head dim of each: q, k, v, and dO."""
 MEASURED_TENSORS = {"forward_split": 1, "backward_split": 0}
-"""Number of these, from the first, that are only measured: the main kernel splits rows that only one CTA reads."""
+"""Number of leading ``SPLIT_TENSORS`` that are only measured: the main kernel splits rows that only one CTA reads."""
 
 PADDED_TENSORS = {
     "forward_pad": ("head_dim", "head_dim", "head_dim_v"),
@@ -40,14 +40,14 @@ PADDED_TENSORS = {
     "backward_pad": ("head_dim", "head_dim", "head_dim_v", "head_dim_v", "head_dim_v"),
     "backward_unpad": ("head_dim", "head_dim", "head_dim_v"),
 }
-"""The ops that copy rows of any head dim and strides to padded ones, or back, and the trait with the head dim of each
-tensor: q, k, v (and dO, O); O; dQ, dK, dV."""
+"""The ops that copy rows of any head dim and strides to padded rows or back, and the trait with the head dim of each
+tensor: q, k, v (backward: also dO, O); O; dQ, dK, dV."""
 
 BLOCK_OPS = ("block_kinds", "block_lists", "block_visits")
-"""The ops that make block masks, and the lists that kernels visit. They read no rows of a head dim: for them the dtype
-is bf16 and the head dim 128."""
+"""The ops that make block masks and the lists of blocks that kernels visit. They read no q, k or v; their traits have
+dtype bf16 and head dim 128."""
 PARTIAL, FULL = 1, 2
-"""Kinds of a mask's blocks; 0 is hidden."""
+"""Kinds of block in a block mask; 0 is a hidden block."""
 
 ARCHS = ("sm80", "sm90")
 ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
@@ -58,20 +58,20 @@ SINK_DTYPES = ("fp16", "bf16", "fp32")
 ROTARY = ("interleaved", "halves")
 SPLITS = ("fixed", "stream_k", "folded")
 ALIGNMENTS = (1, 2, 4)
-"""Elements that the rows of a cache start at multiples of, if not at multiples of 16 bytes."""
+"""Alignments in elements of a cache's rows that do not all start at multiples of 16 bytes."""
 MASKS = ("causal", "causal_top_left", "window", "window_top_left")
 DROPOUTS = ("flash", "mem_efficient")
 ROW_BYTES = 16
-"""Rows of head-dim elements, and their strides, are multiples of this many bytes, except with an ``alignment`` and
-where padding copies read or write the call's tensors."""
+"""Rows of q, k, v and o, and their strides, are multiples of this many bytes, except with an ``alignment`` and where
+padding copies read or write the call's tensors."""
 LISTED_ROWS = 128
-"""Queries and keys of a block that a sparse mask lists. A kernel's blocks are that or a divisor, or it visits all."""
+"""Queries, and keys, per block of a sparse mask. A kernel whose block sizes do not divide this visits all blocks."""
 MAX_HEAD_DIM = 576
 """The largest head dim of any kernel; each kernel's ``supports`` has its limit."""
 MAX_HEAD_DIM_V = 512
-"""The largest head dim of V of Hopper kernels, 256 columns of O for each of two warpgroups, and of merging."""
+"""The largest head dim of V in Hopper kernels (256 columns of O for each of two warpgroups) and in combine kernels."""
 LARGE_HEAD_DIM = 256
-"""Above it several warps or warpgroups divide the columns of O, in kernels that can."""
+"""For larger head dims, kernels that can do so divide the columns of O among warps or warpgroups."""
 
 _WORD = re.compile(r"[a-z_][a-z0-9_]*")
 _DIMS = re.compile(r"d(\d+)(?:x(\d+))?")
@@ -142,11 +142,11 @@ _MEANT = {
     **{f"{name}16": f" (did you mean '{short}16'?)" for name, short in (("bfloat", "bf"), ("float", "fp"))},
     "float32": " (did you mean 'fp32'?)",
 }
-"""Words of other places -> what a sentence says of them."""
+"""Unknown words -> the hint that an error message adds."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``" (did you mean 'causal'?)"`` for a misspelled word, or ``""``."""
+    """A hint such as ``" (did you mean 'causal'?)"`` for a misspelled word, or ``""``."""
     whole = list(known)
     parts = {part: one for one in reversed(whole) for part in one.split("_")}
     word = word.lower()
@@ -156,13 +156,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def kind_of(value: object) -> str:
-    """The class of ``value`` in a sentence: ``"an int"``."""
+    """The class of ``value`` with its article: ``"an int"``."""
     kind = type(value).__name__
     return f"an {kind}" if kind[0].lower() in "aeiou" or kind.startswith("nd") else f"a {kind}"
 
 
 def head_dim_multiple(dtype: str) -> int:
-    """Number of elements of ``dtype`` in 16 bytes: aligned rows are multiples of it."""
+    """Number of elements of ``dtype`` in 16 bytes; aligned rows have a multiple of this many elements."""
     return ROW_BYTES // ELEMENT_BYTES[dtype]
 
 
@@ -172,7 +172,7 @@ def aligned_head_dim(dtype: str, head_dim: int) -> int:
 
 
 def head_dims_text(multiple: int, most: int) -> str:
-    """How errors name the accepted head dims."""
+    """The accepted head dims as error messages state them."""
     return f"1 to {most}" if multiple == 1 else f"multiples of {multiple} up to {most}"
 
 
@@ -184,40 +184,40 @@ class Traits:
         op: the operation, one of ``OPS``. ``jvp`` is the forward with its forward-mode derivative.
         arch: the kernel's generation. An ``sm80`` kernel (cp.async, mma.sync) also runs on later GPUs.
         dtype: element type of q, k, v and o.
-        head_dim: elements of a row of q and k, up to 576; whole 16 bytes, except with ``alignment`` and for the padding
-            copies.
-        head_dim_v: elements of a row of v and o; ``0`` stands for ``head_dim``.
-        precision: of the products in fp32: ``""`` for that of fp32, ``"tf32"`` for operands rounded to tf32's
+        head_dim: elements of a row of q and k, up to 576; a multiple of 16 bytes, except with ``alignment`` and for the
+            padding copies.
+        head_dim_v: elements of a row of v and o; ``0`` means ``head_dim``.
+        precision: precision of fp32 products: ``""`` for full fp32, ``"tf32"`` for operands rounded to tf32's
             11 significant bits.
         mask: ``""``, or the band of keys a query sees. ``causal`` and ``window`` align the last query with the last
             key (bottom right), the ``_top_left`` ones the first query with the first key.
         softcap: scores pass through ``cap * tanh(score / cap)``.
-        alibi: ``slope * |query - key|`` is subtracted, a slope per head or per batch and head.
+        alibi: ``slope * |query - key|`` is subtracted from scores, with a slope per head or per batch and head.
         bias: dtype of a tensor added to the scores, or ``""``.
         epilogues: names of users' registered epilogues, applied in this order after the built-in ones.
         sinks: dtype of the attention sinks, one logit per head in the softmax's denominator, or ``""``. The forward
             includes them in LSE; combine adds them once to merged results.
         dropout: ``""``, or which of PyTorch's two dropout masks.
         varlen: sequences are packed one after the other, with cumulative lengths.
-        seqused_q, seqused_k: lengths that limit each batch's queries or keys.
-        bias_grad: the bias's gradient is computed too. Backward, with a bias.
-        lse_grad: LSE has a gradient; it flows into q and k. Backward's preprocess.
+        seqused_q, seqused_k: lengths limit each batch's queries or keys.
+        bias_grad: the bias's gradient is computed too. Op backward, with a bias.
+        lse_grad: LSE has a gradient; it flows into q and k. Op backward_preprocess.
         rotary: ``""``, or which pairs of elements a rotary embedding rotates: ``interleaved`` (2i, 2i + 1) or
-            ``halves`` (i, i + pairs). Append, like ``rotate_q`` and ``varlen_new``.
+            ``halves`` (i, i + pairs). Op append, like ``rotate_q`` and ``varlen_new``.
         rotate_q: queries are rotated too; ``varlen`` then refers to the queries.
         varlen_new: new keys are packed, with cumulative lengths.
-        paged: the cache consists of pages, found through a table. Append and kvcache, as ``batch_idx``.
+        paged: the cache consists of pages, found through a table. Ops append and kvcache, like ``batch_idx``.
         batch_idx: each sequence names its entry of the cache.
-        leftpad: each sequence has a first valid row of its entry. Kvcache, and combine_stream_k after it.
-        varlen_k: keys are packed sequences as well, instead of a cache. Kvcache and combine_stream_k.
-        tree: a row of bits for each query says which of the last keys it sees. Kvcache.
-        split: ``""``, or how the keys of a query block are split: among CTAs ``fixed``, a fixed number or size of
-            splits, or ``stream_k``, equal ranges of all key blocks (:mod:`cute_attn.work.stream_k`); or ``folded``, one
-            CTA adds splits of a fixed size (:mod:`cute_attn.outputs.fold`). Kvcache.
-        alignment: 0 for rows that start at multiples of 16 bytes, or elements that starts of rows and head dims are
-            multiples of: 1, 2 or 4. Kernels with a cache.
-        variant: name of a registered kernel class, ``""`` for the package's default. Forwards of fp32 on sm80 have two
-            more, ``terms`` and ``fallback``, launched together (:mod:`cute_attn.host.split_fp32`).
+        leftpad: each sequence has a first valid row in its cache entry. Ops kvcache and combine_stream_k.
+        varlen_k: keys are packed sequences as well, instead of a cache. Ops kvcache and combine_stream_k.
+        tree: a row of bits for each query says which of the last keys the query sees. Op kvcache.
+        split: ``""``, or how the keys of a query block are split. ``fixed`` and ``stream_k`` split among CTAs: a fixed
+            number or size of splits, or equal ranges of all key blocks (:mod:`cute_attn.work.stream_k`). With
+            ``folded`` one CTA adds splits of a fixed size (:mod:`cute_attn.outputs.fold`). Op kvcache.
+        alignment: 0 if rows start at multiples of 16 bytes; else 1, 2 or 4: row starts and head dims are multiples of
+            this many elements. Kernels with a cache.
+        variant: name of a registered kernel class, ``""`` for the package's default. The fp32 forward on sm80 also has
+            ``terms`` and ``fallback``, launched together (:mod:`cute_attn.host.split_fp32`).
 
     Raises:
         ValueError: a field outside the listed values; the message names the field, its value and the accepted ones.
@@ -326,10 +326,10 @@ class Traits:
 
     @classmethod
     def of(cls, kernel: "Traits | str", named: str = "kernel") -> "Traits":
-        """The traits of ``kernel``, an argument that is called ``named`` and is traits or their name.
+        """The traits that ``kernel`` is or names. named: the argument's name in error messages.
 
         Raises:
-            TypeError: it is neither.
+            TypeError: ``kernel`` is neither traits nor text.
             ValueError: the text is not a kernel's name.
         """
         if isinstance(kernel, cls):
@@ -347,7 +347,7 @@ class Traits:
         """The traits of a name such as ``forward-sm80-bf16-d192x128-causal``.
 
         Raises:
-            TypeError: it is no text.
+            TypeError: ``name`` is not a str.
             ValueError: the text is not a kernel's name.
         """
         if not isinstance(name, str):
@@ -384,9 +384,9 @@ class Traits:
         )
 
     def part(self, op: str, *, lse_grad: bool = False) -> "Traits":
-        """Traits of the backward's ``"backward_preprocess"`` or ``"backward_convert"``: only dtype, dims and varlen.
+        """Traits of ``"backward_preprocess"`` or ``"backward_convert"`` for this backward: only ``PART_FIELDS``.
 
-        So one compiled kernel serves many main kernels. lse_grad: the preprocess reads a gradient of LSE.
+        One compiled kernel thus serves many main kernels. lse_grad: the preprocess reads a gradient of LSE.
         """
         if op not in PARTS:
             raise ValueError(f"op is {op!r}; accepted: {', '.join(map(repr, PARTS))}")
@@ -407,7 +407,7 @@ class Traits:
 
     @property
     def row_alignment(self) -> int:
-        """Elements that starts of rows and head dims are multiples of."""
+        """Number of elements of which row starts and head dims are multiples."""
         return self.alignment or head_dim_multiple(self.dtype)
 
     @property
@@ -422,7 +422,7 @@ class Traits:
 
     @property
     def divides_keys(self) -> bool:
-        """True if several CTAs compute a query block, each some of its keys."""
+        """True if the keys of a query block are split among several CTAs."""
         return self.split not in ("", "folded")
 
     @property

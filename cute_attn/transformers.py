@@ -1,4 +1,4 @@
-"""Hugging Face transformers on the kernels of this package: ``attn_implementation="cute_attn"``.
+"""Hugging Face transformers with this package's kernels: ``attn_implementation="cute_attn"``.
 
     import cute_attn.transformers
     cute_attn.transformers.register()
@@ -7,11 +7,11 @@
 transformers calls two functions. :func:`attention_mask` returns, once for all layers of a kind, the hidden keys as
 
 * None, if causality and a sliding window suffice: kernels compute both, and no mask is read;
-* the padding of keys, bool (batch, keys), if these and padding suffice: it becomes one row of a bias;
-* else bool (batch, 1, queries, keys) as transformers' ``sdpa_mask`` makes it: packed sequences without their lengths,
-  chunks, blocks, static caches, masks that a model adds.
+* key padding, bool (batch, keys), if causality, a window and padding suffice: it becomes one row of a bias;
+* else the bool (batch, 1, queries, keys) of transformers' ``sdpa_mask``: for packed sequences without their lengths,
+  chunks, blocks, static caches and masks that a model adds.
 
-:func:`attention_forward` computes one layer's attention from it. Masks that it does not support raise; padding is never
+:func:`attention_forward` computes one layer's attention with that mask. Unsupported masks raise; padding is never
 attended to. A query that sees no key, such as padding before a sequence, has an output of 0.
 """
 
@@ -31,7 +31,8 @@ from cute_attn.host.values import kind_of
 __all__ = ["NAME", "attention_forward", "attention_mask", "register", "served"]
 
 NAME = "cute_attn"
-"""transformers reads a name with "flash" as FlashAttention, and one with a slash as a repository."""
+"""The default name. transformers takes a name with "flash" for FlashAttention, and a name with a slash for a
+repository."""
 
 
 def register(name: str = NAME) -> None:
@@ -42,7 +43,7 @@ def register(name: str = NAME) -> None:
     ModuleNotFoundError
         transformers is not installed.
     TypeError
-        The name is no text.
+        The name is not a str.
     ValueError
         transformers would give the name another meaning.
     """
@@ -75,20 +76,21 @@ def attention_mask(
     config: Any = None,
     **others: Any,
 ) -> Tensor | None:
-    """The attention_mask of :func:`attention_forward`, from the arguments of transformers' mask functions.
+    """Make the attention_mask of :func:`attention_forward`; transformers calls this in place of its mask functions.
 
     Parameters
     ----------
     batch_size, q_length, kv_length, q_offset, kv_offset : int
-        Queries and keys of a layer, and the positions of the first. With a static cache, q_offset is a tensor.
+        Sizes of a layer's queries and keys, and positions of the first query and key. With a static cache, q_offset is
+        a tensor.
     mask_function : callable
         transformers' definition of the mask, without padding.
     attention_mask : Tensor (batch, seen keys), bool, optional
         False for padding.
     local_size : int, optional
-        The sliding window, or a chunk.
+        Size of the sliding window or of a chunk.
     allow_is_causal_skip, allow_is_bidirectional_skip : bool
-        True if mask_function is the causal one, perhaps with local_size, or the one that hides nothing.
+        True if mask_function is the causal mask, perhaps with local_size, or a mask that hides nothing.
     use_vmap : bool
         True if a model added a mask.
     config : the model's configuration
@@ -139,17 +141,17 @@ def attention_forward(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """One layer's attention.
+    """Compute one layer's attention.
 
     Parameters
     ----------
     module : Module
-        The layer; its is_causal counts where that argument is None.
+        The layer; its attribute is_causal applies if the argument is_causal is None.
     query : Tensor (batch, nheads, seqlen_q, head_dim)
     key, value : Tensor (batch, nheads_kv, seqlen_k, head_dim)
     attention_mask : Tensor, optional
-        As :func:`attention_mask` returns it, or a model's (batch, 1 or nheads, seqlen_q, seqlen_k or more), bool or
-        added to scores. With four dimensions, nothing else hides keys.
+        The result of :func:`attention_mask`, or a model's (batch, 1 or nheads, seqlen_q, seqlen_k or more), bool or
+        added to scores. A mask of four dimensions replaces causality and the window.
     dropout, scaling, softcap
         dropout_p, softmax_scale and softcap of :func:`cute_attn.attention`.
     sliding_window : int, optional
@@ -166,14 +168,14 @@ def attention_forward(
     -------
     out : Tensor (batch, seqlen_q, nheads, head_dim of value)
     None
-        Instead of weights.
+        In place of attention weights.
 
     Raises
     ------
     NotImplementedError
         cache or output_attentions is set.
     ValueError
-        A mask has another shape, a layer does not pass its sliding window, or as :func:`cute_attn.attention`.
+        A mask has another shape, or a layer does not pass its sliding window; see also :func:`cute_attn.attention`.
     """
     if cache is not None:
         raise NotImplementedError(f"cache is {kind_of(cache)}; accepted: None, since no kernel reads it")
@@ -192,7 +194,7 @@ def attention_forward(
 
 
 class _Scores(NamedTuple):
-    """A layer's arguments other than tensors; longest_q, longest_k: of packed sequences."""
+    """A layer's arguments other than tensors. longest_q, longest_k: longest packed sequences of queries and keys."""
 
     causal: bool
     sliding_window: int | None
@@ -204,7 +206,7 @@ class _Scores(NamedTuple):
 
 
 def _attend(tensors: tuple[Any, ...], scores: _Scores) -> Tensor:
-    """A call that no record is known of."""
+    """Run a call for which no recorded call can be replayed."""
     query, key, value, mask, sinks, position_bias, *starts = tensors
     rows, keys = query.shape[2], key.shape[2]
     q, k, v = (whole_head_dim(x.transpose(1, 2)) for x in (query, key, value))
@@ -234,7 +236,7 @@ def _attend(tensors: tuple[Any, ...], scores: _Scores) -> Tensor:
 
 
 def _check_window(module: torch.nn.Module, sliding_window: int | None) -> None:
-    """Raise where the mask function counts on a window that the layer does not pass."""
+    """Raise if the mask function relies on a window that the layer does not pass."""
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
     if sliding_window is None and kinds and isinstance(layer, int) and layer < len(kinds):
@@ -246,7 +248,7 @@ def _check_window(module: torch.nn.Module, sliding_window: int | None) -> None:
 
 
 def _window(sliding_window: int | None, causal: bool, keys: int) -> Window:
-    """Bounds before and after a query's position."""
+    """The window's keys before and after a query's position, or (None, None) if the window hides no key."""
     if sliding_window is None or sliding_window > keys:
         return None, None
     if not causal:

@@ -39,7 +39,7 @@ _NAMES = {
 _HOME = {name: home for home, names in _NAMES.items() for name in names}
 _MODULES = ("show",)
 _PLACES = {"bank_conflicts": "banks.bank_conflicts", "picture": "show.picture"}
-"""What is looked for here, and needs numpy -> where it is."""
+"""Names that need numpy and so are not exported here -> their place in the package, for the error message."""
 __all__ = list(_HOME)
 sys.modules[__name__].__class__ = Package
 

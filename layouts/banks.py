@@ -19,8 +19,8 @@ _WRITES_SMEM = (warp.StMatrix8x8x16bOp, cpasync.CopyG2SOp)
 class BankConflicts:
     """The cost of copying one whole tile.
 
-    instructions: warp-wide instructions. wavefronts: shared-memory wavefronts, 128 bytes at most. minimum: wavefronts
-    without conflicts. ways: maximum wavefronts of a group of lanes that would need one without conflicts.
+    instructions: warp-wide instructions. wavefronts: shared-memory wavefronts, each of at most 128 bytes. minimum: the
+    wavefronts needed without conflicts. ways: maximum wavefronts of one group of lanes (1 without conflicts).
     """
 
     instructions: int
@@ -44,12 +44,12 @@ def bank_conflicts(
 ) -> BankConflicts:
     """Counts the wavefronts of a tiled copy over a whole shared-memory tile (its first stage).
 
-    copy and layout are functions that build the two, for example ``lambda: smem_layout(128, 64, dtype)``; they are
-    called in a trace. side: "src" or "dst", the side of the copy in shared memory; not needed for ldmatrix, stmatrix
-    and cp.async.
-    Model: lanes are served in groups (all 32 with 4 bytes each, 16 with 8, 8 with 16, as ldmatrix's row addresses); a
-    bank serves one 4-byte word a wavefront, to any number of lanes.
-    Raises ValueError if the copy does not divide the tile, or a thread's vector is not contiguous and aligned in it.
+    copy and layout are functions that build the copy and the layout, such as ``lambda: smem_layout(128, 64, dtype)``;
+    they are called in a trace. side: "src" or "dst", the side of the copy in shared memory; not needed for ldmatrix,
+    stmatrix and cp.async.
+    Model: lanes are served in groups: 32 lanes if each accesses 4 bytes, 16 for 8 bytes, 8 for 16 bytes (including
+    ldmatrix's row addresses). In one wavefront, a bank serves one 4-byte word to any number of lanes.
+    Raises ValueError if the copy does not divide the tile, or a thread's vector is not contiguous and aligned there.
     """
 
     def read() -> tuple[ThreadValueMap, SmemMap]:
@@ -81,7 +81,7 @@ def _lanes_together(vector_bytes: int) -> int:
 
 
 def _lane_groups(threads: ThreadValueMap, smem: SmemMap) -> np.ndarray:
-    """(groups, words): addresses in 4-byte words of each group of lanes, over all steps of the copy."""
+    """The 4-byte words that each group of lanes accesses, over all steps of the copy: (groups, words)."""
     offsets = smem.offsets if smem.offsets.ndim == 2 else smem.offsets[:, :, 0]
     (rows, cols), (step_rows, step_cols) = offsets.shape, threads.shape
     if rows % step_rows or cols % step_cols:
@@ -107,7 +107,7 @@ def _lane_groups(threads: ThreadValueMap, smem: SmemMap) -> np.ndarray:
 
 
 def _wavefronts(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(wavefronts, distinct words) of each group: distinct words in one bank need a wavefront each."""
+    """(wavefronts, distinct words) of each group: every distinct word of a bank needs a separate wavefront."""
     words = np.sort(groups, axis=1)
     distinct = np.ones(words.shape, dtype=bool)
     distinct[:, 1:] = words[:, 1:] != words[:, :-1]

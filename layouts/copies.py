@@ -13,12 +13,12 @@ def gmem_tiled_copy(
 ) -> cute.TiledCopy:
     """Copies row-major (rows, cols) tiles between global memory and shared memory or registers.
 
-    A thread copies vectors of ``bits`` bits, ``thread_bits`` (by default one vector) side by side. Adjacent threads
-    cover up to 128 bytes of a row, one row of the swizzle atom of ``smem_layout``, and a step covers as many rows as
-    that leaves threads. With a swizzled layout ``thread_bits`` are 128 at least: the DSL (4.8.1) computes wrong
-    addresses of narrower parts.
-    asynchronous: cp.async (global to shared memory; 128 bits bypass L1), otherwise loads and stores.
-    Raises ValueError unless the threads fill whole rows and the vectors whole elements.
+    A thread copies ``thread_bits`` adjacent bits (default: one vector) in vectors of ``bits`` bits. Adjacent threads
+    cover up to 128 bytes of a row: one row of the swizzle atom of ``smem_layout``. The remaining threads cover more
+    rows in the same step. With a swizzled layout, ``thread_bits`` must be at least 128: the DSL (4.8.1) computes wrong
+    addresses for fewer.
+    asynchronous: True for cp.async (global to shared memory; 128 bits bypass L1), False for loads and stores.
+    Raises ValueError unless the threads fill whole rows and the vectors contain whole elements.
     """
     if bits not in (16, 32, 64, 128) or bits % bits_of(dtype) or (bits == 16 and asynchronous):
         raise ValueError(
@@ -42,12 +42,12 @@ def gmem_tiled_copy(
 
 
 def ldmatrix_copy_a(tiled_mma: cute.TiledMma, dtype: Any, transpose: bool = False) -> cute.TiledCopy:
-    """ldmatrix.x4 of the A operand, 16 x 32 bytes per warp. transpose: M is contiguous, 16-bit types only."""
+    """Loads the A operand by ldmatrix.x4, 16 x 32 bytes per warp. transpose: M is contiguous; 16-bit types only."""
     return cute.make_tiled_copy_A(_ldmatrix(dtype, transpose), tiled_mma)
 
 
 def ldmatrix_copy_b(tiled_mma: cute.TiledMma, dtype: Any, transpose: bool = False) -> cute.TiledCopy:
-    """ldmatrix.x4 of the B operand, 16 x 32 bytes per warp. transpose: N is contiguous, 16-bit types only.
+    """Loads the B operand by ldmatrix.x4, 16 x 32 bytes per warp. transpose: N is contiguous; 16-bit types only.
 
     For P V with V stored (keys, dims), use ``transposed(sV)`` as the (N, K) tensor and ``transpose=True``.
     """
@@ -57,11 +57,11 @@ def ldmatrix_copy_b(tiled_mma: cute.TiledMma, dtype: Any, transpose: bool = Fals
 def store_copy_c(
     tiled_mma: cute.TiledMma, dtype: Any, arch: str, transpose: bool = False, columns: int = 16
 ) -> cute.TiledCopy:
-    """Stores an accumulator, converted to ``dtype``, to row-major shared memory.
+    """Stores an accumulator, already converted to ``dtype``, to row-major shared memory.
 
     arch: "sm80" stores pairs of elements, "sm90" uses stmatrix (16-bit types).
     transpose: M is contiguous, stmatrix only.
-    columns: of N that a stmatrix stores at once, 16 or 8.
+    columns: number of columns (N) that one stmatrix stores, 16 or 8.
     """
     if arch not in ("sm80", "sm90"):
         raise ValueError(f"arch={arch!r}: accepted are 'sm80' and 'sm90'")

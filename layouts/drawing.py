@@ -79,7 +79,7 @@ def tint(color: str, strength: float) -> Color:
 class Picture:
     """A grid of panels with a title; the legend is below, or in the top left corner if the grid has no panel there.
 
-    A notebook shows it.
+    Notebooks display a picture as SVG.
     """
 
     grid: Sequence[Sequence[Panel | None]]
@@ -107,7 +107,7 @@ class Picture:
 
 
 def _draw(picture: Picture, to: Path | IO[str], kind: str) -> None:
-    """Draw it with matplotlib, as ``"png"`` or ``"svg"``."""
+    """Draw the picture with matplotlib, as ``"png"`` or ``"svg"``."""
     try:
         from matplotlib import collections, figure, patches, rc_context  # an extra's
     except ImportError as error:

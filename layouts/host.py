@@ -19,9 +19,9 @@ from .model import no_arguments, trace
 def run_on_host(
     body: Callable[[Any], None], *shape: int, alignment: int = 16, arch: str = "sm_90a"
 ) -> np.ndarray:
-    """Compiles ``body(out)`` for the host, runs it on an int32 tensor of this shape filled with -1, and returns that.
+    """Compiles ``body(out)`` for the host, runs it and returns ``out``: an int32 tensor of this shape, initially -1.
 
-    body is called in a trace; its dynamic loops must be in ``cute.jit`` functions. alignment: of out, in bytes.
+    body is called in a trace; its dynamic loops must be in ``cute.jit`` functions. alignment: in bytes, of ``out``.
     """
     padded = torch.full((prod(shape) + alignment // 4,), -1, dtype=torch.int32)
     start = -padded.data_ptr() % alignment // 4

@@ -5,7 +5,7 @@ from html import escape
 
 
 def table(title: str, heads: Sequence[str], columns: Sequence[Mapping[str, str]]) -> str:
-    """A table with a row for each key of any column, in their order; heads: of the columns."""
+    """An HTML table with a row for each key of any column, in order of first occurrence; heads: the column titles."""
     rows = dict.fromkeys(key for column in columns for key in column)
     top = "".join(f"<th>{escape(head)}</th>" for head in ("", *heads))
     body = "".join(

@@ -46,9 +46,9 @@ def tiled_mma_sm90(
 ) -> cute.TiledMma:
     """wgmma m64nNk16 with fp32 accumulators for an (m, n) tile.
 
-    ``warpgroups / warpgroups_n`` warpgroups divide M, 64 rows each at a time, and ``warpgroups_n`` divide N; an
-    instruction has all columns of a warpgroup, at most 256. a_source: "smem" or "rmem"; a_major, b_major: "k" or "mn",
-    the contiguous mode of the operand in shared memory ("k" for A in registers).
+    ``warpgroups / warpgroups_n`` warpgroups divide M, 64 rows each at a time, and ``warpgroups_n`` divide N; one
+    instruction covers all columns of a warpgroup, at most 256. a_source: "smem" or "rmem"; a_major, b_major: "k" or
+    "mn", the contiguous mode of the operand in shared memory ("k" for A in registers).
     """
     for name, value, accepted in (
         ("a_source", a_source, _SOURCE),
@@ -80,8 +80,8 @@ def tiled_mma_sm90(
 class RowColModes:
     """Rows and columns of a score tile in a thread's accumulator, as Python ints.
 
-    row_modes, col_modes: modes of the flattened accumulator layout, fastest first. rows, cols: offsets of element
-    (r, c) of ``row_col_view`` from the thread's first row and column (``thread_row_col``).
+    row_modes, col_modes: modes of the flattened accumulator layout, fastest first. rows, cols: element (r, c) of
+    ``row_col_view`` is rows[r] rows and cols[c] columns after the thread's first element (``thread_row_col``).
     """
 
     row_modes: tuple[int, ...]
@@ -148,7 +148,7 @@ def as_operand_a(acc: cute.Tensor) -> cute.Tensor:
 
     For m16n8k16 ((2, 2), M, N) becomes ((2, 2, 2), M, N / 2); for wgmma ((2, 2, N / 8), M, n) becomes
     ((2, 2, 2), M, (N / 16, n)). The columns must all be in one warp or warpgroup (``warps_n`` or ``warpgroups_n`` 1).
-    Raises ValueError if the columns are not whole steps of 16.
+    Raises ValueError if the number of columns is not a multiple of 16.
     """
     layout = acc.layout
     wgmma = cute.rank(layout.shape[0]) == 3
@@ -168,7 +168,7 @@ def as_operand_a(acc: cute.Tensor) -> cute.Tensor:
 
 
 def _axis(leaves: list[tuple[int, int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(mode indices, offset of every element along them) of leaves (stride, index, extent), fastest first."""
+    """(mode indices, offset of every element along these modes); leaves: (stride, index, extent), fastest first."""
     offsets = [0]
     for stride, _, extent in leaves:
         offsets = [start + stride * step for step in range(extent) for start in offsets]

@@ -41,8 +41,8 @@ class SmemMap:
 class ThreadValueMap:
     """A thread-value layout: row[thread, value] and col[thread, value] are coordinates in a (rows, cols) tile.
 
-    ``row[:, i * vector : (i + 1) * vector]`` are contiguous elements of one instruction. Several threads may hold one
-    element, as in the B operand of an MMA with several warps along M.
+    ``row[:, i * vector : (i + 1) * vector]`` are contiguous elements of one instruction. Several threads may hold the
+    same element, as in the B operand of an MMA with several warps along M.
     """
 
     row: np.ndarray
@@ -60,7 +60,7 @@ _readers, _arguments = 0, list[str]()
 def no_arguments() -> Iterator[None]:
     """Hide the running script's command line from the DSL, which parses an option ``-diagnostic`` in it.
 
-    It would read a script's ``-d 8`` as an abbreviation of that, and end the process.
+    The DSL would read a script's ``-d 8`` as an abbreviation of that option, and end the process.
     """
     global _readers, _arguments
     with _lock:
@@ -77,7 +77,7 @@ def no_arguments() -> Iterator[None]:
 
 
 def _show_arguments() -> None:
-    """In a forked child: the threads that hid them are not there."""
+    """Restore the arguments in a forked child, which lacks the threads that hid them."""
     global _lock, _readers
     _lock = threading.Lock()
     if _readers:
@@ -88,7 +88,7 @@ os.register_at_fork(after_in_child=_show_arguments)
 
 
 def trace(make: Callable[[], Any], arch: str = "sm_90a") -> Any:
-    """Runs ``make`` in a trace for ``arch`` and returns its result, plain Python or numpy.
+    """Runs ``make`` in a trace for ``arch`` and returns its result, which must be plain Python or numpy.
 
     sm_90a accepts Ampere objects too.
     """
@@ -119,7 +119,7 @@ def mma_map(make: Callable[[], Any], operand: str, arch: str = "sm_90a") -> Thre
 
 
 def read_smem(layout: Any, dtype: Any) -> SmemMap:
-    """As ``smem_map``, from an object within a trace."""
+    """Like ``smem_map``, but inside a trace and given the layout itself."""
     if not isinstance(layout, cute.ComposedLayout):
         return SmemMap(table(layout), dtype.width, None, str(layout))
     inner = layout.inner
@@ -136,7 +136,7 @@ def read_smem(layout: Any, dtype: Any) -> SmemMap:
 
 
 def read_copy(copy: cute.TiledCopy, side: str) -> ThreadValueMap:
-    """As ``copy_map``, from an object within a trace."""
+    """Like ``copy_map``, but inside a trace and given the copy itself."""
     if side not in COPY_SIDES:
         raise ValueError(f"side={side!r}: accepted are {', '.join(map(repr, COPY_SIDES))}")
     layout = copy.layout_src_tv_tiled if side == "src" else copy.layout_dst_tv_tiled
@@ -152,7 +152,7 @@ def read_copy(copy: cute.TiledCopy, side: str) -> ThreadValueMap:
 
 
 def read_mma(tiled_mma: cute.TiledMma, operand: str) -> ThreadValueMap:
-    """As ``mma_map``, from an object within a trace."""
+    """Like ``mma_map``, but inside a trace and given the MMA itself."""
     if operand not in MMA_OPERANDS:
         raise ValueError(f"operand={operand!r}: accepted are {', '.join(map(repr, MMA_OPERANDS))}")
     layout = getattr(tiled_mma, f"tv_layout_{operand}_tiled")

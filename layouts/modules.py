@@ -1,11 +1,11 @@
-"""A package whose modules, where they are called like functions, say what their function is."""
+"""Packages whose modules, if called like functions, raise an error that names the function to call."""
 
 from types import ModuleType
 from typing import Any
 
 
 class Module(ModuleType):
-    """A module that says where its function is when it is called itself."""
+    """A module that, if called, raises a TypeError that names its function."""
 
     def __call__(self, *args: Any, **options: Any) -> None:
         own = self.__name__.rpartition(".")[2]
@@ -14,7 +14,7 @@ class Module(ModuleType):
 
 
 class Package(Module):
-    """A package of such modules: ``sys.modules[__name__].__class__ = Package``."""
+    """A package whose modules become :class:`Module`: ``sys.modules[__name__].__class__ = Package``."""
 
     def __setattr__(self, name: str, value: Any) -> None:  # Python's import sets a module here
         if type(value) is ModuleType:
@@ -22,7 +22,7 @@ class Package(Module):
         super().__setattr__(name, value)
 
     def missing(self, name: str, place: str | None = None) -> AttributeError:
-        """The error for a name that the package does not have; Python adds a similar one. place: where it is."""
+        """The error for a missing name, to which Python adds a similar name. place: where the name is, or None."""
         where = f"; it is {self.__name__}.{place}" if place else ""
         return AttributeError(
             f"module {self.__name__!r} has no attribute {name!r}{where}", name=name, obj=self

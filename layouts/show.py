@@ -1,6 +1,6 @@
-"""Pictures of layouts: the thread of each element of a tiled copy or MMA, the bank of each word; bank conflicts.
+"""Pictures of layouts (the thread of each element of a tiled copy or MMA, the bank of each word), and bank conflicts.
 
-Both run outside a trace, on functions that build the objects. matplotlib is loaded on the first picture.
+All functions run outside a trace; their arguments are functions that build the objects. Drawing imports matplotlib.
 
     show(lambda: smem_layout(128, 64, BFloat16), "smem.png", dtype=BFloat16)
     picture(lambda: smem_layout(128, 64, BFloat16), dtype=BFloat16)                 # shown by a notebook
@@ -39,7 +39,7 @@ _INSTRUCTIONS = {
 def show(thing: Callable[[], Any], path: str | Path, **options: Any) -> Path:
     """Draws a shared-memory layout, a tiled copy or a tiled MMA into a .png or .svg file and returns its path.
 
-    Arguments and errors are those of :func:`picture`, and ValueError for another suffix.
+    Accepts the arguments of :func:`picture` and raises its errors; also raises ValueError for another suffix.
     """
     return picture(thing, **options).save(path)
 
@@ -56,11 +56,11 @@ def picture(
 ) -> Picture:
     """A picture of a shared-memory layout, a tiled copy or a tiled MMA, for a notebook to show.
 
-    thing: a function that builds it, called in a trace: ``lambda: smem_layout(128, 64, cutlass.BFloat16)``.
-    dtype: the element type, required for shared memory, drawn as 4-byte words with their bank.
+    thing: a function that builds the object, called in a trace: ``lambda: smem_layout(128, 64, cutlass.BFloat16)``.
+    dtype: the element type; required for a shared-memory layout, which is drawn as 4-byte words with their banks.
     tile: (rows, cols) over which a copy or an accumulator is repeated; by default one step.
-    rows, cols: rows and columns of each tile to draw; by default enough for the pattern.
-    Raises ValueError for a missing dtype or another tile, TypeError for other objects.
+    rows, cols: how many rows and columns of each tile to draw; by default enough to show the pattern.
+    Raises ValueError for a missing dtype or a tile that is not whole steps, TypeError for other objects.
     """
 
     def read() -> Any:
@@ -135,7 +135,7 @@ def _period(banks: np.ndarray) -> int:
 
 
 def _column_ways(banks: np.ndarray, piece: int) -> int:
-    """Maximum rows, in an aligned group of 8, with 16-byte vectors of one column in the same banks."""
+    """Maximum number of rows, in an aligned group of 8, whose 16-byte vectors of one column use the same banks."""
     first = banks[: len(banks) // 8 * 8, ::piece].reshape(-1, 8, banks.shape[1] // piece)
     return int(max((first == bank).sum(axis=1).max() for bank in np.unique(first)))
 
@@ -202,7 +202,7 @@ def _copies(held: ThreadValueMap) -> int:
 
 
 def _held_by_all(operand: ThreadValueMap) -> bool:
-    """All threads of a warp have all elements, as in an operand that a warpgroup reads from shared memory."""
+    """True if all threads of a warp hold the same elements, as when a warpgroup reads an operand from smem."""
     return bool(
         (operand.row[:_WARP] == operand.row[0]).all() and (operand.col[:_WARP] == operand.col[0]).all()
     )
@@ -213,7 +213,7 @@ def _flip(held: ThreadValueMap) -> ThreadValueMap:
 
 
 def _repeat(held: ThreadValueMap, tile: tuple[int, int] | None) -> ThreadValueMap:
-    """The map repeated over a larger tile: a thread's values are its values of all steps, along rows first."""
+    """The map repeated over a larger tile: a thread's values of all steps are concatenated, along rows first."""
     if tile is None:
         return held
     if tile[0] % held.shape[0] or tile[1] % held.shape[1]:

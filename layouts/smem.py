@@ -32,8 +32,8 @@ def smem_layout(
     """Row-major (rows, cols[, stages]) tile for cp.async, ldmatrix and ordinary accesses.
 
     Atoms of 8 rows by up to 128 bytes tile it along rows first. rows: a multiple of 8; cols: a multiple of 16 bytes,
-    for conflict-free access of 64; swizzle_bits: None for the widest, 0 for none.
-    Raises ValueError for sizes that do not divide.
+    or of 64 bytes for conflict-free access; swizzle_bits: None for the widest swizzle, 0 for none.
+    Raises ValueError for other rows or cols, or swizzle_bits beyond the widest swizzle.
     """
     if rows <= 0 or rows % _ATOM_ROWS:
         raise ValueError(f"rows={rows}: a shared-memory tile needs a positive multiple of {_ATOM_ROWS} rows")
@@ -52,9 +52,9 @@ def wgmma_smem_layout(
 ) -> cute.ComposedLayout:
     """(rows, cols[, stages]) operand tile for wgmma and TMA: rows are M or N, cols are K.
 
-    major: "k" if cols are contiguous, "mn" if rows are. The swizzle is the widest (128, 64, 32 bytes or none) with
-    an atom that divides the contiguous extent. ``inner`` swizzles bytes, see the module.
-    Raises ValueError for sizes that do not divide.
+    major: "k" if cols are contiguous, "mn" if rows are. The swizzle is the widest (128, 64, 32 bytes or none)
+    whose atom divides the contiguous extent. ``inner`` swizzles byte addresses: see the module.
+    Raises ValueError if no atom divides the tile.
     """
     if major not in ("k", "mn"):
         raise ValueError(f"major={major!r}: accepted are 'k' (cols contiguous) and 'mn' (rows contiguous)")

@@ -1,6 +1,6 @@
 """Shared-memory swizzles for rows of a tile. Plain Python, no DSL import.
 
-Shared memory has 32 banks of 4 bytes: 128 bytes a wavefront. If eight rows start at the same bank, the eight 16-byte
+Shared memory has 32 banks of 4 bytes: 128 bytes per wavefront. If eight rows start at the same bank, the eight 16-byte
 vectors of an ldmatrix are in the same four banks. A swizzle permutes the 16-byte vectors of a row by the row's index,
 so that a column of vectors covers all banks.
 """
@@ -16,7 +16,7 @@ _ROW_BYTES = (128, 64, 32, 16)
 
 @dataclass(frozen=True)
 class Swizzle:
-    """CuTe's S<bits,base,shift>: xors ``bits`` bits from ``base`` up with those ``shift`` places higher."""
+    """CuTe's S<bits,base,shift>: xors the ``bits`` bits from bit ``base`` up with the bits ``shift`` places higher."""
 
     bits: int
     base: int
@@ -32,7 +32,7 @@ class Swizzle:
 
 
 def bits_of(dtype: Any) -> int:
-    """Bits of an element. Raises TypeError for torch's dtypes and others that are none of CUTLASS."""
+    """Bits of an element. Raises TypeError for dtypes that are not CUTLASS's, such as torch's."""
     width = getattr(dtype, "width", None)
     if not isinstance(width, int):
         raise TypeError(f"dtype is {dtype!r}; accepted: one of CUTLASS, such as cutlass.BFloat16")
@@ -42,7 +42,7 @@ def bits_of(dtype: Any) -> int:
 def atom_cols(cols: int, width: int) -> int:
     """Columns of a swizzle atom: the widest of 128, 64, 32, 16 bytes that divides a row.
 
-    cols: row length in elements; width: bits of an element. Raises ValueError if no whole 16 bytes divide a row.
+    cols: row length in elements; width: bits of an element. Raises ValueError unless 16 bytes divide a row.
     """
     for row_bytes in _ROW_BYTES:
         if cols > 0 and cols * width % (row_bytes * 8) == 0:
@@ -53,9 +53,9 @@ def atom_cols(cols: int, width: int) -> int:
 
 
 def choose_swizzle(cols: int, width: int, bits: int | None = None) -> Swizzle:
-    """The swizzle for rows of ``cols`` elements of ``width`` bits, counted in elements.
+    """The swizzle of element offsets for rows of ``cols`` elements of ``width`` bits.
 
-    bits: None for the widest within an atom of 8 rows, free of bank conflicts; 0 for no
+    bits: None for the widest swizzle within an atom of 8 rows, free of bank conflicts; 0 for no
     swizzle. Raises ValueError if bits is too large.
     """
     widest = (atom_cols(cols, width) * width // (VECTOR_BYTES * 8)).bit_length() - 1

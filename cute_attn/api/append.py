@@ -20,7 +20,7 @@ ARGUMENTS = (
     *("k_cache", "v_cache", "k", "v", "cache_seqlens", "page_table", "cache_batch_idx", "cu_seqlens_k_new"),
     *("rotary_cos", "rotary_sin", "rotary_seqlens", "rotary_interleaved"),
 )
-"""Arguments of the operator ``append_kv``, in order: fields of a call."""
+"""Names of the arguments of the operator ``append_kv``, in order. Each is a field of ``Call``."""
 
 
 def append_kv(
@@ -39,49 +39,49 @@ def append_kv(
     rotary_interleaved: bool = True,
     check_lengths: bool = False,
 ) -> None:
-    """Write new keys and values behind those in a cache, in place.
+    """Append new keys and values to a cache, in place.
 
-    :mod:`cute_attn.reference.kvcache` is the definition; CPU tensors are computed by it. Keys equal it bit for bit.
-    Nothing is read on the host, so that a CUDA graph replays with other lengths and tables.
+    The definition is :mod:`cute_attn.reference.kvcache`, which also computes CPU tensors. Keys stored on CUDA equal
+    the definition's bit for bit. Nothing is read on the host, so a CUDA graph replays with other lengths and tables.
 
     Parameters
     ----------
     k_cache : Tensor (entries, capacity, nheads_kv, head_dim), or (pages, page_size, nheads_kv, head_dim)
-        fp16, bf16 or fp32 on CUDA, any float dtype on the CPU. The last dimension is contiguous, other strides are in
-        any order. Kernels are fastest where head_dim and strides are multiples of 16 bytes. The data on CUDA is aligned
-        as these are: to 16 bytes, or for multiples of 4, 2 and 1 elements to as many. head_dim is at most 576, the
-        capacity 2**30 - 2**13.
+        fp16, bf16 or fp32 on CUDA, any float dtype on the CPU. The last dimension is contiguous; other strides are
+        arbitrary. Kernels are fastest if head_dim and strides are multiples of 16 bytes. The address on CUDA has the
+        same alignment: 16 bytes, or 4, 2 or 1 elements if head_dim and strides are only multiples of so many. head_dim
+        is at most 576, the capacity 2**30 - 2**13.
     v_cache : Tensor
-        As k_cache, with head_dim_v up to 512; it does not overlap k_cache. Or latent values: the view
+        As k_cache, with head_dim_v up to 512; must not overlap k_cache. The one exception is latent values: the view
         ``k_cache[..., :head_dim_v]``, with ``k[..., :head_dim_v]`` as v and without rotary embedding.
     k, v : Tensor (batch, rows, nheads_kv, head_dim) and head_dim_v, or packed (total, nheads_kv, head_dim)
         New rows.
     cache_seqlens : Tensor (batch,), int32
-        Rows in use before the call; the new ones are stored behind them. 0 to the capacity, checked on the CPU. Rows
+        Rows in use before the call, 0 to the capacity (checked on the CPU only). New rows are stored after them; rows
         beyond the capacity are not written.
-    page_table : Tensor (entries, pages of an entry), int32, optional
-        The pages of each entry, of any size; the capacity is all of them. Entries beyond a sequence's end may have any
-        values.
+    page_table : Tensor (entries, pages per entry), int32, optional
+        The page numbers of each entry. Pages may have any size; the capacity is the rows of all pages of an entry.
+        Page numbers beyond a sequence's end may have any value.
     cache_batch_idx : Tensor (batch,), int32, optional
-        Each sequence's entry of the cache or of page_table; by default sequence b has entry b. If several have the same
-        entry, the rows of an arbitrary one remain.
+        The entry of the cache, or of page_table, for each sequence; by default, b for sequence b. If several sequences
+        have the same entry, the rows of an arbitrary one remain.
     cu_seqlens_k_new : Tensor (batch + 1,), int32, optional
-        Where packed sequences of k and v start.
+        Start offsets of packed sequences in k and v.
     rotary_cos, rotary_sin : Tensor (positions, pairs), k_cache's dtype, optional
-        Rotate the first 2 * pairs elements of new keys, in fp32. At least as many positions as the capacity, unless
-        rotary_seqlens are given; positions beyond them count as the last.
+        Rotate the first 2 * pairs elements of new keys, in fp32. Unless rotary_seqlens is given, there must be at least
+        as many positions as the capacity. Rows at positions beyond the tables are rotated as at the last position.
     rotary_seqlens : Tensor (batch,), int32, optional
         The position of each sequence's first new row; by default its cache_seqlens.
     rotary_interleaved : bool
         True: pairs are elements (2i, 2i + 1) (GPT-J). False: (i, i + pairs) (GPT-NeoX).
     check_lengths : bool
-        Read lengths and tables on the host, on CUDA as well, and raise where they or new rows are out of bounds. This
-        waits for the device.
+        Read lengths and tables on the host, also on CUDA, and raise if any of them, or a new row, is out of bounds.
+        This waits for the device.
 
     Raises
     ------
     TypeError, ValueError
-        An argument is not as described here; the message names it, its value and the accepted ones.
+        An argument is not as described here; the message names the argument, its value and the accepted values.
     NotImplementedError
         A tensor requires a gradient.
     """
@@ -97,7 +97,7 @@ def append_kv(
 
 
 def _append(tensors: Tensors, rotary_interleaved: bool, check_lengths: bool) -> tuple[()]:
-    """A call that no record is known of; tensors: the other arguments, in order."""
+    """Check and run an append that repeats no recorded one; tensors: the tensor arguments, in order."""
     k_cache, v_cache = tensors[:2]
     check_flags(rotary_interleaved=rotary_interleaved, check_lengths=check_lengths)
     call = Call.of(ARGUMENTS, (*tensors, bool(rotary_interleaved)))
@@ -117,7 +117,7 @@ _check_lengths = check_lengths  # the parameter of the same name hides it
 
 
 def refuse_gradients(call: Call, function: str) -> None:
-    """Raise NotImplementedError where autograd would record the call, or follow tangents through it."""
+    """Raise NotImplementedError if autograd would record the call, or if a tensor of the call has a tangent."""
     refuse_tangents((x for _, x in call.tensors()), function)
     if torch.is_grad_enabled():
         for name, x in call.tensors():
@@ -140,7 +140,7 @@ def batch_of(call: Call) -> int:
 
 _library = torch.library.Library("cute_attn", "FRAGMENT")
 CACHES = {"k_cache": "Tensor(a!)", "v_cache": "Tensor(b!)"}
-"""The types, in schemas, of the tensors that an append writes."""
+"""Schema types of the tensors that an append writes."""
 _library.define(
     f"append_kv({schema(ARGUMENTS, cache_seqlens='Tensor', **CACHES)}) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
@@ -161,7 +161,7 @@ def append_by_definition(call: Call) -> None:
 
 
 def append_cuda(*arguments: Any) -> None:
-    """By the append kernel, on the current stream of the cache's device."""
+    """Run the append kernel on the current stream of the cache's device."""
     call = Call.of(ARGUMENTS, arguments)
     check_append(call, batch_of(call))
     check_append_for_kernels(call)

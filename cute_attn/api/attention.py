@@ -76,21 +76,21 @@ def attention(
 ) -> Result:
     """softmax(softmax_scale * q k^T + ...) v for batches of equally long sequences.
 
-    Scores pass, in this order, through softcap, ALiBi, bias, users' epilogues, score_mod, mask_mod and the mask; the
-    softmax in float32; dropout. A query that sees no key has out 0 and lse -inf, or with sinks the sink.
-    :mod:`cute_attn.reference` is the definition; CPU tensors are computed by it, in float32 or float64. What others
-    call is_causal, attn_mask, scale and window_size is causal, bias, softmax_scale and window here: docs/doors.md.
+    Scores pass through softcap, ALiBi, bias, users' epilogues, score_mod, mask_mod and the mask, in this order, before
+    a float32 softmax and dropout. For a query that sees no key, out is 0 and lse is -inf, or the sink if any.
+    The definition is :mod:`cute_attn.reference`; it computes CPU tensors, in float32 or float64. Other libraries'
+    is_causal, attn_mask, scale and window_size are causal, bias, softmax_scale and window here: docs/doors.md.
 
-    out and lse are differentiable in q, k, v, bias, sinks and tensors of functions; on the CPU also in slopes and in
-    epilogues' tensors. Tangents of q, k and v, of ``torch.func.jvp`` or ``torch.autograd.forward_ad``, pass to both; on
-    the CPU also those of the other tensors. docs/features.md says which calls have none.
+    out and lse are differentiable in q, k, v, bias, sinks and tensors that functions capture; on the CPU also in slopes
+    and in epilogues' tensors. Forward-mode derivatives (``torch.func.jvp``, ``torch.autograd.forward_ad``) follow
+    tangents of q, k and v, on the CPU also of the other tensors; docs/features.md lists calls that do not support them.
 
     Parameters
     ----------
     q : Tensor (batch, seqlen_q, nheads, head_dim)
         fp16, bf16 or fp32 on CUDA, any float dtype on the CPU. head_dim is at most 576, seqlens at most 2**30 - 2**13.
-        Fastest are 16-bit dtypes and head dims up to 256, with contiguous rows whose size and address are multiples of
-        16 bytes. Tensors with other rows are copied, padded to multiples of 16 bytes. Under autocast fp32 tensors are
+        16-bit dtypes and head dims up to 256 are fastest, with contiguous rows whose size and address are multiples of
+        16 bytes. Tensors with other rows are copied, padded to multiples of 16 bytes. Under autocast, fp32 tensors are
         cast, as by PyTorch's attention.
     k : Tensor (batch, seqlen_k, nheads_kv, head_dim)
         As q. nheads is a multiple of nheads_kv: consecutive query heads use the same key head.
@@ -102,95 +102,94 @@ def attention(
         Hide the keys after a query's position. Positions are aligned so that the last query is at the last key
         (True, "bottom_right") or the first query at the first key ("top_left").
     window : (left, right)
-        Number of keys that a query sees before and after its position, None or -1 for all of them: with
+        How many keys a query sees before and after its position; None or -1 means all. With
         ``shift = seqlen_k - seqlen_q`` (0 under "top_left"), query i sees keys i + shift - left to i + shift + right.
         With causal, right must be None or 0.
     alibi_slopes : Tensor (nheads,) or (batch, nheads), float32, optional
         slope * abs(i + shift - j) is subtracted from scores (Press et al. 2021, arXiv:2108.12409).
     bias : Tensor (batch or 1, nheads or 1, seqlen_q or 1, seqlen_k or 1), fp16, bf16, fp32 or bool, optional
-        Added to scores; a bool bias hides keys where it is False. The first dimensions may be missing. Kernels read a
-        bias whose last dimension is whole and contiguous; others, and bool ones, are copied. -inf hides a key. A finite
-        number never does, not even the dtype's minimum: if all keys that a query sees have it, out is the mean of
-        their values, as in fp32 (LSE may then have no digits left for the logarithm of the sum of exponentials; the
-        backward on CUDA weights all keys in the mask equally). NaN or Inf in a key that a bias hides still reaches out,
-        as in PyTorch, but not in one that mask_mod or seqused_k hides.
+        Added to scores; a bool bias hides keys where it is False. Leading dimensions may be omitted. Kernels read a
+        bias in place if its last dimension is seqlen_k and contiguous; any other bias, and a bool bias, is copied. -inf
+        hides a key. A finite number never does, not even the dtype's minimum: if all keys that a query sees have it,
+        out is the mean of their values, as in fp32. (lse is then so large that the logarithm of the sum may round away,
+        and the backward on CUDA weights all keys in the mask equally.) NaN or Inf in a key that a bias hides still
+        reaches out, as in PyTorch; a key hidden by mask_mod or seqused_k has no effect.
     sinks : Tensor (nheads,), fp16, bf16 or fp32, optional
         Attention sinks, one logit per head: exp(sink) is added to the softmax denominator of each row, and so to lse,
         like an extra key with value 0 (gpt-oss, arXiv:2508.10925).
     softcap : float
         Scores become softcap * tanh(score / softcap); 0 leaves them (Gemma 2, arXiv:2408.00118).
     dropout_p : float
-        Probability of dropping an element of the softmax, 0 <= dropout_p < 1; kept ones are scaled by
+        Probability of dropping an element of the softmax, 0 <= dropout_p < 1; kept elements are scaled by
         1 / (1 - dropout_p).
     dropout_mask : {"flash", "mem_efficient"}
-        Which of PyTorch's two masks, bit for bit.
+        The PyTorch kernel whose dropout mask is reproduced, bit for bit.
     rng_state : Tensor (2,), int64, optional
-        Seed and offset of the mask, on q's device. Default: from torch's generator of that device, new ones for every
-        replay of a CUDA graph. To use a mask again pass one from :func:`draw_rng_state`.
+        Seed and offset of the mask, on q's device. Default: drawn from torch's generator of that device, anew for every
+        replay of a CUDA graph. To reuse a mask, pass a state from :func:`draw_rng_state`.
     seqused_k : Tensor (batch,), int32, optional
-        Number of keys of each batch, 0 to seqlen_k; memory beyond them is never read. Values are checked on the CPU
+        Number of keys of each sequence, 0 to seqlen_k; memory beyond them is never read. Values are checked on the CPU
         only: reading them on CUDA would wait for the device.
     score_mod : function (score, b, h, q_idx, kv_idx) -> score, optional
         As for FlexAttention. Traced once, so it may use torch's elementwise operations and elements of captured
-        tensors; negative indices count from the end. q_idx and kv_idx count within a sequence. It is applied after
-        bias and sees -inf of a bias as a score; mask_mod hides a key whatever score_mod returns. docs/functions.md
+        tensors; negative indices count from the end. q_idx and kv_idx count within a sequence. Applied after bias,
+        so a score may be -inf; a key that mask_mod hides stays hidden whatever score_mod returns. docs/functions.md
         lists the operations.
     mask_mod : function (b, h, q_idx, kv_idx) -> bool, optional
         As for FlexAttention: keys are hidden where it is False. Applied after score_mod.
     block_mask : torch.nn.attention.flex_attention.BlockMask, optional
-        Blocks that it does not list are hidden, full blocks visible, and its function decides in partial ones. Kernels
+        Unlisted blocks are hidden, full blocks are visible, and the mask's function decides in partial blocks. Kernels
         skip unlisted blocks, except the sm80 backward and the kernels for few queries, which visit every block.
     epilogues : sequence of str, or mapping of str to arguments
-        Users' registered epilogues, in order, before score_mod; arguments are tensors and numbers.
+        Users' registered epilogues, applied in this order before score_mod; arguments are tensors and numbers.
     return_lse : bool
         Also return the logarithm of each row's sum of exponentials.
     return_softmax : bool
         Also return the softmax, for inspection. On CUDA it is recomputed from lse, in plain torch and without a
-        gradient. The host reads lengths, if any, so with them it is not available while a CUDA graph is captured.
+        gradient. Not available during CUDA graph capture if the call has lengths, since the host reads them.
     kernel : str, optional
         The kernel, "ARCH" or "ARCH:VARIANT", such as "sm80". Default: the newest generation that supports the call.
     tile : Tile or str, optional
         A tile, or text that changes fields of the default one, such as "tile_n=32". If a generation does not support
-        the tile, the previous one is used with a warning, unless kernel names one.
+        the tile, the previous generation is used with a warning, unless ``kernel`` is given.
     deterministic : bool
-        Gradients repeat bit for bit (the output always does). Also on under
-        ``torch.use_deterministic_algorithms(True)``. The backward's workspace is then up to 16 times q's size in fp32
-        instead of once, on Hopper at most four times or the size of k and v, plus 4 bytes per score for the gradient
-        of a broadcast bias: :mod:`cute_attn.host.backward`.
+        Make gradients repeat bit for bit (the output always does). Also enabled by
+        ``torch.use_deterministic_algorithms(True)``. The backward's fp32 workspace, otherwise the size of q, is then up
+        to 16 times that size; on Hopper at most 4 times, or the size of k and v. The gradient of a broadcast bias needs
+        4 more bytes per score. See :mod:`cute_attn.host.backward`.
     same_bits : bool
-        On Hopper a row's output, LSE and gradients depend on its own sequence alone, bit for bit: neither on the other
-        sequences of a call nor on how they are passed, batched, packed, in a cache or as the queries of some positions
-        only. Not with bias, dropout, block_mask or fp32; head dims are multiples of 8. docs/features.md says what it
-        costs.
+        On Hopper, make a row's output, LSE and gradients depend only on its own sequence, bit for bit. Other sequences
+        of the call have no effect, nor does passing sequences batched, packed, in a cache or with only some of their
+        queries. Not supported with bias, dropout, block_mask or fp32; head dims must be multiples of 8.
+        docs/features.md states the cost.
     backward_tile : Tile or str, optional
         As tile, for the backward.
     precision : {"fp32", "tf32"}, optional
         Precision of products of fp32 tensors on CUDA: "fp32", or "tf32" for operands rounded to tf32's 11 significant
-        bits, with a third of the products. Default: the setting of torch.backends.cuda.matmul for PyTorch's products.
-        Large calls at "fp32" need workspace of the size of k and v, their backward of q, k, v and out; half as much
-        at "tf32".
+        bits, with a third of the products. Default: PyTorch's setting in torch.backends.cuda.matmul. Large calls at
+        "fp32" need a workspace of the size of k and v, and their backward of q, k, v and out; at "tf32" half as much.
     out : Tensor (batch, seqlen_q, nheads, head_dim_v), optional
-        Written and returned in place of a new tensor, without gradients; it overlaps no other argument.
-        On CUDA its rows are contiguous and start at multiples of 16 bytes, if the rows of q, k and v do.
+        Memory for the result, returned instead of a new tensor; without gradients. Must not overlap other arguments.
+        On CUDA, out must have contiguous rows that start at multiples of 16 bytes if q, k and v have such rows.
 
     Returns
     -------
     out : Tensor (batch, seqlen_q, nheads, head_dim_v), q's dtype
-        The only output by default; otherwise the first of a tuple with, in this order,
+        Returned alone by default; otherwise first in a tuple, followed by lse and softmax if requested.
     lse : Tensor (batch, nheads, seqlen_q), float32 (float64 for float64 q)
         Natural logarithm; -inf, or the sink, where a query sees no key.
     softmax : Tensor (batch, nheads, seqlen_q, seqlen_k), q's dtype
-        Before dropout. The sign bit of an element that its query sees is set where dropout drops it.
+        Before dropout. Among keys that the query sees, a set sign bit marks an element that dropout drops.
 
     Raises
     ------
     TypeError, ValueError
-        An argument is not as described here; the message names it, its value and the accepted ones.
+        An argument is not as described here; the message names the argument, its value and the accepted values.
     Unsupported
         No kernel supports the call; a ValueError that gives each kernel's reason.
     NotImplementedError
-        A CUDA tensor other than q, k, v, bias and sinks requires a gradient, or one other than q, k and v has a
-        tangent.
+        On CUDA, the slopes or an epilogue's tensor require a gradient that kernels do not compute, or a tensor other
+        than q, k and v has a tangent.
     """
     tensors = (q, k, v, None, None, None, seqused_k, alibi_slopes, bias, sinks, rng_state)
     options = (
@@ -221,18 +220,18 @@ def attention_varlen(
     k, v : Tensor (total_k, nheads_kv, head_dim), (total_k, nheads_kv, head_dim_v)
         As q, with cu_seqlens_k.
     cu_seqlens_q, cu_seqlens_k : Tensor (batch + 1,), int32
-        Where sequences start, never falling, on q's device. Their values are checked on the CPU only: reading them
+        Start offsets of sequences, non-decreasing, on q's device. Values are checked on the CPU only: reading them
         on CUDA would wait for the device. A sequence may be empty.
     max_seqlen_q, max_seqlen_k : int
-        The longest sequence, or more. On CUDA, queries beyond it would not be computed. Values above the total number
-        of rows count as that number, except for the "mem_efficient" mask: it depends on the stated values.
+        Length of the longest sequence, or more. On CUDA, queries beyond max_seqlen_q would not be computed. Values are
+        clamped to the total number of rows, except that the "mem_efficient" dropout mask depends on unclamped values.
     seqused_q, seqused_k : Tensor (batch,), int32, optional
         Number of rows of each sequence that exist, as for :func:`attention`.
     bias : Tensor (batch or 1, nheads or 1, max_seqlen_q or 1, max_seqlen_k or 1)
-        As for :func:`attention`, indexed by a position in its sequence.
+        As for :func:`attention`, indexed by positions within a sequence.
     block_mask : torch.nn.attention.flex_attention.BlockMask, optional
-        As for :func:`attention`, of as many sequences as are packed, or of 1, and of max_seqlen_q and max_seqlen_k or
-        more: its blocks and its function count within a sequence.
+        As for :func:`attention`, made for the number of packed sequences, or 1, and for lengths of at least
+        max_seqlen_q and max_seqlen_k. Blocks and indices count within a sequence.
     softmax_scale, causal, window, alibi_slopes, sinks, softcap, dropout_p, dropout_mask, rng_state, score_mod, \
 mask_mod, epilogues, return_lse, return_softmax, kernel, tile, deterministic, same_bits, backward_tile, precision, out
         As for :func:`attention`.
@@ -240,8 +239,8 @@ mask_mod, epilogues, return_lse, return_softmax, kernel, tile, deterministic, sa
     Returns
     -------
     out : Tensor (total_q, nheads, head_dim_v)
-        Alone, or the first of a tuple with, in this order, lse and softmax. Rows beyond seqused_q are 0 (lse: -inf);
-        rows of no sequence are not written.
+        Returned alone, or first in a tuple, followed by lse and softmax if requested. Rows beyond seqused_q are 0
+        (lse: -inf); rows that belong to no sequence are not written.
     lse : Tensor (nheads, total_q)
         As :func:`attention`'s.
     softmax : Tensor (batch, nheads, max_seqlen_q, max_seqlen_k)
@@ -275,9 +274,9 @@ def attention_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of :func:`attention` from its outputs, or from PyTorch's.
 
-    Of ``aten._flash_attention_forward`` and ``aten._efficient_attention_forward`` pass out and logsumexp, and with
-    dropout their seed and offset as rng_state and the dropout_mask of the same name. (The latter's causal
-    masks are "top_left" for custom_mask_type 1 and "bottom_right" for 2.)
+    From ``aten._flash_attention_forward`` or ``aten._efficient_attention_forward``, pass out and logsumexp; with
+    dropout, also the seed and offset as rng_state, and the dropout_mask of the same name. (Causal masks of the
+    efficient operator are "top_left" for custom_mask_type 1 and "bottom_right" for 2.)
 
     Parameters
     ----------
@@ -286,9 +285,9 @@ def attention_backward(
     q, k, v
         As for :func:`attention`.
     out : Tensor (batch, seqlen_q, nheads, head_dim_v)
-        The forward's.
+        The forward's output.
     lse : Tensor (batch, nheads, seqlen_q), float32
-        May be longer than seqlen_q. Rows that see no key have -inf, or +inf as PyTorch's. It includes sinks.
+        The forward's, including sinks; may be longer than seqlen_q. Rows that see no key have -inf, or PyTorch's +inf.
     grad_lse : Tensor (batch, nheads, seqlen_q), float32, optional
         The gradient of lse.
     wanted : sequence of {"q", "k", "v", "bias", "sinks"}
@@ -296,10 +295,10 @@ def attention_backward(
     rng_state : Tensor (2,), int64 or uint64, or (seed, offset), each a tensor or an int
         The forward's seed and offset, on any device.
     tile : Tile or str, optional
-        The backward's.
+        The backward's tile.
     into : sequence of Tensor, optional
-        Tensors to write the wanted gradients into, in that order, such as views of one tensor. Rows start at multiples
-        of 16 bytes and do not overlap. Default: new tensors, views of one tensor if q, k and v are.
+        Tensors to write the wanted gradients into, in the order of wanted; may be views of one tensor. Rows start at
+        multiples of 16 bytes and do not overlap. Default: new tensors, views of one tensor if q, k and v are.
     softmax_scale, causal, window, alibi_slopes, bias, sinks, softcap, dropout_p, dropout_mask, seqused_k, score_mod, \
 mask_mod, block_mask, epilogues, kernel, deterministic, same_bits, precision
         As the forward's.
@@ -307,7 +306,7 @@ mask_mod, block_mask, epilogues, kernel, deterministic, same_bits, precision
     Returns
     -------
     tuple of Tensor
-        The wanted gradients, in that order, each of its input's shape and dtype.
+        The wanted gradients, in the order of wanted, each with the shape and dtype of its input.
 
     Raises
     ------
@@ -343,14 +342,14 @@ def attention_varlen_backward(
     grad_out, out : Tensor (total_q, nheads, head_dim_v)
         As for :func:`attention_backward`.
     lse : Tensor (nheads, total_q), or (batch, nheads, max_seqlen_q or more), float32
-        The latter is PyTorch's memory-efficient attention's.
+        PyTorch's memory-efficient attention returns the second shape.
     others
         As for :func:`attention_varlen` and :func:`attention_backward`.
 
     Returns
     -------
     tuple of Tensor
-        The wanted gradients; 0 in rows that no sequence owns.
+        The wanted gradients; 0 in rows that belong to no sequence.
 
     Raises
     ------
@@ -369,7 +368,7 @@ def attention_varlen_backward(
 
 
 def _given_bias(bias: Any, q: Any, wanted: Any) -> Any:
-    """A backward's bias; one of bool as kernels read it."""
+    """The bias of a backward, with a bool bias converted to numbers that kernels add."""
     if not isinstance(bias, Tensor) or not isinstance(q, Tensor) or bias.dtype != torch.bool:
         return bias
     if isinstance(wanted, tuple | list) and "bias" in wanted:
@@ -387,7 +386,7 @@ def _gradients(
     wanted: Sequence[str],
     into: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
-    """The wanted gradients; functions, tensors: see :func:`_attend`; outer: the gradients of out and lse, out, lse."""
+    """The wanted gradients. functions, tensors: see :func:`_attend`; outer: gradients of out and lse, then out, lse."""
     (q, *_), (*firsts, bias, sinks, rng_state) = tensors, tensors
     epilogues = all_epilogues(tensors, options.epilogues, functions, options.longest)
     state = _rng_state(rng_state, q, number("dropout_p", options.dropout_p))
@@ -424,7 +423,7 @@ def _gradients(
 
 
 def _lse_of_rows(call: Call, lse: Tensor) -> Tensor:
-    """(batch, nheads, seqlen or more) as the forward returns it. Rows that no sequence owns have arbitrary values."""
+    """Convert lse (batch, nheads, rows) to the forward's layout. Rows that belong to no sequence are arbitrary."""
     size, total, cu_seqlens = call.batch, call.q.shape[0], call.cu_seqlens_q
     if cu_seqlens is None:
         return lse[:, :, : call.max_seqlen_q] if lse.shape[2] > call.max_seqlen_q else lse
@@ -468,7 +467,7 @@ def _rng_state(rng_state: Any, q: Any, dropout_p: float) -> Tensor | None:
 
 
 def _is_word(x: Any) -> bool:
-    """True for an int of 64 bits, or a tensor of one."""
+    """True for an int of 64 bits, or a tensor with a single 64-bit integer."""
     if isinstance(x, Tensor):
         dense = not x.is_nested and x.layout is torch.strided
         return dense and x.dtype in (torch.int64, torch.uint64) and x.numel() == 1
@@ -476,17 +475,17 @@ def _is_word(x: Any) -> bool:
 
 
 def _signed(word: int) -> int:
-    """An unsigned word of 64 bits as the signed one of the same bits."""
+    """Reinterpret an unsigned 64-bit integer as signed."""
     return (word + 2**63) % 2**64 - 2**63
 
 
 def draw_rng_state(device: torch.device | str) -> Tensor:
     """A dropout mask's seed and offset, int64 (2,), from torch's generator of ``device``.
 
-    As a call without ``rng_state`` would draw now. A CUDA graph captures the draw: each replay has new values.
+    A call without ``rng_state`` would draw the same state. A CUDA graph captures the draw: each replay has new values.
 
     Raises:
-        ValueError: ``device`` is none.
+        ValueError: ``device`` is not a device.
     """
     return random_states.draw(check_device(device)).clone()
 
@@ -515,16 +514,17 @@ class _Options(NamedTuple):
 
     @property
     def longest(self) -> tuple[int | None, int | None] | None:
-        """Queries and keys of the longest packed sequence; None without packed ones."""
+        """Maximum queries and keys of a packed sequence; None for batches."""
         return (self.max_seqlen_q, self.max_seqlen_k) if self.varlen else None
 
 
 def _attend(
     tensors: Tensors, given: tuple, out: Tensor | None = None, functions: Functions = (None, None, None)
 ) -> Result:
-    """tensors: q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, bias, sinks, rng_state.
+    """Repeat a recorded call if possible, else compute and record it. given: the fields of _Options.
 
-    given: the fields of _Options. functions: score_mod, mask_mod and block_mask.
+    tensors: q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, bias, sinks, rng_state.
+    functions: score_mod, mask_mod and block_mask.
     """
     q, bias = tensors[0], tensors[BIAS]
     if not isinstance(q, Tensor):
@@ -581,7 +581,7 @@ _MAX_SEQLEN_K, _DROPOUT_P, _EPILOGUES, _RETURN_LSE, _PRECISION = (
 
 
 def _computed(functions: Functions, tensors: Tensors, given: tuple, out: Tensor | None) -> Outputs:
-    """out, lse and perhaps softmax of a call without a record. Arguments: see :func:`_attend`."""
+    """out, lse, and softmax or None, of a call without a record. Arguments: see :func:`_attend`."""
     options = _Options._make(given)
     epilogues = all_epilogues(tensors, options.epilogues, functions, options.longest)
     call = _call_of(tensors, options._replace(epilogues=epilogues))
@@ -589,14 +589,13 @@ def _computed(functions: Functions, tensors: Tensors, given: tuple, out: Tensor 
 
 
 def _drawn_state(q: Tensor) -> Tensor:
-    """A dropout mask's seed and offset."""
     if torch.compiler.is_compiling():
         return random_states.draw(q.device)
     return drawn(functools.partial(random_states.draw, q.device))
 
 
 def _in_precision(tensors: Tensors, given: tuple) -> tuple[Tensors, tuple]:
-    """A call of fp32 tensors, or with a precision: cast under autocast, with the precision of the traits."""
+    """Cast the tensors under autocast, and resolve the precision among the options ``given``."""
     q, precision = tensors[0], resolve_precision(tensors[0], given[_PRECISION])
     if q.dtype == torch.float32 and not q.is_meta and torch.is_autocast_enabled(q.device.type):
         tensors, precision = _under_autocast(tensors), ""
@@ -622,7 +621,7 @@ def _result(outputs: Outputs, return_lse: bool) -> Result:
 
 
 def _call_of(tensors: Tensors, options: _Options) -> Call:
-    """The operator's parameters, with every default filled in."""
+    """Check the options, and return the operator's parameters with all defaults filled in."""
     q, k = tensors[:2]
     required = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k") if options.varlen else ("q", "k", "v")
     check_present(zip(Call._fields[:NUM_TENSORS], tensors, strict=True), required)
@@ -654,12 +653,12 @@ def _call_of(tensors: Tensors, options: _Options) -> Call:
 
 
 def _size(x: Tensor) -> int:
-    """The seqlen of a batch, or 0 if x lacks that dimension; the checks reject it later."""
+    """The seqlen of a batch; 0 if x lacks that dimension, which a later check rejects."""
     return x.shape[1] if x.dim() > 1 else 0
 
 
 def resolve_precision(q: Tensor, precision: str | None = None) -> str:
-    """The traits' precision of a call: the stated one, or for fp32 tensors that of PyTorch's products."""
+    """The precision for the traits: ``precision``, or by default PyTorch's for fp32 tensors; empty for other dtypes."""
     single = isinstance(q, Tensor) and q.dtype == torch.float32
     if precision is None:
         # Compiled code reads PyTorch's setting when it runs.
@@ -672,7 +671,7 @@ def resolve_precision(q: Tensor, precision: str | None = None) -> str:
 
 
 def resolve_mask(causal: bool | str, window: Window) -> tuple[str, int, int]:
-    """The traits' mask, and its bounds."""
+    """The traits' name of the mask, and the bounds left and right."""
     check_choice("causal", causal, (False, True, "bottom_right", "top_left"))
     if not (isinstance(window, tuple | list) and len(window) == 2):
         raise ValueError(f"window is {shown(window)}; accepted: (left, right), each None or a number of keys")

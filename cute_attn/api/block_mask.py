@@ -23,37 +23,38 @@ def block_mask(
     block_size: int | tuple[int, int] = LISTED_ROWS,
     device: torch.device | str | None = None,
 ) -> BlockMask:
-    """The BlockMask of a function, for ``attention(..., block_mask=)`` and FlexAttention: create_block_mask's.
+    """Make a function's BlockMask, as create_block_mask does, for ``attention(..., block_mask=)`` and FlexAttention.
 
-    On a GPU no (q_len, kv_len) tensor is made: a kernel decides most blocks by bounds of the compared values, and
-    evaluates the others until they are decided; another lists them. The host reads nothing. So a mask may be made in
-    a CUDA graph: each replay reads the values of captured tensors.
+    On a GPU no (q_len, kv_len) tensor is made. One kernel classifies blocks: most by bounds of the compared values,
+    the others by evaluating elements until the kind of block is known. A second kernel makes the lists. The host reads
+    nothing, so a CUDA graph can capture the call: each replay reads the values of captured tensors again.
 
     Parameters
     ----------
     mask_mod : function (b, h, q_idx, kv_idx) -> bool
-        See :func:`cute_attn.attention`; traced once, its captured tensors on ``device``.
+        See :func:`cute_attn.attention`. Traced once; captured tensors must be on ``device``.
     b, h : int or None
-        Sequences and query heads. The mask has one for all if this is None or the function does not depend on it.
+        Number of sequences and of query heads. The mask has size 1 in that dimension if the number is None, or if the
+        function does not depend on the index.
     q_len, kv_len : int
-        Queries and keys of each sequence.
+        Number of queries and of keys per sequence.
     block_size : int or (int, int)
-        Queries and keys of a block: multiples of 32 up to 512. Kernels visit blocks of 128.
+        Queries and keys per block: multiples of 32 up to 512. Kernels visit blocks of 128.
     device : torch.device or str, optional
-        Default: the current GPU, or without one the CPU. On the CPU the function is evaluated for every query and key.
+        Default: the current GPU if any, else the CPU. On the CPU the function is evaluated for every query and key.
 
     Returns
     -------
     BlockMask
-        With full and partial blocks apart, and the lists of both directions. A block that reaches beyond a sequence is
-        not full.
+        Lists full and partial blocks separately, by query block and by key block. A block that reaches beyond a
+        sequence is not full.
 
     Raises
     ------
     TypeError, ValueError
-        An argument is not as described here; the message names it, its value and the accepted ones.
+        An argument is not as described here; the message names the argument, its value and the accepted values.
     Unsupported
-        The function reads more values of a query than the kernel keeps, 32.
+        The function reads more than 32 values per query, which is as many as the kernel keeps.
     """
     check_function("mask_mod", mask_mod)
     sizes = (

@@ -1,4 +1,4 @@
-"""The torch operator ``cute_attn::block_tables``: what kernels read of a BlockMask, in graphs of torch's compiler."""
+"""The torch operator ``cute_attn::block_tables``: a BlockMask's tables for kernels, in graphs of torch's compiler."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +21,7 @@ Tables = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def block_tables(blocks: Blocks, *sizes: int, starts: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-    """The table of kinds, and the lists of :func:`cute_attn.host.block_masks.block_lists` for these arguments."""
+    """The table of block kinds, then the lists that :func:`cute_attn.host.block_masks.block_lists` returns."""
     kinds, *lists = torch.ops.cute_attn.block_tables.default(*blocks, sizes, starts)
     return kinds, *for_each(lists, *sizes)
 

@@ -26,12 +26,12 @@ _SEQUSED_K = Call._fields.index("seqused_k")
 def all_epilogues(
     tensors: Tensors, epilogues: Epilogues, functions: Functions, longest: Sequence[Any] | None = None
 ) -> Epilogues:
-    """The epilogues and, after them, those of the functions and of the BlockMask.
+    """The call's named epilogues, followed by the epilogues of its functions and of its BlockMask.
 
     Args:
-        tensors: q and k first; with a BlockMask as :func:`cute_attn.api.attention._attend` has them.
-        epilogues, functions: the call's.
-        longest: queries and keys of the longest sequence, of packed ones.
+        tensors: q and k first; with a BlockMask, all tensors in the order of :func:`cute_attn.api.attention._attend`.
+        epilogues, functions: arguments of the call.
+        longest: queries and keys of the longest packed sequence; None for batches.
     """
     (q, k, *_), (score_mod, mask_mod, block_mask), found = tensors, functions, []
     packed = None
@@ -55,7 +55,7 @@ def all_epilogues(
 
 
 def packed_sequences(tensors: Tensors, longest: Sequence[Any] | None) -> Packed | None:
-    """What a BlockMask is for. tensors, longest: see :func:`all_epilogues`."""
+    """Starts and sizes of packed sequences; None for batches. tensors, longest: see :func:`all_epilogues`."""
     if longest is None:
         return None
     (q, k, _, *starts), most = tensors[:5], []
@@ -81,14 +81,14 @@ def in_graphs() -> Any:
 
 
 def as_one_node(compute: Callable[..., Any], functions: Functions, *arguments: Any) -> Any:
-    """``compute(functions, *arguments)``; where torch's compiler interprets a call with functions, as a single node."""
+    """Return ``compute(functions, *arguments)``, as one graph node if torch's compiler interprets the functions."""
     if not in_a_graph(functions):
         return compute(functions, *arguments)
     return in_graphs().whole(lambda: compute(functions, *arguments))
 
 
 def _hold_for_graphs(name: str, q: Any) -> None:
-    """Keep a function's epilogue if a graph or a tracer may name it, or a CUDA graph captures its kernel."""
+    """Keep a function's epilogue alive if a graph or a tracer may name it, or a CUDA graph captures its kernel."""
     if not isinstance(q, Tensor):
         return
     if not no_dispatch_mode() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -96,7 +96,7 @@ def _hold_for_graphs(name: str, q: Any) -> None:
 
 
 def _check_for_block_mask(q: Any, k: Any, seqused_k: Tensor | None) -> None:
-    """Raise for a call that a BlockMask does not fit, whatever it lists."""
+    """Raise for a call that cannot have a BlockMask: with seqused_k, or with q or k that is not a batch."""
     if seqused_k is not None:
         raise ValueError("block_mask is given with seqused_k; accepted: one of them")
     for name, x in (("q", q), ("k", k)):

@@ -1,10 +1,10 @@
 """Attention under torch.func's transforms: ``grad``, ``vjp``, ``jacrev``, ``jvp``, ``jacfwd`` and ``vmap``.
 
-A call whose tensors have tangents, from ``jvp`` or ``torch.autograd.forward_ad``, is one call of the operator
-``cute_attn::jvp``: it returns the outputs and their tangents.
+A call whose tensors have tangents, from ``jvp`` or ``torch.autograd.forward_ad``, becomes one call of the operator
+``cute_attn::jvp``, which returns the outputs and their tangents.
 
-A batch of calls becomes one call with all their sequences. Calls that do not fit into one run in turn: packed
-sequences, users' epilogues, and arguments of a whole call (sinks, the state of a dropout mask).
+Under ``vmap``, a batch of calls becomes one call with all their sequences. Calls that cannot be merged run in turn:
+with packed sequences, with epilogues, or with batched sinks or dropout states, which a call has only once.
 """
 
 from collections.abc import Sequence
@@ -27,18 +27,18 @@ _NO_SECOND = "a second derivative of attention is asked for; accepted: first one
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As :func:`cute_attn.api.operators.forward`; a transform is active."""
+    """:func:`cute_attn.api.operators.forward` while a transform is active."""
     check(call)
     found = _Forward.apply(call[NUM_TENSORS + 1 :], *call[:NUM_TENSORS], *call.epilogue_tensors)
     return found if call.return_softmax else (*found, None)
 
 
 def with_tangents(call: Call, operator: Any = None) -> tuple[Tensor, Tensor, None] | None:
-    """out and lse with their tangents, dual tensors; None where no tensor of the call has a tangent that is visible.
+    """out and lse as dual tensors with their tangents; None if no tensor of the call has a visible tangent.
 
-    Under another transform than ``jvp``, tangents are those of a transform outside it: ``_Forward.jvp`` gets them.
+    Under a transform other than ``jvp``, tangents belong to an outer transform, which passes them to ``_Forward.jvp``.
 
-    operator: the one to call, in the operator's own implementation; None to call it with its rules for transforms.
+    operator: the jvp operator, to call it directly from an implementation; None to call it by :class:`_Jvp`.
     """
     primals, tangents = _unpacked(call)
     if all(tangent is None for tangent in tangents):
@@ -54,7 +54,7 @@ def with_tangents(call: Call, operator: Any = None) -> tuple[Tensor, Tensor, Non
 
 
 def refuse_out(call: Call) -> None:
-    """Raise NotImplementedError for a call with tangents whose result is to be written to a given tensor."""
+    """Raise NotImplementedError if a tensor of the call has a tangent, since ``out`` cannot have one."""
     if any(tangent is not None for tangent in _unpacked(call)[1]):
         raise NotImplementedError(
             "out is given in a forward-mode derivative of attention; accepted: a call without out"
@@ -62,12 +62,12 @@ def refuse_out(call: Call) -> None:
 
 
 def _unpacked(call: Call) -> tuple[tuple, tuple]:
-    """A call's tensors without tangents, and the tangents that are visible here, None for others."""
+    """The tensors of a call without tangents, and their visible tangents, None for tensors without one."""
     return unpacked((*call[:NUM_TENSORS], *call.epilogue_tensors))
 
 
 def _jvp(rest: tuple, tensors: Sequence[Any], tangents: Sequence[Any]) -> tuple[Tensor, ...]:
-    """out, lse and their tangents, for a tangent or None of each tensor."""
+    """out, lse and their tangents; tangents: a tangent or None for each tensor."""
     wanted = _wanted(rest, tensors, tangents)
     return _Jvp.apply(rest, len(wanted), *wanted, *tensors)
 
@@ -83,7 +83,7 @@ def _wanted(rest: tuple, tensors: Sequence[Any], tangents: Sequence[Any]) -> tup
 
 
 class _Forward(torch.autograd.Function):
-    """Arguments: a call's parameters that are not tensors, q to rng_state, and users' epilogues' tensors."""
+    """Arguments: ``rest``, a tuple of the call's other parameters; tensors q to rng_state; tensors of epilogues."""
 
     @staticmethod
     def forward(rest: tuple, *tensors: Any) -> tuple[Tensor, ...]:
@@ -124,7 +124,7 @@ class _Forward(torch.autograd.Function):
 def _gradients(
     ctx: Any, asked: tuple[bool, ...], grad_out: Tensor | None, grad_lse: Tensor | None
 ) -> list[Tensor | None]:
-    """The gradients of a call's tensors, which ``ctx`` has saved with out and lse; asked: which are needed."""
+    """Gradients of a call's tensors, saved in ``ctx`` together with out and lse; asked: which are needed."""
     *tensors, out, lse = ctx.saved_tensors
     if asked[_FIELDS.index("alibi_slopes")] or any(asked[NUM_TENSORS:]):
         raise NotImplementedError(NO_GRADIENT)
@@ -138,7 +138,7 @@ def _gradients(
 
 
 class _Derivative(torch.autograd.Function):
-    """A first derivative: it has none of its own."""
+    """A first derivative, which cannot be differentiated again."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -154,7 +154,7 @@ class _Derivative(torch.autograd.Function):
 
 
 class _Backward(_Derivative):
-    """Arguments: rest of :class:`_Forward`, needed, gradients of out and lse, out, lse, tensors of :class:`_Forward`.
+    """Arguments: ``rest``, flags of needed gradients, gradients of out and lse, out, lse, tensors of :class:`_Forward`.
 
     Returns the needed gradients.
     """
@@ -190,10 +190,10 @@ class _Backward(_Derivative):
 
 
 class _Jvp(_Derivative):
-    """Arguments: rest of :class:`_Forward`, the number of tangents, a tangent or None for each of q, k, v, bias, sinks
-    and the epilogues' tensors, and the tensors of :class:`_Forward`.
+    """Arguments: ``rest``, the number of tangents, a tangent or None for each of q, k, v, bias, sinks and the tensors
+    of epilogues, and the tensors of :class:`_Forward`.
 
-    Returns out, lse and their tangents. out and lse have gradients, as a loss with a stopped tangent asks for.
+    Returns out, lse and their tangents. Only out and lse have gradients: a loss may use them and detach the tangents.
     """
 
     @staticmethod
@@ -234,12 +234,12 @@ class _Jvp(_Derivative):
 
 
 def _needs_loop(info: Any, rest: tuple, tensors: Sequence[Any], dims: Dims, queries: int | None) -> bool:
-    """True if the calls of a batch must be made one by one. queries: the batched dimension of q, or of out.
+    """True if vmap's calls must run one by one. queries: the batched dimension of q or out, or None.
 
     Raises
     ------
     ValueError
-        A dropout mask is drawn under ``randomness="error"``, vmap's default.
+        The call draws a dropout mask under ``randomness="error"``, vmap's default.
     """
     call, of = Call.joined(tensors, rest), dict(zip(_FIELDS, dims, strict=False))
     if info.batch_size == 0 or call.cu_seqlens_q is not None or call.epilogues or of["sinks"] is not None:
@@ -252,7 +252,7 @@ def _needs_loop(info: Any, rest: tuple, tensors: Sequence[Any], dims: Dims, quer
 
 
 def _looped(call: Any, size: int, given: Sequence[Any], dims: Dims) -> list[Tensor]:
-    """The results of each call, stacked; of none, as many as a call of zeros has, without elements."""
+    """The stacked results of ``size`` calls. If size is 0, a call with zeros determines the shapes."""
     if size == 0:
         zeros = zip(given, dims, strict=True)
         one = call([x if dim is None else x.new_zeros(x.movedim(dim, 0).shape[1:]) for x, dim in zeros])
@@ -265,14 +265,14 @@ def _looped(call: Any, size: int, given: Sequence[Any], dims: Dims) -> list[Tens
 
 
 def _flat(size: int, x: Tensor | None, dim: int | None) -> Tensor | None:
-    """(batch, ...) of each call as (size * batch, ...)."""
+    """``x``, (batch, ...) in each call, as (size * batch, ...) of the merged call."""
     if x is None:
         return None
     return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
 
 
 def _merged(size: int, tensors: Sequence[Any], dims: Dims, *, own_bias: bool = False) -> list[Any]:
-    """The tensors of one call with the sequences of all; own_bias: each sequence has a separate bias."""
+    """Tensors of one call that has the sequences of all calls; own_bias: give each sequence a separate bias."""
     of = dict(zip(_FIELDS, zip(tensors, dims, strict=True), strict=False))
     q, at = of["q"]
     batch = q.shape[0] if at is None else q.movedim(at, 0).shape[1]

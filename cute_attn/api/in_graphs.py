@@ -1,12 +1,13 @@
-"""Calls with functions inside torch's compiler: one node of its graph, whose functions are traced at compile time.
+"""Attention calls with functions under torch's compiler: one graph node, with functions traced at compile time.
 
-The compiler interprets a function where it is called. So a call calls it with stand-ins for a score and its indices.
-These, and the result, are arguments of the call's operator in place of an epilogue's. Before the compiler goes on,
-:func:`settled` traces the nodes between them (:mod:`cute_attn.epilogues.functions.program`). It gives the operator the
-epilogue's name and the captured tensors, which are then inputs of the graph like other tensors.
+The compiler interprets a function where it is called. So an attention call passes each function stand-ins for a score
+and its indices. Stand-ins and result become arguments of the attention operator, in place of an epilogue's tensors.
+Before the compiler continues, :func:`settled` traces the nodes between stand-ins and result
+(:mod:`cute_attn.epilogues.functions.program`). It replaces these arguments by the epilogue's name and the captured
+tensors, which are then inputs of the graph like other tensors.
 
-What cannot be interpreted breaks the graph before the call, which then runs between two graphs as it does outside of
-them. Importing this module loads torch's compiler.
+A function that the compiler cannot interpret breaks the graph before the call, which then runs eagerly between two
+graphs. Importing this module loads torch's compiler.
 """
 
 import operator
@@ -47,7 +48,7 @@ def whole(compute: Callable[[], Result]) -> Result:
     """The results of ``compute``, which calls one operator with the arguments of :func:`stand_ins`.
 
     Raises:
-        TypeError: functions that are not traced, or that no kernel supports.
+        TypeError: a function cannot be traced, or no kernel supports it.
     """
 
     def body() -> Any:
@@ -66,7 +67,7 @@ def whole(compute: Callable[[], Result]) -> Result:
 def stand_ins(
     tensors: Tensors, functions: tuple[Any, Any, Any], packed: block_masks.Packed | None
 ) -> dict[str, tuple[Tensor, ...]]:
-    """Epilogues and their arguments, in place of those of functions: stand-ins, results, and a BlockMask's tables.
+    """Placeholder epilogues by name, with their arguments: stand-ins, a function's results, a BlockMask's lists.
 
     tensors: q and k first. functions: score_mod, mask_mod and block_mask.
     """
@@ -95,7 +96,7 @@ def stand_ins(
 
 
 def _noted(what: str, function: Callable[..., Any], q: Tensor) -> tuple[Tensor, ...]:
-    """Stand-ins for a function's inputs, and its result for them."""
+    """Stand-ins for a function's inputs, and the function's result for them."""
     check_function(what, function)
     inputs = [torch.empty((), dtype=torch.int64, device=q.device) for _ in range(4)]
     if what == "score_mod":
@@ -114,13 +115,13 @@ def _dtype_of_scores(q: Tensor) -> torch.dtype:
 
 
 class _StandIn:
-    """Stands for an epilogue between the call of an operator and :func:`settled`, which checks gradients."""
+    """Placeholder for an epilogue from the call of an operator until :func:`settled`, which checks gradients."""
 
     def __init__(self, name: str) -> None:
         self.name = TRACED + name
 
     def with_gradients(self, arguments: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-        """Nothing yet."""
+        """The same name, without gradients."""
         return self.name, ()
 
 
@@ -132,12 +133,12 @@ def _stand_in(name: str) -> str:
 
 _FUNCTIONS, _LISTED, _UNITED = map(_stand_in, ("noted", "noted_listed", "noted_united"))
 _LISTS = 4
-"""Tensors of a BlockMask's lists."""
+"""Number of tensors that hold a BlockMask's lists."""
 
 
 @torch.compiler.assume_constant_result
 def settled() -> str:
-    """Give the graph's last operator the epilogues that its stand-ins are for; "", or why that is impossible."""
+    """Replace the stand-ins of the graph's last operator by epilogues. Returns "" or an error message."""
     graph = InstructionTranslator.current_tx().output.current_tracer.graph
     node = next(x for x in reversed(graph.nodes) if _has_stand_ins(x))
     given = _Given(node)
@@ -165,10 +166,10 @@ def _has_stand_ins(node: fx.Node) -> bool:
 
 
 class _Given:
-    """An operator's epilogues, with stand-ins for some.
+    """Epilogues of an operator's node, some of them placeholders.
 
     Attributes:
-        node: the operator's.
+        node: the operator's node.
         inputs: stand-ins for the inputs of functions.
     """
 
@@ -189,10 +190,10 @@ class _Given:
                 own = own[len(SIGNATURES[what]) + 1 :]
 
     def settle(self, graph: fx.Graph) -> None:
-        """Replace the stand-ins.
+        """Replace placeholders and their stand-ins by traced epilogues.
 
         Raises:
-            TypeError, ValueError, LookupError, NotImplementedError: a function is not traced, or no kernel supports it.
+            TypeError, ValueError, LookupError, NotImplementedError: tracing failed, or no kernel supports a function.
         """
         like = self.node.all_input_nodes[0].meta[VALUE]
         nodes = Nodes(graph, self.node, like, _dtype_of_scores(like))
@@ -216,7 +217,7 @@ class _Given:
 
 
 def _traced(nodes: Nodes, stand_in: str, functions: list[Program]) -> tuple[str, tuple[Tensor, ...]]:
-    """The epilogue of noted functions, and the tensors that they capture."""
+    """The name of the functions' epilogue, and the tensors that they capture."""
     device, dtype = nodes.like.device, nodes.dtype
     if stand_in == _FUNCTIONS:
         by_name = {one.what: one for one in functions}
@@ -227,7 +228,7 @@ def _traced(nodes: Nodes, stand_in: str, functions: list[Program]) -> tuple[str,
 
 
 def _noted_functions(name: str, given: Sequence[Any]) -> list[str]:
-    """The functions that an epilogue's arguments were noted for: names of signatures."""
+    """The functions whose stand-ins are among an epilogue's arguments, as names in ``SIGNATURES``."""
     sizes = {what: len(SIGNATURES[what]) + 1 for what in SIGNATURES}
     if name == _FUNCTIONS:
         alone = {sizes[what]: [what] for what in sizes}
@@ -238,7 +239,7 @@ def _noted_functions(name: str, given: Sequence[Any]) -> list[str]:
 
 
 def _depending(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> list[fx.Node]:
-    """The inputs, and the nodes that depend on them."""
+    """``inputs``, and those of ``nodes`` that depend on ``inputs``."""
     found = dict.fromkeys(inputs)
     for node in nodes:
         if not found.keys().isdisjoint(node.all_input_nodes):
@@ -247,7 +248,7 @@ def _depending(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> list[fx.N
 
 
 def _check_kernels(node: fx.Node, args: Sequence[Any]) -> None:
-    """Raise where a GPU's kernels do not compute an attention, or autograd a gradient that is asked for."""
+    """Raise if no kernel of the GPU supports a forward, or a gradient that the forward's tensors require."""
     if node.target is not torch.ops.cute_attn.forward.default:
         return
     call = operators.call_of(map_arg(tuple(args), lambda x: x.meta[VALUE]))
@@ -268,13 +269,13 @@ def _check_kernels(node: fx.Node, args: Sequence[Any]) -> None:
 
 
 class _Whole(HigherOrderOperator):
-    """Calls a function without arguments; the compiler interprets it as a unit, which a graph cannot break within."""
+    """Calls a function without arguments. The compiler interprets it as a whole: a graph cannot break inside."""
 
     def __init__(self) -> None:
         super().__init__("cute_attn_call")
 
     def __call__(self, body: Callable[[], Any]) -> Any:
-        """Between two graphs; one that the compiler interprets is none of a graph's nodes."""
+        """Call ``body`` between two graphs. Calls within a graph do not reach this: :func:`_inline` removes them."""
         return torch.compiler.disable(body)()
 
 
@@ -282,7 +283,7 @@ _whole = _Whole()
 
 
 class _Elements(TorchFunctionMode):
-    """Makes ``table[h, q_idx]`` an element where PyTorch would read the number of a stand-in, which has none."""
+    """Makes ``table[h, q_idx]`` an element lookup. PyTorch would read a stand-in's value, which does not exist."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
@@ -310,7 +311,7 @@ class _WholeVariable(higher_order_ops.WrapHigherOrderVariable):
     _HOP_NAME = "cute_attn's call"
 
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
-        """What the function returns; its nodes are the graph's own."""
+        """The function's result, with its nodes inlined into the graph."""
         with _Elements():
             found = super().call_function(tx, args, kwargs)
         _inline(tx.output)
@@ -325,9 +326,9 @@ def _same(x: Any) -> Any:
 
 
 def _made_before(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, fx.Node]) -> fx.Node | None:
-    """The graph's own node for a mask's tables, which an earlier layer has made; None if its tensors may have changed.
+    """An earlier layer's node for the same mask's tables; None if the mask's tensors may have changed since.
 
-    values: the graph's node for each that ``node`` takes.
+    values: the graph's node for each input of ``node``.
     """
     tables = torch.ops.cute_attn.block_tables.default
     if node.target is not tables:
@@ -340,13 +341,13 @@ def _made_before(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, fx.Node])
 
 
 def _by_value(node: fx.Node) -> Any:
-    """A node, but of a length its expression: each call reads lengths anew."""
+    """A length's symbolic expression, since each call reads lengths by new nodes; any other node as it is."""
     value = node.meta.get(VALUE)
     return value.node.expr if isinstance(value, torch.SymInt) else node
 
 
 def _inline(output: Any) -> None:
-    """Replace the last node, a call of a graph, by the graph's nodes: passes that refuse such calls see operators."""
+    """Replace the last node, a call of a subgraph, by the subgraph's nodes: some passes refuse such calls."""
     graph = output.current_tracer.graph
     node = next(x for x in reversed(graph.nodes) if x.target is _whole)
     holder, *given = node.args

@@ -1,7 +1,7 @@
-"""The torch operator ``cute_attn::jvp``: attention with its forward-mode derivative, for CUDA, the CPU, fake tensors.
+"""The torch operator ``cute_attn::jvp``: attention and its forward-mode derivative, for CUDA, CPU and fake tensors.
 
-Tangents are those of q, k, v, bias, sinks and the epilogues' tensors, None for zeros. With a dot for a tangent, and
-with P the probabilities of the scores S::
+Takes a tangent, or None for zeros, for each of q, k, v, bias, sinks and the epilogues' tensors. A dot denotes a
+tangent, and P the probabilities of the scores S::
 
     out_dot = sum_j keep * P (S_dot - lse_dot) v / (1 - dropout_p) + keep * P v_dot / (1 - dropout_p)
     lse_dot = sum_j P S_dot
@@ -27,7 +27,7 @@ _library.define(
 
 
 def _jvp_cpu(tangents: Tangents, *arguments: Any) -> tuple[Tensor, ...]:
-    """By torch's forward mode, through the definition."""
+    """Differentiate the definition by torch's forward mode."""
     call = call_of(arguments)
     tensors = (*(getattr(call, name) for name in DIFFERENTIABLE), *call.epilogue_tensors)
     level = forward_ad.dual_level() if forward_ad._current_level < 0 else contextlib.nullcontext()
@@ -43,7 +43,7 @@ def _jvp_cpu(tangents: Tangents, *arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _dual(x: Tensor | None, tangent: Tensor | None) -> Tensor | None:
-    """``x`` with its tangent; torch wants each element once in memory."""
+    """``x`` with its tangent, both contiguous: torch requires each element to be in memory only once."""
     if x is None or tangent is None:
         return x
     return forward_ad.make_dual(x.detach().contiguous(), tangent.detach().contiguous())

@@ -1,7 +1,7 @@
 """:func:`attention_with_kvcache`: attention of new queries with a cache of keys and values, and its torch operator.
 
-On CUDA in up to three launches: the append kernel if the call appends or rotates rows, the kvcache kernel, and the
-combine kernel if the keys of a query block are split among CTAs.
+A CUDA call has up to three launches: the append kernel if the call appends or rotates rows, the kvcache kernel, and
+the combine kernel if the keys of a query block are split among CTAs.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -63,7 +63,7 @@ _OPTIONS = (
     "kernel", "tile", "num_splits", "same_bits", "epilogues", "epilogue_tensors", "epilogue_numbers",
 )  # fmt: skip
 ARGUMENTS = (*_TENSORS[:12], _OPTIONS[0], *_TENSORS[12:], *_OPTIONS[1:])
-"""Arguments of the operator ``attention_with_kvcache``, in order: fields of a call."""
+"""Names of the arguments of the operator ``attention_with_kvcache``, in order. Each is a field of ``Call``."""
 
 
 def attention_with_kvcache(
@@ -102,55 +102,55 @@ def attention_with_kvcache(
     tile: Any = None,
     check_lengths: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention with the keys and values of a cache, to which new ones are appended first; no gradients.
+    """Append new keys and values to a cache, then attend to the cache; no gradients.
 
-    :mod:`cute_attn.reference.kvcache` is the definition; CPU tensors are computed by it. Masks, windows and ALiBi are
-    aligned bottom right: a sequence's last query sees its last key. Nothing is read on the host, so that a CUDA graph
+    The definition is :mod:`cute_attn.reference.kvcache`, which also computes CPU tensors. Masks, windows and ALiBi are
+    aligned bottom right: a sequence's last query sees its last key. Nothing is read on the host, so a CUDA graph
     replays with other lengths and tables.
 
     Parameters
     ----------
     q : Tensor (batch, seqlen_q, nheads, head_dim), or packed (total_q, nheads, head_dim) with cu_seqlens_q
-        In k_cache's dtype; nheads is a multiple of nheads_kv. Products of fp32 are in PyTorch's precision, that of
-        fp32 or of tf32.
+        k_cache's dtype; nheads is a multiple of nheads_kv. Products of fp32 tensors follow PyTorch's setting of fp32 or
+        tf32 precision.
     k_cache, v_cache, k, v, page_table, cache_batch_idx, cu_seqlens_k_new, rotary_seqlens, rotary_interleaved, \
 check_lengths
-        As for :func:`cute_attn.api.append.append_kv`; without k and v nothing is appended, and caches may overlap.
-        fp32 has head dims up to 256 on CUDA. Above 256 ``k_cache[..., :head_dim_v]`` as v_cache, as in DeepSeek's
-        latent attention, is loaded once on Hopper.
+        As for :func:`cute_attn.api.append.append_kv`. Without k and v nothing is appended, and caches may overlap. On
+        CUDA, fp32 head dims are at most 256. For head dims above 256, a v_cache ``k_cache[..., :head_dim_v]``, as in
+        DeepSeek's latent attention, is loaded together with k_cache on Hopper.
     cache_seqlens : Tensor (batch,), int32, or int, optional
-        Rows in use before the append, leftpad counted: 0 to the capacity. Values of a tensor on CUDA are checked with
-        check_lengths only. Default, without k: the capacity.
+        Rows in use before the append, including leftpad: 0 to the capacity. Values of a CUDA tensor are checked only
+        with check_lengths. Required with k; otherwise the default is the capacity.
     cache_leftpad : Tensor (batch,), int32, optional
-        The first valid row of each sequence. Positions of rotary embedding count from row 0 all the same.
+        The first valid row of each sequence. Positions of rotary embedding still count from row 0.
     cu_seqlens_q : Tensor (batch + 1,), int32, optional
-        Where packed queries start.
+        Start offsets of packed queries.
     max_seqlen_q : int, optional
-        The longest packed sequence, or more. Default: all rows.
+        Length of the longest packed sequence, or more. Default: all rows.
     rotary_cos, rotary_sin : Tensor (positions, pairs), k_cache's dtype, optional
         Rotate new keys and the queries, in fp32 and then rounded. Query i is at rotary_seqlens[b] + i, by default
         cache_seqlens[b] + i, if causal or a window is given; otherwise all queries are at the first position.
     softmax_scale, causal, window, softcap, alibi_slopes, sinks
         As for :func:`cute_attn.attention`; causal is False or True.
     tree_mask : Tensor (total_q, words), int32, optional
-        Draft tokens of a tree: bit j of row i (bit j % 32 of word j // 32) is set if query i sees the j-th of its
-        sequence's last seqlen_q keys, the keys of the queries; it sees all keys before them. total_q: rows of q,
-        batch * seqlen_q or packed; words: max_seqlen_q / 32 or more. Positions of a tree's queries are not its rows: no
-        window and no ALiBi with it, and rotary embedding before the call.
+        For queries that are a tree of draft tokens. Bit j of row i (bit j % 32 of word j // 32) is set if query i sees
+        key j of the last seqlen_q keys of its sequence, which are the draft tokens' keys. All earlier keys are visible.
+        total_q: rows of q, batch * seqlen_q or packed; words: at least max_seqlen_q / 32. Rows are not positions in a
+        tree, so windows and ALiBi are not supported, and rotary embedding must be applied before the call.
     score_mod, mask_mod, epilogues
-        As for :func:`cute_attn.attention`, after softcap, ALiBi and the tree. q_idx counts a sequence's queries of this
-        call, kv_idx its keys from cache_leftpad on: a query's position is ``q_idx + seqlen_k - seqlen_q`` of lengths
-        that the function captures. Functions work on packed heads, classes on one head per work tile.
+        As for :func:`cute_attn.attention`, after softcap, ALiBi and the tree. q_idx counts a sequence's queries in this
+        call, kv_idx its keys from cache_leftpad. A query's position is ``q_idx + seqlen_k - seqlen_q``; a function must
+        capture these lengths. Functions support several heads per work tile, registered epilogues only one.
     num_splits : int
-        How the keys of a query block are split on CUDA. 0: by the shapes, mostly stream-K, equal ranges of all key
-        blocks for the CTAs that fit the GPU at once; 1: not at all; n up to 512: into n splits. A call repeats bit
-        for bit; other splits, and with 0 other sequences in the batch, change results by rounding.
+        How the keys of a query block are split on CUDA. 0: depends on shapes, mostly stream-K (all key blocks in equal
+        ranges, one for each CTA that fits the GPU at once); 1: no split; n up to 512: n splits. Repeated calls are
+        equal bit for bit. Other splits change rounding, and so do, with 0, other sequences in the batch.
     same_bits : bool
-        As for :func:`cute_attn.attention`: a row's results depend on its own sequence alone, bit for bit, and are those
-        of :func:`cute_attn.attention` and :func:`cute_attn.attention_varlen` with the same keys, if rotary embedding
-        is not asked for. Pages have a multiple of 8 rows. num_splits is 0.
-    out : Tensor, as returned, optional
-        Written and returned in place of a new tensor; it overlaps no other argument.
+        As for :func:`cute_attn.attention`: a row's results depend only on its own sequence, bit for bit. Without rotary
+        embedding they equal those of :func:`cute_attn.attention` and :func:`cute_attn.attention_varlen` with the same
+        keys. Requires num_splits 0, and pages of a multiple of 8 rows.
+    out : Tensor, optional
+        Memory for the returned out, instead of a new tensor; must not overlap any other argument.
     return_lse : bool
         Also return the logarithm of each row's sum of exponentials.
     kernel, tile
@@ -158,16 +158,16 @@ check_lengths
 
     Returns
     -------
-    out : Tensor, as q with head_dim_v
-        0 where a query sees no key. Rows of packed q that no sequence owns are not written, or have arbitrary values
-        if keys are split (``num_splits``).
+    out : Tensor, shaped like q with head_dim_v
+        0 where a query sees no key. Rows of packed q that belong to no sequence are not written, or have arbitrary
+        values if keys are split (``num_splits``).
     lse : Tensor (batch, nheads, seqlen_q), or packed (nheads, total_q), float32 (float64 for float64 q)
         With return_lse. Natural logarithm; -inf, or the sink, where a query sees no key.
 
     Raises
     ------
     TypeError, ValueError
-        An argument is not as described here; the message names it, its value and the accepted ones.
+        An argument is not as described here; the message names the argument, its value and the accepted values.
     Unsupported
         No kernel supports the call; a ValueError that gives each kernel's reason.
     NotImplementedError
@@ -209,13 +209,13 @@ check_lengths
 
 
 def _precision(q: Any) -> str:
-    """The traits' precision of a call: for fp32 tensors that of PyTorch's products, which may change between calls."""
+    """PyTorch's precision of fp32 products, which may change between calls; empty for tensors of other dtypes."""
     single = isinstance(q, Tensor) and q.dtype == torch.float32 and no_dispatch_mode()
     return pytorchs_precision() if single else ""
 
 
 def _are_latent(k_cache: Tensor, v_cache: Any) -> bool:
-    """:func:`is_latent` for tensors that have memory: a record for latent values serves no others."""
+    """:func:`is_latent` for tensors with memory. A record made with latent values must not serve other values."""
     if not isinstance(v_cache, Tensor) or v_cache.is_nested or v_cache.dim() != 4 or not no_dispatch_mode():
         return False  # the checks refuse it, or the dispatcher serves it
     dense = all(x.layout is torch.strided and has_memory(x) for x in (k_cache, v_cache))
@@ -246,7 +246,7 @@ _EPILOGUES = _Options._fields.index("epilogues")
 def _attend(
     functions: Functions, tensors: Tensors, out: Tensor | None, options: _Options
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of a call that no record is known of; tensors: of the names of ``_TENSORS``."""
+    """out and lse of a call that repeats no recorded one; tensors: in the order of ``_TENSORS``."""
     call = Call.of(_TENSORS, tensors)
     q, k_cache, cu_seqlens_q = call.q, call.k_cache, call.cu_seqlens_q
     rotary_interleaved, max_seqlen_q, softmax_scale, causal, window, softcap, *others = options
@@ -301,7 +301,7 @@ def _attend(
 
 
 def _check_arguments(call: Call) -> None:
-    """Raises for wrong types, names of kernels and tiles, and caches that cannot be written."""
+    """Raise for wrong types, wrong names of kernels and tiles, and caches that cannot be written."""
     check_tensors(call, ("q", "k_cache", "v_cache"))
     if call.q.device.type == "cpu" and (call.kernel or call.tile):
         check_words(call.kernel, kvcache=call.tile)
@@ -318,7 +318,7 @@ def _is_written_directly(out: Tensor, alignment: int) -> bool:
 def _one_length(
     cache_seqlens: Any, q: Tensor, cu_seqlens_q: Tensor | None, k_cache: Any, page_table: Any
 ) -> Tensor:
-    """One length for all sequences as a tensor."""
+    """A tensor that gives all sequences the length ``cache_seqlens``, an int."""
     cache_seqlens = python_number(cache_seqlens)
     if not is_int(cache_seqlens):
         raise TypeError(f"cache_seqlens is {shown(cache_seqlens)}; accepted: int32 (batch,), an int or None")
@@ -372,7 +372,7 @@ def _rotated(call: Call) -> Tensor:
 
 
 def attend_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """By the append, the kvcache and the combine kernel, on the current stream of q's device."""
+    """Run the append, kvcache and combine kernels that a call needs, on the current stream of q's device."""
     call = _call_of(arguments)
     if call.q.dtype == torch.float32:
         call = call._replace(precision=pytorchs_precision())
@@ -385,7 +385,7 @@ def attend_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def attend(call: Call, plan: Plan, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The launches of a call; out: as kernels write it, or None."""
+    """Launch the kernels of a checked call; out: None, or memory that kernels can write directly."""
     check_cache_addresses(call)
     found = _launched(call, plan, out)
     if call.k is not None:

@@ -23,33 +23,33 @@ def merge_attention(
 ) -> tuple[Tensor, Tensor]:
     """out and lse over all keys, from partial results over disjoint sets of keys.
 
-    For example of a prefix common to several sequences, and of each sequence's other keys. The definition is
-    :func:`cute_attn.reference.kvcache.merge`; it computes CPU tensors. Sums have a fixed order: a call repeats bit for
-    bit.
+    For example, merges results over a prefix common to several sequences with results over each sequence's other keys.
+    The definition is :func:`cute_attn.reference.kvcache.merge`, which also computes CPU tensors. Sums have a fixed
+    order, so results repeat bit for bit.
 
     Parameters
     ----------
     outs : Tensor (partials, batch, seqlen_q, nheads, head_dim_v), or packed (partials, total_q, nheads, head_dim_v)
-        fp32; on CUDA other float dtypes, and head dims that are no multiple of 4, are copied to rows of fp32. Or a
-        sequence of partial results, copied to one tensor. On CUDA up to 512 partials, head_dim_v up to 512.
+        fp32. A sequence of partial results is copied to one tensor. On CUDA, other float dtypes and head dims that are
+        not multiples of 4 are copied to fp32 rows, and the limits are 512 partials and head_dim_v 512.
     lses : Tensor (partials, batch, nheads, seqlen_q), or packed (partials, nheads, total_q), float32
-        Natural logarithms. Where one is -inf or +inf, that partial result saw no key and its out is not used.
+        Natural logarithms. Where lse is -inf or +inf, the partial result saw no key and its out is not used.
     sinks : Tensor (nheads,), float32, fp16 or bf16, optional
         Attention sinks, see :func:`cute_attn.attention`; no partial LSE includes them.
     dtype : torch.dtype, optional
-        Of out: fp16, bf16 or fp32. Default: outs'.
+        dtype of out: fp16, bf16 or fp32. Default: dtype of outs.
 
     Returns
     -------
-    out : Tensor, as one of outs
+    out : Tensor, shaped like one of outs
         0 where no partial result saw a key.
-    lse : Tensor, as one of lses
-        -inf there, or the sink.
+    lse : Tensor, shaped like one of lses
+        -inf, or the sink, where no partial result saw a key.
 
     Raises
     ------
     TypeError, ValueError
-        An argument is not as described here; the message names it, its value and the accepted ones.
+        An argument is not as described here; the message names the argument, its value and the accepted values.
     NotImplementedError
         A tensor requires a gradient.
     """
@@ -59,7 +59,7 @@ def merge_attention(
 
 
 def _merge(tensors: Tensors, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """A call that no record is known of; tensors: outs, lses and sinks."""
+    """Check and run a merge that repeats no recorded one; tensors: outs, lses and sinks."""
     outs, lses, sinks = tensors
     check_dense("outs", outs)
     check_dense("lses", lses)
@@ -104,7 +104,7 @@ def merge_cpu(outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dty
 
 
 def merge_cuda(outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """By the combine kernel, on the current stream of outs' device."""
+    """Run the combine kernel on the current stream of outs' device."""
     check(outs, lses, sinks, dtype)
     check_for_kernels(outs, lses, dtype)
     with on_device(outs.get_device()):

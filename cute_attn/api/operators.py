@@ -1,4 +1,4 @@
-"""The torch operators ``cute_attn::forward`` and ``::backward``: for CUDA, the CPU, fake tensors, and autograd."""
+"""The torch operators ``cute_attn::forward`` and ``::backward``, for CUDA, CPU and fake tensors, with autograd."""
 
 import contextlib
 import functools
@@ -49,13 +49,13 @@ _library.define(
 _INDICES = tuple(Call._fields.index(name) for name in DIFFERENTIABLE)
 _NAMED = len(DIFFERENTIABLE)
 Outer = tuple[Tensor | None, Tensor | None, Tensor, Tensor]
-"""The gradients of out and lse, None for one that is zero, out and lse."""
+"""Gradient of out, gradient of lse, out and lse. A gradient is None if it is zero."""
 _EPILOGUES, _KERNEL = (Call._fields.index(name) - NUM_TENSORS - 1 for name in ("epilogues", "kernel"))
-"""Places among a call's arguments behind its tensors."""
+"""Positions among the arguments of a call that follow its tensors."""
 
 
 def forward(call: Call) -> Outputs:
-    """out, lse, and softmax or None; through the dispatcher where something observes operators."""
+    """Return out, lse, and softmax or None. The dispatcher is called only if something observes operators."""
     if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
         # On the CPU torch follows tangents through the definition, except within transforms.
         if call.q.is_cuda or transforms_are_active():
@@ -72,7 +72,7 @@ def forward(call: Call) -> Outputs:
 
 
 def run(call: Call) -> Outputs:
-    """Launch without the dispatcher; recorded by autograd where a tensor requires a gradient."""
+    """Launch without the dispatcher. Autograd records the call if a tensor requires a gradient."""
     node, tensors = Node.of(call), (*call[:NUM_TENSORS], *call.epilogue_tensors)
     planned(node, tensors)
     if torch.is_grad_enabled() and requires_grad(call):
@@ -81,7 +81,7 @@ def run(call: Call) -> Outputs:
 
 
 def repeat(record: Record, given: Tensors) -> Outputs | None:
-    """The results of a recorded call for these tensors, recorded by autograd; None where that is impossible."""
+    """Repeat a recorded call with these tensors, differentiably; None if that is impossible."""
     traced = record.plan.traced
     held = [one() for one in traced] if traced else ()  # until autograd's node holds them
     if record.saved is None or None in held:
@@ -93,7 +93,7 @@ def repeat(record: Record, given: Tensors) -> Outputs | None:
 
 
 def forward_into(call: Call, out: Tensor) -> Outputs:
-    """:func:`forward`, its first result in ``out``."""
+    """:func:`forward`, with its first result written to ``out``."""
     if not torch.compiler.is_compiling():  # the operator checks
         check(call)
     check_out(call, out, rows=True)
@@ -115,11 +115,11 @@ def backward(
     launched: bool = False,
     into: Gradients = NOTHING,
 ) -> tuple[Tensor | None, ...]:
-    """The needed gradients of q, k, v, bias and sinks; through the dispatcher where something observes operators.
+    """Return the needed gradients of q, k, v, bias and sinks, by the dispatcher only if something observes operators.
 
-    needed: a flag for each, and perhaps for each of the epilogues' tensors, whose gradients then follow.
-    launched: whether a kernel has read and written all tensors except the outputs' gradients in place.
-    into: tensors to write gradients into, for all needed ones or for none.
+    needed: a flag per gradient; optionally also per tensor of the epilogues, whose gradients are then appended.
+    launched: whether a kernel has already read and written, in place, all tensors except grad_out and grad_lse.
+    into: tensors to write gradients into, either for all needed gradients or for none.
     """
     outer = (grad_out, grad_lse, out, lse)
     tensors = (*call[:NUM_TENSORS], *call.epilogue_tensors, *outer, *into)
@@ -149,7 +149,7 @@ def _all_gradients(
 
 
 def forward_cuda(call: Call, into: Tensor | None = None) -> Outputs:
-    """Launch the call's kernel on the current stream of q's device. into: out's memory."""
+    """Launch the call's kernel on the current stream of q's device. into: memory for out."""
     outputs = launch(call, into)
     if into is not None:
         overwritten(into, alone=True)
@@ -160,7 +160,7 @@ def forward_cuda(call: Call, into: Tensor | None = None) -> Outputs:
 
 
 def forward_cpu(call: Call, into: Tensor | None = None) -> Outputs:
-    """The reference, differentiable by autograd. into: out's memory."""
+    """Compute the reference, differentiable by autograd. into: memory for out."""
     if call.q.device.type != "cpu":
         raise ValueError(f"q is on {call.q.device}; accepted: cuda and cpu tensors")
     check(call)
@@ -177,14 +177,14 @@ def forward_cpu(call: Call, into: Tensor | None = None) -> Outputs:
 
 
 def _with_contiguous_gradient(x: Tensor | None) -> Tensor | None:
-    """``x`` with a contiguous gradient, as kernels write it and compilers expect it: reshaping copies it."""
+    """``x`` reshaped, so that its gradient is copied to contiguous memory, as from kernels; compilers expect it."""
     if x is None or not (x.requires_grad and torch.is_grad_enabled()):
         return x
     return x.reshape(-1).view(x.shape)
 
 
 def _dependent(output: Tensor, inputs: Sequence[Tensor | None]) -> Tensor:
-    """``output``, with a gradient of zeros to each input: autograd raises for an unused one."""
+    """``output`` with a zero gradient for each input, since autograd raises for inputs that are not used."""
     wanted = [x for x in inputs if x is not None and x.requires_grad]
     if not (wanted and torch.is_grad_enabled()):
         return output
@@ -202,7 +202,7 @@ def call_of(arguments: tuple) -> Call:
 
 
 def _with_list(arguments: tuple) -> tuple:
-    """The operator's arguments. AOTInductor's packages pass None for a list without tensors."""
+    """The operator's arguments, with an empty list of tensors where AOTInductor's packages pass None."""
     if arguments[NUM_TENSORS] is not None:
         return arguments
     return (*arguments[:NUM_TENSORS], [], *arguments[NUM_TENSORS + 1 :])
@@ -224,7 +224,7 @@ def _nothing(like: Tensor) -> Tensor:
 
 
 def _repeated(name: str, implementation: Callable[..., Any], first: int) -> Callable[..., Any]:
-    """An operator whose calls repeat from records. first: position of the call's first argument."""
+    """Wrap an operator, so that repeated calls replay a record. first: position of the call's first argument."""
 
     def run(*arguments: Any) -> Any:
         call, precision = functools.partial(implementation, *arguments), ""
@@ -286,7 +286,7 @@ def _backward_cpu(*arguments: Any) -> tuple[Tensor, ...]:
 
 @contextlib.contextmanager
 def below_operators() -> Iterator[None]:
-    """Within it autograd works in an operator's implementation: a mode or a tracer may run that below autograd."""
+    """Enable autograd in an operator's implementation, which a mode or a tracer may run below autograd."""
     key = torch._C.DispatchKey
     with contextlib.ExitStack() as guards:
         for one in (key.ADInplaceOrView, key.AutogradFunctionality, key.ZeroTensor):  # tangents of zeros
@@ -297,10 +297,10 @@ def below_operators() -> Iterator[None]:
 def _loss(
     outputs: tuple[Tensor, Tensor], given: tuple[Tensor, Tensor], grads: tuple[Tensor | None, Tensor | None]
 ) -> Tensor:
-    """A number whose gradients are those of attention with the ``given`` out and lse, as kernels compute them.
+    """A scalar whose gradients are those that kernels compute from the ``given`` out and lse.
 
-    They may cover more keys than the call does, as when ranges of a sequence are merged: probabilities are relative to
-    the given lse.
+    The given out and lse may cover more keys than the call, for example if results over ranges of keys were merged.
+    Probabilities are relative to the given lse.
     """
     out, lse = outputs
     grad_out, grad_lse = grads
@@ -318,14 +318,14 @@ def _loss(
 def _filled(
     call: Call, grads: Sequence[Tensor | None], nothing: Callable[[Tensor], Tensor] = lambda x: x.new_empty(0)
 ) -> tuple[Any, ...]:
-    """One tensor for each, as an operator returns, and a list of the epilogues'; those not needed are empty."""
+    """An operator's results: a tensor per gradient, then a list for the epilogues' tensors; empty tensors for None."""
     missing = (None,) * (_NAMED + len(call.epilogue_tensors) - len(grads))
     filled = [nothing(call.q) if x is None else x for x in (*grads, *missing)]
     return (*filled[:_NAMED], filled[_NAMED:])
 
 
 def _into(arguments: tuple) -> tuple[Outer, Gradients, tuple[bool, ...], tuple]:
-    """Gradients of out and lse, out and lse; the tensors to write into; which are needed; and the rest."""
+    """Split backward_into's arguments: Outer, tensors to write into, flags of tensors given, arguments of the call."""
     into = arguments[4 : 4 + _NAMED]
     return arguments[:4], into, tuple(x is not None for x in into), arguments[4 + _NAMED :]
 
@@ -361,7 +361,7 @@ def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def requires_grad(call: Call) -> bool:
-    """True if autograd records a call.
+    """True if a tensor of the call requires a gradient.
 
     Raises:
         NotImplementedError: a tensor requires a gradient that no kernel computes.
@@ -376,13 +376,13 @@ def requires_grad(call: Call) -> bool:
 
 
 class Node(NamedTuple):
-    """Everything except tensors that autograd's node of a direct call keeps.
+    """What autograd's node keeps of a call without the dispatcher, except tensors.
 
     Attributes:
-        rest: the call's arguments that are no tensors.
-        options: these and the users' classes that the call names, for the key of a backward.
-        packed: number of q, k and v that are views of one tensor, if they are adjacent: their gradients are, too.
-        traced: weak references to the epilogues of functions among the classes.
+        rest: the call's arguments that are not tensors.
+        options: rest and the users' classes that the call names, for the key of a backward's record.
+        packed: how many of q, k and v may be adjacent views of one tensor, so that their gradients are, too.
+        traced: weak references to those of the users' classes that are epilogues of functions.
     """
 
     rest: tuple
@@ -392,7 +392,7 @@ class Node(NamedTuple):
 
     @staticmethod
     def of(call: Call) -> "Node":
-        """The node of a call that is checked, or that the forward will check."""
+        """The node of a call that has been checked, or that the forward will check."""
         rest = call[NUM_TENSORS + 1 :]
         shaped = all(x.dim() >= 3 for x in call[:3])  # the checks report errors
         packed = fused_qkv.number_packed(call[:3]) if shaped else 0
@@ -403,7 +403,7 @@ class Node(NamedTuple):
 
 
 def _save(ctx: Any, tensors: Sequence[Any], rest: tuple, outputs: tuple, node: Node | None = None) -> None:
-    """tensors: q to rng_state, and the epilogues'; rest: the call's other arguments; node: of a direct call."""
+    """Save a call for its backward. tensors: q to rng_state, then the epilogues'; node: None for the operator."""
     out, lse, softmax = outputs
     ctx.node = node
     ctx.set_materialize_grads(False)
@@ -420,7 +420,7 @@ def _save(ctx: Any, tensors: Sequence[Any], rest: tuple, outputs: tuple, node: N
 def _differentiate(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, wanted: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    """wanted: as ``needed`` of :func:`backward`."""
+    """The gradients of a saved call. wanted: as ``needed`` of :func:`backward`."""
     if grad_out is None and grad_lse is None:
         return (None,) * len(wanted)
     *tensors, out, lse = ctx.saved_tensors
@@ -448,7 +448,7 @@ def _differentiate(
 
 
 class _Once(torch.autograd.Function):
-    """Marks a gradient, under create_graph, as not differentiable again."""
+    """Returns a gradient under create_graph, and raises if that gradient is differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor) -> Tensor:
@@ -463,15 +463,15 @@ class _Once(torch.autograd.Function):
 
 
 _FIRST = 3
-"""Arguments of :meth:`Attention.forward` before its tensors."""
+"""Number of arguments of :meth:`Attention.forward` before its tensors."""
 
 
 class Attention(torch.autograd.Function):
-    """Autograd's node of a direct call; the operator has another."""
+    """Autograd's node of a call without the dispatcher. The operator has a node of its own."""
 
     @staticmethod
     def forward(ctx: Any, node: Node, record: Record | None, given: Tensors, *tensors: Any) -> Outputs:
-        """tensors: q to rng_state, and the epilogues'; given: the arguments of a record of the call."""
+        """Repeat ``record`` with ``given``, or launch the call. tensors: q to rng_state, then the epilogues'."""
         outputs = None if record is None else record.run(given)
         if outputs is None:
             outputs = launch(Call.joined(tensors, node.rest))
@@ -516,7 +516,7 @@ _with_gradient = make_autograd_impl(
 
 
 def _with_derivatives(keyset: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """As torch.library.register_autograd does, except that it would pass None on, and drop tangents in silence."""
+    """Differentiable forward. torch.library.register_autograd would pass None on, and drop tangents silently."""
     arguments = _with_list(given)
     # In traced code the level is not known here.
     if forward_ad._current_level >= 0 or plans.transforms_are_on():

@@ -1,4 +1,4 @@
-"""What compiled code runs between two graphs. Importing this module loads torch's compiler."""
+"""A function that compiled code runs between two graphs. Importing this module loads torch's compiler."""
 
 from typing import Any
 

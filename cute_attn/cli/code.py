@@ -95,7 +95,7 @@ def difference_of_two(
 
 
 def _verdicts(sides: Sequence["Side"], target: str | None, lines: bool) -> list[Any]:
-    """The verdict of each side; several that are not built yet are built at the same time."""
+    """The verdict on each side; kernels that are not built yet are built in parallel."""
     if not sides:
         return []
     check_first(lambda: _check_sides(sides, target))
@@ -110,7 +110,7 @@ def _verdicts(sides: Sequence["Side"], target: str | None, lines: bool) -> list[
 
 
 def _check_sides(sides: Sequence["Side"], target: str | None) -> None:
-    """Raise ValueError if no side fits, or one has a tile that is none."""
+    """Raise ValueError if no side fits, or if a name or a tile's text is invalid."""
     reasons = []
     for name, tile in sides:
         try:
@@ -122,11 +122,11 @@ def _check_sides(sides: Sequence["Side"], target: str | None) -> None:
 
 
 Side = tuple[str, str | None]
-"""A kernel's name, and what changes its default tile, or None."""
+"""A kernel's name, and the text that changes its default tile, or None."""
 
 
 def _sides(name: str, other: str | None, tiles: list[str], at_revision: bool) -> tuple[Side, Side]:
-    """What is compared; at_revision: the first side, or both, as a git revision has them."""
+    """The two sides to compare; at_revision: the first side, or both, are built from git revisions."""
     if len(tiles) > 2:
         raise ValueError(f"--tile is given {len(tiles)} times; accepted: two tiles at most")
     first, second = [tile or None for tile in (*tiles, None, None)][:2]

@@ -1,7 +1,7 @@
-"""``make demo``: what this project does, in half a minute; all but the last step without a GPU.
+"""``make demo``: what this project does, in half a minute. Only the last step needs a GPU.
 
-The score tiles and epilogues of an Ampere and a Hopper kernel, run on the CPU for every thread and compared with torch;
-what one of them costs, and what bounds it; pictures. With a GPU: both kernels compared with torch, and timed.
+It runs the score tiles and epilogues of an Ampere and a Hopper kernel on the CPU, for every thread, and compares them
+with torch; says what a kernel costs and what bounds it; draws it. With a GPU it checks kernels and times them.
 """
 
 import os
@@ -36,7 +36,7 @@ console = make_console()
 
 
 def heading(command: str, text: str) -> None:
-    """What a step does, and the command that does it, if there is one."""
+    """Print what the next step does, after the command that does it, if there is one."""
     console.print(f"\n[bold]{f'cute-attn {command}: ' if command else ''}{text}", highlight=False)
 
 
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def epilogues_on_the_cpu() -> Iterator[str]:
-    """The kernels' MMA tiling and epilogues, for every thread, against the formulas in torch; yields what differs."""
+    """Compare the kernels' tiling and epilogues, for every thread, with formulas in torch; yields what differs."""
     heading(
         "", f"Score tiles of {len(registry.KERNELS)} kernels share epilogues. On this CPU, against torch:"
     )
@@ -95,7 +95,7 @@ def epilogues_on_the_cpu() -> Iterator[str]:
 
 
 def on_the_gpu() -> Iterator[str]:
-    """Kernels compared with the reference, and timed against the peers that run here; yields what is wrong."""
+    """Compare kernels with the reference, and time them and the peers that run here; yields the wrong kernels."""
     from cute_attn.lab.benchmark import peers, results, workload
     from cute_attn.lab.check import check_workloads, small_workloads
 
@@ -116,7 +116,7 @@ def on_the_gpu() -> Iterator[str]:
 
 
 def next_steps() -> None:
-    """Commands to go on with, as this process's Python runs them."""
+    """Print commands to try next, in the form that works with this process's Python."""
     installed = Path(sys.executable).with_name("cute-attn").exists()
     command = "cute-attn" if installed else "python -m cute_attn"
     console.print("\n[bold]Next:")

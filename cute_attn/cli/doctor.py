@@ -1,4 +1,4 @@
-"""The command ``cute-attn doctor``: the state of this machine, what works, and how to mend the rest."""
+"""The command ``cute-attn doctor``: the state of this machine, what works, and how to fix what does not."""
 
 import platform
 import tempfile

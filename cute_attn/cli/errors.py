@@ -1,4 +1,4 @@
-"""What the command prints of an exception: the package's own sentences, and the place of an error in a user's file."""
+"""What the command prints for an exception: a sentence of the package, or the place of an error in a user's file."""
 
 import linecache
 import opcode
@@ -14,11 +14,12 @@ _RAISES = {opcode.opmap[name] for name in ("RAISE_VARARGS", "RERAISE") if name i
 
 
 def described(error: BaseException, *, verbose: bool) -> str | None:
-    """What is printed of an exception, or None where its whole traceback should be: an error of the package.
+    """The text to print for an exception; None for a defect of the package, whose whole traceback is to be shown.
 
-    A sentence of the package's own, which a ``raise`` in its sources raised, or of the system about a file, stands
-    alone, or with the line of the user's file that the call came from. Of any other exception that passed through a
-    user's file its traceback is left, without the frames of what is installed unless ``verbose``.
+    If a ``raise`` in the package's sources raised the exception, only its message is printed, with the line of the
+    user's file that made the call, if any. Any other exception that passed through a user's file is printed with its
+    traceback, without frames of installed packages unless ``verbose``. Of other system errors about a file, only the
+    message is printed.
     """
     frames = _frames(error.__traceback__)
     if isinstance(error, SyntaxError) and error.filename and not is_installed(Path(error.filename)):

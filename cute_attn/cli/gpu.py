@@ -83,7 +83,7 @@ def ab_of_tiles(
 def _look_up(
     sides: Sequence[Side], target: str | None, workloads: list[str] | None, space: str | None = None
 ) -> None:
-    """Raise ValueError for a kernel, a tile, a workload or a space that is none."""
+    """Raise ValueError for an invalid kernel, tile, workload or space."""
     for name, tile in sides:
         kernel = look_up(name, tile, target)
         for workload in workloads or ():

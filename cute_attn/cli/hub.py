@@ -1,6 +1,6 @@
-"""``cute-attn hub``: folders that Hugging Face's ``kernels`` library takes for FlashAttention's kernels.
+"""``cute-attn hub``: write folders that Hugging Face's ``kernels`` library loads as FlashAttention's kernels.
 
-Layout and fields of a folder: https://huggingface.co/docs/kernels. Its modules import the installed package.
+For a folder's layout and fields see https://huggingface.co/docs/kernels. Its modules import the installed package.
 """
 
 import importlib
@@ -17,16 +17,16 @@ KERNELS = {
     "flash-attn2": ("bert_padding, flash_attn_interface", "cute_attn.flash_attn.flash_attn_interface"),
     "flash-attn3": ("flash_attn_3 as flash_attn_interface", "cute_attn.flash_attn.flash_attn_3"),
 }
-"""A kernel's folder -> its names from cute_attn.flash_attn, and the module that its functions are in."""
+"""A kernel's folder -> modules that it imports from cute_attn.flash_attn, and the module of its functions."""
 REPOSITORIES = {
     "kernels-community/flash-attn2": "flash-attn2",
     "kernels-community/flash-attn3": "flash-attn3",
     "varunneal/flash-attention-3": "flash-attn3",
 }
-"""What transformers loads for flash_attention_2 and _3, diffusers for flash_hub and _flash_3_hub, and nanochat."""
+"""Repository -> folder: for transformers (flash_attention_2, _3), diffusers (flash_hub, _flash_3_hub), nanochat."""
 
 _OWN, _OWN_ID = "from the cute_attn that is installed", "_cute_attn_hub_"
-"""What the files have; others that are in the way stay."""
+"""Text in each .py file, and in each .json file, that this command writes; no other files are overwritten."""
 
 
 def hub(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to write.")]) -> None:
@@ -44,12 +44,12 @@ def hub(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folde
 
 
 def local_kernels(folder: Path) -> str:
-    """The value of LOCAL_KERNELS for what :func:`write` wrote there."""
+    """The value of LOCAL_KERNELS for the kernels that :func:`write` wrote to ``folder``."""
     return ":".join(f"{name}={folder.resolve() / kernel}" for name, kernel in REPOSITORIES.items())
 
 
 def write(folder: Path) -> list[Path]:
-    """Write the folder; returns its files.
+    """Write the kernels to ``folder``; returns their files.
 
     Raises
     ------
@@ -81,7 +81,7 @@ def write(folder: Path) -> list[Path]:
 
 
 def _check_own(folder: Path, path: Path) -> None:
-    """Raise where something is in the way that this command did not write."""
+    """Raise ValueError if a file, folder or link is in the way that this command did not write."""
     below = [one for one in (*reversed(path.parents), path) if folder in one.parents]
     wrong = [one for one in below if one.is_symlink() or (one.exists() and one.is_dir() == (one == path))]
     mark = _OWN if path.suffix == ".py" else _OWN_ID

@@ -89,7 +89,7 @@ _default_format = warnings.formatwarning
 
 
 def _as_a_line(message: Any, category: Any, filename: str, lineno: int, line: str | None = None) -> str:
-    """The package's own warnings, without the place that warns."""
+    """Format a warning; a warning of the package does not state where it was raised."""
     if Path(filename).is_relative_to(Path(cute_attn.__file__).parent):
         return f"warning: {message}\n"
     return _default_format(message, category, filename, lineno, line)
@@ -196,7 +196,7 @@ def list_kernels(
 
 
 def _named(name: str, known: list[Any], targets: Sequence[str]) -> list[Any]:
-    """A kernel's traits on each target, or of ``known`` defaults all whose names begin so; raises ValueError."""
+    """(traits, target) of the ``known`` defaults whose names begin with ``name``, else of ``name`` on each target."""
     begin = [one for one in known if f"{one[0]}-".startswith(f"{name}-")] if name.count("-") < 3 else []
     labels = [*map(registry.label, registry.KERNELS), *OPS]
     meant = did_you_mean(name, labels)
@@ -208,7 +208,7 @@ def _named(name: str, known: list[Any], targets: Sequence[str]) -> list[Any]:
 
 
 def _defaults(rows: list[dict[str, Any]]) -> Table:
-    """Default tiles, and why there is none; rows that differ only in the target are one."""
+    """A table of default tiles, or why there is none; rows that differ only in the target are merged."""
     table = Table("kernel", "targets", "default tile", "shared memory", "registers")
     if not is_verbose():
         table.caption = "fields of tiles that have their class's default are left out; -v shows all"
@@ -228,7 +228,7 @@ def _defaults(rows: list[dict[str, Any]]) -> Table:
 
 
 def _counts(target: str | None) -> list[list[str]]:
-    """A row for each kernel: where it runs, how many default tiles there are, and one of them."""
+    """A row for each kernel: where it runs, how many default tiles it has, and an example of a name."""
     import_names()
     rows, known = list[list[str]](), registry.defaults_on(target)
     for op, arch, variant in registry.KERNELS:
@@ -286,7 +286,7 @@ def compile_kernel(
 
 
 def summary(compiled: Any) -> dict[str, Any]:
-    """What ``compile --json`` prints of a compiled kernel."""
+    """What ``compile --json`` prints for a compiled kernel."""
     names = ("name", "target", "tile", "resources", "instructions", "seconds")
     found = {name: getattr(compiled, name) for name in names}
     return found | {name: asdict(found[name]) for name in ("tile", "resources")}
@@ -317,7 +317,7 @@ def cost_table(compiled: Any) -> Table:
 
 
 def _shown(name: str, tile: str) -> str:
-    """A tile of a kernel as the command line prints it: without inert fields, unless all were asked for."""
+    """A kernel's tile as commands print it: without fields at their class's default, unless -v was given."""
     return _spaced(tile if is_verbose() else brief_tile(name, None, tile))
 
 
@@ -373,7 +373,7 @@ def check_kernel(name: Name, tile: TileText = "", target: Target = None) -> None
 
 
 def _check_epilogues(console: Console, traits: Traits) -> list[str]:
-    """Users' epilogues against their references, on the CPU."""
+    """Compare users' epilogues with their references on the CPU; returns what failed."""
     from cute_attn.reference.check_epilogue import check_epilogue  # loads the DSL
 
     failed = []

@@ -35,7 +35,7 @@ ends_with_command = False
 
 
 def complete_name(text: str) -> list[str]:
-    """What a shell offers for the beginning of a kernel's name: its next word."""
+    """Shell completions of a kernel's name, each by one more word."""
     done, _, _ = text.rpartition("-")
     words = done.split("-") if done else []
     steps = (OPS, ARCHS, DTYPES, [f"d{dim}" for dim in (32, 64, 96, 128, 192, 256)])
@@ -44,7 +44,7 @@ def complete_name(text: str) -> list[str]:
 
 
 def complete_tile(context: typer.Context, text: str) -> list[str]:
-    """What a shell offers for the beginning of a tile's text: the fields of the kernel's tile that it has not yet."""
+    """Shell completions of a tile's text: the fields of the kernel's tile that the text does not set yet."""
     import_names()
     done, comma, begun = text.rpartition(",")
     name = context.params.get("name") or next(iter(context.args), "")  # not parsed when a word is incomplete
@@ -58,7 +58,7 @@ def complete_tile(context: typer.Context, text: str) -> list[str]:
 
 
 def _checked_name(context: typer.Context, name: str | None) -> str | None:
-    """A kernel's name, read before the kernels are imported, which takes seconds."""
+    """Check a kernel's name before the kernels are imported, which takes seconds; returns the name."""
     if name is not None and not context.resilient_parsing:
         for epilogue in Traits.parse(name).epilogues:
             user_epilogue(epilogue)
@@ -108,13 +108,13 @@ def _set_verbose(asked: bool) -> None:
 
 
 def set_pager(used: bool) -> None:
-    """``--no-pager``: long tables go to the terminal as they are."""
+    """Set whether long tables go through a pager; not with ``--no-pager``."""
     global _pages
     _pages = used
 
 
 def is_verbose() -> bool:
-    """Whether ``-v`` was given, before or after the command's name."""
+    """True if ``-v`` was given, before or after the command's name."""
     return _verbose
 
 
@@ -123,7 +123,7 @@ Verbose = Annotated[bool, typer.Option("-v", "--verbose", callback=_set_verbose,
 
 
 def writable_file(context: typer.Context, param: typer.CallbackParam, path: Path | None) -> Path | None:
-    """An option's file, tried before the work whose result it is for; its folder is made, unless a shell completes."""
+    """Check that an option's file can be written, and create its folder, before the work whose result it will hold."""
     if path is not None and not context.resilient_parsing:
         with _writes(param.opts[0], path, "a file"):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +135,7 @@ def writable_file(context: typer.Context, param: typer.CallbackParam, path: Path
 
 
 def writable_folder(context: typer.Context, param: typer.CallbackParam, path: Path | None) -> Path | None:
-    """:func:`writable_file` of a folder."""
+    """Create an option's folder, and check that it can be written; see :func:`writable_file`."""
     if path is not None and not context.resilient_parsing:
         with _writes(param.opts[0], path, "a folder"):
             path.mkdir(parents=True, exist_ok=True)
@@ -160,9 +160,9 @@ Page = Annotated[Path | None, typer.Option("--html", callback=writable_file, hel
 
 
 def import_kernels() -> None:
-    """Import the kernels, and with them the DSL, in half the time that it takes by itself.
+    """Import the kernels, and with them the DSL, in half the usual time: without garbage collection.
 
-    They are a million objects that stay: the garbage collector neither looks at them meanwhile, nor ever after.
+    The import makes a million objects that live until the process ends, so the collector also ignores them afterwards.
     """
     gc.disable()
     try:
@@ -173,9 +173,9 @@ def import_kernels() -> None:
 
 
 def import_names() -> None:
-    """As :func:`import_kernels`, for names, tiles and docstrings: a program that ends then does without the DSL.
+    """Import the kernels for names, tiles and docstrings: without the DSL if the process ends with this command.
 
-    Not after ``--load``: a user's file imports the DSL.
+    After ``--load`` the DSL is imported already, by a user's file, and stays.
     """
     if ends_with_command and "cutlass" not in sys.modules:
         _without_dsl.install()
@@ -183,9 +183,10 @@ def import_names() -> None:
 
 
 def check_first(look: Callable[[], object]) -> None:
-    """Raise the ValueError of ``look`` before the command loads torch and the DSL, which takes seconds.
+    """Call ``look``, and raise its ValueError before the command loads torch and the DSL, which takes seconds.
 
-    A forked process looks without the DSL. After ``--load`` the DSL is there, and the command itself refuses.
+    A forked process calls it without the DSL. After ``--load`` the DSL is imported already: this does nothing, and the
+    command itself raises the error.
     """
     if not ends_with_command or "cutlass" in sys.modules:
         return
@@ -210,7 +211,7 @@ def check_first(look: Callable[[], object]) -> None:
 
 
 def look_up(name: str, tile: str | None = None, target: str | None = None) -> Any:
-    """The kernel on the target, or on the oldest that takes it; raises what :func:`registry.lookup` raises."""
+    """The kernel on ``target``, by default on the oldest that it fits; raises as :func:`registry.lookup` does."""
     traits = Traits.parse(name)
     for on in [target] if target else registry.RUNS_ON[traits.arch]:
         with contextlib.suppress(registry.Unsupported):
@@ -219,18 +220,18 @@ def look_up(name: str, tile: str | None = None, target: str | None = None) -> An
 
 
 def check_kernels(names: Iterable[str], tile: str | None = None, target: str | None = None) -> None:
-    """:func:`check_first` that each kernel exists and takes the tile on the target."""
+    """Check by :func:`check_first` that each kernel exists and that the tile fits on the target."""
     check_first(lambda: [look_up(name, tile, target) for name in names])
 
 
 def need_compiler() -> None:
-    """Refuse to build where there is nothing to build with."""
+    """Raise ValueError if the DSL, which builds kernels, is not installed."""
     if not _without_dsl.is_installed():
         raise ValueError(_without_dsl.REASON)
 
 
 def need_gpu(otherwise: str = "timing a kernel needs one") -> None:
-    """Refuse before torch is loaded, which takes seconds: without CUDA's driver there is no GPU."""
+    """Raise ValueError if CUDA's driver is missing, before torch is loaded, which takes seconds; later do nothing."""
     if "torch" not in sys.modules:  # which knows itself, and is asked later
         try:
             ctypes.CDLL("libcuda.so.1")
@@ -239,14 +240,14 @@ def need_gpu(otherwise: str = "timing a kernel needs one") -> None:
 
 
 def make_console() -> Console:
-    """120 columns where the output is no terminal."""
+    """A console; if the output is no terminal, of ``COLUMNS`` columns, by default 120."""
     console = Console()
     return console if console.is_terminal else Console(width=int(os.environ.get("COLUMNS", 120)))
 
 
 @contextlib.contextmanager
 def working(text: str) -> Iterator[Callable[[str], None]]:
-    """Show progress and its duration on a terminal's stderr; gives a function that changes the text."""
+    """Show ``text`` and the elapsed time on a terminal's stderr; yields a function that changes the text."""
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with live_progress(*columns) as progress:
         task = progress.add_task(text)
@@ -254,7 +255,7 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def show_building(builds: Iterable[Any], total: int) -> None:
-    """A progress bar of what :func:`cute_attn.prebuild` yields; raises ValueError if some could not be built."""
+    """Run the builds of :func:`cute_attn.prebuild` with a progress bar. Raises ValueError if a kernel failed."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     failed = 0
     with Progress(*columns) as progress:
@@ -270,7 +271,7 @@ def show_building(builds: Iterable[Any], total: int) -> None:
 
 
 def live_progress(*columns: ProgressColumn) -> Progress:
-    """On a terminal's stderr, which it keeps while the compiler replaces the process's; leaves nothing behind."""
+    """Progress on a terminal's stderr, kept while the compiler replaces the process's stderr, and erased at the end."""
     console = Console(file=sys.stderr)
     return Progress(*columns, transient=True, console=console, disable=not console.is_terminal)
 
@@ -289,7 +290,7 @@ def show(*parts: Any) -> None:
 def answer(
     as_json: bool, values: Any, shown: Callable[[], Any], print_shown: Callable[[Any], None] = show
 ) -> None:
-    """Print a result's values as JSON, or what is shown of it."""
+    """Print ``values`` as JSON, or what ``shown`` returns, by ``print_shown``."""
     if as_json:
         print(json.dumps(values, indent=1))
     else:

@@ -1,8 +1,8 @@
-"""``cute-attn run``: a program, unedited, with PyTorch's attention on the kernels, and a table of what happened.
+"""``cute-attn run``: run an unedited program with PyTorch's attention on the kernels, and print a table of its calls.
 
-The program decides when torch is loaded, and when CUDA starts: what it sets in the environment before that counts. So
-nothing here loads torch; calls are served from when the program does. The table is made when the process ends, after
-the program's threads.
+The program decides when torch is loaded and when CUDA starts, since it may set the environment before that. So nothing
+here loads torch; calls are served once the program has loaded it. The table is made when the process ends, after the
+program's threads.
 """
 
 import atexit
@@ -72,9 +72,9 @@ def run(
 
 @contextlib.contextmanager
 def without_starting_cuda() -> Iterator[None]:
-    """Meanwhile torch looks for GPUs by NVML, where there is one: to ask CUDA would start it, before the program may.
+    """Within the block, torch looks for GPUs by NVML, if available: asking CUDA would start it before the program does.
 
-    Modules that are imported ask as well: TVM FFI does.
+    Some imported modules look for GPUs as well, such as TVM FFI.
     """
     name = "PYTORCH_NVML_BASED_CUDA_CHECK"
     before = os.environ.get(name)
@@ -90,7 +90,7 @@ def without_starting_cuda() -> Iterator[None]:
 @dataclass
 class Execution:
     """A program that is being run and watched; ``shadow``: how many calls of each signature are compared; ``reports``:
-    whether this process prints the table; ``signal``: that ended the program, or 0.
+    whether this process prints the table; ``signal``: the signal that ended the program, or 0.
     """
 
     program: str
@@ -106,7 +106,7 @@ class Execution:
 
     @without_starting_cuda()
     def begin(self) -> None:
-        """Serve and watch calls; torch was loaded, and CUDA has not started."""
+        """Start to serve and watch calls. Called when torch has been loaded and CUDA has not started."""
         import torch
 
         from cute_attn.sdpa.observe import Observer  # loads torch, as the program has
@@ -126,14 +126,14 @@ class Execution:
 
     @without_starting_cuda()
     def _begin_flex(self, device: str) -> None:
-        """The same of flex_attention, whose module was loaded. device: as of its Activation."""
+        """Start to serve flex_attention, whose module has been loaded. device: as in ``flex.overrides.Activation``."""
         from cute_attn.flex import overrides
 
         if overrides.why_not_replaced() is None:
             self._active.callback(overrides.Activation(self.options, device).remove)
 
     def end(self) -> None:
-        """Report, and end as the program did. A forked process does neither."""
+        """Print the report, and end by the signal that ended the program, if any. A forked process does neither."""
         if os.getpid() != self._process:
             return
         self._active.close()
@@ -150,7 +150,7 @@ class Execution:
 
 
 def check_program(name: str, module: bool) -> None:
-    """Raise ValueError for what Python could not run."""
+    """Raise ValueError for a program that Python could not run."""
     if module:
         sys.path.insert(0, os.getcwd())
         if importlib.util.find_spec(name.partition(".")[0]) is None:
@@ -167,9 +167,9 @@ def check_program(name: str, module: bool) -> None:
 
 
 def execute(program: list[str], module: bool) -> int:
-    """Run a program as Python does, with the rest of ``program`` as its arguments.
+    """Run ``program[0]`` as Python does, with the further items as its arguments.
 
-    Returns its status, below 0 for the signal that interrupted it.
+    Returns its exit status, or minus the number of the signal that interrupted it.
     """
     name = program[0]
     sys.argv = list(program)
@@ -193,7 +193,7 @@ def execute(program: list[str], module: bool) -> int:
 
 
 def _of_the_program(error: BaseException) -> Any:
-    """The error's traceback, without what runs the program."""
+    """The error's traceback, without the frames that run the program."""
     own = traceback = error.__traceback__
     while traceback is not None and traceback.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
         traceback = traceback.tb_next
@@ -204,7 +204,7 @@ def _of_the_program(error: BaseException) -> Any:
 
 
 def report(observer: Any, program: str, seconds: float, output: TextIO | None) -> None:
-    """Print the table, and write it as JSON. observer: None where the program did not load torch."""
+    """Print the table, and write it to ``output`` as JSON. observer: None if the program did not load torch."""
     rows = [] if observer is None else sorted(observer.rows.values(), key=lambda row: -(row.gain_us or 0))
     gains = [row.gain_us for row in rows if row.reason is None and row.gain_us is not None]
     console = Console(stderr=True)
@@ -261,7 +261,7 @@ def summary(rows: list[Any], program: str, seconds: float, gains: list[float]) -
 
 
 def kernels() -> list[dict[str, str]]:
-    """Name, tile and target of each kernel that the program's calls needed: :func:`cute_attn.lab.bundles.like`."""
+    """Name, tile and target of each kernel that the program's calls needed, for :func:`cute_attn.lab.bundles.like`."""
     compiled = sys.modules.get("cute_attn.compiler.compiled")
     loaded = [] if compiled is None else compiled.loaded_kernels()
     return [{"name": one.name, "tile": one.tile.text, "target": one.target} for one in loaded]

@@ -59,7 +59,7 @@ def _table(rows: Iterable[Any]) -> Table:
 
 
 def _short(tile: Any) -> str:
-    """A tile's block and warps, and that it divides or streams columns."""
+    """A tile's block and warps, and whether it streams columns or computes dQ in passes."""
     warps = tile.num_threads // 32
     words = [f"{tile.tile_m} x {tile.tile_n}, {warps} warps"]
     if getattr(tile, "columns", 0):
@@ -94,7 +94,7 @@ def explain_words(
 
 
 def features_table() -> Table:
-    """Every word that a kernel's name may have after its head dims."""
+    """A table of the words that a kernel's name may have after its head dims."""
     table = Table("feature", "what it means", title="OP-ARCH-DTYPE-dDIM[xDIM_V][-FEATURE...]")
     for feature in FEATURES:
         table.add_row(feature, lab.explain.feature_text(feature))

@@ -1,4 +1,4 @@
-"""From traits and a tile to a kernel that runs: the registry, the build, the cache on disk and bundles."""
+"""Turns traits and a tile into a kernel that runs: the registry, the build, the disk cache and bundles."""
 
 from cute_attn._without_dsl import is_installed as has_dsl
 from cute_attn.compiler.compiled import (

@@ -1,8 +1,8 @@
-"""The arguments of a kernel's launch: the parameters of its ``__call__``, in order, except the last, the stream.
+"""The arguments of a kernel's launch: the parameters of its ``__call__``, in order, without the stream at the end.
 
-They are declared only there. Names and order are the signature's, and the annotations say how arguments are faked for
-the compiler: a number by its type, such as ``Float32``; anything else by ``Annotated[type, fake]``, where
-``fake(kernel)`` makes the placeholder. :mod:`cute_attn.kernels.fakes` has the types that several kernels use.
+The signature is the only declaration of their names and order. Its annotations say how arguments are faked for the
+compiler: a number by its type, such as ``Float32``; anything else by ``Annotated[type, fake]``, where ``fake(kernel)``
+makes the placeholder. :mod:`cute_attn.kernels.fakes` defines the types that several kernels use.
 """
 
 import inspect
@@ -13,7 +13,7 @@ from cute_attn.compiler.fingerprint import dsl
 
 
 def parameters(kernel: type) -> dict[str, Any]:
-    """The arguments of a launch in order: their names and annotations. kernel: a kernel's class."""
+    """Names and annotations of a launch's arguments, in order. kernel: a kernel's class."""
     _, *taken, _ = inspect.signature(kernel.__call__, eval_str=True).parameters.values()
     return {one.name: one.annotation for one in taken}
 
@@ -39,7 +39,7 @@ def _fake(kernel: Any, name: str, annotation: Any) -> Any:
 
 
 def ordered(kernel: Any, names: Iterable[str], given: Mapping[str, Any]) -> tuple:
-    """The arguments of a launch in the order of ``names``. kernel: its name, for the message."""
+    """The ``given`` arguments in the order of ``names``. kernel: the kernel's name, for the error message."""
     names = tuple(names)
     if given.keys() != set(names):
         raise TypeError(f"{kernel} is launched with {', '.join(given)}; accepted: {', '.join(names)}")

@@ -1,12 +1,12 @@
 """Shipped compiled kernels: a folder that :func:`cute_attn.compiler.build` searches first.
 
-    index.json.xz   versions, licence, each archive's SHA-256, and of each kernel its name, tile, target and place
-    kernels/NUMBER  an archive: shared libraries of similar kernels, one after the other, compressed by xz
+    index.json.xz   versions, licence, each archive's SHA-256, and each kernel's name, tile, target and location
+    kernels/NUMBER  an archive: shared libraries of similar kernels, concatenated and compressed by xz
 
-A bundle is named by ``CUTE_ATTN_BUNDLE``, or installed as the package ``cute_attn_bundle``. ``cute-attn bundle`` linked
-its kernels, so that they need TVM FFI and torch's CUDA runtime, and no DSL. They are found by their sources
-(:func:`cute_attn.compiler.fingerprint.source_key`), whatever Python or DSL is here. The index has hashes of its
-contents and of each file: a bundle that is damaged, or was made from other sources, is refused.
+``CUTE_ATTN_BUNDLE`` names a bundle; otherwise the package ``cute_attn_bundle`` is used if installed. Kernels in a
+bundle are linked by ``cute-attn bundle``: they need TVM FFI and torch's CUDA runtime, but no DSL. Their keys are
+digests of their sources (:func:`cute_attn.compiler.fingerprint.source_key`) and depend on no Python or DSL version.
+The index has hashes of itself and of each file: a bundle that is damaged or was made from other sources is refused.
 """
 
 import contextlib
@@ -32,19 +32,19 @@ VARIABLE = "CUTE_ATTN_BUNDLE"
 
 
 class BundleUnusable(RuntimeError):
-    """A bundle, or a kernel of one, is not loaded; the message says why."""
+    """A bundle or one of its kernels cannot be loaded; the message says why."""
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle that fits this version of the package.
+    """A bundle made from this version of the package.
 
     Attributes:
         root: its folder.
         toolchain: versions of the tools that built its kernels.
-        archives: by name, ``size`` and ``sha256`` of the file.
-        kernels: by key, an :class:`Entry`'s ``meta``, the name of the ``archive``, the library's place in it, ``begin``
-            and ``size``, and the cubin's place in the library, ``cubin``.
+        archives: archive name -> ``size`` and ``sha256`` of the file.
+        kernels: key -> the ``meta`` of an :class:`Entry` with the name of the ``archive``, the library's ``begin`` and
+            ``size`` in the unpacked archive, and the ``cubin``'s begin and size in the library.
     """
 
     root: Path
@@ -53,10 +53,10 @@ class Bundle:
     kernels: dict[str, dict[str, Any]]
 
     def get(self, key: str) -> Entry | None:
-        """The entry of that key, checked, or None where the bundle has none.
+        """The entry stored under ``key``, verified, or None if the bundle has none.
 
         Raises:
-            BundleUnusable: its archive differs from the index.
+            BundleUnusable: the entry's archive cannot be read or differs from the index.
         """
         meta = self.kernels.get(key)
         if meta is None:
@@ -90,11 +90,11 @@ class Bundle:
 
 
 def unpack(packed: bytes, size: int = -1) -> bytes:
-    """The first ``size`` bytes, or all, of what was compressed by xz.
+    """Decompress xz data: its first ``size`` bytes, or all.
 
     Raises:
         BundleUnusable: this Python was built without lzma.
-        ValueError: it is damaged.
+        ValueError: the data is damaged.
     """
     try:
         import lzma  # of the standard library, but some builds of Python lack it
@@ -109,10 +109,10 @@ def unpack(packed: bytes, size: int = -1) -> bytes:
 
 
 def find_bundle() -> Bundle | None:
-    """The bundle of ``CUTE_ATTN_BUNDLE``, else the installed one; None without one, or if the variable is ``0``.
+    """The bundle named by ``CUTE_ATTN_BUNDLE``, else the installed one; None if there is none or the variable is ``0``.
 
     Raises:
-        BundleUnusable: it cannot be read, is damaged, or was made by or for another version.
+        BundleUnusable: the bundle cannot be read, is damaged, or was made from other sources or on another platform.
     """
     given = os.environ.get(VARIABLE) or _installed()
     return None if given in (None, "0") else open_bundle(given)
@@ -126,7 +126,7 @@ def _installed() -> str | None:
 
 @functools.cache
 def open_bundle(root: str) -> Bundle:
-    """The bundle in a folder; as of :func:`find_bundle`."""
+    """The bundle in folder ``root``. Raises BundleUnusable as :func:`find_bundle` does."""
     folder = Path(root).expanduser().absolute()
     try:
         index = json.loads(unpack((folder / INDEX).read_bytes()))
@@ -146,7 +146,7 @@ def open_bundle(root: str) -> Bundle:
 
 
 def _reason(content: dict[str, Any], digest: str) -> str:
-    """Why a bundle with that index cannot be used here, or empty."""
+    """Why a bundle with this index cannot be used here, or ``""``."""
     if content["format"] != FORMAT:
         return f"its format is {content['format']!r}; accepted: {FORMAT}"
     if index_digest(content) != digest:
@@ -164,7 +164,7 @@ def _reason(content: dict[str, Any], digest: str) -> str:
 
 
 def index_digest(content: dict[str, Any]) -> str:
-    """SHA-256 of an index without its digest, as hexadecimal digits."""
+    """SHA-256 of an index without its entry ``digest``, in hexadecimal."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -174,12 +174,12 @@ _loaded = itertools.count()
 
 
 def load_function(library: bytes, name: str, toolchain: dict[str, str]) -> Callable[..., None]:
-    """The launching function of a linked kernel.
+    """Load a linked kernel and return its launching function.
 
-    toolchain: versions of the tools that built it.
+    toolchain: versions of the tools that built the kernel.
 
     Raises:
-        BundleUnusable: torch has no CUDA runtime with the functions it needs, or the driver is older.
+        BundleUnusable: torch's CUDA runtime lacks functions that the kernel needs, or the driver is too old.
     """
     import tvm_ffi  # loads a library, which only launches need
 
@@ -203,7 +203,7 @@ def load_function(library: bytes, name: str, toolchain: dict[str, str]) -> Calla
 
 
 def _driver_cuda_major() -> int:
-    """The newest major version of CUDA that the driver runs."""
+    """The newest major CUDA version that the driver supports."""
     version = ctypes.c_int()
     try:
         status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -216,7 +216,7 @@ def _driver_cuda_major() -> int:
 
 @functools.cache
 def _check_driver(toolkit: str) -> None:
-    """Refuse machine code of a newer major version of CUDA than the driver's; make torch's CUDA runtime visible."""
+    """Make torch's CUDA runtime visible; raise if the driver's major CUDA version is below ``toolkit``'s."""
     import torch  # takes seconds, which only launches need
 
     major = (torch.version.cuda or "").partition(".")[0]

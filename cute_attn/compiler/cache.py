@@ -1,8 +1,8 @@
 """Compiled kernels on disk: one file per kernel, written whole or not at all; a corrupt one is a miss.
 
-Kernels are loaded as native code. So the cache is private to its user (mode 0700), and files that another user owns or
-may write are not loaded. A file's digest covers its key, and the bytes that were checked are the bytes that are loaded:
-anyone who may rename folders above the cache can only make kernels go missing.
+Kernels are loaded as native code, so the cache is private to its user (mode 0700), and files that another user owns or
+may write are not loaded. A file's digest covers its key, and the bytes that are checked are the bytes that are loaded:
+a user who may rename folders above the cache can only make kernels go missing.
 """
 
 import itertools
@@ -38,9 +38,9 @@ class Entry:
     """A stored kernel, in memory or on disk.
 
     Attributes:
-        key: the key under which it is found.
+        key: the key that identifies the entry.
         meta: name, target, tile, resources, warnings, seconds, ...
-        files: its ``OBJECT``, ``CUBIN`` and ``PTX``; of a bundle its ``LIBRARY`` and ``CUBIN``.
+        files: contents of ``OBJECT``, ``CUBIN`` and ``PTX``, or from a bundle of ``LIBRARY`` and ``CUBIN``.
     """
 
     key: str
@@ -53,7 +53,7 @@ class Listed:
     """A kernel on disk, without its contents.
 
     Attributes:
-        key, meta: as of an :class:`Entry`.
+        key, meta: see :class:`Entry`.
         size: bytes of its file.
         last_used: seconds since the epoch.
     """
@@ -71,9 +71,9 @@ class CacheUnusable(ValueError):
 class DiskCache:
     """Kernels below one folder, shared by any number of processes.
 
-    A file is renamed into place once complete, so a reader sees all of it or none, and any number may write at once.
+    A complete file is renamed into place: readers see all of a file or none, and several processes may write at once.
     A file counts as absent if its digest does not match or, with a warning, if another user owns or may write it; the
-    next :meth:`put` replaces it.
+    next :meth:`put` replaces the file.
     """
 
     def __init__(self, root: Path) -> None:
@@ -81,12 +81,12 @@ class DiskCache:
         self._kernels, self._locks = (root / name for name in _NAMES)
 
     def prepare(self) -> None:
-        """Make the cache's folders; only this user may open them. A folder that exists may be read-only.
+        """Make the cache's folders, accessible only to this user. A folder that exists may be read-only.
 
-        A folder with other contents than the cache, such as ``/tmp``, keeps its mode.
+        A root folder that holds other files too, such as ``/tmp``, keeps its mode.
 
         Raises:
-            CacheUnusable: one cannot be made, or another user owns or may write it.
+            CacheUnusable: a folder cannot be made, or another user owns or may write it.
         """
         for folder in (self.root, self._kernels):
             try:
@@ -108,7 +108,7 @@ class DiskCache:
         return all(name in _NAMES or name.startswith("new-") for name in os.listdir(self.root))
 
     def get(self, key: str) -> Entry | None:
-        """The entry of that key, checked, or None. Its time of last use becomes now."""
+        """The entry stored under ``key``, verified, or None. Sets the file's time of last use to now."""
         path = self._kernels / key
         found = _read(path)
         if found is None:
@@ -118,11 +118,11 @@ class DiskCache:
         return found[0]
 
     def put(self, entry: Entry) -> None:
-        """Store an entry, in place of the one under that key.
+        """Store an entry, replacing any with the same key.
 
         Raises:
-            OSError: it could not be written.
-            CacheUnusable: as of :meth:`prepare`.
+            OSError: the file could not be written.
+            CacheUnusable: :meth:`prepare` failed.
         """
         self.prepare()
         descriptor, scratch = tempfile.mkstemp(dir=self.root, prefix="new-")  # for this user only
@@ -137,9 +137,9 @@ class DiskCache:
 
     @contextmanager
     def lock(self, key: str) -> Iterator[None]:
-        """Held by the process that builds a kernel; others wait and then find it built.
+        """Lock a kernel while this process builds it; other processes wait, then find the kernel built.
 
-        If the cache cannot be written it locks nothing: nobody would find the kernel.
+        Locks nothing if the cache is not writable, since no process would find the kernel.
         """
         with ExitStack() as held:
             with suppress(OSError):
@@ -151,7 +151,7 @@ class DiskCache:
         return self._locks / f"{key}.lock"
 
     def entries(self) -> list[Listed]:
-        """All sound entries, the most recently used first."""
+        """All valid entries, the most recently used first."""
         found = [found[1] for path in self._stored() if (found := _read(path)) is not None]
         return sorted(found, key=lambda listed: -listed.last_used)
 
@@ -159,10 +159,10 @@ class DiskCache:
         return list(self._kernels.iterdir()) if self._kernels.is_dir() else []
 
     def prune(self, older_than: float | None = None) -> tuple[int, int]:
-        """Remove entries not used for ``older_than`` seconds (None: all), and broken ones.
+        """Remove broken entries, and those not used for ``older_than`` seconds (None: all).
 
         Returns:
-            the number of removed entries, and their bytes.
+            the number of removed entries, and their size in bytes.
         """
         now = time.time()
         count = size = 0
@@ -180,7 +180,7 @@ class DiskCache:
         return count, size
 
     def _remove_lock(self, key: str) -> None:
-        """Unless a process that builds the kernel holds it."""
+        """Remove a kernel's lock file, unless a process that builds the kernel holds the lock."""
         path = self._lock_file(key)
         with suppress(OSError):  # Timeout is one
             if path.exists():
@@ -189,7 +189,7 @@ class DiskCache:
 
 
 def _packed(entry: Entry) -> list[bytes]:
-    """A line of JSON, then the entry's files."""
+    """The bytes of an entry's file: a line of JSON, then the entry's files."""
     files = [entry.files[name] for name in _FILES]
     header = {
         "format": _FORMAT,
@@ -201,7 +201,7 @@ def _packed(entry: Entry) -> list[bytes]:
 
 
 def _read(path: Path) -> tuple[Entry, Listed] | None:
-    """The contents of a file, if it is sound and this user's; else None."""
+    """The contents of a cache file, or None unless it is intact and only this user may write it."""
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())  # of the open file, whatever the path names by then
@@ -225,7 +225,7 @@ def _digest(key: str, meta: dict[str, Any], files: list[bytes]) -> str:
 
 
 def _remove(path: Path) -> int:
-    """Remove a file, or a folder that was put there; returns its bytes."""
+    """Remove a file, or a folder found in its place; return the number of bytes removed."""
     with suppress(OSError):  # another process removed it
         if path.is_dir():
             size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
@@ -250,14 +250,14 @@ def _not_own(path: Path, status: os.stat_result) -> str | None:
 
 
 def warn_once(reason: str) -> None:
-    """Warn, once per process for each reason."""
+    """Warn with the text ``reason``, once per process."""
     if reason not in _warned:
         _warned.add(reason)
         warnings.warn(reason, stacklevel=2)
 
 
 def caches_folder() -> Path:
-    """The user's folder for caches: ``XDG_CACHE_HOME`` where that is an absolute path, else ``~/.cache``."""
+    """The user's folder for caches: ``XDG_CACHE_HOME`` if it is an absolute path, else ``~/.cache``."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     return Path(given) if os.path.isabs(given) else _home() / ".cache"
 
@@ -291,12 +291,12 @@ def switched_off() -> str | None:
 
 
 def default_cache() -> DiskCache | None:
-    """The user's cache: ``CUTE_ATTN_CACHE_DIR``, or ``cute_attn`` in the user's folder for caches.
+    """The user's cache: in ``CUTE_ATTN_CACHE_DIR``, or in ``cute_attn`` below :func:`caches_folder`.
 
-    None where ``CUTE_ATTN_CACHE`` is 0, off, false or no.
+    None if ``CUTE_ATTN_CACHE`` is 0, off, false or no.
 
     Raises:
-        CacheUnusable: the user has no home.
+        CacheUnusable: the user has no home folder.
     """
     if switched_off():
         return None
@@ -310,7 +310,7 @@ def default_cache() -> DiskCache | None:
 
 
 def usable_cache() -> DiskCache | None:
-    """:func:`default_cache`, prepared; None without a usable one, with a warning unless it is switched off."""
+    """:func:`default_cache` with its folders made; None if it is switched off or, with a warning, unusable."""
     try:
         cache = default_cache()
         if cache is not None:

@@ -1,4 +1,4 @@
-"""From traits and a tile to a kernel that runs, taken from a bundle or cached in memory and on disk.
+"""Turns traits and a tile into a kernel that runs: loaded from a bundle, or built and cached in memory and on disk.
 
     compiled = compile("forward-sm80-bf16-d128-causal", target="sm90")
     compiled.resources.registers, compiled.instructions["HMMA"], compiled.ptx
@@ -73,12 +73,12 @@ _LINE_INFO = " --generate-line-info"
 _requests: dict[tuple[Any, Any, Any, bool], "CompiledKernel"] = {}
 _kernels: dict[str, "CompiledKernel"] = {}
 _spilling: set[tuple[Traits, Any, str]] = set()
-"""Kernels that a :class:`SpillWarning` has named."""
+"""Kernels for which a :class:`SpillWarning` was issued."""
 # The compiler replaces the process's stdout and stderr while it works, so a process builds one kernel at a time; see
 # prebuild.
 _building = threading.RLock()
 _streams: tuple[Any, Any] | None = None
-"""The process's stdout and stderr, while a kernel is built."""
+"""The process's stdout and stderr from before a build, while a kernel is built."""
 
 
 @contextlib.contextmanager
@@ -93,7 +93,7 @@ def _alone() -> Iterator[None]:
 
 
 def _leave_build_to_parent() -> None:
-    """In a forked child: the thread that was building is not there to end it."""
+    """Reset the build lock and the streams in a forked child, which lacks the thread that was building."""
     global _building, _streams
     _building = threading.RLock()
     if _streams is not None:
@@ -102,24 +102,24 @@ def _leave_build_to_parent() -> None:
 
 os.register_at_fork(after_in_child=_leave_build_to_parent)
 in_prebuild_worker = False
-"""True in the processes of :func:`prebuild`: there users' modules must not call it again."""
+"""True while a process of :func:`prebuild` imports users' modules, which must not call :func:`prebuild` again."""
 
 
 class SpillWarning(UserWarning):
-    """A kernel spills registers to local memory: warned once per process, when the kernel is first loaded."""
+    """A kernel spills registers to local memory. Issued once per process, when the kernel is first loaded."""
 
 
 class CompiledKernel:
     """A kernel built for one target. Calling it with the kernel's arguments launches it on the current stream.
 
     Attributes:
-        traits, tile, target: of the kernel.
+        traits, tile, target: what the kernel was built for.
         resources: registers, shared memory, spills and local memory.
-        warnings: ptxas's: serialised wgmma (C7510 to C7518) or ignored setmaxnreg (C7508).
-        key: the key it is cached under.
-        seconds: time of building it.
-        from_cache: whether this process found it on disk, or in a bundle.
-        not_stored: why later processes will not find it on disk, or None.
+        warnings: ptxas warnings: serialised wgmma (C7510 to C7518) or ignored setmaxnreg (C7508).
+        key: the key under which the kernel is cached.
+        seconds: build time.
+        from_cache: True if this process found the kernel on disk or in a bundle.
+        not_stored: why later processes will not find the kernel on disk, or None.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class CompiledKernel:
 
     @functools.cached_property
     def function(self) -> Callable[..., None]:
-        """The launching function, loaded on first use; a hot path keeps it."""
+        """The launching function, loaded on first use; a hot path should keep a reference to it."""
         files, name = self._entry.files, self._entry.meta["function"]
         if LIBRARY in files:
             return load_function(files[LIBRARY], name, self._entry.meta["toolchain"])
@@ -159,10 +159,10 @@ class CompiledKernel:
         self.function(*args)
 
     def bind(self, **arguments: Any) -> tuple:
-        """The launching function and its arguments in order, given by their names in the kernel's ``__call__``.
+        """The launching function and its arguments in order. Names are those of the kernel's ``__call__``.
 
         Raises:
-            TypeError: one is missing, or the kernel has none of that name.
+            TypeError: an argument is missing, or the kernel has none of that name.
         """
         return self.function, *ordered(self.name, self._parameters, arguments)
 
@@ -191,7 +191,7 @@ class CompiledKernel:
 
     @property
     def how_built(self) -> str:
-        """Its source, cache or bundle, or the time of building it."""
+        """Where the kernel was loaded from (cache or bundle), or how long building it took."""
         if LIBRARY in self._entry.files:
             return "from a bundle"
         return "from the cache" if self.from_cache else f"in {self.seconds:.1f} s"
@@ -226,14 +226,14 @@ def compile(
     Args:
         traits: the kernel's traits, or its name.
         tile: a tile, or text such as ``"tile_n=64,num_stages=2"`` that overrides fields of the default one.
-        target: one of :data:`cute_attn.tiles.TARGETS`, from ``"sm80"`` to ``"sm120"``; by default the GPU that is
-            present, and without one the kernel's generation.
-        lines: build it with line info: the same machine code, with the source line of each instruction.
+        target: one of :data:`cute_attn.tiles.TARGETS`, from ``"sm80"`` to ``"sm120"``; the default is that of the
+            current GPU, or without a GPU the kernel's generation.
+        lines: build with line info: the same machine code, with the source line of each instruction.
 
     Raises:
         TypeError: the traits or the tile have another type, or the tile is another kernel's.
-        ValueError: the name, the tile's text or the target is not one; or a method of a user's kernel returns a layout,
-            copy or MMA that it cannot use, such as a layout with two elements in one place.
+        ValueError: the name, the tile's text or the target is invalid; or a method of a user's kernel returns a layout,
+            copy or MMA that the kernel cannot use, such as a layout with two elements at one offset.
         Unsupported: no kernel supports the traits, or the tile does not fit them or the target.
     """
     traits = Traits.of(traits, "traits")
@@ -251,9 +251,9 @@ def compile(
 
 
 def build(kernel: Any, target: str, *, lines: bool = False) -> CompiledKernel:
-    """As :func:`compile`, for a kernel that ``registry.lookup`` returned for that target.
+    """Like :func:`compile`, for a kernel that ``registry.lookup`` returned for that target.
 
-    It is loaded from the bundle if that contains it, else from the disk cache, else built.
+    The kernel is loaded from the bundle or else from the disk cache; if neither has it, it is built.
 
     Raises:
         BundleUnusable: the DSL is not installed, and no bundle contains that kernel.
@@ -277,7 +277,7 @@ def _warn_of_spills(compiled: CompiledKernel) -> None:
 
 
 def _without_spills(compiled: CompiledKernel) -> str:
-    """A tile that does not spill: the package's default ones do not, but a user's class may need more registers."""
+    """The warning's advice: the default tile, which spills in no kernel of the package, or how to find a tile."""
     traits = compiled.traits
     if any(name.startswith(TRACED) for name in traits.epilogues):
         return (
@@ -314,7 +314,7 @@ def _built(kernel: Any, target: str, lines: bool) -> CompiledKernel:
 
 
 def _bundled(kernel: Any, target: str) -> CompiledKernel | None:
-    """The bundle's kernel, or None. An unusable bundle is a warning if the DSL can build instead."""
+    """The bundle's kernel, or None. Warns of an unusable bundle if the DSL can build the kernel, else raises."""
     try:
         bundle = find_bundle()
         if bundle is None:
@@ -335,7 +335,7 @@ def _bundled(kernel: Any, target: str) -> CompiledKernel | None:
 
 
 def why_no_kernels() -> str | None:
-    """Why no kernel at all can be loaded here, as one sentence, or None."""
+    """One sentence that says why no kernel at all can be loaded here, or None."""
     if _without_dsl.is_installed():
         return None
     try:
@@ -348,7 +348,7 @@ def why_no_kernels() -> str | None:
 
 
 def _why_not_built(kernel: Any, target: str) -> str:
-    """Without a DSL, of a kernel that is not bundled."""
+    """The message for a kernel that is not bundled and cannot be built, since the DSL is not installed."""
     bundle = find_bundle()
     where = f"{VARIABLE} names no bundle" if bundle is None else f"the bundle {bundle.root} does not hold it"
     return (
@@ -358,20 +358,20 @@ def _why_not_built(kernel: Any, target: str) -> str:
 
 
 def key_of(kernel: Any, target: str, *, lines: bool = False) -> str:
-    """The key that :func:`build` caches it under."""
+    """The key under which :func:`build` caches the kernel."""
     key = cache_key(*_what(kernel, target, lines))
     places = _source_places(kernel.traits) if lines else ""
     return digest(key.encode(), places.encode()) if places else key
 
 
 def _source_places(traits: Traits) -> str:
-    """The lines that the line info of its epilogues' functions names; "" without functions."""
+    """The source lines of the epilogues' functions, which appear in line info; "" without functions."""
     found = (getattr(user_epilogue(name), "source_places", None) for name in traits.epilogues)
     return "".join(repr(places) for places in found if places)
 
 
 def bundle_key(kernel: Any, target: str) -> str:
-    """The key that it has in a bundle."""
+    """The kernel's key in a bundle."""
     return source_key(*_what(kernel, target, lines=False))
 
 
@@ -385,7 +385,7 @@ def _options(target: str, lines: bool) -> str:
 
 
 def is_built(kernel: Any, target: str, *, lines: bool = False) -> bool:
-    """True if :func:`build` would find it in the bundle, in memory or on disk."""
+    """True if :func:`build` would find the kernel in the bundle, in memory or on disk."""
     if not lines and _bundled(kernel, target) is not None:
         return True
     key, cache = key_of(kernel, target, lines=lines), usable_cache()
@@ -393,7 +393,7 @@ def is_built(kernel: Any, target: str, *, lines: bool = False) -> bool:
 
 
 def kernel_classes(kernel_class: type, traits: Traits) -> tuple[Any, ...]:
-    """The classes whose sources shape a kernel: its class, and its traits' users' epilogues, or objects of functions.
+    """The classes whose sources shape a kernel: its class and, for users' epilogues, their classes or function objects.
 
     Traced functions are left out: their names are digests of their operations.
     """
@@ -404,7 +404,7 @@ def kernel_classes(kernel_class: type, traits: Traits) -> tuple[Any, ...]:
 
 
 def _let_go(traits: Traits) -> None:
-    """Before a new kernel of a traced function, drop the kernels whose functions no longer exist."""
+    """If ``traits`` has a traced function, drop the kernels whose traced functions no longer exist."""
     if any(name.startswith(TRACED) for name in traits.epilogues):
         for known in (_requests, _kernels):
             for key, kernel in list(known.items()):
@@ -418,7 +418,7 @@ def loaded_kernels() -> list[CompiledKernel]:
 
 
 def default_target(arch: str) -> str:
-    """The target of torch's current GPU, or without one ``arch``, a kernel's generation.
+    """The target of torch's current GPU, or without a GPU ``arch``, a kernel's generation.
 
     Raises:
         ValueError: no kernel is built for the GPU's generation.
@@ -459,7 +459,7 @@ def _device_target(major: int, minor: int) -> str:
 
 
 def _build_once(cache: DiskCache | None, kernel: Any, target: str, key: str, options: str) -> CompiledKernel:
-    """Build it, unless another process does and stores it."""
+    """Build and store the kernel, or load it if another process has just stored it."""
     with cache.lock(key) if cache is not None else contextlib.nullcontext():
         entry = cache.get(key) if cache is not None else None
         if entry is not None:
@@ -469,7 +469,7 @@ def _build_once(cache: DiskCache | None, kernel: Any, target: str, key: str, opt
 
 
 def _store(cache: DiskCache | None, entry: Entry) -> str | None:
-    """Why it could not be stored, or None where it was."""
+    """Store an entry; return why that failed, or None."""
     if cache is None:
         return "there is no disk cache"
     try:
@@ -516,10 +516,10 @@ def _build(kernel: Any, target: str, key: str, options: str) -> Entry:
 
 
 def check_layouts(kernel: Any) -> None:
-    """Check a user's kernel: no test has seen its layouts, and two elements in one place would be a silent error.
+    """Check the layouts, copies and MMAs of a user's kernel, which no test covers: errors there would be silent.
 
     Raises:
-        ValueError: with the error in the first wrong layout, copy or MMA of its methods.
+        ValueError: a layout, copy or MMA is wrong; the message describes the first error.
     """
     if type(kernel).__module__.startswith("cute_attn."):
         return
@@ -534,8 +534,8 @@ class Prebuilt:
 
     Attributes:
         traits, tile, target: the request.
-        seconds: time of building it, 0 if it was on disk.
-        error: or None.
+        seconds: build time, 0 if the kernel was on disk.
+        error: the error's message, or None.
     """
 
     traits: Traits
@@ -546,26 +546,26 @@ class Prebuilt:
 
 
 Request = tuple[Traits, Any, str | None]
-"""Traits, a tile or its text or None, a target or None."""
+"""(traits, tile or its text or None, target or None)."""
 
 
 def prebuild(
     requests: Iterable[Traits | str | tuple], workers: int | None = None, *, lines: bool = False
 ) -> Iterator[Prebuilt]:
-    """Build many kernels into the disk cache in parallel processes; yields each when built.
+    """Build many kernels into the disk cache in parallel processes; yield each result when it is built.
 
-    The processes load the files that register the requests' variants and epilogues, but not the running script: kernels
-    with a class of the script are built by this process.
+    The processes load the files that register the requests' variants and epilogues, but not the running script:
+    this process builds kernels whose classes are defined in the script.
 
     Args:
-        requests: of each kernel the traits or their name, or (traits or their name, tile or its text or None[, target
-            or None]), as of :func:`compile`.
-        workers: processes; by default one a core.
-        lines: with line info, as of :func:`compile`.
+        requests: for each kernel the traits or their name, or (traits or their name, tile or its text or None[, target
+            or None]), with the meanings of :func:`compile`.
+        workers: number of processes; by default one per core.
+        lines: build with line info, as in :func:`compile`.
 
     Raises:
-        TypeError: a request is none.
-        ValueError: the disk cache is off or cannot be used, a name or a number is not one, or a loaded file calls this.
+        TypeError: a request has another type.
+        ValueError: the disk cache is off or unusable, a name or number is invalid, or a loaded file calls this.
     """
     if workers is not None and (not isinstance(workers, int) or workers < 1):
         raise ValueError(f"workers is {workers!r}; accepted: 1 or more, or None for one a core")
@@ -591,7 +591,7 @@ def _prebuilt(wanted: list[Request], workers: int | None, lines: bool) -> Iterat
 
 
 def as_requests(requests: Any) -> list[Request]:
-    """Each request once: traits or their name, or a tuple of these, a tile or its text, and a target."""
+    """Validate the ``requests`` of :func:`prebuild` and return each once, with traits in place of names."""
     accepted = (
         "kernels' names such as 'forward-sm80-bf16-d128', or tuples (name, tile or None, target or None)"
     )
@@ -613,7 +613,7 @@ def as_requests(requests: Any) -> list[Request]:
 def build_for_later(
     traits: Traits | str, tile: Any, target: str | None, *, lines: bool = False
 ) -> tuple[float, str | None]:
-    """Build one kernel into the disk cache: the seconds that took, 0 where it was there, and an error or None."""
+    """Build one kernel into the disk cache; return the seconds it took (0 if cached) and an error or None."""
     try:
         compiled = compile(traits, tile, target, lines=lines)
     except Exception as failure:  # the result of that request
@@ -666,7 +666,7 @@ def _build_in_processes(
 
 
 def as_message(request: Request, modules: dict[str, str]) -> dict[str, Any]:
-    """A request and its :func:`user_modules` as :mod:`cute_attn.compiler.prebuild_worker` reads them."""
+    """The message with which :mod:`cute_attn.compiler.prebuild_worker` is asked. modules: its :func:`user_modules`."""
     traits, tile, target = request
     text = None if tile is None else text_of(tile)
     return {"traits": traits.name, "tile": text, "target": target, "modules": modules}

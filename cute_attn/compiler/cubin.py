@@ -1,7 +1,7 @@
 """The costs of a compiled kernel, read from the compiler's outputs.
 
-Registers, stack and static shared memory are in the cubin's ELF, dynamic shared memory in the launch in the lowered
-host code, spills and dropped optimisations in ptxas's remarks, and instructions in nvdisasm's output.
+Registers, stack and static shared memory are read from the cubin's ELF, dynamic shared memory from the launch in the
+lowered host code, spills and dropped optimisations from ptxas's remarks, and instructions from nvdisasm's output.
 """
 
 import importlib.metadata
@@ -45,7 +45,7 @@ class Resources:
     Attributes:
         registers: 32-bit registers per thread.
         shared_memory_bytes: static and dynamic shared memory per CTA, without the system's.
-        spill_store_bytes, spill_load_bytes: registers written to and read from local memory, as ptxas counts them.
+        spill_store_bytes, spill_load_bytes: bytes spilled to and reloaded from local memory, as ptxas counts them.
         local_bytes: stack and local memory per thread.
     """
 
@@ -57,7 +57,7 @@ class Resources:
 
 
 def read_resources(cubin: bytes, remarks: str, module: str) -> Resources:
-    """The largest kernel's registers and memory, and all kernels' spills.
+    """Read the maximum registers and memory of any kernel in a cubin, and the spills of all its kernels.
 
     Args:
         cubin: the ELF image.
@@ -101,7 +101,7 @@ def sections(elf: bytes) -> Iterator[tuple[str, int, int]]:
 
 
 def _elf_resources(cubin: bytes) -> tuple[int, int, int]:
-    """The most registers, stack bytes and static shared memory of any kernel."""
+    """Registers, stack bytes and static shared memory: the maximum of each over the cubin's kernels."""
     registers = frame = shared = reserved = 0
     for name, offset, size in sections(cubin):
         if name == ".nv.info":
@@ -132,7 +132,7 @@ def _info_values(info: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _dynamic_shared_memory(module: str) -> int:
-    """The largest dynamic shared memory of a launch in the host code."""
+    """The largest dynamic shared memory, in bytes, of any launch in the host code."""
     sizes = []
     for function in _FUNCTION.split(module)[1:]:
         for field in _LAUNCH_SMEM.findall(function):
@@ -172,9 +172,10 @@ def disassemble(cubin: bytes) -> str:
 
 
 def disassemble_json(cubin: bytes) -> Any:
-    """The cubin's SASS as nvdisasm's JSON, with source lines where the kernel was built with line info.
+    """The cubin's SASS as nvdisasm's JSON, with source lines if the kernel was built with line info.
 
-    Raises: as :func:`disassemble`.
+    Raises:
+        FileNotFoundError: nvdisasm is not installed.
     """
     return json.loads(_nvdisasm(cubin, "-json", "-g"))
 

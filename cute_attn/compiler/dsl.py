@@ -1,4 +1,4 @@
-"""What building and loading kernels needs of the DSL. Importing this module loads it, which takes seconds."""
+"""The DSL's names that building and loading kernels need. Importing this module loads the DSL, which takes seconds."""
 
 from cutlass import CUDA_VERSION, Numeric, cute
 from cutlass.cute import runtime

@@ -1,8 +1,8 @@
-"""The key under which a compiled kernel is cached: everything that decides its code, hashed.
+"""The key under which a compiled kernel is cached: a hash of everything that decides its code.
 
-Traits, tile, target, the toolchain's versions, ``CUTE_DSL_*`` variables and sources: this package's and ``layouts``'
-(the folders that shape a kernel) and, for a user's kernel or epilogue, its file and the user's files that it imports,
-or its code where it was typed in a notebook.
+Hashed are traits, tile, target, the toolchain's versions, ``CUTE_DSL_*`` variables and sources: those of this package
+(the folders that shape a kernel) and ``layouts`` and, for a user's kernel or epilogue, its file and the user's files
+that it imports, or its code if it was typed in a notebook.
 """
 
 import builtins
@@ -29,7 +29,7 @@ from cute_attn.compiler.typed import is_typed, typed_parts
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LAYOUTS = _PACKAGE.parent / "layouts"
 _SHAPING = ("traits.py", "tiles", "epilogues", "device", "work", "rows", "outputs", "kernels", "compiler")
-"""Files and folders that shape a kernel or the data stored with it; none imports from other folders."""
+"""Files and folders that shape a kernel or the data stored with it; they import from no other folders."""
 _DISTRIBUTIONS = {"cutlass_dsl": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}
 
 
@@ -44,7 +44,7 @@ def dsl() -> Any:
 def toolchain() -> dict[str, str]:
     """Versions of the tools that turn a kernel's source into code, by name.
 
-    ``ptx_toolkit`` is the CUDA version inside the DSL's compiler: its cu12 and cu13 flavours emit different PTX.
+    ``ptx_toolkit`` is the CUDA version of the DSL's compiler, whose cu12 and cu13 flavours emit different PTX.
     """
     if not _without_dsl.is_installed():
         raise RuntimeError(_without_dsl.REASON)
@@ -63,13 +63,13 @@ def machine() -> str:
 
 
 def source_key(traits: Any, tile: Any, target: str, options: str, classes: Iterable[Any]) -> str:
-    """The digest of a kernel's sources and options, whatever builds it, as 40 hexadecimal digits.
+    """The digest of a kernel's sources and options, without the toolchain that builds it: 40 hexadecimal digits.
 
     Args:
-        traits, tile: dataclasses; each of their fields counts.
-        target: the GPU that it is built for.
+        traits, tile: dataclasses; all fields are hashed.
+        target: the GPU that the kernel is built for.
         options: the compiler's options, without paths.
-        classes: the kernel's class and its traits' epilogues; their sources and their bases' count.
+        classes: the kernel's class and its epilogues; the sources of the classes and their bases are hashed.
     """
     classes = tuple(classes)
     parts = {
@@ -85,7 +85,7 @@ def source_key(traits: Any, tile: Any, target: str, options: str, classes: Itera
 
 
 def cache_key(traits: Any, tile: Any, target: str, options: str, classes: Iterable[Any]) -> str:
-    """The key of a kernel that is about to be built here: :func:`source_key`, the toolchain and the environment."""
+    """The disk cache's key: a digest of :func:`source_key`, the toolchain and the DSL's environment variables."""
     parts = {
         "source": source_key(traits, tile, target, options, classes),
         "toolchain": toolchain(),
@@ -96,7 +96,7 @@ def cache_key(traits: Any, tile: Any, target: str, options: str, classes: Iterab
 
 
 def digest(*parts: bytes) -> str:
-    """SHA-256 over byte strings and their lengths, as 40 hexadecimal digits."""
+    """SHA-256 over byte strings and their lengths, truncated to 40 hexadecimal digits."""
     total = hashlib.sha256()
     for part in parts:
         total.update(len(part).to_bytes(8, "little"))
@@ -109,7 +109,7 @@ def package_sources() -> str:
     """Digest of the package's sources and tables of tiles, read once per process.
 
     If a file changed after this process imported the package, the running code may be older than the file. The digest
-    is then unique, so that no later process finds a stale kernel under it.
+    is then unique, so that no later process finds a stale kernel.
     """
     parts, newest = [], 0.0
     for root in (_PACKAGE, _LAYOUTS):
@@ -125,14 +125,14 @@ def package_sources() -> str:
 
 
 def _class_of(x: Any) -> type:
-    """A class, or the class of an object that stands for one."""
+    """``x`` if it is a class, else its class."""
     return x if isinstance(x, type) else type(x)
 
 
 def user_sources(classes: Iterable[Any]) -> str:
-    """Digest of the files, outside the package, that define the classes and their bases, and of their imports.
+    """Digest of the users' files that define the classes and their bases, and of the users' files that these import.
 
-    For a class that is in no file, of its code.
+    A class that is in no file is hashed by its code.
     """
     bases = [base for x in classes for base in _class_of(x).__mro__]
     pending = {module for base in bases if (module := sys.modules.get(base.__module__))}
@@ -172,7 +172,7 @@ def is_installed(path: Path) -> bool:
 
 
 def _user_file(module: ModuleType) -> Path | None:
-    """The module's source file, where it is neither this package's nor an installed one."""
+    """The module's source file, or None if it has none or belongs to this package or an installed one."""
     try:
         source = inspect.getsourcefile(module)
     except TypeError:  # built in
@@ -186,8 +186,8 @@ def _user_file(module: ModuleType) -> Path | None:
 def _imported_modules(module: ModuleType, source: bytes) -> set[ModuleType]:
     """The loaded modules that a module's import statements name.
 
-    Read from its code: threads that make trees of :mod:`ast` at the same time end in a SystemError in Python 3.11, and
-    the DSL makes them while another thread builds.
+    Imports are read from bytecode. In Python 3.11, threads that use :mod:`ast` at the same time raise SystemError, and
+    the DSL uses it while another thread builds.
     """
     names, pending = set(), [builtins.compile(source, str(module.__file__), "exec", dont_inherit=True)]
     while pending:

@@ -1,11 +1,11 @@
 """A process that builds kernels for :func:`cute_attn.compiler.prebuild`: lines of JSON in, lines of JSON out.
 
     [DIRECTORY, ...]                                                                    first: the module path
-    {"traits": NAME, "tile": TEXT or null, "target": ..., "modules": {NAME: FILE}}      then a kernel per line
-    {"seconds": ..., "error": TEXT or null}                                             the result of each
+    {"traits": NAME, "tile": TEXT or null, "target": ..., "modules": {NAME: FILE}}      then one request per line
+    {"seconds": ..., "error": TEXT or null}                                             the answer to each request
 
-A kernel may have ``"lines": true``, for line info. ``modules`` register its variant and epilogues. It is not a spawned
-copy of the calling process: that would run the caller's script again.
+A request may have ``"lines": true`` for line info. ``modules`` register the kernel's variant and epilogues. The process
+is not a spawned copy of its caller, which would run the caller's script again.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def serve(answer: Callable[..., dict[str, Any]]) -> None:
-    """Answer until the input ends, or nobody reads. Output of users' modules is redirected to stderr."""
+    """Answer requests until stdin ends or the caller stops reading. Users' modules print to stderr."""
     results = os.dup(1)
     os.dup2(2, 1)
     path = sys.stdin.readline()
@@ -43,7 +43,7 @@ def serve(answer: Callable[..., dict[str, Any]]) -> None:
 def build(
     traits: str, tile: str | None, target: str | None, modules: dict[str, str], lines: bool = False
 ) -> dict[str, Any]:
-    """Build one kernel, with line info or not; an error is its result."""
+    """Build one kernel; return its seconds and its error, if any. lines: with line info."""
     compiled.in_prebuild_worker = True
     try:
         for name, file in modules.items():
@@ -57,7 +57,7 @@ def build(
 
 
 def load(name: str, file: str) -> None:
-    """Import a module from the caller's file; the path may find another of that name."""
+    """Import a module from the caller's file, even if the module path has another module of that name."""
     if name in sys.modules:
         return
     try:

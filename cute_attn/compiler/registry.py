@@ -1,18 +1,18 @@
-"""Registry: which kernel computes some traits, with which tile.
+"""Registry: which kernel computes given traits, and with which tile.
 
-``KERNELS`` is a plain dict; :func:`register` adds a kernel of yours. A lookup returns a kernel, or raises with each
-kernel's reason.
+``KERNELS`` is a plain dict; :func:`register` adds a user's kernel. A lookup returns a kernel, or raises with the reason
+why the kernel declined.
 
-The default tile follows from traits and target. A call that names no tile may get another tile of the same kernel;
-the logger ``cute_attn`` reports it at level DEBUG:
+The default tile follows from traits and target. A call that names no tile may use another tile of the same kernel,
+which the logger ``cute_attn`` reports at level DEBUG:
 
-* for the sequences' lengths, the heads of a group and the numbers of sequences and heads: the kernel's
-  ``for_lengths``, if its class has one;
-* in an fp32 backward that is too small for terms to pay, or has too many rows for them: the default tile of whole
-  operands;
-* where the default tile loads a bias by TMA (or stores its gradient) and the bias has a single row, or strides or an
-  address that TMA cannot use, the tile without: :func:`other_tiles`, which ``cute-attn list`` shows. A call that
-  names a TMA tile raises instead, with the reason.
+* The kernel's ``for_lengths``, if its class defines this, chooses a tile by the sequences' lengths, the heads per group
+  and the numbers of sequences and heads.
+* An fp32 backward that is too small to gain from splitting operands into terms, or has too many rows for terms, uses
+  the default tile of unsplit operands.
+* If the default tile loads a bias (or stores its gradient) by TMA, and the bias has a single row, or strides or an
+  address that TMA cannot use, the call uses the tile without TMA: see :func:`other_tiles`, which ``cute-attn list``
+  shows. A call that names a TMA tile raises instead.
 """
 
 import dataclasses
@@ -68,11 +68,11 @@ _LARGE = {
     ("forward", "sm90"): "head_dim_512_sm90.ForwardLargeSm90",
     ("kvcache", "sm90"): "kvcache_512_sm90.KvcacheLargeSm90",
 }
-"""(op, arch) -> the one in place of that above for head dims beyond ``LARGE_HEAD_DIM``."""
+"""(op, arch) -> the kernel that replaces the one in ``_OWN`` for head dims above ``LARGE_HEAD_DIM``."""
 
 
 def __getattr__(name: str) -> Any:
-    """``KERNELS``, (op, arch, variant) -> class, loaded on first use: kernels import the DSL, which is slow."""
+    """``KERNELS``: (op, arch, variant) -> class. Loaded on first use, since kernels import the DSL, which is slow."""
     if name != "KERNELS":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for path in _LARGE.values():
@@ -85,7 +85,7 @@ def _kernels() -> dict[tuple[str, str, str], Any]:
 
 
 def _registered(key: tuple[str, str, str]) -> Any:
-    """A class of ``KERNELS``, or None. While these are not loaded, it alone is."""
+    """A class of ``KERNELS``, or None. Does not load the other classes."""
     known = globals().get("KERNELS")
     if known is None:
         return _loaded(_OWN[key]) if key in _OWN else None
@@ -98,19 +98,19 @@ def _loaded(path: str) -> Any:
 
 
 SPECULATIVE_PAIR = ("terms", "fallback")
-"""The package's variants that large calls in fp32 launch together: :mod:`cute_attn.host.split_fp32`."""
+"""The package's variants that large fp32 calls launch together: :mod:`cute_attn.host.split_fp32`."""
 
 RUNS_ON = {"sm80": TARGETS, "sm90": ("sm90",)}
-"""The targets of a kernel's generation, from the oldest one on."""
+"""Kernel generation -> targets on which its kernels run, the oldest first."""
 
 
 def generations(target: str) -> list[str]:
-    """The generations with kernels that run on a target, the newest first."""
+    """The generations whose kernels run on ``target``, the newest first."""
     return [arch for arch in reversed(RUNS_ON) if target in RUNS_ON[arch]]
 
 
 class Unsupported(ValueError):
-    """No kernel computes these traits with this tile on this target; the message has each kernel's reason."""
+    """No kernel computes these traits with this tile on this target; the message says why."""
 
 
 def register(kernel: Any, *, variant: str, op: str = "", arch: str = "") -> Any:
@@ -118,15 +118,15 @@ def register(kernel: Any, *, variant: str, op: str = "", arch: str = "") -> Any:
 
     Args:
         kernel: the class: a subclass of one of the package's kernels, or a class with the same methods.
-        variant: its name, a lower-case word; in a kernel's name it follows the arch:
+        variant: name of the variant, a lower-case word that follows the arch in a kernel's name:
             ``forward-sm80:variant-bf16-d128``.
-        op, arch: its operation and generation; by default those of the package's class that it extends, or
+        op, arch: the kernel's operation and generation; by default those of the package's class that it extends, or
             ``"forward"`` and ``"sm80"`` if it extends none.
 
     Raises:
-        TypeError: ``kernel`` is no class, or lacks a method of kernels.
-        ValueError: the name is taken by another class, or not a word; the class extends one of another op or arch, or
-            one that serves two, and neither is given; or the op or arch does not exist.
+        TypeError: ``kernel`` is not a class, or lacks a method that kernels need.
+        ValueError: ``variant`` is taken by another class or is not a word; ``op`` or ``arch`` does not exist or differs
+            from that of the extended class; or that class serves several, and the arguments do not say which.
     """
     if not isinstance(variant, str) or not is_word(variant):
         raise ValueError(
@@ -160,7 +160,7 @@ def _check_class(kernel: Any) -> None:
 
 
 def _computed(kernel: Any, op: str, arch: str) -> tuple[str, str]:
-    """The op and arch of a class that extends one of the package's or is one, or those given."""
+    """The op and arch that a class computes: those of the package's class that it is or extends, else those given."""
     classes = [*_kernels().items(), *(((*key, ""), _loaded(path)) for key, path in _LARGE.items())]
     bases = (
         [key[:2] for key, cls in classes if cls is base and not (cls is kernel and key[2])]
@@ -188,15 +188,15 @@ def label(key: tuple[str, str, str]) -> str:
 
 
 def lookup(traits: Traits | str, tile: Tile | str | None = None, target: str | None = None) -> Any:
-    """The kernel for traits, or their name, with its tile: the default one, the one given, or one changed by a text.
+    """The kernel for traits or their name, with a tile: ``tile``, or the default one with fields that a text overrides.
 
     The default target is the kernel's generation.
 
     Raises:
-        Unsupported: with the reason of every registered kernel.
-        TypeError: the traits or the tile are none, or the tile is another kernel's.
-        ValueError: the name, the target or the tile's text is not one, or no epilogue is registered under a name in the
-            traits.
+        Unsupported: no kernel is registered for the traits, or it declines the traits, tile or target.
+        TypeError: the traits or the tile have another type, or the tile is another kernel's.
+        ValueError: the name, the target or the tile's text is invalid, or the traits name an epilogue that is not
+            registered.
     """
     traits = Traits.of(traits, "traits")
     target = target or traits.arch
@@ -239,7 +239,7 @@ def kernel_class(traits: Traits) -> Any:
 
 
 def other_tiles(kernel: Any) -> list[tuple[str, Tile]]:
-    """(condition, tile): for which calls a tensor's layout makes a kernel take another than its default tile."""
+    """(condition, tile) pairs: other tiles that a kernel uses if a tensor's layout rules out its default tile."""
     if not getattr(kernel.tile, "bias_stages", 0):
         return []
     which = "cannot read or whose gradient it cannot store" if kernel.traits.bias_grad else "cannot read"
@@ -267,11 +267,11 @@ def _default_tile(kernel: Any, traits: Traits, target: str) -> Tile:
 
 
 def defaults() -> list[tuple[Traits, str]]:
-    """(traits, target) pairs that represent the default tiles; tests build a cover of them.
+    """(traits, target) pairs that represent the default tiles; tests build a subset that covers them.
 
-    Every head dim, plain and causal, for the oldest and the newest target; every feature at the two commonest head
-    dims; one large head dim on Hopper; on the targets with the least shared memory the kernels that need the most. A
-    few of the backward's preprocess and convert.
+    The pairs are: every head dim, plain and causal, for the oldest and the measured target; every feature at the two
+    most common head dims; one large head dim on Hopper; kernels that need the most shared memory on the targets with
+    the least; a few of the other ops.
     """
     pairs: list[tuple[Traits, str]] = []
     for op, arch, variant in _kernels():
@@ -320,7 +320,7 @@ def defaults() -> list[tuple[Traits, str]]:
 
 
 def defaults_on(target: str | None) -> list[tuple[Traits, str]]:
-    """:func:`defaults` for a target, or all; for targets in ``TILES_OF``, the ones of ``MEASURED`` that they run."""
+    """:func:`defaults` for one target or for all; a target in ``TILES_OF`` has those of ``MEASURED`` that run on it."""
     if target in TILES_OF:
         return [(t, target) for t, on in defaults() if on == MEASURED and target in RUNS_ON[t.arch]]
     return [pair for pair in defaults() if target in (None, pair[1])]
@@ -350,12 +350,12 @@ _SHARES_FEATURES: list[tuple[int, dict[str, Any]]] = [
 
 
 def _columns(op: str, head_dim: int) -> int:
-    """Columns of V next to those of Q and K: a kernel with tangents has at most 128."""
+    """The head dim of V for a head dim of Q and K: kernels with tangents support at most 128."""
     return min(head_dim, 128) if op == "jvp" else head_dim
 
 
 def _features(op: str) -> list[dict[str, Any]]:
-    """Every feature of an attention kernel once."""
+    """Sets of traits that together have every feature of an attention kernel."""
     grad = {"bias_grad": True} if op == "backward" else {}
     return [
         {"mask": "window"},
@@ -371,7 +371,7 @@ def _features(op: str) -> list[dict[str, Any]]:
 
 
 def _part_defaults(op: str, arch: str) -> list[tuple[Traits, str]]:
-    """The backward's preprocess or convert at head dims whose rows divide differently, and with varlen."""
+    """(traits, target) pairs of preprocess or convert: head dims that divide rows differently, and varlen."""
     targets = RUNS_ON[arch]
     pairs = [(Traits(op, arch, "bf16", dim), MEASURED) for dim in (40, 64, 128, 256)]
     pairs.append((Traits(op, arch, "fp16", 192, 128, varlen=True, seqused_q=True), targets[0]))

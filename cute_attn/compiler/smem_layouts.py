@@ -1,4 +1,4 @@
-"""Errors in a kernel's layouts of shared memory, copies and MMAs, found through its ``copies``."""
+"""Finds errors in the shared-memory layouts, copies and MMAs that a kernel lists in its ``copies``."""
 
 import math
 import re
@@ -18,7 +18,7 @@ from layouts.model import read_mma, read_smem, table, trace
 
 
 def reasons(kernel: Any) -> Iterator[str]:
-    """A sentence for each layout, copy or MMA of a kernel that is certainly wrong."""
+    """One sentence per layout, copy or MMA of the kernel that is certainly wrong."""
     if not hasattr(kernel, "copies"):
         return
     stated = kernel.copies()
@@ -38,7 +38,7 @@ def reasons(kernel: Any) -> Iterator[str]:
 
 
 def _read_layout(layout: SmemLayout) -> Any:
-    """Its table, with and without its swizzle; or its error, as text. Runs in a trace."""
+    """The layout's tables of offsets with and without its swizzle, or its error as text. Runs in a trace."""
     modes = "(rows, columns, stages)" if len(layout.shape) == 3 else "(rows, columns)"
     accepted = f"accepted: a layout of {modes} = {layout.shape}"
     try:
@@ -59,7 +59,7 @@ def _read_layout(layout: SmemLayout) -> Any:
 
 
 def _layout_reason(arch: str, layout: SmemLayout, smem: Any, plain: Any) -> str | None:
-    """Why a kernel of ``arch`` cannot use that layout of the right shape, or None."""
+    """Why a kernel of ``arch`` cannot use this layout, whose shape is right; or None."""
     if arch == "sm90" and len(layout.shape) == 3 and not _is_wgmmas(smem, plain):
         return (
             f"returns {smem.text}; accepted on sm90: a swizzle of 32, 64 or 128 bytes or none over atoms of 8 such "
@@ -84,7 +84,7 @@ def _layout_reason(arch: str, layout: SmemLayout, smem: Any, plain: Any) -> str 
 
 
 def _is_wgmmas(smem: Any, plain: Any) -> bool:
-    """True if 8 rows of a swizzle's width are contiguous and aligned to their size, as wgmma's descriptors assume."""
+    """True if all atoms (8 rows of the swizzle's width) are contiguous and aligned, as wgmma's descriptors assume."""
     swizzle = smem.swizzle
     if swizzle is None or (swizzle.base, swizzle.shift) != (4, 3):
         return False
@@ -99,7 +99,7 @@ def _is_wgmmas(smem: Any, plain: Any) -> bool:
 
 
 def _scattered(smem: Any) -> tuple[int, ...]:
-    """The first element of 16 bytes along a row that are not contiguous or not aligned, or ()."""
+    """Coordinates of the first 16 bytes along a row that are not contiguous or not aligned, or ()."""
     length = 128 // smem.width
     rows, cols, *stages = smem.offsets.shape
     units = smem.offsets.reshape(rows, cols // length, length, *stages)
@@ -111,7 +111,7 @@ def _scattered(smem: Any) -> tuple[int, ...]:
 
 
 def _same_place(offsets: Any) -> tuple[tuple[int, ...], ...]:
-    """The coordinates of two elements with one offset, or ()."""
+    """The coordinates of two elements with the same offset, or ()."""
     flat = offsets.ravel()
     order = np.argsort(flat, kind="stable")
     (again,) = np.nonzero(np.diff(flat[order]) == 0)
@@ -147,7 +147,7 @@ def _warps_of_a_row(mma: Any) -> int:
 
 
 def _raised(error: Exception) -> str:
-    """The first line of an error of a user's method, and where it was raised."""
+    """The first line of an error raised by a user's method, with its file and line."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     message = re.sub(r"\x1b\[[\d;]*m", "", str(error)).strip().partition("\n")[0]
     return f"raises {type(error).__name__}: {message} ({Path(frame.filename).name}, line {frame.lineno})"

@@ -1,7 +1,7 @@
-"""Classes without a file: typed at a prompt, or in a cell of a notebook.
+"""Classes without a file, typed at a prompt or in a notebook.
 
-Their code stands for their source, together with the code of typed functions and classes that it names, and the values
-of typed constants. Other values have no digest: a kernel that depends on one is always rebuilt.
+In place of a source file their code is hashed, with the code of the typed functions and classes and the values of the
+typed constants that it names. Other values have no digest: a kernel that depends on one is always rebuilt.
 """
 
 import inspect
@@ -23,7 +23,7 @@ def is_typed(cls: Any) -> bool:
 
 
 def typed_parts(cls: type) -> tuple[list[bytes], set[ModuleType]]:
-    """The code and values of a typed class, in a fixed order, and the modules that it names."""
+    """The code and values that define a typed class, in a fixed order, and the modules that its code names."""
     parts: list[bytes] = []
     modules: set[ModuleType] = set()
     seen: set[int] = set()
@@ -62,14 +62,14 @@ def typed_parts(cls: type) -> tuple[list[bytes], set[ModuleType]]:
 
 
 def _is_written(name: str, value: Any) -> bool:
-    """True for an attribute in the text of a class, False for one that Python or a dataclass adds."""
+    """True if an attribute is written in the class body, False if Python or a dataclass adds it."""
     if not name.startswith("__"):
         return not type(value).__name__.endswith("_descriptor")
     return isinstance(value, FunctionType) and value.__code__.co_filename != "<string>"
 
 
 def _named(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """The values that a function refers to: globals, enclosing variables, annotations, defaults."""
+    """Names and values that a function refers to: globals, enclosing variables, annotations, defaults."""
     names = dict.fromkeys(name for code in _codes(function.__code__) for name in code.co_names)
     yield from ((name, function.__globals__[name]) for name in names if name in function.__globals__)
     closure = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -90,12 +90,12 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _of_code(code: CodeType) -> Iterator[str]:
-    """The content of code, without the place where it was typed."""
+    """The contents of a code object and those inside it, without file names and line numbers."""
     for one in _codes(code):
         constants = [_constant(x) for x in one.co_consts if not isinstance(x, CodeType)]
         yield repr((one.co_code, constants, one.co_names, one.co_varnames, one.co_freevars, one.co_argcount))
 
 
 def _constant(value: Any) -> str:
-    """A constant as text, sets in a fixed order."""
+    """A constant as text; the order of a set's elements is fixed."""
     return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)

@@ -1,4 +1,4 @@
-"""Changes by a user's kernel class: the definition covers other layouts, copies, MMAs and tiles, and nothing else."""
+"""Which overrides in a user's kernel class keep results as defined: only layouts, copies, MMAs and tiles."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ HOW = frozenset(
         *("swizzle_bits", "unroll", "step_content", "supports", "default_tile", "for_lengths", "beside"),
     )
 )
-"""Methods of kernels that decide how a result is computed, and not which one."""
+"""Methods of kernels that decide how a result is computed, but do not change the result."""
 
 
 def changes_the_result(kernel: type) -> str | None:
-    """Why a class may change its kernel's results, as text, or None.
+    """Text that says why a class may change its kernel's results, or None.
 
-    The package does not call new names; they change nothing by themselves.
+    Methods with new names do not count, since the package does not call them.
     """
     bases = [base for base in kernel.__mro__ if _is_ours(base)]
     if not bases:

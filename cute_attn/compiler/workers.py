@@ -1,4 +1,4 @@
-"""Processes that answer lines of JSON: ``python -m MODULE``, since a spawned copy would run the caller's script."""
+"""Worker processes that answer lines of JSON: ``python -m MODULE``, since spawning would rerun the caller's script."""
 
 import contextlib
 import json
@@ -12,8 +12,8 @@ from typing import Any
 class Worker:
     """A process that runs a module, with this process's module path, and answers one message at a time.
 
-    The module reads lines of JSON from its input until that ends, the first one its module path, and answers each
-    later one with a line: see :mod:`cute_attn.compiler.prebuild_worker`.
+    The module reads lines of JSON from stdin until it ends. The first line is the module path; the module answers each
+    later line with one line: see :mod:`cute_attn.compiler.prebuild_worker`.
     """
 
     def __init__(self, module: str) -> None:
@@ -36,7 +36,7 @@ class Worker:
         return process
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The answer; where the process ends instead, ``{"error": ...}``, and a new one takes the next message."""
+        """Send a message and return the answer. If the process ends, return ``{"error": ...}`` and start a new one."""
         _send(self._process, message)
         assert self._process.stdout is not None
         line = ""
@@ -50,18 +50,18 @@ class Worker:
         return {"error": f"the process that built it ended with status {status}"}
 
     def interrupt(self) -> None:
-        """End the process: the message that it works on is answered with an error."""
+        """Kill the process: the pending :meth:`ask` returns an error."""
         self._process.kill()
 
     def stop(self) -> None:
-        """End the process at once. Its cache stays sound: files are written whole or not at all."""
+        """End the process at once. The disk cache stays intact: files are written whole or not at all."""
         self._stopped = True
         self._process.terminate()
         _ended(self._process)
 
 
 def _ended(process: "subprocess.Popen[str]") -> int:
-    """Wait for a process to end, and close its pipes; returns its status."""
+    """Wait for a process to end, close its pipes and return its status."""
     status = process.wait()
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
@@ -71,7 +71,7 @@ def _ended(process: "subprocess.Popen[str]") -> int:
 
 
 def _send(process: "subprocess.Popen[str]", message: Any) -> None:
-    """One line; the missing answer shows that a process has ended."""
+    """Write one line of JSON. Errors are ignored: a missing answer shows that the process has ended."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError, ValueError):
         process.stdin.write(json.dumps(message) + "\n")

@@ -1,4 +1,4 @@
-"""fp32 fragments to 16 bits."""
+"""Conversion of fp32 fragments to 16 bits."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from cute_attn.device.math import convert_to_16_bits, optimization_barrier
 def converted(wide: cute.Tensor, dtype: Any) -> cute.Tensor:
     """An fp32 fragment converted to ``dtype``, 16 bits, with the same layout.
 
-    The optimization barrier keeps pairs together: elements that are used singly would be converted singly, more slowly.
+    The optimization barrier keeps pairs together: elements used one by one would be converted one by one, more slowly.
     """
     fragment = cute.make_rmem_tensor_like(wide, dtype)
     convert_to_16_bits(wide, fragment)

@@ -13,11 +13,11 @@ ELEMENTS_IN_FLIGHT = 32
 
 @dataclass(frozen=True)
 class RowCopy:
-    """A thread's copies of (rows, cols) tiles; the first ``valid_cols`` columns are in bounds.
+    """Copies a thread's vectors of (rows, cols) tiles; the first ``valid_cols`` columns are in bounds.
 
-    Where ``heads`` heads alternate as rows, those from ``heads_left`` on are out of bounds as well. Rows in global
-    memory start at multiples of ``alignment`` elements, or with 0 of 16 bytes. ``by_elements``: of fewer than the 4
-    bytes that cp.async copies at least, so that they are loaded element by element.
+    If ``heads`` heads alternate as rows, the rows of heads from ``heads_left`` on are out of bounds as well. Rows in
+    global memory start at multiples of ``alignment`` elements, or of 16 bytes if it is 0. ``by_elements``: load element
+    by element, because rows start at multiples of fewer than the 4 bytes that cp.async copies at least.
     """
 
     tiled_copy: cute.TiledCopy
@@ -38,9 +38,9 @@ class RowCopy:
         whole: Constexpr,
         first_row: Int32 | None = None,
     ) -> None:
-        """Copy a tile; ``whole``: all its rows are in bounds, otherwise the rows [``first_row`` or 0, ``rows``) are.
+        """Copy a tile. If ``whole``, all rows are in bounds, otherwise the rows [``first_row`` or 0, ``rows``).
 
-        Out of bounds cp.async writes zeros, and a store to global memory writes nothing. Addresses are rematerialized
+        Out of bounds, cp.async writes zeros, and a store to global memory writes nothing. Addresses are rematerialized
         at each call, so that they occupy no registers through a mainloop.
         """
         row_step = cute.size(self.tiled_copy.tiler_mn[0])
@@ -67,16 +67,16 @@ class RowCopy:
                 cute.copy(self.tiled_copy, s[None, m, None], t[None, m, None], pred=exists[None, 0, None])
 
     def predicate(self, mine: cute.Tensor) -> cute.Tensor:
-        """Which vectors of a row are in bounds, for :meth:`fill_predicate`: (vectors side by side, 1, steps).
+        """Registers for :meth:`fill_predicate`, a Boolean per vector of a row: (adjacent vectors, 1, steps).
 
-        mine: a thread's part of a tile, ((elements, vectors side by side), rows, steps).
+        mine: a thread's elements of a tile, ((elements, adjacent vectors), rows, steps).
         """
         shape = (cute.size(mine, mode=[0, 1]), 1, cute.size(mine, mode=[2]))
         return cute.make_rmem_tensor(cute.make_layout(shape), Boolean)
 
     @cute.jit
     def fill_predicate(self, exists: cute.Tensor, row_exists: Boolean, first_col: Int32) -> None:
-        """first_col: the thread's first column."""
+        """Set ``exists``: which vectors of a row are in bounds; first_col: the thread's first column."""
         col_step: Constexpr = cute.size(self.tiled_copy.tiler_mn[1])
         beside: Constexpr = cute.size(exists, mode=[0])
         vector: Constexpr = self.vector
@@ -88,14 +88,14 @@ class RowCopy:
 
     @property
     def vector(self) -> int:
-        """Elements that an instruction copies."""
+        """Number of elements that one instruction copies."""
         return self.alignment or 128 // self.tiled_copy.value_type.width
 
     @cute.jit
     def load_elements(
         self, source: cute.Tensor, target: cute.Tensor, exists: cute.Tensor
     ) -> tuple[cute.Tensor, cute.Tensor]:
-        """Load a thread's elements of a row, (elements side by side, steps), zeros out of bounds, for ``target``."""
+        """Load a thread's elements of a row, (adjacent, steps), zeros out of bounds; return them and ``target``."""
         values = cute.make_rmem_tensor(
             cute.make_layout((cute.size(source, mode=[0]), cute.size(source, mode=[1]))), source.element_type
         )
@@ -108,9 +108,9 @@ class RowCopy:
 
 
 def store_elements(loaded: tuple, last: bool) -> tuple:
-    """Store rows of :meth:`RowCopy.load_elements` to shared memory if they are many or the last; returns those left.
+    """Store the rows in ``loaded`` to shared memory if they are many or ``last``; returns the rows not stored.
 
-    Later loads wait for these stores: all of a block at once would need too many registers.
+    Later loads wait for these stores: loading a whole block at once would need too many registers.
     """
     if not last and sum(cute.size(values) for values, _ in loaded) < ELEMENTS_IN_FLIGHT:
         return loaded
@@ -129,8 +129,8 @@ def block_of_rows(
     """Rows [block * rows, (block + 1) * rows) of a (length, head_dim) tensor, as (rows, cols); bounds are not checked.
 
     The row stride passes an optimization barrier: otherwise each row's 64-bit offset is hoisted out of the caller's
-    loop, at two registers for each row that a thread copies. alignment: elements that rows start at multiples of, 0 for
-    16 bytes.
+    loop, at two registers for each row that a thread copies. alignment: rows start at multiples of this number of
+    elements, or of 16 bytes if it is 0.
     """
     stride = tensor.stride[0]
     start = Int64(block) * (rows * stride)

@@ -1,8 +1,8 @@
-"""Matrix products of an mma.sync kernel: operands in shared memory, and the one loop over K of all products.
+"""Matrix products of an mma.sync kernel: operands in shared memory, and the loop over K that all products use.
 
-An operand is the sum of its terms: one of 16 bits, or for fp32 the terms of :mod:`cute_attn.device.gemm_terms`. With
-several terms, a few steps along K are summed from zero and then added to the accumulator in fp32: a tensor core rounds
-its sums toward zero, and in long sums that does not average out (Ootomo and Yokota 2022,
+An operand is the sum of its terms: a single 16-bit term, or for fp32 the terms of :mod:`cute_attn.device.gemm_terms`.
+With several terms, a few steps along K are summed from zero, and their sum is then added to the accumulator in fp32: a
+tensor core rounds its sums toward zero, and in long sums that does not average out (Ootomo and Yokota 2022,
 https://arxiv.org/abs/2203.03341).
 
 ptxas hoists ldmatrix as far as registers last, and then spills values with longer lifetimes. It moves no load across
@@ -29,8 +29,8 @@ class SmemOperand:
     """A thread's slice of an MMA operand in shared memory, or of one of its terms, and its register fragment.
 
     tile: (rows, cols, stage); fragment: (mma, rows, k); view: the fragment retiled for the copy, (copy, subtile, k),
-    one ldmatrix per ``subtile``. first_step, first_subtile, offset: start of the term in the tile, ``offset`` in
-    elements and whole periods of the swizzle.
+    one ldmatrix per ``subtile``. first_step, first_subtile, offset: start of the term in the tile; ``offset`` is in
+    elements and a multiple of the swizzle's period.
     """
 
     tiled_copy: cute.TiledCopy
@@ -43,9 +43,9 @@ class SmemOperand:
     offset: Constexpr = 0
 
     loads_ahead = True
-    """Steps that are summed from zero are all loaded before they are multiplied."""
+    """B is loaded for all ``together`` steps of :func:`gemm` before any of them is multiplied."""
     width = 2
-    """MMAs along N of a sub-tile of B."""
+    """Number of MMAs along N in a sub-tile of B."""
 
     @staticmethod
     def a(
@@ -56,7 +56,7 @@ class SmemOperand:
         shape: tuple[int, int] | None = None,
         **place: int,
     ) -> "SmemOperand":
-        """The A operand (M, K) in ``tile`` (rows, cols, stage); shape: a term's, or None for the tile's."""
+        """The A operand (M, K) in ``tile`` (rows, cols, stage); shape: of one term, None for the tile's shape."""
         mma, plane = tiled_mma.get_slice(thread), _plane(tile, shape)
         fragment = mma.make_fragment_A(mma.partition_A(plane))
         view = tiled_copy.get_slice(thread).retile(fragment)
@@ -71,7 +71,7 @@ class SmemOperand:
         shape: tuple[int, int] | None = None,
         **place: int,
     ) -> "SmemOperand":
-        """The B operand (N, K) likewise."""
+        """The B operand (N, K); arguments as for :meth:`a`."""
         mma, plane = tiled_mma.get_slice(thread), _plane(tile, shape)
         fragment = mma.make_fragment_B(mma.partition_B(plane))
         view = tiled_copy.get_slice(thread).retile(fragment)
@@ -79,17 +79,17 @@ class SmemOperand:
 
     @property
     def subtiles(self) -> int:
-        """ldmatrix instructions of a K step."""
+        """Number of ldmatrix instructions per K step."""
         return cute.size(self.view, mode=[1])
 
     @property
     def steps(self) -> int:
-        """MMA steps along K."""
+        """Number of MMA steps along K."""
         return cute.size(self.fragment, mode=[2])
 
     @property
     def terms(self) -> Terms:
-        """The fragment, of an operand that stays in registers."""
+        """The fragment as terms, for an operand that stays in registers."""
         return (self.fragment,)
 
     def start(self, stage: Int32) -> Int32:
@@ -102,7 +102,7 @@ class SmemOperand:
         return (self.tile.iterator + cute.crd2idx((row, col, stage), self.tile.layout)).toint()
 
     def at_step(self, start: Int32, k: Int32) -> Int32:
-        """``start`` moved to step k, a dynamic value."""
+        """``start`` moved to step k, which may be dynamic."""
         size = self.tile.element_type.width // 8
         steps = cute.size(self.tile, mode=[1]) * size // 32  # of all terms
         k = k + self.first_step if self.first_step else k
@@ -128,13 +128,13 @@ class SmemOperand:
         return pointer + (distance - swizzled + self.offset)
 
     def load(self, start: Int32, subtile: int, k: int, to: int | None = None) -> None:
-        """Load a sub-tile into step ``to`` of the fragment, or k, from k steps after ``start``."""
+        """Load the sub-tile k steps after ``start`` into step ``to`` (default k) of the fragment."""
         elements = 128 // self.tile.element_type.width
         source = cute.make_tensor(self.address(start, subtile, k), cute.make_layout(elements))
         cute.copy(self.tiled_copy, source, self.view[None, subtile, k if to is None else to])
 
     def _distance(self, subtile: int, k: int) -> int:
-        """Elements from a thread's first vector to another one, without the swizzle."""
+        """Distance in elements from a thread's first vector to another vector, without the swizzle."""
         layout = self.tile.layout
         unswizzled = layout.outer if isinstance(layout, cute.ComposedLayout) else layout
         vectors = self.tiled_copy.get_slice(0).partition_S(cute.make_tensor(self.tile.iterator, unswizzled))
@@ -160,7 +160,7 @@ class SmemOperand:
 
 
 def _plane(tile: cute.Tensor, shape: tuple[int, int] | None) -> cute.Tensor:
-    """The first stage of a tile; or of another shape, to make a fragment of."""
+    """The first stage of a tile, or a tensor of ``shape`` from which to make a fragment."""
     if shape is None:
         return tile[None, None, 0]
     return cute.make_tensor(tile.iterator, cute.make_layout(shape))
@@ -181,9 +181,9 @@ def gemm(
     """acc += A B^T with both operands in shared memory; the loop over K is unrolled by ``unroll``.
 
     Args:
-        a, b: as many terms each.
-        together: steps along K for which A is loaded before B, and that are summed from zero with several terms.
-        factor: of the product; with several terms only.
+        a, b: operands with equal numbers of terms.
+        together: number of K steps for which A is loaded before B; with several terms they are summed from zero.
+        factor: multiplies the product; only with several terms.
     """
     a_start, b_start = a.start(Int32(a_stage)), b.start(stage)
     for first in cutlass.range(0, b.steps, unroll, unroll=1):
@@ -210,8 +210,8 @@ def gemm_rs(
     Args:
         a: terms (mma, M, k).
         b, together, factor: see :func:`gemm`.
-        row_factors: (2 M), factors of acc's rows before the product, two for each M. Only with all of K ``together``.
-        ahead: maximum sub-tiles of B with products in flight, or 0 for any number.
+        row_factors: (2 M), two per M: multiply acc's rows before the sum. Requires ``together`` to cover all of K.
+        ahead: maximum number of sub-tiles of B whose products are in flight, or 0 for no limit.
     """
     b_start = b.start(stage)
     for k in cutlass.range_constexpr(0, b.steps, together):
@@ -221,9 +221,9 @@ def gemm_rs(
 
 @cute.jit
 def dual_gemm(tiled_mma: cute.TiledMma, acc: Dual, a: Dual, b: Dual, stage: Int32, unroll: Constexpr) -> None:
-    """acc += A B^T of dual numbers, with both operands in shared memory, each in two neighbouring stages.
+    """acc += A B^T for dual numbers in shared memory: each operand and its tangent are in adjacent stages.
 
-    Each element is loaded once for three products. stage: of B; unroll: see :func:`gemm`.
+    Each element is loaded once for three products. stage: index of B's pair of stages; unroll: see :func:`gemm`.
     """
     starts = [x.start(Int32(i)) for i, x in enumerate(a)]
     starts += [x.start(2 * stage + i) for i, x in enumerate(b)]
@@ -236,14 +236,14 @@ def dual_gemm(tiled_mma: cute.TiledMma, acc: Dual, a: Dual, b: Dual, stage: Int3
 
 @cute.jit
 def dual_gemm_rs(tiled_mma: cute.TiledMma, acc: Dual, a: Dual, b: Dual, stage: Int32) -> None:
-    """As :func:`dual_gemm`, with A in registers: (mma, M, k) and its tangent."""
+    """Like :func:`dual_gemm`, but with A, (mma, M, k), and its tangent in registers."""
     starts = [x.start(2 * stage + i) for i, x in enumerate(b)]
     for k in cutlass.range_constexpr(b[0].steps):
         _times_dual(tiled_mma, acc, [(x[None, None, k],) for x in a], b, starts, k)
 
 
 def _times_dual(tiled_mma: cute.TiledMma, acc: Dual, a: list[Terms], b: Dual, starts: list, k: int) -> None:
-    """A step along K: for each sub-tile of B and its tangent their loads, then the three products."""
+    """Run one step along K: for each sub-tile, load B and its tangent, then issue the three products."""
     targets = [cute.logical_divide(x, (None, None, b[0].width)) for x in acc]
     for subtile in range(b[0].subtiles):
         total, dot = (x[None, None, (None, subtile)] for x in targets)
@@ -273,7 +273,7 @@ def _times_b(
     row_factors: cute.Tensor | None = None,
     ahead: Constexpr = 0,
 ) -> None:
-    """The steps ``a`` along K, from ``first`` on: for each sub-tile of B its loads, then the MMAs that read it."""
+    """Run the K steps ``a``, from step ``first`` on: load each sub-tile of B, then issue the MMAs that read it."""
     subtiles = cute.logical_divide(acc, (None, None, b.width))
     at_once: Constexpr = len(a) if b.loads_ahead else 1
     zero = rematerialize(b.thread) >> 31 if ahead else None  # which the compiler does not know
@@ -300,7 +300,7 @@ def _times_b(
 
 @cute.jit
 def _scale_and_add(target: cute.Tensor, row_factors: Any, total: Any, factor: Float32 | None) -> None:
-    """target = row_factors * target + factor * total; None: 1, or 0 for total. ((2, 2), M, N); row_factors (2 M)."""
+    """target = row_factors * target + factor * total; None: factors 1, total 0. ((2, 2), M, N), row_factors (2 M)."""
     for n in cutlass.range_constexpr(cute.size(target, mode=[2])):
         for m in cutlass.range_constexpr(cute.size(target, mode=[1])):
             for i in cutlass.range_constexpr(4):
@@ -316,7 +316,7 @@ def _scale_and_add(target: cute.Tensor, row_factors: Any, total: Any, factor: Fl
 class SmemResult:
     """Stores a thread's 16-bit fragment of an accumulator to row-major shared memory.
 
-    tile: (rows, cols) of the product, or with more columns. apart: elements from a term's place to the next one's.
+    tile: (rows, cols), with at least the product's columns. apart: elements from one term to the next.
     """
 
     tiled_mma: cute.TiledMma
@@ -332,7 +332,7 @@ class SmemResult:
         return (self.tile.iterator + cute.crd2idx((row, col), self.tile.layout)).toint()
 
     def address(self, start: Int32, row: int, col: int) -> cute.Pointer:
-        """The address of the pair ``row`` rows and ``col`` columns after the first, as ``SmemOperand.address``."""
+        """The address of the pair ``row`` rows and ``col`` columns after the first; see ``SmemOperand.address``."""
         layout = self.tile.layout
         unswizzled = layout.outer if isinstance(layout, cute.ComposedLayout) else layout
         distance = cute.crd2idx((row, col), unswizzled)
@@ -357,7 +357,7 @@ class SmemResult:
 
 
 def below_1024(thread: Int32) -> Int32:
-    """A thread index with a bound that the compiler can see: it is not negative, so divisions become shifts."""
+    """The thread index, masked so that the compiler knows it is not negative: divisions become shifts."""
     return thread & Int32(1023)
 
 

@@ -1,12 +1,12 @@
 """Operands of fp32 matrix products in shared memory; the loop of :mod:`cute_attn.device.gemm` multiplies their terms.
 
     StoredTerms   fp16 terms, split by another kernel or by the store of P; ldmatrix reads each term
-    SplitOnLoad   fp32, by ldmatrix, split into tf32 terms in registers
-    Fp32Operand   the same, or by words where rows (M or N) are contiguous, not k
-    Fp32Values    the same for V of the forward, by vectors of four columns
+    SplitOnLoad   fp32, loaded by ldmatrix and split into tf32 terms in registers
+    Fp32Operand   the same, or loaded word by word if rows (M or N) are contiguous, not k
+    Fp32Values    V of the forward: fp32, loaded by vectors of four columns and split in the same way
 
 m16n8k8 of tf32 reads fp32 registers. ldmatrix moves 8 x 4 fp32 as it moves 8 x 8 16-bit elements, but cannot transpose
-them. Any order of k gives the same product as long as both operands have it: where an accumulator is the A operand,
+them. Any order of k gives the same product if both operands use it. If an accumulator is the A operand,
 lane t of a quad holds columns 2 t and 2 t + 1, which become places t and t + 4 of k (``paired``).
 """
 
@@ -33,11 +33,11 @@ _WORDS = 4
 
 @dataclass(frozen=True)
 class StoredTerms:
-    """A thread's slice of an operand of fp16 terms.
+    """A thread's slice of an operand that is stored as fp16 terms.
 
     Attributes:
         each: one operand per term, all in the same tile.
-        planes: terms stored one after the other as stages of the tile; 1 if rows contain all terms.
+        planes: number of terms stored as consecutive stages of the tile; 1 if rows contain all terms.
     """
 
     each: tuple[SmemOperand, ...]
@@ -48,12 +48,12 @@ class StoredTerms:
 
     @staticmethod
     def in_planes(make: Any, count: int, apart: int, *args: Any) -> "StoredTerms":
-        """Terms ``apart`` elements from each other; ``make``: ``SmemOperand.a`` or ``.b``, args: its arguments."""
+        """Terms that start at every ``apart`` elements. make: ``SmemOperand.a`` or ``.b``; args: its arguments."""
         return StoredTerms(tuple(make(*args, offset=t * apart) for t in range(count)), count)
 
     @staticmethod
     def in_rows(make: Any, count: int, along_k: bool, *args: Any) -> "StoredTerms":
-        """Terms stored one after the other in rows of memory; rows are along K, or along M or N."""
+        """Terms stored one after the other in each row of memory; rows run along K, or along M or N."""
         shape = [cute.size(args[2], mode=[i]) for i in range(2)]
         shape[along_k] //= count
         one = make(*args, tuple(shape))
@@ -67,29 +67,29 @@ class StoredTerms:
 
     @property
     def subtiles(self) -> int:
-        """ldmatrix instructions of a K step and a term."""
+        """Number of ldmatrix instructions per K step and term."""
         return self.each[0].subtiles
 
     @property
     def steps(self) -> int:
-        """MMA steps along K."""
+        """Number of MMA steps along K."""
         return self.each[0].steps
 
     @property
     def terms(self) -> Terms:
-        """The fragments, of an operand that stays in registers."""
+        """The terms' fragments, for an operand that stays in registers."""
         return tuple(x.fragment for x in self.each)
 
     def start(self, stage: Int32) -> tuple[Int32, ...]:
-        """For each term the address of the thread's first vector in ``stage``, without the term's distance."""
+        """For each term, the address of the thread's first vector in ``stage``, without the term's offset."""
         return (self.each[0].start(stage if self.planes == 1 else self.planes * stage),) * len(self.each)
 
     def at_step(self, starts: tuple[Int32, ...], k: Int32) -> tuple[Int32, ...]:
-        """``starts`` moved to step k, a dynamic value."""
+        """``starts`` moved to step k, which may be dynamic."""
         return tuple(x.at_step(start, k) for x, start in zip(self.each, starts, strict=True))
 
     def after(self, starts: tuple[Int32, ...], results: cute.Tensor, zero: Int32) -> tuple[Int32, ...]:
-        """``starts``, for loads that shall not start before ``results`` have been computed; all terms' are the same."""
+        """``starts``, made to depend on ``results``, so that loads wait for these; equal for all terms."""
         bits = Int32(0)
         for i in range(cute.size(results)):
             bits = bits | results[i].bitcast(Int32)
@@ -124,17 +124,17 @@ class SplitOnLoad:
 
     @property
     def subtiles(self) -> int:
-        """ldmatrix instructions of a K step."""
+        """Number of ldmatrix instructions per K step."""
         return self.words.subtiles
 
     @property
     def steps(self) -> int:
-        """MMA steps along K."""
+        """Number of MMA steps along K."""
         return self.words.steps
 
     @property
     def terms(self) -> Terms:
-        """The fragment's terms, of an operand that stays in registers."""
+        """The fragment's terms, for an operand that stays in registers."""
         return self._split((self.words.fragment,))
 
     def start(self, stage: Int32) -> Int32:
@@ -142,7 +142,7 @@ class SplitOnLoad:
         return self.words.start(stage)
 
     def at_step(self, start: Int32, k: Int32) -> Int32:
-        """``start`` moved to step k, a dynamic value."""
+        """``start`` moved to step k, which may be dynamic."""
         return self.words.at_step(start, k)
 
     def load_a(self, start: Int32, k: int) -> Terms:
@@ -172,10 +172,10 @@ class Fp32Operand:
         count: number of terms.
         warps_m: warps along M.
         warps: warps along M or N, a power of 2.
-        is_a: whether it is the A operand.
+        is_a: True for the A operand, False for B.
         by_words: rows are contiguous, not k.
-        paired: lane (g, t) holds k = 2 t and 2 t + 1, not t and t + 4. Only ``by_words``; then a swizzled tile has no
-            bank conflicts.
+        paired: lane (g, t) holds k = 2 t and 2 t + 1, not t and t + 4. Requires ``by_words``; a swizzled tile then has
+            no bank conflicts.
     """
 
     tile: cute.Tensor
@@ -192,16 +192,16 @@ class Fp32Operand:
 
     @property
     def subtiles(self) -> int:
-        """16 rows each: one m16 of A, or two n8 of B."""
+        """Number of sub-tiles per warp, 16 rows each: one m16 of A, or two n8 of B."""
         return cute.size(self.tile, mode=[0]) // (16 * self.warps)
 
     @property
     def steps(self) -> int:
-        """MMA steps along K."""
+        """Number of MMA steps along K."""
         return cute.size(self.tile, mode=[1]) // K
 
     def start(self, stage: Int32) -> Int32:
-        """The address of the thread's first word or vector in ``stage``, rematerialized as ``SmemOperand.start``'s."""
+        """The address of the thread's first word or vector in ``stage``, rematerialized like ``SmemOperand.start``."""
         thread = below_1024(rematerialize(self.thread))
         lane, index = thread % 32, thread // 32
         index = index % self.warps_m if self.is_a else index // self.warps_m
@@ -220,7 +220,7 @@ class Fp32Operand:
         return 8 if self.is_a else 8 * self.warps
 
     def at_step(self, start: Int32, k: Int32) -> Int32:
-        """``start`` moved to step k, a dynamic value."""
+        """``start`` moved to step k, which may be dynamic."""
         step = self._distance(0, 1) if self.steps > 1 else 0
         row = next((n for n in range(1, self.steps) if self._distance(0, n) != n * step), self.steps)
         atom = self._distance(0, row) if row < self.steps else 0
@@ -229,7 +229,7 @@ class Fp32Operand:
         return (start ^ (swizzled * _WORDS)) + (in_row - swizzled + k // row * atom) * _WORDS
 
     def _distance(self, row: int, step: int, k: int = 0) -> int:
-        """Elements between the thread's first and a later one, without the swizzle."""
+        """Distance in elements from the thread's first element to a later one, without the swizzle."""
         layout = self.tile.layout
         outer = layout.outer if isinstance(layout, cute.ComposedLayout) else layout
         return cute.crd2idx((row, K * step + k, 0), outer)
@@ -241,9 +241,9 @@ class Fp32Operand:
         return pointer + (distance - swizzled)
 
     def load(self, start: Int32, subtile: int, step: int) -> cute.Tensor:
-        """4 fp32 registers of a sub-tile, ``step`` steps after ``start``.
+        """Load the 4 fp32 registers of a sub-tile, ``step`` steps after ``start``.
 
-        A: rows g and g + 8 of the first k, then of the second. B: both k of the first n8, then of the second.
+        A: rows g and g + 8 of the first k, then of the second k. B: both k of the first n8, then of the second n8.
         """
         words = cute.make_rmem_tensor(4, Float32)
         pointers = self.pointers(start, subtile, step)
@@ -274,7 +274,7 @@ class Fp32Operand:
         return split(words, TFloat32, self.count)
 
     def pointers(self, start: Int32, subtile: int, step: int) -> list[cute.Pointer]:
-        """Addresses that the thread reads of a sub-tile: a matrix row for ldmatrix, or each of its 4 words."""
+        """The thread's addresses in a sub-tile: of one matrix row for ldmatrix, or of each of its 4 words."""
         row = 16 * self.warps * subtile
         if not self.by_words:
             return [self._pointer(start, self._distance(row, step), 16)]
@@ -287,7 +287,7 @@ class Fp32Operand:
         return [self._pointer(starts[k], self._distance(rows[r], step), 4) for k, r in halves]
 
     def _second_k(self, start: Int32) -> Int32:
-        """``start`` moved to the lane's second k, a later row of the tile's memory: its swizzle is another one."""
+        """``start`` moved to the lane's second k, a later row of the tile in memory, which is swizzled differently."""
         layout = self.tile.layout
         rows = 1 if self.paired else 4  # the first k has no bit of these
         distance = self._distance(0, 0, rows)
@@ -326,16 +326,16 @@ class Fp32Values:
 
     @property
     def subtiles(self) -> int:
-        """Groups of columns."""
+        """Number of column groups."""
         return cute.size(self.tile, mode=[1]) // (COLUMNS * self.warps_n)
 
     @property
     def steps(self) -> int:
-        """MMA steps along the keys."""
+        """Number of MMA steps along the keys."""
         return cute.size(self.tile, mode=[0]) // K
 
     def start(self, stage: Int32) -> tuple[Int32, Int32]:
-        """The addresses of the thread's first vector of an even and of an odd key, rematerialized."""
+        """The addresses of the thread's first vectors in an even and an odd key, rematerialized."""
         thread = below_1024(rematerialize(self.thread))
         lane = thread % 32
         row, col = lane % 4 * 2, self.first_col(thread) + lane // 4 * 4
@@ -346,14 +346,14 @@ class Fp32Values:
         return first, second
 
     def after(self, starts: tuple[Int32, Int32], results: cute.Tensor, zero: Int32) -> tuple[Int32, Int32]:
-        """``starts``, for loads that shall not start before ``results`` have been computed."""
+        """``starts``, made to depend on ``results``, so that loads wait for these."""
         bits = Int32(0)
         for i in range(cute.size(results)):
             bits = bits | results[i].bitcast(Int32)
         return starts[0] | (bits & zero), starts[1] | (bits & zero)
 
     def load_b(self, starts: tuple[Int32, Int32], group: int, step: int) -> Terms:
-        """Load four MMAs' B operands, (2, 4): a group of columns in one step along the keys."""
+        """Load the B operands of four MMAs, (2, 4): one group of columns in one step along the keys."""
         fragment, row = (
             cute.make_rmem_tensor(cute.make_layout((2, 4)), Float32),
             cute.make_rmem_tensor(4, Float32),
@@ -367,9 +367,9 @@ class Fp32Values:
 
     @staticmethod
     def output_rows(acc: cute.Tensor, score_map: ScoreMap, thread: Int32) -> tuple[cute.Tensor, ScoreMap]:
-        """The accumulator of P V as (rows, columns), a thread's columns in their order, and where these are.
+        """The accumulator of P V as (rows, columns), with the thread's columns in ascending order, and its score map.
 
-        score_map: of the accumulator, whose rows it has.
+        score_map: a map with the accumulator's rows; its columns are replaced.
         """
         (key, row), m, n = acc.layout.stride
         groups = cute.size(acc, mode=[2]) // 4
@@ -380,16 +380,16 @@ class Fp32Values:
         return view, replace(score_map, modes=modes, thr_col=thread % 4 * 8)
 
     def address(self, start: Int32, step: int, group: int) -> cute.Pointer:
-        """The address of a vector from one of ``starts``: whole atoms of the layout, at static distances."""
+        """The address of a vector: a static distance of whole layout atoms from ``start``, one of the ``starts``."""
         distance = cute.crd2idx((K * step, COLUMNS * group, 0), self.tile.layout.outer)
         return cute.make_ptr(Float32, start, cute.AddressSpace.smem, assumed_align=16) + distance
 
 
 def paired_operand_a(p: cute.Tensor) -> cute.Tensor:
-    """P in the layout of the scores' accumulator ((2, 2), M, N) as the A operand (4, M, N), a K step for each N.
+    """P in the layout of the scores' accumulator ((2, 2), M, N) as the A operand (4, M, N), one K step per N.
 
-    A lane's columns 2t and 2t + 1 become places t and t + 4; an A fragment has both rows of a place together. Registers
-    are renamed, since ``cute.gemm`` reads them in memory order.
+    A lane's columns 2t and 2t + 1 become places t and t + 4; both rows of a place are adjacent in an A fragment.
+    Registers are only renamed: ``cute.gemm`` reads them in memory order.
     """
     _, size_m, size_n = p.layout.shape
     words = cute.make_rmem_tensor(cute.make_layout((4, size_m, size_n)), p.element_type)
@@ -406,7 +406,7 @@ def paired_operand_a(p: cute.Tensor) -> cute.Tensor:
 
 @dataclass(frozen=True)
 class Fp32Result(SmemResult):
-    """As :class:`SmemResult`, in fp32."""
+    """Like :class:`SmemResult`, but in fp32."""
 
     def address(self, start: Int32, row: int, col: int) -> cute.Pointer:
         layout = self.tile.layout
@@ -417,7 +417,7 @@ class Fp32Result(SmemResult):
         return cute.make_ptr(Float32, moved, cute.AddressSpace.smem, assumed_align=8) + (distance - swizzled)
 
     def store(self, terms: Terms, col0: int = 0) -> None:
-        """Store the only one of ``terms``, with the accumulator's layout, at column ``col0``."""
+        """Store the single fragment in ``terms``, with the accumulator's layout, at column ``col0``."""
         modes = row_col_modes(self.tiled_mma, *self.shape)
         view, start = row_col_view(terms[0], modes), self.start()
         pair = cute.make_rmem_tensor(2, Float32)
@@ -430,7 +430,7 @@ class Fp32Result(SmemResult):
 
 @dataclass(frozen=True)
 class PairedResult(Fp32Result):
-    """Stores P so that it is read as :func:`paired_operand_a` has it: keys 2t and 2t + 1 at places t and t + 4."""
+    """Stores P in the order of :func:`paired_operand_a`: keys 2t and 2t + 1 at places t and t + 4."""
 
     def start(self) -> Int32:
         rows, cols = self.shape

@@ -8,11 +8,11 @@ from cutlass import Int32, Int64, cute
 
 
 class CacheTables(NamedTuple):
-    """Tables of a cache as kernel arguments, int32; None instead of one with neither.
+    """The int32 tables of a cache as kernel arguments; a cache without tables has None instead.
 
     Attributes:
         page_table: (entries, pages of an entry), or None for a contiguous cache.
-        batch_idx: (batch,), each sequence's entry, or None where sequence b has entry b.
+        batch_idx: (batch,), each sequence's entry, or None if sequence b is in entry b.
     """
 
     page_table: cute.Tensor | None
@@ -21,7 +21,7 @@ class CacheTables(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyRows:
-    """From (sequence, row) to an address. Rows count from the start of an entry, whatever leftpad says.
+    """Maps (sequence, row) to an address. Rows count from the start of an entry, regardless of leftpad.
 
     A cache is (entries, capacity, nheads_kv, dim) or (pages, page_size, nheads_kv, dim), of any strides. Offsets are
     64-bit.
@@ -33,7 +33,7 @@ class KeyRows:
 
     @staticmethod
     def make(cache: cute.Tensor, tables: CacheTables | None) -> "KeyRows":
-        """On the host; ``cache``: of keys or of values."""
+        """Make the map on the host; ``cache``: of keys or of values."""
         size = cache.shape[1]
         tables = tables or CacheTables(None, None)
         if tables.page_table is None:
@@ -43,7 +43,7 @@ class KeyRows:
 
     @cute.jit
     def place(self, batch: Int32, row: Int32) -> tuple[Int32, Int32]:
-        """(entry or page, row in it) of a row in [0, capacity). Reads the table only where it has that row."""
+        """(entry or page, row within) of a row, which must be in [0, capacity): it indexes the page table."""
         page, within = self.entry(batch), row
         if cutlass.const_expr(self.tables.page_table is not None):
             page, within = self.page(page, row), self.row_in_page(row)
@@ -58,7 +58,7 @@ class KeyRows:
 
     @cute.jit
     def page(self, entry: Int32, row: Int32) -> Int32:
-        """The page that has a row of an entry, read from the table."""
+        """The page that contains a row of an entry, read from the page table."""
         page_table: Any = self.tables.page_table
         start = Int64(entry) * page_table.stride[0] + row // self.page_size
         return cute.make_tensor(page_table.iterator + start, cute.make_layout(1))[0]

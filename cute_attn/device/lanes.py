@@ -15,16 +15,16 @@ from cutlass._mlir.dialects import nvvm
 from cute_attn.device.math import byte_permute, on_device
 
 COLUMN_LANES = (4, 8, 16)
-"""Lane bits that tell an accumulator's 8 quads apart: same columns, or rows of a transposed tile."""
+"""Lane bits that select one of 8 quads: lanes that differ only in these hold the same columns (transposed: rows)."""
 
 QUAD_LANES = (1, 2)
-"""Lane bits that tell the 4 lanes of a quad apart: same rows, or columns of a transposed tile."""
+"""Lane bits that select a lane of a quad: lanes that differ only in these hold the same rows (transposed: columns)."""
 
 
 def lanes_or(compute: Callable[[Int32], Int32], number: Int32, offsets: tuple[int, ...]) -> Int32:
-    """compute(0) | compute(1) | ..., one term for each lane that differs in ``offsets``; all lanes get the result.
+    """compute(0) | compute(1) | ..., one term for each of the lanes that differ in the bits ``offsets``; all get it.
 
-    number: the thread's index among those lanes; with offsets (4, 8, 16) it counts the lanes of a column.
+    number: the thread's index among these lanes; with offsets (4, 8, 16), among the lanes with the same columns.
     """
     if not on_device():
         return _or_of(compute, 2 ** len(offsets))
@@ -43,7 +43,7 @@ def _or_of(compute: Constexpr, count: Constexpr) -> Int32:
 
 
 def lanes_sum(x: Float32, offsets: tuple[int, ...]) -> Float32:
-    """The sum of x over the lanes that differ in ``offsets``, in all of them; on the host x itself."""
+    """The sum of x over the lanes that differ in the bits ``offsets``; all get it. On the host x itself."""
     if on_device():
         for offset in offsets:
             x = x + cute.arch.shuffle_sync_bfly(x, offset=offset)
@@ -51,16 +51,16 @@ def lanes_sum(x: Float32, offsets: tuple[int, ...]) -> Float32:
 
 
 def adds_for(number: Int32) -> Boolean:
-    """Lane ``number`` 0 adds a :func:`lanes_sum` for all lanes with it; on the host each lane adds its x."""
+    """True if this lane adds a :func:`lanes_sum` to memory: lane 0 of those summed, on the host each lane."""
     return number == 0 if on_device() else number >= 0
 
 
 def share_two(
     compute: Callable[[Int32], Any], pick: Callable[[Any, Int32], Int32], odd: Int32, offset: int
 ) -> tuple[Int32, Int32]:
-    """(pick(compute(0), odd), pick(compute(1), odd)), with one ``compute`` in each of two lanes.
+    """(pick(compute(0), odd), pick(compute(1), odd)), where each of two lanes runs only one ``compute``.
 
-    The lanes differ in ``offset``; ``odd`` is 0 in one and 1 in the other. Each picks for both.
+    The lanes differ in bit ``offset``; ``odd`` is 0 in one and 1 in the other. Each lane picks for both lanes.
     """
     if not on_device():
         return pick(compute(Int32(0)), odd), pick(compute(Int32(1)), odd)
@@ -70,7 +70,7 @@ def share_two(
 
 
 def every_other_byte(low: Int32, high: Int32, odd: Int32) -> Int32:
-    """The even bytes of two words, or with ``odd`` 1 the odd ones; ``low``'s bytes first."""
+    """The even bytes of two words, or the odd bytes if ``odd`` is 1; ``low``'s bytes come first."""
     if on_device():
         return Int32(cute.arch.prmt(low, high, Int32(0x6420) + odd * Int32(0x1111)))
     return cutlass.select_(odd == 0, byte_permute(low, high, 0x6420), byte_permute(low, high, 0x7531))
@@ -79,7 +79,7 @@ def every_other_byte(low: Int32, high: Int32, odd: Int32) -> Int32:
 def exchange_pairs(word: Int32) -> Int32:
     """movmatrix: the transpose of an 8 x 8 matrix of 16-bit elements. Lane i holds row i / 4, columns 2 (i % 4) + 0, 1.
 
-    By whole warps, on the device only.
+    Must be called by whole warps, on the device.
     """
     shape, kind = "#nvvm.ld_st_matrix_shape<m = 8, n = 8>", "#nvvm.ld_st_matrix_elt_type<b16>"
     exchanged = nvvm.movmatrix(Int32(word).ir_value(), ir.Attribute.parse(shape), ir.Attribute.parse(kind))

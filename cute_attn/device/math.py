@@ -27,14 +27,14 @@ def on_device() -> bool:
 LARGEST = 3.4028234663852886e38
 """fp32's largest number."""
 LARGE = 2.0**14
-"""log2: rows of scores beyond it are exponentiated by differences.
+"""Limit of scores in log2: in rows with larger ones, differences are computed first and then exponentiated.
 
-A fused multiply-add's rounded addend errs by half of its last digit, here 2^-11; for larger scores by whole numbers.
+A fused multiply-add's rounded addend errs by half of its last digit: 2^-11 at this limit, whole numbers far above it.
 """
 
 
 def fmax(a: Float32, b: Float32) -> Float32:
-    """max(a, b); the other one if one is NaN."""
+    """max(a, b); if one argument is NaN, the other one."""
     if on_device():
         return Float32(cute.arch.fmax(a, b))
     return Float32(arith.maxnumf(Float32(a).ir_value(), Float32(b).ir_value()))
@@ -42,7 +42,7 @@ def fmax(a: Float32, b: Float32) -> Float32:
 
 @cute.jit
 def clamped(x: Float32) -> Float32:
-    """x, with infinities replaced by the largest numbers of their sign; NaN stays."""
+    """x, with infinities replaced by the largest finite number of the same sign; NaN stays NaN."""
     x = Float32(LARGEST) if x > Float32(LARGEST) else x
     return Float32(-LARGEST) if x < Float32(-LARGEST) else x
 
@@ -57,7 +57,7 @@ def log(x: Float32) -> Float32:
 
 
 def log2(x: Float32, approximate: bool = True) -> Float32:
-    """Logarithm to the base 2; lg2.approx.ftz on the device, or to 1 ulp in some 30 instructions."""
+    """log2(x). On the device: lg2.approx.ftz, or if not ``approximate`` 1 ulp in about 30 instructions."""
     return cute.math.log2(x, fastmath=approximate)
 
 
@@ -67,7 +67,7 @@ def fma(a: Float32, b: Float32, c: Float32) -> Float32:
 
 
 def product_minus(a: Float32, b: Float32, c: Float32) -> Float32:
-    """a * b - c, rounded once: on the device by the compiler; an explicit fma would restrict its scheduling."""
+    """a * b - c, rounded once. On the device the compiler fuses it: an explicit fma would restrict scheduling."""
     return a * b - c if on_device() else fma(a, b, -c)
 
 
@@ -80,21 +80,21 @@ def product(a: Float32, b: Float32) -> Float32:
 
 
 def rounded_to(x: Float32, dtype: Any) -> Float32:
-    """x rounded to ``dtype``, of 16 bits."""
+    """x rounded to the 16-bit ``dtype``, as fp32."""
     if dtype is BFloat16 and not on_device():
         return (bf16_bits(x) << Int32(16)).bitcast(Float32)
     return Float32(dtype(x))
 
 
 TANH_UNIT = 2.0 * LOG2_E
-"""The factor of tanh's argument for :func:`tanh_base2`."""
+"""The argument of :func:`tanh_base2` is tanh's argument times this factor."""
 
 
 def tanh_base2(x: Float32) -> Float32:
-    """tanh(x / TANH_UNIT) to 2e-7 absolute: 1 - 1 / (1/2 + 2^x / 2). TANH_UNIT folds into a factor that x has anyway.
+    """tanh(x / TANH_UNIT) to 2e-7 absolute: 1 - 1 / (1/2 + 2^x / 2). TANH_UNIT folds into an existing factor of x.
 
-    Two special-function instructions. tanh.approx is one, but its relative error of 5e-4 at a cap of 50 changes a
-    probability by 2%.
+    Two special-function instructions. tanh.approx is a single one, but its relative error of 5e-4 changes a probability
+    by 2% at a cap of 50.
     """
     return 1.0 - reciprocal(0.5 * exp2(x) + 0.5)
 
@@ -105,7 +105,7 @@ def reciprocal(x: Float32) -> Float32:
 
 
 def quad_reduce(x: Float32, op) -> Float32:
-    """Reduce over the four lanes of an accumulator row; all of them get the result."""
+    """Reduce x by ``op`` over the four lanes of an accumulator row; all four get the result."""
     x = op(x, cute.arch.shuffle_sync_bfly(x, offset=1))
     return op(x, cute.arch.shuffle_sync_bfly(x, offset=2))
 
@@ -140,8 +140,8 @@ def _or_of_four(compute: Constexpr) -> Int32:
 
 
 def byte_permute(low: Int32, high: Int32, selector: int) -> Int32:
-    """prmt: nibble i of ``selector`` selects byte i of the result, 0 to 3 from ``low``, 4 to 7 from ``high``; with 8
-    added the byte's sign bit, replicated."""
+    """prmt: nibble i of ``selector`` selects byte i of the result, 0 to 3 from ``low``, 4 to 7 from ``high``; 8
+    more selects the byte's sign bit, replicated."""
     if on_device():
         return Int32(cute.arch.prmt(low, high, Int32(selector)))
     result = Int32(0)
@@ -155,7 +155,7 @@ def byte_permute(low: Int32, high: Int32, selector: int) -> Int32:
 
 
 def bf16_bits(x: Float32) -> Int32:
-    """x rounded to bf16, in the low half of a word; for hosts with a compiler library that lacks the conversion."""
+    """x rounded to bf16, in the low half of a word; for hosts whose compiler library lacks the conversion."""
     bits = x.bitcast(Int32)
     return ((bits + Int32(0x7FFF) + ((bits >> Int32(16)) & Int32(1))) >> Int32(16)) & Int32(0xFFFF)
 
@@ -182,7 +182,7 @@ def optimization_barrier(x):
 def rematerialize(x: Int32) -> Int32:
     """x, with values computed from it rematerialized in each iteration: neither NVVM nor ptxas hoists them from a loop.
 
-    By a shuffle with offset 0. ptxas hoists the ``mov`` of :func:`optimization_barrier`, but no shuffle.
+    Uses a shuffle with offset 0: ptxas hoists the ``mov`` of :func:`optimization_barrier`, but not a shuffle.
     """
     return Int32(cute.arch.shuffle_sync_bfly(x, offset=0)) if on_device() else x
 
@@ -190,8 +190,8 @@ def rematerialize(x: Int32) -> Int32:
 def rematerialize_each(x: Int32, n: Int32) -> Int32:
     """:func:`rematerialize` in a loop over n >= 0, without a shuffle, which would wait in wgmma's queue.
 
-    Adds n's sign bit, which is 0 but not known to be. For a thread index use ``rematerialize`` once before the loop:
-    otherwise ptxas reads the special register in each iteration, through the same queue.
+    Adds n's sign bit: it is 0, but the compiler does not know that. For a thread index use ``rematerialize`` once
+    before the loop: otherwise ptxas reads the special register in each iteration, through the same queue.
     """
     return x + Int32(Uint32(n) >> Uint32(31))
 
@@ -200,7 +200,7 @@ def rematerialize_each(x: Int32, n: Int32) -> Int32:
 def convert_to_16_bits(wide: cute.Tensor, target: cute.Tensor) -> None:
     """Convert fp32 registers to ``target``'s dtype, with the same layout.
 
-    By vectors of up to 8; elements are converted one by one if the length is not a power of two.
+    Works in vectors of up to 8: a vector whose length is not a power of two is converted element by element.
     """
     size = cute.size(wide)
     if cutlass.const_expr(target.element_type is BFloat16 and not on_device()):

@@ -3,9 +3,9 @@
 Use n of a pipeline is in stage n % num_stages. Producer and consumers count uses the same way, so n is the whole
 pipeline state.
 
-Two proxies access shared memory: TMA and wgmma the async one, loads and stores of threads the generic one. An
+TMA and wgmma access shared memory through the async proxy, loads and stores of threads through the generic proxy. An
 mbarrier orders accesses of one proxy only. A stage that TMA fills and threads access is therefore released behind a
-proxy fence, or TMA's next fill may overtake reads before the release (PTX ISA, "Proxies"; CUTLASS fences its
+proxy fence; otherwise TMA's next fill may overtake reads before the release (PTX ISA, "Proxies"; CUTLASS fences its
 epilogue's TMA loads likewise). :meth:`Pipeline.consumer_release` has to be told who accessed the stage;
 :mod:`cute_attn.lab.proxies` checks the machine code.
 """
@@ -21,16 +21,16 @@ class Accessed(enum.Enum):
     """Who accessed a stage that a consumer warp releases."""
 
     BY_WGMMA = enum.auto()
-    """Only products, all of which are complete."""
+    """Only wgmma products, and all of them are complete."""
     BY_THREADS = enum.auto()
     """Also the warp's lanes, by ldmatrix, ordinary loads or stores."""
     BY_THREADS_FENCED = enum.auto()
-    """As BY_THREADS, and each lane has issued a proxy fence since its last access."""
+    """Like BY_THREADS, and each lane has issued a proxy fence since its last access."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """TMA or warp-filled stages in shared memory with a full and an empty mbarrier each."""
+    """Stages in shared memory, filled by TMA or by warps, with a full and an empty mbarrier each."""
 
     barriers: cute.Pointer  # 2 * num_stages of 8 bytes: full ones, then empty ones
     num_stages: Constexpr
@@ -46,11 +46,11 @@ class Pipeline:
 
     @cute.jit
     def init(self, consumers: Constexpr, producers: Constexpr = 1) -> None:
-        """By one thread, before any wait.
+        """By one thread, before any wait: initialize the mbarriers.
 
         Args:
             consumers: warps that release each use.
-            producers: warps that commit each use; one with TMA.
+            producers: warps that commit each use; 1 with TMA.
         """
         lanes = 32 if self.per_lane_arrivals else 1
         for stage in cutlass.range_constexpr(self.num_stages):
@@ -92,7 +92,7 @@ class Pipeline:
 
     @cute.jit
     def producer_commit(self, n: Int32) -> None:
-        """By each producer warp of a warp-filled stage: its writes of use n may be read."""
+        """By each producer warp of a warp-filled stage: signal that its writes of use n may be read."""
         self._arrive(self.full_barrier(n))
 
     @cute.jit
@@ -114,10 +114,10 @@ class Pipeline:
 
     @cute.jit
     def _arrive(self, barrier: cute.Pointer) -> None:
-        """By a warp: accesses of all its lanes are ordered before those after a wait for the barrier.
+        """By a warp: arrive, with all its lanes' accesses ordered before accesses after a wait for the barrier.
 
-        One lane arrives after a warp sync, or with ``per_lane_arrivals`` each lane: compute-sanitizer's racecheck does
-        not treat the warp sync as ordering, and reports races where lanes write and read shared memory.
+        One lane arrives after a warp sync. With ``per_lane_arrivals`` each lane arrives: compute-sanitizer's racecheck
+        does not treat the warp sync as ordering, and reports races between lanes that write and read shared memory.
         """
         if cutlass.const_expr(self.per_lane_arrivals):
             cute.arch.mbarrier_arrive(barrier)
@@ -139,13 +139,13 @@ class SharedDoubleBuffer:
 
     @cute.jit
     def init(self, warps: Constexpr) -> None:
-        """By one thread, before any wait."""
+        """By one thread, before any wait: initialize the mbarriers."""
         for stage in cutlass.range_constexpr(2):
             cute.arch.mbarrier_init(self.barriers + stage, warps)
 
     @cute.jit
     def arrive(self, n: Int32) -> None:
-        """By every warp: its writes of use n may be read, by wgmma as well."""
+        """By every warp: signal that its writes of use n may be read, by wgmma as well."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         with cute.arch.elect_one():
@@ -164,7 +164,7 @@ FIRST_WARPGROUP_BARRIER = 5
 
 @dataclass(frozen=True)
 class PingPong:
-    """Ping-pong scheduling: warpgroups alternate in issuing products, to overlap them with the others' softmax."""
+    """Ping-pong scheduling: warpgroups take turns to issue products, so that these overlap another's softmax."""
 
     warpgroup: Int32
     warpgroups: Constexpr
@@ -172,7 +172,7 @@ class PingPong:
 
     @cute.jit
     def start(self) -> None:
-        """Once, by all, at the beginning: the first warpgroup may issue."""
+        """Called once by all warpgroups, at the beginning: let the first warpgroup issue."""
         if cutlass.const_expr(self.enabled):
             if self.warpgroup == self.warpgroups - 1:
                 cute.arch.barrier_arrive(barrier_id=FIRST_PING_PONG_BARRIER, number_of_threads=2 * WARPGROUP)
@@ -187,7 +187,7 @@ class PingPong:
 
     @cute.jit
     def arrive(self) -> None:
-        """This warpgroup's products are issued: the next one may issue."""
+        """Signal that this warpgroup has issued its products: the next warpgroup may issue."""
         if cutlass.const_expr(self.enabled):
             following = Int32(0) if self.warpgroup == self.warpgroups - 1 else self.warpgroup + 1
             cute.arch.barrier_arrive(
@@ -196,7 +196,7 @@ class PingPong:
 
     @cute.jit
     def finish(self) -> None:
-        """Once, by all, at the end: wait for the last arrival, so that no barrier is left pending."""
+        """Called once by all warpgroups, at the end: wait for the last arrival, so that no barrier stays pending."""
         if cutlass.const_expr(self.enabled):
             if self.warpgroup == 0:
                 cute.arch.barrier(barrier_id=FIRST_PING_PONG_BARRIER, number_of_threads=2 * WARPGROUP)
@@ -204,13 +204,13 @@ class PingPong:
 
 @cute.jit
 def warpgroup_barrier(warpgroup: Int32) -> None:
-    """A named barrier for all threads of one warpgroup."""
+    """Synchronize all threads of one warpgroup by a named barrier."""
     cute.arch.barrier(barrier_id=FIRST_WARPGROUP_BARRIER + warpgroup, number_of_threads=WARPGROUP)
 
 
 @cute.jit
 def warpgroup_any(warpgroup: Int32, flag: Boolean) -> Boolean:
-    """A named barrier for all threads of one warpgroup; whether any of them has ``flag`` set."""
+    """Synchronize all threads of one warpgroup by a named barrier; True if any of them has ``flag`` set."""
     how_many = cute.arch.inline_ptx(
         "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; barrier.cta.red.popc.u32 {$w0}, {$r1}, {$r2}, p; }",
         write_only_types=[Int32],
@@ -224,5 +224,5 @@ CONSUMER_BARRIER = FIRST_WARPGROUP_BARRIER + 3
 
 @cute.jit
 def consumer_barrier(warpgroups: Constexpr) -> None:
-    """A named barrier for all threads of all consumer warpgroups."""
+    """Synchronize all threads of all consumer warpgroups by a named barrier."""
     cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=WARPGROUP * warpgroups)

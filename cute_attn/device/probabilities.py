@@ -10,7 +10,7 @@ from cute_attn.device.score_tile import ScoreMap, ScoreTile
 
 @cute.jit
 def row_values(score_map: ScoreMap, s_rows: cute.Tensor) -> cute.Tensor:
-    """fp32, one for each of the thread's rows, read from ``s_rows``: fp32 (tile_m,) in shared memory, contiguous."""
+    """Read a value for each of the thread's rows from ``s_rows``: fp32 (tile_m,) in shared memory, contiguous."""
     rows = score_map.modes.rows
     values = cute.make_rmem_tensor(cute.make_layout(len(rows)), Float32)
     pairs = len(rows) > 1 and all(b == a + 1 for a, b in zip(rows[::2], rows[1::2], strict=True))
@@ -29,13 +29,13 @@ def row_values(score_map: ScoreMap, s_rows: cute.Tensor) -> cute.Tensor:
 def probabilities(
     tile: ScoreTile, lse_log2: cute.Tensor, scale_log2: Float32, visible_keys: Constexpr = None
 ) -> None:
-    """Scores in ``tile.acc`` become P = exp2(scale_log2 * score - lse_log2), normalised.
+    """Replace the scores in ``tile.acc`` by P = exp2(scale_log2 * score - lse_log2), normalised.
 
     Args:
         lse_log2: fp32, LSE * log2(e) of each of the thread's rows, infinities :func:`clamped`; +inf in fully masked and
             out-of-bounds rows, to make P 0 there.
         scale_log2: log2(e) times the factor from the accumulator to scores.
-        visible_keys: if scores may be large, a function of a query's index: the number of keys that the mask shows it;
+        visible_keys: if scores may be large, a function from a query's index to the number of keys that it sees;
             otherwise None. See :func:`_from_largest`.
     """
     if cutlass.const_expr(visible_keys is not None):
@@ -52,7 +52,7 @@ def _shifts_of_large_rows(
 ) -> cute.Tensor:
     """Numbers to subtract from each row: ``lse_log2``, or in large rows the result of :func:`_from_largest`.
 
-    One branch for all rows: a thread of a transposed tile has many.
+    One branch for all rows: in a transposed tile, a thread has many rows.
     """
     shifts = cute.make_rmem_tensor_like(lse_log2)
     largest = [Float32(0.0)] * 4  # independent chains hide the latency
@@ -70,10 +70,10 @@ def _shifts_of_large_rows(
 def _from_largest(
     tile: ScoreTile, r: Constexpr, shift: Float32, scale_log2: Float32, visible_keys: Constexpr
 ) -> Float32:
-    """Row r's large scores minus its LSE; returns the remainder to subtract, in log2.
+    """Subtract row r's LSE from its large scores; returns what is still to be subtracted, in log2.
 
-    Each is rounded as the LSE was, so that equal numbers cancel. An LSE without a digit for the logarithm of a sum is
-    the largest score. Then all keys of its row count as equal, as they are where a bias is the smallest number.
+    A score is rounded as the LSE was, so that equal numbers cancel. If the LSE is too large for the logarithm of a sum
+    to change it, it is the largest score. All keys of the row then count as equal, as if a bias were the lowest number.
     """
     to_score = 1.0 / scale_log2
     for c in cutlass.range_constexpr(len(tile.cols)):
@@ -86,10 +86,10 @@ def _from_largest(
 
 @cute.jit
 def start_from(acc: cute.Tensor, values: cute.Tensor) -> None:
-    """Initialize acc (rows, cols) with a value for each row, for a product to be added to.
+    """Fill each row of acc (rows, cols) with the row's value, before a product is added to acc.
 
-    The optimization barrier gives each element a separate register here: otherwise the copies would be made where the
-    product starts, while others are in flight.
+    The optimization barrier gives each element a separate register here: otherwise the compiler would
+    copy the values where the product starts, while other products are in flight.
     """
     for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
         for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
@@ -98,7 +98,7 @@ def start_from(acc: cute.Tensor, values: cute.Tensor) -> None:
 
 @cute.jit
 def score_gradient(p: cute.Tensor, dp: cute.Tensor, minus_d: cute.Tensor | None) -> None:
-    """dp becomes p * (dp - D), the gradient of the scores after all epilogues, without the gradient's scale.
+    """Replace dp by p * (dp - D): the gradient of the scores after all epilogues, without the gradient's scale.
 
     Args:
         p: (rows, cols) fp32, probabilities before dropout.

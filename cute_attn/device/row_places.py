@@ -16,7 +16,7 @@ class RowPlaces:
 
     @staticmethod
     def make(tensor: cute.Tensor) -> "RowPlaces":
-        """On the host. Divisors of a tensor without elements are 1 instead of 0."""
+        """Make the divisors on the host; for a tensor without elements, they are 1 instead of 0."""
         *outer, seqlen, heads, _ = tensor.shape
         of_heads, of_seqlen = (cute.FastDivmodDivisorV2(cutlass.max(n, 1)) for n in (heads, seqlen))
         count = Int32(seqlen) * heads
@@ -25,7 +25,7 @@ class RowPlaces:
         return RowPlaces(of_heads, of_seqlen, count)
 
     def start(self, tensor: cute.Tensor, row: Int32) -> Int64:
-        """The element at which ``row`` starts."""
+        """The offset of ``row`` in elements."""
         row, head = divmod(row, self.heads)
         if cute.rank(tensor) == 3:
             return Int64(row) * tensor.stride[0] + Int64(head) * tensor.stride[1]

@@ -1,7 +1,7 @@
 """A thread's fragment of a score tile as (query, key) elements, for any MMA.
 
-Epilogues see ``acc[r, c]`` with the query index of row r and the key index of column c. An index is the thread's first
-one plus a static offset, so that a mask is one comparison per column.
+Epilogues see ``acc[r, c]`` with the query index of row r and the key index of column c. An index is the thread's
+first index plus a static offset, so that a mask is one comparison per column.
 """
 
 from dataclasses import dataclass, replace
@@ -17,9 +17,9 @@ from layouts.mma import row_col_modes, row_col_view, thread_row_col
 class ScoreContext:
     """Values shared by all score tiles of one work tile.
 
-    ``acc * score_scale`` is a score, as in the reference. An epilogue that adds to scores adds
+    ``acc * score_scale`` is the reference's score. An epilogue that adds to scores adds
     ``value * inv_score_scale``: one multiply-add. ``score_scale`` is the softmax scale, or the cap of a softcap,
-    after which acc is in [-1, 1]. After a bias acc is the score itself, so that both are 1 for the epilogues after it.
+    after which acc is in [-1, 1]. After a bias, acc is the score itself: both scales are 1 for later epilogues.
     """
 
     batch: Int32
@@ -74,11 +74,11 @@ class ScoreMap:
         return ScoreMap(modes, tile_n, Int32(thr_row), Int32(thr_col), transposed, heads)
 
     def query(self, r: int) -> Int32:
-        """The query of row r, relative to the tile's first one."""
+        """The query of row r, relative to the tile's first query."""
         return self._first_query + self._queries[r]
 
     def head(self, r: int) -> Int32:
-        """The head of row r, relative to the tile's first one."""
+        """The head of row r, relative to the tile's first head."""
         return self.thr_row % self.heads + self.modes.rows[r] % self.heads
 
     @property
@@ -90,7 +90,7 @@ class ScoreMap:
         return tuple(row // self.heads for row in self.modes.rows)
 
     def tile(self, acc: cute.Tensor, row0: Int32, col0: Int32) -> "ScoreTile":
-        """The score tile with (query row0, key col0) as its first element."""
+        """The thread's score tile, for the tile whose first element is (query row0, key col0)."""
         view = row_col_view(acc, self.modes)
         row, col = row0 + self._first_query, col0 + self.thr_col
         heads = None
@@ -109,7 +109,7 @@ class ScoreMap:
 class ScoreTile:
     """A thread's elements of one score tile: acc (rows, cols), fp32 in registers.
 
-    A thread holds pairs of neighbouring keys, and a quad of lanes holds a row. If ``transposed`` it holds pairs of
+    A thread holds pairs of neighbouring keys, and a quad of lanes holds a row. If ``transposed``, it holds pairs of
     neighbouring queries, and a quad holds a column.
 
     A tile may reach beyond the sequences: query indices row0 + rows[r] from seqlen_q on and key indices col0 + cols[c]
@@ -131,7 +131,7 @@ class ScoreTile:
     )
 
     def of(self, acc: cute.Tensor) -> "ScoreTile":
-        """The same indices with another acc (rows, cols), such as the scores' gradients."""
+        """This tile with another acc (rows, cols), such as the scores' gradients."""
         return replace(self, acc=acc)
 
     def registers(self) -> cute.Tensor:

@@ -9,7 +9,7 @@ from cutlass import Int32, Int64
 
 
 class Seqlens(NamedTuple):
-    """Lengths as kernel arguments. int32 tensors or None: cu_seqlens (batch + 1,) if varlen, seqused (batch,).
+    """Lengths as kernel arguments. cu_seqlens (batch + 1,), if varlen, and seqused (batch,): int32 or None.
 
     leftpad (batch,): the first row of a sequence in its cache entry, if not row 0. added_k: rows just appended to a
     cache, to be added to seqused_k.
@@ -33,7 +33,7 @@ class Seqlens(NamedTuple):
 class SeqlenInfo:
     """Lengths of one sequence and, if varlen, its first row in q and k (0 otherwise).
 
-    With leftpad, keys are the rows [first_key, seqlen_k) of an entry: their indices count from its row 0.
+    With leftpad, keys are the rows [first_key, seqlen_k) of a cache entry; key indices count from the entry's row 0.
     """
 
     seqlen_q: Int32
@@ -71,7 +71,7 @@ def _read(cu_seqlens, seqused, max_seqlen: Int32, batch: Int32, added: Int32 | N
 
 
 LINE = 32
-"""int32 of a cache line."""
+"""Number of int32 in a cache line."""
 
 
 @cute.jit
@@ -86,7 +86,7 @@ def warm_lengths(seqlens: Seqlens, batch: Int32, lane: Int32) -> None:
 
 @cute.jit
 def existing_rows(cu_seqlens: cute.Tensor | None, tensor: cute.Tensor, batch: Int32) -> Int32:
-    """Rows of sequence ``batch`` in ``tensor``, (batch, rows, ...) or varlen, whatever seqused says."""
+    """Number of rows of sequence ``batch`` in ``tensor``, (batch, rows, ...) or varlen, regardless of seqused."""
     rows = Int32(0)
     if cutlass.const_expr(cu_seqlens is not None):
         rows = cu_seqlens[batch + 1] - cu_seqlens[batch]  # type: ignore[index]
@@ -99,9 +99,9 @@ def existing_rows(cu_seqlens: cute.Tensor | None, tensor: cute.Tensor, batch: In
 def sequence(
     tensor: cute.Tensor, batch: Int32, head: Int32, offset: Int32, varlen: cutlass.Constexpr
 ) -> cute.Tensor:
-    """One head as (seqlen, head_dim): of (batch, seqlen, heads, head_dim), or varlen (total, heads, head_dim).
+    """One head as (seqlen, head_dim); tensor: (batch, seqlen, heads, head_dim), or varlen (total, heads, head_dim).
 
-    Offsets are 64-bit. The shape is the tensor's and may exceed the sequence: callers check lengths.
+    Offsets are 64-bit. The number of rows is the tensor's and may exceed the sequence's: callers check lengths.
     """
     if cutlass.const_expr(varlen):
         stride_row, stride_head, stride_dim = tensor.stride
@@ -118,7 +118,7 @@ def sequence(
 def padded_row0(seqlens: Seqlens, info: SeqlenInfo, batch: Int32, tile_m: cutlass.Constexpr) -> Int32:
     """The first row of ``batch`` in a workspace that pads sequences to whole blocks of ``tile_m`` rows.
 
-    0 unless varlen, as each (batch, head) has separate rows. For varlen see :func:`first_block`.
+    0 unless varlen, because each (batch, head) then has separate rows. For varlen see :func:`first_block`.
     """
     row0 = Int32(0)
     if cutlass.const_expr(seqlens.cu_seqlens_q is not None):
@@ -173,7 +173,7 @@ def workspace_rows(
     """A workspace tensor from row ``row0`` of one head on, flat.
 
     tensor: fp32 (batch, nheads, rows * width), or varlen (nheads, rows * width). row0: a multiple of 4, so that the
-    result is 16-byte aligned. Offsets are 64-bit; the length is the tensor's, no bound of the sequence.
+    result is 16-byte aligned. Offsets are 64-bit; the result's length is the tensor's, not the sequence's.
     """
     if cutlass.const_expr(varlen):
         start = Int64(head) * tensor.stride[0]

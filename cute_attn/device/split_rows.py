@@ -1,4 +1,4 @@
-"""Rows of fp32 numbers to fp16 terms, each by eight adjacent threads; for terms see :mod:`cute_attn.device.terms`."""
+"""Splits rows of fp32 numbers into fp16 terms (:mod:`cute_attn.device.terms`), by eight adjacent threads per row."""
 
 import cutlass
 from cutlass import Boolean, Constexpr, Float16, Float32, Int32, Int64, cute
@@ -6,20 +6,20 @@ from cutlass import Boolean, Constexpr, Float16, Float32, Int32, Int64, cute
 from cute_attn.device.terms import split
 
 VECTOR = 4
-"""Elements of 16 bytes."""
+"""Number of fp32 elements in 16 bytes."""
 LANES = 8
-"""Adjacent threads of a row, each with 16 bytes of every 128."""
+"""Number of adjacent threads per row; each handles 16 of every 128 bytes."""
 VECTORS_AHEAD = 32
-"""Vectors that a thread of :func:`split_tile` may read before it writes any: the compiler reads as many of them as it
-has registers for, and then the next ones as these become free."""
+"""Vectors that a thread of :func:`split_tile` may read before it writes any. The compiler issues as many reads as there
+are registers for, and further reads as registers become free."""
 
 
 @cute.jit
 def load_row(x: cute.Tensor, start: Int64, dim: Constexpr, cols: Constexpr, lane: Int32) -> cute.Tensor:
-    """A thread's elements of a row, (4, vectors), 0 beyond ``dim``; coordinates are clamped, without a branch.
+    """Load a thread's elements of a row, (4, vectors), 0 beyond ``dim``; coordinates are clamped, without a branch.
 
     Args:
-        x: rows along its last mode; its other modes are ignored.
+        x: rows run along its last mode; the other modes are ignored.
         start: the element at which the row starts.
         dim, cols: columns of the row, without and with padding by zeros to a multiple of 32.
     """
@@ -49,7 +49,7 @@ def split_tile(
     threads: Constexpr,
     count: Constexpr,
 ) -> None:
-    """Write the terms of rows ``row0`` on of x, (seqlen, dim), to ``target`` in shared memory, without a barrier.
+    """Write the terms of x, (seqlen, dim), from row ``row0`` on, to ``target`` in shared memory, without a barrier.
 
     Args:
         target: (rows, columns of all terms), term by term. Rows beyond ``seqlen`` repeat the last row.

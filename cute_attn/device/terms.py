@@ -3,16 +3,16 @@
     x * 2^e = hi + lo    fp16 terms, with one power of two for a whole tensor, a block of score gradients, or P
     x = hi + lo          tf32 terms; they have fp32's exponents and need no scale
 
-A product of two terms each is lo hi + hi lo + hi hi; the omitted lo lo is 2^-24 of it (Ootomo and Yokota 2022,
+With two terms each, a product is lo hi + hi lo + hi hi; the omitted lo lo is 2^-24 of it (Ootomo and Yokota 2022,
 https://arxiv.org/abs/2203.03341). With precision tf32 there is only hi, with the 11 significant bits of tf32.
 
 hi = fp16(x * 2^e) and lo = fp16(x * 2^e - hi) have 11 bits each. 2^e puts the tensor's largest element between 2^14 and
-2^15; then hi + lo is x * 2^e to 2^-23 of itself down to 2^-1, and below that to 2^-25. So a row of the tensor keeps
-fp32's precision as long as its largest element is not far below the tensor's: ``fits`` has the limit. A lone hi has all
-its bits for elements down to 2^-14, 2^-28 of the tensor's largest. Smaller ones err by 2^-25 at most: that is 2^-15
-of their row's largest element if this is 2^-10 or more, ``fits``' limit.
+2^15. Then hi + lo differs from x * 2^e by at most 2^-23 of x * 2^e for elements down to 2^-1, and by 2^-25 below. So a
+row of the tensor keeps fp32's precision if its largest element is not far below the tensor's: ``fits`` has the limit. A
+single term hi has all 11 bits for elements down to 2^-14, which is 2^-28 of the tensor's largest. Smaller elements err
+by at most 2^-25. If their row's largest element is at least 2^-10, the limit in ``fits``, this is 2^-15 of it.
 
-Score gradients have no bound that is known before: their power of two follows from the largest one of all threads.
+Score gradients have no bound known in advance: their power of two follows from the largest gradient of all threads.
 
 Magnitudes are the bits of |x|; as integers they have the order of |x|, with inf and NaN as the largest.
 """
@@ -26,35 +26,35 @@ from cutlass import Boolean, Constexpr, Float32, Int32, TFloat32, cute
 from cute_attn.device.math import convert_to_16_bits, fabs, fmax, on_device
 
 Terms = tuple[cute.Tensor, ...]
-"""The terms of an operand in registers, largest first, with one layout; or its only one."""
+"""The terms of an operand in registers, one or more, largest first, all with the same layout."""
 PRODUCTS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0))}
-"""Terms of both operands -> the pairs of terms that are multiplied, smallest products first."""
+"""Number of terms per operand -> the pairs of terms that are multiplied, smallest products first."""
 
 TOP = 14
 """The exponent of the largest element of a tensor, or of a block of score gradients, after the scale."""
 P_EXPONENT = 14
-"""Exponent of the probabilities' scale: up to 4 they do not overflow, and the low term keeps digits down to 2^-26."""
+"""Exponent of the scale of P: P up to 4 does not overflow, and the low term keeps digits down to 2^-26."""
 MOST_BELOW = {2: 13, 1: 24}
-"""fp16 terms -> by how many powers of two the largest element of a row may be below the tensor's."""
+"""Number of fp16 terms -> powers of two by which a row's largest element may be below the tensor's."""
 MOST_SCALE = 48
-"""The largest |e| of a tensor: products of two scales, and their inverses, then are normal fp32 numbers."""
+"""Maximum |e| of a tensor: products of two scales, and the products' inverses, are then normal fp32 numbers."""
 MOST_GRADIENT_SCALE = 78
-"""The largest |e| of score gradients: 2^e and its inverse are normal numbers, also times the scale of a tensor."""
+"""Maximum |e| of score gradients: 2^e and its inverse, even times a tensor's scale, are then normal numbers."""
 NO_ROW = 0x7FFFFFFF
-"""In place of the smallest row's magnitude, for a tensor of zeros."""
+"""Replaces the smallest row's magnitude for a tensor of zeros."""
 _BIAS, _MANTISSA_BITS, _INFINITY = 127, 23, 0x7F800000
 
 # ---- products ----
 
 
 def split(words: cute.Tensor, dtype: Any, count: int, factor: Float32 | None = None) -> Terms:
-    """fp32 registers as ``count`` terms of ``dtype``, with their layout.
+    """Split fp32 registers into ``count`` terms of ``dtype``, each with the layout of ``words``.
 
     Args:
-        factor: a power of two that they are multiplied by before, for Float16 terms; None for TFloat32.
+        factor: for Float16 terms, a power of two by which the registers are multiplied first; None for TFloat32.
 
     Raises:
-        ValueError: registers of an instruction are not adjacent: ``cute.gemm`` would read others.
+        ValueError: registers of an instruction are not adjacent: ``cute.gemm`` would read other registers.
     """
     offsets = [cute.crd2idx(i, words.layout[0]) for i in range(cute.size(words, mode=[0]))]
     if offsets != list(range(len(offsets))):
@@ -96,12 +96,12 @@ def rounded_to_tf32(x: Float32) -> Float32:
 
 
 def _rounded_to_tf32(x: Float32) -> Float32:
-    """As :func:`rounded_to_tf32`, in half the instructions, but some NaNs become -0: x minus the result is NaN then."""
+    """Like :func:`rounded_to_tf32`, in half the instructions, but some NaNs become -0; x minus that is still NaN."""
     return ((x.bitcast(Int32) + Int32(0x1000)) & Int32(~0x1FFF)).bitcast(Float32)
 
 
 def multiply(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: Sequence[Terms], b: Sequence[Terms]) -> None:
-    """acc += A B^T for some steps along K: the terms of each; acc: (mma, M, N), a: (mma, M), b: (mma, N)."""
+    """acc += A B^T; a and b: each K step's terms, (mma, M) and (mma, N); acc: (mma, M, N)."""
     for i, j in PRODUCTS[len(a[0])]:
         for x, y in zip(a, b, strict=True):
             cute.gemm(tiled_mma, acc, x[i], y[j], acc)
@@ -117,7 +117,7 @@ def magnitude(x: Float32) -> Int32:
 
 @cute.jit
 def scale_exponent(largest: Int32) -> Int32:
-    """e, of the magnitude of a tensor's largest element; 0 for a tensor of zeros."""
+    """The exponent e for a tensor's largest magnitude; 0 for a tensor of zeros."""
     return Int32(0) if largest == 0 else _exponent_to_top(largest)
 
 
@@ -129,8 +129,8 @@ def fits(largest: Int32, smallest: Int32, count: int) -> Boolean:
     """True if a tensor keeps the precision of fp32 in two fp16 terms, or of tf32 in one.
 
     Args:
-        largest: the magnitude of its largest element.
-        smallest: the smallest of the rows' largest magnitudes, except rows of zeros; or ``NO_ROW``.
+        largest: the tensor's largest magnitude.
+        smallest: the smallest of the rows' largest magnitudes, except rows of zeros; ``NO_ROW`` for a tensor of zeros.
         count: number of terms.
     """
     exponent = scale_exponent(largest)
@@ -144,13 +144,13 @@ def power_of_two(exponent: Int32) -> Float32:
 
 
 def inverse_of_power_of_two(power: Float32) -> Float32:
-    """1 / 2^e, for exponents of normal numbers."""
+    """1 / power, for a power of two, if both are normal numbers."""
     return (Int32(2 * _BIAS << _MANTISSA_BITS) - power.bitcast(Int32)).bitcast(Float32)
 
 
 @cute.jit
 def all_fit(scales: cute.Tensor) -> Boolean:
-    """False if a tensor does not fit its terms; scales: see :mod:`cute_attn.kernels.split_fp32`."""
+    """False if any tensor does not fit its terms: its scale is 0. See :mod:`cute_attn.kernels.split_fp32`."""
     fit = Boolean(True)
     for i in cutlass.range_constexpr(4):
         fit = fit & (scales[i] != 0.0)
@@ -162,7 +162,7 @@ def all_fit(scales: cute.Tensor) -> Boolean:
 
 @cute.jit
 def scale_of(largest: Int32) -> tuple[Float32, Float32]:
-    """A power of two that moves a magnitude to 2^TOP at most, and its inverse."""
+    """The power of two that gives a magnitude the exponent TOP, within MOST_GRADIENT_SCALE; and its inverse."""
     exponent = cutlass.max(_exponent_to_top(largest), -MOST_GRADIENT_SCALE)
     exponent = cutlass.min(exponent, MOST_GRADIENT_SCALE)
     return power_of_two(exponent), power_of_two(-exponent)
@@ -170,9 +170,9 @@ def scale_of(largest: Int32) -> tuple[Float32, Float32]:
 
 @cute.jit
 def largest_finite(words: cute.Tensor) -> Int32:
-    """The magnitude of the largest finite x of a warp's registers. By whole warps.
+    """The largest finite magnitude in a warp's registers. Called by whole warps.
 
-    inf must not decide a scale: with inf's, all other numbers would become 0.
+    An infinity must not decide the scale: all other numbers would become 0.
     """
     largest = Float32(0.0)
     for i in cutlass.range_constexpr(cute.size(words)):
@@ -206,18 +206,18 @@ def common_scale(words: cute.Tensor, of_warps: cute.Tensor, thread: Int32) -> tu
 def running_scale(
     words: cute.Tensor, of_warps: cute.Tensor, applied: cute.Tensor, thread: Int32, subtile: Constexpr
 ) -> tuple[Float32, Float32, Float32]:
-    """(scale, its inverse, the factor from sums with the last scale to sums with this one), with a barrier.
+    """(scale, its inverse, the factor that rescales sums from the last scale to this one), with a barrier.
 
-    The scale is :func:`scale_of` the largest finite |x| of all threads' registers, now and in calls before. In one term
-    x then errs by at most 2^-11 of itself or 2^-39 of the largest. dK is summed in tensor cores with the scale as a
-    factor, and is multiplied when the scale changes: a few times per CTA.
+    The scale is :func:`scale_of` the largest finite |x| of all threads' registers, in this and earlier calls. In one
+    term x then errs by at most 2^-11 of itself or 2^-39 of the largest. dK is summed in tensor cores with the scale as
+    a factor, and is rescaled when the scale changes: a few times per CTA.
 
     Args:
-        of_warps: (warps, subtiles) int32 in shared memory, 0 before the first call; the largest so far.
-        applied: (warps,) fp32, 1 before the first call; the last inverse.
-        thread: of the CTA.
-        subtile: index of this call among the calls between two other barriers. Each has a column of ``of_warps``: a
-            warp that is ahead must not change numbers that others have still to read.
+        of_warps: (warps, subtiles) int32 in shared memory, 0 before the first call: the largest magnitudes so far.
+        applied: (warps,) fp32, 1 before the first call: the inverse of the last scale.
+        thread: index in the CTA.
+        subtile: index of this call among the calls between two other barriers. Each call has a column of ``of_warps``:
+            a warp that is ahead must not change numbers that other warps have yet to read.
     """
     warps, subtiles = (cute.size(of_warps, mode=[i]) for i in range(2))
     warp, largest = thread // 32, largest_finite(words)
@@ -239,7 +239,7 @@ def running_scale(
 
 @cute.jit
 def change_units(acc: cute.Tensor, factor: Float32) -> None:
-    """acc *= factor. The factor is mostly 1, and the same for all threads of a warp."""
+    """acc *= factor. The factor is usually 1, and the same for all threads of a warp."""
     if factor != 1.0:
         for i in cutlass.range_constexpr(cute.size(acc)):
             acc[i] = acc[i] * factor

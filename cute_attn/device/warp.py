@@ -19,7 +19,7 @@ def width() -> int:
 
 
 def lane() -> Int32:
-    """The thread's number in its warp."""
+    """The thread's lane index."""
     return Int32(cute.arch.lane_idx()) if on_device() else Int32(0)
 
 
@@ -38,17 +38,17 @@ def count_before(bits: Int32) -> Int32:
 
 
 def any_of(x: Boolean) -> Boolean:
-    """The or of x over the warp's lanes."""
+    """True if x is true in any lane of the warp."""
     return Boolean(cute.arch.vote_any_sync(x)) if on_device() else x
 
 
 def least(x: Any) -> Any:
-    """The least of the lanes' Int32, Int64 or Float32, none of which is NaN, in all of them."""
+    """The minimum of x over the lanes; all lanes get it. x: Int32, Int64 or Float32, not NaN."""
     return _reduced(x, "min")
 
 
 def largest(x: Any) -> Any:
-    """Like :func:`least`, for the largest."""
+    """The maximum of x over the lanes; see :func:`least`."""
     return _reduced(x, "max")
 
 
@@ -64,7 +64,7 @@ def _reduced(x: Any, kind: str) -> Any:
 
 
 def lesser(a: Any, b: Any) -> Any:
-    """The lesser of two numbers, neither of which is NaN."""
+    """The smaller of two numbers, neither of which is NaN."""
     return picked(a < b, a, b)
 
 
@@ -74,7 +74,7 @@ def greater(a: Any, b: Any) -> Any:
 
 
 def picked(condition: Any, a: Any, b: Any) -> Any:
-    """a where the condition holds, else b, of one type."""
+    """a if the condition holds, else b; both have the same type."""
     kind = type(a)
     assert kind in (Int32, Int64, Float32)
     return kind(cutlass.select_(condition, a, b))

@@ -13,7 +13,7 @@ import layouts
 def start_gemm(
     tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: Constexpr
 ) -> None:
-    """Issue acc (+)= A B^T and commit it as one wgmma group. acc must not be accessed before a wait for it."""
+    """Issue acc (+)= A B^T and commit it as one wgmma group. acc must not be accessed before a wait for the group."""
     warpgroup.fence()
     issue(tiled_mma, acc, a, b, accumulate)
     warpgroup.commit_group()
@@ -30,10 +30,10 @@ def issue(
 
 
 def operand_layout(rows: int, cols: int, dtype: Any, *, stages: int | None = None, parts: int = 1) -> Any:
-    """(rows, cols[, stages]) in shared memory, cols contiguous, for TMA and for wgmma with either operand major mode.
+    """A shared-memory layout (rows, cols[, stages]), cols contiguous, for TMA and for wgmma with either major mode.
 
-    parts: warpgroups that divide the columns. Each range must be whole swizzle atoms, so the swizzle is the widest with
-    an atom that divides it.
+    parts: number of warpgroups that divide the columns. A warpgroup's columns must be whole swizzle atoms, so the
+    swizzle is the widest whose atom divides them.
     """
     atom = layouts.wgmma_smem_layout(8, layouts.atom_cols(cols // parts, dtype.width), dtype)
     shape, order = ((rows, cols), (0, 1)) if stages is None else ((rows, cols, stages), (0, 1, 2))

@@ -16,9 +16,10 @@ from cute_attn.epilogues.inputs import ScoreInputs
 
 @dataclass(frozen=True)
 class AlibiState:
-    """Slopes from a work tile's batch and first head on, and the first one times ``inv_score_scale``.
+    """slopes: a view that starts at the work tile's batch and first head.
 
-    ``last``: the last head, relative to the first one; a tile may have rows for more.
+    last: the last head relative to the first; a tile may have rows for more heads. slope: the first head's slope times
+    ``inv_score_scale``.
     """
 
     slopes: cute.Tensor
@@ -48,7 +49,7 @@ class Alibi(Epilogue):
         return AlibiState(own, last, slope, context.inv_score_scale, context.shift)
 
     def load(self, state: "AlibiState", tile: ScoreTile) -> tuple[Float32, ...]:
-        """A slope for each row, in tiles of several heads."""
+        """The slope of each row in tiles of several heads; otherwise ()."""
         heads = (cutlass.min(head, state.last) for head in tile.heads or ())
         return tuple(state.slopes[0, head] * state.inv_score_scale for head in heads)
 
@@ -70,7 +71,7 @@ class Alibi(Epilogue):
 
     @cute.jit
     def _by_columns(self, state: "AlibiState", tile: ScoreTile) -> None:
-        """One conversion to fp32 a column: it costs as much as four additions, and a thread has few columns."""
+        """Convert to fp32 once per column: that costs as much as four additions, and a thread has few columns."""
         slope, shift = state.slope, state.shift
         for c in cutlass.range_constexpr(len(tile.cols)):
             distance = Float32(tile.row0 + shift - tile.col0 - tile.cols[c])
@@ -78,4 +79,4 @@ class Alibi(Epilogue):
                 tile.acc[r, c] = tile.acc[r, c] - slope * fabs(distance + Float32(tile.rows[r]))
 
     def backward(self, state: "AlibiState", tile: ScoreTile, saved: Any) -> None:
-        """Nothing: the derivative by the score is 1."""
+        """Do nothing: the derivative with respect to the score is 1."""

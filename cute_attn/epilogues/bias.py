@@ -1,6 +1,6 @@
 """An additive bias: a tensor (batch, nheads, seqlen_q, seqlen_k), broadcast over any dimension by stride 0.
 
-Its gradient has the same extents: stored, or added atomically where several scores have the same element.
+The gradient has the same extents. It is stored, or added atomically if several scores have the same element.
 """
 
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ PAIRED, SINGLE, ADDED = "paired", "single", "added"  # how a gradient is stored
 
 @dataclass(frozen=True)
 class GradientRows:
-    """One batch and head of the bias gradient; offsets count elements of the bias's dtype, whatever the gradient's."""
+    """One batch and head of the bias gradient; offsets count elements of the bias's dtype, not of the gradient's."""
 
     pointer: cute.Pointer
     row_stride: Int64
@@ -49,16 +49,17 @@ class BiasRows:
 class Bias(Epilogue):
     """score + bias, with a bias of any dtype (fp16, bf16 or fp32).
 
-    The accumulator becomes the score itself: scaled, the smallest number of a dtype, as in masks, would be -inf.
+    The accumulator becomes the score itself: divided by the scale, a dtype's minimum, as in masks, would be -inf.
 
-    A thread holds pairs of neighbouring columns. It loads pairs if rows are aligned to them, and single elements with
-    clamped indices if not, or if the tile crosses the tensor's edge. Elements out of bounds are masked or not stored.
+    A thread holds pairs of neighbouring columns. It loads a pair at once if rows are aligned to pairs. Otherwise, or if
+    the tile crosses the tensor's edge, it loads single elements with clamped indices. Scores out of bounds are masked
+    or not stored.
 
-    In a transposed tile pairs are neighbours in a column. 16-bit elements are loaded, and gradients stored, in
-    the order of a tile that is not transposed, and exchanged between lanes; fp32 is accessed by single elements.
+    In a transposed tile, pairs are neighbours in a column. 16-bit elements are loaded, and their gradients stored, in
+    the order of an untransposed tile, and lanes exchange them; fp32 elements are accessed one by one.
 
-    With ``tile.tma_bias`` the kernel loads 16-bit tiles to shared memory by TMA. They are read when they are added, and
-    occupy no registers before.
+    With ``tile.tma_bias`` the kernel loads 16-bit tiles to shared memory by TMA. The bias is read from there only when
+    it is added, and occupies no registers before.
     """
 
     dtype: str
@@ -105,7 +106,7 @@ class Bias(Epilogue):
         )
 
     def _plane(self, tensor: cute.Tensor, context: ScoreContext) -> tuple[cute.Pointer, Int64, Boolean]:
-        """One batch and head: the first element, the row stride, whether rows are aligned to pairs."""
+        """(pointer to the first element, row stride, True if rows are aligned to pairs) for one batch and head."""
         stride_batch, stride_head, stride_row, _ = tensor.stride
         start = Int64(context.batch) * stride_batch + Int64(context.head) * stride_head
         pointer = tensor.iterator + start
@@ -125,21 +126,18 @@ class Bias(Epilogue):
         return self._pair_bytes // 4
 
     def _exchanged(self, tile: ScoreTile) -> bool:
-        """Lanes exchange elements in 16-bit, transposed tiles, on the device."""
+        """True if lanes exchange elements: in transposed 16-bit tiles, on the device."""
         return tile.transposed and self._pair_words == 1 and on_device()
 
     def load(self, state: BiasRows, tile: ScoreTile) -> Any:
-        """The bias of the tile in registers, or where lanes exchange elements, of :func:`untransposed` the tile."""
+        """The tile's bias in registers, in :func:`untransposed` order if lanes exchange elements; None with TMA."""
         if tile.tma_bias is not None:
             return None
         return self._load(state, untransposed(tile) if self._exchanged(tile) else tile)
 
     @cute.jit
     def _load(self, state: BiasRows, tile: ScoreTile) -> cute.Tensor:
-        """(words of a line, lines) of 32 bits, one or two elements each, with pairs along lines.
-
-        Lines are rows, or columns of a transposed tile.
-        """
+        """32-bit words of one or two elements: (words per row, rows), or (words per column, columns) if transposed."""
         rows: Constexpr = len(tile.rows)
         cols: Constexpr = len(tile.cols)
         along: Constexpr = rows if tile.transposed else cols
@@ -186,7 +184,7 @@ class Bias(Epilogue):
         return cute.make_tensor(pointer, cute.make_layout((along, lines)))
 
     def _row(self, state: BiasRows, tile: ScoreTile, row0: Int32, r: int) -> cute.Pointer:
-        """The bias of row r at the thread's first column; rows past the end are clamped to the last one."""
+        """Pointer to the bias of row r at the thread's first column; rows past the end are clamped to the last row."""
         row = cutlass.min(row0 + tile.rows[r], state.seqlen_q - 1)
         return state.pointer + (Int64(row) * state.row_stride + Int64(tile.col0))
 
@@ -197,7 +195,7 @@ class Bias(Epilogue):
         self._add_to_scores(state, tile, self._exchange(tile, loaded) if self._exchanged(tile) else loaded)
 
     def _exchange(self, tile: ScoreTile, loaded: cute.Tensor) -> cute.Tensor:
-        """The thread's words, pairs of rows, from the words that the lanes loaded."""
+        """The thread's words, each a pair of rows, after an exchange of the words that lanes loaded."""
         pairs, cols = len(tile.rows) // 2, len(tile.cols)
         words = cute.make_rmem_tensor(cute.make_layout((pairs, cols)), Int32)
         for r in range(pairs):
@@ -207,7 +205,7 @@ class Bias(Epilogue):
 
     @cute.jit
     def _add_tma_bias(self, state: BiasRows, tile: ScoreTile) -> None:
-        """From shared memory, by sub-tiles of each line: the next one is read while one is added."""
+        """Add the bias from shared memory, sub-tile by sub-tile; the next sub-tile is read while one is added."""
         tma_bias, size = tile.tma_bias, tile.tma_bias.SUBTILE
         along: Constexpr = len(tile.rows) if tile.transposed else len(tile.cols)
         lines: Constexpr = len(tile.cols) if tile.transposed else len(tile.rows)
@@ -232,7 +230,7 @@ class Bias(Epilogue):
         begin: Constexpr = 0,
         end: Constexpr = None,
     ) -> None:
-        """Add elements ``begin`` to ``end`` of each line, or all."""
+        """Add elements [begin, end) of each row (each column if transposed); by default all elements."""
         along: Constexpr = len(tile.rows) if tile.transposed else len(tile.cols)
         lines: Constexpr = len(tile.cols) if tile.transposed else len(tile.rows)
         last: Constexpr = along if cutlass.const_expr(end is None) else end
@@ -258,11 +256,11 @@ class Bias(Epilogue):
         return self.gradient
 
     def backward(self, state: BiasRows, tile: ScoreTile, saved: Any) -> None:
-        """Nothing: a sum's derivative is 1."""
+        """Do nothing: the derivative of a sum is 1."""
 
     @cute.jit
     def add_gradients(self, state: BiasRows, tile: ScoreTile, saved: Any) -> None:
-        """Store or add the score's gradient as the bias's, unless the kernel does (``takes_gradient``)."""
+        """Store or add the score gradient as the bias gradient, unless the kernel does so (``takes_gradient``)."""
         if cutlass.const_expr(
             self.gradient and not (tile.tma_bias is not None and tile.tma_bias.takes_gradient)
         ):
@@ -283,7 +281,7 @@ class Bias(Epilogue):
 
     @cute.jit
     def _write_exchanged(self, state: BiasRows, tile: ScoreTile, other: ScoreTile) -> None:
-        """Store 16-bit gradients as pairs of ``other``, :func:`untransposed` the tile."""
+        """Store 16-bit gradients in the pairs of ``other``, the result of :func:`untransposed` for the tile."""
         row0 = rematerialize(other.row0)
         if uniform(Uint32(state.gradient.paired & (_end(other) <= state.seqlen_k))) != Uint32(0):
             rows = _row_pointers(state.gradient.pointer, state.gradient.row_stride, other, row0)
@@ -299,7 +297,7 @@ class Bias(Epilogue):
 
     @cute.jit
     def _store(self, state: BiasRows, tile: ScoreTile, row0: Int32, how: Constexpr) -> None:
-        """Store rows and columns in bounds; unpredicated if all of the thread's are."""
+        """Store the rows and columns that are in bounds; without predicates if all of the thread's elements are."""
         if _inside(state, tile, row0):
             self._store_rows(state, tile, row0, how, False)
         else:
@@ -339,7 +337,7 @@ class Bias(Epilogue):
     def _store_elements(
         self, gradient: GradientRows, tile: ScoreTile, row: cute.Pointer, r: int, cols: tuple[int, ...]
     ) -> None:
-        """Store one gradient, or two neighbouring ones as a vector."""
+        """Store one gradient, or two neighbouring gradients as a vector."""
         gradients = self._gradients(gradient, tile, tuple((r, c) for c in cols))
         target = row + tile.cols[cols[0]]
         if len(cols) == 2:
@@ -354,7 +352,7 @@ class Bias(Epilogue):
     def _gradients(
         self, gradient: GradientRows, tile: ScoreTile, indices: tuple[tuple[int, int], ...]
     ) -> cute.Tensor:
-        """The gradients of some elements (r, c), in the bias's dtype."""
+        """The gradients of the elements (r, c) in ``indices``, in the bias's dtype."""
         wide = cute.make_rmem_tensor(len(indices), Float32)
         for i, index in enumerate(indices):
             wide[i] = tile.acc[index] * gradient.scale
@@ -367,7 +365,7 @@ class Bias(Epilogue):
 
     @cute.jit
     def _add_columns(self, state: BiasRows, tile: ScoreTile, row0: Int32) -> None:
-        """Add to a gradient of one row: one lane adds the warp's sum over its rows."""
+        """Add to a gradient with a single row: one lane adds each column's sum over the warp's rows."""
         gradient, lanes = state.gradient, QUAD_LANES if tile.transposed else COLUMN_LANES
         first = self._as_floats(gradient.pointer) + tile.col0
         for c in cutlass.range_constexpr(len(tile.cols)):
@@ -383,7 +381,7 @@ class Bias(Epilogue):
 def untransposed(tile: ScoreTile) -> ScoreTile:
     """The elements of a transposed tile that a lane accesses in global memory, before or after an exchange.
 
-    In each 8 x 8 matrix they are those that the lane would hold in a tile that is not transposed.
+    In each 8 x 8 matrix they are the elements that the lane would hold in an untransposed tile.
     """
     query, key = tile.row0 & 7, tile.col0 & 7
     cols = tuple(column + i for column in tile.cols for i in range(2))
@@ -392,12 +390,12 @@ def untransposed(tile: ScoreTile) -> ScoreTile:
 
 
 def _inside(state: BiasRows, tile: ScoreTile, row0: Int32) -> Boolean:
-    """All of the thread's rows and columns are in bounds."""
+    """True if all of the thread's rows and columns are in bounds."""
     return (row0 + tile.rows[-1] < state.seqlen_q) & (tile.col0 + tile.cols[-1] < state.seqlen_k)
 
 
 def _row_pointers(pointer: cute.Pointer, stride: Int64, tile: ScoreTile, row0: Int32) -> list[cute.Pointer]:
-    """Pointers to the thread's first column in each row, each by an addition to the one before."""
+    """Pointers to the thread's first column in each row; each is computed from the previous pointer by an addition."""
     at = pointer + (Int64(row0) * stride + Int64(tile.col0))
     steps: dict[int, Int64] = {}
     pointers = [at]

@@ -28,7 +28,7 @@ from cute_attn.work.block_range import BlockRange
 
 @cute.jit
 def run_if(condition: Boolean, action: Constexpr) -> None:
-    """``action()`` where the condition holds; it changes only registers or memory."""
+    """Call ``action`` if the condition holds; the action may change only registers or memory."""
     if condition:
         action()
 
@@ -44,7 +44,7 @@ class ScoreState:
 
 @dataclass(frozen=True)
 class EpilogueChain:
-    """``modifiers`` change scores, then the mask; sinks join the softmax's sums; dropout changes P."""
+    """``modifiers`` change scores, then the mask hides keys; sinks join the softmax's sums; dropout changes P."""
 
     mask: Mask
     modifiers: tuple[Epilogue, ...]
@@ -57,13 +57,14 @@ class EpilogueChain:
 
     @staticmethod
     def of(traits: Traits, tile: Any = None) -> "EpilogueChain":
-        """The chain of some traits: softcap, ALiBi, bias, user epilogues in their order, mask, dropout.
+        """The chain for ``traits``: softcap, ALiBi, bias, tree, user epilogues in their order, mask, dropout, sinks.
 
-        tile: of a kernel that can visit listed blocks, if they are whole blocks of the tile's; None: of another.
+        tile: the tile of a kernel that can visit only listed blocks. The chain does so if a listed block is a whole
+        number of the tile's blocks. None for other kernels.
 
         Raises:
-            ValueError: no epilogue is registered under one of the traits' names.
-            NotImplementedError: the traits are a backward's, and a user's epilogue has no derivative.
+            ValueError: no epilogue is registered under one of the names in ``traits``.
+            NotImplementedError: the kernel computes derivatives, and a user's epilogue has no backward.
         """
         reason = EpilogueChain.decline(traits)
         if reason:
@@ -92,7 +93,7 @@ class EpilogueChain:
 
     @staticmethod
     def decline(traits: Traits) -> str | None:
-        """Why no kernel supports these traits' epilogues, or None; for kernels' ``supports``."""
+        """The reason why no kernel supports the epilogues of ``traits``, or None; for ``supports`` of kernels."""
         if not traits.differentiates:
             return None
         missing = [name for name in traits.epilogues if not user_epilogue(name).differentiable()]
@@ -106,39 +107,39 @@ class EpilogueChain:
 
     @property
     def _begun_parts(self) -> tuple:
-        """Epilogues with a state in each work tile; dropout is the last."""
+        """The epilogues that have a state per work tile; dropout is last."""
         return (self.mask, *self.modifiers, *((self.dropout,) if self.dropout else ()))
 
     @property
     def may_mask_rows(self) -> bool:
-        """A modifier, without the mask, can make a whole row -inf."""
+        """True if modifiers, even without the mask, can set all scores of a row to -inf."""
         return any(not isinstance(m, Softcap | Alibi) for m in self.modifiers)
 
     @property
     def may_be_large(self) -> bool:
-        """A modifier can make scores so large that fp32 has no digit left for Q K^T."""
+        """True if a modifier can make scores so large that fp32 loses all digits of Q K^T."""
         return any(not (isinstance(m, Softcap | Alibi | Tree) or m.lists_blocks) for m in self.modifiers)
 
     @property
     def has_bias(self) -> bool:
-        """With a bias, :meth:`forward` leaves unscaled scores in the accumulator."""
+        """True with a bias: :meth:`forward` then leaves the scores themselves in the accumulator."""
         return any(isinstance(m, Bias) for m in self.modifiers)
 
     def scale_log2(self, score_scale: Float32) -> Float32:
-        """log2(e) times the factor from the accumulator to scores after all modifiers; see ``ScoreContext``."""
+        """log2(e) times the factor that converts accumulators after all modifiers to scores; see ``ScoreContext``."""
         return Float32(LOG2_E) if self.has_bias else score_scale * LOG2_E
 
     def fake_args(self) -> tuple:
-        """The cap, then fake arguments: the mask's, modifiers', dropout's and sinks'."""
+        """The cap, then the fake arguments of mask, modifiers, dropout and sinks."""
         return (Float32(1.0), *(part.fake_args() for part in self._parts))
 
     def host_args(self, inputs: ScoreInputs) -> tuple:
-        """The cap (1.0 without softcap), then a tuple for each epilogue."""
+        """The cap (1.0 without softcap), then one tuple of arguments per epilogue."""
         return (inputs.softcap if self.softcap else 1.0, *(part.host_args(inputs) for part in self._parts))
 
     @property
     def bias_has_scores_gradient(self) -> bool:
-        """The bias gradient equals, element by element, the scores' gradient after :meth:`backward`."""
+        """True if the bias gradient equals the score gradient after :meth:`backward`, element by element."""
         return self.dropout is None and all(isinstance(m, Alibi | Bias) for m in self.modifiers)
 
     def bias(self, args: tuple) -> cute.Tensor:
@@ -146,7 +147,7 @@ class EpilogueChain:
         return self._bias_args(args)[0]
 
     def bias_gradient(self, args: tuple) -> cute.Tensor:
-        """The bias gradient's tensor in a chain's arguments, with ``bias_grad``."""
+        """The bias gradient tensor in a chain's arguments; requires ``bias_grad``."""
         return self._bias_args(args)[1]
 
     def _bias_args(self, args: tuple) -> tuple:
@@ -190,7 +191,7 @@ class EpilogueChain:
         return ScoreState(begun[0], tuple(begun[1:]), dropout)
 
     def begin_tile(self, params: Any, tile: Any, head: Int32) -> tuple[ScoreContext, ScoreState]:
-        """Begin every epilogue for a head of a kernel's work tile. params: of the kernel; tile: with info and batch."""
+        """Begin every epilogue for one head of a work tile. params: the kernel's; tile: has ``info`` and ``batch``."""
         args, seqlens = params.score_args, params.seqlens
         context = self.context(
             args, seqlens, tile.info, tile.batch, head, params.nheads, params.softmax_scale
@@ -202,7 +203,7 @@ class EpilogueChain:
         return next((m, s) for m, s in zip(self.modifiers, state.modifiers, strict=True) if m.lists_blocks)
 
     def key_blocks(self, state: ScoreState, row0: Int32, end_row: Int32, tile_n: int) -> BlockRange:
-        """The key blocks that queries [row0, end_row), a block, visit."""
+        """The key blocks that the query block [row0, end_row) visits."""
         if self.visits_lists:
             modifier, own = self._listed(state)
             return modifier.key_blocks(own, row0, tile_n)
@@ -211,7 +212,7 @@ class EpilogueChain:
     def query_blocks(
         self, state: ScoreState, key0: Int32, end_key: Int32, seqlen_q: Int32, tile_m: int
     ) -> BlockRange:
-        """The query blocks that visit keys [key0, end_key), a block."""
+        """The query blocks that visit the key block [key0, end_key)."""
         if self.visits_lists:
             modifier, own = self._listed(state)
             return modifier.query_blocks(own, key0, tile_m)
@@ -230,12 +231,12 @@ class EpilogueChain:
         partial: Boolean | None = None,
         ends: Boolean | bool = True,
     ) -> tuple:
-        """Q K^T in ``tile.acc`` becomes scores over :meth:`scale_log2`, with the mask if ``masked``.
+        """Convert Q K^T in ``tile.acc`` to scores, times log2(e) / :meth:`scale_log2`; apply the mask if ``masked``.
 
-        partial: in a masked step, True if the mask of listed blocks applies as well: ``BlockRange.visit``.
-        ends: whether a listed block may reach beyond the sequence; False as a constant saves the code.
+        partial: in a masked step, True if the mask of listed blocks applies too; see ``BlockRange.visit``.
+        ends: True if a listed block may reach beyond the sequence; a constant False omits the code.
 
-        Returns each modifier's values for :meth:`backward`: registers, or None; () in a forward kernel.
+        Returns each modifier's values for :meth:`backward`, registers or None; () in a forward kernel.
         """
         saved = tuple(
             self._modify(modifier, own, tile, read, masked, partial)
@@ -264,12 +265,12 @@ class EpilogueChain:
         return ()
 
     def backward(self, state: ScoreState, tile: ScoreTile, saved: tuple, adds: Boolean | None = None) -> None:
-        """Gradients by the scores after all modifiers become gradients by the scores before, in ``tile.acc``.
+        """Convert d(loss)/d(scores after all modifiers) in ``tile.acc`` to d(loss)/d(scores before), in place.
 
-        Scores are not scaled; gradients lack the factor ``context.gradient_scale``. Modifiers work score by score, so
-        that the same factors take tangents of the scores before to tangents of those after: :meth:`tangents`.
+        Gradients lack the factor ``context.gradient_scale``. Modifiers act on each score separately, so the same
+        factors convert tangents of the scores before to tangents of the scores after: :meth:`tangents`.
 
-        adds: True if this CTA adds the gradients of tensors, where several have the same scores; None: it does.
+        adds: if several CTAs have the same scores, True in the CTA that adds the tensors' gradients; else None.
         """
         steps = list(zip(self.modifiers, state.modifiers, saved, strict=True))
         for modifier, own, kept in reversed(steps):
@@ -280,7 +281,7 @@ class EpilogueChain:
             modifier.backward(own, tile, kept)
 
     def tangents(self, state: ScoreState, tile: ScoreTile, saved: tuple) -> None:
-        """Tangents of the scores before all modifiers become tangents of the scores after, in ``tile.acc``."""
+        """Convert tangents of the scores before all modifiers to tangents of the scores after, in ``tile.acc``."""
         for modifier, own, kept in zip(self.modifiers, state.modifiers, saved, strict=True):
             modifier.backward(own, tile, kept)
 
@@ -290,25 +291,25 @@ class EpilogueChain:
             self.dropout.forward(state.dropout, tile, p)
 
     def dropout_mask(self, state: ScoreState, tile: ScoreTile) -> tuple:
-        """The tile's dropout mask, a bit per element, for :meth:`zero_dropped`; () for none.
+        """The tile's dropout mask, one bit per element, for :meth:`zero_dropped`; () without dropout.
 
-        ``tile.acc`` is not read, so that products may still run. By whole warps, with shuffles.
+        ``tile.acc`` is not read, so products may still run. All lanes of a warp must call it: they shuffle.
         """
         if self.dropout and state.dropout:
             return self.dropout.packed_mask(state.dropout, tile)
         return ()
 
     def zero_dropped(self, mask: tuple, view: cute.Tensor) -> None:
-        """Zero the dropped elements of ``view``, (rows, cols), 16-bit or fp32."""
+        """Zero the dropped elements of ``view``: (rows, cols), 16-bit or fp32."""
         if self.dropout:
             self.dropout.zero_dropped(mask, view)
 
     def sinks_of_rows(
         self, args: tuple, head: Int32, heads_left: Int32 | None, score_map: ScoreMap
     ) -> tuple[Float32, ...] | None:
-        """The attention sink of each of a thread's rows, or None: see :meth:`Sinks.of_rows`."""
+        """The attention sink of each of the thread's rows, see :meth:`Sinks.of_rows`; None without sinks."""
         return self.sinks.of_rows(args[-1], head, heads_left, score_map) if self.sinks else None
 
     def rescale(self, state: ScoreState) -> Any:
-        """The factor of the output: 1 / (1 - p), or 1."""
+        """The factor that the output is scaled by: 1 / (1 - p), or 1 without dropout."""
         return state.dropout.rescale if state.dropout else Float32(1.0)

@@ -1,11 +1,11 @@
 """PyTorch's two dropout masks, bit for bit, from Philox (Salmon et al., SC 2011, doi:10.1145/2063384.2063405).
 
-**flash** (FlashAttention-2): Philox4x32-7, one call for each lane of a 16 x 32 block of scores gives 16 bytes, and a
-lane of an mma.sync or wgmma accumulator holds exactly those 16 elements. An element is kept iff its byte <=
+**flash** (FlashAttention-2): Philox4x32-7. One call per lane of a 16 x 32 block of scores gives 16 bytes, one for each
+of the 16 elements that the lane of an mma.sync or wgmma accumulator holds. An element is kept iff its byte <=
 floor(255 (1 - p)). In a transposed accumulator a lane holds 4 of the elements of each of 4 calls.
 
-**mem_efficient** (xformers, curand): Philox4x32-10, one word per element, numbered as
-:mod:`cute_attn.epilogues.numbering` says; kept iff the word as a uniform in (0, 1] is > p.
+**mem_efficient** (xformers, curand): Philox4x32-10. Each element has one word, numbered as in
+:mod:`cute_attn.epilogues.numbering`, and is kept iff the word as a uniform in (0, 1] is > p.
 
 Both masks are applied to P after its conversion to 16 bits, two elements per register: the row sum is the sum of the
 undropped probabilities, and the output is scaled by 1 / (1 - p) at the end.
@@ -32,7 +32,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 FLASH_BLOCK = (16, 32)
 FLASH_ROUNDS = 7
 PAIRS = 16
-"""In a word of a packed mask: their first elements in its low half, the second ones in its high half."""
+"""Pairs per word of a packed mask: bits of first elements in its low half, of second elements in its high half."""
 
 
 def philox(counter: tuple, key: tuple, rounds: int) -> tuple:
@@ -70,7 +70,7 @@ def flash_threshold(p: float) -> int:
 
 @functools.lru_cache(maxsize=64)
 def mem_efficient_threshold(p: float) -> int:
-    """The smallest word that keeps an element: word -> uniform is monotone, so one integer decides."""
+    """The smallest word that keeps an element: word -> uniform is monotone, so comparing integers is enough."""
     p32 = _f32(p)
 
     def kept(word: int) -> bool:
@@ -99,15 +99,15 @@ class DropoutState:
 
 @dataclass(frozen=True)
 class Dropout:
-    """Applied to P rather than to scores, so it is not a score epilogue; its arguments are passed with theirs."""
+    """Dropout of P. It is not a score epilogue, but its arguments are passed with those of the score epilogues."""
 
     kind: str  # "flash" or "mem_efficient"
     varlen: bool = False  # whether sequences are packed, by cumulative lengths
 
     def fake_args(self) -> tuple:
-        """Seed and offset, the threshold, 1 / (1 - p), and of mem_efficient the bits that count.
+        """Fake seed and offset, threshold and 1 / (1 - p); for mem_efficient also two bit masks.
 
-        These are of a plane's first number, and of a Philox call's number within its plane.
+        They mask a plane's first number and a Philox call's number within its plane.
         """
         shared = (make_fake_tensor(Int64, (2,), stride=(1,)), Int32(0), Float32(0))
         return shared if self.kind == "flash" else (*shared, Int64(0), Int64(0))
@@ -155,9 +155,9 @@ class Dropout:
                 bits[2 * pair + i] = bits[2 * pair + i] & ~byte_permute(dropped, dropped, 0x1010 + 0x2222 * i)
 
     def packed_mask(self, state: DropoutState, tile: ScoreTile) -> tuple[Int32, ...]:
-        """The tile's mask, a bit an element in words of ``PAIRS`` pairs, for :meth:`zero_dropped`.
+        """The tile's mask for :meth:`zero_dropped`: one bit per element, in words of ``PAIRS`` pairs.
 
-        It can be generated before the products, or while they run: a word holds 32 elements.
+        Since a word holds 32 elements, the mask can be generated before the products or while they run.
         """
         mask: dict[int, Int32] = {}
         for first, second, dropped in self._masks(state, tile):
@@ -168,7 +168,7 @@ class Dropout:
 
     @staticmethod
     def zero_dropped(mask: tuple[Int32, ...], view: cute.Tensor) -> None:
-        """Zero the dropped elements of ``view``, (rows, cols), 16-bit or fp32; ``mask``: the tile's packed one."""
+        """Zero the dropped elements of ``view``: (rows, cols), 16-bit or fp32. mask: from :meth:`packed_mask`."""
         elements = registers(view)
         if elements.element_type is Float32:
             # Bit by bit: ptxas then tests several at once.
@@ -183,13 +183,13 @@ class Dropout:
 
     @staticmethod
     def dropped_pair(mask: tuple[Int32, ...], pair: int) -> Int32:
-        """16 ones for each dropped element of the ``pair``-th pair, in register order."""
+        """A word with 16 ones for each dropped element of the ``pair``-th pair in register order."""
         bit = _pair_bit(pair)
         signs = mask[pair // PAIRS] << Int32(7 - bit % 8)
         return byte_permute(signs, signs, 0xAA88 + 0x1111 * (bit // 8))
 
     def _masks(self, state: DropoutState, tile: ScoreTile):
-        """((row, column), the same of the next register, 16 ones for each dropped one of the two) of every pair."""
+        """Yield for each pair its two (row, column) indices and a word with 16 ones for each dropped element."""
         if self.kind == "flash":
             return _flash_transposed(state, tile) if tile.transposed else _flash_untransposed(state, tile)
         if tile.transposed:
@@ -198,12 +198,12 @@ class Dropout:
 
     @staticmethod
     def rescale_of(args: tuple) -> Float32:
-        """1 / (1 - p), of the kernel's arguments."""
+        """1 / (1 - p), from the kernel's arguments."""
         return args[2]
 
 
 def _as_signed(word: int, bits: int) -> int:
-    """The signed number of the same bits."""
+    """The signed number with the same bits."""
     return word - (1 << bits) if word >> (bits - 1) else word
 
 
@@ -217,14 +217,14 @@ def _as_words(view: cute.Tensor) -> cute.Tensor:
 
 
 def _pair_index(p: cute.Tensor, first: tuple[int, int], second: tuple[int, int]) -> int:
-    """Index of the word that contains two elements of 16 bits."""
+    """Index of the word that contains the two 16-bit elements."""
     index = cute.crd2idx(first, p.layout)
     assert index % 2 == 0 and cute.crd2idx(second, p.layout) == index + 1
     return index // 2
 
 
 def _flash_untransposed(state: DropoutState, tile: ScoreTile):
-    """One Philox call of a thread gives exactly its 16 elements of a 16 x 32 block."""
+    """Masks of an untransposed tile: one Philox call gives exactly a thread's 16 elements of a 16 x 32 block."""
     block_rows = FLASH_BLOCK[0]
     lane = Uint32((tile.row0 & 7) * 4 + ((tile.col0 & 7) >> 1))
     above = functools.partial(bytes_above, *byte_limits(state.threshold))
@@ -242,10 +242,10 @@ def _flash_untransposed(state: DropoutState, tile: ScoreTile):
 
 
 def _flash_transposed(state: DropoutState, tile: ScoreTile):
-    """A thread's elements are every other byte of two calls, one for its even and one for its odd queries.
+    """Masks of a transposed tile: every other byte of two calls, one for a thread's even and one for its odd queries.
 
-    The other bytes belong to the lane with the neighbouring key, 4 lanes further. So each of the two makes one call
-    and they exchange bytes.
+    The remaining bytes belong to the lane with the neighbouring key, 4 lanes further. So each of the two lanes makes
+    one call, and they exchange bytes.
     """
     block_rows = FLASH_BLOCK[0]
     odd, skip = tile.col0 & 1, _half_of_block(tile) * 8
@@ -271,7 +271,7 @@ def _flash_transposed(state: DropoutState, tile: ScoreTile):
 
 
 def _half_of_block(tile: ScoreTile) -> Int32:
-    """Half (8 of 16 queries) of the block that a transposed tile's first row is in; 0 if a thread has rows of both."""
+    """The half (8 of 16 queries) of a block that a transposed tile's rows are in: 0 or 1; 0 if rows are in both."""
     halves = [row >> 3 & 1 for row in tile.rows]
     if any(halves) and 2 * sum(halves) != len(halves):
         raise ValueError(f"a thread holds queries {tile.rows}: dropout needs whole blocks of 16 queries")
@@ -281,15 +281,15 @@ def _half_of_block(tile: ScoreTile) -> Int32:
 def _flash_words(
     state: DropoutState, tile: ScoreTile, counter: tuple, prepare: Callable[[Int32], Int32]
 ) -> Callable[[int], Int32]:
-    """A function of a column's offset: ``prepare`` of the word with the bytes of its 8 columns.
+    """A function that maps a column's offset to ``prepare(word)``, for the word with the bytes of its 8 columns.
 
-    ``counter`` is the counter of the block with the thread's first column.
+    counter: the counter of the block that contains the thread's first column.
     """
     starts, start = _starts(tile), (tile.col0 >> 3) & 3
     prepared: dict[int, Int32] = {}
 
     def word_at(eighth: int) -> Int32:
-        """Counted from the block of ``counter``."""
+        """eighth: the word's number, counted from the block of ``counter``."""
         if eighth not in prepared:
             x, y, z, w = counter
             call = philox((x, y, z, w + Uint32(eighth // 4)), state.key, FLASH_ROUNDS)
@@ -308,9 +308,10 @@ def _flash_words(
 
 
 def _mem_efficient_untransposed(state: DropoutState, tile: ScoreTile):
-    """Four neighbouring scores of a row have one Philox call, and two lanes of a quad hold them.
+    """Masks of an untransposed tile: a Philox call is for four neighbouring scores of a row, which several lanes hold.
 
-    So the lanes of a quad divide the calls of its columns and exchange a bit per score, 32 columns per word.
+    So the lanes of a quad distribute the calls of its columns among them and exchange one bit per score, 32 columns per
+    word.
     """
     lane = (tile.col0 & 7) >> 1
     groups: dict[int, int] = {}  # of 8 columns, in each word
@@ -341,9 +342,9 @@ def _mem_efficient_untransposed(state: DropoutState, tile: ScoreTile):
 
 
 def _mem_efficient_transposed(state: DropoutState, tile: ScoreTile):
-    """8 lanes hold 16 neighbouring keys, of the same two neighbouring queries.
+    """Masks of a transposed tile: 8 lanes hold 16 neighbouring keys for the same two neighbouring queries.
 
-    The lanes divide the 4 calls of either query and exchange a bit per score, 16 per query.
+    The lanes distribute the 4 calls of each query among them, and exchange one bit per score, 16 per query.
     """
     lane = tile.col0 & 7
     number = _rows_below(state, Uint64(state.first_word), rematerialize(tile.row0)) + Uint64(
@@ -365,7 +366,7 @@ def _mem_efficient_transposed(state: DropoutState, tile: ScoreTile):
 
 
 def _starts(tile: ScoreTile) -> tuple[int, ...]:
-    """In which eighths (8 columns) of a 32-column block a thread's first column may be."""
+    """Indices of the 8-column groups of a 32-column block that can contain a thread's first column."""
     held = {column // 8 for column in tile.cols}
     free, firsts = set(range(tile.tile_n // 8)), set()
     while free:
@@ -375,9 +376,10 @@ def _starts(tile: ScoreTile) -> tuple[int, ...]:
 
 
 def byte_limits(threshold: Int32) -> tuple[Int32, Int32]:
-    """(summand for the low 7 bits of each byte, all ones if the sum's or the byte's top bit suffices).
+    """(summand for the low 7 bits of each byte, ``either``): the limits of :func:`bytes_above`.
 
-    With t < 128 a byte is above t if its top bit is set or its low bits are above t; with t >= 128, if both hold.
+    For t < 128 a byte is above t if its top bit is set or its low bits are above t, and ``either`` is all ones. For
+    t >= 128 both must hold, and ``either`` is 0.
     """
     low = threshold & Int32(127)
     add = (Int32(127) - low) * Int32(0x01010101)
@@ -386,26 +388,26 @@ def byte_limits(threshold: Int32) -> tuple[Int32, Int32]:
 
 
 def bytes_above(add: Int32, either: Int32, word: Int32) -> Int32:
-    """The top bit of each byte of the result says whether that byte of ``word`` is above the threshold."""
+    """A word in which the top bit of each byte is 1 if that byte of ``word`` is above the threshold."""
     total = (word & Int32(0x7F7F7F7F)) + add
     return (total & word) | ((total | word) & either)
 
 
 def _rows_below(state: DropoutState, number: Uint64, rows: Int32 | int) -> Uint64:
-    """The number of the score so many rows below; numbers are those within the head, from its first call on."""
+    """The number of the score ``rows`` rows below. Numbers count within a head, from its first Philox call on."""
     return number + Uint64(Uint32(rows)) * Uint64(state.row_stride)
 
 
 def _calls_below(state: DropoutState, call: Uint64, rows: int) -> Uint64:
-    """The call of the score so many rows below, a multiple of 4: it is the same word of its call."""
+    """The Philox call of the score ``rows`` rows below, a multiple of 4: its word within the call is the same."""
     assert rows % 4 == 0
     return call + Uint64(rows // 4) * Uint64(state.row_stride)
 
 
 def _curand_bits(state: DropoutState, first: Uint64, call: int, calls: int, lane: Int32) -> Int32:
-    """A bit for each word of ``calls`` calls from ``first`` + ``call`` on: whether it drops.
+    """One bit, 1 for dropped, for each word of ``calls`` Philox calls from ``first + call`` on.
 
-    At most 8 calls, rounded up to 4; each lane of the quad does every fourth.
+    ``calls`` is at most 8 and is rounded up to a multiple of 4; each lane of the quad computes every fourth call.
     """
 
     def compute(lane: Int32) -> Int32:
@@ -420,7 +422,7 @@ def _curand_bits(state: DropoutState, first: Uint64, call: int, calls: int, lane
 
 @cute.jit
 def _curand_tail(state: DropoutState, first: Uint64, call: Constexpr) -> Int32:
-    """The bits of one call more, the same in each lane of the quad, if numbers are not aligned to calls."""
+    """The bits of call ``first + call``, in every lane of the quad; 0 if rows are aligned to Philox calls."""
     bits = Int32(0)
     if state.unaligned:
         bits = _curand_call(state, first + Uint64(call))
@@ -428,9 +430,9 @@ def _curand_tail(state: DropoutState, first: Uint64, call: Constexpr) -> Int32:
 
 
 def _curand_bits_of_two(state: DropoutState, number: Uint64, offset: tuple[int, int], lane: Int32) -> Int32:
-    """A bit for each word of 4 calls, and above them of the next query's: whether it drops.
+    """One bit, 1 for dropped, for each word of 4 Philox calls of a query; the next query's bits in the high half.
 
-    Each of the 8 lanes does one call. The first is that of the score ``offset`` (rows, keys) from ``number``.
+    Each of the 8 lanes computes one call. The first call is that of the score ``offset`` (rows, keys) from ``number``.
     """
 
     def compute(lane: Int32) -> Int32:
@@ -442,7 +444,7 @@ def _curand_bits_of_two(state: DropoutState, number: Uint64, offset: tuple[int, 
 
 @cute.jit
 def _curand_tails_of_two(state: DropoutState, number: Uint64, offset: Constexpr, lane: Int32) -> Int32:
-    """The bits of one call more of either query, 4 and 4, if numbers are not aligned to calls."""
+    """The 4 bits of the next call of each of the two queries; 0 if rows are aligned to Philox calls."""
     bits = Int32(0)
     if state.unaligned:
         bits = _tails(state, number, offset, lane)
@@ -459,14 +461,14 @@ def _tails(state: DropoutState, number: Uint64, offset: tuple[int, int], lane: I
 
 
 def _call_at(state: DropoutState, call: Uint64, offset: tuple[int, int]) -> Uint64:
-    """The call of the score (rows, keys) further on, multiples of 4."""
+    """The Philox call of the score ``offset`` (rows, keys) further on; both are multiples of 4."""
     rows, keys = offset
     assert keys % 4 == 0
     return _calls_below(state, call, rows) + Uint64(keys // 4)
 
 
 def _curand_call(state: DropoutState, call: Uint64) -> Int32:
-    """Four bits, one for each word of a Philox call, counted from the head's first one: whether it drops."""
+    """Four bits, 1 for dropped, for the words of a Philox call; ``call`` counts from the head's first call."""
     low, high = words(state.base + (call & state.calls_mask))
     bits = Int32(0)
     for i, word in enumerate(philox((low, high, Uint32(0), Uint32(0)), state.key, 10)):
@@ -475,12 +477,12 @@ def _curand_call(state: DropoutState, call: Uint64) -> Int32:
 
 
 def _mask_bit(element: int) -> tuple[int, int]:
-    """Word and bit of a packed mask, for an element in register order."""
+    """(word, bit) in a packed mask of an element in register order."""
     return element // 2 // PAIRS, _pair_bit(element // 2) + 16 * (element % 2)
 
 
 def _pair_bit(pair: int) -> int:
-    """The bit of a pair in both halves of a word; every other two pairs have one of the upper eight.
+    """The bit of a pair in each half of a word: pairs 2, 3, 6, 7, ... have the upper 8 of the 16 bits.
 
     One shift then moves the bits of two pairs to sign bits that ``byte_permute`` replicates, and a transposed tile's
     halves of 16 queries are in the order of flash's bytes (``cute_attn.epilogues.dropout_words``).

@@ -27,7 +27,7 @@ class Mask(Epilogue):
 
     @staticmethod
     def of(traits: Traits) -> "Mask":
-        """The mask of some traits; neither causal nor windowed, it masks the sequence's end only."""
+        """The mask for ``traits``; if neither causal nor windowed, it masks only keys beyond the sequence."""
         return Mask(traits.causal, traits.windowed)
 
     def fake_args(self) -> tuple:
@@ -44,7 +44,7 @@ class Mask(Epilogue):
         return Band(False, self.causal, Int32(0), context.shift + 1, context.seqlen_k, context.first_key)
 
     def forward(self, state: Band, tile: ScoreTile, loaded=()) -> None:
-        """Bounds are computed once per column if transposed, else once per row: a thread has fewer of these."""
+        """Compute bounds once per column if transposed, else once per row: whichever a thread has fewer of."""
         if tile.transposed:
             self._bound_queries(state, tile)
         else:
@@ -77,4 +77,4 @@ class Mask(Epilogue):
                 tile.acc[r, c] = tile.acc[r, c] if visible else -Float32.inf
 
     def backward(self, state: Band, tile: ScoreTile, saved: Any) -> None:
-        """Nothing: P is 0 at masked keys, and so is the gradient."""
+        """Do nothing: P is 0 at masked keys, and so is the gradient."""

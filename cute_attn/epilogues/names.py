@@ -9,10 +9,10 @@ from cute_attn.traits import FEATURES, did_you_mean, is_word
 
 _REGISTERED: dict[str, Any] = {}
 _TRACED: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-"""Epilogues of functions that calls bring along; they live as long as a call needs them."""
+"""Epilogues of functions that are passed in calls; each lives as long as a call needs it."""
 
 TRACED = "traced_"
-"""Prefix of the names of functions' traces. They are not for callers."""
+"""Prefix of the names of traced functions; these names are internal."""
 
 
 def check_name(name: Any) -> None:
@@ -28,10 +28,10 @@ def check_name(name: Any) -> None:
 
 
 def register_epilogue(name: str) -> Callable[[type], type]:
-    """Class decorator: register an epilogue under ``name``, for traits.
+    """Class decorator: register an epilogue under ``name``, for use in traits.
 
     Raises:
-        TypeError: what is decorated is no class with the methods of an epilogue.
+        TypeError: the decorated object is not a class with the methods of an epilogue.
         ValueError: the name is taken by a class of another name or file, or cannot be a word of a kernel's name.
     """
     check_name(name)
@@ -51,14 +51,14 @@ def register_epilogue(name: str) -> Callable[[type], type]:
 
 
 def register_function(name: str, epilogue: Any) -> None:
-    """Register a function's epilogue, an object in place of a class; ``epilogue.written`` has its module and name."""
+    """Register a function's epilogue, which is an object; ``epilogue.written`` has the function's module and name."""
     check_name(name)
     check_free(name, epilogue)
     _REGISTERED[name] = epilogue
 
 
 def register_traced(epilogue: Any) -> Any:
-    """Register an epilogue under its ``name``, weakly; returns the one registered under the name."""
+    """Register an epilogue weakly unless its name is taken; return the epilogue registered under the name."""
     return _TRACED.setdefault(epilogue.name, epilogue)
 
 
@@ -73,33 +73,33 @@ def check_free(name: str, epilogue: Any) -> None:
 
 
 def _file_of(written: Any) -> str:
-    """The file of a class or function; it may be run and imported, or in a notebook run again."""
+    """The file of a class or function, or its module's name in a notebook; the same if code is imported or rerun."""
     module = sys.modules.get(written.__module__)
     return getattr(module, "__file__", None) or str(written.__module__)
 
 
 def in_every_step(names: Iterable[str]) -> list[str]:
-    """The ones of ``names`` that compute in every step, and not only in blocks with a mask."""
+    """The names whose epilogues compute in every step, not only in masked blocks."""
     return [name for name in names if not is_registered(name) or not user_epilogue(name).lists_blocks]
 
 
 def held(names: Iterable[str], op: str) -> int:
-    """Numbers that registered epilogues hold: :meth:`Epilogue.held`."""
+    """The sum of :meth:`Epilogue.held` over the registered epilogues."""
     return sum(user_epilogue(name).held(op in ("backward", "jvp")) for name in names if is_registered(name))
 
 
 def reads_keys(names: Iterable[str]) -> bool:
-    """What one of the epilogues adds to a score may depend on its key."""
+    """True if the effect of one of the epilogues on a score may depend on the key."""
     return any(not is_registered(name) or user_epilogue(name).reads_keys for name in names)
 
 
 def lists_blocks(names: Sequence[str]) -> bool:
-    """One of the registered epilogues lists the blocks that are visited."""
+    """True if one of the registered epilogues lists the blocks to visit."""
     return len(in_every_step(names)) < len(names)
 
 
 def registered_functions(names: Sequence[str]) -> list[Any] | None:
-    """The epilogues of functions under these names; None where one is a class, or nothing is registered under it."""
+    """The function epilogues registered under ``names``; None if a name has a class, or is not registered."""
     found = [_REGISTERED.get(name) for name in names]
     return None if any(one is None or isinstance(one, type) for one in found) else found
 
@@ -118,7 +118,7 @@ def example_args(name: str, batch: int, nheads: int, seqlen_q: int, seqlen_k: in
     """Arguments of the epilogue registered under ``name`` for a call of these sizes.
 
     Raises:
-        ValueError: it needs arguments, and its class has no examples of them.
+        ValueError: the epilogue needs arguments, but its class provides no examples.
     """
     cls = user_epilogue(name)
     epilogue = cls() if isinstance(cls, type) else cls
@@ -135,7 +135,7 @@ def user_epilogue(name: str) -> Any:
     """The class registered under ``name``, or a function's object with a class's methods.
 
     Raises:
-        ValueError: nothing is registered under it; the message lists the registered names.
+        ValueError: nothing is registered under ``name``; the message lists the registered names.
     """
     found = _REGISTERED.get(name) or _TRACED.get(name)
     if found is None and name.startswith(TRACED):

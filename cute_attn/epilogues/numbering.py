@@ -1,4 +1,4 @@
-"""PyTorch's numbering of scores for dropout in memory-efficient attention. Light to import: no compiler.
+"""PyTorch's numbering of scores for dropout in memory-efficient attention. Imports no compiler.
 
 Score (q, k) of batch b and head h draws word n % 4 of the Philox call with counter n // 4, where
 
@@ -18,18 +18,19 @@ PyTorch   plane, batched plane, varlen score
 to 2.12   low 32 bits    0             low 32 bits
 ========= ============== ============= =============
 
-Up to 2.13 the forward computes planes in uint32, and in a varlen forward max_seqlen_k counts as 0: every sequence and
-every head starts at the same number. Up to 2.12 it adds a query's block, a uint32, to the row within it, and so numbers
-a head of more than 2^32 scores, such as one of 70,000 queries and keys, like 2^32 that repeat. The backward of these
-versions does neither (int32 in place of uint32, and ``skipahead`` reads negative numbers as ones near 2^64; the given
-max_seqlen_k), so its mask is not always the forward's. The mask here is the forward's, in both directions.
+Up to 2.13 the forward computes planes in uint32, and in a varlen forward it uses 0 for max_seqlen_k, so every sequence
+and every head starts at the same number. Up to 2.12 it also numbers scores within a head in uint32, so the numbers of a
+head with more than 2^32 scores, such as 70,000 queries and keys, repeat. The backward of these versions uses int32
+(``skipahead`` reads negative numbers as numbers near 2^64) and the given max_seqlen_k, so its mask is not always the
+forward's. This module follows the forward in both directions.
 
-The forward is not followed in three cases. Up to 2.12 a thread numbers the first of its up to 32 neighbouring keys, and
-counts on. If q * seqlen_k + k passes a multiple of 2^32 in between (impossible if seqlen_k is a multiple of 32 and the
-query in a whole block), up to 31 of a head's 2^32 scores behind that are numbered on there and from 0 here. If moreover
-offset + plane is not a multiple of 4, up to 3 scores before it that have a Philox call in common with one behind it are
-numbered from 0 here too. Up to 2.13, if keys and values are expanded over the heads and no log-sum-exp is requested, a
-query block of one row numbers its heads like queries.
+It deviates from PyTorch's forward in three cases. (1) Up to 2.12 a thread computes the number of the first of its up to
+32 neighbouring keys, and counts on from there. If q * seqlen_k + k passes a multiple of 2^32 in between (impossible if
+seqlen_k is a multiple of 32 and the query is in a whole block), PyTorch counts on for up to 31 scores after the
+multiple, while numbers here restart from 0. (2) If in this case offset + plane is not a multiple of 4, up to 3 scores
+before the multiple that have the same Philox call as a score after it are numbered from 0 here too. (3) Up to 2.13, if
+keys and values are expanded over the heads and no log-sum-exp is requested, PyTorch numbers the heads of a query block
+of one row like queries.
 
 Sources: PyTorch's ``mem_eff_attention/kernel_forward.h``, ``kernel_backward.h``, ``gemm_kernel_utils.h`` and
 ``_efficient_attention_forward``, 2.11 to 2.15; cuRAND's ``curand_init`` and ``skipahead`` of ``Philox4_32_10``.

@@ -1,6 +1,7 @@
-"""Attention sinks: a learnable logit a head in the softmax's denominator, a key without a value.
+"""Attention sinks: one learnable logit per head, added to the softmax denominator like a key without a value.
 
-Agarwal et al. 2025, gpt-oss (https://arxiv.org/abs/2508.10925), after Xiao et al. 2023 (https://arxiv.org/abs/2309.17453).
+Agarwal et al. 2025, gpt-oss (https://arxiv.org/abs/2508.10925), after Xiao et al. 2023
+(https://arxiv.org/abs/2309.17453).
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ _DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, "fp32": cutlass.Fl
 
 @dataclass(frozen=True)
 class Sinks:
-    """exp(sink) joins a finished row's sum of exponentials, see ``OnlineSoftmax.finish_with_sink``. Sinks: (nheads,).
+    """Adds exp(sink) to each row's final sum of exponentials; see ``OnlineSoftmax.finish_with_sink``. Sinks: (nheads,).
 
     The backward needs no epilogue: its P follows from the LSE, which includes the sink.
     """
@@ -44,8 +45,8 @@ class Sinks:
         """The sink of each of a thread's rows, read after the main loop to keep registers free there.
 
         Args:
-            head: the work tile's first one.
-            heads_left: in tiles of several heads, the number of heads from ``head`` on: a tile may have rows for more.
+            head: the work tile's first head.
+            heads_left: in tiles of several heads, the number of heads from ``head`` on; a tile may have rows for more.
         """
         (sinks,) = args
         rows = len(score_map.modes.rows)

@@ -1,4 +1,7 @@
-"""Online softmax (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867; FlashAttention-2, https://arxiv.org/abs/2307.08691)."""
+"""Online softmax (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867), as in FlashAttention-2.
+
+FlashAttention-2: https://arxiv.org/abs/2307.08691.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,7 +60,7 @@ class OnlineSoftmax:
         """Initial statistics: row_max -inf, row_sum 0.
 
         Args:
-            stats: (rows, 2) of the thread in shared memory, to keep the statistics in; None for registers.
+            stats: the thread's shared memory for the statistics, (rows, 2); None to keep them in registers.
             threshold: t > 0 keeps row_max until a score exceeds it by more than t powers of two, so that the output is
                 rarely rescaled. P is then at most 2^t, without loss of precision.
             p_exponent: see the attribute; :meth:`finish` undoes it.
@@ -72,7 +75,7 @@ class OnlineSoftmax:
         return OnlineSoftmax(row_max, row_sum, scale_log2, *options)
 
     def load_stats(self) -> "OnlineSoftmax":
-        """A copy with the statistics in registers."""
+        """This softmax with its statistics in registers: a copy if they are in shared memory."""
         if self.row_max.memspace == cute.AddressSpace.rmem:
             return self
         row_max, row_sum = cute.make_rmem_tensor_like(self.row_max), cute.make_rmem_tensor_like(self.row_sum)
@@ -81,7 +84,7 @@ class OnlineSoftmax:
         return replace(self, row_max=row_max, row_sum=row_sum)
 
     def store_stats(self, loaded: "OnlineSoftmax") -> None:
-        """Store statistics in registers, of :meth:`load_stats`, back to shared memory, if they are kept there."""
+        """Store the statistics of ``loaded``, from :meth:`load_stats`, back to shared memory if they are kept there."""
         if loaded is not self:
             cute.autovec_copy(loaded.row_max, self.row_max)
             cute.autovec_copy(loaded.row_sum, self.row_sum)
@@ -98,7 +101,7 @@ class OnlineSoftmax:
 
     @cute.jit
     def max_to_use(self, r: Constexpr, largest: Float32) -> Float32:
-        """The new row_max of row r with maximum ``largest``, under ``threshold``."""
+        """The new row_max of row r: ``largest``, or the old row_max if ``threshold`` allows it."""
         new_max = largest
         if cutlass.const_expr(self.threshold > 0):
             excess = (largest - self.row_max[r]) * self.scale_log2
@@ -107,7 +110,7 @@ class OnlineSoftmax:
 
     @cute.jit
     def exponentiate(self, acc: cute.Tensor, r: Constexpr, new_max: Float32, masked: Constexpr) -> Float32:
-        """Scores of row r become P under ``new_max``; returns the rescale factor of the output so far."""
+        """Convert scores of row r to P under ``new_max``; return the rescale factor of the output so far."""
         finite_max = new_max
         max_scaled = new_max * self.scale_log2
         if cutlass.const_expr(masked or self.may_be_empty):
@@ -136,7 +139,7 @@ class OnlineSoftmax:
 
     @cute.jit
     def advance_frozen(self, acc: cute.Tensor) -> None:
-        """One key block under stale row maxima (speculation); :meth:`within` checks the result later."""
+        """Process one key block under stale row maxima (speculation); :meth:`within` checks the result later."""
         for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
             max_scaled = self.row_max[r] * self.scale_log2
             total = self.row_sum[r]
@@ -155,9 +158,9 @@ class OnlineSoftmax:
         return self.row_sum[r] <= Float32(limit)
 
     def has_seen(self, r: Constexpr, least: Constexpr) -> Boolean:
-        """True if row r has seen a key: row_max * scale_log2 > ``least``; it is -inf if all keys were masked.
+        """True if row r has seen a key: row_max * scale_log2 > ``least``; row_max is -inf if all keys were masked.
 
-        A large maximum does not count: it cannot go stale.
+        A large maximum does not count, since :meth:`advance_frozen` cannot use it.
         """
         max_scaled = self.row_max[r] * self.scale_log2
         seen = max_scaled > Float32(least)
@@ -165,7 +168,7 @@ class OnlineSoftmax:
 
     @cute.jit
     def advance(self, acc: cute.Tensor, factors: cute.Tensor, masked: Constexpr) -> None:
-        """One key block: acc (rows, cols) from scores to P; factors (rows) become the output's rescale factors."""
+        """Process one key block: convert acc (rows, cols) from scores to P; set the output's rescale factors (rows)."""
         for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
             largest = quad_reduce(self.block_max(acc, r), fmax)
             factors[r] = self.exponentiate(acc, r, self.max_to_use(r, largest), masked)
@@ -177,16 +180,16 @@ class OnlineSoftmax:
 
     @cute.jit
     def step(self, acc: cute.Tensor, acc_o: cute.Tensor, masked: Constexpr) -> None:
-        """One key block: :meth:`advance` and :meth:`rescale`."""
+        """Process one key block: :meth:`advance`, then :meth:`rescale`."""
         factors = cute.make_rmem_tensor(cute.make_layout(cute.size(acc, mode=[0])), Float32)
         self.advance(acc, factors, masked)
         self.rescale(acc_o, factors)
 
     @cute.jit
     def merge(self, row_max: cute.Tensor, row_sum: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-        """Add the statistics of other keys, with sums that are not reduced over the lanes of a row either.
+        """Merge the statistics of other keys, whose sums are not yet reduced over the lanes of a row either.
 
-        Returns the factors (rows) of the output so far and of the other keys' output; their sum is the new output.
+        Returns factors (rows) for the output so far and for the other keys' output; the scaled sum is the new output.
         """
         rows: Constexpr = cute.size(row_max)
         own, other = (cute.make_rmem_tensor(cute.make_layout(rows), Float32) for _ in range(2))
@@ -211,9 +214,9 @@ class OnlineSoftmax:
 
     @cute.jit
     def natural_lse(self, r: Constexpr, row_sum: Float32) -> Float32:
-        """The natural LSE of row r; the row has seen a key.
+        """The natural LSE of row r, which must have seen a key.
 
-        From the same number that was subtracted from its scores: max * scale_log2, rounded.
+        It uses the number that was subtracted from the row's scores: max * scale_log2, rounded.
         """
         # Where P keeps fp32's digits, the error of an approximate logarithm would be a backward's largest one.
         lse = (self.subtracted(r) + log2(row_sum, approximate=self.p_dtype is not None)) * LN_2
@@ -224,11 +227,11 @@ class OnlineSoftmax:
 
     @cute.jit
     def rounding(self, r: Constexpr) -> Float32:
-        """Rounding factor of the largest score's P in the product with V, for a row that has seen a key.
+        """Rounding error of the largest score's P in the product with V, for a row that has seen a key.
 
-        It is 2^x with the error x of the rounded max * scale_log2, 1 only while scores are small. The row's sum has it
-        as it is, so that without this a row that sees one key would not get that key's value, but a neighbour of it,
-        and the gradient of its score would not be 0: dP - D is left of two numbers that err differently.
+        That P is 2^x, where x is the error of the rounded max * scale_log2; it is 1 only while scores are small. The
+        row's sum contains P unrounded. Without this correction the output of a row that sees one key would deviate from
+        that key's value, and the gradient of its score, from dP - D, would not be 0, since dP and D err differently.
         """
         gained = Float32(0.0)
         if cutlass.const_expr(self.p_dtype is not None):
@@ -244,16 +247,16 @@ class OnlineSoftmax:
         return max_scaled - Float32(self.p_exponent) if self.p_exponent else max_scaled
 
     def is_large(self, r: Constexpr) -> Boolean:
-        """Row r's scores are large: the maximum is subtracted before they are scaled."""
+        """True if row r's scores are large; the maximum is then subtracted before they are scaled."""
         return fabs(self.row_max[r] * self.scale_log2) > Float32(LARGE)
 
     def _log(self, total: Float32) -> Float32:
-        """The natural logarithm of a sum of P with its scale of 2^p_exponent."""
+        """The natural logarithm of a sum of P, without the sum's factor 2^p_exponent."""
         return log(total * Float32(2.0**-self.p_exponent) if self.p_exponent else total)
 
     @cute.jit
     def finish_with_sink(self, r: Constexpr, row_sum: Float32, rescale: Float32, sink: Float32):
-        """As :meth:`finish`, with exp(sink) in the sum: 0 and ``sink`` for a fully masked row."""
+        """Like :meth:`finish`, with exp(sink) in the sum: 0 and ``sink`` for a fully masked row."""
         inverse = Float32(0.0)
         lse = -Float32.inf
         max_log2, sink_log2 = product(self.row_max[r], self.scale_log2), sink * LOG2_E
@@ -282,9 +285,9 @@ class OnlineSoftmax:
     def normalize(
         self, acc_o: cute.Tensor, lse: cute.Tensor, rescale: Float32, sinks: Constexpr = None
     ) -> None:
-        """After the last key block: acc_o (rows, head_dim_v) becomes the output, lse (rows) the natural LSE.
+        """Convert acc_o (rows, head_dim_v) to the output after the last key block; set lse (rows) to the natural LSE.
 
-        sinks: an attention sink for each row, or None.
+        sinks: one attention sink per row, or None.
         """
         for r in cutlass.range_constexpr(cute.size(acc_o, mode=[0])):
             factor, lse[r] = self.finish_row(r, rescale, sinks)
@@ -294,7 +297,7 @@ class OnlineSoftmax:
 
 @cute.jit
 def rescale_rows(acc_o: cute.Tensor, factors: cute.Tensor, rarely: Constexpr) -> None:
-    """acc_o (rows, head_dim_v) *= factors (rows); ``rarely``: most factors are 1, and warps skip where all are."""
+    """acc_o (rows, head_dim_v) *= factors (rows). rarely: most factors are 1; a warp skips the product if all are."""
     if cutlass.const_expr(rarely):
         changed = factors[0] != 1.0
         for r in cutlass.range_constexpr(1, cute.size(acc_o, mode=[0])):

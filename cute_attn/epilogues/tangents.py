@@ -1,6 +1,6 @@
-"""Tangents of a score tile and of its rows' statistics, next to the online softmax: the forward-mode derivative.
+"""Forward-mode derivative: tangents of a score tile and of its rows' statistics, next to the online softmax.
 
-With a dot for a tangent, P the probabilities of the scores S, and sums over a row's keys::
+With ``_dot`` for tangents, P for the probabilities of the scores S, and sums over a row's keys::
 
     lse_dot = sum P S_dot
     out_dot = sum P (S_dot - lse_dot) v + P v_dot
@@ -19,9 +19,9 @@ from cute_attn.epilogues.softmax import OnlineSoftmax
 class RowTangents:
     """Running statistics of a thread's rows.
 
-    S_dot enters the products as P (S_dot - center), in 16 bits. A row's center is the mean of S_dot over its keys in
-    the first block with any. A large part that all keys have in common then costs no digits, and of a row with one key
-    nothing remains but P v_dot.
+    S_dot enters the products as P (S_dot - center), in 16 bits. A row's center is the P-weighted mean of S_dot over its
+    keys in the first block that has any. An offset common to all keys then costs no digits, and for a row with one key
+    only P v_dot remains.
 
     center: (rows), equal in the four lanes of a row; total: (rows), sum of P (S_dot - center) over the thread's
     elements, under the online softmax's maximum. scale: factor of S_dot, the softmax scale.
@@ -33,7 +33,7 @@ class RowTangents:
 
     @staticmethod
     def make(rows: int, softmax_scale: Float32) -> "RowTangents":
-        """Before a row has seen a key."""
+        """Initial statistics, before a row has seen a key."""
         center, total = (cute.make_rmem_tensor(cute.make_layout(rows), Float32) for _ in range(2))
         center.fill(0.0)
         total.fill(0.0)
@@ -51,7 +51,7 @@ class RowTangents:
 
     @cute.jit
     def set_center(self, r: Constexpr, row: tuple[Float32, Float32], unseen: Boolean) -> None:
-        """From the whole row's :meth:`sums` in its first block with any key. unseen: it had seen none before."""
+        """Set row r's center in its first block with a key. row: its :meth:`sums`; unseen: no key came before."""
         if unseen & (row[0] != 0.0):
             self.center[r] = row[1] / row[0]
 
@@ -59,7 +59,7 @@ class RowTangents:
     def weigh(
         self, r: Constexpr, p: cute.Tensor, dot: cute.Tensor, factor: Constexpr, guarded: Constexpr
     ) -> None:
-        """S_dot in ``dot`` becomes P (S_dot - center). factor: of earlier sums, of the online softmax; None: 1."""
+        """Convert S_dot in ``dot`` to P (S_dot - center). factor: the online softmax's, for earlier sums; None: 1."""
         # A block's elements are added up first: one sum over many keys would lose digits.
         center, total, own = self.center[r], self.total[r], Float32(0.0)
         if cutlass.const_expr(factor is not None):
@@ -73,13 +73,13 @@ class RowTangents:
     def advance(
         self, p: cute.Tensor, dot: cute.Tensor, factors: Constexpr, unseen: Constexpr, guarded: Constexpr
     ) -> None:
-        """One key block; by whole warps.
+        """Process one key block; called by whole warps.
 
         Args:
             p, dot: P and the tangents of scores without their scale (rows, cols); dot becomes P (S_dot - center).
-            factors: of earlier sums, or None under stale row maxima.
-            unseen: for each row, whether it had seen no key before this block; () if none had.
-            guarded: where P is 0, dot may be NaN.
+            factors: factors of earlier sums; None under stale row maxima.
+            unseen: for each row, True if it has seen no key before this block; () if every row has seen one.
+            guarded: True if dot may be NaN where P is 0.
         """
         rows: Constexpr = cute.size(p, mode=[0])
         if cutlass.const_expr(len(unseen) > 0):
@@ -90,7 +90,7 @@ class RowTangents:
 
     @cute.jit
     def find_centers(self, p: cute.Tensor, dot: cute.Tensor, unseen: Constexpr, guarded: Constexpr) -> None:
-        """The centers of rows that see their first key; see :meth:`advance`."""
+        """Set the centers of rows that see their first key; see :meth:`advance`."""
         any_unseen = unseen[0]
         for r in cutlass.range_constexpr(1, len(unseen)):
             any_unseen = any_unseen | unseen[r]
@@ -108,13 +108,13 @@ class RowTangents:
         rescale: Float32,
         sinks: Constexpr,
     ) -> None:
-        """After the last key block: ``out`` and ``lse``, each with its tangent, as ``OnlineSoftmax.normalize``.
+        """Compute ``out`` and ``lse`` with their tangents after the last key block, like ``OnlineSoftmax.normalize``.
 
         Args:
-            out: O and A, the sums of P (S_dot - center) V + P V_dot: (rows, head_dim_v).
-            lse: (rows), written.
-            rescale: factor of O, of dropout.
-            sinks: an attention sink for each row, or None.
+            out: O and the sums of P (S_dot - center) V + P V_dot, (rows, head_dim_v); become out and its tangent.
+            lse: LSE and its tangent, (rows), written.
+            rescale: dropout's factor of the output.
+            sinks: one attention sink per row, or None.
         """
         (o, dot), (natural, natural_dot) = out, lse
         for r in cutlass.range_constexpr(cute.size(o, mode=[0])):
@@ -129,12 +129,12 @@ class RowTangents:
     def finish(
         self, r: int, softmax: OnlineSoftmax, row_sum: Float32, total: Float32, lse: Float32, has_sinks: bool
     ) -> tuple[Float32, Float32]:
-        """(lse_dot of row r, what its tangents still lack): lse_dot and lse_dot - center; 0 if it has seen no key.
+        """(lse_dot, lse_dot - center) of row r; lse_dot is 0 if the row has seen no key.
 
         Args:
-            row_sum, total: reduced over the lanes of the row.
-            lse: of the row, with its sink.
-            has_sinks: then the keys have only a part of the row's sum.
+            row_sum, total: sums reduced over the lanes of the row.
+            lse: the row's LSE, including its sink.
+            has_sinks: True if the row's LSE includes a sink.
         """
         return self._finish(r, softmax, row_sum, total, lse, has_sinks)
 
@@ -157,5 +157,5 @@ class RowTangents:
 
 
 def _weighed(p: Float32, dot: Float32, guarded: bool) -> Float32:
-    """p dot; ``guarded``: 0 where p is, since 0 * NaN is NaN."""
+    """p * dot; if ``guarded``, 0 where p is 0, since 0 * NaN is NaN."""
     return cutlass.select_(p == 0.0, Float32(0.0), p * dot) if guarded else p * dot

@@ -1,7 +1,7 @@
 """A mask over the last keys for trees of draft tokens, in speculative decoding.
 
-A sequence's queries are its last keys: the tokens of a tree, each after its parent. A query sees the tokens that its
-row of bits names, its ancestors and itself, and all keys before the tree (Miao et al. 2023,
+A sequence's queries are its last keys: the tokens of a tree, each after its parent. A query sees all keys before the
+tree, and the tokens whose bits are set in its row of bits: its ancestors and itself (Miao et al. 2023,
 https://arxiv.org/abs/2305.09781).
 """
 
@@ -19,7 +19,7 @@ from cute_attn.epilogues.inputs import ScoreInputs
 
 @dataclass(frozen=True)
 class TreeState:
-    """The sequence's rows of bits, and which keys they are for: key j is bit j - shift."""
+    """The sequence's rows of bits; bit j - shift of a row is for key j."""
 
     bits: cute.Tensor  # int32 (rows, words)
     last_query: Int32
@@ -31,7 +31,7 @@ class TreeState:
 class Tree(Epilogue):
     """Scores of the sequence's last seqlen_q keys become -inf where the query's bit is 0. Bits: int32 (total_q, words).
 
-    Only key blocks that overlap them cost time.
+    Only key blocks that overlap these keys cost time.
     """
 
     name = "tree"

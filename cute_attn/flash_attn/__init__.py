@@ -4,19 +4,20 @@
     from cute_attn.flash_attn.flash_attn_3 import flash_attn_func      FlashAttention-3's, of flash_attn_interface
     cute_attn.flash_attn.install()                                     where code that imports those cannot be edited
 
-Source of names, arguments and conventions: Dao-AILab/flash-attention, 2.8 and hopper/ of 2026-08. Its kernels support
-fp16 and bf16 on CUDA; here also fp32 on CUDA, and CPU tensors of any float dtype, by :mod:`cute_attn.reference`.
+Source of names, arguments and conventions: Dao-AILab/flash-attention, 2.8 and hopper/ of 2026-08. FlashAttention's
+kernels support fp16 and bf16 on CUDA. This package adds fp32 on CUDA, and CPU tensors of any float dtype, computed by
+:mod:`cute_attn.reference`.
 
-:func:`install` provides the attention functions that other libraries import; :data:`MODULES` lists them. These are
-missing, so importing one raises ModuleNotFoundError, and libraries assume an older FlashAttention:
+:func:`install` provides the attention functions that other libraries import; :data:`MODULES` lists them. The modules
+below are missing. Importing one raises ModuleNotFoundError, so libraries assume an older FlashAttention:
 
     flash_attn.modules, .models            layers and models with their projections, norms and weights
     flash_attn.ops.fused_dense, .layer_norm, .rms_norm, .activations, .losses    no attention
     flash_attn.utils.*                     for generation and tests of those models
     flash_attn.cute                        FlashAttention-4's; its functions take other mask and score programs
-    flash_attn.flash_attn_triton, .flash_blocksparse_*    superseded; FlashAttention itself keeps them for old code
+    flash_attn.flash_attn_triton, .flash_blocksparse_*    superseded; FlashAttention keeps them for old code only
     flash_attn_2_cuda.fwd_kvcache          flash_attn_with_kvcache is the only function that calls it
-    hopper, flashattn_hopper, vllm.vllm_flash_attn        copies of FlashAttention under names of their owners
+    hopper, flashattn_hopper, vllm.vllm_flash_attn        copies of FlashAttention under names of other projects
 """
 
 import sys
@@ -47,7 +48,7 @@ from cute_attn.flash_attn.flash_attn_interface import (
 from cute_attn.host.doors import served
 
 __version__ = "2.8.3"
-"""The version of FlashAttention that these functions implement; programs compare it."""
+"""The version of FlashAttention that these functions implement. Programs check this version."""
 
 __all__ = [
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
@@ -57,7 +58,7 @@ __all__ = [
 
 
 class _Module(NamedTuple):
-    """Contents of a module of :func:`install`: names of ``source``; a package has submodules."""
+    """A module that :func:`install` makes: ``names`` of ``source``, or a package for submodules."""
 
     source: ModuleType | None = None
     names: Sequence[str] = ()
@@ -86,29 +87,29 @@ MODULES: dict[int, dict[str, _Module]] = {
         "flash_attn_3.flash_attn_interface": _Module(flash_attn_3, flash_attn_3.__all__),
     },
 }
-"""The modules of FlashAttention-2 and -3 that :func:`install` makes."""
+"""The modules that :func:`install` makes, by FlashAttention's version (2 or 3) and name."""
 
 VERSIONS = {2: __version__, 3: "3.0.0"}
 _DISTRIBUTIONS = {2: "flash-attn", 3: "flash-attn-3"}
 
 
 def install(versions: Sequence[int] = (2, 3)) -> None:
-    """Let ``import flash_attn`` and ``import flash_attn_interface`` in this process give this package.
+    """Make ``import flash_attn`` and ``import flash_attn_interface`` import this package's functions in this process.
 
-    :data:`MODULES` has the modules and their names; other submodules do not exist. ``importlib.metadata`` finds
-    flash-attn, and flash-attn-3, of :data:`VERSIONS`. Libraries such as transformers look for flash_attn only once:
-    call this before they are imported. A second call changes nothing.
+    :data:`MODULES` lists the modules and their names; no other submodules exist. ``importlib.metadata`` finds
+    flash-attn and flash-attn-3 with :data:`VERSIONS`. Call this before importing libraries that look for flash_attn
+    only once, such as transformers. A second call has no effect.
 
     Parameters
     ----------
     versions : sequence of {2, 3}
-        FlashAttention-2 is ``flash_attn``, FlashAttention-3 ``flash_attn_interface`` and ``flash_attn_3``. Libraries
-        that find both mostly take the latter.
+        FlashAttention-2 is ``flash_attn``; FlashAttention-3 is ``flash_attn_interface`` and ``flash_attn_3``. Most
+        libraries that find both use FlashAttention-3.
 
     Raises
     ------
     ValueError
-        One of these modules is installed.
+        One of these modules exists already, from another package.
     """
     if not isinstance(versions, Iterable) or not versions or not set(versions) <= set(MODULES):
         raise ValueError(f"versions is {versions!r}; accepted: some of {', '.join(map(str, MODULES))}")
@@ -131,12 +132,12 @@ def _top_level(number: int) -> list[str]:
 
 
 def _is_ours(number: int) -> bool:
-    """True if an earlier call made the modules of that FlashAttention."""
+    """True if an earlier :func:`install` made the modules of this FlashAttention version."""
     return all(getattr(sys.modules.get(name), "__made_by__", None) == __name__ for name in MODULES[number])
 
 
 def _made(name: str, module: _Module, of_version: str) -> ModuleType:
-    """The module, as an attribute of its package; ``find_spec`` finds its spec."""
+    """Make a module that ``find_spec`` can find, and set it as an attribute of its package."""
     made = ModuleType(name, None if module.source is None else module.source.__doc__)
     made.__spec__ = ModuleSpec(name, None, is_package=module.is_package)
     vars(made).update({each: getattr(module.source, each) for each in module.names}, __made_by__=__name__)

@@ -1,4 +1,4 @@
-"""From padded batches to packed sequences and back: FlashAttention-2's ``bert_padding`` in torch operators."""
+"""Convert padded batches to packed sequences and back: FlashAttention-2's ``bert_padding`` in torch operators."""
 
 import torch
 from torch import Tensor
@@ -14,30 +14,30 @@ __all__ = [
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """Rows ``indices``, int64 (n,), of input (rows, ...): (n, ...). Differentiable in input."""
+    """Gather rows ``indices``, int64 (n,), of input (rows, ...). Returns (n, ...), differentiable in input."""
     return input.index_select(0, indices)
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`index_first_axis`, and input itself for a residual connection."""
+    """As :func:`index_first_axis`, but also return input, for a residual connection."""
     return input.index_select(0, indices), input
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """(first_axis_dim, ...) of zeros with values (n, ...) in rows ``indices``. Differentiable in values."""
+    """Scatter values (n, ...) to rows ``indices`` of zeros (first_axis_dim, ...). Differentiable in values."""
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The inverse of :func:`unpad_input`: rows (total, ...) as (batch, seqlen, ...), 0 elsewhere.
+    """Invert :func:`unpad_input`: scatter rows (total, ...) to (batch, seqlen, ...), with 0 elsewhere.
 
     Parameters
     ----------
     hidden_states : Tensor (total, ...)
     indices : Tensor (total,), int64
-        Of each row in the flattened batch, as :func:`unpad_input` returns them.
+        Index of each row in the flattened batch, as returned by :func:`unpad_input`.
     batch, seqlen : int
-        Of the padded batch.
+        Sizes of the padded batch.
     """
     check_tensors(hidden_states=hidden_states, indices=indices)
     batch, seqlen = whole_number("batch", batch), whole_number("seqlen", seqlen)
@@ -47,32 +47,32 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The rows of a padded batch that count, one sequence after the other.
+    """Pack the unmasked rows of a padded batch, one sequence after the other.
 
     Parameters
     ----------
     hidden_states : Tensor (batch, seqlen, ...)
     attention_mask : Tensor (batch, seqlen), bool or int
-        1 for rows that count.
+        1 for tokens, 0 for padding.
     unused_mask : Tensor (batch, seqlen), bool or int, optional
-        1 for rows that are packed although they do not count.
+        1 for padding rows that are packed as well.
 
     Returns
     -------
     hidden_states : Tensor (total, ...)
         Differentiable in the argument of that name.
     indices : Tensor (total,), int64
-        Of each row in the flattened batch.
+        Index of each row in the flattened batch.
     cu_seqlens : Tensor (batch + 1,), int32
     max_seqlen : int
         Read from the device; this waits for it.
     seqused : Tensor (batch,), int32
-        How many rows of each sequence count.
+        Number of tokens of each sequence, without unused_mask.
 
     Raises
     ------
     TypeError, ValueError
-        An argument is no tensor, or a mask has another shape than hidden_states' first two dimensions.
+        An argument is not a tensor, or the shape of a mask differs from the first two sizes of hidden_states.
     """
     for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
         if mask is not None:
@@ -91,7 +91,8 @@ def unpad_input_for_concatenated_sequences(
     ----------
     hidden_states : Tensor (batch, seqlen, ...)
     attention_mask_in_length : Tensor (batch, seqlen), int
-        In each row the lengths of its sequences, 0 for none: ``[2, 3, 0, 0, 0, 0]`` has two and one row of padding.
+        The lengths of the sequences in each row, then zeros: ``[2, 3, 0, 0, 0, 0]`` means sequences of 2 and 3 tokens,
+        and one of padding.
 
     Returns
     -------
@@ -101,7 +102,7 @@ def unpad_input_for_concatenated_sequences(
     Raises
     ------
     TypeError, ValueError
-        An argument is no tensor, or the mask has another shape than hidden_states' first two dimensions.
+        An argument is not a tensor, or the shape of the mask differs from the first two sizes of hidden_states.
     """
     _check_mask("attention_mask_in_length", attention_mask_in_length, hidden_states)
     counted = attention_mask_in_length.sum(-1, keepdim=True)
@@ -118,7 +119,7 @@ def _check_mask(name: str, mask: Tensor, hidden_states: Tensor) -> None:
 
 
 def _pack(hidden_states: Tensor, counts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-    """counts: (batch, seqlen), not 0 for rows to keep. lengths: of the sequences they make."""
+    """Pack the rows where ``counts`` (batch, seqlen) is not 0. lengths: lengths of the packed sequences."""
     indices = counts.flatten().nonzero().flatten()
     cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     return (

@@ -1,4 +1,4 @@
-"""FlashAttention's conventions in the terms of this package, for all of its functions."""
+"""Translates FlashAttention's conventions to those of this package, for all of FlashAttention's functions."""
 
 import contextlib
 import math
@@ -34,7 +34,7 @@ class Scores(NamedTuple):
         return flag("causal", self.causal)
 
     def arguments(self, q: Tensor) -> dict[str, Any]:
-        """Arguments of :func:`cute_attn.attention` for these. q: the caller's, before its head dim is padded."""
+        """The arguments for :func:`cute_attn.attention`. q: the caller's q, before its head dim is padded."""
         scale, slopes = self.softmax_scale, self.alibi_slopes
         if scale is None and q.dim() and q.shape[-1]:
             scale = q.shape[-1] ** -0.5
@@ -48,10 +48,10 @@ class Scores(NamedTuple):
 
 
 def flag(name: str, value: Any) -> bool:
-    """A flag as FlashAttention's extension accepts it: a value with ``__bool__``, as numbers have; None is False.
+    """A flag as FlashAttention's extension accepts it: any value with ``__bool__``, such as a number; None is False.
 
     Raises:
-        TypeError: it has none, like strings and lists.
+        TypeError: the value has no ``__bool__``, such as a string or a list.
     """
     if value is True or value is False:
         return value
@@ -62,7 +62,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def _window(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
-    """As :func:`cute_attn.attention` takes it; bounds may be numbers of numpy's or a tensor's."""
+    """The ``window`` of :func:`cute_attn.attention`. Bounds may be numpy numbers, or tensors of one number."""
     try:
         left, right = (None if x < 0 else x for x in map(_index, window_size))
     except (TypeError, ValueError):
@@ -77,7 +77,7 @@ def _index(length: Any) -> Any:
 
 
 def whole_number(name: str, length: Any) -> Any:
-    """A length that may be a numpy number, or a tensor; reading a tensor waits for the device."""
+    """A length as an int, from an int, a numpy number or a tensor. Reading a tensor waits for the device."""
     try:
         return _index(length)
     except TypeError:
@@ -87,21 +87,21 @@ def whole_number(name: str, length: Any) -> Any:
 
 
 def longest(lengths: tuple[Any, ...]) -> tuple[Any, ...]:
-    """max_seqlen_q and max_seqlen_k. lengths: both cu_seqlens and these."""
+    """max_seqlen_q and max_seqlen_k as ints. lengths: both cu_seqlens, then both max_seqlens."""
     return whole_number("max_seqlen_q", lengths[2]), whole_number("max_seqlen_k", lengths[3])
 
 
 def probability(dropout_p: Any) -> float:
-    """dropout_p, 0 where it is so small that it drops nothing.
+    """dropout_p as a float, or 0 if it is so small that nothing is dropped.
 
-    Callers that want the LSE of an older FlashAttention pass such a value, for example diffusers.
+    Some programs, such as diffusers, pass a tiny dropout_p to get LSE from an older FlashAttention.
     """
     dropout_p = number("dropout_p", dropout_p)
     return 0.0 if 1.0 - dropout_p == 1.0 else dropout_p
 
 
 def check_tensors(**tensors: Any) -> None:
-    """:func:`cute_attn.host.checks.check_dense` of each."""
+    """Call :func:`cute_attn.host.values.check_dense` for each tensor."""
     for name, x in tensors.items():
         check_dense(name, x)
 
@@ -115,7 +115,7 @@ def check_table(block_table: Any) -> None:
 
 
 def refuse(**arguments: Any) -> None:
-    """Raise for the first that is given, as no kernel of this package reads it."""
+    """Raise for the first argument that is given: no kernel of this package supports it."""
     for name, value in arguments.items():
         if value is not None and not is_one_of(value, (0,)):
             what = "given" if isinstance(value, Tensor) else shown(value)
@@ -123,7 +123,7 @@ def refuse(**arguments: Any) -> None:
 
 
 def unpack(name: str, packed: Any, dims: int, parts: int) -> tuple[Tensor, ...]:
-    """q, k and v of qkv, or k and v of kv."""
+    """Views q, k and v of a packed qkv, or k and v of a packed kv."""
     check_tensors(**{name: packed})
     if packed.dim() != dims or packed.shape[-3] != parts:
         rows = "batch, seqlen" if dims == 5 else "total"
@@ -132,19 +132,19 @@ def unpack(name: str, packed: Any, dims: int, parts: int) -> tuple[Tensor, ...]:
 
 
 def contiguous(x: Any) -> Any:
-    """``x``, copied where its last dimension is not contiguous, also where it has no elements."""
+    """``x``, copied if its last dimension is not contiguous, even if x has no elements."""
     if not isinstance(x, Tensor) or not x.dim() or x.stride(-1) == 1:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def plus_infinity(lse: Tensor) -> Tensor:
-    """lse with +inf where a query sees no key, as FlashAttention-2 has it."""
+    """lse with +inf where a query sees no key, as in FlashAttention-2."""
     return lse.nan_to_num(math.nan, math.inf, math.inf)
 
 
 def note(door: str, tensors: tuple[Tensor, ...], scores: Scores, **others: Any) -> None:
-    """Count a call of a function. tensors: q, k and v. others: by the names of PyTorch's operators."""
+    """Count a call of function ``door``. tensors: q, k and v. others: arguments, named as in PyTorch's operators."""
     given: dict[str, Any] = dict(zip(("query", "key", "value"), tensors, strict=True))
     doors.note(door, given | {"is_causal": scores.causal, "softcap": scores.softcap} | others)
 
@@ -158,14 +158,14 @@ def attend(
     out: Tensor | None = None,
     **noted: Any,
 ) -> tuple[Tensor, ...]:
-    """:func:`cute_attn.attention`, or ``attention_varlen``, with any head dim: out, and lse and softmax if requested.
+    """Call :func:`cute_attn.attention`, or ``attention_varlen``, with any head dim. Returns a tuple of their results.
 
     Args:
-        door: the name to count; noted: for :func:`note`.
+        door: name of the function that is counted; noted: for :func:`note`.
         tensors: q, k and v.
-        lengths: of packed sequences both cu_seqlens and both longest lengths, or None.
+        lengths: both cu_seqlens and both max_seqlens of packed sequences, or None.
         options: other arguments of that function.
-        out: memory for the result.
+        out: memory for the result, or None.
     """
     q, k, v = tensors
     check_tensors(q=q, k=k, v=v)
@@ -200,7 +200,7 @@ def attend_cache(
     return_lse: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """:func:`cute_attn.api.kvcache.attention_with_kvcache`: out, and with return_lse lse."""
+    """Call :func:`cute_attn.api.kvcache.attention_with_kvcache`. Returns out, and lse with return_lse, else None."""
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     check_tensors(**{name: x for name, x in (("k", k), ("v", v)) if x is not None})
     options |= {"return_lse": True, **scores.arguments(q)} if return_lse else scores.arguments(q)
@@ -218,7 +218,7 @@ def attend_pages(
     return_lse: bool,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """out and lse of packed queries and of keys in pages; lengths: as of packed sequences."""
+    """Attend packed queries to paged keys. lengths: see :func:`attend`. Returns out, and lse or None."""
     if probability(dropout_p):
         raise ValueError(f"dropout_p is {dropout_p} with a block_table; accepted: 0")
     starts_q, starts_k, *_ = lengths
@@ -242,14 +242,14 @@ def attend_pages(
 
 
 def without_backward(out: Tensor, tensors: Sequence[Tensor], what: str) -> Tensor:
-    """``out``; asking for its gradient raises if autograd would record its computation."""
+    """``out``; if a tensor requires a gradient, a backward through ``out`` raises."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return _WithoutBackward.apply(out, what, *tensors)
     return out
 
 
 class _WithoutBackward(torch.autograd.Function):
-    """Raises where a gradient is requested that no kernel computes."""
+    """Identity on ``out`` that raises if the gradient of ``out`` is requested, since no kernel computes it."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, what: str, *tensors: Tensor) -> Tensor:

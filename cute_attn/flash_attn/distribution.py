@@ -1,6 +1,6 @@
 """The metadata that ``importlib.metadata`` finds for flash_attn after :func:`cute_attn.flash_attn.install`.
 
-Programs look for it before they import the name, for example transformers and diffusers; pip does not see it.
+Programs such as transformers and diffusers read this metadata before they import flash_attn. pip does not see it.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class _FlashAttention(Distribution):
-    """A distribution of that name."""
+    """A distribution with a name, a version and top-level modules, not installed on disk."""
 
     def __init__(self, name: str, version: str, modules: Iterable[str]) -> None:
         self._files = {
@@ -28,25 +28,25 @@ class _FlashAttention(Distribution):
 
 
 class _Finder:
-    """Finds that distribution, and no module."""
+    """Finds a :class:`_FlashAttention` distribution, and no modules."""
 
     def __init__(self, name: str, version: str, modules: Iterable[str]) -> None:
         self.name = name
         self._distribution = _FlashAttention(name, version, modules)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        """None: it finds distributions, no modules."""
+        """Return None, since this finder finds no modules."""
 
     def find_distributions(self, context: Any = DistributionFinder.Context()) -> Iterable[Distribution]:  # noqa: B008
-        """The distribution, where ``context`` asks for its name or for all."""
+        """Return the distribution if ``context`` asks for its name, or for all distributions."""
         asked = context.name is None or re.sub(r"[-_.]+", "-", context.name).lower() == self.name
         return [self._distribution] if asked else []
 
 
 def announce(name: str, version: str, modules: Iterable[str]) -> None:
-    """Let ``importlib.metadata`` find a distribution with these top-level modules; a second call changes nothing.
+    """Let ``importlib.metadata`` find a distribution with these top-level modules; a second call has no effect.
 
-    name: with hyphens, as ``flash-attn``.
+    name: a name with hyphens, such as ``flash-attn``.
     """
     if not any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
         sys.meta_path.append(_Finder(name, version, modules))

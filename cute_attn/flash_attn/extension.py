@@ -1,7 +1,7 @@
-"""FlashAttention-2's extension ``flash_attn_2_cuda``: the same steps as :mod:`~cute_attn.flash_attn.operators`.
+"""FlashAttention-2's extension ``flash_attn_2_cuda``, on the functions of :mod:`~cute_attn.flash_attn.operators`.
 
-Arguments are in the extension's order and without defaults. Transformer Engine imports ``varlen_bwd``. They raise as
-the functions of that module; NotImplementedError also where gen, or a forward's out, is given.
+Arguments are in the extension's order and without defaults. Transformer Engine imports ``varlen_bwd``. Errors are those
+of the functions in ``operators``, and NotImplementedError if gen, or a forward's out, is given.
 """
 
 import inspect
@@ -20,9 +20,9 @@ _GRADIENTS = {"dq": "q", "dk": "k", "dv": "v"}
 
 
 def _in_order(name: str, function: Callable[..., Any], arguments: str, unread: tuple[str, ...]) -> Any:
-    """``function`` under another name, with ``arguments`` in this order, those of ``unread`` refused.
+    """Wrap ``function`` under another name with ``arguments`` in this order; arguments in ``unread`` must be None.
 
-    A backward's dq, dk and dv are made where they are None, and returned first.
+    A backward allocates dq, dk and dv if they are None, and returns them before the result of ``function``.
     """
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parts = (one.partition("=") for one in arguments.split())

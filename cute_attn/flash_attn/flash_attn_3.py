@@ -1,17 +1,17 @@
 """FlashAttention-3's functions, as in its module ``flash_attn_interface``, and their common arguments.
 
-q, k and v are (batch, seqlen, nheads, head_dim), packed (total, nheads, head_dim); k and v may have fewer heads, v
-another head_dim. In addition to the arguments of :mod:`~cute_attn.flash_attn.flash_attn_interface`,
+q, k and v are (batch, seqlen, nheads, head_dim), or packed (total, nheads, head_dim); k and v may have fewer heads, v
+another head_dim. Arguments beyond those of :mod:`~cute_attn.flash_attn.flash_attn_interface`:
 
-    num_splits, pack_gqa, sm_margin, scheduler_metadata    affect FlashAttention-3's speed only; kernels here choose
-                       them, except num_splits, the number of splits of a cache's keys
-    qv, q_descale, k_descale, v_descale, attention_chunk    raise where they are given: no kernel here has a second
-                       product for scores, fp8 or chunks
+    num_splits, pack_gqa, sm_margin, scheduler_metadata    affect FlashAttention-3's speed only. Not read here, except
+                       num_splits with a cache, the number of splits of its keys
+    qv, q_descale, k_descale, v_descale, attention_chunk    raise if given: no kernel here supports a second product for
+                       scores, fp8 or chunks
     return_attn_probs  return (out, softmax_lse) instead of out
     softmax_lse        is -inf where a query sees no key
 
-They have no dropout and no ALiBi. Source of names, arguments and conventions: Dao-AILab/flash-attention,
-hopper/flash_attn_interface.py of 2026-08. Beyond it: gradients through softmax_lse, GPUs from 8.0 on, fp32.
+These functions have no dropout and no ALiBi. Source of names, arguments and conventions: Dao-AILab/flash-attention,
+hopper/flash_attn_interface.py of 2026-08. Added here: gradients through softmax_lse, GPUs from 8.0 on, fp32.
 """
 
 from typing import Any
@@ -106,7 +106,7 @@ def flash_attn_varlen_func(
     cu_seqlens_q, cu_seqlens_k : Tensor (batch + 1,), int32
         Where sequences start.
     max_seqlen_q, max_seqlen_k : int
-        The longest sequence, or more.
+        Length of the longest sequence, or more.
     seqused_q, seqused_k : Tensor (batch,), int32, optional
         How many rows of each sequence exist.
 
@@ -136,16 +136,16 @@ def flash_attn_with_kvcache(
     rotary_interleaved: bool = True, scheduler_metadata: Tensor | None = None, num_splits: int = 0,
     pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False,
 ) -> Result:  # fmt: skip
-    """Attention with a cache of keys and values, to which k and v are appended first, in place; no gradients.
+    """Append k and v to a cache in place, then attend to the cache; no gradients.
 
-    As :func:`cute_attn.flash_attn.flash_attn_with_kvcache` (its block_table is page_table here), and in addition
+    As :func:`cute_attn.flash_attn.flash_attn_with_kvcache` (its block_table is page_table here), with additions:
 
     Parameters
     ----------
     cu_seqlens_q : Tensor (batch + 1,), int32, optional
         Where sequences start in a packed q (total_q, nheads, head_dim).
     max_seqlen_q : int, optional
-        The longest of them, or more.
+        Length of the longest of these sequences, or more.
     cu_seqlens_k_new : Tensor (batch + 1,), int32, optional
         Where sequences start in packed k and v (total, nheads_k, head_dim).
     rotary_seqlens : Tensor (batch,), int32, optional
@@ -159,7 +159,7 @@ def flash_attn_with_kvcache(
     TypeError, ValueError, Unsupported
         As :func:`cute_attn.api.kvcache.attention_with_kvcache`.
     NotImplementedError
-        As there, and as :func:`flash_attn_func`.
+        As ``attention_with_kvcache``, and as :func:`flash_attn_func`.
     """
     refuse(
         qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk
@@ -180,7 +180,7 @@ def flash_attn_with_kvcache(
 def flash_attn_combine(
     out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One result from partial ones over disjoint sets of keys: out, and softmax_lse (batch, seqlen, nheads).
+    """Merge partial results over disjoint sets of keys. Returns out, and softmax_lse (batch, seqlen, nheads).
 
     Parameters
     ----------
@@ -189,7 +189,7 @@ def flash_attn_combine(
     out : Tensor (batch, seqlen, nheads, head_dim), optional
         Where to write the result.
     out_dtype : torch.dtype, optional
-        Of the result. Default: out_partial's.
+        dtype of the result. Default: dtype of out_partial.
 
     Raises
     ------
@@ -225,7 +225,7 @@ def get_scheduler_metadata(
     Raises
     ------
     TypeError
-        cache_seqlens is no tensor.
+        cache_seqlens is not a tensor.
     """
     check_tensors(cache_seqlens=cache_seqlens)
     return cache_seqlens.new_empty(0, dtype=torch.int32)
@@ -247,11 +247,11 @@ def _flash_attn_forward(
     rotary_interleaved: bool = True, scheduler_metadata: Tensor | None = None, num_splits: int = 1,
     pack_gqa: bool | None = None, sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """All forwards under one name: out, softmax_lse, and two tensors of size 0 in place of partial results.
+    """All forwards in one function: out, softmax_lse, and two tensors of size 0 in place of partial results.
 
-    Batches, or packed sequences with cu_seqlens_q and cu_seqlens_k, as :func:`flash_attn_varlen_func`, differentiable;
-    with arguments of a cache (k_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, or packed queries with unpacked
-    keys), as :func:`flash_attn_with_kvcache`, where seqused_k is cache_seqlens. out_: where to write out.
+    On batches, or on packed sequences with cu_seqlens_q and cu_seqlens_k, as :func:`flash_attn_varlen_func`, with
+    gradients. With arguments of a cache (k_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, or packed queries and
+    unpacked keys), as :func:`flash_attn_with_kvcache`; seqused_k is then cache_seqlens. out_: memory for out.
     """
     refuse(
         qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk
@@ -289,9 +289,9 @@ def _flash_attn_backward(
     softmax_scale: float | None = None, is_causal: bool = False, window_size_left: int = -1,
     window_size_right: int = -1, softcap: float = 0.0, deterministic: bool = False, sm_margin: int = 0,
 ) -> Tensor:  # fmt: skip
-    """The backward of batches or packed sequences, into dq, dk and dv; one that is None is not computed.
+    """Compute dq, dk and dv, of batches or packed sequences, in the given tensors. A gradient may be None to skip it.
 
-    Returns a tensor of size 0, in place of the row sums of dout * out.
+    Returns a tensor of size 0 in place of the row sums of dout * out.
     """
     scores = Scores(softmax_scale, is_causal, (window_size_left, window_size_right), softcap)
     options: dict[str, Any] = {"deterministic": deterministic, "seqused_k": sequed_k}
@@ -306,7 +306,7 @@ def _flash_attn_backward(
 
 
 def _cached(*tensors: Any, max_seqlen_q: Any, rotary_interleaved: Any, **others: Any) -> Any:
-    """:func:`attend_cache` of numbers and flags as FlashAttention accepts them."""
+    """Call :func:`attend_cache`, with numbers and flags of the types that FlashAttention accepts."""
     if max_seqlen_q is not None:
         max_seqlen_q = whole_number("max_seqlen_q", max_seqlen_q)
     if others["rotary_cos"] is None:  # they count with it only
@@ -316,7 +316,7 @@ def _cached(*tensors: Any, max_seqlen_q: Any, rotary_interleaved: Any, **others:
 
 
 def _options(deterministic: Any, return_attn_probs: Any) -> dict[str, Any]:
-    """Flags of the public functions, as :func:`cute_attn.attention` takes them."""
+    """Translate flags of the public functions to arguments of :func:`cute_attn.attention`."""
     return {
         "deterministic": flag("deterministic", deterministic),
         "return_lse": flag("return_attn_probs", return_attn_probs),
@@ -328,7 +328,7 @@ def _result(found: tuple[Tensor, ...]) -> Result:
 
 
 def _heads(qkv: Tensor, num_heads_q: Any) -> tuple[Tensor, ...]:
-    """q, k and v of one tensor in which heads follow each other."""
+    """Split qkv (batch, seqlen, heads, head_dim) into q, k and v."""
     heads, num_heads_q = qkv.shape[2], python_number(num_heads_q)
     if not isinstance(num_heads_q, int) or not 0 < num_heads_q < heads or (heads - num_heads_q) % 2:
         raise ValueError(
@@ -340,12 +340,12 @@ def _heads(qkv: Tensor, num_heads_q: Any) -> tuple[Tensor, ...]:
 
 
 def _accumulators(out: Tensor) -> tuple[Tensor, Tensor]:
-    """Empty tensors for FlashAttention-3's partial results: here these stay in the kernels' workspace."""
+    """Empty tensors in place of FlashAttention-3's partial results, which stay in the kernels' workspace here."""
     return out.new_empty(0, dtype=torch.float32), out.new_empty(0, dtype=torch.float32)
 
 
 def _alone(where: str, **arguments: Any) -> None:
-    """Raise for an argument that is given where it has no meaning here."""
+    """Raise for an argument that is given although it has no meaning in this case."""
     for name, value in arguments.items():
         if value is not None:
             raise ValueError(f"{name} is given {where}; accepted: None")

@@ -1,10 +1,10 @@
 """FlashAttention-2's functions, and their common arguments; each function describes its differences.
 
-q, k and v are (batch, seqlen, nheads, head_dim), packed (total, nheads, head_dim); k and v may have fewer heads.
+q, k and v are (batch, seqlen, nheads, head_dim), or packed (total, nheads, head_dim); k and v may have fewer heads.
 Packed tensors hold sequence b in rows cu_seqlens[b] to cu_seqlens[b + 1].
 
     dropout_p          probability of dropping an element of the softmax; the mask comes from torch's generator
-    softmax_scale      of q k^T; by default 1 / sqrt(head_dim), of the head_dim that was given
+    softmax_scale      factor of q k^T; by default 1 / sqrt(head_dim), with the unpadded head_dim
     causal             query i sees keys up to i + seqlen_k - seqlen_q; a right window counts as 0
     window_size        (left, right): keys i + seqlen_k - seqlen_q - left to ... + right; below 0 for no bound
     softcap            scores become softcap * tanh(score / softcap); 0 or less leaves them
@@ -13,13 +13,13 @@ Packed tensors hold sequence b in rows cu_seqlens[b] to cu_seqlens[b + 1].
     deterministic      gradients repeat bit for bit
     return_attn_probs  return (out, softmax_lse, S_dmask) instead of out
 
-softmax_lse is fp32 (batch, nheads, seqlen_q), packed (nheads, total_q), the natural logarithm of the sum of each row's
-exponentials, +inf where a query sees no key. S_dmask is the softmax (batch, nheads, seqlen_q, seqlen_k) before dropout,
-negative where dropout drops an element, and without dropout a tensor of size 0.
+softmax_lse is fp32 (batch, nheads, seqlen_q), or packed (nheads, total_q): the natural logarithm of the sum of each
+row's exponentials, +inf where a query sees no key. S_dmask is the softmax (batch, nheads, seqlen_q, seqlen_k) before
+dropout, negative where dropout drops an element; without dropout it is a tensor of size 0.
 
-Beyond FlashAttention-2: softcap and dropout together, gradients through softmax_lse, v with another head_dim. Its
-kernels leave a constant of each row out of softmax_lse under ALiBi with causal; here it is in, as its documentation
-defines scores.
+Added here: softcap and dropout together, gradients through softmax_lse, v with another head_dim. With causal and ALiBi,
+FlashAttention-2's kernels omit a constant per row from softmax_lse. Here softmax_lse includes that constant, as follows
+from the scores in FlashAttention-2's documentation.
 
 Libraries for long sequences import private names: see :mod:`~cute_attn.flash_attn.operators`.
 """
@@ -118,10 +118,10 @@ def flash_attn_varlen_func(
     cu_seqlens_q, cu_seqlens_k : Tensor (batch + 1,), int32
         Where sequences start.
     max_seqlen_q, max_seqlen_k : int
-        The longest sequence, or more.
+        Length of the longest sequence, or more.
     block_table : Tensor (batch, pages of a sequence), int32, optional
-        The pages of each sequence; k and v are then (pages, page_size, nheads_k, head_dim), without gradients and
-        dropout.
+        Page numbers of each sequence. k and v are then (pages, page_size, nheads_k, head_dim), and gradients and
+        dropout are not supported.
 
     Raises
     ------
@@ -168,7 +168,7 @@ def flash_attn_with_kvcache(
     rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Result:  # fmt: skip
-    """Attention with a cache of keys and values, to which k and v are appended first, in place; no gradients.
+    """Append k and v to a cache in place, then attend to the cache; no gradients.
 
     Parameters
     ----------
@@ -176,24 +176,24 @@ def flash_attn_with_kvcache(
     k_cache, v_cache : Tensor (entries, capacity, nheads_k, head_dim)
         Or (pages, page_size, nheads_k, head_dim) with a block_table; pages may have any size.
     k, v : Tensor (batch, seqlen_new, nheads_k, head_dim), optional
-        New rows, from row cache_seqlens on.
+        New rows, stored from row cache_seqlens.
     rotary_cos, rotary_sin : Tensor (positions, rotary_dim / 2), optional
-        Rotate k and q: new key i at cache_seqlens + i, and so query i if causal or under a window, else all queries at
-        cache_seqlens.
+        Rotate k and q. New key i is at position cache_seqlens + i. So is query i if causal or with a window; otherwise
+        all queries are at position cache_seqlens.
     cache_seqlens : Tensor (batch,), int32, or int, optional
-        Rows in use before. Default, without k: the capacity.
+        Rows in use before the call. Required with k; otherwise the default is the capacity.
     cache_batch_idx : Tensor (batch,), int32, optional
-        Each sequence's entry of the cache; by default sequence b has entry b.
+        The entry of the cache for each sequence; by default, b for sequence b.
     cache_leftpad : Tensor (batch,), int32, optional
         The first valid row of each sequence.
     block_table : Tensor (batch, pages of a sequence), int32, optional
-        The pages of each sequence; entries behind its end may have any values. On CUDA lengths beyond the table's pages
-        count as all of their rows, and new rows beyond them are not written. FlashAttention-2 raises a RuntimeError
-        for such lengths, and waits for the device to read them.
+        Page numbers of each sequence; page numbers beyond its end may have any value. On CUDA, lengths are clamped to
+        the rows of the table's pages, and new rows beyond these pages are not written. FlashAttention-2 waits for the
+        device to read the lengths, and raises a RuntimeError if one is too large.
     rotary_interleaved : bool
         True: rotate elements 2i and 2i + 1 together. False: i and i + rotary_dim / 2.
     num_splits : int
-        Number of splits of the keys, 0 for a number that suits the call.
+        Number of splits of the keys; 0 to choose it from the shapes.
     return_softmax_lse : bool
         Return (out, softmax_lse) instead of out.
 
@@ -227,7 +227,7 @@ def flash_attn_with_kvcache(
 
 
 class _Options(NamedTuple):
-    """The arguments of all functions except the last."""
+    """Arguments that all functions except :func:`flash_attn_with_kvcache` have."""
 
     scores: Scores
     dropout_p: float
@@ -241,9 +241,9 @@ def _repeat(
     options: _Options,
     block_table: Tensor | None = None,
 ) -> Result:
-    """A call's result, from the record of an earlier one if any.
+    """The result of a call, from a record if the call repeats an earlier one.
 
-    tensors: q, k and v, or packed qkv, or q and kv; lengths: of packed sequences as for :func:`_attend`, or ().
+    tensors: q, k and v, or packed qkv, or q and kv; lengths: as for :func:`_attend`, or () for batches.
     """
     scores, *others = options
     *numbers, slopes = scores
@@ -260,7 +260,7 @@ def _repeat(
 
 
 def _parts(tensors: tuple[Tensor, ...], *, packed: bool) -> tuple[Tensor, ...]:
-    """q, k and v, unpacked from qkv or kv if packed."""
+    """q, k and v, unpacked from qkv or kv if necessary. packed: sequences are packed."""
     dims = 4 if packed else 5
     if len(tensors) == 1:
         return unpack("qkv", tensors[0], dims, 3)
@@ -268,9 +268,9 @@ def _parts(tensors: tuple[Tensor, ...], *, packed: bool) -> tuple[Tensor, ...]:
 
 
 def _attend(tensors: tuple[Tensor, ...], lengths: tuple[Any, ...] | None, options: _Options) -> Result:
-    """A call that no record is known of.
+    """The result of a call that repeats no recorded one.
 
-    tensors: q, k and v. lengths: both cu_seqlens and both longest lengths, of packed sequences.
+    tensors: q, k and v. lengths: both cu_seqlens and both max_seqlens of packed sequences, or None.
     """
     dropout_p, probs = probability(options.dropout_p), flag("return_attn_probs", options.return_attn_probs)
     arguments = {
@@ -292,7 +292,7 @@ _DOORS = ("flash_attn.flash_attn_func", "flash_attn.flash_attn_varlen_func")
 def _attend_pages(
     tensors: tuple[Tensor, ...], lengths: tuple[Any, ...], block_table: Tensor, options: _Options
 ) -> Result:
-    """Packed queries, and keys in pages."""
+    """The result of a call with packed queries and paged keys."""
     flag("deterministic", options.deterministic)
     probs = flag("return_attn_probs", options.return_attn_probs)
     out, lse = attend_pages(tensors, lengths, block_table, options.scores, options.dropout_p, probs)

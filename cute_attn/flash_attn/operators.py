@@ -1,22 +1,22 @@
 """The functions that FlashAttention-2's autograd functions call: a forward, and a backward from its outputs.
 
-Libraries that split a sequence across GPUs import these private functions from ``flash_attn.flash_attn_interface``,
-with these signatures since FlashAttention 2.7, or the functions of its extension ``flash_attn_2_cuda``, with arguments
+Libraries that split a sequence across GPUs import these private functions from ``flash_attn.flash_attn_interface``
+(with the signatures of FlashAttention 2.7 and later), or from the extension ``flash_attn_2_cuda``, which has arguments
 in another order. A forward returns
 
-    out          as q
-    softmax_lse  fp32 (batch, nheads, seqlen_q), packed (nheads, total_q); +inf where a query sees no key
-    S_dmask      with return_softmax and dropout the softmax, as from the public functions; else of size 0
-    rng_state    int64 (2,), seed and offset of the dropout mask, for the backward; else zeros
+    out          shaped like q, with v's head_dim
+    softmax_lse  fp32 (batch, nheads, seqlen_q), or packed (nheads, total_q); +inf where a query sees no key
+    S_dmask      the softmax, as from the public functions, with return_softmax and dropout; otherwise of size 0
+    rng_state    int64 (2,), seed and offset of the dropout mask, for the backward; zeros without dropout
 
-Beyond FlashAttention-2, out and softmax_lse are differentiable where autograd records.
+Unlike in FlashAttention-2, out and softmax_lse are differentiable by autograd.
 
-A backward writes dq, dk and dv, and does not compute one that is None. FlashAttention-2's returns the row sums of
-dout * out, padded to its blocks; here these stay in the workspace, and a tensor of size 0 is returned. out and
-softmax_lse may cover more keys than the call has: gradients are then the contributions of its keys, and ring attention
-adds them up.
+A backward writes dq, dk and dv, and skips a gradient that is None. FlashAttention-2's backward returns the row sums of
+dout * out, padded to its blocks. Here these stay in the workspace, and a tensor of size 0 is returned. out and
+softmax_lse may cover more keys than the call has, as in ring attention: gradients are then the contributions of the
+call's keys, to be summed by the caller.
 
-Functions raise TypeError, ValueError and Unsupported as those of :mod:`cute_attn.api.attention`; a backward also for
+Functions raise TypeError, ValueError and Unsupported as in :mod:`cute_attn.api.attention`. A backward also raises for
 dropout without a rng_state.
 """
 
@@ -64,12 +64,12 @@ def _flash_attn_varlen_forward(
 ) -> Outputs:  # fmt: skip
     """The forward of :func:`~cute_attn.flash_attn.flash_attn_varlen_func`.
 
-    num_splits: counts with a block_table.
+    num_splits: read only with a block_table.
 
     Raises
     ------
     TypeError, ValueError, Unsupported
-        As that function.
+        As ``flash_attn_varlen_func``.
     NotImplementedError
         leftpad_k or zero_tensors is given.
     """
@@ -94,7 +94,7 @@ def _flash_attn_backward(
     window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None,
     deterministic: bool, rng_state: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The backward of :func:`~cute_attn.flash_attn.flash_attn_func`, into dq, dk and dv."""
+    """The backward of :func:`~cute_attn.flash_attn.flash_attn_func`; writes to dq, dk and dv."""
     scores = Scores(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     options = {"dropout_p": dropout_p, "deterministic": deterministic, "rng_state": rng_state}
     tensors = (dout, q, k, v, out, softmax_lse)
@@ -108,9 +108,9 @@ def _flash_attn_varlen_backward(
     window_size_right: int, softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
     rng_state: Tensor | None = None, zero_tensors: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The backward of :func:`~cute_attn.flash_attn.flash_attn_varlen_func`, into dq, dk and dv.
+    """The backward of :func:`~cute_attn.flash_attn.flash_attn_varlen_func`; writes to dq, dk and dv.
 
-    Rows that no sequence owns become 0 with or without zero_tensors.
+    Rows that belong to no sequence become 0, with or without zero_tensors.
     """
     scores = Scores(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -127,7 +127,7 @@ def _forward(
     return_softmax: bool,
     **options: Any,
 ) -> Outputs:
-    """tensors: q, k and v. lengths: both cu_seqlens and both longest lengths, of packed sequences."""
+    """Compute a forward. tensors: q, k, v. lengths: both cu_seqlens and both max_seqlens, None for batches."""
     q, k, v = tensors
     check_tensors(q=q, k=k, v=v)
     dropout_p = probability(dropout_p)
@@ -149,10 +149,10 @@ def backward(
     scores: Scores,
     options: dict[str, Any],
 ) -> Tensor:
-    """Write gradients into the given ones of dq, dk and dv; returns a tensor of size 0.
+    """Write gradients to dq, dk and dv, those that are not None, in ``into``. Returns a tensor of size 0.
 
-    door: the name to count. tensors: dout, q, k, v, out and softmax_lse. lengths: as for the forward. options: of
-    attention_backward.
+    door: name of the function that is counted. tensors: dout, q, k, v, out and softmax_lse. lengths: see
+    :func:`_forward`. options: arguments of attention_backward.
     """
     dout, q, k, v, out, lse = tensors
     check_tensors(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse)
@@ -183,7 +183,7 @@ def backward(
 
 
 def _check_into(given: dict[str, Tensor], read: dict[str, Tensor]) -> None:
-    """Raise where a gradient cannot be copied to the given tensor. read: the call's tensors."""
+    """Raise if gradients cannot be copied to the ``given`` tensors. read: tensors that the backward reads."""
     taken = list(read.items())
     for name, x in given.items():
         own = read[name]

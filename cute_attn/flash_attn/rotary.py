@@ -1,9 +1,10 @@
-"""Rotary embedding by FlashAttention's names, in torch operators: its ``layers.rotary`` and ``ops.triton.rotary``.
+"""FlashAttention's rotary embedding (``layers.rotary`` and ``ops.triton.rotary``) in torch operators.
 
-Libraries import these together with its attention (Megatron-LM, models of Hugging Face), some without checking that
-they exist (vLLM). :func:`cute_attn.reference.kvcache.rotate` is the rotation: Su et al. 2021, arXiv:2104.09864, in fp32
-and then rounded. FlashAttention has a Triton kernel for it; these need a few launches, or one under ``torch.compile``.
-Attention with a cache rotates in its append kernel: see rotary_cos of ``flash_attn_with_kvcache``.
+Libraries import these functions together with FlashAttention's attention (Megatron-LM, models of Hugging Face), some
+without checking that they exist (vLLM). The rotation, :func:`cute_attn.reference.kvcache.rotate`, is that of Su et al.
+2021, arXiv:2104.09864, in fp32 and then rounded. FlashAttention has a Triton kernel for it; the functions here need a
+few launches, or one under ``torch.compile``. With a cache, the append kernel rotates: see rotary_cos of
+``flash_attn_with_kvcache``.
 
     x            (batch, seqlen, nheads, head_dim), or packed (total, nheads, head_dim) with cu_seqlens
     cos, sin     (positions, rotary_dim / 2); the first rotary_dim elements of each head are rotated
@@ -34,7 +35,7 @@ def apply_rotary(
     x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor = 0, cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None, interleaved: bool = False, inplace: bool = False, conjugate: bool = False,
 ) -> Tensor:  # fmt: skip
-    """x rotated; conjugate: by the negative angles, as for gradients. Differentiable in x."""
+    """Rotate x; with conjugate by the negative angles, as for gradients. Differentiable in x."""
     check_tensors(x=x, cos=cos, sin=sin)
     dims = 3 if cu_seqlens is not None else 4
     if x.dim() != dims:
@@ -64,7 +65,7 @@ def apply_rotary(
 
 
 def _check_offsets(seqlen_offsets: Any, batch: int) -> None:
-    """Raise unless these are positions of each sequence's first row."""
+    """Raise unless seqlen_offsets has a valid type and shape."""
     accepted = f"int32 or int64 ({batch},), or an int of 0 or more"
     if isinstance(seqlen_offsets, Tensor):
         check_tensors(seqlen_offsets=seqlen_offsets)
@@ -90,7 +91,7 @@ apply_rotary_emb_func = apply_rotary_emb
 
 
 def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """x turned, in x's and cos' common dtype; row i of each sequence is at position i.
+    """Rotate x in the common dtype of x and cos; row i of each sequence is at position i.
 
     Parameters
     ----------
@@ -118,14 +119,14 @@ def apply_rotary_emb_qkv_(
     qkv: Tensor, cos: Tensor, sin: Tensor, cos_k: Tensor | None = None, sin_k: Tensor | None = None,
     interleaved: bool = False, seqlen_offsets: int | Tensor = 0, num_heads_q: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Turn q and k of qkv in place.
+    """Rotate q and k of qkv in place.
 
     Parameters
     ----------
     qkv : Tensor (batch, seqlen, 3, nheads, head_dim), or (batch, seqlen, heads, head_dim) with num_heads_q
         With num_heads_q: heads of q first, then of k, then as many of v.
     cos_k, sin_k : Tensor, optional
-        For k; by default cos and sin.
+        Tables for k; by default cos and sin.
     num_heads_q : int, optional
         Number of q's heads.
     """
@@ -154,7 +155,7 @@ def apply_rotary_emb_qkv_(
 def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
 ) -> Tensor:
-    """Turn k of kv (batch, seqlen, 2, nheads, head_dim) in place."""
+    """Rotate k of kv (batch, seqlen, 2, nheads, head_dim) in place."""
     check_tensors(kv=kv)
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise wrong_shape("kv", kv, "(batch, seqlen, 2, nheads, head_dim)")
@@ -167,9 +168,9 @@ def apply_rotary_emb_kv_(
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Rotates q and k by position i times base ** (-2j / dim) for pair j, with tables kept from call to call.
+    """Rotates pair j of q and k at position i by the angle i * base ** (-2j / dim). Tables are kept between calls.
 
-    With scale_base both are scaled by position as well, so that products depend on distances (xPos, Sun et al. 2022,
+    With scale_base, q and k are also scaled by position, and their products by distance (xPos, Sun et al. 2022,
     arXiv:2212.10554).
 
     Parameters
@@ -180,7 +181,7 @@ class RotaryEmbedding(torch.nn.Module):
     interleaved : bool
         See :func:`apply_rotary`.
     scale_base : float, optional
-    device : of the frequencies
+    device : device of the frequencies
     """
 
     def __init__(
@@ -208,7 +209,7 @@ class RotaryEmbedding(torch.nn.Module):
         return self.base ** (-even / self.dim)
 
     def _update_cos_sin_cache(self, seqlen: int, device: Any = None, dtype: Any = None) -> None:
-        """Make tables for positions up to seqlen where those at hand do not serve."""
+        """Make tables for ``seqlen`` positions, unless the current tables can be used."""
         cos = self._cos_cached
         if (
             cos is not None
@@ -242,7 +243,7 @@ class RotaryEmbedding(torch.nn.Module):
         max_seqlen: int | None = None,
         num_heads_q: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Turn q and k in place.
+        """Rotate q and k in place.
 
         Parameters
         ----------
@@ -250,7 +251,7 @@ class RotaryEmbedding(torch.nn.Module):
             See :func:`apply_rotary_emb_qkv_`; with kv it is q (batch, seqlen, nheads, head_dim).
         kv : Tensor (batch, seqlen, 2, nheads, head_dim), optional
         seqlen_offset : int, or Tensor (batch,)
-            The position of each sequence's first row; a tensor with max_seqlen.
+            The position of each sequence's first row. A tensor requires max_seqlen.
         max_seqlen : int, optional
             Number of positions.
         num_heads_q : int, optional
@@ -293,23 +294,23 @@ def _positions(x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | Non
 
 
 def _replaced(x: Tensor, turned: Tensor) -> Tensor:
-    """``turned`` in x's memory; x itself where autograd does not record."""
+    """Copy ``turned`` to x's memory. Returns x, or a tensor in x's memory if autograd records."""
     if torch.is_grad_enabled() and turned.requires_grad:
         return _InMemory.apply(x.detach(), turned)
     return x.copy_(turned)
 
 
 class _InMemory(torch.autograd.Function):
-    """A result in given memory, also in a leaf's: torch's operators refuse to change that."""
+    """Writes a result to given memory, even to that of a leaf, which torch's operators refuse to change."""
 
     @staticmethod
     def forward(ctx: Any, memory: Tensor, result: Tensor) -> Tensor:
-        """``memory``, with the result in it."""
+        """Copy the result to ``memory``, and return ``memory``."""
         memory.copy_(result)
         ctx.mark_dirty(memory)
         return memory
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        """The result's gradient; ``memory`` gets none."""
+        """Pass the gradient to the result; ``memory`` has no gradient."""
         return None, grad

@@ -2,7 +2,7 @@
 
     from cute_attn.flex import flex_attention    instead of PyTorch's
     cute_attn.flex.activate()                    every flex_attention of this process, eager and compiled
-    cute_attn.flex.served                        how often it was called, and why some calls fell through
+    cute_attn.flex.served                        number of calls, and why PyTorch computed some of them
     cute_attn.flex.restore()
     cute_attn.flex.interval_mask(begin, end, n)  a BlockMask of one interval of keys for each query
 
@@ -39,14 +39,14 @@ def flex_attention(
     Parameters
     ----------
     query : Tensor (batch, nheads, seqlen_q, head_dim)
-        fp16, bf16 or fp32 on CUDA, any float dtype on the CPU, where the definition computes it in plain torch.
+        fp16, bf16 or fp32 on CUDA. CPU tensors have any float dtype, and the definition computes them in plain torch.
     key : Tensor (batch or 1, nheads_kv, seqlen_k, head_dim)
     value : Tensor (batch or 1, nheads_kv, seqlen_k, head_dim_v)
     score_mod : function (score, b, h, q_idx, kv_idx) -> score, optional
         See :func:`cute_attn.attention`; h counts query heads.
     block_mask : BlockMask, optional
-        For these lengths, or longer ones, of which the first rows and columns are used; its batch and heads are query's
-        or 1. Full blocks are visible, partial ones where its mask_mod is True, and unlisted blocks are hidden.
+        Made for these lengths, or for longer ones (only the first rows and columns are used), with query's batch and
+        heads, or 1. Full blocks are visible, unlisted blocks are hidden, and mask_mod decides in partial blocks.
     scale : float, optional
         Factor of the products. Default 1 / sqrt(head_dim).
     enable_gqa : bool
@@ -54,14 +54,14 @@ def flex_attention(
     return_lse : bool
         Also return lse.
     kernel_options : dict, optional
-        Of PyTorch's kernels; not read.
+        Options of PyTorch's kernels; not read.
     return_aux : AuxRequest, optional
-        Also return an AuxOutput, with lse if requested. max_scores are not supported.
+        Also return an AuxOutput, with lse if requested. max_scores is not supported.
 
     Returns
     -------
     out : Tensor (batch, nheads, seqlen_q, head_dim_v), query's dtype
-        Its dimensions have the order of query's in memory. 0 in rows that see no key.
+        Dimensions have the same order in memory as query's. 0 in rows that see no key.
     lse : Tensor (batch, nheads, seqlen_q), float32 (float64 for float64 query)
         Natural logarithm of each row's sum of exponentials, -inf in rows that see no key.
 
@@ -70,9 +70,9 @@ def flex_attention(
     Raises
     ------
     TypeError, ValueError, Unsupported
-        An argument is not as described here, or as :func:`cute_attn.attention`.
+        An argument is not as described here, or :func:`cute_attn.attention` raises.
     NotImplementedError
-        max_scores are requested, or a gradient of a captured CUDA tensor must repeat bit for bit.
+        max_scores is requested, or a gradient of a captured CUDA tensor must repeat bit for bit.
 
     Source: torch.nn.attention.flex_attention of torch 2.13, and Dong et al. 2024, arXiv:2412.05496.
     """
@@ -104,25 +104,25 @@ def flex_attention(
 
 
 def activate(*, unsupported: str = "fall_back", strict: bool = False) -> None:
-    """Serve ``torch.nn.attention.flex_attention.flex_attention`` from now on, also where it was imported before.
+    """Serve ``torch.nn.attention.flex_attention.flex_attention`` from now on, even if programs have imported it.
 
-    A second call replaces the options of the first. Where nothing can be served, as on a machine without a GPU, the
-    first call warns and none does anything. Inside ``torch.compile`` a call is a node of the graph, ours or PyTorch's,
-    and counts when it is traced.
+    A second call replaces the options of the first. If nothing can be served, as on a machine without a GPU, calls
+    have no effect, and the first one warns. Under ``torch.compile``, a call of flex_attention becomes a graph node,
+    ours or PyTorch's, and is counted when it is traced.
 
     Parameters
     ----------
     unsupported : {"fall_back", "error"}
-        For a call that no kernel supports: PyTorch computes it, compiled if the call was, and the first one warns; or
-        ``Unsupported`` is raised.
+        What happens to a call that no kernel supports. PyTorch computes it, compiled if the call was compiled, and
+        the first such call warns; or ``Unsupported`` is raised.
     strict : bool
-        Raise where nothing can be served.
+        Raise if nothing can be served.
 
     Raises
     ------
     ValueError
         An argument is not as described here; or with ``strict`` there is no GPU that kernels are built for, or
-        PyTorch's function has other arguments. Nothing is changed then.
+        PyTorch's function has other arguments. Served calls do not change in that case.
     """
     check_flags(strict=strict)
     options = Options(unsupported=unsupported)
@@ -136,7 +136,7 @@ def activate(*, unsupported: str = "fall_back", strict: bool = False) -> None:
 
 
 def restore() -> None:
-    """Let PyTorch compute everything again; without :func:`activate` before it nothing happens."""
+    """Let PyTorch compute everything again; has no effect unless :func:`activate` was called."""
     activation = overrides.serving()
     if activation is not None:
         activation.remove()

@@ -1,4 +1,4 @@
-"""One call of FlexAttention as one of :func:`cute_attn.attention`: its checks, and the layouts of both."""
+"""FlexAttention by :func:`cute_attn.attention`: checks of arguments, and conversion of layouts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +40,7 @@ def attend(
 
 
 def _in_order_of(query: Tensor, out: Tensor) -> Tensor:
-    """``out``, copied where its dimensions do not lie in memory in the order of query's: programs may view it so."""
+    """``out`` with its dimensions in memory in query's order, copied if necessary: programs rely on it for views."""
     order = (*sorted(range(3), key=query.stride, reverse=True), 3)
     stored = out.permute(order)
     if stored.is_contiguous():

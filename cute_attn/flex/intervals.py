@@ -1,4 +1,4 @@
-"""A BlockMask of the keys that each query sees from one to another, made on their device without waiting for it."""
+"""BlockMasks in which each query sees one interval of keys, made without waiting for the GPU."""
 
 from typing import Any
 
@@ -13,22 +13,22 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 def interval_mask(begin: Tensor, end: Tensor, seqlen_k: int) -> BlockMask:
-    """The BlockMask of queries that see the keys ``begin <= key < end``, for ``attention`` and ``flex_attention``.
+    """Make a BlockMask in which a query sees keys ``begin <= key < end``, for ``attention`` and ``flex_attention``.
 
-    No (seqlen_q, seqlen_k) tensor is made: blocks of 128 x 128 follow from the least and the largest bounds of their
-    queries. If a CUDA graph captures the call, each replay makes the lists again.
+    No (seqlen_q, seqlen_k) tensor is made: blocks of 128 x 128 are classified by the minimum and maximum bounds of
+    their queries. If a CUDA graph captures the call, each replay makes the lists again.
 
     Parameters
     ----------
     begin, end : Tensor (batch or 1, nheads or 1, seqlen_q), int32 or int64
-        A query with ``begin >= end`` sees no key. Bounds may lie beyond the sequence.
+        A query with ``begin >= end`` sees no key. Bounds may be outside the sequence.
     seqlen_k : int
-        Keys of each sequence.
+        Number of keys of each sequence.
 
     Returns
     -------
     BlockMask
-        Its function reads ``begin`` and ``end``; these must not change while it is used.
+        The mask's function reads ``begin`` and ``end``, which must not change while the mask is used.
 
     Raises
     ------
@@ -78,7 +78,8 @@ def _check(begin: Any, end: Any, seqlen_k: Any) -> None:
 def _bounds(begin: Tensor, end: Tensor) -> tuple[Tensor, ...]:
     """The smallest and largest begin, and the smallest and largest end, over the queries of each block.
 
-    A query without keys has the largest begin and the least end: it lists no block, and its block is not full.
+    A query without keys gets the largest possible begin and the smallest end, so that it adds no key block to its
+    block's list, and none counts as full.
     """
     empty, most = begin >= end, 1 << 30
     bounds = (begin.masked_fill(empty, most), end.masked_fill(empty, -most))
@@ -94,6 +95,6 @@ def _bounds(begin: Tensor, end: Tensor) -> tuple[Tensor, ...]:
 
 
 def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of chosen elements along the last dimension, and all indices, those of chosen elements first."""
+    """Number of chosen elements along the last dimension, and all indices, with chosen elements first."""
     places = torch.sort(chosen.int(), dim=-1, descending=True, stable=True).indices
     return chosen.sum(-1).int(), places.int()

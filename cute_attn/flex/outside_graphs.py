@@ -1,4 +1,4 @@
-"""Calls that are watched, under ``torch.compile``: between two graphs. Importing this module loads its compiler."""
+"""Under ``torch.compile``, watched calls run between two graphs. Importing this module loads torch's compiler."""
 
 import torch
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -12,6 +12,6 @@ serve = torch.compiler.disable(
 
 @torch.compiler.assume_constant_result
 def stays_whole() -> bool:
-    """True if the traced graph may not be broken: under ``fullgraph=True``, or in an export."""
+    """True if graph breaks are not allowed in the current trace: under ``fullgraph=True``, or in an export."""
     tracer = InstructionTranslator.current_tx()
     return bool(tracer.one_graph or tracer.error_on_graph_break)

@@ -1,7 +1,7 @@
-"""PyTorch's ``flex_attention`` with another code, while it is served.
+"""Serves PyTorch's ``flex_attention`` by replacing the function's code object.
 
-The function stays the object that programs imported, wrapped or compiled before: its code is replaced. Compilers guard
-on the code, so that graphs made before are not taken for it either.
+Programs may have imported, wrapped or compiled the function before, so the function object stays the same. Compilers
+guard on the code object, so they do not reuse graphs from before the replacement.
 """
 
 import functools
@@ -26,7 +26,7 @@ _function: Any = _module.flex_attention
 _stock = _function.__code__
 
 pytorchs: Callable[..., Result] = FunctionType(_stock, _function.__globals__, NAME, _function.__defaults__)
-"""PyTorch's, whatever stands in its place."""
+"""A function with PyTorch's original code."""
 pytorchs.__kwdefaults__ = _function.__kwdefaults__
 
 
@@ -34,7 +34,7 @@ def flex_attention(
     query: Any, key: Any, value: Any, score_mod: Any = None, block_mask: Any = None, scale: Any = None,
     enable_gqa: Any = False, return_lse: Any = False, kernel_options: Any = None, *, return_aux: Any = None,
 ) -> Any:  # fmt: skip
-    """PyTorch's function gets this code, and runs it with the globals of PyTorch's module."""
+    """The replacement code. It runs in PyTorch's function, with the globals of PyTorch's module."""
     from cute_attn.flex.overrides import _route  # the globals are those of another module
 
     return _route(
@@ -47,7 +47,7 @@ _own = flex_attention.__code__
 
 
 def why_not_replaced() -> str | None:
-    """Why PyTorch's function cannot have another code, or None."""
+    """Why the code of PyTorch's function cannot be replaced, or None."""
     theirs, ours = map(_arguments, (_stock, _own))
     if theirs == ours and not _stock.co_freevars:
         return None
@@ -72,7 +72,7 @@ class Activation:
     """Calls are served until :meth:`remove` or another activation.
 
     Attributes:
-        options: of :func:`cute_attn.flex.activate`.
+        options: see :func:`cute_attn.flex.activate`.
         device: the type of the tensors whose calls are served; "" if calls are only watched.
     """
 
@@ -107,7 +107,7 @@ class Activation:
             return str(error)
 
     def remove(self) -> None:
-        """Let PyTorch compute all calls; nothing happens a second time, or after another activation."""
+        """Let PyTorch compute all calls; has no effect a second time, or after another activation."""
         global _serving
         with _switching:
             if _serving is self:
@@ -156,7 +156,7 @@ def note_in_a_graph(reason: str) -> None:
 
 
 def serve_compiled(*args: Any, **kwargs: Any) -> Result:
-    """A call between two graphs. If PyTorch must compute it, its function is compiled."""
+    """Serve a call between two graphs. If no kernel supports it, PyTorch's function computes it, compiled."""
     activation = _serving
     if activation is None:
         return _compiled()(*args, **kwargs)
@@ -169,7 +169,7 @@ def _compiled() -> Callable[..., Result]:
 
 
 def _serve(activation: Activation, stock: Callable[..., Result], args: tuple, kwargs: dict) -> Result:
-    """stock: PyTorch's function, for a call that is not served."""
+    """Serve a call, or call ``stock``, PyTorch's function. Reports the call to the observer or watcher."""
     options, observer, watcher = activation.options, doors.observer, doors.watcher
     if observer is not None:
         found = observer(NAME, activation.attend, options, stock, args, kwargs)
@@ -194,7 +194,7 @@ def not_served(reason: str) -> Exception:
 
 
 def fall_through(reason: str) -> None:
-    """Count a call that PyTorch computes, and warn of the first where nobody watches."""
+    """Count a call that PyTorch computes. The first such call warns, unless a watcher reports calls."""
     doors.served.add(NAME, reason)
     if doors.watcher is None:  # who watches is told of each
         doors.warn_once(NAME, f"PyTorch computes a call of {NAME}: {reason}")

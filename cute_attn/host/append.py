@@ -1,4 +1,4 @@
-"""The launch of the append kernel: new keys and values into a cache, and queries rotated into a copy."""
+"""The launch of the append kernel, which writes new keys and values to a cache and rotated queries to a copy."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def launch(
     """Launch the kernel: append, and with ``q`` return its rotated copy.
 
     Args:
-        call: checked; without k and v nothing is appended.
+        call: a checked call; without k and v nothing is appended.
         q: queries to rotate, or None.
         cu_seqlens_q: where packed queries start.
         rises: whether positions of queries rise within a sequence.
@@ -52,7 +52,7 @@ def launch(
 def kernel_arguments(
     call: Call, q: Tensor | None, rotated: Tensor | None, cu_seqlens_q: Tensor | None, rises: bool
 ) -> tuple[dict[str, Any], int]:
-    """The kernel's arguments, tuples in place of its classes, and the number of rows."""
+    """The kernel's arguments, with tuples in place of its classes, and the number of rows."""
     alignment = call.alignment
     first = call.cache_seqlens if call.rotary_seqlens is None else call.rotary_seqlens
     seqlens = first if call.cache_seqlens is None else call.cache_seqlens

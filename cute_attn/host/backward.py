@@ -4,18 +4,18 @@
     main         dK, dV, the bias's gradient; adds to the accumulators
     convert      accumulators  ->  dQ
 
-fp32 q, k, v and grad_out are split into two fp16 terms before the main kernel, or with precision tf32 into one
-(:mod:`cute_attn.host.split_fp32`), and another main kernel follows it, for whole fp32 operands: each reads on the GPU
-whether the tensors fit their terms, and one of them returns at once. Small calls that name no tile do without terms.
+fp32 q, k, v and grad_out are split into two fp16 terms before the main kernel, or into one with precision tf32
+(:mod:`cute_attn.host.split_fp32`). A second main kernel, for whole fp32 operands, follows. Each of the two reads on the
+GPU whether the tensors fit their terms, and one of them returns at once. Small calls that name no tile use no terms.
 
 As in :mod:`cute_attn.host.forward`, a plan is made once for the metadata of a call; repeated calls run from records.
 
 Workspace: fp32 of q's size, head dims padded to multiples of 32 and sequences to whole blocks, and two fp32 numbers
 per query and head; the terms, of the tensors' size; one copy of dK and dV per split where query heads are split among
-CTAs (:func:`cute_attn.host.backward_splits.head_splits`). Deterministic: copies of dQ, on Hopper mostly one, to which
-key blocks add by turns (:func:`cute_attn.host.backward_splits.accumulators_in_order`), otherwise one per split of the
-key blocks (:func:`cute_attn.host.backward_splits.key_splits`); and for a bias that is broadcast, its gradient before
-the sum, 4 bytes per score. Otherwise such a gradient is accumulated in fp32, in the bias's size.
+CTAs (:func:`cute_attn.host.backward_splits.head_splits`). The deterministic mode needs copies of dQ: on Hopper mostly
+one, to which key blocks add by turns (:func:`cute_attn.host.backward_splits.accumulators_in_order`), otherwise one per
+split of the key blocks (:func:`cute_attn.host.backward_splits.key_splits`). For a broadcast bias it also needs the
+gradient before the sum, 4 bytes per score; otherwise that gradient is accumulated in fp32, in the bias's shape.
 """
 
 import math
@@ -65,7 +65,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Te
 NOTHING: Gradients = (None, None, None, None, None)
 
 Outer = tuple[Tensor, Tensor | None, Tensor, Tensor]
-"""The gradients of out and lse, out and lse."""
+"""(grad_out, grad_lse or None, out, lse)."""
 
 
 def gradients(
@@ -79,12 +79,12 @@ def gradients(
 ) -> Gradients:
     """The needed gradients of q, k, v, bias and sinks, from the call's ``out`` and ``lse``.
 
-    Deterministic by the parameter, or under ``torch.use_deterministic_algorithms``.
+    Deterministic with ``call.deterministic``, or under ``torch.use_deterministic_algorithms``.
 
     Args:
-        grad_out, grad_lse: None for one that is zero.
-        into: tensors to write gradients into, None for each to allocate; without ``into``, allocated gradients
-            are never views of one tensor.
+        grad_out, grad_lse: None for a gradient of zeros.
+        into: tensors to write gradients into, None for each gradient to allocate. Without ``into``, allocated
+            gradients are never views of one tensor.
     """
     if grad_out is None:  # one row of zeros, broadcast
         shape, _ = call.output_shapes()
@@ -107,9 +107,9 @@ class Division(NamedTuple):
     """How a backward's work is divided, and where its results go.
 
     Attributes:
-        shapes: of dq, dk and dv as the kernels write them: k's and v's heads times ``head_splits``.
-        workspace: of the launches.
-        bias: how its gradient is computed, or None without it.
+        shapes: shapes of dq, dk and dv as the kernels write them; dk and dv have k's heads times ``head_splits``.
+        workspace: workspace of the launches.
+        bias: how the bias's gradient is computed, or None if it is not needed.
         num_splits, split_stride, multiprocessors: see ``cute_attn.work.key_tiles.BackwardSchedule``.
         split: the launcher that splits operands into terms, or None.
     """
@@ -134,10 +134,10 @@ def plan_of(call: Call, outer: Outer, needed: tuple[bool, ...]) -> Plan:
 
 
 def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], deterministic: bool) -> Plan:
-    """Checks a call, and chooses its kernels. A plan without a main kernel computes nothing.
+    """Check a call and choose its kernels. A plan without a main kernel computes nothing.
 
-    Its functions are ``preprocess``, ``main`` and ``convert``; with terms also ``fallback``; only ``pad`` and ``unpad``
-    if kernels cannot read q, k or v in place.
+    The plan's functions are ``preprocess``, ``main`` and, for dq, ``convert``; with terms also ``fallback``. If kernels
+    cannot read q, k or v in place, they are ``pad`` and ``unpad`` instead.
     """
     check(call)
     check_for_kernels(call, unaligned=True)
@@ -159,6 +159,8 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
             kernel = _in_terms_or_whole(kernel, call, grad_out, target)
         kernel = _with_order(kernel, call, deterministic)
         traits, tile = kernel.traits, kernel.tile
+        if traits.arch == "sm80":
+            check_count(f"the queries of a sequence for {traits}", call.longest[0], AMPERE_QUERIES)
         in_order = getattr(tile, "dq_in_order", False)
         wanted = kernels_of(kernel, lse_grad=grad_lse is not None)
         blocks = -(-call.longest[1] // tile.tile_n)
@@ -196,10 +198,10 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
 
 
 def _with_order(kernel: Any, call: Call, deterministic: bool) -> Any:
-    """The kernel with a tile that adds dQ in order, on Hopper where gradients have to repeat and no blocks are listed.
+    """The kernel; on Hopper with a tile that adds dQ in order, if gradients must repeat and no blocks are listed.
 
     Raises:
-        ValueError: the kernel's gradients do not repeat, or the call names such a tile with a list of blocks.
+        ValueError: the kernel's gradients do not repeat, or ``dq_in_order`` is set with a list of blocks.
     """
     named = getattr(kernel.tile, "dq_in_order", False)
     if deterministic and not getattr(kernel, "repeats_bits", True):  # a user's class may say so
@@ -218,7 +220,7 @@ def _with_order(kernel: Any, call: Call, deterministic: bool) -> Any:
 
 
 def _accumulators(call: Call, tile: Any, head_dim: int, heads_dkv: int, processors: int, in_l2: int) -> int:
-    """Number of dQ accumulators: where key blocks add in order, or one for each split of the key blocks."""
+    """Number of dQ accumulators: chosen for key blocks that add in order, otherwise one per split of the key blocks."""
     shape, *_ = Workspace.of(call, tile.tile_m, padded(head_dim), 1).dq
     if call.same_bits:  # the same number whatever the shapes; 2 take up to a sixth longer
         return 1
@@ -243,7 +245,7 @@ class Workspace:
     """One fp32 allocation: shape, strides and first element of each tensor in it.
 
     Attributes:
-        size: all of it.
+        size: elements of the allocation.
         lse_log2, minus_d: (batch, nheads, rows), varlen (nheads, rows).
         dq: (accumulators, batch, nheads, rows * head_dim), varlen without the batch.
         counters: (counters,).
@@ -257,9 +259,9 @@ class Workspace:
 
     @staticmethod
     def of(call: Call, tile_m: int, head_dim_padded: int, accumulators: int, turns: int = 0) -> "Workspace":
-        """Rows are padded to whole blocks of tile_m; with varlen, those of each sequence.
+        """The workspace of a call, with rows padded to whole blocks of tile_m, for each sequence if varlen.
 
-        turns: counters of each query block in each accumulator.
+        turns: number of counters per query block and accumulator.
         """
         if call.varlen:
             rows = (call.q.shape[0] // tile_m + call.batch) * tile_m
@@ -283,9 +285,9 @@ class BiasGradient:
     """How the bias's gradient is computed.
 
     Attributes:
-        shape, dtype: of the tensor that the kernel writes.
+        shape, dtype: shape and dtype of the tensor that the kernel writes.
         seen: shape (batch, nheads, max_seqlen_q, max_seqlen_k) and strides as the kernel addresses it.
-        clear: whether the kernel leaves elements unwritten, or adds to them.
+        clear: whether to zero the tensor first, since the kernel leaves elements unwritten or adds to them.
         sum_over: the dimensions to sum afterwards.
         result: the bias's dtype.
     """
@@ -299,7 +301,7 @@ class BiasGradient:
 
     @staticmethod
     def of(call: Call, deterministic: bool) -> "BiasGradient":
-        """For a call with a bias."""
+        """How the gradient is computed for a call with a bias."""
         assert call.bias is not None
         full = (call.batch, call.nheads, call.max_seqlen_q, call.max_seqlen_k)
         shape = tuple(call.bias.shape)
@@ -319,7 +321,7 @@ class BiasGradient:
         return BiasGradient(shape, torch.float32, (full, strides), True, (), call.bias.dtype)
 
     def allocate(self, like: Tensor, given: Tensor | None) -> Tensor:
-        """The tensor that the kernel writes: ``given`` if it can be."""
+        """The tensor that the kernel writes: ``given`` if its layout and dtype fit, otherwise a new one."""
         gradient = given
         fits = given is not None and (tuple(given.shape), given.dtype) == (self.shape, self.dtype)
         if gradient is None or not (fits and gradient.is_contiguous() and is_aligned(gradient)):
@@ -349,7 +351,7 @@ class BiasGradient:
 def launch(
     plan: Plan, call: Call, outer: Outer, needed: tuple[bool, ...], into: Gradients | None = None
 ) -> Gradients:
-    """The launches of a call with that plan, on q's device. Arguments: see :func:`gradients`."""
+    """Launch a call with its plan on q's device, and return the gradients. Arguments: see :func:`gradients`."""
     with on_device(call.q.get_device()):
         if "pad" in plan.functions:
             return _padded(plan, call, outer, needed, into)
@@ -411,7 +413,7 @@ def _launched(
 
 
 def _launch_main(plan: Plan, arguments: dict[str, Any]) -> None:
-    """The main kernel, on terms of its operands where they are split, and then the fallback."""
+    """Launch the main kernel. If operands are split, launch it on their terms, and then the fallback."""
     split, names = plan.division.split, ("mQ", "mK", "mV", "mDO")
     if split is None:
         no_scales = {"scales": None} if plan.kernel.traits.arch == "sm80" else {}
@@ -434,7 +436,7 @@ def _score_args(plan: Plan, call: Call, dbias: Tensor | None) -> tuple:
 def _results(
     call: Call, shapes: tuple[tuple[int, ...], ...], needed: tuple[bool, ...], into: Gradients | None
 ) -> list[Tensor]:
-    """The kernels' outputs dq, dk and dv: ``into``, or new tensors, views of one tensor if q, k and v are."""
+    """dq, dk and dv for the kernels to write: from ``into``, or new, as views of one tensor if q, k and v are."""
     given, found = into or NOTHING, []
     count = fused_qkv.number_packed(call[:3]) if all(needed[:3]) and into is not None else 0
     whole = shapes[1][-2] == call.k.shape[-2]
@@ -455,7 +457,7 @@ def _results(
 
 
 def _without_keys(call: Call, outer: Outer, needed: tuple[bool, ...], given: Gradients) -> Gradients:
-    """Zeros, except for the sinks of existing rows: their LSE is the sink."""
+    """The gradients of a call without keys: zeros, except the sinks', since an existing row's LSE is the sink."""
     record.also()
     _, grad_lse, _, lse = outer
     tensors = (call.q, call.k, call.v, call.bias, call.sinks)
@@ -472,7 +474,7 @@ def _without_keys(call: Call, outer: Outer, needed: tuple[bool, ...], given: Gra
 def _padded(
     plan: Plan, call: Call, outer: Outer, needed: tuple[bool, ...], into: Gradients | None
 ) -> Gradients:
-    """A call with padded copies of its tensors: see :mod:`cute_attn.host.padding`."""
+    """Compute a call on padded copies of its tensors: see :mod:`cute_attn.host.padding`."""
     grad_out, grad_lse, out, lse = outer
     tensors, given = (*call[:3], grad_out, out), into or NOTHING
     copied = padding.to_copy(tensors)
@@ -499,7 +501,7 @@ def _sinks_gradient(
     exp(sink - LSE) is the sink's probability in a row's softmax. In rows that do not exist, LSE is inf or D is 0.
 
     Args:
-        sinks: the call's.
+        sinks: the call's sinks.
         lse_log2, minus_d: (batch, nheads, rows), or varlen (nheads, rows); D has the factor ``keep``, 1 - dropout_p.
         given: the tensor to write the gradient into, or None.
     """
@@ -536,9 +538,9 @@ def check_given(
     needed: tuple[bool, ...],
     outputs: tuple[Tensor | None, Tensor | None, Tensor, Tensor],
 ) -> None:
-    """Raise where a tensor to write a gradient into does not fit.
+    """Raise if a tensor to write a gradient into does not fit.
 
-    outputs: the gradients of out and lse, out and lse.
+    outputs: (grad_out, grad_lse, out, lse).
     """
     names = ("grad_out", "grad_lse", "out", "lse")
     taken = [(name, x) for name, x in zip(names, outputs, strict=True) if x is not None]
@@ -562,10 +564,10 @@ def check_given(
 
 
 def _in_terms_or_whole(kernel: Any, call: Call, grad_out: Tensor, target: str) -> Any:
-    """A kernel of operands in terms, or of whole ones where the call names no tile and is small, or cannot be split.
+    """The kernel for operands in terms; for whole operands if the call names no tile, and is small or cannot be split.
 
     Raises:
-        ValueError: the call names a tile and cannot be split.
+        ValueError: the call names a tile and has too many rows to split.
     """
     few_rows = can_split((*call[:3], grad_out))
     if call.backward_tile:
@@ -578,8 +580,10 @@ def _in_terms_or_whole(kernel: Any, call: Call, grad_out: Tensor, target: str) -
     return kernel if few_rows and pays else kernel.of_whole_operands(target)
 
 
+AMPERE_QUERIES = 2**29 - 2**12
+"""Maximum queries of a sequence in the Ampere backward: bytes of LSE and D are counted in 32 bits."""
 _MAX_VARLEN_HEADS = 2**25
-"""Maximum heads of packed q: its rows of 16 bytes fit 32 bits at any head dim."""
+"""Maximum heads of packed q: the 16-byte vectors of a row of all heads are counted in 32 bits, at any head dim."""
 
 
 def query_blocks(call: Call, tile_m: int) -> int:
@@ -589,10 +593,10 @@ def query_blocks(call: Call, tile_m: int) -> int:
 
 
 def check_blocks(call: Call, tile: Any, rows: int, num_splits: int, heads_dkv: int) -> None:
-    """Raise where a count of the backward exceeds 32 bits.
+    """Raise if a count of the backward exceeds 32 bits.
 
     Args:
-        tile: the main kernel's.
+        tile: the main kernel's tile.
         rows: queries of a CTA of the preprocess.
         num_splits: number of CTAs among which a sequence's key blocks are split.
         heads_dkv: heads of dK and dV before they are added up.
@@ -618,7 +622,7 @@ def check_blocks(call: Call, tile: Any, rows: int, num_splits: int, heads_dkv: i
 
 
 def kernels_of(main: Any, *, lse_grad: bool = False) -> list[tuple[Traits, Any]]:
-    """(traits, tile) of the main kernel, its preprocess and its convert; of terms also the split and the fallback."""
+    """(traits, tile) of the main kernel, preprocess and convert; with terms also of the split and the fallback."""
     beside, tile = [], main.tile
     if getattr(tile, "in_terms", False):
         tile = tile.fallback(main.traits)  # the convert's as well

@@ -1,4 +1,4 @@
-"""How a backward splits the work of one CTA: the query heads of a kv head, and a sequence's key blocks.
+"""How a backward splits work among CTAs: the query heads of a kv head, and the key blocks of a sequence.
 
 Host code, run once for the metadata of a call.
 """
@@ -15,46 +15,46 @@ if TYPE_CHECKING:
     from cute_attn.host.call import Call
 
 MAX_SPLITS = 16
-"""The most dQ accumulators of the deterministic mode."""
+"""Maximum dQ accumulators in the deterministic mode."""
 
 MAX_IN_ORDER = 4
-"""The most accumulators where key blocks add in order, unless they are small."""
+"""Maximum accumulators if key blocks add in order, unless the accumulators are small."""
 TURN_STEPS = 2
-"""Steps from a key block's addition to the next one's to the same query block."""
+"""Steps between the additions of two successive key blocks to the same query block."""
 AROUND_STEPS = 4
 """Time to load a key block's K and V and to store its dK and dV, in steps."""
 
 ADDING_STEPS = 14
-"""Fixed cost of the sums of dK and of dV, without their bytes, in steps of a query block with a key block: row 55 of
-bench/history.md."""
+"""Fixed cost of summing split dK and dV, apart from their bytes, in steps. A step is a query block with a key block:
+row 55 of bench/history.md."""
 BYTES_PER_STEP = 16 << 20
-"""Bytes of split dK and dV, in L2, that are added up in the time of a step, 2 us."""
+"""Bytes of split dK and dV in L2 that are summed in the time of a step, 2 us."""
 FROM_MEMORY = 3 << 20
 """The same for tensors beyond L2, and for a dQ accumulator, which is cleared and read again."""
 NEARLY = 1.05
-"""Maximum time over the least for fewer splits to be preferred: each split takes memory."""
+"""Maximum ratio to the shortest time for fewer splits to be preferred: each split takes memory."""
 DIVISOR_WITHIN = 1.5
-"""Up to so many times the splits that L2 asks for, a number that divides the heads evenly is better: 4 of 8 heads are 4
-to 25% faster than 3."""
+"""A divisor of the heads is preferred up to this multiple of the splits that L2 requires: 4 splits of 8 heads are 4 to
+25% faster than 3."""
 UNEVEN = 4 / 3
 """Maximum ratio of the longest work tile to the mean for CTAs to stay in step; above it, waves fall apart."""
 WAVES_OF_LISTS = 6
 """Minimum waves of work tiles with a block mask: the lengths of its lists are not known here."""
 WAITS = 3
-"""Times as long that key blocks that add in order take where long work tiles come last: with 16 query heads 3.5 on an
-H100. If the sums of split dK and dV cost more, as where few queries see many keys, heads are not all split."""
+"""Slowdown of key blocks that add in order if long work tiles come last; 3.5 on an H100 with 16 query heads. If the
+sums of split dK and dV cost more, as with few queries and many keys, heads are not all split."""
 FEW_BLOCKS = 4
-"""Maximum key blocks of a sequence that hardly wait for each other: with 2 of them, 16 splits lose 20%."""
+"""Maximum key blocks of a sequence that hardly wait for each other: with 2 key blocks, 16 splits lose 20%."""
 MOST_BLOCKS = 64
 """Maximum key blocks of a sequence for which :func:`queries_seen` counts queries."""
 
 UNKNOWN = 0.5
-"""Idle time at the end of packed sequences of unlike lengths, of which only the sums are known, over the mean time of a
-work tile."""
+"""Idle time at the end of a call with packed sequences of different lengths, over the mean time of a work tile. Only
+the sums of the lengths are known."""
 WHOLE, DIVIDED = 1.6, 0.8
-"""Bytes in flight over L2's size. Above the first, heads are split until the second is reached; between the two the
-sums cost more than the misses. As good on an H100 and an H200 are 1.4 to 1.8, and 0.7 to 0.9: row 62 of
-bench/history.md. The first is of tiles of 128 keys; fewer keys take less time for the same bytes, so it is less."""
+"""Bytes in flight over L2's size. Above ``WHOLE``, heads are split until ``DIVIDED`` is reached; between the two the
+sums cost more than the misses. On an H100 and an H200, 1.4 to 1.8 and 0.7 to 0.9 are equally good: row 62 of
+bench/history.md. ``WHOLE`` is for tiles of 128 keys; it is less for fewer keys, which take less time per byte."""
 
 
 def key_splits(
@@ -65,18 +65,18 @@ def key_splits(
     accumulator_bytes: int = 0,
     all_blocks: int = 0,
 ) -> int:
-    """Splits of a (batch, head of dK)'s key blocks in the deterministic mode, each with a dQ accumulator.
+    """Number of splits of the key blocks of a (batch, head of dK) in the deterministic mode, one dQ accumulator each.
 
-    The fewest that are nearly the fastest of up to ``MAX_SPLITS``: time is waves of CTAs times the steps of a CTA, plus
-    the time of the accumulators.
+    The smallest number up to ``MAX_SPLITS`` that is nearly the fastest. Time is waves of CTAs times the steps of a CTA,
+    plus the time of the accumulators.
 
     Args:
         blocks: key blocks of the longest sequence.
         heads: heads of dK in all sequences.
-        multiprocessors: of the GPU.
-        steps: query blocks that a CTA visits for a key block, on average; a block that sees none still costs a step.
-        accumulator_bytes: of one accumulator.
-        all_blocks: key blocks of all these heads where sequences differ; 0: the product.
+        multiprocessors: number of multiprocessors of the GPU.
+        steps: mean query blocks that a CTA visits for a key block; a key block without queries still costs a step.
+        accumulator_bytes: bytes of one accumulator.
+        all_blocks: key blocks of all these heads if sequences differ; 0 for the product of ``blocks`` and ``heads``.
     """
     splits = range(1, min(blocks, MAX_SPLITS) + 1)
 
@@ -94,10 +94,10 @@ class Columns:
     """Columns of :class:`cute_attn.work.key_tiles.KeyTileOrder`, whose key blocks add to dQ in order.
 
     Attributes:
-        count: how many.
+        count: number of columns.
         blocks: key blocks of the longest sequence.
         rows: key blocks of a column.
-        sequences: of a column, one after the other.
+        sequences: sequences of a column, one after the other.
         steps: query blocks that a CTA visits for a key block.
         seen: fraction of the query blocks that a key block sees, on average.
     """
@@ -118,19 +118,19 @@ def accumulators_in_order(
     multiprocessors: int,
     l2_bytes: int,
 ) -> int:
-    """dQ accumulators where key blocks add in order, each to one of them by turns: the fewest that are nearly fastest.
+    """The fewest dQ accumulators that are nearly fastest, if key blocks add in order, each to one of them by turns.
 
-    The key blocks that see a query block add to it ``TURN_STEPS`` steps apart. If a launch takes longer than that, it
-    delays only the key blocks of a column that begin together. The accumulators that are in use at a time stay in
-    half the L2, next to Q and dO: beyond it an addition takes up to twice as long. More than ``MAX_IN_ORDER`` take no
-    more memory than k and v.
+    The key blocks that see a query block add to it ``TURN_STEPS`` steps apart. If the launch takes longer than these
+    additions, they delay only the key blocks of a column that begin together. The accumulators in use at a time fit in
+    half of L2 together with Q and dO: beyond that, an addition takes up to twice as long. More than ``MAX_IN_ORDER``
+    accumulators take no more memory than k and v.
 
     Args:
-        columns: all of the call's.
-        accumulator_bytes: of one accumulator.
-        query_bytes: of Q and dO.
-        key_bytes: of K and V.
-        multiprocessors, l2_bytes: of the GPU.
+        columns: the columns of the call.
+        accumulator_bytes: bytes of one accumulator.
+        query_bytes: bytes of Q and dO.
+        key_bytes: bytes of K and V.
+        multiprocessors, l2_bytes: multiprocessors and bytes of L2 of the GPU.
     """
     running = multiprocessors / columns.count  # key blocks of a column that run at a time
     sequences = max(1.0, min(columns.sequences, running / columns.blocks))  # of a column that run at a time
@@ -160,7 +160,7 @@ def head_splits(
     deterministic: bool = False,
     in_order: bool = False,
 ) -> int:
-    """Work tiles among which the query heads of a kv head are split, as evenly as their number allows.
+    """Number of work tiles among which the query heads of a kv head are split, as evenly as possible.
 
     A work tile is a key block; its CTA visits the queries of its heads, one head after the other. Each split writes a
     separate dK and dV, which are added up afterwards. Two things call for splits.
@@ -171,19 +171,19 @@ def head_splits(
 
     **Bytes in flight.** CTAs reuse each other's Q, dO and dQ while these are in L2. Without a mask all work tiles take
     as many steps: the CTAs of a kv head are at the same query head at the same time, and only its queries are in
-    flight. Under a causal mask, and with packed sequences of unlike lengths, they drift apart, until they are anywhere
-    in their heads. (Key blocks that add in order stay together in packed sequences.) The fraction of Q, dO and dQ in
-    flight is then that of all work tiles that are running; n splits make n times as many work tiles, so the fraction is
-    an nth. On 132 multiprocessors 128 keys of head dim 128 make 16.5 MB in flight for each head of a work tile,
+    flight. Under a causal mask, and with packed sequences of different lengths, CTAs drift apart until each may be at
+    any of its heads. (Key blocks that add in order stay together in packed sequences.) The fraction of Q, dO and dQ in
+    flight then equals the fraction of work tiles that are running; n splits make n times as many work tiles and so
+    divide it by n. On 132 multiprocessors 128 keys of head dim 128 make 16.5 MB in flight for each head of a work tile,
     whatever the lengths.
 
-    With ``same_bits`` the split follows from the mask alone.
+    With ``same_bits`` the number of splits depends only on the mask.
 
     Args:
-        call: the call's.
-        tile: the main kernel's.
-        multiprocessors: of the GPU.
-        l2_bytes: of the GPU.
+        call: the call.
+        tile: the main kernel's tile.
+        multiprocessors: number of multiprocessors of the GPU.
+        l2_bytes: bytes of L2 of the GPU.
         deterministic: whether a CTA computes several key blocks, one after the other.
         in_order: whether a sequence's last key blocks are computed first. Under a causal mask the longest work tiles
             then come last: heads are all split, so that these are short, unless the sums cost more (``WAITS``) or
@@ -241,7 +241,7 @@ def head_splits(
 
 
 def even_splits(group: int) -> Iterator[int]:
-    """The fewest splits for each size of the largest split: of 8 heads 1, 2, 3, 4 and 8."""
+    """Yield the fewest splits for each size of the largest split: 1, 2, 3, 4 and 8 for 8 heads."""
     heads = group
     while heads:
         splits = -(-group // heads)
@@ -250,7 +250,7 @@ def even_splits(group: int) -> Iterator[int]:
 
 
 def queries_seen(call: "Call", seqlen_q: int, seqlen_k: int, tile_n: int) -> tuple[int, float]:
-    """The most queries that see a key block of a sequence, and the mean, of up to ``MOST_BLOCKS`` of them."""
+    """Maximum and mean number of queries that see a key block of a sequence, over up to ``MOST_BLOCKS`` key blocks."""
     left, right = UNBOUNDED, 0 if call.mask else UNBOUNDED
     if call.mask.startswith("window"):
         left, right = call.window_left, call.window_right
@@ -266,8 +266,8 @@ def queries_seen(call: "Call", seqlen_q: int, seqlen_k: int, tile_n: int) -> tup
 
 
 def _sequences(call: "Call") -> list[tuple[int, int, int]]:
-    """(count, queries, keys) of the sequences. All packed ones except the longest count as equal: only their sum is
-    known."""
+    """(count, queries, keys) of the sequences. Packed sequences except the longest are assumed equal, since only the
+    sum of their lengths is known."""
     longest, batch = call.longest, call.batch
     if not call.varlen or batch == 1:
         return [(batch, *longest)]

@@ -11,7 +11,7 @@ from cute_attn.host.values import python_number
 def with_readable_bias(tensors: Tensors, max_seqlen_k: int | None) -> Tensors:
     """The tensors of a call (q, k, v, ...), with the bias as :func:`readable` returns it.
 
-    max_seqlen_k: of packed sequences; None: k has the keys of a batch.
+    max_seqlen_k: maximum keys of packed sequences, or None for a batched k.
     """
     q, k, bias = tensors[0], tensors[1], tensors[BIAS]
     if not isinstance(bias, Tensor) or not isinstance(k, Tensor) or k.dim() < 2 or k.is_nested:
@@ -26,14 +26,14 @@ def with_readable_bias(tensors: Tensors, max_seqlen_k: int | None) -> Tensors:
 
 
 def readable(bias: Tensor, dtype: torch.dtype, seqlen_k: int) -> Tensor:
-    """A bias of four dimensions, the last one whole and contiguous.
+    """The bias with four dimensions, the last one of full size and contiguous.
 
-    Every step is differentiable, and none copies a bias that is already so.
+    Every step is differentiable, and none copies a bias that already has this form.
 
     Args:
         bias: (..., seqlen_q or 1, seqlen_k or 1), of two to four dimensions, as torch's scaled_dot_product_attention
             takes it. A bool mask becomes 0 where True and -inf elsewhere, in ``dtype``.
-        dtype: q's.
+        dtype: q's dtype.
         seqlen_k: keys of the longest sequence.
     """
     bias = four_dims(additive(bias, dtype))
@@ -50,12 +50,12 @@ def additive(bias: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def four_dims(bias: Tensor) -> Tensor:
-    """With first dimensions of 1 in place of missing ones."""
+    """The bias with leading dimensions of size 1 in place of missing ones."""
     return bias if bias.dim() >= 4 else bias[(None,) * (4 - bias.dim())]
 
 
 def last_contiguous(bias: Tensor) -> Tensor:
-    """A copy where elements of the last dimension are not neighbours, also of a bias without elements."""
+    """The bias, or a copy if elements of the last dimension are not adjacent, even for a bias without elements."""
     if bias.stride(-1) == 1 or bias.shape[-1] <= 1:
         return bias
     return bias.clone(memory_format=torch.contiguous_format)

@@ -1,9 +1,9 @@
 """FlexAttention's BlockMask as a function of kinds of blocks, and as lists of the blocks that kernels visit.
 
-A BlockMask names, for each block of queries, the full and the partial blocks of keys. In partial blocks its function
-decides, key by key; all other blocks are hidden. Here it is a function that reads a table of kinds. Kernels visit
-lists of blocks of ``LISTED_ROWS``. Tables and lists are made on the mask's device, without waiting for it, and kept as
-long as the mask lives.
+A BlockMask lists, for each block of queries, the full and the partial blocks of keys. In partial blocks its function
+decides, key by key; all other blocks are hidden. Here a mask is a function that reads a table of kinds. Kernels visit
+lists of blocks of ``LISTED_ROWS``. Tables and lists are made on the mask's device, without waiting for the device, and
+kept as long as the mask lives.
 """
 
 import operator
@@ -26,7 +26,7 @@ from cute_attn.traits import FULL, LISTED_ROWS, PARTIAL, Traits
 
 _MOST_LISTS = 8
 _UNBOUNDED = (1 << 30, 1 << 30)
-"""The block size of the one-block masks that FlexAttention makes: they state lengths of 1 and fit any."""
+"""The block size of FlexAttention's one-block masks, which state lengths of 1 but fit any length."""
 
 
 class Packed(NamedTuple):
@@ -34,7 +34,7 @@ class Packed(NamedTuple):
 
     Attributes:
         starts: cu_seqlens_q and cu_seqlens_k.
-        sizes: sequences, the queries of the longest, heads, its keys and kv heads.
+        sizes: sequences, maximum queries, heads, maximum keys and kv heads.
     """
 
     starts: tuple[Tensor, Tensor]
@@ -46,9 +46,9 @@ def epilogue_of_block_mask(
 ) -> tuple[str, tuple[Tensor, ...]]:
     """The registered name of a BlockMask's epilogue, and its arguments for q (batch, seqlen, heads, dim) and k.
 
-    ("", ()) without scores.
+    Returns ("", ()) without scores.
 
-    Lengths may be shorter than the mask's. packed: of q (total, heads, dim) and k.
+    Lengths may be shorter than the mask's. packed: the sequences of packed q (total, heads, dim) and k.
     """
     check_block_mask(block_mask)
     with beyond_transforms():
@@ -68,13 +68,13 @@ def epilogue_of_block_mask(
 
 
 def check_block_mask(block_mask: Any) -> None:
-    """Raise TypeError for an argument that is no BlockMask."""
+    """Raise TypeError for an argument that is not a BlockMask."""
     if not isinstance(block_mask, BlockMask):
         raise TypeError(f"block_mask is {kind_of(block_mask)}; accepted: torch's BlockMask, or None")
 
 
 def functions_of(block_mask: BlockMask, kinds: Tensor, *sizes: int) -> tuple[Callable, Callable | None, bool]:
-    """What :func:`cute_attn.epilogues.functions.known.block_mask_epilogue_of` takes for a mask with these kinds."""
+    """A mask's arguments for :func:`cute_attn.epilogues.functions.known.block_mask_epilogue_of`."""
     _, _, nheads, _, nheads_kv = sizes
     mask_mod = _visible if block_mask.mask_mod is noop_mask else block_mask.mask_mod
     whole = all(rows % LISTED_ROWS == 0 for rows in block_mask.BLOCK_SIZE)
@@ -85,9 +85,10 @@ def functions_of(block_mask: BlockMask, kinds: Tensor, *sizes: int) -> tuple[Cal
 def tables_of(
     block_mask: BlockMask, sizes: tuple[int, ...], starts: tuple[Tensor, ...] = ()
 ) -> tuple[Tensor, ...] | None:
-    """The table of kinds and the lists that an earlier call of these sizes was given, where they still hold.
+    """The table of kinds and the lists of an earlier call of these sizes, or None if there are none or they are stale.
 
-    Outside captures of CUDA graphs. sizes: batch, queries, heads, keys and kv heads. starts: of packed sequences.
+    Those made in a CUDA graph's capture are not used. sizes: batch, queries, heads, keys and kv heads. starts:
+    cu_seqlens of packed sequences.
     """
     known = _made.get(block_mask)
     if known is None:
@@ -107,7 +108,7 @@ def tables_of(
 
 
 def _visible(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> bool:
-    """The function of a BlockMask without one."""
+    """The mask function of a BlockMask that has none: every key is visible."""
     return True
 
 
@@ -124,7 +125,7 @@ def _function(kinds: Tensor, block_size: tuple[int, int], mask_mod: Callable) ->
 
 
 class Blocks(NamedTuple):
-    """What a table of kinds is made of, by the names that a BlockMask has for it."""
+    """The fields of a BlockMask from which a table of kinds is made."""
 
     kv_num_blocks: Tensor
     kv_indices: Tensor
@@ -135,7 +136,7 @@ class Blocks(NamedTuple):
 
 
 class _OfPacked(NamedTuple):
-    """Lists of packed sequences; valid as long as these start where they did."""
+    """Lists of packed sequences; valid as long as the starts of the sequences do not change."""
 
     lists: tuple[Tensor, ...]
     starts: tuple[Tensor, ...]
@@ -155,7 +156,7 @@ class _Made(NamedTuple):
     of_packed: dict[tuple[int, ...], _OfPacked]
 
     def lists_for(self, sizes: tuple[int, ...], starts: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """The lists that an earlier call had, where these tensors still hold the same lengths."""
+        """The lists of an earlier call, or None if there are none or ``starts`` have changed."""
         if not starts:
             return self.lists.get(sizes)
         known = self.of_packed.get((*sizes, *map(id, starts)))
@@ -181,9 +182,9 @@ _made: MutableMapping[BlockMask, _Made] = WeakKeyDictionary()
 
 
 def _made_of(block_mask: BlockMask) -> _Made:
-    """A mask's cached table and lists, rebuilt if the mask's lists changed or may have, as those of inference tensors.
+    """A mask's cached table and lists, rebuilt if the mask's lists have changed or are inference tensors.
 
-    They are also rebuilt on another stream, and in another capture of a CUDA graph: its replays read the lists again.
+    They are also rebuilt on another stream, and in another capture of a CUDA graph, whose replays read the lists again.
     """
     source = _source_of(block_mask)
     state = _state_of(block_mask)
@@ -196,7 +197,7 @@ def _made_of(block_mask: BlockMask) -> _Made:
 
 
 def remember(block_mask: BlockMask, kinds: Tensor) -> _Made:
-    """Keep a mask's table of kinds as long as it lives and its lists do not change."""
+    """Keep a mask's table of kinds as long as the mask lives and its lists do not change."""
     made = _Made(_source_of(block_mask), _state_of(block_mask) or (), kinds, {}, {})
     if made.state and type(kinds) is Tensor:  # no tracer's
         _made[block_mask] = made
@@ -218,7 +219,7 @@ def _source_of(block_mask: BlockMask) -> tuple[Tensor | None, ...]:
 
 
 def _state_of(block_mask: BlockMask) -> tuple | None:
-    """The state for which a table of kinds is valid; None where changes cannot be seen."""
+    """The state for which a table of kinds is valid; None if changes cannot be detected."""
     source = _source_of(block_mask)
     capture = _capture(block_mask.kv_num_blocks)
     if capture is None or any(x is not None and x.is_inference() for x in source):
@@ -229,7 +230,7 @@ def _state_of(block_mask: BlockMask) -> tuple | None:
 
 
 def _capture(x: Tensor | None) -> int | None:
-    """The number of the CUDA graph's capture that a tensor is read in, 0 for none, None where that is not known."""
+    """The ID of the CUDA graph capture in which a tensor is read, 0 for none, None if unknown."""
     if x is None or not x.is_cuda or not torch.cuda.is_current_stream_capturing():
         return 0
     if not compiler.has_dsl():
@@ -258,7 +259,7 @@ def kinds_of(block_mask: BlockMask | Blocks) -> Tensor:
 
 
 def _kind_where(counts: Tensor, indices: Tensor, columns: int, kind: int) -> Tensor:
-    """``kind`` where the first ``counts`` of ``indices`` point to, (..., blocks of queries, columns)."""
+    """A table (..., query blocks, columns) with ``kind`` at the first ``counts`` of ``indices``, and 0 elsewhere."""
     place = torch.arange(indices.shape[-1], device=indices.device)
     listed = (place < counts[..., None]) & (indices >= 0) & (indices < columns)
     column = torch.where(listed, indices, columns).long()  # an extra column collects entries behind the lists
@@ -272,13 +273,13 @@ def block_lists(
     """Counts and blocks of the key blocks of each query block, then those of the query blocks of each key block.
 
     The layout is that of :class:`cute_attn.work.block_lists.BlockLists`. sizes: batch, queries, heads, keys and kv
-    heads. starts: of packed sequences, of which the sizes are the longest's.
+    heads. starts: cu_seqlens of packed sequences; the sizes are then those of the longest.
     """
     return for_each(shared_lists(kinds, block_size, *sizes, starts=starts), *sizes)
 
 
 def for_each(lists: Sequence[Tensor], batch: int, seqlen_q: int, nheads: int, *_: int) -> tuple[Tensor, ...]:
-    """Shared lists for each sequence and head."""
+    """Shared lists, expanded to every sequence and head."""
     return tuple(x.expand(batch, nheads, -1, -1) for x in lists)
 
 
@@ -289,8 +290,8 @@ def shared_lists(
 ) -> tuple[Tensor, ...]:
     """:func:`block_lists` with size 1 for sequences or heads where the mask is the same for all.
 
-    A key block is visited for all query heads of its kv head at a time: its list is the union of theirs. On a GPU a
-    kernel makes them, except of packed sequences; this code is the definition.
+    A key block is visited for all query heads of its kv head at once, so its list is the union of the heads' lists. On
+    a GPU a kernel makes the lists, except for packed sequences; this code is the definition.
     """
     _, seqlen_q, nheads, seqlen_k, nheads_kv = sizes
     some = kinds.numel() and seqlen_q and seqlen_k and not starts
@@ -311,13 +312,13 @@ def shared_lists(
 
 
 def list_shapes(seqlen_q: int, seqlen_k: int) -> tuple[tuple[int, int], ...]:
-    """Shapes of a sequence's and a head's four lists: counts and blocks of query blocks, then of key blocks."""
+    """Shapes of the four lists of one sequence and head: counts and blocks of query blocks, then of key blocks."""
     rows, columns = (-(-n // LISTED_ROWS) for n in (seqlen_q, seqlen_k))
     return (rows, 2), (rows, columns), (columns, 2), (columns, rows)
 
 
 def _lists_by_kernel(kinds: Tensor, block_size: Sequence[int], *sizes: int) -> tuple[Tensor, ...]:
-    """:func:`shared_lists` in one launch. A bundle may lack that kernel: without the DSL the definition is computed."""
+    """:func:`shared_lists` in one launch. Only with the DSL, since a bundle may lack the kernel."""
     _, seqlen_q, nheads, seqlen_k, nheads_kv = sizes
     shared, shapes = kinds.shape[:2], list_shapes(seqlen_q, seqlen_k)
     rows, columns = shapes[1]
@@ -335,9 +336,9 @@ def _lists_by_kernel(kinds: Tensor, block_size: Sequence[int], *sizes: int) -> t
 
 
 def _in_listed_blocks(kinds: Tensor, dim: int, lengths: Tensor, most: int, rows: int) -> Tensor:
-    """Kinds of blocks of ``LISTED_ROWS`` along ``dim`` for blocks of ``rows``: full and hidden where all of it is.
+    """Kinds of blocks of ``LISTED_ROWS`` along ``dim``, from blocks of ``rows``: full or hidden if a whole block is.
 
-    lengths: of each sequence, or of all; blocks beyond are hidden. most: of the longest.
+    lengths: the length of each sequence, or one for all; blocks beyond it are hidden. most: the maximum length.
     """
     first = torch.arange(-(-most // LISTED_ROWS), device=kinds.device) * LISTED_ROWS
     last = (lengths[:, None] - 1).clamp(min=0)
@@ -357,11 +358,11 @@ def _in_listed_blocks(kinds: Tensor, dim: int, lengths: Tensor, most: int, rows:
 
 
 def _with_partial_ends(kinds: Tensor, lengths: Tensor, dim: int) -> Tensor:
-    """Kinds of which each sequence's last block along ``dim`` is at most partial, where it reaches beyond the length.
+    """``kinds``, with each sequence's last block along ``dim`` at most partial if it extends beyond the sequence.
 
-    Along the lists: so it is last in each that contains it, and kernels with smaller blocks visit none that begins
-    beyond the rows. Of the lists themselves, that of a key block beyond the sequence: P of its scores of 0 is infinite
-    if a query's other scores are far below, and dQ would be NaN.
+    Along a list this puts the block last, so that kernels with smaller blocks visit none that begins beyond the rows.
+    Across lists it makes key blocks that extend beyond the keys partial. In a full block, P of the scores of 0 beyond
+    the keys is infinite if a query's other scores are far below, and dQ would be NaN.
     """
     shape = [-1 if i in (0, dim) else 1 for i in range(4)]
     ends = _ends(lengths, kinds.shape[dim]).view(len(lengths), *shape[1:])
@@ -369,13 +370,13 @@ def _with_partial_ends(kinds: Tensor, lengths: Tensor, dim: int) -> Tensor:
 
 
 def _ends(lengths: Tensor, count: int) -> Tensor:
-    """True for the block of each sequence that ends beyond it: (lengths, count)."""
+    """(len(lengths), count): True for the block in which a sequence ends before the block does."""
     place = torch.arange(count, device=lengths.device)
     return (place == lengths[:, None] // LISTED_ROWS) & (lengths[:, None] % LISTED_ROWS > 0)
 
 
 def _lists(kinds: Tensor, lengths: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Counts and blocks along the last dimension, of ``lengths`` rows. keys: lengths of the lists of key blocks."""
+    """Counts and blocks along the last dimension, of ``lengths`` rows. keys: key lengths for lists of key blocks."""
     hides = kinds == PARTIAL
     kinds = _with_partial_ends(kinds, lengths, 3)
     if keys is not None:

@@ -1,7 +1,7 @@
 """The checks of calls with a cache of keys and values: one sentence per error.
 
-As in :mod:`cute_attn.host.checks`, checks read metadata only; lengths are read on the CPU, or where a caller asks for
-that.
+As in :mod:`cute_attn.host.checks`, checks read metadata only. Lengths are read only on the CPU, or if the caller asks
+for it.
 """
 
 import itertools
@@ -38,7 +38,7 @@ from cute_attn.traits import MAX_HEAD_DIM, MAX_HEAD_DIM_V
 
 
 def check_tensors(call: Call, required: tuple[str, ...]) -> None:
-    """Raise for an argument that is no dense tensor, or missing, or on another device than the first."""
+    """Raise for an argument that is missing, not a dense tensor, or on another device than q or, without q, k_cache."""
     named = [(name, getattr(call, name)) for name in required]
     named += [item for item in call.tensors() if item[0] not in required]
     check_present(named, required, "q" if "q" in required else "k_cache")
@@ -47,7 +47,7 @@ def check_tensors(call: Call, required: tuple[str, ...]) -> None:
 def check_append(call: Call, batch: int, leftpad: Tensor | None = None) -> None:
     """Raise TypeError or ValueError for the first wrong argument of a call with ``batch`` sequences.
 
-    leftpad: the call's ``cache_leftpad``, checked.
+    leftpad: the call's ``cache_leftpad``, already checked, or None.
     """
     check_tensors(call, ("k_cache", "v_cache"))
     _check_cache(call, batch)
@@ -231,7 +231,7 @@ def _check_tree(call: Call, tree: Tensor) -> None:
 
 
 def check_lengths(call: Call, leftpad: Tensor | None = None) -> None:
-    """Raise ValueError where a length or an entry is out of bounds, or new rows are. Waits for the device."""
+    """Raise ValueError if a length, an entry or an appended row is out of bounds. Waits for the device."""
     check_values(call, leftpad)
     after = call.lengths_after()
     if call.cache_seqlens is None or after is None:
@@ -246,9 +246,9 @@ def check_lengths(call: Call, leftpad: Tensor | None = None) -> None:
 
 
 def check_values(call: Call, leftpad: Tensor | None = None) -> None:
-    """Raise ValueError where a length, a sequence's entry or a page of its rows is out of bounds.
+    """Raise ValueError if a length, a sequence's entry or a page of its rows is out of bounds.
 
-    Rows that are appended may go beyond the capacity, where they are not written. Waits for the device.
+    Appended rows may exceed the capacity; rows beyond it are not written. Waits for the device.
     """
     bounds = (
         ("cache_seqlens", call.cache_seqlens, call.cache.capacity),
@@ -285,7 +285,7 @@ def check_append_for_kernels(call: Call) -> None:
 
 
 def check_cache_addresses(call: Call) -> None:
-    """Raise for errors that only addresses show: caches aligned less than their rows, or written ones that overlap."""
+    """Raise for errors in addresses: a cache less aligned than its rows, or caches that are written and overlap."""
     k_cache, v_cache = call.k_cache, call.v_cache
     if call.k is not None:
         _check_written(call)

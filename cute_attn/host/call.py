@@ -1,7 +1,7 @@
-"""One call of attention, from any door: with packed sequences, a cache, an append, or all of them.
+"""One attention call, from any public function: with packed sequences, a cache, an append, or all of these.
 
-A door fills in every default. A call's kernels, the layout of its outputs and its errors follow from the :class:`Call`
-only: :mod:`cute_attn.host.checks`, :mod:`cute_attn.host.cache_checks` and the plans read it.
+The public function fills in every default. The kernels, output layouts and errors depend only on the :class:`Call`,
+which :mod:`cute_attn.host.checks`, :mod:`cute_attn.host.cache_checks` and the plans read.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,11 +22,11 @@ from cute_attn.traits import LARGE_HEAD_DIM, Traits
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 PYTORCHS = "pytorch"
-"""A precision in a call that a compiler has traced: that of PyTorch's products when it runs."""
+"""Precision of a call in compiled code: the precision of PyTorch's matrix products when the code runs."""
 
 
 def pytorchs_precision() -> str:
-    """The traits' precision that PyTorch multiplies fp32 matrices with on CUDA."""
+    """The current precision of PyTorch's fp32 matrix products on CUDA, as the traits name it."""
     flags = torch.backends.cuda.matmul
     if hasattr(flags, "fp32_precision"):  # the other name raises where this one has been set
         return "tf32" if flags.fp32_precision == "tf32" else ""
@@ -38,37 +38,38 @@ _ABSENT: Any = None
 
 
 class Call(NamedTuple):
-    """The arguments of a call; those up to ``same_bits`` in the order of the operator ``cute_attn::forward``.
+    """The arguments of a call. Fields up to ``same_bits`` are in the order of the operator ``cute_attn::forward``.
 
     Attributes:
-        q: (batch, seqlen, heads, dim), or packed (total, heads, dim) with cu_seqlens_q; absent where a call only
+        q: (batch, seqlen, heads, dim), or packed (total, heads, dim) with cu_seqlens_q; absent if the call only
             appends.
-        k, v: as q, packed with cu_seqlens_k; with a cache the rows to append, packed with cu_seqlens_k_new, or absent.
+        k, v: like q, packed with cu_seqlens_k. With a cache, the rows to append, packed with cu_seqlens_k_new, or
+            absent.
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: int32 lengths, or None.
-        alibi_slopes, bias, sinks: or None.
-        rng_state: int64 (2,), seed and offset, with dropout.
+        alibi_slopes, bias, sinks: each a tensor or None.
+        rng_state: int64 (2,), seed and offset of dropout, or None.
         epilogue_tensors, epilogue_numbers: arguments of users' epilogues, laid out by ``epilogues``.
-        max_seqlen_q, max_seqlen_k: the longest sequences.
-        mask: of ``traits.MASKS``, or empty.
-        window_left, window_right: ``UNBOUNDED`` for no bound; they count with a window mask only.
+        max_seqlen_q, max_seqlen_k: lengths of the longest sequences.
+        mask: one of ``traits.MASKS``, or empty.
+        window_left, window_right: ``UNBOUNDED`` for no bound; used only by window masks.
         softcap: 0 for none.
-        dropout: of ``traits.DROPOUTS``, or empty.
+        dropout: one of ``traits.DROPOUTS``, or empty.
         epilogues: users' epilogues, see :func:`pack_epilogues`.
         kernel: ``"ARCH"`` or ``"ARCH:VARIANT"`` of the kernel, empty for the newest that supports the call.
         tile: text of the tile's fields to change, empty for the default tile.
         deterministic: whether gradients repeat bit for bit.
-        backward_tile: as ``tile``, for the backward's main kernel.
-        precision: of ``traits.PRECISIONS``, or empty for that of q's dtype; or ``PYTORCHS``, see :meth:`resolved`.
-        same_bits: whether a row's bits depend on its own sequence alone; ``deterministic`` is then set too.
+        backward_tile: like ``tile``, for the backward's main kernel.
+        precision: one of ``traits.PRECISIONS``, empty for q's dtype, or ``PYTORCHS`` (see :meth:`resolved`).
+        same_bits: whether a row's bits depend only on its sequence; ``deterministic`` is then set, too.
         k_cache, v_cache: (entries, capacity, nheads_kv, dim), or (pages, page_size, nheads_kv, dim) with page_table.
         cache_seqlens: int32 (batch,), rows in use before the append, or None for full entries.
         page_table: int32 (entries, pages of an entry), or None.
         cache_batch_idx: int32 (batch,), or None.
         cu_seqlens_k_new: int32 (batch + 1,), or None.
         rotary_cos, rotary_sin: (positions, pairs), or None.
-        rotary_seqlens: int32 (batch,), or None for cache_seqlens.
-        rotary_interleaved: which elements make a pair.
-        cache_leftpad: int32 (batch,), the first valid row, or None.
+        rotary_seqlens: int32 (batch,), or None to use cache_seqlens.
+        rotary_interleaved: whether a pair is two adjacent elements, rather than one element of each half.
+        cache_leftpad: int32 (batch,), each sequence's first valid row, or None.
         tree_mask: int32 (rows of q, words), or None.
         num_splits: splits of each query block's keys; 0 for stream-K.
     """
@@ -119,12 +120,12 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, names: Sequence[str], values: Sequence[Any]) -> Self:
-        """The call with these fields, and the defaults of the others."""
+        """The call with these field values, and defaults for all other fields."""
         return cls(**dict(zip(names, values, strict=True)))
 
     @classmethod
     def joined(cls, tensors: Sequence[Any], rest: tuple) -> Self:
-        """The call of these tensors, q to rng_state and then the epilogues', and of the fields behind them."""
+        """The call with these tensors, q to rng_state and then ``epilogue_tensors``, and values of the later fields."""
         return cls._make((*tensors[:NUM_TENSORS], tuple(tensors[NUM_TENSORS:]), *rest))
 
     def values(self, names: Sequence[str]) -> tuple[Any, ...]:
@@ -134,7 +135,7 @@ class Call(NamedTuple):
     # ---- tensors ----
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor with its argument's name."""
+        """Yield (argument name, tensor) for every tensor of the call."""
         for name in SINGLE_TENSORS:
             x = getattr(self, name)
             if x is not None:
@@ -143,12 +144,12 @@ class Call(NamedTuple):
             yield f"epilogues' tensor {i}", x
 
     def metadata(self) -> tuple[tuple, tuple]:
-        """Its single tensors or None, and everything else except the epilogues' tensors."""
+        """The fields that are single tensors or None, and all other fields except ``epilogue_tensors``."""
         cache = self[_FIRST_CACHE:_LAST_CACHE]
         return (*self[:NUM_TENSORS], *cache), (*self[NUM_TENSORS + 1 : _FIRST_CACHE], *self[_LAST_CACHE:])
 
     def materialized(self) -> Self:
-        """The call with copies of lazy tensors. Caches that are written stay: they are not lazy."""
+        """The call with lazy tensors copied. Caches that the call writes are kept: they are never lazy."""
         kept = ("k_cache", "v_cache") if self.k is not None else ()
         names = [name for name in SINGLE_TENSORS if name not in kept]
         found = materialized(getattr(self, name) for name in names)
@@ -171,7 +172,7 @@ class Call(NamedTuple):
 
     @property
     def keys(self) -> tuple[Tensor, Tensor]:
-        """Keys and values: those of the cache, if any."""
+        """Keys and values: the cache's if the call has a cache."""
         return (self.k, self.v) if self.k_cache is None else (self.k_cache, self.v_cache)
 
     @property
@@ -181,10 +182,10 @@ class Call(NamedTuple):
 
     @property
     def longest(self) -> tuple[int, int]:
-        """The longest sequences as kernels take them: no packed sequence has more than all rows.
+        """Maximum queries and keys of a sequence, for kernels. If packed, at most the total rows.
 
-        As they are stated where results depend on that: the mem-efficient mask numbers scores by them, and users'
-        epilogues may read them. Of a cache the second one is its capacity.
+        The stated maxima are not reduced if results depend on them: the mem-efficient dropout mask numbers scores by
+        them, and users' epilogues may read them. With an unpacked cache the second number is its capacity.
         """
         stated = self.max_seqlen_q, self.max_seqlen_k
         if self.k_cache is not None and self.cu_seqlens_k is None:
@@ -194,18 +195,18 @@ class Call(NamedTuple):
         return min(stated[0], self.q.shape[0]), min(stated[1], self.keys[0].shape[0])
 
     def seqlens(self) -> tuple:
-        """Lengths as kernels take them: a ``Seqlens`` of :mod:`cute_attn.device.seqlen`, which loads the DSL."""
+        """Lengths for kernels: a tuple in place of ``cute_attn.device.seqlen.Seqlens``, whose module loads the DSL."""
         lengths = (self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.seqused_k)
         return (*lengths, *self.longest, None, None)
 
     @property
     def window(self) -> int:
-        """The most keys that a query sees where a window bounds them, 0 where none does."""
+        """Maximum keys that a query sees in its window, or 0 if no window bounds them."""
         bounded = self.mask.startswith("window") and self.window_left + self.window_right < UNBOUNDED
         return self.window_left + self.window_right + 1 if bounded else 0
 
     def stated(self, side: str) -> str:
-        """How an error about too many blocks of ``side``, "q" or "k", begins."""
+        """The beginning of an error message about too many blocks of ``side``, "q" or "k"."""
         if self.varlen:
             return f"max_seqlen_{side} is {self.longest['qk'.index(side)]}, which makes "
         return f"{side} has "
@@ -221,24 +222,24 @@ class Call(NamedTuple):
 
     @property
     def aligned(self) -> bool:
-        """True if kernels can load q, k and v in place: contiguous rows of whole 16 bytes, aligned to 16 bytes."""
+        """True if kernels can load q, k and v in place: rows are contiguous, 16-byte aligned multiples of 16 bytes."""
         return all(rows_are_aligned(x) for x in (self.q, self.k, self.v))
 
     # ---- caches ----
 
     @property
     def cache(self) -> Cache:
-        """The cache, as the definition has it."""
+        """The cache, as :mod:`cute_attn.reference.kvcache` defines it."""
         return Cache(self.k_cache, self.v_cache, self.page_table, self.cache_batch_idx)
 
     @property
     def latent(self) -> bool:
-        """The values are the first columns of the keys, of a head dim for which kernels load these once."""
+        """True if V is a view of the first columns of K, so that kernels may load K only; see :func:`is_latent`."""
         return is_latent(self.k_cache, self.v_cache)
 
     @property
     def alignment(self) -> int:
-        """Elements that rows of the cache start at multiples of, 0 for 16 bytes: the traits' alignment."""
+        """The traits' alignment: rows of the cache start at multiples of this many elements, 0 for 16 bytes."""
         return row_alignment(self.k_cache, self.v_cache)
 
     @property
@@ -247,13 +248,13 @@ class Call(NamedTuple):
 
     @property
     def rotary(self) -> Rotary | None:
-        """The rotary embedding, as the definition has it."""
+        """The rotary embedding, as :mod:`cute_attn.reference.kvcache` defines it, or None."""
         if self.rotary_cos is None or self.rotary_sin is None:
             return None
         return Rotary(self.rotary_cos, self.rotary_sin, self.rotary_interleaved, self.rotary_seqlens)
 
     def lengths_after(self) -> Tensor | None:
-        """int32 (batch,): rows in use with those appended, perhaps beyond the capacity; None for full entries."""
+        """int32 (batch,): rows in use after the append, possibly more than the capacity; None for full entries."""
         if self.cache_seqlens is None or self.k is None:
             return self.cache_seqlens
         if self.cu_seqlens_k_new is None:
@@ -262,7 +263,7 @@ class Call(NamedTuple):
 
     @property
     def lengths(self) -> Tensor | None:
-        """int32 (batch,): rows in use, with packed rows that were appended; None for full entries."""
+        """int32 (batch,): rows in use, including appended rows only if they are packed; None for full entries."""
         return self.cache_seqlens if self.cu_seqlens_k_new is None else self.lengths_after()
 
     @property
@@ -292,7 +293,7 @@ class Call(NamedTuple):
         return reference.Features(self.mask, self.dropout, epilogues), self.score_inputs(), lengths
 
     def score_inputs(self, grad_bias: Tensor | None = None) -> ScoreInputs:
-        """The epilogues' inputs, tensors as the caller gave them; a backward writes ``grad_bias``."""
+        """The epilogues' inputs, with tensors as the caller passed them. The backward writes ``grad_bias``."""
         own = (self.epilogues, self.epilogue_tensors, self.epilogue_numbers)
         return ScoreInputs(
             window_left=self.window_left, window_right=self.window_right, alibi_slopes=self.alibi_slopes,
@@ -301,7 +302,7 @@ class Call(NamedTuple):
         )  # fmt: skip
 
     def resolved(self) -> Self:
-        """The call with the precision of PyTorch's products now, where it follows that."""
+        """The call with the precision ``PYTORCHS`` replaced by the current one of PyTorch's products."""
         if self.precision != PYTORCHS:
             return self
         return self._replace(precision=pytorchs_precision())
@@ -312,9 +313,9 @@ class Call(NamedTuple):
         return (self.softmax_scale > 0) - (self.softmax_scale < 0)
 
     def with_positive_scale(self) -> Self:
-        """The call as kernels compute it: q times the scale's sign, a copy unless the sign is 1.
+        """The call with a positive scale, for kernels: q is multiplied by the scale's sign, in a copy unless it is 1.
 
-        Online softmax takes maxima of q k^T, so the factor must be above 0.
+        Online softmax computes maxima of q k^T before scaling, so the scale must be positive.
         """
         sign = self.scale_sign
         if sign == 1:
@@ -323,7 +324,7 @@ class Call(NamedTuple):
         return self._replace(q=(self.q * sign).contiguous(), softmax_scale=scale)
 
     def traits(self, arch: str, variant: str = "", *, op: str = "forward", **own: Any) -> Traits:
-        """Traits of a kernel of ``arch``. own: those that differ from an attention's, or that it has not."""
+        """Traits of a kernel of ``arch``. own: traits to add, or to set instead of the values derived here."""
         fields: dict[str, Any] = {
             "head_dim_v": int(self.keys[1].shape[-1]), "precision": self.precision, "mask": self.mask,
             "softcap": self.softcap > 0, "alibi": self.alibi_slopes is not None,
@@ -335,12 +336,12 @@ class Call(NamedTuple):
 
     @property
     def sinks_dtype(self) -> str:
-        """The traits' name of the sinks' dtype, or empty."""
+        """Name of the sinks' dtype in the traits, empty without sinks."""
         return "" if self.sinks is None else DTYPE_NAMES[self.sinks.dtype]
 
 
 NUM_TENSORS = Call._fields.index("epilogue_tensors")
-"""Number of first fields that are single tensors, or None."""
+"""Number of leading fields, each a single tensor or None."""
 BIAS, SINKS, SLOPES = map(Call._fields.index, ("bias", "sinks", "alibi_slopes"))
 """Indices of these fields."""
 _FIRST_CACHE, _LAST_CACHE = map(Call._fields.index, ("k_cache", "rotary_interleaved"))
@@ -353,7 +354,7 @@ ATTENTION = Call._fields[:_FIRST_CACHE]
 def is_latent(k_cache: Tensor | None, v_cache: Tensor | None) -> bool:
     """True if ``v_cache`` is a view of the first columns of a ``k_cache`` with a head dim above ``LARGE_HEAD_DIM``.
 
-    Of a number of columns, that is, which two warpgroups can read as values from the keys' swizzle atoms.
+    The number of columns must be one that two warpgroups can read as values from the keys' swizzle atoms.
     """
     if k_cache is None or v_cache is None or k_cache.shape[-1] <= LARGE_HEAD_DIM:
         return False
@@ -376,7 +377,7 @@ _TYPES: dict[Any, str] = {
 
 
 def schema(names: Sequence[str], **other: str) -> str:
-    """An operator's arguments: these fields. other: types of fields that differ, such as one that it writes."""
+    """The arguments in an operator's schema: these fields. other: types to use instead, as for a written tensor."""
     kinds = Call.__annotations__
     return ", ".join(f"{other.get(name) or _TYPES[kinds[name]]} {name}" for name in names)
 

@@ -35,11 +35,11 @@ _MAX_INT32 = 2**31 - 1
 # its bound, of up to UNBOUNDED.
 _TILE = 2**12
 MAX_SEQLEN = 2**31 - UNBOUNDED - 2 * _TILE
-"""The longest sequence that the kernels compute."""
+"""Maximum sequence length of the kernels."""
 MAX_ROWS = 2**31 - 2 * _TILE
-"""The most rows of packed sequences that the kernels compute, each sequence padded to whole blocks."""
+"""Maximum rows of packed sequences in the kernels, with each sequence padded to whole blocks."""
 MAX_STEPS = 2**29
-"""The most steps of one CTA, a query block with a key block each; it counts them and may replay some."""
+"""Maximum steps of a CTA, which counts its steps and may replay some. A step is a query block with a key block."""
 
 
 # ---- checks on any device ----
@@ -84,7 +84,7 @@ def check_same_bits(call: Call) -> None:
 
 
 def check_epilogues(call: Call, keys: int) -> None:
-    """Raise for wrong arguments of users' epilogues. keys: the most of a sequence."""
+    """Raise for wrong arguments of users' epilogues. keys: maximum keys of a sequence."""
     if not call.epilogues:
         return
     inputs = call.score_inputs()
@@ -192,7 +192,7 @@ def check_cumulative(
 ) -> list[int] | None:
     """Raise unless these are cumulative lengths of ``batch`` sequences within ``rows`` and ``max_seqlen``.
 
-    Returns the lengths, or None where :func:`on_host` says that they are not read.
+    Returns the lengths, or None if they are not :func:`on_host` and so not read.
     """
     check_int32(name, cu_seqlens, batch + 1)
     if not on_host(cu_seqlens):
@@ -211,7 +211,7 @@ def check_cumulative(
 
 
 def check_range(name: str, values: Tensor, most: int | Sequence[int] | None, *, wait: bool = False) -> None:
-    """Raise ValueError for a value below 0, or above ``most``: one bound for all, or one each, or None if unknown.
+    """Raise ValueError for a value below 0 or above ``most``: a bound for all, a bound per value, or None if unknown.
 
     wait: read the values even if :func:`on_host` is False, and wait for the device.
     """
@@ -257,25 +257,25 @@ def _check_score_tensors(call: Call) -> None:
 
 
 def check_scale(softmax_scale: float) -> None:
-    """Raise ValueError for a factor of the products that is none."""
+    """Raise ValueError unless the scale is finite."""
     if not math.isfinite(softmax_scale):
         raise ValueError(f"softmax_scale is {softmax_scale}; accepted: a finite number")
 
 
 def check_softcap(softcap: float) -> None:
-    """Raise ValueError for a cap of scores that is none."""
+    """Raise ValueError unless the softcap is finite and 0 or above."""
     if not (math.isfinite(softcap) and softcap >= 0):
         raise ValueError(f"softcap is {softcap}; accepted: a finite number above 0, or 0 for none")
 
 
 def check_slopes(slopes: Tensor, batch: int, nheads: int) -> None:
-    """Raise ValueError for ALiBi slopes but one number per head, or per sequence and head."""
+    """Raise ValueError unless ALiBi slopes are one number per head, or per sequence and head."""
     if tuple(slopes.shape) not in ((nheads,), (batch, nheads)):
         raise wrong_shape("alibi_slopes", slopes, f"({nheads},) or ({batch}, {nheads})")
 
 
 def check_sinks(sinks: Tensor, nheads: int, dtype: torch.dtype = torch.float32) -> None:
-    """Raise TypeError or ValueError for attention sinks but one number per head, of ``dtype`` or up to 32 bits."""
+    """Raise TypeError or ValueError unless sinks are one number per head, of ``dtype`` or a dtype of up to 32 bits."""
     accepted = tuple(dict.fromkeys((*DTYPE_NAMES, dtype)))
     check_dtype("sinks", sinks, *accepted)
     if tuple(sinks.shape) != (nheads,):
@@ -328,13 +328,13 @@ def _check_sizes(call: Call) -> None:
 
 
 def check_count(what: str, count: int, most: int = _MAX_INT32) -> None:
-    """Raise where ``count`` exceeds the kernels' integers; ``what`` describes it."""
+    """Raise if ``count`` exceeds ``most``. what: describes the count in the error."""
     if count > most:
         raise ValueError(f"{what}, {count} in all; accepted on CUDA: up to {most}")
 
 
 def check_query_blocks(call: Call, kernel: Any) -> int:
-    """The number of query blocks of a forward kernel; raises where they exceed 32 bits."""
+    """The number of query blocks of a forward kernel; raises if it exceeds 32 bits."""
     queries = getattr(kernel.tile, "queries", kernel.tile.tile_m)
     packs = call.k.shape[-2] * -(-call.group // getattr(kernel.tile, "pack_heads", 1))
     if call.varlen and kernel.traits.arch == "sm90":  # its work tiles are the blocks of all sequences
@@ -352,11 +352,11 @@ def check_query_blocks(call: Call, kernel: Any) -> int:
 
 
 def check_steps(call: Call, query_blocks: int, tile: Any, multiprocessors: int) -> None:
-    """Raise where a CTA of a persistent kernel would count its steps beyond 32 bits.
+    """Raise if a CTA of a persistent kernel would count its steps beyond 32 bits.
 
     Args:
-        query_blocks: of all heads and sequences.
-        tile: the kernel's.
+        query_blocks: number of query blocks of all heads and sequences.
+        tile: the kernel's tile.
     """
     seen = call.longest[1]
     if call.mask.startswith("window"):
@@ -374,7 +374,7 @@ def check_last_stride(name: str, tensor: Tensor) -> None:
 
 
 def check_strides(name: str, tensor: Tensor) -> None:
-    """Raise ValueError for rows that are not contiguous, or not whole 16 bytes apart."""
+    """Raise ValueError for rows that are not contiguous, or whose strides are not multiples of 16 bytes."""
     check_last_stride(name, tensor)
     for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
         if size > 1 and stride % (ALIGNMENT_BYTES // tensor.element_size()):
@@ -387,7 +387,7 @@ def check_strides(name: str, tensor: Tensor) -> None:
 def check_gradients(
     call: Call, grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor
 ) -> None:
-    """Raise where a backward's inputs do not fit the call. Assumes :func:`check`."""
+    """Raise if a backward's inputs do not fit the call. Assumes :func:`check`."""
     out_shape, lse_shape = call.output_shapes()
     lse_dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
     for name, tensor, shape, dtype in (
@@ -408,7 +408,7 @@ def check_gradients(
 
 
 def check_out(call: Call, out: Tensor, *, rows: bool = False) -> None:
-    """Raise where ``out`` cannot be written in place of a new output. Assumes that the call is checked.
+    """Raise if ``out`` cannot be written in place of a new output. Assumes that the call is checked.
 
     rows: True if kernels write it directly whenever they read q, k and v without padded copies.
     """
@@ -419,12 +419,12 @@ def check_out(call: Call, out: Tensor, *, rows: bool = False) -> None:
 def check_written(
     name: str, written: Any, others: Iterable[tuple[str, Tensor | None]], *, rows: bool = False, **wanted: Any
 ) -> None:
-    """Raise where a result cannot be written to a tensor that a caller gave.
+    """Raise if a result cannot be written to ``written``, a caller's tensor.
 
     Args:
         others: the call's other tensors, by name.
-        rows: whether kernels write it in place.
-        wanted: its device, dtype and shape.
+        rows: whether kernels write the tensor in place.
+        wanted: the device, dtype and shape that the tensor must have.
     """
     check_like(name, written, **wanted)
     present = [(other, x) for other, x in others if x is not None]
@@ -446,7 +446,7 @@ def check_like(name: str, tensor: Any, **wanted: Any) -> None:
 
 
 def check_rows(name: str, written: Tensor) -> None:
-    """Raise ValueError for a tensor that kernels do not write as it is."""
+    """Raise ValueError for a tensor that kernels cannot write in place, because of its strides or address."""
     if is_readable(written):
         return
     start = ""
@@ -460,20 +460,20 @@ def check_rows(name: str, written: Tensor) -> None:
 
 
 def check_has_memory(name: str, written: Tensor) -> None:
-    """Raise ValueError for a tensor of ``torch._efficientzerotensor``: it cannot be written."""
+    """Raise ValueError for a tensor of ``torch._efficientzerotensor``, which cannot be written."""
     if not torch.compiler.is_compiling() and written._is_zerotensor():
         raise ValueError(f"{name} is a tensor of zeros without memory; accepted: a tensor to write")
 
 
 def check_writable(name: str, written: Tensor) -> None:
-    """Raise ValueError for a tensor that an operator cannot write, as its memory does not have its values."""
+    """Raise ValueError for a tensor that an operator cannot write, because its memory does not contain its values."""
     check_has_memory(name, written)
     if not torch.compiler.is_compiling() and written.is_neg():
         raise ValueError(f"{name} is a view that torch negates where it is read; accepted: a tensor to write")
 
 
 def check_apart(name: str, written: Tensor, others: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError where elements of a written tensor overlap each other or another argument.
+    """Raise ValueError if elements of a written tensor overlap each other or another argument.
 
     Only tensors with addresses are compared; those of compilers and function transforms have none.
     """

@@ -1,4 +1,4 @@
-"""Which kernel computes a call, with which tile."""
+"""The choice of the kernel and the tile for a call."""
 
 import dataclasses
 import logging
@@ -19,9 +19,9 @@ _log = logging.getLogger("cute_attn")
 
 
 def user_classes(call: Call, op: str = "forward") -> tuple[Any, ...]:
-    """The users' classes that a call names. They belong to its plan's key: they may be registered again at any time.
+    """The users' classes that a call names. The plan's key contains them, since they may be re-registered at any time.
 
-    A traced function is a weak reference, so that a plan does not keep it alive.
+    A traced function is returned as a weak reference, so that a plan does not keep it alive.
     """
     if not (call.epilogues or ":" in call.kernel):
         return ()
@@ -32,13 +32,13 @@ def user_classes(call: Call, op: str = "forward") -> tuple[Any, ...]:
 
 
 def choose_kernel(call: Call, target: str, *, op: str = "forward", bias_grad: bool = False) -> Any:
-    """The kernel with its tile: the newest generation that supports the call on ``target``, or the one that it names.
+    """The kernel that the call names, or the newest on ``target`` that supports the call, with its tile.
 
     Lengths, heads and the bias's layout may change the default tile: see :mod:`cute_attn.compiler.registry`.
 
     A variant that is registered only for the forward leaves the backward to its generation's default kernel. If a
-    newer generation declines the tile, for instance for an older one's fields, a warning gives its reason; if it
-    does not compute the traits, the log at level DEBUG does.
+    newer generation declines the call's tile, for instance for an older generation's fields, a warning gives the
+    reason. If it declines the traits, the log gives the reason at level DEBUG.
     """
     tile = {"forward": call.tile, "backward": call.backward_tile}.get(op, "")
     check_kernel(call.kernel, ("forward", op))
@@ -73,9 +73,9 @@ def choose_kernel(call: Call, target: str, *, op: str = "forward", bias_grad: bo
 
 
 def check_kernel(kernel: str, ops: Iterable[str]) -> dict[str, str]:
-    """Refuse a name under which no kernel of those ops is registered; "" names none.
+    """Refuse a name under which no kernel of ``ops`` is registered, except "".
 
-    Returns the generation of each name that is accepted.
+    Returns the generation of each accepted name.
     """
     names = {
         f"{arch}:{variant}" if variant else arch: arch for op, arch, variant in registry.KERNELS if op in ops
@@ -88,9 +88,9 @@ def check_kernel(kernel: str, ops: Iterable[str]) -> dict[str, str]:
 
 
 def check_words(kernel: str, **tiles: str) -> None:
-    """Refuse an unregistered kernel and a tile's text that no kernel reads, for tensors that none computes.
+    """Refuse an unregistered kernel and tile text that no kernel accepts, for tensors that no kernel computes.
 
-    tiles: a text for each op of the call, "" for the default tile.
+    tiles: tile text for each op of the call, "" for the default tile.
     """
     names = check_kernel(kernel, tiles)
     if ":" in kernel:
@@ -123,9 +123,9 @@ def _check_variant(kernel: str, ops: Iterable[str]) -> None:
 
 
 def check_tile(call: Call, op: str, text: str) -> None:
-    """Refuse a tile's text that leaves the call without a kernel on a GPU, for tensors that none computes.
+    """Refuse tile text with which no kernel would serve the call on a GPU, for tensors that no kernel computes.
 
-    If no kernel serves the call with its default tile either, this accepts: a call on a GPU gives the reason.
+    If no kernel serves the call with its default tile either, the text is accepted: a call on a GPU gives the reason.
     """
     reasons: list[ValueError] = []
     for name in [call.kernel] if call.kernel else registry.generations("sm90") if text else []:
@@ -147,15 +147,15 @@ def check_tile(call: Call, op: str, text: str) -> None:
 
 
 def _aligned(traits: Traits) -> Traits:
-    """With the head dims that rows are padded to."""
+    """The traits with the head dims to which rows are padded."""
     d, dv = (aligned_head_dim(traits.dtype, dim) for dim in (traits.head_dim, traits.head_dim_v))
     return dataclasses.replace(traits, head_dim=d, head_dim_v=dv)
 
 
 def _tma_bias_reason(call: Call, kernel: Any) -> str | None:
-    """Why TMA cannot load the bias, or store its gradient, by the kernel's tile, or None.
+    """Why TMA does not load the bias, or store its gradient, with the kernel's tile; or None.
 
-    A single row is cheaper without TMA.
+    A bias of a single row is cheaper to load without TMA.
     """
     bias = call.bias
     if bias is None or not getattr(kernel.tile, "bias_stages", 0):

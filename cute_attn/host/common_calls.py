@@ -1,9 +1,9 @@
-"""The kernels that common calls launch, for bundles: what plans of these calls would choose, without a GPU.
+"""The kernels that common calls launch, for bundles. They are chosen as the calls' plans would, but without a GPU.
 
-Common are bf16 and fp16; head dims 64, 96, 128 and 256; full, causal and window; sequences of one length or packed, of
-any lengths; 1, 4 or 8 query heads per key head; forward, backward, attention with a cache whose lengths are given,
-contiguous or in pages of 16, 64 or 256 rows, and new rows with any rotary embedding. Tiles depend on lengths, heads and
-numbers of sequences, which are tried on grids: finer ones find no other tile.
+These are common: bf16 and fp16; head dims 64, 96, 128 and 256; full, causal and window masks; sequences batched with
+one length or packed; any lengths; 1, 4 or 8 query heads per key head; forward, backward, attention with a cache whose
+lengths are given, contiguous or in pages of 16, 64 or 256 rows, and new rows with any rotary embedding. Tiles depend on
+lengths, heads and numbers of sequences, which are tried on grids. Finer grids find no other tiles.
 """
 
 import importlib
@@ -55,9 +55,9 @@ def kernels(target: str) -> list[Request]:
 
 
 def everything(targets: Iterable[str]) -> list[Request]:
-    """What a bundle of all has: for these targets :func:`kernels`, :func:`rows`, and each feature of the defaults.
+    """The kernels of a full bundle for these targets: :func:`kernels`, :func:`rows`, and each feature of the defaults.
 
-    Targets outside ``PROCESSORS`` have no common calls. A backward comes with the kernels that its calls launch.
+    Targets outside ``PROCESSORS`` have no common calls. A backward kernel comes with the others that its calls launch.
     """
     groups = []
     for target in targets:
@@ -68,7 +68,7 @@ def everything(targets: Iterable[str]) -> list[Request]:
 
 
 def with_its_parts(traits: Traits, tile: Any, target: str) -> list[Request]:
-    """A kernel by its traits, and its tile, the tile's text or None; with those that calls of a backward launch."""
+    """The kernel of these traits; for a backward, all kernels that its calls launch. tile: a tile, its text or None."""
     kernel = registry.lookup(traits, tile, target)
     if traits.op != "backward":
         return [(traits, kernel.tile, target)]
@@ -77,12 +77,12 @@ def with_its_parts(traits: Traits, tile: Any, target: str) -> list[Request]:
 
 
 def distinct(groups: Iterable[list[Request]]) -> list[Request]:
-    """Each kernel once."""
+    """The kernels of all groups, each once."""
     return list(dict.fromkeys(itertools.chain.from_iterable(groups)))
 
 
 def rows(target: str) -> Iterator[tuple[Traits, Any, str]]:
-    """For each row of a table, the kernel that it was built or measured as for a target, without users' functions."""
+    """Yield, for each table row built or measured on ``target``, its kernel, unless that has users' functions."""
     for path in sorted(Path(folder.__file__).parent.glob("*/tiles.csv")):
         table = importlib.import_module(f"cute_attn.kernels.{path.parent.name}.heuristics").TABLE
         for row in table.rows:
@@ -125,7 +125,7 @@ def _forward_and_backward(
 
 
 def _cached(head_dim: int, mask: str, varlen: bool, target: str) -> Iterator[tuple[Traits, Any]]:
-    """With a cache; on Hopper also of calls without one whose few queries leave multiprocessors idle."""
+    """Yield kernels for a cache; on Hopper also for calls without one whose few queries leave multiprocessors idle."""
     arch = registry.generations(target)[0]
     features: list[dict[str, Any]] = [{"seqused_k": True}, {"seqused_k": True, "paged": True}]
     if arch == "sm90":
@@ -160,7 +160,7 @@ def _merging_ranges(
 
 
 def _appending(head_dim: int, target: str) -> Iterator[tuple[Traits, Any]]:
-    """New rows, and queries rotated with them."""
+    """Yield kernels that append new rows, with and without queries to rotate."""
     for rotary, packed, paged in itertools.product(("", *ROTARY), (False, True), (False, True)):
         every: list[dict[str, Any]] = [{}, {"rotate_q": True}, {"rotate_q": True, "varlen": True}]
         for queries in every if rotary else every[:1]:

@@ -29,7 +29,7 @@ _is_capturing: Any = getattr(
 
 
 def work_counters(device: int) -> Tensor:
-    """int32 (4,) for a launch on the current stream of ``device``, the current device."""
+    """int32 (4,) for a launch on the current stream of ``device``, which must be the current device."""
     key = (device, _current_stream(device))
     if _is_capturing():
         return torch.zeros(_NUMBER, dtype=torch.int32, device=torch.device("cuda", device))
@@ -53,7 +53,7 @@ _schedules: dict[tuple[int, int], Any] = {}
 
 
 def _take(device: int) -> Tensor:
-    """Counters that no stream has; other threads may take the last ones."""
+    """Counters that no stream uses. Repeats if other threads took the last ones."""
     while True:
         try:
             return _free[device].pop()
@@ -64,8 +64,8 @@ def _take(device: int) -> Tensor:
 def _allocate(device: int) -> list[Tensor]:
     """Counters of zeros, ready for any stream.
 
-    Allocates in a separate thread, because one that warms up a CUDA graph allocates from the graph's pool, where torch
-    accepts no memory that outlives the graph's run.
+    Allocates in a separate thread, because a thread that warms up a CUDA graph allocates from the graph's pool, where
+    torch accepts no memory that outlives the graph's run.
     """
 
     def allocate() -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
 DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
-"""The arguments with a gradient."""
+"""The arguments that have a gradient."""
 
 NO_GRADIENT = (
     "alibi_slopes or an epilogue's tensor requires a gradient, which the operator does not give; accepted: tensors "
@@ -31,18 +31,18 @@ def transforms_are_active() -> bool:
 
 
 def beyond_transforms() -> AbstractContextManager:
-    """Makes tensors that outlive a torch.func transform: within it, torch makes wrappers that end with it."""
+    """A context for making tensors that outlive a torch.func transform, within which torch makes temporary wrappers."""
     return temporarily_clear_interpreter_stack() if transforms_are_active() else contextlib.nullcontext()
 
 
 LEVEL = 0
-"""The level of all dual tensors: torch nests none of ``forward_ad``."""
+"""The level of all dual tensors: torch does not nest levels of ``forward_ad``."""
 
 
 def unpacked(tensors: Iterable[Any]) -> tuple[tuple, tuple]:
-    """``tensors`` without tangents, and the tangents that are visible here, None for others.
+    """``tensors`` without tangents, and for each tensor its tangent if visible here, otherwise None.
 
-    Under another transform than ``jvp``, those of a transform outside it are not.
+    Under a transform other than ``jvp``, tangents of an outer transform are not visible.
     """
     given, top = tuple(tensors), torch._C._functorch.peek_interpreter_stack()
     if top is not None and top.key() != torch._C._functorch.TransformType.Jvp:

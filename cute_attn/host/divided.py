@@ -1,7 +1,7 @@
-"""Attention of few queries with many keys, on Hopper, by the kernels for a cache: they split keys among CTAs.
+"""Attention of few queries with many keys on Hopper, with the kernels for a cache, which split keys among CTAs.
 
-Keys and values are as a cache with an entry for each sequence, or packed sequences. The host chooses these kernels
-where the forward would have far fewer work tiles than multiprocessors.
+Keys and values are passed as a cache with one entry per sequence, or as packed sequences. The host chooses these
+kernels if the forward would have far fewer work tiles than multiprocessors.
 """
 
 import math
@@ -18,12 +18,13 @@ from cute_attn.host.plans import Plan
 from cute_attn.traits import LARGE_HEAD_DIM
 
 FEW_TILES, LEAST_NUMBERS = 0.5, 1 << 18
-"""Maximum work tiles per multiprocessor, and minimum numbers of K and V that a query sees, those of 1,024 keys of head
-dim 128: a split then pays for a second launch."""
+"""Maximum work tiles per multiprocessor, and minimum elements of K and V that a query sees (those of 1,024 keys of head
+dim 128), for a split to pay for a second launch."""
 FEW_PACKED = 1.0
-"""The same for few queries of packed sequences: as many work tiles do not end together, because lengths differ."""
+"""Maximum work tiles per multiprocessor with few queries of packed sequences: they do not end together, since lengths
+differ."""
 LAST_WAVE, MANY_KEYS = 1.5, 16384
-"""The same for more work tiles: minimum ratio of their waves, rounded up, to their waves, and minimum keys."""
+"""For more work tiles: minimum ratio of rounded-up to exact waves, and minimum keys, for a split to pay."""
 
 
 def as_cache(call: Call) -> Call:
@@ -65,10 +66,10 @@ def is_wanted(call: Call, kernel: Any, target: str, multiprocessors: int) -> boo
 
 
 def plan_for_attention(call: Call) -> Plan:
-    """The launches of a call for which :func:`is_wanted`."""
+    """The plan of a call with the kernels for a cache."""
     return split_kv.make_plan(as_cache(call))
 
 
 def launch(plan: Plan, call: Call, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Into out and lse; call: with the tensors' strides as kernels assume them."""
+    """Write ``out`` and ``lse``, and return them. call: a call whose tensors have the strides that kernels assume."""
     return split_kv.launch(plan, as_cache(call), call.q, out, lse)

@@ -1,4 +1,4 @@
-"""Common to all drop-ins: the number of calls through each, who watches them, and why a call is not served."""
+"""State of all drop-ins: the number of calls of each, functions that watch calls, and why a call is not served."""
 
 import contextlib
 import functools
@@ -19,19 +19,20 @@ from cute_attn.host.record import thread
 
 
 class Served(Counter[tuple[str, str]]):
-    """Counts that threads add to at the same time.
+    """Call counts to which several threads may add at the same time.
 
-    Keys are (door, "" or why no kernel of this package ran). A door is the name of a PyTorch operator or of a function
-    here: ``transformers.attention_forward``, or ``flash_attn.flash_attn_func`` and its siblings, also private ones and
-    the ones of ``flash_attn_3``. Calls of these functions in compiled code are not counted. Calls with packed qkv or kv
-    count as calls with separate tensors, calls of the extension ``flash_attn_2_cuda`` as calls of private functions.
+    Keys are (door, reason why no kernel of this package ran, or ""). A door is the name of a PyTorch operator or of a
+    drop-in function: ``transformers.attention_forward``, or ``flash_attn.flash_attn_func`` and its siblings, including
+    private functions and those of ``flash_attn_3``. Calls of these functions in compiled code are not counted. Calls
+    with packed qkv or kv count as calls with separate tensors, calls of the extension ``flash_attn_2_cuda`` as calls of
+    private functions.
     """
 
     lock: threading.Lock
-    """Guards all counters of calls; not to be kept, since a forked process has another."""
+    """Guards all call counters. Keep no reference to this lock: a forked process has another one."""
 
     def add(self, door: str, reason: str = "") -> None:
-        """One more call, also of each that repeats it from a record."""
+        """Count a call, and later each call that repeats it from a record."""
         with self.lock:
             self[door, reason] += 1
         if thread.recording is not None:
@@ -53,7 +54,7 @@ observer: Callable[..., Any] | None = None
 """Set by :mod:`cute_attn.sdpa.observe` while it watches how PyTorch's operators are called."""
 
 watcher: Callable[[str, dict[str, Any], str], None] | None = None
-"""The same for all other doors; called with the door, its arguments by name and why no kernel ran, or ""."""
+"""The same for all other doors: called with the door, its arguments by name, and why no kernel ran, or ""."""
 
 
 def note(door: str, given: dict[str, Any]) -> None:

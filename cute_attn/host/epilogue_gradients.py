@@ -1,4 +1,4 @@
-"""Gradients of the tensors that users' epilogues are given, of those that say how: traced functions."""
+"""Gradients of tensors passed to users' epilogues, if the epilogues are traced functions."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from cute_attn.host.memory import on_device
 MAX_ELEMENTS = 2**31 - 1
 """Maximum elements of a tensor with a gradient: offsets have 32 bits."""
 COPIES, COPIED_BYTES = 128, 1 << 20
-"""Maximum copies of a gradient, to which CTAs add in turn, and maximum bytes of all: CTAs that add to one small tensor
-wait for each other."""
+"""Maximum copies of a gradient, to which CTAs add in turn, and maximum bytes of all copies. CTAs that add to one small
+tensor would wait for each other."""
 
 
 @dataclass(frozen=True)
 class _Given:
-    """One epilogue of a call, with the places of its tensors among all epilogues'.
+    """One epilogue of a call, and the location of its tensors in ``epilogue_tensors``.
 
     Attributes:
         name, letters: see :func:`cute_attn.host.call.pack_epilogues`.
-        first: the place of the first.
+        first: the index of the epilogue's first tensor.
     """
 
     name: str
@@ -37,12 +37,12 @@ class _Given:
         return slice(self.first, self.first + self.letters.count("t"))
 
     def arguments(self, wanted: Sequence[bool]) -> tuple[int, ...]:
-        """Positions of the wanted tensors among its arguments."""
+        """Positions of the wanted tensors among the epilogue's arguments."""
         numbers = [i for i, letter in enumerate(self.letters) if letter == "t"]
         return tuple(i for i, own in zip(numbers, wanted[self.tensors], strict=True) if own)
 
     def with_gradients(self, wanted: Sequence[bool]) -> tuple[str, tuple[int, ...]] | None:
-        """Name of the epilogue in a backward, and positions of the arguments it differentiates; None if it cannot."""
+        """Name of the epilogue in a backward, and positions of the arguments to differentiate; None if it cannot."""
         arguments = self.arguments(wanted)
         return user_epilogue(self.name).with_gradients(arguments) if arguments else (self.name, ())
 
@@ -56,11 +56,11 @@ def _given(epilogues: Sequence[str]) -> Iterator[_Given]:
 
 
 def check_wanted(call: Call, wanted: Sequence[bool]) -> None:
-    """Raise where kernels do not compute the wanted gradients of the epilogues' tensors.
+    """Raise if kernels do not compute the wanted gradients of the epilogues' tensors.
 
     Raises:
-        NotImplementedError: an epilogue does not say how, or gradients must repeat bit for bit, and sums in arbitrary
-            order do not.
+        NotImplementedError: an epilogue does not define them, or gradients must repeat bit for bit, which sums in
+            arbitrary order do not.
         ValueError: a tensor has too many elements.
     """
     found = [one.with_gradients(wanted) for one in _given(call.epilogues)]
@@ -81,7 +81,7 @@ def check_wanted(call: Call, wanted: Sequence[bool]) -> None:
 
 
 def _zeros_like(x: Tensor) -> Tensor:
-    """Copies of a gradient: fp32 (copies, *x.shape), of a tensor without dimensions (copies, 1)."""
+    """Copies of a gradient, zeroed: fp32 (copies, *x.shape), or (copies, 1) if ``x`` has no dimensions."""
     copies = max(1, min(COPIES, COPIED_BYTES // max(4 * x.numel(), 1)))
     with on_device(x.get_device()):
         made = record.contiguous(x, (copies, *(x.shape or (1,))), torch.float32)
@@ -90,7 +90,7 @@ def _zeros_like(x: Tensor) -> Tensor:
 
 
 def gradient_of(x: Tensor, copies: Tensor) -> Tensor:
-    """The sum of a gradient's copies, in the dtype of its tensor."""
+    """The gradient of ``x``: the sum of its copies, in x's dtype."""
     with on_device(x.get_device()):
         made = record.contiguous(x, tuple(x.shape))
         record.step(record.sum_of_copies, made, copies)
@@ -98,7 +98,7 @@ def gradient_of(x: Tensor, copies: Tensor) -> Tensor:
 
 
 def with_targets(call: Call, wanted: Sequence[bool]) -> tuple[Call, list[Tensor | None]]:
-    """The call with tensors to which its backward adds the wanted gradients, and these: fp32 (copies, *shape)."""
+    """The call with added tensors, fp32 (copies, *shape), into which its backward adds gradients; and these tensors."""
     check_wanted(call, wanted)
     targets = [_zeros_like(x) if own else None for x, own in zip(call.epilogue_tensors, wanted, strict=True)]
     names: list[str] = []

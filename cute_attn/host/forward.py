@@ -40,10 +40,10 @@ def forward(
     """out, lse, and the softmax or None, on the current stream of q's device.
 
     Args:
-        call: where a tensor is lazy, its values.
-        out: memory for it, of strides that kernels write.
+        call: the call, without lazy tensors.
+        out: the tensor to write, with strides that kernels write, or None to allocate it.
         keeps_rows: whether rows of ``out`` that no sequence owns keep their contents, with packed queries.
-        lse: memory for it, perhaps with more rows than queries; the extra rows keep their contents.
+        lse: the tensor to write, or None. It may have more rows than queries; extra rows keep their contents.
     """
     plan = plan_of(call)
     with on_device(call.q.get_device()):
@@ -70,11 +70,11 @@ def key_of(options: Hashable, call: Call) -> tuple[Hashable, ...]:
 
 
 def plan_forward(call: Call) -> Plan:
-    """Checks a call, and chooses its kernel. A plan without one computes nothing.
+    """Check a call and choose its kernel. A plan without a kernel computes nothing.
 
-    Its functions are ``main``; ``pad`` and ``unpad`` if kernels cannot read q, k or v in place; with terms
-    (:mod:`cute_attn.host.split_fp32`) ``main`` and ``fallback``, after the launches of its ``division``. Where keys
-    are split among CTAs, the plan is that of :mod:`cute_attn.host.divided`.
+    The plan's function is ``main``. If kernels cannot read q, k or v in place, its functions are ``pad`` and ``unpad``
+    instead. With terms (:mod:`cute_attn.host.split_fp32`) they are ``main`` and ``fallback``, launched after those of
+    its ``division``. If keys are split among CTAs, :mod:`cute_attn.host.divided` makes the plan.
     """
     check(call)
     check_for_kernels(call, unaligned=True)
@@ -154,7 +154,7 @@ def _launched(
 
 
 def _padded(plan: Plan, call: Call, out: Tensor | None, lse: Tensor | None) -> Outputs:
-    """A call with padded copies of its tensors: see :mod:`cute_attn.host.padding`."""
+    """Compute a call on padded copies of its tensors: see :mod:`cute_attn.host.padding`."""
     given, copied = out, padding.to_copy(call[:3])
     if padding.is_by_address(call[:3]):
         record.unlike_others()
@@ -174,7 +174,7 @@ def _padded(plan: Plan, call: Call, out: Tensor | None, lse: Tensor | None) -> O
 
 
 def _divided(plan: Plan, call: Call, out: Tensor, lse: Tensor, *, keeps_rows: bool) -> Outputs:
-    """keeps_rows: keep rows of ``out`` that no sequence owns; the combine kernel would write them."""
+    """Compute a call with split keys. keeps_rows: keep rows of ``out`` without a sequence; combine would write them."""
     written = record.contiguous(out, tuple(out.shape)) if keeps_rows else out
     divided.launch(plan, as_kernels_read(call), written, lse)
     if keeps_rows:
@@ -183,7 +183,7 @@ def _divided(plan: Plan, call: Call, out: Tensor, lse: Tensor, *, keeps_rows: bo
 
 
 def _fill_with_sinks(lse: Tensor, call: Call) -> None:
-    """LSE of a call without keys: the head's sink in the rows of sequences."""
+    """Write the LSE of a call without keys: the head's sink in rows of sequences, -inf in other rows."""
     cu_seqlens_q, seqused_q, sinks = call.cu_seqlens_q, call.seqused_q, call.sinks
     assert sinks is not None
     if cu_seqlens_q is not None and len(cu_seqlens_q) == 1:
@@ -199,14 +199,14 @@ def _fill_with_sinks(lse: Tensor, call: Call) -> None:
 
 
 def are_functions(traits: Any) -> bool:
-    """True if no class of a user's is involved: kernel and epilogues are the package's or traced functions."""
+    """True if no user class is involved: kernel and epilogues are the package's, or epilogues are traced functions."""
     if traits.variant or not traits.epilogues:
         return not traits.variant
     return not any(isinstance(user_epilogue(name), type) for name in traits.epilogues)
 
 
 def as_kernels_read(call: Call) -> Call:
-    """With the strides that kernels need: regular ones of dimensions of size 1, and 0 to broadcast slopes and bias."""
+    """The call with strides that kernels need: regular ones in dimensions of size 1, 0 to broadcast slopes and bias."""
     shapes = {
         "alibi_slopes": (call.batch, call.nheads),
         "bias": (call.batch, call.nheads, call.max_seqlen_q, call.max_seqlen_k),

@@ -1,8 +1,8 @@
-"""q, k and v, or k and v, that are views of one tensor (..., 2 or 3, heads, dim), and their gradients as one tensor.
+"""q, k and v, or k and v, that are views of one tensor (..., 3 or 2, heads, dim), and their gradients as one tensor.
 
 A fused projection leaves q, k and v as views of one tensor. The backward then writes dq, dk and dv into views of one
-tensor as well, as PyTorch's memory-efficient backward does, and :func:`unbind` returns that tensor as the gradient,
-where ``torch.unbind`` would copy all three into a new one.
+tensor as well, as PyTorch's memory-efficient backward does. :func:`unbind` returns that tensor as the gradient,
+whereas ``torch.unbind`` would copy all three into a new tensor.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def are_adjacent(tensors: Sequence[Tensor]) -> bool:
 
 
 def _alike(tensors: Sequence[Tensor], count: int) -> bool:
-    """Equal shapes and strides, with room for the other tensors between two rows, and whole heads without gaps."""
+    """True if shapes and strides are equal, heads have no gaps, and row strides have room for ``count`` tensors."""
     x = tensors[0]
     nheads, dim = x.shape[-2:]
     heads_adjacent = x.stride(-1) == 1 and (nheads == 1 or x.stride(-2) == dim)
@@ -53,7 +53,7 @@ def packed_strides(shape: Sequence[int], count: int) -> tuple[int, ...]:
 
 
 class _Unbind(torch.autograd.Function):
-    """``x.unbind(-3)``; if all gradients are views of one packed tensor, that tensor is its gradient."""
+    """``x.unbind(-3)``; if all gradients are views of one packed tensor, that tensor is the gradient of ``x``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, ...]:
@@ -62,7 +62,7 @@ class _Unbind(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        """One tensor, without a copy if it exists already."""
+        """The gradient of ``x``, without a copy if ``grads`` are already views of one tensor."""
         *rows, count, nheads, dim = ctx.shape
         strides = packed_strides((*rows, nheads, dim), count)
         known = all(x.stride() == strides and has_memory(x) for x in grads)

@@ -1,4 +1,4 @@
-"""Tensors of callers who pay no attention to kernels: any head dim, any strides."""
+"""Conversion of tensors of any head dim and strides to ones that kernels accept."""
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from cute_attn.host.memory import rows_are_regular
 
 _MULTIPLE = 8
-"""Kernels take head dims that are multiples of this."""
+"""Kernels accept head dims that are multiples of this."""
 
 
 def has_whole_head_dim(x: Tensor) -> bool:
@@ -15,15 +15,15 @@ def has_whole_head_dim(x: Tensor) -> bool:
 
 
 def pad_head_dim(x: Tensor) -> Tensor:
-    """``x`` with zeros up to a multiple of 8 in its last dimension; itself if it has one.
+    """``x`` with its last dimension padded by zeros to a multiple of 8; ``x`` itself if it is one.
 
-    Scores do not change; outputs have zeros there as well.
+    Scores do not change, and outputs have zeros in the padding.
     """
     return x if has_whole_head_dim(x) else F.pad(x, (0, -x.shape[-1] % _MULTIPLE))
 
 
 def whole_head_dim(x: Tensor) -> Tensor:
-    """:func:`pad_head_dim` of ``x``, with strides that kernels read; itself if it can be."""
+    """:func:`pad_head_dim` of ``x``, with strides that kernels read; ``x`` itself if possible."""
     if not has_whole_head_dim(x):
         return pad_head_dim(x)
     return x if x.dim() == 0 or x.is_contiguous() or rows_are_regular(x) else x.contiguous()

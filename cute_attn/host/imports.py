@@ -9,7 +9,7 @@ from typing import Any
 
 
 def after_import(name: str, then: Callable[[], None]) -> Callable[[], None]:
-    """Call ``then`` once the module ``name`` is loaded, at once if it is.
+    """Call ``then`` when the module ``name`` is loaded, immediately if it already is.
 
     Returns a function that cancels the wait.
     """
@@ -22,16 +22,16 @@ def after_import(name: str, then: Callable[[], None]) -> Callable[[], None]:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module as the others do, and calls a function after it was executed.
+    """Finds one module with the other finders, and calls a function after the module was executed.
 
-    Libraries look for a module's specification long before it is imported, so that this stays until then.
+    Libraries may look up a module's spec long before they import it, so this finder stays until the import.
     """
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self.name, self.then = name, then
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
-        """The module's specification, with a loader that calls the function."""
+        """The module's spec, with a loader that calls the function; None for other modules."""
         if name != self.name:
             return None
         others = [x for x in sys.meta_path if x is not self and hasattr(x, "find_spec")]
@@ -48,6 +48,6 @@ class _Finder(importlib.abc.MetaPathFinder):
         self.then()
 
     def stop(self) -> None:
-        """Find it no longer."""
+        """Remove this finder."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)

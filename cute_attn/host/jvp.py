@@ -1,7 +1,7 @@
 """A call of attention with tangents on CUDA: its plan and its launches.
 
-One launch computes outputs and tangents. Where V has more than ``MAX_DUAL_COLUMNS`` columns, each of several launches
-computes an equal number of them, and all scores.
+One launch computes outputs and tangents. If V has more than ``MAX_DUAL_COLUMNS`` columns, there are several launches.
+Each computes an equal number of V's columns, and all scores.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ Tangents = Sequence[Tensor | None]
 
 
 class Columns(NamedTuple):
-    """Padded columns of Q and K, those of V in each launch, and the launches."""
+    """Padded columns of Q and K, padded columns of V in each launch, and the number of launches."""
 
     qk: int
     v: int
@@ -38,7 +38,7 @@ class Columns(NamedTuple):
 
     @staticmethod
     def of(call: Call) -> "Columns":
-        """Rows are multiples of 16 bytes."""
+        """The columns for a call, with rows padded to multiples of 16 bytes."""
         whole = ROW_BYTES // call.q.element_size()
         (d, dv), launches = (call.q.shape[-1], call.v.shape[-1]), -(-call.v.shape[-1] // MAX_DUAL_COLUMNS)
         return Columns(-(-d // whole) * whole, -(-dv // (whole * launches)) * whole, launches)
@@ -48,7 +48,8 @@ def with_tangents(call: Call, tangents: Tangents) -> tuple[Tensor, Tensor, Tenso
     """out, lse and their tangents, on the current stream of q's device.
 
     Raises:
-        NotImplementedError: a tangent of another tensor than q, k and v, fp32, or a kernel or tile that the call names.
+        NotImplementedError: a tensor other than q, k and v has a tangent, or the call is fp32, has ``same_bits``, or
+            names a kernel or tile.
         TypeError, ValueError, Unsupported: a parameter is wrong, or no kernel supports the call.
     """
     check(call)
@@ -138,7 +139,7 @@ def _launch(
 
 
 def _rows(x: Tensor, columns: int) -> Tensor:
-    """``x`` as kernels load it, with columns of zeros beyond its head dim."""
+    """``x`` as kernels load it, padded with zeros to ``columns``."""
     if x.shape[-1] < columns:
         return torch.nn.functional.pad(x, (0, columns - x.shape[-1]))
     return record.readable(x)

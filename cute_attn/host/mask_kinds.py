@@ -1,7 +1,7 @@
-"""Block masks of a function: the kinds of their blocks and the lists of these, by two launches on a GPU.
+"""The block mask of a function: the kinds of its blocks and lists of the blocks, computed by two launches on a GPU.
 
 The host reads nothing. On the CPU the function is evaluated for every query and key, one block of queries at a time;
-that is the definition.
+this is the definition.
 """
 
 import functools
@@ -24,7 +24,7 @@ from cute_attn.host.checks import check_count
 from cute_attn.traits import FULL, LISTED_ROWS, PARTIAL, Traits
 
 _MOST_CTAS = 1024
-"""Maximum CTAs, several per multiprocessor: where a mask has fewer query blocks, several CTAs divide each."""
+"""Maximum CTAs, several per multiprocessor: if a mask has fewer query blocks, several CTAs compute each of them."""
 _WARPS = 4
 
 Sizes = tuple[int, int, int, int]
@@ -39,8 +39,8 @@ def made_block_mask(
     """The BlockMask of a function, of size 1 along the batch or the heads if it does not depend on them.
 
     Raises:
-        TypeError, ValueError: as a trace of the function; or it captures a tensor on another device, or has too many
-            blocks.
+        TypeError, ValueError: the function cannot be traced or captures a tensor on another device, or the mask has too
+            many blocks.
         Unsupported: no kernel evaluates the function.
     """
     if device.type == "cuda":
@@ -102,7 +102,7 @@ def _kinds_by_definition(
 def _kinds_by_kernel(
     mask_mod: Callable[..., Any], sizes: Sizes, block_size: tuple[int, int], device: torch.device
 ) -> Tensor:
-    """The same by a kernel."""
+    """:func:`_kinds_by_definition` computed by a kernel."""
     name, tensors = epilogue_of(None, mask_mod, device)
     with memory.on_device(device.index):
         kernel, predicate = _kinds_kernel(name, block_size, device.index)
@@ -120,7 +120,7 @@ def _kinds_by_kernel(
 
 @functools.lru_cache(256)
 def _kinds_kernel(name: str, block_size: tuple[int, int], device: int) -> tuple[Any, Predicate]:
-    """The kernel for a traced mask, compiled for a device, the current one; "" for one that hides nothing."""
+    """The compiled kernel for a traced mask ("" for a mask that hides nothing) on ``device``, the current device."""
     traits = Traits("block_kinds", "sm80", "bf16", LISTED_ROWS, epilogues=(name,) if name else ())
     target = compiler.default_target("sm80")
     kernel = registry.lookup(traits, f"tile_m={block_size[0]},tile_n={block_size[1]}", target)
@@ -130,7 +130,7 @@ def _kinds_kernel(name: str, block_size: tuple[int, int], device: int) -> tuple[
 # ---- lists ----
 
 Lists = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Counts and blocks of partial blocks, then of full ones, as a BlockMask has them for either side."""
+"""Counts and indices of partial blocks, then of full blocks, as a BlockMask stores them for queries and for keys."""
 
 
 def lists_of(kinds: Tensor) -> tuple[Lists, Lists]:

@@ -27,7 +27,7 @@ _HERE = contextlib.nullcontext()
 
 
 def on_device(device: int) -> contextlib.AbstractContextManager:
-    """Within it ``device``, as tensors give it, is the current one, where launches go."""
+    """A context in which launches go to ``device``, an index as from ``Tensor.get_device()``."""
     return _HERE if device < 0 or device == current_device() else torch.cuda.device(device)
 
 
@@ -50,17 +50,17 @@ ALIGNMENT_BYTES = 16
 
 
 def is_aligned(x: Tensor, alignment: int = 0) -> bool:
-    """True if ``x`` starts at a multiple of ``alignment`` elements, or with 0 of 16 bytes; it must have memory."""
+    """True if ``x``, which must have memory, starts at a multiple of ``alignment`` elements, or of 16 bytes for 0."""
     return x.data_ptr() % (alignment * x.element_size() or ALIGNMENT_BYTES) == 0
 
 
 def may_be_aligned(x: Tensor, alignment: int = 0) -> bool:
-    """:func:`is_aligned`, or True for a tensor without memory: its address is not known yet."""
+    """:func:`is_aligned`, or True for a tensor without memory, whose address is not known yet."""
     return not has_memory(x) or is_aligned(x, alignment)
 
 
 def row_alignment(*tensors: Tensor) -> int:
-    """Elements that head dims and, from the first, the starts of rows are multiples of: 0 for 16 bytes, or fewer."""
+    """Maximum elements, up to 16 bytes, of which head dims and row strides are multiples; 0 stands for 16 bytes."""
     found = whole = ALIGNMENT_BYTES // tensors[0].element_size()
     for x in tensors:
         steps = [step for n, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
@@ -69,12 +69,12 @@ def row_alignment(*tensors: Tensor) -> int:
 
 
 def rows_are_aligned(x: Tensor) -> bool:
-    """:func:`rows_are_whole`, and the rows start at multiples of 16 bytes as far as the address is known."""
+    """:func:`rows_are_whole`, and the address, if known, is a multiple of 16 bytes."""
     return rows_are_whole(x) and may_be_aligned(x)
 
 
 def rows_are_whole(x: Tensor) -> bool:
-    """True if rows are contiguous and, like the strides between them, multiples of 16 bytes: metadata only."""
+    """True if rows are contiguous, and row sizes and strides are multiples of 16 bytes. Ignores the address."""
     whole = ALIGNMENT_BYTES // x.element_size()
     if x.shape[-1] % whole or (x.stride(-1) != 1 and x.shape[-1] > 1):
         return False
@@ -88,7 +88,7 @@ _MAX_STRIDE = 2**38
 def rows_are_regular(x: Tensor, alignment: int = 0) -> bool:
     """True if every stride has the divisibility that kernels assume, also in dimensions of size 1.
 
-    alignment: elements that strides are multiples of, 0 for 16 bytes.
+    alignment: strides must be multiples of this many elements, 0 for 16 bytes.
     """
     whole = alignment or ALIGNMENT_BYTES // x.element_size()
     return x.stride(-1) == 1 and all(s % whole == 0 and s <= _MAX_STRIDE for s in x.stride()[:-1])
@@ -106,7 +106,7 @@ def regular_strides(tensor: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_broadcast(x: Tensor) -> bool:
-    """True if several elements along a dimension are one in memory."""
+    """True if elements along a dimension have the same address."""
     return any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True))
 
 
@@ -156,7 +156,7 @@ def all_plain(tensors: Sequence[Any]) -> bool:
 
 
 def materialized(tensors: Iterable[Any]) -> tuple[Any, ...]:
-    """``tensors``, lazy ones copied, except while a compiler traces: its operators materialize them."""
+    """``tensors``, with lazy ones copied except while a compiler traces, whose operators materialize them."""
     if torch.compiler.is_compiling():
         return tuple(tensors)
     return tuple(x.clone() if isinstance(x, Tensor) and is_lazy(x) else x for x in tensors)
@@ -178,7 +178,7 @@ def clear_owned(out: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def _owned(out: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Which rows of (total, heads, dim) some sequence owns: (total, 1, 1). The host reads nothing."""
+    """A (total, 1, 1) mask of the rows of (total, heads, dim) that a sequence owns. The host reads nothing."""
     row = torch.arange(out.shape[0], device=out.device)
     return ((row >= cu_seqlens[0]) & (row < cu_seqlens[-1]))[:, None, None]
 
@@ -187,7 +187,7 @@ def _owned(out: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def is_first_columns(x: Tensor, whole: Tensor) -> bool:
-    """True if ``x`` is the view ``whole[..., :n]``; both have memory, and one shape except for the last dimension."""
+    """True if ``x`` is the view ``whole[..., :n]``. Both must have memory, and equal shapes except in the last size."""
     return (
         x.shape[-1] <= whole.shape[-1] and x.data_ptr() == whole.data_ptr() and x.stride() == whole.stride()
     )
@@ -214,7 +214,7 @@ def overlap(x: Tensor, y: Tensor) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Two elements differ by less than the size along each dimension; one of them is first in the last that differs."""
+    """Search, for each dimension, for two elements at one address whose indices first differ in that dimension."""
     if 0 in shape:
         return False
     steps = [(step, n) for n, step in zip(shape, strides, strict=True) if n > 1]
@@ -229,7 +229,7 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...], int]
 
 @functools.lru_cache(maxsize=4096)
 def _overlap(distance: int, x: _Layout, y: _Layout) -> bool:
-    """distance: bytes from x to y."""
+    """True if elements of the two layouts overlap. distance: bytes from x to y."""
     if 0 in (*x[0], *y[0]):
         return False
     terms = [(1, 1 - y[2], x[2] - 1)]  # a byte of an element of x, less one of an element of y
@@ -243,8 +243,8 @@ def _is_sum(total: int, terms: Iterable[tuple[int, int, int]]) -> bool:
     """True if ``total`` is a sum of steps, each taken a number of times within its bounds.
 
     terms: (step, least times, most times), steps of 0 or more. The search tries the largest steps first: for typical
-    tensors at most two counts of each step leave a rest that the smaller ones reach. After ``_MAX_TRIALS`` trials it
-    returns False.
+    tensors at most two counts of each step leave a remainder that smaller steps can reach. After ``_MAX_TRIALS`` trials
+    the result is False.
     """
     bounds: dict[int, tuple[int, int]] = {}
     for step, low, high in terms:

@@ -1,4 +1,4 @@
-"""A caller's partial results: their checks, and the launch of the combine kernel that merges them."""
+"""Checks of a caller's partial results, and the launch of the combine kernel that merges them."""
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ def check_for_kernels(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> None:
 
 
 def launch(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
-    """Launch the kernel: out of dtype fp16, bf16 or fp32; packed rows are a batch of one."""
+    """Launch the combine kernel. ``out`` is fp16, bf16 or fp32; packed rows are passed as a batch of one."""
     outs, alignment = _whole_rows(outs.to(torch.float32)), row_alignment(out)
     if outs.dim() == 4:
         outs, lses, out, lse = outs.unsqueeze(1), lses.unsqueeze(1), out.unsqueeze(0), lse.unsqueeze(0)
@@ -68,7 +68,7 @@ def launch(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, sinks: Tensor |
 
 
 def _whole_rows(outs: Tensor) -> Tensor:
-    """Partial results as the kernel reads them: fp32, rows of whole 16 bytes."""
+    """Partial results as the kernel reads them: fp32, with rows padded to multiples of 16 bytes."""
     dim = outs.shape[-1]
     columns = aligned_head_dim("fp32", dim)
     if columns == dim:
@@ -79,5 +79,5 @@ def _whole_rows(outs: Tensor) -> Tensor:
 
 
 def _copy_columns(target: Tensor, source: Tensor) -> None:
-    """``source`` to the first columns of ``target``."""
+    """Copy ``source`` to the first columns of ``target``."""
     target[..., : source.shape[-1]].copy_(source)

@@ -1,11 +1,11 @@
-"""Calls with rows that kernels do not load: of head dims that are no whole 16 bytes, of other strides, at any address.
+"""Calls with rows that kernels cannot load, because of their head dim, strides or address.
 
-One launch makes padded copies of such q, k and v, the kernels compute with these as with any others, and one launch
-copies their outputs to the call's head dim. The backward copies grad_out and out as well. Tensors that kernels can load
-stay in place. Zeros in a head dim change no score, and the softmax scale stays the call's.
+One launch makes padded copies of such q, k and v. The kernels then compute with the copies, and another launch copies
+their outputs to the call's head dim. The backward copies grad_out and out as well. Tensors that kernels can load stay
+in place. Zeros in a head dim change no score, and the softmax scale stays the call's.
 
-Workspace: of each tensor that is copied, and of each result with a head dim that is no whole 16 bytes, its size with
-the head dim rounded up.
+Workspace: the size, with the head dim rounded up, of each copied tensor and of each result with a head dim that is not
+a multiple of 16 bytes.
 """
 
 import math
@@ -33,7 +33,7 @@ from cute_attn.host.record import Layout
 from cute_attn.traits import Traits, aligned_head_dim, head_dim_multiple
 
 MAX_ROWS = 2**31 - 2**16
-"""The most rows of a tensor that is copied, a row being one head's of one query or key."""
+"""Maximum rows of a copied tensor. A row belongs to one head of one query or key."""
 
 
 def to_copy(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
@@ -47,7 +47,7 @@ def is_by_address(tensors: Sequence[Tensor]) -> bool:
 
 
 def is_writable(given: Tensor | None) -> bool:
-    """True if kernels can write the given tensor in place; None stands for a new one."""
+    """True if kernels can write the given tensor in place; None stands for a new tensor."""
     return given is None or is_readable(given)
 
 
@@ -56,7 +56,7 @@ class Copies:
     """Launches of :class:`cute_attn.kernels.pad_rows.PadRows` for one of its ops.
 
     Attributes:
-        kernel: compiled.
+        kernel: the compiled kernel.
         layouts: shapes and strides of the padded tensors.
     """
 
@@ -65,7 +65,7 @@ class Copies:
 
     @staticmethod
     def of(kernel: Any, tensors: Sequence[Tensor]) -> "Copies":
-        """For a call's tensors, or results, in the order of ``PADDED_TENSORS``."""
+        """The launches for a call's tensors or results, which are in the order of ``PADDED_TENSORS``."""
         wide = [(*x.shape[:-1], aligned_head_dim(DTYPE_NAMES[x.dtype], x.shape[-1])) for x in tensors]
         return Copies(kernel, tuple((shape, contiguous_strides(shape)) for shape in wide))
 
@@ -89,9 +89,9 @@ class Copies:
         results: Sequence[Tensor | None],
         cu_seqlens: Tensor | None = None,
     ) -> None:
-        """Copy padded results, None where none was padded, to ``results``.
+        """Copy ``padded`` results to ``results``, except where either is None.
 
-        cu_seqlens: of packed queries: rows of O without an owner keep their contents; None for other results.
+        cu_seqlens: cu_seqlens_q if rows of O that no sequence owns keep their contents; None for other results.
         """
         if any(x is not None for x in padded):
             self._launch(padded, results, cu_seqlens)
@@ -99,7 +99,7 @@ class Copies:
     def _launch(
         self, sources: Sequence[Tensor | None], targets: Sequence[Tensor | None], cu_seqlens: Tensor | None
     ) -> None:
-        """Copy pairs of tensors; arbitrary tensors stand for the other arguments, which the kernel ignores."""
+        """Copy pairs of tensors. Arbitrary tensors replace missing ones in the arguments, which the kernel ignores."""
         both = [x is not None and y is not None for x, y in zip(sources, targets, strict=True)]
         some = both.index(True)
         source, target = (
@@ -121,7 +121,7 @@ def kernels_for(op: str, call: Call) -> dict[str, Any]:
 
 
 def check_rows(named: dict[str, Tensor], copied: Sequence[bool]) -> None:
-    """Raise ValueError where a tensor that is copied has too many rows."""
+    """Raise ValueError if a tensor that is copied has too many rows."""
     for (name, x), wanted in zip(named.items(), copied, strict=True):
         if wanted:
             check_count(f"{name} has rows of heads", math.prod(x.shape[:-1]), MAX_ROWS)

@@ -1,10 +1,10 @@
 """Records and plans of earlier calls, found by metadata.
 
-A call that repeats an earlier one is recognized before any check, by its arguments as given. Torch's guards, those of
-compiled code, compare types, dtypes, devices, shapes, strides and the dispatcher's state of all tensors at once; the
+A call that repeats an earlier one is recognized before any check, by its arguments as given. The guards that torch
+uses for compiled code compare types, dtypes, devices, shapes, strides and dispatcher state of all tensors at once. The
 values that functions among the arguments read are compared step by step (:mod:`cute_attn.epilogues.functions.reads`).
-If no guard matches, a key of the same metadata finds the record, in five times that time. A call is recorded when it
-is made for the second time.
+If no guard matches, a key of the same metadata finds the record, which takes five times as long. A call is recorded
+when it is made for the second time.
 """
 
 import contextlib
@@ -30,18 +30,18 @@ from cute_attn.host.record import Record, Recording, thread
 
 _MOST = 4096
 _MOST_GUARDS = 8
-"""Maximum guards of calls with one key, the last first; a new record takes the oldest's place."""
+"""Maximum guards per key, newest first; the guard of a new record replaces the oldest."""
 
 Tables = Callable[[], Tensors | None]
-"""The tensors of a BlockMask's blocks, where they are made and still hold."""
+"""A function that returns the tensors made from a BlockMask's blocks, or None if there are none or they are stale."""
 
 
 def no_dispatch_mode() -> bool:
     """True if, for plain tensors, an implementation can be called directly instead of the operator.
 
     The dispatcher costs more time than the launch. It is needed where something observes or transforms operators:
-    compilers, tracers, modes, function transforms, profilers. The node of :mod:`cute_attn.api.operators` records
-    the direct call for autograd.
+    compilers, tracers, modes, function transforms, profilers. An autograd node of :mod:`cute_attn.api.operators`
+    records the direct call.
     """
     return not (
         torch.compiler.is_compiling()
@@ -54,7 +54,7 @@ def no_dispatch_mode() -> bool:
 
 
 def transforms_are_on() -> bool:
-    """True under a transform of torch.func, one that a compiler applies included."""
+    """True inside a torch.func transform, including one that a compiler applies."""
     return _function_transforms() is not None
 
 
@@ -64,7 +64,7 @@ _profiler_enabled = torch.autograd._profiler_enabled
 
 
 class Options:
-    """A component of a key that is made once and looked up often; its hash is kept."""
+    """A key component that is made once and looked up often, so its hash is stored."""
 
     __slots__ = ("_hash", "values")
 
@@ -79,15 +79,15 @@ class Options:
 
 
 Brought = tuple[tuple, tuple, "Tables | None"]
-"""A component of a key: functions and tables, as :func:`find` takes them."""
+"""A key component, followed by the functions and tables that :func:`find` takes."""
 
 
 def brought(
     score_mod: Any, mask_mod: Any, block_mask: Any, sizes: tuple[int, ...], starts: Tensors = ()
 ) -> Brought:
-    """The arguments by which :func:`find` finds a call.
+    """A key component, the functions and the tables of a call, for :func:`find`.
 
-    sizes: batch, queries, heads, keys and kv heads. starts: of packed sequences with a BlockMask.
+    sizes: batch, queries, heads, keys and kv heads. starts: cu_seqlens of packed sequences with a BlockMask.
     """
     # A number takes torch's default dtype where it meets an integer; a captured tensor's gradient repeats in no order.
     key = (
@@ -114,12 +114,12 @@ def read_by(
 ) -> "tuple[Hashable, tuple[Tensor, ...], tuple, Tables | None] | None":
     """Key, tensors, functions and tables of a call with functions or named epilogues, for :func:`find`.
 
-    None where an epilogue is a user's class: it may do anything.
+    Returns None if an epilogue is a user's class, which may do anything.
 
     Args:
         functions: score_mod, mask_mod and block_mask.
-        given: the call's arguments other than tensors; its epilogues are the one of number ``at``.
-        packed: with a BlockMask of packed sequences.
+        given: the call's arguments other than tensors; ``given[at]`` is its epilogues.
+        packed: starts and sizes of packed sequences with a BlockMask.
     """
     sizes = (*q.shape[:3], *k.shape[1:3]) if isinstance(k, Tensor) else ()
     starts: Tensors = ()
@@ -146,15 +146,15 @@ STORES = ("_plans", "_records", "_guarded", "_kept")
 
 @dataclass(frozen=True, slots=True)
 class _Guarded:
-    """A record, and which calls it is for.
+    """A record, and the guards that recognize its calls.
 
     Attributes:
-        record: of an earlier call.
+        record: the record of an earlier call.
         check: torch's guards of the tensors that ``pick`` selects.
         pick: selects the tensors that were present, each once.
-        same: places of tensors that are one and the same; guards cannot tell.
-        reads: compare the values that functions read, and keep the objects that are compared by identity.
-        tables: whether the tensors of a BlockMask's blocks are among the call's.
+        same: index pairs of tensors that are the same object, which guards cannot detect.
+        reads: steps that compare the values that functions read, and keep objects alive that they compare by identity.
+        tables: whether the call's tensors include those of a BlockMask's blocks.
     """
 
     record: Record
@@ -167,7 +167,7 @@ class _Guarded:
 
 _guarded: dict[tuple[Any, ...], list[_Guarded]] = {}
 _records: dict[tuple[Any, ...], Record | bool] = {}
-"""By all metadata; True for a call that was made once, False for one that has no record."""
+"""Records by all metadata; True after the first call, False for a call that cannot be recorded."""
 _kept: dict[tuple[Any, ...], tuple] = {}
 """Objects kept alive because keys of ``_records`` contain their ids."""
 
@@ -175,15 +175,15 @@ _kept: dict[tuple[Any, ...], tuple] = {}
 def find(
     key: Hashable, tensors: Tensors, functions: tuple = (), tables: Tables | None = None
 ) -> tuple[Record, Tensors] | None:
-    """The record of an earlier call with this key and metadata, and the tensors that it takes.
+    """The record of an earlier call with this key and metadata, and the tensors to run it with; or None.
 
-    None also for arguments of wrong types, within a recording, and where something observes or transforms operators.
+    Also None for arguments of wrong types, within a recording, and where something observes or transforms operators.
     Only plain tensors (:func:`cute_attn.host.memory.all_plain`) have records.
 
     Args:
         key: the arguments as given, except for tensors and functions.
-        functions: those that the call's epilogues are traced from; each may be None.
-        tables: of a BlockMask among the arguments.
+        functions: the functions from which the call's epilogues are traced; each may be None.
+        tables: tables of a BlockMask among the arguments.
     """
     if not no_dispatch_mode() or thread.recording is not None or forward_ad._current_level >= 0:
         return None
@@ -219,7 +219,7 @@ def find(
 
 
 def _read(steps: tuple[Step, ...], functions: tuple) -> list[Tensor] | None:
-    """The tensors that functions refer to; None where they read other values than when ``steps`` were noted."""
+    """The tensors that functions refer to, or None if a value they read has changed since ``steps`` were noted."""
     values: list[Any] = [functions]
     found: list[Any] = []
     try:
@@ -242,9 +242,9 @@ def repeat(
     functions: tuple = (),
     tables: Tables | None = None,
 ) -> Any:
-    """A call's results, from the record of an earlier one or as :func:`recorded`: of a call without gradients.
+    """The results of a call without gradients, from the record of an earlier call or from :func:`recorded`.
 
-    One with gradients is left to the functions that ``call`` calls. Arguments: see :func:`recorded`.
+    A call with gradients is not recorded here: ``call`` makes it. Arguments: see :func:`recorded`.
     """
     known, gradients = find(key, tensors, functions, tables), torch.is_grad_enabled()
     if known is not None:
@@ -259,8 +259,8 @@ def repeat(
 def may_repeat(options: tuple, q: Any) -> bool:
     """True if equal arguments of a drop-in's function mean equal calls, so that :func:`repeat` may serve them.
 
-    They do not in fp32, where autocast and PyTorch's precision count, nor if an option is a tensor or a number of
-    another kind than Python's: each call reads its value. Compiled code and a watcher see each call.
+    False in fp32, which depends on autocast and PyTorch's precision, and if an option is a tensor or a non-Python
+    number, whose value each call reads. Also False in compiled code and under a watcher, which must see each call.
 
     Args:
         options: the arguments except tensors, some of them in tuples.
@@ -288,11 +288,11 @@ def recorded(
     functions: tuple = (),
     tables: Tables | None = None,
 ) -> Any:
-    """The results of a call that :func:`find` does not know. Its second time, it is recorded for later ones.
+    """The results of a call that :func:`find` does not know. The second such call is recorded for later ones.
 
     Args:
         key, tensors, functions, tables: see :func:`find`.
-        call: makes it.
+        call: makes the call and returns its results.
     """
     on_gpu = len(tensors) > 0 and type(tensors[0]) in (Tensor, torch.nn.Parameter) and tensors[0].is_cuda
     if not on_gpu or not no_dispatch_mode() or thread.recording is not None or forward_ad._current_level >= 0:
@@ -328,9 +328,9 @@ def recorded(
 
 
 def of_operator(name: Hashable, arguments: Sequence[Any], call: Callable[[], Any]) -> Any:
-    """The results of a torch operator, below autograd, from the record of an earlier call or as :func:`recorded`.
+    """The results of a torch operator, below autograd, from the record of an earlier call or from :func:`recorded`.
 
-    name: all else that results depend on.
+    name: everything that results depend on besides the arguments.
     """
     tensors: list[Tensor] = []
     others: list[Any] = []
@@ -376,7 +376,7 @@ def _guard(
     reads: Reads | None = None,
     tables: bool = False,
 ) -> None:
-    """Let guards find a record from now on. given: how many of the tensors are arguments; the others are read."""
+    """Add guards by which :func:`find` finds a record. given: number of arguments in ``tensors``; others are read."""
     first: dict[int, int] = {}
     same = []
     for place, x in enumerate(tensors):
@@ -399,7 +399,7 @@ def _guard(
 
 
 def guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """A check that tensors have the metadata of these; in both, all tensors are different objects."""
+    """A function that checks if tensors have the metadata of ``tensors``. In both, tensors must be distinct objects."""
     assert tensor_guards is not None
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
     return tensor_guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
@@ -412,7 +412,7 @@ class Plan(NamedTuple):
     """The result of planning a call by its metadata: its checks passed, and these kernels serve it.
 
     Attributes:
-        kernel: the main kernel; it makes the epilogues' arguments. None where no kernel computes anything.
+        kernel: the main kernel, which makes the epilogues' arguments. None if no kernel computes anything.
         functions: compiled kernels, by their role in the call.
         division: how work is divided among CTAs, if the host decides that.
     """
@@ -482,7 +482,7 @@ def _flat(key: Any) -> list[Any]:
 
 
 def _requires_grad(tensors: Tensors) -> tuple[bool, ...]:
-    """Which of the tensors require a gradient; () where none does, or autograd records nothing."""
+    """Whether each tensor requires a gradient; () if none does or gradients are disabled."""
     if not torch.is_grad_enabled():
         return ()
     found = tuple([x is not None and x.requires_grad for x in tensors])
@@ -490,7 +490,8 @@ def _requires_grad(tensors: Tensors) -> tuple[bool, ...]:
 
 
 def _full_key(key: Hashable, tensors: Tensors, *, gradients: bool = False) -> tuple[Hashable, ...]:
-    """gradients: for a record. It depends on which tensors require one, and on which are one and the same."""
+    """The key with the metadata of all tensors. gradients: for a record, which also depends on ``requires_grad`` and
+    on which tensors are the same object."""
     full: list[Any] = [key]
     if gradients:
         full.append(_requires_grad(tensors))

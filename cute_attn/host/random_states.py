@@ -17,10 +17,10 @@ STEP = 4
 """Increment of a generator's offset per draw, a multiple of four."""
 
 DRAWN = 4096
-"""States of one launch: 64 KB."""
+"""Number of states that one launch draws: 64 KB."""
 
 _UNIT = 4
-"""Offsets, as torch's, and seeds are multiples of it: the mem-efficient mask costs less then."""
+"""Offsets, like torch's, and seeds are multiples of this, which makes the mem-efficient mask cheaper."""
 _END = 2**63 // _UNIT
 _SALT = 0x5851F42D4C957F2D  # so that states differ from torch.randint's numbers of the same seed
 
@@ -30,8 +30,8 @@ class States:
     """States for consecutive offsets of a generator's seed, drawn on one stream.
 
     Attributes:
-        generator: torch's.
-        which: seed and group of DRAWN offsets that ``drawn`` is for.
+        generator: torch's generator of the device.
+        which: seed and group of ``DRAWN`` offsets for which ``drawn`` was drawn.
         drawn: int64 (DRAWN, 2).
     """
 
@@ -40,7 +40,7 @@ class States:
     drawn: Tensor | None = None
 
     def take(self) -> Tensor:
-        """The state of the generator's seed and offset; advances the offset."""
+        """Return the state for the generator's seed and offset, and advance the offset."""
         generator = self.generator
         seed, offset = generator.initial_seed(), generator.get_offset()
         generator.set_offset(offset + STEP)
@@ -55,7 +55,7 @@ def _draw_one(device: torch.device) -> Tensor:
 
 
 def _draw_group(device: torch.device, seed: int, group: int) -> Tensor:
-    """Draws from a separate generator, so that torch's does not advance."""
+    """Draw a group of states from a separate generator, so that torch's generator does not advance."""
     generator = torch.Generator(device).manual_seed(seed ^ _SALT)
     generator.set_offset(64 * group)  # one launch takes less
     return _UNIT * torch.randint(0, _END, (DRAWN, 2), dtype=torch.int64, device=device, generator=generator)

@@ -1,11 +1,11 @@
 """A call's work on the GPU: allocations and launches, executed, recorded, and repeated from the record.
 
-A call that repeats an earlier one needs none of the Python between its arguments and its launches: it repeats the
-allocations, sets addresses, and launches with arguments made once. All code that allocates and launches calls the
-functions of this module. While a thread records, they note each step, so that the record of a door's call contains all
-of them, however deep the code that took them. Slots (:mod:`cute_attn.host.slots`) stand for the tensors among the
-arguments, also for views of an input or an output. Launching functions run without the interpreter's lock, so no two
-calls use the same arguments at the same time.
+A call that repeats an earlier one skips the Python between its arguments and its launches: it repeats the allocations,
+sets addresses, and launches with arguments made once. All code that allocates and launches calls the functions of this
+module. While a thread records, these functions note each step, so that the record of a public function's call contains
+every step, also those of nested calls. Slots (:mod:`cute_attn.host.slots`) replace the tensors among the arguments,
+including views of inputs and outputs. Launch functions run without the interpreter's lock, so no two calls use the same
+arguments at the same time.
 """
 
 import threading
@@ -32,13 +32,14 @@ class _Thread(threading.local):
 
 
 thread = _Thread()
-"""The recording of this thread's call, or None."""
+"""``thread.recording`` is the recording of this thread's call, or None."""
 
 
 def new_empty_strided(
     like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    """Memory on the current device, ``like``'s. Tests replace it to find unwritten elements."""
+    """An uninitialized tensor on the current device, ``like``'s. Tests replace this function to find unwritten
+    elements."""
     if _empty_strided_cuda is None or not like.is_cuda:
         return like.new_empty_strided(shape, strides, dtype=dtype)
     return _empty_strided_cuda(shape, strides, dtype)
@@ -47,7 +48,7 @@ def new_empty_strided(
 _empty_strided_cuda = getattr(
     getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cuda", None
 )
-"""The allocator of torch.compile's code: a third of the time of the public function, which uses the dispatcher."""
+"""The allocator that torch.compile's code calls: a third of the public function's time, since it skips dispatch."""
 
 
 def empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -64,7 +65,7 @@ def contiguous(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None =
 
 
 def drawn(draw: Callable[[], Tensor]) -> Tensor:
-    """A tensor that each call makes again, such as the state of a dropout mask."""
+    """The result of ``draw``, which each repeated call computes again, such as the state of a dropout mask."""
     made = draw()
     if thread.recording is not None:
         thread.recording.add_source(made, draw)
@@ -93,14 +94,14 @@ def copy(function: Callable[..., None], *arguments: Any) -> None:
 
 
 def step(function: Callable[..., Any], *arguments: Any) -> None:
-    """Run a function of torch's tensors that writes some of them in place."""
+    """Run a function on torch tensors that writes some of them in place."""
     function(*arguments)
     if thread.recording is not None:
         thread.recording.add_launch(function, arguments, of_torch=True)
 
 
 def sum_of_copies(made: Tensor, copies: Tensor) -> None:
-    """A :func:`step`: ``made`` becomes the sum over the first dimension, in its own dtype and shape."""
+    """For :func:`step`: write the sum of ``copies`` over the first dimension to ``made``, in its dtype and shape."""
     made.copy_((copies.sum(0) if len(copies) > 1 else copies[0]).view(made.shape))
 
 
@@ -117,9 +118,9 @@ def overwritten(*tensors: Tensor, alone: bool = False) -> None:
 
 
 def readable(x: Tensor, alignment: int = 0) -> Tensor:
-    """``x``, or a copy where kernels cannot read its strides or its address.
+    """``x``, or a copy if kernels cannot read its strides or its address.
 
-    alignment: elements that starts of rows are multiples of, 0 for 16 bytes; a multiple of it is the last size.
+    alignment: rows start at multiples of this many elements, 0 for 16 bytes; the last dimension is such a multiple.
     """
     regular = memory.rows_are_regular(x, alignment)
     if regular and memory.may_be_aligned(x):
@@ -132,7 +133,7 @@ def readable(x: Tensor, alignment: int = 0) -> Tensor:
 
 
 def in_place(x: Tensor, alignment: int = 0) -> Tensor:
-    """``x``, which starts at a multiple of ``alignment`` elements or of 16 bytes, as kernels read and write it."""
+    """``x``, with strides as kernels assume them. It must start at a multiple of ``alignment`` elements or 16 bytes."""
     if not memory.is_aligned(x):  # the next call's may start between these multiples
         unlike_others()
     return memory.regular(x, alignment)
@@ -151,7 +152,7 @@ def unlike_others() -> None:
 
 
 def planned(plan: Any, tensors: Tensors) -> None:
-    """Name the plan of a call, and the tensors that autograd saves where it records the call."""
+    """Note the plan of the recorded call, and the tensors that autograd saves if gradients are enabled."""
     if thread.recording is not None:
         thread.recording.plan = plan
         thread.recording.saved = tensors if torch.is_grad_enabled() else None
@@ -161,13 +162,13 @@ def planned(plan: Any, tensors: Tensors) -> None:
 
 
 class _Place(NamedTuple):
-    """Where a tensor among a launch's arguments lies.
+    """The location of a launch's tensor argument.
 
     Attributes:
-        source: index among the call's tensors and, behind them, its allocations.
+        source: index into the call's tensors, followed by its allocations.
         offset: bytes from the source's first element.
-        whole: whether it is the source tensor itself rather than a view of it.
-        shape, strides, dtype, device: its metadata.
+        whole: whether the argument is the source tensor itself rather than a view of it.
+        shape, strides, dtype, device: metadata of the argument.
     """
 
     source: int
@@ -184,7 +185,7 @@ _CONSTANT = frozenset((type(None), bool, int, float, str))
 
 
 class _WorkTiles:
-    """Stands for :func:`work_tiles` among recorded arguments."""
+    """Placeholder for the result of :func:`work_tiles` among recorded arguments."""
 
 
 class Recording:
@@ -194,13 +195,13 @@ class Recording:
         work_tiles: the result of :func:`work_tiles`.
         complete: whether a record can contain everything that the call did.
         unlike: whether :func:`unlike_others` was called.
-        written, alone: of :func:`overwritten`.
-        counts: counters of served calls and the entries to which the call added one.
-        plan, saved: of :func:`planned`.
+        written, alone: arguments of :func:`overwritten`; ``alone`` holds only those of calls with ``alone=True``.
+        counts: (counter, entry) of each count that the call incremented.
+        plan, saved: arguments of :func:`planned`; ``saved`` is None if gradients are disabled.
     """
 
     def __init__(self, tensors: Tensors, users: int = 0) -> None:
-        """tensors: the call's, some of them None, the last ``users`` of them users' epilogues'. A record keeps none."""
+        """tensors: the call's tensors or None; the last ``users`` belong to users' epilogues. A record keeps none."""
         self._sources: list[Any] = list(tensors)
         self._made: list[Any] = []
         self._given = len(tensors)
@@ -224,14 +225,14 @@ class Recording:
         thread.recording = None
 
     def add_source(self, made: Tensor, by: Any) -> None:
-        """by: shape, strides and dtype of an allocation, or the function that made a tensor."""
+        """Note a new tensor. by: shape, strides and dtype of an allocation, or the function that made the tensor."""
         self._made.append(by)
         self._sources.append(made)
 
     def add_launch(
         self, function: Callable[..., Any], arguments: tuple, *, direct: bool = False, of_torch: bool = False
     ) -> None:
-        """direct: a kernel reads tensors in place; of_torch: see :func:`step`."""
+        """Note a launch. direct: the kernel reads its tensors in place; of_torch: see :func:`step`."""
         if not self.complete or not (of_torch or takes_slots(function)):
             self.complete = False
             return
@@ -250,7 +251,7 @@ class Recording:
         return tuple(map(self._recorded, x)) if isinstance(x, tuple) else x
 
     def _place(self, x: Tensor) -> _Place | None:
-        """Where ``x`` lies; where that cannot be told, the call is not repeated from its record."""
+        """The location of ``x``; None if it is ambiguous, and the call then gets no record."""
         first, metadata = x.data_ptr(), (tuple(x.shape), tuple(x.stride()), x.dtype, x.device)
         sources = [(i, y) for i, y in enumerate(self._sources) if y is not None and _share_memory(x, y)]
         for source, y in sources:
@@ -339,7 +340,7 @@ class Recording:
         return place.whole and any(x is self._sources[place.source] for x in self.written)
 
     def _saved(self, given: list[Any]) -> tuple[int | None, ...] | None:
-        """Where the tensors that autograd saves are among the call's; None where one is not."""
+        """Indices into the call's tensors of those that autograd saves; None if one is not among the call's."""
         if self.saved is None:
             return None
         places = {id(x): i for i, x in enumerate(given) if x is not None}
@@ -352,7 +353,7 @@ def _version(x: Tensor | None) -> int:
 
 
 def _sources_of(x: Any) -> Iterator[int]:
-    """The sources of a recorded argument, or of several."""
+    """Yield the sources of a recorded argument or of a collection of arguments."""
     if isinstance(x, _Place):
         yield x.source
     elif isinstance(x, tuple | list):
@@ -378,10 +379,10 @@ class _BoundLaunch(NamedTuple):
 
     Attributes:
         function: launches the kernel.
-        arguments: a list; each call fills in the two places below.
-        whole: (place, source) of a torch tensor that is passed itself: TVM FFI finds the current stream by it.
-        work_tiles: the place of a ``ForwardSchedule``, or None.
-        of_torch: whether the arguments are those of :func:`step`, with tensors' places.
+        arguments: a list; each call fills in the two entries below.
+        whole: (index, source) of an argument passed as a torch tensor, by which TVM FFI finds the stream, or None.
+        work_tiles: index of the ``ForwardSchedule`` argument, or None.
+        of_torch: whether the launch is a :func:`step`; its tensors are then ``_Place`` objects.
     """
 
     function: Callable[..., None]
@@ -395,9 +396,9 @@ class _Bound(NamedTuple):
     """The arguments of one call at a time.
 
     Attributes:
-        launches: of the call.
-        addresses: (address, source, offset) of the slots among their arguments.
-        streams: whether TVM FFI finds the stream of each launch, by a torch tensor among its arguments.
+        launches: the call's launches.
+        addresses: (address, source, offset) of the slots among the launches' arguments.
+        streams: whether every launch finds its stream by a torch tensor among its arguments, or needs none.
     """
 
     launches: tuple[_BoundLaunch, ...]
@@ -407,24 +408,24 @@ class _Bound(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A recorded call, for others with tensors of the same metadata.
+    """A recorded call, which later calls with tensors of the same metadata repeat.
 
     Attributes:
-        device: the tensors', as they give it.
-        tensors: which of the call's tensors are not None; they are the first sources, its allocations follow.
-        aligned: those that a kernel reads in place and that started at multiples of 16 bytes; later calls' must, too.
-        same: which pairs of them started at one address; later calls' must, too.
+        device: index of the tensors' GPU, -1 for the CPU.
+        tensors: indices of the call's tensors that are not None. These are the first sources; allocations follow.
+        aligned: sources that a kernel reads in place and that were 16-byte aligned; in later calls they must be, too.
+        same: pairs of sources that started at one address; in later calls they must, too.
         made: shape, strides and dtype of each allocation, or the function that makes a tensor, in order.
-        own: whether each is allocated in the layout in which kernels were given it.
-        launches: functions, their recorded arguments, and whether they are of :func:`step`.
-        results: the places of results that are tensors, the values of others.
+        own: for each allocation, whether its layout is the one that kernels received.
+        launches: (function, recorded arguments, whether it is a :func:`step`) of each launch.
+        results: ``_Place`` of each result that is a tensor, the value of any other result.
         single: whether the result is one tensor instead of a tuple.
-        written: which of the tensors are overwritten.
-        apart: pairs of a written tensor and another that must not overlap.
+        written: sources that are overwritten.
+        apart: pairs of a written source and another one that must not overlap.
         counts: see :class:`Recording`.
         constant: whether none of the call's tensors requires a gradient.
-        plan, saved: of :func:`planned`, tensors by their places; None where the call's are others.
-        free: arguments that no call has.
+        plan, saved: see :func:`planned`. ``saved`` contains indices into the call's tensors; None if one has no index.
+        free: bound arguments that no running call uses.
     """
 
     device: int
@@ -445,7 +446,7 @@ class Record:
     free: list[_Bound] = field(default_factory=list)
 
     def run(self, tensors: Tensors) -> Any:
-        """The call's results; None where a tensor lies elsewhere than kernels have been chosen for."""
+        """Repeat the call and return its results; None if addresses of tensors do not suit the recorded kernels."""
         if self.device != memory.current_device():
             with memory.on_device(self.device):
                 return self.run(tensors)
@@ -535,7 +536,7 @@ class Record:
         return _Bound(tuple(launches), tuple(addresses), streams)
 
     def _is_torchs(self, place: _Place) -> bool:
-        """True if the argument is a tensor that the call has, rather than a view of it."""
+        """True if the argument is one of the call's tensors or allocations itself, rather than a view."""
         given = len(self.tensors)
         return place.whole and (place.source < given or self.own[place.source - given])
 
@@ -546,7 +547,7 @@ def _view(place: _Place, made: Tensor) -> Tensor:
 
 
 def _with_tensors(x: Any, sources: list[Tensor]) -> Any:
-    """An argument of a torch function, in the recorded layout even if the allocation has another."""
+    """A torch function's argument with tensors from ``sources``, in the recorded layout even if a source differs."""
     if isinstance(x, _Place):
         return _view(x, sources[x.source])
     return tuple(_with_tensors(y, sources) for y in x) if isinstance(x, tuple) else x

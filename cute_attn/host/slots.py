@@ -1,9 +1,9 @@
-"""Arguments of launching functions that are made once: tensors of which a call sets only the address.
+"""Arguments of launch functions that are made once. A call sets only the addresses of their tensors.
 
 TVM FFI converts each torch tensor argument of a function to a DLPack tensor, and each tuple to an array. If shapes and
-strides are known beforehand, a launch keeps both, and needs no view of a tensor that its kernel reads through other
-strides. Sources: ``DLManagedTensor`` of dlpack.h; for where TVM FFI keeps an address, ``TVMFFITensorGetDLTensorPtr`` of
-tvm/ffi/c_api.h.
+strides are known beforehand, the converted arguments are kept, and no view is needed of a tensor that a kernel reads
+with other strides. Sources: ``DLManagedTensor`` of dlpack.h; for the location of the address in a TVM FFI tensor,
+``TVMFFITensorGetDLTensorPtr`` of tvm/ffi/c_api.h.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _HEADER_BYTES = 24  # of a TVMFFIObject; a DLTensor follows it
 
 
 class _ManagedTensor(ctypes.Structure):
-    """DLManagedTensor. Its first field is the address; sizes and strides follow it in the same memory."""
+    """DLManagedTensor. Its first field is the address; sizes and strides follow the struct in the same allocation."""
 
     _fields_ = (
         ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
@@ -55,7 +55,7 @@ class Slot:
 
     Attributes:
         tensor: a ``tvm_ffi.Tensor``.
-        address: of its memory; each call sets it before it passes the tensor on.
+        address: the address of the tensor, which each call sets before it passes the tensor on.
     """
 
     tensor: Any
@@ -63,7 +63,7 @@ class Slot:
 
 
 def slot(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Slot:
-    """A slot for tensors of that metadata; device: with its index."""
+    """A :class:`Slot` for tensors of this metadata. device: a device with an index."""
     ndim, size = len(shape), ctypes.sizeof(_ManagedTensor)
     memory = _malloc(size + 16 * ndim)
     if memory is None:
@@ -100,7 +100,7 @@ _new_capsule.restype, _new_capsule.argtypes = (
 
 
 def takes_slots(function: Any) -> bool:
-    """True for TVM FFI's functions; others launch only torch's tensors."""
+    """True for TVM FFI's functions; other functions accept only torch tensors."""
     return isinstance(function, tvm_ffi.Function)
 
 

@@ -1,4 +1,4 @@
-"""fp32 tensors as fp16 terms on CUDA: their workspace, the launch of the split, and the forward that follows it."""
+"""fp32 tensors as fp16 terms on CUDA: workspace, the launch that splits tensors, and the forward that follows it."""
 
 import math
 from collections.abc import Sequence
@@ -19,18 +19,18 @@ from cute_attn.tiles import padded
 from cute_attn.traits import MEASURED_TENSORS, SPLIT_TENSORS, Traits
 
 MAX_ROWS = 2**31 - 2**16
-"""The most rows of a tensor, a row being one head's of one query or key."""
+"""Maximum rows of a tensor. A row belongs to one head of one query or key."""
 
 
 class Terms(NamedTuple):
-    """Tensors in fp16 terms. When the host gets this, the kernel that writes them may not have run yet.
+    """Tensors in fp16 terms. When the host gets this, the kernel that writes the terms may not have run yet.
 
     Attributes:
-        tensors: of each tensor of rows (..., dim), except for the forward's q, its terms (..., one or two, padded dim),
-            contiguous: hi, then lo, or only hi; ``unbind(-2)`` separates them. Columns beyond dim are 0. Unwritten
-            where the tensor's scale is 0.
-        scales: fp32 (tensors,), of all of them: 2^-e, the inverse of the power of two that was multiplied by; 0 where a
-            tensor does not keep the precision in terms, so that another kernel has to read the tensor itself.
+        tensors: the terms of each tensor (..., dim) except the forward's q: contiguous (..., one or two, padded dim),
+            hi, then lo, or only hi; ``unbind(-2)`` separates them. Columns beyond dim are 0. Terms are not written if
+            the tensor's scale is 0.
+        scales: fp32 (tensors,), for all tensors including q: 2^-e, the inverse of the power of two that the tensor was
+            multiplied by; 0 if terms lose the tensor's precision, so that another kernel has to read the tensor itself.
     """
 
     tensors: tuple[Tensor, ...]
@@ -42,10 +42,10 @@ class SplitLauncher:
     """Splits the tensors of calls with the same traits.
 
     Attributes:
-        kernel: compiled.
-        dims: the padded head dim of each tensor that is split; those before are only measured.
+        kernel: the compiled kernel.
+        dims: the padded head dim of each tensor that is split; tensors before the split ones are only measured.
         blocks: partial results of each tensor.
-        terms: of each number, 1 or 2.
+        terms: number of terms per element, 1 or 2.
     """
 
     kernel: Any
@@ -55,14 +55,14 @@ class SplitLauncher:
 
     @staticmethod
     def of(main: Traits, op: str, target: str) -> "SplitLauncher":
-        """For a main kernel's traits; op: ``"forward_split"`` or ``"backward_split"``."""
+        """The launcher for a main kernel's traits. op: ``"forward_split"`` or ``"backward_split"``."""
         compiled = compiler.compile(main.split_fp32(op), None, target)
         names = SPLIT_TENSORS[op][MEASURED_TENSORS[op] :]
         dims = tuple(padded(getattr(main, name)) for name in names)
         return SplitLauncher(compiled, dims, compiled.tile.blocks, main.fp32_terms)
 
     def launch(self, tensors: Sequence[Tensor]) -> Terms:
-        """Split (q, k, v) or (q, k, v, dO), of strides that kernels read, on the current stream of their device."""
+        """Split (q, k, v) or (q, k, v, dO), with strides that kernels read, on the current stream of their device."""
         like, split = tensors[0], tensors[len(tensors) - len(self.dims) :]
         shapes = [(*x.shape[:-1], self.terms, dim) for x, dim in zip(split, self.dims, strict=True)]
         sizes = [math.prod(shape) for shape in shapes]
@@ -88,7 +88,7 @@ def can_split(tensors: Sequence[Tensor]) -> bool:
 
 
 def plan_forward(call: Call, kernel: Any, target: str) -> Plan | None:
-    """The plan of a call that both :mod:`cute_attn.kernels.fp32_sm80.kernel` serve in place of ``kernel``, or None."""
+    """A plan with both kernels of :mod:`cute_attn.kernels.fp32_sm80.kernel` in place of ``kernel``, or None."""
     kernels = both_kernels(call, kernel, target)
     if kernels is None:
         return None
@@ -100,9 +100,9 @@ def plan_forward(call: Call, kernel: Any, target: str) -> Plan | None:
 
 
 def launch_forward(plan: Plan, arguments: dict[str, Any]) -> None:
-    """Split q, k and v, and launch the kernel that reads terms and the one that computes where they do not serve.
+    """Split k and v, and launch the kernel that reads their terms and the fallback for tensors that lose precision.
 
-    arguments: the forward's.
+    arguments: the forward's arguments.
     """
     (k, v), scales = plan.division.launch([arguments[name] for name in ("mQ", "mK", "mV")])
     arguments = {**arguments, "mScales": scales}
@@ -111,21 +111,21 @@ def launch_forward(plan: Plan, arguments: dict[str, Any]) -> None:
 
 
 def as_rows(terms: Tensor) -> Tensor:
-    """(..., terms, dim) as rows of all terms."""
+    """A view of (..., terms, dim) as (..., terms * dim)."""
     *outer, count, dim = terms.shape
     shape = (*outer, count * dim)
     return as_strided(terms, shape, contiguous_strides(shape))
 
 
 def both_kernels(call: Call, kernel: Any, target: str) -> tuple[Any, ...] | None:
-    """The speculative kernel and its fallback, which serve a call in place of ``kernel``, the one chosen; or None.
+    """The speculative kernel and its fallback, to serve a call in place of ``kernel``, the one chosen; or None.
 
-    A call that names one of them, or its tile, has both. A call that names no tile has both where it is large enough to
-    pay for the launches before (:func:`cute_attn.kernels.fp32_sm80.heuristics.terms_pay`).
+    A call that names either of them uses both. A call that names neither, and no tile, uses both if it is large enough
+    to pay for the launches before them (:func:`cute_attn.kernels.fp32_sm80.heuristics.terms_pay`).
 
     Raises:
-        Unsupported: the call names one of them, and the other does not support it.
-        ValueError: the call names one of them, and has too many rows.
+        Unsupported: the call names either, and the other does not support the call.
+        ValueError: the call names either, and has too many rows.
     """
     traits, few_rows = kernel.traits, can_split((call.q, call.k, call.v))
     named = traits.variant in registry.SPECULATIVE_PAIR

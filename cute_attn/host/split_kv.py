@@ -1,7 +1,7 @@
-"""The launches of a call with a cache on CUDA: the kvcache kernel, and if keys are split the combine kernel after it.
+"""The launches of a call with a cache on CUDA: the kvcache kernel, then the combine kernel if keys are split.
 
-Everything that follows from metadata is computed once and kept as a plan under that metadata. Grid and workspace
-follow only from the GPU and from shapes, and the host reads no lengths, so that a CUDA graph replays with other
+Everything that depends only on metadata is computed once and kept as a plan under that metadata. Grid and workspace
+depend only on the GPU and on shapes, and the host reads no lengths, so a CUDA graph can be replayed with other
 lengths and tables.
 """
 
@@ -37,45 +37,45 @@ from cute_attn.tiles.inference import FOLDED_KEYS, MAX_PARTIALS, CacheCall, Comb
 from cute_attn.traits import LARGE_HEAD_DIM, ROW_BYTES, Traits, aligned_head_dim
 
 EVEN = 8
-"""Minimum keys per query above which a mask leaves a sequence's query blocks nearly equal numbers of keys."""
+"""Minimum keys per query with which a mask leaves a sequence's query blocks nearly equal numbers of keys."""
 BOX_ROWS = 8
 """TMA loads pages with a multiple of this many rows, the period of a swizzle. Ampere kernels load other pages."""
 FULL_SPLITS, IN_STEP = 0.9, 0.67
-"""Minimum fraction of the CTAs that an even split of equal sequences keeps busy; below it, stream-K is used. The same
-for several query blocks: those of a split read the same keys at about the same time."""
+"""Minimum fractions of the CTAs that an even split of equal sequences keeps busy; below them, stream-K is used. The
+second is for several work tiles per kv head, which read the same keys of a split at about the same time."""
 SPLITS_AT_ONCE = 128
-"""Partial results of a row that the combine kernel loads at once, where they are many; more take another round."""
+"""Maximum partial results of a row that the combine kernel loads at once; more need another round."""
 BLOCKS_OF_A_SPLIT, ENOUGH_CTAS = 5, 48
-"""Minimum key blocks per split where so many CTAs are busy: fewer partial results are merged sooner."""
+"""Minimum key blocks per split once ``ENOUGH_CTAS`` CTAs are busy: fewer partial results merge faster."""
 LEAST_SPLITS, LEAST_SPARED = 4, 448
 """Minimum number of even splits, and minimum keys that they spare each CTA, for a second launch to pay."""
 FEW_SPLITS_SPARED = 1024
-"""The same keys for two or three even splits, of sequences of one length."""
+"""Minimum spared keys for two or three even splits of sequences of equal length."""
 FEW_BYTES = 2 << 20
-"""Maximum bytes of K and V per CTA for which stream-K costs more than any imbalance of lengths."""
+"""Maximum bytes of K and V per CTA for which stream-K costs more than any load imbalance."""
 IDLE_BYTES = 1 << 20
-"""Maximum of these bytes times the idle fraction of the last wave; above it, stream-K may pay."""
+"""Maximum bytes of K and V per CTA times the idle fraction of the last wave; above it, stream-K may pay."""
 STREAM_K_COST, OUT_OF_STEP = 1.27, 1.5
-"""Time of stream-K over that of whole work tiles where the tensor cores are the limit, with more than 64 rows: for one
-work tile of a kv head and for several, which read the same keys at different times."""
+"""Time of stream-K over the time of whole work tiles with more than 64 rows, limited by tensor cores. The first is for
+one work tile per kv head, the second for several, which then read the same keys at different times."""
 
 FEW_SEQUENCES = 4
-"""Maximum sequences whose several query blocks of over 64 rows take even splits, although lengths are not known here:
-stream-K takes 1.2 to 1.3 times as long for equal ones, as much as it saves where their mean is 3/4 of the maximum."""
+"""Maximum sequences for even splits of several query blocks of over 64 rows, although lengths are not known here.
+Stream-K takes 1.2 to 1.3 times as long if lengths are equal, and saves as much if their mean is 3/4 of the maximum."""
 
 FOLDED_CTAS, FEW_ROWS, FEW_WORK_TILES = 0.5, 16, 2.0
-"""Maximum work tiles per CTA for which ``same_bits`` divides keys among CTAs, rather than folding their splits in one:
-the first in general, the last for so few rows per key head that partial results are small beside the keys."""
+"""Maximum work tiles per CTA for which ``same_bits`` splits keys among CTAs, rather than folding the splits in one CTA:
+``FOLDED_CTAS`` in general, ``FEW_WORK_TILES`` up to ``FEW_ROWS`` rows per key head, whose partial results are small."""
 MANY_MERGED = 4096
-"""Minimum rows of a call for which a CTA of the combine kernel with ``in_order`` has several of them."""
+"""Minimum rows of a call for which a CTA of the combine kernel with ``in_order`` merges several rows."""
 
 SIMILAR = 0.7
-"""Minimum ratio of mean to maximum of packed sequences' keys for whole work tiles: those of the longest end last."""
+"""Minimum ratio of mean to maximum keys of packed sequences for whole work tiles: the longest sequence ends last."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """How keys are divided: the trait ``split``, and the numbers of ``Partials``."""
+    """How keys are split: the trait ``split``, and ``num_splits`` and ``split_keys`` of ``Partials``."""
 
     how: str = ""
     num_splits: int = 1
@@ -83,7 +83,7 @@ class Split:
 
 
 class Division(NamedTuple):
-    """How a plan divides keys, and the layouts of partial results' O and LSE; () without a split."""
+    """How a plan splits keys. partials: the layouts of O and LSE of partial results, () without a split."""
 
     split: Split
     partials: tuple[Layout, ...]
@@ -92,11 +92,11 @@ class Division(NamedTuple):
 def launch(
     plan: Plan, call: Call, q: Tensor, out: Tensor | None = None, lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of a call with that plan, launched on the current stream.
+    """Launch a call with its plan on the current stream, and return out and lse.
 
     Args:
         q: the queries as kernels read them, rotated.
-        out, lse: results of any strides that kernels write, or None to allocate them.
+        out, lse: tensors to write, with any strides that kernels write, or None to allocate them.
     """
     starts, shapes = None if out is None else call.cu_seqlens_q, call.output_shapes()
     if out is None:
@@ -157,7 +157,7 @@ def _tables(call: Call) -> tuple[Tensor | None, Tensor | None] | None:
 
 
 def _score_inputs(call: Call) -> Any:
-    """The epilogues' inputs, slopes for each sequence and head."""
+    """The epilogues' inputs, with slopes broadcast to (batch, nheads)."""
     inputs, slopes = call.score_inputs(), call.alibi_slopes
     if slopes is None:
         return inputs
@@ -178,7 +178,7 @@ def _key_and_tensors(call: Call) -> tuple[Hashable, Tensors]:
 
 
 def known_plan(call: Call) -> Plan | None:
-    """The plan of an earlier call with this metadata, or None; None where a tensor is more than its memory."""
+    """The plan of an earlier call with this metadata, or None. Only calls of plain tensors have one."""
     key, tensors = _key_and_tensors(call)
     return plans.known_plan(key, tensors) if all_plain(tensors) else None
 
@@ -248,7 +248,7 @@ def _partial_shapes(call: Call, kernel: Any, split: Split, processors: int) -> t
 
 
 def work_tiles(call: Call, tile: Any) -> int:
-    """Query blocks of all sequences and packs of heads, at most."""
+    """Maximum number of work tiles: query blocks of all sequences times packs of heads."""
     packs = call.k_cache.shape[-2] * -(-call.group // tile.pack_heads)
     blocks = call.batch * -(-call.longest[0] // tile.queries)
     if call.cu_seqlens_q is not None:
@@ -257,7 +257,7 @@ def work_tiles(call: Call, tile: Any) -> int:
 
 
 def traits_of(call: Call, arch: str, split: str, variant: str = "") -> Traits:
-    """Traits of the kvcache kernel. Where keys are split the combine kernel adds the sinks."""
+    """Traits of the kvcache kernel. With split "fixed" they have no sinks, which the combine kernel adds."""
     sinks = "" if split == "fixed" else call.sinks_dtype
     latent = call.latent and arch == "sm90"  # the Ampere kernel loads keys and values, wherever these are
     return call.traits(
@@ -269,7 +269,7 @@ def traits_of(call: Call, arch: str, split: str, variant: str = "") -> Traits:
 
 
 def choose_kernel(call: Call, target: str, processors: int) -> tuple[Any, Split]:
-    """The kernel with its tile: the newest generation that supports the call, or the named one; and its split."""
+    """The kernel with its tile, and the split of keys. The generation is the call's, or the newest that supports it."""
     check_kernel(call.kernel, ("kvcache",))
     names = _generations(call, target) if call.same_bits or not call.kernel else [call.kernel]
     reasons: list[str] = []
@@ -289,9 +289,9 @@ def choose_kernel(call: Call, target: str, processors: int) -> tuple[Any, Split]
 
 
 def _generations(call: Call, target: str) -> list[str]:
-    """The generations of kernels that run on a target, the newest first.
+    """The generations of kernels to try for a call on a target, the newest first.
 
-    Fp32, and rows that TMA cannot load, are Ampere's.
+    Fp32, and rows that TMA cannot load, require Ampere kernels.
     """
     names = registry.generations(target)
     amperes = call.q.dtype == torch.float32 or call.alignment or _page_rows(call) % BOX_ROWS
@@ -350,14 +350,14 @@ def cache_call(call: Call) -> CacheCall:
 
 
 def _key_bytes(call: Call) -> int:
-    """Bytes of a row of K and of V."""
+    """Bytes of a row of K plus a row of V."""
     return call.q.element_size() * (call.q.shape[-1] + call.v_cache.shape[-1])
 
 
 def _split_in_order(call: Call, tile: Any, processors: int) -> Split:
-    """The split of a call with ``same_bits``: splits of ``FOLDED_KEYS`` keys among CTAs, or folded in one.
+    """The split of a call with ``same_bits``: splits of ``FOLDED_KEYS`` keys, in several CTAs or folded in one.
 
-    Both give the same bits, so that the choice may follow from the shapes.
+    Both give the same bits, so the choice may depend on shapes.
     """
     ctas, count = tile.blocks_per_sm * processors, work_tiles(call, tile)
     num_splits = -(-call.longest[1] // FOLDED_KEYS)
@@ -374,11 +374,11 @@ def _split_in_order(call: Call, tile: Any, processors: int) -> Split:
 
 
 def _best_split(call: Call, tile: Any, processors: int) -> Split:
-    """The split of a call that names none: whole work tiles, even splits, or stream-K.
+    """The split of a call that does not set ``num_splits``: whole work tiles, even splits, or stream-K.
 
-    Even splits and whole work tiles cost less than stream-K: its CTAs compute prefix sums of the lengths and merge more
-    partial results. But lengths are not known here: in a batch they may differ, and then only stream-K keeps all CTAs
-    busy. Stream-K has little regret for long sequences, the others for short ones. Of packed keys the mean is known.
+    Even splits and whole work tiles cost less than stream-K, whose CTAs compute prefix sums of the lengths and merge
+    more partial results. But lengths are not known here, except the mean of packed keys. In a batch they may differ,
+    and then only stream-K keeps all CTAs busy. It loses little on long sequences, the alternatives on short ones.
     """
     ctas, count = tile.blocks_per_sm * processors, work_tiles(call, tile)
     seqlen_q, seqlen_k = call.longest
@@ -416,7 +416,7 @@ def _best_split(call: Call, tile: Any, processors: int) -> Split:
 
 
 def _check_sizes(call: Call, tile: Any) -> None:
-    """Raise where indices of blocks, or positions on the line of all key blocks, exceed 32 bits."""
+    """Raise if indices of blocks, or positions among the key blocks of all work tiles, exceed 32 bits."""
     capacity = call.longest[1]
     count = work_tiles(call, tile)
     blocks = -(-capacity // tile.tile_n) + 2

@@ -1,4 +1,4 @@
-"""The checks of one argument at a time, whatever the call: one sentence per error, which names the argument.
+"""Checks of single arguments of any call. Each error is one sentence that names the argument.
 
 :mod:`cute_attn.host.checks` and :mod:`cute_attn.host.cache_checks` check arguments against each other.
 """
@@ -27,19 +27,19 @@ def check_dense(name: str, tensor: Any) -> None:
 
 
 def check_dtype(name: str, x: Tensor, *accepted: torch.dtype, of: str = "", on: str = "") -> None:
-    """Raise TypeError for a tensor of another dtype. of: whose dtype it has to be; on: where it has to."""
+    """Raise TypeError unless x's dtype is accepted. of, on: whose dtype is required, and where, for the error."""
     if x.dtype not in accepted:
         whose = f", {of}'s" if of else ""
         raise TypeError(f"{name} has dtype {x.dtype}; accepted{on}: {', '.join(map(str, accepted))}{whose}")
 
 
 def wrong_shape(name: str, x: Tensor, accepted: Any) -> ValueError:
-    """The error for a tensor of another shape than the accepted ones."""
+    """The error for a tensor whose shape is not accepted."""
     return ValueError(f"{name} has shape {tuple(x.shape)}; accepted: {accepted}")
 
 
 def check_present(named: Iterable[tuple[str, Any]], required: Collection[str], first: str = "q") -> None:
-    """Raise for an argument that is no dense tensor, or missing, or on another device than ``first``."""
+    """Raise for an argument that is missing, not a dense tensor, or on another device than ``first``."""
     device = None
     for name, x in sorted(named, key=lambda item: item[0] != first):
         if x is None and name not in required:
@@ -51,7 +51,7 @@ def check_present(named: Iterable[tuple[str, Any]], required: Collection[str], f
 
 
 def tensors_of(name: str, values: Any, count: int | None = None, what: str = "") -> tuple[Tensor, ...]:
-    """A list or a tuple of dense tensors, ``count`` of them, each for ``what``; raises TypeError for another value."""
+    """A list or tuple of ``count`` dense tensors as a tuple; raises TypeError otherwise. what: text for the error."""
     if not isinstance(values, list | tuple):
         raise TypeError(f"{name} is {kind_of(values)}; accepted: a list or a tuple of tensors{what}")
     for i, x in enumerate(values):
@@ -62,7 +62,7 @@ def tensors_of(name: str, values: Any, count: int | None = None, what: str = "")
 
 
 def shown(value: Any) -> str:
-    """``value`` in a sentence: on one line, and short. The elements of a large tensor are not read."""
+    """``value`` as short text on one line, for errors. Elements of a tensor with dimensions are not read."""
     if isinstance(value, Tensor) and (value.is_nested or value.layout is not torch.strided or value.dim()):
         return "a nested Tensor" if value.is_nested else f"a Tensor of shape {tuple(value.shape)}"
     text = " ".join(repr(value).split())
@@ -77,13 +77,13 @@ def check_flags(**values: Any) -> None:
 
 
 def check_choice(name: str, value: Any, accepted: tuple[Any, ...]) -> None:
-    """Raise ValueError for an argument that is none of those."""
+    """Raise ValueError for an argument that is none of the accepted values."""
     if not is_one_of(value, accepted):
         raise ValueError(f"{name} is {shown(value)}; accepted: {', '.join(map(repr, accepted))}")
 
 
 def is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
-    """True if ``value`` is interchangeable with an accepted one. A tensor is not: it may change."""
+    """True if ``value`` is interchangeable with an accepted value. A tensor is not, since it may change."""
     try:  # hash() itself is nothing that torch.compile of PyTorch 2.11 can trace
         return value in frozenset(accepted)
     except TypeError:
@@ -91,7 +91,7 @@ def is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
 
 
 def python_number(value: Any) -> Any:
-    """A numpy number as Python's; other values unchanged, also tensors: reading them may wait for a device."""
+    """A numpy number as a Python number; other values unchanged, even tensors, whose reading may wait for a device."""
     if isinstance(value, int | float | Tensor):  # first: compilers trace no attributes of their numbers
         return value
     return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
@@ -103,7 +103,7 @@ def is_int(value: Any) -> bool:
 
 
 def number(name: str, value: Any) -> float:
-    """A number of Python's or numpy's as a float; raises TypeError for another value."""
+    """A Python or numpy number as a float; raises TypeError for another value."""
     value = python_number(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} is {shown(value)}; accepted: a Python number")
@@ -114,14 +114,14 @@ def number(name: str, value: Any) -> float:
 
 
 def scale_of(softmax_scale: Any, q: Tensor) -> float:
-    """``softmax_scale`` as a float; None for the default, which belongs to q's head dim."""
+    """``softmax_scale`` as a float; None means the default for q's head dim."""
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
     return number("softmax_scale", softmax_scale)
 
 
 def length(name: str, value: Any) -> int:
-    """``value`` as an int of 0 to 2**31 - 1, or one that a compiler does not know yet."""
+    """``value`` as an int from 0 to 2**31 - 1, or a compiler's symbolic int."""
     value = python_number(value)
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         raise TypeError(f"{name} is {shown(value)}; accepted: a Python int")

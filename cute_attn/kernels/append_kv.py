@@ -1,20 +1,20 @@
 """Writes new keys and values into a cache, and rotates keys and queries. Runs on every target.
 
     cache row  cache_seqlens[b] + i  of sequence b = new key i, rotated, and new value i
-    rotated query i                                = query i turned by the angles of its position
+    rotated query i                                = query i rotated by the angles of its position
 
-All new rows are written, whether a query sees them or not, in a separate launch before attention: no thread of
-attention waits for another's rows, and this file serves both archs. Rows beyond the capacity are written nowhere.
+All new rows are written, whether a query sees them or not, in a separate launch before attention. Attention threads
+thus never wait for each other's rows, and this file serves both archs. Rows beyond the cache's capacity are dropped.
 
-A CTA handles one row of all heads, of keys and values or of queries, 16 bytes per thread, or with an ``alignment`` so
-many elements; a second extent of the grid divides rows that are longer than a CTA. The rows' addresses come from
-``KeyRows``.
+A CTA handles one row with all its heads: a key and its value, or a query. A thread handles 16 bytes, or ``alignment``
+elements if the traits have one; the grid's y extent divides rows that are longer than a CTA. ``KeyRows`` gives the
+rows' addresses.
 
-Rotation is in fp32 and rounds once. With cosines and sines of 16 bits, products are exact in fp32, so that it does not
-matter where the compiler fuses multiply and add: results equal the definition's bit for bit.
+Rotation is in fp32 and rounds once. With 16-bit cosines and sines, products are exact in fp32, so it does not matter
+where the compiler fuses multiply and add: results equal the definition's bit for bit.
 
-Limits: fp16, bf16 and fp32; head dims up to 576; rows with a contiguous last dimension, otherwise of any strides; any
-even number of rotated elements.
+Limits: fp16, bf16 and fp32; head dims up to 576; rows with a contiguous last dimension and any other strides; any even
+number of rotated elements.
 """
 
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ def _queries_fake(kernel: Any) -> Queries | None:
 
 @dataclass(frozen=True)
 class AppendKv:
-    """Append of (traits, tile); call it to trace the host side, see ``__call__``."""
+    """The append kernel for (traits, tile); ``__call__`` traces the host side."""
 
     traits: Traits
     tile: AppendTile
@@ -146,7 +146,7 @@ class AppendKv:
         number: Int32,
         vector: Int32,
     ) -> None:
-        """Vector ``vector`` of new row ``number``: of a key's heads, then of a value's."""
+        """Write vector ``vector`` of new row ``number``, counted over the key's heads and then the value's."""
         row = NewRow.find(new.k, new.cu_seqlens, number)
         size = self.vector
         per_key, per_value = self.traits.head_dim // size, self.traits.head_dim_v // size
@@ -170,7 +170,7 @@ class AppendKv:
 
     @cute.jit
     def rotate_query(self, queries: Queries, angles: Angles, number: Int32, vector: Int32) -> None:
-        """Vector ``vector`` of query row ``number``, rotated to its copy."""
+        """Rotate vector ``vector`` of query row ``number`` and write it to ``queries.rotated``."""
         row = NewRow.find(queries.q, queries.cu_seqlens, number)
         per_head = self.traits.head_dim // self.vector
         if row.exists and vector < queries.q.shape[-2] * per_head:
@@ -182,7 +182,7 @@ class AppendKv:
 
     @cute.jit
     def load(self, source: cute.Tensor, col: Int32) -> cute.Tensor:
-        """The vector of a row from element ``col`` on."""
+        """Load the vector of a row that starts at element ``col``."""
         values = cute.make_rmem_tensor(cute.make_layout(self.vector), source.element_type)
         start = cute.assume(Int64(col), divby=self.vector)
         cute.autovec_copy(cute.make_tensor(source.iterator + start, cute.make_layout(self.vector)), values)
@@ -190,7 +190,7 @@ class AppendKv:
 
     @cute.jit
     def store(self, values: cute.Tensor, target: cute.Tensor, col: Int32) -> None:
-        """The vector of a row from element ``col`` on."""
+        """Store the vector of a row that starts at element ``col``."""
         start = cute.assume(Int64(col), divby=self.vector)
         cute.autovec_copy(values, cute.make_tensor(target.iterator + start, cute.make_layout(self.vector)))
 
@@ -198,9 +198,9 @@ class AppendKv:
     def rotate(
         self, values: cute.Tensor, source: cute.Tensor, col: Int32, angles: Angles, position: Int32
     ) -> cute.Tensor:
-        """``values``, the vector of row ``source`` from element ``col`` on, with the rotated pairs turned.
+        """Rotate the pairs in ``values``, the vector of row ``source`` that starts at element ``col``.
 
-        Positions beyond the table use its last row.
+        Positions beyond the table use the table's last row.
         """
         pairs = Int32(angles.cos.shape[1])
         position = cutlass.max(cutlass.min(position, angles.cos.shape[0] - 1), 0)
@@ -230,7 +230,7 @@ class AppendKv:
 
     @cute.jit
     def angle_row(self, table: cute.Tensor, position: Int32) -> cute.Tensor:
-        """Cosines or sines of a position."""
+        """The row of a table of cosines or sines for a position."""
         return cute.make_tensor(
             table.iterator + Int64(position) * table.stride[0], cute.make_layout(table.shape[1])
         )

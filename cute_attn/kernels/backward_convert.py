@@ -1,14 +1,13 @@
-"""The backward's last launch: dQ from the fp32 accumulators. Runs on every target.
+"""The backward's last launch: computes dQ from the fp32 accumulators. Runs on every target.
 
     dQ = rp * softmax_scale * (sum of the accumulators, first to last)        rp = 1 / (1 - dropout_p)
 
-A CTA converts one query block of one head, with the main kernel's MMA and as many threads as its consumers: thread t
-loads the fragments that thread t of the main kernel's CTAs added, sums them, converts them and stores them
-to shared memory, from where rows are stored 16 bytes at a time.
+A CTA converts one query block of one head, with the MMA of the main kernel and as many threads as its consumers. Thread
+t loads the fragments that thread t of the main kernel's CTAs added, sums them, converts them and stores them to shared
+memory. From there rows are stored 16 bytes at a time.
 
-Limits: fp16, bf16 and fp32; head dims up to 576; rows of dQ 16-byte aligned with a contiguous last dimension, otherwise
-of any strides. The tile is the main kernel's; ``cute_attn.kernels.dq_order`` has the
-fields that matter.
+Limits: fp16, bf16 and fp32; head dims up to 576; rows of dQ 16-byte aligned with a contiguous last dimension and any
+other strides. The tile is the main kernel's; ``cute_attn.kernels.dq_order`` lists the fields that matter.
 """
 
 import math
@@ -34,7 +33,7 @@ from cute_attn.work.query_tiles import QueryGrid, QueryTile
 
 @dataclass(frozen=True)
 class BackwardConvert:
-    """Convert of (traits, the main kernel's tile); call it to trace the host side, see ``__call__``."""
+    """The convert kernel for (traits, the main kernel's tile); ``__call__`` traces the host side."""
 
     traits: Traits
     tile: Any
@@ -62,11 +61,11 @@ class BackwardConvert:
 
     @property
     def follows_early(self) -> bool:
-        """On sm90, programmatic dependent launch lets this kernel start while the main one still runs."""
+        """True if programmatic dependent launch (sm90) lets this kernel start while the main kernel still runs."""
         return self.traits.arch == "sm90"
 
     def smem_layout(self) -> cute.ComposedLayout:
-        """(tile_m, padded head_dim of a pass) of dQ in shared memory.
+        """Layout of a pass of dQ in shared memory: (tile_m, padded head_dim of the pass).
 
         On sm90 each warpgroup along head_dim has a separate buffer, since its columns may end within a swizzle atom.
         """
@@ -76,18 +75,18 @@ class BackwardConvert:
         return cute.make_composed_layout(layout.inner, layout.offset, cute.group_modes(layout.outer, 1, 3))
 
     def tiled_mma(self) -> cute.TiledMma:
-        """The main kernel's."""
+        """The main kernel's MMA."""
         return dq.mma_dq(self.traits, self.tile)
 
     def store_copy(self, tiled_mma: cute.TiledMma) -> cute.TiledCopy:
-        """Accumulator to shared memory; transposes a transposed accumulator (sm90 only)."""
+        """The copy of the accumulator to shared memory; transposes a transposed accumulator (sm90 only)."""
         if self.tile.dq_transposed:
             atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype)
             return cute.make_tiled_copy_C(atom, tiled_mma)
         return layouts.store_copy_c(tiled_mma, self.dtype, self.traits.arch)
 
     def copies(self) -> Copies:
-        """dQ of a pass, from registers to shared memory."""
+        """The copy of a pass of dQ from registers to shared memory, with its layout and MMA."""
         found = Copies(self, self.tile.mma_threads)
         shape = (self.tile.tile_m, padded(self.traits.head_dim) // dq.passes(self.tile))
         room = self.traits.element_bytes * math.prod(shape)
@@ -114,7 +113,7 @@ class BackwardConvert:
         scale: Float32,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch. scale: rp * softmax_scale. Of seqlens only the queries' are read.
+        """Launch the kernel. scale: rp * softmax_scale. seqlens: only the queries' lengths are read.
 
         Writes all rows of dQ that belong to a sequence; rows beyond seqused_q become 0.
         """
@@ -166,7 +165,7 @@ class BackwardConvert:
     def load(
         self, mDQaccum: cute.Tensor, query_tile: QueryTile, row0: Int32, index: Constexpr, thread: Int32
     ) -> cute.Tensor:
-        """The sum of this thread's fragments of pass ``index`` in all accumulators, first to last."""
+        """Load this thread's fragments of pass ``index`` and sum them over the accumulators, first to last."""
         traits, tile, width = self.traits, self.tile, padded(self.traits.head_dim)
         start: Constexpr = index * (dq.block_floats(traits, tile) // dq.passes(tile))
         acc = dq.make_accumulator(self.tiled_mma(), traits, tile)
@@ -202,7 +201,7 @@ class BackwardConvert:
         exist: Int32,
         thread: Int32,
     ) -> None:
-        """Store pass ``index`` of ``used`` rows from ``row0`` on, then zeros up to ``exist`` rows, at most tile_m.
+        """Store pass ``index`` of ``used`` rows starting at ``row0``, then zeros up to ``exist`` rows, at most tile_m.
 
         Adjacent threads store adjacent vectors of 16 bytes.
         """

@@ -1,4 +1,4 @@
-"""The backward's first launch: LSE and D of every query row, and zeroed accumulators. Runs on every target.
+"""The backward's first launch: computes LSE and D of query rows and zeroes accumulators. Runs on every target.
 
     minus_d[i] = (dLSE[i] - sum_j dO[i, j] * O[i, j]) / rp  rp = 1 / (1 - dropout_p)
     lse_log2[i] = LSE[i] * log2(e)                          so that P = exp2(score * log2(e) - lse_log2)
@@ -8,12 +8,12 @@ A CTA computes some rows of one head. A few adjacent threads work on a row: each
 shuffles add the products, and the thread that writes both statistics reads the row's sum from shared memory. The
 kernel is bound by memory bandwidth: each thread has as many loads in flight as its registers allow.
 
-A row that saw no key has an LSE of -inf here, +inf in PyTorch's kernels. Such rows, and those that pad a sequence to
-whole blocks of ``tile_m``, get lse_log2 = +inf and minus_d = 0: P and its gradient are 0 whatever the score. D is
-negated because the accumulator of dP may start from it.
+A row that saw no key has an LSE of -inf in this package, and +inf in PyTorch's kernels. These rows, and the rows that
+pad a sequence to whole blocks of ``tile_m``, get lse_log2 = +inf and minus_d = 0: P and its gradient are 0 for any
+score. D is negated because the accumulator of dP may start from -D.
 
-Limits: fp16, bf16 and fp32; head dims up to 576; rows of dO and O 16-byte aligned with a contiguous last dimension,
-otherwise of any strides. dLSE of any strides.
+Limits: fp16, bf16 and fp32; head dims up to 576; rows of dO and O 16-byte aligned with a contiguous last dimension and
+any other strides; dLSE of any strides.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class RowGrid:
 
     @staticmethod
     def make(nheads: Int32, blocks: Int32) -> "RowGrid":
-        """On the host. An empty grid is not launched; its divisors are 1 instead of 0."""
+        """Make the grid on the host. An empty grid is not launched; its divisors are 1 instead of 0."""
         return RowGrid(*(cute.FastDivmodDivisorV2(cutlass.max(n, 1)) for n in (nheads, blocks)))
 
 
@@ -67,18 +67,18 @@ class Rows:
     @staticmethod
     @cute.jit
     def at(seqlens: Seqlens, batch: Int32, head: Int32, row0: Int32, tile_m: Constexpr) -> "Rows":
-        """Rows of a sequence from ``row0`` on."""
+        """Rows of a sequence, starting at ``row0``."""
         info = SeqlenInfo.read(seqlens, batch)
         return Rows(row0, head, batch, info, padded_row0(seqlens, info, batch, tile_m) + row0)
 
     def existing(self, row: Int32) -> Int32:
-        """The sequence's row of ``row`` in the block, at most its last one."""
+        """The index in the sequence of row ``row`` of the block, clamped to the sequence's last row."""
         return cutlass.min(self.row0 + row, self.info.seqlen_q - 1)
 
 
 @dataclass(frozen=True)
 class BackwardPreprocess:
-    """Preprocess of (traits, tile); call it to trace the host side, see ``__call__``."""
+    """The preprocess kernel for (traits, tile); ``__call__`` traces the host side."""
 
     traits: Traits
     tile: BackwardPreprocessTile
@@ -95,7 +95,7 @@ class BackwardPreprocess:
 
     @classmethod
     def beside(cls, traits: Traits, tile: Any) -> BackwardPreprocessTile:
-        """The tile for a main kernel's tile."""
+        """The preprocess tile that fits a main kernel's tile."""
         return BackwardPreprocessTile.of(traits, tile.tile_m)
 
     # ---- host ----
@@ -124,12 +124,12 @@ class BackwardPreprocess:
         keep_prob: Float32,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch. gradients: (mDQ, mDK, mDV) if varlen, or None. keep_prob: 1 - dropout_p.
+        """Launch the kernel. gradients: (mDQ, mDK, mDV) if varlen, or None. keep_prob: 1 - dropout_p.
 
-        Of seqlens only the queries' are read, and for those gradients cu_seqlens_k.
+        seqlens: only the queries' lengths are read, and cu_seqlens_k for ``gradients``.
 
-        Writes each sequence's rows of the statistics and of the accumulators up to whole blocks of tile_m, nothing
-        between them, and zeros to the rows of varlen gradients before the first and after the last sequence.
+        Writes each sequence's rows of the statistics and the accumulators, padded to whole blocks of tile_m; other
+        rows stay unwritten. Zeroes the rows of varlen gradients before the first and after the last sequence.
         """
         tile = self.tile
         nheads = mO.shape[1] if self.traits.varlen else mO.shape[2]
@@ -204,9 +204,9 @@ class BackwardPreprocess:
 
     @cute.jit
     def load_rows(self, tensor: cute.Tensor, query_rows: Rows, thread: Int32) -> cute.Tensor:
-        """This thread's vectors of the block's rows of dO or O, (length of a vector, vectors, passes).
+        """Load this thread's vectors of the block's rows of dO or O: (length of a vector, vectors, passes).
 
-        Out-of-bounds coordinates are clamped, to avoid a branch; their values are left out of the sums.
+        Out-of-bounds coordinates are clamped to avoid a branch; the sums omit their values.
         """
         tile, traits = self.tile, self.traits
         per_row = tile.threads_per_row(traits)
@@ -226,7 +226,7 @@ class BackwardPreprocess:
 
     @cute.jit
     def load_number(self, tensor: cute.Tensor, query_rows: Rows, thread: Int32) -> Float32:
-        """LSE or dLSE of row ``thread``; ``tensor``: (batch, nheads, seqlen_q), or (nheads, total_q) with varlen."""
+        """Load LSE or dLSE of row ``thread``. tensor: (batch, nheads, seqlen_q), or (nheads, total_q) with varlen."""
         if cutlass.const_expr(self.traits.varlen):
             start = (
                 Int64(query_rows.head) * tensor.stride[0] + Int64(query_rows.info.offset_q) * tensor.stride[1]
@@ -262,7 +262,7 @@ class BackwardPreprocess:
     def zero_out_of_bounds_rows(
         self, gradient: cute.Tensor, cu_seqlens: cute.Tensor, block: Int32, blocks: Int32, thread: Int32
     ) -> None:
-        """Zero the rows of (total, heads, head_dim) outside all sequences; CTA ``block`` zeroes every blocks-th."""
+        """Zero the rows of a packed gradient outside all sequences; CTA ``block`` zeroes every ``blocks``-th row."""
         begin, end = cu_seqlens[0], cu_seqlens[cu_seqlens.shape[0] - 1]
         length = self.tile.length(self.traits)
         per_head = gradient.shape[2] // length
@@ -277,7 +277,7 @@ class BackwardPreprocess:
 
     @cute.jit
     def sum_rows(self, do: cute.Tensor, o: cute.Tensor, sums: cute.Tensor, thread: Int32) -> None:
-        """sums[row] = sum of dO * O, in fp32."""
+        """Write ``sums[row]`` = sum of dO * O over the row, in fp32."""
         per_row = self.tile.threads_per_row(self.traits)
         for i in cutlass.range_constexpr(self.tile.passes(self.traits)):
             total = self.part_of_row(do, o, i, thread)
@@ -306,7 +306,7 @@ class BackwardPreprocess:
 
     @cute.jit
     def statistics(self, exists: Boolean, total: Float32, lse: Float32, dlse: Float32, keep_prob: Float32):
-        """(lse_log2, minus_d) of a row."""
+        """(lse_log2, minus_d) of a row; total: the row's sum of dO * O."""
         seen = exists and lse != Float32.inf and lse != -Float32.inf
         lse_log2 = clamped(lse * LOG2_E) if seen else Float32.inf
         minus_d = (dlse - total) * keep_prob if seen else Float32(0.0)

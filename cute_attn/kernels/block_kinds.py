@@ -1,18 +1,18 @@
-"""Kinds of a mask's blocks: hidden, partial or full. Runs on every target.
+"""Classifies the blocks of a mask as hidden, partial or full. Runs on every target.
 
-    kind[b, h, i, j] = FULL where all queries of block i see all keys of block j, 0 where none sees any, else PARTIAL
+    kind[b, h, i, j] = FULL if all queries of block i see all keys of block j, 0 if no query sees any key, else PARTIAL
 
-The mask is a traced ``mask_mod``. Most blocks are decided without evaluating it. Values that depend only on the query,
-such as its document, are computed for a block's queries and reduced to a minimum and maximum; likewise for the keys.
-From these bounds follow bounds of the predicate (``epilogues.functions.intervals``): all of the block is seen, none is,
-or it has to be evaluated. A causal mask evaluates the blocks on the diagonal, a document mask the blocks in which a
-document ends. A warp evaluates such a block, rows far from each other first, until one key is seen and one is not.
+The mask is a traced ``mask_mod``. Most blocks are classified without evaluating the mask on each element. Values that
+depend only on the query, such as its document, are computed for a block's queries and reduced to a minimum and maximum;
+likewise for keys. These bounds give bounds of the predicate (``epilogues.functions.intervals``): the block is seen
+entirely, not at all, or has to be evaluated. A causal mask evaluates the blocks on the diagonal, a document mask the
+blocks in which a document ends. A warp evaluates a block, distant rows first, until it finds a seen and a hidden key.
 
-A CTA handles one block of queries and every n-th block of keys, one per warp. The values of queries are computed once
-and kept in shared memory; a lane keeps its keys' values in registers. Queries and keys beyond the sequences count as
-the last ones, so that no element has to be left out; a block that reaches beyond them is partial, not full.
+A CTA handles one block of queries and every n-th block of keys, one per warp. The queries' values are computed once and
+kept in shared memory; each lane keeps the values of its keys in registers. Indices beyond the sequences are clamped to
+the last query or key, so no element is excluded; a block that reaches beyond the sequences is partial, not full.
 
-Limits: blocks of multiples of 32 up to 512 queries and keys; up to 32 values of a query.
+Limits: query and key blocks of multiples of 32 up to 512; up to 32 values per query.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from cute_attn.tiles.blocks import BlockKindsTile
 from cute_attn.traits import BLOCK_OPS, FULL, LISTED_ROWS, PARTIAL, Traits
 
 _STRIDE = 37
-"""Distance of rows evaluated in turn, modulo the block's rows: coprime to them, and mask edges cross few such rows."""
+"""Distance, modulo tile_m, between rows evaluated in turn: coprime to tile_m, and mask edges cross few such rows."""
 
 
 def _mask_fakes(kernel: Any) -> tuple | None:
@@ -43,7 +43,7 @@ def _mask_fakes(kernel: Any) -> tuple | None:
 
 @dataclass(frozen=True)
 class BlockKinds:
-    """Kinds of blocks of (traits, tile); ``__call__`` launches it."""
+    """The block_kinds kernel for (traits, tile); ``__call__`` launches it."""
 
     traits: Traits
     tile: BlockKindsTile
@@ -69,12 +69,12 @@ class BlockKinds:
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> BlockKindsTile:
-        """That of blocks that kernels list."""
+        """The tile whose blocks have the size of the blocks that attention kernels list."""
         return BlockKindsTile()
 
     @property
     def predicate(self) -> Predicate:
-        """The mask."""
+        """The mask's predicate."""
         found = _predicate(self.traits)
         assert found is not None
         return found
@@ -91,7 +91,7 @@ class BlockKinds:
         mask_args: Annotated[tuple | None, _mask_fakes],
         stream: cuda.CUstream,
     ) -> None:
-        """Launch. groups: CTAs of a block of queries. mask_args: the mask's captured tensors, or None."""
+        """Launch the kernel. groups: CTAs per block of queries. mask_args: the mask's captured tensors, or None."""
         batch, nheads, rows, _ = mKinds.shape
         self.kernel(mKinds, seqlen_q, seqlen_k, groups, mask_args).launch(
             grid=[groups * rows * nheads * batch, 1, 1], block=[self.tile.num_threads, 1, 1], stream=stream
@@ -118,7 +118,7 @@ class BlockKinds:
         self.find(state, values, kinds, row, seqlen_q, seqlen_k, first, groups * warps)
 
     def shared_values(self) -> tuple[cute.Tensor, ...]:
-        """Shared memory for the predicate's values of queries: a column for each."""
+        """Allocate shared memory for the queries' values in the predicate: one array of tile_m per value."""
         nodes = self.predicate.of_queries
         if not nodes:
             return ()
@@ -136,22 +136,22 @@ class BlockKinds:
     def keep_queries(
         self, state: MaskState, values: tuple, row: Int32, seqlen_q: Int32, thread: Int32, threads: Constexpr
     ) -> None:
-        """Write the values of a block's queries, by one of so many threads."""
+        """Write the values of a block's queries to ``values``; called by each of ``threads`` threads."""
         for i in cutlass.range(thread, self.tile.tile_m, threads):
             found = self.mask(state).of_query(self.query(row, i, seqlen_q))
             for kept, value in zip(values, found, strict=True):
                 kept[i] = value
 
     def mask(self, state: MaskState) -> BlockPredicate:
-        """The predicate with the known values of a (batch, head)."""
+        """The predicate for the (batch, head) and captured tensors of ``state``."""
         return BlockPredicate(self.predicate, state)
 
     def query(self, row: Int32, i: Int32, seqlen_q: Int32) -> Int32:
-        """The index of a block's i-th query."""
+        """The index of a block's i-th query, clamped to the last query."""
         return cutlass.min(row * self.tile.tile_m + i, seqlen_q - 1)
 
     def key(self, column: Int32, i: Int32, seqlen_k: Int32) -> Int32:
-        """The index of a block's i-th key."""
+        """The index of a block's i-th key, clamped to the last key."""
         return cutlass.min(column * self.tile.tile_n + i, seqlen_k - 1)
 
     @cute.jit
@@ -166,7 +166,7 @@ class BlockKinds:
         first: Int32,
         step: Int32,
     ) -> None:
-        """The kinds of every step-th block from ``first`` on, by a warp."""
+        """Write the kind of every ``step``-th key block, starting at ``first``; called by a whole warp."""
         lane, (tile_m, tile_n) = warp.lane(), (self.tile.tile_m, self.tile.tile_n)
         queries = _between(row * tile_m, self.query(row, tile_m - 1, seqlen_q))
         bounds_q = self.bounds_of_queries(state, values, lane)
@@ -188,7 +188,7 @@ class BlockKinds:
                 kinds[column] = Uint8(listed if seen else Int32(0))
 
     def bounds_of_queries(self, state: MaskState, values: tuple, lane: Int32) -> list[Interval]:
-        """Bounds of the values that :meth:`keep_queries` wrote, by a warp."""
+        """Bounds of the values that :meth:`keep_queries` wrote; called by a whole warp."""
         lanes = warp.width()
         own = [[x[lane + i * lanes] for x in values] for i in range(self.tile.tile_m // lanes)]
         return _bounds(self.predicate.of_queries, own)
@@ -203,7 +203,7 @@ class BlockKinds:
         row: Int32,
         seqlen_q: Int32,
     ):
-        """(some query of the block sees a key, some does not see one), by a warp with the keys in its lanes."""
+        """(some query sees some key, some query does not see some key); called by a warp that has the keys in lanes."""
         tile_m: Constexpr = self.tile.tile_m
         seen, hidden, at = Boolean(False), Boolean(False), Int32(0)
         while at < tile_m * _STRIDE:
@@ -224,7 +224,7 @@ def _between(first: Int32, last: Int32) -> Interval:
 
 
 def _bounds(nodes: tuple, values: list[list[Any]]) -> list[Interval]:
-    """By a warp; each lane has the values of some queries or keys."""
+    """Bounds of each node over a warp, whose lanes have the values of different queries or keys."""
     return [Extremes.of(node, [one[number] for one in values]).of_warp() for number, node in enumerate(nodes)]
 
 

@@ -1,14 +1,14 @@
-"""Lists of a mask's blocks by their kinds, as FlexAttention's BlockMask has them. Runs on every target.
+"""Lists a mask's partial and full blocks in the format of FlexAttention's BlockMask. Runs on every target.
 
-    partial_count[b, h, i], partial[b, h, i, :]     the partial key blocks of query block i, in order, then the others
-    full_count[b, h, i], full[b, h, i, :]           the full ones
-    and the same of the query blocks of each key block
+    partial_count[b, h, i], partial[b, h, i, :]     the partial key blocks of query block i, in order, then all others
+    full_count[b, h, i], full[b, h, i, :]           the full key blocks of query block i, in order, then all others
+    and the same lists of query blocks for each key block
 
-A warp reads a row or a column of the table of kinds, 32 blocks at a time. It counts blocks of either kind; then each
-lane writes its block at the position given by the votes of the lanes before it. So lists are in order without a sort,
+A warp reads a row or a column of the table of kinds, 32 blocks at a time. It counts the blocks of each kind; then each
+lane writes its block at the position given by the votes of the lanes before it. Lists are thus in order without a sort,
 and no warp waits for another.
 
-Limits: none but 32-bit numbers of blocks.
+Limits: numbers of blocks fit in 32 bits.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ Counts = Annotated[tuple, lambda kernel: tuple(fakes.plain(Int32, ndim) for ndim
 
 @dataclass(frozen=True)
 class ListsOfKinds:
-    """A kernel of (traits, tile) that reads kinds of blocks; a warp writes a list."""
+    """Base of kernels for (traits, tile) that read kinds of blocks; each warp writes the lists of one line."""
 
     op: ClassVar[str]
 
@@ -61,17 +61,17 @@ class ListsOfKinds:
         return BlockListsTile.default(target)
 
     def launch(self, kernel: Any, lines: Int32, stream: cuda.CUstream) -> None:
-        """Launch with a warp for each of ``lines``."""
+        """Launch ``kernel`` with one warp per line: a row or a column of the table of blocks."""
         grid = [cute.ceil_div(lines, self.tile.num_warps), 1, 1]
         kernel.launch(grid=grid, block=[self.tile.num_threads, 1, 1], stream=stream)
 
     def line(self) -> Int32:
-        """The warp's."""
+        """Index of the line that this warp handles."""
         return cute.arch.block_idx()[0] * self.tile.num_warps + cute.arch.thread_idx()[0] // warp.LANES
 
 
 class ListBlocks(ListsOfKinds):
-    """Lists of blocks of (traits, tile); ``__call__`` launches it."""
+    """The block_lists kernel for (traits, tile); ``__call__`` launches it."""
 
     op = BLOCK_OPS[1]
 
@@ -94,7 +94,7 @@ class ListBlocks(ListsOfKinds):
 
     @cute.jit
     def write(self, mKinds: cute.Tensor, of_queries: BlockCounts, of_keys: BlockCounts, line: Int32) -> None:
-        """The lists of one line of the table, by a warp: rows and then columns of each (batch, head)."""
+        """Write the lists of one line with a warp. Lines are the rows and then the columns of each (batch, head)."""
         batch, nheads, rows, columns = mKinds.shape
         number, at = line // (rows + columns), line % (rows + columns)
         b, h = number // nheads, number % nheads
@@ -114,7 +114,7 @@ class ListBlocks(ListsOfKinds):
         full_count: cute.Tensor,
         full: cute.Tensor,
     ) -> None:
-        """Counts and blocks of a line of kinds."""
+        """Write the counts and the lists of partial and full blocks of one line of kinds."""
         lane, lanes, size = warp.lane(), warp.width(), cute.size(kinds)
         partials, fulls = Int32(0), Int32(0)
         for start in cutlass.range(0, size, lanes):
@@ -141,13 +141,13 @@ class ListBlocks(ListsOfKinds):
 
 
 def _kinds(kinds: cute.Tensor, block: Int32, size: Int32) -> tuple[Boolean, Boolean]:
-    """(block is partial, block is full); a block beyond the line is neither."""
+    """(block is partial, block is full); both False beyond the end of the line."""
     kind = Int32(kinds[cutlass.min(block, size - 1)])
     return (kind == PARTIAL) & (block < size), (kind == FULL) & (block < size)
 
 
 def of_line(x: cute.Tensor, b: Int32, h: Int32, at: Int32) -> cute.Tensor:
-    """A line's list, or its count as a tensor of one."""
+    """The line's list if ``x`` has lists, else its count, as a tensor of one element."""
     if cute.rank(x) == 4:
         return x[b, h, at, None]
     return cute.make_tensor(x.iterator + cute.crd2idx((b, h, at), x.layout), cute.make_layout(1))

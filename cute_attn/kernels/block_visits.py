@@ -1,15 +1,15 @@
-"""Lists of the blocks that attention kernels visit, from the kinds of a mask's blocks. Runs on every target.
+"""Lists the blocks that attention kernels visit, from the kinds of a mask's blocks. Runs on every target.
 
     counts[b, h, i] = (rows of key blocks without a mask, rows of all listed ones),   blocks[b, h, i, :] = 2 j + hides
-    and the same of the query blocks of each key block
+    and the same for the query blocks of each key block
 
-as :class:`cute_attn.work.block_lists.BlockLists` describes them, in blocks of ``LISTED_ROWS``. The mask's blocks may
-be smaller or larger, with other bounds: a listed block is full where all blocks that it overlaps are full, hidden
-where all are hidden, else partial. A query block is listed for a key block if any query head of the kv head lists it.
+Lists have the format of :class:`cute_attn.work.block_lists.BlockLists`, in blocks of ``LISTED_ROWS``. The mask's blocks
+may be smaller or larger: a listed block is full if all mask blocks that it overlaps are full, hidden if all are hidden,
+else partial. A query block is listed for a key block if it is visible in any query head of the kv head.
 
-A warp reads a list, 32 blocks at a time, and counts full and partial ones; then each lane writes its block: full ones
-first, partial ones behind them, then hidden ones, each in order. A block that reaches beyond the sequence needs a mask
-and is listed last. If the last key block does, all queries that see it need one.
+A warp reads the kinds of a line, 32 blocks at a time, and counts full and partial blocks. Then each lane writes its
+block: full blocks first, then partial, then hidden blocks, each in order. A block that reaches beyond the sequence
+needs a mask, so it is listed as the last partial block; if it is a key block, its query blocks all count as partial.
 """
 
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ from cute_attn.kernels.block_lists import ListsOfKinds
 from cute_attn.traits import BLOCK_OPS, FULL, LISTED_ROWS, PARTIAL
 
 Visits = Annotated[tuple, lambda kernel: (fakes.plain(Int32, 4), fakes.plain(Int32, 4))]
-"""Counts and blocks, see ``cute_attn.work.block_lists.BlockLists``."""
+"""(counts, blocks): see ``cute_attn.work.block_lists.BlockLists``."""
 
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """Sizes of a call and its mask: lengths, the mask's blocks, and query heads per kv head."""
+    """Sizes of a call and its mask: sequence lengths, sizes of the mask's blocks, and query heads per kv head."""
 
     seqlen_q: Int32
     seqlen_k: Int32
@@ -41,14 +41,15 @@ class BlockSizes:
 
 @dataclass(frozen=True)
 class VisitLine:
-    """One list: of a query block, or of a key block.
+    """The list of one query block or one key block.
 
     Attributes:
-        batch, head: of the table; heads: so many, from ``head`` on, count together.
-        block: the query or key block.
-        size: blocks of the other side.
-        missing: rows that the last of these has beyond the sequence.
-        is_masked: whether all of them need a mask.
+        batch, head: indices in the table of kinds.
+        heads: number of heads, starting at ``head``, that share the list.
+        block: the query or key block whose list this is.
+        size: number of key or query blocks that may be listed.
+        missing: rows by which the last of these blocks exceeds the sequence.
+        is_masked: True if all listed blocks need a mask.
     """
 
     batch: Int32
@@ -61,7 +62,7 @@ class VisitLine:
 
 
 class ListVisits(ListsOfKinds):
-    """Lists of visits of (traits, tile); ``__call__`` launches it."""
+    """The block_visits kernel for (traits, tile); ``__call__`` launches it."""
 
     op = BLOCK_OPS[2]
 
@@ -80,7 +81,7 @@ class ListVisits(ListsOfKinds):
         group: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch. group: query heads of a kv head, 1 where mKinds has one head."""
+        """Launch the kernel. group: query heads per kv head, or 1 if mKinds has one head."""
         sizes = BlockSizes(seqlen_q, seqlen_k, block_q, block_k, group)
         lines = mKinds.shape[0] * mKinds.shape[1] * (of_queries[0].shape[2] + of_keys[0].shape[2])
         self.launch(self.kernel(mKinds, of_queries, of_keys, sizes), lines, stream)
@@ -97,7 +98,7 @@ class ListVisits(ListsOfKinds):
     def write(
         self, mKinds: cute.Tensor, of_queries: tuple, of_keys: tuple, sizes: BlockSizes, line: Int32
     ) -> None:
-        """One list, by a warp: of the query blocks and then of the key blocks of each (batch, head)."""
+        """Write one list with a warp. Lines are the query blocks and then the key blocks of each (batch, head)."""
         batch, nheads, _, _ = mKinds.shape
         rows, columns = Int32(of_queries[0].shape[2]), Int32(of_keys[0].shape[2])
         number, at = line // (rows + columns), line % (rows + columns)
@@ -128,7 +129,7 @@ class ListVisits(ListsOfKinds):
         counts: cute.Tensor,
         blocks: cute.Tensor,
     ) -> None:
-        """A list's counts and blocks. of_query: whether it is a query block's."""
+        """Write the counts and blocks of one list. of_query: True for a query block's list."""
         lane, lanes = warp.lane(), warp.width()
         fulls, partials, last = Int32(0), Int32(0), Int32(0)
         for start in cutlass.range(0, line.size, lanes, unroll=1):
@@ -159,7 +160,7 @@ class ListVisits(ListsOfKinds):
     def kind(
         self, mKinds: cute.Tensor, line: VisitLine, sizes: BlockSizes, of_query: Constexpr, other: Int32
     ):
-        """The kind of one of a list's blocks, and the one that it is listed as; 0 for one beyond them."""
+        """(kind, listed kind) of block ``other``: a full block that needs a mask is listed as partial. 0 if beyond."""
         block = cutlass.min(other, line.size - 1)
         row, column = (line.block, block) if of_query else (block, line.block)
         first_row, last_row = overlapped(row, sizes.block_q, sizes.seqlen_q, mKinds.shape[2])
@@ -177,6 +178,6 @@ class ListVisits(ListsOfKinds):
 
 
 def overlapped(block: Int32, size: Int32, seqlen: Int32, count: Int32) -> tuple[Int32, Int32]:
-    """The first and the last of a mask's ``count`` blocks, of so many rows, that a listed block overlaps."""
+    """First and last of the mask's ``count`` blocks, of ``size`` rows each, that a listed block overlaps."""
     first, last = block * LISTED_ROWS, cutlass.min(block * LISTED_ROWS + LISTED_ROWS, seqlen) - 1
     return cutlass.min(first // size, count - 1), cutlass.min(last // size, count - 1)

@@ -1,25 +1,25 @@
 """Merges partial results of attention over disjoint sets of keys. Runs on every target.
 
 :class:`Combine` merges given results, :class:`CombineStreamK` the results of a kvcache kernel with stream-K scheduling.
-They have the same device code; :class:`GivenRows` and :class:`StreamKRows` say where a row's partial results are.
+Both run the same device code; :class:`GivenRows` and :class:`StreamKRows` locate a row's partial results.
 
     m       = max over i of lse[i]              for one query of one head, over its partial results i
     w[i]    = exp(lse[i] - m)
     out     = sum over i of w[i] * o[i] / sum over i of w[i]
     lse_out = m + log(sum over i of w[i])       with exp(sink - m) of the head in both sums, if it has a sink
 
-A partial result with an LSE of -inf, or of +inf as in some libraries, saw no key: its weight is 0 and its row is not
-read, so that it may be unwritten memory. If no partial result saw a key, out is 0 and lse_out is -inf or the sink. NaN
-stays NaN.
+A partial result whose LSE is -inf, or +inf as in some libraries, saw no key: its weight is 0 and its row, which may be
+unwritten memory, does not affect the result. If no partial result saw a key, out is 0 and lse_out is -inf or the sink.
+NaN stays NaN.
 
-A CTA merges a few rows. The threads of a row load its LSEs to shared memory and turn them into weights there. Then
-groups of threads each add up every groups-th partial row, 16 bytes per thread and several rows in flight, and the first
-group adds the groups' sums in their order. So the order of all sums depends only on the number of partial results and
-the tile: results repeat bit for bit. With ``in_order`` partial results are added from the last one to the first, as in
-:mod:`cute_attn.outputs.fold`, so that empty ones change no bit.
+A CTA merges a few rows. The threads of a row load its LSEs to shared memory and turn them into weights there. Then each
+group of threads adds up every groups-th partial row, with 16 bytes per thread and several rows in flight, and the first
+group adds the groups' sums in order. The order of all sums thus depends only on the number of partial results and the
+tile, and results repeat bit for bit. With ``in_order``, partial results are added from last to first, as in
+:mod:`cute_attn.outputs.fold`, so that empty partial results change no bit.
 
-Limits: up to ``MAX_PARTIALS`` fp32 partial results, their rows whole 16 bytes; out in fp16, bf16 or fp32; head dims up
-to 512.
+Limits: up to ``MAX_PARTIALS`` fp32 partial results, with rows of multiples of 16 bytes; out in fp16, bf16 or fp32; head
+dims up to 512.
 """
 
 from dataclasses import dataclass
@@ -43,9 +43,8 @@ from cute_attn.work.stream_k import OVERHEAD, StreamK, VisibleBlocks
 
 @dataclass(frozen=True)
 class Shared:
-    """A CTA's shared memory: fp32 (rows, most_partials) twice, (rows, groups, columns), (rows, groups).
-
-    The latter two have no memory, and no use, with one group.
+    """A CTA's shared memory, fp32: lse and weights (rows, most_partials), sums (rows, groups, columns), totals (rows,
+    groups). With one group, sums and totals are unused and have no memory.
     """
 
     lse: cute.Tensor
@@ -69,10 +68,10 @@ class Place:
 
 @dataclass(frozen=True)
 class RowPartials:
-    """Offsets, in elements, and number of the partial results of one row.
+    """Number of the partial results of one row, and their offsets in elements.
 
-    Partial result i is at ``start + i * step``; with ``alternates`` the first one is one index further: a range at the
-    end of a CTA's range has the odd index, see :class:`cute_attn.work.stream_k.TileRange`.
+    Partial result i is at ``start + i * step``. With ``alternates`` its index is 2 * i, or 1 for the first: a range at
+    the end of a CTA's range has the odd index, see :class:`cute_attn.work.stream_k.TileRange`.
     """
 
     count: Int32
@@ -84,12 +83,12 @@ class RowPartials:
 
     @cute.jit
     def out_row(self, i: Int32) -> Int64:
-        """Offset of row i of O."""
+        """Offset of the row's O in partial result i."""
         return self._place(i, self.out, self.out_step)
 
     @cute.jit
     def lse_place(self, i: Int32) -> Int64:
-        """Offset of LSE i."""
+        """Offset of the row's LSE in partial result i."""
         return self._place(i, self.lse, self.lse_step)
 
     @cute.jit
@@ -102,12 +101,12 @@ class RowPartials:
 
 @dataclass(frozen=True)
 class GivenRows:
-    """The rows of results that a caller has: each CTA's are ``tile.rows`` of all, heads first, adjacent in memory.
+    """The rows of results given by a caller. A CTA has ``tile.rows`` consecutive rows; the head runs fastest.
 
     Attributes:
-        count: of rows.
-        queries, heads: of a sequence.
-        ctas: of the grid.
+        count: number of rows.
+        queries, heads: divisors by the numbers of queries and heads per sequence.
+        ctas: number of CTAs of the grid.
     """
 
     count: Int32
@@ -117,7 +116,7 @@ class GivenRows:
 
     @staticmethod
     def make(mO: cute.Tensor, tile: CombineTile) -> "GivenRows":
-        """On the host."""
+        """Make the rows on the host."""
         batch, queries, heads, _ = mO.shape
         count = batch * queries * heads
         by_queries, by_heads = (cute.FastDivmodDivisorV2(cutlass.max(n, 1)) for n in (queries, heads))
@@ -126,7 +125,7 @@ class GivenRows:
     def find(
         self, kernel: Any, partials: tuple, mO: cute.Tensor, base: cute.Pointer
     ) -> tuple[Place, RowPartials]:
-        """The thread's work; it does not depend on the previous kernel's outputs."""
+        """The thread's work and its row's partial results. Reads no outputs of the previous kernel."""
         return self.of(kernel, partials, cute.arch.block_idx()[0], cute.arch.thread_idx()[0])
 
     def are_divided(self, found: tuple[Place, RowPartials]) -> bool:
@@ -136,7 +135,7 @@ class GivenRows:
     def of_thread(
         self, kernel: Any, found: tuple[Place, RowPartials], partials: tuple, thread: Int32
     ) -> tuple[Place, RowPartials]:
-        """The thread's work, and where its row's partial results are."""
+        """The thread's work, and the offsets of its row's partial results: what :meth:`find` returned."""
         return found
 
     @cute.jit
@@ -161,7 +160,7 @@ class GivenRows:
 
 @dataclass(frozen=True)
 class Combine:
-    """Combine of (traits, tile); call it to trace the host side, see ``__call__``."""
+    """The combine kernel for (traits, tile); ``__call__`` traces the host side."""
 
     traits: Traits
     tile: CombineTile
@@ -195,11 +194,11 @@ class Combine:
         mSinks: fakes.Sinks,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch. Packed rows are one batch.
+        """Launch the kernel. Packed rows form one batch.
 
         Args:
             mOpartial, mLSEpartial: fp32 (partials, batch, queries, nheads, columns) and (partials, batch, nheads,
-                queries); columns: head_dim_v rounded up to 4.
+                queries). columns: head_dim_v rounded up to a multiple of 4.
         """
         self.launch((mOpartial, mLSEpartial), mO, mLSE, mSinks, GivenRows.make(mO, self.tile), stream)
 
@@ -212,7 +211,7 @@ class Combine:
         rows: Any,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch the kernel. partials: tensors of O and LSE first; rows: ``GivenRows`` or ``StreamKRows``."""
+        """Launch the kernel. partials: begins with the tensors of O and LSE. rows: ``GivenRows`` or ``StreamKRows``."""
         self.kernel(partials, mO, mLSE, mSinks, rows).launch(
             grid=[rows.ctas, 1, 1],
             block=[self.tile.num_threads(self.traits), 1, 1],
@@ -238,7 +237,7 @@ class Combine:
 
     @cute.jit
     def wait_for_partials(self) -> None:
-        """Wait for the kernel that writes the partial results; the one after this may start, and waits for its end."""
+        """On sm90, wait for the kernel that writes the partial results, then let the next kernel start early."""
         if cutlass.const_expr(self.traits.arch == "sm90"):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
@@ -255,7 +254,7 @@ class Combine:
         mLSE: cute.Tensor,
         mSinks: cute.Tensor | None,
     ) -> None:
-        """Merge the rows of a CTA: ``partials`` are this thread's row's, at ``out`` and ``lse``."""
+        """Merge the rows of a CTA. partials: those of this thread's row, with offsets from ``out`` and ``lse``."""
         self.load_lse(lse, partials, shared, place)
         acc = cute.make_rmem_tensor(cute.make_layout((4, self.tile.vectors(self.traits))), Float32)
         acc.fill(0.0)
@@ -278,7 +277,7 @@ class Combine:
             self.store(acc, total, row_max, mO, mLSE, place)
 
     def shared_memory(self, base: Any) -> Shared:
-        """The areas of shared memory from ``base`` on, fp32."""
+        """The areas of shared memory, which starts at ``base``."""
         tile, areas = self.tile, self.tile.smem_areas(self.traits)
 
         def area(name: str, *shape: int) -> cute.Tensor:
@@ -296,7 +295,7 @@ class Combine:
 
     @cute.jit
     def load_lse(self, lses: cute.Pointer, partials: RowPartials, shared: Shared, place: Place) -> None:
-        """The row's LSEs to shared memory, +inf as -inf."""
+        """Copy the row's LSEs to shared memory, with +inf replaced by -inf."""
         first, step = self.own_partials(place)
         for i in cutlass.range(first, partials.count, step, unroll=1):
             lse = cute.make_tensor(lses + partials.lse_place(i), cute.make_layout(1))[0]
@@ -306,7 +305,7 @@ class Combine:
     def add_in_order(
         self, acc: cute.Tensor, outs: cute.Pointer, partials: RowPartials, shared: Shared, place: Place
     ) -> tuple[Float32, Float32]:
-        """Add up this thread's columns in ``acc``; the row's greatest LSE and its sum of weights."""
+        """Sum this thread's columns, weighted, in ``acc``; return the row's largest LSE and its sum of weights."""
         sums, values, unroll = RowSums.make(1), self.row_values(), self.tile.unroll
         filled = Int32(0)  # a partial result of the row that is in the cache
         for batch in cutlass.range(0, partials.count, unroll, unroll=1):
@@ -325,7 +324,7 @@ class Combine:
 
     @cute.jit
     def compute_weights(self, partials: Int32, shared: Shared, place: Place) -> tuple[Float32, Int32]:
-        """Weights from LSEs, in shared memory; returns the row's maximum, and where it or a NaN is, -1 for nowhere."""
+        """Write weights to shared memory; return the row's maximum LSE and the index of it or of a NaN, -1 if none."""
         row_max, largest = -Float32.inf, Int32(-1)
         for i in cutlass.range(partials, unroll=8):
             lse = shared.lse[place.row, i]
@@ -338,7 +337,7 @@ class Combine:
         return row_max, largest
 
     def own_partials(self, place: Place) -> tuple[Int32, int]:
-        """First and step of the partial results for which this thread computes LSE and weight."""
+        """First index and step of the partial results whose LSE and weight this thread handles."""
         per_row = self.tile.threads_per_row(self.traits)
         return place.group * per_row + place.lane, per_row * self.tile.groups
 
@@ -353,9 +352,9 @@ class Combine:
         place: Place,
         loaded: cute.Tensor | None = None,
     ) -> Float32:
-        """The group's two sums: weighted rows in ``acc``, this thread's columns (4, vectors), and the weights'.
+        """Add the group's weighted rows to ``acc``, this thread's columns (4, vectors); return the sum of weights.
 
-        The rows of ``unroll`` partial results are loaded at once; ``loaded``: the first ones, by :meth:`load_first`.
+        The rows of ``unroll`` partial results are loaded at once. loaded: the first rows, from :meth:`load_first`.
         """
         step: Constexpr = self.tile.groups * self.tile.unroll
         count = Int32(0) if largest < 0 else partials.count
@@ -392,7 +391,7 @@ class Combine:
     def load_row(
         self, values: cute.Tensor, u: Constexpr, outs: cute.Pointer, row: Int64, place: Place
     ) -> None:
-        """Load this thread's columns of a partial row; in place of those out of bounds, others."""
+        """Load this thread's columns of a partial row. Out-of-bounds columns are clamped to the last vector."""
         for j in cutlass.range_constexpr(self.tile.vectors(self.traits)):
             col = cutlass.min(self.column(place, j), partial_columns(self.traits) - 4)
             source = outs + cute.assume(row + col, divby=4)
@@ -400,7 +399,7 @@ class Combine:
 
     @cute.jit
     def weight(self, i: Int32, count: Int32, shared: Shared, place: Place) -> Float32:
-        """Weight of partial result i; 0 from ``count`` on."""
+        """Weight of partial result i, 0 if i >= ``count``."""
         weight = shared.weights[place.row, cutlass.max(cutlass.min(i, count - 1), 0)]
         return weight if i < count else Float32(0.0)
 
@@ -415,7 +414,7 @@ class Combine:
         shared: Shared,
         place: Place,
     ) -> Float32:
-        """Add the weighted ``values`` to ``acc``, and their weights to ``total``. Rows without weight may be NaN."""
+        """Add the weighted ``values`` to ``acc``, and their weights to ``total``. Rows of weight 0 may be NaN."""
         for u in cutlass.range_constexpr(self.tile.unroll):
             weight = self.weight(first + u * self.tile.groups, count, shared, place)
             total += weight
@@ -426,12 +425,12 @@ class Combine:
         return total
 
     def column(self, place: Place, vector: int) -> Int32:
-        """The first column of this thread's vector."""
+        """The first column of this thread's vector ``vector``."""
         return (place.lane + vector * self.tile.threads_per_row(self.traits)) * 4
 
     @cute.jit
     def store_sums(self, acc: cute.Tensor, total: Float32, shared: Shared, place: Place) -> None:
-        """The group's sums to shared memory."""
+        """Store the group's sums to shared memory."""
         for j in cutlass.range_constexpr(self.tile.vectors(self.traits)):
             col = self.column(place, j)
             if col < self.traits.head_dim_v:
@@ -441,7 +440,7 @@ class Combine:
 
     @cute.jit
     def add_groups(self, acc: cute.Tensor, shared: Shared, place: Place) -> Float32:
-        """All groups' sums, in their order: to ``acc``, and the weights' as the result."""
+        """Sum the groups' rows, in order, into ``acc``; return the sum of their weights."""
         total = Float32(0.0)
         acc.fill(0.0)
         for group in cutlass.range_constexpr(self.tile.groups):
@@ -455,7 +454,7 @@ class Combine:
 
     @cute.jit
     def add_sink(self, acc: cute.Tensor, total: Float32, row_max: Float32, sinks: cute.Tensor, place: Place):
-        """The row's maximum and sum of weights with its head's sink; ``acc`` is scaled to them."""
+        """Add the head's sink: return the row's new maximum and sum of weights, and rescale ``acc`` to the maximum."""
         largest, total, factor = with_sink(row_max, total, Float32(sinks[place.head]))
         for i in cutlass.range_constexpr(cute.size(acc)):
             acc[i] = product(acc[i], factor)
@@ -515,15 +514,15 @@ class CombinedTile:
 
 @dataclass(frozen=True)
 class StreamKRows:
-    """Partial results of a kvcache kernel with split "stream_k". A CTA has some rows of one of its work tiles.
+    """Rows of a kvcache kernel with split "stream_k". A CTA has a chunk of the rows of one of that kernel's work tiles.
 
-    A work tile is a query block of a pack of heads, in chunks of rows: block -> (batch, pack, m_block, chunk).
-    With ``by_range`` it is the one that starts but does not end in a stream-K range: block -> (range, chunk). Packed
-    queries have the query blocks of all sequences, padded as in :func:`first_block`.
+    A work tile is a query block of a pack of heads: CTA -> (batch, pack, m_block, chunk). With ``by_range`` the CTA's
+    work tile is the one that starts but does not end in a stream-K range: CTA -> (range, chunk). With packed queries,
+    m_block counts the query blocks of all sequences, padded as in :func:`first_block`.
 
     Attributes:
-        ctas: of the grid.
-        kernel_ctas: of the kvcache kernel, each with a stream-K range.
+        ctas: number of CTAs of the grid.
+        kernel_ctas: number of CTAs of the kvcache kernel, each with a stream-K range.
     """
 
     seqlens: Seqlens
@@ -545,7 +544,7 @@ class StreamKRows:
         kernel_ctas: Int32,
         tile: CombineStreamKTile,
     ) -> "StreamKRows":
-        """On the host."""
+        """Make the rows on the host."""
         queries = tile.tile_m // tile.pack_heads
         group = cutlass.max(mO.shape[-2] // cutlass.max(nheads_kv, 1), 1)
         packs_per_kvhead = cute.ceil_div(group, tile.pack_heads)
@@ -571,7 +570,7 @@ class StreamKRows:
     def find(
         self, kernel: Constexpr, partials: Partials, mO: cute.Tensor, base: cute.Pointer
     ) -> CombinedTile:
-        """The CTA's work tile; its first warp looks it up."""
+        """The CTA's work tile, which the CTA's first warp looks up."""
         start = kernel.tile.smem_areas(kernel.traits)["work_tile"][0]
         found = cute.make_tensor(cute.recast_ptr(base + start, dtype=Int32), cute.make_layout(5))
         number, lane = self.seqlens.batch(mO), cute.arch.lane_idx()
@@ -590,7 +589,10 @@ class StreamKRows:
     def look_up(
         self, kernel: Constexpr, index: Int32, number: Int32, lane: Int32, found: cute.Tensor
     ) -> None:
-        """A CTA's batch, pack, first row, and first and last range, by a whole warp; number: of sequences."""
+        """Write a CTA's batch, pack, first row, and first and last range to ``found``; called by a whole warp.
+
+        number: number of sequences.
+        """
         tile, seqlens = kernel.tile, self.seqlens
         queries: Constexpr = tile.tile_m // tile.pack_heads
         mask_args: Any = () if cutlass.const_expr(self.mask_args is None) else self.mask_args
@@ -625,7 +627,7 @@ class StreamKRows:
     def of_thread(
         self, kernel: Constexpr, found: CombinedTile, partials: Partials, thread: Int32
     ) -> tuple[Place, RowPartials]:
-        """The thread's work, and where its row's partial results from ranges first to last are."""
+        """The thread's work, and the offsets of its row's partial results from ranges first to last."""
         tile, per_row = kernel.tile, kernel.tile.threads_per_row(kernel.traits)
         own = thread // (per_row * tile.groups)
         row = found.chunk * tile.rows + own
@@ -647,8 +649,8 @@ class StreamKRows:
 class CombineStreamK(Combine):
     """Merges partial results of a kvcache kernel with split "stream_k". A CTA handles some rows of one work tile.
 
-    Its first warp finds the tile's stream-K ranges by the arithmetic of :class:`StreamK`. The CTA exits at once if a
-    single CTA wrote the result.
+    The first warp finds the tile's stream-K ranges by the arithmetic of :class:`StreamK`. The CTA exits at once if a
+    single CTA of the kvcache kernel wrote the result.
     """
 
     tile: CombineStreamKTile
@@ -666,7 +668,7 @@ class CombineStreamK(Combine):
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> CombineStreamKTile:
-        """The tile after a kernel with 64 rows and keys per block; calls have one that follows the kernel's."""
+        """The tile for a kvcache kernel with 64 rows and keys per block; calls derive a tile from the kernel's."""
         return CombineStreamKTile()
 
     @property
@@ -686,6 +688,6 @@ class CombineStreamK(Combine):
         kernel_ctas: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch. mask_args: None where the mask has none."""
+        """Launch the kernel. mask_args: the mask's arguments, or None if the mask has none."""
         rows = StreamKRows.make(mO, seqlens, mask_args, nheads_kv, kernel_ctas, self.tile)
         self.launch(partials, mO, mLSE, mSinks, rows, stream)

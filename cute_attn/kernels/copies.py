@@ -1,6 +1,6 @@
-"""A kernel's description of its shared-memory layouts, of the copies to and from shared memory, and of its MMAs.
+"""A kernel's description of its shared-memory layouts, its copies to and from shared memory, and its MMAs.
 
-A kernel's ``copies`` names the methods that make them, so a subclass's overrides are drawn, checked
+A kernel's ``copies`` names the methods that make these, so that a subclass's overrides are drawn, checked
 (``cute_attn.compiler.smem_layouts``) and counted (``cute_attn.lab.copies``).
 """
 
@@ -11,13 +11,13 @@ from typing import Any, Self
 import layouts
 
 Make = Callable[[], Any]
-"""Makes a layout, a tiled copy or an MMA, in a trace."""
+"""A function that makes a layout, a tiled copy or an MMA inside a trace."""
 
 
 @dataclass(frozen=True)
 class SmemLayout:
-    """The layout of an area of shared memory: the kernel's method that makes it, the shape (rows, columns and, if any,
-    stages) and dtype that it has to have, and the size of the area in bytes.
+    """The layout of an area of shared memory: the kernel's method that makes the layout, its required shape (rows,
+    columns and, if any, stages) and dtype, and the size of the area in bytes.
     """
 
     method: str
@@ -33,7 +33,7 @@ class Part:
 
     Attributes:
         threads: number of participating threads.
-        warps_n: warps that together hold the columns of one row, or 0 where any number will do.
+        warps_n: required number of warps that together hold the columns of one row, or 0 for any number.
     """
 
     call: str
@@ -45,12 +45,12 @@ class Part:
 
 @dataclass(frozen=True)
 class SmemCopy:
-    """A copy with a side in shared memory.
+    """A copy to or from shared memory.
 
     Attributes:
         name: the operand, and the instruction that copies it.
         opcode: machine instruction of the copy.
-        side: the side in shared memory, "src" or "dst"; None where the instruction has only one.
+        side: which side is in shared memory, "src" or "dst"; None if the instruction implies it.
     """
 
     name: str
@@ -61,12 +61,12 @@ class SmemCopy:
 
 
 class Copies:
-    """Made by a kernel, one line each; ``threads``: default number of threads of a copy or MMA.
+    """The layouts, copies and MMAs that a kernel states. threads: default number of threads of a copy or MMA.
 
     Attributes:
-        layouts, parts: by name.
-        moves: copies whose bank conflicts can be counted. TMA and wgmma are not among them: their swizzles have none by
-            construction. Nor are accesses whose addresses a kernel computes by itself: row statistics, a bias.
+        layouts, parts: by name; ``parts`` are tiled copies and MMAs.
+        moves: copies whose bank conflicts can be counted. Excluded are TMA and wgmma, whose swizzles are free of
+            conflicts, and accesses to addresses that the kernel computes: row statistics, a bias.
     """
 
     def __init__(self, kernel: Any, threads: int) -> None:
@@ -85,9 +85,9 @@ class Copies:
         of: Any = None,
         by: int = 1,
     ) -> Make:
-        """State the layout of the area ``name`` or ``at`` in the tile's ``smem_areas``, unless the area is empty.
+        """State the layout of area ``at``, by default ``name``, in the tile's ``smem_areas``, unless the area is empty.
 
-        of: the dtype, by default the kernel's. by: number of equal areas that it is divided into.
+        of: the dtype, by default the kernel's. by: number of equal sub-areas; the layout fills one of them.
         """
         begin, end = self._areas[at or name]
         room = (end - begin) // by
@@ -97,7 +97,7 @@ class Copies:
         return make
 
     def part(self, name: str, method: str, *args: Any, threads: int = 0, warps_n: int = 0) -> Self:
-        """A tiled copy, if the name begins with copy, or else an MMA."""
+        """State a tiled copy if ``name`` begins with copy, else an MMA."""
         call = f"{method}({', '.join(map(str, args))})"
         kind = "TiledCopy" if name.startswith("copy") else "TiledMma"
         made = self._call(method, *args)
@@ -105,12 +105,12 @@ class Copies:
         return self
 
     def move(self, name: str, opcode: str, copy: Make, layout: Make, side: str | None = None) -> Self:
-        """A copy with a side in shared memory."""
+        """State a copy to or from shared memory."""
         self.moves.append(SmemCopy(name, opcode, copy, layout, side))
         return self
 
     def ldmatrix(self, name: str, operand: str, mma: Make, layout: Make, transpose: bool = False) -> Self:
-        """Operand A or B by ldmatrix; ``transpose``: of the transposed tile."""
+        """State the load of operand A or B by ldmatrix. transpose: load the transposed tile."""
         make = layouts.ldmatrix_copy_a if operand == "A" else layouts.ldmatrix_copy_b
         dtype = getattr(self._kernel, "operand_dtype", self._kernel.dtype)
         what = f"{name} by ldmatrix" + (".trans" if transpose else "")
@@ -118,7 +118,7 @@ class Copies:
         return self.move(what, "LDSM", lambda: make(mma(), dtype, transpose), tile)
 
     def store(self, name: str, mma: Make, layout: Make) -> Self:
-        """An accumulator of the MMA to shared memory: by stores on sm80, by stmatrix on sm90."""
+        """State the copy of an MMA's accumulator to shared memory: by stores on sm80, by stmatrix on sm90."""
         arch = self._kernel.traits.arch
         dtype = getattr(self._kernel, "operand_dtype", self._kernel.dtype)
         opcode, side = ("STS", "dst") if arch == "sm80" else ("STSM", None)
@@ -130,5 +130,5 @@ class Copies:
 
 
 def transposed(layout: Make) -> Make:
-    """Makes the layout of the transposed tile."""
+    """A function that makes the layout of the transposed tile."""
     return lambda: layouts.transposed(layout())

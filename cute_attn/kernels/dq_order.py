@@ -5,12 +5,12 @@ kernel reads them in the same order. Both derive it here, from the traits and fr
 
     tile_m          queries of a block
     mma_threads     threads of the MMA
-    dq_transposed   whether the accumulator is dQ^T, (padded head_dim, tile_m), instead of (tile_m, padded head_dim)
+    dq_transposed   True if the accumulator is dQ^T, (padded head_dim, tile_m), not dQ, (tile_m, padded head_dim)
     dq_warps_n      warps (sm80) or warpgroups (sm90) along the accumulator's second extent
     dq_vector       floats that one reduction adds
-    dq_passes       (sm80) ranges of head_dim with an accumulator each, one after the other in memory
+    dq_passes       (sm80) ranges of head_dim, each with an accumulator, consecutive in memory
 
-:func:`block_floats`, :func:`passes` and :func:`accumulator_shape` run anywhere, the others inside a trace.
+:func:`block_floats`, :func:`passes` and :func:`accumulator_shape` run anywhere; the other functions need a trace.
 """
 
 from typing import Any
@@ -32,12 +32,12 @@ def block_floats(traits: Traits, tile: Any) -> int:
 
 
 def passes(tile: Any) -> int:
-    """Number of column ranges of head_dim, each with an accumulator."""
+    """Number of ranges of head_dim, each with an accumulator."""
     return getattr(tile, "dq_passes", 1)
 
 
 def accumulator_shape(traits: Traits, tile: Any) -> tuple[int, int]:
-    """(M, N) of the product: (queries, head_dim of a pass), or transposed (head_dim, queries)."""
+    """(M, N) of a pass of the product: (queries, head_dim of the pass), swapped if ``dq_transposed``."""
     queries, dims = tile.tile_m, padded(traits.head_dim) // passes(tile)
     return (dims, queries) if tile.dq_transposed else (queries, dims)
 
@@ -45,8 +45,8 @@ def accumulator_shape(traits: Traits, tile: Any) -> tuple[int, int]:
 def mma_dq(traits: Traits, tile: Any, **operands: str) -> cute.TiledMma:
     """The MMA of the product.
 
-    operands: on sm90 ``a_source``, ``a_major`` and ``b_major`` of ``layouts.tiled_mma_sm90``. The accumulator does not
-    depend on them, so the convert kernel omits them.
+    operands: on sm90, arguments ``a_source``, ``a_major`` and ``b_major`` of ``layouts.tiled_mma_sm90``. The convert
+    kernel omits them, since the accumulator does not depend on them.
     """
     m, n = accumulator_shape(traits, tile)
     dtype = _DTYPES[traits.dtype]
@@ -74,7 +74,7 @@ def accumulator_rows(
     width: Constexpr,
     varlen: Constexpr,
 ) -> cute.Tensor:
-    """One accumulator of one head from row ``row0`` on, flat; width: padded head_dim.
+    """One accumulator of one head, flat, starting at row ``row0``. width: padded head_dim.
 
     mDQaccum: (accumulators, batch, nheads, rows * width), or varlen (accumulators, nheads, rows * width).
     """

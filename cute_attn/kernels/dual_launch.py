@@ -1,4 +1,4 @@
-"""The arguments of kernels with tangents, of both generations."""
+"""The launch arguments of kernels with tangents, for both generations."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from cute_attn.kernels import fakes
 
 
 class DualLaunch:
-    """Before a forward among a kernel's bases; ``launch_duals`` launches it, with values before tangents."""
+    """Base that precedes a forward class in a jvp kernel's bases. ``launch_duals`` launches: values, then tangents."""
 
     launch_duals: Any
 
@@ -36,6 +36,6 @@ class DualLaunch:
         score_args: fakes.ScoreArgs,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch. Each tangent is as its tensor, with its own strides."""
+        """Launch the kernel. A tangent has its tensor's shape and dtype, and any strides."""
         tensors, results = ((mQ, mK, mV), (mQdot, mKdot, mVdot)), ((mO, mLSE), (mOdot, mLSEdot))
         self.launch_duals(tensors, results, seqlens, softmax_scale, schedule, score_args, stream)

@@ -1,7 +1,7 @@
-"""Argument types shared by several kernels, with how each is faked (:mod:`cute_attn.compiler.arguments`).
+"""Argument types shared by several kernels, and how each is faked (:mod:`cute_attn.compiler.arguments`).
 
-Sizes and strides are symbolic, strides 64 bit; rows of head_dim are 16-byte aligned, with strides in multiples of
-16 bytes, or as the traits' ``alignment`` says.
+Sizes and strides are symbolic, and strides have 64 bits. Head-dim rows are 16-byte aligned with strides in multiples of
+16 bytes, unless the traits have an ``alignment``.
 """
 
 from typing import Annotated, Any
@@ -25,9 +25,9 @@ ALIGN_BYTES = 16
 
 
 def rows(dtype: Any, ndim: int, alignment: int = 0) -> cute.Tensor:
-    """A tensor of head-dim rows: last dimension contiguous, its size and other strides multiples of 16 bytes.
+    """A tensor of head-dim rows with a contiguous last dimension.
 
-    Or of ``alignment`` elements.
+    Its size and the other strides are multiples of 16 bytes, or of ``alignment`` elements if given.
     """
     divisibility = alignment or ALIGN_BYTES * 8 // dtype.width
     shape = (*(cute.sym_int() for _ in range(ndim - 1)), cute.sym_int(divisibility=divisibility))
@@ -56,12 +56,12 @@ def workspace(ndim: int) -> cute.Tensor:
 
 
 def numbers(present: bool) -> cute.Tensor | None:
-    """int32 numbers, such as a length per sequence, or None."""
+    """A vector of int32, such as a length per sequence, or None unless ``present``."""
     return plain(Int32, 1) if present else None
 
 
 def rank(traits: Traits) -> int:
-    """Dimensions of q: one less where sequences are packed."""
+    """Number of q's dimensions: 4, or 3 for packed sequences."""
     return 3 if traits.varlen else 4
 
 
@@ -75,7 +75,7 @@ def head_rows(kernel: Any) -> cute.Tensor:
 HeadRows = Annotated[cute.Tensor, head_rows]
 """q, k, v, o or the gradient of one: (batch, seqlen, nheads, dim), or varlen (total, nheads, dim).
 
-k and v have nheads_kv heads; v and o rows of head_dim_v."""
+k and v have nheads_kv heads; v and o have rows of head_dim_v."""
 
 CacheRows = Annotated[
     cute.Tensor,
@@ -83,7 +83,7 @@ CacheRows = Annotated[
         CUTE_DTYPES[kernel.traits.dtype], 3 if kernel.traits.varlen_k else 4, kernel.traits.alignment
     ),
 ]
-"""A cache of k or v: (entries or pages, rows, nheads_kv, dim); with ``varlen_k`` packed, (total, nheads_kv, dim)."""
+"""A cache of k or v: (entries or pages, rows, nheads_kv, dim), or with ``varlen_k`` packed (total, nheads_kv, dim)."""
 
 RowNumbers = Annotated[cute.Tensor, lambda kernel: plain(Float32, rank(kernel.traits) - 1)]
 """LSE: fp32 (batch, nheads, seqlen_q), or varlen (nheads, total_q)."""
@@ -92,10 +92,10 @@ Sinks = Annotated[
     cute.Tensor | None,
     lambda kernel: strided(CUTE_DTYPES[kernel.traits.sinks], 1) if kernel.traits.sinks else None,
 ]
-"""(nheads,), or None without ``sinks``."""
+"""Attention sinks: (nheads,), or None without ``sinks``."""
 
 Scales = Annotated[cute.Tensor, lambda kernel: plain(Float32, 1)]
-"""Scales of tensors in terms, see :class:`cute_attn.kernels.split_fp32.SplitFp32`."""
+"""Scales of tensors that are split into terms: see :class:`cute_attn.kernels.split_fp32.SplitFp32`."""
 
 Kinds = Annotated[cute.Tensor, lambda kernel: plain(cutlass.Uint8, 4)]
 """Kinds of a mask's blocks: (batch or 1, nheads or 1, blocks of queries, blocks of keys)."""
@@ -114,10 +114,11 @@ D = (rowsum(dO * O) - dLSE) / rp and rp = 1 / (1 - dropout_p)."""
 Accumulators = Annotated[cute.Tensor, lambda kernel: workspace(rank(kernel.traits))]
 """mDQaccum: (accumulators, batch, nheads, rows * padded head_dim), or varlen (accumulators, nheads, ...).
 
-dQ / (rp * softmax_scale), query block by query block, each in the order of ``cute_attn.kernels.dq_order``."""
+They hold dQ / (rp * softmax_scale), one query block after another, each in the order of
+``cute_attn.kernels.dq_order``."""
 
 Counters = Annotated[cute.Tensor, lambda kernel: workspace(1)]
-"""mCounters: fp32 zeros that are counted in as int32, see ``BackwardSchedule``."""
+"""mCounters: fp32 zeros, used as int32 counters: see ``BackwardSchedule``."""
 
 
 # ---- tuples ----
@@ -139,7 +140,7 @@ def _seqlens_fake(kernel: Any) -> Seqlens:
 
 
 Lengths = Annotated[Seqlens | Any, _seqlens_fake]
-"""The lengths that the traits ask for. With a cache max_seqlen_k is its capacity."""
+"""The lengths that the traits require. With a cache, max_seqlen_k is the cache's capacity."""
 
 
 def _tables_fake(kernel: Any) -> CacheTables | None:
@@ -150,7 +151,7 @@ def _tables_fake(kernel: Any) -> CacheTables | None:
 
 
 Tables = Annotated[CacheTables | None, _tables_fake]
-"""None without ``paged`` and ``batch_idx``."""
+"""Tables of a cache, or None if the traits have neither ``paged`` nor ``batch_idx``."""
 
 
 def _partials_fake(kernel: Any) -> Partials | None:
@@ -162,7 +163,7 @@ def _partials_fake(kernel: Any) -> Partials | None:
 
 
 PartialResults = Annotated[Partials | None, _partials_fake]
-"""None where keys are not divided."""
+"""Partial results of split keys, or None without a split."""
 
 ForwardCounters = Annotated[
     ForwardSchedule | Any,

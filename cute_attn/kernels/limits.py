@@ -1,4 +1,4 @@
-"""Reasons of several kernels' ``supports`` to decline."""
+"""Reasons to decline traits that several kernels' ``supports`` have in common."""
 
 from cute_attn.traits import LARGE_HEAD_DIM, Traits, head_dims_text
 
@@ -13,9 +13,9 @@ def beyond(
     """Why a kernel with these limits cannot serve ``traits``, or None.
 
     Args:
-        dtypes: of q, k, v and o.
-        most: the largest head dim.
-        multiple: of the head dims, unless the traits have an ``alignment``.
+        dtypes: supported dtypes of q, k, v and o.
+        most: the largest supported head dim.
+        multiple: head dims are multiples of this, or of the traits' ``alignment`` if given.
     """
     multiple = traits.alignment or multiple
     if traits.dtype not in dtypes:
@@ -38,10 +38,10 @@ def beyond_cache(
     """Why a kvcache kernel of ``arch`` cannot serve ``traits``, or None.
 
     Args:
-        lacks: features that this one has not.
-        most: the largest head dim.
-        dtypes: of q, k, v and o.
-        folds: it has the split "folded".
+        lacks: features that the kernel does not support.
+        most: the largest supported head dim.
+        dtypes: supported dtypes of q, k, v and o.
+        folds: True if the kernel supports the split "folded".
     """
     if (traits.op, traits.arch) != ("kvcache", arch):
         return f"it computes kvcache-{arch}, not {traits.op}-{traits.arch}"

@@ -1,23 +1,23 @@
-"""Copies of rows that start anywhere to rows that kernels load, and back. Runs on every target.
+"""Copies rows of any alignment to padded rows that attention kernels can load, and back. Runs on every target.
 
     pad      y[row, col] = x[row, col], and 0 in the columns of y beyond those of x
     unpad    y[row, col] = x[row, col] for the columns of y
 
-Attention kernels load rows of whole 16 bytes that start at multiples of 16 bytes. Rows of other head dims (59, 123,
-201), strides or addresses are first copied to padded ones, in one launch for q, k and v, and in the backward for dO and
-O as well. A second launch, after the kernels, copies their outputs to the call's head dim. Columns of zeros change no
-score and no gradient, and the kernels between compute with the call's softmax scale.
+Attention kernels load rows whose size and start are multiples of 16 bytes. Rows of other head dims (59, 123, 201),
+strides or addresses are first copied to padded rows, in one launch for q, k and v, and in the backward also for dO and
+O. A second launch, after the attention kernels, copies their outputs to the call's head dim. Columns of zeros change no
+score and no gradient, and the attention kernels use the call's softmax scale.
 
-A CTA copies a multiple of eight rows of one tensor. So its padded rows are one run of memory that starts at a multiple
-of 16 bytes, and so are unpadded rows of any head dim that lie one right after the other. Adjacent threads store
-adjacent 8 bytes of such a run, from elements that they load one by one, all before any store. A thread finds a row by
-two divisions with factors made on the host. If unpadded rows to be written do not form such a run, adjacent threads
+A CTA copies a multiple of eight rows of one tensor. Its padded rows are thus one run of memory that starts at a
+multiple of 16 bytes, and so are its unpadded rows, of any head dim, in a contiguous tensor. Adjacent threads store
+adjacent 8 bytes of such a run from elements that they load one by one; all loads precede the stores. A thread finds a
+row by two divisions with factors made on the host. If unpadded output rows do not form such a run, adjacent threads
 store adjacent elements. The copies are bound by memory bandwidth.
 
-Rows of packed queries that no sequence owns are padded like all others. A call leaves such rows of O unchanged, so only
-rows of O between the first and the last cumulative length are written.
+Rows of packed queries outside all sequences are padded like all others. A call leaves these rows of O unchanged, so
+only rows of O between the first and the last cumulative length are written.
 
-Limits: fp16, bf16 and fp32; head dims up to 576; padded tensors are contiguous, the others have any strides.
+Limits: fp16, bf16 and fp32; head dims up to 576; padded tensors are contiguous, other tensors have any strides.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ def _bounds_fake(kernel: Any) -> cute.Tensor | None:
 
 @dataclass(frozen=True)
 class PadRows:
-    """Padding copies of (traits, tile); ``__call__`` launches them."""
+    """The padding copies for (traits, tile); ``__call__`` launches them."""
 
     traits: Traits
     tile: PadRowsTile
@@ -69,20 +69,20 @@ class PadRows:
 
     @property
     def pads(self) -> bool:
-        """True for padded copies, False for copies back to the call's head dim."""
+        """True for copies to padded rows, False for copies back to the call's head dim."""
         return self.traits.op.endswith("_pad")
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The head dims of the tensors that are not padded, in their order."""
+        """The head dims of the unpadded tensors, in order."""
         return tuple(getattr(self.traits, name) for name in PADDED_TENSORS[self.traits.op])
 
     def rows(self, dim: int) -> int:
-        """Rows of a CTA, of a tensor with that head dim."""
+        """Number of rows per CTA in a tensor of head dim ``dim``."""
         return self.tile.rows(self.traits, dim)
 
     def blocks(self, places: RowPlaces, dim: int) -> Int32:
-        """CTAs of a tensor with that head dim. The grid may have more; row numbers of those would exceed 32 bits."""
+        """Number of CTAs for a tensor of head dim ``dim``. The grid may have more; their row numbers might overflow."""
         return cute.ceil_div(places.count, self.rows(dim))
 
     # ---- host ----
@@ -96,12 +96,12 @@ class PadRows:
         mCuSeqlens: Annotated[cute.Tensor | None, _bounds_fake],
         stream: cuda.CUstream,
     ) -> None:
-        """Launch; one extent of the grid is the tensors.
+        """Launch the kernel; the grid's y extent is the number of tensors.
 
         Args:
-            mSource, mTarget: tensors of rows, see ``PADDED_TENSORS``: the padded ones contiguous with 16-byte aligned
-                rows, the other ones of any head dim and strides.
-            which: a bit for each tensor that is copied.
+            mSource, mTarget: tensors of rows, see ``PADDED_TENSORS``. Padded tensors are contiguous with 16-byte
+                aligned rows; unpadded tensors have any head dim and strides.
+            which: bit i is set if tensor i is copied.
             mCuSeqlens: cumulative lengths of the packed rows of O; None for other copies.
         """
         places = tuple(RowPlaces.make(x) for x in (mSource if self.pads else mTarget))
@@ -133,7 +133,7 @@ class PadRows:
 
     @cute.jit
     def owned(self, y: cute.Tensor, places: RowPlaces, cu_seqlens: cute.Tensor):
-        """The first row to write, and the end of those rows; a row being one head's."""
+        """(first, end) of the rows to write; each head of a query is a row."""
         first, end = Int32(0), places.count
         if cutlass.const_expr(cu_seqlens is not None):
             heads = Int32(y.shape[1])
@@ -145,7 +145,7 @@ class PadRows:
     def pad(
         self, x: cute.Tensor, y: cute.Tensor, places: RowPlaces, dim: Constexpr, block: Int32, thread: Int32
     ) -> None:
-        """Rows of x to padded ones, by one of a CTA's threads."""
+        """Copy a CTA's rows of x to padded rows of y; called by each thread."""
         wide, rows, vector = self.wide(dim), self.rows(dim), self.tile.vector(self.traits)
         row0, threads = block * rows, self.tile.num_threads
         if block < self.blocks(places, dim):
@@ -172,7 +172,7 @@ class PadRows:
         thread: Int32,
         values: cute.Tensor,
     ) -> None:
-        """A thread's vectors of padded rows from ``row0`` on; elements are ``stride`` apart in x."""
+        """Load a thread's vectors of padded rows, starting at ``row0``. stride: distance of elements of a row in x."""
         vector, steps = cute.size(values, mode=[0]), cute.size(values, mode=[1])
         values.fill(values.element_type(0.0))
         for i in cutlass.range_constexpr(steps):
@@ -194,7 +194,7 @@ class PadRows:
         block: Int32,
         thread: Int32,
     ) -> None:
-        """Padded rows of x to the rows [first, end) of y, by one of a CTA's threads."""
+        """Copy a CTA's padded rows of x to those of its rows of y that are in [first, end); called by each thread."""
         row0, stop = block * self.rows(dim), (block + 1) * self.rows(dim)
         if block < self.blocks(places, dim):
             if (first <= row0) & (stop <= end) & is_run(y, dim):
@@ -205,7 +205,7 @@ class PadRows:
 
     @cute.jit
     def unpad_run(self, x: cute.Tensor, y: cute.Tensor, dim: Constexpr, row0: Int32, thread: Int32) -> None:
-        """Copy to a CTA's rows from ``row0`` on, stored one right after the other."""
+        """Copy to a CTA's rows, which start at ``row0`` and are contiguous in memory."""
         vector, threads, wide = self.tile.vector(self.traits), self.tile.num_threads, self.wide(dim)
         source, target = Int64(row0) * wide, Int64(row0) * dim
         elements: Constexpr = self.rows(dim) * dim
@@ -246,12 +246,12 @@ class PadRows:
 
 
 def element(x: cute.Tensor, offset: Int64) -> cute.Tensor:
-    """One element of ``x``, so many from its first."""
+    """The element of ``x`` at ``offset`` from the first, as a tensor."""
     return cute.make_tensor(x.iterator + offset, cute.make_layout(1))
 
 
 def store_vector(values: cute.Tensor, y: cute.Tensor, offset: Int64) -> None:
-    """Store ``values`` at a multiple of their size."""
+    """Store ``values`` in ``y`` at ``offset``, an address that is a multiple of their size."""
     vector = cute.size(values)
     address = (y.iterator + offset).toint()
     target = cute.make_ptr(
@@ -261,13 +261,13 @@ def store_vector(values: cute.Tensor, y: cute.Tensor, offset: Int64) -> None:
 
 
 def quotient(number: Int32, divisor: int) -> tuple[Int32, Int32]:
-    """``divmod`` of a number of at least 0 by a compile-time divisor."""
+    """``divmod`` of a non-negative number by a compile-time divisor."""
     whole = Int32(Uint32(number) // Uint32(divisor))
     return whole, number - whole * divisor
 
 
 def is_run(y: cute.Tensor, dim: int) -> Boolean:
-    """Rows of ``y`` lie one right after the other from an 8-byte aligned address: 8-byte stores may span rows."""
+    """True if ``y`` is contiguous from an 8-byte aligned address, so that 8-byte stores may span rows."""
     found = Boolean((y.iterator.toint() & 7) == 0)
     expected = Int64(1)
     for mode in reversed(range(cute.rank(y))):

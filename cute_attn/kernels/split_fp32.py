@@ -1,21 +1,21 @@
-"""fp32 tensors as fp16 terms, for kernels that multiply by terms. Runs on every target.
+"""Splits fp32 tensors into fp16 terms, for kernels that multiply terms. Runs on every target.
 
     x * 2^e = hi + lo,   2^e such that the tensor's largest element is between 2^14 and 2^15
 
 With precision tf32 there is no lo.
 
-Two launches. The first computes each tensor's largest element, and the smallest of its rows' largest elements; each CTA
-writes both numbers for its rows. In the second each CTA reduces these few numbers again, which is faster than a launch
-between, and writes the terms and the scale's inverse 2^-e for the kernels that follow. If the tensor does not keep its
-precision in terms (:func:`cute_attn.device.terms.fits`), it writes 0 and no terms. The host reads no number. For the
-forward's Q only the scale is written: the main kernel splits rows of Q as it reads them.
+The split takes two launches. The first computes each tensor's largest magnitude, and the smallest of its rows' largest
+magnitudes; each CTA writes both numbers for its rows. In the second launch each CTA reduces these few numbers, which is
+faster than a launch in between, and writes the terms and the scale's inverse 2^-e for later kernels. If terms do not
+preserve the tensor's precision (:func:`cute_attn.device.terms.fits`), it writes 0 and no terms. The host reads no
+number. For the forward's Q only the scale is written: the main kernel splits rows of Q as it reads them.
 
-All rows count, whether a sequence owns them or not: a large number in a row that no sequence owns costs time, as
-another kernel has to compute then, and never changes a result.
+All rows are measured, even those outside all sequences: a large number in such a row never changes a result, but may
+cost time, since another kernel then has to compute the result.
 
 A CTA handles rows at equal distances, eight adjacent threads per row. Both kernels are bound by memory bandwidth.
 
-Limits: fp32; head dims up to 576; rows 16-byte aligned with a contiguous last dimension, otherwise of any strides.
+Limits: fp32; head dims up to 576; rows 16-byte aligned with a contiguous last dimension and any other strides.
 """
 
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ def _partials_fake(kernel: Any) -> cute.Tensor:
 
 @dataclass(frozen=True)
 class SplitFp32:
-    """Split of (traits, tile); ``__call__`` launches it."""
+    """The split kernels for (traits, tile); ``__call__`` launches them."""
 
     traits: Traits
     tile: SplitFp32Tile
@@ -74,7 +74,7 @@ class SplitFp32:
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The head dims of the tensors, in their order."""
+        """The head dims of the tensors, in order."""
         return tuple(getattr(self.traits, name) for name in SPLIT_TENSORS[self.traits.op])
 
     # ---- host ----
@@ -92,10 +92,10 @@ class SplitFp32:
 
         Args:
             mX: (q, k, v), or (q, k, v, dO).
-            mTerms: the terms of each but the forward's q in fp16, contiguous: (..., 2, padded dim) for rows (..., dim),
-                hi, then lo; with precision tf32 (..., 1, padded dim).
-            mPartials: int32 (tensors, 2, blocks).
-            mScales: (tensors,): 2^-e, or 0.
+            mTerms: contiguous fp16 terms of each tensor except the forward's q: (..., 2, padded dim) for rows (...,
+                dim), hi, then lo; with precision tf32 (..., 1, padded dim).
+            mPartials: int32 (tensors, 2, blocks): each CTA's two magnitudes.
+            mScales: (tensors,): 2^-e, or 0 if the tensor is not split.
         """
         places = tuple(RowPlaces.make(x) for x in mX)
         launch = {
@@ -110,7 +110,7 @@ class SplitFp32:
 
     @cute.kernel
     def measure(self, mX: tuple, places: tuple, mPartials: cute.Tensor) -> None:
-        """The first kernel: two magnitudes of each CTA's rows."""
+        """The first kernel: compute two magnitudes of each CTA's rows, see :meth:`measure_rows`."""
         thread, numbers = cute.arch.thread_idx()[0], self.shared_numbers()
         block, which, _ = cute.arch.block_idx()
         for i in cutlass.range_constexpr(len(mX)):
@@ -125,7 +125,7 @@ class SplitFp32:
     def split(
         self, mX: tuple, places: tuple, mTerms: tuple, mPartials: cute.Tensor, mScales: cute.Tensor
     ) -> None:
-        """The second kernel: the terms of each CTA's rows."""
+        """The second kernel: write the terms of each CTA's rows, and the scales."""
         thread, numbers = cute.arch.thread_idx()[0], self.shared_numbers()
         block, which, _ = cute.arch.block_idx()
         measured = len(mX) - len(mTerms)
@@ -144,7 +144,7 @@ class SplitFp32:
                         self.split_rows(mX[i], places[i], target, self.dims[i], factor, block, thread)
 
     def shared_numbers(self) -> cute.Tensor:
-        """(2, warps): numbers exchanged by the warps of a CTA."""
+        """Shared memory (2, warps) for the numbers that the warps of a CTA exchange."""
         tile = self.tile
         base = memory.SmemAllocator().allocate(tile.smem_bytes(self.traits), byte_alignment=16)
         return cute.make_tensor(
@@ -153,7 +153,7 @@ class SplitFp32:
 
     @cute.jit
     def reduce(self, largest: Int32, smallest: Int32, numbers: cute.Tensor, thread: Int32):
-        """The CTA's largest and smallest of both."""
+        """Reduce ``largest`` to its maximum and ``smallest`` to its minimum over the CTA; return both."""
         largest = Int32(cute.arch.warp_redux_sync(largest, kind="max"))
         smallest = Int32(cute.arch.warp_redux_sync(smallest, kind="min"))
         if thread % 32 == 0:
@@ -167,9 +167,9 @@ class SplitFp32:
 
     @cute.jit
     def measure_rows(self, x: cute.Tensor, places: RowPlaces, dim: Constexpr, block: Int32, thread: Int32):
-        """(magnitude of the largest element, smallest of the rows' largest) over every blocks-th group of rows.
+        """(largest magnitude, smallest of the rows' largest magnitudes) over every ``blocks``-th group of rows.
 
-        Both are over the rows of the thread's group of eight adjacent threads.
+        Both cover the rows of the thread's group of eight adjacent threads; rows of zeros do not count in the second.
         """
         lane, rows = thread % LANES, self.tile.rows
         largest, smallest = Int32(0), Int32(NO_ROW)
@@ -198,9 +198,9 @@ class SplitFp32:
         block: Int32,
         thread: Int32,
     ) -> None:
-        """Write the terms of every blocks-th group of rows; columns beyond ``dim`` are 0.
+        """Write the terms of every ``blocks``-th group of rows; columns beyond ``dim`` are 0.
 
-        Starts with the last rows, measured last and still in L2; at its end L2 has the first rows' terms.
+        Rows are split from the last to the first: the last rows were measured last and are still in L2.
         """
         lane, rows, cols = thread % LANES, self.tile.rows, padded(dim)
         count: Constexpr = self.traits.fp32_terms
@@ -216,5 +216,5 @@ class SplitFp32:
                         cute.autovec_copy(terms[t], cute.make_tensor(start + col, cute.make_layout(VECTOR)))
 
     def load(self, x: cute.Tensor, places: RowPlaces, row: Int32, dim: int, lane: Int32) -> cute.Tensor:
-        """A thread's elements of a row."""
+        """Load a thread's elements of a row."""
         return load_row(x, places.start(x, row), dim, padded(dim), lane)

@@ -1,4 +1,4 @@
-"""Instruction counts of one main loop step, from its tile's arithmetic; they identify the step in the machine code."""
+"""Instruction counts of one main loop step, derived from the tile. They identify the step in the machine code."""
 
 from dataclasses import dataclass
 
@@ -10,18 +10,18 @@ class StepContent:
     """Instructions of one warp in a steady step: one query block times one key block that needs no mask.
 
     Attributes:
-        mma: matrix instructions: mma.sync of 16 x 8 x 16, or x 8 on tf32, or wgmma of 64 x n x 16, issued by four warps
-            together.
-        exp2: exponentials (MUFU.EX2) of the softmax and of softcap. Users' epilogues may add theirs.
+        mma: matrix instructions: mma.sync of 16 x 8 x 16 (16 x 8 x 8 for tf32), or wgmma of 64 x n x 16, issued by four
+            warps together.
+        exp2: exponentials (MUFU.EX2) of the softmax and of softcap, without those of users' epilogues.
         elements: scores that a thread holds.
         warps: warps of a CTA that run such steps.
-        loops: products that are loops within the step, in their order: (matrix instructions of an iteration,
-            iterations). A product with one iteration is no loop.
+        loops: products that are loops within the step, in order: (matrix instructions per iteration, iterations). A
+            product with one iteration is not a loop.
         async_bytes: bytes that TMA and bulk reductions write to or read from shared memory in a step.
         added_bytes: bytes that bulk reductions add to global memory in a step.
-        other_wgmma: (how many, n) wgmma of 64 x n x 16, both operands in shared memory, that the CTA's other warpgroups
-            issue in a step.
-        ctas: CTAs of a cluster with the same scores.
+        other_wgmma: (count, n) of wgmma of 64 x n x 16, with both operands in shared memory, that the CTA's other
+            warpgroups issue in a step.
+        ctas: CTAs of a cluster that compute the same scores.
     """
 
     mma: int
@@ -36,18 +36,18 @@ class StepContent:
 
 
 def mma_sync_count(m: int, n: int, k: int, warps: int, depth: int = 16) -> int:
-    """mma.sync instructions, 16 x 8 x depth, of each of ``warps`` warps for an (m, k) by (k, n) product."""
+    """Number of mma.sync, 16 x 8 x depth, that each of ``warps`` warps issues for an (m, k) by (k, n) product."""
     return m * n * k // (16 * 8 * depth * warps)
 
 
 def wgmma_count(m: int, n: int, k: int, warpgroups: int, warpgroups_n: int = 1) -> int:
-    """wgmma instructions of each warpgroup for an (m, k) by (k, n) product; ``warpgroups_n`` of them divide n."""
+    """Number of wgmma that each warpgroup issues for an (m, k) by (k, n) product; ``warpgroups_n`` of them divide n."""
     widest = 256
     rows = 64 * (warpgroups // warpgroups_n)
     return m // rows * (k // 16) * -(-n // (warpgroups_n * widest))
 
 
 def product_loop(mma: int, steps: int, at_once: int) -> Loops:
-    """The loop of a product of ``mma`` instructions over ``steps`` steps along K, ``at_once`` an iteration."""
+    """The ``loops`` entry of a product: ``mma`` instructions over ``steps`` along K, ``at_once`` per iteration."""
     iterations = steps // at_once
     return ((mma // iterations, iterations),) if iterations > 1 else ()

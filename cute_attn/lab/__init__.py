@@ -22,7 +22,7 @@ _PLACES = {
     "shown": "verdict.shown",
     "verdict_at": "revision.verdict_at",
 }
-"""What is looked for here -> where it is."""
+"""Name that this package lacks -> where to find it, for the error message."""
 
 
 sys.modules[__name__].__class__ = Package

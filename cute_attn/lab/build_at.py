@@ -1,7 +1,8 @@
-"""Builds a kernel with the sources on PYTHONPATH, which may be older than this file: a process of :mod:`.revision`.
+"""Build a kernel with the sources on PYTHONPATH, which may be older than this file: a process of :mod:`.revision`.
 
-It is run as a file, so that its own package is not the one that it imports. It uses only names that all
-revisions have: Traits, ``lookup`` and ``compile``; and, if there is a module that counts bank conflicts, that one.
+The process runs this file by its path, so it imports the package on PYTHONPATH and not the one around this file. It
+uses only names that all revisions have (Traits, ``lookup``, ``compile``) and, if present, the module that counts bank
+conflicts.
 """
 
 import json
@@ -11,7 +12,7 @@ from pathlib import Path
 
 
 def main(name: str, tile: str, target: str, folder: str) -> None:
-    """Write what the build leaves to ``folder``: kernel.cubin, kernel.ptx and kernel.json."""
+    """Build the kernel, and write kernel.cubin, kernel.ptx and kernel.json to ``folder``."""
     from cute_attn import compile, lookup
     from cute_attn.traits import Traits
 

@@ -27,8 +27,8 @@ _MOST_WORKERS = 32  # each takes a gigabyte or two
 
 @dataclass(frozen=True)
 class Built:
-    """What came of one tile: its key in the cache, or the error; ``estimates``, by workload, of the static rank, or for
-    what reason there are none; ``seconds`` are 0 where it was in the cache.
+    """The result of building one tile: its key in the cache, or the error. ``estimates``: static rank by workload;
+    ``no_rank``: why there is none. ``seconds``: build time, 0 if the kernel was in the cache.
     """
 
     tile: Tile
@@ -41,11 +41,11 @@ class Built:
 
 
 class WorkerBuilds:
-    """Builds in processes, by default one a core but one, which is left for who times; ranked for workloads.
+    """Build tiles in worker processes, and rank them for workloads.
 
-    Kernels of the running script, which the processes do not import, are built by this process when results are taken.
-    ``beside``: kernels that running these needs too; they are built first, and not reported. ``pending``: how many
-    submitted tiles' results were not taken yet.
+    By default one core is left free for the process that times kernels. Kernels of the running script, which workers do
+    not import, are built by this process in :meth:`take`. ``beside``: other kernels that running these needs; they are
+    built first and not reported. ``pending``: number of submitted tiles whose results were not taken yet.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class WorkerBuilds:
                 self._want(request)
 
     def submit(self, tiles: Iterable[Tile]) -> None:
-        """Build these too, in this order, after what was submitted."""
+        """Queue tiles to be built in this order, after those submitted before."""
         for tile in tiles:
             self.pending += 1
             if "__main__" in compiler.user_modules((self._traits, tile, self._target)):
@@ -91,7 +91,7 @@ class WorkerBuilds:
             thread.start()
 
     def take(self, wait_s: float) -> list[Built]:
-        """Results that are there; waits up to so many seconds for the first one."""
+        """Return new results; if there are none, wait up to ``wait_s`` seconds, at most 5, for the first."""
         if self._own:
             self.pending -= 1
             return [self._build_here(self._own.pop(0))]
@@ -111,7 +111,7 @@ class WorkerBuilds:
             worker.stop()
 
     def _work(self) -> None:
-        """A thread: one process, one tile at a time."""
+        """Run one thread, which has one worker process build one tile at a time."""
         worker = Worker(WORKER)
         self._processes.append(worker)
         while (tile := self._wanted.get()) is not None and not self._closed:
@@ -159,10 +159,10 @@ class WorkerBuilds:
 def build_at_once(
     kernels: Iterable[tuple[str, str | None]], target: str | None = None, *, lines: bool = False
 ) -> None:
-    """Build those of (name, text that changes the default tile) that are not built yet, each in a process.
+    """Build the kernels that are not built yet in parallel processes.
 
-    Of fewer than two, or without a disk cache, nothing is built: who asks for one builds it. Nor are errors reported
-    here: who asks for that kernel gets them.
+    kernels: (name, text that changes the default tile). Does nothing if fewer than two are missing, or without a disk
+    cache: callers build what they need anyway. Errors are not reported here, but when a caller needs the kernel.
     """
     missing = []
     for name, tile in kernels:

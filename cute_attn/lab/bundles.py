@@ -1,6 +1,6 @@
 """Make a bundle: build kernels, link each with the DSL's small runtime to a shared library, and write an index.
 
-What a bundle is, and how it is read: :mod:`cute_attn.compiler.bundle`.
+For what a bundle is and how it is read, see :mod:`cute_attn.compiler.bundle`.
 """
 
 import base64
@@ -42,20 +42,20 @@ LICENCE = {
 
 _EXPORTED = "{ global: __tvm_ffi_*; local: *; };"
 _ARCHIVE_BYTES = 16 << 20
-"""Maximum bytes of an archive's libraries, all of which a kernel's load may unpack."""
+"""Maximum uncompressed bytes of one archive: loading one kernel may have to unpack all of it."""
 _KNOWN_SYMBOL = re.compile(
     r"TVMFFI\w+|cu(da)?[A-Z]\w+|\w+@GLIBC_[\d.]+|_ITM_\w+|__gmon_start__|__cxa_finalize.*"
 )
-"""What a library may leave to TVM FFI, to the CUDA runtime and to the C library."""
+"""Symbols that a library may leave undefined: those of TVM FFI, the CUDA runtime and the C library."""
 
 
 # ---- what to bundle ----
 
 
 def named_requests(names: Iterable[str], tile: str, targets: Iterable[str]) -> list[Request]:
-    """Kernels by their names, each for those of the targets that it runs on, by default for the GPU that is present.
+    """Requests for kernels by name, each for the ``targets`` that it runs on; by default for the GPU that is present.
 
-    A backward comes with the kernels that its calls launch.
+    The kernels that a backward's calls launch besides its main kernel are added.
     """
     groups = []
     for traits in map(Traits.parse, names):
@@ -66,12 +66,12 @@ def named_requests(names: Iterable[str], tile: str, targets: Iterable[str]) -> l
 
 
 def like(paths: Iterable[Path]) -> list[Request]:
-    """The kernels that programs' calls needed, from the files that ``cute-attn run --json`` wrote of them.
+    """The kernels that programs' calls needed, from files written by ``cute-attn run --json``.
 
-    Those of functions without names, which only their callers know, are left out with a warning.
+    Kernels with unnamed functions are left out with a warning, since only their program knows the functions.
 
     Raises:
-        ValueError: one is not such a file, lists no kernel, or one of a file that was not loaded.
+        ValueError: a path is not such a file, or lists no kernel, or lists one that is not registered here.
     """
     found: dict[Request, None] = {}
     for traits, tile, on in itertools.chain.from_iterable(map(listed, paths)):
@@ -88,12 +88,12 @@ def like(paths: Iterable[Path]) -> list[Request]:
 
 
 def make_bundle(requests: Iterable[Request], output: Path, workers: int | None = None) -> Iterator[Prebuilt]:
-    """Build kernels in parallel processes, through the disk cache, and bundle them; yields each when linked.
+    """Build kernels in parallel processes, through the disk cache, and bundle them; yields each when it is built.
 
     ``output``, a folder or a wheel named ``wheel_name()``, is written at the end, unless a kernel failed.
 
     Raises:
-        ValueError: ``output`` is neither, or a folder with something else in it; the DSL is not installed; the disk
+        ValueError: ``output`` is neither of these, or a folder with other files; the DSL is not installed; the disk
             cache is off; there is no C compiler; or a kernel failed.
     """
     _check_output(output)
@@ -112,7 +112,7 @@ def make_bundle(requests: Iterable[Request], output: Path, workers: int | None =
 
 
 def disk_cache(what: str) -> DiskCache:
-    """The cache of what needs one; raises ValueError where it is off."""
+    """The disk cache. Raises ValueError, which says that ``what`` needs it, if it is off."""
     cache = default_cache()
     if cache is None:
         raise ValueError(f"{switched_off()}; {what} needs the disk cache")
@@ -120,7 +120,7 @@ def disk_cache(what: str) -> DiskCache:
 
 
 def check_requests(requests: Iterable[Any]) -> list[Request]:
-    """Each request once, with a target; raises ValueError where the DSL is not installed."""
+    """The requests without repetitions, each with a target. Raises ValueError if the DSL is not installed."""
     if not has_dsl():
         raise ValueError("nvidia-cutlass-dsl is not installed; accepted: a machine where it is")
     given = as_requests(requests)
@@ -159,7 +159,7 @@ def _make(wanted: list[Request], output: Path, workers: int | None, cache: DiskC
 
 @contextlib.contextmanager
 def without_bundle() -> Iterator[None]:
-    """Meanwhile this process and those it starts build kernels, whose objects are linked."""
+    """Within the block, this process and its children build kernels instead of loading them from a bundle."""
     before = os.environ.get(bundle.VARIABLE)
     os.environ[bundle.VARIABLE] = "0"
     try:
@@ -171,9 +171,9 @@ def without_bundle() -> Iterator[None]:
 
 
 def contents(kernels: dict[str, tuple[dict[str, Any], bytes]]) -> dict[str, bytes]:
-    """A bundle's files by name; kernels: by key, as :func:`_linked` returns them.
+    """A bundle's files by name; kernels: results of :func:`_linked` by key.
 
-    Similar kernels are in one archive, in which each takes about a sixth of its size.
+    Similar kernels are in the same archive, which compresses each to about a sixth of its size.
     """
     described, archives, raw = {}, [], b""
     for key, (meta, packed) in sorted(kernels.items(), key=_by_similarity):
@@ -201,18 +201,18 @@ def contents(kernels: dict[str, tuple[dict[str, Any], bytes]]) -> dict[str, byte
 
 
 def _by_similarity(kernel: tuple[str, tuple[dict[str, Any], bytes]]) -> tuple[str, ...]:
-    """The order of kernels in archives: tiles and dtypes of the same traits next to each other."""
+    """Sort key for archives: puts tiles and dtypes of otherwise equal traits next to each other."""
     key, (meta, _) = kernel
     return meta["name"].replace("fp16", "bf16"), meta["target"], str(meta["tile"]), meta["name"], key
 
 
 def index_file(content: dict[str, Any]) -> bytes:
-    """The index with that content, and its digest."""
+    """The compressed index file: ``content`` and its digest."""
     return lzma.compress(json.dumps(content | {"digest": bundle.index_digest(content)}).encode())
 
 
 def _linked(entry: Entry) -> tuple[dict[str, Any], bytes]:
-    """What the index has of a kernel except its archive, and its library, compressed."""
+    """A kernel's entry in the index, except where it is in the archives, and its compressed library."""
     library, cubin = link(entry.files[OBJECT]), entry.files[CUBIN]
     place = library.find(cubin)
     if place < 0:
@@ -225,7 +225,7 @@ def _linked(entry: Entry) -> tuple[dict[str, Any], bytes]:
 
 
 def link(object_file: bytes) -> bytes:
-    """Link a kernel's object into a shared library. Of the process it needs only TVM FFI and a CUDA runtime."""
+    """Link a kernel's object into a shared library that only needs TVM FFI, the CUDA runtime and the C library."""
     with tempfile.TemporaryDirectory(prefix="cute_attn-") as name:
         folder = Path(name)
         (folder / OBJECT).write_bytes(object_file)
@@ -249,7 +249,7 @@ def compiler() -> list[str]:
 
 
 def runtime_archive() -> Path:
-    """The runtime that kernels are linked with, of the DSL's flavour that is in use."""
+    """The static runtime library that kernels are linked with, from the installed flavour of the DSL."""
     from cutlass.runtime import find_runtime_libraries  # loads the DSL
 
     return Path(find_runtime_libraries(enable_tvm_ffi=False)[0]).parent / RUNTIME
@@ -272,7 +272,7 @@ def _run(command: list[str], folder: Path) -> str:
 
 
 def size_of(output: Path) -> int:
-    """Bytes of a bundle's files."""
+    """Total size of a bundle's files in bytes."""
     files = [output] if output.is_file() else [output / bundle.INDEX, *(output / bundle.KERNELS).iterdir()]
     return sum(path.stat().st_size for path in files)
 
@@ -292,7 +292,7 @@ def _check_output(output: Path) -> None:
 
 
 def _write_folder(folder: Path, files: dict[str, bytes]) -> None:
-    """Kernels first, then the index that names them; a reader sees the old bundle or the new one."""
+    """Write the kernels, then the index that names them, so that a reader sees the old bundle or the new one."""
     (folder / bundle.KERNELS).mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         scratch = folder / f".{Path(name).name}.{os.getpid()}"
@@ -304,7 +304,7 @@ def _write_folder(folder: Path, files: dict[str, bytes]) -> None:
 
 
 def _write_wheel(path: Path, files: dict[str, bytes]) -> None:
-    """Layout: https://packaging.python.org/en/latest/specifications/binary-distribution-format."""
+    """Write a wheel; its layout: https://packaging.python.org/en/latest/specifications/binary-distribution-format."""
     version = cute_attn.__version__
     about = f"{bundle.PACKAGE}-{version}.dist-info"
     summary = "Compiled kernels of cute-attn"

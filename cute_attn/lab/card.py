@@ -1,4 +1,4 @@
-"""What is compared, and the GPU that does it: a contender is checked before it is timed."""
+"""Contenders of a comparison, and the GPU that checks each of them before it times it."""
 
 import statistics
 import time
@@ -27,17 +27,17 @@ _MOST_CALLS = 200  # of a sample; each overwrites the L2 beforehand
 
 
 class Wrong(ValueError):
-    """A kernel's output is not the reference's; it is not timed."""
+    """A kernel's output differs from the reference, so it is not timed."""
 
 
 class Lost(RuntimeError):
-    """The GPU's context is lost: nothing runs any more in this process."""
+    """The GPU's context is lost: no kernel can run in this process any more."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A kernel by its name, with text that changes fields of the default tile, "" for the one that a call takes by
-    itself; or a peer, one of :data:`cute_attn.lab.benchmark.peers.PEERS`.
+    """A kernel, or a peer from :data:`cute_attn.lab.benchmark.peers.PEERS`. ``tile``: text that changes fields of the
+    kernel's default tile, or "" for the tile that a call chooses.
     """
 
     kernel: str = ""
@@ -46,7 +46,7 @@ class Contender:
 
     @staticmethod
     def of(what: "Contender | Traits | str | tuple[Traits | str, Tile | str | None]") -> "Contender":
-        """From a peer's or a kernel's name, or (kernel's name, tile); TypeError or ValueError for anything else."""
+        """Make a contender of a peer's or kernel's name, or (kernel's name, tile); else TypeError or ValueError."""
         if isinstance(what, Contender):
             return what
         name, tile = what if isinstance(what, tuple | list) and len(what) == 2 else (what, None)
@@ -63,7 +63,7 @@ class Contender:
 
 
 class Gpu:
-    """torch's current GPU; ``gpu`` and ``driver`` say which, since timings of another are others."""
+    """torch's current GPU. Timings are only comparable for the same ``gpu`` and ``driver``."""
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
@@ -78,19 +78,19 @@ class Gpu:
     now = staticmethod(time.monotonic)
 
     def build(self, contenders: Sequence[Contender], workloads: Sequence[Workload]) -> None:
-        """Build all kernels that these need, in parallel. One that does not build fails in :meth:`prepare`."""
+        """Build all kernels that the contenders need, in parallel. A failed build is raised by :meth:`prepare`."""
         wanted = [r for c in contenders if c.kernel for r in needed_kernels(c, workloads)]
         missing = [r for r in dict.fromkeys(wanted) if not is_built(registry.lookup(*r), r[2])]
         if len(missing) > 1:
             list(prebuild(missing))
 
     def prepare(self, contender: Contender, workload: Workload) -> Run:
-        """The function to time; its output was compared with the reference.
+        """Check the contender against the reference, and return the function to time.
 
         Raises:
-            Wrong: the output differs.
+            Wrong: its output differs.
             Lost: it ended the GPU's context.
-            Exception: it cannot run; a :class:`cute_attn.lab.benchmark.peers.Declined` gives a peer's reason.
+            Exception: it cannot run; a peer raises :class:`cute_attn.lab.benchmark.peers.Declined` with the reason.
         """
         try:
             run = self._checks.checked(contender, workload)
@@ -105,12 +105,12 @@ class Gpu:
         return run
 
     def sample(self, run: Run, milliseconds: float) -> float:
-        """The median time of calls, in milliseconds, each on a cold L2, that take about ``milliseconds`` together."""
+        """The median time in milliseconds of calls that take about ``milliseconds`` together, each on a cold L2."""
         count = round(milliseconds / max(self._milliseconds[run], 1e-3))
         return statistics.median(self._clock.once(run, min(_MOST_CALLS, max(3, count))))
 
     def state(self, run: Run, round_: int) -> State | None:
-        """Clock, power and heat under the load of ``run``, or None in rounds that do not read them."""
+        """Clock, power and heat under the load of ``run``; None if they are not read in this round."""
         if round_ % self._sensor.every:
             return None
         for _ in range(min(20_000, max(1, round(self._sensor.busy_ms / self._milliseconds[run])))):
@@ -124,7 +124,7 @@ class Gpu:
 
 
 class Checks:
-    """Inputs of workloads, and the outputs expected: computed once, compared with many tiles."""
+    """Inputs and expected outputs of workloads, computed once and used to check many tiles."""
 
     def __init__(self) -> None:
         self._inputs: dict[Workload, Inputs] = {}
@@ -135,8 +135,8 @@ class Checks:
     def checked(self, contender: Contender, workload: Workload) -> Run:
         """The function to time; see :meth:`Gpu.prepare`.
 
-        A kernel is compared with the reference at a few small sizes; on this workload, without dropout, each contender
-        with the first one.
+        A kernel is compared with the reference at a few small sizes. On this workload, unless it has dropout, each
+        contender is compared with the first contender.
         """
         if contender.peer:
             implementation = peers.PEERS[contender.peer]
@@ -178,9 +178,9 @@ class Checks:
 
 
 def small_sizes(traits: Traits, tile: Any) -> list[Workload]:
-    """:func:`cute_attn.lab.check.small_workloads` that the tile accepts.
+    """:func:`cute_attn.lab.check.small_workloads`, adapted to what the tile accepts.
 
-    Packed heads divide those of a key head; a bias that TMA loads has several rows, of multiples of 16 bytes.
+    Query heads per key head are a multiple of the packed heads. For a bias loaded by TMA, lengths are multiples of 8.
     """
     group, step = max(2, getattr(tile, "pack_heads", 1)), 8 if getattr(tile, "bias_stages", 0) else 1
     sizes = [
@@ -191,7 +191,7 @@ def small_sizes(traits: Traits, tile: Any) -> list[Workload]:
 
 
 def tile_at(contender: Contender, workload: Workload, target: str | None = None) -> Tile:
-    """The tile that a kernel takes on a workload: its own, or the default one, which depends on lengths and heads."""
+    """A kernel's tile on a workload: the contender's, or the default one, which depends on lengths and heads."""
     traits = Traits.parse(contender.kernel)
     target = target or default_target(traits.arch)
     kernel = registry.lookup(traits, contender.tile or None, target)
@@ -203,7 +203,7 @@ def tile_at(contender: Contender, workload: Workload, target: str | None = None)
 def needed_kernels(
     contender: Contender, workloads: Sequence[Workload], target: str | None = None
 ) -> Iterator[tuple[Traits, Tile, str]]:
-    """The kernels that checking and timing a kernel launches: its own, of a backward also the forwards before it."""
+    """The kernels that checking and timing a contender launches; for a backward also its helpers and forwards."""
     traits = Traits.parse(contender.kernel)
     target = target or default_target(traits.arch)
     for workload in workloads:

@@ -1,4 +1,4 @@
-"""A kernel compared with the reference on the current GPU."""
+"""Compare a kernel with the reference on the current GPU."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +19,8 @@ SEQLENS = (1, 127, 128, 513)
 
 @dataclass(frozen=True)
 class Accuracy:
-    """An output's error, the largest absolute difference from the reference in float64, and that of plain torch at the
-    kernel's precision; allowed are twice that, for a gradient three times, plus one rounding of the largest element.
+    """Largest absolute differences from the reference in float64: ``error`` of the output, ``plain`` of plain torch at
+    the kernel's precision. ``allowed``: ``plain`` times 2, or 3 for a gradient, plus a rounding of the largest element.
     """
 
     error: float
@@ -42,7 +42,7 @@ class Accuracy:
 
 
 def small_workloads(traits: Traits) -> list[Workload]:
-    """A few sizes around a tile's, with two query heads per key head, for a kernel of those traits."""
+    """Workloads of a few lengths around a tile's, with two query heads per key head, for a kernel with these traits."""
     workloads = []
     # A query that sees a single key has gradients of zero up to rounding: nothing to compare.
     for seqlen in SEQLENS[traits.op == "backward" :]:
@@ -54,8 +54,8 @@ def small_workloads(traits: Traits) -> list[Workload]:
 
 @dataclass(frozen=True)
 class Expected:
-    """A workload's inputs, and the results expected from its kernels: the output, or of a backward the gradients,
-    ``exact`` by the reference in float64, and ``plain`` by torch at the kernel's precision.
+    """A workload's inputs and expected results: the output, or for a backward the gradients. ``exact``: computed by the
+    reference in float64; ``plain``: by the reference at the kernel's precision.
     """
 
     workload: Workload
@@ -67,7 +67,7 @@ class Expected:
 
     @classmethod
     def of(cls, workload: Workload) -> "Expected":
-        """For random inputs, the same for a workload; a backward marks them as requiring gradients."""
+        """Compute expected results for random inputs of a fixed seed. A backward's inputs require gradients."""
         torch.manual_seed(0)
         x = workload.inputs()
         rng_state = interface.draw_rng_state(x.q.device)
@@ -84,7 +84,7 @@ class Expected:
         return cls(workload, x, rng_state, grad, computed(torch.float64), computed(x.q.dtype))
 
     def run(self, kernel: str, tile: str | None = None) -> tuple[Tensor, ...]:
-        """What the operator computes with a kernel, ``"ARCH"`` or ``"ARCH:VARIANT"``, and a tile."""
+        """Run the operator with a kernel, ``"ARCH"`` or ``"ARCH:VARIANT"``; returns the output or the gradients."""
         out = output(self.workload, self.x, kernel, tile, rng_state=self.rng_state)
         if self.grad is None:
             return (out,)
@@ -102,7 +102,7 @@ class Expected:
 def check_workloads(
     traits: Traits, workloads: Iterable[Workload], tile: str | None = None
 ) -> Iterator[tuple[Workload, Accuracy]]:
-    """Run the kernel of those traits on each workload, and compare with the reference. Unsupported if there is none."""
+    """Run a kernel on each workload and compare it with the reference. Raises Unsupported if there is no kernel."""
     for workload in workloads:
         expected = Expected.of(workload)
         yield workload, expected.accuracy(expected.run(kernel_of(traits), tile))

@@ -28,7 +28,7 @@ _REGISTER = re.compile(r"\b(U?[RP])\d+\b")
 
 @dataclass(frozen=True)
 class Count:
-    """Instructions of a steady step of each side, with one opcode or from one source line."""
+    """Each side's number of steady-step instructions with one opcode or from one source line."""
 
     what: str
     a: int
@@ -41,7 +41,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Row:
-    """An instruction of each side, or of one; ``same``: they are equal except for their registers' numbers."""
+    """Aligned instructions of both sides, "" where a side has none; ``same``: equal except for register numbers."""
 
     a: str
     b: str
@@ -54,8 +54,8 @@ class Difference:
 
     Attributes:
         a, b: the verdicts.
-        opcodes: opcodes with modifiers, of which one side has more, the largest change first.
-        lines: source lines likewise, by file and text, where both sides were built with line info.
+        opcodes: counts that differ, by opcode with modifiers; the largest change first.
+        lines: counts that differ, by file and source text; both sides need line info.
         rows: the two steps side by side; empty unless both have one.
     """
 
@@ -75,8 +75,8 @@ class Difference:
         return {"a": self.a.as_dict(), "b": self.b.as_dict()} | parts
 
     def shown(self, *, verbose: bool = False) -> Printed:
-        """The verdicts, what differs in opcodes and source lines, and the steps side by side: the first
-        :data:`MOST_ROWS` rows of them, or with ``verbose`` all, and all fields of the tiles.
+        """The verdicts, the opcodes and source lines whose counts differ, and the first :data:`MOST_ROWS` rows of the
+        steps side by side. verbose: all rows, and all fields of the tiles.
         """
         parts: list[Any] = [shown(self.a, self.b, verbose=verbose)]
         for title, counts in (("opcodes of a steady step", self.opcodes), ("source lines", self.lines)):
@@ -120,7 +120,7 @@ def compare(a: Verdict, b: Verdict) -> Difference:
 
 
 def _changed(a: Counter[str], b: Counter[str]) -> tuple[Count, ...]:
-    """What is counted differently, the largest change first."""
+    """The entries whose counts differ, the largest change first."""
     counts = [Count(what, a[what], b[what]) for what in sorted(a | b) if a[what] != b[what]]
     return tuple(sorted(counts, key=lambda one: -abs(one.change)))
 
@@ -130,7 +130,7 @@ def _opcodes(step: Step) -> Counter[str]:
 
 
 def _places(step: Step) -> Counter[str]:
-    """Instructions by file and source text: another revision has the same text at another line."""
+    """Instruction counts by file and source text, since line numbers differ between revisions."""
     counts = Counter[str]()
     for line in lines_of(step):
         counts[f"{line.place.rpartition(':')[0]}  {line.source}"] += line.instructions
@@ -138,7 +138,7 @@ def _places(step: Step) -> Counter[str]:
 
 
 def _rows(a: Step, b: Step) -> list[Row]:
-    """The two steps, aligned; an inner loop's instructions once."""
+    """The instructions of two steps, aligned; those of an inner loop appear once."""
     left, right = ([i for i, _ in step.instructions] for step in (a, b))
     a_text, b_text = ([normalized(i) for i in side] for side in (left, right))
     matcher = difflib.SequenceMatcher(None, a_text, b_text, autojunk=False)
@@ -161,7 +161,7 @@ def normalized(i: Instruction) -> str:
 
 
 def _side_by_side(rows: tuple[Row, ...], most: int | None) -> Table:
-    """Differences with some equal instructions around them; most: rows, or None for all."""
+    """A table of the differences and nearby equal instructions. most: maximum rows, or None for all."""
     made = Table("a", "b", title="steady steps, registers' numbers ignored", show_lines=False)
     excerpt = list(_excerpt(rows))
     for a, b in excerpt[:most]:
@@ -172,7 +172,7 @@ def _side_by_side(rows: tuple[Row, ...], most: int | None) -> Table:
 
 
 def _excerpt(rows: tuple[Row, ...]) -> Iterator[tuple[Text, Text]]:
-    """What is shown of two steps: rows that differ, those near them, and how many lie between."""
+    """The rows to show: those that differ, equal ones near them, and for each gap the number of rows left out."""
     near = {m for n, row in enumerate(rows) if not row.same for m in range(n - CONTEXT, n + CONTEXT + 1)}
     for is_near, group in itertools.groupby(enumerate(rows), lambda item: item[0] in near):
         if not is_near:

@@ -1,4 +1,4 @@
-"""Bank conflicts of the copies between shared memory and registers or global memory, by a kernel's ``copies``."""
+"""Bank conflicts of the copies to and from shared memory that a kernel's method ``copies`` states."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Conflicts:
-    """A copy of one whole tile: shared-memory wavefronts, those it would take without conflicts, conflict ways.
+    """A copy of one whole tile: shared-memory wavefronts, their minimum without conflicts, and the n of "n-way".
 
-    ``reason`` says why they could not be counted, or is "".
+    ``reason`` says why conflicts could not be counted, or is "".
     """
 
     name: str

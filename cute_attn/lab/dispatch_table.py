@@ -1,7 +1,7 @@
 """The dispatch table: which kernel serves which attention, with its tile and cost, or why none does.
 
-:func:`grid` is the table of a choice of traits, :func:`mem_efficient` that of PyTorch's memory-efficient backward,
-kernel by kernel: ``mem_efficient.csv`` states what each of those serves.
+:func:`grid` has a row for each of a choice of traits. :func:`mem_efficient` has a row for each kernel of PyTorch's
+memory-efficient backward; ``mem_efficient.csv`` states what each of these kernels serves.
 """
 
 import csv
@@ -22,8 +22,8 @@ _OLDEST = 80
 
 @dataclass(frozen=True)
 class Row:
-    """One attention, by its traits' name or the arguments given, and the kernel that serves it on a GPU: its tile, what
-    it takes as the tile estimates it, how many CTAs fit a multiprocessor; or the reason why there is none.
+    """One attention and the kernel that serves it on a target: its tile, the tile's estimate of registers and shared
+    memory, CTAs per multiprocessor; or the reason why there is none. ``name``: of PyTorch's kernel, if any, and traits.
     """
 
     name: str
@@ -36,15 +36,15 @@ class Row:
 
 
 class Entry(NamedTuple):
-    """A kernel of PyTorch's memory-efficient backward, as its dispatch table has it.
+    """A kernel of PyTorch's memory-efficient backward, as listed in its dispatch table.
 
     Attributes:
-        aligned: whether it needs rows of whole 16 bytes.
-        dropout: whether it applies dropout; one that does serves calls without.
+        aligned: whether rows must be multiples of 16 bytes.
+        dropout: whether it supports dropout; it then also serves calls without dropout.
         block_i, block_j: queries and keys of a tile.
-        max_head_dim: the largest head dim; 65536 stands for any.
-        whole_blocks: whether it needs lengths that are multiples of its blocks.
-        only_on: targets that it is limited to, or () for all of its generation and later.
+        max_head_dim: the largest head dim; 65536 means any.
+        whole_blocks: whether lengths must be multiples of its blocks.
+        only_on: targets that it is limited to; () means its generation and all later.
     """
 
     arch: str
@@ -59,15 +59,15 @@ class Entry(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Like its name in PyTorch, without the prefix."""
+        """A name similar to PyTorch's, without the prefix."""
         words = [self.dtype, "aligned" if self.aligned else "unaligned", f"{self.block_i}x{self.block_j}"]
         words += [f"k{self.max_head_dim}"] + ["dropout"] * self.dropout + ["whole_blocks"] * self.whole_blocks
         return "_".join([*words, self.arch])
 
     def traits(self) -> Traits:
-        """What serves as much as this kernel: its largest head dim, a bias with a gradient, and its dropout.
+        """Traits of a kernel that covers this one: its largest head dim, a bias with a gradient, and its dropout.
 
-        Rows that are not whole 16 bytes are padded before it.
+        Rows that are not multiples of 16 bytes are padded before that kernel is launched.
         """
         head_dim = min(self.max_head_dim, 512 if self.aligned else MAX_HEAD_DIM)
         dropout = "mem_efficient" if self.dropout else ""
@@ -75,7 +75,7 @@ class Entry(NamedTuple):
         return Traits("backward", "sm80", self.dtype, head_dim, **scores)
 
     def row(self, target: str) -> Row:
-        """The kernel that serves it on ``target``; or why none does: the DSL compiles for sm80 and later."""
+        """The row of the kernel that covers this one on ``target``, or of the reason why none does."""
         if int(self.arch.removeprefix("sm")) < _OLDEST:
             reason = f"{self.arch} is older than sm{_OLDEST}, the oldest generation that the DSL compiles for"
             return Row(self.name, self.arch, reason=reason)
@@ -84,7 +84,7 @@ class Entry(NamedTuple):
 
 
 def entries() -> list[Entry]:
-    """All kernels of PyTorch's memory-efficient backward: facts of its dispatch table ``cutlassB.h``."""
+    """All kernels of PyTorch's memory-efficient backward, as listed in its dispatch table ``cutlassB.h``."""
     text = resources.files("cute_attn.lab").joinpath("mem_efficient.csv").read_text()
     found = []
     for arch, dtype, aligned, dropout, i, j, dim, whole, only_on in list(csv.reader(text.splitlines()))[1:]:
@@ -95,7 +95,7 @@ def entries() -> list[Entry]:
 
 
 def row(traits: Traits, target: str) -> Row:
-    """The registered kernel with its default tile, or the reason why there is none."""
+    """A row with the registered kernel's default tile, or the reason why there is none."""
     try:
         tile = registry.lookup(traits, None, target).tile
     except registry.Unsupported as error:
@@ -106,7 +106,7 @@ def row(traits: Traits, target: str) -> Row:
 
 
 def grid(op: str, arch: str | None, target: str | None) -> list[Row]:
-    """dtype x generation x head dims x dropout x bias; ``target``: by default the generation's newest."""
+    """Rows for dtype x generation x head dims x dropout x bias; ``target``: by default sm90."""
     rows = []
     archs = ARCHS if arch is None else (arch,)
     kinds = product(DTYPES, archs, HEAD_DIMS, ("", "mem_efficient"), (False, True))
@@ -118,7 +118,9 @@ def grid(op: str, arch: str | None, target: str | None) -> list[Row]:
 
 
 def mem_efficient(target: str | None) -> list[Row]:
-    """A row for each kernel of PyTorch's memory-efficient backward; on ``target``, by default on sm90."""
+    """A row for each kernel of PyTorch's memory-efficient backward that runs on ``target``. By default all kernels have
+    a row, on the first target that they are limited to, or on sm90.
+    """
     return [
         entry.row(target or (*entry.only_on, "sm90")[0])
         for entry in entries()

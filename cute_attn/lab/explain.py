@@ -1,9 +1,9 @@
-"""What words of the project mean, from ``words.ini`` and the docstrings of tiles.
+"""Explain the project's words, from ``words.ini`` and the docstrings of tiles.
 
     for word, text in explain("qk_unroll"): ...
 
-Words are a kernel's name or its beginning (``forward-sm80``), a word of one (``causal``), a field of a tile, or what a
-verdict and ``list`` print.
+Words are a kernel's name or its beginning (``forward-sm80``), a word of a name (``causal``), a field of a tile, or a
+term in the output of ``verdict`` and ``list``.
 """
 
 import configparser
@@ -30,7 +30,7 @@ _ENTRY = re.compile(r"^    (\w[\w, ]*): (.*(?:\n(?:     .*|$))*)", re.M)
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
-    """Name -> text of the attributes that a class's docstring, or that of a base, lists; a class's own come first."""
+    """Attribute -> text, from the docstrings of a class and of its bases, the class's first."""
     found: dict[str, str] = {}
     for one in cls.__mro__:
         _, _, listed = inspect.cleandoc(one.__dict__.get("__doc__") or "").partition("Attributes:\n")
@@ -41,10 +41,10 @@ def attribute_docs(cls: type) -> dict[str, str]:
 
 
 def explain(word: str) -> list[tuple[str, str]]:
-    """(word, text) of a word and of what belongs to it.
+    """(word, text) pairs for a word; for a kernel's name, those of its words and of its tile's fields.
 
     Raises:
-        ValueError: it is no word of the project; the message has one that may have been meant.
+        ValueError: the word is unknown; the message suggests a similar one.
     """
     if found := list(_listed(re.sub(r"^\d+-way$", "n-way", word))):
         return found
@@ -70,13 +70,13 @@ def words(section: str) -> dict[str, str]:
 
 
 def feature_text(feature: str) -> str:
-    """What a word in a kernel's name means, and for which kernels."""
+    """What a feature in a kernel's name means, and which operations have it, unless all do."""
     ops = ops_of(feature)
     return words("features")[feature] + (f" (names of {', '.join(ops)})" if len(ops) < len(OPS) else "")
 
 
 def tile_classes(keys: Iterable[tuple[str, str, str]] | None = None) -> dict[type[Tile], list[str]]:
-    """The classes of registered kernels' tiles, by default of all, each with the kernels that it is for."""
+    """Tile class -> labels of the kernels that use it. keys: kernels to consider, by default all."""
     found: dict[type[Tile], list[str]] = {}
     for op, arch, variant in registry.KERNELS if keys is None else keys:
         for dtype, features in itertools.product(DTYPES, ({}, {"seqused_k": True})):
@@ -92,7 +92,7 @@ def _fields(cls: type[Tile]) -> list[str]:
 
 
 def _name(word: str) -> Iterator[tuple[str, str]]:
-    """A kernel's name or its beginning: its words, then the fields of its tile."""
+    """Explain a kernel's name or its beginning: its words, then the fields of its tile."""
     op, *rest = word.split("-")
     arch, _, variant = rest[0].partition(":") if rest else (None, "", "")
     keys = [key for key in registry.KERNELS if key[0] == op and arch in (None, key[1]) and key[2] == variant]
@@ -116,7 +116,7 @@ def _name(word: str) -> Iterator[tuple[str, str]]:
 
 
 def listed_words() -> dict[str, str]:
-    """What is explained without importing kernels."""
+    """Word -> text, of the words that are explained without importing kernels."""
     return {feature: feature_text(feature) for feature in FEATURES} | words("verdict") | words("words")
 
 
@@ -126,7 +126,7 @@ def _listed(word: str) -> Iterator[tuple[str, str]]:
 
 
 def _epilogue(word: str) -> Iterator[tuple[str, str]]:
-    """A registered epilogue, such as one of a loaded file."""
+    """Explain a registered epilogue, such as one of a loaded file."""
     if is_registered(word):
         found = user_epilogue(word)
         doc = getattr(found, "function", found).__doc__
@@ -134,7 +134,7 @@ def _epilogue(word: str) -> Iterator[tuple[str, str]]:
 
 
 def _field(word: str) -> Iterator[tuple[str, str]]:
-    """A field of tiles, once for each text."""
+    """Explain a field of tiles; kernels whose text is the same are listed together."""
     texts: dict[str, list[str]] = {}
     for cls, kernels in tile_classes().items():
         if word in _fields(cls):
@@ -147,7 +147,7 @@ def _field(word: str) -> Iterator[tuple[str, str]]:
 
 
 def _part(word: str) -> Iterator[tuple[str, str]]:
-    """Words and rows that contain it, or else those whose texts do."""
+    """Explain known words that contain ``word``, or else known words whose texts contain it."""
     known, part = listed_words(), word.lower()
     named = {row: text for row, text in known.items() if part in row.lower()}
     told = {row: text for row, text in known.items() if re.search(rf"\b{re.escape(part)}\b", text.lower())}
@@ -159,5 +159,5 @@ def _first_paragraph(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """One line without a docstring's marks."""
+    """The text on one line, without docstring markup."""
     return re.sub(r":\w+:`~?([\w.]+)`|``(.+?)``", lambda m: m[1] or m[2], " ".join(text.split()))

@@ -1,7 +1,7 @@
 """Kernels for programs in C and C++: objects, a header, the DSL's small runtime, and a CMake file to link them.
 
-Each kernel is one function by TVM FFI's calling convention, ``TVMFFISafeCallType`` of its ``tvm/ffi/c_api.h``. The
-header has a name, a tile and the arguments of each, as the kernel itself states them where a call is wrong.
+Each kernel is one function with TVM FFI's calling convention, ``TVMFFISafeCallType`` in ``tvm/ffi/c_api.h``. The header
+states each kernel's name, tile and arguments.
 """
 
 import re
@@ -21,7 +21,7 @@ HEADER, LISTS = "cute_attn_kernels.h", "CMakeLists.txt"
 
 
 def export(requests: Iterable[Request], folder: Path, workers: int | None = None) -> list[CompiledKernel]:
-    """Build kernels in parallel processes, write them and what links them to ``folder``; returns them."""
+    """Build kernels in parallel processes, and write them, a header and CMake files to ``folder``; returns them."""
     wanted = bundles.check_requests(requests)
     names = [macro_name(traits, target or default_target(traits.arch)) for traits, _, target in wanted]
     for (traits, _, _), name in zip(wanted, names, strict=True):
@@ -57,7 +57,7 @@ def macro_name(traits: Traits, target: str) -> str:
 
 
 def declaration(kernel: CompiledKernel, symbol: str) -> str:
-    """A kernel in the header: what it costs, its arguments, its function, and its tile as constants."""
+    """A kernel's text in the header: its cost, its arguments, its function, and its tile as constants."""
     name, used = macro_name(kernel.traits, kernel.target), kernel.resources
     tile = (f"#define {name}_{field} {int(value)}" for field, value in asdict(kernel.tile).items())
     return template("declaration.h").format(
@@ -67,7 +67,7 @@ def declaration(kernel: CompiledKernel, symbol: str) -> str:
 
 
 def arguments(kernel: CompiledKernel) -> str:
-    """The arguments' names and types, as the kernel says them of a call without any."""
+    """The arguments' names and types, from the kernel's error message for a call without arguments."""
     try:
         kernel.function()
     except TypeError as error:

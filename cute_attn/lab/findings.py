@@ -1,4 +1,4 @@
-"""What verdicts say in sentences: which tile is faster, whether that means anything, what bounds it, what to try."""
+"""Sentences on verdicts: which tile is faster, if the difference means anything, what bounds it, what to try."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ _TRY = {
     "shared memory": "where operands are read more than once: try more rows per warp (a larger tile_m for the same "
     "warps), or operands in registers",
 }
-"""Pipe -> what follows where it bounds a step."""
+"""Pipe -> advice for a step that it bounds."""
 _LESS = ("more", "less")
 _NEAR = 0.9
 """Fraction of the bounding pipe's clocks above which another pipe bounds a step as well."""
@@ -25,10 +25,10 @@ _MOST = 0.5
 
 
 def findings(*verdicts: Verdict) -> list[str]:
-    """A few sentences on verdicts side by side; none where no tile fits or none has a steady step.
+    """A few sentences that compare verdicts; none if no tile fits and has a steady step.
 
-    Of tiles of one kernel: the best, and what bounds it. Of two kernels: what bounds each, and before that which is the
-    better one, where both compute the same.
+    For tiles of one kernel: which is the best, and what bounds it. For two kernels: which is better, if both compute
+    the same, then what bounds each.
     """
     for one in verdicts:
         check_verdict("verdicts have", one)
@@ -45,7 +45,7 @@ def findings(*verdicts: Verdict) -> list[str]:
 
 
 def cost_of_functions(one: Verdict, plain: Verdict) -> str:
-    """What a kernel's epilogues cost, against the verdict on the same kernel and tile without them."""
+    """A sentence on what a kernel's epilogues cost; plain: the verdict on that kernel and tile without them."""
     epilogues = Traits.parse(one.name).epilogues
     names, costs = " and ".join(epilogues), "costs" if len(epilogues) == 1 else "cost"
     if one.step is None or plain.step is None:
@@ -59,16 +59,16 @@ def cost_of_functions(one: Verdict, plain: Verdict) -> str:
 
 
 def _computes(one: Verdict) -> tuple[Traits, str]:
-    """What verdicts have in common whose estimates may be compared: traits except for the variant, and the target."""
+    """Equal for verdicts whose estimates are comparable: the traits except for the variant, and the target."""
     return replace(Traits.parse(one.name), variant=""), one.target
 
 
 def best(verdicts: Iterable[Verdict]) -> Verdict:
-    """The verdict that is best by its code: without spills in the step if there is one, then the fastest by estimate.
+    """The best verdict by its code: the fastest by estimate of those without spills in the step, or else of all.
 
     Raises:
-        TypeError: they are no verdicts.
-        ValueError: no tile fits and has a steady step, or they compute different things or are of different targets.
+        TypeError: ``verdicts`` is not a list of verdicts.
+        ValueError: no tile fits and has a steady step, or the kernels' computations or targets differ.
     """
     if not isinstance(verdicts, Iterable):
         raise TypeError(f"verdicts is {verdicts!r:.200}; accepted: a list of verdicts")
@@ -85,14 +85,14 @@ def best(verdicts: Iterable[Verdict]) -> Verdict:
 
 
 def _ordered(verdicts: Sequence[Verdict]) -> list[tuple[float, Verdict]]:
-    """The best first, as `tune` orders them, each with its time relative to the first given one's."""
+    """(time relative to the first argument's, verdict), the best first, in the order that `tune` uses."""
     base = estimates(verdicts[0])
     times = [(relative(estimates(one), base), one) for one in verdicts]
     return sorted(times, key=lambda item: (item[1].spills_in_step > 0, item[0]))
 
 
 def _comparison(verdicts: Sequence[Verdict]) -> tuple[str, Verdict]:
-    """Which is best by its code, and how far the others are, if that means anything."""
+    """A sentence on which verdict is best and how much slower the others are; and the best verdict."""
     (least, first), *others = _ordered(verdicts)
     ties, said = [], []
     for time, one in others:
@@ -121,7 +121,7 @@ def _slower(gap: float) -> str:
 
 
 def _short(one: Verdict, verdicts: Sequence[Verdict]) -> str:
-    """What a tile has that not all have, or the kernel where they differ."""
+    """What tells a verdict from the others: its kernel, else its revision, else fields of its tile."""
     if len({other.name for other in verdicts}) > 1:
         return _label(one)
     if any(other.revision for other in verdicts):
@@ -136,7 +136,7 @@ def _label(one: Verdict) -> str:
 
 
 def _on(one: Verdict, subject: str) -> list[str]:
-    """What bounds a tile's step, and what should not be."""
+    """Sentences on what bounds a tile's step, and on spills, bank conflicts and warnings."""
     said = [_bound(one, subject)]
     if one.spills_in_step:
         said.append(
@@ -152,7 +152,7 @@ def _on(one: Verdict, subject: str) -> list[str]:
 
 
 def _bound(one: Verdict, subject: str) -> str:
-    """What bounds its step, and what that suggests."""
+    """A sentence on what bounds the step, and what to try."""
     assert one.step is not None
     clocks = one.step.clocks
     # Of all resident blocks together.

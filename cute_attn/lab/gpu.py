@@ -1,4 +1,4 @@
-"""What a multiprocessor of each target holds and does a clock.
+"""Limits and rates per clock of a multiprocessor of each target.
 
 From the CUDA C++ Programming Guide's tables of compute capabilities and of arithmetic instructions; the tensor cores'
 rate is the data sheet's dense fp16 rate over multiprocessors and boost clock. On Hopper mma.sync reaches 0.62 of what
@@ -24,8 +24,8 @@ _REGISTER_GRAIN = 256  # a warp's registers are allocated in multiples of this
 
 @dataclass(frozen=True)
 class Multiprocessor:
-    """The most that one multiprocessor holds, floating-point operations a clock of mma.sync and of wgmma with 16-bit
-    operands, and of the GPU that estimates are for how many there are and the bytes that they read together in a clock.
+    """Maximum shared memory, warps and blocks of a multiprocessor; its floating-point operations per clock by mma.sync
+    and wgmma with 16-bit operands. For the whole GPU: ``count`` of multiprocessors, and memory ``bytes`` per clock.
     """
 
     shared_memory: int
@@ -49,7 +49,7 @@ MULTIPROCESSORS = {
 
 
 def resident_blocks(target: str, threads: int, registers: int, shared_memory: int) -> tuple[int, str]:
-    """How many blocks a multiprocessor holds at a time, and what limits them; registers: of a thread when it starts."""
+    """How many blocks a multiprocessor holds at a time, and what limits them; registers: per thread at launch."""
     limits = MULTIPROCESSORS[target]
     warps = -(-threads // 32)
     registers_of_warp = -(-32 * registers // _REGISTER_GRAIN) * _REGISTER_GRAIN

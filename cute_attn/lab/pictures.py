@@ -1,4 +1,4 @@
-"""Pictures of a kernel's layouts, copies and MMAs, drawn from its methods: a variant's show its changes.
+"""Draw a kernel's layouts, copies and MMAs as its methods state them; a variant's pictures show its changes.
 
 pictures("forward-sm80-bf16-d64")["smem-k"]; pictures(block_mask(function, 1, 1, 4096, 4096))
 """
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from layouts.drawing import Panel, Picture
 
 _MOST_BLOCKS = 64
-"""Query and key blocks of a mask that are drawn: more would be smaller than a line."""
+"""Maximum query and key blocks of a mask that are drawn; more would be thinner than a line."""
 _MOST_MASKS = 4
 _BLOCK_COLORS = ((0.62, 0.78, 0.94), (0.25, 0.49, 0.77))
-"""Colours of a block that is partly seen, and of one that is seen whole."""
+"""Colours of partly seen blocks and of wholly seen blocks."""
 
 
 class Pictures(dict[str, "Picture"]):
@@ -32,13 +32,13 @@ class Pictures(dict[str, "Picture"]):
         self.name = name
 
     def save(self, folder: Path, suffix: str = ".png") -> Iterator[Path]:
-        """Write each into a file of the folder, which is made; yields it when written. suffix: ".png" or ".svg"."""
+        """Create ``folder``, and write each picture to a file in it; yields its path. suffix: ".png" or ".svg"."""
         folder.mkdir(parents=True, exist_ok=True)
         for what, one in self.items():
             yield one.save(folder / f"{self.name.replace(':', '_')}-{what}{suffix}")
 
     def inline(self) -> Iterator[tuple[str, str]]:
-        """Each name, and its picture as an element of a page."""
+        """Yields each name and its picture as an SVG element for an HTML page."""
         for what, one in self.items():
             yield what, inline_svg(one._repr_svg_(), what)
 
@@ -50,11 +50,11 @@ class Pictures(dict[str, "Picture"]):
 
 
 def pictures(kernel: "Traits | str | BlockMask", tile: Any = None, target: str | None = None) -> Pictures:
-    """The shared-memory layouts, copies and MMAs of a kernel, drawn; arguments are those of :func:`cute_attn.compile`.
-    Or the blocks that FlexAttention's ``BlockMask`` lists.
+    """Draw a kernel's shared-memory layouts, copies and MMAs, or the blocks that FlexAttention's ``BlockMask`` lists.
+    For ``tile`` and ``target`` see :func:`cute_attn.compile`.
 
     Raises:
-        ValueError: the kernel has none, one of a user's cannot be right, or an argument is wrong.
+        ValueError: the kernel states nothing to draw, a user's layout cannot be right, or an argument is wrong.
     """
     if hasattr(kernel, "kv_num_blocks"):
         if tile is not None or target is not None:
@@ -80,7 +80,7 @@ def pictures(kernel: "Traits | str | BlockMask", tile: Any = None, target: str |
 
 
 def _things(kernel: Any) -> dict[str, Callable[[], Any]]:
-    """Name -> layout to draw. Of shared memory, the operands only: results are staged in the same layouts."""
+    """Name -> function that makes what is drawn. Results are staged in operands' layouts, so they are left out."""
     if not hasattr(kernel, "copies"):
         return {}
     results = ("p", "dk", "dv") if kernel.traits.op == "backward" else ("o",)
@@ -112,7 +112,7 @@ def _mask(mask: "BlockMask") -> "Picture":
 
 
 def _blocks(mask: "BlockMask", b: int, h: int, title: str) -> "tuple[Panel, tuple[int, int]]":
-    """One sequence's and head's blocks, drawn; how many are partial and whole, with those beyond the picture."""
+    """Draw the blocks of one sequence and head; also returns how many are partial and whole, undrawn ones included."""
     from layouts.drawing import Cell, Panel
 
     rows, cols = mask.kv_num_blocks.shape[-1], mask.kv_indices.shape[-1]
@@ -137,7 +137,7 @@ def _blocks(mask: "BlockMask", b: int, h: int, title: str) -> "tuple[Panel, tupl
 
 
 def inline_svg(text: str, name: str) -> str:
-    """An SVG file as an element of a page: without its head and metadata, with ids that begin with ``name``."""
+    """An SVG file as an element of an HTML page: without header and metadata, with ids prefixed by ``name``."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub("<svg[^>]*", lambda svg: re.sub(r' (width|height)="[^"]*"', "", svg[0]), text, count=1)

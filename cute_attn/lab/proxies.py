@@ -1,17 +1,18 @@
-"""Whether a Hopper kernel's machine code orders the two proxies of shared memory.
+"""Check that a Hopper kernel's machine code orders the two proxies of shared memory.
 
-TMA accesses shared memory through the async proxy, ldmatrix, ordinary loads and stores through the generic one, and an
-mbarrier orders accesses of one proxy only. Two orders therefore need a proxy fence (``FENCE.VIEW.ASYNC``):
+TMA accesses shared memory through the async proxy; ldmatrix and ordinary loads and stores use the generic proxy. An
+mbarrier orders accesses of one proxy only. A proxy fence (``FENCE.VIEW.ASYNC``) is therefore needed in two cases:
 
-- a warp that accessed a stage by threads fences before it releases the stage, which TMA fills next;
-- a warp that wrote what TMA stores or reduces to global memory fences before it says so, or starts the store itself.
+- a warp whose threads accessed a stage must fence before it releases the stage, which TMA fills next;
+- a warp that wrote data for TMA to store or reduce to global memory must fence before it starts the store, or before
+  it signals the warp that does.
 
-Neither a comparison with a reference nor compute-sanitizer finds a missing fence reliably; in the code it is plain.
+Neither a comparison with a reference nor compute-sanitizer finds a missing fence reliably; the machine code shows it.
 
-mbarriers are told apart by the constant offset of their address, which ptxas keeps in the instruction. A pipeline of
-stages that TMA fills is where a warp waits for one barrier (empty), then announces bytes at another one (full). From a
-wait for a full barrier to the arrival at the empty one a warp holds a stage. Every access to shared memory meanwhile
-counts, whatever it accesses: memory that no TMA fills may be fenced without need, never the other way round.
+mbarriers are told apart by the constant offset of their address, which ptxas keeps in the instruction. A pipeline that
+TMA fills is recognised by its producer: a warp waits for one barrier (empty), then announces bytes at another (full).
+A warp holds a stage from its wait for a full barrier to its arrival at the empty barrier. Every access to shared memory
+meanwhile counts as one to the stage: the check may ask for an unneeded fence, but does not miss a needed one.
 """
 
 import itertools
@@ -32,7 +33,7 @@ _OFFSET = re.compile(r"\[(?:[^\]]*?\+)?(0x[0-9a-f]+)\]")
 
 @dataclass(frozen=True)
 class TmaPipeline:
-    """A pipeline whose stages TMA fills: the offsets of its first full and its first empty mbarrier."""
+    """A pipeline whose stages TMA fills, by the offsets of its first full and its first empty mbarrier."""
 
     full: int
     empty: int
@@ -46,8 +47,8 @@ class TmaPipeline:
 
 @dataclass(frozen=True)
 class Unordered:
-    """An instruction that no proxy fence separates from accesses before it by the threads of its warp, on some path:
-    the release of a stage, the start of a store by TMA, or the arrival that precedes one.
+    """An instruction that, on some path, no proxy fence separates from its warp's earlier ``accesses``: the release of
+    a stage, the start of a TMA store, or the arrival at the barrier that a warp waits for before such a start.
     """
 
     instruction: Instruction
@@ -63,8 +64,8 @@ class Unordered:
 
 @dataclass(frozen=True)
 class ProxyOrder:
-    """Pipelines that TMA fills, releases of their stages by consumers, ``by_threads`` those of stages that threads
-    accessed, and ``unordered`` releases, and stores by TMA, without a fence that they need.
+    """Pipelines that TMA fills. ``releases``: how many instructions release their stages; ``by_threads``: how many of
+    these follow accesses by threads. ``unordered``: releases and TMA stores without a fence that they need.
     """
 
     pipelines: tuple[TmaPipeline, ...]
@@ -82,10 +83,10 @@ class ProxyOrder:
 
 
 def proxy_order(code: Code) -> ProxyOrder:
-    """Check a kernel's machine code.
+    """Check the proxy fences of a kernel's machine code.
 
     Raises:
-        ValueError: its barriers cannot be told apart.
+        ValueError: its barriers cannot be told apart, or no release of a pipeline's stages is found.
     """
     pipelines = _pipelines(code)
     needed_by_stores = _barriers_before_stores(code, pipelines)
@@ -116,12 +117,13 @@ def proxy_order(code: Code) -> ProxyOrder:
 
 @dataclass(frozen=True)
 class _State:
-    """On some path to a place in the code: stages held, each pipeline's accesses since, and what was written.
+    """What may hold for a warp at a place in the code, over all paths to it.
 
     Attributes:
         held: pipelines of which the warp holds a stage.
-        accessed: (pipeline, address of an access while its stage is held); in ``unfenced`` those since the last fence.
-        written: addresses of writes since the last fence: of whole tiles, and of others while a stage is held, which
+        accessed: (pipeline, address of an access while its stage is held).
+        unfenced: the same since the last fence.
+        written: addresses of writes since the last fence: all STSM, other writes only while a stage is held. This
             leaves out the work items and replay lists that warps exchange.
     """
 
@@ -141,7 +143,7 @@ class _State:
 
 @dataclass
 class _Walk:
-    """Follows a warp through blocks of code, and collects what it finds."""
+    """Follows a warp through blocks of code, and collects releases and missing fences."""
 
     pipelines: tuple[TmaPipeline, ...]
     needed_by_stores: frozenset[int]
@@ -182,7 +184,7 @@ class _Walk:
 
 
 def _pipelines(code: Code) -> tuple[TmaPipeline, ...]:
-    """The pipelines that TMA fills, by their producers: wait for an empty barrier, announce bytes at a full one."""
+    """Find the pipelines that TMA fills, by their producers: a wait for an empty barrier, then bytes at a full one."""
     barriers = sorted({_offset(i) for i in code.instructions if i.name.startswith("SYNCS.EXCH")})
     from_peer = _announced_of_peer(code)
     found, empty = set(), None
@@ -203,9 +205,9 @@ def _pipelines(code: Code) -> tuple[TmaPipeline, ...]:
 
 
 def _announced_of_peer(code: Code) -> set[int]:
-    """Addresses of arrivals that announce bytes from another CTA of the cluster, which stores them as threads do.
+    """Addresses of arrivals that announce bytes which threads of another CTA of the cluster store, not TMA.
 
-    Of an exchange: the warp's own stores to the other CTA follow, or its wait for the same barrier.
+    In such an exchange the warp next stores to the other CTA, or waits for the same barrier.
     """
     found = set()
     for at, i in enumerate(code.instructions):
@@ -218,7 +220,7 @@ def _announced_of_peer(code: Code) -> set[int]:
 
 
 def _barriers_before_stores(code: Code, pipelines: tuple[TmaPipeline, ...]) -> frozenset[int]:
-    """Barriers that a warp waits for before it starts a store by TMA, of what other warps wrote."""
+    """Offsets of the barriers that a warp waits for before it starts a TMA store of data from other warps."""
     waits = [i for i in code.instructions if _is_wait(i)]
     addresses = [i.address for i in waits]
     offsets = set()
@@ -239,7 +241,7 @@ def _is_arrival(i: Instruction) -> bool:
 
 
 def _announces_bytes(i: Instruction) -> bool:
-    """True if it is an arrival that also states how many bytes TMA will write: in a register."""
+    """True for an arrival that also states, in a register, how many bytes will be written."""
     return i.name.startswith("SYNCS.ARRIVE") and i.operands[-1] != "RZ"
 
 

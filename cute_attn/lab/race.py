@@ -5,7 +5,7 @@
     print(ab(("forward-sm90-bf16-d128", "tile_n=112"), "fa4").sentence)
 
 Kernels are compared with the reference before they are timed, a peer with the kernel. Both run in turn, so a drifting
-clock affects both. Power that one draws slows the other too: kernels that differ only in power look closer.
+clock affects both. Power that one draws slows the other too, so kernels that differ only in power look closer.
 """
 
 import json
@@ -27,12 +27,12 @@ from cute_attn.lab.workloads import default_workloads, parse
 from cute_attn.traits import Traits
 
 SAMPLE_MS = 3.0
-"""How long one sample of a contender takes: four are far shorter than the swings of a clock that power holds down."""
+"""Milliseconds of a sample in an A/B: four samples are far shorter than the swings of a power-limited clock."""
 WARM_MS = 25.0
-"""The same while the GPU warms up."""
+"""Milliseconds of a sample while the GPU warms up."""
 MOST_ROUNDS = 1000
 HEAT_MS = 10.0
-"""The same in a race, whose rounds are many."""
+"""Milliseconds of a sample in a race of many contenders."""
 
 _LAST_HEAT, _FIRST_ROUNDS = 3, 4
 _WARM_WINDOW_S, _WARM_WINDOWS, _STEADY = 0.5, 10, 0.003
@@ -43,7 +43,7 @@ What = Contender | str | tuple[str, Any]
 @dataclass(frozen=True)
 class Measured:
     """a against b on one workload: an :class:`Interval` of a's speed over b's, median milliseconds of a call, and the
-    GPU under load. ``void`` rounds did not count, because heat slowed the GPU.
+    GPU under load. ``void``: rounds that did not count because the GPU was ``slowed``, see :class:`State`.
     """
 
     workload: str
@@ -60,7 +60,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The outcome of an A/B of two contenders, which are text here; differences below ``resolution`` count as none."""
+    """The outcome of an A/B; a and b: the contenders' texts. Differences below ``resolution`` count as none."""
 
     a: str
     b: str
@@ -73,7 +73,7 @@ class Comparison:
 
     @property
     def outcome(self) -> Outcome:
-        """On all workloads: "undecided" if they differ in more than "same"."""
+        """The outcome of the workloads that are not "same", or "undecided" if they differ; else "same"."""
         outcomes = {one.outcome for one in self.measured}
         decided = outcomes - {"same"}
         return decided.pop() if len(decided) == 1 else "undecided" if decided else "same"
@@ -117,7 +117,7 @@ class Comparison:
         return Printed(self.table())._repr_html_()
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values, with ``"kind": "comparison"``."""
+        """The fields as plain values, with ``"kind": "comparison"``."""
         return {"kind": "comparison"} | json.loads(json.dumps(asdict(self) | {"sentence": self.sentence}))
 
 
@@ -155,21 +155,21 @@ def ab(
     card: Gpu | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Comparison:
-    """Whether a is faster than b, each a kernel's name, (name, tile), or a peer's name.
+    """Measure whether a is faster than b. Each is a kernel's name, (name, tile), or a peer's name.
 
-    Rounds of samples in the order a, b, b, a, every other one b, a, a, b, until the interval of the ratio is narrower
-    than the resolution, or lies beyond it, or the budget ends.
+    A round takes samples in the order a, b, b, a; every other round in the order b, a, a, b. Rounds end when the
+    interval of the ratio is narrower than the resolution or lies beyond it, or when the budget is spent.
 
     Args:
-        workloads: or their texts; by default two lengths of 16k tokens.
+        workloads: workloads or their texts; by default 16k tokens in sequences of 2048 and of 8192.
         resolution: differences below it count as none.
-        budget_s: seconds for all workloads, after each had ``ROUNDS``.
+        budget_s: seconds for all workloads together; each gets at least ``ROUNDS`` rounds regardless.
         card: by default torch's GPU.
-        progress: is told what happens.
+        progress: called with a text at each step.
 
     Raises:
-        Wrong: an output is not the reference's.
-        ValueError: no kernel among them, a peer that declines, no GPU, or a text that is wrong.
+        Wrong: an output differs from the reference.
+        ValueError: both are peers, a peer declines, there is no GPU, all rounds are void, or a text is wrong.
     """
     first, second = Contender.of(a), Contender.of(b)
     shapes = workloads_of((first, second), workloads)
@@ -196,7 +196,7 @@ def ab(
 def workloads_of(
     contenders: Iterable[Contender], workloads: Sequence[Workload | str]
 ) -> tuple[Workload, ...]:
-    """The workloads, from their texts, or the default ones; without a kernel among the contenders a ValueError."""
+    """The workloads, parsed if given as text, or the default ones. Raises ValueError if no contender is a kernel."""
     kernels = [contender.kernel for contender in contenders if contender.kernel]
     if not kernels:
         raise ValueError("a and b are peers; accepted: at least one kernel of this package")
@@ -214,7 +214,7 @@ def _ready(card: Gpu, contender: Contender, workload: Workload) -> Run:
 
 
 def warm(card: Gpu, runs: Sequence[Run]) -> None:
-    """Run until the times of half a second are those of the one before, up to five seconds."""
+    """Run until times over half a second are within 0.3% of the half second before; at most five seconds."""
     before = None
     for _ in range(_WARM_WINDOWS if runs else 0):
         start = card.now()
@@ -267,11 +267,11 @@ def _measure(
 def fastest(
     contenders: Sequence[Contender], workloads: Sequence[Workload], card: Gpu, budget_s: float
 ) -> Contender:
-    """The fastest of some checked contenders by successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943).
+    """Find the fastest contender by successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943).
 
     Rounds alternate: all in turn, then in the opposite order. After each heat the fastest third goes on, at least
-    ``_LAST_HEAT``, with twice as many rounds. It is no verdict: :func:`ab` gives one. No round but the first begins
-    after ``budget_s`` seconds.
+    ``_LAST_HEAT``, with twice as many rounds. The result is no verdict: :func:`ab` gives one. After ``budget_s``
+    seconds no round begins, except the first.
     """
     deadline = card.now() + budget_s
     card.build(contenders, workloads)

@@ -1,15 +1,15 @@
-"""A static rank: which of several tiles is likely to be faster, from only their verdicts.
+"""A static rank: which of several tiles is likely to be faster, judging by their verdicts only.
 
-The model is short, and has no constant of a single kernel:
+The model is short, and none of its constants is specific to a kernel:
 
 * A block's step takes the root of the sum of the squares of its clocks on each pipe (tensor cores, special
-  functions, issue, shared memory): pipes overlap, though not entirely. Blocks on the same multiprocessor divide it.
-  A step takes no less than its warps' stalls.
-* A work tile takes its steps, half a step more, whose products overlap nothing, and ``LATENCY``.
-* Work tiles go to the blocks that are resident on all multiprocessors, longest first, as the kernels' schedules do.
-* No launch is faster than its operands come from memory.
+  functions, issue, shared memory): pipes overlap, though not entirely. With n blocks on a multiprocessor, each of their
+  steps takes n times as long. A step takes no less than a warp's stalls.
+* A work tile takes the time of its steps, of half a step more, whose products overlap nothing, and ``LATENCY``.
+* Work tiles are scheduled on the resident blocks of all multiprocessors, longest first, as the kernels do.
+* A launch takes no less than the time to transfer its operands and results to and from memory.
 
-What it cannot model, and where bench/notes.md has it wrong: in which order products, reductions and reads
+Not modelled, and causes of wrong ranks in bench/notes.md: in which order products, reductions and reads
 of shared memory queue up (additions to dQ in bulk or from registers); how ptxas schedules (144 keys per step);
 latencies of loads beyond what stalls say (one stage or two at head dim 256); power, which bounds head dim 256; values
 that reach shared memory conflict-free but late. Differences below ``NOISE`` mean nothing: an A/B on the GPU decides.
@@ -33,24 +33,24 @@ Verdict = Any
 NOISE = 0.02
 """Differences of estimates below this fraction mean nothing."""
 LATENCY = 1500
-"""Clocks of a work tile that nothing hides: its first loads, the last stores. From bench/notes.md's times at s512."""
+"""Exposed clocks of a work tile: its first loads and last stores. From times at s512 in bench/notes.md."""
 MOST_SIMULATED = 50_000
-"""Work tiles whose schedule is simulated; of more, the mean says enough."""
+"""Maximum work tiles whose schedule is simulated; with more, the mean duration suffices."""
 
 
 def check_verdict(what: str, one: Any) -> None:
-    """Raise TypeError unless ``one`` is a verdict."""
+    """Raise TypeError unless ``one`` is a verdict; ``what`` begins the message."""
     if not hasattr(one, "spills_in_step"):
         raise TypeError(f"{what} {one!r:.200}; accepted: what cute_attn.lab.verdict.verdict returns")
 
 
 def estimate(verdict: Verdict, workload: "Workload | None" = None) -> float:
-    """Clocks of one launch for a workload, or without one, clocks of a multiprocessor for 1,000 scores.
+    """Estimated clocks of one launch for a workload; without a workload, clocks of a multiprocessor for 1,000 scores.
 
     Estimates are comparable only for the same traits, target and workload; smaller is faster.
 
     Raises:
-        ValueError: the tile does not fit, has no steady step, or its traits are not those of the workload.
+        ValueError: the tile does not fit or has no steady step, or the workload is of another op.
     """
     check_verdict("verdict is", verdict)
     if not verdict.fits or verdict.step is None:
@@ -76,7 +76,7 @@ def estimate(verdict: Verdict, workload: "Workload | None" = None) -> float:
 
 
 def estimates(verdict: Verdict) -> dict[str, float]:
-    """:func:`estimate` by the names of a kernel's default workloads; of a kernel without any, by ``""``."""
+    """Workload's name -> :func:`estimate`, for a kernel's default workloads; if there are none, ``""`` is the name."""
     try:
         workloads = default_workloads(Traits.parse(verdict.name))
     except ValueError:
@@ -85,12 +85,12 @@ def estimates(verdict: Verdict) -> dict[str, float]:
 
 
 def relative(one: dict[str, float], base: dict[str, float]) -> float:
-    """The geometric mean over workloads of the estimates' ratios."""
+    """The geometric mean over workloads of ``one``'s estimate divided by ``base``'s."""
     return math.exp(statistics.fmean(math.log(one[name] / base[name]) for name in base))
 
 
 def work_tiles(workload: "Workload", tile: dict[str, int]) -> Counter[int]:
-    """How many work tiles of a launch have so many steps; those without any are left out."""
+    """Number of steps -> how many work tiles of a launch have that many; work tiles without steps are left out."""
     m, n, packed = tile["tile_m"], tile["tile_n"], tile.get("pack_heads", 1)
     left, right = workload.band
     found = Counter[int]()
@@ -112,7 +112,7 @@ def work_tiles(workload: "Workload", tile: dict[str, int]) -> Counter[int]:
 def _steps(
     rows: int, cols: int, block: int, step: int, offset: int, before: int | None, after: int | None
 ) -> Counter[int]:
-    """Steps of each block of rows, of which row r sees the columns from r + offset - before to r + offset + after."""
+    """Steps -> number of row blocks with that many; row r sees columns r + offset - before to r + offset + after."""
     found = Counter[int]()
     for first in range(0, rows, block):
         last = min(first + block, rows) - 1
@@ -123,7 +123,7 @@ def _steps(
 
 
 def makespan(tiles: dict[float, int], places: int) -> float:
-    """The time until the last of these work tiles ends: each duration so many times, longest first, on ``places``."""
+    """The time until the last work tile ends on ``places`` blocks, longest first; tiles: duration -> how many."""
     total = sum(duration * count for duration, count in tiles.items())
     count = sum(tiles.values())
     if count > MOST_SIMULATED:
@@ -136,7 +136,7 @@ def makespan(tiles: dict[float, int], places: int) -> float:
 
 
 def operand_bytes(workload: "Workload") -> int:
-    """Bytes of the operands and results in memory, each once."""
+    """Total bytes of the operands and results in memory."""
     queries, keys = (sum(lengths) for lengths in zip(*workload.sequences, strict=True))
     per_query = workload.nheads * (workload.head_dim + workload.head_dim_v)
     per_key = workload.nheads_kv * (workload.head_dim + workload.head_dim_v)
@@ -145,7 +145,7 @@ def operand_bytes(workload: "Workload") -> int:
 
 
 def _fields(verdict: Verdict) -> dict[str, int]:
-    """The tile's fields that are numbers."""
+    """The integer fields of a verdict's tile."""
     fields: dict[str, Any] = dict(field.split("=") for field in verdict.tile.split(","))
     numbers = {name: int(value) for name, value in fields.items() if value.lstrip("-").isdigit()}
     if not {"tile_m", "tile_n"} <= numbers.keys():

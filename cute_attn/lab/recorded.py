@@ -1,4 +1,4 @@
-"""The kernels that a program's calls needed, as ``cute-attn run --json`` wrote them. Reading them needs no torch."""
+"""Read the kernels that a program's calls needed from a file of ``cute-attn run --json``, without torch."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from cute_attn.traits import Traits
 
 
 def listed(path: Path) -> list[tuple[Traits, str, str]]:
-    """Traits, tile and target of each; a ValueError if the file is none of these, or lists no kernel."""
+    """(traits, tile, target) of each kernel. Raises ValueError if the file is not such a file or lists no kernel."""
     accepted = "accepted: a file of `cute-attn run --json` from a machine with a GPU"
     try:
         rows = json.loads(Path(path).read_bytes())["kernels"]

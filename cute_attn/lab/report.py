@@ -1,4 +1,4 @@
-"""One HTML page of verdicts or of a study, to send: tables, both steps and layouts. It needs no network."""
+"""Write one HTML page of verdicts or of a study: tables, both steps and layouts. It needs no other files."""
 
 import io
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ _FOR_PICTURES = 1_500_000  # bytes; what would exceed them is left out, and name
 
 
 def of_verdicts(verdicts: Sequence[Verdict], path: Path) -> None:
-    """Write the page of verdicts: their tables, how the first two steps differ, the first one's layouts."""
+    """Write the page of verdicts: their tables, how the first two steps differ, and the first kernel's layouts."""
     title = ", ".join(dict.fromkeys(f"{one.name} on {one.target}" for one in verdicts))
     lines = (line_table(one) for one in verdicts if one.lines)
     _write(path, title, [shown(*verdicts, verbose=True), *lines], [one for one in verdicts if one.fits])
 
 
 def of_study(study: Study, path: Path) -> None:
-    """Write the page of a search: its candidates and A/B, and the best one's step and layouts next to the default's."""
+    """Write the page of a search: its candidates and A/B, the best tile's step next to the default's, its layouts."""
     first = next((one.change for one in study.candidates if one.status in ("timed", "ranked")), "")
     shape = parse(study.workloads[0], Traits.parse(study.name))
     pair = dict.fromkeys(Contender(study.name, change) for change in (study.best or first, ""))
@@ -38,7 +38,7 @@ def of_study(study: Study, path: Path) -> None:
 
 
 def study_parts(study: Study) -> list[Any]:
-    """What was found, without the kernels."""
+    """A study's sentences and tables, without steps and layouts."""
     where = f"{study.gpu}, driver {study.driver}" if study.gpu else f"for {study.target}, without a GPU"
     parts = [study.sentence, f"{where}; {study.started[:16]}, {study.seconds:.0f} s", *study.notes]
     if study.best:
@@ -51,7 +51,7 @@ def study_parts(study: Study) -> list[Any]:
 
 
 def _write(path: Path, title: str, parts: Sequence[Any], verdicts: Sequence[Verdict]) -> None:
-    """A page of what rich prints, of the steady steps of two kernels, and of the first one's layouts."""
+    """Write ``parts`` as rich prints them, how the first two verdicts' steps differ, and the first one's layouts."""
     console = Console(file=io.StringIO(), width=180, record=True)
     console.print(*parts, sep="\n", highlight=False, markup=False)
     if len(verdicts) > 1:

@@ -24,13 +24,14 @@ BUILD_AT = Path(__file__).with_name("build_at.py")
 
 
 def verdict_at(revision: str, kernel: Traits | str, tile: str = "", target: str | None = None) -> Verdict:
-    """The verdict of the revision's kernel, with its source lines; an old one's bank conflicts are not counted.
+    """The verdict on a revision's kernel, with its source lines. Bank conflicts of old revisions are not counted.
 
-    The revision, of the repository that this package lies in, is checked out into a temporary folder, and a process
-    builds the kernel there, with the revision's default tile as the text changes it.
+    The revision, from this package's git repository, is checked out into a temporary folder. A process builds the
+    kernel there. ``tile`` changes fields of the revision's default tile.
 
     Raises:
-        ValueError: it is no revision, it has no such kernel, or the kernel is a variant or has users' epilogues.
+        ValueError: there is no such revision, it cannot build the kernel, or the kernel is a variant or has users'
+            epilogues.
     """
     traits = Traits.of(kernel)
     if traits.variant or traits.epilogues:
@@ -73,6 +74,6 @@ def _check_out(revision: str, folder: Path) -> None:
 
 
 def _git(*arguments: str) -> bytes:
-    """What git prints; nothing where it fails."""
+    """The output of git, empty if it fails."""
     done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, check=False)
     return done.stdout if done.returncode == 0 else b""

@@ -5,8 +5,8 @@ nvdisasm gives opcodes, operands and source lines; the control bits are read fro
 which two of six scoreboards it sets (3 each) and which of them it waits for first (6): Jia et al. 2018,
 https://arxiv.org/abs/1804.06826. NVIDIA does not document them.
 
-Loops are natural loops: a back edge goes to a block that dominates it (Aho, Lam, Sethi, Ullman, section 9.6). Blocks
-that only retry a wait for an mbarrier lie behind the code and branch back into it; they are left out.
+Loops are natural loops: a back edge goes to a block that dominates its source (Aho, Lam, Sethi, Ullman, section 9.6).
+Blocks that only retry a wait for an mbarrier are placed after the code and branch back into it; they are left out.
 """
 
 import functools
@@ -34,11 +34,11 @@ MMA = ("HMMA", "HGMMA")
 _ENDS = ("BRA", "BRX", "JMP", "RET", "EXIT")
 _RETRY = ("BRA", "NANOSLEEP")
 MAX_UNROLL = 4
-"""Most steps that an iteration of the main loop may have."""
+"""Maximum steps per iteration of the main loop."""
 
 
 class StepNotFound(ValueError):
-    """No loop of the machine code holds what the kernel says a step holds."""
+    """No loop of the machine code has the instruction counts that the kernel states for a step."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Instruction:
         operands: as nvdisasm prints them, destinations first.
         stall: clocks until the warp may issue its next instruction.
         waits: the scoreboards, 0 to 5, that it waits for.
-        file, line: of the source, where the kernel was built with line info; "" and 0 elsewhere.
+        file, line: source file and line; "" and 0 without line info.
     """
 
     address: int
@@ -70,7 +70,7 @@ class Instruction:
 
     @property
     def target(self) -> int | None:
-        """The address that a branch goes to, where it states one."""
+        """The address that a branch jumps to, or None if the instruction states none."""
         return int(self.operands[-1], 16) if self.opcode == "BRA" and self.operands else None
 
     @property
@@ -100,9 +100,9 @@ class Step:
     """One iteration of the main loop along the path that a steady step takes.
 
     Attributes:
-        loop: where it is.
-        instructions: of one warp, each with its number of executions; those of a product that is a loop are repeated.
-        steps: query blocks times key blocks of an iteration; 1 unless ptxas has unrolled the loop.
+        loop: the loop.
+        instructions: of one warp, each with its number of executions, which counts iterations of inner loops.
+        steps: number of query blocks times key blocks per iteration; 1 unless ptxas has unrolled the loop.
     """
 
     loop: Loop
@@ -110,13 +110,13 @@ class Step:
     steps: int
 
     def count(self, *names: str) -> int:
-        """Instructions of one step called ``names``, with any further modifiers; all if none is given."""
+        """Number of instructions per step with one of ``names``, plus any modifiers; without ``names``, of all."""
         starts = tuple(f"{name}." for name in names) or ("",)
         return sum(n for i, n in self.instructions if f"{i.name}.".startswith(starts)) // self.steps
 
     @property
     def stalls(self) -> int:
-        """The fewest clocks that one warp needs for a step: the sum of its instructions' stalls."""
+        """Minimum clocks that one warp needs for a step: the sum of its instructions' stalls."""
         return sum(i.stall * n for i, n in self.instructions) // self.steps
 
 
@@ -129,8 +129,8 @@ class Code:
 
     @staticmethod
     def of(cubin: bytes, name: str = "", sources: Path = SOURCES) -> "Code":
-        """The code of a cubin with one kernel, made of the packages in ``sources``: line info names the files of the
-        process that built it, which the cache may have from another checkout with the same sources.
+        """Read the code of a cubin with one kernel. Source files are looked up in ``sources``: a cached cubin's line
+        info may name the files of another checkout with the same sources.
         """
         return Code(tuple(_instructions(cubin, sources)), name)
 
@@ -149,7 +149,7 @@ class Code:
 
     @functools.cached_property
     def graph(self) -> nx.DiGraph:
-        """Which block may follow which, without blocks that only retry a wait and those that are never reached."""
+        """The control-flow graph of the blocks, without unreachable blocks and blocks that only retry a wait."""
         graph = nx.DiGraph()
         for start, block in self.blocks.items():
             graph.add_node(start)
@@ -167,7 +167,7 @@ class Code:
 
     @functools.cached_property
     def loops(self) -> tuple[Loop, ...]:
-        """All loops, by the address of their header."""
+        """All loops, in the order of their headers' addresses."""
         graph = self.graph
         bodies: dict[int, set[int]] = {}
         dominators = nx.immediate_dominators(graph, 0)
@@ -177,11 +177,11 @@ class Code:
         return tuple(Loop(header, frozenset(bodies[header])) for header in sorted(bodies))
 
     def step(self, content: StepContent) -> Step:
-        """The steady step: of the innermost loops with that content, the one with the fewest instructions.
+        """The steady step: of the innermost loops with ``content``, the one with the fewest instructions.
 
-        A mask gives a kernel several loops: the one without it is the shortest, and so is the one with stale row
-        maxima. Within a loop, the path with the fewest instructions is taken of those that start most asynchronous
-        copies, wide ones first: it skips masks and rescaling, and starts the next loads, of rows that are aligned best.
+        A kernel may have several loops: those without a mask and with stale row maxima are shortest. Within a loop, the
+        step is the path with the most asynchronous copies, wide copies first, and then the fewest instructions. It
+        skips masks and rescaling, and starts the next loads of the best aligned rows.
         """
         found = [step for loop in self.loops if (step := self._step_of(loop, content)) is not None]
         inner = [s for s in found if not any(other.loop.blocks < s.loop.blocks for other in found)]
@@ -194,7 +194,7 @@ class Code:
         return min(inner, key=lambda step: step.count())
 
     def _step_of(self, loop: Loop, content: StepContent) -> Step | None:
-        """A loop's steady step, or None if it has another content."""
+        """A loop's steady step, or None if the loop does not have ``content``."""
         instructions = self._path(loop, content.loops)
         if instructions is None:
             return None
@@ -205,7 +205,7 @@ class Code:
         return step if same and step.count("MUFU.EX2") >= content.exp2 else None
 
     def _path(self, loop: Loop, products: Loops) -> tuple[Weighted, ...] | None:
-        """What one iteration issues along its steady path, or None where the loop has several entries."""
+        """The instructions of one iteration along its steady path, or None if the loop has several entries."""
         inner = [other for other in self.loops if other.blocks < loop.blocks]
         inner = [a for a in inner if not any(a.blocks < b.blocks for b in inner)]
         node_of = {block: a.header for a in inner for block in a.blocks}
@@ -278,7 +278,7 @@ def _disassembled(cubin: bytes, sources: Path) -> tuple[list[Any], list[str]]:
 
 
 def _source(file: Path, sources: Path) -> Path:
-    """A package's file as ``sources`` has it; another file as it is."""
+    """The path in ``sources`` of a package's file, if it exists there; else ``file``."""
     package = next((folder for folder in file.parents if folder.name in PACKAGES), None)
     here = sources / file.relative_to(package.parent) if package else file
     return here if here.is_file() else file
@@ -306,7 +306,7 @@ def _body(graph: nx.DiGraph, latch: int, header: int) -> set[int]:
 
 
 def _iterations(mma: int, products: Loops, position: int) -> int:
-    """How often an inner loop of ``mma`` matrix instructions runs, the ``position``-th of its step."""
+    """Number of iterations of a step's inner loop number ``position``, which has ``mma`` matrix instructions."""
     times = [n for count, n in products if count == mma]
     if len(set(times)) > 1:  # then by their order
         return next((n for count, n in products[position:] if count == mma), times[-1])
@@ -314,7 +314,7 @@ def _iterations(mma: int, products: Loops, position: int) -> int:
 
 
 def _cost(body: Iterable[Weighted]) -> tuple[int, ...]:
-    """(minus asynchronous copies of 16 bytes, of 8, of 4, instructions)."""
+    """(minus asynchronous copies of 16 bytes, minus those of 8, minus those of 4, instructions)."""
     pairs = list(body)
     copies = Counter[str]()
     for i, n in pairs:

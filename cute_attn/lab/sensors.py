@@ -1,4 +1,4 @@
-"""The GPU's clock, power and heat, and what holds its clock down: by NVML if pynvml is installed, else nvidia-smi."""
+"""Read the GPU's clock, power and heat, and what limits its clock, by NVML if pynvml is installed or nvidia-smi."""
 
 import statistics
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ _NVIDIA_SMI = "clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active"
 
 @dataclass(frozen=True)
 class State:
-    """The GPU at one moment, and why its clock is not higher; None where it does not tell."""
+    """The GPU at one moment, and the ``reasons`` why its clock is not higher; None for unknown values."""
 
     clock_mhz: int | None = None
     watts: int | None = None
@@ -25,7 +25,7 @@ class State:
 
     @property
     def slowed(self) -> bool:
-        """True if something but power holds the clock down: times measured then say little."""
+        """True if heat or the hardware, not the power limit, lowers the clock: measured times then mean little."""
         return any(reason in _SLOWED for reason in self.reasons)
 
 
@@ -42,14 +42,14 @@ def summary(states: Iterable[State | None]) -> State:
 
 
 def known_median(values: Iterable[int | None]) -> int | None:
-    """The median of those that are known, if any is."""
+    """The median of the values that are not None; None if there are none."""
     known = [value for value in values if value is not None]
     return round(statistics.median(known)) if known else None
 
 
 class Sensor(NamedTuple):
-    """How the GPU's state is read, how long the GPU has to be kept busy, so that it is read under load, and in which
-    rounds: every so many.
+    """Reads the GPU's state. ``busy_ms``: how long the GPU must be busy for a reading under load. ``every``: the state
+    is read once in so many rounds.
     """
 
     read: Callable[[], State | None]
@@ -58,7 +58,7 @@ class Sensor(NamedTuple):
 
 
 def sensor(uuid: str) -> Sensor:
-    """The sensor of the GPU with torch's UUID. nvidia-smi takes a tenth of a second and is asked in few rounds."""
+    """The sensor of the GPU with torch's UUID. nvidia-smi takes a tenth of a second, so few rounds call it."""
     try:
         import pynvml  # may not be installed
 
@@ -99,7 +99,7 @@ def parse_nvidia_smi(line: str | None) -> State | None:
 
 
 def _number(text: str) -> int | None:
-    """A decimal or a hexadecimal number, or None for what nvidia-smi cannot tell."""
+    """A decimal or hexadecimal number, or None if nvidia-smi gives no number."""
     text = text.strip()
     try:
         return int(text, 16) if text.startswith("0x") else round(float(text))

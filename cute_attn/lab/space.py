@@ -3,9 +3,9 @@
     space = Space.parse("tile_n=64..192:16,num_stages=1|2", tile)
     tiles, declined = space.tiles(traits, "sm90")
 
-A tile has a dozen fields, and a build takes seconds: a whole product is for a few of them. Otherwise one field at a
-time is changed (``neighbours``; ``repaired``, where that needs a second one), then the changes that helped are
-combined (``pairs``).
+A tile has a dozen fields, and a build takes seconds, so the whole product suits only a few fields. Otherwise one field
+at a time is changed (``neighbours``), with a second field if the first change alone does not fit (``repaired``); then
+the changes that helped are combined (``pairs``).
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ _FIELD_IS = re.compile(r"^(\w+) is \S+; ")
 
 @dataclass(frozen=True)
 class Space:
-    """Values of some of a tile's fields, in its order; the others keep their values."""
+    """Values to try for some of a tile's fields, in the tile's order; the other fields keep their values."""
 
     tile: Tile
     values: tuple[tuple[str, tuple[Any, ...]], ...]
@@ -36,8 +36,8 @@ class Space:
     def parse(cls, text: str, tile: Tile) -> "Space":
         """From a text such as ``"tile_n=64..192:16,num_stages=1|2,q_in_regs"``.
 
-        A field's values are ``A|B|...``, ``FIRST..LAST`` or ``FIRST..LAST:STEP``; without any they are those that the
-        tile's class has for it, of a bool both.
+        A field's values are ``A|B|...``, ``FIRST..LAST`` or ``FIRST..LAST:STEP``. A field without values gets those
+        that the tile's class lists for it, or both values of a bool.
         """
         known = _known_values(tile)
         names = [field.name for field in dataclasses.fields(tile)]  # type: ignore[arg-type]
@@ -66,9 +66,9 @@ class Space:
             yield dataclasses.replace(self.tile, **dict(zip(names, combination, strict=True)))  # type: ignore[type-var]
 
     def neighbours(self, tile: Tile | None = None) -> Iterator[Tile]:
-        """A tile, by default the space's own, with one field changed; each field's nearest values first.
+        """Yields a tile, by default the space's, with one field changed; each field's nearest values come first.
 
-        So if time runs short the values farthest from it are left out.
+        If time runs short, the values farthest from the tile's are thus left out.
         """
         tile = tile or self.tile
         orders = []
@@ -81,7 +81,7 @@ class Space:
             yield from (step for step in steps if step is not None)
 
     def repaired(self, traits: Traits, target: str) -> Iterator[Tile]:
-        """For each neighbour that does not fit, with the nearest change of a second field that makes it fit, if any."""
+        """Yields neighbours that do not fit, each with the nearest change of a second field that makes it fit."""
         for tile in self.neighbours():
             if tile.reject(traits, target) is None:
                 continue
@@ -92,7 +92,7 @@ class Space:
                 yield found
 
     def pairs(self, helped: Sequence[Tile]) -> Iterator[Tile]:
-        """What each two of the given tiles, the best first, change, together, if they change different fields."""
+        """Yields tiles with the changes of two ``helped`` tiles, the best first, if these change different fields."""
         changes = [changed_fields(self.tile, tile) for tile in helped]
         order = sorted(itertools.combinations(range(len(helped)), 2), key=sum)
         for i, j in order:
@@ -118,7 +118,7 @@ def accepted(tiles: Iterable[Tile], traits: Traits, target: str) -> tuple[list[T
 
 
 def kind_of(reason: str, target: str) -> str:
-    """A tile's reason without its numbers, to count equal ones."""
+    """The reason why a tile does not fit, without numbers, so that equal reasons can be counted."""
     if _NEEDS_MEMORY.match(reason):
         return f"need more shared memory than {target} has"
     if _NEEDS_REGISTERS.match(reason):
@@ -127,13 +127,13 @@ def kind_of(reason: str, target: str) -> str:
 
 
 def changed_fields(base: Tile, tile: Tile) -> dict[str, Any]:
-    """Field -> value where a tile differs from another of its class."""
+    """Field -> value, of the fields in which ``tile`` differs from ``base``, which is of the same class."""
     names = [field.name for field in dataclasses.fields(tile)]  # type: ignore[arg-type]
     return {name: getattr(tile, name) for name in names if getattr(tile, name) != getattr(base, name)}
 
 
 def _known_values(tile: Tile) -> dict[str, tuple[Any, ...]]:
-    """Field -> values to try: those of its metadata, of a bool both."""
+    """Field -> values to try: those in its metadata, or both for a bool."""
     known = {}
     for field in dataclasses.fields(tile):  # type: ignore[arg-type]
         both = (False, True) if isinstance(field.default, bool) else ()

@@ -1,4 +1,4 @@
-"""How sure a difference of two times is: paired log-ratios, and an interval of their median by order statistics.
+"""How certain a difference of two times is: paired log-ratios, and an interval of their median by order statistics.
 
 The only assumption is that rounds are independent and equally distributed. With n rounds the median lies between the
 k-th smallest and the k-th largest ratio unless fewer than k of n fair coins show one side, a binomial probability
@@ -14,7 +14,7 @@ from typing import Literal
 
 CONFIDENCE = 0.95
 ROUNDS = 21
-"""Rounds before the first look: 0.6% of noise a sample then leaves a 1% difference in doubt once in twenty times."""
+"""Rounds before the first look: with 0.6% noise per sample, a 1% difference is then in doubt once in 20 times."""
 RESOLUTION = 0.005
 """Differences below it count as none."""
 
@@ -23,8 +23,8 @@ Outcome = Literal["faster", "slower", "same", "undecided"]
 
 @dataclass(frozen=True)
 class Interval:
-    """The median ratio of a's speed over b's in some rounds, above 1 where a is faster, and an interval that holds the
-    true one with at least ``CONFIDENCE``: 0 to infinite where there are too few rounds.
+    """The median ratio of a's speed to b's over some rounds, above 1 if a is faster. ``low`` to ``high`` contains the
+    true median with at least ``CONFIDENCE``; it is 0 to infinity if there are too few rounds.
     """
 
     ratio: float
@@ -38,7 +38,7 @@ class Interval:
         return math.log(self.high / self.low) if self.low > 0 else math.inf
 
     def outcome(self, resolution: float = RESOLUTION) -> Outcome:
-        """What may be said of a.
+        """The outcome for a.
 
         "same" if the whole interval is within the resolution of 1, else "faster" or "slower" if it does not contain 1,
         else "undecided".
@@ -50,8 +50,8 @@ class Interval:
         return "slower" if self.high < 1 else "undecided"
 
     def decided(self, resolution: float = RESOLUTION) -> bool:
-        """True if the interval is narrower than the resolution, or farther from 1 than that. A look at the width does
-        not favour any outcome; a stop as soon as 1 is outside would.
+        """True if the interval is narrower than the resolution, or farther from 1 than the resolution. Stopping by
+        width favours no outcome; stopping as soon as the interval excludes 1 would.
         """
         beyond = _log(self.low) > resolution or _log(self.high) < -resolution
         return self.width <= resolution or beyond
@@ -62,7 +62,7 @@ def _log(ratio: float) -> float:
 
 
 def median_rank(n: int) -> int:
-    """The largest k such that the k-th smallest and largest of n values enclose the median that surely; 0: none."""
+    """The largest k whose k-th smallest and largest of n values enclose the median with ``CONFIDENCE``; 0 if none."""
     # 2**n (1 - CONFIDENCE) / 2 outcomes of n coins may have fewer than k heads.
     fewer = itertools.accumulate(math.comb(n, k) for k in range(n // 2 + 1))
     return next((k for k, count in enumerate(fewer) if count / 2**n > (1 - CONFIDENCE) / 2), n // 2)
@@ -94,10 +94,10 @@ def until_decided(
     """Run rounds until :meth:`Interval.decided`; returns their log-ratios and how many were void.
 
     Args:
-        one_round: a log-ratio, or None if the round is void.
-        rounds: without void ones, before the first look.
-        most: rounds in all, void ones included.
-        in_time: whether there is time for another round; the first ``rounds`` do not ask.
+        one_round: returns a log-ratio, or None if the round is void.
+        rounds: how many to run before the first look, void rounds not counted.
+        most: maximum rounds, void ones included.
+        in_time: returns whether there is time for another round; not called in the first ``rounds``.
     """
     found: list[float] = []
     void = 0

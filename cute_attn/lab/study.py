@@ -19,15 +19,16 @@ Status = Literal["timed", "ranked", "built", "failed", "wrong", "not reached"]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tile that was tried: all its fields, those that differ from the default tile, as ``--tile`` takes them, and how
-    far it came. "ranked" and "built" have not been run; "wrong" was run, and never timed.
+    """A tile that a study considers.
 
     Attributes:
+        tile, change: all its fields; those that differ from the default tile, as ``--tile`` accepts them.
+        status: "ranked" and "built" tiles have not been run; a "wrong" tile was run but not timed.
         reason: why it failed, is wrong or has no rank.
-        gains, ms: by workload, its speed over the default's, the median of a few rounds and no verdict; milliseconds.
-        estimate: its estimated time over the default's, before it was run: the geometric mean over the workloads.
-        seconds: that building it took.
-        kept: whether its times are an earlier study's.
+        gains, ms: by workload, its speed over the default's, a median of a few rounds, no verdict; milliseconds.
+        estimate: its estimated time over the default's: the geometric mean over the workloads.
+        seconds: build time.
+        kept: whether its times come from an earlier study.
     """
 
     tile: str
@@ -43,12 +44,12 @@ class Candidate:
 
     @property
     def gain(self) -> float | None:
-        """The geometric mean of the gains, or None where it was not timed."""
+        """The geometric mean of the gains, or None if the tile was not timed."""
         return math.exp(statistics.fmean(map(math.log, self.gains.values()))) if self.gains else None
 
     @property
     def order(self) -> tuple[float, ...]:
-        """To sort by: timed ones by gain, then ranked ones, without spills first, then the rest."""
+        """Sort key: timed tiles by gain, then ranked tiles, those without spills first, then all others."""
         if self.gain is not None:
             return 0, -self.gain
         if self.status in ("ranked", "built"):
@@ -61,13 +62,13 @@ class Study:
     """A search for the fastest tile.
 
     Attributes:
-        gpu: "" where nothing was timed.
-        candidates: all that were considered, the best first.
+        gpu: "" if nothing was timed.
+        candidates: all candidates, the best first.
         declined: how many tiles were declined before they were built, for each reason.
         best: the tile that an A/B found faster than the default and not slower on any workload; "" for the default.
         best_text: that tile as Python, to paste.
-        verdict: the A/B of the fastest candidate against the default; None where none was run.
-        started: when, in ISO 8601 and UTC.
+        verdict: the A/B of the fastest candidate against the default; None if it was not run.
+        started: start time, UTC in ISO 8601.
     """
 
     name: str
@@ -107,7 +108,7 @@ class Study:
         return f"{self.name}: the default tile stays; {self.verdict.sentence}"
 
     def table(self, most: int = 20) -> Table:
-        """The default tile, which the others are measured by, the best ``most`` candidates, and all that failed."""
+        """A table of the default tile, which is the baseline, the best ``most`` candidates, and all that failed."""
         timed = self.workloads if self.gpu else ()
         shown = Table("tile", *(f"speed, {name}" for name in timed), "estimated time", "spills", "note")
         shown.title = f"{self.name} on {self.gpu or self.target}"
@@ -128,7 +129,7 @@ class Study:
         return Printed(self.table(), Text(self.sentence))._repr_html_()
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values, with ``"kind": "study"``."""
+        """The fields as plain values, with ``"kind": "study"``."""
         verdict = None if self.verdict is None else self.verdict.to_json()
         values = asdict(self) | {"sentence": self.sentence, "verdict": verdict}
         return {"kind": "study"} | json.loads(json.dumps(values))

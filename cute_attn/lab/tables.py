@@ -1,4 +1,4 @@
-"""Tables of text whose names fold where a column is narrow, and are never cut."""
+"""Text tables whose cells wrap in narrow columns and are never truncated."""
 
 import io
 from importlib import resources
@@ -26,7 +26,7 @@ def sized(count: int) -> str:
 
 
 def brief_tile(name: str, target: str | None, tile: str) -> str:
-    """A tile's text without the fields that have their class's default; all where its class is not known."""
+    """A tile's text without fields at their class's default; the whole text if the class is not known."""
     try:
         kind = type(registry.lookup(Traits.parse(name), None, target).tile)
     except ValueError:  # a variant that is not registered here, or text in place of a tile
@@ -40,7 +40,7 @@ class Table(rich.table.Table):
 
 
 class Printed(Group):
-    """What rich prints, as text; in notebooks, as a section of a page."""
+    """Renderables of rich as text, or in notebooks as HTML."""
 
     def __str__(self) -> str:
         return self._console().file.getvalue()  # type: ignore[attr-defined]

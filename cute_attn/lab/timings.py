@@ -1,7 +1,8 @@
-"""Timings on disk: one line each, so that a study that was stopped goes on, and another tile in a space times one tile.
+"""Timings on disk, so that a stopped study goes on, and a study with one more tile in its space times only that tile.
 
-A timing is kept for the compiled kernel's cache key and the default's that it was timed against, the workload, the GPU
-and its driver. It holds log-ratios to the default in alternating rounds, which another day's clock does not change.
+The file has a line of JSON per timing. A timing is identified by the cache keys of the kernel and of the default that
+it was timed against, the workload, the GPU and its driver. It holds log-ratios to the default from alternating rounds,
+which do not depend on the clock of the day.
 """
 
 import json
@@ -17,7 +18,7 @@ from cute_attn.compiler.cache import caches_folder, default_cache
 
 @dataclass(frozen=True)
 class TimingKey:
-    """What a timing is of: cache keys of the kernel and of the one it was timed against, and what timed it on what."""
+    """Identifies a timing: cache keys of the kernel and of the default it was timed against, workload, GPU, driver."""
 
     kernel: str
     default: str
@@ -35,7 +36,7 @@ class Timing:
 
 
 def default_path() -> Path:
-    """Next to the kernels' cache: ``cute_attn-lab/timings.jsonl`` in the user's folder for caches."""
+    """The file next to the kernels' cache: by default ``cute_attn-lab/timings.jsonl`` in the user's cache folder."""
     cache = default_cache()
     root = cache.root if cache is not None else caches_folder() / "cute_attn"
     return root.with_name(f"{root.name}-lab") / "timings.jsonl"
@@ -44,7 +45,7 @@ def default_path() -> Path:
 class Timings:
     """The file's timings, and the kernels that a process began to run and never returned from.
 
-    A kernel is noted before it first runs and crossed off afterwards. What is still noted hung, or lost the GPU.
+    A kernel is noted before it first runs and crossed off afterwards. A kernel still noted has hung or lost the GPU.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -83,11 +84,11 @@ class Timings:
         self._append({"kernel": kernel, "begun": True})
 
     def ended(self, kernel: str) -> None:
-        """Cross it off: it returned, whatever it computed."""
+        """Cross a kernel off: it returned, whatever it computed."""
         self._append({"kernel": kernel, "begun": False})
 
     def hung(self, kernel: str) -> bool:
-        """True if an earlier process began to run it and never returned."""
+        """True if an earlier process began to run the kernel and never returned."""
         return kernel in self._begun
 
     def _append(self, values: dict[str, Any]) -> None:

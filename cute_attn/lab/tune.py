@@ -1,15 +1,15 @@
-"""The best tile of a kernel for some workloads, within a budget of seconds.
+"""Search for the best tile of a kernel for some workloads, within a budget of seconds.
 
     from cute_attn.lab.tune import tune
 
     study = tune("forward-sm90-bf16-d128-causal", workloads=["b1-s8192-h32x8"], budget_s=60)
     print(study.sentence)
 
-What a tile declines is never built. The others are built by worker processes, while the GPU races the ones ready, the
-most promising by its code first and what spills in the steady step last. Each is compared with the reference, then
-timed in a few rounds against the default; then the changes that helped are combined. The best are raced against
-each other, and an A/B of the winner against the default decides. Timings are kept on disk: a study that is stopped
-goes on where it was.
+Tiles that do not fit are never built. Worker processes build the others, while the GPU times those that are ready: the
+most promising by their code first, and those that spill in the steady step last. Each tile is compared with the
+reference, then timed in a few rounds against the default; then the changes that helped are combined. The best tiles
+race against each other, and an A/B of the winner against the default decides. Timings are kept on disk, so that a
+study that was stopped can continue.
 """
 
 import importlib
@@ -55,8 +55,8 @@ _BUILD_S, _START_S, _CHECK_S, _AB_S = 8.0, 5.0, 0.3, 1.5
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a study is: what it does, numbers of candidates, the fastest so far as a change of the default tile, ""
-    if that is the fastest, and its speed over the default's.
+    """How far a study is: the current step, and numbers of candidates. ``best``: the fastest tile so far, as a change
+    of the default tile, or "" for the default itself. ``gain``: its speed over the default's.
     """
 
     text: str
@@ -93,12 +93,12 @@ def tune(
     Args:
         space: tiles to try, see :class:`Space`; by default one field at a time around the default tile, and pairs of
             what helped.
-        target: by default the GPU that is present; another one only with ``static_only``.
-        workloads: or their texts; by default two lengths of 16k tokens.
-        budget_s: seconds, of which the last few are the A/B's.
+        target: by default the GPU that is present; another target only with ``static_only``.
+        workloads: workloads or their texts; by default 16k tokens in sequences of 2048 and of 8192.
+        budget_s: seconds, the last few of which are reserved for the race of the best and the A/B.
         static_only: only rank by the code; needs no GPU.
-        resume: the file of timings that are kept, by default the user's own, see :mod:`cute_attn.lab.timings`.
-        seed: of the order in which a larger space is tried.
+        resume: the file that keeps timings, by default the user's; see :mod:`cute_attn.lab.timings`.
+        seed: seed of the order in which a given space is tried.
 
     Raises:
         ValueError: the name, the space or a workload is wrong, all tiles were declined, or there is no GPU.
@@ -129,12 +129,12 @@ def tune(
 
 
 def table_row(study: Study, workloads: Sequence[Workload], commit: str) -> str:
-    """The line of the kernel's ``tiles.csv`` with the study's winner in the place of the default tile.
+    """The line of the kernel's ``tiles.csv`` with the study's winner as the default tile.
 
-    Its evidence is the speed on the largest of the study's workloads.
+    The line's evidence is the speed on the workload with the most operations.
 
     Raises:
-        ValueError: no tile was faster than the default, or the kernel's default is no row of a table.
+        ValueError: no tile was faster than the default, or the kernel's default tile is not from a table.
     """
     if not study.best:
         raise ValueError(
@@ -154,8 +154,8 @@ def table_row(study: Study, workloads: Sequence[Workload], commit: str) -> str:
 
 @dataclass(frozen=True)
 class Search:
-    """Which tiles are tried: ``tiles`` first, in the order in which they are built, then, if it ``grows``, pairs of
-    what helped. ``space`` is around the default tile; ``declined`` counts reasons.
+    """The tiles that a study tries: first ``tiles``, in the order of their builds, then, if it ``grows``, pairs of
+    changes that helped. ``space`` is around the default tile; ``declined``: number of declined tiles by reason.
     """
 
     traits: Traits
@@ -175,7 +175,7 @@ class Search:
         return Contender(self.traits.name, self.change(tile))
 
     def change(self, tile: Tile) -> str:
-        """A tile as a change of the one that ``--tile`` changes, the default for long sequences: ``"tile_n=112"``."""
+        """A tile as text such as ``"tile_n=112"`` for ``--tile``, which changes the default for long sequences."""
         default = registry.lookup(self.traits, None, self.target).tile.text.split(",")
         return ",".join(item for item in tile.text.split(",") if item not in default)
 
@@ -187,7 +187,7 @@ class Search:
         workloads: tuple[Workload, ...],
         seed: int = 0,
     ) -> "Search":
-        """The candidates of a space. ValueError if its text is wrong, or no tile is left."""
+        """Choose the candidates of a space. Raises ValueError if its text is wrong or no tile is left."""
         target = target or default_target(traits.arch)
         start = tile_at(Contender(traits.name), workloads[0], target)
         grows = space is None
@@ -223,12 +223,12 @@ class _Entry:
 
     @property
     def score(self) -> float:
-        """The logarithm of its gain; minus infinity where it was not timed."""
+        """The logarithm of the candidate's gain; minus infinity if it was not timed."""
         return -math.inf if self.candidate.gain is None else math.log(self.candidate.gain)
 
 
 class _Study:
-    """A search that runs."""
+    """A running study."""
 
     def __init__(
         self,
@@ -275,7 +275,7 @@ class _Study:
     # ---- candidates ----
 
     def add(self, tiles: Iterable[Tile]) -> list[_Entry]:
-        """New candidates among the tiles."""
+        """Add the tiles that are no candidates yet; returns their entries."""
         new = []
         for tile in tiles:
             if tile not in self.entries and tile != self.search.space.tile:
@@ -285,11 +285,11 @@ class _Study:
         return new
 
     def submit(self, entries: Iterable[_Entry]) -> None:
-        """Build those whose times are not known."""
+        """Queue builds of the candidates whose times are not known."""
         self.builds.submit([entry.tile for entry in entries if not self.recalled(entry)])
 
     def promise(self) -> str:
-        """How many candidates fit the budget."""
+        """A sentence on how many candidates fit the budget."""
         seconds = self.end - self.start - self.reserve
         of_builds = self.builds.workers * max(0.0, seconds - _START_S) / _BUILD_S
         rounds = 4 * HEAT_ROUNDS * HEAT_MS / 1000 + _CHECK_S
@@ -303,7 +303,7 @@ class _Study:
         )
 
     def combine(self) -> bool:
-        """Submit pairs of what helped; whether there are new ones."""
+        """Submit pairs of the changes that helped; returns whether any pair is new."""
         if not self.search.grows:
             return False
         if self.card is None:
@@ -345,7 +345,7 @@ class _Study:
         entry.candidate = replace(entry.candidate, **changes)
 
     def rank(self, entry: _Entry) -> None:
-        """Its estimate, relative to the default's, once both are there."""
+        """Set a candidate's estimate relative to the default's, once both are known."""
         base, own = self.default_built, entry.built
         if base is None or own is None or not own.estimates or not base.estimates:
             return
@@ -364,7 +364,7 @@ class _Study:
         return key_of(registry.lookup(self.search.traits, tile, self.search.target), self.search.target)
 
     def recalled(self, entry: _Entry) -> bool:
-        """True if nothing is left to time of it: an earlier study did, or never came back from it."""
+        """True if a candidate needs no timing: it is timed or failed, or an earlier study timed it or hung on it."""
         if self.card is None or entry.candidate.status in ("timed", "failed"):
             return self.card is not None
         if self.timings.hung(self.cache_key(entry.tile)):
@@ -385,7 +385,7 @@ class _Study:
         self.mark(entry, status="timed", reason="", gains=gains, ms=times)
 
     def can_time(self) -> bool:
-        """True if the default is ready to be timed against; it is checked and warmed up on its first call."""
+        """True if the default is ready to be timed against; the first such call checks it and warms it up."""
         if self.card is None or self.default_built is None:
             return False
         if not self.runs:
@@ -396,7 +396,7 @@ class _Study:
         return True
 
     def heat(self, entry: _Entry) -> None:
-        """Check a candidate on every workload, then time it beside the default in a few rounds."""
+        """Check a candidate on every workload, then time it against the default in a few rounds."""
         assert self.card is not None
         contender, kernel = self.search.contender(entry.tile), self.cache_key(entry.tile)
         self.say(f"checking {entry.candidate.change}")
@@ -422,7 +422,7 @@ class _Study:
             self.note(entry, workload, self.timings.put(key, ratios, statistics.median(times)))
 
     def rounds(self, run: Run, default: Run) -> tuple[list[float], list[float]]:
-        """Log-ratios of a few rounds, fewer for a hopeless one, and the times."""
+        """Log-ratios of a few rounds, only one for a hopeless candidate; and the candidate's times."""
         assert self.card is not None
         card, times = self.card, list[float]()
 
@@ -440,7 +440,7 @@ class _Study:
     # ---- the end ----
 
     def finish(self) -> Study:
-        """The race of the best and the A/B."""
+        """Race the best candidates, run the A/B of the winner, and return the study."""
         winner, verdict = self.decide()
         tile = winner if verdict is not None and verdict.outcome == "faster" else None
         waiting = ("not reached",) if self.card is None else ("not reached", "built", "ranked")

@@ -4,8 +4,9 @@
     {"seconds": ..., "error": TEXT or null, "key": ..., "spills_in_step": ..., "estimates": {WORKLOAD: ...},
      "no_rank": TEXT}
 
-Without workloads the kernel is one that others need, and not ranked. A backward's preprocess and convert are built too.
-Reading the code takes half a second, which the process that times kernels should not spend.
+A kernel requested without workloads is only needed to run others, and is not ranked. A backward's preprocess and
+convert are built too. Ranks are computed here since reading the code takes half a second, which would delay the process
+that times kernels.
 """
 
 import warnings
@@ -25,7 +26,7 @@ def main() -> None:
 
 
 def build_and_rank(workloads: Sequence[dict[str, Any]], **request: Any) -> dict[str, Any]:
-    """The answer to one request, which is that of ``prebuild_worker`` with workloads."""
+    """Answer one request; it is a request of ``prebuild_worker`` with ``workloads`` added."""
     answer = build(**request)
     if answer["error"] is not None or not workloads:
         return answer
@@ -38,7 +39,7 @@ def build_and_rank(workloads: Sequence[dict[str, Any]], **request: Any) -> dict[
 
 
 def build_parts(compiled: Any) -> None:
-    """The kernels that a launch needs in addition to a backward's main one."""
+    """Build the kernels that a backward launches in addition to its main kernel."""
     if compiled.traits.op != "backward":
         return
     from cute_attn.host.backward import kernels_of  # loads torch
@@ -48,7 +49,7 @@ def build_parts(compiled: Any) -> None:
 
 
 def ranked(compiled: Any, workloads: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A kernel's estimated time of each workload, and its spills; or why there is no estimate."""
+    """A kernel's estimated clocks for each workload, and its spills; or why there is no estimate."""
     try:
         found = verdict(compiled)
         plain = [

@@ -3,8 +3,8 @@
     print(verdict("forward-sm90-bf16-d128", "tile_n=160"))
 
 The clocks of a step are lower bounds, one for each pipe: what the multiprocessor's pipe needs for the instructions of
-one step of one block, if nothing else made it wait. The pipe with the most clocks bounds the loop; where a step takes
-far longer than that on a GPU, latencies do, of which the sum of a warp's stalls is a lower bound.
+one step of one block, if nothing else made it wait. The pipe with the most clocks bounds the loop. If a step takes far
+longer than that on a GPU, latency bounds it; the sum of a warp's stalls is a lower bound of the latency.
 """
 
 import functools
@@ -39,7 +39,7 @@ SPILLS = ("LDL", "STL")
 _SHARED = ("LDS", "LDSM", "STS", "STSM", "LDGSTS")
 _MEMORY = ("LDS", "STS", "LDGSTS", "STG", "RED", "REDG", "ATOMG", *SPILLS)
 ROWS_OF_FRAGMENT = 8
-"""Rows of an accumulator that a warp's values of one register lie in."""
+"""Rows of an accumulator that one register of a warp's threads covers."""
 MOST_LINES = 20
 
 
@@ -48,11 +48,11 @@ class Clocks:
     """Clocks that the pipes of a multiprocessor need for one step of one block, and that a single warp needs.
 
     Attributes:
-        shared: of shared memory, and the L1 cache, which is the same memory: accesses of threads, wgmma, cp.async and
-            TMA, with bank conflicts.
+        shared: clocks of shared memory and the L1 cache, which are the same memory: accesses of threads, wgmma,
+            cp.async and TMA, with bank conflicts.
         warp: the sum of a warp's stalls. The other warps of its scheduler issue meanwhile.
         global_loads: the clocks of ``shared`` that threads' loads from global memory take, such as a bias or a table.
-        additions: of fp32 additions to global memory, such as a backward's to dQ, from registers or in bulk.
+        additions: clocks of fp32 additions to global memory, such as a backward's to dQ, from registers or in bulk.
     """
 
     tensor: float
@@ -83,8 +83,8 @@ class Clocks:
 
 @dataclass(frozen=True)
 class StepCost:
-    """The steady step: where its loop begins, instructions of one warp, scores of a thread (``elements``) and of a
-    block, or its fraction of its cluster's.
+    """The steady step: address of its loop, instructions of one warp, scores of a thread (``elements``) and of a block
+    (``scores``). CTAs of a cluster that hold the same scores count a fraction each.
     """
 
     address: int
@@ -108,7 +108,7 @@ class LineCost:
 
     @property
     def place(self) -> str:
-        """Such as ``epilogues/softmax.py:100``."""
+        """File in its package and line, such as ``epilogues/softmax.py:100``."""
         path = Path(self.file)
         package = next((folder for folder in path.parents if folder.name in PACKAGES), path.parent)
         within = package.parent if package.name == "layouts" else package
@@ -117,16 +117,16 @@ class LineCost:
 
 @dataclass(frozen=True, repr=False)
 class Verdict:
-    """What a kernel with a tile costs; ``words.ini`` says what most of it means.
+    """What a kernel with a tile costs; ``words.ini`` explains most of the terms.
 
     Attributes:
-        reason: why the tile does not fit, or None; all that follows is empty if it does not.
+        reason: why the tile does not fit, or None if it does; the fields below are empty if it does not.
         spills_in_step, spills_outside: instructions that spill or reload registers, in a steady step and elsewhere.
         step: the steady step, or None; then ``no_step`` says why.
-        lines: the step's costliest source lines, where they were asked for.
-        proxies: whether TMA and threads take turns in shared memory, or why that could not be followed; None for a
+        lines: the step's costliest source lines; empty without line info.
+        proxies: the check of proxy fences between TMA and threads, or why the code could not be followed; None for a
             kernel without TMA.
-        revision: of the sources, where they are not the running ones.
+        revision: the git revision of the sources, or "" for the running sources.
         steady, code: the machine code.
     """
 
@@ -157,13 +157,13 @@ class Verdict:
 
     @property
     def uncounted(self) -> list[str]:
-        """Opcodes of the step that read or write shared memory, where the kernel states no copies to count them by."""
+        """Opcodes of the step that access shared memory, if bank conflicts of no copy of the kernel were counted."""
         if self.steady is None or any(copy.minimum for copy in self.copies):
             return []
         return [opcode for opcode in _SHARED if self.steady.count(opcode)]
 
     def as_dict(self) -> dict[str, Any]:
-        """What JSON holds: everything but the machine code."""
+        """The fields as plain values for JSON, except the machine code."""
         hidden = ("steady", "code", "step", "copies", "lines", "proxies")
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in hidden}
         step = asdict(self.step) | {"bound": self.step.clocks.bound} if self.step else None
@@ -175,7 +175,7 @@ class Verdict:
         }
 
     def brief(self) -> str:
-        """The tile without the fields that have their class's default; all where its class is not known."""
+        """The tile without fields at their class's default; the whole tile if the class is not known."""
         return brief_tile(self.name, self.target, self.tile)
 
     def __rich__(self) -> Printed:
@@ -202,15 +202,15 @@ def verdict(
     """Build a kernel if need be, and read what it costs.
 
     Args:
-        kernel: a compiled kernel, which has its tile and target, traits or their name.
-        tile, target: as of :func:`cute_attn.compile`.
-        lines: also the costliest source lines, for which it is built with line info: the same machine code.
+        kernel: traits or their name, or a compiled kernel, which has its tile and target.
+        tile, target: see :func:`cute_attn.compile`.
+        lines: also find the costliest source lines; builds with line info, which does not change the machine code.
         refuse: raise for a tile that the kernel cannot have; if False, the verdict's ``reason`` says why, and a table
             of several verdicts has a column for it.
 
     Raises:
         ValueError: an argument is wrong.
-        Unsupported: a ValueError; no kernel has those traits, or not with that tile.
+        Unsupported: a ValueError; no kernel has those traits, or the tile does not fit.
     """
     if isinstance(kernel, CompiledKernel):
         if tile is not None or target is not None:
@@ -231,8 +231,8 @@ def verdict(
 
 
 def without_functions(one: Verdict) -> Verdict | None:
-    """The verdict on the same kernel and tile without its epilogues, built if need be; None for one without any, or
-    without a steady step.
+    """The verdict on the same kernel and tile without users' epilogues, built if need be. None for a kernel without
+    users' epilogues or without a steady step.
     """
     traits = Traits.parse(one.name)
     if not traits.epilogues or one.step is None:
@@ -250,15 +250,15 @@ def _of_compiled(compiled: CompiledKernel) -> Verdict:
 
 
 def content_of(kernel: Any) -> StepContent | str:
-    """What a kernel says that a step holds, or why it does not."""
+    """The content that a kernel states for a step, or why it is not known."""
     if not hasattr(kernel, "step_content"):
         return f"not known: {type(kernel).__name__} has no method step_content"
     return kernel.step_content()
 
 
 def judge(built: Any, code: Code, content: StepContent | str, copies: tuple[Conflicts, ...]) -> Verdict:
-    """The verdict on the machine code of a :class:`CompiledKernel`, or of an object with most of its attributes, with
-    the content of its steady step, or why there is none.
+    """The verdict on machine code. built: a :class:`CompiledKernel`, or an object with most of its attributes.
+    content: of the steady step, or why it is not known.
     """
     steady, step, no_step = None, None, content if isinstance(content, str) else ""
     if isinstance(content, StepContent):
@@ -328,7 +328,7 @@ def clocks(step: Step, content: StepContent, target: str, copies: Sequence[Confl
 
 
 def _conflict_factors(copies: Sequence[Conflicts]) -> dict[str, float]:
-    """Opcode -> wavefronts over those without conflicts, in the mean of the kernel's copies with that opcode."""
+    """Opcode -> wavefronts over the minimum without conflicts, summed over the kernel's copies with that opcode."""
     taken, least = Counter[str](), Counter[str]()
     for copy in copies:
         taken[copy.opcode] += copy.wavefronts
@@ -369,7 +369,7 @@ def _wavefronts(i: Instruction) -> float:
 
 
 def lines_of(step: Step) -> list[LineCost]:
-    """The source lines of a step, the costliest first; none where the kernel was built without line info."""
+    """The source lines of a step, the costliest first; none if the kernel was built without line info."""
     instructions, stalls = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
     for i, times in step.instructions:
         if i.line:
@@ -384,12 +384,12 @@ def lines_of(step: Step) -> list[LineCost]:
 
 
 def shown(*verdicts: Verdict, verbose: bool = False) -> Printed:
-    """Verdicts side by side, and what follows from them in a few sentences; verbose: with all fields of the tiles."""
+    """Verdicts side by side, then a few sentences of findings. verbose: with all fields of the tiles."""
     return Printed(table(*verdicts, verbose=verbose), *map(Text, findings(*verdicts)))
 
 
 def table(*verdicts: Verdict, verbose: bool = False) -> Table:
-    """Verdicts side by side, a column each; verbose: with all fields of the tiles. None at all is a TypeError."""
+    """A table with a column per verdict; verbose: with all fields of the tiles. Raises TypeError without a verdict."""
     for one in verdicts or (None,):
         check_verdict("verdicts have", one)
     title, heads = _heads(verdicts, verbose)
@@ -402,7 +402,7 @@ def table(*verdicts: Verdict, verbose: bool = False) -> Table:
 
 
 def _heads(verdicts: Sequence[Verdict], verbose: bool) -> tuple[str | None, list[str]]:
-    """A title, where all verdicts are on one kernel, and heads: the first tile, and what changes in others."""
+    """A title, or None if kernels differ, and column heads: the first tile, and how the others differ from it."""
     tiles = [one.tile if verbose else one.brief() for one in verdicts]
     at = [f" at {one.revision}" if one.revision else "" for one in verdicts]
     if len({(one.name, one.target) for one in verdicts}) > 1:

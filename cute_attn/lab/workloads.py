@@ -1,4 +1,4 @@
-"""Workloads of a kernel by text: sizes such as ``b2-s8192-h16``, or a workload's whole name."""
+"""Workloads given as text: sizes such as ``b2-s8192-h16``, or a workload's whole name."""
 
 import re
 from dataclasses import replace
@@ -19,12 +19,12 @@ _SECOND = {"seqlen": "seqlen_k", "nheads": "nheads_kv", "window": "window_right"
 
 
 def parse(text: str, traits: Traits) -> Workload:
-    """A workload for a kernel of those traits.
+    """A workload for a kernel with these traits.
 
     Args:
-        text: ``bBATCH-sSEQLEN[xSEQLEN_K]-hHEADS[xKV_HEADS]`` in any order, each by default that of 16k tokens of hidden
-            size 2048; for traits with a window also ``window[LEFT][_RIGHT]``. Of a varlen kernel, BATCH times SEQLEN
-            tokens in sequences of up to SEQLEN. Or such a workload's name, whose other words have to be the traits'.
+        text: ``bBATCH-sSEQLEN[xSEQLEN_K]-hHEADS[xKV_HEADS]`` in any order. A missing size is that of 16k tokens of
+            hidden size 2048. Traits with a window also accept ``window[LEFT][_RIGHT]``. A varlen kernel gets BATCH
+            times SEQLEN tokens in sequences of up to SEQLEN. A workload's name is accepted if it matches the traits.
     """
     given: dict[str, int] = {}
     others = []
@@ -58,5 +58,5 @@ def parse(text: str, traits: Traits) -> Workload:
 
 
 def default_workloads(traits: Traits) -> tuple[Workload, ...]:
-    """What a kernel of those traits is timed with where nothing is named. ValueError if no workload has them."""
+    """The workloads that a kernel is timed on by default. Raises ValueError if no workload has the traits."""
     return tuple(of_traits(traits, seqlen) for seqlen in SEQLENS)

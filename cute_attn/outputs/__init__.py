@@ -1,1 +1,1 @@
-"""Outputs: LSE, and dQ accumulation in fp32 with its order in memory."""
+"""Outputs: stores of O and LSE, partial results, and accumulation of dQ in fp32."""

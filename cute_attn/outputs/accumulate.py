@@ -1,15 +1,15 @@
-"""Atomic addition of register fragments to fp32 memory that several CTAs add to, and reading the sums.
+"""Atomically adds register fragments to fp32 memory to which several CTAs add, and reads the sums.
 
 Memory holds fragments in thread order, not in matrix order, one warp after the other. Value i of lane l, with ``size``
 values per thread, is float
 
     (i // vector * 32 + l) * vector + i % vector        of the warp's 32 * size,
 
-so that a warp accesses whole cache lines, whatever MMA the fragment is of. A reader must make the same fragment.
+so that a warp accesses whole cache lines with any MMA's fragment. A reader must use the same fragment layout.
 
-:func:`add_fragment` adds registers directly, by one reduction a vector, in the same memory queue as the warp's reads of
-shared memory. :func:`stage_fragment` copies them to shared memory instead, and :func:`add_staged` adds them from there
-by one asynchronous bulk reduction. :func:`send_fragment` stores them to shared memory of another CTA of the cluster.
+:func:`add_fragment` adds registers directly, by one reduction per vector, in the same memory queue as the warp's reads
+of shared memory. :func:`stage_fragment` copies them to shared memory instead, and :func:`add_staged` adds from there by
+one asynchronous bulk reduction. :func:`send_fragment` stores them to shared memory of another CTA of the cluster.
 """
 
 from cutlass import Float32, Int32, cute
@@ -18,7 +18,7 @@ from cute_attn.device.math import on_device
 
 WARP = 32
 VECTORS = (1, 2, 4)
-"""Floats that one reduction adds: 1 on all targets, 2 and 4 (red.global.add.v2/.v4.f32) from sm90 on."""
+"""Numbers of floats that one reduction can add: 1 on all targets, 2 and 4 (red.global.add.v2/.v4.f32) from sm90 on."""
 
 
 def add_fragment(acc: cute.Tensor, base: cute.Pointer, thread: Int32, vector: int) -> None:
@@ -36,7 +36,7 @@ def add_fragment(acc: cute.Tensor, base: cute.Pointer, thread: Int32, vector: in
 def load_fragment(
     acc: cute.Tensor, base: cute.Pointer, thread: Int32, vector: int, more: bool = False
 ) -> None:
-    """Load the sums of :func:`add_fragment` at ``base`` into ``acc``; ``more``: add them to acc."""
+    """Load the sums of :func:`add_fragment` at ``base`` into ``acc``; ``more``: add the sums to acc."""
     values = _flat(acc, vector)
     first = base + cute.assume(_first_float(thread, cute.size(values), vector), divby=vector)
     piece = cute.make_rmem_tensor(cute.make_layout(vector), Float32)
@@ -67,7 +67,7 @@ def add_staged(staged: cute.Pointer, base: cute.Pointer, floats: int) -> None:
 def send_fragment(acc: cute.Tensor, base: Int32, barrier: Int32, thread: Int32, vector: int) -> None:
     """Start storing ``acc`` to the fragment of ``thread`` at ``base``, in shared memory of a CTA of the cluster.
 
-    The stores count their bytes at the mbarrier at ``barrier``, of the same CTA.
+    The stores count their bytes at the mbarrier ``barrier`` of that CTA.
     """
     values = _flat(acc, vector)
     first = base + 4 * _first_float(thread, cute.size(values), vector)

@@ -13,7 +13,7 @@ class DqStaging:
 
     @cute.jit
     def init(self, warps: Constexpr) -> None:
-        """By one thread, before any wait; warps: number of producer warps."""
+        """By one thread, before any wait: initialize the mbarriers; warps: number of producer warps."""
         cute.arch.mbarrier_init(self.barriers, warps)
         cute.arch.mbarrier_init(self.barriers + 1, 1)
 
@@ -26,14 +26,14 @@ class DqStaging:
     def turn_wait(self, n: Int32) -> None:
         """By a warp that adds dQ from registers, in order, and not through the stage: wait for its n-th turn.
 
-        The consumer warp gives it by its n-th release.
+        The consumer warp grants the turn by its n-th release.
         """
         cute.arch.mbarrier_wait(self.barriers + 1, n & 1)
 
     @cute.jit
     def producer_commit(self) -> None:
-        """By a producer warp: its elements are written, and each lane has issued the fence for the async proxy; or it
-        has added them."""
+        """By a producer warp: signal that its elements are written and each lane has issued the fence for the async
+        proxy, or that the warp has added its elements itself."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.barriers)
@@ -45,5 +45,5 @@ class DqStaging:
 
     @cute.jit
     def consumer_release(self) -> None:
-        """By one thread of the consumer warp: the stage has been read."""
+        """By one thread of the consumer warp: signal that the stage has been read."""
         cute.arch.mbarrier_arrive(self.barriers + 1)

@@ -1,8 +1,8 @@
-"""Turns to add to a query block's dQ: where key blocks add in one order, gradients repeat bit for bit.
+"""Turns to add to a query block's dQ: key blocks add in a fixed order, so that gradients repeat bit for bit.
 
-The key blocks of an accumulator add to a query block from the last one to the first: under a causal mask or in a window
-each then begins at queries to which no other has to add before. A counter for each query block says which key block
-added last. Work tiles are claimed in the same order, so a CTA waits only for CTAs that run.
+The key blocks of an accumulator add to a query block from the last key block to the first: under a causal mask or in
+a window, each then starts at queries to which no other key block must add first. A counter for each query block says
+which key block added last. Work tiles are claimed in the same order, so a CTA waits only for CTAs that run.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from cute_attn.work.block_range import BlockRange
 class DqTurns:
     """A key block's turns at the query blocks of one head, for one warp.
 
-    A counter holds 1 + the key block that added last, at first 0.
+    A counter holds 1 + the key block that added last, or 0 before any has.
     """
 
     counters: cute.Pointer  # int32, from that of the head's first query block on
@@ -27,7 +27,7 @@ class DqTurns:
 
     @cute.jit
     def has_come(self, block: Int32) -> Boolean:
-        """True if the turn at a query block has come, at one look."""
+        """True if the turn at a query block has come; reads the counter once and does not wait."""
         come = Boolean(True)
         if (self.seen_before.begin <= block) & (block < self.seen_before.end):
             come = self._last(block) == self.before + 1
@@ -43,7 +43,7 @@ class DqTurns:
 
     @cute.jit
     def finish(self, block: Int32) -> None:
-        """By one thread, which has seen all additions of the turn: the next key block may add."""
+        """By one thread that has seen all additions of the turn: let the next key block add."""
         counter = self.counters + block * self.stride
         cute.arch.store(counter, self.key_block + 1, sem="release", scope="gpu")
 

@@ -1,14 +1,15 @@
-"""Results of a row over several splits of its keys, added one after the other, from the last split to the first.
+"""Adds a row's results over several splits of its keys, one after the other, from the last split to the first.
 
-The order of the sums, and so each bit of the result, follows from the row's own splits: neither those of other rows nor
-empty ones change it. The Hopper kernel with split "folded" adds its splits so as it computes them, and the combine
-kernel with ``in_order`` those that a kernel with split "fixed" left; with the same splits both give the same bits.
+The order of the sums, and so every bit of the result, depends only on the row's splits that have keys, not on other
+rows' splits or on empty splits. The Hopper kernel with split "folded" adds splits in this way as it computes them. The
+combine kernel with ``in_order`` adds the results of a kernel with split "fixed". With the same splits, both give the
+same bits.
 
     m'  = max(m, lse)               m: the greatest LSE so far, -inf before the first one
     O'  = O exp(m - m') + o exp(lse - m')
     sum'= sum exp(m - m') + exp(lse - m')
 
-After the last split out is O / sum and its LSE is m + log(sum).
+After the last split, out is O / sum and its LSE is m + log(sum).
 """
 
 import math
@@ -20,7 +21,7 @@ from cutlass import Boolean, Constexpr, Float32, Int32, cute
 from cute_attn.device.math import LOG2_E, exp2, fma, fmax, log, product, reciprocal, rematerialize
 
 AT_ONCE = 4
-"""Vectors of 16 bytes that a thread loads at once, or 2 where its columns are not whole multiples of so many."""
+"""Maximum 16-byte vectors that a thread loads at once; fewer unless this divides its vectors of a row."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class RowSums:
 
     @staticmethod
     def make(rows: int) -> "RowSums":
-        """The sums of rows to which nothing was added."""
+        """The sums of rows to which nothing has been added."""
         largest, total = (cute.make_rmem_tensor(cute.make_layout(rows), Float32) for _ in range(2))
         largest.fill(-Float32.inf)
         total.fill(0.0)
@@ -40,7 +41,7 @@ class RowSums:
 
     @cute.jit
     def add(self, r: Constexpr, lse: Float32) -> tuple[Float32, Float32]:
-        """Add a result of row r: the factor of its O so far, and that of the result, 0 if it saw no key."""
+        """Add a result of row r; returns the factors of the row's O so far and of the result, 0 if it saw no key."""
         largest = fmax(self.largest[r], lse)
         shift = Float32(0.0) if largest == -Float32.inf else largest
         kept = exp2((self.largest[r] - shift) * LOG2_E)
@@ -52,14 +53,14 @@ class RowSums:
 
 @cute.jit
 def added(o: Float32, kept: Float32, value: Float32, weight: Float32) -> Float32:
-    """An element of O with that of a result; a result without weight may be anything."""
+    """An element of O after a result's ``value`` is added; with a weight of 0, ``value`` may be anything."""
     before = product(o, kept)
     return before if weight == 0.0 else fma(value, weight, before)
 
 
 @cute.jit
 def with_sink(largest: Float32, total: Float32, sink: Float32) -> tuple[Float32, Float32, Float32]:
-    """A row's greatest LSE and its sum with an attention sink, and the factor of its O."""
+    """A row's greatest LSE and its sum after an attention sink is added, and the factor of the row's O."""
     greatest = fmax(largest, sink)
     shift = Float32(0.0) if greatest == -Float32.inf else greatest
     factor = exp2((largest - shift) * LOG2_E)
@@ -68,7 +69,7 @@ def with_sink(largest: Float32, total: Float32, sink: Float32) -> tuple[Float32,
 
 @cute.jit
 def normalized(largest: Float32, total: Float32) -> tuple[Float32, Float32]:
-    """The factor of a row's O, and its LSE: 0 and -inf if it saw no key."""
+    """The last factor of a row's O, and the row's LSE: 0 and -inf if the row saw no key."""
     factor = Float32(0.0) if total == 0.0 else reciprocal(total)
     lse = -Float32.inf if total == 0.0 else largest + log(total)
     return factor, lse
@@ -76,10 +77,10 @@ def normalized(largest: Float32, total: Float32) -> tuple[Float32, Float32]:
 
 @dataclass(frozen=True)
 class Fold:
-    """A thread's part of the splits of one work tile: sums in registers, O so far in global memory, in L2.
+    """Adds one work tile's splits, for one thread: sums are in registers, O so far in global memory, in L2.
 
     Attributes:
-        scratch: fp32 (CTAs, rows of a work tile, columns); no order of its elements is agreed upon.
+        scratch: fp32 (CTAs, rows of a work tile, columns); a CTA's elements are in an arbitrary order.
         thread: the thread's index among ``threads``.
     """
 
@@ -90,7 +91,7 @@ class Fold:
 
     @cute.jit
     def memory(self, vectors: Constexpr) -> cute.Tensor:
-        """The thread's part of the scratch: (4, vectors), 16 bytes at once. Its address is computed for each use."""
+        """The thread's elements of the scratch: (4, vectors), 16 bytes each. The address is recomputed at each use."""
         thread = rematerialize(self.thread)
         first = cutlass.Int64(cute.arch.block_idx()[0]) * self.scratch.stride[0] + thread * 4
         start = self.scratch.iterator + cute.assume(first, divby=4)
@@ -101,8 +102,8 @@ class Fold:
         """Add the result of a split: acc (rows, columns) normalised, lse (rows) natural.
 
         Args:
-            first: nothing was added before.
-            store: to the memory; False to acc, for the last split.
+            first: True if nothing was added before.
+            store: True to store O to memory, False to leave it in acc, for the last split.
         """
         columns: Constexpr = cute.size(acc, mode=[1]) // 4
         at_once: Constexpr = math.gcd(columns, AT_ONCE)
@@ -128,7 +129,7 @@ class Fold:
 
     @cute.jit
     def finish(self, acc: cute.Tensor, lse: cute.Tensor, sinks: Constexpr = None) -> None:
-        """After the last split: acc becomes the output, lse its LSE; sinks: of each row, or None."""
+        """After the last split: replace acc by the output and lse by its LSE; sinks: each row's sink, or None."""
         for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
             largest, total = self.sums.largest[r], self.sums.total[r]
             if cutlass.const_expr(sinks is not None):

@@ -1,4 +1,4 @@
-"""O in fp32, from an accumulator's registers to global memory."""
+"""Stores O in fp32 from an accumulator's registers to global memory."""
 
 import cutlass
 from cutlass import Constexpr, Float32, Int32, Int64, cute
@@ -18,7 +18,7 @@ def store_pairs(
 ) -> None:
     """Store fp32 results to o, (seqlen, head_dim), from registers.
 
-    acc_rows: (rows, columns) as ``score_map`` has them; of the tile that starts at ``row0``.
+    acc_rows: the rows and columns in ``score_map``, for the tile that starts at ``row0``.
     """
     pair = cute.make_rmem_tensor(2, Float32)
     for r in cutlass.range_constexpr(cute.size(acc_rows, mode=[0])):
@@ -45,7 +45,7 @@ def store_vectors(
 ) -> None:
     """Store P V with :class:`cute_attn.device.gemm_terms.Fp32Values` to o, (seqlen, head_dim), by vectors of four.
 
-    rows: the offset of each of the thread's rows from its first one, ``row0``; col0: its first column.
+    rows: the offset of each of the thread's rows from its first row, ``row0``; col0: the thread's first column.
     """
     vector = cute.make_rmem_tensor(4, Float32)
     for r in cutlass.range_constexpr(len(rows)):

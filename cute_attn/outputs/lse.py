@@ -1,4 +1,4 @@
-"""LSE of a forward."""
+"""Stores the LSE of a forward."""
 
 import cutlass
 from cutlass import Constexpr, Int64, cute

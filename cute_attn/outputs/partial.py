@@ -1,6 +1,6 @@
-"""Rows of O and LSE stored from registers: 16-bit results, or fp32 partial results in a workspace.
+"""Stores rows of O and LSE from registers: 16-bit results, or fp32 partial results in a workspace.
 
-Only rows that exist are written: of few queries that is little, and no shared memory is needed.
+Only rows that exist are written: with few queries there are few such rows, and no shared memory is needed.
 """
 
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from cute_attn.work.query_tiles import QueryTile
 
 @dataclass(frozen=True)
 class RowTarget:
-    """Addresses of a work tile's output rows: row r is query r // heads of its head r % heads.
+    """Addresses of a work tile's output rows: row r is query r // heads of the tile's head r % heads.
 
     Attributes:
-        out, lse: of the tile's first query and head.
+        out, lse: addresses for the tile's first query and head.
         out_steps, lse_steps: elements from one head to the next, and from one query to the next.
-        width: columns stored at once, 2, or 1 where rows start anywhere.
-        is_partial: the LSE says which rows have no key, so that their O is not needed.
+        width: columns stored at once: 2, or 1 if rows may start at any element.
+        is_partial: the results are partial: O is not needed for rows whose LSE is -inf.
     """
 
     out: cute.Pointer
@@ -37,7 +37,7 @@ class RowTarget:
     def whole(
         mO: cute.Tensor, mLSE: cute.Tensor, tile: QueryTile, varlen: Constexpr, width: Constexpr = 2
     ) -> "RowTarget":
-        """In the results: mO (batch, seqlen_q, nheads, head_dim_v) and mLSE (batch, nheads, seqlen_q), or varlen."""
+        """Rows of results mO (batch, seqlen_q, nheads, head_dim_v) and mLSE (batch, nheads, seqlen_q), or varlen."""
         query = Int64(tile.info.offset_q + tile.row0)
         out = query * mO.stride[-3] + Int64(tile.head) * mO.stride[-2]
         lse = Int64(tile.head) * mLSE.stride[-2] + query * mLSE.stride[-1]
@@ -56,7 +56,7 @@ class RowTarget:
     @staticmethod
     @cute.jit
     def split(partials: Partials, split: Int32, tile: QueryTile, varlen: Constexpr) -> "RowTarget":
-        """In the partial results of fixed splits."""
+        """Rows of the partial results of fixed splits."""
         out, lse = partials.out, partials.lse
         batch = Int32(0) if cutlass.const_expr(varlen) else tile.batch
         query = Int64(tile.info.offset_q + tile.row0)
@@ -74,7 +74,7 @@ class RowTarget:
     @staticmethod
     @cute.jit
     def stream_k(partials: Partials, index: Int32, heads: Constexpr) -> "RowTarget":
-        """In the partial results of stream-K: rows of the tile follow each other."""
+        """Rows of the partial results of stream-K, where a tile's rows follow each other."""
         out, lse = partials.out, partials.lse
         step, step_lse = Int64(out.stride[1]), Int64(lse.stride[1])
         return RowTarget(
@@ -103,14 +103,14 @@ def store_rows(
     tile: QueryTile,
     dim: Constexpr,
 ) -> None:
-    """Store O and its LSE, unless that is None.
+    """Store O, and its LSE unless ``lse`` is None.
 
     Args:
-        acc: O normalised, (rows, columns) as ``score_map`` has them: fp32, converted to the target's type.
+        acc: normalised O, fp32, with the rows and columns in ``score_map``; stored in the target's type.
         lse: (rows), natural logarithms.
-        score_map: of O's accumulator.
-        dim: head_dim_v; columns from there on are not written, except for the next one of an odd ``dim`` in pairs. Of
-            partial results that saw no key the LSE is enough.
+        score_map: the map of O's accumulator.
+        dim: head_dim_v; columns from ``dim`` on are not written, except the first if ``dim`` is odd and width is 2. For
+            partial results that saw no key, only the LSE is stored.
     """
     dtype: Any = target.out.dtype
     cols = score_map.modes.cols

@@ -1,4 +1,4 @@
-"""Sums of the partial sums of two CTAs of a cluster, exchanged through each other's shared memory."""
+"""Adds the partial sums of two CTAs of a cluster, exchanged through each other's shared memory."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from cutlass import Constexpr, Int32, cute
 from cute_attn.outputs.accumulate import load_fragment, send_fragment
 
 VECTOR = 4
-"""fp32 numbers of one asynchronous store."""
+"""Number of fp32 values that one asynchronous store writes."""
 
 
 @cute.jit
@@ -19,14 +19,14 @@ def cluster_barrier() -> None:
 
 @dataclass(frozen=True)
 class PeerSum:
-    """Register fragments of a CTA plus those of its peer, thread by thread; both CTAs get the same bits.
+    """Adds the register fragments of a CTA and its peer, thread by thread; both CTAs get the same bits.
 
     Each thread stores its fragment to the peer's memory asynchronously. The stores count their bytes at the peer's
     mbarrier; its n-th phase is the n-th sum.
 
-    There is one stage, and no barrier that says it is empty: a CTA computes two sums in turn, s and t. It sends to t
-    once it has received s, which its peer sent after it had read the last t; likewise to the next s once it has
-    received t.
+    There is one stage per sum, without an empty barrier, because a CTA computes two sums, s and t, in turn. It sends
+    to t once it has received s, and the peer sent s after it had read the previous t. In the same way, it sends to the
+    next s once it has received t.
     """
 
     received: cute.Pointer  # the peer's fragments in shared memory, in the order of ``outputs.accumulate``
@@ -34,7 +34,7 @@ class PeerSum:
     num_bytes: Constexpr
 
     def init(self) -> None:
-        """By one thread, before the first :func:`cluster_barrier`."""
+        """By one thread, before the first :func:`cluster_barrier`: initialize the mbarrier."""
         cute.arch.mbarrier_init(self.barrier, 1)
 
     @cute.jit
@@ -48,6 +48,6 @@ class PeerSum:
 
     @cute.jit
     def add(self, acc: cute.Tensor, thread: Int32, n: Int32) -> None:
-        """Wait for the peer's n-th fragments, and add this thread's to ``acc``."""
+        """Wait for the peer's n-th fragments, and add this thread's fragment to ``acc``."""
         cute.arch.mbarrier_wait(self.barrier, n & 1)
         load_fragment(acc, self.received, thread, VECTOR, more=True)

@@ -1,4 +1,4 @@
-"""The Hopper forward's output: O from a warpgroup's registers to global memory."""
+"""The Hopper forward's output: stores O from a warpgroup's registers to global memory."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ class ForwardOutputs:
 class OutputStore:
     """Stores a warpgroup's 64 rows of a work tile's O through shared memory.
 
-    By TMA or, where sequences end inside the tensor, by stores of the threads.
+    Global memory is written by TMA, or by the threads' stores if sequences end inside the tensor.
     """
 
     kernel: Constexpr
@@ -45,7 +45,7 @@ class OutputStore:
 
     @cute.jit
     def wait(self) -> None:
-        """Wait until the last O has been read from shared memory; a barrier of the warpgroup's threads."""
+        """Wait until the last O has been read from shared memory; also a barrier for the warpgroup's threads."""
         if cutlass.const_expr(self.kernel.stores_by_tma):
             if self.lane < 32:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -68,7 +68,7 @@ class OutputStore:
 
     @cute.jit
     def to_smem(self, acc_o: cute.Tensor) -> None:
-        """``acc_o`` to 16 bits and to shared memory."""
+        """Convert ``acc_o`` to 16 bits and store it to shared memory."""
         kernel = self.kernel
         fragment = cute.make_rmem_tensor_like(acc_o, kernel.dtype)
         convert_to_16_bits(acc_o, fragment)
@@ -81,7 +81,7 @@ class OutputStore:
 
     @cute.jit
     def copy_rows(self, tile: QueryTile, row0: Int32) -> None:
-        """From shared memory to the rows from query ``row0`` on, up to the sequence's end."""
+        """Copy from shared memory to the rows from query ``row0`` up to the sequence's end."""
         kernel, mO = self.kernel, self.outputs.mO
         cols, heads = kernel.output_columns, kernel.tile.pack_heads
         first_col = self.column_part * cols

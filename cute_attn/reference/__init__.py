@@ -1,4 +1,4 @@
-"""The definition in plain torch, and the device code run on the host (:mod:`cute_attn.reference.emulate`)."""
+"""The definition of attention in plain torch, and device code run on the host (:mod:`cute_attn.reference.emulate`)."""
 
 from cute_attn.reference.definition import (
     DROPOUT_KEEP,

@@ -1,4 +1,4 @@
-"""A user's epilogue against its reference, on the CPU: its scores, and its derivative against autograd's.
+"""Compares a user's epilogue with its reference on the CPU: scores, and the derivative with autograd's.
 
 print(check_epilogue("relative_position", table))
 print(check_epilogue(score_mod))  # against torch's evaluation of the function
@@ -28,9 +28,9 @@ from layouts import html
 
 FORWARD = {SMALL: TILINGS[SMALL], "wgmma1-64x16": TINY["wgmma1-64x16"]}
 BACKWARD = ("warps2x1-32x16", "wgmma1-16x64-transposed")
-"""Tilings of both generations, in a backward also a transposed one."""
+"""Tilings of both generations, one of them transposed, for a backward."""
 _ROUNDING = 1e-4
-"""Relative to the largest value: far above float32's rounding, far below the error of a wrong formula."""
+"""Allowed error relative to the largest value: far above float32's rounding, far below a wrong formula's error."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Checked:
 
     Attributes:
         what: "forward", "backward" or "gradient of" a captured tensor, and the tiling.
-        error: the largest absolute difference; infinite where one side masks a score that the other does not.
+        error: the largest absolute difference; infinite if one side masks a score that the other does not.
         allowed: the largest difference that rounding explains.
-        precision: a property of the kernels' arithmetic that explains a larger one, such as no rounding to 16 bits.
+        precision: a property of kernel arithmetic that explains a larger difference, such as no rounding to 16 bits.
     """
 
     what: str
@@ -65,9 +65,9 @@ class EpilogueCheck:
     """The result of :func:`check_epilogue`.
 
     Attributes:
-        name: the epilogue's.
-        comparisons: of its scores, and of its derivative if any.
-        differentiable: whether it has one.
+        name: the epilogue's name.
+        comparisons: comparisons of scores and, if the epilogue is differentiable, of gradients.
+        differentiable: True if the epilogue has a derivative.
     """
 
     name: str
@@ -104,24 +104,24 @@ def check_epilogue(
 ) -> EpilogueCheck:
     """Run a registered epilogue's device code on the CPU, for every thread, and compare it with its ``reference``.
 
-    The reference of a score_mod or a mask_mod is compared as well: with torch's result of calling the function by vmap,
-    and with autograd's derivative of that. Kernels compute its floats in fp32, without rounding to 16 bits. A
-    difference that this explains is reported as one of precision, not as an error.
+    For a score_mod or a mask_mod the reference itself is also compared: with torch's result of calling the function by
+    vmap, and with autograd's derivative of that result. Kernels compute a function's floats in fp32, without rounding
+    to 16 bits; a difference that this explains is reported as a difference of precision, not as an error.
 
-    Compared are scores, and with a ``backward`` gradients of scores and of captured tensors, on tilings of Ampere and
-    of Hopper. Needs no GPU; takes seconds.
+    Scores are compared, and for an epilogue with a ``backward`` gradients of scores and of captured tensors, on tilings
+    of Ampere and of Hopper. The check needs no GPU and takes seconds.
 
     Args:
-        epilogue: the class, or the name that it is registered under; or a function as ``attention`` takes it for
-            score_mod or mask_mod, its captured tensors on the CPU.
-        args: its arguments as for ``attention(..., epilogues={name: args})``, on the CPU and for the sizes below; by
-            default its ``example_args``.
+        epilogue: the class, or the name under which it is registered; or a function that ``attention`` accepts as
+            score_mod or mask_mod, with captured tensors on the CPU.
+        args: the epilogue's arguments, as in ``attention(..., epilogues={name: args})``, on the CPU and for the sizes
+            below; by default its ``example_args``.
         batch, nheads, seqlen_q, seqlen_k: sizes of the scores; their values are random.
 
     Raises:
-        TypeError: ``epilogue`` is none of these.
-        ValueError: nothing is registered under the name, or it needs arguments and has none.
-        IndexError: a function reads an element that its tensor does not have, for one of the scores.
+        TypeError: ``epilogue`` has another type.
+        ValueError: nothing is registered under the name, or the epilogue needs arguments and has none.
+        IndexError: for one of the scores, a function reads an element beyond the end of its tensor.
     """
     sizes, found = (batch, nheads, seqlen_q, seqlen_k), []
     if isinstance(epilogue, str):
@@ -166,7 +166,7 @@ def for_each(function: Callable, takes_score: bool = False) -> Callable[..., Ten
 
 
 def _function(function: Callable, kind: str, problem: Scores, name: str) -> list[Checked]:
-    """The reference of a traced function against torch's evaluation of the function, both in float64."""
+    """Compare the reference of a traced function with torch's evaluation of the function, both in float64."""
     tiling = TILINGS[SMALL].of(name)
     assert tiling.traits is not None
     coords = problem.coords(tiling.traits)
@@ -189,7 +189,7 @@ def _function(function: Callable, kind: str, problem: Scores, name: str) -> list
 
 
 def _rounding_of(name: str) -> float:
-    """Relative error of 16-bit numbers: torch's vmap rounds them in other places. 0 if a function has none."""
+    """Relative error of a function's 16-bit numbers, which torch's vmap rounds in other places; 0 without any."""
     dtypes = {x.dtype for x in ordered(user_epilogue(name).output)}
     return max(
         (4 * torch.finfo(getattr(torch, x)).eps for x in dtypes & {"float16", "bfloat16"}), default=0.0
@@ -197,11 +197,11 @@ def _rounding_of(name: str) -> float:
 
 
 _STEP = 4e-6
-"""Relative error of a float after some operations in fp32: within it, a step may fall on either side."""
+"""Relative error of a float after a few fp32 operations: a step function's threshold may move by this much."""
 
 
 def _precisions(cls: Any) -> dict[str, list[Precision]]:
-    """The precisions in which a traced function's kernels may compute, by the text that explains a difference."""
+    """Text that explains a difference -> the precisions in which a traced function's kernels may compute."""
     if not isinstance(cls, FunctionEpilogue):
         return {}
     dtypes = {x.dtype for x in ordered(cls.output)}
@@ -245,9 +245,9 @@ class _Check:
         of: Callable[[Precision], Tensor],
         rounding: Callable[[], Tensor] | None = None,
     ) -> Checked:
-        """``found``, with the reasons if these explain all elements that differ.
+        """``found``, with reasons of precision added if these explain all elements that differ.
 
-        of: computes the reference in a precision; rounding: error of an element by fp32's rounding of large numbers.
+        of: computes the reference in a precision. rounding: each element's error from fp32 rounding of large numbers.
         """
         if found.passed or not self.precisions:
             return found
@@ -268,7 +268,7 @@ class _Check:
         return found if differ.any() else replace(found, precision="; ".join(reasons))
 
     def _rounding(self, coords: reference.ScoreCoords) -> Tensor:
-        """Error of a few fp32 operations on the largest number that a function computes for each score."""
+        """For each score, the error of a few fp32 operations on the largest number that the function computes."""
         raw, args = self.problem.products.double() * self.problem.scale, self.problem.inputs.extra[self.name]
         largest = torch.zeros_like(raw)
         for node in ordered(self.cls.output):
@@ -352,12 +352,12 @@ class _Check:
 
 
 def _equal(got: Tensor, expected: Tensor, allowed: float) -> Tensor:
-    """Where two are equal except for rounding; NaN and infinities are equal to themselves."""
+    """Elements that are equal except for rounding; NaN and infinities are equal to themselves."""
     return ((got - expected).abs() <= allowed) | (got == expected) | (got.isnan() & expected.isnan())
 
 
 def _compared(what: str, got: Tensor, expected: Tensor, least: float, rounding: float = 0.0) -> Checked:
-    """rounding: of 16-bit numbers, relative to the largest; up to it, a difference is one of precision."""
+    """Compare two tensors. rounding: relative error of 16-bit numbers, counted as a difference of precision."""
     finite = expected.isfinite()
     largest = max(least, float(expected[finite].abs().max()) if finite.any() else 0.0)
     allowed = _ROUNDING * largest

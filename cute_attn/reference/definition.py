@@ -9,14 +9,14 @@ For one batch, one head, query ``i`` of ``seqlen_q`` and key ``j`` of ``seqlen_k
     s       = users' epilogues, in order
     s       = -inf where the mask hides key j from query i
     P       = softmax over j of s;  lse[i] = log(sum_j exp(s[i, j]))
-    P, lse    with exp(sink) of the head in each row's sum       with attention sinks
+    P, lse    with exp(sink) of the head added to each row's sum where the head has an attention sink
     out[i]  = sum_j keep[i, j] * P[i, j] / (1 - dropout_p) * v[j]
 
-``shift`` is ``seqlen_k - seqlen_q`` (the last query sees the last key: bottom right) or 0 (top left). A row that
-sees no key gives out 0 and lse -inf, or the sink. Rows of no sequence are never read.
+``shift`` is ``seqlen_k - seqlen_q`` (bottom right: the last query is aligned with the last key) or 0 (top left). For a
+row that sees no key, out is 0 and lse is -inf, or the sink. Rows outside all sequences are never read.
 
-The kernels' epilogues are compared with the functions of a score (:func:`softcap_scores`, :func:`alibi_scores`,
-:func:`visible`, the ``*_keep`` masks).
+Tests compare the kernels' epilogues with :func:`softcap_scores`, :func:`alibi_scores`, :func:`visible` and the
+``*_keep`` masks.
 """
 
 import itertools
@@ -38,16 +38,16 @@ _CHUNK_SCORES = 2**23
 
 @dataclass(frozen=True)
 class ScoreCoords:
-    """Where a block of scores lies. Every index tensor broadcasts against (batch, nheads, seqlen_q, seqlen_k).
+    """Coordinates of a block of scores. Every index tensor broadcasts against (batch, nheads, seqlen_q, seqlen_k).
 
     Attributes:
-        batch, head, query, key: int64 indices of the batch, the query head, the query and the key, the latter two
-            counted from the start of their sequence.
-        nheads: query heads.
+        batch, head, query, key: int64 indices of the batch, the query head, the query and the key. Queries and keys
+            count from the start of their sequence.
+        nheads: number of query heads.
         seqlen_q, seqlen_k: this sequence's lengths.
-        max_seqlen_q, max_seqlen_k: the maxima of the call, perhaps longer than every sequence.
-        top_left: whether the first query aligns with the first key, rather than the last with the last.
-        varlen: whether sequences are packed, by cumulative lengths.
+        max_seqlen_q, max_seqlen_k: the call's maximum lengths, which may exceed those of all sequences.
+        top_left: True if the first query is aligned with the first key, False if the last with the last.
+        varlen: True if sequences are packed, with cumulative lengths.
     """
 
     batch: Tensor
@@ -71,12 +71,12 @@ class ScoreCoords:
 
 
 def softcap_scores(scores: Tensor, softcap: float) -> Tensor:
-    """Scores in (-softcap, softcap): softcap * tanh(scores / softcap)."""
+    """Scores limited to (-softcap, softcap): softcap * tanh(scores / softcap)."""
     return torch.tanh(scores / softcap) * softcap
 
 
 def alibi_scores(scores: Tensor, coords: ScoreCoords, slopes: Tensor) -> Tensor:
-    """Subtract slope times the distance between query and key; slopes (nheads,) or (batch, nheads)."""
+    """Subtract slope times the distance between query and key. slopes: (nheads,) or (batch, nheads)."""
     slope = slopes[coords.head] if slopes.dim() == 1 else slopes[coords.batch, coords.head]
     slope = slope.to(scores.dtype)
     return scores - slope * (coords.diagonal - coords.key).abs().to(scores.dtype)
@@ -93,7 +93,7 @@ def bias_scores(scores: Tensor, coords: ScoreCoords, bias: Tensor) -> Tensor:
 
 
 def visible(coords: ScoreCoords, mask: str, window_left: int, window_right: int) -> Tensor | None:
-    """Which keys a query sees, or None for all. The bounds count only for a window mask."""
+    """A mask of the keys that each query sees, or None for all keys. The bounds apply only to a window mask."""
     if not mask:
         return None
     distance = coords.key - coords.diagonal
@@ -106,14 +106,14 @@ def visible(coords: ScoreCoords, mask: str, window_left: int, window_right: int)
 
 
 def philox4x32(counter: Sequence[Tensor], key: Sequence[Tensor], rounds: int) -> tuple[Tensor, ...]:
-    """Philox 4x32 with the given number of rounds, vectorised: four 32-bit words a counter.
+    """Philox 4x32 with the given number of rounds, vectorised: four 32-bit words per counter.
 
     Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 
     Args:
         counter: four int64 tensors holding 32-bit words.
         key: two int64 tensors holding 32-bit words.
-        rounds: 10 (the usual) or 7.
+        rounds: 10 (the usual number) or 7.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -133,7 +133,7 @@ def philox4x32(counter: Sequence[Tensor], key: Sequence[Tensor], rounds: int) ->
 def flash_keep(coords: ScoreCoords, dropout_p: float, rng_state: Tensor) -> Tensor:
     """FlashAttention-2's dropout mask as PyTorch draws it: True where an element is kept.
 
-    A block of 16 queries by 32 keys takes 32 Philox calls of 7 rounds, each giving 16 bytes.
+    A block of 16 queries by 32 keys uses 32 Philox calls of 7 rounds, each giving 16 bytes.
     """
     seed, offset = rng_state[0], rng_state[1]
     lane = coords.query % 8 * 4 + coords.key % 8 // 2
@@ -149,15 +149,15 @@ def flash_keep(coords: ScoreCoords, dropout_p: float, rng_state: Tensor) -> Tens
 
 
 def flash_keep_threshold(dropout_p: float) -> int:
-    """The largest byte that :func:`flash_keep` keeps. PyTorch subtracts in float32 and multiplies in float64."""
+    """The largest byte that :func:`flash_keep` keeps. Like PyTorch, subtract in float32 and multiply in float64."""
     return math.floor(float(np.float32(1) - np.float32(dropout_p)) * 255.0)
 
 
 def mem_efficient_keep(coords: ScoreCoords, dropout_p: float, rng_state: Tensor) -> Tensor:
     """The memory-efficient attention's dropout mask as PyTorch draws it: True where an element is kept.
 
-    One 32-bit word of cuRAND's Philox (10 rounds, subsequence 0) an element, numbered as
-    :mod:`cute_attn.epilogues.numbering` says.
+    Each element uses one 32-bit word of cuRAND's Philox (10 rounds, subsequence 0);
+    :mod:`cute_attn.epilogues.numbering` defines the word's number.
     """
     seed, offset = rng_state[0], rng_state[1]
     scores = (coords.batch * coords.nheads + coords.head) * coords.max_seqlen_q * coords.max_seqlen_k
@@ -174,14 +174,14 @@ def mem_efficient_keep(coords: ScoreCoords, dropout_p: float, rng_state: Tensor)
 
 
 def _signed(word: int) -> int:
-    """The int64 of the same 64 bits."""
+    """The int64 with the same 64 bits as an unsigned word."""
     return word - 2**64 if word >> 63 else word
 
 
 def mem_efficient_keep_threshold(dropout_p: float) -> int:
-    """The smallest 32-bit word x with ``x * 2**-32 + 2**-33 > dropout_p`` in float32, as cuRAND and PyTorch round.
+    """The smallest 32-bit word x with ``x * 2**-32 + 2**-33 > dropout_p`` in float32, rounded like cuRAND and PyTorch.
 
-    float32 of x, and so the sum, never falls as x grows: bisection finds the one threshold.
+    Rounding to float32 is monotonic in x, and so is the sum: bisection finds the threshold.
     """
     p = np.float32(dropout_p)
     low, high = 0, 2**32
@@ -209,17 +209,17 @@ DROPOUT_KEEP: dict[str, Callable[[ScoreCoords, float, Tensor], Tensor]] = {
 
 
 Epilogue = Callable[[Tensor, ScoreCoords, ScoreInputs], Tensor]
-"""A user's function of scores: the ``reference`` of a registered epilogue."""
+"""A function of scores: the ``reference`` of a user's registered epilogue."""
 
 
 @dataclass(frozen=True)
 class Features:
-    """Which steps happen between the two products, by default none; their numbers are in ScoreInputs.
+    """Steps between the two products, by default none. Their arguments are in ``ScoreInputs``.
 
     Attributes:
         mask: ``""``, ``"causal"``, ``"causal_top_left"``, ``"window"`` or ``"window_top_left"``.
         dropout: ``""``, ``"flash"`` or ``"mem_efficient"``.
-        epilogues: applied after the bias, in order.
+        epilogues: users' functions of scores, applied after the bias, in order.
     """
 
     mask: str = ""
@@ -228,7 +228,7 @@ class Features:
 
 
 def modify_scores(scores: Tensor, coords: ScoreCoords, features: Features, inputs: ScoreInputs) -> Tensor:
-    """Softcap, ALiBi, bias, users' epilogues and the mask."""
+    """Apply softcap, ALiBi, bias, users' epilogues and the mask to scores."""
     if inputs.softcap:
         scores = softcap_scores(scores, inputs.softcap)
     if inputs.alibi_slopes is not None:
@@ -243,12 +243,12 @@ def modify_scores(scores: Tensor, coords: ScoreCoords, features: Features, input
 
 @dataclass(frozen=True)
 class Lengths:
-    """Where each batch's queries and keys lie. All None: batches by stride, each of full length.
+    """Positions and lengths of each batch's queries and keys. If all are None, every batch has full length.
 
     Attributes:
-        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), starts of the varlen sequences.
-        seqused_q, seqused_k: int32 (batch,), how many of a batch's queries and keys count.
-        max_seqlen_q, max_seqlen_k: the longest sequences; needed for varlen.
+        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), starts of packed sequences (varlen).
+        seqused_q, seqused_k: int32 (batch,), numbers of a batch's queries and keys that are used.
+        max_seqlen_q, max_seqlen_k: lengths of the longest sequences; needed for varlen.
     """
 
     cu_seqlens_q: Tensor | None = None
@@ -264,7 +264,7 @@ PLAIN, NO_INPUTS, FULL_LENGTHS = Features(), ScoreInputs(), Lengths()
 
 @dataclass(frozen=True)
 class _Sequences:
-    """Batches of equal lengths, computed together: where they are and how long."""
+    """Batches of equal lengths that are computed together, and their rows."""
 
     batch: slice
     rows_q: slice
@@ -283,26 +283,26 @@ def attention(
     return_softmax: bool = False,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Attention by definition.
+    """Compute attention by its definition.
 
     Args:
         q: (batch, seqlen_q, nheads, head_dim), or packed (total_q, nheads, head_dim).
         k: (batch, seqlen_k, nheads_kv, head_dim), or packed; nheads is a multiple of nheads_kv.
-        v: as k, with head_dim_v.
+        v: like k, with head_dim_v.
         softmax_scale: factor of the products of q and k.
         features: masks, dropout, users' epilogues.
-        inputs: their numbers and tensors, and softcap, ALiBi slopes and bias; 0 or None for none.
+        inputs: arguments of ``features``, and softcap, ALiBi slopes and bias; 0 or None switches one off.
         lengths: sequence lengths if they differ from the tensors' sizes.
         return_softmax: also return P.
         compute_dtype: by default float64 for float64 inputs and float32 for all others. With the inputs' 16-bit dtype
-            every step rounds to it, as in unfused torch code.
+            every step rounds to 16 bits, as in unfused torch code.
 
     Returns:
-        out, like q with head_dim_v, in q's dtype. Rows that no sequence owns are 0.
+        out, like q with head_dim_v, in q's dtype. Rows outside all sequences are 0.
         lse, (batch, nheads, seqlen_q) or packed (nheads, total_q), natural log, in the compute dtype but at least
-            float32. -inf on rows that see no key, without sinks, and on rows that no sequence owns.
-        softmax, (batch, nheads, max_seqlen_q, max_seqlen_k) in q's dtype, or None: P before dropout, with the sign
-            bit set where dropout drops it (0 becomes -0.0); 0 where the mask hides a key and beyond a batch's lengths.
+            float32. It is -inf on rows that see no key, without sinks, and on rows outside all sequences.
+        softmax, (batch, nheads, max_seqlen_q, max_seqlen_k) in q's dtype, or None: P before dropout, with the sign bit
+            set for dropped elements (0 becomes -0.0); 0 where the mask hides a key and beyond a batch's lengths.
     """
     dtype = compute_dtype or (torch.float64 if q.dtype == torch.float64 else torch.float32)
     lse_dtype = torch.promote_types(dtype, torch.float32)
@@ -332,7 +332,7 @@ def attention(
 
 
 def _extents(q: Tensor, k: Tensor, lengths: Lengths) -> tuple[int, tuple[int, int]]:
-    """Number of sequences, and the longest of queries and of keys; q and k have four dimensions."""
+    """Number of sequences, and the maximum numbers of queries and keys. q and k have four dimensions."""
     if lengths.cu_seqlens_q is None:
         return q.shape[0], (q.shape[1], k.shape[1])
     return lengths.cu_seqlens_q.numel() - 1, (lengths.max_seqlen_q, lengths.max_seqlen_k)
@@ -349,15 +349,15 @@ def softmax(
     lengths: Lengths = FULL_LENGTHS,
     precision: str = "",
 ) -> Tensor:
-    """P of an attention from its LSE, some queries at a time.
+    """Compute P of an attention from its LSE, some queries at a time.
 
     Args:
-        lse: as :func:`attention` returns it; with sinks, of the sums with them.
-        q, k, softmax_scale, features, inputs, lengths: of :func:`attention`.
-        precision: of products of fp32 numbers, whatever PyTorch's setting: "" for fp32, or "tf32".
+        lse: the LSE that :func:`attention` returns, which includes sinks.
+        q, k, softmax_scale, features, inputs, lengths: see :func:`attention`.
+        precision: precision of fp32 products, regardless of PyTorch's setting: "" for fp32, or "tf32".
 
     Returns:
-        As :func:`attention`'s softmax.
+        softmax, see :func:`attention`.
     """
     varlen = lengths.cu_seqlens_q is not None
     q4, k4, lse4 = (x.unsqueeze(0) if varlen else x for x in (q, k, lse))
@@ -380,9 +380,9 @@ def softmax(
 
 
 def _products(q: Tensor, k: Tensor, dtype: torch.dtype, precision: str) -> Tensor:
-    """q k^T of (batch, rows, heads, dim), in ``dtype``; no PyTorch flag makes it less precise.
+    """q k^T of q and k (batch, rows, heads, dim), in ``dtype``; no PyTorch flag makes the result less precise.
 
-    Products of 16-bit numbers are exact in tf32 too; scaled ones would not be. Products of fp32 numbers, rounded to
+    Products of 16-bit numbers are exact in tf32 too, but would not be if scaled. Products of fp32 numbers, rounded to
     tf32 or not, are summed in float64.
     """
     own = torch.float64 if q.dtype == torch.float32 else dtype
@@ -393,21 +393,22 @@ def _products(q: Tensor, k: Tensor, dtype: torch.dtype, precision: str) -> Tenso
 
 
 def _rounded_to_tf32(x: Tensor) -> Tensor:
-    """fp32 numbers with 11 significant bits, ties away from 0; Inf and NaN stay."""
+    """Round fp32 numbers to 11 significant bits, ties away from 0; Inf and NaN are unchanged."""
     rounded = ((x.contiguous().view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x)
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Scores that are computed together: of equally long sequences, of some heads and queries.
+    """Scores that are computed together: of equally long sequences, and of some heads and queries.
 
     Attributes:
-        where: batches of q, k and v; a varlen tensor's only one holds every sequence.
-        batch, heads: sequences and heads of the call.
-        rows_q, rows_k: rows of q and of k; first: the first query in its sequence.
+        where: indices of the batches in q, k and v; all sequences of a varlen tensor have index 0.
+        batch, heads: indices of the sequences and heads in the call.
+        rows_q, rows_k: rows of q and of k.
+        first: index of the first query in its sequence.
         heads_kv: the key head of each head.
-        coords: where the scores lie.
+        coords: coordinates of the scores.
     """
 
     where: slice
@@ -420,15 +421,15 @@ class _Block:
     coords: ScoreCoords
 
     def queries(self, q: Tensor) -> Tensor:
-        """(batch, seqlen_q, heads, dim) of q."""
+        """The block's queries: (batch, seqlen_q, heads, dim)."""
         return q[self.where, self.rows_q, self.heads]
 
     def keys(self, x: Tensor) -> Tensor:
-        """(batch, seqlen_k, heads, dim) of k or v, for each query head."""
+        """The block's rows of k or v for each query head: (batch, seqlen_k, heads, dim)."""
         return x[self.where, self.rows_k].index_select(2, self.heads_kv)
 
     def write(self, softmax: Tensor, p: Tensor) -> None:
-        """Write P to its place; longer sequences than the call states have none for their last rows."""
+        """Write P to ``softmax``, cut off where a sequence is longer than the call's maximum lengths."""
         target = softmax[self.batch, self.heads, self.first : self.first + p.shape[2], : p.shape[3]]
         target.copy_(p[:, :, : target.shape[2], : target.shape[3]])
 
@@ -436,7 +437,7 @@ class _Block:
 def _blocks(
     q: Tensor, k: Tensor, lengths: Lengths, features: Features, longest: tuple[int, int]
 ) -> Iterator[_Block]:
-    """All scores of (batch, seqlen, heads, dim), ``_CHUNK_SCORES`` at a time, or one query's."""
+    """Blocks that cover all scores of q and k (batch, seqlen, heads, dim): up to ``_CHUNK_SCORES``, or one query."""
     varlen, nheads = lengths.cu_seqlens_q is not None, q.shape[2]
     for group in _sequences(q, k, lengths):
         seqlen_q, seqlen_k = group.rows_q.stop - group.rows_q.start, group.rows_k.stop - group.rows_k.start
@@ -480,7 +481,7 @@ def _attend(
     inputs: ScoreInputs,
     coords: ScoreCoords,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of equally long sequences (batch, seqlen, heads, dim): out, lse, and P with its dropout signs."""
+    """Attention of equally long sequences (batch, seqlen, heads, dim): out, lse, and P with signs for dropout."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     scores = modify_scores((q * softmax_scale) @ k.transpose(-1, -2), coords, features, inputs)
     # The maximum only prevents overflow: P does not depend on it, so it needs no gradient.
@@ -509,13 +510,13 @@ def _attend(
 def _with_signs(
     p: Tensor, keep: Tensor, coords: ScoreCoords, features: Features, inputs: ScoreInputs
 ) -> Tensor:
-    """P with the sign bit set where dropout drops a visible key."""
+    """P with the sign bit set on visible elements that dropout drops."""
     seen = visible(coords, features.mask, inputs.window_left, inputs.window_right)
     return torch.where(~keep if seen is None else ~keep & seen, -p, p)
 
 
 def _sequences(q: Tensor, k: Tensor, lengths: Lengths) -> Iterator[_Sequences]:
-    """Every batch once; equally long ones together, as many as fit a chunk of scores."""
+    """Every batch once; batches of full length are grouped, as many as fit ``_CHUNK_SCORES``."""
     if all(
         x is None for x in (lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seqused_q, lengths.seqused_k)
     ):

@@ -1,17 +1,17 @@
-"""A kernel's score tiles on the CPU: the kernel's MMA tiling and epilogues, every thread, compiled for the host.
+"""Computes a kernel's score tiles on the CPU: its MMA tiling and epilogues, for every thread, compiled for the host.
 
-The code between a kernel's two matrix products also compiles for the host. It runs here thread by thread, on products
+The code between a kernel's two matrix products also compiles for the host. Here it runs thread by thread, on products
 that torch computed, in tiles that may be transposed.
 
-Shared with the kernels, as on the GPU: lengths (``SeqlenInfo``), which blocks are visited and which of them masked
-(``BlockRange``), which query and key an element of a thread's accumulator is (the tiled MMA's partition, ``ScoreMap``),
-all epilogues with their derivatives (mask, softcap, ALiBi, bias and its gradient, users', dropout with Philox), the
-online softmax's arithmetic, and in a backward P from the LSE and dS from P.
+The emulation runs this code of the kernels: lengths (``SeqlenInfo``); the visited blocks, and which of them are masked
+(``BlockRange``); the query and key of each element of a thread's accumulator (the tiled MMA's partition, ``ScoreMap``);
+all epilogues with their derivatives (mask, softcap, ALiBi, bias and its gradient, users', dropout with Philox); the
+online softmax's arithmetic; and in a backward P from the LSE and dS from P.
 
-Separate, so that errors in a kernel's are not seen: the loops over batches, heads, blocks and threads in place of
-schedulers, warp roles, pipelines, speculation and replay; loads, stores and their layouts in shared memory; both matrix
-products, P in fp16; a row's maximum and sum across threads, in lock-step, phase by phase; and exact functions instead
-of approximate instructions. ``tests/gpu`` compares whole kernels.
+It replaces the following code, whose errors it cannot show. Loops over batches, heads, blocks and threads replace
+schedulers, warp roles, pipelines, speculation and replay. Loads, stores, shared-memory layouts, both matrix products (P
+in fp16) and the exchange of row maxima and sums between threads (in lock-step, phase by phase) are the emulator's.
+Exact functions replace approximate instructions. ``tests/gpu`` compares whole kernels.
 """
 
 import functools
@@ -44,16 +44,16 @@ from layouts.model import no_arguments
 
 @dataclass(frozen=True)
 class Emulated:
-    """A forward's scores and outputs, as the threads computed them.
+    """A forward's scores and outputs, computed by the emulated threads.
 
     Attributes:
-        scores: float32 (batch, nheads, max_seqlen_q, max_seqlen_k), not scaled; -inf where a mask hides the key,
-            and NaN where no block was visited.
-        dropped: bool, as scores; False everywhere without dropout.
+        scores: float32 (batch, nheads, max_seqlen_q, max_seqlen_k); -inf where a mask hides the key, and NaN where no
+            block was visited.
+        dropped: bool, of the shape of scores: True for visible elements that dropout drops.
         visits: int32 (batch, nheads, query blocks, key blocks): UNVISITED, UNMASKED or MASKED; with
             packed heads (batch, packs of heads, ...).
         out: float32 (batch, nheads, max_seqlen_q, head_dim_v), NaN where no thread wrote; P was rounded to fp16.
-        lse: float32 (batch, nheads, max_seqlen_q), as out.
+        lse: float32 (batch, nheads, max_seqlen_q), NaN where no thread wrote.
     """
 
     scores: Tensor
@@ -65,11 +65,11 @@ class Emulated:
 
 @dataclass(frozen=True)
 class EmulatedTangents:
-    """The outputs of a forward with tangents, as the threads computed them; P and P S_dot were rounded to fp16.
+    """The outputs of a forward with tangents, computed by the emulated threads; P and P S_dot were rounded to fp16.
 
     Attributes:
         out, out_dot: float32 (batch, nheads, max_seqlen_q, head_dim_v), NaN where no thread wrote.
-        lse, lse_dot: float32 (batch, nheads, max_seqlen_q), likewise.
+        lse, lse_dot: float32 (batch, nheads, max_seqlen_q), NaN where no thread wrote.
     """
 
     out: Tensor
@@ -80,13 +80,13 @@ class EmulatedTangents:
 
 @dataclass(frozen=True)
 class EmulatedGradients:
-    """A backward's P and score gradients, as the threads computed them.
+    """A backward's P and score gradients, computed by the emulated threads.
 
     Attributes:
         p: float32 (batch, nheads, max_seqlen_q, max_seqlen_k), rounded to fp16; dropped elements are 0.
-        scores: float32, as p: gradients of softmax_scale * q k^T, without the factor 1 / (1 - dropout_p).
-        visits: int32 (batch, nheads, query blocks, key blocks): UNVISITED, UNMASKED or MASKED. Elsewhere p and scores
-            are 0.
+        scores: float32, of p's shape: gradients of softmax_scale * q k^T, without the factor 1 / (1 - dropout_p).
+        visits: int32 (batch, nheads, query blocks, key blocks): UNVISITED, UNMASKED or MASKED. In unvisited blocks p
+            and scores are 0.
     """
 
     p: Tensor
@@ -98,13 +98,13 @@ def scores_on_host(kernel: Any, products: Tensor, softmax_scale: float, inputs: 
     """The scores that a kernel's epilogues and mask compute from q k^T.
 
     Args:
-        kernel: a forward kernel, from ``registry.lookup``, of batches.
+        kernel: a forward kernel from ``registry.lookup``, without varlen.
         products: q k^T, float32 (batch, nheads, seqlen_q, seqlen_k), on the CPU.
-        softmax_scale: as for ``attention``.
+        softmax_scale: see ``attention``.
         inputs: the epilogues' arguments.
 
     Returns:
-        the scores, as ``products``; -inf where the mask hides a key.
+        the scores, of the shape of ``products``; -inf where the mask hides a key.
     """
     values = torch.zeros(*products.shape[:2], products.shape[3], 1)
     scores = attend_on_host(kernel, products, values, softmax_scale, inputs).scores
@@ -114,7 +114,7 @@ def scores_on_host(kernel: Any, products: Tensor, softmax_scale: float, inputs: 
 def scores_by_definition(
     traits: Traits, products: Tensor, softmax_scale: float, inputs: ScoreInputs
 ) -> Tensor:
-    """The expected :func:`scores_on_host`, from :mod:`cute_attn.reference`, in the products' dtype."""
+    """The expected result of :func:`scores_on_host`, from :mod:`cute_attn.reference`, in the products' dtype."""
     users = tuple(user_epilogue(name).reference for name in traits.epilogues)
     features = reference.Features(traits.mask, traits.dropout, users)
     coords = all_coords(traits, products.shape)
@@ -122,7 +122,7 @@ def scores_by_definition(
 
 
 def all_coords(traits: Traits, shape: Sequence[int]) -> reference.ScoreCoords:
-    """Every index of scores (batch, nheads, seqlen_q, seqlen_k), all sequences having full length."""
+    """Coordinates of all scores (batch, nheads, seqlen_q, seqlen_k), for sequences of full length."""
     index = (torch.arange(n).view([-1 if i == axis else 1 for i in range(4)]) for axis, n in enumerate(shape))
     batch, head, query, key = index
     _, nheads, seqlen_q, seqlen_k = shape
@@ -139,17 +139,17 @@ def attend_on_host(
     inputs: ScoreInputs,
     lengths: reference.Lengths = reference.FULL_LENGTHS,
 ) -> Emulated:
-    """A forward kernel's per-thread code on given products, in the emulator's loop over blocks.
+    """Run a forward kernel's per-thread code on given products, in the emulator's loop over blocks.
 
     Args:
-        kernel: anything with a forward kernel's ``epilogues``, ``tile`` (tile_m, tile_n, and perhaps pack_heads) and
-            ``tiled_mma()`` or ``mma_qk()``.
+        kernel: any object with a forward kernel's ``epilogues``, ``tile`` (tile_m, tile_n and, optionally, pack_heads)
+            and ``tiled_mma()`` or ``mma_qk()``.
         products: q k^T, float32 (batch, nheads, max_seqlen_q, max_seqlen_k), on the CPU.
-        values: V for each query head, float32 (batch, nheads, max_seqlen_k, head_dim_v); packed heads have the first
-            one's.
-        softmax_scale: as for ``attention``.
-        inputs: the epilogues' arguments, tensors as the operators give them (broadcast by stride 0).
-        lengths: of the sequences. cu_seqlens give only lengths: products are not packed.
+        values: V for each query head, float32 (batch, nheads, max_seqlen_k, head_dim_v); of packed heads only V of the
+            first is read.
+        softmax_scale: see ``attention``.
+        inputs: the epilogues' arguments, with tensors broadcast by stride 0, as operators pass them.
+        lengths: lengths of the sequences. cu_seqlens give only lengths: products are not packed.
     """
     max_seqlen_q, heads = products.shape[2], packed_heads(kernel)
     products, values = _pack(products, heads), values[:, ::heads]
@@ -171,7 +171,7 @@ def attend_on_host(
 
 
 def _pack(x: Tensor, heads: int) -> Tensor:
-    """(batch, nheads, queries, ...) -> (batch, packs of heads, rows, ...), the heads of a query after each other."""
+    """(batch, nheads, queries, ...) -> (batch, packs of heads, rows, ...); a query's heads are consecutive rows."""
     return x.unflatten(1, (-1, heads)).transpose(2, 3).flatten(2, 3)
 
 
@@ -187,13 +187,13 @@ def tangents_on_host(
     inputs: ScoreInputs,
     lengths: reference.Lengths = reference.FULL_LENGTHS,
 ) -> EmulatedTangents:
-    """The per-thread code of a forward with tangents on given products, in the emulator's loop over blocks.
+    """Run the per-thread code of a forward with tangents on given products, in the emulator's loop over blocks.
 
     Args:
-        kernel: as for :func:`attend_on_host`, with traits of the op ``jvp``; its tile has a head.
-        products: q k^T and q_dot k^T + q k_dot^T, each as for :func:`attend_on_host`.
-        values: V and its tangent, likewise.
-        softmax_scale, inputs, lengths: as there.
+        kernel: see :func:`attend_on_host`; its traits have op ``jvp``, and its tile has no packed heads.
+        products: q k^T and q_dot k^T + q k_dot^T, each as in :func:`attend_on_host`.
+        values: V and its tangent, each as in :func:`attend_on_host`.
+        softmax_scale, inputs, lengths: see :func:`attend_on_host`.
     """
     _, _, seqlen_q, seqlen_k = products[0].shape
     buffers = _buffers(DualBuffers, kernel, products[0].shape, values[0].shape[3])
@@ -218,16 +218,16 @@ def differentiate_on_host(
     inputs: ScoreInputs,
     lengths: reference.Lengths = reference.FULL_LENGTHS,
 ) -> EmulatedGradients:
-    """A backward kernel's per-thread code on given products, in the emulator's loop over blocks.
+    """Run a backward kernel's per-thread code on given products, in the emulator's loop over blocks.
 
     Args:
-        kernel: anything with a backward kernel's ``epilogues``, ``tile`` (tile_m, tile_n) and ``tiled_mma()``; with
-            ``transposed``, that is the MMA of K Q^T.
+        kernel: any object with a backward kernel's ``epilogues``, ``tile`` (tile_m, tile_n) and ``tiled_mma()``, which
+            with ``transposed`` is the MMA of K Q^T.
         products: q k^T, float32 (batch, nheads, max_seqlen_q, max_seqlen_k), on the CPU.
-        grad_p: dO v^T, as products.
-        lse: float32 (batch, nheads, max_seqlen_q), natural; -inf where a row sees no key.
-        minus_d: (dLSE - rowsum(dO * O)) * (1 - dropout_p), as lse.
-        softmax_scale, inputs, lengths: as for :func:`attend_on_host`; ``inputs.grad_bias`` is written.
+        grad_p: dO v^T, of the shape of products.
+        lse: float32 (batch, nheads, max_seqlen_q), natural log; -inf where a row sees no key.
+        minus_d: (dLSE - rowsum(dO * O)) * (1 - dropout_p), of lse's shape.
+        softmax_scale, inputs, lengths: see :func:`attend_on_host`; ``inputs.grad_bias`` is written.
     """
     _, _, seqlen_q, seqlen_k = products.shape
     buffers = _buffers(GradientBuffers, kernel, products.shape)
@@ -252,11 +252,11 @@ _FILLS = {
     "maxima": -torch.inf,
     "lse_log2": torch.inf,
 }
-"""The first values of buffers that do not begin as 0."""
+"""Initial values of buffers that do not start at 0."""
 
 
 def _buffers(kind: Any, kernel: Any, shape: Sequence[int], columns: int = 0) -> Any:
-    """Buffers for scores of this shape and for ``columns`` of V, padded to whole blocks."""
+    """Allocate buffers for scores of this shape and for ``columns`` of V, padded to whole blocks."""
     (batch, heads, rows, keys), tile = shape, kernel.tile
     blocks = (-(-rows // tile.tile_m), -(-keys // tile.tile_n))
     padded = (batch, heads, blocks[0] * tile.tile_m, blocks[1] * tile.tile_n)
@@ -284,7 +284,7 @@ def _run(
     inputs: ScoreInputs,
     softmax_scale: float,
 ) -> None:
-    """rows: lengths of the sequences, and the longest of both sides."""
+    """Compile ``entry`` for a kernel and run it. rows: the sequences' lengths, and the maximum of queries and keys."""
     (lengths, *longest), args = rows, kernel.epilogues.host_args(inputs)
     starts, used = (lengths.cu_seqlens_q, lengths.cu_seqlens_k), (lengths.seqused_q, lengths.seqused_k)
     seqlens = Seqlens(*starts, *used, *longest)
@@ -296,7 +296,7 @@ def _run(
 
 
 class _Host(NamedTuple):
-    """A function compiled for the host, and fakes of its arguments."""
+    """A function compiled for the host, and the fake arguments with which it was compiled."""
 
     function: Callable[..., None]
     fakes: tuple
@@ -306,11 +306,11 @@ class _Host(NamedTuple):
 def _compiled(
     entry: Callable[..., None], fields: Any, kernel: Any, classes: tuple[type, ...], given: tuple[bool, ...]
 ) -> _Host:
-    """The emulation of a kernel, for all sizes.
+    """Compile the emulation of a kernel, for all sizes.
 
-    classes: of its epilogues, since names may be registered again; given: which lengths are tensors.
+    classes: the epilogues' classes, since names may be registered again. given: which lengths are tensors.
 
-    Tensors are passed as their address, sizes and strides: through TVM-FFI the code would be compiled twice.
+    Tensors are passed as address, sizes and strides, since with TVM-FFI the code would be compiled twice.
     """
     buffers = fields._make(_fake(_DTYPES.get(name, Float32), _RANKS.get(name, 4)) for name in fields._fields)
     lengths = (_fake(Int32, 1) if present else None for present in given)
@@ -332,9 +332,9 @@ def _fake(dtype: Any, rank: int) -> cute.Tensor:
 
 
 def _values(fake: Any, given: Any = None) -> Any:
-    """The values passed for an argument: numbers; of tensors the address, and sizes and strides not compiled in.
+    """The values passed for an argument: a number, or a tensor's address and its sizes and strides that are dynamic.
 
-    fake: the argument as declared; given: the caller's, None for placeholders to compile with.
+    fake: the declared argument. given: the caller's argument, or None for placeholders to compile with.
     """
     if fake is None:
         return None
@@ -357,7 +357,7 @@ def _values(fake: Any, given: Any = None) -> Any:
 
 
 def _check(fake: cute.Tensor, given: Tensor) -> None:
-    """Raise ValueError where a tensor is not as declared."""
+    """Raise ValueError if a tensor does not match its declaration."""
     dtype = to_torch_dtype(fake.element_type)
     if given.dtype != dtype or given.data_ptr() % fake._assumed_align or given.ndim != len(fake.shape):
         raise ValueError(
@@ -374,7 +374,7 @@ def _check(fake: cute.Tensor, given: Tensor) -> None:
 
 
 def _arguments(fake: Any, values: Any) -> Any:
-    """The inverse of :func:`_values`, in a trace: tensors from addresses, sizes and strides."""
+    """Invert :func:`_values` in a trace: make tensors from addresses, sizes and strides."""
     if isinstance(fake, tuple):
         found = [_arguments(x, y) for x, y in zip(fake, values, strict=True)]
         return type(fake)._make(found) if hasattr(fake, "_make") else tuple(found)

@@ -1,7 +1,7 @@
 """Functions that :mod:`cute_attn.reference.emulate` compiles for the host: kernels' device code in loops over batches,
 heads, blocks and threads.
 
-A phase is one function of a thread, called for all threads before the next one: so they proceed in lock-step.
+A phase is a function of one thread. It is called for all threads before the next phase, so threads run in lock-step.
 """
 
 from collections import namedtuple
@@ -23,12 +23,12 @@ UNVISITED, UNMASKED, MASKED = 0, 1, 2
 
 
 def packed_heads(kernel: Any) -> int:
-    """Heads packed into one tile's rows."""
+    """Number of heads packed into one tile's rows."""
     return getattr(kernel.tile, "pack_heads", 1)
 
 
 GradientBuffers = namedtuple("GradientBuffers", "products grad_p lse_log2 minus_d p scores visits")
-"""The tensors of an emulated backward, all batches and heads."""
+"""The tensors of an emulated backward, for all batches and heads."""
 Buffers = namedtuple(
     "Buffers", "products values scores signs p visits out lse factors maxima sums statistics"
 )
@@ -38,12 +38,12 @@ DualBuffers = namedtuple(
     "products values scores p visits out lse factors maxima sums statistics products_dot values_dot exact_p dots "
     "out_dot lse_dot unseen block_sums totals row_tangents",
 )
-"""The same with tangents. exact_p is not rounded; block_sums are of a block's P and P S_dot."""
+"""``Buffers`` with tangents. exact_p: P before rounding. block_sums: sums of P and P S_dot over a key block."""
 
 
 @dataclass(frozen=True)
 class QueryBlockContext:
-    """The common state of the threads of a query block, of one head or one pack of heads."""
+    """The state that the threads of a query block, of one head or one pack of heads, have in common."""
 
     buffers: Any  # Buffers, DualBuffers or GradientBuffers, of this batch and head
     state: ScoreState
@@ -59,12 +59,12 @@ class QueryBlockContext:
 
     @property
     def mma(self) -> cute.TiledMma:
-        """The MMA of Q K^T, or of K Q^T."""
+        """The MMA of Q K^T, or if transposed of K Q^T."""
         return self.kernel.mma_qk() if hasattr(self.kernel, "mma_qk") else self.kernel.tiled_mma()
 
     @property
     def threads(self) -> int:
-        """Threads that hold scores."""
+        """Number of threads that hold scores."""
         return self.mma.size
 
     def score_map(self, thread: Int32) -> ScoreMap:
@@ -75,28 +75,28 @@ class QueryBlockContext:
         return self.score_map(thread).tile(acc, self.row0 // self.heads, col0)
 
     def rows(self, thread: Int32) -> list[Int32]:
-        """The thread's rows in the buffers."""
+        """The indices of the thread's rows in the buffers."""
         score_map = self.score_map(thread)
         return [self.row0 + score_map.thr_row + row for row in score_map.modes.rows]
 
     @property
     def heads(self) -> int:
-        """Heads packed into the tile's rows."""
+        """Number of heads packed into the tile's rows."""
         return packed_heads(self.kernel)
 
     def _ordered(self, query: Any, key: Any) -> tuple[Any, Any]:
-        """In the accumulator's order."""
+        """A value for queries and one for keys in the order of the accumulator's modes."""
         return (key, query) if self.transposed else (query, key)
 
     def fragment(self, thread: Int32, dtype: Any) -> cute.Tensor:
-        """Registers for a score tile."""
+        """A thread's registers for a score tile."""
         size = self.kernel.tile
         mine = self.mma.get_slice(thread)
         shape = mine.partition_shape_C(self._ordered(size.tile_m, size.tile_n))
         return cute.make_rmem_tensor(shape, dtype)
 
     def part(self, plane: cute.Tensor, thread: Int32, block: Int32) -> cute.Tensor:
-        """The thread's elements of a (query, key) tensor, by the MMA's partition."""
+        """The thread's elements of a key block of a (query, key) tensor, by the MMA's partition."""
         size = self.kernel.tile
         plane = cute.make_tensor(plane.iterator, cute.select(plane.layout, list(self._ordered(0, 1))))
         sizes = self._ordered(size.tile_m, size.tile_n)
@@ -104,21 +104,21 @@ class QueryBlockContext:
         return self.mma.get_slice(thread).partition_C(tile)
 
     def statistics(self, thread: Int32, rows: int) -> cute.Tensor:
-        """A thread's (rows, 2) row maxima and sums, as in shared memory."""
+        """A thread's row maxima and sums, (rows, 2), laid out as in shared memory."""
         return self._pairs(self.buffers.statistics, thread, rows)
 
     def _pairs(self, of_threads: cute.Tensor, thread: Int32, rows: int) -> cute.Tensor:
-        """A thread's (rows, 2) numbers."""
+        """A thread's numbers, (rows, 2), in a buffer of all threads."""
         layout = cute.make_layout((rows, 2, self.threads), stride=(1, rows, 2 * rows))
         return cute.make_tensor(of_threads.iterator, layout)[None, None, thread]
 
     def row_tangents(self, thread: Int32, rows: int, scale: Float32 | float = 1.0) -> RowTangents:
-        """A thread's current statistics of tangents."""
+        """A thread's current row statistics of tangents."""
         pairs = self._pairs(self.buffers.row_tangents, thread, rows)
         return RowTangents(pairs[None, 0], pairs[None, 1], Float32(scale))
 
     def online_softmax(self, thread: Int32, rows: int) -> OnlineSoftmax:
-        """A thread's current statistics."""
+        """A thread's online softmax with its current row statistics."""
         stored = self.statistics(thread, rows)
         chain, threshold = self.kernel.epilogues, getattr(self.kernel.tile, "rescale_threshold", 0)
         p_exponent = getattr(self.kernel, "p_exponent", 0)
@@ -130,7 +130,7 @@ class QueryBlockContext:
 
 @cute.jit
 def every_sequence(buffers: Any, seqlens: Seqlens, args: Any, scale: Float32, kernel: Constexpr):
-    """All sequences of a forward, and their tangents if there are buffers for them."""
+    """Run all sequences of a forward, with tangents if there are buffers for them."""
     batches, packs, _, _ = buffers.products.shape
     heads: Constexpr = packed_heads(kernel)
     for batch in cutlass.range(batches):
@@ -198,7 +198,7 @@ def _query_block(ctx: QueryBlockContext, args: Any, head: Int32):
 
 @cute.jit
 def _key_block(ctx: QueryBlockContext, block: Int32, masked: Constexpr, partial: Boolean | None = None):
-    """All threads in lock-step; they exchange their maxima in between."""
+    """Run the phases of a key block: threads exchange row maxima between them."""
     ctx.buffers.visits[ctx.row0 // ctx.kernel.tile.tile_m, block] = Int32(MASKED if masked else UNMASKED)
     for thread in cutlass.range(ctx.threads):
         _score(ctx, thread, block, masked, partial)
@@ -210,7 +210,7 @@ def _key_block(ctx: QueryBlockContext, block: Int32, masked: Constexpr, partial:
 def _score(
     ctx: QueryBlockContext, thread: Int32, block: Int32, masked: Constexpr, partial: Boolean | None = None
 ):
-    """Products become scores."""
+    """Turn a thread's products into scores, and update its rows' maxima."""
     chain, acc = ctx.kernel.epilogues, ctx.fragment(thread, Float32)
     tile, rows = ctx.score_tile(thread, acc, block * ctx.kernel.tile.tile_n), ctx.rows(thread)
     loaded = chain.load(ctx.state, tile)
@@ -225,7 +225,7 @@ def _score(
 
 @cute.jit
 def _exponentiate(ctx: QueryBlockContext, thread: Int32, block: Int32, masked: Constexpr):
-    """Scores become probabilities under the new maximum, in 16 bits."""
+    """Turn a thread's scores into 16-bit probabilities relative to the new row maxima."""
     acc, p = ctx.fragment(thread, Float32), ctx.fragment(thread, Float16)
     tile, rows = ctx.score_tile(thread, acc, block * ctx.kernel.tile.tile_n), ctx.rows(thread)
     _copy(ctx.part(ctx.buffers.scores, thread, block), acc)
@@ -241,7 +241,7 @@ def _exponentiate(ctx: QueryBlockContext, thread: Int32, block: Int32, masked: C
 
 @cute.jit
 def _drop(ctx: QueryBlockContext, thread: Int32, block: Int32):
-    """Apply dropout to P, and note which elements are dropped that the mask lets their query see: -1."""
+    """Apply dropout to P, and set ``signs`` to -1 for visible elements that are dropped, else to 1."""
     chain, score_map, acc = ctx.kernel.epilogues, ctx.score_map(thread), ctx.fragment(thread, Float32)
     kept, p = ctx.fragment(thread, Float16), ctx.fragment(thread, Float16)
     tile = score_map.tile(acc, ctx.row0, block * ctx.kernel.tile.tile_n)
@@ -266,7 +266,7 @@ def _copy(source: cute.Tensor, target: cute.Tensor):
 
 @cute.jit
 def _add_up(ctx: QueryBlockContext, thread: Int32):
-    """Add a thread's partial sums to those of its rows."""
+    """Add a thread's partial row sums to its rows' sums."""
     rows = ctx.rows(thread)
     row_sum = ctx.online_softmax(thread, len(rows)).load_stats().row_sum
     for r in cutlass.range_constexpr(len(rows)):
@@ -275,7 +275,7 @@ def _add_up(ctx: QueryBlockContext, thread: Int32):
 
 @cute.jit
 def _finish(ctx: QueryBlockContext, thread: Int32, args: Any, head: Int32):
-    """From complete row sums: each row's output factor and log-sum-exp."""
+    """Compute each row's output factor and LSE from complete row sums."""
     chain = ctx.kernel.epilogues
     rows, rescale = ctx.rows(thread), chain.rescale(ctx.state)
     softmax = ctx.online_softmax(thread, len(rows)).load_stats()
@@ -325,7 +325,7 @@ def _dual_query_block(ctx: QueryBlockContext, args: Any, head: Int32, scale: Flo
 def _dual_key_block(
     ctx: QueryBlockContext, block: Int32, scale: Float32, masked: Constexpr, partial: Boolean | None = None
 ):
-    """All threads in lock-step; they exchange their maxima, and then the sums of their rows."""
+    """Run the phases of a key block: threads exchange row maxima after the first phase, row sums after the second."""
     for thread in cutlass.range(ctx.threads):
         _score(ctx, thread, block, masked, partial)
     for row in cutlass.range(ctx.row0, ctx.row0 + ctx.kernel.tile.tile_m):
@@ -346,7 +346,7 @@ def _weigh(
     masked: Constexpr,
     partial: Boolean | None = None,
 ):
-    """Scores become P under the new maximum, and tangents of products S_dot."""
+    """Turn a thread's scores into P relative to the new row maxima, and tangents of products into S_dot."""
     chain, buffers, rows = ctx.kernel.epilogues, ctx.buffers, ctx.rows(thread)
     acc, dot, p = (ctx.fragment(thread, x) for x in (Float32, Float32, Float16))
     tile = ctx.score_tile(thread, acc, block * ctx.kernel.tile.tile_n)
@@ -376,7 +376,7 @@ def _weigh(
 
 @cute.jit
 def _center(ctx: QueryBlockContext, thread: Int32, block: Int32, scale: Float32):
-    """S_dot becomes P (S_dot - center), in 16 bits."""
+    """Turn a thread's S_dot into P (S_dot - center), in 16 bits."""
     chain, buffers, rows = ctx.kernel.epilogues, ctx.buffers, ctx.rows(thread)
     acc, dot, half = (ctx.fragment(thread, x) for x in (Float32, Float32, Float16))
     tile = ctx.score_tile(thread, acc, block * ctx.kernel.tile.tile_n)
@@ -396,7 +396,7 @@ def _center(ctx: QueryBlockContext, thread: Int32, block: Int32, scale: Float32)
 
 @cute.jit
 def _add_dual_products(ctx: QueryBlockContext, row: Int32, block: Int32):
-    """The product of P + P S_dot e with V + V_dot e, in a row."""
+    """Add the product of P + P S_dot e with V + V_dot e to one row of O and its tangent."""
     buffers, tile_n = ctx.buffers, ctx.kernel.tile.tile_n
     for d in cutlass.range(buffers.out.shape[1]):
         total = buffers.out[row, d] * buffers.factors[row]
@@ -410,7 +410,7 @@ def _add_dual_products(ctx: QueryBlockContext, row: Int32, block: Int32):
 
 @cute.jit
 def _add_up_totals(ctx: QueryBlockContext, thread: Int32):
-    """As :func:`_add_up`, for the sums of tangents."""
+    """Like :func:`_add_up`, for the sums of tangents."""
     rows = ctx.rows(thread)
     total = ctx.row_tangents(thread, len(rows)).total
     for r in cutlass.range_constexpr(len(rows)):
@@ -419,7 +419,7 @@ def _add_up_totals(ctx: QueryBlockContext, thread: Int32):
 
 @cute.jit
 def _finish_tangents(ctx: QueryBlockContext, thread: Int32, end_row: Int32):
-    """LSE_dot, and of one of the threads of a row its O and O_dot."""
+    """Compute LSE_dot, O and O_dot of the rows whose first column this thread holds."""
     chain, buffers, score_map = ctx.kernel.epilogues, ctx.buffers, ctx.score_map(thread)
     rows, has_sinks = ctx.rows(thread), chain.sinks is not None
     softmax = ctx.online_softmax(thread, len(rows)).load_stats()
@@ -473,10 +473,10 @@ def every_key_block(buffers: GradientBuffers, seqlens: Seqlens, args: Any, scale
 def _differentiate(
     ctx: QueryBlockContext, thread: Int32, block: Int32, masked: Boolean, partial: Boolean | None = None
 ):
-    """A thread's products become P, and dP becomes dS.
+    """Turn a thread's products into P, and dP into dS.
 
-    The mask is a separate branch, so that the rest is compiled once for all blocks. Not for listed blocks, which have
-    ``partial``: there a masked block's epilogues differ.
+    The mask is a separate branch, so that all other code is compiled once for all blocks. Listed blocks, which have
+    ``partial``, are an exception: the epilogues of a masked block differ.
     """
     chain, score_map, buffers = ctx.kernel.epilogues, ctx.score_map(thread), ctx.buffers
     acc, dp = ctx.fragment(thread, Float32), ctx.fragment(thread, Float32)

@@ -7,17 +7,17 @@ For each sequence ``b``, in this order::
     end   = start + the number of new rows, at most the capacity
     out   = attention of the rotated queries with the keys in rows leftpad[b] to end
 
-Masks, windows and ALiBi are aligned bottom right on these keys: the last query sees the last key. A query without
-keys gives out 0 and lse -inf, or its head's sink; :func:`merge` treats a partial result with an lse of -inf as absent.
+Masks, windows and ALiBi are aligned bottom right on these keys: the last query sees the last key. For a query without
+keys, out is 0 and lse is -inf, or its head's sink; :func:`merge` treats a partial result with lse -inf as absent.
 
 A row of the cache is ``k[entry, row]``, where ``entry`` is ``cache_batch_idx[b]``, by default b. In a paged cache the
-entry is a row of ``page_table``, and the row is ``k[page_table[entry, row // page_size], row % page_size]``. Entries of
-the table beyond a sequence's end are never used, nor are rows beyond it.
+entry is a row of ``page_table``, and a row is ``k[page_table[entry, row // page_size], row % page_size]``. Rows beyond
+a sequence's end are never used, nor are their entries in the table.
 
 Rotary embedding (Su et al. 2021, arXiv:2104.09864) rotates pairs of a row's first elements by the angles of its
-position, see :class:`Rotary`. New key i is at ``rotary_seqlens[b] + i``, by default ``start + i``: a row of the cache,
-without subtracting leftpad. Query i is there as well with a causal mask or a window; otherwise all queries are at
-``rotary_seqlens[b]``.
+position, see :class:`Rotary`. New key i is at position ``rotary_seqlens[b] + i``, by default ``start + i``: its row in
+the cache, without subtracting leftpad. With a causal mask or a window, query i has the same position as new key i;
+otherwise all queries are at position ``rotary_seqlens[b]``.
 """
 
 import dataclasses
@@ -34,13 +34,13 @@ from cute_attn.epilogues.inputs import ScoreInputs
 
 @dataclass(frozen=True)
 class Cache:
-    """Keys and values, and where a sequence's rows are.
+    """Keys and values, and the tables that locate a sequence's rows.
 
     Attributes:
         k: (entries, capacity, nheads_kv, head_dim), or paged (pages, page_size, nheads_kv, head_dim).
-        v: as k, with head_dim_v.
+        v: like k, with head_dim_v.
         page_table: int32 (entries, pages of an entry), or None for a contiguous cache.
-        batch_idx: int32 (batch,), each sequence's entry, or None where sequence b has entry b.
+        batch_idx: int32 (batch,), each sequence's entry, or None if sequence b has entry b.
     """
 
     k: Tensor
@@ -50,7 +50,7 @@ class Cache:
 
     @property
     def capacity(self) -> int:
-        """Rows of an entry."""
+        """Number of rows of an entry."""
         return self.k.shape[1] * (1 if self.page_table is None else self.page_table.shape[1])
 
     def rows(self, batch: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
@@ -68,7 +68,7 @@ class Rotary:
     """Rotary embedding of a row's first ``2 * cos.shape[1]`` elements.
 
     Attributes:
-        cos, sin: (positions, pairs); beyond them the last position counts, and below 0 the first.
+        cos, sin: (positions, pairs). Positions beyond the tables use the last row, negative positions the first.
         interleaved: pairs are elements (2i, 2i + 1) (GPT-J); otherwise (i, i + pairs) (GPT-NeoX).
         seqlens: int32 (batch,), the position of each sequence's first new row, or None for its ``cache_seqlens``.
     """
@@ -80,9 +80,9 @@ class Rotary:
 
 
 def rotate(x: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
-    """Rows (n, heads, head_dim) turned by the angles of their positions (n,).
+    """Rotate the pairs of rows (n, heads, head_dim) by the angles of their positions (n,).
 
-    In float32 (float64 for float64), rounded once to x's dtype.
+    Computed in float32 (float64 for float64) and rounded once to x's dtype.
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     positions = positions.clamp(0, rotary.cos.shape[0] - 1)
@@ -99,7 +99,7 @@ def rotate(x: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
 
 
 def sequences(x: Tensor, cu_seqlens: Tensor | None) -> list[Tensor]:
-    """Each sequence's rows, as views: of (batch, rows, heads, dim), or packed (total, heads, dim)."""
+    """Views of each sequence's rows in x: (batch, rows, heads, dim), or packed (total, heads, dim)."""
     if cu_seqlens is None:
         return list(x)
     return [x[start:end] for start, end in itertools.pairwise(cu_seqlens.tolist())]
@@ -114,14 +114,14 @@ def append(
     cu_seqlens_k_new: Tensor | None = None,
     rotary: Rotary | None = None,
 ) -> None:
-    """Write new rows into the cache behind each sequence's ``cache_seqlens``.
+    """Write new rows into the cache after each sequence's ``cache_seqlens`` rows.
 
     Args:
-        cache: is changed. If sequences have the same entry, the rows of an arbitrary one remain.
+        cache: modified in place. If several sequences have the same entry, it is undefined whose rows remain.
         k, v: (batch, rows, nheads_kv, head_dim) and head_dim_v, or packed (total, nheads_kv, head_dim).
-        cache_seqlens: int32 (batch,), rows in use before.
-        cu_seqlens_k_new: int32 (batch + 1,), where packed sequences start.
-        rotary: of the new keys.
+        cache_seqlens: int32 (batch,), rows in use before the call.
+        cu_seqlens_k_new: int32 (batch + 1,), starts of packed sequences.
+        rotary: rotary embedding of the new keys, or None.
     """
     starts = cache_seqlens.tolist()
     first = starts if rotary is None or rotary.seqlens is None else rotary.seqlens.tolist()
@@ -136,12 +136,12 @@ def append(
 
 @dataclass(frozen=True)
 class Lengths:
-    """The lengths of sequences. None for a cache that is full, and for queries that are not packed.
+    """The lengths of sequences.
 
     Attributes:
-        cache_seqlens: int32 (batch,), rows in use, including those just appended.
-        leftpad: int32 (batch,), the first valid row.
-        cu_seqlens_q: int32 (batch + 1,), where packed queries start.
+        cache_seqlens: int32 (batch,), rows in use, including those just appended; None for a full cache.
+        leftpad: int32 (batch,), the first valid row; None for row 0.
+        cu_seqlens_q: int32 (batch + 1,), starts of packed queries; None for queries that are not packed.
     """
 
     cache_seqlens: Tensor | None = None
@@ -157,17 +157,17 @@ def attention(
     features: reference.Features = reference.PLAIN,
     inputs: reference.ScoreInputs = reference.NO_INPUTS,
 ) -> tuple[Tensor, Tensor]:
-    """Attention with the keys that are in the cache.
+    """Compute attention with the keys in the cache.
 
     Args:
-        q: (batch, seqlen_q, nheads, head_dim), or packed (total, nheads, head_dim); rotated, if it is to be.
-        cache: nheads is a multiple of its nheads_kv.
-        softmax_scale: factor of the products.
-        lengths: of the sequences.
+        q: (batch, seqlen_q, nheads, head_dim), or packed (total, nheads, head_dim). Rotary embedding is not applied.
+        cache: the cache; nheads is a multiple of its nheads_kv.
+        softmax_scale: factor of the products of q and k.
+        lengths: lengths of the sequences.
         features, inputs: see :func:`cute_attn.reference.attention`; indices of keys count from leftpad.
 
     Returns:
-        out, as q with head_dim_v, and lse, (batch, nheads, seqlen_q) or packed (nheads, total), natural.
+        out, like q with head_dim_v, and lse, (batch, nheads, seqlen_q) or packed (nheads, total), natural log.
     """
     queries = sequences(q, lengths.cu_seqlens_q)
     ends = [cache.capacity] * len(queries)
@@ -202,7 +202,10 @@ def attention(
 
 
 def tree_epilogue(rows: Tensor) -> reference.Epilogue:
-    """Hides each of a sequence's last seqlen_q keys from the queries with bit 0; rows: (seqlen_q, words) of bits."""
+    """An epilogue that hides the last seqlen_q keys of a sequence from queries whose bit for the key is 0.
+
+    rows: each query's bits, (seqlen_q, words).
+    """
 
     def hide(scores: Tensor, coords: reference.ScoreCoords, inputs: ScoreInputs) -> Tensor:
         draft = coords.key - (coords.seqlen_k - coords.seqlen_q)
@@ -214,7 +217,7 @@ def tree_epilogue(rows: Tensor) -> reference.Epilogue:
 
 
 def _of_sequence(epilogue: reference.Epilogue, batch: int) -> reference.Epilogue:
-    """The epilogue for one sequence's scores."""
+    """``epilogue`` for the scores of sequence ``batch`` alone, whose batch index is restored."""
 
     def apply(scores: Tensor, coords: reference.ScoreCoords, inputs: ScoreInputs) -> Tensor:
         return epilogue(scores, dataclasses.replace(coords, batch=coords.batch + batch), inputs)
@@ -233,13 +236,13 @@ def _inputs_of(inputs: ScoreInputs, batch: int) -> ScoreInputs:
 def query_positions(
     seqlens: Tensor, cu_seqlens_q: Tensor | None, batch_shape: tuple[int, ...], causal_or_window: bool
 ) -> Tensor:
-    """The position of each query, flat: of (batch, seqlen_q), or of packed rows, 0 for rows that no sequence owns.
+    """The position of each query, flattened from q's batch shape; 0 for packed rows outside all sequences.
 
     Args:
         seqlens: int32 (batch,), the position of each sequence's first query.
-        cu_seqlens_q: int32 (batch + 1,), where packed queries start.
+        cu_seqlens_q: int32 (batch + 1,), starts of packed queries.
         batch_shape: q's shape without heads and head_dim.
-        causal_or_window: whether positions rise within a sequence.
+        causal_or_window: True if positions rise within a sequence, False if its queries have the same position.
     """
     positions = torch.zeros(batch_shape, dtype=torch.int64, device=seqlens.device)
     rows = list(positions) if cu_seqlens_q is None else sequences(positions, cu_seqlens_q)
@@ -251,12 +254,12 @@ def query_positions(
 
 
 def merge(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One result from partial ones over disjoint sets of keys.
+    """Merge n partial results over disjoint sets of keys into one.
 
     Args:
         outs: (n, batch, seqlen_q, nheads, head_dim_v), or packed (n, total, nheads, head_dim_v).
-        lses: (n, batch, nheads, seqlen_q), or packed (n, nheads, total), natural. Where one is -inf, or +inf as some
-            libraries have it, that result saw no key and its out is not read.
+        lses: (n, batch, nheads, seqlen_q), or packed (n, nheads, total), natural log. A partial result whose lse is
+            -inf, or +inf as in some libraries, saw no key; its out is ignored.
         sinks: (nheads,), attention sinks, not included in any partial LSE; or None.
 
     Returns:

@@ -1,4 +1,4 @@
-"""MMA tilings of all kinds of kernels, for running epilogues on the CPU, and the definition's results for them."""
+"""MMA tilings of all kinds of kernels, for running epilogues on the CPU, and the results expected by definition."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,9 +30,9 @@ class TileSize:
 
 @dataclass(frozen=True)
 class Tiling:
-    """The MMA, the tile and the epilogues that the emulation uses of a kernel.
+    """A stand-in for a kernel in the emulation: its MMA, tile and epilogues.
 
-    transposed: the MMA is that of K Q^T. p_exponent: of the softmax.
+    transposed: the MMA is that of K Q^T. p_exponent: see ``OnlineSoftmax``.
     """
 
     tile: TileSize
@@ -42,7 +42,7 @@ class Tiling:
     p_exponent: int = 0
 
     def of(self, features: str = "", op: str = "forward") -> "Tiling":
-        """This tiling with features named as in a kernel's name, for example "causal-dropout"."""
+        """This tiling with the features of a kernel's name, for example "causal-dropout"."""
         return replace(
             self, traits=Traits.parse(f"{op}-sm80-fp16-d64" + (f"-{features}" if features else ""))
         )
@@ -117,7 +117,7 @@ class Scores:
     def random(
         batch: int, nheads: int, seqlen_q: int, seqlen_k: int, seed: int = 0, head_dim: int = 8, **inputs: Any
     ) -> "Scores":
-        """Normally distributed q, k and v."""
+        """A problem with normally distributed q, k and v. inputs: fields of ``ScoreInputs``."""
         generator = torch.Generator().manual_seed(seed)
         q, k, v = (
             torch.randn(batch, n, nheads, head_dim, generator=generator)
@@ -136,12 +136,12 @@ class Scores:
         return torch.einsum("bqhd,bkhd->bhqk", self.q, self.k)
 
     def emulate(self, tiling: Tiling) -> Emulated:
-        """The results of all threads of the tiling."""
+        """Run the forward's emulation, for all threads of the tiling."""
         values = self.v.transpose(1, 2)
         return emulate.attend_on_host(tiling, self.products, values, self.scale, self.inputs, self.lengths)
 
     def tangents(self, tiling: Tiling, dots: "Scores") -> EmulatedTangents:
-        """The outputs and their tangents of all threads of the tiling; ``dots``: with the tangents of q, k and v."""
+        """Run the emulation of a forward with tangents. dots: has the tangents of q, k and v."""
         product = torch.einsum("bqhd,bkhd->bhqk", dots.q, self.k)
         product = product + torch.einsum("bqhd,bkhd->bhqk", self.q, dots.k)
         values = (self.v.transpose(1, 2), dots.v.transpose(1, 2))
@@ -151,27 +151,27 @@ class Scores:
     def differentiate(
         self, tiling: Tiling, grad_out: Tensor, lse: Tensor, minus_d: Tensor
     ) -> EmulatedGradients:
-        """The gradients of all threads of the tiling, for that of out, (batch, seqlen_q, nheads, head_dim)."""
+        """Run the backward's emulation. grad_out: gradient of out, (batch, seqlen_q, nheads, head_dim)."""
         grad_p = torch.einsum("bqhd,bkhd->bhqk", grad_out, self.v)
         return emulate.differentiate_on_host(
             tiling, self.products, grad_p, lse, minus_d, self.scale, self.inputs, self.lengths
         )
 
     def features(self, traits: Traits) -> reference.Features:
-        """The traits as the reference takes them."""
+        """The traits' features in the form that the reference accepts."""
         users = tuple(user_epilogue(name).reference for name in traits.epilogues)
         return reference.Features(traits.mask, traits.dropout, users)
 
     def coords(self, traits: Traits) -> reference.ScoreCoords:
-        """All indices of the problem, with full lengths."""
+        """Coordinates of all scores, for sequences of full length."""
         return emulate.all_coords(traits, self.shape)
 
     def expected_scores(self, traits: Traits) -> Tensor:
-        """Scores by the reference, float64 rounded to float32."""
+        """Scores from the reference, in float64 rounded to float32."""
         return emulate.scores_by_definition(traits, self.products.double(), self.scale, self.inputs).float()
 
     def expected(self, traits: Traits) -> tuple[Tensor, Tensor]:
-        """out (batch, nheads, seqlen_q, head_dim) and lse by the reference, from full or seqused lengths."""
+        """out (batch, nheads, seqlen_q, head_dim) and lse from the reference, for full or seqused lengths."""
         q, k, v = (x.double() for x in (self.q, self.k, self.v))
         out, lse, _ = reference.attention(
             q, k, v, self.scale, self.features(traits), self.inputs, self.lengths
@@ -185,9 +185,9 @@ class Scores:
         features: reference.Features | None = None,
         computed: Tensor | None = None,
     ) -> "Gradients":
-        """By autograd through the reference, in float64; lengths may be seqused ones.
+        """Gradients by autograd through the reference, in float64, for full or seqused lengths.
 
-        features: by default the traits'. computed: scores that take the place of the reference's, with its slopes.
+        features: by default the traits'. computed: scores that replace the reference's; their gradient is unchanged.
         """
         dropout_p = self.inputs.dropout_p
         raw = (self.products.double() * self.scale).requires_grad_()
@@ -216,7 +216,7 @@ class Scores:
         return Gradients(dropped.detach(), raw.grad, grad_bias, lse.detach().float(), dpsum.detach().float())
 
     def _used_coords(self, traits: Traits) -> tuple[reference.ScoreCoords, Tensor]:
-        """All indices with each batch's lengths, and a mask of the scores within them."""
+        """Coordinates of all scores with each batch's lengths, and a mask of the scores within these lengths."""
         coords = self.coords(traits)
         batch = self.shape[0]
         used_q, used_k = self.lengths.seqused_q, self.lengths.seqused_k
@@ -229,7 +229,7 @@ class Scores:
 
 
 class _Replaced(torch.autograd.Function):
-    """Other values with the same gradient."""
+    """Replaces the values of scores, but passes their gradient through unchanged."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, values: Tensor) -> Tensor:
@@ -246,8 +246,8 @@ class Gradients:
 
     Attributes:
         p: float64 (batch, nheads, seqlen_q, seqlen_k), 0 where dropped, not divided by 1 - dropout_p.
-        scores: float64, as p: gradient of softmax_scale * q k^T.
-        bias: float64, gradient of the bias, of its shape without broadcasting; None without one.
+        scores: float64, of p's shape: gradient of softmax_scale * q k^T.
+        bias: float64, gradient of the bias, in the bias's shape before broadcasting; None without a bias.
         lse, dpsum: float32 (batch, nheads, seqlen_q), inputs of the backward.
     """
 

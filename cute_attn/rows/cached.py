@@ -1,4 +1,4 @@
-"""Keys or values of a cache by TMA, block by block: contiguous entries, and pages in boxes of rows."""
+"""Loads keys or values of a cache by TMA, block by block: contiguous entries, or pages in boxes of rows."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from cute_attn.rows.tma import TmaTiles, descriptor_address, start_box
 
 EVICT_FIRST = 0x12F0000000000000
 EVICT_NORMAL = 0x1000000000000000
-"""L2 policies of loads, as ``createpolicy.fractional`` makes them."""
+"""L2 cache policies of loads, encoded as by ``createpolicy.fractional``."""
 WARP = 32
 BOXES_AT_ONCE = 4
 """Number of box addresses that a thread holds in registers before it starts the loads."""
@@ -23,9 +23,9 @@ BOXES_AT_ONCE = 4
 
 @dataclass(frozen=True)
 class BlockPages:
-    """Places of the boxes of some key blocks; blocks are found from the last one on.
+    """Where the boxes of some key blocks are, from the last key block down.
 
-    Lane i has box i % boxes of the (i // boxes)-th block. In a contiguous cache all lanes have the same.
+    Lane i holds box i % boxes of the (i // boxes)-th block. In a contiguous cache all lanes hold the same block.
     """
 
     page: Int32
@@ -34,11 +34,11 @@ class BlockPages:
 
 @dataclass(frozen=True)
 class PagedTiles:
-    """A paged cache, (pages, page_size, nheads_kv, dim), loaded in boxes of ``box`` rows that lie in one page each.
+    """A paged cache, (pages, page_size, nheads_kv, dim), loaded in boxes of ``box`` rows, each within one page.
 
-    A swizzle depends only on the address, so that boxes of multiples of 8 rows below each other make up the tile that
-    wgmma reads. Boxes beyond the sequence are loaded from a page number beyond the last one: TMA writes
-    zeros and counts their bytes, and the table's entry is not used.
+    A swizzle depends only on the address. So boxes of multiples of 8 rows, one after another, form the tile that wgmma
+    reads. Boxes beyond the sequence are loaded from a page index beyond the last page: TMA writes zeros and counts
+    their bytes, and the page table is not read.
     """
 
     atom: cute.CopyAtom
@@ -54,7 +54,7 @@ class PagedTiles:
     def make(
         op: Any, cache: cute.Tensor, tile_n: int, box: int, cols: int, policy: Int64, parts: int = 1
     ) -> "PagedTiles":
-        """On the host. parts: warpgroups that divide the columns: swizzle atoms are as wide as these allow."""
+        """Make the tiles on the host. parts: warpgroups that divide the columns, which limits the swizzle atoms."""
         view = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=[1, 3, 2, 0]))
         width = layouts.atom_cols(cols // parts, cache.element_type.width)
         layout = layouts.wgmma_smem_layout(box, width, cache.element_type)
@@ -65,24 +65,24 @@ class PagedTiles:
 
     @property
     def tma(self) -> "PagedTiles":
-        """What has a TMA descriptor as its ``atom``."""
+        """The object whose ``atom`` has the TMA descriptor."""
         return self
 
     @property
     def boxes(self) -> int:
-        """Boxes of a key block."""
+        """Number of boxes per key block."""
         return self.tile_n // self.box
 
     @property
     def blocks_found(self) -> int:
-        """Key blocks that a warp looks up at once, a box a lane: one load of the table for all of them."""
+        """Number of key blocks that a warp looks up by one load of the table, one box per lane."""
         return WARP // self.boxes
 
     @cute.jit
     def find(self, rows: KeyRows, batch: Int32, block: Int32, info: SeqlenInfo) -> BlockPages:
-        """By a whole warp: the pages of ``block`` and of the blocks before it, in the order of the main loop.
+        """By a whole warp: find the pages of ``block`` and of the blocks before it, in the main loop's order.
 
-        Reads the table only where the sequence has rows.
+        Reads only those table entries that hold rows of the sequence.
         """
         lane = cute.arch.lane_idx()
         row = (block - lane // self.boxes) * self.tile_n + lane % self.boxes * self.box
@@ -100,8 +100,8 @@ class PagedTiles:
     ) -> None:
         """Start loading the n-th found block of one head into its stage of ``target`` (tile_n, cols, stage).
 
-        One thread starts all boxes one after the other. With a ``cute.copy`` for each, ptxas makes a loop over the
-        warp's threads of each box, and small boxes then need more time to start than to arrive.
+        One thread starts all boxes one after the other. With a ``cute.copy`` for each box, ptxas makes each of them a
+        loop over the warp's threads, and small boxes then need more time to start than to arrive.
         """
         stage = target[None, None, pipeline.stage(use)]
         descriptor, start = descriptor_address(self.atom), stage.iterator.toint()
@@ -121,26 +121,26 @@ class PagedTiles:
 
 @dataclass(frozen=True)
 class EntryTiles:
-    """A contiguous cache, (entries, capacity, nheads_kv, dim): a key block is one tile of TMA.
+    """A contiguous cache, (entries, capacity, nheads_kv, dim): each key block is one TMA tile.
 
-    Or packed sequences (total, nheads_kv, dim): there a ``page`` is the sequence's first row.
+    Also packed sequences (total, nheads_kv, dim), for which ``page`` is the sequence's first row.
     """
 
     tiles: TmaTiles
 
     @property
     def tma(self) -> TmaTiles:
-        """What has a TMA descriptor as its ``atom``."""
+        """The object whose ``atom`` has the TMA descriptor."""
         return self.tiles
 
     @property
     def blocks_found(self) -> int:
-        """Key blocks that are looked up at once."""
+        """Number of key blocks that are looked up at once."""
         return 1
 
     @cute.jit
     def find(self, rows: KeyRows, batch: Int32, block: Int32, info: SeqlenInfo) -> BlockPages:
-        """The entry and the block."""
+        """Return ``block`` with the sequence's cache entry or, if packed, first row."""
         entry = batch
         if cutlass.const_expr(self.tiles.varlen):
             entry = info.offset_k

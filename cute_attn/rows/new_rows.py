@@ -12,7 +12,7 @@ from cute_attn.device.seqlen import sequence_of_row
 class NewKeys(NamedTuple):
     """Appended rows: (batch, rows, nheads_kv, dim), or packed (total, nheads_kv, dim) with cu_seqlens (batch + 1,).
 
-    seqlens: int32 (batch,), the cache's rows in use before.
+    seqlens: int32 (batch,), the cache's rows in use before they are appended.
     """
 
     k: cute.Tensor
@@ -30,7 +30,7 @@ class Angles(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Queries and their rotated copy, as ``NewKeys``; ``step``: by how much positions rise a row, 1 or 0."""
+    """Queries and their rotated copy, shaped as in ``NewKeys``; ``step``: increment of positions per row, 1 or 0."""
 
     q: cute.Tensor
     rotated: cute.Tensor
@@ -50,7 +50,7 @@ class NewRow:
     @staticmethod
     @cute.jit
     def find(tensor: cute.Tensor, cu_seqlens: cute.Tensor | None, number: Int32) -> "NewRow":
-        """Row ``number`` of all."""
+        """Find row ``number``, counted over all sequences."""
         batch, index, exists = Int32(0), number, Boolean(True)
         if cutlass.const_expr(cu_seqlens is None):
             batch, index = number // tensor.shape[1], number % tensor.shape[1]
@@ -73,7 +73,7 @@ class NewRow:
 
 @cute.jit
 def number_of_rows(tensor: cute.Tensor) -> Int32:
-    """Rows of all sequences, of (batch, rows, heads, dim) or (total, heads, dim)."""
+    """Number of rows of all sequences; tensor: (batch, rows, heads, dim) or (total, heads, dim)."""
     rows = Int32(tensor.shape[0])
     if cutlass.const_expr(len(tensor.shape) == 4):
         rows *= tensor.shape[1]

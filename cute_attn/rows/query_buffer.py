@@ -40,7 +40,7 @@ class QueryBuffer:
 
     @property
     def used_without_keys(self) -> bool:
-        """With ``share_qo_smem`` even work tiles that see no key use the buffer: they store O's zeros from there."""
+        """With ``share_qo_smem``, even work tiles that see no key use the buffer: they store O's zeros from it."""
         return self.tile.share_qo_smem
 
     @cute.jit
@@ -58,7 +58,7 @@ class QueryBuffer:
 
     @cute.jit
     def release_after(self, use: Constexpr, n: Int32) -> None:
-        """By each consumer warp after ``use``, a :class:`LastUse`: release the buffer if it is the last one."""
+        """By each consumer warp after ``use``, a :class:`LastUse`: release the buffer if it is :attr:`last_use`."""
         if cutlass.const_expr(use is self.last_use):
             products: Constexpr = use is LastUse.PRODUCTS
             self.pipeline.consumer_release(n, Accessed.BY_WGMMA if products else Accessed.BY_THREADS)

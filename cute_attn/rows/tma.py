@@ -25,7 +25,7 @@ def start_box(
 ) -> None:
     """By one thread: start loading the box at coordinates ``where`` to the address ``target`` of shared memory.
 
-    Like ``cute.copy``, but that has to be called by a whole warp for each box.
+    Unlike this function, ``cute.copy`` has to be called by a whole warp for each box.
     """
     coordinates = ", ".join(f"{{$r{i + 4}}}" for i in range(len(where)))
     cute.arch.inline_ptx(
@@ -39,8 +39,8 @@ def start_box(
 class TmaTiles:
     """A tensor that TMA loads or stores by tiles of rows: (rows, head_dim, heads[, batch]).
 
-    With ``heads`` > 1 (packed GQA) that many neighbouring heads of a kv head alternate as a tile's rows: ((heads of a
-    kv head, rows), head_dim, kv heads[, batch]). TMA reads zeros for more heads than there are, and stores none.
+    With ``heads`` > 1 (packed GQA), that many neighbouring heads of a kv head alternate as a tile's rows: ((heads of a
+    kv head, rows), head_dim, kv heads[, batch]). For heads beyond the last one, TMA loads zeros and stores nothing.
     """
 
     atom: cute.CopyAtom
@@ -60,14 +60,14 @@ class TmaTiles:
         heads: int = 1,
         nheads_kv: Int32 | int = 1,
     ) -> "TmaTiles":
-        """On the host; tensor: (batch, rows, heads, head_dim), or varlen (rows, heads, head_dim).
+        """Make the tiles on the host; tensor: (batch, rows, heads, head_dim), or varlen (rows, heads, head_dim).
 
         Args:
             op: the TMA operation, a load or a store.
             smem_layout: layout of one tile.
             shape: (rows, columns) of a tile.
             heads: number of heads that alternate as a tile's rows.
-            nheads_kv: with several ``heads``, the kv heads among which the tensor's heads are divided.
+            nheads_kv: number of kv heads, for several ``heads``: the tensor's heads are divided among these.
         """
         rows, cols = shape
         layout = cute.select(tensor.layout, mode=[0, 2, 1] if varlen else [1, 3, 2, 0])
@@ -87,14 +87,14 @@ class TmaTiles:
 
     @cute.jit
     def sequence(self, first_row: Int32, head: Int32, batch: Int32, column: Int32 | int = 0) -> cute.Tensor:
-        """All tiles of one head from ``first_row`` on, the ``column``-th along columns: (rows, columns, n)."""
+        """All tiles of one head from ``first_row`` on, in tile column ``column``: (rows, columns, n)."""
         where = () if cutlass.const_expr(self.varlen) else (batch,)
         plane = cute.domain_offset((first_row, 0), self.tensor[(None, None, head, *where)])
         return cute.local_tile(plane, self.shape, (None, column))
 
     @cute.jit
     def sequence_of_tile(self, first_row: Int32, tile: QueryTile, column: Constexpr = 0) -> cute.Tensor:
-        """As :meth:`sequence`, of a work tile's head or of its ``heads`` heads."""
+        """Like :meth:`sequence`, for a work tile's head or its ``heads`` heads."""
         if cutlass.const_expr(self.heads == 1):
             return self.sequence(first_row, tile.head, tile.batch, column)
         rows, cols = self.shape
@@ -133,7 +133,7 @@ class TmaTiles:
 class TmaVectors:
     """fp32 workspace rows that TMA loads by blocks: (rows, heads[, batch]).
 
-    A bulk copy without a descriptor would do, but compute-sanitizer's racecheck treats it as a thread's writes that no
+    A bulk copy without a descriptor would do, but compute-sanitizer's racecheck treats it as writes by a thread that no
     mbarrier orders.
     """
 
@@ -144,7 +144,7 @@ class TmaVectors:
 
     @staticmethod
     def make(rows: cute.Tensor, tile: int, varlen: bool) -> "TmaVectors":
-        """On the host; rows: (batch, heads, rows), or varlen (heads, rows)."""
+        """Make the vectors on the host; rows: (batch, heads, rows), or varlen (heads, rows)."""
         view = cute.make_tensor(rows.iterator, cute.select(rows.layout, mode=[1, 0] if varlen else [2, 1, 0]))
         op = cpasync.CopyBulkTensorTileG2SOp()
         atom, coords = cpasync.make_tiled_tma_atom(op, view, cute.make_layout(tile), (tile,))

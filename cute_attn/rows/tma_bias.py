@@ -1,6 +1,6 @@
-"""A bias by way of shared memory: TMA loads its tiles, ldmatrix reads them in the accumulator's layout.
+"""A bias loaded through shared memory: TMA loads its tiles, and ldmatrix reads them in the accumulator's layout.
 
-Loads from global memory by the threads that hold the scores, eight rows of 16 bytes an instruction, keep L1 busy for
+Loads from global memory by the threads that hold the scores, eight rows of 16 bytes per instruction, keep L1 busy for
 most of a step. TMA bypasses L1, and ldmatrix gives each lane its accumulator's pairs, transposed or not.
 """
 
@@ -17,7 +17,7 @@ from cute_attn.device.pipeline import Accessed, Pipeline
 from cute_attn.rows.tma import TmaTiles
 
 ROWS = 64
-"""Rows of a tile: a warpgroup's."""
+"""Number of rows of a tile: those of one warpgroup."""
 
 ROW_COLS = 64
 """16-bit columns in one row of the 128-byte swizzle."""
@@ -34,11 +34,11 @@ class TmaBiasTile:
     use: Int32
 
     SUBTILE: ClassVar[int] = 4
-    """A thread's columns in a ``subtile`` of sixteen columns, in each of its two rows."""
+    """Number of a thread's columns in a ``subtile`` of sixteen columns, in each of its two rows."""
 
     @property
     def subtiles(self) -> int:
-        """Sub-tiles of sixteen columns."""
+        """Number of sub-tiles of sixteen columns."""
         return self.cols // 16
 
     @cute.jit
@@ -48,7 +48,7 @@ class TmaBiasTile:
 
     @cute.jit
     def release(self) -> None:
-        """By each warp after its last read."""
+        """By each warp after its last read: release the tile's stage."""
         self.pipeline.consumer_release(self.use, Accessed.BY_THREADS)
 
     @cute.jit
@@ -78,18 +78,18 @@ class TmaBiasTransposed:
     takes_gradient: Constexpr  # the kernel stores the bias gradient, from shared memory
 
     SUBTILE: ClassVar[int] = 4
-    """A thread's queries in a ``subtile`` of sixteen queries, for each of its two keys."""
+    """Number of a thread's queries in a ``subtile`` of sixteen queries, for each of its two keys."""
 
     @property
     def subtiles(self) -> int:
-        """Sub-tiles of sixteen queries."""
+        """Number of sub-tiles of sixteen queries."""
         return self.queries // 16
 
     def wait(self) -> None:
-        """Nothing: the wait for Q includes it."""
+        """Do nothing: the wait for Q covers the bias."""
 
     def release(self) -> None:
-        """Nothing: Q's release includes it."""
+        """Do nothing: Q's release covers the bias."""
 
     @cute.jit
     def read(self, subtile: Constexpr, words: cute.Tensor) -> None:
@@ -130,7 +130,7 @@ class TmaBiasOfQueries:
 def lane_address_transposed(base: Int32, thread: Int32, queries: int) -> Int32:
     """The ldmatrix row address of a thread in the first sixteen queries; later ones are at static offsets.
 
-    base: the tile's address, a multiple of 1024, with rows of ``ROW_COLS`` keys, a warpgroup's, in the layout of
+    base: the tile's address, a multiple of 1024. Rows have ``ROW_COLS`` keys of one warpgroup, in the layout of
     :func:`layouts.wgmma_smem_layout`. A warp reads sixteen of those keys; a lane addresses row lane % 8 of the first or
     the last eight queries, at the first or the last eight keys.
     """
@@ -143,7 +143,7 @@ def lane_address(base: Int32, lane: Int32, cols: int) -> Int32:
     """The ldmatrix row address of a warpgroup's lane in the first sixteen columns.
 
     It is row lane % 16 of the warp's rows, at the first or the second eight columns. base: the tile's address, a
-    multiple of 1024, in the layout of :func:`layouts.wgmma_smem_layout`. For other columns of the swizzle atom xor the
+    multiple of 1024, in the layout of :func:`layouts.wgmma_smem_layout`. For other columns of the swizzle atom, xor the
     address with the column's byte offset.
     """
     width = 2 * layouts.atom_cols(cols, 16)
@@ -155,7 +155,7 @@ def lane_address(base: Int32, lane: Int32, cols: int) -> Int32:
 
 @dataclass(frozen=True)
 class TmaBias:
-    """All warpgroups' bias tiles. Each warpgroup has a separate pipeline, so that none waits for another's tiles."""
+    """All warpgroups' bias tiles. Each warpgroup has a separate pipeline and does not wait for another's tiles."""
 
     tensor: cute.Tensor  # (ROWS, columns, stages, warpgroup)
     address: Int32  # of ``tensor``
@@ -176,7 +176,7 @@ class TmaBias:
 
     @cute.jit
     def init(self) -> None:
-        """By one thread, before any wait."""
+        """By one thread, before any wait: initialize the mbarriers."""
         for group in cutlass.range_constexpr(self.warpgroups):
             self.pipeline(group).init(4)
 
@@ -199,9 +199,9 @@ def bias_tma(bias: cute.Tensor, layout: cute.ComposedLayout, store: Constexpr = 
 
     Args:
         bias: aligned to 16 bytes; the last stride is 1, the others are multiples of eight elements. A
-            dimension that it is broadcast over has extent 1 in the view; ``rows_of`` and ``columns_of`` account for it.
+            dimension over which it is broadcast has extent 1 in the view, as ``rows_of`` and ``columns_of`` expect.
         layout: (rows, columns[, stages]) of a tile in shared memory.
-        store: for stores instead of loads.
+        store: make tiles for stores instead of loads.
     """
     stride_batch, stride_head, stride_row, _ = bias.stride
     (batch, step_batch), (heads, step_head) = (
@@ -219,7 +219,7 @@ def bias_tma(bias: cute.Tensor, layout: cute.ComposedLayout, store: Constexpr = 
 
 
 def _broadcast(size: Int32, stride: Any) -> tuple[Int32, Int64]:
-    """Extent and stride of a dimension for TMA; extent 1 if it is broadcast."""
+    """Extent and stride of a dimension for TMA; the extent is 1 if the dimension is broadcast."""
     single = (Int64(stride) == 0) | (size == 1)
     return (
         cutlass.select_(single, Int32(1), Int32(size)),
@@ -239,6 +239,6 @@ def columns_of(tma: TmaTiles, block: Int32, head: Int32, batch: Int32, shape: tu
 
 
 def _plane(tma: TmaTiles, head: Int32, batch: Int32) -> cute.Tensor:
-    """(rows, columns) of one head and batch; index 0 in broadcast dimensions."""
+    """The (rows, columns) plane of one head and batch; broadcast dimensions are indexed with 0."""
     heads, batches = tma.tensor.shape[2], tma.tensor.shape[3]
     return tma.tensor[None, None, cutlass.min(head, heads - 1), cutlass.min(batch, batches - 1)]

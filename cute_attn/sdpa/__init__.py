@@ -3,13 +3,13 @@
     import cute_attn.sdpa
     cute_attn.sdpa.activate()           every fused scaled_dot_product_attention of this process, and varlen_attn
     cute_attn.sdpa.reason(q, k, v)      None, or why PyTorch's kernel computes such a call
-    cute_attn.sdpa.served               how often each operator was called, and why some calls fell through
+    cute_attn.sdpa.served               number of calls per operator, and why PyTorch computed some of them
     cute_attn.sdpa.restore()
 
 PyTorch still chooses a backend. Calls of the backends' operators (flash, memory-efficient and cuDNN attention, forward
-and backward) that :func:`cute_attn.sdpa.calls.why_not` accepts run here, all others as before. Products of
-fp32 tensors have fp32's precision, as in PyTorch's memory-efficient kernel, whatever ``allow_tf32`` says. Importing
-this module registers it with PyTorch: ``torch.nn.attention.activate_flash_attention_impl("cute_attn")`` is
+and backward) that :func:`cute_attn.sdpa.calls.why_not` accepts run here; all others run as before. Products of fp32
+tensors have fp32's precision, as in PyTorch's memory-efficient kernel, whatever ``allow_tf32`` says. Importing this
+module registers it with PyTorch: ``torch.nn.attention.activate_flash_attention_impl("cute_attn")`` is equivalent to
 ``activate(strict=True)``.
 """
 
@@ -43,28 +43,28 @@ def activate(
 ) -> None:
     """Serve PyTorch's fused attention from now on; a second call replaces the options of the first.
 
-    Where nothing can be served, as on a machine without a GPU, the first call warns and none does anything.
+    If nothing can be served, as on a machine without a GPU, calls have no effect, and the first one warns.
 
     Parameters
     ----------
     backends : sequence of {"flash", "efficient", "cudnn"}
-        The backends to serve. On Hopper PyTorch prefers cuDNN where it supports a call, so that only "flash" would
-        serve few calls there.
+        The backends to serve. On Hopper PyTorch prefers cuDNN for the calls that cuDNN supports, so serving only
+        "flash" covers few calls there.
     unsupported : {"fall_back", "error"}
-        For a call that no kernel supports: PyTorch's kernel computes it, or ``Unsupported`` is raised.
+        What happens to a call that no kernel supports: PyTorch's kernel computes it, or ``Unsupported`` is raised.
     rng : {"ours", "torch"}
         How dropout masks are drawn. "ours": as by :func:`cute_attn.attention`, under every backend. Equal states of
-        torch's generator give equal masks, different from those without this package. "torch": as by PyTorch's
-        kernel, so that every mask stays the same bit for bit. That leaves calls with dropout to PyTorch within CUDA
-        graphs, and under cuDNN: PyTorch prefers it on Hopper, and nothing else can draw its masks.
+        torch's generator give equal masks, which differ from PyTorch's. "torch": as by PyTorch's kernel, so that every
+        mask stays the same bit for bit. PyTorch then computes calls with dropout within CUDA graphs and under cuDNN
+        (its choice on Hopper), whose masks only cuDNN can draw.
     strict : bool
-        Raise where nothing can be served.
+        Raise if nothing can be served.
 
     Raises
     ------
     ValueError
         An argument is not as described here; or with ``strict`` there is no GPU that kernels are built for.
-        Nothing is changed then.
+        Served calls do not change in that case.
     """
     check_flags(strict=strict)
     options = Options(backends, unsupported, rng)
@@ -82,10 +82,10 @@ def activate(
 
 
 def restore() -> None:
-    """Let PyTorch's kernels compute everything again; does nothing without an :func:`activate` before it.
+    """Let PyTorch's kernels compute everything again; has no effect unless :func:`activate` was called.
 
-    Other threads may be calling. The operators stay overridden, so that calls take a hop of some microseconds through
-    Python to PyTorch's kernels. The backward of a served forward with dropout is still served.
+    Safe while other threads call attention. The operators stay overridden, so a call spends some microseconds in Python
+    before it reaches PyTorch's kernel. The backward of a served forward with dropout is still served.
     """
     serving = overrides.serving()
     if serving is None:
@@ -110,15 +110,15 @@ def reason(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> str | None:  # fmt: skip
-    """Why kernels here do not serve a call of ``scaled_dot_product_attention`` and its backward; None where they do.
+    """Why kernels here do not serve a call of ``scaled_dot_product_attention`` and its backward; None if they do.
 
-    Takes that function's arguments, and reads only shapes, dtypes and devices; fake tensors will do. A call with a
-    mask, or causal with different lengths, counts as memory-efficient attention, others as flash attention.
+    Has that function's arguments, and reads only their shapes, dtypes and devices, so fake tensors suffice. Calls with
+    a mask, or causal with different lengths, are assumed to be memory-efficient attention, others flash attention.
 
     Raises
     ------
     TypeError
-        An argument is of another type than that function takes.
+        An argument has a type that ``scaled_dot_product_attention`` does not accept.
     """
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     dropout_p, scale = number("dropout_p", dropout_p), None if scale is None else number("scale", scale)
@@ -164,7 +164,7 @@ def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
 
 
 def _start(options: Options) -> Activation:
-    """Activate, in place of an earlier activation; PyTorch keeps the handle."""
+    """Replace any earlier activation by a new one, and return it; PyTorch keeps it as a handle."""
     why = doors.why_nothing_is_served()
     if why is not None:
         raise ValueError(why)

@@ -1,8 +1,8 @@
-"""Which calls of PyTorch's attention operators the kernels serve: a function of metadata only.
+"""Decides from metadata which calls of PyTorch's attention operators the kernels serve.
 
-A :class:`Request` holds what a forward and its backward both know, and :func:`why_not` sees nothing else, so that both
-are computed by the same side, except masks that :func:`why_not_drawn` leaves to PyTorch. It does not contain strides,
-since a compiler may save a tensor with others: tensors that kernels cannot read are copied.
+A :class:`Request` holds the metadata that a forward and its backward both have. :func:`why_not` depends on nothing
+else, so both run here or both in PyTorch, except forwards whose mask :func:`why_not_drawn` leaves to PyTorch. A request
+has no strides: a compiler may save a tensor with other strides. Tensors that kernels cannot read are copied.
 """
 
 import functools
@@ -22,16 +22,16 @@ class Request(NamedTuple):
     """The properties of a call that its forward and its backward both know, without data and strides.
 
     Attributes:
-        backend: of ``cute_attn.host.activation.BACKENDS``.
-        q, k, v: shapes (batch, seqlen, heads, dim), packed (total, heads, dim).
-        dtypes: of q, k and v.
-        devices: of all tensors, each once.
-        target: the GPU's, or empty where no kernel is built for it.
+        backend: one of ``cute_attn.host.activation.BACKENDS``.
+        q, k, v: shapes, (batch, seqlen, heads, dim) or packed (total, heads, dim).
+        dtypes: dtypes of q, k and v.
+        devices: the devices of all tensors.
+        target: the GPU's architecture, or empty if no kernel is built for it.
         bias: shape and dtype, or None.
-        lengths: shapes and dtypes of both cu_seqlens, None for one that is absent.
+        lengths: shape and dtype of cu_seqlens_q and of cu_seqlens_k, each None if it is absent.
         longest: max_seqlen_q and max_seqlen_k.
-        causal, window, dropout_p, scale: as the operator's arguments; window is (left, right), below 0 for no bound.
-        learns: whether a backward follows, where the operator says so, as only cuDNN's does.
+        causal, window, dropout_p, scale: arguments of the operator; window is (left, right), below 0 for no bound.
+        learns: True if the operator states that a backward follows; only cuDNN's does.
     """
 
     backend: str
@@ -62,7 +62,7 @@ class Request(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """A call's tensors, q, k and v with rows before heads."""
+    """The tensors of a call; q, k and v have rows before heads."""
 
     q: Tensor
     k: Tensor
@@ -76,7 +76,7 @@ class Inputs(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def why_not(request: Request) -> str | None:
-    """Why PyTorch's kernels compute a call and its backward, as one sentence; None where ours do."""
+    """Why PyTorch's kernels compute a call and its backward, as one sentence; None if kernels here do."""
     reason = _stated_reason(request)
     if reason is not None:
         return reason
@@ -93,7 +93,7 @@ def why_not(request: Request) -> str | None:
 
 
 def _stated_reason(request: Request) -> str | None:
-    """Why a call is declined that every check of ours and some kernel would accept."""
+    """Why a call is declined although the kernels and their checks would accept it, or None."""
     if len(request.devices) > 1 or next(iter(request.devices)).type not in ("cuda", "cpu"):
         devices = ", ".join(sorted(map(str, request.devices)))
         return f"tensors are on {devices}; accepted: one cuda device"
@@ -111,10 +111,10 @@ def _stated_reason(request: Request) -> str | None:
 
 
 def why_not_drawn(request: Request, rng: str, capturing: bool) -> str | None:
-    """Why the mask of a forward with dropout is PyTorch's to draw; None where it is drawn here.
+    """Why PyTorch must draw a forward's dropout mask, and so compute the forward; None if that is not so.
 
-    It does not apply to the backward, which draws no mask. rng: of :func:`cute_attn.sdpa.activate`. capturing: whether
-    a CUDA graph is being captured.
+    A backward draws no mask. rng: see :func:`cute_attn.sdpa.activate`. capturing: whether a CUDA graph is being
+    captured.
     """
     if not request.dropout_p or rng != "torch":
         return None
@@ -126,7 +126,7 @@ def why_not_drawn(request: Request, rng: str, capturing: bool) -> str | None:
 
 
 def _meta_inputs(request: Request) -> tuple[Inputs, Tensor | None]:
-    """Tensors without data, with contiguous strides, that stand for a call's; and a dropout state."""
+    """Contiguous meta tensors with a request's shapes and dtypes, and a dropout state, or None without dropout."""
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -138,9 +138,9 @@ def _meta_inputs(request: Request) -> tuple[Inputs, Tensor | None]:
 
 
 def translated(request: Request, inputs: Inputs, rng_state: Tensor | None = None) -> Call:
-    """The call that a request to an operator is, for its tensors.
+    """Translate a request and its tensors to a call of the kernels.
 
-    Flash attention aligns a causal mask with the last query and key, the others with the first.
+    Flash attention aligns a causal mask with the last query and key, the other backends with the first.
     """
     left, right = (None if bound < 0 else bound for bound in request.window)
     alignment = "bottom_right" if request.backend == "flash" else "top_left"
@@ -166,9 +166,9 @@ def request_of(
     longest: tuple[int, int] | None = None,
     learns: bool = False,
 ) -> Request:
-    """The metadata of an operator's arguments.
+    """The request that describes an operator's arguments.
 
-    longest: max_seqlen_q and max_seqlen_k, by default the seqlens. learns: see :class:`Request`.
+    longest: max_seqlen_q and max_seqlen_k; by default the seqlens. learns: see :class:`Request`.
     """
     q, k, v, bias, *lengths = inputs[:6]
     present = [x for x in inputs if x is not None]

@@ -1,4 +1,4 @@
-"""``torch.nn.functional.scaled_dot_product_attention``, and another function in its place: an observer's."""
+"""Replaces ``torch.nn.functional.scaled_dot_product_attention`` by an observer's function."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +11,14 @@ from torch.overrides import has_torch_function
 NAME = "scaled_dot_product_attention"
 
 pytorchs: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
-"""The function that is replaced; it does not change."""
+"""PyTorch's function, also while it is replaced."""
 
 
 _installed: Callable[..., Tensor] | None = None
 
 
 def install(function: Callable[..., Tensor]) -> None:
-    """Put a function with PyTorch's arguments in the place of PyTorch's, unless something else stands there."""
+    """Replace PyTorch's function by one with the same arguments, unless it has been replaced already."""
     global _installed
     if F.scaled_dot_product_attention is pytorchs:
         _installed = F.scaled_dot_product_attention = function
@@ -26,7 +26,7 @@ def install(function: Callable[..., Tensor]) -> None:
 
 
 def remove() -> None:
-    """Put PyTorch's function back. Modules that imported the replacement keep it; it then calls PyTorch's."""
+    """Put PyTorch's function back. Modules that imported the replacement keep it, and it calls PyTorch's."""
     global _installed
     own, _installed = _installed, None
     if own is not None and F.scaled_dot_product_attention is own:
@@ -36,7 +36,7 @@ def remove() -> None:
 def by_pytorch(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """PyTorch's function, put back for the call if overrides may look for it: they tell functions by identity."""
+    """Call PyTorch's function, put back during the call if overrides may see it: they compare functions by identity."""
     own = F.scaled_dot_product_attention
     seen = _function_modes() or has_torch_function((query, key, value, mask))
     if not seen or own is not _installed:

@@ -1,8 +1,8 @@
 """A program's attention calls, which of them kernels serve, and how they compare with PyTorch's.
 
-:class:`Observer` stands between PyTorch's functions and :mod:`cute_attn.sdpa` and :mod:`cute_attn.flex` while it is
-watching. The other doors, :mod:`cute_attn.transformers` and :mod:`cute_attn.flash_attn`, report their calls to it.
-Without a GPU it watches ``scaled_dot_product_attention`` itself.
+While watching, :class:`Observer` stands between PyTorch's functions and :mod:`cute_attn.sdpa` and
+:mod:`cute_attn.flex`. The other entry points, :mod:`cute_attn.transformers` and :mod:`cute_attn.flash_attn`, report
+calls to the observer. Without a GPU the observer watches ``scaled_dot_product_attention`` itself.
 """
 
 import contextlib
@@ -29,14 +29,14 @@ class Row:
     """Calls of one operator with one signature.
 
     Attributes:
-        operator: PyTorch's.
+        operator: name of PyTorch's operator.
         signature: shapes and options as text.
-        reason: why no kernel computes it, or None.
-        uncompared: why nothing was compared with PyTorch's.
-        calls: how many.
+        reason: why no kernel here computes these calls, or None.
+        uncompared: why no call was compared with PyTorch's kernel.
+        calls: number of calls.
         ours_us, pytorch_us: microseconds of each shadowed call.
-        difference: the largest between both results, in float32, relative to PyTorch's largest value; None where
-            nothing was compared.
+        difference: maximum difference of both results, in float32, relative to PyTorch's largest value; None if no
+            call was compared.
     """
 
     operator: str
@@ -50,7 +50,7 @@ class Row:
 
     @property
     def gain_us(self) -> float | None:
-        """Microseconds that all calls gain, from the means of the shadowed ones; None without any."""
+        """Microseconds gained over all calls, from the mean times of shadowed calls; None if no call was shadowed."""
         if not self.ours_us or not self.pytorch_us:
             return None
         means = (sum(times) / len(times) for times in (self.pytorch_us, self.ours_us))
@@ -58,7 +58,7 @@ class Row:
 
     @property
     def gain(self) -> str:
-        """The gain per call, or why it is nothing or unknown."""
+        """The gain per call as text, or why there is none, or why it is unknown."""
         if self.reason is not None:
             return f"nothing: {self.reason}"
         if self.gain_us is None:
@@ -68,21 +68,21 @@ class Row:
         return f"{us:.1f} us of {theirs:.1f}" if us > 0 else f"nothing: PyTorch's is {-us:.1f} us faster"
 
     def as_dict(self) -> dict[str, Any]:
-        """The row as JSON takes it."""
+        """The row as a dictionary for JSON."""
         names = "operator signature reason calls ours_us pytorch_us difference gain_us gain"
         return {name: getattr(self, name) for name in names.split()}
 
 
 class Observer:
-    """Counts calls by signature and compares some with PyTorch's.
+    """Counts calls by signature and compares some of them with PyTorch's kernels.
 
-    A shadowed call is computed by both, after a call of each that is not timed; the generator's state is restored.
-    Nothing is compared within CUDA graph capture, with dropout (masks differ), for operators that write into an
-    argument, and for calls of ours by name. Watching never makes a program fail.
+    A shadowed call runs twice here and twice in PyTorch: the first runs give the results, the second ones are timed.
+    The generator's state is restored. Calls are not compared within CUDA graph capture, with dropout (masks differ), if
+    the operator writes into an argument, or if a program calls this package by name. Watching never makes it fail.
 
     Attributes:
         shadow: how many calls of each signature to compare.
-        rows: by operator and signature.
+        rows: rows by operator and signature.
     """
 
     def __init__(self, shadow: int = 0) -> None:
@@ -91,7 +91,7 @@ class Observer:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch PyTorch's operators while :mod:`cute_attn.sdpa` is active, and the other doors."""
+        """Watch PyTorch's operators while :mod:`cute_attn.sdpa` is active, and the other entry points."""
         doors.observer, doors.watcher = self, self.note
         try:
             yield
@@ -100,10 +100,10 @@ class Observer:
 
     @contextlib.contextmanager
     def watching_functions(self) -> Iterator[None]:
-        """Watch ``scaled_dot_product_attention`` and the other doors, where no operator can be served.
+        """Watch ``scaled_dot_product_attention`` and the other entry points if no operator can be served.
 
-        The function is replaced: a mode would not see it below a function that modes see, such as
-        ``F.multi_head_attention_forward``. Modules are made to call it instead of the fast path for a whole layer.
+        The function is replaced, since a mode would not see calls made inside functions that modes see, such as
+        ``F.multi_head_attention_forward``. The fast path for whole layers is disabled, so that modules call it.
         """
         fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
@@ -125,7 +125,7 @@ class Observer:
         args: tuple,
         kwargs: dict[str, Any],
     ) -> Any:
-        """A call's outputs, or the reason why they are PyTorch's to compute; stock: PyTorch's kernel."""
+        """A call's outputs, or the reason why PyTorch computes it; stock: PyTorch's kernel."""
         given = inspect.signature(implementation).bind(options, *args, **kwargs).arguments
         given.pop("options")
         row, count = self._counted(name, given)
@@ -141,13 +141,13 @@ class Observer:
         return found
 
     def note(self, door: str, given: dict[str, Any], reason: str | None) -> None:
-        """Count a call that is not PyTorch's operator's. reason: why no kernel computes it, or empty."""
+        """Count a call that is not made by an operator of PyTorch. reason: why no kernel computes it, or empty."""
         row, _ = self._counted(door, given)
         row.reason = reason or None
         row.uncompared = "it is made here by name, and PyTorch has no such call"
 
     def _counted(self, name: str, given: dict[str, Any]) -> tuple[Row, int]:
-        """The row of a call with these arguments by name, and how many calls it has with this one."""
+        """The row of a call with these named arguments, and the row's number of calls including this call."""
         try:
             text = describe(given)
         except Exception as error:  # a tensor that is no ordinary one
@@ -161,7 +161,7 @@ class Observer:
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
         is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        """scaled_dot_product_attention, and a note of the call, unless it is compiled or traced."""
+        """Call scaled_dot_product_attention, and note the call unless it is compiled or traced."""
         options = {"scale": scale, "enable_gqa": enable_gqa}
         if torch.compiler.is_compiling() or torch.jit.is_tracing():  # traces record reads of shapes
             return function.pytorchs(query, key, value, attn_mask, dropout_p, is_causal, **options)
@@ -219,7 +219,7 @@ def describe(given: dict[str, Any]) -> str:
 
 
 def _sizes(x: Tensor, narrow: bool = False) -> str:
-    """A tensor's, as text. narrow: dimensions of stride 0 count as 1."""
+    """A tensor's sizes as text. narrow: dimensions of stride 0 count as 1."""
     if x.is_nested:
         return f"{x.size(0)} nested"
     steps = x.stride() if narrow else x.shape
@@ -229,9 +229,10 @@ def _sizes(x: Tensor, narrow: bool = False) -> str:
 
 
 def difference(ours: Any, theirs: Any) -> float:
-    """The largest between floating tensors of q's dtype, in float32, relative to the largest value of ``theirs``.
+    """The largest difference of two results, in float32, relative to the largest value of PyTorch's, ``theirs``.
 
-    Infinite if only ours is NaN, or one is infinite. Elements where PyTorch's is NaN are skipped.
+    Only tensors of the first output's dtype are compared. The difference is infinite if only ours is NaN, or only one
+    is infinite. Elements that are NaN in ``theirs`` are skipped.
     """
     first = ours[0] if isinstance(ours, tuple) else ours
     pairs = zip(ours, theirs, strict=True) if isinstance(ours, tuple) else [(ours, theirs)]
@@ -247,7 +248,7 @@ def difference(ours: Any, theirs: Any) -> float:
 
 @contextlib.contextmanager
 def _generator_kept(device: torch.device) -> Iterator[None]:
-    """torch's generator of ``device`` has its state again afterwards."""
+    """Restore the state of torch's generator of ``device`` on exit."""
     if device.type == "cuda":
         generator = torch.cuda.default_generators[device.index or 0]
         offset = generator.get_offset()
@@ -261,7 +262,7 @@ def _generator_kept(device: torch.device) -> Iterator[None]:
 
 
 def _microseconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Time of one call; waits for the GPU."""
+    """Time of one call of ``run``; waits for the GPU."""
     if device.type != "cuda":
         start = time.perf_counter()
         run()

@@ -1,7 +1,7 @@
-"""PyTorch's attention operators on the kernels: arguments, layouts of outputs, conventions of lse and dropout states.
+"""PyTorch's attention operators on the kernels: arguments, output layouts, conventions of lse and dropout states.
 
 Outputs have the shapes, strides and dtypes of PyTorch's meta functions (``torch/_meta_registrations.py``), which
-compilers rely on; the one exception is a dtype in :func:`_numbers`. They run below autograd: each calls kernels, never
+compilers rely on, except for a dtype in :func:`_numbers`. Operators run below autograd: they call kernels, never
 :func:`cute_attn.attention`, which would record a second graph. CPU tensors are computed by :mod:`cute_attn.reference`.
 """
 
@@ -24,7 +24,7 @@ from cute_attn.sdpa.plans import Results, backward, forward
 
 
 def _asked(backend: str, given: Any, bias: Tensor | None = None, *, learns: bool = False) -> Request:
-    """The request of tensors (batch, heads, rows, dim); others stay as they are, to be declined."""
+    """The request of tensors (batch, heads, rows, dim). Other ranks are kept, and declined later."""
     q, k, v = (x.transpose(1, 2) if x.dim() == 4 else x for x in (given.query, given.key, given.value))
     options = {"causal": given.is_causal, "dropout_p": given.dropout_p, "scale": given.scale}
     return request_of(backend, Inputs(q, k, v, bias), **options, learns=learns)
@@ -41,7 +41,7 @@ def _forward(
 ) -> Results | str:
     """A forward's results, or the reason why kernels do not serve it.
 
-    heads_first: tensors are (batch, heads, rows, dim). wants_lse, debug: return lse, and the softmax.
+    heads_first: tensors are (batch, heads, rows, dim). wants_lse: return lse. debug: return the softmax.
     """
     capturing = _is_capturing(inputs[0].device)
     reason = why_not(request) or why_not_drawn(request, options.rng, capturing)
@@ -64,14 +64,14 @@ def _backward(
     heads_first: bool = True,
     bias_gradient: bool = False,
 ) -> tuple[Tensor, ...] | str:
-    """The same of a backward; outer: the gradient of out, out and lse; bias_gradient: return the bias's."""
+    """Gradients, or the reason why kernels do not serve a backward. outer: gradient of out, out, lse."""
     return why_not(request) or backward(
         request, inputs, outer, state, heads_first=heads_first, bias_gradient=bias_gradient
     )
 
 
 def _fresh(like: Tensor, *kinds: tuple) -> list[Tensor]:
-    """Memory that is never read, on ``like``'s device; kinds: shapes, strides and dtypes."""
+    """Uninitialized tensors on ``like``'s device, never read; kinds: a shape, strides and a dtype for each."""
     if like.is_cuda and like.get_device() == memory.current_device():
         return [record.empty(like, *kind) for kind in kinds]
     return [like.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in kinds]
@@ -81,10 +81,10 @@ _NUMBER, _WORD, _TWO_WORDS = ((), (), torch.int64), ((), (), torch.uint64), ((2,
 
 
 def _numbers(found: Results) -> Sequence[Tensor]:
-    """Seed and offset as two tensors, each aligned to 16 bytes: compiled code asserts that.
+    """Seed and offset as two tensors, each aligned to 16 bytes, since compiled code asserts the alignment.
 
-    PyTorch's are int64. Those of a mask drawn here are uint64, and the backward recognizes them by it
-    (:func:`drawn_here`): autograd, hooks of saved tensors and compiled code keep a dtype.
+    PyTorch's are int64. For a mask drawn here they are uint64, by which the backward recognizes them
+    (:func:`drawn_here`): autograd, hooks of saved tensors and compiled code preserve a dtype.
     """
     if found.state is None:
         return _fresh(found.out, _NUMBER, _NUMBER)
@@ -96,22 +96,22 @@ def _numbers(found: Results) -> Sequence[Tensor]:
 def drawn_here(seed: Tensor) -> bool:
     """True if a served forward of memory-efficient or cuDNN attention drew the dropout mask with this seed.
 
-    Its backward must run here, whatever is active by then. PyTorch's kernel of memory-efficient attention would read
-    the seed on the host, but it is on the GPU; cuDNN's would draw another mask. Flash attention's masks and states are
-    PyTorch's, so that either can compute its backward.
+    The backward must then run here, even after :func:`cute_attn.sdpa.restore`. PyTorch's memory-efficient kernel would
+    read the seed on the host, but it is on the GPU; cuDNN would draw another mask. For flash attention, masks and
+    states are the same as PyTorch's, so its backward can run here or in PyTorch.
     """
     return seed.dtype == torch.uint64
 
 
 def _drawn_by_pytorch(given: Any) -> str | None:
-    """Why a backward is PyTorch's to compute."""
+    """Why PyTorch must compute a backward with dropout, or None."""
     if given.dropout_p and not drawn_here(given.philox_seed):
         return "the forward drew its dropout mask by PyTorch's kernel; accepted: a forward that was served"
     return None
 
 
 def _flash_state(found: Results) -> Sequence[Tensor]:
-    """rng_state, an unused tensor and the debug mask."""
+    """The last three outputs of flash attention: rng_state, an unused tensor and the debug mask."""
     out, state = found.out, found.state
     if state is None:
         return _fresh(out, _TWO_WORDS, _WORD, ((0,), (1,), out.dtype))
@@ -120,7 +120,7 @@ def _flash_state(found: Results) -> Sequence[Tensor]:
 
 
 def _debug_mask(softmax: Tensor) -> Tensor:
-    """The softmax with its sizes rounded up to multiples of 128."""
+    """The softmax padded with zeros, so that its last two sizes are multiples of 128."""
     rows, keys = softmax.shape[2:]
     return torch.nn.functional.pad(softmax, (0, -keys % 128, 0, -rows % 128))
 
@@ -128,11 +128,11 @@ def _debug_mask(softmax: Tensor) -> Tensor:
 # ---- PyTorch's operators: each returns its outputs, or the reason why not ----
 
 OPERATORS: dict[str, dict[str, Callable[..., tuple | Tensor | str]]] = {name: {} for name in BACKENDS}
-"""The operators of each backend that this version of torch has."""
+"""Implementations by backend and name, for the operators that this version of torch has."""
 
 
 def _of(backend: str, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """An implementation of ``aten::name``: it gets the options, and the arguments by the names of PyTorch's schema."""
+    """Decorator for implementations of ``aten::name``, which get options and arguments named as in PyTorch's schema."""
 
     def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
         signature = _signature(name)
@@ -208,7 +208,7 @@ def efficient_backward(options: Options, given: Any) -> tuple | str:
 
 
 def _in_rows_of_16(x: Tensor) -> Tensor:
-    """A copy with a row stride that is a multiple of 16 elements."""
+    """A copy whose row stride is a multiple of 16 elements."""
     shape = (*x.shape[:-1], -(-x.shape[-1] // 16) * 16)
     (wide,) = _fresh(x, (shape, memory.contiguous_strides(shape), x.dtype))
     found = wide[..., : x.shape[-1]]
@@ -236,7 +236,7 @@ def cudnn_backward(options: Options, given: Any) -> tuple | str:
 
 
 def _rows(given: Any, seqused_k: Tensor | None = None, slopes: Tensor | None = None) -> tuple[Request, tuple]:
-    """The request and the inputs of tensors with rows before heads, batches or packed sequences."""
+    """The request and the inputs for tensors with rows before heads: batches, or packed sequences."""
     lengths = (given.cum_seq_q, given.cum_seq_k)
     inputs = (given.query, given.key, given.value, None, *lengths, seqused_k, slopes)
     options = {"causal": given.is_causal, "dropout_p": given.dropout_p, "scale": given.scale}
@@ -247,9 +247,10 @@ def _rows(given: Any, seqused_k: Tensor | None = None, slopes: Tensor | None = N
 
 @_of("flash", "_flash_attention_forward")
 def rows_forward(options: Options, given: Any) -> tuple | str:
-    """Its backward does not know seqused_k, alibi_slopes, block_table and num_splits; PyTorch computes it without them.
+    """Serve ``_flash_attention_forward``, unless it has a block_table.
 
-    The backward of a call with the first two is served exactly if that of the same call without them is.
+    The backward operator has no seqused_k or alibi_slopes, here and in PyTorch, so gradients ignore both. Whether a
+    backward is served does not depend on them.
     """
     if getattr(given, "block_table", None) is not None:  # not every version has it
         return "block_table needs kernels for paged keys; accepted: None"
@@ -262,7 +263,7 @@ def rows_forward(options: Options, given: Any) -> tuple | str:
 
 @_of("flash", "_flash_attention_forward_no_dropout_inplace")
 def rows_forward_into(options: Options, given: Any) -> Tensor | str:
-    """Writes ``out``, returns lse, has no backward."""
+    """Write the result to ``out`` and return lse. This operator has no backward."""
     arguments = vars(given) | {"dropout_p": 0.0, "return_debug_mask": False}
     out = arguments.pop("out")
     found = rows_forward(options, **arguments)
@@ -285,4 +286,4 @@ STATES = {
     for name in OPERATORS[backend]
     if name.endswith("_backward")
 }
-"""The position of philox_seed among the arguments of each backward that asks :func:`drawn_here`."""
+"""Position of philox_seed among a backward's arguments, by name, for backwards that use :func:`drawn_here`."""

@@ -1,8 +1,8 @@
 """PyTorch's operators overridden in its dispatcher, once and for the life of the process.
 
 A registration is never removed: the dispatcher would free code that another thread may be running. So each override
-looks up the active options at every call. Without any it calls PyTorch's kernel, at the cost of a hop through Python,
-unless it is the backward of a forward that drew its dropout mask here.
+looks up the active options at every call. Without active options it calls PyTorch's kernel, which costs a hop through
+Python. The exception is the backward of a forward that drew its dropout mask here, which is always served.
 """
 
 import functools
@@ -25,11 +25,11 @@ class Override:
     """One of PyTorch's operators under one key of the dispatcher.
 
     Attributes:
-        name: PyTorch's.
-        implementation: of ``OPERATORS``.
-        stock: PyTorch's kernel, or None where this build has none.
-        state: of a backward the place of its dropout state's seed among the arguments, or None.
-        options: by which calls are served, or None.
+        name: the operator's name in PyTorch.
+        implementation: from ``OPERATORS``.
+        stock: PyTorch's kernel, or None if this build has none.
+        state: position of the dropout seed among the arguments of a backward, or None.
+        options: the active options, or None if calls are not served.
     """
 
     __slots__ = ("implementation", "name", "options", "state", "stock")
@@ -40,7 +40,7 @@ class Override:
         self.options: Options | None = None
 
     def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> tuple | Tensor:
-        """As the dispatcher calls it."""
+        """Serve a call of the dispatcher, or pass it on to PyTorch's kernel."""
         options, stock = self.options, self.stock
         if options is None or _inside.pytorch:
             if self.state is not None and drawn_here(args[self.state]):
@@ -65,7 +65,7 @@ class Override:
         return _call_pytorch(stock, keyset, *args, **kwargs)
 
     def _served(self, options: Options, args: tuple, kwargs: dict[str, Any]) -> tuple | Tensor | str:
-        """The outputs, from the record of an earlier call if any, or why PyTorch computes the call."""
+        """The outputs, from a record if the call repeats an earlier one; or why PyTorch computes the call."""
 
         def call() -> tuple | Tensor | str:
             found = self.implementation(options, *args, **kwargs)
@@ -82,7 +82,7 @@ _DEFAULT = Options()
 
 
 class _Inside(threading.local):
-    """True while this thread runs one of PyTorch's kernels: the flash operator calls another overridden one."""
+    """Whether this thread runs one of PyTorch's kernels: its flash kernel calls another overridden operator."""
 
     pytorch = False
 
@@ -91,7 +91,7 @@ _inside = _Inside()
 
 
 def _call_pytorch(stock: Any, keyset: Any, *args: Any, **kwargs: Any) -> tuple | Tensor:
-    """PyTorch's kernel, with PyTorch's below it."""
+    """Call PyTorch's kernel; overridden operators that it calls are PyTorch's, too."""
     _inside.pytorch = True
     try:
         return stock.call_boxed(keyset, *args, **kwargs)
@@ -108,7 +108,7 @@ _registering = threading.RLock()
 
 
 def overrides(key: str) -> dict[str, Override]:
-    """By name, for a key of the dispatcher; the first call registers them."""
+    """The overrides by name, for a key of the dispatcher; the first call registers them."""
     with _registering:
         if key not in _overrides:
             library = _libraries[key] = torch.library.Library("aten", "IMPL")
@@ -125,7 +125,7 @@ def overrides(key: str) -> dict[str, Override]:
 def _override_composite(key: str) -> None:
     """Let ``aten::scaled_dot_product_attention`` itself serve repeated calls under ``key``.
 
-    Only above autograd: with a kernel below it the operator would no longer be a composite one to exports.
+    The override is registered above autograd only. With a kernel below, exports would not see a composite operator.
     """
     with _registering:
         if key in _composites:
@@ -147,7 +147,7 @@ def _register(library: torch.library.Library, name: str, run: Callable[..., Any]
 
 
 def _stock_kernel(name: str, key: str) -> Any:
-    """PyTorch's kernel, or None where this build has none."""
+    """PyTorch's kernel, or None if this build has none."""
     try:
         return torch.library.get_kernel(f"aten::{name}", key)
     except RuntimeError:
@@ -160,7 +160,7 @@ _serving: dict[str, "Activation"] = {}
 
 
 def serving(key: str = "CUDA") -> "Activation | None":
-    """The activation under a key of the dispatcher."""
+    """The current activation under a key of the dispatcher, or None."""
     return _serving.get(key)
 
 
@@ -168,8 +168,8 @@ class Activation:
     """Calls under one key of the dispatcher are served, until :meth:`remove` or another activation.
 
     Attributes:
-        options: of :func:`cute_attn.sdpa.activate`.
-        key: the dispatcher's.
+        options: see :func:`cute_attn.sdpa.activate`.
+        key: a key of the dispatcher.
     """
 
     def __init__(self, options: Options, key: str = "CUDA") -> None:
@@ -186,7 +186,7 @@ class Activation:
             _override_composite(key)
 
     def remove(self) -> None:
-        """Let PyTorch compute all calls; nothing happens a second time, or after another activation."""
+        """Let PyTorch compute all calls; has no effect a second time, or after another activation."""
         with _registering:
             if _serving.get(self.key) is not self:
                 return

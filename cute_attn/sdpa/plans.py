@@ -1,7 +1,7 @@
-"""PyTorch's operators as calls of the kernels: inputs as these read them, outputs in the layouts that PyTorch promises.
+"""PyTorch's operators as calls of the kernels: inputs that kernels can read, outputs in the layouts PyTorch promises.
 
-Inputs are views with rows before heads, outputs are written in PyTorch's layouts; tensors that kernels cannot read or
-write in place are copied. CPU tensors are computed by the reference.
+Inputs are views with rows before heads, and outputs are written in PyTorch's layouts. Tensors that kernels cannot read
+or write in place are copied. CPU tensors are computed by the reference.
 """
 
 import functools
@@ -27,19 +27,19 @@ from cute_attn.sdpa.calls import Inputs, Request, translated
 
 
 def _readable(x: Tensor) -> Tensor:
-    """``x``, perhaps with other strides in dimensions of size 1, or a copy where kernels cannot read its memory."""
+    """``x``, perhaps with other strides in dimensions of size 1; a copy if kernels cannot read its memory."""
     return record.readable(regular(x))
 
 
 def _narrow_bias(bias: Tensor) -> Tensor:
-    """A bias with dimensions of stride 0 shrunk to size 1, which costs kernels less; the last one stays."""
+    """A bias whose dimensions of stride 0, except the last, are shrunk to size 1, which is faster for kernels."""
     dims = list(zip(bias.shape, bias.stride(), strict=True))
     shape = [1 if stride == 0 else size for size, stride in dims[:-1]]
     return last_contiguous(as_strided(bias, (*shape, bias.shape[-1]), tuple(bias.stride())))
 
 
 def _kernel_inputs(inputs: tuple, heads_first: bool, *, bias_gradient: bool = False) -> Inputs:
-    """Tensors with rows before heads, as kernels read them. A bias keeps its gradient's shape, if that is wanted."""
+    """Inputs with rows before heads, readable by kernels. bias_gradient: keep the bias's shape for its gradient."""
     q, k, v = map(_readable, map(rows_first, inputs[:3]) if heads_first else inputs[:3])
     bias = inputs[3]
     if bias is not None:
@@ -51,7 +51,7 @@ def _kernel_inputs(inputs: tuple, heads_first: bool, *, bias_gradient: bool = Fa
 
 
 def strides_like(x: Tensor, last: int) -> tuple[int, ...]:
-    """Strides of an output with the order of x's dimensions and its last size ``last``."""
+    """Strides of an output with x's order of dimensions and with ``last`` as its last size."""
     if x.shape[-1] == last:
         return torch.empty_like(x, device="meta").stride()
     strides, step = [0] * x.dim(), 1
@@ -62,7 +62,7 @@ def strides_like(x: Tensor, last: int) -> tuple[int, ...]:
 
 
 def rows_first(x: Tensor) -> Tensor:
-    """(batch, heads, rows, ...) as (batch, rows, heads, ...)."""
+    """``x`` (batch, heads, rows, ...) as (batch, rows, heads, ...)."""
     return x.transpose(1, 2)
 
 
@@ -74,11 +74,11 @@ def _swapped(layout: Layout) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where an output of PyTorch's lies that kernels write with rows before heads.
+    """The memory layout of one of PyTorch's outputs, which kernels write with rows before heads.
 
     Attributes:
-        layout: as PyTorch promises it.
-        heads_first: whether it has heads before rows.
+        layout: shape and strides that PyTorch promises.
+        heads_first: whether the layout has heads before rows.
     """
 
     layout: Layout
@@ -86,7 +86,7 @@ class Output:
 
     @classmethod
     def of(cls, x: Tensor, last: int, heads_first: bool, backend: str) -> "Output":
-        """For ``x``, the input that decides its order of dimensions, and a last size ``last``.
+        """The output whose order of dimensions follows the input ``x``, with ``last`` as its last size.
 
         Memory-efficient attention's outputs are contiguous with rows before heads.
         """
@@ -105,7 +105,7 @@ class Output:
         return record.empty(like, shape, strides, like.dtype)
 
     def of_rows(self, x: Tensor) -> Tensor:
-        """The kernels' output, with rows before heads, in this layout: a view, or a copy if its strides differ."""
+        """Convert the kernels' output, with rows before heads, to this layout: a view, or a copy if strides differ."""
         shape, strides = self.layout
         x = rows_first(x) if self.heads_first else x
         own = x.stride()
@@ -132,9 +132,9 @@ class Results(NamedTuple):
 
     Attributes:
         out: in the layout that PyTorch promises.
-        lse: (batch, heads, rows), packed (heads, total), with +inf for a row without keys.
-        state: int64 (2,), seed and offset, or None without dropout.
-        softmax: or None.
+        lse: (batch, heads, rows), or packed (heads, total), with +inf for a row without keys.
+        state: seed and offset, int64 (2,), or None without dropout.
+        softmax: the softmax if requested, else None.
     """
 
     out: Tensor
@@ -153,15 +153,16 @@ def forward(
     lse_rows: int = 0,
     return_softmax: bool = False,
 ) -> Results:
-    """A call that kernels serve.
+    """Compute a forward that kernels serve.
 
     Args:
-        request: its metadata.
-        inputs: q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes as PyTorch gives them.
+        request: the call's metadata.
+        inputs: q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes as PyTorch passes them.
         rng: how dropout masks are drawn, see :func:`cute_attn.sdpa.activate`.
         heads_first: whether q, k and v have heads before rows.
-        wants_lse, return_softmax: return lse, and the softmax.
-        lse_rows: rows of lse, +inf beyond the queries; by default as many as queries.
+        wants_lse: whether lse is used; if not, it may contain -inf.
+        lse_rows: rows of lse, +inf beyond the queries; by default the number of queries.
+        return_softmax: also return the softmax.
     """
     state, rows = None, request.longest[0]
     if request.dropout_p:
@@ -204,7 +205,7 @@ def _may_see_nothing(request: Request, seqused_k: Tensor | None) -> bool:
 
 
 def draw(request: Request, device: torch.device, rng: str) -> Tensor:
-    """Seed and offset of a mask; under rng="torch" those that PyTorch's kernel would take from its generator."""
+    """Seed and offset of a mask; with rng="torch", the ones that PyTorch's kernel would get from its generator."""
     if rng != "torch":
         return random_states.draw(device)
     generator = _generator(device)
@@ -219,7 +220,7 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 def _advance(request: Request) -> int:
-    """The increment of the generator's offset by PyTorch's forward: one per thread or score, in fours."""
+    """How far PyTorch's forward advances the generator's offset: one per thread or score, rounded up to fours."""
     starts = request.lengths[0]
     batch = request.q[0] if starts is None else starts[0][0] - 1
     heads = batch * request.q[-2]
@@ -254,9 +255,9 @@ def backward(
     heads_first: bool,
     bias_gradient: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k and v in PyTorch's layouts, then of bias where it is wanted, of a call that kernels serve.
+    """Compute gradients of q, k and v in PyTorch's layouts, then of bias with bias_gradient, for a served call.
 
-    inputs: see :func:`forward`; outer: the gradient of out, out and lse.
+    inputs: see :func:`forward`; outer: the gradient of out, then out and lse.
     """
     state = _joined(rng_state, inputs[0].device) if request.dropout_p else None
     prepared = _kernel_inputs(inputs, heads_first, bias_gradient=bias_gradient)

@@ -1,12 +1,12 @@
 """Calls of scaled_dot_product_attention that repeat an earlier one.
 
-PyTorch's function chooses a backend and calls its operator, and a Python override of an operator costs: boxed arguments
-and results, and three tensors that only a backward with dropout reads. A repeated call skips these: its record has the
-launches of the operator. PyTorch's function computes the first two calls of each kind, and every call with a mask,
-dropout or gradients, of tensors that override functions, or under compilers, modes, function transforms and profilers.
+PyTorch's function chooses a backend and calls its operator. A Python override of that operator has a cost: boxed
+arguments and results, and three tensors that only a backward with dropout reads. A repeated call skips these, since its
+record has the operator's launches. PyTorch's function handles the first two calls of each kind, and all calls with a
+mask, dropout, gradients or tensors that override functions, or under compilers, modes, transforms and profilers.
 
-:mod:`cute_attn.host.plans` says whether a call repeats an earlier one. The key includes the settings, other than the
-tensors' metadata, on which PyTorch's choice depends.
+:mod:`cute_attn.host.plans` decides whether a call repeats an earlier one. In addition to the tensors' metadata, the key
+includes the settings on which PyTorch's choice depends.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def key_of(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> tuple | None:  # fmt: skip
-    """The key of a call of PyTorch's function with these arguments; None if PyTorch computes it in any case."""
+    """The key of a call of PyTorch's function with these arguments; None if the call is never replayed."""
     if (  # overrides of functions are looked for first, since they see attributes being read
         attn_mask is not None
         or dropout_p != 0.0
@@ -42,7 +42,7 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 def _what_choice_depends_on() -> tuple:
-    """PyTorch's settings of backends: which are enabled, in which order, and whether results must repeat."""
+    """PyTorch's settings of backends: which ones are enabled, their order, and whether results must repeat."""
     return (
         _flash_enabled(), _efficient_enabled(), _cudnn_enabled(), _are_deterministic(), *_priority_order(),
     )  # fmt: skip
@@ -61,14 +61,14 @@ _flash_enabled, _efficient_enabled, _cudnn_enabled, _priority_order, _are_determ
 
 
 def override(stock: Callable[..., Tensor], serving: Callable[[], Any]) -> Callable[..., Tensor]:
-    """``aten::scaled_dot_product_attention`` above autograd for the dispatcher.
+    """Make an override of ``aten::scaled_dot_product_attention`` above autograd.
 
-    Repeated calls without gradients end here and skip the operators of the backends. Inference mode has no autograd, so
-    the dispatcher does not call this under it.
+    Repeated calls without gradients end here and skip the operators of the backends. In inference mode the dispatcher
+    skips autograd's keys, so it does not call the override.
 
     Args:
-        stock: PyTorch's, boxed.
-        serving: returns the activation whose calls are learnt, or None. A call keeps the one that it began with.
+        stock: PyTorch's kernel, boxed.
+        serving: returns the activation whose calls are recorded, or None; read once at the start of each call.
     """
 
     def run(keyset: "torch._C.DispatchKeySet", *args: Any, **kwargs: Any) -> Tensor:

@@ -1,7 +1,8 @@
 """Calls that PyTorch's kernels compute faster than those here, with the measurements.
 
-Kernels support them; a drop-in leaves them to PyTorch until they gain. ``python -m bench.drop_ins`` measures every row
-again, with and without it. Rows whose calls are now faster are removed; a new range is a number in a row's condition.
+Kernels here support these calls, but drop-ins leave them to PyTorch until the kernels are faster.
+``python -m bench.drop_ins`` measures each row again, with and without the row. Remove a row once its calls are faster
+here; if only some of them are, narrow its condition.
 """
 
 from collections.abc import Callable
@@ -11,13 +12,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """Calls of one kind.
+    """One kind of call.
 
     Attributes:
-        kind: a description in the words of a program's author.
-        applies: whether a :class:`cute_attn.sdpa.calls.Request` is one.
-        pytorch_ms, ours_ms: of all attention of the measured program.
-        measured: the program, and the GPU.
+        kind: a description that users understand.
+        applies: whether a :class:`cute_attn.sdpa.calls.Request` is of this kind.
+        pytorch_ms, ours_ms: time of all attention calls of the measured program.
+        measured: the program and the GPU.
     """
 
     kind: str
@@ -28,7 +29,7 @@ class Row:
 
     @property
     def reason(self) -> str:
-        """Why such a call is PyTorch's, as one sentence."""
+        """Why PyTorch computes such a call, as one sentence."""
         return (
             f"PyTorch's kernel is faster for {self.kind}: {self.pytorch_ms:.1f} ms, here {self.ours_ms:.1f} ms "
             f"({self.measured}); accepted: other calls"
@@ -36,7 +37,7 @@ class Row:
 
 
 MASKED_QUERIES = 1
-"""Maximum queries with a mask that PyTorch computes."""
+"""PyTorch computes calls with a mask and at most this many queries."""
 
 ROWS: tuple[Row, ...] = (
     Row(
@@ -62,5 +63,5 @@ ROWS: tuple[Row, ...] = (
 
 
 def faster_by_pytorch(request: Any) -> str | None:
-    """Why PyTorch computes a :class:`cute_attn.sdpa.calls.Request` that kernels support; None where they gain."""
+    """Why PyTorch computes a :class:`cute_attn.sdpa.calls.Request` that kernels support; None if kernels here do."""
     return next((row.reason for row in ROWS if row.applies(request)), None)

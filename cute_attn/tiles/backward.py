@@ -19,7 +19,7 @@ from cute_attn.tiles.base import (
 from cute_attn.traits import Traits
 
 COUNTERS = 16
-"""int32 counters of a backward before those of dQ's turns: the first counts claims, the others keep turns apart."""
+"""Number of int32 counters before those of dQ's turns: the first counts claimed work tiles, the rest are padding."""
 
 
 @dataclass(frozen=True)
@@ -27,35 +27,35 @@ class BackwardSm80Tile(WarpTile):
     """Tile of the Ampere backward's main kernel.
 
     Attributes:
-        tile_m: queries of a step.
-        tile_n: keys of a CTA.
-        num_warps: warps of a CTA.
-        sdp_warps_m: warps along the queries in S = Q K^T and dP = dO V^T; num_warps / sdp_warps_m along the keys.
-        dkv_warps_m: warps along the keys in dV = P^T dO and dK = dS^T Q; the others along the head dims.
-        dq_warps_m: warps along the queries in dQ = dS K; the others along head_dim.
-        stages_q, stages_do: stages of Q and dO, 1 or 2. 2: the next step's load overlaps all of this step; 1: only its
-            last product.
+        tile_m: queries per step.
+        tile_n: keys per CTA.
+        num_warps: warps per CTA.
+        sdp_warps_m: warps along the queries in S = Q K^T and dP = dO V^T; num_warps / sdp_warps_m are along the keys.
+        dkv_warps_m: warps along the keys in dV = P^T dO and dK = dS^T Q; num_warps / dkv_warps_m are along head dims.
+        dq_warps_m: warps along the queries in dQ = dS K; num_warps / dq_warps_m are along head_dim.
+        stages_q, stages_do: stages of Q and dO, 1 or 2. With 2, the next step's load overlaps this whole step; with 1,
+            only this step's last product.
         v_in_regs: V is read from shared memory once and kept in registers; P and dS reuse its shared memory.
         p_in_regs: S and dP are computed transposed with all warps along the keys, so that P and dS are register
-            operands of dV and dK, and only dS passes through shared memory, for dQ. ``sdp_warps_m`` is then 1 and
-            ``dkv_warps_m`` is num_warps.
-        queries_at_once: with ``p_in_regs``, queries with scores in registers at a time; 0 for all ``tile_m``.
-        sdp_unroll, dkv_unroll, dq_unroll: steps of 16 that these products load at a time; 0 for all of them.
-            Few steps bound the registers of operands.
-        dq_vector: floats of dQ that one reduction adds: 1, and from target sm90 on also 2 and 4.
-        dq_passes: ranges of head_dim, whole 128 bytes each, for which dQ is computed one after the other: large head
-            dims leave too few registers for all of it.
+            operands of dV and dK, and only dS passes through shared memory, for dQ. Requires ``sdp_warps_m`` 1 and
+            ``dkv_warps_m`` equal to num_warps.
+        queries_at_once: with ``p_in_regs``, queries whose scores are in registers at a time; 0 for all ``tile_m``.
+        sdp_unroll, dkv_unroll, dq_unroll: MMA steps that each of these products loads at a time; 0 for all steps.
+            Fewer steps need fewer operand registers.
+        dq_vector: floats of dQ that one reduction adds: 1, or from target sm90 on also 2 or 4.
+        dq_passes: ranges of head_dim, each in whole swizzle atoms of K, for which dQ is computed one after the other,
+            since large head dims leave too few registers for all of dQ.
         columns: columns of dK, dV and dQ that a CTA computes; other CTAs compute the rest. Operands then pass through
-            shared memory in chunks of columns, ``dq_passes`` of them, instead of staying there. 0: all columns.
-        operands: ``whole``, or for fp32 ``terms``: another kernel stores Q, K, V and dO as fp16 terms, two (a product
-            is then three in fp16) or with precision tf32 one; this kernel splits P and dS. ``fallback``: as ``whole``,
-            for a kernel that returns at once if tensors fit their terms, since the kernel of ``terms`` has computed the
-            gradients.
+            shared memory in ``dq_passes`` chunks of columns instead of staying there. 0: all columns.
+        operands: ``whole``, or for fp32 ``terms``: another kernel stores Q, K, V and dO as two fp16 terms (a product
+            becomes three fp16 products), or as one term with precision tf32; this kernel splits P and dS.
+            ``fallback``: like ``whole``, but the kernel returns at once if all tensors fit their terms, since the
+            kernel with ``terms`` has then computed the gradients.
     """
 
     tile_m: int = choice(64, 16, 32, 64, 96, 128)
     tile_n: int = choice(64, 32, 64, 96, 128, 192)
-    num_warps: int = choice(8, 4, 8, 12, 16)
+    num_warps: int = choice(8, 4, 8, 16)
     sdp_warps_m: int = choice(4, 1, 2, 4, 8)
     dkv_warps_m: int = choice(4, 1, 2, 4, 8)
     dq_warps_m: int = choice(4, 1, 2, 4, 8)
@@ -74,29 +74,29 @@ class BackwardSm80Tile(WarpTile):
 
     @property
     def in_terms(self) -> bool:
-        """Operands are fp16 terms, split by another kernel."""
+        """True if another kernel has split the operands into fp16 terms."""
         return self.operands == "terms"
 
     @property
     def speculative(self) -> bool:
-        """The kernel reads the scales first, and returns at once if the other kernel computes the gradients."""
+        """True if the kernel reads the scales first, and returns at once if the other kernel computes the gradients."""
         return self.operands != "whole"
 
     @property
     def mma_threads(self) -> int:
-        """Threads of the tiled MMAs: all."""
+        """Threads of the tiled MMAs: all threads of the CTA."""
         return self.num_threads
 
     def for_convert(self) -> "BackwardSm80Tile":
-        """The convert's tile: this one, or the fallback kernel's with the same order of dQ in memory."""
+        """The convert's tile: this one, with ``terms`` replaced by ``fallback``, which orders dQ in memory equally."""
         return dataclasses.replace(self, operands="fallback") if self.in_terms else self
 
     def fallback(self, traits: Traits) -> "BackwardSm80Tile":
-        """The tile for whole fp32 operands, with the query blocks and order of dQ of this tile of ``terms``.
+        """The tile for whole fp32 operands, with the query blocks and order of dQ of this tile with ``terms``.
 
-        Whole operands need twice the shared memory of one term: the tile has single stages, and half the keys where all
-        of them do not fit every target (the kernel is then launched twice). If dQ's passes are chunks, operands are
-        streamed.
+        Whole operands need twice the shared memory of one term. The tile therefore has single stages, and half the
+        keys if ``tile_n`` keys do not fit every target (then with twice the launches). With several dQ passes, operands
+        are streamed in chunks.
         """
         tile = dataclasses.replace(self, operands="fallback")
         if traits.fp32_terms == 2 or self.columns:
@@ -108,16 +108,16 @@ class BackwardSm80Tile(WarpTile):
         return dataclasses.replace(tile, tile_n=64, sdp_warps_m=4, dkv_warps_m=4, columns=256)
 
     def operand_bytes(self, traits: Traits) -> int:
-        """Bytes of an element of the operands: of one term with ``terms``."""
+        """Bytes per operand element; with ``terms``, bytes of one term."""
         return 2 if self.in_terms else traits.element_bytes
 
     def one_term(self, traits: Traits) -> bool:
-        """With one fp16 term, operands have the size of 16-bit tensors."""
+        """True if operands are one fp16 term, and so have the size of 16-bit tensors."""
         return self.in_terms and traits.fp32_terms == 1
 
     @property
     def dq_transposed(self) -> bool:
-        """False: dQ's accumulator is (queries, head_dim)."""
+        """Always False: dQ's accumulator is (queries, head_dim)."""
         return False
 
     @property
@@ -127,7 +127,7 @@ class BackwardSm80Tile(WarpTile):
 
     @property
     def queries(self) -> int:
-        """Queries with scores in registers at a time."""
+        """Queries whose scores are in registers at a time."""
         return self.queries_at_once or self.tile_m
 
     @property
@@ -136,16 +136,16 @@ class BackwardSm80Tile(WarpTile):
         return self.tile_m // self.queries
 
     def chunk(self, traits: Traits) -> int:
-        """Columns of a chunk, with ``columns``: 128 bytes, or 64 where a padded head dim is no multiple of that.
+        """Columns per chunk if ``columns`` is set: 128 bytes, or 64 if a padded head dim is not a multiple of 128.
 
-        Bytes of a term, also in the fallback kernel's tile, since dQ's order depends on them.
+        The fallback kernel's tile also counts 2 bytes per element, like a term, since dQ's order depends on the chunk.
         """
         size = 2 if self.speculative else traits.element_bytes
         dims = padded(traits.head_dim), padded(traits.head_dim_v)
         return (128 if all(dim * size % 128 == 0 for dim in dims) else 64) // size
 
     def parts(self, traits: Traits) -> int:
-        """CTAs that divide the columns of a key block."""
+        """Number of CTAs that divide the columns of a key block."""
         widest = max(padded(traits.head_dim), padded(traits.head_dim_v))
         return -(-widest // self.columns) if self.columns else 1
 
@@ -184,7 +184,7 @@ class BackwardSm80Tile(WarpTile):
         return areas
 
     def _scale_areas(self, traits: Traits) -> dict[str, int]:
-        """Name -> bytes that operands in terms add to shared memory."""
+        """Name -> additional bytes of shared memory for operands in terms."""
         if not self.in_terms:
             return {}
         warps = 4 * self.num_warps
@@ -215,6 +215,8 @@ class BackwardSm80Tile(WarpTile):
         return reason
 
     def _warps_reason(self) -> str | None:
+        if self.num_warps == 1:
+            return "num_warps is 1; accepted: 2 or more, which load whole swizzle atoms of 8 rows"
         for name in ("sdp_warps_m", "dkv_warps_m", "dq_warps_m"):
             warps = getattr(self, name)
             if warps < 1 or self.num_warps % warps:
@@ -242,7 +244,15 @@ class BackwardSm80Tile(WarpTile):
                 f"{self.chunk(traits)} with dq_passes {padded(traits.head_dim) // self.chunk(traits)} and P, dS and V "
                 "in shared memory"
             )
-        whole = self.chunk(traits) if self.columns else 128 // traits.element_bytes
+        if self.columns and self.tile_m > self.num_threads:
+            return (
+                f"tile_m is {self.tile_m}; accepted: up to {self.num_threads}, a row of LSE and D per thread"
+            )
+        size = self.operand_bytes(traits)
+        atom = (
+            math.gcd(padded(traits.head_dim) * size, 128) // size
+        )  # of K's swizzle: a pass is a tile of its own
+        whole = self.chunk(traits) if self.columns else atom
         if self.dq_passes < 1 or (self.dq_passes > 1 and padded(traits.head_dim) % (whole * self.dq_passes)):
             return (
                 f"dq_passes is {self.dq_passes}; accepted: 1, or a divisor of padded head_dim "
@@ -275,8 +285,6 @@ class BackwardSm80Tile(WarpTile):
             return None
         if self.v_in_regs:
             return f"v_in_regs is True; accepted: False for {traits}"
-        if self.num_warps & (self.num_warps - 1) and not self.in_terms:
-            return f"num_warps is {self.num_warps}; accepted: powers of 2 for {traits}"
         return None
 
     def _products_reason(self, traits: Traits) -> str | None:
@@ -303,30 +311,30 @@ class BackwardSm90Tile(Tile):
     """Tile of the Hopper backward.
 
     Attributes:
-        tile_m: queries of a step, a multiple of 16 (of 64 unless ``dq_transposed``).
-        tile_n: keys of a key tile, 64 for each consumer warpgroup; with ``p_in_smem`` a multiple of 64 in all, or with
+        tile_m: queries per step, a multiple of 64, or of 16 with ``dq_transposed`` and without ``p_in_smem``.
+        tile_n: keys of a key tile: 128, 64 per consumer warpgroup; with ``p_in_smem`` any multiple of 64, or with
             ``dkv_transposed`` of 16.
-        p_in_smem: P goes through shared memory as dS does, and the warpgroups divide the head dims of dK and dV.
-            Otherwise they divide the keys, and P and dS are register operands.
-        dkv_transposed: dK and dV are computed transposed, so that the warpgroups divide the keys and these need not
-            be a multiple of 64. With ``p_in_smem``, head dims in multiples of 64 and no dropout.
+        p_in_smem: P passes through shared memory as dS does, and the warpgroups divide the head dims of dK and dV.
+            Otherwise the warpgroups divide the keys, and P and dS are register operands.
+        dkv_transposed: dK and dV are computed transposed, so that the warpgroups divide the keys, and ``tile_n`` need
+            not be a multiple of 64. Requires ``p_in_smem``, head dims in multiples of 64 and no dropout.
         num_stages_q, num_stages_do: stages of Q and dO.
-        num_stages_ds: stages of dS (and P); with 2 a step has one barrier, with 1 it has two.
+        num_stages_ds: stages of dS (and P): with 2, a step has one barrier; with 1, two barriers.
         dq_transposed: dQ is computed transposed, so that the warpgroups divide head_dim in steps of 64.
-        dq_bulk: dQ is staged in shared memory, and one warp adds it by one bulk reduction per query block. Not
-            with ``p_in_smem``.
-        dq_in_order: key blocks add to a query block's dQ in one order, so that gradients repeat bit for bit: the tile
-            of calls with ``deterministic=True``. A warp of the producer warpgroup waits for the turns. Not with a list
-            of blocks.
-        bias_stages: stages of a 16-bit bias that TMA loads with Q: ``num_stages_q``, with rows aligned like q's;
-            0: threads read the bias from global memory. If its gradient equals dS, TMA stores that from dS.
+        dq_bulk: dQ is staged in shared memory, and one warp adds it with one bulk reduction per query block. Requires
+            ``p_in_smem`` to be false.
+        dq_in_order: key blocks add to a query block's dQ in a fixed order, so that gradients repeat bit for bit. Set
+            by calls with ``deterministic=True``. A warp of the producer warpgroup waits for the turns. Not possible
+            with a block list.
+        bias_stages: stages of a 16-bit bias that TMA loads with Q: ``num_stages_q`` for bias rows aligned like q's, or
+            0: threads read the bias from global memory. If the bias's gradient equals dS, TMA then stores dS.
         mask_warps: warps of the producer warpgroup that compute the flash dropout mask, at most 3, or 1 with
-            ``dq_bulk`` or ``dq_in_order``; 0: each consumer thread computes its words. Not with ``p_in_smem``.
-        cluster: CTAs that divide the columns of Q, K, V, dO, dQ, dK and dV; 2 exchange partial S and dP. Padded
-            head dims are then multiples of 64, and ``scores_ahead`` is true.
-        scores_ahead: with ``p_in_smem``, products run all the time: a query block's dP during its P, dV during dS, and
-            the next one's S during the addition of dQ. Needs two stages of Q.
-        staggered: where all queries see every key block, CTAs start at different query blocks, so that CTAs of one
+            ``dq_bulk`` or ``dq_in_order``. 0 (the only choice with ``p_in_smem``): consumer threads compute the mask.
+        cluster: CTAs that divide the columns of Q, K, V, dO, dQ, dK and dV. Two CTAs exchange partial S and dP; they
+            require ``scores_ahead`` and padded head dims in multiples of 64.
+        scores_ahead: a product runs at all times: a query block's dP while its P is computed, dV while dS is computed,
+            and the next query block's S while dQ is added. Requires ``p_in_smem`` and two stages of Q.
+        staggered: if all queries see every key block, CTAs start at different query blocks, so that CTAs of one
             head do not add to the same dQ at the same time.
     """
 
@@ -353,7 +361,7 @@ class BackwardSm90Tile(Tile):
     dq_vector: ClassVar[int] = 4  # floats of dQ that one reduction adds
 
     def columns_of(self, head_dim: int) -> int:
-        """Columns of a CTA: the padded head dim divided among the cluster."""
+        """Columns per CTA: the padded head dim divided by the CTAs of a cluster."""
         return padded(head_dim) // self.cluster
 
     @property
@@ -368,7 +376,7 @@ class BackwardSm90Tile(Tile):
         )
 
     def in_order(self) -> "BackwardSm90Tile":
-        """This tile, with dQ added in order. One warp adds; fewer mask warps than before would be waited for."""
+        """This tile with ``dq_in_order``. If too few warps are left for the mask, consumers compute it."""
         ordered = dataclasses.replace(self, dq_in_order=True, staggered=False)
         enough = self.mask_warps <= ordered.idle_warps
         return dataclasses.replace(ordered, mask_warps=self.mask_warps if enough else 0)
@@ -398,25 +406,25 @@ class BackwardSm90Tile(Tile):
 
     @property
     def ds_warps_n(self) -> int:
-        """Warpgroups that each read some keys of P and dS as the second operand of dV and dK."""
+        """Warpgroups that divide the keys of P and dS as the second operand of dV and dK."""
         return self.warpgroups if self.dkv_transposed else 1
 
     def dk_leaves_k(self, traits: Traits) -> bool:
-        """dK is stored from the memory of dS and P instead of K's, so that the next K loads meanwhile.
+        """True if dK is stored from the memory of dS and P instead of K's, so that the next K loads meanwhile.
 
-        Not where TMA may still be storing dS as the bias's gradient.
+        False if TMA may still be storing dS as the bias's gradient.
         """
         room = self.tile_m * self.num_stages_ds * (2 if self.p_in_smem else 1)
         return room >= self.columns_of(traits.head_dim) and not (self.bias_stages and traits.bias_grad)
 
     def dv_leaves_v(self, traits: Traits) -> bool:
-        """dV is stored from other memory than V's, so that the next V loads meanwhile."""
+        """True if dV is stored from memory other than V's, so that the next V loads meanwhile."""
         areas = self.smem_areas(traits)
         return areas["dv"] != areas["v"]
 
     @property
     def row_stride(self) -> int:
-        """fp32 numbers from one stage of LSE or D to the next: TMA writes to multiples of 128 bytes."""
+        """Stride of the stages of LSE and D in fp32 numbers: TMA writes to multiples of 128 bytes."""
         return -(-self.tile_m // 32) * 32
 
     @property
@@ -432,8 +440,8 @@ class BackwardSm90Tile(Tile):
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
         """Name -> first byte and end of each area of shared memory.
 
-        dK and dV reuse memory: dK that of dS or of K, dV that of dS behind dK, or of V. Up to 96 columns dV has its own
-        where dS has no room for it; more columns leave a key block so many products that V's load does not show.
+        dK reuses the memory of dS or K; dV reuses V's, or that of dS after dK. If dS has no room for dV, head dims up
+        to 96 get separate memory for dV. With more columns, a key block's products are long enough to hide V's load.
         """
         d, dv = self.columns_of(traits.head_dim), self.columns_of(traits.head_dim_v)
         sizes = {
@@ -473,7 +481,7 @@ class BackwardSm90Tile(Tile):
 
     @property
     def store_columns(self) -> int:
-        """Columns of P, dS, dK and dV that a stmatrix stores at once."""
+        """Columns of P, dS, dK and dV that one stmatrix stores."""
         return 8 if self.dkv_transposed and self.tile_n % 32 else 16
 
     def shape_reason(self, traits: Traits) -> str | None:
@@ -551,9 +559,9 @@ class BackwardPreprocessTile(Tile):
     """Tile of the backward's preprocess.
 
     Attributes:
-        tile_m: the main kernel's queries of a step; the workspace pads sequences to multiples of it.
-        rows: queries of a CTA, a divisor of tile_m.
-        num_threads: threads of a CTA, at least one per row.
+        tile_m: queries per step of the main kernel; the workspace pads sequences to multiples of tile_m.
+        rows: queries per CTA, a divisor of tile_m.
+        num_threads: threads per CTA, at least one per row.
     """
 
     tile_m: int = 128
@@ -562,7 +570,7 @@ class BackwardPreprocessTile(Tile):
 
     @staticmethod
     def of(traits: Traits, tile_m: int) -> "BackwardPreprocessTile":
-        """The tile for a main kernel's ``tile_m``: most rows with fewest idle threads that fit the registers."""
+        """The tile for a main kernel's ``tile_m``: fits the registers, has fewest idle threads, then most rows."""
         whole = BackwardPreprocessTile(tile_m, tile_m)
         tiles = [
             dataclasses.replace(whole, rows=n) for n in range(4, whole.num_threads + 1, 4) if tile_m % n == 0
@@ -580,13 +588,13 @@ class BackwardPreprocessTile(Tile):
         return 16 // traits.element_bytes
 
     def threads_per_row(self, traits: Traits) -> int:
-        """Adjacent threads that read a row of O, up to three 16-byte vectors each: 4 to 32, the fewest idle."""
+        """Adjacent threads (4 to 32) per row of O, each with up to three 16-byte vectors; leaves the fewest idle."""
         vectors = -(-traits.head_dim_v // self.length(traits))
         enough = [threads for threads in (16, 8, 4, 32) if 3 * threads >= vectors] or [32]
         return min(enough, key=lambda threads: -(-vectors // threads) * threads)
 
     def vectors(self, traits: Traits) -> int:
-        """16-byte vectors of a row of O for each thread."""
+        """16-byte vectors of a row of O per thread."""
         return -(-traits.head_dim_v // (self.length(traits) * self.threads_per_row(traits)))
 
     def rows_at_once(self, traits: Traits) -> int:
@@ -594,7 +602,7 @@ class BackwardPreprocessTile(Tile):
         return self.num_threads // self.threads_per_row(traits)
 
     def passes(self, traits: Traits) -> int:
-        """Passes of ``rows_at_once`` rows."""
+        """Number of passes over a CTA's rows, ``rows_at_once`` at a time."""
         return -(-self.rows // self.rows_at_once(traits))
 
     def smem_bytes(self, traits: Traits) -> int:

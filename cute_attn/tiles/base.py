@@ -1,8 +1,8 @@
 """Base classes of all tiles.
 
-A tile is a frozen value with a text that parses back; printed it is shorter. It computes its shared memory and
-registers before anything is compiled, and gives the reason why it does not fit some traits or target. Tiles change a
-result by the order of its roundings only.
+A tile is a frozen value; its :attr:`~Tile.text` parses back, and ``str`` gives a shorter form. Before anything is
+compiled, a tile computes its shared memory and registers, and why it does not fit given traits or a target. The choice
+of a tile changes results only by the order of roundings.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ SHARED_MEMORY_BYTES = {
 
 TARGETS = tuple(SHARED_MEMORY_BYTES)
 MEASURED = "sm90"
-"""The target on which kernels are timed, the Ampere kernels too."""
+"""The target on which all kernels are timed, including the Ampere kernels."""
 TILES_OF = {"sm100": "sm86", "sm120": "sm86"}
 """Target -> the target whose default tiles it uses: on sm100, ptxas spills with the tiles of sm80 and sm90."""
 REGISTERS_PER_THREAD = 255
@@ -36,16 +36,16 @@ ATOM_STEPS = 4
 
 
 def padded(head_dim: int) -> int:
-    """head_dim rounded up to a multiple of ``HEAD_DIM_PAD``, as shared memory and registers hold it.
+    """Round head_dim up to a multiple of ``HEAD_DIM_PAD``, the extent in shared memory and registers.
 
-    Above ``LARGE_HEAD_DIM`` of twice that: several warps divide the columns.
+    Above ``LARGE_HEAD_DIM`` the multiple is twice as large, because several warps divide the columns.
     """
     pad = HEAD_DIM_PAD if head_dim <= LARGE_HEAD_DIM else 2 * HEAD_DIM_PAD
     return -(-head_dim // pad) * pad
 
 
 def is_latent_dim(head_dim_v: int) -> bool:
-    """Values of so many columns can be read from the swizzle atoms of keys, 64 columns each, by two warpgroups."""
+    """True if two warpgroups can read ``head_dim_v`` columns of values from the keys' swizzle atoms of 64 columns."""
     return -(-head_dim_v // 64) % 2 == 0
 
 
@@ -55,15 +55,15 @@ def row_bytes(traits: Traits) -> tuple[int, int]:
 
 
 def choice(default: Any, *values: Any) -> Any:
-    """A tile's field with the values that are worth a try; :mod:`cute_attn.lab.space` chooses neighbours from them.
+    """Declare a tile's field with the values worth trying; :mod:`cute_attn.lab.space` chooses neighbours from them.
 
-    A field without values, such as one that follows from others, is not varied; a bool needs none.
+    A field without values, such as one derived from other fields, is not varied. A bool field needs no values.
     """
     return dataclasses.field(default=default, metadata={"values": values})
 
 
 def areas_in_order(sizes: dict[str, int], start: int = 0) -> dict[str, tuple[int, int]]:
-    """Name -> first byte and end of areas of these sizes, one after the other."""
+    """Lay out areas of these sizes one after the other: name -> first byte and end."""
     ends = itertools.accumulate(sizes.values(), initial=start)
     return dict(zip(sizes, itertools.pairwise(ends), strict=True))
 
@@ -72,18 +72,18 @@ class Tile:
     """Base of all tiles: conversion to and from text, and the checks of shared memory and registers."""
 
     def __str__(self) -> str:
-        """:attr:`text` without the fields that have their class's default, but with the block's size."""
+        """:attr:`text` without fields at their class's default, except ``tile_m`` and ``tile_n``."""
         hidden, text = self.inert_fields(), self.text
         return ",".join(item for item in text.split(",") if item not in hidden) or text
 
     @property
     def text(self) -> str:
-        """All fields as text; as an override they change any tile of the class into this one."""
+        """All fields as text. :meth:`override` with this text turns any tile of the class into this one."""
         return ",".join(f"{f.name}={_text(getattr(self, f.name))}" for f in fields(self))  # type: ignore[arg-type]
 
     @classmethod
     def inert_fields(cls) -> frozenset[str]:
-        """FIELD=VALUE of the fields with a default, at that, except for the block's size."""
+        """``FIELD=VALUE`` for the default of each field that has one, except ``tile_m`` and ``tile_n``."""
         return frozenset(
             f"{f.name}={_text(f.default)}"
             for f in fields(cls)  # type: ignore[arg-type]
@@ -137,13 +137,13 @@ class Tile:
         return self.registers_reason(traits, REGISTERS_PER_THREAD)
 
     def registers_reason(self, traits: Traits, most: int, where: str = "") -> str | None:
-        """Why so many registers per thread do not suffice for ``traits``, or None."""
+        """Why ``most`` registers per thread do not suffice for ``traits``, or None."""
         needed = f"tile {self} needs about {self.registers(traits)} registers per thread for {traits}"
         return f"{needed}; {where}there are {most}" if self.registers(traits) > most else None
 
 
 class WarpTile(Tile):
-    """Base of tiles for kernels in which all warps copy and multiply; they have a field ``num_warps``."""
+    """Base of tiles for kernels in which all warps copy and multiply; subclasses have a field ``num_warps``."""
 
     num_warps: int
     MAX_WARPS: ClassVar[int] = 16
@@ -154,15 +154,15 @@ class WarpTile(Tile):
 
     @staticmethod
     def mma_depth(traits: Traits) -> int:
-        """Elements of a step along K of mma.sync: 32 bytes."""
+        """Elements along K of one mma.sync: 32 bytes."""
         return 32 // traits.element_bytes
 
     @staticmethod
     def steps_at_once(extent: int, unroll: int, element_bytes: int = 2) -> int:
-        """MMA steps of 32 bytes of ``extent`` that a product unrolls: a divisor of all steps, at most ``unroll``.
+        """MMA steps (32 bytes of ``extent``) that a product unrolls: a divisor of all steps, at most ``unroll``.
 
-        Unrolled steps start in a swizzle atom and end in it, or cover whole atoms: their addresses are xors of the
-        first one's.
+        Unrolled steps stay within one swizzle atom or cover whole atoms, so their addresses are xors of the first
+        step's address.
         """
         steps = extent * element_bytes // 32
         atom = math.gcd(steps, ATOM_STEPS)
@@ -171,14 +171,17 @@ class WarpTile(Tile):
 
     def num_warps_reason(self) -> str | None:
         """Why ``num_warps`` is out of range, or None."""
-        if not 1 <= self.num_warps <= self.MAX_WARPS:
-            return f"num_warps is {self.num_warps}; accepted: 1 to {self.MAX_WARPS}"
+        accepted = [
+            2**i for i in range(self.MAX_WARPS.bit_length())
+        ]  # copies and addresses of stores combine bits
+        if self.num_warps not in accepted:
+            return f"num_warps is {self.num_warps}; accepted: {', '.join(map(str, accepted))}"
         return None
 
     def copies_reason(self, traits: Traits, element_bytes: int = 0, **extents: int) -> str | None:
-        """Why the warps cannot copy whole tiles of so many rows, or None; extents: name -> rows.
+        """Why the warps cannot copy tiles of ``extents`` (name -> rows) in whole passes, or None.
 
-        element_bytes: of an element in shared memory, 0 for that of q.
+        element_bytes: bytes per element in shared memory; 0 for q's.
         """
         for dim in sorted({padded(traits.head_dim), padded(traits.head_dim_v)}):
             whole = dim * (element_bytes or traits.element_bytes) % 128 == 0
@@ -193,9 +196,9 @@ class WarpTile(Tile):
 
 
 COMPUTE_REGISTERS = {1: 255, 2: 240, 3: 160}
-"""Consumer warpgroups -> registers of a consumer thread, of 65,536 in all with the producer's."""
+"""Consumer warpgroups -> registers per consumer thread. With the producer's, a CTA has at most 65,536."""
 LOAD_REGISTERS = {1: 56, 2: 24, 3: 32}
-"""Consumer warpgroups -> registers of a producer thread."""
+"""Consumer warpgroups -> registers per producer thread."""
 
 
 def _text(value: Any) -> str:
@@ -214,13 +217,13 @@ def _parse(name: str, value: str, kind: type) -> Any:
 
 
 def check_tile(tile: Any) -> None:
-    """Raise TypeError for a tile that is neither a tile nor text that changes the default one, nor None."""
+    """Raise TypeError unless ``tile`` is a Tile, text that overrides the default tile, or None."""
     if not isinstance(tile, Tile | str | None):
         raise TypeError(f"tile is {tile!r:.100}; accepted: a Tile, text such as 'tile_n=32', or None")
 
 
 def text_of(tile: "Tile | str | None") -> str:
-    """A tile's whole text, or the text as it is; "" for none."""
+    """The text of a Tile, a text unchanged, or "" for None."""
     return tile.text if isinstance(tile, Tile) else tile or ""
 
 
@@ -234,5 +237,5 @@ T = TypeVar("T", bound=Tile)
 
 
 def first_that_fits(tiles: Sequence[T], traits: Traits, target: str) -> T:
-    """The first tile that fits ``traits`` on ``target``, or the last one; its ``reject`` then gives the reason."""
+    """The first tile that fits ``traits`` on ``target``. If none fits, the last, whose ``reject`` gives the reason."""
     return next((tile for tile in tiles if tile.reject(traits, target) is None), tiles[-1])

@@ -15,8 +15,8 @@ class BlockKindsTile(Tile):
 
     Attributes:
         tile_m, tile_n: queries and keys of a block; the result is one kind per block.
-        num_warps: warps of a CTA; each evaluates a block at a time.
-        rows: rows that are evaluated between two checks of whether a block is decided.
+        num_warps: warps per CTA; each evaluates one block at a time.
+        rows: rows evaluated between two checks of whether the block's kind is known.
     """
 
     tile_m: int = 128
@@ -25,14 +25,14 @@ class BlockKindsTile(Tile):
     rows: int = choice(4, 2, 4, 8)
 
     MOST_VALUES: ClassVar[int] = 32
-    """Maximum values of a query in shared memory, numbers of up to 8 bytes."""
+    """Maximum number of values per query in shared memory, of up to 8 bytes each."""
 
     @property
     def num_threads(self) -> int:
         return self.num_warps * WARP
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
-        """Upper bounds; a mask of fewer values uses less."""
+        """Upper bounds of the areas; a mask with fewer values uses less."""
         return {"queries": (0, 8 * self.MOST_VALUES * self.tile_m)}
 
     def registers(self, traits: Traits) -> int:
@@ -57,14 +57,14 @@ class BlockListsTile(Tile):
     """Tile of the kernels that list blocks by their kinds.
 
     Attributes:
-        num_warps: warps of a CTA; each writes the lists of a row or column of blocks.
+        num_warps: warps per CTA; each writes the lists of one row or column of blocks.
     """
 
     num_warps: int = choice(4, 1, 2, 4, 8)
 
     @classmethod
     def default(cls, target: str) -> Self:
-        """The tile for a target. On sm120 ptxas spills, to let 48 warps of small CTAs run; two of 32 warps cannot."""
+        """The tile for a target. On sm120, ptxas spills so that 48 warps of small CTAs fit; 32 warps avoid that."""
         return cls(32) if target == "sm120" else cls()
 
     @property

@@ -1,5 +1,6 @@
-"""Tiles of the forward kernels and of the softmax kernel."""
+"""Tiles of the forward kernels, including those with a cache or tangents."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -18,34 +19,34 @@ from cute_attn.tiles.base import (
 from cute_attn.traits import Traits
 
 SM90_SHARED_MEMORY = 233_472
-"""Shared memory of a Hopper multiprocessor, in bytes; each CTA reserves 1024 of it in addition to its areas."""
+"""Shared memory of a Hopper multiprocessor, in bytes; each CTA reserves 1024 bytes in addition to its areas."""
 
 MULTIPROCESSORS = 132
 """Multiprocessors of an H100 SXM and an H200."""
 
 PACKS = (1, 2, 4, 8, 16, 32, 64)
 GAIN = 1.1
-"""Minimum ratio of rows computed without and with packed heads for which heads are packed."""
+"""Heads are packed if that divides the number of computed rows by at least this factor."""
 TILE_ROWS = 64
-"""Fixed cost of a work tile (K and V, prologue and epilogue) as an equal number of rows."""
+"""Fixed cost of a work tile (K and V, prologue and epilogue), expressed as a number of rows."""
 
 
 def may_pack_heads(traits: Traits) -> bool:
-    """If no epilogue takes all rows for one head's, a work tile may hold rows of several heads.
+    """True if a work tile may have rows of several heads: no epilogue assumes one head per work tile.
 
-    ALiBi does not, nor do functions in the caches' kernels; in others their head is the work tile's.
+    ALiBi does not assume that, nor do functions in kvcache kernels; in other kernels, functions do.
     """
     functions = traits.op == "kvcache" and are_functions(traits.epilogues)
     return not (traits.bias or traits.dropout or (traits.epilogues and not functions))
 
 
 def best_packing(tiles: Sequence[Any], plain: Any, seqlen_q: int, group: int, varlen: bool) -> Any:
-    """The one of ``tiles`` that computes the fewest rows, with packed heads; None where ``plain`` computes hardly more.
+    """Choose the tile and ``pack_heads`` that compute the fewest rows; None if ``plain`` computes hardly more.
 
     Args:
-        tiles: forward tiles of one kernel, with a head each.
-        plain: the tile without packing.
-        seqlen_q: the most queries of a sequence.
+        tiles: forward tiles of one kernel, without packing.
+        plain: the tile to compare with.
+        seqlen_q: maximum number of queries per sequence.
         group: query heads per key head.
         varlen: whether sequences are packed; then their lengths differ, and only the longest is known here.
     """
@@ -53,7 +54,7 @@ def best_packing(tiles: Sequence[Any], plain: Any, seqlen_q: int, group: int, va
     lengths = (seqlen_q, -(-seqlen_q // 2)) if varlen and group > 1 else (seqlen_q,)
 
     def count(tile: Any, pack: int) -> int:
-        """Work tiles of a key head."""
+        """Number of work tiles per key head."""
         return -(-group // pack) * sum(-(-n // (tile.tile_m // pack)) for n in lengths)
 
     best, pack = min(candidates, key=lambda one: (count(*one) * (one[0].tile_m + TILE_ROWS), -one[1]))
@@ -61,9 +62,9 @@ def best_packing(tiles: Sequence[Any], plain: Any, seqlen_q: int, group: int, va
     return replace(best, pack_heads=pack) if gain >= GAIN and (pack > 1 or best.tile_m >= seqlen_q) else None
 
 
-def pack_heads_reason(pack_heads: int, most: int, traits: Traits) -> str | None:
-    """Why a tile cannot have ``pack_heads``, up to ``most`` of them, for ``traits``, or None."""
-    accepted = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= most]
+def pack_heads_reason(pack_heads: int, rows: int, traits: Traits) -> str | None:
+    """Why a tile for ``traits`` cannot pack ``pack_heads`` heads, a divisor of ``rows``, or None."""
+    accepted = [n for n in (1, 2, 4, 8, 16, 32, 64) if rows % n == 0]
     if pack_heads not in accepted:
         words = f"{', '.join(map(str, accepted[:-1]))} or {accepted[-1]}"
         return f"pack_heads is {pack_heads}; accepted: {words}"
@@ -92,26 +93,26 @@ class ForwardSm80Tile(WarpTile):
     """Tile of the Ampere forward.
 
     Attributes:
-        tile_m: rows of a CTA, a multiple of 16 per warp.
-        tile_n: keys of a step, a multiple of 16 (of 32 with the flash dropout mask) for each of ``key_groups``.
-        num_warps: warps that divide the rows; each has tile_m / num_warps of them.
-        num_stages: stages of K and V. 1: K of the next step loads during the softmax and V during Q K^T, two barriers
-            a step; 2 or more: K and V load num_stages - 1 steps ahead, one barrier per step.
+        tile_m: rows per CTA, a multiple of 16 per warp along the rows.
+        tile_n: keys per step, a multiple of 16 (of 32 with the flash dropout mask) for each of ``key_groups``.
+        num_warps: warps of a key group; num_warps / warps_n of them divide the rows.
+        num_stages: stages of K and V. 1: the next step's K loads during the softmax and V during Q K^T, with two
+            barriers per step; 2 or more: K and V load num_stages - 1 steps ahead, with one barrier per step.
         q_in_regs: Q is read from shared memory once and kept in registers.
         share_qk_smem: K reuses Q's shared memory, and Q is kept in registers.
-        qk_unroll: steps of 16 (in fp32 of 8) along head_dim that Q K^T loads at a time; 0 for all of them.
-            Few steps bound the registers of operands, and in fp32 the rounding errors of a tensor core's sums. Any
-            value except 0 also keeps the row statistics in shared memory, without ``key_groups``.
-        swizzle_bits: log2 of the 16-byte vectors that shared-memory rows are permuted over; -1 for the widest.
-        key_groups: groups of ``num_warps`` warps that divide the keys of every step. Each loads only its keys, waits
-            for no other group until the last step, and has separate row statistics and O, merged at the end. For few
-            rows: one warp would read all of K and V from shared memory, and as many bytes as possible should be in
-            flight.
-        pack_heads: packed GQA: query heads of one key head in a work tile, which read K and V once. A power of two
-            up to 64.
+        qk_unroll: MMA steps of 16 columns of head_dim (of 8 in fp32) that Q K^T loads at a time; 0 for all steps.
+            Fewer steps need fewer operand registers, and in fp32 reduce the rounding errors of tensor-core sums. With
+            one key group, any value except 0 also keeps the row statistics in shared memory.
+        swizzle_bits: log2 of the number of 16-byte vectors over which shared-memory rows are permuted; -1: maximum.
+        key_groups: groups of ``num_warps`` warps that divide the keys of every step. Each group loads only its keys,
+            waits for no other group until the last step, and has separate row statistics and O, merged at the end.
+            Meant for few rows: otherwise one warp would read all of K and V from shared memory, and too few bytes
+            would be in flight.
+        pack_heads: packed GQA: the number of query heads of one key head in a work tile, which reads K and V once for
+            all of these heads. A power of two up to 64.
         blocks_per_sm: CTAs per multiprocessor in a kvcache kernel with stream-K.
-        warps_n: warps that work on the same rows, and divide a step's keys and the columns of V and O. For large head
-            dims: one warp cannot hold their O. One stage.
+        warps_n: warps that work on the same rows and divide a step's keys and the columns of V and O. Meant for large
+            head dims, where one warp cannot hold O. Requires one stage.
     """
 
     tile_m: int = choice(128, 16, 32, 64, 128, 192, 256)
@@ -129,17 +130,17 @@ class ForwardSm80Tile(WarpTile):
 
     @property
     def warps_m(self) -> int:
-        """Warps of a group along the queries."""
+        """Warps of a key group along the rows."""
         return self.num_warps // self.warps_n
 
     @property
     def queries(self) -> int:
-        """Queries of a work tile, each with a row for each packed head."""
+        """Queries of a work tile, each with one row per packed head."""
         return self.tile_m // self.pack_heads
 
     @property
     def group_keys(self) -> int:
-        """Keys of a step of one group."""
+        """Keys per step of one key group."""
         return self.tile_n // self.key_groups
 
     @property
@@ -152,9 +153,9 @@ class ForwardSm80Tile(WarpTile):
 
     @property
     def stats_in_smem(self) -> bool:
-        """Row maxima and sums are in shared memory during Q K^T.
+        """True if row maxima and sums are in shared memory during Q K^T.
 
-        That saves eight registers: 64 keys with 128 queries then do not spill.
+        This saves eight registers, so that a tile of 128 queries and 64 keys does not spill.
         """
         return self.qk_unroll > 0 and self.key_groups == 1
 
@@ -165,7 +166,7 @@ class ForwardSm80Tile(WarpTile):
 
     @property
     def keeps_q(self) -> bool:
-        """Q is in registers during the main loop."""
+        """True if Q is in registers during the main loop."""
         return self.q_in_regs or self.share_qk_smem
 
     @staticmethod
@@ -174,7 +175,7 @@ class ForwardSm80Tile(WarpTile):
         return traits.element_bytes
 
     def row_bytes(self, traits: Traits) -> tuple[int, int]:
-        """Bytes of a row of Q and K, and of V and O, in shared memory; a variant that pads rows adds the padding."""
+        """Bytes in shared memory of a row of Q and K, and of V and O; a variant with tangents doubles them."""
         d, dv = (self.operand_bytes(traits) * padded(d) for d in (traits.head_dim, traits.head_dim_v))
         return d, dv
 
@@ -204,7 +205,7 @@ class ForwardSm80Tile(WarpTile):
         }
 
     def _exchange_areas(self, start: int, traits: Traits) -> dict[str, tuple[int, int]]:
-        """P, and one number per row and warp of the row."""
+        """First byte and end of P, and of one number per row and each of its warps, if ``warps_n`` is above 1."""
         if self.warps_n == 1:
             return {}
         end = start + self.tile_m * self.tile_n * self.operand_bytes(traits)
@@ -214,7 +215,7 @@ class ForwardSm80Tile(WarpTile):
     """int32 numbers of each warp's copy of a ``TileRange``."""
 
     def merge_bytes(self, traits: Traits) -> int:
-        """Shared memory for O and row statistics of all groups but the first one, in bytes."""
+        """Shared memory for O and row statistics of all key groups except the first, in bytes."""
         rows = self.tile_m // self.num_warps // 8  # of a thread
         values = self.tile_m * padded(traits.head_dim_v) // self.group_threads + 2 * rows
         return 4 * values * self.group_threads * (self.key_groups - 1)
@@ -228,7 +229,7 @@ class ForwardSm80Tile(WarpTile):
         return self._registers_16_bit(traits, acc_o, acc_s)
 
     def _registers_16_bit(self, traits: Traits, acc_o: int, acc_s: int) -> int:
-        """Registers per thread with 16-bit operands and so many registers of accumulators."""
+        """Registers per thread with 16-bit operands, and ``acc_o`` and ``acc_s`` registers for the accumulators."""
         rows, d = self.tile_m // self.warps_m, padded(traits.head_dim)
         q = rows * d // 64 if self.keeps_q else rows // 4
         bias = acc_s // (1 if traits.bias == "fp32" else 2) if traits.bias else 0
@@ -245,6 +246,8 @@ class ForwardSm80Tile(WarpTile):
         )
         if self != plain:
             return f"warps_n is {self.warps_n}; accepted: 1 with other fields than those of tile {plain}"
+        if traits.op == "kvcache" and traits.dtype == "fp32":
+            return f"warps_n is {self.warps_n}; accepted: 1 for {traits}"
         columns = (32 if traits.dtype == "fp32" else 16) * self.warps_n
         if self.tile_n % (16 * self.warps_n) or padded(traits.head_dim_v) % columns:
             return (
@@ -268,7 +271,7 @@ class ForwardSm80Tile(WarpTile):
         step = (32 if traits.dropout == "flash" else 16) * self.key_groups
         if self.tile_n <= 0 or self.tile_n % step:
             return f"tile_n is {self.tile_n}; accepted: multiples of {step} for {traits}"
-        if reason := pack_heads_reason(self.pack_heads, min(self.tile_m, 64), traits):
+        if reason := pack_heads_reason(self.pack_heads, math.gcd(self.tile_m, 64), traits):
             return reason
         for name in ("num_stages", "blocks_per_sm"):
             if getattr(self, name) < 1:
@@ -292,7 +295,7 @@ class ForwardSm80Tile(WarpTile):
 
 @dataclass(frozen=True)
 class ForwardTermsTile(ForwardSm80Tile):
-    """Tile of the Ampere forward of fp32 in fp16 terms; of two, ``qk_unroll`` steps of 16 are summed from zero."""
+    """Tile of the Ampere fp32 forward in fp16 terms. With two, each ``qk_unroll`` MMA steps are summed from zero."""
 
     qk_unroll: int = choice(2, 1, 2)
 
@@ -326,7 +329,7 @@ class ForwardTermsTile(ForwardSm80Tile):
 
 @dataclass(frozen=True)
 class JvpSm80Tile(ForwardSm80Tile):
-    """Tile of the forward with its forward-mode derivative: each operand has its tangent next to it, and O as well."""
+    """Tile of the Ampere forward with its forward-mode derivative: operands and O have their tangents next to them."""
 
     tile_m: int = choice(64, 32, 64, 128)
     tile_n: int = choice(64, *range(16, 129, 16))
@@ -355,22 +358,22 @@ class ForwardSm90Tile(Tile):
     """Tile of the Hopper forward.
 
     Attributes:
-        tile_m: rows of a work tile, 64 for each consumer warpgroup.
-        tile_n: keys of a step, a multiple of 16 (of 32 with the flash dropout mask), at most 256.
+        tile_m: rows of a work tile, 64 per consumer warpgroup.
+        tile_n: keys per step, a multiple of 16 (of 32 with the flash dropout mask), at most 256.
         num_stages: stages of K and V.
         q_in_regs: Q is read from shared memory once and kept in registers.
-        rescale_threshold: O is rescaled only when a score exceeds the row maximum in use by more than so many powers of
-            two; 0 rescales in every step.
-        share_qo_smem: O reuses Q's shared memory, so the next Q loads after O has been stored.
-        speculative: after the masked blocks the row maxima are stale; a work tile with a row sum above 2^40
+        rescale_threshold: O is rescaled only when a score exceeds the row maximum in use by more than this many powers
+            of two; 0 rescales in every step.
+        share_qo_smem: O reuses Q's shared memory, so the next Q loads only after O has been stored.
+        speculative: row maxima are not updated after the masked blocks; a work tile with a row sum above 2^40
             is replayed with exact online softmax.
-        blocks_per_sm: CTAs per multiprocessor, 1 to 3, of one consumer warpgroup each: prologue and epilogue of one
-            overlap the products of another, which pays for short sequences.
-        bias_stages: stages, for each consumer warpgroup, of a 16-bit bias that TMA loads, with rows aligned like q's;
+        blocks_per_sm: CTAs per multiprocessor, 1 to 3; 2 or 3 require one consumer warpgroup. The prologue and epilogue
+            of one CTA overlap the products of another, which pays for short sequences.
+        bias_stages: stages per consumer warpgroup of a 16-bit bias that TMA loads, for bias rows aligned like q's;
             0: threads read the bias from global memory.
-        pack_heads: packed GQA: query heads of one key head in a work tile. Row r is query r // pack_heads of
-            head r % pack_heads; K and V are read once for all of them. A power of two up to 64; where it does not
-            divide a key head's query heads, the rows of the rest are empty.
+        pack_heads: packed GQA: the number of query heads of one key head in a work tile. Row r is query r // pack_heads
+            of head r % pack_heads; K and V are read once for all of these heads. A power of two up to 64; if it does
+            not divide the number of query heads per key head, the excess rows are empty.
     """
 
     tile_m: int = choice(128, 64, 128, 192)
@@ -386,7 +389,7 @@ class ForwardSm90Tile(Tile):
 
     @property
     def queries(self) -> int:
-        """Queries of a work tile, each with a row for each packed head."""
+        """Queries of a work tile, each with one row per packed head."""
         return self.tile_m // self.pack_heads
 
     @property
@@ -400,7 +403,7 @@ class ForwardSm90Tile(Tile):
 
     @property
     def compute_registers(self) -> int:
-        """Registers of a consumer thread, from the CTA's fraction of 65,536 without the producer's."""
+        """Registers per consumer thread: the CTA's fraction of 65,536 less the producer's."""
         if self.blocks_per_sm > 1:
             return {2: 232, 3: 136}[self.blocks_per_sm]
         return COMPUTE_REGISTERS[self.warpgroups]
@@ -473,7 +476,7 @@ class ForwardSm90Tile(Tile):
 
 @dataclass(frozen=True)
 class JvpSm90Tile(ForwardSm90Tile):
-    """Tile of the Hopper forward with its forward-mode derivative: each operand has its tangent next to it.
+    """Tile of the Hopper forward with its forward-mode derivative: operands have their tangents next to them.
 
     O and its tangent are stored one after the other, through the same shared memory.
     """
@@ -500,10 +503,10 @@ class ForwardLargeTile(Tile):
     """Tile of the Hopper forward for head dims above 256: 64 rows per CTA.
 
     Attributes:
-        tile_n: keys of a step, a multiple of 16 (of 32 with the flash dropout mask), at most 256.
+        tile_n: keys per step, a multiple of 16 (of 32 with the flash dropout mask), at most 256.
         num_stages: stages of K and V.
-        pack_heads: packed GQA: query heads of one key head in a work tile, which read K and V once. A power of two
-            up to 64.
+        pack_heads: packed GQA: the number of query heads of one key head in a work tile, which reads K and V once for
+            all of these heads. A power of two up to 64.
     """
 
     tile_n: int = choice(64, *range(32, 129, 16))
@@ -531,16 +534,16 @@ class ForwardLargeTile(Tile):
 
     @property
     def queries(self) -> int:
-        """Queries of a work tile, each with a row for each packed head."""
+        """Queries of a work tile, each with one row per packed head."""
         return self.tile_m // self.pack_heads
 
     @staticmethod
     def columns_of_v(traits: Traits) -> int:
-        """Columns of V and O in shared memory, in registers half as many."""
+        """Columns of V and O in shared memory. Each warpgroup has half of O's columns in registers."""
         return -(-traits.head_dim_v // 64) * 64
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
-        """First byte and end of Q (and O in its place), K, V, P and the factors of O's rows, after the barriers."""
+        """First byte and end of the barriers, Q (later O in its place), K, V, P and the scale factors of O's rows."""
         return self._areas(traits, max(padded(traits.head_dim), self.columns_of_v(traits)))
 
     def _areas(self, traits: Traits, columns_of_q: int) -> dict[str, tuple[int, int]]:
@@ -575,7 +578,7 @@ class KvcacheLargeTile(ForwardLargeTile):
     """Tile of the Hopper forward with a cache for head dims above 256; O is stored from registers.
 
     Attributes:
-        page_rows: as :class:`KvcacheSm90Tile`'s.
+        page_rows: rows of each TMA box of a page, as in :class:`KvcacheSm90Tile`.
     """
 
     page_rows: int = choice(0, 0, 8, 16, 32, 64)
@@ -600,9 +603,9 @@ class KvcacheSm90Tile(ForwardSm90Tile):
     """Tile of the Hopper forward for attention with a cache; O is stored from registers.
 
     Attributes:
-        page_rows: rows of each TMA box of a page; page sizes are multiples of it. 0: no pages.
-        half_registers: a CTA of one consumer warpgroup uses half of the multiprocessor's registers, although it is
-            the only one there, so that CTAs of the combine kernel can start next to it and wait.
+        page_rows: rows of each TMA box of a page; page sizes are multiples of page_rows. 0: no pages.
+        half_registers: a CTA with one consumer warpgroup uses only half of the multiprocessor's registers, although it
+            is this kernel's only CTA there, so that CTAs of the combine kernel can start next to it and wait.
     """
 
     page_rows: int = choice(0, 0, 8, 16, 32, 64, 128)
@@ -615,14 +618,14 @@ class KvcacheSm90Tile(ForwardSm90Tile):
 
     @property
     def compute_registers(self) -> int:
-        """Registers of a consumer thread: fewer than the forward's, as the producer needs more."""
+        """Registers per consumer thread: fewer than in the forward, because the producer needs more."""
         if self.blocks_per_sm > 1:
             return {2: 200, 3: 104}[self.blocks_per_sm]
         return 200 if self.half_registers else {1: 255, 2: 224, 3: 152}[self.warpgroups]
 
     @property
     def load_registers(self) -> int:
-        """Registers of a producer thread; it computes stream-K ranges and pages."""
+        """Registers per producer thread; the producer computes stream-K ranges and pages."""
         return 56
 
     @property
@@ -631,7 +634,7 @@ class KvcacheSm90Tile(ForwardSm90Tile):
         return 2 if self.half_registers else self.blocks_per_sm
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
-        """As the forward's, without memory for O or a bias."""
+        """The areas of the forward's tile, with empty areas for O and the bias."""
         areas = super().smem_areas(traits)
         return areas | dict.fromkeys(("o", "bias"), (areas["v"][1], areas["v"][1]))
 

@@ -7,27 +7,27 @@ from cute_attn.tiles.base import Tile, areas_in_order, choice
 from cute_attn.traits import LARGE_HEAD_DIM, Traits, aligned_head_dim
 
 MAX_PARTIALS = 512
-"""The most partial results that a row of the combine kernel merges."""
+"""Maximum number of partial results that the combine kernel merges per row."""
 FOLDED_KEYS = 1024
-"""Keys of a split in calls with ``same_bits``, counted from row 0: whole key blocks of every tile."""
+"""Keys per split in calls with ``same_bits``, counted from row 0: a multiple of the tile's key block."""
 
 
 def partial_columns(traits: Traits) -> int:
-    """Columns of a partial result: whole vectors of 16 bytes."""
+    """Columns of a partial result, rounded up to whole 16-byte vectors."""
     return aligned_head_dim("fp32", traits.head_dim_v)
 
 
 @dataclass(frozen=True)
 class CacheCall:
-    """The traits of a call with a cache that decide its tile.
+    """Properties of a call with a cache that determine its tile.
 
     Attributes:
-        seqlen_q: the most queries of a sequence.
-        capacity: rows of an entry of the cache.
-        group: query heads of a key head.
-        page_size: rows of a page, 0 for a contiguous cache.
-        same_bits: results must not depend on the call's shapes: all tiles have as many keys.
-        planes: sequences times key heads if keys are too few to be split; 0 otherwise, and with ``same_bits``.
+        seqlen_q: maximum number of queries per sequence.
+        capacity: rows per cache entry.
+        group: query heads per key head.
+        page_size: rows per page, 0 for a contiguous cache.
+        same_bits: results must not depend on the call's shapes, so all tiles have the same number of keys.
+        planes: number of sequences times key heads if there are too few keys to split and not ``same_bits``, else 0.
     """
 
     seqlen_q: int = 1
@@ -43,11 +43,11 @@ class CombineTile(Tile):
     """Tile of the combine kernel.
 
     Attributes:
-        rows: rows of a CTA, a row being one query of one head.
+        rows: rows per CTA, a row being one query of one head.
         groups: groups of threads that divide the partial results of a row.
         unroll: partial results that a thread loads at once.
         eager: the first partial results are loaded together with the LSEs, before their weights are known.
-        in_order: partial results are added from the last one to the first, whatever their number, in one group.
+        in_order: one group adds the partial results from the last to the first, whatever their number.
     """
 
     rows: int = choice(4, 1, 2, 4, 8)
@@ -58,25 +58,25 @@ class CombineTile(Tile):
 
     @staticmethod
     def of(partials: int, eager: bool = False) -> "CombineTile":
-        """The tile for so many partial results; if there are many, several groups of threads load a row's."""
+        """The tile for ``partials`` partial results per row; above four, several groups of threads divide them."""
         if partials <= 4:
             return CombineTile(rows=4, groups=1, eager=eager)
         groups = 8 if partials >= 64 else 4
         return CombineTile(1, groups, _unroll(partials, groups) if eager else 4, eager)
 
     def for_head_dim(self, head_dim_v: int) -> Self:
-        """This tile, or for more columns than 256 one whose threads load fewer of their longer rows at once."""
+        """This tile; above 256 columns, with ``unroll`` at most 4, because rows are longer."""
         return self if head_dim_v <= LARGE_HEAD_DIM else replace(self, unroll=min(self.unroll, 4))
 
     @property
     def most_partials(self) -> int:
-        """Partial results of a row, at most."""
+        """Maximum number of partial results per row."""
         return MAX_PARTIALS
 
     def threads_per_row(self, traits: Traits) -> int:
-        """Adjacent threads of a group, each with two vectors of 16 bytes of a partial row or less: the fewest idle.
+        """Adjacent threads of a group that load a partial row: the number that leaves the fewest idle.
 
-        Above head dim 256 four.
+        Each thread loads at most two 16-byte vectors of the row, above head dim 256 four.
         """
         vectors = partial_columns(traits) // 4
         each = 2 if traits.head_dim_v <= LARGE_HEAD_DIM else 4
@@ -84,14 +84,14 @@ class CombineTile(Tile):
         return min(enough, key=lambda threads: -(-vectors // threads) * threads)
 
     def vectors(self, traits: Traits) -> int:
-        """16-byte vectors of a partial row for each thread."""
+        """16-byte vectors of a partial row per thread."""
         return -(-partial_columns(traits) // (4 * self.threads_per_row(traits)))
 
     def num_threads(self, traits: Traits) -> int:
         return self.rows * self.groups * self.threads_per_row(traits)
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
-        """LSEs, weights, and with several groups each group's sums of weighted rows and of weights."""
+        """Areas of LSEs, weights, and with several groups each group's sums of weighted rows and of weights."""
         sizes = {
             "lse": 4 * self.rows * self.most_partials,
             "weights": 4 * self.rows * self.most_partials,
@@ -121,7 +121,7 @@ class CombineTile(Tile):
 
 
 def _unroll(partials: int, groups: int) -> int:
-    """Partial results that a thread loads at once: one round of loads, or few, for all of a row."""
+    """Partial results that a thread loads at once, such that one or few rounds of loads suffice for a row."""
     return 16 if partials > 8 * groups else 8
 
 
@@ -130,11 +130,11 @@ class CombineStreamKTile(CombineTile):
     """Tile of the combine kernel after a kernel with stream-K.
 
     Attributes:
-        tile_m, tile_n, pack_heads: that kernel's.
-        by_range: a CTA looks for the work tile that starts but does not end in a stream-K range, rather than for the
-            ranges of one of all work tiles: if these are many, most are whole.
-        kernel_ctas: maximum number of that kernel's CTAs; each leaves one partial result per row. Fewer of them need
-            less shared memory, so that CTAs find their work tiles while that kernel nearly fills the multiprocessors.
+        tile_m, tile_n, pack_heads: fields of that kernel's tile.
+        by_range: each CTA belongs to a stream-K range and merges the work tile that starts but does not end in it.
+            Otherwise it belongs to a work tile. With many work tiles, most are not divided and need no CTA.
+        kernel_ctas: maximum number of that kernel's CTAs; each leaves one partial result per row. A lower maximum needs
+            less shared memory, so that combine CTAs can start while that kernel nearly fills the multiprocessors.
     """
 
     tile_m: int = 64
@@ -148,16 +148,16 @@ class CombineStreamKTile(CombineTile):
         return self.kernel_ctas
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
-        """Also the work tile that the first warp found."""
+        """Areas of :class:`CombineTile`, and one for the work tile that the first warp found."""
         areas = CombineTile.smem_areas(self, traits)
         end = max(end for _, end in areas.values())
         return areas | {"work_tile": (end, end + 32)}
 
     @staticmethod
     def after(tile: Any, traits: Traits, work_tiles: int, ctas: int, queries: int) -> "CombineStreamKTile":
-        """The tile after a kernel with ``tile``, whose CTAs divide at most so many work tiles.
+        """The tile after a kernel with ``tile``, whose ``ctas`` CTAs divide at most ``work_tiles`` work tiles.
 
-        queries: of a sequence, at most. Each CTA looks for its work tile, so few CTAs have many rows each.
+        queries: maximum per sequence. Each CTA must look up its work tile, so few CTAs with many rows are best.
         """
         partials = ctas // max(work_tiles, 1)
         groups = next((n for n in (8, 4, 2) if partials >= 4 * n), 1)
@@ -190,7 +190,7 @@ class AppendTile(Tile):
     """Tile of the append kernel.
 
     Attributes:
-        num_threads: threads of a CTA; each copies 16 bytes of a row, or with an ``alignment`` so many elements.
+        num_threads: threads per CTA; each copies 16 bytes of a row, or ``traits.alignment`` elements if that is set.
     """
 
     num_threads: int = choice(128, 64, 128, 256)

@@ -1,4 +1,4 @@
-"""Tile of the kernels that copy rows to padded ones, and back."""
+"""Tile of the kernels that copy rows to padded rows and back."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,16 +12,16 @@ class PadRowsTile(Tile):
     """Tile of the padding copies.
 
     Attributes:
-        num_threads: threads of a CTA.
-        vectors: minimum vectors of 8 bytes that a thread loads before it stores any, unless rows are very long.
+        num_threads: threads per CTA.
+        vectors: maximum number of 8-byte vectors that a thread loads before it stores any, unless rows are very long.
     """
 
     num_threads: int = choice(256, 128, 256, 512)
     vectors: int = choice(4, 2, 4, 8)
 
     VECTOR_BYTES: ClassVar[int] = 8
-    """Bytes that a thread stores at once. 16-bit elements are loaded one by one: adjacent threads' loads are then 8
-    bytes apart, and L1 needs a third of the time that it needs for 16."""
+    """Bytes that a thread stores at once. 16-bit elements are loaded one by one, so adjacent threads load from
+    addresses 8 bytes apart, for which L1 needs a third of the time of 16 bytes apart."""
     ROWS: ClassVar[int] = 8
     """``ROWS`` adjacent rows of any head dim are a multiple of 16 bytes."""
 
@@ -30,7 +30,7 @@ class PadRowsTile(Tile):
         return self.VECTOR_BYTES // traits.element_bytes
 
     def rows(self, traits: Traits, head_dim: int) -> int:
-        """Rows of a CTA, of a tensor with that head dim."""
+        """Rows per CTA of a tensor with ``head_dim`` columns."""
         vectors = aligned_head_dim(traits.dtype, head_dim) // self.vector(traits)
         return max(self.vectors * self.num_threads // vectors // self.ROWS, 1) * self.ROWS
 

@@ -12,15 +12,15 @@ class SplitFp32Tile(Tile):
     """Tile of the split.
 
     Attributes:
-        num_threads: threads of a CTA; eight adjacent ones split a row.
-        blocks: CTAs of each tensor, at most ``num_threads``: each leaves one partial result of the first kernel.
+        num_threads: threads per CTA; eight adjacent threads split a row.
+        blocks: CTAs per tensor, at most ``num_threads``; in the first kernel, each leaves one partial result.
     """
 
     num_threads: int = choice(256, 128, 256, 512)
     blocks: int = choice(256, 128, 256)
 
     LANES: ClassVar[int] = 8
-    """Adjacent threads of a row, each with 16 bytes of every 128."""
+    """Adjacent threads per row; each splits 16 bytes of every 128."""
 
     @property
     def rows(self) -> int:

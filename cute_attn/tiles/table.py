@@ -1,11 +1,12 @@
 """Default tiles as rows of a kernel's ``tiles.csv``, each with its conditions and its evidence.
 
-From the left a row has its name; its keys, computed by the kernel's ``heuristics.py`` from traits, target and lengths;
-the tile, as changes to its class's default tile; and the evidence. A key's cell is empty, for any value, or contains
-numbers, ranges (``33-64``) or words. The first row that matches, with a tile that fits, is the default.
+The columns are the row's name; its keys, which the kernel's ``heuristics.py`` computes from traits, target and lengths;
+the tile, as changes to its class's default tile; and the evidence. A key's cell contains numbers, ranges (``33-64``) or
+words; an empty cell accepts any value. The default is the tile of the first matching row whose tile fits.
 
-Evidence is ``measured``: speed, workload, card and commit. Or the row was ``built`` without spills, with its registers
-and shared memory, and is ``like`` a measured row of this file, or ``KERNEL/ROW`` of another kernel's.
+The evidence of a measured row, ``measured``, is its speed, workload, card and commit. Other rows have ``built``, the
+registers and shared memory of a build without spills, and ``like``, the name of a similar measured row in this file, or
+``KERNEL/ROW`` for one in another kernel's file.
 """
 
 import csv
@@ -32,7 +33,7 @@ class Cell(NamedTuple):
 
     @staticmethod
     def of(text: str) -> "Cell | None":
-        """A cell as it is written, None of an empty one."""
+        """Parse a cell; None if it is empty."""
         items = text.split()
         numbers = [item.partition("-") for item in items if item[0].isdigit()]
         ranges = [
@@ -47,7 +48,7 @@ class Cell(NamedTuple):
 
 
 class Row(NamedTuple, Generic[T]):
-    """A line of a table."""
+    """A row of a table."""
 
     name: str
     keys: tuple[str, ...]
@@ -73,7 +74,7 @@ class Table(Generic[T]):
 
     @functools.cached_property
     def rows(self) -> tuple[Row[T], ...]:
-        """All of them, read once."""
+        """All rows of the table; the file is read once."""
         with self.path.open(newline="") as lines:
             (name, *_, tile, measured, built, like), *rows = csv.reader(lines)
         if (name, tile, measured, built, like) != ("row", "tile", *EVIDENCE):
@@ -87,18 +88,18 @@ class Table(Generic[T]):
         )
 
     def _tiles(self, *keys: Key) -> tuple[T, ...]:
-        """The tiles for some keys, the best first."""
+        """The tiles of all rows that match ``keys``, the best first."""
         return tuple(row.tile for row in self.rows if row.matches(keys))
 
     def _first(self, traits: Traits, target: str, *keys: Key) -> T:
-        """The first that fits ``traits`` on ``target``, or the last one; its ``reject`` then gives the reason."""
+        """The first tile that fits ``traits`` on ``target``; if none does, the last: its ``reject`` says why."""
         return first_that_fits(self.tiles(*keys), traits, target)
 
     def line(self, traits: Traits, target: str, keys: tuple[Key, ...], change: str, measured: str) -> str:
-        """The row of the default tile, with its tile changed and other evidence, as a line of the file.
+        """The default tile's row as CSV text, with ``change`` applied to its tile and ``measured`` as its evidence.
 
         Raises:
-            ValueError: the default is not a row as written, but derived from one, such as by its number of passes.
+            ValueError: the default tile is not a row's tile, but derived from one, e.g. with another number of passes.
         """
         for row in self.rows:
             if row.matches(keys) and row.tile.reject(traits, target) is None:

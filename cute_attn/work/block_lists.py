@@ -11,7 +11,7 @@ from cute_attn.work.block_range import BlockRange
 
 
 def divides(tile: Any) -> bool:
-    """Required of a tile with lists: a listed block is a whole number of its query and of its key blocks."""
+    """True if a listed block is a whole number of the tile's query and key blocks, as lists require."""
     return LISTED_ROWS % tile.tile_m == LISTED_ROWS % tile.tile_n == 0
 
 
@@ -20,17 +20,17 @@ class BlockLists:
     """The key blocks of each query block of a (batch, head), or the query blocks of each key block.
 
     Attributes:
-        counts: int32 (batch, nheads, blocks, 2): how many rows of a block's list need no mask, and how many it has; the
-            block that reaches beyond the sequence is its last, and only its rows within count.
-        blocks: int32 (batch, nheads, blocks, most): twice each block's number, and 1 more where the mask hides keys of
-            it; those without any mask first.
+        counts: int32 (batch, nheads, blocks, 2): for each block's list, the number of rows that need no mask and the
+            number of all rows. Rows beyond the sequence do not count; a block that contains any is listed last.
+        blocks: int32 (batch, nheads, blocks, most): for each listed block, twice its index, plus 1 if the mask hides
+            some of its keys; blocks that need no mask are first.
     """
 
     counts: cute.Tensor
     blocks: cute.Tensor
 
     def of(self, batch: Int32, head: Int32, row0: Int32, tile: Constexpr) -> BlockRange:
-        """Blocks that the block of row ``row0`` visits, in blocks of ``tile`` rows."""
+        """The blocks, of ``tile`` rows each, that are visited by the block that contains row ``row0``."""
         row = row0 // LISTED_ROWS
         full, end = (cute.ceil_div(self.counts[batch, head, row, i], tile) for i in range(2))
         listed = self.blocks[batch, head, row, None]

@@ -13,8 +13,8 @@ from cute_attn.device.band import Band
 class BlockRange:
     """Key blocks of one query block: [begin, end) are visited, [full_begin, full_end) of them need no mask.
 
-    begin <= full_begin <= full_end <= end always; begin == end if no key is visible. With :meth:`of_keys` they are
-    query blocks of one key block. With ``listed`` these are positions in a list of blocks, see
+    begin <= full_begin <= full_end <= end always; begin == end if no key is visible. :meth:`of_keys` makes
+    a range of query blocks of one key block. With ``listed``, the bounds count steps through a list of blocks, see
     :class:`cute_attn.work.block_lists.BlockLists`; each listed block is ``tiles_per_block`` blocks of the tile.
     """
 
@@ -27,11 +27,11 @@ class BlockRange:
     tiles_per_block: Constexpr = 1
 
     def block(self, step: Int32) -> Int32:
-        """The block of step begin, begin + 1, ...: from a list, or rotated, so that they start at ``first``."""
+        """The block of a step in [begin, end): from the list, or rotated so that the first step visits ``first``."""
         return self.visit(step)[0]
 
     def visit(self, step: Int32) -> tuple[Int32, Boolean | None]:
-        """The block of a step, and True if the mask hides some keys of a listed one; None without a list."""
+        """(the block of a step, True if the mask hides some keys of a listed block; None without a list)."""
         if self.listed is not None:
             position = step // self.tiles_per_block
             entry, tile = self.listed[position], step - position * self.tiles_per_block
@@ -54,8 +54,8 @@ class BlockRange:
         """The key blocks that any of the queries [first_query, end_query) sees.
 
         The block of the first query's last key counts as masked, even if all queries see all of it. So, from the
-        last block down, each query that sees any key has seen one before the unmasked blocks. Speculation freezes row
-        maxima after the masked blocks, and so has one for each row.
+        last block down, each query that sees any key has seen a key before the unmasked blocks. Speculation freezes row
+        maxima after the masked blocks, and every such row then has a maximum.
         """
         last_query = end_query - 1
         first_key, end_key = band.first_key(first_query), cutlass.max(band.end_key(last_query), 0)
@@ -77,7 +77,7 @@ class BlockRange:
         """The query blocks that see any of the keys [first_key, end_key), a whole key block.
 
         ``end_key`` may be beyond the sequence: then all query blocks need a mask. Queries from ``seqlen_q`` on need
-        none, since their P is 0.
+        no mask, since their P is 0.
         """
         last_key = cutlass.min(end_key, band.seqlen_k) - 1
         first_query, end_query = (

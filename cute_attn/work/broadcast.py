@@ -12,15 +12,15 @@ from cute_attn.work.key_splits import KeySplit
 STAGES = 2
 INTS = 4
 INTS_OF_SPLITS = 8
-"""Ints of an item with a range of key blocks; the last one is unused."""
+"""Ints of an item that has a range of key blocks; the last int is unused."""
 
 
 @dataclass(frozen=True)
 class WorkItem:
     """A work tile of a forward: its index in the order, its first query, its first head and its batch.
 
-    The index is ``SECTION_END`` at the end of a section, and ``END`` at the end of the last one. ``split``: its range
-    of key blocks, in kernels that divide them.
+    The index is ``SECTION_END`` at the end of a section, and ``END`` at the end of the last section. ``split``:
+    the work tile's range of key blocks, in kernels that divide them.
     """
 
     index: Int32
@@ -42,13 +42,13 @@ class WorkBroadcast:
 
     @staticmethod
     def make(barriers: cute.Pointer, pointer: cute.Pointer, ints: int = INTS) -> "WorkBroadcast":
-        """``pointer``: 4 * ints * STAGES bytes of shared memory; ints: ``INTS``, or ``INTS_OF_SPLITS``."""
+        """Items are at ``pointer``: 4 * ints * STAGES bytes of shared memory; ints: ``INTS`` or ``INTS_OF_SPLITS``."""
         items = cute.make_tensor(cute.recast_ptr(pointer, dtype=Int32), cute.make_layout((ints, STAGES)))
         return WorkBroadcast(items, Pipeline(barriers, STAGES, 0))
 
     @cute.jit
     def publish(self, n: Int32, item: WorkItem) -> None:
-        """By the producer warp: item n."""
+        """By the producer warp: write item n, once its stage is free."""
         self.pipeline.producer_wait(n)
         stage = self.pipeline.stage(n)
         with cute.arch.elect_one():
@@ -62,7 +62,7 @@ class WorkBroadcast:
 
     @cute.jit
     def publish_end(self, n: Int32, more: Boolean) -> None:
-        """By the producer warp: item n ends the section, or if nothing ``more`` follows, the kernel."""
+        """By the producer warp: publish the end of the section, or unless ``more`` of the kernel, as item n."""
         index = Int32(WorkItem.SECTION_END) if more else Int32(WorkItem.END)
         self.publish(n, WorkItem(index, Int32(0), Int32(0), Int32(0)))
 
@@ -92,7 +92,7 @@ class KeyTile:
 
 @dataclass(frozen=True)
 class KeyTileBroadcast:
-    """As :class:`WorkBroadcast`, in the pipeline that loads K: item n is sent with use n of it.
+    """Like :class:`WorkBroadcast`, but through the pipeline that loads K: item n is sent with the pipeline's use n.
 
     Item n may be read from the wait for use n until the release of use n + 1, so every warp that reads items releases
     every use. The last item, ``END``, is a use without bytes that is not released.
@@ -108,7 +108,7 @@ class KeyTileBroadcast:
 
     @cute.jit
     def write(self, n: Int32, block: Int32, split: Int32, head_dkv: Int32, batch: Int32) -> None:
-        """By the producer warp, before it loads K."""
+        """By the producer warp, before it loads K: write item n."""
         with cute.arch.elect_one():
             item = self._item(n)
             item[0], item[1], item[2], item[3] = block, split, head_dkv, batch
@@ -116,27 +116,27 @@ class KeyTileBroadcast:
 
     @cute.jit
     def write_end(self, n: Int32) -> None:
-        """By the producer warp: item n is ``END``."""
+        """By the producer warp: write ``END`` as item n, and commit use n."""
         self.write(n, Int32(self.END), Int32(self.END), Int32(self.END), Int32(self.END))
         self.pipeline.producer_wait(n)
         self.pipeline.producer_commit(n)
 
     @cute.jit
     def holds(self, n: Int32) -> Boolean:
-        """Wait for use n. Whether item n is a key block."""
+        """Wait for use n; True if item n is a key block, False if it is ``END``."""
         self.pipeline.consumer_wait(n)
         return self._item(n)[0] != self.END
 
     @cute.jit
     def read(self, n: Int32, seqlens: Seqlens) -> KeyTile:
-        """Item n."""
+        """Read item n, and the lengths of its sequence."""
         item = self._item(n)
         block, split, head_dkv, batch = (cute.arch.make_warp_uniform(item[i]) for i in range(INTS))
         return KeyTile(block, split, head_dkv, batch, SeqlenInfo.read(seqlens, batch))
 
     @cute.jit
     def take(self, n: Int32, seqlens: Seqlens) -> KeyTile:
-        """Item n, by a warp that does not read K: use n is released."""
+        """By a warp that does not read K: read item n and release use n."""
         key_tile = self.read(n, seqlens)
         self.pipeline.consumer_release(n, Accessed.BY_THREADS)
         return key_tile

@@ -10,7 +10,7 @@ from cute_attn.work.query_tiles import WorkClaims
 
 @dataclass(frozen=True)
 class ClusterClaims:
-    """Claims of work tiles by a cluster's producer warps. The first CTA's tells the second's through its memory."""
+    """Claims work tiles for a cluster: the first CTA's producer warp tells the second CTA's via shared memory."""
 
     told: cute.Pointer  # 4 bytes in shared memory, of the second CTA
     barriers: (
@@ -20,13 +20,13 @@ class ClusterClaims:
     BYTES: ClassVar[int] = 4
 
     def init(self) -> None:
-        """By one thread of each CTA, before the first barrier of the cluster."""
+        """By one thread of each CTA, before the cluster's first barrier: initialize the mbarriers."""
         cute.arch.mbarrier_init(self.barriers, 1)
         cute.arch.mbarrier_init(self.barriers + 1, 1)
 
     @cute.jit
     def claim(self, claims: WorkClaims, i: Int32) -> Int32:
-        """The index of the i-th claimed work tile; the first ones, one per cluster, are not claimed."""
+        """Claim a work tile, the cluster's i-th claim, and return its index; the first tile needs no claim."""
         position = Int32(0)
         full, empty = self.barriers, self.barriers + 1
         if cute.arch.block_idx_in_cluster() == 0:

@@ -1,7 +1,7 @@
 """Split-KV: each query block has the same number of splits, or splits of the same number of keys, one CTA per split.
 
-Every split has a place for its partial result, so that the combine kernel merges them all. A split without key blocks
-has an LSE of -inf.
+The workspace has room for the partial results of all splits, and the combine kernel merges all of them. A split without
+key blocks has an LSE of -inf.
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ class Partials(NamedTuple):
 
     Attributes:
         out, lse: with the trait split "fixed" (num_splits, batch, seqlen_q, nheads, head_dim_v) and (num_splits, batch,
-            nheads, seqlen_q), with packed rows as one batch; with "stream_k" (2 * CTAs, tile_m, head_dim_v) and
-            (2 * CTAs, tile_m), a work tile's rows at each index, in the tile's order.
-        num_splits: of a query block; unused with "stream_k".
-        split_keys: keys of a split, a multiple of the tile's tile_n, or 0 for splits of equal size.
+            nheads, seqlen_q), where packed rows are one batch; with "stream_k" (2 * CTAs, tile_m, head_dim_v) and
+            (2 * CTAs, tile_m), where each index has the rows of one work tile, in the tile's order.
+        num_splits: number of splits per query block; unused with "stream_k".
+        split_keys: number of keys per split, a multiple of the tile's tile_n, or 0 for splits of equal size.
     """
 
     out: cute.Tensor
@@ -45,7 +45,7 @@ class KeySplit:
     @staticmethod
     @cute.jit
     def of(blocks: BlockRange, split: Int32, partials: Partials, tile_n: cutlass.Constexpr) -> "KeySplit":
-        """Split ``split`` of ``blocks``; splits of ``split_keys`` keys count from row 0, whatever is visible."""
+        """Split ``split`` of ``blocks``; splits of ``split_keys`` keys are counted from row 0, visible or not."""
         begin, end = blocks.begin, blocks.end
         if partials.split_keys > 0:
             size = partials.split_keys // tile_n

@@ -1,7 +1,7 @@
 """Work tiles of a backward kernel: key blocks of a kv head, and the order in which CTAs compute them.
 
-If there are too few, the query heads of a kv head are divided among several work tiles, each with a separate head of dK
-and dV: :class:`HeadSplits`. They are summed afterwards.
+If there are too few work tiles, the query heads of a kv head are divided among several, each with a separate head of dK
+and dV: :class:`HeadSplits`. These heads of dK and dV are summed afterwards.
 """
 
 from dataclasses import dataclass, replace
@@ -20,11 +20,11 @@ class BackwardSchedule(NamedTuple):
 
     Attributes:
         num_splits: a work tile is every num_splits-th key block of a (batch, kv head).
-        split_stride: floats between the accumulators of dQ of two splits; 0: all splits add to one accumulator.
-        counter: 4 bytes, 0 before the launch: work tiles claimed beyond each CTA's first one. With a tile of
-            ``dq_in_order`` from element ``cute_attn.tiles.backward.COUNTERS`` on more such
-            counters, see :class:`cute_attn.outputs.dq_turns.DqTurns`.
-        multiprocessors: of the GPU, or clusters of them.
+        split_stride: floats from one split's accumulator of dQ to the next; 0: all splits add to one accumulator.
+        counter: 4 bytes, 0 before the launch: number of work tiles claimed beyond each CTA's first one. If the
+            tile has ``dq_in_order``, the counters of :class:`cute_attn.outputs.dq_turns.DqTurns` follow, from
+            element ``cute_attn.tiles.backward.COUNTERS`` on.
+        multiprocessors: number of the GPU's multiprocessors, or of clusters.
     """
 
     num_splits: Int32
@@ -44,9 +44,9 @@ class QueryHeads:
 
 @dataclass(frozen=True)
 class HeadSplits:
-    """How the query heads of each kv head are divided among its heads of dK and dV, as evenly as their number allows.
+    """Divides the query heads of each kv head among the kv head's heads of dK and dV, as evenly as possible.
 
-    The first ``longer`` heads of dK and dV of a kv head have ``fewest + 1`` query heads, the others ``fewest``.
+    The first ``longer`` heads of dK and dV of a kv head have ``fewest + 1`` query heads each, the others ``fewest``.
     """
 
     per_kvhead: cute.FastDivmodDivisorV2
@@ -56,7 +56,7 @@ class HeadSplits:
 
     @staticmethod
     def make(mQ: cute.Tensor, mK: cute.Tensor, mDK: cute.Tensor) -> "HeadSplits":
-        """On the host: nheads, nheads_kv and heads of dK and dV are those tensors'."""
+        """Make the splits on the host, from the tensors' numbers of heads."""
         nheads_kv = cutlass.max(mK.shape[-2], 1)
         splits, group = cutlass.max(mDK.shape[-2] // nheads_kv, 1), mQ.shape[-2] // nheads_kv
         return HeadSplits(cute.FastDivmodDivisorV2(splits), group, group // splits, group % splits)
@@ -78,35 +78,35 @@ class KeyTiles:
     info: SeqlenInfo
 
     def queries_of(self, head: Int32) -> "KeyTiles":
-        """The same tiles with numbers computed again for each of several heads: otherwise the addresses of the
-        sequence's first query in every tensor would stay in registers for all heads."""
+        """The same tiles, rematerialized for each of several heads: otherwise the addresses of the sequence's
+        first query in every tensor would stay in registers for all heads."""
         info = replace(self.info, offset_q=rematerialize_each(self.info.offset_q, head))
         return replace(self, first=rematerialize_each(self.first, head), info=info)
 
 
 L2_SECTION_BYTES = 32 << 20
-"""Bytes of dQ that CTAs running together add to: fp32 reductions beyond L2 run at half the speed."""
+"""Maximum bytes of dQ to which CTAs running together add: fp32 reductions beyond L2 run at half the speed."""
 
 
 @dataclass(frozen=True)
 class KeyTileOrder:
     """All (first key block, head of dK and dV, batch) in the order in which CTAs compute them.
 
-    A table: a column is a (batch, head), heads fastest, with a row for each first key block. For varlen a column is a
-    head, and rows are all sequences' first key blocks, one sequence after the other.
+    These triples form a table. A column is a (batch, head), heads fastest, with a row for each first key block. If
+    varlen, a column is a head, and its rows are the first key blocks of all sequences, one sequence after the other.
 
-    Without ``longest_first`` a column's rows follow each other: CTAs that run together read the same queries and add to
-    the same dQ. With it, a section of columns is visited row by row: under a causal mask a sequence's first key blocks
-    are seen by the most queries. A section has as many columns as keep one query head's dQ each in L2 (the heads of a
-    group are visited one after the other, by all CTAs at about the same time), and at most a quarter of the
-    multiprocessors, so that some CTAs that run together read the same queries.
+    Without ``longest_first``, a column's rows follow each other: CTAs that run together read the same queries and add
+    to the same dQ. With ``longest_first``, sections of columns are visited row by row, because under a causal mask the
+    most queries see a sequence's first key blocks. A section has as many columns as L2 has room for, with one query
+    head's dQ per column (all CTAs visit the heads of a group one after the other, at about the same time), but at most
+    a quarter as many columns as there are multiprocessors, so that some CTAs that run together read the same queries.
 
-    ``in_order``, where rows of a column wait for the ones behind them, sections are visited row by row as well, from
-    the last row on. Few rows of a column should run together: a section has a column for each multiprocessor if L2 has
-    room for their dQ, Q and dO.
+    With ``in_order``, each row of a column waits for the row after it. Sections are then visited row by row as well,
+    from the last row on. Few rows of a column should run together, so a section has a column for each multiprocessor if
+    L2 has room for the columns' dQ, Q and dO.
 
-    Sequences have num_splits rows each, or with ``packed`` about as many as they have key blocks: row
-    ``first_block(sequence)`` is the first one's, and the sequence of a row is found by bisection.
+    A sequence has num_splits rows, or with ``packed`` about as many as it has key blocks. Then its first row is
+    ``first_block(sequence)``, and the sequence of a row is found by bisection.
     """
 
     num_splits: cute.FastDivmodDivisorV2
@@ -128,7 +128,7 @@ class KeyTileOrder:
         longest_first: bool,
         in_order: bool = False,
     ) -> "KeyTileOrder":
-        """On the host; ``head_bytes``: of one query head's dQ in a sequence."""
+        """Make the order on the host; ``head_bytes``: bytes of one query head's dQ in a sequence."""
         batch, nheads_dkv, num_splits = seqlens.batch(mDK), mDK.shape[-2], schedule.num_splits
         packed = Int32(0)
         rows, columns = Int32(num_splits), nheads_dkv * batch
@@ -175,7 +175,7 @@ class KeyTileOrder:
 
     @cute.jit
     def row_and_column(self, block: Int32):
-        """Row and column of the table at a position in the order."""
+        """The table's row and column at a position in the order."""
         section, position = divmod(block, self.section_blocks)
         row, column = position, section
         if cutlass.const_expr(self.sections is not None):

@@ -16,14 +16,14 @@ L2_SECTION_BYTES = 32 << 20
 
 
 def kv_heads_of_section(seqlens: Seqlens, key_bytes: int) -> Int64:
-    """On the host: number of key heads, at least 1, with K and V that fit L2; key_bytes: of one row of K and of V."""
+    """On the host: number of kv heads, at least 1, whose K and V fit L2; key_bytes: bytes of a row of K and of V."""
     head_bytes = cutlass.max(Int64(seqlens.max_seqlen_k) * key_bytes, Int64(1))
     return cutlass.max(Int64(L2_SECTION_BYTES) // head_bytes, Int64(1))
 
 
 @dataclass(frozen=True)
 class QueryTile:
-    """One query block."""
+    """A work tile: one query block of a head or of a pack of heads."""
 
     row0: Int32  # the first query; seqlen_q or more if the tile is empty
     head: Int32  # the first one, in tiles of several heads
@@ -51,7 +51,7 @@ class PackedHeads:
 
     @staticmethod
     def make(group: Int32, nheads_kv: Int32, heads: int) -> "PackedHeads":
-        """On the host."""
+        """Make the packs on the host."""
         per_kvhead = cute.ceil_div(group, heads)
         divisor = cute.FastDivmodDivisorV2
         per_sequence = divisor(cutlass.max(per_kvhead * nheads_kv, 1))
@@ -68,13 +68,13 @@ class PackedHeads:
 
 @dataclass(frozen=True)
 class QueryGrid:
-    """A grid with a CTA for each (query block, head or pack of heads, batch), only in x: y and z are limited to 65535.
+    """A grid with a CTA for each (query block, head or pack of heads, batch), all in x: y and z are limited to 65535.
 
-    Query blocks vary fastest, last one first: under a causal mask it has the most work. Fast divisors keep the division
-    in integer arithmetic, so that head, batch and the pointers computed from them stay in uniform registers.
+    Query blocks vary fastest, from the last one down: under a causal mask it has the most work. Fast divisors keep the
+    division in integer arithmetic: head, batch and the pointers computed from them stay in uniform registers.
 
-    :meth:`longest_first` has sections of heads instead, each with its last query blocks first. Then, under a causal
-    mask, the CTAs that start last are short.
+    :meth:`longest_first` orders the grid in sections of heads instead; a section's last query blocks come first. Under
+    a causal mask, the CTAs that start last then have little work.
     """
 
     last_m_block: Int32
@@ -88,7 +88,7 @@ class QueryGrid:
 
     @staticmethod
     def make(m_blocks: Int32, nheads: Int32, nheads_kv: Int32, heads: int = 1) -> "QueryGrid":
-        """On the host. An empty grid is not launched; its divisors may be 0. heads: of a tile."""
+        """Make the grid on the host. An empty grid is not launched; its divisors are 1. heads: per tile."""
         group = nheads // cutlass.max(nheads_kv, 1)
         divisors = (m_blocks, nheads, group)
         grid = QueryGrid(m_blocks - 1, *(cute.FastDivmodDivisorV2(cutlass.max(d, 1)) for d in divisors))
@@ -97,9 +97,9 @@ class QueryGrid:
         return replace(grid, packs=PackedHeads.make(group, nheads_kv, heads))
 
     def longest_first(self, seqlens: Seqlens, batch: Int32, key_bytes: int, fewest: Int32) -> "QueryGrid":
-        """On the host: the grid in sections, of all heads whose K and V fit L2 and of at least ``fewest`` work tiles.
+        """On the host: the grid in sections of the heads whose K and V fit L2, but of at least ``fewest`` work tiles.
 
-        key_bytes: of one row of K and of V.
+        key_bytes: bytes of a row of K and of V.
         """
         group = (self.qheads_per_kvhead if self.packs is None else self.packs.per_kvhead).divisor
         m_blocks = cutlass.max(self.last_m_block + 1, 1)
@@ -111,7 +111,7 @@ class QueryGrid:
 
     @property
     def planes(self) -> Int32:
-        """Heads or packs of heads of a sequence."""
+        """Number of heads, or of packs of heads, per sequence."""
         return self.nheads.divisor if self.packs is None else self.packs.per_sequence.divisor
 
     def tiles(self, batch: Int32) -> Int32:
@@ -128,7 +128,7 @@ class QueryGrid:
 
     @cute.jit
     def at(self, block: Int32, seqlens: Seqlens, tile_m: Constexpr) -> QueryTile:
-        """The work tile ``block``; ``tile_m``: queries of a tile."""
+        """The work tile ``block``; ``tile_m``: number of queries per tile."""
         plane, from_last = self.plane_and_block(block)
         planes = self.nheads if self.packs is None else self.packs.per_sequence
         batch, head = (cute.arch.make_warp_uniform(x) for x in divmod(plane, planes))
@@ -140,7 +140,7 @@ class QueryGrid:
 
     @cute.jit
     def plane_and_block(self, block: Int32):
-        """(head or pack of all sequences, query block from the last one on) of the work tile ``block``."""
+        """(index of the head or pack among all sequences', query block counted from the last) of a work tile."""
         plane, from_last = block, block
         if cutlass.const_expr(self.sections is None):
             plane, from_last = divmod(block, self.m_blocks)
@@ -154,10 +154,10 @@ class ForwardSchedule(NamedTuple):
     """Schedule arguments of a persistent forward kernel.
 
     Attributes:
-        counters: int32 (4,), 0 before the first launch: work tiles claimed beyond each CTA's first one, finished CTAs
-            (both 0 again after each launch), work tiles replayed since the first launch, unused. Concurrent launches
-            need different counters.
-        multiprocessors: of the GPU.
+        counters: int32 (4,), 0 before the first launch: [0] work tiles claimed beyond each CTA's first, [1] finished
+            CTAs (both 0 again after each launch), [2] work tiles replayed since the first launch, [3] unused.
+            Concurrent launches need different counters.
+        multiprocessors: number of the GPU's multiprocessors.
     """
 
     counters: cute.Tensor
@@ -168,13 +168,13 @@ class ForwardSchedule(NamedTuple):
 class QueryTileOrder:
     """All work tiles of a persistent kernel, in the order in which CTAs claim them.
 
-    A CTA claims the next work tile after each one: list scheduling (Graham 1966). Its makespan in any order is at
-    most the ideal one plus one work tile.
+    After each work tile, a CTA claims the next one: list scheduling (Graham 1966). In any order, the makespan is at
+    most the ideal makespan plus one work tile.
 
-    The order is for L2 and for the end of the list. With ``longest_first`` heads are in sections, as many as keep their
-    K and V in L2, and query blocks are sorted within a section, the last ones of all its heads first: under a causal
-    mask they have the most work. Otherwise a head's query blocks follow each other, last one first; if varlen, query
-    blocks of all sequences, padded as in :func:`first_block`, with a binary search for a block's sequence.
+    The order serves L2 and a balanced end of the list. With ``longest_first``, heads are in sections whose K and V fit
+    L2, and the last query blocks of all heads of a section come first: under a causal mask they have the most work.
+    Otherwise a head's query blocks follow each other, from the last one down. If varlen, these are the query
+    blocks of all sequences, padded as in :func:`first_block`; a binary search finds a block's sequence.
     """
 
     m_blocks: cute.FastDivmodDivisorV2  # of a head; if varlen, of all sequences
@@ -200,7 +200,7 @@ class QueryTileOrder:
         heads: int,
         longest_first: bool,
     ) -> "QueryTileOrder":
-        """On the host; key_bytes: of one row of K and of V."""
+        """Make the order on the host; key_bytes: bytes of a row of K and of V."""
         varlen = seqlens.cu_seqlens_q is not None
         batch, nheads, nheads_kv = seqlens.batch(mQ), mQ.shape[-2], mK.shape[-2]
         divisor, group = cute.FastDivmodDivisorV2, cutlass.max(nheads // cutlass.max(nheads_kv, 1), 1)
@@ -274,7 +274,7 @@ class QueryTileOrder:
 
 @dataclass(frozen=True)
 class WorkClaims:
-    """Claims of work tiles by CTAs' producer warps: a counter in global memory."""
+    """Claims work tiles for a CTA's producer warp, by a counter in global memory."""
 
     counters: cute.Tensor  # see ``ForwardSchedule``
 
@@ -288,12 +288,12 @@ class WorkClaims:
 
     @cute.jit
     def index(self, claimed: Int32) -> Int32:
-        """The index of a claimed work tile; the first ones, one per CTA, are not claimed."""
+        """The index of a claimed work tile: it follows the first work tiles, one per CTA, which are not claimed."""
         return cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(claimed, 0)
 
     @cute.jit
     def leave(self) -> None:
-        """Once, at the end: the last CTA resets the counters for the next launch."""
+        """Called once per CTA, at its end: the last CTA resets the counters for the next launch."""
         if cute.arch.lane_idx() == 0:
             done = self.counters.iterator + 1
             before = cute.arch.atomic_add(done, Int32(1), sem="relaxed", scope="gpu")

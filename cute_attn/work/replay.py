@@ -1,4 +1,4 @@
-"""Replay: work tiles with failed speculation are computed again with exact online softmax."""
+"""Replay: work tiles whose speculation failed are computed again with exact online softmax."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ BARRIER = 15
 
 @dataclass(frozen=True)
 class WorkItemId:
-    """A work tile of a section: the CTA's n-th, and its index in the order."""
+    """A work tile: ``n`` counts the CTA's work tiles, ``index`` is its place in the order."""
 
     n: Int32
     index: Int32
@@ -20,8 +20,8 @@ class WorkItemId:
 class Replay:
     """The failed work tiles of a CTA's current section.
 
-    A work tile fails if a stale row maximum was too small. A section has at most ``SECTION - 1`` work tiles; after it
-    all threads synchronize, and its failed work tiles are replayed with exact online softmax. That cannot fail.
+    A work tile fails if a stale row maximum was too small. A section has at most ``SECTION - 1`` work tiles. At its
+    end all threads synchronize, and failed work tiles are replayed with exact online softmax, which cannot fail.
     """
 
     # In shared memory, SECTION + 1 words: index of a failed work tile + 1, or 0; the last one: whether any failed.
@@ -33,19 +33,19 @@ class Replay:
 
     @staticmethod
     def make(pointer: cute.Pointer, threads: int) -> "Replay":
-        """``pointer``: ``BYTES`` of shared memory."""
+        """Marks are at ``pointer``, in ``BYTES`` bytes of shared memory."""
         words = cute.recast_ptr(pointer, dtype=Int32)
         return Replay(cute.make_tensor(words, cute.make_layout(Replay.SECTION + 1)), threads)
 
     @cute.jit
     def clear(self, lane: Int32) -> None:
-        """By one warp, before any :meth:`mark`."""
+        """By one warp, before any :meth:`mark`: clear all marks."""
         for i in cutlass.range_constexpr(0, Replay.SECTION + 1, 32):
             self.marks[i + lane] = Int32(0)
 
     @cute.jit
     def mark(self, item: WorkItemId) -> None:
-        """By any thread: the work tile failed."""
+        """By any thread: mark a work tile as failed."""
         self.marks[item.n % Replay.SECTION] = item.index + 1
         self.marks[Replay.SECTION] = Int32(1)
 
@@ -55,7 +55,7 @@ class Replay:
         cute.arch.barrier(barrier_id=BARRIER, number_of_threads=self.threads)
 
     def any(self) -> Boolean:
-        """After :meth:`sync`: whether any work tile failed."""
+        """After :meth:`sync`: True if any work tile failed."""
         return Boolean(self.marks[Replay.SECTION] != 0)
 
     def failed(self, place: Int32) -> Boolean:
@@ -68,7 +68,7 @@ class Replay:
 
     @cute.jit
     def reset(self, clears: Constexpr) -> None:
-        """By all threads, after the replay; one warp has ``clears``."""
+        """By all threads, after the replay: clear all marks; one warp passes ``clears``."""
         self.sync()
         if cutlass.const_expr(clears):
             self.clear(cute.arch.lane_idx())

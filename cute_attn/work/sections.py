@@ -1,4 +1,4 @@
-"""Sections: an order of a table's cells for L2, and for the end of a list of work tiles."""
+"""Sections: an order of a table's cells that serves L2 and a balanced end of a list of work tiles."""
 
 from dataclasses import dataclass
 
@@ -16,9 +16,9 @@ class Sections:
 
     @staticmethod
     def make(columns: Int32, most: Int32 | Int64, group: Int32 | int = 1) -> "Sections":
-        """On the host: of ``columns`` columns, about ``most`` in a section, in whole groups of ``group`` adjacent ones.
+        """On the host: divide ``columns`` into sections of about ``most``, in whole groups of ``group`` adjacent ones.
 
-        Of equal size: a small last section would end with its longest tiles.
+        Sections have about the same size: a small last section would end with its longest tiles.
         """
         together = cutlass.max(Int32(cutlass.min(Int64(most), Int64(columns))), 1)
         count = cutlass.max(cute.ceil_div(columns, together), 1)

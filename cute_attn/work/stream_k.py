@@ -4,12 +4,12 @@ A work tile is a query block of one kv head of one sequence, with the key blocks
 key blocks lie on one line: kv head by kv head, sequence by sequence, query block by query block. The line is cut into
 *stream-K ranges*, one per CTA, with sizes that differ by at most one. (As stream-K divides a GEMM: Osama et al. 2023,
 arXiv:2301.03598.) So CTAs at equal distances read all heads of a sequence at about the same time. Rows of these heads
-are adjacent in memory; one head after the other would read DRAM rows in fragments.
+are adjacent in memory; reading one head after the other would fetch DRAM rows in fragments.
 
-So a CTA computes the end of one work tile, some whole ones, and the start of another. It writes whole tiles directly.
-The other two are partial results, at 2 * index and 2 * index + 1 of the workspace, where ``index`` numbers the ranges
-along the line. The combine kernel finds the ranges of a work tile by the same arithmetic, and nothing is written to say
-where they are. No plan is made on the host, so a CUDA graph replays with other lengths.
+A CTA therefore computes the end of one work tile, some whole ones, and the start of another. It writes whole tiles
+directly. Results of the other two are partial, and are at 2 * index and 2 * index + 1 of the workspace, where ``index``
+numbers the ranges along the line. The combine kernel finds the ranges of a work tile by the same arithmetic, so they
+are not stored. No plan is made on the host, so a CUDA graph can be replayed with other lengths.
 
 If all work tiles are equal and slightly fewer ranges avoid cutting them, or cut them evenly, the remaining CTAs stay
 idle.
@@ -32,10 +32,10 @@ from cute_attn.work.block_range import BlockRange
 
 WARP = 32
 EVEN, IN_STEP = 16, 3
-"""Work tiles are cut evenly if at least ``(n - 1) / n`` of the CTAs then have a range: n of a query block alone, and of
-several that read the same keys."""
+"""Work tiles are cut evenly if at least ``(n - 1) / n`` of the CTAs then have a range: n is EVEN for one query block,
+IN_STEP for several query blocks that read the same keys."""
 OVERHEAD = 1
-"""Positions on the line for the fixed cost of a work tile, its start and its end, in key blocks."""
+"""Positions on the line for a work tile's fixed cost, that is its start and its end, in key blocks."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class VisibleBlocks:
 
     @cute.jit
     def m_blocks(self, batch: Int32) -> Int32:
-        """Query blocks of one kv head."""
+        """Number of query blocks per kv head."""
         return cute.ceil_div(SeqlenInfo.read(self.seqlens, batch).seqlen_q, self.queries)
 
     @cute.jit
     def key_blocks(self, batch: Int32, m_block: Int32) -> BlockRange:
-        """Key blocks that any query of the block sees."""
+        """The key blocks that any query of the block sees."""
         info = SeqlenInfo.read(self.seqlens, batch)
         zero = Int32(0)
         lengths = (info.seqlen_q, info.seqlen_k, zero, zero)
@@ -72,13 +72,13 @@ class VisibleBlocks:
 class TileRange:
     """The key blocks of one work tile in one stream-K range: [begin, end) of the visible ones, counted from the first.
 
-    Without key blocks and not :attr:`whole` it is only overhead: there is nothing to do.
+    A range that has no key blocks and is not :attr:`whole` is only overhead: there is nothing to compute.
 
     Attributes:
-        batch, head, m_block: the work tile; ``head`` of the kv heads.
+        batch, head, m_block: the work tile; ``head`` is a kv head.
         starts: True if the work tile's first key block is in this range.
-        ends: True if its last is.
-        next: where on the line the following work tile starts.
+        ends: True if the work tile's last key block is in this range.
+        next: the position where the following work tile starts.
     """
 
     batch: Int32
@@ -102,9 +102,9 @@ class TileRange:
 
 @dataclass(frozen=True)
 class StreamK:
-    """The line and its stream-K ranges. ``blocks`` has ``m_blocks`` and ``key_blocks`` as :class:`VisibleBlocks`.
+    """The line and its stream-K ranges. ``blocks`` has the methods of :class:`VisibleBlocks`.
 
-    Called by whole warps, each thread with its ``lane``; all get the same results. Positions are 32-bit: the host
+    Called by whole warps, each thread with its ``lane``; all lanes get the same results. Positions are 32-bit: the host
     checks that all key blocks, with overhead, are fewer than 2**31.
     """
 
@@ -136,7 +136,7 @@ class StreamK:
         overhead: Constexpr,
         sequence: Int32,
     ) -> tuple["StreamK", Int32]:
-        """As :meth:`make`, and where ``sequence`` starts among a head's positions."""
+        """Like :meth:`make`; also returns where ``sequence`` starts among a head's positions."""
         line = StreamK(blocks, batch, heads, lane, Int32(0), Int32(0), overhead)
         of_head, start, largest = warp_sums(line.sequence_size, batch, sequence, lane)
         used = line.used_ranges(ctas, of_head, largest)
@@ -148,11 +148,12 @@ class StreamK:
 
     @cute.jit
     def used_ranges(self, ctas: Int32, of_head: Int32, largest: Int32) -> Int32:
-        """Number of ranges, from the positions of a head and of the longest sequence.
+        """The number of ranges, given the numbers of positions of a head and of the longest sequence.
 
         If all sequences are equally long, slightly fewer ranges may contain whole work tiles, or equal fractions of
-        them: nearly as many CTAs saturate the memory as well, with less to merge. Several query blocks then read their
-        keys in step, from L2 but once, which pays for more idle CTAs. Under a mask these see nearly as many keys each.
+        them: nearly as many CTAs still saturate the memory, and there is less to merge. Several query blocks then read
+        the same keys in step, only once from DRAM, which pays for more idle CTAs. Under a mask, these query blocks must
+        see nearly equal numbers of keys.
         """
         total = of_head * self.heads
         used = cutlass.min(ctas, total)
@@ -176,7 +177,7 @@ class StreamK:
 
     @cute.jit
     def range_of_cta(self, cta: Int32) -> Int32:
-        """The index of a CTA's range. If heads have equally many, CTAs that start together read one sequence."""
+        """The index of a CTA's range. If heads have equally many ranges, CTAs that start together read one sequence."""
         index, each = cta, self.ranges // self.heads
         if (each * self.heads == self.ranges) & (cta < self.ranges):
             index = cta % self.heads * each + cta // self.heads
@@ -184,7 +185,7 @@ class StreamK:
 
     @cute.jit
     def begin(self, index: Int32) -> Int32:
-        """Start of range ``index`` on the line, the end of the one before it; the end of the line for ranges beyond.
+        """Where range ``index`` starts on the line and the previous range ends; the line's end if ``index`` is unused.
 
         It is index * total / ranges, rounded down: the sizes alternate, so that equal work tiles are cut equally.
         """
@@ -202,13 +203,13 @@ class StreamK:
 
     @cute.jit
     def tile_size(self, batch: Int32, m_block: Int32) -> Int32:
-        """Positions of a work tile."""
+        """Number of positions of a work tile."""
         blocks = self.blocks.key_blocks(batch, m_block)
         return cutlass.max(blocks.end - blocks.begin, 1) + self.overhead
 
     @cute.jit
     def sequence_size(self, batch: Int32) -> Int32:
-        """Positions of all query blocks of one kv head of a sequence."""
+        """Number of positions of all query blocks of one kv head of a sequence."""
         size = Int32(0)
         for m_block in cutlass.range(self.blocks.m_blocks(batch), unroll=1):
             size += self.tile_size(batch, m_block)
@@ -218,7 +219,7 @@ class StreamK:
 
     @cute.jit
     def range_at(self, position: Int32, end: Int32) -> TileRange:
-        """The key blocks from ``position`` on of its work tile, in the range that ends at ``end``."""
+        """The key blocks between ``position`` and ``end`` of the work tile that contains ``position``."""
         batch, head, m_block, start, _ = self.find_tile(position)
         return self.range_in_tile(batch, head, m_block, start, position, end)
 
@@ -238,7 +239,7 @@ class StreamK:
 
     @cute.jit
     def following(self, tile_range: TileRange, end: Int32) -> TileRange:
-        """The key blocks of the next work tile in the same range; :attr:`TileRange.next` < ``end``, so there is one."""
+        """The key blocks of the next work tile in the same range; requires :attr:`TileRange.next` < ``end``."""
         batch, head, m_block = tile_range.batch, tile_range.head, tile_range.m_block + 1
         if m_block >= self.blocks.m_blocks(batch):
             m_block = Int32(0)
@@ -250,7 +251,7 @@ class StreamK:
 
     @cute.jit
     def nonempty(self, batch: Int32) -> Int32:
-        """The first sequence with queries from ``batch`` on; the number of sequences where none follows."""
+        """The first sequence from ``batch`` on that has queries, or the number of sequences if there is none."""
         last = self.batch - 1
         while (batch <= last) & (self.blocks.m_blocks(cutlass.min(batch, last)) == 0):
             batch += 1
@@ -279,7 +280,7 @@ class StreamK:
 
     @cute.jit
     def find_sequence(self, position: Int32) -> tuple[Int32, Int32]:
-        """The sequence that has one of a head's positions, and where it starts."""
+        """The sequence that contains a position of a head, and where the sequence starts."""
         batch, start, first = Int32(0), Int32(0), Int32(0)
         searching = Boolean(True)
         while searching:
@@ -291,9 +292,9 @@ class StreamK:
 
     @cute.jit
     def ranges_of(self, start: Int32, batch: Int32, head: Int32, m_block: Int32) -> tuple[Int32, Int32]:
-        """The first and the last range of a work tile; if they are the same, its CTA wrote the result directly.
+        """The first and the last range of a work tile; if they are equal, its CTA wrote the result directly.
 
-        Otherwise the CTAs of these two and of each range between them wrote a partial result:
+        Otherwise the CTA of each range, from the first to the last, wrote a partial result, see
         :meth:`TileRange.partial`. ``start``: the sequence's first position in a head, see :meth:`measure`.
         """
         position = start + head * self.of_head
@@ -304,9 +305,9 @@ class StreamK:
 
     @cute.jit
     def divided_tile(self, index: Int32) -> tuple[Int32, Int32, Int32, Int32]:
-        """The work tile, at most one, that starts in range ``index`` and ends in a later one.
+        """(batch, head, m_block, last range) of the work tile that starts in range ``index`` and ends in a later range.
 
-        Returns its batch, head and m_block, and its last range; ``index`` if no work tile has that index.
+        There is at most one such work tile; if there is none, the last range is ``index``.
         """
         batch, head, m_block, last = Int32(0), Int32(0), Int32(0), index
         end = self.begin(index + 1)
@@ -323,7 +324,7 @@ Terms = Callable[[Int32], Int32]
 def warp_sums(compute: Terms, end: Int32, some: Int32, lane: Int32) -> tuple[Int32, Int32, Int32]:
     """compute(0) + ... + compute(end - 1), the sum of the first ``some`` of these terms, and the largest.
 
-    All lanes get them. A lane has every 32nd term; on the host a thread has all of them.
+    All lanes get these. A lane computes every 32nd term; on the host a thread computes all terms.
     """
     if not on_device():
         return _sums(compute, Int32(0), end, some, 1)
@@ -348,9 +349,9 @@ def _sums(
 def warp_search(
     compute: Terms, first: Int32, end: Int32, position: Int32, lane: Int32
 ) -> tuple[Int32, Int32]:
-    """Number of the terms compute(first), ..., compute(first + 31) that end at or before ``position``, and their sum.
+    """How many running sums of compute(first), ..., compute(first + 31) are at most ``position``, and the last one.
 
-    Terms from ``end`` on are 0. As :func:`warp_sums`, a term in each lane.
+    Terms from ``end`` on are 0. Each lane computes one; on the host a thread computes all.
     """
     if not on_device():
         return _search(compute, first, end, position)

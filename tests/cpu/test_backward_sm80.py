@@ -176,7 +176,8 @@ def test_results_are_stored_at_the_layouts_addresses(name):
 
 STREAMED = BackwardSm80Tile(64, 64, 8, 4, 4, 4, dq_passes=8, columns=128)
 REJECTED = """
-num_warps=0 num_warps; num_warps=6 dkv_warps_m; dq_warps_m=3 dq_warps_m; stages_q=3 stages_q; stages_do=0 stages_do
+num_warps=0 num_warps; num_warps=6 num_warps; num_warps=1 num_warps; dq_warps_m=3 dq_warps_m
+stages_q=3 stages_q; stages_do=0 stages_do
 dq_vector=3 dq_vector; dq_unroll=-1 unroll; p_in_regs=true sdp_warps_m; queries_at_once=32 queries_at_once
 tile_m=48 tile_m; tile_n=32 tile_n; dkv_warps_m=1 head_dim; tile_m=1024 shared memory; tile_n=1024 shared memory
 dq_passes=3 dq_passes; dq_passes=0 dq_passes
@@ -184,7 +185,7 @@ dq_passes=3 dq_passes; dq_passes=0 dq_passes
 """Changes of a tile, and what the reason names."""
 STREAMED_REJECTED = """
 columns=100 columns; columns=-64 columns; dq_passes=4 dq_passes 4; dq_warps_m=1 head_dim of a pass
-p_in_regs=true,sdp_warps_m=1,dkv_warps_m=8 columns
+p_in_regs=true,sdp_warps_m=1,dkv_warps_m=8 columns; tile_m=512 tile_m
 """
 
 
@@ -284,6 +285,17 @@ def test_parts_of_columns_lie_where_the_whole_has_them(width, shape, parts):
     dtype = cutlass.Float16 if width == 16 else cutlass.Float32
     found = run_on_host(lambda out: write_columns(dtype, shape, parts, out), *shape, 2)
     np.testing.assert_array_equal(found[..., 0], found[..., 1])
+
+
+@pytest.mark.parametrize("dtype, operands", [("fp32", "terms"), ("fp32", "whole"), ("fp16", "whole")])
+def test_passes_over_dq_have_ks_swizzle_atoms(dtype, operands):
+    width = 32 if (dtype, operands) == ("fp32", "whole") else 16
+    base = BackwardSm80Tile(32, 32, 4, 2, 2, 2, stages_q=1, stages_do=1, operands=operands)
+    for d, passes in itertools.product(range(32, 257, 32), range(1, 9)):
+        of_pass = d // passes if d % (16 * passes) == 0 else 0
+        lies = passes == 1 or (of_pass and layouts.atom_cols(of_pass, width) == layouts.atom_cols(d, width))
+        reason = replace(base, dq_passes=passes).reject(Traits("backward", "sm80", dtype, d, 32), "sm90")
+        assert bool(lies) != ("dq_passes is" in (reason or "")), (d, passes, reason)
 
 
 GPU_TILES = [

@@ -13,12 +13,13 @@ from cute_attn.compiler import registry
 from cute_attn.host import choose
 from cute_attn.host.call import Call
 from cute_attn.reference.tilings import TILINGS, Scores
-from cute_attn.tiles import ForwardSm90Tile
+from cute_attn.tiles import ForwardSm80Tile, ForwardSm90Tile
 from cute_attn.traits import Traits
 from tests.cpu.test_epilogues import compare
 
 TRAITS = Traits("forward", "sm90", "bf16", 128)
 PACKED = ForwardSm90Tile(64, 64, pack_heads=8)
+AMPERE = Traits("forward", "sm80", "bf16", 96)
 
 
 # ---- rows ----
@@ -62,6 +63,11 @@ def test_rows_have_the_scores_of_their_query_and_head(name, heads, features):
         (replace(PACKED, pack_heads=0), TRAITS, "pack_heads is 0; accepted: 1, 2, 4, 8, 16, 32 or 64$"),
         (replace(PACKED, pack_heads=3), TRAITS, "pack_heads is 3; accepted: 1, 2, 4"),
         (replace(PACKED, pack_heads=128), TRAITS, "pack_heads is 128; accepted: 1, 2, 4"),
+        (
+            ForwardSm80Tile(96, 32, 2, pack_heads=64),
+            AMPERE,
+            "pack_heads is 64; accepted: 1, 2, 4, 8, 16 or 32$",
+        ),
         *(
             (
                 PACKED,

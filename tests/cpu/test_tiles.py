@@ -119,8 +119,8 @@ def test_a_partial_text_overrides():
 
 
 REJECTED = """
-ForwardSm80Tile(num_warps=0).reject(D64, "sm80") -> num_warps is 0; accepted: 1 to 16
-ForwardSm80Tile(num_warps=32).reject(D64, "sm80") -> num_warps is 32; accepted: 1 to 16
+ForwardSm80Tile(num_warps=0).reject(D64, "sm80") -> num_warps is 0; accepted: 1, 2, 4, 8, 16
+ForwardSm80Tile(num_warps=32).reject(D64, "sm80") -> num_warps is 32; accepted: 1, 2, 4, 8, 16
 ForwardSm80Tile(tile_m=96).reject(D64, "sm80") -> tile_m is 96; accepted: multiples of 16 rows for each of 4
 ForwardSm80Tile(tile_m=0).reject(D64, "sm80") -> tile_m is 0; accepted
 ForwardSm80Tile(tile_n=40).reject(D64, "sm80") -> tile_n is 40; accepted: multiples of 16
@@ -194,6 +194,19 @@ def test_a_built_kernel_has_its_tiles_resources(case):
     compiled = compile(value, tile, target="sm86")
     assert compiled.tile == tile
     assert compiled.resources.shared_memory_bytes == tile.smem_bytes(value)
+
+
+@pytest.mark.parametrize("warps", [3, 6, 12])
+def test_numbers_of_warps_are_powers_of_two(warps):
+    reason = ForwardSm80Tile(16 * warps, 48, warps).reject(Traits("forward", "sm80", "bf16", 64), "sm90")
+    assert reason == f"num_warps is {warps}; accepted: 1, 2, 4, 8, 16"
+
+
+def test_warps_of_an_fp32_cache_divide_rows_alone():
+    tile = ForwardSm80Tile(32, 64, 4, num_stages=1, qk_unroll=1, warps_n=2)
+    assert tile.reject(Traits("forward", "sm80", "fp32", 128), "sm90") is None
+    reason = tile.reject(Traits("kvcache", "sm80", "fp32", 128, seqused_k=True), "sm90")
+    assert reason.startswith("warps_n is 2; accepted: 1 for kvcache-sm80-fp32-d128")
 
 
 def test_padding_of_head_dims():

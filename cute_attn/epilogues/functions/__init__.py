@@ -2,7 +2,7 @@
 
     name, tensors = epilogue_of(lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (q_idx - kv_idx), None)
 
-``trace`` calls a function with symbols that record a graph (``graph``). It is read as torch operations
-(``definition``) and, after ``lowering``, as CuTe DSL expressions (``device``); its derivative is a graph too.
-``epilogue`` registers it.
+``trace`` calls a function with symbols that record a graph (``graph``). The graph is evaluated as torch operations
+(``definition``) and, after ``lowering``, as CuTe DSL expressions (``device``). Its derivative is another graph.
+``epilogue`` makes a registered epilogue of a trace.
 """

@@ -13,19 +13,19 @@ from cute_attn.epilogues.functions.intervals import Interval, Intervals
 from cute_attn.epilogues.functions.predicate import Predicate
 
 Values = Sequence[Any]
-"""A query's values of ``Predicate.of_queries``, or a key's of ``of_keys``, as :func:`kept` stores them."""
+"""Values of ``Predicate.of_queries`` for a query, or of ``of_keys`` for a key, in types of :func:`kept_type`."""
 
 
 def kept_type(node: Node) -> Any:
-    """The type that a value is kept in: a predicate in 32 bits."""
+    """The type in which a node's value is stored; predicates are stored in 32 bits."""
     return {LONG: Int64, FLOAT: Float32}.get(node.kind, Int32)
 
 
 class Extremes:
-    """The least and the largest of values, by one lane after the other and then by a warp."""
+    """The minimum and maximum of values: first over the values of each lane, then over a warp."""
 
     def __init__(self, node: Node, low: Any, high: Any, number: Boolean) -> None:
-        """number: whether no value is NaN."""
+        """number: True if no value is NaN."""
         self.node, self.low, self.high, self.number = node, low, high, number
 
     @staticmethod
@@ -39,7 +39,7 @@ class Extremes:
         return Extremes(node, low, high, number)
 
     def of_warp(self) -> Interval:
-        """The bounds over all lanes; NaN where a value is."""
+        """The bounds over all lanes; NaN if any value is NaN."""
         low, high = warp.least(self.low), warp.largest(self.high)
         if self.node.kind == BOOL:
             return Interval(low != 0, high != 0)
@@ -52,7 +52,7 @@ class Extremes:
 
 @dataclass(frozen=True)
 class MaskState:
-    """A (batch, head)'s captured tensors, and its values that are the same for all queries and keys."""
+    """The captured tensors, and the values that all queries and keys of one (batch, head) have in common."""
 
     tensors: tuple
     values: tuple
@@ -89,7 +89,7 @@ class BlockPredicate:
         return [kept_type(node)(value) for node, value in zip(nodes, self._of(nodes, known), strict=True)]
 
     def sees(self, query: Int32, of_query: Values, key: Int32, of_key: Values) -> Boolean:
-        """The predicate of one query and one key, from their values."""
+        """True if the query sees the key. of_query, of_key: their stored values."""
         predicate = self.predicate
         known = {x: query if x.depends_on == QUERY else key for x in predicate.indices}
         for nodes, values in ((predicate.of_queries, of_query), (predicate.of_keys, of_key)):
@@ -101,9 +101,9 @@ class BlockPredicate:
     def bounds(
         self, queries: Interval, of_queries: Sequence[Interval], keys: Interval, of_keys: Sequence[Interval]
     ) -> Interval:
-        """[all of a block's queries certainly see all its keys, one of them may see one].
+        """The predicate's bounds in a block. low: every query sees every key; high: some query may see some key.
 
-        queries, keys: its indices; of_queries, of_keys: bounds of their values.
+        queries, keys: ranges of the block's indices; of_queries, of_keys: bounds of their values.
         """
         predicate = self.predicate
         known = {x: queries if x.depends_on == QUERY else keys for x in predicate.indices}

@@ -1,7 +1,7 @@
-"""Pointwise functions of torch that are made of others, written as torch code on traced values.
+"""Pointwise functions of torch that are composed of other functions, written as torch code on traced values.
 
-Each has torch's name, parameters and values. A derivative follows from those of its operations, so none of them may
-be infinite where the function is not: of two branches the other one is chosen.
+Each has torch's name, parameters and values. Its derivative follows from the derivatives of its operations. So where
+the function is finite, no operation may be infinite, unless ``torch.where`` chooses the other branch there.
 """
 
 import math
@@ -181,4 +181,4 @@ COMPOSED: dict[str, Callable[..., Tensor]] = {
 COMPOSED |= {
     f"arc{name[1:]}": COMPOSED[name] for name in ("asin", "acos", "atan2", "asinh", "acosh", "atanh")
 }
-"""By torch's names."""
+"""Functions by torch's names."""

@@ -1,8 +1,8 @@
 """A graph as torch operations on tensors of scores and indices: the reference of a traced function.
 
 Values have the dtypes of a call for one score in torch: indices are int64, captured elements have their tensor's dtype,
-Python numbers do not affect promotion, and a 16-bit result is rounded. Torch's default dtype counts as float32 whatever
-it is: results of a call do not depend on it.
+Python numbers do not affect promotion, and a 16-bit result is rounded. Torch's default dtype is assumed to be float32,
+since results of a call do not depend on it.
 """
 
 import operator
@@ -49,9 +49,9 @@ class Precision:
     """How :func:`evaluate` computes: as torch does, or as kernels may differ from that.
 
     Attributes:
-        floats: the dtype of all floats, in place of each one's.
+        floats: a dtype that replaces the dtypes of all floats, or None.
         nudge: relative error of floats before steps, comparisons and conversions to integers.
-        wraps: integers have 32 bits.
+        wraps: True if integers wrap to 32 bits.
     """
 
     floats: torch.dtype | None = None
@@ -59,7 +59,7 @@ class Precision:
     wraps: bool = False
 
     def of(self, x: Value) -> Value:
-        """A value that has its dtype from a tensor or a cast."""
+        """x in this precision; Python numbers are unchanged."""
         if self.floats is not None and _is_float(x):
             return x.to(self.floats)  # type: ignore[union-attr]
         return x.int().long() if self.wraps and isinstance(x, Tensor) and x.dtype == torch.int64 else x
@@ -76,13 +76,13 @@ AS_TORCH = Precision()
 def evaluate(
     output: Node, inputs: Mapping[str, Tensor], tensors: Sequence[Any], precision: Precision = AS_TORCH
 ) -> Tensor:
-    """The output for inputs that broadcast to the scores' shape: a predicate, or scores in their dtype.
+    """The output's values for inputs that broadcast to the scores' shape: a predicate, or scores in their dtype.
 
-    Where the output gets no gradient, such as at hidden keys, no input gets one, whatever the slopes are there.
+    Where the output gets no gradient, such as at hidden keys, the inputs get none, even if slopes there are NaN.
 
     Raises:
-        IndexError: on the CPU, a score, hidden or not, reads an element that its tensor does not have. Elsewhere the
-            nearest one is read, as by kernels.
+        IndexError: on the CPU, a score, hidden or not, reads an element out of a tensor's bounds. On other devices the
+            nearest element is read, as in kernels.
     """
     scores = inputs["score"]
     values: dict[Node, Value] = {}
@@ -117,7 +117,7 @@ def _is_float(x: Value) -> bool:
 
 
 def _tensor(x: Value, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A Python number as a tensor, of the dimensions that all others have."""
+    """x as a tensor; a Python number gets four dimensions of size 1, like scores."""
     if isinstance(x, Tensor):
         return x if dtype is None else x.to(dtype)
     if dtype is None:
@@ -154,7 +154,7 @@ def _check_index(index: Tensor, shape: torch.Size, axis: int) -> None:
 
 
 def _computed(node: Node, args: list[Value], device: torch.device) -> Value:
-    """An operation's result: with tensors in place of numbers, and floats of integers, where it needs them."""
+    """An operation's result; numbers become tensors, and integers floats, where the operation requires it."""
     floats = node.kind == FLOAT or any(isinstance(x, float) for x in args)
     own = args[1:] if node.op == "where" else args
     if floats and not any(map(_is_float, own)):
@@ -173,13 +173,13 @@ def _computed(node: Node, args: list[Value], device: torch.device) -> Value:
 
 
 class _Reached:
-    """In a backward: the scores that get a gradient. Others get none by a slope, since slopes may be NaN there."""
+    """In a backward, the scores that get a gradient. At other scores gradients are set to 0: slopes may be NaN."""
 
     def __init__(self, shape: torch.Size) -> None:
         self.shape, self.scores = shape, torch.empty(0)
 
     def noticed(self, output: Tensor) -> Tensor:
-        """The output, with a hook: its gradient says which scores get one."""
+        """The output, with a hook that notes the scores at which its gradient is not 0."""
 
         def notice(gradient: Tensor) -> None:
             self.scores = gradient != 0
@@ -187,7 +187,7 @@ class _Reached:
         return self._hooked(output, notice)
 
     def only(self, x: Value) -> Value:
-        """A value with a separate gradient for each score; they are summed afterwards."""
+        """x with a separate gradient per score, set to 0 at scores without one; autograd sums these gradients later."""
         if not isinstance(x, Tensor):
             return x
         return self._hooked(x, lambda gradient: torch.where(self.scores, gradient, 0.0))

@@ -31,7 +31,7 @@ NUMBERS: dict[str, Any] = {"int": Int32, "float": Float32}
 
 
 def fake_tensor(dtype: str, rank: int, unit_stride: bool) -> Any:
-    """A captured tensor, or a number of the call, to compile with."""
+    """A fake of a captured tensor, or of a call's number, for compilation."""
     if dtype in NUMBERS:
         return NUMBERS[dtype](1)
     stride = [cute.sym_int64() for _ in range(rank)]
@@ -48,7 +48,7 @@ def _location(*, loc: Any = None) -> Any:
 
 @contextlib.contextmanager
 def in_source(node: Node) -> Iterator[None]:
-    """Give operations the location of the line of the user's function that asks for the node, with line info."""
+    """With line info, give operations the location of the line in the user's function that creates the node."""
     if node.place is None or _location() is None:
         yield
         return
@@ -59,7 +59,7 @@ def in_source(node: Node) -> Iterator[None]:
 
 
 def uniform_roots(*outputs: Node) -> list[Node]:
-    """The values of a work tile that others are computed from, but constants."""
+    """The nodes that are uniform in a work tile and used by varying nodes or outputs; constants are left out."""
     nodes = ordered(*outputs)
     used = [arg for node in nodes if node.depends_on for arg in node.args] + list(outputs)
     return list(dict.fromkeys(x for x in used if not x.depends_on and x.op != "const"))
@@ -69,9 +69,9 @@ Row = tuple[int, tuple[Node, ...]]
 
 
 def row_of(load: Node) -> Row | None:
-    """A captured tensor's number and its leading indices that are constant in a work tile; None without any.
+    """(number of the captured tensor, its leading indices that are uniform in a work tile); None if there are none.
 
-    The last index is never one of them, so that the row is a tensor.
+    The last index is never included, so the row is a tensor.
     """
     first = tuple(itertools.takewhile(lambda x: not x.depends_on, load.args[:-1]))
     return (load.value, first) if first and load.depends_on else None
@@ -85,7 +85,7 @@ def rows_of(*outputs: Node) -> list[Row]:
 class Expressions:
     """Computes nodes from the values of others.
 
-    values: inputs and computed values; tensors: the captured ones by number; rows: their slices, see :func:`row_of`.
+    values: inputs and computed values; tensors: captured tensors by number; rows: their slices, see :func:`row_of`.
     """
 
     def __init__(
@@ -97,14 +97,14 @@ class Expressions:
         self.values, self.tensors, self.rows = values, tensors, rows or {}
 
     def row(self, row: Row) -> cute.Tensor:
-        """The slice of a tensor at the indices of a work tile."""
+        """The slice of a captured tensor at a row's indices."""
         number, indices = row
         tensor = self.tensors[number]
         first = [element_index(x, self.of(x), size) for x, size in zip(indices, tensor.shape, strict=False)]
         return tensor[(*first, *(None,) * (len(tensor.shape) - len(first)))]
 
     def of(self, node: Node, known: Callable[[Node], dict[Node, Any]] | None = None) -> Any:
-        """The node's value. known: the dict that keeps a node's value, for a row, a column or an element."""
+        """The node's value. known: returns the dict in which a node's value is stored, of a row, column or element."""
         place = self.values if known is None else known(node)
         if node not in place:
             args = [self.of(arg, known) for arg in node.args]
@@ -143,7 +143,7 @@ class Expressions:
 
 
 def element_index(node: Node, index: Any, size: Any) -> Any:
-    """An index as Python's, a negative one from the end; beyond a dimension the nearest one."""
+    """The element's index: a negative index counts from the end; an index out of bounds becomes the nearest one."""
     kind = type(index)
     index = cutlass.min(index, kind(size - 1))
     if bounds(node)[0] >= 0:
@@ -159,10 +159,11 @@ def over_tile(
     outputs: Iterable[Node],
     write: Callable[..., None],
 ) -> None:
-    """``write(r, c, *values)`` for each of a thread's elements.
+    """Call ``write(r, c, *values)`` for each of a thread's elements.
 
-    Values that vary with only the row or only the column are computed once for each: the more numerous of the two one
-    after the other, so that few registers hold the others'. Values of the distance are computed once per diagonal.
+    Values that vary with only the row or only the column are computed once per row or column. The outer loop is over
+    the more numerous of the two, so that few values stay in registers. Values that vary with only the distance are
+    computed once per diagonal.
     """
     outputs, of_tile = tuple(outputs), expressions.values
     with_distance = positions.with_distance(ordered(*outputs))
@@ -188,11 +189,11 @@ def over_tile(
 class Positions:
     """The inputs that vary within a tile: query, key, values derived from both, and the accumulator.
 
-    heads: of each row, if they are not all the work tile's; then the head is an input as well.
+    heads: each row's head, if rows have different heads; the head is then an input as well.
     """
 
     counts_from = False
-    """Whether keys count from one that need not be the first of a block; those before it are taken for it."""
+    """True if key 0 need not be the first key of a block; keys before it are treated as key 0."""
 
     def __init__(self, nodes: Iterable[Node], heads: tuple = ()) -> None:
         varying = ("query", "key", "acc", "distance", "order", *(("head",) if heads else ()))
@@ -233,9 +234,9 @@ class Positions:
         return self._known[key]
 
     def _distance(self, tile: ScoreTile, r: int, c: int, kind: Any, of_query: bool) -> Any:
-        """query - key as a number of that type: of a row's or a column's, where these are fewer, and a constant.
+        """query - key in type ``kind``, from a constant and a value per row, or per column if columns are fewer.
 
-        of_query: else key - query, by a subtraction too, since a float has a negative 0.
+        of_query: False for key - query. That is a subtraction, too, since negating a float 0 gives -0.
         """
         if len(tile.rows) <= len(tile.cols):
             of_row = self._kept(("row", r, kind), lambda: kind(tile.row0 + tile.rows[r] - tile.col0))
@@ -244,7 +245,7 @@ class Positions:
         return of_col + kind(tile.rows[r]) if of_query else kind(-tile.rows[r]) - of_col
 
     def _ordered(self, tile: ScoreTile, r: int, c: int) -> tuple[Int32, Int32]:
-        """Two numbers that compare as query and key do, one of them a constant."""
+        """Two numbers that compare like query and key; one of them is a constant."""
         if len(tile.rows) <= len(tile.cols):
             first = self._kept(("row", r, Int32), lambda: tile.row0 + tile.rows[r] - tile.col0)
             return first, Int32(tile.cols[c])
@@ -263,14 +264,14 @@ def _floor_divide(a: Any, b: Any) -> Any:
 
 
 def _remainder(a: Any, b: Any) -> Any:
-    """The remainder with the divisor's sign, as Python's."""
+    """The remainder with the divisor's sign, as in Python."""
     if _bits_of_power(b) is not None:
         return arith.andi(a.ir_value(), type(a)(b.value - 1).ir_value())
     return a - b * type(a)(_floor_divide(a, b))
 
 
 def _bits_of_power(x: Any) -> int | None:
-    """n for the constant 2**n: a shift or an "and" replaces a division, which takes nine instructions; else None."""
+    """n if x is the constant 2**n, else None: a shift or an "and" then replaces a division of nine instructions."""
     value = x.value
     power = isinstance(value, int) and value > 0 and not value & (value - 1)
     return value.bit_length() - 1 if power else None
@@ -294,7 +295,7 @@ _TURN_LOW = _TURN - _TURN_HIGH
 
 
 def _reduced(x: Float32) -> Float32:
-    """x less whole turns: the device's sine and cosine are exact only near 0."""
+    """x minus a multiple of 2 pi: the device's sine and cosine are exact only near 0."""
     turns = cute.math.floor(x * (1.0 / _TURN) + 0.5)
     return fma(turns, Float32(-_TURN_LOW), fma(turns, Float32(-_TURN_HIGH), x))
 

@@ -51,7 +51,7 @@ from cute_attn.work.block_range import BlockRange
 
 
 class Captured(NamedTuple):
-    """Compile-time properties of a captured tensor: torch's name of its dtype, dimensions, dense rows or not."""
+    """Compile-time properties of a captured tensor: dtype name, dimensions, and whether the last stride is 1."""
 
     dtype: str
     rank: int
@@ -73,12 +73,12 @@ def _shape(given: Sequence[Any], number: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class FunctionState:
-    """A work tile's captured tensors, the rows and values that are the same throughout it, and the last positions.
+    """A work tile's captured tensors, the rows and values that are uniform in it, and the last query and key.
 
-    head, last_head: the work tile's first head and the last of all, where its rows have heads of their own.
-    first_key: the key that counts as 0, where it is not the first row of the keys.
-    lists: block lists of a mask, if any, with the (batch, head) that they are read for.
-    targets: for each term the slice of its gradient that the work tile adds to, with the gradients' factor.
+    head, last_head: the work tile's first head and the call's last head, if its rows have different heads.
+    first_key: the key that counts as key 0, if it is not the first row of K.
+    lists: block lists of a mask, if any; at: the (batch, head) to read them for.
+    targets: for each term, the slice of its gradient that the work tile adds to; scale: the gradients' factor.
     """
 
     tensors: tuple
@@ -97,17 +97,17 @@ class FunctionState:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FunctionEpilogue(Epilogue):
-    """A traced function: an object in place of an epilogue's class, freed with the calls that need it.
+    """A traced function: an object in place of an epilogue's class. It is freed when no call needs it.
 
     Attributes:
-        name: under which it is registered.
+        name: the name under which it is registered.
         graph, output: the trace.
-        captured: layout of each captured tensor.
+        captured: properties of each captured tensor.
         lowered: the graph as kernels compute it.
-        differentiates: set for kernels of derivatives. A forward needs no slopes, and stores no rows beyond
+        differentiates: True for kernels that compute derivatives. A forward needs no slopes, and stores no rows beyond
             sequences.
-        heads_of_rows: set for kernels whose work tiles have several heads.
-        with_terms: wanted tensors -> the epilogue that computes their gradients as well.
+        heads_of_rows: True for kernels whose work tiles have several heads.
+        with_terms: wanted tensors -> the epilogue that also computes their gradients.
     """
 
     name: str = field()  # type: ignore[misc]
@@ -125,14 +125,14 @@ class FunctionEpilogue(Epilogue):
         return replace(self, differentiates=traits.differentiates)
 
     def with_gradients(self, wanted: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:  # type: ignore[override]
-        """A mask's tensors, and those that only make indices, have none."""
+        """See :class:`Epilogue`. Tensors of a mask, and tensors that only compute indices, have no gradient."""
         if wanted not in self.with_terms:
             self.with_terms[wanted] = _with_gradients(self, wanted)
         found = self.with_terms[wanted]
         return (found.name, found.wanted) if found is not None else (self.name, ())
 
     def held(self, backward: bool) -> int:  # type: ignore[override]
-        """In a forward one more where much is computed for each score, in a backward two for a slope, or then four."""
+        """Loads per query or key, plus one for a long forward; in a backward plus two for a slope, or four if long."""
         if backward:
             derived = replace(self, differentiates=True)
             long = _takes_long(*derived._all(), most=14)
@@ -141,19 +141,19 @@ class FunctionEpilogue(Epilogue):
 
     @property
     def reads_keys(self) -> bool:  # type: ignore[override]
-        """False for functions of the score and the query, which are as large for far keys as for near ones."""
+        """False for functions of only the score and the query, which are as large for far keys as for near keys."""
         return any(x.op == "key" for x in ordered(self.lowered.forward))
 
     def _loads(self) -> int:
-        """Elements of tensors for a query, and for a key."""
+        """The number of loads that vary with only the query or only the key."""
         return sum(x.op == "load" and x.depends_on in (QUERY, KEY) for x in ordered(self.lowered.forward))
 
     def warn_of_indices(  # type: ignore[override]
         self, inputs: ScoreInputs, sizes: Mapping[str, int]
     ) -> None:
-        """Name an index that leaves its tensor for some position of a call, where a kernel reads the nearest element.
+        """Warn of indices that are out of bounds at some position of a call, where kernels read the nearest element.
 
-        Only those that follow from positions: tensors' values are not known here. sizes: of INPUTS' names.
+        Only indices computed from positions are checked, since tensors' values are unknown here. sizes: by input name.
         """
         known = {x: (0, sizes[x.op] - 1) for x in ordered(self.output) if x.op in sizes}
         given = inputs.extra.get(self.name, ())
@@ -172,7 +172,7 @@ class FunctionEpilogue(Epilogue):
 
     @property
     def source_places(self) -> list[Place]:
-        """Where the function's nodes are made, on which a build with line info depends."""
+        """The source lines that create the function's nodes; a build with line info depends on them."""
         return [x.place for x in ordered(self.output) if x.place is not None]
 
     def fake_args(self) -> tuple:
@@ -216,7 +216,7 @@ class FunctionEpilogue(Epilogue):
         over_tile(tile, Expressions(values, state.tensors, rows), positions, outputs, write)
 
     def _heads(self, state: FunctionState, tile: ScoreTile) -> tuple:
-        """The head of each row; a work tile may have rows for more heads than there are."""
+        """The head of each row, at most the last head, since a tile may have rows for more; () if all rows have one."""
         if not self.heads_of_rows:
             return ()
         heads = tile.heads or (Int32(0),) * len(tile.rows)
@@ -276,7 +276,7 @@ class FunctionEpilogue(Epilogue):
         precision: Precision = AS_TORCH,
         output: Node | None = None,
     ) -> Any:
-        """The reference with these arguments. output: another node's value in place of the function's."""
+        """The reference with these arguments. output: a node to evaluate instead of the function's output."""
         names = ("batch", "head", "query", "key")
         values = {"score": scores, **{name: getattr(coords, name) for name in names}}
         return evaluate(output or self.output, values, args, precision).expand_as(scores)
@@ -284,13 +284,13 @@ class FunctionEpilogue(Epilogue):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BlockMaskEpilogue(FunctionEpilogue):
-    """A traced mask with lists of the blocks that it leaves: two of key blocks, then two of query blocks.
+    """A traced mask with lists of the blocks that it leaves visible: two tensors of key blocks, two of query blocks.
 
-    partial: the mask in listed blocks that need one, a function of its tensors except the first; None: the whole mask.
-    The whole mask is right without lists too, for a kernel that visits all blocks.
-    unites: the query blocks of a key block are the union over the query heads of its kv head. A backward then visits
-    blocks that a head does not list, where ``partial`` may be true.
-    first: the first captured tensor that is read.
+    partial: the mask in listed blocks that need one, a function of all captured tensors except the first; None: the
+    whole mask. The whole mask is also right for a kernel that visits all blocks.
+    unites: True if the query blocks of a key block are the union over the query heads of its kv head. A backward then
+    visits blocks that a head does not list, and there ``partial`` may be true.
+    first: number of the first captured tensor that is read.
     """
 
     lists_blocks = True
@@ -299,7 +299,7 @@ class BlockMaskEpilogue(FunctionEpilogue):
     first: int = 0
 
     def held(self, backward: bool) -> int:  # type: ignore[override]
-        """Two more if listed blocks need the whole mask, since it reads their kinds."""
+        """Two more if the whole mask is applied in listed blocks, since it reads the blocks' kinds."""
         return super().held(backward) + 2 * (self.partial is None or (backward and self.unites))
 
     def visiting(self) -> "BlockMaskEpilogue":
@@ -328,11 +328,11 @@ class BlockMaskEpilogue(FunctionEpilogue):
         return BlockLists(*state.lists[2:]).of(batch, head, row0, rows)
 
     def backward(self, state: FunctionState, tile: ScoreTile, saved: Any) -> None:
-        """Nothing, as ``_slope`` says."""
+        """Do nothing: see ``_slope``."""
 
 
 def _takes_long(*outputs: Node, most: int) -> bool:
-    """More than ``most`` operations per score, as for T5's buckets of distances."""
+    """True for more than ``most`` operations per score, as in T5's buckets of distances."""
     return sum(map(varies, ordered(*outputs))) > most
 
 
@@ -357,20 +357,20 @@ def _with_gradients(epilogue: FunctionEpilogue, wanted: tuple[int, ...]) -> "Gra
 class GradientEpilogue(FunctionEpilogue):
     """A backward's epilogue that adds to the gradients of captured tensors.
 
-    These are fp32 arguments that follow the tensors, each with a dimension of copies in front; a CTA adds to one copy.
+    The gradients are fp32 arguments after the tensors. Their leading dimension counts copies; a CTA adds to one copy.
     """
 
     wanted: tuple[int, ...]
 
     def held(self, backward: bool) -> int:  # type: ignore[override]
-        """Two for each slope, two for sums, two for indices of scores, and two more where these are slow to compute."""
+        """Loads, two per kept slope, two for sums, two if indices vary per score, two if they are slow to compute."""
         indices = [index for term in self.lowered.terms for index in term.indices]
         spread, long = any(map(varies, indices)), _takes_long(*indices, most=14)
         return self._loads() + 2 * (len(replace(self, differentiates=True)._kept) + 1 + spread + long)
 
     @classmethod
     def check(cls, inputs: ScoreInputs) -> None:
-        """Nothing: the forward has checked its arguments, and the other tensors are the package's."""
+        """Do nothing: the forward has checked its arguments, and this package makes the other tensors."""
 
     def fake_args(self) -> tuple:
         ranks = (self.captured[number].rank for number in self.wanted)
@@ -385,7 +385,7 @@ class GradientEpilogue(FunctionEpilogue):
 
     @property
     def _kept(self) -> list[Node]:
-        """Nodes that the forward computes for the backward: slopes that vary with the score, the score's first."""
+        """Slopes that vary with the score, which the forward keeps for the backward; the score's own slope is first."""
         slopes = [self._slope, *(term.slope.node for term in self.lowered.terms)]
         return list(dict.fromkeys(x for x in slopes if x is not None and x.depends_on & SCORE))
 
@@ -400,7 +400,7 @@ class GradientEpilogue(FunctionEpilogue):
 
     @staticmethod
     def _first(term: Term) -> tuple[Node, ...]:
-        """A term's indices that a work tile has one of; the last index is left."""
+        """A term's leading indices that are uniform in a work tile; the last index is never included."""
         return tuple(itertools.takewhile(lambda x: not x.depends_on, term.indices[:-1]))
 
     def forward(self, state: FunctionState, tile: ScoreTile, loaded: tuple = ()) -> tuple:
@@ -426,7 +426,7 @@ class GradientEpilogue(FunctionEpilogue):
         super().backward(state, tile, kept.get(self._slope))
 
     def _add(self, state: FunctionState, tile: ScoreTile, term: Term, target: cute.Tensor, kept: Any) -> None:
-        """Add to a term's gradient. kept: the slopes that the forward has computed, or None."""
+        """Add to a term's gradient. kept: the slopes that the forward kept, or None."""
         indices = term.indices[len(self._first(term)) :]
         computed = (*indices, *((term.slope.node,) if kept is None else ()))
 
@@ -450,7 +450,7 @@ class GradientEpilogue(FunctionEpilogue):
 
 
 def register_trace(traced: Trace) -> FunctionEpilogue:
-    """A trace's epilogue; equal graphs have the same one, and its kernels."""
+    """Register a trace and return its epilogue. Traces with equal graphs have the same epilogue and kernels."""
     return register_traced(FunctionEpilogue(**_fields(traced, "")))
 
 
@@ -475,5 +475,5 @@ def _fields(traced: Trace, suffix: str) -> dict[str, Any]:
 
 
 def digest_of(output: Node, captured: Sequence[Captured]) -> str:
-    """Digest of the function's graph and of the kinds of its tensors."""
+    """Digest of the function's graph and of its tensors' properties."""
     return digest(output, [repr(tuple(one)) for one in captured])

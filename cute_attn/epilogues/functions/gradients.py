@@ -1,8 +1,8 @@
 """The gradients of captured tensors: in a backward, each score adds to the elements that it loaded.
 
-Scores that load one element are added up first: in registers where the index is one value for a row, a column, a
-diagonal or all, and by shuffles where a warp's scores of a tile all load it, as far keys under a clamped distance do.
-The rest is added atomically and in any order.
+Scores that load the same element are summed first: in registers if the index is one value for a row, a column, a
+diagonal or all, and by shuffles if all of a warp's scores in a tile load it, such as far keys under a clamped distance.
+The results are added to memory atomically, in any order.
 """
 
 from collections.abc import Callable
@@ -22,11 +22,11 @@ from cute_attn.epilogues.functions.lowering import Slope, Term
 LANES = (1, 2, 4, 8, 16)
 
 Elements = Callable[[Callable[[Int32, Float32], None]], None]
-"""Calls its argument for each of a thread's sums: with an offset in the target, and the number to add."""
+"""A function that calls its argument with (offset in the target, number to add) for each of a thread's sums."""
 
 
 def one_copy(x: torch.Tensor) -> torch.Tensor:
-    """Zeros to which device code adds x's gradient, where it runs on the CPU: fp32 (1, *x.shape)."""
+    """Zeros to which device code that runs on the CPU adds x's gradient: fp32 (1, *x.shape)."""
     return torch.zeros(1, *(x.shape or (1,)))
 
 
@@ -37,7 +37,7 @@ def of_this_cta(copies: cute.Tensor) -> cute.Tensor:
 
 
 def offset_in(target: cute.Tensor, nodes: tuple[Node, ...], indices: tuple[Any, ...]) -> Int32:
-    """The offset of an element, its indices clamped to the tensor; 0 in a tensor of no dimensions."""
+    """The offset of an element, with indices clamped to the tensor; 0 in a tensor without dimensions."""
     offset = Int32(0)
     for node, index, size, step in zip(nodes, indices, target.shape, target.stride, strict=False):
         offset = offset + element_index(node, index, size) * Int32(step)
@@ -58,12 +58,12 @@ def times_slope(gradient: Float32, factor: Any, slope: Slope) -> Float32:
 
 
 def amount_of(term: Term, tile: ScoreTile, at: tuple[int, int], slope: Any, exists: Boolean) -> Float32:
-    """A score's summand for its element, without factors common to all scores; 0 beyond the sequences."""
+    """The summand of a score for its element, without factors common to all scores; 0 beyond the sequences."""
     return cutlass.select_(exists, times_slope(tile.acc[at], slope, term.slope), Float32(0.0))
 
 
 def add_elements(target: Pointer, scale: Float32, elements: Elements, spread: bool) -> None:
-    """Add a thread's scores of one tile, by whole warps. spread: whether they load several elements of the target."""
+    """Add a thread's sums of one tile; called by whole warps. spread: True if scores may load different elements."""
     lowest, highest, total = Int32(2**31 - 1), Int32(-1), Float32(0.0)
 
     def see(offset: Int32, amount: Float32) -> None:
@@ -79,7 +79,7 @@ def add_elements(target: Pointer, scale: Float32, elements: Elements, spread: bo
 
 
 def _all_share(lowest: Int32, highest: Int32) -> Boolean:
-    """All scores of a warp, on the host of a thread, have the same offset."""
+    """True if all scores of a warp (on the host, of a thread) have the same offset."""
     share = lowest == highest
     if not on_device():
         return share

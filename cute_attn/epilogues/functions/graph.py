@@ -1,7 +1,7 @@
-"""The graph of a score function: nodes made once each, types as torch promotes them, and the derivative by the score.
+"""The graph of a score function: nodes, each made once, with types promoted as in torch, and the graph's derivative.
 
-A graph is read three ways: as torch operations (:mod:`.definition`), as CuTe DSL expressions (:mod:`.device`), and by
-:func:`derivative` as another graph. Imports no compiler.
+A graph can be evaluated as torch operations (:mod:`.definition`) or as CuTe DSL expressions (:mod:`.device`), and
+:func:`derivative` converts a graph to another graph. Imports no compiler.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ KINDS = (BOOL, INT, LONG, FLOAT)
 """Types in the order of promotion. On the device: a predicate, 32 bits, 64 bits, fp32."""
 
 SCORE, QUERY, KEY = 1, 2, 4
-"""Inputs with which a node's value varies; with none of them it is the same for a whole work tile."""
+"""Bits of the inputs with which a node's value varies; with no bit set, the value is uniform in a work tile."""
 INPUTS = {
     "score": (FLOAT, SCORE),
     "batch": (INT, 0),
@@ -29,17 +29,17 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Node:
-    """One value. Nodes of a graph are equal where they are identical.
+    """One value of a graph. Two nodes are equal only if they are the same object.
 
     Attributes:
         op: "const", "load", "extent" (a tensor's size), a name of ``INPUTS``, or an operation.
-        kind: of ``KINDS``.
+        kind: one of ``KINDS``.
         args: operands; the indices of a load.
-        value: of a constant; a load's tensor; an extent's tensor and dimension.
+        value: a constant's value; the number of a load's tensor; an extent's tensor number and dimension.
         depends_on: bits of ``SCORE``, ``QUERY`` and ``KEY``.
-        dtype: torch's name of an integer's dtype, "" for a Python number; also a captured float's, and the dtype that
-            a function casts to.
-        place: the line of the function that first asks for it, or None. It is no part of a graph's identity.
+        dtype: torch's name of the dtype: of integers ("" for a Python number), of captured floats, and of casts that a
+            function requests.
+        place: the source line that first creates the node, or None. It does not affect a graph's identity.
     """
 
     op: str
@@ -56,7 +56,7 @@ class Node:
 
 
 class _At:
-    """See :meth:`Graph.at`. A generator in its place would make traces a tenth slower."""
+    """See :meth:`Graph.at`. A generator-based context manager would make traces a tenth slower."""
 
     __slots__ = ("before", "graph", "place")
 
@@ -75,7 +75,7 @@ class Graph:
     """Makes nodes, each once, with constants folded where that is exact for every operand.
 
     Attributes:
-        place: of the nodes that are made next.
+        place: the place of nodes that are made next.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Graph:
         self.place: Place | None = None
 
     def at(self, place: Place | None) -> "_At":
-        """A context in which nodes are given another place; None: the same one."""
+        """A context manager that gives new nodes this place; None keeps the current place."""
         return _At(self, place)
 
     def make(
@@ -95,7 +95,7 @@ class Graph:
         depends_on: int = 0,
         dtype: str = "",
     ) -> Node:
-        """The node of these fields; ``depends_on`` is added to its operands'; integers are promoted like torch's."""
+        """The node with these fields. ``depends_on`` includes the operands'; integers are promoted as in torch."""
         if kind in (INT, LONG) and op not in _OF_NO_DTYPE and not (op == "cast" and args[0].kind == BOOL):
             dtype = dtype or _promoted_dtype(args)
         key = (op, kind, tuple(map(id, args)), type(value), repr(value), dtype)
@@ -117,9 +117,9 @@ class Graph:
         return self.make("const", kind, value=value)
 
     def cast(self, x: Node, kind: str, dtype: str = "") -> Node:
-        """x as another type: numbers become True where they are not 0, fp32 loses its fraction as an integer.
+        """x as another kind: a number other than 0 becomes True; a float becomes an integer without its fraction.
 
-        dtype: that a function asks for; "" where torch's operations promote.
+        dtype: the dtype that a function requests; "" if an operation of torch promotes x.
         """
         if x.kind == kind and (kind == BOOL or dtype in ("", x.dtype)):
             return x
@@ -130,12 +130,12 @@ class Graph:
         return self.make("cast", kind, (x,), dtype=dtype)
 
     def promoted(self, *args: Node, least: str = BOOL) -> tuple[Node, ...]:
-        """All as the highest type among them, and at least that."""
+        """All args converted to the highest kind among them, at least ``least``."""
         kind = max((least, *(x.kind for x in args)), key=KINDS.index)
         return tuple(self.cast(x, kind) for x in args)
 
     def compare(self, op: str, a: Node, b: Node) -> Node:
-        """lt, le, gt, ge, eq or ne: a predicate."""
+        """The predicate lt, le, gt, ge, eq or ne of a and b."""
         a, b = self.promoted(a, b, least=INT)
         return self.make(op, BOOL, (a, b))
 
@@ -161,7 +161,7 @@ class Graph:
         return self.make(op, x.kind, (x,))
 
     def detached(self, x: Node) -> Node:
-        """x without a derivative, as torch's detach."""
+        """x without a derivative, as from torch's detach."""
         if x.kind != FLOAT or x.op in ("const", "detach"):
             return x
         return self.make("detach", FLOAT, (x,), dtype=x.dtype)
@@ -175,7 +175,7 @@ class Graph:
 
 
 _OF_NO_DTYPE = frozenset(("const", "extent", "load"))
-"""Python's numbers, and nodes with a given dtype."""
+"""Operations without promotion: Python's numbers, and loads, whose dtype is given."""
 WIDTHS = {"uint8": 8, "int8": 8, "int16": 16, "int32": 32, "int64": 64}
 
 
@@ -188,7 +188,7 @@ def _promoted_dtype(args: Sequence[Node]) -> str:
 
 
 def with_heads_of_rows(output: Node) -> tuple[Graph, Node]:
-    """The same function where rows of a work tile belong to different heads: values of the head vary with the query."""
+    """The same function for work tiles whose rows have different heads: the head varies with the query."""
     graph = Graph()
     made: dict[Node, Node] = {}
     for x in ordered(output):
@@ -214,7 +214,7 @@ def ordered(*outputs: Node) -> list[Node]:
 
 
 def digest(output: Node, tensors: Sequence[str]) -> str:
-    """16 hexadecimal digits of a graph, with its loads numbered by ``tensors``' descriptions."""
+    """16 hexadecimal digits that identify a graph; ``tensors`` describes the tensors of its loads, by number."""
     nodes = ordered(output)
     number = {node: i for i, node in enumerate(nodes)}
     lines = [f"{x.op} {x.kind} {x.dtype} {[number[arg] for arg in x.args]} {x.value!r}" for x in nodes]
@@ -238,14 +238,14 @@ def derivative(graph: Graph, output: Node, by: Node | None = None) -> Node | Non
 
 
 class _Derivative:
-    """Forward mode: one value, so that dual numbers need one more node for each."""
+    """Forward mode: with only one variable, dual numbers need one more node per node."""
 
     def __init__(self, graph: Graph, by: Node, depending: set[Node]) -> None:
         self.graph, self.by, self.depending = graph, by, depending
         self._known: dict[tuple[Node, bool], Node | None] = {}
 
     def of(self, x: Node, outermost: bool = False) -> Node | None:
-        """outermost: -inf of this value is -inf of the output."""
+        """The derivative of x, or None for 0. outermost: True if the output is -inf wherever x is."""
         if x is self.by:
             return self.graph.const(1.0)
         if x not in self.depending or x.kind != FLOAT or x.op not in _RULES:
@@ -314,12 +314,12 @@ def _extreme(chosen: str) -> Rule:
 
 
 def _clamp(inside: str) -> Rule:
-    """The derivative of the value where it is within the bound, as in torch's clamp; else the bound's."""
+    """The derivative of the value where it is within the bound, as in torch's clamp; else that of the bound."""
     return lambda d, x, a, b, da, db: d.where(d.graph.compare(inside, a, b), da, db)
 
 
 def _pow(d: _Derivative, x: Node, a: Node, b: Node, da: Any, db: Any) -> Node | None:
-    """Zero by the base where the exponent is 0, and by the exponent where the base is 0, as in torch."""
+    """0 with respect to the base if the exponent is 0, and to the exponent if the base is 0, as in torch."""
     g, zero = d.graph, d.graph.const(0.0)
     lower = g.binary("pow", a, g.binary("sub", b, g.const(1.0)))
     by_base = g.where(g.compare("eq", b, zero), zero, g.binary("mul", b, lower))
@@ -328,7 +328,7 @@ def _pow(d: _Derivative, x: Node, a: Node, b: Node, da: Any, db: Any) -> Node | 
 
 
 def _function(slope: Callable[[Graph, Node, Node], Node]) -> Rule:
-    """slope: of the graph, the value and its operand."""
+    """The rule of a function of one operand. slope: the function's derivative, from (graph, value, operand)."""
     return lambda d, x, a, da: d.mul(da, slope(d.graph, x, a))
 
 

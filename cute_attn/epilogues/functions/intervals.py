@@ -1,10 +1,10 @@
 """Bounds of a traced value over a block of queries and keys, from bounds of its operands.
 
-Sound for the device's arithmetic: a value lies between its bounds also where it wraps or rounds. An integer's bounds
-have 64 bits; where they leave its type the value may have wrapped, and may be any. A float's bounds are rounded like
-the value, which keeps their order; a product's are widened, since a compiler may fuse it with a sum. Unknown values are
-between the least and the greatest of their type: a float that may be NaN or infinite, an element at one of several
-indices, the result of an operation without a rule. So a predicate is certainly true, certainly false, or neither.
+The bounds hold for the device's arithmetic, even if a value wraps or rounds. An integer's bounds have 64 bits; if they
+exceed its type, the value may have wrapped, and counts as unknown. A float's bounds are rounded like the value, which
+keeps their order. Bounds of a product are widened, since a compiler may fuse the product with a sum. The bounds of an
+unknown value are those of its type. Unknown are a float that may be NaN or infinite, an element at one of several
+indices, and the result of an operation without a rule. So a predicate is certainly true, certainly false, or neither.
 """
 
 import functools
@@ -24,16 +24,16 @@ from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, LONG, Node
 INT_RANGE = (-(2**31), 2**31 - 1)
 LONG_RANGE = (-(2**63), 2**63 - 1)
 _ADDED, _MULTIPLIED = 2**62 - 1, 2**31
-"""Maximum magnitudes of numbers with a sum, or a product, of 64 bits."""
+"""Maximum magnitudes of operands whose sum, or product, fits in 64 bits."""
 _FUSED = 2.0**-22
-"""Relative distance of an fp32 product from a rounded one, at most: two of them."""
+"""A bound on the relative distance of an fp32 product from the rounded product: twice fp32's epsilon."""
 _SMALLEST = 1e-37
 
 
 class Interval(NamedTuple):
     """Minimum and maximum of a value: Int64, Float32, or Boolean with False < True.
 
-    A Float32's are NaN where nothing is known: no comparison with them holds.
+    Both are NaN if nothing is known of a Float32: no comparison with NaN holds.
     """
 
     low: Any
@@ -41,7 +41,7 @@ class Interval(NamedTuple):
 
     @property
     def is_point(self) -> bool:
-        """At trace time both bounds are known to be one value."""
+        """True if both bounds are known at trace time to be the same value."""
         return self.low is self.high
 
 
@@ -61,7 +61,7 @@ def _type_of(kind: str) -> Any:
 
 
 def _dynamic(x: Any) -> Any:
-    """x as a value of the program, also where it is a constant."""
+    """x as a run-time value, even if it is a constant."""
     return type(x)(x.ir_value())
 
 
@@ -72,7 +72,7 @@ def _select(condition: Boolean, a: Any, b: Any) -> Any:
 class Intervals:
     """Bounds of a graph's nodes.
 
-    known: bounds of the nodes that vary and need no operands; expressions: values of the nodes that do not vary.
+    known: bounds of varying nodes without operands; expressions: values of the nodes that do not vary.
     """
 
     def __init__(self, known: dict[Node, Interval], expressions: Expressions) -> None:
@@ -93,7 +93,7 @@ class Intervals:
         return unknown(node.kind) if rule is None else _inside(node, args, rule(node, *args))
 
     def _element(self, node: Node, indices: Sequence[Interval]) -> Interval:
-        """The interval of a captured tensor's element; known where the whole block reads the same one."""
+        """The interval of a captured tensor's element, known only if the whole block reads the same element."""
         one = _all(index.low == index.high for index in indices)
         places = dict(zip(node.args, (index.low for index in indices), strict=True))
         element = self.expressions.of(node, lambda x: places if x is node or x in places else {})
@@ -108,7 +108,7 @@ def _all(conditions: Any) -> Boolean:
 
 
 def _finite(*intervals: Interval) -> Boolean:
-    """The floats' bounds are finite, and so is every value between them."""
+    """True if all bounds of these floats are finite, and so every value between them."""
     return _all((x.low > -float("inf")) & (x.high < float("inf")) for x in intervals)
 
 
@@ -117,13 +117,13 @@ def _within(limit: int, *intervals: Interval) -> Boolean:
 
 
 def _if(certain: Boolean, kind: str, found: Interval) -> Interval:
-    """``found`` where it is certain, else every value of the kind."""
+    """``found`` if ``certain``, else the interval of all values of the kind."""
     rest = unknown(kind)
     return Interval(_select(certain, found.low, rest.low), _select(certain, found.high, rest.high))
 
 
 def _inside(node: Node, args: Sequence[Interval], found: Interval) -> Interval:
-    """A rule's result, or anything where the value may have left its type."""
+    """A rule's result, or :func:`unknown` if an integer may have wrapped, or a float may not be finite."""
     if node.kind == BOOL:
         return found
     if node.kind == FLOAT:
@@ -182,7 +182,7 @@ def _floor_div(a: Int64, b: Int64) -> Int64:
 
 
 def _divisor(b: Interval) -> tuple[Boolean, Interval]:
-    """(the divisor is positive, the divisor clamped to positive values)."""
+    """(True if the divisor is positive, the divisor clamped to positive values)."""
     if b.is_point:
         low = greater(b.low, Int64(1))
         return b.low > 0, Interval(low, low)
@@ -237,7 +237,7 @@ def _not(node: Node, a: Interval) -> Interval:
 
 
 def _shift(op: Callable[[Any, Any], Any]) -> Callable[..., Interval]:
-    """Shifts of an INT, by a known number of bits."""
+    """A rule for shifts; the result is known for an INT that is shifted by a known number of bits."""
 
     def rule(node: Node, a: Interval, b: Interval) -> Interval:
         if node.kind != INT:

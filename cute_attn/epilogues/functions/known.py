@@ -1,4 +1,4 @@
-"""The epilogues of functions that are passed again. Imports no compiler."""
+"""A cache of epilogues, for functions that are passed in several calls. Imports no compiler."""
 
 import threading
 from collections import OrderedDict, deque
@@ -15,11 +15,11 @@ from cute_attn.epilogues.names import is_registered, user_epilogue
 
 
 class _View(NamedTuple):
-    """A view that a function makes of a captured tensor, as its metadata determine it.
+    """A view that a function makes of a captured tensor; the tensor's metadata determine the view.
 
     Attributes:
         place: index of the captured tensor.
-        offset: of the view's first element from the tensor's.
+        offset: elements from the tensor's first element to the view's.
     """
 
     place: int
@@ -28,13 +28,13 @@ class _View(NamedTuple):
     offset: int
 
     def of(self, tensors: list[Tensor]) -> Tensor:
-        """The same view, of the tensor that is captured now."""
+        """The same view of the tensor that is captured now."""
         x = tensors[self.place]
         return x.as_strided(self.shape, self.strides, x.storage_offset() + self.offset)
 
 
 class _Known(NamedTuple):
-    """A trace's epilogue or None, its tensors by their places, and the objects that the key names by id."""
+    """A trace's epilogue or None, the places of its tensors, and the objects whose ids are in the key."""
 
     epilogue: Any
     tensors: tuple[int | _View, ...]
@@ -44,10 +44,10 @@ class _Known(NamedTuple):
 _MOST = 256
 _known: OrderedDict[tuple, _Known] = OrderedDict()
 _recent: deque[Any] = deque(maxlen=_MOST)
-"""Epilogues of functions that are traced in each call: calls in flight name them."""
+"""Keeps epilogues of functions that are traced in each call, since calls in flight use their names."""
 _held: dict[str, Any] = {}
 _texts: dict[str, str] = {}
-"""Functions of exported programs, by their names."""
+"""Texts of functions in exported programs, by the names of their epilogues."""
 _lock = threading.Lock()
 
 
@@ -59,7 +59,7 @@ _thread = _Thread()
 
 
 def traces_alone() -> int:
-    """Number of this thread's traces that served only one call, since no later call can be compared."""
+    """Number of this thread's traces that served only one call, since later calls cannot be compared with that call."""
     return _thread.alone
 
 
@@ -75,29 +75,29 @@ def epilogue_of(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[str, tuple[Tensor, ...]]:
-    """The registered name of functions, and the tensors that they capture; ("", ()) if they change no score.
+    """The name of the functions' epilogue, and the tensors that they capture; ("", ()) if they change no score.
 
-    Functions are traced once for each value of their reads, see :mod:`.reads`, and in each call if these cannot be
-    compared. An epilogue lives as long as one of the last functions, a gradient to come, or :func:`hold` needs it.
+    Functions are traced once for each set of values that they read, see :mod:`.reads`, or in each call if these values
+    cannot be compared. An epilogue lives as long as this cache, a pending backward or :func:`hold` needs it.
 
-    dtype: of scores.
+    dtype: the scores' dtype.
     """
 
     return _known_or_traced(score_mod, mask_mod, device, (dtype,), _registered)
 
 
 def held_epilogue_of(traced: Trace) -> tuple[str, tuple[Tensor, ...]]:
-    """:func:`epilogue_of` for a trace that a graph names."""
+    """Like :func:`epilogue_of`, for a trace. Holds the epilogue, since a graph refers to it by name."""
     return _held_as(_registered(traced)), traced.tensors
 
 
 def block_mask_epilogue_of(
     mask_mod: Callable, partial: Callable | None, unites: bool, device: torch.device | None
 ) -> tuple[str, tuple[Tensor, ...]]:
-    """The same for a mask with lists of blocks; the lists' tensors follow.
+    """Like :func:`epilogue_of`, for a mask with lists of blocks. The caller appends the lists' tensors.
 
-    partial: replaces ``mask_mod``, which captures one more tensor, its first, in listed blocks that need a mask; None:
-    no replacement. unites: lists of query blocks are unions over several heads.
+    partial: replaces ``mask_mod`` in listed blocks that need a mask; it captures the same tensors except the first.
+    None: no replacement. unites: True if lists of query blocks are unions over several heads.
     """
 
     def register(traced: Trace) -> Any:
@@ -110,7 +110,7 @@ def block_mask_epilogue_of(
 def held_block_mask_epilogue_of(
     traced: Trace, partial: Trace | None, unites: bool
 ) -> tuple[str, tuple[Tensor, ...]]:
-    """:func:`block_mask_epilogue_of` for traces that a graph names."""
+    """Like :func:`block_mask_epilogue_of`, for traces. Holds the epilogue, since a graph refers to it by name."""
     return _held_as(_registered_block_mask(traced, partial, unites)), traced.tensors
 
 
@@ -134,7 +134,7 @@ def _registered_block_mask(traced: Trace, partial: Trace | None, unites: bool) -
 
 
 def with_texts(epilogues: Sequence[str]) -> tuple[str, ...]:
-    """Epilogues as an operator takes them: in an export, functions' names and letters with the functions behind."""
+    """Epilogues as arguments of an operator: in an export, the text of each function follows its name and letters."""
     if not torch.compiler.is_exporting():
         return tuple(epilogues)
     texts = ((item, _texts.get(item.partition(":")[0])) for item in epilogues)
@@ -142,7 +142,7 @@ def with_texts(epilogues: Sequence[str]) -> tuple[str, ...]:
 
 
 def without_texts(epilogues: Sequence[str]) -> tuple[str, ...]:
-    """The inverse of :func:`with_texts`; functions that this process has not traced are registered."""
+    """The inverse of :func:`with_texts`. Registers functions that this process has not traced."""
     return tuple([_without_text(item) if item.count(":") > 1 else item for item in epilogues])
 
 
@@ -167,7 +167,7 @@ def _held_as(epilogue: Any) -> str:
 
 
 def hold(name: str) -> None:
-    """Keep an epilogue for good: a graph that names it or contains its kernel may run at any time."""
+    """Keep an epilogue forever: a graph that uses its name or contains its kernel may run at any time."""
     _held[name] = user_epilogue(name)
 
 
@@ -178,7 +178,7 @@ def _known_or_traced(
     kind: tuple,
     register: Callable[[Trace], Any],
 ) -> tuple[str, tuple[Tensor, ...]]:
-    """kind: the scores' dtype, and anything else on which ``register``'s result depends."""
+    """See :func:`epilogue_of`. kind: the scores' dtype, and anything else on which ``register``'s result depends."""
     for what, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if function is not None:
             check_function(what, function)
@@ -215,7 +215,7 @@ def _known_or_traced(
 
 
 def _place_of(x: Tensor, source: Tensor | None, places: dict[int, int]) -> int | _View | None:
-    """Where later calls find a traced tensor; None for one that the function computes."""
+    """Where later calls find the traced tensor x; None if the function computes it."""
     if id(x) in places:
         return places[id(x)]
     if source is None or id(source) not in places or x.dtype != source.dtype or not _is_alias_of(x, source):

@@ -1,8 +1,8 @@
 """A graph as kernels compute it: on scaled scores, with cheap operations in place of expensive ones.
 
-A tile holds scores over ``context.score_scale``. Factors that do not vary with the score, or with the query and the
-key, are multiplied with each other first, once per work tile, row or column: a bias costs one multiply-add per
-element, as in an epilogue written by hand.
+A tile holds scores divided by ``context.score_scale``. Factors that do not vary with the score, or not with both the
+query and the key, are multiplied with each other first, once per work tile, row or column. So a bias costs one
+multiply-add per element, as in an epilogue written by hand.
 """
 
 import functools
@@ -34,16 +34,16 @@ _BOUNDED = frozenset((
 ))  # fmt: skip
 """Operations that are finite for finite operands."""
 _MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
-"""A comparison of a and b as one of b and a."""
+"""The comparison of b and a that is equal to a comparison of a and b."""
 _EXACT = 1 << 24
-"""Integers up to this are exact in fp32, and so are sequences' positions."""
+"""Integers up to this magnitude are exact in fp32; positions in sequences are assumed not to exceed it."""
 Bounds = tuple[float, float]
 """Minimum and maximum of an integer."""
 
 
 @dataclass(frozen=True, eq=False)
 class Slope:
-    """A derivative by the score. unbounded: it may be NaN or infinite where a mask hides the key."""
+    """A derivative of the new score. unbounded: it may be NaN or infinite where a mask hides the key."""
 
     node: Node
     unbounded: bool
@@ -55,8 +55,8 @@ class Term:
 
     Attributes:
         number: number of the tensor.
-        indices: indices of its element.
-        slope: the derivative of the new score by the element.
+        indices: indices of the loaded element.
+        slope: the derivative of the new score with respect to the element.
     """
 
     number: int
@@ -71,9 +71,9 @@ class Lowered:
     Attributes:
         terms: terms of the gradients of captured tensors.
         forward: the new value of an element of the accumulator, "acc".
-        slope: the derivative by the score; None if it is 0.
-        unbounded: ``forward`` may be NaN or infinite beyond the sequences. Keys there are masked; queries
-            have P = 0, but not where their score is NaN.
+        slope: the derivative with respect to the score; None if it is 0.
+        unbounded: ``forward`` may be NaN or infinite beyond the sequences. Keys there are masked. Queries
+            there have P = 0, unless their score is NaN.
     """
 
     forward: Node
@@ -83,7 +83,7 @@ class Lowered:
 
     @property
     def keeps_slope(self) -> bool:
-        """The slope varies with the score, so the forward keeps it for the backward."""
+        """True if the slope varies with the score, so that the forward keeps it for the backward."""
         return self.slope is not None and bool(self.slope.node.depends_on & SCORE)
 
 
@@ -93,7 +93,7 @@ def varies(node: Node) -> bool:
 
 
 def lower(graph: Graph, output: Node, wanted: Collection[int] = ()) -> Lowered:
-    """A traced graph for the device. wanted: numbers of tensors with a gradient."""
+    """Lower a traced graph for the device. wanted: numbers of the tensors that need a gradient."""
     lowering = _Lowering(graph)
 
     def slope(by: Node | None = None) -> Slope | None:
@@ -110,18 +110,18 @@ def lower(graph: Graph, output: Node, wanted: Collection[int] = ()) -> Lowered:
 
 
 def lower_predicate(graph: Graph, predicate: Node) -> Node:
-    """The result of a mask_mod, for the device."""
+    """Lower the result of a mask_mod for the device."""
     return _Lowering(graph).of(predicate)
 
 
 _SIGNED = frozenset(("add", "where", "minimum", "maximum", "clamp_min", "clamp_max"))
-"""Operations of which -inf as an operand makes no NaN."""
+"""Operations that do not make NaN of an operand -inf."""
 
 
 def _may_be_nan(output: Node, is_score: bool = False) -> bool:
-    """A float may be NaN or infinite in hidden scores: tensors may contain anything for these.
+    """True if a float may be NaN or infinite at hidden scores: tensors may contain anything there.
 
-    is_score: -inf hides, and does not count.
+    is_score: True to ignore -inf, which hides a key.
     """
     known: dict[tuple[Node, bool], bool] = {}
 
@@ -136,12 +136,12 @@ def _may_be_nan(output: Node, is_score: bool = False) -> bool:
 
 
 def _is_computed(x: Node) -> bool:
-    """A float that is computed from floats that vary within a head's scores."""
+    """True for a float that varies within a head's scores and is not converted from an integer."""
     return bool(x.depends_on) and x.kind == FLOAT and (x.op != "cast" or x.args[0].kind == FLOAT)
 
 
 def _makes_nan(x: Node, hides: bool) -> bool:
-    """It may be NaN or infinite even if its operands are finite."""
+    """True if x may be NaN or infinite even if its operands are finite."""
     if x.op == "const":
         return not math.isfinite(x.value) and not (hides and x.value < 0)
     if _is_computed(x):
@@ -152,7 +152,7 @@ def _makes_nan(x: Node, hides: bool) -> bool:
 
 
 def _once(method: Callable[[Any, Node], Any]) -> Callable[[Any, Node], Any]:
-    """Compute a method once for each node: nodes have several users, and paths through them are many."""
+    """Decorator: compute a method once per node. Nodes have several users, so there are many paths through them."""
 
     @functools.wraps(method)
     def known(self: Any, x: Node) -> Any:
@@ -176,7 +176,7 @@ class _Lowering:
 
     @functools.cached_property
     def score(self) -> Node:
-        """The score. It is made when it is first read, so that its place is that line."""
+        """The score's node. It is made when it is first read, so that its place is the line that reads it."""
         return self.mul(self.acc, self.graph.make("unit", FLOAT))
 
     def of(self, node: Node) -> Node:
@@ -224,7 +224,7 @@ class _Lowering:
         return g.make(node.op, node.kind, args, node.value, node.depends_on, dtype)
 
     def _pow(self, x: Node, power: Node) -> Node:
-        """x to a power: of a negative x only to a whole one; a logarithm of it is NaN."""
+        """x to a power, from the logarithm of |x|; for a negative x the result is NaN unless the power is whole."""
         g, zero = self.graph, self.graph.const(0.0)
         if power.op == "const" and not power.value.is_integer():
             return g.unary("exp2", self.mul(g.unary("log2", x), power))
@@ -246,7 +246,7 @@ class _Lowering:
         return self.graph.binary("div", self.graph.const(1.0), x)
 
     def mul(self, a: Node, b: Node) -> Node:
-        """a * b, factors that vary less first."""
+        """a * b; factors that vary less are multiplied with each other first."""
         g = self.graph
         if _rank(a) < _rank(b):
             a, b = b, a
@@ -260,7 +260,7 @@ class _Lowering:
 
     @_once
     def scaled(self, x: Node) -> Node:
-        """x over the tile's scale. Sums without the score are scaled as a whole: positions cancel exactly before."""
+        """x divided by the tile's scale. Sums without the score are scaled as a whole, after positions cancel."""
         g = self.graph
         if x is self.score:
             return self.acc
@@ -286,7 +286,7 @@ class _Lowering:
 
     @_once
     def _is_free(self, x: Node) -> bool:
-        """:meth:`scaled` adds no operation per element."""
+        """True if :meth:`scaled` adds no operation per element."""
         if x is self.score or not varies(x):
             return True
         if x.op in ("add", "sub", "neg") and x.depends_on & SCORE:
@@ -300,7 +300,7 @@ class _Lowering:
     # ---- integers ----
 
     def _integer(self, node: Node, args: list[Node]) -> Node:
-        """An integer as torch computes it: in 32 bits where that holds it, else in 64, and wrapped to its dtype."""
+        """An integer as torch computes it, wrapped to its dtype: in 32 bits if they can hold it, else in 64."""
         g, dtype = (
             self.graph,
             RANGES[node.dtype or "int64"],
@@ -323,7 +323,7 @@ class _Lowering:
         return self._wrapped(made, node.dtype)
 
     def _shifted(self, node: Node, args: Sequence[Node]) -> Node | None:
-        """A shift by a number of bits that may be none of the dtype's: torch leaves its sign, or 0; else None."""
+        """A shift by bits that may be out of range, where torch returns the sign, or 0; None if they cannot be."""
         g, (x, bits), dtype = self.graph, args, node.dtype or "int64"
         most = WIDTHS[dtype] - (node.op == "shl" or dtype != "uint8")
         if within(self.bounds(node.args[1]), (0, most)):
@@ -334,7 +334,7 @@ class _Lowering:
         return shifted if node.op == "shr" else g.where(outside, g.cast(zero, x.kind), shifted)
 
     def _wrapped(self, x: Node, dtype: str) -> Node:
-        """The last bits of an integer of 32 bits, with their sign."""
+        """A 32-bit integer wrapped to ``dtype``: its low bits, sign-extended unless the dtype is uint8."""
         g, unused = self.graph, self.graph.const(32 - WIDTHS[dtype])
         if dtype == "uint8":
             return g.make("and", INT, (x, g.const(255)))
@@ -363,7 +363,7 @@ class _Lowering:
 
     @_once
     def _is_exact(self, x: Node) -> bool:
-        """fp32 arithmetic computes x from positions and numbers without rounding."""
+        """True if fp32 arithmetic computes x from positions and numbers without rounding."""
         if x.kind != INT:
             return False
         if x.op in ("query", "key", "batch", "head"):
@@ -383,7 +383,7 @@ def _rank(x: Node) -> int:
 
 
 def _of_one_width(graph: Graph, args: Sequence[Node], least: str = INT) -> Sequence[Node]:
-    """Integers of 64 bits where one has these."""
+    """The arguments; integers are converted to 64 bits if one of them, or ``least``, has 64 bits."""
     if all(x.kind in (INT, LONG) for x in args):
         kind = LONG if LONG in (least, *(x.kind for x in args)) else INT
         return [x if x.kind == kind else graph.cast(x, kind) for x in args]
@@ -397,8 +397,8 @@ RANGES: dict[str, Bounds] = {
     **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32, 64)},
 }
 _POSITION, _SIZE, _ELEMENT = 1 << 24, 1 << 30, 1 << 29
-"""Bounds that are assumed of positions, of captured tensors' dimensions and of their 32-bit elements: sums with
-positions have 32 bits, and products with them are computed in 64."""
+"""Assumed bounds of positions, and of the dimensions and 32-bit elements of captured tensors: sums with positions fit
+in 32 bits, and products with positions are computed in 64."""
 
 
 def within(x: Bounds, of: Bounds) -> bool:

@@ -1,4 +1,4 @@
-"""A traced mask as a predicate of a query and a key, with the values of either one. Imports no compiler."""
+"""A traced mask as a predicate of a query and a key, with the values that vary with only one of them."""
 
 import math
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ class Predicate:
 
     Attributes:
         traced: the predicate as it was traced.
-        sees: the same for the device, in terms of the following.
-        of_queries: its largest subexpressions that vary only with the query, except the query's index.
+        sees: the predicate for the device, a function of the values below.
+        of_queries: the largest subexpressions of ``sees`` that vary only with the query, except the query's index.
         of_keys: the same for the key.
-        indices: the query's and the key's index, if it reads them.
-        batched, headed: it differs between sequences, and between heads.
+        indices: the query's and the key's index, if ``sees`` reads them.
+        batched, headed: True if the predicate differs between sequences, or between heads.
     """
 
     traced: Node
@@ -30,7 +30,7 @@ class Predicate:
 
 
 def predicate_of(graph: Graph, output: Node) -> Predicate | None:
-    """The mask of an epilogue's graph; None where it does more to scores than hide them."""
+    """The mask of an epilogue's graph; None if the graph does more than hide scores, or the mask reads scores."""
     seen = _seen(graph, output)
     if seen is None or any(node.depends_on & SCORE for node in ordered(seen)):
         return None

@@ -1,8 +1,8 @@
 """Functions that torch's compiler has inlined: nodes of its graph, as functions to trace. Imports no compiler.
 
-Inside a compiled program a function of scores is no object that could be called: the compiler interprets it where it is
-called, also one that is made there, and notes torch's operations as nodes. With stand-ins for a score and its indices
-among the arguments these nodes are the function.
+Inside a compiled program a function of scores is not an object that can be called. The compiler interprets the function
+where it is called, even if it is defined there, and records torch's operations as nodes. If the arguments include
+placeholders for a score and its indices, these nodes are the function.
 """
 
 import re
@@ -17,7 +17,7 @@ from cute_attn.epilogues.functions.graph import Place
 from cute_attn.epilogues.functions.trace import SIGNATURES, Recorder, Symbol
 
 VALUE = "example_value"
-"""The compiler's key for what a node stands for: a tensor without memory, or a number."""
+"""The compiler's key for a node's value: a tensor without memory, or a number."""
 _MAKE_NUMBERS = frozenset((torch.tensor, torch.full, torch.zeros, torch.ones, torch.scalar_tensor))
 _PYTHONS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 _CLAMPS = frozenset(("clamp", "clip"))
@@ -27,17 +27,17 @@ _ARITHMETIC = _CLAMPS | frozenset(
         *("lt", "le", "gt", "ge", "eq", "ne", "where", "minimum", "maximum"),
     )
 )
-"""Operations that take a tensor of no dimensions wherever they take a number."""
+"""Operations that accept a tensor without dimensions wherever they accept a number."""
 
 
 class Nodes:
     """The values of a graph's nodes, and new nodes for the tensors that a trace makes of them.
 
     Attributes:
-        graph: the compiler's.
-        before: new nodes go before this one.
+        graph: the compiler's graph.
+        before: new nodes are inserted before this node.
         like: a tensor on the device of the call.
-        dtype: of scores.
+        dtype: the scores' dtype.
     """
 
     def __init__(self, graph: fx.Graph, before: fx.Node, like: Tensor, dtype: torch.dtype) -> None:
@@ -46,9 +46,9 @@ class Nodes:
         self._numbers: dict[fx.Node, Tensor] = {}
 
     def value_of(self, node: fx.Node, as_tensor: bool) -> Any:
-        """What a node stands for; as_tensor: a number that the program knows only when it runs is a tensor.
+        """A node's value. as_tensor: True to return a number that is known only at run time as a tensor.
 
-        Otherwise it becomes a constant, and the compiler compiles again for another one.
+        Otherwise such a number becomes a constant, and the compiler recompiles for another number.
         """
         value = node.meta.get(VALUE)
         if isinstance(value, Tensor):
@@ -76,7 +76,7 @@ class Nodes:
         return found
 
     def applied(self, function: Callable[..., Tensor], tensor: Tensor, *args: Any) -> Tensor:
-        """``function(tensor, *args)``, also as a node."""
+        """``function(tensor, *args)``; adds a node for the result."""
         value = function(tensor, *args)
         self._new("call_function", function, (self.node_of(tensor), *args), value)
         return value
@@ -109,16 +109,16 @@ class Program:
 
     Attributes:
         what: score_mod or mask_mod.
-        inputs: the stand-ins, in the order of the function's arguments.
-        result: the node of what it returned.
-        steps: the nodes that it is called for, in order: those that depend on the inputs, and changes of torch's mode
-            of gradients among them.
+        inputs: the placeholders, in the order of the function's arguments.
+        result: the node of the returned value.
+        steps: the nodes that a call runs, in order: nodes that depend on the inputs or make tensors of numbers, and
+            changes of torch's gradient mode.
     """
 
     def __init__(
         self, nodes: Nodes, what: str, inputs: Sequence[fx.Node], result: fx.Node, segment: Sequence[fx.Node]
     ) -> None:
-        """segment: all nodes that the compiler noted while it interpreted the function."""
+        """segment: all nodes that the compiler recorded while it interpreted the function."""
         self.nodes, self.what, self.inputs, self.result = nodes, what, tuple(inputs), result
         depending, steps = set(self.inputs), list[fx.Node]()
         for node in segment:
@@ -159,7 +159,7 @@ class Program:
 
 
 def _makes_number(node: fx.Node) -> bool:
-    """True for a float or a bool that the function makes a tensor of: a trace has it as a number."""
+    """True if a node makes a tensor of one float or bool; a trace treats the tensor as a number."""
     if node.op != "call_function" or node.target not in _MAKE_NUMBERS or node.all_input_nodes:
         return False
     made = node.meta[VALUE]
@@ -178,9 +178,9 @@ def line_of(node: fx.Node) -> Place | None:
 def programs(
     nodes: Nodes, whats: Sequence[str], given: Sequence[fx.Node]
 ) -> tuple[list[Program], Sequence[fx.Node]]:
-    """Functions, of which each is noted as its inputs and its result; and the nodes that follow them.
+    """(functions, remaining nodes) from ``given``, which has the inputs and the result of each function in turn.
 
-    whats: their names in :data:`.trace.SIGNATURES`.
+    whats: the functions' names in :data:`.trace.SIGNATURES`.
     """
     order = list(nodes.graph.nodes)
     numbered = {node: place for place, node in enumerate(order)}
@@ -198,7 +198,7 @@ def programs(
 
 
 def erase(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
-    """Take out nodes that nothing uses, the last first."""
+    """Erase the nodes that have no users, last node first."""
     for node in reversed(nodes):
         if not node.users:
             graph.erase_node(node)

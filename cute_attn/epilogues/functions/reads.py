@@ -1,8 +1,9 @@
 """The values that functions refer to, and how a later call compares them: the key of a trace. Imports no compiler.
 
-A function's trace holds for every call in which the function would do the same: its code, and the values that it reads
-from closures, defaults, globals and attributes. Those values are the key. A value that cannot be compared (an object of
-another class, the environment, torch's state) makes the key incomplete; such a function is traced in each call.
+A function's trace is valid for every call in which the function would do the same. That depends on its code, and on the
+values that it reads from closures, defaults, globals and attributes: these are the key. A value that cannot be compared
+(an object of another class, the environment, torch's state) makes the key incomplete; such a function is traced in each
+call.
 """
 
 import dis
@@ -21,7 +22,7 @@ from torch import Tensor
 from cute_attn.epilogues.functions.trace import KNOWN_NAMES
 
 _ATTRIBUTES = KNOWN_NAMES | {"append", "extend", "items", "keys", "values", "get", "index", "count"}
-"""Names in torch and math, and methods of lists and dicts: a trace that changes one is not kept."""
+"""Names in torch and math, and methods of lists and dicts; if tracing changes a list or dict, no trace is kept."""
 _PLAIN = frozenset((int, bool, str, type(None), torch.dtype, torch.device))
 _LIBRARIES = frozenset(("torch", "math", "operator"))
 _TYPES = frozenset((int, bool, float, str, tuple, list))
@@ -35,13 +36,13 @@ _MOST_VALUES = 4096
 
 
 class Step(NamedTuple):
-    """Finds again and compares one value that functions read.
+    """How a later call finds and compares one value that functions read.
 
     Attributes:
-        parent: where it is read from: 0 for the functions, or one more than a step's number.
-        get: reads it from its parent.
-        kind: its type.
-        test: True for the same value; None if its contents have separate steps.
+        parent: the source of the value: 0 for the functions, n + 1 for the value of step n.
+        get: reads the value from its parent.
+        kind: the value's type.
+        test: returns True for the same value; None if the value's contents have separate steps.
     """
 
     parent: int
@@ -53,14 +54,14 @@ class Step(NamedTuple):
 class Reads:
     """The key of some functions, with their tensors in the order of their first reference.
 
-    Tensors count by dtype, shape, strides and device, so that others can replace them.
+    Tensors are compared by dtype, shape, strides and device, so that other tensors can replace them.
 
     Attributes:
-        values: of the key, in the order of reading.
-        steps: how a later call reads and compares them without a key: in :mod:`cute_attn.host.plans`.
+        values: the key's values, in the order of reading.
+        steps: how a later call reads and compares the values without a key; used in :mod:`cute_attn.host.plans`.
         tensors: the referenced tensors, each once.
         references: the tensor of each reference.
-        kept: objects that the key names by their id.
+        kept: objects whose ids are in the key.
         complete: True if the key determines the functions' behaviour.
     """
 
@@ -84,12 +85,12 @@ class Reads:
         return tuple(self.values)
 
     def _step(self, x: Any, parent: int, get: Callable[[Any], Any], test: Callable | None = None) -> int:
-        """Place of a value that later calls read; test: see :class:`Step`."""
+        """Add a step for a value, and return the number by which other steps refer to it. test: see :class:`Step`."""
         self.steps.append(Step(parent, get, type(x), test))
         return len(self.steps)
 
     def _walk(self, x: Any, parent: int, get: Callable[[Any], Any]) -> None:
-        """Read a value; ``get`` reads it from the value at ``parent``."""
+        """Add the value x to the key; ``get`` reads x from the value at ``parent``."""
         kind = type(x)
         if not self.complete:
             return
@@ -126,7 +127,7 @@ class Reads:
     def _nested(
         self, x: Any, parent: int, get: Callable[[Any], Any], read: Callable[[Any, int], None]
     ) -> None:
-        """Read the contents of x. They may include x: a function that calls itself."""
+        """Add the contents of x to the key. They may include x itself, as in a recursive function."""
         if id(x) in self._active:
             self.values.append(("within", self._active.index(id(x))))
             if type(x) is FunctionType:  # keep neither it nor its references
@@ -215,7 +216,7 @@ def _values(entries: dict) -> tuple:
 
 
 def _is_of_torch(scope: dict[str, Any]) -> bool:
-    """``scope``, a function's globals, belongs to a module of torch."""
+    """True if ``scope``, a function's globals, belongs to a module of torch."""
     name = scope.get("__name__")
     if not isinstance(name, str) or name.partition(".")[0] != "torch":
         return False
@@ -224,7 +225,7 @@ def _is_of_torch(scope: dict[str, Any]) -> bool:
 
 @functools.cache
 def _torchs_functions() -> frozenset[Any]:
-    """Functions of torch, math and operator that do the same in every call."""
+    """Functions of torch, math and operator that depend only on their arguments."""
     places = (torch, torch.nn.functional, torch.special, math)
     known = [getattr(place, name, None) for place in places for name in KNOWN_NAMES]
     known += [getattr(operator, name) for name in dir(operator)]
@@ -232,7 +233,7 @@ def _torchs_functions() -> frozenset[Any]:
 
 
 class _Names(NamedTuple):
-    """Names that code reads. known: they can be compared: no import, no attribute of unknown meaning, no store."""
+    """Names that ``code`` reads. known: False if it also imports, stores, or reads attributes of unknown meaning."""
 
     code: CodeType
     read: tuple[str, ...]
@@ -244,7 +245,7 @@ _names: dict[int, _Names] = {}
 
 
 def _names_of(code: CodeType) -> _Names:
-    """The globals that a function may read, its inner functions' too."""
+    """The globals that a function and its inner functions may read."""
     found = _names.get(id(code))
     if found is None or found.code is not code:
         read: dict[str, None] = {}

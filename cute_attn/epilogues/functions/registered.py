@@ -1,4 +1,4 @@
-"""Functions of scores under names: epilogues for every kernel name, command and call. Calls pass their arguments.
+"""Functions of scores, registered as epilogues by name, for kernel names, commands and calls that pass arguments.
 
 @score_mod("relative_position", example=lambda batch, nheads, *_: (torch.randn(nheads, 257),))
 def relative_position(score, b, h, q_idx, kv_idx, table):
@@ -38,10 +38,10 @@ class RegisteredFunction(FunctionEpilogue):
         dimensions: numbers of dimensions of a call's tensors.
         example: see :func:`score_mod`.
         written: the object with the function's name and module.
-        functions: the score_mod or the mask_mod, and None.
+        functions: (score_mod, mask_mod), one of them None.
         arguments: arguments for tracing the function.
-        was_read: the key of its reads at registration, see :class:`.reads.Reads`; None: they have no key.
-        code_digest: distinguishes it from others of its name.
+        was_read: the key of its reads at registration, see :class:`.reads.Reads`; None if they have no complete key.
+        code_digest: distinguishes the function from others of the same name.
     """
 
     parameters: tuple[str, ...]
@@ -57,7 +57,7 @@ class RegisteredFunction(FunctionEpilogue):
         return self.example(batch, nheads, seqlen_q, seqlen_k)
 
     def given(self, inputs: ScoreInputs) -> tuple:
-        """A call's arguments."""
+        """The checked arguments of a call."""
         self._check_unchanged()
         given = inputs.extra.get(self.name, ())
         if len(given) != len(self.parameters):
@@ -103,7 +103,7 @@ class RegisteredFunction(FunctionEpilogue):
 
     @functools.cached_property
     def _of_float64(self) -> Node:
-        """The trace of float64 scores: once, since a function that has changed is refused before."""
+        """The traced output for float64 scores. It is traced once, since a changed function has been refused before."""
         return trace_with_arguments(self.arguments, *self.functions, dtype=torch.float64).output
 
     def evaluated(
@@ -114,7 +114,7 @@ class RegisteredFunction(FunctionEpilogue):
         precision: Precision = AS_TORCH,
         output: Node | None = None,
     ) -> Any:
-        """The trace's value; float64 scores have a separate trace, since a function may ask for their dtype."""
+        """See the base class. float64 scores have a separate trace, since a function may ask for the scores' dtype."""
         if output is None and scores.dtype == torch.float64:
             output = self._of_float64
         return super().evaluated(scores, coords, args, precision, output)
@@ -131,28 +131,28 @@ def _described(one: Captured, dimensions: int, unit_stride: bool) -> str:
 
 
 def score_mod(name: str, *, example: Example | None = None) -> Callable[[Function], Function]:
-    """Function decorator: register a function of a score as an epilogue, forward and backward, on every kernel.
+    """Function decorator: register a function of a score as an epilogue, forward and backward, for every kernel.
 
-    The function is FlexAttention's score_mod: of ``(score, b, h, q_idx, kv_idx)``, all scalars, it returns the new
-    score. The other parameters of its signature are tensors, read by element, and numbers. A call passes them:
-    ``attention(..., epilogues={name: (table, 0.5)})``. They have the dtypes and numbers of dimensions of the example;
-    sizes and numbers may differ without a new compilation. ``name`` is accepted in kernel names too.
+    The function is a score_mod of FlexAttention: it maps ``(score, b, h, q_idx, kv_idx)``, all scalars, to the new
+    score. Further parameters are tensors, which it reads by element, and numbers. A call passes them:
+    ``attention(..., epilogues={name: (table, 0.5)})``. They must have the example's dtypes and numbers of dimensions;
+    other sizes and values need no new compilation. ``name`` is accepted in kernel names too.
 
     Args:
-        name: for traits and calls.
-        example: a function of (batch, nheads, seqlen_q, seqlen_k): the arguments of a call of these sizes, as a tuple
-            with tensors on the CPU. Checks, timings and tuning by name use them. None: the function has no arguments.
+        name: the epilogue's name in traits and calls.
+        example: a function of (batch, nheads, seqlen_q, seqlen_k) that returns the further arguments of a call of these
+            sizes, as a tuple with CPU tensors, for checks, timings and tuning by name. None: no further parameters.
 
     Raises:
-        TypeError: the function cannot be traced, refers to a tensor that is not one of its arguments, or has other
-            arguments than the example.
+        TypeError: the function cannot be traced, refers to a tensor that is not one of its arguments, or has
+            parameters that do not match the example.
         ValueError: the name is taken by another function or class, or cannot be a word of a kernel's name.
     """
     return _registering("score_mod", name, example)
 
 
 def mask_mod(name: str, *, example: Example | None = None) -> Callable[[Function], Function]:
-    """As :func:`score_mod` for a function of ``(b, h, q_idx, kv_idx)`` that returns whether the key is seen."""
+    """Like :func:`score_mod`, for a function of ``(b, h, q_idx, kv_idx)`` that returns True for visible keys."""
     return _registering("mask_mod", name, example)
 
 
@@ -188,14 +188,14 @@ def _registering(what: str, name: str, example: Example | None) -> Callable[[Fun
 
 
 def _written(function: Callable) -> Any:
-    """The object with a function's name and module: itself, or the class or function behind an object or a partial."""
+    """The object with a function's name and module: the function, a partial's function, or an object's class."""
     while isinstance(function, functools.partial):
         function = function.func
     return function if hasattr(function, "__qualname__") else type(function)
 
 
 def _arguments_of(whose: str, example: Example | None, parameters: tuple[str, ...]) -> tuple:
-    """The result of an example. whose: the beginning of an error's sentence."""
+    """The checked arguments that ``example`` returns. whose: the subject of error messages."""
     if example is not None and not callable(example):
         raise TypeError(
             f"{whose} is {example!r}; accepted: a function of (batch, nheads, seqlen_q, seqlen_k)"
@@ -227,7 +227,7 @@ def _arguments_of(whose: str, example: Example | None, parameters: tuple[str, ..
 
 
 def _parameters_of(what: str, name: str, function: Callable) -> tuple[str, ...]:
-    """Names of a function's parameters after its signature's."""
+    """Names of a function's parameters that follow those in ``SIGNATURES``."""
     parameters = list(inspect.signature(function).parameters.values())
     own = len(SIGNATURES[what])
     if len(parameters) < own or any(x.kind is not x.POSITIONAL_OR_KEYWORD for x in parameters):

@@ -1,4 +1,4 @@
-"""Traces as text, in exported programs: a process that loads one has not traced its functions. Imports no compiler."""
+"""Traces as text for exported programs, whose loaders have not traced the functions. Imports no compiler."""
 
 import base64
 import json
@@ -19,7 +19,7 @@ def text_of(traced: Trace, partial: Trace | None = None, unites: bool | None = N
 
 
 def traces_of(text: str) -> tuple[Trace, Trace | None, bool | None]:
-    """The arguments of :func:`text_of`, with tensors without memory."""
+    """The arguments of :func:`text_of`, with meta tensors."""
     traced, partial, unites = json.loads(zlib.decompress(base64.urlsafe_b64decode(text)))
     return _trace(*traced), None if partial is None else _trace(*partial), unites
 

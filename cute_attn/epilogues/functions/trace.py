@@ -1,4 +1,4 @@
-"""A score function of FlexAttention's signature, called once with symbols that record its operations."""
+"""Tracing: calls a function with FlexAttention's signature once, with symbols that record its operations."""
 
 import functools
 import inspect
@@ -43,11 +43,11 @@ ACCEPTED = (
 
 @dataclass(frozen=True)
 class Trace:
-    """The operations of functions on a score: the output's graph, and the captured tensors, by number of its loads.
+    """The operations of functions on a score.
 
-    With a function of arguments, the arguments in their order replace captured tensors.
+    tensors: captured tensors, as numbered by the graph's loads; for functions with arguments, the arguments in order.
     reads: see :class:`Recorder`.
-    sources: of each tensor that is a view, the tensor that it is one of; else None.
+    sources: for each tensor that is a view, the tensor that it is a view of; else None.
     """
 
     graph: Graph
@@ -58,7 +58,7 @@ class Trace:
 
 
 def kind_of(function: Callable) -> str:
-    """The kind of a function by its parameters, score_mod or mask_mod."""
+    """``score_mod`` or ``mask_mod``, by the function's number of parameters."""
     parameters = inspect.signature(function).parameters.values()
     wanted = [
         x
@@ -76,7 +76,7 @@ def kind_of(function: Callable) -> str:
 
 
 def check_function(what: str, function: Any) -> None:
-    """Raise TypeError for a ``score_mod`` or ``mask_mod`` that is no function."""
+    """Raise TypeError for a ``score_mod`` or ``mask_mod`` that is not a function."""
     if not callable(function) or isinstance(function, type):
         given = f"the class {function.__name__}" if isinstance(function, type) else traits.kind_of(function)
         raise TypeError(f"{what} is {given}; accepted: a function of ({', '.join(SIGNATURES[what])})")
@@ -89,13 +89,13 @@ def trace(
     dtype: torch.dtype = torch.float32,
     applied: "Applied | None" = None,
 ) -> Trace:
-    """The graph of ``score_mod``, then of ``mask_mod``, with -inf for hidden keys. dtype: of scores.
+    """Trace ``score_mod`` and then ``mask_mod``, with -inf for hidden keys. dtype: the scores' dtype.
 
     applied: see :class:`Recorder`.
 
     Raises:
         TypeError: an operation of a function has no node; the message names it.
-        ValueError: it reads an element of an empty tensor.
+        ValueError: a function reads an element of an empty tensor.
     """
     recorder = Recorder(device or torch.device("cpu"), dtype)
     recorder.applied = applied or _applied
@@ -108,12 +108,12 @@ def trace_with_arguments(
     mask_mod: Callable | None,
     dtype: torch.dtype = torch.float32,
 ) -> Trace:
-    """Like :func:`trace`, for functions whose tensors are all among their further parameters, with numbers.
+    """Like :func:`trace`, for functions that get all their tensors, and numbers, as further arguments.
 
     arguments: examples. The graph depends on their dtypes and numbers of dimensions, not on their sizes or values.
 
     Raises:
-        TypeError: also where one refers to another tensor.
+        TypeError: also if a function refers to another tensor.
     """
     recorder = Recorder(torch.device("cpu"), dtype, arguments)
     output = _output(recorder, score_mod, mask_mod)
@@ -141,7 +141,7 @@ def _output(recorder: "Recorder", score_mod: Callable | None, mask_mod: Callable
 
 
 _MOST_IN_A_ROW = 256
-"""Graphs are read recursively, with at most three calls per operation, and Python stops at 1,000 nested calls."""
+"""Maximum depth of a graph: it is read recursively, up to 3 calls per operation, and Python allows 1,000 calls."""
 _THE_KINDS = {BOOL: "a bool", INT: "an integer", LONG: "an integer", FLOAT: "a float"}
 
 
@@ -162,7 +162,7 @@ def _renumbered(recorder: "Recorder", output: Node) -> Trace:
 
 
 Applied = Callable[..., Tensor]
-"""Of a function, a tensor and further arguments: the function's result, a view or another tensor."""
+"""Maps (function, tensor, further arguments) to the function's result, which is a view or another tensor."""
 
 
 def _applied(function: Callable[..., Tensor], tensor: Tensor, *args: Any) -> Tensor:
@@ -173,11 +173,11 @@ class Recorder(TorchFunctionMode):
     """Records one trace. As a mode it also sees operations on real tensors, such as ``table[h, q - k]``.
 
     Attributes:
-        reads: a value that the function read and its tensors' dtype, shape, strides and device do not determine, such
-            as a tensor's value by ``item``; "" for nothing. The trace holds only for that value.
-        views: by id, tensors that the function has made by indices and views, each with what it is a view of.
-        applied: makes a tensor of a captured one, where the trace itself does so.
-        line: of the function, where the stack does not have it.
+        reads: name of an operation that changed a tensor, or read a value that its tensors' dtype, shape, strides and
+            device do not determine, such as ``item``; "" if none. The trace is then valid only for this call.
+        views: by id, tensors that the function made by indexing or as views, each with the tensor that it views.
+        applied: applies a function to a captured tensor, where the trace itself needs the result.
+        line: the function's current line, if the stack does not contain it; else None.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, arguments: Sequence[Any] = ()) -> None:
@@ -198,7 +198,7 @@ class Recorder(TorchFunctionMode):
         self.arguments = [self._argument(number, x) for number, x in enumerate(arguments)]
 
     def call(self, what: str, function: Any) -> Node:
-        """The node that a function returns for the inputs of its signature."""
+        """Call a function with symbols for the inputs of its signature, and return its result's node."""
         check_function(what, function)
         self.what, self._is_open = what, True
         self._check_arguments(function)
@@ -232,7 +232,7 @@ class Recorder(TorchFunctionMode):
             raise TypeError(f"{self.what} takes {given}; accepted: ({', '.join(wanted)})") from None
 
     def symbol(self, node: Node, rank: int = 0, dtype: torch.dtype | None = None) -> "Symbol":
-        """A traced value, as a tensor of one element. dtype: of a number that has one."""
+        """A traced value, as a tensor of one element. dtype: for a number, if it is not the node's dtype."""
         if self._depth(node) > _MOST_IN_A_ROW:
             self.refuse(
                 "chains too many operations", f"up to {_MOST_IN_A_ROW}, each on the result of the last"
@@ -244,7 +244,7 @@ class Recorder(TorchFunctionMode):
         return self.symbol(self.graph.const(x)) if isinstance(x, int | float) else x
 
     def dtype_of(self, node: Node) -> torch.dtype:
-        """A value's dtype, promoted from its operands' like torch's: numbers and integers do not affect a float's."""
+        """A value's dtype, promoted from its operands as in torch: numbers and integers do not affect a float's."""
         if node.dtype:
             return getattr(torch, node.dtype)
         if node.kind != FLOAT:
@@ -265,7 +265,7 @@ class Recorder(TorchFunctionMode):
         return self._depths[node]
 
     def _argument(self, number: int, x: Any) -> "Symbol | Argument":
-        """The symbol for a function's argument behind its signature's."""
+        """The symbol for an argument of the function that follows its signature's inputs."""
         if isinstance(x, Tensor) and x.dim():
             return Argument(self, x, (None,) * x.dim(), number)
         kind = LOADED.get(x.dtype, FLOAT) if isinstance(x, Tensor) else FLOAT if isinstance(x, float) else INT
@@ -283,7 +283,7 @@ class Recorder(TorchFunctionMode):
         return self.operation(func, args, kwargs)
 
     def _on_tensors(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """An operation on the function's tensors, or on torch's state."""
+        """Run an operation on the function's tensors, or on torch's state, and note what it reads."""
         if func is torch._C._set_grad_enabled and self._has_gradients is not None:
             self._has_gradients = args[0]
         if _is_random(func):
@@ -303,12 +303,12 @@ class Recorder(TorchFunctionMode):
         return self._number(func, result, args, kwargs) if func in _NUMBERS else result
 
     def _note_view(self, made: Tensor, source: Tensor) -> None:
-        """Where no gradient is lost, as by torch.no_grad; ``made`` may be a copy, too."""
+        """Note that ``made`` is a view of ``source``, or a copy, unless its gradient is lost, as by torch.no_grad."""
         if torch.is_grad_enabled():
             self.views[id(made)] = (made, self.views.get(id(source), (source, source))[1])
 
     def _number(self, func: Any, made: Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A float or a bool that the function makes a tensor of: a number of the graph, not a captured tensor."""
+        """A symbol for ``made`` if it holds one float or bool: a number of the graph, not a captured tensor."""
         kind = LOADED.get(made.dtype)
         if (
             made.numel() != 1
@@ -324,7 +324,7 @@ class Recorder(TorchFunctionMode):
         return number
 
     def operation(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """An operation with traced values, known by ``func``'s identity: users may choose the same names."""
+        """Record an operation on traced values. Identity, not the name, selects it: users may choose torch's names."""
         if not self._is_open:
             # Python's operators would replace a TypeError by another one.
             raise RuntimeError(
@@ -389,7 +389,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _check_with_torch(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Refuse what torch refuses for values of these dtypes, such as ``&`` of floats; else the result's dtype."""
+        """Refuse operands whose dtypes torch refuses, such as floats for ``&``; return the dtype of torch's result."""
         given = tuple(map(_kind, args)), tuple((x, _kind(y)) for x, y in kwargs.items())
         found = _in_torch(func, *given)
         if isinstance(found, str):
@@ -397,7 +397,7 @@ class Recorder(TorchFunctionMode):
         return found
 
     def _of_dtype(self, node: Node, dtype: torch.dtype | None) -> Node:
-        """A float in the dtype that torch's operation has, where operations that it is made of promote otherwise."""
+        """A float in the dtype of torch's result: the operations that replace torch's may promote differently."""
         if dtype is None or node.kind != FLOAT or node.op == "const" or self.dtype_of(node) == dtype:
             return node
         return self.graph.cast(node, FLOAT, _dtype_name(dtype))
@@ -416,7 +416,7 @@ class Recorder(TorchFunctionMode):
         return view
 
     def _of_rows(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """An operation of torch's on a row: it is applied to all rows of the tensor, and the same one is read."""
+        """Apply an operation on a row to all rows of the tensor, and return the same row of the result."""
         row = args[0]
         fixed = [axis for axis, node in enumerate(row.places) if node is not None]
 
@@ -442,11 +442,11 @@ class Recorder(TorchFunctionMode):
         return node if self._has_gradients is not False else self.graph.detached(node)
 
     def _is_writable(self, x: Any) -> bool:
-        """A value may change in place if it is traced and no other value is in the same memory."""
+        """True for a traced value that may change in place: no other value has its memory; gradients are not off."""
         return isinstance(x, Symbol) and not x.has_alias and self._has_gradients is not False
 
     def _written(self, x: "Symbol", node: Node, name: str) -> "Symbol":
-        """A value that an operation changed in place; it keeps its dtype, as torch's."""
+        """x, changed in place to the value of ``node``; it keeps its dtype, as in torch."""
         if KINDS.index(node.kind) > KINDS.index(x.node.kind) and (node.kind, x.node.kind) != (LONG, INT):
             was, new = _THE_KINDS[x.node.kind], _THE_KINDS[node.kind]
             self.refuse(f"writes {new} in place of {was} by {name}", "results of the value's own dtype")
@@ -454,7 +454,7 @@ class Recorder(TorchFunctionMode):
         return x
 
     def _metadata(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A traced value's dtype, device and shape are those of its tensor object, except for an argument's sizes."""
+        """Metadata of a traced value, from its tensor object; the sizes of an argument are traced values instead."""
         if isinstance(args[0], Argument) and name in _SIZES:
             if name in ("stride", "is_contiguous"):
                 self.refuse(
@@ -465,7 +465,7 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def refuse(self, what: str, accepted: str = ACCEPTED, *, as_torch: bool = False) -> Any:
-        """Raise the error. as_torch: torch raises a TypeError, too, such as for ``x == None``; Python catches it."""
+        """Raise TypeError. as_torch: torch raises TypeError too, such as for ``x == None``, and Python catches it."""
         self._is_refused = self._is_refused or not as_torch
         at = self.line or _place_of(sys._getframe(1))
         line = "" if at is None or at[0] == __file__ else f" (line {at[1]} of {os.path.basename(at[0])})"
@@ -496,7 +496,7 @@ class Recorder(TorchFunctionMode):
         return self.refuse(f"{did} {x!r}", accepted, as_torch=True)
 
     def load(self, tensor: Tensor, indices: tuple[Node, ...], number: int | None = None) -> Node:
-        """An element of a captured tensor, or of argument ``number``: a tensor may be several arguments."""
+        """An element of a captured tensor, or of argument ``number``; the same tensor may be several arguments."""
         kind = LOADED.get(tensor.dtype)
         if kind is None or tensor.is_nested or tensor.layout is not torch.strided:
             accepted = f"dense ones of {', '.join(map(str, LOADED))}"
@@ -571,7 +571,7 @@ class Recorder(TorchFunctionMode):
         number: int | None = None,
         rank: int = 0,
     ) -> Any:
-        """rank: of the element; indices may be tensors with dimensions of size 1."""
+        """The element, or a ``kind`` if indices are left. rank: the element's; indices may be tensors of size 1."""
         nodes = tuple(x for x in index if x is not None)
         if len(nodes) < len(index):
             if rank:
@@ -581,9 +581,9 @@ class Recorder(TorchFunctionMode):
 
 
 def _place_of(frame: FrameType | None) -> Place | None:
-    """The innermost line of a user's code that led to an operation; of a function of torch's, its own line.
+    """The innermost line of user code that led to an operation; if the traced function is torch's, its line.
 
-    frame: the operation's. None if another thread calls a function of torch's.
+    frame: the operation's frame. Returns None if another thread calls a function of torch.
     """
     outermost = frame
     while frame is not None and frame.f_code is not Recorder.call.__code__:
@@ -594,7 +594,7 @@ def _place_of(frame: FrameType | None) -> Place | None:
 
 
 _INNER = ("torch.", f"{__package__}.")
-"""Modules that are no user's code: torch's and these."""
+"""Prefixes of modules that are not user code: torch and this package."""
 
 
 def _line_of(frame: FrameType) -> Place:
@@ -607,13 +607,13 @@ def _absolute(file: str) -> str:
 
 
 class _Kind(NamedTuple):
-    """A tensor of one element, for torch's own checks of arguments."""
+    """The dtype and rank of a tensor of one element, for torch's own checks of arguments."""
 
     dtype: torch.dtype
     rank: int
 
     def one(self, widened: bool) -> Tensor:
-        """One; widened: a float in the widest dtype, since the CPU lacks some 16-bit operations."""
+        """The tensor, with value 1. widened: make a float float64, since the CPU lacks some 16-bit operations."""
         dtype = torch.float64 if widened and self.dtype.is_floating_point else self.dtype
         return torch.ones((1,) * self.rank, dtype=dtype)
 
@@ -655,7 +655,7 @@ def _in_torch(func: Any, args: tuple, kwargs: tuple) -> torch.dtype | str | None
 
 
 class _Refused(Exception):
-    """An operation is traced, but not with these arguments."""
+    """Raised if an operation can be traced, but not with these arguments."""
 
 
 _WRONG_ARGUMENTS = re.compile("unexpected keyword|positional argument|keyword-only argument")
@@ -669,7 +669,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _tensors_in(x: Any) -> Iterator[Tensor]:
-    """Tensors and traced values in arguments, or in lists of them."""
+    """Yield the tensors and traced values in arguments, or in lists of arguments."""
     if isinstance(x, tuple | list):
         for one in x:
             yield from _tensors_in(one)
@@ -682,7 +682,7 @@ def _first_traced(x: Any) -> "Symbol | Row | None":
 
 
 def _needs_tensors(func: Any, given: Any) -> bool:
-    """True if all traced values are numbers that the function has made tensors of, and it asks for more than those."""
+    """True if all traced values are numbers that were tensors, and func asks for a value or has a larger tensor."""
     tensors = list(_tensors_in(given))
     if any(one.made is None for one in tensors if isinstance(one, _Traced)):
         return False
@@ -690,21 +690,21 @@ def _needs_tensors(func: Any, given: Any) -> bool:
 
 
 def _as_made(x: Any) -> Any:
-    """Arguments with the tensors that the function has made in place of their numbers."""
+    """Arguments in which the tensors that the function made replace the symbols of their numbers."""
     if isinstance(x, tuple | list):
         return type(x)(map(_as_made, x))
     return x.made if isinstance(x, Symbol) else x
 
 
 class _Traced(Tensor):
-    """Base of a trace's stand-ins for tensors. The recorder handles all operations on it, by identity or by name.
+    """Base of a trace's placeholders for tensors. The recorder handles all operations on them, by identity or name.
 
-    It is a tensor without memory, so that functions which ask whether something is one get the right answer.
+    A placeholder is a tensor without memory, so a function that tests whether its argument is a tensor finds one.
     """
 
     recorder: Recorder
     made: Tensor | None = None
-    """A number as the tensor that the function has made of it."""
+    """For a number: the tensor that the function made of it."""
 
     @staticmethod
     def _of(cls: Any, recorder: Recorder, shape: Sequence[int], dtype: torch.dtype) -> Any:
@@ -736,7 +736,7 @@ class Symbol(_Traced):
     own_dtype: torch.dtype
     rank: int
     has_alias = False
-    """True if another value, such as a detached one, is in the same memory."""
+    """True if another value, such as a detached value, has the same memory."""
 
     def __new__(cls, recorder: Recorder, node: Node, rank: int, dtype: torch.dtype) -> "Symbol":
         made = cls._of(cls, recorder, (1,) * rank, dtype)
@@ -745,7 +745,7 @@ class Symbol(_Traced):
 
 
 class Row(_Traced):
-    """A captured tensor with indices of some dimensions, None for others: ``table[h]``, before ``[q_idx]``."""
+    """A captured tensor with some dimensions indexed, such as ``table[h]``. places: None for the other dimensions."""
 
     tensor: Tensor
     places: tuple[Node | None, ...]
@@ -761,10 +761,10 @@ class Row(_Traced):
 
 
 class Argument(Row):
-    """A tensor argument of a function. Tensors of calls have other sizes, so sizes are nodes of the graph too."""
+    """A tensor argument of a function. Calls may pass other sizes, so sizes are nodes of the graph too."""
 
     def extent(self, name: str, dim: int | None = None) -> Any:
-        """Its ``shape``, ``size`` or ``numel``. ``len`` is refused, since Python requires a number."""
+        """The argument's ``shape``, ``size`` or ``numel``. ``len`` is refused, since Python requires a number."""
         made = self.recorder.graph.make
         axes = (axis for axis, one in enumerate(self.places) if one is None)
         sizes = tuple(self.recorder.symbol(made("extent", INT, (), (self.number, axis))) for axis in axes)
@@ -783,9 +783,9 @@ _NO_INDICES = frozenset((torch.uint8, torch.int8, torch.int16))
 _ALIASES = frozenset((
     "contiguous", "to", "type", "type_as", "float", "double", "int", "long", "bool", "positive", "detach", "data",
 ))  # fmt: skip
-"""Operations that return the value itself where it has the dtype that they are asked for."""
+"""Operations that return the value itself if it already has the requested dtype."""
 _LOOKUPS = frozenset(("select", "index_select", "gather", "take", "embedding", "bucketize", "searchsorted"))
-"""Operations with tables."""
+"""Operations that read tables."""
 _VIEWS = frozenset((
     "view", "view_as", "reshape", "reshape_as", "expand", "expand_as", "squeeze", "unsqueeze", "flatten", "ravel", "T",
     "mT", "real", "__getitem__",
@@ -828,7 +828,7 @@ def _is_in_place(name: str) -> bool:
 
 @functools.lru_cache(1024)
 def _is_random(func: Any) -> bool:
-    """Two calls may differ, as with torch.rand or dropout."""
+    """True if two calls may differ, as with torch.rand or dropout."""
     name = _name_of(func)
     packet = (
         getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
@@ -846,7 +846,7 @@ def _made_by(func: Any) -> "Make | None":
 
 @functools.cache
 def _by_identity() -> "dict[Any, Make]":
-    """Torch's functions, methods and operators of the names below, and of operators those with reversed operands."""
+    """Operations by torch's functions, methods and operators with the names below, and by reversed operators."""
     found: dict[Any, Make] = {}
     for name, made in _OPERATIONS.items():
         for place in (torch, Tensor, torch.nn.functional, torch.special):
@@ -873,11 +873,11 @@ def _reversed(made: "Make") -> "Make":
 # ---- operations by torch's names ----
 
 Make = Callable[..., Any]
-"""Takes the recorder and an operation's arguments; returns its node, or what :meth:`Recorder.lookup` returns."""
+"""Maps the recorder and an operation's arguments to its node, or to a result of :meth:`Recorder.lookup`."""
 
 
 def _binary(op: str, least: str = INT, of_bools: str = "") -> Make:
-    """of_bools: the operation on two bools."""
+    """The operation ``op`` on two numbers. of_bools: the operation on two bools; "" refuses them."""
 
     def make(t: Recorder, input: Any, other: Any) -> Node:
         a, b = t.node(input), t.node(other)
@@ -891,7 +891,7 @@ def _binary(op: str, least: str = INT, of_bools: str = "") -> Make:
 
 
 def _scaled(made: Make) -> Make:
-    """With ``alpha``, a factor of the second operand."""
+    """``made`` with a parameter ``alpha``, a factor of the second operand."""
 
     def make(t: Recorder, input: Any, other: Any, *, alpha: float = 1) -> Node:
         scaled = other if alpha == 1 else t.symbol(t.graph.binary("mul", t.node(other), t.node(alpha)))
@@ -901,7 +901,7 @@ def _scaled(made: Make) -> Make:
 
 
 def _integers(op: str) -> Make:
-    """Only on integers, or for & | ^ on bools."""
+    """An operation that accepts only integers; & | ^ also accept bools."""
 
     def make(t: Recorder, input: Any, other: Any) -> Node:
         a, b = t.node(input), t.node(other)
@@ -925,7 +925,7 @@ def _unary(op: str) -> Make:
 
 
 def _step(op: str) -> Make:
-    """floor, ceil, trunc: an integer stays."""
+    """floor, ceil, trunc or round; an integer is unchanged."""
 
     def make(t: Recorder, input: Any) -> Node:
         x = t.node(input)
@@ -1037,7 +1037,7 @@ def _cast_to(dtype: torch.dtype) -> Make:
 
 
 def _cast(t: Recorder, x: Node, dtype: torch.dtype) -> Node:
-    """An integer of 32 bits is not widened: its value is the same."""
+    """x as ``dtype``. A 32-bit integer is not widened for int64, since its value is the same."""
     if x.op == "score" and dtype == t.dtype:
         return x
     kind = LOADED[dtype]
@@ -1060,14 +1060,14 @@ def _to(t: Recorder, input: Any, *args: Any, dtype: Any = None, device: Any = No
 
 
 def _type(t: Recorder, input: Any, dtype: Any = None) -> Node:
-    """As another tensor's dtype, or that one; without any it would be a text."""
+    """Cast to ``dtype``, or to the dtype of a tensor; refused without an argument, where torch returns a string."""
     if not isinstance(dtype, torch.dtype | Tensor):
         raise _Refused
     return _to(t, input, dtype)
 
 
 def _typed(t: Recorder, number: Node, dtype: torch.dtype | None) -> Node:
-    """A number with a tensor's dtype; unlike Python's numbers it affects promotion."""
+    """A number with a tensor's dtype; unlike a Python number, it affects promotion."""
     wide = dtype == torch.float64 or (dtype == torch.float32 and number.kind == FLOAT)
     if not wide or number.op != "const" or not math.isfinite(number.value):  # -inf hides, whatever its dtype
         return number
@@ -1085,7 +1085,7 @@ _MOST_BOUNDARIES = 64
 def _bucketize(
     t: Recorder, input: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False
 ) -> Symbol:
-    """The number of boundaries below the input, by a comparison with each; NaN is above all."""
+    """The number of boundaries below the input, from a comparison with each boundary; NaN is above all of them."""
     if boundaries.dim() != 1 or isinstance(boundaries, Argument) or len(boundaries) > _MOST_BOUNDARIES:
         raise _Refused
     g, found = t.graph, t.graph.const(0)
@@ -1134,7 +1134,7 @@ def _embedding_of_nn(
 
 
 def _filled(value: Any) -> Make:
-    """new_ones(()), zeros_like(x) and the like, with x's dtype unless one is named. value: None for an argument."""
+    """new_ones(()), zeros_like(x) and the like, in x's dtype by default. value: None if the value is an argument."""
 
     def make(t: Recorder, input: Any, *args: Any, dtype: Any = None, size: Any = (), **others: Any) -> Node:
         if value is None:
@@ -1233,7 +1233,7 @@ KNOWN_NAMES = (
 
 
 def as_kernels_read(tensor: Tensor | float) -> Tensor | float:
-    """An argument of ``Captured``'s kinds, as passed to a launch."""
+    """A captured tensor or number as passed to a launch: bools become uint8, and a scalar tensor gets a dimension."""
     if not isinstance(tensor, Tensor):
         return tensor
     tensor = tensor.detach()

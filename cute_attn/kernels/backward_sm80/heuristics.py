@@ -1,7 +1,7 @@
 """The Ampere backward's default tiles, from ``tiles.csv``.
 
 P and dS stay in registers where they fit, with four warps of 32 keys and two CTAs per multiprocessor. In fp32 they pass
-through shared memory. With both in registers, ptxas computes many partial sums of dV and dK before it adds any of them
+through shared memory: with both in registers, ptxas computes many partial sums of dV and dK before it adds any of them
 up, and spills. sm80 adds to dQ float by float, which needs registers; sm86 and sm89 have less shared memory. Other
 tiles: "Ampere backward, on an H200" in bench/notes.md (#n: its rows).
 """
@@ -17,14 +17,14 @@ from cute_attn.traits import Traits
 
 TABLE = Table(__file__, BackwardSm80Tile)
 TERMS_LEAST_FLOP = {2: 2**31, 1: 2**32}
-"""Terms -> minimum floating-point operations of a call for which products in terms pay for three more launches. One
-term's has not been searched."""
+"""Number of terms -> minimum floating-point operations of a call for which products in terms pay for three more
+launches. The minimum for one term has not been tuned."""
 PASSES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18)
-"""Numbers of passes over dQ, above head dim 256."""
+"""Numbers of dQ passes that are tried above head dim 256."""
 
 
 def default_tile(traits: Traits, target: str, *, whole: bool = False) -> BackwardSm80Tile:
-    """The tile if none is named; whole: for fp32 operands that are not split into terms in memory."""
+    """The tile that is used if none is named; whole: for fp32 operands that are not stored as terms."""
     return _first(traits, target, whole, *keys(traits, target))
 
 
@@ -49,9 +49,9 @@ def _first(traits: Traits, target: str, whole: bool, *keys: Key) -> BackwardSm80
 
 
 def in_passes(tile: BackwardSm80Tile, traits: Traits) -> list[BackwardSm80Tile]:
-    """A row's tile, and with one pass if its passes do not divide head_dim.
+    """The tiles to try for a row: its tile, and the tile with one pass in case its passes do not divide head_dim.
 
-    With ``dq_passes=0`` one per allowed number of passes, fewest first, or one pass per chunk.
+    If the row has ``dq_passes=0``: a tile for each of ``PASSES``, or one tile with a pass per chunk.
     """
     if tile.dq_passes:
         return [tile] if tile.dq_passes == 1 else [tile, replace(tile, dq_passes=1)]
@@ -66,12 +66,13 @@ def in_passes(tile: BackwardSm80Tile, traits: Traits) -> list[BackwardSm80Tile]:
 
 
 def register_pressure(traits: Traits) -> int:
-    """Register pressure of the epilogues, from 0 to 5, by ptxas' spills.
+    """Register pressure of the epilogues, from 0 to 5, judged by ptxas's spills.
 
-    1: ALiBi, or lengths with wide gradients; 2: a bias; 3: values saved for a derivative, or a dropout mask; 4: many
-    of them, or a dropout mask or a window with lengths or many Philox words; 5: dropout and another epilogue.
+    1: ALiBi, or lengths with large head dims; 2: a bias; 3: values saved for a derivative, or a dropout mask; 4: many
+    such values, a dropout mask with lengths or many Philox words, or a window with lengths; 5: dropout with another
+    epilogue, or with many Philox words in some cases.
 
-    Differs from the forward's: there a bias needs more registers than softcap, here softcap needs more than a bias.
+    In the forward, a bias needs more registers than softcap; here softcap needs more.
     """
     saves, lengths = _saves(traits), _has_lengths(traits)
     large = traits.head_dim + traits.head_dim_v > 128
@@ -91,7 +92,7 @@ def register_pressure(traits: Traits) -> int:
 
 
 def _least_pressure(traits: Traits, target: str) -> int:
-    """Minimum pressure on a target: on sm80 adding single floats to dQ needs registers, too."""
+    """Minimum pressure on a target: on sm80, adding single floats to dQ needs registers too."""
     if target != "sm80":
         return 0
     largest = max(traits.head_dim, traits.head_dim_v)

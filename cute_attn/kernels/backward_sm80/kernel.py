@@ -10,7 +10,7 @@ A CTA owns tile_n keys of one kv head. K and V stay in shared memory, dK and dV 
 query blocks that see these keys, for every query head of the group:
 
     wait Q[i], dO[i]; start Q, dO[i + 1]
-    S = Q K^T; P;  dP = dO V^T; dS                  P and dS in Q's type to shared memory
+    S = Q K^T; P;  dP = dO V^T; dS                  P and dS are stored to shared memory in Q's type
     dV += P^T dO; dK += dS^T Q
     dQ[i] += dS K                                   fp32 reductions into global memory
 
@@ -19,12 +19,12 @@ Dropout's mask is computed before S, when few registers are live, and kept as on
 With ``p_in_regs`` the scores are computed transposed and P and dS are the register operands of dV and dK: only dS goes
 through shared memory, for dQ. Follows FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691).
 
-fp32 operands are stored as two fp16 terms, or with precision tf32 as one; P and dS are split the same way. If they do
-not fit their terms, they are split into as many tf32 terms in registers, and P and dS stay fp32: see
+fp32 operands are stored as two fp16 terms, or with precision tf32 as one; P and dS are split the same way. If operands
+do not fit their terms, they are split into as many tf32 terms in registers, and P and dS stay fp32: see
 :mod:`cute_attn.device.gemm_terms`. Large head dims compute dQ in passes over its columns; where K, V, Q and dO do not
 fit shared memory, a tile with ``columns`` streams them: see :mod:`cute_attn.kernels.backward_sm80.streamed`.
 
-Limits: head dims up to 576, padded to multiples of 32, above 256 of 64, in shared memory and registers; rows 16-byte
+Limits: head dims up to 576, padded in shared memory and registers to multiples of 32 (of 64 above 256); rows 16-byte
 aligned with a contiguous last dimension.
 """
 
@@ -80,17 +80,17 @@ def _operand_fake(kernel: Any) -> cute.Tensor:
 
 
 Operand = Annotated[cute.Tensor, _operand_fake]
-"""mQ, mK, mV, mDO: with operands ``terms`` (..., terms, padded head dim) in fp16."""
+"""mQ, mK, mV or mDO; with operands ``terms``, (..., terms, padded head dim) in fp16."""
 
 TermScales = Annotated[
     cute.Tensor | None, lambda kernel: fakes.plain(Float32, 1) if kernel.tile.speculative else None
 ]
-"""(4,): factors that the sums of the operands' terms carry, 0 for a tensor that does not fit its terms; or None."""
+"""(4,): a factor per operand that undoes its terms' scale, or 0 if the operand does not fit its terms; or None."""
 
 
 @dataclass(frozen=True)
 class BackwardSm80:
-    """Main backward kernel of (traits, tile); call it to trace the host side, see ``__call__``."""
+    """Main backward kernel for (traits, tile); ``__call__`` launches it."""
 
     traits: Traits
     tile: BackwardSm80Tile
@@ -108,7 +108,7 @@ class BackwardSm80:
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> BackwardSm80Tile:
-        """The tile if none is named."""
+        """The tile that is used if none is named."""
         return default_tile(traits, target)
 
     def for_lengths(
@@ -124,12 +124,12 @@ class BackwardSm80:
         return self
 
     def terms_pay(self, rows: int, seqlen_k: int) -> bool:
-        """In large calls operands in terms are faster, splitting included; rows: queries of all heads and sequences."""
+        """True if operands in terms are faster, splitting included; rows: queries of all heads and sequences."""
         dims = 3 * self.traits.head_dim + 2 * self.traits.head_dim_v
         return 2 * rows * seqlen_k * dims >= TERMS_LEAST_FLOP[self.traits.fp32_terms]
 
     def of_whole_operands(self, target: str) -> "BackwardSm80":
-        """The kernel of the same traits with the default tile of whole fp32 operands."""
+        """This kernel with the default tile for whole fp32 operands."""
         return dataclasses.replace(self, tile=default_tile(self.traits, target, whole=True))
 
     @functools.cached_property
@@ -142,7 +142,7 @@ class BackwardSm80:
         return self.epilogues.host_args(inputs)
 
     def step_content(self) -> StepContent:
-        """A step that needs no mask."""
+        """Content of a step that needs no mask."""
         return step_content(self.traits, self.tile, self.products.each)
 
     # ---- layouts, copies and the MMAs: override one of these to experiment ----
@@ -159,19 +159,19 @@ class BackwardSm80:
 
     @property
     def stored_terms(self) -> int:
-        """Terms of an operand in global and shared memory."""
+        """Number of terms per operand in global and shared memory."""
         return self.products.stored_terms
 
     def smem_layout(self, rows: int, cols: int, stages: int | None = 1) -> cute.ComposedLayout:
-        """(rows, cols[, stages]) of operands in shared memory."""
+        """Layout (rows, cols[, stages]) of operands in shared memory."""
         return layouts.smem_layout(rows, cols, self.operand_dtype, stages=stages)
 
     def gradient_layout(self, cols: int) -> cute.ComposedLayout:
-        """(tile_n, cols) of dK or dV in shared memory."""
+        """Layout (tile_n, cols) of dK or dV in shared memory."""
         return layouts.smem_layout(self.tile.tile_n, cols, self.dtype, stages=None)
 
     def gmem_copy(self, head_dim: int, asynchronous: bool) -> cute.TiledCopy:
-        """Rows between global and shared memory: operands by cp.async, or gradients by stores, of 16 bytes."""
+        """Copy of rows between global and shared memory by 16 bytes: operands with cp.async, gradients with stores."""
         dtype = self.operand_dtype if asynchronous else self.dtype
         return layouts.gmem_tiled_copy(
             dtype, self.tile.num_threads, padded(head_dim), asynchronous=asynchronous
@@ -194,7 +194,7 @@ class BackwardSm80:
         return self.products.mma_dq()
 
     def copies(self) -> Copies:
-        """Operands and gradients in shared memory, as all threads move them."""
+        """Areas of operands and gradients in shared memory, and the copies by which all threads move them."""
         tile, traits, found = self.tile, self.traits, Copies(self, self.tile.num_threads)
         d, dv, scores = padded(traits.head_dim), padded(traits.head_dim_v), (tile.tile_m, tile.tile_n)
 
@@ -235,11 +235,11 @@ class BackwardSm80:
 
     @property
     def scores_shape(self) -> tuple[int, int]:
-        """(M, N) of a scores' accumulator."""
+        """(M, N) of an accumulator of scores."""
         return self.products.scores_shape
 
     def operands(self, smem: BackwardSm80Storage, thread: Int32) -> Operands:
-        """All products' operands; those that are not K-major are transposed as they are read."""
+        """The operands of all products. Operands that are not K-major are transposed as they are read."""
         mmas = (self.mma_sdp(), self.mma_dkv(), self.mma_dq())
         return self.products.operands(mmas, smem, self.smem_layout, thread)
 
@@ -314,7 +314,7 @@ class BackwardSm80:
     def key_block(
         self, params: BackwardParams, key_tile: KeyTiles, key0: Int32, smem: BackwardSm80Storage
     ) -> Gradients:
-        """dK and dV of the key block at ``key0``, without constant factors; adds its dS K to the accumulator of dQ."""
+        """Compute dK and dV of the key block at ``key0``, without constant factors; add its dS K to dQ."""
         traits, tile, chain, seqlens = self.traits, self.tile, self.epilogues, params.seqlens
         thread, _, _ = cute.arch.thread_idx()
         operands = self.operands(smem, thread)
@@ -352,7 +352,7 @@ class BackwardSm80:
         return gradients
 
     def score_context(self, params: BackwardParams, key_tile: KeyTiles, head: Int32) -> ScoreContext:
-        """The epilogues' context of a query head and a key head's sequence."""
+        """The epilogues' context for a query head and the sequence of ``key_tile``."""
         return self.epilogues.context(
             params.score_args, params.seqlens, key_tile.info, key_tile.batch, head, params.nheads,
             params.softmax_scale,
@@ -361,7 +361,7 @@ class BackwardSm80:
     # ---- dK and dV ----
 
     def zero_gradients(self, mma_dkv: cute.TiledMma, thread: Int32) -> Gradients:
-        """Before the first query block."""
+        """Accumulators of dK and dV, filled with zeros before the first query block."""
         dk, dv = (
             cute.make_rmem_tensor(
                 mma_dkv.get_slice(thread).partition_shape_C((self.tile.tile_n, padded(dim))), Float32
@@ -414,7 +414,7 @@ class BackwardSm80:
         keys: Int32,
         thread: Int32,
     ) -> None:
-        """dK or dV from shared to global memory, in vectors of 16 bytes."""
+        """Store dK or dV from shared to global memory, in vectors of 16 bytes."""
         tile_n, cols = self.tile.tile_n, padded(head_dim)
         g = sequence(m, key_tile.batch, key_tile.head_dkv, key_tile.info.offset_k, self.traits.varlen)
         tile = block_of_rows(g, key0 // tile_n, tile_n, cols)
@@ -486,7 +486,7 @@ class BackwardSm80:
         row0: Int32,
         thread: Int32,
     ) -> tuple[BlockLoad, BlockLoad]:
-        """Q with LSE, and dO with D, of one head."""
+        """The loads of one head's Q with LSE, and dO with D."""
         varlen = self.traits.varlen
 
         def load(m, head_dim, s, stride, m_row, s_row):
@@ -506,7 +506,7 @@ class BackwardSm80:
 
     @cute.jit
     def main_loop(self, ctx: MainloopContext) -> None:
-        """All query blocks of one query head."""
+        """Process all query blocks of one query head."""
         blocks = ctx.blocks
         if blocks.begin < blocks.end:
             # Other warps may still read the previous head's data in shared memory.
@@ -543,7 +543,7 @@ class BackwardSm80:
 
     @cute.jit
     def multiply_dkv(self, ctx: MainloopContext, block: Int32, factor_ds: Float32) -> None:
-        """dV += P^T dO and dK += dS^T Q, with P and dS from shared memory; factor_ds: the scale of dS in terms."""
+        """dV += P^T dO and dK += dS^T Q, with P and dS from shared memory; factor_ds: undoes dS's scale."""
         tile, op, products, gradients = self.tile, ctx.operands, self.products, ctx.gradients
         unroll = products.steps_at_once(tile.tile_m, tile.dkv_unroll)
         stage, factor = self.stage(block, tile.stages_do), ctx.factor("dv")
@@ -571,9 +571,9 @@ class BackwardSm80:
 
     @cute.jit
     def scores(self, ctx: MainloopContext, block: Int32, subtile: Constexpr) -> Float32:
-        """P and dS of one sub-tile of the queries; with ``p_in_regs`` also adds its products to dV and dK.
+        """Compute P and dS of one query sub-tile; with ``p_in_regs``, also add their products to dV and dK.
 
-        Returns the scale of dS, if it is stored in terms.
+        Returns the factor that undoes the scale of dS in terms; 1 for whole operands.
         """
         tile, op, chain = self.tile, ctx.operands, self.epilogues
         acc_s, ahead = self.multiply_qk(ctx, block, subtile)
@@ -596,7 +596,7 @@ class BackwardSm80:
         return factor
 
     def multiply_qk(self, ctx: MainloopContext, block: Int32, subtile: int) -> tuple[cute.Tensor, ReadAhead]:
-        """S = Q K^T, and the values that are computed and read before it."""
+        """Compute S = Q K^T; also returns the values that are computed and read before S."""
         tile, op, products = self.tile, ctx.operands, self.products
         stage_q = self.stage(block, tile.stages_q) * tile.subtiles + subtile
         acc_s = self.scores_accumulator(op)
@@ -611,9 +611,9 @@ class BackwardSm80:
         return acc_s, ahead
 
     def read_ahead(self, state: ScoreState, score_tile: Callable[[], ScoreTile]) -> ReadAhead:
-        """The dropout mask, while few registers are live, and the modifiers' loads from global memory.
+        """Compute the dropout mask, while few registers are live, and load the modifiers' inputs from global memory.
 
-        score_tile: where the scores will be.
+        score_tile: makes the tile that will hold the scores.
         """
         chain = self.epilogues
         dropped = chain.dropout_mask(state, score_tile()) if self.traits.dropout else ()
@@ -623,7 +623,7 @@ class BackwardSm80:
     def exponentiate(
         self, ctx: Any, block: Int32, subtile: Constexpr, scores: ScoreTile, ahead: ReadAhead
     ) -> tuple:
-        """S becomes P: the epilogues, the mask where its edge crosses the block, and exp(S - LSE).
+        """Turn S into P: apply the epilogues, the mask if its edge crosses the block, and exp(S - LSE).
 
         Returns the values that the epilogues' derivatives need.
         """
@@ -640,7 +640,7 @@ class BackwardSm80:
     def multiply_dov(
         self, ctx: MainloopContext, block: Int32, subtile: int, stage: Int32
     ) -> tuple[cute.Tensor, cute.Tensor | None]:
-        """dP = dO V^T and -D of the thread's rows; or dP - D, if the accumulator starts from -D, and None."""
+        """Compute dP = dO V^T; also returns -D of the thread's rows, or None if the accumulator has started from -D."""
         op = ctx.operands
         # Dropout zeroes elements of dP, not of D; and one term's dP is scaled.
         apart = bool(self.traits.dropout) or self.products.one_term
@@ -656,7 +656,7 @@ class BackwardSm80:
         return acc, self.row_numbers(ctx, block, subtile, ctx.smem.minus_d) if apart else None
 
     def use_probabilities(self, ctx: MainloopContext, p: Terms, stage_do: Int32) -> None:
-        """P to shared memory for dV, or with ``p_in_regs`` its product with dO."""
+        """Store P to shared memory for dV, or with ``p_in_regs`` add its product with dO to dV."""
         op = ctx.operands
         if op.p_out is not None:
             op.p_out.store(p)
@@ -667,14 +667,14 @@ class BackwardSm80:
     def operand_of_ds(
         self, ctx: Any, acc_dp: cute.Tensor, dk: Any, thread: Callable[[], Int32], subtile: int = 0
     ) -> tuple[Terms, Float32]:
-        """dS as it is stored for dK and dQ, and its scale; dk: accumulators, with one term in that scale too."""
+        """dS as stored for dK and dQ, and a factor that undoes its scale; dk: accumulators, rescaled with one term."""
         if not self.tile.in_terms:
             return (self.rounded(acc_dp),), Float32(1.0)
         scale, factor = self.gradient_scale(ctx.smem.scales, acc_dp, dk, thread(), subtile)
         return self.products.in_terms(acc_dp, scale), factor
 
     def rounded(self, acc: cute.Tensor) -> cute.Tensor:
-        """An accumulator in the gradients' dtype."""
+        """An accumulator converted to the gradients' dtype."""
         fragment = cute.make_rmem_tensor_like(acc, self.dtype)
         fragment.store(acc.load().to(self.dtype))
         return fragment
@@ -687,7 +687,7 @@ class BackwardSm80:
     def gradient_scale(
         self, scales: ScaleStorage, ds: cute.Tensor, dk: Constexpr, thread: Int32, subtile: Constexpr = 0
     ) -> tuple[Float32, Float32]:
-        """The power of two by which dS is scaled when split, and its inverse; with one term it scales dK as well."""
+        """The power of two by which dS is scaled when split, and its inverse. With one term, also rescale dK."""
         if cutlass.const_expr(self.products.one_term):
             scale, inverse, change = running_scale(ds, scales.largest, scales.applied, thread, subtile)
             for acc in dk:
@@ -727,7 +727,7 @@ class BackwardSm80:
 
     @cute.jit
     def add_dq(self, ctx: MainloopContext, block: Int32, factors: tuple[Float32, ...]) -> None:
-        """Add dS K of this key block to the query block's dQ in global memory; factors: dS in terms, per sub-tile."""
+        """Add dS K of this key block to the query block's dQ in global memory; factors: undo dS's scales."""
         tile, op = self.tile, ctx.operands
         floats = dq.block_floats(self.traits, tile)
         unroll = self.products.steps_at_once(tile.tile_n, tile.dq_unroll)

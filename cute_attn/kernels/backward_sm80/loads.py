@@ -38,10 +38,10 @@ class BlockLoad:
 
     @cute.jit
     def rows(self, block: Int32, stage: Int32, whole: Constexpr) -> None:
-        """Q or dO of ``block``, 16 bytes at a time; ``whole``: all its rows are in bounds.
+        """Start loading Q or dO of ``block``, 16 bytes at a time; ``whole``: all its rows are in bounds.
 
-        A thread's vectors lie whole periods of the swizzle apart: one address in shared memory serves all of them.
-        The row stride is read from shared memory, or each vector's offset would be kept in registers.
+        A thread's vectors are whole swizzle periods apart, so one address in shared memory serves all vectors. The row
+        stride is read from shared memory; otherwise each vector's offset would be kept in registers.
         """
         (tile_m, _), (queries, cols, _) = (
             tuple(cute.size(x, mode=[i]) for i in range(n)) for x, n in ((self.s_row, 2), (self.s, 3))
@@ -88,7 +88,7 @@ class BlockLoad:
 
     @cute.jit
     def row_statistics(self, block: Int32, stage: Int32) -> None:
-        """LSE or D of ``block``, 16 bytes per thread; the workspace is padded to whole blocks."""
+        """Start loading LSE or D of ``block``, 16 bytes per thread; the workspace is padded to whole blocks."""
         tile_m = cute.size(self.s_row, mode=[0])
         thread = below_1024(rematerialize(self.thread))
         if thread < tile_m // 4:
@@ -108,7 +108,7 @@ class BlockLoad:
 
 
 def first_term(m: cute.Tensor) -> cute.Tensor:
-    """hi of (..., heads, 2, padded head dim)."""
+    """The first term, hi, of an operand (..., heads, terms, padded head dim)."""
     return m[(*(None for _ in range(cute.rank(m) - 2)), 0, None)]
 
 

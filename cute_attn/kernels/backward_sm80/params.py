@@ -57,13 +57,13 @@ class BackwardParams:
     def dq_rows(
         self, key_tile: KeyTiles, head: Int32, row0: Int32, columns: int, varlen: bool
     ) -> cute.Tensor:
-        """A query head's rows of the fp32 accumulator of dQ, from padded row ``row0`` on, of the first split."""
+        """A query head's rows of the first split's fp32 accumulator of dQ, from padded row ``row0`` on."""
         mDQ = self.mDQaccum
         accumulator = mDQ[0, None, None] if varlen else mDQ[0, None, None, None]
         return workspace_rows(accumulator, key_tile.batch, head, row0, columns, varlen)
 
     def of_split(self, dq: cute.Tensor, key_tile: KeyTiles) -> cute.Pointer:
-        """The same rows in the split of these key tiles."""
+        """The address of the rows ``dq`` in the split of these key tiles."""
         return dq.iterator + Int64(key_tile.first) * self.split_stride
 
 
@@ -100,17 +100,17 @@ class MainloopContext:
     thread: Int32
 
     def factor(self, name: str) -> Float32:
-        """Factors that products of operands in terms carry; see ``storage.FACTORS``."""
+        """A scale factor for operands in terms; see ``storage.FACTORS``."""
         return factor_of(self.smem.scales, name)
 
     def thread_again(self) -> Int32:
-        """The thread's index, computed again: values derived from it need not stay in registers from step to step."""
+        """The thread's index, recomputed so that values derived from it need not stay in registers between steps."""
         return below_1024(rematerialize(self.thread))
 
     def band(self) -> Band:
-        """The mask's band, read again from where :meth:`BackwardSm80Storage.spill` keeps it."""
+        """The mask's band, reloaded from where :meth:`BackwardSm80Storage.spill` stored it."""
         return replace(self.state.band, **{name: self.smem.reload_int(name) for name in BAND})
 
     def full_blocks(self) -> tuple[Int32, Int32]:
-        """The query blocks [begin, end) that need no mask, read again likewise."""
+        """The query blocks [begin, end) that need no mask, reloaded from shared memory."""
         return self.smem.reload_int("full_begin"), self.smem.reload_int("full_end")

@@ -1,8 +1,8 @@
 """The Ampere backward's five products: their operands in shared memory, and the instructions for each element type.
 
-16-bit operands are read by ldmatrix, transposing where K is not contiguous. fp32 operands have terms: tf32 ones, split
-in registers, or stored fp16 ones, see :mod:`cute_attn.device.gemm_terms`. A single fp16 term (precision tf32) is a
-16-bit operand with scaled products: :meth:`Products.to_units`.
+16-bit operands are read by ldmatrix, transposing where K is not contiguous. fp32 operands consist of terms: tf32 terms
+split in registers, or stored fp16 terms; see :mod:`cute_attn.device.gemm_terms`. A single fp16 term (precision tf32) is
+a 16-bit operand with scaled products: :meth:`Products.to_units`.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ Operand = SmemOperand | Fp32Operand | StoredTerms
 
 @dataclass(frozen=True)
 class Operands:
-    """The five products' operands in shared memory, their results there, and the MMAs."""
+    """The MMAs, the five products' operands in shared memory, and the places there for P and dS."""
 
     mma_sdp: cute.TiledMma
     mma_dkv: cute.TiledMma
@@ -50,7 +50,7 @@ class Operands:
 
 
 def columns_of(s: cute.Tensor, layout_of: Callable[..., Any], index: int, count: int) -> cute.Tensor:
-    """The ``index``-th of ``count`` equal column ranges of a tile; atoms of 128 bytes of all rows follow each other."""
+    """The ``index``-th of ``count`` equal column ranges of a tile, which is stored in columns of 128 bytes."""
     if count == 1:
         return s
     rows, cols = (cute.size(s, mode=[i]) for i in range(2))
@@ -62,7 +62,7 @@ def columns_of(s: cute.Tensor, layout_of: Callable[..., Any], index: int, count:
 
 @dataclass(frozen=True)
 class Products:
-    """The products of (traits, tile)."""
+    """The products for (traits, tile)."""
 
     traits: Traits
     tile: BackwardSm80Tile
@@ -70,22 +70,22 @@ class Products:
 
     @property
     def of_fp32(self) -> bool:
-        """fp32 operands are split into tf32 terms as they are loaded."""
+        """True if fp32 operands are split into tf32 terms as they are loaded."""
         return self.traits.element_bytes == 4 and not self.tile.in_terms
 
     @property
     def count(self) -> int:
-        """Terms of an operand."""
+        """Number of terms per operand."""
         return self.traits.fp32_terms if self.traits.element_bytes == 4 else 1
 
     @property
     def stored_terms(self) -> int:
-        """Terms of an operand in global and shared memory."""
+        """Number of terms per operand in global and shared memory."""
         return 1 if self.of_fp32 else self.count
 
     @property
     def one_term(self) -> bool:
-        """With one fp16 term operands are loaded like 16-bit tensors, and products are scaled."""
+        """True with one fp16 term: operands are loaded like 16-bit tensors, and products are scaled."""
         return self.tile.one_term(self.traits)
 
     @property
@@ -125,7 +125,7 @@ class Products:
 
     @property
     def scores_shape(self) -> tuple[int, int]:
-        """(M, N) of a scores' accumulator."""
+        """(M, N) of an accumulator of scores."""
         tile = self.tile
         return (tile.tile_n, tile.queries) if tile.p_in_regs else (tile.tile_m, tile.tile_n)
 
@@ -140,9 +140,9 @@ class Products:
     def operands(
         self, mmas: tuple, smem: BackwardSm80Storage, layout_of: Callable[..., Any], thread: Int32
     ) -> Operands:
-        """All products' operands.
+        """The operands of all products.
 
-        mmas: of S and dP, of dK and dV, of dQ. layout_of: (rows, cols[, stages]) -> a layout in shared memory.
+        mmas: the MMAs of (S, dP), (dK, dV) and dQ. layout_of: (rows, cols[, stages]) -> a layout in shared memory.
         """
         tile, (mma_sdp, mma_dkv, mma_dq) = self.tile, mmas
         sdp_m = tile.num_warps if tile.p_in_regs else tile.sdp_warps_m
@@ -211,7 +211,7 @@ class Products:
         return StoredTerms.in_planes(make, self.count, cute.size(shape[0]) * cute.size(shape[1]), *given)
 
     def scores_result(self, mma: cute.TiledMma, plane: cute.Tensor, thread: Int32) -> SmemResult:
-        """Destination of a thread's elements of P or dS."""
+        """Destination in shared memory of a thread's elements of P or dS."""
         kind = Fp32Result if self.of_fp32 else SmemResult
         return kind(mma, self.scores_shape, plane, thread, cute.size(plane))
 
@@ -223,7 +223,7 @@ class Products:
     # ---- products ----
 
     def steps_at_once(self, extent: int, unroll: int) -> int:
-        """K steps of ``extent`` that a product unrolls."""
+        """Number of K steps of ``extent`` that a product unrolls."""
         return self.tile.steps_at_once(extent, unroll, self.tile.operand_bytes(self.traits))
 
     def multiply(
@@ -239,7 +239,7 @@ class Products:
     ) -> None:
         """acc += A B^T with both operands in shared memory; the loop over K is unrolled by ``unroll``.
 
-        factor: of the product of operands of two fp16 terms.
+        factor: of products of operands in two fp16 terms, to undo their scales.
         """
         gemm(mma, acc, a, b, stage, unroll, a_stage, factor=factor if self.stored_terms > 1 else None)
 
@@ -252,7 +252,7 @@ class Products:
         stage: Int32,
         factor: Float32 | None = None,
     ) -> None:
-        """acc += A B^T with A = ``scores``, P^T or dS^T in registers as they are stored."""
+        """acc += A B^T with A = ``scores``: the terms of P^T or dS^T in registers."""
         if self.of_fp32:
             own = split(paired_operand_a(scores[0]), TFloat32, self.count)
         else:
@@ -260,15 +260,15 @@ class Products:
         gemm_rs(mma, acc, own, b, stage, factor=factor if self.stored_terms > 1 else None)
 
     def in_terms(self, scores: cute.Tensor, factor: Float32) -> Terms:
-        """P or dS as they are stored: 16 bits, fp32, or of fp32 times ``factor`` fp16 terms."""
+        """P or dS as stored: in 16 bits, in fp32, or as fp16 terms of fp32 numbers times ``factor``."""
         return split(scores, Float16, self.count, factor) if self.tile.in_terms else (scores,)
 
     def operand_of_p(self, p: cute.Tensor) -> Terms:
-        """P as it is stored."""
+        """P as stored; its terms, if any, are scaled by ``2**P_EXPONENT``."""
         return self.in_terms(p, Float32(2.0**P_EXPONENT))
 
     def to_units(self, acc: cute.Tensor, factor: Float32) -> None:
-        """A product of operands of one fp16 term times ``factor``; others have been multiplied by it."""
+        """Multiply a product of operands in one fp16 term by ``factor``; other products already include the factor."""
         if self.one_term:
             for i in range(cute.size(acc)):
                 acc[i] = acc[i] * factor

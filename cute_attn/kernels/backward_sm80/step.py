@@ -6,7 +6,7 @@ from cute_attn.traits import Traits
 
 
 def step_content(traits: Traits, tile: BackwardSm80Tile, products: int = 1) -> StepContent:
-    """A step that needs no mask: S and dP of each sub-tile of its queries, then dV, dK and dQ of all of them.
+    """Content of a step that needs no mask: S and dP of each query sub-tile, then dV, dK and dQ of all sub-tiles.
 
     products: MMA products per product of fp32 operands. K steps in tf32 are half as long.
     """

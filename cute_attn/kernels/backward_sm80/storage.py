@@ -11,12 +11,12 @@ from cute_attn.device.terms import P_EXPONENT
 BAND = ("left", "right", "seqlen_k")
 BLOCKS = ("full_begin", "full_end", "end")
 SPILLED = ("rows_q", "rows_do", "dq", "block", *BAND, *BLOCKS)
-"""CTA-uniform numbers spilled to shared memory by hand, as 64 bits. Compilers keep values derived from a kernel's
-arguments in registers through the whole loop, and spill them; shared memory is read again after every barrier. rows_q,
-rows_do: the stride of rows."""
+"""CTA-uniform numbers spilled to shared memory by hand, as 64 bits. Otherwise the compiler keeps values derived from
+kernel arguments in registers through the whole loop, and spills them. Shared memory is read again after every barrier.
+rows_q, rows_do: row strides of Q and dO."""
 
 FACTORS = ("s", "dp", "dv", "q", "k")
-"""Scale factors of products of operands in terms: of S, dP and dV, and of Q and of K by themselves."""
+"""Scale factors for operands in terms: of the products S, dP and dV, and of the operands Q and K."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ScaleStorage:
 
     @staticmethod
     def make(area: Callable[..., cute.Tensor], num_warps: int, subtiles: int) -> "ScaleStorage":
-        """area: (name, layout, element type) -> an area of shared memory; subtiles: 0 with two terms."""
+        """area: (name, layout, element type) -> a tensor in shared memory; subtiles: 0 with two terms."""
         of_warps = cute.make_layout(num_warps)
         return ScaleStorage(
             area("factors", cute.make_layout(8), Float32),
@@ -39,7 +39,7 @@ class ScaleStorage:
         )
 
     def store(self, scales: cute.Tensor) -> None:
-        """Store ``FACTORS``, by all threads; scales: of Q, K, V and dO."""
+        """Store ``FACTORS``, by all threads; scales: (4,), of Q, K, V and dO."""
         if self.applied is not None:
             for i in range(cute.size(self.largest)):
                 self.largest[i] = Int32(0)
@@ -51,14 +51,14 @@ class ScaleStorage:
 
 
 def factor_of(scales: ScaleStorage | None, name: str) -> Float32:
-    """One of ``FACTORS``; of whole operands 1."""
+    """The factor ``name`` of ``FACTORS``; 1 for whole operands."""
     return Float32(1.0) if scales is None else scales.factors[FACTORS.index(name)]
 
 
 def gradient_factors(
     scales: ScaleStorage | None, of_dk: Float32, of_dv: Float32, thread: Int32
 ) -> tuple[Float32, Float32]:
-    """Final factors of the sums of dK and dV; with one term they also undo its scale."""
+    """Final factors of the accumulators of dK and dV; with one term, they also undo the terms' scales."""
     if scales is not None and scales.applied is not None:
         of_dk = of_dk * (scales.applied[thread // 32] * factor_of(scales, "q"))
         of_dv = of_dv * factor_of(scales, "dv")
@@ -67,7 +67,7 @@ def gradient_factors(
 
 @dataclass(frozen=True)
 class BackwardSm80Storage:
-    """Shared memory. Q and dO are divided into sub-tiles: the queries with scores in registers at a time."""
+    """Shared memory. Q and dO are divided into sub-tiles: queries whose scores are in registers at the same time."""
 
     k: cute.Tensor  # (tile_n, head_dim, 1)
     v: cute.Tensor  # (tile_n, head_dim_v, 1)
@@ -83,11 +83,11 @@ class BackwardSm80Storage:
     scales: ScaleStorage | None = None
 
     def number(self, name: str) -> cute.Tensor:
-        """(1,): a spilled number."""
+        """A spilled number as a tensor (1,)."""
         return cute.make_tensor(self.spilled.iterator + SPILLED.index(name), cute.make_layout(1))
 
     def reload_int(self, name: str) -> Int32:
-        """A spilled number of 32 bits."""
+        """Read a spilled 32-bit number."""
         return Int32(self.number(name)[0])
 
     def spill(self, **numbers: Int64 | Int32) -> None:

@@ -1,14 +1,14 @@
-"""The Ampere backward of large head dims: operands pass through shared memory by chunks of columns.
+"""The Ampere backward for large head dims: operands pass through shared memory in chunks of columns.
 
 For its keys, a CTA computes some ``columns`` of dK and dV, and the same columns of dQ. The other columns belong to CTAs
-along the grid's second dimension. All compute S and dP over all columns. For each query block:
+along the grid's second dimension. All CTAs compute S and dP over all columns. For each query block:
 
     S  = Q K^T          chunk by chunk, Q and K through two stages of shared memory
-    dP = dO V^T         likewise; P and dS to shared memory
+    dP = dO V^T         likewise; then store P and dS to shared memory
     dV += P^T dO;  dK += dS^T Q;  dQ += dS K          chunk by chunk of the CTA's columns
 
-A chunk is 128 bytes of a row, or 64 where head dims are odd multiples of that. So shared memory does not depend on the
-head dims, and registers depend on ``columns``: 64 x 64 scores and any head dim fit every target.
+A chunk is 128 bytes of a row, or 64 if a padded head dim is an odd multiple of 64 bytes. So shared memory does not
+depend on the head dims, and registers depend on ``columns``: 64 x 64 scores and any head dim fit every target.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ from cute_attn.work.key_tiles import KeyTiles
 class StreamedStorage:
     """Shared memory: two stages of chunks of Q or dO and of K or V; P and dS; LSE and -D of the query block.
 
-    Of operands in two terms, lo follows hi in each stage, of P and of dS.
+    With operands in two terms, lo follows hi in each stage, and in P and dS.
     """
 
     queries: cute.Tensor  # (tile_m, chunk, stage)
@@ -92,11 +92,11 @@ class StreamedContext:
     thread: Int32
 
     def factor(self, name: str) -> Float32:
-        """Factors that products of operands in terms carry; see ``storage.FACTORS``."""
+        """A scale factor for operands in terms; see ``storage.FACTORS``."""
         return factor_of(self.smem.scales, name)
 
     def thread_again(self) -> Int32:
-        """The thread's index, computed again: values derived from it need not stay in registers from step to step."""
+        """The thread's index, recomputed so that values derived from it need not stay in registers between steps."""
         return below_1024(rematerialize(self.thread))
 
     def band(self) -> Band:
@@ -123,16 +123,16 @@ class Streamed:
 
     @property
     def chunk(self) -> int:
-        """Columns of a chunk."""
+        """Columns per chunk."""
         return self.tile.chunk(self.kernel.traits)
 
     @property
     def chunks(self) -> int:
-        """Chunks of a CTA's columns."""
+        """Number of chunks in a CTA's columns."""
         return self.tile.columns // self.chunk
 
     def counts(self) -> tuple[int, int]:
-        """Chunks of all columns of Q and K, and of V."""
+        """Number of chunks in all columns of Q and K, and of V."""
         traits = self.kernel.traits
         return padded(traits.head_dim) // self.chunk, padded(traits.head_dim_v) // self.chunk
 
@@ -191,7 +191,7 @@ class Streamed:
 
     @cute.jit
     def run(self, params: BackwardParams, key_tile: KeyTiles, key0: Int32) -> None:
-        """dK and dV of the CTA's keys and columns; adds its dS K to the accumulator of dQ."""
+        """Compute and store the CTA's columns of its keys' dK and dV; add its dS K to dQ's accumulator."""
         kernel, tile, seqlens, varlen = self.kernel, self.tile, params.seqlens, self.kernel.traits.varlen
         thread, _, _ = cute.arch.thread_idx()
         part = cute.arch.make_warp_uniform(cute.arch.block_idx()[1])
@@ -240,7 +240,7 @@ class Streamed:
 
     @cute.jit
     def query_block(self, ctx: StreamedContext, block: Int32, dk: Constexpr, dv: Constexpr) -> None:
-        """S, dP and their products with the CTA's columns."""
+        """Compute P and dS, and add their products with the CTA's columns to dV, dK and dQ."""
         tile, op, products = self.tile, ctx.operands, self.products
         of_qk, of_v = self.counts()
         cute.arch.barrier()  # other warps may still read the last block's chunks, P and dS
@@ -277,7 +277,7 @@ class Streamed:
 
     @cute.jit
     def wait_and_start(self, ctx: StreamedContext, block: Int32, t: Int32) -> None:
-        """Wait for load ``t`` of a query block and start the next one, in the stage that was read before."""
+        """Wait for load ``t`` of a query block, and start the next load into the stage that was read before."""
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()
         of_qk, of_v = self.counts()
@@ -286,7 +286,7 @@ class Streamed:
 
     @cute.jit
     def start(self, ctx: StreamedContext, block: Int32, t: Int32) -> None:
-        """Start load ``t`` of a query block: Q and K; dO and V; for each chunk of the CTA dO, then Q and K."""
+        """Start load ``t`` of a query block. Loads: Q and K; dO and V; per chunk of the CTA, dO, then Q and K."""
         of_qk, of_v = self.counts()
         own = t - (of_qk + of_v)
         column = t
@@ -347,7 +347,7 @@ class Streamed:
 
     @cute.jit
     def load_statistics(self, ctx: StreamedContext, block: Int32) -> None:
-        """LSE and -D of a query block."""
+        """Load LSE and -D of a query block."""
         if ctx.thread < self.tile.tile_m:
             row = block * self.tile.tile_m + ctx.thread
             ctx.smem.lse[ctx.thread, 0] = ctx.lse[row]
@@ -357,7 +357,7 @@ class Streamed:
     def scores(
         self, ctx: StreamedContext, block: Int32, acc_s: cute.Tensor, acc_dp: cute.Tensor, dk: Constexpr
     ) -> Float32:
-        """P and dS of the products S and dP, to shared memory. Returns the scale of dS, if it is in terms."""
+        """Compute P and dS from S and dP, and store them to shared memory. Returns a factor that undoes dS's scale."""
         kernel, chain, op = self.kernel, self.kernel.epilogues, ctx.operands
         scores = kernel.score_tile(ctx, block, 0, acc_s)
         ahead = kernel.read_ahead(ctx.state, lambda: scores)
@@ -376,7 +376,7 @@ class Streamed:
     def add_dq(
         self, ctx: StreamedContext, block: Int32, column: Int32, stage: Int32, factor: Float32
     ) -> None:
-        """Add dS K of a chunk of columns to the query block's dQ in global memory; factor: of operands in terms."""
+        """Add dS K of a chunk of columns to the query block's dQ in global memory; factor: undoes the terms' scales."""
         kernel, tile, op = self.kernel, self.tile, ctx.operands
         acc = dq.make_accumulator(op.mma_dq, kernel.traits, tile)
         acc.fill(0.0)

@@ -1,4 +1,4 @@
-"""The consumer warpgroups of the Hopper backward: dK and dV of each key block, from the query blocks that see it."""
+"""The consumer warpgroups of the Hopper backward: they compute dK and dV of key blocks, and add dQ."""
 
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ class Consumer:
 
     @cute.jit
     def run(self, thread: Int32) -> None:
-        """All key blocks, with all query blocks of their query heads that see them. ``thread``: among the consumers."""
+        """Process the CTA's key blocks, each with the query blocks that see it. ``thread``: index among consumers."""
         kernel, params, shared = self.kernel, self.params, self.shared
         if cutlass.const_expr(not kernel.rematerializes_thread):
             # Otherwise ptxas reads the special register again at each use; see ``rematerialize_each``.
@@ -64,14 +64,14 @@ class Consumer:
             i += 1
 
     def score_map(self, thread: Int32) -> ScoreMap:
-        """The scores that a thread holds."""
+        """The map of the scores that a thread holds."""
         kernel, tile = self.kernel, self.kernel.tile
         return ScoreMap.make(
             kernel.mma_scores(), tile.tile_m, tile.tile_n, thread, transposed=not tile.p_in_smem
         )
 
     def make_fragments(self, group: Int32) -> Fragments:
-        """Descriptors of a warpgroup's operands, and its registers."""
+        """Make the descriptors of a warpgroup's operands, and the accumulators of dK and dV."""
         kernel, shared, transposed = self.kernel, self.shared, layouts.transposed
         tile, (d, dv) = kernel.tile, kernel.dims
         scores, dk, dv_mma, dq = kernel.mma_scores(), kernel.mma_dkv(d), kernel.mma_dkv(dv), kernel.mma_dq()
@@ -100,7 +100,7 @@ class Consumer:
 
     @cute.jit
     def zero_keys_out_of_bounds(self, rows: Int32, thread: Int32) -> None:
-        """Zero K and V from row ``rows`` of the key block on, the first one beyond the sequence."""
+        """Zero K and V beyond the sequence, which ends before row ``rows`` of the key block."""
         traits, tile, shared = self.kernel.traits, self.kernel.tile, self.shared
         if cutlass.const_expr(traits.varlen or traits.seqused_k):
             if rows < tile.tile_n:
@@ -113,9 +113,9 @@ class Consumer:
     def store_keys(self, fragments: Fragments, i: Int32) -> None:
         """Store dK and dV of the i-th key tile through shared memory, and release K and V. Writes all rows that exist.
 
-        The key tile is read again, so that no register holds it through the main loop. The memory of dS, if dK is
-        stored from it, is free for the next key tile once its V has been loaded, or after the barrier of its first
-        step.
+        The key tile is read again, so that no register holds it through the main loop. If dK is stored from dS's
+        memory, the next key tile may overwrite that memory once its V has been loaded, or after the barrier of its
+        first step.
         """
         kernel, params, outputs, shared = self.kernel, self.params, self.outputs, self.shared
         traits, tile, (d, dv) = kernel.traits, kernel.tile, kernel.dims
@@ -157,7 +157,7 @@ class Consumer:
     def to_smem(
         self, acc: cute.Tensor, factor: Float32, head_dim: Constexpr, target: cute.Tensor, thread: Int32
     ) -> None:
-        """An accumulator of dK or dV times ``factor`` in 16 bits to ``target`` (keys, head_dim)."""
+        """Store an accumulator of dK or dV, times ``factor`` and in 16 bits, to ``target`` (keys, head_dim)."""
         fragment = cute.make_rmem_tensor_like(acc, self.kernel.dtype)
         fragment.store((acc.load() * factor).to(self.kernel.dtype))
         store = self.kernel.gradient_store(head_dim)

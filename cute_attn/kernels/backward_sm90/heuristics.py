@@ -1,7 +1,7 @@
 """Default tiles of the Hopper backward, from ``tiles.csv``; bench/notes.md has the measurements of other tiles.
 
 Values that an epilogue keeps next to the scores (a bias, a derivative, a dropout mask) occupy registers that a larger
-tile_m would need. Without a mask, CTAs of the same head add to the same dQ unless they are staggered.
+tile_m would need. Without a mask, CTAs of the same head add to the same dQ at once unless they are staggered.
 """
 
 from cute_attn.epilogues.names import held, in_every_step, lists_blocks
@@ -10,23 +10,23 @@ from cute_attn.tiles.table import Key, Table
 from cute_attn.traits import Traits
 
 FEW_ROWS, EMPTY = 64, 1.2
-"""Rows of the tile for few queries, or a short window; it is chosen where the default tile computes EMPTY times as
-many."""
+"""Rows of the tile for few queries or a short window. It is chosen if the default tile computes at least EMPTY times
+as many rows."""
 FEW_KEYS, EMPTY_KEYS = {80: 1024, 160: 1}, 1.5
-"""Keys of tiles for few keys, such as a text's 77 or 154, and minimum queries. They are chosen where the default tile
-would compute EMPTY_KEYS times as many keys."""
+"""Keys of the tiles for few keys, such as a text's 77 or 154 -> minimum number of queries. Such a tile is chosen if the
+default tile would compute at least EMPTY_KEYS times as many keys."""
 MANY = 6
-"""Maximum of numbers that functions hold; above it, tiles have as few keys as for head dims above 128."""
+"""Maximum count of numbers that functions hold; above it, tiles have as few keys as for head dims above 128."""
 FEW_HELD = 2
-"""Maximum of these numbers beside a list of blocks for as many queries as without one."""
+"""Maximum count of these numbers with which a block list leaves the number of queries unchanged."""
 TABLE = Table(__file__, BackwardSm90Tile)
 
 
 def keys(traits: Traits, target: str, lengths: str = "long", *, tma: bool = True) -> tuple[Key, ...]:
-    """A row's keys.
+    """The keys by which rows of ``tiles.csv`` are matched.
 
     Args:
-        lengths: ``keys_N`` for many queries of at most N keys, of ``FEW_KEYS``, or ``long``.
+        lengths: ``keys_N``, with N from ``FEW_KEYS``, for many queries and at most N keys; otherwise ``long``.
         tma: whether TMA may load a 16-bit bias, which then needs almost no registers.
     """
     dim, numbers = max(traits.head_dim, traits.head_dim_v), held(traits.epilogues, traits.op)
@@ -47,29 +47,29 @@ def keys(traits: Traits, target: str, lengths: str = "long", *, tma: bool = True
 
 
 def lengths_of(seqlen_q: int, seqlen_k: int, tile_n: int) -> str:
-    """The key ``lengths``; tile_n: keys of a block of the default tile."""
+    """The value of the key ``lengths``; tile_n: keys per block of the default tile."""
     few = next((n for n in FEW_KEYS if seqlen_k <= n), 0)
     computed = -(-seqlen_k // tile_n) * tile_n
     return f"keys_{few}" if few and seqlen_q >= FEW_KEYS[few] and computed >= EMPTY_KEYS * few else "long"
 
 
 def visited_rows(tile_m: int, tile_n: int, seqlen_q: int, window: int) -> int:
-    """Rows of the query blocks that a key block visits; window: keys that a query sees, 0 without a window.
+    """Number of rows in the query blocks that a key block visits; window: keys that a query sees, 0 without a window.
 
-    A window's queries begin anywhere in a block.
+    The first query whose window contains the key block may be anywhere in a query block.
     """
     rows = -(-seqlen_q // tile_m) * tile_m
     return min(rows, tile_n + window - 1 + tile_m - 1) if window else rows
 
 
 def _needs_registers(traits: Traits) -> bool:
-    """Epilogues that hold as much as the scores: inputs of a derivative, a bias, the words of a dropout mask."""
+    """True if an epilogue holds as much as the scores: inputs of a derivative, a bias, or a dropout mask's words."""
     epilogues = in_every_step(traits.epilogues)
     return bool(traits.softcap or epilogues or traits.bias or traits.dropout == "mem_efficient")
 
 
 def _bias(traits: Traits) -> str:
-    """How a 16-bit bias is loaded, with or without another epilogue; its gradient may be stored from registers."""
+    """The key for a 16-bit bias: how it is loaded, and what else occupies registers, such as its gradient."""
     beside = [bool(x) for x in (traits.epilogues, traits.softcap, traits.dropout)]
     if sum(beside) + traits.alibi > 1:
         return "threads"

@@ -12,11 +12,11 @@ The kernel is persistent: each CTA claims key blocks until none is left. For a k
 that see it, of every query head of the group, and accumulates dK and dV in registers. dQ is accumulated in fp32 in
 global memory by atomic additions of all CTAs; another kernel converts it.
 
-The producer warp claims the next key block (an atomic counter), broadcasts it, and loads: K and V once per key block,
-through pipelines Q with LSE and a 16-bit bias, and dO with D. The first Q and dO of a key block are loaded during the
-last step of the one before; K when no product reads the last one any more, and V too where dV is not stored from its
-memory. The two consumer warpgroups compute S and dP transposed, each for 64 keys, so that the accumulators of P and dS
-are the register operands of dV and dK (all as (keys, queries) here):
+The producer warp claims the next key block (an atomic counter) and broadcasts it. It loads K and V once per key block,
+and through pipelines Q with LSE and a 16-bit bias, and dO with D. The first Q and dO of a key block are loaded during
+the last step of the previous key block. K is loaded once no product reads the previous K; so is V, unless dV is stored
+from V's memory. The two consumer warpgroups compute S and dP transposed, each for 64 keys, so that the accumulators of
+P and dS are the register operands of dV and dK (all as (keys, queries) here):
 
     issue S = K Q^T, dP = V dO^T
     wait for S; epilogues, P
@@ -31,17 +31,17 @@ are the register operands of dV and dK (all as (keys, queries) here):
 dQ is computed a step late, so warpgroups need not be in the same step: products of one overlap exponentials of the
 other. P stays in fp32 until dS has been computed from it.
 
-Shared-memory accesses wait in one queue with wgmma, behind earlier ones. So a step reads LSE before it issues
-S, if registers are left for that; it stores dS before it issues dQ and dV; and D is free, since dP's accumulator is
+Shared-memory accesses wait in one in-order queue with wgmma. So a step reads LSE before it issues S, if registers are
+left for that, and stores dS before it issues dQ and dV. Subtracting D costs nothing, since dP's accumulator is
 initialized with -D (not with dropout, which drops dP but not D).
 
 With ``mask_warps``, warps of the producer's warpgroup generate flash's dropout mask ahead of the steps: one bit per
 element in shared memory, in the order of the consumers' registers.
 
 With ``dq_bulk`` the consumers store dQ to shared memory, and a warp of the producer's warpgroup adds it to global
-memory by one bulk reduction a step. Otherwise they add it from registers. With ``dq_in_order`` key blocks add to a
-query block from the last one to the first, so that gradients repeat bit for bit; a warp waits for each turn. With
-``bias_stages`` another warp stores the bias gradient, if that is dS.
+memory by one bulk reduction per step. Otherwise the consumers add dQ from registers. With ``dq_in_order``, key blocks
+add to a query block's dQ from the last key block to the first, so that gradients repeat bit for bit; a warp waits for
+each turn. With ``bias_stages``, another warp stores the bias gradient if it equals dS.
 
 Above head dim 128 dK and dV of 64 keys exceed a warpgroup's registers. P goes through shared memory too
 (``p_in_smem``): the warpgroups divide the keys of S, and the columns of dV, dK and dQ, which is not a step late.
@@ -136,9 +136,9 @@ class BackwardSm90:
         pairs: int | None = None,
         window: int = 0,
     ) -> "BackwardSm90":
-        """This kernel, with a tile of fewer rows or keys where many of its default tile's would be empty.
+        """This kernel, with a smaller tile if many rows or keys of the default tile would be empty.
 
-        A variant with another default tile keeps it.
+        A kernel with another tile than the default one keeps its tile.
         """
         tile_m, tile_n = self.tile.tile_m, self.tile.tile_n
         rows, few = (visited_rows(n, tile_n, seqlen_q, window) for n in (tile_m, FEW_ROWS))
@@ -171,7 +171,7 @@ class BackwardSm90:
         return self.epilogues.host_args(inputs)
 
     def step_content(self) -> StepContent:
-        """A step of the unmasked loop, with dQ of the step before."""
+        """Content of a step of the unmasked loop, with dQ of the previous step."""
         tile, (d, dv), groups = self.tile, self.dims, self.tile.warpgroups
         m, n = self.scores_shape
         scores_n = groups // min(groups, m // 64) if tile.p_in_smem else 1
@@ -202,42 +202,42 @@ class BackwardSm90:
 
     @property
     def dims(self) -> tuple[int, int]:
-        """A CTA's columns of head_dim and head_dim_v, as shared memory and registers hold them."""
+        """Columns of head_dim and head_dim_v per CTA in shared memory and registers, with padding."""
         return self.tile.columns_of(self.traits.head_dim), self.tile.columns_of(self.traits.head_dim_v)
 
     def layout_k(self) -> cute.ComposedLayout:
-        """K, (tile_n, head_dim): an operand of S, and transposed of dQ. dK reuses its memory."""
+        """Layout of K and dK, (tile_n, head_dim). K is an operand of S and, transposed, of dQ."""
         tile = self.tile
         parts = max(tile.dq_warps_n, tile.dkv_warps_n)
         return operand_layout(tile.tile_n, self.dims[0], self.dtype, stages=1, parts=parts)
 
     def layout_v(self) -> cute.ComposedLayout:
-        """V, (tile_n, head_dim_v). dV reuses its memory."""
+        """Layout of V and dV, (tile_n, head_dim_v)."""
         tile = self.tile
         return operand_layout(tile.tile_n, self.dims[1], self.dtype, stages=1, parts=tile.dkv_warps_n)
 
     def layout_q(self) -> cute.ComposedLayout:
-        """Q, (tile_m, head_dim, stage): an operand of S, and transposed of dK."""
+        """Layout of Q, (tile_m, head_dim, stage): an operand of S and, transposed, of dK."""
         tile = self.tile
         return operand_layout(
             tile.tile_m, self.dims[0], self.dtype, stages=tile.num_stages_q, parts=tile.dkv_warps_n
         )
 
     def layout_do(self) -> cute.ComposedLayout:
-        """dO, (tile_m, head_dim_v, stage): an operand of dP, and transposed of dV."""
+        """Layout of dO, (tile_m, head_dim_v, stage): an operand of dP and, transposed, of dV."""
         tile = self.tile
         return operand_layout(
             tile.tile_m, self.dims[1], self.dtype, stages=tile.num_stages_do, parts=tile.dkv_warps_n
         )
 
     def layout_ds(self) -> cute.ComposedLayout:
-        """dS and P, (tile_m, tile_n, stage)."""
+        """Layout of dS and P, (tile_m, tile_n, stage)."""
         tile = self.tile
         stages, parts = tile.num_stages_ds, tile.ds_warps_n
         return operand_layout(tile.tile_m, tile.tile_n, self.dtype, stages=stages, parts=parts)
 
     def layout_bias(self) -> cute.ComposedLayout:
-        """The bias, (tile_m, tile_n, stage)."""
+        """Layout of the bias, (tile_m, tile_n, stage)."""
         tile, dtype = self.tile, fakes.CUTE_DTYPES[self.traits.bias]
         return layouts.wgmma_smem_layout(tile.tile_m, tile.tile_n, dtype, stages=tile.bias_stages)
 
@@ -264,9 +264,9 @@ class BackwardSm90:
         return self.tile.ds_warps_n if self.tile.dkv_transposed else self.tile.dkv_warps_n
 
     def mma_dkv(self, head_dim: int) -> cute.TiledMma:
-        """dK += dS Q and dV += P dO, (keys, head_dim): dS and P from registers, with p_in_smem from shared memory.
+        """dK += dS Q and dV += P dO, (keys, head_dim): dS and P from registers, or with p_in_smem from shared memory.
 
-        With dkv_transposed Q^T dS and dO^T P, (head_dim, keys).
+        With dkv_transposed: Q^T dS and dO^T P, (head_dim, keys).
         """
         tile = self.tile
         return layouts.tiled_mma_sm90(
@@ -280,28 +280,28 @@ class BackwardSm90:
         )
 
     def mma_dq(self) -> cute.TiledMma:
-        """dQ = dS K, (queries, head_dim), or transposed K^T dS^T; K and dS as they lie in shared memory."""
+        """dQ = dS K, (queries, head_dim), or with dq_transposed K^T dS^T; all from shared memory."""
         a, b = ("mn", "k") if self.tile.dq_transposed else ("k", "mn")
         return mma_dq(self.traits, self.tile, a_major=a, b_major=b)
 
     def scores_store(self) -> cute.TiledCopy:
-        """P or dS from registers to shared memory, (queries, keys) with p_in_smem, otherwise transposed."""
+        """Copy of P or dS from registers to shared memory, (queries, keys) with p_in_smem, otherwise transposed."""
         tile = self.tile
         transpose = not tile.p_in_smem
         return layouts.store_copy_c(self.mma_scores(), self.dtype, "sm90", transpose, tile.store_columns)
 
     def gradient_store(self, head_dim: int) -> cute.TiledCopy:
-        """dK or dV from registers to shared memory, (keys, head_dim), or with dkv_transposed transposed."""
+        """Copy of dK or dV from registers to shared memory, (keys, head_dim), or transposed with dkv_transposed."""
         tile = self.tile
         mma = self.mma_dkv(head_dim)
         return layouts.store_copy_c(mma, self.dtype, "sm90", tile.dkv_transposed, tile.store_columns)
 
     def gmem_store(self, head_dim: int) -> cute.TiledCopy:
-        """Shared to global memory, where TMA would write rows of the next sequence."""
+        """Copy from shared to global memory, used where TMA would also write rows of the next sequence."""
         return layouts.gmem_tiled_copy(self.dtype, self.tile.mma_threads, head_dim, asynchronous=False)
 
     def copies(self) -> Copies:
-        """Operands, dS and gradients in shared memory; threads move only dS and the gradients."""
+        """Areas and copies of operands, dS and gradients in shared memory; threads move only dS and the gradients."""
         tile, (d, dv), found = self.tile, self.dims, Copies(self, self.tile.mma_threads)
         scores = (tile.tile_m, tile.tile_n, tile.num_stages_ds)
         for name, shape in (
@@ -331,20 +331,20 @@ class BackwardSm90:
 
     @property
     def loads_bias_by_tma(self) -> bool:
-        """A bias loaded by TMA needs strides and an address that are aligned like the ones of q, k and v."""
+        """True if TMA loads the bias. Its strides and address must then be aligned like those of q, k and v."""
         return self.tile.bias_stages > 0
 
     @property
     def stores_bias_gradient(self) -> bool:
-        """TMA stores dS from shared memory as the bias gradient, if they have the same dtype and value."""
+        """True if TMA stores dS from shared memory as the bias gradient: their dtypes and values are equal."""
         same = self.traits.bias == self.traits.dtype and self.epilogues.bias_has_scores_gradient
         return self.loads_bias_by_tma and self.traits.bias_grad and same
 
     @property
     def rematerializes_thread(self) -> bool:
-        """The thread index is recomputed for each key block instead of kept in a register.
+        """True if the thread index is recomputed for each key block instead of kept in a register.
 
-        Otherwise the kernel of head dim 64 with dropout spills 8 bytes per thread.
+        Otherwise the kernel for head dim 64 with dropout spills 8 bytes per thread.
         """
         traits = self.traits
         epilogue = traits.windowed or traits.varlen or traits.alibi or traits.dropout
@@ -352,43 +352,43 @@ class BackwardSm90:
 
     @property
     def reads_lse_first(self) -> bool:
-        """A step reads LSE before it starts S and dP: a later read would wait behind them, in the same queue.
+        """True if a step reads LSE before it starts S and dP: a later read would wait behind them in the same queue.
 
-        The values then occupy registers during both products. With head dim 64 and a TMA-loaded bias that spills 48
-        bytes per thread; a softcap's derivative and a mask generated in the step leave no registers either.
+        The values then occupy registers during both products. With head dim 64 and a TMA-loaded bias, this spills 48
+        bytes per thread; a softcap's derivative or a mask generated in the step leaves no registers either.
         """
         generates_mask = self.traits.dropout and not self.tile.mask_warps
         return not (self.loads_bias_by_tma or generates_mask or self.traits.softcap)
 
     @property
     def waits_for_v_late(self) -> bool:
-        """The first step of a key block starts S before V has arrived, unless rows of V have to be zeroed.
+        """True if a key block's first step starts S before V has arrived. False if rows of V have to be zeroed.
 
-        Not where V comes after dV: long sequences of head dim 128 are 1 to 2% slower with it. With a TMA-loaded bias it
-        spills 32 bytes per thread.
+        Also false if V loads only after dV has been stored, where long sequences of head dim 128 would be 1 to 2%
+        slower, and with a TMA-loaded bias, where 32 bytes per thread would spill.
         """
         zeroed = self.traits.varlen or self.traits.seqused_k
         return self.tile.dv_leaves_v(self.traits) and not (zeroed or self.loads_bias_by_tma)
 
     @property
     def adds_dq_early(self) -> bool:
-        """With P in shared memory, dQ is computed first and added before dK is issued, so that it waits only for dV.
+        """True if, with P in shared memory, dQ is issued first and added while dV runs, before dK is issued.
 
-        3% faster at 192 x 128; head dim 256, whose dK and dV are not transposed, is up to 3% slower with it.
+        This is 3% faster at 192 x 128. Head dim 256, whose dK and dV are not transposed, would be up to 3% slower.
         """
         return self.tile.dkv_transposed
 
     @property
     def dp_starts_from_d(self) -> bool:
-        """dP's accumulator is initialized with -D, to save the subtraction.
+        """True if dP's accumulator is initialized with -D, to save the subtraction.
 
-        Not with dropout: dS of a dropped element is -P D, without its dP.
+        False with dropout: dS of a dropped element is -P D, without its dP.
         """
         return not self.traits.dropout
 
     @property
     def masks_last_blocks(self) -> bool:
-        """Query blocks after the ones without a mask need one."""
+        """True if query blocks after the unmasked ones may need a mask."""
         return self.traits.windowed or self.epilogues.visits_lists
 
     @property
@@ -526,7 +526,7 @@ class BackwardSm90:
         return cute.arch.block_idx_in_cluster() if self.tile.cluster > 1 else 0
 
     def query_blocks(self, params: BackwardParams, key_tile: KeyTile) -> BlockRange:
-        """The query blocks that see a key block, the same for all its query heads, and the first one visited."""
+        """The query blocks that see a key block, equal for all its query heads, and which of them is visited first."""
         tile = self.tile
         _, state = self.epilogues.begin_tile(params, key_tile, params.query_heads(key_tile).first)
         key0 = key_tile.block * tile.tile_n
@@ -541,7 +541,7 @@ class BackwardSm90:
     def dq_of_head(
         self, params: BackwardParams, outputs: BackwardOutputs, key_tile: KeyTile, head: Int32
     ) -> cute.Pointer:
-        """The accumulator of one head's first query block, in the key tile's split."""
+        """The address of dQ's accumulator for a head's first query block, in the key tile's split."""
         accum, packed = outputs.mDQaccum, self.traits.varlen
         split = cute.make_tensor(
             accum.iterator + Int64(key_tile.split) * outputs.split_stride,

@@ -19,7 +19,7 @@ from cute_attn.work.key_tiles import HeadSplits, KeyTileOrder, QueryHeads
 
 @dataclass(frozen=True)
 class BackwardStorage:
-    """Shared storage: operands with their stages last, and the pipelines that guard them."""
+    """Shared storage: operands, with the stage as last mode, and the pipelines that guard them."""
 
     s_k: cute.Tensor
     s_v: cute.Tensor
@@ -110,7 +110,7 @@ class Fragments:
 
 
 def shared_memory(kernel: Any) -> BackwardStorage:
-    """Operands, pipelines and barriers at the offsets of ``tile.smem_areas``."""
+    """Allocate shared memory: operands, pipelines and barriers at the offsets of ``tile.smem_areas``."""
     tile, (d, dv) = kernel.tile, kernel.dims
     base = memory.SmemAllocator().allocate(tile.smem_bytes(kernel.traits), byte_alignment=1024)
     start = {name: base + begin for name, (begin, _) in tile.smem_areas(kernel.traits).items()}

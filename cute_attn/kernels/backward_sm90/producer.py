@@ -1,4 +1,4 @@
-"""The producer warp of the Hopper backward: K and V once per key block, Q with LSE and a bias, dO with D."""
+"""The producer warp of the Hopper backward loads K and V once per key block, Q with LSE and a bias, and dO with D."""
 
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ class Producer:
 
     @cute.jit
     def run(self) -> None:
-        """Claim key blocks until none is left; load each, and the query blocks that see it, of all its query heads."""
+        """Claim key blocks until none is left; load each with the query blocks of its query heads that see it."""
         params, tile_n = self.params, self.kernel.tile.tile_n
         order, splits = params.order, params.order.num_splits.divisor
         counter = cute.recast_ptr(params.counter.iterator, dtype=Int32)
@@ -61,10 +61,10 @@ class Producer:
 
     @cute.jit
     def claim(self, claims: WorkClaims, claimed: Int32) -> Int32:
-        """The position of the next work tile of this CTA or cluster, which has claimed some.
+        """Claim the next work tile of this CTA or cluster and return its position; claimed: earlier claims.
 
-        Without an order of dQ the first ones, one per CTA or cluster, are not claimed. With it CTAs may wait only for
-        work tiles of CTAs that run.
+        The first work tile of each CTA or cluster is not claimed, except with ``dq_in_order``, where CTAs may wait
+        only for work tiles of CTAs that run.
         """
         cluster: Constexpr = self.kernel.tile.cluster
         position = Int32(0)
@@ -78,7 +78,7 @@ class Producer:
 
     @cute.jit
     def load_block(self, key_tile: KeyTile, n: Int32, steps: Int32) -> Int32:
-        """Broadcast and load one key block and its queries; steps, and the result: uses so far of their pipelines."""
+        """Broadcast and load a key block and its queries. steps and the result count uses of Q's and dO's pipelines."""
         heads, shared = self.params.query_heads(key_tile), self.shared
         blocks = self.kernel.query_blocks(self.params, key_tile)
         count, first = blocks.end - blocks.begin, steps
@@ -109,7 +109,7 @@ class Producer:
         inputs.v.load(self.of_keys(inputs.v, key_tile), key_tile.block, shared.s_v, shared.pipeline_v, n)
 
     def of_keys(self, rows: TmaTiles, key_tile: KeyTile) -> cute.Tensor:
-        """Blocks of K or V in the sequence and for the kv head of a work tile."""
+        """Blocks of K or V for the sequence and kv head of a work tile."""
         head_kv = self.params.query_heads(key_tile).head_kv
         return rows.sequence(key_tile.info.offset_k, head_kv, key_tile.batch, self.kernel.part())
 
@@ -117,9 +117,9 @@ class Producer:
     def load_queries(
         self, key_tile: KeyTile, head: Int32, blocks: BlockRange, steps: Int32, n_keys: Int32, first: Int32
     ) -> None:
-        """Load Q and dO of one head, with LSE, bias and D; steps: uses so far of their pipelines.
+        """Load Q and dO of one head, with LSE, bias and D; steps: earlier uses of their pipelines.
 
-        K and V are loaded after Q and dO of use ``first``, whose memory is free earlier.
+        K and V are loaded after the Q and dO of use ``first``, because memory for those is free earlier.
         """
         kernel, inputs, shared = self.kernel, self.inputs, self.shared
         info, tile_m = key_tile.info, kernel.tile.tile_m

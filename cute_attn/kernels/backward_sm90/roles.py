@@ -29,15 +29,15 @@ class BackwardRole:
         raise NotImplementedError
 
     def step(self, of_head: Any, key_tile: KeyTile, block: Int32, n: Int32) -> None:
-        """One query block of that head, the CTA's n-th step."""
+        """Process one query block of that head, the CTA's n-th step."""
         raise NotImplementedError
 
     def finish_tile(self) -> None:
-        """All steps of a key tile are done."""
+        """Called when all steps of a key tile are done."""
 
     @cute.jit
     def run(self) -> None:
-        """All steps of the running CTA, in the consumers' order."""
+        """Run all steps of the CTA, in the consumers' order."""
         work, seqlens = self.shared.work, self.params.seqlens
         n, i = Int32(0), Int32(0)
         while work.holds(i):
@@ -56,13 +56,13 @@ class BackwardRole:
 class BiasGradientStorer(BackwardRole):
     """One warp: stores dS of every step as the bias gradient, once all warpgroups have written it.
 
-    It arrives at dS's buffer like the warps that write it, after its reads of the stage: ``SharedDoubleBuffer``.
+    After its reads of a stage, the warp arrives at dS's buffer like the warps that write dS: ``SharedDoubleBuffer``.
     """
 
     outputs: BackwardOutputs
 
     def begin_head(self, key_tile: KeyTile, head: Int32) -> cute.Tensor:
-        """The key block's columns of the gradient."""
+        """The gradient's tiles in the columns of the key block."""
         shape = (self.kernel.tile.tile_m, self.kernel.tile.tile_n)
         return columns_of(self.outputs.tma_dbias, key_tile.block, head, key_tile.batch, shape)
 
@@ -108,17 +108,17 @@ class DqAdder(BackwardRole):
 
     @cute.jit
     def finish_tile(self) -> None:
-        """Wait for the additions, so that the next key block's to the same accumulator follow them."""
+        """Wait for the additions, so that the next key block adds to the same accumulator after them."""
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0)
 
 
 @dataclass(frozen=True)
 class TurnGiver:
-    """One warp: gives the consumers their turns to add dQ from registers, and ends them.
+    """One warp: gives the consumers their turns to add dQ from registers, and ends the turns.
 
-    If the next turn has come when all consumers have added dQ, it is given before this one is ended: the release waits
-    until the additions are in L2.
+    If the next turn has come when all consumers have added dQ, it is given before the current turn is ended, because
+    ending a turn waits until the additions are in L2.
     """
 
     kernel: Constexpr
@@ -128,7 +128,7 @@ class TurnGiver:
 
     @cute.jit
     def run(self) -> None:
-        """All steps of the running CTA, in the consumers' order."""
+        """Run all steps of the CTA, in the consumers' order."""
         kernel, params, work = self.kernel, self.params, self.shared.work
         n, i = Int32(0), Int32(0)
         while work.holds(i):
@@ -145,7 +145,7 @@ class TurnGiver:
 
     @cute.jit
     def step(self, turns: DqTurns, block: Int32, n: Int32, given: Boolean, more: Boolean) -> Boolean:
-        """The n-th turn, which may have been given. Returns True if it gave the next one, of the next query block."""
+        """Give the n-th turn unless it is ``given``, and end it. Returns True if it also gave the next block's turn."""
         staging = self.shared.dq_staging
         if not given:
             turns.wait(block)
@@ -162,7 +162,7 @@ class TurnGiver:
 
 @dataclass(frozen=True)
 class PhiloxProducer(BackwardRole):
-    """One of ``mask_warps`` warps: generates a fraction of every step's mask, ahead of the consumers by the stages."""
+    """One of ``mask_warps`` warps: generates some of every step's mask, up to ``MASK_STAGES`` steps ahead."""
 
     number: Int32  # of the warp among them
 
@@ -172,7 +172,7 @@ class PhiloxProducer(BackwardRole):
 
     @cute.jit
     def step(self, state: ScoreState, key_tile: KeyTile, block: Int32, n: Int32) -> None:
-        """Generate groups of 32 keys, assigned round-robin across steps, since warps may not divide them evenly."""
+        """Generate the mask of every ``mask_warps``-th group of 32 keys; the first group rotates to balance warps."""
         tile, pipeline = self.kernel.tile, self.shared.pipeline_mask
         row0, key0 = block * tile.tile_m, key_tile.block * tile.tile_n
         halves = self.shared.s_mask[None, None, None, pipeline.stage(n)]

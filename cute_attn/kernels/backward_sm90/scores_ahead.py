@@ -1,18 +1,18 @@
-"""The Hopper backward's steps for head dims above 256: two CTAs, and S of the next query block ahead.
+"""The Hopper backward's steps for head dims above 256: two CTAs, with S of the next query block computed ahead.
 
 dK and dV of such head dims do not fit registers, nor do K, V, Q and dO fit shared memory. So two CTAs (``cluster``)
-divide the columns of all of them, and of dQ. Each computes S and dP of its columns and sends them to its peer in fp32;
-both add the peer's sums, so both have the whole S and dP with equal bits, and derive equal values from them:
+divide the columns of all these tensors and of dQ. Each computes S and dP from its columns and sends these partial sums
+to its peer in fp32. Both add the peer's sums, so both have the whole S and dP with equal bits:
 
-    S of the first query block, to the peer
+    compute S of the first query block, send it to the peer
     for each query block:
         issue dP; add the peer's S; epilogues, P
-        wait for dP, to the peer; P to shared memory; barrier
-        issue dV += P dO; add the peer's dP; dS to shared memory
+        wait for dP, send it to the peer; store P to shared memory; barrier
+        issue dV += P dO; add the peer's dP; store dS to shared memory
         wait for dV; barrier
         issue dQ = dS K, dK += dS Q
         wait for dQ, add it to global memory; issue S of the next query block
-        wait for dK and S, to the peer
+        wait for dK and S, send S to the peer
 """
 
 import functools
@@ -30,13 +30,13 @@ from cute_attn.kernels.backward_sm90.steps import Head, steps
 
 @dataclass(frozen=True)
 class ScoresAhead:
-    """P and dS through shared memory; products run all the time, and with a cluster its exchanges beside them."""
+    """Loop with P and dS in shared memory. Products overlap all other work and, in a cluster, its exchanges."""
 
     head: Head
 
     @cute.jit
     def run(self) -> None:
-        """All query blocks of the head that see the key block."""
+        """Run the steps of all query blocks of the head that see the key block."""
         head, begin, end = self.head, self.head.blocks.begin, self.head.blocks.end
         full_begin, full_end = head.full_blocks()
         if begin < end:
@@ -54,10 +54,10 @@ class ScoresAhead:
 
     @cute.jit
     def step(self, acc_s: cute.Tensor, block: Int32, masked: Constexpr, last: Constexpr = False) -> None:
-        """One query block with S in ``acc_s``, and S of the next one unless it is the ``last``.
+        """Process a query block with S in ``acc_s``, and compute S of the next unless this is the ``last``.
 
-        Stages of P and dS are free when they are written. dV reads P; all warpgroups have passed the barrier of the
-        last step's dS after its dV. dQ and dK read dS; all have passed the barrier of this step's P after them.
+        Stages of P and dS are free when they are written. dV, which reads P, finished in all warpgroups before the
+        barrier of the last step's dS. dQ and dK, which read dS, finished before the barrier of this step's P.
         """
         head, shared, n = self.head, self.head.shared, self.head.use_of(block)
         chain, tile = head.kernel.epilogues, head.kernel.tile

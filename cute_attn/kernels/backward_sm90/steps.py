@@ -1,7 +1,7 @@
-"""Steps of the Hopper backward's consumer warpgroups: a query block of one head on a key block.
+"""Steps of the Hopper backward's consumer warpgroups; each combines a query block of one head with a key block.
 
-:class:`Head` has what a step is made of. :class:`DqLate` and :class:`DqInStep` put it in order, and for large head dims
-:class:`cute_attn.kernels.backward_sm90.scores_ahead.ScoresAhead`.
+:class:`Head` has the operations of a step. :class:`DqLate`, :class:`DqInStep` and, for large head dims,
+:class:`cute_attn.kernels.backward_sm90.scores_ahead.ScoresAhead` put them in order.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ from cute_attn.work.block_range import BlockRange
 
 @cute.jit
 def zero_rows(tile: cute.Tensor, first: Int32, thread: Int32) -> None:
-    """Zero (rows, cols) in shared memory from row ``first`` on, by all consumer threads."""
+    """Zero ``tile`` (rows, cols) in shared memory from row ``first`` on, by all consumer threads."""
     rows, cols = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
     vectors = cols // 8
     zeros = cute.make_rmem_tensor(cute.make_layout(8), tile.element_type)
@@ -58,12 +58,12 @@ class Head:
     key_use: Int32  # of the pipelines of K and V
 
     def use_of(self, block: Int32) -> Int32:
-        """The use of the pipelines, and of dS's buffer, for a query block."""
+        """Index of the use of the pipelines, and of dS's buffer, for a query block."""
         return self.first_use + (block - self.blocks.begin)
 
     @cute.jit
     def full_blocks(self) -> tuple[Int32, Int32]:
-        """The query blocks that need no mask: without a left bound, none or all after the first ones that need one."""
+        """The query blocks [begin, end) that need no mask; without a left bound they reach to the last block."""
         begin, full_end, end = self.blocks.full_begin, self.blocks.full_end, self.blocks.end
         if cutlass.const_expr(not self.kernel.masks_last_blocks):
             begin, full_end = (begin if begin < full_end else end), end
@@ -98,7 +98,7 @@ class Head:
 
     @cute.jit
     def dropout_mask_of(self, n: Int32) -> tuple[Int32, ...]:
-        """By the consumer warps: the thread's words of a step's mask, see :meth:`EpilogueChain.dropout_mask`."""
+        """The thread's words of a step's mask; called by all consumer warps. See :meth:`EpilogueChain.dropout_mask`."""
         pipeline, words = self.shared.pipeline_mask, self.kernel.tile.mask_words
         pipeline.consumer_wait(n)
         mask = cute.recast_tensor(self.shared.s_mask[None, None, None, pipeline.stage(n)], Int32)
@@ -111,7 +111,7 @@ class Head:
     def probabilities_and_gradients(
         self, block: Int32, masked: Constexpr, first: Constexpr = False
     ) -> tuple[cute.Tensor, cute.Tensor]:
-        """P, dropped elements zero, and dS of a query block, in 16 bits."""
+        """Compute P, with dropped elements zero, and dS of a query block, both in 16 bits."""
         shared, n = self.shared, self.use_of(block)
         acc_s, acc_dp = self.scores_accumulator(), self.scores_accumulator()
         scores, partial = self.score_tile(acc_s, block)
@@ -137,7 +137,7 @@ class Head:
 
     @cute.jit
     def p_in_16_bits(self, acc_s: cute.Tensor, mask: tuple) -> cute.Tensor:
-        """P, dropped elements zero; acc_s stays as it is."""
+        """P in 16 bits with dropped elements zero; acc_s is unchanged."""
         p = converted(acc_s, self.kernel.dtype)
         self.kernel.epilogues.zero_dropped(mask, self.score_map.view(p))
         return p
@@ -146,7 +146,7 @@ class Head:
     def to_gradients(
         self, scores: ScoreTile, acc_dp: cute.Tensor, saved: tuple, mask: tuple, n: Int32
     ) -> cute.Tensor:
-        """dP becomes dS; the result is dS in 16 bits."""
+        """Turn dP in ``acc_dp`` into dS; returns dS in 16 bits."""
         minus_d = None
         if cutlass.const_expr(not self.kernel.dp_starts_from_d):
             # The barrier keeps the address from being computed, and kept in a register, long before it is used.
@@ -204,28 +204,28 @@ class Head:
         return scores, partial
 
     def ends(self) -> Boolean:
-        """The key block reaches beyond the sequence."""
+        """True if the key block reaches beyond the sequence."""
         return self.key0 + self.kernel.tile.tile_n > self.state.band.seqlen_k
 
     @cute.jit
     def start_scores(
         self, a: cute.Tensor, b: cute.Tensor, acc: cute.Tensor, stage: Int32, accumulate: Constexpr
     ) -> None:
-        """acc (+)= K Q^T or V dO^T; the keys' operand has one stage."""
+        """Start acc (+)= K Q^T or V dO^T; the keys' operand has one stage."""
         stage_a, stage_b = (stage, 0) if self.kernel.tile.p_in_smem else (0, stage)
         a, b = a[None, None, None, stage_a], b[None, None, None, stage_b]
         start_gemm(self.kernel.mma_scores(), acc, a, b, accumulate)
 
     @cute.jit
     def start_dv(self, p: cute.Tensor, n: Int32) -> None:
-        """dV += P dO."""
+        """Start dV += P dO."""
         op, stage = self.fragments, self.shared.pipeline_do.stage(n)
         a, b = self.keys_operand(p, op.p_smem, n), op.do[None, None, None, stage]
         self.start_dkv(op.acc_dv, a, b, self.kernel.dims[1])
 
     @cute.jit
     def start_dk(self, ds: cute.Tensor, n: Int32) -> None:
-        """dK += dS Q."""
+        """Start dK += dS Q."""
         op, stage = self.fragments, self.shared.pipeline_q.stage(n)
         a, b = self.keys_operand(ds, op.ds_smem, n), op.q[None, None, None, stage]
         self.start_dkv(op.acc_dk, a, b, self.kernel.dims[0])
@@ -234,19 +234,19 @@ class Head:
     def start_dkv(
         self, acc: cute.Tensor, keys: cute.Tensor, queries: cute.Tensor, head_dim: Constexpr
     ) -> None:
-        """acc += keys queries, of P and dO or of dS and Q, or its transpose."""
+        """Start acc += keys queries, or its transpose; keys and queries: P and dO, or dS and Q."""
         a, b = (queries, keys) if self.kernel.tile.dkv_transposed else (keys, queries)
         start_gemm(self.kernel.mma_dkv(head_dim), acc, a, b, True)
 
     def keys_operand(self, registers: cute.Tensor, smem: cute.Tensor | None, n: Int32) -> cute.Tensor:
-        """P or dS as (keys, queries), from registers or shared memory as the tile says."""
+        """P or dS as operand (keys, queries), from shared memory if the tile stores it there, else from registers."""
         if smem is not None:
             return smem[None, None, None, self.kernel.ds_stage(n)]
         return layouts.as_operand_a(registers)
 
     @cute.jit
     def start_dq(self, acc_dq: cute.Tensor, n: Int32) -> None:
-        """acc_dq = dS K, or its transpose."""
+        """Start acc_dq = dS K, or its transpose."""
         op, stage = self.fragments, self.kernel.ds_stage(n)
         stage_a, stage_b = (0, stage) if self.kernel.tile.dq_transposed else (stage, 0)
         a, b = op.a_dq[None, None, None, stage_a], op.b_dq[None, None, None, stage_b]
@@ -254,7 +254,7 @@ class Head:
 
     @cute.jit
     def store_scores(self, fragment: cute.Tensor, target: cute.Tensor, n: Int32) -> None:
-        """P or dS of a step to its stage."""
+        """Store P or dS of a step to its stage of ``target``."""
         tile = target[None, None, self.kernel.ds_stage(n)]
         store = self.kernel.scores_store()
         # Otherwise addresses are kept in registers through the loop.
@@ -272,13 +272,13 @@ class Head:
 
     @cute.jit
     def stage_dq(self, acc_dq: cute.Tensor, block: Int32) -> None:
-        """By the consumer warps: dQ to shared memory; its stage must be empty."""
+        """Store dQ to shared memory, by all consumer warps; its stage must be empty."""
         thread, vector = rematerialize_each(self.thread, block), self.kernel.tile.dq_vector
         stage_fragment(acc_dq, self.shared.s_dq, thread, vector)
 
     @cute.jit
     def add_dq(self, acc_dq: cute.Tensor, block: Int32) -> None:
-        """By the consumer warps: add dQ to the query block's accumulator, or stage it for :class:`DqAdder`."""
+        """Add dQ to the query block's accumulator, or stage it for :class:`DqAdder`, by all consumer warps."""
         tile, floats = self.kernel.tile, block_floats(self.kernel.traits, self.kernel.tile)
         if cutlass.const_expr(tile.dq_bulk):
             self.stage_dq(acc_dq, block)
@@ -295,20 +295,20 @@ class Head:
 
 @cute.jit
 def steps(step: Constexpr, begin: Int32, end: Int32, masked: Constexpr) -> None:
-    """Steps of the query blocks [begin, end), by a method of a loop."""
+    """Call ``step``, a method of a loop, for each query block in [begin, end)."""
     for block in cutlass.range(begin, end, unroll=1):
         step(block, masked)
 
 
 @dataclass(frozen=True)
 class DqLate:
-    """dQ a step late: warpgroups need not be in the same step. P and dS are register operands."""
+    """Loop with dQ a step late, so that warpgroups need not be in the same step. P and dS are register operands."""
 
     head: Head
 
     @cute.jit
     def run(self) -> None:
-        """All query blocks of the head that see the key block."""
+        """Run the steps of all query blocks of the head that see the key block."""
         head, begin, end = self.head, self.head.blocks.begin, self.head.blocks.end
         full_begin, full_end = head.full_blocks()
         if begin < end:
@@ -327,7 +327,7 @@ class DqLate:
 
     @cute.jit
     def step(self, block: Int32, masked: Constexpr, first: Constexpr = False) -> None:
-        """One query block, and dQ of the one before unless this is the ``first``."""
+        """Process one query block, and dQ of the previous block unless this is the ``first``."""
         head, shared, n = self.head, self.head.shared, self.head.use_of(block)
         dq_bulk: Constexpr = head.kernel.tile.dq_bulk
         acc_dq = head.dq_accumulator()
@@ -367,13 +367,13 @@ class DqLate:
 
 @dataclass(frozen=True)
 class DqInStep:
-    """With P in shared memory, dQ in the same step: all warpgroups wait for each other's P and dS."""
+    """Loop with P in shared memory and dQ in the same step: warpgroups wait for each other's P and dS."""
 
     head: Head
 
     @cute.jit
     def run(self) -> None:
-        """All query blocks of the head that see the key block."""
+        """Run the steps of all query blocks of the head that see the key block."""
         head, blocks = self.head, self.head.blocks
         full_begin, full_end = head.full_blocks()
         steps(self.step, blocks.begin, full_begin, True)

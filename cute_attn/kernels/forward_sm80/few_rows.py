@@ -1,6 +1,6 @@
-"""Tiles of the Ampere forward for few rows, as in decoding: a rule, since their table would have forty rows.
+"""Tiles of the Ampere forward for few rows, as in decoding: chosen by a rule, since a table would have forty rows.
 
-It reached 3951 GB/s (b16 k8192), 4189 (b64 k4096) and 3885 (pages of 64) of an H200's 4498, and 3220
+These tiles reached 3951 GB/s (b16 k8192), 4189 (b64 k4096) and 3885 (pages of 64) of an H200's 4498, and 3220
 with 16 queries, at commit 0dd3cfa: ``bench/results/2026-11-22-nvidia-h200-decode.json``.
 """
 
@@ -22,7 +22,7 @@ from cute_attn.traits import LARGE_HEAD_DIM, Traits
 def tile_for_lengths(
     traits: Traits, seqlen_q: int, group: int, many: ForwardSm80Tile, target: str
 ) -> ForwardSm80Tile:
-    """The tile for sequences of at most ``seqlen_q`` queries, ``group`` heads per key head; ``many``: for many rows."""
+    """The tile for at most ``seqlen_q`` queries per sequence and ``group`` heads per key head. many: for many rows."""
     if not may_pack_heads(traits):
         return many
     tiles = [*tiles_for_few_rows(traits, target), many]
@@ -31,11 +31,11 @@ def tile_for_lengths(
 
 @functools.lru_cache(maxsize=1024)
 def tiles_for_few_rows(traits: Traits, target: str) -> tuple[ForwardSm80Tile, ...]:
-    """Tiles of 16, 32 and 64 rows. Memory bounds them, so each multiprocessor keeps 64 KB or more in flight.
+    """Tiles of 16, 32 and 64 rows. They are bound by memory, so each multiprocessor keeps 64 KB or more in flight.
 
-    A warp has 16 rows, and the other warps divide the keys: each additional warp along the rows reads all of K and V
-    from shared memory once more. Above head dim 192, of these only the one of 32 rows has no spills on sm100 and sm120.
-    Narrow copies of rows with an ``alignment`` need more registers for addresses, and fp32 for terms of all operands.
+    A warp has 16 rows; warps beyond those that cover the rows divide the keys, since each additional warp along the
+    rows reads all of K and V from shared memory again. On sm100 and sm120, above head dim 192, only the tile of 32 rows
+    does not spill. Narrow copies of rows with an ``alignment`` need more registers for addresses, fp32 for terms.
     """
     d, single = max(padded(traits.head_dim), padded(traits.head_dim_v)), traits.dtype == "fp32"
     if d > LARGE_HEAD_DIM:
@@ -67,9 +67,9 @@ def tiles_for_few_rows(traits: Traits, target: str) -> tuple[ForwardSm80Tile, ..
 
 
 def _tiles_for_large_head_dims(traits: Traits, target: str) -> tuple[ForwardSm80Tile, ...]:
-    """Tiles of 16, 32 and 64 rows with warps that divide the columns of O; the first one whether it fits or not.
+    """Tiles of 16, 32 and 64 rows with warps that divide the columns of O. The first is included even if it is too big.
 
-    With 64 rows, 64 keys may spill from 512 columns on.
+    With 64 rows and at least 512 columns, 64 keys may spill.
     """
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
     found: list[ForwardSm80Tile] = []
@@ -88,6 +88,6 @@ def _tiles_for_large_head_dims(traits: Traits, target: str) -> tuple[ForwardSm80
 
 @functools.lru_cache(maxsize=4096)
 def ctas_per_multiprocessor(tile: ForwardSm80Tile, traits: Traits, target: str) -> int:
-    """CTAs that fit by registers (8 warps in all) and by shared memory, with 1 KB reserved per CTA."""
+    """CTAs per multiprocessor that fit in registers (8 warps in all) and shared memory (1 KB reserved per CTA)."""
     by_memory = (SHARED_MEMORY_BYTES[target] + 1024) // (tile.smem_bytes(traits) + 1024)
     return max(min(by_memory, 256 // tile.num_threads), 1)

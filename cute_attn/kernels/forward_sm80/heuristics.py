@@ -1,7 +1,7 @@
 """The Ampere forward's default tiles for many rows, from ``tiles.csv``.
 
-32 rows per warp read K and V from shared memory half as often as 16 (#7: -10%), and two stages save a barrier. Other
-tiles: "Ampere forward, on an H200" in bench/notes.md (#n: its rows).
+32 rows per warp read K and V from shared memory half as often as 16 rows (#7: -10%), and two stages save a barrier. For
+other tiles see "Ampere forward, on an H200" in bench/notes.md; #n is a row there.
 """
 
 from dataclasses import replace
@@ -15,13 +15,13 @@ TABLE = Table(__file__, ForwardSm80Tile)
 
 
 def default_tile(traits: Traits, target: str) -> ForwardSm80Tile:
-    """The tile for many rows."""
+    """The tile for calls with many rows."""
     tile = TABLE.first(traits, target, *keys(traits, target))
     return _without_spills(tile, traits) if target in TILES_OF else tile
 
 
 def _without_spills(tile: ForwardSm80Tile, traits: Traits) -> ForwardSm80Tile:
-    """On sm100 and sm120 ptxas spills what it keeps on sm80: Q K^T as a loop, or fewer scores, take fewer registers."""
+    """A tile that does not spill on sm100 and sm120, where ptxas spills more: Q K^T in a loop, or fewer scores."""
     columns, pressure = traits.head_dim_v, register_pressure(traits)
     if 96 < columns <= 128:
         tile = replace(tile, qk_unroll=1)
@@ -33,18 +33,18 @@ def _without_spills(tile: ForwardSm80Tile, traits: Traits) -> ForwardSm80Tile:
 
 
 def keys(traits: Traits, target: str, dtype: str = "") -> tuple[Key, ...]:
-    """A row's keys; dtype: of the products, ``half`` for 16 bits, by default the traits'."""
+    """Keys of a row of ``tiles.csv``. dtype: that of the products, ``half`` for 16 bits; by default the traits'."""
     dtype = dtype or ((traits.precision or "fp32") if traits.dtype == "fp32" else "half")
     blocks = "listed" if dtype == "half" and lists_blocks(traits.epilogues) else "all"
     return traits.head_dim_v, dtype, register_pressure(traits), blocks
 
 
 def register_pressure(traits: Traits) -> int:
-    """Register pressure of the epilogues beyond the scores, from 0 to 7, by ptxas' spills.
+    """Register pressure of the epilogues, from 0 to 7, ranked by ptxas's spills.
 
-    1: softcap or ALiBi; 2: dropout; 3: a bias, or dropout with softcap or ALiBi; 4: users' functions, 5 if they are
-    slow, or hold numbers with listed blocks; 6: a bias in fp32, or functions that hold four numbers of a query and a
-    key; 7: more, many Philox words, or a bias and dropout.
+    1: softcap or ALiBi; 2: dropout; 3: a bias, or dropout with softcap or ALiBi; 4: users' functions; 5: slow ones, or
+    ones that hold numbers and list blocks; 6: an fp32 bias, or functions that hold four numbers per query and key;
+    7: functions that hold more numbers, many Philox words, or a bias and dropout.
     """
     modified = traits.softcap or traits.alibi
     numbers = held(traits.epilogues, traits.op)

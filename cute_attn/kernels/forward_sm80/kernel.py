@@ -4,7 +4,7 @@
     P = exp(S - LSE),  LSE = log sum exp S     online: running row maxima and sums
     O = dropout(P) V                           (seqlen_q, head_dim_v)
 
-A CTA owns tile_m queries of one head and visits the key blocks that they see, last one first:
+A CTA owns tile_m queries of one head and visits the key blocks that these queries see, last block first:
 
     one stage                                      two or more stages
     wait K[j]; start V[j]                          wait K[j], V[j]; start K, V[j - stages + 1]
@@ -13,13 +13,13 @@ A CTA owns tile_m queries of one head and visits the key blocks that they see, l
     epilogues, online softmax, P to 16 bits        epilogues, online softmax, P to 16 bits
     O = rescaled O + P V[j]                        O = rescaled O + P V[j]
 
-A loop with masks visits the key blocks on the mask's edge, a loop without masks the others. Follows FlashAttention-2
-(Dao 2023, https://arxiv.org/abs/2307.08691).
+A loop with masks visits the key blocks on the mask's edge, a loop without masks the other blocks. The algorithm follows
+FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691).
 
-Above head dim 256 one warp cannot hold a row of O. There ``warps_n`` warps divide rows, see
+Above head dim 256 one warp cannot hold a row of O, so ``warps_n`` warps divide rows: see
 :mod:`cute_attn.kernels.forward_sm80.warps_along_n`.
 
-In fp32 both products are of tf32 terms, see ``cute_attn.device.gemm_terms``, or in large calls of fp16 ones, see
+In fp32 both products multiply tf32 terms, see ``cute_attn.device.gemm_terms``. Large calls multiply fp16 terms, see
 ``cute_attn.kernels.fp32_sm80``.
 
 Limits: head dims up to 576, padded in shared memory and registers; rows are multiples of 16 bytes, 16-byte aligned.
@@ -61,19 +61,19 @@ from cute_attn.work.block_range import BlockRange
 from cute_attn.work.query_tiles import ForwardSchedule, QueryGrid, QueryTile
 
 TILES_OF_A_SECTION = 4
-"""Work tiles in a section of heads, per multiprocessor. The last section starts with its longest tiles, and must have
-enough short ones after them for all CTAs, two per multiprocessor."""
+"""Work tiles per multiprocessor in a section of heads. The last section starts with its longest tiles, and must have
+enough short tiles after them for all CTAs, two per multiprocessor."""
 
 
 @dataclass(frozen=True)
 class ForwardSm80:
-    """Forward kernel of (traits, tile); ``__call__`` launches it."""
+    """The forward kernel for (traits, tile); ``__call__`` launches it."""
 
     traits: Traits
     tile: ForwardSm80Tile
 
     numbers: ClassVar[int] = 1
-    """Stages of shared memory for each stage of Q, K, V and O: two where their tangents lie next to them."""
+    """Shared-memory stages per stage of Q, K, V and O: two in kernels that store tangents next to values."""
 
     # ---- support, tiles and arguments ----
 
@@ -97,10 +97,10 @@ class ForwardSm80:
         pairs: int | None = None,
         window: int = 0,
     ) -> "ForwardSm80":
-        """This kernel with the tile for sequences of at most these lengths, in place of its default tile.
+        """This kernel with its default tile replaced by the tile for sequences of at most these lengths.
 
-        ``group``: query heads per key head. ``pairs``, of sequences and query heads, change nothing. In fp32 and for
-        large head dims the default tile does not depend on lengths. A variant keeps its tile: layouts may differ.
+        group: query heads per key head. pairs, the number of (sequence, query head) pairs, and window have no effect.
+        In fp32 and for large head dims the tile ignores lengths. A variant keeps its tile, since layouts may differ.
         """
         traits = self.traits
         if self.single or self.tile.warps_n > 1 or traits.variant:
@@ -110,21 +110,21 @@ class ForwardSm80:
 
     @functools.cached_property
     def epilogues(self) -> EpilogueChain:
-        """The score epilogues that the traits ask for."""
+        """The chain of score epilogues for the traits."""
         return EpilogueChain.of(self.traits, self.tile if self.can_visit_lists else None)
 
     @property
     def can_visit_lists(self) -> bool:
-        """Plain forwards can skip blocks that a block list leaves out."""
+        """True if the kernel can skip blocks that a block list omits; packed heads, key groups or fp32 prevent it."""
         plain = (self.tile.pack_heads, self.tile.key_groups, self.tile.warps_n) == (1, 1, 1)
         return self.traits.op in ("forward", "jvp") and plain and not self.single
 
     def score_args(self, inputs: ScoreInputs) -> tuple:
-        """The epilogues' arguments of one launch."""
+        """The epilogues' arguments for one launch."""
         return self.epilogues.host_args(inputs)
 
     def step_content(self) -> StepContent:
-        """A step of the unmasked loop; each of a thread's rows has one exponential more, the factor of O."""
+        """Instruction counts of a step of the unmasked loop, with one more exp2 per row for O's factor."""
         tile, d, dv = self.tile, padded(self.traits.head_dim), padded(self.traits.head_dim_v)
         warps = tile.num_warps * tile.key_groups
         products, depth = self.products.each, tile.mma_depth(self.traits)
@@ -139,7 +139,7 @@ class ForwardSm80:
 
     @functools.cached_property
     def products(self) -> Products:
-        """Both products, for the elements of Q, K and V."""
+        """The instructions of both products for the element type of Q, K and V."""
         return (Fp32Products if self.single else Products)(self.traits, self.tile)
 
     @property
@@ -149,71 +149,71 @@ class ForwardSm80:
 
     @property
     def row_widths(self) -> tuple[int, int]:
-        """Elements of a row of Q and K, and of V, as they are loaded."""
+        """Elements per loaded row of Q and K, and of V."""
         return self.traits.head_dim, self.traits.head_dim_v
 
     @property
     def single(self) -> bool:
-        """fp32 elements in shared memory: products are of tf32 terms."""
+        """True if elements in shared memory are fp32; products then multiply tf32 terms."""
         return self.traits.dtype == "fp32"
 
     @property
     def loads_elements(self) -> bool:
-        """Rows start at multiples of fewer bytes than cp.async copies."""
+        """True if rows start at multiples of 2 bytes, too few for cp.async."""
         return self.traits.alignment * self.traits.element_bytes == 2
 
     @property
     def scores_may_be_large(self) -> bool:
-        """The softmax then subtracts huge scores before it scales them: fp32 has inputs of any size."""
+        """True if scores may be huge, as for fp32 inputs: the softmax then subtracts the maximum before scaling."""
         return self.epilogues.may_be_large or (self.single and not self.traits.precision)
 
     @property
     def p_dtype(self) -> Any:
-        """The type that P is rounded to; see :class:`OnlineSoftmax`. tf32 has as many bits as fp16."""
+        """The type that P is rounded to, see :class:`OnlineSoftmax`; fp16 for tf32, which has as many digits."""
         if self.traits.dtype != "fp32":
             return self.dtype
         return Float16 if self.traits.precision else None
 
     @property
     def p_exponent(self) -> int:
-        """P is times 2^p_exponent; see :class:`OnlineSoftmax`."""
+        """P is multiplied by 2^p_exponent, see :class:`OnlineSoftmax`."""
         return 0
 
     @property
     def unroll(self) -> int:
-        """Steps along head_dim that Q K^T reads at a time."""
+        """Number of steps along head_dim whose operands Q K^T reads at a time."""
         extent, tile = padded(self.traits.head_dim), self.tile
         return tile.steps_at_once(extent, tile.qk_unroll, 32 // tile.mma_depth(self.traits))
 
     @property
     def swizzle_bits(self) -> int | None:
-        """log2 of the 16-byte vectors that a row is permuted over, or None for the widest swizzle."""
+        """log2 of the number of 16-byte vectors of a row that the swizzle permutes, or None for the widest swizzle."""
         return None if self.tile.swizzle_bits < 0 else self.tile.swizzle_bits
 
     def smem_layout(self, rows: int, head_dim: int, stages: int = 1) -> cute.ComposedLayout:
-        """(rows, padded head_dim, stages) in shared memory."""
+        """Layout (rows, padded head_dim, stages) in shared memory."""
         return layouts.smem_layout(
             rows, padded(head_dim), self.dtype, stages=stages, swizzle_bits=self.swizzle_bits
         )
 
     def gmem_load(self, head_dim: int) -> cute.TiledCopy:
-        """Global to shared memory, by the threads of a group: cp.async of 16 bytes."""
+        """The copy from global to shared memory by the threads of a group: cp.async of 16 bytes."""
         return layouts.gmem_tiled_copy(
             self.dtype, self.tile.group_threads, padded(head_dim), asynchronous=True
         )
 
     def gmem_store(self, head_dim: int) -> cute.TiledCopy:
-        """Shared to global memory, by the threads of a group: 16-byte stores."""
+        """The copy from shared to global memory by the threads of a group: 16-byte stores."""
         return layouts.gmem_tiled_copy(
             self.dtype, self.tile.group_threads, padded(head_dim), asynchronous=False
         )
 
     def tiled_mma(self) -> cute.TiledMma:
-        """MMA of both products, of a group: warps along the queries, and ``warps_n`` along keys and columns of V."""
+        """A group's MMA for both products: warps along queries, and ``warps_n`` along keys and columns of V."""
         return layouts.tiled_mma_sm80(self.dtype, self.tile.num_warps, warps_n=self.tile.warps_n)
 
     def copies(self) -> Copies:
-        """Q, K, V and O in shared memory, as the threads of a group move them."""
+        """Layouts of Q, K, V and O in shared memory, and the copies by the threads of a group: see :class:`Copies`."""
         tile, (d, dv), found = self.tile, self.row_widths, Copies(self, self.tile.group_threads)
 
         def area(name: str, rows: int, dim: int, stages: int = 1, groups: int = 1) -> Any:
@@ -262,7 +262,7 @@ class ForwardSm80:
         score_args: tuple,
         scales: cute.Tensor | None = None,
     ) -> ForwardParams:
-        """Parameters of a launch. tensors: mQ to mLSE; scales: see :mod:`cute_attn.kernels.fp32_sm80.kernel`."""
+        """Parameters of a launch. tensors: mQ to mLSE. scales: see :mod:`cute_attn.kernels.fp32_sm80.kernel`."""
         mQ, mK, mV, mO, mLSE = tensors
         nheads, nheads_kv = (mQ.shape[1], mK.shape[1]) if self.traits.varlen else (mQ.shape[2], mK.shape[2])
         grid = self.query_grid(seqlens, seqlens.batch(mQ), nheads, nheads_kv, schedule)
@@ -274,7 +274,7 @@ class ForwardSm80:
     def query_grid(
         self, seqlens: Seqlens, batch: Int32, nheads: Int32, nheads_kv: Int32, schedule: ForwardSchedule
     ) -> QueryGrid:
-        """The work tiles in their order: longest first under a causal mask."""
+        """The grid of work tiles in the order of their CTAs: longest first under a causal mask."""
         m_blocks = cute.ceil_div(seqlens.max_seqlen_q, self.tile.queries)
         grid = QueryGrid.make(m_blocks, nheads, nheads_kv, self.tile.pack_heads)
         if not self.traits.causal:
@@ -290,7 +290,7 @@ class ForwardSm80:
 
     @cute.jit
     def run(self, params: ForwardParams) -> None:
-        """The CTA's work tile."""
+        """Compute the CTA's work tile."""
         group = KeyGroup.of(self.tile, cute.arch.thread_idx()[0])
         tile = params.grid.tile(params.seqlens, self.tile.queries)
         if tile.exists:
@@ -311,7 +311,7 @@ class ForwardSm80:
                 self.finish(params.mO, params.mLSE, loop, tile, params.score_args)
 
     def shared_memory(self, group: KeyGroup) -> SharedMemory:
-        """All areas; each group has separate stages of K and V."""
+        """Allocate all areas of shared memory; each group has its own stages of K and V."""
         (d, dv), tile = self.row_widths, self.tile
         base = memory.SmemAllocator().allocate(tile.smem_bytes(self.traits), byte_alignment=1024)
         areas = tile.smem_areas(self.traits)
@@ -357,7 +357,7 @@ class ForwardSm80:
     def block_load(
         self, m: cute.Tensor, s: cute.Tensor, head_dim: int, tile: QueryTile, group: KeyGroup
     ) -> BlockLoad:
-        """The loads of one head's K or V."""
+        """The loads of K or V for one head."""
         g = sequence(m, tile.batch, tile.head_kv, tile.info.offset_k, self.traits.varlen)
         row_copy = RowCopy(self.gmem_load(head_dim), group.thread, padded(head_dim), head_dim)
         return BlockLoad(row_copy, g, s, tile.info.seqlen_k, group)
@@ -373,7 +373,7 @@ class ForwardSm80:
         shared: SharedMemory,
         group: KeyGroup,
     ) -> MainLoop:
-        """Before the first step: O is zero, row maxima are -inf, row sums are 0."""
+        """The main loop before its first step: O is zero, row maxima are -inf, row sums are 0."""
         thread, tile_m, dv = group.thread, self.tile.tile_m, padded(self.traits.head_dim_v)
         tiled_mma = operands.tiled_mma
         acc_o = cute.make_rmem_tensor(tiled_mma.get_slice(thread).partition_shape_C((tile_m, dv)), Float32)
@@ -397,7 +397,7 @@ class ForwardSm80:
 
     @cute.jit
     def load_queries(self, q: cute.Tensor, mQ: cute.Tensor, tile: QueryTile, loop: MainLoop) -> None:
-        """Start loading Q, then the first key blocks; if K reuses Q's memory, wait and read Q before."""
+        """Start loading Q, then the first key blocks. If K reuses Q's memory, wait for Q and read it in between."""
         if loop.group.is_first:
             d, _ = self.row_widths
             rows = (tile.info.seqlen_q - loop.row0) * self.tile.pack_heads
@@ -410,7 +410,7 @@ class ForwardSm80:
         loop.start_loads()
 
     def row_copy(self, copy: cute.TiledCopy, dim: int, tile: QueryTile, thread: Int32) -> RowCopy:
-        """A copy of a work tile's rows."""
+        """``copy`` applied to a work tile's rows of ``dim`` elements."""
         return RowCopy(
             *(copy, thread, padded(dim), dim, self.tile.pack_heads, tile.heads_left),
             *(self.traits.alignment, self.loads_elements),
@@ -418,9 +418,9 @@ class ForwardSm80:
 
     @cute.jit
     def rows(self, head: cute.Tensor, tensor: cute.Tensor, dim: Constexpr, row0: Int32) -> cute.Tensor:
-        """The rows of a work tile, as (tile_m, padded dim): each query's heads, then the next query.
+        """The rows of a work tile, (tile_m, padded dim). The packed heads of a query are adjacent rows.
 
-        head: the tile's first head in ``tensor``, Q or O.
+        head: the tile's first head of ``tensor``, which is Q or O.
         """
         heads: Constexpr = self.tile.pack_heads
         if cutlass.const_expr(heads == 1):
@@ -450,12 +450,12 @@ class ForwardSm80:
         self.store_output(mO, loop, tile, thread)
 
     def output_scale(self, loop: MainLoop) -> Any:
-        """The factor of the output apart from its row's factor."""
+        """The factor by which O is multiplied in addition to each row's factor."""
         return self.epilogues.rescale(loop.state)
 
     @cute.jit
     def store_output(self, mO: cute.Tensor, loop: MainLoop, tile: QueryTile, thread: Int32) -> None:
-        """O in q's dtype; tile: computed again, so that it occupies no registers in the main loop."""
+        """Store O in q's dtype. tile: recomputed after the main loop, where it would occupy registers."""
         o = sequence(mO, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
         if cutlass.const_expr(self.single):
             self.store_single(o, loop, tile, thread)
@@ -464,7 +464,7 @@ class ForwardSm80:
 
     @cute.jit
     def store_single(self, o: cute.Tensor, loop: MainLoop, tile: QueryTile, thread: Int32) -> None:
-        """Store O in fp32; a thread has whole vectors of it."""
+        """Store O in fp32 from registers; a thread holds whole vectors of O."""
         tiled_mma, tile_m, dv = loop.operands.tiled_mma, self.tile.tile_m, self.traits.head_dim_v
         rows = layouts.row_col_modes(tiled_mma, tile_m, self.tile.tile_n).rows
         row, _ = layouts.thread_row_col(tiled_mma, tile_m, self.tile.tile_n, thread)
@@ -482,7 +482,7 @@ class ForwardSm80:
         thread: Int32,
         acc: cute.Tensor | None = None,
     ) -> None:
-        """O in 16 bits, through shared memory, for 16-byte stores. acc: another result of its shape."""
+        """Store O in 16 bits through shared memory, by 16-byte stores. acc: a result of O's shape to store instead."""
         dv, tiled_mma = self.traits.head_dim_v, loop.operands.tiled_mma
         acc = loop.acc_o if acc is None else acc
         fragment = cute.make_rmem_tensor_like(acc, self.dtype)

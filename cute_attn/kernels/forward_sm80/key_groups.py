@@ -12,7 +12,7 @@ from cute_attn.tiles import ForwardSm80Tile
 
 @dataclass(frozen=True)
 class KeyGroup:
-    """A thread's group of warps, of ``count`` that divide the keys of a step."""
+    """A thread's group of warps; ``count`` groups divide the keys of a step."""
 
     index: Int32
     thread: Int32  # in the group
@@ -29,11 +29,11 @@ class KeyGroup:
 
     @property
     def is_first(self) -> Any:
-        """The first group has the CTA's result at the end."""
+        """True in the first group, which holds the CTA's result at the end."""
         return True if self.count == 1 else self.index == 0
 
     def part_of(self, block: Int32) -> Int32:
-        """Index of the group's slice of a key block, in slices."""
+        """Index of the group's slice of key block ``block``, counted in slices from the first key."""
         return block if self.count == 1 else block * self.count + self.index
 
     def barrier(self) -> None:
@@ -47,9 +47,9 @@ class KeyGroup:
 
 @dataclass(frozen=True)
 class GroupResults:
-    """A thread's O and row statistics, in shared memory for the first group: vectors of 4 and single values.
+    """A thread's O and row statistics, stored in shared memory for the first group: vectors of 4, and single values.
 
-    The vectors of all threads, and their values, are adjacent: no bank conflicts.
+    Vectors of adjacent threads are adjacent, and so are single values, so that there are no bank conflicts.
     """
 
     o: cute.Tensor  # (4, vectors)
@@ -57,7 +57,7 @@ class GroupResults:
 
     @staticmethod
     def make(start: cute.Pointer, size: int, rows: int, thread: Int32, threads: int) -> "GroupResults":
-        """The exchange of ``size`` elements of O and ``rows`` rows; ``start``: of a group's."""
+        """The results of a thread: ``size`` elements of O and ``rows`` rows. start: of its group's results."""
         vectors = cute.make_layout((4, size // 4), stride=(1, 4 * threads))
         stats = cute.make_layout((rows, 2), stride=(threads, rows * threads))
         return GroupResults(
@@ -75,7 +75,7 @@ class GroupResults:
 
     @cute.jit
     def merge_into(self, softmax: OnlineSoftmax, acc_o: cute.Tensor, acc_o_rows: cute.Tensor) -> None:
-        """Add them to another group's; acc_o_rows: acc_o as (rows, head_dim_v)."""
+        """Merge these results into another group's softmax and acc_o. acc_o_rows: acc_o as (rows, head_dim_v)."""
         stats = cute.make_rmem_tensor(self.stats.shape, Float32)
         for i in cutlass.range_constexpr(cute.size(stats)):
             stats[i] = self.stats[i]

@@ -11,7 +11,7 @@ from cute_attn.kernels.forward_sm80.key_groups import KeyGroup
 
 @dataclass(frozen=True)
 class BlockLoad:
-    """Loads a group's keys of key blocks of one head's K or V, (seqlen_k, head_dim), from global to shared memory."""
+    """Loads a group's slices of key blocks from one head's K or V, (seqlen_k, head_dim), into shared memory."""
 
     row_copy: RowCopy
     g: cute.Tensor
@@ -22,7 +22,7 @@ class BlockLoad:
 
     @cute.jit
     def start(self, block: Int32, stage: Int32, whole: Constexpr) -> None:
-        """Start loading ``block``; ``whole``: all its keys exist. Others are zeroed, since 0 * NaN is NaN."""
+        """Start loading ``block``. whole: all its keys exist. Missing keys become 0, since 0 * NaN is NaN."""
         rows = cute.size(self.s, mode=[0])
         block = self.group.part_of(block)
         cols, alignment = cute.size(self.s, mode=[1]), self.row_copy.alignment

@@ -1,4 +1,4 @@
-"""The main loop of the Ampere forward: O and row statistics of a work tile, from some of its key blocks."""
+"""The main loop of the Ampere forward: computes O and row statistics of a work tile from a range of key blocks."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from cute_attn.work.block_range import BlockRange
 
 @dataclass(frozen=True)
 class MainLoop:
-    """The steps of the CTA's work tile: a key block each."""
+    """The steps of the CTA's work tile, one per key block."""
 
     kernel: Constexpr
     operands: Operands
@@ -39,7 +39,7 @@ class MainLoop:
 
     @cute.jit
     def run(self) -> None:
-        """All key blocks, last one first: masked at the right edge of the mask, unmasked, masked at its left edge."""
+        """Visit all key blocks, last block first: those on the mask's right edge, unmasked ones, then its left edge."""
         blocks, tile = self.blocks, self.kernel.tile
         # A step's barrier is one of its group, and the first group has loaded Q for all.
         waits_for_q = tile.keeps_q or tile.key_groups > 1
@@ -56,7 +56,7 @@ class MainLoop:
 
     @cute.jit
     def start_loads(self) -> None:
-        """Prologue: K of the last block, or K and V of num_stages - 1 blocks."""
+        """Start the prologue's loads: K of the last block with one stage, else K and V of num_stages - 1 blocks."""
         last, stages = self.blocks.end - 1, self.kernel.tile.num_stages
         if cutlass.const_expr(stages == 1):
             if self.blocks.begin < self.blocks.end:
@@ -77,11 +77,11 @@ class MainLoop:
 
     @property
     def all_but_first_whole(self) -> bool:
-        """Blocks after the first visited one need no bounds check, except where lists order them."""
+        """True if only the first block visited needs a bounds check; False for blocks in the order of a list."""
         return not self.kernel.epilogues.visits_lists
 
     def find_pages(self, block: Int32) -> None:
-        """In a paged cache read the page numbers of the block that is loaded next."""
+        """In a paged cache, read the page numbers of ``block``, which is loaded next."""
         if self.kernel.traits.paged:
             self.load_k.find(block)
             if self.load_v.pages is not self.load_k.pages:
@@ -89,7 +89,7 @@ class MainLoop:
 
     @cute.jit
     def steps(self, block: Int32, begin: Int32, masked: Constexpr) -> Int32:
-        """Key blocks ``block`` down to ``begin``; returns the next one."""
+        """Run the steps of key blocks ``block`` down to ``begin``; return the next block."""
         while block >= begin:
             if cutlass.const_expr(self.kernel.tile.warps_n > 1):
                 SharedRows(self).step(block, masked)
@@ -102,7 +102,7 @@ class MainLoop:
 
     @cute.jit
     def step_one_stage(self, block: Int32, masked: Constexpr) -> None:
-        """One key block; each load overlaps the other operand's product."""
+        """Process one key block; each load overlaps the other operand's product."""
         cute.arch.cp_async_wait_group(0)
         self.group.barrier()
         self.load_v.start(self.blocks.block(block), 0, not masked)
@@ -118,7 +118,7 @@ class MainLoop:
 
     @cute.jit
     def step_pipelined(self, block: Int32, masked: Constexpr) -> None:
-        """One key block, with the loads of num_stages - 1 later ones in flight."""
+        """Process one key block while the loads of the next num_stages - 1 blocks are in flight."""
         stages: Constexpr = self.kernel.tile.num_stages
         stage = self.stage(block)
         cute.arch.cp_async_wait_group(stages - 2)
@@ -140,7 +140,7 @@ class MainLoop:
 
     @cute.jit
     def scores(self, block: Int32, stage: Int32):
-        """S = Q K^T, and the epilogues' loads from global memory, issued before it."""
+        """Issue the epilogues' loads from global memory, then compute S = Q K^T; return S and the loaded values."""
         op, tile = self.operands, self.kernel.tile
         acc_s = cute.make_rmem_tensor(
             op.tiled_mma.get_slice(0).partition_shape_C((tile.tile_m, tile.group_keys)), Float32
@@ -158,27 +158,27 @@ class MainLoop:
         return acc_s, loaded
 
     def score_tile(self, block: Int32, acc_s: cute.Tensor, thread: Int32) -> ScoreTile:
-        """acc_s with its query and key indices."""
+        """``acc_s`` as a score tile, which knows its query and key indices."""
         tile = self.kernel.tile
         score_map = self.score_map(thread)
         part = self.group.part_of(self.blocks.block(block))
         return score_map.tile(acc_s, self.row0, part * tile.group_keys)
 
     def score_map(self, thread: Int32) -> ScoreMap:
-        """The scores that a thread holds."""
+        """The map of the scores that a thread holds."""
         tile = self.kernel.tile
         return ScoreMap.make(
             self.operands.tiled_mma, tile.tile_m, tile.group_keys, thread, heads=tile.pack_heads
         )
 
     def by_rows(self, p: cute.Tensor) -> cute.Tensor:
-        """P in the layout of the scores' accumulator, as (rows, cols)."""
+        """View of P, which has the layout of the scores' accumulator, as (rows, cols)."""
         tile = self.kernel.tile
         modes = layouts.row_col_modes(self.operands.tiled_mma, tile.tile_m, tile.group_keys)
         return layouts.row_col_view(p, modes)
 
     def stored_softmax(self, thread: Int32) -> OnlineSoftmax:
-        """The online softmax with its statistics where they stay between steps: in registers or shared memory."""
+        """The online softmax with the storage of its statistics between steps: registers or shared memory."""
         if not self.kernel.tile.stats_in_smem:
             return self.softmax
         stats = self.kernel.row_stats(self.shared.stats, cute.size(self.acc_o_rows, mode=[0]), thread)
@@ -188,7 +188,7 @@ class MainLoop:
     def accumulate(
         self, block: Int32, acc_s: cute.Tensor, loaded: tuple, stage: Int32, masked: Constexpr
     ) -> None:
-        """Scores to probabilities, and O += P V."""
+        """Turn scores into probabilities, and add P V to O."""
         chain, op = self.kernel.epilogues, self.operands
         # Otherwise coordinates and addresses stay in registers from step to step.
         thread = rematerialize(self.thread)
@@ -210,7 +210,7 @@ class MainLoop:
 
     @cute.jit
     def accumulate_half(self, scores: ScoreTile, acc_s: cute.Tensor, stage: Int32) -> None:
-        """O += P V with P in 16 bits."""
+        """Add P V to O, with P in 16 bits."""
         chain, op = self.kernel.epilogues, self.operands
         p = cute.make_rmem_tensor_like(acc_s, self.kernel.dtype)
         p.store(acc_s.load().to(self.kernel.dtype))
@@ -219,7 +219,7 @@ class MainLoop:
 
     @cute.jit
     def merge_groups(self) -> None:
-        """Row statistics and O of all groups to the first one's, in their order."""
+        """Merge row statistics and O of all groups, in order, into those of the first group."""
         group, softmax = self.group, self.softmax
         cute.arch.barrier()  # K and V have been read: their memory is free
         if group.index > 0:
@@ -230,14 +230,14 @@ class MainLoop:
                 self.group_results(other).merge_into(softmax, self.acc_o, self.acc_o_rows)
 
     def group_results(self, other: Int32) -> GroupResults:
-        """The results of a thread of the group ``other`` + 1 in shared memory."""
+        """The results, in shared memory, of this thread's counterpart in group ``other`` + 1."""
         rows, threads = cute.size(self.acc_o_rows, mode=[0]), self.kernel.tile.group_threads
         start = self.shared.merge + other * threads * (cute.size(self.acc_o) + 2 * rows)
         return GroupResults.make(start, cute.size(self.acc_o), rows, self.thread, threads)
 
     @cute.jit
     def read_queries(self, later: Constexpr) -> None:
-        """Wait for Q, with ``later`` loads committed after it, and read it if it is kept in registers."""
+        """Wait for Q, after which ``later`` loads were committed, and read Q if it is kept in registers."""
         cute.arch.cp_async_wait_group(later)
         cute.arch.barrier()
         if cutlass.const_expr(self.kernel.tile.keeps_q):

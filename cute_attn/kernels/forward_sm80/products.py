@@ -1,7 +1,7 @@
 """The Ampere forward's two products: their operands in shared memory, and the instructions for each element type.
 
-16-bit operands are read by ldmatrix, V transposed. Those of fp32 have terms: of tf32, into which registers are split,
-or of fp16, into which a kernel before has split K and V; see :mod:`cute_attn.device.gemm_terms`.
+16-bit operands are read by ldmatrix, V transposed. fp32 operands have terms: tf32 terms, split in registers, or fp16
+terms, into which an earlier kernel has split K and V; see :mod:`cute_attn.device.gemm_terms`.
 """
 
 from dataclasses import dataclass
@@ -19,19 +19,19 @@ from cute_attn.tiles import ForwardSm80Tile
 from cute_attn.traits import Traits
 
 SUBTILES_AHEAD = 2
-"""Groups of 16 columns with products of fp16 terms in flight at a time. Unbounded, ptxas computes the sums of many
-groups before it adds any of them to the output, and spills."""
+"""Maximum groups of 16 columns whose products of fp16 terms are in flight. Without a limit, ptxas computes the sums of
+many groups before it adds any of them to the output, and spills."""
 
 
 @dataclass(frozen=True)
 class Products:
-    """The products of (traits, tile), of 16-bit operands."""
+    """The products of 16-bit operands for (traits, tile)."""
 
     traits: Traits
     tile: ForwardSm80Tile
 
     scales_output: ClassVar[bool] = False
-    """P stays in fp32 until it is multiplied, and P V also multiplies O by the factor of each of its rows."""
+    """True if P stays in fp32 until it is multiplied, and :meth:`pv` also multiplies O by its rows' factors."""
 
     @property
     def dtype(self) -> Any:
@@ -40,7 +40,7 @@ class Products:
 
     @property
     def stored_terms(self) -> int:
-        """Terms of an element of Q, K, V and P in shared memory."""
+        """Number of terms per element of Q, K, V and P in shared memory."""
         return 1
 
     @property
@@ -51,7 +51,7 @@ class Products:
     def operands(
         self, tiled_mma: cute.TiledMma, shared: SharedMemory, thread: Int32, scales: cute.Tensor | None
     ) -> Operands:
-        """Operands of both products in shared memory; scales: of Q, K and V in fp16 terms."""
+        """Operands of both products in shared memory. scales: those of Q, K and V in fp16 terms."""
         copy_a = layouts.ldmatrix_copy_a(tiled_mma, self.dtype)
         copy_b = layouts.ldmatrix_copy_b(tiled_mma, self.dtype)
         return Operands(
@@ -64,7 +64,7 @@ class Products:
         )
 
     def operand(self, make: Any, *args: Any) -> Any:
-        """Q, K or P as an operand; ``make``: ``SmemOperand.a`` or ``.b``, args: its arguments."""
+        """Q, K or P as an operand. make: ``SmemOperand.a`` or ``.b``; args: the arguments of ``make``."""
         return make(*args)
 
     def v_operand(self, tiled_mma: cute.TiledMma, shared: SharedMemory, thread: Int32) -> Any:
@@ -73,11 +73,11 @@ class Products:
         return SmemOperand.b(tiled_mma, copy_bt, layouts.transposed(shared.v), thread)
 
     def qk(self, op: Operands, acc_s: cute.Tensor, stage: Int32, unroll: int) -> None:
-        """acc_s += Q K^T, ``unroll`` steps along head_dim at a time."""
+        """Add Q K^T to acc_s, ``unroll`` steps along head_dim at a time."""
         gemm(op.tiled_mma, acc_s, op.q, op.k, stage, unroll)
 
     def softmax_scale(self, op: Operands, scale_log2: Float32) -> Float32:
-        """``scale_log2``, with what scores from :meth:`qk` still lack."""
+        """``scale_log2``, times any factor that :meth:`qk` has not applied to scores."""
         return scale_log2
 
     # ---- where ``scales_output`` ----
@@ -85,23 +85,23 @@ class Products:
     def pv(
         self, op: Operands, acc_o: cute.Tensor, acc_s: cute.Tensor, stage: Int32, factors: cute.Tensor
     ) -> None:
-        """acc_o = factors * acc_o + P V, P in the scores' accumulator."""
+        """Compute acc_o = factors * acc_o + P V, with P in ``acc_s``."""
         raise NotImplementedError
 
     def store_p(
         self, op: Operands, acc_s: cute.Tensor, shape: tuple[int, int], s_p: cute.Tensor, thread: Int32
     ) -> None:
-        """P in the scores' accumulator to shared memory, where warps divide columns."""
+        """Store P from ``acc_s`` to shared memory, for warps that divide columns."""
         raise NotImplementedError
 
     def stored_pv(self, op: Operands, acc_o: cute.Tensor, factors: cute.Tensor) -> None:
-        """As :meth:`pv`, with P from shared memory."""
+        """Like :meth:`pv`, with P from shared memory."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Fp32Products(Products):
-    """Products of tf32 terms, two for fp32's precision. Sums restart at zero: in P V with each key block."""
+    """Products of tf32 terms: two terms for fp32's precision. Sums restart at zero; in P V, for each key block."""
 
     scales_output: ClassVar[bool] = True
     ahead: ClassVar[int] = 0
@@ -124,11 +124,11 @@ class Fp32Products(Products):
         gemm(op.tiled_mma, acc_s, op.q, op.k, stage, unroll, 0, unroll, self.factor(op))
 
     def factor(self, op: Operands) -> Float32 | None:
-        """The factor that Q K^T carries, or None."""
+        """The factor by which :meth:`qk` multiplies Q K^T, or None."""
         return None
 
     def terms_of_p(self, acc_s: cute.Tensor) -> Terms:
-        """P in the scores' accumulator as the A operand of P V."""
+        """The terms of P, which is in ``acc_s``, as the A operand of P V."""
         return split(paired_operand_a(acc_s), TFloat32, self.count)
 
     def pv(
@@ -154,7 +154,7 @@ class Fp32Products(Products):
 
 @dataclass(frozen=True)
 class StoredTermsProducts(Fp32Products):
-    """Products of two fp16 terms: rows of Q, K, V and P have all hi, then all lo terms."""
+    """Products of two fp16 terms: rows of Q, K, V and P have all hi terms, then all lo terms."""
 
     ahead: ClassVar[int] = SUBTILES_AHEAD
 
@@ -181,7 +181,7 @@ class StoredTermsProducts(Fp32Products):
         return tuple(map(layouts.as_operand_a, self.split_p(acc_s)))
 
     def split_p(self, acc_s: cute.Tensor) -> Terms:
-        """P's terms, with the accumulator's layout."""
+        """P's terms, in the accumulator's layout."""
         return split(acc_s, Float16, self.count, Float32(2.0**P_EXPONENT))
 
     def store_p(
@@ -194,10 +194,10 @@ class StoredTermsProducts(Fp32Products):
 
 @dataclass(frozen=True)
 class OneTermProducts(Products):
-    """Products of one fp16 term: a 16-bit operand with scaled products.
+    """Products of one fp16 term: like those of 16-bit operands, but scaled.
 
     Attributes:
-        folds_factor: the softmax multiplies by the factor that undoes the scales of Q and K, as nothing else reads
+        folds_factor: True if the softmax applies the factor that undoes the scales of Q and K, since nothing else reads
             scores.
     """
 

@@ -11,7 +11,7 @@ from cute_attn.work.query_tiles import QueryGrid
 
 @dataclass(frozen=True)
 class ForwardParams:
-    """A launch: its tensors and lengths, and values derived from them."""
+    """Parameters of a launch: tensors, lengths, and values derived from them."""
 
     mQ: cute.Tensor
     mK: cute.Tensor
@@ -41,7 +41,7 @@ class Operands:
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """A CTA's shared memory; K and V are the thread's group's: (rows, cols, stage)."""
+    """A CTA's shared memory. k and v are those of the thread's group: (rows, cols, stage)."""
 
     q: cute.Tensor
     k: cute.Tensor

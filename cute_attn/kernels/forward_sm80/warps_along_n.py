@@ -1,12 +1,12 @@
-"""Steps of warps that divide rows: with large head dims one warp cannot hold a row of O.
+"""Main loop steps in which several warps divide each row: with large head dims one warp cannot hold a row of O.
 
-``warps_n`` warps divide the keys of a score tile and the columns of V and O. They exchange row maxima, P, and once at
-the end row sums in shared memory:
+``warps_n`` warps divide the keys of a score tile and the columns of V and O. Through shared memory they exchange row
+maxima and P in each step, and row sums once at the end:
 
     wait K[j]; start V[j]
-    S = Q K[j]^T, epilogues; the warp's row maxima to shared memory
+    S = Q K[j]^T, epilogues; store the warp's row maxima
     wait V[j]; start K[j - 1]
-    row maxima of all; P = exp(S - max), to shared memory
+    read the row maxima of all warps; P = exp(S - max); store P
     barrier
     O = rescaled O + P V[j]
 """
@@ -25,26 +25,26 @@ from cute_attn.epilogues.softmax import OnlineSoftmax
 
 @dataclass(frozen=True)
 class RowExchange:
-    """One number per row and warp of the row: values (tile_m, warps_n) in shared memory."""
+    """One number per row and per warp of the row. values: (tile_m, warps_n) in shared memory."""
 
     values: cute.Tensor
     score_map: ScoreMap
     warp_n: Int32
 
     def row(self, r: int) -> Int32:
-        """The thread's row r in the tile."""
+        """The index in the tile of the thread's row r."""
         return self.score_map.thr_row + self.score_map.modes.rows[r]
 
     @cute.jit
     def write(self, numbers: cute.Tensor, thread: Int32) -> None:
-        """Write the warp's numbers; all lanes of a quad have the same."""
+        """Write the warp's numbers, which are equal in all lanes of a quad."""
         if thread % 4 == 0:
             for r in cutlass.range_constexpr(cute.size(numbers)):
                 self.values[self.row(r), self.warp_n] = numbers[r]
 
     @cute.jit
     def read(self, numbers: cute.Tensor, reduce: Constexpr) -> None:
-        """After a barrier, replace the warp's numbers by ``reduce`` of all warps', in the same order for all."""
+        """After a barrier, replace ``numbers`` by the reduction of all warps' numbers, in the same order everywhere."""
         for r in cutlass.range_constexpr(cute.size(numbers)):
             total = self.values[self.row(r), 0]
             for n in cutlass.range_constexpr(1, cute.size(self.values, mode=[1])):
@@ -54,13 +54,13 @@ class RowExchange:
 
 @dataclass(frozen=True)
 class SharedRows:
-    """The steps of a main loop, by ``warps_n`` warps for each row."""
+    """The steps of a main loop with ``warps_n`` warps per row."""
 
     loop: Any  # a ``MainLoop``
 
     @cute.jit
     def step(self, block: Int32, masked: Constexpr) -> None:
-        """One key block, by warps that divide rows; each load overlaps the other operand's product."""
+        """Process one key block; each load overlaps the other operand's product."""
         loop, chain = self.loop, self.loop.kernel.epilogues
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()
@@ -93,14 +93,14 @@ class SharedRows:
         self.accumulate_shared(softmax, factors)
 
     def row_exchange(self, thread: Int32) -> RowExchange:
-        """For a thread's rows."""
+        """The exchange for a thread's rows."""
         loop = self.loop
         warp_n = thread // (32 * loop.kernel.tile.warps_m)
         return RowExchange(loop.shared.exchange, loop.score_map(thread), warp_n)
 
     @cute.jit
     def share_probabilities(self, scores: ScoreTile, acc_s: cute.Tensor, thread: Int32) -> None:
-        """P with dropout to shared memory, in the operands' dtype or terms."""
+        """Store P, with dropout, to shared memory, in the operands' dtype or as terms."""
         loop, kernel, op = self.loop, self.loop.kernel, self.loop.operands
         chain, products, shape = kernel.epilogues, kernel.products, (kernel.tile.tile_m, kernel.tile.tile_n)
         s_p = loop.shared.p[None, None, 0]
@@ -115,7 +115,7 @@ class SharedRows:
 
     @cute.jit
     def accumulate_shared(self, softmax: OnlineSoftmax, factors: cute.Tensor) -> None:
-        """O = factors * O + P V, for the warp's columns."""
+        """Compute O = factors * O + P V for the warp's columns."""
         loop, op, products = self.loop, self.loop.operands, self.loop.kernel.products
         if cutlass.const_expr(products.scales_output):
             products.stored_pv(op, loop.acc_o, factors)
@@ -125,7 +125,7 @@ class SharedRows:
 
     @cute.jit
     def add_row_sums(self, softmax: OnlineSoftmax, thread: Int32) -> None:
-        """Row sums over all warps of a row; each lane of a quad has a quarter, and the quad adds them up."""
+        """Sum row_sum over all warps of each row. The result is divided by 4, since each quad adds its lanes later."""
         exchange = self.row_exchange(thread)
         sums = cute.make_rmem_tensor_like(softmax.row_sum)
         for r in cutlass.range_constexpr(cute.size(sums)):

@@ -1,6 +1,6 @@
-"""The consumer warpgroups of the Hopper forward: O and LSE of 64 rows of each work tile.
+"""The consumer warpgroups of the Hopper forward: each computes O and LSE of 64 rows of every work tile.
 
-:class:`Consumer` runs once per work tile, :class:`MainLoop` has the steps over its key blocks, last one first.
+:class:`Consumer` loops over work tiles, :class:`MainLoop` over the key blocks of one work tile, last block first.
 """
 
 import dataclasses
@@ -35,18 +35,18 @@ from cute_attn.work.query_tiles import QueryTile
 from cute_attn.work.replay import WorkItemId
 
 LARGEST_SUM = 2.0**40
-"""Far below fp32's largest number."""
+"""Largest row sum with stale maxima that is not replayed; far below fp32's largest number."""
 HIDDEN = -64.0
-"""log2: if a row's stale maximum is below this, a bias has hidden all keys that it visited."""
+"""If a row's stale maximum, in log2, is below this, a bias has hidden all keys that the row visited."""
 
 
 @dataclass(frozen=True)
 class Consumer(ForwardRole):
-    """One warpgroup: computes its rows of every work tile, and stores them.
+    """A consumer warpgroup: computes and stores its rows of every work tile.
 
     Attributes:
-        loop: the class of its main loop, :class:`MainLoop` or another with its fields.
-        results: stores O and LSE: :class:`StagedResults`, or another object with its method.
+        loop: class of the main loop: :class:`MainLoop`, or another class with the same fields.
+        results: stores O and LSE: :class:`StagedResults`, or another object with the same method.
     """
 
     thread: ConsumerThread
@@ -60,14 +60,14 @@ class Consumer(ForwardRole):
         cute.arch.cp_async_bulk_wait_group(0)
 
     def finish_section(self) -> None:
-        """Wait for all stores: a replayed O must not be overwritten by its first version."""
+        """Wait for all stores, so that a replayed O is not overwritten by the O of the first run."""
         cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
     def run_tile(
         self, tile: QueryTile, pipeline_state: PipelineState, item: WorkItemId | None
     ) -> PipelineState:
-        """Wait for Q, run the main loop, store O and LSE; with stale row maxima unless it is a replay."""
+        """Wait for Q, run the main loop, store O and LSE. Stale row maxima are used unless this is a replay."""
         queries, keys = pipeline_state.queries, pipeline_state.keys
         speculative = cutlass.const_expr(self.kernel.tile.speculative and item is not None)
         q, fragments = self.storage.q, self.thread.fragments
@@ -112,7 +112,7 @@ class Consumer(ForwardRole):
 
     @cute.jit
     def read_queries(self) -> None:
-        """Q from shared memory into registers, for the whole work tile."""
+        """Load Q from shared memory into registers, once per work tile."""
         copy = layouts.ldmatrix_copy_a(self.kernel.mma_qk(), self.kernel.dtype)
         mine = copy.get_slice(self.thread.index)
         s_q = all_rows(self.storage.q.tensor)
@@ -121,7 +121,7 @@ class Consumer(ForwardRole):
 
 @dataclass(frozen=True)
 class StagedResults:
-    """O through shared memory, and LSE from registers."""
+    """Stores O through shared memory, and LSE from registers."""
 
     params: ForwardParams
     outputs: ForwardOutputs
@@ -157,7 +157,7 @@ class MainLoop:
     uses: PipelineState  # the first ones of the work tile
 
     def sinks(self, params: ForwardParams, thread: Int32) -> tuple[Float32, ...] | None:
-        """The attention sink of each of the rows of ``thread``, or None."""
+        """The attention sinks of the rows of ``thread``, or None."""
         tile, score_map = self.query_tile, self.kernel.score_map(thread)
         return self.kernel.epilogues.sinks_of_rows(params.score_args, tile.head, tile.heads_left, score_map)
 
@@ -177,12 +177,12 @@ class MainLoop:
 
     @property
     def largest_sum(self) -> float:
-        """Largest sum of a thread's probabilities of a row that a stale maximum may leave."""
+        """Largest sum of a thread's probabilities in a row for which a stale maximum is accepted."""
         return LARGEST_SUM
 
     @cute.jit
     def overflowed(self) -> Boolean:
-        """In one of the thread's rows below seqlen_q the sum exceeds largest_sum or is NaN, or O is not finite."""
+        """True if, in one of the thread's existing rows, the sum exceeds largest_sum or is NaN, or O is not finite."""
         failed, score_map = Boolean(False), self.kernel.score_map(rematerialize(self.thread.index))
         for r in cutlass.range_constexpr(len(score_map.modes.rows)):
             too_large = ~self.softmax.within(r, self.largest_sum)
@@ -195,9 +195,9 @@ class MainLoop:
 
     @cute.jit
     def some_row_hidden(self) -> Boolean:
-        """A row of the warpgroup has seen only hidden keys so far; a barrier of all its threads.
+        """True if a row of the warpgroup has seen only hidden keys so far; a barrier of the warpgroup's threads.
 
-        The branch on it is declared uniform: otherwise descriptors of the loops behind it are in each lane's registers.
+        The result is declared warp-uniform: otherwise loops behind its branch keep descriptors in per-lane registers.
         """
         index = rematerialize(self.thread.lane + self.thread.group * WARPGROUP)
         hidden, score_map = Boolean(False), self.kernel.score_map(index)
@@ -207,12 +207,12 @@ class MainLoop:
         return Boolean(cute.arch.make_warp_uniform(Int32(found)) != 0)
 
     def exists(self, score_map: ScoreMap, r: int) -> Boolean:
-        """Rows from seqlen_q on pad the tile; they cannot fail."""
+        """False if row r only pads the tile (at or beyond seqlen_q); a padding row cannot fail."""
         return self.query_tile.row0 + score_map.query(r) < self.query_tile.info.seqlen_q
 
     @cute.jit
     def steps(self, begin: Int32, end: Int32, masked: Constexpr, frozen: Constexpr) -> None:
-        """Key blocks [begin, end), last one first; ``frozen``: with stale row maxima."""
+        """Run the steps of key blocks [begin, end), last block first. frozen: with stale row maxima."""
         # Otherwise the compiler recomputes their minima and maxima in every step.
         begin, end = optimization_barrier(begin), optimization_barrier(end)
         for i in cutlass.range(end - begin, unroll=1):
@@ -220,7 +220,7 @@ class MainLoop:
 
     @cute.jit
     def steps_from_first(self, begin: Int32, end: Int32, masked: Constexpr, speculative: Constexpr) -> None:
-        """Key blocks [begin, end); if ``speculative``, with stale row maxima where each row has one."""
+        """Run key blocks [begin, end). speculative: with stale row maxima, unless a row has seen only hidden keys."""
         if cutlass.const_expr(speculative and self.kernel.may_hide_rows):
             if self.some_row_hidden():
                 self.steps(begin, end, masked, False)
@@ -231,14 +231,14 @@ class MainLoop:
 
     @cute.jit
     def first_step(self) -> None:
-        """S, softmax and P of the last key block, the first one visited."""
+        """Compute S, softmax and P of the last key block, which is visited first."""
         scores, acc_s = self.first_probabilities()
         self.convert(scores, acc_s)
         self.zero_values_out_of_bounds(self.blocks.block(self.blocks.end - 1), self.uses.keys)
 
     @cute.jit
     def first_probabilities(self):
-        """S and softmax of the last key block: its score tile, and the registers in which P is now."""
+        """Compute S and softmax of the last key block; return its score tile, and the registers that now hold P."""
         storage, n = self.storage, self.uses.keys
         block, partial = self.blocks.visit(self.blocks.end - 1)
         scores, acc_s, loaded = self.score_tile(block, n)
@@ -251,7 +251,7 @@ class MainLoop:
 
     @cute.jit
     def step(self, step: Int32, masked: Constexpr, frozen: Constexpr) -> None:
-        """S and P of the block of ``step``, overlapped with P V of the block visited before it."""
+        """Compute S and P of the block of ``step``, overlapped with P V of the block visited before it."""
         storage, n = self.storage, self.uses.keys + (self.blocks.end - 1 - step)
         block, partial = self.blocks.visit(step)
         scores, acc_s, loaded = self.score_tile(block, n)
@@ -276,12 +276,12 @@ class MainLoop:
         """Called before the softmax of the block of ``step``, unless row maxima are stale."""
 
     def rescale(self, step: Int32) -> None:
-        """Rescale O so far to the row maxima after the block of ``step``."""
+        """Rescale the accumulated O to the row maxima after the block of ``step``."""
         self.softmax.rescale(self.thread.fragments.acc_o_rows, self.thread.fragments.factors)
 
     @cute.jit
     def last_product(self) -> None:
-        """O += P V of the first key block, the last one visited."""
+        """Add P V of the first key block, which is visited last, to O."""
         n = self.uses.keys + (self.blocks.end - 1 - self.blocks.begin)
         self.zero_values_before_first(self.blocks.begin, n)
         self.storage.pipeline_v.consumer_wait(n)
@@ -291,7 +291,7 @@ class MainLoop:
 
     @cute.jit
     def score_tile(self, block: Int32, n: Int32):
-        """Registers for the scores of ``block``, use n of K's pipeline, and the epilogues' loads from global memory."""
+        """Score tile and registers for S of ``block`` (use n of K's pipeline), and the epilogues' global loads."""
         kernel, thread = self.kernel, self.thread
         shape = (kernel.tile.tile_m, kernel.tile.tile_n)
         acc_s = cute.make_rmem_tensor(kernel.mma_qk().get_slice(0).partition_shape_C(shape), Float32)
@@ -308,7 +308,7 @@ class MainLoop:
         start_gemm(self.kernel.mma_qk(), acc_s, op.q, op.k[None, None, None, stage], False)
 
     def release_keys(self, n: Int32) -> None:
-        """S is complete: use n of K's pipeline is read."""
+        """Release use n of K's pipeline after S is complete."""
         self.storage.pipeline_k.consumer_release(n, Accessed.BY_WGMMA)
 
     @cute.jit
@@ -327,9 +327,9 @@ class MainLoop:
         partial: Boolean | None = None,
         ends: Constexpr = False,
     ) -> None:
-        """Scores to probabilities; unless ``frozen``, ``factors`` become O's rescaling factors.
+        """Turn scores into probabilities; unless ``frozen``, also set ``factors`` to O's rescaling factors.
 
-        partial, ends: see :meth:`EpilogueChain.forward`; a list's last block, the first one visited, may reach beyond
+        partial, ends: see :meth:`EpilogueChain.forward`. A list's last block, which is visited first, may reach beyond
         the sequence.
         """
         self.kernel.epilogues.forward(self.state, scores, loaded, masked, partial, ends)
@@ -340,7 +340,7 @@ class MainLoop:
 
     @cute.jit
     def convert(self, scores: ScoreTile, acc_s: cute.Tensor) -> None:
-        """Convert P to 16 bits with dropout, into the operand of P V; the operand's last use must be complete."""
+        """Convert P, with dropout, to the 16-bit operand of P V, whose previous use must be complete."""
         p = self.thread.fragments.p
         convert_to_16_bits(acc_s, p)
         self.kernel.epilogues.drop(self.state, scores, self.score_map.view(p))
@@ -357,7 +357,7 @@ class MainLoop:
 
     @cute.jit
     def zero_values_before_first(self, block: Int32, n: Int32) -> None:
-        """Zero the rows of V before the sequence's first key, where that is not row 0: in its first block."""
+        """Zero the rows of V in ``block`` before the sequence's first key, if the first key is not row 0."""
         if cutlass.const_expr(self.state.band.first is not None):
             rows = self.state.band.first - block * self.kernel.tile.tile_n
             if rows > 0:
@@ -371,7 +371,7 @@ class MainLoop:
 
     @cute.jit
     def zero_values(self, begin: Int32, end: Int32, n: Int32) -> None:
-        """Zero rows [begin, end) of V's use n, after it is full; a barrier of the warpgroup's threads."""
+        """Zero rows [begin, end) of V in the stage of use n, which must be full. Ends with a warpgroup barrier."""
         kernel, storage = self.kernel, self.storage
         lane = cute.arch.thread_idx()[0] % WARPGROUP
         vectors = padded(kernel.traits.head_dim_v) // 8

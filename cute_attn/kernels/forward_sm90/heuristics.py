@@ -1,7 +1,7 @@
 """Default tiles of the Hopper forward, from ``tiles.csv``; bench/notes.md has the measurements of other tiles.
 
 If an epilogue needs registers (a bias, the words of the mem_efficient mask), the tile has fewer keys per step or leaves
-Q in shared memory. Narrow key blocks waste less at the edges of short sequences, and small CTAs overlap.
+Q in shared memory. Narrow key blocks waste less at the ends of short sequences, and several small CTAs overlap.
 """
 
 from cute_attn.epilogues.names import are_functions, held, in_every_step, lists_blocks
@@ -10,17 +10,17 @@ from cute_attn.tiles.table import Key, Table
 from cute_attn.traits import Traits
 
 FEW_HELD = 3
-"""Maximum of numbers that a function holds for the tile of functions."""
+"""Maximum count of numbers that a user's function may hold for the tiles of ``function`` rows."""
 TABLE = Table(__file__, ForwardSm90Tile)
 
 
 def keys(traits: Traits, target: str, lengths: str = "long", *, tma: bool = True) -> tuple[Key, ...]:
-    """A row's keys.
+    """Keys of a row of ``tiles.csv``.
 
     Args:
-        lengths: ``long``, ``short``, or ``one_warpgroup`` for 64 rows in all: bound by memory, so many loads are kept
-            in flight.
-        tma: whether TMA may load a bias of 16 bits.
+        lengths: ``long``, ``short``, ``two_warpgroups``, or ``one_warpgroup`` for tiles of 64 rows, which are bound by
+            memory, so that many loads are kept in flight.
+        tma: True if TMA may load a 16-bit bias.
     """
     d, dv = traits.head_dim, traits.head_dim_v
     tma = tma and traits.bias in ("fp16", "bf16") and epilogues_beside(traits) == 1
@@ -31,13 +31,13 @@ def keys(traits: Traits, target: str, lengths: str = "long", *, tma: bool = True
 
 
 def epilogues_beside(traits: Traits) -> int:
-    """Number of operations on scores except the mask."""
+    """Number of operations on scores, without the mask."""
     return sum(map(bool, (traits.bias, traits.epilogues, traits.dropout, traits.softcap, traits.alibi)))
 
 
 def _features(traits: Traits) -> str:
-    """``none``, ``one`` or ``several``, as users' functions count; ``softcap`` if alone, ``philox`` for a mem_efficient
-    mask's words."""
+    """``none``, ``one`` or ``several`` operations on scores; users' functions count as several. ``softcap`` for only a
+    softcap, ``philox`` for a mem_efficient mask's words."""
     if traits.dropout == "mem_efficient":
         return "philox"
     if traits.epilogues:
@@ -51,9 +51,9 @@ def _features(traits: Traits) -> str:
 def _registers(traits: Traits) -> str:
     """``free`` if registers are left for keys or Q, else ``needed``, or ``fp32`` with an fp32 bias (fewest left).
 
-    ``function`` beside nothing but a causal mask, in bf16: with stale row maxima after the nearest keys, what a user's
-    function adds to farther ones is rarely so large that P exceeds bf16. Without a mask the first keys may be the
-    farthest, and each work tile is computed twice: a penalty of distance then took 1.3 to 1.5 times as long.
+    ``function``: users' functions with only a causal mask, in bf16. Row maxima are stale after the nearest keys; what a
+    function adds to farther keys rarely makes P exceed bf16. Without a mask the first keys may be the farthest, and
+    each work tile may be computed twice: a distance penalty then took 1.3 to 1.5 times as long.
     """
     if traits.bias == "fp32":
         return "fp32"

@@ -5,8 +5,8 @@
     O = dropout(P) V                           (seqlen_q, head_dim_v)
 
 The kernel is persistent: each CTA claims work tiles (a query block of a head) until none is left. The producer warp
-claims and broadcasts them and loads Q once per work tile, then K and V block by block, last block first, into pipelines
-of ``num_stages`` stages. One to three consumer warpgroups compute 64 rows of the tile each:
+claims and broadcasts work tiles. For each it loads Q once, then K and V block by block, last block first, into
+pipelines of ``num_stages`` stages. One to three consumer warpgroups compute 64 rows of the tile each:
 
     S[0] = Q K[0]; softmax                              the first key block
     for j = 1, 2, ...
@@ -18,9 +18,9 @@ of ``num_stages`` stages. One to three consumer warpgroups compute 64 rows of th
         wait for O; rescale it; P[j] to 16 bits
     O += P V of the last block
 
-After the masked blocks the row maxima are stale (``speculative``). A work tile with a row whose sum exceeds 2^40 is
-replayed with exact online softmax. Every row has seen a key by then (``BlockRange``), unless a bias hides it: a
-warpgroup with such a row runs exact steps at once.
+With ``speculative``, row maxima are stale (no longer updated) after the masked blocks. A work tile with a row whose sum
+exceeds 2^40 is replayed with exact online softmax. After the masked blocks every row has seen a key (``BlockRange``),
+unless a bias has hidden the row's keys: a warpgroup with such a row runs exact steps at once.
 
 Overlap of products and softmax within a warpgroup and, by ping-pong, between warpgroups follows FlashAttention-3 (Shah
 et al. 2024, https://arxiv.org/abs/2407.08608). The next tile's loads overlap the store of O.
@@ -69,7 +69,7 @@ from cute_attn.work.query_tiles import QueryTileOrder
 
 @dataclass(frozen=True)
 class ForwardSm90:
-    """Forward kernel of (traits, tile); ``__call__`` launches it."""
+    """The forward kernel for (traits, tile); ``__call__`` launches it."""
 
     traits: Traits
     tile: ForwardSm90Tile
@@ -96,14 +96,14 @@ class ForwardSm90:
         pairs: int | None = None,
         window: int = 0,
     ) -> "ForwardSm90":
-        """This kernel with the tile for sequences of at most these lengths, in place of its default tile.
+        """This kernel with its default tile replaced by the tile for sequences of at most these lengths.
 
         Args:
             group: query heads per key head.
-            pairs: the number of (sequence, query head) pairs; None: unknown, assumed to fill the GPU.
+            pairs: number of (sequence, query head) pairs, or None if unknown; it is then assumed to fill the GPU.
             window: maximum number of keys that a query sees in a window, 0 without a window.
 
-        A variant with another default tile keeps it.
+        A kernel with another tile than the package's default keeps its tile.
         """
         if self.tile != ForwardSm90.default_tile(self.traits, target):
             return self
@@ -111,7 +111,7 @@ class ForwardSm90:
         return dataclasses.replace(self, tile=tile)
 
     def without_tma_bias(self) -> "ForwardSm90":
-        """This kernel with threads that read the bias from memory; it has the default tile or the one for lengths."""
+        """This kernel, whose tile is the default or chosen by lengths, with a bias read by threads instead of TMA."""
         if self.tile.tile_m == 64:
             tile = dataclasses.replace(self.tile, bias_stages=0, speculative=False)
             # Without a bias in shared memory, two CTAs of few rows may fit: twice the loads in flight.
@@ -123,25 +123,25 @@ class ForwardSm90:
 
     @property
     def loads_bias_by_tma(self) -> bool:
-        """A bias loaded by TMA needs strides and an address that are aligned like the ones of q, k and v."""
+        """True if TMA loads the bias, whose strides and address must then be aligned like those of q, k and v."""
         return self.tile.bias_stages > 0
 
     @functools.cached_property
     def epilogues(self) -> EpilogueChain:
-        """The score epilogues that the traits ask for."""
+        """The chain of score epilogues for the traits."""
         return EpilogueChain.of(self.traits, self.tile if self.can_visit_lists else None)
 
     @property
     def can_visit_lists(self) -> bool:
-        """Plain forwards can skip blocks that a block list leaves out."""
+        """True if the kernel can skip blocks that a block list omits: a forward or jvp without packed heads."""
         return self.traits.op in ("forward", "jvp") and self.tile.pack_heads == 1
 
     def score_args(self, inputs: ScoreInputs) -> tuple:
-        """The epilogues' arguments of one launch."""
+        """The epilogues' arguments for one launch."""
         return self.epilogues.host_args(inputs)
 
     def step_content(self) -> StepContent:
-        """A step of the unmasked loop, with stale row maxima if ``speculative``, else with two rows' factors."""
+        """Instruction counts of a step of the unmasked loop. Stale row maxima save the exp2 of two rows' factors."""
         tile, d, dv = self.tile, padded(self.traits.head_dim), padded(self.traits.head_dim_v)
         qk = wgmma_count(tile.tile_m, tile.tile_n, d, tile.warpgroups)
         pv = wgmma_count(tile.tile_m, dv, tile.tile_n, tile.warpgroups)
@@ -158,16 +158,16 @@ class ForwardSm90:
         return fakes.CUTE_DTYPES[self.traits.dtype]
 
     def smem_layout(self, rows: int, head_dim: int, stages: int | None = None) -> cute.ComposedLayout:
-        """(rows, padded head_dim[, stages]) in shared memory, with a swizzle of TMA and wgmma."""
+        """Layout (rows, padded head_dim[, stages]) in shared memory, with a swizzle for TMA and wgmma."""
         return layouts.wgmma_smem_layout(rows, padded(head_dim), self.dtype, stages=stages)
 
     def bias_layout(self, stages: int | None = None) -> cute.ComposedLayout:
-        """A warpgroup's bias tile in shared memory, written by TMA: (ROWS, tile_n[, stages])."""
+        """Layout of a warpgroup's bias tile in shared memory, written by TMA: (ROWS, tile_n[, stages])."""
         dtype = fakes.CUTE_DTYPES[self.traits.bias]
         return layouts.wgmma_smem_layout(ROWS, self.tile.tile_n, dtype, stages=stages)
 
     def mma_qk(self) -> cute.TiledMma:
-        """S = Q K^T: K from shared memory, Q from shared memory or registers."""
+        """The MMA of S = Q K^T: K from shared memory, Q from shared memory or registers."""
         tile = self.tile
         return layouts.tiled_mma_sm90(
             self.dtype,
@@ -178,18 +178,18 @@ class ForwardSm90:
         )
 
     def mma_pv(self) -> cute.TiledMma:
-        """O += P V: P from registers, V from shared memory with head_dim_v contiguous."""
+        """The MMA of O += P V: P from registers, V from shared memory with head_dim_v contiguous."""
         tile, dv = self.tile, padded(self.traits.head_dim_v)
         return layouts.tiled_mma_sm90(
             self.dtype, tile.tile_m, dv, warpgroups=tile.warpgroups, a_source="rmem", b_major="mn"
         )
 
     def gmem_store(self) -> cute.TiledCopy:
-        """Shared to global memory by one warpgroup, where TMA would write rows beyond the sequence."""
+        """A warpgroup's copy of O from shared to global memory, used where TMA would write rows beyond the sequence."""
         return layouts.gmem_tiled_copy(self.dtype, WARPGROUP, self.output_columns, asynchronous=False)
 
     def copies(self) -> Copies:
-        """Q and O of a warpgroup, K, V and a bias in shared memory; TMA moves all but Q, into registers, and O."""
+        """Layouts, copies and MMAs, see :class:`Copies`. Threads copy only Q into registers and O out of registers."""
         traits, tile, groups = self.traits, self.tile, self.tile.warpgroups
         numbers = tile.NUMBERS
         d, dv, found = traits.head_dim, traits.head_dim_v, Copies(self, WARPGROUP * groups)
@@ -208,7 +208,7 @@ class ForwardSm90:
         return self.move_output(found)
 
     def move_output(self, found: Copies) -> Copies:
-        """Add the store of a warpgroup's O from registers."""
+        """Add to ``found`` the copy of a warpgroup's O from registers to shared memory."""
         mma = functools.partial(layouts.tiled_mma_sm90, warpgroups=1, a_source="rmem", b_major="mn")
         columns = self.output_columns
         layout = functools.partial(self.smem_layout, ROWS, columns)
@@ -216,7 +216,7 @@ class ForwardSm90:
 
     @property
     def divides_columns(self) -> bool:
-        """False: warpgroups divide the rows of O, not its columns."""
+        """True if warpgroups divide the columns of O. False here: they divide its rows."""
         return False
 
     @property
@@ -226,21 +226,21 @@ class ForwardSm90:
 
     @property
     def stores_by_tma(self) -> bool:
-        """Sequences end where the tensor does, so that TMA's bounds check suffices to store O."""
+        """True if sequences end at the tensor's end, so that TMA's bounds check suffices to store O."""
         return not (self.traits.varlen or self.traits.seqused_q)
 
     @property
     def has_values_out_of_bounds(self) -> bool:
-        """Loads of V reach rows outside the sequence. They must be zeroed: they may be NaN, and 0 * NaN is NaN."""
+        """True if loads of V include rows outside the sequence. These must be zeroed, since 0 * NaN is NaN."""
         return self.traits.varlen or self.traits.seqused_k
 
     @property
     def may_hide_rows(self) -> bool:
-        """Because of a bias, a row of a speculative kernel may have seen no key after the masked blocks."""
+        """True if a row may have seen no key after the masked blocks of a speculative kernel, because of a bias."""
         return self.tile.speculative and self.epilogues.may_mask_rows
 
     def score_map(self, thread: Int32) -> ScoreMap:
-        """The scores that a consumer thread holds."""
+        """The map of the scores that a consumer thread holds."""
         tile = self.tile
         return ScoreMap.make(self.mma_qk(), tile.tile_m, tile.tile_n, thread, heads=tile.pack_heads)
 
@@ -265,7 +265,7 @@ class ForwardSm90:
         self.launch(mQ, mK, inputs, outputs, seqlens, softmax_scale, schedule, score_args, stream)
 
     def inputs(self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, score_args: tuple) -> ForwardInputs:
-        """The operands, as TMA loads them."""
+        """The operands as tiles that TMA loads."""
         traits, tile, load = self.traits, self.tile, cpasync.CopyBulkTensorTileG2SOp()
         return ForwardInputs(
             self.rows(load, mQ, 64, traits.head_dim, tile.pack_heads, mK.shape[-2]),
@@ -275,7 +275,7 @@ class ForwardSm90:
         )
 
     def outputs(self, mO: cute.Tensor, mLSE: cute.Tensor, mK: cute.Tensor) -> ForwardOutputs:
-        """O, as TMA stores it, and LSE."""
+        """O as tiles that TMA stores, O and LSE."""
         store, heads = cpasync.CopyBulkTensorTileS2GOp(), self.tile.pack_heads
         return ForwardOutputs(self.rows(store, mO, 64, self.output_columns, heads, mK.shape[-2]), mO, mLSE)
 
@@ -291,7 +291,7 @@ class ForwardSm90:
         score_args: tuple,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch as many CTAs as the multiprocessors hold, or as there are work tiles."""
+        """Launch as many CTAs as fit on the multiprocessors, but at most one per work tile."""
         traits, tile = self.traits, self.tile
         key_bytes = 2 * (traits.head_dim + traits.head_dim_v)
         order = QueryTileOrder.make(seqlens, mQ, mK, key_bytes, tile.queries, tile.pack_heads, traits.causal)
@@ -310,7 +310,7 @@ class ForwardSm90:
     def rows(
         self, op: Any, tensor: cute.Tensor, rows: int, head_dim: int, heads: int = 1, nheads_kv: Any = 1
     ) -> TmaTiles:
-        """TMA tiles of (rows, padded head_dim); see ``TmaTiles.make``. Tensors of three dimensions are packed."""
+        """TMA tiles of (rows, padded head_dim): see ``TmaTiles.make``. Tensors of three dimensions are packed."""
         layout, shape = self.smem_layout(rows, head_dim), (rows, padded(head_dim))
         return TmaTiles.make(op, tensor, layout, shape, cute.rank(tensor) == 3, heads, nheads_kv)
 
@@ -346,7 +346,7 @@ class ForwardSm90:
         warp: Int32,
         thread: Int32,
     ) -> None:
-        """The first warpgroup loads, the others compute; each with its registers."""
+        """Set each warpgroup's register count and run its role: the first warpgroup loads, the others compute."""
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.tile.load_registers)
             if warp == 0:
@@ -366,13 +366,13 @@ class ForwardSm90:
         warp: Int32,
         thread: Int32,
     ) -> None:
-        """By a warp of a consumer warpgroup: its rows of all work tiles."""
+        """Compute a consumer warpgroup's rows of all work tiles."""
         consumer = ConsumerThread.make(self, storage, thread - WARPGROUP)
         self.consumer(self, params, storage, consumer, MainLoop, self.results(params, outputs)).run()
 
     @property
     def consumer(self) -> type[Consumer]:
-        """The role of a consumer warpgroup."""
+        """The class that consumer warpgroups run."""
         return Consumer
 
     def results(self, params: ForwardParams, outputs: ForwardOutputs) -> Any:

@@ -1,6 +1,6 @@
-"""The Hopper forward's tile by lengths: the row of ``tiles.csv``, and the number of packed heads.
+"""Chooses the Hopper forward's tile by sequence lengths: a row of ``tiles.csv``, and the number of packed heads.
 
-Rules instead of rows: they estimate the time of a call with each of a few tiles from the number of its work tiles.
+Rules estimate the time of a call with each of a few tiles from the number of work tiles.
 """
 
 import dataclasses
@@ -19,37 +19,37 @@ from cute_attn.tiles import (
 from cute_attn.traits import Traits
 
 SHORT_SEQLEN = 1024
-"""Maximum keys that a query sees on average for which tiles are small: prologue and epilogue dominate them."""
+"""Maximum mean number of keys per query for small tiles; prologue and epilogue then dominate a work tile's time."""
 
 SHORT_WINDOW = 2048
-"""The same with a window: blocks at both of its ends are partially masked, and small ones waste less."""
+"""Maximum window for small tiles: blocks at both ends of a window are partially masked, and small ones waste less."""
 
 LEAST_WINDOW = 256
-"""Minimum window of head dims 129 to 192 for narrow key blocks; below it, 128 keys cover it in fewer steps."""
+"""Minimum window for small tiles at head dims 129 to 192; blocks of 128 keys cover a smaller one in fewer steps."""
 
 SHORT_BIASED = 512
-"""The same with a bias that TMA loads: beyond it 192 rows are faster than 64."""
+"""Maximum queries and keys for small tiles with a bias that TMA loads; above it, 192 rows are faster than 64."""
 
 PACKED = 2 / 3
-"""Keys of packed sequences, on average, over those of the longest."""
+"""Assumed ratio of the mean length of packed sequences to the longest length."""
 
 NARROW_WINDOW = 512
-"""Maximum window of packed heads of dims 65 to 128 for 64 keys per step; beyond it, 96 or 128."""
+"""Maximum window for 64 keys per step with packed heads of dims 65 to 128; above it, 96 or 128 keys."""
 
 FEW_KEYS = (64, 80, 96)
-"""Keys per step for sequences of at most as many keys, such as a text's 77."""
+"""Narrow key blocks, in keys per step. A sequence that fits in one, such as a text's 77 keys, takes one step."""
 
 FEW_STEPS, NARROW = 4, 1.17
-"""Maximum steps of a sequence for which the number of keys per step matters, and the time of a key in one of
-``FEW_KEYS`` over that in the default tile: 257 keys are faster as 3 of 96 than as 3 of 128."""
+"""Maximum steps of a sequence for which keys per step matter, and the time per key in blocks of ``FEW_KEYS`` relative
+to the default tile: 257 keys are faster in 3 steps of 96 than in 3 of 128."""
 
 LEAST_GAIN = 1.1
 """Minimum estimated speedup for choosing a tile with another number of rows."""
 
 MANY_ROWS = {72: 1.25, 88: 1.2, 104: 1.08}
-"""Head dims with tiles of 192 rows: the time of a row in a tile of 128 over the time in this tile.
+"""Head dims with tiles of 192 rows -> a row's time in a tile of 128 rows relative to this tile.
 
-Their rows begin within sectors of L2, so L2 traffic bounds the kernel, and more rows use each load.
+At these head dims rows begin within L2 sectors, so L2 traffic bounds the kernel, and more rows reuse each load.
 """
 
 
@@ -67,7 +67,7 @@ def tile_for_lengths(
     Args:
         default: the tile for many long sequences.
         group: query heads per key head.
-        pairs: the number of (sequence, query head) pairs; None: unknown, assumed to fill the GPU.
+        pairs: number of (sequence, query head) pairs, or None if unknown; it is then assumed to fill the GPU.
         window: maximum number of keys that a query sees in a window, 0 without a window.
     """
     short = _short_tile(traits, seqlen_q, seqlen_k, window)
@@ -97,9 +97,9 @@ def tile_for_lengths(
 
 
 def _is_of_scores(traits: Traits) -> bool:
-    """The only epilogues are functions of a score and its query, such as a cap: they do not grow along the keys.
+    """True if the only epilogues are functions of a score and its query, such as a cap: they do not grow along keys.
 
-    Those that hold numbers leave no registers for two loops.
+    Functions that hold numbers are excluded: they leave no registers for two loops.
     """
     names = traits.epilogues
     alone = bool(names) and epilogues_beside(traits) == 1
@@ -107,9 +107,9 @@ def _is_of_scores(traits: Traits) -> bool:
 
 
 def _keys_per_step(tile: ForwardSm90Tile, traits: Traits, seqlen_q: int, seqlen_k: int, window: int) -> int:
-    """Keys per step for sequences of few keys: the fewest that hold all of them, or a number that wastes fewer.
+    """Keys per step for short sequences: the narrowest block that holds all keys, or else the one with least waste.
 
-    Packed heads have few queries, whose windows begin and end at nearly the same keys: narrow blocks waste fewer.
+    Packed heads have few queries, whose windows begin and end at nearly the same keys: narrow blocks waste fewer keys.
     """
     options = [n for n in FEW_KEYS if n < tile.tile_n and (n % 32 == 0 or traits.dropout != "flash")]
     enough = [n for n in options if seqlen_k <= n]
@@ -139,7 +139,7 @@ def _short_tile(traits: Traits, seqlen_q: int, seqlen_k: int, window: int) -> Fo
     """The tile for queries that see few keys, or None.
 
     Softcap and functions make the softmax so slow that small CTAs, which overlap more, are faster at any length. With a
-    bias that TMA loads and head dims above 64, only one tile with all queries is faster.
+    bias that TMA loads and head dims above 64, a small tile is faster only if it holds all queries.
     """
     d = max(traits.head_dim, traits.head_dim_v)
     seen = seqlen_k // 2 if _is_triangular(traits, seqlen_q, seqlen_k) else seqlen_k
@@ -167,17 +167,17 @@ def _short_tile(traits: Traits, seqlen_q: int, seqlen_k: int, window: int) -> Fo
 
 
 def _is_triangular(traits: Traits, seqlen_q: int, seqlen_k: int) -> bool:
-    """Queries see half of the keys on average, rather than nearly all."""
+    """True if queries see about half of the keys on average, False if nearly all."""
     return traits.causal and (traits.top_left or seqlen_k < 2 * seqlen_q)
 
 
 def _with_group(
     plain: ForwardSm90Tile, traits: Traits, seqlen_q: int, group: int, window: int
 ) -> ForwardSm90Tile | None:
-    """The tile with several heads of a key head, and so fewer queries, or None where that does not pay.
+    """The tile with packed query heads of a key head, and so fewer queries per tile, or None if that does not pay.
 
-    Under a mask, fewer queries have more keys in common, and fewer blocks are partially masked; packed sequences end
-    within fewer rows. Head dims from 65 to 128 gain by the latter and under a window.
+    Under a mask, fewer queries have more keys in common, and fewer blocks are partially masked. Packed sequences waste
+    fewer rows at their ends. Head dims 65 to 128 gain only with packed sequences or a window.
     """
     d = max(traits.head_dim, traits.head_dim_v)
     pays = traits.varlen or traits.causal or traits.windowed
@@ -196,7 +196,7 @@ def _with_group(
 
 
 def _heads_within(plain: ForwardSm90Tile, traits: Traits, seqlen_q: int, group: int, window: int) -> int:
-    """Packed heads of an odd group for a window: some rows stay empty, but work tiles see fewer keys."""
+    """Number of packed heads for an odd group with a window: some rows stay empty, but work tiles see fewer keys."""
 
     def cost(heads: int) -> float:
         queries = plain.tile_m // heads
@@ -209,9 +209,9 @@ def _heads_within(plain: ForwardSm90Tile, traits: Traits, seqlen_q: int, group: 
 def _packing_tiles(
     traits: Traits, short: ForwardSm90Tile | None, default: ForwardSm90Tile, rows: int
 ) -> list[ForwardSm90Tile]:
-    """Packing tiles of one warpgroup, of two, and of three where that is the default.
+    """Tiles for packed heads with one and two warpgroups, and with three if the default has three.
 
-    rows: of a key head's queries.
+    rows: query rows per key head.
     """
     one, two = (_of_warpgroups(traits, n) for n in ("one_warpgroup", "two_warpgroups"))
     if not short:
@@ -230,7 +230,7 @@ def _tile_for_work(
 ) -> ForwardSm90Tile | None:
     """A tile with fewer rows if ``plain`` leaves multiprocessors idle or computes empty rows, else None.
 
-    If ``plain`` has 64 rows: a tile with more keys per step for one, two or four CTAs per multiprocessor.
+    If ``plain`` has 64 rows: the one-warpgroup tile if there are one, two or four CTAs per multiprocessor, else None.
     """
     if plain.tile_m == 64:
         each = -(-_count(plain, seqlen_q, pairs) // MULTIPROCESSORS)
@@ -252,7 +252,7 @@ def _tile_for_work(
     triangular = _is_triangular(traits, seqlen_q, seqlen_k)
 
     def estimate(tile: ForwardSm90Tile, shared: float, alone: float) -> float:
-        """Rows that a multiprocessor computes one after the other, in time of the default tile's."""
+        """Time of a multiprocessor, in rows of the default tile computed one after the other."""
         blocks = _count(tile, seqlen_q, pairs)
         if triangular:  # half of the keys on average, the longest first
             return tile.tile_m * max(alone, blocks * shared / (2 * MULTIPROCESSORS))
@@ -266,12 +266,12 @@ def _tile_for_work(
 def _biased_tile_for_work(
     default: ForwardSm90Tile, traits: Traits, seqlen_q: int, pairs: int
 ) -> ForwardSm90Tile | None:
-    """The tile of 64 rows for no more queries, or if each work tile then has a multiprocessor to itself."""
+    """The tile of 64 rows if it holds all queries or each work tile then has a multiprocessor to itself, else None."""
     few = _of_warpgroups(traits, "one_warpgroup")
     pays = seqlen_q <= few.tile_m or _count(few, seqlen_q, pairs) <= MULTIPROCESSORS
     return few if pays and bool(few.bias_stages) == bool(default.bias_stages) else None
 
 
 def _count(tile: ForwardSm90Tile, seqlen_q: int, pairs: int) -> int:
-    """Work tiles."""
+    """Number of work tiles."""
     return -(-seqlen_q // tile.tile_m) * pairs

@@ -1,4 +1,4 @@
-"""The producer warps of the Hopper forward: one claims work tiles and loads Q, K and V for them, others load a bias."""
+"""The producer warps of the Hopper forward: one claims work tiles and loads their Q, K and V, others load a bias."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,12 +16,12 @@ from cute_attn.work.query_tiles import QueryTile, WorkClaims
 from cute_attn.work.replay import Replay, WorkItemId
 
 CLAIM_AHEAD = 2
-"""Key blocks of a work tile still to be loaded when the next one is claimed: they hide the claim's latency."""
+"""Key blocks still to be loaded when the next work tile is claimed: their loads hide the claim's latency."""
 
 
 @dataclass(frozen=True)
 class Producer(ForwardRole):
-    """One warp; unlike the other roles it chooses the work tiles of a section."""
+    """The warp that claims work tiles and loads Q, K and V. Other roles receive the work tiles that it broadcasts."""
 
     loads: Any  # ``TileLoads``, or another object with its fields and method
 
@@ -29,7 +29,7 @@ class Producer(ForwardRole):
 
     @cute.jit
     def run(self) -> None:
-        """Claim work tiles until none is left, broadcast and load them; after each section load its replays."""
+        """Claim, broadcast and load work tiles until none is left; after each section, load the section's replays."""
         work, claims, total = self.storage.work, WorkClaims(self.params.counters), self.total
         index, n, more = Int32(cute.arch.block_idx()[0]), Int32(0), Boolean(True)
         pipeline_state = PipelineState(Int32(0), Int32(0))
@@ -53,7 +53,7 @@ class Producer(ForwardRole):
 
     @property
     def total(self) -> Int32:
-        """Work tiles of all CTAs."""
+        """Number of work tiles of all CTAs."""
         total, splits = self.params.order.total, self.params.splits
         return total if splits is None else total * splits.divisor
 
@@ -72,7 +72,7 @@ class Producer(ForwardRole):
         pipeline_state: PipelineState,
         claims: Any,  # WorkClaims, or None for a replay
     ) -> tuple[PipelineState, Int32]:
-        """Load one work tile; returns the pipeline state after it and the pending claim."""
+        """Load one work tile; return the pipeline state after it and the pending claim."""
         queries, keys, claimed = pipeline_state.queries, pipeline_state.keys, Int32(0)
         blocks = self.blocks_of(tile)
         if blocks.begin < blocks.end:
@@ -90,7 +90,7 @@ class Producer(ForwardRole):
 
 @dataclass(frozen=True)
 class TileLoads:
-    """The loads of Q and of key blocks that lie one after the other."""
+    """Loads Q and the key blocks of a work tile."""
 
     inputs: ForwardInputs
     storage: ForwardStorage
@@ -130,7 +130,7 @@ class TileLoads:
 
 @dataclass(frozen=True)
 class BiasProducer(ForwardRole):
-    """One warp: loads by TMA the bias of every work tile for one consumer warpgroup, ``group``."""
+    """A warp that loads the bias of every work tile by TMA for one consumer warpgroup, ``group``."""
 
     tma: TmaTiles
     group: Int32
@@ -139,7 +139,7 @@ class BiasProducer(ForwardRole):
     def run_tile(
         self, tile: QueryTile, pipeline_state: PipelineState, item: WorkItemId | None
     ) -> PipelineState:
-        """Load the warpgroup's rows of all key blocks, in the order in which they are visited."""
+        """Load the bias for the warpgroup's rows and all key blocks, in the order in which blocks are visited."""
         blocks, keys = self.blocks_of(tile), pipeline_state.keys
         count = blocks.end - blocks.begin
         row0 = tile.row0 + self.group * ROWS

@@ -1,4 +1,4 @@
-"""Roles of the Hopper forward: the tasks of a warp or a warpgroup for each work tile of its CTA."""
+"""Roles of the Hopper forward: the work of a warp or a warpgroup on each work tile of its CTA."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -18,10 +18,10 @@ from cute_attn.work.replay import Replay, WorkItemId
 
 @dataclass(frozen=True)
 class ForwardRole:
-    """A role: a subclass defines its task for one work tile, :meth:`run` loops over all of them.
+    """Base of roles: subclasses define :meth:`run_tile` for one work tile, and :meth:`run` loops over work tiles.
 
-    All roles of a CTA process the same work tiles in the same order: a section's tiles as the producer broadcasts them,
-    then with ``speculative`` the section's failed ones again, in order.
+    All roles of a CTA process the same work tiles in the same order: the tiles of a section in the order of the
+    producer's broadcasts, then with ``speculative`` the section's failed tiles again.
     """
 
     kernel: Constexpr
@@ -29,12 +29,12 @@ class ForwardRole:
     storage: ForwardStorage
 
     CLEARS_REPLAY: ClassVar[bool] = False
-    """Set for the one role, a single warp of the CTA, that clears the replay list."""
+    """True for the one role, run by a single warp of the CTA, that clears the replay list."""
 
     def run_tile(
         self, tile: QueryTile, pipeline_state: PipelineState, item: WorkItemId | None
     ) -> PipelineState:
-        """One work tile; returns the pipeline state after it. ``item``: its mark if it fails, or None in a replay."""
+        """Process one work tile; return the pipeline state after it. item: how to mark a failure; None in a replay."""
         raise NotImplementedError
 
     def finish_section(self) -> None:
@@ -42,7 +42,7 @@ class ForwardRole:
 
     @cute.jit
     def run(self) -> None:
-        """Every work tile that the producer broadcasts, section by section, and each section's replays."""
+        """Process every work tile that the producer broadcasts, section by section, with each section's replays."""
         work = self.storage.work
         pipeline_state, n, more = PipelineState(Int32(0), Int32(0)), Int32(0), Boolean(True)
         while more:
@@ -72,7 +72,7 @@ class ForwardRole:
         return pipeline_state
 
     def tile_at(self, index: Int32) -> QueryTile:
-        """The work tile ``index`` of the order, or the split of one; it may be empty."""
+        """Work tile ``index`` of the order, or with splits a split of a work tile; it may be empty."""
         params = self.params
         if params.splits is None:
             return params.order.tile(index, params.seqlens)
@@ -82,7 +82,7 @@ class ForwardRole:
         return replace(tile, split=KeySplit.of(blocks, split, params.partials, tile_n))
 
     def tile_of(self, item: WorkItem) -> QueryTile:
-        """The work tile that the producer broadcast."""
+        """The work tile of a broadcast item."""
         tile = self.params.order.of(item.row0, item.head, item.batch, self.params.seqlens)
         return replace(tile, split=item.split)
 
@@ -91,11 +91,11 @@ class ForwardRole:
         return self.kernel.epilogues.begin_tile(self.params, tile, tile.head)
 
     def key_blocks(self, tile: QueryTile, state: ScoreState) -> BlockRange:
-        """The key blocks that one work tile visits: all that its queries see, or its split of them."""
+        """The key blocks that one work tile visits: all blocks that its queries see, or only those of its split."""
         end_row = cutlass.min(tile.row0 + self.kernel.tile.queries, tile.info.seqlen_q)
         blocks = self.kernel.epilogues.key_blocks(state, tile.row0, end_row, self.kernel.tile.tile_n)
         return blocks if tile.split is None else blocks.clipped(tile.split.begin, tile.split.end)
 
     def blocks_of(self, tile: QueryTile) -> BlockRange:
-        """The key blocks that one work tile visits, without its epilogues' state."""
+        """Like :meth:`key_blocks`, for callers that have no epilogue state."""
         return self.key_blocks(tile, self.begin(tile)[1])

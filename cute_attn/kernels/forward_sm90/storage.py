@@ -22,7 +22,7 @@ from cute_attn.work.replay import Replay
 
 @dataclass(frozen=True)
 class ForwardStorage:
-    """Shared storage: operands with their stages last, their pipelines, the work broadcast and replay list."""
+    """Shared storage: operands (stages are the last mode), their pipelines, the work broadcast and the replay list."""
 
     q: QueryBuffer
     s_k: cute.Tensor
@@ -36,7 +36,7 @@ class ForwardStorage:
 
     @cute.jit
     def init(self, warpgroups: Constexpr, lane: Int32) -> None:
-        """By one warp, before the CTA synchronizes: the barriers and the replay list."""
+        """Initialize the barriers and the replay list; called by one warp before the CTA synchronizes."""
         with cute.arch.elect_one():
             for pipeline in (self.q.pipeline, self.pipeline_k, self.pipeline_v):
                 pipeline.init(4 * warpgroups)
@@ -50,12 +50,12 @@ class ForwardStorage:
 
 @dataclass(frozen=True)
 class ForwardParams:
-    """Lengths, scale, epilogue arguments and the order of work tiles; the last four with a cache.
+    """Lengths, scale, epilogue arguments and the order of work tiles. The last four fields are set only with a cache.
 
     Attributes:
         counters: see ``ForwardSchedule``.
-        splits: divides a work tile's index into its query block and its split; None unless the split is "fixed".
-        partials: None without a split.
+        splits: divides an index into that of a work tile and that of a split; None unless the split is "fixed".
+        partials: partial results, or None without a split.
     """
 
     seqlens: Seqlens
@@ -96,7 +96,7 @@ class Fragments:
 
 @dataclass(frozen=True)
 class PipelineState:
-    """Uses so far of Q's pipeline, and of K's and V's."""
+    """Numbers of uses so far: ``queries`` of Q's pipeline, ``keys`` of K's and V's pipelines."""
 
     queries: Int32
     keys: Int32
@@ -104,7 +104,7 @@ class PipelineState:
 
 @dataclass(frozen=True)
 class ConsumerThread:
-    """A consumer thread: its warpgroup, its index among all consumers, its warpgroup's barrier, its registers."""
+    """A consumer thread: its warpgroup, its index among all consumers, its ping-pong barrier, its fragments."""
 
     group: Int32
     index: Int32
@@ -118,14 +118,14 @@ class ConsumerThread:
 
     @staticmethod
     def make(kernel: Any, storage: ForwardStorage, index: Int32) -> "ConsumerThread":
-        """The running thread, ``index`` among all consumers."""
+        """The running thread, whose index among all consumers is ``index``."""
         group, groups = cute.arch.make_warp_uniform(index // WARPGROUP), kernel.tile.warpgroups
         ping_pong = PingPong(group, groups, groups > 1)
         return ConsumerThread(group, index, ping_pong, make_fragments(kernel, storage, group))
 
 
 def make_storage(kernel: Any) -> ForwardStorage:
-    """Barriers, Q, K and V by stages, O by warpgroups (in Q's memory with ``share_qo_smem``), bias tiles."""
+    """Allocate barriers, stages of Q, K and V, each warpgroup's O (in Q's memory with ``share_qo_smem``) and bias."""
     d, dv, tile = kernel.traits.head_dim, kernel.traits.head_dim_v, kernel.tile
     numbers = tile.NUMBERS
     base = memory.SmemAllocator().allocate(tile.smem_bytes(kernel.traits), byte_alignment=1024)
@@ -174,7 +174,7 @@ def _tma_bias(kernel: Any, pointer: cute.Pointer, barriers: cute.Pointer) -> Tma
 
 
 def smem_tensor(kernel: Any, pointer: cute.Pointer, rows: int, head_dim: int, stages: int) -> cute.Tensor:
-    """(rows, padded head_dim, stages) at ``pointer``."""
+    """A shared-memory tensor (rows, padded head_dim, stages) at ``pointer``."""
     return _tensor(pointer, kernel.smem_layout(rows, head_dim, stages), kernel.dtype)
 
 
@@ -183,7 +183,7 @@ def _tensor(pointer: cute.Pointer, layout: cute.ComposedLayout, dtype: Any) -> c
 
 
 def all_rows(tensor: cute.Tensor) -> cute.Tensor:
-    """(64, columns, warpgroup) as (rows of all warpgroups, columns)."""
+    """View of a tensor (64, columns, warpgroup) as (rows of all warpgroups, columns)."""
     rows, cols, groups = tensor.layout.shape
     d_rows, d_cols, d_groups = tensor.layout.stride
     layout = cute.make_layout(((rows, groups), cols), stride=((d_rows, d_groups), d_cols))
@@ -191,7 +191,7 @@ def all_rows(tensor: cute.Tensor) -> cute.Tensor:
 
 
 def make_fragments(kernel: Any, storage: ForwardStorage, group: Int32) -> Fragments:
-    """Descriptors of the warpgroup's operands and its registers."""
+    """Make the descriptors of a warpgroup's operands, and its registers."""
     tile, dv = kernel.tile, padded(kernel.traits.head_dim_v)
     qk, pv = kernel.mma_qk(), kernel.mma_pv()
     mine_qk, mine_pv = qk.get_slice(group * WARPGROUP), pv.get_slice(group * WARPGROUP)

@@ -1,21 +1,21 @@
-"""The Ampere forward of fp32 in fp16 terms, and the fallback kernel for inputs that do not fit their terms.
+"""The Ampere fp32 forward with fp16 terms, and the fallback kernel for inputs that terms cannot represent.
 
-A launch of :mod:`cute_attn.kernels.split_fp32` writes the terms of K and V, and the scales of Q, K and V. Then both
-kernels of this file are launched. Each reads the scales first. If none is 0 and no score can be huge, the speculative
-kernel computes: its products of terms then have the precision of fp32. Otherwise the fallback computes three products
-of tf32 from Q, K and V themselves. The other kernel's CTAs return at once. So results are right for any input, and the
-host reads no number back.
+The launches of :mod:`cute_attn.kernels.split_fp32` write the terms of K and V, and the scales of Q, K and V. Then both
+kernels of this file are launched, and each reads the scales first. If no scale is 0 and no score can be huge, the
+speculative kernel, :class:`ForwardTerms`, computes: products of terms then have fp32's precision. Otherwise the
+fallback computes with three tf32 products from Q, K and V themselves. The CTAs of the kernel that does not compute
+return at once. Results are thus right for any input, and the host reads no number back.
 
-The main loop is :mod:`cute_attn.kernels.forward_sm80.main_loop`, on rows of twice as many elements of 16 bits. A row of
-Q is read by only one CTA. It splits the row on the way to shared memory: terms in global memory would be written and
-read for nothing. Scores and the output are not scaled, so that epilogues are the same.
+The main loop is :mod:`cute_attn.kernels.forward_sm80.main_loop`, on rows of twice as many 16-bit elements. Only one CTA
+reads a row of Q, so it splits the row on the way to shared memory instead of reading terms from global memory. Scores
+and the output have no scale, so epilogues are unchanged.
 
 Under a causal mask the longest work tiles are first, see :meth:`cute_attn.work.query_tiles.QueryGrid.longest_first`.
 
-With precision tf32 there is one term with tf32's digits, and each product is one of fp16, as in the kernel of 16-bit
-tensors. P is multiplied by 2^14 there, and keeps its digits down to 2^-28. The fallback computes one product of tf32.
+With precision tf32 there is one term, with tf32's digits, and each product is a single fp16 product, as in the kernel
+for 16-bit tensors. P is multiplied by 2^14 and keeps its digits down to 2^-28. The fallback computes one tf32 product.
 
-Limits: fp32, otherwise the forward's.
+Limits: fp32; other limits are those of the forward.
 """
 
 import dataclasses
@@ -44,29 +44,29 @@ from cute_attn.traits import Traits
 from cute_attn.work.query_tiles import ForwardSchedule, QueryTile, WorkClaims
 
 LARGEST_TERM = 2.0**15
-"""No term is larger."""
+"""Upper bound of all terms."""
 LARGEST_SCORE = 2.0**30
-"""In powers of two: beyond 2**31 a fused multiply-add of a score and its row's maximum may be off by more than fp32's
-exponents reach."""
+"""Largest score in log2 for which terms are used. Above 2**31, a fused multiply-add of a score and its row's maximum
+may have an error beyond the range of fp32's exponents."""
 
 
 KeyRows = Annotated[
     cute.Tensor,
     lambda kernel: fakes.rows(Float16 if kernel.computes_terms else Float32, fakes.rank(kernel.traits)),
 ]
-"""mK and mV: the forward's, or their terms."""
+"""mK and mV: those of the forward, or in :class:`ForwardTerms` their terms."""
 
 
 @cute.jit
 def terms_serve(scales: cute.Tensor, scale_log2: Float32, head_dim: Constexpr) -> Boolean:
-    """Terms of Q, K and V have the wanted precision, and scores stay below LARGEST_SCORE: no fallback."""
+    """True if terms of Q, K and V have the required precision and scores stay below LARGEST_SCORE."""
     largest = scales[0] * scales[1] * (scale_log2 * Float32(head_dim * LARGEST_TERM**2))
     return (scales[0] != 0.0) & (scales[1] != 0.0) & (scales[2] != 0.0) & (largest <= Float32(LARGEST_SCORE))
 
 
 @dataclass(frozen=True)
 class FollowsSplit(ForwardSm80):
-    """Base of both kernels: their arguments, and the choice by the scales of the one that computes."""
+    """Base of both kernels: their arguments, and the choice, by the scales, of the kernel that computes."""
 
     computes_terms: ClassVar[bool] = False
 
@@ -91,32 +91,32 @@ class FollowsSplit(ForwardSm80):
         mScales: fakes.Scales,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch. mScales (3,): of Q, K and V, by the split."""
+        """Launch the kernel. mScales: (3,), the scales of Q, K and V, which the split wrote."""
         params = self.params((mQ, mK, mV, mO, mLSE), seqlens, softmax_scale, schedule, score_args, mScales)
         self.launch(params, params.grid.tiles(seqlens.batch(mQ)), schedule, stream)
 
     def launch(
         self, params: ForwardParams, tiles: Int32, schedule: ForwardSchedule, stream: cuda.CUstream
     ) -> None:
-        """Launch for so many work tiles."""
+        """Launch the kernel for ``tiles`` work tiles."""
         raise NotImplementedError
 
     def computes(self, params: ForwardParams) -> Boolean:
-        """If False, the other kernel computes and this one returns at once."""
+        """True if this kernel computes the result, False if the other kernel does."""
         scale_log2 = params.softmax_scale * LOG2_E
         return terms_serve(params.scales, scale_log2, self.traits.head_dim) == self.computes_terms
 
 
 @dataclass(frozen=True)
 class ForwardFallback(FollowsSplit):
-    """The forward for calls in which terms of Q, K or V do not have the wanted precision.
+    """The forward for calls in which terms of Q, K or V lack the required precision.
 
-    CTAs claim their work tiles, so that few CTAs start if there is nothing to compute: with a tile of 200 KB a
-    multiprocessor starts one after the other.
+    CTAs claim their work tiles, so that only few CTAs have to start if there is nothing to compute: with a tile of
+    200 KB a multiprocessor runs one CTA at a time.
     """
 
     WARPS: ClassVar[int] = 16
-    """Warps per multiprocessor, about: no default tile has room for more."""
+    """Approximate number of warps per multiprocessor; no default tile leaves room for more."""
 
     def launch(
         self, params: ForwardParams, tiles: Int32, schedule: ForwardSchedule, stream: cuda.CUstream
@@ -139,12 +139,12 @@ class ForwardFallback(FollowsSplit):
                 claims.leave()
 
     def run_claimed(self, params: ForwardParams, tile: Int32) -> None:
-        """The work tile ``tile``."""
+        """Compute work tile ``tile``."""
         self.run(dataclasses.replace(params, grid=dataclasses.replace(params.grid, claimed=tile)))
 
     @cute.jit
     def next_tile(self, claims: WorkClaims) -> Int32:
-        """Claim a work tile for the CTA, through shared memory that is free between two work tiles."""
+        """Claim a work tile and broadcast it to the CTA through shared memory that is free between work tiles."""
         cute.arch.barrier()
         slot = cute.make_tensor(cute.arch.get_dyn_smem(Int32), cute.make_layout(1))
         if cute.arch.warp_idx() == 0:
@@ -159,10 +159,10 @@ class ForwardFallback(FollowsSplit):
 
 @dataclass(frozen=True)
 class ForwardTerms(FollowsSplit):
-    """The forward on terms of Q, K and V, for calls in which they have the wanted precision.
+    """The forward on terms of Q, K and V, for calls in which terms have the required precision.
 
-    mK and mV: rows of all terms in fp16, each of the padded head dim: the hi term, then the lo term, if any. mQ: as the
-    forward's; each CTA splits its rows.
+    mK and mV: rows of fp16 terms: padded head dim hi terms, then as many lo terms, if any. mQ: fp32, as in the forward;
+    each CTA splits its rows.
     """
 
     computes_terms: ClassVar[bool] = True
@@ -191,45 +191,45 @@ class ForwardTerms(FollowsSplit):
 
     @functools.cached_property
     def products(self) -> Products:
-        """Products of one term or two."""
+        """The instructions of both products, for one or two terms."""
         if self.two_terms:
             return StoredTermsProducts(self.traits, self.tile)
         return OneTermProducts(self.traits, self.tile, self.folds_factor)
 
     @property
     def single(self) -> bool:
-        """False: products are on fp16."""
+        """False: products multiply fp16 terms."""
         return False
 
     @property
     def two_terms(self) -> bool:
-        """Each product is then the sum of three products of hi and lo terms."""
+        """True if operands have two terms; each product is then the sum of three products of hi and lo terms."""
         return self.traits.fp32_terms == 2
 
     @property
     def p_exponent(self) -> int:
-        """One term's; two are multiplied when they are split."""
+        """The exponent for one term. With two terms it is 0, since the split of P multiplies P."""
         return 0 if self.two_terms else P_EXPONENT
 
     @property
     def folds_factor(self) -> bool:
-        """The softmax multiplies by the factor that undoes the scales of Q and K: nothing else reads scores."""
+        """True if the softmax applies the factor that undoes the scales of Q and K: nothing else reads scores."""
         return not (self.two_terms or self.epilogues.modifiers)
 
     @property
     def scores_may_be_large(self) -> bool:
-        """Like 16-bit kernels: where only Q K^T may be huge, the fallback kernel computes."""
+        """True if an epilogue may make scores huge. If Q K^T may be huge, the fallback kernel computes."""
         return self.epilogues.may_be_large
 
     @property
     def row_widths(self) -> tuple[int, int]:
-        """Elements of a row of all terms of Q and K, and of V."""
+        """Elements per row of Q and K, and of V, with all terms."""
         traits = self.traits
         return traits.fp32_terms * padded(traits.head_dim), traits.fp32_terms * padded(traits.head_dim_v)
 
     @cute.jit
     def load_queries(self, q: cute.Tensor, mQ: cute.Tensor, tile: QueryTile, loop: MainLoop) -> None:
-        """Q's terms to shared memory, while the first key blocks load; the first step's barrier follows."""
+        """Split Q into terms in shared memory while the first key blocks load; the first step's barrier follows."""
         loop.start_loads()
         traits, factor = self.traits, inverse_of_power_of_two(loop.operands.scales[0])
         target, threads = loop.shared.q[None, None, 0], self.tile.num_threads
@@ -237,7 +237,7 @@ class ForwardTerms(FollowsSplit):
         split_tile(q, *rows, factor, loop.thread, threads, traits.fp32_terms)
 
     def output_scale(self, loop: MainLoop) -> Any:
-        """Also undoes V's scale and, with two terms, P's."""
+        """The factor by which O is multiplied; also undoes V's scale and, with two terms, P's."""
         scale = loop.operands.scales[2]
         if self.two_terms:
             scale = scale * Float32(2.0**-P_EXPONENT)
@@ -245,7 +245,7 @@ class ForwardTerms(FollowsSplit):
 
     @cute.jit
     def store_output(self, mO: cute.Tensor, loop: MainLoop, tile: QueryTile, thread: Int32) -> None:
-        """O in fp32, from registers."""
+        """Store O in fp32 from registers."""
         o = sequence(mO, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
         columns: Constexpr = padded(self.traits.head_dim_v)
         own = ScoreMap.make(loop.operands.tiled_mma, self.tile.tile_m, columns, thread)

@@ -12,7 +12,7 @@ def keys(traits: Traits, target: str) -> tuple[Key, ...]:
 
 
 def tile_for_lengths(traits: Traits, tile: ForwardLargeTile, seqlen_q: int, group: int) -> ForwardLargeTile:
-    """``tile``, with packed heads where sequences of at most ``seqlen_q`` queries have few rows."""
+    """``tile``, with packed heads if sequences of at most ``seqlen_q`` queries would leave many rows empty."""
     if not may_pack_heads(traits):
         return tile
     return best_packing([tile], tile, seqlen_q, group, traits.varlen) or tile

@@ -17,7 +17,7 @@ scores as well; P goes through shared memory:
 The softmax overlaps P V of both warpgroups. FlashAttention-3 also divides O's columns for a large head dim of V (Shah
 et al. 2024, https://arxiv.org/abs/2407.08608).
 
-Limits: as the Hopper forward's, with head dims up to 576 of q and k and up to 512 of v, and no bias by TMA.
+Limits: those of the Hopper forward, with head dims up to 576 for q and k and 512 for v; TMA does not load a bias.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ from cute_attn.traits import MAX_HEAD_DIM, MAX_HEAD_DIM_V, Traits
 
 @dataclass(frozen=True)
 class ForwardLargeSm90(ForwardSm90):
-    """Forward kernel of (traits, tile) with a head dim above 256; ``__call__`` launches it."""
+    """Forward kernel for (traits, tile) with a head dim above 256; ``__call__`` launches it."""
 
     tile: ForwardLargeTile  # type: ignore[assignment]
 
@@ -80,7 +80,7 @@ class ForwardLargeSm90(ForwardSm90):
 
     @property
     def can_visit_lists(self) -> bool:
-        """No: it visits all blocks."""
+        """Always False: the kernel visits all blocks."""
         return False
 
     def without_tma_bias(self) -> "ForwardLargeSm90":
@@ -88,7 +88,7 @@ class ForwardLargeSm90(ForwardSm90):
         return self
 
     def step_content(self) -> StepContent:
-        """A step of the unmasked loop of the warpgroup that computes the scores, with the other one's products."""
+        """Content of an unmasked step of the scores warpgroup, with the products of the values warpgroup."""
         tile, d, dv = self.tile, padded(self.traits.head_dim), self.tile.columns_of_v(self.traits)
         qk = wgmma_count(tile.tile_m, tile.tile_n, d, 1)
         pv = wgmma_count(tile.tile_m, dv, tile.tile_n, tile.warpgroups, tile.warpgroups)
@@ -102,14 +102,14 @@ class ForwardLargeSm90(ForwardSm90):
     # ---- layouts and the MMAs ----
 
     def values_layout(self, stages: int | None = None) -> cute.ComposedLayout:
-        """V, (tile_n, columns of v[, stages]): each warpgroup's half of the columns is whole swizzle atoms."""
+        """Layout of V, (tile_n, columns of v[, stages]): each warpgroup's columns are whole swizzle atoms."""
         tile = self.tile
         return operand_layout(
             tile.tile_n, tile.columns_of_v(self.traits), self.dtype, stages=stages, parts=tile.warpgroups
         )
 
     def probabilities_layout(self, stages: int | None = None) -> cute.ComposedLayout:
-        """P, (64, tile_n[, stages])."""
+        """Layout of P, (64, tile_n[, stages])."""
         return layouts.wgmma_smem_layout(self.tile.tile_m, self.tile.tile_n, self.dtype, stages=stages)
 
     def mma_qk(self) -> cute.TiledMma:
@@ -129,7 +129,7 @@ class ForwardLargeSm90(ForwardSm90):
         )
 
     def copies(self) -> Copies:
-        """Q, K, V and P in shared memory; threads move only P and O."""
+        """Areas and copies of Q, K, V and P in shared memory; threads move only P and O."""
         traits, tile, stages = self.traits, self.tile, self.tile.num_stages
         found = Copies(self, WARPGROUP * tile.warpgroups)
         for name, rows, count in (("k", tile.tile_n, stages), ("q", tile.tile_m, 1)):
@@ -143,7 +143,7 @@ class ForwardLargeSm90(ForwardSm90):
 
     @property
     def divides_columns(self) -> bool:
-        """True: warpgroups divide the columns of O, not its rows."""
+        """Always True: warpgroups divide the columns of O, not its rows."""
         return True
 
     @property
@@ -170,7 +170,7 @@ class ForwardLargeSm90(ForwardSm90):
         warp: Int32,
         thread: Int32,
     ) -> None:
-        """By a warp of a consumer warpgroup: its half of O's columns of all work tiles, and of the first one also P."""
+        """Run the role of the warp's consumer warpgroup: scores and the first half of O, or the second half of O."""
         lane = thread % WARPGROUP
         if warp < 8:
             self.scores(params, storage, outputs, consumer_thread(self, storage, SCORES, lane)).run()
@@ -186,5 +186,5 @@ class ForwardLargeSm90(ForwardSm90):
     def products(
         self, params: ForwardParams, storage: LargeStorage, outputs: ForwardOutputs, thread: ConsumerThread
     ) -> ValueConsumer:
-        """The role of the other one."""
+        """The role of the warpgroup that computes only the second half of O's columns."""
         return ValueConsumer(self, params, storage, outputs, thread)

@@ -34,13 +34,13 @@ class HalfOutput:
 
     @cute.jit
     def rescale(self) -> None:
-        """O's rows times ``factors``."""
+        """Multiply O's rows by the thread's ``factors``."""
         op = self.thread.fragments
         rescale_rows(op.acc_o_rows, op.factors, self.kernel.tile.rescale_threshold > 0)
 
     @cute.jit
     def start(self, n: Int32, use: Int32) -> None:
-        """Issue O += P V with use n of V's pipeline and the full ``use`` of P's."""
+        """Issue O += P V with use n of V's pipeline and ``use`` of P's, whose P has arrived."""
         storage, op = self.storage, self.thread.fragments
         storage.pipeline_v.consumer_wait(n)
         p = op.p_operand[None, None, None, storage.p.pipeline.stage(use)]
@@ -49,20 +49,20 @@ class HalfOutput:
 
     @cute.jit
     def release(self, n: Int32, use: Int32) -> None:
-        """After the product is complete."""
+        """Release the stages of V and P, after the product is complete."""
         self.storage.pipeline_v.consumer_release(n, Accessed.BY_WGMMA)
         self.storage.p.pipeline.consumer_release(use, Accessed.BY_THREADS)
 
 
 @dataclass(frozen=True)
 class ScoreLoop(MainLoop):
-    """The steps of the warpgroup that computes P: S, softmax and P of a key block, during P V of the last one."""
+    """The loop of the warpgroup that computes P: S, softmax and P of a key block, during P V of the previous block."""
 
     storage: LargeStorage
 
     @property
     def tiles_before(self) -> Int32:
-        """The CTA's work tiles before this one, each with one more use of P than key blocks."""
+        """Number of the CTA's previous work tiles. Each used P's pipeline once more than it has key blocks."""
         return self.uses.queries
 
     @property
@@ -78,7 +78,7 @@ class ScoreLoop(MainLoop):
 
     @cute.jit
     def step(self, block: Int32, masked: Constexpr, frozen: Constexpr) -> None:
-        """S and P of ``block``, with P V of the block visited before it."""
+        """Compute S and P of ``block``, and P V of the block visited before."""
         storage, n = self.storage, self.uses.keys + (self.blocks.end - 1 - block)
         scores, acc_s, loaded = self.score_tile(block, n)
         storage.pipeline_k.consumer_wait(n)
@@ -107,7 +107,7 @@ class ScoreLoop(MainLoop):
 
     @cute.jit
     def publish(self, scores: ScoreTile, acc_s: cute.Tensor, n: Int32) -> None:
-        """P in 16 bits with dropout, and O's rescaling factors, to shared memory."""
+        """Store P, in 16 bits with dropout, and O's rescaling factors to shared memory."""
         kernel, p, use = self.kernel, self.storage.p, n + self.tiles_before
         self.convert(scores, acc_s)
         p.pipeline.producer_wait(use)
@@ -120,7 +120,7 @@ class ScoreLoop(MainLoop):
 
     @cute.jit
     def finish_rows(self, sinks: Constexpr) -> cute.Tensor:
-        """Factors that normalize O's rows become the thread's; returns their LSE. sinks: one for each row, or None."""
+        """Set the thread's factors to normalize O's rows; returns the rows' LSE. sinks: one per row, or None."""
         factors, rescale = self.thread.fragments.factors, self.kernel.epilogues.rescale(self.state)
         lse = cute.make_rmem_tensor_like(factors)
         for r in cutlass.range_constexpr(cute.size(factors)):
@@ -129,7 +129,7 @@ class ScoreLoop(MainLoop):
 
     @cute.jit
     def publish_factors(self, score_map: ScoreMap) -> None:
-        """The factors that normalize O, to the other warpgroup."""
+        """Publish the factors that normalize O to the other warpgroup."""
         p, use = self.storage.p, self.uses.keys + (self.blocks.end - self.blocks.begin) + self.tiles_before
         p.pipeline.producer_wait(use)
         p.write_factors(self.thread.fragments.factors, score_map, use)
@@ -139,14 +139,14 @@ class ScoreLoop(MainLoop):
 
 @dataclass(frozen=True)
 class ScoreResults:
-    """Results of the warpgroup that computes S and P: LSE, and the first half of O's columns."""
+    """Stores the results of the warpgroup that computes S and P: LSE, and the first half of O's columns."""
 
     params: ForwardParams
     outputs: ForwardOutputs
 
     @cute.jit
     def store(self, loop: ScoreLoop) -> OutputStore:
-        """Publish the factors that normalize O; store its first half, and LSE."""
+        """Publish the factors that normalize O; store LSE and the first half of O's columns."""
         kernel, storage, own = loop.kernel, loop.storage, loop.thread
         thread, fragments, tile = rematerialize(own.index), own.fragments, loop.query_tile
         score_map = kernel.score_map(thread)
@@ -164,7 +164,7 @@ class ScoreResults:
 class ValueConsumer(ForwardRole):
     """The warpgroup with the second half of O's columns; it multiplies the other warpgroup's P by V.
 
-    outputs: where O belongs; a subclass may have an object of another class.
+    outputs: where O is stored; a subclass may use another class.
     """
 
     storage: LargeStorage
@@ -194,7 +194,7 @@ class ValueConsumer(ForwardRole):
 
     @cute.jit
     def multiply(self, begin: Int32, end: Int32, queries: Int32) -> None:
-        """O normalised: of uses [begin, end) of V's pipeline, after ``queries`` work tiles."""
+        """Compute normalised O from uses [begin, end) of V's pipeline; queries: number of previous work tiles."""
         p, op, score_map = self.storage.p, self.thread.fragments, self.score_map()
         for n in cutlass.range(begin, end, unroll=1):
             self.step(score_map, n, n + queries)
@@ -204,14 +204,14 @@ class ValueConsumer(ForwardRole):
         multiply_rows(op.acc_o_rows, op.factors)
 
     def score_map(self) -> ScoreMap:
-        """The rows that the thread holds."""
+        """The map of the rows and columns of O that the thread holds."""
         kernel, tile = self.kernel, self.kernel.tile
         columns = tile.columns_of_v(kernel.traits)
         return ScoreMap.make(kernel.mma_pv(), tile.tile_m, columns, self.thread.index)
 
     @cute.jit
     def step(self, score_map: ScoreMap, n: Int32, use: Int32) -> None:
-        """O += P V with use n of V's pipeline and ``use`` of P's."""
+        """Rescale O and add P V, with use n of V's pipeline and ``use`` of P's."""
         p, output = self.storage.p, HalfOutput(self.kernel, self.storage, self.thread)
         p.pipeline.consumer_wait(use)
         p.read_factors(self.thread.fragments.factors, score_map, use)

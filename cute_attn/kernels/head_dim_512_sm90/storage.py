@@ -16,14 +16,14 @@ from cute_attn.work.broadcast import INTS, INTS_OF_SPLITS, WorkBroadcast
 from cute_attn.work.replay import Replay
 
 SCORES, VALUES = 0, 1
-"""The consumer warpgroups, by their columns of O: the one that computes P as well, and the other."""
+"""Indices of the consumer warpgroups and of their halves of O's columns. SCORES also computes P."""
 
 
 @dataclass(frozen=True)
 class SharedProbabilities:
     """P of one step and the factors that rescale the rows of O: written by one warpgroup, read by both.
 
-    A work tile fills it once per key block, and once more with the factors that normalize its rows.
+    A work tile fills this buffer once per key block, and once more with the factors that normalize O's rows.
     """
 
     tensor: cute.Tensor  # (64, tile_n, stage)
@@ -32,7 +32,7 @@ class SharedProbabilities:
 
     @cute.jit
     def write_factors(self, factors: cute.Tensor, score_map: ScoreMap, use: Int32) -> None:
-        """Write ``factors`` of the thread's rows; all lanes of a row have the same."""
+        """Write ``factors`` of the thread's rows; all lanes of a row have equal factors."""
         if score_map.thr_col == 0:
             for r in cutlass.range_constexpr(cute.size(factors)):
                 row = score_map.thr_row + score_map.modes.rows[r]
@@ -40,23 +40,23 @@ class SharedProbabilities:
 
     @cute.jit
     def read_factors(self, factors: cute.Tensor, score_map: ScoreMap, use: Int32) -> None:
-        """``factors`` of the thread's rows."""
+        """Read the factors of the thread's rows into ``factors``."""
         for r in cutlass.range_constexpr(cute.size(factors)):
             row = score_map.thr_row + score_map.modes.rows[r]
             factors[r] = self.factors[row, self.pipeline.stage(use)]
 
     @cute.jit
     def commit(self, use: Int32) -> None:
-        """By each warp that wrote: its data may be read, by wgmma as well."""
+        """Publish the data that the warp wrote, also to wgmma; called by each warp that wrote."""
         cute.arch.fence_proxy("async.shared", space="cta")
         self.pipeline.producer_commit(use)
 
 
 @dataclass(frozen=True)
 class LargeStorage(ForwardStorage):
-    """As the Hopper forward's, with P.
+    """The Hopper forward's storage, with P.
 
-    latent: V is the first columns of K, in its memory and with its pipeline.
+    latent: V is the first columns of K, in K's memory and with K's pipeline.
     """
 
     p: SharedProbabilities
@@ -77,7 +77,7 @@ class LargeStorage(ForwardStorage):
 
 
 def make_storage(kernel: Any) -> LargeStorage:
-    """Barriers, Q (O is stored in the same memory), K and V by stages, P and factors by separate stages."""
+    """Allocate barriers, Q (O reuses its memory), K and V in stages, and P and factors in separate stages."""
     traits, tile = kernel.traits, kernel.tile
     base = memory.SmemAllocator().allocate(tile.smem_bytes(traits), byte_alignment=1024)
     start = {name: base + begin for name, (begin, _) in tile.smem_areas(traits).items()}
@@ -120,7 +120,7 @@ def make_storage(kernel: Any) -> LargeStorage:
 
 
 def _values(kernel: Any, start: dict[str, cute.Pointer]) -> cute.Tensor:
-    """V (tile_n, columns, stages); the first columns of K's stages if it is latent."""
+    """V (tile_n, columns, stages); the first columns of K's stages if V is latent."""
     layout = kernel.values_layout(kernel.tile.num_stages)
     if not kernel.traits.latent:
         return _tensor(start["v"], layout, kernel.dtype)
@@ -134,7 +134,7 @@ def _tensor(pointer: cute.Pointer, layout: cute.ComposedLayout, dtype: Any) -> c
 
 
 def consumer_thread(kernel: Any, storage: LargeStorage, group: int, lane: Int32) -> ConsumerThread:
-    """The running thread of consumer warpgroup ``group``, with its columns of O; no products are ordered."""
+    """The running thread of consumer warpgroup ``group``, with its columns of O; products are not put in order."""
     tile, columns = kernel.tile, kernel.tile.columns_of_v(kernel.traits)
     qk, pv = kernel.mma_qk(), kernel.mma_pv()
     mine_qk, mine_pv = qk.get_slice(0), pv.get_slice(group * WARPGROUP)

@@ -1,22 +1,23 @@
 """The Ampere forward with its forward-mode derivative: cp.async, ldmatrix and mma.sync. Runs on sm80 to sm120.
 
-With a dot for a tangent, P the probabilities of the scores S, and sums over a row's keys::
+X_dot is the tangent of X, P are the probabilities of the scores S, and sums run over a row's keys::
 
     S_dot   = epilogues'(softmax_scale * (Q_dot K^T + Q K_dot^T))
     LSE_dot = sum P S_dot
     O_dot   = dropout(P (S_dot - LSE_dot)) V + dropout(P) V_dot
 
-It is the forward of :mod:`cute_attn.kernels.forward_sm80` on dual numbers: each product is one of X + X_dot e with
-e^2 = 0, three products on tensor cores that load each operand once. The second one has P + P S_dot e and V + V_dot e,
-so that a work tile has two accumulators, O and A = P S_dot V + P V_dot, and at the end O_dot = A - LSE_dot O. P S_dot
-is centered (:class:`cute_attn.epilogues.tangents.RowTangents`). The epilogues' factors are those of a backward.
+The kernel is the forward of :mod:`cute_attn.kernels.forward_sm80` on dual numbers X + X_dot e with e^2 = 0. Each of the
+forward's products becomes three tensor-core products, which load each operand once. The second product multiplies
+P + P S_dot e and V + V_dot e. A work tile thus has two accumulators, O and A = P S_dot V + P V_dot, and at the end
+O_dot = A - LSE_dot O. P S_dot is centered (:class:`cute_attn.epilogues.tangents.RowTangents`). The epilogues' factors
+are those of a backward.
 
-A step has six products where the forward's has two. No result is added atomically, and nothing is saved: the kernel
-returns O and LSE too.
+A step has six products, the forward's has two. No result is added atomically, and nothing is saved: the kernel also
+returns O and LSE.
 
-Shared memory: a tile of Q, K, V or O and the tile of its tangent are two neighbouring stages.
+Shared memory: a tile of Q, K, V or O and the tile of its tangent are two adjacent stages.
 
-Limits: fp16 and bf16, head dims up to 256, of V up to 128: two accumulators of more columns do not fit into registers.
+Limits: fp16 and bf16; head dims up to 256, of V up to 128: two wider accumulators do not fit into registers.
 """
 
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ from cute_attn.work.query_tiles import QueryTile
 
 @dataclass(frozen=True)
 class JvpParams(ForwardParams):
-    """A launch of the forward, with its tangents."""
+    """Parameters of a launch of the forward, and its tangents."""
 
     mQdot: cute.Tensor
     mKdot: cute.Tensor
@@ -60,7 +61,7 @@ class JvpParams(ForwardParams):
 
 @dataclass(frozen=True)
 class DualLoad:
-    """Loads key blocks of K or V and of its tangent, to two neighbouring stages."""
+    """Loads key blocks of K or V and of its tangent into two adjacent stages."""
 
     value: BlockLoad
     tangent: BlockLoad
@@ -81,7 +82,7 @@ class DualLoop(MainLoop):
 
     @cute.jit
     def scores(self, block: Int32, stage: Int32):
-        """Q K^T and its tangent, and the epilogues' loads from global memory, issued before it."""
+        """Issue the epilogues' loads from global memory, then compute Q K^T and its tangent; return both."""
         op, dot, tile, chain = self.operands, self.tangents, self.kernel.tile, self.kernel.epilogues
         shape = op.tiled_mma.get_slice(0).partition_shape_C((tile.tile_m, tile.tile_n))
         acc = tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(2))
@@ -95,7 +96,7 @@ class DualLoop(MainLoop):
 
     @cute.jit
     def accumulate(self, block: Int32, acc: Dual, loaded: tuple, stage: Int32, masked: Constexpr) -> None:
-        """Scores to probabilities, tangents to P S_dot, and the product with V + V_dot e."""
+        """Turn scores into probabilities and tangents into P S_dot; add the product with V + V_dot e."""
         chain = self.kernel.epilogues
         thread = rematerialize(self.thread)
         scores = self.score_tile(block, acc[0], thread)
@@ -124,7 +125,7 @@ class DualLoop(MainLoop):
 
 @dataclass(frozen=True)
 class JvpSm80(DualLaunch, ForwardSm80):
-    """Kernel of the forward and its forward-mode derivative, of (traits, tile); ``__call__`` launches it."""
+    """The kernel of the forward and its forward-mode derivative for (traits, tile); ``__call__`` launches it."""
 
     tile: JvpSm80Tile
     numbers: ClassVar[int] = 2
@@ -185,7 +186,7 @@ class JvpSm80(DualLaunch, ForwardSm80):
             self.finish_duals(params, loop, tile)
 
     def dual_loop(self, params: JvpParams, tile: QueryTile) -> DualLoop:
-        """Before the first step: O, A and all sums are zero."""
+        """The main loop before its first step: O, A and all sums are zero."""
         group, (width, width_v) = KeyGroup.of(self.tile, cute.arch.thread_idx()[0]), self.row_widths
         chain, shared = self.epilogues, self.shared_memory(group)
         _, state = chain.begin_tile(params, tile, tile.head)

@@ -10,9 +10,9 @@ TABLE = Table(__file__, JvpSm90Tile)
 
 
 def keys(traits: Traits, target: str) -> tuple[Key, ...]:
-    """A row's keys. Listed blocks are whole blocks of a tile's: of 32 or 64 keys, not of 48.
+    """Keys of a row of ``tiles.csv``. The tile's key blocks divide listed blocks: 32 or 64 keys, not 48.
 
-    P S_dot exceeds fp16 while P alone is far below, so that row maxima follow every score there.
+    In fp16, P S_dot may overflow while P is far from its limit, so row maxima follow every score.
     """
     blocks = "listed" if lists_blocks(traits.epilogues) else "all"
     return max(traits.head_dim, traits.head_dim_v), traits.dtype, epilogues_beside(traits), blocks

@@ -1,17 +1,17 @@
 """The Hopper forward with its forward-mode derivative: TMA, wgmma and specialised warpgroups.
 
-With a dot for a tangent, P the probabilities of the scores S, and sums over a row's keys::
+X_dot is the tangent of X, P are the probabilities of the scores S, and sums run over a row's keys::
 
     S_dot   = epilogues'(softmax_scale * (Q_dot K^T + Q K_dot^T))
     LSE_dot = sum P S_dot
     O_dot   = dropout(P (S_dot - LSE_dot)) V + dropout(P) V_dot
 
-It is the forward of :mod:`cute_attn.kernels.forward_sm90` with the products of :mod:`cute_attn.kernels.jvp_sm80`. A
-step has six: three for the scores of a key block and their tangents, and three, of the block before, for O and
-A = P S_dot V + P V_dot. At the end O_dot = A - LSE_dot O. P S_dot is centered
+The kernel is the forward of :mod:`cute_attn.kernels.forward_sm90` with the products of
+:mod:`cute_attn.kernels.jvp_sm80`. A step has six products: three for the scores of a key block and their tangents, and
+three, for the block before, for O and A = P S_dot V + P V_dot. At the end O_dot = A - LSE_dot O. P S_dot is centered
 (:class:`cute_attn.epilogues.tangents.RowTangents`).
 
-A tile of Q, K or V and the tile of its tangent are two neighbouring stages of shared memory, loaded by one pipeline.
+A tile of Q, K or V and the tile of its tangent are two adjacent stages of shared memory, loaded by one pipeline.
 
 Limits: fp16 and bf16, head dims up to 128. Two accumulators of 64 rows and 128 columns leave a consumer thread 112
 registers for scores, P and their tangents.
@@ -55,7 +55,7 @@ from cute_attn.work.query_tiles import QueryTile
 
 @dataclass(frozen=True)
 class DualTiles:
-    """A tensor and its tangent: each tile and its tangent's are loaded together, to two neighbouring stages."""
+    """A tensor and its tangent. Each tile is loaded together with the tangent's tile, to two adjacent stages."""
 
     value: TmaTiles
     tangent: TmaTiles
@@ -75,13 +75,13 @@ class DualTiles:
         return self._both("sequence_of_tile", first_row, tile)
 
     def load(self, tiles: tuple, n: Int32, target: cute.Tensor, pipeline: Pipeline, use: Int32) -> None:
-        """Start loading tile n of both into their stages of ``target`` (rows, cols, 2 stages)."""
+        """Start loading tile n of value and tangent into their stages of ``target`` (rows, cols, 2 stages)."""
         for i, own in enumerate((self.value, self.tangent)):
             stage = 2 * pipeline.stage(use) + i
             own.load_part(tiles[i], n, target[None, None, stage], pipeline, use)
 
     def load_part(self, tiles: tuple, part: int, target: cute.Tensor, pipeline: Pipeline, use: Int32) -> None:
-        """Start loading into ``target`` (rows, cols): even parts are tiles of the value, odd ones of the tangent."""
+        """Start loading into ``target`` (rows, cols). part: 2 n for tile n of the value, 2 n + 1 for the tangent."""
         own = self.tangent if part % 2 else self.value
         own.load_part(tiles[part % 2], part // 2, target, pipeline, use)
 
@@ -95,7 +95,7 @@ class DualOutputs:
 
 
 def every_second(tensor: cute.Tensor, first: int) -> cute.Tensor:
-    """(rows, cols, 2 stages) as (rows, cols, stages): the stages first, first + 2, ..."""
+    """View of a tensor (rows, cols, 2 stages) with only the stages ``first``, ``first`` + 2, ..."""
     layout, stages = tensor.layout, cute.size(tensor, mode=[2]) // 2
     (rows, cols, _), (d_rows, d_cols, _) = layout.shape, layout.stride
     layout = cute.make_layout((rows, cols, stages), stride=(d_rows, d_cols, layout((0, 0, 2))))
@@ -103,14 +103,14 @@ def every_second(tensor: cute.Tensor, first: int) -> cute.Tensor:
 
 
 def storage_of(storage: ForwardStorage, which: int) -> ForwardStorage:
-    """The shared storage with the operands, or with their tangents if ``which`` is 1."""
+    """View of the shared storage with only the operands (``which`` 0) or only their tangents (1)."""
     q = replace(storage.q, tensor=every_second(storage.q.tensor, which))
     return replace(storage, q=q, s_k=every_second(storage.s_k, which), s_v=every_second(storage.s_v, which))
 
 
 @dataclass(frozen=True)
 class DualLoop(MainLoop):
-    """The forward's main loop on dual numbers: scores and their tangents are pairs."""
+    """The forward's main loop on dual numbers, which are pairs of a score and its tangent."""
 
     tangents: Fragments  # of the operands' tangents; its acc_o is A
     s_vdot: cute.Tensor
@@ -121,7 +121,7 @@ class DualLoop(MainLoop):
         return self.storage.s_v, self.s_vdot
 
     def score_tile(self, block: Int32, n: Int32):
-        """Registers of both, and the epilogues' loads from global memory."""
+        """Score tiles and registers for S and its tangent, and the epilogues' loads from global memory."""
         scores, acc_s, loaded = super().score_tile(block, n)
         dots = cute.make_rmem_tensor_like(acc_s)
         return (scores, scores.of(self.score_map.view(dots))), (acc_s, dots), loaded
@@ -158,7 +158,7 @@ class DualLoop(MainLoop):
         partial: Boolean | None = None,
         ends: Constexpr = False,
     ) -> None:
-        """Scores to probabilities, and their tangents to P (S_dot - center)."""
+        """Turn scores into probabilities, and their tangents into P (S_dot - center)."""
         (tile, dots), chain, softmax = scores, self.kernel.epilogues, self.softmax
         factors, row_max = self.thread.fragments.factors, softmax.row_max
         saved = chain.forward(self.state, tile, loaded, masked, partial, ends)
@@ -173,7 +173,7 @@ class DualLoop(MainLoop):
 
     @cute.jit
     def convert(self, scores: tuple, acc_s: tuple) -> None:
-        """Convert P and P S_dot to 16 bits with dropout."""
+        """Convert P and P S_dot, with dropout, to 16 bits."""
         chain = self.kernel.epilogues
         dropped = chain.dropout_mask(self.state, scores[0])
         for acc, own in ((acc_s[0], self.thread.fragments), (acc_s[1], self.tangents)):
@@ -181,7 +181,7 @@ class DualLoop(MainLoop):
             chain.zero_dropped(dropped, self.score_map.view(own.p))
 
     def rescale(self, step: Int32) -> None:
-        """Rescale O and A so far to the row maxima after the block of ``step``."""
+        """Rescale the accumulated O and A to the row maxima after the block of ``step``."""
         factors = self.thread.fragments.factors
         for own in (self.thread.fragments, self.tangents):
             self.softmax.rescale(own.acc_o_rows, factors)
@@ -189,13 +189,13 @@ class DualLoop(MainLoop):
 
 @dataclass(frozen=True)
 class DualConsumer(Consumer):
-    """One warpgroup: O, LSE and their tangents of its rows of every work tile."""
+    """A consumer warpgroup: computes O, LSE and their tangents for its rows of every work tile."""
 
     tangents: Fragments
     s_vdot: cute.Tensor
 
     def main_loop(self, tile: QueryTile, uses: PipelineState) -> DualLoop:
-        """As the forward's, with A and all sums of tangents zero."""
+        """The main loop of one work tile. A and the sums of tangents start at zero."""
         forward = super().main_loop(tile, uses)
         self.tangents.acc_o.fill(0.0)
         count = cute.size(self.tangents.acc_o_rows, mode=[0])
@@ -205,14 +205,14 @@ class DualConsumer(Consumer):
 
 @dataclass(frozen=True)
 class DualResults:
-    """O and its tangent through shared memory, one after the other; LSE and its tangent from registers."""
+    """Stores O and then its tangent through shared memory; LSE and its tangent from registers."""
 
     params: ForwardParams
     outputs: DualOutputs
 
     @cute.jit
     def store(self, loop: DualLoop) -> OutputStore:
-        """Normalize and store; a TMA store may be pending afterwards."""
+        """Normalize and store O, LSE and their tangents; a TMA store may be pending afterwards."""
         thread, group = rematerialize(loop.thread.index), loop.thread.group
         kernel, tile, value, tangent = loop.kernel, loop.query_tile, loop.thread.fragments, loop.tangents
         layout = cute.make_layout(len(loop.score_map.modes.rows))
@@ -231,7 +231,7 @@ class DualResults:
 
 @dataclass(frozen=True)
 class JvpSm90(DualLaunch, ForwardSm90):
-    """Kernel of the forward and its forward-mode derivative, of (traits, tile); ``__call__`` launches it."""
+    """The kernel of the forward and its forward-mode derivative for (traits, tile); ``__call__`` launches it."""
 
     tile: JvpSm90Tile
 

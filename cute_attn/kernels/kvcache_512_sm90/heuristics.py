@@ -16,7 +16,7 @@ def keys(traits: Traits, target: str) -> tuple[Key, ...]:
 
 
 def cache_tile(traits: Traits, call: CacheCall) -> KvcacheLargeTile:
-    """The tile for a call, with as many heads of a key head as leave the fewest rows empty."""
+    """The tile for a call, with the number of packed heads that leaves the fewest rows empty."""
     tiles = tuple(
         tile
         for tile in TABLE.tiles(*keys(traits, "sm90"))

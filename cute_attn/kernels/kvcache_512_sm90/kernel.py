@@ -6,7 +6,7 @@ the key ranges of :mod:`cute_attn.kernels.kvcache_sm90.kernel`. Each warpgroup s
 Where V is the first columns of K (the trait ``latent``), a key block is loaded once, and is free again after both of
 its products.
 
-Limits: as the caches' Hopper kernel's, with head dims up to 576 of q and k and up to 512 of v.
+Limits: those of :mod:`cute_attn.kernels.kvcache_sm90.kernel`, with head dims up to 576 for q and k and 512 for v.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from cute_attn.traits import MAX_HEAD_DIM, MAX_HEAD_DIM_V, Traits
 
 @dataclass(frozen=True)
 class KvcacheLargeSm90(KvcacheSm90, ForwardLargeSm90):
-    """Attention with a cache and a head dim above 256, of (traits, tile); ``__call__`` launches it."""
+    """Kernel for attention with a cache and a head dim above 256, for (traits, tile); ``__call__`` launches it."""
 
     tile: KvcacheLargeTile  # type: ignore[assignment]
 
@@ -57,7 +57,7 @@ class KvcacheLargeSm90(KvcacheSm90, ForwardLargeSm90):
         return dataclasses.replace(self, tile=cache_tile(self.traits, call))
 
     def cached_values(self, op: Any, cache: cute.Tensor, policy: Int64) -> EntryTiles | PagedTiles:
-        """The loads of V, each warpgroup's columns in whole swizzle atoms."""
+        """The loads of V, with each warpgroup's columns in whole swizzle atoms."""
         if self.traits.paged:
             tile, columns = self.tile, self.tile.columns_of_v(self.traits)
             return PagedTiles.make(op, cache, tile.tile_n, tile.page_rows, columns, policy, tile.warpgroups)

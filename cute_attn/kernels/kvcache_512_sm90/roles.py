@@ -54,10 +54,10 @@ class LatentLoads(CacheLoads):
 
 @dataclass(frozen=True)
 class CacheScoreLoop(ScoreLoop):
-    """As :class:`ScoreLoop`; the rows of V before a sequence's first key are zeroed before P is published."""
+    """Like :class:`ScoreLoop`, but zeroes the rows of V before a sequence's first key before it publishes P."""
 
     def release_keys(self, n: Int32) -> None:
-        """Latent keys are read once more, as values."""
+        """Release K of use n, unless K is latent: it is then read again as V."""
         if not self.storage.latent:
             super().release_keys(n)
 
@@ -69,13 +69,13 @@ class CacheScoreLoop(ScoreLoop):
 
 @dataclass(frozen=True)
 class CacheScoreResults:
-    """Results of the warpgroup that computes S and P: LSE, and the first half of O's columns."""
+    """Stores the results of the warpgroup that computes S and P: LSE, and the first half of O's columns."""
 
     results: CacheResults
 
     @cute.jit
     def store(self, loop: CacheScoreLoop) -> None:
-        """Publish the factors that normalize O; store its first half, and LSE."""
+        """Publish the factors that normalize O; store LSE and the first half of O's columns."""
         kernel, fragments, thread = loop.kernel, loop.thread.fragments, rematerialize(loop.thread.index)
         lse = loop.finish_rows(self.results.sinks(loop, thread))
         if loop.blocks.begin < loop.blocks.end:
@@ -87,10 +87,10 @@ class CacheScoreResults:
 
 @dataclass(frozen=True)
 class CacheValueConsumer(ValueConsumer):
-    """As :class:`ValueConsumer`; ``outputs`` is a :class:`CacheResults`."""
+    """Like :class:`ValueConsumer`; ``outputs`` is a :class:`CacheResults`."""
 
     def run(self) -> None:
-        """All work tiles; O is not stored by TMA, so that nothing is left to wait for."""
+        """Process all work tiles. O is not stored by TMA, so there is no store to wait for at the end."""
         ForwardRole.run(self)
 
     @cute.jit

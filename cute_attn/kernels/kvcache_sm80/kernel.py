@@ -1,6 +1,6 @@
 """The Ampere forward for attention with a cache of keys and values. Runs on every target.
 
-The main loop of :mod:`cute_attn.kernels.forward_sm80.main_loop` with three differences:
+The main loop of :mod:`cute_attn.kernels.forward_sm80.main_loop` with these differences:
 
 - Keys and values come from a cache: contiguous entries, or pages of any size, row by row. Lengths are read on the
   device. Key indices are rows of an entry; leftpad is the first key that a query may see.
@@ -8,17 +8,17 @@ The main loop of :mod:`cute_attn.kernels.forward_sm80.main_loop` with three diff
   splits of the same number of keys, and a CTA for each. With "stream_k" the grid is fixed, and all key blocks are
   divided equally among its CTAs (:mod:`cute_attn.work.stream_k`). The combine kernel merges partial results.
 - O is stored from registers: few rows exist in decoding.
-- With an ``alignment`` rows start at multiples of 8 or 4 bytes, which cp.async copies at once, or of one element of 16
-  bits. Such elements pass through registers, and a key block's loads do not overlap the products.
+- With an ``alignment``, rows start at multiples of 8 or 4 bytes, the size of a cp.async, or at any 16-bit element. In
+  the last case elements pass through registers, and a key block's loads do not overlap the products.
 
-For few rows a CTA has warps that divide the keys (``key_groups``): each reads only its keys, so that shared memory
-is read once whatever the number of warps. Follows FlashDecoding (Dao et al. 2023,
+For few rows, groups of warps divide the keys (``key_groups``). Each group reads only its keys, so that shared memory
+is read once whatever the number of groups. Follows FlashDecoding (Dao et al. 2023,
 https://pytorch.org/blog/flash-decoding/) and stream-K.
 
-In fp32 both products are of tf32 terms, into which registers are split. The cache is neither copied nor split itself.
+In fp32, both products split their operands into tf32 terms in registers; the cache is neither copied nor split.
 
-Limits: head dims up to 576, V's up to 512, in fp32 up to 256; the cache in its layouts of rows before heads or heads
-before rows, by strides.
+Limits: head dims up to 576 for q and k and 512 for v, in fp32 up to 256. By its strides, a cache may store rows before
+heads or heads before rows.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ from cute_attn.work.stream_k import OVERHEAD, StreamK, TileRange, VisibleBlocks
 
 @dataclass(frozen=True)
 class CacheParams:
-    """A launch: tensors, lengths, where rows of the cache are, and how work is divided."""
+    """Parameters of a launch: tensors, lengths, places of the cache's rows, and the division of work."""
 
     mQ: cute.Tensor
     mK: cute.Tensor
@@ -87,13 +87,13 @@ class KeptRange:
 
     @staticmethod
     def of(tile: ForwardSm80Tile, start: cute.Pointer) -> "KeptRange":
-        """The running warp's; ``start``: of the area."""
+        """The running warp's copy; ``start``: address of all warps' copies."""
         own = start + tile.RANGE_NUMBERS * cute.arch.make_warp_uniform(cute.arch.warp_idx())
         return KeptRange(cute.make_tensor(own, cute.make_layout(tile.RANGE_NUMBERS)))
 
     @cute.jit
     def store(self, tile_range: TileRange, index: Int32) -> None:
-        """By a whole warp: the work tile, where the next one starts, the partial result's index or -1 for none."""
+        """Store, by a whole warp: the work tile, where the next one starts, and the partial result's index or -1."""
         partial = cutlass.select_(tile_range.whole, Int32(-1), tile_range.partial(index))
         cute.arch.sync_warp()  # all lanes have read the last one
         if cute.arch.lane_idx() == 0:
@@ -106,7 +106,7 @@ class KeptRange:
         cute.arch.sync_warp()
 
     def load(self) -> TileRange:
-        """The work tile and where the next one starts; without key blocks."""
+        """Load the work tile and where the next one starts; the result has no key blocks."""
         zero, no = Int32(0), Boolean(False)
         batch, head, m_block, after = (self.numbers[i] for i in range(4))
         return TileRange(batch, head, m_block, zero, zero, no, no, after)
@@ -118,9 +118,9 @@ class KeptRange:
 
 @dataclass(frozen=True)
 class BoundedFp32Products(Fp32Products):
-    """The forward's fp32 products with the sums of one group of columns of O in flight.
+    """The forward's fp32 products, with sums of only one group of O's columns in flight at a time.
 
-    Packed heads, pages and stream-K leave no registers for more.
+    Packed heads, pages and stream-K leave no registers for more groups.
     """
 
     ahead: ClassVar[int] = 1
@@ -128,7 +128,7 @@ class BoundedFp32Products(Fp32Products):
 
 @dataclass(frozen=True)
 class KvcacheSm80(ForwardSm80):
-    """Attention with a cache, of (traits, tile); ``__call__`` launches it."""
+    """Kernel for attention with a cache, for (traits, tile); ``__call__`` launches it."""
 
     # ---- support, tiles and arguments ----
 
@@ -141,11 +141,11 @@ class KvcacheSm80(ForwardSm80):
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardSm80Tile:
-        """The tile for one query a sequence; calls have one that follows their lengths."""
+        """The tile for one query per sequence; calls choose a tile by their lengths."""
         return tile_for_cache(traits, CacheCall(), target)
 
     def for_cache(self, call: CacheCall, target: str) -> "KvcacheSm80":
-        """This kernel with the tile for a call, in place of its default tile."""
+        """This kernel with the tile for ``call`` instead of its default tile."""
         return dataclasses.replace(self, tile=tile_for_cache(self.traits, call, target))
 
     # ---- layouts, copies and the MMA ----
@@ -155,7 +155,7 @@ class KvcacheSm80(ForwardSm80):
         return (BoundedFp32Products if self.single else Products)(self.traits, self.tile)
 
     def gmem_load(self, head_dim: int) -> cute.TiledCopy:
-        """As the forward's, with an ``alignment`` each 16 bytes in narrower vectors."""
+        """Like the forward's; with an ``alignment``, each 16 bytes are copied in narrower vectors."""
         elements = self.traits.alignment
         if not elements:
             return super().gmem_load(head_dim)
@@ -225,7 +225,7 @@ class KvcacheSm80(ForwardSm80):
 
     @cute.jit
     def run_tile(self, params: CacheParams, shared: SharedMemory, group: KeyGroup) -> None:
-        """The CTA's work tile, or one split of it."""
+        """Compute the CTA's work tile, or one split of it."""
         index, split = cute.arch.block_idx()[0], Int32(0)
         if cutlass.const_expr(self.traits.split == "fixed"):
             index, split = divmod(index, params.splits)
@@ -251,7 +251,7 @@ class KvcacheSm80(ForwardSm80):
 
     @cute.jit
     def run_stream_k(self, params: CacheParams, shared: SharedMemory, group: KeyGroup) -> None:
-        """The CTA's stream-K range, work tile by work tile."""
+        """Compute the CTA's stream-K range, work tile by work tile."""
         mask, queries = self.epilogues.mask, self.tile.queries
         visible = VisibleBlocks(params.seqlens, params.score_args[1], mask, queries, self.tile.tile_n)
         packs = params.packs.per_sequence.divisor
@@ -280,14 +280,14 @@ class KvcacheSm80(ForwardSm80):
     def attend_range(
         self, params: CacheParams, shared: SharedMemory, group: KeyGroup, tile_range: TileRange
     ) -> MainLoop:
-        """Attention of a work tile with the key blocks of a ``TileRange``."""
+        """Compute attention of a work tile with the key blocks of a ``TileRange``."""
         tile = self.tile_of_range(params, tile_range)
         state, blocks = self.visible(params, tile)
         blocks = blocks.clipped(blocks.begin + tile_range.begin, blocks.begin + tile_range.end)
         return self.attend(params, shared, group, tile, state, blocks)
 
     def tile_of_range(self, params: CacheParams, tile_range: TileRange) -> QueryTile:
-        """The work tile of ``tile_range``, whose ``head`` is a pack of heads."""
+        """The work tile of ``tile_range``; ``tile_range.head`` is a pack of heads."""
         batch, pack, row0 = (
             cute.arch.make_warp_uniform(x)
             for x in (tile_range.batch, tile_range.head, tile_range.m_block * self.tile.queries)
@@ -305,7 +305,7 @@ class KvcacheSm80(ForwardSm80):
             self.store(loop, tile, lse, RowTarget.stream_k(params.partials, partial, self.tile.pack_heads))
 
     def result_rows(self, params: CacheParams, tile: QueryTile) -> RowTarget:
-        """A work tile's rows of the results."""
+        """The rows of the results that belong to a work tile."""
         traits = self.traits
         return RowTarget.whole(params.mO, params.mLSE, tile, traits.varlen, min(traits.row_alignment, 2))
 
@@ -324,7 +324,7 @@ class KvcacheSm80(ForwardSm80):
         state: Any,
         blocks: BlockRange,
     ) -> MainLoop:
-        """Attention of a work tile with some key blocks: O and row statistics, at the end in the first group."""
+        """Compute O and row statistics of a work tile with ``blocks``; at the end the first key group has them."""
         q = sequence(params.mQ, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
         loads = self.cache_loads(params, shared, tile, group)
         operands = self.products.operands(self.tiled_mma(), shared, group.thread, None)
@@ -370,7 +370,7 @@ class KvcacheSm80(ForwardSm80):
     def normalize(
         self, params: CacheParams, loop: MainLoop, tile: QueryTile, whole: Boolean | None
     ) -> cute.Tensor:
-        """Normalise O; returns LSE. Only ``whole`` results get their sinks here, the others when they are merged."""
+        """Normalise O; returns LSE. ``whole`` results get their sinks here, partial results when they are merged."""
         chain, own = self.epilogues, self.output_map(loop)
         sinks = chain.sinks_of_rows(params.score_args, tile.head, tile.heads_left, own)
         if sinks and whole is not None:
@@ -383,7 +383,7 @@ class KvcacheSm80(ForwardSm80):
         return lse
 
     def store(self, loop: MainLoop, tile: QueryTile, lse: cute.Tensor, target: RowTarget) -> None:
-        """O and LSE to a target."""
+        """Store O and LSE to ``target``."""
         acc, score_map = loop.acc_o_rows, self.output_map(loop)
         if cutlass.const_expr(self.single):
             acc, score_map = Fp32Values.output_rows(loop.acc_o, score_map, loop.thread)

@@ -32,7 +32,7 @@ class PagedLoad:
 
     @cute.jit
     def find(self, block: Int32) -> None:
-        """Read the page numbers of ``block``. For rows that do not exist that is another row's: some do."""
+        """Read the page numbers of ``block``'s rows. Rows that do not exist get the page number of a row that does."""
         first, step = self._rows()
         row = self.group.part_of(block) * cute.size(self.s, mode=[0]) + first[0]
         for m in cutlass.range_constexpr(cute.size(self.pages)):
@@ -41,7 +41,7 @@ class PagedLoad:
 
     @cute.jit
     def start(self, block: Int32, stage: Int32, whole: Constexpr) -> None:
-        """Start loading ``block``. Its page numbers were read last; keys that do not exist are zeroed."""
+        """Start loading ``block``, for which :meth:`find` was called last; keys that do not exist are zeroed."""
         copy = self.row_copy
         first, step = self._rows()
         targets = copy.tiled_copy.get_slice(rematerialize(copy.thread)).partition_D(self.s[None, None, stage])
@@ -67,7 +67,7 @@ class PagedLoad:
                 cute.copy(copy.tiled_copy, source, targets[None, m, None], pred=exists[None, 0, None])
 
     def _rows(self) -> tuple:
-        """(row, column) of the thread's first element of a block, and how many rows further the next ones are."""
+        """(row, column) of the thread's first element of a block, and the number of rows between its elements."""
         copy = self.row_copy
         step = cute.size(copy.tiled_copy.tiler_mn[0])
         mine = copy.tiled_copy.get_slice(rematerialize(copy.thread))

@@ -1,6 +1,6 @@
 """Default tiles of the Hopper forward for attention with a cache, from ``tiles.csv``.
 
-Few rows are bound by memory, with about 200 KB of loads in flight, more by the tensor cores.
+Few rows are bound by memory, with about 200 KB of loads in flight; more rows are bound by the tensor cores.
 """
 
 import dataclasses
@@ -14,16 +14,16 @@ from cute_attn.tiles.table import Key, Table
 from cute_attn.traits import Traits
 
 FEW_ROWS = 32
-"""Maximum rows of a key head for which a step has 64 keys, except where keys are few."""
+"""Maximum rows per key head for the tiles of ``few_32``; with few keys, they serve any number of rows."""
 TILE_ROWS = 64
-"""Fixed cost of a work tile, which reads all keys, as an equal number of rows."""
+"""Fixed cost of a work tile, which reads all keys, expressed as a number of rows."""
 THRESHOLDS = {"bf16": 42, "fp16": 14}
-"""``rescale_threshold`` with ``same_bits``: with stale maxima, P within it is as without. fp16 has P up to 2^16."""
+"""``rescale_threshold`` with ``same_bits``: up to it, stale maxima do not change P. fp16 limits P to 2^16."""
 TABLE = Table(__file__, KvcacheSm90Tile)
 
 
 def default_cache_tile(traits: Traits) -> KvcacheSm90Tile:
-    """For one query per sequence, of one head per key head."""
+    """The tile for one query per sequence and one query head per key head."""
     return cache_tile(traits, CacheCall(page_size=64 if traits.paged else 0))
 
 
@@ -37,9 +37,9 @@ def cache_tile(traits: Traits, call: CacheCall) -> KvcacheSm90Tile:
     tiles = [_first(traits, few_rows, call.page_size, call.same_bits, keys_per_step), many]
 
     def cost(tile: KvcacheSm90Tile, pack: int) -> tuple[float, int]:
-        """Cost of a key head's work tiles in rows, fixed costs included; the larger pack if equal.
+        """Cost of a key head's work tiles in rows, fixed costs included; the larger pack wins a tie.
 
-        Of few keys, work tiles run in waves: those of a wave take the time of one.
+        With few keys, work tiles run in waves, and all work tiles of a wave cost as much as one.
         """
         count = -(-call.group // pack) * -(-call.seqlen_q // (tile.tile_m // pack))
         waves = math.ceil(call.planes * count / MULTIPROCESSORS) if call.planes else count
@@ -55,9 +55,9 @@ def cache_tile(traits: Traits, call: CacheCall) -> KvcacheSm90Tile:
 
 
 def keys(traits: Traits, target: str, rows: str = "few_32") -> tuple[Key, ...]:
-    """A row's keys; rows: ``few`` for up to 64, ``few_32`` for up to 32, ``many`` for more.
+    """The keys by which rows of ``tiles.csv`` are matched; rows: ``few_32`` (up to 32), ``few`` (up to 64) or ``many``.
 
-    ``pressure`` on registers: 2 of users' epilogues, which may grow along the keys, so that rows have no speculation.
+    The register ``pressure`` is 2 with users' epilogues, whose scores may grow along the keys: tiles do not speculate.
     """
     split = "divided" if traits.divides_keys else "whole"
     pressure = 2 if traits.epilogues else int(traits.softcap and traits.alibi)
@@ -68,12 +68,12 @@ def keys(traits: Traits, target: str, rows: str = "few_32") -> tuple[Key, ...]:
 def _first(
     traits: Traits, rows: tuple[str, ...], page_size: int, folds: bool = False, tile_n: int = 0
 ) -> KvcacheSm90Tile:
-    """The first one that fits, with boxes for pages of the call's size.
+    """The first tile that fits, with TMA boxes for pages of the call's size.
 
     Args:
-        rows: keys of :func:`keys`.
-        folds: its key blocks divide ``FOLDED_KEYS``.
-        tile_n: the keys of its blocks, 0 for any.
+        rows: values of ``rows`` for :func:`keys`, in order of preference.
+        folds: accept only tiles whose key blocks divide ``FOLDED_KEYS``.
+        tile_n: accept only tiles with this number of keys; 0 for any.
     """
     found = (tile for one in rows for tile in TABLE.tiles(*keys(traits, "sm90", one)))
     tiles = tuple(
@@ -87,5 +87,5 @@ def _first(
 
 
 def page_rows(page_size: int, tile_n: int) -> int:
-    """Rows of a TMA box: the most that pages and key blocks consist of."""
+    """Rows of a TMA box: the largest number that divides both pages and key blocks."""
     return math.gcd(page_size, tile_n)

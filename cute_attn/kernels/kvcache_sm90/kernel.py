@@ -12,10 +12,10 @@ The roles of :mod:`cute_attn.kernels.forward_sm90.kernel` with four differences,
 - ``FoldedConsumer``: with split "folded" a CTA computes all keys, and adds up the results of splits of a fixed size.
 - ``CacheResults``: O is stored from registers, since few rows exist in decoding.
 
-The producer runs ahead into the next work tile, with Q copied to registers so that its shared memory is free again: the
-pipelines stay full across work tiles, as reading at memory speed needs about 100 KB in flight on a multiprocessor.
+The producer runs ahead into the next work tile; Q is copied to registers so that its shared memory is free again. Thus
+the pipelines stay full across work tiles: reading at memory speed needs about 100 KB in flight on a multiprocessor.
 
-Limits: as the forward's; the cache in its layouts of rows before heads or heads before rows, by strides. For head dims
+Limits: those of the forward. By its strides, a cache may store rows before heads or heads before rows. For head dims
 above 256 see :mod:`cute_attn.kernels.kvcache_512_sm90.kernel`.
 """
 
@@ -47,7 +47,7 @@ from cute_attn.work.query_tiles import QueryTileOrder
 
 @dataclass(frozen=True)
 class KvcacheSm90(ForwardSm90):
-    """Attention with a cache, of (traits, tile); ``__call__`` launches it."""
+    """Kernel for attention with a cache, for (traits, tile); ``__call__`` launches it."""
 
     tile: KvcacheSm90Tile
 
@@ -59,11 +59,11 @@ class KvcacheSm90(ForwardSm90):
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> KvcacheSm90Tile:
-        """The tile of a kernel for one query a sequence; calls have one that follows their lengths."""
+        """The tile for one query per sequence; calls choose a tile by their lengths."""
         return default_cache_tile(traits)
 
     def for_cache(self, call: CacheCall, target: str) -> "KvcacheSm90":
-        """This kernel with the tile for a call, in place of its default tile."""
+        """This kernel with the tile for ``call`` instead of its default tile."""
         return dataclasses.replace(self, tile=cache_tile(self.traits, call))
 
     @property

@@ -1,4 +1,4 @@
-"""What the Hopper forward's roles are given for a cache: loads of key blocks, stream-K ranges, stores of results."""
+"""Objects that fit the Hopper forward's roles to a cache: loads of key blocks, stream-K ranges, stores of results."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,7 +36,7 @@ class CacheLoads:
 
     @cute.jit
     def run(self, tile: QueryTile, blocks: BlockRange, pipeline_state: PipelineState, claims: Any) -> Int32:
-        """As :meth:`TileLoads.run`. Where rows are is looked up some blocks ahead, so that no load waits."""
+        """Like :meth:`TileLoads.run`, but looks up a key block's rows some blocks ahead, so that no load waits."""
         inputs, storage, info, rows = self.inputs, self.storage, tile.info, self.params.rows
         last, keys, head = blocks.end - 1, pipeline_state.keys, tile.head_kv
         pipeline_k, pipeline_v = storage.pipeline_k, storage.pipeline_v
@@ -77,7 +77,7 @@ class StreamKProducer:
 
     @cute.jit
     def run(self) -> None:
-        """Broadcast each of these work tiles, and load its key blocks in the range."""
+        """Broadcast each work tile of the range, and load those of its key blocks that are in the range."""
         kernel, params, work = self.producer.kernel, self.producer.params, self.producer.storage.work
         ctas, order = cute.arch.grid_dim()[0], params.order
         sizes = kernel.tile.queries, kernel.tile.tile_n
@@ -102,7 +102,7 @@ class StreamKProducer:
         work.publish_end(n, Boolean(False))
 
     def tile_of_range(self, tile_range: TileRange, index: Int32) -> QueryTile:
-        """The work tile of ``tile_range``, whose ``head`` is a pack of heads, with its key blocks in the range."""
+        """The work tile of ``tile_range`` with its key blocks in the range; ``tile_range.head`` is a pack of heads."""
         params = self.producer.params
         head = params.order.first_head(tile_range.head)
         row0 = tile_range.m_block * self.producer.kernel.tile.queries
@@ -114,7 +114,7 @@ class StreamKProducer:
 
 @dataclass(frozen=True)
 class CacheResults:
-    """O and LSE from registers to the results, or to partial results where keys are divided."""
+    """Stores O and LSE from registers to the results, or to partial results if keys are divided."""
 
     params: ForwardParams
     outputs: ForwardOutputs
@@ -137,7 +137,7 @@ class CacheResults:
 
     @cute.jit
     def sinks(self, loop: MainLoop, thread: Int32) -> Any:
-        """The attention sink of each of the rows of ``thread``, or None; partial results get theirs when merged."""
+        """The attention sink of each row of ``thread``, or None; partial results get theirs when they are merged."""
         found: Any = loop.sinks(self.params, thread)
         split: Any = loop.query_tile.split
         if cutlass.const_expr(found is not None and loop.kernel.traits.split == "stream_k"):
@@ -153,7 +153,7 @@ class CacheResults:
         lse: cute.Tensor | None,
         score_map: ScoreMap,
     ) -> None:
-        """O normalised, and LSE unless it is None, to where they belong."""
+        """Write normalised O, and LSE unless it is None, to the results or to partial results."""
         outputs, partials, traits = self.outputs, self.params.partials, kernel.traits
         split: Any = tile.split
         heads, dim = kernel.tile.pack_heads, traits.head_dim_v
@@ -173,17 +173,17 @@ class CacheResults:
 
 @dataclass(frozen=True)
 class FoldedLoop(MainLoop):
-    """The steps with split "folded": O of each split of ``FOLDED_KEYS`` keys is added to that of the splits behind it.
+    """The loop with split "folded": adds up O of splits of ``FOLDED_KEYS`` keys, from the last split to the first.
 
-    A split's first step begins with empty statistics, while P V of the split before it, the one behind it, still runs;
-    after that, O so far is that split's result. A row's maximum is that of the first block of a split in which it sees
-    a key, until a score exceeds it by ``rescale_threshold``. Stale maxima are those without a check: where they would
-    not be the same, sums exceed ``largest_sum``, and the work tile is replayed.
+    A split's first step begins with empty statistics while P V of the previous split, the one behind it, still runs.
+    When that is complete, O is the previous split's result. A row's maximum is that of the first block of a split in
+    which the row sees a key, until a score exceeds it by ``rescale_threshold``. Stale maxima are not checked for that:
+    if a check would have changed them, sums exceed ``largest_sum``, and the work tile is replayed.
 
     Attributes:
-        fold: what was added so far.
-        behind: statistics of the split whose O is complete.
-        failed: (1), 1 if a complete split's sum is too large.
+        fold: the sum of the splits so far.
+        behind: statistics of the previous split, whose O is complete.
+        failed: (1,): 1 if a sum of a complete split is too large.
     """
 
     fold: Fold
@@ -192,7 +192,7 @@ class FoldedLoop(MainLoop):
 
     @staticmethod
     def of(loop: MainLoop, fold: Fold) -> "FoldedLoop":
-        """``loop`` with this ``fold``."""
+        """A loop like ``loop`` that adds splits to ``fold``."""
         softmax, failed = loop.softmax, cute.make_rmem_tensor(cute.make_layout(1), Int32)
         failed.fill(0)
         row_max, row_sum = (cute.make_rmem_tensor_like(x) for x in (softmax.row_max, softmax.row_sum))
@@ -201,7 +201,7 @@ class FoldedLoop(MainLoop):
 
     @property
     def blocks_of_split(self) -> int:
-        """Key blocks of a split."""
+        """Number of key blocks per split."""
         return FOLDED_KEYS // self.kernel.tile.tile_n
 
     @property
@@ -210,7 +210,7 @@ class FoldedLoop(MainLoop):
 
     @cute.jit
     def steps(self, begin: Int32, end: Int32, masked: Constexpr, frozen: Constexpr) -> None:
-        """Key blocks [begin, end), last one first; row maxima of a split are stale after its last block."""
+        """Visit key blocks [begin, end), last first. If ``frozen``, row maxima are stale after a split's last block."""
         if cutlass.const_expr(not frozen):
             super().steps(begin, end, masked, False)
         else:
@@ -230,7 +230,7 @@ class FoldedLoop(MainLoop):
 
     @cute.jit
     def before_softmax(self, step: Int32) -> None:
-        """At the end of a split: set the statistics of the split behind it apart, and begin with empty ones."""
+        """At a split's last block, visited first: move the previous split's statistics to ``behind`` and empty them."""
         (row_max, row_sum), behind = (self.softmax.row_max, self.softmax.row_sum), self.behind
         behind_max, behind_sum = behind.row_max, behind.row_sum
         if (step + 1) % self.blocks_of_split == 0:
@@ -240,7 +240,7 @@ class FoldedLoop(MainLoop):
 
     @cute.jit
     def rescale(self, step: Int32) -> None:
-        """Rescale O, or at the end of a split add it to the fold and begin with an empty one."""
+        """Rescale O, or at a split's last block, visited first, add O to the fold and set it to zero."""
         acc, failed, size = self.thread.fragments.acc_o_rows, self.failed, self.blocks_of_split
         if (step + 1) % size == 0:
             if cutlass.const_expr(self.kernel.tile.speculative):
@@ -253,16 +253,16 @@ class FoldedLoop(MainLoop):
             self.softmax.rescale(acc, self.thread.fragments.factors)
 
     def sums_overflowed(self) -> Boolean:
-        """A row of this split alone has too large a sum, or an O that is not finite."""
+        """True if in this split a row's sum is too large, or its O is not finite."""
         return super().overflowed()
 
     def overflowed(self) -> Boolean:
-        """The same for any split."""
+        """True if :meth:`sums_overflowed` is true for this or a previous split."""
         return self.sums_overflowed() | (self.failed[0] != 0)
 
     @cute.jit
     def finish(self, lse: cute.Tensor, sinks: Constexpr) -> None:
-        """After the last step: add the first split, and normalise O and LSE of all of them."""
+        """After the last step: add the first split, and normalise O and LSE of all splits."""
         acc, blocks, size = self.thread.fragments.acc_o_rows, self.blocks, self.blocks_of_split
         self.softmax.normalize(acc, lse, Float32(1.0))
         self.fold.add(acc, lse, (blocks.end - 1) // size <= blocks.begin // size, False)
@@ -271,7 +271,7 @@ class FoldedLoop(MainLoop):
 
 @dataclass(frozen=True)
 class FoldedConsumer(Consumer):
-    """The consumer of ``FoldedLoop``."""
+    """The consumer that runs ``FoldedLoop``."""
 
     def main_loop(self, tile: QueryTile, uses: PipelineState) -> MainLoop:
         loop, acc = super().main_loop(tile, uses), self.thread.fragments.acc_o_rows

@@ -4,4 +4,4 @@ Used by ``cute-attn bench`` and the scripts under ``bench/``.
 """
 
 PEERS = ("fa2", "mem_efficient", "cudnn", "fa3", "fa4", "ffpa", "deterministic")
-"""The names of the peers: functions of :mod:`cute_attn.lab.benchmark.peers`, which loads torch."""
+"""Names of the peers. Each is a function of :mod:`cute_attn.lab.benchmark.peers`, which loads torch."""

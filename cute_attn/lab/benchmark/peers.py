@@ -1,8 +1,9 @@
 """The implementations of a workload: this package's kernels and their peers.
 
-Each is a function from a workload and its inputs to a function without arguments that returns the output, or of a
-backward the gradients, by one call of autograd after a forward that is not timed. One that cannot compute the workload
-raises :class:`Declined` with the reason. Under dropout each draws its own mask.
+An implementation takes a workload and its inputs. It returns the function to time, which has no arguments and returns
+the output, or in a backward the gradients: one call of autograd, after a forward that is not timed. An implementation
+that cannot compute the workload raises :class:`Declined` with the reason. Under dropout each implementation draws its
+own mask.
 """
 
 import importlib.metadata
@@ -30,7 +31,7 @@ class Declined(Exception):
 
 
 def _needs(peer: str, workload: Workload, *absent: str) -> None:
-    """Decline if the workload has a feature that is among ``absent``."""
+    """Raise :class:`Declined` if the workload has an epilogue, or a feature in ``absent``."""
     present = {
         "window": workload.windowed, "bias": workload.bias, "sinks": workload.sinks, "alibi": workload.alibi,
         "softcap": workload.softcap, "dropout": workload.dropout, "varlen": workload.lengths,
@@ -45,7 +46,7 @@ def _needs(peer: str, workload: Workload, *absent: str) -> None:
 
 
 def _run(workload: Workload, x: Inputs, forward: Callable[[Inputs], Tensor]) -> Run:
-    """The function to time; ``forward`` computes the output from the inputs."""
+    """Return the function to time; ``forward`` computes the output from the inputs."""
     if workload.op == "forward":
         return lambda: forward(x)
     leaves = x.leaves(workload)
@@ -55,7 +56,7 @@ def _run(workload: Workload, x: Inputs, forward: Callable[[Inputs], Tensor]) -> 
 
 
 def output_gradient(out: Tensor) -> Tensor:
-    """The gradient of the output in every backward: random, the same for a shape and dtype."""
+    """A random gradient of the output for a backward; equal shapes and dtypes get equal gradients."""
     generator = torch.Generator(out.device).manual_seed(1) if out.device.type != "meta" else None
     return torch.randn(out.shape, generator=generator, device=out.device, dtype=out.dtype)
 
@@ -78,9 +79,10 @@ def call_options(workload: Workload, x: Inputs) -> dict[str, Any]:
 def ours(
     kernel: str | None, tile: str | None = None, precision: str | None = None, **more: Any
 ) -> Implementation:
-    """This package's kernel, ``"sm80"`` or ``"sm80:variant"``, through the operator; None for the newest.
+    """Return the implementation that calls this package's operator.
 
-    tile: of the timed op. precision: of fp32 products. more: arguments of the operator that no workload has.
+    kernel: ``"sm80"`` or ``"sm80:variant"``; None lets the operator choose. tile: tile of the timed op. precision:
+    precision of fp32 products. more: arguments of the operator that workloads do not have.
     """
 
     options = {"precision": precision, **more}
@@ -88,7 +90,7 @@ def ours(
 
 
 def output(workload: Workload, x: Inputs, kernel: str | None, tile: str | None, **more: Any) -> Tensor:
-    """What the operator computes of a workload's inputs; arguments are those of :func:`ours`."""
+    """Call the operator on a workload's inputs and return its output; for the arguments see :func:`ours`."""
     which = "tile" if workload.op == "forward" else "backward_tile"
     options = call_options(workload, x) | {"kernel": kernel, which: tile} | more
     if x.cu_seqlens is None or x.cu_seqlens_k is None:
@@ -98,12 +100,12 @@ def output(workload: Workload, x: Inputs, kernel: str | None, tile: str | None, 
 
 
 def kernel_of(traits: Traits) -> str:
-    """``"ARCH"`` or ``"ARCH:VARIANT"``, as the operator takes it."""
+    """The operator's ``kernel`` argument: ``"ARCH"`` or ``"ARCH:VARIANT"``."""
     return f"{traits.arch}:{traits.variant}" if traits.variant else traits.arch
 
 
 def deterministic(workload: Workload, x: Inputs) -> Run:
-    """This package's newest backward, with gradients that repeat bit for bit."""
+    """This package's default backward with ``deterministic=True``: gradients repeat bit for bit."""
     if workload.op != "backward":
         raise Declined("every forward is deterministic")
     return ours(None, deterministic=True)(workload, x)
@@ -187,7 +189,7 @@ def fa4(workload: Workload, x: Inputs) -> Run:
 
 
 def _run_flash(workload: Workload, x: Inputs, library: Any, **options: Any) -> Run:
-    """The function of FlashAttention's ``library`` for the workload's sequences, packed ones or others."""
+    """Call ``library``'s ``flash_attn_func``, or ``flash_attn_varlen_func`` if the workload is varlen."""
     options["causal"] = workload.causal and not workload.windowed
     options["softcap"] = SOFTCAP if workload.softcap else 0.0
     function = library.flash_attn_func
@@ -221,8 +223,8 @@ def fa3(workload: Workload, x: Inputs) -> Run:
 def _fa3_lacks(workload: Workload, sm8x: bool, flags: Mapping[str, bool]) -> str | None:
     """What the workload needs and the FA3 build lacks, or None.
 
-    A head dim uses the kernel of the next of 64, 96, 128, 192 and 256. A build without it would use a larger one, which
-    is not FA3's speed.
+    FA3 rounds a head dim up to 64, 96, 128, 192 or 256. A build without that kernel would use a larger one, whose speed
+    is not representative of FA3.
     """
     widest = max(workload.head_dim, workload.head_dim_v)
     kernel = next((dim for dim in (64, 96, 128, 192, 256) if widest <= dim), widest)
@@ -246,7 +248,7 @@ def _fa3_lacks(workload: Workload, sm8x: bool, flags: Mapping[str, bool]) -> str
 
 
 def ffpa(workload: Workload, x: Inputs) -> Run:
-    """ffpa-attn's kernels in the CuTe DSL, of head dims above 256; PyTorch's serve smaller ones behind its function."""
+    """ffpa-attn's CuTe DSL kernels, for head dims above 256; for smaller ones its function calls PyTorch's kernels."""
     absent = "window,bias,alibi,softcap,sinks,dropout,varlen,unequal head dims"
     _needs("ffpa", workload, *absent.split(","))
     if workload.head_dim <= 256:
@@ -276,9 +278,9 @@ PEERS: dict[str, Implementation] = {name: globals()[name] for name in benchmark.
 
 
 def own_kernels(op: str = "forward") -> dict[str, Implementation]:
-    """This package's kernels for an operation that the current GPU runs, by name.
+    """This package's kernels for ``op`` that the current GPU runs, by name.
 
-    The newest generation's is a call that names no kernel: on Hopper it may divide keys.
+    The newest generation is called without naming a kernel, so that on Hopper its keys may be split.
     """
     own = (arch for op_, arch, variant in registry.KERNELS if op_ == op and not variant)
     archs = sorted(arch for arch in own if default_target(arch) in registry.RUNS_ON[arch])
@@ -301,7 +303,7 @@ def _installed(distribution: str) -> str | None:
 
 
 def _fa3_commit() -> str | None:
-    """The commit that FA3 was built from, of a file COMMIT next to its interface."""
+    """The commit that FA3 was built from, read from a file COMMIT next to its interface."""
     found = importlib.util.find_spec("flash_attn_interface")
     if found is None or found.origin is None:
         return None

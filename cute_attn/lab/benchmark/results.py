@@ -19,7 +19,7 @@ from cute_attn.lab.benchmark.workload import Workload
 from cute_attn.lab.sensors import known_median
 
 TOLERANCE = 0.05
-"""Relative to the largest output; what differs by more is an error."""
+"""Maximum difference of two outputs relative to the largest element; a larger one is an error."""
 
 
 def time_workloads(
@@ -30,8 +30,8 @@ def time_workloads(
 ) -> dict[str, Any]:
     """Time every workload with every implementation, and describe the machine; ``report`` is called with every row.
 
-    A row that failed has ``"error"`` in place of numbers, also where an output or a gradient differs from the first
-    implementation's; a lost context of the GPU is raised, a RuntimeError.
+    A row has ``"error"`` in place of numbers if the implementation failed, or if its output or a gradient differs from
+    the first implementation's. A lost GPU context raises RuntimeError.
     """
     clock, clocks, rows = Clock(), [], list[dict[str, Any]]()
     for workload in workloads:
@@ -53,10 +53,10 @@ def time_workload(
     read_clock: bool = True,
     stage: Callable[[tuple[str, ...]], None] = lambda names: None,
 ) -> tuple[list[dict[str, Any]], int | None]:
-    """Time one workload: a row for every implementation, and the SM clock in MHz under load or None.
+    """Time one workload. Returns a row for every implementation, and the SM clock in MHz under load or None.
 
-    ``milliseconds`` and ``most`` are :meth:`Clock.medians`'s; ``stage`` is called before each step that may fail, with
-    the names of its implementations.
+    For ``milliseconds`` and ``most`` see :meth:`Clock.medians`. ``stage`` is called before each step that may fail,
+    with the names of the implementations involved.
     """
     torch.manual_seed(0)
     runs, errors = _ready(workload, implementations, stage)
@@ -82,7 +82,7 @@ def _ready(
     implementations: Mapping[str, Implementation],
     stage: Callable[[tuple[str, ...]], None],
 ) -> tuple[dict[str, Run], dict[str, str]]:
-    """Functions that run and agree, and the errors of the others."""
+    """Functions of the implementations that run and agree, and the errors of the other implementations."""
     stage(tuple(implementations))
     inputs = workload.inputs()
     runs: dict[str, Run] = {}
@@ -118,7 +118,7 @@ def first_line(error: BaseException) -> str:
 
 
 def difference(out: Tensor, expected: Tensor) -> float:
-    """The largest one, relative to the largest element."""
+    """The largest absolute difference, relative to the largest expected element; infinite for unequal shapes."""
     if out.shape != expected.shape:
         return math.inf
     largest = expected.abs().max().float()
@@ -126,7 +126,7 @@ def difference(out: Tensor, expected: Tensor) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """The GPU and the versions of a result."""
+    """The GPU, versions, commit and date that a result states."""
     return {
         "gpu": torch.cuda.get_device_name(), "driver": query_gpu("driver_version"), "clock_mhz": None,
         "torch": torch.__version__, "cutlass_dsl": toolchain()["cutlass_dsl"], "peers": versions(),
@@ -135,7 +135,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit that runs: ``COMMIT`` in the environment, or git's; "-dirty" where files differ from it."""
+    """The running commit: ``COMMIT`` in the environment, or git's, with "-dirty" if files differ from it."""
     given = os.environ.get("COMMIT")
     if given:
         return given

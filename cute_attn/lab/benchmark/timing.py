@@ -11,16 +11,17 @@ import torch
 
 FLUSH_BYTES = 256 * 2**20  # several times the L2 of any target
 FLUSHES = 4
-"""The fewest before each call: 0.3 ms on an H200."""
+"""Minimum flushes of the L2 before each call: 0.3 ms on an H200."""
 LAUNCH = 1.5
-"""Time of the flushes over the host's time for one call."""
+"""Minimum ratio of the flushes' time to the host's time for one call."""
 _WARM_UP = 3
 
 
 class Clock:
     """Times calls on the current GPU.
 
-    The L2 is overwritten before each call. The GPU is busy meanwhile, so that the host's time to launch does not count.
+    The L2 is overwritten before each call. That keeps the GPU busy while the host launches the call, so the launch is
+    not timed.
     """
 
     def __init__(self) -> None:
@@ -29,7 +30,7 @@ class Clock:
         self._flush_milliseconds = statistics.median(self.once(self._flush.zero_, _WARM_UP))
 
     def once(self, run: Callable[[], Any], count: int) -> list[float]:
-        """Milliseconds of each of ``count`` calls, after one that tells how long the host takes to launch it."""
+        """The milliseconds of each of ``count`` calls, after a call that measures the host's launch time."""
         torch.cuda.synchronize()
         begin = time.perf_counter()
         run()
@@ -52,10 +53,10 @@ class Clock:
         rounds: int = 3,
         most: int = 1000,
     ) -> dict[str, float]:
-        """The median time of each call, by name, in milliseconds; each is called a few times beforehand, then timed for
-        ``milliseconds`` over all rounds, in which a drifting clock affects all equally.
+        """The median time of each function in milliseconds, by name. Each is called a few times first, then timed for
+        about ``milliseconds`` over all rounds. Functions alternate, so a drifting clock affects all equally.
 
-        most: calls of each in a round; flushing the L2 costs more than a short call.
+        most: maximum calls per function and round, since flushing the L2 costs more than a short call.
         """
         counts: dict[str, int] = {}
         times: dict[str, list[float]] = {name: [] for name in runs}
@@ -69,7 +70,7 @@ class Clock:
 
 
 def clock_under_load(run: Callable[[], Any], milliseconds: float) -> int | None:
-    """The SM clock in MHz while ``run``, of so many milliseconds, is called repeatedly."""
+    """The SM clock in MHz while ``run``, which takes ``milliseconds``, is called repeatedly; None if unknown."""
     for _ in range(max(1, min(2000, round(500 / max(milliseconds, 1e-3))))):
         run()
     clock = query_gpu("clocks.sm")
@@ -78,7 +79,7 @@ def clock_under_load(run: Callable[[], Any], milliseconds: float) -> int | None:
 
 
 def query_gpu(field: str) -> str | None:
-    """One field of nvidia-smi for the current GPU, without its unit, or None."""
+    """One field of nvidia-smi for the current GPU, without its unit; None if nvidia-smi fails."""
     uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     try:

@@ -23,17 +23,17 @@ class Workload:
     """One forward or backward to time.
 
     Attributes:
-        seqlen, seqlen_k: of queries and keys; 0 keys: as many as queries.
-        causal: whether no query sees a key after its own, where the last query's own is the last key.
-        window, window_right: how many keys before and after its own a query sees; of ``window`` 0 is all of them.
-        bias, sinks: their dtype, or "". A bias is full, (batch, nheads, seqlen, seqlen_k).
+        seqlen, seqlen_k: queries and keys per sequence; ``seqlen_k`` 0 means as many keys as queries.
+        causal: whether queries see no key after their own. The last query is aligned with the last key.
+        window, window_right: how many keys before and after its own a query sees; 0 in ``window`` means no limit.
+        bias, sinks: dtype, or "" for none. A bias has its full shape, (batch, nheads, seqlen, seqlen_k).
         epilogues: names of users' epilogues, called with their ``example_args``.
-        dropout: which of PyTorch's masks, or "".
-        lengths, lengths_k: varlen sequences' queries and keys, in place of batch and seqlen.
+        dropout: "flash" or "mem_efficient", the PyTorch kernel whose mask is used, or "".
+        lengths, lengths_k: queries and keys of each varlen sequence, in place of batch and seqlen.
         bias_grad: whether a backward computes the bias's gradient too.
 
     Raises:
-        ValueError: fields that contradict each other; the message names the field, its value and the accepted ones.
+        ValueError: fields contradict each other; the message names the field, its value and the accepted ones.
     """
 
     batch: int
@@ -74,12 +74,12 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """The most queries of a sequence."""
+        """Maximum queries of a sequence."""
         return max(self.lengths, default=self.seqlen)
 
     @property
     def longest_k(self) -> int:
-        """The most keys of a sequence."""
+        """Maximum keys of a sequence."""
         return max(self.lengths_k or self.lengths, default=self.seqlen_k or self.seqlen)
 
     @property
@@ -94,7 +94,7 @@ class Workload:
 
     @property
     def seen_by_window(self) -> int:
-        """The most keys that a query sees where a window bounds them, 0 where none does."""
+        """Maximum keys that a query sees if a window bounds both sides, else 0."""
         left, right = self.band
         return left + right + 1 if self.windowed and left is not None and right is not None else 0
 
@@ -112,18 +112,18 @@ class Workload:
 
     @property
     def windowed(self) -> bool:
-        """True if a query's keys have window bounds."""
+        """True if a window bounds the keys of a query."""
         return bool(self.window or self.window_right)
 
     @property
     def band(self) -> tuple[int | None, int | None]:
-        """How many keys before and after its own a query sees, None for all of them."""
+        """How many keys before and after its own a query sees; None for no limit."""
         right = self.window_right if self.windowed else None
         return self.window or None, 0 if self.causal else right
 
     @property
     def name(self) -> str:
-        """Such as ``fwd-bf16-d128-b2-s8192-h16-causal``, or ``b2-s512x8192-h16x2`` of 8192 keys and 2 key heads."""
+        """A name such as ``fwd-bf16-d128-b2-s8192-h16-causal``; ``b2-s512x8192-h16x2`` has 8192 keys, 2 key heads."""
         dims = f"d{self.head_dim}" + (f"x{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
         heads = f"h{self.nheads}" + (f"x{self.nheads_kv}" if self.nheads_kv != self.nheads else "")
         keys = "" if self.equal_lengths else f"x{self.longest_k}"
@@ -148,7 +148,7 @@ class Workload:
         return "-".join([op, self.dtype, dims, *sizes, heads, *filter(None, features)])
 
     def traits(self, arch: str, op: str = "") -> Traits:
-        """Traits of a kernel of ``arch`` for it, or with ``op`` for the forward before it."""
+        """Traits of a kernel of ``arch`` for this workload, or for its forward if ``op`` is "forward"."""
         op = op or self.op
         return Traits(
             op,
@@ -165,10 +165,10 @@ class Workload:
 
     @property
     def flops(self) -> int:
-        """Useful floating-point operations: two per multiply-add, of the (query, key) pairs that see each other.
+        """Useful floating-point operations: two per multiply-add, over the visible (query, key) pairs.
 
-        A forward has two products, a backward five: the scores and dQ and dK along head_dim, dP and dV along
-        head_dim_v.
+        A forward has two products, of head_dim and head_dim_v. A backward has five: scores, dQ and dK of head_dim, dP
+        and dV of head_dim_v.
         """
         left, right = self.band
         pairs = sum(
@@ -181,7 +181,7 @@ class Workload:
         return 2 * self.nheads * pairs * dims[self.op]
 
     def inputs(self, device: str = "cuda") -> "Inputs":
-        """New random tensors of these sizes."""
+        """New random tensors of this workload's sizes."""
         import torch  # takes seconds, and workers read workloads without it
 
         dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -219,8 +219,8 @@ class Workload:
 class Inputs:
     """Tensors of one workload: q, k and v as (batch, seqlen, nheads, dim) or packed (tokens, nheads, dim).
 
-    ``cu_seqlens`` is where varlen sequences' queries start, ``cu_seqlens_k`` where their keys do; ``epilogues`` has the
-    arguments of users' epilogues by name.
+    ``cu_seqlens`` and ``cu_seqlens_k`` hold the first query and the first key of each varlen sequence. ``epilogues``
+    maps the name of each user's epilogue to its arguments.
     """
 
     q: "Tensor"
@@ -234,7 +234,7 @@ class Inputs:
     epilogues: dict[str, tuple] = field(default_factory=dict)
 
     def leaves(self, workload: Workload) -> "tuple[Tensor, ...]":
-        """The tensors that a backward computes gradients of; marks them as requiring gradients."""
+        """Set ``requires_grad`` of the tensors whose gradients a backward computes, and return these tensors."""
         tensors = (self.q, self.k, self.v, *((self.bias,) if workload.bias_grad else ()))
         for x in tensors:
             x.requires_grad_()
@@ -248,7 +248,7 @@ def visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None, right: int | N
     """
 
     def up_to(after: int) -> int:
-        """Pairs whose key is at most so many after the query's own: the sum of clamp(own + after + 1, 0, seqlen_k)."""
+        """Pairs whose key is at most ``after`` past the query's own: the sum of clamp(own + after + 1, 0, seqlen_k)."""
         first = seqlen_k - seqlen_q + after + 1
         return _clamped_sum(first + seqlen_q, seqlen_k) - _clamped_sum(first, seqlen_k)
 
@@ -263,13 +263,13 @@ def _clamped_sum(end: int, most: int) -> int:
 
 
 def standard(head_dim: int, seqlen: int, **features: Any) -> Workload:
-    """16k tokens of hidden size 2048, or of one head if that is more."""
+    """A workload of 16k tokens and hidden size 2048, or of one head if a head is larger."""
     heads = max(1, HIDDEN // head_dim)
     return Workload(max(1, TOKENS // seqlen), seqlen, heads, head_dim, **features)
 
 
 def of_traits(traits: Traits, seqlen: int) -> Workload:
-    """A workload for a kernel of those traits."""
+    """A workload for a kernel with these traits. Raises ValueError if no workload has them."""
     if traits.op not in ("forward", "backward"):
         raise ValueError(
             f"{traits} is neither a forward nor a backward; accepted: forward or backward kernels"
@@ -287,12 +287,12 @@ def of_traits(traits: Traits, seqlen: int) -> Workload:
 
 
 def _same_features(one: Workload | Traits) -> dict[str, Any]:
-    """Features that workloads and traits have under the same names, with the same values."""
+    """Features that have equal names and values in workloads and traits."""
     return {name: getattr(one, name) for name in ("softcap", "alibi", "bias", "epilogues", "dropout")}
 
 
 def mixed_lengths(tokens: int, longest: int) -> tuple[int, ...]:
-    """Lengths that halve from the longest down to 128, repeated until they sum to the tokens."""
+    """Sequence lengths that halve from ``longest`` down to 128, repeated until they sum to ``tokens``."""
     lengths: list[int] = []
     length = longest
     while tokens > 0:
