@@ -30,6 +30,7 @@ HEAD_DIMS += (
     (64, 256),
     (256, 64),
 )
+HEAD_DIMS += ((64, 160), (192, 96), (192, 160), (256, 96))
 KINDS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": MASKS["causal"],

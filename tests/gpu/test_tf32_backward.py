@@ -23,6 +23,8 @@ CASES = {
     "d96": Case("d96", seqlen_q=100, seqlen_k=90, head_dim=96, dtype="fp32", causal=True),
     "d96-bias": Case("d96-bias", seqlen_q=70, seqlen_k=130, head_dim=96, dtype="fp32", bias="fp32"),
     "d96-softcap": Case("d96-softcap", seqlen_q=90, seqlen_k=110, head_dim=96, dtype="fp32", softcap=5.0),
+    "d192x96": Case("d192x96", seqlen_q=90, seqlen_k=110, head_dim=192, head_dim_v=96, dtype="fp32"),
+    "d128x160": Case("d128x160", seqlen_q=90, seqlen_k=110, head_dim=128, head_dim_v=160, dtype="fp32"),
     "d512": Case("d512", seqlen_q=70, seqlen_k=100, head_dim=512, dtype="fp32"),
 }
 RATIO = 1.5
