@@ -173,9 +173,9 @@ def import_kernels() -> None:
 
 
 def import_names() -> None:
-    """Import the kernels for names, tiles and docstrings: without the DSL if the process ends with this command.
+    """Import the kernels to read names, tiles and docstrings.
 
-    After ``--load`` the DSL is imported already, by a user's file, and stays.
+    If the process ends with this command, placeholders replace the DSL, unless the file of ``--load`` has imported it.
     """
     if ends_with_command and "cutlass" not in sys.modules:
         _without_dsl.install()

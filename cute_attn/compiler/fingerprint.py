@@ -186,8 +186,8 @@ def _user_file(module: ModuleType) -> Path | None:
 def _imported_modules(module: ModuleType, source: bytes) -> set[ModuleType]:
     """The loaded modules that a module's import statements name.
 
-    Imports are read from bytecode. In Python 3.11, threads that use :mod:`ast` at the same time raise SystemError, and
-    the DSL uses it while another thread builds.
+    Imports are read from bytecode instead of by :mod:`ast`: in Python 3.11, two threads that use ``ast`` at the same
+    time raise SystemError, and the DSL may be using it in another thread, to build a kernel.
     """
     names, pending = set(), [builtins.compile(source, str(module.__file__), "exec", dont_inherit=True)]
     while pending:

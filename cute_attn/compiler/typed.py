@@ -1,7 +1,7 @@
 """Classes without a file, typed at a prompt or in a notebook.
 
-In place of a source file their code is hashed, with the code of the typed functions and classes and the values of the
-typed constants that it names. Other values have no digest: a kernel that depends on one is always rebuilt.
+Since there is no source file, a digest covers the class's compiled code, that of the functions and classes without a
+file that it names, and the values of constants that it names. A kernel that names any other value is always rebuilt.
 """
 
 import inspect

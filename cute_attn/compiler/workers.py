@@ -10,9 +10,9 @@ from typing import Any
 
 
 class Worker:
-    """A process that runs a module, with this process's module path, and answers one message at a time.
+    """A process that runs a module with this process's ``sys.path``, and answers one message at a time.
 
-    The module reads lines of JSON from stdin until it ends. The first line is the module path; the module answers each
+    The module reads lines of JSON from stdin until it ends. The first line is ``sys.path``; the module answers each
     later line with one line: see :mod:`cute_attn.compiler.prebuild_worker`.
     """
 

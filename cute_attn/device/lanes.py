@@ -43,7 +43,7 @@ def _or_of(compute: Constexpr, count: Constexpr) -> Int32:
 
 
 def lanes_sum(x: Float32, offsets: tuple[int, ...]) -> Float32:
-    """The sum of x over the lanes that differ in the bits ``offsets``; all get it. On the host x itself."""
+    """The sum of x over the lanes that differ only in the bits ``offsets``; all of them get it. On the host, x."""
     if on_device():
         for offset in offsets:
             x = x + cute.arch.shuffle_sync_bfly(x, offset=offset)

@@ -107,7 +107,7 @@ class Dropout:
     def fake_args(self) -> tuple:
         """Fake seed and offset, threshold and 1 / (1 - p); for mem_efficient also two bit masks.
 
-        They mask a plane's first number and a Philox call's number within its plane.
+        They keep the bits that PyTorch keeps of the index of a head's first score, and of a Philox call's in its head.
         """
         shared = (make_fake_tensor(Int64, (2,), stride=(1,)), Int32(0), Float32(0))
         return shared if self.kind == "flash" else (*shared, Int64(0), Int64(0))

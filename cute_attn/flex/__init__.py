@@ -39,7 +39,7 @@ def flex_attention(
     Parameters
     ----------
     query : Tensor (batch, nheads, seqlen_q, head_dim)
-        fp16, bf16 or fp32 on CUDA. CPU tensors have any float dtype, and the definition computes them in plain torch.
+        fp16, bf16 or fp32 on CUDA. On the CPU any float dtype, computed in plain torch instead of by a kernel.
     key : Tensor (batch or 1, nheads_kv, seqlen_k, head_dim)
     value : Tensor (batch or 1, nheads_kv, seqlen_k, head_dim_v)
     score_mod : function (score, b, h, q_idx, kv_idx) -> score, optional

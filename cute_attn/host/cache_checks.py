@@ -1,7 +1,7 @@
 """The checks of calls with a cache of keys and values: one sentence per error.
 
-As in :mod:`cute_attn.host.checks`, checks read metadata only. Lengths are read only on the CPU, or if the caller asks
-for it.
+As in :mod:`cute_attn.host.checks`, checks read only metadata, not the tensors' elements. They read the lengths of
+sequences too if these are on the CPU, or if the caller asks for it.
 """
 
 import itertools

@@ -94,7 +94,7 @@ def copy(function: Callable[..., None], *arguments: Any) -> None:
 
 
 def step(function: Callable[..., Any], *arguments: Any) -> None:
-    """Run a function on torch tensors that writes some of them in place."""
+    """Run a function that takes torch tensors and writes some of them in place."""
     function(*arguments)
     if thread.recording is not None:
         thread.recording.add_launch(function, arguments, of_torch=True)

@@ -27,7 +27,7 @@ ALIGN_BYTES = 16
 def rows(dtype: Any, ndim: int, alignment: int = 0) -> cute.Tensor:
     """A tensor of head-dim rows with a contiguous last dimension.
 
-    Its size and the other strides are multiples of 16 bytes, or of ``alignment`` elements if given.
+    The last dimension's size and all other strides are multiples of 16 bytes, or of ``alignment`` elements if given.
     """
     divisibility = alignment or ALIGN_BYTES * 8 // dtype.width
     shape = (*(cute.sym_int() for _ in range(ndim - 1)), cute.sym_int(divisibility=divisibility))

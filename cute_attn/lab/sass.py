@@ -7,6 +7,7 @@ https://arxiv.org/abs/1804.06826. NVIDIA does not document them.
 
 Loops are natural loops: a back edge goes to a block that dominates its source (Aho, Lam, Sethi, Ullman, section 9.6).
 Blocks that only retry a wait for an mbarrier are placed after the code and branch back into it; they are left out.
+The steady step is an iteration of the main loop that skips masks and rescaling.
 """
 
 import functools

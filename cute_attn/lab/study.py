@@ -22,10 +22,11 @@ class Candidate:
     """A tile that a study considers.
 
     Attributes:
-        tile, change: all its fields; those that differ from the default tile, as ``--tile`` accepts them.
+        tile, change: all its fields, and only those that differ from the default tile, as ``--tile`` accepts them.
         status: "ranked" and "built" tiles have not been run; a "wrong" tile was run but not timed.
         reason: why it failed, is wrong or has no rank.
-        gains, ms: by workload, its speed over the default's, a median of a few rounds, no verdict; milliseconds.
+        gains: by workload, its speed over the default's: the median of a few rounds, too few for a verdict.
+        ms: by workload, the median milliseconds of a call.
         estimate: its estimated time over the default's: the geometric mean over the workloads.
         seconds: build time.
         kept: whether its times come from an earlier study.

@@ -189,7 +189,7 @@ def _function(function: Callable, kind: str, problem: Scores, name: str) -> list
 
 
 def _rounding_of(name: str) -> float:
-    """Relative error of a function's 16-bit numbers, which torch's vmap rounds in other places; 0 without any."""
+    """Relative error to allow for a function's 16-bit numbers, as torch's vmap rounds at other steps; 0 without any."""
     dtypes = {x.dtype for x in ordered(user_epilogue(name).output)}
     return max(
         (4 * torch.finfo(getattr(torch, x)).eps for x in dtypes & {"float16", "bfloat16"}), default=0.0

@@ -198,7 +198,7 @@ def _query_block(ctx: QueryBlockContext, args: Any, head: Int32):
 
 @cute.jit
 def _key_block(ctx: QueryBlockContext, block: Int32, masked: Constexpr, partial: Boolean | None = None):
-    """Run the phases of a key block: threads exchange row maxima between them."""
+    """Run the two phases of a key block: between the phases, threads exchange row maxima."""
     ctx.buffers.visits[ctx.row0 // ctx.kernel.tile.tile_m, block] = Int32(MASKED if masked else UNMASKED)
     for thread in cutlass.range(ctx.threads):
         _score(ctx, thread, block, masked, partial)

@@ -1,4 +1,4 @@
-"""Loads keys or values of a cache by TMA, block by block: contiguous entries, or pages in boxes of rows."""
+"""Loads keys or values of a contiguous or paged cache by TMA, block by block; pages are loaded in boxes of rows."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -71,7 +71,7 @@ def _backward(
 
 
 def _fresh(like: Tensor, *kinds: tuple) -> list[Tensor]:
-    """Uninitialized tensors on ``like``'s device, never read; kinds: a shape, strides and a dtype for each."""
+    """Uninitialized tensors on ``like``'s device. kinds: for each tensor a shape, strides and a dtype."""
     if like.is_cuda and like.get_device() == memory.current_device():
         return [record.empty(like, *kind) for kind in kinds]
     return [like.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in kinds]

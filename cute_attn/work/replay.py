@@ -68,7 +68,7 @@ class Replay:
 
     @cute.jit
     def reset(self, clears: Constexpr) -> None:
-        """By all threads, after the replay: clear all marks; one warp passes ``clears``."""
+        """Clear all marks after the replay. All threads call this; ``clears`` is True in the one warp that clears."""
         self.sync()
         if cutlass.const_expr(clears):
             self.clear(cute.arch.lane_idx())

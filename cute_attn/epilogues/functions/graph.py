@@ -37,8 +37,8 @@ class Node:
         args: operands; the indices of a load.
         value: a constant's value; the number of a load's tensor; an extent's tensor number and dimension.
         depends_on: bits of ``SCORE``, ``QUERY`` and ``KEY``.
-        dtype: torch's name of the dtype: of integers ("" for a Python number), of captured floats, and of casts that a
-            function requests.
+        dtype: torch's name of the dtype if the value is an integer, a load, or a cast that a function requests.
+            Else, and for a Python number, "": a float's dtype then follows from its operands.
         place: the source line that first creates the node, or None. It does not affect a graph's identity.
     """
 

@@ -764,7 +764,7 @@ class Argument(Row):
     """A tensor argument of a function. Calls may pass other sizes, so sizes are nodes of the graph too."""
 
     def extent(self, name: str, dim: int | None = None) -> Any:
-        """The argument's ``shape``, ``size`` or ``numel``. ``len`` is refused, since Python requires a number."""
+        """The argument's ``shape``, ``size`` or ``numel``. ``len`` is refused: Python requires it to be an int."""
         made = self.recorder.graph.make
         axes = (axis for axis, one in enumerate(self.places) if one is None)
         sizes = tuple(self.recorder.symbol(made("extent", INT, (), (self.number, axis))) for axis in axes)
@@ -846,7 +846,7 @@ def _made_by(func: Any) -> "Make | None":
 
 @functools.cache
 def _by_identity() -> "dict[Any, Make]":
-    """Operations by torch's functions, methods and operators with the names below, and by reversed operators."""
+    """Function or method of torch -> its operation on traced values, by ``_OPERATIONS``; also reversed operators."""
     found: dict[Any, Make] = {}
     for name, made in _OPERATIONS.items():
         for place in (torch, Tensor, torch.nn.functional, torch.special):
