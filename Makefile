@@ -1,5 +1,5 @@
 # make demo       what the project does (half a minute after its installs; on a GPU, against torch)
-# make test       lint, types and the CPU tests (no GPU needed; some 8 minutes on two cores)
+# make test       lint, types and the CPU tests (no GPU needed; some 10 minutes on two cores)
 # make test-slow  the CPU tests that build most: the other default kernels, exports, printed commands, notebooks
 # make test-doors the CPU tests that need transformers, Hugging Face's kernels or basedpyright, after installing them
 # make test-all   these three in one run, which loads torch and collects the tests once

@@ -125,7 +125,7 @@ def attention(
     dropout_mask : {"flash", "mem_efficient"}
         The PyTorch kernel whose dropout mask is reproduced, bit for bit.
     rng_state : Tensor (2,), int64, optional
-        Seed and offset of the mask, on q's device. Default: drawn from torch's generator of that device, anew for every
+        Seed and offset of the mask, on q's device. Default: drawn from torch's generator of that device, again at each
         replay of a CUDA graph. To reuse a mask, pass a state from :func:`draw_rng_state`.
     seqused_k : Tensor (batch,), int32, optional
         Number of keys of each sequence, 0 to seqlen_k; memory beyond them is never read. Values are checked on the CPU

@@ -60,7 +60,7 @@ def may_be_aligned(x: Tensor, alignment: int = 0) -> bool:
 
 
 def row_alignment(*tensors: Tensor) -> int:
-    """Maximum elements, up to 16 bytes, of which head dims and row strides are multiples; 0 stands for 16 bytes."""
+    """The largest number of elements, up to 16 bytes, that divides head dims and row strides; 0 for 16 bytes."""
     found = whole = ALIGNMENT_BYTES // tensors[0].element_size()
     for x in tensors:
         steps = [step for n, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]

@@ -120,7 +120,7 @@ def overwritten(*tensors: Tensor, alone: bool = False) -> None:
 def readable(x: Tensor, alignment: int = 0) -> Tensor:
     """``x``, or a copy if kernels cannot read its strides or its address.
 
-    alignment: rows start at multiples of this many elements, 0 for 16 bytes; the last dimension is such a multiple.
+    alignment: rows start at multiples of this many elements, 0 for 16 bytes; so is the last dimension.
     """
     regular = memory.rows_are_regular(x, alignment)
     if regular and memory.may_be_aligned(x):

@@ -12,6 +12,7 @@ from cute_attn.tiles.base import (
     Tile,
     WarpTile,
     areas_in_order,
+    atom_bytes,
     choice,
     padded,
     row_bytes,
@@ -53,6 +54,7 @@ class BackwardSm80Tile(WarpTile):
             kernel with ``terms`` has then computed the gradients.
     """
 
+    MIN_WARPS: ClassVar[int] = 2  # which load the 8 rows of an atom at once
     tile_m: int = choice(64, 16, 32, 64, 96, 128)
     tile_n: int = choice(64, 32, 64, 96, 128, 192)
     num_warps: int = choice(8, 4, 8, 16)
@@ -215,8 +217,6 @@ class BackwardSm80Tile(WarpTile):
         return reason
 
     def _warps_reason(self) -> str | None:
-        if self.num_warps == 1:
-            return "num_warps is 1; accepted: 2 or more, which load whole swizzle atoms of 8 rows"
         for name in ("sdp_warps_m", "dkv_warps_m", "dq_warps_m"):
             warps = getattr(self, name)
             if warps < 1 or self.num_warps % warps:
@@ -249,10 +249,8 @@ class BackwardSm80Tile(WarpTile):
                 f"tile_m is {self.tile_m}; accepted: up to {self.num_threads}, a row of LSE and D per thread"
             )
         size = self.operand_bytes(traits)
-        atom = (
-            math.gcd(padded(traits.head_dim) * size, 128) // size
-        )  # of K's swizzle: a pass is a tile of its own
-        whole = self.chunk(traits) if self.columns else atom
+        # A pass is a tile in shared memory, so it has K's swizzle atoms.
+        whole = self.chunk(traits) if self.columns else atom_bytes(padded(traits.head_dim) * size) // size
         if self.dq_passes < 1 or (self.dq_passes > 1 and padded(traits.head_dim) % (whole * self.dq_passes)):
             return (
                 f"dq_passes is {self.dq_passes}; accepted: 1, or a divisor of padded head_dim "

@@ -31,8 +31,11 @@ TILES_OF = {"sm100": "sm86", "sm120": "sm86"}
 """Target -> the target whose default tiles it uses: on sm100, ptxas spills with the tiles of sm80 and sm90."""
 REGISTERS_PER_THREAD = 255
 HEAD_DIM_PAD = 32
-ATOM_STEPS = 4
-"""MMA steps of the widest swizzle atom, 128 bytes of a row; see ``layouts.swizzle.atom_cols``."""
+
+
+def atom_bytes(row_bytes: int) -> int:
+    """Bytes of a row in a swizzle atom of shared memory, at most 128; see ``layouts.swizzle.atom_cols``."""
+    return math.gcd(row_bytes, 128)
 
 
 def padded(head_dim: int) -> int:
@@ -146,6 +149,7 @@ class WarpTile(Tile):
     """Base of tiles for kernels in which all warps copy and multiply; subclasses have a field ``num_warps``."""
 
     num_warps: int
+    MIN_WARPS: ClassVar[int] = 1
     MAX_WARPS: ClassVar[int] = 16
 
     @property
@@ -165,15 +169,15 @@ class WarpTile(Tile):
         step's address.
         """
         steps = extent * element_bytes // 32
-        atom = math.gcd(steps, ATOM_STEPS)
+        atom = atom_bytes(32 * steps) // 32
         divisors = (n for n in range(min(unroll or steps, steps), 0, -1) if steps % n == 0)
         return next(n for n in divisors if n % atom == 0 or atom % n == 0)
 
     def num_warps_reason(self) -> str | None:
         """Why ``num_warps`` is out of range, or None."""
-        accepted = [
-            2**i for i in range(self.MAX_WARPS.bit_length())
-        ]  # copies and addresses of stores combine bits
+        # Copies and addresses of stores combine bits of a thread's index.
+        powers = (2**i for i in range(self.MAX_WARPS.bit_length()))
+        accepted = [n for n in powers if n >= self.MIN_WARPS]
         if self.num_warps not in accepted:
             return f"num_warps is {self.num_warps}; accepted: {', '.join(map(str, accepted))}"
         return None

@@ -17,20 +17,11 @@ from tests.gpu.test_head_dims import compare
 from tests.gpu.tile_cases import target
 from tests.problem import Case
 
-HEAD_DIMS = tuple((d, d) for d in range(32, 257, 32))
+HEAD_DIMS = [(d, d) for d in range(32, 257, 32)]
 HEAD_DIMS += (
-    (64, 96),
-    (96, 64),
-    (96, 128),
-    (128, 96),
-    (96, 160),
-    (160, 96),
-    (192, 128),
-    (128, 192),
-    (64, 256),
-    (256, 64),
+    [(64, dv) for dv in (96, 160, 256)] + [(96, dv) for dv in (64, 128, 160)] + [(128, 96), (128, 192)]
 )
-HEAD_DIMS += ((64, 160), (192, 96), (192, 160), (256, 96))
+HEAD_DIMS += [(160, 96), (192, 96), (192, 128), (192, 160), (256, 64), (256, 96)]
 KINDS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": MASKS["causal"],
