@@ -4,6 +4,8 @@
     main         dK, dV, the bias's gradient; adds to the accumulators
     convert      accumulators  ->  dQ
 
+On Hopper, if a sequence's keys are one key block, the main kernel stores dQ: no accumulators and no convert.
+
 fp32 q, k, v and grad_out are split into two fp16 terms before the main kernel, or into one with precision tf32
 (:mod:`cute_attn.host.split_fp32`). A second main kernel, for whole fp32 operands, follows. Each of the two reads on the
 GPU whether the tensors fit their terms, and one of them returns at once. Small calls that name no tile use no terms.
@@ -136,8 +138,8 @@ def plan_of(call: Call, outer: Outer, needed: tuple[bool, ...]) -> Plan:
 def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], deterministic: bool) -> Plan:
     """Check a call and choose its kernels. A plan without a main kernel computes nothing.
 
-    The plan's functions are ``preprocess``, ``main`` and, for dq, ``convert``; with terms also ``fallback``. If kernels
-    cannot read q, k or v in place, they are ``pad`` and ``unpad`` instead.
+    The plan's functions are ``preprocess``, ``main`` and, for dq unless the main kernel stores it, ``convert``; with
+    terms also ``fallback``. If kernels cannot read q, k or v in place, they are ``pad`` and ``unpad`` instead.
     """
     check(call)
     check_for_kernels(call, unaligned=True)
@@ -158,19 +160,23 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
         if getattr(kernel.tile, "in_terms", False):
             kernel = _in_terms_or_whole(kernel, call, grad_out, target)
         kernel = _with_order(kernel, call, deterministic)
+        if hasattr(kernel, "storing_dq") and not (call.same_bits or call.lists_blocks):
+            kernel = kernel.storing_dq(*call.longest)
         traits, tile = kernel.traits, kernel.tile
         if traits.arch == "sm80":
             check_count(f"the queries of a sequence for {traits}", call.longest[0], AMPERE_QUERIES)
-        in_order = getattr(tile, "dq_in_order", False)
+        in_order, direct = getattr(tile, "dq_in_order", False), getattr(tile, "dq_direct", False)
         wanted = kernels_of(kernel, lse_grad=grad_lse is not None)
         blocks = -(-call.longest[1] // tile.tile_n)
         processors = multiprocessors(call.q.get_device()) // getattr(tile, "cluster", 1)
         in_l2 = l2_bytes(call.q.get_device())
         heads_dkv = call.k.shape[-2] * head_splits(
-            call, tile, processors, in_l2, deterministic and not in_order, in_order
+            call, tile, processors, in_l2, deterministic and not (in_order or direct), in_order
         )
         num_splits, accumulators = blocks, 1
-        if in_order or deterministic:
+        if direct:
+            accumulators = 0
+        elif in_order or deterministic:
             accumulators = _accumulators(call, tile, traits.head_dim, heads_dkv, processors, in_l2)
             num_splits = blocks if in_order else accumulators
         check_blocks(call, tile, wanted[1][1].rows, num_splits, heads_dkv)
@@ -181,7 +187,7 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
             "main": compiler.build(kernel, target),
             "preprocess": compiler.compile(*wanted[1], target),
         }
-        if needed[0]:
+        if needed[0] and not direct:
             functions["convert"] = compiler.compile(*wanted[2], target)
         split = None
         if getattr(tile, "in_terms", False):
@@ -392,16 +398,17 @@ def _launched(
     record.launch(*plan.functions["preprocess"].bind(**numbers, **preprocessed))
     schedule = (division.num_splits, division.split_stride, counter, division.multiprocessors)
     arguments = {
-        "mQ": call.q, "mK": call.k, "mV": call.v, "mDO": grad_out, "mDK": dk, "mDV": dv, **numbers,
+        "mQ": call.q, "mK": call.k, "mV": call.v, "mDO": grad_out, "mDK": dk, "mDV": dv,
+        **numbers, "mDQaccum": dq if getattr(plan.kernel.tile, "dq_direct", False) else accumulators,
         "seqlens": seqlens, "softmax_scale": call.softmax_scale, "schedule": schedule,
         "score_args": _score_args(plan, call, dbias),
     }  # fmt: skip
     _launch_main(plan, arguments)
-    if needed[0]:
+    if "convert" in plan.functions:
         own = {"mDQaccum": accumulators, "mDQ": dq, "seqlens": own_seqlens}
         record.launch(*plan.functions["convert"].bind(**own, scale=call.softmax_scale / keep))
-        if sign != 1:
-            record.step(Tensor.mul_, dq, sign)
+    if needed[0] and sign != 1:
+        record.step(Tensor.mul_, dq, sign)
     nheads_kv = call.k.shape[-2]
     return (
         dq if needed[0] else None,
@@ -622,11 +629,16 @@ def check_blocks(call: Call, tile: Any, rows: int, num_splits: int, heads_dkv: i
 
 
 def kernels_of(main: Any, *, lse_grad: bool = False) -> list[tuple[Traits, Any]]:
-    """(traits, tile) of the main kernel, preprocess and convert; with terms also of the split and the fallback."""
+    """(traits, tile) of the main kernel, preprocess and convert; with terms also of the split and the fallback.
+
+    Without the convert if the main kernel stores dQ.
+    """
     beside, tile = [], main.tile
     if getattr(tile, "in_terms", False):
         tile = tile.fallback(main.traits)  # the convert's as well
         beside = [(main.traits.split_fp32("backward_split"), None), (main.traits, tile)]
     parts = [main.traits.part(op, lse_grad=lse_grad and op == "backward_preprocess") for op in PARTS]
+    if getattr(tile, "dq_direct", False):
+        parts.pop()
     tiles = [registry.KERNELS[part.op, part.arch, ""].beside(part, tile) for part in parts]
     return [(main.traits, main.tile), *zip(parts, tiles, strict=True), *beside]

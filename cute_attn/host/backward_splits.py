@@ -24,6 +24,8 @@ TURN_STEPS = 2
 AROUND_STEPS = 4
 """Time to load a key block's K and V and to store its dK and dV, in steps."""
 
+MAX_PARTS = 16
+"""Maximum parts of a query head's queries."""
 ADDING_STEPS = 14
 """Fixed cost of summing split dK and dV, apart from their bytes, in steps. A step is a query block with a key block:
 row 55 of bench/history.md."""
@@ -177,6 +179,8 @@ def head_splits(
     divide it by n. On 132 multiprocessors 128 keys of head dim 128 make 16.5 MB in flight for each head of a work tile,
     whatever the lengths.
 
+    With ``dq_direct`` the queries of a head may be divided too: then there are more splits than heads in a group.
+
     With ``same_bits`` the number of splits depends only on the mask.
 
     Args:
@@ -193,7 +197,8 @@ def head_splits(
     if call.same_bits:
         return group if call.mask else 1
     most, mean = queries_seen(call, *call.longest, tile.tile_n)
-    if group == 1 or not most:
+    direct = getattr(tile, "dq_direct", False)
+    if (group == 1 and not direct) or not most:
         return 1
     unlike = call.varlen and not in_order and call.longest[0] * call.batch > UNEVEN * call.q.shape[0]
     drifts = most > UNEVEN * mean or unlike
@@ -212,14 +217,15 @@ def head_splits(
 
     def time(splits: int) -> float:
         heads = -(-group // splits)
+        own = longest if splits <= group else math.ceil(longest / (splits // group))
         moved = (splits + 1) * gradient_bytes
         adding = moved / (BYTES_PER_STEP if moved <= l2_bytes else FROM_MEMORY)
         adding = ADDING_STEPS + adding if splits > 1 else 0
         last = UNKNOWN * steps / (splits * tiles) if unlike else 0
-        busiest = max(steps / multiprocessors + last, heads * longest)
+        busiest = max(steps / multiprocessors + last, heads * own)
         if longest * tiles * group <= UNEVEN * steps:  # shorter tiles count as fractions of whole ones
             waves = splits * steps / (group * longest * multiprocessors)
-            busiest = math.ceil(round(waves, 6)) * heads * longest
+            busiest = math.ceil(round(waves, 6)) * heads * own
         return busiest + adding
 
     def in_flight(splits: int) -> float:
@@ -227,6 +233,8 @@ def head_splits(
 
     whole, divided = WHOLE * l2_bytes * min(tile.tile_n / 128, 1), DIVIDED * l2_bytes
     options = [*even_splits(group)]
+    if direct:
+        options += [group * n for n in range(2, min(MAX_PARTS, math.ceil(longest)) + 1)]
     if call.lists_blocks:
         return next((n for n in options if n * tiles >= WAVES_OF_LISTS * multiprocessors), group)
     times = [time(splits) for splits in options]

@@ -120,6 +120,8 @@ def _forward_and_backward(
         yield forward.traits, forward.for_lengths(*call).tile
     for call in itertools.product(_QUERIES, _KEYS, (1,), (target,), (None,), windows):
         kernel = backward.for_lengths(*call)
+        if arch == "sm90":
+            kernel = kernel.storing_dq(*call[:2])
         yield from kernels_of(kernel)
         yield from kernels_of(kernel, lse_grad=True)
 

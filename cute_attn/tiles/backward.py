@@ -324,6 +324,8 @@ class BackwardSm90Tile(Tile):
         dq_in_order: key blocks add to a query block's dQ in a fixed order, so that gradients repeat bit for bit. Set
             by calls with ``deterministic=True``. A warp of the producer warpgroup waits for the turns. Not possible
             with a block list.
+        dq_direct: dQ is stored in its own type as each query block's is computed, instead of added in fp32. Set by
+            calls whose keys are one key tile that all queries visit.
         bias_stages: stages of a 16-bit bias that TMA loads with Q: ``num_stages_q`` for bias rows aligned like q's, or
             0: threads read the bias from global memory. If the bias's gradient equals dS, TMA then stores dS.
         mask_warps: warps of the producer warpgroup that compute the flash dropout mask, at most 3, or 1 with
@@ -346,6 +348,7 @@ class BackwardSm90Tile(Tile):
     dq_transposed: bool = False
     dq_bulk: bool = False
     dq_in_order: bool = choice(False, False)  # by the call
+    dq_direct: bool = choice(False, False)  # by the call
     bias_stages: int = choice(0, 0, 1, 2, 3)
     mask_warps: int = choice(0, 0, 1, 2, 3)
     cluster: int = choice(1, 1, 2)
@@ -370,7 +373,13 @@ class BackwardSm90Tile(Tile):
     def for_convert(self) -> "BackwardSm90Tile":
         """The convert's tile: this one with the fields reset that do not affect dQ's order in memory."""
         return dataclasses.replace(
-            self, bias_stages=0, mask_warps=0, dq_bulk=False, dq_in_order=False, staggered=False
+            self,
+            bias_stages=0,
+            mask_warps=0,
+            dq_bulk=False,
+            dq_in_order=False,
+            dq_direct=False,
+            staggered=False,
         )
 
     def in_order(self) -> "BackwardSm90Tile":
@@ -378,6 +387,15 @@ class BackwardSm90Tile(Tile):
         ordered = dataclasses.replace(self, dq_in_order=True, staggered=False)
         enough = self.mask_warps <= ordered.idle_warps
         return dataclasses.replace(ordered, mask_warps=self.mask_warps if enough else 0)
+
+    @property
+    def may_be_direct(self) -> bool:
+        """True if ``dq_direct`` is possible: a CTA's rows of dQ are whole and not transposed."""
+        return not self.dq_transposed and self.cluster == 1
+
+    def direct(self) -> "BackwardSm90Tile":
+        """This tile with ``dq_direct``."""
+        return dataclasses.replace(self, dq_direct=True, dq_bulk=False, dq_in_order=False, staggered=False)
 
     @property
     def num_threads(self) -> int:
@@ -534,6 +552,8 @@ class BackwardSm90Tile(Tile):
             return "dq_bulk is true; accepted: with p_in_smem=false"
         if self.dq_in_order and self.staggered:
             return "dq_in_order is true with staggered; accepted: one of them"
+        if self.dq_direct and (self.dq_bulk or self.dq_in_order or not self.may_be_direct):
+            return "dq_direct is true; accepted: without dq_bulk, dq_in_order, dq_transposed and cluster"
         if self.scores_ahead and not (self.p_in_smem and self.num_stages_q > 1):
             return "scores_ahead is true; accepted: with p_in_smem and 2 or more num_stages_q"
         if self.bias_stages and (traits.bias not in ("fp16", "bf16") or self.p_in_smem):

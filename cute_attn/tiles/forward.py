@@ -101,8 +101,8 @@ class ForwardSm80Tile(WarpTile):
         q_in_regs: Q is read from shared memory once and kept in registers.
         share_qk_smem: K reuses Q's shared memory, and Q is kept in registers.
         qk_unroll: MMA steps of 16 columns of head_dim (of 8 in fp32) that Q K^T loads at a time; 0 for all steps.
-            Fewer steps need fewer operand registers, and in fp32 reduce the rounding errors of tensor-core sums. With
-            one key group, any value except 0 also keeps the row statistics in shared memory.
+            Fewer steps need fewer operand registers. With one key group, any value except 0 also keeps the row
+            statistics in shared memory.
         swizzle_bits: log2 of the number of 16-byte vectors over which shared-memory rows are permuted; -1: maximum.
         key_groups: groups of ``num_warps`` warps that divide the keys of every step. Each group loads only its keys,
             waits for no other group until the last step, and has separate row statistics and O, merged at the end.

@@ -1,7 +1,7 @@
 """Work tiles of a backward kernel: key blocks of a kv head, and the order in which CTAs compute them.
 
-If there are too few work tiles, the query heads of a kv head are divided among several, each with a separate head of dK
-and dV: :class:`HeadSplits`. These heads of dK and dV are summed afterwards.
+If there are too few work tiles, the query heads of a kv head, or also their queries, are divided among several, each
+with a separate head of dK and dV: :class:`HeadSplits`. These heads of dK and dV are summed afterwards.
 """
 
 from dataclasses import dataclass, replace
@@ -12,6 +12,7 @@ from cutlass import Constexpr, Int32, Int64, cute
 
 from cute_attn.device.math import rematerialize_each
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, first_block, sequence_of_block
+from cute_attn.work.block_range import BlockRange
 from cute_attn.work.sections import Sections
 
 
@@ -35,11 +36,24 @@ class BackwardSchedule(NamedTuple):
 
 @dataclass(frozen=True)
 class QueryHeads:
-    """The query heads [``first``, ``end``) of kv head ``head_kv`` that add to one head of dK and dV."""
+    """The query heads [``first``, ``end``) of kv head ``head_kv`` that add to one head of dK and dV.
+
+    Of their query blocks, ``part`` of ``parts`` equal parts; all if ``parts`` is None.
+    """
 
     head_kv: Int32
     first: Int32
     end: Int32
+    part: Int32 | None = None
+    parts: Int32 | None = None
+
+    def blocks(self, seen: BlockRange) -> BlockRange:
+        """The heads' query blocks among those that see a key block."""
+        if self.part is None or self.parts is None:
+            return seen
+        count = seen.end - seen.begin
+        first, end = (seen.begin + count * i // self.parts for i in (self.part, self.part + 1))
+        return seen.clipped(first, end)
 
 
 @dataclass(frozen=True)
@@ -47,25 +61,37 @@ class HeadSplits:
     """Divides the query heads of each kv head among the kv head's heads of dK and dV, as evenly as possible.
 
     The first ``longer`` heads of dK and dV of a kv head have ``fewest + 1`` query heads each, the others ``fewest``.
+    With ``parts``, a kv head may have a multiple of its query heads: then each query head's queries are divided too.
     """
 
     per_kvhead: cute.FastDivmodDivisorV2
     qheads_per_kvhead: Int32
     fewest: Int32
     longer: Int32
+    parts: Int32 | None = None
 
     @staticmethod
-    def make(mQ: cute.Tensor, mK: cute.Tensor, mDK: cute.Tensor) -> "HeadSplits":
-        """Make the splits on the host, from the tensors' numbers of heads."""
+    def make(
+        mQ: cute.Tensor, mK: cute.Tensor, mDK: cute.Tensor, divides_queries: bool = False
+    ) -> "HeadSplits":
+        """Make the splits on the host, from the tensors' numbers of heads. divides_queries: with ``parts``."""
         nheads_kv = cutlass.max(mK.shape[-2], 1)
         splits, group = cutlass.max(mDK.shape[-2] // nheads_kv, 1), mQ.shape[-2] // nheads_kv
-        return HeadSplits(cute.FastDivmodDivisorV2(splits), group, group // splits, group % splits)
+        divisor, parts = cute.FastDivmodDivisorV2(splits), None
+        if divides_queries:
+            parts = cutlass.max(splits // cutlass.max(group, 1), 1)
+            splits //= parts
+        return HeadSplits(divisor, group, group // splits, group % splits, parts)
 
     def of(self, head_dkv: Int32) -> QueryHeads:
-        """The query heads of a head of dK and dV."""
+        """The query heads of a head of dK and dV, and which of their queries."""
         head_kv, split = divmod(head_dkv, self.per_kvhead)
+        part = None
+        if self.parts is not None:
+            heads = split // self.parts
+            split, part = heads, split - heads * self.parts
         first = head_kv * self.qheads_per_kvhead + split * self.fewest + cutlass.min(split, self.longer)
-        return QueryHeads(head_kv, first, first + self.fewest + Int32(split < self.longer))
+        return QueryHeads(head_kv, first, first + self.fewest + Int32(split < self.longer), part, self.parts)
 
 
 @dataclass(frozen=True)

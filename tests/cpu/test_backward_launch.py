@@ -126,7 +126,8 @@ class Torch:
         dk, dv, seqlens, scale = given.mDK, given.mDV, given.seqlens, given.softmax_scale
         num_splits, split_stride, counter, _ = given.schedule
         assert counter.view(torch.int32)[0] == 0
-        width, group, heads = padded(traits.head_dim), q.shape[-2] // k.shape[-2], q.shape[-2] // dk.shape[-2]
+        width, group = padded(traits.head_dim), q.shape[-2] // k.shape[-2]
+        heads, parts = (max(a.shape[-2] // b.shape[-2], 1) for a, b in ((q, dk), (dk, q)))
         score = list(given.score_args)
         cap, (left, right) = score.pop(0), score.pop(0) or (0, 0)
         slopes = score.pop(0)[0] if traits.alibi else None
@@ -176,8 +177,15 @@ class Torch:
                             grad[b, h, i, :n_k] = (rescale * ds[i]).to(grad.dtype)
                 (ds,) = torch.autograd.grad(scores, raw, ds[None, None])
                 ds = ds[0, 0]
-                sums_k[:, h // heads] += rescale * scale * ds.T @ qh
-                sums_v[:, h // heads] += rescale * (p * keep).T @ doh
+                for part in range(parts):
+                    own_rows = slice(n_q * part // parts, n_q * (part + 1) // parts)
+                    own_ds, own_p = ds[own_rows], (p * keep)[own_rows]
+                    sums_k[:, h // heads * parts + part] += rescale * scale * own_ds.T @ qh[own_rows]
+                    sums_v[:, h // heads * parts + part] += rescale * own_p.T @ doh[own_rows]
+                if getattr(tile, "dq_direct", False):
+                    assert n_k <= tile.tile_n and not varlen
+                    accumulators[b, rows, h] = (rescale * scale * ds @ kh).to(accumulators.dtype)
+                    continue
                 for block in range(-(-n_k // tile.tile_n)):
                     part = slice(block * tile.tile_n, (block + 1) * tile.tile_n)
                     accumulator = accumulators.view(-1)[block % num_splits * split_stride :]
@@ -232,6 +240,10 @@ CASES = {
     "sinks-varlen-seqused": replace(VARLEN, seqused_q=(3, 0, 66, 1), sinks="bf16"),
     "sinks-no-keys": replace(SMALL, seqlen_k=0, sinks="fp32"),
     "sinks-varlen-no-keys": replace(VARLEN, lengths_k=(0, 0, 0, 0), seqused_q=(3, 0, 60, 1), sinks="fp32"),
+    "few-keys": replace(SMALL, seqlen_k=40),
+    "few-keys-dropout": replace(SMALL, seqlen_k=40, dropout_p=0.25, causal=True, head_dim=64, head_dim_v=64),
+    "few-keys-many-queries": replace(SMALL, batch=1, nheads=1, nheads_kv=1, seqlen_q=6000, seqlen_k=40),
+    "few-keys-many-queries-of-two-heads": replace(SMALL, batch=1, nheads=2, nheads_kv=1, seqlen_q=3000, seqlen_k=40),
     "odd": replace(SMALL, head_dim=43, head_dim_v=21, causal=True),
     "odd-v-bias": replace(SMALL, head_dim_v=21, bias="fp32", bias_broadcast="b"),
     "odd-padded-dropout": replace(SMALL, head_dim=33, head_dim_v=24, layout="padded", dropout_p=0.25,
@@ -303,11 +315,27 @@ def test_gradients(torch_kernels, name, lse_only, deterministic):
     ]
     assert len(mains) == (0 if 0 in problem.case.longest else 1)
     for tile, schedule in mains:
-        assert tile.dq_in_order == deterministic and 1 <= schedule.num_splits <= 3
+        direct = problem.case.longest[1] <= tile.tile_n and not (
+            problem.case.varlen or problem.case.window != (None, None)
+        )
+        assert tile.dq_direct == direct and tile.dq_in_order == (deterministic and not direct)
+        assert 1 <= schedule.num_splits <= 3
+
+
+def test_queries_of_few_keys_are_divided(torch_kernels):
+    problem = CASES["few-keys-many-queries"].build("cpu")
+    call = the_call(problem)
+    out, lse, _ = operators.forward_cpu(call)
+    gradients(call, torch.randn(out.shape).to(BF16), None, out, lse, (True, True, True, False, False))
+    (given,) = (given for traits, _, given in torch_kernels.launched if traits.op == "backward")
+    assert given.mDK.shape[-2] == 3, "three multiprocessors, one head"
+    assert given.mDQaccum.dtype == BF16 and "backward_convert" not in {
+        t.op for t, *_ in torch_kernels.launched
+    }
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
-@pytest.mark.parametrize("name", ["causal", "bias-over-hq", "varlen", "odd", "no-keys"])
+@pytest.mark.parametrize("name", ["causal", "few-keys", "bias-over-hq", "varlen", "odd", "no-keys"])
 def test_a_scale_that_is_not_positive(torch_kernels, name, scale):
     """Kernels get a positive one and q times the sign; gradients are those of the call."""
     problem = CASES[name].build("cpu")

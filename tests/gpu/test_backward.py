@@ -125,6 +125,43 @@ def test_query_heads_may_be_divided(case, splits, arch, monkeypatch):
     assert planned
 
 
+FEW_KEYS = [
+    Case("text", batch=2, seqlen_q=1030, seqlen_k=77, nheads=3, nheads_kv=3),
+    Case("text-of-154", batch=1, seqlen_q=1030, seqlen_k=154, nheads=2, nheads_kv=2),
+    Case("causal", seqlen_q=120, seqlen_k=77, nheads=4, nheads_kv=2, causal=True),
+    Case(
+        "as-many-keys", batch=5, seqlen_q=128, seqlen_k=128, nheads=4, nheads_kv=4, causal=True, dtype="fp16"
+    ),
+    Case("d80", seqlen_q=203, seqlen_k=100, nheads=4, nheads_kv=2, head_dim=80, layout="odd_strides"),
+    Case("d40", seqlen_q=203, seqlen_k=1, nheads=2, nheads_kv=1, head_dim=40),
+    Case("d128-dropout", seqlen_q=203, seqlen_k=100, nheads=4, nheads_kv=1, head_dim=128, dropout_p=0.2),
+    Case("d192x128", seqlen_q=203, seqlen_k=100, nheads=2, nheads_kv=2, head_dim=192, head_dim_v=128),
+    Case("d256", seqlen_q=203, seqlen_k=60, nheads=2, nheads_kv=1, head_dim=256, softcap=12.0),
+    Case("bias", seqlen_q=200, seqlen_k=128, nheads=4, nheads_kv=2, bias="bf16"),
+    Case("odd-head-dim", seqlen_q=203, seqlen_k=100, nheads=2, nheads_kv=2, head_dim=59),
+]
+
+
+@pytest.mark.skipif("sm90" not in ARCHS, reason="needs Hopper")
+@pytest.mark.parametrize("splits", [1, 2, 6])
+@pytest.mark.parametrize("case", FEW_KEYS, ids=lambda case: case.name)
+def test_few_keys(case, splits, monkeypatch):
+    """dQ is stored directly, and the queries of a head may be divided."""
+    group = case.nheads // case.nheads_kv
+    planned = divide_heads(monkeypatch, group * splits if splits > 1 else 1)
+    tiles = []
+    build = backward.compiler.build
+    monkeypatch.setattr(
+        backward.compiler, "build", lambda kernel, *_: tiles.append(kernel.tile) or build(kernel, *_)
+    )
+    check_case(case, kernel="sm90")
+    assert planned and tiles[-1].dq_direct
+    problem = case.build("cuda")
+    first, *others = (problem.gradients(problem.start()) for _ in range(3))
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("case", DIVIDED[:3], ids=lambda case: case.name)
 def test_deterministic_gradients_of_unevenly_divided_heads_repeat_bitwise(case, arch, monkeypatch):

@@ -53,6 +53,7 @@ class Consumer:
                     *(kernel, shared, fragments, blocks, state, score_map, key0, info.seqlen_q),
                     kernel.epilogues.scale_log2(context.score_scale),
                     kernel.dq_of_head(params, self.outputs, key_tile, n),
+                    kernel.epilogues.rescale(state) * params.softmax_scale if kernel.tile.dq_direct else None,
                     steps,
                     thread,
                     shared.bias.address_of(thread) if kernel.loads_bias_by_tma else None,

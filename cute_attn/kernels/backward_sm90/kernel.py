@@ -41,7 +41,9 @@ element in shared memory, in the order of the consumers' registers.
 With ``dq_bulk`` the consumers store dQ to shared memory, and a warp of the producer's warpgroup adds it to global
 memory by one bulk reduction per step. Otherwise the consumers add dQ from registers. With ``dq_in_order``, key blocks
 add to a query block's dQ from the last key block to the first, so that gradients repeat bit for bit; a warp waits for
-each turn. With ``bias_stages``, another warp stores the bias gradient if it equals dS.
+each turn. With ``dq_direct``, for sequences of one key block, a step's dQ is complete: the consumers store it in 16
+bits, without accumulators and the other kernel; a query head's query blocks may be divided among CTAs. With
+``bias_stages``, another warp stores the bias gradient if it equals dS.
 
 Above head dim 128 dK and dV of 64 keys exceed a warpgroup's registers. P goes through shared memory too
 (``p_in_smem``): the warpgroups divide the keys of S, and the columns of dV, dK and dQ, which is not a step late.
@@ -54,7 +56,7 @@ above 256, both have to be multiples of 64; rows 16-byte aligned with a contiguo
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -63,7 +65,7 @@ from cutlass.cute.nvgpu import cpasync
 
 import layouts
 from cute_attn.device.pipeline import WARPGROUP
-from cute_attn.device.seqlen import padded_row0, workspace_rows
+from cute_attn.device.seqlen import padded_row0, sequence, workspace_rows
 from cute_attn.device.wgmma import operand_layout
 from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.inputs import ScoreInputs
@@ -94,6 +96,14 @@ from cute_attn.traits import LARGE_HEAD_DIM, MAX_HEAD_DIM, Traits
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.broadcast import KeyTile
 from cute_attn.work.key_tiles import HeadSplits, KeyTileOrder
+
+DqRows = Annotated[
+    cute.Tensor,
+    lambda kernel: (
+        fakes.head_rows(kernel) if kernel.tile.dq_direct else fakes.workspace(fakes.rank(kernel.traits))
+    ),
+]
+"""mDQaccum: the accumulators, see ``fakes.Accumulators``, or with ``dq_direct`` dQ itself."""
 
 
 def _undivided(traits: Traits) -> str | None:
@@ -156,6 +166,20 @@ class BackwardSm90:
             if tile.tile_m <= FEW_ROWS and tile.tile_m != tile_m and tile.bias_stages == self.tile.bias_stages
         ]
         return replace(self, tile=first_that_fits(fewer, self.traits, target)) if fewer else self
+
+    def storing_dq(self, seqlen_q: int, seqlen_k: int) -> "BackwardSm90":
+        """This kernel with ``dq_direct``, if each sequence is one key block that all its query blocks visit.
+
+        Dropout masks of tile_m=128 leave no registers for the addresses of dQ's rows.
+        """
+        traits, tile = self.traits, self.tile
+        if traits.varlen or traits.seqused_q or traits.seqused_k or traits.windowed:
+            return self
+        before = seqlen_q - seqlen_k if traits.causal and not traits.top_left else 0  # queries without keys
+        one_block = seqlen_k <= tile.tile_n and before < tile.tile_m
+        if not (one_block and tile.may_be_direct) or (tile.mask_warps and tile.tile_m > 64):
+            return self
+        return replace(self, tile=tile.direct())
 
     def without_tma_bias(self) -> "BackwardSm90":
         """This kernel with the default tile for a bias that TMA cannot load, or whose gradient TMA cannot store."""
@@ -409,7 +433,7 @@ class BackwardSm90:
         mDO: fakes.HeadRows,
         mLSElog2: fakes.QueryNumbers,
         mMinusD: fakes.QueryNumbers,
-        mDQaccum: fakes.Accumulators,
+        mDQaccum: DqRows,
         mDK: fakes.HeadRows,
         mDV: fakes.HeadRows,
         seqlens: fakes.Lengths,
@@ -447,7 +471,7 @@ class BackwardSm90:
             schedule.split_stride,
             cute.recast_ptr(schedule.counter.iterator, dtype=Int32) + COUNTERS,
         )
-        head_splits = HeadSplits.make(mQ, mK, mDK)
+        head_splits = HeadSplits.make(mQ, mK, mDK, tile.dq_direct)
         params = BackwardParams(
             seqlens, softmax_scale, score_args, order, schedule.counter, nheads, head_splits
         )
@@ -528,11 +552,14 @@ class BackwardSm90:
     def query_blocks(self, params: BackwardParams, key_tile: KeyTile) -> BlockRange:
         """The query blocks that see a key block, equal for all its query heads, and which of them is visited first."""
         tile = self.tile
-        _, state = self.epilogues.begin_tile(params, key_tile, params.query_heads(key_tile).first)
+        heads = params.query_heads(key_tile)
+        _, state = self.epilogues.begin_tile(params, key_tile, heads.first)
         key0 = key_tile.block * tile.tile_n
         blocks = self.epilogues.query_blocks(
             state, key0, key0 + tile.tile_n, key_tile.info.seqlen_q, tile.tile_m
         )
+        if tile.dq_direct:
+            return heads.blocks(blocks)
         same = not (self.traits.causal or self.traits.windowed or self.epilogues.visits_lists)
         if tile.staggered and same:
             return replace(blocks, first=key_tile.block % cutlass.max(blocks.end, 1))
@@ -540,8 +567,15 @@ class BackwardSm90:
 
     def dq_of_head(
         self, params: BackwardParams, outputs: BackwardOutputs, key_tile: KeyTile, head: Int32
-    ) -> cute.Pointer:
-        """The address of dQ's accumulator for a head's first query block, in the key tile's split."""
+    ) -> cute.Pointer | cute.Tensor:
+        """The address of dQ's accumulator for a head's first query block, in the key tile's split.
+
+        With ``dq_direct``: the head's dQ, (queries, head_dim).
+        """
+        if self.tile.dq_direct:
+            return sequence(
+                outputs.mDQaccum, key_tile.batch, head, key_tile.info.offset_q, self.traits.varlen
+            )
         accum, packed = outputs.mDQaccum, self.traits.varlen
         split = cute.make_tensor(
             accum.iterator + Int64(key_tile.split) * outputs.split_stride,

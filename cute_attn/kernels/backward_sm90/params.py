@@ -86,7 +86,7 @@ class BackwardOutputs:
     tma_dbias: Any  # TmaTiles, or None
     mDK: cute.Tensor
     mDV: cute.Tensor
-    mDQaccum: cute.Tensor
+    mDQaccum: cute.Tensor  # with tile.dq_direct dQ itself
     split_stride: Int64
     turns: cute.Pointer  # counters of all query blocks, as they lie in mDQaccum, with tile.dq_in_order
 

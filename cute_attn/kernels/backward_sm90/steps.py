@@ -20,8 +20,9 @@ from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.wgmma import start_gemm
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.kernels.backward_sm90.params import BackwardStorage, Fragments
-from cute_attn.kernels.dq_order import block_floats, make_accumulator
+from cute_attn.kernels.dq_order import accumulator_shape, block_floats, make_accumulator
 from cute_attn.outputs.accumulate import add_fragment, stage_fragment
+from cute_attn.outputs.fragment_rows import store_rows
 from cute_attn.tiles import BackwardSm90Tile
 from cute_attn.work.block_range import BlockRange
 
@@ -51,7 +52,10 @@ class Head:
     key0: Int32
     seqlen_q: Int32
     scale_log2: Float32
-    dq: cute.Pointer  # of the head's first query block
+    dq: (
+        cute.Pointer | cute.Tensor
+    )  # of the head's first query block; with tile.dq_direct the head's (queries, head_dim)
+    dq_scale: Float32 | None  # of dQ, with tile.dq_direct
     first_use: Int32  # of the pipelines of Q and dO
     thread: Int32
     bias_address: Int32 | None  # of the thread's first element in the first stage, or None
@@ -278,9 +282,16 @@ class Head:
 
     @cute.jit
     def add_dq(self, acc_dq: cute.Tensor, block: Int32) -> None:
-        """Add dQ to the query block's accumulator, or stage it for :class:`DqAdder`, by all consumer warps."""
+        """Add dQ to the query block's accumulator, or stage it for :class:`DqAdder`, or store it; by all consumer
+        warps."""
         tile, floats = self.kernel.tile, block_floats(self.kernel.traits, self.kernel.tile)
-        if cutlass.const_expr(tile.dq_bulk):
+        if cutlass.const_expr(tile.dq_direct):
+            row0 = self.blocks.block(block) * tile.tile_m
+            rows = cute.domain_offset((row0, 0), self.dq)
+            thread = rematerialize_each(self.thread, block)
+            shape = accumulator_shape(self.kernel.traits, tile)
+            store_rows(acc_dq, self.kernel.mma_dq(), shape, rows, self.seqlen_q - row0, self.dq_scale, thread)
+        elif cutlass.const_expr(tile.dq_bulk):
             self.stage_dq(acc_dq, block)
             cute.arch.fence_proxy("async.shared", space="cta")
             self.shared.dq_staging.producer_commit()

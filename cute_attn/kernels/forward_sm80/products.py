@@ -121,7 +121,9 @@ class Fp32Products(Products):
         return Fp32Values(shared.v, thread, self.count, self.tile.warps_m, self.tile.warps_n)
 
     def qk(self, op: Operands, acc_s: cute.Tensor, stage: Int32, unroll: int) -> None:
-        gemm(op.tiled_mma, acc_s, op.q, op.k, stage, unroll, 0, unroll, self.factor(op))
+        # Of two terms at most two steps are summed from zero: four double the error of scores.
+        together = unroll if self.count == 1 else 2 - unroll % 2
+        gemm(op.tiled_mma, acc_s, op.q, op.k, stage, unroll, 0, together, self.factor(op))
 
     def factor(self, op: Operands) -> Float32 | None:
         """The factor by which :meth:`qk` multiplies Q K^T, or None."""
