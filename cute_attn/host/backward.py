@@ -4,7 +4,7 @@
     main         dK, dV, the bias's gradient; adds to the accumulators
     convert      accumulators  ->  dQ
 
-On Hopper, if a sequence's keys are one key block, the main kernel stores dQ: no accumulators and no convert.
+On Hopper the main kernel stores dQ of short sequences: no accumulators and no convert.
 
 fp32 q, k, v and grad_out are split into two fp16 terms before the main kernel, or into one with precision tf32
 (:mod:`cute_attn.host.split_fp32`). A second main kernel, for whole fp32 operands, follows. Each of the two reads on the
@@ -145,7 +145,6 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
     check_for_kernels(call, unaligned=True)
     grad_out, grad_lse, out, lse = outer
     check_gradients(call, grad_out, grad_lse, out, lse)
-    call = call.with_positive_scale()
     if 0 in (call.batch, *call.longest, out.numel(), call.k.numel()):
         return Plan()
     with on_device(call.q.get_device()):
@@ -154,6 +153,7 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
             named = {"q": call.q, "k": call.k, "v": call.v, "grad_out": grad_out, "out": out}
             padding.check_rows(named, (*copied, *padding.to_copy((grad_out, out))))
             return Plan(functions=padding.kernels_for("backward", call))
+        call = call.with_positive_scale()
         bias = BiasGradient.of(call, deterministic) if needed[3] else None
         target = compiler.default_target("sm80")
         kernel = choose_kernel(call, target, op="backward", bias_grad=bias is not None)
@@ -161,7 +161,8 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
             kernel = _in_terms_or_whole(kernel, call, grad_out, target)
         kernel = _with_order(kernel, call, deterministic)
         if hasattr(kernel, "storing_dq") and not (call.same_bits or call.lists_blocks):
-            kernel = kernel.storing_dq(*call.longest)
+            pairs, own = call.batch * call.nheads, multiprocessors(call.q.get_device())
+            kernel = kernel.storing_dq(*call.longest, call.group, pairs, own)
         traits, tile = kernel.traits, kernel.tile
         if traits.arch == "sm80":
             check_count(f"the queries of a sequence for {traits}", call.longest[0], AMPERE_QUERIES)
@@ -175,7 +176,7 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
         )
         num_splits, accumulators = blocks, 1
         if direct:
-            accumulators = 0
+            num_splits, accumulators = 1, 0
         elif in_order or deterministic:
             accumulators = _accumulators(call, tile, traits.head_dim, heads_dkv, processors, in_l2)
             num_splits = blocks if in_order else accumulators
@@ -383,7 +384,8 @@ def _launched(
     )
     if needed[4] and (call.varlen or call.seqused_q is not None):
         # Rows between sequences, which the preprocess leaves unwritten.
-        record.step(Tensor.zero_, workspace[: space.dq[2]])
+        record.step(Tensor.fill_, lse_log2, math.inf)
+        record.step(Tensor.zero_, minus_d)
     dbias = None if division.bias is None else division.bias.allocate(call.q, given[3])
     call = as_kernels_read(call)
     # The preprocess and the convert take no lengths of keys.
@@ -505,7 +507,7 @@ def _sinks_gradient(
 ) -> Tensor:
     """The gradient of (nheads,) sinks, from the preprocess's D: dsink = -sum over rows of exp(sink - LSE) * D.
 
-    exp(sink - LSE) is the sink's probability in a row's softmax. In rows that do not exist, LSE is inf or D is 0.
+    exp(sink - LSE) is the sink's probability in a row's softmax. In rows that do not exist, LSE is inf and D is 0.
 
     Args:
         sinks: the call's sinks.

@@ -198,7 +198,7 @@ def head_splits(
         return group if call.mask else 1
     most, mean = queries_seen(call, *call.longest, tile.tile_n)
     direct = getattr(tile, "dq_direct", False)
-    if (group == 1 and not direct) or not most:
+    if not most or (direct and tile.dq_rows) or (group == 1 and not direct):
         return 1
     unlike = call.varlen and not in_order and call.longest[0] * call.batch > UNEVEN * call.q.shape[0]
     drifts = most > UNEVEN * mean or unlike

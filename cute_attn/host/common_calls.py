@@ -120,10 +120,12 @@ def _forward_and_backward(
         yield forward.traits, forward.for_lengths(*call).tile
     for call in itertools.product(_QUERIES, _KEYS, (1,), (target,), (None,), windows):
         kernel = backward.for_lengths(*call)
+        found = [kernel]
         if arch == "sm90":
-            kernel = kernel.storing_dq(*call[:2])
-        yield from kernels_of(kernel)
-        yield from kernels_of(kernel, lse_grad=True)
+            found += [kernel.storing_dq(*call[:2], 1, n, PROCESSORS[target]) for n in (1, PROCESSORS[target])]
+        for one in found:
+            yield from kernels_of(one)
+            yield from kernels_of(one, lse_grad=True)
 
 
 def _cached(head_dim: int, mask: str, varlen: bool, target: str) -> Iterator[tuple[Traits, Any]]:

@@ -324,8 +324,10 @@ class BackwardSm90Tile(Tile):
         dq_in_order: key blocks add to a query block's dQ in a fixed order, so that gradients repeat bit for bit. Set
             by calls with ``deterministic=True``. A warp of the producer warpgroup waits for the turns. Not possible
             with a block list.
-        dq_direct: dQ is stored in its own type as each query block's is computed, instead of added in fp32. Set by
-            calls whose keys are one key tile that all queries visit.
+        dq_direct: dQ is stored in its own type by the CTA that computed all of it, instead of added in fp32 to global
+            memory. Set by calls whose keys are one key tile that all queries visit, or with ``dq_rows``.
+        dq_rows: queries whose dQ is summed in shared memory: a CTA computes all key tiles of a sequence. 0: a sequence
+            is one key tile. Set by calls of many short sequences.
         bias_stages: stages of a 16-bit bias that TMA loads with Q: ``num_stages_q`` for bias rows aligned like q's, or
             0: threads read the bias from global memory. If the bias's gradient equals dS, TMA then stores dS.
         mask_warps: warps of the producer warpgroup that compute the flash dropout mask, at most 3, or 1 with
@@ -349,6 +351,7 @@ class BackwardSm90Tile(Tile):
     dq_bulk: bool = False
     dq_in_order: bool = choice(False, False)  # by the call
     dq_direct: bool = choice(False, False)  # by the call
+    dq_rows: int = choice(0, 0)  # by the call
     bias_stages: int = choice(0, 0, 1, 2, 3)
     mask_warps: int = choice(0, 0, 1, 2, 3)
     cluster: int = choice(1, 1, 2)
@@ -393,9 +396,11 @@ class BackwardSm90Tile(Tile):
         """True if ``dq_direct`` is possible: a CTA's rows of dQ are whole and not transposed."""
         return not self.dq_transposed and self.cluster == 1
 
-    def direct(self) -> "BackwardSm90Tile":
+    def direct(self, dq_rows: int = 0) -> "BackwardSm90Tile":
         """This tile with ``dq_direct``."""
-        return dataclasses.replace(self, dq_direct=True, dq_bulk=False, dq_in_order=False, staggered=False)
+        return dataclasses.replace(
+            self, dq_direct=True, dq_rows=dq_rows, dq_bulk=False, dq_in_order=False, staggered=False
+        )
 
     @property
     def num_threads(self) -> int:
@@ -469,7 +474,7 @@ class BackwardSm90Tile(Tile):
             "ds": 2 * self.tile_m * self.tile_n * self.num_stages_ds,
             "p": 2 * self.tile_m * self.tile_n * self.num_stages_ds if self.p_in_smem else 0,
             "bias": 2 * self.tile_m * self.tile_n * self.bias_stages,
-            "dq": 4 * self.tile_m * d if self.dq_bulk else 0,
+            "dq": 4 * d * (self.tile_m if self.dq_bulk else self.dq_rows),
             "sums": 4 * self.tile_m * self.tile_n * (2 if self.cluster > 1 else 0),
             "lse": 4 * self.row_stride * self.num_stages_q,
             "minus_d": 4 * self.row_stride * self.num_stages_do,
@@ -554,6 +559,8 @@ class BackwardSm90Tile(Tile):
             return "dq_in_order is true with staggered; accepted: one of them"
         if self.dq_direct and (self.dq_bulk or self.dq_in_order or not self.may_be_direct):
             return "dq_direct is true; accepted: without dq_bulk, dq_in_order, dq_transposed and cluster"
+        if self.dq_rows < 0 or self.dq_rows % self.tile_m or (self.dq_rows and not self.dq_direct):
+            return f"dq_rows is {self.dq_rows}; accepted: 0, or with dq_direct multiples of tile_m, {self.tile_m}"
         if self.scores_ahead and not (self.p_in_smem and self.num_stages_q > 1):
             return "scores_ahead is true; accepted: with p_in_smem and 2 or more num_stages_q"
         if self.bias_stages and (traits.bias not in ("fp16", "bf16") or self.p_in_smem):

@@ -183,7 +183,7 @@ class Torch:
                     sums_k[:, h // heads * parts + part] += rescale * scale * own_ds.T @ qh[own_rows]
                     sums_v[:, h // heads * parts + part] += rescale * own_p.T @ doh[own_rows]
                 if getattr(tile, "dq_direct", False):
-                    assert n_k <= tile.tile_n and not varlen
+                    assert not varlen and (n_q <= tile.dq_rows if tile.dq_rows else n_k <= tile.tile_n)
                     accumulators[b, rows, h] = (rescale * scale * ds @ kh).to(accumulators.dtype)
                     continue
                 for block in range(-(-n_k // tile.tile_n)):
@@ -241,6 +241,7 @@ CASES = {
     "sinks-no-keys": replace(SMALL, seqlen_k=0, sinks="fp32"),
     "sinks-varlen-no-keys": replace(VARLEN, lengths_k=(0, 0, 0, 0), seqused_q=(3, 0, 60, 1), sinks="fp32"),
     "few-keys": replace(SMALL, seqlen_k=40),
+    "short": replace(SMALL, seqlen_q=200, nheads=3, nheads_kv=3, causal=True),
     "few-keys-dropout": replace(SMALL, seqlen_k=40, dropout_p=0.25, causal=True, head_dim=64, head_dim_v=64),
     "few-keys-many-queries": replace(SMALL, batch=1, nheads=1, nheads_kv=1, seqlen_q=6000, seqlen_k=40),
     "few-keys-many-queries-of-two-heads": replace(SMALL, batch=1, nheads=2, nheads_kv=1, seqlen_q=3000, seqlen_k=40),
@@ -315,10 +316,10 @@ def test_gradients(torch_kernels, name, lse_only, deterministic):
     ]
     assert len(mains) == (0 if 0 in problem.case.longest else 1)
     for tile, schedule in mains:
-        direct = problem.case.longest[1] <= tile.tile_n and not (
-            problem.case.varlen or problem.case.window != (None, None)
-        )
-        assert tile.dq_direct == direct and tile.dq_in_order == (deterministic and not direct)
+        case, one_block = problem.case, problem.case.longest[1] <= tile.tile_n
+        few_keys = one_block and not (case.varlen or case.window != (None, None))
+        assert tile.dq_direct == (few_keys or name == "short") and (tile.dq_rows > 0) == (name == "short")
+        assert tile.dq_in_order == (deterministic and not tile.dq_direct)
         assert 1 <= schedule.num_splits <= 3
 
 
@@ -384,22 +385,36 @@ def test_tensors_are_padded_only_where_they_have_to_be(torch_kernels):
             assert (getattr(main, f"m{name.upper()}") is getattr(call, name)) == (name not in names)
 
 
+@pytest.mark.parametrize("name", ["sinks-varlen-seqused", "odd-varlen-sinks"])
+def test_a_sink_whose_exponential_is_infinite(torch_kernels, name):
+    problem = CASES[name].build("cpu")
+    call = the_call(problem)
+    call.sinks.fill_(100.0)
+    out, lse, _ = operators.forward_cpu(call)
+    grad_lse = torch.randn(lse.shape)
+    found = gradients(call, None, grad_lse, out, lse, (False,) * 4 + (True,))[4]
+    rows = torch.where(lse.isinf(), 0.0, grad_lse)  # the sink has all of a row's softmax
+    torch.testing.assert_close(found.float(), rows.sum(-1), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("scale", [0.3, -0.3])
 @pytest.mark.parametrize("odd", [False, True])
-def test_given_gradients_of_padded_calls(torch_kernels, odd):
+def test_given_gradients_of_padded_calls(torch_kernels, odd, scale):
     """Kernels write those that they can; of others the padding's inverse writes every element."""
     problem = replace(SMALL, head_dim=43, head_dim_v=21) if odd else SMALL
     call = the_call(problem.build("cpu"))
-    call = call._replace(q=shifted(call.q, 3))
+    call = call._replace(q=shifted(call.q, 3), softmax_scale=scale)
     out, lse, _ = operators.forward_cpu(call)
     grad_out = torch.randn(out.shape).to(BF16)
     right = gradients(call, grad_out, None, out, lse, NEEDED)
-    into = (None, torch.empty_like(call.k), call.v.new_empty((*call.v.shape, 2))[..., 1], None, None)
+    strided = call.v.new_empty((*call.v.shape, 2))[..., 1]
+    into = (shifted(call.q, 1), torch.empty_like(call.k), strided, None, None)
     found = gradients(call, grad_out, None, out, lse, NEEDED, into)
-    assert found[1] is into[1] and found[2] is into[2]
+    assert all(x is own for x, own in zip(found[:3], into, strict=False))
     assert all(map(torch.equal, found[:3], right[:3]))
     traits, _, unpad = torch_kernels.launched[-1]
-    assert traits.op == "backward_unpad" and unpad.which == (0b111 if odd else 0b100)
-    assert unpad.mTarget[2] is into[2]
+    assert traits.op == "backward_unpad" and unpad.which == (0b111 if odd else 0b101)
+    assert unpad.mTarget[0] is into[0] and unpad.mTarget[2] is into[2]
 
 
 def test_packed_gradients_of_padded_calls(torch_kernels):

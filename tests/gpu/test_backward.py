@@ -162,6 +162,39 @@ def test_few_keys(case, splits, monkeypatch):
         assert all(torch.equal(first[name], other[name]) for name in first)
 
 
+SHORT = [
+    Case("full", batch=3, seqlen_q=197, seqlen_k=197, nheads=2, nheads_kv=2),
+    Case("causal", batch=2, seqlen_q=300, seqlen_k=500, nheads=2, nheads_kv=2, causal=True),
+    Case("fewer-keys", batch=2, seqlen_q=512, seqlen_k=150, nheads=2, nheads_kv=2, causal=True, dtype="fp16"),
+    Case("window", batch=2, seqlen_q=200, seqlen_k=500, nheads=2, nheads_kv=2, window=(70, 20)),
+    Case("dropout", batch=2, seqlen_q=250, seqlen_k=300, nheads=2, nheads_kv=2, dropout_p=0.2),
+    Case("d72", batch=2, seqlen_q=256, seqlen_k=256, nheads=2, nheads_kv=2, head_dim=72, softcap=12.0),
+    Case(
+        "d40", batch=2, seqlen_q=130, seqlen_k=700, nheads=2, nheads_kv=2, head_dim=40, layout="odd_strides"
+    ),
+    Case("bias", batch=2, seqlen_q=200, seqlen_k=200, nheads=2, nheads_kv=2, bias="bf16", head_dim=32),
+    Case("alibi", batch=2, seqlen_q=450, seqlen_k=450, nheads=2, nheads_kv=2, alibi="heads", causal=True),
+]
+
+
+@pytest.mark.skipif("sm90" not in ARCHS, reason="needs Hopper")
+@pytest.mark.parametrize("case", SHORT, ids=lambda case: case.name)
+def test_short_sequences(case, monkeypatch):
+    """dQ of a sequence is summed in shared memory, on a GPU with as many multiprocessors as there are heads."""
+    monkeypatch.setattr(backward, "multiprocessors", lambda device: case.batch * case.nheads)
+    tiles = []
+    build = backward.compiler.build
+    monkeypatch.setattr(
+        backward.compiler, "build", lambda kernel, *_: tiles.append(kernel.tile) or build(kernel, *_)
+    )
+    check_case(case, kernel="sm90")
+    assert tiles[-1].dq_rows
+    problem = case.build("cuda")
+    first, *others = (problem.gradients(problem.start()) for _ in range(3))
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("case", DIVIDED[:3], ids=lambda case: case.name)
 def test_deterministic_gradients_of_unevenly_divided_heads_repeat_bitwise(case, arch, monkeypatch):

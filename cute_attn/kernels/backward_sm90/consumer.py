@@ -59,7 +59,13 @@ class Consumer:
                     shared.bias.address_of(thread) if kernel.loads_bias_by_tma else None,
                     i,
                 )
+                if cutlass.const_expr(kernel.tile.dq_rows > 0):
+                    if key_tile.block == 0:
+                        head.clear_dq()
                 self.loop(head).run()
+                if cutlass.const_expr(kernel.tile.dq_rows > 0):
+                    if key0 + kernel.tile.tile_n >= info.seqlen_k:
+                        head.store_all_dq()
                 steps += blocks.end - blocks.begin
             self.store_keys(fragments, i)
             i += 1

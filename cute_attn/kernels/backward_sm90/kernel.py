@@ -41,9 +41,10 @@ element in shared memory, in the order of the consumers' registers.
 With ``dq_bulk`` the consumers store dQ to shared memory, and a warp of the producer's warpgroup adds it to global
 memory by one bulk reduction per step. Otherwise the consumers add dQ from registers. With ``dq_in_order``, key blocks
 add to a query block's dQ from the last key block to the first, so that gradients repeat bit for bit; a warp waits for
-each turn. With ``dq_direct``, for sequences of one key block, a step's dQ is complete: the consumers store it in 16
-bits, without accumulators and the other kernel; a query head's query blocks may be divided among CTAs. With
-``bias_stages``, another warp stores the bias gradient if it equals dS.
+each turn. With ``dq_direct`` a CTA computes all of a query block's dQ and stores it in 16 bits, without accumulators
+in global memory and the other kernel: sequences have one key block, whose query blocks may be divided among CTAs, or a
+CTA computes all key blocks of a short sequence and sums dQ in shared memory (``dq_rows``); each thread reads there what
+it wrote. With ``bias_stages``, another warp stores the bias gradient if it equals dS.
 
 Above head dim 128 dK and dV of 64 keys exceed a warpgroup's registers. P goes through shared memory too
 (``p_in_smem``): the warpgroups divide the keys of S, and the columns of dV, dK and dQ, which is not a step late.
@@ -104,6 +105,10 @@ DqRows = Annotated[
     ),
 ]
 """mDQaccum: the accumulators, see ``fakes.Accumulators``, or with ``dq_direct`` dQ itself."""
+
+
+ROWS, SPARE = (256, 512), 1.07
+"""Queries whose dQ may be summed in shared memory, and the maximum ratio of heads in whole waves to heads."""
 
 
 def _undivided(traits: Traits) -> str | None:
@@ -167,19 +172,45 @@ class BackwardSm90:
         ]
         return replace(self, tile=first_that_fits(fewer, self.traits, target)) if fewer else self
 
-    def storing_dq(self, seqlen_q: int, seqlen_k: int) -> "BackwardSm90":
-        """This kernel with ``dq_direct``, if each sequence is one key block that all its query blocks visit.
+    def storing_dq(
+        self, seqlen_q: int, seqlen_k: int, group: int, pairs: int, multiprocessors: int
+    ) -> "BackwardSm90":
+        """This kernel with ``dq_direct``, if a CTA may compute all of a query block's dQ.
 
-        Dropout masks of tile_m=128 leave no registers for the addresses of dQ's rows.
+        So it may if a sequence is one key block that all its query blocks visit, or if dQ of a head's queries fits in
+        shared memory and heads are enough for whole waves of CTAs.
+
+        Args:
+            group: query heads per key head.
+            pairs: number of sequences times query heads.
         """
         traits, tile = self.traits, self.tile
-        if traits.varlen or traits.seqused_q or traits.seqused_k or traits.windowed:
+        if traits.varlen or traits.seqused_q or traits.seqused_k or self.epilogues.visits_lists:
             return self
         before = seqlen_q - seqlen_k if traits.causal and not traits.top_left else 0  # queries without keys
-        one_block = seqlen_k <= tile.tile_n and before < tile.tile_m
-        if not (one_block and tile.may_be_direct) or (tile.mask_warps and tile.tile_m > 64):
+        if seqlen_k <= tile.tile_n and before < tile.tile_m and not traits.windowed:
+            own = [tile.direct()]
+        elif group == 1 and -(-pairs // multiprocessors) * multiprocessors <= SPARE * pairs:
+            own = [x.direct(rows) for x in self._tiles_of_rows(seqlen_q) for rows in ROWS if rows >= seqlen_q]
+        else:
             return self
-        return replace(self, tile=tile.direct())
+        fit = [x for x in own if self._holds(x) and x.reject(traits, "sm90") is None]
+        return replace(self, tile=fit[0]) if fit else self
+
+    def _tiles_of_rows(self, seqlen_q: int) -> list[BackwardSm90Tile]:
+        """The tile, and this generation's default ones of 64 queries; these first if they compute far fewer rows."""
+        few = [x for x in TABLE.tiles(*keys(self.traits, "sm90")) if x.tile_m == FEW_ROWS != self.tile.tile_m]
+        few = [
+            x for x in few if (x.bias_stages, x.mask_warps) == (self.tile.bias_stages, self.tile.mask_warps)
+        ]
+        rows, fewer = (-(-seqlen_q // n) * n for n in (self.tile.tile_m, FEW_ROWS))
+        return [*few, self.tile] if rows >= EMPTY * fewer else [self.tile, *few]
+
+    def _holds(self, tile: BackwardSm90Tile) -> bool:
+        """True if registers are left for the addresses of dQ's rows: with 128 queries not beside masks and windows."""
+        return tile.may_be_direct and not (
+            tile.tile_m > FEW_ROWS and (tile.mask_warps or self.traits.windowed)
+        )
 
     def without_tma_bias(self) -> "BackwardSm90":
         """This kernel with the default tile for a bias that TMA cannot load, or whose gradient TMA cannot store."""

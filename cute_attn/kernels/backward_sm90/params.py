@@ -29,7 +29,9 @@ class BackwardStorage:
     s_p: cute.Tensor  # as s_ds; unused unless p_in_smem
     s_dk: cute.Tensor  # as s_k
     s_dv: cute.Tensor  # as s_v
-    s_dq: cute.Pointer  # a query block's dQ in register order, with tile.dq_bulk
+    s_dq: (
+        cute.Pointer
+    )  # dQ in register order: of a query block with tile.dq_bulk, of a sequence with tile.dq_rows
     s_lse: cute.Tensor  # (tile_m, stage)
     s_minus_d: cute.Tensor  # (tile_m, stage)
     peer_s: PeerSum  # with a cluster

@@ -21,7 +21,7 @@ from cute_attn.device.wgmma import start_gemm
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.kernels.backward_sm90.params import BackwardStorage, Fragments
 from cute_attn.kernels.dq_order import accumulator_shape, block_floats, make_accumulator
-from cute_attn.outputs.accumulate import add_fragment, stage_fragment
+from cute_attn.outputs.accumulate import add_fragment, load_fragment, stage_fragment
 from cute_attn.outputs.fragment_rows import store_rows
 from cute_attn.tiles import BackwardSm90Tile
 from cute_attn.work.block_range import BlockRange
@@ -275,22 +275,23 @@ class Head:
         return row_values(self.score_map, s_rows[None, pipeline.stage(n)])
 
     @cute.jit
-    def stage_dq(self, acc_dq: cute.Tensor, block: Int32) -> None:
-        """Store dQ to shared memory, by all consumer warps; its stage must be empty."""
+    def stage_dq(self, acc_dq: cute.Tensor, block: Int32, place: Int32 | int = 0) -> None:
+        """Store dQ to shared memory, by all consumer warps; its stage, or its ``place`` among several, must be free."""
         thread, vector = rematerialize_each(self.thread, block), self.kernel.tile.dq_vector
-        stage_fragment(acc_dq, self.shared.s_dq, thread, vector)
+        floats = block_floats(self.kernel.traits, self.kernel.tile)
+        stage_fragment(acc_dq, self.shared.s_dq + place * floats, thread, vector)
 
     @cute.jit
     def add_dq(self, acc_dq: cute.Tensor, block: Int32) -> None:
         """Add dQ to the query block's accumulator, or stage it for :class:`DqAdder`, or store it; by all consumer
         warps."""
         tile, floats = self.kernel.tile, block_floats(self.kernel.traits, self.kernel.tile)
-        if cutlass.const_expr(tile.dq_direct):
-            row0 = self.blocks.block(block) * tile.tile_m
-            rows = cute.domain_offset((row0, 0), self.dq)
-            thread = rematerialize_each(self.thread, block)
-            shape = accumulator_shape(self.kernel.traits, tile)
-            store_rows(acc_dq, self.kernel.mma_dq(), shape, rows, self.seqlen_q - row0, self.dq_scale, thread)
+        if cutlass.const_expr(tile.dq_rows > 0):
+            place, thread = self.blocks.block(block), rematerialize_each(self.thread, block)
+            load_fragment(acc_dq, self.shared.s_dq + place * floats, thread, tile.dq_vector, more=True)
+            self.stage_dq(acc_dq, block, place)
+        elif cutlass.const_expr(tile.dq_direct):
+            self.store_dq(acc_dq, block)
         elif cutlass.const_expr(tile.dq_bulk):
             self.stage_dq(acc_dq, block)
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -302,6 +303,33 @@ class Head:
             add_fragment(acc_dq, base, rematerialize_each(self.thread, block), tile.dq_vector)
             if cutlass.const_expr(tile.dq_in_order):
                 self.shared.dq_staging.producer_commit()
+
+    # ---- dQ that a CTA computes alone ----
+
+    @cute.jit
+    def store_dq(self, acc_dq: cute.Tensor, block: Int32) -> None:
+        """Store dQ of a query block, by all consumer warps."""
+        kernel, row0 = self.kernel, self.blocks.block(block) * self.kernel.tile.tile_m
+        rows, thread = cute.domain_offset((row0, 0), self.dq), rematerialize_each(self.thread, block)
+        shape = accumulator_shape(kernel.traits, kernel.tile)
+        store_rows(acc_dq, kernel.mma_dq(), shape, rows, self.seqlen_q - row0, self.dq_scale, thread)
+
+    @cute.jit
+    def clear_dq(self) -> None:
+        """Zero the thread's elements of dQ in shared memory, for all query blocks."""
+        zeros = self.dq_accumulator()
+        zeros.fill(0.0)
+        for block in cutlass.range(cute.ceil_div(self.seqlen_q, self.kernel.tile.tile_m), unroll=1):
+            self.stage_dq(zeros, block, block)
+
+    @cute.jit
+    def store_all_dq(self) -> None:
+        """Store dQ from shared memory, where each thread reads what it wrote."""
+        tile, floats = self.kernel.tile, block_floats(self.kernel.traits, self.kernel.tile)
+        for block in cutlass.range(cute.ceil_div(self.seqlen_q, tile.tile_m), unroll=1):
+            acc_dq = self.dq_accumulator()
+            load_fragment(acc_dq, self.shared.s_dq + block * floats, self.thread, tile.dq_vector)
+            self.store_dq(acc_dq, block)
 
 
 @cute.jit
