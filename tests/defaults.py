@@ -53,7 +53,10 @@ class Default:
         if self.lengths and self.traits.op == "kvcache":
             return kernel.for_cache(CacheCall(*self.lengths), self.target)
         lengths, pairs = self.lengths[:3], self.lengths[3:]
-        return kernel.for_lengths(*lengths, self.target, *pairs) if lengths else kernel
+        kernel = kernel.for_lengths(*lengths, self.target, *pairs) if lengths else kernel
+        if pairs and hasattr(kernel, "storing_dq"):
+            return kernel.storing_dq(*lengths, *pairs, MULTIPROCESSORS)
+        return kernel
 
     def __str__(self) -> str:
         return "-".join(
@@ -131,8 +134,17 @@ BY_LENGTHS = {
     (2048, 2048, 1, 4): tuple(f"d{dim}{mask}" for dim in (64, 128, 256) for mask in ("", "-causal")),
     (512, 50176, 1, 32): ("d64", "d64-window"),
 }
+MULTIPROCESSORS = 132
 BACKWARD_BY_LENGTHS = {
-    (64, 128, 1): ("d32-bias_bf16-bias_grad", "d64", "d64-causal-dropout", "d64-bias_bf16-bias_grad")
+    (64, 128, 1): ("d32-bias_bf16-bias_grad", "d64", "d64-causal-dropout", "d64-bias_bf16-bias_grad"),
+    (197, 197, 1, MULTIPROCESSORS): (
+        "d64-window",
+        "d64-causal-dropout",
+        "d96-alibi",
+        "d32-bias_bf16-bias_grad",
+    ),
+    (512, 512, 1, MULTIPROCESSORS): ("d64-causal", "d64-softcap"),
+    (1000, 77, 1, MULTIPROCESSORS): ("d64", "d128-dropout"),
 }
 
 

@@ -115,6 +115,8 @@ CASES = {
     "rotary-wide-window": Case((5, 9), new=(2, 2), rotary=4, queries=(3, 3), mask="window", window=(99, 99)),
     "rotary-seqlens": Case((5, 9), new=(2, 2), rotary=4, rotary_seqlens=(11, 2), queries=(2, 2), mask="causal"),
     "rotary-beyond-table": Case((5, 9), new=(2, 2), rotary=4, rotary_seqlens=(90, -5)),
+    "rotary-beyond-int32": Case((5, 9), new=(3, 3), rotary=4, rotary_seqlens=(2**31 - 1, 2**31 - 2), queries=(3, 3),
+                                mask="causal"),
     "rotary-queries-alone": Case((5, 9), rotary=4, queries=(2, 2), mask="causal"),
     "window-left": Case((5, 19), queries=(3, 3), mask="window", window=(2, UNBOUNDED)),
     "window-past": Case((2, 19), queries=(5, 5), mask="window", window=(3, 0)),

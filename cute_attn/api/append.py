@@ -166,7 +166,7 @@ def append_cuda(*arguments: Any) -> None:
     check_append(call, batch_of(call))
     check_append_for_kernels(call)
     launch(call)
-    overwritten(call.k_cache, call.v_cache)
+    overwritten(call.k_cache, call.v_cache, beside=(call.k, call.v))
 
 
 _library.impl("append_kv", append_cpu, "CPU")

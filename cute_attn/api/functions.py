@@ -9,10 +9,10 @@ from torch import Tensor
 from cute_attn.epilogues.functions.known import epilogue_of, hold
 from cute_attn.host.block_masks import Packed, epilogue_of_block_mask
 from cute_attn.host.call import Call, given_epilogues
-from cute_attn.host.checks import check_starts
+from cute_attn.host.checks import check_int32, check_starts
 from cute_attn.host.memory import Tensors
 from cute_attn.host.plans import no_dispatch_mode
-from cute_attn.host.values import check_dense, length, wrong_shape
+from cute_attn.host.values import check_dense, check_present, length, wrong_shape
 
 ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
 MaskMod = Callable[[Any, Any, Any, Any], Any]
@@ -63,7 +63,10 @@ def packed_sequences(tensors: Tensors, longest: Sequence[Any] | None) -> Packed 
         check_dense(side, x)
         if x.dim() != 3:
             raise wrong_shape(side, x, "(total, heads, head_dim)")
-        check_starts(f"cu_seqlens_{side}", start)
+        name = f"cu_seqlens_{side}"
+        check_starts(name, start)
+        check_present((("q", q), (name, start)), ())
+        check_int32(name, start, starts[0].shape[0])
         most.append(min(length(f"max_seqlen_{side}", n), x.shape[0]))
     sizes = (starts[0].shape[0] - 1, most[0], q.shape[1], most[1], k.shape[1])
     return Packed((starts[0], starts[1]), sizes)

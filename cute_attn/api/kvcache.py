@@ -148,7 +148,7 @@ check_lengths
     same_bits : bool
         As for :func:`cute_attn.attention`: a row's results depend only on its own sequence, bit for bit. Without rotary
         embedding they equal those of :func:`cute_attn.attention` and :func:`cute_attn.attention_varlen` with the same
-        keys. Requires num_splits 0, and pages of a multiple of 8 rows.
+        keys. Requires num_splits 0, no cache_leftpad, and pages of a multiple of 8 rows.
     out : Tensor, optional
         Memory for the returned out, instead of a new tensor; must not overlap any other argument.
     return_lse : bool
@@ -389,7 +389,7 @@ def attend(call: Call, plan: Plan, out: Tensor | None = None) -> tuple[Tensor, T
     check_cache_addresses(call)
     found = _launched(call, plan, out)
     if call.k is not None:
-        record.overwritten(call.k_cache, call.v_cache)
+        record.overwritten(call.k_cache, call.v_cache, beside=(call.k, call.v))
     if out is not None:
         record.overwritten(out, alone=True)
     return found

@@ -124,11 +124,16 @@ def _check_new(call: Call, batch: int) -> None:
 
 
 def _check_written(call: Call) -> None:
-    """Raise ValueError if the new values would overwrite keys, unless they are equal to the new keys there."""
+    """Raise ValueError for new rows in a cache's memory: threads would read what others have written there.
+
+    The same holds for values that would overwrite keys, unless they are equal to the new keys there.
+    """
     k_cache, v_cache, k, v = call.k_cache, call.v_cache, call.k, call.v
+    assert k is not None and v is not None
+    check_apart("k_cache", k_cache, (("k", k), ("v", v)))
+    check_apart("v_cache", v_cache, (("k", k), ("v", v)))
     if not overlap(k_cache, v_cache):
         return
-    assert k is not None and v is not None
     latent = is_first_columns(v_cache, k_cache) and is_first_columns(v, k)
     if not latent or call.rotary_cos is not None:
         raise ValueError(
@@ -232,6 +237,12 @@ def _check_tree(call: Call, tree: Tensor) -> None:
 
 def check_lengths(call: Call, leftpad: Tensor | None = None) -> None:
     """Raise ValueError if a length, an entry or an appended row is out of bounds. Waits for the device."""
+    if call.cu_seqlens_q is not None:
+        rows = call.q.shape[0]
+        check_cumulative("cu_seqlens_q", call.cu_seqlens_q.cpu(), call.batch, rows, call.max_seqlen_q)
+    if call.cu_seqlens_k_new is not None and call.cache_seqlens is not None:
+        batch, rows = call.cache_seqlens.shape[0], call.k.shape[0]
+        check_cumulative("cu_seqlens_k_new", call.cu_seqlens_k_new.cpu(), batch, rows, rows)
     check_values(call, leftpad)
     after = call.lengths_after()
     if call.cache_seqlens is None or after is None:
@@ -263,6 +274,8 @@ def check_values(call: Call, leftpad: Tensor | None = None) -> None:
     pages, size = call.k_cache.shape[:2]
     after = call.lengths_after()
     ends = itertools.repeat(call.cache.capacity) if after is None else after.tolist()
+    if leftpad is not None and call.k is not None and call.cache_seqlens is not None:
+        leftpad = torch.minimum(leftpad, call.cache_seqlens)  # new rows may start in the padding
     starts = itertools.repeat(0) if leftpad is None else leftpad.tolist()
     entries = range(call.entries) if call.cache_batch_idx is None else call.cache_batch_idx.tolist()
     table = call.page_table.tolist()

@@ -105,16 +105,18 @@ def sum_of_copies(made: Tensor, copies: Tensor) -> None:
     made.copy_((copies.sum(0) if len(copies) > 1 else copies[0]).view(made.shape))
 
 
-def overwritten(*tensors: Tensor, alone: bool = False) -> None:
+def overwritten(*tensors: Tensor, alone: bool = False, beside: Tensors = ()) -> None:
     """Increment the version counters of arguments that a kernel has written.
 
     Autograd uses them to detect changes to memory that it saved for a backward. Inference tensors have none.
-    In a repeated call these tensors must not overlap each other; if ``alone``, nor any other tensor.
+    In a repeated call these tensors must not overlap each other, nor those ``beside`` them; if ``alone``, nor any other
+    tensor.
     """
     torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
     if thread.recording is not None:
         thread.recording.written += tensors
         thread.recording.alone += tensors if alone else ()
+        thread.recording.beside += beside
 
 
 def readable(x: Tensor, alignment: int = 0) -> Tensor:
@@ -195,7 +197,7 @@ class Recording:
         work_tiles: the result of :func:`work_tiles`.
         complete: whether a record can contain everything that the call did.
         unlike: whether :func:`unlike_others` was called.
-        written, alone: arguments of :func:`overwritten`; ``alone`` holds only those of calls with ``alone=True``.
+        written, alone, beside: arguments of :func:`overwritten`; ``alone``: those of calls with ``alone=True``.
         counts: (counter, entry) of each count that the call incremented.
         plan, saved: arguments of :func:`planned`; ``saved`` is None if gradients are disabled.
     """
@@ -213,6 +215,7 @@ class Recording:
         self.complete, self.unlike = True, False
         self.written: tuple[Tensor, ...] = ()
         self.alone: tuple[Tensor, ...] = ()
+        self.beside: Tensors = ()
         self.counts: list[tuple[Any, Hashable]] = []
         self.plan: Any = None
         self.saved: Tensors | None = None
@@ -335,7 +338,7 @@ class Recording:
         both = any(y is one for one in self.written)
         if both:
             return i < j and x.data_ptr() != y.data_ptr()
-        return x is not y and any(x is one for one in self.alone)
+        return x is not y and (any(x is one for one in self.alone) or any(y is one for one in self.beside))
 
     def _is_own(self, place: Any) -> bool:
         """True unless a result is a view of an argument or an argument that the call did not write."""

@@ -312,24 +312,24 @@ def _page_rows(call: Call) -> int:
 
 
 def _kernel_and_split(call: Call, arch: str, variant: str, target: str, processors: int) -> tuple[Any, Split]:
-    def kernel_of(split: str) -> Any:
-        kernel = registry.lookup(traits_of(call, arch, split, variant), None, target)
+    def kernel_of(split: Split) -> Any:
+        kernel = registry.lookup(traits_of(call, arch, split.how, variant), None, target)
         kernel = kernel.for_cache(cache_call(call), target)
         if call.tile:
             kernel = replace(kernel, tile=kernel.tile.override(call.tile))
         reason = _call_reason(call, kernel.tile) or kernel.tile.reject(kernel.traits, target)
         if reason:
             raise registry.Unsupported(f"{kernel.traits.op}-{arch} declined {kernel.traits}: {reason}")
-        _check_sizes(call, kernel.tile)
+        _check_sizes(call, kernel, split.num_splits)
         return kernel
 
     if call.num_splits:
         split = Split("fixed", call.num_splits) if call.num_splits > 1 else Split()
-        return kernel_of(split.how), split
-    kernel = kernel_of("fixed" if call.same_bits else "stream_k")
+        return kernel_of(split), split
+    kernel = kernel_of(Split("fixed" if call.same_bits else "stream_k"))
     choose = _split_in_order if call.same_bits else _best_split
     split = choose(call, kernel.tile, processors)
-    return kernel if split.how == kernel.traits.split else kernel_of(split.how), split
+    return kernel if split.how == kernel.traits.split else kernel_of(split), split
 
 
 def _call_reason(call: Call, tile: Any) -> str | None:
@@ -415,13 +415,19 @@ def _best_split(call: Call, tile: Any, processors: int) -> Split:
     return Split("fixed", splits) if splits > 1 else Split()
 
 
-def _check_sizes(call: Call, tile: Any) -> None:
+def _check_sizes(call: Call, kernel: Any, num_splits: int) -> None:
     """Raise if indices of blocks, or positions among the key blocks of all work tiles, exceed 32 bits."""
-    capacity = call.longest[1]
+    (queries, capacity), tile = call.longest, kernel.tile
     count = work_tiles(call, tile)
     blocks = -(-capacity // tile.tile_n) + 2
     each = f"{count} blocks of up to {tile.queries} queries"
     check_count(f"q has {each}", count, MAX_ROWS)
     check_count(f"k_cache has {blocks} key blocks for each of {each}", count * blocks, MAX_ROWS)
     check_count("q has rows of heads", math.prod(call.q.shape[:-1]), MAX_ROWS)
-    check_count("partial results have blocks", count * max(call.num_splits, 1), MAX_ROWS)
+    if kernel.traits.arch == "sm80" and kernel.traits.split != "stream_k":  # CTAs for each sequence's longest
+        packs = call.k_cache.shape[-2] * -(-call.group // tile.pack_heads)
+        blocks = -(-queries // tile.queries)
+        each = f"{packs} heads of {blocks} blocks of {tile.queries} queries"
+        count = call.batch * packs * blocks
+        check_count(f"{call.stated('q')}{call.batch} sequences of {each}", count, MAX_ROWS)
+    check_count("partial results have blocks", count * num_splits, MAX_ROWS)

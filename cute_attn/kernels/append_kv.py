@@ -160,8 +160,7 @@ class AppendKv:
                 source = row.elements(new.k, head)
                 values = self.load(source, col)
                 if cutlass.const_expr(angles is not None):
-                    position = angles.seqlens[row.batch] + row.index  # type: ignore[union-attr]
-                    values = self.rotate(values, source, col, angles, position)
+                    values = self.rotate(values, source, col, angles, row.batch, row.index)
                 self.store(values, key_rows.row(mKcache, place, head), col)
             else:
                 head, col = (vector - of_keys) // per_value, (vector - of_keys) % per_value * size
@@ -176,8 +175,8 @@ class AppendKv:
         if row.exists and vector < queries.q.shape[-2] * per_head:
             head, col = vector // per_head, vector % per_head * self.vector
             source = row.elements(queries.q, head)
-            position = angles.seqlens[row.batch] + row.index * queries.step
-            values = self.rotate(self.load(source, col), source, col, angles, position)
+            values = self.load(source, col)
+            values = self.rotate(values, source, col, angles, row.batch, row.index * queries.step)
             self.store(values, row.elements(queries.rotated, head), col)
 
     @cute.jit
@@ -196,14 +195,16 @@ class AppendKv:
 
     @cute.jit
     def rotate(
-        self, values: cute.Tensor, source: cute.Tensor, col: Int32, angles: Angles, position: Int32
+        self, values: cute.Tensor, source: cute.Tensor, col: Int32, angles: Angles, batch: Int32, index: Int32
     ) -> cute.Tensor:
         """Rotate the pairs in ``values``, the vector of row ``source`` that starts at element ``col``.
 
-        Positions beyond the table use the table's last row.
+        Its position is ``index`` after the sequence's first one. Positions beyond the table use the table's last row.
         """
         pairs = Int32(angles.cos.shape[1])
-        position = cutlass.max(cutlass.min(position, angles.cos.shape[0] - 1), 0)
+        last = angles.cos.shape[0] - 1
+        first = cutlass.min(angles.seqlens[batch], last - index)  # the sum stays in 32 bits
+        position = cutlass.max(first + index, 0)
         wide = cute.make_rmem_tensor(cute.make_layout(self.vector), Float32)
         cos, sin = (self.angle_row(table, position) for table in (angles.cos, angles.sin))
         for e in cutlass.range_constexpr(self.vector):

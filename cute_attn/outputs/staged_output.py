@@ -89,8 +89,10 @@ class OutputStore:
         o = sequence(mO, tile.batch, tile.head, tile.info.offset_q + row0, kernel.traits.varlen)
         rows: Any = 64
         steps: Any = o.stride[0]
+        left = tile.info.seqlen_q - row0
         if cutlass.const_expr(heads > 1):
             rows, steps = (heads, 64 // heads), (mO.stride[-2], steps)
+            left = cutlass.min(left, 64 // heads) * heads  # all queries left, times heads, may exceed 32 bits
         g_o = cute.make_tensor(o.iterator + first_col, cute.make_layout((rows, cols), stride=(steps, 1)))
         copy = RowCopy(kernel.gmem_store(), self.lane, cols, exist, heads, tile.heads_left)
-        copy.copy(self.s_o, g_o, (tile.info.seqlen_q - row0) * heads, False)
+        copy.copy(self.s_o, g_o, left, False)

@@ -52,7 +52,10 @@ class KeySplit:
             begin = cutlass.min(cutlass.max(begin, split * size), end)
             end = cutlass.max(cutlass.min(end, (split + 1) * size), begin)
         else:
-            count = end - begin
-            end = begin + (split + 1) * count // partials.num_splits
-            begin = begin + split * count // partials.num_splits
+            # split * count // num_splits, of quotient and remainder: the product may exceed 32 bits.
+            count, num_splits = end - begin, partials.num_splits
+            size = count // num_splits
+            rest = count - size * num_splits
+            end = begin + (split + 1) * size + (split + 1) * rest // num_splits
+            begin = begin + split * size + split * rest // num_splits
         return KeySplit(begin, end, split)

@@ -412,12 +412,18 @@ packed(*qkv(1), block_mask=of(3, 4, 130, 200)) -> ValueError: block_mask has 130
 packed(*qkv(1), block_mask=of(3, 4, 170, 190)) -> ValueError: block_mask has 190 keys; accepted: 200 or more
 packed(*qkv(1), block_mask=of_each) -> TypeError: block_mask is ...; accepted: torch's BlockMask, or None
 packed([[1]], *qkv(1)[1:], block_mask=of(3, 4, 170, 200)) -> TypeError: q is a list; accepted: a torch.Tensor
+from_starts(STARTS_Q, STARTS_K[:3]) -> ValueError: cu_seqlens_k has shape (3,); accepted: (4,)
+from_starts(STARTS_Q, STARTS_K.to("meta")) -> ValueError: cu_seqlens_k is on meta; accepted: cpu, where q is
+from_starts(STARTS_Q.long(), STARTS_K) -> TypeError: cu_seqlens_q has dtype torch.int64; accepted: torch.int32
 """)
 def test_masks_that_packed_sequences_refuse(call, sentence):
     def of(*sizes):
         return create_block_mask(of_each, *sizes, device="cpu")
 
-    refusals.check(call, sentence, {**globals(), "of": of})
+    def from_starts(*starts):
+        return attention_varlen(*(x[0] for x in qkv(1)), *starts, *LONGEST, block_mask=of(3, 4, 170, 200))
+
+    refusals.check(call, sentence, {**globals(), "of": of, "from_starts": from_starts})
 
 
 def test_lists_of_fake_tensors_are_not_kept():

@@ -6,11 +6,18 @@ import cutlass
 import pytest
 import torch
 from cutlass import Constexpr, Float32, Int32, cute
+from cutlass.cute.runtime import from_dlpack
 
+from cute_attn.compiler import registry
+from cute_attn.device.copy import RowCopy
 from cute_attn.device.score_tile import ScoreContext
+from cute_attn.device.seqlen import SeqlenInfo
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.epilogues.mask import Mask
 from cute_attn.host.checks import MAX_ROWS, MAX_SEQLEN
+from cute_attn.outputs.staged_output import ForwardOutputs, OutputStore
+from cute_attn.traits import Traits
+from cute_attn.work.query_tiles import QueryTile
 from tests.tensors import dynamic
 
 TILE = 2**12
@@ -79,3 +86,30 @@ def test_as_many_rows_as_there_may_be(tile):
     for (count, step), row in zip(cases, found.tolist(), strict=True):
         blocks = -(-count // tile)
         assert row == [blocks, blocks * tile, count // step, count % step, 1]
+
+
+@pytest.mark.parametrize(("arch", "tile"), [("sm80", "pack_heads=64,tile_m=64"), ("sm90", "pack_heads=8")])
+def test_rows_of_packed_heads_in_long_sequences(arch, tile, monkeypatch):
+    """Those in bounds of a tile's O, as kernels copy them: queries left, times heads, would exceed 32 bits."""
+    kernel, copied = registry.lookup(Traits("forward", arch, "bf16", 64), tile, arch), []
+    monkeypatch.setattr(RowCopy, "copy", lambda self, source, target, rows, whole: copied.append(rows))
+
+    @cute.jit
+    def copy_rows(cases: cute.Tensor, o: cute.Tensor, out: cute.Tensor):
+        zero = Int32(0)
+        for i in cutlass.range_constexpr(out.shape[0]):
+            info = SeqlenInfo(cases[i, 0], zero, zero, zero)
+            work_tile = QueryTile(cases[i, 1], zero, zero, zero, info, zero, zero)
+            if cutlass.const_expr(arch == "sm80"):
+                copied.append(kernel.rows_left(info.seqlen_q - work_tile.row0))
+            else:
+                store = OutputStore(kernel, ForwardOutputs(None, o, o), o, zero, zero)
+                store.copy_rows(work_tile, work_tile.row0)
+            out[i] = copied.pop()
+
+    heads = kernel.tile.pack_heads
+    cases = [(MAX_SEQLEN, 0), (2**25 + 64, 0), (2**28 + 3, 2**28), (2**28, 2**28 + 8)]
+    found = torch.zeros(len(cases), dtype=torch.int32)
+    o = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16)
+    copy_rows(dynamic(torch.tensor(cases, dtype=torch.int32)), dynamic(o), from_dlpack(found))
+    assert found.tolist() == [min((n - row0) * heads, 64) for n, row0 in cases]

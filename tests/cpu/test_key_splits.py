@@ -1,5 +1,7 @@
 """Parts of a query block's keys: the device code on the CPU."""
 
+from itertools import pairwise
+
 import cutlass
 import pytest
 import torch
@@ -52,3 +54,10 @@ def test_every_block_is_in_one_split(blocks, num_splits, split_keys):
     if not split_keys:
         sizes = [split[3] - split[0] for split in found]
         assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("end", [2**22 + 64, 2**23 - 64])
+def test_bounds_of_many_blocks_have_32_bits(end):
+    bounds = [3 + i * (end - 3) // 512 for i in range(513)]
+    found = splits_of((3, 3, end, end), 512, 0)
+    assert [(split[0], split[3]) for split in found] == list(pairwise(bounds))

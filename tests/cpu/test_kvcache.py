@@ -17,7 +17,7 @@ from cute_attn.api.append import append_kv
 from cute_attn.api.kvcache import attention_with_kvcache
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.host import append as host_append
-from cute_attn.host import plans, split_kv
+from cute_attn.host import cache_checks, checks, plans, split_kv
 from cute_attn.host.call import Call
 from cute_attn.host.memory import is_lazy
 from tests import emulated_kvcache, machine, refusals
@@ -426,6 +426,24 @@ def test_caches_that_share_memory_are_refused_by_a_known_plan(cuda_on_cpu):
     kvcache.attend_cuda(*params_of(problem)._replace(k_cache=k[:2], v_cache=v[:2]).values(kvcache.ARGUMENTS))
 
 
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_new_rows_in_a_cache_are_refused(name, cuda_on_cpu):
+    """By the checks, and where metadata is known, as they are a matter of addresses."""
+    problem = Problem(Case((5, 9), new=(1, 1), dims=(16, 16)), dtype=torch.float16)
+    call = params_of(problem)
+    plan, cache = split_kv.plan_for(call), getattr(call, f"{name}_cache")
+    inside = call._replace(**{name: cache[:, 3:4]})
+    message = rf"^{name}_cache shares memory with {name}; accepted: memory of its own"
+    calls = (
+        lambda: kvcache.attend(inside, plan),
+        lambda: append.append_cuda(*inside.values(append.ARGUMENTS)),
+        lambda: append_kv(call.k_cache, call.v_cache, inside.k, inside.v, call.cache_seqlens),
+    )
+    for wrong in calls:
+        with pytest.raises(ValueError, match=message):
+            wrong()
+
+
 def rows_of_keys(dims: tuple[int, int]) -> dict[str, torch.Tensor]:
     """A call's tensors: latent values, in the cache and in new rows."""
     q, cache, new = (torch.zeros(2, n, heads, dims[0]).half() for n, heads in ((1, 4), (24, 1), (1, 1)))
@@ -467,6 +485,23 @@ def test_a_record_knows_whether_values_are_latent(dims, monkeypatch):
         assert not made, "the last call is repeated from its record"
         with pytest.raises(ValueError, match=r"^v_cache shares memory with k_cache; accepted: memory of its"):
             attention_with_kvcache(**elsewhere(rows_of_keys(dims), "v"))
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_a_record_does_not_serve_new_rows_in_a_cache(name, monkeypatch):
+    machine.gpu(monkeypatch, lambda kernel, target: lambda given: None)
+    problem = Problem(Case((5, 9), new=(1, 1), dims=(16, 16)), dtype=torch.float16)
+    given = problem.append_arguments()
+    apart = given | {name: torch.zeros_like(given[f"{name}_cache"])[:, 3:4]}
+    inside = given | {name: given[f"{name}_cache"][:, 3:4]}
+    own = [{key: x for key, x in call.items() if x is not None} for call in (apart, inside)]
+    for call in (append_kv, lambda **given: attention_with_kvcache(problem.q, **given)):
+        for _ in range(4):
+            call(**own[0])
+        with pytest.raises(
+            ValueError, match=rf"^{name}_cache shares memory with {name}; accepted: memory of its own"
+        ):
+            call(**own[1])
 
 
 def test_rows_of_more_elements_than_a_grid_has_are_told(cuda_on_cpu, monkeypatch):
@@ -564,6 +599,8 @@ told(causal="top_left") -> ValueError: causal is 'top_left'; accepted: False or 
 told(num_splits=513) -> ValueError: num_splits is 513; accepted: 0 to 512
 told(same_bits="yes") -> TypeError: same_bits is 'yes'; accepted: False or True
 told(same_bits=True) -> ValueError: same_bits is True with torch.float32; accepted: fp16 or bf16
+run(Problem(Case((7,), leftpad=(3,)), dtype=torch.float16), same_bits=True)
+    -> ValueError: same_bits is True with cache_leftpad; accepted: fp16 or bf16
 told(alibi_slopes=torch.zeros(3)) -> ValueError: alibi_slopes has shape (3,); accepted: (2,) or (2, 2)
 told(k=torch.zeros(2, 2, 1, 16, device="meta")) -> ValueError: k is on meta; accepted: cpu, where q is
 told(cu_seqlens_q=int32(0, 2, 4)) -> ValueError: q has shape (2, 2, 2, 16); accepted: (total, nheads, head_dim)
@@ -687,6 +724,51 @@ def test_tables_out_of_bounds_are_told_where_asked():
     problem.table[2, 1] = 2**31 - 1
     with pytest.raises(ValueError, match=r"^page_table\[2, 1\] is 2147483647; accepted: 0 to"):
         append_kv(**problem.append_arguments(), check_lengths=True)
+
+
+PACKED = """
+read(cu_seqlens_q=int32(0, 2, 6, 7)) -> ValueError: cu_seqlens_q is [0, 2, 6, 7]; accepted: rising numbers from 0
+read(max_seqlen_q=3) -> ValueError: max_seqlen_q is 3; accepted: 4 or more, cu_seqlens_q's longest
+read(cu_seqlens_k_new=int32(0, 2, 6, 99)) -> ValueError: cu_seqlens_k_new is [0, 2, 6, 99]; accepted: rising numbers
+"""
+
+
+@refusals.each(PACKED)
+def test_packed_rows_out_of_bounds_are_told_where_asked(call, sentence, monkeypatch):
+    """Of a GPU's tensors, which no other check reads: copies stand for what is read of them."""
+    given = params_of(Problem(CASES["packed-append"], dtype=torch.float32))
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
+
+    def read(**wrong):
+        call = given._replace(**wrong)
+        monkeypatch.setattr(checks, "on_host", lambda x: not any(x is y for _, y in call.tensors()))
+        cache_checks.check_lengths(call)
+
+    read()
+    refusals.check(call, sentence, {**globals(), "read": read})
+
+
+def test_new_rows_in_the_padding_need_pages():
+    problem = Problem(Case((1,), leftpad=(6,), new=(8,), page=3), dtype=torch.float32)
+    run(problem, check_lengths=True)
+    problem.table[0, 0] = 2**31 - 1
+    with pytest.raises(ValueError, match=r"^page_table\[0, 0\] is 2147483647; accepted: 0 to"):
+        run(problem, check_lengths=True)
+
+
+def test_a_grid_beyond_32_bits_is_told():
+    """An Ampere kernel has CTAs for max_seqlen_q queries of every sequence, although few of these exist."""
+    batch, heads = 2**16, 64
+    q = torch.zeros(1, 1, 64, dtype=torch.float16).expand(2 * batch, heads, 64)
+    cache = torch.zeros(4, 12, heads, 64, dtype=torch.float16)
+    given = Call(
+        q=q, k_cache=cache, v_cache=cache, cu_seqlens_q=torch.arange(0, 2 * batch + 1, 2).int(),
+        cache_seqlens=torch.full((batch,), 12).int(), page_table=torch.zeros(batch, 1).int(), max_seqlen_q=2,
+    )  # fmt: skip
+    assert split_kv.choose_kernel(given, "sm90", 132)[1].how == ""
+    sentence = rf"^max_seqlen_q is {2 * batch}, which makes {batch} sequences of 64 heads of \d+ blocks of \d+ queries"
+    with pytest.raises(ValueError, match=sentence):
+        split_kv.choose_kernel(given._replace(max_seqlen_q=2 * batch), "sm90", 132)
 
 
 @pytest.mark.parametrize(

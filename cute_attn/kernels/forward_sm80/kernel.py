@@ -400,7 +400,7 @@ class ForwardSm80:
         """Start loading Q, then the first key blocks. If K reuses Q's memory, wait for Q and read it in between."""
         if loop.group.is_first:
             d, _ = self.row_widths
-            rows = (tile.info.seqlen_q - loop.row0) * self.tile.pack_heads
+            rows = self.rows_left(tile.info.seqlen_q - loop.row0)
             copy = self.row_copy(self.gmem_load(d), d, tile, loop.thread)
             copy.copy(self.rows(q, mQ, d, loop.row0), loop.shared.q[None, None, 0], rows, False)
         cute.arch.cp_async_commit_group()
@@ -415,6 +415,11 @@ class ForwardSm80:
             *(copy, thread, padded(dim), dim, self.tile.pack_heads, tile.heads_left),
             *(self.traits.alignment, self.loads_elements),
         )
+
+    def rows_left(self, queries: Int32) -> Int32:
+        """Rows of a work tile's packed heads that are in bounds. queries: those from the tile's first on."""
+        heads = self.tile.pack_heads  # times all queries left, it may exceed 32 bits
+        return queries if heads == 1 else cutlass.min(queries, self.tile.queries) * heads
 
     @cute.jit
     def rows(self, head: cute.Tensor, tensor: cute.Tensor, dim: Constexpr, row0: Int32) -> cute.Tensor:
@@ -494,5 +499,5 @@ class ForwardSm80:
         cute.copy(store, mine.retile(fragment), mine.partition_D(s_o))
         loop.group.barrier()
         g_o = self.rows(o, mO, dv, tile.row0)
-        rows = (tile.info.seqlen_q - tile.row0) * self.tile.pack_heads
+        rows = self.rows_left(tile.info.seqlen_q - tile.row0)
         self.row_copy(self.gmem_store(dv), dv, tile, thread).copy(s_o, g_o, rows, False)
