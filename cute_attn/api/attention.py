@@ -12,9 +12,9 @@ from cute_attn.api import operators
 from cute_attn.api.functions import Functions, MaskMod, ScoreMod, all_epilogues, as_one_node, packed_sequences
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.host import choose, plans, random_states
-from cute_attn.host.bias import additive, with_readable_bias
+from cute_attn.host.bias import four_dims, with_readable_bias
 from cute_attn.host.call import BIAS, NUM_TENSORS, PYTORCHS, Call, pack_epilogues, pytorchs_precision
-from cute_attn.host.checks import DROPOUTS, check_starts, check_writable
+from cute_attn.host.checks import DROPOUTS, check_like, check_starts, check_writable
 from cute_attn.host.dispatch import DIFFERENTIABLE
 from cute_attn.host.forward import Outputs
 from cute_attn.host.memory import Tensors, materialized
@@ -97,7 +97,8 @@ def attention(
     v : Tensor (batch, seqlen_k, nheads_kv, head_dim_v)
         As k; head_dim_v may differ from head_dim.
     softmax_scale : float, optional
-        Factor of the products. Default 1 / sqrt(head_dim). On CUDA, a scale of 0 or below is applied to a copy of q.
+        Factor of the products, 0 or from 2**-60 to 2**60 in magnitude. Default 1 / sqrt(head_dim). On CUDA, a scale of
+        0 or below is applied to a copy of q.
     causal : bool or {"bottom_right", "top_left"}
         Hide the keys after a query's position. Positions are aligned so that the last query is at the last key
         (True, "bottom_right") or the first query at the first key ("top_left").
@@ -111,9 +112,9 @@ def attention(
         Added to scores; a bool bias hides keys where it is False. Leading dimensions may be omitted. Kernels read a
         bias in place if its last dimension is seqlen_k and contiguous; any other bias, and a bool bias, is copied. -inf
         hides a key. A finite number never does, not even the dtype's minimum: if all keys that a query sees have it,
-        out is the mean of their values, as in fp32. (lse is then so large that the logarithm of the sum may round away,
-        and the backward on CUDA weights all keys in the mask equally.) NaN or Inf in a key that a bias hides still
-        reaches out, as in PyTorch; a key hidden by mask_mod or seqused_k has no effect.
+        out is the mean of their values, as in fp32. (From 1e8 on the logarithm of the sum may round away in lse. The
+        backward on CUDA then expects that all keys in the mask have that number; see docs/features.md.) NaN or Inf in a
+        key that a bias hides still reaches out, as in PyTorch; a key hidden by mask_mod or seqused_k has no effect.
     sinks : Tensor (nheads,), fp16, bf16 or fp32, optional
         Attention sinks, one logit per head: exp(sink) is added to the softmax denominator of each row, and so to lse,
         like an extra key with value 0 (gpt-oss, arXiv:2508.10925).
@@ -139,7 +140,8 @@ def attention(
         As for FlexAttention: keys are hidden where it is False. Applied after score_mod.
     block_mask : torch.nn.attention.flex_attention.BlockMask, optional
         Unlisted blocks are hidden, full blocks are visible, and the mask's function decides in partial blocks. Kernels
-        skip unlisted blocks, except the sm80 backward and the kernels for few queries, which visit every block.
+        skip unlisted blocks, except the sm80 backward and the kernels for few queries, which visit every block. Tables
+        made of its tensors, and of cu_seqlens, are kept: change these only by torch's operations, or pass a new mask.
     epilogues : sequence of str, or mapping of str to arguments
         Users' registered epilogues, applied in this order before score_mod; arguments are tensors and numbers.
     return_lse : bool
@@ -367,17 +369,6 @@ def attention_varlen_backward(
     return as_one_node(_gradients, functions, tensors, options, outer, wanted, into)
 
 
-def _given_bias(bias: Any, q: Any, wanted: Any) -> Any:
-    """The bias of a backward, with a bool bias converted to numbers that kernels add."""
-    if not isinstance(bias, Tensor) or not isinstance(q, Tensor) or bias.dtype != torch.bool:
-        return bias
-    if isinstance(wanted, tuple | list) and "bias" in wanted:
-        raise ValueError(
-            f"wanted is {wanted!r} with a bias of bool, which has no gradient; accepted: the others"
-        )
-    return additive(bias, q.dtype)
-
-
 def _gradients(
     functions: Functions,
     tensors: Tensors,
@@ -387,10 +378,17 @@ def _gradients(
     into: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
     """The wanted gradients. functions, tensors: see :func:`_attend`; outer: gradients of out and lse, then out, lse."""
-    (q, *_), (*firsts, bias, sinks, rng_state) = tensors, tensors
+    q, bias, rng_state = tensors[0], tensors[BIAS], tensors[-1]
     epilogues = all_epilogues(tensors, options.epilogues, functions, options.longest)
     state = _rng_state(rng_state, q, number("dropout_p", options.dropout_p))
-    tensors = (*firsts, _given_bias(bias, q, wanted), sinks, state)
+    wants_bias = bias is not None and isinstance(wanted, tuple | list) and "bias" in wanted
+    if wants_bias and isinstance(bias, Tensor) and bias.dtype == torch.bool:
+        raise ValueError(
+            f"wanted is {wanted!r} with a bias of bool, which has no gradient; accepted: the others"
+        )
+    tensors = (*tensors[:-1], state)
+    if isinstance(q, Tensor):
+        tensors = with_readable_bias(tensors, options.max_seqlen_k)
     precision = resolve_precision(q, options.precision)
     call = _call_of(tensors, options._replace(epilogues=epilogues, precision=precision))
     grad_out, grad_lse, out, lse = outer
@@ -416,10 +414,20 @@ def _gradients(
         )
         for name, x in own.items():
             check_writable(f"d{name}", x)
+    dbias, read = own.get("bias"), call.bias
+    if dbias is not None and read is not None:
+        check_like("dbias", dbias, shape=bias.shape)
+        # Kernels write a gradient of all columns; the bias may have one.
+        own["bias"] = four_dims(dbias) if bias.shape[-1] == read.shape[3] else dbias.new_empty(read.shape)
     given = tuple(own.get(name) for name in DIFFERENTIABLE)
     found = operators.backward(call, grad_out, grad_lse, out, lse, needed, into=given)  # type: ignore[arg-type]
-    grads = dict(zip(DIFFERENTIABLE, found, strict=True))
-    return tuple(grads[name] for name in wanted)  # type: ignore[misc]
+    grads: dict[str, Any] = dict(zip(DIFFERENTIABLE, found, strict=True))
+    if wants_bias:
+        grad = grads["bias"].sum_to_size(four_dims(bias).shape).view(bias.shape)
+        if dbias is not None:
+            grad = dbias if grads["bias"].shape[3] == bias.shape[-1] else dbias.copy_(grad)
+        grads["bias"] = grad
+    return tuple(grads[name] for name in wanted)
 
 
 def _lse_of_rows(call: Call, lse: Tensor) -> Tensor:
@@ -459,7 +467,7 @@ def _rng_state(rng_state: Any, q: Any, dropout_p: float) -> Tensor | None:
     if not dropout_p:
         return None
     if not isinstance(rng_state, Tensor):
-        both = [torch.tensor(_signed(x)) if isinstance(x, int) else x for x in words]
+        both = [torch.tensor(_signed(x), device=q.device) if isinstance(x, int) else x for x in words]
         rng_state = torch.stack([x.to(q.device).view(torch.int64).flatten()[0] for x in both])
     if rng_state.dtype == torch.uint64:
         rng_state = rng_state.view(torch.int64)

@@ -7,7 +7,9 @@ Under ``vmap``, a batch of calls becomes one call with all their sequences. Call
 with packed sequences, with epilogues, or with batched sinks or dropout states, which a call has only once.
 """
 
+import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -27,28 +29,51 @@ _NO_SECOND = "a second derivative of attention is asked for; accepted: first one
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
-    """:func:`cute_attn.api.operators.forward` while a transform is active."""
-    check(call)
+    """:func:`cute_attn.api.operators.forward` while a transform is active, for a call that has been checked."""
     found = _Forward.apply(call[NUM_TENSORS + 1 :], *call[:NUM_TENSORS], *call.epilogue_tensors)
     return found if call.return_softmax else (*found, None)
 
 
-def with_tangents(call: Call, operator: Any = None) -> tuple[Tensor, Tensor, None] | None:
+def differentiates() -> bool:
+    """True within ``grad``, ``vjp`` or ``jacrev``, unless another transform is inside."""
+    top = torch._C._functorch.peek_interpreter_stack()
+    return top is not None and top.key() == torch._C._functorch.TransformType.Grad
+
+
+def before_operators() -> AbstractContextManager:
+    """The dispatcher's state before an operator was called, for its implementations under a transform.
+
+    A transform hides itself from the operators that implementations call, but the functions here must meet it.
+    Operators of torch on tensors of that transform are not possible within this context.
+    """
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    return torch._C._ForceDispatchKeyGuard(include, exclude - _OF_TRANSFORMS)
+
+
+_OF_TRANSFORMS = torch._C.DispatchKeySet.from_raw_repr(0)
+for _name in (
+    "FuncTorchDynamicLayerFrontMode", "FuncTorchBatched", "FuncTorchBatchedDecomposition", "FuncTorchVmapMode",
+    "ADInplaceOrView", "AutogradFunctionality",
+):  # fmt: skip
+    _OF_TRANSFORMS = _OF_TRANSFORMS.add(getattr(torch._C.DispatchKey, _name))
+
+
+def with_tangents(
+    call: Call, state: AbstractContextManager | None = None
+) -> tuple[Tensor, Tensor, None] | None:
     """out and lse as dual tensors with their tangents; None if no tensor of the call has a visible tangent.
 
     Under a transform other than ``jvp``, tangents belong to an outer transform, which passes them to ``_Forward.jvp``.
 
-    operator: the jvp operator, to call it directly from an implementation; None to call it by :class:`_Jvp`.
+    state: from an operator's implementation, :func:`before_operators`.
     """
     primals, tangents = _unpacked(call)
     if all(tangent is None for tangent in tangents):
         return None
-    rest = call[NUM_TENSORS + 1 :]
-    if operator is None:
+    if state is None:  # the operator checks
         check(call)
-        outputs = _jvp(rest, primals, tangents)
-    else:
-        outputs = operator(_wanted(rest, primals, tangents), *Call.joined(primals, rest).values(ATTENTION))
+    with state or contextlib.nullcontext():
+        outputs = _jvp(call[NUM_TENSORS + 1 :], primals, tangents)
     pairs = zip(outputs[:2], outputs[2:], strict=True)
     return *(forward_ad.make_dual(*pair, level=LEVEL) for pair in pairs), None
 

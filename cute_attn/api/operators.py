@@ -65,6 +65,7 @@ def forward(call: Call) -> Outputs:
     if no_dispatch_mode() and all_plain((*call[:NUM_TENSORS], *call.epilogue_tensors)):
         return run(call) if call.q.is_cuda else forward_cpu(call)
     if transforms_are_active():
+        check(call)
         return functorch.forward(call)
     call = call._replace(epilogues=with_texts(call.epilogues))
     out, lse, softmax = torch.ops.cute_attn.forward.default(*call.values(ATTENTION))
@@ -82,9 +83,11 @@ def run(call: Call) -> Outputs:
 
 def repeat(record: Record, given: Tensors) -> Outputs | None:
     """Repeat a recorded call with these tensors, differentiably; None if that is impossible."""
+    if record.saved is None:  # nor has it a plan, if its results went to out
+        return None
     traced = record.plan.traced
     held = [one() for one in traced] if traced else ()  # until autograd's node holds them
-    if record.saved is None or None in held:
+    if None in held:
         return None
     saved = [None if i is None else given[i] for i in record.saved]
     found = Attention.apply(record.plan, record, given, *saved)
@@ -136,9 +139,9 @@ def backward(
 
 
 def _all_gradients(
-    call: Call, outer: Outer, needed: tuple[bool, ...], into: Gradients = NOTHING
+    call: Call, outer: Outer, needed: tuple[bool, ...], into: Gradients | None
 ) -> tuple[Tensor | None, ...]:
-    """:func:`backward` on CUDA, without the dispatcher."""
+    """:func:`backward` on CUDA, without the dispatcher. into: see :func:`cute_attn.host.backward.gradients`."""
     named, own = needed[:_NAMED], needed[_NAMED:]
     if not any(own):
         return (*gradients(call, *outer, named, into), *(None for _ in own))
@@ -259,7 +262,8 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _backward_cuda(*arguments: Any) -> tuple[Tensor, ...]:
     outer, needed, call = arguments[:4], arguments[4], call_of(arguments[5:])
-    return _filled(call, _all_gradients(call, outer, tuple(needed)), _nothing)
+    # Views of one tensor would not have the strides that the fake implementation promises.
+    return _filled(call, _all_gradients(call, outer, tuple(needed), None), _nothing)
 
 
 def _backward_cpu(*arguments: Any) -> tuple[Tensor, ...]:
@@ -519,11 +523,22 @@ def _with_derivatives(keyset: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]
     """Differentiable forward. torch.library.register_autograd would pass None on, and drop tangents silently."""
     arguments = _with_list(given)
     # In traced code the level is not known here.
-    if forward_ad._current_level >= 0 or plans.transforms_are_on():
-        found = functorch.with_tangents(Call(*arguments), torch.ops.cute_attn.jvp.default)
+    if forward_ad._current_level >= 0 or not no_dispatch_mode():
+        found = functorch.with_tangents(Call(*arguments), functorch.before_operators())
         if found is not None:
             return *found[:2], found[0].new_empty(0)
+        if functorch.differentiates():
+            return _transformed(keyset, *arguments)
     return _with_gradient(keyset, *arguments)
 
 
+def _transformed(keyset: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator under ``grad`` or ``vmap``: called directly, or in traced code."""
+    call = call_of(given)
+    with functorch.before_operators():
+        out, lse, softmax = functorch.forward(call)
+    return out, lse, out.new_empty(0) if softmax is None else softmax
+
+
 _library.impl("forward", _with_derivatives, "Autograd", with_keyset=True)
+_library.impl("forward", _transformed, "FuncTorchBatched", with_keyset=True)

@@ -74,6 +74,7 @@ def _from_largest(
 
     A score is rounded as the LSE was, so that equal numbers cancel. If the LSE is too large for the logarithm of a sum
     to change it, it is the largest score. All keys of the row then count as equal, as if a bias were the lowest number.
+    If only some have that score, their P is too small: how many have it is known to no thread.
     """
     to_score = 1.0 / scale_log2
     for c in cutlass.range_constexpr(len(tile.cols)):

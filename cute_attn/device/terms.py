@@ -36,6 +36,8 @@ P_EXPONENT = 14
 """Exponent of the scale of P: P up to 4 does not overflow, and the low term keeps digits down to 2^-26."""
 MOST_BELOW = {2: 13, 1: 24}
 """Number of fp16 terms -> powers of two by which a row's largest element may be below the tensor's."""
+MOST_BELOW_OF_PRODUCTS = {2: 17, 1: 24}
+"""The same for score gradients, by the rows of V and of dO together: their 2^-40 of the largest is 2^-23 of a row's."""
 MOST_SCALE = 48
 """Maximum |e| of a tensor: products of two scales, and the products' inverses, are then normal fp32 numbers."""
 MOST_GRADIENT_SCALE = 78
@@ -135,6 +137,21 @@ def fits(largest: Int32, smallest: Int32, count: int) -> Boolean:
     """
     exponent = scale_exponent(largest)
     near = (smallest >> _MANTISSA_BITS) + MOST_BELOW[count] >= (largest >> _MANTISSA_BITS)
+    return (exponent <= MOST_SCALE) & (exponent >= -MOST_SCALE) & near
+
+
+def products_fit(v: tuple[Int32, Int32], do: tuple[Int32, Int32], count: int) -> Boolean:
+    """True if score gradients keep their precision in terms. They are as large as products of V and dO.
+
+    A block of them has one scale. So rows of both tensors may not be small at once, where each by itself still fits.
+
+    Args:
+        v, do: the tensors' magnitudes ``largest`` and ``smallest``, as :func:`fits` takes them.
+        count: number of terms.
+    """
+    below = sum((largest >> _MANTISSA_BITS) - (smallest >> _MANTISSA_BITS) for largest, smallest in (v, do))
+    exponent = scale_exponent(v[0]) + scale_exponent(do[0]) - 2 * TOP
+    near = below <= MOST_BELOW_OF_PRODUCTS[count]
     return (exponent <= MOST_SCALE) & (exponent >= -MOST_SCALE) & near
 
 

@@ -35,7 +35,10 @@ def apply_rotary(
     x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor = 0, cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None, interleaved: bool = False, inplace: bool = False, conjugate: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Rotate x; with conjugate by the negative angles, as for gradients. Differentiable in x."""
+    """Rotate x; with conjugate by the negative angles, as for gradients. Differentiable in x.
+
+    Rows that no sequence owns, and rows whose positions lie beyond the tables, stay as they are.
+    """
     check_tensors(x=x, cos=cos, sin=sin)
     dims = 3 if cu_seqlens is not None else 4
     if x.dim() != dims:
@@ -60,7 +63,12 @@ def apply_rotary(
         )
     positions = _positions(x, seqlen_offsets, cu_seqlens)
     rotary = Rotary(cos, -sin if flag("conjugate", conjugate) else sin, interleaved)
-    turned = rotate(x.flatten(0, -3), positions, rotary).view(x.shape)
+    rows = x.flatten(0, -3)
+    turned = rotate(rows, positions, rotary)
+    if cu_seqlens is not None or isinstance(seqlen_offsets, Tensor):
+        in_tables = (positions >= 0) & (positions < cos.shape[0])
+        turned = torch.where(in_tables[:, None, None], turned, rows)
+    turned = turned.view(x.shape)
     return _replaced(x, turned) if inplace else turned
 
 
@@ -280,7 +288,7 @@ class RotaryEmbedding(torch.nn.Module):
 
 
 def _positions(x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Positions of all rows, one sequence after the other."""
+    """Positions of all rows, one sequence after the other; -1 for rows that no sequence owns."""
     if cu_seqlens is None:
         batch, seqlen = x.shape[:2]
         row = torch.arange(seqlen, device=x.device)
@@ -290,7 +298,8 @@ def _positions(x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | Non
     starts = cu_seqlens.long()
     sequence = torch.searchsorted(starts[1:].contiguous(), row, right=True).clamp(max=len(starts) - 2)
     offsets = seqlen_offsets[sequence] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets
-    return row - starts[sequence] + offsets
+    owned = (row >= starts[0]) & (row < starts[-1])
+    return torch.where(owned, row - starts[sequence] + offsets, -1)
 
 
 def _replaced(x: Tensor, turned: Tensor) -> Tensor:

@@ -9,8 +9,9 @@
 Functions and BlockMasks are as for ``attention(..., score_mod=, block_mask=)``; docs/functions.md describes both.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from cute_attn.flex import overrides
 from cute_attn.flex.calls import Result, attend
 from cute_attn.flex.intervals import interval_mask
 from cute_attn.host import doors, plans
-from cute_attn.host.activation import Options
+from cute_attn.host.activation import Options, for_a_block
 from cute_attn.host.doors import served
 from cute_attn.host.values import check_flags
 
@@ -142,11 +143,7 @@ def restore() -> None:
         activation.remove()
 
 
-@contextlib.contextmanager
-def active(**options: Any) -> Iterator[None]:
-    """:func:`activate` with these options for a ``with`` block, then :func:`restore`."""
-    activate(**options)
-    try:
-        yield
-    finally:
-        restore()
+def active(**options: Any) -> AbstractContextManager[None]:
+    """:func:`activate` with these options for a ``with`` block, after which calls are served as before it."""
+    start = functools.partial(activate, **options)
+    return for_a_block(start, restore, overrides.serving, overrides.Activation.start)

@@ -41,7 +41,10 @@ def attend(
 
 def _in_order_of(query: Tensor, out: Tensor) -> Tensor:
     """``out`` with its dimensions in memory in query's order, copied if necessary: programs rely on it for views."""
-    order = (*sorted(range(3), key=query.stride, reverse=True), 3)
+    order = [3]
+    for dim in range(3):  # compilers compare lengths that vary, and do not sort them
+        larger = [other for other in order[:-1] if query.stride(other) >= query.stride(dim)]
+        order.insert(len(larger), dim)
     stored = out.permute(order)
     if stored.is_contiguous():
         return out

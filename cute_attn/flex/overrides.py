@@ -77,8 +77,12 @@ class Activation:
     """
 
     def __init__(self, options: Options, device: str = "cuda") -> None:
-        global _serving
         self.options, self.device = options, device
+        self.start()
+
+    def start(self) -> None:
+        """Serve calls, in place of any other activation."""
+        global _serving
         with _switching:
             _serving = self
             _function.__code__ = _own

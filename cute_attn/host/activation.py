@@ -1,7 +1,12 @@
-"""Arguments of :func:`cute_attn.sdpa.activate`; commands check them before anything loads torch."""
+"""Arguments of :func:`cute_attn.sdpa.activate`, and ``with`` blocks of activations.
 
-from collections.abc import Sequence
+Commands check arguments before anything loads torch.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 BACKENDS = ("flash", "efficient", "cudnn")
 
@@ -29,3 +34,28 @@ class Options:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}; accepted: {', '.join(map(repr, accepted))}"
                 )
+
+
+@contextlib.contextmanager
+def for_a_block(
+    start: Callable[[], None],
+    restore: Callable[[], None],
+    serving: Callable[[], Any],
+    resume: Callable[[Any], object],
+) -> Iterator[None]:
+    """Serve calls for a ``with`` block, then as before it.
+
+    Args:
+        start: serves calls.
+        restore: lets PyTorch compute everything again.
+        serving: returns the current activation, or None.
+        resume: serves calls by an earlier activation again.
+    """
+    before = serving()
+    start()
+    try:
+        yield
+    finally:
+        restore()
+        if before is not None:
+            resume(before)

@@ -5,7 +5,6 @@ result holds for every call of the same metadata; lengths are read, and checked,
 """
 
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -68,6 +67,7 @@ def check_same_bits(call: Call) -> None:
         "dropout_p": bool(call.dropout),
         "block_mask": call.lists_blocks,
         "seqused_q": call.seqused_q is not None,
+        "cache_leftpad": call.cache_leftpad is not None,
         "return_softmax": call.return_softmax,
         "a top left mask": "top_left" in call.mask,
         "tile": bool(call.tile or call.backward_tile),
@@ -256,16 +256,23 @@ def _check_score_tensors(call: Call) -> None:
             raise ValueError(f"rng_state has shape {shape}, stride {stride}; accepted: (2,), (1,)")
 
 
+# Kernels divide fp32 numbers by the scale and by the softcap, which keep all quotients far from the bounds of fp32.
+_LARGEST_FACTOR = 2.0**60
+# Their tanh errs by 2e-7, and so a capped score by 1e-3 at most: no more than P rounds in 16 bits.
+_LARGEST_SOFTCAP = 2.0**12
+
+
 def check_scale(softmax_scale: float) -> None:
-    """Raise ValueError unless the scale is finite."""
-    if not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale is {softmax_scale}; accepted: a finite number")
+    """Raise ValueError unless kernels can compute with the scale in fp32."""
+    if softmax_scale and not 1 / _LARGEST_FACTOR <= abs(softmax_scale) <= _LARGEST_FACTOR:
+        accepted = "a finite number, 0 or from 2**-60 to 2**60 in magnitude"
+        raise ValueError(f"softmax_scale is {softmax_scale}; accepted: {accepted}")
 
 
 def check_softcap(softcap: float) -> None:
-    """Raise ValueError unless the softcap is finite and 0 or above."""
-    if not (math.isfinite(softcap) and softcap >= 0):
-        raise ValueError(f"softcap is {softcap}; accepted: a finite number above 0, or 0 for none")
+    """Raise ValueError unless kernels can compute with the softcap in fp32."""
+    if softcap and not 1 / _LARGEST_FACTOR <= softcap <= _LARGEST_SOFTCAP:
+        raise ValueError(f"softcap is {softcap}; accepted: a number from 2**-60 to 2**12, or 0 for none")
 
 
 def check_slopes(slopes: Tensor, batch: int, nheads: int) -> None:

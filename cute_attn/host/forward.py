@@ -58,12 +58,16 @@ def plan_of(call: Call) -> Plan:
 
 
 def key_of(options: Hashable, call: Call) -> tuple[Hashable, ...]:
-    """A plan's key without the tensors' metadata: the options, and whether q, k, v and a bias are aligned."""
+    """A plan's key without the tensors' metadata: the options, and what the plan depends on of addresses.
+
+    This is whether q, k, v and a bias are aligned, and whether k and v start at one address: V may be columns of K.
+    """
     # A bias of a subclass, such as a fake tensor, gets no plan; the checks refuse other layouts.
     bias = call.bias
     has_address = bias is not None and none_overrides((bias,)) and bias.layout is torch.strided
     starts = tuple(is_aligned(x) if none_overrides((x,)) else None for x in call[:3])
-    return "forward", options, starts, not has_address or is_aligned(bias)  # type: ignore[arg-type]
+    latent = None not in starts and call.k.data_ptr() == call.v.data_ptr()
+    return "forward", options, starts, latent, not has_address or is_aligned(bias)  # type: ignore[arg-type]
 
 
 # ---- the plan ----
@@ -78,7 +82,6 @@ def plan_forward(call: Call) -> Plan:
     """
     check(call)
     check_for_kernels(call, unaligned=True)
-    call = call.with_positive_scale()
     out_shape, _ = call.output_shapes()
     if 0 in (call.batch, *call.longest, math.prod(out_shape), math.prod(call.k.shape)):
         return Plan()
@@ -87,6 +90,7 @@ def plan_forward(call: Call) -> Plan:
         if any(copied):
             padding.check_rows({"q": call.q, "k": call.k, "v": call.v}, copied)
             return Plan(functions=padding.kernels_for("forward", call))
+        call = call.with_positive_scale()
         if call.same_bits:
             return divided.plan_for_attention(call)
         target = compiler.default_target("sm80")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cute_attn.host.memory import has_memory
 from cute_attn.host.plans import no_dispatch_mode
@@ -79,6 +80,7 @@ def unbind(packed: Tensor) -> tuple[Tensor, ...]:
 
     Its gradient is not copied if the backward of :func:`cute_attn.attention` wrote all gradients into one tensor.
     """
-    if packed.requires_grad and torch.is_grad_enabled() and no_dispatch_mode():
+    learns = packed.requires_grad and torch.is_grad_enabled()
+    if learns and no_dispatch_mode() and forward_ad._current_level < 0:
         return _Unbind.apply(packed)
     return packed.unbind(-3)

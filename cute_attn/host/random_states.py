@@ -5,6 +5,8 @@ generator. A call takes the state for the generator's current seed and offset, a
 dropouts do: equal generator states give equal masks, and different ones different masks.
 """
 
+import os
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,13 +43,32 @@ class States:
 
     def take(self) -> Tensor:
         """Return the state for the generator's seed and offset, and advance the offset."""
-        generator = self.generator
-        seed, offset = generator.initial_seed(), generator.get_offset()
-        generator.set_offset(offset + STEP)
-        group, index = divmod(offset // STEP, DRAWN)
-        if self.which != (seed, group) or self.drawn is None:
-            self.drawn, self.which = _draw_group(generator.device, seed, group), (seed, group)
-        return as_strided(self.drawn, (2,), (1,), 2 * index)
+        with lock:
+            seed, offset = advance(self.generator, STEP)
+            group, index = divmod(offset // STEP, DRAWN)
+            if self.which != (seed, group) or self.drawn is None:
+                self.drawn, self.which = _draw_group(self.generator.device, seed, group), (seed, group)
+            return as_strided(self.drawn, (2,), (1,), 2 * index)
+
+
+lock: threading.Lock
+"""Held while a generator's offset is read and advanced. Keep no reference to it: a forked process has another one."""
+
+
+def _new_lock() -> None:
+    global lock
+    lock = threading.Lock()
+
+
+_new_lock()
+os.register_at_fork(after_in_child=_new_lock)  # another thread may have held it
+
+
+def advance(generator: torch.Generator, step: int) -> tuple[int, int]:
+    """The generator's seed and its offset, which is then advanced. The caller holds :data:`lock`."""
+    seed, offset = generator.initial_seed(), generator.get_offset()
+    generator.set_offset(offset + step)
+    return seed, offset
 
 
 def _draw_one(device: torch.device) -> Tensor:

@@ -7,8 +7,9 @@ With precision tf32 there is no lo.
 The split takes two launches. The first computes each tensor's largest magnitude, and the smallest of its rows' largest
 magnitudes; each CTA writes both numbers for its rows. In the second launch each CTA reduces these few numbers, which is
 faster than a launch in between, and writes the terms and the scale's inverse 2^-e for later kernels. If terms do not
-preserve the tensor's precision (:func:`cute_attn.device.terms.fits`), it writes 0 and no terms. The host reads no
-number. For the forward's Q only the scale is written: the main kernel splits rows of Q as it reads them.
+preserve the tensor's precision (:func:`cute_attn.device.terms.fits`), it writes 0 and no terms; for dO also if they
+would not preserve that of score gradients (``products_fit``). The host reads no number. For the forward's Q only the
+scale is written: the main kernel splits rows of Q as it reads them.
 
 All rows are measured, even those outside all sequences: a large number in such a row never changes a result, but may
 cost time, since another kernel then has to compute the result.
@@ -28,7 +29,15 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from cute_attn.device.row_places import RowPlaces
 from cute_attn.device.split_rows import LANES, VECTOR, load_row
-from cute_attn.device.terms import NO_ROW, fits, magnitude, power_of_two, scale_exponent, split
+from cute_attn.device.terms import (
+    NO_ROW,
+    fits,
+    magnitude,
+    power_of_two,
+    products_fit,
+    scale_exponent,
+    split,
+)
 from cute_attn.kernels import fakes
 from cute_attn.kernels.limits import beyond
 from cute_attn.tiles import padded
@@ -136,6 +145,10 @@ class SplitFp32:
                     mPartials[i, 0, partial], mPartials[i, 1, partial], numbers, thread
                 )
                 exponent, serves = scale_exponent(largest), fits(largest, smallest, self.traits.fp32_terms)
+                if cutlass.const_expr(i == 3):  # dO, after V
+                    cute.arch.barrier()  # all have read ``numbers``
+                    v = self.reduce(mPartials[2, 0, partial], mPartials[2, 1, partial], numbers, thread)
+                    serves = serves & products_fit(v, (largest, smallest), self.traits.fp32_terms)
                 if thread == 0 and block == 0:
                     mScales[i] = power_of_two(-exponent) if serves else Float32(0.0)
                 if cutlass.const_expr(i >= measured):

@@ -13,16 +13,16 @@ module registers it with PyTorch: ``torch.nn.attention.activate_flash_attention_
 ``activate(strict=True)``.
 """
 
-import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cute_attn.host import doors
-from cute_attn.host.activation import BACKENDS, Options
+from cute_attn.host.activation import BACKENDS, Options, for_a_block
 from cute_attn.host.doors import served
 from cute_attn.host.values import check_dense, check_flags, number
 from cute_attn.sdpa import overrides
@@ -74,11 +74,7 @@ def activate(
             raise ValueError(why)
         doors.warn_once("cute_attn.sdpa", f"cute_attn.sdpa.activate() does nothing here: {why}")
     else:
-        _register(options)
-        try:
-            torch.nn.attention.activate_flash_attention_impl(NAME)
-        finally:
-            _register(Options())
+        _start_in_pytorch(functools.partial(_start, options))
 
 
 def restore() -> None:
@@ -96,14 +92,10 @@ def restore() -> None:
         serving.remove()
 
 
-@contextlib.contextmanager
-def active(**options: Any) -> Iterator[None]:
-    """:func:`activate` with these options for a ``with`` block, then :func:`restore`."""
-    activate(**options)
-    try:
-        yield
-    finally:
-        restore()
+def active(**options: Any) -> AbstractContextManager[None]:
+    """:func:`activate` with these options for a ``with`` block, after which calls are served as before it."""
+    start = functools.partial(activate, **options)
+    return for_a_block(start, restore, overrides.serving, lambda before: _start_in_pytorch(before.start))
 
 
 def reason(
@@ -171,8 +163,14 @@ def _start(options: Options) -> Activation:
     return Activation(options)
 
 
-def _register(options: Options) -> None:
-    torch.nn.attention.register_flash_attention_impl(NAME, register_fn=functools.partial(_start, options))
+def _start_in_pytorch(start: Callable[[], Activation]) -> None:
+    """Let PyTorch call ``start``, and keep the activation that it returns as a handle."""
+    torch.nn.attention.register_flash_attention_impl(NAME, register_fn=start)
+    try:
+        torch.nn.attention.activate_flash_attention_impl(NAME)
+    finally:
+        torch.nn.attention.register_flash_attention_impl(NAME, register_fn=_default)
 
 
-_register(Options())
+_default = functools.partial(_start, Options())
+torch.nn.attention.register_flash_attention_impl(NAME, register_fn=_default)

@@ -1,8 +1,9 @@
 """Decides from metadata which calls of PyTorch's attention operators the kernels serve.
 
 A :class:`Request` holds the metadata that a forward and its backward both have. :func:`why_not` depends on nothing
-else, so both run here or both in PyTorch, except forwards whose mask :func:`why_not_drawn` leaves to PyTorch. A request
-has no strides: a compiler may save a tensor with other strides. Tensors that kernels cannot read are copied.
+else, so both run here or both in PyTorch, except forwards whose mask :func:`why_not_drawn` leaves to PyTorch, or with
+same_bits. A request has no strides: a compiler may save a tensor with other strides. Tensors that kernels cannot read
+are copied.
 """
 
 import functools
@@ -32,6 +33,7 @@ class Request(NamedTuple):
         longest: max_seqlen_q and max_seqlen_k.
         causal, window, dropout_p, scale: arguments of the operator; window is (left, right), below 0 for no bound.
         learns: True if the operator states that a backward follows; only cuDNN's does.
+        same_bits: True for a forward in which no other sequence may change a bit; backwards never state it.
     """
 
     backend: str
@@ -49,6 +51,7 @@ class Request(NamedTuple):
     dropout_p: float
     scale: float | None
     learns: bool = False
+    same_bits: bool = False
 
     @property
     def packed(self) -> bool:
@@ -103,6 +106,8 @@ def _stated_reason(request: Request) -> str | None:
         return f"q and v have head dims {request.q[-1]} and {request.v[-1]}; accepted: 1 or more"
     if (request.lengths[0] is None) != (request.lengths[1] is None):
         return "one of cum_seq_q and cum_seq_k is missing; accepted: both, or neither"
+    if request.same_bits and request.target != "sm90":
+        return f"num_splits is 1 on {request.target}, where other sequences change bits; accepted: on sm90"
     if request.backend == "flash" and request.q[-1] != request.v[-1]:
         return f"v has head_dim {request.v[-1]}; accepted by flash attention: {request.q[-1]}, q's"
     if not request.packed and len(request.q) == 4 and request.longest != (request.q[1], request.k[1]):
@@ -152,6 +157,7 @@ def translated(request: Request, inputs: Inputs, rng_state: Tensor | None = None
         **inputs._asdict(), rng_state=rng_state, max_seqlen_q=request.longest[0], max_seqlen_k=request.longest[1],
         softmax_scale=request.q[-1] ** -0.5 if request.scale is None else request.scale, mask=mask,
         window_left=window_left, window_right=window_right, dropout=dropout, dropout_p=request.dropout_p,
+        deterministic=request.same_bits, same_bits=request.same_bits,
     )  # fmt: skip
 
 
@@ -165,10 +171,12 @@ def request_of(
     window: tuple[int | None, int | None] = (None, None),
     longest: tuple[int, int] | None = None,
     learns: bool = False,
+    same_bits: bool = False,
 ) -> Request:
     """The request that describes an operator's arguments.
 
-    longest: max_seqlen_q and max_seqlen_k; by default the seqlens. learns: see :class:`Request`.
+    longest: max_seqlen_q and max_seqlen_k; by default the seqlens. learns, same_bits: see
+    :class:`Request`.
     """
     q, k, v, bias, *lengths = inputs[:6]
     present = [x for x in inputs if x is not None]
@@ -189,6 +197,7 @@ def request_of(
         dropout_p=dropout_p,
         scale=scale,
         learns=learns,
+        same_bits=same_bits,
     )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from cute_attn.host import memory, record
 from cute_attn.host.activation import BACKENDS, Options
 from cute_attn.host.bias import four_dims
+from cute_attn.host.checks import check_like
 from cute_attn.sdpa.calls import Inputs, Request, _is_capturing, request_of, why_not, why_not_drawn
 from cute_attn.sdpa.plans import Results, backward, forward
 
@@ -235,11 +236,14 @@ def cudnn_backward(options: Options, given: Any) -> tuple | str:
     return _drawn_by_pytorch(given) or _backward(request, _inputs(given, bias), grads, state)
 
 
-def _rows(given: Any, seqused_k: Tensor | None = None, slopes: Tensor | None = None) -> tuple[Request, tuple]:
+def _rows(
+    given: Any, seqused_k: Tensor | None = None, slopes: Tensor | None = None, *, same_bits: bool = False
+) -> tuple[Request, tuple]:
     """The request and the inputs for tensors with rows before heads: batches, or packed sequences."""
     lengths = (given.cum_seq_q, given.cum_seq_k)
     inputs = (given.query, given.key, given.value, None, *lengths, seqused_k, slopes)
-    options = {"causal": given.is_causal, "dropout_p": given.dropout_p, "scale": given.scale}
+    options: dict[str, Any] = {"causal": given.is_causal, "dropout_p": given.dropout_p, "scale": given.scale}
+    options["same_bits"] = same_bits
     window = (given.window_size_left, given.window_size_right)
     longest = None if lengths[0] is None else (given.max_q, given.max_k)  # ignored on batches
     return request_of("flash", Inputs(*inputs), **options, window=window, longest=longest), inputs
@@ -247,14 +251,18 @@ def _rows(given: Any, seqused_k: Tensor | None = None, slopes: Tensor | None = N
 
 @_of("flash", "_flash_attention_forward")
 def rows_forward(options: Options, given: Any) -> tuple | str:
-    """Serve ``_flash_attention_forward``, unless it has a block_table.
+    """Serve ``_flash_attention_forward``, unless it has a block_table or a number of splits other than 1.
 
-    The backward operator has no seqused_k or alibi_slopes, here and in PyTorch, so gradients ignore both. Whether a
-    backward is served does not depend on them.
+    With num_splits=1 no other sequence may change a bit of a sequence's output. The backward operator has no
+    num_splits, seqused_k or alibi_slopes, here and in PyTorch, so gradients ignore them. Whether a backward is served
+    does not depend on them.
     """
     if getattr(given, "block_table", None) is not None:  # not every version has it
         return "block_table needs kernels for paged keys; accepted: None"
-    request, inputs = _rows(given, given.seqused_k, given.alibi_slopes)
+    num_splits = getattr(given, "num_splits", None)
+    if num_splits not in (None, 0, 1):
+        return f"num_splits is {num_splits}; accepted: None, or 1"
+    request, inputs = _rows(given, given.seqused_k, given.alibi_slopes, same_bits=num_splits == 1)
     found = _forward(request, options, inputs, heads_first=False, debug=given.return_debug_mask)
     if isinstance(found, str):
         return found
@@ -263,13 +271,17 @@ def rows_forward(options: Options, given: Any) -> tuple | str:
 
 @_of("flash", "_flash_attention_forward_no_dropout_inplace")
 def rows_forward_into(options: Options, given: Any) -> Tensor | str:
-    """Write the result to ``out`` and return lse. This operator has no backward."""
+    """Write the result to ``out``, except rows that no sequence owns, and return lse. This operator has no backward."""
     arguments = vars(given) | {"dropout_p": 0.0, "return_debug_mask": False}
-    out = arguments.pop("out")
+    out, q = arguments.pop("out"), given.query
+    try:
+        check_like("out", out, device=q.device, dtype=q.dtype, shape=q.shape)
+    except ValueError as error:
+        return str(error)
     found = rows_forward(options, **arguments)
     if isinstance(found, str):
         return found
-    record.step(Tensor.copy_, out, found[0])
+    record.step(memory.write_owned, out, found[0], given.cum_seq_q)
     return found[1]
 
 

@@ -173,17 +173,21 @@ class Activation:
     """
 
     def __init__(self, options: Options, key: str = "CUDA") -> None:
-        """Serve the operators of the options' backends."""
         self.options = options
         self.key = key
-        own = overrides(key)
+        self.start()
+
+    def start(self) -> "Activation":
+        """Serve the operators of the options' backends, in place of any other activation; returns self."""
+        own = overrides(self.key)
         with _registering:
             for backend, operators in OPERATORS.items():
                 for name in operators.keys() & own.keys():
-                    own[name].options = options if backend in options.backends else None
-            plans.forget(_serving.get(key, self))
-            _serving[key] = self
-            _override_composite(key)
+                    own[name].options = self.options if backend in self.options.backends else None
+            plans.forget(_serving.get(self.key, self))
+            _serving[self.key] = self
+            _override_composite(self.key)
+        return self
 
     def remove(self) -> None:
         """Let PyTorch compute all calls; has no effect a second time, or after another activation."""

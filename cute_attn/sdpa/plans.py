@@ -208,9 +208,8 @@ def draw(request: Request, device: torch.device, rng: str) -> Tensor:
     """Seed and offset of a mask; with rng="torch", the ones that PyTorch's kernel would get from its generator."""
     if rng != "torch":
         return random_states.draw(device)
-    generator = _generator(device)
-    seed, offset = generator.initial_seed(), generator.get_offset()
-    generator.set_offset(offset + _advance(request))
+    with random_states.lock:
+        seed, offset = random_states.advance(_generator(device), _advance(request))
     return torch.tensor([(seed + 2**63) % 2**64 - 2**63, offset], dtype=torch.int64, device=device)
 
 

@@ -3,13 +3,14 @@
 import pytest
 import torch
 
+from cute_attn import attention
 from cute_attn.api import operators
 from cute_attn.api.attention import _call_of, _Options
 from cute_attn.compiler import registry
 from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.host import divided, forward, split_kv
 from cute_attn.host.choose import choose_kernel
-from tests import emulated_kvcache
+from tests import emulated_kvcache, machine
 from tests.cpu.test_examples import load
 
 PROCESSORS = 132
@@ -148,6 +149,20 @@ def test_rows_that_no_sequence_owns_stay(monkeypatch):
     out, lse = torch.full(shape, 7.0).half(), torch.empty(lse_shape)
     forward._divided(plan, params, out, lse, keeps_rows=True)
     assert out[3:].eq(7.0).all() and not out[:3].eq(7.0).any()
+
+
+def test_the_same_bits_of_latent_values_have_a_plan_of_their_own(monkeypatch):
+    """Metadata does not show whether V is columns of K, which that plan's kernel does not load again."""
+    latent = []
+
+    def launched(kernel, target):
+        return lambda given: latent.append(kernel.traits.latent) if kernel.traits.op == "kvcache" else None
+
+    machine.gpu(monkeypatch, launched)
+    q, k, other = (torch.zeros(1, n, heads, 576).bfloat16() for n, heads in ((64, 16), (256, 1), (256, 1)))
+    for x in (k, other, other, other):
+        attention(q, k, x[..., :512], same_bits=True)
+    assert latent == [True, False, False, False]
 
 
 def test_ampere_keeps_its_forward():

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import cute_attn.flash_attn as package
 from cute_attn import attention, attention_varlen
@@ -158,6 +159,33 @@ def test_dropout_comes_from_the_generator(varlen, packed):
     compare(found, wanted, tensors)
     assert torch.equal(found[2], wanted[2]) and found[2].signbit().any()
     assert not torch.equal(call(tensors, varlen, packed, dropout_p=0.4, causal=True), found[0])
+
+
+@pytest.mark.parametrize("packed", ["kv", "qkv"])
+def test_tangents_of_packed_tensors_that_learn(packed):
+    """As in a model in training."""
+    given = leaves(False, packed)
+    dots = [randn(*x.shape, seed=5).to(x.dtype) for x in given]
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(*pair) for pair in zip(given, dots, strict=True)]
+        found = forward_ad.unpack_dual(call(duals, False, packed)).tangent
+        wanted = forward_ad.unpack_dual(expected(duals, False, packed)[0]).tangent
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_rows_without_a_sequence_or_a_position_are_not_rotated(inplace):
+    cos, sin = torch.rand(4, 4).double().cos(), torch.rand(4, 4).double().sin()
+    x = torch.randn(9, 1, 8).double()  # rows 0, 7 and 8 are nobody's, 5 and 6 at positions 4 and 5 of 4
+    starts, offsets = int32(1, 3, 7), int32(1, 2)
+    wanted = x.clone()
+    for row, position in ((1, 1), (2, 2), (3, 2), (4, 3)):
+        wanted[row] = rotary.apply_rotary_emb_torch(
+            x[None, row : row + 1], cos[position : position + 1], sin[position : position + 1]
+        )[0, 0]
+    found = rotary.apply_rotary(x, cos, sin, offsets, starts, 4, inplace=inplace)
+    torch.testing.assert_close(found, wanted)
+    assert (found.data_ptr() == x.data_ptr()) == inplace
 
 
 def test_a_query_without_keys_has_zeros_and_an_lse_of_plus_infinity():

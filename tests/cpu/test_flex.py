@@ -351,6 +351,29 @@ def test_compiled_programs_are_served(on_cpu):
     assert served() == {"": 2}
 
 
+@pytest.mark.parametrize("module", [flex, pytorch], ids=["ours", "pytorchs"])
+def test_one_graph_serves_lengths_that_change(module, on_cpu):
+    compiled = torch.compile(module.flex_attention, backend="eager", fullgraph=True)
+    for length in (20, 30):
+        x = inputs(lengths=(length, length))
+        found = compiled(*x)
+        assert found.stride() == x[0].stride()
+        torch.testing.assert_close(found, dense(*x)[0])
+    assert served() == ({} if module is flex else {"": 2})  # traced for the first length, and for any other
+
+
+def test_a_block_inside_another_one_ends_alone(monkeypatch):
+    monkeypatch.setattr(doors, "why_nothing_is_served", lambda: None)
+    flex.activate(unsupported="error")
+    outer = overrides.serving()
+    with flex.active():
+        assert overrides.serving() is not outer
+        flex.restore()
+    assert overrides.serving() is outer and pytorch.flex_attention.__code__ is overrides._own
+    flex.restore()
+    assert overrides.serving() is None
+
+
 def test_lengths_that_change_are_served_when_the_compiler_gives_up(on_cpu):
     counter, limit = torch._dynamo.testing.CompileCounter(), 2
     with torch._dynamo.config.patch(recompile_limit=limit):

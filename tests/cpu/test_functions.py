@@ -197,6 +197,16 @@ s.unsqueeze(0).exp().view(()) + s[None][0]; s * (i[None] - j.reshape(1)).squeeze
 torch.where(i < j, s, torch.tensor(-0.5, dtype=s.dtype, device=s.device)); s * torch.full((), 0.3, dtype=torch.bfloat16)
 s * (torch.ones((), dtype=torch.bool) & (i > j)); s.lerp(torch.zeros((), dtype=s.dtype), 0.3) * torch.scalar_tensor(2.0)
 s + i.short() + i.char() * 2 + (i * 7).byte() + s.to(torch.int8); torch.where(condition=i < j, input=s, other=0.0)
+torch.hypot(s, BYTES[i]); torch.hypot(SIGNED[j], s); s + torch.asinh(SIGNED[i]) + torch.acosh(WORDS[i])
+torch.addcmul(s, SIGNED[i], SIGNED[j]); s + torch.atan2(SIGNED[i], SIGNED[j]) + torch.special.entr(BYTES[i])
+s * torch.isclose(BYTES[i], BYTES[j], 0.1, 5.0); torch.addcdiv(s, SIGNED[i], DOUBLES[j], value=3); s + i * 0.1 // 0.1
+s % 0.7 + torch.remainder(s, DOUBLES[i]); torch.div(s, 0.3, rounding_mode="floor") * s; torch.fmod(1e9 * s, DOUBLES[i])
+torch.remainder(torch.tensor(2.5), s) + torch.div(torch.tensor(2.5), s, rounding_mode="floor")
+torch.remainder(s, math.inf).clamp(max=3) + torch.remainder(s, -0.7) + (i * 0.1 - 2) // math.inf + (i - j) * 0.5 // 1.0
+F.softplus(1e3 * s); F.logsigmoid(1e3 * s); F.mish(1e3 * s); F.elu(1e3 * s); F.selu(1e3 * s); F.celu(1e3 * s, 0.5)
+F.relu6(s - s.detach() + 6); F.relu6(s - s.detach()); F.hardtanh(s - s.detach() - 1); F.hardtanh(s - s.detach() + 1)
+F.hardsigmoid(s - s.detach() + 3); F.hardswish(s - s.detach() - 3); F.hardswish(s - s.detach() + 3)
+torch.nan_to_num(F.relu(torch.where(i < j, math.nan, s)), 0.5)
 """
 
 
@@ -277,6 +287,28 @@ def test_the_definition_has_torchs_values(function, dtype, default):
 def test_integers_of_kernels_are_torchs():
     found = check_epilogue(hashed)
     assert found.passed and not any(one.precision for one in found.comparisons), str(found)
+
+
+def remainders(s, b, h, i, j):
+    far = (i * j * 99991.0) % 0.7 + torch.fmod((i - j) * 99991.0, 0.3) + (i - j) / 3.0 % math.inf
+    return s + far + ((i - j) * 0.1 // 0.1 + (i * 0.1) % -0.1 + torch.remainder(j - i, h + 1.5)) * 0.01
+
+
+def quotients(b, h, q_idx, kv_idx):
+    by_column = (q_idx / 41).floor() + (q_idx / 49).int() == (kv_idx / 41).floor() + (kv_idx / 49).int()
+    return by_column | ((q_idx - kv_idx) / 47 == (q_idx - kv_idx) // 47) | (kv_idx / (h + 46.0) == 1.0)
+
+
+@pytest.mark.parametrize("function", [remainders, quotients])
+def test_steps_see_quotients_as_torch_rounds_them(function):
+    found = check_epilogue(function)
+    assert found.passed and not any(one.precision for one in found.comparisons), str(found)
+
+
+def test_a_branch_that_autograd_needs_guarded_costs_kernels_nothing():
+    lowered = user_epilogue(epilogue_of(lambda s, *_: F.softplus(s), None)[0]).lowered
+    for node in (lowered.forward, lowered.slope.node):
+        assert [x.op for x in graph.ordered(node)].count("where") == 1
 
 
 @pytest.mark.parametrize("function", [sliding_window, document, alibi, integers])

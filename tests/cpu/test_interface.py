@@ -70,7 +70,10 @@ dense(window=(-2, 0)) -> ValueError: window is (-2, 0); accepted: numbers of key
 dense(window=(1.5, 0)) -> ValueError: window is (1.5, 0)
 dense(window=4) -> ValueError: window is 4; accepted: (left, right)
 dense(window=(4, 1), causal=True) -> ValueError: window is (4, 1); accepted with causal: a right of None or 0
-dense(softcap=-1.0) -> ValueError: softcap is -1.0; accepted: a finite number above 0, or 0
+dense(softmax_scale=-1e39) -> ValueError: softmax_scale is -1e+39; accepted: a finite number, 0 or from 2**-60
+dense(softcap=-1.0) -> ValueError: softcap is -1.0; accepted: a number from 2**-60 to 2**12, or 0
+dense(softcap=1e-46) -> ValueError: softcap is 1e-46
+dense(softcap=1e5) -> ValueError: softcap is 100000.0; accepted: a number from 2**-60 to 2**12, or 0
 dense(softcap=math.inf) -> ValueError: softcap is inf
 dense(dropout_p=1.0) -> ValueError: dropout_p is 1.0; accepted: 0 <= dropout_p < 1
 dense(dropout_p=1 - 2 ** (-25)) -> ValueError: dropout_p is 0.9999999...; accepted: 0 <=
@@ -113,8 +116,8 @@ attention(Q, Q, Q, out=torch.empty(1, 16, 2, 32, requires_grad=True))
 attention(Q, Q, Q, out=torch.empty(1, 16, 2, 32, device="meta")) -> ValueError: out has device meta; accepted: cpu
 attention(Q, Q, Q, kernel="sm95") -> ValueError: kernel is 'sm95' (did you mean 'sm90'?); accepted: 'sm80', 'sm90'
 attention(Q, Q, Q, tile="tilen=32") -> ValueError: tile has 'tilen=32' (did you mean 'tile_n'?)
-attention(Q, Q, Q, backward_tile="rows=3")
-    -> ValueError: tile has 'rows=3'; accepted: FIELD=VALUE with a field of tile_m
+attention(Q, Q, Q, backward_tile="height=3")
+    -> ValueError: tile has 'height=3'; accepted: FIELD=VALUE with a field of tile_m
 attention(Q, Q, Q, kernel="sm80", tile="speculative=true") -> ValueError: tile has 'speculative=true'; accepted
 attention_backward(Q, Q, Q, Q, Q, LSE, wanted=("bias",))
     -> ValueError: wanted is ('bias',); accepted: a tuple of 'q', 'k', 'v'
@@ -256,9 +259,18 @@ def test_biases_of_any_shape(name):
     heads_first = (x.transpose(1, 2) for x in (q, k, v))
     expected = torch.nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=bias).transpose(1, 2)
     torch.testing.assert_close(found, expected)
-    gradients = (torch.autograd.grad(x, inputs, randn(*found.shape, seed=9)) for x in (found, expected))
+    grad_out = randn(*found.shape, seed=9)
+    gradients = [torch.autograd.grad(x, inputs, grad_out, retain_graph=True) for x in (found, expected)]
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs)
+    given = [x.detach() for x in (grad_out, q, k, v, *attention(q, k, v, bias=bias, return_lse=True))]
+    wanted = ("q", "k", "v", "bias")[: len(inputs)]
+    into = [torch.full_like(x, math.nan).detach() for x in inputs]
+    for own in (None, into):
+        again = attention_backward(*given, bias=bias.detach(), wanted=wanted, into=own)
+        assert own is None or all(x is y for x, y in zip(again, own, strict=True))
+        for ours, theirs in zip(again, gradients[1], strict=True):
+            torch.testing.assert_close(ours, theirs)
 
 
 # ---- meaning of arguments ----
@@ -355,7 +367,10 @@ def test_backward_of_another_kernels_forward():
     options |= {"bias": bias.detach(), "sinks": sinks.detach(), "wanted": ("sinks", "bias", "v", "k", "q")}
     word = torch.tensor([-1, 7])
     for state in (word, word.view(torch.uint64), (2**64 - 1, 7), (torch.tensor(-1), torch.tensor([7]))):
-        grads = attention_backward(grad_out, *given, longer, grad_lse=grad_lse, rng_state=state, **options)
+        with torch.device("meta"):  # not where numbers belong
+            grads = attention_backward(
+                grad_out, *given, longer, grad_lse=grad_lse, rng_state=state, **options
+            )
         for a, b in zip(grads, reversed(expected), strict=True):
             torch.testing.assert_close(a, b)
 

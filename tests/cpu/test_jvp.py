@@ -216,18 +216,23 @@ def test_gradients_of_what_has_a_tangent(functional):
     same(tuple(found), expected)
 
 
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("inside", ["jvp", "dual level", ""])
 def test_in_compiled_code(inside):
-    """jvp inside a graph, and a compiled function of dual tensors."""
+    """jvp or a dual level inside a graph, and a compiled function of dual tensors."""
     given, dots = (tuple(x.values()) for x in (tensors(), tensors(seed=10)))
 
     def call(*given):
         return attention(*given, causal=True)
 
     expected = jvp(call, given, dots)
+
+    def dual(x, y):
+        with forward_ad.dual_level():
+            return tuple(forward_ad.unpack_dual(call(*map(forward_ad.make_dual, x, y))))
+
     if inside:
-        compiled = torch.compile(lambda x, y: jvp(call, x, y), fullgraph=True, backend="aot_eager")
-        same(compiled(given, dots), expected)
+        run = dual if inside == "dual level" else functools.partial(jvp, call)
+        same(torch.compile(run, fullgraph=True, backend="aot_eager")(given, dots), expected)
         return
     with forward_ad.dual_level():
         duals = [forward_ad.make_dual(*pair) for pair in zip(given, dots, strict=True)]

@@ -299,6 +299,14 @@ def test_gradients_have_the_strides_of_fake_ones(order):
 CU_2 = torch.arange(3, dtype=torch.int32)
 
 
+def test_kernels_gradients_have_the_strides_of_fake_ones(recorder):
+    """Also of views of one tensor, of which eager gradients are views, too."""
+    q, k, v = randn(2, 9, 3, 4, 16, dtype=BF16).unbind(2)
+    given = (q.contiguous(), None, q.contiguous(), randn(2, 4, 9), [True] * 3 + [False] * 2)
+    found = operators._backward_cuda(*given, *call(q, k, v).values(ATTENTION))
+    assert all(x.is_contiguous() for x in found[:3])
+
+
 def test_other_devices_are_refused():
     q = torch.empty(2, 5, 4, 64, dtype=BF16)
     with pytest.raises(ValueError, match="q is on meta; accepted: cuda and cpu tensors"):
@@ -409,6 +417,18 @@ def test_only_rows_that_start_anywhere_are_copied(recorder):
         for name, x in zip("qkv", (launched.mQ, launched.mK, launched.mV), strict=True):
             assert x.equal(given[name]) and (x is given[name]) == (name not in moved)
             assert x.data_ptr() % 16 == 0
+
+
+@pytest.mark.parametrize("scale", [0.3, -0.3, 0.0])
+def test_a_given_output_that_starts_anywhere(recorder, monkeypatch, scale):
+    """Written by the padding's inverse where q is padded, whatever copy of q has the scale's sign."""
+    q, k, v = kernel_inputs()
+    q = torch.empty(q.numel() + 1, dtype=BF16)[1:].view(q.shape).copy_(q)
+    out = q.new_empty(2 * 9 * 4 * 8 + 1)[1:].view(2, 9, 4, 8)
+    monkeypatch.setattr(recorder, "launched", Writes())
+    attention(q, k, v, softmax_scale=scale, out=out)
+    written = recorder.launched.last.mO
+    assert written.data_ptr() % 16 == 0 and out.equal(written)
 
 
 @pytest.mark.parametrize("given", [False, True])

@@ -277,6 +277,17 @@ def test_a_record_without_gradients_is_none_of_a_call_with_some(launches):
         attention(q, k, v, alibi_slopes=slopes)
 
 
+def test_a_record_without_gradients_of_a_given_output(launches):
+    """Its metadata is that of a call with gradients enabled and none required."""
+    (q, k, v), out = (randn(2, 128, 4, 64) for _ in range(3)), randn(2, 128, 4, 64)
+    with torch.no_grad():
+        for _ in range(3):
+            attention(q.clone().requires_grad_(), k, v, out=out)
+    for _ in range(3):
+        assert attention(q, k, v, out=out) is out
+    assert len(launches) == 6
+
+
 @pytest.mark.parametrize("door", ["attention", "flash_attn", "flex", "transformers"])
 def test_a_tangent_is_followed_after_a_record(door, launches):
     q, k, v = (randn(2, 128, 4, 64) for _ in range(3))

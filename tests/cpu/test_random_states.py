@@ -1,5 +1,8 @@
 """Philox states of dropout masks: taken from torch's generators in groups."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -80,6 +83,21 @@ def test_a_state_belongs_to_its_generators(generator):
     generator.stream = 7
     generator.offset = 10**9 * STEP
     assert draws(1) == far
+
+
+def test_threads_draw_different_states(generator, monkeypatch):
+    """Each yields to the other between reading the offset and advancing it."""
+    read = generator.get_offset
+
+    def get_offset():
+        offset = read()
+        time.sleep(0.001)
+        return offset
+
+    monkeypatch.setattr(generator, "get_offset", get_offset)
+    with ThreadPoolExecutor(2) as pool:
+        seen = [state for found in pool.map(draws, (20, 20)) for state in found]
+    assert len(set(seen)) == 40 and generator.offset == 40 * STEP
 
 
 def test_each_stream_draws_its_own(generator):

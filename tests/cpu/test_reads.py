@@ -88,6 +88,24 @@ SOURCES |= {
         "2.0 if torch.equal(t, torch.ones(2)) else 1.0",
     )
 }
+ROWS = torch.randn(4, 12)
+SOURCES |= {
+    read: ("n = torch.tensor(0)", f"s * {read}", "n.fill_(int(x))")
+    for read in (
+        *("ROWS[n][j]", "ROWS[n:][0, j]", "ROWS.narrow(0, start=n, length=1)[0, j]", "ROWS[h, n:][j % 9]"),
+        *("ROWS.view(2 * n + 2, -1)[h, j % 4]", "ROWS[h].view(n + 1, -1)[0, j % 3]"),
+    )
+}
+SOURCES |= {
+    read: ("t = torch.tensor([1.0, 1.0])", read, "t.fill_(x)")
+    for read in (
+        *(
+            "torch.add(s, s * j, alpha=t[0])",
+            "s * torch.full((), fill_value=t[0])",
+            "s * torch.as_tensor(data=t[0])",
+        ),
+    )
+}
 
 
 @pytest.mark.parametrize("source", sorted(SOURCES))
@@ -205,6 +223,7 @@ lambda s, b, h, i, j: s * [1, 2][h] -> TypeError: asks for the number of a trace
 lambda s, *_: s.type() and s -> TypeError: uses type with arguments that are not traced
 lambda s, b, h, i, j: s + TABLE.add_(i) -> TypeError: changes a value in place by add_
 lambda s, b, h, i, j: s + i.mul_(0.5) -> TypeError: writes a float in place of an integer by mul_
+lambda s, *_: torch.nn.functional.relu(s.detach(), inplace=True) + s -> TypeError: changes a value in place by relu
 lambda s, *_: s.detach().add_(1) + s -> TypeError: changes a value in place by add_
 lambda s, b, h, i, j: s + TABLE[BYTES[h]] -> TypeError: indexes a tensor by a torch.uint8
 lambda s, *_: s * (TABLE.sum() * s).sum() * TABLE -> TypeError: uses sum
@@ -244,6 +263,13 @@ def test_long_chains_are_traced_or_refused():
         attention(QUERIES, KEYS, VALUES, score_mod=chained(400))
 
 
+def doubled(x):
+    getattr(
+        x, str(x.dtype).removeprefix("torch.").replace("float16", "half").replace("float32", "float")
+    )().mul_(2)
+    return x
+
+
 def as_number(x):
     return x * 2 if isinstance(x, torch.Tensor) else x * 0
 
@@ -251,6 +277,12 @@ def as_number(x):
 @pytest.mark.parametrize(
     "function",
     [
+        lambda s, *_: torch.nn.functional.relu(s, inplace=True) * 0 + s,
+        lambda s, *_: torch.nn.functional.hardtanh(s * 3, -0.1, 0.1, inplace=True) + s,
+        lambda s, *_: s.to(s.dtype, copy=True).mul_(3) + s.to(torch.float32, False, True).mul_(2) + s,
+        lambda s, *_: torch.as_tensor(s).mul_(3) * 0 + s,
+        lambda s, *_: s.conj().mul_(3) * 0 + s,
+        lambda s, *_: doubled(s.half()) + doubled((s * 2).float()),
         lambda s, *_: as_number(s),
         compares,
         lambda s, *_: s * 2 if torch.is_tensor(s) else s * 0,

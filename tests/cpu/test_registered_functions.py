@@ -70,7 +70,7 @@ apply("relative_by_function", torch.zeros(9, 4).T, 0.5)
     -> TypeError: with 2 dimensions, its last stride not 1; accepted
 apply("relative_by_function", torch.zeros(4, 9), torch.zeros(()))
     -> TypeError: argument strength ... 0 dimensions; accepted: a float
-apply("blocks_of_keys", 2**31, LOOSE) -> ValueError: argument size ... is 2147483648; accepted: ints of 32 bits
+apply("blocks_of_keys", 2**30, LOOSE) -> ValueError: is 1073741824; accepted: ints from -536870912 to 536870912
 apply("blocks_of_keys", 3.0, LOOSE) -> TypeError: argument size ... is a float; accepted: an int
 apply("blocks_of_keys", 3, torch.ones(0)) -> ValueError: argument weights ... has shape (0,); accepted: elements
 """
@@ -163,7 +163,7 @@ wrong(lambda s, b, h, q, k: s + LOOSE[h]) -> refers to a tensor that is none of 
 wrong(lambda s, b, h, q, k, x: s)
     -> example of score_mod 'wrong' is None; accepted for arguments (x): a function of (batch, nheads,
 wrong(lambda s, b, h, q, k: s, LOOSE) -> returns 1 arguments; accepted: none
-wrong(lambda s, b, h, q, k, x: s, True) -> returns True for x; accepted: floats, ints of 32 bits, and den
+wrong(lambda s, b, h, q, k, x: s, True) -> returns True for x; accepted: floats, ints from -536870912 to
 wrong(lambda s, b, h, q, k, x: s, 2**31) -> returns 2147483648 for x; accepted
 wrong(lambda s, b, h, q, k, x: s, LOOSE.cfloat()) -> a tensor of torch.complex64, ... for x; accepted
 wrong(lambda s, b, h, q, k, x: s + (2 * x)[h], LOOSE) -> a tensor of shape (4,) as a whole

@@ -1,5 +1,6 @@
 """PyTorch's attention operators on the kernels: which calls are served, layouts, values, and the way back."""
 
+import functools
 import inspect
 import math
 import random
@@ -382,13 +383,35 @@ def test_packed_rows(of_torch, on_cpu):
 
 
 @with_pages
-def test_packed_rows_into_a_given_output(on_cpu):
+@pytest.mark.parametrize("target", ["sm90", "sm80"])
+def test_one_split_promises_the_same_bits(target, on_cpu, monkeypatch):
+    made, translated = [], plans.translated
+    monkeypatch.setattr(calls, "target_of", lambda device: target)
+    monkeypatch.setattr(plans, "translated", lambda *given: made.append(translated(*given)) or made[-1])
     q = randn(16, 4, 16, dtype=torch.float16)
+    run = functools.partial(aten._flash_attention_forward, q, q, q, CU, CU, 11, 11, 0.0, True, False)
+    run()
+    if target == "sm90":
+        run(num_splits=1)
+        assert [call.same_bits for call in made] == [False, True]
+    else:
+        with pytest.raises(registry.Unsupported, match="num_splits is 1 on sm80"):
+            run(num_splits=1)
+    with pytest.raises(registry.Unsupported, match="num_splits is 2; accepted: None, or 1"):
+        run(num_splits=2)
+
+
+@with_pages
+def test_packed_rows_into_a_given_output(on_cpu):
+    q = randn(19, 4, 16, dtype=torch.float16)  # no sequence owns the last rows
     arguments = (q, q, q, CU, CU, 11, 11, 0.0, True, False)
-    out = torch.empty(16, 8, 16, dtype=torch.float16)[:, ::2]
+    out = torch.full((19, 8, 16), 7.0, dtype=torch.float16)[:, ::2]
     lse = aten._flash_attention_forward_no_dropout_inplace(out, *arguments, window_size_left=3)
     wanted = aten._flash_attention_forward(*arguments, window_size_left=3)
-    assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
+    assert torch.equal(out[:16], wanted[0][:16]) and torch.equal(lse, wanted[1]) and (out[16:] == 7).all()
+    for wrong in (out.float(), out[None]):
+        with pytest.raises(registry.Unsupported, match=r"out has (dtype|shape)"):
+            aten._flash_attention_forward_no_dropout_inplace(wrong, *arguments)
     table = torch.zeros(1, 1, dtype=torch.int32)
     with pytest.raises(registry.Unsupported, match="block_table needs kernels for paged keys"):
         aten._flash_attention_forward_no_dropout_inplace(out, *arguments, block_table=table)
@@ -650,6 +673,18 @@ def test_activate_and_restore(with_a_gpu):
     assert not serving() and torch.nn.attention.current_flash_attention_impl() is None
     with sdpa.active(backends=["efficient"]):
         assert serving().keys() == OPERATORS["efficient"].keys()
+    assert not serving()
+
+
+def test_a_block_inside_another_one_ends_alone(with_a_gpu):
+    sdpa.activate(rng="torch")
+    outer = overrides.serving()
+    with sdpa.active(backends=["efficient"]):
+        with sdpa.active():
+            assert set(serving().values()) == {Options()}
+        assert serving().keys() == OPERATORS["efficient"].keys()
+    assert overrides.serving() is outer and set(serving().values()) == {Options(rng="torch")}
+    torch.nn.attention.restore_flash_attention_impl()
     assert not serving()
 
 

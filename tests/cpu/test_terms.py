@@ -16,6 +16,7 @@ from cute_attn.device.terms import (
     TOP,
     fits,
     power_of_two,
+    products_fit,
     scale_exponent,
     scale_of,
     split,
@@ -59,6 +60,35 @@ def test_which_tensors_fit(count):
         assert bool(serves) == (count in fitting), (large, small)
         if serves:
             assert got_exponent == exponent and inverse == bits(2.0**-exponent)[0], (large, small)
+
+
+# (largest and smallest of V, of dO, in how many terms score gradients fit); each tensor by itself does
+PRODUCTS = [
+    *(((1.0, 1.0), (1.0, 1.0), (1, 2)), ((1.0, 2.0**-8), (1.0, 2.0**-9), (1, 2))),
+    *(((1.0, 2.0**-9), (1.0, 2.0**-9), (1,)), ((1.0, 2.0**-12), (1.0, 2.0**-13), ())),
+    *(((2.0**48, 2.0**48), (1.0, 1.0), (1, 2)), ((2.0**25, 2.0**25), (2.0**24, 2.0**24), ())),
+    *(((2.0**-24, 2.0**-24), (2.0**-25, 2.0**-25), ()), ((0.0, None), (1.0, 2.0**-13), (1, 2))),
+    ((1.0, 2.0**-13), (0.0, None), (1, 2)),
+]
+
+
+@cute.jit
+def write_products(v: cutlass.Constexpr, do: cutlass.Constexpr, count: cutlass.Constexpr, out: cute.Tensor):
+    v, do = (tuple(Int32(x) for x in magnitudes) for magnitudes in (v, do))
+    out[0] = Int32(products_fit(v, do, count))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_which_score_gradients_fit(count):
+    pairs = [
+        [(bits(large)[0], NO_ROW if small is None else bits(small)[0]) for large, small in pair]
+        for *pair, _ in PRODUCTS
+    ]
+    found = run_on_host(
+        lambda out: [write_products(*pair, count, out[i, None]) for i, pair in enumerate(pairs)],
+        *(len(pairs), 1),
+    )
+    assert [bool(x) for x in found[:, 0]] == [count in fitting for *_, fitting in PRODUCTS]
 
 
 @cute.jit

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.func import grad, vjp, vmap
+from torch.func import grad, jvp, vjp, vmap
 
 from cute_attn import attention, attention_varlen
 
@@ -57,6 +57,35 @@ def test_vmap(in_dims):
     calls = [[one[j] if d is None else many[j][i] for j, d in enumerate(in_dims)] for i in range(3)]
     expected = [attention(*call, causal=True, return_lse=True) for call in calls]
     same(found, tuple(map(torch.stack, zip(*expected, strict=True))))
+
+
+def pulled_back(q, k, v):
+    out, pull = vjp(lambda *x: attention(*x, causal=True), q[0], k[0], v[0])
+    return vmap(pull)(torch.stack([out.cos(), out.sin()]))
+
+
+def score(s, b, h, i, j):
+    return s * 0.5 + (i - j)
+
+
+TRANSFORMED = {
+    "grad": lambda q, k, v: grad(loss, argnums=(0, 1, 2))(q[0], k[0], v[0]),
+    "vmap of a pull": pulled_back,
+    "vmap of grad": lambda *x: vmap(grad(loss, argnums=(0, 1, 2)))(*x),
+    "grad of vmap": lambda *x: grad(lambda *y: vmap(loss)(*y).sum())(*x),
+    "vmap of jvp": lambda *x: vmap(lambda *y: jvp(attention, y, y))(*x),
+    "grad of jvp": lambda q, k, v: grad(
+        lambda x: jvp(lambda y: attention(y, k[0], v[0]), (x,), (q[1],))[0].sin().sum()
+    )(q[0]),
+    "functions": lambda *x: vmap(grad(lambda *y: loss(*y, score_mod=score)))(*x),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_in_compiled_code(name):
+    torch._dynamo.reset()
+    run, given = TRANSFORMED[name], inputs(3)
+    same(torch.compile(run, backend="aot_eager", fullgraph=True)(*given), run(*given))
 
 
 ARGUMENTS = {

@@ -19,13 +19,32 @@ def _gelu(input: Tensor, approximate: str = "none") -> Tensor:
     return 0.5 * input * (1 + torch.erf(input * math.sqrt(0.5)))
 
 
+def _up_to(input: Tensor, limit: float = 0.0) -> Tensor:
+    """The input, or 0 above the limit, where another branch is chosen: its exponential has a finite derivative."""
+    return torch.where(input > limit, 0.0, input)
+
+
 def _softplus(input: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     x = input * beta
-    return torch.where(x > threshold, input, torch.log1p(torch.exp(x)) / beta)
+    return torch.where(x > threshold, input, torch.log1p(torch.exp(_up_to(x, threshold))) / beta)
 
 
 def _elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
-    return torch.where(input > 0, input, alpha * torch.expm1(input))
+    return torch.where(input > 0, input, alpha * torch.expm1(_up_to(input)))
+
+
+def _hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Tensor:
+    """The input between the bounds; at a bound the derivative is 0, unlike that of clamp."""
+    return torch.where(input >= max_val, max_val, torch.where(input <= min_val, min_val, input))
+
+
+def _float(x: Any) -> Any:
+    return 1.0 * x if isinstance(x, Tensor) and not x.is_floating_point() else x
+
+
+def _of_floats(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function with its integers converted to floats first: their own arithmetic would wrap."""
+    return lambda *inputs, **options: function(*map(_float, inputs), **options)
 
 
 def _asinh(input: Tensor) -> Tensor:
@@ -50,17 +69,16 @@ def _atan2(input: Tensor, other: Tensor) -> Tensor:
 
 
 def _copysign(input: Tensor, other: Any) -> Tensor:
-    size = 1.0 * torch.abs(input)
+    size = torch.abs(_float(input))
     if not isinstance(other, Tensor):
         return size if math.copysign(1, other) > 0 else -size
     return torch.where(torch.signbit(other), -size, size)
 
 
-def _fmod(input: Tensor, other: Any) -> Tensor:
-    if torch.result_type(input, other).is_floating_point:
-        return input - torch.div(input, other, rounding_mode="trunc") * other
-    size = torch.abs(input) % abs(other)
-    return torch.where(input < 0, -size, size)
+def _addcmul(input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1) -> Tensor:
+    if input.is_floating_point():
+        tensor1, tensor2 = _float(tensor1), _float(tensor2)
+    return input + value * tensor1 * tensor2
 
 
 def _isclose(
@@ -119,16 +137,16 @@ COMPOSED: dict[str, Callable[..., Tensor]] = {
     "elu": _elu,
     "selu": lambda input, inplace=False: 1.0507009873554805 * _elu(input, 1.6732632423543772),
     "celu": lambda input, alpha=1.0, inplace=False: torch.where(
-        input > 0, input, alpha * torch.expm1(input / alpha)
+        input > 0, input, alpha * torch.expm1(_up_to(input) / alpha)
     ),
     "leaky_relu": lambda input, negative_slope=0.01, inplace=False: torch.where(
         input > 0, input, input * negative_slope
     ),
     "prelu": lambda input, weight: torch.where(input > 0, input, weight.squeeze() * input),
-    "relu6": lambda input, inplace=False: torch.clamp(input, 0, 6),
-    "hardtanh": lambda input, min_val=-1.0, max_val=1.0, inplace=False: torch.clamp(input, min_val, max_val),
-    "hardsigmoid": lambda input, inplace=False: torch.clamp(input + 3, 0, 6) / 6,
-    "hardswish": lambda input, inplace=False: input * torch.clamp(input + 3, 0, 6) / 6,
+    "relu6": lambda input, inplace=False: _hardtanh(input, 0, 6),
+    "hardtanh": _hardtanh,
+    "hardsigmoid": lambda input, inplace=False: _hardtanh(input + 3, 0, 6) / 6,
+    "hardswish": lambda input, inplace=False: input * _hardtanh(input + 3, 0, 6) / 6,
     "hardshrink": lambda input, lambd=0.5: torch.where(torch.abs(input) > lambd, input, 0.0),
     "softshrink": lambda input, lambd=0.5: input - torch.clamp(input, -lambd, lambd),
     "tanhshrink": lambda input: input - torch.tanh(input),
@@ -137,18 +155,18 @@ COMPOSED: dict[str, Callable[..., Tensor]] = {
     # functions of one operand
     "frac": lambda input: input - torch.trunc(input),
     "tan": lambda input: torch.sin(input) / torch.cos(input),
-    "asin": lambda input: torch.atan(input / torch.sqrt((1 - input) * (1 + input))),
-    "acos": lambda input: 2 * torch.atan(torch.sqrt((1 - input) / (1 + input))),
+    "asin": _of_floats(lambda input: torch.atan(input / torch.sqrt((1 - input) * (1 + input)))),
+    "acos": _of_floats(lambda input: 2 * torch.atan(torch.sqrt((1 - input) / (1 + input)))),
     "sinh": lambda input: 0.5 * (torch.exp(input) - torch.exp(-input)),
     "cosh": lambda input: 0.5 * (torch.exp(input) + torch.exp(-input)),
-    "asinh": _asinh,
-    "acosh": lambda input: torch.log(input + torch.sqrt(input * input - 1)),
-    "atanh": lambda input: 0.5 * torch.log((1 + input) / (1 - input)),
+    "asinh": _of_floats(_asinh),
+    "acosh": _of_floats(lambda input: torch.log(input + torch.sqrt(input * input - 1))),
+    "atanh": _of_floats(lambda input: 0.5 * torch.log((1 + input) / (1 - input))),
     "erfc": lambda input: 1 - torch.erf(input),
     "log10": lambda input: torch.log2(input) * math.log10(2),
-    "logit": _logit,
+    "logit": _of_floats(_logit),
     "sinc": _sinc,
-    "entr": _entr,
+    "entr": _of_floats(_entr),
     "ndtr": lambda input: 0.5 + 0.5 * torch.erf(input * math.sqrt(0.5)),
     "deg2rad": lambda input: input * (math.pi / 180),
     "rad2deg": lambda input: input * (180 / math.pi),
@@ -159,21 +177,20 @@ COMPOSED: dict[str, Callable[..., Tensor]] = {
     "isneginf": lambda input: input == -math.inf,
     "nan_to_num": _nan_to_num,
     # functions of several
-    "hypot": lambda input, other: torch.sqrt(input * input + other * other),
+    "hypot": _of_floats(lambda input, other: torch.sqrt(input * input + other * other)),
     "logaddexp": _logaddexp,
     "logaddexp2": lambda input, other: _logaddexp(input * math.log(2), other * math.log(2)) / math.log(2),
     "lerp": lambda input, end, weight: input + weight * (end - input),
-    "addcmul": lambda input, tensor1, tensor2, *, value=1: input + value * tensor1 * tensor2,
-    "addcdiv": lambda input, tensor1, tensor2, *, value=1: input + value * tensor1 / tensor2,
+    "addcmul": _addcmul,
+    "addcdiv": lambda input, tensor1, tensor2, *, value=1: input + value * _float(tensor1) / tensor2,
     "masked_fill": lambda input, mask, value: torch.where(mask, value, input),
-    "atan2": _atan2,
+    "atan2": _of_floats(_atan2),
     "copysign": _copysign,
-    "fmod": _fmod,
     "fmax": lambda input, other: torch.where((input >= other) | (other != other), input, other),
     "fmin": lambda input, other: torch.where((input <= other) | (other != other), input, other),
     "float_power": lambda input, exponent: torch.pow(input.double(), exponent),
     "heaviside": lambda input, values: torch.where(input == 0, values, (input > 0).to(values.dtype)),
-    "isclose": _isclose,
+    "isclose": _of_floats(_isclose),
     "ldexp": lambda input, other: input * torch.exp2(other),
     "xlogy": _xlogy,
     "xlog1py": _xlog1py,

@@ -16,8 +16,10 @@ from torch import Tensor
 from cute_attn.epilogues.functions.graph import BOOL, FLOAT, Node, ordered
 
 _NUMBERS: dict[str, Callable[..., Any]] = {
-    **{op: getattr(operator, op) for op in ("add", "sub", "mul", "floordiv", "mod", "xor", "neg", "pow")},
+    **{op: getattr(operator, op) for op in ("add", "sub", "mul", "xor", "neg", "pow")},
     "div": operator.truediv,
+    "floordiv": lambda a, b: _floor_divided(_dividend(a, b), b),
+    "mod": lambda a, b: _dividend(a, b) % b,
     "and": operator.and_,
     "or": operator.or_,
     "shl": operator.lshift,
@@ -32,6 +34,7 @@ _TENSORS: dict[str, Callable[..., Tensor]] = {
     "clamp_max": lambda x, most: torch.clamp(x, max=most),
     "detach": torch.detach,
     "not": torch.bitwise_not,
+    "fmod": torch.fmod,
     **{name: getattr(torch, name) for name in ("minimum", "maximum", "exp", "exp2", "log", "log2", "sqrt")},
     **{
         name: getattr(torch, name)
@@ -39,7 +42,9 @@ _TENSORS: dict[str, Callable[..., Tensor]] = {
     },
     **{name: getattr(torch, name) for name in ("atan", "erf", "expm1", "log1p", "signbit")},
 }
-_STEPS = frozenset(("floor", "ceil", "trunc", "round", "signbit", "lt", "le", "gt", "ge", "eq", "ne"))
+_STEPS = frozenset((
+    "floor", "ceil", "trunc", "round", "signbit", "lt", "le", "gt", "ge", "eq", "ne", "floordiv", "mod", "fmod",
+))  # fmt: skip
 
 Value = Tensor | bool | int | float
 
@@ -123,6 +128,16 @@ def _tensor(x: Value, device: torch.device, dtype: torch.dtype | None = None) ->
     if dtype is None:
         dtype = torch.bool if isinstance(x, bool) else torch.int64 if isinstance(x, int) else torch.float32
     return torch.full((1, 1, 1, 1), x, dtype=dtype, device=device)
+
+
+def _dividend(a: Value, b: Value) -> Value:
+    """A number as a tensor if a float tensor divides it: torch differentiates only the remainder of tensors."""
+    return torch.full_like(b, a) if _is_float(b) and not isinstance(a, Tensor) else a  # type: ignore[arg-type]
+
+
+def _floor_divided(a: Value, b: Value) -> Value:
+    """a // b, with a derivative of 0."""
+    return torch.div(a, b, rounding_mode="floor") if isinstance(a, Tensor) else a // b
 
 
 def _element(table: Tensor | float, index: Sequence[Value], device: torch.device) -> Value:

@@ -13,7 +13,7 @@ from cutlass._mlir_helpers.op import loc_transform
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.cutlass_dsl import dsl_user_op
 
-from cute_attn.device.math import LOG2_E, exp2, fabs, fma, log2, reciprocal, tanh_base2
+from cute_attn.device.math import LARGEST, LOG2_E, exp2, fabs, fma, log2, reciprocal, tanh_base2
 from cute_attn.device.score_tile import ScoreTile
 from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, KEY, LONG, QUERY, Node, ordered
 from cute_attn.epilogues.functions.lowering import bounds, varies
@@ -289,6 +289,42 @@ def _bits(op: Callable[..., Any]) -> Callable[..., Any]:
     return lambda a, b: op(a.ir_value(), b.ir_value())
 
 
+def quotient(a: Float32, b: Float32, inverse: Float32) -> Float32:
+    """a / b as torch rounds it. inverse: 1 / b, to 1 ulp."""
+    near = a * inverse
+    found = fma(fma(-near, b, a), inverse, near)
+    return cutlass.select_(found == found, found, near)  # NaN if a number or the quotient is infinite
+
+
+def _fmod(a: Float32, b: Float32, inverse: Float32) -> Float32:
+    """a - trunc(a / b) * b without rounding; each of two rounds takes 23 digits off a quotient below 2^46."""
+    size, divisor = fabs(a), fabs(b)
+    rest = size
+    for _ in range(2):
+        rest = fma(-cute.math.trunc(quotient(rest, divisor, fabs(inverse))), divisor, rest)
+    rest = cutlass.select_(rest < 0.0, rest + divisor, rest)
+    rest = cutlass.select_((divisor > LARGEST) & (size <= LARGEST), size, rest)
+    return cutlass.select_(a < 0.0, -rest, rest)
+
+
+def _is_opposite(rest: Float32, b: Float32) -> Boolean:
+    return cutlass.select_(b < 0.0, rest > 0.0, rest < 0.0)
+
+
+def remainder(a: Float32, b: Float32, inverse: Float32) -> Float32:
+    """a - floor(a / b) * b."""
+    rest = _fmod(a, b, inverse)
+    return cutlass.select_(_is_opposite(rest, b), rest + b, rest)
+
+
+def floor_quotient(a: Float32, b: Float32, inverse: Float32) -> Float32:
+    """floor(a / b), from the remainder as in torch."""
+    rest = _fmod(a, b, inverse)
+    whole = cute.math.roundeven(quotient(a - rest, b, inverse))
+    whole = cutlass.select_(_is_opposite(rest, b), whole - 1.0, whole)
+    return cutlass.select_(b == 0.0, a * inverse, whole)
+
+
 _TURN = 6.283185307179586
 _TURN_HIGH = 6.28125  # so few digits that its multiples are exact
 _TURN_LOW = _TURN - _TURN_HIGH
@@ -319,6 +355,10 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "sub": lambda a, b: a - b,
     "mul": lambda a, b: a * b,
     "div": lambda a, b: a * reciprocal(b),
+    "quotient": quotient,
+    "floor_quotient": floor_quotient,
+    "remainder": remainder,
+    "fmod": _fmod,
     "neg": lambda a: -a,
     "abs": lambda a: fabs(a) if isinstance(a, Float32) else cutlass.max(a, -a),
     "floordiv": _floor_divide,

@@ -146,7 +146,8 @@ class Graph:
             for x, y in ((a, b), (b, a)):
                 if x.is_const(1):
                     return y
-        if (op in ("add", "sub") and b.is_const(0)) or (op in ("div", "floordiv") and b.is_const(1)):
+        whole = op == "floordiv" and a.kind != FLOAT
+        if (op in ("add", "sub") and b.is_const(0)) or ((op == "div" or whole) and b.is_const(1)):
             return a
         if op == "add" and a.is_const(0):
             return b
@@ -295,6 +296,16 @@ def _div(d: _Derivative, x: Node, a: Node, b: Node, da: Any, db: Any) -> Node | 
     return None if above is None else d.graph.binary("div", above, b)
 
 
+def _remainder(rounding: str) -> Rule:
+    """The derivative of a - rounding(a / b) * b."""
+
+    def rule(d: _Derivative, x: Node, a: Node, b: Node, da: Any, db: Any) -> Node | None:
+        whole = d.graph.unary(rounding, d.graph.binary("div", a, b))
+        return d.add(da, d.neg(d.mul(db, whole)))
+
+    return rule
+
+
 def _abs(d: _Derivative, x: Node, a: Node, da: Any) -> Node | None:
     zero = d.graph.const(0.0)
     below = d.where(d.graph.compare("lt", a, zero), d.neg(da), None)
@@ -350,6 +361,8 @@ _RULES: dict[str, Rule] = {
     "sub": lambda d, x, a, b, da, db: d.add(da, d.neg(db)),
     "mul": lambda d, x, a, b, da, db: d.add(d.mul(da, b), d.mul(db, a)),
     "div": _div,
+    "fmod": _remainder("trunc"),
+    "mod": _remainder("floor"),
     "pow": _pow,
     "neg": lambda d, x, a, da: d.neg(da),
     "abs": _abs,

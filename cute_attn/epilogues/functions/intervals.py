@@ -18,7 +18,7 @@ from cutlass._mlir.dialects import arith
 
 from cute_attn.device.math import fabs
 from cute_attn.device.warp import greater, lesser
-from cute_attn.epilogues.functions.device import Expressions
+from cute_attn.epilogues.functions.device import Expressions, floor_quotient, remainder
 from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, LONG, Node
 
 INT_RANGE = (-(2**31), 2**31 - 1)
@@ -158,10 +158,33 @@ def _corners(op: Callable[[Any, Any], Any], a: Interval, b: Interval) -> Interva
 
 def _mul(node: Node, a: Interval, b: Interval) -> Interval:
     found = _corners(lambda x, y: x * y, a, b)
-    if node.kind != FLOAT:
-        return found
-    low, high = (fabs(x) * _FUSED + _SMALLEST for x in found)
-    return Interval(found.low - low, found.high + high)
+    return found if node.kind != FLOAT else _widened(found, _FUSED)
+
+
+def _widened(x: Interval, by: float) -> Interval:
+    low, high = (fabs(end) * by + _SMALLEST for end in x)
+    return Interval(x.low - low, x.high + high)
+
+
+def _quotient(node: Node, a: Interval, b: Interval, inverse: Interval) -> Interval:
+    """A quotient is as far from the product with the reciprocal as both round."""
+    return _widened(_corners(lambda x, y: x * y, a, inverse), 2 * _FUSED)
+
+
+def _floor_quotient(node: Node, a: Interval, b: Interval, inverse: Interval) -> Interval:
+    """Known where one positive number divides, and quotients are so small that they are exact."""
+    found = Interval(*(floor_quotient(x, b.low, inverse.low) for x in a))
+    positive = (b.low > 0.0) & (b.low == b.high)
+    return _if(positive & (found.low > -(2.0**22)) & (found.high < 2.0**22), FLOAT, found)
+
+
+def _remainder(node: Node, a: Interval, b: Interval, inverse: Interval) -> Interval:
+    """Exact if both ends have the same quotient, otherwise from 0 to the divisor; unknown with the quotient."""
+    whole = _floor_quotient(node, a, b, inverse)
+    low, high = (remainder(x, b.low, inverse.low) for x in a)
+    one = whole.low == whole.high
+    found = Interval(_select(one, low, Float32(0.0)), _select(one, high, b.high))
+    return _if(whole.low <= whole.high, FLOAT, found)
 
 
 def _abs(node: Node, a: Interval) -> Interval:
@@ -315,6 +338,9 @@ _RULES: dict[str, Callable[..., Interval]] = {
     "sub": _sub,
     "distance": _distance,
     "mul": _mul,
+    "quotient": _quotient,
+    "floor_quotient": _floor_quotient,
+    "remainder": _remainder,
     "neg": lambda node, a: Interval(-a.high, -a.low),
     "abs": _abs,
     "minimum": _lower,

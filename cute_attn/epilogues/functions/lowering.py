@@ -7,6 +7,7 @@ multiply-add per element, as in an epilogue written by hand.
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +32,20 @@ _BOUNDED = frozenset((
     "acc", "batch", "head", "query", "key", "const", "extent", "unit", "inverse", "cast", "add", "sub", "mul", "neg",
     "abs", "where", "minimum", "maximum", "clamp_min", "clamp_max", "and", "or", "xor", "not", "floor", "ceil", "trunc",
     "lt", "le", "gt", "ge", "eq", "ne", "tanh2", "sigmoid2", "sin", "cos", "atan", "erf", "round", "distance", "order",
+    *("quotient", "floor_quotient", "remainder", "fmod"),
 ))  # fmt: skip
 """Operations that are finite for finite operands."""
+_STEPS = frozenset((
+    "floor", "ceil", "trunc", "round", "cast", "lt", "le", "gt", "ge", "eq", "ne", "floordiv", "mod", "fmod",
+))  # fmt: skip
+"""Operations whose result may depend on an operand's last digit, if a float is cast to an integer."""
+_QUOTIENTS = {"div": "quotient", "floordiv": "floor_quotient", "mod": "remainder", "fmod": "fmod"}
+"""Operations of floats -> those of the device, on the operands and the divisor's reciprocal."""
+_APPROXIMATE = frozenset((
+    "score", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid", "sin", "cos", "atan", "erf", "expm1",
+    "log1p", "pow",
+))  # fmt: skip
+"""Values that kernels round otherwise than torch."""
 _MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
 """The comparison of b and a that is equal to a comparison of a and b."""
 _EXACT = 1 << 24
@@ -94,7 +107,7 @@ def varies(node: Node) -> bool:
 
 def lower(graph: Graph, output: Node, wanted: Collection[int] = ()) -> Lowered:
     """Lower a traced graph for the device. wanted: numbers of the tensors that need a gradient."""
-    lowering = _Lowering(graph)
+    lowering = _Lowering(graph, output)
 
     def slope(by: Node | None = None) -> Slope | None:
         found = derivative(graph, output, by)
@@ -111,7 +124,18 @@ def lower(graph: Graph, output: Node, wanted: Collection[int] = ()) -> Lowered:
 
 def lower_predicate(graph: Graph, predicate: Node) -> Node:
     """Lower the result of a mask_mod for the device."""
-    return _Lowering(graph).of(predicate)
+    return _Lowering(graph, predicate).of(predicate)
+
+
+def _quotients(output: Node) -> set[Node]:
+    """Divisions that steps need as torch rounds them: 41 times fp32's 1 / 41 is less than 1."""
+    nodes, approximate = ordered(output), set[Node]()
+    for x in nodes:
+        if x.op in _APPROXIMATE or not approximate.isdisjoint(x.args):
+            approximate.add(x)
+    steps = [x for x in nodes if x.op in _STEPS and (x.op != "cast" or x.kind != FLOAT)]
+    exact = [arg for x in steps for arg in x.args if arg not in approximate]
+    return {x for x in ordered(*exact) if x.op == "div"}
 
 
 _SIGNED = frozenset(("add", "where", "minimum", "maximum", "clamp_min", "clamp_max"))
@@ -166,9 +190,9 @@ def _once(method: Callable[[Any, Node], Any]) -> Callable[[Any, Node], Any]:
 
 
 class _Lowering:
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, output: Node) -> None:
         self.found: dict[str, dict[Node, Any]] = {}
-        self.graph = graph
+        self.graph, self.quotients = graph, _quotients(output)
         self.acc = graph.make("acc", FLOAT, depends_on=SCORE)
         self.inverse = graph.make("inverse", FLOAT)
         self._known: dict[Node, Node] = {}
@@ -188,7 +212,8 @@ class _Lowering:
         return found
 
     def _lowered(self, node: Node) -> Node:
-        g, args = self.graph, [self.of(arg) for arg in node.args]
+        operands = self._branches(*node.args) if node.op == "where" and node.kind == FLOAT else node.args
+        g, args = self.graph, [self.of(arg) for arg in operands]
         if node.op == "score":
             return self.score
         if node.op == "detach":
@@ -208,6 +233,10 @@ class _Lowering:
         if node.kind == FLOAT:
             if node.op == "mul":
                 return self.mul(*args)
+            if node.op in _QUOTIENTS and (
+                node.op != "div" or (node in self.quotients and not _is_power_of_2(args[1]))
+            ):
+                return g.make(_QUOTIENTS[node.op], FLOAT, (*args, self._reciprocal(args[1])))
             if node.op == "div" and not varies(args[1]):
                 return self.mul(args[0], self._reciprocal(args[1]))
             if node.op == "tanh":
@@ -222,6 +251,25 @@ class _Lowering:
                 return self._times(g.make("log2", FLOAT, args), LN_2)
         dtype = node.dtype if node.op == "load" else ""
         return g.make(node.op, node.kind, args, node.value, node.depends_on, dtype)
+
+    def _branches(self, condition: Node, a: Node, b: Node) -> tuple[Node, ...]:
+        """The operands of ``where``; one of the same condition within a branch, as autograd needs it, has no choice."""
+        return (condition, self._decided(condition, a, 1), self._decided(condition, b, 2))
+
+    def _decided(self, condition: Node, branch: Node, chosen: int) -> Node:
+        made: dict[Node, Node] = {}
+        for x in ordered(branch):
+            args = [made[arg] for arg in x.args]
+            if x.op == "where" and x.args[0] is condition:
+                made[x] = args[chosen]
+            elif all(map(operator.is_, args, x.args)):
+                made[x] = x
+            else:
+                with self.graph.at(x.place):
+                    made[x] = self.graph.make(x.op, x.kind, args, x.value, x.depends_on, x.dtype)
+                if x in self.quotients:
+                    self.quotients.add(made[x])
+        return made[branch]
 
     def _pow(self, x: Node, power: Node) -> Node:
         """x to a power, from the logarithm of |x|; for a negative x the result is NaN unless the power is whole."""
@@ -375,6 +423,10 @@ class _Lowering:
         )
 
 
+def _is_power_of_2(x: Node) -> bool:
+    return x.op == "const" and abs(math.frexp(x.value)[0]) == 0.5
+
+
 def _rank(x: Node) -> int:
     """Cost rank of a value: 0 a constant, 1 per work tile, 2 per row or column, 3 per element."""
     if x.op == "const":
@@ -396,7 +448,7 @@ RANGES: dict[str, Bounds] = {
     "uint8": (0, 2**8 - 1),
     **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32, 64)},
 }
-_POSITION, _SIZE, _ELEMENT = 1 << 24, 1 << 30, 1 << 29
+_POSITION, _SIZE, ELEMENT = 1 << 24, 1 << 30, 1 << 29
 """Assumed bounds of positions, and of the dimensions and 32-bit elements of captured tensors: sums with positions fit
 in 32 bits, and products with positions are computed in 64."""
 
@@ -427,7 +479,7 @@ def exact_bounds(node: Node, args: Sequence[Bounds]) -> Bounds:
         return (0, _SIZE)
     if node.op == "load" or not args:
         dtype = node.dtype or "int32"
-        return (-_ELEMENT, _ELEMENT) if dtype == "int32" else RANGES[dtype]
+        return (-ELEMENT, ELEMENT) if dtype == "int32" else RANGES[dtype]
     if node.op == "cast" and node.dtype == "int64" and node.args[0].op == "load" and node.args[0].kind == INT:
         return RANGES[node.args[0].dtype]  # a function that asks for 64 bits has large elements
     rule = _BOUNDS.get(node.op)

@@ -18,7 +18,7 @@ from torch import Tensor
 from cute_attn.epilogues.functions.definition import AS_TORCH, Precision
 from cute_attn.epilogues.functions.epilogue import Captured, FunctionEpilogue, as_kernels_read, digest_of
 from cute_attn.epilogues.functions.graph import Node
-from cute_attn.epilogues.functions.lowering import lower
+from cute_attn.epilogues.functions.lowering import ELEMENT, lower
 from cute_attn.epilogues.functions.reads import Reads
 from cute_attn.epilogues.functions.trace import LOADED, SIGNATURES, check_function, trace_with_arguments
 from cute_attn.epilogues.inputs import ScoreInputs
@@ -26,7 +26,7 @@ from cute_attn.epilogues.names import check_name, register_function
 
 Function = TypeVar("Function", bound=Callable)
 Example = Callable[[int, int, int, int], tuple]
-_INT32 = range(-(2**31), 2**31)
+_INTS = range(-ELEMENT, ELEMENT + 1)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -68,9 +68,9 @@ class RegisteredFunction(FunctionEpilogue):
     def _checked(self, x: Any, parameter: str, wanted: Captured, dimensions: int) -> Any:
         if wanted.dtype == "float" and isinstance(x, int):
             return float(x)
-        if wanted.dtype == "int" and type(x) is int and x not in _INT32:
+        if wanted.dtype == "int" and type(x) is int and x not in _INTS:
             raise ValueError(
-                f"argument {parameter} of epilogue {self.name!r} is {x}; accepted: ints of 32 bits"
+                f"argument {parameter} of epilogue {self.name!r} is {x}; accepted: ints from {-ELEMENT} to {ELEMENT}"
             )
         if Captured.of(x) != wanted or (isinstance(x, Tensor) and x.dim() != dimensions):
             accepted = _described(wanted, dimensions, wanted.unit_stride)
@@ -215,13 +215,13 @@ def _arguments_of(whose: str, example: Example | None, parameters: tuple[str, ..
         if isinstance(x, Tensor):
             right = x.dtype in LOADED and x.layout is torch.strided and not x.is_nested
         else:
-            right = type(x) is float or (type(x) is int and x in _INT32)
+            right = type(x) is float or (type(x) is int and x in _INTS)
         if not right:
             dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in LOADED)
             given = f"a tensor of {x.dtype}, {x.layout}" if isinstance(x, Tensor) else repr(x)
             raise TypeError(
-                f"{whose} returns {given} for {parameter}; accepted: floats, ints of 32 bits, and dense tensors of "
-                f"{dtypes}"
+                f"{whose} returns {given} for {parameter}; accepted: floats, ints from {-ELEMENT} to {ELEMENT}, and "
+                f"dense tensors of {dtypes}"
             )
     return arguments
 

@@ -295,8 +295,11 @@ class Recorder(TorchFunctionMode):
             isinstance(result, tuple | list) and result and all(isinstance(x, Tensor) for x in result)
         )
         name = _name_of(func)
-        if "out" in kwargs or _is_in_place(name) or not (makes_tensors or name in _METADATA):
+        writes = "out" in kwargs or kwargs.get("inplace") or _is_in_place(name)
+        if writes or not (makes_tensors or name in _METADATA):
             self.reads = self.reads or name
+        if name in _VIEWS_OF_TABLES or name in _METADATA:
+            self._note_numbers(name, (args[1:], tuple(kwargs.values())))
         if makes_tensors and name in _VIEWS_OF_TABLES and args and isinstance(args[0], Tensor):
             for made in (result,) if isinstance(result, Tensor) else result:
                 self._note_view(made, args[0])
@@ -307,6 +310,11 @@ class Recorder(TorchFunctionMode):
         if torch.is_grad_enabled():
             self.views[id(made)] = (made, self.views.get(id(source), (source, source))[1])
 
+    def _note_numbers(self, name: str, given: Any) -> None:
+        """Note tensors whose numbers torch itself reads, such as a slice's bound: the next call may have others."""
+        if name not in _LIKE_ANOTHER and next(_tensors_in(given), None) is not None:
+            self.reads = self.reads or name
+
     def _number(self, func: Any, made: Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A symbol for ``made`` if it holds one float or bool: a number of the graph, not a captured tensor."""
         kind = LOADED.get(made.dtype)
@@ -314,7 +322,7 @@ class Recorder(TorchFunctionMode):
             made.numel() != 1
             or kind not in (BOOL, FLOAT)
             or made.requires_grad
-            or next(_tensors_in(args), None) is not None
+            or next(_tensors_in((args, tuple(kwargs.values()))), None) is not None
         ):
             return made
         value = func(*args, **{**kwargs, "device": "cpu"}).item()  # rounded to its dtype
@@ -350,9 +358,11 @@ class Recorder(TorchFunctionMode):
                 f"asks for the number of a traced value by {name} (if, and, or, not, int(), float(), range())",
                 "torch.where, &, |, ~, .to(dtype)",
             )
-        in_place = _is_in_place(name)
-        made = _OPERATIONS.get(name[:-1]) if in_place else _made_by(func)
-        if in_place and (made is None or func is not getattr(Tensor, name) or not self._is_writable(args[0])):
+        named = _is_in_place(name)
+        made = _OPERATIONS.get(name[:-1]) if named else _made_by(func)
+        in_place = named or bool(kwargs.get("inplace"))
+        is_known = made is not None and (not named or func is getattr(Tensor, name))
+        if in_place and not (is_known and self._is_writable(first)):
             self.refuse(f"changes a value in place by {name}")
         if name in _VIEWS and isinstance(first, Symbol):
             return self._view(name, func, args, kwargs)
@@ -377,15 +387,16 @@ class Recorder(TorchFunctionMode):
         else:
             rank = max(map(_rank, (*args, *kwargs.values())))
         if in_place:
-            return self._written(args[0], node, name)
+            return self._written(first, node, name)
         dtype = self._check_with_torch(name, func, args, kwargs)
         node = self._of_dtype(node, dtype)
-        if name in _ALIASES and isinstance(first, Symbol):
-            if node is first.node:
+        detaches = name in ("detach", "data")
+        if name in _ALIASES and isinstance(first, Symbol) and not _copies(args, kwargs):
+            if node is first.node or (first.own_dtype == dtype and not detaches):
                 return first
-            first.has_alias = name in ("detach", "data")
+            first.has_alias = first.has_alias or detaches
         result = self.symbol(self._differentiable(node), rank, dtype if node.op == "const" else None)
-        result.has_alias = name in ("detach", "data")
+        result.has_alias = detaches
         return result
 
     def _check_with_torch(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -404,6 +415,7 @@ class Recorder(TorchFunctionMode):
 
     def _view(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> "Symbol":
         """A traced value as a tensor of one element with other dimensions."""
+        self._note_numbers(name, (args[1:], tuple(kwargs.values())))
         with torch._C.DisableTorchFunction():
             shape = func(_Kind(torch.float64, args[0].rank).one(False), *args[1:], **kwargs).shape
         if shape.numel() != 1:
@@ -434,6 +446,7 @@ class Recorder(TorchFunctionMode):
                 f"uses {name} of a row of a tensor ({reason})", "its elements, shape and dtype"
             )
         if name in _VIEWS_OF_TABLES:
+            self._note_numbers(name, (args[1:], tuple(kwargs.values())))
             self._note_view(found, row.tensor)
         nodes = [row.places[axis] for axis in fixed]
         return self._element_or_row(Row, found, (*nodes, *[None] * (found.dim() - len(nodes))))
@@ -543,6 +556,7 @@ class Recorder(TorchFunctionMode):
         if any(one != slice(None) for one in cut):
             if isinstance(table, Argument):
                 return self.refuse("cuts an argument, whose calls' own have other sizes", "traced integers")
+            self._note_numbers("__getitem__", tuple(cut))
             tensor = self.applied(operator.getitem, row.tensor, tuple(cut))
             self._note_view(tensor, row.tensor)
         rank = max(map(_rank, index if isinstance(index, tuple) else (index,)), default=0)
@@ -669,7 +683,9 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _tensors_in(x: Any) -> Iterator[Tensor]:
-    """Yield the tensors and traced values in arguments, or in lists of arguments."""
+    """Yield the tensors and traced values in arguments, or in lists and slices of arguments."""
+    if isinstance(x, slice):
+        x = (x.start, x.stop, x.step)
     if isinstance(x, tuple | list):
         for one in x:
             yield from _tensors_in(one)
@@ -679,6 +695,11 @@ def _tensors_in(x: Any) -> Iterator[Tensor]:
 
 def _first_traced(x: Any) -> "Symbol | Row | None":
     return next((one for one in _tensors_in(x) if isinstance(one, Symbol | Row)), None)
+
+
+def _copies(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """True if ``to`` copies; ``copy`` is the second of its bools, after ``non_blocking``."""
+    return bool(kwargs.get("copy")) or [x for x in args if isinstance(x, bool)][1:] == [True]
 
 
 def _needs_tensors(func: Any, given: Any) -> bool:
@@ -781,7 +802,8 @@ class Argument(Row):
 
 _NO_INDICES = frozenset((torch.uint8, torch.int8, torch.int16))
 _ALIASES = frozenset((
-    "contiguous", "to", "type", "type_as", "float", "double", "int", "long", "bool", "positive", "detach", "data",
+    "contiguous", "to", "as_tensor", "type", "type_as", "float", "double", "half", "bfloat16", "int", "short", "char",
+    "byte", "long", "bool", "positive", "conj", "resolve_conj", "detach", "data",
 ))  # fmt: skip
 """Operations that return the value itself if it already has the requested dtype."""
 _LOOKUPS = frozenset(("select", "index_select", "gather", "take", "embedding", "bucketize", "searchsorted"))
@@ -791,6 +813,8 @@ _VIEWS = frozenset((
     "mT", "real", "__getitem__",
 ))  # fmt: skip
 """Operations that give a tensor of one element other dimensions."""
+_LIKE_ANOTHER = frozenset(("view_as", "reshape_as", "expand_as", "result_type"))
+"""Operations that ask another tensor for its shape or dtype."""
 _SIZES = frozenset(("shape", "size", "numel", "nelement", "__len__", "stride", "is_contiguous"))
 _VIEWS_OF_TABLES = _VIEWS | {
     "t", "transpose", "swapaxes", "permute", "movedim", "unflatten", "select", "narrow", "unbind", "chunk", "split",
@@ -894,8 +918,10 @@ def _scaled(made: Make) -> Make:
     """``made`` with a parameter ``alpha``, a factor of the second operand."""
 
     def make(t: Recorder, input: Any, other: Any, *, alpha: float = 1) -> Node:
-        scaled = other if alpha == 1 else t.symbol(t.graph.binary("mul", t.node(other), t.node(alpha)))
-        return made(t, input, scaled)
+        if isinstance(alpha, Tensor) or alpha != 1:  # torch reads a tensor's number, which has no gradient
+            factor = t.graph.detached(t.node(alpha))
+            other = t.symbol(t.graph.binary("mul", t.node(other), factor))
+        return made(t, input, other)
 
     return make
 
@@ -943,18 +969,20 @@ def _round(t: Recorder, input: Any, *, decimals: int = 0) -> Node:
 
 
 def _floor_divide(t: Recorder, input: Any, other: Any) -> Node:
-    a, b = t.graph.promoted(t.node(input), t.node(other), least=INT)
-    if a.kind == FLOAT:
-        return t.graph.unary("floor", t.graph.binary("div", a, b))
-    return t.graph.binary("floordiv", a, b)
+    return t.graph.binary("floordiv", t.node(input), t.node(other))
 
 
 def _remainder(t: Recorder, input: Any, other: Any) -> Node:
-    a, b = t.graph.promoted(t.node(input), t.node(other), least=INT)
+    return t.graph.binary("mod", t.node(input), t.node(other))
+
+
+def _fmod(t: Recorder, input: Any, other: Any) -> Node:
+    g = t.graph
+    a, b = g.promoted(t.node(input), t.node(other), least=INT)
     if a.kind == FLOAT:
-        whole = t.graph.unary("floor", t.graph.binary("div", a, b))
-        return t.graph.binary("sub", a, t.graph.binary("mul", whole, b))
-    return t.graph.binary("mod", a, b)
+        return g.binary("fmod", a, b)
+    size = g.binary("mod", g.unary("abs", a), g.unary("abs", b))
+    return g.where(g.compare("lt", a, g.const(0)), g.unary("neg", size), size)
 
 
 def _div(t: Recorder, input: Any, other: Any, *, rounding_mode: str | None = None) -> Node:
@@ -1029,7 +1057,7 @@ def _sign(t: Recorder, input: Any) -> Node:
 def _relu(t: Recorder, input: Any, inplace: bool = False) -> Node:
     x = t.node(input)
     zero = t.graph.cast(t.graph.const(0), x.kind)
-    return t.graph.where(t.graph.compare("gt", x, zero), x, zero)
+    return t.graph.where(t.graph.compare("le", x, zero), zero, x)  # NaN stays NaN
 
 
 def _cast_to(dtype: torch.dtype) -> Make:
@@ -1171,6 +1199,7 @@ _OPERATIONS: dict[str, Make] = {
     **dict.fromkeys(("truediv", "true_divide", "div", "divide"), _div),
     **dict.fromkeys(("floordiv", "floor_divide"), _floor_divide),
     **dict.fromkeys(("mod", "remainder"), _remainder),
+    "fmod": _fmod,
     "pow": _pow,
     "square": lambda t, input: _pow(t, input, 2),
     "reciprocal": lambda t, input: t.graph.binary("div", t.graph.const(1.0), t.node(input), FLOAT),
