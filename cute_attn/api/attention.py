@@ -119,7 +119,7 @@ def attention(
         Attention sinks, one logit per head: exp(sink) is added to the softmax denominator of each row, and so to lse,
         like an extra key with value 0 (gpt-oss, arXiv:2508.10925).
     softcap : float
-        Scores become softcap * tanh(score / softcap); 0 leaves them (Gemma 2, arXiv:2408.00118).
+        Scores become softcap * tanh(score / softcap); 0 leaves them (Gemma 2, arXiv:2408.00118). From 2**-60 to 2**12.
     dropout_p : float
         Probability of dropping an element of the softmax, 0 <= dropout_p < 1; kept elements are scaled by
         1 / (1 - dropout_p).
