@@ -160,7 +160,7 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
         if getattr(kernel.tile, "in_terms", False):
             kernel = _in_terms_or_whole(kernel, call, grad_out, target)
         kernel = _with_order(kernel, call, deterministic)
-        if hasattr(kernel, "storing_dq") and not (call.same_bits or call.lists_blocks):
+        if hasattr(kernel, "storing_dq") and not call.same_bits:
             pairs, own = call.batch * call.nheads, multiprocessors(call.q.get_device())
             kernel = kernel.storing_dq(*call.longest, call.group, pairs, own)
         traits, tile = kernel.traits, kernel.tile
@@ -217,7 +217,8 @@ def _with_order(kernel: Any, call: Call, deterministic: bool) -> Any:
         )
     if named and call.lists_blocks:
         raise ValueError("backward_tile has dq_in_order=true with a list of blocks; accepted: false")
-    if kernel.traits.arch != "sm90" or call.lists_blocks or not (deterministic or named):
+    stored = getattr(kernel.tile, "dq_direct", False)  # by one CTA
+    if kernel.traits.arch != "sm90" or call.lists_blocks or stored or not (deterministic or named):
         return kernel
     tile, dims = kernel.tile.in_order(), (kernel.traits.head_dim, kernel.traits.head_dim_v)
     if tile.mask_warps and max(dims) <= 64 and not (call.backward_tile or call.bias is not None):

@@ -335,6 +335,30 @@ def test_queries_of_few_keys_are_divided(torch_kernels):
     }
 
 
+@pytest.mark.parametrize(
+    ("name", "tile", "accepted"),
+    [
+        ("few-keys", "dq_bulk=false,dq_direct=true", True),
+        ("plain", "dq_bulk=false,dq_direct=true", False),
+        ("window-softcap", "dq_direct=true", False),
+        ("varlen", "dq_bulk=false,dq_direct=true", False),
+        ("short", "tile_m=64,dq_bulk=false,dq_direct=true,dq_rows=256", True),
+        ("short", "tile_m=64,dq_bulk=false,dq_direct=true,dq_rows=128", False),
+        ("plain", "tile_m=64,dq_bulk=false,dq_direct=true,dq_rows=256", False),
+    ],
+)
+def test_a_tile_that_stores_dq_is_named(torch_kernels, name, tile, accepted):
+    call = the_call(CASES[name].build("cpu"), deterministic=True)._replace(backward_tile=tile)
+    out, lse, _ = operators.forward_cpu(call._replace(backward_tile=""))
+    outer = (torch.randn(out.shape).to(BF16), None, out, lse)
+    refusal = pytest.raises(
+        ValueError, match=r"^backward_tile has dq_direct=true, dq_rows=\d+; accepted: true for"
+    )
+    with contextlib.nullcontext() if accepted else refusal:
+        gradients(call, *outer, (True, True, True, False, False))
+        assert [t.dq_direct for traits, t, _ in torch_kernels.launched if traits.op == "backward"] == [True]
+
+
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
 @pytest.mark.parametrize("name", ["causal", "few-keys", "bias-over-hq", "varlen", "odd", "no-keys"])
 def test_a_scale_that_is_not_positive(torch_kernels, name, scale):

@@ -183,14 +183,24 @@ class BackwardSm90:
         Args:
             group: query heads per key head.
             pairs: number of sequences times query heads.
+
+        Raises:
+            ValueError: the tile has ``dq_direct`` for other sequences.
         """
         traits, tile = self.traits, self.tile
-        if traits.varlen or traits.seqused_q or traits.seqused_k or self.epilogues.visits_lists:
-            return self
+        unlike = traits.varlen or traits.seqused_q or traits.seqused_k or self.epilogues.visits_lists
         before = seqlen_q - seqlen_k if traits.causal and not traits.top_left else 0  # queries without keys
-        if seqlen_k <= tile.tile_n and before < tile.tile_m and not traits.windowed:
+        one_block = seqlen_k <= tile.tile_n and before < tile.tile_m and not (traits.windowed or unlike)
+        if tile.dq_direct:  # named
+            if one_block if not tile.dq_rows else seqlen_q <= tile.dq_rows and group == 1 and not unlike:
+                return self
+            raise ValueError(
+                f"backward_tile has dq_direct=true, dq_rows={tile.dq_rows}; accepted: true for batches of equal "
+                "lengths with one block of keys, or with dq_rows from seqlen_q on and as many key as query heads"
+            )
+        if one_block:
             own = [tile.direct()]
-        elif group == 1 and -(-pairs // multiprocessors) * multiprocessors <= SPARE * pairs:
+        elif not unlike and group == 1 and -(-pairs // multiprocessors) * multiprocessors <= SPARE * pairs:
             own = [x.direct(rows) for x in self._tiles_of_rows(seqlen_q) for rows in ROWS if rows >= seqlen_q]
         else:
             return self
@@ -198,7 +208,9 @@ class BackwardSm90:
         return replace(self, tile=fit[0]) if fit else self
 
     def _tiles_of_rows(self, seqlen_q: int) -> list[BackwardSm90Tile]:
-        """The tile, and this generation's default ones of 64 queries; these first if they compute far fewer rows."""
+        """The tile, and beside the default one those of 64 queries; these first if they compute far fewer rows."""
+        if self.tile != BackwardSm90.default_tile(self.traits, "sm90"):
+            return [self.tile]
         few = [x for x in TABLE.tiles(*keys(self.traits, "sm90")) if x.tile_m == FEW_ROWS != self.tile.tile_m]
         few = [
             x for x in few if (x.bias_stages, x.mask_warps) == (self.tile.bias_stages, self.tile.mask_warps)
