@@ -140,7 +140,11 @@ def test_the_machine_code_of_a_default(disassembled):
         order = proxy_order(code)
         assert len(order.pipelines) >= 3  # of Q, K and V
         assert order.releases >= len(order.pipelines)
-        assert order.unordered == ()
+        unordered = list(order.unordered)
+        if getattr(disassembled.kernel.tile, "dq_rows", 0):
+            # Threads alone access dQ there, 16 bytes at a time; no stage's release has to wait for that.
+            unordered = [x for x in unordered if {i.modifiers for i in x.accesses} != {("128",)}]
+        assert unordered == []
     if has_one_step(disassembled):
         content = disassembled.kernel.step_content()
         step = code.step(content)
