@@ -160,16 +160,16 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
         if getattr(kernel.tile, "in_terms", False):
             kernel = _in_terms_or_whole(kernel, call, grad_out, target)
         kernel = _with_order(kernel, call, deterministic)
+        on_gpu = multiprocessors(call.q.get_device())
         if hasattr(kernel, "storing_dq") and not call.same_bits:
-            pairs, own = call.batch * call.nheads, multiprocessors(call.q.get_device())
-            kernel = kernel.storing_dq(*call.longest, call.group, pairs, own)
+            kernel = kernel.storing_dq(*call.longest, call.group, call.batch * call.nheads, on_gpu)
         traits, tile = kernel.traits, kernel.tile
         if traits.arch == "sm80":
             check_count(f"the queries of a sequence for {traits}", call.longest[0], AMPERE_QUERIES)
         in_order, direct = getattr(tile, "dq_in_order", False), getattr(tile, "dq_direct", False)
         wanted = kernels_of(kernel, lse_grad=grad_lse is not None)
         blocks = -(-call.longest[1] // tile.tile_n)
-        processors = multiprocessors(call.q.get_device()) // getattr(tile, "cluster", 1)
+        processors = on_gpu // getattr(tile, "cluster", 1)
         in_l2 = l2_bytes(call.q.get_device())
         heads_dkv = call.k.shape[-2] * head_splits(
             call, tile, processors, in_l2, deterministic and not (in_order or direct), in_order

@@ -256,9 +256,8 @@ class Recording:
     def _place(self, x: Tensor) -> _Place | None:
         """The location of ``x``; None if it is ambiguous, and the call then gets no record."""
         first, metadata = x.data_ptr(), (tuple(x.shape), tuple(x.stride()), x.dtype, x.device)
-        if not x.numel() and not any(
-            x is y for y in self._sources
-        ):  # nothing is read or written: any address serves
+        # Of an empty view nothing is read or written: any address serves.
+        if not x.numel() and not any(x is y for y in self._sources):
             return _Place(len(self._sources) - 1, 0, False, *metadata)
         sources = [(i, y) for i, y in enumerate(self._sources) if y is not None and _share_memory(x, y)]
         for source, y in sources:

@@ -376,13 +376,7 @@ class BackwardSm90Tile(Tile):
     def for_convert(self) -> "BackwardSm90Tile":
         """The convert's tile: this one with the fields reset that do not affect dQ's order in memory."""
         return dataclasses.replace(
-            self,
-            bias_stages=0,
-            mask_warps=0,
-            dq_bulk=False,
-            dq_in_order=False,
-            dq_direct=False,
-            staggered=False,
+            self, bias_stages=0, mask_warps=0, dq_bulk=False, dq_in_order=False, staggered=False
         )
 
     def in_order(self) -> "BackwardSm90Tile":

@@ -176,7 +176,9 @@ def test_tangents_of_packed_tensors_that_learn(packed):
 @pytest.mark.parametrize("inplace", [False, True])
 def test_rows_without_a_sequence_or_a_position_are_not_rotated(inplace):
     cos, sin = torch.rand(4, 4).double().cos(), torch.rand(4, 4).double().sin()
-    x = torch.randn(9, 1, 8).double()  # rows 0, 7 and 8 are nobody's, 5 and 6 at positions 4 and 5 of 4
+    x = torch.randn(
+        9, 1, 8
+    ).double()  # rows 0, 7 and 8 belong to no sequence, 5 and 6 are at positions 4 and 5 of 4
     starts, offsets = int32(1, 3, 7), int32(1, 2)
     wanted = x.clone()
     for row, position in ((1, 1), (2, 2), (3, 2), (4, 3)):

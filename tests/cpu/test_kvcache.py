@@ -735,7 +735,7 @@ read(cu_seqlens_k_new=int32(0, 2, 6, 99)) -> ValueError: cu_seqlens_k_new is [0,
 
 @refusals.each(PACKED)
 def test_packed_rows_out_of_bounds_are_told_where_asked(call, sentence, monkeypatch):
-    """Of a GPU's tensors, which no other check reads: copies stand for what is read of them."""
+    """No other check reads a GPU's tensors; here copies stand for what is read."""
     given = params_of(Problem(CASES["packed-append"], dtype=torch.float32))
     monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
 

@@ -300,7 +300,7 @@ CU_2 = torch.arange(3, dtype=torch.int32)
 
 
 def test_kernels_gradients_have_the_strides_of_fake_ones(recorder):
-    """Also of views of one tensor, of which eager gradients are views, too."""
+    """Also where q, k and v are views of one tensor, as eager gradients then are."""
     q, k, v = randn(2, 9, 3, 4, 16, dtype=BF16).unbind(2)
     given = (q.contiguous(), None, q.contiguous(), randn(2, 4, 9), [True] * 3 + [False] * 2)
     found = operators._backward_cuda(*given, *call(q, k, v).values(ATTENTION))

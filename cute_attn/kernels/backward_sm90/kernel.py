@@ -192,7 +192,10 @@ class BackwardSm90:
         before = seqlen_q - seqlen_k if traits.causal and not traits.top_left else 0  # queries without keys
         one_block = seqlen_k <= tile.tile_n and before < tile.tile_m and not (traits.windowed or unlike)
         if tile.dq_direct:  # named
-            if one_block if not tile.dq_rows else seqlen_q <= tile.dq_rows and group == 1 and not unlike:
+            serves = one_block
+            if tile.dq_rows:
+                serves = seqlen_q <= tile.dq_rows and group == 1 and not unlike
+            if serves:
                 return self
             raise ValueError(
                 f"backward_tile has dq_direct=true, dq_rows={tile.dq_rows}; accepted: true for batches of equal "
@@ -208,18 +211,17 @@ class BackwardSm90:
         return replace(self, tile=fit[0]) if fit else self
 
     def _tiles_of_rows(self, seqlen_q: int) -> list[BackwardSm90Tile]:
-        """The tile, and beside the default one those of 64 queries; these first if they compute far fewer rows."""
-        if self.tile != BackwardSm90.default_tile(self.traits, "sm90"):
+        """The tile; for the default one also those of 64 queries, which come first if they compute far fewer rows."""
+        if self.tile.tile_m == FEW_ROWS or self.tile != BackwardSm90.default_tile(self.traits, "sm90"):
             return [self.tile]
-        few = [x for x in TABLE.tiles(*keys(self.traits, "sm90")) if x.tile_m == FEW_ROWS != self.tile.tile_m]
-        few = [
-            x for x in few if (x.bias_stages, x.mask_warps) == (self.tile.bias_stages, self.tile.mask_warps)
-        ]
+        wanted = (FEW_ROWS, self.tile.bias_stages, self.tile.mask_warps)
+        tiles = TABLE.tiles(*keys(self.traits, "sm90"))
+        few = [x for x in tiles if (x.tile_m, x.bias_stages, x.mask_warps) == wanted]
         rows, fewer = (-(-seqlen_q // n) * n for n in (self.tile.tile_m, FEW_ROWS))
         return [*few, self.tile] if rows >= EMPTY * fewer else [self.tile, *few]
 
     def _holds(self, tile: BackwardSm90Tile) -> bool:
-        """True if registers are left for the addresses of dQ's rows: with 128 queries not beside masks and windows."""
+        """True if registers are left for the addresses of dQ's rows: not for 128 queries with dropout or a window."""
         return tile.may_be_direct and not (
             tile.tile_m > FEW_ROWS and (tile.mask_warps or self.traits.windowed)
         )

@@ -31,7 +31,7 @@ class BackwardStorage:
     s_dv: cute.Tensor  # as s_v
     s_dq: (
         cute.Pointer
-    )  # dQ in register order: of a query block with tile.dq_bulk, of a sequence with tile.dq_rows
+    )  # dQ in register order: a query block's with tile.dq_bulk, a sequence's with tile.dq_rows
     s_lse: cute.Tensor  # (tile_m, stage)
     s_minus_d: cute.Tensor  # (tile_m, stage)
     peer_s: PeerSum  # with a cluster

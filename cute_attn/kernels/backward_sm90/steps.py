@@ -52,9 +52,7 @@ class Head:
     key0: Int32
     seqlen_q: Int32
     scale_log2: Float32
-    dq: (
-        cute.Pointer | cute.Tensor
-    )  # of the head's first query block; with tile.dq_direct the head's (queries, head_dim)
+    dq: cute.Pointer | cute.Tensor  # see BackwardSm90.dq_of_head
     dq_scale: Float32 | None  # of dQ, with tile.dq_direct
     first_use: Int32  # of the pipelines of Q and dO
     thread: Int32
@@ -283,8 +281,7 @@ class Head:
 
     @cute.jit
     def add_dq(self, acc_dq: cute.Tensor, block: Int32) -> None:
-        """Add dQ to the query block's accumulator, or stage it for :class:`DqAdder`, or store it; by all consumer
-        warps."""
+        """Add dQ to its accumulator, stage it for :class:`DqAdder`, or store it, by all consumer warps."""
         tile, floats = self.kernel.tile, block_floats(self.kernel.traits, self.kernel.tile)
         if cutlass.const_expr(tile.dq_rows > 0):
             place, thread = self.blocks.block(block), rematerialize_each(self.thread, block)
