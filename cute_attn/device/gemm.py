@@ -10,6 +10,7 @@ iterations: a loop over K steps, instead of unrolled code, bounds the registers 
 the scores' registers are free by then.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,10 +58,9 @@ class SmemOperand:
         **place: int,
     ) -> "SmemOperand":
         """The A operand (M, K) in ``tile`` (rows, cols, stage); shape: of one term, None for the tile's shape."""
-        mma, plane = tiled_mma.get_slice(thread), _plane(tile, shape)
-        fragment = mma.make_fragment_A(mma.partition_A(plane))
-        view = tiled_copy.get_slice(thread).retile(fragment)
-        return SmemOperand(tiled_copy, tile, fragment, view, thread, **place)
+        mma = tiled_mma.get_slice(thread)
+        fragment = mma.make_fragment_A(mma.partition_A(_plane(tile, shape)))
+        return SmemOperand._of(tiled_copy, tile, fragment, thread, place)
 
     @staticmethod
     def b(
@@ -72,8 +72,14 @@ class SmemOperand:
         **place: int,
     ) -> "SmemOperand":
         """The B operand (N, K); arguments as for :meth:`a`."""
-        mma, plane = tiled_mma.get_slice(thread), _plane(tile, shape)
-        fragment = mma.make_fragment_B(mma.partition_B(plane))
+        mma = tiled_mma.get_slice(thread)
+        fragment = mma.make_fragment_B(mma.partition_B(_plane(tile, shape)))
+        return SmemOperand._of(tiled_copy, tile, fragment, thread, place)
+
+    @staticmethod
+    def _of(
+        tiled_copy: cute.TiledCopy, tile: cute.Tensor, fragment: cute.Tensor, thread: Int32, place: dict
+    ) -> "SmemOperand":
         view = tiled_copy.get_slice(thread).retile(fragment)
         return SmemOperand(tiled_copy, tile, fragment, view, thread, **place)
 
@@ -103,29 +109,13 @@ class SmemOperand:
 
     def at_step(self, start: Int32, k: Int32) -> Int32:
         """``start`` moved to step k, which may be dynamic."""
-        size = self.tile.element_type.width // 8
-        steps = cute.size(self.tile, mode=[1]) * size // 32  # of all terms
+        steps = cute.size(self.tile, mode=[1]) * self.tile.element_type.width // 256  # of all terms
         k = k + self.first_step if self.first_step else k
-        step = self._distance(0, 1) if steps > 1 else 0
-        # Steps within a row of the layout's atom are equally far apart, and so are atoms.
-        row = next((k for k in range(1, steps) if self._distance(0, k) != k * step), steps)
-        atom = self._distance(0, row) if row < steps else 0
-        in_row = k % row * step
-        swizzled = in_row & swizzled_bits(self.tile.layout)
-        return (start ^ (swizzled * size)) + (in_row - swizzled + k // row * atom) * size
+        return moved_to_step(self.tile, start, k, steps, lambda n: self._distance(0, n))
 
     def address(self, start: Int32, subtile: int, k: int) -> cute.Pointer:
-        """The address of the thread's vector of a sub-tile, k steps after ``start``.
-
-        Without the swizzle, vectors are at static offsets from the first one. The swizzle is linear under xor, so one
-        xor of the first address accounts for the swizzled bits, and one register serves all addresses.
-        """
-        distance = self._distance(subtile + self.first_subtile, k)
-        swizzled = distance & swizzled_bits(self.tile.layout)
-        element = self.tile.element_type
-        moved = start ^ (swizzled * (element.width // 8)) if swizzled else start
-        pointer = cute.make_ptr(element, moved, cute.AddressSpace.smem, assumed_align=16)
-        return pointer + (distance - swizzled + self.offset)
+        """The address of the thread's vector of a sub-tile, k steps after ``start``."""
+        return moved_by(self.tile, start, self._distance(subtile + self.first_subtile, k), 16, self.offset)
 
     def load(self, start: Int32, subtile: int, k: int, to: int | None = None) -> None:
         """Load the sub-tile k steps after ``start`` into step ``to`` (default k) of the fragment."""
@@ -135,9 +125,8 @@ class SmemOperand:
 
     def _distance(self, subtile: int, k: int) -> int:
         """Distance in elements from a thread's first vector to another vector, without the swizzle."""
-        layout = self.tile.layout
-        unswizzled = layout.outer if isinstance(layout, cute.ComposedLayout) else layout
-        vectors = self.tiled_copy.get_slice(0).partition_S(cute.make_tensor(self.tile.iterator, unswizzled))
+        plain = cute.make_tensor(self.tile.iterator, unswizzled(self.tile.layout))
+        vectors = self.tiled_copy.get_slice(0).partition_S(plain)
         return cute.crd2idx((0, subtile, k, 0), vectors.layout)
 
     def load_a(self, start: Int32, k: int) -> Terms:
@@ -280,7 +269,7 @@ def _times_b(
     for subtile in cutlass.range_constexpr(b.subtiles):
         target, here = subtiles[None, None, (None, subtile)], start
         if cutlass.const_expr(ahead and subtile >= ahead):
-            here = b.after(start, subtiles[None, None, (None, subtile - ahead)], zero)
+            here = _after(start, subtiles[None, None, (None, subtile - ahead)], zero)
         total = target
         if cutlass.const_expr(len(a[0]) > 1):
             total = cute.make_rmem_tensor(cute.make_layout(target.shape), Float32)
@@ -296,6 +285,14 @@ def _times_b(
                 target.store(target.load() + total.load())
             else:
                 _scale_and_add(target, row_factors, total, factor)
+
+
+def _after(starts: tuple[Int32, ...], results: cute.Tensor, zero: Int32) -> tuple[Int32, ...]:
+    """``starts``, made to depend on ``results``, so that loads wait for these."""
+    bits = Int32(0)
+    for i in range(cute.size(results)):
+        bits = bits | results[i].bitcast(Int32)
+    return tuple(start | (bits & zero) for start in starts)
 
 
 @cute.jit
@@ -332,14 +329,9 @@ class SmemResult:
         return (self.tile.iterator + cute.crd2idx((row, col), self.tile.layout)).toint()
 
     def address(self, start: Int32, row: int, col: int) -> cute.Pointer:
-        """The address of the pair ``row`` rows and ``col`` columns after the first; see ``SmemOperand.address``."""
-        layout = self.tile.layout
-        unswizzled = layout.outer if isinstance(layout, cute.ComposedLayout) else layout
-        distance = cute.crd2idx((row, col), unswizzled)
-        swizzled = distance & swizzled_bits(layout)
-        moved = start ^ (2 * swizzled) if swizzled else start
-        pair = cute.make_ptr(Int32, moved, cute.AddressSpace.smem, assumed_align=4)
-        return pair + (distance - swizzled) // 2
+        """The address of the pair ``row`` rows and ``col`` columns after the first."""
+        distance = cute.crd2idx((row, col), unswizzled(self.tile.layout))
+        return moved_by(self.tile, start, distance, 2 * self.tile.element_type.width // 8)
 
     def store(self, terms: Terms, col0: int = 0) -> None:
         """Store ``terms``, with the accumulator's layout, at column ``col0``."""
@@ -351,14 +343,49 @@ class SmemResult:
             pairs = cute.make_tensor(pairs.iterator, cute.make_layout(cute.size(fragment) // 2))
             for r, row in enumerate(modes.rows):
                 for c in range(0, len(modes.cols), 2):
-                    target = self.address(start, row, modes.cols[c] + col0) + i * (self.apart // 2)
+                    target = self.address(start, row, modes.cols[c] + col0) + i * self.apart
                     pair = pairs[cute.crd2idx((r, c), view.layout) // 2]
-                    cute.make_tensor(target, cute.make_layout(1))[0] = pair
+                    word = cute.recast_ptr(target, dtype=Int32)
+                    cute.make_tensor(word, cute.make_layout(1))[0] = pair
 
 
 def below_1024(thread: Int32) -> Int32:
     """The thread index, masked so that the compiler knows it is not negative: divisions become shifts."""
     return thread & Int32(1023)
+
+
+def moved_by(tile: cute.Tensor, start: Int32, distance: int, align: int, offset: int = 0) -> cute.Pointer:
+    """The address ``distance`` elements of ``tile``, without its swizzle, after ``start``, plus ``offset`` elements.
+
+    Without the swizzle, elements are at static offsets from the first one. The swizzle is linear under xor, so one xor
+    of the first address accounts for the swizzled bits, and one register serves all addresses.
+    """
+    element, swizzled = tile.element_type, distance & swizzled_bits(tile.layout)
+    moved = start ^ (swizzled * (element.width // 8)) if swizzled else start
+    pointer = cute.make_ptr(element, moved, cute.AddressSpace.smem, assumed_align=align)
+    return pointer + (distance - swizzled + offset)
+
+
+def moved_to_step(
+    tile: cute.Tensor, start: Int32, k: Int32, steps: int, distance_of: Callable[[int], int]
+) -> Int32:
+    """``start`` moved to step k of ``steps``, which may be dynamic.
+
+    distance_of: the distance in elements of ``tile`` from the first step to another, without the swizzle.
+    """
+    size = tile.element_type.width // 8
+    step = distance_of(1) if steps > 1 else 0
+    # Steps within a row of the layout's atom are equally far apart, and so are atoms.
+    row = next((n for n in range(1, steps) if distance_of(n) != n * step), steps)
+    atom = distance_of(row) if row < steps else 0
+    in_row = k % row * step
+    swizzled = in_row & swizzled_bits(tile.layout)
+    return (start ^ (swizzled * size)) + (in_row - swizzled + k // row * atom) * size
+
+
+def unswizzled(layout: Any) -> cute.Layout:
+    """The layout without its swizzle."""
+    return layout.outer if isinstance(layout, cute.ComposedLayout) else layout
 
 
 def swizzled_bits(layout: object) -> int:

@@ -16,7 +16,15 @@ from typing import Any
 from cutlass import Constexpr, Float16, Float32, Int32, TFloat32, cute
 from cutlass.cute.nvgpu import warp
 
-from cute_attn.device.gemm import SmemOperand, SmemResult, below_1024, swizzled_bits
+from cute_attn.device.gemm import (
+    SmemOperand,
+    SmemResult,
+    below_1024,
+    moved_by,
+    moved_to_step,
+    swizzled_bits,
+    unswizzled,
+)
 from cute_attn.device.math import rematerialize
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.terms import Terms, split
@@ -88,13 +96,6 @@ class StoredTerms:
         """``starts`` moved to step k, which may be dynamic."""
         return tuple(x.at_step(start, k) for x, start in zip(self.each, starts, strict=True))
 
-    def after(self, starts: tuple[Int32, ...], results: cute.Tensor, zero: Int32) -> tuple[Int32, ...]:
-        """``starts``, made to depend on ``results``, so that loads wait for these; equal for all terms."""
-        bits = Int32(0)
-        for i in range(cute.size(results)):
-            bits = bits | results[i].bitcast(Int32)
-        return (starts[0] | (bits & zero),) * len(starts)
-
     def load_a(self, starts: tuple[Int32, ...], k: int) -> Terms:
         """Load all sub-tiles of A, k steps after ``starts``."""
         return tuple(x.load_a(start, k)[0] for x, start in zip(self.each, starts, strict=True))
@@ -113,54 +114,26 @@ class StoredTerms:
 
 
 @dataclass(frozen=True)
-class SplitOnLoad:
+class SplitOnLoad(SmemOperand):
     """An operand that ldmatrix loads as fp32, split into ``count`` tf32 terms in registers."""
 
-    words: SmemOperand
-    count: Constexpr
+    count: Constexpr = 1
 
     loads_ahead = False
-    width = 2
-
-    @property
-    def subtiles(self) -> int:
-        """Number of ldmatrix instructions per K step."""
-        return self.words.subtiles
-
-    @property
-    def steps(self) -> int:
-        """Number of MMA steps along K."""
-        return self.words.steps
 
     @property
     def terms(self) -> Terms:
-        """The fragment's terms, for an operand that stays in registers."""
-        return self._split((self.words.fragment,))
-
-    def start(self, stage: Int32) -> Int32:
-        """The address of the thread's first vector in ``stage``."""
-        return self.words.start(stage)
-
-    def at_step(self, start: Int32, k: Int32) -> Int32:
-        """``start`` moved to step k, which may be dynamic."""
-        return self.words.at_step(start, k)
+        return self._split((self.fragment,))
 
     def load_a(self, start: Int32, k: int) -> Terms:
-        """Load all sub-tiles of A, k steps after ``start``."""
-        return self._split(self.words.load_a(start, k))
+        return self._split(super().load_a(start, k))
 
     def load_b(self, start: Int32, subtile: int, k: int) -> Terms:
-        """Load a sub-tile of B, k steps after ``start``."""
-        return self._split(self.words.load_b(start, subtile, k))
-
-    def load_all(self) -> None:
-        """Load all steps of the first stage, for an operand that stays in registers."""
-        self.words.load_all()
+        return self._split(super().load_b(start, subtile, k))
 
     def _split(self, loaded: Terms) -> Terms:
-        return split(
-            cute.recast_tensor(loaded[0], Float32), TFloat32, self.count
-        )  # the MMA's layout calls it tf32
+        words = cute.recast_tensor(loaded[0], Float32)  # the MMA's layout calls it tf32
+        return split(words, TFloat32, self.count)
 
 
 @dataclass(frozen=True)
@@ -221,24 +194,11 @@ class Fp32Operand:
 
     def at_step(self, start: Int32, k: Int32) -> Int32:
         """``start`` moved to step k, which may be dynamic."""
-        step = self._distance(0, 1) if self.steps > 1 else 0
-        row = next((n for n in range(1, self.steps) if self._distance(0, n) != n * step), self.steps)
-        atom = self._distance(0, row) if row < self.steps else 0
-        in_row = k % row * step
-        swizzled = in_row & swizzled_bits(self.tile.layout)
-        return (start ^ (swizzled * _WORDS)) + (in_row - swizzled + k // row * atom) * _WORDS
+        return moved_to_step(self.tile, start, k, self.steps, lambda n: self._distance(0, n))
 
     def _distance(self, row: int, step: int, k: int = 0) -> int:
         """Distance in elements from the thread's first element to a later one, without the swizzle."""
-        layout = self.tile.layout
-        outer = layout.outer if isinstance(layout, cute.ComposedLayout) else layout
-        return cute.crd2idx((row, K * step + k, 0), outer)
-
-    def _pointer(self, start: Int32, distance: int, bytes_: int) -> cute.Pointer:
-        swizzled = distance & swizzled_bits(self.tile.layout)
-        moved = start ^ (swizzled * _WORDS) if swizzled else start
-        pointer = cute.make_ptr(Float32, moved, cute.AddressSpace.smem, assumed_align=bytes_)
-        return pointer + (distance - swizzled)
+        return cute.crd2idx((row, K * step + k, 0), unswizzled(self.tile.layout))
 
     def load(self, start: Int32, subtile: int, step: int) -> cute.Tensor:
         """Load the 4 fp32 registers of a sub-tile, ``step`` steps after ``start``.
@@ -277,14 +237,14 @@ class Fp32Operand:
         """The thread's addresses in a sub-tile: of one matrix row for ldmatrix, or of each of its 4 words."""
         row = 16 * self.warps * subtile
         if not self.by_words:
-            return [self._pointer(start, self._distance(row, step), 16)]
+            return [moved_by(self.tile, start, self._distance(row, step), 16)]
         starts, rows = (start, self._second_k(start)), (row, row + self._half_row)
         halves = (
             [(k, r) for k in range(2) for r in range(2)]
             if self.is_a
             else [(k, r) for r in range(2) for k in range(2)]
         )
-        return [self._pointer(starts[k], self._distance(rows[r], step), 4) for k, r in halves]
+        return [moved_by(self.tile, starts[k], self._distance(rows[r], step), 4) for k, r in halves]
 
     def _second_k(self, start: Int32) -> Int32:
         """``start`` moved to the lane's second k, a later row of the tile in memory, which is swizzled differently."""
@@ -345,13 +305,6 @@ class Fp32Values:
         )
         return first, second
 
-    def after(self, starts: tuple[Int32, Int32], results: cute.Tensor, zero: Int32) -> tuple[Int32, Int32]:
-        """``starts``, made to depend on ``results``, so that loads wait for these."""
-        bits = Int32(0)
-        for i in range(cute.size(results)):
-            bits = bits | results[i].bitcast(Int32)
-        return starts[0] | (bits & zero), starts[1] | (bits & zero)
-
     def load_b(self, starts: tuple[Int32, Int32], group: int, step: int) -> Terms:
         """Load the B operands of four MMAs, (2, 4): one group of columns in one step along the keys."""
         fragment, row = (
@@ -407,14 +360,6 @@ def paired_operand_a(p: cute.Tensor) -> cute.Tensor:
 @dataclass(frozen=True)
 class Fp32Result(SmemResult):
     """Like :class:`SmemResult`, but in fp32."""
-
-    def address(self, start: Int32, row: int, col: int) -> cute.Pointer:
-        layout = self.tile.layout
-        outer = layout.outer if isinstance(layout, cute.ComposedLayout) else layout
-        distance = cute.crd2idx((row, col), outer)
-        swizzled = distance & swizzled_bits(layout)
-        moved = start ^ (_WORDS * swizzled) if swizzled else start
-        return cute.make_ptr(Float32, moved, cute.AddressSpace.smem, assumed_align=8) + (distance - swizzled)
 
     def store(self, terms: Terms, col0: int = 0) -> None:
         """Store the single fragment in ``terms``, with the accumulator's layout, at column ``col0``."""

@@ -1,11 +1,10 @@
 """Arithmetic for kernels and for host ``cute.jit`` functions, so that CPU tests run the device code."""
 
-from collections.abc import Callable
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Constexpr, Float32, Int16, Int32, Int64, Uint32
+from cutlass import BFloat16, Float32, Int16, Int32, Int64, Uint32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import arith
 from cutlass._mlir.dialects import math as mlir_math
@@ -119,24 +118,6 @@ def mul_wide(a: Uint32, b: Uint32) -> tuple[Uint32, Uint32]:
     """(high, low) words of the 64-bit product."""
     product = cutlass.Uint64(a) * cutlass.Uint64(b)
     return Uint32(product >> cutlass.Uint64(32)), Uint32(product)
-
-
-def quad_or(compute: Callable[[Int32], Int32], lane: Int32) -> Int32:
-    """compute(0) | compute(1) | compute(2) | compute(3), one term in each lane of a quad; all lanes get the result.
-
-    lane: the thread's index in its quad. On the host each thread computes all four terms.
-    """
-    if on_device():
-        return quad_reduce(compute(lane), lambda a, b: a | b)
-    return _or_of_four(compute)
-
-
-@cute.jit
-def _or_of_four(compute: Constexpr) -> Int32:
-    result = Int32(0)
-    for lane in cutlass.range(4):
-        result = result | compute(lane)
-    return result
 
 
 def byte_permute(low: Int32, high: Int32, selector: int) -> Int32:

@@ -138,23 +138,22 @@ def first_block(cu_seqlens: cute.Tensor, batch: Int32, tile: cutlass.Constexpr) 
 @cute.jit
 def sequence_of_block(cu_seqlens: cute.Tensor, block: Int32, tile: cutlass.Constexpr) -> Int32:
     """The last sequence with a :func:`first_block` of at most ``block``, or the first sequence."""
-    batch, end = Int32(0), Int32(cu_seqlens.shape[0]) - 1
-    while batch + 1 < end:
-        middle = (batch + end) // 2
-        if first_block(cu_seqlens, middle, tile) <= block:
-            batch = middle
-        else:
-            end = middle
-    return batch
+    return _last_from(cu_seqlens, block, lambda batch: first_block(cu_seqlens, batch, tile))
 
 
 @cute.jit
 def sequence_of_row(cu_seqlens: cute.Tensor, row: Int32) -> Int32:
     """The last sequence that starts at or before packed row ``row``, or the first sequence."""
+    return _last_from(cu_seqlens, row, lambda batch: cu_seqlens[batch])
+
+
+@cute.jit
+def _last_from(cu_seqlens: cute.Tensor, place: Int32, start_of: cutlass.Constexpr) -> Int32:
+    """The last sequence with ``start_of(sequence)`` at most ``place``, or the first sequence."""
     batch, end = Int32(0), Int32(cu_seqlens.shape[0]) - 1
     while batch + 1 < end:
         middle = (batch + end) // 2
-        if cu_seqlens[middle] <= row:
+        if start_of(middle) <= place:
             batch = middle
         else:
             end = middle

@@ -21,8 +21,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32, Uint64
 from cutlass.cute.runtime import make_fake_tensor
 
-from cute_attn.device.lanes import COLUMN_LANES, every_other_byte, lanes_or, share_two
-from cute_attn.device.math import byte_permute, mul_wide, quad_or, rematerialize, uniform
+from cute_attn.device.lanes import COLUMN_LANES, QUAD_LANES, every_other_byte, lanes_or, share_two
+from cute_attn.device.math import byte_permute, mul_wide, rematerialize, uniform
 from cute_attn.device.score_tile import ScoreContext, ScoreTile, registers
 from cute_attn.epilogues import numbering
 from cute_attn.epilogues.inputs import ScoreInputs
@@ -417,7 +417,7 @@ def _curand_bits(state: DropoutState, first: Uint64, call: int, calls: int, lane
             bits = bits | (_curand_call(state, counter) << Int32(4 * i))
         return bits << (lane * 4)
 
-    return quad_or(compute, lane)
+    return lanes_or(compute, lane, QUAD_LANES)
 
 
 @cute.jit

@@ -4,6 +4,7 @@ import cutlass
 from cutlass import Constexpr, Int64, cute
 
 from cute_attn.device.score_tile import ScoreMap
+from cute_attn.outputs.partial import row_exists
 from cute_attn.work.query_tiles import QueryTile
 
 
@@ -24,9 +25,5 @@ def store_lse(
             if cutlass.const_expr(score_map.heads > 1):
                 own = start + Int64(score_map.head(r)) * head_stride
             g_lse = cute.make_tensor(mLSE.iterator + own, cute.make_layout(tile.info.seqlen_q))
-            row = tile.row0 + score_map.query(r)
-            exists = row < tile.info.seqlen_q
-            if cutlass.const_expr(score_map.heads > 1):
-                exists = exists & (score_map.head(r) < tile.heads_left)
-            if exists:
-                g_lse[row] = lse[r]
+            if row_exists(score_map, r, tile):
+                g_lse[tile.row0 + score_map.query(r)] = lse[r]

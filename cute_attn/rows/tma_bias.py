@@ -163,11 +163,6 @@ class TmaBias:
     num_stages: Constexpr
     warpgroups: Constexpr
 
-    @staticmethod
-    def barrier_bytes(num_stages: int, warpgroups: int) -> int:
-        """Shared memory of the barriers, in bytes."""
-        return Pipeline.barrier_bytes(num_stages) * warpgroups
-
     def pipeline(self, group: Int32 | int) -> Pipeline:
         """The pipeline of one warpgroup."""
         words = Pipeline.barrier_bytes(self.num_stages) // 8

@@ -115,7 +115,7 @@ class Fp32Products(Products):
         return len(PRODUCTS[self.count])
 
     def operand(self, make: Any, *args: Any) -> Any:
-        return SplitOnLoad(make(*args), self.count)
+        return SplitOnLoad(**vars(make(*args)), count=self.count)
 
     def v_operand(self, tiled_mma: cute.TiledMma, shared: SharedMemory, thread: Int32) -> Any:
         return Fp32Values(shared.v, thread, self.count, self.tile.warps_m, self.tile.warps_n)
