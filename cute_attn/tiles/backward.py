@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -202,11 +203,14 @@ class BackwardSm80Tile(WarpTile):
         dq = self.tile_m * d // (threads * self.dq_passes)
         return gradients + v + max(2 * scores, dq) + 30
 
-    def shape_reason(self, traits: Traits) -> str | None:
-        own = self.num_warps_reason() or self._warps_reason() or self._steps_reason(traits)
-        own = own or self._products_reason(traits) or self._fp32_reason(traits)
+    def reasons(self, traits: Traits) -> Iterator[str | None]:
+        yield self.num_warps_reason()
+        yield from self._warps_reasons()
+        yield from self._steps_reasons(traits)
+        yield from self._products_reasons(traits)
+        yield from self._fp32_reasons(traits)
         sizes = {"queries": self.queries, "tile_n": self.tile_n}
-        return own or self.copies_reason(traits, self.operand_bytes(traits), **sizes)
+        yield self.copies_reason(traits, self.operand_bytes(traits), **sizes)
 
     def reject(self, traits: Traits, target: str) -> str | None:
         if self.dq_vector != 1 and target in ("sm80", "sm86", "sm89"):
@@ -216,76 +220,56 @@ class BackwardSm80Tile(WarpTile):
             reason = self.fallback(traits).reject(traits, target)
         return reason
 
-    def _warps_reason(self) -> str | None:
+    def _warps_reasons(self) -> Iterator[str | None]:
         for name in ("sdp_warps_m", "dkv_warps_m", "dq_warps_m"):
-            warps = getattr(self, name)
-            if warps < 1 or self.num_warps % warps:
-                return f"{name} is {warps}; accepted: divisors of num_warps, which is {self.num_warps}"
+            divides = getattr(self, name) >= 1 and self.num_warps % getattr(self, name) == 0
+            yield self.unless(divides, name, f"divisors of num_warps, which is {self.num_warps}")
         if self.p_in_regs and (self.sdp_warps_m, self.dkv_warps_m) != (1, self.num_warps):
-            return (
+            yield (
                 f"sdp_warps_m is {self.sdp_warps_m} and dkv_warps_m is {self.dkv_warps_m}; "
                 f"accepted with p_in_regs: 1 and {self.num_warps}, all warps along the keys"
             )
-        return None
 
-    def _steps_reason(self, traits: Traits) -> str | None:
+    def _steps_reasons(self, traits: Traits) -> Iterator[str | None]:
         for name in ("stages_q", "stages_do"):
-            if getattr(self, name) not in (1, 2):
-                return f"{name} is {getattr(self, name)}; accepted: 1 or 2"
-        if self.columns and (
-            self.columns % self.chunk(traits)
-            or self.columns < 0
-            or self.p_in_regs
-            or self.v_in_regs
-            or self.dq_passes * self.chunk(traits) != padded(traits.head_dim)
-        ):
-            return (
-                f"columns is {self.columns} with dq_passes {self.dq_passes}; accepted: 0, or multiples of "
-                f"{self.chunk(traits)} with dq_passes {padded(traits.head_dim) // self.chunk(traits)} and P, dS and V "
-                "in shared memory"
-            )
-        if self.columns and self.tile_m > self.num_threads:
-            return (
-                f"tile_m is {self.tile_m}; accepted: up to {self.num_threads}, a row of LSE and D per thread"
-            )
+            yield self.unless(getattr(self, name) in (1, 2), name, "1 or 2")
+        d, chunk = padded(traits.head_dim), self.chunk(traits)
+        if self.columns:
+            whole = self.columns > 0 and self.columns % chunk == 0 and self.dq_passes * chunk == d
+            if not whole or self.p_in_regs or self.v_in_regs:
+                yield (
+                    f"columns is {self.columns} with dq_passes {self.dq_passes}; accepted: 0, or multiples of "
+                    f"{chunk} with dq_passes {d // chunk} and P, dS and V in shared memory"
+                )
+            accepted = f"up to {self.num_threads}, a row of LSE and D per thread"
+            yield self.unless(self.tile_m <= self.num_threads, "tile_m", accepted)
         size = self.operand_bytes(traits)
         # A pass is a tile in shared memory, so it has K's swizzle atoms.
-        whole = self.chunk(traits) if self.columns else atom_bytes(padded(traits.head_dim) * size) // size
-        if self.dq_passes < 1 or (self.dq_passes > 1 and padded(traits.head_dim) % (whole * self.dq_passes)):
-            return (
-                f"dq_passes is {self.dq_passes}; accepted: 1, or a divisor of padded head_dim "
-                f"{padded(traits.head_dim)} into multiples of {whole}"
-            )
-        if self.dq_vector not in (1, 2, 4):
-            return f"dq_vector is {self.dq_vector}; accepted: 1, 2 or 4"
-        if min(self.sdp_unroll, self.dkv_unroll, self.dq_unroll, self.queries_at_once) < 0:
-            return "an unroll or queries_at_once is negative; accepted: 0 for all, or the number at a time"
-        if self.queries_at_once and (not self.p_in_regs or self.tile_m % self.queries_at_once):
-            return (
-                f"queries_at_once is {self.queries_at_once}; accepted: 0, or with p_in_regs a divisor of tile_m, "
-                f"which is {self.tile_m}"
-            )
-        if traits.dropout == "flash" and (self.tile_n % 32 or self.queries % 16):
-            return f"tile_n is {self.tile_n}; accepted: multiples of 32 for {traits}"
-        return None
+        whole = chunk if self.columns else atom_bytes(d * size) // size
+        passes = self.dq_passes >= 1 and (self.dq_passes == 1 or d % (whole * self.dq_passes) == 0)
+        accepted = f"1, or a divisor of padded head_dim {d} into multiples of {whole}"
+        yield self.unless(passes, "dq_passes", accepted)
+        yield self.unless(self.dq_vector in (1, 2, 4), "dq_vector", "1, 2 or 4")
+        for name in ("sdp_unroll", "dkv_unroll", "dq_unroll", "queries_at_once"):
+            yield self.unless(getattr(self, name) >= 0, name, "0 for all, or the number at a time")
+        divides = not self.queries_at_once or (self.p_in_regs and self.tile_m % self.queries_at_once == 0)
+        accepted = f"0, or with p_in_regs a divisor of tile_m, which is {self.tile_m}"
+        yield self.unless(divides, "queries_at_once", accepted)
+        whole = traits.dropout != "flash" or (self.tile_n % 32 == 0 and self.queries % 16 == 0)
+        yield self.unless(whole, "tile_n", f"multiples of 32 for {traits}")
 
-    def _fp32_reason(self, traits: Traits) -> str | None:
-        whole = traits.dtype != "fp32"
-        if self.operands not in (("whole",) if whole else ("whole", "terms", "fallback")):
-            accepted = "whole" if whole else "whole or terms"
-            return f"operands is {self.operands!r}; accepted: {accepted} for {traits}"
+    def _fp32_reasons(self, traits: Traits) -> Iterator[str | None]:
+        single = traits.dtype == "fp32"
+        known = self.operands in (("whole", "terms", "fallback") if single else ("whole",))
+        yield self.unless(known, "operands", f"{'whole or terms' if single else 'whole'} for {traits}")
         if self.in_terms and self.subtiles > 1:
             step = 16 * self.dq_warps_m
             if traits.fp32_terms == 2 or self.queries % step:
                 accepted = "all of tile_m" if traits.fp32_terms == 2 else f"multiples of {step}"
-                return f"operands is terms with queries_at_once {self.queries_at_once}; accepted: {accepted}"
-        if traits.element_bytes == 2:
-            return None
-        if self.v_in_regs:
-            return f"v_in_regs is True; accepted: False for {traits}"
-        return None
+                yield f"operands is terms with queries_at_once {self.queries_at_once}; accepted: {accepted}"
+        yield self.unless(not (single and self.v_in_regs), "v_in_regs", f"false for {traits}")
 
-    def _products_reason(self, traits: Traits) -> str | None:
+    def _products_reasons(self, traits: Traits) -> Iterator[str | None]:
         d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
         sdp_n, dkv_n, dq_n = (
             self.num_warps // w for w in (self.sdp_warps_m, self.dkv_warps_m, self.dq_warps_m)
@@ -300,8 +284,7 @@ class BackwardSm80Tile(WarpTile):
             ("padded head_dim of a pass", d // self.dq_passes, 16 * dq_n),
         ):
             if extent <= 0 or extent % step:
-                return f"{name} is {extent}; accepted: multiples of {step} for the warps of {self}"
-        return None
+                yield f"{name} is {extent}; accepted: multiples of {step} for the warps of {self}"
 
 
 @dataclass(frozen=True)
@@ -499,78 +482,69 @@ class BackwardSm90Tile(Tile):
         """Columns of P, dS, dK and dV that one stmatrix stores."""
         return 8 if self.dkv_transposed and self.tile_n % 32 else 16
 
-    def shape_reason(self, traits: Traits) -> str | None:
+    def reasons(self, traits: Traits) -> Iterator[str | None]:
+        dims = padded(traits.head_dim), padded(traits.head_dim_v)
+        divides = self.cluster in (1, 2) and all(dim % (32 * self.cluster) == 0 for dim in dims)
+        accepted = f"1, or with padded head dims in multiples of 64 also 2, for {traits}"
+        yield self.unless(divides, "cluster", accepted)
+        yield self.unless(self.cluster == 1 or self.scores_ahead, "cluster", "with scores_ahead")
+        yield from self._extents_reasons(traits)
+        yield self.unless_positive("num_stages_q", "num_stages_do")
+        yield self.unless(self.num_stages_ds in (1, 2), "num_stages_ds", "1 or 2")
+        yield self.unless(
+            self.p_in_smem or self.num_stages_ds == 2, "num_stages_ds", "2 with p_in_smem=false"
+        )
+        yield self.unless(not (self.p_in_smem and self.dq_bulk), "dq_bulk", "with p_in_smem=false")
+        alone = not (self.dq_in_order and self.staggered)
+        yield self.unless(alone, "dq_in_order", "without staggered")
+        alone = self.may_be_direct and not (self.dq_bulk or self.dq_in_order)
+        accepted = "without dq_bulk, dq_in_order, dq_transposed and cluster"
+        yield self.unless(alone or not self.dq_direct, "dq_direct", accepted)
+        whole = self.dq_rows == 0 or (self.dq_direct and self.dq_rows > 0 and self.dq_rows % self.tile_m == 0)
+        accepted = f"0, or with dq_direct multiples of tile_m, {self.tile_m}"
+        yield self.unless(whole, "dq_rows", accepted)
+        ahead = self.p_in_smem and self.num_stages_q > 1
+        accepted = "with p_in_smem and 2 or more num_stages_q"
+        yield self.unless(ahead or not self.scores_ahead, "scores_ahead", accepted)
+        by_tma = traits.bias in ("fp16", "bf16") and not self.p_in_smem
+        accepted = f"0, or with a bias of 16 bits and p_in_smem=false num_stages_q, {self.num_stages_q}, for {traits}"
+        fits = self.bias_stages == 0 or (by_tma and self.bias_stages == self.num_stages_q)
+        yield self.unless(fits, "bias_stages", accepted)
+        most = 0 if self.p_in_smem or traits.dropout != "flash" else self.idle_warps
+        accepted = f"0, or with flash's dropout and p_in_smem=false up to {self.idle_warps}, for {traits}"
+        yield self.unless(0 <= self.mask_warps <= most, "mask_warps", accepted)
+        yield self.registers_reason(traits, self.compute_registers, f"with {self.warpgroups} warpgroups ")
+
+    def _extents_reasons(self, traits: Traits) -> Iterator[str | None]:
+        """The checks of the products' extents."""
         d, dv = self.columns_of(traits.head_dim), self.columns_of(traits.head_dim_v)
-        if self.cluster not in (1, 2) or any(
-            padded(dim) % (32 * self.cluster) for dim in (traits.head_dim, traits.head_dim_v)
-        ):
-            return (
-                f"cluster is {self.cluster}; accepted: 1, or with padded head dims in multiples of 64 also 2, "
-                f"for {traits}"
-            )
-        if self.cluster > 1 and not self.scores_ahead:
-            return "cluster is 2; accepted: with scores_ahead"
         keys = 16 if self.dkv_transposed else 64 if self.p_in_smem else 128
-        if self.tile_n <= 0 or self.tile_n % keys or (not self.p_in_smem and self.tile_n != keys):
-            return f"tile_n is {self.tile_n}; accepted: {keys} with p_in_smem={str(self.p_in_smem).lower()}"
-        if self.dkv_transposed and (not self.p_in_smem or d % 64 or dv % 64 or traits.dropout):
-            return (
-                "dkv_transposed is true; accepted: with p_in_smem, head dims in multiples of 64 and no dropout, "
-                f"not {traits}"
-            )
+        whole = self.tile_n > 0 and (self.tile_n % keys == 0 if self.p_in_smem else self.tile_n == keys)
+        yield self.unless(whole, "tile_n", f"{keys} with p_in_smem={str(self.p_in_smem).lower()}")
+        fits = self.p_in_smem and d % 64 == dv % 64 == 0 and not traits.dropout
+        accepted = f"with p_in_smem, head dims in multiples of 64 and no dropout, not {traits}"
+        yield self.unless(fits or not self.dkv_transposed, "dkv_transposed", accepted)
         rows = 16 if self.dq_transposed and not self.p_in_smem else 64
-        if self.tile_m <= 0 or self.tile_m % rows or self.tile_m > 256:
-            return f"tile_m is {self.tile_m}; accepted: multiples of {rows} up to 256"
-        if self.dq_transposed and d % (64 * self.warpgroups):
-            return (
-                f"dq_transposed is true; accepted: with head dims in multiples of {64 * self.warpgroups}, 64 "
-                f"for each of {self.warpgroups} warpgroups, not {d}"
-            )
-        along_n = self.warpgroups // min(self.warpgroups, self.tile_m // 64) if self.p_in_smem else 1
-        if self.p_in_smem and (
-            self.tile_m % (64 * self.warpgroups // along_n) or self.tile_n % (self.store_columns * along_n)
-        ):
-            return (
-                f"warpgroups is {self.warpgroups}; accepted with p_in_smem: divisors of {self.tile_m} queries"
-            )
+        whole = 0 < self.tile_m <= 256 and self.tile_m % rows == 0
+        yield self.unless(whole, "tile_m", f"multiples of {rows} up to 256")
+        step = 64 * self.warpgroups
+        accepted = (
+            f"with head dims in multiples of {step}, 64 for each of {self.warpgroups} warpgroups, not {d}"
+        )
+        yield self.unless(not self.dq_transposed or d % step == 0, "dq_transposed", accepted)
+        if self.p_in_smem:
+            along_n = self.warpgroups // min(self.warpgroups, self.tile_m // 64)
+            rows = 64 * self.warpgroups // along_n
+            whole = self.tile_m % rows == self.tile_n % (self.store_columns * along_n) == 0
+            accepted = f"with p_in_smem divisors of {self.tile_m} queries"
+            yield self.unless(whole, "warpgroups", accepted)
         for what, dim, parts in (
             ("dQ", d, self.dq_warps_n),
             ("dK", d, self.dkv_warps_n),
             ("dV", dv, self.dkv_warps_n),
         ):
-            if dim % (16 * parts):
-                return f"warpgroups is {self.warpgroups}; accepted: such that {parts} divide {dim} columns of {what}"
-        if min(self.num_stages_q, self.num_stages_do) < 1 or self.num_stages_ds not in (1, 2):
-            return (
-                f"num_stages_q, _do, _ds are {self.num_stages_q}, {self.num_stages_do}, {self.num_stages_ds}; "
-                "accepted: 1 or more, 1 or more, 1 or 2"
-            )
-        if not self.p_in_smem and self.num_stages_ds != 2:
-            return f"num_stages_ds is {self.num_stages_ds}; accepted: 2 with p_in_smem=false"
-        if self.p_in_smem and self.dq_bulk:
-            return "dq_bulk is true; accepted: with p_in_smem=false"
-        if self.dq_in_order and self.staggered:
-            return "dq_in_order is true with staggered; accepted: one of them"
-        if self.dq_direct and (self.dq_bulk or self.dq_in_order or not self.may_be_direct):
-            return "dq_direct is true; accepted: without dq_bulk, dq_in_order, dq_transposed and cluster"
-        if self.dq_rows < 0 or self.dq_rows % self.tile_m or (self.dq_rows and not self.dq_direct):
-            return f"dq_rows is {self.dq_rows}; accepted: 0, or with dq_direct multiples of tile_m, {self.tile_m}"
-        if self.scores_ahead and not (self.p_in_smem and self.num_stages_q > 1):
-            return "scores_ahead is true; accepted: with p_in_smem and 2 or more num_stages_q"
-        if self.bias_stages and (traits.bias not in ("fp16", "bf16") or self.p_in_smem):
-            return (
-                f"bias_stages is {self.bias_stages}; accepted: 0, or with a bias of 16 bits and p_in_smem=false, "
-                f"num_stages_q, for {traits}"
-            )
-        if self.bias_stages not in (0, self.num_stages_q):
-            return f"bias_stages is {self.bias_stages}; accepted: 0, or num_stages_q, which is {self.num_stages_q}"
-        most = 0 if self.p_in_smem or traits.dropout != "flash" else self.idle_warps
-        if not 0 <= self.mask_warps <= most:
-            return (
-                f"mask_warps is {self.mask_warps}; accepted: 0, or with flash's dropout and p_in_smem=false up to "
-                f"{self.idle_warps}, for {traits}"
-            )
-        return self.registers_reason(traits, self.compute_registers, f"with {self.warpgroups} warpgroups ")
+            accepted = f"such that {parts} divide {dim} columns of {what}"
+            yield self.unless(dim % (16 * parts) == 0, "warpgroups", accepted)
 
 
 @dataclass(frozen=True)
@@ -630,14 +604,9 @@ class BackwardPreprocessTile(Tile):
     def registers(self, traits: Traits) -> int:
         return 2 * 4 * self.vectors(traits) * self.passes(traits) + 32
 
-    def shape_reason(self, traits: Traits) -> str | None:
-        if self.num_threads <= 0 or self.num_threads % 32 or self.num_threads > 1024:
-            return f"num_threads is {self.num_threads}; accepted: multiples of 32 up to 1024"
-        if self.tile_m <= 0 or self.tile_m % 16:
-            return f"tile_m is {self.tile_m}; accepted: multiples of 16"
-        if self.rows <= 0 or self.tile_m % self.rows or self.rows % 4 or self.rows > self.num_threads:
-            return (
-                f"rows is {self.rows}; accepted: divisors of tile_m, {self.tile_m}, that are multiples of 4 and at "
-                f"most {self.num_threads}, one for each thread"
-            )
-        return None
+    def reasons(self, traits: Traits) -> Iterator[str | None]:
+        yield self.threads_reason()
+        yield self.unless(self.tile_m > 0 and self.tile_m % 16 == 0, "tile_m", "multiples of 16")
+        divides = 0 < self.rows <= self.num_threads and self.tile_m % self.rows == self.rows % 4 == 0
+        accepted = f"divisors of tile_m, {self.tile_m}, in multiples of 4 up to {self.num_threads}, one for each thread"
+        yield self.unless(divides, "rows", accepted)

@@ -8,7 +8,7 @@ of a tile changes results only by the order of roundings.
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -114,8 +114,8 @@ class Tile:
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
-        """Name -> first byte and end of each area of shared memory."""
-        raise NotImplementedError
+        """Name -> first byte and end of each area of shared memory; by default one empty area."""
+        return {"none": (0, 0)}
 
     def smem_bytes(self, traits: Traits) -> int:
         """Shared memory of one CTA, in bytes."""
@@ -127,7 +127,25 @@ class Tile:
 
     def shape_reason(self, traits: Traits) -> str | None:
         """Why these fields cannot be combined for ``traits``, or None."""
+        return next(filter(None, self.reasons(traits)), None)
+
+    def reasons(self, traits: Traits) -> Iterator[str | None]:
+        """The checks of the fields for ``traits``, in order: the first that is not None is the :meth:`shape_reason`."""
         raise NotImplementedError
+
+    def unless(self, holds: bool, name: str, accepted: str) -> str | None:
+        """The reason to refuse the value of field ``name``, or None if ``holds``."""
+        return None if holds else f"{name} is {_text(getattr(self, name))}; accepted: {accepted}"
+
+    def unless_positive(self, *names: str) -> str | None:
+        """The reason to refuse one of several fields that have to be 1 or more, or None."""
+        return next(filter(None, (self.unless(getattr(self, x) >= 1, x, "1 or more") for x in names)), None)
+
+    def threads_reason(self) -> str | None:
+        """Why a field ``num_threads`` is out of range, or None."""
+        threads: int = self.num_threads  # type: ignore[attr-defined]
+        holds = 0 < threads <= 1024 and threads % 32 == 0
+        return self.unless(holds, "num_threads", "multiples of 32 up to 1024")
 
     def reject(self, traits: Traits, target: str) -> str | None:
         """Why this tile does not fit ``traits`` on ``target``, or None."""
@@ -178,9 +196,7 @@ class WarpTile(Tile):
         # Copies and addresses of stores combine bits of a thread's index.
         powers = (2**i for i in range(self.MAX_WARPS.bit_length()))
         accepted = [n for n in powers if n >= self.MIN_WARPS]
-        if self.num_warps not in accepted:
-            return f"num_warps is {self.num_warps}; accepted: {', '.join(map(str, accepted))}"
-        return None
+        return self.unless(self.num_warps in accepted, "num_warps", ", ".join(map(str, accepted)))
 
     def copies_reason(self, traits: Traits, element_bytes: int = 0, **extents: int) -> str | None:
         """Why the warps cannot copy tiles of ``extents`` (name -> rows) in whole passes, or None.

@@ -1,5 +1,6 @@
 """Tiles of the kernels that make block masks."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -38,18 +39,14 @@ class BlockKindsTile(Tile):
     def registers(self, traits: Traits) -> int:
         return 64 + 4 * self.tile_n // WARP
 
-    def shape_reason(self, traits: Traits) -> str | None:
-        if traits.op != BLOCK_OPS[0]:
-            return f"op is {traits.op}; accepted: {BLOCK_OPS[0]}"
+    def reasons(self, traits: Traits) -> Iterator[str | None]:
+        yield None if traits.op == BLOCK_OPS[0] else f"op is {traits.op}; accepted: {BLOCK_OPS[0]}"
         for name in ("tile_m", "tile_n"):
             size = getattr(self, name)
-            if size <= 0 or size % WARP or size > 512:
-                return f"{name} is {size}; accepted: multiples of {WARP} up to 512"
-        if not 1 <= self.num_warps <= 32:
-            return f"num_warps is {self.num_warps}; accepted: 1 to 32"
-        if self.rows < 1 or self.tile_m % self.rows:
-            return f"rows is {self.rows}; accepted: divisors of tile_m, {self.tile_m}"
-        return None
+            yield self.unless(0 < size <= 512 and size % WARP == 0, name, f"multiples of {WARP} up to 512")
+        yield self.unless(1 <= self.num_warps <= 32, "num_warps", "1 to 32")
+        divides = self.rows >= 1 and self.tile_m % self.rows == 0
+        yield self.unless(divides, "rows", f"divisors of tile_m, {self.tile_m}")
 
 
 @dataclass(frozen=True)
@@ -71,15 +68,10 @@ class BlockListsTile(Tile):
     def num_threads(self) -> int:
         return self.num_warps * WARP
 
-    def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
-        return {"none": (0, 0)}
-
     def registers(self, traits: Traits) -> int:
         return 48
 
-    def shape_reason(self, traits: Traits) -> str | None:
-        if traits.op not in BLOCK_OPS[1:]:
-            return f"op is {traits.op}; accepted: {', '.join(BLOCK_OPS[1:])}"
-        if not 1 <= self.num_warps <= 32:
-            return f"num_warps is {self.num_warps}; accepted: 1 to 32"
-        return None
+    def reasons(self, traits: Traits) -> Iterator[str | None]:
+        accepted = BLOCK_OPS[1:]
+        yield None if traits.op in accepted else f"op is {traits.op}; accepted: {', '.join(accepted)}"
+        yield self.unless(1 <= self.num_warps <= 32, "num_warps", "1 to 32")

@@ -1,7 +1,7 @@
 """Tiles of the forward kernels, including those with a cache or tangents."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -64,7 +64,7 @@ def best_packing(tiles: Sequence[Any], plain: Any, seqlen_q: int, group: int, va
 
 def pack_heads_reason(pack_heads: int, rows: int, traits: Traits) -> str | None:
     """Why a tile for ``traits`` cannot pack ``pack_heads`` heads, a divisor of ``rows``, or None."""
-    accepted = [n for n in (1, 2, 4, 8, 16, 32, 64) if rows % n == 0]
+    accepted = [n for n in PACKS if rows % n == 0]
     if pack_heads not in accepted:
         words = f"{', '.join(map(str, accepted[:-1]))} or {accepted[-1]}"
         return f"pack_heads is {pack_heads}; accepted: {words}"
@@ -77,15 +77,11 @@ def pack_heads_reason(pack_heads: int, rows: int, traits: Traits) -> str | None:
 
 def pages_reason(tile: Any, traits: Traits) -> str | None:
     """Why TMA cannot load boxes of the tile's ``page_rows``, or None."""
+    rows = tile.page_rows
     if not traits.paged:
-        return (
-            f"page_rows is {tile.page_rows}; accepted: 0 without pages, for {traits}"
-            if tile.page_rows
-            else None
-        )
-    if tile.page_rows >= 8 and tile.page_rows % 8 == 0 and tile.tile_n % tile.page_rows == 0:
-        return None
-    return f"page_rows is {tile.page_rows}; accepted: multiples of 8 that divide tile_n, {tile.tile_n}, for {traits}"
+        return tile.unless(not rows, "page_rows", f"0 without pages, for {traits}")
+    fits = rows >= 8 and rows % 8 == 0 and tile.tile_n % rows == 0
+    return tile.unless(fits, "page_rows", f"multiples of 8 that divide tile_n, {tile.tile_n}, for {traits}")
 
 
 @dataclass(frozen=True)
@@ -99,7 +95,6 @@ class ForwardSm80Tile(WarpTile):
         num_stages: stages of K and V. 1: the next step's K loads during the softmax and V during Q K^T, with two
             barriers per step; 2 or more: K and V load num_stages - 1 steps ahead, with one barrier per step.
         q_in_regs: Q is read from shared memory once and kept in registers.
-        share_qk_smem: K reuses Q's shared memory, and Q is kept in registers.
         qk_unroll: MMA steps of 16 columns of head_dim (of 8 in fp32) that Q K^T loads at a time; 0 for all steps.
             Fewer steps need fewer operand registers. With one key group, any value except 0 also keeps the row
             statistics in shared memory.
@@ -120,7 +115,6 @@ class ForwardSm80Tile(WarpTile):
     num_warps: int = choice(4, 2, 4, 8)
     num_stages: int = choice(1, 1, 2, 3)
     q_in_regs: bool = False
-    share_qk_smem: bool = False
     swizzle_bits: int = -1
     qk_unroll: int = choice(0, 0, 1, 2, 4)
     key_groups: int = choice(1, 1, 2, 4, 8)
@@ -164,11 +158,6 @@ class ForwardSm80Tile(WarpTile):
         """Shared memory for the row statistics, in bytes: two fp32 per row and lane, with four lanes per row."""
         return 2 * 4 * 4 * self.tile_m * self.warps_n if self.stats_in_smem else 0
 
-    @property
-    def keeps_q(self) -> bool:
-        """True if Q is in registers during the main loop."""
-        return self.q_in_regs or self.share_qk_smem
-
     @staticmethod
     def operand_bytes(traits: Traits) -> int:
         """Bytes of an element of Q, K, V and P in shared memory."""
@@ -183,10 +172,8 @@ class ForwardSm80Tile(WarpTile):
         """First byte and end of Q, K and V of all stages, O and the row statistics; O reuses the operands' memory."""
         row, row_v = self.row_bytes(traits)
         q, o = self.tile_m * row, 0 if traits.dtype == "fp32" else self.tile_m * row_v
-        k_start = 0 if self.share_qk_smem else q
-        k_end = k_start + self.tile_n * row * self.num_stages
-        v_start = max(q, k_end)
-        v_end = v_start + self.tile_n * row_v * self.num_stages
+        k_end = q + self.tile_n * row * self.num_stages
+        v_end = k_end + self.tile_n * row_v * self.num_stages
         merge = self.merge_bytes(traits)
         stats = max(v_end, o, q + merge)
         end = stats + self.stats_bytes
@@ -195,8 +182,8 @@ class ForwardSm80Tile(WarpTile):
         ranges = max([end, *(last for _, last in exchange.values())])
         return {
             "q": (0, q),
-            "k": (k_start, k_end),
-            "v": (v_start, v_end),
+            "k": (q, k_end),
+            "v": (k_end, v_end),
             "o": (0, o),
             "merge": (q, q + merge),
             "stats": (stats, end),
@@ -231,66 +218,51 @@ class ForwardSm80Tile(WarpTile):
     def _registers_16_bit(self, traits: Traits, acc_o: int, acc_s: int) -> int:
         """Registers per thread with 16-bit operands, and ``acc_o`` and ``acc_s`` registers for the accumulators."""
         rows, d = self.tile_m // self.warps_m, padded(traits.head_dim)
-        q = rows * d // 64 if self.keeps_q else rows // 4
+        q = rows * d // 64 if self.q_in_regs else rows // 4
         bias = acc_s // (1 if traits.bias == "fp32" else 2) if traits.bias else 0
         return acc_o + acc_s + acc_s // 8 + q + bias // 2 + 24
 
-    def _warps_n_reason(self, traits: Traits) -> str | None:
-        if self.warps_n < 1 or self.num_warps % self.warps_n:
-            return f"warps_n is {self.warps_n}; accepted: a divisor of {self.num_warps} warps"
-        if self.warps_n == 1:
-            return None
-        pack = self.pack_heads if traits.op == "kvcache" else 1
-        plain = replace(
-            self, num_stages=1, q_in_regs=False, share_qk_smem=False, key_groups=1, pack_heads=pack
+    def _warps_n_reasons(self, traits: Traits) -> Iterator[str | None]:
+        n = self.warps_n
+        yield self.unless(
+            n >= 1 and self.num_warps % n == 0, "warps_n", f"a divisor of {self.num_warps} warps"
         )
-        if self != plain:
-            return f"warps_n is {self.warps_n}; accepted: 1 with other fields than those of tile {plain}"
-        if traits.op == "kvcache" and traits.dtype == "fp32":
-            return f"warps_n is {self.warps_n}; accepted: 1 for {traits}"
-        columns = (32 if traits.dtype == "fp32" else 16) * self.warps_n
-        if self.tile_n % (16 * self.warps_n) or padded(traits.head_dim_v) % columns:
-            return (
-                f"warps_n is {self.warps_n} with tile_n {self.tile_n} for {traits}; accepted: a tile_n of whole "
-                f"{16 * self.warps_n} keys, and a padded head_dim_v of whole {columns} columns"
-            )
-        return None
+        if n == 1:
+            return
+        pack = self.pack_heads if traits.op == "kvcache" else 1
+        plain = replace(self, num_stages=1, q_in_regs=False, key_groups=1, pack_heads=pack)
+        yield self.unless(self == plain, "warps_n", f"1 with other fields than those of tile {plain}")
+        single = traits.dtype == "fp32"
+        yield self.unless(traits.op != "kvcache" or not single, "warps_n", f"1 for {traits}")
+        columns = (32 if single else 16) * n
+        whole = self.tile_n % (16 * n) == padded(traits.head_dim_v) % columns == 0
+        accepted = f"with whole {16 * n} keys of tile_n and whole {columns} columns of padded head_dim_v, for {traits}"
+        yield self.unless(whole, "warps_n", accepted)
 
-    def shape_reason(self, traits: Traits) -> str | None:
-        if reason := self.num_warps_reason():
-            return reason
-        if reason := self._warps_n_reason(traits):
-            return reason
-        if self.tile_m <= 0 or self.tile_m % (16 * self.warps_m):
-            return f"tile_m is {self.tile_m}; accepted: multiples of 16 rows for each of {self.warps_m} warps"
-        if self.key_groups < 1 or self.num_warps * self.key_groups > self.MAX_WARPS:
-            return (
-                f"key_groups is {self.key_groups}; accepted: 1 or more, with up to {self.MAX_WARPS} warps in all, "
-                f"{self.num_warps} each"
-            )
+    def reasons(self, traits: Traits) -> Iterator[str | None]:
+        yield self.num_warps_reason()
+        yield from self._warps_n_reasons(traits)
+        whole = self.tile_m > 0 and self.tile_m % (16 * self.warps_m) == 0
+        yield self.unless(whole, "tile_m", f"multiples of 16 rows for each of {self.warps_m} warps")
+        few = self.key_groups >= 1 and self.num_warps * self.key_groups <= self.MAX_WARPS
+        accepted = f"1 or more, with up to {self.MAX_WARPS} warps in all, {self.num_warps} each"
+        yield self.unless(few, "key_groups", accepted)
         step = (32 if traits.dropout == "flash" else 16) * self.key_groups
-        if self.tile_n <= 0 or self.tile_n % step:
-            return f"tile_n is {self.tile_n}; accepted: multiples of {step} for {traits}"
-        if reason := pack_heads_reason(self.pack_heads, math.gcd(self.tile_m, 64), traits):
-            return reason
-        for name in ("num_stages", "blocks_per_sm"):
-            if getattr(self, name) < 1:
-                return f"{name} is {getattr(self, name)}; accepted: 1 or more"
-        if self.qk_unroll < 0:
-            return (
-                f"qk_unroll is {self.qk_unroll}; accepted: 0 for all steps, or the number of steps at a time"
-            )
-        if not -1 <= self.swizzle_bits <= 3:
-            return f"swizzle_bits is {self.swizzle_bits}; accepted: 0 to 3, or -1 for the widest"
+        whole = self.tile_n > 0 and self.tile_n % step == 0
+        yield self.unless(whole, "tile_n", f"multiples of {step} for {traits}")
+        yield pack_heads_reason(self.pack_heads, math.gcd(self.tile_m, 64), traits)
+        yield self.unless_positive("num_stages", "blocks_per_sm")
+        yield self.unless(
+            self.qk_unroll >= 0, "qk_unroll", "0 for all steps, or the number of steps at a time"
+        )
+        yield self.unless(-1 <= self.swizzle_bits <= 3, "swizzle_bits", "0 to 3, or -1 for the widest")
         dims = sorted({padded(traits.head_dim), padded(traits.head_dim_v)})
         widest = 2 if any(d % 64 for d in dims) else 3
-        if self.swizzle_bits > widest:
-            return f"swizzle_bits is {self.swizzle_bits}; accepted: at most {widest} with rows of {dims} elements"
-        size = self.operand_bytes(traits)
-        if self.key_groups == 1:
-            return self.copies_reason(traits, size, tile_m=self.tile_m, tile_n=self.tile_n)
-        one_group = replace(self, tile_n=self.group_keys, key_groups=1)
-        return one_group.copies_reason(traits, size, tile_m=self.tile_m, tile_n=self.group_keys)
+        accepted = f"at most {widest} with rows of {dims} elements"
+        yield self.unless(self.swizzle_bits <= widest, "swizzle_bits", accepted)
+        of_group = self if self.key_groups == 1 else replace(self, tile_n=self.group_keys, key_groups=1)
+        sizes = {"tile_m": self.tile_m, "tile_n": self.group_keys}
+        yield of_group.copies_reason(traits, self.operand_bytes(traits), **sizes)
 
 
 @dataclass(frozen=True)
@@ -316,15 +288,12 @@ class ForwardTermsTile(ForwardSm80Tile):
             return self._registers_16_bit(traits, acc_o, acc_s)
         return acc_o + acc_s + rows // 2 + rows // 2 * self.qk_unroll + 40
 
-    def shape_reason(self, traits: Traits) -> str | None:
-        plain = replace(
-            self, q_in_regs=False, share_qk_smem=False, key_groups=1, pack_heads=1, blocks_per_sm=1
-        )
-        if self != plain:
-            return f"tile is {self}; accepted for fp32 in terms: {plain}"
-        if traits.fp32_terms == 2 and self.qk_unroll not in (1, 2):
-            return f"qk_unroll is {self.qk_unroll}; accepted: 1 or 2 steps for fp32 in two terms"
-        return super().shape_reason(traits)
+    def reasons(self, traits: Traits) -> Iterator[str | None]:
+        plain = replace(self, q_in_regs=False, key_groups=1, pack_heads=1, blocks_per_sm=1)
+        yield None if self == plain else f"tile is {self}; accepted for fp32 in terms: {plain}"
+        few = traits.fp32_terms != 2 or self.qk_unroll in (1, 2)
+        yield self.unless(few, "qk_unroll", "1 or 2 steps for fp32 in two terms")
+        yield from super().reasons(traits)
 
 
 @dataclass(frozen=True)
@@ -344,13 +313,10 @@ class JvpSm80Tile(ForwardSm80Tile):
         acc_o, acc_s = rows * padded(traits.head_dim_v) // 32, rows * self.tile_n // 32
         return 2 * (acc_o + acc_s) + acc_s // 8 + rows // 2 + 24
 
-    def shape_reason(self, traits: Traits) -> str | None:
-        plain = replace(
-            self, q_in_regs=False, share_qk_smem=False, key_groups=1, pack_heads=1, blocks_per_sm=1, warps_n=1
-        )
-        if self != plain:
-            return f"tile is {self}; accepted with tangents: {plain}"
-        return super().shape_reason(traits)
+    def reasons(self, traits: Traits) -> Iterator[str | None]:
+        plain = replace(self, q_in_regs=False, key_groups=1, pack_heads=1, blocks_per_sm=1, warps_n=1)
+        yield None if self == plain else f"tile is {self}; accepted with tangents: {plain}"
+        yield from super().reasons(traits)
 
 
 @dataclass(frozen=True)
@@ -445,33 +411,35 @@ class ForwardSm90Tile(Tile):
         q = padded(traits.head_dim) // 4 if self.q_in_regs else 0
         return acc_o + acc_s + p + q + bias + 16
 
-    def shape_reason(self, traits: Traits) -> str | None:
-        if self.tile_m not in (64, 128, 192):
-            return (
-                f"tile_m is {self.tile_m}; accepted: 64, 128 or 192, 64 for each of one to three warpgroups"
-            )
-        step = 32 if traits.dropout == "flash" else 16
-        if self.tile_n <= 0 or self.tile_n % step or self.tile_n > 256:
-            return f"tile_n is {self.tile_n}; accepted: multiples of {step} up to 256 for {traits}"
-        if self.num_stages < 1:
-            return f"num_stages is {self.num_stages}; accepted: 1 or more"
-        if not 1 <= self.blocks_per_sm <= (3 if self.warpgroups == 1 else 1):
-            return f"blocks_per_sm is {self.blocks_per_sm}; accepted: 1, and up to 3 with a tile_m of 64"
-        if self.blocks_per_sm > 1 and padded(traits.head_dim_v) > 128:
-            return f"blocks_per_sm is {self.blocks_per_sm}; accepted: 1 for a head_dim_v above 128"
+    def reasons(self, traits: Traits) -> Iterator[str | None]:
+        accepted = "64, 128 or 192, 64 for each of one to three warpgroups"
+        yield self.unless(self.tile_m in (64, 128, 192), "tile_m", accepted)
+        yield _key_block_reason(self, traits)
+        yield self.unless_positive("num_stages")
+        few = 1 <= self.blocks_per_sm <= (3 if self.warpgroups == 1 else 1)
+        yield self.unless(few, "blocks_per_sm", "1, and up to 3 with a tile_m of 64")
+        few = self.blocks_per_sm == 1 or padded(traits.head_dim_v) <= 128
+        yield self.unless(few, "blocks_per_sm", "1 for a head_dim_v above 128")
         shared = self.blocks_per_sm * (self.smem_bytes(traits) + 1024)
         if shared > SM90_SHARED_MEMORY:
-            return (
+            yield (
                 f"{self.blocks_per_sm} CTAs of tile {self} need {shared} bytes of shared memory for {traits}; "
                 f"a multiprocessor has {SM90_SHARED_MEMORY}"
             )
-        if self.bias_stages < 0 or (self.bias_stages and traits.bias not in ("fp16", "bf16")):
-            return f"bias_stages is {self.bias_stages}; accepted: 0, or more with a bias of 16 bits, for {traits}"
-        if reason := pack_heads_reason(self.pack_heads, 64, traits):
-            return reason
-        if 16 * (3 + 2 * self.num_stages + self.warpgroups * self.bias_stages) > self.BROADCAST_START:
-            return f"num_stages is {self.num_stages}; accepted: stages whose barriers fit {self.BROADCAST_START} bytes"
-        return self.registers_reason(traits, self.compute_registers, f"with {self.warpgroups} warpgroups ")
+        halves = self.bias_stages == 0 or (self.bias_stages > 0 and traits.bias in ("fp16", "bf16"))
+        yield self.unless(halves, "bias_stages", f"0, or more with a bias of 16 bits, for {traits}")
+        yield pack_heads_reason(self.pack_heads, 64, traits)
+        barriers = 16 * (3 + 2 * self.num_stages + self.warpgroups * self.bias_stages)
+        accepted = f"stages whose barriers fit {self.BROADCAST_START} bytes"
+        yield self.unless(barriers <= self.BROADCAST_START, "num_stages", accepted)
+        yield self.registers_reason(traits, self.compute_registers, f"with {self.warpgroups} warpgroups ")
+
+
+def _key_block_reason(tile: Any, traits: Traits) -> str | None:
+    """Why a Hopper kernel cannot compute the tile's ``tile_n`` keys per step, or None."""
+    step = 32 if traits.dropout == "flash" else 16
+    fits = 0 < tile.tile_n <= 256 and tile.tile_n % step == 0
+    return tile.unless(fits, "tile_n", f"multiples of {step} up to 256 for {traits}")
 
 
 @dataclass(frozen=True)
@@ -563,14 +531,11 @@ class ForwardLargeTile(Tile):
         bias = acc_s // (1 if traits.bias == "fp32" else 2) if traits.bias else 0
         return acc_o + acc_s + acc_s // 2 + bias + 24
 
-    def shape_reason(self, traits: Traits) -> str | None:
-        step = 32 if traits.dropout == "flash" else 16
-        if self.tile_n <= 0 or self.tile_n % step or self.tile_n > 256:
-            return f"tile_n is {self.tile_n}; accepted: multiples of {step} up to 256 for {traits}"
-        if not 1 <= self.num_stages <= 8:
-            return f"num_stages is {self.num_stages}; accepted: 1 to 8"
-        reason = pack_heads_reason(self.pack_heads, self.tile_m, traits)
-        return reason or self.registers_reason(traits, self.compute_registers)
+    def reasons(self, traits: Traits) -> Iterator[str | None]:
+        yield _key_block_reason(self, traits)
+        yield self.unless(1 <= self.num_stages <= 8, "num_stages", "1 to 8")
+        yield pack_heads_reason(self.pack_heads, self.tile_m, traits)
+        yield self.registers_reason(traits, self.compute_registers)
 
 
 @dataclass(frozen=True)
@@ -592,10 +557,11 @@ class KvcacheLargeTile(ForwardLargeTile):
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
         return self._areas(traits, padded(traits.head_dim))
 
-    def shape_reason(self, traits: Traits) -> str | None:
-        if traits.latent and self.num_stages < 2:  # a step needs the keys of two blocks
-            return f"num_stages is {self.num_stages}; accepted: 2 or more, for {traits}"
-        return pages_reason(self, traits) or super().shape_reason(traits)
+    def reasons(self, traits: Traits) -> Iterator[str | None]:
+        enough = self.num_stages >= 2 or not traits.latent  # a step needs the keys of two blocks
+        yield self.unless(enough, "num_stages", f"2 or more, for {traits}")
+        yield pages_reason(self, traits)
+        yield from super().reasons(traits)
 
 
 @dataclass(frozen=True)
@@ -638,9 +604,10 @@ class KvcacheSm90Tile(ForwardSm90Tile):
         areas = super().smem_areas(traits)
         return areas | dict.fromkeys(("o", "bias"), (areas["v"][1], areas["v"][1]))
 
-    def shape_reason(self, traits: Traits) -> str | None:
-        if self.half_registers and (self.warpgroups, self.blocks_per_sm) != (1, 1):
-            return f"half_registers is True; accepted: with tile_m 64 and blocks_per_sm 1, for {traits}"
-        if traits.split == "stream_k" and self.speculative:
-            return f"speculative is True; accepted: False with split shares, for {traits}"
-        return pages_reason(self, traits) or super().shape_reason(traits)
+    def reasons(self, traits: Traits) -> Iterator[str | None]:
+        alone = not self.half_registers or (self.warpgroups, self.blocks_per_sm) == (1, 1)
+        yield self.unless(alone, "half_registers", f"with tile_m 64 and blocks_per_sm 1, for {traits}")
+        exact = traits.split != "stream_k" or not self.speculative
+        yield self.unless(exact, "speculative", f"false with split stream_k, for {traits}")
+        yield pages_reason(self, traits)
+        yield from super().reasons(traits)

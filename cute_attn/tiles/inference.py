@@ -1,5 +1,6 @@
 """Tiles of the kernels around attention with a cache: combine and append."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -103,21 +104,17 @@ class CombineTile(Tile):
     def registers(self, traits: Traits) -> int:
         return 4 * self.vectors(traits) * (self.unroll + 1) + self.unroll + 40
 
-    def shape_reason(self, traits: Traits) -> str | None:
-        for name in ("rows", "groups", "unroll"):
-            if getattr(self, name) < 1:
-                return f"{name} is {getattr(self, name)}; accepted: 1 or more"
-        if self.in_order and (self.groups > 1 or self.eager):
-            return (
-                f"in_order is True with {self.groups} groups and eager={self.eager}; accepted: one, and False"
-            )
-        threads = self.num_threads(traits)
-        if threads > 1024:
-            return (
-                f"rows and groups are {self.rows} and {self.groups}, {threads} threads with "
-                f"{self.threads_per_row(traits)} for each; accepted: up to 1024"
-            )
-        return None
+    def reasons(self, traits: Traits) -> Iterator[str | None]:
+        yield self.unless_positive("rows", "groups", "unroll")
+        alone = not (self.in_order and (self.groups > 1 or self.eager))
+        yield self.unless(alone, "in_order", f"false with {self.groups} groups and eager={self.eager}")
+        yield None if self.num_threads(traits) <= 1024 else self._threads_refused(traits, "up to 1024")
+
+    def _threads_refused(self, traits: Traits, accepted: str) -> str:
+        return (
+            f"rows and groups are {self.rows} and {self.groups}, {self.num_threads(traits)} threads with "
+            f"{self.threads_per_row(traits)} for each; accepted: {accepted}"
+        )
 
 
 def _unroll(partials: int, groups: int) -> int:
@@ -170,19 +167,12 @@ class CombineStreamKTile(CombineTile):
             chosen = replace(chosen, rows=2 * chosen.rows)
         return chosen.for_head_dim(traits.head_dim_v)
 
-    def shape_reason(self, traits: Traits) -> str | None:
-        for name in ("tile_m", "tile_n", "pack_heads", "kernel_ctas"):
-            if getattr(self, name) < 1:
-                return f"{name} is {getattr(self, name)}; accepted: 1 or more"
-        if self.tile_m % self.pack_heads:
-            return f"pack_heads is {self.pack_heads}; accepted: divisors of tile_m, {self.tile_m}"
-        reason = super().shape_reason(traits)
-        if reason is None and self.num_threads(traits) % 32:
-            return (
-                f"rows and groups are {self.rows} and {self.groups}, {self.num_threads(traits)} threads with "
-                f"{self.threads_per_row(traits)} for each; accepted: whole warps of 32"
-            )
-        return reason
+    def reasons(self, traits: Traits) -> Iterator[str | None]:
+        yield self.unless_positive("tile_m", "tile_n", "pack_heads", "kernel_ctas")
+        divides = self.tile_m % self.pack_heads == 0
+        yield self.unless(divides, "pack_heads", f"divisors of tile_m, {self.tile_m}")
+        yield from super().reasons(traits)
+        yield self._threads_refused(traits, "whole warps of 32") if self.num_threads(traits) % 32 else None
 
 
 @dataclass(frozen=True)
@@ -195,13 +185,8 @@ class AppendTile(Tile):
 
     num_threads: int = choice(128, 64, 128, 256)
 
-    def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
-        return {"none": (0, 0)}
-
     def registers(self, traits: Traits) -> int:
         return 64
 
-    def shape_reason(self, traits: Traits) -> str | None:
-        if self.num_threads <= 0 or self.num_threads % 32 or self.num_threads > 1024:
-            return f"num_threads is {self.num_threads}; accepted: multiples of 32 up to 1024"
-        return None
+    def reasons(self, traits: Traits) -> Iterator[str | None]:
+        yield self.threads_reason()

@@ -1,5 +1,6 @@
 """Tile of the kernels that copy rows to padded rows and back."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -34,19 +35,13 @@ class PadRowsTile(Tile):
         vectors = aligned_head_dim(traits.dtype, head_dim) // self.vector(traits)
         return max(self.vectors * self.num_threads // vectors // self.ROWS, 1) * self.ROWS
 
-    def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
-        return {"none": (0, 0)}
-
     def registers(self, traits: Traits) -> int:
         longest = max(traits.head_dim, traits.head_dim_v)
         vectors = self.rows(traits, longest) * aligned_head_dim(traits.dtype, longest) // self.vector(traits)
         return 4 * -(-vectors // self.num_threads) + 40
 
-    def shape_reason(self, traits: Traits) -> str | None:
-        if traits.op not in PADDED_TENSORS:
-            return f"op is {traits.op}; accepted: {', '.join(PADDED_TENSORS)}"
-        if self.num_threads <= 0 or self.num_threads % 32 or self.num_threads > 1024:
-            return f"num_threads is {self.num_threads}; accepted: multiples of 32 up to 1024"
-        if not 1 <= self.vectors <= 16:
-            return f"vectors is {self.vectors}; accepted: 1 to 16"
-        return None
+    def reasons(self, traits: Traits) -> Iterator[str | None]:
+        known = traits.op in PADDED_TENSORS
+        yield None if known else f"op is {traits.op}; accepted: {', '.join(PADDED_TENSORS)}"
+        yield self.threads_reason()
+        yield self.unless(1 <= self.vectors <= 16, "vectors", "1 to 16")

@@ -1,5 +1,6 @@
 """Tile of the kernels that split fp32 tensors into fp16 terms."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -33,9 +34,7 @@ class SplitFp32Tile(Tile):
     def registers(self, traits: Traits) -> int:
         return padded(max(traits.head_dim, traits.head_dim_v)) // self.LANES + 40
 
-    def shape_reason(self, traits: Traits) -> str | None:
-        if self.num_threads <= 0 or self.num_threads % 32 or self.num_threads > 1024:
-            return f"num_threads is {self.num_threads}; accepted: multiples of 32 up to 1024"
-        if not 1 <= self.blocks <= self.num_threads:
-            return f"blocks is {self.blocks}; accepted: 1 to {self.num_threads}, num_threads"
-        return None
+    def reasons(self, traits: Traits) -> Iterator[str | None]:
+        yield self.threads_reason()
+        most = self.num_threads
+        yield self.unless(1 <= self.blocks <= most, "blocks", f"1 to {most}, num_threads")

@@ -59,7 +59,6 @@ tiles = st.builds(
     num_warps=st.sampled_from((1, 2, 4, 8)),
     num_stages=st.integers(1, 4),
     q_in_regs=flags,
-    share_qk_smem=flags,
     swizzle_bits=st.integers(-1, 3),
     qk_unroll=st.integers(0, 4),
 )
@@ -157,7 +156,7 @@ def test_shared_memory_does_not_overlap(tile, value):
     areas = tile.smem_areas(value)
     assert all(start % 1024 == 0 for name, (start, _) in areas.items() if name != "tile_range")
     assert areas["stats"][1] <= areas["tile_range"][0] and areas["tile_range"][0] % 4 == 0
-    inputs = [areas[name] for name in (("k", "v") if tile.share_qk_smem else ("q", "k", "v"))]
+    inputs = [areas[name] for name in ("q", "k", "v")]
     for first, second in itertools.combinations([*inputs, areas["stats"]], 2):
         assert first[1] <= second[0] or second[1] <= first[0]
     assert areas["o"][1] <= areas["stats"][0]  # the statistics are read after O has been written
@@ -178,10 +177,7 @@ SMALL = Traits("forward", "sm80", "fp16", 64)
 # Every field, in kernels that compile quickly.
 BUILT = {
     "q-in-regs": (SMALL, "q_in_regs=true,num_stages=4,swizzle_bits=0"),
-    "share-qk-stats": (
-        replace(SMALL, mask="causal"),
-        "share_qk_smem=true,qk_unroll=2,tile_n=16,swizzle_bits=1",
-    ),
+    "stats": (replace(SMALL, mask="causal"), "qk_unroll=2,tile_n=16,swizzle_bits=1"),
     "output-larger": (replace(SMALL, head_dim=24, head_dim_v=80), "tile_m=64,tile_n=32,num_warps=4"),
     "value-smaller": (replace(SMALL, head_dim=160, head_dim_v=40), "tile_m=64,tile_n=32,num_warps=4"),
 }

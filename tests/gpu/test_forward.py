@@ -21,7 +21,7 @@ TILES: dict[str, dict[str, tuple[str, ...]]] = {
     "sm80": {
         "tile_m=64,tile_n=32,num_warps=4": (),
         "tile_m=64,tile_n=64,num_warps=4,q_in_regs=true": (),
-        "tile_m=128,tile_n=64,num_warps=8,share_qk_smem=true": (),
+        "tile_m=128,tile_n=64,num_warps=8": (),
         "tile_m=128,tile_n=32,num_warps=4,num_stages=2": D256,
         "tile_m=64,tile_n=128,num_warps=4,num_stages=1,swizzle_bits=2": (),
         "tile_m=64,tile_n=32,num_warps=4,num_stages=1,pack_heads=4": EPILOGUES_OF_A_HEAD,

@@ -133,7 +133,7 @@ class ForwardSm80:
         elements, rows = tile.tile_m * tile.tile_n // tile.num_threads, tile.tile_m // (8 * tile.warps_m)
         loops = product_loop(qk, d // depth, self.unroll)
         exp2 = elements * (1 + self.traits.softcap) + rows
-        return StepContent(qk + pv, exp2, elements, warps, () if tile.keeps_q else loops)
+        return StepContent(qk + pv, exp2, elements, warps, () if tile.q_in_regs else loops)
 
     # ---- layouts, copies and the MMA: override one of these to experiment ----
 
@@ -397,16 +397,13 @@ class ForwardSm80:
 
     @cute.jit
     def load_queries(self, q: cute.Tensor, mQ: cute.Tensor, tile: QueryTile, loop: MainLoop) -> None:
-        """Start loading Q, then the first key blocks. If K reuses Q's memory, wait for Q and read it in between."""
+        """Start loading Q, then the first key blocks."""
         if loop.group.is_first:
             d, _ = self.row_widths
             rows = self.rows_left(tile.info.seqlen_q - loop.row0)
             copy = self.row_copy(self.gmem_load(d), d, tile, loop.thread)
             copy.copy(self.rows(q, mQ, d, loop.row0), loop.shared.q[None, None, 0], rows, False)
         cute.arch.cp_async_commit_group()
-        if cutlass.const_expr(self.tile.share_qk_smem):
-            loop.read_queries(0)
-            cute.arch.barrier()
         loop.start_loads()
 
     def row_copy(self, copy: cute.TiledCopy, dim: int, tile: QueryTile, thread: Int32) -> RowCopy:

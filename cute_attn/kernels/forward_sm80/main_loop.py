@@ -42,8 +42,8 @@ class MainLoop:
         """Visit all key blocks, last block first: those on the mask's right edge, unmasked ones, then its left edge."""
         blocks, tile = self.blocks, self.kernel.tile
         # A step's barrier is one of its group, and the first group has loaded Q for all.
-        waits_for_q = tile.keeps_q or tile.key_groups > 1
-        if cutlass.const_expr(waits_for_q and not tile.share_qk_smem):
+        waits_for_q = tile.q_in_regs or tile.key_groups > 1
+        if cutlass.const_expr(waits_for_q):
             self.read_queries(max(tile.num_stages - 1, 1))
         block = self.steps(blocks.end - 1, blocks.full_end, True)
         block = self.steps(block, blocks.full_begin, False)
@@ -151,7 +151,7 @@ class MainLoop:
             loaded = self.kernel.epilogues.load(
                 self.state, self.score_tile(block, acc_s, rematerialize(self.thread))
             )
-        if cutlass.const_expr(tile.keeps_q):
+        if cutlass.const_expr(tile.q_in_regs):
             gemm_rs(op.tiled_mma, acc_s, op.q.terms, op.k, stage)
         else:
             self.kernel.products.qk(op, acc_s, stage, self.kernel.unroll)
@@ -240,5 +240,5 @@ class MainLoop:
         """Wait for Q, after which ``later`` loads were committed, and read Q if it is kept in registers."""
         cute.arch.cp_async_wait_group(later)
         cute.arch.barrier()
-        if cutlass.const_expr(self.kernel.tile.keeps_q):
+        if cutlass.const_expr(self.kernel.tile.q_in_regs):
             self.operands.q.load_all()
