@@ -27,7 +27,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from cute_attn.device.key_rows import KeyRows
 from cute_attn.device.math import convert_to_16_bits
 from cute_attn.kernels import fakes
-from cute_attn.kernels.limits import beyond
+from cute_attn.kernels.limits import beyond, more_than
 from cute_attn.rows.new_rows import Angles, NewKeys, NewRow, Queries, number_of_rows
 from cute_attn.tiles.inference import AppendTile
 from cute_attn.traits import DTYPES, MAX_HEAD_DIM, Traits
@@ -66,16 +66,12 @@ class AppendKv:
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        if traits.op != "append":
-            return f"it computes append, not {traits.op}"
         used = (
             *("head_dim_v", "varlen", "rotary", "rotate_q", "varlen_new", "paged", "batch_idx"),
             *("alignment", "variant"),
         )
-        own = {name: getattr(traits, name) for name in used}
-        plain = Traits("append", traits.arch, traits.dtype, traits.head_dim, **own)
-        if traits != plain:
-            return f"it uses no score features; accepted: {plain}"
+        if reason := more_than(traits, ("append",), used, "no score features"):
+            return reason
         if traits.varlen and not traits.rotate_q:
             return "varlen is of the queries; accepted: with rotate_q"
         return beyond(traits, dtypes=DTYPES, most=MAX_HEAD_DIM, multiple=traits.row_alignment)

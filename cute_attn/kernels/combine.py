@@ -23,7 +23,7 @@ dims up to 512.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -33,7 +33,7 @@ from cute_attn.device.math import LOG2_E, convert_to_16_bits, exp2, fmax, produc
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, first_block, sequence_of_block, warm_lengths
 from cute_attn.epilogues.mask import Mask
 from cute_attn.kernels import fakes
-from cute_attn.kernels.limits import beyond
+from cute_attn.kernels.limits import beyond, more_than
 from cute_attn.outputs.fold import RowSums, added, normalized, with_sink
 from cute_attn.tiles.inference import MAX_PARTIALS, CombineStreamKTile, CombineTile, partial_columns
 from cute_attn.traits import DTYPES, MAX_HEAD_DIM_V, Traits
@@ -167,15 +167,14 @@ class Combine:
 
     # ---- supported traits ----
 
+    op: ClassVar[str] = "combine"
+    uses: ClassVar[tuple[str, ...]] = ()
+    words: ClassVar[str] = "no features but sinks"
+
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        if traits.op != "combine":
-            return f"it computes combine, not {traits.op}"
-        own = {name: getattr(traits, name) for name in ("sinks", "alignment", "variant")}
-        plain = Traits("combine", traits.arch, traits.dtype, traits.head_dim, **own)
-        if traits != plain:
-            return f"it uses no features but sinks; accepted: {plain}"
-        return beyond(traits, dtypes=DTYPES, most=MAX_HEAD_DIM_V, multiple=traits.row_alignment)
+        more = more_than(traits, (cls.op,), (*cls.uses, "sinks", "alignment", "variant"), cls.words)
+        return more or beyond(traits, dtypes=DTYPES, most=MAX_HEAD_DIM_V, multiple=traits.row_alignment)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> CombineTile:
@@ -655,16 +654,9 @@ class CombineStreamK(Combine):
 
     tile: CombineStreamKTile
 
-    @classmethod
-    def supports(cls, traits: Traits) -> str | None:
-        if traits.op != "combine_stream_k":
-            return f"it computes combine_stream_k, not {traits.op}"
-        used = ("mask", "sinks", "varlen", "seqused_k", "leftpad", "varlen_k", "alignment", "variant")
-        own = {name: getattr(traits, name) for name in used}
-        plain = Traits("combine_stream_k", traits.arch, traits.dtype, traits.head_dim, **own)
-        if traits != plain:
-            return f"it uses lengths, the mask and sinks alone; accepted: {plain}"
-        return beyond(traits, dtypes=DTYPES, most=MAX_HEAD_DIM_V, multiple=traits.row_alignment)
+    op: ClassVar[str] = "combine_stream_k"
+    uses: ClassVar[tuple[str, ...]] = ("mask", "varlen", "seqused_k", "leftpad", "varlen_k")
+    words: ClassVar[str] = "lengths, the mask and sinks alone"
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> CombineStreamKTile:

@@ -1,5 +1,7 @@
 """Reasons to decline traits that several kernels' ``supports`` have in common."""
 
+from collections.abc import Sequence
+
 from cute_attn.traits import LARGE_HEAD_DIM, Traits, head_dims_text
 
 HALF = ("fp16", "bf16")
@@ -8,15 +10,23 @@ MAX_DUAL_COLUMNS = 128
 
 
 def beyond(
-    traits: Traits, *, dtypes: tuple[str, ...] = HALF, most: int = LARGE_HEAD_DIM, multiple: int = 8
+    traits: Traits,
+    computes: str = "",
+    *,
+    dtypes: tuple[str, ...] = HALF,
+    most: int = LARGE_HEAD_DIM,
+    multiple: int = 8,
 ) -> str | None:
     """Why a kernel with these limits cannot serve ``traits``, or None.
 
     Args:
+        computes: the kernel's operation and generation, such as ``"forward-sm80"``; "" if the registry knows.
         dtypes: supported dtypes of q, k, v and o.
         most: the largest supported head dim.
         multiple: head dims are multiples of this, or of the traits' ``alignment`` if given.
     """
+    if computes and f"{traits.op}-{traits.arch}" != computes:
+        return f"it computes {computes}, not {traits.op}-{traits.arch}"
     multiple = traits.alignment or multiple
     if traits.dtype not in dtypes:
         return f"dtype is {traits.dtype}; accepted: {', '.join(dtypes)}"
@@ -25,6 +35,18 @@ def beyond(
         if dim > most or dim % multiple:
             return f"{name} is {dim}; accepted: {head_dims_text(multiple, most)}"
     return None
+
+
+def more_than(traits: Traits, ops: Sequence[str], used: Sequence[str], words: str) -> str | None:
+    """Why a kernel that computes ``ops`` with the features ``used`` alone cannot serve ``traits``, or None.
+
+    words: what it uses, for the message.
+    """
+    if traits.op not in ops:
+        return f"it computes {' and '.join(ops)}, not {traits.op}"
+    own = {name: getattr(traits, name) for name in used}
+    plain = Traits(traits.op, traits.arch, traits.dtype, traits.head_dim, **own)
+    return None if traits == plain else f"it uses {words}; accepted: {plain}"
 
 
 def beyond_cache(
@@ -43,8 +65,6 @@ def beyond_cache(
         dtypes: supported dtypes of q, k, v and o.
         folds: True if the kernel supports the split "folded".
     """
-    if (traits.op, traits.arch) != ("kvcache", arch):
-        return f"it computes kvcache-{arch}, not {traits.op}-{traits.arch}"
     for name in ("bias", "dropout", "seqused_q", *lacks):
         if getattr(traits, name):
             return f"{name} is {getattr(traits, name)}; accepted: none"
@@ -54,4 +74,4 @@ def beyond_cache(
         return f"split is {traits.split}; accepted: the others"
     if traits.top_left:
         return f"mask is {traits.mask}; accepted: bottom right ones"
-    return beyond(traits, dtypes=dtypes, most=most, multiple=traits.row_alignment)
+    return beyond(traits, f"kvcache-{arch}", dtypes=dtypes, most=most, multiple=traits.row_alignment)

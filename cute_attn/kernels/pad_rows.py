@@ -29,7 +29,7 @@ from cutlass import Boolean, Constexpr, Int32, Int64, Uint32, cute
 
 from cute_attn.device.row_places import RowPlaces
 from cute_attn.kernels import fakes
-from cute_attn.kernels.limits import beyond
+from cute_attn.kernels.limits import beyond, more_than
 from cute_attn.tiles.pad_rows import PadRowsTile
 from cute_attn.traits import DTYPES, MAX_HEAD_DIM, PADDED_TENSORS, Traits, aligned_head_dim
 
@@ -54,14 +54,8 @@ class PadRows:
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        if traits.op not in PADDED_TENSORS:
-            return f"it computes {' and '.join(PADDED_TENSORS)}, not {traits.op}"
-        plain = Traits(
-            traits.op, "sm80", traits.dtype, traits.head_dim, traits.head_dim_v, varlen=traits.varlen
-        )
-        if traits != plain:
-            return f"it uses no score features; accepted: {plain}"
-        return beyond(traits, dtypes=DTYPES, most=MAX_HEAD_DIM, multiple=1)
+        more = more_than(traits, tuple(PADDED_TENSORS), ("head_dim_v", "varlen"), "no score features")
+        return more or beyond(traits, dtypes=DTYPES, most=MAX_HEAD_DIM, multiple=1)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> PadRowsTile:

@@ -39,7 +39,7 @@ from cute_attn.device.terms import (
     split,
 )
 from cute_attn.kernels import fakes
-from cute_attn.kernels.limits import beyond
+from cute_attn.kernels.limits import beyond, more_than
 from cute_attn.tiles import padded
 from cute_attn.tiles.split_fp32 import SplitFp32Tile
 from cute_attn.traits import MAX_HEAD_DIM, MEASURED_TENSORS, SPLIT_TENSORS, Traits, head_dim_multiple
@@ -70,12 +70,10 @@ class SplitFp32:
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        if traits.op not in SPLIT_TENSORS:
-            return f"it computes {' and '.join(SPLIT_TENSORS)}, not {traits.op}"
-        if traits != traits.split_fp32(traits.op):
-            return f"it uses no score features; accepted: {traits.split_fp32(traits.op)}"
+        used = ("head_dim_v", "precision", "varlen")
+        more = more_than(traits, tuple(SPLIT_TENSORS), used, "no score features")
         multiple = head_dim_multiple("fp32")
-        return beyond(traits, dtypes=("fp32",), most=MAX_HEAD_DIM, multiple=multiple)
+        return more or beyond(traits, dtypes=("fp32",), most=MAX_HEAD_DIM, multiple=multiple)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> SplitFp32Tile:

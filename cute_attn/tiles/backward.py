@@ -245,9 +245,9 @@ class BackwardSm80Tile(WarpTile):
             yield self.unless(self.tile_m <= self.num_threads, "tile_m", accepted)
         size = self.operand_bytes(traits)
         # A pass is a tile in shared memory, so it has K's swizzle atoms.
-        whole = chunk if self.columns else atom_bytes(d * size) // size
-        passes = self.dq_passes >= 1 and (self.dq_passes == 1 or d % (whole * self.dq_passes) == 0)
-        accepted = f"1, or a divisor of padded head_dim {d} into multiples of {whole}"
+        atom = chunk if self.columns else atom_bytes(d * size) // size
+        passes = self.dq_passes >= 1 and (self.dq_passes == 1 or d % (atom * self.dq_passes) == 0)
+        accepted = f"1, or a divisor of padded head_dim {d} into multiples of {atom}"
         yield self.unless(passes, "dq_passes", accepted)
         yield self.unless(self.dq_vector in (1, 2, 4), "dq_vector", "1, 2 or 4")
         for name in ("sdp_unroll", "dkv_unroll", "dq_unroll", "queries_at_once"):

@@ -53,7 +53,7 @@ def storage_at_zero(kernel):
         return cute.make_tensor(pointer, layout)
 
     ds = (tile.tile_n, tile.tile_m) if tile.p_in_regs else (tile.tile_m, tile.tile_n)
-    terms = kernel.stored_terms
+    terms = kernel.products.stored_terms
     return BackwardSm80Storage(
         k=at_zero(kernel.smem_layout(tile.tile_n, d, terms)),
         v=at_zero(kernel.smem_layout(tile.tile_n, dv, terms)),
@@ -122,7 +122,7 @@ def test_operands_are_read_at_the_layouts_addresses(name):
         rows, extent = sizes_of(kernel, operand)
         found = run_on_host(
             lambda out, operand=operand: write_reads(kernel, operand, out),
-            *(kernel.tile.num_threads, extent // 16, rows // 16, kernel.stored_terms, 3),
+            *(kernel.tile.num_threads, extent // 16, rows // 16, kernel.products.stored_terms, 3),
         )
         unrolled, looped, wanted = np.moveaxis(found, -1, 0)
         np.testing.assert_array_equal(unrolled, wanted, err_msg=operand)
@@ -158,7 +158,7 @@ def test_results_are_stored_at_the_layouts_addresses(name):
     tile, d, dv = kernel.tile, padded(kernel.traits.head_dim), padded(kernel.traits.head_dim_v)
     scores = tile.tile_n * tile.queries if tile.p_in_regs else tile.tile_m * tile.tile_n
     sdp_m = tile.num_warps if tile.p_in_regs else tile.sdp_warps_m
-    sdp_rows = kernel.scores_shape[0] // sdp_m // 8
+    sdp_rows = kernel.products.scores_shape[0] // sdp_m // 8
     dkv_rows = tile.tile_n // tile.dkv_warps_m // 8
     cases = [("ds_out", sdp_rows, scores, subtile * tile.queries) for subtile in range(tile.subtiles)]
     cases += [] if tile.p_in_regs else [("p_out", sdp_rows, scores, 0)]

@@ -100,10 +100,8 @@ class BackwardSm80:
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
         """Why this kernel cannot serve ``traits``, or None."""
-        if (traits.op, traits.arch) != ("backward", "sm80"):
-            return f"it computes backward-sm80, not {traits.op}-{traits.arch}"
         multiple = 16 // traits.element_bytes
-        reason = beyond(traits, dtypes=DTYPES, most=MAX_HEAD_DIM, multiple=multiple)
+        reason = beyond(traits, "backward-sm80", dtypes=DTYPES, most=MAX_HEAD_DIM, multiple=multiple)
         return reason or EpilogueChain.decline(traits)
 
     @classmethod
@@ -111,15 +109,7 @@ class BackwardSm80:
         """The tile that is used if none is named."""
         return default_tile(traits, target)
 
-    def for_lengths(
-        self,
-        seqlen_q: int,
-        seqlen_k: int,
-        group: int,
-        target: str = "sm80",
-        pairs: int | None = None,
-        window: int = 0,
-    ) -> "BackwardSm80":
+    def for_lengths(self, *sizes: Any, **more: Any) -> "BackwardSm80":
         """This kernel: its default tile does not depend on lengths."""
         return self
 
@@ -157,11 +147,6 @@ class BackwardSm80:
         """Element type of operands in shared memory."""
         return self.products.operand_dtype
 
-    @property
-    def stored_terms(self) -> int:
-        """Number of terms per operand in global and shared memory."""
-        return self.products.stored_terms
-
     def smem_layout(self, rows: int, cols: int, stages: int | None = 1) -> cute.ComposedLayout:
         """Layout (rows, cols[, stages]) of operands in shared memory."""
         return layouts.smem_layout(rows, cols, self.operand_dtype, stages=stages)
@@ -183,15 +168,21 @@ class BackwardSm80:
 
     def mma_sdp(self) -> cute.TiledMma:
         """S = Q K^T and dP = dO V^T, or with ``p_in_regs`` their transposes."""
-        return self.products.mma_sdp()
+        tile = self.tile
+        warps_n = 1 if tile.p_in_regs else tile.num_warps // tile.sdp_warps_m
+        return layouts.tiled_mma_sm80(self.operand_dtype, tile.num_warps, warps_n=warps_n)
 
     def mma_dkv(self) -> cute.TiledMma:
         """dV = P^T dO and dK = dS^T Q."""
-        return self.products.mma_dkv()
+        tile = self.tile
+        warps_n = tile.num_warps // tile.dkv_warps_m
+        return layouts.tiled_mma_sm80(self.operand_dtype, tile.num_warps, warps_n=warps_n)
 
     def mma_dq(self) -> cute.TiledMma:
         """dQ = dS K; the convert uses the same MMA."""
-        return self.products.mma_dq()
+        if self.tile.in_terms:  # its accumulator is that of fp32 operands
+            return layouts.tiled_mma_sm80(Float16, self.tile.num_warps, warps_n=self.tile.dq_warps_n)
+        return dq.mma_dq(self.traits, self.tile)
 
     def copies(self) -> Copies:
         """Areas of operands and gradients in shared memory, and the copies by which all threads move them."""
@@ -200,7 +191,7 @@ class BackwardSm80:
 
         def operands(**areas: tuple[int, int, int]) -> None:
             for name, (rows, cols, stages) in areas.items():
-                shape = (rows, cols, stages * self.stored_terms)
+                shape = (rows, cols, stages * self.products.stored_terms)
                 found.area(name, shape, "smem_layout", *shape, of=self.operand_dtype)
 
         found.part("copy-gmem-to-smem", "gmem_copy", d, True)
@@ -232,11 +223,6 @@ class BackwardSm80:
         if not tile.p_in_regs:
             found.ldmatrix("dS", "A", self.mma_dkv, at["ds"], transpose=True)
         return found.store("dS", self.mma_sdp, at["ds"])
-
-    @property
-    def scores_shape(self) -> tuple[int, int]:
-        """(M, N) of an accumulator of scores."""
-        return self.products.scores_shape
 
     def operands(self, smem: BackwardSm80Storage, thread: Int32) -> Operands:
         """The operands of all products. Operands that are not K-major are transposed as they are read."""
@@ -431,7 +417,7 @@ class BackwardSm80:
         def area(name: str, layout: Any, dtype: Any = self.operand_dtype) -> cute.Tensor:
             return cute.make_tensor(cute.recast_ptr(base + areas[name][0], dtype=dtype), layout)
 
-        plane, terms = self.products.scores_plane, self.stored_terms
+        plane, terms = self.products.scores_plane, self.products.stored_terms
 
         def stages(number: int) -> int:
             return tile.subtiles * number * terms
@@ -473,7 +459,7 @@ class BackwardSm80:
         g = sequence(m, key_tile.batch, head_kv, key_tile.info.offset_k, self.traits.varlen)
         columns = self.products.loaded_columns(head_dim)
         row_copy = RowCopy(self.gmem_copy(head_dim, True), thread, cols, columns)
-        for term in cutlass.range_constexpr(self.stored_terms):
+        for term in cutlass.range_constexpr(self.products.stored_terms):
             tile = block_of_rows(term_of(g, term, cols), key0 // tile_n, tile_n, cols)
             row_copy.copy(tile, s[None, None, term], key_tile.info.seqlen_k - key0, False)
 
@@ -495,7 +481,7 @@ class BackwardSm80:
             seqlen, threads = key_tile.info.seqlen_q, self.tile.num_threads
             columns = self.products.loaded_columns(head_dim)
             tensors = (g, columns, s, smem.number(stride), g_row, s_row)
-            return BlockLoad(*tensors, seqlen, thread, threads, self.stored_terms)
+            return BlockLoad(*tensors, seqlen, thread, threads, self.products.stored_terms)
 
         return (
             load(params.mQ, self.traits.head_dim, smem.q, "rows_q", params.mLSElog2, smem.lse),
@@ -681,7 +667,9 @@ class BackwardSm80:
 
     def scores_accumulator(self, op: Operands) -> cute.Tensor:
         """Registers for the scores of a sub-tile of the queries, or for their gradients."""
-        return cute.make_rmem_tensor(op.mma_sdp.get_slice(0).partition_shape_C(self.scores_shape), Float32)
+        return cute.make_rmem_tensor(
+            op.mma_sdp.get_slice(0).partition_shape_C(self.products.scores_shape), Float32
+        )
 
     @cute.jit
     def gradient_scale(
@@ -698,25 +686,24 @@ class BackwardSm80:
 
     def score_tile(self, ctx: MainloopContext, block: Int32, subtile: int, acc: cute.Tensor) -> ScoreTile:
         """An accumulator of scores with the query and key indices of its elements."""
-        tile = self.tile
-        score_map = ScoreMap.make(
-            ctx.operands.mma_sdp, tile.queries, tile.tile_n, ctx.thread_again(), tile.p_in_regs
-        )
-        return score_map.tile(acc, block * tile.tile_m + subtile * tile.queries, ctx.key0)
+        row0 = block * self.tile.tile_m + subtile * self.tile.queries
+        return self.score_map(ctx).tile(acc, row0, ctx.key0)
+
+    def score_map(self, ctx: MainloopContext) -> ScoreMap:
+        """The map of a sub-tile's scores that the thread holds."""
+        tile, thread = self.tile, ctx.thread_again()
+        return ScoreMap.make(ctx.operands.mma_sdp, tile.queries, tile.tile_n, thread, tile.p_in_regs)
 
     def by_rows(self, op: Operands, p: cute.Tensor) -> cute.Tensor:
         """A (rows, cols) view of ``p``, laid out as the scores' accumulator."""
-        modes = layouts.row_col_modes(op.mma_sdp, *self.scores_shape, self.tile.p_in_regs)
+        modes = layouts.row_col_modes(op.mma_sdp, *self.products.scores_shape, self.tile.p_in_regs)
         return layouts.row_col_view(p, modes)
 
     def row_numbers(
         self, ctx: MainloopContext, block: Int32, subtile: int, s_row: cute.Tensor
     ) -> cute.Tensor:
         """LSE or D of the thread's rows, from shared memory."""
-        tile = self.tile
-        score_map = ScoreMap.make(
-            ctx.operands.mma_sdp, tile.queries, tile.tile_n, ctx.thread_again(), tile.p_in_regs
-        )
+        tile, score_map = self.tile, self.score_map(ctx)
         rows = score_map.modes.rows
         stage = self.stage(optimization_barrier(block), cute.size(s_row, mode=[1]))
         numbers = cute.make_rmem_tensor(cute.make_layout(len(rows)), Float32)

@@ -1,6 +1,7 @@
 """State of the Ampere backward for a launch, for a query head of a key block, and for a sub-tile of its queries."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cutlass import Float32, Int32, Int64, cute
 
@@ -83,8 +84,23 @@ class ReadAhead:
     loaded: tuple
 
 
+class HeadContext:
+    """Base of what steps of one query head of a CTA's key block share."""
+
+    smem: Any  # with ``scales``
+    thread: Int32
+
+    def factor(self, name: str) -> Float32:
+        """A scale factor for operands in terms; see ``storage.FACTORS``."""
+        return factor_of(self.smem.scales, name)
+
+    def thread_again(self) -> Int32:
+        """The thread's index, recomputed so that values derived from it need not stay in registers between steps."""
+        return below_1024(rematerialize(self.thread))
+
+
 @dataclass(frozen=True)
-class MainloopContext:
+class MainloopContext(HeadContext):
     """One query head of a CTA's key block: the inputs and outputs of a mainloop step."""
 
     smem: BackwardSm80Storage
@@ -98,14 +114,6 @@ class MainloopContext:
     key0: Int32
     scale_log2: Float32
     thread: Int32
-
-    def factor(self, name: str) -> Float32:
-        """A scale factor for operands in terms; see ``storage.FACTORS``."""
-        return factor_of(self.smem.scales, name)
-
-    def thread_again(self) -> Int32:
-        """The thread's index, recomputed so that values derived from it need not stay in registers between steps."""
-        return below_1024(rematerialize(self.thread))
 
     def band(self) -> Band:
         """The mask's band, reloaded from where :meth:`BackwardSm80Storage.spill` stored it."""

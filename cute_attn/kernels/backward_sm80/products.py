@@ -15,7 +15,6 @@ import layouts
 from cute_attn.device.gemm import SmemOperand, SmemResult, gemm, gemm_rs, gemm_sr
 from cute_attn.device.gemm_terms import Fp32Operand, Fp32Result, StoredTerms, paired_operand_a
 from cute_attn.device.terms import P_EXPONENT, PRODUCTS, Terms, split
-from cute_attn.kernels import dq_order as dq
 from cute_attn.kernels.backward_sm80.storage import BackwardSm80Storage
 from cute_attn.tiles import BackwardSm80Tile, padded
 from cute_attn.traits import Traits
@@ -101,27 +100,6 @@ class Products:
     def loaded_columns(self, head_dim: int) -> int:
         """Columns of an operand in global memory; fp16 terms are padded with zeros."""
         return padded(head_dim) if self.tile.in_terms else head_dim
-
-    # ---- MMAs ----
-
-    def mma_sdp(self) -> cute.TiledMma:
-        """S = Q K^T and dP = dO V^T, or with ``p_in_regs`` their transposes."""
-        tile = self.tile
-        warps_n = 1 if tile.p_in_regs else tile.num_warps // tile.sdp_warps_m
-        return layouts.tiled_mma_sm80(self.operand_dtype, tile.num_warps, warps_n=warps_n)
-
-    def mma_dkv(self) -> cute.TiledMma:
-        """dV = P^T dO and dK = dS^T Q."""
-        tile = self.tile
-        return layouts.tiled_mma_sm80(
-            self.operand_dtype, tile.num_warps, warps_n=tile.num_warps // tile.dkv_warps_m
-        )
-
-    def mma_dq(self) -> cute.TiledMma:
-        """dQ = dS K; the convert uses the same MMA."""
-        if self.tile.in_terms:  # its accumulator is that of fp32 operands
-            return layouts.tiled_mma_sm80(Float16, self.tile.num_warps, warps_n=self.tile.dq_warps_n)
-        return dq.mma_dq(self.traits, self.tile)
 
     @property
     def scores_shape(self) -> tuple[int, int]:

@@ -25,9 +25,9 @@ from cute_attn.device.probabilities import score_gradient
 from cute_attn.device.seqlen import existing_rows, padded_row0, sequence, workspace_rows
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.kernels import dq_order as dq
-from cute_attn.kernels.backward_sm80.params import BackwardParams
+from cute_attn.kernels.backward_sm80.params import BackwardParams, HeadContext
 from cute_attn.kernels.backward_sm80.products import Operand, Products
-from cute_attn.kernels.backward_sm80.storage import ScaleStorage, factor_of, gradient_factors
+from cute_attn.kernels.backward_sm80.storage import ScaleStorage, gradient_factors
 from cute_attn.outputs.accumulate import add_fragment
 from cute_attn.tiles import padded
 from cute_attn.work.block_range import BlockRange
@@ -70,7 +70,7 @@ class StreamedOperands:
 
 
 @dataclass(frozen=True)
-class StreamedContext:
+class StreamedContext(HeadContext):
     """One query head of a CTA's key block."""
 
     smem: StreamedStorage
@@ -90,14 +90,6 @@ class StreamedContext:
     part: Int32
     scale_log2: Float32
     thread: Int32
-
-    def factor(self, name: str) -> Float32:
-        """A scale factor for operands in terms; see ``storage.FACTORS``."""
-        return factor_of(self.smem.scales, name)
-
-    def thread_again(self) -> Int32:
-        """The thread's index, recomputed so that values derived from it need not stay in registers between steps."""
-        return below_1024(rematerialize(self.thread))
 
     def band(self) -> Band:
         return self.state.band
@@ -147,7 +139,7 @@ class Streamed:
         def area(name: str, layout: Any, dtype: Any = kernel.operand_dtype) -> cute.Tensor:
             return cute.make_tensor(cute.recast_ptr(base + areas[name][0], dtype=dtype), layout)
 
-        terms = kernel.stored_terms
+        terms = kernel.products.stored_terms
         return StreamedStorage(
             queries=area("queries", kernel.smem_layout(tile.tile_m, self.chunk, 2 * terms)),
             keys=area("keys", kernel.smem_layout(tile.tile_n, self.chunk, 2 * terms)),
@@ -296,8 +288,8 @@ class Streamed:
             column = ctx.part * self.chunks + own // 2
         of_do = (t >= of_qk) & ((own < 0) | (own % 2 == 0))
         col0, row0 = column * self.chunk, block * self.tile.tile_m
-        for term in cutlass.range_constexpr(self.kernel.stored_terms):
-            index = t % 2 * self.kernel.stored_terms + term
+        for term in cutlass.range_constexpr(self.kernel.products.stored_terms):
+            index = t % 2 * self.kernel.products.stored_terms + term
             queries, keys = (s[None, None, index] for s in (ctx.smem.queries, ctx.smem.keys))
             if of_do:
                 self.load(ctx.do, term, row0, ctx.seqlen_q - row0, col0, queries, ctx.thread)

@@ -134,9 +134,8 @@ class BackwardSm90:
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
         """Why this kernel cannot serve ``traits``, or None."""
-        if (traits.op, traits.arch) != ("backward", "sm90"):
-            return f"it computes backward-sm90, not {traits.op}-{traits.arch}"
-        return beyond(traits, most=MAX_HEAD_DIM) or _undivided(traits) or EpilogueChain.decline(traits)
+        reason = beyond(traits, "backward-sm90", most=MAX_HEAD_DIM) or _undivided(traits)
+        return reason or EpilogueChain.decline(traits)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> BackwardSm90Tile:
@@ -555,7 +554,7 @@ class BackwardSm90:
                 if cutlass.const_expr(self.tile.mask_warps > 0):
                     shared.pipeline_mask.init(4 * self.tile.warpgroups, self.tile.mask_warps)
                 shared.ds_buffer.init(4 * self.tile.warpgroups + (1 if self.stores_bias_gradient else 0))
-                shared.dq_staging.init(4 * self.tile.warpgroups)
+                shared.dq_staging.init(1, producers=4 * self.tile.warpgroups)
                 if cutlass.const_expr(self.tile.cluster > 1):
                     shared.peer_s.init()
                     shared.peer_dp.init()

@@ -100,7 +100,7 @@ class DqAdder(BackwardRole):
         with cute.arch.elect_one():
             add_staged(self.shared.s_dq, head_dq + Int64(block) * floats, floats)
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-            self.shared.dq_staging.consumer_release()
+            self.shared.dq_staging.release_by_one()
             if cutlass.const_expr(turns is not None):
                 cute.arch.cp_async_bulk_wait_group(0)
                 cute.arch.fence_proxy("async.global")
@@ -150,12 +150,12 @@ class TurnGiver:
         if not given:
             turns.wait(block)
             with cute.arch.elect_one():
-                staging.consumer_release()
+                staging.release_by_one()
         following = more & turns.has_come(block + 1)
         staging.consumer_wait(n)
         with cute.arch.elect_one():
             if following:
-                staging.consumer_release()
+                staging.release_by_one()
             turns.finish(block)
         return following
 

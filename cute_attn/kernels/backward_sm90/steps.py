@@ -292,14 +292,14 @@ class Head:
         elif cutlass.const_expr(tile.dq_bulk):
             self.stage_dq(acc_dq, block)
             cute.arch.fence_proxy("async.shared", space="cta")
-            self.shared.dq_staging.producer_commit()
+            self.shared.dq_staging.producer_commit(self.use_of(block))
         else:
             base = self.dq + Int64(self.blocks.block(block)) * floats
             if cutlass.const_expr(tile.dq_in_order):
                 self.shared.dq_staging.turn_wait(self.use_of(block))
             add_fragment(acc_dq, base, rematerialize_each(self.thread, block), tile.dq_vector)
             if cutlass.const_expr(tile.dq_in_order):
-                self.shared.dq_staging.producer_commit()
+                self.shared.dq_staging.producer_commit(self.use_of(block))
 
     # ---- dQ that a CTA computes alone ----
 
@@ -383,7 +383,7 @@ class DqLate:
         shared.ds_buffer.arrive(n)
         if cutlass.const_expr(not first):
             if cutlass.const_expr(dq_bulk):
-                shared.dq_staging.producer_commit()
+                shared.dq_staging.producer_commit(n)
             else:
                 head.add_dq(acc_dq, block - 1)
         head.start_dk(ds, n)

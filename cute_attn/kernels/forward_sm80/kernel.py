@@ -80,9 +80,8 @@ class ForwardSm80:
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
         """Why this kernel cannot serve ``traits``, or None."""
-        if (traits.op, traits.arch) != ("forward", "sm80"):
-            return f"it computes forward-sm80, not {traits.op}-{traits.arch}"
-        return beyond(traits, dtypes=DTYPES, most=MAX_HEAD_DIM, multiple=head_dim_multiple(traits.dtype))
+        multiple = head_dim_multiple(traits.dtype)
+        return beyond(traits, "forward-sm80", dtypes=DTYPES, most=MAX_HEAD_DIM, multiple=multiple)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardSm80Tile:
@@ -294,21 +293,39 @@ class ForwardSm80:
         group = KeyGroup.of(self.tile, cute.arch.thread_idx()[0])
         tile = params.grid.tile(params.seqlens, self.tile.queries)
         if tile.exists:
-            chain, (width, width_v) = self.epilogues, self.row_widths
-            q = sequence(params.mQ, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
-            _, state = chain.begin_tile(params, tile, tile.head)
-            end_row = cutlass.min(tile.row0 + self.tile.queries, tile.info.seqlen_q)
-            blocks = chain.key_blocks(state, tile.row0, end_row, self.tile.tile_n)
-            shared = self.shared_memory(group)
-            operands = self.products.operands(self.tiled_mma(), shared, group.thread, params.scales)
-            load_k = self.block_load(params.mK, shared.k, width, tile, group)
-            load_v = self.block_load(params.mV, shared.v, width_v, tile, group)
-            loop = self.main_loop(params, tile, operands, (load_k, load_v), blocks, state, shared, group)
-            self.load_queries(q, params.mQ, tile, loop)
-            loop.run()
+            state, blocks = self.visible(params, tile)
+            loop = self.attend(params, self.shared_memory(group), group, tile, state, blocks)
             if group.is_first:
-                tile = params.grid.tile(params.seqlens, self.tile.queries)
-                self.finish(params.mO, params.mLSE, loop, tile, params.score_args)
+                self.finish(params, loop, params.grid.tile(params.seqlens, self.tile.queries))
+
+    def visible(self, params: Any, tile: QueryTile) -> tuple[ScoreState, BlockRange]:
+        """The epilogues' state of a work tile, and the key blocks that its queries see."""
+        _, state = self.epilogues.begin_tile(params, tile, tile.head)
+        end_row = cutlass.min(tile.row0 + self.tile.queries, tile.info.seqlen_q)
+        return state, self.epilogues.key_blocks(state, tile.row0, end_row, self.tile.tile_n)
+
+    def attend(
+        self,
+        params: Any,
+        shared: SharedMemory,
+        group: KeyGroup,
+        tile: QueryTile,
+        state: ScoreState,
+        blocks: BlockRange,
+    ) -> Any:
+        """Compute O and row statistics of a work tile with ``blocks``; at the end the first key group has them."""
+        operands = self.products.operands(self.tiled_mma(), shared, group.thread, params.scales)
+        loads = self.loads(params, shared, tile, group)
+        loop = self.main_loop(params, tile, operands, loads, blocks, state, shared, group)
+        self.load_queries(params, tile, loop)
+        loop.run()
+        return loop
+
+    def loads(self, params: Any, shared: SharedMemory, tile: QueryTile, group: KeyGroup) -> tuple[Any, Any]:
+        """The loads of K and V of a work tile's kv head."""
+        width, width_v = self.row_widths
+        load_k = self.block_load(params.mK, shared.k, width, tile, group)
+        return load_k, self.block_load(params.mV, shared.v, width_v, tile, group)
 
     def shared_memory(self, group: KeyGroup) -> SharedMemory:
         """Allocate all areas of shared memory; each group has its own stages of K and V."""
@@ -396,15 +413,21 @@ class ForwardSm80:
         )
 
     @cute.jit
-    def load_queries(self, q: cute.Tensor, mQ: cute.Tensor, tile: QueryTile, loop: MainLoop) -> None:
-        """Start loading Q, then the first key blocks."""
+    def load_queries(self, params: Any, tile: QueryTile, loop: MainLoop) -> None:
+        """Start loading Q, with its tangent if there is one, then the first key blocks."""
         if loop.group.is_first:
             d, _ = self.row_widths
-            rows = self.rows_left(tile.info.seqlen_q - loop.row0)
+            left = self.rows_left(tile.info.seqlen_q - loop.row0)
             copy = self.row_copy(self.gmem_load(d), d, tile, loop.thread)
-            copy.copy(self.rows(q, mQ, d, loop.row0), loop.shared.q[None, None, 0], rows, False)
+            for i, m in enumerate(self.query_tensors(params)):
+                q = sequence(m, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
+                copy.copy(self.rows(q, m, d, loop.row0), loop.shared.q[None, None, i], left, False)
         cute.arch.cp_async_commit_group()
         loop.start_loads()
+
+    def query_tensors(self, params: Any) -> tuple[cute.Tensor, ...]:
+        """Q, and in kernels with tangents its tangent."""
+        return (params.mQ,)
 
     def row_copy(self, copy: cute.TiledCopy, dim: int, tile: QueryTile, thread: Int32) -> RowCopy:
         """``copy`` applied to a work tile's rows of ``dim`` elements."""
@@ -435,9 +458,7 @@ class ForwardSm80:
         return cute.make_tensor(head.iterator + start, layout)
 
     @cute.jit
-    def finish(
-        self, mO: cute.Tensor, mLSE: cute.Tensor, loop: MainLoop, tile: QueryTile, score_args: tuple
-    ) -> None:
+    def finish(self, params: ForwardParams, loop: MainLoop, tile: QueryTile) -> None:
         """Normalise and store O and LSE."""
         thread = loop.thread
         lse = cute.make_rmem_tensor(cute.make_layout(cute.size(loop.acc_o_rows, mode=[0])), Float32)
@@ -445,11 +466,11 @@ class ForwardSm80:
         if cutlass.const_expr(self.tile.warps_n > 1):
             SharedRows(loop).add_row_sums(softmax, thread)
         own = loop.score_map(thread)
-        sinks = self.epilogues.sinks_of_rows(score_args, tile.head, tile.heads_left, own)
+        sinks = self.epilogues.sinks_of_rows(params.score_args, tile.head, tile.heads_left, own)
         softmax.normalize(loop.acc_o_rows, lse, self.output_scale(loop), sinks)
         thread = optimization_barrier(thread)
-        store_lse(mLSE, lse, loop.score_map(thread), tile, self.traits.varlen)
-        self.store_output(mO, loop, tile, thread)
+        store_lse(params.mLSE, lse, loop.score_map(thread), tile, self.traits.varlen)
+        self.store_output(params.mO, loop, tile, thread)
 
     def output_scale(self, loop: MainLoop) -> Any:
         """The factor by which O is multiplied in addition to each row's factor."""

@@ -79,9 +79,7 @@ class ForwardSm90:
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
         """Why this kernel cannot serve ``traits``, or None."""
-        if (traits.op, traits.arch) != ("forward", "sm90"):
-            return f"it computes forward-sm90, not {traits.op}-{traits.arch}"
-        return beyond(traits)
+        return beyond(traits, "forward-sm90")
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardSm90Tile:

@@ -175,10 +175,11 @@ def _tma_bias(kernel: Any, pointer: cute.Pointer, barriers: cute.Pointer) -> Tma
 
 def smem_tensor(kernel: Any, pointer: cute.Pointer, rows: int, head_dim: int, stages: int) -> cute.Tensor:
     """A shared-memory tensor (rows, padded head_dim, stages) at ``pointer``."""
-    return _tensor(pointer, kernel.smem_layout(rows, head_dim, stages), kernel.dtype)
+    return tensor_at(pointer, kernel.smem_layout(rows, head_dim, stages), kernel.dtype)
 
 
-def _tensor(pointer: cute.Pointer, layout: cute.ComposedLayout, dtype: Any) -> cute.Tensor:
+def tensor_at(pointer: cute.Pointer, layout: cute.ComposedLayout, dtype: Any) -> cute.Tensor:
+    """A shared-memory tensor with ``layout`` at ``pointer``."""
     return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=dtype), layout.outer)
 
 
@@ -192,18 +193,37 @@ def all_rows(tensor: cute.Tensor) -> cute.Tensor:
 
 def make_fragments(kernel: Any, storage: ForwardStorage, group: Int32) -> Fragments:
     """Make the descriptors of a warpgroup's operands, and its registers."""
-    tile, dv = kernel.tile, padded(kernel.traits.head_dim_v)
-    qk, pv = kernel.mma_qk(), kernel.mma_pv()
-    mine_qk, mine_pv = qk.get_slice(group * WARPGROUP), pv.get_slice(group * WARPGROUP)
-    acc_o = cute.make_rmem_tensor(mine_pv.partition_shape_C((tile.tile_m, dv)), Float32)
+    first, columns = group * WARPGROUP, padded(kernel.traits.head_dim_v)
+    return fragments_of(kernel, storage, first, first, all_rows(storage.q.tensor), columns)
+
+
+def fragments_of(
+    kernel: Any,
+    storage: ForwardStorage,
+    thread_qk: Int32 | int,
+    thread_pv: Int32 | int,
+    s_q: cute.Tensor,
+    columns: int,
+    s_p: cute.Tensor | None = None,
+) -> Fragments:
+    """The fragments of a warpgroup whose first threads of the two MMAs are ``thread_qk`` and ``thread_pv``.
+
+    Args:
+        s_q: Q of the rows of S.
+        columns: those of O, of all warpgroups.
+        s_p: P in shared memory, or None if P is an operand in registers.
+    """
+    tile, qk, pv = kernel.tile, kernel.mma_qk(), kernel.mma_pv()
+    mine_qk, mine_pv = qk.get_slice(thread_qk), pv.get_slice(thread_pv)
+    acc_o = cute.make_rmem_tensor(mine_pv.partition_shape_C((tile.tile_m, columns)), Float32)
     p = cute.make_rmem_tensor(mine_qk.partition_shape_C((tile.tile_m, tile.tile_n)), kernel.dtype)
-    acc_o_rows = layouts.row_col_view(acc_o, layouts.row_col_modes(pv, tile.tile_m, dv))
+    acc_o_rows = layouts.row_col_view(acc_o, layouts.row_col_modes(pv, tile.tile_m, columns))
     return Fragments(
-        qk.make_fragment_A(mine_qk.partition_A(all_rows(storage.q.tensor))),
+        qk.make_fragment_A(mine_qk.partition_A(s_q)),
         qk.make_fragment_B(mine_qk.partition_B(storage.s_k)),
         pv.make_fragment_B(mine_pv.partition_B(layouts.transposed(storage.s_v))),
         p,
-        layouts.as_operand_a(p),
+        layouts.as_operand_a(p) if s_p is None else pv.make_fragment_A(mine_pv.partition_A(s_p)),
         acc_o,
         acc_o_rows,
         cute.make_rmem_tensor(cute.make_layout(cute.size(acc_o_rows, mode=[0])), Float32),

@@ -228,11 +228,12 @@ class ForwardTerms(FollowsSplit):
         return traits.fp32_terms * padded(traits.head_dim), traits.fp32_terms * padded(traits.head_dim_v)
 
     @cute.jit
-    def load_queries(self, q: cute.Tensor, mQ: cute.Tensor, tile: QueryTile, loop: MainLoop) -> None:
+    def load_queries(self, params: ForwardParams, tile: QueryTile, loop: MainLoop) -> None:
         """Split Q into terms in shared memory while the first key blocks load; the first step's barrier follows."""
         loop.start_loads()
         traits, factor = self.traits, inverse_of_power_of_two(loop.operands.scales[0])
         target, threads = loop.shared.q[None, None, 0], self.tile.num_threads
+        q = sequence(params.mQ, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
         rows = (loop.row0, tile.info.seqlen_q, target, traits.head_dim)
         split_tile(q, *rows, factor, loop.thread, threads, traits.fp32_terms)
 

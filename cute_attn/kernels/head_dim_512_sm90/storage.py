@@ -6,10 +6,15 @@ from typing import Any
 import cutlass
 from cutlass import Constexpr, Float32, Int32, Int64, cute, memory
 
-import layouts
 from cute_attn.device.pipeline import WARPGROUP, PingPong, Pipeline
 from cute_attn.device.score_tile import ScoreMap
-from cute_attn.kernels.forward_sm90.storage import ConsumerThread, ForwardStorage, Fragments, smem_tensor
+from cute_attn.kernels.forward_sm90.storage import (
+    ConsumerThread,
+    ForwardStorage,
+    fragments_of,
+    smem_tensor,
+    tensor_at,
+)
 from cute_attn.rows.query_buffer import QueryBuffer
 from cute_attn.tiles import padded
 from cute_attn.work.broadcast import INTS, INTS_OF_SPLITS, WorkBroadcast
@@ -87,7 +92,7 @@ def make_storage(kernel: Any) -> LargeStorage:
     q = smem_tensor(kernel, start["q"], tile.tile_m, traits.head_dim, 1)
     k = smem_tensor(kernel, start["k"], tile.tile_n, traits.head_dim, tile.num_stages)
     v = _values(kernel, start)
-    p = _tensor(start["p"], kernel.probabilities_layout(tile.p_stages), kernel.dtype)
+    p = tensor_at(start["p"], kernel.probabilities_layout(tile.p_stages), kernel.dtype)
     for tensor, stages, loaded in (
         (q, 1, 1),
         (k, tile.num_stages, 1),
@@ -123,32 +128,15 @@ def _values(kernel: Any, start: dict[str, cute.Pointer]) -> cute.Tensor:
     """V (tile_n, columns, stages); the first columns of K's stages if V is latent."""
     layout = kernel.values_layout(kernel.tile.num_stages)
     if not kernel.traits.latent:
-        return _tensor(start["v"], layout, kernel.dtype)
+        return tensor_at(start["v"], layout, kernel.dtype)
     outer, step = layout.outer, kernel.tile.tile_n * padded(kernel.traits.head_dim)
     own = cute.make_layout(outer.shape, stride=(outer.stride[0], outer.stride[1], (0, step)))
     return cute.make_tensor(cute.recast_ptr(start["k"], layout.inner, dtype=kernel.dtype), own)
 
 
-def _tensor(pointer: cute.Pointer, layout: cute.ComposedLayout, dtype: Any) -> cute.Tensor:
-    return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=dtype), layout.outer)
-
-
 def consumer_thread(kernel: Any, storage: LargeStorage, group: int, lane: Int32) -> ConsumerThread:
     """The running thread of consumer warpgroup ``group``, with its columns of O; products are not put in order."""
-    tile, columns = kernel.tile, kernel.tile.columns_of_v(kernel.traits)
-    qk, pv = kernel.mma_qk(), kernel.mma_pv()
-    mine_qk, mine_pv = qk.get_slice(0), pv.get_slice(group * WARPGROUP)
-    acc_o = cute.make_rmem_tensor(mine_pv.partition_shape_C((tile.tile_m, columns)), Float32)
-    p = cute.make_rmem_tensor(mine_qk.partition_shape_C((tile.tile_m, tile.tile_n)), kernel.dtype)
-    acc_o_rows = layouts.row_col_view(acc_o, layouts.row_col_modes(pv, tile.tile_m, columns))
-    fragments = Fragments(
-        qk.make_fragment_A(mine_qk.partition_A(storage.q.tensor[None, None, 0])),
-        qk.make_fragment_B(mine_qk.partition_B(storage.s_k)),
-        pv.make_fragment_B(mine_pv.partition_B(layouts.transposed(storage.s_v))),
-        p,
-        pv.make_fragment_A(mine_pv.partition_A(storage.p.tensor)),
-        acc_o,
-        acc_o_rows,
-        cute.make_rmem_tensor(cute.make_layout(cute.size(acc_o_rows, mode=[0])), Float32),
-    )
-    return ConsumerThread(Int32(group), lane, PingPong(Int32(group), tile.warpgroups, False), fragments)
+    s_q, columns = storage.q.tensor[None, None, 0], kernel.tile.columns_of_v(kernel.traits)
+    fragments = fragments_of(kernel, storage, 0, group * WARPGROUP, s_q, columns, storage.p.tensor)
+    ping_pong = PingPong(Int32(group), kernel.tile.warpgroups, False)
+    return ConsumerThread(Int32(group), lane, ping_pong, fragments)

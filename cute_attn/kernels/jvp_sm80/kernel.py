@@ -38,7 +38,7 @@ from cute_attn.kernels.forward_sm80.kernel import ForwardSm80
 from cute_attn.kernels.forward_sm80.key_groups import KeyGroup
 from cute_attn.kernels.forward_sm80.loads import BlockLoad
 from cute_attn.kernels.forward_sm80.main_loop import MainLoop
-from cute_attn.kernels.forward_sm80.storage import ForwardParams
+from cute_attn.kernels.forward_sm80.storage import ForwardParams, SharedMemory
 from cute_attn.kernels.jvp_sm80.heuristics import TABLE, keys
 from cute_attn.kernels.limits import MAX_DUAL_COLUMNS, beyond
 from cute_attn.kernels.step import StepContent, mma_sync_count, product_loop
@@ -132,11 +132,9 @@ class JvpSm80(DualLaunch, ForwardSm80):
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        if (traits.op, traits.arch) != ("jvp", "sm80"):
-            return f"it computes jvp-sm80, not {traits.op}-{traits.arch}"
         if traits.head_dim_v > MAX_DUAL_COLUMNS:
             return f"head_dim_v is {traits.head_dim_v}; accepted: up to {MAX_DUAL_COLUMNS}"
-        return beyond(traits) or EpilogueChain.decline(traits)
+        return beyond(traits, "jvp-sm80") or EpilogueChain.decline(traits)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> JvpSm80Tile:
@@ -175,60 +173,37 @@ class JvpSm80(DualLaunch, ForwardSm80):
     def kernel(self, params: JvpParams) -> None:
         self.run(params)
 
-    @cute.jit
-    def run(self, params: JvpParams) -> None:
-        tile = params.grid.tile(params.seqlens, self.tile.queries)
-        if tile.exists:
-            loop = self.dual_loop(params, tile)
-            self.load_duals(params, tile, loop)
-            loop.run()
-            tile = params.grid.tile(params.seqlens, self.tile.queries)
-            self.finish_duals(params, loop, tile)
-
-    def dual_loop(self, params: JvpParams, tile: QueryTile) -> DualLoop:
-        """The main loop before its first step: O, A and all sums are zero."""
-        group, (width, width_v) = KeyGroup.of(self.tile, cute.arch.thread_idx()[0]), self.row_widths
-        chain, shared = self.epilogues, self.shared_memory(group)
-        _, state = chain.begin_tile(params, tile, tile.head)
-        end_row = cutlass.min(tile.row0 + self.tile.queries, tile.info.seqlen_q)
-        blocks = chain.key_blocks(state, tile.row0, end_row, self.tile.tile_n)
-        operands, tangents = (
-            self.products.operands(self.tiled_mma(), shared, group.thread, None) for _ in range(2)
-        )
+    def loads(
+        self, params: JvpParams, shared: SharedMemory, tile: QueryTile, group: KeyGroup
+    ) -> tuple[DualLoad, DualLoad]:
+        """The loads of K and V with their tangents."""
 
         def load(pair: Dual, area: cute.Tensor, columns: int) -> DualLoad:
             return DualLoad(*(self.block_load(m, area, columns, tile, group) for m in pair))
 
-        loads = (
-            load((params.mK, params.mKdot), shared.k, width),
-            load((params.mV, params.mVdot), shared.v, width_v),
-        )
-        forward = self.main_loop(params, tile, operands, loads, blocks, state, shared, group)
+        width, width_v = self.row_widths
+        load_k = load((params.mK, params.mKdot), shared.k, width)
+        return load_k, load((params.mV, params.mVdot), shared.v, width_v)
+
+    def main_loop(self, params: JvpParams, *given: Any) -> DualLoop:
+        """The main loop before its first step: O, A and all sums are zero."""
+        forward = super().main_loop(params, *given)
         acc_dot = cute.make_rmem_tensor_like(forward.acc_o)
         acc_dot.fill(0.0)
         rows = cute.make_tensor(acc_dot.iterator, forward.acc_o_rows.layout)
         return DualLoop(
             **vars(forward),
-            tangents=tangents,
+            tangents=self.products.operands(self.tiled_mma(), forward.shared, forward.thread, None),
             acc_dot=acc_dot,
             acc_dot_rows=rows,
             rows=RowTangents.make(cute.size(rows, mode=[0]), params.softmax_scale),
         )
 
-    @cute.jit
-    def load_duals(self, params: JvpParams, tile: QueryTile, loop: DualLoop) -> None:
-        """Start loading Q and its tangent, then the first key blocks."""
-        d, _ = self.row_widths
-        copy = self.row_copy(self.gmem_load(d), d, tile, loop.thread)
-        for i, m in enumerate((params.mQ, params.mQdot)):
-            q = sequence(m, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
-            rows = self.rows(q, m, d, loop.row0)
-            copy.copy(rows, loop.shared.q[None, None, i], tile.info.seqlen_q - loop.row0, False)
-        cute.arch.cp_async_commit_group()
-        loop.start_loads()
+    def query_tensors(self, params: JvpParams) -> tuple[cute.Tensor, ...]:
+        return params.mQ, params.mQdot
 
     @cute.jit
-    def finish_duals(self, params: JvpParams, loop: DualLoop, tile: QueryTile) -> None:
+    def finish(self, params: JvpParams, loop: DualLoop, tile: QueryTile) -> None:
         """Normalise and store O, LSE and their tangents."""
         thread, rows = loop.thread, cute.size(loop.acc_o_rows, mode=[0])
         lse, lse_dot = (cute.make_rmem_tensor(cute.make_layout(rows), Float32) for _ in range(2))

@@ -237,9 +237,7 @@ class JvpSm90(DualLaunch, ForwardSm90):
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        if (traits.op, traits.arch) != ("jvp", "sm90"):
-            return f"it computes jvp-sm90, not {traits.op}-{traits.arch}"
-        return beyond(traits, most=MAX_DUAL_COLUMNS) or EpilogueChain.decline(traits)
+        return beyond(traits, "jvp-sm90", most=MAX_DUAL_COLUMNS) or EpilogueChain.decline(traits)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> JvpSm90Tile:
