@@ -71,6 +71,10 @@ class Rows:
         info = SeqlenInfo.read(seqlens, batch)
         return Rows(row0, head, batch, info, padded_row0(seqlens, info, batch, tile_m) + row0)
 
+    def of_workspace(self, tensor: cute.Tensor, varlen: bool) -> cute.Tensor:
+        """The rows of mLSElog2 or mMinusD, from ``row0`` on."""
+        return workspace_rows(tensor, self.batch, self.head, self.padded0, 1, varlen)
+
     def existing(self, row: Int32) -> Int32:
         """The index in the sequence of row ``row`` of the block, clamped to the sequence's last row."""
         return cutlass.min(self.row0 + row, self.info.seqlen_q - 1)
@@ -182,12 +186,7 @@ class BackwardPreprocess:
             cute.arch.barrier()
             if thread < tile.rows:
                 varlen = self.traits.varlen
-                lse_log2 = workspace_rows(
-                    mLSElog2, query_rows.batch, query_rows.head, query_rows.padded0, 1, varlen
-                )
-                minus_d = workspace_rows(
-                    mMinusD, query_rows.batch, query_rows.head, query_rows.padded0, 1, varlen
-                )
+                lse_log2, minus_d = (query_rows.of_workspace(m, varlen) for m in (mLSElog2, mMinusD))
                 exists = query_rows.row0 + thread < query_rows.info.seqlen_q
                 lse_log2[thread], minus_d[thread] = self.statistics(
                     exists, sums[thread], lse, dlse, keep_prob
@@ -290,12 +289,8 @@ class BackwardPreprocess:
     @cute.jit
     def part_of_row(self, do: cute.Tensor, o: cute.Tensor, i: Constexpr, thread: Int32) -> Float32:
         """The sum of dO * O over this thread's columns of its row in pass i."""
-        per_row, dv, length = (
-            self.tile.threads_per_row(self.traits),
-            self.traits.head_dim_v,
-            self.tile.length(self.traits),
-        )
-        total = Float32(0.0)
+        per_row, length = self.tile.threads_per_row(self.traits), self.tile.length(self.traits)
+        dv, total = self.traits.head_dim_v, Float32(0.0)
         for j in cutlass.range_constexpr(self.tile.vectors(self.traits)):
             products = do[None, j, i].load().to(Float32) * o[None, j, i].load().to(Float32)
             part = products.reduce(cute.ReductionOp.ADD, init_val=Float32(0.0), reduction_profile=0)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 Loops = tuple[tuple[int, int], ...]
+PRODUCTS_OF = {1: 1, 2: 3}
+"""Numbers of an operand, which are a value and perhaps its tangent -> matrix products for each of a forward's."""
 
 
 @dataclass(frozen=True)

@@ -54,15 +54,10 @@ class TmaBiasTile:
     @cute.jit
     def read(self, subtile: Constexpr, words: cute.Tensor) -> None:
         """Read a sub-tile into the thread's pairs: ``words`` (pairs of columns, rows) of 32 bits."""
-        dtype, first = self.dtype, 16 * subtile % layouts.atom_cols(self.cols, 16)
+        first = 16 * subtile % layouts.atom_cols(self.cols, 16)
         address = (self.address ^ Int32(2 * first)) + Int32(2 * ROWS * (16 * subtile - first))
-        source = cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=16)
-        copy = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), dtype)
-        target = cute.make_rmem_tensor(cute.make_layout(8), dtype)
-        cute.copy(copy, cute.make_tensor(source, cute.make_layout(8)), target)
-        pairs = cute.recast_tensor(target, Int32)
-        for i in cutlass.range_constexpr(4):  # 8 x 8 matrices: rows first, then columns
-            words[2 * subtile + i // 2, i % 2] = pairs[i]
+        source = cute.make_ptr(self.dtype, address, cute.AddressSpace.smem, assumed_align=16)
+        _read_matrices(source, False, subtile, words)
 
 
 @dataclass(frozen=True)
@@ -95,13 +90,20 @@ class TmaBiasTransposed:
     def read(self, subtile: Constexpr, words: cute.Tensor) -> None:
         """Read a sub-tile into the thread's pairs: ``words`` (pairs of queries, keys) of 32 bits."""
         source = cute.make_ptr(self.dtype, self.address, cute.AddressSpace.smem, assumed_align=16)
-        copy = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), self.dtype)
-        target = cute.make_rmem_tensor(cute.make_layout(8), self.dtype)
-        rows = cute.make_tensor(source + 16 * ROW_COLS * subtile, cute.make_layout(8))
-        cute.copy(copy, rows, target)
-        pairs = cute.recast_tensor(target, Int32)
-        for i in cutlass.range_constexpr(4):  # 8 x 8 matrices: keys first, then queries
-            words[2 * subtile + i // 2, i % 2] = pairs[i]
+        _read_matrices(source + 16 * ROW_COLS * subtile, True, subtile, words)
+
+
+@cute.jit
+def _read_matrices(
+    source: cute.Pointer, transpose: Constexpr, subtile: Constexpr, words: cute.Tensor
+) -> None:
+    """Read four 8 x 8 matrices by ldmatrix into a sub-tile's ``words``: along the accumulator's rows first."""
+    copy = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose, 4), source.dtype)
+    target = cute.make_rmem_tensor(cute.make_layout(8), source.dtype)
+    cute.copy(copy, cute.make_tensor(source, cute.make_layout(8)), target)
+    pairs = cute.recast_tensor(target, Int32)
+    for i in cutlass.range_constexpr(4):
+        words[2 * subtile + i // 2, i % 2] = pairs[i]
 
 
 @dataclass(frozen=True)

@@ -506,10 +506,11 @@ class BackwardSm90Tile(Tile):
         ahead = self.p_in_smem and self.num_stages_q > 1
         accepted = "with p_in_smem and 2 or more num_stages_q"
         yield self.unless(ahead or not self.scores_ahead, "scores_ahead", accepted)
-        by_tma = traits.bias in ("fp16", "bf16") and not self.p_in_smem
-        accepted = f"0, or with a bias of 16 bits and p_in_smem=false num_stages_q, {self.num_stages_q}, for {traits}"
-        fits = self.bias_stages == 0 or (by_tma and self.bias_stages == self.num_stages_q)
-        yield self.unless(fits, "bias_stages", accepted)
+        by_tma = not self.bias_stages or (traits.bias in ("fp16", "bf16") and not self.p_in_smem)
+        accepted = f"0, or with a bias of 16 bits and p_in_smem=false, num_stages_q, for {traits}"
+        yield self.unless(by_tma, "bias_stages", accepted)
+        accepted = f"0, or num_stages_q, which is {self.num_stages_q}"
+        yield self.unless(self.bias_stages in (0, self.num_stages_q), "bias_stages", accepted)
         most = 0 if self.p_in_smem or traits.dropout != "flash" else self.idle_warps
         accepted = f"0, or with flash's dropout and p_in_smem=false up to {self.idle_warps}, for {traits}"
         yield self.unless(0 <= self.mask_warps <= most, "mask_warps", accepted)
@@ -607,6 +608,7 @@ class BackwardPreprocessTile(Tile):
     def reasons(self, traits: Traits) -> Iterator[str | None]:
         yield self.threads_reason()
         yield self.unless(self.tile_m > 0 and self.tile_m % 16 == 0, "tile_m", "multiples of 16")
-        divides = 0 < self.rows <= self.num_threads and self.tile_m % self.rows == self.rows % 4 == 0
-        accepted = f"divisors of tile_m, {self.tile_m}, in multiples of 4 up to {self.num_threads}, one for each thread"
+        most = self.num_threads
+        divides = 0 < self.rows <= most and self.tile_m % self.rows == self.rows % 4 == 0
+        accepted = f"divisors of tile_m, {self.tile_m}, that are multiples of 4 and at most {most}, one for each thread"
         yield self.unless(divides, "rows", accepted)

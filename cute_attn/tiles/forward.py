@@ -471,10 +471,7 @@ class ForwardLargeTile(Tile):
     """Tile of the Hopper forward for head dims above 256: 64 rows per CTA.
 
     Attributes:
-        tile_n: keys per step, a multiple of 16 (of 32 with the flash dropout mask), at most 256.
-        num_stages: stages of K and V.
-        pack_heads: packed GQA: the number of query heads of one key head in a work tile, which reads K and V once for
-            all of these heads. A power of two up to 64.
+        tile_n, num_stages, pack_heads: as in :class:`ForwardSm90Tile`.
     """
 
     tile_n: int = choice(64, *range(32, 129, 16))

@@ -27,7 +27,7 @@ from cutlass import Boolean, Constexpr, Int32, Int64, cute
 
 from cute_attn.device.math import on_device
 from cute_attn.device.score_tile import ScoreContext
-from cute_attn.device.seqlen import SeqlenInfo, Seqlens, warm_lengths
+from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 from cute_attn.work.block_range import BlockRange
 
 WARP = 32
@@ -124,19 +124,6 @@ class StreamK:
         """Measure the line. ctas: at least 1."""
         line, _ = StreamK.measure(blocks, batch, heads, ctas, lane, overhead, Int32(0))
         return line
-
-    @staticmethod
-    def of_grid(params: Any, mask: Any, queries: int, tile_n: int, packs: Int32) -> "StreamK":
-        """Measure the line of the running kernel with ``params``, with a range for each of its CTAs; by a whole warp.
-
-        queries, tile_n: queries and keys per block. packs: packs of heads per sequence.
-        """
-        lane, blocks = (
-            cute.arch.lane_idx(),
-            VisibleBlocks(params.seqlens, params.score_args[1], mask, queries, tile_n),
-        )
-        warm_lengths(params.seqlens, params.batch, lane)
-        return StreamK.make(blocks, params.batch, packs, cute.arch.grid_dim()[0], lane, OVERHEAD)
 
     @staticmethod
     @cute.jit

@@ -686,8 +686,8 @@ class BackwardSm80:
 
     def score_tile(self, ctx: MainloopContext, block: Int32, subtile: int, acc: cute.Tensor) -> ScoreTile:
         """An accumulator of scores with the query and key indices of its elements."""
-        row0 = block * self.tile.tile_m + subtile * self.tile.queries
-        return self.score_map(ctx).tile(acc, row0, ctx.key0)
+        tile = self.tile
+        return self.score_map(ctx).tile(acc, block * tile.tile_m + subtile * tile.queries, ctx.key0)
 
     def score_map(self, ctx: MainloopContext) -> ScoreMap:
         """The map of a sub-tile's scores that the thread holds."""

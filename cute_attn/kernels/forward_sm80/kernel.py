@@ -52,7 +52,7 @@ from cute_attn.kernels.forward_sm80.products import Fp32Products, Products
 from cute_attn.kernels.forward_sm80.storage import ForwardParams, Operands, SharedMemory
 from cute_attn.kernels.forward_sm80.warps_along_n import SharedRows
 from cute_attn.kernels.limits import beyond
-from cute_attn.kernels.step import StepContent, mma_sync_count, product_loop
+from cute_attn.kernels.step import PRODUCTS_OF, StepContent, mma_sync_count, product_loop
 from cute_attn.outputs.fp32_rows import store_vectors
 from cute_attn.outputs.lse import store_lse
 from cute_attn.tiles import ForwardSm80Tile, padded
@@ -126,7 +126,7 @@ class ForwardSm80:
         """Instruction counts of a step of the unmasked loop, with one more exp2 per row for O's factor."""
         tile, d, dv = self.tile, padded(self.traits.head_dim), padded(self.traits.head_dim_v)
         warps = tile.num_warps * tile.key_groups
-        products, depth = self.products.each, tile.mma_depth(self.traits)
+        products, depth = self.products.each * PRODUCTS_OF[self.numbers], tile.mma_depth(self.traits)
         qk = products * mma_sync_count(tile.tile_m, tile.tile_n, d, warps, depth)
         pv = products * mma_sync_count(tile.tile_m, dv, tile.tile_n, warps, depth)
         elements, rows = tile.tile_m * tile.tile_n // tile.num_threads, tile.tile_m // (8 * tile.warps_m)
@@ -293,8 +293,14 @@ class ForwardSm80:
         group = KeyGroup.of(self.tile, cute.arch.thread_idx()[0])
         tile = params.grid.tile(params.seqlens, self.tile.queries)
         if tile.exists:
+            q = sequence(params.mQ, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
             state, blocks = self.visible(params, tile)
-            loop = self.attend(params, self.shared_memory(group), group, tile, state, blocks)
+            shared = self.shared_memory(group)
+            operands = self.products.operands(self.tiled_mma(), shared, group.thread, params.scales)
+            loads = self.loads(params, shared, tile, group)
+            loop = self.main_loop(params, tile, operands, loads, blocks, state, shared, group)
+            self.load_queries(params, q, tile, loop)
+            loop.run()
             if group.is_first:
                 self.finish(params, loop, params.grid.tile(params.seqlens, self.tile.queries))
 
@@ -303,23 +309,6 @@ class ForwardSm80:
         _, state = self.epilogues.begin_tile(params, tile, tile.head)
         end_row = cutlass.min(tile.row0 + self.tile.queries, tile.info.seqlen_q)
         return state, self.epilogues.key_blocks(state, tile.row0, end_row, self.tile.tile_n)
-
-    def attend(
-        self,
-        params: Any,
-        shared: SharedMemory,
-        group: KeyGroup,
-        tile: QueryTile,
-        state: ScoreState,
-        blocks: BlockRange,
-    ) -> Any:
-        """Compute O and row statistics of a work tile with ``blocks``; at the end the first key group has them."""
-        operands = self.products.operands(self.tiled_mma(), shared, group.thread, params.scales)
-        loads = self.loads(params, shared, tile, group)
-        loop = self.main_loop(params, tile, operands, loads, blocks, state, shared, group)
-        self.load_queries(params, tile, loop)
-        loop.run()
-        return loop
 
     def loads(self, params: Any, shared: SharedMemory, tile: QueryTile, group: KeyGroup) -> tuple[Any, Any]:
         """The loads of K and V of a work tile's kv head."""
@@ -413,21 +402,15 @@ class ForwardSm80:
         )
 
     @cute.jit
-    def load_queries(self, params: Any, tile: QueryTile, loop: MainLoop) -> None:
-        """Start loading Q, with its tangent if there is one, then the first key blocks."""
+    def load_queries(self, params: Any, q: cute.Tensor, tile: QueryTile, loop: MainLoop) -> None:
+        """Start loading Q, then the first key blocks."""
         if loop.group.is_first:
             d, _ = self.row_widths
-            left = self.rows_left(tile.info.seqlen_q - loop.row0)
+            rows = self.rows_left(tile.info.seqlen_q - loop.row0)
             copy = self.row_copy(self.gmem_load(d), d, tile, loop.thread)
-            for i, m in enumerate(self.query_tensors(params)):
-                q = sequence(m, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
-                copy.copy(self.rows(q, m, d, loop.row0), loop.shared.q[None, None, i], left, False)
+            copy.copy(self.rows(q, params.mQ, d, loop.row0), loop.shared.q[None, None, 0], rows, False)
         cute.arch.cp_async_commit_group()
         loop.start_loads()
-
-    def query_tensors(self, params: Any) -> tuple[cute.Tensor, ...]:
-        """Q, and in kernels with tangents its tangent."""
-        return (params.mQ,)
 
     def row_copy(self, copy: cute.TiledCopy, dim: int, tile: QueryTile, thread: Int32) -> RowCopy:
         """``copy`` applied to a work tile's rows of ``dim`` elements."""

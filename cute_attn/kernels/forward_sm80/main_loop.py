@@ -206,16 +206,16 @@ class MainLoop:
         else:
             softmax.step(scores.acc, self.acc_o_rows, masked)
             stored.store_stats(softmax)
-            self.accumulate_half(scores, acc_s, stage)
+            p = self.p_in_16_bits(scores, acc_s)
+            gemm_rs(op.tiled_mma, self.acc_o, (layouts.as_operand_a(p),), op.v, stage)
 
     @cute.jit
-    def accumulate_half(self, scores: ScoreTile, acc_s: cute.Tensor, stage: Int32) -> None:
-        """Add P V to O, with P in 16 bits."""
-        chain, op = self.kernel.epilogues, self.operands
+    def p_in_16_bits(self, scores: ScoreTile, acc_s: cute.Tensor) -> cute.Tensor:
+        """P, with dropout, in the operands' dtype and in the accumulator's layout."""
         p = cute.make_rmem_tensor_like(acc_s, self.kernel.dtype)
         p.store(acc_s.load().to(self.kernel.dtype))
-        chain.drop(self.state, scores, self.by_rows(p))
-        gemm_rs(op.tiled_mma, self.acc_o, (layouts.as_operand_a(p),), op.v, stage)
+        self.kernel.epilogues.drop(self.state, scores, self.by_rows(p))
+        return p
 
     @cute.jit
     def merge_groups(self) -> None:

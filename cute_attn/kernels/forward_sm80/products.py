@@ -31,7 +31,7 @@ class Products:
     tile: ForwardSm80Tile
 
     scales_output: ClassVar[bool] = False
-    """True if P stays in fp32 until it is multiplied, and :meth:`pv` also multiplies O by its rows' factors."""
+    """True if P stays in fp32 until it is multiplied, and ``pv`` also multiplies O by its rows' factors."""
 
     @property
     def dtype(self) -> Any:
@@ -80,24 +80,6 @@ class Products:
         """``scale_log2``, times any factor that :meth:`qk` has not applied to scores."""
         return scale_log2
 
-    # ---- where ``scales_output`` ----
-
-    def pv(
-        self, op: Operands, acc_o: cute.Tensor, acc_s: cute.Tensor, stage: Int32, factors: cute.Tensor
-    ) -> None:
-        """Compute acc_o = factors * acc_o + P V, with P in ``acc_s``."""
-        raise NotImplementedError
-
-    def store_p(
-        self, op: Operands, acc_s: cute.Tensor, shape: tuple[int, int], s_p: cute.Tensor, thread: Int32
-    ) -> None:
-        """Store P from ``acc_s`` to shared memory, for warps that divide columns."""
-        raise NotImplementedError
-
-    def stored_pv(self, op: Operands, acc_o: cute.Tensor, factors: cute.Tensor) -> None:
-        """Like :meth:`pv`, with P from shared memory."""
-        raise NotImplementedError
-
 
 @dataclass(frozen=True)
 class Fp32Products(Products):
@@ -136,14 +118,17 @@ class Fp32Products(Products):
     def pv(
         self, op: Operands, acc_o: cute.Tensor, acc_s: cute.Tensor, stage: Int32, factors: cute.Tensor
     ) -> None:
+        """Compute acc_o = factors * acc_o + P V, with P in ``acc_s``."""
         self._times_v(op, acc_o, self.terms_of_p(acc_s), stage, factors)
 
     def store_p(
         self, op: Operands, acc_s: cute.Tensor, shape: tuple[int, int], s_p: cute.Tensor, thread: Int32
     ) -> None:
+        """Store P from ``acc_s`` to shared memory, for warps that divide columns."""
         PairedResult(op.tiled_mma, shape, s_p, thread).store((acc_s,))
 
     def stored_pv(self, op: Operands, acc_o: cute.Tensor, factors: cute.Tensor) -> None:
+        """Like :meth:`pv`, with P from shared memory."""
         assert op.p is not None
         op.p.load_all()
         self._times_v(op, acc_o, op.p.terms, Int32(0), factors)

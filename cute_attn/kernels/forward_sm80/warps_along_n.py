@@ -108,9 +108,7 @@ class SharedRows:
             chain.drop(loop.state, scores, scores.acc)
             products.store_p(op, acc_s, shape, s_p, thread)
         else:
-            p = cute.make_rmem_tensor_like(acc_s, kernel.dtype)
-            p.store(acc_s.load().to(kernel.dtype))
-            chain.drop(loop.state, scores, loop.by_rows(p))
+            p = loop.p_in_16_bits(scores, acc_s)
             SmemResult(op.tiled_mma, shape, s_p, thread).store((p,))
 
     @cute.jit

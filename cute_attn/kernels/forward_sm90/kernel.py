@@ -58,7 +58,7 @@ from cute_attn.kernels.forward_sm90.storage import (
     make_storage,
 )
 from cute_attn.kernels.limits import beyond
-from cute_attn.kernels.step import StepContent, wgmma_count
+from cute_attn.kernels.step import PRODUCTS_OF, StepContent, wgmma_count
 from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.rows.tma import TmaTiles
 from cute_attn.rows.tma_bias import ROWS, bias_tma
@@ -145,8 +145,9 @@ class ForwardSm90:
         pv = wgmma_count(tile.tile_m, dv, tile.tile_n, tile.warpgroups)
         elements = tile.tile_n // 2
         exp2 = elements * (1 + self.traits.softcap) + (0 if tile.speculative else 2)
-        loaded = 2 * tile.tile_n * (d + dv + (tile.tile_m if tile.bias_stages else 0))
-        return StepContent(qk + pv, exp2, elements, 4 * tile.warpgroups, async_bytes=loaded)
+        loaded = 2 * tile.tile_n * (tile.NUMBERS * (d + dv) + (tile.tile_m if tile.bias_stages else 0))
+        mma = PRODUCTS_OF[tile.NUMBERS] * (qk + pv)
+        return StepContent(mma, exp2, elements, 4 * tile.warpgroups, async_bytes=loaded)
 
     # ---- layouts, copies and the MMAs: override one of these to experiment ----
 

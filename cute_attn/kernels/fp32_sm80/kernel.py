@@ -69,6 +69,8 @@ class FollowsSplit(ForwardSm80):
     """Base of both kernels: their arguments, and the choice, by the scales, of the kernel that computes."""
 
     computes_terms: ClassVar[bool] = False
+    launch: ClassVar[Any]
+    """``launch(params, tiles, schedule, stream)`` launches the kernel for ``tiles`` work tiles."""
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
@@ -94,12 +96,6 @@ class FollowsSplit(ForwardSm80):
         """Launch the kernel. mScales: (3,), the scales of Q, K and V, which the split wrote."""
         params = self.params((mQ, mK, mV, mO, mLSE), seqlens, softmax_scale, schedule, score_args, mScales)
         self.launch(params, params.grid.tiles(seqlens.batch(mQ)), schedule, stream)
-
-    def launch(
-        self, params: ForwardParams, tiles: Int32, schedule: ForwardSchedule, stream: cuda.CUstream
-    ) -> None:
-        """Launch the kernel for ``tiles`` work tiles."""
-        raise NotImplementedError
 
     def computes(self, params: ForwardParams) -> Boolean:
         """True if this kernel computes the result, False if the other kernel does."""
@@ -228,12 +224,11 @@ class ForwardTerms(FollowsSplit):
         return traits.fp32_terms * padded(traits.head_dim), traits.fp32_terms * padded(traits.head_dim_v)
 
     @cute.jit
-    def load_queries(self, params: ForwardParams, tile: QueryTile, loop: MainLoop) -> None:
+    def load_queries(self, params: ForwardParams, q: cute.Tensor, tile: QueryTile, loop: MainLoop) -> None:
         """Split Q into terms in shared memory while the first key blocks load; the first step's barrier follows."""
         loop.start_loads()
         traits, factor = self.traits, inverse_of_power_of_two(loop.operands.scales[0])
         target, threads = loop.shared.q[None, None, 0], self.tile.num_threads
-        q = sequence(params.mQ, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
         rows = (loop.row0, tile.info.seqlen_q, target, traits.head_dim)
         split_tile(q, *rows, factor, loop.thread, threads, traits.fp32_terms)
 

@@ -22,7 +22,7 @@ Limits: those of the Hopper forward, with head dims up to 576 for q and k and 51
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from cutlass import Int32, cute
 
@@ -32,7 +32,7 @@ from cute_attn.device.wgmma import operand_layout
 from cute_attn.kernels.copies import Copies
 from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.kernels.forward_sm90.consumer import Consumer
-from cute_attn.kernels.forward_sm90.storage import ConsumerThread, ForwardParams
+from cute_attn.kernels.forward_sm90.storage import ForwardParams
 from cute_attn.kernels.head_dim_512_sm90.heuristics import TABLE, keys, tile_for_lengths
 from cute_attn.kernels.head_dim_512_sm90.roles import ScoreLoop, ScoreResults, ValueConsumer
 from cute_attn.kernels.head_dim_512_sm90.storage import (
@@ -173,18 +173,20 @@ class ForwardLargeSm90(ForwardSm90):
         """Run the role of the warp's consumer warpgroup: scores and the first half of O, or the second half of O."""
         lane = thread % WARPGROUP
         if warp < 8:
-            self.scores(params, storage, outputs, consumer_thread(self, storage, SCORES, lane)).run()
+            own = consumer_thread(self, storage, SCORES, lane)
+            results = self.score_results(params, outputs)
+            Consumer(self, params, storage, own, self.score_loop, results).run()
         else:
-            self.products(params, storage, outputs, consumer_thread(self, storage, VALUES, lane)).run()
+            own = consumer_thread(self, storage, VALUES, lane)
+            self.value_consumer(self, params, storage, self.value_outputs(params, outputs), own).run()
 
-    def scores(
-        self, params: ForwardParams, storage: LargeStorage, outputs: ForwardOutputs, thread: ConsumerThread
-    ) -> Consumer:
-        """The role of the warpgroup that computes S and P."""
-        return Consumer(self, params, storage, thread, ScoreLoop, ScoreResults(params, outputs))
+    score_loop: ClassVar[type[ScoreLoop]] = ScoreLoop
+    value_consumer: ClassVar[type[ValueConsumer]] = ValueConsumer
 
-    def products(
-        self, params: ForwardParams, storage: LargeStorage, outputs: ForwardOutputs, thread: ConsumerThread
-    ) -> ValueConsumer:
-        """The role of the warpgroup that computes only the second half of O's columns."""
-        return ValueConsumer(self, params, storage, outputs, thread)
+    def score_results(self, params: ForwardParams, outputs: ForwardOutputs) -> Any:
+        """What stores the results of the warpgroup that computes S and P."""
+        return ScoreResults(params, outputs)
+
+    def value_outputs(self, params: ForwardParams, outputs: ForwardOutputs) -> Any:
+        """Where the warpgroup that computes only the second half of O's columns stores them."""
+        return outputs

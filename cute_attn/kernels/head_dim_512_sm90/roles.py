@@ -1,7 +1,7 @@
 """The consumer warpgroups for head dims above 256: one computes S and P, and both divide the columns of O."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass
 from cutlass import Constexpr, Int32, cute
@@ -171,9 +171,12 @@ class ValueConsumer(ForwardRole):
     outputs: Any
     thread: ConsumerThread
 
+    stores_by_tma: ClassVar[bool] = True
+
     def run(self) -> None:
         super().run()
-        cute.arch.cp_async_bulk_wait_group(0)
+        if self.stores_by_tma:
+            cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
     def run_tile(

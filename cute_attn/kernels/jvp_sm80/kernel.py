@@ -41,9 +41,8 @@ from cute_attn.kernels.forward_sm80.main_loop import MainLoop
 from cute_attn.kernels.forward_sm80.storage import ForwardParams, SharedMemory
 from cute_attn.kernels.jvp_sm80.heuristics import TABLE, keys
 from cute_attn.kernels.limits import MAX_DUAL_COLUMNS, beyond
-from cute_attn.kernels.step import StepContent, mma_sync_count, product_loop
 from cute_attn.outputs.lse import store_lse
-from cute_attn.tiles import JvpSm80Tile, padded
+from cute_attn.tiles import JvpSm80Tile
 from cute_attn.traits import Traits
 from cute_attn.work.query_tiles import QueryTile
 
@@ -140,14 +139,6 @@ class JvpSm80(DualLaunch, ForwardSm80):
     def default_tile(cls, traits: Traits, target: str) -> JvpSm80Tile:
         return TABLE.first(traits, target, *keys(traits, target))
 
-    def step_content(self) -> StepContent:
-        tile, d, dv = self.tile, padded(self.traits.head_dim), padded(self.traits.head_dim_v)
-        qk = 3 * mma_sync_count(tile.tile_m, tile.tile_n, d, tile.num_warps)
-        pv = 3 * mma_sync_count(tile.tile_m, dv, tile.tile_n, tile.num_warps)
-        elements, rows = tile.tile_m * tile.tile_n // tile.num_threads, tile.tile_m // (8 * tile.num_warps)
-        exp2 = elements * (1 + self.traits.softcap) + rows
-        return StepContent(qk + pv, exp2, elements, tile.num_warps, product_loop(qk, d // 16, self.unroll))
-
     # ---- host ----
 
     def launch_duals(
@@ -199,8 +190,17 @@ class JvpSm80(DualLaunch, ForwardSm80):
             rows=RowTangents.make(cute.size(rows, mode=[0]), params.softmax_scale),
         )
 
-    def query_tensors(self, params: JvpParams) -> tuple[cute.Tensor, ...]:
-        return params.mQ, params.mQdot
+    @cute.jit
+    def load_queries(self, params: JvpParams, q: cute.Tensor, tile: QueryTile, loop: DualLoop) -> None:
+        """Start loading Q and its tangent, then the first key blocks."""
+        d, _ = self.row_widths
+        copy = self.row_copy(self.gmem_load(d), d, tile, loop.thread)
+        dot = sequence(params.mQdot, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
+        for i, (m, head) in enumerate(((params.mQ, q), (params.mQdot, dot))):
+            rows = self.rows(head, m, d, loop.row0)
+            copy.copy(rows, loop.shared.q[None, None, i], tile.info.seqlen_q - loop.row0, False)
+        cute.arch.cp_async_commit_group()
+        loop.start_loads()
 
     @cute.jit
     def finish(self, params: JvpParams, loop: DualLoop, tile: QueryTile) -> None:

@@ -44,11 +44,10 @@ from cute_attn.kernels.forward_sm90.storage import (
 )
 from cute_attn.kernels.jvp_sm90.heuristics import TABLE, keys
 from cute_attn.kernels.limits import MAX_DUAL_COLUMNS, beyond
-from cute_attn.kernels.step import StepContent, wgmma_count
 from cute_attn.outputs.lse import store_lse
 from cute_attn.outputs.staged_output import ForwardOutputs, OutputStore
 from cute_attn.rows.tma import TmaTiles
-from cute_attn.tiles import JvpSm90Tile, padded
+from cute_attn.tiles import JvpSm90Tile
 from cute_attn.traits import Traits
 from cute_attn.work.query_tiles import QueryTile
 
@@ -242,15 +241,6 @@ class JvpSm90(DualLaunch, ForwardSm90):
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> JvpSm90Tile:
         return TABLE.first(traits, target, *keys(traits, target))
-
-    def step_content(self) -> StepContent:
-        tile, d, dv = self.tile, padded(self.traits.head_dim), padded(self.traits.head_dim_v)
-        qk = 3 * wgmma_count(tile.tile_m, tile.tile_n, d, tile.warpgroups)
-        pv = 3 * wgmma_count(tile.tile_m, dv, tile.tile_n, tile.warpgroups)
-        elements = tile.tile_n // 2
-        loaded = 4 * tile.tile_n * (d + dv)
-        exp2 = elements * (1 + self.traits.softcap) + (0 if tile.speculative else 2)
-        return StepContent(qk + pv, exp2, elements, 4 * tile.warpgroups, async_bytes=loaded)
 
     # ---- host ----
 

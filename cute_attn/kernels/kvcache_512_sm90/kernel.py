@@ -11,12 +11,11 @@ Limits: those of :mod:`cute_attn.kernels.kvcache_sm90.kernel`, with head dims up
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from cutlass import Int64, cute
 
-from cute_attn.kernels.forward_sm90.consumer import Consumer
-from cute_attn.kernels.forward_sm90.storage import ConsumerThread, ForwardInputs, ForwardParams
+from cute_attn.kernels.forward_sm90.storage import ForwardInputs, ForwardParams
 from cute_attn.kernels.head_dim_512_sm90.kernel import ForwardLargeSm90
 from cute_attn.kernels.head_dim_512_sm90.storage import LargeStorage
 from cute_attn.kernels.kvcache_512_sm90.heuristics import cache_tile
@@ -27,11 +26,11 @@ from cute_attn.kernels.kvcache_512_sm90.roles import (
     LatentLoads,
 )
 from cute_attn.kernels.kvcache_sm90.kernel import KvcacheSm90
+from cute_attn.kernels.kvcache_sm90.roles import CacheResults
 from cute_attn.kernels.limits import beyond_cache
 from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.rows.cached import EntryTiles, PagedTiles
 from cute_attn.tiles import KvcacheLargeTile, is_latent_dim
-from cute_attn.tiles.inference import CacheCall
 from cute_attn.traits import MAX_HEAD_DIM, MAX_HEAD_DIM_V, Traits
 
 
@@ -40,6 +39,7 @@ class KvcacheLargeSm90(KvcacheSm90, ForwardLargeSm90):
     """Kernel for attention with a cache and a head dim above 256, for (traits, tile); ``__call__`` launches it."""
 
     tile: KvcacheLargeTile  # type: ignore[assignment]
+    cache_tile: ClassVar[Any] = staticmethod(cache_tile)
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
@@ -48,13 +48,6 @@ class KvcacheLargeSm90(KvcacheSm90, ForwardLargeSm90):
         if traits.latent and not is_latent_dim(traits.head_dim_v):
             return f"head_dim_v is {traits.head_dim_v} with latent; accepted: one of whole 128 columns, padded to 64"
         return beyond_cache(traits, "sm90", lacks=("alignment",), most=MAX_HEAD_DIM)
-
-    @classmethod
-    def default_tile(cls, traits: Traits, target: str) -> KvcacheLargeTile:  # type: ignore[override]
-        return cache_tile(traits, CacheCall(page_size=64 if traits.paged else 0))
-
-    def for_cache(self, call: CacheCall, target: str) -> "KvcacheLargeSm90":
-        return dataclasses.replace(self, tile=cache_tile(self.traits, call))
 
     def cached_values(self, op: Any, cache: cute.Tensor, policy: Int64) -> EntryTiles | PagedTiles:
         """The loads of V, with each warpgroup's columns in whole swizzle atoms."""
@@ -68,13 +61,11 @@ class KvcacheLargeSm90(KvcacheSm90, ForwardLargeSm90):
             return LatentLoads(inputs, storage, params)
         return super().loads(inputs, storage, params)
 
-    def scores(
-        self, params: ForwardParams, storage: LargeStorage, outputs: ForwardOutputs, thread: ConsumerThread
-    ) -> Consumer:
-        results = CacheScoreResults(self.results(params, outputs))
-        return Consumer(self, params, storage, thread, CacheScoreLoop, results)
+    score_loop = CacheScoreLoop
+    value_consumer = CacheValueConsumer
 
-    def products(
-        self, params: ForwardParams, storage: LargeStorage, outputs: ForwardOutputs, thread: ConsumerThread
-    ) -> CacheValueConsumer:
-        return CacheValueConsumer(self, params, storage, self.results(params, outputs), thread)
+    def score_results(self, params: ForwardParams, outputs: ForwardOutputs) -> CacheScoreResults:
+        return CacheScoreResults(self.results(params, outputs))
+
+    def value_outputs(self, params: ForwardParams, outputs: ForwardOutputs) -> CacheResults:
+        return self.results(params, outputs)

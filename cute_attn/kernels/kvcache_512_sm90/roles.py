@@ -4,7 +4,7 @@ A work tile whose queries see no key uses neither Q nor P: its O is 0.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass
 from cutlass import Constexpr, Int32, cute
@@ -14,7 +14,6 @@ from cute_attn.device.pipeline import WARPGROUP
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.epilogues.softmax import multiply_rows
 from cute_attn.kernels.forward_sm90.producer import CLAIM_AHEAD
-from cute_attn.kernels.forward_sm90.role import ForwardRole
 from cute_attn.kernels.forward_sm90.storage import PipelineState
 from cute_attn.kernels.head_dim_512_sm90.roles import ScoreLoop, ValueConsumer
 from cute_attn.kernels.head_dim_512_sm90.storage import SCORES, VALUES
@@ -89,9 +88,7 @@ class CacheScoreResults:
 class CacheValueConsumer(ValueConsumer):
     """Like :class:`ValueConsumer`; ``outputs`` is a :class:`CacheResults`."""
 
-    def run(self) -> None:
-        """Process all work tiles. O is not stored by TMA, so there is no store to wait for at the end."""
-        ForwardRole.run(self)
+    stores_by_tma: ClassVar[bool] = False
 
     @cute.jit
     def run_tile(

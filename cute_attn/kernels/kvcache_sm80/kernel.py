@@ -35,7 +35,8 @@ from cute_attn.device.copy import RowCopy
 from cute_attn.device.gemm_terms import Fp32Values
 from cute_attn.device.key_rows import KeyRows
 from cute_attn.device.score_tile import ScoreMap
-from cute_attn.device.seqlen import SeqlenInfo, Seqlens, sequence
+from cute_attn.device.seqlen import SeqlenInfo, Seqlens, sequence, warm_lengths
+from cute_attn.epilogues.chain import ScoreState
 from cute_attn.kernels import fakes
 from cute_attn.kernels.forward_sm80.kernel import ForwardSm80
 from cute_attn.kernels.forward_sm80.key_groups import KeyGroup
@@ -51,9 +52,10 @@ from cute_attn.outputs.partial import RowTarget, store_rows
 from cute_attn.tiles import ForwardSm80Tile, padded
 from cute_attn.tiles.inference import CacheCall
 from cute_attn.traits import DTYPES, LARGE_HEAD_DIM, MAX_HEAD_DIM, MAX_HEAD_DIM_V, Traits
+from cute_attn.work.block_range import BlockRange
 from cute_attn.work.key_splits import KeySplit, Partials
 from cute_attn.work.query_tiles import PackedHeads, QueryGrid, QueryTile
-from cute_attn.work.stream_k import StreamK, TileRange
+from cute_attn.work.stream_k import OVERHEAD, StreamK, TileRange, VisibleBlocks
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,6 @@ class CacheParams:
     packs: PackedHeads
     partials: Partials | None
     splits: cute.FastDivmodDivisorV2 | None  # number of a query block's, with split "fixed"
-
-    scales: ClassVar[None] = None  # keys are no fp16 terms
 
 
 @dataclass(frozen=True)
@@ -253,8 +253,13 @@ class KvcacheSm80(ForwardSm80):
     @cute.jit
     def run_stream_k(self, params: CacheParams, shared: SharedMemory, group: KeyGroup) -> None:
         """Compute the CTA's stream-K range, work tile by work tile."""
-        mask, packs = self.epilogues.mask, params.packs.per_sequence.divisor
-        line = StreamK.of_grid(params, mask, self.tile.queries, self.tile.tile_n, packs)
+        mask, queries = self.epilogues.mask, self.tile.queries
+        visible = VisibleBlocks(params.seqlens, params.score_args[1], mask, queries, self.tile.tile_n)
+        packs = params.packs.per_sequence.divisor
+        warm_lengths(params.seqlens, params.batch, cute.arch.lane_idx())
+        line = StreamK.make(
+            visible, params.batch, packs, cute.arch.grid_dim()[0], cute.arch.lane_idx(), OVERHEAD
+        )
         index = line.range_of_cta(cute.arch.block_idx()[0])
         position, end = line.begin(index), line.begin(index + 1)
         if position < end:
@@ -304,6 +309,24 @@ class KvcacheSm80(ForwardSm80):
         """The rows of the results that belong to a work tile."""
         traits = self.traits
         return RowTarget.whole(params.mO, params.mLSE, tile, traits.varlen, min(traits.row_alignment, 2))
+
+    def attend(
+        self,
+        params: CacheParams,
+        shared: SharedMemory,
+        group: KeyGroup,
+        tile: QueryTile,
+        state: ScoreState,
+        blocks: BlockRange,
+    ) -> MainLoop:
+        """Compute O and row statistics of a work tile with ``blocks``; at the end the first key group has them."""
+        q = sequence(params.mQ, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
+        loads = self.loads(params, shared, tile, group)
+        operands = self.products.operands(self.tiled_mma(), shared, group.thread, None)
+        loop = self.main_loop(params, tile, operands, loads, blocks, state, shared, group)
+        self.load_queries(params, q, tile, loop)
+        loop.run()
+        return loop
 
     def loads(
         self, params: CacheParams, shared: SharedMemory, tile: QueryTile, group: KeyGroup

@@ -22,11 +22,6 @@ THRESHOLDS = {"bf16": 42, "fp16": 14}
 TABLE = Table(__file__, KvcacheSm90Tile)
 
 
-def default_cache_tile(traits: Traits) -> KvcacheSm90Tile:
-    """The tile for one query per sequence and one query head per key head."""
-    return cache_tile(traits, CacheCall(page_size=64 if traits.paged else 0))
-
-
 def cache_tile(traits: Traits, call: CacheCall) -> KvcacheSm90Tile:
     """The tile for a call."""
     few = "few_32" if call.planes or call.seqlen_q * call.group <= FEW_ROWS else "few"

@@ -21,7 +21,7 @@ above 256 see :mod:`cute_attn.kernels.kvcache_512_sm90.kernel`.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -34,7 +34,7 @@ from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.kernels.forward_sm90.consumer import Consumer
 from cute_attn.kernels.forward_sm90.producer import Producer
 from cute_attn.kernels.forward_sm90.storage import ForwardInputs, ForwardParams, ForwardStorage
-from cute_attn.kernels.kvcache_sm90.heuristics import cache_tile, default_cache_tile
+from cute_attn.kernels.kvcache_sm90.heuristics import cache_tile
 from cute_attn.kernels.kvcache_sm90.roles import CacheLoads, CacheResults, FoldedConsumer, StreamKProducer
 from cute_attn.kernels.limits import beyond_cache
 from cute_attn.outputs.staged_output import ForwardOutputs
@@ -53,18 +53,20 @@ class KvcacheSm90(ForwardSm90):
 
     # ---- support, tiles and arguments ----
 
+    cache_tile: ClassVar[Any] = staticmethod(cache_tile)
+
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
         return beyond_cache(traits, "sm90", lacks=("latent", "alignment"), folds=True)
 
     @classmethod
-    def default_tile(cls, traits: Traits, target: str) -> KvcacheSm90Tile:
+    def default_tile(cls, traits: Traits, target: str) -> Any:
         """The tile for one query per sequence; calls choose a tile by their lengths."""
-        return default_cache_tile(traits)
+        return cls.cache_tile(traits, CacheCall(page_size=64 if traits.paged else 0))
 
-    def for_cache(self, call: CacheCall, target: str) -> "KvcacheSm90":
+    def for_cache(self, call: CacheCall, target: str) -> Self:
         """This kernel with the tile for ``call`` instead of its default tile."""
-        return dataclasses.replace(self, tile=cache_tile(self.traits, call))
+        return dataclasses.replace(self, tile=self.cache_tile(self.traits, call))
 
     @property
     def has_values_out_of_bounds(self) -> bool:

@@ -9,6 +9,7 @@ from cutlass import Boolean, Constexpr, Float32, Int32, cute
 from cute_attn.device.math import optimization_barrier, rematerialize
 from cute_attn.device.pipeline import WARPGROUP
 from cute_attn.device.score_tile import ScoreMap
+from cute_attn.device.seqlen import warm_lengths
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.forward_sm90.consumer import Consumer, MainLoop
 from cute_attn.kernels.forward_sm90.producer import CLAIM_AHEAD, Producer
@@ -22,7 +23,7 @@ from cute_attn.work.block_range import BlockRange
 from cute_attn.work.broadcast import WorkItem
 from cute_attn.work.key_splits import KeySplit
 from cute_attn.work.query_tiles import QueryTile
-from cute_attn.work.stream_k import StreamK, TileRange
+from cute_attn.work.stream_k import OVERHEAD, StreamK, TileRange, VisibleBlocks
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,11 @@ class StreamKProducer:
     def run(self) -> None:
         """Broadcast each work tile of the range, and load those of its key blocks that are in the range."""
         kernel, params, work = self.producer.kernel, self.producer.params, self.producer.storage.work
-        sizes, packs = (kernel.tile.queries, kernel.tile.tile_n), params.order.packs.divisor
-        line = StreamK.of_grid(params, kernel.epilogues.mask, *sizes, packs)
+        ctas, order = cute.arch.grid_dim()[0], params.order
+        sizes = kernel.tile.queries, kernel.tile.tile_n
+        blocks = VisibleBlocks(params.seqlens, params.score_args[1], kernel.epilogues.mask, *sizes)
+        warm_lengths(params.seqlens, params.batch, cute.arch.lane_idx())
+        line = StreamK.make(blocks, params.batch, order.packs.divisor, ctas, cute.arch.lane_idx(), OVERHEAD)
         index = line.range_of_cta(cute.arch.block_idx()[0])
         position, end, n = line.begin(index), line.begin(index + 1), Int32(0)
         pipeline_state = PipelineState(Int32(0), Int32(0))
