@@ -38,21 +38,20 @@ class BackwardSchedule(NamedTuple):
 class QueryHeads:
     """The query heads [``first``, ``end``) of kv head ``head_kv`` that add to one head of dK and dV.
 
-    Of their query blocks, ``part`` of ``parts`` equal parts; all if ``parts`` is None.
+    Of their query blocks, ``part`` is (index, number) of several equal parts, or None for all.
     """
 
     head_kv: Int32
     first: Int32
     end: Int32
-    part: Int32 | None = None
-    parts: Int32 | None = None
+    part: tuple[Int32, Int32] | None = None
 
     def blocks(self, seen: BlockRange) -> BlockRange:
         """The heads' query blocks among those that see a key block."""
-        if self.part is None or self.parts is None:
+        if self.part is None:
             return seen
-        count = seen.end - seen.begin
-        first, end = (seen.begin + count * i // self.parts for i in (self.part, self.part + 1))
+        count, (part, parts) = seen.end - seen.begin, self.part
+        first, end = (seen.begin + count * i // parts for i in (part, part + 1))
         return seen.clipped(first, end)
 
 
@@ -89,9 +88,9 @@ class HeadSplits:
         part = None
         if self.parts is not None:
             heads = split // self.parts
-            split, part = heads, split - heads * self.parts
+            split, part = heads, (split - heads * self.parts, self.parts)
         first = head_kv * self.qheads_per_kvhead + split * self.fewest + cutlass.min(split, self.longer)
-        return QueryHeads(head_kv, first, first + self.fewest + Int32(split < self.longer), part, self.parts)
+        return QueryHeads(head_kv, first, first + self.fewest + Int32(split < self.longer), part)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ with 16 queries, at commit 0dd3cfa: ``bench/results/2026-11-22-nvidia-h200-decod
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 from cute_attn.tiles import (
     SHARED_MEMORY_BYTES,
@@ -37,53 +38,48 @@ def tiles_for_few_rows(traits: Traits, target: str) -> tuple[ForwardSm80Tile, ..
     rows reads all of K and V from shared memory again. On sm100 and sm120, above head dim 192, only the tile of 32 rows
     does not spill. Narrow copies of rows with an ``alignment`` need more registers for addresses, fp32 for terms.
     """
+    large = max(traits.head_dim, traits.head_dim_v) > LARGE_HEAD_DIM
+    found: list[ForwardSm80Tile] = []
+    for tiles in _large_candidates(traits) if large else _candidates(traits, target):
+        tile = first_that_fits(tiles, traits, target)
+        if tile.reject(traits, target) is None or (
+            large and not found
+        ):  # one is needed, even if it is too big
+            blocks = ctas_per_multiprocessor(tile, traits, target)
+            found.append(dataclasses.replace(tile, blocks_per_sm=blocks))
+    return tuple(found)
+
+
+def _candidates(traits: Traits, target: str) -> Iterator[list[ForwardSm80Tile]]:
+    """For each number of rows, the tiles to try, the best first."""
     d, single = max(padded(traits.head_dim), padded(traits.head_dim_v)), traits.dtype == "fp32"
-    if d > LARGE_HEAD_DIM:
-        return _tiles_for_large_head_dims(traits, target)
-    found = []
     sizes = ((16, 1, 4), (32, 2, 2), (64, 4, 1))
     for rows, warps, groups in sizes[1:2] if target in TILES_OF and d > 192 else sizes:
         keys = 128 if d <= 64 else 64 if d <= 128 or not traits.alignment else 32
         if single:
             keys = 64 if d <= 64 else 32 if d <= 128 else 16
         fewest = max(16 * groups, min(keys, 32))
-        keeps_q = (
-            not single
-            and d <= 128
-            and not (
-                rows == 64 and (traits.tree or traits.paged or traits.epilogues or traits.split == "stream_k")
-            )
-        )
+        crowded = traits.tree or traits.paged or traits.epilogues or traits.split == "stream_k"
+        q_in_regs = not single and d <= 128 and not (rows == 64 and crowded)
         unroll = (2 if d <= 128 else 1) if single else (0 if d <= 128 else 4)
-        tiles = [
-            ForwardSm80Tile(rows, n, warps, stages, q_in_regs=keeps_q, qk_unroll=unroll, key_groups=groups)
+        yield [
+            ForwardSm80Tile(rows, n, warps, stages, q_in_regs=q_in_regs, qk_unroll=unroll, key_groups=groups)
             for n, stages in ((keys, 3), (keys, 2), (fewest, 2), (fewest, 1))
         ]
-        tile = first_that_fits(tiles, traits, target)
-        if tile.reject(traits, target) is None:
-            blocks = ctas_per_multiprocessor(tile, traits, target)
-            found.append(dataclasses.replace(tile, blocks_per_sm=blocks))
-    return tuple(found)
 
 
-def _tiles_for_large_head_dims(traits: Traits, target: str) -> tuple[ForwardSm80Tile, ...]:
-    """Tiles of 16, 32 and 64 rows with warps that divide the columns of O. The first is included even if it is too big.
+def _large_candidates(traits: Traits) -> Iterator[list[ForwardSm80Tile]]:
+    """Like :func:`_candidates`, for large head dims: warps divide the columns of O.
 
     With 64 rows and at least 512 columns, 64 keys may spill.
     """
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
-    found: list[ForwardSm80Tile] = []
     for rows, sizes in (
         (16, ((64, 4, 4), (32, 2, 2))),
         (32, ((64, 8, 4), (32, 4, 2))),
         (64, ((64, 8, 4), (32, 8, 2))[d >= 512 :]),
     ):
-        tiles = [ForwardSm80Tile(rows, keys, warps, 1, qk_unroll=2, warps_n=n) for keys, warps, n in sizes]
-        tile = first_that_fits(tiles, traits, target)
-        if tile.reject(traits, target) is None or not found:
-            blocks = ctas_per_multiprocessor(tile, traits, target)
-            found.append(dataclasses.replace(tile, blocks_per_sm=blocks))
-    return tuple(found)
+        yield [ForwardSm80Tile(rows, keys, warps, 1, qk_unroll=2, warps_n=n) for keys, warps, n in sizes]
 
 
 @functools.lru_cache(maxsize=4096)

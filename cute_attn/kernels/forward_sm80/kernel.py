@@ -293,7 +293,7 @@ class ForwardSm80:
         group = KeyGroup.of(self.tile, cute.arch.thread_idx()[0])
         tile = params.grid.tile(params.seqlens, self.tile.queries)
         if tile.exists:
-            q = sequence(params.mQ, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
+            q = self.queries(params, tile)
             state, blocks = self.visible(params, tile)
             shared = self.shared_memory(group)
             operands = self.products.operands(self.tiled_mma(), shared, group.thread, params.scales)
@@ -303,6 +303,10 @@ class ForwardSm80:
             loop.run()
             if group.is_first:
                 self.finish(params, loop, params.grid.tile(params.seqlens, self.tile.queries))
+
+    def queries(self, params: Any, tile: QueryTile) -> Any:
+        """Q of a work tile's sequence and head, for :meth:`load_queries`."""
+        return sequence(params.mQ, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
 
     def visible(self, params: Any, tile: QueryTile) -> tuple[ScoreState, BlockRange]:
         """The epilogues' state of a work tile, and the key blocks that its queries see."""

@@ -332,7 +332,12 @@ class MainLoop:
         partial, ends: see :meth:`EpilogueChain.forward`. A list's last block, which is visited first, may reach beyond
         the sequence.
         """
-        self.kernel.epilogues.forward(self.state, scores, loaded, masked, partial, ends)
+        saved = self.kernel.epilogues.forward(self.state, scores, loaded, masked, partial, ends)
+        self.advance(scores, saved, masked, frozen)
+
+    @cute.jit
+    def advance(self, scores: ScoreTile, saved: tuple, masked: Constexpr, frozen: Constexpr) -> None:
+        """The softmax after the epilogues, which have ``saved`` values for their derivatives."""
         if cutlass.const_expr(frozen):
             self.softmax.advance_frozen(scores.acc)
         else:

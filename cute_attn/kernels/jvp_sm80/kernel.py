@@ -190,13 +190,16 @@ class JvpSm80(DualLaunch, ForwardSm80):
             rows=RowTangents.make(cute.size(rows, mode=[0]), params.softmax_scale),
         )
 
+    def queries(self, params: JvpParams, tile: QueryTile) -> None:
+        """None: :meth:`load_queries` makes Q and its tangent."""
+
     @cute.jit
-    def load_queries(self, params: JvpParams, q: cute.Tensor, tile: QueryTile, loop: DualLoop) -> None:
+    def load_queries(self, params: JvpParams, q: None, tile: QueryTile, loop: DualLoop) -> None:
         """Start loading Q and its tangent, then the first key blocks."""
         d, _ = self.row_widths
         copy = self.row_copy(self.gmem_load(d), d, tile, loop.thread)
-        dot = sequence(params.mQdot, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
-        for i, (m, head) in enumerate(((params.mQ, q), (params.mQdot, dot))):
+        for i, m in enumerate((params.mQ, params.mQdot)):
+            head = sequence(m, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
             rows = self.rows(head, m, d, loop.row0)
             copy.copy(rows, loop.shared.q[None, None, i], tile.info.seqlen_q - loop.row0, False)
         cute.arch.cp_async_commit_group()

@@ -20,12 +20,12 @@ registers for scores, P and their tangents.
 from dataclasses import dataclass, replace
 from typing import Any
 
-import cutlass
-from cutlass import Boolean, Constexpr, Float32, Int32, cute
+from cutlass import Constexpr, Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_attn.device.math import convert_to_16_bits, rematerialize
 from cute_attn.device.pipeline import WARPGROUP, Pipeline
+from cute_attn.device.score_tile import ScoreTile
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.device.wgmma import issue
 from cute_attn.epilogues.chain import EpilogueChain
@@ -108,6 +108,13 @@ def storage_of(storage: ForwardStorage, which: int) -> ForwardStorage:
 
 
 @dataclass(frozen=True)
+class DualScores(ScoreTile):
+    """A score tile, and the tile of its tangents."""
+
+    dots: Any = None
+
+
+@dataclass(frozen=True)
 class DualLoop(MainLoop):
     """The forward's main loop on dual numbers, which are pairs of a score and its tangent."""
 
@@ -123,7 +130,8 @@ class DualLoop(MainLoop):
         """Score tiles and registers for S and its tangent, and the epilogues' loads from global memory."""
         scores, acc_s, loaded = super().score_tile(block, n)
         dots = cute.make_rmem_tensor_like(acc_s)
-        return (scores, scores.of(self.score_map.view(dots))), (acc_s, dots), loaded
+        pair = DualScores(**vars(scores), dots=scores.of(self.score_map.view(dots)))
+        return pair, (acc_s, dots), loaded
 
     @cute.jit
     def start_qk(self, acc_s: tuple, n: Int32) -> None:
@@ -148,33 +156,20 @@ class DualLoop(MainLoop):
         warpgroup.commit_group()
 
     @cute.jit
-    def probabilities(
-        self,
-        scores: tuple,
-        loaded: tuple,
-        masked: Constexpr,
-        frozen: Constexpr,
-        partial: Boolean | None = None,
-        ends: Constexpr = False,
-    ) -> None:
+    def advance(self, scores: DualScores, saved: tuple, masked: Constexpr, frozen: Constexpr) -> None:
         """Turn scores into probabilities, and their tangents into P (S_dot - center)."""
-        (tile, dots), chain, softmax = scores, self.kernel.epilogues, self.softmax
-        factors, row_max = self.thread.fragments.factors, softmax.row_max
-        saved = chain.forward(self.state, tile, loaded, masked, partial, ends)
+        factors, row_max = self.thread.fragments.factors, self.softmax.row_max
         unseen = tuple(row_max[r] == -Float32.inf for r in range(0 if frozen else cute.size(row_max)))
-        if cutlass.const_expr(frozen):
-            softmax.advance_frozen(tile.acc)
-        else:
-            softmax.advance(tile.acc, factors, masked)
-        chain.tangents(self.state, dots, saved)
+        super().advance(scores, saved, masked, frozen)
+        self.kernel.epilogues.tangents(self.state, scores.dots, saved)
         # Keys beyond the sequence may be NaN.
-        self.rows.advance(tile.acc, dots.acc, None if frozen else factors, unseen, masked)
+        self.rows.advance(scores.acc, scores.dots.acc, None if frozen else factors, unseen, masked)
 
     @cute.jit
-    def convert(self, scores: tuple, acc_s: tuple) -> None:
+    def convert(self, scores: DualScores, acc_s: tuple) -> None:
         """Convert P and P S_dot, with dropout, to 16 bits."""
         chain = self.kernel.epilogues
-        dropped = chain.dropout_mask(self.state, scores[0])
+        dropped = chain.dropout_mask(self.state, scores)
         for acc, own in ((acc_s[0], self.thread.fragments), (acc_s[1], self.tangents)):
             convert_to_16_bits(acc, own.p)
             chain.zero_dropped(dropped, self.score_map.view(own.p))

@@ -320,8 +320,7 @@ class KvcacheSm80(ForwardSm80):
         blocks: BlockRange,
     ) -> MainLoop:
         """Compute O and row statistics of a work tile with ``blocks``; at the end the first key group has them."""
-        q = sequence(params.mQ, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
-        loads = self.loads(params, shared, tile, group)
+        q, loads = self.queries(params, tile), self.loads(params, shared, tile, group)
         operands = self.products.operands(self.tiled_mma(), shared, group.thread, None)
         loop = self.main_loop(params, tile, operands, loads, blocks, state, shared, group)
         self.load_queries(params, q, tile, loop)
