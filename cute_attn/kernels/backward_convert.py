@@ -70,7 +70,7 @@ class BackwardConvert:
         On sm90 each warpgroup along head_dim has a separate buffer, since its columns may end within a swizzle atom.
         """
         parts = self.tile.dq_warps_n if self.traits.arch == "sm90" else 1
-        cols = padded(self.traits.head_dim) // (parts * dq.passes(self.tile))
+        cols = padded(self.traits.head_dim) // (parts * self.tile.dq_passes)
         layout = layouts.smem_layout(self.tile.tile_m, cols, self.dtype, stages=parts)
         return cute.make_composed_layout(layout.inner, layout.offset, cute.group_modes(layout.outer, 1, 3))
 
@@ -88,7 +88,7 @@ class BackwardConvert:
     def copies(self) -> Copies:
         """The copy of a pass of dQ from registers to shared memory, with its layout and MMA."""
         found = Copies(self, self.tile.mma_threads)
-        shape = (self.tile.tile_m, padded(self.traits.head_dim) // dq.passes(self.tile))
+        shape = (self.tile.tile_m, padded(self.traits.head_dim) // self.tile.dq_passes)
         room = self.traits.element_bytes * math.prod(shape)
         found.layouts["dq"] = SmemLayout("smem_layout", self.smem_layout, shape, self.dtype, room)
         found.part("mma-dq", "tiled_mma")
@@ -141,11 +141,11 @@ class BackwardConvert:
         query_tile = grid.tile(seqlens, tile.tile_m)
         exist = existing_rows(seqlens.cu_seqlens_q, mDQ, query_tile.batch) - query_tile.row0
         if exist > 0:
-            rows = traits.element_bytes * tile.tile_m * (padded(traits.head_dim) // dq.passes(tile))
+            rows = traits.element_bytes * tile.tile_m * (padded(traits.head_dim) // tile.dq_passes)
             base = memory.SmemAllocator().allocate(rows, byte_alignment=1024)
             s_dq = cute.make_tensor(cute.recast_ptr(base, dtype=self.dtype), self.smem_layout())
             used = query_tile.info.seqlen_q - query_tile.row0
-            for index in cutlass.range_constexpr(dq.passes(tile)):
+            for index in cutlass.range_constexpr(tile.dq_passes):
                 if cutlass.const_expr(index > 0):
                     cute.arch.barrier()  # the last pass has been read
                 if used > 0:
@@ -167,7 +167,7 @@ class BackwardConvert:
     ) -> cute.Tensor:
         """Load this thread's fragments of pass ``index`` and sum them over the accumulators, first to last."""
         traits, tile, width = self.traits, self.tile, padded(self.traits.head_dim)
-        start: Constexpr = index * (dq.block_floats(traits, tile) // dq.passes(tile))
+        start: Constexpr = index * (dq.block_floats(traits, tile) // tile.dq_passes)
         acc = dq.make_accumulator(self.tiled_mma(), traits, tile)
         first = dq.accumulator_rows(
             mDQaccum, 0, query_tile.batch, query_tile.head, row0, width, traits.varlen
@@ -207,7 +207,7 @@ class BackwardConvert:
         """
         tile: Constexpr = self.tile
         length: Constexpr = 16 // self.traits.element_bytes
-        cols: Constexpr = padded(self.traits.head_dim) // dq.passes(tile)
+        cols: Constexpr = padded(self.traits.head_dim) // tile.dq_passes
         per_row: Constexpr = min(cols, self.traits.head_dim - index * cols) // length
         total: Constexpr = tile.tile_m * per_row
         vector = cute.make_rmem_tensor(cute.make_layout(length), self.dtype)

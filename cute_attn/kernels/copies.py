@@ -73,6 +73,7 @@ class Copies:
         self.layouts: dict[str, SmemLayout] = {}
         self.parts: dict[str, Part] = {}
         self.moves: list[SmemCopy] = []
+        self._dtype = getattr(kernel, "operand_dtype", kernel.dtype)
         self._kernel, self._threads, self._areas = kernel, threads, kernel.tile.smem_areas(kernel.traits)
 
     def area(
@@ -112,18 +113,16 @@ class Copies:
     def ldmatrix(self, name: str, operand: str, mma: Make, layout: Make, transpose: bool = False) -> Self:
         """State the load of operand A or B by ldmatrix. transpose: load the transposed tile."""
         make = layouts.ldmatrix_copy_a if operand == "A" else layouts.ldmatrix_copy_b
-        dtype = getattr(self._kernel, "operand_dtype", self._kernel.dtype)
         what = f"{name} by ldmatrix" + (".trans" if transpose else "")
         tile = transposed(layout) if transpose else layout
-        return self.move(what, "LDSM", lambda: make(mma(), dtype, transpose), tile)
+        return self.move(what, "LDSM", lambda: make(mma(), self._dtype, transpose), tile)
 
     def store(self, name: str, mma: Make, layout: Make) -> Self:
         """State the copy of an MMA's accumulator to shared memory: by stores on sm80, by stmatrix on sm90."""
         arch = self._kernel.traits.arch
-        dtype = getattr(self._kernel, "operand_dtype", self._kernel.dtype)
         opcode, side = ("STS", "dst") if arch == "sm80" else ("STSM", None)
         what = f"{name} to shared memory"
-        return self.move(what, opcode, lambda: layouts.store_copy_c(mma(), dtype, arch), layout, side)
+        return self.move(what, opcode, lambda: layouts.store_copy_c(mma(), self._dtype, arch), layout, side)
 
     def _call(self, method: str, *args: Any) -> Make:
         return lambda: getattr(self._kernel, method)(*args)

@@ -8,22 +8,20 @@ kernel reads them in the same order. Both derive it here, from the traits and fr
     dq_transposed   True if the accumulator is dQ^T, (padded head_dim, tile_m), not dQ, (tile_m, padded head_dim)
     dq_warps_n      warps (sm80) or warpgroups (sm90) along the accumulator's second extent
     dq_vector       floats that one reduction adds
-    dq_passes       (sm80) ranges of head_dim, each with an accumulator, consecutive in memory
+    dq_passes       ranges of head_dim, each with an accumulator, consecutive in memory
 
-:func:`block_floats`, :func:`passes` and :func:`accumulator_shape` run anywhere; the other functions need a trace.
+:func:`block_floats` and :func:`accumulator_shape` run anywhere; the other functions need a trace.
 """
 
 from typing import Any
 
-import cutlass
 from cutlass import Constexpr, Float32, Int32, Int64, cute
 
 import layouts
 from cute_attn.device.seqlen import workspace_rows
+from cute_attn.kernels.fakes import CUTE_DTYPES
 from cute_attn.tiles import padded
 from cute_attn.traits import Traits
-
-_DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, "fp32": cutlass.Float32}
 
 
 def block_floats(traits: Traits, tile: Any) -> int:
@@ -31,14 +29,9 @@ def block_floats(traits: Traits, tile: Any) -> int:
     return tile.tile_m * padded(traits.head_dim)
 
 
-def passes(tile: Any) -> int:
-    """Number of ranges of head_dim, each with an accumulator."""
-    return getattr(tile, "dq_passes", 1)
-
-
 def accumulator_shape(traits: Traits, tile: Any) -> tuple[int, int]:
     """(M, N) of a pass of the product: (queries, head_dim of the pass), swapped if ``dq_transposed``."""
-    queries, dims = tile.tile_m, padded(traits.head_dim) // passes(tile)
+    queries, dims = tile.tile_m, padded(traits.head_dim) // tile.dq_passes
     return (dims, queries) if tile.dq_transposed else (queries, dims)
 
 
@@ -49,7 +42,7 @@ def mma_dq(traits: Traits, tile: Any, **operands: str) -> cute.TiledMma:
     kernel omits them, since the accumulator does not depend on them.
     """
     m, n = accumulator_shape(traits, tile)
-    dtype = _DTYPES[traits.dtype]
+    dtype = CUTE_DTYPES[traits.dtype]
     if traits.arch == "sm80":
         return layouts.tiled_mma_sm80(dtype, tile.mma_threads // 32, warps_n=tile.dq_warps_n)
     return layouts.tiled_mma_sm90(

@@ -149,7 +149,7 @@ def test_fragments_are_stored_as_documented_and_load_back(name):
     traits = Traits("backward", arch, "fp16", head_dim)
     m, n = dq.accumulator_shape(traits, tile)
     size = m * n // tile.mma_threads
-    assert dq.block_floats(traits, tile) == m * n * dq.passes(tile) == tile.tile_m * padded(head_dim)
+    assert dq.block_floats(traits, tile) == m * n * tile.dq_passes == tile.tile_m * padded(head_dim)
     memory, values, matrix = torch.zeros(m * n), torch.zeros(tile.mma_threads, size), torch.zeros(m, n)
     given = [from_dlpack(x, assumed_align=16) for x in (memory, values, matrix)]
     cute.compile[ARCH[arch]](add_and_load, *given, traits, tile)(*given)
