@@ -20,7 +20,7 @@ from cute_attn.api.attention import attention
 from cute_attn.host import doors, plans, record
 from cute_attn.host.activation import Options
 from cute_attn.host.memory import none_overrides, on_device
-from cute_attn.host.values import check_dense, check_dtype, check_flags, kind_of, number, shown, wrong_shape
+from cute_attn.host.values import check_dtype, check_flags, check_present, kind_of, number, shown, wrong_shape
 
 NAME = "flex_attention"
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
@@ -72,13 +72,12 @@ def _in_order_of(query: Tensor, out: Tensor) -> Tensor:
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        check_dense(name, x)
+    named = (("query", query), ("key", key), ("value", value))
+    check_present(named, ("query", "key", "value"), "query")
+    for name, x in named:
         if x.dim() != 4:
             raise wrong_shape(name, x, "(batch, heads, seqlen, head_dim)")
         check_dtype(name, x, query.dtype, of="query")
-        if x.device != query.device:
-            raise ValueError(f"{name} is on {x.device}; accepted: {query.device}, where query is")
     batch, heads, _, head_dim = query.shape
     heads_kv = key.shape[1]
     if key.shape[0] not in (batch, 1):

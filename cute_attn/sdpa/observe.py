@@ -31,11 +31,9 @@ class Row:
     """Calls of one operator with one signature.
 
     Attributes:
-        operator: name of PyTorch's operator.
         signature: shapes and options as text.
         reason: why no kernel here computes these calls, or None.
         uncompared: why no call was compared with PyTorch's kernel.
-        calls: number of calls.
         ours_us, pytorch_us: microseconds of each shadowed call.
         difference: maximum difference of both results, in float32, relative to PyTorch's largest value; None if no
             call was compared.

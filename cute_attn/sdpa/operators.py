@@ -115,7 +115,8 @@ class Output:
     def memory(self, like: Tensor) -> Tensor | None:
         """New memory with rows before heads; None if kernels cannot write this layout."""
         shape, strides = _swapped(self.layout) if self.heads_first else self.layout
-        if not _writable(strides, like.element_size()):
+        whole = ALIGNMENT_BYTES // like.element_size()
+        if strides[-1] != 1 or any(step % whole or step <= 0 for step in strides[:-1]):
             return None
         return record.empty(like, shape, strides, like.dtype)
 
@@ -132,11 +133,6 @@ class Output:
             made = record.empty(x, shape, strides, x.dtype)
             record.step(Tensor.copy_, made, x)
         return made
-
-
-def _writable(strides: tuple[int, ...], element_size: int) -> bool:
-    whole = ALIGNMENT_BYTES // element_size
-    return strides[-1] == 1 and all(step % whole == 0 and step > 0 for step in strides[:-1])
 
 
 # ---- the forward ----
@@ -170,11 +166,9 @@ def forward(
     """Compute a forward, or return the reason why kernels do not serve it.
 
     Args:
-        request: the call's metadata.
         inputs: q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes as PyTorch passes them.
         heads_first: whether q, k and v have heads before rows.
         wants_lse: whether lse is used; if not, it may contain -inf.
-        return_softmax: also return the softmax.
     """
     device = inputs[0].device
     reason = why_not(request) or why_not_drawn(request, options.rng, _is_capturing(device))
@@ -315,9 +309,8 @@ def _asked(backend: str, given: Any, bias: Tensor | None = None, *, learns: bool
 
 def _fresh(like: Tensor, *kinds: tuple) -> list[Tensor]:
     """Uninitialized tensors on ``like``'s device. kinds: for each tensor a shape, strides and a dtype."""
-    if like.is_cuda and like.get_device() == memory.current_device():
+    with on_device(like.get_device()):
         return [record.empty(like, *kind) for kind in kinds]
-    return [like.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in kinds]
 
 
 _NUMBER, _WORD, _TWO_WORDS = ((), (), torch.int64), ((), (), torch.uint64), ((2,), (1,), torch.uint64)

@@ -25,8 +25,6 @@ class Override:
     """One of PyTorch's operators under one key of the dispatcher.
 
     Attributes:
-        name: the operator's name in PyTorch.
-        implementation: from ``OPERATORS``.
         stock: PyTorch's kernel, or None if this build has none.
         state: position of the dropout seed among the arguments of a backward, or None.
         options: the active options, or None if calls are not served.
@@ -166,12 +164,7 @@ def serving(key: str = "CUDA") -> "Activation | None":
 
 
 class Activation:
-    """Calls under one key of the dispatcher are served, until :meth:`remove` or another activation.
-
-    Attributes:
-        options: see :func:`cute_attn.sdpa.activate`.
-        key: a key of the dispatcher.
-    """
+    """Calls under one key of the dispatcher are served, until :meth:`remove` or another activation."""
 
     def __init__(self, options: Options, key: str = "CUDA") -> None:
         self.options = options
