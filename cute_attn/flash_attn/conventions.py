@@ -25,18 +25,13 @@ class Scores(NamedTuple):
     softcap: float
     alibi_slopes: Tensor | None = None
 
-    @property
-    def is_causal(self) -> bool:
-        """``causal`` as a flag."""
-        return flag("causal", self.causal)
-
     def arguments(self) -> dict[str, Any]:
         """The arguments for :func:`cute_attn.attention`."""
-        slopes = self.alibi_slopes
+        causal, slopes = flag("causal", self.causal), self.alibi_slopes
         return {
             "softmax_scale": self.softmax_scale,
-            "causal": self.is_causal,
-            "window": _window(self.window_size, self.is_causal),
+            "causal": causal,
+            "window": _window(self.window_size, causal),
             "softcap": max(number("softcap", self.softcap), 0.0),
             "alibi_slopes": slopes.detach() if isinstance(slopes, Tensor) else slopes,
         }
