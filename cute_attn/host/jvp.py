@@ -16,7 +16,7 @@ from cute_attn.host.call import NUM_TENSORS, Call
 from cute_attn.host.checks import check, check_for_kernels, check_query_blocks, check_steps
 from cute_attn.host.choose import choose_kernel, user_classes
 from cute_attn.host.counters import multiprocessors
-from cute_attn.host.dispatch import DIFFERENTIABLE
+from cute_attn.host.dispatch import DIFFERENTIABLE, not_in_jvp
 from cute_attn.host.forward import forward
 from cute_attn.host.memory import clear_owned, on_device
 from cute_attn.host.plans import Plan
@@ -92,17 +92,11 @@ def _check_tangents(call: Call, tangents: Tangents) -> None:
 def _plan(call: Call) -> Plan:
     check_for_kernels(call)
     if call.kernel or call.tile:
-        raise NotImplementedError(
-            "kernel or tile is given in a forward-mode derivative of attention; accepted: None"
-        )
+        raise not_in_jvp("kernel or tile is given", ": None")
     if call.same_bits:
-        raise NotImplementedError(
-            "same_bits is True in a forward-mode derivative of attention; accepted: False"
-        )
+        raise not_in_jvp("same_bits is True", ": False")
     if call.q.dtype == torch.float32:
-        raise NotImplementedError(
-            "q is fp32 in a forward-mode derivative of attention; accepted on CUDA: fp16, bf16"
-        )
+        raise not_in_jvp("q is fp32", " on CUDA: fp16, bf16")
     target, columns = compiler.default_target("sm80"), Columns.of(call)
     q, v = (x[..., :1].expand(*x.shape[:-1], n) for x, n in ((call.q, columns.qk), (call.v, columns.v)))
     kernel = choose_kernel(call._replace(q=q, v=v), target, op="jvp")
